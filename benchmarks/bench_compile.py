@@ -1,0 +1,102 @@
+"""Time from call to launch of a kernel never seen before, and of one in the disk cache.
+
+    python benchmarks/bench_compile.py
+
+`first`: context and NVRTC are loaded (another kernel ran), NVRTC's own cache is off (--no-cache),
+our disk cache is empty. `cached`: a second process, kernel in our disk cache, context loaded.
+Process-first costs beside."""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+
+CHILD = r"""
+import json, sys, time
+t0 = time.perf_counter()
+import numpy as np
+import ml_dtypes
+t1 = time.perf_counter()
+import pallas_mgpu as plgpu
+t2 = time.perf_counter()
+from pallas_mgpu._matmul import matmul_kernel
+m, n, k = 4096, 8192, 4096
+gpu = sys.argv[1] == "gpu"
+def add(x, o):
+    o[...] = x[...] + 1
+x = np.zeros(128 * int(sys.argv[2]), np.float32)
+if gpu:
+    warm = plgpu.kernel(add, out_type=plgpu.ShapeDtypeStruct(x.shape, np.float32))
+    warm(plgpu.device_put(x)); plgpu.synchronize()
+else:
+    warm = plgpu.kernel(add, out_type=plgpu.ShapeDtypeStruct(x.shape, np.float32))
+    warm.lower(x).cubin()
+t3 = time.perf_counter()
+kernel = matmul_kernel(m, n, k, np.float16)
+if gpu:
+    a = plgpu.device_put(np.ones((m, k), np.float16)); b = plgpu.device_put(np.ones((k, n),
+    np.float16)) plgpu.synchronize()
+    t4 = time.perf_counter()
+    out = kernel(a, b)
+    t5 = time.perf_counter()
+    plgpu.synchronize()
+    t6 = time.perf_counter()
+    out = kernel(a, b, out=out)
+    t7 = time.perf_counter()
+    ok = bool((out.numpy()[:2, :2] == k).all())
+else:
+    a = np.ones((m, k), np.float16); b = np.ones((k, n), np.float16)
+    t4 = time.perf_counter()
+    kernel.lower(a, b).cubin()
+    t5 = t6 = t7 = time.perf_counter()
+    ok = True
+print(json.dumps(dict(numpy=t1 - t0, imported=t2 - t1, first_kernel=t3 - t2, call=t5 - t4,
+second=t7 - t6, ok=ok)))
+"""
+
+
+def child(cache, serial, gpu):
+    env = dict(os.environ, PALLAS_MGPU_CACHE_DIR=cache, PALLAS_MGPU_NVRTC_OPTIONS="--no-cache")
+    out = subprocess.run(
+        [sys.executable, "-c", CHILD, "gpu" if gpu else "cpu", str(serial)],
+        env=env,
+        capture_output=True,
+        text=True,
+    )
+    if out.returncode:
+        sys.exit(out.stderr)
+    return json.loads(out.stdout.splitlines()[-1])
+
+
+def main():
+    from pallas_mgpu import _core
+
+    gpu = bool(_core.system_info()["devices"])
+    first, cached = [], []
+    for k in range(5):
+        with tempfile.TemporaryDirectory() as cache:
+            first.append(child(cache, 1, gpu))
+            cached.append(child(cache, 2 + k, gpu))
+
+    def row(name, samples, key):
+        ms = [s[key] * 1e3 for s in samples]
+        print(f"| {name} | {statistics.median(ms):.1f} | {min(ms):.1f} to {max(ms):.1f} |")
+
+    assert all(s["ok"] for s in first + cached)
+    print(
+        f"{'with' if gpu else 'without'} a GPU, median of 5 processes\n\n| what | ms | range"
+        f" |\n|---|---:|---|"
+    )
+    row("first compile of the matmul, call to launch, --no-cache", first, "call")
+    row("the same in a second process, from the disk cache", cached, "call")
+    row("first kernel of a process (context, NVRTC, small kernel)", first, "first_kernel")
+    row("import pallas_mgpu, above numpy and ml_dtypes", first + cached, "imported")
+    row("import numpy and ml_dtypes", first + cached, "numpy")
+    if gpu:
+        row("host time of the second call of the matmul", first, "second")
+
+
+if __name__ == "__main__":
+    main()

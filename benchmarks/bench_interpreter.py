@@ -1,0 +1,36 @@
+"""The interpreter on a 512 x 512 x 512 float16 matmul, one core, checks on.
+
+taskset -c 0 python benchmarks/bench_interpreter.py"""
+
+import statistics
+import time
+
+import numpy as np
+
+from pallas_mgpu._matmul import matmul_kernel
+
+
+def main():
+    rng = np.random.default_rng(0)
+    a = rng.standard_normal((512, 512), dtype=np.float32).astype(np.float16)
+    b = rng.standard_normal((512, 512), dtype=np.float32).astype(np.float16)
+    want = a.astype(np.float32) @ b.astype(np.float32)
+    kernel = matmul_kernel(512, 512, 512, np.float16, interpret=True)
+    start = time.perf_counter()
+    out = kernel(a, b)
+    first = time.perf_counter() - start
+    times = []
+    for _ in range(10):
+        start = time.perf_counter()
+        out = kernel(a, b)
+        times.append(time.perf_counter() - start)
+    error = np.linalg.norm(out.astype(np.float32) - want) / np.linalg.norm(want)
+    assert error < 5e-4, error
+    print("| what | ms |\n|---|---:|")
+    print(f"| first call (trace, lower, bytecode, run) | {first * 1e3:.1f} |")
+    print(f"| later calls, median of 10 | {statistics.median(times) * 1e3:.1f} |")
+    print(f"| relative error | {error:.1e} |")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,140 @@
+/* The dtype table and conversions of single numbers.
+ *
+ * A number travels as int64 or double. Rounding a double to 16 bits goes through a float rounded to
+ * odd: the float has more than two bits to spare, so the second rounding is as good as the only
+ * one. */
+#include "dtype.h"
+
+#include <math.h>
+
+const pm_dtype_info pm_dtypes[PM_DTYPE_COUNT] = {
+#define PM_DTYPE(id, text, bits, class, cuda, dlpack, short) \
+  {text, cuda, short, bits, bits / 8, PM_CLASS_##class, dlpack},
+#include "dtypes.def"
+#undef PM_DTYPE
+};
+
+int pm_dtype_find(const char *text) {
+  for (int t = 0; t < PM_DTYPE_COUNT; t++)
+    if (!strcmp(pm_dtypes[t].text, text)) return t;
+  return -1;
+}
+
+static uint32_t bits_of(float x) {
+  uint32_t u;
+  memcpy(&u, &x, 4);
+  return u;
+}
+
+static float float_of(uint32_t u) {
+  float x;
+  memcpy(&x, &u, 4);
+  return x;
+}
+
+float pm_f16_to_f32(uint16_t x) {
+  uint32_t sign = (uint32_t)(x & 0x8000) << 16, exponent = x >> 10 & 31, mantissa = x & 0x3ff;
+  if (exponent == 31) {
+    uint32_t quiet = mantissa ? 0x400000 : 0;
+    return float_of(sign | 0x7f800000 | quiet | mantissa << 13);
+  }
+  if (exponent == 0) {
+    float magnitude = (float)mantissa * 0x1p-24f;
+    return sign ? -magnitude : magnitude;
+  }
+  return float_of(sign | (exponent + 112) << 23 | mantissa << 13);
+}
+
+uint16_t pm_f32_to_f16(float x) {
+  uint32_t u = bits_of(x), magnitude = u & 0x7fffffff;
+  uint16_t sign = (uint16_t)(u >> 16 & 0x8000);
+  if (magnitude > 0x7f800000) return sign | 0x7e00 | (magnitude >> 13 & 0x3ff);
+  if (magnitude >= 0x47800000) return sign | 0x7c00; /* 65536 and more */
+  if (magnitude < 0x38800000) {                      /* below 2^-14: adding 0.5 rounds to 2^-24 */
+    float sum = float_of(magnitude) + 0.5f;
+    return sign | (uint16_t)(bits_of(sum) - 0x3f000000);
+  }
+  magnitude += 0xfff + (magnitude >> 13 & 1); /* may carry into the exponent, up to infinity */
+  return sign | (uint16_t)((magnitude - 0x38000000) >> 13);
+}
+
+uint16_t pm_f32_to_bf16(float x) {
+  uint32_t u = bits_of(x);
+  if ((u & 0x7fffffff) > 0x7f800000) return (uint16_t)(u >> 16 | 0x40);
+  return (uint16_t)((u + 0x7fff + (u >> 16 & 1)) >> 16);
+}
+
+static float round_to_odd(double x) {
+  float f = (float)x;
+  uint32_t u = bits_of(f);
+  if (isnan(x) || (double)f == x || (u & 1)) return f;
+  return float_of(fabs(x) > fabs((double)f) ? u + 1 : u - 1);
+}
+
+pm_scalar pm_load_scalar(pm_dtype t, const void *p) {
+  union {
+    int8_t s8;
+    int16_t s16;
+    int32_t s32;
+    uint8_t u8;
+    uint16_t u16;
+    uint32_t u32;
+    float f;
+  } x;
+  memcpy(&x, p, pm_dtypes[t].bytes);
+  switch (t) {
+    case PM_BOOL: return (pm_scalar){.i = x.u8 != 0};
+    case PM_I8: return (pm_scalar){.i = x.s8};
+    case PM_I16: return (pm_scalar){.i = x.s16};
+    case PM_I32: return (pm_scalar){.i = x.s32};
+    case PM_U8: return (pm_scalar){.i = x.u8};
+    case PM_U16: return (pm_scalar){.i = x.u16};
+    case PM_U32: return (pm_scalar){.i = x.u32};
+    case PM_F16: return (pm_scalar){.f = pm_f16_to_f32(x.u16)};
+    case PM_BF16: return (pm_scalar){.f = pm_bf16_to_f32(x.u16)};
+    case PM_F32: return (pm_scalar){.f = x.f};
+    case PM_DTYPE_COUNT: break;
+  }
+  return (pm_scalar){0};
+}
+
+void pm_store_scalar(pm_dtype t, void *p, pm_scalar v) {
+  if (t == PM_F32) {
+    float f = (float)v.f;
+    memcpy(p, &f, 4);
+  } else if (pm_is_float(t)) {
+    float f = round_to_odd(v.f);
+    uint16_t u = t == PM_F16 ? pm_f32_to_f16(f) : pm_f32_to_bf16(f);
+    memcpy(p, &u, 2);
+  } else if (t == PM_BOOL) {
+    *(uint8_t *)p = v.i != 0;
+  } else {
+    uint8_t u8 = (uint8_t)v.i;
+    uint16_t u16 = (uint16_t)v.i;
+    uint32_t u32 = (uint32_t)v.i;
+    switch (pm_dtypes[t].bytes) {
+      case 1: memcpy(p, &u8, 1); break;
+      case 2: memcpy(p, &u16, 2); break;
+      default: memcpy(p, &u32, 4); break;
+    }
+  }
+}
+
+/* Truncates and saturates; NaN gives 0. */
+static int64_t to_int(pm_dtype t, double x) {
+  int bits = pm_dtypes[t].bits;
+  bool is_signed = pm_dtypes[t].class == PM_CLASS_INT;
+  int64_t hi = is_signed ? (INT64_C(1) << (bits - 1)) - 1 : (INT64_C(1) << bits) - 1;
+  int64_t lo = is_signed ? -hi - 1 : 0;
+  if (isnan(x)) return 0;
+  return x >= (double)hi ? hi : x <= (double)lo ? lo : (int64_t)x;
+}
+
+pm_scalar pm_convert_scalar(pm_dtype from, pm_dtype to, pm_scalar v) {
+  uint32_t room;
+  if (to == PM_BOOL) return (pm_scalar){.i = pm_is_float(from) ? v.f != 0 : v.i != 0};
+  if (pm_is_float(from) && !pm_is_float(to)) return (pm_scalar){.i = to_int(to, v.f)};
+  if (!pm_is_float(from) && pm_is_float(to)) v.f = (double)v.i;
+  pm_store_scalar(to, &room, v);
+  return pm_load_scalar(to, &room);
+}

@@ -1,0 +1,48 @@
+/* Element types and their conversions. The table is dtypes.def; conversions round to nearest even
+ * unless said, and follow api/array_ops.md section 8 (float -> int saturates, NaN -> 0). */
+#ifndef PM_DTYPE_H
+#define PM_DTYPE_H
+
+#include "base.h"
+
+typedef enum pm_dtype {
+#define PM_DTYPE(id, text, bits, class, cuda, dlpack, short) PM_##id,
+#include "dtypes.def"
+#undef PM_DTYPE
+  PM_DTYPE_COUNT
+} pm_dtype;
+
+typedef enum pm_dclass { PM_CLASS_BOOL, PM_CLASS_INT, PM_CLASS_UINT, PM_CLASS_FLOAT } pm_dclass;
+
+typedef struct pm_dtype_info {
+  const char *text, *cuda, *short_name;
+  uint8_t bits, bytes, class, dlpack;
+} pm_dtype_info;
+
+extern const pm_dtype_info pm_dtypes[PM_DTYPE_COUNT];
+
+static inline bool pm_is_float(pm_dtype t) { return pm_dtypes[t].class == PM_CLASS_FLOAT; }
+static inline bool pm_is_int(pm_dtype t) {
+  return pm_dtypes[t].class == PM_CLASS_INT || pm_dtypes[t].class == PM_CLASS_UINT;
+}
+int pm_dtype_find(const char *text); /* -1: no such dtype */
+
+float pm_f16_to_f32(uint16_t x);
+uint16_t pm_f32_to_f16(float x);
+static inline float pm_bf16_to_f32(uint16_t x) {
+  uint32_t u = (uint32_t)x << 16;
+  float f;
+  memcpy(&f, &u, 4);
+  return f;
+}
+uint16_t pm_f32_to_bf16(float x);
+
+/* Scalars travel as a double (floats, exact for all of them) or an int64 (all others). */
+typedef union pm_scalar { int64_t i; double f; } pm_scalar;
+pm_scalar pm_load_scalar(pm_dtype t, const void *p);
+void pm_store_scalar(pm_dtype t, void *p, pm_scalar v); /* wraps ints, rounds floats once */
+pm_scalar pm_convert_scalar(pm_dtype from, pm_dtype to, pm_scalar v);
+/* n elements, contiguous, no overlap */
+void pm_convert_array(pm_dtype from, pm_dtype to, const void *src, void *dst, size_t n);
+
+#endif

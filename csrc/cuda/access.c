@@ -1,0 +1,713 @@
+/* Where the registers of a layout lie in a view: loads and stores of arrays.
+ *
+ * A layout says that index[d] is a sum over digits of warp, lane and register number; a view says
+ * that a dimension is at i * inner, or i / tile * outer + i % tile * inner. If no digit straddles a
+ * tile other than at a whole factor, and the digits inside a tile never carry into the next one,
+ * the address is linear in the digits too:
+ *
+ *     address = start of the view + sum(warp) + sum(lane) + sum(register)
+ *
+ * where the last sum folds to a constant in an unrolled loop. The fastest register digits that lie
+ * densely in memory form the vector of one instruction, as wide as alignment can be proved, at most
+ * 16 bytes. FLAT layouts on a dense view are linear with one dimension, the linear index. What is
+ * not linear computes its coordinates for every vector.
+ *
+ * Swizzle is a ^= (a >> 7 & m) << 4 on the low 10 bits, linear over exclusive or. Where the thread's
+ * and the register's parts share no bit of those 10, the thread's part is swizzled once and the
+ * register's, a constant, joins it by ^ below 1024 and by + from there on.
+ *
+ * Padding is masked by vectors: no vector crosses the end of an extent. */
+#include "gen.h"
+
+enum { WARP, LANE, REG, N_PARTS, VECTOR_BYTES = 16, PATTERN = 1024 };
+
+typedef struct access {
+  pm_gen *e;
+  pm_opid op;
+  const pm_layout *l;
+  const pm_view *v;
+  bool linear, store;
+  int64_t bytes, vec, n;        /* of an element; elements of a vector; vectors */
+  pm_sum part[N_PARTS];         /* linear: elements of memory; REG: counts vectors */
+  int vec_dim;                  /* dimension of the layout along which vectors run, -1: none */
+  int matrix;                   /* 1, 2: ldmatrix / stmatrix, plain or transposed */
+  bool split;                   /* the swizzle can be split */
+  const char *stem, *address, *valid;
+} access;
+
+/* ---- sums ---------------------------------------------------------------------------------------- */
+
+static const pm_digit *digits(const pm_layout *l, int part, uint32_t *n) {
+  *n = part == WARP ? l->n_warp : part == LANE ? l->n_lane : l->n_reg;
+  return part == WARP ? l->warp : part == LANE ? l->lane : l->reg;
+}
+
+static void count_vectors(pm_sum *s, int64_t vec);
+
+static void add_piece(pm_sum *s, int64_t div, int64_t size, int64_t mul) {
+  if (size > 1 && mul) s->at[s->n++] = (pm_piece){div, size, mul};
+}
+
+const char *pm_sum_text(pm_gen *e, const pm_sum *s, const char *number, int64_t scale) {
+  pm_text t;
+  pm_text_init(&t, e->arena);
+  for (uint32_t k = 0; k < s->n;) {
+    pm_piece p = s->at[k++]; /* pieces stand least significant first */
+    while (k < s->n && s->at[k].div == p.div * p.size && s->at[k].mul == p.mul * p.size) {
+      p.size *= s->at[k++].size;
+    }
+    if (t.n) pm_put(&t, " + ");
+    pm_put(&t, number);
+    if (p.div > 1) pm_putf(&t, " / %lld", (long long)p.div);
+    if (p.div * p.size < s->total) pm_putf(&t, " %% %lld", (long long)p.size);
+    if (p.mul * scale != 1) pm_putf(&t, " * %lld", (long long)(p.mul * scale));
+  }
+  return t.n ? t.at : "0";
+}
+
+static int64_t sum_max(const pm_sum *s) {
+  int64_t max = 0;
+  for (uint32_t k = 0; k < s->n; k++) max += (s->at[k].size - 1) * s->at[k].mul;
+  return max;
+}
+
+/* " + text" onto a text, if it is not 0 */
+static void plus(pm_text *t, const char *x) {
+  if (!strcmp(x, "0")) return;
+  pm_putf(t, t->n ? " + %s" : "%s", x);
+}
+
+static const char *thread_sum(pm_gen *e, const pm_sum *warp, const pm_sum *lane, int64_t scale) {
+  pm_text t;
+  pm_text_init(&t, e->arena);
+  plus(&t, pm_sum_text(e, warp, "warp", scale));
+  plus(&t, pm_sum_text(e, lane, "lane", scale));
+  return t.n ? t.at : "0";
+}
+
+/* ---- coordinates --------------------------------------------------------------------------------- */
+
+static int64_t numbers(const pm_layout *l, int part) {
+  return part == WARP ? 4 : part == LANE ? 32 : pm_layout_regs(l);
+}
+
+static void coord_sum(const pm_layout *l, int part, int dim, pm_sum *out) {
+  uint32_t n;
+  const pm_digit *d = digits(l, part, &n);
+  int64_t div = 1;
+  *out = (pm_sum){.total = numbers(l, part)};
+  for (uint32_t k = n; k-- > 0;) {
+    if (d[k].dim == dim) add_piece(out, div, d[k].size, d[k].stride);
+    div *= d[k].size;
+  }
+}
+
+const char *pm_coord_base(pm_gen *e, const pm_layout *l, int dim) {
+  pm_sum warp, lane;
+  coord_sum(l, WARP, dim, &warp);
+  coord_sum(l, LANE, dim, &lane);
+  return thread_sum(e, &warp, &lane, 1);
+}
+
+void pm_coord_regs(const pm_layout *l, int dim, pm_sum *out) { coord_sum(l, REG, dim, out); }
+
+static int n_coords(const pm_layout *l) { return l->kind == PM_FLAT ? 1 : l->rank; }
+static int64_t extent(const pm_layout *l, int dim) {
+  int64_t n = l->shape[dim];
+  for (int k = 1; l->kind == PM_FLAT && k < l->rank; k++) n *= l->shape[k];
+  return n;
+}
+static bool is_padded(const pm_layout *l, int dim) {
+  return l->kind != PM_SPLAT && l->padded[dim] > extent(l, dim);
+}
+
+static const char *coord_name(pm_gen *e, const char *stem, int dim) {
+  return pm_str(e, "%s_%d", stem, dim);
+}
+
+static void coord_lines(pm_gen *e, const pm_layout *l, const char *stem, bool all) {
+  for (int d = 0; d < n_coords(l); d++) {
+    if (all || is_padded(l, d))
+      pm_line(e, "const i32 %s = %s;", coord_name(e, stem, d), pm_coord_base(e, l, d));
+  }
+}
+
+const char *pm_coord_lines(pm_gen *e, const pm_layout *l) {
+  const char *stem = pm_unique(e, "index");
+  coord_lines(e, l, stem, false);
+  return stem;
+}
+
+static const char *valid_text(pm_gen *e, const pm_layout *l, const char *stem, const char *reg,
+                              int64_t vec) {
+  pm_text t;
+  pm_text_init(&t, e->arena);
+  for (int d = 0; d < n_coords(l); d++) {
+    pm_sum s;
+    if (!is_padded(l, d)) continue;
+    coord_sum(l, REG, d, &s);
+    count_vectors(&s, vec);
+    if (t.n) pm_put(&t, " && ");
+    pm_put(&t, coord_name(e, stem, d));
+    if (s.n) pm_putf(&t, " + %s", pm_sum_text(e, &s, reg, 1));
+    pm_putf(&t, " < %lld", (long long)extent(l, d));
+  }
+  return t.n ? t.at : NULL;
+}
+
+const char *pm_valid(pm_gen *e, const pm_layout *l, const char *stem, const char *reg) {
+  return valid_text(e, l, stem, reg, 1);
+}
+
+bool pm_is_wgmma(const pm_layout *l) {
+  const int i = l->rank - 2, j = i + 1;
+  if (l->kind != PM_TILED || l->rank < 2) return false;
+  const int64_t m = l->padded[i], n = l->padded[j], regs = pm_layout_regs(l);
+  int64_t index[PM_MAX_RANK], lead = 1;
+  for (int d = 0; d < i; d++) lead *= l->padded[d];
+  if (m % 64 || n % 8 || regs != lead * m * n / 128) return false;
+  for (int k = 0; k < 128 + regs; k++) {
+    const int tid = k < 128 ? k : 0;
+    const int64_t r = k < 128 ? 0 : k - 128, in = r % (m * n / 128);
+    pm_layout_index(l, tid, r, index);
+    if (index[i] != in / (n / 2) * 64 + in / 2 % 2 * 8 + tid / 32 * 16 + tid % 32 / 4) return false;
+    if (index[j] != in / 4 % (n / 8) * 8 + in % 2 + tid % 4 * 2) return false;
+    for (int d = i - 1, x = (int)(r / (m * n / 128)); d >= 0; x /= (int)l->padded[d--]) {
+      if (index[d] != x % l->padded[d]) return false;
+    }
+  }
+  return true;
+}
+
+/* ---- registers of one layout in another ------------------------------------------------------------ */
+
+static bool same_index(const int64_t *a, const int64_t *b, int rank) {
+  return !memcmp(a, b, sizeof *a * (size_t)rank);
+}
+
+/* Register of src, in lane 0, at the index; -1: none. Tries the one after the last hit first. */
+static int64_t find_reg(const pm_layout *src, const int64_t *index, int64_t guess) {
+  int64_t at[PM_MAX_RANK];
+  const int64_t n = pm_layout_regs(src);
+  for (int64_t k = 0; k < n; k++) {
+    const int64_t s = (guess + k) % n;
+    pm_layout_index(src, 0, s, at);
+    if (same_index(at, index, src->rank)) return s;
+  }
+  return -1;
+}
+
+/* The map as a sum over the digits of dst's registers, or as a table. -1: no matter. */
+static const char *map_text(pm_gen *e, const pm_layout *dst, const int64_t *map, int64_t n,
+                            const char *reg) {
+  pm_sum s = {.total = n};
+  int64_t div = 1;
+  for (uint32_t k = dst->n_reg; k-- > 0; div *= dst->reg[k].size) {
+    if (dst->reg[k].size > 1) add_piece(&s, div, dst->reg[k].size, map[div] - map[0]);
+  }
+  bool fits = true;
+  for (int64_t r = 0; fits && r < n; r++) {
+    int64_t x = map[0];
+    for (uint32_t k = 0; k < s.n; k++) x += r / s.at[k].div % s.at[k].size * s.at[k].mul;
+    fits = x == map[r] || map[r] < 0;
+  }
+  if (fits && !map[0]) return pm_sum_text(e, &s, reg, 1);
+  if (fits) return pm_str(e, "%s + %lld", pm_sum_text(e, &s, reg, 1), (long long)map[0]);
+  const char *name = pm_unique(e, "register");
+  pm_text t;
+  pm_text_init(&t, e->arena);
+  for (int64_t r = 0; r < n; r++) pm_putf(&t, "%s%lld", r ? ", " : "", (long long)pm_max(map[r], 0));
+  pm_line(e, "constexpr u16 %s[] = {%s};", name, t.at);
+  return pm_str(e, "%s[%s]", name, reg);
+}
+
+/* Lane 0 has the least index of each register, so what is padding there is so in all lanes. */
+const char *pm_reg_map(pm_gen *e, const pm_layout *src, const pm_layout *dst, pm_project fn,
+                       const void *ctx, const char *reg) {
+  const int64_t n = pm_layout_regs(dst);
+  int64_t *map = PM_NEW(e->arena, int64_t, n), at[PM_MAX_RANK], want[PM_MAX_RANK];
+  int64_t last = -1;
+  for (int64_t r = 0; r < n; r++) {
+    map[r] = -1;
+    if (!pm_layout_index(dst, 0, r, at)) continue;
+    fn(ctx, at, want);
+    map[r] = find_reg(src, want, last + 1);
+    if (map[r] < 0) return NULL;
+    last = map[r];
+  }
+  /* the other lanes: for one register, but for all of them where an index is unravelled */
+  const bool all = src->kind == PM_FLAT || dst->kind == PM_FLAT;
+  for (int tid = 1; tid < 128; tid++) {
+    for (int64_t r = 0; r < (all ? n : 1); r++) {
+      int64_t got[PM_MAX_RANK];
+      if (!pm_layout_index(dst, tid, r, at)) continue;
+      fn(ctx, at, want);
+      pm_layout_index(src, tid, map[r], got);
+      if (!same_index(got, want, src->rank)) return NULL;
+    }
+  }
+  return map_text(e, dst, map, n, reg);
+}
+
+/* ---- addresses ------------------------------------------------------------------------------------- */
+
+const char *pm_term_text(pm_gen *e, const pm_term *t, int64_t scale, bool wide) {
+  const char *x = pm_scalar_of(e, t->val);
+  if (wide) x = pm_str(e, "(i64)%s", x);
+  if (t->div > 1) x = pm_str(e, "%s / %lld", x, (long long)t->div);
+  return t->mul * scale == 1 ? x : pm_str(e, "%s * %lld", x, (long long)(t->mul * scale));
+}
+
+static void offset_text(pm_gen *e, const pm_view *v, int64_t scale, bool wide, pm_text *t) {
+  for (uint32_t k = 0; k < v->n_terms; k++) plus(t, pm_term_text(e, &v->term[k], scale, wide));
+  if (v->offset) plus(t, pm_str(e, "%lld", (long long)(v->offset * scale)));
+}
+
+const char *pm_view_address(pm_gen *e, const pm_view *v) {
+  const bool gmem = v->space == PM_GMEM;
+  pm_text t;
+  pm_text_init(&t, e->arena);
+  pm_put(&t, v->base ? e->slot[v->base].text : pm_scratch(e));
+  if (gmem) e->param_used[v->param] = true;
+  offset_text(e, v, gmem ? 1 : pm_dtypes[v->dtype].bytes, gmem, &t);
+  return t.at;
+}
+
+void pm_need_alignment(pm_gen *e, const pm_view *v, int64_t bytes) {
+  if (v->param >= 0) {
+    e->program->align[v->param] = pm_max(e->program->align[v->param], bytes);
+  }
+}
+
+/* ---- is the access linear? ------------------------------------------------------------------------- */
+
+static bool is_dense(const pm_view *v) {
+  int64_t stride = 1;
+  for (int d = v->rank - 1; d >= 0; d--) {
+    const pm_view_dim *vd = &v->dim[d];
+    if (vd->size == 1) continue;
+    if ((vd->tile && vd->tile < vd->size) || vd->inner != stride) return false;
+    stride *= vd->size;
+  }
+  return !v->swizzle;
+}
+
+/* A digit of an index as one or two pieces of memory; false: it straddles a tile. */
+static bool add_digit(pm_sum *s, int64_t div, const pm_digit *d, const pm_view_dim *vd) {
+  if (!vd->tile || d->size * d->stride <= vd->tile) {
+    add_piece(s, div, d->size, d->stride * vd->inner);
+    return true;
+  }
+  if (d->stride % vd->tile == 0) {
+    add_piece(s, div, d->size, d->stride / vd->tile * vd->outer);
+    return true;
+  }
+  const int64_t low = vd->tile / d->stride;
+  if (vd->tile % d->stride || d->size % low) return false;
+  add_piece(s, div, low, d->stride * vd->inner);
+  add_piece(s, div * low, d->size / low, vd->outer);
+  return true;
+}
+
+static bool linear_sums(access *a) {
+  const pm_view_dim flat = {.size = extent(a->l, 0), .inner = 1};
+  int64_t inside[PM_MAX_RANK] = {0};
+  if (a->l->kind == PM_FLAT && !is_dense(a->v)) return false;
+  for (int part = 0; part < N_PARTS; part++) {
+    uint32_t n;
+    const pm_digit *d = digits(a->l, part, &n);
+    int64_t div = 1;
+    a->part[part] = (pm_sum){.total = numbers(a->l, part)};
+    for (uint32_t k = n; k-- > 0; div *= d[k].size) {
+      if (d[k].dim < 0) continue;
+      const pm_view_dim *vd = a->l->kind == PM_FLAT ? &flat : &a->v->dim[d[k].dim];
+      if (!add_digit(&a->part[part], div, &d[k], vd)) return false;
+      if (vd->tile && d[k].stride < vd->tile) {
+        inside[d[k].dim] += pm_min((d[k].size - 1) * d[k].stride, vd->tile - d[k].stride);
+        if (inside[d[k].dim] >= vd->tile) return false;
+      }
+    }
+  }
+  return true;
+}
+
+/* ---- vectors --------------------------------------------------------------------------------------- */
+
+/* Elements that the fastest register digits hold densely along one dimension of the layout. */
+static int64_t dense_run(access *a) {
+  const pm_layout *l = a->l;
+  int64_t run = 1;
+  a->vec_dim = -1;
+  for (uint32_t k = l->n_reg; k-- > 0;) {
+    const pm_digit *d = &l->reg[k];
+    if (d->stride != run || (a->vec_dim >= 0 && d->dim != a->vec_dim)) break;
+    a->vec_dim = d->dim;
+    run *= d->size;
+  }
+  if (a->vec_dim < 0) return 1;
+  const pm_view_dim *vd = &a->v->dim[l->kind == PM_FLAT ? a->v->rank - 1 : a->vec_dim];
+  if (l->kind == PM_FLAT && a->linear) return run;
+  if (vd->inner != 1) return 1;
+  if (l->kind == PM_FLAT) run = pm_gcd(run, vd->size);
+  return vd->tile ? pm_gcd(run, vd->tile) : run;
+}
+
+static bool sum_is_multiple(const pm_sum *s, int64_t of) {
+  for (uint32_t k = 0; k < s->n; k++) {
+    if (s->at[k].mul % of && s->at[k].mul >= of) return false;
+  }
+  return true;
+}
+
+/* May vectors of `vec` elements be used? All other parts of the address are multiples of it. */
+static bool vector_fits(access *a, int64_t vec) {
+  const pm_layout *l = a->l;
+  if (pm_view_divisor(a->e->g, a->v) % vec) return false;
+  if (is_padded(l, a->vec_dim) && extent(l, a->vec_dim) % vec) return false;
+  for (int part = 0; part < N_PARTS; part++) {
+    uint32_t n;
+    const pm_digit *d = digits(l, part, &n);
+    for (uint32_t k = 0; k < n; k++) { /* vectors begin at multiples of their size */
+      if (d[k].dim == a->vec_dim && d[k].stride % vec && (part != REG || d[k].stride >= vec)) {
+        return false;
+      }
+    }
+    if (!a->linear) continue;
+    if (part != REG) {
+      for (uint32_t k = 0; k < a->part[part].n; k++) {
+        if (a->part[part].at[k].mul % vec) return false;
+      }
+    } else if (!sum_is_multiple(&a->part[REG], vec)) {
+      return false;
+    }
+  }
+  for (int d = 0; d < a->v->rank && !a->linear; d++) {
+    const pm_view_dim *vd = &a->v->dim[d];
+    const bool fastest = d == (l->kind == PM_FLAT ? a->v->rank - 1 : a->vec_dim);
+    if (vd->size > 1 && ((!fastest && vd->inner % vec) || (vd->tile && vd->outer % vec))) {
+      return false;
+    }
+  }
+  return true;
+}
+
+static void choose_vector(access *a) {
+  const int64_t run = dense_run(a);
+  int64_t vec = 1;
+  while (run % (vec * 2) == 0 && vec * 2 * a->bytes <= VECTOR_BYTES) vec *= 2;
+  while (vec > 1 && !vector_fits(a, vec)) vec /= 2;
+  a->vec = vec;
+}
+
+/* The register sum in terms of vectors: the first `vec` registers drop out. */
+static void count_vectors(pm_sum *s, int64_t vec) {
+  uint32_t n = 0;
+  for (uint32_t k = 0; k < s->n; k++) {
+    pm_piece p = s->at[k];
+    if (p.div * p.size <= vec) continue;
+    if (p.div < vec) {
+      p.size /= vec / p.div;
+      p.mul *= vec / p.div;
+      p.div = vec;
+    }
+    p.div /= vec;
+    s->at[n++] = p;
+  }
+  s->n = n;
+  s->total /= vec;
+}
+
+/* ---- swizzle ---------------------------------------------------------------------------------------- */
+
+/* Cut the pieces of a sum at 1024 bytes; the bits below that they can set; -1: not powers of two. */
+static int64_t low_bits(pm_sum *s, int64_t bytes) {
+  int64_t bits = 0;
+  pm_sum out = {.total = s->total};
+  for (uint32_t k = 0; k < s->n; k++) {
+    const pm_piece p = s->at[k];
+    const int64_t step = p.mul * bytes;
+    if (step % PATTERN == 0) {
+      add_piece(&out, p.div, p.size, p.mul);
+      continue;
+    }
+    if (!pm_is_pow2(step) || !pm_is_pow2(p.size) || step > PATTERN) return -1;
+    const int64_t low = pm_min(p.size, PATTERN / step), mask = (low - 1) * step;
+    if (bits & mask) return -1;
+    bits |= mask;
+    add_piece(&out, p.div, low, p.mul);
+    add_piece(&out, p.div * low, p.size / low, p.mul * low);
+  }
+  *s = out;
+  return bits;
+}
+
+static void split_swizzle(access *a) {
+  if (!a->v->swizzle || !a->linear) return;
+  if (pm_view_divisor(a->e->g, a->v) * a->bytes % PATTERN) return;
+  pm_sum part[N_PARTS];
+  int64_t bits = (a->vec * a->bytes - 1) & (PATTERN - 1);
+  memcpy(part, a->part, sizeof part);
+  for (int k = 0; k < N_PARTS; k++) {
+    const int64_t more = low_bits(&part[k], a->bytes);
+    if (more < 0 || (bits & more)) return;
+    bits |= more;
+  }
+  memcpy(a->part, part, sizeof part);
+  a->split = true;
+}
+
+/* "(p ^ low) + high" for vector i */
+static const char *split_text(access *a) {
+  pm_gen *e = a->e;
+  pm_sum low = {.total = a->part[REG].total}, high = low;
+  bool rows = false;
+  for (uint32_t k = 0; k < a->part[REG].n; k++) {
+    const pm_piece p = a->part[REG].at[k];
+    const bool is_low = p.mul * a->bytes < PATTERN;
+    pm_sum *s = is_low ? &low : &high;
+    s->at[s->n++] = p;
+    rows = rows || (is_low && (p.size - 1) * p.mul * a->bytes >= 128);
+  }
+  const char *l = pm_sum_text(e, &low, "i", a->bytes), *h = pm_sum_text(e, &high, "i", a->bytes);
+  if (rows) l = pm_str(e, "swizzle<%d>(%s)", a->v->swizzle, l);
+  const char *text = low.n ? pm_str(e, "(p ^ (%s))", l) : "p";
+  return high.n ? pm_str(e, "%s + %s", text, h) : text;
+}
+
+/* ---- the loop over vectors --------------------------------------------------------------------------- */
+
+static void declare_pointer(access *a, const char *thread) {
+  pm_gen *e = a->e;
+  const char *start = pm_view_address(e, a->v);
+  if (a->v->space == PM_GMEM) {
+    pm_line(e, "%s%s* const p = %s%s%s;", a->store ? "" : "const ", pm_cpp_type(a->v->dtype), start,
+            *thread ? " + " : "", thread);
+  } else if (a->split) {
+    pm_line(e, "const u32 p = swizzle<%d>(%s%s%s);", a->v->swizzle, start, *thread ? " + " : "",
+            thread);
+  } else {
+    pm_line(e, "const u32 p = %s%s%s;", start, *thread ? " + " : "", thread);
+  }
+}
+
+static void begin_linear(access *a) {
+  pm_gen *e = a->e;
+  const int64_t scale = a->v->space == PM_GMEM ? 1 : a->bytes;
+  const bool wide = sum_max(&a->part[WARP]) + sum_max(&a->part[LANE]) > INT32_MAX;
+  const char *thread = thread_sum(e, &a->part[WARP], &a->part[LANE], scale);
+  if (wide) {
+    thread = pm_str(e, "(%s) + (%s)", pm_sum_text(e, &a->part[WARP], "(i64)warp", scale),
+                    pm_sum_text(e, &a->part[LANE], "(i64)lane", scale));
+  }
+  declare_pointer(a, strcmp(thread, "0") ? thread : "");
+  pm_begin_unrolled(e, "i", a->n, 1);
+  const char *i = sum_max(&a->part[REG]) * scale > INT32_MAX ? "(i64)i" : "i";
+  const char *regs = pm_sum_text(e, &a->part[REG], i, scale);
+  if (a->split) {
+    a->address = split_text(a);
+  } else {
+    a->address = a->part[REG].n ? pm_str(e, "p + %s", regs) : "p";
+    if (a->v->swizzle) a->address = pm_str(e, "swizzle<%d>(%s)", a->v->swizzle, a->address);
+  }
+}
+
+/* Coordinates of vector i as c_0, c_1 ..., then at(dim, c) of all dims. */
+static void begin_coords(access *a) {
+  pm_gen *e = a->e;
+  const pm_layout *l = a->l;
+  const bool gmem = a->v->space == PM_GMEM;
+  const int64_t scale = gmem ? 1 : a->bytes;
+  pm_text t;
+  pm_text_init(&t, e->arena);
+  declare_pointer(a, "");
+  pm_begin_unrolled(e, "i", a->n, 1);
+  int64_t below = 1;
+  for (int d = a->v->rank - 1; d >= 0; d--) {
+    const pm_view_dim *vd = &a->v->dim[d];
+    const int from = l->kind == PM_FLAT ? 0 : d;
+    pm_sum s;
+    if (vd->size == 1) continue;
+    coord_sum(l, REG, from, &s);
+    count_vectors(&s, a->vec);
+    const char *c = coord_name(e, a->stem, from);
+    if (s.n) c = pm_str(e, "%s + (i32)(%s)", c, pm_sum_text(e, &s, "i", 1));
+    if (l->kind == PM_FLAT) {
+      c = below > 1 ? pm_str(e, "(%s) / %lld", c, (long long)below) : pm_str(e, "(%s)", c);
+      if (d) c = pm_str(e, "%s %% %lld", c, (long long)vd->size);
+      below *= vd->size;
+    }
+    pm_line(e, "const i32 c_%d = %s;", d, c);
+    const char *x = pm_str(e, gmem ? "(i64)c_%d" : "c_%d", d);
+    if (vd->tile) {
+      plus(&t, pm_str(e, "%s / %lld * %lld", x, (long long)vd->tile, (long long)(vd->outer * scale)));
+      x = pm_str(e, "%s %% %lld", x, (long long)vd->tile);
+    }
+    plus(&t, vd->inner * scale == 1 ? x : pm_str(e, "%s * %lld", x, (long long)(vd->inner * scale)));
+  }
+  a->address = t.n ? pm_str(e, "p + %s", t.at) : "p";
+  if (a->v->swizzle) a->address = pm_str(e, "swizzle<%d>(%s)", a->v->swizzle, a->address);
+}
+
+static void begin_access(access *a) {
+  pm_begin(a->e, "{");
+  a->stem = pm_unique(a->e, "index");
+  coord_lines(a->e, a->l, a->stem, !a->linear);
+  if (a->linear) {
+    begin_linear(a);
+  } else {
+    begin_coords(a);
+  }
+  a->valid = valid_text(a->e, a->l, a->stem, "i", a->vec);
+}
+
+static void end_access(access *a) {
+  pm_end(a->e);
+  pm_end(a->e);
+}
+
+static void plan(access *a) {
+  a->bytes = pm_dtypes[a->v->dtype].bytes;
+  a->linear = linear_sums(a);
+  choose_vector(a);
+  a->n = pm_layout_regs(a->l) / a->vec;
+  if (a->linear) count_vectors(&a->part[REG], a->vec);
+  split_swizzle(a);
+  pm_need_alignment(a->e, a->v, a->vec * a->bytes);
+}
+
+/* ---- matrices: ldmatrix and stmatrix ------------------------------------------------------------------- */
+
+/* The rows of 8 elements that lane gives for an .x4 of 16-bit elements of the WGMMA layout: the two
+ * halves of 8 rows of two neighbouring groups of 8 columns. Transposed, a lane gives a column. */
+static void matrix_rows(const pm_layout *l, bool transposed, pm_layout *out) {
+  const int8_t i = (int8_t)(l->rank - 2), j = (int8_t)(i + 1);
+  *out = *l;
+  out->n_lane = out->n_reg = 0;
+  out->lane[out->n_lane++] = (pm_digit){j, 2, 8};
+  out->lane[out->n_lane++] = (pm_digit){i, 2, 8};
+  out->lane[out->n_lane++] = (pm_digit){transposed ? j : i, 8, 1};
+  for (int d = 0; d < i; d++) {
+    out->reg[out->n_reg++] = (pm_digit){(int8_t)d, (int32_t)l->padded[d], 1};
+  }
+  out->reg[out->n_reg++] = (pm_digit){i, (int32_t)(l->padded[i] / 64), 64};
+  out->reg[out->n_reg++] = (pm_digit){j, (int32_t)(l->padded[j] / 16), 16};
+  out->reg[out->n_reg++] = (pm_digit){transposed ? i : j, 8, 1};
+}
+
+/* Plan it as matrices if rows are whole aligned 16 bytes; false: not possible. */
+static bool plan_matrix(access *a) {
+  const pm_layout *l = a->l;
+  const int i = l->rank - 2;
+  if (pm_dtypes[a->v->dtype].bits != 16 || a->v->space != PM_SMEM || !pm_is_wgmma(l)) return false;
+  if (pm_layout_is_padded(l) || l->padded[i + 1] % 16) return false;
+  const bool transposed = a->v->dim[i].inner == 1 && a->v->dim[i + 1].inner != 1;
+  pm_layout *rows = PM_NEW(a->e->arena, pm_layout, 1);
+  matrix_rows(l, transposed, rows);
+  access m = *a;
+  m.l = rows;
+  plan(&m);
+  if (!m.linear || m.vec != 8) return false;
+  *a = m;
+  a->matrix = transposed ? 2 : 1;
+  return true;
+}
+
+/* ---- arrays --------------------------------------------------------------------------------------------- */
+
+static const char *element(access *a, const char *x) {
+  return a->vec == 1 ? pm_str(a->e, "&%s[i]", x)
+                     : pm_str(a->e, "&%s[i * %lld]", x, (long long)a->vec);
+}
+
+static const char *space_of(const pm_view *v) { return v->space == PM_GMEM ? "global" : "shared"; }
+
+pm_code pm_load_array(pm_gen *e, pm_opid op, const pm_layout *l, const pm_view *v, const char *x) {
+  access a = {.e = e, .op = op, .l = l, .v = v};
+  const char *type = pm_cpp_type(v->dtype);
+  if (!plan_matrix(&a)) plan(&a);
+  begin_access(&a);
+  if (a.matrix) {
+    pm_line(e, "ld_matrix4%s(%s, %s);", a.matrix == 2 ? "_trans" : "", element(&a, x), a.address);
+  } else if (a.valid) {
+    pm_line(e, "if (%s) ld_%s<%s, %lld>(%s, %s);", a.valid, space_of(v), type, (long long)a.vec,
+            element(&a, x), a.address);
+    pm_line(e, "else zero<%s, %lld>(%s);", type, (long long)a.vec, element(&a, x));
+  } else {
+    pm_line(e, "ld_%s<%s, %lld>(%s, %s);", space_of(v), type, (long long)a.vec, element(&a, x),
+            a.address);
+  }
+  end_access(&a);
+  return PM_OK;
+}
+
+/* Copies are equal: the one whose replicated digits are 0 writes. NULL: there are none. */
+static const char *is_first_copy(pm_gen *e, const pm_layout *l) {
+  pm_text t;
+  pm_text_init(&t, e->arena);
+  for (int part = WARP; part <= LANE; part++) {
+    pm_sum s;
+    coord_sum(l, part, -1, &s);
+    uint32_t n;
+    const pm_digit *d = digits(l, part, &n);
+    int64_t div = 1;
+    for (uint32_t k = n; k-- > 0; div *= d[k].size) {
+      if (d[k].dim >= 0 || d[k].size == 1) continue;
+      const char *name = part == WARP ? "warp" : "lane";
+      if (t.n) pm_put(&t, " && ");
+      if (div * d[k].size < numbers(l, part)) {
+        pm_putf(&t, "%s / %lld %% %d == 0", name, (long long)div, d[k].size);
+      } else {
+        pm_putf(&t, "%s < %lld", name, (long long)div);
+      }
+    }
+  }
+  return t.n ? t.at : NULL;
+}
+
+static pm_code store(access *a, const char *what) {
+  pm_gen *e = a->e;
+  if (a->matrix) {
+    pm_line(e, "st_matrix4%s(%s, %s);", a->matrix == 2 ? "_trans" : "", a->address, what);
+  } else {
+    pm_line(e, "%s%s%sst_%s<%s, %lld>(%s, %s);", a->valid ? "if (" : "", a->valid ? a->valid : "",
+            a->valid ? ") " : "", space_of(a->v), pm_cpp_type(a->v->dtype), (long long)a->vec,
+            a->address, what);
+  }
+  return PM_OK;
+}
+
+pm_code pm_store_array(pm_gen *e, pm_opid op, const pm_layout *l, const pm_view *v, const char *x) {
+  access a = {.e = e, .op = op, .l = l, .v = v, .store = true};
+  const char *first = is_first_copy(e, l);
+  if (!plan_matrix(&a)) plan(&a);
+  if (first) pm_begin(e, "if (%s) {", first);
+  begin_access(&a);
+  store(&a, element(&a, x));
+  end_access(&a);
+  if (first) pm_end(e);
+  return PM_OK;
+}
+
+/* One number into every element: any layout will do, so a strided one. */
+pm_code pm_store_splat(pm_gen *e, pm_opid op, const pm_view *v, const char *x) {
+  const int64_t bytes = pm_dtypes[v->dtype].bytes;
+  pm_layout l = {.kind = PM_FLAT, .rank = v->rank};
+  int64_t size = 1, vec = VECTOR_BYTES / bytes;
+  for (int d = 0; d < v->rank; d++) size *= l.shape[d] = v->dim[d].size;
+  while (vec > 1 && size % vec) vec /= 2;
+  l.padded[0] = pm_round_up(size, 128 * vec);
+  l.warp[l.n_warp++] = (pm_digit){0, 4, (int32_t)(32 * vec)};
+  l.lane[l.n_lane++] = (pm_digit){0, 32, (int32_t)vec};
+  l.reg[l.n_reg++] = (pm_digit){0, (int32_t)(l.padded[0] / (128 * vec)), (int32_t)(128 * vec)};
+  l.reg[l.n_reg++] = (pm_digit){0, (int32_t)vec, 1};
+  access a = {.e = e, .op = op, .l = &l, .v = v, .store = true};
+  plan(&a);
+  pm_begin(e, "{");
+  pm_line(e, "%s x[%lld];", pm_cpp_type(v->dtype), (long long)a.vec);
+  pm_line(e, "for (int k = 0; k < %lld; k++) x[k] = %s;", (long long)a.vec, x);
+  begin_access(&a);
+  store(&a, "x");
+  end_access(&a);
+  pm_end(e);
+  return PM_OK;
+}

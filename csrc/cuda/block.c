@@ -1,0 +1,402 @@
+/* Text, names, and the ops of a block in order.
+ *
+ * Element-wise ops whose results are arrays of one register count form runs: consecutive ops become
+ * the body of one unrolled loop over registers, and a result that only the run reads is a variable
+ * of that loop. Scalar ops between them depend on no array, so they are printed in front of it. */
+#include "gen.h"
+
+/* ---- lines ------------------------------------------------------------------------------------ */
+
+static void put_line(pm_gen *e, int indent, const char *fmt, va_list ap) {
+  for (int k = 0; k < indent; k++) pm_put(&e->out, "  ");
+  pm_vputf(&e->out, fmt, ap);
+  pm_put(&e->out, "\n");
+  e->line++;
+}
+
+void pm_line(pm_gen *e, const char *fmt, ...) {
+  va_list ap;
+  va_start(ap, fmt);
+  put_line(e, e->indent, fmt, ap);
+  va_end(ap);
+}
+
+void pm_begin(pm_gen *e, const char *fmt, ...) {
+  va_list ap;
+  va_start(ap, fmt);
+  put_line(e, e->indent++, fmt, ap);
+  va_end(ap);
+}
+
+void pm_end(pm_gen *e) {
+  e->indent--;
+  pm_line(e, "}");
+}
+
+void pm_begin_unrolled(pm_gen *e, const char *var, int64_t n, int64_t step) {
+  if (n <= step) {
+    pm_begin(e, "{");
+    pm_line(e, "constexpr int %s = 0;", var);
+    return;
+  }
+  pm_line(e, "#pragma unroll");
+  if (step == 1) {
+    pm_begin(e, "for (int %s = 0; %s < %lld; %s++) {", var, var, (long long)n, var);
+  } else {
+    pm_begin(e, "for (int %s = 0; %s < %lld; %s += %lld) {", var, var, (long long)n, var,
+             (long long)step);
+  }
+}
+
+static const char *base_name(const char *path) {
+  const char *slash = strrchr(path, '/');
+  return slash ? slash + 1 : path;
+}
+
+/* In a C string or comment of the generated text. */
+static const char *escaped(pm_gen *e, const char *s) {
+  pm_text t;
+  pm_text_init(&t, e->arena);
+  pm_put(&t, "");
+  for (; *s; s++) {
+    if (*s == '\\' || *s == '"') pm_putn(&t, "\\", 1);
+    pm_putn(&t, (unsigned char)*s < ' ' ? "?" : s, 1);
+  }
+  return t.at;
+}
+
+void pm_note(pm_gen *e, pm_opid op, const char *what) {
+  const pm_op *o = pm_get(e->g, op);
+  if (o->line && (*what || o->line != e->noted)) {
+    pm_line(e, "// %s%s%s:%u", what, *what ? "  " : "",
+            escaped(e, base_name(e->g->strings.at[o->file])), o->line);
+    e->noted = o->line;
+  } else if (!o->line && *what) {
+    pm_line(e, "// %s", what);
+  }
+  pm_place(e, op);
+}
+
+void pm_place(pm_gen *e, pm_opid op) {
+  const pm_op *o = pm_get(e->g, op);
+  if (!e->options->line_directives || !o->line) return;
+  const char *file = e->g->strings.at[o->file];
+  const bool same_file = e->file && !strcmp(e->file, file);
+  if (same_file && e->line == o->line) return;
+  if (same_file) {
+    pm_putf(&e->out, "#line %u\n", o->line);
+  } else {
+    pm_putf(&e->out, "#line %u \"%s\"\n", o->line, escaped(e, file));
+  }
+  e->file = file;
+  e->line = o->line;
+}
+
+pm_code pm_gen_fail(pm_gen *e, pm_opid op, pm_code code, const char *fmt, ...) {
+  va_list ap;
+  pm_text t;
+  pm_text_init(&t, e->arena);
+  va_start(ap, fmt);
+  pm_vputf(&t, fmt, ap);
+  va_end(ap);
+  pm_fail(e->err, code, "%s: %s", pm_ops[pm_get(e->g, op)->code].text, t.at);
+  pm_err_op(e->err, e->g, op);
+  return code;
+}
+
+/* ---- names ------------------------------------------------------------------------------------ */
+
+const char *pm_unique(pm_gen *e, const char *stem) {
+  return pm_str(e, "%s_%u", stem, ++e->next_name);
+}
+
+const char *pm_name_of(pm_gen *e, pm_val v) {
+  enum { MAX_NAME = 40 };
+  const pm_value *val = pm_value_of(e->g, v);
+  const char *s = val->name ? e->g->strings.at[val->name] : "v";
+  char stem[MAX_NAME + 2];
+  int n = 0;
+  if (*s >= '0' && *s <= '9') stem[n++] = 'v';
+  for (; *s && n < MAX_NAME; s++) {
+    const bool ok = (*s >= '0' && *s <= '9') || (*s >= 'a' && *s <= 'z') ||
+                    (*s >= 'A' && *s <= 'Z') || *s == '_';
+    stem[n++] = ok ? *s : '_';
+  }
+  stem[n] = 0;
+  return pm_unique(e, n ? stem : "v");
+}
+
+const char *pm_cpp_type(pm_dtype t) { return pm_dtypes[t].cuda; }
+
+static const char *float_literal(pm_gen *e, double x) {
+  const float f = (float)x;
+  uint32_t bits;
+  memcpy(&bits, &f, 4);
+  if (f != f || f - f != 0) return pm_str(e, "f32_bits(0x%08xu)", bits);
+  const char *s = pm_str(e, "%.9g", (double)f);
+  return pm_str(e, strpbrk(s, ".e") ? "%sf" : "%s.0f", s);
+}
+
+const char *pm_literal(pm_gen *e, pm_dtype t, pm_scalar v) {
+  const char *cpp = pm_cpp_type(t);
+  switch (t) {
+    case PM_BOOL:
+      return v.i ? "true" : "false";
+    case PM_I32:
+      return v.i == INT32_MIN ? "(-2147483647 - 1)" : pm_str(e, "%lld", (long long)v.i);
+    case PM_U32:
+      return pm_str(e, "%lluu", (unsigned long long)(uint32_t)v.i);
+    case PM_F32:
+      return float_literal(e, v.f);
+    case PM_F16:
+    case PM_BF16: {
+      const uint16_t bits = t == PM_F16 ? pm_f32_to_f16((float)v.f) : pm_f32_to_bf16((float)v.f);
+      return pm_str(e, "%s{0x%04x /* %g */}", cpp, bits, v.f);
+    }
+    default:
+      return pm_str(e, "(%s)%lld", cpp, (long long)v.i);
+  }
+}
+
+/* ---- slots ------------------------------------------------------------------------------------ */
+
+void pm_bind(pm_gen *e, pm_val v, const char *text, pm_form form) {
+  e->slot[v] = (pm_slot){text, (uint8_t)form};
+}
+
+void pm_alias(pm_gen *e, pm_val v, pm_val of) {
+  pm_at(e, of, "0"); /* constants get their slot at first use */
+  e->slot[v] = e->slot[of];
+}
+
+const char *pm_at(pm_gen *e, pm_val v, const char *reg) {
+  pm_slot *s = &e->slot[v];
+  const pm_value *val = pm_value_of(e->g, v);
+  if (s->form == PM_FORM_NONE && val->def && pm_get(e->g, val->def)->code == PM_OP_CONST) {
+    const int64_t word = *pm_attr(e->g, val->def, PM_ATTR_VALUE);
+    pm_scalar x = {.i = word};
+    if (pm_is_float(val->type.dtype)) memcpy(&x.f, &word, sizeof word);
+    pm_bind(e, v, pm_literal(e, val->type.dtype, x), PM_FORM_SCALAR);
+  }
+  return s->form == PM_FORM_ARRAY ? pm_str(e, "%s[%s]", s->text, reg) : s->text;
+}
+
+bool pm_is_array(const pm_gen *e, pm_val v) { return e->slot[v].form == PM_FORM_ARRAY; }
+
+bool pm_wants_array(const pm_gen *e, pm_val v) {
+  const pm_value *val = pm_value_of(e->g, v);
+  return val->type.kind == PM_ARRAY && val->type.rank && val->layout &&
+         pm_value_layout(e->g, v)->kind != PM_SPLAT;
+}
+
+int64_t pm_regs_of(const pm_gen *e, pm_val v) {
+  return pm_wants_array(e, v) ? pm_layout_regs(pm_value_layout(e->g, v)) : 1;
+}
+
+const char *pm_declare(pm_gen *e, pm_val v, pm_val named_like) {
+  const char *name = pm_name_of(e, named_like);
+  const char *type = pm_cpp_type(pm_typeof(e->g, v)->dtype);
+  if (pm_wants_array(e, v)) {
+    pm_line(e, "%s %s[%lld];", type, name, (long long)pm_regs_of(e, v));
+    pm_bind(e, v, name, PM_FORM_ARRAY);
+  } else {
+    pm_line(e, "%s %s;", type, name);
+    pm_bind(e, v, name, PM_FORM_SCALAR);
+  }
+  return name;
+}
+
+void pm_assign(pm_gen *e, pm_val to, pm_val from) {
+  if (!pm_is_array(e, to)) {
+    pm_line(e, "%s = %s;", e->slot[to].text, pm_at(e, from, "0"));
+    return;
+  }
+  const int64_t n = pm_regs_of(e, to);
+  if (n > 1) pm_line(e, "#pragma unroll");
+  if (n > 1) {
+    pm_line(e, "for (int r = 0; r < %lld; r++) %s[r] = %s;", (long long)n, e->slot[to].text,
+            pm_at(e, from, "r"));
+  } else {
+    pm_line(e, "%s[0] = %s;", e->slot[to].text, pm_at(e, from, "0"));
+  }
+}
+
+const char *pm_array_of(pm_gen *e, pm_val v) {
+  pm_at(e, v, "0");
+  if (pm_is_array(e, v)) return e->slot[v].text;
+  const pm_slot scalar = e->slot[v];
+  const char *name = pm_name_of(e, v);
+  const int64_t n = pm_regs_of(e, v);
+  pm_line(e, "%s %s[%lld];", pm_cpp_type(pm_typeof(e->g, v)->dtype), name, (long long)n);
+  if (n > 1) pm_line(e, "#pragma unroll");
+  pm_line(e, "for (int r = 0; r < %lld; r++) %s[r] = %s;", (long long)n, name, scalar.text);
+  return name;
+}
+
+/* ---- runs of element-wise ops ------------------------------------------------------------------ */
+
+bool pm_is_elementwise(const pm_graph *g, pm_opid op) {
+  const int rule = pm_ops[pm_get(g, op)->code].layout;
+  return rule == PM_LAY_POINTWISE || rule == PM_LAY_SPLAT || rule == PM_LAY_FREE ||
+         rule == PM_LAY_BROADCAST;
+}
+
+/* Does the op compute an array, rather than one number for all elements? */
+static bool makes_array(pm_gen *e, pm_opid op, const bool *in_run) {
+  const pm_op *o = pm_get(e->g, op);
+  if (!pm_wants_array(e, o->out)) return false;
+  if (o->code == PM_OP_IOTA) return true;
+  for (uint32_t k = 0; k < o->n_in; k++) {
+    const pm_val v = pm_in(e->g, op, k);
+    if (pm_is_array(e, v) || (in_run && in_run[v])) return true;
+  }
+  return false;
+}
+
+/* f32 to 16 bits, two at a time in one instruction: a loop of its own */
+static bool is_pair_convert(pm_gen *e, pm_opid op) {
+  const pm_op *o = pm_get(e->g, op);
+  if (o->code != PM_OP_CONVERT) return false;
+  const pm_dtype from = pm_typeof(e->g, pm_in(e->g, op, 0))->dtype;
+  const pm_dtype to = pm_typeof(e->g, o->out)->dtype;
+  return from == PM_F32 && (to == PM_F16 || to == PM_BF16) && pm_regs_of(e, o->out) % 2 == 0;
+}
+
+static void emit_pair_convert(pm_gen *e, pm_opid op) {
+  const pm_val in = pm_in(e->g, op, 0), out = pm_get(e->g, op)->out;
+  const char *fn = pm_typeof(e->g, out)->dtype == PM_F16 ? "to_f16x2" : "to_bf16x2";
+  pm_note(e, op, "");
+  const char *name = pm_declare(e, out, out);
+  pm_line(e, "#pragma unroll");
+  pm_line(e, "for (int r = 0; r < %lld; r += 2) %s(&%s[r], %s, %s);",
+          (long long)pm_regs_of(e, out), fn, name, pm_at(e, in, "r"), pm_at(e, in, "r + 1"));
+}
+
+static pm_code emit_expr(pm_gen *e, pm_opid op);
+
+static bool is_view(const pm_graph *g, pm_opid op) {
+  const int code = pm_get(g, op)->code;
+  return code == PM_OP_INDEX || code == PM_OP_TRANSPOSE_REF || code == PM_OP_RESHAPE_REF;
+}
+
+bool pm_is_scalar_op(pm_gen *e, pm_opid op) {
+  return is_view(e->g, op) || (pm_is_elementwise(e->g, op) && !makes_array(e, op, NULL));
+}
+
+pm_code pm_gen_scalar(pm_gen *e, pm_opid op) {
+  const pm_op *o = pm_get(e->g, op);
+  if (o->code == PM_OP_CONST || is_view(e->g, op)) return PM_OK; /* where it is used */
+  if (o->code == PM_OP_BROADCAST || o->code == PM_OP_MULTIPLE_OF) {
+    pm_alias(e, o->out, pm_in(e->g, op, 0));
+    return PM_OK;
+  }
+  PM_TRY(emit_expr(e, op));
+  const char *name = pm_name_of(e, o->out);
+  pm_place(e, op);
+  pm_line(e, "const %s %s = %s;", pm_cpp_type(pm_typeof(e->g, o->out)->dtype), name, e->expr);
+  pm_bind(e, o->out, name, PM_FORM_SCALAR);
+  return PM_OK;
+}
+
+/* The run that begins with an array op at position `first`; returns behind its end in *next. */
+static pm_code emit_run(pm_gen *e, pm_blk block, uint32_t first, uint32_t *next) {
+  const pm_graph *g = e->g;
+  const pm_block *b = &g->blocks.at[block];
+  const int64_t n = pm_regs_of(e, pm_get(g, b->ops.at[first])->out);
+  bool *in_run = PM_NEW(e->arena, bool, g->values.n);
+  uint32_t *reads = PM_NEW(e->arena, uint32_t, g->values.n);
+  PM_VEC(pm_opid) run = {0};
+  uint32_t k = first;
+  for (; k < b->ops.n; k++) {
+    const pm_opid op = b->ops.at[k];
+    if (is_view(g, op) || (pm_is_elementwise(g, op) && !makes_array(e, op, in_run))) {
+      PM_TRY(pm_gen_scalar(e, op));
+      continue;
+    }
+    if (!pm_is_elementwise(g, op) || is_pair_convert(e, op)) break;
+    if (pm_get(g, op)->code == PM_OP_BROADCAST && in_run[pm_in(g, op, 0)]) break;
+    if (pm_regs_of(e, pm_get(g, op)->out) != n) break;
+    pm_vec_push(e->arena, &run, op);
+    in_run[pm_get(g, op)->out] = true;
+    for (uint32_t i = 0; i < pm_get(g, op)->n_in; i++) reads[pm_in(g, op, i)]++;
+  }
+  *next = k;
+
+  pm_note(e, run.at[0], "");
+  const char **text = PM_NEW(e->arena, const char *, run.n);
+  bool *stays = PM_NEW(e->arena, bool, run.n);
+  for (uint32_t i = 0; i < run.n; i++) {
+    const pm_val out = pm_get(g, run.at[i])->out;
+    stays[i] = reads[out] != e->uses[out];
+    PM_TRY(emit_expr(e, run.at[i]));
+    text[i] = e->expr;
+    if (stays[i]) {
+      pm_declare(e, out, out);
+    } else {
+      pm_bind(e, out, pm_name_of(e, out), PM_FORM_SCALAR);
+    }
+  }
+  pm_begin_unrolled(e, "r", n, 1);
+  for (uint32_t i = 0; i < run.n; i++) {
+    const pm_val out = pm_get(g, run.at[i])->out;
+    pm_place(e, run.at[i]);
+    if (stays[i]) {
+      pm_line(e, "%s[r] = %s;", e->slot[out].text, text[i]);
+    } else {
+      pm_line(e, "const %s %s = %s;", pm_cpp_type(pm_typeof(g, out)->dtype), e->slot[out].text,
+              text[i]);
+    }
+  }
+  pm_end(e);
+  return PM_OK;
+}
+
+/* ---- dispatch ----------------------------------------------------------------------------------- */
+
+typedef pm_code (*emitter)(pm_gen *e, pm_opid op);
+static const emitter emitters[PM_OP_COUNT] = {
+#define PM_OP(id, text, in, out, regions, attrs, type, layout, effects, part, done, warp, arch, doc) \
+  [PM_OP_##id] = pm_cuda_##id,
+#include "../ir/ops.def"
+#undef PM_OP
+};
+
+static pm_code emit_expr(pm_gen *e, pm_opid op) { return emitters[pm_get(e->g, op)->code](e, op); }
+
+static bool is_copy(const pm_graph *g, pm_opid op) {
+  const int code = pm_get(g, op)->code;
+  return code == PM_OP_COPY_G2S || code == PM_OP_COPY_S2G || code == PM_OP_COMMIT_GROUP;
+}
+
+pm_code pm_gen_block(pm_gen *e, pm_blk block) {
+  const pm_block *b = &e->g->blocks.at[block];
+  for (uint32_t k = 0; k < b->ops.n;) {
+    const pm_opid op = b->ops.at[k];
+    if (pm_get(e->g, op)->code == PM_OP_YIELD) break;
+    if (is_copy(e->g, op)) {
+      PM_TRY(pm_gen_copies(e, block, k, &k));
+    } else if (pm_is_scalar_op(e, op)) {
+      PM_TRY(pm_gen_scalar(e, op));
+      k++;
+    } else if (!pm_is_elementwise(e->g, op)) {
+      PM_TRY(emit_expr(e, op));
+      k++;
+    } else if (is_pair_convert(e, op)) {
+      emit_pair_convert(e, op);
+      k++;
+    } else {
+      PM_TRY(emit_run(e, block, k, &k));
+    }
+  }
+  return PM_OK;
+}
+
+/* ---- scratch ------------------------------------------------------------------------------------ */
+
+int64_t pm_scratch_bytes(const pm_gen *e) { return e->g->scratch_bytes / e->g->n_threads; }
+
+const char *pm_scratch(pm_gen *e) {
+  if (e->g->n_threads == 1) return pm_str(e, "smem + %lld", (long long)e->g->scratch_offset);
+  return pm_str(e, "smem + %lld + wg * %lld", (long long)e->g->scratch_offset,
+                (long long)pm_scratch_bytes(e));
+}

@@ -1,0 +1,37 @@
+/* From a synchronised graph to CUDA C++ text and everything a launch needs to know. */
+#ifndef PM_CUDA_H
+#define PM_CUDA_H
+
+#include "../passes/passes.h"
+
+typedef enum pm_arg_kind { PM_ARG_TENSOR_MAP, PM_ARG_POINTER } pm_arg_kind;
+
+typedef struct pm_program {
+  const char *text;       /* CUDA C++, self-contained, with #line */
+  size_t size;
+  const char *entry;      /* extern "C" name */
+  uint32_t grid[3], cluster[3], block;
+  uint32_t smem_bytes;    /* dynamic */
+  bool pdl;
+  int arch;               /* 90: compile for sm_90a */
+  uint32_t n_args;        /* kernel parameters in order: tensor maps first, then pointers */
+  struct pm_program_arg {
+    uint8_t kind;         /* pm_arg_kind */
+    int32_t param;        /* kernel argument (operands, then outputs) */
+    uint32_t map;         /* TENSOR_MAP: index in maps */
+  } *args;
+  uint32_t n_maps;
+  pm_tensor_map *maps;
+  uint32_t n_params;      /* operands and outputs */
+  int64_t *align;         /* per param: bytes its pointer must be aligned to */
+} pm_program;
+
+typedef struct pm_cuda_options {
+  bool line_directives;   /* #line to the user's Python */
+} pm_cuda_options;
+
+/* All memory in g->arena. */
+pm_code pm_generate_cuda(const pm_graph *g, const pm_target *t, const pm_cuda_options *o,
+                         pm_program *out, pm_err *err);
+
+#endif

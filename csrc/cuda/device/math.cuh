@@ -1,0 +1,68 @@
+// Arithmetic of array elements and scalars. Integers wrap; in C++ signed ones would not.
+
+//! wrap_add
+template <typename T> FN T wrap_add(T a, T b) { return (T)((u32)a + (u32)b); }
+
+//! wrap_sub
+template <typename T> FN T wrap_sub(T a, T b) { return (T)((u32)a - (u32)b); }
+
+//! wrap_mul
+template <typename T> FN T wrap_mul(T a, T b) { return (T)((u32)a * (u32)b); }
+
+//! wrap_neg
+template <typename T> FN T wrap_neg(T a) { return (T)(0u - (u32)a); }
+
+//! shift_left
+template <typename T> FN T shift_left(T a, T b) { return (T)((u32)a << (u32)b); }
+
+//! abs_int
+template <typename T> FN T abs_int(T a) { return a < 0 ? (T)(0u - (u32)a) : a; }
+
+//! sign_int
+template <typename T> FN T sign_int(T a) { return (T)((a > 0) - (a < 0)); }
+
+//! sign_f32
+// zero of either sign gives +0; NaN gives 1 with its own sign
+FN f32 sign_f32(f32 x) { return x == 0.0f ? 0.0f : copysignf(1.0f, x); }
+
+//! min_int
+template <typename T> FN T min_int(T a, T b) { return b < a ? b : a; }
+
+//! max_int
+template <typename T> FN T max_int(T a, T b) { return a < b ? b : a; }
+
+//! min_f32
+// NaN propagates, -0 is less than +0
+FN f32 min_f32(f32 a, f32 b) { f32 r; asm("min.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b)); return r; }
+
+//! max_f32
+FN f32 max_f32(f32 a, f32 b) { f32 r; asm("max.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b)); return r; }
+
+//! exp2_approx
+FN f32 exp2_approx(f32 x) { f32 r; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x)); return r; }
+
+//! exp_approx
+FN f32 exp_approx(f32 x) { return exp2_approx(x * 1.4426950408889634f); }
+
+//! log2_approx
+FN f32 log2_approx(f32 x) { f32 r; asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x)); return r; }
+
+//! log_approx
+FN f32 log_approx(f32 x) { return log2_approx(x) * 0.6931471805599453f; }
+
+//! sin_approx
+FN f32 sin_approx(f32 x) { f32 r; asm("sin.approx.f32 %0, %1;" : "=f"(r) : "f"(x)); return r; }
+
+//! cos_approx
+FN f32 cos_approx(f32 x) { f32 r; asm("cos.approx.f32 %0, %1;" : "=f"(r) : "f"(x)); return r; }
+
+//! tanh_approx
+FN f32 tanh_approx(f32 x) { f32 r; asm("tanh.approx.f32 %0, %1;" : "=f"(r) : "f"(x)); return r; }
+
+//! rsqrt_approx
+FN f32 rsqrt_approx(f32 x) { f32 r; asm("rsqrt.approx.f32 %0, %1;" : "=f"(r) : "f"(x)); return r; }
+
+//! opaque
+// the same value, but the compiler cannot see that nor move the computation across
+FN u32 opaque_bits(u32 x) { asm volatile("" : "+r"(x) : : "memory"); return x; }
+template <typename T> FN T opaque(T x) { T r; from_bits(r, opaque_bits(bits_of(x))); return r; }

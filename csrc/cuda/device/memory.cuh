@@ -1,0 +1,132 @@
+// Loads and stores. A vector of N elements at a multiple of its own size is one instruction.
+// SMEM addresses are 32-bit addresses of the shared window; GMEM has pointers.
+
+//! shared_base
+// start of the dynamic shared memory, a multiple of 1024
+extern __shared__ __attribute__((aligned(1024))) u8 shared_memory[];
+FN u32 shared_base() {
+  u32 r;
+  asm("{ .reg .u64 t; cvta.to.shared.u64 t, %1; cvt.u32.u64 %0, t; }" : "=r"(r) : "l"(shared_memory));
+  return r;
+}
+
+//! swizzle
+// position of byte a in rows of B bytes whose 16-byte chunks are permuted, as TMA and wgmma do it
+template <int B> FN u32 swizzle(u32 a) { return a ^ (((a >> 7) & (B / 16 - 1)) << 4); }
+
+//! pack
+// N elements to or from the 32-bit words that a vector instruction moves
+template <typename T, int N> FN void pack(u32* w, const T* s) {
+  #pragma unroll
+  for (int i = 0; i < (N * (int)sizeof(T) + 3) / 4; i++) {
+    w[i] = 0;
+    #pragma unroll
+    for (int k = 0; k < 4 / (int)sizeof(T) && i * 4 / (int)sizeof(T) + k < N; k++)
+      w[i] |= bits_of(s[i * 4 / (int)sizeof(T) + k]) << (k * (int)sizeof(T) * 8);
+  }
+}
+
+//! unpack
+template <typename T, int N> FN void unpack(T* d, const u32* w) {
+  #pragma unroll
+  for (int i = 0; i < N; i++)
+    from_bits(d[i], w[i * (int)sizeof(T) / 4] >> (i * (int)sizeof(T) % 4 * 8));
+}
+
+//! ld_shared
+template <typename T, int N> FN void ld_shared(T* d, u32 a) {
+  constexpr int bytes = N * (int)sizeof(T);
+  u32 w[4];
+  if constexpr (bytes == 16)
+    asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3]) : "r"(a) : "memory");
+  if constexpr (bytes == 8) asm volatile("ld.shared.v2.b32 {%0,%1}, [%2];" : "=r"(w[0]), "=r"(w[1]) : "r"(a) : "memory");
+  if constexpr (bytes == 4) asm volatile("ld.shared.b32 %0, [%1];" : "=r"(w[0]) : "r"(a) : "memory");
+  if constexpr (bytes == 2) asm volatile("{ .reg .b16 t; ld.shared.b16 t, [%1]; cvt.u32.u16 %0, t; }" : "=r"(w[0]) : "r"(a) : "memory");
+  if constexpr (bytes == 1) asm volatile("ld.shared.u8 %0, [%1];" : "=r"(w[0]) : "r"(a) : "memory");
+  unpack<T, N>(d, w);
+}
+
+//! st_shared
+template <typename T, int N> FN void st_shared(u32 a, const T* s) {
+  constexpr int bytes = N * (int)sizeof(T);
+  u32 w[4];
+  pack<T, N>(w, s);
+  if constexpr (bytes == 16)
+    asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};"
+                 :: "r"(a), "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3]) : "memory");
+  if constexpr (bytes == 8) asm volatile("st.shared.v2.b32 [%0], {%1,%2};" :: "r"(a), "r"(w[0]), "r"(w[1]) : "memory");
+  if constexpr (bytes == 4) asm volatile("st.shared.b32 [%0], %1;" :: "r"(a), "r"(w[0]) : "memory");
+  if constexpr (bytes == 2) asm volatile("st.shared.b16 [%0], %1;" :: "r"(a), "h"((u16)w[0]) : "memory");
+  if constexpr (bytes == 1) asm volatile("st.shared.b8 [%0], %1;" :: "r"(a), "r"(w[0]) : "memory");
+}
+
+//! ld_global
+template <typename T, int N> FN void ld_global(T* d, const T* p) {
+  constexpr int bytes = N * (int)sizeof(T);
+  u32 w[4];
+  if constexpr (bytes == 16)
+    asm volatile("ld.global.v4.b32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3]) : "l"(p) : "memory");
+  if constexpr (bytes == 8) asm volatile("ld.global.v2.b32 {%0,%1}, [%2];" : "=r"(w[0]), "=r"(w[1]) : "l"(p) : "memory");
+  if constexpr (bytes == 4) asm volatile("ld.global.b32 %0, [%1];" : "=r"(w[0]) : "l"(p) : "memory");
+  if constexpr (bytes == 2) asm volatile("{ .reg .b16 t; ld.global.b16 t, [%1]; cvt.u32.u16 %0, t; }" : "=r"(w[0]) : "l"(p) : "memory");
+  if constexpr (bytes == 1) asm volatile("ld.global.u8 %0, [%1];" : "=r"(w[0]) : "l"(p) : "memory");
+  unpack<T, N>(d, w);
+}
+
+//! st_global
+template <typename T, int N> FN void st_global(T* p, const T* s) {
+  constexpr int bytes = N * (int)sizeof(T);
+  u32 w[4];
+  pack<T, N>(w, s);
+  if constexpr (bytes == 16)
+    asm volatile("st.global.v4.b32 [%0], {%1,%2,%3,%4};"
+                 :: "l"(p), "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3]) : "memory");
+  if constexpr (bytes == 8) asm volatile("st.global.v2.b32 [%0], {%1,%2};" :: "l"(p), "r"(w[0]), "r"(w[1]) : "memory");
+  if constexpr (bytes == 4) asm volatile("st.global.b32 [%0], %1;" :: "l"(p), "r"(w[0]) : "memory");
+  if constexpr (bytes == 2) asm volatile("st.global.b16 [%0], %1;" :: "l"(p), "h"((u16)w[0]) : "memory");
+  if constexpr (bytes == 1) asm volatile("st.global.b8 [%0], %1;" :: "l"(p), "r"(w[0]) : "memory");
+}
+
+//! st_matrix4
+// four 8x8 matrices of 16-bit elements; lanes 8k to 8k+7 give the row addresses of matrix k, and
+// s holds this lane's pair of elements of each
+template <typename T> FN void st_matrix4(u32 a, const T* s) {
+  u32 w[4];
+  pack<T, 8>(w, s);
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};"
+               :: "r"(a), "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3]) : "memory");
+}
+
+//! st_matrix4_trans
+// the same, but the addresses are those of columns
+template <typename T> FN void st_matrix4_trans(u32 a, const T* s) {
+  u32 w[4];
+  pack<T, 8>(w, s);
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};"
+               :: "r"(a), "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3]) : "memory");
+}
+
+//! ld_matrix4
+template <typename T> FN void ld_matrix4(T* d, u32 a) {
+  u32 w[4];
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3]) : "r"(a) : "memory");
+  unpack<T, 8>(d, w);
+}
+
+//! ld_matrix4_trans
+template <typename T> FN void ld_matrix4_trans(T* d, u32 a) {
+  u32 w[4];
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3]) : "r"(a) : "memory");
+  unpack<T, 8>(d, w);
+}
+
+//! zero
+// what stands for elements outside of an array
+template <typename T, int N> FN void zero(T* d) {
+  #pragma unroll
+  for (int i = 0; i < N; i++) from_bits(d[i], 0);
+}

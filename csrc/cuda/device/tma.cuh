@@ -1,0 +1,103 @@
+// The copy engine: boxes of tensors through tensor maps, contiguous bytes, groups of stores.
+// All of these are for one elected lane.
+
+//! tensor_map_prefetch
+FN void tensor_map_prefetch(const TensorMap* m) {
+  asm volatile("prefetch.tensormap [%0];" :: "l"(m) : "memory");
+}
+
+//! tma_load_1d
+FN void tma_load_1d(u32 dst, const TensorMap* m, u32 barrier, i32 c0) {
+  asm volatile("cp.async.bulk.tensor.1d.shared::cluster.global.mbarrier::complete_tx::bytes"
+               " [%0], [%1, {%3}], [%2];"
+               :: "r"(dst), "l"(m), "r"(barrier), "r"(c0) : "memory");
+}
+
+//! tma_load_2d
+FN void tma_load_2d(u32 dst, const TensorMap* m, u32 barrier, i32 c0, i32 c1) {
+  asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
+               " [%0], [%1, {%3,%4}], [%2];"
+               :: "r"(dst), "l"(m), "r"(barrier), "r"(c0), "r"(c1) : "memory");
+}
+
+//! tma_load_3d
+FN void tma_load_3d(u32 dst, const TensorMap* m, u32 barrier, i32 c0, i32 c1, i32 c2) {
+  asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes"
+               " [%0], [%1, {%3,%4,%5}], [%2];"
+               :: "r"(dst), "l"(m), "r"(barrier), "r"(c0), "r"(c1), "r"(c2) : "memory");
+}
+
+//! tma_load_4d
+FN void tma_load_4d(u32 dst, const TensorMap* m, u32 barrier, i32 c0, i32 c1, i32 c2, i32 c3) {
+  asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
+               " [%0], [%1, {%3,%4,%5,%6}], [%2];"
+               :: "r"(dst), "l"(m), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3) : "memory");
+}
+
+//! tma_load_5d
+FN void tma_load_5d(u32 dst, const TensorMap* m, u32 barrier, i32 c0, i32 c1, i32 c2, i32 c3, i32 c4) {
+  asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes"
+               " [%0], [%1, {%3,%4,%5,%6,%7}], [%2];"
+               :: "r"(dst), "l"(m), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4) : "memory");
+}
+
+//! tma_store_1d
+FN void tma_store_1d(const TensorMap* m, u32 src, i32 c0) {
+  asm volatile("cp.async.bulk.tensor.1d.global.shared::cta.bulk_group [%0, {%2}], [%1];"
+               :: "l"(m), "r"(src), "r"(c0) : "memory");
+}
+
+//! tma_store_2d
+FN void tma_store_2d(const TensorMap* m, u32 src, i32 c0, i32 c1) {
+  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2,%3}], [%1];"
+               :: "l"(m), "r"(src), "r"(c0), "r"(c1) : "memory");
+}
+
+//! tma_store_3d
+FN void tma_store_3d(const TensorMap* m, u32 src, i32 c0, i32 c1, i32 c2) {
+  asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2,%3,%4}], [%1];"
+               :: "l"(m), "r"(src), "r"(c0), "r"(c1), "r"(c2) : "memory");
+}
+
+//! tma_store_4d
+FN void tma_store_4d(const TensorMap* m, u32 src, i32 c0, i32 c1, i32 c2, i32 c3) {
+  asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2,%3,%4,%5}], [%1];"
+               :: "l"(m), "r"(src), "r"(c0), "r"(c1), "r"(c2), "r"(c3) : "memory");
+}
+
+//! tma_store_5d
+FN void tma_store_5d(const TensorMap* m, u32 src, i32 c0, i32 c1, i32 c2, i32 c3, i32 c4) {
+  asm volatile("cp.async.bulk.tensor.5d.global.shared::cta.bulk_group [%0, {%2,%3,%4,%5,%6}], [%1];"
+               :: "l"(m), "r"(src), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4) : "memory");
+}
+
+//! bulk_load
+FN void bulk_load(u32 dst, const void* src, u32 bytes, u32 barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+               :: "r"(dst), "l"(src), "r"(bytes), "r"(barrier) : "memory");
+}
+
+//! bulk_store
+FN void bulk_store(void* dst, u32 src, u32 bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;"
+               :: "l"(dst), "r"(src), "r"(bytes) : "memory");
+}
+
+//! store_group_commit
+FN void store_group_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+
+//! store_group_wait
+// until at most N groups of this lane are pending
+template <int N> FN void store_group_wait() {
+  asm volatile("cp.async.bulk.wait_group %0;" :: "n"(N) : "memory");
+}
+
+//! store_group_wait_read
+// until all but N groups have at least read their shared memory
+template <int N> FN void store_group_wait_read() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" :: "n"(N) : "memory");
+}
+
+//! async_proxy_fence
+// what this lane wrote to shared memory becomes visible to TMA and tensor cores
+FN void async_proxy_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }

@@ -1,0 +1,450 @@
+/* Barriers, copies by engines, and what orders them.
+ *
+ * A wait takes its parity from a word of phase bits, one for each barrier of the allocation, that
+ * every lane keeps and flips. Arrivals are counted in units: 128 where all lanes arrive, or 1 where
+ * one lane arrives for all behind a barrier of the lanes. A copy by an engine is issued by one
+ * elected lane of warp 0, always the same (elect.sync with all lanes gives the same one every time),
+ * so that this lane's bulk groups are those of the thread; consecutive copies share one election.
+ * The lane arrives for the whole unit, with the bytes to expect, before it issues the copy.
+ * PLAIN copies are loads and stores of all lanes, then a proxy fence and the arrival. */
+#include "gen.h"
+
+/* ---- barriers ------------------------------------------------------------------------------------- */
+
+typedef struct barrier {
+  const char *address, *index, *phase; /* index NULL: the only barrier of its allocation */
+  int64_t unit;
+} barrier;
+
+static pm_code barrier_of(pm_gen *e, pm_opid op, pm_val ref, barrier *b) {
+  pm_view v;
+  pm_text a, i;
+  if (pm_view_of(e->g, ref, true, &v, e->err)) {
+    pm_err_op(e->err, e->g, op);
+    return e->err->code;
+  }
+  pm_text_init(&a, e->arena);
+  pm_text_init(&i, e->arena);
+  pm_put(&a, e->slot[v.base].text);
+  for (uint32_t k = 0; k < v.n_terms; k++) {
+    pm_putf(&a, " + %s", pm_term_text(e, &v.term[k], 8, false));
+    pm_putf(&i, "%s%s", k ? " + " : "", pm_term_text(e, &v.term[k], 1, false));
+  }
+  if (v.offset) pm_putf(&a, " + %lld", (long long)(v.offset * 8));
+  if (v.offset || !v.n_terms) pm_putf(&i, "%s%lld", i.n ? " + " : "", (long long)v.offset);
+  b->address = a.at;
+  b->index = pm_type_size(pm_typeof(e->g, v.base)) == 1 ? NULL : i.at;
+  b->phase = e->phase[v.base];
+  b->unit = *pm_attr(e->g, v.alloc, PM_ATTR_UNIT);
+  return PM_OK;
+}
+
+pm_code pm_cuda_WAIT(pm_gen *e, pm_opid op) {
+  barrier b;
+  PM_TRY(barrier_of(e, op, pm_in(e->g, op, 0), &b));
+  pm_note(e, op, "barrier_wait");
+  if (b.index) {
+    pm_line(e, "barrier_wait(%s, %s >> (%s) & 1);", b.address, b.phase, b.index);
+    pm_line(e, "%s ^= 1u << (%s);", b.phase, b.index);
+  } else {
+    pm_line(e, "barrier_wait(%s, %s);", b.address, b.phase);
+    pm_line(e, "%s ^= 1;", b.phase);
+  }
+  return PM_OK;
+}
+
+/* One Pallas arrival by all lanes. */
+static void arrive(pm_gen *e, const barrier *b) {
+  if (b->unit != 1) {
+    pm_line(e, "barrier_arrive(%s);", b->address);
+    return;
+  }
+  pm_line(e, PM_LANES_SYNC);
+  pm_line(e, "if (tid == 0) barrier_arrive(%s);", b->address);
+}
+
+pm_code pm_cuda_ARRIVE(pm_gen *e, pm_opid op) {
+  barrier b;
+  PM_TRY(barrier_of(e, op, pm_in(e->g, op, 0), &b));
+  pm_note(e, op, "barrier_arrive");
+  arrive(e, &b);
+  return PM_OK;
+}
+
+/* ---- tensor maps ------------------------------------------------------------------------------------ */
+
+static bool same_map(const pm_tensor_map *a, const pm_tensor_map *b) {
+  if (a->param != b->param || a->dtype != b->dtype || a->rank != b->rank) return false;
+  if (a->swizzle != b->swizzle) return false;
+  for (int d = 0; d < a->rank; d++) {
+    if (a->dim[d] != b->dim[d] || a->stride[d] != b->stride[d] || a->box[d] != b->box[d]) return false;
+  }
+  return true;
+}
+
+static const char *map_name(pm_gen *e, const pm_tensor_map *m) {
+  for (uint32_t k = 0; k < e->maps.n; k++) {
+    if (same_map(&e->maps.at[k], m)) return e->map_names.at[k];
+  }
+  const pm_val arg = e->g->blocks.at[1].arg + (pm_val)m->param;
+  const char *name = pm_str(e, "tm_%s", pm_name_of(e, arg));
+  pm_vec_push(e->arena, &e->maps, *m);
+  pm_vec_push(e->arena, &e->map_names, name);
+  e->program->align[m->param] = pm_max(e->program->align[m->param], 16);
+  return name;
+}
+
+/* ---- copies by one lane ------------------------------------------------------------------------------- */
+
+static const char *coord_text(pm_gen *e, const pm_copy_plan *p, int d) {
+  const pm_coord *c = &p->coord[d];
+  pm_text t;
+  pm_text_init(&t, e->arena);
+  for (uint32_t k = 0; k < c->n_terms; k++) {
+    pm_putf(&t, "%s%s", t.n ? " + " : "", pm_term_text(e, &c->term[k], 1, false));
+  }
+  for (uint32_t k = 0; k < p->n_loops; k++) {
+    const int64_t step = p->loop[k].coord_step[d];
+    if (step) pm_putf(&t, "%sb%u * %lld", t.n ? " + " : "", k, (long long)step);
+  }
+  if (c->fixed || !t.n) pm_putf(&t, "%s%lld", t.n ? " + " : "", (long long)c->fixed);
+  return t.at;
+}
+
+static void issue_tma(pm_gen *e, const pm_copy_plan *p, const char *bar) {
+  pm_text t;
+  pm_text_init(&t, e->arena);
+  const char *map = map_name(e, &p->map);
+  const char *smem = pm_view_address(e, &p->smem);
+  for (uint32_t k = 0; k < p->n_loops; k++) {
+    smem = pm_str(e, "%s + b%u * %lld", smem, k, (long long)p->loop[k].smem_step);
+    pm_begin(e, "for (int b%u = 0; b%u < %lld; b%u++) {", k, k, (long long)p->loop[k].count, k);
+  }
+  if (bar) {
+    pm_putf(&t, "tma_load_%dd(%s, &%s, %s", p->map.rank, smem, map, bar);
+  } else {
+    pm_putf(&t, "tma_store_%dd(&%s, %s", p->map.rank, map, smem);
+  }
+  for (int d = 0; d < p->map.rank; d++) pm_putf(&t, ", %s", coord_text(e, p, d));
+  pm_line(e, "%s);", t.at);
+  for (uint32_t k = 0; k < p->n_loops; k++) pm_end(e);
+}
+
+static void issue(pm_gen *e, const pm_copy_plan *p, const char *bar) {
+  if (p->engine == PM_ENGINE_TMA) {
+    issue_tma(e, p, bar);
+    return;
+  }
+  const char *gmem = pm_view_address(e, &p->gmem), *smem = pm_view_address(e, &p->smem);
+  pm_need_alignment(e, &p->gmem, 16);
+  if (bar) {
+    pm_line(e, "bulk_load(%s, %s, %lld, %s);", smem, gmem, (long long)p->bytes, bar);
+  } else {
+    pm_line(e, "bulk_store(%s, %s, %lld);", gmem, smem, (long long)p->bytes);
+  }
+}
+
+static const char *predicate(pm_gen *e, pm_opid op) {
+  if (!*pm_attr(e->g, op, PM_ATTR_PREDICATED)) return NULL;
+  return pm_scalar_of(e, pm_in(e->g, op, pm_get(e->g, op)->n_in - 1));
+}
+
+static pm_code load_by_lane(pm_gen *e, pm_opid op, const pm_copy_plan *p) {
+  const char *when = predicate(e, op), *arrive = "";
+  barrier b;
+  PM_TRY(barrier_of(e, op, pm_in(e->g, op, 2), &b));
+  if (b.unit != 1) arrive = pm_str(e, ", %lld", (long long)b.unit);
+  const char *n = b.unit == 1 ? "" : "_n";
+  if (when) pm_begin(e, "if (%s) {", when);
+  pm_line(e, "barrier_arrive%s_tx(%s%s, %lld);", n, b.address, arrive, (long long)p->bytes);
+  issue(e, p, b.address);
+  if (when) {
+    e->indent--;
+    pm_begin(e, "} else {");
+    pm_line(e, "barrier_arrive%s(%s%s);", n, b.address, arrive);
+    pm_end(e);
+  }
+  return PM_OK;
+}
+
+static void store_by_lane(pm_gen *e, pm_opid op, const pm_copy_plan *p) {
+  const char *when = predicate(e, op);
+  if (when) pm_begin(e, "if (%s) {", when);
+  issue(e, p, NULL);
+  if (when) pm_end(e);
+  if (*pm_attr(e->g, op, PM_ATTR_COMMIT)) pm_line(e, "store_group_commit();");
+}
+
+/* ---- copies by all lanes ------------------------------------------------------------------------------ */
+
+/* An index of the base along d: start, and the coordinates c_k of the view's dims that run along it. */
+static const char *base_index(pm_gen *e, const pm_view *v, int d) {
+  pm_text t;
+  pm_text_init(&t, e->arena);
+  pm_putf(&t, "%lld", (long long)v->start[d]);
+  for (uint32_t k = 0; k < v->n_start_terms; k++) {
+    if (v->start_term[k].dim != d) continue;
+    pm_putf(&t, " + %s", pm_scalar_of(e, v->start_term[k].val));
+    if (v->start_term[k].mul != 1) pm_putf(&t, " * %lld", (long long)v->start_term[k].mul);
+  }
+  for (int k = 0; k < v->rank; k++) {
+    if (v->dim[k].base_dim == d && v->dim[k].size > 1) pm_putf(&t, " + c_%d", k);
+  }
+  return t.at;
+}
+
+static bool dim_in_bounds(pm_gen *e, const pm_view *v, int d) {
+  int64_t lo, hi, size = 1;
+  for (int k = 0; k < v->rank; k++) {
+    if (v->dim[k].base_dim == d) size = v->dim[k].size;
+  }
+  return pm_view_start_range(e->g, v, (uint32_t)d, &lo, &hi) && lo >= 0 &&
+         hi + size <= v->base_shape[d];
+}
+
+static const char *in_bounds(pm_gen *e, const pm_view *v) {
+  pm_text t;
+  pm_text_init(&t, e->arena);
+  for (int d = 0; d < v->base_rank && !v->reshaped; d++) {
+    if (dim_in_bounds(e, v, d)) continue;
+    pm_putf(&t, "%s(u32)(%s) < %lldu", t.n ? " && " : "", base_index(e, v, d),
+            (long long)v->base_shape[d]);
+  }
+  return t.n ? t.at : NULL;
+}
+
+static bool chunk_fits(pm_gen *e, const pm_view *v, int64_t n) {
+  const int last = v->rank - 1;
+  if (v->dim[last].inner != 1 || v->dim[last].size % n || pm_view_divisor(e->g, v) % n) return false;
+  for (int k = 0; k < v->rank; k++) {
+    const pm_view_dim *d = &v->dim[k];
+    if (d->tile && d->outer % n) return false;
+    if (k == last ? d->tile % n : d->size > 1 && d->inner % n) return false;
+  }
+  if (v->space != PM_GMEM || v->reshaped) return true;
+  const int b = v->dim[last].base_dim;
+  if (b < 0 || dim_in_bounds(e, v, b)) return true;
+  int64_t start = v->start[b];
+  for (uint32_t k = 0; k < v->n_start_terms; k++) {
+    if (v->start_term[k].dim == b) {
+      start = pm_gcd(start, pm_divisor(e->g, v->start_term[k].val) * v->start_term[k].mul);
+    }
+  }
+  return v->base_shape[b] % n == 0 && start % n == 0;
+}
+
+static const char *chunk_address(pm_gen *e, const pm_view *v) {
+  const bool gmem = v->space == PM_GMEM;
+  const int64_t scale = gmem ? 1 : pm_dtypes[v->dtype].bytes;
+  pm_text t;
+  pm_text_init(&t, e->arena);
+  pm_put(&t, pm_view_address(e, v));
+  for (int k = 0; k < v->rank; k++) {
+    const pm_view_dim *d = &v->dim[k];
+    const char *c = pm_str(e, gmem ? "(i64)c_%d" : "c_%d", k);
+    if (d->size == 1) continue;
+    if (d->tile) {
+      pm_putf(&t, " + %s / %lld * %lld", c, (long long)d->tile, (long long)(d->outer * scale));
+      c = pm_str(e, "%s %% %lld", c, (long long)d->tile);
+    }
+    pm_putf(&t, " + %s * %lld", c, (long long)(d->inner * scale));
+  }
+  return v->swizzle ? pm_str(e, "swizzle<%d>(%s)", v->swizzle, t.at) : t.at;
+}
+
+static void copy_chunks(pm_gen *e, const pm_copy_plan *p, bool load) {
+  const pm_view *g = &p->gmem, *s = &p->smem;
+  const int64_t bytes = pm_dtypes[g->dtype].bytes;
+  int64_t n = 16 / bytes, chunks = 1, below = 1;
+  while (n > 1 && (!g->rank || !chunk_fits(e, g, n) || !chunk_fits(e, s, n))) n /= 2;
+  for (int k = 0; k < g->rank; k++) chunks *= g->dim[k].size;
+  chunks /= n;
+  pm_need_alignment(e, g, n * bytes);
+  pm_line(e, "#pragma unroll 4");
+  pm_begin(e, "for (i32 c = tid; c < %lld; c += 128) {", (long long)chunks);
+  for (int k = g->rank - 1; k >= 0; k--) {
+    const int64_t step = k == g->rank - 1 ? n : 1, size = g->dim[k].size / step;
+    pm_text t;
+    if (g->dim[k].size == 1) continue;
+    pm_text_init(&t, e->arena);
+    pm_put(&t, "c");
+    if (below > 1) pm_putf(&t, " / %lld", (long long)below);
+    if (k) pm_putf(&t, " %% %lld", (long long)size);
+    if (step > 1) pm_putf(&t, " * %lld", (long long)step);
+    pm_line(e, "const i32 c_%d = %s;", k, t.at);
+    below *= size;
+  }
+  const char *valid = in_bounds(e, g), *cpp = pm_cpp_type(g->dtype);
+  const char *at_g = chunk_address(e, g), *at_s = chunk_address(e, s);
+  pm_line(e, "%s x[%lld];", cpp, (long long)n);
+  if (load) {
+    if (valid) pm_line(e, "zero<%s, %lld>(x);", cpp, (long long)n);
+    pm_line(e, "%s%s%sld_global<%s, %lld>(x, %s);", valid ? "if (" : "", valid ? valid : "",
+            valid ? ") " : "", cpp, (long long)n, at_g);
+    pm_line(e, "st_shared<%s, %lld>(%s, x);", cpp, (long long)n, at_s);
+  } else {
+    pm_line(e, "ld_shared<%s, %lld>(x, %s);", cpp, (long long)n, at_s);
+    pm_line(e, "%s%s%sst_global<%s, %lld>(%s, x);", valid ? "if (" : "", valid ? valid : "",
+            valid ? ") " : "", cpp, (long long)n, at_g);
+  }
+  pm_end(e);
+}
+
+static pm_code copy_by_lanes(pm_gen *e, pm_opid op, const pm_copy_plan *p) {
+  const bool load = pm_get(e->g, op)->code == PM_OP_COPY_G2S;
+  const char *when = predicate(e, op);
+  pm_note(e, op, pm_str(e, "%s by all lanes", pm_ops[pm_get(e->g, op)->code].text));
+  if (when) pm_begin(e, "if (%s) {", when);
+  copy_chunks(e, p, load);
+  if (when) pm_end(e);
+  if (load) {
+    barrier b;
+    PM_TRY(barrier_of(e, op, pm_in(e->g, op, 2), &b));
+    pm_line(e, "async_proxy_fence();");
+    arrive(e, &b);
+    return PM_OK;
+  }
+  pm_line(e, PM_LANES_SYNC);
+  if (*pm_attr(e->g, op, PM_ATTR_COMMIT)) { /* an empty group: waits count groups */
+    pm_line(e, "if (warp == 0 && elect_one()) store_group_commit();");
+  }
+  return PM_OK;
+}
+
+/* ---- runs of copies ------------------------------------------------------------------------------------- */
+
+static bool is_copy(const pm_graph *g, pm_opid op) {
+  const int code = pm_get(g, op)->code;
+  return code == PM_OP_COPY_G2S || code == PM_OP_COPY_S2G;
+}
+
+static pm_code plan_copy(pm_gen *e, pm_opid op, pm_copy_plan *p) {
+  return pm_plan_copy(e->g, op, e->target, p, e->err);
+}
+
+static pm_code emit_by_lane(pm_gen *e, pm_opid op) {
+  pm_copy_plan *p = PM_NEW(e->arena, pm_copy_plan, 1);
+  pm_place(e, op);
+  if (!is_copy(e->g, op)) {
+    pm_line(e, "store_group_commit();");
+    return PM_OK;
+  }
+  PM_TRY(plan_copy(e, op, p));
+  if (pm_get(e->g, op)->code == PM_OP_COPY_G2S) return load_by_lane(e, op, p);
+  store_by_lane(e, op, p);
+  return PM_OK;
+}
+
+pm_code pm_gen_copies(pm_gen *e, pm_blk block, uint32_t first, uint32_t *next) {
+  const pm_block *b = &e->g->blocks.at[block];
+  PM_VEC(pm_opid) run = {0};
+  uint32_t k = first;
+  for (; k < b->ops.n; k++) {
+    const pm_opid op = b->ops.at[k];
+    if (is_copy(e->g, op)) {
+      pm_copy_plan *p = PM_NEW(e->arena, pm_copy_plan, 1);
+      PM_TRY(plan_copy(e, op, p));
+      if (p->engine == PM_ENGINE_PLAIN) {
+        if (k > first) break;
+        *next = k + 1;
+        return copy_by_lanes(e, op, p);
+      }
+      pm_vec_push(e->arena, &run, op);
+    } else if (pm_get(e->g, op)->code == PM_OP_COMMIT_GROUP) {
+      pm_vec_push(e->arena, &run, op);
+    } else if (pm_is_scalar_op(e, op)) {
+      PM_TRY(pm_gen_scalar(e, op));
+    } else {
+      break;
+    }
+  }
+  *next = k;
+  pm_note(e, run.at[0], pm_ops[pm_get(e->g, run.at[0])->code].text);
+  pm_begin(e, "if (warp == 0 && elect_one()) {");
+  for (uint32_t i = 0; i < run.n; i++) PM_TRY(emit_by_lane(e, run.at[i]));
+  pm_end(e);
+  return PM_OK;
+}
+
+static pm_code only_in_runs(pm_gen *e, pm_opid op) {
+  return pm_gen_fail(e, op, PM_E_INTERNAL, "it was met outside of a run of copies");
+}
+pm_code pm_cuda_COPY_G2S(pm_gen *e, pm_opid op) { return only_in_runs(e, op); }
+pm_code pm_cuda_COPY_S2G(pm_gen *e, pm_opid op) { return only_in_runs(e, op); }
+pm_code pm_cuda_COMMIT_GROUP(pm_gen *e, pm_opid op) { return only_in_runs(e, op); }
+
+/* ---- order ------------------------------------------------------------------------------------------------ */
+
+pm_code pm_cuda_WAIT_S2G(pm_gen *e, pm_opid op) {
+  const int64_t n = *pm_attr(e->g, op, PM_ATTR_N);
+  pm_note(e, op, "wait_smem_to_gmem");
+  pm_line(e, "if (warp == 0 && elect_one()) store_group_wait%s<%lld>();",
+          *pm_attr(e->g, op, PM_ATTR_READ_ONLY) ? "_read" : "", (long long)n);
+  pm_line(e, PM_LANES_SYNC);
+  return PM_OK;
+}
+
+pm_code pm_cuda_COMMIT_SMEM(pm_gen *e, pm_opid op) {
+  pm_note(e, op, "commit_smem");
+  pm_line(e, "async_proxy_fence();");
+  pm_line(e, PM_LANES_SYNC);
+  return PM_OK;
+}
+
+pm_code pm_cuda_SYNC(pm_gen *e, pm_opid op) {
+  pm_place(e, op);
+  pm_line(e, PM_LANES_SYNC);
+  return PM_OK;
+}
+
+pm_code pm_cuda_SET_MAX_REGISTERS(pm_gen *e, pm_opid op) {
+  pm_note(e, op, "set_max_registers");
+  pm_line(e, "registers_%s<%lld>();", *pm_attr(e->g, op, PM_ATTR_INCREASE) ? "up" : "down",
+          (long long)*pm_attr(e->g, op, PM_ATTR_N));
+  return PM_OK;
+}
+
+/* ---- printing ----------------------------------------------------------------------------------------------- */
+
+static const char *print_arg(pm_gen *e, pm_val v, const char **spec) {
+  const pm_dtype t = pm_typeof(e->g, v)->dtype;
+  const char *x = pm_scalar_of(e, v);
+  if (pm_is_float(t)) {
+    *spec = "%f";
+    return pm_str(e, "(double)%s", pm_convert_text(e, t, PM_F32, x));
+  }
+  const bool is_signed = pm_dtypes[t].class == PM_CLASS_INT;
+  *spec = is_signed ? "%lld" : "%llu";
+  return pm_str(e, "(%s)%s", is_signed ? "i64" : "u64", x);
+}
+
+pm_code pm_cuda_DEBUG_PRINT(pm_gen *e, pm_opid op) {
+  const char *s = e->g->strings.at[*pm_attr(e->g, op, PM_ATTR_FORMAT)];
+  pm_text format, args;
+  uint32_t k = 0;
+  pm_text_init(&format, e->arena);
+  pm_text_init(&args, e->arena);
+  pm_put(&format, "");
+  pm_put(&args, "");
+  for (; *s; s++) {
+    if (s[0] == '{' && s[1] == '}' && k < pm_get(e->g, op)->n_in) {
+      const char *spec;
+      pm_putf(&args, ", %s", print_arg(e, pm_in(e->g, op, k++), &spec));
+      pm_put(&format, spec);
+      s++;
+    } else if ((s[0] == '{' || s[0] == '}') && s[1] == s[0]) {
+      pm_putn(&format, s++, 1);
+    } else if (*s == '%') {
+      pm_put(&format, "%%");
+    } else if (*s == '"' || *s == '\\') {
+      pm_putf(&format, "\\%c", *s);
+    } else if ((unsigned char)*s < ' ') {
+      pm_putf(&format, "\\%03o", (unsigned)(unsigned char)*s);
+    } else {
+      pm_putn(&format, s, 1);
+    }
+  }
+  pm_note(e, op, "debug_print");
+  pm_line(e, "if (tid == 0) printf(\"%s\\n\"%s);", format.at, args.at);
+  return PM_OK;
+}

@@ -1,0 +1,248 @@
+/* Element-wise ops: each leaves one C++ expression for element r.
+ *
+ * f16 and bf16 have operators for + - * and unary -; everything else of theirs is computed in f32
+ * and rounded once. Integer + - * on scalars are plain C++ where the range is known to fit i32, so
+ * that index arithmetic reads as such, and wrap_ functions elsewhere. */
+#include "gen.h"
+
+static pm_dtype in_dtype(pm_gen *e, pm_opid op) { return pm_typeof(e->g, pm_in(e->g, op, 0))->dtype; }
+static const char *arg(pm_gen *e, pm_opid op, uint32_t k) { return pm_at(e, pm_in(e->g, op, k), "r"); }
+static bool is_half(pm_dtype t) { return t == PM_F16 || t == PM_BF16; }
+
+static pm_code leave(pm_gen *e, const char *expr) {
+  e->expr = expr;
+  return PM_OK;
+}
+
+/* operand k in f32, and an f32 result in the dtype of the op */
+static const char *arg_f32(pm_gen *e, pm_opid op, uint32_t k) {
+  return is_half(in_dtype(e, op)) ? pm_str(e, "to_f32(%s)", arg(e, op, k)) : arg(e, op, k);
+}
+static pm_code leave_f32(pm_gen *e, pm_opid op, const char *x) {
+  const pm_dtype t = in_dtype(e, op);
+  return leave(e, is_half(t) ? pm_str(e, "to_%s(%s)", pm_cpp_type(t), x) : x);
+}
+
+/* ---- one operand --------------------------------------------------------------------------------- */
+
+static pm_code call_f32(pm_gen *e, pm_opid op, const char *fn) {
+  return leave_f32(e, op, pm_str(e, "%s(%s)", fn, arg_f32(e, op, 0)));
+}
+
+#define FLOAT_FUNCTION(id, exact) \
+  pm_code pm_cuda_##id(pm_gen *e, pm_opid op) { return call_f32(e, op, exact); }
+#define APPROX_FUNCTION(id, exact, approx)                           \
+  pm_code pm_cuda_##id(pm_gen *e, pm_opid op) {                      \
+    return call_f32(e, op, e->g->approx_math ? approx : exact);      \
+  }
+APPROX_FUNCTION(EXP, "expf", "exp_approx")
+APPROX_FUNCTION(EXP2, "exp2f", "exp2_approx")
+APPROX_FUNCTION(LOG, "logf", "log_approx")
+APPROX_FUNCTION(LOG2, "log2f", "log2_approx")
+APPROX_FUNCTION(RSQRT, "rsqrtf", "rsqrt_approx")
+APPROX_FUNCTION(TANH, "tanhf", "tanh_approx")
+APPROX_FUNCTION(SIN, "sinf", "sin_approx")
+APPROX_FUNCTION(COS, "cosf", "cos_approx")
+FLOAT_FUNCTION(SQRT, "sqrtf")
+FLOAT_FUNCTION(FLOOR, "floorf")
+FLOAT_FUNCTION(CEIL, "ceilf")
+FLOAT_FUNCTION(ROUND, "roundf")
+FLOAT_FUNCTION(RINT, "rintf")
+
+pm_code pm_cuda_NEG(pm_gen *e, pm_opid op) {
+  const char *x = arg(e, op, 0);
+  return leave(e, pm_str(e, pm_is_float(in_dtype(e, op)) ? "-(%s)" : "wrap_neg(%s)", x));
+}
+
+pm_code pm_cuda_ABS(pm_gen *e, pm_opid op) {
+  const pm_dtype t = in_dtype(e, op);
+  if (pm_is_float(t)) return call_f32(e, op, "fabsf");
+  if (pm_dtypes[t].class != PM_CLASS_INT) return leave(e, arg(e, op, 0));
+  return leave(e, pm_str(e, "abs_int(%s)", arg(e, op, 0)));
+}
+
+pm_code pm_cuda_SIGN(pm_gen *e, pm_opid op) {
+  if (pm_is_float(in_dtype(e, op))) return call_f32(e, op, "sign_f32");
+  return leave(e, pm_str(e, "sign_int(%s)", arg(e, op, 0)));
+}
+
+pm_code pm_cuda_NOT(pm_gen *e, pm_opid op) {
+  const pm_dtype t = in_dtype(e, op);
+  if (t == PM_BOOL) return leave(e, pm_str(e, "!%s", arg(e, op, 0)));
+  return leave(e, pm_str(e, "(%s)~%s", pm_cpp_type(t), arg(e, op, 0)));
+}
+
+pm_code pm_cuda_OPT_BARRIER(pm_gen *e, pm_opid op) {
+  return leave(e, pm_str(e, "opaque(%s)", arg(e, op, 0)));
+}
+
+/* ---- two operands -------------------------------------------------------------------------------- */
+
+static pm_code infix(pm_gen *e, pm_opid op, const char *sign) {
+  return leave(e, pm_str(e, "%s %s %s", arg(e, op, 0), sign, arg(e, op, 1)));
+}
+
+static pm_code infix_cast(pm_gen *e, pm_opid op, const char *sign) {
+  const pm_dtype t = in_dtype(e, op);
+  if (pm_dtypes[t].bits == 32 || t == PM_BOOL) return infix(e, op, sign);
+  return leave(
+      e, pm_str(e, "(%s)(%s %s %s)", pm_cpp_type(t), arg(e, op, 0), sign, arg(e, op, 1)));
+}
+
+static pm_code infix_f32(pm_gen *e, pm_opid op, const char *sign) {
+  return leave_f32(e, op,
+                   pm_str(e, "%s %s %s", arg_f32(e, op, 0), sign, arg_f32(e, op, 1)));
+}
+
+static pm_code call(pm_gen *e, pm_opid op, const char *fn) {
+  return leave(e, pm_str(e, "%s(%s, %s)", fn, arg(e, op, 0), arg(e, op, 1)));
+}
+
+static bool fits_i32(pm_gen *e, pm_opid op) {
+  int64_t lo, hi;
+  const pm_val out = pm_get(e->g, op)->out;
+  if (pm_typeof(e->g, out)->rank || in_dtype(e, op) != PM_I32) return false;
+  return pm_range(e->g, out, &lo, &hi) && lo >= INT32_MIN && hi <= INT32_MAX;
+}
+
+static pm_code arithmetic(pm_gen *e, pm_opid op, const char *sign, const char *wrap,
+                          const char *on_bool) {
+  const pm_dtype t = in_dtype(e, op);
+  if (t == PM_BOOL) return infix(e, op, on_bool);
+  if (pm_is_float(t) || fits_i32(e, op)) return infix(e, op, sign);
+  if (t == PM_U32) return infix(e, op, sign);
+  return call(e, op, wrap);
+}
+
+pm_code pm_cuda_ADD(pm_gen *e, pm_opid op) { return arithmetic(e, op, "+", "wrap_add", "|"); }
+pm_code pm_cuda_SUB(pm_gen *e, pm_opid op) { return arithmetic(e, op, "-", "wrap_sub", "^"); }
+pm_code pm_cuda_MUL(pm_gen *e, pm_opid op) { return arithmetic(e, op, "*", "wrap_mul", "&"); }
+
+pm_code pm_cuda_DIV(pm_gen *e, pm_opid op) {
+  return pm_is_float(in_dtype(e, op)) ? infix_f32(e, op, "/") : infix_cast(e, op, "/");
+}
+
+pm_code pm_cuda_REM(pm_gen *e, pm_opid op) {
+  if (!pm_is_float(in_dtype(e, op))) return infix_cast(e, op, "%");
+  return leave_f32(e, op, pm_str(e, "fmodf(%s, %s)", arg_f32(e, op, 0), arg_f32(e, op, 1)));
+}
+
+static pm_code extremum(pm_gen *e, pm_opid op, const char *name, const char *on_bool) {
+  const pm_dtype t = in_dtype(e, op);
+  if (t == PM_BOOL) return infix(e, op, on_bool);
+  if (!pm_is_float(t)) return call(e, op, pm_str(e, "%s_int", name));
+  return leave_f32(e, op,
+                   pm_str(e, "%s_f32(%s, %s)", name, arg_f32(e, op, 0), arg_f32(e, op, 1)));
+}
+
+pm_code pm_cuda_MIN(pm_gen *e, pm_opid op) { return extremum(e, op, "min", "&"); }
+pm_code pm_cuda_MAX(pm_gen *e, pm_opid op) { return extremum(e, op, "max", "|"); }
+pm_code pm_cuda_AND(pm_gen *e, pm_opid op) { return infix_cast(e, op, "&"); }
+pm_code pm_cuda_OR(pm_gen *e, pm_opid op) { return infix_cast(e, op, "|"); }
+pm_code pm_cuda_XOR(pm_gen *e, pm_opid op) { return infix_cast(e, op, "^"); }
+pm_code pm_cuda_SHL(pm_gen *e, pm_opid op) { return call(e, op, "shift_left"); }
+pm_code pm_cuda_SHR(pm_gen *e, pm_opid op) { return infix_cast(e, op, ">>"); }
+
+static pm_code compare(pm_gen *e, pm_opid op, const char *sign) {
+  return leave(e, pm_str(e, "%s %s %s", arg_f32(e, op, 0), sign, arg_f32(e, op, 1)));
+}
+
+pm_code pm_cuda_EQ(pm_gen *e, pm_opid op) { return compare(e, op, "=="); }
+pm_code pm_cuda_NE(pm_gen *e, pm_opid op) { return compare(e, op, "!="); }
+pm_code pm_cuda_LT(pm_gen *e, pm_opid op) { return compare(e, op, "<"); }
+pm_code pm_cuda_LE(pm_gen *e, pm_opid op) { return compare(e, op, "<="); }
+pm_code pm_cuda_GT(pm_gen *e, pm_opid op) { return compare(e, op, ">"); }
+pm_code pm_cuda_GE(pm_gen *e, pm_opid op) { return compare(e, op, ">="); }
+
+pm_code pm_cuda_SELECT(pm_gen *e, pm_opid op) {
+  return leave(e, pm_str(e, "%s ? %s : %s", arg(e, op, 0), arg(e, op, 1), arg(e, op, 2)));
+}
+
+/* ---- to other types ------------------------------------------------------------------------------ */
+
+const char *pm_convert_text(pm_gen *e, pm_dtype from, pm_dtype to, const char *x) {
+  const char *cpp = pm_cpp_type(to);
+  if (from == to) return x;
+  if (pm_is_float(from)) {
+    const char *f = is_half(from) ? pm_str(e, "to_f32(%s)", x) : x;
+    if (to == PM_F32) return f;
+    if (to == PM_BOOL) return pm_str(e, "%s != 0.0f", f);
+    return pm_str(e, is_half(to) ? "to_%s(%s)" : "to_int<%s>(%s)", cpp, f);
+  }
+  if (to == PM_BOOL) return pm_str(e, "%s != 0", x);
+  if (to == PM_BF16 && (from == PM_I32 || from == PM_U32)) return pm_str(e, "int_to_bf16(%s)", x);
+  if (is_half(to)) return pm_str(e, "to_%s((f32)%s)", cpp, x);
+  return pm_str(e, "(%s)%s", cpp, x);
+}
+
+pm_code pm_cuda_CONVERT(pm_gen *e, pm_opid op) {
+  const pm_dtype to = pm_typeof(e->g, pm_get(e->g, op)->out)->dtype;
+  return leave(e, pm_convert_text(e, in_dtype(e, op), to, arg(e, op, 0)));
+}
+
+pm_code pm_cuda_BITCAST(pm_gen *e, pm_opid op) {
+  const char *to = pm_cpp_type(pm_typeof(e->g, pm_get(e->g, op)->out)->dtype);
+  return leave(e, pm_str(e, "bitcast<%s>(%s)", to, arg(e, op, 0)));
+}
+
+/* ---- from nothing -------------------------------------------------------------------------------- */
+
+pm_code pm_cuda_CONST(pm_gen *e, pm_opid op) {
+  return leave(e, pm_at(e, pm_get(e->g, op)->out, "r"));
+}
+
+pm_code pm_cuda_MULTIPLE_OF(pm_gen *e, pm_opid op) { return leave(e, arg(e, op, 0)); }
+
+/* The last axis of a grid is x, the one before y, all others share z, row-major. */
+static const char *grid_index(pm_gen *e, uint32_t d) {
+  static const char letter[] = "xyz";
+  const pm_graph *g = e->g;
+  const uint32_t from_last = g->n_grid - 1 - d, axis = from_last < 2 ? from_last : 2;
+  const uint32_t cluster = e->program->cluster[axis];
+  const char *block = pm_str(e, "blockIdx.%c", letter[axis]);
+  if (cluster > 1) block = pm_str(e, "%s / %u", block, cluster);
+  if (from_last < 2 || g->n_grid == 3) return block;
+  int64_t below = 1;
+  for (uint32_t k = d + 1; k + 2 < g->n_grid; k++) below *= g->grid[k];
+  if (below > 1) block = pm_str(e, "%s / %lld", block, (long long)below);
+  return d ? pm_str(e, "%s %% %lld", block, (long long)g->grid[d]) : block;
+}
+
+pm_code pm_cuda_AXIS(pm_gen *e, pm_opid op) {
+  const uint32_t d = (uint32_t)*pm_attr(e->g, op, PM_ATTR_DIM);
+  switch (*pm_attr(e->g, op, PM_ATTR_AXIS)) {
+    case PM_AXIS_GRID:
+      return leave(e, pm_str(e, "(i32)(%s)", grid_index(e, d)));
+    case PM_AXIS_CLUSTER:
+      return leave(e, pm_str(e, "cluster_index_%c()", "xyz"[e->g->n_cluster - 1 - d]));
+    default:
+      return leave(e, "(i32)wg");
+  }
+}
+
+pm_code pm_cuda_IOTA(pm_gen *e, pm_opid op) {
+  const pm_val out = pm_get(e->g, op)->out;
+  const pm_layout *l = pm_value_layout(e->g, out);
+  const int dim = (int)*pm_attr(e->g, op, PM_ATTR_DIM);
+  const int64_t n = pm_layout_regs(l);
+  pm_sum regs;
+  if (!pm_wants_array(e, out)) {
+    for (int k = 0; k < pm_typeof(e->g, out)->rank; k++) {
+      if (k == dim && pm_typeof(e->g, out)->dim[k] > 1)
+        return pm_gen_fail(e, op, PM_E_INTERNAL, "an index array has a splat layout");
+    }
+    return leave(e, pm_str(e, "(%s)0", pm_cpp_type(pm_typeof(e->g, out)->dtype)));
+  }
+  const bool flat = l->kind == PM_FLAT;
+  const char *base = pm_unique(e, "index");
+  pm_coord_regs(l, flat ? 0 : dim, &regs);
+  regs.total = n;
+  pm_line(e, "const i32 %s = %s;", base, pm_coord_base(e, l, flat ? 0 : dim));
+  const char *x = pm_str(e, "%s + (i32)(%s)", base, pm_sum_text(e, &regs, "r", 1));
+  if (flat) {
+    int64_t below = 1;
+    for (int k = dim + 1; k < l->rank; k++) below *= l->shape[k];
+    x = pm_str(e, "(%s) / %lld %% %lld", x, (long long)below, (long long)l->shape[dim]);
+  }
+  return leave(e, pm_convert_text(e, PM_I32, pm_typeof(e->g, out)->dtype, pm_str(e, "(%s)", x)));
+}

@@ -1,0 +1,393 @@
+/* Ops that move elements between registers and lanes: broadcast, reshape, slice, layout_cast, reduce.
+ *
+ * All but reduce say where result index i comes from. If that element is in a register of the same
+ * lane for every lane, the op is a renumbering of registers (or nothing); a layout_cast that is not
+ * goes through this thread's scratch, row-major.
+ *
+ * A reduction combines the registers of a lane in ascending order, then lanes by butterflies, then
+ * warps through scratch, in ascending order: the order depends on the layout alone, and all copies
+ * end with the same bits. Padding is left out. */
+#include "gen.h"
+
+typedef struct from {
+  int rank;              /* of the source */
+  int64_t dim[PM_MAX_RANK], start[PM_MAX_RANK];
+  bool one[PM_MAX_RANK]; /* the source has a single element there */
+  const pm_type *in, *out;
+} from;
+
+static pm_layout *rank0_layout(pm_gen *e) {
+  pm_layout *l = PM_NEW(e->arena, pm_layout, 1);
+  l->kind = PM_SPLAT;
+  return l;
+}
+
+static const pm_layout *layout_of(pm_gen *e, pm_val v) {
+  return pm_value_of(e->g, v)->layout ? pm_value_layout(e->g, v) : rank0_layout(e);
+}
+
+/* The result as registers of the operand under the map text "r" -> register. */
+static void bind_registers(pm_gen *e, pm_opid op, const char *map) {
+  const pm_val in = pm_in(e->g, op, 0), out = pm_get(e->g, op)->out;
+  const int64_t n = pm_regs_of(e, out);
+  if (n == pm_regs_of(e, in) && (n == 1 || !strcmp(map, "r"))) {
+    pm_alias(e, out, in);
+    return;
+  }
+  pm_note(e, op, pm_ops[pm_get(e->g, op)->code].text);
+  const char *name = pm_declare(e, out, out);
+  if (n > 1) pm_line(e, "#pragma unroll");
+  pm_line(e, "for (int r = 0; r < %lld; r++) %s[r] = %s;", (long long)n, name, pm_at(e, in, map));
+}
+
+/* The operand is one number for all elements: so is the result. */
+static bool bind_scalar(pm_gen *e, pm_opid op) {
+  const pm_val in = pm_in(e->g, op, 0);
+  pm_at(e, in, "0");
+  if (pm_is_array(e, in)) return false;
+  pm_alias(e, pm_get(e->g, op)->out, in);
+  return true;
+}
+
+/* ---- broadcast ----------------------------------------------------------------------------------- */
+
+static void project_dims(const void *ctx, const int64_t *dst, int64_t *src) {
+  const from *f = ctx;
+  for (int k = 0; k < f->rank; k++) src[k] = f->one[k] ? 0 : dst[f->dim[k]] + f->start[k];
+}
+
+pm_code pm_cuda_BROADCAST(pm_gen *e, pm_opid op) {
+  const pm_val in = pm_in(e->g, op, 0), out = pm_get(e->g, op)->out;
+  const pm_type *t = pm_typeof(e->g, in);
+  uint32_t n;
+  const int64_t *dims = pm_attr_list(e->g, op, PM_ATTR_DIMS, &n);
+  from f = {.rank = t->rank};
+  for (int k = 0; k < t->rank; k++) {
+    f.dim[k] = dims[k];
+    f.one[k] = t->dim[k] == 1 && pm_typeof(e->g, out)->dim[dims[k]] != 1;
+  }
+  const char *map =
+      pm_reg_map(e, layout_of(e, in), layout_of(e, out), project_dims, &f, "r");
+  if (!map) {
+    return pm_gen_fail(e, op, PM_E_INTERNAL,
+                       "the layout of the operand does not fit the layout of the result");
+  }
+  e->expr = pm_at(e, in, pm_regs_of(e, in) == 1 ? "0" : map);
+  return PM_OK;
+}
+
+/* ---- reshape and slice ----------------------------------------------------------------------------- */
+
+static void project_linear(const void *ctx, const int64_t *dst, int64_t *src) {
+  const from *f = ctx;
+  int64_t linear = 0;
+  for (int k = 0; k < f->out->rank; k++) linear = linear * f->out->dim[k] + dst[k];
+  for (int k = f->in->rank - 1; k >= 0; k--) {
+    src[k] = k ? linear % f->in->dim[k] : linear;
+    linear /= f->in->dim[k];
+  }
+}
+
+static pm_code no_registers(pm_gen *e, pm_opid op) {
+  return pm_gen_fail(
+      e, op, PM_E_NOT_IMPLEMENTED,
+      "with layouts %s and %s it moves elements between lanes, which is not available; store the "
+      "array to SMEM and load the view, or layout_cast it first",
+      pm_layout_text(e->arena, layout_of(e, pm_in(e->g, op, 0))),
+      pm_layout_text(e->arena, layout_of(e, pm_get(e->g, op)->out)));
+}
+
+pm_code pm_cuda_RESHAPE(pm_gen *e, pm_opid op) {
+  const pm_val in = pm_in(e->g, op, 0), out = pm_get(e->g, op)->out;
+  const pm_layout *a = layout_of(e, in), *b = layout_of(e, out);
+  const from f = {.in = pm_typeof(e->g, in), .out = pm_typeof(e->g, out)};
+  if (bind_scalar(e, op)) return PM_OK;
+  const char *map = pm_wants_array(e, out) ? pm_reg_map(e, a, b, project_linear, &f, "r") : NULL;
+  if (!map) return no_registers(e, op);
+  bind_registers(e, op, map);
+  return PM_OK;
+}
+
+pm_code pm_cuda_SLICE(pm_gen *e, pm_opid op) {
+  const pm_val in = pm_in(e->g, op, 0), out = pm_get(e->g, op)->out;
+  uint32_t n;
+  const int64_t *starts = pm_attr_list(e->g, op, PM_ATTR_STARTS, &n);
+  const int64_t *sizes = pm_attr_list(e->g, op, PM_ATTR_SIZES, &n);
+  from f = {.rank = pm_typeof(e->g, in)->rank};
+  int next = 0;
+  for (int k = 0; k < f.rank; k++) {
+    f.start[k] = starts[k];
+    f.dim[k] = sizes[k] == PM_DROPPED ? PM_MAX_RANK - 1 : next++; /* an index that is 0 */
+  }
+  if (bind_scalar(e, op)) return PM_OK;
+  if (next == PM_MAX_RANK || !pm_wants_array(e, out)) return no_registers(e, op);
+  const char *map = pm_reg_map(e, layout_of(e, in), layout_of(e, out), project_dims, &f, "r");
+  if (!map) return no_registers(e, op);
+  bind_registers(e, op, map);
+  return PM_OK;
+}
+
+/* ---- layout_cast ----------------------------------------------------------------------------------- */
+
+static void project_same(const void *ctx, const int64_t *dst, int64_t *src) {
+  memcpy(src, dst, sizeof *src * (size_t)((const from *)ctx)->rank);
+}
+
+static pm_view scratch_view(const pm_type *t) {
+  pm_view v = {.param = -1, .space = PM_SMEM, .dtype = t->dtype, .rank = t->rank};
+  int64_t stride = 1;
+  for (int k = t->rank - 1; k >= 0; k--) {
+    v.dim[k] = (pm_view_dim){.size = t->dim[k], .inner = stride, .base_dim = -1};
+    stride *= t->dim[k];
+  }
+  return v;
+}
+
+pm_code pm_cuda_LAYOUT_CAST(pm_gen *e, pm_opid op) {
+  const pm_val in = pm_in(e->g, op, 0), out = pm_get(e->g, op)->out;
+  const pm_type *t = pm_typeof(e->g, in);
+  const from f = {.rank = t->rank};
+  if (bind_scalar(e, op)) return PM_OK;
+  const char *map = NULL;
+  if (pm_wants_array(e, out)) {
+    map = pm_reg_map(e, layout_of(e, in), layout_of(e, out), project_same, &f, "r");
+  }
+  if (map) {
+    bind_registers(e, op, map);
+    return PM_OK;
+  }
+  const int64_t bytes = pm_type_size(t) * pm_dtypes[t->dtype].bytes;
+  if (bytes > pm_scratch_bytes(e)) {
+    return pm_gen_fail(e, op, PM_E_INTERNAL, "it needs %lld bytes of scratch and has %lld",
+                       (long long)bytes, (long long)pm_scratch_bytes(e));
+  }
+  const pm_view v = scratch_view(t);
+  pm_note(e, op, "layout_cast, through shared memory");
+  PM_TRY(pm_store_array(e, op, layout_of(e, in), &v, e->slot[in].text));
+  pm_line(e, PM_LANES_SYNC);
+  const char *name = pm_declare(e, out, out);
+  if (pm_is_array(e, out)) {
+    PM_TRY(pm_load_array(e, op, layout_of(e, out), &v, name));
+  } else {
+    pm_line(e, "ld_shared<%s, 1>(&%s, %s);", pm_cpp_type(t->dtype), name, pm_scratch(e));
+  }
+  pm_line(e, PM_LANES_SYNC);
+  return PM_OK;
+}
+
+/* ---- reduce ------------------------------------------------------------------------------------------ */
+
+static bool is_reduced(const int64_t *dims, uint32_t n, const pm_layout *l, int dim) {
+  if (dim < 0) return false;
+  if (l->kind == PM_FLAT) return true;
+  for (uint32_t k = 0; k < n; k++) {
+    if (dims[k] == dim) return true;
+  }
+  return false;
+}
+
+static const char *combine(pm_gen *e, int reduce, pm_dtype t, const char *a, const char *b) {
+  static const char *const on_bool[] = {"|", "|", "&"};
+  static const char *const on_int[] = {"wrap_add", "max_int", "min_int"};
+  static const char *const on_float[] = {NULL, "max_f32", "min_f32"};
+  if (t == PM_BOOL) return pm_str(e, "%s %s %s", a, on_bool[reduce], b);
+  if (!pm_is_float(t)) return pm_str(e, "%s(%s, %s)", on_int[reduce], a, b);
+  if (reduce == PM_REDUCE_ADD) return pm_str(e, "%s + %s", a, b);
+  if (t == PM_F32) return pm_str(e, "%s(%s, %s)", on_float[reduce], a, b);
+  return pm_str(e, "to_%s(%s(to_f32(%s), to_f32(%s)))", pm_cpp_type(t), on_float[reduce], a, b);
+}
+
+/* -0 is the identity of floating addition: -0 + x is x for every x */
+static const char *identity(pm_gen *e, int reduce, pm_dtype t) {
+  pm_scalar v = {0};
+  if (pm_is_float(t)) {
+    const double inf = (double)__builtin_inff();
+    v.f = reduce == PM_REDUCE_ADD ? -0.0 : reduce == PM_REDUCE_MAX ? -inf : inf;
+  } else if (reduce != PM_REDUCE_ADD) {
+    const int bits = pm_dtypes[t].bits;
+    const bool is_signed = pm_dtypes[t].class == PM_CLASS_INT;
+    const int64_t top = t == PM_BOOL ? 1 : ((int64_t)1 << (is_signed ? bits - 1 : bits)) - 1;
+    v.i = reduce == PM_REDUCE_MIN ? top : is_signed ? -top - 1 : 0;
+  }
+  return pm_literal(e, t, v);
+}
+
+static pm_code reduce_splat(pm_gen *e, pm_opid op) {
+  const pm_val in = pm_in(e->g, op, 0), out = pm_get(e->g, op)->out;
+  const pm_dtype t = pm_typeof(e->g, in)->dtype;
+  const char *x = pm_at(e, in, "0");
+  if (*pm_attr(e->g, op, PM_ATTR_REDUCE) != PM_REDUCE_ADD || t == PM_BOOL) {
+    pm_alias(e, out, in);
+    return PM_OK;
+  }
+  const int64_t n = pm_type_size(pm_typeof(e->g, in)) / pm_type_size(pm_typeof(e->g, out));
+  const char *name = pm_name_of(e, out), *cpp = pm_cpp_type(t);
+  pm_note(e, op, "sum of equal elements");
+  if (t == PM_F32) {
+    pm_line(e, "const f32 %s = %s * %lld.0f;", name, x, (long long)n);
+  } else if (pm_is_float(t)) {
+    pm_line(e, "const %s %s = to_%s(to_f32(%s) * %lld.0f);", cpp, name, cpp, x, (long long)n);
+  } else {
+    pm_line(e, "const %s %s = wrap_mul(%s, (%s)%lld);", cpp, name, x, cpp, (long long)n);
+  }
+  pm_bind(e, out, name, PM_FORM_SCALAR);
+  return PM_OK;
+}
+
+typedef struct reduction {
+  pm_gen *e;
+  const pm_layout *l;
+  const int64_t *dims;
+  uint32_t n_dims;
+  int reduce;
+  pm_dtype dtype;
+  int64_t n;         /* registers of the result */
+  const char *name;  /* of the array of results */
+} reduction;
+
+static void combine_registers(reduction *r, pm_val in, const char *map) {
+  pm_gen *e = r->e;
+  const char *to = pm_str(e, "%s[%s]", r->name, map);
+  if (r->n > 1) pm_line(e, "#pragma unroll");
+  pm_line(e, "for (int k = 0; k < %lld; k++) %s[k] = %s;", (long long)r->n, r->name,
+          identity(e, r->reduce, r->dtype));
+  pm_begin(e, "{");
+  const char *stem = pm_coord_lines(e, r->l), *valid = pm_valid(e, r->l, stem, "r");
+  pm_begin_unrolled(e, "r", pm_layout_regs(r->l), 1);
+  pm_line(e, "%s%s%s%s = %s;", valid ? "if (" : "", valid ? valid : "", valid ? ") " : "", to,
+          combine(e, r->reduce, r->dtype, to, pm_at(e, in, "r")));
+  pm_end(e);
+  pm_end(e);
+}
+
+static void combine_lanes(reduction *r) {
+  pm_gen *e = r->e;
+  int64_t div = 1;
+  bool open = false;
+  const char *x = pm_str(e, "%s[k]", r->name);
+  for (uint32_t k = r->l->n_lane; k-- > 0; div *= r->l->lane[k].size) {
+    const pm_digit *d = &r->l->lane[k];
+    if (!is_reduced(r->dims, r->n_dims, r->l, d->dim)) continue;
+    if (!open) pm_begin_unrolled(e, "k", r->n, 1);
+    open = true;
+    for (int64_t m = 1; m < d->size; m *= 2) {
+      pm_line(e, "%s = %s;", x,
+              combine(e, r->reduce, r->dtype, x,
+                      pm_str(e, "shuffle_xor(%s, %lld)", x, (long long)(m * div))));
+    }
+  }
+  if (open) pm_end(e);
+}
+
+/* Warps that hold parts of one result: own warp with the reduced digits 0, plus sum over w. */
+static int64_t reduced_warps(const reduction *r, pm_sum *own, pm_sum *others) {
+  int64_t div = 1, n = 1;
+  *own = *others = (pm_sum){.total = 4};
+  for (uint32_t k = r->l->n_warp; k-- > 0; div *= r->l->warp[k].size) {
+    const pm_digit *d = &r->l->warp[k];
+    if (is_reduced(r->dims, r->n_dims, r->l, d->dim)) {
+      others->at[others->n++] = (pm_piece){n, d->size, div};
+      n *= d->size;
+    } else if (d->dim >= 0) {
+      own->at[own->n++] = (pm_piece){div, d->size, div};
+    }
+  }
+  others->total = n;
+  return n;
+}
+
+/* The lanes of a warp that hold different results, counted; their number as a sum over the lane. */
+static int64_t distinct_lanes(const pm_layout *result, pm_sum *lane) {
+  int64_t div = 1, n = 1;
+  *lane = (pm_sum){.total = 32};
+  for (uint32_t k = result->n_lane; k-- > 0; div *= result->lane[k].size) {
+    if (result->lane[k].dim < 0) continue;
+    lane->at[lane->n++] = (pm_piece){div, result->lane[k].size, n};
+    n *= result->lane[k].size;
+  }
+  return n;
+}
+
+/* Scratch: 32-bit words [warp][lane part][register], as pm_reduce_scratch counts them. Lanes with
+ * equal results write the same word. */
+static pm_code combine_warps(reduction *r, pm_opid op) {
+  pm_gen *e = r->e;
+  pm_sum own, others, lane;
+  const int64_t n_warps = reduced_warps(r, &own, &others);
+  const int64_t row = distinct_lanes(layout_of(e, pm_get(e->g, op)->out), &lane) * r->n * 4;
+  const char *cpp = pm_cpp_type(r->dtype);
+  if (n_warps == 1) return PM_OK;
+  if (4 * row > pm_scratch_bytes(e)) {
+    return pm_gen_fail(
+        e, op, PM_E_INTERNAL,
+        "Required reduction scratch size (%lld bytes) is larger than the available scratch size "
+        "(%lld bytes)",
+        (long long)(4 * row), (long long)pm_scratch_bytes(e));
+  }
+  pm_begin(e, "{");
+  pm_line(e, "const u32 p = %s + %s;", pm_scratch(e), pm_sum_text(e, &lane, "lane", r->n * 4));
+  if (r->n > 1) pm_line(e, "#pragma unroll");
+  pm_line(e, "for (int k = 0; k < %lld; k++) st_shared<%s, 1>(p + k * 4 + warp * %lld, &%s[k]);",
+          (long long)r->n, cpp, (long long)row, r->name);
+  pm_line(e, PM_LANES_SYNC);
+  pm_begin_unrolled(e, "k", r->n, 1);
+  const char *to = pm_str(e, "%s[k]", r->name);
+  pm_line(e, "%s = %s;", to, identity(e, r->reduce, r->dtype));
+  pm_begin_unrolled(e, "w", n_warps, 1);
+  pm_line(e, "%s x;", cpp);
+  pm_line(e, "ld_shared<%s, 1>(&x, p + k * 4 + %s + %s);", cpp, pm_sum_text(e, &own, "warp", row),
+          pm_sum_text(e, &others, "w", row));
+  pm_line(e, "%s = %s;", to, combine(e, r->reduce, r->dtype, to, "x"));
+  pm_end(e);
+  pm_end(e);
+  pm_line(e, PM_LANES_SYNC);
+  pm_end(e);
+  return PM_OK;
+}
+
+static void project_kept(const void *ctx, const int64_t *dst, int64_t *src) {
+  const from *f = ctx;
+  for (int k = 0; k < f->rank; k++) src[k] = dst[f->dim[k]];
+}
+
+pm_code pm_cuda_REDUCE(pm_gen *e, pm_opid op) {
+  const pm_val in = pm_in(e->g, op, 0), out = pm_get(e->g, op)->out;
+  reduction r = {.e = e, .l = layout_of(e, in), .reduce = (int)*pm_attr(e->g, op, PM_ATTR_REDUCE)};
+  r.dims = pm_attr_list(e->g, op, PM_ATTR_DIMS, &r.n_dims);
+  r.dtype = pm_typeof(e->g, in)->dtype;
+  pm_at(e, in, "0");
+  if (r.l->kind == PM_SPLAT) return reduce_splat(e, op);
+  if (layout_of(e, out)->kind == PM_SPLAT) { /* the dims that stay have size 1 */
+    static const int64_t all[PM_MAX_RANK] = {0, 1, 2, 3, 4, 5, 6, 7};
+    r.dims = all;
+    r.n_dims = r.l->rank;
+  }
+  from f = {0};
+  for (int d = 0; d < r.l->rank; d++) {
+    bool gone = false;
+    for (uint32_t k = 0; k < r.n_dims; k++) gone = gone || r.dims[k] == d;
+    if (!gone) f.dim[f.rank++] = d;
+  }
+  const char *map = "0";
+  if (pm_wants_array(e, out)) {
+    map = pm_reg_map(e, layout_of(e, out), r.l, project_kept, &f, "r");
+  } else if (f.rank && pm_type_size(pm_typeof(e->g, out)) > 1) {
+    map = NULL;
+  }
+  if (!map) {
+    return pm_gen_fail(e, op, PM_E_INTERNAL, "the layout of the result is not that of the operand "
+                                             "without the dimensions");
+  }
+  r.n = pm_regs_of(e, out);
+  pm_note(e, op, pm_str(e, "reduce %s", pm_enum_text(PM_FAMILY_REDUCE, r.reduce)));
+  if (pm_wants_array(e, out)) {
+    r.name = pm_declare(e, out, out);
+  } else {
+    r.name = pm_name_of(e, out);
+    pm_line(e, "%s %s[1];", pm_cpp_type(r.dtype), r.name);
+    pm_bind(e, out, pm_str(e, "%s[0]", r.name), PM_FORM_SCALAR);
+  }
+  combine_registers(&r, in, map);
+  combine_lanes(&r);
+  return combine_warps(&r, op);
+}

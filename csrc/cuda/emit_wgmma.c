@@ -1,0 +1,256 @@
+/* Accumulators and wgmma.
+ *
+ * An accumulator (M, N) is one C++ array of M / 64 * N / 2 f32 registers (N / 4 words of two f16) in
+ * the order of the WGMMA layout, which is the instruction's. It changes in place. Before registers
+ * that plain code wrote reach a wgmma, and before plain code reads what a wait has completed, an
+ * empty asm statement takes them as operands ("pin"), so that nothing moves across.
+ *
+ * Operands in SMEM are [chunks][rows][S]: chunks of S elements (one swizzle row) of the contiguous
+ * dimension. Descriptors are split in a low word, address and leading distance, and a constant high
+ * word. With K contiguous a step of 16 is 32 bytes in a chunk, or the next chunk; with M or N
+ * contiguous it is 16 rows, and the leading distance is that of chunks. */
+#include "gen.h"
+
+typedef struct part {
+  pm_view view;
+  int64_t rows, columns; /* of the slice of the accumulator */
+  int64_t base_columns, first; /* first register */
+  bool half;
+} part;
+
+static pm_code part_of(pm_gen *e, pm_opid op, pm_val ref, part *p) {
+  if (pm_view_of(e->g, ref, true, &p->view, e->err)) {
+    pm_err_op(e->err, e->g, op);
+    return e->err->code;
+  }
+  const pm_view *v = &p->view;
+  if (v->rank != 2 || v->reshaped || v->n_start_terms || v->dim[0].base_dim != 0 ||
+      v->start[0] % 64 || v->start[1] % 8 || v->dim[0].size % 64 || v->dim[1].size % 8) {
+    return pm_gen_fail(e, op, PM_E_NOT_IMPLEMENTED,
+                       "a slice of an accumulator needs static bounds, rows at multiples of 64 and "
+                       "columns at multiples of 8; read it whole and slice the array");
+  }
+  p->rows = v->dim[0].size;
+  p->columns = v->dim[1].size;
+  p->base_columns = v->base_shape[1];
+  p->first = v->start[0] / 64 * (p->base_columns / 2) + v->start[1] / 2;
+  p->half = v->dtype == PM_F16;
+  return PM_OK;
+}
+
+/* Register of the accumulator that is register r of the slice. */
+static const char *register_text(pm_gen *e, const part *p) {
+  pm_sum s = {.total = p->rows * p->columns / 128};
+  const int64_t tile = p->columns / 2;
+  s.at[s.n++] = (pm_piece){1, tile, 1};
+  if (p->rows > 64) s.at[s.n++] = (pm_piece){tile, p->rows / 64, p->base_columns / 2};
+  const char *r = pm_sum_text(e, &s, "r", 1);
+  return p->first ? pm_str(e, "%s + %lld", r, (long long)p->first) : r;
+}
+
+static void pin(pm_gen *e, const part *p) {
+  const char *acc = e->slot[p->view.base].text;
+  const int64_t words = p->half ? p->base_columns / 4 : p->base_columns / 2;
+  const char *fn = pm_family_pin(e, p->half ? PM_F16 : PM_F32, words);
+  const int64_t tiles = p->view.base_shape[0] / 64;
+  for (int64_t m = 0; m < tiles; m++) pm_line(e, "%s(&%s[%lld]);", fn, acc, (long long)(m * words));
+}
+
+/* acc[...] = x, for every register of the slice */
+static void write_registers(pm_gen *e, const part *p, const char *x, const char *next) {
+  const char *acc = e->slot[p->view.base].text, *to = register_text(e, p);
+  const int64_t n = p->rows * p->columns / 128;
+  pm_line(e, "#pragma unroll");
+  if (p->half) {
+    pm_begin(e, "for (int r = 0; r < %lld; r += 2) {", (long long)n);
+    pm_line(e, "const f16 x[2] = {%s, %s};", x, next);
+    pm_line(e, "pack<f16, 2>(&%s[(%s) / 2], x);", acc, to);
+    pm_end(e);
+  } else {
+    pm_line(e, "for (int r = 0; r < %lld; r++) %s[%s] = %s;", (long long)n, acc, to, x);
+  }
+}
+
+static pm_code check_wgmma_layout(pm_gen *e, pm_opid op, pm_val array) {
+  if (pm_is_array(e, array) && !pm_is_wgmma(pm_value_layout(e->g, array))) {
+    return pm_gen_fail(e, op, PM_E_INTERNAL, "its array is not in the WGMMA layout");
+  }
+  return PM_OK;
+}
+
+pm_code pm_cuda_ALLOC_ACC(pm_gen *e, pm_opid op) {
+  const pm_op *o = pm_get(e->g, op);
+  const pm_type *t = pm_typeof(e->g, o->out);
+  const char *name = pm_name_of(e, o->out);
+  part p;
+  PM_TRY(part_of(e, op, o->out, &p));
+  const int64_t n = p.rows * p.columns / 128;
+  pm_note(e, op, pm_str(e, "accumulator %s", pm_type_text(e->arena, t)));
+  pm_line(e, "%s %s[%lld];", p.half ? "u32" : "f32", name, (long long)(p.half ? n / 2 : n));
+  pm_bind(e, o->out, name, PM_FORM_SCALAR);
+  if (o->n_in) {
+    const pm_val init = pm_in(e->g, op, 0);
+    pm_at(e, init, "0");
+    PM_TRY(check_wgmma_layout(e, op, init));
+    write_registers(e, &p, pm_at(e, init, "r"), pm_at(e, init, "r + 1"));
+  } else {
+    const char *zero = p.half ? "f16{0}" : "0.0f";
+    write_registers(e, &p, zero, zero);
+  }
+  pin(e, &p);
+  return PM_OK;
+}
+
+pm_code pm_cuda_ACC_LOAD(pm_gen *e, pm_opid op) {
+  const pm_val out = pm_get(e->g, op)->out;
+  const int64_t n = *pm_attr(e->g, op, PM_ATTR_N);
+  part p;
+  PM_TRY(part_of(e, op, pm_in(e->g, op, 0), &p));
+  pm_note(e, op, "accumulator to array");
+  if (n >= 0) pm_line(e, "wgmma_wait<%lld>();", (long long)n);
+  pin(e, &p);
+  const char *name = pm_declare(e, out, out), *acc = e->slot[p.view.base].text;
+  if (!pm_is_array(e, out)) return check_wgmma_layout(e, op, out);
+  PM_TRY(check_wgmma_layout(e, op, out));
+  const int64_t regs = pm_regs_of(e, out);
+  const char *from = register_text(e, &p);
+  pm_line(e, "#pragma unroll");
+  if (p.half) {
+    pm_line(e, "for (int r = 0; r < %lld; r += 2) unpack<f16, 2>(&%s[r], &%s[(%s) / 2]);",
+            (long long)regs, name, acc, from);
+  } else {
+    pm_line(e, "for (int r = 0; r < %lld; r++) %s[r] = %s[%s];", (long long)regs, name, acc, from);
+  }
+  return PM_OK;
+}
+
+pm_code pm_cuda_ACC_STORE(pm_gen *e, pm_opid op) {
+  const pm_val in = pm_in(e->g, op, 1);
+  part p;
+  PM_TRY(part_of(e, op, pm_in(e->g, op, 0), &p));
+  pm_note(e, op, "array to accumulator");
+  pm_at(e, in, "0");
+  PM_TRY(check_wgmma_layout(e, op, in));
+  write_registers(e, &p, pm_at(e, in, "r"), pm_at(e, in, "r + 1"));
+  pin(e, &p);
+  pm_line(e, "wgmma_fence();");
+  return PM_OK;
+}
+
+pm_code pm_cuda_WGMMA_WAIT(pm_gen *e, pm_opid op) {
+  pm_note(e, op, "wgmma_wait");
+  pm_line(e, "wgmma_wait<%lld>();", (long long)*pm_attr(e->g, op, PM_ATTR_N));
+  return PM_OK;
+}
+
+/* ---- operands --------------------------------------------------------------------------------- */
+
+typedef struct operand {
+  pm_view view;
+  bool k_contiguous;
+  int64_t leading, stride; /* bytes */
+  pm_sum k, m;             /* steps of 16 along K, of 64 along M, in units of 16 bytes */
+} operand;
+
+static pm_code operand_of(pm_gen *e, pm_opid op, pm_val ref, int k_dim, operand *o) {
+  if (pm_view_of(e->g, ref, true, &o->view, e->err)) {
+    pm_err_op(e->err, e->g, op);
+    return e->err->code;
+  }
+  const pm_view *v = &o->view;
+  const pm_view_dim *k = &v->dim[k_dim], *mn = &v->dim[1 - k_dim];
+  const int64_t bytes = pm_dtypes[v->dtype].bytes, s = v->swizzle / bytes;
+  o->k_contiguous = k->inner == 1;
+  const pm_view_dim *fast = o->k_contiguous ? k : mn, *slow = o->k_contiguous ? mn : k;
+  if (!s || fast->inner != 1 || slow->inner != s || slow->tile ||
+      (fast->tile ? fast->tile != s : fast->size > s)) {
+    return pm_gen_fail(e, op, PM_E_INTERNAL,
+                       "an operand in SMEM is not tiled by (8, %lld) with a swizzle of %d bytes",
+                       (long long)s, v->swizzle);
+  }
+  const int64_t chunk = fast->size > s ? fast->outer * bytes / 16 : 0;
+  const int64_t row = v->swizzle / 16, k_steps = k->size / 16, m_steps = mn->size / 64;
+  o->stride = 8 * v->swizzle;
+  o->leading = o->k_contiguous || !chunk ? 16 : chunk * 16;
+  o->k = (pm_sum){.total = k_steps};
+  o->m = (pm_sum){.total = m_steps};
+  if (o->k_contiguous) {
+    const int64_t inside = pm_min(s / 16, k_steps);
+    o->k.at[o->k.n++] = (pm_piece){1, inside, 2};
+    if (k_steps > inside) o->k.at[o->k.n++] = (pm_piece){inside, k_steps / inside, chunk};
+    o->m.at[o->m.n++] = (pm_piece){1, m_steps, 64 * row};
+  } else {
+    o->k.at[o->k.n++] = (pm_piece){1, k_steps, 16 * row};
+    o->m.at[o->m.n++] = (pm_piece){1, m_steps, 64 / s * chunk};
+  }
+  return PM_OK;
+}
+
+/* bits 32 to 63 of a descriptor: distance of 8-row groups, and which swizzle */
+static uint32_t high_word(const operand *o) {
+  const uint32_t mode = o->view.swizzle == 128 ? 1 : o->view.swizzle == 64 ? 2 : 3;
+  return (uint32_t)(o->stride >> 4) | mode << 30;
+}
+
+static const char *low_word(pm_gen *e, const char *name, const operand *o, bool with_m) {
+  const char *k = o->k.total > 1 ? pm_sum_text(e, &o->k, "k", 1) : "0";
+  const char *m = with_m && o->m.total > 1 ? pm_sum_text(e, &o->m, "m", 1) : "0";
+  const bool has_k = strcmp(k, "0"), has_m = strcmp(m, "0");
+  if (has_k && has_m) return pm_str(e, "%s + (%s + %s)", name, k, m);
+  if (has_k || has_m) return pm_str(e, "%s + (%s)", name, has_k ? k : m);
+  return name;
+}
+
+/* A in registers: the eight 16-bit values of step k and row tile m as four words. */
+static void pack_a(pm_gen *e, pm_val a, int64_t k_steps) {
+  const pm_dtype t = pm_typeof(e->g, a)->dtype;
+  const char *x = e->slot[a].text;
+  pm_line(e, "u32 w[4];");
+  pm_line(e, "pack<%s, 8>(w, &%s[m * %lld + k * 8]);", pm_cpp_type(t), x, (long long)(k_steps * 8));
+}
+
+pm_code pm_cuda_WGMMA(pm_gen *e, pm_opid op) {
+  const pm_val in_a = pm_in(e->g, op, 1), in_b = pm_in(e->g, op, 2);
+  const bool registers = pm_typeof(e->g, in_a)->kind == PM_ARRAY;
+  part p;
+  operand a = {0}, b = {0};
+  PM_TRY(part_of(e, op, pm_in(e->g, op, 0), &p));
+  PM_TRY(operand_of(e, op, in_b, 0, &b));
+  if (!registers) PM_TRY(operand_of(e, op, in_a, 1, &a));
+  const int64_t k_steps = pm_typeof(e->g, in_a)->dim[1] / 16, m_steps = p.rows / 64;
+  const char *fn =
+      pm_family_wgmma(e, p.columns, p.half ? PM_F16 : PM_F32, (pm_dtype)b.view.dtype, registers,
+                      !registers && !a.k_contiguous, !b.k_contiguous);
+  pm_note(e, op, "wgmma");
+  pm_begin(e, "{");
+  if (registers) {
+    pm_at(e, in_a, "0");
+    PM_TRY(check_wgmma_layout(e, op, in_a));
+    const char *x = pm_array_of(e, in_a);
+    pm_bind(e, in_a, x, PM_FORM_ARRAY);
+  } else {
+    pm_line(e, "const u32 a = wgmma_address(%s, %lld);", pm_view_address(e, &a.view),
+            (long long)a.leading);
+  }
+  pm_line(e, "const u32 b = wgmma_address(%s, %lld);", pm_view_address(e, &b.view),
+          (long long)b.leading);
+  pm_line(e, "wgmma_fence();");
+  pm_begin_unrolled(e, "k", k_steps, 1);
+  pm_begin_unrolled(e, "m", m_steps, 1);
+  const int64_t words = p.half ? 4 : 2;
+  const char *d = pm_str(e, "&%s[m * %lld + %lld]", e->slot[p.view.base].text,
+                         (long long)(p.base_columns / words), (long long)(p.first * 2 / words));
+  const char *low_b = low_word(e, "b", &b, false);
+  if (registers) {
+    pack_a(e, in_a, k_steps);
+    pm_line(e, "%s(%s, w, %s, 0x%08xu);", fn, d, low_b, high_word(&b));
+  } else {
+    pm_line(e, "%s(%s, %s, 0x%08xu, %s, 0x%08xu);", fn, d, low_word(e, "a", &a, true),
+            high_word(&a), low_b, high_word(&b));
+  }
+  pm_end(e);
+  pm_end(e);
+  pm_line(e, "wgmma_commit();");
+  pm_end(e);
+  return PM_OK;
+}

@@ -1,0 +1,318 @@
+/* The program around the body: parameters, prologue, and the device functions that it uses.
+ *
+ * A file of the catalogue is a row of entries, each opened by a line "//! name". An entry is printed
+ * if its name occurs as a word in the body or in an entry that is printed, in front of it; so
+ * entries may use each other in any order. Entry "types" stands first in every program.
+ *
+ * Parameters: tensor maps, then a pointer for each kernel argument whose address the body uses. */
+#include <stdlib.h>
+
+#include "gen.h"
+
+/* ---- the catalogue -------------------------------------------------------------------------------- */
+
+typedef struct entry {
+  const char *name, *text;
+  uint32_t name_size, size;
+  bool done;
+} entry;
+
+typedef struct catalogue {
+  pm_arena *arena;
+  pm_text *out;
+  PM_VEC(entry) entries; /* sorted by name */
+} catalogue;
+
+static int compare_names(const char *a, uint32_t n, const char *b, uint32_t m) {
+  const int c = memcmp(a, b, n < m ? n : m);
+  return c ? c : n < m ? -1 : n > m;
+}
+
+static int compare_entries(const void *a, const void *b) {
+  const entry *x = a, *y = b;
+  return compare_names(x->name, x->name_size, y->name, y->name_size);
+}
+
+static void read_catalogue(catalogue *c) {
+  static const char mark[] = "\n//! ";
+  for (unsigned k = 0; k < pm_device_file_count; k++) {
+    const char *at = strstr(pm_device_files[k].text, mark);
+    while (at) {
+      entry e = {.name = at + sizeof mark - 1};
+      const char *line = strchr(e.name, '\n');
+      if (!line) break;
+      at = strstr(line, mark);
+      e.name_size = (uint32_t)(line - e.name);
+      e.text = line + 1;
+      e.size = (uint32_t)(at ? (size_t)(at - e.text) : strlen(e.text));
+      while (e.size && e.text[e.size - 1] == '\n') e.size--;
+      pm_vec_push(c->arena, &c->entries, e);
+    }
+  }
+  if (c->entries.n) qsort(c->entries.at, c->entries.n, sizeof(entry), compare_entries);
+}
+
+static entry *find_entry(catalogue *c, const char *name, uint32_t n) {
+  uint32_t lo = 0, hi = c->entries.n;
+  while (lo < hi) {
+    const uint32_t mid = lo + (hi - lo) / 2;
+    entry *e = &c->entries.at[mid];
+    const int order = compare_names(name, n, e->name, e->name_size);
+    if (!order) return e;
+    if (order < 0) {
+      hi = mid;
+    } else {
+      lo = mid + 1;
+    }
+  }
+  return NULL;
+}
+
+static bool is_letter(char c) {
+  return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || c == '_';
+}
+static bool is_word(char c) { return is_letter(c) || (c >= '0' && c <= '9'); }
+
+/* Print what the text uses and was not printed yet. */
+static void print_used(catalogue *c, const char *text, size_t size) {
+  const char *end = text + size;
+  for (const char *s = text; s < end;) {
+    if (!is_letter(*s)) {
+      while (s < end && is_word(*s)) s++; /* a number and its suffix */
+      if (s < end && !is_letter(*s)) s++;
+      continue;
+    }
+    const char *word = s;
+    while (s < end && is_word(*s)) s++;
+    entry *e = find_entry(c, word, (uint32_t)(s - word));
+    if (!e || e->done) continue;
+    e->done = true;
+    print_used(c, e->text, e->size);
+    pm_putn(c->out, e->text, e->size);
+    pm_put(c->out, "\n\n");
+  }
+}
+
+/* ---- launch --------------------------------------------------------------------------------------- */
+
+static void set_geometry(pm_gen *e) {
+  const pm_graph *g = e->g;
+  pm_program *p = e->program;
+  for (int k = 0; k < 3; k++) p->grid[k] = p->cluster[k] = 1;
+  for (uint32_t k = 0; k < g->n_cluster; k++) {
+    p->cluster[g->n_cluster - 1 - k] = (uint32_t)g->cluster[k];
+  }
+  for (uint32_t k = 0; k < g->n_grid; k++) {
+    const uint32_t from_last = g->n_grid - 1 - k;
+    p->grid[from_last < 2 ? from_last : 2] *= (uint32_t)g->grid[k];
+  }
+  for (int k = 0; k < 3; k++) p->grid[k] *= p->cluster[k];
+  p->block = 128 * g->n_threads;
+  p->smem_bytes = (uint32_t)g->smem_bytes;
+  p->arch = e->target->arch;
+  p->n_params = g->n_operands + g->n_outputs;
+  p->align = PM_NEW(e->arena, int64_t, p->n_params + 1);
+  for (uint32_t k = 0; k < p->n_params; k++) {
+    p->align[k] = pm_dtypes[pm_typeof(g, g->blocks.at[1].arg + k)->dtype].bytes;
+  }
+}
+
+static const char *entry_name(pm_gen *e) {
+  pm_text t;
+  pm_text_init(&t, e->arena);
+  const char *s = e->g->name ? e->g->name : "";
+  if (!is_letter(*s)) pm_put(&t, "kernel_");
+  for (; *s; s++) pm_putn(&t, is_word(*s) ? s : "_", 1);
+  /* not the name of a function of the catalogue, nor a keyword */
+  pm_put(&t, "_kernel");
+  return t.at;
+}
+
+/* ---- prologue --------------------------------------------------------------------------------------- */
+
+static void count_uses(pm_gen *e) {
+  const pm_graph *g = e->g;
+  for (pm_opid op = 1; op < g->ops.n; op++) {
+    for (uint32_t k = 0; k < pm_get(g, op)->n_in; k++) e->uses[pm_in(g, op, k)]++;
+  }
+}
+
+typedef struct barriers {
+  pm_gen *e;
+  PM_VEC(pm_opid) at;
+} barriers;
+
+static void add_barrier(pm_graph *g, pm_opid op, void *ctx) {
+  barriers *b = ctx;
+  if (pm_get(g, op)->code == PM_OP_ALLOC_BARRIER) pm_vec_push(b->e->arena, &b->at, op);
+}
+
+/* Counts of all barriers, one word of phase bits for each allocation. */
+static pm_code print_barriers(pm_gen *e) {
+  barriers b = {.e = e};
+  pm_walk((pm_graph *)e->g, 1, add_barrier, &b); /* the visitor changes nothing */
+  if (!b.at.n) return PM_OK;
+  for (uint32_t k = 0; k < b.at.n; k++) {
+    const pm_op *o = pm_get(e->g, b.at.at[k]);
+    const int64_t n = pm_type_size(pm_typeof(e->g, o->out));
+    if (n > 32) {
+      return pm_gen_fail(e, b.at.at[k], PM_E_NOT_IMPLEMENTED,
+                         "%lld barriers in one allocation: more than 32 are not available; split it",
+                         (long long)n);
+    }
+    e->phase[o->out] = pm_unique(e, "phase");
+    pm_line(e, "u32 %s = 0;", e->phase[o->out]);
+  }
+  pm_begin(e, "if (threadIdx.x == 0) {");
+  for (uint32_t k = 0; k < b.at.n; k++) {
+    const pm_opid op = b.at.at[k];
+    const int64_t n = pm_type_size(pm_typeof(e->g, pm_get(e->g, op)->out));
+    const int64_t count = *pm_attr(e->g, op, PM_ATTR_ARRIVALS) * *pm_attr(e->g, op, PM_ATTR_UNIT);
+    const long long at = *pm_attr(e->g, op, PM_ATTR_OFFSET);
+    if (n == 1) {
+      pm_line(e, "barrier_init(smem + %lld, %lld);", at, (long long)count);
+    } else {
+      pm_line(e, "for (int k = 0; k < %lld; k++) barrier_init(smem + %lld + k * 8, %lld);",
+              (long long)n, at, (long long)count);
+    }
+  }
+  pm_line(e, "barrier_init_fence();");
+  pm_end(e);
+  return PM_OK;
+}
+
+static pm_code print_body(pm_gen *e) {
+  const pm_graph *g = e->g;
+  const bool cluster = e->program->cluster[0] * e->program->cluster[1] * e->program->cluster[2] > 1;
+  e->indent = 1;
+  for (uint32_t k = 0; k < e->program->n_params; k++) {
+    const pm_val v = g->blocks.at[1].arg + k;
+    pm_bind(e, v, pm_name_of(e, v), PM_FORM_SCALAR);
+  }
+  PM_TRY(print_barriers(e));
+  if (cluster) {
+    pm_line(e, "cluster_sync();");
+  } else if (e->out.n) {
+    pm_line(e, "block_sync();");
+  }
+  PM_TRY(pm_gen_block(e, 1));
+  /* no block may end while another one of its cluster can still reach its shared memory */
+  if (cluster) pm_line(e, "cluster_sync();");
+  return PM_OK;
+}
+
+/* ---- assembly ------------------------------------------------------------------------------------------ */
+
+static bool uses_word(const pm_text *t, const char *word) {
+  const size_t n = strlen(word);
+  for (const char *s = t->at; s && (s = strstr(s, word)); s += n) {
+    if ((s == t->at || !is_word(s[-1])) && !is_word(s[n])) return true;
+  }
+  return false;
+}
+
+static bool is_written(const pm_graph *g, uint32_t param) {
+  if (param >= g->n_operands) return true;
+  for (uint32_t k = 0; k < g->n_outputs; k++) {
+    if (g->alias && g->alias[k] == (int32_t)param) return true;
+  }
+  return false;
+}
+
+static void add_arg(pm_gen *e, pm_arg_kind kind, int32_t param, uint32_t map) {
+  struct pm_program_arg *a = &e->program->args[e->program->n_args++];
+  a->kind = (uint8_t)kind;
+  a->param = param;
+  a->map = map;
+}
+
+static void print_parameters(pm_gen *e, pm_text *out) {
+  const pm_graph *g = e->g;
+  pm_program *p = e->program;
+  const char *sep = "\n    ";
+  p->args = PM_NEW(e->arena, struct pm_program_arg, e->maps.n + p->n_params + 1);
+  p->maps = e->maps.at;
+  p->n_maps = e->maps.n;
+  for (uint32_t k = 0; k < e->maps.n; k++, sep = ",\n    ") {
+    pm_putf(out, "%sconst __grid_constant__ TensorMap %s", sep, e->map_names.at[k]);
+    add_arg(e, PM_ARG_TENSOR_MAP, e->maps.at[k].param, k);
+  }
+  for (uint32_t k = 0; k < p->n_params; k++) {
+    const pm_val v = g->blocks.at[1].arg + k;
+    if (!e->param_used[k]) continue;
+    pm_putf(out, "%s%s%s* %s", sep, is_written(g, k) ? "" : "const ",
+            pm_cpp_type(pm_typeof(g, v)->dtype), e->slot[v].text);
+    pm_putf(out, " /* %s */", pm_type_text(e->arena, pm_typeof(g, v)));
+    add_arg(e, PM_ARG_POINTER, (int32_t)k, 0);
+    sep = ",\n    ";
+  }
+}
+
+static void print_entry(pm_gen *e, pm_text *out) {
+  const pm_program *p = e->program;
+  /* the ", 1" gives ptxas a register count at entry, without which setmaxnreg is ignored */
+  pm_putf(out, "extern \"C\" __global__ void __launch_bounds__(%u, 1)", p->block);
+  if (p->cluster[0] * p->cluster[1] * p->cluster[2] > 1) {
+    pm_putf(out, " __cluster_dims__(%u, %u, %u)", p->cluster[0], p->cluster[1], p->cluster[2]);
+  }
+  pm_putf(out, "\n%s(", p->entry);
+  print_parameters(e, out);
+  pm_put(out, ") {\n");
+  if (uses_word(&e->out, "smem")) pm_put(out, "  const u32 smem = shared_base();\n");
+  const bool wg = uses_word(&e->out, "wg");
+  if (wg) {
+    pm_put(out, e->g->n_threads == 1 ? "  constexpr u32 wg = 0;\n"
+                                     : "  const u32 wg = warp_uniform(threadIdx.x >> 7);\n");
+  }
+  if (uses_word(&e->out, "tid")) pm_put(out, "  const u32 tid = threadIdx.x & 127;\n");
+  if (uses_word(&e->out, "warp"))
+    pm_put(out, "  const u32 warp = warp_uniform(threadIdx.x >> 5 & 3);\n");
+  if (uses_word(&e->out, "lane")) pm_put(out, "  const u32 lane = threadIdx.x & 31;\n");
+  for (uint32_t k = 0; k < e->maps.n; k++) {
+    pm_putf(out, "  if (threadIdx.x == 0) tensor_map_prefetch(&%s);\n", e->map_names.at[k]);
+  }
+}
+
+static void assemble(pm_gen *e) {
+  pm_program *p = e->program;
+  pm_text head, text;
+  pm_text_init(&head, e->arena);
+  pm_text_init(&text, e->arena);
+  print_entry(e, &head);
+  catalogue c = {.arena = e->arena, .out = &text};
+  read_catalogue(&c);
+  pm_putf(&text, "// %s: grid %u x %u x %u, block %u, %u bytes of dynamic shared memory\n\n",
+          e->g->name ? e->g->name : "kernel", p->grid[0], p->grid[1], p->grid[2], p->block,
+          p->smem_bytes);
+  print_used(&c, "types", 5);
+  for (uint32_t k = 0; k < e->n_families; k++) {
+    print_used(&c, e->families[k].text, strlen(e->families[k].text));
+  }
+  print_used(&c, head.at, head.n);
+  if (e->out.n) print_used(&c, e->out.at, e->out.n);
+  for (uint32_t k = 0; k < e->n_families; k++) {
+    pm_putf(&text, "%s\n", e->families[k].text);
+  }
+  pm_putn(&text, head.at, head.n);
+  if (e->out.n) pm_putn(&text, e->out.at, e->out.n);
+  pm_put(&text, "}\n");
+  p->text = text.at;
+  p->size = text.n;
+}
+
+pm_code pm_generate_cuda(const pm_graph *g, const pm_target *t, const pm_cuda_options *o,
+                         pm_program *out, pm_err *err) {
+  pm_gen e = {.g = g, .target = t, .options = o, .program = out, .err = err, .arena = g->arena};
+  memset(out, 0, sizeof *out);
+  pm_text_init(&e.out, g->arena);
+  e.slot = PM_NEW(g->arena, pm_slot, g->values.n + 1);
+  e.uses = PM_NEW(g->arena, uint32_t, g->values.n + 1);
+  e.phase = PM_NEW(g->arena, const char *, g->values.n + 1);
+  e.param_used = PM_NEW(g->arena, bool, g->n_operands + g->n_outputs + 1);
+  set_geometry(&e);
+  out->entry = entry_name(&e);
+  count_uses(&e);
+  PM_TRY(print_body(&e));
+  assemble(&e);
+  return PM_OK;
+}

@@ -1,0 +1,270 @@
+/* Asynchronous engines: copies between GMEM and SMEM, bulk groups, wgmma and its groups.
+ *
+ * Issuing makes a task that holds its addresses and nothing else; data moves when the task runs. A
+ * task runs when the scheduler draws it or when a wait of its owner needs it, and a wait forces no
+ * more than what it must. So data is read as late and written as early or late as hardware may. */
+#include "vm.h"
+
+/* ---- tasks -------------------------------------------------------------------------------- */
+
+static bool want_buffer(task *k, size_t bytes) {
+  if (bytes <= k->buffer_bytes) return true;
+  char *p = pm_realloc(k->buffer, bytes);
+  if (!p) return false;
+  k->buffer = p;
+  k->buffer_bytes = bytes;
+  return true;
+}
+
+static step no_memory(pm_machine *m, task *k) {
+  return pm_vm_fail(m, k->owner, k->i->op, PM_E_MEMORY, "no memory for an asynchronous operation");
+}
+
+/* A pending task; NULL: out of memory, and the error is set. */
+static task *new_task(pm_machine *m, thread *t, const instr *i, task_kind kind) {
+  task *k = m->free_tasks;
+  if (k) {
+    m->free_tasks = k->next;
+  } else {
+    k = pm_malloc(sizeof *k);
+    if (k) memset(k, 0, sizeof *k);
+  }
+  uint32_t n = m->tasks[kind].n;
+  if (k && n == m->tasks[kind].cap) {
+    uint32_t cap = n ? 2 * n : 16;
+    task **at = pm_realloc(m->tasks[kind].at, cap * sizeof(task *));
+    if (at) {
+      m->tasks[kind].at = at;
+      m->tasks[kind].cap = cap;
+    } else {
+      k->next = m->free_tasks;
+      m->free_tasks = k;
+      k = NULL;
+    }
+  }
+  if (!k) {
+    pm_vm_fail(m, t, i->op, PM_E_MEMORY, "no memory for an asynchronous operation");
+    return NULL;
+  }
+  k->kind = kind;
+  k->owner = t;
+  k->i = i;
+  k->next = k->prev = NULL;
+  k->read = false;
+  k->index = n;
+  m->tasks[kind].at[n] = k;
+  m->tasks[kind].n = n + 1;
+  return k;
+}
+
+/* The caller has taken it out of its thread's list. */
+static void end_task(pm_machine *m, task *k) {
+  task *last = m->tasks[k->kind].at[--m->tasks[k->kind].n];
+  last->index = k->index;
+  m->tasks[k->kind].at[k->index] = last;
+  k->next = m->free_tasks;
+  m->free_tasks = k;
+}
+
+void pm_vm_drop_tasks(pm_machine *m) {
+  for (int kind = 0; kind < TASK_KINDS; kind++) {
+    while (m->tasks[kind].n) {
+      task *k = m->tasks[kind].at[0];
+      k->owner->stores = k->owner->mma_first = k->owner->mma_last = NULL;
+      k->owner->n_mma = 0;
+      end_task(m, k);
+    }
+  }
+}
+
+void pm_vm_free_tasks(pm_machine *m) {
+  pm_vm_drop_tasks(m);
+  while (m->free_tasks) {
+    task *k = m->free_tasks;
+    m->free_tasks = k->next;
+    pm_free(k->buffer);
+    pm_free(k);
+  }
+  for (int kind = 0; kind < TASK_KINDS; kind++) pm_free(m->tasks[kind].at);
+}
+
+/* ---- GMEM to SMEM ------------------------------------------------------------------------- */
+
+static bool predicated_off(thread *t, const instr *i) {
+  return i->a && !*(uint8_t *)slot_of(t, i->a);
+}
+
+static step exec_copy_in(pm_machine *m, thread *t, const instr *i) {
+  barrier *b = pm_vm_barrier(m, t, i, i->mem3);
+  if (!b) return STEP_FAIL;
+  bool off = predicated_off(t, i);
+  if (pm_vm_arrive(m, t, i->op, b, !off) == STEP_FAIL) return STEP_FAIL;
+  if (off) return STEP_PAUSE;
+  task *k = new_task(m, t, i, TASK_LOAD);
+  if (!k) return STEP_FAIL;
+  k->barrier = b;
+  pm_vm_locate(m, t, i->mem, &k->gmem);
+  pm_vm_locate(m, t, i->mem2, &k->smem);
+  if (!k->smem.inside) return pm_vm_outside(m, t, i->op, &k->smem, "copy_gmem_to_smem");
+  if (!k->gmem.inside && i->flags == PM_OOB_PROMISE) {
+    return pm_vm_outside(m, t, i->op, &k->gmem, "copy_gmem_to_smem, promised in bounds,");
+  }
+  return STEP_PAUSE;
+}
+
+static step run_copy_in(pm_machine *m, task *k) {
+  const access *to = k->smem.mem;
+  if (k->gmem.inside && to->contiguous) {
+    pm_vm_gather(&k->gmem, k->smem.at);
+  } else {
+    if (!want_buffer(k, (size_t)to->n * to->bytes)) return no_memory(m, k);
+    if (k->gmem.inside) {
+      pm_vm_gather(&k->gmem, k->buffer);
+    } else {
+      bool zeros = k->i->flags != PM_OOB_UNDEFINED || m->options.zero_fill;
+      pm_interp_fill(to->dtype, zeros, k->buffer, to->n);
+      pm_vm_gather_inside(&k->gmem, false, k->buffer);
+    }
+    pm_vm_scatter(&k->smem, k->buffer);
+  }
+  thread *t = k->owner;
+  pm_opid op = k->i->op;
+  barrier *b = k->barrier;
+  end_task(m, k);
+  return pm_vm_transfer_done(m, t, op, b);
+}
+
+/* ---- SMEM to GMEM ------------------------------------------------------------------------- */
+
+static step exec_copy_out(pm_machine *m, thread *t, const instr *i) {
+  if (!predicated_off(t, i)) {
+    task *k = new_task(m, t, i, TASK_STORE);
+    if (!k) return STEP_FAIL;
+    k->next = t->stores;
+    if (k->next) k->next->prev = k;
+    t->stores = k;
+    k->group = t->last_group = t->groups;
+    t->last_store = i->op;
+    pm_vm_locate(m, t, i->mem, &k->smem);
+    pm_vm_locate(m, t, i->mem2, &k->gmem);
+    if (!k->smem.inside) return pm_vm_outside(m, t, i->op, &k->smem, "copy_smem_to_gmem");
+  }
+  t->groups += i->flags;
+  return STEP_PAUSE;
+}
+
+static step run_copy_out(pm_machine *m, task *k) {
+  const access *from = k->smem.mem;
+  if (!k->read) {
+    if (!want_buffer(k, (size_t)from->n * from->bytes)) return no_memory(m, k);
+    pm_vm_gather(&k->smem, k->buffer);
+    k->read = true;
+    return STEP_NEXT;
+  }
+  if (k->gmem.inside) {
+    pm_vm_scatter(&k->gmem, k->buffer);
+  } else {
+    pm_vm_scatter_inside(&k->gmem, k->buffer);
+  }
+  if (k->next) k->next->prev = k->prev;
+  *(k->prev ? &k->prev->next : &k->owner->stores) = k->next;
+  end_task(m, k);
+  return STEP_NEXT;
+}
+
+static step exec_commit_group(pm_machine *m, thread *t, const instr *i) {
+  (void)m, (void)i;
+  t->groups++;
+  return STEP_PAUSE;
+}
+
+static step exec_wait_copies_out(pm_machine *m, thread *t, const instr *i) {
+  int64_t done = t->groups - (int64_t)i->to; /* groups below it */
+  bool read_only = i->flags;
+  for (task *k = t->stores, *next; k; k = next) {
+    next = k->next;
+    if (k->group >= done) continue;
+    if (!k->read && run_copy_out(m, k) == STEP_FAIL) return STEP_FAIL;
+    if (!read_only && run_copy_out(m, k) == STEP_FAIL) return STEP_FAIL;
+  }
+  t->groups_read = pm_max(t->groups_read, done);
+  return STEP_PAUSE;
+}
+
+static step exec_commit_smem(pm_machine *m, thread *t, const instr *i) {
+  (void)m, (void)t, (void)i;
+  return STEP_PAUSE;
+}
+
+/* ---- wgmma -------------------------------------------------------------------------------- */
+
+static step exec_wgmma(pm_machine *m, thread *t, const instr *i) {
+  task *k = new_task(m, t, i, TASK_MMA);
+  if (!k) return STEP_FAIL;
+  *(t->mma_last ? &t->mma_last->next : &t->mma_first) = k;
+  t->mma_last = k;
+  t->n_mma++;
+  pm_vm_locate(m, t, i->mem, &k->acc);
+  pm_vm_locate(m, t, i->a ? i->mem2 : i->mem3, &k->rhs);
+  if (!k->rhs.inside) return pm_vm_outside(m, t, i->op, &k->rhs, "wgmma");
+  if (i->a) { /* its registers are read when it is issued: the generator keeps them until then */
+    size_t bytes = (size_t)i->n * pm_dtypes[i->dtype].bytes;
+    if (!want_buffer(k, bytes)) return no_memory(m, k);
+    memcpy(k->buffer, slot_of(t, i->a), bytes);
+    k->lhs.mem = NULL;
+  } else {
+    pm_vm_locate(m, t, i->mem2, &k->lhs);
+    if (!k->lhs.inside) return pm_vm_outside(m, t, i->op, &k->lhs, "wgmma");
+  }
+  return STEP_PAUSE;
+}
+
+static void run_mma(pm_machine *m, thread *t) {
+  task *k = t->mma_first;
+  pm_vm_matmul(m->pack, &k->acc, &k->lhs, k->buffer, &k->rhs, k->i->dtype);
+  t->mma_first = k->next;
+  if (!k->next) t->mma_last = NULL;
+  t->n_mma--;
+  end_task(m, k);
+}
+
+void pm_vm_drain_mma(pm_machine *m, thread *t, uint32_t n) {
+  while (t->n_mma > n) run_mma(m, t);
+}
+
+static step exec_wgmma_wait(pm_machine *m, thread *t, const instr *i) {
+  pm_vm_drain_mma(m, t, i->to);
+  return STEP_PAUSE;
+}
+
+static step exec_acc_load(pm_machine *m, thread *t, const instr *i) {
+  if ((int32_t)i->to >= 0) pm_vm_drain_mma(m, t, i->to);
+  spot s;
+  pm_vm_locate(m, t, i->mem, &s);
+  pm_vm_gather(&s, slot_of(t, i->dst));
+  return STEP_PAUSE;
+}
+
+static step exec_acc_store(pm_machine *m, thread *t, const instr *i) {
+  spot s;
+  pm_vm_locate(m, t, i->mem, &s);
+  pm_vm_scatter(&s, slot_of(t, i->a));
+  return STEP_PAUSE;
+}
+
+step pm_vm_run_task(pm_machine *m, task *k) {
+  if (k->kind == TASK_LOAD) return run_copy_in(m, k);
+  if (k->kind == TASK_STORE) return run_copy_out(m, k);
+  run_mma(m, k->owner);
+  return STEP_NEXT;
+}
+
+const handler pm_vm_COPY_G2S = {pm_vm_encode_plain, exec_copy_in, {0}};
+const handler pm_vm_COPY_S2G = {pm_vm_encode_plain, exec_copy_out, {0}};
+const handler pm_vm_COMMIT_GROUP = {pm_vm_encode_plain, exec_commit_group, {0}};
+const handler pm_vm_WAIT_S2G = {pm_vm_encode_plain, exec_wait_copies_out, {0}};
+const handler pm_vm_COMMIT_SMEM = {pm_vm_encode_plain, exec_commit_smem, {0}};
+const handler pm_vm_WGMMA = {pm_vm_encode_plain, exec_wgmma, {0}};
+const handler pm_vm_WGMMA_WAIT = {pm_vm_encode_plain, exec_wgmma_wait, {0}};
+const handler pm_vm_ACC_LOAD = {pm_vm_encode_plain, exec_acc_load, {0}};
+const handler pm_vm_ACC_STORE = {pm_vm_encode_plain, exec_acc_store, {0}};

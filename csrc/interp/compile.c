@@ -1,0 +1,917 @@
+/* Graph -> bytecode.
+ *
+ * One walk over the regions in program order. Each op's handler appends its instructions; operands
+ * are numbers of storages at first. A storage is a piece of the frame with the range of
+ * instructions in which it is alive: from its definition to its last use, and to the end of a loop
+ * that uses it without having defined it. Values may share one: a reshape its operand's, a loop's
+ * result its carry's. When all code is there, scalars and constants get bytes of their own, arrays
+ * are packed first-fit by their ranges, and storage numbers are replaced by byte offsets.
+ *
+ * A loop's carries are storages that the loop writes at its end. Nothing else is written twice.
+ *
+ * SMEM is one stack per block: scopes nest, siblings overlap, as on the device. */
+#include "vm.h"
+
+typedef struct storage {
+  size_t bytes, offset;
+  uint32_t start, end; /* instructions */
+  bool fixed;          /* offset is given, or it is small: no sharing */
+  bool image;          /* a constant */
+} storage;
+
+typedef struct constant {
+  uint32_t storage;
+  uint8_t dtype;
+  int64_t n;
+  pm_scalar value;
+  int64_t size, inner; /* of an iota: (index / inner) % size; size 0: the value */
+} constant;
+
+typedef struct usage {
+  uint32_t storage, at;
+} usage;
+typedef struct span {
+  uint32_t start, end;
+} span;
+
+struct compiler {
+  const pm_graph *g;
+  pm_machine *m;
+  pm_arena *temp;
+  pm_err *err;
+  pm_code status;
+  uint32_t *slot;  /* per value: its storage, 0: none yet */
+  uint32_t *splat; /* per value: the storage of the one number in every element, 0: not constant */
+  uint32_t *alloc; /* per value, SMEM: byte offset; barriers: first barrier */
+  const char **files; /* per interned string: the machine's copy */
+  PM_VEC(instr) code;
+  PM_VEC(storage) storages;
+  PM_VEC(usage) uses;
+  PM_VEC(span) loops;
+  PM_VEC(uint32_t *) fixups; /* storage numbers outside of instructions */
+  PM_VEC(constant) constants;
+  PM_VEC(scope *) scopes;
+  PM_VEC(barrier_info) bars;
+  PM_VEC(uint32_t) accs; /* storages of the accumulators of open scopes */
+  struct open_scope {
+    struct open_scope *outer;
+    scope *scope;
+    uint32_t smem_cap, bar_cap;
+    uint32_t first_acc;
+  } * open;
+  size_t smem_top;
+  uint32_t n_barriers;
+};
+
+static void fail(compiler *c, pm_opid op, pm_code code, const char *what) {
+  if (c->status) return;
+  c->status = pm_fail(c->err, code, "%s", what);
+  pm_err_op(c->err, c->g, op);
+}
+
+/* ---- storages ----------------------------------------------------------------------------- */
+
+static size_t bytes_of(const pm_type *t) {
+  return (size_t)pm_type_size(t) * pm_dtypes[t->dtype].bytes;
+}
+
+static uint32_t new_storage(compiler *c, size_t bytes) {
+  storage s = {.bytes = bytes, .start = c->code.n, .end = c->code.n, .fixed = bytes <= 8};
+  pm_vec_push(c->temp, &c->storages, s);
+  return c->storages.n - 1;
+}
+
+/* Mark a use by the instruction that comes next. */
+static uint32_t use(compiler *c, uint32_t s) {
+  usage u = {s, c->code.n};
+  pm_vec_push(c->temp, &c->uses, u);
+  return s;
+}
+
+static void use_outside(compiler *c, uint32_t *field, uint32_t s) {
+  *field = use(c, s);
+  pm_vec_push(c->temp, &c->fixups, field);
+}
+
+static uint32_t new_constant(compiler *c, pm_dtype d, int64_t n, pm_scalar v, int64_t size,
+                             int64_t inner) {
+  size_t bytes = (size_t)n * pm_dtypes[d].bytes;
+  uint32_t s = new_storage(c, bytes);
+  size_t at = (size_t)pm_round_up((int64_t)c->m->image_bytes, n == 1 ? 8 : 64);
+  c->storages.at[s].offset = at;
+  c->storages.at[s].fixed = c->storages.at[s].image = true;
+  c->m->image_bytes = at + (size_t)pm_round_up((int64_t)bytes, 8);
+  constant k = {s, d, n, v, size, inner};
+  pm_vec_push(c->temp, &c->constants, k);
+  return s;
+}
+
+static pm_scalar const_value(const pm_graph *g, pm_opid op, pm_dtype d) {
+  pm_scalar v;
+  int64_t bits = *pm_attr(g, op, PM_ATTR_VALUE);
+  if (pm_is_float(d)) {
+    memcpy(&v.f, &bits, sizeof v.f);
+  } else {
+    v.i = bits;
+  }
+  return v;
+}
+
+/* The storage of all elements of an array value. */
+static uint32_t full(compiler *c, pm_val v) {
+  if (!c->slot[v]) {
+    const pm_value *value = pm_value_of(c->g, v);
+    const pm_type *t = &value->type;
+    c->slot[v] =
+        new_constant(c, t->dtype, pm_type_size(t), const_value(c->g, value->def, t->dtype), 0, 0);
+  }
+  return c->slot[v];
+}
+
+static uint32_t define(compiler *c, pm_val v) {
+  return c->slot[v] = new_storage(c, bytes_of(pm_typeof(c->g, v)));
+}
+
+static instr *emit(compiler *c, pm_opid op, exec_fn exec) {
+  instr i = {.exec = exec, .op = op};
+  pm_vec_push(c->temp, &c->code, i);
+  return &c->code.at[c->code.n - 1];
+}
+
+static void emit_jump(compiler *c, pm_opid op, uint32_t to) { emit(c, op, pm_vm_jump)->to = to; }
+
+/* ---- accesses ----------------------------------------------------------------------------- */
+
+static bool is_view(const pm_graph *g, pm_val v) {
+  pm_opid def = pm_value_of(g, v)->def;
+  uint16_t code = def ? pm_get(g, def)->code : PM_OP_NONE;
+  return code == PM_OP_INDEX || code == PM_OP_TRANSPOSE_REF || code == PM_OP_RESHAPE_REF;
+}
+
+static void step_index(compiler *c, access *mem, pm_opid op, view_step *s) {
+  uint32_t n, next = 1;
+  const int64_t *starts = pm_attr_list(c->g, op, PM_ATTR_STARTS, &n);
+  const int64_t *sizes = pm_attr_list(c->g, op, PM_ATTR_SIZES, &n);
+  for (uint32_t d = 0; d < n; d++) {
+    int64_t size = sizes[d] == PM_DROPPED ? 1 : sizes[d];
+    s->dropped[d] = sizes[d] == PM_DROPPED;
+    s->dynamic[d] = starts[d] == PM_DYNAMIC;
+    s->start[d] = starts[d];
+    if (s->dynamic[d]) {
+      if (mem->n_starts == MAX_STARTS) {
+        fail(c, op, PM_E_NOT_IMPLEMENTED,
+             "a ref is indexed by more than 24 traced numbers; load "
+             "or copy a larger block, or reshape the ref");
+        return;
+      }
+      s->start[d] = mem->n_starts;
+      use_outside(c, &mem->starts[mem->n_starts++], full(c, pm_in(c->g, op, next++)));
+    }
+    if (s->dynamic[d] || starts[d] < 0 || starts[d] + size > s->in_dim[d]) {
+      start_check k = {s->dynamic[d], s->start[d], s->in_dim[d] - size, (uint16_t)mem->n_steps,
+                       (uint16_t)d};
+      mem->checks[mem->n_checks++] = k;
+    }
+  }
+}
+
+/* The steps from the view to its base, and the starts to check. */
+static void add_steps(compiler *c, access *mem, pm_val ref) {
+  const pm_graph *g = c->g;
+  uint32_t depth = 0;
+  pm_val v = ref;
+  for (; is_view(g, v); v = pm_in(g, pm_value_of(g, v)->def, 0)) depth++;
+  mem->steps = PM_NEW(&c->m->arena, view_step, depth);
+  mem->starts = PM_NEW(&c->m->arena, uint32_t, MAX_STARTS);
+  mem->checks = PM_NEW(&c->m->arena, start_check, depth * PM_MAX_RANK);
+  for (v = ref; is_view(g, v) && !c->status; mem->n_steps++) {
+    pm_opid op = pm_value_of(g, v)->def;
+    const pm_type *out = pm_typeof(g, v), *in = pm_typeof(g, pm_in(g, op, 0));
+    view_step *s = &mem->steps[mem->n_steps];
+    s->code = (uint8_t)pm_get(g, op)->code;
+    s->in_rank = in->rank;
+    s->out_rank = out->rank;
+    memcpy(s->in_dim, in->dim, sizeof s->in_dim);
+    memcpy(s->out_dim, out->dim, sizeof s->out_dim);
+    if (s->code == PM_OP_INDEX) step_index(c, mem, op, s);
+    if (s->code == PM_OP_TRANSPOSE_REF) {
+      uint32_t n;
+      const int64_t *perm = pm_attr_list(g, op, PM_ATTR_DIMS, &n);
+      for (uint32_t d = 0; d < n && d < PM_MAX_RANK; d++) s->perm[d] = (uint8_t)perm[d];
+    }
+    v = pm_in(g, op, 0);
+  }
+}
+
+static const char *ref_name(compiler *c, const pm_view *view) {
+  const pm_graph *g = c->g;
+  uint32_t name = pm_value_of(g, view->base)->name;
+  if (name) return pm_strdup(&c->m->arena, g->strings.at[name], strlen(g->strings.at[name]));
+  if (view->param < 0) {
+    uint8_t kind = pm_typeof(g, view->base)->kind;
+    return kind == PM_BARRIER ? "barrier" : view->space == PM_REGS ? "accumulator" : "smem";
+  }
+  uint32_t k = (uint32_t)view->param;
+  if (k < g->n_operands) return pm_printf(&c->m->arena, "operand %u", k);
+  return pm_printf(&c->m->arena, "output %u", k - g->n_operands);
+}
+
+void pm_vm_set_loops(access *mem, uint32_t rank, const int64_t *size, const int64_t *stride) {
+  uint32_t n = 0;
+  for (uint32_t d = 0; d < rank; d++) {
+    if (size[d] == 1) continue;
+    if (n && mem->loop_stride[n - 1] == size[d] * stride[d]) {
+      mem->loop_size[n - 1] *= size[d];
+      mem->loop_stride[n - 1] = stride[d];
+    } else {
+      mem->loop_size[n] = size[d];
+      mem->loop_stride[n++] = stride[d];
+    }
+  }
+  if (!n) {
+    mem->loop_size[0] = 1;
+    mem->loop_stride[n++] = 1;
+  }
+  mem->n_loops = (uint8_t)n;
+  mem->contiguous = n == 1 && (mem->loop_stride[0] == 1 || mem->loop_size[0] == 1);
+}
+
+static void set_dims(compiler *c, pm_opid op, access *mem, const pm_view *view) {
+  int64_t size[MAX_LOOPS], stride[MAX_LOOPS];
+  uint32_t n = 0;
+  mem->n = 1;
+  for (uint32_t d = 0; d < view->rank; d++) {
+    const pm_view_dim *v = &view->dim[d];
+    mem->n *= v->size;
+    mem->dim[d] = v->size;
+    mem->stride[d] = v->inner;
+    if (v->tile && v->tile < v->size) {
+      if (v->size % v->tile) fail(c, op, PM_E_INTERNAL, "a view splits a dimension unevenly");
+      mem->stride[d] = -1;
+      size[n] = v->size / v->tile;
+      stride[n++] = v->outer;
+      size[n] = v->tile;
+      stride[n++] = v->inner;
+    } else {
+      size[n] = v->size;
+      stride[n++] = v->inner;
+    }
+  }
+  pm_vm_set_loops(mem, n, size, stride);
+}
+
+/* The use of a ref or barrier by the op whose instruction comes next; NULL on failure. */
+static const access *make_access(compiler *c, pm_opid op, pm_val ref) {
+  pm_view view;
+  pm_code code = pm_view_of(c->g, ref, false, &view, c->err);
+  if (code) {
+    c->status = code;
+    pm_err_op(c->err, c->g, op);
+    return NULL;
+  }
+  access *mem = PM_NEW(&c->m->arena, access, 1);
+  const pm_type *base = pm_typeof(c->g, view.base);
+  mem->name = ref_name(c, &view);
+  mem->kind = base->kind;
+  mem->space = view.space;
+  mem->dtype = view.dtype;
+  mem->bytes = base->kind == PM_BARRIER ? 1 : pm_dtypes[view.dtype].bytes;
+  mem->rank = view.rank;
+  mem->base_rank = base->rank;
+  memcpy(mem->base_dim, base->dim, sizeof mem->base_dim);
+  mem->offset = view.offset;
+  set_dims(c, op, mem, &view);
+  if (view.param >= 0) {
+    mem->base = (uint32_t)view.param;
+  } else if (base->kind == PM_REF && view.space == PM_REGS) {
+    use_outside(c, &mem->base, c->slot[view.base]);
+  } else {
+    mem->base = c->alloc[view.base];
+  }
+  mem->terms = PM_NEW(&c->m->arena, struct access_term, view.n_terms);
+  for (; mem->n_terms < view.n_terms; mem->n_terms++) {
+    const pm_term *t = &view.term[mem->n_terms];
+    mem->terms[mem->n_terms].mul = t->mul;
+    mem->terms[mem->n_terms].div = t->div ? t->div : 1;
+    use_outside(c, &mem->terms[mem->n_terms].slot, full(c, t->val));
+  }
+  add_steps(c, mem, ref);
+  return c->status ? NULL : mem;
+}
+
+/* ---- plain ops ---------------------------------------------------------------------------- */
+
+void pm_vm_encode_nothing(compiler *c, pm_opid op, const handler *h) { (void)c, (void)op, (void)h; }
+
+void pm_vm_encode_alias(compiler *c, pm_opid op, const handler *h) {
+  (void)h;
+  pm_val in = pm_in(c->g, op, 0), out = pm_get(c->g, op)->out;
+  c->slot[out] = full(c, in);
+}
+
+void pm_vm_encode_multiple(compiler *c, pm_opid op, const handler *h) {
+  pm_val in = pm_in(c->g, op, 0);
+  uint32_t slot = use(c, full(c, in));
+  instr *i = emit(c, op, h->exec);
+  i->a = slot;
+  i->dtype = pm_typeof(c->g, in)->dtype;
+  i->to = (uint32_t)*pm_attr(c->g, op, PM_ATTR_MULTIPLE);
+  pm_vm_encode_alias(c, op, h);
+}
+
+void pm_vm_encode_const(compiler *c, pm_opid op, const handler *h) {
+  (void)h;
+  pm_val v = pm_get(c->g, op)->out;
+  const pm_type *t = pm_typeof(c->g, v);
+  c->splat[v] = new_constant(c, t->dtype, 1, const_value(c->g, op, t->dtype), 0, 0);
+  if (!t->rank) c->slot[v] = c->splat[v];
+}
+
+void pm_vm_encode_iota(compiler *c, pm_opid op, const handler *h) {
+  (void)h;
+  pm_val v = pm_get(c->g, op)->out;
+  const pm_type *t = pm_typeof(c->g, v);
+  int64_t dim = *pm_attr(c->g, op, PM_ATTR_DIM), inner = 1;
+  for (uint32_t d = (uint32_t)dim + 1; d < t->rank; d++) inner *= t->dim[d];
+  c->slot[v] = new_constant(c, t->dtype, pm_type_size(t), (pm_scalar){0}, t->dim[dim], inner);
+}
+
+void pm_vm_encode_axis(compiler *c, pm_opid op, const handler *h) {
+  pm_val v = pm_get(c->g, op)->out;
+  uint32_t slot = define(c, v);
+  instr *i = emit(c, op, h->exec);
+  i->dst = slot;
+  i->out = pm_typeof(c->g, v)->dtype;
+  i->flags = (uint8_t)*pm_attr(c->g, op, PM_ATTR_AXIS);
+  i->to = (uint32_t)*pm_attr(c->g, op, PM_ATTR_DIM);
+}
+
+void pm_vm_encode_pointwise(compiler *c, pm_opid op, const handler *h) {
+  const pm_op *o = pm_get(c->g, op);
+  const pm_type *out = pm_typeof(c->g, o->out);
+  instr i = {.exec = h->exec, .op = op, .n = (uint32_t)pm_type_size(out), .out = out->dtype};
+  uint32_t *slots[] = {&i.a, &i.b, &i.c};
+  for (uint32_t k = 0; k < o->n_in; k++) {
+    pm_val v = pm_in(c->g, op, k);
+    bool one = pm_typeof(c->g, v)->rank == 0 || c->splat[v];
+    *slots[k] = use(c, one && c->splat[v] ? c->splat[v] : full(c, v));
+    if (one && i.n > 1) i.flags |= (uint8_t)(SPLAT_X << k);
+    i.dtype = pm_typeof(c->g, v)->dtype; /* of the last: SELECT's first is the predicate */
+  }
+  bool half = i.dtype == PM_F16 || i.dtype == PM_BF16;
+  if (half && !h->kernels[i.dtype]) {
+    i.flags |= WIDEN;
+    if (i.out == i.dtype) i.flags |= NARROW;
+    i.kernel = h->kernels[PM_F32];
+  } else {
+    i.kernel = h->kernels[i.dtype];
+  }
+  if (!i.kernel && h->kernels[PM_F32]) {
+    fail(c, op, PM_E_NOT_IMPLEMENTED,
+         pm_printf(c->temp, "%s of %s is not in the interpreter; convert to a wider dtype first",
+                   pm_ops[o->code].text, pm_dtypes[i.dtype].text));
+    return;
+  }
+  i.dst = define(c, o->out);
+  pm_vec_push(c->temp, &c->code, i);
+}
+
+/* Arrays become slots a, b, c and refs become mem, mem2, mem3, each in their order. */
+void pm_vm_encode_plain(compiler *c, pm_opid op, const handler *h) {
+  const pm_graph *g = c->g;
+  const pm_op *o = pm_get(g, op);
+  instr i = {.exec = h->exec, .op = op};
+  uint32_t *slots[] = {&i.a, &i.b, &i.c}, n_slots = 0, n_refs = 0;
+  for (uint32_t k = 0; k < o->n_in; k++) {
+    pm_val v = pm_in(g, op, k);
+    const pm_type *t = pm_typeof(g, v);
+    if (t->kind == PM_ARRAY) {
+      *slots[n_slots++] = use(c, full(c, v));
+      i.n = (uint32_t)pm_type_size(t);
+    } else {
+      const access *mem = make_access(c, op, v);
+      if (!mem) return;
+      *(n_refs == 0 ? &i.mem : n_refs == 1 ? &i.mem2 : &i.mem3) = mem;
+      n_refs++;
+    }
+    if (!k) i.dtype = t->dtype;
+  }
+  if (o->n_out) {
+    i.dst = define(c, o->out);
+    i.out = pm_typeof(g, o->out)->dtype;
+    i.n = (uint32_t)pm_type_size(pm_typeof(g, o->out));
+  }
+  static const uint8_t flag_attrs[] = {PM_ATTR_OOB, PM_ATTR_COMMIT, PM_ATTR_READ_ONLY};
+  for (uint32_t k = 0; k < PM_COUNT(flag_attrs); k++) {
+    if (pm_has_attr(g, op, flag_attrs[k])) i.flags = (uint8_t)*pm_attr(g, op, flag_attrs[k]);
+  }
+  if (pm_has_attr(g, op, PM_ATTR_N)) i.to = (uint32_t)*pm_attr(g, op, PM_ATTR_N);
+  if (o->code == PM_OP_WGMMA) {
+    const pm_type *acc = pm_typeof(g, pm_in(g, op, 0));
+    const pm_type *b = pm_typeof(g, pm_in(g, op, 2));
+    size_t bytes = pm_vm_pack_bytes(acc->dim[0], acc->dim[1], b->dim[0]);
+    if (bytes > c->m->pack_bytes) c->m->pack_bytes = bytes;
+    i.dtype = b->dtype;
+  }
+  pm_vec_push(c->temp, &c->code, i);
+}
+
+/* BROADCAST and SLICE: a strided walk over the operand. */
+void pm_vm_encode_strided(compiler *c, pm_opid op, const handler *h) {
+  const pm_graph *g = c->g;
+  pm_val in = pm_in(g, op, 0), out = pm_get(g, op)->out;
+  const pm_type *from = pm_typeof(g, in), *to = pm_typeof(g, out);
+  access *mem = PM_NEW(&c->m->arena, access, 1);
+  int64_t stride[PM_MAX_RANK] = {0}, s = 1;
+  uint32_t n;
+  mem->kind = PM_ARRAY;
+  mem->dtype = from->dtype;
+  mem->bytes = pm_dtypes[from->dtype].bytes;
+  mem->n = pm_type_size(to);
+  bool slice = pm_get(g, op)->code == PM_OP_SLICE;
+  const int64_t *list = pm_attr_list(g, op, slice ? PM_ATTR_STARTS : PM_ATTR_DIMS, &n);
+  const int64_t *sizes = slice ? pm_attr_list(g, op, PM_ATTR_SIZES, &n) : NULL;
+  for (uint32_t d = from->rank, o = to->rank; d-- > 0; s *= from->dim[d]) {
+    if (!slice) {
+      stride[list[d]] = from->dim[d] == 1 ? 0 : s;
+      continue;
+    }
+    mem->offset += list[d] * s;
+    if (sizes[d] != PM_DROPPED) stride[--o] = s;
+  }
+  pm_vm_set_loops(mem, to->rank, to->dim, stride);
+  bool one = !slice && c->splat[in];
+  use_outside(c, &mem->base, one ? c->splat[in] : full(c, in));
+  if (one) pm_vm_set_loops(mem, 1, &mem->n, (const int64_t[]){0});
+  uint32_t slot = define(c, out);
+  instr *i = emit(c, op, h->exec);
+  i->mem = mem;
+  i->dst = slot;
+}
+
+void pm_vm_encode_reduce(compiler *c, pm_opid op, const handler *h) {
+  const pm_graph *g = c->g;
+  static const uint16_t codes[] = {
+      [PM_REDUCE_ADD] = PM_OP_ADD, [PM_REDUCE_MAX] = PM_OP_MAX, [PM_REDUCE_MIN] = PM_OP_MIN};
+  pm_val in = pm_in(g, op, 0), out = pm_get(g, op)->out;
+  const pm_type *t = pm_typeof(g, in);
+  uint32_t n;
+  const int64_t *dims = pm_attr_list(g, op, PM_ATTR_DIMS, &n);
+  bool half = t->dtype == PM_F16 || t->dtype == PM_BF16;
+  pm_dtype work = half ? PM_F32 : t->dtype;
+  reduction *r = PM_NEW(&c->m->arena, reduction, 1);
+  r->kernel = pm_vm_handlers[codes[*pm_attr(g, op, PM_ATTR_REDUCE)]]->kernels[work];
+  bool gone[PM_MAX_RANK] = {0};
+  for (uint32_t k = 0; k < n; k++) gone[dims[k]] = true;
+  int64_t inner = 1;
+  for (uint32_t d = t->rank; d-- > 0;) { /* innermost first: what is inside is final */
+    if (!gone[d]) {
+      inner *= t->dim[d];
+      continue;
+    }
+    int64_t size = t->dim[d], outer = 1;
+    while (d > 0 && gone[d - 1]) size *= t->dim[--d];
+    for (uint32_t e = 0; e < d; e++) outer *= t->dim[e];
+    r->group[r->n].outer = outer;
+    r->group[r->n].size = size;
+    r->group[r->n++].inner = inner;
+  }
+  r->n_out = pm_type_size(pm_typeof(g, out));
+  instr i = {.exec = h->exec, .op = op, .n = (uint32_t)pm_type_size(t), .dtype = t->dtype};
+  i.reduction = r;
+  i.out = work;
+  i.a = use(c, full(c, in));
+  i.dst = define(c, out);
+  i.b = use(c, new_storage(c, i.n * pm_dtypes[work].bytes));
+  pm_vec_push(c->temp, &c->code, i);
+}
+
+void pm_vm_encode_print(compiler *c, pm_opid op, const handler *h) {
+  const pm_op *o = pm_get(c->g, op);
+  printing *p = pm_alloc(&c->m->arena, sizeof *p + o->n_in * sizeof p->arg[0]);
+  const char *format = c->g->strings.at[*pm_attr(c->g, op, PM_ATTR_FORMAT)];
+  p->format = pm_strdup(&c->m->arena, format, strlen(format));
+  p->n = o->n_in;
+  for (uint32_t k = 0; k < o->n_in; k++) {
+    pm_val v = pm_in(c->g, op, k);
+    p->arg[k].dtype = pm_typeof(c->g, v)->dtype;
+    use_outside(c, &p->arg[k].slot, full(c, v));
+  }
+  emit(c, op, h->exec)->printing = p;
+}
+
+/* ---- allocations and scopes ----------------------------------------------------------------- */
+
+static void alloc_smem(compiler *c, pm_val v, const pm_type *t) {
+  struct open_scope *o = c->open;
+  scope *s = o->scope;
+  size_t at = (size_t)pm_round_up((int64_t)c->smem_top, 64);
+  c->alloc[v] = (uint32_t)at;
+  c->smem_top = at + bytes_of(t);
+  if (c->smem_top > c->m->smem_bytes) c->m->smem_bytes = c->smem_top;
+  if (s->n_smem == o->smem_cap) {
+    s->smem =
+        pm_vec_grow(&c->m->arena, s->smem, s->n_smem, &o->smem_cap, sizeof *s->smem, s->n_smem + 1);
+  }
+  s->smem[s->n_smem++] = (struct smem_alloc){(uint32_t)at, t->dtype, pm_type_size(t)};
+}
+
+static void alloc_barrier(compiler *c, pm_opid op, pm_val v, const pm_type *t) {
+  struct open_scope *o = c->open;
+  scope *s = o->scope;
+  uint32_t name = pm_value_of(c->g, v)->name;
+  const char *text = name ? c->g->strings.at[name] : "barrier";
+  barrier_info info = {.name = pm_strdup(&c->m->arena, text, strlen(text)),
+                       .first = c->n_barriers,
+                       .count = (uint32_t)pm_type_size(t),
+                       .arrivals = (uint32_t)*pm_attr(c->g, op, PM_ATTR_ARRIVALS),
+                       .rank = t->rank,
+                       .op = op};
+  memcpy(info.dim, t->dim, sizeof info.dim);
+  c->alloc[v] = info.first;
+  c->n_barriers += info.count;
+  pm_vec_push(&c->m->arena, &c->bars, info);
+  if (s->n_bars == o->bar_cap) {
+    s->bars =
+        pm_vec_grow(&c->m->arena, s->bars, s->n_bars, &o->bar_cap, sizeof *s->bars, s->n_bars + 1);
+  }
+  s->bars[s->n_bars++] = c->bars.n - 1;
+}
+
+void pm_vm_encode_alloc(compiler *c, pm_opid op, const handler *h) {
+  const pm_op *o = pm_get(c->g, op);
+  const pm_type *t = pm_typeof(c->g, o->out);
+  if (o->code == PM_OP_ALLOC_SMEM) {
+    alloc_smem(c, o->out, t);
+  } else if (o->code == PM_OP_ALLOC_BARRIER) {
+    alloc_barrier(c, op, o->out, t);
+  } else {
+    uint32_t init = o->n_in ? use(c, full(c, pm_in(c->g, op, 0))) : 0;
+    uint32_t slot = use(c, define(c, o->out));
+    pm_vec_push(c->temp, &c->accs, slot);
+    c->open->scope->has_acc = true;
+    instr *i = emit(c, op, h->exec);
+    i->dst = slot;
+    i->a = init;
+    i->n = (uint32_t)bytes_of(t);
+  }
+}
+
+static scope *open_scope(compiler *c, bool collective) {
+  struct open_scope *o = PM_NEW(c->temp, struct open_scope, 1);
+  scope *s = PM_NEW(&c->m->arena, scope, 1);
+  s->collective = collective;
+  s->index = c->scopes.n;
+  pm_vec_push(&c->m->arena, &c->scopes, s);
+  *o = (struct open_scope){.outer = c->open, .scope = s, .first_acc = c->accs.n};
+  c->open = o;
+  return s;
+}
+
+static void close_scope(compiler *c, pm_opid op) {
+  struct open_scope *o = c->open;
+  const scope *s = o->scope;
+  if (c->m->n_threads > 1 && !s->collective && (s->n_smem || s->n_bars)) {
+    fail(
+        c, op, PM_E_NOT_IMPLEMENTED,
+        "SMEM and barriers of a kernel with several threads must be allocated in a scope of all of "
+        "them; give run_scoped collective_axes=<the thread axis>");
+  }
+  while (c->accs.n > o->first_acc) use(c, c->accs.at[--c->accs.n]);
+  c->open = o->outer;
+}
+
+static void encode_block(compiler *c, pm_blk b) {
+  const pm_block *block = &c->g->blocks.at[b];
+  for (uint32_t k = 0; k < block->ops.n && !c->status; k++) {
+    pm_opid op = block->ops.at[k];
+    const handler *h = pm_vm_handlers[pm_get(c->g, op)->code];
+    h->encode(c, op, h);
+  }
+}
+
+void pm_vm_encode_scope(compiler *c, pm_opid op, const handler *h) {
+  size_t top = c->smem_top;
+  scope *s = open_scope(c, *pm_attr(c->g, op, PM_ATTR_COLLECTIVE) != 0);
+  emit(c, op, h->exec)->scope = s;
+  pm_blk region = pm_region(c->g, op, 0);
+  encode_block(c, region);
+  if (c->status) return;
+  const pm_op *p = pm_get(c->g, op);
+  pm_opid yield = pm_terminator(c->g, region);
+  for (uint32_t k = 0; k < p->n_out; k++) c->slot[p->out + k] = full(c, pm_in(c->g, yield, k));
+  close_scope(c, op);
+  emit(c, op, pm_vm_leave)->scope = s;
+  c->smem_top = top;
+}
+
+/* ---- control ------------------------------------------------------------------------------ */
+
+/* dst[k] = storage of value k of src, as if all at once. */
+static void emit_moves(compiler *c, pm_opid op, const uint32_t *dst, const uint32_t *src,
+                       const size_t *bytes, uint32_t n) {
+  if (!n) return;
+  moves *first = pm_alloc(&c->m->arena, sizeof *first + n * sizeof first->at[0]);
+  moves *second = pm_alloc(&c->m->arena, sizeof *second + n * sizeof second->at[0]);
+  for (uint32_t k = 0; k < n; k++) {
+    if (dst[k] == src[k]) continue;
+    uint32_t from = src[k];
+    for (uint32_t j = 0; j < n; j++) {
+      if (j == k || dst[j] != src[k] || dst[j] == src[j]) continue;
+      from = new_storage(c, bytes[k]);
+      struct move *save = &first->at[first->n++];
+      save->bytes = (uint32_t)bytes[k];
+      use_outside(c, &save->dst, from);
+      use_outside(c, &save->src, src[k]);
+      break;
+    }
+    struct move *move = &second->at[second->n++];
+    move->bytes = (uint32_t)bytes[k];
+    use_outside(c, &move->dst, dst[k]);
+    use_outside(c, &move->src, from);
+  }
+  if (first->n) {
+    emit(c, op, pm_vm_move)->moves = first;
+    for (uint32_t k = 0; k < second->n; k++) use(c, second->at[k].src), use(c, second->at[k].dst);
+  }
+  if (second->n) emit(c, op, pm_vm_move)->moves = second;
+}
+
+/* Move n operands of `from`, beginning with the first-th, into storages. */
+static void move_operands(compiler *c, pm_opid from, uint32_t first, const uint32_t *dst,
+                          uint32_t n) {
+  uint32_t *src = PM_NEW(c->temp, uint32_t, n + 1);
+  size_t *bytes = PM_NEW(c->temp, size_t, n + 1);
+  for (uint32_t k = 0; k < n; k++) {
+    pm_val v = pm_in(c->g, from, first + k);
+    if (pm_typeof(c->g, v)->kind != PM_ARRAY) {
+      fail(c, from, PM_E_NOT_IMPLEMENTED,
+           "a ref is carried through control flow; use it from the enclosing scope instead");
+      return;
+    }
+    src[k] = full(c, v);
+    bytes[k] = bytes_of(pm_typeof(c->g, v));
+  }
+  emit_moves(c, from, dst, src, bytes, n);
+}
+
+static void loop_done(compiler *c, uint32_t start) {
+  span s = {start, c->code.n - 1};
+  pm_vec_push(c->temp, &c->loops, s);
+}
+
+void pm_vm_encode_for(compiler *c, pm_opid op, const handler *h) {
+  const pm_op *o = pm_get(c->g, op);
+  pm_blk body = pm_region(c->g, op, 0);
+  const pm_block *b = &c->g->blocks.at[body];
+  uint32_t n = o->n_in - 2, *carry = PM_NEW(c->temp, uint32_t, n + 2);
+  uint32_t high = full(c, pm_in(c->g, op, 1));
+  for (uint32_t k = 0; k <= n; k++) carry[k] = define(c, b->arg + k);
+  move_operands(c, op, 0, carry, 1);
+  move_operands(c, op, 2, carry + 1, n);
+  uint32_t start = c->code.n;
+  use(c, carry[0]), use(c, high);
+  instr *i = emit(c, op, h->exec);
+  i->a = carry[0];
+  i->b = high;
+  encode_block(c, body);
+  if (c->status) return;
+  move_operands(c, pm_terminator(c->g, body), 0, carry + 1, n);
+  use(c, carry[0]);
+  i = emit(c, op, pm_vm_next);
+  i->a = carry[0];
+  i->to = start;
+  loop_done(c, start);
+  c->code.at[start].to = c->code.n;
+  for (uint32_t k = 0; k < o->n_out; k++) c->slot[pm_get(c->g, op)->out + k] = carry[k + 1];
+}
+
+void pm_vm_encode_while(compiler *c, pm_opid op, const handler *h) {
+  const pm_op *o = pm_get(c->g, op);
+  uint32_t n = o->n_in, *carry = PM_NEW(c->temp, uint32_t, n + 1);
+  pm_blk test = pm_region(c->g, op, 0), body = pm_region(c->g, op, 1);
+  for (uint32_t k = 0; k < n; k++) {
+    carry[k] = define(c, c->g->blocks.at[test].arg + k);
+    c->slot[c->g->blocks.at[body].arg + k] = carry[k];
+  }
+  move_operands(c, op, 0, carry, n);
+  uint32_t start = c->code.n;
+  for (uint32_t k = 0; k < n; k++) use(c, carry[k]);
+  encode_block(c, test);
+  if (c->status) return;
+  uint32_t pred = use(c, full(c, pm_in(c->g, pm_terminator(c->g, test), 0))), branch = c->code.n;
+  emit(c, op, h->exec)->a = pred;
+  encode_block(c, body);
+  if (c->status) return;
+  move_operands(c, pm_terminator(c->g, body), 0, carry, n);
+  emit_jump(c, op, start);
+  loop_done(c, start);
+  c->code.at[branch].to = c->code.n;
+  for (uint32_t k = 0; k < o->n_out; k++) c->slot[pm_get(c->g, op)->out + k] = carry[k];
+}
+
+/* One region of an IF or SWITCH, its yields moved to the op's results. */
+static void encode_branch(compiler *c, pm_opid op, uint32_t k, const uint32_t *results) {
+  pm_blk region = pm_region(c->g, op, k);
+  encode_block(c, region);
+  if (c->status) return;
+  move_operands(c, pm_terminator(c->g, region), 0, results, pm_get(c->g, op)->n_out);
+}
+
+static uint32_t *define_results(compiler *c, pm_opid op) {
+  const pm_op *o = pm_get(c->g, op);
+  uint32_t *results = PM_NEW(c->temp, uint32_t, o->n_out + 1);
+  for (uint32_t k = 0; k < o->n_out; k++) results[k] = define(c, o->out + k);
+  return results;
+}
+
+void pm_vm_encode_if(compiler *c, pm_opid op, const handler *h) {
+  uint32_t pred = use(c, full(c, pm_in(c->g, op, 0)));
+  uint32_t *results = define_results(c, op), branch = c->code.n;
+  emit(c, op, h->exec)->a = pred;
+  encode_branch(c, op, 0, results);
+  if (c->status) return;
+  uint32_t over = c->code.n;
+  emit_jump(c, op, 0);
+  c->code.at[branch].to = c->code.n;
+  encode_branch(c, op, 1, results);
+  c->code.at[over].to = c->code.n;
+}
+
+void pm_vm_encode_switch(compiler *c, pm_opid op, const handler *h) {
+  uint32_t n = pm_get(c->g, op)->n_regions, index = use(c, full(c, pm_in(c->g, op, 0)));
+  uint32_t *targets = PM_NEW(&c->m->arena, uint32_t, n), *jumps = PM_NEW(c->temp, uint32_t, n);
+  uint32_t *results = define_results(c, op);
+  instr *i = emit(c, op, h->exec);
+  i->a = index;
+  i->n = n;
+  i->targets = targets;
+  for (uint32_t k = 0; k < n && !c->status; k++) {
+    targets[k] = c->code.n;
+    encode_branch(c, op, k, results);
+    jumps[k] = c->code.n;
+    emit_jump(c, op, 0);
+  }
+  for (uint32_t k = 0; k < n && !c->status; k++) c->code.at[jumps[k]].to = c->code.n;
+}
+
+/* ---- frame -------------------------------------------------------------------------------- */
+
+static void extend_ranges(compiler *c) {
+  for (uint32_t k = 0; k < c->uses.n; k++) {
+    storage *s = &c->storages.at[c->uses.at[k].storage];
+    uint32_t at = c->uses.at[k].at, end = at;
+    for (uint32_t l = 0; l < c->loops.n; l++) {
+      bool inside = c->loops.at[l].start <= at && at <= c->loops.at[l].end;
+      if (inside && s->start < c->loops.at[l].start && end < c->loops.at[l].end) {
+        end = c->loops.at[l].end;
+      }
+    }
+    if (end > s->end) s->end = end;
+  }
+}
+
+/* Storages are in the order of their starts. `live` is ordered by offset. */
+static size_t pack_arrays(compiler *c, size_t base) {
+  uint32_t *live = PM_NEW(c->temp, uint32_t, c->storages.n), n = 0;
+  size_t top = base;
+  for (uint32_t k = 1; k < c->storages.n; k++) {
+    storage *s = &c->storages.at[k];
+    if (s->fixed) continue;
+    uint32_t kept = 0;
+    for (uint32_t j = 0; j < n; j++) {
+      if (c->storages.at[live[j]].end >= s->start) live[kept++] = live[j];
+    }
+    n = kept;
+    size_t at = base, need = (size_t)pm_round_up((int64_t)s->bytes, 64);
+    uint32_t j = 0;
+    for (; j < n; j++) {
+      const storage *o = &c->storages.at[live[j]];
+      if (at + need <= o->offset) break;
+      at = o->offset + (size_t)pm_round_up((int64_t)o->bytes, 64);
+    }
+    memmove(live + j + 1, live + j, (n - j) * sizeof *live);
+    live[j] = k;
+    n++;
+    s->offset = at;
+    if (at + need > top) top = at + need;
+  }
+  return top;
+}
+
+static void fill_image(compiler *c) {
+  c->m->image = pm_alloc(&c->m->arena, c->m->image_bytes);
+  for (uint32_t k = 0; k < c->constants.n; k++) {
+    const constant *x = &c->constants.at[k];
+    char *at = c->m->image + c->storages.at[x->storage].offset;
+    uint8_t bytes = pm_dtypes[x->dtype].bytes;
+    for (int64_t e = 0; e < x->n; e++) {
+      pm_scalar v = x->value;
+      if (x->size) {
+        int64_t index = e / x->inner % x->size;
+        if (pm_is_float(x->dtype)) {
+          v.f = (double)index;
+        } else {
+          v.i = index;
+        }
+      }
+      pm_store_scalar(x->dtype, at + e * bytes, v);
+    }
+  }
+}
+
+static void assign_frame(compiler *c) {
+  extend_ranges(c);
+  size_t top = (size_t)pm_round_up((int64_t)c->m->image_bytes, 64);
+  for (uint32_t k = 1; k < c->storages.n; k++) {
+    storage *s = &c->storages.at[k];
+    if (!s->fixed || s->image) continue;
+    s->offset = top;
+    top += 8;
+  }
+  top = pack_arrays(c, (size_t)pm_round_up((int64_t)top, 64));
+  if (top > UINT32_MAX) {
+    fail(c, 0, PM_E_MEMORY, "the arrays of one thread need more than 4 GiB in the interpreter");
+    return;
+  }
+  c->m->frame_bytes = top;
+  for (uint32_t k = 0; k < c->code.n; k++) {
+    instr *i = &c->code.at[k];
+    uint32_t *slots[] = {&i->dst, &i->a, &i->b, &i->c};
+    for (uint32_t j = 0; j < 4; j++) *slots[j] = (uint32_t)c->storages.at[*slots[j]].offset;
+  }
+  for (uint32_t k = 0; k < c->fixups.n; k++) {
+    *c->fixups.at[k] = (uint32_t)c->storages.at[*c->fixups.at[k]].offset;
+  }
+  fill_image(c);
+}
+
+/* ---- the whole ---------------------------------------------------------------------------- */
+
+static void copy_places(compiler *c) {
+  const pm_graph *g = c->g;
+  c->files = PM_NEW(c->temp, const char *, g->strings.n + 1);
+  c->m->places = PM_NEW(&c->m->arena, place, g->ops.n + 1);
+  for (uint32_t k = 1; k < g->ops.n; k++) {
+    uint32_t file = g->ops.at[k].file;
+    if (!file) continue;
+    if (!c->files[file]) {
+      c->files[file] = pm_strdup(&c->m->arena, g->strings.at[file], strlen(g->strings.at[file]));
+    }
+    c->m->places[k] = (place){c->files[file], g->ops.at[k].line};
+  }
+}
+
+static pm_code compile(void *ctx, pm_err *err) {
+  compiler *c = ctx;
+  const pm_graph *g = c->g;
+  pm_machine *m = c->m;
+  c->err = err;
+  m->name = pm_strdup(&m->arena, g->name, strlen(g->name));
+  m->n_grid = g->n_grid;
+  m->n_cluster = g->n_cluster;
+  m->n_threads = g->n_threads ? g->n_threads : 1;
+  memcpy(m->grid, g->grid, sizeof m->grid);
+  memcpy(m->cluster, g->cluster, sizeof m->cluster);
+  m->n_blocks = 1;
+  for (uint32_t k = 0; k < g->n_cluster; k++) m->n_blocks *= (uint32_t)g->cluster[k];
+  c->slot = PM_NEW(c->temp, uint32_t, g->values.n + 1);
+  c->splat = PM_NEW(c->temp, uint32_t, g->values.n + 1);
+  c->alloc = PM_NEW(c->temp, uint32_t, g->values.n + 1);
+  m->image_bytes = 64; /* offset 0 is no slot */
+  new_storage(c, 0);
+  copy_places(c);
+  scope *whole = open_scope(c, true);
+  encode_block(c, 1);
+  if (c->status) return c->status;
+  close_scope(c, 0);
+  emit(c, 0, pm_vm_end)->scope = whole;
+  assign_frame(c);
+  if (c->status) return c->status;
+  m->code = PM_NEW(&m->arena, instr, c->code.n);
+  memcpy(m->code, c->code.at, c->code.n * sizeof *m->code);
+  m->scopes = c->scopes.at;
+  m->n_scopes = c->scopes.n;
+  m->bars = c->bars.at;
+  m->n_bars = c->bars.n;
+  m->n_barriers = c->n_barriers;
+  return PM_OK;
+}
+
+pm_code pm_interp_compile(const pm_graph *g, pm_machine **out, pm_err *err) {
+  pm_machine *m = pm_malloc(sizeof *m);
+  if (!m) return pm_fail(err, PM_E_MEMORY, "no memory for the interpreter");
+  memset(m, 0, sizeof *m);
+  pm_arena_init(&m->arena);
+  pm_arena temp;
+  pm_arena_init(&temp);
+  compiler c = {.g = g, .m = m, .temp = &temp};
+  pm_code code = pm_protect(compile, &c, err);
+  pm_arena_free(&temp);
+  if (code) {
+    pm_interp_free(m);
+    return code;
+  }
+  *out = m;
+  return PM_OK;
+}

@@ -1,0 +1,35 @@
+/* The CPU interpreter: graph -> bytecode -> virtual machine with asynchronous engines. */
+#ifndef PM_INTERP_H
+#define PM_INTERP_H
+
+#include "../ir/ir.h"
+#include "../ir/view.h"
+
+typedef struct pm_interp_options {
+  uint64_t seed;  /* of the schedule */
+  bool oob_raise; /* else out-of-bounds reads give the fill */
+  bool zero_fill; /* uninitialised memory reads as zeros; else NaN, integer maximum, true */
+  /* receives each line of DEBUG_PRINT, without the newline; NULL: stdout */
+  void (*print)(void *ctx, const char *line);
+  void *print_ctx;
+  /* called every few milliseconds with done and total grid points; nonzero stops the run
+   * (PM_E_RUNTIME) */
+  int (*progress)(void *ctx, int64_t done, int64_t total);
+  void *progress_ctx;
+} pm_interp_options;
+
+void pm_interp_defaults(pm_interp_options *o);
+
+/* What memory holds that was never written: NaN, integer maximum, true, or zeros. For fresh
+ * outputs. */
+void pm_interp_fill(pm_dtype d, bool zeros, void *p, int64_t n);
+
+/* A compiled graph; reusable, one run at a time per object. Not in the graph's arena. */
+typedef struct pm_machine pm_machine;
+pm_code pm_interp_compile(const pm_graph *g, pm_machine **out, pm_err *err);
+/* buffers: one row-major host pointer per operand and output; outputs are written (never cleared).
+ */
+pm_code pm_interp_run(pm_machine *m, void *const *buffers, const pm_interp_options *o, pm_err *err);
+void pm_interp_free(pm_machine *m);
+
+#endif

@@ -1,0 +1,642 @@
+/* The virtual machine: scheduler, scopes, barriers, control, printing.
+ *
+ * Clusters run one after the other in row-major order of the grid; all blocks of a cluster at once.
+ * The scheduler chooses at random, by the seed, among the ready threads and the pending tasks of
+ * each kind. How likely the tasks of a kind are is drawn once a run: from "at once" to "not before
+ * a wait needs it", so that a missing wait shows under most seeds. Seed 0 is always late.
+ *
+ * Barriers count phases. A copy arrives when it is issued and holds the phase open until its bytes
+ * have landed. Misuse is an error as soon as it is certain: see api/runtime.md 1.5. */
+#include <inttypes.h>
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <time.h>
+
+#include "vm.h"
+
+enum { THREAD_WEIGHT = 256, LATE = 1, EVEN = 64, EARLY = 16384, SLICE = 64 };
+enum { REPORT_NS = 3000000 };
+
+uint64_t pm_vm_random(pm_machine *m) { /* splitmix64 */
+  uint64_t z = (m->random += 0x9e3779b97f4a7c15u);
+  z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9u;
+  z = (z ^ z >> 27) * 0x94d049bb133111ebu;
+  return z ^ z >> 31;
+}
+
+static uint32_t below(pm_machine *m, uint64_t n) { /* n below 2^32 */
+  return (uint32_t)((pm_vm_random(m) >> 32) * n >> 32);
+}
+
+/* ---- messages ----------------------------------------------------------------------------- */
+
+const char *pm_vm_place(const pm_machine *m, pm_opid op, char *buf, size_t n) {
+  const place *p = &m->places[op];
+  if (p->file) {
+    snprintf(buf, n, " at %s:%u", p->file, p->line);
+  } else {
+    snprintf(buf, n, " at an unknown place");
+  }
+  return buf;
+}
+
+static int put_tuple(char *buf, size_t n, const int64_t *x, uint32_t rank) {
+  int at = snprintf(buf, n, "(");
+  for (uint32_t k = 0; k < rank && at < (int)n; k++) {
+    at += snprintf(buf + at, n - (size_t)at, k ? ", %" PRId64 : "%" PRId64, x[k]);
+  }
+  if (at < (int)n) at += snprintf(buf + at, n - (size_t)at, rank == 1 ? ",)" : ")");
+  return at;
+}
+
+/* "grid point (0, 1), block (1,), thread 2" */
+static const char *agent_text(const pm_machine *m, const thread *t, char *buf, size_t n) {
+  int at = 0;
+  buf[0] = 0;
+  if (m->n_grid) {
+    at += snprintf(buf, n, "grid point ");
+    at += put_tuple(buf + at, n - (size_t)at, m->point, m->n_grid);
+  }
+  if (m->n_cluster) {
+    at += snprintf(buf + at, n - (size_t)at, "%sblock ", at ? ", " : "");
+    at += put_tuple(buf + at, n - (size_t)at, t->block->coord, m->n_cluster);
+  }
+  snprintf(buf + at, n - (size_t)at, "%sthread %u", at ? ", " : "", t->index);
+  return buf;
+}
+
+step pm_vm_fail(pm_machine *m, const thread *t, pm_opid op, pm_code code, const char *fmt, ...) {
+  char text[3072], agent[512];
+  va_list ap;
+  va_start(ap, fmt);
+  vsnprintf(text, sizeof text, fmt, ap);
+  va_end(ap);
+  pm_fail(m->err, code, "%s (%s)", text, agent_text(m, t, agent, sizeof agent));
+  if (m->places[op].file) pm_err_at(m->err, m->places[op].file, m->places[op].line);
+  return STEP_FAIL;
+}
+
+static const char *barrier_text(const pm_machine *m, const thread *t, const barrier *b, char *buf,
+                                size_t n) {
+  const barrier_info *info = b->info;
+  int64_t index = b - t->block->bars - info->first, at[PM_MAX_RANK];
+  for (uint32_t d = info->rank; d-- > 0; index /= info->dim[d]) at[d] = index % info->dim[d];
+  int len = snprintf(buf, n, "'%s", info->name);
+  for (uint32_t d = 0; d < info->rank && info->count > 1 && len < (int)n; d++) {
+    len += snprintf(buf + len, n - (size_t)len, "%s%" PRId64, d ? ", " : "[", at[d]);
+  }
+  if (len < (int)n) {
+    len += snprintf(buf + len, n - (size_t)len, "%s'", info->rank && info->count > 1 ? "]" : "");
+  }
+  char place[600];
+  if (len < (int)n && m->places[info->op].file) {
+    snprintf(buf + len, n - (size_t)len, " (allocated%s)",
+             pm_vm_place(m, info->op, place, sizeof place));
+  }
+  return buf;
+}
+
+/* ---- ready threads ------------------------------------------------------------------------ */
+
+static void make_ready(pm_machine *m, thread *t) {
+  t->state = THREAD_READY;
+  t->ready = m->n_ready;
+  m->ready[m->n_ready++] = t;
+}
+
+static step block_on(pm_machine *m, thread *t, thread_state why) {
+  t->state = why;
+  m->ready[t->ready] = m->ready[--m->n_ready];
+  m->ready[t->ready]->ready = t->ready;
+  return STEP_PAUSE;
+}
+
+static void wake(pm_machine *m, block *b, thread_state why, const barrier *waits_for) {
+  thread *t = m->threads + (size_t)(b - m->blocks) * m->n_threads;
+  for (thread *end = t + m->n_threads; t < end; t++) {
+    if (t->state == why && (!waits_for || t->waits_for == waits_for)) make_ready(m, t);
+  }
+}
+
+/* ---- barriers ----------------------------------------------------------------------------- */
+
+static step complete(pm_machine *m, thread *t, pm_opid op, barrier *b) {
+  char name[768], place[600];
+  if (b->arrivals < b->info->arrivals || b->pending) return STEP_NEXT;
+  b->arrivals = 0;
+  b->phase++;
+  bool waited = false;
+  int64_t least = INT64_MAX;
+  for (uint32_t k = 0; k < m->n_threads; k++) {
+    if (b->seen[k] < 0) continue;
+    waited = true;
+    least = pm_min(least, b->seen[k]);
+  }
+  if (!waited && b->phase == 2) {
+    return pm_vm_fail(
+        m, t, op, PM_E_VALUE,
+        "barrier %s completes a second phase, but no thread has ever waited on it; its "
+        "first phase was completed%s. Wait for each phase before the next can complete",
+        barrier_text(m, t, b, name, sizeof name),
+        pm_vm_place(m, b->last_completion, place, sizeof place));
+  }
+  if (waited && least < b->phase - 2) {
+    return pm_vm_fail(m, t, op, PM_E_VALUE,
+                      "barrier %s completes phase %" PRId64
+                      ", but a thread that waits on it has "
+                      "observed only %" PRId64
+                      "; the phase before was completed%s. A thread must wait "
+                      "for every phase",
+                      barrier_text(m, t, b, name, sizeof name), b->phase, least,
+                      pm_vm_place(m, b->last_completion, place, sizeof place));
+  }
+  b->last_completion = op;
+  wake(m, t->block, THREAD_AT_BARRIER, b);
+  return STEP_NEXT;
+}
+
+step pm_vm_arrive(pm_machine *m, thread *t, pm_opid op, barrier *b, bool pending) {
+  char name[768], place[600];
+  if (b->arrivals == b->info->arrivals) {
+    return pm_vm_fail(
+        m, t, op, PM_E_VALUE,
+        "barrier %s has all its %u arrivals of this phase, the last one%s, and copies "
+        "among them may be in flight: one more arrival cannot be counted. Wait on the "
+        "barrier first, or allocate it with more arrivals",
+        barrier_text(m, t, b, name, sizeof name), b->info->arrivals,
+        pm_vm_place(m, b->last_arrival, place, sizeof place));
+  }
+  b->arrivals++;
+  b->pending += pending;
+  b->last_arrival = op;
+  return complete(m, t, op, b);
+}
+
+step pm_vm_transfer_done(pm_machine *m, thread *t, pm_opid op, barrier *b) {
+  b->pending--;
+  return complete(m, t, op, b);
+}
+
+barrier *pm_vm_barrier(pm_machine *m, thread *t, const instr *i, const access *mem) {
+  spot s;
+  pm_vm_locate(m, t, mem, &s);
+  if (!s.inside) {
+    pm_vm_outside(m, t, i->op, &s, "barrier");
+    return NULL;
+  }
+  return t->block->bars + mem->base + s.offset;
+}
+
+static step exec_arrive(pm_machine *m, thread *t, const instr *i) {
+  barrier *b = pm_vm_barrier(m, t, i, i->mem);
+  if (!b || pm_vm_arrive(m, t, i->op, b, false) == STEP_FAIL) return STEP_FAIL;
+  return STEP_PAUSE;
+}
+
+static step exec_wait(pm_machine *m, thread *t, const instr *i) {
+  char name[768], place[600];
+  barrier *b = pm_vm_barrier(m, t, i, i->mem);
+  if (!b) return STEP_FAIL;
+  int64_t *seen = &b->seen[t->index];
+  if (*seen < 0 && b->phase > 1) {
+    return pm_vm_fail(
+        m, t, i->op, PM_E_VALUE,
+        "this thread waits on barrier %s for the first time, but %" PRId64
+        " phases are "
+        "complete already, the last one%s. A thread that waits must wait for every phase",
+        barrier_text(m, t, b, name, sizeof name), b->phase,
+        pm_vm_place(m, b->last_completion, place, sizeof place));
+  }
+  if (*seen < 0) *seen = 0;
+  if (*seen == b->phase) {
+    t->waits_for = b;
+    t->pc--;
+    return block_on(m, t, THREAD_AT_BARRIER);
+  }
+  if (*seen + 1 < b->phase) {
+    return pm_vm_fail(m, t, i->op, PM_E_VALUE,
+                      "this thread waits for phase %" PRId64 " of barrier %s, but %" PRId64
+                      " phases "
+                      "are complete already, the last one%s. A phase may complete only after all "
+                      "waiters observed the one before",
+                      *seen + 1, barrier_text(m, t, b, name, sizeof name), b->phase,
+                      pm_vm_place(m, b->last_completion, place, sizeof place));
+  }
+  ++*seen;
+  return STEP_PAUSE;
+}
+
+/* ---- scopes ------------------------------------------------------------------------------- */
+
+static void init_scope(pm_machine *m, block *b, const scope *s) {
+  for (uint32_t k = 0; k < s->n_smem; k++) {
+    pm_interp_fill(s->smem[k].dtype, m->options.zero_fill, b->smem + s->smem[k].at, s->smem[k].n);
+  }
+  for (uint32_t k = 0; k < s->n_bars; k++) {
+    const barrier_info *info = &m->bars[s->bars[k]];
+    for (barrier *x = b->bars + info->first; x < b->bars + info->first + info->count; x++) {
+      int64_t *seen = x->seen;
+      *x = (barrier){.info = info, .seen = seen};
+      for (uint32_t j = 0; j < m->n_threads; j++) seen[j] = -1;
+    }
+  }
+  b->n_left[s->index] = 0;
+}
+
+/* The last thread has left: its barriers must be at rest. */
+static step check_scope(pm_machine *m, thread *t, pm_opid op, const scope *s) {
+  char name[768], place[600];
+  for (uint32_t k = 0; k < s->n_bars; k++) {
+    const barrier_info *info = &m->bars[s->bars[k]];
+    if (!m->places[op].file) op = info->op;
+    for (barrier *b = t->block->bars + info->first; b < t->block->bars + info->first + info->count;
+         b++) {
+      if (b->arrivals) {
+        return pm_vm_fail(m, t, op, PM_E_VALUE,
+                          "the scope of barrier %s ends with %u of %u arrivals of phase %" PRId64
+                          " made%s, the last one%s. Wait for all of them before",
+                          barrier_text(m, t, b, name, sizeof name), b->arrivals, info->arrivals,
+                          b->phase + 1, b->pending ? " and copies in flight" : "",
+                          pm_vm_place(m, b->last_arrival, place, sizeof place));
+      }
+      for (uint32_t j = 0; j < m->n_threads; j++) {
+        if (b->seen[j] < 0 || b->seen[j] == b->phase) continue;
+        return pm_vm_fail(m, t, op, PM_E_VALUE,
+                          "the scope of barrier %s ends with %" PRId64
+                          " phases complete, the last "
+                          "one%s, but thread %u observed only %" PRId64
+                          ". A thread that waits must "
+                          "wait for every phase",
+                          barrier_text(m, t, b, name, sizeof name), b->phase,
+                          pm_vm_place(m, b->last_completion, place, sizeof place), j, b->seen[j]);
+      }
+    }
+  }
+  return STEP_NEXT;
+}
+
+static step exec_enter(pm_machine *m, thread *t, const instr *i) {
+  block *b = t->block;
+  const scope *s = i->scope;
+  if (!s->collective || m->n_threads == 1) {
+    if (s->n_smem || s->n_bars) init_scope(m, b, s);
+    return STEP_NEXT;
+  }
+  if (b->n_entering && b->entering != s) {
+    return pm_vm_fail(
+        m, t, i->op, PM_E_VALUE,
+        "this thread enters a collective scope while another thread of the block is "
+        "entering a different one; all threads must execute the same scopes in the same "
+        "order");
+  }
+  b->entering = s;
+  if (++b->n_entering < m->n_threads) return block_on(m, t, THREAD_AT_SCOPE);
+  b->n_entering = 0;
+  init_scope(m, b, s);
+  wake(m, b, THREAD_AT_SCOPE, NULL);
+  return STEP_PAUSE;
+}
+
+step pm_vm_leave(pm_machine *m, thread *t, const instr *i) {
+  const scope *s = i->scope;
+  if (s->has_acc) pm_vm_drain_mma(m, t, 0); /* registers outlive no scope: ptxas would wait too */
+  bool shared = s->collective && m->n_threads > 1;
+  if (shared && ++t->block->n_left[s->index] < m->n_threads) return STEP_PAUSE;
+  return check_scope(m, t, i->op, s) == STEP_FAIL ? STEP_FAIL : STEP_PAUSE;
+}
+
+step pm_vm_end(pm_machine *m, thread *t, const instr *i) {
+  if (t->last_group >= t->groups_read) {
+    return pm_vm_fail(m, t, t->last_store, PM_E_VALUE,
+                      "the thread ends while this copy may still read its SMEM; call "
+                      "wait_smem_to_gmem(0) after the last copy to GMEM");
+  }
+  t->block->n_done++;
+  m->n_live--;
+  block_on(m, t, THREAD_DONE);
+  if (t->block->n_done < m->n_threads) return STEP_PAUSE;
+  return check_scope(m, t, 0, i->scope) == STEP_FAIL ? STEP_FAIL : STEP_PAUSE;
+}
+
+/* ---- control ------------------------------------------------------------------------------ */
+
+step pm_vm_jump(pm_machine *m, thread *t, const instr *i) {
+  (void)m;
+  t->pc = i->to;
+  return STEP_NEXT;
+}
+
+step pm_vm_move(pm_machine *m, thread *t, const instr *i) {
+  (void)m;
+  for (const struct move *x = i->moves->at, *end = x + i->moves->n; x < end; x++) {
+    memcpy(slot_of(t, x->dst), slot_of(t, x->src), x->bytes);
+  }
+  return STEP_NEXT;
+}
+
+static step exec_for(pm_machine *m, thread *t, const instr *i) {
+  (void)m;
+  if (slot_i32(t, i->a) >= slot_i32(t, i->b)) t->pc = i->to;
+  return STEP_NEXT;
+}
+
+step pm_vm_next(pm_machine *m, thread *t, const instr *i) {
+  (void)m;
+  ++*(int32_t *)slot_of(t, i->a);
+  t->pc = i->to;
+  return STEP_NEXT;
+}
+
+static step exec_branch(pm_machine *m, thread *t, const instr *i) {
+  (void)m;
+  if (!*(uint8_t *)slot_of(t, i->a)) t->pc = i->to;
+  return STEP_NEXT;
+}
+
+static step exec_switch(pm_machine *m, thread *t, const instr *i) {
+  (void)m;
+  t->pc = i->targets[pm_max(0, pm_min(slot_i32(t, i->a), (int64_t)i->n - 1))];
+  return STEP_NEXT;
+}
+
+/* ---- printing ----------------------------------------------------------------------------- */
+
+static void print_float(char *buf, size_t n, pm_dtype d, double x) {
+  if (isnan(x) || isinf(x)) {
+    snprintf(buf, n, "%s", isnan(x) ? "nan" : x < 0 ? "-inf" : "inf");
+    return;
+  }
+  for (int digits = 1; digits <= 9; digits++) { /* the shortest text that reads back as x */
+    uint32_t bits = 0, same = 0;
+    snprintf(buf, n, "%.*g", digits, x);
+    pm_store_scalar(d, &bits, (pm_scalar){.f = strtod(buf, NULL)});
+    pm_store_scalar(d, &same, (pm_scalar){.f = x});
+    if (bits == same) break;
+  }
+  if (!strpbrk(buf, ".e")) strncat(buf, ".0", n - strlen(buf) - 1);
+}
+
+static step exec_print(pm_machine *m, thread *t, const instr *i) {
+  const printing *p = i->printing;
+  char line[4096], number[64];
+  size_t at = 0;
+  uint32_t k = 0;
+  for (const char *f = p->format; *f && at + sizeof number < sizeof line; f++) {
+    if (f[0] != '{' || f[1] != '}' || k == p->n) {
+      line[at++] = *f;
+      if ((f[0] == '{' || f[0] == '}') && f[1] == f[0]) f++; /* {{ is one { */
+      continue;
+    }
+    pm_dtype d = p->arg[k].dtype;
+    pm_scalar v = pm_load_scalar(d, slot_of(t, p->arg[k++].slot));
+    if (d == PM_BOOL) {
+      snprintf(number, sizeof number, "%s", v.i ? "True" : "False");
+    } else if (pm_is_float(d)) {
+      print_float(number, sizeof number, d, v.f);
+    } else {
+      snprintf(number, sizeof number, "%" PRId64, v.i);
+    }
+    at += strlen(strcpy(line + at, number));
+    f++;
+  }
+  line[at] = 0;
+  if (m->options.print) {
+    m->options.print(m->options.print_ctx, line);
+  } else {
+    puts(line);
+  }
+  return STEP_NEXT;
+}
+
+const handler pm_vm_SCOPE = {pm_vm_encode_scope, exec_enter, {0}};
+const handler pm_vm_FOR = {pm_vm_encode_for, exec_for, {0}};
+const handler pm_vm_WHILE = {pm_vm_encode_while, exec_branch, {0}};
+const handler pm_vm_IF = {pm_vm_encode_if, exec_branch, {0}};
+const handler pm_vm_SWITCH = {pm_vm_encode_switch, exec_switch, {0}};
+const handler pm_vm_YIELD = {pm_vm_encode_nothing, NULL, {0}};
+const handler pm_vm_ARRIVE = {pm_vm_encode_plain, exec_arrive, {0}};
+const handler pm_vm_WAIT = {pm_vm_encode_plain, exec_wait, {0}};
+const handler pm_vm_DEBUG_PRINT = {pm_vm_encode_print, exec_print, {0}};
+
+/* ---- deadlock ----------------------------------------------------------------------------- */
+
+static step deadlock(pm_machine *m) {
+  pm_err *err = m->err;
+  char agent[512], name[768], place[600];
+  size_t at = 0, room = sizeof err->text;
+  pm_opid first = 0;
+  uint32_t listed = 0, blocked = 0;
+  char text[sizeof err->text];
+  at += (size_t)snprintf(text, room, "deadlock: no thread of the kernel '%s' can go on", m->name);
+  for (thread *t = m->threads; t < m->threads + m->n_blocks * m->n_threads; t++) {
+    if (t->state != THREAD_AT_BARRIER && t->state != THREAD_AT_SCOPE) continue;
+    const instr *i = &m->code[t->state == THREAD_AT_SCOPE ? t->pc - 1 : t->pc];
+    blocked++;
+    if (at + 2048 > room) continue;
+    listed++;
+    if (!first) first = i->op;
+    agent_text(m, t, agent, sizeof agent);
+    place[0] = 0;
+    if (m->places[i->op].file) pm_vm_place(m, i->op, place, sizeof place);
+    if (t->state == THREAD_AT_SCOPE) {
+      at +=
+          (size_t)snprintf(text + at, room - at,
+                           "\n  %s: enters a collective scope%s and waits for the other threads of "
+                           "its block; %u of %u have come",
+                           agent, place, t->block->n_entering, m->n_threads);
+      continue;
+    }
+    const barrier *b = t->waits_for;
+    at += (size_t)snprintf(text + at, room - at,
+                           "\n  %s: barrier_wait%s on %s for phase %" PRId64 "; %" PRId64
+                           " complete, arrivals %u/%u",
+                           agent, place, barrier_text(m, t, b, name, sizeof name),
+                           b->seen[t->index] + 1, b->phase, b->arrivals, b->info->arrivals);
+  }
+  if (listed < blocked) snprintf(text + at, room - at, "\n  and %u more", blocked - listed);
+  pm_fail(err, PM_E_DEADLOCK, "%s", text);
+  if (first && m->places[first].file) pm_err_at(err, m->places[first].file, m->places[first].line);
+  return STEP_FAIL;
+}
+
+/* ---- scheduler ---------------------------------------------------------------------------- */
+
+static int64_t now_ns(void) {
+  struct timespec ts;
+  clock_gettime(CLOCK_MONOTONIC, &ts);
+  return (int64_t)ts.tv_sec * 1000000000 + ts.tv_nsec;
+}
+
+static step report(pm_machine *m) {
+  int64_t now = now_ns();
+  if (now < m->next_report) return STEP_NEXT;
+  m->next_report = now + REPORT_NS;
+  if (!m->options.progress(m->options.progress_ctx, m->points_done, m->points)) return STEP_NEXT;
+  pm_fail(m->err, PM_E_RUNTIME,
+          "the run of kernel '%s' was stopped after %" PRId64 " of %" PRId64 " grid points",
+          m->name, m->points_done, m->points);
+  return STEP_FAIL;
+}
+
+static step run_thread(pm_machine *m, thread *t) {
+  uint32_t budget = m->n_live > 1 ? 1 + below(m, SLICE) : SLICE;
+  step s;
+  do {
+    const instr *i = &m->code[t->pc++];
+    s = i->exec(m, t, i);
+  } while (s == STEP_NEXT && --budget);
+  return s;
+}
+
+/* Run one thread for a while, or one task. */
+static step choose(pm_machine *m) {
+  uint64_t weight[TASK_KINDS], total = (uint64_t)m->n_ready * THREAD_WEIGHT;
+  bool tasks = false;
+  for (int k = 0; k < TASK_KINDS; k++) {
+    weight[k] = (uint64_t)m->tasks[k].n * (m->n_ready ? m->tasks[k].weight : 1);
+    total += weight[k];
+    tasks |= weight[k] > 0;
+  }
+  if (!total) return deadlock(m);
+  if (m->n_ready == 1 && !tasks) return run_thread(m, m->ready[0]);
+  uint64_t x = below(m, total);
+  for (int k = 0; k < TASK_KINDS; k++) {
+    if (x < weight[k]) return pm_vm_run_task(m, m->tasks[k].at[below(m, m->tasks[k].n)]);
+    x -= weight[k];
+  }
+  return run_thread(m, m->ready[x / THREAD_WEIGHT]);
+}
+
+static step run_cluster(pm_machine *m) {
+  for (block *b = m->blocks; b < m->blocks + m->n_blocks; b++) {
+    b->n_entering = b->n_done = 0;
+    init_scope(m, b, m->scopes[0]);
+  }
+  uint32_t n = m->n_blocks * m->n_threads;
+  m->n_live = n;
+  m->n_ready = 0;
+  for (thread *t = m->threads; t < m->threads + n; t++) {
+    t->pc = 0;
+    t->groups = t->groups_read = 0;
+    t->last_group = -1;
+    make_ready(m, t);
+  }
+  for (;;) {
+    bool pending = m->tasks[TASK_LOAD].n || m->tasks[TASK_STORE].n || m->tasks[TASK_MMA].n;
+    if (!m->n_live && !pending) return STEP_NEXT;
+    if (choose(m) == STEP_FAIL) return STEP_FAIL;
+    if (m->options.progress && !(++m->ticks & 3) && report(m) == STEP_FAIL) return STEP_FAIL;
+  }
+}
+
+static void set_weights(pm_machine *m) {
+  static const uint32_t choices[] = {LATE, LATE, EVEN, EARLY};
+  for (int k = 0; k < TASK_KINDS; k++) {
+    m->tasks[k].weight = m->options.seed ? choices[below(m, PM_COUNT(choices))] : LATE;
+  }
+}
+
+static step run_grid(pm_machine *m) {
+  m->points = 1;
+  for (uint32_t d = 0; d < m->n_grid; d++) m->points *= m->grid[d];
+  for (m->points_done = 0; m->points_done < m->points; m->points_done++) {
+    int64_t rest = m->points_done;
+    for (uint32_t d = m->n_grid; d-- > 0; rest /= m->grid[d]) m->point[d] = rest % m->grid[d];
+    if (run_cluster(m) == STEP_FAIL) return STEP_FAIL;
+  }
+  return STEP_NEXT;
+}
+
+/* ---- memory of a run ---------------------------------------------------------------------- */
+
+static void *zeroed(size_t bytes) {
+  void *p = pm_malloc(bytes + 1);
+  if (p) memset(p, 0, bytes);
+  return p;
+}
+
+static void free_run(pm_machine *m) {
+  uint32_t n = m->n_blocks * m->n_threads;
+  for (uint32_t k = 0; m->threads && k < n; k++) pm_free(m->threads[k].frame);
+  for (uint32_t k = 0; m->blocks && k < m->n_blocks; k++) {
+    if (m->blocks[k].bars) pm_free(m->blocks[k].bars[0].seen);
+    pm_free(m->blocks[k].bars);
+    pm_free(m->blocks[k].smem);
+    pm_free(m->blocks[k].n_left);
+  }
+  pm_free(m->threads);
+  pm_free(m->blocks);
+  pm_free(m->ready);
+  pm_free(m->pack);
+  pm_vm_free_tasks(m);
+}
+
+static bool allocate_block(pm_machine *m, block *b) {
+  b->smem = zeroed(m->smem_bytes);
+  b->n_left = zeroed(m->n_scopes * sizeof *b->n_left);
+  b->bars = zeroed((m->n_barriers + 1) * sizeof *b->bars);
+  int64_t *seen = zeroed((m->n_barriers + 1) * m->n_threads * sizeof *seen);
+  if (!b->bars || !seen) {
+    pm_free(seen);
+    return false;
+  }
+  for (uint32_t k = 0; k <= m->n_barriers; k++) b->bars[k].seen = seen + k * m->n_threads;
+  return b->smem && b->n_left;
+}
+
+static bool allocate(pm_machine *m) {
+  uint32_t n = m->n_blocks * m->n_threads;
+  m->threads = zeroed(n * sizeof *m->threads);
+  m->blocks = zeroed(m->n_blocks * sizeof *m->blocks);
+  m->ready = zeroed(n * sizeof *m->ready);
+  m->pack = zeroed(m->pack_bytes);
+  if (!m->threads || !m->blocks || !m->ready || !m->pack) return false;
+  for (uint32_t k = 0; k < n; k++) {
+    thread *t = &m->threads[k];
+    t->block = &m->blocks[k / m->n_threads];
+    t->index = k % m->n_threads;
+    t->frame = zeroed(m->frame_bytes);
+    if (!t->frame) return false;
+    memcpy(t->frame, m->image, m->image_bytes);
+  }
+  for (uint32_t k = 0; k < m->n_blocks; k++) {
+    int64_t rest = k;
+    for (uint32_t d = m->n_cluster; d-- > 0; rest /= m->cluster[d]) {
+      m->blocks[k].coord[d] = rest % m->cluster[d];
+    }
+    if (!allocate_block(m, &m->blocks[k])) return false;
+  }
+  return true;
+}
+
+void pm_interp_defaults(pm_interp_options *o) { *o = (pm_interp_options){.oob_raise = true}; }
+
+pm_code pm_interp_run(pm_machine *m, void *const *buffers, const pm_interp_options *o,
+                      pm_err *err) {
+  m->err = err;
+  m->options = *o;
+  m->buffers = buffers;
+  m->random = o->seed;
+  m->next_report = now_ns() + REPORT_NS;
+  if (!m->allocated && !allocate(m)) {
+    free_run(m);
+    m->threads = NULL;
+    m->blocks = NULL;
+    m->ready = NULL;
+    m->pack = NULL;
+    return pm_fail(err, PM_E_MEMORY, "no memory to interpret kernel '%s'", m->name);
+  }
+  m->allocated = true;
+  set_weights(m);
+  if (run_grid(m) != STEP_FAIL) return PM_OK;
+  pm_vm_drop_tasks(m);
+  return err->code;
+}
+
+void pm_interp_free(pm_machine *m) {
+  if (!m) return;
+  free_run(m);
+  pm_arena_free(&m->arena);
+  pm_free(m);
+}

@@ -1,0 +1,255 @@
+/* Memory: resolving accesses, walking strided views, loads and stores.
+ *
+ * Everything is row-major in logical dimensions: tilings and swizzles are not seen here. A view
+ * that lies inside the refs that it was cut from is a base address and a few loops; dynamic starts
+ * are checked before every access. A view that overhangs is walked element by element through the
+ * steps that made it. */
+#include <inttypes.h>
+#include <stdio.h>
+
+#include "vm.h"
+
+void pm_interp_fill(pm_dtype d, bool zeros, void *p, int64_t n) {
+  static const uint32_t patterns[PM_DTYPE_COUNT] = {
+      [PM_BOOL] = 1,      [PM_I8] = 0x7f,       [PM_I16] = 0x7fff, [PM_I32] = 0x7fffffff,
+      [PM_U8] = 0xff,     [PM_U16] = 0xffff,    [PM_U32] = ~0u,    [PM_F16] = 0x7e00,
+      [PM_BF16] = 0x7fc0, [PM_F32] = 0x7fc00000};
+  uint32_t v = zeros ? 0 : patterns[d];
+  uint8_t bytes = pm_dtypes[d].bytes;
+  if (bytes == 1 || v == 0 || v == ~0u) {
+    memset(p, (int)(v & 0xff), (size_t)n * bytes);
+  } else if (bytes == 2) {
+    for (int64_t k = 0; k < n; k++) ((uint16_t *)p)[k] = (uint16_t)v;
+  } else {
+    for (int64_t k = 0; k < n; k++) ((uint32_t *)p)[k] = v;
+  }
+}
+
+/* ---- where an access is ------------------------------------------------------------------- */
+
+static char *base_of(pm_machine *m, thread *t, const access *mem) {
+  if (mem->kind == PM_BARRIER) return NULL;
+  if (mem->kind == PM_ARRAY || mem->space == PM_REGS) return slot_of(t, mem->base);
+  return mem->space == PM_GMEM ? m->buffers[mem->base] : t->block->smem + mem->base;
+}
+
+static bool passes(const start_check *c, const int32_t *starts) {
+  int64_t start = c->dynamic ? starts[c->start] : c->start;
+  return start >= 0 && start <= c->limit;
+}
+
+void pm_vm_locate(pm_machine *m, thread *t, const access *mem, spot *s) {
+  s->mem = mem;
+  s->base = base_of(m, t, mem);
+  s->at = NULL;
+  s->offset = mem->offset;
+  s->inside = true;
+  for (uint32_t k = 0; k < mem->n_starts; k++) s->starts[k] = slot_i32(t, mem->starts[k]);
+  for (uint32_t k = 0; k < mem->n_checks; k++) s->inside &= passes(&mem->checks[k], s->starts);
+  if (!s->inside) return;
+  for (uint32_t k = 0; k < mem->n_terms; k++) {
+    const struct access_term *x = &mem->terms[k];
+    s->offset += slot_i32(t, x->slot) / x->div * x->mul;
+  }
+  if (s->base) s->at = s->base + s->offset * mem->bytes;
+}
+
+step pm_vm_outside(pm_machine *m, thread *t, pm_opid op, const spot *s, const char *what) {
+  const access *mem = s->mem;
+  const start_check *c = mem->checks;
+  while (passes(c, s->starts)) c++;
+  const view_step *v = &mem->steps[c->step];
+  int64_t start = c->dynamic ? s->starts[c->start] : c->start, size = v->in_dim[c->dim] - c->limit;
+  char shape[256], range[64];
+  int at = 0;
+  for (uint32_t d = 0; d < v->in_rank; d++) {
+    at += snprintf(shape + at, sizeof shape - (size_t)at, d ? ", %" PRId64 : "%" PRId64,
+                   v->in_dim[d]);
+  }
+  if (v->dropped[c->dim]) {
+    snprintf(range, sizeof range, "index %" PRId64, start);
+  } else {
+    snprintf(range, sizeof range, "range %" PRId64 ":%" PRId64, start, start + size);
+  }
+  return pm_vm_fail(m, t, op, PM_E_INDEX,
+                    "%s out of bounds: %s of dimension %u lies outside %s'%s' of "
+                    "shape (%s%s)",
+                    what, range, c->dim, c->step + 1 < (int)mem->n_steps ? "a view of " : "",
+                    mem->name, shape, v->in_rank == 1 ? "," : "");
+}
+
+/* ---- inside ------------------------------------------------------------------------------- */
+
+/* One row of n elements from stride `from` to stride `to`, in elements. */
+#define COPY_ROW(T)                                                                              \
+  static void copy_row_##T(char *dst, int64_t to, const char *src, int64_t from, int64_t n) {    \
+    for (int64_t k = 0; k < n; k++) {                                                            \
+      memcpy(dst + k * to * (int64_t)sizeof(T), src + k * from * (int64_t)sizeof(T), sizeof(T)); \
+    }                                                                                            \
+  }
+COPY_ROW(uint8_t)
+COPY_ROW(uint16_t)
+COPY_ROW(uint32_t)
+
+static void copy_row(uint8_t bytes, char *dst, int64_t to, const char *src, int64_t from,
+                     int64_t n) {
+  if (to == 1 && from == 1) {
+    memcpy(dst, src, (size_t)n * bytes);
+  } else if (bytes == 1) {
+    copy_row_uint8_t(dst, to, src, from, n);
+  } else if (bytes == 2) {
+    copy_row_uint16_t(dst, to, src, from, n);
+  } else {
+    copy_row_uint32_t(dst, to, src, from, n);
+  }
+}
+
+/* The view's rows in order; `flat` is the contiguous array. */
+static void walk(const spot *s, char *flat, bool gather) {
+  const access *mem = s->mem;
+  uint32_t last = mem->n_loops - 1u;
+  int64_t n = mem->loop_size[last], stride = mem->loop_stride[last], count[MAX_LOOPS] = {0};
+  char *at = s->at;
+  for (;;) {
+    if (gather) {
+      copy_row(mem->bytes, flat, 1, at, stride, n);
+    } else {
+      copy_row(mem->bytes, at, stride, flat, 1, n);
+    }
+    flat += n * mem->bytes;
+    uint32_t d = last;
+    for (; d-- > 0;) {
+      at += mem->loop_stride[d] * mem->bytes;
+      if (++count[d] < mem->loop_size[d]) break;
+      at -= mem->loop_stride[d] * mem->loop_size[d] * mem->bytes;
+      count[d] = 0;
+    }
+    if (d == UINT32_MAX) return;
+  }
+}
+
+void pm_vm_gather(const spot *s, void *dst) {
+  if (s->mem->contiguous) {
+    memcpy(dst, s->at, (size_t)s->mem->n * s->mem->bytes);
+  } else {
+    walk(s, dst, true);
+  }
+}
+
+void pm_vm_scatter(const spot *s, const void *src) {
+  if (s->mem->contiguous) {
+    memcpy(s->at, src, (size_t)s->mem->n * s->mem->bytes);
+  } else {
+    walk(s, (char *)src, false);
+  }
+}
+
+/* ---- overhanging -------------------------------------------------------------------------- */
+
+static bool within(const int64_t *index, const int64_t *dim, uint32_t rank) {
+  bool ok = true;
+  for (uint32_t d = 0; d < rank; d++) ok &= index[d] >= 0 && index[d] < dim[d];
+  return ok;
+}
+
+/* Index of the view -> index of the ref that it was cut from. */
+static bool step_back(const view_step *v, const int32_t *starts, bool strict, int64_t *index) {
+  int64_t in[PM_MAX_RANK], linear = 0;
+  uint32_t o = 0;
+  switch (v->code) {
+    case PM_OP_INDEX:
+      for (uint32_t d = 0; d < v->in_rank; d++) {
+        in[d] =
+            (v->dynamic[d] ? starts[v->start[d]] : v->start[d]) + (v->dropped[d] ? 0 : index[o++]);
+      }
+      if (strict && !within(in, v->in_dim, v->in_rank)) return false;
+      break;
+    case PM_OP_TRANSPOSE_REF:
+      for (uint32_t d = 0; d < v->out_rank; d++) in[v->perm[d]] = index[d];
+      break;
+    default:
+      if (!within(index, v->out_dim, v->out_rank)) return false;
+      for (uint32_t d = 0; d < v->out_rank; d++) linear = linear * v->out_dim[d] + index[d];
+      for (uint32_t d = v->in_rank; d-- > 0; linear /= v->in_dim[d]) in[d] = linear % v->in_dim[d];
+      break;
+  }
+  memcpy(index, in, v->in_rank * sizeof *in);
+  return true;
+}
+
+/* Address of an element of the view, NULL: outside. */
+static char *element(const spot *s, bool strict, const int64_t *view_index) {
+  const access *mem = s->mem;
+  int64_t index[PM_MAX_RANK], offset = 0;
+  memcpy(index, view_index, sizeof index);
+  for (uint32_t k = 0; k < mem->n_steps; k++) {
+    if (!step_back(&mem->steps[k], s->starts, strict, index)) return NULL;
+  }
+  if (!within(index, mem->base_dim, mem->base_rank)) return NULL;
+  for (uint32_t d = 0; d < mem->base_rank; d++) offset = offset * mem->base_dim[d] + index[d];
+  return s->base + offset * mem->bytes;
+}
+
+static void walk_inside(const spot *s, bool strict, char *flat, bool gather) {
+  const access *mem = s->mem;
+  int64_t index[PM_MAX_RANK] = {0};
+  for (int64_t k = 0; k < mem->n; k++, flat += mem->bytes) {
+    char *at = element(s, strict, index);
+    if (at) memcpy(gather ? flat : at, gather ? at : flat, mem->bytes);
+    for (uint32_t d = mem->rank; d-- > 0;) {
+      if (++index[d] < mem->dim[d]) break;
+      index[d] = 0;
+    }
+  }
+}
+
+void pm_vm_gather_inside(const spot *s, bool strict, void *dst) {
+  walk_inside(s, strict, dst, true);
+}
+
+void pm_vm_scatter_inside(const spot *s, const void *src) {
+  walk_inside(s, false, (char *)src, false);
+}
+
+/* ---- ops ---------------------------------------------------------------------------------- */
+
+static step exec_load(pm_machine *m, thread *t, const instr *i) {
+  spot s;
+  pm_vm_locate(m, t, i->mem, &s);
+  if (s.inside) {
+    pm_vm_gather(&s, slot_of(t, i->dst));
+  } else if (m->options.oob_raise) {
+    return pm_vm_outside(m, t, i->op, &s, "load");
+  } else {
+    pm_interp_fill(i->mem->dtype, m->options.zero_fill, slot_of(t, i->dst), i->mem->n);
+    pm_vm_gather_inside(&s, true, slot_of(t, i->dst));
+  }
+  return STEP_PAUSE;
+}
+
+static step exec_store(pm_machine *m, thread *t, const instr *i) {
+  spot s;
+  pm_vm_locate(m, t, i->mem, &s);
+  if (!s.inside) return pm_vm_outside(m, t, i->op, &s, "store");
+  pm_vm_scatter(&s, slot_of(t, i->a));
+  return STEP_PAUSE;
+}
+
+static step exec_alloc_acc(pm_machine *m, thread *t, const instr *i) {
+  (void)m;
+  if (i->a) {
+    memcpy(slot_of(t, i->dst), slot_of(t, i->a), i->n);
+  } else {
+    memset(slot_of(t, i->dst), 0, i->n);
+  }
+  return STEP_NEXT;
+}
+
+const handler pm_vm_LOAD = {pm_vm_encode_plain, exec_load, {0}};
+const handler pm_vm_STORE = {pm_vm_encode_plain, exec_store, {0}};
+const handler pm_vm_ALLOC_SMEM = {pm_vm_encode_alloc, NULL, {0}};
+const handler pm_vm_ALLOC_BARRIER = {pm_vm_encode_alloc, NULL, {0}};
+const handler pm_vm_ALLOC_ACC = {pm_vm_encode_alloc, exec_alloc_acc, {0}};
+const handler pm_vm_INDEX = {pm_vm_encode_nothing, NULL, {0}};
+const handler pm_vm_TRANSPOSE_REF = {pm_vm_encode_nothing, NULL, {0}};
+const handler pm_vm_RESHAPE_REF = {pm_vm_encode_nothing, NULL, {0}};

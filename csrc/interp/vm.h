@@ -1,0 +1,337 @@
+/* Inside of the interpreter: bytecode, its memory, and the state of a run.
+ *
+ * Bytecode. One program for all Pallas threads: a flat array of instructions with jumps. A value of
+ * the graph is a slot of the thread's frame: a byte offset. Scalars own 8 bytes, in their own
+ * dtype; arrays are row-major and share memory by liveness; constants are written once, when a run
+ * begins. Views make no code: each use of a ref is an `access`, resolved when compiled but for its
+ * dynamic starts.
+ *
+ * Agents. Threads have a program counter and run until an op that other agents can notice. A copy
+ * or a wgmma becomes a `task` when issued, with all its addresses; what it reads and writes happens
+ * when the scheduler chooses it, or when a wait forces it. A store is two steps: SMEM is read, then
+ * GMEM is written. The wgmmas of one thread run in order; all else in any order.
+ *
+ * The order is a function of the seed alone. */
+#ifndef PM_VM_H
+#define PM_VM_H
+
+#include "interp.h"
+
+typedef struct thread thread;
+typedef struct instr instr;
+typedef struct task task;
+
+/* What an instruction tells the loop that runs a thread. */
+typedef enum step {
+  STEP_NEXT,  /* go on at pc */
+  STEP_PAUSE, /* a scheduling point; the thread may have blocked or ended */
+  STEP_FAIL   /* the error is recorded */
+} step;
+
+typedef step (*exec_fn)(pm_machine *m, thread *t, const instr *i);
+/* n elements, contiguous; dst may be the same array as an operand */
+typedef void (*kernel_fn)(void *dst, const void *x, const void *y, const void *z, size_t n);
+
+enum { SPLAT_X = 1, SPLAT_Y = 2, SPLAT_Z = 4, WIDEN = 8, NARROW = 16 }; /* instr.flags, pointwise */
+
+struct instr {
+  exec_fn exec;
+  union {
+    kernel_fn kernel;
+    const struct access *mem;
+    const struct scope *scope;
+    const struct moves *moves;
+    const struct printing *printing;
+    const uint32_t *targets;
+    const struct reduction *reduction;
+  };
+  const struct access *mem2, *mem3;
+  uint32_t dst, a, b, c; /* slots; 0: none */
+  uint32_t n;            /* elements, or an attribute */
+  uint32_t to;           /* of jumps; of other ops a second attribute */
+  pm_opid op;
+  uint8_t dtype, out; /* of operands, of the result */
+  uint8_t flags;
+};
+
+/* ---- memory ------------------------------------------------------------------------------- */
+
+enum { MAX_STARTS = PM_MAX_TERMS, MAX_LOOPS = 2 * PM_MAX_RANK };
+
+/* One step from a view to the ref it is a view of. */
+typedef struct view_step {
+  uint8_t code; /* PM_OP_INDEX, PM_OP_TRANSPOSE_REF, PM_OP_RESHAPE_REF */
+  uint8_t in_rank, out_rank;
+  int64_t in_dim[PM_MAX_RANK], out_dim[PM_MAX_RANK];
+  int64_t start[PM_MAX_RANK]; /* INDEX; of a dynamic one its number among the access's starts */
+  bool dynamic[PM_MAX_RANK], dropped[PM_MAX_RANK];
+  uint8_t perm[PM_MAX_RANK]; /* TRANSPOSE_REF */
+} view_step;
+
+/* A start that may lie outside: 0 <= start <= limit must hold. */
+typedef struct start_check {
+  bool dynamic;
+  int64_t start, limit; /* dynamic: the number of the start */
+  uint16_t step, dim;
+} start_check;
+
+typedef struct access {
+  const char *name;
+  uint8_t kind, space, dtype, bytes; /* kind: enum pm_kind; PM_ARRAY: a slot of the frame */
+  uint8_t rank, base_rank, n_loops;
+  bool contiguous;
+  uint32_t
+      base;  /* GMEM: kernel argument; SMEM: byte in the block; REGS: slot; barriers: first one */
+  int64_t n; /* elements */
+  int64_t offset;
+  int64_t dim[PM_MAX_RANK], stride[PM_MAX_RANK];        /* of the view; stride -1: see loops */
+  int64_t loop_size[MAX_LOOPS], loop_stride[MAX_LOOPS]; /* the same, merged where possible */
+  int64_t base_dim[PM_MAX_RANK];
+  uint32_t n_terms, n_starts, n_checks, n_steps;
+  struct access_term {
+    uint32_t slot;
+    int64_t mul, div;
+  } * terms;
+  uint32_t *starts; /* slots of the dynamic starts */
+  start_check *checks;
+  view_step *steps; /* from the view to the base */
+} access;
+
+/* An access with its starts read. */
+typedef struct spot {
+  const access *mem;
+  char *base, *at; /* at is valid if inside; of barriers, only offset is */
+  int64_t offset;  /* elements */
+  bool inside;
+  int32_t starts[MAX_STARTS];
+} spot;
+
+typedef struct scope {
+  bool collective, has_acc;
+  uint32_t index;
+  uint32_t n_smem, n_bars;
+  struct smem_alloc {
+    uint32_t at;
+    uint8_t dtype;
+    int64_t n;
+  } * smem;
+  uint32_t *bars; /* numbers of barrier_info */
+} scope;
+
+typedef struct barrier_info {
+  const char *name;
+  uint32_t first, count, arrivals;
+  uint8_t rank;
+  int64_t dim[PM_MAX_RANK];
+  pm_opid op;
+} barrier_info;
+
+typedef struct moves {
+  uint32_t n;
+  struct move {
+    uint32_t dst, src, bytes;
+  } at[];
+} moves;
+
+typedef struct printing {
+  const char *format;
+  uint32_t n;
+  struct {
+    uint32_t slot;
+    uint8_t dtype;
+  } arg[];
+} printing;
+
+/* Groups of dims to reduce, one after the other: (outer, size, inner) of the array left by then. */
+typedef struct reduction {
+  kernel_fn kernel;
+  uint32_t n;
+  struct {
+    int64_t outer, size, inner;
+  } group[PM_MAX_RANK];
+  int64_t n_out;
+} reduction;
+
+/* ---- a run -------------------------------------------------------------------------------- */
+
+typedef struct barrier {
+  const barrier_info *info;
+  int64_t phase;              /* completed phases */
+  uint32_t arrivals, pending; /* of the open phase; copies in flight among them */
+  pm_opid last_arrival, last_completion;
+  int64_t *seen; /* per thread of the block: phases it observed, -1: it never waited */
+} barrier;
+
+typedef struct block {
+  char *smem;
+  barrier *bars;
+  int64_t coord[3];
+  uint32_t n_entering, n_done;
+  const scope *entering;
+  uint32_t *n_left; /* per scope: threads that left it */
+} block;
+
+typedef enum thread_state {
+  THREAD_READY,
+  THREAD_AT_BARRIER,
+  THREAD_AT_SCOPE,
+  THREAD_DONE
+} thread_state;
+
+struct thread {
+  char *frame;
+  uint32_t pc;
+  uint32_t index; /* in the block */
+  uint32_t ready; /* place in machine.ready */
+  thread_state state;
+  block *block;
+  barrier *waits_for;
+  task *mma_first, *mma_last; /* pending, oldest first */
+  uint32_t n_mma;
+  task *stores;        /* pending, any order */
+  int64_t groups;      /* closed bulk groups */
+  int64_t groups_read; /* groups below it were waited for, reads at least */
+  int64_t last_group;  /* of the last store, -1: none */
+  pm_opid last_store;
+};
+
+typedef enum task_kind { TASK_LOAD, TASK_STORE, TASK_MMA, TASK_KINDS } task_kind;
+
+struct task {
+  task_kind kind;
+  uint32_t index; /* place in machine.tasks[kind] */
+  thread *owner;
+  const instr *i;
+  task *next, *prev; /* in the thread's list, or among the free ones */
+  spot gmem, smem;   /* of a copy */
+  barrier *barrier;
+  int64_t group;
+  bool read;          /* a store whose SMEM was read */
+  spot acc, lhs, rhs; /* of a wgmma; lhs.mem NULL: in `buffer` */
+  char *buffer;
+  size_t buffer_bytes;
+};
+
+typedef struct place {
+  const char *file; /* NULL: unknown */
+  uint32_t line;
+} place;
+
+struct pm_machine {
+  pm_arena arena;
+  const char *name;
+  int64_t grid[PM_MAX_RANK], cluster[3];
+  uint32_t n_grid, n_cluster, n_threads, n_blocks; /* blocks of a cluster */
+  instr *code;
+  place *places; /* per op */
+  scope **scopes;
+  barrier_info *bars;
+  uint32_t n_scopes, n_bars, n_barriers; /* n_barriers: all elements of all bars */
+  size_t frame_bytes, smem_bytes;
+  char *image; /* first bytes of every frame: the constants */
+  size_t image_bytes;
+  size_t pack_bytes; /* scratch of the largest wgmma */
+
+  /* of the run */
+  bool allocated;
+  thread *threads;
+  block *blocks;
+  char *pack;
+  thread **ready;
+  uint32_t n_ready, n_live;
+  struct {
+    task **at;
+    uint32_t n, cap, weight;
+  } tasks[TASK_KINDS];
+  task *free_tasks;
+  uint64_t random;
+  int64_t point[PM_MAX_RANK], points_done, points;
+  uint32_t ticks;
+  int64_t next_report; /* nanoseconds */
+  void *const *buffers;
+  pm_interp_options options;
+  pm_err *err;
+};
+
+static inline void *slot_of(thread *t, uint32_t slot) { return t->frame + slot; }
+static inline int32_t slot_i32(thread *t, uint32_t slot) { return *(int32_t *)(t->frame + slot); }
+
+/* machine.c */
+step pm_vm_fail(pm_machine *m, const thread *t, pm_opid op, pm_code code, const char *fmt, ...)
+    PM_PRINTF(5, 6);
+/* " at file:line" */
+const char *pm_vm_place(const pm_machine *m, pm_opid op, char *buf, size_t n);
+step pm_vm_arrive(pm_machine *m, thread *t, pm_opid op, barrier *b, bool pending);
+step pm_vm_transfer_done(pm_machine *m, thread *t, pm_opid op, barrier *b);
+barrier *pm_vm_barrier(pm_machine *m, thread *t, const instr *i,
+                       const access *mem); /* NULL: failed */
+uint64_t pm_vm_random(pm_machine *m);
+step pm_vm_move(pm_machine *m, thread *t, const instr *i);
+step pm_vm_jump(pm_machine *m, thread *t, const instr *i);
+step pm_vm_next(pm_machine *m, thread *t, const instr *i);  /* a FOR's increment and jump back */
+step pm_vm_leave(pm_machine *m, thread *t, const instr *i); /* end of a scope */
+step pm_vm_end(pm_machine *m, thread *t, const instr *i);   /* end of the program */
+
+/* memory.c */
+void pm_vm_locate(pm_machine *m, thread *t, const access *mem, spot *s);
+step pm_vm_outside(pm_machine *m, thread *t, pm_opid op, const spot *s, const char *what);
+void pm_vm_gather(const spot *s, void *dst);        /* inside */
+void pm_vm_scatter(const spot *s, const void *src); /* inside */
+/* Element by element, for views that overhang; `strict`: the view's own bounds count as well as
+ * those of its base. What is outside is left alone in dst, or not stored. */
+void pm_vm_gather_inside(const spot *s, bool strict, void *dst);
+void pm_vm_scatter_inside(const spot *s, const void *src);
+/* the loops of a strided array: merged sizes and strides, in order */
+void pm_vm_set_loops(access *mem, uint32_t rank, const int64_t *size, const int64_t *stride);
+
+/* async.c */
+step pm_vm_run_task(pm_machine *m, task *k); /* one step of it */
+void pm_vm_drain_mma(pm_machine *m, thread *t, uint32_t n);
+void pm_vm_drop_tasks(pm_machine *m); /* after a failure */
+void pm_vm_free_tasks(pm_machine *m);
+
+/* matmul.c */
+size_t pm_vm_pack_bytes(int64_t m, int64_t n, int64_t k);
+void pm_vm_matmul(char *pack, const spot *acc, const spot *lhs, const void *lhs_array,
+                  const spot *rhs, pm_dtype dtype);
+
+/* ---- compiling ------------------------------------------------------------------------------ */
+
+typedef struct compiler compiler;
+
+/* How an op becomes code, and the function and kernels of the one instruction that most are. */
+typedef struct handler {
+  void (*encode)(compiler *c, pm_opid op, const struct handler *h);
+  exec_fn exec;
+  kernel_fn kernels[PM_DTYPE_COUNT]; /* by the dtype of the computation; f16 and bf16 use f32's */
+} handler;
+extern const handler *const pm_vm_handlers[PM_OP_COUNT]; /* tile_ops.c, expanded from ops.def */
+
+void pm_vm_encode_pointwise(compiler *c, pm_opid op, const handler *h);
+void pm_vm_encode_plain(compiler *c, pm_opid op,
+                        const handler *h); /* a, b, c, dst; memory operands */
+void pm_vm_encode_alias(compiler *c, pm_opid op, const handler *h); /* the result is the operand */
+void pm_vm_encode_nothing(compiler *c, pm_opid op, const handler *h);
+void pm_vm_encode_const(compiler *c, pm_opid op, const handler *h);
+void pm_vm_encode_iota(compiler *c, pm_opid op, const handler *h);
+void pm_vm_encode_axis(compiler *c, pm_opid op, const handler *h);
+void pm_vm_encode_multiple(compiler *c, pm_opid op, const handler *h);
+void pm_vm_encode_strided(compiler *c, pm_opid op, const handler *h); /* BROADCAST, SLICE */
+void pm_vm_encode_reduce(compiler *c, pm_opid op, const handler *h);
+void pm_vm_encode_alloc(compiler *c, pm_opid op, const handler *h);
+void pm_vm_encode_print(compiler *c, pm_opid op, const handler *h);
+void pm_vm_encode_scope(compiler *c, pm_opid op, const handler *h);
+void pm_vm_encode_for(compiler *c, pm_opid op, const handler *h);
+void pm_vm_encode_while(compiler *c, pm_opid op, const handler *h);
+void pm_vm_encode_if(compiler *c, pm_opid op, const handler *h);
+void pm_vm_encode_switch(compiler *c, pm_opid op, const handler *h);
+
+/* Handlers of the ops that are not tile ops, each beside its functions. */
+extern const handler pm_vm_SCOPE, pm_vm_FOR, pm_vm_WHILE, pm_vm_IF, pm_vm_SWITCH, pm_vm_YIELD,
+    pm_vm_ARRIVE, pm_vm_WAIT, pm_vm_DEBUG_PRINT; /* machine.c */
+extern const handler pm_vm_LOAD, pm_vm_STORE, pm_vm_ALLOC_SMEM, pm_vm_ALLOC_BARRIER,
+    pm_vm_ALLOC_ACC, pm_vm_INDEX, pm_vm_TRANSPOSE_REF, pm_vm_RESHAPE_REF; /* memory.c */
+extern const handler pm_vm_COPY_G2S, pm_vm_COPY_S2G, pm_vm_COMMIT_GROUP, pm_vm_WAIT_S2G,
+    pm_vm_COMMIT_SMEM, pm_vm_WGMMA, pm_vm_WGMMA_WAIT, pm_vm_ACC_LOAD, pm_vm_ACC_STORE; /* async.c */
+
+#endif

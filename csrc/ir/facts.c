@@ -1,0 +1,291 @@
+/* Facts about scalars, read off the graph on demand: constants, divisors, ranges.
+ *
+ * A question walks the definitions of a value. Values form a DAG, so every question has a budget of
+ * visits; where it ends the answer is "nothing known". Index arithmetic is taken not to overflow,
+ * except that a range which leaves its dtype is forgotten. */
+#include "ir.h"
+
+enum { BUDGET = 256 };
+
+static bool defined_by(const pm_graph *g, pm_val v, pm_op *out) {
+  pm_opid def = pm_value_of(g, v)->def;
+  if (!def) return false;
+  *out = *pm_get(g, def);
+  return true;
+}
+
+static pm_val operand(const pm_graph *g, const pm_op *o, uint32_t k) {
+  return g->operands.at[o->in + k];
+}
+
+/* ---- constants ---------------------------------------------------------------------------- */
+
+static pm_scalar constant_of(const pm_graph *g, pm_opid op) {
+  pm_dtype dtype = pm_typeof(g, pm_get(g, op)->out)->dtype;
+  int64_t word = *pm_attr(g, op, PM_ATTR_VALUE);
+  pm_scalar v;
+  if (!pm_is_float(dtype)) return (pm_scalar){.i = word};
+  memcpy(&v.f, &word, sizeof word);
+  unsigned char rounded[8];
+  pm_store_scalar(dtype, rounded, v);
+  return pm_load_scalar(dtype, rounded);
+}
+
+bool pm_constant(const pm_graph *g, pm_val v, pm_scalar *out) {
+  enum { DEPTH = 32 };
+  pm_dtype path[DEPTH]; /* dtypes on the way, last conversion first */
+  for (int n = 0; n < DEPTH; n++) {
+    pm_op o;
+    if (!defined_by(g, v, &o)) return false;
+    path[n] = pm_typeof(g, v)->dtype;
+    if (o.code == PM_OP_CONST) {
+      *out = constant_of(g, pm_value_of(g, v)->def);
+      for (; n > 0; n--) *out = pm_convert_scalar(path[n], path[n - 1], *out);
+      return true;
+    }
+    if (o.code != PM_OP_CONVERT && o.code != PM_OP_BROADCAST && o.code != PM_OP_MULTIPLE_OF) {
+      return false;
+    }
+    v = operand(g, &o, 0);
+  }
+  return false;
+}
+
+static bool int_constant(const pm_graph *g, pm_val v, int64_t *out) {
+  pm_scalar s;
+  if (!pm_is_int(pm_typeof(g, v)->dtype) || !pm_constant(g, v, &s)) return false;
+  *out = s.i;
+  return true;
+}
+
+/* ---- divisors ----------------------------------------------------------------------------- */
+
+typedef struct facts {
+  const pm_graph *g;
+  int budget;
+} facts;
+
+static int64_t divisor(facts *f, pm_val v);
+
+/* gcd of what the regions of an IF, SWITCH or SCOPE yield for result k */
+static int64_t divisor_of_yields(facts *f, const pm_op *o, uint32_t k) {
+  int64_t d = 0;
+  for (uint32_t r = 0; r < o->n_regions; r++) {
+    pm_opid yield = pm_terminator(f->g, f->g->region_blocks.at[o->regions + r]);
+    d = pm_gcd(d, divisor(f, pm_in(f->g, yield, k)));
+  }
+  return d;
+}
+
+static int64_t product(int64_t a, int64_t b) {
+  int64_t limit = INT64_C(1) << 40;
+  if (!a || !b) return 0;
+  return a > limit / b ? pm_max(a, b) : a * b;
+}
+
+static int64_t power_of_two_in(int64_t d) { return d ? d & -d : 0; }
+
+static int64_t divisor_of_op(facts *f, const pm_op *o, uint32_t index, pm_dtype dtype) {
+  const pm_graph *g = f->g;
+  pm_val x = o->n_in > 0 ? operand(g, o, 0) : 0, y = o->n_in > 1 ? operand(g, o, 1) : 0;
+  int64_t c;
+  switch (o->code) {
+    case PM_OP_MULTIPLE_OF: {
+      int64_t promised = g->attrs.at[o->attr], known = divisor(f, x);
+      if (!known) return 0;
+      return product(promised / pm_gcd(promised, known), known);
+    }
+    case PM_OP_NEG:
+    case PM_OP_ABS: return divisor(f, x);
+    case PM_OP_ADD:
+    case PM_OP_SUB:
+    case PM_OP_MIN:
+    case PM_OP_MAX: return pm_gcd(divisor(f, x), divisor(f, y));
+    case PM_OP_MUL: return product(divisor(f, x), divisor(f, y));
+    case PM_OP_SHL:
+      if (!int_constant(g, y, &c) || c < 0 || c > 31) return 1;
+      return product(divisor(f, x), INT64_C(1) << c);
+    case PM_OP_DIV: {
+      if (!int_constant(g, y, &c) || c <= 0) return 1;
+      int64_t d = divisor(f, x);
+      return d % c ? 1 : d / c;
+    }
+    case PM_OP_SHR: {
+      if (!int_constant(g, y, &c) || c < 0 || c > 31) return 1;
+      int64_t d = divisor(f, x);
+      return d & ((INT64_C(1) << c) - 1) ? 1 : d >> c;
+    }
+    case PM_OP_REM:
+      if (!int_constant(g, y, &c) || !c) return 1;
+      return pm_gcd(divisor(f, x), c);
+    case PM_OP_AND: return pm_max(power_of_two_in(divisor(f, x)), power_of_two_in(divisor(f, y)));
+    case PM_OP_OR:
+    case PM_OP_XOR: return power_of_two_in(pm_gcd(divisor(f, x), divisor(f, y)));
+    case PM_OP_SELECT: return pm_gcd(divisor(f, y), divisor(f, operand(g, o, 2)));
+    case PM_OP_CONVERT: {
+      pm_dtype from = pm_typeof(g, x)->dtype;
+      if (!pm_is_int(from)) return 1;
+      int64_t d = divisor(f, x);
+      return pm_dtypes[from].bits <= pm_dtypes[dtype].bits ? d : power_of_two_in(d);
+    }
+    case PM_OP_IF:
+    case PM_OP_SWITCH:
+    case PM_OP_SCOPE: return divisor_of_yields(f, o, index);
+    default: return 1;
+  }
+}
+
+static int64_t divisor(facts *f, pm_val v) {
+  int64_t c;
+  pm_op o;
+  if (f->budget-- <= 0) return 1;
+  const pm_type *t = pm_typeof(f->g, v);
+  if (t->kind != PM_ARRAY || !pm_is_int(t->dtype)) return 1;
+  if (int_constant(f->g, v, &c)) return c < 0 ? -c : c;
+  if (!defined_by(f->g, v, &o)) return 1;
+  if (o.code == PM_OP_AXIS) {
+    int64_t lo, hi;
+    return pm_range(f->g, v, &lo, &hi) && !lo && !hi ? 0 : 1;
+  }
+  return divisor_of_op(f, &o, pm_value_of(f->g, v)->index, t->dtype);
+}
+
+int64_t pm_divisor(const pm_graph *g, pm_val v) {
+  facts f = {g, BUDGET};
+  return divisor(&f, v);
+}
+
+/* ---- ranges ------------------------------------------------------------------------------- */
+
+typedef struct span {
+  int64_t lo, hi;
+} span;
+
+static span range(facts *f, pm_val v);
+
+static span span_of_dtype(pm_dtype t) {
+  int bits = pm_dtypes[t].bits;
+  switch (pm_dtypes[t].class) {
+    case PM_CLASS_BOOL: return (span){0, 1};
+    case PM_CLASS_UINT: return (span){0, (INT64_C(1) << bits) - 1};
+    default: return (span){-(INT64_C(1) << (bits - 1)), (INT64_C(1) << (bits - 1)) - 1};
+  }
+}
+
+static span hull(span a, span b) { return (span){pm_min(a.lo, b.lo), pm_max(a.hi, b.hi)}; }
+
+static span hull_of_products(span a, span b) {
+  span low = {pm_min(a.lo * b.lo, a.lo * b.hi), pm_max(a.lo * b.lo, a.lo * b.hi)};
+  span high = {pm_min(a.hi * b.lo, a.hi * b.hi), pm_max(a.hi * b.lo, a.hi * b.hi)};
+  return hull(low, high);
+}
+
+static span range_of_axis(const pm_graph *g, const pm_op *o, span all) {
+  int64_t family = g->attrs.at[o->attr], dim = g->attrs.at[o->attr + 1];
+  if (family == PM_AXIS_THREAD) return (span){0, (int64_t)g->n_threads - 1};
+  if (family == PM_AXIS_GRID && dim < g->n_grid) return (span){0, g->grid[dim] - 1};
+  if (family == PM_AXIS_CLUSTER && dim < g->n_cluster) return (span){0, g->cluster[dim] - 1};
+  return all;
+}
+
+/* x / c and x % c truncate toward zero */
+static span range_of_rem(span x, int64_t c) {
+  if (x.lo >= 0) return x.hi < c ? x : (span){0, c - 1};
+  return (span){pm_max(x.lo, 1 - c), pm_max(0, pm_min(x.hi, c - 1))};
+}
+
+static span range_of_yields(facts *f, const pm_op *o, uint32_t k) {
+  span s = {0, 0};
+  for (uint32_t r = 0; r < o->n_regions; r++) {
+    pm_opid yield = pm_terminator(f->g, f->g->region_blocks.at[o->regions + r]);
+    span one = range(f, pm_in(f->g, yield, k));
+    s = r ? hull(s, one) : one;
+  }
+  return s;
+}
+
+static span range_of_op(facts *f, const pm_op *o, uint32_t index, span all) {
+  const pm_graph *g = f->g;
+  pm_val x = o->n_in > 0 ? operand(g, o, 0) : 0, y = o->n_in > 1 ? operand(g, o, 1) : 0;
+  int64_t c;
+  span a, b;
+  switch (o->code) {
+    case PM_OP_AXIS: return range_of_axis(g, o, all);
+    case PM_OP_MULTIPLE_OF: return range(f, x);
+    case PM_OP_NEG: a = range(f, x); return (span){-a.hi, -a.lo};
+    case PM_OP_ADD: a = range(f, x), b = range(f, y); return (span){a.lo + b.lo, a.hi + b.hi};
+    case PM_OP_SUB: a = range(f, x), b = range(f, y); return (span){a.lo - b.hi, a.hi - b.lo};
+    case PM_OP_MUL: {
+      a = range(f, x), b = range(f, y);
+      int64_t big = INT64_C(1) << 31; /* of unsigned factors the product may leave int64 */
+      return a.hi > big || b.hi > big ? all : hull_of_products(a, b);
+    }
+    case PM_OP_MIN:
+      a = range(f, x), b = range(f, y);
+      return (span){pm_min(a.lo, b.lo), pm_min(a.hi, b.hi)};
+    case PM_OP_MAX:
+      a = range(f, x), b = range(f, y);
+      return (span){pm_max(a.lo, b.lo), pm_max(a.hi, b.hi)};
+    case PM_OP_DIV:
+      if (!int_constant(g, y, &c) || c <= 0) return all;
+      a = range(f, x);
+      return (span){a.lo / c, a.hi / c};
+    case PM_OP_REM:
+      if (!int_constant(g, y, &c) || c <= 0) return all;
+      return range_of_rem(range(f, x), c);
+    case PM_OP_SHL:
+      if (!int_constant(g, y, &c) || c < 0 || c > 30) return all;
+      a = range(f, x);
+      return (span){a.lo * (INT64_C(1) << c), a.hi * (INT64_C(1) << c)};
+    case PM_OP_SHR:
+      if (!int_constant(g, y, &c) || c < 0 || c > 31) return all;
+      a = range(f, x);
+      return (span){a.lo >> c, a.hi >> c};
+    case PM_OP_AND:
+      a = range(f, x), b = range(f, y);
+      if (a.lo >= 0 && b.lo >= 0) return (span){0, pm_min(a.hi, b.hi)};
+      if (a.lo >= 0) return (span){0, a.hi};
+      return b.lo >= 0 ? (span){0, b.hi} : all;
+    case PM_OP_SELECT: return hull(range(f, y), range(f, operand(g, o, 2)));
+    case PM_OP_CONVERT: return pm_is_float(pm_typeof(g, x)->dtype) ? all : range(f, x);
+    case PM_OP_IF:
+    case PM_OP_SWITCH:
+    case PM_OP_SCOPE: return range_of_yields(f, o, index);
+    default: return all;
+  }
+}
+
+/* The index of a loop runs from lower to below upper; inside the body there was a step to make. */
+static span range_of_arg(facts *f, pm_val v, span all) {
+  const pm_value *value = pm_value_of(f->g, v);
+  pm_opid parent = f->g->blocks.at[value->block].parent;
+  if (!parent || value->index || pm_get(f->g, parent)->code != PM_OP_FOR) return all;
+  span lower = range(f, pm_in(f->g, parent, 0)), upper = range(f, pm_in(f->g, parent, 1));
+  if (lower.lo >= upper.hi) return lower; /* never runs */
+  return (span){lower.lo, upper.hi - 1};
+}
+
+static span range(facts *f, pm_val v) {
+  pm_dtype dtype = pm_typeof(f->g, v)->dtype;
+  span all = span_of_dtype(dtype), s;
+  int64_t c;
+  pm_op o;
+  if (f->budget-- <= 0) return all;
+  if (int_constant(f->g, v, &c)) return (span){c, c};
+  if (defined_by(f->g, v, &o)) {
+    s = range_of_op(f, &o, pm_value_of(f->g, v)->index, all);
+  } else {
+    s = range_of_arg(f, v, all);
+  }
+  return s.lo < all.lo || s.hi > all.hi ? all : s;
+}
+
+bool pm_range(const pm_graph *g, pm_val v, int64_t *lo, int64_t *hi) {
+  const pm_type *t = pm_typeof(g, v);
+  if (t->kind != PM_ARRAY || t->rank || !pm_is_int(t->dtype)) return false;
+  facts f = {g, BUDGET};
+  span all = span_of_dtype(t->dtype), s = range(&f, v);
+  *lo = s.lo;
+  *hi = s.hi;
+  return s.lo > all.lo || s.hi < all.hi || pm_dtypes[t->dtype].bits < 32;
+}

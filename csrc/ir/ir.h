@@ -1,0 +1,244 @@
+/* The op graph: SSA with structured regions.
+ *
+ * Values, ops and blocks are 32-bit indices into arrays of one graph; 0 is "none" for each of them.
+ * Everything lives in the graph's arena. A region is one block. Block 1 is the body of the kernel;
+ * its arguments are the kernel's operands, then its outputs, all refs in GMEM. The last op of every
+ * other block is YIELD. Effects keep program order; only pure ops may move or merge.
+ *
+ * A ref is a value: views (INDEX, TRANSPOSE_REF, RESHAPE_REF) are pure ops on it that speak of
+ * logical dimensions. Physical addresses are found only after inference, by ir/view.h.
+ *
+ * Stages, in order: traced, checked (verify.c), laid out (passes/layouts.c), planned
+ * (passes/smem.c, passes/copies.c), synchronised (passes/sync.c). Each leaves a graph that
+ * pm_verify accepts. Interpreter and CUDA generator both read the last one. */
+#ifndef PM_IR_H
+#define PM_IR_H
+
+#include "../base/base.h"
+#include "../base/dtype.h"
+
+#define PM_MAX_RANK 8
+#define PM_DYNAMIC INT64_MIN /* in STARTS: the next operand gives the start */
+#define PM_DROPPED (-1)      /* in SIZES: an int index, the dimension goes */
+
+typedef uint32_t pm_val, pm_opid, pm_blk, pm_layid;
+
+/* ---- tables ------------------------------------------------------------------------------- */
+
+typedef enum pm_attr_id {
+  PM_ATTR_NONE,
+#define PM_ATTR(id, text, kind) PM_ATTR_##id,
+#include "attrs.def"
+#undef PM_ATTR
+  PM_ATTR_COUNT
+} pm_attr_id;
+
+/* PM_AXIS_GRID, PM_REDUCE_ADD, PM_OOB_ZEROS, PM_ENGINE_TMA ...: each family counts from 0 */
+#define V(family, id, text) PM_##family##_##id,
+#define PM_FAMILY(family, values) enum { values PM_##family##_COUNT };
+#include "enums.def"
+#undef PM_FAMILY
+#undef V
+typedef enum pm_enum_family {
+#define V(family, id, text)
+#define PM_FAMILY(family, values) PM_FAMILY_##family,
+#include "enums.def"
+#undef PM_FAMILY
+#undef V
+  PM_FAMILY_COUNT
+} pm_enum_family;
+const char *pm_enum_text(pm_enum_family f, int64_t value);
+
+enum { /* effects */
+  E_RG = 1, E_WG = 2, E_RS = 4, E_WS = 8, E_RR = 16, E_WR = 32, E_B = 64,
+  E_ASYNC = 128, E_SYNC = 256, E_IO = 512, E_CTRL = 1024
+};
+
+typedef enum pm_layout_rule {
+  PM_LAY_NONE, PM_LAY_POINTWISE, PM_LAY_SPLAT, PM_LAY_FREE, PM_LAY_FIXED, PM_LAY_LOAD, PM_LAY_STORE,
+  PM_LAY_REDUCE, PM_LAY_BROADCAST, PM_LAY_RESHAPE, PM_LAY_SLICE, PM_LAY_ACC, PM_LAY_CONTROL
+} pm_layout_rule;
+typedef enum pm_part { PM_PART_EACH, PM_PART_WARPGROUP, PM_PART_LANE } pm_part;
+typedef enum pm_done { PM_DONE_NOW, PM_DONE_BARRIER, PM_DONE_GROUP, PM_DONE_COMMIT } pm_done;
+
+typedef enum pm_opcode {
+  PM_OP_NONE,
+#define PM_OP(id, text, in, out, regions, attrs, type, layout, effects, part, done, warp, arch, doc)  \
+  PM_OP_##id,
+#include "ops.def"
+#undef PM_OP
+  PM_OP_COUNT
+} pm_opcode;
+
+#define PM_MAX_ATTRS 6
+#define PM_VARIABLE 255
+typedef struct pm_op_info {
+  const char *text, *in, *doc;
+  uint8_t out, regions; /* PM_VARIABLE: V */
+  uint8_t n_attrs;
+  uint8_t attrs[PM_MAX_ATTRS]; /* pm_attr_id */
+  uint8_t layout, part, done, warp, arch;
+  uint16_t effects;
+} pm_op_info;
+extern const pm_op_info pm_ops[PM_OP_COUNT];
+extern const char *const pm_attr_text[PM_ATTR_COUNT];
+int pm_op_find(const char *text, size_t n);  /* 0: no such op */
+
+/* ---- the graph ---------------------------------------------------------------------------- */
+
+typedef enum pm_kind { PM_NO_TYPE, PM_ARRAY, PM_REF, PM_BARRIER } pm_kind;
+typedef enum pm_space { PM_REGS, PM_GMEM, PM_SMEM } pm_space; /* REGS: an accumulator, if a ref */
+
+typedef struct pm_type {
+  uint8_t kind, dtype, space, rank;
+  int64_t dim[PM_MAX_RANK];
+} pm_type;
+
+typedef struct pm_value {
+  pm_type type;
+  pm_opid def;     /* 0: an argument of `block` */
+  pm_blk block;
+  uint32_t index;  /* which result or argument */
+  pm_layid layout; /* arrays of rank > 0, once laid out */
+  uint32_t name;   /* interned text, 0: none; the user's variable */
+} pm_value;
+
+typedef struct pm_op {
+  uint16_t code;
+  uint16_t n_regions;
+  uint32_t n_in, n_out;
+  uint32_t in;      /* first of n_in words in graph.operands */
+  pm_val out;       /* first result; results are consecutive */
+  uint32_t regions; /* first of n_regions words in graph.region_blocks */
+  uint32_t attr;    /* first of info.n_attrs words in graph.attrs */
+  pm_blk parent;
+  uint32_t file, line; /* the user's Python; file is interned text, 0: unknown */
+} pm_op;
+
+typedef struct pm_block {
+  PM_VEC(pm_opid) ops;
+  pm_val arg; /* first argument; arguments are consecutive */
+  uint32_t n_args;
+  pm_opid parent; /* 0: the kernel's body */
+} pm_block;
+
+typedef struct pm_graph {
+  pm_arena *arena;
+  const char *name;
+  int64_t grid[PM_MAX_RANK], cluster[3]; /* in the user's order */
+  uint32_t n_grid, n_cluster, n_threads; /* n_threads: Pallas threads of a block, at least 1 */
+  uint32_t n_operands, n_outputs;        /* arguments of block 1 */
+  uint32_t n_inout;                      /* outputs that alias operands (recorded in alias[]) */
+  int32_t *alias;                        /* per output: operand index or -1 */
+  bool approx_math, no_auto_barriers;
+  uint8_t stage;                         /* enum pm_stage */
+  int64_t smem_bytes;                    /* after passes/smem.c: dynamic SMEM with all reserves */
+  /* reductions and layout conversions, inside smem_bytes; an equal part for each Pallas thread */
+  int64_t scratch_offset, scratch_bytes;
+  PM_VEC(pm_value) values;
+  PM_VEC(pm_op) ops;
+  PM_VEC(pm_block) blocks;
+  PM_VEC(uint32_t) operands;
+  PM_VEC(uint32_t) region_blocks;
+  PM_VEC(int64_t) attrs;
+  PM_VEC(int64_t) lists;                 /* an attribute list is [count, items...] at its index */
+  PM_VEC(const char *) strings;          /* interned; index 0 is "" */
+  PM_VEC(struct pm_layout *) layouts;    /* interned; index 0 is none */
+  PM_VEC(const char *) warnings;         /* passes report costly things here: "file:line: text" */
+  PM_VEC(uint32_t) string_slots;         /* hash table over strings; pm_intern's own */
+} pm_graph;
+
+enum pm_stage { PM_TRACED, PM_LAID_OUT, PM_PLANNED, PM_SYNCED };
+
+/* ---- building (ir/build.c). Failures of memory leave through pm_protect. --------------------- */
+
+pm_graph *pm_graph_new(pm_arena *a, const char *name);
+uint32_t pm_intern(pm_graph *g, const char *s);
+
+static inline pm_type pm_scalar_type(pm_dtype d) { return (pm_type){PM_ARRAY, (uint8_t)d, PM_REGS, 0, {0}}; }
+bool pm_type_equal(const pm_type *a, const pm_type *b);
+int64_t pm_type_size(const pm_type *t); /* elements */
+const char *pm_type_text(pm_arena *a, const pm_type *t);
+
+/* Append an argument to a block that has no op yet (kernel operands and outputs: block 1). */
+pm_val pm_add_arg(pm_graph *g, pm_blk block, const pm_type *type);
+pm_blk pm_new_block(pm_graph *g);
+
+/* A builder adds ops at the end of `block`; the place is stamped on each of them. */
+typedef struct pm_builder {
+  pm_graph *g;
+  pm_blk block;
+  uint32_t file, line;
+} pm_builder;
+
+/* One attribute of a new op. INT, BITS and ENUM use i; LIST uses list and n; STR an interned text
+ * and LAYOUT a layout id in i. Attributes not given are 0 (OFFSET -1, UNIT 128, empty list). */
+typedef struct pm_attr_arg { pm_attr_id id; int64_t i; const int64_t *list; uint32_t n; } pm_attr_arg;
+
+/* Make an op, infer its types by its rule (`given` is the type for the rules given, convert, bitcast,
+ * reshape, broadcast), check it, append it. Regions are added by pm_add_region before the op is
+ * closed; ops with regions get results from pm_close. On failure nothing is added and err has the
+ * builder's place. */
+pm_code pm_emit(pm_builder *b, pm_opcode code, const pm_val *in, uint32_t n_in, const pm_type *given,
+                const pm_attr_arg *attrs, uint32_t n_attrs, pm_opid *op, pm_err *err);
+
+/* Control: pm_open appends the op with its operands and regions (blocks with arguments; FOR: i32
+ * then the carries; WHILE: the carries in both; the others none). Fill each region with a builder
+ * on pm_region(g, op, k), end it with pm_yield, then pm_close checks that the yields agree and makes
+ * the results. pm_abandon removes an open op again (a body is traced anew). */
+pm_code pm_open(pm_builder *b, pm_opcode code, const pm_val *in, uint32_t n_in, uint32_t n_regions,
+                const pm_attr_arg *attrs, uint32_t n_attrs, pm_opid *op, pm_err *err);
+pm_code pm_yield(pm_builder *b, const pm_val *vals, uint32_t n, pm_err *err);
+pm_code pm_close(pm_builder *b, pm_opid op, pm_err *err);
+void pm_abandon(pm_builder *b, pm_opid op);
+
+/* Insert a ready-made op before position `at` of a block (passes). Types are taken as given. */
+pm_opid pm_insert(pm_graph *g, pm_blk block, uint32_t at, pm_opcode code, const pm_val *in, uint32_t n_in,
+                  const pm_type *out, uint32_t n_out, const pm_attr_arg *attrs, uint32_t n_attrs,
+                  pm_opid place_of);
+
+/* ---- reading ------------------------------------------------------------------------------- */
+
+static inline pm_op *pm_get(const pm_graph *g, pm_opid op) { return &g->ops.at[op]; }
+static inline pm_value *pm_value_of(const pm_graph *g, pm_val v) { return &g->values.at[v]; }
+static inline const pm_type *pm_typeof(const pm_graph *g, pm_val v) { return &g->values.at[v].type; }
+static inline pm_val pm_in(const pm_graph *g, pm_opid op, uint32_t k) {
+  return g->operands.at[g->ops.at[op].in + k];
+}
+static inline pm_blk pm_region(const pm_graph *g, pm_opid op, uint32_t k) {
+  return g->region_blocks.at[g->ops.at[op].regions + k];
+}
+static inline pm_opid pm_terminator(const pm_graph *g, pm_blk b) {
+  return g->blocks.at[b].ops.at[g->blocks.at[b].ops.n - 1];
+}
+/* the slot of an attribute of an op; the op must have it (asserted) */
+int64_t *pm_attr(const pm_graph *g, pm_opid op, pm_attr_id id);
+bool pm_has_attr(const pm_graph *g, pm_opid op, pm_attr_id id);
+const int64_t *pm_attr_list(const pm_graph *g, pm_opid op, pm_attr_id id, uint32_t *n);
+void pm_set_list(pm_graph *g, pm_opid op, pm_attr_id id, const int64_t *list, uint32_t n);
+
+/* If v is a CONST (through CONVERT and BROADCAST), its number. */
+bool pm_constant(const pm_graph *g, pm_val v, pm_scalar *out);
+/* The largest d such that v is provably a multiple of it (0: v is the constant 0), from constants,
+ * MULTIPLE_OF, add, sub, mul, loop indices with a static lower bound times constants, select, min,
+ * max. 1 when nothing is known. Scalars of an int dtype. */
+int64_t pm_divisor(const pm_graph *g, pm_val v);
+/* Provable bounds of an int scalar (axis sizes, constants, loops); false: none known. */
+bool pm_range(const pm_graph *g, pm_val v, int64_t *lo, int64_t *hi);
+
+/* Does any of the n values depend on any of `on`, by dataflow? Conservative through regions. depends.c */
+bool pm_depends(const pm_graph *g, const pm_val *vals, uint32_t n, const pm_val *on, uint32_t n_on);
+
+/* ---- whole-graph services ------------------------------------------------------------------ */
+
+pm_code pm_verify(const pm_graph *g, pm_err *err);
+void pm_print(const pm_graph *g, pm_text *out);
+/* Parse the text form; `places` of ops come from their "file:line" comments, if any. */
+pm_code pm_parse(pm_arena *a, const char *text, size_t n, pm_graph **out, pm_err *err);
+/* Place of an op into err, if it has none yet. */
+void pm_err_op(pm_err *err, const pm_graph *g, pm_opid op);
+/* Call fn for every op of the block and of the regions below it, in program order. */
+typedef void (*pm_visit)(pm_graph *g, pm_opid op, void *ctx);
+void pm_walk(pm_graph *g, pm_blk block, pm_visit fn, void *ctx);
+
+#endif

@@ -1,0 +1,92 @@
+/* Register layouts: where the elements of an array live in the 128 lanes of a warpgroup.
+ *
+ * One representation for all of them. A layout covers a padded shape; warp, lane and register number
+ * are mixed-radix numbers whose digits each add `digit * stride` to one dimension of the index:
+ *
+ *     index[dim] = sum over digits of dim:  ((number / div) % size) * stride
+ *
+ * where number is the warp (0..3), the lane (0..31) or the register (0..n_regs-1), and div is the
+ * product of the sizes of the less significant digits of the same number. A digit with dim -1 is
+ * replicated: all its values hold copies. Every index below the padded shape is reached once per
+ * copy. An index outside the logical extents is padding: its register exists, its value means
+ * nothing, it is never stored, reduced, compared across lanes, printed.
+ *
+ * SPLAT: one register for all elements. FLAT: the digits address the row-major linear index (one
+ * dimension of size `padded[0]` >= the number of elements); WG_STRIDED is the flat layout
+ * linear = (r / vec * 128 + tid) * vec + r % vec. TILED: the digits address the dimensions; WGMMA,
+ * its reductions, and all named layouts of api/plgpu.md section 11 are constants of it.
+ * Array values are C arrays of n_regs elements in generated code: register r is element r; the
+ * fastest register digit is the vector.
+ *
+ * Layouts are interned per graph: equal layouts have equal pm_layid. */
+#ifndef PM_LAYOUT_H
+#define PM_LAYOUT_H
+
+#include "ir.h"
+
+typedef enum pm_layout_kind { PM_SPLAT, PM_FLAT, PM_TILED } pm_layout_kind;
+enum { PM_MAX_DIGITS = 16 };
+
+typedef struct pm_digit {
+  int8_t dim; /* -1: replicated */
+  int32_t size, stride;
+} pm_digit;
+
+typedef struct pm_layout {
+  uint8_t kind, rank;
+  uint8_t n_warp, n_lane, n_reg;   /* digits, most significant first */
+  int64_t shape[PM_MAX_RANK];      /* logical extents */
+  int64_t padded[PM_MAX_RANK];     /* FLAT: padded[0] only */
+  pm_digit warp[PM_MAX_DIGITS], lane[PM_MAX_DIGITS], reg[PM_MAX_DIGITS];
+} pm_layout;
+
+/* Constructors intern and return an id. The shape is the array's; they pad it. Rank 0 is splat. */
+pm_layid pm_layout_splat(pm_graph *g, const pm_type *array);
+pm_layid pm_layout_strided(pm_graph *g, const pm_type *array, int64_t vec); /* vec 0: the default */
+/* WGMMA on the last two dims (leading dims are registers); rank 1 or 0: none fits, 0 */
+pm_layid pm_layout_wgmma(pm_graph *g, const pm_type *array);
+/* Dim `dim` along the lanes in runs of vec, all others in registers; -1: every lane holds all. */
+pm_layid pm_layout_along(pm_graph *g, const pm_type *array, int dim, int64_t vec);
+/* The general form: tiles, then which of the resulting dims (negative) go where; as Layout.TILED.
+ * A replicated digit is given as 0x10000 + times in warp_dims / lane_dims. */
+pm_code pm_layout_tiled(pm_graph *g, const pm_type *array, const int64_t *const *tiles,
+                        const uint32_t *tile_rank, uint32_t n_tiles, const int64_t *warp_dims,
+                        uint32_t n_warp, const int64_t *lane_dims, uint32_t n_lane, int64_t vector_dim,
+                        pm_layid *out, pm_err *err);
+/* Layout of the array after dims `dims` are reduced away. SPLAT stays splat, and a result of one
+ * element is a splat from any layout: the dims that stay have size 1, so the whole array is
+ * reduced. FLAT over some of its dims: 0 (none exists). */
+pm_layid pm_layout_reduce(pm_graph *g, pm_layid l, const int64_t *dims, uint32_t n);
+/* The same elements in row-major order in the same registers under another shape; 0 if no digits
+ * say that. */
+pm_layid pm_layout_reshape(pm_graph *g, pm_layid l, const pm_type *to);
+/* Slice of the same rank where each lane keeps some of its registers, in order; 0: none. */
+pm_layid pm_layout_slice(pm_graph *g, pm_layid l, const int64_t *starts, const pm_type *to);
+/* The layout an operand must have so that broadcasting it (dims as in BROADCAST) costs nothing; 0:
+ * none does. Every dim in `dims` has the size of the operand's. */
+pm_layid pm_layout_broadcast_source(pm_graph *g, pm_layid result, const int64_t *dims, uint32_t n);
+
+/* The same for an operand that has size 1 where the result has not: those dims are new as well. */
+pm_layid pm_layout_broadcast_operand(pm_graph *g, pm_layid result, const int64_t *dims, uint32_t n,
+                                     const pm_type *operand);
+
+static inline const pm_layout *pm_layout_of(const pm_graph *g, pm_layid l) { return g->layouts.at[l]; }
+static inline const pm_layout *pm_value_layout(const pm_graph *g, pm_val v) {
+  return g->layouts.at[g->values.at[v].layout];
+}
+int64_t pm_layout_regs(const pm_layout *l);              /* registers per lane; SPLAT: 1 */
+/* contiguous run of the fastest register digit along dim; FLAT: along the linear index, any dim */
+int64_t pm_layout_vector(const pm_layout *l, int dim);
+/* index of register r of lane tid (0..127); false: padding (index then lies outside the extents) */
+bool pm_layout_index(const pm_layout *l, int tid, int64_t r, int64_t index[PM_MAX_RANK]);
+bool pm_layout_is_padded(const pm_layout *l);            /* any padding at all */
+bool pm_layout_is_replicated(const pm_layout *l);
+/* Does each lane hold, in one register number for all lanes, what it needs for each register of
+ * `to`? Then map[r] is that register of `from` (-1: padding in every lane), and a conversion moves
+ * nothing between lanes. Of one shape; map has pm_layout_regs(to) words; scratch memory from `a`. */
+bool pm_layout_register_map(pm_arena *a, const pm_layout *from, const pm_layout *to, int32_t *map);
+const char *pm_layout_text(pm_arena *a, const pm_layout *l); /* "splat", "strided(4)", "wgmma", "wgmma.reduce(1)", or digits */
+pm_code pm_layout_parse(pm_graph *g, const char *text, size_t n, const pm_type *array, pm_layid *out, pm_err *err);
+pm_layid pm_layout_intern(pm_graph *g, const pm_layout *l); /* canonical form first */
+
+#endif

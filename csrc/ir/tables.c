@@ -1,0 +1,70 @@
+/* The tables of the .def files: ops, attributes, enums. A row without a column does not compile. */
+#include "rules.h"
+
+#define V PM_VARIABLE
+#define PM_OP(id, text, in, out, regions, attrs, type, lay, effects, part, done, warp, arch, doc) \
+  _Static_assert(sizeof((uint8_t[]){attrs 0}) <= PM_MAX_ATTRS, "too many attributes");
+#include "ops.def"
+#undef PM_OP
+
+const pm_op_info pm_ops[PM_OP_COUNT] = {
+    [PM_OP_NONE] = {.text = "none", .in = "", .doc = ""},
+#define PM_OP(id, op_text, operands, results, n_regions, list, type, lay, flags, p, d, w, a, help) \
+  [PM_OP_##id] = {.text = op_text,                                                                 \
+                  .in = operands,                                                                  \
+                  .doc = help,                                                                     \
+                  .out = results,                                                                  \
+                  .regions = n_regions,                                                            \
+                  .n_attrs = sizeof((uint8_t[]){list 0}) - 1,                                      \
+                  .attrs = {list 0},                                                               \
+                  .layout = PM_LAY_##lay,                                                          \
+                  .part = PM_PART_##p,                                                             \
+                  .done = PM_DONE_##d,                                                             \
+                  .warp = w,                                                                       \
+                  .arch = a,                                                                       \
+                  .effects = flags},
+#include "ops.def"
+#undef PM_OP
+};
+#undef V
+
+const char *const pm_attr_text[PM_ATTR_COUNT] = {
+    [PM_ATTR_NONE] = "",
+#define PM_ATTR(id, text, kind) [PM_ATTR_##id] = text,
+#include "attrs.def"
+#undef PM_ATTR
+};
+
+const uint8_t pm_attr_forms[PM_ATTR_COUNT] = {
+#define PM_ATTR(id, text, kind) [PM_ATTR_##id] = PM_FORM_##kind,
+#include "attrs.def"
+#undef PM_ATTR
+};
+
+#define V(family, id, text) text,
+#define PM_FAMILY(family, values) static const char *const text_##family[] = {values};
+#include "enums.def"
+#undef PM_FAMILY
+#undef V
+
+const char *pm_enum_text(pm_enum_family f, int64_t value) {
+  static const struct {
+    const char *const *text;
+    int64_t n;
+  } families[] = {
+#define V(family, id, text)
+#define PM_FAMILY(family, values) {text_##family, PM_COUNT(text_##family)},
+#include "enums.def"
+#undef PM_FAMILY
+#undef V
+  };
+  if ((size_t)f >= PM_COUNT(families) || value < 0 || value >= families[f].n) return NULL;
+  return families[f].text[value];
+}
+
+int pm_op_find(const char *text, size_t n) {
+  for (int k = 1; k < PM_OP_COUNT; k++) {
+    if (strlen(pm_ops[k].text) == n && !memcmp(pm_ops[k].text, text, n)) return k;
+  }
+  return 0;
+}

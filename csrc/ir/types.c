@@ -1,0 +1,858 @@
+/* Types and the type rules of ops.def: one function per name in its `type` column.
+ *
+ * A rule reads a pm_typing - operands, attribute words, the given type - and either sets the type
+ * of the one result or fails with a sentence for the user. The builder calls it before an op
+ * exists, the verifier on the finished op with the result's type as `given`; so a rule is all there
+ * is to know about which ops are legal. Operand kinds (the letters of the `operands` column) and
+ * the ranges of attributes are checked before it. */
+#include <inttypes.h>
+
+#include "rules.h"
+
+enum { MAX_ARRAY = 1 << 24, MAX_BARRIERS = 32, MAX_ARRIVALS = ((1 << 20) - 1) / 128 };
+
+/* ---- types -------------------------------------------------------------------------------- */
+
+bool pm_type_equal(const pm_type *a, const pm_type *b) {
+  if (a->kind != b->kind || a->rank != b->rank) return false;
+  if (a->kind != PM_BARRIER && a->dtype != b->dtype) return false;
+  if (a->kind == PM_REF && a->space != b->space) return false;
+  return !memcmp(a->dim, b->dim, sizeof(int64_t) * a->rank);
+}
+
+int64_t pm_type_size(const pm_type *t) {
+  int64_t n = 1;
+  for (int k = 0; k < t->rank; k++) n *= t->dim[k];
+  return n;
+}
+
+const char *pm_type_text(pm_arena *a, const pm_type *t) {
+  static const char *const spaces[] = {"acc ", "gmem ", "smem "};
+  pm_text out;
+  pm_text_init(&out, a);
+  if (t->kind == PM_REF) pm_put(&out, spaces[t->space]);
+  pm_put(&out, t->kind == PM_BARRIER ? "barrier" : pm_dtypes[t->dtype].text);
+  pm_put(&out, "[");
+  for (int k = 0; k < t->rank; k++) pm_putf(&out, "%s%" PRId64, k ? "," : "", t->dim[k]);
+  pm_put(&out, "]");
+  return out.at;
+}
+
+static bool same_shape(const pm_type *a, const pm_type *b) {
+  return a->rank == b->rank && !memcmp(a->dim, b->dim, sizeof(int64_t) * a->rank);
+}
+
+pm_code pm_type_check(const pm_graph *g, const pm_type *t, const char *what, pm_err *err) {
+  if (t->kind < PM_ARRAY || t->kind > PM_BARRIER || t->dtype >= PM_DTYPE_COUNT ||
+      t->space > PM_SMEM || t->rank > PM_MAX_RANK) {
+    return pm_fail(err, PM_E_INTERNAL, "%s has a malformed type", what);
+  }
+  int64_t n = 1, limit = t->kind == PM_ARRAY ? MAX_ARRAY : INT64_C(1) << 46;
+  for (int k = 0; k < t->rank; k++) {
+    if (t->dim[k] < 1 || t->dim[k] > INT32_MAX) {
+      return pm_fail(err, PM_E_VALUE,
+                     "%s has type %s: a dimension is at least 1 and less than 2**31", what,
+                     pm_type_text(g->arena, t));
+    }
+    n *= t->dim[k] > limit ? limit + 1 : t->dim[k];
+    if (n > limit) {
+      return pm_fail(err, PM_E_VALUE, "%s has type %s: too many elements (at most %" PRId64 ")",
+                     what, pm_type_text(g->arena, t), limit);
+    }
+  }
+  return PM_OK;
+}
+
+/* ---- what a rule looks at ----------------------------------------------------------------- */
+
+static const char *name(const pm_typing *t) { return pm_ops[t->code].text; }
+static const pm_type *type_in(const pm_typing *t, uint32_t k) { return pm_typeof(t->g, t->in[k]); }
+static const char *show(const pm_typing *t, const pm_type *type) {
+  return pm_type_text(t->g->arena, type);
+}
+static const char *show_in(const pm_typing *t, uint32_t k) { return show(t, type_in(t, k)); }
+
+static const char *show_shape(const pm_typing *t, const pm_type *type) {
+  pm_text out;
+  pm_text_init(&out, t->g->arena);
+  pm_put(&out, "(");
+  for (int k = 0; k < type->rank; k++) pm_putf(&out, "%s%" PRId64, k ? ", " : "", type->dim[k]);
+  pm_put(&out, type->rank == 1 ? ",)" : ")");
+  return out.at;
+}
+
+static int64_t word(const pm_typing *t, pm_attr_id id) {
+  const pm_op_info *info = &pm_ops[t->code];
+  for (int k = 0; k < info->n_attrs; k++) {
+    if (info->attrs[k] == id) return t->attr[k];
+  }
+  return 0;
+}
+
+static const int64_t *list_of(const pm_typing *t, pm_attr_id id, uint32_t *n) {
+  const int64_t *list = &t->g->lists.at[word(t, id)];
+  *n = (uint32_t)list[0];
+  return list + 1;
+}
+
+#define FAIL(code, ...) return pm_fail(t->err, PM_E_##code, __VA_ARGS__)
+
+static pm_code need_given(const pm_typing *t, pm_kind kind) {
+  if (!t->given) FAIL(INTERNAL, "%s: the type of its result must be given", name(t));
+  if (t->given->kind != kind) FAIL(INTERNAL, "%s: the given type is of the wrong kind", name(t));
+  return pm_type_check(t->g, t->given, name(t), t->err);
+}
+
+/* ---- pointwise ---------------------------------------------------------------------------- */
+
+/* The shape of the result: that of the operands with dimensions, which agree. */
+static pm_code common_shape(const pm_typing *t, pm_type *out) {
+  const pm_type *shape = type_in(t, 0);
+  for (uint32_t k = 1; k < t->n_in; k++) {
+    const pm_type *other = type_in(t, k);
+    if (!other->rank || same_shape(shape, other)) continue;
+    if (shape->rank) {
+      FAIL(TYPE, "%s got incompatible shapes for broadcasting: %s, %s", name(t),
+           show_shape(t, shape), show_shape(t, other));
+    }
+    shape = other;
+  }
+  *out = *shape;
+  return PM_OK;
+}
+
+static pm_code equal_dtypes(const pm_typing *t, uint32_t first) {
+  for (uint32_t k = first + 1; k < t->n_in; k++) {
+    if (type_in(t, k)->dtype != type_in(t, first)->dtype) {
+      FAIL(TYPE, "%s requires arguments to have the same dtypes, got %s and %s", name(t),
+           pm_dtypes[type_in(t, first)->dtype].text, pm_dtypes[type_in(t, k)->dtype].text);
+    }
+  }
+  return PM_OK;
+}
+
+static pm_code pm_type_same(const pm_typing *t, pm_type *out) {
+  if (t->code == PM_OP_MULTIPLE_OF) {
+    if (!pm_is_int(type_in(t, 0)->dtype)) {
+      FAIL(TYPE, "multiple_of: x is %s, an integer scalar is needed", show_in(t, 0));
+    }
+    if (word(t, PM_ATTR_MULTIPLE) < 1) {
+      FAIL(VALUE, "multiple_of: values is %" PRId64 ", at least 1 is needed",
+           word(t, PM_ATTR_MULTIPLE));
+    }
+  }
+  pm_code rc = equal_dtypes(t, 0);
+  return rc ? rc : common_shape(t, out);
+}
+
+static pm_code pointwise(const pm_typing *t, pm_type *out, bool accepted, const char *accepts) {
+  if (!accepted) {
+    FAIL(TYPE, "%s does not accept dtype %s; it accepts %s", name(t),
+         pm_dtypes[type_in(t, 0)->dtype].text, accepts);
+  }
+  return pm_type_same(t, out);
+}
+
+static pm_code pm_type_bits(const pm_typing *t, pm_type *out) {
+  return pointwise(t, out, !pm_is_float(type_in(t, 0)->dtype), "bool and integer dtypes");
+}
+
+static pm_code pm_type_integer(const pm_typing *t, pm_type *out) {
+  return pointwise(t, out, pm_is_int(type_in(t, 0)->dtype), "integer dtypes");
+}
+
+static pm_code pm_type_float(const pm_typing *t, pm_type *out) {
+  return pointwise(t, out, pm_is_float(type_in(t, 0)->dtype), "floating-point dtypes");
+}
+
+static pm_code pm_type_number(const pm_typing *t, pm_type *out) {
+  return pointwise(t, out, type_in(t, 0)->dtype != PM_BOOL, "integer and floating-point dtypes");
+}
+
+static pm_code pm_type_compare(const pm_typing *t, pm_type *out) {
+  pm_code rc = pm_type_same(t, out);
+  out->dtype = PM_BOOL;
+  return rc;
+}
+
+static pm_code pm_type_select(const pm_typing *t, pm_type *out) {
+  if (type_in(t, 0)->dtype != PM_BOOL) {
+    FAIL(TYPE, "select: the predicate is %s, a bool array is needed", show_in(t, 0));
+  }
+  pm_code rc = equal_dtypes(t, 1);
+  if (!rc) rc = common_shape(t, out);
+  out->dtype = type_in(t, 1)->dtype;
+  return rc;
+}
+
+static pm_code pm_type_convert(const pm_typing *t, pm_type *out) {
+  pm_code rc = need_given(t, PM_ARRAY);
+  if (rc) return rc;
+  *out = *type_in(t, 0);
+  out->dtype = t->given->dtype;
+  return PM_OK;
+}
+
+static pm_code pm_type_bitcast(const pm_typing *t, pm_type *out) {
+  pm_code rc = pm_type_convert(t, out);
+  if (rc) return rc;
+  pm_dtype from = type_in(t, 0)->dtype, to = out->dtype;
+  if (pm_dtypes[from].bits != pm_dtypes[to].bits || (from == PM_BOOL) != (to == PM_BOOL)) {
+    FAIL(TYPE, "bitcast: %s to %s; both dtypes must have the same width, bool only goes to bool",
+         pm_dtypes[from].text, pm_dtypes[to].text);
+  }
+  return PM_OK;
+}
+
+/* ---- shape -------------------------------------------------------------------------------- */
+
+/* `dims` names dimensions of a type of this rank, in increasing order. */
+static pm_code increasing(const pm_typing *t, const int64_t *dims, uint32_t n, int rank) {
+  for (uint32_t k = 0; k < n; k++) {
+    if (dims[k] < 0 || dims[k] >= rank || (k && dims[k] <= dims[k - 1])) {
+      FAIL(VALUE, "%s: dimension %" PRId64 " of dims; they must increase strictly and be below %d",
+           name(t), dims[k], rank);
+    }
+  }
+  return PM_OK;
+}
+
+static pm_code pm_type_broadcast(const pm_typing *t, pm_type *out) {
+  pm_code rc = need_given(t, PM_ARRAY);
+  if (rc) return rc;
+  const pm_type *from = type_in(t, 0), *to = t->given;
+  uint32_t n;
+  const int64_t *dims = list_of(t, PM_ATTR_DIMS, &n);
+  if (n != from->rank) {
+    FAIL(VALUE, "broadcast: %u dims for an operand of rank %d", n, from->rank);
+  }
+  if ((rc = increasing(t, dims, n, to->rank))) return rc;
+  for (uint32_t k = 0; k < n; k++) {
+    if (from->dim[k] != 1 && from->dim[k] != to->dim[dims[k]]) {
+      FAIL(TYPE,
+           "broadcast: shape %s cannot become %s: dimension %u is %" PRId64 ", not 1 or %" PRId64,
+           show_shape(t, from), show_shape(t, to), k, from->dim[k], to->dim[dims[k]]);
+    }
+  }
+  *out = *to;
+  out->dtype = from->dtype;
+  return PM_OK;
+}
+
+static pm_code pm_type_reshape(const pm_typing *t, pm_type *out) {
+  const pm_type *from = type_in(t, 0);
+  pm_code rc = need_given(t, from->kind);
+  if (rc) return rc;
+  if (pm_type_size(from) != pm_type_size(t->given)) {
+    FAIL(TYPE, "%s: %s to %s; the number of elements must stay", name(t), show_shape(t, from),
+         show_shape(t, t->given));
+  }
+  *out = *t->given;
+  out->dtype = from->dtype;
+  out->space = from->space;
+  return PM_OK;
+}
+
+static pm_code pm_type_slice(const pm_typing *t, pm_type *out) {
+  const pm_type *from = type_in(t, 0);
+  uint32_t n_starts, n;
+  const int64_t *starts = list_of(t, PM_ATTR_STARTS, &n_starts);
+  const int64_t *sizes = list_of(t, PM_ATTR_SIZES, &n);
+  if (n != from->rank || n_starts != n) {
+    FAIL(VALUE, "slice: %u starts and %u sizes for an array of rank %d", n_starts, n, from->rank);
+  }
+  *out = *from;
+  for (uint32_t k = 0; k < n; k++) {
+    if (starts[k] < 0 || sizes[k] < 1 || starts[k] > from->dim[k] ||
+        sizes[k] > from->dim[k] - starts[k]) {
+      FAIL(VALUE, "slice: %" PRId64 " elements from %" PRId64 " of dimension %u of %s", sizes[k],
+           starts[k], k, show(t, from));
+    }
+    out->dim[k] = sizes[k];
+  }
+  return PM_OK;
+}
+
+/* Drop the dims listed (increasing). */
+static void drop_dims(pm_type *type, const int64_t *dims, uint32_t n) {
+  int rank = 0;
+  for (int k = 0; k < type->rank; k++) {
+    if (n && *dims == k) {
+      dims++, n--;
+    } else {
+      type->dim[rank++] = type->dim[k];
+    }
+  }
+  for (int k = rank; k < type->rank; k++) type->dim[k] = 0;
+  type->rank = (uint8_t)rank;
+}
+
+static pm_code pm_type_reduce(const pm_typing *t, pm_type *out) {
+  const pm_type *from = type_in(t, 0);
+  uint32_t n;
+  const int64_t *dims = list_of(t, PM_ATTR_DIMS, &n);
+  if (from->dtype == PM_BOOL) {
+    FAIL(TYPE, "reduce does not accept dtype bool; it accepts integer and floating-point dtypes");
+  }
+  if (!n) FAIL(VALUE, "reduce: no dimensions are given");
+  pm_code rc = increasing(t, dims, n, from->rank);
+  if (rc) return rc;
+  *out = *from;
+  drop_dims(out, dims, n);
+  return PM_OK;
+}
+
+/* ---- views -------------------------------------------------------------------------------- */
+
+/* One dimension of an index. A static start of 0 may overhang in GMEM: copies clip there. */
+static pm_code index_dim(const pm_typing *t, const pm_type *from, int k, int64_t start,
+                         int64_t size) {
+  int64_t dim = from->dim[k], n = size == PM_DROPPED ? 1 : size;
+  bool overhang = from->kind == PM_REF && from->space == PM_GMEM && size != PM_DROPPED;
+  if (n < 1)
+    FAIL(VALUE, "index: size %" PRId64 " along dimension %d, at least 1 is needed", size, k);
+  if (from->kind == PM_REF && from->space == PM_REGS) {
+    if (size == PM_DROPPED || start == PM_DYNAMIC) {
+      FAIL(NOT_IMPLEMENTED,
+           "index: an accumulator takes static slices only; load it and slice the array instead");
+    }
+  }
+  if (start == PM_DYNAMIC) {
+    if (n <= dim || overhang) return PM_OK;
+    FAIL(VALUE, "index: %" PRId64 " elements along dimension %d of %s", n, k, show(t, from));
+  }
+  if (start < 0) {
+    FAIL(VALUE, "index: start %" PRId64 " along dimension %d of %s, at least 0 is needed", start, k,
+         show(t, from));
+  }
+  if ((start == 0 && overhang) || (start < dim && n <= dim - start)) return PM_OK;
+  if (size == PM_DROPPED) {
+    FAIL(VALUE, "index: %" PRId64 " is out of bounds for dimension %d of %s", start, k,
+         show(t, from));
+  }
+  FAIL(VALUE,
+       "index: %" PRId64 " elements from %" PRId64 " are out of bounds for dimension %d of %s", n,
+       start, k, show(t, from));
+}
+
+static pm_code pm_type_index(const pm_typing *t, pm_type *out) {
+  const pm_type *from = type_in(t, 0);
+  uint32_t n_starts, n, dynamic = 0;
+  const int64_t *starts = list_of(t, PM_ATTR_STARTS, &n_starts);
+  const int64_t *sizes = list_of(t, PM_ATTR_SIZES, &n);
+  if (from->kind == PM_ARRAY) FAIL(TYPE, "index: %s is an array; slice it", show(t, from));
+  if (n != from->rank || n_starts != n) {
+    FAIL(VALUE, "index: %u starts and %u sizes for %s of rank %d", n_starts, n, show(t, from),
+         from->rank);
+  }
+  *out = *from;
+  int rank = 0;
+  for (int k = 0; k < from->rank; k++) {
+    pm_code rc = index_dim(t, from, k, starts[k], sizes[k]);
+    if (rc) return rc;
+    if (starts[k] == PM_DYNAMIC) dynamic++;
+    if (sizes[k] != PM_DROPPED) out->dim[rank++] = sizes[k];
+  }
+  if (dynamic != t->n_in - 1) {
+    FAIL(INTERNAL, "index: %u operands for %u dynamic starts", t->n_in - 1, dynamic);
+  }
+  for (int k = rank; k < from->rank; k++) out->dim[k] = 0;
+  out->rank = (uint8_t)rank;
+  return PM_OK;
+}
+
+static pm_code pm_type_transpose(const pm_typing *t, pm_type *out) {
+  const pm_type *from = type_in(t, 0);
+  uint32_t n, seen = 0;
+  const int64_t *dims = list_of(t, PM_ATTR_DIMS, &n);
+  *out = *from;
+  for (uint32_t k = 0; n == from->rank && k < n; k++) {
+    if (dims[k] < 0 || dims[k] >= from->rank) break;
+    out->dim[k] = from->dim[dims[k]];
+    seen |= 1u << dims[k];
+  }
+  if (n != from->rank || seen != (1u << n) - 1) {
+    FAIL(VALUE, "transpose: the permutation of %s must name each of its %d dimensions once",
+         show(t, from), from->rank);
+  }
+  return PM_OK;
+}
+
+/* ---- given -------------------------------------------------------------------------------- */
+
+static pm_code check_constant(const pm_typing *t) {
+  const pm_dtype_info *d = &pm_dtypes[t->given->dtype];
+  int64_t v = word(t, PM_ATTR_VALUE), lo = 0, hi = 1;
+  if (d->class == PM_CLASS_FLOAT) return PM_OK;
+  if (d->class == PM_CLASS_INT) {
+    hi = (INT64_C(1) << (d->bits - 1)) - 1;
+    lo = -hi - 1;
+  } else if (d->class == PM_CLASS_UINT) {
+    hi = (INT64_C(1) << d->bits) - 1;
+  }
+  if (v < lo || v > hi) FAIL(OVERFLOW, "%" PRId64 " is out of bounds for %s", v, d->text);
+  return PM_OK;
+}
+
+static pm_code check_iota(const pm_typing *t) {
+  int64_t dim = word(t, PM_ATTR_DIM);
+  if (dim < 0 || dim >= t->given->rank) {
+    FAIL(VALUE, "iota: dimension %" PRId64 " of shape %s", dim, show_shape(t, t->given));
+  }
+  if (t->given->dtype == PM_BOOL) FAIL(TYPE, "iota does not accept dtype bool");
+  return PM_OK;
+}
+
+static pm_code check_axis(const pm_typing *t) {
+  pm_type i32 = pm_scalar_type(PM_I32);
+  if (!pm_type_equal(t->given, &i32)) {
+    FAIL(INTERNAL, "axis: its type is int32[], not %s", show(t, t->given));
+  }
+  return PM_OK;
+}
+
+static pm_code check_alloc_smem(const pm_typing *t) {
+  const pm_type *type = t->given;
+  if (type->space != PM_SMEM) FAIL(VALUE, "alloc_smem: %s is not in SMEM", show(t, type));
+  uint32_t n;
+  const int64_t *tiling = list_of(t, PM_ATTR_TILING, &n);
+  if (n > type->rank) {
+    FAIL(VALUE, "alloc_smem: a tiling of %u dimensions for %s", n, show(t, type));
+  }
+  for (uint32_t k = 0; k < n; k++) {
+    if (tiling[k] < 1 || type->dim[type->rank - n + k] % tiling[k]) {
+      FAIL(VALUE, "alloc_smem: tile %" PRId64 " does not divide dimension %u of %s", tiling[k],
+           type->rank - n + k, show(t, type));
+    }
+  }
+  int64_t swizzle = word(t, PM_ATTR_SWIZZLE);
+  if (swizzle && swizzle != 32 && swizzle != 64 && swizzle != 128) {
+    FAIL(VALUE, "alloc_smem: swizzle %" PRId64 "; it is 32, 64 or 128 bytes", swizzle);
+  }
+  return PM_OK;
+}
+
+static pm_code check_alloc_barrier(const pm_typing *t) {
+  int64_t arrivals = word(t, PM_ATTR_ARRIVALS), unit = word(t, PM_ATTR_UNIT);
+  if (arrivals < 1) {
+    FAIL(VALUE, "Barrier: num_arrivals is %" PRId64 ", at least 1 is needed", arrivals);
+  }
+  if (arrivals > MAX_ARRIVALS || (unit != 1 && unit != 128)) {
+    FAIL(VALUE, "Barrier: num_arrivals is %" PRId64 " (times %" PRId64 "); at most %d times 128",
+         arrivals, unit, MAX_ARRIVALS);
+  }
+  if (pm_type_size(t->given) > MAX_BARRIERS) {
+    FAIL(NOT_IMPLEMENTED,
+         "Barrier: %" PRId64 " barriers in one allocation; at most %d, make several",
+         pm_type_size(t->given), MAX_BARRIERS);
+  }
+  return PM_OK;
+}
+
+static pm_code check_alloc_acc(const pm_typing *t) {
+  const pm_type *type = t->given;
+  if (type->space != PM_REGS || type->rank != 2) {
+    FAIL(VALUE, "ACC: %s; an accumulator has shape (m, n)", show(t, type));
+  }
+  if (type->dim[0] % 64 || type->dim[1] % 8) {
+    FAIL(VALUE, "ACC: shape %s; m must be a multiple of 64 and n of 8", show_shape(t, type));
+  }
+  if (type->dtype == PM_I32) {
+    FAIL(NOT_IMPLEMENTED, "ACC: int32 accumulators; use float32");
+  }
+  if (type->dtype != PM_F32 && type->dtype != PM_F16) {
+    FAIL(VALUE, "ACC: dtype %s; float32 and float16 are accepted", pm_dtypes[type->dtype].text);
+  }
+  if (t->n_in && (!same_shape(type_in(t, 0), type) || type_in(t, 0)->dtype != type->dtype)) {
+    FAIL(VALUE, "ACC: the initial value is %s, the accumulator %s", show_in(t, 0), show(t, type));
+  }
+  return PM_OK;
+}
+
+static pm_code pm_type_given(const pm_typing *t, pm_type *out) {
+  static const struct {
+    uint8_t code, kind;
+    pm_code (*check)(const pm_typing *);
+  } rows[] = {
+      {PM_OP_CONST, PM_ARRAY, check_constant},
+      {PM_OP_IOTA, PM_ARRAY, check_iota},
+      {PM_OP_AXIS, PM_ARRAY, check_axis},
+      {PM_OP_ALLOC_SMEM, PM_REF, check_alloc_smem},
+      {PM_OP_ALLOC_BARRIER, PM_BARRIER, check_alloc_barrier},
+      {PM_OP_ALLOC_ACC, PM_REF, check_alloc_acc},
+  };
+  for (size_t k = 0; k < PM_COUNT(rows); k++) {
+    if (rows[k].code != t->code) continue;
+    pm_code rc = need_given(t, rows[k].kind);
+    if (!rc) rc = rows[k].check(t);
+    if (!rc) *out = *t->given;
+    return rc;
+  }
+  FAIL(INTERNAL, "%s: no rule for the given type", name(t));
+}
+
+/* ---- memory ------------------------------------------------------------------------------- */
+
+static pm_code pm_type_load(const pm_typing *t, pm_type *out) {
+  *out = *type_in(t, 0);
+  out->kind = PM_ARRAY;
+  out->space = PM_REGS;
+  return pm_type_check(t->g, out, name(t), t->err);
+}
+
+static pm_code pm_type_store(const pm_typing *t, pm_type *out) {
+  const pm_type *ref = type_in(t, 0), *value = type_in(t, 1);
+  (void)out;
+  if (!same_shape(ref, value)) {
+    FAIL(VALUE,
+         "Invalid shape for `swap`. Ref shape: %s. Value shape: %s. There is no broadcasting",
+         show_shape(t, ref), show_shape(t, value));
+  }
+  if (ref->dtype != value->dtype) {
+    FAIL(VALUE, "Invalid dtype for `swap`. Ref dtype: %s. Value dtype: %s",
+         pm_dtypes[ref->dtype].text, pm_dtypes[value->dtype].text);
+  }
+  pm_opid def = t->g->values.at[t->in[0]].def;
+  if (t->code == PM_OP_ACC_STORE && t->g->ops.at[def].code == PM_OP_INDEX) {
+    FAIL(NOT_IMPLEMENTED, "storing to a part of an accumulator; store to all of it");
+  }
+  return PM_OK;
+}
+
+static pm_code single_barrier(const pm_typing *t, uint32_t k) {
+  int64_t n = pm_type_size(type_in(t, k));
+  if (n == 1) return PM_OK;
+  FAIL(VALUE, "%s: the barrier is an array of %" PRId64 " barriers; index it with .at[i]", name(t),
+       n);
+}
+
+static pm_code pm_type_copy(const pm_typing *t, pm_type *out) {
+  const pm_type *src = type_in(t, 0), *dst = type_in(t, 1);
+  (void)out;
+  if (src->dtype != dst->dtype) {
+    FAIL(VALUE, "%s: src has dtype %s, dst %s; they must be equal", name(t),
+         pm_dtypes[src->dtype].text, pm_dtypes[dst->dtype].text);
+  }
+  if (!same_shape(src, dst)) {
+    FAIL(VALUE, "%s: src has shape %s, dst %s; they must be equal", name(t), show_shape(t, src),
+         show_shape(t, dst));
+  }
+  uint32_t fixed = t->code == PM_OP_COPY_G2S ? 3 : 2;
+  if (word(t, PM_ATTR_PREDICATED) != (int64_t)(t->n_in - fixed)) {
+    FAIL(INTERNAL, "%s: attribute predicated does not fit the operands", name(t));
+  }
+  return fixed == 3 ? single_barrier(t, 2) : PM_OK;
+}
+
+static pm_code pm_type_barrier(const pm_typing *t, pm_type *out) {
+  (void)out;
+  return single_barrier(t, 0);
+}
+
+static pm_code wgmma_dtypes(const pm_typing *t) {
+  pm_dtype acc = type_in(t, 0)->dtype, a = type_in(t, 1)->dtype, b = type_in(t, 2)->dtype;
+  if (a != b) {
+    FAIL(VALUE, "wgmma: a has dtype %s, b %s; they must be equal", pm_dtypes[a].text,
+         pm_dtypes[b].text);
+  }
+  if (a != PM_F16 && a != PM_BF16) {
+    FAIL(NOT_IMPLEMENTED, "wgmma: operands of dtype %s; float16 and bfloat16 are available",
+         pm_dtypes[a].text);
+  }
+  if (acc != PM_F32 && !(acc == PM_F16 && a == PM_F16)) {
+    FAIL(NOT_IMPLEMENTED, "wgmma: %s operands into a %s accumulator; use a float32 accumulator",
+         pm_dtypes[a].text, pm_dtypes[acc].text);
+  }
+  return PM_OK;
+}
+
+static pm_code pm_type_wgmma(const pm_typing *t, pm_type *out) {
+  const pm_type *acc = type_in(t, 0), *a = type_in(t, 1), *b = type_in(t, 2);
+  (void)out;
+  if (a->kind == PM_BARRIER) FAIL(TYPE, "wgmma: a is a barrier; an SMEM ref or an array is needed");
+  if (b->kind != PM_REF) FAIL(TYPE, "wgmma: b is %s; an SMEM ref is needed", show(t, b));
+  if ((a->kind == PM_REF && a->space != PM_SMEM) || b->space != PM_SMEM) {
+    FAIL(VALUE, "wgmma: a is %s, b is %s; refs must be in SMEM", show(t, a), show(t, b));
+  }
+  if (acc->rank != 2 || a->rank != 2 || b->rank != 2 || a->dim[0] != acc->dim[0] ||
+      b->dim[1] != acc->dim[1] || a->dim[1] != b->dim[0]) {
+    FAIL(VALUE, "wgmma: acc has shape %s, a %s, b %s; they must be (M, N), (M, K), (K, N)",
+         show_shape(t, acc), show_shape(t, a), show_shape(t, b));
+  }
+  if (acc->dim[0] % 64 || acc->dim[1] % 8 || acc->dim[1] > 256) {
+    FAIL(VALUE,
+         "wgmma: acc has shape %s; M must be a multiple of 64, N a multiple of 8 and at most 256",
+         show_shape(t, acc));
+  }
+  pm_code rc = wgmma_dtypes(t);
+  if (rc) return rc;
+  if (a->dim[1] % 16) {
+    FAIL(VALUE, "wgmma: K is %" PRId64 "; it must be a multiple of 16 for %s", a->dim[1],
+         pm_dtypes[a->dtype].text);
+  }
+  return PM_OK;
+}
+
+static pm_code pm_type_none(const pm_typing *t, pm_type *out) {
+  (void)out;
+  int64_t n = word(t, PM_ATTR_N);
+  if (t->code == PM_OP_SET_MAX_REGISTERS && (n < 24 || n > 256 || n % 8)) {
+    FAIL(VALUE, "set_max_registers: n is %" PRId64 "; a multiple of 8 from 24 to 256 is needed", n);
+  }
+  if ((t->code == PM_OP_WAIT_S2G || t->code == PM_OP_WGMMA_WAIT) && (n < 0 || n > 4096)) {
+    FAIL(VALUE, "%s: n is %" PRId64 "; 0 or more is needed", name(t), n);
+  }
+  if (t->code == PM_OP_YIELD) {
+    for (uint32_t k = 0; k < t->n_in; k++) {
+      if (type_in(t, k)->kind == PM_ARRAY) continue;
+      FAIL(VALUE, "a region cannot return %s, only arrays; close over refs and barriers instead",
+           show_in(t, k));
+    }
+  }
+  return PM_OK;
+}
+
+/* ---- control ------------------------------------------------------------------------------ */
+
+static pm_code pm_type_control(const pm_typing *t, pm_type *out) {
+  (void)out;
+  uint32_t first = t->code == PM_OP_FOR ? 2 : 0;
+  for (uint32_t k = first; k < t->n_in; k++) {
+    if (type_in(t, k)->kind == PM_ARRAY) continue;
+    FAIL(TYPE, "%s: carry %u is %s; only arrays are carried, close over refs and barriers instead",
+         name(t), k - first, show_in(t, k));
+  }
+  if (word(t, PM_ATTR_UNROLL) < 0) {
+    FAIL(VALUE, "unroll is %" PRId64 ", 0 or more is needed", word(t, PM_ATTR_UNROLL));
+  }
+  return PM_OK;
+}
+
+/* The first operand that is carried; n_in where nothing is. */
+static uint32_t first_carry(const pm_op *o) {
+  return o->code == PM_OP_FOR ? 2 : o->code == PM_OP_WHILE ? 0 : o->n_in;
+}
+
+uint32_t pm_region_args(const pm_graph *g, pm_opid op) {
+  const pm_op *o = pm_get(g, op);
+  return o->n_in - first_carry(o) + (o->code == PM_OP_FOR);
+}
+
+pm_type pm_region_arg_type(const pm_graph *g, pm_opid op, uint32_t arg) {
+  const pm_op *o = pm_get(g, op);
+  if (o->code == PM_OP_FOR && !arg) return pm_scalar_type(PM_I32);
+  return *pm_typeof(g, pm_in(g, op, first_carry(o) + arg - (o->code == PM_OP_FOR)));
+}
+
+static pm_code check_carries(const pm_graph *g, pm_opid op, pm_opid yield, pm_err *err) {
+  const pm_op *o = pm_get(g, op), *y = pm_get(g, yield);
+  uint32_t first = first_carry(o);
+  const char *fragment = o->code == PM_OP_FOR
+                             ? "body_fun output and input must have identical types"
+                             : "carry input and carry output must have equal types";
+  if (y->n_in != o->n_in - first) {
+    return pm_fail(err, PM_E_TYPE, "%s: %s, got %u values for %u carries", pm_ops[o->code].text,
+                   fragment, y->n_in, o->n_in - first);
+  }
+  for (uint32_t k = 0; k < y->n_in; k++) {
+    const pm_type *in = pm_typeof(g, pm_in(g, op, first + k));
+    const pm_type *out = pm_typeof(g, pm_in(g, yield, k));
+    if (pm_type_equal(in, out)) continue;
+    return pm_fail(err, PM_E_TYPE, "%s: %s, carry %u goes in as %s and comes out as %s",
+                   pm_ops[o->code].text, fragment, k, pm_type_text(g->arena, in),
+                   pm_type_text(g->arena, out));
+  }
+  return PM_OK;
+}
+
+static pm_code check_condition(const pm_graph *g, pm_opid yield, pm_err *err) {
+  pm_type want = pm_scalar_type(PM_BOOL);
+  if (pm_get(g, yield)->n_in == 1 && pm_type_equal(pm_typeof(g, pm_in(g, yield, 0)), &want)) {
+    return PM_OK;
+  }
+  return pm_fail(err, PM_E_TYPE, "while: the condition must return one bool scalar, got %s",
+                 pm_get(g, yield)->n_in == 1
+                     ? pm_type_text(g->arena, pm_typeof(g, pm_in(g, yield, 0)))
+                     : "another number of values");
+}
+
+static pm_code check_branches(const pm_graph *g, pm_opid op, pm_err *err) {
+  pm_opid first = pm_terminator(g, pm_region(g, op, 0));
+  for (uint32_t r = 1; r < pm_get(g, op)->n_regions; r++) {
+    pm_opid other = pm_terminator(g, pm_region(g, op, r));
+    const char *text = pm_ops[pm_get(g, op)->code].text;
+    if (pm_get(g, first)->n_in != pm_get(g, other)->n_in) {
+      return pm_fail(err, PM_E_TYPE,
+                     "%s: branches must have equal output types, branch 0 returns %u values and "
+                     "branch %u returns %u",
+                     text, pm_get(g, first)->n_in, r, pm_get(g, other)->n_in);
+    }
+    for (uint32_t k = 0; k < pm_get(g, first)->n_in; k++) {
+      const pm_type *a = pm_typeof(g, pm_in(g, first, k)), *b = pm_typeof(g, pm_in(g, other, k));
+      if (pm_type_equal(a, b)) continue;
+      return pm_fail(err, PM_E_TYPE,
+                     "%s: branches must have equal output types, value %u is %s in branch 0 and %s "
+                     "in branch %u",
+                     text, k, pm_type_text(g->arena, a), pm_type_text(g->arena, b), r);
+    }
+  }
+  return PM_OK;
+}
+
+pm_code pm_type_yields(const pm_graph *g, pm_opid op, pm_err *err) {
+  switch (pm_get(g, op)->code) {
+    case PM_OP_FOR: return check_carries(g, op, pm_terminator(g, pm_region(g, op, 0)), err);
+    case PM_OP_WHILE: {
+      pm_code rc = check_condition(g, pm_terminator(g, pm_region(g, op, 0)), err);
+      return rc ? rc : check_carries(g, op, pm_terminator(g, pm_region(g, op, 1)), err);
+    }
+    default: return check_branches(g, op, err);
+  }
+}
+
+/* Where result k of a control op has its type from: its carries, or the yield of region 0. */
+static pm_opid result_source(const pm_graph *g, pm_opid op, uint32_t *first) {
+  const pm_op *o = pm_get(g, op);
+  bool loop = o->code == PM_OP_FOR || o->code == PM_OP_WHILE;
+  *first = loop ? first_carry(o) : 0;
+  return loop ? op : pm_terminator(g, pm_region(g, op, 0));
+}
+
+uint32_t pm_control_results(const pm_graph *g, pm_opid op) {
+  uint32_t first;
+  pm_opid source = result_source(g, op, &first);
+  return pm_get(g, source)->n_in - first;
+}
+
+pm_type pm_control_result_type(const pm_graph *g, pm_opid op, uint32_t k) {
+  uint32_t first;
+  pm_opid source = result_source(g, op, &first);
+  return *pm_typeof(g, pm_in(g, source, first + k));
+}
+
+/* ---- operand kinds, attributes, dispatch -------------------------------------------------- */
+
+static bool fits(char letter, const pm_type *t) {
+  bool array = t->kind == PM_ARRAY, ref = t->kind == PM_REF;
+  switch (letter) {
+    case 'a': return array;
+    case 's': return array && !t->rank;
+    case 'i': return array && !t->rank && t->dtype == PM_I32;
+    case 'p': return array && !t->rank && t->dtype == PM_BOOL;
+    case 'r': return ref && t->space != PM_REGS;
+    case 'g': return ref && t->space == PM_GMEM;
+    case 'm': return ref && t->space == PM_SMEM;
+    case 'c': return ref && t->space == PM_REGS;
+    case 'b': return t->kind == PM_BARRIER;
+    default: return letter == 'v';
+  }
+}
+
+static const char *letter_text(char letter) {
+  static const char *const texts[] = {
+      "aan array",
+      "sa scalar",
+      "ian int32 scalar",
+      "pa bool scalar",
+      "ra ref in GMEM or SMEM",
+      "ga ref in GMEM",
+      "ma ref in SMEM",
+      "can accumulator ref (ACC)",
+      "ba barrier",
+      "va value",
+  };
+  for (size_t k = 0; k < PM_COUNT(texts); k++) {
+    if (texts[k][0] == letter) return texts[k] + 1;
+  }
+  return "?";
+}
+
+/* What users call the operands, where the op is one they call. */
+static const char *operand_text(const pm_typing *t, uint32_t k) {
+  static const struct {
+    uint8_t code;
+    const char *names[4];
+  } rows[] = {
+      {PM_OP_COPY_G2S, {"src", "dst", "barrier", "predicate"}},
+      {PM_OP_COPY_S2G, {"src", "dst", "predicate"}},
+      {PM_OP_WGMMA, {"acc", "a", "b"}},
+      {PM_OP_ARRIVE, {"barrier"}},
+      {PM_OP_WAIT, {"barrier"}},
+      {PM_OP_LOAD, {"ref"}},
+      {PM_OP_STORE, {"ref", "value"}},
+      {PM_OP_ACC_LOAD, {"acc"}},
+      {PM_OP_ACC_STORE, {"acc", "value"}},
+      {PM_OP_FOR, {"lower", "upper"}},
+      {PM_OP_IF, {"pred"}},
+      {PM_OP_SWITCH, {"index"}},
+  };
+  for (size_t r = 0; r < PM_COUNT(rows); r++) {
+    if (rows[r].code == t->code && k < 4 && rows[r].names[k]) return rows[r].names[k];
+  }
+  return pm_printf(t->g->arena, "operand %u", k);
+}
+
+static pm_code wrong_operand(const pm_typing *t, uint32_t k, char letter) {
+  const pm_type *type = type_in(t, k);
+  bool array = letter == 'a' || letter == 's' || letter == 'i' || letter == 'p';
+  bool space = type->kind == PM_REF && (letter == 'r' || letter == 'g' || letter == 'm');
+  return pm_fail(t->err, space ? PM_E_VALUE : PM_E_TYPE, "%s: %s is %s; %s is needed%s", name(t),
+                 operand_text(t, k), show(t, type), letter_text(letter),
+                 array && type->kind == PM_REF ? " (load the ref first)" : "");
+}
+
+static pm_code check_operands(const pm_typing *t) {
+  const char *spec = pm_ops[t->code].in;
+  uint32_t k = 0;
+  while (*spec) {
+    char letter = *spec++, repeat = *spec == '*' || *spec == '?' ? *spec++ : 0;
+    uint32_t n = repeat == '*' ? t->n_in - k : repeat == '?' ? t->n_in > k : 1;
+    if (t->n_in - k < n) FAIL(INTERNAL, "%s: %u operands are too few", name(t), t->n_in);
+    for (; n; n--, k++) {
+      if (!fits(letter, type_in(t, k))) return wrong_operand(t, k, letter);
+    }
+  }
+  if (k != t->n_in) FAIL(INTERNAL, "%s: %u operands are too many", name(t), t->n_in);
+  return PM_OK;
+}
+
+static bool attr_ok(const pm_graph *g, uint8_t form, int64_t word) {
+  switch (form) {
+    case PM_FORM_LIST:
+      return word >= 0 && word < g->lists.n && g->lists.at[word] >= 0 &&
+             g->lists.at[word] < g->lists.n - word;
+    case PM_FORM_STR: return word >= 0 && word < g->strings.n;
+    case PM_FORM_LAYOUT: return word >= 0 && word < g->layouts.n;
+    case PM_FORM_ENUM_AXIS: return word >= 0 && word < PM_AXIS_COUNT;
+    case PM_FORM_ENUM_REDUCE: return word >= 0 && word < PM_REDUCE_COUNT;
+    case PM_FORM_ENUM_OOB: return word >= 0 && word < PM_OOB_COUNT;
+    case PM_FORM_ENUM_ENGINE: return word >= 0 && word < PM_ENGINE_COUNT;
+    default: return true;
+  }
+}
+
+static pm_code check_attrs(const pm_typing *t) {
+  const pm_op_info *info = &pm_ops[t->code];
+  for (int k = 0; k < info->n_attrs; k++) {
+    if (attr_ok(t->g, pm_attr_forms[info->attrs[k]], t->attr[k])) continue;
+    FAIL(INTERNAL, "%s: attribute %s is out of range", name(t), pm_attr_text[info->attrs[k]]);
+  }
+  return PM_OK;
+}
+
+typedef pm_code (*pm_rule)(const pm_typing *, pm_type *);
+
+static const pm_rule rules[PM_OP_COUNT] = {
+#define PM_OP(id, text, in, out, regions, attrs, type, layout, effects, part, done, warp, arch, \
+              doc)                                                                              \
+  [PM_OP_##id] = pm_type_##type,
+#include "ops.def"
+#undef PM_OP
+};
+
+pm_code pm_type_op(const pm_typing *t, pm_type *out) {
+  *out = (pm_type){0};
+  pm_code rc = check_operands(t);
+  if (!rc) rc = check_attrs(t);
+  return rc ? rc : rules[t->code](t, out);
+}

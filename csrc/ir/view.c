@@ -1,0 +1,366 @@
+/* Views: the chain of INDEX, TRANSPOSE_REF and RESHAPE_REF ops above a ref, resolved to its base.
+ *
+ * The base sets one stride (or a tile, an outer and an inner stride) per dimension; the ops of the
+ * chain are then applied from the base outwards, each of them a change of the list of dimensions
+ * and of the offset: index      offset grows by the starts, dimensions shrink or go transpose
+ * dimensions are permuted reshape    runs of dimensions are folded and unfolded where their strides
+ * allow it
+ *
+ * Invariants
+ *   - A tiled dimension of a view begins at a multiple of its tile, so that element i lies at
+ *     i / tile * outer + i % tile * inner behind the offset. Every op checks it, by pm_divisor
+ * where the start is dynamic.
+ *   - A term is never constant: constant starts go into the static offset.
+ *   - Until `reshaped`, start and start_term say where the view begins in the base, and each view
+ *     dimension with base_dim >= 0 runs along that one dimension; those with -1 have size 1. */
+#include "view.h"
+
+enum { MAX_CHAIN = 64 };
+
+/* ---- transforms of an allocation ---------------------------------------------------------------
+ */
+
+pm_code pm_check_transforms(const pm_graph *g, pm_opid alloc, pm_err *err) {
+  const pm_op *op = pm_get(g, alloc);
+  const pm_type *t = pm_typeof(g, op->out);
+  const int64_t bits = pm_dtypes[t->dtype].bits;
+  uint32_t n;
+  const int64_t *tile = pm_attr_list(g, alloc, PM_ATTR_TILING, &n);
+  const int64_t swizzle = *pm_attr(g, alloc, PM_ATTR_SWIZZLE);
+  pm_code code = PM_OK;
+  if (n > 2) {
+    code = pm_fail(err, PM_E_NOT_IMPLEMENTED,
+                   "TilingTransform: a tiling of %u dimensions is not available; use 1 or 2", n);
+  } else if (n > t->rank) {
+    code =
+        pm_fail(err, PM_E_VALUE,
+                "TilingTransform: a tiling of %u dimensions on an SMEM ref of rank %u", n, t->rank);
+  }
+  for (uint32_t k = 0; !code && k < n; k++) {
+    const uint32_t d = t->rank - n + k;
+    if (tile[k] < 1 || t->dim[d] % tile[k]) {
+      code = pm_fail(
+          err, PM_E_VALUE,
+          "TilingTransform: dimension %u of size %lld is not divisible by the tile size %lld", d,
+          (long long)t->dim[d], (long long)tile[k]);
+    }
+  }
+  if (!code && swizzle && swizzle != 32 && swizzle != 64 && swizzle != 128) {
+    code =
+        pm_fail(err, PM_E_VALUE, "SwizzleTransform: swizzle %lld is not one of 32, 64, 128 (bytes)",
+                (long long)swizzle);
+  }
+  if (!code && swizzle) {
+    const int64_t minor = n ? tile[n - 1] : t->rank ? t->dim[t->rank - 1] : 0;
+    if (minor * bits != swizzle * 8) {
+      code = pm_fail(
+          err, PM_E_VALUE,
+          "SwizzleTransform: a swizzle of %lld bytes on %s needs a last physical dimension of "
+          "%lld elements, got %lld; tile with (8, %lld) first",
+          (long long)swizzle, pm_dtypes[t->dtype].text, (long long)(swizzle * 8 / bits),
+          (long long)minor, (long long)(swizzle * 8 / bits));
+    }
+  }
+  if (code) pm_err_op(err, g, alloc);
+  return code;
+}
+
+/* ---- the base -------------------------------------------------------------------------------- */
+
+static void row_major(const pm_type *t, pm_view *v) {
+  int64_t stride = 1;
+  for (int k = t->rank - 1; k >= 0; k--) {
+    v->dim[k] = (pm_view_dim){.size = t->dim[k], .inner = stride, .base_dim = (int8_t)k};
+    v->base_shape[k] = t->dim[k];
+    v->base_stride[k] = stride;
+    stride *= t->dim[k];
+  }
+}
+
+/* [..., N / t1, M, t1]: a one-dimensional tiling is row-major already */
+static void apply_tiling(const pm_graph *g, pm_view *v) {
+  uint32_t n;
+  const int64_t *tile = pm_attr_list(g, v->alloc, PM_ATTR_TILING, &n);
+  if (n == 2) {
+    pm_view_dim *m = &v->dim[v->rank - 2], *c = &v->dim[v->rank - 1];
+    m->inner = c->tile = tile[1];
+    c->outer = m->size * tile[1];
+    c->inner = 1;
+  }
+  v->swizzle = (uint8_t)*pm_attr(g, v->alloc, PM_ATTR_SWIZZLE);
+}
+
+static pm_code resolve_base(const pm_graph *g, pm_val ref, bool physical, pm_view *v, pm_err *err) {
+  const pm_value *val = pm_value_of(g, ref);
+  const pm_type *t = &val->type;
+  memset(v, 0, sizeof *v);
+  v->base = ref;
+  v->alloc = val->def;
+  v->param = -1;
+  v->space = t->space;
+  v->dtype = t->dtype;
+  v->rank = v->base_rank = t->rank;
+  row_major(t, v);
+  if (!val->def) {
+    if (val->block != 1) {
+      return pm_fail(err, PM_E_NOT_IMPLEMENTED,
+                     "a ref that a loop or a branch carries is not available; use it from outside");
+    }
+    v->param = (int32_t)val->index;
+    return PM_OK;
+  }
+  switch (pm_get(g, val->def)->code) {
+    case PM_OP_ALLOC_SMEM:
+      if (!physical) return PM_OK;
+      if (pm_check_transforms(g, val->def, err)) return err->code;
+      apply_tiling(g, v);
+      return PM_OK;
+    case PM_OP_ALLOC_ACC:
+    case PM_OP_ALLOC_BARRIER: return PM_OK;
+    default:
+      return pm_fail(err, PM_E_NOT_IMPLEMENTED, "a ref that comes from the op %s is not available",
+                     pm_ops[pm_get(g, val->def)->code].text);
+  }
+}
+
+/* ---- the ops --------------------------------------------------------------------------------- */
+
+static bool add_term(pm_view *v, pm_val val, int64_t mul, int64_t div) {
+  for (uint32_t k = 0; k < v->n_terms; k++) {
+    if (v->term[k].val == val && v->term[k].div == div) {
+      v->term[k].mul += mul;
+      return true;
+    }
+  }
+  if (v->n_terms == PM_MAX_TERMS) return false;
+  v->term[v->n_terms++] = (pm_term){val, mul, div};
+  return true;
+}
+
+static bool add_start_term(pm_view *v, pm_val val, uint8_t dim) {
+  for (uint32_t k = 0; k < v->n_start_terms; k++) {
+    if (v->start_term[k].val == val && v->start_term[k].dim == dim) {
+      v->start_term[k].mul++;
+      return true;
+    }
+  }
+  if (v->n_start_terms == PM_MAX_TERMS) return false;
+  v->start_term[v->n_start_terms].val = val;
+  v->start_term[v->n_start_terms].mul = 1;
+  v->start_term[v->n_start_terms++].dim = dim;
+  return true;
+}
+
+/* val 0: the start is static */
+static pm_code check_tile(const pm_graph *g, uint32_t k, const pm_view_dim *d, pm_val val,
+                          int64_t start, int64_t size, pm_err *err) {
+  if (size == PM_DROPPED) {
+    return pm_fail(
+        err, PM_E_TYPE,
+        "dimension %u is tiled by %lld and cannot be indexed by an integer; take a slice of "
+        "whole tiles",
+        k, (long long)d->tile);
+  }
+  if (size % d->tile || (!val && start % d->tile)) {
+    return pm_fail(
+        err, PM_E_VALUE,
+        "a slice of a tiled dimension must start at and have a size divisible by the tile "
+        "size: dimension %u has tiles of %lld, got %s%lld and size %lld",
+        k, (long long)d->tile, val ? "a dynamic start, " : "start ", (long long)start,
+        (long long)size);
+  }
+  if (val && pm_divisor(g, val) % d->tile) {
+    return pm_fail(
+        err, PM_E_VALUE,
+        "Failed to infer a possible set of layouts: the dynamic start of a slice along "
+        "dimension %u, which is tiled by %lld, is not provably divisible by the tile size; "
+        "wrap it in pl.multiple_of(x, %lld)",
+        k, (long long)d->tile, (long long)d->tile);
+  }
+  return PM_OK;
+}
+
+static pm_code apply_index(const pm_graph *g, pm_opid op, pm_view *v, pm_err *err) {
+  uint32_t n, next = 1, kept = 0;
+  const int64_t *starts = pm_attr_list(g, op, PM_ATTR_STARTS, &n);
+  const int64_t *sizes = pm_attr_list(g, op, PM_ATTR_SIZES, &n);
+  for (uint32_t k = 0; k < v->rank; k++) {
+    pm_view_dim d = v->dim[k];
+    pm_val val = starts[k] == PM_DYNAMIC ? pm_in(g, op, next++) : 0;
+    pm_scalar constant;
+    int64_t start = val ? 0 : starts[k];
+    if (val && pm_constant(g, val, &constant)) {
+      start = constant.i;
+      val = 0;
+    }
+    if (d.tile && check_tile(g, k, &d, val, start, sizes[k], err)) return err->code;
+    const int64_t div = d.tile ? d.tile : 1, mul = d.tile ? d.outer : d.inner;
+    const bool known = d.base_dim >= 0 && !v->reshaped;
+    bool room = true;
+    v->offset += start / div * mul;
+    if (val) room = add_term(v, val, mul, div);
+    if (known) {
+      v->start[d.base_dim] += start;
+      if (val) room = add_start_term(v, val, (uint8_t)d.base_dim) && room;
+    } else if (val || start) {
+      v->reshaped = true;
+    }
+    if (!room) {
+      return pm_fail(err, PM_E_NOT_IMPLEMENTED,
+                     "more than %d dynamic starts in one chain of slices", PM_MAX_TERMS);
+    }
+    if (sizes[k] == PM_DROPPED) continue;
+    d.size = sizes[k];
+    v->dim[kept++] = d;
+  }
+  v->rank = (uint8_t)kept;
+  return PM_OK;
+}
+
+static void apply_transpose(const pm_graph *g, pm_opid op, pm_view *v) {
+  uint32_t n;
+  const int64_t *dims = pm_attr_list(g, op, PM_ATTR_DIMS, &n);
+  pm_view_dim old[PM_MAX_RANK];
+  memcpy(old, v->dim, sizeof old);
+  for (uint32_t k = 0; k < n; k++) v->dim[k] = old[dims[k]];
+}
+
+/* Fold old[0..n) and unfold it again as `sizes`; both have the same product. */
+static pm_code refold(const pm_view_dim *old, uint32_t n, const int64_t *sizes, uint32_t m,
+                      pm_view_dim *out, pm_err *err) {
+  int64_t inner = 0, next = 0;
+  for (uint32_t k = n; k-- > 0;) {
+    if (old[k].tile) {
+      return pm_fail(
+          err, PM_E_VALUE,
+          "reshape: a dimension of size %lld that is tiled by %lld can be neither folded "
+          "nor unfolded; reshape other dimensions, or drop the tiling",
+          (long long)old[k].size, (long long)old[k].tile);
+    }
+    if (old[k].size == 1) continue;
+    if (next && old[k].inner != next) {
+      return pm_fail(err, PM_E_NOT_IMPLEMENTED,
+                     "reshape: dimensions of a ref that do not lie one behind the other in memory "
+                     "cannot be folded; load the view and reshape the array");
+    }
+    if (!next) inner = old[k].inner;
+    next = old[k].inner * old[k].size;
+  }
+  for (uint32_t k = m; k-- > 0;) {
+    out[k] = (pm_view_dim){.size = sizes[k], .inner = inner, .base_dim = -1};
+    inner *= sizes[k];
+  }
+  return PM_OK;
+}
+
+static pm_code apply_reshape(const pm_graph *g, pm_opid op, pm_view *v, pm_err *err) {
+  const pm_type *to = pm_typeof(g, pm_get(g, op)->out);
+  pm_view_dim out[PM_MAX_RANK];
+  uint32_t i = 0, j = 0;
+  while (i < v->rank || j < to->rank) {
+    if (i < v->rank && v->dim[i].size == 1) {
+      i++;
+      continue;
+    }
+    if (j < to->rank && to->dim[j] == 1) {
+      out[j++] = (pm_view_dim){.size = 1, .base_dim = -1};
+      continue;
+    }
+    const uint32_t i0 = i, j0 = j;
+    int64_t a = i < v->rank ? v->dim[i++].size : 1, b = j < to->rank ? to->dim[j++] : 1;
+    while (a != b) {
+      if (a < b && i < v->rank) {
+        a *= v->dim[i++].size;
+      } else if (b < a && j < to->rank) {
+        b *= to->dim[j++];
+      } else {
+        return pm_fail(err, PM_E_VALUE, "reshape: the sizes of the ref and of the result differ");
+      }
+    }
+    if (i - i0 == 1 && j - j0 == 1) {
+      out[j0] = v->dim[i0];
+      continue;
+    }
+    if (refold(&v->dim[i0], i - i0, &to->dim[j0], j - j0, &out[j0], err)) return err->code;
+    v->reshaped = true;
+  }
+  memcpy(v->dim, out, sizeof out[0] * to->rank);
+  v->rank = to->rank;
+  return PM_OK;
+}
+
+/* ---- the chain ------------------------------------------------------------------------------- */
+
+static bool is_view(const pm_graph *g, pm_opid op) {
+  const int code = op ? pm_get(g, op)->code : PM_OP_NONE;
+  return code == PM_OP_INDEX || code == PM_OP_TRANSPOSE_REF || code == PM_OP_RESHAPE_REF;
+}
+
+pm_val pm_view_base(const pm_graph *g, pm_val ref) {
+  while (is_view(g, pm_value_of(g, ref)->def)) ref = pm_in(g, pm_value_of(g, ref)->def, 0);
+  return ref;
+}
+
+pm_code pm_view_of(const pm_graph *g, pm_val ref, bool physical, pm_view *out, pm_err *err) {
+  pm_opid chain[MAX_CHAIN], op;
+  uint32_t n = 0;
+  while (is_view(g, op = pm_value_of(g, ref)->def)) {
+    if (n == MAX_CHAIN) {
+      pm_fail(err, PM_E_NOT_IMPLEMENTED, "more than %d slices, transposes and reshapes of one ref",
+              MAX_CHAIN);
+      pm_err_op(err, g, op);
+      return err->code;
+    }
+    chain[n++] = op;
+    ref = pm_in(g, op, 0);
+  }
+  pm_code code = resolve_base(g, ref, physical, out, err);
+  while (!code && n > 0) {
+    op = chain[--n];
+    switch (pm_get(g, op)->code) {
+      case PM_OP_INDEX: code = apply_index(g, op, out, err); break;
+      case PM_OP_TRANSPOSE_REF: apply_transpose(g, op, out); break;
+      default: code = apply_reshape(g, op, out, err); break;
+    }
+    if (code) pm_err_op(err, g, op);
+  }
+  return code;
+}
+
+/* ---- what can be proved ---------------------------------------------------------------------- */
+
+int64_t pm_view_divisor(const pm_graph *g, const pm_view *v) {
+  int64_t d = v->offset;
+  for (uint32_t k = 0; k < v->n_terms; k++) {
+    const pm_term *t = &v->term[k];
+    d = pm_gcd(d, pm_divisor(g, t->val) / t->div * t->mul);
+  }
+  return d < 0 ? -d : d;
+}
+
+bool pm_view_start_range(const pm_graph *g, const pm_view *v, uint32_t dim, int64_t *lo,
+                         int64_t *hi) {
+  if (v->reshaped) return false;
+  *lo = *hi = v->start[dim];
+  for (uint32_t k = 0; k < v->n_start_terms; k++) {
+    int64_t a, b;
+    if (v->start_term[k].dim != dim) continue;
+    if (!pm_range(g, v->start_term[k].val, &a, &b)) return false;
+    *lo += a * v->start_term[k].mul;
+    *hi += b * v->start_term[k].mul;
+  }
+  return true;
+}
+
+bool pm_view_in_bounds(const pm_graph *g, const pm_view *v) {
+  int64_t extent[PM_MAX_RANK], lo, hi;
+  for (uint32_t d = 0; d < v->base_rank; d++) extent[d] = 1;
+  for (uint32_t k = 0; k < v->rank; k++) {
+    if (v->dim[k].base_dim >= 0) extent[v->dim[k].base_dim] = v->dim[k].size;
+  }
+  for (uint32_t d = 0; d < v->base_rank; d++) {
+    if (!pm_view_start_range(g, v, d, &lo, &hi)) return false;
+    if (lo < 0 || hi + extent[d] > v->base_shape[d]) return false;
+  }
+  return true;
+}

@@ -1,0 +1,79 @@
+/* Where the elements of a ref value are: the chain of view ops resolved to one base.
+ *
+ * Base: a kernel argument (GMEM), an ALLOC_SMEM, an ALLOC_ACC or an ALLOC_BARRIER. The physical
+ * order of an SMEM allocation follows from its transforms. With tiling (t0, t1) on the last two
+ * logical dims (..., M, N) it is
+ *
+ *     [..., N / t1, M, t1]     then the swizzle on the byte address
+ *
+ * that is, column chunks outermost, so that any number of rows of one chunk is one plain 2-D TMA
+ * box, whatever N and wherever the slice begins (JAX's Pallas has [M/t0, N/t1, t0, t1]; the order
+ * is not visible to a user). Other allocations are row-major. A swizzle of sw bytes moves byte
+ * address a, absolute, with every allocation aligned to 1024, to
+ *
+ *     a ^ (((a >> 7) & (sw / 16 - 1)) << 4)
+ *
+ * An element with view index i lies at  offset + sum over view dims of at(dim, i[dim])  elements,
+ * where at(dim, i) = tile ? i / tile * outer + i % tile * inner : i * inner. */
+#ifndef PM_VIEW_H
+#define PM_VIEW_H
+
+#include "ir.h"
+
+enum { PM_MAX_TERMS = 24 };
+
+/* value of a dynamic start times `mul`, divided by `div` first (provably exact) */
+typedef struct pm_term {
+  pm_val val;
+  int64_t mul, div;
+} pm_term;
+
+typedef struct pm_view_dim {
+  int64_t size;         /* logical extent in the view */
+  int64_t tile;         /* 0: none */
+  int64_t outer, inner; /* strides in elements */
+  int8_t base_dim;      /* the dimension of the base it runs along, -1: several (a reshape) */
+} pm_view_dim;
+
+typedef struct pm_view {
+  pm_val base;
+  pm_opid alloc; /* of an SMEM, accumulator or barrier base; 0: kernel argument */
+  int32_t param; /* index among the kernel's arguments, -1: none */
+  uint8_t space, dtype, rank;
+  uint8_t swizzle; /* bytes, 0: none */
+  pm_view_dim dim[PM_MAX_RANK];
+  int64_t offset; /* static part, elements */
+  uint32_t n_terms;
+  pm_term term[PM_MAX_TERMS]; /* dynamic part: offset += val / div * mul */
+  /* GMEM: start of the view along each dim of the base, for bounds and TMA coordinates. Valid
+   * unless `reshaped`. Along base dim d the start is start[d] + sum of the terms of d (mul in index
+   * units). */
+  bool reshaped;
+  uint8_t base_rank;
+  int64_t base_shape[PM_MAX_RANK], base_stride[PM_MAX_RANK], start[PM_MAX_RANK];
+  uint32_t n_start_terms;
+  struct {
+    pm_val val;
+    int64_t mul;
+    uint8_t dim;
+  } start_term[PM_MAX_TERMS];
+} pm_view;
+
+/* Resolve. `physical` false: ignore transforms, everything row-major (the interpreter's memory, and
+ * checks before inference). Errors are those of api/plgpu.md 4.4 (slices not aligned to tiles ...).
+ */
+pm_code pm_view_of(const pm_graph *g, pm_val ref, bool physical, pm_view *out, pm_err *err);
+/* The value at the root of the chain of views: a kernel argument or the result of an allocation. */
+pm_val pm_view_base(const pm_graph *g, pm_val ref);
+/* Tiling and swizzle of an ALLOC_SMEM against its shape and dtype (api/plgpu.md 4.1, 4.2). */
+pm_code pm_check_transforms(const pm_graph *g, pm_opid alloc, pm_err *err);
+
+/* Largest d that provably divides the whole offset, in elements; 0: the offset is 0. */
+int64_t pm_view_divisor(const pm_graph *g, const pm_view *v);
+/* Provable bounds of the start along one dim of the base; false: none known, or reshaped. */
+bool pm_view_start_range(const pm_graph *g, const pm_view *v, uint32_t dim, int64_t *lo,
+                         int64_t *hi);
+/* Is every element of the view provably inside the base? False for reshaped views. */
+bool pm_view_in_bounds(const pm_graph *g, const pm_view *v);
+
+#endif

@@ -1,0 +1,463 @@
+/* The engine of every copy.
+ *
+ * A copy moves a view of a kernel argument to or from a view of an SMEM allocation of the same
+ * logical shape. Both are read as one list of digits: an untiled dimension of the SMEM view is one
+ * digit, a tiled one two (which tile, where in the tile). A digit has its size, its stride in SMEM,
+ * and a step along one axis of the GMEM tensor. Sorted by their SMEM stride, fastest first, the
+ * digits are the image that an engine must leave.
+ *
+ * TMA writes a box densely, so the longest dense run of digits from the fastest on becomes the box
+ * and the others become loops over boxes. Each axis of the tensor is a dimension of the map. Two
+ * digits of one axis can only be in one box if the map sees the axis cut in two, which clips
+ * exactly only where the tensor's size and the start of the view are multiples of the cut;
+ * otherwise the slower one is a loop. A digit above 256, the limit of a box, is cut in the same two
+ * ways. Coordinates out of range are clipped by the hardware: zeros on the way in, nothing on the
+ * way out.
+ *
+ * Axes stay as they are if that is legal; else neighbours that are taken whole are merged, which
+ * lowers the rank and makes pitches legal that are not multiples of 16 bytes. */
+#include "passes.h"
+
+enum { MAX_DIGITS = 4 * PM_MAX_RANK + 2, MAX_BOX = 256, MAX_COORD_TERMS = 6, LINE = 128 };
+
+typedef struct digit {
+  int64_t size;
+  int64_t smem, gmem; /* strides in elements */
+  int64_t step;       /* index units along the axis */
+  int axis;
+  bool loop; /* may not be in the box */
+} digit;
+
+/* A dimension of the tensor, or several merged ones. */
+typedef struct axis {
+  int64_t size, stride, start;
+  uint32_t n_terms;
+  pm_term term[MAX_COORD_TERMS]; /* start += val * mul */
+  int64_t cut;                   /* the map sees it as {cut, size / cut}; 0: whole */
+  int inner, outer;              /* dimensions of the map, -1: none */
+  bool gone;                     /* merged into the one before it */
+} axis;
+
+typedef struct trial {
+  const pm_graph *g;
+  const pm_view *gmem, *smem;
+  int64_t bytes, align; /* of an element; of a box in SMEM */
+  axis axis[PM_MAX_RANK];
+  int n_axes;
+  digit digit[MAX_DIGITS];
+  int n_digits;
+  bool may_cut;
+} trial;
+
+/* ---- axes and digits ---------------------------------------------------------------------------
+ */
+
+static const char *add_coord_term(pm_term *term, uint32_t *n, pm_val val, int64_t mul,
+                                  int64_t div) {
+  if (*n == MAX_COORD_TERMS) return "a coordinate has too many dynamic parts";
+  term[(*n)++] = (pm_term){val, mul, div};
+  return NULL;
+}
+
+static const char *make_axes(trial *t) {
+  const pm_view *v = t->gmem;
+  t->n_axes = v->base_rank;
+  for (int d = 0; d < t->n_axes; d++) {
+    t->axis[d] = (axis){.size = v->base_shape[d],
+                        .stride = v->base_stride[d],
+                        .start = v->start[d],
+                        .inner = -1,
+                        .outer = -1};
+  }
+  for (uint32_t k = 0; k < v->n_start_terms; k++) {
+    axis *a = &t->axis[v->start_term[k].dim];
+    const char *why =
+        add_coord_term(a->term, &a->n_terms, v->start_term[k].val, v->start_term[k].mul, 1);
+    if (why) return why;
+  }
+  return NULL;
+}
+
+static void add_digit(trial *t, int64_t size, int64_t smem, int64_t gmem, int64_t step, int axis) {
+  if (size == 1) return;
+  t->digit[t->n_digits++] = (digit){size, smem, gmem, step, axis, false};
+}
+
+static void make_digits(trial *t) {
+  t->n_digits = 0;
+  for (int k = 0; k < t->smem->rank; k++) {
+    const pm_view_dim *s = &t->smem->dim[k], *g = &t->gmem->dim[k];
+    const int64_t fast = s->tile ? pm_min(s->tile, s->size) : s->size;
+    add_digit(t, fast, s->inner, g->inner, 1, g->base_dim);
+    if (s->tile) add_digit(t, s->size / fast, s->outer, g->inner * fast, fast, g->base_dim);
+  }
+  for (int i = 1; i < t->n_digits; i++) {
+    const digit d = t->digit[i];
+    int k = i;
+    for (; k > 0 && t->digit[k - 1].smem > d.smem; k--) t->digit[k] = t->digit[k - 1];
+    t->digit[k] = d;
+  }
+}
+
+/* ---- merging axes ------------------------------------------------------------------------------
+ */
+
+static digit *only_digit(trial *t, int axis, int *count) {
+  digit *found = NULL;
+  *count = 0;
+  for (int k = 0; k < t->n_digits; k++) {
+    if (t->digit[k].axis != axis) continue;
+    found = &t->digit[k];
+    ++*count;
+  }
+  return found;
+}
+
+/* Is the start, for sure, an index of the axis (of an axis that the view takes one index of)? */
+static bool start_inside(const trial *t, const axis *a) {
+  int64_t lo = a->start, hi = a->start;
+  for (uint32_t k = 0; k < a->n_terms; k++) {
+    int64_t x, y;
+    if (!pm_range(t->g, a->term[k].val, &x, &y)) return false;
+    lo += x * a->term[k].mul;
+    hi += y * a->term[k].mul;
+  }
+  return lo >= 0 && hi < a->size;
+}
+
+/* Make one axis of `i` and the faster neighbour `j`, if the two clip as one. */
+static void merge_pair(trial *t, int i, int j) {
+  axis *slow = &t->axis[i], *fast = &t->axis[j];
+  int n_slow, n_fast;
+  digit *ds = only_digit(t, i, &n_slow), *df = only_digit(t, j, &n_fast);
+  const bool whole = !fast->start && !fast->n_terms &&
+                     (n_fast == 1 ? df->size == fast->size : !n_fast && fast->size == 1);
+  const bool index = !n_slow && !n_fast && start_inside(t, fast);
+  if ((!whole && !index) || n_slow > 1 || slow->n_terms + fast->n_terms > MAX_COORD_TERMS) return;
+  if (slow->size > INT32_MAX / fast->size) return;
+  if (ds && df && ds->smem != df->smem * df->size) return;
+  const int64_t n = fast->size;
+  slow->start = slow->start * n + fast->start;
+  for (uint32_t k = 0; k < slow->n_terms; k++) slow->term[k].mul *= n;
+  for (uint32_t k = 0; k < fast->n_terms; k++) slow->term[slow->n_terms++] = fast->term[k];
+  slow->size *= n;
+  slow->stride = fast->stride;
+  fast->gone = true;
+  if (!df) return;
+  df->axis = i;
+  if (!ds) return;
+  df->size *= ds->size;
+  const int at = (int)(ds - t->digit);
+  memmove(ds, ds + 1, sizeof *ds * (size_t)(t->n_digits - at - 1));
+  t->n_digits--;
+}
+
+static void merge_axes(trial *t) {
+  for (int j = t->n_axes - 1; j > 0; j--) merge_pair(t, j - 1, j);
+}
+
+/* ---- cutting digits ----------------------------------------------------------------------------
+ */
+
+/* Would the map, with the axis cut at c, clip as the tensor does? */
+static bool may_cut_axis(const trial *t, const axis *a, int64_t c) {
+  if (!t->may_cut || a->cut || a->size % c || a->start % c) return false;
+  for (uint32_t k = 0; k < a->n_terms; k++) {
+    if (pm_divisor(t->g, a->term[k].val) * a->term[k].mul % c) return false;
+  }
+  return c * a->stride * t->bytes % 16 == 0;
+}
+
+static void split_digit(trial *t, int k, int64_t c, bool loop) {
+  digit *d = &t->digit[k];
+  memmove(d + 2, d + 1, sizeof *d * (size_t)(t->n_digits - k - 1));
+  d[1] = (digit){d->size / c, d->smem * c, d->gmem * c, d->step * c, d->axis, loop};
+  d->size = c;
+  t->n_digits++;
+}
+
+/* A digit above the limit of a box: into two of the box, else into a loop over boxes. */
+static const char *cut_large(trial *t, int k) {
+  const digit *d = &t->digit[k];
+  int count;
+  only_digit(t, d->axis, &count);
+  for (int pass = 0; pass < 2; pass++) {
+    for (int64_t c = MAX_BOX; c > 0; c--) {
+      if (d->size % c || (k == 0 && c * t->bytes % 16)) continue;
+      if (pass == 0 && (count > 1 || d->step != 1 || d->size / c > MAX_BOX)) continue;
+      if (pass == 0 ? !may_cut_axis(t, &t->axis[d->axis], c) : c * d->smem * t->bytes % t->align) {
+        continue;
+      }
+      split_digit(t, k, c, pass == 1);
+      return NULL;
+    }
+  }
+  return "a dimension above 256 elements has no legal cut into boxes of at most 256";
+}
+
+static const char *cut_digits(trial *t) {
+  if (!t->n_digits || t->digit[0].smem != 1) {
+    return t->n_digits ? "the SMEM view is not contiguous" : "it moves less than 16 bytes";
+  }
+  if (t->digit[0].step != 1 || t->axis[t->digit[0].axis].stride != 1) {
+    return "the fastest dimension of the SMEM view is not the last one of the GMEM array";
+  }
+  if (t->smem->swizzle) {
+    const int64_t s = t->smem->swizzle / t->bytes;
+    if (t->digit[0].size % s) return "the swizzled dimension is not taken whole";
+    if (t->digit[0].size > s) split_digit(t, 0, s, false);
+  }
+  if (t->digit[0].size * t->bytes % 16) {
+    return "rows of the slice are not a multiple of 16 bytes";
+  }
+  for (int k = 0; k < t->n_digits; k++) {
+    const char *why = t->digit[k].size > MAX_BOX && !t->digit[k].loop ? cut_large(t, k) : NULL;
+    if (why) return why;
+  }
+  return NULL;
+}
+
+/* ---- the map -----------------------------------------------------------------------------------
+ */
+
+static const char *add_map_dim(const trial *t, pm_copy_plan *p, int64_t dim, int64_t stride,
+                               int64_t box) {
+  pm_tensor_map *m = &p->map;
+  int64_t pitch = stride * t->bytes;
+  if (m->rank == PM_TMA_RANK) return "the tensor map would have more than 5 dimensions";
+  if (dim > INT32_MAX) return "a dimension of the GMEM array is too large";
+  if (m->rank) {
+    if (dim == 1) pitch = pm_round_up(pitch, 16);
+    if (pitch % 16) return "rows of the GMEM array are not a multiple of 16 bytes";
+    if (pitch >= (int64_t)1 << 40) return "a stride of the GMEM array is too large";
+  }
+  m->dim[m->rank] = (uint64_t)dim;
+  m->stride[m->rank] = (uint64_t)pitch;
+  m->box[m->rank++] = (uint32_t)box;
+  return NULL;
+}
+
+static const char *set_coord(pm_coord *c, const axis *a, int64_t div) {
+  c->fixed = a->start / div;
+  c->n_terms = 0;
+  for (uint32_t k = 0; k < a->n_terms; k++) {
+    const int64_t by = pm_gcd(a->term[k].mul, div);
+    const char *why =
+        add_coord_term(c->term, &c->n_terms, a->term[k].val, a->term[k].mul / by, div / by);
+    if (why) return why;
+  }
+  return NULL;
+}
+
+/* Put a digit into the box; false: it has to be a loop. */
+static bool box_digit(trial *t, const digit *d, int64_t dense) {
+  axis *a = &t->axis[d->axis];
+  if (d->loop || d->smem != dense) return false;
+  if (a->inner < 0) return d->step == 1;
+  if (a->cut || !may_cut_axis(t, a, d->step)) return false;
+  a->cut = d->step;
+  return true;
+}
+
+/* Dimensions of the map are in the order of the box: a pass to find the cuts, one to add them. */
+static const char *make_box(trial *t, pm_copy_plan *p, int *n_box) {
+  int64_t dense = 1;
+  const char *why = NULL;
+  *n_box = 0;
+  for (int k = 0; k < t->n_digits; k++) {
+    const digit *d = &t->digit[k];
+    axis *a = &t->axis[d->axis];
+    if (!box_digit(t, d, dense)) break;
+    if (a->cut) {
+      a->outer = k;
+    } else {
+      a->inner = k;
+    }
+    dense *= d->size;
+    ++*n_box;
+  }
+  for (int k = 0; k < *n_box && !why; k++) {
+    const digit *d = &t->digit[k];
+    const axis *a = &t->axis[d->axis];
+    const int64_t cut = a->cut ? a->cut : 1;
+    if (k == a->inner) {
+      why = add_map_dim(t, p, a->cut ? a->cut : a->size, a->stride, d->size);
+      if (!why && !a->cut) why = set_coord(&p->coord[k], a, 1);
+    } else {
+      why = add_map_dim(t, p, a->size / cut, a->stride * cut, d->size);
+      if (!why) why = set_coord(&p->coord[k], a, cut);
+    }
+  }
+  return why;
+}
+
+/* Axes that no digit of the box runs along: one index of them at a time. */
+static const char *add_unit_axes(trial *t, pm_copy_plan *p) {
+  for (int i = t->n_axes - 1; i >= 0; i--) {
+    axis *a = &t->axis[i];
+    int count;
+    only_digit(t, i, &count);
+    if (a->gone || a->inner >= 0) continue;
+    if (a->size == 1 && !count && !a->start && !a->n_terms) continue;
+    const char *why = add_map_dim(t, p, a->size, a->stride, 1);
+    a->inner = p->map.rank - 1;
+    if (!why) why = set_coord(&p->coord[a->inner], a, 1);
+    if (why) return why;
+  }
+  return NULL;
+}
+
+static const char *add_loops(trial *t, pm_copy_plan *p, int first) {
+  for (int k = first; k < t->n_digits; k++) {
+    const digit *d = &t->digit[k];
+    const axis *a = &t->axis[d->axis];
+    const int64_t cut = a->cut ? a->cut : 1, step = d->smem * t->bytes;
+    if (p->n_loops == PM_COUNT(p->loop)) return "it would take more than 3 nested loops of boxes";
+    if (d->step % cut) return "a loop over boxes would not stop at whole tiles";
+    if (step % t->align) return "the boxes would not be aligned in SMEM";
+    p->loop[p->n_loops].count = d->size;
+    p->loop[p->n_loops].smem_step = step;
+    p->loop[p->n_loops++].coord_step[a->cut ? a->outer : a->inner] = d->step / cut;
+  }
+  return NULL;
+}
+
+static const char *try_tma(trial *t, pm_copy_plan *p, bool merge) {
+  int n_box;
+  memset(&p->map, 0, sizeof p->map);
+  memset(p->coord, 0, sizeof p->coord);
+  memset(p->loop, 0, sizeof p->loop);
+  p->n_loops = 0;
+  p->map.param = t->gmem->param;
+  p->map.dtype = t->gmem->dtype;
+  p->map.swizzle = t->smem->swizzle;
+  const char *why = make_axes(t);
+  if (why) return why;
+  make_digits(t);
+  if (merge) merge_axes(t);
+  if (!(why = cut_digits(t)) && !(why = make_box(t, p, &n_box)) && !(why = add_unit_axes(t, p))) {
+    why = add_loops(t, p, n_box);
+  }
+  return why;
+}
+
+static const char *plan_tma(const pm_graph *g, pm_copy_plan *p) {
+  trial t = {.g = g, .gmem = &p->gmem, .smem = &p->smem};
+  t.bytes = pm_dtypes[p->gmem.dtype].bytes;
+  t.align = p->smem.swizzle ? pm_max(LINE, 8 * p->smem.swizzle) : LINE;
+  if (p->gmem.reshaped) return "the GMEM view is reshaped";
+  if (pm_view_divisor(g, &p->smem) * t.bytes % t.align) {
+    return p->smem.swizzle
+               ? "the SMEM view does not provably start at a whole swizzle pattern (8 rows)"
+               : "the SMEM view does not provably start at a multiple of 128 bytes";
+  }
+  const char *first = NULL;
+  for (int k = 0; k < 4; k++) {
+    t.may_cut = k % 2 == 0;
+    const char *why = try_tma(&t, p, k >= 2);
+    if (!why) return NULL;
+    if (!first) first = why;
+  }
+  return first;
+}
+
+/* ---- bulk --------------------------------------------------------------------------------------
+ */
+
+static const char *plan_bulk(const pm_graph *g, pm_copy_plan *p, bool promised) {
+  trial t = {.g = g, .gmem = &p->gmem, .smem = &p->smem};
+  const int64_t bytes = pm_dtypes[p->gmem.dtype].bytes;
+  int64_t dense = 1;
+  make_digits(&t);
+  for (int k = 0; k < t.n_digits; k++) {
+    if (t.digit[k].smem != dense || t.digit[k].gmem != dense) return "the slice is not contiguous";
+    dense *= t.digit[k].size;
+  }
+  if (p->smem.swizzle) return "the SMEM ref is swizzled";
+  if (p->bytes % 16 || pm_view_divisor(g, &p->gmem) * bytes % 16 ||
+      pm_view_divisor(g, &p->smem) * bytes % 16) {
+    return "addresses and size are not provably multiples of 16 bytes";
+  }
+  if (!promised && !pm_view_in_bounds(g, &p->gmem)) {
+    return "the slice is not provably inside the GMEM array";
+  }
+  return NULL;
+}
+
+/* ---- one copy ----------------------------------------------------------------------------------
+ */
+
+static pm_code plan(const pm_graph *g, pm_opid op, pm_copy_plan *p, pm_err *err) {
+  const bool load = pm_get(g, op)->code == PM_OP_COPY_G2S;
+  const int engine = (int)*pm_attr(g, op, PM_ATTR_ENGINE);
+  memset(p, 0, sizeof *p);
+  if (pm_view_of(g, pm_in(g, op, load ? 0 : 1), true, &p->gmem, err)) return err->code;
+  if (pm_view_of(g, pm_in(g, op, load ? 1 : 0), true, &p->smem, err)) return err->code;
+  if (p->gmem.param < 0 || p->smem.space != PM_SMEM) {
+    return pm_fail(err, PM_E_VALUE, "%s: one side must be a GMEM ref, the other one an SMEM ref",
+                   pm_ops[pm_get(g, op)->code].text);
+  }
+  p->bytes = pm_dtypes[p->gmem.dtype].bytes;
+  for (int k = 0; k < p->smem.rank; k++) p->bytes *= p->smem.dim[k].size;
+  p->engine = engine;
+  if (engine == PM_ENGINE_PLAIN) return PM_OK;
+  const char *why;
+  if (engine != PM_ENGINE_TMA) {
+    const bool promised = load && *pm_attr(g, op, PM_ATTR_OOB) == PM_OOB_PROMISE;
+    p->engine = PM_ENGINE_BULK;
+    if (!(why = plan_bulk(g, p, promised))) return PM_OK;
+  }
+  if (engine != PM_ENGINE_BULK) {
+    p->engine = PM_ENGINE_TMA;
+    if (!(why = plan_tma(g, p))) return PM_OK;
+  }
+  if (engine != PM_ENGINE_AUTO) {
+    return pm_fail(err, PM_E_VALUE, "%s: the engine %s cannot do this copy: %s",
+                   pm_ops[pm_get(g, op)->code].text, pm_enum_text(PM_FAMILY_ENGINE, engine), why);
+  }
+  p->engine = PM_ENGINE_PLAIN;
+  p->why = why;
+  return PM_OK;
+}
+
+pm_code pm_plan_copy(const pm_graph *g, pm_opid op, const pm_target *t, pm_copy_plan *out,
+                     pm_err *err) {
+  (void)t;
+  const pm_code code = plan(g, op, out, err);
+  if (code) pm_err_op(err, g, op);
+  return code;
+}
+
+/* ---- all copies --------------------------------------------------------------------------------
+ */
+
+enum { WORTH_A_WARNING = 1024 };
+
+typedef struct pass {
+  const pm_target *target;
+  pm_err *err;
+  pm_code code;
+} pass;
+
+static void plan_one(pm_graph *g, pm_opid op, void *ctx) {
+  pass *s = ctx;
+  pm_copy_plan p;
+  const int code = pm_get(g, op)->code;
+  if (s->code || (code != PM_OP_COPY_G2S && code != PM_OP_COPY_S2G)) return;
+  s->code = pm_plan_copy(g, op, s->target, &p, s->err);
+  if (s->code) return;
+  *pm_attr(g, op, PM_ATTR_ENGINE) = p.engine;
+  if (p.why && p.bytes >= WORTH_A_WARNING) {
+    const pm_op *o = pm_get(g, op);
+    pm_vec_push(
+        g->arena, &g->warnings,
+        pm_printf(g->arena, "%s:%u: %s of %lld bytes is done by loads and stores of all lanes: %s",
+                  g->strings.at[o->file], o->line, pm_ops[code].text, (long long)p.bytes, p.why));
+  }
+}
+
+pm_code pm_plan_copies(pm_graph *g, const pm_target *t, pm_err *err) {
+  pass s = {t, err, PM_OK};
+  pm_walk(g, 1, plan_one, &s);
+  return s.code;
+}

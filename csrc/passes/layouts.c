@@ -1,0 +1,877 @@
+/* Register layouts of all arrays of a kernel.
+ *
+ * 1. Which values are splats: those computed from splats only (a fixed point over loops). The
+ * others are "varied", and only they need a decision.
+ * 2. Classes: varied values that must share one layout, because a pointwise op or control flow
+ *    connects them, are joined by union-find.
+ * 3. A class is settled once, and never changes: first by what ops demand (accumulators), then by
+ *    what the user wrote, then along relations (reduce, broadcast, reshape, slice, layout_cast
+ *    derive the layout of one side from the other) until nothing moves, then by one preference
+ * after the other, each followed by relations again, and last by the strided default. Program order
+ *    breaks ties, so the result is deterministic.
+ * 4. Rewrite: each op gets its operands and gives its result in the layouts of their classes;
+ *    where that is not so, a LAYOUT_CAST is put behind the definition of the value (a load or iota
+ * is made twice instead).
+ *
+ * Loads, stores, iotas and layout_casts adapt to the class they are in; a layout the user wrote
+ * there that loses to a stronger one is replaced. */
+#include "passes.h"
+
+typedef struct converted {
+  pm_val from, to;
+  pm_layid layout;
+} converted;
+
+typedef struct pass {
+  pm_graph *g;
+  pm_err *err;
+  pm_code code;
+  uint32_t n_values; /* before the rewrite */
+  bool *varied, grew;
+  pm_val *parent;      /* of the union-find forest, by value */
+  pm_layid *settled;   /* by root */
+  uint8_t *widest;     /* by root: bytes of the widest element that goes to or comes from memory */
+  PM_VEC(pm_opid) ops; /* all, in program order */
+  PM_VEC(pm_opid) related; /* ops that derive one layout from another */
+  bool *wgmma_laid;        /* by value: an SMEM allocation that WGMMA-laid arrays meet */
+  PM_VEC(converted) done;
+} pass;
+
+static bool is_array(const pm_graph *g, pm_val v) {
+  const pm_type *t = pm_typeof(g, v);
+  return t->kind == PM_ARRAY && t->rank > 0;
+}
+
+static pm_layout_rule rule_of(const pm_graph *g, pm_opid op) {
+  return pm_ops[pm_get(g, op)->code].layout;
+}
+
+static bool is_loop(const pm_op *o) { return o->code == PM_OP_FOR || o->code == PM_OP_WHILE; }
+
+static bool fits(const pm_layout *l, const pm_type *t) {
+  return l->rank == t->rank && memcmp(l->shape, t->dim, sizeof t->dim[0] * t->rank) == 0;
+}
+
+static void collect(pm_graph *g, pm_opid op, void *ctx) {
+  pass *p = ctx;
+  pm_vec_push(g->arena, &p->ops, op);
+}
+
+/* The layout that the user wrote at an op; 0: none. */
+static pm_layid given_layout(const pm_graph *g, pm_opid op) {
+  return pm_has_attr(g, op, PM_ATTR_LAYOUT) ? (pm_layid)*pm_attr(g, op, PM_ATTR_LAYOUT) : 0;
+}
+
+static bool is_splat(const pm_graph *g, pm_layid l) { return pm_layout_of(g, l)->kind == PM_SPLAT; }
+
+static void fail_layout(pass *p, pm_opid op, const char *why) {
+  pm_graph *g = p->g;
+  const pm_type *t = pm_typeof(g, pm_get(g, op)->out);
+  pm_layid l = given_layout(g, op);
+  p->code = pm_fail(p->err, PM_E_VALUE,
+                    "Failed to infer a possible set of layouts: %s of %s in the layout %s: %s",
+                    pm_ops[pm_get(g, op)->code].text, pm_type_text(g->arena, t),
+                    l ? pm_layout_text(g->arena, pm_layout_of(g, l)) : "(none)", why);
+  pm_err_op(p->err, g, op);
+}
+
+static void check_given(pass *p, pm_opid op) {
+  pm_graph *g = p->g;
+  const pm_op *o = pm_get(g, op);
+  pm_layid l = given_layout(g, op);
+  if (!l && o->code != PM_OP_LAYOUT_CAST) return;
+  const pm_type *t = pm_typeof(g, o->out);
+  if (!l || l >= g->layouts.n || !fits(pm_layout_of(g, l), t)) {
+    fail_layout(p, op, "the layout is for an array of another shape");
+  } else if (o->code != PM_OP_LAYOUT_CAST && is_splat(g, l) && pm_type_size(t) > 1) {
+    fail_layout(p, op, "a splat has one value for all elements");
+  }
+}
+
+/* A cast to a splat says nothing of a value that has elements of its own. */
+static void check_cast(pass *p, pm_opid op) {
+  const pm_op *o = pm_get(p->g, op);
+  if (o->code != PM_OP_LAYOUT_CAST || !is_splat(p->g, given_layout(p->g, op))) return;
+  if (pm_type_size(pm_typeof(p->g, o->out)) == 1 || !p->varied[pm_in(p->g, op, 0)]) return;
+  fail_layout(p, op, "a splat has one value for all elements");
+}
+
+/* ---- splats ------------------------------------------------------------------------------- */
+
+static bool varies(const pass *p, pm_val v) { return is_array(p->g, v) && p->varied[v]; }
+
+static bool operand_varies(const pass *p, pm_opid op) {
+  for (uint32_t k = 0; k < pm_get(p->g, op)->n_in; k++) {
+    if (varies(p, pm_in(p->g, op, k))) return true;
+  }
+  return false;
+}
+
+static void mark(pass *p, pm_val v) {
+  if (!is_array(p->g, v) || p->varied[v]) return;
+  p->varied[v] = p->grew = true;
+}
+
+/* A source of values: one element needs no decision, unless the user made it. */
+static bool source_varies(const pass *p, pm_opid op) {
+  pm_layid l = given_layout(p->g, op);
+  if (l) return !is_splat(p->g, l);
+  return pm_type_size(pm_typeof(p->g, pm_get(p->g, op)->out)) > 1;
+}
+
+/* The k-th of the values that run through a control op, at each place where it has another name. */
+typedef void (*pm_name_visit)(pass *p, pm_val result, pm_val other);
+
+static void each_name(pass *p, pm_opid op, uint32_t k, pm_name_visit fn) {
+  pm_graph *g = p->g;
+  const pm_op *o = pm_get(g, op);
+  pm_val result = o->out + k;
+  if (is_loop(o)) fn(p, result, pm_in(g, op, o->n_in - o->n_out + k));
+  for (uint32_t r = 0; r < o->n_regions; r++) {
+    const pm_block *b = &g->blocks.at[pm_region(g, op, r)];
+    if (is_loop(o)) fn(p, result, b->arg + b->n_args - o->n_out + k);
+    if (o->code != PM_OP_WHILE || r)
+      fn(p, result, pm_in(g, pm_terminator(g, pm_region(g, op, r)), k));
+  }
+}
+
+static void mark_result(pass *p, pm_val result, pm_val other) {
+  if (varies(p, other)) mark(p, result);
+}
+
+static void mark_arguments(pass *p, pm_opid op, uint32_t k) {
+  pm_graph *g = p->g;
+  const pm_op *o = pm_get(g, op);
+  if (!is_loop(o) || !varies(p, o->out + k)) return;
+  for (uint32_t r = 0; r < o->n_regions; r++) {
+    const pm_block *b = &g->blocks.at[pm_region(g, op, r)];
+    mark(p, b->arg + b->n_args - o->n_out + k);
+  }
+}
+
+static void mark_op(pass *p, pm_opid op) {
+  const pm_op *o = pm_get(p->g, op);
+  switch (rule_of(p->g, op)) {
+    case PM_LAY_LOAD:
+    case PM_LAY_FREE:
+      if (source_varies(p, op)) mark(p, o->out);
+      break;
+    case PM_LAY_ACC:
+      if (o->n_out) mark(p, o->out);
+      break;
+    case PM_LAY_FIXED:
+      if (is_array(p->g, o->out) && !is_splat(p->g, given_layout(p->g, op))) mark(p, o->out);
+      break;
+    case PM_LAY_REDUCE:
+      if (operand_varies(p, op) && pm_type_size(pm_typeof(p->g, o->out)) > 1) mark(p, o->out);
+      break;
+    case PM_LAY_POINTWISE:
+    case PM_LAY_BROADCAST:
+    case PM_LAY_RESHAPE:
+    case PM_LAY_SLICE:
+      if (operand_varies(p, op)) mark(p, o->out);
+      break;
+    case PM_LAY_CONTROL:
+      for (uint32_t k = 0; k < o->n_out; k++) {
+        each_name(p, op, k, mark_result);
+        mark_arguments(p, op, k);
+      }
+      break;
+    default: break;
+  }
+}
+
+static void find_splats(pass *p) {
+  do {
+    p->grew = false;
+    for (uint32_t k = 0; k < p->ops.n; k++) mark_op(p, p->ops.at[k]);
+  } while (p->grew);
+}
+
+/* ---- classes ------------------------------------------------------------------------------ */
+
+static pm_val root(pass *p, pm_val v) {
+  while (p->parent[v] != v) v = p->parent[v] = p->parent[p->parent[v]];
+  return v;
+}
+
+static void join(pass *p, pm_val a, pm_val b) {
+  if (!varies(p, a) || !varies(p, b)) return;
+  a = root(p, a);
+  b = root(p, b);
+  p->parent[a < b ? b : a] = a < b ? a : b;
+}
+
+static void join_op(pass *p, pm_opid op) {
+  pm_graph *g = p->g;
+  const pm_op *o = pm_get(g, op);
+  pm_layout_rule rule = rule_of(g, op);
+  if (rule == PM_LAY_POINTWISE) {
+    for (uint32_t k = 0; k < o->n_in; k++) join(p, o->out, pm_in(g, op, k));
+  } else if (rule == PM_LAY_CONTROL) {
+    for (uint32_t k = 0; k < o->n_out; k++) each_name(p, op, k, join);
+  } else if (rule == PM_LAY_REDUCE || rule == PM_LAY_BROADCAST || rule == PM_LAY_RESHAPE ||
+             rule == PM_LAY_SLICE || rule == PM_LAY_FIXED) {
+    if (varies(p, pm_in(g, op, 0)) && varies(p, o->out)) pm_vec_push(g->arena, &p->related, op);
+  }
+}
+
+static void widen(pass *p, pm_val v) {
+  if (!varies(p, v)) return;
+  uint8_t *w = &p->widest[root(p, v)], bytes = pm_dtypes[pm_typeof(p->g, v)->dtype].bytes;
+  if (*w < bytes) *w = bytes;
+}
+
+static void find_widths(pass *p) {
+  for (uint32_t k = 0; k < p->ops.n; k++) {
+    pm_opid op = p->ops.at[k];
+    if (rule_of(p->g, op) == PM_LAY_LOAD) widen(p, pm_get(p->g, op)->out);
+    if (rule_of(p->g, op) == PM_LAY_STORE) widen(p, pm_in(p->g, op, 1));
+  }
+}
+
+/* ---- relations ---------------------------------------------------------------------------- */
+
+static pm_layid reduced(pm_graph *g, pm_opid op, pm_layid in) {
+  uint32_t n;
+  const int64_t *dims = pm_attr_list(g, op, PM_ATTR_DIMS, &n);
+  return pm_layout_reduce(g, in, dims, n);
+}
+
+static pm_layid sliced(pm_graph *g, pm_opid op, pm_layid in) {
+  uint32_t n;
+  const int64_t *starts = pm_attr_list(g, op, PM_ATTR_STARTS, &n);
+  pm_type to = *pm_typeof(g, pm_get(g, op)->out);
+  return pm_layout_slice(g, in, starts, &to);
+}
+
+/* What the operand of a BROADCAST must have for a result of layout `out`. */
+static pm_layid broadcast_operand(pm_graph *g, pm_opid op, pm_layid out) {
+  uint32_t n;
+  const int64_t *dims = pm_attr_list(g, op, PM_ATTR_DIMS, &n);
+  pm_type from = *pm_typeof(g, pm_in(g, op, 0));
+  return pm_layout_broadcast_operand(g, out, dims, n, &from);
+}
+
+static pm_layid reshaped(pm_graph *g, pm_layid l, pm_val like) {
+  pm_type to = *pm_typeof(g, like);
+  return pm_layout_reshape(g, l, &to);
+}
+
+/* The layout of the result that an op gives by itself for an operand of layout `in`. */
+static pm_layid natural(pm_graph *g, pm_opid op, pm_layid in) {
+  switch (pm_get(g, op)->code) {
+    case PM_OP_REDUCE: return reduced(g, op, in);
+    case PM_OP_RESHAPE: return reshaped(g, in, pm_get(g, op)->out);
+    case PM_OP_SLICE: return sliced(g, op, in);
+    default: return 0;
+  }
+}
+
+/* The first layout c of array v with fn(op, c) == want: WGMMA, then those the kernel already speaks
+ * of, then strided ones. */
+static pm_layid search(pm_graph *g, pm_val v, pm_opid op, pm_layid want,
+                       pm_layid (*fn)(pm_graph *, pm_opid, pm_layid)) {
+  pm_type t = *pm_typeof(g, v);
+  pm_layid c = pm_layout_wgmma(g, &t);
+  if (c && fn(g, op, c) == want) return c;
+  uint32_t n = g->layouts.n;
+  for (c = 1; c < n; c++) {
+    if (fits(pm_layout_of(g, c), &t) && !is_splat(g, c) && fn(g, op, c) == want) return c;
+  }
+  for (int64_t vec = 16; vec; vec /= 2) {
+    c = pm_layout_strided(g, &t, vec);
+    if (c && fn(g, op, c) == want) return c;
+  }
+  return 0;
+}
+
+static int64_t padded_size(const pm_layout *l) {
+  int64_t n = 1;
+  for (int k = 0; k < l->rank && (k == 0 || l->kind == PM_TILED); k++) n *= l->padded[k];
+  return n;
+}
+
+/* Most registers would be padding: worth a conversion, not worth to spread over a reshape. */
+static pm_layid unless_wasteful(pm_graph *g, pm_layid l) {
+  if (!l) return 0;
+  const pm_layout *x = pm_layout_of(g, l);
+  int64_t size = 1;
+  for (int k = 0; k < x->rank; k++) size *= x->shape[k];
+  return padded_size(x) < 2 * pm_max(size, 128) ? l : 0;
+}
+
+/* A layout of the operand for which the op gives its result in layout `out`; 0: none was found. */
+static pm_layid operand_for(pm_graph *g, pm_opid op, pm_layid out) {
+  pm_val in = pm_in(g, op, 0);
+  pm_layid l;
+  switch (pm_get(g, op)->code) {
+    case PM_OP_BROADCAST: return broadcast_operand(g, op, out);
+    case PM_OP_LAYOUT_CAST: return out;
+    case PM_OP_RESHAPE:
+      l = unless_wasteful(g, reshaped(g, out, in));
+      return l && natural(g, op, l) == out ? l : 0;
+    default: return search(g, in, op, out, natural);
+  }
+}
+
+static pm_layid result_for(pm_graph *g, pm_opid op, pm_layid in) {
+  if (pm_get(g, op)->code == PM_OP_LAYOUT_CAST) return 0;
+  if (pm_get(g, op)->code == PM_OP_RESHAPE) return unless_wasteful(g, natural(g, op, in));
+  if (pm_get(g, op)->code != PM_OP_BROADCAST) return natural(g, op, in);
+  return search(g, pm_get(g, op)->out, op, in, broadcast_operand);
+}
+
+static pm_layid layout_of_class(pass *p, pm_val v) { return p->settled[root(p, v)]; }
+
+static bool settle(pass *p, pm_val v, pm_layid l) {
+  pm_layid *s = &p->settled[root(p, v)];
+  if (*s || !l || is_splat(p->g, l)) return false;
+  *s = l;
+  return true;
+}
+
+/* Carry what is settled over relations, until nothing changes. */
+static void relate(pass *p) {
+  for (bool more = true; more;) {
+    more = false;
+    for (uint32_t k = 0; k < p->related.n; k++) {
+      pm_opid op = p->related.at[k];
+      pm_val in = pm_in(p->g, op, 0), out = pm_get(p->g, op)->out;
+      pm_layid a = layout_of_class(p, in), b = layout_of_class(p, out);
+      if (a && !b) more |= settle(p, out, result_for(p->g, op, a));
+      if (b && !a) more |= settle(p, in, operand_for(p->g, op, b));
+    }
+  }
+}
+
+/* ---- seeds, by falling strength ----------------------------------------------------------- */
+
+static pm_layid wgmma_of(pm_graph *g, pm_val v) {
+  pm_type t = *pm_typeof(g, v);
+  return pm_layout_wgmma(g, &t);
+}
+
+/* The array that an op demands in the WGMMA layout; 0: none. */
+static pm_val demanded(const pm_graph *g, pm_opid op) {
+  const pm_op *o = pm_get(g, op);
+  pm_val v = 0;
+  if (o->code == PM_OP_ACC_LOAD) v = o->out;
+  if (o->code == PM_OP_ALLOC_ACC && o->n_in) v = pm_in(g, op, 0);
+  if (o->code == PM_OP_ACC_STORE || o->code == PM_OP_WGMMA) v = pm_in(g, op, 1);
+  return v && is_array(g, v) ? v : 0;
+}
+
+static void seed_demands(pass *p) {
+  for (uint32_t k = 0; k < p->ops.n && !p->code; k++) {
+    pm_val v = demanded(p->g, p->ops.at[k]);
+    if (v && varies(p, v)) settle(p, v, wgmma_of(p->g, v));
+  }
+}
+
+static void seed_given(pass *p) {
+  for (uint32_t k = 0; k < p->ops.n; k++) {
+    pm_opid op = p->ops.at[k];
+    pm_layid l = given_layout(p->g, op);
+    if (l && varies(p, pm_get(p->g, op)->out)) settle(p, pm_get(p->g, op)->out, l);
+  }
+}
+
+/* The array that a LOAD or STORE moves and the allocation in SMEM it moves it from or to. */
+static pm_val moved(pass *p, pm_opid op, pm_opid *alloc) {
+  pm_graph *g = p->g;
+  pm_layout_rule rule = rule_of(g, op);
+  *alloc = 0;
+  if (rule != PM_LAY_LOAD && rule != PM_LAY_STORE) return 0;
+  pm_val v = rule == PM_LAY_LOAD ? pm_get(g, op)->out : pm_in(g, op, 1);
+  pm_opid def = pm_value_of(g, pm_view_base(g, pm_in(g, op, 0)))->def;
+  if (def && pm_get(g, def)->code == PM_OP_ALLOC_SMEM) *alloc = def;
+  return varies(p, v) ? v : 0;
+}
+
+/* Arrays that are loaded from or stored to swizzled SMEM, and fill whole WGMMA tiles, take part in
+ * conflict-free accesses as WGMMA. SMEM that other arrays reach in WGMMA will be swizzled. */
+static void prefer_swizzled(pass *p) {
+  pm_graph *g = p->g;
+  pm_opid alloc;
+  for (uint32_t k = 0; k < p->ops.n; k++) {
+    pm_val v = moved(p, p->ops.at[k], &alloc);
+    if (!v || !alloc) continue;
+    bool swizzled = *pm_attr(g, alloc, PM_ATTR_SWIZZLE) != 0;
+    pm_layid l = layout_of_class(p, v);
+    bool free = !*pm_attr(g, alloc, PM_ATTR_GIVEN) && l && l == wgmma_of(g, v);
+    if (swizzled || free) p->wgmma_laid[pm_get(g, alloc)->out] = true;
+  }
+  for (uint32_t k = 0; k < p->ops.n; k++) {
+    pm_val v = moved(p, p->ops.at[k], &alloc);
+    if (!v || !alloc || !p->wgmma_laid[pm_get(g, alloc)->out]) continue;
+    pm_layid l = wgmma_of(g, v);
+    if (l && !pm_layout_is_padded(pm_layout_of(g, l)) && settle(p, v, l)) relate(p);
+  }
+}
+
+/* Strided with vectors of 16 bytes, if they divide the size and the minor dim. */
+static pm_layid strided_for(pm_graph *g, pm_type t, uint8_t bytes) {
+  int64_t size = pm_type_size(&t), minor = 1, vec = 1;
+  for (int k = 0; k < t.rank; k++) {
+    if (t.dim[k] > 1) minor = t.dim[k];
+  }
+  while (2 * vec * bytes <= 16 && size % (256 * vec) == 0 && minor % (2 * vec) == 0) vec *= 2;
+  return pm_layout_strided(g, &t, vec);
+}
+
+static pm_layid strided_of_class(pass *p, pm_val v) {
+  pm_type t = *pm_typeof(p->g, v);
+  uint8_t widest = p->widest[root(p, v)];
+  return strided_for(p->g, t, widest ? widest : pm_dtypes[t.dtype].bytes);
+}
+
+/* What can be reduced and broadcast along each dim: WGMMA, or the last dim along the lanes where
+ * that means less padding (few rows). Rank 1: 0. */
+static pm_layid matrix_for(pm_graph *g, pm_val v) {
+  const pm_type t = *pm_typeof(g, v);
+  pm_layid wgmma = pm_layout_wgmma(g, &t);
+  if (!wgmma || !pm_layout_is_padded(pm_layout_of(g, wgmma))) return wgmma;
+  int64_t minor = t.dim[t.rank - 1], vec = 1;
+  while (2 * vec * pm_dtypes[t.dtype].bytes <= 16 && minor % (256 * vec) == 0) vec *= 2;
+  pm_layid rows = pm_layout_along(g, &t, t.rank - 1, vec);
+  return padded_size(pm_layout_of(g, rows)) < padded_size(pm_layout_of(g, wgmma)) ? rows : wgmma;
+}
+
+static void prefer_reduced(pass *p) {
+  for (uint32_t k = 0; k < p->related.n; k++) {
+    pm_opid op = p->related.at[k];
+    if (pm_get(p->g, op)->code != PM_OP_REDUCE) continue;
+    pm_val in = pm_in(p->g, op, 0);
+    if (settle(p, in, matrix_for(p->g, in))) relate(p);
+  }
+}
+
+static void prefer_broadcast(pass *p) {
+  for (uint32_t k = 0; k < p->related.n; k++) {
+    pm_opid op = p->related.at[k];
+    if (pm_get(p->g, op)->code != PM_OP_BROADCAST) continue;
+    pm_val out = pm_get(p->g, op)->out;
+    pm_layid l = strided_of_class(p, out);
+    if (!broadcast_operand(p->g, op, l)) l = matrix_for(p->g, out);
+    if (settle(p, out, l)) relate(p);
+  }
+}
+
+/* The first usual layout of the operand of a SLICE that can be cut there; 0: none. */
+static pm_layid sliceable(pm_graph *g, pm_opid op) {
+  pm_val in = pm_in(g, op, 0);
+  pm_type t = *pm_typeof(g, in);
+  pm_layid l = 0;
+  for (int64_t vec = 16 / pm_dtypes[t.dtype].bytes; vec; vec /= 2) {
+    l = pm_layout_strided(g, &t, vec);
+    if (l && sliced(g, op, l)) return l;
+  }
+  l = wgmma_of(g, in);
+  if (l && sliced(g, op, l)) return l;
+  static const char columns[] = "wgmma.reduce(0)";
+  pm_err ignored;
+  memset(&ignored, 0, sizeof ignored);
+  if (pm_layout_parse(g, columns, sizeof columns - 1, &t, &l, &ignored)) return 0;
+  return sliced(g, op, l) ? l : 0;
+}
+
+static void prefer_sliced(pass *p) {
+  for (uint32_t k = 0; k < p->related.n; k++) {
+    pm_opid op = p->related.at[k];
+    if (pm_get(p->g, op)->code != PM_OP_SLICE) continue;
+    pm_val in = pm_in(p->g, op, 0);
+    if (layout_of_class(p, in) || sliced(p->g, op, strided_of_class(p, in))) continue;
+    if (settle(p, in, sliceable(p->g, op))) relate(p);
+  }
+}
+
+static void settle_rest(pass *p) {
+  for (uint32_t k = 0; k < p->ops.n; k++) {
+    const pm_op *o = pm_get(p->g, p->ops.at[k]);
+    for (uint32_t r = 0; r < o->n_out; r++) {
+      pm_val v = o->out + r;
+      if (varies(p, v) && !layout_of_class(p, v) && settle(p, v, strided_of_class(p, v))) relate(p);
+    }
+  }
+}
+
+/* ---- rewrite ------------------------------------------------------------------------------ */
+
+static void warn(pass *p, pm_opid at, pm_val v, pm_layid from, pm_layid to) {
+  pm_graph *g = p->g;
+  const pm_op *o = pm_get(g, at);
+  const char *file = o->line ? g->strings.at[o->file] : "<unknown>";
+  pm_vec_push(
+      g->arena, &g->warnings,
+      pm_printf(g->arena,
+                "%s:%u: %s: %s is converted from layout %s to %s through shared memory; "
+                "a layout_cast of its sources may avoid that",
+                file, o->line, pm_ops[o->code].text, pm_type_text(g->arena, pm_typeof(g, v)),
+                pm_layout_text(g->arena, pm_layout_of(g, from)),
+                pm_layout_text(g->arena, pm_layout_of(g, to))));
+}
+
+static uint32_t place_behind(const pm_graph *g, pm_val v, pm_blk *block) {
+  const pm_value *value = pm_value_of(g, v);
+  *block = value->block;
+  if (!value->def) return 0;
+  *block = pm_get(g, value->def)->parent;
+  const pm_block *b = &g->blocks.at[*block];
+  uint32_t at = 0;
+  while (b->ops.at[at] != value->def) at++;
+  return at + 1;
+}
+
+/* A second load or iota behind the first, in another layout. */
+static pm_opid make_again(pm_graph *g, pm_opid def, pm_blk block, uint32_t at, pm_layid to) {
+  const pm_op o = *pm_get(g, def);
+  pm_type t = *pm_typeof(g, o.out);
+  pm_val in = o.n_in ? pm_in(g, def, 0) : 0;
+  pm_attr_arg attrs[2] = {{.id = PM_ATTR_LAYOUT, .i = to}};
+  attrs[1].id = o.code == PM_OP_LOAD ? PM_ATTR_OPTIMIZED : PM_ATTR_DIM;
+  attrs[1].i = *pm_attr(g, def, attrs[1].id);
+  return pm_insert(g, block, at, o.code, &in, o.n_in, &t, 1, attrs, 2, def);
+}
+
+/* v in layout `to`, for op `user`. */
+static pm_val convert(pass *p, pm_val v, pm_layid to, pm_opid user) {
+  pm_graph *g = p->g;
+  pm_layid from = pm_value_of(g, v)->layout;
+  if (from == to) return v;
+  pm_opid def = pm_value_of(g, v)->def, op;
+  uint32_t code = def ? pm_get(g, def)->code : PM_OP_NONE;
+  if (code == PM_OP_LAYOUT_CAST && pm_value_of(g, pm_in(g, def, 0))->layout == to) {
+    return pm_in(g, def, 0);
+  }
+  for (uint32_t k = 0; k < p->done.n; k++) {
+    if (p->done.at[k].from == v && p->done.at[k].layout == to) return p->done.at[k].to;
+  }
+  pm_blk block;
+  uint32_t at = place_behind(g, v, &block);
+  if (code == PM_OP_LOAD || code == PM_OP_IOTA) {
+    op = make_again(g, def, block, at, to);
+  } else {
+    pm_type t = *pm_typeof(g, v);
+    pm_attr_arg attr = {.id = PM_ATTR_LAYOUT, .i = to};
+    op = pm_insert(g, block, at, PM_OP_LAYOUT_CAST, &v, 1, &t, 1, &attr, 1, user);
+  }
+  pm_val out = pm_get(g, op)->out;
+  pm_value_of(g, out)->layout = to;
+  pm_value_of(g, out)->name = pm_value_of(g, v)->name;
+  pm_vec_push(g->arena, &p->done, ((converted){v, out, to}));
+  if (pm_get(g, op)->code == PM_OP_LAYOUT_CAST && pm_layout_cast_scratch(g, op)) {
+    warn(p, user, v, from, to);
+  }
+  return out;
+}
+
+static void set_operand(pass *p, pm_opid op, uint32_t k, pm_layid to) {
+  pm_val v = convert(p, pm_in(p->g, op, k), to, op);
+  p->g->operands.at[pm_get(p->g, op)->in + k] = v;
+}
+
+/* The op gives v in layout `from`; all who use v get it as its class has it. */
+static void set_result(pass *p, pm_opid op, pm_layid from) {
+  pm_graph *g = p->g;
+  pm_val v = pm_get(g, op)->out;
+  pm_layid to = pm_value_of(g, v)->layout;
+  if (from == to) return;
+  pm_value_of(g, v)->layout = from;
+  pm_val out = convert(p, v, to, op);
+  pm_opid cast = pm_value_of(g, out)->def;
+  for (uint32_t k = 0; k < g->operands.n; k++) {
+    if (g->operands.at[k] == v && k != pm_get(g, cast)->in) g->operands.at[k] = out;
+  }
+}
+
+enum { MOST_REGISTERS = 1024 };
+
+/* A layout that can be cut anywhere: the dims that are cut lie in registers, the last of the others
+ * along the lanes. 0: too many registers. */
+static pm_layid cut_anywhere(pm_graph *g, pm_opid op) {
+  const pm_type t = *pm_typeof(g, pm_in(g, op, 0)), *to = pm_typeof(g, pm_get(g, op)->out);
+  int64_t regs = 1;
+  int lanes = -1;
+  for (int k = 0; k < t.rank; k++) {
+    if (t.dim[k] == to->dim[k] && t.dim[k] > 1) lanes = k;
+  }
+  for (int k = 0; k < t.rank; k++) {
+    regs *= k == lanes ? pm_cdiv(t.dim[k], 128) : t.dim[k];
+    if (regs > MOST_REGISTERS) return 0;
+  }
+  return pm_layout_along(g, &t, lanes, 1);
+}
+
+static void no_slice(pass *p, pm_opid op) {
+  pm_graph *g = p->g;
+  pm_val in = pm_in(g, op, 0);
+  p->code = pm_fail(p->err, PM_E_NOT_IMPLEMENTED,
+                    "slice of %s to %s: a slice of an array of this size in registers must begin "
+                    "at a multiple of 64 rows and 8 columns; slice the ref instead, before "
+                    "loading from it",
+                    pm_type_text(g->arena, pm_typeof(g, in)),
+                    pm_type_text(g->arena, pm_typeof(g, pm_get(g, op)->out)));
+  pm_err_op(p->err, g, op);
+}
+
+/* Layouts of the operand that always work, or nearly so. */
+static pm_layid slice_fallback(pm_graph *g, pm_opid op) {
+  pm_layid l = sliceable(g, op);
+  return l ? l : cut_anywhere(g, op);
+}
+
+static pm_layid reduce_fallback(pm_graph *g, pm_opid op) { return matrix_for(g, pm_in(g, op, 0)); }
+
+static pm_layid reshape_fallback(pm_graph *g, pm_opid op) {
+  const pm_type t = *pm_typeof(g, pm_in(g, op, 0));
+  return strided_for(g, t, pm_dtypes[t.dtype].bytes);
+}
+
+/* REDUCE, RESHAPE, SLICE: the result follows from the operand. Convert the result if the operand is
+ * in a layout that can be computed from; else the operand, to what gives the result at once, or to
+ * the fallback. */
+static void rewrite_derived(pass *p, pm_opid op, pm_layid (*fallback)(pm_graph *, pm_opid)) {
+  pm_graph *g = p->g;
+  pm_val out = pm_get(g, op)->out;
+  pm_layid in = pm_value_of(g, pm_in(g, op, 0))->layout, l = natural(g, op, in);
+  if (!l) {
+    pm_layid want = pm_value_of(g, out)->layout, better = operand_for(g, op, want);
+    if (!better) better = fallback(g, op);
+    l = better ? natural(g, op, better) : 0;
+    if (l) set_operand(p, op, 0, better);
+  }
+  if (l) set_result(p, op, l);
+  else if (pm_get(g, op)->code == PM_OP_SLICE) no_slice(p, op);
+  else fail_layout(p, op, "no layout of the operand allows it");
+}
+
+static void rewrite_reshape(pass *p, pm_opid op) {
+  pm_graph *g = p->g;
+  pm_val in = pm_in(g, op, 0);
+  pm_type t = *pm_typeof(g, in);
+  if (!is_array(g, in)) return; /* a scalar: the result is a splat */
+  if (!is_array(g, pm_get(g, op)->out)) {
+    set_operand(p, op, 0, pm_layout_splat(g, &t));
+    return;
+  }
+  rewrite_derived(p, op, reshape_fallback);
+}
+
+static void rewrite_broadcast(pass *p, pm_opid op) {
+  pm_graph *g = p->g;
+  pm_val in = pm_in(g, op, 0), out = pm_get(g, op)->out;
+  if (!is_array(g, in) || is_splat(g, pm_value_of(g, in)->layout)) return;
+  pm_layid l = pm_value_of(g, out)->layout, source = broadcast_operand(g, op, l);
+  if (!source) {
+    l = matrix_for(g, out);
+    source = l ? broadcast_operand(g, op, l) : 0;
+  }
+  if (!source) {
+    fail_layout(p, op, "no layout of the operand allows it");
+    return;
+  }
+  set_operand(p, op, 0, source);
+  set_result(p, op, l);
+}
+
+static void rewrite_control(pass *p, pm_opid op) {
+  pm_graph *g = p->g;
+  const pm_op o = *pm_get(g, op);
+  for (uint32_t k = 0; k < o.n_out; k++) {
+    if (!is_array(g, o.out + k)) continue;
+    if (is_loop(&o)) set_operand(p, op, o.n_in - o.n_out + k, pm_value_of(g, o.out + k)->layout);
+  }
+}
+
+/* A yield comes behind all that it yields, so it is done when it is met. */
+static void rewrite_yield(pass *p, pm_opid op) {
+  pm_graph *g = p->g;
+  pm_blk block = pm_get(g, op)->parent;
+  pm_opid parent = g->blocks.at[block].parent;
+  const pm_op o = *pm_get(g, parent);
+  if (o.code == PM_OP_WHILE && block == pm_region(g, parent, 0)) return;
+  for (uint32_t k = 0; k < o.n_out; k++) {
+    if (is_array(g, o.out + k)) set_operand(p, op, k, pm_value_of(g, o.out + k)->layout);
+  }
+}
+
+/* The user's own cast may move data, too. */
+static void warn_cast(pass *p, pm_opid op) {
+  pm_val in = pm_in(p->g, op, 0), out = pm_get(p->g, op)->out;
+  if (!pm_layout_cast_scratch(p->g, op)) return;
+  warn(p, op, in, pm_value_of(p->g, in)->layout, pm_value_of(p->g, out)->layout);
+}
+
+static void rewrite(pass *p, pm_opid op) {
+  pm_graph *g = p->g;
+  const pm_op o = *pm_get(g, op);
+  pm_val v = demanded(g, op);
+  if (v && v != o.out) set_operand(p, op, o.code == PM_OP_ALLOC_ACC ? 0 : 1, wgmma_of(g, v));
+  if (o.n_out == 1 && is_array(g, o.out) && given_layout(g, op)) {
+    *pm_attr(g, op, PM_ATTR_LAYOUT) = pm_value_of(g, o.out)->layout;
+  }
+  switch (o.code) {
+    case PM_OP_REDUCE:
+      if (is_array(g, o.out)) rewrite_derived(p, op, reduce_fallback);
+      break;
+    case PM_OP_RESHAPE: rewrite_reshape(p, op); break;
+    case PM_OP_SLICE:
+      if (is_array(g, o.out)) rewrite_derived(p, op, slice_fallback);
+      break;
+    case PM_OP_BROADCAST: rewrite_broadcast(p, op); break;
+    case PM_OP_LAYOUT_CAST:
+      warn_cast(p, op);
+      break;
+    case PM_OP_YIELD: rewrite_yield(p, op); break;
+    default:
+      if (rule_of(g, op) == PM_LAY_CONTROL) rewrite_control(p, op);
+  }
+}
+
+static void set_layouts(pass *p) {
+  for (pm_val v = 1; v < p->n_values; v++) {
+    if (!is_array(p->g, v)) continue;
+    pm_type t = *pm_typeof(p->g, v);
+    pm_layid l = p->varied[v] ? layout_of_class(p, v) : pm_layout_splat(p->g, &t);
+    pm_value_of(p->g, v)->layout = l;
+  }
+}
+
+/* ---- what must hold afterwards ------------------------------------------------------------ */
+
+static bool agrees(pm_graph *g, pm_val v, pm_layid l, bool splat_fits) {
+  if (!is_array(g, v)) return true;
+  pm_layid has = pm_value_of(g, v)->layout;
+  return has == l || (splat_fits && is_splat(g, has));
+}
+
+static bool control_agrees(pm_graph *g, pm_opid op) {
+  const pm_op *o = pm_get(g, op);
+  for (uint32_t k = 0; k < o->n_out; k++) {
+    pm_layid l = pm_value_of(g, o->out + k)->layout;
+    if (is_loop(o) && !agrees(g, pm_in(g, op, o->n_in - o->n_out + k), l, false)) return false;
+    for (uint32_t r = 0; r < o->n_regions; r++) {
+      pm_blk b = pm_region(g, op, r);
+      const pm_block *block = &g->blocks.at[b];
+      if (is_loop(o) && !agrees(g, block->arg + block->n_args - o->n_out + k, l, false))
+        return false;
+      if (o->code == PM_OP_WHILE && r == 0) continue;
+      if (!agrees(g, pm_in(g, pm_terminator(g, b), k), l, false)) return false;
+    }
+  }
+  return true;
+}
+
+static bool op_agrees(pm_graph *g, pm_opid op) {
+  const pm_op *o = pm_get(g, op);
+  for (uint32_t k = 0; k < o->n_out; k++) {
+    pm_layid l = pm_value_of(g, o->out + k)->layout;
+    if (!is_array(g, o->out + k)) continue;
+    if (!l || !fits(pm_layout_of(g, l), pm_typeof(g, o->out + k))) return false;
+  }
+  pm_val v = demanded(g, op);
+  if (v && pm_value_of(g, v)->layout != wgmma_of(g, v)) return false;
+  pm_layid out = o->n_out ? pm_value_of(g, o->out)->layout : 0;
+  switch (rule_of(g, op)) {
+    case PM_LAY_POINTWISE:
+      for (uint32_t k = 0; k < o->n_in; k++) {
+        if (!agrees(g, pm_in(g, op, k), out, true)) return false;
+      }
+      return true;
+    case PM_LAY_BROADCAST:
+      return !is_array(g, pm_in(g, op, 0)) ||
+             is_splat(g, pm_value_of(g, pm_in(g, op, 0))->layout) ||
+             agrees(g, pm_in(g, op, 0), broadcast_operand(g, op, out), false);
+    case PM_LAY_REDUCE:
+    case PM_LAY_RESHAPE:
+    case PM_LAY_SLICE:
+      if (!is_array(g, pm_in(g, op, 0)) || !is_array(g, o->out)) return true;
+      return natural(g, op, pm_value_of(g, pm_in(g, op, 0))->layout) == out;
+    case PM_LAY_FIXED: return !is_array(g, o->out) || given_layout(g, op) == out;
+    case PM_LAY_CONTROL: return control_agrees(g, op);
+    default: return true;
+  }
+}
+
+static void check_op(pm_graph *g, pm_opid op, void *ctx) {
+  pass *p = ctx;
+  if (p->code || op_agrees(g, op)) return;
+  p->code = pm_fail(p->err, PM_E_INTERNAL, "layout inference: the layouts of %s do not agree",
+                    pm_ops[pm_get(g, op)->code].text);
+  pm_err_op(p->err, g, op);
+}
+
+/* ---- the pass ----------------------------------------------------------------------------- */
+
+static void start(pass *p, pm_graph *g, pm_err *err) {
+  uint32_t n = g->values.n;
+  *p = (pass){.g = g, .err = err, .n_values = n};
+  p->varied = PM_NEW(g->arena, bool, n);
+  p->parent = PM_NEW(g->arena, pm_val, n);
+  p->settled = PM_NEW(g->arena, pm_layid, n);
+  p->widest = PM_NEW(g->arena, uint8_t, n);
+  p->wgmma_laid = PM_NEW(g->arena, bool, n);
+  for (uint32_t k = 0; k < n; k++) p->parent[k] = k;
+  pm_walk(g, 1, collect, p);
+}
+
+static void infer(pass *p) {
+  for (uint32_t k = 0; k < p->ops.n; k++) join_op(p, p->ops.at[k]);
+  find_widths(p);
+  seed_demands(p);
+  seed_given(p);
+  relate(p);
+  prefer_swizzled(p);
+  prefer_reduced(p);
+  prefer_broadcast(p);
+  prefer_sliced(p);
+  settle_rest(p);
+}
+
+pm_code pm_infer_layouts(pm_graph *g, const pm_target *t, pm_err *err) {
+  pass p;
+  (void)t;
+  start(&p, g, err);
+  for (uint32_t k = 0; k < p.ops.n && !p.code; k++) check_given(&p, p.ops.at[k]);
+  if (p.code) return p.code;
+  find_splats(&p);
+  for (uint32_t k = 0; k < p.ops.n && !p.code; k++) check_cast(&p, p.ops.at[k]);
+  if (p.code) return p.code;
+  infer(&p);
+  set_layouts(&p);
+  for (uint32_t k = 0; k < p.ops.n && !p.code; k++) rewrite(&p, p.ops.at[k]);
+  if (!p.code) pm_walk(g, 1, check_op, &p);
+  return p.code;
+}
+
+/* ---- scratch ------------------------------------------------------------------------------ */
+
+int64_t pm_layout_cast_scratch(const pm_graph *g, pm_opid cast) {
+  const pm_op *o = pm_get(g, cast);
+  const pm_type *t = pm_typeof(g, o->out);
+  pm_layid from = pm_value_of(g, pm_in(g, cast, 0))->layout, to = pm_value_of(g, o->out)->layout;
+  if (!t->rank || from == to) return 0;
+  const pm_layout *a = pm_layout_of(g, from), *b = pm_layout_of(g, to);
+  int32_t *map = PM_NEW(g->arena, int32_t, pm_layout_regs(b));
+  if (pm_layout_register_map(g->arena, a, b, map)) return 0;
+  return pm_type_size(t) * pm_dtypes[t->dtype].bytes;
+}
+
+int64_t pm_reduce_scratch(const pm_graph *g, pm_opid reduce) {
+  uint32_t n;
+  const pm_op *o = pm_get(g, reduce);
+  const int64_t *dims = pm_attr_list(g, reduce, PM_ATTR_DIMS, &n);
+  const pm_layout *l = pm_layout_of(g, pm_value_of(g, pm_in(g, reduce, 0))->layout);
+  const pm_layout *r = pm_layout_of(g, pm_value_of(g, o->out)->layout);
+  bool all = !r || r->kind == PM_SPLAT, crosses = false;
+  for (int k = 0; k < l->n_warp; k++) {
+    crosses |= all && l->warp[k].dim >= 0;
+    for (uint32_t d = 0; d < n; d++) crosses |= l->warp[k].dim == dims[d];
+  }
+  if (!crosses) return 0;
+  if (all) return 4 * 4;
+  int64_t values = pm_layout_regs(r);
+  for (int k = 0; k < r->n_lane; k++) values *= r->lane[k].dim < 0 ? 1 : r->lane[k].size;
+  return 4 * values * 4;
+}

@@ -1,0 +1,47 @@
+/* All passes in their order, from a traced graph to one that both back ends read.
+ *
+ * Simplification goes first, so that inference sees constants and no dead code, and once more after
+ * layouts are known, because conversions may have made values equal or unused. Copies are planned
+ * before SMEM is: the engine of a copy depends on alignment inside an allocation only, and every
+ * allocation begins at 1024 bytes. */
+#include "passes.h"
+
+static pm_code simplify(pm_graph *g, const pm_target *t, pm_err *err) {
+  (void)t;
+  return pm_simplify(g, err);
+}
+
+typedef struct step {
+  const char *name;
+  pm_code (*run)(pm_graph *g, const pm_target *t, pm_err *err);
+  enum pm_stage stage; /* that the graph has behind it */
+} step;
+
+static const step steps[] = {
+    {"simplify", simplify, PM_TRACED},
+    {"force_transforms", pm_force_transforms, PM_TRACED},
+    {"infer_layouts", pm_infer_layouts, PM_LAID_OUT},
+    {"choose_transforms", pm_choose_transforms, PM_LAID_OUT},
+    {"simplify", simplify, PM_LAID_OUT},
+    {"plan_copies", pm_plan_copies, PM_LAID_OUT},
+    {"plan_smem", pm_plan_smem, PM_PLANNED},
+    {"place_syncs", pm_place_syncs, PM_SYNCED},
+};
+
+pm_code pm_lower(pm_graph *g, const pm_target *t, pm_err *err) {
+  pm_code code = pm_verify(g, err);
+  for (size_t k = 0; k < PM_COUNT(steps) && !code; k++) {
+    code = steps[k].run(g, t, err);
+    if (code) return code;
+    g->stage = (uint8_t)steps[k].stage;
+#ifndef NDEBUG
+    pm_err bad;
+    memset(&bad, 0, sizeof bad);
+    if (pm_verify(g, &bad)) {
+      return pm_fail(err, PM_E_INTERNAL, "the pass %s left a graph that is not valid: %s",
+                     steps[k].name, bad.text);
+    }
+#endif
+  }
+  return code;
+}

@@ -1,0 +1,490 @@
+/* Folding, merging and removal of pure ops. Two walks, each linear.
+ *
+ * Forward, in program order: operands are replaced by what they were found equal to; a pure op is
+ * folded (a constant in its place, or one of its operands), or merged with an equal one that
+ * dominates it. Equal ops are found by a hash table whose entries leave with the block they came
+ * from. IF and SWITCH on a constant, FOR of at most one trip give way to the ops of the region that
+ * runs. Floats are folded only where that is exact. Constants are canonical: ints wrapped to their
+ * dtype.
+ *
+ * Backward: ops with effects are live, then what live ops use, the ops they lie in, and the yields
+ * of those. The rest goes: pure ops, loads, allocations, regions without effects. */
+#include "passes.h"
+
+typedef PM_VEC(uint64_t) words;
+
+typedef struct simplifier {
+  pm_graph *g;
+  pm_val *same;   /* what a value was replaced by; 0: itself */
+  pm_opid *table; /* open addressing, linear probing */
+  uint64_t *hashes;
+  uint32_t mask;
+  PM_VEC(uint32_t) entries; /* occupied slots, oldest first */
+  words key, other;         /* of the op at hand, of an entry */
+} simplifier;
+
+static void run_region(simplifier *s, pm_blk from, pm_blk to);
+
+static pm_val find(const simplifier *s, pm_val v) {
+  while (s->same[v]) v = s->same[v];
+  return v;
+}
+
+static pm_val operand(const simplifier *s, pm_opid op, uint32_t k) { return pm_in(s->g, op, k); }
+
+static void replace(simplifier *s, pm_val old, pm_val by) {
+  pm_value *from = pm_value_of(s->g, old), *to = pm_value_of(s->g, by);
+  if (!to->name) to->name = from->name;
+  s->same[old] = by;
+}
+
+static bool replaceable(const simplifier *s, pm_val old, pm_val by) {
+  const pm_value *a = pm_value_of(s->g, old), *b = pm_value_of(s->g, by);
+  return pm_type_equal(&a->type, &b->type) && a->layout == b->layout;
+}
+
+static void remove_values(pm_graph *g, pm_val first, uint32_t n) {
+  for (uint32_t k = 0; k < n; k++) *pm_value_of(g, first + k) = (pm_value){0};
+}
+
+/* The slot stays, as no op; the op must be off its block's list. */
+static void remove_op(pm_graph *g, pm_opid op) {
+  for (uint32_t r = 0; r < pm_get(g, op)->n_regions; r++) {
+    pm_block *b = &g->blocks.at[pm_region(g, op, r)];
+    for (uint32_t k = 0; k < b->ops.n; k++) remove_op(g, b->ops.at[k]);
+    remove_values(g, b->arg, b->n_args);
+    *b = (pm_block){0};
+  }
+  remove_values(g, pm_get(g, op)->out, pm_get(g, op)->n_out);
+  *pm_get(g, op) = (pm_op){0};
+}
+
+/* ---- folding to a constant ---------------------------------------------------------------- */
+
+static bool fold_compare(pm_opcode code, bool floats, pm_scalar x, pm_scalar y, int64_t *out) {
+  int less = floats ? x.f < y.f : x.i < y.i, equal = floats ? x.f == y.f : x.i == y.i;
+  int greater = floats ? x.f > y.f : x.i > y.i;
+  switch (code) {
+    case PM_OP_EQ: *out = equal; return true;
+    case PM_OP_NE: *out = !equal; return true;
+    case PM_OP_LT: *out = less; return true;
+    case PM_OP_LE: *out = less || equal; return true;
+    case PM_OP_GT: *out = greater; return true;
+    case PM_OP_GE: *out = greater || equal; return true;
+    default: return false;
+  }
+}
+
+static bool fold_unary(pm_opcode code, bool boolean, int64_t x, int64_t *out) {
+  switch (code) {
+    case PM_OP_NEG: *out = -x; return !boolean;
+    case PM_OP_ABS: *out = x < 0 ? -x : x; return !boolean;
+    case PM_OP_SIGN: *out = (x > 0) - (x < 0); return !boolean;
+    case PM_OP_NOT: *out = boolean ? !x : ~x; return true;
+    default: return false;
+  }
+}
+
+static bool fold_binary(pm_opcode code, pm_dtype t, int64_t x, int64_t y, int64_t *out) {
+  bool boolean = t == PM_BOOL, shift_ok = y >= 0 && y < pm_dtypes[t].bits;
+  switch (code) {
+    case PM_OP_ADD: *out = boolean ? x | y : x + y; return true;
+    case PM_OP_SUB: *out = x - y; return true;
+    case PM_OP_MUL: *out = (int64_t)((uint64_t)x * (uint64_t)y); return true;
+    case PM_OP_DIV: *out = y ? x / y : 0; return y != 0;
+    case PM_OP_REM: *out = y ? x % y : 0; return y != 0;
+    case PM_OP_MIN: *out = pm_min(x, y); return true;
+    case PM_OP_MAX: *out = pm_max(x, y); return true;
+    case PM_OP_AND: *out = x & y; return true;
+    case PM_OP_OR: *out = x | y; return true;
+    case PM_OP_XOR: *out = x ^ y; return true;
+    case PM_OP_SHL: *out = shift_ok ? (int64_t)((uint64_t)x << y) : 0; return shift_ok;
+    case PM_OP_SHR: *out = shift_ok ? x >> y : 0; return shift_ok;
+    default: return false;
+  }
+}
+
+/* The number that every element of the op's result is, if that can be told. */
+static bool fold(simplifier *s, pm_opid op, pm_scalar *out) {
+  pm_graph *g = s->g;
+  const pm_op *o = pm_get(g, op);
+  pm_scalar x, y;
+  if (o->n_in < 1 || o->n_in > 2 || !pm_constant(g, operand(s, op, 0), &x)) return false;
+  pm_dtype from = pm_typeof(g, operand(s, op, 0))->dtype, to = pm_typeof(g, o->out)->dtype;
+  switch (o->code) {
+    case PM_OP_CONVERT: *out = pm_convert_scalar(from, to, x); return true;
+    case PM_OP_BROADCAST:
+    case PM_OP_RESHAPE:
+    case PM_OP_SLICE:
+    case PM_OP_MULTIPLE_OF: *out = x; return true;
+  }
+  if (o->n_in == 1) {
+    return !pm_is_float(from) && fold_unary(o->code, from == PM_BOOL, x.i, &out->i);
+  }
+  if (!pm_constant(g, operand(s, op, 1), &y)) return false;
+  if (fold_compare(o->code, pm_is_float(from), x, y, &out->i)) return true;
+  return !pm_is_float(from) && fold_binary(o->code, from, x.i, y.i, &out->i);
+}
+
+static void become_constant(simplifier *s, pm_opid op, pm_scalar v) {
+  pm_graph *g = s->g;
+  pm_op *o = pm_get(g, op);
+  unsigned char wrapped[8];
+  pm_dtype t = pm_typeof(g, o->out)->dtype;
+  pm_store_scalar(t, wrapped, v);
+  v = pm_load_scalar(t, wrapped);
+  int64_t word = v.i;
+  if (pm_is_float(t)) memcpy(&word, &v.f, sizeof word);
+  pm_vec_push(g->arena, &g->attrs, word);
+  o->code = PM_OP_CONST;
+  o->n_in = 0;
+  o->attr = g->attrs.n - 1;
+}
+
+/* ---- folding to an operand ---------------------------------------------------------------- */
+
+static bool is_number(const simplifier *s, pm_val v, int64_t n, bool floats) {
+  pm_scalar c;
+  bool is_float = pm_is_float(pm_typeof(s->g, v)->dtype);
+  if (is_float && !floats) return false;
+  return pm_constant(s->g, v, &c) && (is_float ? c.f == (double)n : c.i == n);
+}
+
+static bool whole_index(const simplifier *s, pm_opid op) {
+  uint32_t n, n_sizes;
+  const int64_t *starts = pm_attr_list(s->g, op, PM_ATTR_STARTS, &n);
+  const int64_t *sizes = pm_attr_list(s->g, op, PM_ATTR_SIZES, &n_sizes);
+  const pm_type *from = pm_typeof(s->g, operand(s, op, 0));
+  for (uint32_t k = 0; k < n; k++) {
+    if (starts[k] || sizes[k] != from->dim[k]) return false;
+  }
+  return true;
+}
+
+static bool identity_dims(const simplifier *s, pm_opid op) {
+  uint32_t n;
+  const int64_t *dims = pm_attr_list(s->g, op, PM_ATTR_DIMS, &n);
+  for (uint32_t k = 0; k < n; k++) {
+    if (dims[k] != k) return false;
+  }
+  return true;
+}
+
+/* The operand that equals the result if it has its type and layout, or 0. Zeros of floats have a
+ * sign, so x + 0.0 may not be x.
+ */
+static pm_val equal_operand(const simplifier *s, pm_opid op) {
+  const pm_op *o = pm_get(s->g, op);
+  pm_val x = o->n_in > 0 ? operand(s, op, 0) : 0, y = o->n_in > 1 ? operand(s, op, 1) : 0;
+  pm_dtype t = pm_typeof(s->g, x)->dtype;
+  int64_t ones = t == PM_BOOL ? 1 : -1;
+  switch (o->code) {
+    case PM_OP_ADD:
+    case PM_OP_OR:
+    case PM_OP_XOR:
+      if (is_number(s, y, 0, false)) return x;
+      if (is_number(s, x, 0, false)) return y;
+      return o->code == PM_OP_OR && x == y ? x : 0;
+    case PM_OP_SUB:
+    case PM_OP_SHL:
+    case PM_OP_SHR: return is_number(s, y, 0, false) ? x : 0;
+    case PM_OP_MUL:
+      if (is_number(s, y, 1, true)) return x;
+      return is_number(s, x, 1, true) ? y : 0;
+    case PM_OP_DIV: return is_number(s, y, 1, true) ? x : 0;
+    case PM_OP_AND:
+      if (x == y || is_number(s, y, ones, false)) return x;
+      return is_number(s, x, ones, false) ? y : 0;
+    case PM_OP_MIN:
+    case PM_OP_MAX: return x == y ? x : 0;
+    case PM_OP_SELECT:
+      if (y == operand(s, op, 2) || is_number(s, x, 1, false)) return y;
+      return is_number(s, x, 0, false) ? operand(s, op, 2) : 0;
+    case PM_OP_CONVERT:
+    case PM_OP_BITCAST:
+    case PM_OP_RESHAPE:
+    case PM_OP_RESHAPE_REF:
+    case PM_OP_SLICE: return x; /* where the type stays */
+    case PM_OP_BROADCAST:
+    case PM_OP_TRANSPOSE_REF: return identity_dims(s, op) ? x : 0;
+    case PM_OP_INDEX: return whole_index(s, op) ? x : 0;
+    case PM_OP_MULTIPLE_OF: return *pm_attr(s->g, op, PM_ATTR_MULTIPLE) == 1 ? x : 0;
+    default: return 0;
+  }
+}
+
+/* x * 0, x & 0, x % 1, x - x, x ^ x of ints are 0 */
+static bool is_zero(const simplifier *s, pm_opid op) {
+  const pm_op *o = pm_get(s->g, op);
+  if (o->n_in != 2 || pm_is_float(pm_typeof(s->g, operand(s, op, 0))->dtype)) return false;
+  pm_val x = operand(s, op, 0), y = operand(s, op, 1);
+  switch (o->code) {
+    case PM_OP_MUL:
+    case PM_OP_AND: return is_number(s, x, 0, false) || is_number(s, y, 0, false);
+    case PM_OP_REM: return is_number(s, y, 1, false);
+    case PM_OP_SUB:
+    case PM_OP_XOR: return x == y;
+    default: return false;
+  }
+}
+
+/* ---- merging ------------------------------------------------------------------------------ */
+
+static bool commutes(const simplifier *s, pm_opid op) {
+  switch (pm_get(s->g, op)->code) {
+    case PM_OP_ADD:
+    case PM_OP_MUL:
+    case PM_OP_AND:
+    case PM_OP_OR:
+    case PM_OP_XOR:
+    case PM_OP_EQ:
+    case PM_OP_NE: return true;
+    case PM_OP_MIN:
+    case PM_OP_MAX: return !pm_is_float(pm_typeof(s->g, operand(s, op, 0))->dtype);
+    default: return false;
+  }
+}
+
+/* Words that two ops share exactly if they are equal: code, operands, attributes, type, layout. */
+#define PUT(x) pm_vec_push(g->arena, key, (uint64_t)(x))
+static void make_key(simplifier *s, pm_opid op, words *key) {
+  pm_graph *g = s->g;
+  const pm_op *o = pm_get(g, op);
+  const pm_op_info *info = &pm_ops[o->code];
+  const pm_value *v = pm_value_of(g, o->out);
+  key->n = 0;
+  PUT(o->code | (uint64_t)o->n_in << 16);
+  bool swap = commutes(s, op) && operand(s, op, 0) > operand(s, op, 1);
+  for (uint32_t k = 0; k < o->n_in; k++) PUT(operand(s, op, swap ? 1 - k : k));
+  for (uint32_t k = 0; k < info->n_attrs; k++) {
+    int64_t word = g->attrs.at[o->attr + k];
+    if (info->attrs[k] != PM_ATTR_DIMS && info->attrs[k] != PM_ATTR_STARTS &&
+        info->attrs[k] != PM_ATTR_SIZES) {
+      PUT(word);
+      continue;
+    }
+    for (int64_t i = 0; i <= g->lists.at[word]; i++) PUT(g->lists.at[word + i]);
+  }
+  PUT(v->type.kind | v->type.dtype << 8 | v->type.space << 16 | (uint64_t)v->type.rank << 24);
+  for (int k = 0; k < v->type.rank; k++) PUT(v->type.dim[k]);
+  PUT(v->layout);
+}
+#undef PUT
+
+/* An equal op that dominates this one; else this one is entered, and 0. */
+static pm_opid merge(simplifier *s, pm_opid op) {
+  pm_graph *g = s->g;
+  make_key(s, op, &s->key);
+  uint64_t hash = pm_hash(s->key.at, sizeof(uint64_t) * s->key.n, 0);
+  uint32_t at = (uint32_t)hash & s->mask;
+  for (; s->table[at]; at = (at + 1) & s->mask) {
+    if (s->hashes[at] != hash) continue;
+    make_key(s, s->table[at], &s->other);
+    if (s->other.n == s->key.n && !memcmp(s->other.at, s->key.at, sizeof(uint64_t) * s->key.n)) {
+      return s->table[at];
+    }
+  }
+  s->table[at] = op;
+  s->hashes[at] = hash;
+  pm_vec_push(g->arena, &s->entries, at);
+  return 0;
+}
+
+/* Entries leave in the reverse order of coming, so no probe sequence is cut. */
+static void forget_to(simplifier *s, uint32_t mark) {
+  while (s->entries.n > mark) s->table[s->entries.at[--s->entries.n]] = 0;
+}
+
+/* ---- the forward walk --------------------------------------------------------------------- */
+
+/* A constant has the splat layout, so once layouts are given not everything can become one. */
+static bool may_be_constant(const simplifier *s, pm_opid op) {
+  const pm_op *o = pm_get(s->g, op);
+  const pm_value *v = pm_value_of(s->g, o->out);
+  return o->code != PM_OP_LAYOUT_CAST &&
+         (!v->layout || pm_layout_of(s->g, v->layout)->kind == PM_SPLAT);
+}
+
+/* A pure op that is not needed any more: replaced. */
+static bool simplify_pure(simplifier *s, pm_opid op) {
+  pm_graph *g = s->g;
+  pm_val out = pm_get(g, op)->out;
+  pm_scalar c = {.i = 0};
+  if (pm_get(g, op)->code != PM_OP_CONST) {
+    if (may_be_constant(s, op) && (fold(s, op, &c) || is_zero(s, op))) {
+      become_constant(s, op, c);
+    } else {
+      pm_val by = equal_operand(s, op);
+      if (by && replaceable(s, out, by)) {
+        replace(s, out, by);
+        return true;
+      }
+    }
+  }
+  pm_opid equal = merge(s, op);
+  if (equal) replace(s, out, pm_get(g, equal)->out);
+  return equal != 0;
+}
+
+/* The region of a control op that certainly runs once, and no other; -1: cannot be told, -2: none
+ */
+static int only_region(const simplifier *s, pm_opid op) {
+  const pm_op *o = pm_get(s->g, op);
+  pm_scalar x, y;
+  if (o->code == PM_OP_IF && pm_constant(s->g, operand(s, op, 0), &x)) return x.i ? 0 : 1;
+  if (o->code == PM_OP_SWITCH) {
+    if (o->n_regions == 1) return 0;
+    if (!pm_constant(s->g, operand(s, op, 0), &x)) return -1;
+    return (int)pm_max(0, pm_min(x.i, o->n_regions - 1));
+  }
+  if (o->code == PM_OP_FOR && pm_constant(s->g, operand(s, op, 0), &x) &&
+      pm_constant(s->g, operand(s, op, 1), &y) && y.i - x.i <= 1) {
+    return y.i - x.i == 1 ? 0 : -2;
+  }
+  return -1;
+}
+
+static bool layouts_allow(const simplifier *s, pm_opid op, pm_opid source, uint32_t first) {
+  const pm_op *o = pm_get(s->g, op);
+  for (uint32_t k = 0; k < o->n_out; k++) {
+    if (!replaceable(s, o->out + k, find(s, pm_in(s->g, source, first + k)))) return false;
+  }
+  return true;
+}
+
+/* Put the ops of the region that runs in the place of a control op. */
+static bool inline_control(simplifier *s, pm_opid op, pm_blk to) {
+  pm_graph *g = s->g;
+  int region = only_region(s, op);
+  bool loop = pm_get(g, op)->code == PM_OP_FOR;
+  if (region == -1 || (loop && !layouts_allow(s, op, op, 2))) return false;
+  pm_opid source = op;
+  uint32_t first = loop ? 2 : 0;
+  if (region >= 0) {
+    pm_blk from = pm_region(g, op, (uint32_t)region);
+    const pm_block *b = &g->blocks.at[from];
+    for (uint32_t k = 0; k < b->n_args; k++) s->same[b->arg + k] = operand(s, op, k ? k + 1 : 0);
+    source = pm_terminator(g, from);
+    first = 0;
+    if (!loop && !layouts_allow(s, op, source, 0)) return false;
+    run_region(s, from, to);
+  }
+  for (uint32_t k = 0; k < pm_get(g, op)->n_out; k++) {
+    replace(s, pm_get(g, op)->out + k, find(s, pm_in(g, source, first + k)));
+  }
+  remove_op(g, op);
+  return true;
+}
+
+static void take(simplifier *s, pm_opid op, pm_blk to) {
+  pm_graph *g = s->g;
+  pm_op *o = pm_get(g, op);
+  o->parent = to;
+  for (uint32_t k = 0; k < o->n_out; k++) pm_value_of(g, o->out + k)->block = to;
+  pm_vec_push(g->arena, &g->blocks.at[to].ops, op);
+}
+
+static void simplify_op(simplifier *s, pm_opid op, pm_blk to) {
+  pm_graph *g = s->g;
+  pm_op *o = pm_get(g, op);
+  for (uint32_t k = 0; k < o->n_in; k++) {
+    pm_val *slot = &g->operands.at[o->in + k];
+    *slot = find(s, *slot);
+  }
+  if (!pm_ops[o->code].effects) {
+    if (simplify_pure(s, op)) {
+      remove_op(g, op);
+    } else {
+      take(s, op, to);
+    }
+    return;
+  }
+  if (inline_control(s, op, to)) return;
+  take(s, op, to);
+  for (uint32_t r = 0; r < pm_get(g, op)->n_regions; r++) {
+    uint32_t mark = s->entries.n;
+    pm_blk region = pm_region(g, op, r);
+    run_region(s, region, region);
+    forget_to(s, mark);
+  }
+}
+
+/* Simplify the ops of a block and append them to `to`: itself, or the block it is inlined in, which
+ * does not get the yield. */
+static void run_region(simplifier *s, pm_blk from, pm_blk to) {
+  pm_graph *g = s->g;
+  pm_opid *ops = g->blocks.at[from].ops.at;
+  uint32_t n = g->blocks.at[from].ops.n;
+  g->blocks.at[from].ops.at = NULL;
+  g->blocks.at[from].ops.n = g->blocks.at[from].ops.cap = 0;
+  pm_vec_reserve(g->arena, &g->blocks.at[to].ops, g->blocks.at[to].ops.n + n);
+  for (uint32_t k = 0; k < n; k++) {
+    if (from != to && k + 1 == n) break;
+    simplify_op(s, ops[k], to);
+  }
+  if (from != to) pm_vec_push(g->arena, &g->blocks.at[from].ops, ops[n - 1]);
+}
+
+/* ---- the backward walk -------------------------------------------------------------------- */
+
+typedef struct marker {
+  pm_graph *g;
+  uint8_t *live;
+  PM_VEC(pm_opid) todo;
+} marker;
+
+static void mark(marker *m, pm_opid op) {
+  if (!op || m->live[op]) return;
+  m->live[op] = 1;
+  pm_vec_push(m->g->arena, &m->todo, op);
+}
+
+static void mark_effects(pm_graph *g, pm_opid op, void *ctx) {
+  enum { KEPT = E_WG | E_WS | E_WR | E_B | E_ASYNC | E_SYNC | E_IO };
+  const pm_op *o = pm_get(g, op);
+  if (pm_ops[o->code].effects & KEPT) mark(ctx, op);
+}
+
+static void mark_uses(marker *m, pm_opid op) {
+  const pm_graph *g = m->g;
+  const pm_op *o = pm_get(g, op);
+  for (uint32_t k = 0; k < o->n_in; k++) mark(m, pm_value_of(g, pm_in(g, op, k))->def);
+  for (uint32_t r = 0; r < o->n_regions; r++) mark(m, pm_terminator(g, pm_region(g, op, r)));
+  mark(m, g->blocks.at[o->parent].parent);
+}
+
+static void sweep(marker *m, pm_blk block) {
+  pm_graph *g = m->g;
+  pm_block *b = &g->blocks.at[block];
+  uint32_t n = 0;
+  for (uint32_t k = 0; k < b->ops.n; k++) {
+    pm_opid op = b->ops.at[k];
+    if (!m->live[op]) {
+      remove_op(g, op);
+      continue;
+    }
+    b->ops.at[n++] = op;
+    for (uint32_t r = 0; r < pm_get(g, op)->n_regions; r++) sweep(m, pm_region(g, op, r));
+  }
+  b->ops.n = n;
+}
+
+static void remove_dead(pm_graph *g) {
+  marker m = {.g = g, .live = PM_NEW(g->arena, uint8_t, g->ops.n)};
+  pm_walk(g, 1, mark_effects, &m);
+  while (m.todo.n) mark_uses(&m, m.todo.at[--m.todo.n]);
+  sweep(&m, 1);
+}
+
+pm_code pm_simplify(pm_graph *g, pm_err *err) {
+  (void)err;
+  simplifier s = {.g = g, .same = PM_NEW(g->arena, pm_val, g->values.n)};
+  uint32_t n = 64;
+  while (n < 2 * g->ops.n) n *= 2;
+  s.mask = n - 1;
+  s.table = PM_NEW(g->arena, pm_opid, n);
+  s.hashes = PM_NEW(g->arena, uint64_t, n);
+  run_region(&s, 1, 1);
+  remove_dead(g);
+  return PM_OK;
+}

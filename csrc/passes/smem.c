@@ -1,0 +1,142 @@
+/* Where everything in shared memory lies.
+ *
+ *   [allocations][scratch of reductions and conversions][mbarriers]
+ *
+ * Allocations are a stack that follows the nesting of regions: an allocation takes the next
+ * multiple of 1024 bytes, the end of a region gives back what was taken in it. So sibling scopes
+ * overlap, nested ones add, and the deepest point is the size. (In a kernel of several Pallas
+ * threads all of them enter a scope together, behind a barrier of the block.) The stack as it was
+ * at the deepest point is kept for the message of a kernel that is too large. Scratch is as large
+ * as the op that needs most of it, once for each Pallas thread. Barriers are never shared: each
+ * allocation has slots of its own, which keep their phase when a scope is entered again. */
+#include "passes.h"
+
+enum { SMEM_ALIGN = 1024, SCRATCH_ALIGN = 16, BARRIER_BYTES = 8 };
+
+typedef PM_VEC(pm_opid) op_list;
+
+typedef struct plan {
+  pm_graph *g;
+  pm_err *err;
+  pm_code code;
+  int64_t top, deepest;
+  int64_t barriers; /* bytes */
+  int64_t scratch;  /* bytes of one Pallas thread */
+  op_list live, live_at_deepest;
+} plan;
+
+static int64_t alloc_bytes(const pm_graph *g, pm_opid op) {
+  const pm_type *t = pm_typeof(g, pm_get(g, op)->out);
+  int64_t bytes = pm_dtypes[t->dtype].bytes;
+  for (int k = 0; k < t->rank; k++) {
+    if (__builtin_mul_overflow(bytes, t->dim[k], &bytes)) return INT64_MAX / 4;
+  }
+  return pm_min(bytes, INT64_MAX / 4);
+}
+
+/* Is the op in a scope that one Pallas thread enters for itself? */
+static bool is_private(const pm_graph *g, pm_opid op) {
+  for (pm_blk b = pm_get(g, op)->parent; g->blocks.at[b].parent; b = pm_get(g, op)->parent) {
+    op = g->blocks.at[b].parent;
+    if (pm_get(g, op)->code == PM_OP_SCOPE) return !*pm_attr(g, op, PM_ATTR_COLLECTIVE);
+  }
+  return false;
+}
+
+static void place_alloc(plan *p, pm_opid op) {
+  pm_graph *g = p->g;
+  const bool barrier = pm_get(g, op)->code == PM_OP_ALLOC_BARRIER;
+  if (g->n_threads > 1 && is_private(g, op)) {
+    p->code =
+        pm_fail(p->err, PM_E_NOT_IMPLEMENTED,
+                "Only thread-collective allocations of %s are available in a kernel with several "
+                "threads: pass the name of the thread axis as collective_axes to run_scoped",
+                barrier ? "barriers" : "SMEM");
+    pm_err_op(p->err, g, op);
+    return;
+  }
+  if (barrier) {
+    const int64_t n = pm_type_size(pm_typeof(g, pm_get(g, op)->out));
+    *pm_attr(g, op, PM_ATTR_OFFSET) = p->barriers;
+    p->barriers += n * BARRIER_BYTES;
+    return;
+  }
+  *pm_attr(g, op, PM_ATTR_OFFSET) = p->top;
+  p->top = pm_min(p->top + pm_round_up(alloc_bytes(g, op), SMEM_ALIGN), INT64_MAX / 4);
+  pm_vec_push(g->arena, &p->live, op);
+  if (p->top > p->deepest) {
+    p->deepest = p->top;
+    p->live_at_deepest.n = 0;
+    for (uint32_t k = 0; k < p->live.n; k++) {
+      pm_vec_push(g->arena, &p->live_at_deepest, p->live.at[k]);
+    }
+  }
+}
+
+static void place_block(plan *p, pm_blk block) {
+  pm_graph *g = p->g;
+  const int64_t top = p->top;
+  const uint32_t live = p->live.n;
+  for (uint32_t k = 0; k < g->blocks.at[block].ops.n && !p->code; k++) {
+    const pm_opid op = g->blocks.at[block].ops.at[k];
+    switch (pm_get(g, op)->code) {
+      case PM_OP_ALLOC_SMEM:
+      case PM_OP_ALLOC_BARRIER: place_alloc(p, op); break;
+      case PM_OP_LAYOUT_CAST: p->scratch = pm_max(p->scratch, pm_layout_cast_scratch(g, op)); break;
+      case PM_OP_REDUCE: p->scratch = pm_max(p->scratch, pm_reduce_scratch(g, op)); break;
+      default: break;
+    }
+    for (uint32_t r = 0; r < pm_get(g, op)->n_regions; r++) place_block(p, pm_region(g, op, r));
+  }
+  p->top = top;
+  p->live.n = live;
+}
+
+/* Barrier offsets were counted from 0: move them behind the rest. */
+static void move_barrier(pm_graph *g, pm_opid op, void *ctx) {
+  if (pm_get(g, op)->code == PM_OP_ALLOC_BARRIER)
+    *pm_attr(g, op, PM_ATTR_OFFSET) += *(int64_t *)ctx;
+}
+
+static pm_code too_large(plan *p, int64_t limit) {
+  enum { MAX_ROWS = 40 };
+  pm_graph *g = p->g;
+  pm_text t;
+  pm_text_init(&t, g->arena);
+  pm_putf(&t, "\n  %12s  %-24s %s\n", "bytes", "name", "shape and place");
+  const uint32_t n = p->live_at_deepest.n;
+  for (uint32_t k = 0; k < n && k < MAX_ROWS; k++) {
+    const pm_opid op = p->live_at_deepest.at[k];
+    const pm_value *v = pm_value_of(g, pm_get(g, op)->out);
+    const char *name = v->name ? g->strings.at[v->name] : pm_printf(g->arena, "smem%u", k);
+    pm_putf(&t, "  %12lld  %-24s %s at %s:%u\n", (long long)alloc_bytes(g, op), name,
+            pm_type_text(g->arena, &v->type), g->strings.at[pm_get(g, op)->file],
+            pm_get(g, op)->line);
+  }
+  if (n > MAX_ROWS) pm_putf(&t, "  ... and %u more\n", n - MAX_ROWS);
+  if (g->scratch_bytes) {
+    pm_putf(&t, "  %12lld  (scratch of reductions and layout conversions)\n",
+            (long long)g->scratch_bytes);
+  }
+  if (p->barriers) pm_putf(&t, "  %12lld  (barriers)\n", (long long)p->barriers);
+  pm_fail(
+      p->err, PM_E_VALUE,
+      "the kernel needs %lld bytes of SMEM, which exceeds available shared memory of %lld bytes a "
+      "block. At the deepest point these are live, each rounded up to %d bytes:%s",
+      (long long)g->smem_bytes, (long long)limit, SMEM_ALIGN, t.at);
+  if (n) pm_err_op(p->err, g, p->live_at_deepest.at[n - 1]);
+  return PM_E_VALUE;
+}
+
+pm_code pm_plan_smem(pm_graph *g, const pm_target *t, pm_err *err) {
+  plan p = {.g = g, .err = err};
+  place_block(&p, 1);
+  if (p.code) return p.code;
+  g->scratch_offset = p.deepest;
+  g->scratch_bytes = pm_round_up(p.scratch, SCRATCH_ALIGN) * g->n_threads;
+  int64_t barriers = g->scratch_offset + g->scratch_bytes;
+  g->smem_bytes = barriers + p.barriers;
+  if (g->smem_bytes > t->smem_limit) return too_large(&p, t->smem_limit);
+  pm_walk(g, 1, move_barrier, &barriers);
+  return PM_OK;
+}

@@ -1,0 +1,238 @@
+/* Where the 128 lanes of a Pallas thread must meet, so that its ops look sequential.
+ *
+ * One forward walk. What is known at each point is how far the lanes are apart:
+ *   ORDERED  all lanes passed a barrier and touched no memory and no mbarrier since
+ *   COPIES   the same, but asynchronous copies were issued since
+ *   APART    nothing is known
+ * An array store needs ORDERED before it, and a SYNC behind it. The first copy of a run needs a
+ * SYNC: other lanes may still read what it overwrites, or may still wait for the phase of an
+ * mbarrier that the copy lets pass (its elected lane arrives for all). Nothing is assumed when the
+ * body of a loop begins.
+ *
+ * A scalar store is made by all lanes with one value, so lanes need not meet behind it; but a late
+ * lane must not read what an early lane has stored already. So it needs a SYNC before it if the
+ * same memory was accessed since the lanes met last.
+ *
+ * With no_auto_barriers the user answers for memory; only the order of waits and copies is kept. */
+#include "passes.h"
+
+typedef enum state { APART, COPIES, ORDERED } state;
+
+typedef struct access {
+  pm_val base, view;
+} access;
+
+enum { MAX_OPEN = 64 };
+
+typedef struct placer {
+  pm_graph *g;
+  state at;
+  /* Accesses since the lanes met last, as far as scalar stores must know them. */
+  access open[MAX_OPEN];
+  uint32_t n_open;
+  bool lost; /* there were too many: any memory may have been accessed */
+} placer;
+
+/* ---- accesses ----------------------------------------------------------------------------- */
+
+static pm_val base_of(const pm_graph *g, pm_val v) {
+  for (;;) {
+    pm_opid def = pm_value_of(g, v)->def;
+    uint16_t code = pm_get(g, def)->code;
+    if (code != PM_OP_INDEX && code != PM_OP_TRANSPOSE_REF && code != PM_OP_RESHAPE_REF) break;
+    v = pm_in(g, def, 0);
+  }
+  const pm_value *value = pm_value_of(g, v);
+  if (value->block == 1 && !value->def && value->index >= g->n_operands && g->alias) {
+    int32_t operand = g->alias[value->index - g->n_operands];
+    if (operand >= 0) return g->blocks.at[1].arg + (pm_val)operand;
+  }
+  return v;
+}
+
+/* Two static parts of one ref that have no element in common. */
+static bool disjoint(const pm_graph *g, pm_val x, pm_val y) {
+  pm_opid a = pm_value_of(g, x)->def, b = pm_value_of(g, y)->def;
+  if (pm_get(g, a)->code != PM_OP_INDEX || pm_get(g, b)->code != PM_OP_INDEX) return false;
+  if (pm_in(g, a, 0) != pm_in(g, b, 0)) return false;
+  uint32_t n;
+  const int64_t *start_a = pm_attr_list(g, a, PM_ATTR_STARTS, &n);
+  const int64_t *size_a = pm_attr_list(g, a, PM_ATTR_SIZES, &n);
+  const int64_t *start_b = pm_attr_list(g, b, PM_ATTR_STARTS, &n);
+  const int64_t *size_b = pm_attr_list(g, b, PM_ATTR_SIZES, &n);
+  for (uint32_t k = 0; k < n; k++) {
+    if (start_a[k] == PM_DYNAMIC || start_b[k] == PM_DYNAMIC) continue;
+    int64_t end_a = start_a[k] + pm_max(size_a[k], 1), end_b = start_b[k] + pm_max(size_b[k], 1);
+    if (end_a <= start_b[k] || end_b <= start_a[k]) return true;
+  }
+  return false;
+}
+
+static void note(placer *p, pm_val view) {
+  if (p->n_open == MAX_OPEN) {
+    p->lost = true;
+  } else {
+    p->open[p->n_open++] = (access){base_of(p->g, view), view};
+  }
+}
+
+static bool conflicts(const placer *p, pm_val view) {
+  pm_val base = base_of(p->g, view);
+  for (uint32_t k = 0; k < p->n_open; k++) {
+    if (p->open[k].base == base && !disjoint(p->g, p->open[k].view, view)) return true;
+  }
+  return p->lost;
+}
+
+static void note_op(pm_graph *g, pm_opid op, void *ctx) {
+  const pm_op *o = pm_get(g, op);
+  if (o->code == PM_OP_LOAD || o->code == PM_OP_STORE) note(ctx, pm_in(g, op, 0));
+  for (uint32_t k = 1; o->code == PM_OP_WGMMA && k < 3; k++) {
+    if (pm_typeof(g, pm_in(g, op, k))->kind == PM_REF) note(ctx, pm_in(g, op, k));
+  }
+}
+
+/* ---- placing ------------------------------------------------------------------------------ */
+
+static void met(placer *p) {
+  p->at = ORDERED;
+  p->n_open = 0;
+  p->lost = false;
+}
+
+/* Before position *k of the block; *k stays at the op that was there. */
+static void place(placer *p, pm_blk block, uint32_t *k) {
+  pm_opid op = p->g->blocks.at[block].ops.at[*k];
+  pm_insert(p->g, block, *k, PM_OP_SYNC, NULL, 0, NULL, 0, NULL, 0, op);
+  ++*k;
+  met(p);
+}
+
+/* Do the lanes meet right behind position k anyway? */
+static bool meets_next(const pm_graph *g, pm_blk block, uint32_t k) {
+  const pm_block *b = &g->blocks.at[block];
+  while (++k < b->ops.n) {
+    uint16_t code = pm_get(g, b->ops.at[k])->code;
+    if (pm_ops[code].effects) return code == PM_OP_COMMIT_SMEM || code == PM_OP_WAIT_S2G;
+  }
+  return false;
+}
+
+static void place_behind(placer *p, pm_blk block, uint32_t *k) {
+  pm_graph *g = p->g;
+  pm_opid op = g->blocks.at[block].ops.at[*k];
+  p->at = APART;
+  if (meets_next(g, block, *k)) return;
+  if (*k + 1 < g->blocks.at[block].ops.n) {
+    pm_insert(g, block, *k + 1, PM_OP_SYNC, NULL, 0, NULL, 0, NULL, 0, op);
+    ++*k;
+  }
+  met(p); /* at the end of the kernel nobody is left to be ordered */
+}
+
+static void visit_store(placer *p, pm_blk block, uint32_t *k) {
+  pm_graph *g = p->g;
+  pm_opid op = g->blocks.at[block].ops.at[*k];
+  if (g->no_auto_barriers) return;
+  if (pm_typeof(g, pm_in(g, op, 1))->rank) {
+    if (p->at != ORDERED) place(p, block, k);
+    place_behind(p, block, k);
+    return;
+  }
+  if (conflicts(p, pm_in(g, op, 0))) place(p, block, k);
+  note(p, pm_in(g, op, 0));
+  p->at = APART;
+}
+
+static void visit_memory(placer *p, pm_opid op) {
+  if (p->g->no_auto_barriers) return;
+  note_op(p->g, op, p);
+  p->at = APART;
+}
+
+static void visit_block(placer *p, pm_blk block);
+
+static void note_regions(placer *p, pm_opid op) {
+  for (uint32_t r = 0; r < pm_get(p->g, op)->n_regions; r++) {
+    pm_walk(p->g, pm_region(p->g, op, r), note_op, p);
+  }
+}
+
+static void visit_scope(placer *p, pm_opid op) {
+  visit_block(p, pm_region(p->g, op, 0));
+  p->lost |= p->n_open > 0; /* its memory may come again under another name */
+}
+
+/* A loop may run not at all, and comes again; of branches one runs. Accesses only add up. */
+static void visit_control(placer *p, pm_opid op) {
+  pm_graph *g = p->g;
+  bool loop = pm_get(g, op)->code == PM_OP_FOR || pm_get(g, op)->code == PM_OP_WHILE;
+  placer *before = PM_NEW(g->arena, placer, 1);
+  state after = loop ? p->at : ORDERED;
+  if (loop) note_regions(p, op);
+  *before = *p;
+  for (uint32_t r = 0; r < pm_get(g, op)->n_regions; r++) {
+    *p = *before;
+    if (loop) p->at = APART;
+    visit_block(p, pm_region(g, op, r));
+    if (p->at < after) after = p->at;
+  }
+  *p = *before;
+  if (!loop) note_regions(p, op);
+  p->at = after;
+}
+
+static void visit_op(placer *p, pm_blk block, uint32_t *k) {
+  pm_opid op = p->g->blocks.at[block].ops.at[*k];
+  uint16_t code = pm_get(p->g, op)->code;
+  switch (code) {
+    case PM_OP_STORE: visit_store(p, block, k); break;
+    case PM_OP_COPY_G2S:
+    case PM_OP_COPY_S2G:
+      if (p->at == APART) place(p, block, k);
+      p->at = COPIES;
+      break;
+    case PM_OP_LOAD:
+    case PM_OP_WGMMA:
+    case PM_OP_WGMMA_WAIT:
+    case PM_OP_ACC_LOAD: visit_memory(p, op); break;
+    case PM_OP_WAIT:
+    case PM_OP_ARRIVE: p->at = APART; break;
+    case PM_OP_COMMIT_SMEM:
+    case PM_OP_WAIT_S2G:
+    case PM_OP_SYNC: met(p); break;
+    case PM_OP_SCOPE: visit_scope(p, op); break;
+    default:
+      if (pm_get(p->g, op)->n_regions) visit_control(p, op);
+  }
+}
+
+static void visit_block(placer *p, pm_blk block) {
+  for (uint32_t k = 0; k < p->g->blocks.at[block].ops.n; k++) visit_op(p, block, &k);
+}
+
+/* ---- barriers ----------------------------------------------------------------------------- */
+
+/* All lanes arrive by themselves in ARRIVE; copies have one lane that arrives. */
+static void reset_unit(pm_graph *g, pm_opid op, void *ctx) {
+  (void)ctx;
+  if (pm_get(g, op)->code == PM_OP_ALLOC_BARRIER) *pm_attr(g, op, PM_ATTR_UNIT) = 1;
+}
+
+static void raise_unit(pm_graph *g, pm_opid op, void *ctx) {
+  (void)ctx;
+  if (pm_get(g, op)->code != PM_OP_ARRIVE) return;
+  pm_opid alloc = pm_value_of(g, base_of(g, pm_in(g, op, 0)))->def;
+  *pm_attr(g, alloc, PM_ATTR_UNIT) = 128;
+}
+
+pm_code pm_place_syncs(pm_graph *g, const pm_target *t, pm_err *err) {
+  (void)t;
+  (void)err;
+  placer p = {.g = g, .at = ORDERED};
+  visit_block(&p, 1);
+  pm_walk(g, 1, reset_unit, NULL);
+  pm_walk(g, 1, raise_unit, NULL);
+  g->stage = PM_SYNCED;
+  return PM_OK;
+}

@@ -1,0 +1,300 @@
+/* Tiling and swizzle of SMEM allocations.
+ *
+ * Two passes, before and after register layouts are chosen. Both try the swizzles from wide to
+ * narrow on a set of allocations: write (8, S) and the swizzle into the attributes, then resolve
+ * every view that is taken of the allocation (ir/view.h is the one judge of what a tiling allows).
+ * The first that passes stays.
+ *
+ * Forced: the operands of a wgmma must be tiled, and must agree on the swizzle. Operands that meet
+ * in some wgmma form a group (union-find over allocations); a group gets one swizzle. What the user
+ * gave binds. Chosen: allocations that arrays in the WGMMA layout are loaded from or stored to,
+ * where that takes no engine away from a copy. All others stay row-major. */
+#include "passes.h"
+
+static const int64_t widths[] = {128, 64, 32};
+
+/* A ref value and the op that reads it, so that errors have a place. */
+typedef struct use {
+  pm_val ref;
+  pm_opid op;
+} use;
+
+typedef struct buffer {
+  pm_opid alloc;
+  uint32_t group;  /* parent in the union-find forest: an index of a buffer */
+  pm_opid wgmma;   /* one that reads it, 0: none */
+  bool wgmma_laid; /* an array in the WGMMA layout is loaded or stored */
+  PM_VEC(use) views;
+  PM_VEC(pm_opid) copies;
+} buffer;
+
+typedef struct pass {
+  pm_graph *g;
+  const pm_target *target;
+  pm_err *err;
+  pm_code code;
+  uint32_t n;
+  buffer *buffers;
+  uint32_t *index; /* op -> buffer of an ALLOC_SMEM */
+} pass;
+
+/* ---- what there is -----------------------------------------------------------------------------
+ */
+
+static buffer *buffer_of(pass *p, pm_val ref) {
+  const pm_opid alloc = pm_value_of(p->g, pm_view_base(p->g, ref))->def;
+  if (!alloc || pm_get(p->g, alloc)->code != PM_OP_ALLOC_SMEM) return NULL;
+  return &p->buffers[p->index[alloc]];
+}
+
+static void count_allocs(pm_graph *g, pm_opid op, void *ctx) {
+  pass *p = ctx;
+  if (pm_get(g, op)->code == PM_OP_ALLOC_SMEM) p->index[op] = p->n++;
+}
+
+static bool is_wgmma_laid(pm_graph *g, pm_val array) {
+  const pm_value v = *pm_value_of(g, array);
+  return v.type.rank >= 2 && v.layout && pm_layout_wgmma(g, &v.type) == v.layout;
+}
+
+static void collect(pm_graph *g, pm_opid op, void *ctx) {
+  pass *p = ctx;
+  const pm_op *o = pm_get(g, op);
+  const uint32_t n_in = o->n_in, code = o->code;
+  if (code == PM_OP_ALLOC_SMEM) {
+    p->buffers[p->index[op]].alloc = op;
+    p->buffers[p->index[op]].group = p->index[op];
+    return;
+  }
+  for (uint32_t k = 0; k < n_in; k++) {
+    const pm_val v = pm_in(g, op, k);
+    if (pm_typeof(g, v)->kind != PM_REF) continue;
+    buffer *b = buffer_of(p, v);
+    if (!b) continue;
+    pm_vec_push(g->arena, &b->views, ((use){v, op}));
+    if (code == PM_OP_COPY_G2S || code == PM_OP_COPY_S2G) pm_vec_push(g->arena, &b->copies, op);
+    if (code == PM_OP_LOAD) b->wgmma_laid |= is_wgmma_laid(g, pm_get(g, op)->out);
+    if (code == PM_OP_STORE) b->wgmma_laid |= is_wgmma_laid(g, pm_in(g, op, 1));
+    if (code == PM_OP_WGMMA) b->wgmma = op;
+  }
+}
+
+static void start(pass *p, pm_graph *g, const pm_target *t, pm_err *err) {
+  *p = (pass){.g = g, .target = t, .err = err};
+  p->index = PM_NEW(g->arena, uint32_t, g->ops.n);
+  pm_walk(g, 1, count_allocs, p);
+  p->buffers = PM_NEW(g->arena, buffer, p->n);
+  pm_walk(g, 1, collect, p);
+}
+
+/* ---- trying a swizzle --------------------------------------------------------------------------
+ */
+
+static void set_transforms(pass *p, const buffer *b, int64_t swizzle) {
+  const pm_type *t = pm_typeof(p->g, pm_get(p->g, b->alloc)->out);
+  const int64_t tiling[2] = {8, swizzle * 8 / pm_dtypes[t->dtype].bits};
+  pm_set_list(p->g, b->alloc, PM_ATTR_TILING, tiling, swizzle ? 2 : 0);
+  *pm_attr(p->g, b->alloc, PM_ATTR_SWIZZLE) = swizzle;
+}
+
+static bool is_given(const pass *p, const buffer *b) {
+  return *pm_attr(p->g, b->alloc, PM_ATTR_GIVEN) != 0;
+}
+
+/* An operand of a wgmma is a matrix of whole 8-row atoms along the two tiled dimensions. */
+static bool wgmma_fits(const pass *p, const buffer *b, const pm_view *v, pm_err *err) {
+  uint32_t n;
+  const int64_t s = pm_attr_list(p->g, b->alloc, PM_ATTR_TILING, &n)[1];
+  const pm_view_dim *x = &v->dim[0], *y = &v->dim[1];
+  const bool plain = x->tile == s && !y->tile && y->inner == s;
+  const bool turned = y->tile == s && !x->tile && x->inner == s;
+  if (v->rank != 2 || (!plain && !turned)) {
+    pm_fail(err, PM_E_VALUE,
+            "an operand is not a matrix along the last two dimensions of its allocation");
+    return false;
+  }
+  if (pm_view_divisor(p->g, v) % (8 * s)) {
+    pm_fail(err, PM_E_VALUE,
+            "an operand does not provably start at a multiple of 8 rows; wrap a dynamic start in "
+            "pl.multiple_of(x, 8)");
+    return false;
+  }
+  return true;
+}
+
+/* Do the shape and all views of the buffer allow the transforms it has now? */
+static bool views_fit(const pass *p, const buffer *b, pm_err *err) {
+  pm_view v;
+  if (pm_check_transforms(p->g, b->alloc, err)) return false;
+  for (uint32_t k = 0; k < b->views.n; k++) {
+    const use *u = &b->views.at[k];
+    if (pm_view_of(p->g, u->ref, true, &v, err) ||
+        (pm_get(p->g, u->op)->code == PM_OP_WGMMA && !wgmma_fits(p, b, &v, err))) {
+      pm_err_op(err, p->g, u->op);
+      return false;
+    }
+  }
+  return true;
+}
+
+static const char *place(const pass *p, pm_opid op) {
+  const pm_op *o = pm_get(p->g, op);
+  return pm_printf(p->g->arena, "%s:%u", p->g->strings.at[o->file], o->line);
+}
+
+static const char *type_text(const pass *p, const buffer *b) {
+  return pm_type_text(p->g->arena, pm_typeof(p->g, pm_get(p->g, b->alloc)->out));
+}
+
+/* ---- forced by wgmma ---------------------------------------------------------------------------
+ */
+
+static uint32_t find(pass *p, uint32_t k) {
+  while (p->buffers[k].group != k) k = p->buffers[k].group = p->buffers[p->buffers[k].group].group;
+  return k;
+}
+
+static void join(pm_graph *g, pm_opid op, void *ctx) {
+  pass *p = ctx;
+  if (pm_get(g, op)->code != PM_OP_WGMMA) return;
+  buffer *a = buffer_of(p, pm_in(g, op, 1)), *b = buffer_of(p, pm_in(g, op, 2));
+  if (pm_typeof(g, pm_in(g, op, 1))->kind != PM_REF || !a || !b) return;
+  p->buffers[find(p, (uint32_t)(a - p->buffers))].group = find(p, (uint32_t)(b - p->buffers));
+}
+
+/* Is `swizzle` what the user gave, with the tiling that a wgmma needs? */
+static bool given_fits(pass *p, const buffer *b, int64_t swizzle) {
+  const pm_type *t = pm_typeof(p->g, pm_get(p->g, b->alloc)->out);
+  uint32_t n;
+  const int64_t *tile = pm_attr_list(p->g, b->alloc, PM_ATTR_TILING, &n);
+  return *pm_attr(p->g, b->alloc, PM_ATTR_SWIZZLE) == swizzle && n == 2 && tile[0] % 8 == 0 &&
+         tile[1] * pm_dtypes[t->dtype].bits == swizzle * 8;
+}
+
+static bool group_given_fits(pass *p, uint32_t group, int64_t swizzle) {
+  for (uint32_t k = 0; k < p->n; k++) {
+    const buffer *b = &p->buffers[k];
+    if (find(p, k) == group && is_given(p, b) && !given_fits(p, b, swizzle)) return false;
+  }
+  return true;
+}
+
+static void put_given(pass *p, uint32_t group, pm_text *t) {
+  const char *sep = "";
+  for (uint32_t k = 0; k < p->n; k++) {
+    const buffer *b = &p->buffers[k];
+    if (find(p, k) != group || !is_given(p, b)) continue;
+    uint32_t n;
+    const int64_t *tile = pm_attr_list(p->g, b->alloc, PM_ATTR_TILING, &n);
+    const int64_t swizzle = *pm_attr(p->g, b->alloc, PM_ATTR_SWIZZLE);
+    pm_putf(t, "%s%s at %s was given ", sep, type_text(p, b), place(p, b->alloc));
+    if (n == 2) pm_putf(t, "the tiling (%lld, %lld)", (long long)tile[0], (long long)tile[1]);
+    if (n == 1) pm_putf(t, "the tiling (%lld,)", (long long)tile[0]);
+    pm_put(t, n ? " and " : "no tiling and ");
+    pm_putf(t, swizzle ? "a swizzle of %lld bytes" : "no swizzle", (long long)swizzle);
+    sep = ", ";
+  }
+}
+
+static bool group_views_fit(pass *p, uint32_t group, int64_t swizzle, pm_err *err) {
+  for (uint32_t k = 0; k < p->n; k++) {
+    const buffer *b = &p->buffers[k];
+    if (find(p, k) != group) continue;
+    if (!is_given(p, b)) set_transforms(p, b, swizzle);
+    if (!views_fit(p, b, err)) return false;
+  }
+  return true;
+}
+
+static pm_code force_group(pass *p, uint32_t group) {
+  static const char head[] = "Failed to infer a possible set of layouts: ";
+  pm_err why;
+  memset(&why, 0, sizeof why);
+  for (uint32_t k = 0; k < PM_COUNT(widths); k++) {
+    if (!group_given_fits(p, group, widths[k])) continue;
+    memset(&why, 0, sizeof why);
+    if (group_views_fit(p, group, widths[k], &why)) return PM_OK;
+  }
+  pm_text t;
+  pm_text_init(&t, p->g->arena);
+  if (why.code) {
+    pm_put(&t, why.text + (strncmp(why.text, head, strlen(head)) ? 0 : strlen(head)));
+    if (why.line) pm_putf(&t, " (%s:%u)", why.file, why.line);
+  } else {
+    put_given(p, group, &t);
+  }
+  pm_opid op = 0;
+  for (uint32_t k = 0; k < p->n && !op; k++) {
+    if (find(p, k) == group) op = p->buffers[k].wgmma;
+  }
+  pm_fail(
+      p->err, PM_E_VALUE,
+      "%sthe SMEM operands of the wgmma at %s need the tiling (8, S) and one swizzle of 128, 64 "
+      "or 32 bytes, S being the elements in it, but %s",
+      head, place(p, op), t.at);
+  pm_err_op(p->err, p->g, op);
+  return p->err->code;
+}
+
+/* Every ref that an op reads can be resolved, whatever the transforms chosen later: those are only
+ * taken if all views allow them. */
+static void check_views(pm_graph *g, pm_opid op, void *ctx) {
+  pass *p = ctx;
+  pm_view v;
+  for (uint32_t k = 0; !p->code && k < pm_get(g, op)->n_in; k++) {
+    const pm_val in = pm_in(g, op, k);
+    if (pm_typeof(g, in)->kind == PM_ARRAY) continue;
+    p->code = pm_view_of(g, in, true, &v, p->err);
+    if (p->code) pm_err_op(p->err, g, op);
+  }
+}
+
+pm_code pm_force_transforms(pm_graph *g, const pm_target *t, pm_err *err) {
+  pass p;
+  start(&p, g, t, err);
+  for (uint32_t k = 0; k < p.n; k++) {
+    if (pm_check_transforms(g, p.buffers[k].alloc, err)) return err->code;
+  }
+  pm_walk(g, 1, join, &p);
+  for (uint32_t k = 0; k < p.n; k++) {
+    if (p.buffers[k].wgmma && find(&p, k) == k && force_group(&p, k)) return err->code;
+  }
+  pm_walk(g, 1, check_views, &p);
+  return p.code;
+}
+
+/* ---- chosen ------------------------------------------------------------------------------------
+ */
+
+static uint32_t count_plain(const pass *p, const buffer *b) {
+  uint32_t n = 0;
+  for (uint32_t k = 0; k < b->copies.n; k++) {
+    pm_copy_plan plan;
+    pm_err ignored;
+    memset(&ignored, 0, sizeof ignored);
+    n += pm_plan_copy(p->g, b->copies.at[k], p->target, &plan, &ignored) ||
+         plan.engine == PM_ENGINE_PLAIN;
+  }
+  return n;
+}
+
+static void choose(pass *p, const buffer *b) {
+  const uint32_t plain = count_plain(p, b);
+  for (uint32_t k = 0; k < PM_COUNT(widths); k++) {
+    pm_err ignored;
+    memset(&ignored, 0, sizeof ignored);
+    set_transforms(p, b, widths[k]);
+    if (views_fit(p, b, &ignored) && count_plain(p, b) <= plain) return;
+  }
+  set_transforms(p, b, 0);
+}
+
+pm_code pm_choose_transforms(pm_graph *g, const pm_target *t, pm_err *err) {
+  pass p;
+  start(&p, g, t, err);
+  for (uint32_t k = 0; k < p.n; k++) {
+    const buffer *b = &p.buffers[k];
+    if (b->wgmma_laid && !b->wgmma && !is_given(&p, b)) choose(&p, b);
+  }
+  return PM_OK;
+}

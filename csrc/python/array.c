@@ -1,0 +1,897 @@
+/* Array: a traced value in registers. Operators and methods add ops to the current trace.
+ *
+ * Everything a Python program could do to learn the value (bool, int, iteration, NumPy) raises, by
+ * the table of api/array_ops.md section 17. Shape functions are identities where nothing changes.
+ */
+#include "trace.h"
+
+#include <structmember.h>
+
+static pmpy_traced *self_of(PyObject *o) { return (pmpy_traced *)o; }
+
+static PyObject *result(pmpy_trace *t, pm_val v, bool weak) {
+  return v ? pmpy_traced_new(t, v, weak) : NULL;
+}
+
+static void array_dealloc(PyObject *self) {
+  PyTypeObject *type = Py_TYPE(self);
+  Py_DECREF(self_of(self)->trace);
+  PyObject_Free(self);
+  Py_DECREF(type);
+}
+
+/* ---- shape operations ---------------------------------------------------------------------- */
+
+/* Operand `o` in the graph with its own dtype. */
+static pmpy_trace *begin_value(const char *name, PyObject *o, pmpy_arg *x) {
+  pmpy_trace *t = pmpy_begin(name, o);
+  if (!t || pmpy_arg_need(t, name, o, x) || !pmpy_arg_as(t, x, x->type.dtype)) return NULL;
+  return t;
+}
+
+static bool same_shape(const pm_type *a, const pm_type *b) {
+  return a->rank == b->rank && !memcmp(a->dim, b->dim, sizeof(int64_t) * a->rank);
+}
+
+static PyObject *to_shape(pmpy_trace *t, const pmpy_arg *x, const pm_type *to) {
+  return result(t, pmpy_reshape(t, x->val, to), x->weak);
+}
+
+static PyObject *array_reshape(PyObject *self, PyObject *const *args, Py_ssize_t n) {
+  pmpy_arg x;
+  pm_type to;
+  pmpy_trace *t = begin_value("reshape", self, &x);
+  if (!t || pmpy_reshape_args(&x.type, args, n, PM_E_TYPE, &to)) return NULL;
+  return to_shape(t, &x, &to);
+}
+
+static PyObject *array_ravel(PyObject *self, PyObject *none) {
+  pmpy_arg x;
+  (void)none;
+  pmpy_trace *t = begin_value("ravel", self, &x);
+  if (!t) return NULL;
+  pm_type to = x.type;
+  memset(to.dim, 0, sizeof to.dim);
+  to.rank = 1;
+  to.dim[0] = pm_type_size(&x.type);
+  return to_shape(t, &x, &to);
+}
+
+/* Axes as a set of dims: None is all; negative ones wrap. */
+static int axis_set(const char *name, PyObject *axes, int rank, uint32_t *set) {
+  int64_t axis[PM_MAX_RANK];
+  *set = 0;
+  if (!axes || axes == Py_None) {
+    *set = (1u << rank) - 1;
+    return 0;
+  }
+  int n = pmpy_ints(axes, name, axis, PM_MAX_RANK);
+  if (n < 0) return -1;
+  for (int k = 0; k < n; k++) {
+    int64_t d = axis[k] < 0 ? axis[k] + rank : axis[k];
+    if (d < 0 || d >= rank) {
+      pmpy_fail(PM_E_VALUE, "%s: axis %lld is out of bounds for an array of rank %d", name,
+                (long long)axis[k], rank);
+      return -1;
+    }
+    if (*set & 1u << d) {
+      pmpy_fail(PM_E_VALUE, "%s: axis %lld is given twice", name, (long long)axis[k]);
+      return -1;
+    }
+    *set |= 1u << d;
+  }
+  return 0;
+}
+
+static pm_type without(const pm_type *type, uint32_t set) {
+  pm_type to = *type;
+  to.rank = 0;
+  memset(to.dim, 0, sizeof to.dim);
+  for (int k = 0; k < type->rank; k++) {
+    if (!(set & 1u << k)) to.dim[to.rank++] = type->dim[k];
+  }
+  return to;
+}
+
+static PyObject *array_squeeze(PyObject *self, PyObject *args, PyObject *kw) {
+  static char *names[] = {"axis", NULL};
+  PyObject *axes = Py_None;
+  pmpy_arg x;
+  if (!PyArg_ParseTupleAndKeywords(args, kw, "|O:squeeze", names, &axes)) return NULL;
+  pmpy_trace *t = begin_value("squeeze", self, &x);
+  uint32_t set = 0;
+  if (!t) return NULL;
+  if (axes == Py_None) {
+    for (int k = 0; k < x.type.rank; k++) set |= (uint32_t)(x.type.dim[k] == 1) << k;
+  } else if (axis_set("squeeze", axes, x.type.rank, &set)) {
+    return NULL;
+  }
+  for (int k = 0; k < x.type.rank; k++) {
+    if (!(set & 1u << k) || x.type.dim[k] == 1) continue;
+    return pmpy_fail(PM_E_VALUE, "squeeze: dimension %d of %s is not 1", k,
+                     pmpy_type_text(&x.type));
+  }
+  pm_type to = without(&x.type, set);
+  return to_shape(t, &x, &to);
+}
+
+/* ---- reductions ---------------------------------------------------------------------------- */
+
+static pm_dtype sum_dtype(pm_dtype d) {
+  switch (d) {
+    case PM_BOOL:
+    case PM_I8:
+    case PM_I16: return PM_I32;
+    case PM_U8:
+    case PM_U16: return PM_U32;
+    case PM_F16:
+    case PM_BF16: return PM_F32;
+    default: return d;
+  }
+}
+
+/* Over the dims of `set`; keepdims brings them back as unit dims. Replaces *x. */
+static int reduce_over(pmpy_trace *t, pmpy_arg *x, int op, uint32_t set, bool keepdims) {
+  int64_t dims[PM_MAX_RANK];
+  uint32_t n = 0;
+  for (int k = 0; k < x->type.rank; k++) {
+    if (set & 1u << k) dims[n++] = k;
+  }
+  if (!n) return 0;
+  pm_attr_arg attrs[] = {{.id = PM_ATTR_REDUCE, .i = op},
+                         {.id = PM_ATTR_DIMS, .list = dims, .n = n}};
+  pm_type kept = x->type, to = without(&x->type, set);
+  x->val = pmpy_emit(t, PM_OP_REDUCE, &x->val, 1, NULL, attrs, 2);
+  x->type = to;
+  if (!x->val || !keepdims) return x->val ? 0 : -1;
+  for (uint32_t k = 0; k < n; k++) kept.dim[dims[k]] = 1;
+  x->val = pmpy_reshape(t, x->val, &kept);
+  x->type = kept;
+  return x->val ? 0 : -1;
+}
+
+static PyObject *reduce_value(pmpy_trace *t, const char *name, pmpy_arg *x, int op, bool upcast,
+                              PyObject *axes, bool keepdims) {
+  pm_dtype d = x->type.dtype, wide = upcast ? sum_dtype(d) : d;
+  uint32_t set;
+  if (axis_set(name, axes, x->type.rank, &set)) return NULL;
+  if (d == PM_BOOL && op != PM_REDUCE_ADD) {
+    return pmpy_fail(PM_E_NOT_IMPLEMENTED, "%s: bool arrays; convert first: x.astype(jnp.int32)",
+                     name);
+  }
+  if (!pmpy_arg_as(t, x, wide) || reduce_over(t, x, op, set, keepdims)) return NULL;
+  return result(t, pmpy_arg_as(t, x, pm_is_float(d) ? d : wide), x->weak);
+}
+
+/* sum, max, min as methods: dtype, initial and where are done before and after. */
+static PyObject *reduce_method(PyObject *self, PyObject *args, PyObject *kw, const char *name,
+                               int op) {
+  static char *sum_names[] = {"axis", "dtype", "keepdims", "initial", "where", NULL};
+  static char *max_names[] = {"axis", "keepdims", "initial", "where", NULL};
+  PyObject *axis = Py_None, *dtype = Py_None, *initial = Py_None, *mask = Py_None, *out;
+  int keepdims = 0;
+  bool sum = op == PM_REDUCE_ADD;
+  pmpy_arg x, fill, cond;
+  if (sum ? !PyArg_ParseTupleAndKeywords(args, kw, "|OOpOO:sum", sum_names, &axis, &dtype,
+                                         &keepdims, &initial, &mask)
+          : !PyArg_ParseTupleAndKeywords(args, kw, "|OpOO:reduce", max_names, &axis, &keepdims,
+                                         &initial, &mask)) {
+    return NULL;
+  }
+  pmpy_trace *t = begin_value(name, self, &x);
+  if (!t) return NULL;
+  if (dtype != Py_None) {
+    pm_dtype d;
+    if (pmpy_dtype_from(dtype, &d) || !pmpy_arg_as(t, &x, d)) return NULL;
+    x.weak = false;
+  }
+  if (mask != Py_None) {
+    PyObject *zero = NULL;
+    if (!sum && initial == Py_None) {
+      return pmpy_fail(PM_E_VALUE,
+                       "%s: where= needs initial=, there is no value for what is left out", name);
+    }
+    if (sum) zero = PyBool_FromLong(0);
+    int rc =
+        pmpy_arg_need(t, name, sum ? zero : initial, &fill) || pmpy_arg_need(t, name, mask, &cond);
+    Py_XDECREF(zero);
+    PyObject *masked = rc ? NULL : pmpy_select(t, &cond, &x, &fill);
+    if (!masked) return NULL;
+    rc = pmpy_arg_from(t, masked, &x);
+    Py_DECREF(masked);
+    if (rc < 0) return NULL;
+  }
+  out = reduce_value(t, name, &x, op, sum && dtype == Py_None, axis, keepdims);
+  if (!out || initial == Py_None) return out;
+  pm_opcode code = sum ? PM_OP_ADD : op == PM_REDUCE_MAX ? PM_OP_MAX : PM_OP_MIN;
+  PyObject *with = pmpy_binary(PMPY_SIMPLE, code, name, out, initial, false);
+  Py_DECREF(out);
+  return with;
+}
+
+static PyObject *array_sum(PyObject *self, PyObject *args, PyObject *kw) {
+  return reduce_method(self, args, kw, "sum", PM_REDUCE_ADD);
+}
+
+static PyObject *array_max(PyObject *self, PyObject *args, PyObject *kw) {
+  return reduce_method(self, args, kw, "max", PM_REDUCE_MAX);
+}
+
+static PyObject *array_min(PyObject *self, PyObject *args, PyObject *kw) {
+  return reduce_method(self, args, kw, "min", PM_REDUCE_MIN);
+}
+
+/* Computed in f32 unless dtype= says else. */
+static PyObject *array_mean(PyObject *self, PyObject *args, PyObject *kw) {
+  static char *names[] = {"axis", "dtype", "keepdims", NULL};
+  PyObject *axis = Py_None, *dtype = Py_None;
+  int keepdims = 0;
+  pmpy_arg x;
+  if (!PyArg_ParseTupleAndKeywords(args, kw, "|OOp:mean", names, &axis, &dtype, &keepdims))
+    return NULL;
+  pmpy_trace *t = begin_value("mean", self, &x);
+  uint32_t set;
+  if (!t || axis_set("mean", axis, x.type.rank, &set)) return NULL;
+  pm_dtype to = pm_is_float(x.type.dtype) ? x.type.dtype : PM_F32;
+  if (dtype != Py_None && pmpy_dtype_from(dtype, &to)) return NULL;
+  if (!pm_is_float(to))
+    return pmpy_fail(PM_E_TYPE, "mean: dtype must be a float, got %s", pm_dtypes[to].text);
+  int64_t count = 1;
+  for (int k = 0; k < x.type.rank; k++) count *= set & 1u << k ? x.type.dim[k] : 1;
+  if (!pmpy_arg_as(t, &x, PM_F32) || reduce_over(t, &x, PM_REDUCE_ADD, set, keepdims)) return NULL;
+  pm_type scalar = pm_scalar_type(PM_F32);
+  pm_val n = pmpy_number(t, &scalar, (pm_scalar){.f = (double)count});
+  x.val = n ? pmpy_emit(t, PM_OP_DIV, (pm_val[]){x.val, n}, 2, NULL, NULL, 0) : 0;
+  return x.val ? pmpy_convert(t, &x, to, x.weak) : NULL;
+}
+
+/* ---- other methods ------------------------------------------------------------------------- */
+
+static PyObject *array_astype(PyObject *self, PyObject *dtype) {
+  pmpy_arg x;
+  pm_dtype d;
+  if (pmpy_dtype_from(dtype, &d)) return NULL;
+  pmpy_trace *t = begin_value("astype", self, &x);
+  return t ? pmpy_convert(t, &x, d, false) : NULL;
+}
+
+static PyObject *bits_as(pmpy_trace *t, const pmpy_arg *x, pm_dtype d) {
+  if (x->type.dtype == d) return result(t, x->val, false);
+  if (pm_dtypes[x->type.dtype].bits != pm_dtypes[d].bits) {
+    return pmpy_fail(PM_E_NOT_IMPLEMENTED, "bitcast between different widths: %s to %s",
+                     pmpy_type_text(&x->type), pm_dtypes[d].text);
+  }
+  pm_type to = x->type;
+  to.dtype = (uint8_t)d;
+  return result(t, pmpy_emit(t, PM_OP_BITCAST, &x->val, 1, &to, NULL, 0), false);
+}
+
+static PyObject *array_view(PyObject *self, PyObject *dtype) {
+  pmpy_arg x;
+  pm_dtype d;
+  if (pmpy_dtype_from(dtype, &d)) return NULL;
+  pmpy_trace *t = begin_value("view", self, &x);
+  return t ? bits_as(t, &x, d) : NULL;
+}
+
+static PyObject *array_clip(PyObject *self, PyObject *args, PyObject *kw) {
+  static char *names[] = {"min", "max", NULL};
+  PyObject *lo = Py_None, *hi = Py_None;
+  if (!PyArg_ParseTupleAndKeywords(args, kw, "|OO:clip", names, &lo, &hi)) return NULL;
+  PyObject *x = Py_NewRef(self);
+  PyObject *bound[2] = {lo, hi};
+  for (int k = 0; k < 2 && x; k++) {
+    if (bound[k] == Py_None) continue;
+    PyObject *y = pmpy_binary(PMPY_SIMPLE, k ? PM_OP_MIN : PM_OP_MAX, "clip", x, bound[k], false);
+    Py_SETREF(x, y);
+  }
+  return x;
+}
+
+static PyObject *round_to(PyObject *self, int decimals) {
+  pmpy_traced *x = self_of(self);
+  if (!decimals || !pm_is_float(x->type.dtype)) return pmpy_unary(PM_OP_RINT, self);
+  double power = 1;
+  for (int k = 0; k < abs(decimals) && k < 400; k++) power *= 10;
+  PyObject *scale = PyFloat_FromDouble(power);
+  bool up = decimals > 0;
+  PyObject *scaled =
+      scale ? pmpy_binary(PMPY_SIMPLE, up ? PM_OP_MUL : PM_OP_DIV, "round", self, scale, false)
+            : NULL;
+  PyObject *whole = scaled ? pmpy_unary(PM_OP_RINT, scaled) : NULL;
+  PyObject *out =
+      whole ? pmpy_binary(PMPY_SIMPLE, up ? PM_OP_DIV : PM_OP_MUL, "round", whole, scale, false)
+            : NULL;
+  Py_XDECREF(scale);
+  Py_XDECREF(scaled);
+  Py_XDECREF(whole);
+  return out;
+}
+
+static PyObject *array_round(PyObject *self, PyObject *args, PyObject *kw) {
+  static char *names[] = {"decimals", NULL};
+  int decimals = 0;
+  if (!PyArg_ParseTupleAndKeywords(args, kw, "|i:round", names, &decimals)) return NULL;
+  return round_to(self, decimals);
+}
+
+static PyObject *array_dunder_round(PyObject *self, PyObject *args) {
+  PyObject *digits = Py_None;
+  if (!PyArg_ParseTuple(args, "|O:__round__", &digits)) return NULL;
+  int decimals = digits == Py_None ? 0 : (int)PyLong_AsLong(digits);
+  return PyErr_Occurred() ? NULL : round_to(self, decimals);
+}
+
+static PyObject *array_conj(PyObject *self, PyObject *none) {
+  (void)none;
+  return Py_NewRef(self);
+}
+
+static PyObject *array_transpose(PyObject *self, PyObject *args) {
+  const pmpy_traced *x = self_of(self);
+  if (x->type.rank <= 1 && PyTuple_GET_SIZE(args) <= 1) return Py_NewRef(self);
+  return pmpy_fail(PM_E_NOT_IMPLEMENTED,
+                   "Unimplemented primitive in Pallas Mosaic GPU lowering: transpose (of %s); "
+                   "transpose the ref before loading it: ref.T[...]",
+                   pmpy_type_text(&x->type));
+}
+
+/* ---- what a traced value cannot do --------------------------------------------------------- */
+
+static int array_bool(PyObject *self) {
+  pmpy_tracer_fail(PMPY_BOOL_CONVERSION,
+                   "Attempted boolean conversion of traced array with shape %s: its value is known "
+                   "only when the "
+                   "kernel runs. Use pl.when, lax.cond or jnp.where instead of if, and & | ~ "
+                   "instead of and, or, not",
+                   pmpy_type_text(&self_of(self)->type));
+  return -1;
+}
+
+static PyObject *array_int(PyObject *self) {
+  return pmpy_tracer_fail(
+      PMPY_CONCRETIZATION,
+      "A traced array with shape %s has no Python number: its value is known only when the "
+      "kernel runs. Use x.astype(...) for a conversion inside the kernel",
+      pmpy_type_text(&self_of(self)->type));
+}
+
+static PyObject *array_item(PyObject *self, PyObject *none) {
+  (void)none;
+  return array_int(self);
+}
+
+static PyObject *array_index(PyObject *self) {
+  return pmpy_tracer_fail(
+      PMPY_INTEGER_CONVERSION,
+      "A traced array with shape %s cannot be used as a Python int (a shape, a list index, a "
+      "range): its value is known only when the kernel runs",
+      pmpy_type_text(&self_of(self)->type));
+}
+
+static PyObject *array_numpy(PyObject *self, PyObject *args, PyObject *kw) {
+  (void)args, (void)kw;
+  return pmpy_tracer_fail(
+      PMPY_ARRAY_CONVERSION,
+      "A traced array with shape %s cannot become a NumPy array: use the functions of "
+      "pallas_mgpu.numpy inside a kernel",
+      pmpy_type_text(&self_of(self)->type));
+}
+
+static Py_ssize_t array_length(PyObject *self) {
+  const pmpy_traced *x = self_of(self);
+  if (x->type.rank) return (Py_ssize_t)x->type.dim[0];
+  pmpy_fail(PM_E_TYPE, "len() of a 0-d array");
+  return -1;
+}
+
+static PyObject *array_iter(PyObject *self) {
+  const pmpy_traced *x = self_of(self);
+  if (!x->type.rank) return pmpy_fail(PM_E_TYPE, "iteration over a 0-d array");
+  return pmpy_fail(PM_E_NOT_IMPLEMENTED,
+                   "iteration over a traced array (%s): index the ref with a loop variable instead",
+                   pmpy_type_text(&x->type));
+}
+
+static int array_assign(PyObject *self, PyObject *idx, PyObject *value) {
+  (void)idx, (void)value;
+  pmpy_fail(
+      PM_E_TYPE,
+      "a traced array (%s) is immutable: assign to a ref, or use jnp.where instead of x[idx] = y "
+      "(x = x.at[idx].set(y) is not available in kernels)",
+      pmpy_type_text(&self_of(self)->type));
+  return -1;
+}
+
+static PyObject *array_missing(PyObject *self, void *name) {
+  (void)self;
+  return pmpy_fail(PM_E_NOT_IMPLEMENTED,
+                   "Unimplemented primitive in Pallas Mosaic GPU lowering: %s", (const char *)name);
+}
+
+/* ---- indexing ------------------------------------------------------------------------------ */
+
+static PyObject *array_subscript(PyObject *self, PyObject *idx) {
+  pmpy_arg x;
+  pmpy_index index;
+  pmpy_trace *t = begin_value("index", self, &x);
+  if (!t || pmpy_parse_index(t, idx, &x.type, true, &index)) return NULL;
+  int64_t size[PM_MAX_RANK];
+  pm_type cut = x.type, to = x.type;
+  to.rank = 0;
+  memset(to.dim, 0, sizeof to.dim);
+  if (x.type.rank + index.n_new > PM_MAX_RANK) {
+    return pmpy_fail(PM_E_INDEX, "index: the result has more than %d dimensions", PM_MAX_RANK);
+  }
+  for (int k = 0, m = 0; k <= x.type.rank; k++) {
+    while (m < index.n_new && index.new_at[m] == k) {
+      to.dim[to.rank++] = 1;
+      m++;
+    }
+    if (k == x.type.rank) break;
+    size[k] = index.size[k] == PM_DROPPED ? 1 : index.size[k];
+    cut.dim[k] = size[k];
+    if (index.size[k] != PM_DROPPED) to.dim[to.rank++] = size[k];
+  }
+  if (!same_shape(&cut, &x.type)) {
+    pm_attr_arg attrs[] = {{.id = PM_ATTR_STARTS, .list = index.start, .n = x.type.rank},
+                           {.id = PM_ATTR_SIZES, .list = size, .n = x.type.rank}};
+    x.val = pmpy_emit(t, PM_OP_SLICE, &x.val, 1, NULL, attrs, 2);
+    if (!x.val) return NULL;
+    x.type = cut;
+  }
+  return to_shape(t, &x, &to);
+}
+
+/* ---- operators ----------------------------------------------------------------------------- */
+
+#define OPERATOR(fn, how, code, name)                               \
+  static PyObject *fn(PyObject *x, PyObject *y) {                   \
+    return pmpy_binary(PMPY_##how, PM_OP_##code, name, x, y, true); \
+  }
+OPERATOR(op_add, SIMPLE, ADD, "add")
+OPERATOR(op_sub, SIMPLE, SUB, "sub")
+OPERATOR(op_mul, SIMPLE, MUL, "mul")
+OPERATOR(op_div, TRUE_DIVIDE, DIV, "true_divide")
+OPERATOR(op_floordiv, FLOOR_DIVIDE, DIV, "floor_divide")
+OPERATOR(op_mod, MOD, REM, "remainder")
+OPERATOR(op_and, SIMPLE, AND, "and")
+OPERATOR(op_or, SIMPLE, OR, "or")
+OPERATOR(op_xor, SIMPLE, XOR, "xor")
+OPERATOR(op_shl, SIMPLE, SHL, "shl")
+OPERATOR(op_shr, SIMPLE, SHR, "shr")
+
+static PyObject *op_pow(PyObject *x, PyObject *y, PyObject *modulus) {
+  if (modulus != Py_None) Py_RETURN_NOTIMPLEMENTED;
+  return pmpy_binary(PMPY_POW, PM_OP_MUL, "power", x, y, true);
+}
+
+static PyObject *op_divmod(PyObject *x, PyObject *y) {
+  PyObject *q = op_floordiv(x, y);
+  if (!q || q == Py_NotImplemented) return q;
+  PyObject *r = op_mod(x, y);
+  return r ? Py_BuildValue("(NN)", q, r) : (Py_DECREF(q), NULL);
+}
+
+static PyObject *op_matmul(PyObject *x, PyObject *y) {
+  (void)x, (void)y;
+  return pmpy_fail(PM_E_NOT_IMPLEMENTED,
+                   "Unimplemented primitive in Pallas Mosaic GPU lowering: dot_general; use "
+                   "plgpu.wgmma(acc_ref, a, b)");
+}
+
+static PyObject *op_neg(PyObject *x) { return pmpy_unary(PM_OP_NEG, x); }
+static PyObject *op_abs(PyObject *x) { return pmpy_unary(PM_OP_ABS, x); }
+static PyObject *op_not(PyObject *x) { return pmpy_unary(PM_OP_NOT, x); }
+static PyObject *op_pos(PyObject *x) { return Py_NewRef(x); }
+
+static PyObject *array_compare(PyObject *x, PyObject *y, int op) {
+  static const struct {
+    const char *name;
+    uint8_t code;
+  } ops[] = {[Py_LT] = {"lt", PM_OP_LT}, [Py_LE] = {"le", PM_OP_LE}, [Py_EQ] = {"eq", PM_OP_EQ},
+             [Py_NE] = {"ne", PM_OP_NE}, [Py_GT] = {"gt", PM_OP_GT}, [Py_GE] = {"ge", PM_OP_GE}};
+  return pmpy_binary(PMPY_COMPARE, ops[op].code, ops[op].name, x, y, true);
+}
+
+/* ---- attributes ---------------------------------------------------------------------------- */
+
+static PyObject *get_shape(PyObject *self, void *c) {
+  (void)c;
+  return pmpy_shape_tuple(&self_of(self)->type);
+}
+
+static PyObject *get_dtype(PyObject *self, void *c) {
+  (void)c;
+  return pmpy_dtype_object(self_of(self)->type.dtype);
+}
+
+static PyObject *get_ndim(PyObject *self, void *c) {
+  (void)c;
+  return PyLong_FromLong(self_of(self)->type.rank);
+}
+
+static PyObject *get_size(PyObject *self, void *c) {
+  (void)c;
+  return PyLong_FromLongLong(pm_type_size(&self_of(self)->type));
+}
+
+static PyObject *get_itemsize(PyObject *self, void *c) {
+  (void)c;
+  return PyLong_FromLong(pm_dtypes[self_of(self)->type.dtype].bytes);
+}
+
+static PyObject *get_nbytes(PyObject *self, void *c) {
+  const pm_type *type = &self_of(self)->type;
+  (void)c;
+  return PyLong_FromLongLong(pm_type_size(type) * pm_dtypes[type->dtype].bytes);
+}
+
+static PyObject *get_weak(PyObject *self, void *c) {
+  (void)c;
+  return PyBool_FromLong(self_of(self)->weak);
+}
+
+static PyObject *get_T(PyObject *self, void *c) {
+  (void)c;
+  if (self_of(self)->type.rank <= 1) return Py_NewRef(self);
+  return pmpy_fail(PM_E_NOT_IMPLEMENTED,
+                   "Unimplemented primitive in Pallas Mosaic GPU lowering: transpose (of %s); "
+                   "transpose the ref before loading it: ref.T[...]",
+                   pmpy_type_text(&self_of(self)->type));
+}
+
+static PyObject *get_real(PyObject *self, void *c) {
+  (void)c;
+  return Py_NewRef(self);
+}
+
+static PyObject *get_priority(PyObject *self, void *c) {
+  (void)self, (void)c;
+  return PyLong_FromLong(100);
+}
+
+static PyObject *array_repr(PyObject *self) {
+  const pmpy_traced *x = self_of(self);
+  return PyUnicode_FromFormat("Traced<%s%s>", pmpy_type_text(&x->type), x->weak ? ", weak" : "");
+}
+
+#define MISSING(name) \
+  { name, array_missing, NULL, NULL, name }
+static PyGetSetDef array_getset[] = {
+    {"shape", get_shape, NULL, "Tuple of ints.", NULL},
+    {"dtype", get_dtype, NULL, "NumPy dtype.", NULL},
+    {"ndim", get_ndim, NULL, "Number of dimensions.", NULL},
+    {"size", get_size, NULL, "Number of elements.", NULL},
+    {"itemsize", get_itemsize, NULL, "Bytes of an element.", NULL},
+    {"nbytes", get_nbytes, NULL, "Bytes of all elements.", NULL},
+    {"weak_type", get_weak, NULL, "Does the dtype give way in promotion?", NULL},
+    {"T", get_T, NULL, "Transpose; rank 0 and 1 only.", NULL},
+    {"real", get_real, NULL, "The array itself.", NULL},
+    {"__array_priority__", get_priority, NULL, "NumPy scalars on the left give way.", NULL},
+    MISSING("at"),
+    MISSING("mT"),
+    MISSING("prod"),
+    MISSING("any"),
+    MISSING("all"),
+    MISSING("argmax"),
+    MISSING("argmin"),
+    MISSING("cumsum"),
+    MISSING("std"),
+    MISSING("var"),
+    MISSING("dot"),
+    MISSING("take"),
+    MISSING("repeat"),
+    MISSING("sort"),
+    MISSING("swapaxes"),
+    MISSING("copy"),
+    {NULL, NULL, NULL, NULL, NULL}};
+
+#define KEYWORDS(fn) (PyCFunction)(void (*)(void)) fn, METH_VARARGS | METH_KEYWORDS
+static PyMethodDef array_methods[] = {
+    {"astype", array_astype, METH_O, "astype(dtype): convert by value; the result is strong."},
+    {"reshape", (PyCFunction)(void (*)(void))array_reshape, METH_FASTCALL, "reshape(*shape)"},
+    {"ravel", array_ravel, METH_NOARGS, "As one dimension."},
+    {"flatten", array_ravel, METH_NOARGS, "As one dimension."},
+    {"squeeze", KEYWORDS(array_squeeze), "squeeze(axis=None): without unit dimensions."},
+    {"transpose", array_transpose, METH_VARARGS, "Rank 0 and 1 only."},
+    {"sum", KEYWORDS(array_sum),
+     "sum(axis=None, dtype=None, keepdims=False, initial=None, where=None)"},
+    {"max", KEYWORDS(array_max), "max(axis=None, keepdims=False, initial=None, where=None)"},
+    {"min", KEYWORDS(array_min), "min(axis=None, keepdims=False, initial=None, where=None)"},
+    {"mean", KEYWORDS(array_mean), "mean(axis=None, dtype=None, keepdims=False)"},
+    {"clip", KEYWORDS(array_clip), "clip(min=None, max=None)"},
+    {"round", KEYWORDS(array_round), "round(decimals=0): halves to even."},
+    {"__round__", array_dunder_round, METH_VARARGS, "Halves to even."},
+    {"view", array_view, METH_O, "view(dtype): the same bits; equal widths only."},
+    {"conj", array_conj, METH_NOARGS, "The array itself."},
+    {"item", array_item, METH_NOARGS, "Raises: the value is not known."},
+    {"tolist", array_item, METH_NOARGS, "Raises: the value is not known."},
+    {"block_until_ready", array_item, METH_NOARGS, "Raises: the value is not known."},
+    {"__array__", KEYWORDS(array_numpy), "Raises: the value is not known."},
+    {NULL, NULL, 0, NULL}};
+
+static PyType_Slot array_slots[] = {
+    {Py_tp_dealloc, array_dealloc},
+    {Py_tp_repr, array_repr},
+    {Py_tp_hash, PyObject_HashNotImplemented},
+    {Py_tp_richcompare, array_compare},
+    {Py_tp_iter, array_iter},
+    {Py_tp_getset, array_getset},
+    {Py_tp_methods, array_methods},
+    {Py_tp_doc, "A value of a kernel being traced, in the registers of one thread."},
+    {Py_mp_length, array_length},
+    {Py_mp_subscript, array_subscript},
+    {Py_mp_ass_subscript, array_assign},
+    {Py_nb_add, op_add},
+    {Py_nb_subtract, op_sub},
+    {Py_nb_multiply, op_mul},
+    {Py_nb_true_divide, op_div},
+    {Py_nb_floor_divide, op_floordiv},
+    {Py_nb_remainder, op_mod},
+    {Py_nb_divmod, op_divmod},
+    {Py_nb_power, op_pow},
+    {Py_nb_matrix_multiply, op_matmul},
+    {Py_nb_lshift, op_shl},
+    {Py_nb_rshift, op_shr},
+    {Py_nb_and, op_and},
+    {Py_nb_or, op_or},
+    {Py_nb_xor, op_xor},
+    {Py_nb_negative, op_neg},
+    {Py_nb_positive, op_pos},
+    {Py_nb_absolute, op_abs},
+    {Py_nb_invert, op_not},
+    {Py_nb_bool, array_bool},
+    {Py_nb_int, array_int},
+    {Py_nb_float, array_int},
+    {Py_nb_index, array_index},
+    {0, NULL}};
+static PyType_Spec array_spec = {"pallas_mgpu._core.Array", sizeof(pmpy_traced), 0,
+                                 Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION,
+                                 array_slots};
+
+/* ---- functions ----------------------------------------------------------------------------- */
+
+static PyObject *full(PyObject *module, PyObject *args, PyObject *kw) {
+  static char *names[] = {"shape", "value", "dtype", NULL};
+  (void)module;
+  PyObject *shape, *value, *dtype = Py_None;
+  pm_type type = pm_scalar_type(PM_BOOL);
+  pmpy_arg x;
+  if (!PyArg_ParseTupleAndKeywords(args, kw, "OO|O:full", names, &shape, &value, &dtype))
+    return NULL;
+  pmpy_trace *t = pmpy_begin("full", value);
+  if (!t || pmpy_shape(shape, "full", &type) || pmpy_arg_need(t, "full", value, &x)) return NULL;
+  pm_dtype d = x.type.dtype;
+  if (dtype != Py_None) {
+    if (pmpy_dtype_from(dtype, &d)) return NULL;
+    x.weak = false;
+  }
+  bool weak = x.weak;
+  if (!x.val) {
+    /* one op: the number itself has the shape */
+    for (int k = 0; k < type.rank; k++) x.type.dim[k] = type.dim[k];
+    x.type.rank = type.rank;
+    return result(t, pmpy_arg_as(t, &x, d), weak);
+  }
+  if (!pmpy_arg_as(t, &x, d)) return NULL;
+  type.dtype = (uint8_t)d;
+  if (same_shape(&x.type, &type)) return result(t, x.val, weak);
+  if (x.type.rank) {
+    return pmpy_fail(PM_E_VALUE, "full: the value must be a scalar, got %s",
+                     pmpy_type_text(&x.type));
+  }
+  pm_attr_arg attr = {.id = PM_ATTR_DIMS};
+  return result(t, pmpy_emit(t, PM_OP_BROADCAST, &x.val, 1, &type, &attr, 1), weak);
+}
+
+static PyObject *iota(PyObject *module, PyObject *args, PyObject *kw) {
+  static char *names[] = {"dtype", "shape", "dim", "layout", NULL};
+  (void)module;
+  PyObject *dtype, *shape, *layout = Py_None;
+  int dim;
+  pm_dtype d;
+  pm_type type = pm_scalar_type(PM_BOOL);
+  if (!PyArg_ParseTupleAndKeywords(args, kw, "OOi|O:iota", names, &dtype, &shape, &dim, &layout) ||
+      pmpy_dtype_from(dtype, &d)) {
+    return NULL;
+  }
+  pmpy_trace *t = pmpy_begin("iota", NULL);
+  if (!t || pmpy_shape(shape, "iota", &type)) return NULL;
+  type.dtype = (uint8_t)d;
+  if (dim < 0 || dim >= type.rank) {
+    return pmpy_fail(PM_E_VALUE, "iota: dimension %d is out of bounds for %s", dim,
+                     pmpy_type_text(&type));
+  }
+  pm_attr_arg attrs[] = {{.id = PM_ATTR_DIM, .i = dim}, {.id = PM_ATTR_LAYOUT}};
+  if (layout != Py_None) {
+    attrs[1].i = pmpy_layout(t, layout, &type);
+    if (!attrs[1].i) return NULL;
+  }
+  return result(t, pmpy_emit(t, PM_OP_IOTA, NULL, 0, &type, attrs, 2), false);
+}
+
+static PyObject *broadcast_in_dim(PyObject *module, PyObject *args, PyObject *kw) {
+  static char *names[] = {"x", "shape", "dims", NULL};
+  (void)module;
+  PyObject *o, *shape, *dims;
+  pmpy_arg x;
+  int64_t dim[PM_MAX_RANK], kept_dim[PM_MAX_RANK];
+  if (!PyArg_ParseTupleAndKeywords(args, kw, "OOO:broadcast_in_dim", names, &o, &shape, &dims))
+    return NULL;
+  pmpy_trace *t = begin_value("broadcast_in_dim", o, &x);
+  if (!t) return NULL;
+  pm_type to = x.type, kept = x.type;
+  memset(to.dim, 0, sizeof to.dim);
+  memset(kept.dim, 0, sizeof kept.dim);
+  if (pmpy_shape(shape, "broadcast_in_dim", &to)) return NULL;
+  int n = pmpy_ints(dims, "broadcast_in_dim", dim, PM_MAX_RANK);
+  if (n < 0) return NULL;
+  if (n != x.type.rank) {
+    return pmpy_fail(PM_E_TYPE, "broadcast_in_dim: %d broadcast_dimensions for %s", n,
+                     pmpy_type_text(&x.type));
+  }
+  kept.rank = 0;
+  for (int k = 0; k < n; k++) {
+    if (dim[k] < 0 || dim[k] >= to.rank) {
+      return pmpy_fail(PM_E_TYPE, "broadcast_in_dim: dimension %lld is out of bounds for rank %d",
+                       (long long)dim[k], to.rank);
+    }
+    if (k && dim[k] <= dim[k - 1]) {
+      return pmpy_fail(PM_E_NOT_IMPLEMENTED,
+                       "broadcast_in_dim: broadcast_dimensions must increase strictly");
+    }
+    if (x.type.dim[k] == to.dim[dim[k]]) {
+      kept_dim[kept.rank] = dim[k];
+      kept.dim[kept.rank++] = x.type.dim[k];
+    } else if (x.type.dim[k] != 1) {
+      return pmpy_fail(PM_E_TYPE, "broadcast_in_dim: dimension %d of %s is neither 1 nor %lld", k,
+                       pmpy_type_text(&x.type), (long long)to.dim[dim[k]]);
+    }
+  }
+  if (kept.rank == to.rank) return to_shape(t, &x, &to);
+  if (kept.rank != x.type.rank) {
+    x.val = pmpy_reshape(t, x.val, &kept);
+    if (!x.val) return NULL;
+  }
+  pm_attr_arg attr = {.id = PM_ATTR_DIMS, .list = kept_dim, .n = kept.rank};
+  return result(t, pmpy_emit(t, PM_OP_BROADCAST, &x.val, 1, &to, &attr, 1), x.weak);
+}
+
+static PyObject *reshape(PyObject *module, PyObject *const *args, Py_ssize_t n) {
+  (void)module;
+  pmpy_arg x;
+  pm_type to;
+  if (n != 2) return pmpy_fail(PM_E_TYPE, "reshape: expected x and shape, got %zd arguments", n);
+  pmpy_trace *t = begin_value("reshape", args[0], &x);
+  if (!t || pmpy_reshape_args(&x.type, args + 1, 1, PM_E_TYPE, &to)) return NULL;
+  return to_shape(t, &x, &to);
+}
+
+static PyObject *slice_array(PyObject *module, PyObject *const *args, Py_ssize_t n) {
+  (void)module;
+  pmpy_arg x;
+  int64_t start[PM_MAX_RANK], size[PM_MAX_RANK];
+  if (n != 3) return pmpy_fail(PM_E_TYPE, "slice_array: expected x, starts and sizes");
+  pmpy_trace *t = begin_value("slice", args[0], &x);
+  if (!t) return NULL;
+  int n_start = pmpy_ints(args[1], "slice starts", start, PM_MAX_RANK);
+  int n_size = n_start < 0 ? -1 : pmpy_ints(args[2], "slice sizes", size, PM_MAX_RANK);
+  if (n_size < 0) return NULL;
+  pm_attr_arg attrs[] = {{.id = PM_ATTR_STARTS, .list = start, .n = (uint32_t)n_start},
+                         {.id = PM_ATTR_SIZES, .list = size, .n = (uint32_t)n_size}};
+  if (n_size == x.type.rank && !memcmp(size, x.type.dim, sizeof(int64_t) * (size_t)n_size)) {
+    bool all = n_start == n_size;
+    for (int k = 0; k < n_start; k++) all &= !start[k];
+    if (all) return result(t, x.val, x.weak);
+  }
+  return result(t, pmpy_emit(t, PM_OP_SLICE, &x.val, 1, NULL, attrs, 2), x.weak);
+}
+
+static PyObject *reduce(PyObject *module, PyObject *args, PyObject *kw) {
+  static char *names[] = {"kind", "x", "axes", "keepdims", NULL};
+  static const struct {
+    const char *name;
+    uint8_t op;
+    bool upcast;
+  } kinds[] = {{"sum", PM_REDUCE_ADD, true},
+               {"add", PM_REDUCE_ADD, false},
+               {"max", PM_REDUCE_MAX, false},
+               {"min", PM_REDUCE_MIN, false}};
+  (void)module;
+  const char *kind;
+  PyObject *o, *axes = Py_None;
+  int keepdims = 0;
+  pmpy_arg x;
+  if (!PyArg_ParseTupleAndKeywords(args, kw, "sO|Op:reduce", names, &kind, &o, &axes, &keepdims))
+    return NULL;
+  for (size_t k = 0; k < PM_COUNT(kinds); k++) {
+    if (strcmp(kinds[k].name, kind)) continue;
+    pmpy_trace *t = begin_value(kind, o, &x);
+    return t ? reduce_value(t, kinds[k].name, &x, kinds[k].op, kinds[k].upcast, axes, keepdims)
+             : NULL;
+  }
+  return pmpy_fail(PM_E_VALUE, "reduce: kind '%s', expected sum, add, max or min", kind);
+}
+
+static PyObject *layout_cast(PyObject *module, PyObject *const *args, Py_ssize_t n) {
+  (void)module;
+  pmpy_arg x;
+  if (n != 2) return pmpy_fail(PM_E_TYPE, "layout_cast: expected x and a layout");
+  pmpy_trace *t = begin_value("layout_cast", args[0], &x);
+  if (!t) return NULL;
+  pm_attr_arg attr = {.id = PM_ATTR_LAYOUT, .i = pmpy_layout(t, args[1], &x.type)};
+  if (!attr.i) return NULL;
+  return result(t, pmpy_emit(t, PM_OP_LAYOUT_CAST, &x.val, 1, NULL, &attr, 1), x.weak);
+}
+
+static PyObject *multiple_of(PyObject *module, PyObject *const *args, Py_ssize_t n) {
+  (void)module;
+  int64_t values[PM_MAX_RANK], multiple = 1;
+  pmpy_arg x;
+  if (n != 2) return pmpy_fail(PM_E_TYPE, "multiple_of: expected x and values");
+  int count = pmpy_ints(args[1], "multiple_of", values, PM_MAX_RANK);
+  if (count < 0) return NULL;
+  for (int k = 0; k < count; k++) {
+    if (values[k] < 1 || values[k] > INT32_MAX) {
+      return pmpy_fail(PM_E_VALUE, "multiple_of: %lld, it must be at least 1",
+                       (long long)values[k]);
+    }
+    multiple *= values[k] / pm_gcd(multiple, values[k]);
+    if (multiple > INT32_MAX)
+      return pmpy_fail(PM_E_VALUE, "multiple_of: the values have no common multiple below 2**31");
+  }
+  if (PyLong_Check(args[0])) {
+    int64_t number;
+    if (pmpy_ints(args[0], "multiple_of", &number, 1) != 1) return NULL;
+    if (number % multiple) {
+      return pmpy_fail(PM_E_VALUE, "multiple_of: %lld is not a multiple of %lld", (long long)number,
+                       (long long)multiple);
+    }
+    return Py_NewRef(args[0]);
+  }
+  pmpy_trace *t = begin_value("multiple_of", args[0], &x);
+  if (!t) return NULL;
+  pm_attr_arg attr = {.id = PM_ATTR_MULTIPLE, .i = multiple};
+  return result(t, pmpy_emit(t, PM_OP_MULTIPLE_OF, &x.val, 1, NULL, &attr, 1), x.weak);
+}
+
+static PyObject *opt_barrier(PyObject *module, PyObject *o) {
+  (void)module;
+  pmpy_arg x;
+  pmpy_trace *t = begin_value("optimization_barrier", o, &x);
+  return t ? result(t, pmpy_emit(t, PM_OP_OPT_BARRIER, &x.val, 1, NULL, NULL, 0), x.weak) : NULL;
+}
+
+static PyObject *bitcast(PyObject *module, PyObject *const *args, Py_ssize_t n) {
+  (void)module;
+  pmpy_arg x;
+  pm_dtype d;
+  if (n != 2) return pmpy_fail(PM_E_TYPE, "bitcast: expected x and dtype");
+  if (pmpy_dtype_from(args[1], &d)) return NULL;
+  pmpy_trace *t = begin_value("bitcast", args[0], &x);
+  return t ? bits_as(t, &x, d) : NULL;
+}
+
+PyMethodDef pmpy_array_functions[] = {
+    {"full", KEYWORDS(full), "full(shape, value, dtype=None) -> Array"},
+    {"iota", KEYWORDS(iota), "iota(dtype, shape, dim, layout=None) -> Array"},
+    {"broadcast_in_dim", KEYWORDS(broadcast_in_dim), "broadcast_in_dim(x, shape, dims) -> Array"},
+    {"reshape", (PyCFunction)(void (*)(void))reshape, METH_FASTCALL, "reshape(x, shape) -> Array"},
+    {"slice_array", (PyCFunction)(void (*)(void))slice_array, METH_FASTCALL,
+     "slice_array(x, starts, sizes) -> Array"},
+    {"reduce", KEYWORDS(reduce),
+     "reduce(kind, x, axes=None, keepdims=False) -> Array; kind is sum, add "
+     "(without upcast), max or min"},
+    {"layout_cast", (PyCFunction)(void (*)(void))layout_cast, METH_FASTCALL,
+     "layout_cast(x, layout) -> Array"},
+    {"multiple_of", (PyCFunction)(void (*)(void))multiple_of, METH_FASTCALL,
+     "multiple_of(x, values)"},
+    {"opt_barrier", opt_barrier, METH_O, "opt_barrier(x) -> Array"},
+    {"bitcast", (PyCFunction)(void (*)(void))bitcast, METH_FASTCALL, "bitcast(x, dtype) -> Array"},
+    {NULL, NULL, 0, NULL}};
+
+int pmpy_init_array(PyObject *module) {
+  pmpy.array_type = (PyTypeObject *)PyType_FromModuleAndSpec(module, &array_spec, NULL);
+  return pmpy.array_type ? PyModule_AddType(module, pmpy.array_type) : -1;
+}

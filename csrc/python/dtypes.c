@@ -1,0 +1,106 @@
+/* dtypes between Python and the core.
+ *
+ * NumPy's dtype objects of these types are singletons, so they are looked up once and then compared
+ * by identity. Everything else is turned into a NumPy dtype first and found by its name. */
+#include "module.h"
+
+/* New: numpy.dtype(spelling). */
+static PyObject *numpy_dtype(PyObject *spelling) {
+  PyObject *numpy = PyImport_ImportModule("numpy");
+  PyObject *dtype = numpy ? PyObject_CallMethod(numpy, "dtype", "O", spelling) : NULL;
+  Py_XDECREF(numpy);
+  return dtype;
+}
+
+/* New: what numpy.dtype() takes for a dtype; ml_dtypes.bfloat16 is not known to NumPy by name. */
+static PyObject *spelling_of(pm_dtype t) {
+  if (t != PM_BF16) return PyUnicode_FromString(pm_dtypes[t].text);
+  PyObject *module = PyImport_ImportModule("ml_dtypes");
+  PyObject *type = module ? PyObject_GetAttrString(module, pm_dtypes[t].text) : NULL;
+  Py_XDECREF(module);
+  return type;
+}
+
+PyObject *pmpy_dtype_object(pm_dtype t) {
+  PyObject *known = __atomic_load_n(&pmpy.dtypes[t], __ATOMIC_ACQUIRE);
+  if (known) return Py_NewRef(known);
+  PyObject *spelling = spelling_of(t);
+  PyObject *made = spelling ? numpy_dtype(spelling) : NULL;
+  Py_XDECREF(spelling);
+  if (!made) return NULL;
+  if (__atomic_compare_exchange_n(&pmpy.dtypes[t], &known, made, false, __ATOMIC_ACQ_REL,
+                                  __ATOMIC_ACQUIRE))
+    return Py_NewRef(made); /* the table keeps the first reference */
+  Py_DECREF(made);          /* another thread was faster */
+  return Py_NewRef(known);
+}
+
+static bool find(const char *name, pm_dtype *out) {
+  static const struct {
+    const char *name;
+    pm_dtype t;
+  } wide[] = {{"float64", PM_F32}, {"int64", PM_I32}, {"uint64", PM_U32}};
+  int t = pm_dtype_find(name);
+  for (size_t i = 0; i < PM_COUNT(wide) && t < 0; i++)
+    if (!strcmp(name, wide[i].name)) t = wide[i].t;
+  if (t < 0) return false;
+  *out = (pm_dtype)t;
+  return true;
+}
+
+/* Is `dtype` a numpy dtype of native byte order with one of our names? Clears any exception. */
+static bool find_numpy(PyObject *dtype, pm_dtype *out) {
+  PyObject *native = PyObject_GetAttrString(dtype, "isnative");
+  PyObject *name = native == Py_True ? PyObject_GetAttrString(dtype, "name") : NULL;
+  const char *text = name && PyUnicode_Check(name) ? PyUnicode_AsUTF8(name) : NULL;
+  bool found = text && find(text, out);
+  Py_XDECREF(name);
+  Py_XDECREF(native);
+  PyErr_Clear();
+  return found;
+}
+
+/* torch.float16 and the like say their name only as text. */
+static bool find_torch(PyObject *any, pm_dtype *out) {
+  if (strcmp(Py_TYPE(any)->tp_name, "torch.dtype")) return false;
+  PyObject *repr = PyObject_Str(any);
+  const char *text = repr ? PyUnicode_AsUTF8(repr) : NULL;
+  bool found = text && !strncmp(text, "torch.", 6) && find(text + 6, out);
+  Py_XDECREF(repr);
+  PyErr_Clear();
+  return found;
+}
+
+static int refuse(PyObject *any) {
+  char names[256] = "";
+  for (int t = 0; t < PM_DTYPE_COUNT; t++)
+    snprintf(names + strlen(names), sizeof names - strlen(names), "%s%s", t ? ", " : "",
+             pm_dtypes[t].text);
+  PyErr_Clear();
+  PyErr_Format(PyExc_TypeError, "dtype: got %R; accepted are %s (64-bit ones become 32-bit)", any,
+               names);
+  return -1;
+}
+
+int pmpy_dtype_from(PyObject *any, pm_dtype *out) {
+  for (int t = 0; t < PM_DTYPE_COUNT; t++) {
+    if (any != __atomic_load_n(&pmpy.dtypes[t], __ATOMIC_RELAXED)) continue;
+    *out = (pm_dtype)t;
+    return 0;
+  }
+  if (any == Py_None) return refuse(any); /* NumPy would take float64 */
+  if (PyUnicode_Check(any)) {
+    const char *text = PyUnicode_AsUTF8(any);
+    if (text && find(text, out)) return 0;
+    PyErr_Clear();
+  }
+  if (find_numpy(any, out) || find_torch(any, out)) return 0;
+  PyObject *dtype = PyType_Check(any) ? NULL : PyObject_GetAttrString(any, "dtype");
+  if (!dtype) {
+    PyErr_Clear();
+    dtype = numpy_dtype(any);
+  }
+  bool found = dtype && (find_numpy(dtype, out) || find_torch(dtype, out));
+  Py_XDECREF(dtype);
+  return found ? 0 : refuse(any);
+}

@@ -1,0 +1,112 @@
+/* Exceptions: those of errors.def, those of tracing, and the way from pm_err to a raised one.
+ *
+ * A name without a dot is a builtin. "pallas_mgpu.X:Base" is made here, with the builtin Base, and
+ * added to the module as X. */
+#include "module.h"
+
+pmpy_state pmpy;
+
+static const char *const meanings[PM_CODE_COUNT] = {
+    NULL,
+#define PM_ERROR(name, exception, when) when,
+#include "../base/errors.def"
+#undef PM_ERROR
+};
+
+static const struct {
+  const char *name, *doc;
+  int parent; /* enum pmpy_tracer_error, -1: TypeError */
+} tracer_errors[PM_COUNT(pmpy.tracer_error)] = {
+    [PMPY_CONCRETIZATION] = {"pallas_mgpu.ConcretizationTypeError",
+                             "A traced value was used where Python needs a number", -1},
+    [PMPY_BOOL_CONVERSION] = {"pallas_mgpu.TracerBoolConversionError",
+                              "A traced value was used as a Python bool", PMPY_CONCRETIZATION},
+    [PMPY_INTEGER_CONVERSION] = {"pallas_mgpu.TracerIntegerConversionError",
+                                 "A traced value was used as a Python int", PMPY_CONCRETIZATION},
+    [PMPY_ARRAY_CONVERSION] = {"pallas_mgpu.TracerArrayConversionError",
+                               "A traced value was given to NumPy", PMPY_CONCRETIZATION},
+    [PMPY_UNEXPECTED_TRACER] = {"pallas_mgpu.UnexpectedTracerError",
+                                "A traced value was used outside its trace or region", -1},
+};
+
+/* New; `base` is borrowed. `name` is "pallas_mgpu.X"; the module gets the attribute X. */
+static PyObject *make_exception(PyObject *module, const char *name, const char *doc,
+                                PyObject *base) {
+  PyObject *type = PyErr_NewExceptionWithDoc(name, doc, base, NULL);
+  if (!type) return NULL;
+  if (PyModule_AddObjectRef(module, strrchr(name, '.') + 1, type) < 0) Py_CLEAR(type);
+  return type;
+}
+
+/* New. One entry of errors.def. */
+static PyObject *exception_of(PyObject *module, PyObject *builtins, const char *spelling,
+                              const char *doc) {
+  const char *colon = strchr(spelling, ':');
+  if (!colon) return PyObject_GetAttrString(builtins, spelling);
+  char name[64];
+  snprintf(name, sizeof name, "%.*s", (int)(colon - spelling), spelling);
+  PyObject *base = PyObject_GetAttrString(builtins, colon + 1);
+  PyObject *type = base ? make_exception(module, name, doc, base) : NULL;
+  Py_XDECREF(base);
+  return type;
+}
+
+int pmpy_init_errors(PyObject *module) {
+  PyObject *builtins = PyImport_ImportModule("builtins"), *promotion;
+  if (!builtins) return -1;
+  for (int code = 1; code < PM_CODE_COUNT; code++) {
+    pmpy.exceptions[code] =
+        exception_of(module, builtins, pm_code_exception((pm_code)code), meanings[code]);
+    if (!pmpy.exceptions[code]) break;
+  }
+  Py_DECREF(builtins);
+  for (size_t i = 0; i < PM_COUNT(tracer_errors) && !PyErr_Occurred(); i++) {
+    int parent = tracer_errors[i].parent;
+    pmpy.tracer_error[i] = make_exception(module, tracer_errors[i].name, tracer_errors[i].doc,
+                                          parent < 0 ? PyExc_TypeError : pmpy.tracer_error[parent]);
+  }
+  if (PyErr_Occurred()) return -1;
+  promotion = make_exception(module, "pallas_mgpu.TypePromotionError",
+                             "Two dtypes have no common one", PyExc_ValueError);
+  Py_XDECREF(promotion);
+  return promotion ? 0 : -1;
+}
+
+/* New: the line of the source without its indent, or NULL with no exception set. */
+static PyObject *source_line(PyObject *file, uint32_t line) {
+  PyObject *linecache = PyImport_ImportModule("linecache");
+  PyObject *text = linecache ? PyObject_CallMethod(linecache, "getline", "OI", file, line) : NULL;
+  PyObject *bare = text ? PyObject_CallMethod(text, "strip", NULL) : NULL;
+  Py_XDECREF(text);
+  Py_XDECREF(linecache);
+  if (bare && PyUnicode_Check(bare) && PyUnicode_GET_LENGTH(bare) > 0) return bare;
+  Py_XDECREF(bare);
+  PyErr_Clear();
+  return NULL;
+}
+
+/* New. */
+static PyObject *decode(const char *s) {
+  return PyUnicode_DecodeUTF8(s, (Py_ssize_t)strlen(s), "replace");
+}
+
+PyObject *pmpy_raise(const pm_err *err) {
+  PyObject *type = pmpy.exceptions[err->code] ? pmpy.exceptions[err->code] : PyExc_SystemError;
+  PyObject *text = decode(err->text), *file = NULL, *source = NULL, *full = NULL;
+  if (!text) return NULL;
+  if (err->line && err->file[0]) {
+    file = decode(err->file);
+    if (!file) goto done;
+    source = source_line(file, err->line);
+    full = source ? PyUnicode_FromFormat("%U\n  at %U:%u: %U", text, file, err->line, source)
+                  : PyUnicode_FromFormat("%U\n  at %U:%u", text, file, err->line);
+    if (!full) goto done;
+  }
+  PyErr_SetObject(type, full ? full : text);
+done:
+  Py_XDECREF(full);
+  Py_XDECREF(source);
+  Py_XDECREF(file);
+  Py_DECREF(text);
+  return NULL;
+}

@@ -1,0 +1,109 @@
+/* What exchange.c, device_array.c, plan.c and kernel.c share: arrays of any framework as plain
+ * memory, and results in the caller's kind.
+ *
+ * Functions that return int say 0 or -1 with an exception set; PyObject pointers are new references
+ * unless said. */
+#ifndef PMPY_EXCHANGE_H
+#define PMPY_EXCHANGE_H
+
+#include "module.h"
+
+#include "../vendor/dlpack.h"
+
+/* A pm_err without the cost of clearing its texts. */
+#define PMPY_ERR(name)                                                                             \
+  pm_err name;                                                                                     \
+  name.code = PM_OK;                                                                               \
+  name.line = 0;                                                                                   \
+  name.file[0] = name.text[0] = 0
+
+/* Who made an array; results are made by the same. */
+typedef enum pmpy_family {
+  PMPY_NONE, /* numbers, and specs without data */
+  PMPY_NUMPY,
+  PMPY_DEVICE_ARRAY,
+  PMPY_TORCH,
+  PMPY_CUPY,
+  PMPY_JAX,
+  PMPY_OTHER
+} pmpy_family;
+
+/* How objects of one Python type are read; found once per type. */
+typedef struct pmpy_source {
+  PyTypeObject *type;
+  int how; /* enum in exchange.c */
+  pmpy_family family;
+  const DLPackExchangeAPI *api; /* NULL: none */
+} pmpy_source;
+
+/* An argument as memory: row-major, dense. Must not move: a number lies in it. */
+typedef struct pmpy_buffer {
+  uint64_t ptr; /* 0 for a spec and for an array without elements */
+  const pmpy_source *source;
+  uint8_t dtype, rank;
+  bool cuda, read_only, spec, copied;
+  int device;
+  int64_t shape[PM_MAX_RANK];
+  PyObject *keep;                         /* owned: what must live while ptr is used, or NULL */
+  DLManagedTensorVersioned *managed;      /* owned, or NULL */
+  DLManagedTensor *managed_old;           /* owned, or NULL */
+  uint32_t number;                        /* the memory of a Python number */
+} pmpy_buffer;
+
+/* Which argument: 0, 1 ... positional; -1, -2 ...: out[0], out[1] ...; as "argument 2" or "out[0]". */
+const char *pmpy_which(int which, char text[32]);
+
+/* Read an object. 1: done, 0: no array (no exception), -1: exception naming the argument. `writable`:
+ * no copies, no numbers, nothing read-only. `specs`: objects with shape and dtype alone will do. */
+int pmpy_read(PyObject *o, int which, bool writable, bool specs, pmpy_buffer *out);
+void pmpy_release(pmpy_buffer *b);
+
+/* The stream that the family computes on now (NULL: the legacy default stream). */
+int pmpy_current_stream(const pmpy_source *s, int device, void **stream);
+
+typedef struct pmpy_spec {
+  uint8_t dtype, rank;
+  int64_t shape[PM_MAX_RANK];
+} pmpy_spec;
+static inline size_t pmpy_bytes(const pmpy_spec *s) {
+  size_t n = pm_dtypes[s->dtype].bytes;
+  for (int i = 0; i < s->rank; i++) n *= (size_t)s->shape[i];
+  return n;
+}
+
+/* A fresh array for a result of a family, with its memory. On the device the families without an
+ * exchange API get a DeviceArray here and their own kind from pmpy_finish. */
+PyObject *pmpy_result(const pmpy_source *s, const pmpy_spec *spec, bool cuda, int device,
+                      void *stream, uint64_t *ptr);
+/* The array to hand out for what pmpy_result made; steals `made`. */
+PyObject *pmpy_finish(const pmpy_source *s, PyObject *made, bool cuda);
+PyObject *pmpy_numpy_empty(const pmpy_spec *spec, void **data);
+PyObject *pmpy_spec_shape(const pmpy_spec *spec);
+extern const pmpy_source pmpy_numpy_source, pmpy_device_array_source;
+
+/* ---- device_array.c ------------------------------------------------------------------------ */
+
+/* Device memory of our own, or borrowed through DLPack. All its work is ordered by the legacy default
+ * stream of its device: whoever uses it on another stream makes the two wait for each other. */
+typedef struct pmpy_device_array {
+  PyObject_HEAD
+  PyObject *weakrefs;
+  uint64_t ptr;
+  int device;
+  bool read_only;
+  bool foreign_stream; /* it was given to someone whose stream we cannot order at the end */
+  pmpy_spec spec;
+  pmpy_buffer base; /* borrowed memory: what keeps it alive */
+  bool borrowed;
+} pmpy_device_array;
+
+/* Uninitialised; allocated in the order of `stream`. */
+PyObject *pmpy_device_array_new(const pmpy_spec *spec, int device, void *stream);
+int pmpy_init_device_array(PyObject *module);
+
+/* Device ordinal of None, an int, or "cuda:1". */
+int pmpy_device_ordinal(PyObject *o, int *out);
+/* The first device that kernels are compiled for, or -1 with the reason. */
+int pmpy_fitting_device(char *why, size_t size);
+
+#endif

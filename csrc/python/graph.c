@@ -1,0 +1,388 @@
+/* Graph: an op graph with its arena, for tests, dumps and the kernel object.
+ *
+ * lower() works in place. If it fails the graph is neither one thing nor the other, so it is
+ * dropped and every later use says so. interpret() releases the GIL; what the kernel prints and
+ * Ctrl-C come back through callbacks that take it again. */
+#define NPY_NO_DEPRECATED_API NPY_1_7_API_VERSION
+#include "module.h"
+
+#include <numpy/arrayobject.h>
+
+static void clear_err(pm_err *err) {
+  err->code = PM_OK;
+  err->line = 0;
+  err->file[0] = err->text[0] = 0;
+}
+
+static PyObject *fail(pm_code code, const char *text) {
+  pm_err err;
+  clear_err(&err);
+  pm_fail(&err, code, "%s", text);
+  return pmpy_raise(&err);
+}
+
+pmpy_graph *pmpy_graph_new(void) {
+  pmpy_graph *self = PyObject_New(pmpy_graph, pmpy.graph_type);
+  if (!self) return NULL;
+  pm_arena_init(&self->arena);
+  self->g = NULL;
+  return self;
+}
+
+static void graph_dealloc(PyObject *o) {
+  PyTypeObject *type = Py_TYPE(o);
+  pm_arena_free(&((pmpy_graph *)o)->arena);
+  PyObject_Free(o);
+  Py_DECREF(type);
+}
+
+/* The core's graph, or NULL with RuntimeError if a failed lower() took it. */
+static pm_graph *graph_of(PyObject *o) {
+  pm_graph *g = ((pmpy_graph *)o)->g;
+  if (!g) fail(PM_E_RUNTIME, "this graph was lost when its lowering failed");
+  return g;
+}
+
+static pm_graph *lowered_of(PyObject *o) {
+  pm_graph *g = graph_of(o);
+  if (!g || g->stage == PM_SYNCED) return g;
+  fail(PM_E_RUNTIME, "this graph is not lowered yet: call lower() first");
+  return NULL;
+}
+
+/* ---- text ---------------------------------------------------------------------------------- */
+
+typedef struct parse_job {
+  pm_arena *arena;
+  const char *text;
+  size_t n;
+  pm_graph *g;
+} parse_job;
+
+static pm_code parse_body(void *ctx, pm_err *err) {
+  parse_job *j = ctx;
+  pm_code rc = pm_parse(j->arena, j->text, j->n, &j->g, err);
+  return rc ? rc : pm_verify(j->g, err);
+}
+
+static PyObject *graph_parse(PyObject *type, PyObject *arg) {
+  (void)type;
+  Py_ssize_t n;
+  const char *text = PyUnicode_AsUTF8AndSize(arg, &n);
+  pmpy_graph *self = text ? pmpy_graph_new() : NULL;
+  if (!self) return NULL;
+  parse_job j = {&self->arena, text, (size_t)n, NULL};
+  pm_err err;
+  clear_err(&err);
+  if (pm_protect(parse_body, &j, &err)) {
+    Py_DECREF(self);
+    return pmpy_raise(&err);
+  }
+  self->g = j.g;
+  return (PyObject *)self;
+}
+
+typedef struct print_job {
+  const pm_graph *g;
+  pm_text out;
+} print_job;
+
+static pm_code print_body(void *ctx, pm_err *err) {
+  print_job *j = ctx;
+  (void)err;
+  pm_print(j->g, &j->out);
+  return PM_OK;
+}
+
+static PyObject *graph_text(PyObject *o, PyObject *none) {
+  (void)none;
+  pm_arena scratch;
+  print_job j = {.g = graph_of(o)};
+  pm_err err;
+  if (!j.g) return NULL;
+  clear_err(&err);
+  pm_arena_init(&scratch);
+  pm_text_init(&j.out, &scratch);
+  PyObject *text = pm_protect(print_body, &j, &err)
+                       ? pmpy_raise(&err)
+                       : PyUnicode_DecodeUTF8(j.out.at, (Py_ssize_t)j.out.n, "replace");
+  pm_arena_free(&scratch);
+  return text;
+}
+
+static PyObject *graph_repr(PyObject *o) {
+  const pm_graph *g = ((pmpy_graph *)o)->g;
+  return PyUnicode_FromFormat("Graph(%s)", g ? g->name : "lost");
+}
+
+/* ---- lowering ------------------------------------------------------------------------------ */
+
+typedef struct lower_job {
+  pm_graph *g;
+  pm_target target;
+  pm_cuda_options options;
+  pm_program program;
+} lower_job;
+
+static pm_code lower_body(void *ctx, pm_err *err) {
+  lower_job *j = ctx;
+  return pm_lower(j->g, &j->target, err);
+}
+
+static PyObject *graph_lower(PyObject *o, PyObject *args, PyObject *kw) {
+  static char *names[] = {"arch", "smem_limit", NULL};
+  int arch = 90;
+  long long smem_limit = 232448;
+  if (!PyArg_ParseTupleAndKeywords(args, kw, "|iL:lower", names, &arch, &smem_limit)) return NULL;
+  lower_job j = {.g = graph_of(o), .target = {arch, smem_limit}};
+  pm_err err;
+  if (!j.g) return NULL;
+  if (j.g->stage == PM_SYNCED) return Py_NewRef(o);
+  clear_err(&err);
+  if (pm_protect(lower_body, &j, &err)) {
+    pmpy_graph *self = (pmpy_graph *)o;
+    self->g = NULL;
+    pm_arena_free(&self->arena);
+    return pmpy_raise(&err);
+  }
+  return Py_NewRef(o);
+}
+
+static pm_code cuda_body(void *ctx, pm_err *err) {
+  lower_job *j = ctx;
+  return pm_generate_cuda(j->g, &j->target, &j->options, &j->program, err);
+}
+
+static PyObject *u32_tuple(const uint32_t *x, uint32_t n) {
+  PyObject *out = PyTuple_New(n);
+  for (uint32_t k = 0; out && k < n; k++) {
+    PyObject *item = PyLong_FromUnsignedLong(x[k]);
+    if (!item) Py_CLEAR(out);
+    else PyTuple_SET_ITEM(out, k, item);
+  }
+  return out;
+}
+
+static PyObject *u64_tuple(const uint64_t *x, uint32_t n) {
+  PyObject *out = PyTuple_New(n);
+  for (uint32_t k = 0; out && k < n; k++) {
+    PyObject *item = PyLong_FromUnsignedLongLong(x[k]);
+    if (!item) Py_CLEAR(out);
+    else PyTuple_SET_ITEM(out, k, item);
+  }
+  return out;
+}
+
+/* New list of make(p, k) for k below n. */
+static PyObject *list_of(const pm_program *p, uint32_t n,
+                         PyObject *(*make)(const pm_program *, uint32_t)) {
+  PyObject *list = PyList_New(n);
+  for (uint32_t k = 0; list && k < n; k++) {
+    PyObject *item = make(p, k);
+    if (!item) Py_CLEAR(list);
+    else PyList_SET_ITEM(list, k, item);
+  }
+  return list;
+}
+
+static PyObject *arg_info(const pm_program *p, uint32_t k) {
+  bool map = p->args[k].kind == PM_ARG_TENSOR_MAP;
+  return Py_BuildValue("(siI)", map ? "tensor_map" : "pointer", p->args[k].param, p->args[k].map);
+}
+
+static PyObject *map_info(const pm_program *p, uint32_t k) {
+  const pm_tensor_map *m = &p->maps[k];
+  return Py_BuildValue("{s:i,s:s,s:i,s:N,s:N,s:N}", "param", m->param, "dtype",
+                       pm_dtypes[m->dtype].text, "swizzle", m->swizzle, "dim",
+                       u64_tuple(m->dim, m->rank), "stride", u64_tuple(m->stride, m->rank), "box",
+                       u32_tuple(m->box, m->rank));
+}
+
+static PyObject *graph_cuda(PyObject *o, PyObject *args, PyObject *kw) {
+  static char *names[] = {"arch", "line", NULL};
+  int arch = 90, line = 1;
+  if (!PyArg_ParseTupleAndKeywords(args, kw, "|ip:cuda", names, &arch, &line)) return NULL;
+  lower_job j = {.g = lowered_of(o), .target = {arch, 232448}, .options = {line != 0}};
+  pm_err err;
+  if (!j.g) return NULL;
+  clear_err(&err);
+  if (pm_protect(cuda_body, &j, &err)) return pmpy_raise(&err);
+  const pm_program *p = &j.program;
+  return Py_BuildValue("(N{s:s,s:N,s:N,s:I,s:I,s:i,s:N,s:N})",
+                       PyUnicode_DecodeUTF8(p->text, (Py_ssize_t)p->size, "replace"), "entry",
+                       p->entry, "grid", u32_tuple(p->grid, 3), "cluster", u32_tuple(p->cluster, 3),
+                       "block", p->block, "smem_bytes", p->smem_bytes, "arch", p->arch, "args",
+                       list_of(p, p->n_args, arg_info), "maps", list_of(p, p->n_maps, map_info));
+}
+
+/* ---- interpreter --------------------------------------------------------------------------- */
+
+typedef struct run_job {
+  const pm_graph *g;
+  pm_machine *machine;
+  void **buffers;
+  pm_interp_options options;
+} run_job;
+
+static pm_code compile_body(void *ctx, pm_err *err) {
+  run_job *j = ctx;
+  return pm_interp_compile(j->g, &j->machine, err);
+}
+
+static pm_code run_body(void *ctx, pm_err *err) {
+  run_job *j = ctx;
+  return pm_interp_run(j->machine, j->buffers, &j->options, err);
+}
+
+static void print_line(void *ctx, const char *line) {
+  (void)ctx;
+  PyGILState_STATE gil = PyGILState_Ensure();
+  PyObject *out = PySys_GetObject("stdout");
+  PyObject *text = PyUnicode_FromFormat("%s\n", line);
+  PyObject *rc = out && text ? PyObject_CallMethod(out, "write", "O", text) : NULL;
+  if (!rc) PyErr_Clear();
+  Py_XDECREF(rc);
+  Py_XDECREF(text);
+  PyGILState_Release(gil);
+}
+
+static int check_signals(void *ctx, int64_t done, int64_t total) {
+  (void)ctx, (void)done, (void)total;
+  PyGILState_STATE gil = PyGILState_Ensure();
+  int stop = PyErr_CheckSignals();
+  PyGILState_Release(gil);
+  return stop;
+}
+
+/* Data of an array that is what the k-th argument of the kernel must be; NULL with an exception. */
+static void *buffer_of(const pm_graph *g, uint32_t k, PyObject *o) {
+  const pm_type *type = pm_typeof(g, g->blocks.at[1].arg + k);
+  pm_err err;
+  pm_dtype d;
+  clear_err(&err);
+  bool output = k >= g->n_operands;
+  if (!PyArray_Check(o)) {
+    pm_fail(&err, PM_E_TYPE, "interpret: argument %u is %s, expected a NumPy array", k,
+            Py_TYPE(o)->tp_name);
+    return pmpy_raise(&err);
+  }
+  PyArrayObject *a = (PyArrayObject *)o;
+  if (pmpy_dtype_from((PyObject *)PyArray_DESCR(a), &d)) return NULL;
+  bool same = d == type->dtype && PyArray_ITEMSIZE(a) == pm_dtypes[d].bytes &&
+              PyArray_NDIM(a) == type->rank;
+  for (int i = 0; i < type->rank && same; i++) same = PyArray_DIM(a, i) == type->dim[i];
+  if (!same || !PyArray_IS_C_CONTIGUOUS(a) || (output && !PyArray_ISWRITEABLE(a))) {
+    pm_fail(&err, PM_E_VALUE,
+            "interpret: argument %u must be a C-contiguous%s array of the kernel's shape and dtype "
+            "(%s, rank %d)",
+            k, output ? ", writeable" : "", pm_dtypes[type->dtype].text, type->rank);
+    return pmpy_raise(&err);
+  }
+  return PyArray_DATA(a);
+}
+
+static PyObject *run(run_job *j, PyObject *arrays) {
+  PyObject *seq = PySequence_Fast(arrays, "interpret: expected a list of NumPy arrays");
+  if (!seq) return NULL;
+  uint32_t n = j->g->n_operands + j->g->n_outputs;
+  bool ok = PySequence_Fast_GET_SIZE(seq) == n;
+  if (!ok) fail(PM_E_VALUE, "interpret: one array is needed per operand and output");
+  j->buffers = PyMem_Calloc(n + 1, sizeof *j->buffers);
+  if (ok && !j->buffers) {
+    PyErr_NoMemory();
+    ok = false;
+  }
+  for (uint32_t k = 0; ok && k < n; k++) {
+    j->buffers[k] = buffer_of(j->g, k, PySequence_Fast_GET_ITEM(seq, k));
+    ok = j->buffers[k] != NULL;
+  }
+  if (ok) {
+    pm_err err;
+    clear_err(&err);
+    PyThreadState *save = PyEval_SaveThread();
+    pm_code rc = pm_protect(compile_body, j, &err);
+    if (!rc) rc = pm_protect(run_body, j, &err);
+    if (j->machine) pm_interp_free(j->machine);
+    PyEval_RestoreThread(save);
+    ok = !rc && !PyErr_Occurred();
+    if (rc && !PyErr_Occurred()) pmpy_raise(&err);
+  }
+  PyMem_Free(j->buffers);
+  Py_DECREF(seq);
+  return ok ? Py_NewRef(Py_None) : NULL;
+}
+
+static PyObject *graph_interpret(PyObject *o, PyObject *args, PyObject *kw) {
+  static char *names[] = {"arrays", "seed", "oob_raise", "zero_fill", NULL};
+  PyObject *arrays;
+  unsigned long long seed = 0;
+  int oob_raise = 1, zero_fill = 0;
+  if (!PyArg_ParseTupleAndKeywords(args, kw, "O|Kpp:interpret", names, &arrays, &seed, &oob_raise,
+                                   &zero_fill)) {
+    return NULL;
+  }
+  run_job j = {.g = lowered_of(o)};
+  if (!j.g) return NULL;
+  pm_interp_defaults(&j.options);
+  j.options.seed = seed;
+  j.options.oob_raise = oob_raise;
+  j.options.zero_fill = zero_fill;
+  j.options.print = print_line;
+  j.options.progress = check_signals;
+  return run(&j, arrays);
+}
+
+/* ---- type ---------------------------------------------------------------------------------- */
+
+static PyObject *get_name(PyObject *o, void *c) {
+  (void)c;
+  const pm_graph *g = graph_of(o);
+  return g ? PyUnicode_FromString(g->name) : NULL;
+}
+
+static PyObject *get_warnings(PyObject *o, void *c) {
+  (void)c;
+  const pm_graph *g = graph_of(o);
+  PyObject *list = g ? PyList_New(g->warnings.n) : NULL;
+  for (uint32_t k = 0; list && k < g->warnings.n; k++) {
+    const char *s = g->warnings.at[k];
+    PyObject *text = PyUnicode_DecodeUTF8(s, (Py_ssize_t)strlen(s), "replace");
+    if (!text) Py_CLEAR(list);
+    else PyList_SET_ITEM(list, k, text);
+  }
+  return list;
+}
+
+static PyGetSetDef graph_getset[] = {
+    {"name", get_name, NULL, "Name of the kernel.", NULL},
+    {"warnings", get_warnings, NULL, "What the passes found costly, with places.", NULL},
+    {NULL, NULL, NULL, NULL, NULL}};
+
+#define KEYWORDS(fn) (PyCFunction)(void (*)(void)) fn, METH_VARARGS | METH_KEYWORDS
+static PyMethodDef graph_methods[] = {
+    {"parse", graph_parse, METH_O | METH_STATIC, "parse(text) -> Graph, verified."},
+    {"text", graph_text, METH_NOARGS, "The text form."},
+    {"lower", KEYWORDS(graph_lower),
+     "lower(arch=90, smem_limit=232448): all passes, in place; itself."},
+    {"cuda", KEYWORDS(graph_cuda),
+     "cuda(arch=90, line=True) -> (CUDA C++ text, dict about the launch)."},
+    {"interpret", KEYWORDS(graph_interpret),
+     "interpret(arrays, seed=0, oob_raise=True, zero_fill=False): run on the CPU; writes outputs "
+     "in place."},
+    {NULL, NULL, 0, NULL}};
+
+static PyType_Slot graph_slots[] = {{Py_tp_dealloc, graph_dealloc},
+                                    {Py_tp_repr, graph_repr},
+                                    {Py_tp_getset, graph_getset},
+                                    {Py_tp_methods, graph_methods},
+                                    {Py_tp_doc, "The op graph of a kernel."},
+                                    {0, NULL}};
+static PyType_Spec graph_spec = {"pallas_mgpu._core.Graph", sizeof(pmpy_graph), 0,
+                                 Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION,
+                                 graph_slots};
+
+int pmpy_init_graph(PyObject *module) {
+  import_array1(-1);
+  pmpy.graph_type = (PyTypeObject *)PyType_FromModuleAndSpec(module, &graph_spec, NULL);
+  return pmpy.graph_type ? PyModule_AddType(module, pmpy.graph_type) : -1;
+}

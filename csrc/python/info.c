@@ -1,0 +1,157 @@
+/* Small questions: what dtype is meant, what depends on what, what this machine has. */
+#include "trace.h"
+
+#include <sys/stat.h>
+
+#include "../base/env.h"
+
+static PyObject *as_dtype(PyObject *Py_UNUSED(self), PyObject *any) {
+  pm_dtype t;
+  return pmpy_dtype_from(any, &t) < 0 ? NULL : pmpy_dtype_object(t);
+}
+
+enum { MOST = 32 };
+
+/* Graph values of a sequence of Arrays; count, or -1. */
+static Py_ssize_t values_of(PyObject *sequence, pm_val out[MOST], const pmpy_trace **trace) {
+  PyObject *fast = PySequence_Fast(sequence, "depends: a sequence of arrays is needed");
+  if (!fast) return -1;
+  Py_ssize_t n = PySequence_Fast_GET_SIZE(fast);
+  if (n > MOST) {
+    PyErr_Format(PyExc_ValueError, "depends: at most %d values, got %zd", (int)MOST, n);
+    n = -1;
+  }
+  for (Py_ssize_t k = 0; k < n; k++) {
+    PyObject *x = PySequence_Fast_GET_ITEM(fast, k);
+    if (!PMPY_IS_ARRAY(x)) {
+      PyErr_Format(PyExc_TypeError, "depends: %R is not a traced array", x);
+      n = -1;
+      break;
+    }
+    out[k] = ((pmpy_traced *)x)->val;
+    *trace = ((pmpy_traced *)x)->trace;
+  }
+  Py_DECREF(fast);
+  return n;
+}
+
+static PyObject *depends(PyObject *Py_UNUSED(self), PyObject *const *args, Py_ssize_t n_args) {
+  if (n_args != 2) {
+    PyErr_SetString(PyExc_TypeError, "depends(values, on): two sequences are needed");
+    return NULL;
+  }
+  pm_val vals[MOST], on[MOST];
+  const pmpy_trace *trace = NULL;
+  Py_ssize_t n = values_of(args[0], vals, &trace), n_on = n < 0 ? -1 : values_of(args[1], on, &trace);
+  if (n_on < 0) return NULL;
+  if (!n || !n_on) Py_RETURN_FALSE;
+  if (!trace->g) {
+    PyErr_SetString(PyExc_RuntimeError, "depends: the trace is finished");
+    return NULL;
+  }
+  return PyBool_FromLong(pm_depends(trace->g, vals, (uint32_t)n, on, (uint32_t)n_on));
+}
+
+/* ---- where NVRTC is -------------------------------------------------------------------------
+ * The wheel's place is known, and looked at first without opening anything: asking cuda-pathfinder takes
+ * longer than a hit in the compile cache may. It is asked where the wheel is not on sys.path. */
+
+static const struct { const char *below; int major; } wheels[] = {
+    {"nvidia/cu13/lib/libnvrtc.so.13", 13},
+    {"nvidia/cuda_nvrtc/lib/libnvrtc.so.13", 13},
+    {"nvidia/cuda_nvrtc/lib/libnvrtc.so.12", 12},
+};
+
+/* Hint at the wheel of this major version, if it is on sys.path. */
+static bool hint_wheel(int major) {
+  PyObject *dirs = PySys_GetObject("path"); /* borrowed */
+  for (Py_ssize_t i = 0; dirs && PyList_Check(dirs) && i < PyList_GET_SIZE(dirs); i++) {
+    PyObject *dir = PyList_GET_ITEM(dirs, i);
+    const char *text = PyUnicode_Check(dir) ? PyUnicode_AsUTF8(dir) : NULL;
+    for (size_t k = 0; text && *text && k < PM_COUNT(wheels); k++) {
+      char path[4096];
+      struct stat st;
+      int n = snprintf(path, sizeof path, "%s/%s", text, wheels[k].below);
+      if (wheels[k].major != major || n < 0 || (size_t)n >= sizeof path || stat(path, &st)) continue;
+      pm_nvrtc_hint(path);
+      return true;
+    }
+  }
+  PyErr_Clear();
+  return false;
+}
+
+static void hint_pathfinder(void) {
+  PyObject *module = PyImport_ImportModule("cuda.pathfinder");
+  PyObject *lib = module ? PyObject_CallMethod(module, "load_nvidia_dynamic_lib", "s", "nvrtc") : NULL;
+  PyObject *path = lib ? PyObject_GetAttrString(lib, "abs_path") : NULL;
+  if (path && PyUnicode_Check(path)) pm_nvrtc_hint(PyUnicode_AsUTF8(path));
+  Py_XDECREF(path);
+  Py_XDECREF(lib);
+  Py_XDECREF(module);
+  PyErr_Clear(); /* not found: the loader's own search comes next, and its error tells what to do */
+}
+
+void pmpy_find_nvrtc(void) {
+  static bool done;
+  if (done) return;
+  done = true;
+  pm_device_info d;
+  pm_err err = {0};
+  bool old = pm_device_count(NULL, 0) && !pm_device_get(0, &d, &err) && d.driver_version < 13000;
+  if (!hint_wheel(old ? 12 : 13) && !hint_wheel(old ? 13 : 12)) hint_pathfinder();
+}
+
+/* New: one dict of a device. */
+static PyObject *device_dict(int ordinal) {
+  pm_device_info d;
+  pm_err err = {0};
+  if (pm_device_get(ordinal, &d, &err)) return pmpy_raise(&err);
+  return Py_BuildValue("{s:i,s:s,s:i,s:i,s:L,s:L,s:i}", "ordinal", d.ordinal, "name", d.name, "arch", d.arch,
+                       "sm_count", d.sm_count, "smem_optin", (long long)d.smem_optin, "memory_bytes",
+                       (long long)d.memory_bytes, "driver", d.driver_version);
+}
+
+static PyObject *system_info(PyObject *Py_UNUSED(self), PyObject *Py_UNUSED(none)) {
+  char why[512] = "";
+  int n = pm_device_count(why, sizeof why);
+  PyObject *devices = PyList_New(0), *out = NULL;
+  bool hopper = false;
+  for (int k = 0; devices && k < n; k++) {
+    PyObject *d = device_dict(k);
+    if (!d || PyList_Append(devices, d) < 0) {
+      Py_XDECREF(d);
+      goto done;
+    }
+    hopper |= PyLong_AsLong(PyDict_GetItemString(d, "arch")) >= 90;
+    Py_DECREF(d);
+  }
+  if (!devices) return NULL;
+  if (n && !hopper) snprintf(why, sizeof why, "no GPU of compute capability 9.0 or higher");
+  const char *asked = pm_env(PM_ENV_BACKEND);
+  if (!strcmp(asked, "interpret")) snprintf(why, sizeof why, "PALLAS_MGPU_BACKEND=interpret");
+  const char *backend = hopper && strcmp(asked, "interpret") ? "cuda" : "interpret";
+  int major = 0, minor = 0;
+  const char *path = "";
+  pm_err err = {0};
+  pmpy_find_nvrtc();
+  pm_code code = pm_nvrtc_version(&major, &minor, &path, &err);
+  PyObject *nvrtc = code ? PyUnicode_FromFormat("not found (%s)", err.text)
+                         : PyUnicode_FromFormat("%d.%d, %s", major, minor, path);
+  if (nvrtc)
+    out = Py_BuildValue("{s:O,s:s,s:N,s:s,s:s}", "devices", devices, "no_gpu", why, "nvrtc", nvrtc, "cache_dir",
+                        pm_cache_dir(), "backend", backend);
+done:
+  Py_DECREF(devices);
+  return out;
+}
+
+static PyMethodDef functions[] = {
+    {"as_dtype", as_dtype, METH_O, "NumPy dtype of any spelling; 64-bit ones become 32-bit."},
+    {"depends", (PyCFunction)(void (*)(void))depends, METH_FASTCALL,
+     "depends(values, on): does any of the traced values depend on any of the others?"},
+    {"system_info", system_info, METH_NOARGS, "Devices, NVRTC, cache directory and backend, as a dict."},
+    {NULL, NULL, 0, NULL},
+};
+
+int pmpy_init_info(PyObject *module) { return PyModule_AddFunctions(module, functions); }

@@ -1,0 +1,1011 @@
+/* Kernel: the callable that a user holds.
+ *
+ * A call reads its arguments as memory (exchange.c), finds the plan for their dtypes and shapes in a
+ * hash table (a miss traces, by a call into Python), and runs it: on the GPU if the arrays are there, for
+ * host arrays where a GPU fits and else on the interpreter. Arguments that are not where the kernel
+ * runs are staged there and back. A hit on arrays that are where they must be is one pass over the
+ * arguments, one hash, and the launch; no Python code runs and nothing is waited for.
+ *
+ * Streams: the kernel runs on the current stream of the first array that is not a DeviceArray (or on
+ * the legacy default stream), after and before what the other families of arrays among the arguments
+ * have on theirs. Producers whose streams we cannot know (JAX and others) keep their arrays until the
+ * kernel is done: `pending` holds them. */
+#include "plan.h"
+
+#include <stddef.h>
+#include <structmember.h>
+
+#include "../base/env.h"
+
+#ifndef Py_BEGIN_CRITICAL_SECTION /* Python before 3.13 */
+#define Py_BEGIN_CRITICAL_SECTION(o) {
+#define Py_END_CRITICAL_SECTION() }
+#endif
+
+enum { FEW = 16 };
+typedef enum container { SINGLE, TUPLE, LIST } container;
+
+typedef struct kernel {
+  PyObject_HEAD
+  vectorcallfunc vectorcall;
+  PyObject *dict, *weakrefs;
+  PyObject *name, *trace, *options; /* owned; options holds the objects below */
+  PyObject *interpret;              /* borrowed: None, True or the parameters */
+  PyObject *unflatten, *structured, *progress; /* borrowed, or NULL */
+  container container;
+  pmpy_plan **table; /* open addressing; a power of two, at most half full */
+  uint32_t n_plans, capacity;
+} kernel;
+
+/* ---- one call ----------------------------------------------------------------------------- */
+
+typedef struct call {
+  kernel *k;
+  pmpy_plan *plan; /* owned */
+  uint32_t n_in, n_out_given;
+  PyObject *const *args, *const *out_args; /* borrowed */
+  PyObject *out_arg, *out_tuple;           /* as given, borrowed; its items, owned, or NULL */
+  pmpy_buffer *in, *out;                   /* out: of given outputs */
+  pmpy_buffer few[FEW], *many;
+  /* where the arrays are */
+  const pmpy_source *home;
+  bool cuda;
+  int device;
+  bool has_array, mixed;
+} call;
+
+static void end_call(call *c) {
+  for (uint32_t i = 0; i < c->n_in + c->n_out_given; i++) pmpy_release(&c->in[i]);
+  if (c->many) PyMem_Free(c->many);
+  Py_XDECREF(c->out_tuple);
+  Py_XDECREF((PyObject *)c->plan);
+}
+
+static bool is_number(const pmpy_buffer *b) { return !b->cuda && b->rank == 0; }
+
+static int refuse_mixture(const call *c, int a, int b, const char *why) {
+  char x[32], y[32];
+  PyErr_Format(PyExc_TypeError, "kernel %U: %s and %s %s", c->k->name, pmpy_which(a, x),
+               pmpy_which(b, y), why);
+  return -1;
+}
+
+/* Index of buffer i for messages: outputs count down from -1. */
+static int which(const call *c, uint32_t i) {
+  return i < c->n_in ? (int)i : -(int)(i - c->n_in) - 1;
+}
+
+/* Find where the arrays lie and whose they are. Numbers (rank 0 on the host) go anywhere. */
+static int locate(call *c) {
+  uint32_t first = 0;
+  for (uint32_t i = 0; i < c->n_in + c->n_out_given; i++) {
+    const pmpy_buffer *b = &c->in[i];
+    if (b->source->family == PMPY_NONE || is_number(b)) continue;
+    if (!c->has_array) {
+      c->has_array = true;
+      c->home = b->source;
+      c->cuda = b->cuda;
+      c->device = b->device;
+      first = i;
+      continue;
+    }
+    if (b->cuda != c->cuda)
+      return refuse_mixture(c, which(c, first), which(c, i),
+                            "lie on different sides: one on the host, one on the GPU. Move one of "
+                            "them, for example by pallas_mgpu.device_put");
+    if (b->device != c->device)
+      return refuse_mixture(c, which(c, first), which(c, i), "lie on different GPUs");
+    if (b->source->family == c->home->family) continue;
+    if (!c->out_arg)
+      return refuse_mixture(c, which(c, first), which(c, i),
+                            "come from different libraries, so the kind of the result is unknown: "
+                            "convert one of them, or give out=");
+    c->mixed = true;
+    if (c->home->family == PMPY_DEVICE_ARRAY || c->home->family == PMPY_NUMPY)
+      c->home = b->source; /* the one with a stream of its own */
+  }
+  if (c->has_array) return 0;
+  c->home = &pmpy_numpy_source;
+  for (uint32_t i = 0; i < c->n_in; i++)
+    if (c->in[i].source->family != PMPY_NONE) {
+      c->home = c->in[i].source;
+      break;
+    }
+  return 0;
+}
+
+/* Split out= into arrays. */
+static int take_out(call *c) {
+  if (!c->out_arg) return 0;
+  if (PyTuple_Check(c->out_arg) || PyList_Check(c->out_arg)) {
+    c->out_tuple = PySequence_Tuple(c->out_arg);
+    if (!c->out_tuple) return -1;
+    c->out_args = &PyTuple_GET_ITEM(c->out_tuple, 0);
+    c->n_out_given = (uint32_t)PyTuple_GET_SIZE(c->out_tuple);
+  } else {
+    c->out_args = &c->out_arg;
+    c->n_out_given = 1;
+  }
+  return 0;
+}
+
+/* Room for all buffers; on failure there is nothing to release. */
+static int make_room(call *c) {
+  size_t n = c->n_in + (size_t)c->n_out_given;
+  c->in = c->few;
+  if (n > FEW) {
+    c->many = n <= PMPY_MAX_PARAMS ? PyMem_Malloc(n * sizeof *c->many) : NULL;
+    c->in = c->many;
+  }
+  c->out = c->in + c->n_in;
+  if (c->in) return 0;
+  c->n_in = c->n_out_given = 0;
+  if (n <= PMPY_MAX_PARAMS) PyErr_NoMemory();
+  else PyErr_Format(PyExc_NotImplementedError, "kernel %U: %zu arrays were given; at most %d are "
+                    "supported", c->k->name, n, PMPY_MAX_PARAMS);
+  return -1;
+}
+
+/* 1: all read, 0: an argument is nested or no array (its index is n_in then), -1: exception */
+static int read_all(call *c, bool specs) {
+  if (make_room(c) < 0) return -1;
+  uint32_t n_in = c->n_in, n_out = c->n_out_given;
+  c->n_out_given = 0; /* what is read is what end_call releases */
+  for (c->n_in = 0; c->n_in < n_in; c->n_in++) {
+    int code = pmpy_read(c->args[c->n_in], (int)c->n_in, false, specs, &c->in[c->n_in]);
+    if (code <= 0) return code;
+  }
+  for (; c->n_out_given < n_out; c->n_out_given++) {
+    uint32_t i = c->n_out_given;
+    int code = pmpy_read(c->out_args[i], -(int)i - 1, true, false, &c->out[i]);
+    if (code > 0) continue;
+    if (!code)
+      PyErr_Format(PyExc_TypeError, "kernel %U: out[%u] is a %s, which is no array", c->k->name, i,
+                   Py_TYPE(c->out_args[i])->tp_name);
+    return -1;
+  }
+  return 1;
+}
+
+/* ---- plans -------------------------------------------------------------------------------- */
+
+static uint32_t make_key(const call *c, int64_t *key) {
+  uint32_t n = 0;
+  for (uint32_t i = 0; i < c->n_in; i++) {
+    const pmpy_buffer *b = &c->in[i];
+    key[n++] = b->dtype | b->rank << 8;
+    for (int d = 0; d < b->rank; d++) key[n++] = b->shape[d];
+  }
+  return n;
+}
+
+/* New, or NULL without an exception. */
+static pmpy_plan *find(kernel *k, uint64_t hash, const int64_t *key, uint32_t n) {
+  pmpy_plan *found = NULL;
+  Py_BEGIN_CRITICAL_SECTION(k);
+  for (uint32_t i = (uint32_t)hash; k->capacity; i++) {
+    pmpy_plan *p = k->table[i & (k->capacity - 1)];
+    if (!p) break;
+    if (p->hash == hash && p->n_key == n && !memcmp(p->key, key, n * sizeof *key)) {
+      found = (pmpy_plan *)Py_NewRef((PyObject *)p);
+      break;
+    }
+  }
+  Py_END_CRITICAL_SECTION();
+  return found;
+}
+
+static void place(pmpy_plan **table, uint32_t capacity, pmpy_plan *p) {
+  uint32_t i = (uint32_t)p->hash;
+  while (table[i & (capacity - 1)]) i++;
+  table[i & (capacity - 1)] = p;
+}
+
+/* Into the table, which takes a reference. Two threads may both add the same key: then the plan that is
+ * found first serves, and both are right. */
+static int add(kernel *k, pmpy_plan *p) {
+  int code = 0;
+  Py_BEGIN_CRITICAL_SECTION(k);
+  if ((k->n_plans + 1) * 2 > k->capacity) {
+    uint32_t capacity = k->capacity ? k->capacity * 2 : 8;
+    pmpy_plan **table = PyMem_Calloc(capacity, sizeof *table);
+    if (table) {
+      for (uint32_t i = 0; i < k->capacity; i++)
+        if (k->table[i]) place(table, capacity, k->table[i]);
+      PyMem_Free(k->table);
+      k->table = table;
+      k->capacity = capacity;
+    } else {
+      code = -1;
+    }
+  }
+  if (!code) {
+    place(k->table, k->capacity, (pmpy_plan *)Py_NewRef((PyObject *)p));
+    k->n_plans++;
+  }
+  Py_END_CRITICAL_SECTION();
+  if (code) PyErr_NoMemory();
+  return code;
+}
+
+/* New: ((shape, dtype), ...) of the arguments */
+static PyObject *specs_of(const call *c) {
+  PyObject *specs = PyTuple_New(c->n_in);
+  for (uint32_t i = 0; specs && i < c->n_in; i++) {
+    pmpy_spec s = {.dtype = c->in[i].dtype, .rank = c->in[i].rank};
+    memcpy(s.shape, c->in[i].shape, sizeof s.shape);
+    PyObject *shape = pmpy_spec_shape(&s), *dtype = pmpy_dtype_object((pm_dtype)s.dtype);
+    PyObject *pair = shape && dtype ? PyTuple_Pack(2, shape, dtype) : NULL;
+    Py_XDECREF(dtype);
+    Py_XDECREF(shape);
+    if (pair) PyTuple_SET_ITEM(specs, i, pair);
+    else Py_CLEAR(specs);
+  }
+  return specs;
+}
+
+/* New. */
+static pmpy_plan *trace(const call *c, bool keep_text) {
+  PyObject *specs = specs_of(c);
+  PyObject *traced = specs ? PyObject_CallOneArg(c->k->trace, specs) : NULL;
+  pmpy_plan *p = traced ? pmpy_plan_new(traced, c->n_in, keep_text) : NULL;
+  Py_XDECREF(traced);
+  Py_XDECREF(specs);
+  return p;
+}
+
+static int find_plan(call *c) {
+  int64_t few[FEW * 4], *key = few, *many = NULL;
+  size_t most = c->n_in * (size_t)(PM_MAX_RANK + 1);
+  if (most > PM_COUNT(few)) key = many = PyMem_Malloc(most * sizeof *key);
+  if (!key) return PyErr_NoMemory(), -1;
+  uint32_t n = make_key(c, key);
+  uint64_t hash = pm_hash(key, n * sizeof *key, 0);
+  c->plan = find(c->k, hash, key, n);
+  if (!c->plan && (c->plan = trace(c, false))) {
+    c->plan->hash = hash;
+    c->plan->n_key = n;
+    c->plan->key = PyMem_Malloc((n + 1) * sizeof *key);
+    if (c->plan->key) memcpy(c->plan->key, key, n * sizeof *key);
+    else PyErr_NoMemory();
+    if (!c->plan->key || add(c->k, c->plan) < 0) Py_CLEAR(c->plan);
+  }
+  PyMem_Free(many);
+  return c->plan ? 0 : -1;
+}
+
+/* ---- outputs ------------------------------------------------------------------------------ */
+
+static PyObject *text_of_spec(const pmpy_spec *s) {
+  PyObject *shape = pmpy_spec_shape(s);
+  PyObject *text =
+      shape ? PyUnicode_FromFormat("%s of shape %R", pm_dtypes[s->dtype].text, shape) : NULL;
+  Py_XDECREF(shape);
+  return text;
+}
+
+static int check_outputs(const call *c) {
+  if (!c->out_arg) return 0;
+  if (c->n_out_given != c->plan->n_out) {
+    PyErr_Format(PyExc_TypeError, "kernel %U: out has %u arrays, and the kernel has %u outputs",
+                 c->k->name, c->n_out_given, c->plan->n_out);
+    return -1;
+  }
+  for (uint32_t i = 0; i < c->n_out_given; i++) {
+    const pmpy_buffer *b = &c->out[i];
+    const pmpy_spec *s = &c->plan->out[i];
+    if (b->dtype == s->dtype && b->rank == s->rank &&
+        !memcmp(b->shape, s->shape, b->rank * sizeof *b->shape))
+      continue;
+    pmpy_spec given = {.dtype = b->dtype, .rank = b->rank};
+    memcpy(given.shape, b->shape, sizeof given.shape);
+    PyObject *want = text_of_spec(s), *got = text_of_spec(&given);
+    if (want && got)
+      PyErr_Format(PyExc_ValueError, "kernel %U: out[%u] must be %U; got %U", c->k->name, i, want,
+                   got);
+    Py_XDECREF(got);
+    Py_XDECREF(want);
+    return -1;
+  }
+  return 0;
+}
+
+/* Fresh arrays for the outputs, with their addresses. On failure none is left. */
+static int make_outputs(const call *c, void *stream, PyObject **made, uint64_t *ptr) {
+  for (uint32_t i = 0; i < c->plan->n_out; i++) {
+    made[i] =
+        pmpy_result(c->home, &c->plan->out[i], c->cuda, c->device, stream, &ptr[i]);
+    if (made[i]) continue;
+    while (i) Py_DECREF(made[--i]);
+    return -1;
+  }
+  return 0;
+}
+
+/* New: what the call returns. Steals the items. */
+static PyObject *pack(const call *c, PyObject **items, uint32_t n) {
+  kernel *k = c->k;
+  if (k->container == SINGLE && n == 1 && !k->unflatten) return items[0];
+  PyObject *all = k->container == LIST && !k->unflatten ? PyList_New(n) : PyTuple_New(n);
+  for (uint32_t i = 0; i < n; i++) {
+    if (!all) Py_DECREF(items[i]);
+    else if (PyList_CheckExact(all)) PyList_SET_ITEM(all, i, items[i]);
+    else PyTuple_SET_ITEM(all, i, items[i]);
+  }
+  if (all && k->unflatten) Py_SETREF(all, PyObject_CallOneArg(k->unflatten, all));
+  return all;
+}
+
+static PyObject *finish(const call *c, PyObject **made) {
+  uint32_t n = c->plan->n_out;
+  if (c->out_arg) {
+    for (uint32_t i = 0; i < n; i++) made[i] = Py_NewRef(c->out_args[i]);
+    return pack(c, made, n);
+  }
+  for (uint32_t i = 0; i < n; i++) {
+    made[i] = pmpy_finish(c->home, made[i], c->cuda);
+    if (made[i]) continue;
+    for (uint32_t j = 0; j < n; j++) Py_XDECREF(made[j]);
+    return NULL;
+  }
+  return pack(c, made, n);
+}
+
+/* ---- staging ------------------------------------------------------------------------------ */
+
+/* Every operand and output of one run, in order, and what must be done around it. */
+typedef struct run {
+  const call *c;
+  bool on_gpu;
+  int device;
+  void *stream;
+  pm_kernel *kernel;
+  const pm_interp_options *options;
+  uint32_t n;
+  uint64_t given[PMPY_MAX_PARAMS]; /* where the caller has it */
+  uint64_t ptr[PMPY_MAX_PARAMS];   /* where the kernel finds it */
+  size_t bytes[PMPY_MAX_PARAMS];
+  bool there[PMPY_MAX_PARAMS];     /* the caller has it on the GPU */
+  bool staged[PMPY_MAX_PARAMS];    /* ptr is a copy of ours */
+  bool replaced[PMPY_MAX_PARAMS];  /* an operand that is one of the outputs */
+} run;
+
+/* The operand that output i begins as, or -1 */
+static int32_t alias_of(const run *r, uint32_t i) {
+  return r->c->plan->alias ? r->c->plan->alias[i - r->c->n_in] : -1;
+}
+
+static pm_code take_memory(run *r, uint32_t i, pm_err *err) {
+  if (r->there[i] == r->on_gpu) {
+    r->ptr[i] = r->given[i];
+    return PM_OK;
+  }
+  if (r->on_gpu) {
+    if (pm_device_alloc(r->device, r->bytes[i], r->stream, &r->ptr[i], err)) return err->code;
+  } else {
+    void *p = pm_malloc(r->bytes[i]);
+    if (!p) return pm_fail(err, PM_E_MEMORY, "the host is out of memory (%zu bytes)", r->bytes[i]);
+    r->ptr[i] = (uint64_t)(uintptr_t)p;
+  }
+  r->staged[i] = true;
+  return PM_OK;
+}
+
+static void *host(uint64_t address) { return (void *)(uintptr_t)address; }
+
+/* Contents of parameter `from`, as the caller has it, to where the kernel finds parameter `to`. */
+static pm_code move_in(run *r, uint32_t from, uint32_t to, pm_err *err) {
+  uint64_t src = r->given[from], dst = r->ptr[to];
+  size_t n = r->bytes[from];
+  uint32_t value = 0;
+  if (r->there[from])
+    return r->on_gpu ? pm_copy_on_device(r->device, dst, src, n, r->stream, err)
+                     : pm_copy_to_host(r->device, host(dst), src, n, r->stream, err);
+  if (!r->on_gpu) {
+    memmove(host(dst), host(src), n);
+    return PM_OK;
+  }
+  if (n != 1 && n != 2 && n != 4)
+    return pm_copy_to_device(r->device, dst, host(src), n, r->stream, err);
+  memcpy(&value, host(src), n);
+  return pm_device_store(r->device, dst, value, n, r->stream, err);
+}
+
+/* Fresh outputs begin as memory that was never written. */
+static void fill(const pmpy_spec *s, void *at, bool zero) {
+  size_t n = pmpy_bytes(s), size = pm_dtypes[s->dtype].bytes;
+  unsigned char item[4];
+  memset(item, 0xff, sizeof item);
+  if (pm_is_float((pm_dtype)s->dtype))
+    pm_store_scalar((pm_dtype)s->dtype, item, (pm_scalar){.f = __builtin_nan("")});
+  if (pm_dtypes[s->dtype].class == PM_CLASS_INT) item[size - 1] = 0x7f;
+  if (s->dtype == PM_BOOL) item[0] = 1;
+  if (zero) memset(item, 0, sizeof item);
+  for (size_t i = 0; i < n; i += size) memcpy((char *)at + i, item, size);
+}
+
+/* Output i before the run: its operand's contents, the caller's, or nothing. */
+static pm_code begin_output(run *r, uint32_t i, pm_err *err) {
+  const call *c = r->c;
+  int32_t a = alias_of(r, i);
+  if (take_memory(r, i, err)) return err->code;
+  if (a >= 0 && r->given[a] != r->given[i]) return move_in(r, (uint32_t)a, i, err);
+  if (c->out_arg) return r->staged[i] ? move_in(r, i, i, err) : PM_OK;
+  if (!r->on_gpu) fill(&c->plan->out[i - c->n_in], host(r->ptr[i]), r->options->zero_fill);
+  return PM_OK;
+}
+
+static pm_code stage_in(run *r, pm_err *err) {
+  bool wait = false;
+  uint32_t n_in = r->c->n_in;
+  for (uint32_t i = n_in; i < r->n; i++)
+    if (alias_of(r, i) >= 0) r->replaced[alias_of(r, i)] = true;
+  for (uint32_t i = 0; i < n_in; i++) {
+    if (r->replaced[i]) continue;
+    if (take_memory(r, i, err)) return err->code;
+    if (r->staged[i] && move_in(r, i, i, err)) return err->code;
+  }
+  for (uint32_t i = n_in; i < r->n; i++) {
+    if (begin_output(r, i, err)) return err->code;
+    if (alias_of(r, i) >= 0) r->ptr[alias_of(r, i)] = r->ptr[i];
+  }
+  for (uint32_t i = 0; i < r->n; i++) wait |= r->there[i] && !r->on_gpu;
+  return wait ? pm_synchronize(r->device, r->stream, err) : PM_OK;
+}
+
+static pm_code stage_out(run *r, pm_err *err) {
+  bool wait = false;
+  for (uint32_t i = r->c->n_in; i < r->n; i++) {
+    if (!r->staged[i]) continue;
+    uint64_t to = r->given[i], from = r->ptr[i];
+    wait = true;
+    if (r->on_gpu ? pm_copy_to_host(r->device, host(to), from, r->bytes[i], r->stream, err)
+                  : pm_copy_to_device(r->device, to, host(from), r->bytes[i], r->stream, err))
+      return err->code;
+  }
+  return wait ? pm_synchronize(r->device, r->stream, err) : PM_OK;
+}
+
+static void drop_stage(run *r) {
+  for (uint32_t i = 0; i < r->n; i++) {
+    if (!r->staged[i]) continue;
+    if (r->on_gpu) pm_device_free(r->device, r->ptr[i], r->stream);
+    else pm_free(host(r->ptr[i]));
+  }
+}
+
+static pm_code execute(run *r, pm_err *err) {
+  pm_code code = stage_in(r, err);
+  if (!code)
+    code = r->on_gpu ? pm_kernel_launch(r->kernel, r->ptr, r->stream, err)
+                     : pmpy_plan_interpret(r->c->plan, (void *const *)r->ptr, r->options, err);
+  if (!code) code = stage_out(r, err);
+  drop_stage(r);
+  return code;
+}
+
+/* Fill r's description of parameters; `out` are the addresses of the outputs. */
+static void describe(run *r, const uint64_t *out) {
+  const call *c = r->c;
+  r->n = c->n_in + c->plan->n_out;
+  for (uint32_t i = 0; i < c->n_in; i++) {
+    const pmpy_buffer *b = &c->in[i];
+    pmpy_spec s = {.dtype = b->dtype, .rank = b->rank};
+    memcpy(s.shape, b->shape, sizeof s.shape);
+    r->given[i] = b->ptr;
+    r->bytes[i] = pmpy_bytes(&s);
+    r->there[i] = b->cuda;
+  }
+  for (uint32_t i = 0; i < c->plan->n_out; i++) {
+    r->given[c->n_in + i] = out[i];
+    r->bytes[c->n_in + i] = pmpy_bytes(&c->plan->out[i]);
+    r->there[c->n_in + i] = c->cuda;
+  }
+}
+
+/* ---- arrays that must outlive the launch ------------------------------------------------------ */
+
+typedef struct pending {
+  struct pending *next;
+  void *mark;
+  int device;
+  pmpy_buffer held;
+} pending;
+static pending *pending_list;
+static pthread_mutex_t pending_lock = PTHREAD_MUTEX_INITIALIZER;
+
+/* Release what the device has passed. */
+static void sweep(void) {
+  pending *done = NULL;
+  pthread_mutex_lock(&pending_lock);
+  for (pending **at = &pending_list; *at;) {
+    pending *p = *at;
+    if (pm_mark_passed(p->device, p->mark)) {
+      *at = p->next;
+      p->next = done;
+      done = p;
+    } else {
+      at = &p->next;
+    }
+  }
+  pthread_mutex_unlock(&pending_lock);
+  while (done) {
+    pending *next = done->next;
+    pmpy_release(&done->held);
+    pm_free(done);
+    done = next;
+  }
+}
+
+/* Keep the arrays of producers that do not know our stream until the launch is over. */
+static int hold(call *c, void *stream) {
+  pm_err err = {0};
+  for (uint32_t i = 0; i < c->n_in + c->n_out_given; i++) {
+    pmpy_buffer *b = &c->in[i];
+    if (!b->cuda || (b->source->family != PMPY_JAX && b->source->family != PMPY_OTHER)) continue;
+    pending *p = pm_malloc(sizeof *p);
+    if (!p) return PyErr_NoMemory(), -1;
+    if (pm_mark(c->device, stream, &p->mark, &err)) {
+      pm_free(p);
+      pmpy_raise(&err);
+      return -1;
+    }
+    p->device = c->device;
+    p->held = *b;
+    if (!b->keep) p->held.keep = Py_NewRef(i < c->n_in ? c->args[i] : c->out_args[i - c->n_in]);
+    b->keep = NULL;
+    b->managed = NULL;
+    b->managed_old = NULL;
+    pthread_mutex_lock(&pending_lock);
+    p->next = pending_list;
+    pending_list = p;
+    pthread_mutex_unlock(&pending_lock);
+  }
+  return 0;
+}
+
+/* ---- the GPU ------------------------------------------------------------------------------ */
+
+/* Order `stream` and the streams of the other families: before the launch, and after it. */
+static int order(const call *c, void *stream, bool before) {
+  pm_err err = {0};
+  for (uint32_t i = 0; i < c->n_in + c->n_out_given; i++) {
+    const pmpy_buffer *b = &c->in[i];
+    void *other;
+    if (!b->cuda || b->source->family == c->home->family) continue;
+    if (pmpy_current_stream(b->source, c->device, &other) < 0) return -1;
+    if (!pm_stream_order(c->device, before ? other : stream, before ? stream : other, &err))
+      continue;
+    pmpy_raise(&err);
+    return -1;
+  }
+  return 0;
+}
+
+static int check_capture(const call *c, int device, void *stream) {
+  if (device >= PMPY_MAX_DEVICES || c->plan->kernels[device] ||
+      !pm_stream_is_capturing(device, stream))
+    return 0;
+  PyErr_Format(pmpy.exceptions[PM_E_RUNTIME],
+               "kernel %U is not compiled for these arguments yet, and cannot be while the stream "
+               "is being captured: call it once before the capture", c->k->name);
+  return -1;
+}
+
+static bool all_empty(const pmpy_plan *p) {
+  for (uint32_t i = 0; i < p->n_out; i++)
+    if (pmpy_bytes(&p->out[i])) return false;
+  return p->n_out > 0;
+}
+
+/* Addresses of all parameters if nothing needs staging. */
+static bool direct(const call *c, const uint64_t *out, uint64_t *ptr) {
+  for (uint32_t i = 0; i < c->n_in; i++) {
+    if (!c->in[i].cuda) return false;
+    ptr[i] = c->in[i].ptr;
+  }
+  for (uint32_t i = 0; i < c->plan->n_out; i++) {
+    if (c->plan->alias && c->plan->alias[i] >= 0) return false;
+    ptr[c->n_in + i] = out[i];
+  }
+  return c->cuda;
+}
+
+static int launch(const call *c, pm_kernel *kernel, int device, void *stream, const uint64_t *out) {
+  PMPY_ERR(err);
+  pm_code code;
+  uint64_t ptr[PMPY_MAX_PARAMS];
+  if (direct(c, out, ptr)) {
+    Py_BEGIN_ALLOW_THREADS
+    code = pm_kernel_launch(kernel, ptr, stream, &err);
+    Py_END_ALLOW_THREADS
+  } else {
+    run r = {.c = c, .on_gpu = true, .device = device, .stream = stream, .kernel = kernel};
+    describe(&r, out);
+    Py_BEGIN_ALLOW_THREADS
+    code = execute(&r, &err);
+    Py_END_ALLOW_THREADS
+  }
+  if (code) pmpy_raise(&err);
+  return code ? -1 : 0;
+}
+
+static PyObject *call_gpu(call *c, int device) {
+  PyObject *made[PMPY_MAX_PARAMS];
+  uint64_t out[PMPY_MAX_PARAMS];
+  void *stream = NULL;
+  PMPY_ERR(err);
+  uint32_t n = c->plan->n_out;
+  if (c->cuda) {
+    if (pmpy_current_stream(c->home, device, &stream) < 0) return NULL;
+  } else if (pm_private_stream(device, &stream, &err)) {
+    return pmpy_raise(&err);
+  }
+  if (check_capture(c, device, stream) < 0) return NULL;
+  pm_kernel *kernel = pmpy_plan_kernel(c->plan, device);
+  if (!kernel) return NULL;
+  if (c->out_arg)
+    for (uint32_t i = 0; i < n; i++) out[i] = c->out[i].ptr;
+  else if (make_outputs(c, stream, made, out) < 0)
+    return NULL;
+  if (!all_empty(c->plan)) {
+    /* results that are DeviceArrays for now are used on the default stream next */
+    bool to_default = c->cuda && !c->out_arg && n && stream &&
+                      Py_TYPE(made[0]) == pmpy.device_array_type;
+    bool foreign = c->home->family >= PMPY_JAX || c->mixed;
+    if ((c->mixed && order(c, stream, true) < 0) || launch(c, kernel, device, stream, out) < 0 ||
+        (c->mixed && order(c, stream, false) < 0) || (foreign && hold(c, stream) < 0))
+      goto failed;
+    if (to_default && pm_stream_order(device, stream, NULL, &err)) {
+      pmpy_raise(&err);
+      goto failed;
+    }
+    if (foreign) sweep();
+  }
+  return finish(c, made);
+failed:
+  for (uint32_t i = 0; i < n && !c->out_arg; i++) Py_DECREF(made[i]);
+  return NULL;
+}
+
+/* ---- the interpreter ---------------------------------------------------------------------- */
+
+typedef struct hooks {
+  PyObject *progress; /* borrowed, or NULL */
+  bool failed;        /* an exception is set */
+} hooks;
+
+static void print_line(void *ctx, const char *line) {
+  hooks *h = ctx;
+  PyGILState_STATE gil = PyGILState_Ensure();
+  PyObject *out = PySys_GetObject("stdout"); /* borrowed */
+  if (!h->failed && out && out != Py_None)
+    h->failed = PyFile_WriteString(line, out) < 0 || PyFile_WriteString("\n", out) < 0;
+  PyGILState_Release(gil);
+}
+
+static int on_progress(void *ctx, int64_t done, int64_t total) {
+  hooks *h = ctx;
+  PyGILState_STATE gil = PyGILState_Ensure();
+  if (!h->failed) h->failed = PyErr_CheckSignals() < 0;
+  if (!h->failed && h->progress) {
+    PyObject *r = PyObject_CallFunction(h->progress, "LL", (long long)done, (long long)total);
+    h->failed = !r;
+    Py_XDECREF(r);
+  }
+  PyGILState_Release(gil);
+  return h->failed;
+}
+
+/* Does the attribute equal the text? -1: exception. Absent counts as false. */
+static int attribute_is(PyObject *o, const char *name, const char *text) {
+  PyObject *a = PyObject_GetAttrString(o, name);
+  if (!a) return PyErr_ExceptionMatches(PyExc_AttributeError) ? PyErr_Clear(), 0 : -1;
+  int is = PyUnicode_Check(a) && !PyUnicode_CompareWithASCIIString(a, text);
+  Py_DECREF(a);
+  return is;
+}
+
+static int interp_options(const kernel *k, hooks *h, pm_interp_options *o) {
+  pm_interp_defaults(o);
+  o->print = print_line;
+  o->progress = on_progress;
+  o->print_ctx = o->progress_ctx = h;
+  h->progress = k->progress;
+  PyObject *p = k->interpret;
+  if (!p || p == Py_None || PyBool_Check(p)) return 0;
+  PyObject *seed = PyObject_GetAttrString(p, "seed");
+  if (seed) o->seed = PyLong_AsUnsignedLongLongMask(seed);
+  else PyErr_Clear();
+  Py_XDECREF(seed);
+  int oob = attribute_is(p, "out_of_bounds_reads", "uninitialized");
+  int zero = attribute_is(p, "uninitialized_memory", "zero");
+  o->oob_raise = !oob;
+  o->zero_fill = zero > 0;
+  return PyErr_Occurred() ? -1 : 0;
+}
+
+static PyObject *call_interpreter(call *c) {
+  PyObject *made[PMPY_MAX_PARAMS];
+  uint64_t out[PMPY_MAX_PARAMS];
+  pm_interp_options options;
+  hooks h = {0};
+  void *stream = NULL;
+  pm_err err = {0};
+  pm_code code;
+  uint32_t n = c->plan->n_out;
+  if (interp_options(c->k, &h, &options) < 0) return NULL;
+  if (c->cuda && pmpy_current_stream(c->home, c->device, &stream) < 0) return NULL;
+  if (c->out_arg)
+    for (uint32_t i = 0; i < n; i++) out[i] = c->out[i].ptr;
+  else if (make_outputs(c, stream, made, out) < 0)
+    return NULL;
+  run r = {.c = c, .device = c->device, .stream = stream, .options = &options};
+  describe(&r, out);
+  Py_BEGIN_ALLOW_THREADS
+  code = execute(&r, &err);
+  Py_END_ALLOW_THREADS
+  if (!code && !h.failed) return finish(c, made);
+  if (!h.failed) pmpy_raise(&err);
+  for (uint32_t i = 0; i < n && !c->out_arg; i++) Py_DECREF(made[i]);
+  return NULL;
+}
+
+/* ---- which of the two ------------------------------------------------------------------------ */
+
+/* Warn once per process that host arrays go to the interpreter. */
+static int warn_fallback(const char *why) {
+  static bool warned;
+  if (warned) return 0;
+  warned = true;
+  return PyErr_WarnFormat(PyExc_UserWarning, 1,
+                          "kernels on host arrays run on the CPU interpreter, because no GPU can be "
+                          "used: %s. PALLAS_MGPU_BACKEND=interpret says that this is meant", why);
+}
+
+/* Device for kernels on host arrays, -1: the interpreter, -2: exception */
+static int host_backend(void) {
+  const char *asked = pm_env(PM_ENV_BACKEND);
+  char why[512] = "";
+  if (!strcmp(asked, "interpret")) return -1;
+  if (strcmp(asked, "auto") && strcmp(asked, "cuda")) {
+    PyErr_Format(PyExc_ValueError, "%s: got %.80s; auto, cuda and interpret are accepted",
+                 pm_env_table[PM_ENV_BACKEND].variable, asked);
+    return -2;
+  }
+  int device = pmpy_fitting_device(why, sizeof why);
+  if (device >= 0) return device;
+  if (!strcmp(asked, "auto")) return warn_fallback(why) < 0 ? -2 : -1;
+  PyErr_Format(pmpy.exceptions[PM_E_DRIVER], "%s is cuda, and no GPU can be used: %s",
+               pm_env_table[PM_ENV_BACKEND].variable, why);
+  return -2;
+}
+
+static PyObject *dispatch(call *c) {
+  PyObject *p = c->k->interpret;
+  if (p && p != Py_None && p != Py_False) return call_interpreter(c);
+  if (c->cuda) return call_gpu(c, c->device);
+  int device = host_backend();
+  if (device < -1) return NULL;
+  return device < 0 ? call_interpreter(c) : call_gpu(c, device);
+}
+
+/* Arguments that are no arrays: nested ones are taken apart in Python. */
+static PyObject *call_structured(const call *c, PyObject *const *args, Py_ssize_t n) {
+  PyObject *tuple = PyTuple_New(n), *result = NULL;
+  if (!tuple) return NULL;
+  for (Py_ssize_t i = 0; i < n; i++) PyTuple_SET_ITEM(tuple, i, Py_NewRef(args[i]));
+  result = PyObject_CallMethod(c->k->structured, "call", "OO", tuple,
+                               c->out_arg ? c->out_arg : Py_None);
+  Py_DECREF(tuple);
+  return result;
+}
+
+static PyObject *refuse_argument(const call *c, PyObject *const *args) {
+  return PyErr_Format(PyExc_TypeError,
+                      "kernel %U: argument %u is a %s, which is no array: NumPy, PyTorch, CuPy and "
+                      "JAX arrays, DLPack producers, DeviceArrays and numbers are accepted",
+                      c->k->name, c->n_in, Py_TYPE(args[c->n_in])->tp_name);
+}
+
+static PyObject *kernel_call(PyObject *self, PyObject *const *args, size_t nargsf,
+                             PyObject *kwnames) {
+  Py_ssize_t n = PyVectorcall_NARGS(nargsf), n_kw = kwnames ? PyTuple_GET_SIZE(kwnames) : 0;
+  call c;
+  c.k = (kernel *)self;
+  c.plan = NULL;
+  c.out_arg = c.out_tuple = NULL;
+  c.n_out_given = 0;
+  c.many = NULL;
+  c.cuda = c.has_array = c.mixed = false;
+  c.device = 0;
+  for (Py_ssize_t i = 0; i < n_kw; i++) {
+    if (PyUnicode_CompareWithASCIIString(PyTuple_GET_ITEM(kwnames, i), "out"))
+      return PyErr_Format(PyExc_TypeError, "kernel %U: unknown argument %R; only out= is given by name",
+                          c.k->name, PyTuple_GET_ITEM(kwnames, i));
+    if (args[n + i] != Py_None) c.out_arg = args[n + i];
+  }
+  c.args = args;
+  c.n_in = (uint32_t)n;
+  if (take_out(&c) < 0) return NULL;
+  PyObject *result = NULL;
+  int code = read_all(&c, false);
+  if (!code) result = c.k->structured ? call_structured(&c, args, n) : refuse_argument(&c, args);
+  else if (code > 0 && locate(&c) == 0 && find_plan(&c) == 0 && check_outputs(&c) == 0)
+    result = dispatch(&c);
+  end_call(&c);
+  return result;
+}
+
+/* ---- lower -------------------------------------------------------------------------------- */
+
+static int check_arch(PyObject *arch) {
+  const char *s;
+  long n;
+  if (!arch || arch == Py_None) return 0;
+  if (PyUnicode_Check(arch)) {
+    s = PyUnicode_AsUTF8(arch);
+    if (!s) return -1;
+    if (!strncmp(s, "sm_", 3)) s += 3;
+    n = strtol(s, NULL, 10);
+  } else {
+    n = PyLong_AsLong(arch);
+    if (n == -1 && PyErr_Occurred()) return -1;
+  }
+  if (n == PMPY_ARCH) return 0;
+  PyErr_Format(PyExc_NotImplementedError, "lower: arch %R is not available; %d (sm_%da) is", arch,
+               PMPY_ARCH, PMPY_ARCH);
+  return -1;
+}
+
+static PyObject *lower_structured(const kernel *k, PyObject *args, PyObject *arch) {
+  return PyObject_CallMethod(k->structured, "lower", "OO", args, arch);
+}
+
+static PyObject *kernel_lower(PyObject *self, PyObject *args, PyObject *kw) {
+  static char *names[] = {"arch", NULL};
+  PyObject *arch = Py_None, *empty = PyTuple_New(0);
+  call c = {.k = (kernel *)self, .args = &PyTuple_GET_ITEM(args, 0),
+            .n_in = (uint32_t)PyTuple_GET_SIZE(args)};
+  if (!empty) return NULL;
+  int ok = PyArg_ParseTupleAndKeywords(empty, kw, "|$O:lower", names, &arch);
+  Py_DECREF(empty);
+  if (!ok || check_arch(arch) < 0) return NULL;
+  PyObject *result = NULL;
+  int code = read_all(&c, true);
+  if (!code)
+    result = c.k->structured ? lower_structured(c.k, args, arch) : refuse_argument(&c, c.args);
+  else if (code > 0)
+    result = (PyObject *)trace(&c, true);
+  end_call(&c);
+  return result;
+}
+
+/* ---- the type ----------------------------------------------------------------------------- */
+
+/* Borrowed; NULL where absent or None. Its owner is the dict. */
+static PyObject *option(PyObject *options, const char *name) {
+  PyObject *o = PyDict_GetItemString(options, name);
+  return o == Py_None ? NULL : o;
+}
+
+static int set_container(kernel *k, PyObject *o) {
+  static const char *const names[] = {[SINGLE] = "single", [TUPLE] = "tuple", [LIST] = "list"};
+  k->container = SINGLE;
+  for (size_t i = 0; o && i < PM_COUNT(names); i++)
+    if (PyUnicode_Check(o) && !PyUnicode_CompareWithASCIIString(o, names[i])) {
+      k->container = (container)i;
+      return 0;
+    }
+  if (o) PyErr_Format(PyExc_ValueError, "Kernel: outputs must be single, tuple or list, got %R", o);
+  return o ? -1 : 0;
+}
+
+/* Kernel(name, trace, options). Options: interpret, outputs (single, tuple, list), unflatten,
+ * structured, progress; others are ignored. */
+static PyObject *kernel_new(PyTypeObject *type, PyObject *args, PyObject *kw) {
+  static char *names[] = {"name", "trace", "options", NULL};
+  PyObject *name, *trace, *options = NULL;
+  if (!PyArg_ParseTupleAndKeywords(args, kw, "UO|O!:Kernel", names, &name, &trace, &PyDict_Type,
+                                   &options))
+    return NULL;
+  kernel *k = (kernel *)type->tp_alloc(type, 0);
+  if (!k) return NULL;
+  k->vectorcall = kernel_call;
+  k->name = Py_NewRef(name);
+  k->trace = Py_NewRef(trace);
+  k->options = options ? PyDict_Copy(options) : PyDict_New();
+  if (!k->options || set_container(k, option(k->options, "outputs")) < 0) {
+    Py_DECREF(k);
+    return NULL;
+  }
+  k->interpret = option(k->options, "interpret");
+  k->unflatten = option(k->options, "unflatten");
+  k->structured = option(k->options, "structured");
+  k->progress = option(k->options, "progress");
+  return (PyObject *)k;
+}
+
+static int kernel_traverse(PyObject *self, visitproc visit, void *arg) {
+  kernel *k = (kernel *)self;
+  Py_VISIT(Py_TYPE(self));
+  Py_VISIT(k->dict);
+  Py_VISIT(k->trace);
+  Py_VISIT(k->options);
+  return 0;
+}
+
+static int kernel_clear(PyObject *self) {
+  kernel *k = (kernel *)self;
+  k->interpret = k->unflatten = k->structured = k->progress = NULL;
+  Py_CLEAR(k->dict);
+  Py_CLEAR(k->trace);
+  Py_CLEAR(k->options);
+  return 0;
+}
+
+static void kernel_dealloc(PyObject *self) {
+  kernel *k = (kernel *)self;
+  PyTypeObject *type = Py_TYPE(self);
+  PyObject_GC_UnTrack(self);
+  if (k->weakrefs) PyObject_ClearWeakRefs(self);
+  kernel_clear(self);
+  for (uint32_t i = 0; i < k->capacity; i++) Py_XDECREF((PyObject *)k->table[i]);
+  PyMem_Free(k->table);
+  Py_XDECREF(k->name);
+  type->tp_free(self);
+  Py_DECREF(type);
+}
+
+static PyObject *kernel_repr(PyObject *self) {
+  return PyUnicode_FromFormat("<pallas_mgpu kernel %U>", ((kernel *)self)->name);
+}
+
+static PyObject *get_name(PyObject *self, void *unused) {
+  (void)unused;
+  return Py_NewRef(((kernel *)self)->name);
+}
+
+static PyMethodDef methods[] = {
+    {"lower", (PyCFunction)(void (*)(void))kernel_lower, METH_VARARGS | METH_KEYWORDS,
+     "lower(*args, arch=None): trace and lower for arguments like these, without running. They may be "
+     "arrays or anything with shape and dtype. No GPU is needed."},
+    {NULL, NULL, 0, NULL}};
+
+static PyGetSetDef getset[] = {
+    {"name", get_name, NULL, "name of the kernel", NULL},
+    {"__name__", get_name, NULL, "name of the kernel", NULL},
+    {"__dict__", PyObject_GenericGetDict, PyObject_GenericSetDict, NULL, NULL},
+    {NULL, NULL, NULL, NULL, NULL}};
+
+static PyMemberDef members[] = {
+    {"__vectorcalloffset__", T_PYSSIZET, offsetof(kernel, vectorcall), READONLY, NULL},
+    {"__dictoffset__", T_PYSSIZET, offsetof(kernel, dict), READONLY, NULL},
+    {"__weaklistoffset__", T_PYSSIZET, offsetof(kernel, weakrefs), READONLY, NULL},
+    {NULL, 0, 0, 0, NULL}};
+
+static PyType_Slot slots[] = {{Py_tp_new, kernel_new},
+                              {Py_tp_dealloc, kernel_dealloc},
+                              {Py_tp_traverse, kernel_traverse},
+                              {Py_tp_clear, kernel_clear},
+                              {Py_tp_call, PyVectorcall_Call},
+                              {Py_tp_repr, kernel_repr},
+                              {Py_tp_methods, methods},
+                              {Py_tp_getset, getset},
+                              {Py_tp_members, members},
+                              {Py_tp_doc, "A kernel as a callable on arrays."},
+                              {0, NULL}};
+
+static PyType_Spec type_spec = {.name = "pallas_mgpu.Kernel",
+                                .basicsize = sizeof(kernel),
+                                .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC |
+                                         Py_TPFLAGS_HAVE_VECTORCALL | Py_TPFLAGS_IMMUTABLETYPE,
+                                .slots = slots};
+
+int pmpy_init_kernel(PyObject *module) {
+  PyObject *type = PyType_FromModuleAndSpec(module, &type_spec, NULL);
+  if (!type) return -1;
+  pmpy.kernel_type = (PyTypeObject *)type;
+  if (PyModule_AddObjectRef(module, "Kernel", type) < 0) return -1;
+  return pmpy_init_plan(module);
+}

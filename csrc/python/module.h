@@ -1,0 +1,65 @@
+/* What the files of python/ share. The only folder that includes Python.h and NumPy.
+ *
+ * Ownership is said above each function: "new" results belong to the caller, "borrowed" do not.
+ * Errors: core code fills a pm_err; pmpy_raise turns it into the exception of errors.def with the user's
+ * file and line in the text, and returns NULL. */
+#ifndef PMPY_MODULE_H
+#define PMPY_MODULE_H
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include "../interp/interp.h"
+#include "../passes/passes.h"
+#include "../runtime/runtime.h"
+
+/* Process-wide objects, made once when the module is executed (sub-interpreters are refused). */
+typedef struct pmpy_state {
+  PyObject *exceptions[PM_CODE_COUNT];   /* by pm_code */
+  PyObject *tracer_error[5];             /* enum pmpy_tracer_error */
+  PyObject *dtypes[PM_DTYPE_COUNT];      /* numpy dtype objects (ml_dtypes' for bfloat16), lazily */
+  PyTypeObject *graph_type, *trace_type, *array_type, *ref_type, *op_type;   /* graph.c trace.c ... */
+  PyTypeObject *device_array_type, *kernel_type;                             /* array.c, kernel.c */
+} pmpy_state;
+extern pmpy_state pmpy;
+
+/* ConcretizationTypeError(TypeError) and its children, UnexpectedTracerError */
+enum pmpy_tracer_error {
+  PMPY_CONCRETIZATION, PMPY_BOOL_CONVERSION, PMPY_INTEGER_CONVERSION, PMPY_ARRAY_CONVERSION,
+  PMPY_UNEXPECTED_TRACER
+};
+
+/* errors.c. Raise the exception of err; always NULL. Text: "<text>\n  at <file>:<line>: <source line>". */
+PyObject *pmpy_raise(const pm_err *err);
+int pmpy_init_errors(PyObject *module);
+
+/* dtypes.c. New reference to the numpy dtype. */
+PyObject *pmpy_dtype_object(pm_dtype t);
+/* Any spelling (numpy dtype, string, jnp.float32-like object with .dtype, Python bool/int/float; 64-bit
+ * becomes 32-bit). 0, or -1 with TypeError that lists what is accepted. */
+int pmpy_dtype_from(PyObject *any, pm_dtype *out);
+
+/* graph.c. A graph with its arena. Immutable once finished. */
+typedef struct pmpy_graph {
+  PyObject_HEAD
+  pm_arena arena;
+  pm_graph *g;
+} pmpy_graph;
+/* new; the caller then owns what it builds in ->arena */
+pmpy_graph *pmpy_graph_new(void);
+
+/* Each file adds its types and functions; 0 or -1. */
+int pmpy_init_graph(PyObject *module);    /* graph.c: Graph: parse, text, lower, cuda, interpret */
+int pmpy_init_trace(PyObject *module);    /* trace.c: Trace, regions; array.c: Array; ref.c: Ref */
+int pmpy_init_exchange(PyObject *module); /* exchange.c: DLPack, DeviceArray, device_put */
+int pmpy_init_kernel(PyObject *module);   /* kernel.c: Kernel, compile and device functions */
+int pmpy_init_info(PyObject *module);     /* info.c: as_dtype, depends, system_info */
+
+/* info.c. Tell the runtime where the NVRTC wheel is; called before the first compilation of a process. */
+void pmpy_find_nvrtc(void);
+
+/* Place of the innermost Python frame outside the package, as borrowed UTF-8 valid until the frame's
+ * code dies (callers intern it at once). *file is NULL if there is none. trace.c */
+void pmpy_user_place(const char **file, uint32_t *line);
+
+#endif

@@ -1,0 +1,422 @@
+/* Plans: lowering, compilation, loading, and the Lowered object that shows them.
+ *
+ * Lowering happens when a plan is made. Program text, cubin, loaded kernels and interpreter are each
+ * made once, at first need, under the plan's lock and without the GIL. */
+#include "plan.h"
+
+#include <errno.h>
+#include <stdatomic.h>
+#include <unistd.h>
+
+#include "../base/env.h"
+
+/* ---- steps: core calls, behind pm_protect, under the lock ------------------------------------ */
+
+typedef struct step {
+  pmpy_plan *p;
+  int device;
+  pm_text *text; /* for printing */
+  void *const *buffers;
+  const pm_interp_options *options;
+} step;
+
+static pm_code lower(void *ctx, pm_err *err) {
+  step *s = ctx;
+  pm_target target = {.arch = PMPY_ARCH, .smem_limit = 232448};
+  return pm_lower(s->p->graph->g, &target, err);
+}
+
+static pm_code print(void *ctx, pm_err *err) {
+  step *s = ctx;
+  (void)err;
+  pm_print(s->p->graph->g, s->text);
+  return PM_OK;
+}
+
+static pm_code generate(void *ctx, pm_err *err) {
+  pmpy_plan *p = ((step *)ctx)->p;
+  pm_target target = {.arch = PMPY_ARCH, .smem_limit = 232448};
+  pm_cuda_options options = {.line_directives = true};
+  if (p->has_program) return PM_OK;
+  pm_code code = pm_generate_cuda(p->graph->g, &target, &options, &p->program, err);
+  p->has_program = !code;
+  return code;
+}
+
+static pm_code compile(void *ctx, pm_err *err) {
+  pmpy_plan *p = ((step *)ctx)->p;
+  if (p->has_cubin) return PM_OK;
+  if (generate(ctx, err)) return err->code;
+  pm_compile_options options = {.use_disk_cache = strcmp(pm_env(PM_ENV_NO_CACHE), "1") != 0,
+                                .lineinfo = !strcmp(pm_env(PM_ENV_LINEINFO), "1"),
+                                .dump_dir = p->dump_name[0] ? pm_env(PM_ENV_DUMP) : NULL,
+                                .dump_name = p->dump_name};
+  pm_code code = pm_compile(&p->program, &options, &p->cubin, err);
+  p->has_cubin = !code;
+  return code;
+}
+
+static pm_code load(void *ctx, pm_err *err) {
+  step *s = ctx;
+  pm_device_info d;
+  if (s->device < 0 || s->device >= PMPY_MAX_DEVICES)
+    return pm_fail(err, PM_E_NOT_IMPLEMENTED, "device %d: at most %d GPUs are supported",
+                   s->device, PMPY_MAX_DEVICES);
+  if (s->p->kernels[s->device]) return PM_OK;
+  if (pm_device_get(s->device, &d, err)) return err->code;
+  if (d.arch != PMPY_ARCH)
+    return pm_fail(err, PM_E_NOT_IMPLEMENTED,
+                   "CUDA device %d (%s) has compute capability %d.%d; kernels are compiled for %d.%d "
+                   "only. interpret=True runs this one on the CPU",
+                   s->device, d.name, d.arch / 10, d.arch % 10, PMPY_ARCH / 10, PMPY_ARCH % 10);
+  if (compile(ctx, err)) return err->code;
+  pm_kernel *k;
+  if (pm_kernel_load(s->device, &s->p->cubin, &s->p->program, &k, err)) return err->code;
+  __atomic_store_n(&s->p->kernels[s->device], k, __ATOMIC_RELEASE);
+  return PM_OK;
+}
+
+static pm_code interpret(void *ctx, pm_err *err) {
+  step *s = ctx;
+  pmpy_plan *p = s->p;
+  if (!p->machine && pm_interp_compile(p->graph->g, &p->machine, err)) return err->code;
+  return pm_interp_run(p->machine, s->buffers, s->options, err);
+}
+
+/* Without the GIL. */
+static pm_code run_locked(pm_body body, step *s, pm_err *err) {
+  if (pthread_mutex_lock(&s->p->lock) == EDEADLK)
+    return pm_fail(err, PM_E_RUNTIME, "kernel %s was called by something that it called itself",
+                   s->p->graph->g->name);
+  pm_code code = pm_protect(body, s, err);
+  pthread_mutex_unlock(&s->p->lock);
+  return code;
+}
+
+/* With the GIL; 0 or -1 with an exception. */
+static int run(pm_body body, step *s) {
+  pm_err err = {0};
+  pm_code code;
+  Py_BEGIN_ALLOW_THREADS
+  code = run_locked(body, s, &err);
+  Py_END_ALLOW_THREADS
+  if (code) pmpy_raise(&err);
+  return code ? -1 : 0;
+}
+
+pm_code pmpy_plan_interpret(pmpy_plan *p, void *const *buffers, const pm_interp_options *o,
+                            pm_err *err) {
+  step s = {.p = p, .buffers = buffers, .options = o};
+  return run_locked(interpret, &s, err);
+}
+
+pm_kernel *pmpy_plan_load(pmpy_plan *p, int device) {
+  step s = {.p = p, .device = device};
+  pmpy_find_nvrtc();
+  return run(load, &s) < 0 ? NULL : p->kernels[device];
+}
+
+static int need_program(pmpy_plan *p) {
+  step s = {.p = p};
+  return run(generate, &s);
+}
+
+static int need_cubin(pmpy_plan *p) {
+  step s = {.p = p};
+  pmpy_find_nvrtc();
+  return run(compile, &s);
+}
+
+/* New. The graph as it is now. */
+static PyObject *graph_text(pmpy_plan *p) {
+  pm_arena arena;
+  pm_text text;
+  step s = {.p = p, .text = &text};
+  PyObject *result = NULL;
+  pm_arena_init(&arena);
+  pm_text_init(&text, &arena);
+  if (!run(print, &s))
+    result = PyUnicode_DecodeUTF8(text.n ? text.at : "", (Py_ssize_t)text.n, "replace");
+  pm_arena_free(&arena);
+  return result;
+}
+
+/* ---- making ------------------------------------------------------------------------------- */
+
+/* Warnings of the passes are "file:line: text"; they are shown at that place. */
+static int warn(const char *text) {
+  const char *line = strstr(text, ": ");
+  const char *colon = line;
+  while (colon && colon > text && colon[-1] >= '0' && colon[-1] <= '9') colon--;
+  if (!line || colon == line || colon == text || colon[-1] != ':')
+    return PyErr_WarnEx(PyExc_UserWarning, text, 1);
+  PyObject *file = PyUnicode_DecodeUTF8(text, colon - 1 - text, "replace");
+  PyObject *message = PyUnicode_DecodeUTF8(line + 2, (Py_ssize_t)strlen(line + 2), "replace");
+  int code = -1;
+  if (file && message)
+    code = PyErr_WarnExplicitObject(PyExc_UserWarning, message, file, atoi(colon), NULL, NULL);
+  Py_XDECREF(message);
+  Py_XDECREF(file);
+  return code;
+}
+
+static void choose_dump_name(pmpy_plan *p) {
+  static atomic_uint count;
+  if (!*pm_env(PM_ENV_DUMP)) return;
+  snprintf(p->dump_name, sizeof p->dump_name, "%.120s_%u", p->graph->g->name,
+           atomic_fetch_add(&count, 1));
+}
+
+static int dump(pmpy_plan *p, PyObject *text, const char *extension) {
+  Py_ssize_t n;
+  const char *s = PyUnicode_AsUTF8AndSize(text, &n);
+  if (s) pm_dump(pm_env(PM_ENV_DUMP), p->dump_name, extension, s, (size_t)n);
+  return s ? 0 : -1;
+}
+
+/* Operands and outputs, from the arguments of block 1. */
+static int read_outputs(pmpy_plan *p, uint32_t n_in) {
+  const pm_graph *g = p->graph->g;
+  const pm_block *body = &g->blocks.at[1];
+  p->n_in = g->n_operands;
+  p->n_out = g->n_outputs;
+  p->alias = g->alias;
+  if (p->n_in != n_in || p->n_in + p->n_out != body->n_args) {
+    PyErr_Format(PyExc_TypeError, "kernel %s: the graph has %u operands, and %u were given", g->name,
+                 p->n_in, n_in);
+    return -1;
+  }
+  if (p->n_in + p->n_out > PMPY_MAX_PARAMS) {
+    PyErr_Format(PyExc_NotImplementedError,
+                 "kernel %s has %u operands and outputs; at most %d are supported", g->name,
+                 p->n_in + p->n_out, PMPY_MAX_PARAMS);
+    return -1;
+  }
+  p->out = PyMem_Calloc(p->n_out ? p->n_out : 1, sizeof *p->out);
+  if (!p->out) {
+    PyErr_NoMemory();
+    return -1;
+  }
+  for (uint32_t i = 0; i < p->n_out; i++) {
+    const pm_type *t = pm_typeof(g, body->arg + p->n_in + i);
+    p->out[i].dtype = t->dtype;
+    p->out[i].rank = t->rank;
+    memcpy(p->out[i].shape, t->dim, sizeof t->dim);
+  }
+  return 0;
+}
+
+static int lower_and_warn(pmpy_plan *p, bool keep_text) {
+  step s = {.p = p};
+  choose_dump_name(p);
+  if (keep_text || p->dump_name[0]) {
+    p->traced = graph_text(p);
+    if (!p->traced || (p->dump_name[0] && dump(p, p->traced, "traced") < 0)) return -1;
+  }
+  if (run(lower, &s) < 0) return -1;
+  if (p->dump_name[0]) {
+    PyObject *text = graph_text(p);
+    int code = text ? dump(p, text, "graph") : -1;
+    Py_XDECREF(text);
+    if (code < 0) return -1;
+  }
+  for (uint32_t i = 0; i < p->graph->g->warnings.n; i++)
+    if (warn(p->graph->g->warnings.at[i]) < 0) return -1;
+  return 0;
+}
+
+static PyTypeObject *plan_type;
+
+pmpy_plan *pmpy_plan_new(PyObject *traced, uint32_t n_in, bool keep_text) {
+  PyObject *graph = traced;
+  if (PyTuple_Check(traced) && PyTuple_GET_SIZE(traced) > 0) graph = PyTuple_GET_ITEM(traced, 0);
+  if (Py_TYPE(graph) != pmpy.graph_type || !((pmpy_graph *)graph)->g) {
+    PyErr_Format(PyExc_TypeError, "a trace callback returns a finished Graph; got a %s",
+                 Py_TYPE(graph)->tp_name);
+    return NULL;
+  }
+  pmpy_plan *p = (pmpy_plan *)plan_type->tp_alloc(plan_type, 0);
+  if (!p) return NULL;
+  p->graph = (pmpy_graph *)Py_NewRef(graph);
+  pthread_mutexattr_t a;
+  pthread_mutexattr_init(&a);
+  pthread_mutexattr_settype(&a, PTHREAD_MUTEX_ERRORCHECK);
+  p->has_lock = !pthread_mutex_init(&p->lock, &a);
+  pthread_mutexattr_destroy(&a);
+  if (read_outputs(p, n_in) < 0 || lower_and_warn(p, keep_text) < 0) Py_CLEAR(p);
+  return p;
+}
+
+static void dealloc(PyObject *self) {
+  pmpy_plan *p = (pmpy_plan *)self;
+  PyTypeObject *type = Py_TYPE(self);
+  for (int i = 0; i < PMPY_MAX_DEVICES; i++) pm_kernel_free(p->kernels[i]);
+  if (p->has_cubin) pm_cubin_free(&p->cubin);
+  if (p->machine) pm_interp_free(p->machine);
+  if (p->has_lock) pthread_mutex_destroy(&p->lock);
+  PyMem_Free(p->out);
+  PyMem_Free(p->key);
+  Py_XDECREF(p->traced);
+  Py_XDECREF(p->graph);
+  type->tp_free(self);
+  Py_DECREF(type);
+}
+
+/* ---- Lowered: texts ------------------------------------------------------------------------ */
+
+/* The path of nvdisasm: on PATH, or in a toolkit. */
+static bool find_nvdisasm(char *path, size_t size) {
+  const char *list = getenv("PATH");
+  while (list && *list) {
+    size_t n = strcspn(list, ":");
+    snprintf(path, size, "%.*s/nvdisasm", (int)n, list);
+    if (n && !access(path, X_OK)) return true;
+    list += n + (list[n] == ':');
+  }
+  const char *const homes[] = {getenv("CUDA_HOME"), getenv("CUDA_PATH"), "/usr/local/cuda"};
+  for (size_t i = 0; i < PM_COUNT(homes); i++) {
+    if (!homes[i] || !*homes[i]) continue;
+    snprintf(path, size, "%s/bin/nvdisasm", homes[i]);
+    if (!access(path, X_OK)) return true;
+  }
+  return false;
+}
+
+/* Everything that a command prints; NULL: it failed. PyMem_RawFree it. */
+static char *output_of(const char *command, size_t *n) {
+  FILE *f = popen(command, "r");
+  char *at = NULL;
+  size_t cap = 0;
+  *n = 0;
+  if (!f) return NULL;
+  for (;;) {
+    if (cap - *n < 1 << 16) {
+      char *more = PyMem_RawRealloc(at, cap += 1 << 20);
+      if (!more) break;
+      at = more;
+    }
+    size_t got = fread(at + *n, 1, cap - *n, f);
+    if (!got) break;
+    *n += got;
+  }
+  if (pclose(f) == 0 && *n) return at;
+  PyMem_RawFree(at);
+  return NULL;
+}
+
+static PyObject *sass(pmpy_plan *p) {
+  char tool[1024], command[2300], file[] = "/tmp/pallas_mgpu_XXXXXX";
+  if (need_cubin(p) < 0) return NULL;
+  if (!find_nvdisasm(tool, sizeof tool) || strchr(tool, '\'')) {
+    PyErr_SetString(pmpy.exceptions[PM_E_RUNTIME],
+                    "as_text('sass') needs nvdisasm, which was found neither on PATH nor in "
+                    "CUDA_HOME/bin: install the CUDA toolkit's nvdisasm, or disassemble .cubin()");
+    return NULL;
+  }
+  int fd = mkstemp(file);
+  bool ok = fd >= 0 && write(fd, p->cubin.image, p->cubin.size) == (ssize_t)p->cubin.size;
+  if (fd >= 0) close(fd);
+  snprintf(command, sizeof command, "'%s' -ndf -c '%s' 2>&1", tool, file);
+  char *text = NULL;
+  size_t n = 0;
+  Py_BEGIN_ALLOW_THREADS
+  if (ok) text = output_of(command, &n);
+  Py_END_ALLOW_THREADS
+  if (fd >= 0) unlink(file);
+  if (!text) return PyErr_Format(pmpy.exceptions[PM_E_RUNTIME], "%s failed", tool);
+  PyObject *result = PyUnicode_DecodeUTF8(text, (Py_ssize_t)n, "replace");
+  PyMem_RawFree(text);
+  return result;
+}
+
+static PyObject *cuda(pmpy_plan *p) {
+  if (need_program(p) < 0) return NULL;
+  return PyUnicode_DecodeUTF8(p->program.text, (Py_ssize_t)p->program.size, "replace");
+}
+
+static PyObject *ptx(pmpy_plan *p) {
+  char *text = NULL;
+  size_t n = 0;
+  pm_err err = {0};
+  pm_code code;
+  if (need_program(p) < 0) return NULL;
+  pmpy_find_nvrtc();
+  Py_BEGIN_ALLOW_THREADS
+  code = pm_compile_ptx(&p->program, &text, &n, &err);
+  Py_END_ALLOW_THREADS
+  if (code) return pmpy_raise(&err);
+  PyObject *result = PyUnicode_DecodeUTF8(text, (Py_ssize_t)strlen(text), "replace");
+  pm_free(text);
+  return result;
+}
+
+static PyObject *traced(pmpy_plan *p) { return Py_NewRef(p->traced ? p->traced : Py_None); }
+
+static PyObject *as_text(PyObject *self, PyObject *args) {
+  static const struct { const char *kind; PyObject *(*text)(pmpy_plan *); } kinds[] = {
+      {"graph", graph_text}, {"traced", traced}, {"cuda", cuda}, {"ptx", ptx}, {"sass", sass}};
+  const char *kind = "graph";
+  if (!PyArg_ParseTuple(args, "|s:as_text", &kind)) return NULL;
+  for (size_t i = 0; i < PM_COUNT(kinds); i++)
+    if (!strcmp(kind, kinds[i].kind)) return kinds[i].text((pmpy_plan *)self);
+  return PyErr_Format(PyExc_ValueError,
+                      "as_text: got %.80s; graph, traced, cuda, ptx and sass are accepted", kind);
+}
+
+static PyObject *resources(PyObject *self, PyObject *unused) {
+  pmpy_plan *p = (pmpy_plan *)self;
+  char remarks[128];
+  (void)unused;
+  if (need_cubin(p) < 0) return NULL;
+  const pm_program *g = &p->program;
+  pm_remarks(p->cubin.log, remarks, sizeof remarks);
+  return Py_BuildValue(
+      "{s:i,s:i,s:i,s:I,s:I,s:(III),s:(III),s:s,s:s,s:n,s:O}", "registers", p->cubin.registers,
+      "spill_bytes", p->cubin.spill_bytes, "stack_bytes", p->cubin.stack_bytes, "smem_bytes",
+      g->smem_bytes, "threads", g->block, "grid", g->grid[0], g->grid[1], g->grid[2], "cluster",
+      g->cluster[0], g->cluster[1], g->cluster[2], "remarks", remarks, "log", p->cubin.log,
+      "cubin_bytes", (Py_ssize_t)p->cubin.size, "from_disk",
+      p->cubin.from_disk ? Py_True : Py_False);
+}
+
+static PyObject *cubin(PyObject *self, PyObject *unused) {
+  pmpy_plan *p = (pmpy_plan *)self;
+  (void)unused;
+  if (need_cubin(p) < 0) return NULL;
+  return PyBytes_FromStringAndSize(p->cubin.image, (Py_ssize_t)p->cubin.size);
+}
+
+static PyObject *get_graph(PyObject *self, void *unused) {
+  (void)unused;
+  return Py_NewRef(((pmpy_plan *)self)->graph);
+}
+
+static PyMethodDef methods[] = {
+    {"as_text", as_text, METH_VARARGS,
+     "as_text(kind='graph'): 'traced', 'graph' (lowered), 'cuda', 'ptx' or 'sass'. Needs no GPU."},
+    {"resources", resources, METH_NOARGS,
+     "Registers, spills, stack and shared memory, ptxas remarks and the log, as a dict."},
+    {"cubin", cubin, METH_NOARGS, "The compiled program."},
+    {NULL, NULL, 0, NULL}};
+
+static PyGetSetDef getset[] = {{"graph", get_graph, NULL, "the lowered graph", NULL},
+                               {NULL, NULL, NULL, NULL, NULL}};
+
+static PyType_Slot slots[] = {
+    {Py_tp_dealloc, dealloc},
+    {Py_tp_methods, methods},
+    {Py_tp_getset, getset},
+    {Py_tp_doc, "A kernel lowered for one signature of arguments, as text and figures."},
+    {0, NULL}};
+
+static PyType_Spec type_spec = {
+    .name = "pallas_mgpu.Lowered",
+    .basicsize = sizeof(pmpy_plan),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION | Py_TPFLAGS_IMMUTABLETYPE,
+    .slots = slots};
+
+int pmpy_init_plan(PyObject *module) {
+  plan_type = (PyTypeObject *)PyType_FromModuleAndSpec(module, &type_spec, NULL);
+  if (!plan_type) return -1;
+  return PyModule_AddObjectRef(module, "Lowered", (PyObject *)plan_type);
+}

@@ -1,0 +1,738 @@
+/* Ref: memory a kernel can read and write, a barrier, or an accumulator, or a view of one.
+ *
+ * Views are pure ops on the ref's value and speak of logical dimensions; nothing is resolved here.
+ * An index is parsed once, for refs and arrays alike, into one start and one size per dimension. A
+ * traced start that is known to be a constant becomes a static one. */
+#include "trace.h"
+
+static pmpy_traced *self_of(PyObject *o) { return (pmpy_traced *)o; }
+
+/* ---- indices ------------------------------------------------------------------------------- */
+
+typedef struct parser {
+  pmpy_trace *t;
+  const pm_type *type;
+  bool array;
+  pmpy_index *out;
+} parser;
+
+static pm_code index_code(const parser *p) { return p->array ? PM_E_INDEX : PM_E_VALUE; }
+
+static int static_int(const parser *p, int k, PyObject *o) {
+  int64_t dim = p->type->dim[k], i;
+  if (pmpy_ints(o, "index", &i, 1) != 1) return -1;
+  if (i < -dim || i >= dim) {
+    pmpy_fail(index_code(p), "index %lld is out of bounds for dimension %d of %s", (long long)i, k,
+              pmpy_type_text(p->type));
+    return -1;
+  }
+  p->out->start[k] = i < 0 ? i + dim : i;
+  p->out->size[k] = PM_DROPPED;
+  return 0;
+}
+
+/* A traced start: an int scalar of any dtype. */
+static int traced_start(const parser *p, int k, PyObject *o, int64_t size) {
+  pmpy_arg x;
+  pm_scalar known;
+  if (p->array) {
+    pmpy_fail(PM_E_NOT_IMPLEMENTED,
+              "Unimplemented primitive in Pallas Mosaic GPU lowering: dynamic_slice (a traced "
+              "index of an array); "
+              "index the ref instead: ref[i]");
+    return -1;
+  }
+  if (pmpy_arg_need(p->t, "index", o, &x)) return -1;
+  if (x.type.rank) {
+    pmpy_fail(PM_E_NOT_IMPLEMENTED,
+              "index: arrays as indices (%s) are not available; use scalars and pl.ds",
+              pmpy_type_text(&x.type));
+    return -1;
+  }
+  if (!pm_is_int(x.type.dtype)) {
+    pmpy_fail(PM_E_TYPE, "index: a traced index must be an integer scalar, got %s",
+              pmpy_type_text(&x.type));
+    return -1;
+  }
+  p->out->size[k] = size;
+  /* a block may overhang where its start was computed: that stays a matter of run time */
+  if (pm_constant(p->t->g, x.val, &known) && known.i >= 0 &&
+      known.i <= p->type->dim[k] - (size == PM_DROPPED ? 1 : size)) {
+    p->out->start[k] = known.i;
+    return 0;
+  }
+  p->out->start[k] = PM_DYNAMIC;
+  p->out->dyn[p->out->n_dyn] = pmpy_arg_as(p->t, &x, PM_I32);
+  return p->out->dyn[p->out->n_dyn++] ? 0 : -1;
+}
+
+static int python_slice(const parser *p, int k, PyObject *o) {
+  PySliceObject *s = (PySliceObject *)o;
+  Py_ssize_t start, stop, step;
+  PyObject *part[3] = {s->start, s->stop, s->step};
+  for (int i = 0; i < 3; i++) {
+    if (!PMPY_IS_ARRAY(part[i])) continue;
+    if (p->array) {
+      pmpy_fail(
+          PM_E_INDEX,
+          "Array slice indices must have static start/stop/step; index the ref with pl.ds instead");
+    } else {
+      pmpy_tracer_fail(PMPY_BOOL_CONVERSION,
+                       "a slice with a traced bound: use pl.ds(start, size), whose size is static");
+    }
+    return -1;
+  }
+  if (PySlice_Unpack(o, &start, &stop, &step) < 0) return -1;
+  if (step != 1) {
+    pmpy_fail(step < 1 ? index_code(p) : PM_E_NOT_IMPLEMENTED,
+              "Strided slices not implemented: step %zd of dimension %d", step, k);
+    return -1;
+  }
+  Py_ssize_t size = PySlice_AdjustIndices((Py_ssize_t)p->type->dim[k], &start, &stop, step);
+  if (size < 1) {
+    pmpy_fail(index_code(p), "index: the slice of dimension %d of %s is empty", k,
+              pmpy_type_text(p->type));
+    return -1;
+  }
+  p->out->start[k] = start;
+  p->out->size[k] = size;
+  return 0;
+}
+
+/* pl.Slice: start (int, None or traced), size (int), stride (1) */
+static int pallas_slice(const parser *p, int k, PyObject *o, PyObject *start) {
+  int64_t size, stride = 1, at = 0;
+  int rc = -1;
+  PyObject *py_size = PyObject_GetAttrString(o, "size");
+  PyObject *py_stride = py_size ? PyObject_GetAttrString(o, "stride") : NULL;
+  if (!py_stride) goto done;
+  if (PMPY_IS_ARRAY(py_size)) {
+    pmpy_fail(PM_E_NOT_IMPLEMENTED,
+              "Dynamic slice size not supported: the size of pl.ds must be a Python int");
+    goto done;
+  }
+  if (PMPY_IS_ARRAY(py_stride)) {
+    pmpy_fail(PM_E_VALUE, "pl.ds: the stride must be a Python int");
+    goto done;
+  }
+  if (pmpy_ints(py_size, "pl.ds: size", &size, 1) != 1 ||
+      pmpy_ints(py_stride, "pl.ds: stride", &stride, 1) != 1)
+    goto done;
+  if (stride != 1) {
+    pmpy_fail(stride < 1 ? PM_E_VALUE : PM_E_NOT_IMPLEMENTED,
+              "Strided slices not implemented: stride %lld of pl.ds", (long long)stride);
+    goto done;
+  }
+  if (size < 1) {
+    pmpy_fail(index_code(p), "pl.ds: size %lld, it must be at least 1", (long long)size);
+    goto done;
+  }
+  if (PMPY_IS_ARRAY(start)) {
+    rc = traced_start(p, k, start, size);
+    goto done;
+  }
+  if (start != Py_None && pmpy_ints(start, "pl.ds: start", &at, 1) != 1) goto done;
+  if (at < 0) {
+    pmpy_fail(index_code(p), "pl.ds: start %lld, it must not be negative", (long long)at);
+    goto done;
+  }
+  if (p->array && size > p->type->dim[k] - at) {
+    pmpy_fail(PM_E_INDEX, "index: %lld elements from %lld are out of bounds for dimension %d of %s",
+              (long long)size, (long long)at, k, pmpy_type_text(p->type));
+    goto done;
+  }
+  p->out->start[k] = at;
+  p->out->size[k] = size;
+  rc = 0;
+done:
+  Py_XDECREF(py_size);
+  Py_XDECREF(py_stride);
+  return rc;
+}
+
+static int one_index(const parser *p, int k, PyObject *o) {
+  if (PMPY_IS_ARRAY(o)) return traced_start(p, k, o, PM_DROPPED);
+  if (PySlice_Check(o)) return python_slice(p, k, o);
+  if (PyBool_Check(o)) {
+    pmpy_fail(index_code(p), "index: a bool is no index (masks are not available)");
+    return -1;
+  }
+  if (PyIndex_Check(o)) return static_int(p, k, o);
+  PyObject *start = PyObject_GetAttrString(o, "start");
+  if (start) {
+    int rc = pallas_slice(p, k, o, start);
+    Py_DECREF(start);
+    return rc;
+  }
+  PyErr_Clear();
+  pmpy_fail(index_code(p), "index: %s is no index; use ints, slices, pl.ds and ...",
+            Py_TYPE(o)->tp_name);
+  return -1;
+}
+
+static void whole_dim(const parser *p, int k) {
+  p->out->start[k] = 0;
+  p->out->size[k] = p->type->dim[k];
+}
+
+int pmpy_parse_index(pmpy_trace *t, PyObject *idx, const pm_type *type, bool array,
+                     pmpy_index *out) {
+  parser p = {t, type, array, out};
+  bool tuple = PyTuple_Check(idx);
+  Py_ssize_t n = tuple ? PyTuple_GET_SIZE(idx) : 1;
+  PyObject *const *item = tuple ? PySequence_Fast_ITEMS(idx) : &idx;
+  Py_ssize_t dots = 0, news = 0;
+  out->n_dyn = 0;
+  out->n_new = 0;
+  for (Py_ssize_t k = 0; k < n; k++) {
+    dots += item[k] == Py_Ellipsis;
+    news += item[k] == Py_None;
+  }
+  if (news && !array) {
+    pmpy_fail(PM_E_VALUE, "index: None is not supported on refs; index the loaded array instead");
+    return -1;
+  }
+  if (dots > 1 || news > PM_MAX_RANK) {
+    pmpy_fail(index_code(&p),
+              dots > 1 ? "index: at most one ... is accepted" : "index: too many None");
+    return -1;
+  }
+  Py_ssize_t given = n - dots - news;
+  if (given > type->rank) {
+    pmpy_fail(index_code(&p), "index: too many indices, %zd for %s", given, pmpy_type_text(type));
+    return -1;
+  }
+  int k = 0;
+  for (Py_ssize_t i = 0; i < n; i++) {
+    if (item[i] == Py_Ellipsis) {
+      for (Py_ssize_t left = type->rank - given; left > 0; left--, k++) whole_dim(&p, k);
+    } else if (item[i] == Py_None) {
+      out->new_at[out->n_new++] = (uint8_t)k;
+    } else {
+      if (one_index(&p, k, item[i])) return -1;
+      k++;
+    }
+  }
+  for (; k < type->rank; k++) whole_dim(&p, k);
+  out->full = !out->n_new;
+  for (k = 0; k < type->rank; k++) out->full &= !out->start[k] && out->size[k] == type->dim[k];
+  return 0;
+}
+
+/* ---- views --------------------------------------------------------------------------------- */
+
+static pmpy_trace *begin_ref(const char *what, PyObject *self) {
+  pmpy_trace *t = pmpy_begin(what, self);
+  return t && !pmpy_check_open(t, self_of(self)) ? t : NULL;
+}
+
+/* The value of ref[index] as a view: the ref's own one if nothing is cut. */
+static pm_val view_of(pmpy_trace *t, const pmpy_traced *r, PyObject *idx, pm_type *type) {
+  pmpy_index index;
+  pm_val in[PM_MAX_RANK + 1] = {r->val};
+  if (pmpy_parse_index(t, idx, &r->type, false, &index)) return 0;
+  *type = r->type;
+  if (index.full) return r->val;
+  memcpy(in + 1, index.dyn, sizeof index.dyn);
+  pm_attr_arg attrs[] = {{.id = PM_ATTR_STARTS, .list = index.start, .n = r->type.rank},
+                         {.id = PM_ATTR_SIZES, .list = index.size, .n = r->type.rank}};
+  pm_val v = pmpy_emit(t, PM_OP_INDEX, in, 1 + index.n_dyn, NULL, attrs, 2);
+  if (v) *type = *pm_typeof(t->g, v);
+  return v;
+}
+
+static PyObject *at_index(PyObject *self, PyObject *idx) {
+  pmpy_trace *t = begin_ref("index", self);
+  pm_type type;
+  pm_val v = t ? view_of(t, self_of(self), idx, &type) : 0;
+  return v ? pmpy_traced_new(t, v, false) : NULL;
+}
+
+static bool is_view_base(const pmpy_traced *r, const char *what) {
+  if (r->type.kind == PM_REF && r->type.space != PM_REGS) return true;
+  pmpy_fail(PM_E_VALUE, "%s: %s has no such view", what,
+            r->type.kind == PM_BARRIER ? "a barrier" : "an accumulator");
+  return false;
+}
+
+static PyObject *permuted(PyObject *self, const int64_t *perm, uint32_t n) {
+  pmpy_trace *t = begin_ref("transpose", self);
+  const pmpy_traced *r = self_of(self);
+  if (!t || !is_view_base(r, "transpose")) return NULL;
+  bool identity = n == r->type.rank;
+  for (uint32_t k = 0; k < n; k++) identity &= perm[k] == k;
+  if (identity) return Py_NewRef(self);
+  pm_attr_arg attr = {.id = PM_ATTR_DIMS, .list = perm, .n = n};
+  pm_val v = pmpy_emit(t, PM_OP_TRANSPOSE_REF, &r->val, 1, NULL, &attr, 1);
+  return v ? pmpy_traced_new(t, v, false) : NULL;
+}
+
+static PyObject *ref_transpose(PyObject *self, PyObject *perm) {
+  int64_t dims[PM_MAX_RANK];
+  int n = pmpy_ints(perm, "transpose", dims, PM_MAX_RANK);
+  return n < 0 ? NULL : permuted(self, dims, (uint32_t)n);
+}
+
+static PyObject *get_T(PyObject *self, void *c) {
+  int64_t dims[PM_MAX_RANK];
+  uint32_t n = self_of(self)->type.rank;
+  (void)c;
+  for (uint32_t k = 0; k < n; k++) dims[k] = n - 1 - k;
+  return permuted(self, dims, n);
+}
+
+static PyObject *ref_reshape(PyObject *self, PyObject *const *args, Py_ssize_t n) {
+  pmpy_trace *t = begin_ref("reshape", self);
+  const pmpy_traced *r = self_of(self);
+  pm_type to;
+  if (!t || !is_view_base(r, "reshape") || pmpy_reshape_args(&r->type, args, n, PM_E_VALUE, &to))
+    return NULL;
+  if (to.rank == r->type.rank && !memcmp(to.dim, r->type.dim, sizeof(int64_t) * to.rank))
+    return Py_NewRef(self);
+  pm_val v = pmpy_emit(t, PM_OP_RESHAPE_REF, &r->val, 1, &to, NULL, 0);
+  return v ? pmpy_traced_new(t, v, false) : NULL;
+}
+
+/* ---- loads and stores ---------------------------------------------------------------------- */
+
+static bool can_access(const pmpy_traced *r) {
+  if (r->type.kind == PM_REF) return true;
+  pmpy_fail(PM_E_VALUE,
+            "a barrier cannot be read or written; use barrier_arrive and barrier_wait, and .at[i] "
+            "for one of several");
+  return false;
+}
+
+static pm_val load_view(pmpy_trace *t, pm_val view, pm_layid layout, bool optimized) {
+  pm_attr_arg attrs[] = {{.id = PM_ATTR_LAYOUT, .i = layout},
+                         {.id = PM_ATTR_OPTIMIZED, .i = optimized}};
+  return pmpy_emit(t, PM_OP_LOAD, &view, 1, NULL, attrs, 2);
+}
+
+static pm_val acc_value(pmpy_trace *t, pm_val acc, int64_t pending) {
+  pm_attr_arg n = {.id = PM_ATTR_N, .i = pending};
+  return pmpy_emit(t, PM_OP_ACC_LOAD, &acc, 1, NULL, &n, 1);
+}
+
+static PyObject *ref_subscript(PyObject *self, PyObject *idx) {
+  pmpy_trace *t = begin_ref("load", self);
+  const pmpy_traced *r = self_of(self);
+  pm_type type;
+  if (!t || !can_access(r)) return NULL;
+  if (r->type.space == PM_REGS) {
+    pm_val v = acc_value(t, r->val, 0);
+    PyObject *all = v ? pmpy_traced_new(t, v, false) : NULL;
+    if (!all || idx == Py_Ellipsis) return all;
+    PyObject *part = PyObject_GetItem(all, idx);
+    Py_DECREF(all);
+    return part;
+  }
+  pm_val v = view_of(t, r, idx, &type);
+  if (v) v = load_view(t, v, 0, true);
+  return v ? pmpy_traced_new(t, v, false) : NULL;
+}
+
+static int bad_store(const char *what, const pm_type *ref, const pm_type *value, bool shape) {
+  PyObject *to = pmpy_shape_tuple(ref), *from = pmpy_shape_tuple(value);
+  if (to && from) {
+    PyObject *text =
+        shape ? PyUnicode_FromFormat(
+                    "%s for `swap`. Ref shape: %S. Value shape: %S. There is no broadcasting: "
+                    "use jnp.full(ref.shape, value, ref.dtype)",
+                    what, to, from)
+              : PyUnicode_FromFormat(
+                    "%s for `swap`. Ref dtype: %s. Value dtype: %s. Convert it: "
+                    "value.astype(ref.dtype)",
+                    what, pm_dtypes[ref->dtype].text, pm_dtypes[value->dtype].text);
+    const char *s = text ? PyUnicode_AsUTF8(text) : NULL;
+    if (s) pmpy_fail(PM_E_VALUE, "%s", s);
+    Py_XDECREF(text);
+  }
+  Py_XDECREF(to);
+  Py_XDECREF(from);
+  return -1;
+}
+
+/* The value to store into a view of this type: exact shape, dtype by the rules of api/pl.md 5.2. */
+static pm_val stored_value(pmpy_trace *t, const pm_type *ref, PyObject *value) {
+  pmpy_arg x;
+  if (PMPY_IS_REF(value)) {
+    pmpy_fail(PM_E_VALUE, "store: the value is a Ref (%s); load it first: ref[...]",
+              pmpy_type_text(&self_of(value)->type));
+    return 0;
+  }
+  if (pmpy_arg_need(t, "store", value, &x)) return 0;
+  if (x.type.rank != ref->rank || memcmp(x.type.dim, ref->dim, sizeof(int64_t) * ref->rank)) {
+    bad_store("Invalid shape", ref, &x.type, true);
+    return 0;
+  }
+  bool ok = x.type.dtype == ref->dtype || (pm_is_int(x.type.dtype) && pm_is_int(ref->dtype)) ||
+            (x.weak && pm_is_float(x.type.dtype) && pm_is_float(ref->dtype));
+  if (!ok) {
+    bad_store("Invalid dtype", ref, &x.type, false);
+    return 0;
+  }
+  return pmpy_arg_as(t, &x, ref->dtype);
+}
+
+static int store_view(pmpy_trace *t, pm_val view, const pm_type *type, PyObject *value) {
+  pm_val v = stored_value(t, type, value);
+  return v && pmpy_emit(t, PM_OP_STORE, (pm_val[]){view, v}, 2, NULL, NULL, 0) ? 0 : -1;
+}
+
+static int acc_store(pmpy_trace *t, const pmpy_traced *r, PyObject *idx, PyObject *value) {
+  pmpy_index index;
+  if (pmpy_parse_index(t, idx, &r->type, false, &index)) return -1;
+  if (!index.full) {
+    pmpy_fail(PM_E_NOT_IMPLEMENTED,
+              "storing to a part of an accumulator; store to all of it: acc[...] = value");
+    return -1;
+  }
+  pm_val v = stored_value(t, &r->type, value);
+  return v && pmpy_emit(t, PM_OP_ACC_STORE, (pm_val[]){r->val, v}, 2, NULL, NULL, 0) ? 0 : -1;
+}
+
+static int ref_assign(PyObject *self, PyObject *idx, PyObject *value) {
+  const pmpy_traced *r = self_of(self);
+  if (!value) {
+    pmpy_fail(PM_E_TYPE, "a part of a Ref cannot be deleted");
+    return -1;
+  }
+  pmpy_trace *t = begin_ref("store", self);
+  pm_type type;
+  if (!t || !can_access(r)) return -1;
+  if (r->type.space == PM_REGS) return acc_store(t, r, idx, value);
+  pm_val view = view_of(t, r, idx, &type);
+  return view ? store_view(t, view, &type, value) : -1;
+}
+
+static PyObject *ref_get(PyObject *self, PyObject *args, PyObject *kw) {
+  static char *names[] = {"idx", NULL};
+  PyObject *idx = Py_Ellipsis;
+  if (!PyArg_ParseTupleAndKeywords(args, kw, "|O:get", names, &idx)) return NULL;
+  return ref_subscript(self, idx);
+}
+
+static PyObject *ref_set(PyObject *self, PyObject *args, PyObject *kw) {
+  static char *names[] = {"value", "idx", NULL};
+  PyObject *value, *idx = Py_Ellipsis;
+  if (!PyArg_ParseTupleAndKeywords(args, kw, "O|O:set", names, &value, &idx)) return NULL;
+  if (ref_assign(self, idx, value)) return NULL;
+  Py_RETURN_NONE;
+}
+
+static PyObject *ref_swap(PyObject *self, PyObject *args, PyObject *kw) {
+  static char *names[] = {"value", "idx", NULL};
+  PyObject *value, *idx = Py_Ellipsis;
+  if (!PyArg_ParseTupleAndKeywords(args, kw, "O|O:swap", names, &value, &idx)) return NULL;
+  PyObject *old = ref_subscript(self, idx);
+  if (old && ref_assign(self, idx, value)) Py_CLEAR(old);
+  return old;
+}
+
+static PyObject *ref_missing(PyObject *self, PyObject *args, PyObject *kw) {
+  (void)self, (void)args, (void)kw;
+  return pmpy_fail(PM_E_NOT_IMPLEMENTED,
+                   "Ref.addupdate and Ref.bitcast have no GPU lowering; write ref[idx] += value, "
+                   "or allocate a second ref");
+}
+
+/* ---- attributes ---------------------------------------------------------------------------- */
+
+static PyObject *get_shape(PyObject *self, void *c) {
+  (void)c;
+  return pmpy_shape_tuple(&self_of(self)->type);
+}
+
+static PyObject *get_dtype(PyObject *self, void *c) {
+  const pm_type *type = &self_of(self)->type;
+  (void)c;
+  return type->kind == PM_BARRIER ? PyUnicode_FromString("barrier")
+                                  : pmpy_dtype_object(type->dtype);
+}
+
+static PyObject *get_ndim(PyObject *self, void *c) {
+  (void)c;
+  return PyLong_FromLong(self_of(self)->type.rank);
+}
+
+static PyObject *get_size(PyObject *self, void *c) {
+  (void)c;
+  return PyLong_FromLongLong(pm_type_size(&self_of(self)->type));
+}
+
+static PyObject *get_space(PyObject *self, void *c) {
+  static const char *const spaces[] = {[PM_REGS] = "regs", [PM_GMEM] = "gmem", [PM_SMEM] = "smem"};
+  const pm_type *type = &self_of(self)->type;
+  (void)c;
+  return PyUnicode_FromString(type->kind == PM_BARRIER ? "smem" : spaces[type->space]);
+}
+
+static PyObject *get_is_view(PyObject *self, void *c) {
+  const pmpy_traced *r = self_of(self);
+  const pm_graph *g = r->trace->g;
+  (void)c;
+  pm_opid def = g ? pm_value_of(g, r->val)->def : 0;
+  pm_opcode code = def ? (pm_opcode)pm_get(g, def)->code : PM_OP_NONE;
+  return PyBool_FromLong(code == PM_OP_INDEX || code == PM_OP_TRANSPOSE_REF ||
+                         code == PM_OP_RESHAPE_REF);
+}
+
+static Py_ssize_t ref_length(PyObject *self) {
+  const pm_type *type = &self_of(self)->type;
+  if (type->rank) return (Py_ssize_t)type->dim[0];
+  pmpy_fail(PM_E_TYPE, "len() of a Ref of rank 0");
+  return -1;
+}
+
+static PyObject *ref_repr(PyObject *self) {
+  static const char *const spaces[] = {[PM_REGS] = "regs", [PM_GMEM] = "gmem", [PM_SMEM] = "smem"};
+  const pm_type *type = &self_of(self)->type;
+  if (type->kind == PM_BARRIER) return PyUnicode_FromFormat("Ref<%s>", pmpy_type_text(type));
+  return PyUnicode_FromFormat("Ref<%s, %s>", pmpy_type_text(type), spaces[type->space]);
+}
+
+static void ref_dealloc(PyObject *self) {
+  PyTypeObject *type = Py_TYPE(self);
+  Py_DECREF(self_of(self)->trace);
+  PyObject_Free(self);
+  Py_DECREF(type);
+}
+
+/* ref.at */
+typedef struct indexer {
+  PyObject_HEAD PyObject *ref; /* owned */
+} indexer;
+
+static PyTypeObject *indexer_type;
+
+static PyObject *get_at(PyObject *self, void *c) {
+  (void)c;
+  indexer *at = PyObject_New(indexer, indexer_type);
+  if (at) at->ref = Py_NewRef(self);
+  return (PyObject *)at;
+}
+
+static PyObject *indexer_subscript(PyObject *self, PyObject *idx) {
+  return at_index(((indexer *)self)->ref, idx);
+}
+
+static void indexer_dealloc(PyObject *self) {
+  PyTypeObject *type = Py_TYPE(self);
+  Py_DECREF(((indexer *)self)->ref);
+  PyObject_Free(self);
+  Py_DECREF(type);
+}
+
+static PyType_Slot indexer_slots[] = {{Py_tp_dealloc, indexer_dealloc},
+                                      {Py_mp_subscript, indexer_subscript},
+                                      {Py_tp_doc, "ref.at: index it for a view."},
+                                      {0, NULL}};
+static PyType_Spec indexer_spec = {"pallas_mgpu._core.RefIndexer", sizeof(indexer), 0,
+                                   Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION,
+                                   indexer_slots};
+
+static PyGetSetDef ref_getset[] = {
+    {"shape", get_shape, NULL, "Tuple of ints.", NULL},
+    {"dtype", get_dtype, NULL, "NumPy dtype; \"barrier\" for barriers.", NULL},
+    {"ndim", get_ndim, NULL, "Number of dimensions.", NULL},
+    {"size", get_size, NULL, "Number of elements.", NULL},
+    {"memory_space", get_space, NULL, "\"gmem\", \"smem\" or \"regs\".", NULL},
+    {"is_view", get_is_view, NULL, "Is it a part or another shape of a ref?", NULL},
+    {"T", get_T, NULL, "View with reversed dimensions.", NULL},
+    {"at", get_at, NULL, "ref.at[idx]: a view.", NULL},
+    {NULL, NULL, NULL, NULL, NULL}};
+
+#define KEYWORDS(fn) (PyCFunction)(void (*)(void)) fn, METH_VARARGS | METH_KEYWORDS
+static PyMethodDef ref_methods[] = {
+    {"get", KEYWORDS(ref_get), "get(idx=...): load."},
+    {"set", KEYWORDS(ref_set), "set(value, idx=...): store."},
+    {"swap", KEYWORDS(ref_swap), "swap(value, idx=...): store; what was there before."},
+    {"transpose", ref_transpose, METH_O, "transpose(permutation): a view."},
+    {"reshape", (PyCFunction)(void (*)(void))ref_reshape, METH_FASTCALL,
+     "reshape(*shape): a view."},
+    {"addupdate", KEYWORDS(ref_missing), "Not available."},
+    {"bitcast", KEYWORDS(ref_missing), "Not available."},
+    {NULL, NULL, 0, NULL}};
+
+static PyType_Slot ref_slots[] = {
+    {Py_tp_dealloc, ref_dealloc},
+    {Py_tp_repr, ref_repr},
+    {Py_tp_getset, ref_getset},
+    {Py_tp_methods, ref_methods},
+    {Py_mp_length, ref_length},
+    {Py_mp_subscript, ref_subscript},
+    {Py_mp_ass_subscript, ref_assign},
+    {Py_tp_doc, "Memory, a barrier or an accumulator of a kernel being traced."},
+    {0, NULL}};
+static PyType_Spec ref_spec = {"pallas_mgpu._core.Ref", sizeof(pmpy_traced), 0,
+                               Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, ref_slots};
+
+/* ---- functions ----------------------------------------------------------------------------- */
+
+/* The ref in `o`, usable now; NULL with TypeError for anything else. */
+static pmpy_traced *need_ref(pmpy_trace *t, const char *what, PyObject *o) {
+  if (!PMPY_IS_REF(o)) {
+    pmpy_fail(PM_E_TYPE, "%s: expected a Ref, got %s", what, Py_TYPE(o)->tp_name);
+    return NULL;
+  }
+  return pmpy_check_open(t, self_of(o)) ? NULL : self_of(o);
+}
+
+static PyObject *load(PyObject *module, PyObject *args, PyObject *kw) {
+  static char *names[] = {"ref", "layout", "optimized", NULL};
+  (void)module;
+  PyObject *o, *spec = Py_None;
+  int optimized = 1;
+  if (!PyArg_ParseTupleAndKeywords(args, kw, "O|Op:load", names, &o, &spec, &optimized))
+    return NULL;
+  pmpy_trace *t = pmpy_begin("load", o);
+  pmpy_traced *r = t ? need_ref(t, "load", o) : NULL;
+  if (!r || !can_access(r)) return NULL;
+  pm_layid layout = 0;
+  if (spec != Py_None) {
+    layout = pmpy_layout(t, spec, &r->type);
+    if (!layout) return NULL;
+  }
+  pm_val v;
+  if (r->type.space == PM_REGS) {
+    v = acc_value(t, r->val, 0);
+    pm_attr_arg attr = {.id = PM_ATTR_LAYOUT, .i = layout};
+    if (v && layout) v = pmpy_emit(t, PM_OP_LAYOUT_CAST, &v, 1, NULL, &attr, 1);
+  } else {
+    v = load_view(t, r->val, layout, optimized);
+  }
+  return v ? pmpy_traced_new(t, v, false) : NULL;
+}
+
+static PyObject *store(PyObject *module, PyObject *const *args, Py_ssize_t n) {
+  (void)module;
+  if (n != 2) return pmpy_fail(PM_E_TYPE, "store: expected a ref and a value");
+  pmpy_trace *t = pmpy_begin("store", args[0]);
+  pmpy_traced *r = t ? need_ref(t, "store", args[0]) : NULL;
+  if (!r || ref_assign((PyObject *)r, Py_Ellipsis, args[1])) return NULL;
+  Py_RETURN_NONE;
+}
+
+static PyObject *acc_load(PyObject *module, PyObject *const *args, Py_ssize_t n) {
+  (void)module;
+  int64_t pending = 0;
+  if (n < 1 || n > 2) return pmpy_fail(PM_E_TYPE, "acc_load: expected an accumulator and wait_n");
+  pmpy_trace *t = pmpy_begin("wgmma_accumulator_load", args[0]);
+  pmpy_traced *r = t ? need_ref(t, "wgmma_accumulator_load", args[0]) : NULL;
+  if (!r) return NULL;
+  if (r->type.kind != PM_REF || r->type.space != PM_REGS) {
+    return pmpy_fail(PM_E_TYPE, "wgmma_accumulator_load: expected an ACC ref, got %s",
+                     pmpy_type_text(&r->type));
+  }
+  if (n == 2 && args[1] == Py_None) {
+    pending = -1;
+  } else if (n == 2) {
+    if (pmpy_ints(args[1], "wait_n", &pending, 1) != 1) return NULL;
+    if (pending < -1)
+      return pmpy_fail(PM_E_VALUE,
+                       "wgmma_accumulator_load: wait_n is %lld, it must not be negative",
+                       (long long)pending);
+  }
+  pm_val v = acc_value(t, r->val, pending);
+  return v ? pmpy_traced_new(t, v, false) : NULL;
+}
+
+/* ---- allocation ---------------------------------------------------------------------------- */
+
+/* Allocations stand directly in the region of a scope. */
+static pmpy_trace *begin_alloc(const char *what) {
+  pmpy_trace *t = pmpy_begin(what, NULL);
+  if (!t) return NULL;
+  pm_opid parent = t->g->blocks.at[t->b.block].parent;
+  if (parent && pm_get(t->g, parent)->code == PM_OP_SCOPE) return t;
+  pmpy_fail(PM_E_RUNTIME, "%s: memory is allocated by pl.run_scoped or scratch_types only", what);
+  return NULL;
+}
+
+static PyObject *allocated(pmpy_trace *t, pm_val v, const char *name) {
+  if (!v) return NULL;
+  if (name) pmpy_name(t, v, name);
+  return pmpy_traced_new(t, v, false);
+}
+
+static PyObject *alloc_smem(PyObject *module, PyObject *args, PyObject *kw) {
+  static char *names[] = {"shape", "dtype", "tiling", "swizzle", "given", "name", NULL};
+  (void)module;
+  PyObject *shape, *dtype, *tiling = Py_None;
+  int swizzle = 0, given = 0;
+  const char *name = NULL;
+  pm_dtype d;
+  pm_type type = {.kind = PM_REF, .space = PM_SMEM};
+  int64_t tile[PM_MAX_RANK];
+  int n = 0;
+  if (!PyArg_ParseTupleAndKeywords(args, kw, "OO|Oipz:alloc_smem", names, &shape, &dtype, &tiling,
+                                   &swizzle, &given, &name) ||
+      pmpy_dtype_from(dtype, &d)) {
+    return NULL;
+  }
+  pmpy_trace *t = begin_alloc("SMEM");
+  if (!t || pmpy_shape(shape, "SMEM", &type)) return NULL;
+  if (tiling != Py_None) n = pmpy_ints(tiling, "tiling", tile, PM_MAX_RANK);
+  if (n < 0) return NULL;
+  type.dtype = (uint8_t)d;
+  pm_attr_arg attrs[] = {{.id = PM_ATTR_TILING, .list = tile, .n = (uint32_t)n},
+                         {.id = PM_ATTR_SWIZZLE, .i = swizzle},
+                         {.id = PM_ATTR_GIVEN, .i = given}};
+  return allocated(t, pmpy_emit(t, PM_OP_ALLOC_SMEM, NULL, 0, &type, attrs, 3), name);
+}
+
+static PyObject *alloc_barrier(PyObject *module, PyObject *args, PyObject *kw) {
+  static char *names[] = {"shape", "arrivals", "name", NULL};
+  (void)module;
+  PyObject *shape;
+  int arrivals;
+  const char *name = NULL;
+  pm_type type = {.kind = PM_BARRIER, .space = PM_SMEM};
+  if (!PyArg_ParseTupleAndKeywords(args, kw, "Oi|z:alloc_barrier", names, &shape, &arrivals, &name))
+    return NULL;
+  pmpy_trace *t = begin_alloc("Barrier");
+  if (!t || pmpy_shape(shape, "Barrier", &type)) return NULL;
+  pm_attr_arg attr = {.id = PM_ATTR_ARRIVALS, .i = arrivals};
+  return allocated(t, pmpy_emit(t, PM_OP_ALLOC_BARRIER, NULL, 0, &type, &attr, 1), name);
+}
+
+static PyObject *alloc_acc(PyObject *module, PyObject *args, PyObject *kw) {
+  static char *names[] = {"shape", "dtype", "init", "name", NULL};
+  (void)module;
+  PyObject *shape, *dtype, *init = Py_None;
+  const char *name = NULL;
+  pm_dtype d;
+  pmpy_arg x;
+  pm_type type = {.kind = PM_REF, .space = PM_REGS};
+  if (!PyArg_ParseTupleAndKeywords(args, kw, "OO|Oz:alloc_acc", names, &shape, &dtype, &init,
+                                   &name) ||
+      pmpy_dtype_from(dtype, &d)) {
+    return NULL;
+  }
+  pmpy_trace *t = begin_alloc("ACC");
+  if (!t || pmpy_shape(shape, "ACC", &type)) return NULL;
+  type.dtype = (uint8_t)d;
+  if (init != Py_None && (pmpy_arg_need(t, "ACC", init, &x) || !pmpy_arg_as(t, &x, x.type.dtype)))
+    return NULL;
+  bool has_init = init != Py_None;
+  return allocated(
+      t, pmpy_emit(t, PM_OP_ALLOC_ACC, has_init ? &x.val : NULL, has_init, &type, NULL, 0), name);
+}
+
+PyMethodDef pmpy_ref_functions[] = {
+    {"load", KEYWORDS(load), "load(ref, layout=None, optimized=True) -> Array"},
+    {"store", (PyCFunction)(void (*)(void))store, METH_FASTCALL, "store(ref, value)"},
+    {"acc_load", (PyCFunction)(void (*)(void))acc_load, METH_FASTCALL,
+     "acc_load(acc, wait_n=0) -> Array"},
+    {"alloc_smem", KEYWORDS(alloc_smem),
+     "alloc_smem(shape, dtype, tiling=None, swizzle=0, given=False, name=None) -> Ref"},
+    {"alloc_barrier", KEYWORDS(alloc_barrier), "alloc_barrier(shape, arrivals, name=None) -> Ref"},
+    {"alloc_acc", KEYWORDS(alloc_acc), "alloc_acc(shape, dtype, init=None, name=None) -> Ref"},
+    {NULL, NULL, 0, NULL}};
+
+int pmpy_init_ref(PyObject *module) {
+  pmpy.ref_type = (PyTypeObject *)PyType_FromModuleAndSpec(module, &ref_spec, NULL);
+  indexer_type = (PyTypeObject *)PyType_FromModuleAndSpec(module, &indexer_spec, NULL);
+  return pmpy.ref_type && indexer_type ? PyModule_AddType(module, pmpy.ref_type) : -1;
+}

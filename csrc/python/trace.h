@@ -1,0 +1,152 @@
+/* What trace.c, array.c, ref.c, promote.c and graph.c share: a trace in progress and its values.
+ *
+ * A traced value (Array or Ref) is an index into the graph of a Trace, with a copy of its type, so
+ * that it can be asked for shape and dtype when the graph is gone. It belongs to the region that
+ * was open when it was made (`serial`); it may be used while that region is open and its trace is
+ * the thread's current one. Everything else is UnexpectedTracerError.
+ *
+ * Functions that return int say 0 or -1 with an exception set; those that return a pm_val or
+ * pm_opid say 0 on failure; PyObject pointers are new references unless said. */
+#ifndef PMPY_TRACE_H
+#define PMPY_TRACE_H
+
+#include "module.h"
+
+enum { PMPY_PLACES = 16 };
+
+typedef struct pmpy_region {
+  pm_blk block;
+  uint32_t serial; /* never used twice in a trace */
+} pmpy_region;
+
+/* The file of a code object, looked up once: pm_intern'ed name, or 0 for a file of the package. */
+typedef struct pmpy_place {
+  PyObject *filename; /* owned */
+  uint32_t file;
+} pmpy_place;
+
+typedef struct pmpy_trace {
+  PyObject_HEAD pmpy_graph *graph; /* owned; NULL once finished or aborted */
+  pm_graph *g;                     /* graph->g */
+  pm_builder b;
+  struct pmpy_trace *below; /* owned; the trace that was current before enter() */
+  bool entered;
+  uint32_t serials, depth, capacity;
+  pmpy_region *region; /* stack of open regions; [0] is the kernel's body */
+  pmpy_place place[PMPY_PLACES];
+  uint32_t n_places;
+  PM_VEC(int32_t) alias; /* per output, in the graph's arena */
+} pmpy_trace;
+
+/* Array and Ref */
+typedef struct pmpy_traced {
+  PyObject_HEAD pmpy_trace *trace; /* owned */
+  pm_val val;
+  uint32_t serial;
+  bool weak;
+  pm_type type;
+} pmpy_traced;
+
+#define PMPY_IS_ARRAY(o) (Py_TYPE(o) == pmpy.array_type)
+#define PMPY_IS_REF(o) (Py_TYPE(o) == pmpy.ref_type)
+
+/* ---- trace.c ------------------------------------------------------------------------------- */
+
+/* The current trace (borrowed) with its builder at the user's line. Outside of a kernel NULL with
+ * RuntimeError, or UnexpectedTracerError if x (may be NULL) is a traced value. Every entry point
+ * calls it once. */
+pmpy_trace *pmpy_begin(const char *what, PyObject *x);
+/* Raise the exception of `code` with the user's place; always NULL. */
+PyObject *pmpy_fail(pm_code code, const char *fmt, ...) PM_PRINTF(2, 3);
+/* The same for the exceptions about tracers. */
+PyObject *pmpy_tracer_fail(enum pmpy_tracer_error which, const char *fmt, ...) PM_PRINTF(2, 3);
+/* May the value be used in trace t now? 0 or -1 with UnexpectedTracerError. */
+int pmpy_check_open(const pmpy_trace *t, const pmpy_traced *x);
+
+/* Add an op without regions; its first result (1 if it has none), or 0. */
+pm_val pmpy_emit(pmpy_trace *t, pm_opcode code, const pm_val *in, uint32_t n_in,
+                 const pm_type *given, const pm_attr_arg *attrs, uint32_t n_attrs);
+/* Object for a value made in the open region. */
+PyObject *pmpy_traced_new(pmpy_trace *t, pm_val val, bool weak);
+/* Name of a value in dumps and generated code. */
+void pmpy_name(pmpy_trace *t, pm_val val, const char *name);
+/* "float32[128,64]", in a static buffer of the thread */
+const char *pmpy_type_text(const pm_type *type);
+
+/* int, or a sequence of ints, of at most `max` entries; what names the argument. Count, or -1. */
+int pmpy_ints(PyObject *o, const char *what, int64_t *out, uint32_t max);
+/* Shape: as pmpy_ints, extents >= 1 checked, into type->rank and dim. */
+int pmpy_shape(PyObject *o, const char *what, pm_type *type);
+PyObject *pmpy_shape_tuple(const pm_type *type);
+/* reshape's arguments: ints or one sequence, one of them may be -1 */
+int pmpy_reshape_args(const pm_type *from, PyObject *const *args, Py_ssize_t n, pm_code mismatch,
+                      pm_type *to);
+/* Layout id of a layout spec for an array, or 0. */
+pm_layid pmpy_layout(pmpy_trace *t, PyObject *spec, const pm_type *array);
+extern PyMethodDef pmpy_trace_functions[];
+
+/* ---- promote.c ----------------------------------------------------------------------------- */
+
+/* An operand as the user gave it: a value of the graph, or a number not yet in it. */
+typedef struct pmpy_arg {
+  pm_val val; /* 0: a number */
+  pm_type type;
+  bool weak;
+  pm_scalar number; /* double if type.dtype floats, else int64 */
+} pmpy_arg;
+
+/* 1: done, 0: no operand of an array op (no exception), -1: exception. Nothing is emitted. */
+int pmpy_arg_from(pmpy_trace *t, PyObject *o, pmpy_arg *out);
+/* The same, where anything else is a TypeError naming `op`. 0 or -1. */
+int pmpy_arg_need(pmpy_trace *t, const char *op, PyObject *o, pmpy_arg *out);
+void pmpy_promote(const pmpy_arg *args, uint32_t n, pm_dtype *dtype, bool *weak);
+/* Into the graph with this dtype (by value). The val, or 0. */
+pm_val pmpy_arg_as(pmpy_trace *t, pmpy_arg *x, pm_dtype dtype);
+/* Shapes made equal (rank 0 stays, it meets anything); all have a val already. */
+int pmpy_broadcast(pmpy_trace *t, const char *op, pmpy_arg *args, uint32_t n);
+/* RESHAPE, or what it was before if that has the shape already: x[:, None] broadcasts as x itself.
+ */
+pm_val pmpy_reshape(pmpy_trace *t, pm_val x, const pm_type *to);
+pm_val pmpy_number(pmpy_trace *t, const pm_type *type, pm_scalar number);
+extern PyMethodDef pmpy_promote_functions[];
+int pmpy_init_promote(void);
+
+/* What the operators do, by number; the names of binary() and unary() lead here. */
+typedef enum pmpy_binop {
+  PMPY_SIMPLE,
+  PMPY_COMPARE,
+  PMPY_TRUE_DIVIDE,
+  PMPY_FLOOR_DIVIDE,
+  PMPY_MOD,
+  PMPY_POW
+} pmpy_binop;
+/* New Array; NotImplemented where an operand is foreign to us and `foreign_ok`. */
+PyObject *pmpy_binary(pmpy_binop how, pm_opcode code, const char *name, PyObject *x, PyObject *y,
+                      bool foreign_ok);
+PyObject *pmpy_unary(pm_opcode code, PyObject *x);
+PyObject *pmpy_convert(pmpy_trace *t, pmpy_arg *x, pm_dtype dtype, bool weak);
+PyObject *pmpy_select(pmpy_trace *t, pmpy_arg *cond, pmpy_arg *x, pmpy_arg *y);
+
+/* ---- array.c ------------------------------------------------------------------------------- */
+
+int pmpy_init_array(PyObject *module);
+extern PyMethodDef pmpy_array_functions[];
+
+/* ---- ref.c --------------------------------------------------------------------------------- */
+
+/* An index, one entry per dimension. start PM_DYNAMIC: the next of dyn; size PM_DROPPED: an int. */
+typedef struct pmpy_index {
+  uint32_t n_dyn;
+  bool full; /* the whole value */
+  uint8_t n_new;
+  uint8_t new_at[PM_MAX_RANK]; /* None: before the n-th kept dimension (arrays only) */
+  int64_t start[PM_MAX_RANK], size[PM_MAX_RANK];
+  pm_val dyn[PM_MAX_RANK];
+} pmpy_index;
+
+int pmpy_parse_index(pmpy_trace *t, PyObject *idx, const pm_type *type, bool array,
+                     pmpy_index *out);
+int pmpy_init_ref(PyObject *module);
+extern PyMethodDef pmpy_ref_functions[];
+
+#endif

@@ -1,0 +1,201 @@
+/* A cubin loaded on one device, and its launch.
+ *
+ * Everything that does not depend on pointers is made once by pm_kernel_load: launch attributes, the
+ * recipes of tensor maps in the driver's terms, the addresses' alignment. A launch encodes the maps
+ * on its own stack, so kernels are immutable and free of locks. */
+#include "driver.h"
+
+#include <stdio.h>
+
+enum { MAX_ARGS = 128, MAX_MAPS = 64, MAX_PORTABLE_CLUSTER = 8 };
+
+struct pm_kernel {
+  const pm_device *device;
+  cu_module module;
+  cu_function function;
+  cu_launch_config config;
+  cu_launch_attr attrs[2];
+  uint32_t n_args, n_maps, n_params;
+  struct pm_program_arg args[MAX_ARGS];
+  int64_t align[MAX_ARGS];
+  pm_tensor_map maps[MAX_MAPS];
+  char name[256];
+};
+
+static const int map_dtype[PM_DTYPE_COUNT] = {
+    [PM_BOOL] = CU_MAP_U8, [PM_I8] = CU_MAP_U8,   [PM_I16] = CU_MAP_U16, [PM_I32] = CU_MAP_I32,
+    [PM_U8] = CU_MAP_U8,   [PM_U16] = CU_MAP_U16, [PM_U32] = CU_MAP_U32, [PM_F16] = CU_MAP_F16,
+    [PM_BF16] = CU_MAP_BF16, [PM_F32] = CU_MAP_F32};
+
+/* ---- load --------------------------------------------------------------------------------- */
+
+static pm_code check_program(const pm_program *p, pm_err *err) {
+  if (p->n_args > MAX_ARGS || p->n_params > MAX_ARGS || p->n_maps > MAX_MAPS)
+    return pm_fail(err, PM_E_NOT_IMPLEMENTED,
+                   "the kernel has %u parameters and %u tensor maps; at most %d and %d are "
+                   "supported. Use fewer arrays or fewer differently shaped copies",
+                   p->n_args, p->n_maps, MAX_ARGS, MAX_MAPS);
+  for (uint32_t i = 0; i < p->n_args; i++)
+    if (p->args[i].param < 0 || (uint32_t)p->args[i].param >= p->n_params ||
+        (p->args[i].kind == PM_ARG_TENSOR_MAP && p->args[i].map >= p->n_maps))
+      return pm_fail(err, PM_E_INTERNAL, "parameter %u of the program is out of range", i);
+  return PM_OK;
+}
+
+static void prepare(pm_kernel *k, const pm_program *p) {
+  uint32_t n = 0, cluster = p->cluster[0] * p->cluster[1] * p->cluster[2];
+  k->n_args = p->n_args;
+  k->n_maps = p->n_maps;
+  k->n_params = p->n_params;
+  if (p->n_args) memcpy(k->args, p->args, p->n_args * sizeof *p->args);
+  for (uint32_t i = 0; i < p->n_params; i++) k->align[i] = pm_max(p->align[i], 1);
+  if (p->n_maps) memcpy(k->maps, p->maps, p->n_maps * sizeof *p->maps);
+  snprintf(k->name, sizeof k->name, "%s", p->entry);
+  if (cluster > 1) {
+    k->attrs[n].id = CU_LAUNCH_CLUSTER;
+    memcpy(k->attrs[n++].value.cluster, p->cluster, sizeof p->cluster);
+  }
+  if (p->pdl) {
+    k->attrs[n].id = CU_LAUNCH_PDL;
+    k->attrs[n++].value.pdl = 1;
+  }
+  k->config = (cu_launch_config){.grid = {p->grid[0], p->grid[1], p->grid[2]},
+                                 .block = {p->block, 1, 1},
+                                 .smem = p->smem_bytes,
+                                 .attrs = k->attrs,
+                                 .n_attrs = n};
+}
+
+static pm_code load_failed(const pm_kernel *k, const pm_program *p, cu_result r, pm_err *err) {
+  const pm_device_info *d = &k->device->info;
+  if (r == CU_NO_BINARY_FOR_GPU || r == CU_INVALID_IMAGE || r == CU_UNSUPPORTED_PTX_VERSION)
+    return pm_cu_fail(err, PM_E_DRIVER, r,
+                      "%s (compute capability %d.%d, driver for CUDA %d.%d) refused kernel %s, "
+                      "compiled for %d.%d. If the GPU fits, the driver is older than the NVRTC that "
+                      "compiled it: update the driver, or install the NVRTC of CUDA %d",
+                      d->name, d->arch / 10, d->arch % 10, d->driver_version / 1000,
+                      d->driver_version % 1000 / 10, k->name, p->arch / 10, p->arch % 10,
+                      d->driver_version / 1000);
+  return pm_cu_fail(err, PM_E_LAUNCH, r, "kernel %s cannot be loaded on CUDA device %d", k->name,
+                    d->ordinal);
+}
+
+static cu_result load(pm_kernel *k, const pm_cubin *c, const pm_program *p) {
+  uint32_t cluster = p->cluster[0] * p->cluster[1] * p->cluster[2];
+  cu_result r = pm_cu.cuModuleLoadData(&k->module, c->image);
+  if (!r) r = pm_cu.cuModuleGetFunction(&k->function, k->module, p->entry);
+  if (!r && p->smem_bytes)
+    r = pm_cu.cuFuncSetAttribute(k->function, CU_FUNC_DYNAMIC_SMEM, (int)p->smem_bytes);
+  if (!r && cluster > MAX_PORTABLE_CLUSTER)
+    r = pm_cu.cuFuncSetAttribute(k->function, CU_FUNC_NON_PORTABLE_CLUSTER, 1);
+  return r;
+}
+
+pm_code pm_kernel_load(int device, const pm_cubin *c, const pm_program *p, pm_kernel **out,
+                       pm_err *err) {
+  const pm_device *d;
+  bool pushed;
+  *out = NULL;
+  if (check_program(p, err) || pm_device_need(device, &d, err)) return err->code;
+  pm_kernel *k = pm_malloc(sizeof *k);
+  if (!k) return pm_fail(err, PM_E_MEMORY, "the host is out of memory");
+  memset(k, 0, sizeof *k);
+  k->device = d;
+  prepare(k, p);
+  if (pm_enter(d, &pushed, err)) goto failed;
+  cu_result r = load(k, c, p);
+  pm_leave(pushed);
+  if (r) {
+    load_failed(k, p, r, err);
+    goto failed;
+  }
+  *out = k;
+  return PM_OK;
+failed:
+  pm_kernel_free(k);
+  return err->code;
+}
+
+void pm_kernel_free(pm_kernel *k) {
+  PM_IGNORED(ignored);
+  bool pushed;
+  if (!k) return;
+  if (k->module && !pm_driver_need(&ignored) && !pm_enter(k->device, &pushed, &ignored)) {
+    pm_cu.cuModuleUnload(k->module);
+    pm_leave(pushed);
+  }
+  pm_free(k);
+}
+
+/* ---- launch ------------------------------------------------------------------------------- */
+
+static pm_code misaligned(const pm_kernel *k, uint32_t param, uint64_t ptr, pm_err *err) {
+  return pm_fail(err, PM_E_VALUE,
+                 "kernel %s: argument %u (operands, then outputs, from 0) is at address 0x%llx, "
+                 "but its copies need an address divisible by %lld. Pass an array that begins "
+                 "there, for example a copy instead of a slice",
+                 k->name, param, (unsigned long long)ptr, (long long)k->align[param]);
+}
+
+static pm_code encode_failed(const pm_kernel *k, const pm_tensor_map *m, uint64_t ptr, cu_result r,
+                             pm_err *err) {
+  char dims[PM_TMA_RANK * 64];
+  size_t n = 0;
+  for (uint32_t i = 0; i < m->rank; i++)
+    n += (size_t)snprintf(dims + n, sizeof dims - n, "%s%llu of stride %llu, box %u", i ? "; " : "",
+                          (unsigned long long)m->dim[i], (unsigned long long)m->stride[i],
+                          m->box[i]);
+  return pm_cu_fail(err, PM_E_TENSOR_MAP, r,
+                    "kernel %s: no tensor map can be made for argument %d (operands, then outputs, "
+                    "from 0): %s at address 0x%llx, swizzle %d bytes, innermost dimension first: %s",
+                    k->name, m->param, pm_dtypes[m->dtype].text, (unsigned long long)ptr,
+                    m->swizzle, dims);
+}
+
+static cu_result encode(const pm_tensor_map *m, uint64_t ptr, cu_tensor_map *out) {
+  static const uint32_t ones[PM_TMA_RANK] = {1, 1, 1, 1, 1};
+  int swizzle = m->swizzle == 128 ? 3 : m->swizzle == 64 ? 2 : m->swizzle == 32 ? 1 : 0;
+  return pm_cu.cuTensorMapEncodeTiled(out, map_dtype[m->dtype], m->rank, (void *)(uintptr_t)ptr,
+                                      m->dim, m->stride + 1, m->box, ones, CU_MAP_NO_INTERLEAVE,
+                                      swizzle, CU_MAP_L2_128B, CU_MAP_OOB_ZEROS);
+}
+
+static pm_code launch_failed(const pm_kernel *k, cu_result r, pm_err *err) {
+  const cu_launch_config *c = &k->config;
+  const unsigned *cl = k->attrs[0].value.cluster;
+  bool clustered = c->n_attrs && k->attrs[0].id == CU_LAUNCH_CLUSTER;
+  return pm_cu_fail(err, PM_E_LAUNCH, r,
+                    "the launch of kernel %s on CUDA device %d failed (grid %u x %u x %u, cluster "
+                    "%u x %u x %u, %u threads, %u bytes of shared memory)",
+                    k->name, k->device->info.ordinal, c->grid[0], c->grid[1], c->grid[2],
+                    clustered ? cl[0] : 1, clustered ? cl[1] : 1, clustered ? cl[2] : 1,
+                    c->block[0], c->smem);
+}
+
+pm_code pm_kernel_launch(const pm_kernel *k, const uint64_t *pointers, void *stream, pm_err *err) {
+  cu_tensor_map maps[MAX_MAPS];
+  void *params[MAX_ARGS];
+  bool pushed;
+  cu_result r = CU_OK;
+  for (uint32_t i = 0; i < k->n_params; i++)
+    if (pointers[i] & (uint64_t)(k->align[i] - 1)) return misaligned(k, i, pointers[i], err);
+  if (pm_driver_need(err) || pm_enter(k->device, &pushed, err)) return err->code;
+  for (uint32_t i = 0; i < k->n_maps && !r; i++) {
+    const pm_tensor_map *m = &k->maps[i];
+    r = encode(m, pointers[m->param], &maps[i]);
+    if (r) encode_failed(k, m, pointers[m->param], r, err);
+  }
+  if (!r) {
+    for (uint32_t i = 0; i < k->n_args; i++) {
+      const struct pm_program_arg *a = &k->args[i];
+      params[i] = a->kind == PM_ARG_TENSOR_MAP ? (void *)&maps[a->map]
+                                               : (void *)(uintptr_t)&pointers[a->param];
+    }
+    cu_launch_config config = k->config;
+    config.stream = stream;
+    r = pm_cu.cuLaunchKernelEx(&config, k->function, params, NULL);
+    if (r) launch_failed(k, r, err);
+  }
+  pm_leave(pushed);
+  return r ? err->code : PM_OK;
+}

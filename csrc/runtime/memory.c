@@ -1,0 +1,174 @@
+/* Device memory, copies and the order of streams.
+ *
+ * Memory comes from one pool per device that keeps what is freed, in stream order; a request that
+ * fails is tried once more after the pool has given back what it keeps. Devices without pools (none
+ * of those the package compiles for) use cuMemAlloc and cuMemFree, which wait for the device. */
+#include "driver.h"
+
+/* Enter, do one driver call, leave. */
+#define IN_CONTEXT(ordinal, result, call)                                                          \
+  const pm_device *d;                                                                              \
+  bool pushed;                                                                                     \
+  if (pm_device_need(ordinal, &d, err) || pm_enter(d, &pushed, err)) return err->code;             \
+  cu_result result = (call);                                                                       \
+  pm_leave(pushed)
+
+static cu_result take(const pm_device *d, size_t bytes, cu_stream s, cu_ptr *ptr) {
+  if (!d->pool) return pm_cu.cuMemAlloc(ptr, bytes);
+  cu_result r = pm_cu.cuMemAllocFromPoolAsync(ptr, bytes, d->pool, s);
+  if (r != CU_OUT_OF_MEMORY) return r;
+  pm_cu.cuCtxSynchronize();
+  pm_cu.cuMemPoolTrimTo(d->pool, 0);
+  return pm_cu.cuMemAllocFromPoolAsync(ptr, bytes, d->pool, s);
+}
+
+pm_code pm_device_alloc(int device, size_t bytes, void *stream, uint64_t *ptr, pm_err *err) {
+  *ptr = 0;
+  if (!bytes) return PM_OK;
+  IN_CONTEXT(device, r, take(d, bytes, stream, ptr));
+  if (r)
+    return pm_cu_fail(err, PM_E_DEVICE_MEMORY, r, "CUDA device %d gave no %zu bytes of memory",
+                      device, bytes);
+  return PM_OK;
+}
+
+void pm_device_free(int device, uint64_t ptr, void *stream) {
+  PM_IGNORED(ignored);
+  const pm_device *d;
+  bool pushed;
+  if (!ptr || pm_device_need(device, &d, &ignored) || pm_enter(d, &pushed, &ignored)) return;
+  if (d->pool) pm_cu.cuMemFreeAsync(ptr, stream);
+  else pm_cu.cuMemFree(ptr);
+  pm_leave(pushed);
+}
+
+void pm_device_free_synchronized(int device, uint64_t ptr) {
+  PM_IGNORED(ignored);
+  const pm_device *d;
+  bool pushed;
+  if (!ptr || pm_device_need(device, &d, &ignored) || pm_enter(d, &pushed, &ignored)) return;
+  if (!pm_cu.cuCtxSynchronize()) pm_cu.cuMemFree(ptr); /* else leave it: it may be in use */
+  pm_leave(pushed);
+}
+
+/* The driver's complaint about a copy may come from a kernel that ran before it. */
+static pm_code copied(int device, cu_result r, const char *what, size_t bytes, pm_err *err) {
+  if (!r) return PM_OK;
+  return pm_cu_fail(err, PM_E_DRIVER, r, "%s of %zu bytes on CUDA device %d failed", what, bytes,
+                    device);
+}
+
+pm_code pm_copy_to_device(int device, uint64_t dst, const void *src, size_t bytes, void *stream,
+                          pm_err *err) {
+  if (!bytes) return PM_OK;
+  IN_CONTEXT(device, r, pm_cu.cuMemcpyHtoDAsync(dst, src, bytes, stream));
+  return copied(device, r, "a copy from the host", bytes, err);
+}
+
+pm_code pm_copy_to_host(int device, void *dst, uint64_t src, size_t bytes, void *stream,
+                        pm_err *err) {
+  if (!bytes) return PM_OK;
+  IN_CONTEXT(device, r, pm_cu.cuMemcpyDtoHAsync(dst, src, bytes, stream));
+  return copied(device, r, "a copy to the host", bytes, err);
+}
+
+pm_code pm_copy_on_device(int device, uint64_t dst, uint64_t src, size_t bytes, void *stream,
+                          pm_err *err) {
+  if (!bytes) return PM_OK;
+  IN_CONTEXT(device, r, pm_cu.cuMemcpyDtoDAsync(dst, src, bytes, stream));
+  return copied(device, r, "a copy", bytes, err);
+}
+
+pm_code pm_device_memset(int device, uint64_t dst, int byte, size_t bytes, void *stream,
+                         pm_err *err) {
+  if (!bytes) return PM_OK;
+  IN_CONTEXT(device, r, pm_cu.cuMemsetD8Async(dst, (unsigned char)byte, bytes, stream));
+  return copied(device, r, "a fill", bytes, err);
+}
+
+static cu_result store(cu_ptr dst, uint32_t value, size_t bytes, cu_stream s) {
+  if (bytes == 1) return pm_cu.cuMemsetD8Async(dst, (unsigned char)value, 1, s);
+  if (bytes == 2) return pm_cu.cuMemsetD16Async(dst, (unsigned short)value, 1, s);
+  return pm_cu.cuMemsetD32Async(dst, value, 1, s);
+}
+
+pm_code pm_device_store(int device, uint64_t dst, uint32_t value, size_t bytes, void *stream,
+                        pm_err *err) {
+  IN_CONTEXT(device, r, store(dst, value, bytes, stream));
+  return copied(device, r, "a fill", bytes, err);
+}
+
+pm_code pm_synchronize(int device, void *stream, pm_err *err) {
+  IN_CONTEXT(device, r, pm_cu.cuStreamSynchronize(stream));
+  if (r) return pm_cu_fail(err, PM_E_LAUNCH, r, "work on CUDA device %d failed", device);
+  return PM_OK;
+}
+
+pm_code pm_stream_order(int device, void *before, void *after, pm_err *err) {
+  if (before == after) return PM_OK;
+  const pm_device *d;
+  bool pushed;
+  cu_event e;
+  if (pm_device_need(device, &d, err) || pm_enter(d, &pushed, err)) return err->code;
+  cu_result r = pm_cu.cuEventCreate(&e, CU_NO_TIMING);
+  if (!r) {
+    r = pm_cu.cuEventRecord(e, before);
+    if (!r) r = pm_cu.cuStreamWaitEvent(after, e, 0);
+    pm_cu.cuEventDestroy(e); /* the driver keeps it until the wait is over */
+  }
+  pm_leave(pushed);
+  if (r) return pm_cu_fail(err, PM_E_DRIVER, r, "two streams of device %d cannot be ordered", device);
+  return PM_OK;
+}
+
+pm_code pm_mark(int device, void *stream, void **mark, pm_err *err) {
+  const pm_device *d;
+  bool pushed;
+  cu_event e = NULL;
+  if (pm_device_need(device, &d, err) || pm_enter(d, &pushed, err)) return err->code;
+  cu_result r = pm_cu.cuEventCreate(&e, CU_NO_TIMING);
+  if (!r) r = pm_cu.cuEventRecord(e, stream);
+  if (r && e) pm_cu.cuEventDestroy(e);
+  pm_leave(pushed);
+  if (r) return pm_cu_fail(err, PM_E_DRIVER, r, "no event can be recorded on device %d", device);
+  *mark = e;
+  return PM_OK;
+}
+
+bool pm_mark_passed(int device, void *mark) {
+  PM_IGNORED(ignored);
+  const pm_device *d;
+  bool pushed;
+  if (pm_device_need(device, &d, &ignored) || pm_enter(d, &pushed, &ignored)) return false;
+  bool passed = pm_cu.cuEventQuery(mark) == CU_OK;
+  if (passed) pm_cu.cuEventDestroy(mark);
+  pm_leave(pushed);
+  return passed;
+}
+
+pm_code pm_private_stream(int device, void **stream, pm_err *err) {
+  const pm_device *d;
+  if (pm_device_need(device, &d, err)) return err->code;
+  *stream = d->stream;
+  return PM_OK;
+}
+
+pm_code pm_device_of(uint64_t ptr, int *device, pm_err *err) {
+  if (pm_driver_need(err)) return err->code;
+  cu_result r = pm_cu.cuPointerGetAttribute(device, CU_POINTER_DEVICE, ptr);
+  if (r)
+    return pm_cu_fail(err, PM_E_VALUE, r, "address 0x%llx is not CUDA memory",
+                      (unsigned long long)ptr);
+  return PM_OK;
+}
+
+bool pm_stream_is_capturing(int device, void *stream) {
+  PM_IGNORED(ignored);
+  const pm_device *d;
+  bool pushed;
+  int status = 0;
+  if (pm_device_need(device, &d, &ignored) || pm_enter(d, &pushed, &ignored)) return false;
+  if (pm_cu.cuStreamIsCapturing(stream, &status)) status = 0;
+  pm_leave(pushed);
+  return status != 0;
+}

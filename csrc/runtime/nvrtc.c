@@ -1,0 +1,229 @@
+/* libnvrtc: where it is, opening it, one compilation.
+ *
+ * Candidates in order: PALLAS_MGPU_NVRTC (binding), the hint, LD_LIBRARY_PATH, CUDA_HOME and
+ * CUDA_PATH, /usr/local/cuda, then the loader's own search. All but the last have a path that is
+ * known without opening anything, so that a hit in the disk cache, whose key names the library,
+ * opens none. A GPU's driver decides which major version comes first, since a cubin of a newer major
+ * version may be refused by it. */
+#define _GNU_SOURCE /* dladdr */
+#include <dlfcn.h>
+#include <limits.h>
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <sys/stat.h>
+
+#include "../base/env.h"
+#include "compile.h"
+#include "driver.h"
+
+typedef struct pm_nvrtc_table {
+#define PM_NVRTC(name, result, parameters) result(*name) parameters;
+#include "nvrtc.def"
+#undef PM_NVRTC
+} pm_nvrtc_table;
+
+static const char *const sonames[] = {"libnvrtc.so.13", "libnvrtc.so.12"};
+
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static char hint[PATH_MAX];
+static char found[PATH_MAX]; /* the choice, once made; under lock */
+static pm_nvrtc_table nvrtc; /* filled once `ready` */
+static atomic_bool ready;
+static int version_major, version_minor;
+
+void pm_nvrtc_hint(const char *path) {
+  pthread_mutex_lock(&lock);
+  snprintf(hint, sizeof hint, "%s", path ? path : "");
+  pthread_mutex_unlock(&lock);
+}
+
+/* ---- search ------------------------------------------------------------------------------- */
+
+static bool take(const char *path) {
+  struct stat st;
+  if (stat(path, &st) || !S_ISREG(st.st_mode)) return false;
+  if (!realpath(path, found)) found[0] = 0;
+  return found[0] != 0;
+}
+
+static bool take_in(const char *dir, size_t n, const char *below, const char *soname) {
+  char path[PATH_MAX];
+  int len = snprintf(path, sizeof path, "%.*s%s/%s", (int)n, dir, below, soname);
+  return n && len > 0 && (size_t)len < sizeof path && take(path);
+}
+
+static bool take_in_list(const char *list, const char *soname) {
+  while (list && *list) {
+    size_t n = strcspn(list, ":");
+    if (take_in(list, n, "", soname)) return true;
+    list += n + (list[n] == ':');
+  }
+  return false;
+}
+
+static bool take_known(const char *soname) {
+  static const char *const homes[] = {"CUDA_HOME", "CUDA_PATH"};
+  if (take_in_list(getenv("LD_LIBRARY_PATH"), soname)) return true;
+  for (size_t i = 0; i < PM_COUNT(homes); i++) {
+    const char *home = getenv(homes[i]);
+    if (home && take_in(home, strlen(home), "/lib64", soname)) return true;
+  }
+  return take_in("/usr/local/cuda", strlen("/usr/local/cuda"), "/lib64", soname);
+}
+
+static bool take_by_loader(const char *soname) {
+  Dl_info info;
+  void *lib = dlopen(soname, RTLD_NOW | RTLD_LOCAL);
+  void *symbol = lib ? dlsym(lib, "nvrtcVersion") : NULL;
+  return symbol && dladdr(symbol, &info) && info.dli_fname && take(info.dli_fname);
+}
+
+/* Fill `found`; the lock is held. */
+static pm_code search(pm_err *err) {
+  const char *given = pm_env(PM_ENV_NVRTC);
+  if (found[0]) return PM_OK;
+  if (*given) {
+    if (take(given)) return PM_OK;
+    return pm_fail(err, PM_E_NVRTC, "%s names %s, which is no file",
+                   pm_env_table[PM_ENV_NVRTC].variable, given);
+  }
+  if (hint[0] && take(hint)) return PM_OK;
+  int driver = pm_driver_version();
+  bool old = driver && driver < 13000;
+  for (size_t i = 0; i < PM_COUNT(sonames); i++)
+    if (take_known(sonames[old ? PM_COUNT(sonames) - 1 - i : i])) return PM_OK;
+  for (size_t i = 0; i < PM_COUNT(sonames); i++)
+    if (take_by_loader(sonames[old ? PM_COUNT(sonames) - 1 - i : i])) return PM_OK;
+  return pm_fail(err, PM_E_NVRTC,
+                 "libnvrtc, the CUDA run-time compiler, was not found. Install it with "
+                 "pip install 'pallas_mgpu[cu13]', or name a libnvrtc.so in %s",
+                 pm_env_table[PM_ENV_NVRTC].variable);
+}
+
+pm_code pm_nvrtc_identity(char *out, size_t size, pm_err *err) {
+  struct stat st;
+  pthread_mutex_lock(&lock);
+  if (!search(err)) {
+    if (stat(found, &st)) memset(&st, 0, sizeof st);
+    snprintf(out, size, "%s %lld %lld.%09ld", found, (long long)st.st_size,
+             (long long)st.st_mtim.tv_sec, st.st_mtim.tv_nsec);
+  }
+  pthread_mutex_unlock(&lock);
+  return err->code;
+}
+
+/* ---- the library -------------------------------------------------------------------------- */
+
+static pm_code open_found(pm_err *err) {
+  void *lib = dlopen(found, RTLD_NOW | RTLD_LOCAL);
+  if (!lib) return pm_fail(err, PM_E_NVRTC, "libnvrtc cannot be opened: %s", dlerror());
+#define PM_NVRTC(name, result, parameters)                                                   \
+  *(void **)&nvrtc.name = dlsym(lib, #name);                                                       \
+  if (!nvrtc.name)                                                                                 \
+    return pm_fail(err, PM_E_NVRTC, "%s is too old: it has no " #name "; CUDA 12.0 or later is "   \
+                   "needed", found);
+#include "nvrtc.def"
+#undef PM_NVRTC
+  if (nvrtc.nvrtcVersion(&version_major, &version_minor))
+    return pm_fail(err, PM_E_NVRTC, "%s does not tell its version", found);
+  if (version_major < 12)
+    return pm_fail(err, PM_E_NVRTC, "%s is of CUDA %d.%d; 12.0 or later is needed", found,
+                   version_major, version_minor);
+  return PM_OK;
+}
+
+static pm_code need(pm_err *err) {
+  if (atomic_load_explicit(&ready, memory_order_acquire)) return PM_OK;
+  pm_code code = PM_OK;
+  pthread_mutex_lock(&lock);
+  if (!atomic_load_explicit(&ready, memory_order_relaxed)) {
+    code = search(err);
+    if (!code) code = open_found(err);
+    if (!code) atomic_store_explicit(&ready, true, memory_order_release);
+  }
+  pthread_mutex_unlock(&lock);
+  return code;
+}
+
+pm_code pm_nvrtc_version(int *major, int *minor, const char **path, pm_err *err) {
+  if (need(err)) return err->code;
+  *major = version_major;
+  *minor = version_minor;
+  *path = found;
+  return PM_OK;
+}
+
+/* ---- one compilation ---------------------------------------------------------------------- */
+
+/* Size and text of one product of NVRTC: cubin, PTX or log. */
+typedef int (*size_of)(nvrtc_program, size_t *);
+typedef int (*bytes_of)(nvrtc_program, char *);
+
+static char *fetch(nvrtc_program p, size_of size, bytes_of bytes, size_t *n) {
+  *n = 0;
+  if (size(p, n)) return NULL;
+  char *at = pm_malloc(*n + 1);
+  if (!at || bytes(p, at)) {
+    pm_free(at);
+    return NULL;
+  }
+  at[*n] = 0;
+  return at;
+}
+
+/* The place of the first error: "file(line): error". With #line it is the user's Python. */
+static void place_of_error(const char *log, pm_err *err) {
+  char file[sizeof err->file];
+  const char *at = strstr(log, "): error");
+  const char *open = at;
+  while (open && open > log && *open != '(') open--;
+  if (!open || *open != '(') return;
+  const char *start = open;
+  while (start > log && start[-1] != '\n') start--;
+  snprintf(file, sizeof file, "%.*s", (int)(open - start), start);
+  pm_err_at(err, file, (uint32_t)strtoul(open + 1, NULL, 10));
+}
+
+static pm_code refused(int result, const char *entry, const char *log, pm_err *err) {
+  if (result != NVRTC_COMPILATION)
+    return pm_fail(err, PM_E_COMPILE, "NVRTC %d.%d failed on kernel %s: %s\n%s", version_major,
+                   version_minor, entry, nvrtc.nvrtcGetErrorString(result), log ? log : "");
+  if (log) place_of_error(log, err);
+  return pm_fail(err, PM_E_COMPILE, "NVRTC %d.%d refused the CUDA text of kernel %s:\n%s",
+                 version_major, version_minor, entry, log ? log : "(it gave no reason)");
+}
+
+void pm_nvrtc_result_free(pm_nvrtc_result *r) {
+  pm_free(r->log);
+  pm_free(r->image);
+  pm_free(r->ptx);
+  *r = (pm_nvrtc_result){0};
+}
+
+pm_code pm_nvrtc_run(const char *text, const char *entry, const pm_options *o, bool want_cubin,
+                     bool want_ptx, pm_nvrtc_result *out, pm_err *err) {
+  nvrtc_program p = NULL;
+  char name[256];
+  size_t n;
+  *out = (pm_nvrtc_result){0};
+  if (need(err)) return err->code;
+  snprintf(name, sizeof name, "%s.cu", entry);
+  int r = nvrtc.nvrtcCreateProgram(&p, text, name, 0, NULL, NULL);
+  if (r) return refused(r, entry, NULL, err);
+  r = nvrtc.nvrtcCompileProgram(p, o->n, o->at);
+  out->log = fetch(p, nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, &n);
+  if (r) {
+    refused(r, entry, out->log, err);
+  } else {
+    if (want_cubin)
+      out->image = fetch(p, nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN, &out->image_size);
+    if (want_ptx) out->ptx = fetch(p, nvrtc.nvrtcGetPTXSize, nvrtc.nvrtcGetPTX, &out->ptx_size);
+    if (!out->log || (want_cubin && !out->image) || (want_ptx && !out->ptx))
+      pm_fail(err, PM_E_MEMORY, "the host is out of memory, or NVRTC gave no result");
+  }
+  nvrtc.nvrtcDestroyProgram(&p);
+  if (err->code) pm_nvrtc_result_free(out);
+  return err->code;
+}

@@ -1,0 +1,139 @@
+"""``python -m pallas_mgpu``: a pipelined tensor-core matmul, run and checked. ``info``: what was
+found."""
+
+import argparse
+import sys
+import time
+
+import numpy as np
+
+
+class _Progress:
+    """A line that says what goes on, for whatever lasts."""
+
+    def __init__(self):
+        self.live = sys.stderr.isatty()
+
+    def __call__(self, text):
+        if self.live:
+            print(f"\r\033[K{text} ...", end="", file=sys.stderr, flush=True)
+        else:
+            print(f"{text} ...", file=sys.stderr, flush=True)
+
+    def done(self):
+        if self.live:
+            print("\r\033[K", end="", file=sys.stderr, flush=True)
+
+
+def info():
+    """Print version, devices, NVRTC and cache."""
+    import pallas_mgpu
+
+    from . import _core
+
+    print(
+        f"pallas_mgpu {pallas_mgpu.__version__}, Python {sys.version.split()[0]}, NumPy"
+        f" {np.__version__}"
+    )
+    found = _core.system_info()
+    for d in found["devices"]:
+        print(
+            f"GPU {d['ordinal']}: {d['name']}, sm_{d['arch']}, {d['sm_count']} SMs, driver"
+            f" {d['driver']}"
+        )
+    if not found["devices"]:
+        print(f"GPU: none ({found['no_gpu']})")
+    print(f"NVRTC: {found['nvrtc']}")
+    print(f"cache: {found['cache_dir']}")
+    print(f"backend for host arrays: {found['backend']}")
+
+
+def demo(size, dtype, seconds):
+    """Run the matmul and check it; exit status 1 if it is wrong."""
+    import pallas_mgpu as plgpu
+
+    from . import _core
+    from ._matmul import matmul_kernel
+
+    found = _core.system_info()
+    gpu = found["backend"] == "cuda"
+    say = _Progress()
+    m, n, k = size or ((4096, 8192, 4096) if gpu else (1024, 1024, 1024))
+    where = found["devices"][0]["name"] if gpu else "CPU"
+    backend = "cuda" if gpu else "interpreter"
+    print(
+        f"matmul {m} x {n} x {k} {dtype} (M x N x K): wgmma, TMA, 128-byte swizzle, 4 steps in"
+        f" flight"
+    )
+    print(f"backend: {backend}, device: {where}")
+    if not gpu:
+        print(
+            f"no GPU is used ({found['no_gpu']}): this runs on the CPU interpreter, which checks"
+            " synchronisation and bounds and is not fast"
+        )
+
+    say("making random input")
+    rng = np.random.default_rng()
+    dt = np.dtype(plgpu.numpy.dtype(dtype))
+    a = rng.standard_normal((m, k), dtype=np.float32).astype(dt)
+    b = rng.standard_normal((k, n), dtype=np.float32).astype(dt)
+    kernel = matmul_kernel(m, n, k, dt)
+    if gpu:
+        say("copying to the GPU")
+        xa, xb = plgpu.device_put(a), plgpu.device_put(b)
+        say("tracing and compiling")
+        start = time.perf_counter()
+        out = kernel(xa, xb)
+        plgpu.synchronize()
+        first = time.perf_counter() - start
+        say("timing")
+        times = []
+        stop = time.perf_counter() + seconds
+        while len(times) < 5 or time.perf_counter() < stop:
+            start = time.perf_counter()
+            for _ in range(10):
+                kernel(xa, xb, out=out)
+            plgpu.synchronize()
+            times.append((time.perf_counter() - start) / 10)
+        took = float(np.median(times))
+        result = out.numpy()
+    else:
+        say("tracing and interpreting")
+        start = time.perf_counter()
+        result = kernel(a, b)
+        first = took = time.perf_counter() - start
+    say("checking against NumPy")
+    want = a.astype(np.float32) @ b.astype(np.float32)
+    error = float(np.linalg.norm(result.astype(np.float32) - want) / np.linalg.norm(want))
+    say.done()
+    bound = 4e-3 if dt.name == "bfloat16" else 6e-4
+    tflops = 2 * m * n * k / took / 1e12
+    print(f"first call {first * 1e3:.1f} ms, then {took * 1e3:.3f} ms a call: {tflops:.3g} TFLOP/s")
+    print(
+        f"relative error against NumPy: {error:.2e} ({'ok' if error < bound else 'WRONG'}, bound"
+        f" {bound:.0e})"
+    )
+    return 0 if error < bound else 1
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(prog="python -m pallas_mgpu", description=__doc__)
+    parser.add_argument("command", nargs="?", default="demo", choices=("demo", "info"))
+    parser.add_argument(
+        "--size", type=int, nargs=3, metavar=("M", "N", "K"), help="multiples of 128, 128 and 64"
+    )
+    parser.add_argument("--dtype", default="float16", choices=("float16", "bfloat16"))
+    parser.add_argument("--seconds", type=float, default=1.0, help="how long to time on a GPU")
+    args = parser.parse_args(argv)
+    if args.command == "info":
+        info()
+        return 0
+    try:
+        return demo(args.size, args.dtype, args.seconds)
+    except ValueError as e:
+        print(f"error: {e}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

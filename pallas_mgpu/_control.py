@@ -1,0 +1,431 @@
+"""Control flow and scopes of kernel bodies: loops, branches, allocation. Each builds one op with
+regions; bodies are traced once (twice where a weakly typed carry must first take its real
+dtype)."""
+
+from . import _core, tree
+from ._trace import Array, Leaves, Ref, env, same_type, type_text
+from ._types import Barrier, MemoryRef, MemorySpace, WGMMAAccumulatorRef, split_transforms
+
+
+def _index_scalar(x, what):
+    """Python int, or a traced integer scalar; everything else is refused."""
+    if isinstance(x, Array):
+        if x.shape != () or x.dtype.kind not in "iu":
+            raise TypeError(f"{what} must be an integer scalar, got {type_text(x)}")
+        return x
+    try:
+        return x.__index__()
+    except (AttributeError, TypeError):
+        raise TypeError(f"{what} must be an integer scalar, got {x!r}") from None
+
+
+def _compare(init, out, what):
+    """Raise TypeError unless a body's result matches its carry. True if a weak init must be
+    converted."""
+    if init.structure != out.structure:
+        raise TypeError(
+            f"{what} carry input and carry output must have the same pytree structure, got"
+            f" {tree.describe(init.structure)} and {tree.describe(out.structure)}"
+        )
+    repair = False
+    for k, (a, b) in enumerate(zip(init.values, out.values)):
+        if same_type(a, b):
+            continue
+        if isinstance(a, Array) and isinstance(b, Array) and a.shape == b.shape and a.weak_type:
+            repair = True
+            continue
+        raise TypeError(
+            f"{what} carry input and carry output must have identical types: leaf {k} goes in as"
+            f" {type_text(a)} and comes out as {type_text(b)}"
+        )
+    return repair
+
+
+def _repair(op, init, out):
+    """Drop the open loop and convert the weak leaves of its carry to the promotion of both
+    types."""
+    dtypes = [
+        None if same_type(a, b) else _core.promote_types([a, b])[0]
+        for a, b in zip(init.values, out.values)
+    ]
+    op.abandon()
+    init.values = [v if d is None else _core.convert(v, d) for v, d in zip(init.values, dtypes)]
+
+
+def _weak(values):
+    return [v.weak_type for v in values]
+
+
+def fori_loop(lower, upper, body_fun, init_val, *, unroll=None):
+    """``val = init_val; for i in range(lower, upper): val = body_fun(i, val)``.
+
+    Bounds are Python ints or integer scalars of one dtype. The body is traced once; ``i`` is always
+    traced. ``unroll`` (static bounds): True for all, an int that divides the trip count; ValueError
+    for traced bounds.
+    """
+    lower, upper = (
+        _index_scalar(lower, "fori_loop: lower"),
+        _index_scalar(upper, "fori_loop: upper"),
+    )
+    static = isinstance(lower, int) and isinstance(upper, int)
+    copies = _unroll("fori_loop", unroll, max(upper - lower, 0) if static else None)
+    if not static:
+        for x in (lower, upper):
+            if isinstance(x, Array) and not x.weak_type and x.dtype != "int32":
+                raise TypeError(
+                    "lower and upper arguments to fori_loop must have equal types, int32 or Python"
+                    f" int, got {type_text(x)}"
+                )
+    lo, hi = (_core.as_array(x, "int32") for x in (lower, upper))
+    init = Leaves(init_val, "fori_loop: init_val")
+    while True:
+        op = _core.open("for", (lo, hi, *init.arrays()), 1, unroll=copies)
+        try:
+            args = op.enter(0, weak=[static, *_weak(init.arrays())])
+            out = Leaves(body_fun(args[0], init.rebuild(args[1:])), "fori_loop: body_fun")
+            if not _compare(init, out, "fori_loop body"):
+                op.leave(out.arrays())
+                return init.rebuild(op.close())
+        except BaseException:
+            op.abandon()
+            raise
+        _repair(op, init, out)
+
+
+def _unroll(what, unroll, trips):
+    """The UNROLL attribute: 0 the whole loop, 1 none, n copies."""
+    if unroll is None or unroll is False:
+        return 1
+    if unroll is True:
+        return 0 if trips is not None else 1
+    if trips is None:
+        if unroll == 1:
+            return 1
+        raise ValueError(
+            f"Can only use `unroll` in `{what}` if the loop bounds are statically known"
+        )
+    if unroll < 1:
+        raise ValueError(f"{what}: unroll must be positive, got {unroll}")
+    if trips % unroll:
+        raise NotImplementedError(f"{what}: unroll={unroll} does not divide the {trips} iterations")
+    return int(unroll)
+
+
+def while_loop(cond_fun, body_fun, init_val):
+    """``val = init_val; while cond_fun(val): val = body_fun(val)``. The condition is a bool
+    scalar."""
+    init = Leaves(init_val, "while_loop: init_val")
+    while True:
+        op = _core.open("while", tuple(init.arrays()), 2)
+        try:
+            weak = _weak(init.arrays())
+            pred = cond_fun(init.rebuild(op.enter(0, weak=weak)))
+            if not isinstance(pred, Array):
+                pred = _core.as_array(pred)
+            if pred.shape != () or pred.dtype != bool:
+                raise TypeError(
+                    f"while_loop: cond_fun must return a bool scalar, got {type_text(pred)}"
+                )
+            op.leave([pred])
+            out = Leaves(body_fun(init.rebuild(op.enter(1, weak=weak))), "while_loop: body_fun")
+            if not _compare(init, out, "while_loop body"):
+                op.leave(out.arrays())
+                return init.rebuild(op.close())
+        except BaseException:
+            op.abandon()
+            raise
+        _repair(op, init, out)
+
+
+def _predicate(pred, what):
+    if not isinstance(pred, Array):
+        pred = _core.as_array(pred)
+    if pred.shape != ():
+        raise TypeError(f"{what}: the predicate must be a scalar, got {type_text(pred)}")
+    return pred if pred.dtype == bool else _core.binary("ne", pred, 0)
+
+
+def _branches(opname, selector, functions, what):
+    """IF or SWITCH over ``functions`` without arguments; results agree up to weakness."""
+    dtypes = None
+    while True:
+        op = _core.open(opname, (selector,), len(functions))
+        try:
+            outs = []
+            for k, f in enumerate(functions):
+                op.enter(k)
+                out = Leaves(f(), what)
+                if any(isinstance(v, Ref) for v in out.values):
+                    raise ValueError(f"{what}: a branch cannot return a ref")
+                if dtypes is not None:
+                    out.values = [_core.convert(v, d) for v, d in zip(out.values, dtypes)]
+                outs.append(out)
+                op.leave(out.values)
+            first = outs[0]
+            for out in outs[1:]:
+                if out.structure != first.structure:
+                    raise TypeError(
+                        f"{what}: branches must return the same pytree structure, got"
+                        f" {tree.describe(first.structure)} and {tree.describe(out.structure)}"
+                    )
+            columns = list(zip(*(o.values for o in outs)))
+            if all(same_type(col[0], v) for col in columns for v in col):
+                return tree.unflatten(first.structure, op.close())
+            wanted = []
+            for k, col in enumerate(columns):
+                strong = {v.dtype for v in col if not v.weak_type}
+                if len({v.shape for v in col}) > 1 or len(strong) > 1:
+                    raise TypeError(
+                        f"{what}: branches must have equal output types: leaf {k} is"
+                        f" {' and '.join(type_text(v) for v in col)}"
+                    )
+                wanted.append(strong.pop() if strong else _core.promote_types(list(col))[0])
+        except BaseException:
+            op.abandon()
+            raise
+        op.abandon()
+        dtypes = wanted
+
+
+def cond(pred, true_fun, false_fun, *operands):
+    """``true_fun(*operands) if pred else false_fun(*operands)``, both traced. ``pred`` is a
+    scalar."""
+    for x in operands:
+        if isinstance(x, Ref) and x.is_view:
+            raise TypeError("cond: a ref view cannot be an operand; close over it")
+    return _branches(
+        "if",
+        _predicate(pred, "cond"),
+        (lambda: true_fun(*operands), lambda: false_fun(*operands)),
+        "cond",
+    )
+
+
+def switch(index, branches, *operands):
+    """``branches[clamp(index)](*operands)``. ``index`` is an integer scalar."""
+    branches = tuple(branches)
+    if not branches:
+        raise ValueError("switch: at least one branch is needed")
+    if (
+        isinstance(index, (bool, float))
+        or isinstance(index, Array)
+        and index.dtype.kind not in "iu"
+    ):
+        raise TypeError(f"switch: the index must be an integer scalar, got {index!r}")
+    if len(branches) == 1:
+        return branches[0](*operands)
+    index = _core.as_array(_index_scalar(index, "switch: index"), "int32")
+    return _branches("switch", index, tuple(lambda f=f: f(*operands) for f in branches), "switch")
+
+
+def scan(f, init, xs=None, length=None, reverse=False, unroll=1):
+    """The loop form only: ``xs=None`` and ``f(carry, None) -> (carry, None)``."""
+    if xs is not None or reverse:
+        raise NotImplementedError(
+            "scan: only xs=None without reverse is supported in kernels; use lax.fori_loop and refs"
+        )
+    if length is None:
+        raise ValueError("scan: length must be given when xs is None")
+
+    def body(_, carry):
+        carry, y = f(carry, None)
+        if y is not None:
+            raise NotImplementedError("scan: f must return (carry, None) in kernels")
+        return carry
+
+    return fori_loop(0, length, body, init, unroll=None if unroll == 1 else unroll), None
+
+
+def when(condition):
+    """``@pl.when(cond)`` runs the function below it if ``cond``. A Python bool decides while
+    tracing; a traced scalar makes a branch. The function returns None."""
+
+    def wrap(f):
+        if isinstance(condition, bool):
+            if condition:
+                f()
+            return None
+
+        def run():
+            if f() is not None:
+                raise TypeError("pl.when: the function must return None")
+
+        cond(condition, run, lambda: None)
+        return None
+
+    return wrap
+
+
+def loop(lower, upper, *, init_carry=None, step=1, unroll=None):
+    """``@pl.loop(lower, upper)`` runs the function below it for each index, at once.
+
+    The body is ``body(i)``, or ``body(i, carry) -> carry`` with ``init_carry``; the decorated
+    name is the final carry. ``step`` may be traced like the bounds.
+    """
+
+    def wrap(body):
+        bounds = [
+            _index_scalar(x, f"pl.loop: {n}")
+            for x, n in ((lower, "lower"), (upper, "upper"), (step, "step"))
+        ]
+        lo, hi, by = bounds
+        if isinstance(by, int) and by < 1:
+            raise ValueError(f"pl.loop: step must be positive, got {by}")
+        if all(isinstance(x, int) for x in bounds):
+            trips = max(-(-(hi - lo) // by), 0)
+        else:
+            if not (unroll is None or unroll is False or unroll == 1):
+                raise ValueError(
+                    "Can only use `unroll` in `loop` if the loop bounds are statically known"
+                )
+            span = hi - lo
+            trips = (
+                span
+                if isinstance(by, int) and by == 1
+                else _core.binary("div", span + (by - 1), by)
+            )
+
+        def run(k, carry):
+            i = k if isinstance(by, int) and by == 1 else k * by
+            if not (isinstance(lo, int) and lo == 0):
+                i = i + lo
+            if init_carry is None:
+                if body(i) is not None:
+                    raise TypeError(
+                        "pl.loop: the body must return None when there is no init_carry"
+                    )
+                return None
+            return body(i, carry)
+
+        return fori_loop(
+            0, trips, run, init_carry, unroll=unroll if isinstance(trips, int) else None
+        )
+
+    return wrap
+
+
+# ---- scopes --------------------------------------------------------------------------------------
+
+
+def _is_descriptor(x):
+    return isinstance(x, (MemoryRef, Barrier, WGMMAAccumulatorRef)) or hasattr(x, "memory_space")
+
+
+def _allocate(x, collective, what):
+    """The ref of one descriptor."""
+    e = env(what)
+    if isinstance(x, WGMMAAccumulatorRef):
+        if collective:
+            raise ValueError(
+                f"{what}: ACC is private to a thread and cannot be allocated with"
+                f" collective_axes={collective!r}"
+            )
+        if x.initial is not None:
+            raise ValueError(f"{what}: a preinitialised ACC is only for pl.run_state")
+        return _core.alloc_acc(x.shape, x.dtype)
+    if not isinstance(x, (MemoryRef, Barrier)):
+        raise TypeError(
+            f"{what}: cannot allocate {x!r}; accepted are plgpu.SMEM(...), plgpu.ACC(...),"
+            " plgpu.Barrier(...) and pytrees of them"
+        )
+    if e.thread_name is not None and collective != (e.thread_name,):
+        raise NotImplementedError(
+            "Only thread-collective allocations are supported in kernels with threads: pass"
+            f" collective_axes={e.thread_name!r} to {what}"
+        )
+    if isinstance(x, Barrier):
+        n = 1
+        for d in x.num_barriers:
+            n *= d
+        if n > 32:
+            raise NotImplementedError(f"{what}: at most 32 barriers in one allocation, got {n}")
+        return _core.alloc_barrier(x.num_barriers, x.num_arrivals)
+    if x.memory_space is not MemorySpace.SMEM:
+        raise NotImplementedError(
+            f"{what}: {x.memory_space} cannot be allocated in a kernel; pass an operand"
+            " or an output instead"
+        )
+    tiling, swizzle = split_transforms(x.transforms, x.shape, x.dtype, what)
+    return _core.alloc_smem(
+        x.shape, x.dtype, tiling=tiling, swizzle=swizzle, given=bool(x.transforms)
+    )
+
+
+def run_scoped(f, *types, collective_axes=(), **kw_types):
+    """Allocate ``types``, call ``f(*refs, **kw_refs)``, return its result.
+
+    Types are pytrees of ``plgpu.SMEM``, ``plgpu.ACC``, ``plgpu.Barrier`` and None. In a kernel with
+    threads SMEM and barriers need ``collective_axes=thread_name`` (all threads share them), ACC
+    none. SMEM is undefined on entry. Refs must not leave the scope.
+    """
+    what = "run_scoped"
+    e = env(what)
+    axes = (collective_axes,) if isinstance(collective_axes, str) else tuple(collective_axes)
+    if axes and axes != (e.thread_name,):
+        raise ValueError(
+            f"{what}: collective_axes must be the thread axis"
+            f" {e.thread_name!r} or empty, got {collective_axes!r}"
+        )
+    op = _core.open("scope", (), 1, collective=1 if axes else 0)
+    try:
+        op.enter(0)
+        make = lambda x: _allocate(x, axes, what)  # noqa: E731
+        refs = [tree.map(make, t, is_leaf=_is_descriptor) for t in types]
+        kw_refs = {k: tree.map(make, t, is_leaf=_is_descriptor) for k, t in kw_types.items()}
+        leaves, structure = tree.flatten(f(*refs, **kw_refs))
+        for x in leaves:
+            if isinstance(x, Ref):
+                raise ValueError(f"{what}: a ref cannot leave its scope; return its contents")
+        arrays = [x for x in leaves if isinstance(x, Array)]
+        op.leave(arrays)
+        results = iter(op.close())
+    except BaseException:
+        op.abandon()
+        raise
+    return tree.unflatten(structure, [next(results) if isinstance(x, Array) else x for x in leaves])
+
+
+def with_scoped(*types, collective_axes=(), **kw_types):
+    """Decorator form of :func:`run_scoped`: ``with_scoped(...)(f)(*args)``; user arguments come
+    first."""
+
+    def wrap(f):
+        def inner(*args, **kwargs):
+            return run_scoped(
+                lambda *r, **kr: f(*args, *r, **kwargs, **kr),
+                *types,
+                collective_axes=collective_axes,
+                **kw_types,
+            )
+
+        return inner
+
+    return wrap
+
+
+def run_state(f):
+    """``run_state(f)(ACC.init(x))``: an accumulator that starts as ``x``; returns its final value
+    after all outstanding wgmmas. Leaves must be ``ACC.init(array)``."""
+
+    def inner(state):
+        leaves, structure = tree.flatten(state, is_leaf=_is_descriptor)
+        if not leaves or not all(
+            isinstance(x, WGMMAAccumulatorRef) and x.initial is not None for x in leaves
+        ):
+            raise NotImplementedError(
+                "run_state: in a kernel only ACC.init(array) leaves are supported"
+            )
+        op = _core.open("scope", (), 1, collective=0)
+        try:
+            op.enter(0)
+            refs = [_core.alloc_acc(x.shape, x.dtype, init=x.initial) for x in leaves]
+            if f(tree.unflatten(structure, refs)) is not None:
+                raise ValueError("run_state: the function must return None")
+            op.leave([_core.acc_load(r, 0) for r in refs])
+            results = op.close()
+        except BaseException:
+            op.abandon()
+            raise
+        return tree.unflatten(structure, results)
+
+    return inner

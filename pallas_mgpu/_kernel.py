@@ -1,0 +1,273 @@
+"""`kernel`: from a Python body to a callable on arrays.
+
+`_core.Kernel` is the callable; it looks a call up by its argument signature and asks
+`_Definition.trace` for a graph where it has none. Nested arguments (pytrees) take a slower road:
+one `_core.Kernel` per structure."""
+
+import functools
+
+from . import _core, _trace, tree
+from ._control import run_scoped
+from ._types import CompilerParams, InterpretParams, MemoryRef, MemorySpace, Mesh, ShapeDtypeStruct
+
+
+class _NotGiven:
+    def __repr__(self):
+        return "<not given>"
+
+
+_missing = _NotGiven()
+
+
+def _either(new, old, new_name, old_name):
+    """The value of a parameter with two spellings."""
+    if new is not _missing and old is not _missing:
+        raise ValueError(f"Cannot specify both {new_name} and {old_name}; use {new_name}")
+    if old is not _missing:
+        return old
+    return () if new is _missing else new
+
+
+def _is_shaped(x):
+    return hasattr(x, "shape") and hasattr(x, "dtype")
+
+
+class _Definition:
+    """Everything that is fixed before a call: the body, its mesh, its outputs and scratch."""
+
+    def __init__(self, body, out_type, scratch, params, mesh, interpret, debug):
+        if not callable(body):
+            raise TypeError(f"kernel: body must be callable, got {body!r}")
+        if params is None:
+            params = CompilerParams()
+        if not isinstance(params, CompilerParams):
+            raise TypeError(f"kernel: compiler_params must be plgpu.CompilerParams, got {params!r}")
+        if params.dimension_semantics is not None:
+            raise NotImplementedError(
+                "kernel: dimension_semantics is for pl.pallas_call; use lax.fori_loop or"
+                " plgpu.emit_pipeline for sequential axes"
+            )
+        if isinstance(scratch, (MemoryRef,)) or not isinstance(scratch, (tuple, list, dict)):
+            raise TypeError(
+                f"kernel: scratch_types must be a tuple, list or dict of descriptors, got"
+                f" {scratch!r}"
+            )
+        if not (interpret is None or isinstance(interpret, (bool, InterpretParams))):
+            raise TypeError(
+                f"kernel: interpret must be a bool or plgpu.InterpretParams, got {interpret!r}"
+            )
+        self.body, self.scratch, self.params, self.mesh = body, scratch, params, mesh
+        self.interpret = InterpretParams() if interpret is True else interpret or None
+        self.debug = debug
+        self.name = mesh.kernel_name or _body_name(body)
+        # out_type: a tuple or list gives one body argument per element, anything else gives one
+        self.wrapped = not (
+            isinstance(out_type, (tuple, list)) and not hasattr(out_type, "_fields")
+        )
+        items = (out_type,) if self.wrapped else tuple(out_type)
+        leaves, self.out_structure = tree.flatten(items, is_leaf=_is_shaped)
+        self.outs = []
+        for x in leaves:
+            if not _is_shaped(x):
+                raise TypeError(f"kernel: out_type leaves need shape and dtype, got {x!r}")
+            if getattr(x, "memory_space", MemorySpace.GMEM) not in (MemorySpace.GMEM, "gmem"):
+                raise ValueError(f"kernel: an output is in GMEM, got {x!r}")
+            self.outs.append(ShapeDtypeStruct(x.shape, x.dtype))
+        self.out_container = list if isinstance(out_type, list) else tuple
+        flat = tuple(s == tree.LEAF for s in self.out_structure[2])
+        self.simple_outputs = all(flat)
+
+    def make(self, structure=None):
+        """The callable for flat arguments, or for one structure of nested arguments."""
+        kind = "single" if self.wrapped else self.out_container.__name__
+        options = {"interpret": self.interpret, "outputs": kind, "debug": self.debug}
+        if not self.simple_outputs:
+            options["outputs"] = "tuple"
+            options["unflatten"] = self.unflatten
+        if structure is None:
+            options["structured"] = _Structured(self)
+        return _core.Kernel(self.name, functools.partial(self.trace, structure), options)
+
+    def unflatten(self, arrays):
+        """Nested outputs from the flat ones."""
+        out = tree.unflatten(self.out_structure, arrays)
+        return out[0] if self.wrapped else self.out_container(out)
+
+    def trace(self, structure, specs):
+        """``(graph, [(shape, dtype), ...])`` for arguments of the given ``(shape, dtype)``."""
+        mesh = self.mesh
+        t = _core.Trace(
+            self.name,
+            mesh.grid,
+            mesh.cluster,
+            mesh.num_threads or 1,
+            approx_math=self.params.approx_math,
+            no_auto_barriers=self.params.unsafe_no_auto_barriers,
+        )
+        names = iter(_parameter_names(self.body))
+        t.enter()
+        _trace.push(_trace.Env(mesh))
+        done = False
+        try:
+            n = len(specs) if structure is None else len(structure[2])
+            arg_names = [next(names, None) for _ in range(n)]
+            if structure is None:
+                args = [t.operand(s, d, name) for (s, d), name in zip(specs, arg_names)]
+            else:
+                leaf_names = _leaf_names(structure[2], arg_names)
+                refs = [t.operand(s, d, name) for (s, d), name in zip(specs, leaf_names)]
+                args = tree.unflatten(structure, refs)
+            outs_of = self.out_structure[2]
+            out_names = _leaf_names(outs_of, [next(names, None) for _ in outs_of])
+            outs = [t.output(o.shape, o.dtype, name) for o, name in zip(self.outs, out_names)]
+            out_args = tree.unflatten(self.out_structure, outs)
+            self._run_body([*args, *out_args])
+            graph = t.finish()
+            done = True
+        finally:
+            _trace.pop()
+            t.exit()
+            if not done:
+                t.abort()
+        if self.debug:
+            print(graph.text())
+        return graph, [(o.shape, o.dtype) for o in self.outs]
+
+    def _run_body(self, args):
+        if not self.scratch:
+            result = self.body(*args)
+        else:
+            collective = () if self.mesh.thread_name is None else self.mesh.thread_name
+            if isinstance(self.scratch, dict):
+                result = run_scoped(
+                    lambda **kw: self.body(*args, **kw), collective_axes=collective, **self.scratch
+                )
+            else:
+                result = run_scoped(
+                    lambda *refs: self.body(*args, *refs), *self.scratch, collective_axes=collective
+                )
+        if result is not None:
+            raise ValueError(
+                f"The body of kernel {self.name!r} must return None (write results to its output"
+                f" refs), got {result!r}"
+            )
+
+
+class _Structured:
+    """Calls with nested arguments: flatten, find the kernel of that structure, call it."""
+
+    def __init__(self, definition):
+        self.definition = definition
+        self.kernels = {}
+
+    def _find(self, args):
+        leaves, structure = tree.flatten(args)
+        kernel = self.kernels.get(structure)
+        if kernel is None:
+            kernel = self.kernels[structure] = self.definition.make(structure)
+        return kernel, leaves
+
+    def call(self, args, out):
+        kernel, leaves = self._find(args)
+        return kernel(*leaves) if out is None else kernel(*leaves, out=out)
+
+    def lower(self, args, arch):
+        kernel, leaves = self._find(args)
+        return kernel.lower(*leaves) if arch is None else kernel.lower(*leaves, arch=arch)
+
+
+def _leaf_names(structures, names):
+    """The parameter's name for an argument that is a leaf, None for the leaves of a nested one."""
+    out = []
+    for s, name in zip(structures, names):
+        out += [name] if s == tree.LEAF else [None] * _count_leaves(s)
+    return out
+
+
+def _count_leaves(structure):
+    return 1 if structure == tree.LEAF else sum(map(_count_leaves, structure[2]))
+
+
+def _body_name(body):
+    while isinstance(body, functools.partial):
+        body = body.func
+    name = getattr(body, "__name__", None)
+    return name if name and name != "<lambda>" else "anonymous"
+
+
+def _parameter_names(body):
+    """Names of the positional parameters, for the generated text."""
+    skip = 0
+    while isinstance(body, functools.partial):
+        skip += len(body.args)
+        body = body.func
+    code = getattr(body, "__code__", None)
+    if code is None:
+        return ()
+    if hasattr(body, "__self__"):
+        skip += 1
+    return code.co_varnames[skip : code.co_argcount]
+
+
+def kernel(
+    body=_missing,
+    out_shape=_missing,
+    *,
+    out_type=_missing,
+    scratch_types=_missing,
+    scratch_shapes=_missing,
+    compiler_params=None,
+    grid=(),
+    grid_names=(),
+    cluster=(),
+    cluster_names=(),
+    num_threads=None,
+    thread_name=None,
+    interpret=None,
+    debug=False,
+    **mesh_kwargs,
+):
+    """Make a GPU kernel of a Python function of refs.
+
+    ``body(*operands, *outputs, *scratch)`` is traced once per signature and returns None.
+    Operands and outputs are refs in GMEM; outputs start undefined.
+
+    out_type: pytree of things with shape and dtype; a tuple or list gives one output argument per
+        element, anything else one. ``out_shape`` is the older name and the only positional form.
+    scratch_types: tuple, list (positional) or dict (by keyword) of descriptors, allocated once per
+        block and shared by its threads. ``scratch_shapes`` is the older name.
+    grid, grid_names: how many clusters to launch; names for ``lax.axis_index``. May be unnamed.
+    cluster, cluster_names: blocks of a cluster, at most 3 axes.
+    num_threads, thread_name: Pallas threads (warpgroups of 128 lanes) of a block.
+    compiler_params: :class:`CompilerParams`.
+    interpret: True or :class:`InterpretParams`: run on the CPU interpreter.
+    debug: print the traced graph.
+
+    Without ``body`` a decorator is returned. The result is called with arrays (NumPy, PyTorch,
+    CuPy, JAX, anything with DLPack, ``DeviceArray``) and returns arrays of the same kind;
+    ``out=`` gives preallocated outputs. ``.lower(*args)`` gives the generated texts. ValueError,
+    TypeError for misuse.
+    """
+    for name in mesh_kwargs:
+        if name != "kernel_name":
+            raise TypeError(
+                f"kernel: unknown argument {name!r}; accepted are body, out_type, scratch_types,"
+                " compiler_params, grid, grid_names, cluster, cluster_names, num_threads,"
+                " thread_name, interpret, debug, kernel_name"
+            )
+    outs = _either(out_type, out_shape, "out_type", "out_shape")
+    scratch = _either(scratch_types, scratch_shapes, "scratch_types", "scratch_shapes")
+    mesh = Mesh(
+        grid=grid,
+        grid_names=grid_names,
+        cluster=cluster,
+        cluster_names=cluster_names,
+        num_threads=num_threads,
+        thread_name=thread_name,
+        **mesh_kwargs,
+    )
+
+    def wrap(f):
+        return _Definition(f, outs, scratch, compiler_params, mesh, interpret, debug).make()
+
+    return wrap if body is _missing else wrap(body)

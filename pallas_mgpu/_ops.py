@@ -1,0 +1,353 @@
+"""The hardware operations of kernel bodies: copies, barriers, wgmma, registers, printing.
+
+Each function checks its arguments as docs/reference.md says and adds one
+op to the graph."""
+
+import string
+
+from . import _core
+from ._trace import Array, Ref, env, tracing, type_text
+from ._types import OOBFillMode, layout_spec
+
+
+def _ref(x, what, name, space=None):
+    if not isinstance(x, Ref):
+        raise TypeError(f"{what}: {name} must be a ref, got {x!r}")
+    if space is not None and x.memory_space != space:
+        raise ValueError(f"{what}: {name} must be a {space.upper()} ref, got {type_text(x)}")
+    return x
+
+
+def _barrier(x, what):
+    _ref(x, what, "barrier")
+    if x.dtype != "barrier":
+        raise ValueError(f"{what}: barrier must be a barrier ref, got {type_text(x)}")
+    if x.size != 1:
+        raise ValueError(
+            f"{what}: needs one barrier, got {x.size} of shape {x.shape}; index it with .at[i]"
+        )
+    while x.ndim:
+        x = x.at[0]
+    return x
+
+
+def _predicate(x, what):
+    if x is None:
+        return ()
+    if not isinstance(x, Array):
+        x = _core.as_array(x)
+    if x.shape != () or x.dtype != bool:
+        raise TypeError(f"{what}: predicate must be a bool scalar, got {type_text(x)}")
+    return (x,)
+
+
+def _same(a, b, what, an, bn):
+    if a.dtype != b.dtype:
+        raise ValueError(f"{what}: {an} is {a.dtype} and {bn} is {b.dtype}; they must be equal")
+    if a.shape != b.shape:
+        raise ValueError(f"{what}: {an} has shape {a.shape} and {bn} {b.shape}; they must be equal")
+
+
+def copy_gmem_to_smem(
+    src,
+    dst,
+    barrier=None,
+    *,
+    collective_axes=None,
+    leader_tracked=None,
+    oob_mode=None,
+    predicate=None,
+    partitioned_axis=None,
+):
+    """Start an asynchronous copy of the GMEM view ``src`` into the SMEM view ``dst`` (Hopper).
+
+    Counts as one arrival on ``barrier``; wait for that before reading. Shapes and dtypes are equal.
+    Out-of-range parts are zeros. ``predicate``: a bool scalar; where False only the arrival
+    happens. Any shape and pitch is legal: TMA does it where it can, else the lanes of the thread
+    do.
+    """
+    what = "copy_gmem_to_smem"
+    _ref(src, what, "src", "gmem")
+    _ref(dst, what, "dst", "smem")
+    if barrier is None:
+        raise ValueError(f"{what}: barrier is required on Hopper; pass plgpu.Barrier() scratch")
+    _same(src, dst, what, "src", "dst")
+    if leader_tracked is not None and collective_axes is None:
+        raise ValueError(f"{what}: leader_tracked needs collective_axes")
+    if collective_axes is not None or partitioned_axis is not None:
+        raise NotImplementedError(
+            f"{what}: collective copies are not supported yet; let every block copy what it needs"
+        )
+    oob = OOBFillMode.ZEROS if oob_mode is None else OOBFillMode(oob_mode)
+    pred = _predicate(predicate, what)
+    _core.effect(
+        what, (src, dst, _barrier(barrier, what), *pred), oob=int(oob), predicated=len(pred)
+    )
+
+
+def copy_smem_to_gmem(src, dst, predicate=None, *, commit_group=True, reduction_op=None):
+    """Start an asynchronous copy of the SMEM view ``src`` to the GMEM view ``dst`` (Hopper).
+
+    Publish generic writes to ``src`` with :func:`commit_smem` first. Parts out of range are not
+    written. ``commit_group`` closes a group that :func:`wait_smem_to_gmem` counts.
+    """
+    what = "copy_smem_to_gmem"
+    _ref(src, what, "src", "smem")
+    _ref(dst, what, "dst", "gmem")
+    _same(src, dst, what, "src", "dst")
+    if reduction_op is not None:
+        raise NotImplementedError(
+            f"{what}: reduction_op is not supported yet; load, combine and store"
+        )
+    pred = _predicate(predicate, what)
+    _core.effect(what, (src, dst, *pred), commit=int(bool(commit_group)), predicated=len(pred))
+
+
+def commit_smem_to_gmem_group():
+    """Close a group of the copies started with ``commit_group=False`` (Hopper)."""
+    _core.effect("commit_smem_to_gmem_group", ())
+
+
+def _count(n, what):
+    try:
+        n = n.__index__()
+    except (AttributeError, TypeError):
+        raise TypeError(f"{what}: n must be a Python int, got {n!r}") from None
+    if n < 0:
+        raise ValueError(f"{what}: n must not be negative, got {n}")
+    return n
+
+
+def wait_smem_to_gmem(n, wait_read_only=False):
+    """Wait until at most the ``n`` latest copy groups of this thread are in flight (Hopper).
+
+    ``wait_read_only``: only until their SMEM sources were read, so that they may be reused."""
+    n = _count(n, "wait_smem_to_gmem")
+    _core.effect("wait_smem_to_gmem", (), n=n, read_only=int(bool(wait_read_only)))
+
+
+def wait_gmem_to_smem(n):
+    """Only for copies without a barrier, which Hopper does not have: raises ValueError."""
+    raise ValueError(
+        "wait_gmem_to_smem is for GPUs before Hopper; wait on the barrier of the copy instead"
+    )
+
+
+def commit_smem():
+    """Make this thread's writes to SMEM visible to TMA and tensor cores (Hopper)."""
+    _core.effect("commit_smem", ())
+
+
+def barrier_arrive(barrier):
+    """One arrival of this thread (Hopper). Releases its earlier memory accesses."""
+    _core.effect("barrier_arrive", (_barrier(barrier, "barrier_arrive"),))
+
+
+def barrier_wait(barrier):
+    """Wait for the next phase this thread has not seen yet (Hopper). Acquires what was released."""
+    _core.effect("barrier_wait", (_barrier(barrier, "barrier_wait"),))
+
+
+def wgmma(acc, a, b):
+    """``acc += a @ b`` on the tensor cores, asynchronously (Hopper).
+
+    ``acc``: an ACC ref (M, N), M a multiple of 64, N of 8 up to 256. ``a``: SMEM ref (M, K) or an
+    array in registers; ``b``: SMEM ref (K, N). float16 or bfloat16, either major (``ref.T``). One
+    group per call, awaited by :func:`wgmma_wait` or by reading ``acc``; operands must stay until
+    then.
+    """
+    if not isinstance(acc, Ref) or acc.memory_space != "regs":
+        raise TypeError(f"wgmma: acc must be an ACC ref, got {acc!r}")
+    if not isinstance(a, (Ref, Array)):
+        raise TypeError(f"wgmma: a must be an SMEM ref or an array, got {a!r}")
+    if isinstance(a, Ref):
+        _ref(a, "wgmma", "a", "smem")
+    _ref(b, "wgmma", "b", "smem")
+    _core.effect("wgmma", (acc, a, b))
+
+
+def wgmma_wait(n):
+    """Wait until at most ``n`` wgmma calls of this thread are in flight (Hopper)."""
+    _core.effect("wgmma_wait", (), n=_count(n, "wgmma_wait"))
+
+
+def wgmma_accumulator_load(acc, *, wait_n=0):
+    """The accumulator's value after at most ``wait_n`` wgmma calls are in flight; None: without
+    waiting."""
+    if not isinstance(acc, Ref) or acc.memory_space != "regs":
+        raise TypeError(f"wgmma_accumulator_load: acc must be an ACC ref, got {acc!r}")
+    return _core.acc_load(acc, -1 if wait_n is None else _count(wait_n, "wgmma_accumulator_load"))
+
+
+def set_max_registers(n, *, action):
+    """Set the registers per lane of this thread (Hopper): ``n`` a multiple of 8 in 24..256,
+    ``action`` "increase" or "decrease". First thing in a specialised branch."""
+    if action not in ("increase", "decrease"):
+        raise ValueError(
+            f"set_max_registers: action must be 'increase' or 'decrease', got {action!r}"
+        )
+    n = _count(n, "set_max_registers")
+    if n % 8 or not 24 <= n <= 256:
+        raise ValueError(f"set_max_registers: n must be a multiple of 8 in 24..256, got {n}")
+    _core.effect("set_max_registers", (), n=n, increase=int(action == "increase"))
+
+
+def layout_cast(x, new_layout):
+    """The same array in register layout ``new_layout``. Where possible its producer makes it so."""
+    return _core.layout_cast(_core.as_array(x), layout_spec(new_layout))
+
+
+def load(src, idx=None, *, layout=None, optimized=True):
+    """``src[...]``, in register layout ``layout`` if given. ``idx`` is deprecated:
+    ``load(src.at[idx])``."""
+    _ref(src, "load", "src")
+    if idx is not None:
+        src = src.at[idx]
+    if src.memory_space == "regs":
+        return _core.acc_load(src, 0)
+    return _core.load(src, None if layout is None else layout_spec(layout), bool(optimized))
+
+
+def broadcasted_iota(dtype, shape, dimension, *, layout=None):
+    """Array whose value is its index along ``dimension``. ValueError if there is no such dim."""
+    return _core.iota(
+        dtype, tuple(shape), dimension, None if layout is None else layout_spec(layout)
+    )
+
+
+def debug_print(fmt, *args):
+    """Print a line from each thread of each block. ``fmt`` has one ``{}`` per argument; arguments
+    are scalars."""
+    pieces = list(string.Formatter().parse(fmt))
+    fields = [p for p in pieces if p[1] is not None]
+    for _, name, spec, conversion in fields:
+        if spec or conversion:
+            raise ValueError(f"debug_print: only bare {{}} fields are accepted, got {fmt!r}")
+        if name:
+            raise ValueError(f"debug_print: fields have no names or numbers, got {fmt!r}")
+    if len(fields) != len(args):
+        raise TypeError(f"debug_print: {fmt!r} has {len(fields)} fields for {len(args)} arguments")
+    if not tracing():
+        print(fmt.format(*args))
+        return
+    values = []
+    for x in args:
+        if isinstance(x, Ref):
+            raise TypeError("debug_print: a ref was given; load it first")
+        x = _core.as_array(x)
+        if x.shape != ():
+            raise NotImplementedError(
+                "debug_print: only scalars are supported yet; print elements of a ref one by one"
+            )
+        values.append(x)
+    # literal text only: doubled braces are resolved here, fields become a placeholder
+    text = "".join(
+        lit.replace("{", "{{").replace("}", "}}") + ("{}" if name is not None else "")
+        for lit, name, _, _ in pieces
+    )
+    _core.effect("debug_print", tuple(values), format=text)
+
+
+def optimization_barrier(tree_of_arrays):
+    """Identity that nothing is moved across. A pytree of arrays."""
+    from . import tree
+
+    return tree.map(lambda x: _core.opt_barrier(_core.as_array(x)), tree_of_arrays)
+
+
+def planar_snake(lin_idx, shape, minor_dim, tile_width):
+    """``(i0, i1)``: a linear index mapped to a 2-D grid in boustrophedon order of tiles.
+
+    ``minor_dim`` (0 or 1) is cut into tiles of ``tile_width``; inside a tile it varies fastest,
+    then the major dim, which odd tiles run backwards. Works on Python ints and on traced scalars.
+    """
+    if minor_dim not in (0, 1):
+        raise ValueError(f"planar_snake: minor_dim must be 0 or 1, got {minor_dim}")
+    major_size, minor_size = shape[1 - minor_dim], shape[minor_dim]
+    if isinstance(minor_size, int):
+        tile_width = min(tile_width, minor_size)
+
+    def where(c, a, b):
+        return (a if c else b) if isinstance(c, bool) else _core.where(c, a, b)
+
+    per_tile = tile_width * major_size
+    tile = lin_idx // per_tile
+    full = minor_size // tile_width
+    rest = minor_size % tile_width
+    in_full = tile < full
+    if isinstance(rest, int) and rest == 0:
+        width, local = tile_width, lin_idx - tile * per_tile
+    else:
+        width = where(
+            in_full, tile_width, rest if isinstance(rest, int) else where(rest == 0, 1, rest)
+        )
+        tile = where(in_full, tile, full)
+        local = lin_idx - tile * per_tile
+    minor = tile * tile_width + local % width
+    major = local // width
+    major = where(tile % 2 == 0, major, major_size - 1 - major)
+    return (minor, major) if minor_dim == 0 else (major, minor)
+
+
+def find_swizzle(minor_dim_bits, what=""):
+    """The first of 128, 64, 32, 16 bytes that divides a row of ``minor_dim_bits``; ValueError if
+    none does. 16 means no swizzle."""
+    for swizzle in (128, 64, 32, 16):
+        if minor_dim_bits % (8 * swizzle) == 0:
+            return swizzle
+    of = f" of {what}" if what else ""
+    raise ValueError(
+        f"find_swizzle: no swizzle divides the minor dim{of}, {minor_dim_bits} bits; it must be"
+        " a multiple of 16 bytes"
+    )
+
+
+def transpose_ref(ref, permutation):
+    """The view of ``ref`` with its dims permuted; no data moves."""
+    return _ref(ref, "transpose_ref", "ref").transpose(tuple(permutation))
+
+
+def axis_index(name):
+    """int32 index of this program along a grid, cluster or thread axis; a tuple of names is
+    linearised row-major. NameError for an unknown name."""
+    axes = env("axis_index").axes
+    if isinstance(name, (tuple, list)):
+        total = 0
+        for n in name:
+            total = total * axis_size(n) + axis_index(n)
+        return total
+    if name not in axes:
+        raise NameError(f"unbound axis name: {name!r}; bound are {sorted(map(str, axes))}")
+    family, k, _ = axes[name]
+    return _core.axis_index(family, k)
+
+
+def axis_size(name):
+    """Size of an axis as a Python int; the product for a tuple of names."""
+    axes = env("axis_size").axes
+    if isinstance(name, (tuple, list)):
+        total = 1
+        for n in name:
+            total *= axis_size(n)
+        return total
+    if name not in axes:
+        raise NameError(f"unbound axis name: {name!r}; bound are {sorted(map(str, axes))}")
+    return axes[name][2]
+
+
+def program_id(axis):
+    """int32 index of this program along grid axis ``axis``. ValueError if there is no such axis."""
+    _grid_axis(axis, "program_id")
+    return _core.axis_index("grid", axis)
+
+
+def num_programs(axis):
+    """Size of grid axis ``axis``."""
+    return _grid_axis(axis, "num_programs")
+
+
+def _grid_axis(axis, what):
+    grid = env(what).grid
+    if not isinstance(axis, int) or not 0 <= axis < len(grid):
+        raise ValueError(f"{what}: axis must be 0..{len(grid) - 1}, got {axis!r}")
+    return grid[axis]

@@ -1,0 +1,350 @@
+"""Software pipelines inside a kernel: `emit_pipeline`.
+
+The pipeline is a loop over the steps of a grid. Step s works on slot s % max_concurrent_steps of
+one SMEM buffer per operand; inputs of the first steps are fetched up front, later ones when a
+slot is free again. The order of events is that of docs/reference.md, "Pipelines"; nothing here is
+visible to the core, which sees copies, barriers and one loop."""
+
+import functools
+
+from . import _core, _ops
+from ._control import fori_loop, run_scoped, when
+from ._trace import Array, Ref, env
+from ._types import (
+    SMEM,
+    Barrier,
+    Blocked,
+    BlockSpec,
+    Element,
+    MemoryRef,
+    MemorySpace,
+    Squeezed,
+    split_transforms,
+)
+
+
+def _is_squeezed(d):
+    return d is None or isinstance(d, Squeezed)
+
+
+class _Operand:
+    """One spec with the ref it stages."""
+
+    def __init__(self, spec, ref, what, grid):
+        if not isinstance(spec, BlockSpec):
+            raise TypeError(f"emit_pipeline: {what} must be a BlockSpec, got {spec!r}")
+        if not isinstance(ref, Ref) or ref.memory_space != "gmem":
+            raise TypeError(
+                f"emit_pipeline: the argument for {what} must be a GMEM ref, got {ref!r}"
+            )
+        self.spec, self.ref, self.what = spec, ref, what
+        self.staged = spec.memory_space in (None, MemorySpace.SMEM)
+        dims = spec.block_shape
+        if dims is None:
+            dims = ref.shape
+        if self.staged and len(dims) != ref.ndim:
+            raise ValueError(
+                f"emit_pipeline: {what} has a block of rank {len(dims)} for a ref of rank"
+                f" {ref.ndim}"
+            )
+        for d in dims:
+            if isinstance(d, Element) and any(d.padding):
+                raise NotImplementedError(
+                    f"emit_pipeline: {what}: Element with padding is not supported"
+                )
+            if not (_is_squeezed(d) or isinstance(d, (int, Blocked, Element))) or isinstance(
+                d, bool
+            ):
+                raise NotImplementedError(
+                    f"emit_pipeline: {what}: unsupported block size type {d!r}"
+                )
+        self.dims = dims
+        self.block = tuple(
+            d if isinstance(d, int) else d.block_size for d in dims if not _is_squeezed(d)
+        )
+        self.variant = (
+            bool(grid) and spec.index_map is not None and self._depends_on_grid(len(grid))
+        )
+
+    def _depends_on_grid(self, rank):
+        """Does the index map use any of its arguments? By dataflow, on a trace that is thrown
+        away."""
+        zero, one = _core.as_array(0, "int32"), _core.as_array(1, "int32")
+        op = _core.open("for", (zero, one, *(zero,) * (rank - 1)), 1)
+        try:
+            args = op.enter(0)
+            out = [x for x in self.index(args) if isinstance(x, Array)]
+            return _core.depends(out, args)
+        finally:
+            op.abandon()
+
+    def index(self, indices):
+        """Block indices at a step, one per block dim."""
+        if self.spec.index_map is None:
+            return (0,) * len(self.dims)
+        out = self.spec.index_map(*indices)
+        out = tuple(out) if isinstance(out, (tuple, list)) else (out,)
+        if len(out) != len(self.dims):
+            raise ValueError(
+                f"emit_pipeline: the index map of {self.what} returned {len(out)} indices for"
+                f" {len(self.dims)} block dims"
+            )
+        for x in out:
+            if isinstance(x, Array):
+                if x.shape != () or x.dtype.kind not in "iu":
+                    raise ValueError(
+                        f"emit_pipeline: the index map of {self.what} must return integer scalars"
+                    )
+            elif not hasattr(x, "__index__"):
+                raise ValueError(
+                    f"emit_pipeline: the index map of {self.what} must return integers, got {x!r}"
+                )
+        return out
+
+    def slice(self, index):
+        """The GMEM view of a block. Starts are dynamic even where known: a block may overhang."""
+        where = []
+        for d, i in zip(self.dims, index):
+            if _is_squeezed(d):
+                where.append(i)
+            elif isinstance(d, Element):
+                where.append(_Slice(_core.as_array(i, "int32"), d.block_size))
+            else:
+                n = d if isinstance(d, int) else d.block_size
+                start = i * n if isinstance(i, Array) else i.__index__() * n
+                where.append(_Slice(_core.as_array(start, "int32"), n))
+        return self.ref.at[tuple(where)]
+
+    def buffer(self, slots):
+        """The SMEM buffer: a slot dim in front of the block."""
+        shape = (slots, *self.block)
+        split_transforms(
+            self.spec.transforms, self.block, self.ref.dtype, f"emit_pipeline: {self.what}"
+        )
+        return MemoryRef(shape, self.ref.dtype, SMEM, self.spec.transforms)
+
+
+class _Slice:
+    """start and size, as the core reads a `pl.Slice`."""
+
+    __slots__ = ("start", "size", "stride")
+
+    def __init__(self, start, size):
+        self.start, self.size, self.stride = start, size, 1
+
+
+def _grid_size(grid):
+    """The number of steps: an int if the whole grid is static, else an int32 scalar."""
+    total = 1
+    for g in grid:
+        total = total * g
+    return total
+
+
+def _unravel(step, grid):
+    """Row-major indices of a step; the last axis is fastest."""
+    if len(grid) == 1:
+        return (step,)
+    out = []
+    for g in reversed(grid[1:]):
+        out.append(step % g)
+        step = step // g
+    out.append(step)
+    return tuple(reversed(out))
+
+
+def emit_pipeline(
+    body, *, grid, in_specs=(), out_specs=(), max_concurrent_steps=1, init_carry=None
+):
+    """A software pipeline: ``pipeline(*gmem_refs)`` runs ``body`` over ``grid`` with staged
+    blocks (Hopper).
+
+    ``body(indices, *in_refs, *out_refs)``, or ``body(..., carry) -> carry`` with ``init_carry``;
+    the pipeline then returns the last carry. ``grid``: ints or int32 scalars, last axis fastest.
+    ``in_specs``, ``out_specs``: flat sequences of BlockSpec, one per ref.
+    ``max_concurrent_steps``: SMEM slots per operand. An input slot is refilled after the body of
+    its step; with asynchronous reads (wgmma) await them in the body, or give
+    ``BlockSpec(delay_release=1)`` and ``wgmma_wait(1)``.
+
+    ValueError: a grid entry that is not positive; ``max_concurrent_steps`` not above every
+    ``delay_release``; ``collective_axes`` on an output.
+    """
+    grid = tuple(grid) if isinstance(grid, (tuple, list)) else (grid,)
+    grid = tuple(g if isinstance(g, Array) else g.__index__() for g in grid)
+    if any(isinstance(g, int) and g <= 0 for g in grid):
+        raise ValueError(
+            f"emit_pipeline: All elements in the grid must be strictly positive, got {grid}"
+        )
+    in_specs, out_specs = tuple(in_specs), tuple(out_specs)
+    if not isinstance(max_concurrent_steps, int) or max_concurrent_steps < 1:
+        raise ValueError(
+            f"emit_pipeline: max_concurrent_steps must be a positive int, got"
+            f" {max_concurrent_steps!r}"
+        )
+    for s in out_specs:
+        if isinstance(s, BlockSpec) and s.collective_axes:
+            raise ValueError("emit_pipeline: an output spec cannot have collective_axes")
+    for s in in_specs:
+        if isinstance(s, BlockSpec) and s.collective_axes:
+            raise NotImplementedError(
+                "emit_pipeline: collective_axes need emit_pipeline_warp_specialized"
+            )
+    delays = [s.delay_release for s in in_specs if isinstance(s, BlockSpec)]
+    if delays and max_concurrent_steps <= max(delays):
+        raise ValueError(
+            "max_concurrent_steps must be greater than all delay_release values, got"
+            f" {max_concurrent_steps} and delay_release {max(delays)}"
+        )
+
+    def pipeline(*gmem_refs):
+        if len(gmem_refs) != len(in_specs) + len(out_specs):
+            raise ValueError(
+                f"emit_pipeline: {len(in_specs)} in_specs and {len(out_specs)} out_specs, but"
+                f" {len(gmem_refs)} refs given"
+            )
+        env("emit_pipeline")
+        n = len(in_specs)
+        ins = [
+            _Operand(s, r, f"in_specs[{k}]", grid)
+            for k, (s, r) in enumerate(zip(in_specs, gmem_refs))
+        ]
+        outs = [
+            _Operand(s, r, f"out_specs[{k}]", grid)
+            for k, (s, r) in enumerate(zip(out_specs, gmem_refs[n:]))
+        ]
+        steps = _grid_size(grid)
+        slots = min(max_concurrent_steps, steps) if isinstance(steps, int) else max_concurrent_steps
+        fetched = [o for o in ins if o.staged]
+        staged = [o for o in ins + outs if o.staged]
+        barrier = Barrier(num_arrivals=len(fetched), num_barriers=slots) if fetched else None
+
+        def run(buffers, bars):
+            return _run(
+                body,
+                grid,
+                steps,
+                slots,
+                ins,
+                outs,
+                dict(zip(map(id, staged), buffers)),
+                bars,
+                init_carry,
+            )
+
+        return run_scoped(run, [o.buffer(slots) for o in staged], barrier)
+
+    return pipeline
+
+
+def _run(body, grid, steps, slots, ins, outs, buffers, bars, init_carry):
+    fetched = [o for o in ins if o.staged]
+    stored = [o for o in outs if o.staged]
+    variant = [o for o in stored if o.variant]
+    invariant = [o for o in stored if not o.variant]
+    static = isinstance(steps, int)
+
+    def fetch(operands, step, slot):
+        indices = _unravel(step, grid) if grid else ()
+        for o in operands:
+            _ops.copy_gmem_to_smem(
+                o.slice(o.index(indices)),
+                buffers[id(o)].at[slot],
+                bars.at[slot],
+                oob_mode=o.spec.oob_fill_mode,
+            )
+
+    # The first blocks.
+    if fetched:
+        for s in range(slots):
+            step = _core.as_array(s, "int32")
+            if static:
+                fetch(fetched, step, s)
+            else:
+                when(steps > s)(lambda step=step, s=s: fetch(fetched, step, s))
+
+    def moved(o, now, s):
+        """Did the block of an output change between steps s-1 and s?"""
+        pairs = zip(now, o.index(_unravel(s - 1, grid)))
+        changed = [a != b for a, b in pairs if isinstance(a, Array) or isinstance(b, Array)]
+        return functools.reduce(lambda x, y: x | y, changed)
+
+    def one_step(s, carry):
+        slot = s % slots if slots > 1 else 0
+        indices = _unravel(s, grid) if grid else ()
+        if fetched:
+            _ops.barrier_wait(bars.at[slot])
+        if variant:
+            _ops.wait_smem_to_gmem(slots - 1, wait_read_only=True)
+        refs = [buffers[id(o)].at[slot] if o.staged else o.ref for o in ins + outs]
+        if init_carry is None:
+            body(indices, *refs)
+        else:
+            carry = body(indices, *refs, carry)
+        if variant:
+            _ops.commit_smem()
+            for o in variant:
+                now = o.index(indices)
+                first = (s == 0) | moved(o, now, s)
+                _ops.copy_smem_to_gmem(
+                    buffers[id(o)].at[slot], o.slice(now), first, commit_group=False
+                )
+            _ops.commit_smem_to_gmem_group()
+        for d in sorted({o.spec.delay_release for o in fetched}):
+            if static and steps <= slots:
+                continue  # everything was fetched up front
+            ahead = slots - d
+            level = [o for o in fetched if o.spec.delay_release == d]
+            more = s < steps - ahead
+            if d:
+                more = more & (s >= d)
+
+            @when(more)
+            def _(level=level, ahead=ahead, d=d):
+                fetch(level, s + ahead, (s - d) % slots if d else slot)
+
+        return carry
+
+    carry = fori_loop(0, steps, one_step, init_carry)
+
+    def last_store(operands):
+        slot = (steps - 1) % slots
+        indices = _unravel(steps - 1, grid) if grid else ()
+        for o in operands:
+            _ops.copy_smem_to_gmem(
+                buffers[id(o)].at[slot], o.slice(o.index(indices)), commit_group=False
+            )
+        _ops.commit_smem_to_gmem_group()
+
+    def finish():
+        # An output that was revisited at the last step was stored before, by a copy that may still
+        # be in flight: two copies to one place are not ordered.
+        last = _core.as_array(steps - 1, "int32")
+        for o in variant:
+            again = (last > 0) & ~moved(o, o.index(_unravel(last, grid)), last)
+
+            @when(again)
+            def _(o=o):
+                _ops.wait_smem_to_gmem(0)
+                last_store([o])
+
+        # Outputs whose block never changes are stored once, from the slot of the last step.
+        if invariant:
+            if not variant:
+                _ops.commit_smem()
+            last_store(invariant)
+
+    if stored and static:
+        finish()
+    elif stored:
+        when(steps > 0)(finish)
+    if stored:
+        _ops.wait_smem_to_gmem(0)
+    return carry
+
+
+def emit_pipeline_warp_specialized(*args, **kwargs):
+    """Not available yet: raises NotImplementedError."""
+    raise NotImplementedError(
+        "emit_pipeline_warp_specialized is not supported yet; use plgpu.emit_pipeline in a"
+        " kernel without threads, or write the producer and consumer branches with barriers"
+    )

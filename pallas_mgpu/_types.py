@@ -1,0 +1,750 @@
+"""Descriptors: memory spaces and what is allocated in them, transforms, barriers, block specs,
+layouts, compiler parameters. They say what is wanted; tracing (`_kernel.py`, `_scope.py`) makes
+refs of them. Semantics: docs/reference.md."""
+
+import enum
+
+import numpy as np
+
+from . import _core
+
+
+class _Frozen:
+    """Base of immutable value classes: fields are the names in ``__slots__``."""
+
+    __slots__ = ()
+
+    def __setattr__(self, name, value):
+        raise AttributeError(f"{type(self).__name__} is immutable; make a new one")
+
+    def _set(self, **fields):
+        for k, v in fields.items():
+            object.__setattr__(self, k, v)
+
+    def _fields(self):
+        return tuple(getattr(self, k) for k in self.__slots__)
+
+    def __eq__(self, other):
+        if type(other) is not type(self):
+            return NotImplemented
+        return self._fields() == other._fields()
+
+    def __hash__(self):
+        return hash((type(self).__name__, self._fields()))
+
+    def __repr__(self):
+        body = ", ".join(f"{k}={getattr(self, k)!r}" for k in self.__slots__)
+        return f"{type(self).__name__}({body})"
+
+    def replace(self, **changes):
+        """A copy with the given fields changed."""
+        return type(self)(**{**{k: getattr(self, k) for k in self.__slots__}, **changes})
+
+
+def _shape(shape, what):
+    try:
+        return tuple(d.__index__() for d in ((shape,) if isinstance(shape, int) else shape))
+    except (TypeError, AttributeError):
+        raise TypeError(f"{what}: shape must be ints known at trace time, got {shape!r}") from None
+
+
+class ShapeDtypeStruct(_Frozen):
+    """Shape and dtype of an array, e.g. of a kernel's result.
+
+    ``layout`` (a :class:`Layout` value, optional) is only used for results of inline code.
+    ValueError for ``dtype=None``; other keywords of JAX's type (sharding, weak_type) are tolerated.
+    """
+
+    __slots__ = ("shape", "dtype", "layout")
+
+    def __init__(self, shape, dtype=None, layout=None, **_ignored):
+        if dtype is None:
+            raise ValueError("ShapeDtypeStruct: dtype must be given")
+        self._set(
+            shape=_shape(shape, "ShapeDtypeStruct"), dtype=_core.as_dtype(dtype), layout=layout
+        )
+
+    def __setattr__(self, name, value):
+        raise RuntimeError("ShapeDtypeStruct cannot be changed; make a new one")
+
+    @classmethod
+    def like(cls, x):
+        """Shape and dtype of an array."""
+        return cls(x.shape, x.dtype)
+
+    @property
+    def ndim(self):
+        return len(self.shape)
+
+    @property
+    def size(self):
+        n = 1
+        for d in self.shape:
+            n *= d
+        return n
+
+
+# ---- transforms ----------------------------------------------------------------------------------
+
+
+class Transform(_Frozen):
+    """Base of the transforms that say how a ref's elements are placed in memory."""
+
+    __slots__ = ()
+
+
+class TilingTransform(Transform):
+    """Cut the last ``len(tiling)`` dims into tiles. Each tiled dim must be divisible."""
+
+    __slots__ = ("tiling",)
+
+    def __init__(self, tiling):
+        tiling = _shape(tiling, "TilingTransform")
+        if not tiling or min(tiling) < 1:
+            raise ValueError(f"TilingTransform: tiles must be positive, got {tiling}")
+        self._set(tiling=tiling)
+
+
+class SwizzleTransform(Transform):
+    """Exchange 16-byte chunks inside rows of ``swizzle`` bytes (32, 64 or 128), as TMA and the
+    tensor cores do. The last tile dim must hold exactly that many bytes."""
+
+    __slots__ = ("swizzle",)
+
+    def __init__(self, swizzle):
+        if swizzle not in (32, 64, 128):
+            raise ValueError(
+                f"SwizzleTransform: swizzle must be 32, 64 or 128 bytes, got {swizzle!r}"
+                " (leave the transform out for no swizzle)"
+            )
+        self._set(swizzle=int(swizzle))
+
+
+def split_transforms(transforms, shape, dtype, what):
+    """``(tiling, swizzle)`` of a transform list, checked against a logical shape."""
+    if isinstance(transforms, Transform):
+        transforms = (transforms,)
+    tiling, swizzle = (), 0
+    for t in transforms:
+        if isinstance(t, TilingTransform):
+            if tiling or swizzle:
+                raise NotImplementedError(
+                    f"{what}: one TilingTransform, before the swizzle, is supported"
+                )
+            if len(t.tiling) > len(shape):
+                raise ValueError(f"{what}: tiling {t.tiling} has more dims than the shape {shape}")
+            for d, n in zip(shape[-len(t.tiling) :], t.tiling):
+                if d % n:
+                    raise ValueError(
+                        f"{what}: shape {shape} is not divisible by the tiling {t.tiling}"
+                    )
+            tiling = t.tiling
+        elif isinstance(t, SwizzleTransform):
+            if swizzle:
+                raise ValueError(f"{what}: two swizzles given")
+            swizzle = t.swizzle
+            minor = (tiling or shape or (0,))[-1]
+            want = swizzle // np.dtype(dtype).itemsize
+            if minor != want:
+                raise ValueError(
+                    f"{what}: a swizzle of {swizzle} bytes needs a last dim of exactly {want}"
+                    f" elements of"
+                    f" {np.dtype(dtype).name}, got {minor}"
+                )
+            if not tiling:
+                tiling = (8, minor) if len(shape) > 1 else (minor,)
+        else:
+            raise NotImplementedError(
+                f"{what}: transform {t!r} is not supported; accepted are"
+                " TilingTransform and SwizzleTransform"
+            )
+    return tiling, swizzle
+
+
+# ---- memory spaces -------------------------------------------------------------------------------
+
+
+class MemoryRef(_Frozen):
+    """What to allocate: made by calling a memory space, ``plgpu.SMEM(shape, dtype)``."""
+
+    __slots__ = ("shape", "dtype", "memory_space", "transforms")
+
+    def __init__(self, shape, dtype, memory_space, transforms=()):
+        self._set(shape=shape, dtype=dtype, memory_space=memory_space, transforms=transforms)
+
+    @property
+    def ndim(self):
+        return len(self.shape)
+
+
+class MemorySpace(enum.Enum):
+    """Where memory is. A member is callable and makes the descriptor of an allocation.
+
+    ``GMEM``: global memory. ``SMEM``: shared memory of a block. ``TMEM``: tensor memory
+    (Blackwell). ``REGS``: registers, the space of ``ACC``.
+    """
+
+    GMEM = "gmem"
+    SMEM = "smem"
+    TMEM = "tmem"
+    REGS = "regs"
+
+    def __str__(self):
+        return self.value
+
+    def __call__(self, shape, dtype, *, transforms=(), packed=None, collective=None, layout=None):
+        what = f"plgpu.{self.name}"
+        if self is MemorySpace.TMEM:
+            raise NotImplementedError(
+                "plgpu.TMEM needs Blackwell (sm_100a), which is not supported yet;"
+                " on Hopper accumulate in plgpu.ACC"
+            )
+        if packed is not None or collective is not None or layout is not None:
+            raise ValueError(f"{what}: packed, collective and layout are for TMEM only")
+        if self is MemorySpace.REGS:
+            raise ValueError("plgpu.REGS cannot be allocated by calling it; use plgpu.ACC")
+        if isinstance(transforms, Transform):
+            transforms = (transforms,)
+        shape, dtype = _shape(shape, what), _core.as_dtype(dtype)
+        split_transforms(transforms, shape, dtype, what)
+        return MemoryRef(shape, dtype, self, tuple(transforms))
+
+    def like(self, x):
+        """The descriptor of an allocation with the shape and dtype of ``x``."""
+        return self(x.shape, x.dtype)
+
+
+GMEM, SMEM, TMEM, REGS = MemorySpace.GMEM, MemorySpace.SMEM, MemorySpace.TMEM, MemorySpace.REGS
+
+
+class WGMMAAccumulatorRef(_Frozen):
+    """A wgmma accumulator in registers (Hopper), zero-filled at scope entry.
+
+    ``shape`` is (M, N) with M a multiple of 64 and N of 8; dtype float32 or float16. Allocate it
+    with ``pl.run_scoped(f, plgpu.ACC((m, n)))``, never collectively.
+    """
+
+    __slots__ = ("shape", "dtype", "initial")
+    memory_space = REGS
+
+    def __init__(self, shape, dtype=np.float32, _init=None):
+        shape, dtype = _shape(shape, "plgpu.ACC"), _core.as_dtype(dtype)
+        if len(shape) != 2 or shape[0] < 1 or shape[0] % 64 or shape[1] < 1 or shape[1] % 8:
+            raise ValueError(
+                f"plgpu.ACC: shape must be (M, N), M a multiple of 64, N of 8, got {shape}"
+            )
+        if dtype.name == "int32":
+            raise NotImplementedError(
+                "plgpu.ACC: int8 products are not supported yet; use float32 or float16"
+            )
+        if dtype.name not in ("float32", "float16"):
+            raise ValueError(f"plgpu.ACC: dtype must be float32 or float16, got {dtype.name}")
+        self._set(shape=shape, dtype=dtype, initial=_init)
+
+    @classmethod
+    def init(cls, array):
+        """A preinitialised accumulator, for ``pl.run_state``."""
+        return cls(array.shape, array.dtype, _init=array)
+
+
+ACC = WGMMAAccumulatorRef
+
+
+class Barrier(_Frozen):
+    """One or more mbarriers in SMEM (Hopper).
+
+    ``num_arrivals``: arrivals that complete a phase; one ``barrier_arrive`` of a thread and one
+    ``copy_gmem_to_smem`` each count one. ``num_barriers``: an int or a tuple, the shape of the ref.
+    """
+
+    __slots__ = ("num_arrivals", "num_barriers", "orders_tensor_core")
+
+    def __init__(
+        self,
+        num_arrivals=1,
+        num_barriers=1,
+        orders_tensor_core=False,
+        *,
+        arrival_count=None,
+        for_tensor_core=None,
+        **wrong,
+    ):
+        if wrong:
+            name = next(iter(wrong))
+            hint = (
+                " (a Pallas barrier counts arrivals, not CUDA threads)"
+                if name == "num_threads"
+                else ""
+            )
+            raise TypeError(
+                f"Barrier: no argument {name!r}{hint}; the right form is"
+                " plgpu.Barrier(num_arrivals=..., num_barriers=...)"
+            )
+        if arrival_count is not None:
+            num_arrivals = arrival_count
+        if for_tensor_core is not None:
+            orders_tensor_core = for_tensor_core
+        if not isinstance(num_arrivals, (int, np.integer)) or isinstance(num_arrivals, bool):
+            raise TypeError(f"Barrier: num_arrivals must be an int, got {num_arrivals!r}")
+        if num_arrivals < 1:
+            raise ValueError(f"Barrier: num_arrivals must be at least 1, got {num_arrivals}")
+        if orders_tensor_core:
+            raise NotImplementedError(
+                "Barrier: orders_tensor_core is for Blackwell's tcgen05, which is not supported yet"
+            )
+        shape = _shape(num_barriers, "Barrier: num_barriers")
+        if min(shape, default=1) < 1:
+            raise ValueError(f"Barrier: num_barriers must be positive, got {num_barriers}")
+        self._set(num_arrivals=int(num_arrivals), num_barriers=shape, orders_tensor_core=False)
+
+    shape = property(lambda self: self.num_barriers)
+    dtype = "barrier"
+    memory_space = SMEM
+
+
+# ---- block specs ---------------------------------------------------------------------------------
+
+
+class OOBFillMode(enum.IntEnum):
+    """What a copy puts where its source is out of bounds."""
+
+    UNDEFINED = 0
+    PROMISE_IN_BOUNDS = 1
+    ZEROS = 2
+
+
+class Blocked(_Frozen):
+    """A block dim of ``block_size`` elements; the index map counts blocks. Same as a plain int."""
+
+    __slots__ = ("block_size",)
+
+    def __init__(self, block_size):
+        self._set(block_size=int(block_size))
+
+
+class Element(_Frozen):
+    """A block dim of ``block_size`` elements; the index map counts elements."""
+
+    __slots__ = ("block_size", "padding")
+
+    def __init__(self, block_size, padding=(0, 0)):
+        self._set(block_size=int(block_size), padding=tuple(padding))
+
+
+class Squeezed(_Frozen):
+    """A block dim of one element that the body does not see. Same as ``None``."""
+
+    __slots__ = ()
+
+
+squeezed = Squeezed()
+
+
+class BlockSpec:
+    """How an array is cut into blocks, and how a block is staged in SMEM.
+
+    ``block_shape``: per dim an int, ``Blocked``, ``Element``, ``None`` or ``Squeezed``; None: the
+    whole array. ``index_map``: grid indices to block indices; None: zeros. ``memory_space``: SMEM
+    by default; GMEM passes the whole array. ``transforms``: of each SMEM slot. ``delay_release``:
+    steps that a slot stays untouched after its own. NotImplementedError for ``pipeline_mode``.
+    """
+
+    _names = (
+        "block_shape",
+        "index_map",
+        "memory_space",
+        "transforms",
+        "delay_release",
+        "collective_axes",
+        "oob_fill_mode",
+    )
+
+    def __init__(
+        self,
+        block_shape=None,
+        index_map=None,
+        pipeline_mode=None,
+        transforms=(),
+        delay_release=0,
+        collective_axes=None,
+        oob_fill_mode=OOBFillMode.ZEROS,
+        *,
+        memory_space=None,
+        tiling=None,
+        swizzle=None,
+    ):
+        if pipeline_mode is not None:
+            raise NotImplementedError(
+                "BlockSpec: pipeline_mode is not supported on GPU; pass"
+                " max_concurrent_steps to the pipeline"
+            )
+        if callable(block_shape) and not isinstance(block_shape, type):
+            raise TypeError("BlockSpec: block_shape comes first, then index_map")
+        if tiling is not None or swizzle is not None:
+            if transforms:
+                raise ValueError("BlockSpec: give transforms=, not tiling= and swizzle= too")
+            transforms = (
+                *((TilingTransform(tiling),) if tiling is not None else ()),
+                *((SwizzleTransform(swizzle),) if swizzle else ()),
+            )
+        self.block_shape = None if block_shape is None else tuple(block_shape)
+        self.index_map = index_map
+        self.transforms = (transforms,) if isinstance(transforms, Transform) else tuple(transforms)
+        self.delay_release = delay_release
+        if isinstance(collective_axes, str):
+            collective_axes = (collective_axes,)
+        self.collective_axes = collective_axes or None
+        self.oob_fill_mode = OOBFillMode(oob_fill_mode)
+        self.memory_space = memory_space
+
+    def replace(self, **changes):
+        """A copy with the given fields changed."""
+        return BlockSpec(**{**{k: getattr(self, k) for k in self._names}, **changes})
+
+    def __repr__(self):
+        return "BlockSpec(" + ", ".join(f"{k}={getattr(self, k)!r}" for k in self._names) + ")"
+
+
+# ---- layouts -------------------------------------------------------------------------------------
+
+
+class Replicated(_Frozen):
+    """In the warp or lane dims of ``Layout.TILED``: ``times`` copies."""
+
+    __slots__ = ("times",)
+
+    def __init__(self, times):
+        self._set(times=int(times))
+
+
+class Tiling(_Frozen):
+    """A sequence of tiles, each cutting the trailing dims left by the one before."""
+
+    __slots__ = ("tiles",)
+
+    def __init__(self, tiles):
+        tiles = tuple(tuple(int(d) for d in t) for t in tiles)
+        if not tiles:
+            raise ValueError("Tiling: at least one tile is needed")
+        self._set(tiles=tiles)
+
+
+class _LayoutValue:
+    """A register layout: a member of :class:`Layout`, perhaps with arguments, perhaps reduced."""
+
+    __slots__ = ("spec", "text")
+
+    def __init__(self, spec, text):
+        self.spec, self.text = spec, text
+
+    def reduce(self, axes):
+        """The layout of the array after ``axes`` (an int or ints, not negative) are reduced
+        away."""
+        axes = (axes,) if isinstance(axes, int) else tuple(axes)
+        if min(axes, default=0) < 0:
+            raise ValueError(f"Layout.reduce: axes must not be negative, got {axes}")
+        return _LayoutValue(
+            ("reduce", self.spec, axes), f"{self.text}.reduce({', '.join(map(str, axes))})"
+        )
+
+    def __eq__(self, other):
+        other = getattr(other, "value_spec", other)
+        return isinstance(other, _LayoutValue) and self.spec == other.spec
+
+    def __hash__(self):
+        return hash(self.spec)
+
+    def __repr__(self):
+        return f"Layout.{self.text}"
+
+
+class Layout(enum.Enum):
+    """Register layouts of arrays; see docs/reference.md for where each puts an element.
+
+    Members are layouts; those with parameters are called: ``Layout.WG_STRIDED(shape, vec_size)``.
+    ``.reduce(axes)`` is the layout after a reduction.
+    """
+
+    WGMMA = 1
+    WGMMA_8BIT = 2
+    WGMMA_UPCAST_2X = 3
+    WGMMA_UPCAST_4X = 4
+    WGMMA_TRANSPOSED = 5
+    WG_SPLAT = 6
+    WG_STRIDED = 7
+    TILED = 8
+    TCGEN05 = 9
+    TCGEN05_TRANSPOSED = 10
+    TCGEN05_M64_COLLECTIVE = 11
+    TCGEN05_TMEM_NATIVE = 12
+    TCGEN05_M64_COLLECTIVE_NATIVE = 13
+    SMEM_GMEM_COPY = 14
+    TMA_INDICES = 15
+    TMA_INDICES_4 = 16
+    _WGMMA_ACC_32BIT = 17
+    MMA_LHS = 18
+    MMA_RHS = 19
+    MMA_ACC = 20
+
+    @property
+    def value_spec(self):
+        """The layout of a member used without arguments."""
+        if self is Layout.WG_SPLAT:
+            return _LayoutValue(("splat",), "WG_SPLAT")
+        if self is Layout.WG_STRIDED:
+            raise ValueError("Layout.WG_STRIDED needs arguments: WG_STRIDED(shape, vec_size)")
+        if self in (Layout.WGMMA, Layout._WGMMA_ACC_32BIT):
+            return _LayoutValue(("wgmma",), "WGMMA")
+        if self in _NAMED_TILED:
+            return _LayoutValue(("tiled", *_NAMED_TILED[self]), self.name)
+        raise NotImplementedError(
+            f"Layout.{self.name} is not supported yet; available are WGMMA,"
+            " WGMMA_TRANSPOSED, WG_STRIDED, WG_SPLAT, TILED and their reductions"
+        )
+
+    def __call__(self, *args, **kwargs):
+        if self is Layout.WG_SPLAT:
+            return self.value_spec
+        if self is Layout.WG_STRIDED:
+            return _strided(*args, **kwargs)
+        if self is Layout.TILED:
+            return _tiled(*args, **kwargs)
+        if self is Layout.MMA_ACC:
+            return Layout.WGMMA.value_spec
+        value = self.value_spec
+        if args or kwargs:
+            raise ValueError(f"Layout.{self.name} takes no arguments")
+        return value
+
+    def reduce(self, axes):
+        """The layout of the array after ``axes`` are reduced away."""
+        return self.value_spec.reduce(axes)
+
+
+def _strided(shape, vec_size):
+    n = 1
+    for d in shape:
+        n *= d
+    if vec_size < 1 or n % (128 * vec_size):
+        raise ValueError(f"Layout.WG_STRIDED: {n} elements are not a multiple of 128 * {vec_size}")
+    return _LayoutValue(("strided", int(vec_size)), f"WG_STRIDED({tuple(shape)}, {vec_size})")
+
+
+def _tiled(tiling, warp_dims, lane_dims, vector_dim):
+    def dims(ds):
+        return tuple(("rep", d.times) if isinstance(d, Replicated) else int(d) for d in ds)
+
+    spec = (tiling.tiles, dims(warp_dims), dims(lane_dims), int(vector_dim))
+    return _LayoutValue(("tiled", *spec), f"TILED{spec}")
+
+
+# (tiles, warp dims, lane dims, vector dim)
+_NAMED_TILED = {
+    Layout.WGMMA_TRANSPOSED: (((64, 8), (16, 8), (8, 8), (2, 2), (2, 1)), (-10,), (-6, -3, -5), -2),
+}
+
+
+def layout_spec(layout):
+    """The core's description of a layout given by the user; TypeError for anything else."""
+    if isinstance(layout, Layout):
+        return layout.value_spec.spec
+    if isinstance(layout, _LayoutValue):
+        return layout.spec
+    raise TypeError(f"layout must be a plgpu.Layout, got {layout!r}")
+
+
+# ---- compiler parameters and meshes --------------------------------------------------------------
+
+
+class LoweringSemantics(enum.Enum):
+    """Accepted and ignored: layouts are always inferred over the whole kernel."""
+
+    Lane = 0
+    Warpgroup = 1
+
+
+class TraceScope(enum.Enum):
+    """Scope of one trace of the on-device profiler."""
+
+    WARPGROUP = 0
+    WARP = 1
+
+
+class CompilerParams(_Frozen):
+    """Parameters of the compiler. Keyword only.
+
+    ``approx_math``: fast approximate exp, exp2, log, sin, cos, tanh, rsqrt on float32.
+    ``unsafe_no_auto_barriers``: no lane barriers around loads and stores of arrays.
+    ``max_concurrent_steps``, ``dimension_semantics``: for ``pl.pallas_call`` only.
+    ``reduction_scratch_bytes``: accepted; the exact need is planned. ``lowering_semantics``:
+    ignored.
+    """
+
+    __slots__ = (
+        "approx_math",
+        "dimension_semantics",
+        "max_concurrent_steps",
+        "unsafe_no_auto_barriers",
+        "reduction_scratch_bytes",
+        "profile_space",
+        "profile_dir",
+        "profile_trace_scope",
+        "profile_bounds_check",
+        "lowering_semantics",
+    )
+
+    def __init__(
+        self,
+        *,
+        approx_math=False,
+        dimension_semantics=None,
+        max_concurrent_steps=1,
+        unsafe_no_auto_barriers=False,
+        reduction_scratch_bytes=2048,
+        profile_space=0,
+        profile_dir="",
+        profile_trace_scope=TraceScope.WARPGROUP,
+        profile_bounds_check=False,
+        lowering_semantics=LoweringSemantics.Warpgroup,
+        num_stages=None,
+        delay_release=None,
+    ):
+        if delay_release is not None:
+            raise TypeError(
+                "CompilerParams: delay_release belongs to plgpu.BlockSpec(delay_release=...)"
+            )
+        if num_stages is not None:
+            max_concurrent_steps = num_stages
+        if bool(profile_space) != bool(profile_dir):
+            raise ValueError("CompilerParams: profile_space and profile_dir go together")
+        if profile_space:
+            raise NotImplementedError("CompilerParams: the on-device profiler is not supported yet")
+        self._set(
+            approx_math=bool(approx_math),
+            dimension_semantics=dimension_semantics,
+            max_concurrent_steps=max_concurrent_steps,
+            unsafe_no_auto_barriers=bool(unsafe_no_auto_barriers),
+            reduction_scratch_bytes=reduction_scratch_bytes,
+            profile_space=profile_space,
+            profile_dir=profile_dir,
+            profile_trace_scope=profile_trace_scope,
+            profile_bounds_check=profile_bounds_check,
+            lowering_semantics=lowering_semantics,
+        )
+
+
+class InterpretParams(_Frozen):
+    """How ``interpret=`` runs a kernel on the CPU.
+
+    ``seed``: of the schedule; the same seed gives the same interleaving. ``out_of_bounds_reads``:
+    "raise" (IndexError) or "uninitialized". ``uninitialized_memory``: "nan" or "zero".
+    Deadlocks and out-of-bounds accesses are always found. NotImplementedError for ``detect_races``.
+    """
+
+    __slots__ = ("seed", "out_of_bounds_reads", "uninitialized_memory", "detect_races")
+
+    def __init__(
+        self, *, seed=0, out_of_bounds_reads="raise", uninitialized_memory="nan", detect_races=False
+    ):
+        if detect_races:
+            raise NotImplementedError(
+                "InterpretParams: detect_races is not supported yet; deadlocks and"
+                " out-of-bounds accesses are always found"
+            )
+        if uninitialized_memory not in ("nan", "zero"):
+            raise NotImplementedError(
+                f"InterpretParams: uninitialized_memory must be 'nan' or 'zero',"
+                f" got {uninitialized_memory!r}"
+            )
+        self._set(
+            seed=int(seed),
+            out_of_bounds_reads=out_of_bounds_reads,
+            uninitialized_memory=uninitialized_memory,
+            detect_races=False,
+        )
+
+
+class Mesh(_Frozen):
+    """Names and sizes of the axes a kernel runs over.
+
+    ``grid`` counts clusters; ``cluster`` (at most 3 axes) blocks of a cluster; ``num_threads``
+    Pallas threads (warpgroups) of a block, at most 16. A grid may be left unnamed.
+    """
+
+    __slots__ = (
+        "grid",
+        "grid_names",
+        "cluster",
+        "cluster_names",
+        "num_threads",
+        "thread_name",
+        "kernel_name",
+    )
+
+    def __init__(
+        self,
+        *,
+        grid=(),
+        grid_names=(),
+        cluster=(),
+        cluster_names=(),
+        num_threads=None,
+        thread_name=None,
+        kernel_name=None,
+    ):
+        def axes(sizes, what):
+            sizes = (sizes,) if isinstance(sizes, int) else sizes
+            try:
+                out = tuple(int(s.__index__()) for s in sizes)
+            except (TypeError, AttributeError):
+                raise TypeError(f"Mesh: {what} must be a tuple of ints, got {sizes!r}") from None
+            if min(out, default=1) < 1:
+                raise ValueError(f"Mesh: {what} must be positive, got {out}")
+            return out
+
+        def names(ns):
+            return (ns,) if isinstance(ns, str) else tuple(ns)
+
+        grid, cluster = axes(grid, "grid"), axes(cluster, "cluster")
+        grid_names, cluster_names = names(grid_names), names(cluster_names)
+        if grid_names and len(grid_names) != len(grid):
+            raise ValueError(f"Mesh: grid {grid} and grid_names {grid_names} differ in length")
+        if len(cluster) > 3:
+            raise ValueError(f"Mesh: a cluster has at most 3 axes, got {cluster}")
+        if len(cluster_names) != len(cluster):
+            raise ValueError(
+                f"Mesh: cluster {cluster} and cluster_names {cluster_names} differ in length"
+            )
+        if (num_threads is None) != (thread_name is None):
+            raise ValueError(
+                "Mesh: num_threads and thread_name go together, got"
+                f" num_threads={num_threads!r}, thread_name={thread_name!r}"
+            )
+        if num_threads is not None and not 1 <= num_threads <= 16:
+            raise ValueError(f"Mesh: num_threads must be 1 to 16, got {num_threads}")
+        if num_threads is not None and num_threads > 8:
+            raise ValueError(
+                f"Mesh: {num_threads} threads are {128 * num_threads} CUDA threads, a block has"
+                " at most 1024"
+            )
+        every = [*grid_names, *cluster_names, *([thread_name] if thread_name is not None else [])]
+        if len(set(every)) != len(every):
+            raise ValueError(f"Mesh: axis names must differ, got {every}")
+        self._set(
+            grid=grid,
+            grid_names=grid_names,
+            cluster=cluster,
+            cluster_names=cluster_names,
+            num_threads=num_threads,
+            thread_name=thread_name,
+            kernel_name=kernel_name,
+        )
+
+    @property
+    def shape(self):
+        """Axis name to size: grid axes, cluster axes, the thread axis."""
+        out = dict(zip(self.grid_names, self.grid))
+        out.update(zip(self.cluster_names, self.cluster))
+        if self.thread_name is not None:
+            out[self.thread_name] = self.num_threads
+        return out

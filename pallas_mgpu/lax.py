@@ -1,0 +1,241 @@
+"""The `lax` namespace for kernel bodies: array functions, control flow, axis queries.
+
+Unlike `jax.lax`, dtypes promote as in `pallas_mgpu.numpy`: a superset of what `jax.lax` accepts."""
+
+from . import _core
+from ._control import cond, fori_loop, scan, switch, while_loop
+from ._ops import axis_index, axis_size, optimization_barrier
+
+__all__ = [
+    "axis_index",
+    "axis_size",
+    "cond",
+    "fori_loop",
+    "optimization_barrier",
+    "scan",
+    "switch",
+    "while_loop",
+]
+
+
+def _unary(op, doc):
+    def f(x, *, accuracy=None):
+        if accuracy is not None:
+            raise NotImplementedError(f"lax.{f.__name__}: only accuracy=None is supported")
+        return _core.unary(op, x)
+
+    f.__doc__ = doc
+    return f
+
+
+def _binary(op, doc):
+    def f(x, y):
+        return _core.binary(op, x, y)
+
+    f.__doc__ = doc
+    return f
+
+
+def _define(table, make):
+    for name, (op, doc) in table.items():
+        f = make(op, doc)
+        f.__name__ = f.__qualname__ = name
+        globals()[name] = f
+        __all__.append(name)
+
+
+_define(
+    {
+        "abs": ("abs", "|x|"),
+        "bitwise_not": ("not", "Bitwise complement; logical on bool."),
+        "ceil": ("ceil", "Smallest integer not below x."),
+        "cos": ("cos", "Cosine."),
+        "exp": ("exp", "e to the x."),
+        "exp2": ("exp2", "2 to the x."),
+        "floor": ("floor", "Largest integer not above x."),
+        "log": ("log", "Natural logarithm."),
+        "neg": ("neg", "-x."),
+        "rsqrt": ("rsqrt", "1 / sqrt(x)."),
+        "sign": ("sign", "-1, 0 or 1."),
+        "sin": ("sin", "Sine."),
+        "sqrt": ("sqrt", "Square root."),
+        "tanh": ("tanh", "Hyperbolic tangent."),
+    },
+    _unary,
+)
+_define(
+    {
+        "add": ("add", "x + y."),
+        "bitwise_and": ("and", "x & y."),
+        "bitwise_or": ("or", "x | y."),
+        "bitwise_xor": ("xor", "x ^ y."),
+        "div": ("div", "x / y; integers truncate toward zero."),
+        "eq": ("eq", "x == y."),
+        "ge": ("ge", "x >= y."),
+        "gt": ("gt", "x > y."),
+        "le": ("le", "x <= y."),
+        "lt": ("lt", "x < y."),
+        "max": ("max", "The greater; NaN propagates."),
+        "min": ("min", "The lesser; NaN propagates."),
+        "mul": ("mul", "x * y."),
+        "ne": ("ne", "x != y."),
+        "rem": ("rem", "Remainder with the sign of the dividend."),
+        "shift_left": ("shl", "x << y."),
+        "sub": ("sub", "x - y."),
+    },
+    _binary,
+)
+
+AWAY_FROM_ZERO, TO_NEAREST_EVEN = "away", "even"
+
+
+def round(x, rounding_method=AWAY_FROM_ZERO):  # noqa: A001
+    """Nearest integer; halves away from zero, or to even with ``TO_NEAREST_EVEN``."""
+    return _core.unary("round" if rounding_method == AWAY_FROM_ZERO else "rint", x)
+
+
+def _shift(x, y, signed, what):
+    x = _core.as_array(x)
+    if x.dtype.kind not in "iu":
+        raise TypeError(f"{what} does not accept dtype {x.dtype}")
+    name = x.dtype.name
+    other = name.lstrip("u") if signed else "u" + name.lstrip("u")
+    if name == other:
+        return _core.binary("shr", x, y)
+    return _core.bitcast(
+        _core.binary("shr", _core.bitcast(x, other), _core.convert(y, other)), name
+    )
+
+
+def shift_right_logical(x, y):
+    """x >> y, filling with zeros."""
+    return _shift(x, y, False, "shift_right_logical")
+
+
+def shift_right_arithmetic(x, y):
+    """x >> y, filling with the sign."""
+    return _shift(x, y, True, "shift_right_arithmetic")
+
+
+def integer_pow(x, y):
+    """x to the static int y, by multiplication."""
+    return x**y
+
+
+def square(x):
+    """x * x."""
+    return _core.binary("mul", x, x)
+
+
+def select(pred, on_true, on_false):
+    """``on_true`` where ``pred``, else ``on_false``."""
+    return _core.where(pred, on_true, on_false)
+
+
+def select_n(which, *cases):
+    """``cases[which]`` elementwise; two cases."""
+    if len(cases) != 2:
+        raise NotImplementedError(f"select_n: exactly two cases are supported, got {len(cases)}")
+    return _core.where(which, cases[1], cases[0])
+
+
+def clamp(lo, x, hi):
+    """min(max(x, lo), hi)."""
+    return _core.binary("min", _core.binary("max", x, lo), hi)
+
+
+def convert_element_type(x, dtype):
+    """x in another dtype, by value."""
+    return _core.convert(_core.as_array(x), _core.as_dtype(dtype))
+
+
+def bitcast_convert_type(x, dtype):
+    """x in another dtype of the same width, by bits."""
+    return _core.bitcast(_core.as_array(x), _core.as_dtype(getattr(dtype, "dtype", dtype)))
+
+
+def broadcast_in_dim(x, shape, broadcast_dimensions):
+    """Operand dim k becomes result dim ``broadcast_dimensions[k]``."""
+    return _core.broadcast_in_dim(_core.as_array(x), tuple(shape), tuple(broadcast_dimensions))
+
+
+def broadcast(x, sizes):
+    """New leading dims ``sizes``."""
+    x = _core.as_array(x)
+    n = len(sizes)
+    return _core.broadcast_in_dim(x, (*sizes, *x.shape), tuple(range(n, n + x.ndim)))
+
+
+def reshape(x, new_sizes, dimensions=None):
+    """Same elements, row-major."""
+    if dimensions is not None:
+        raise NotImplementedError("lax.reshape: dimensions= is not supported")
+    return _core.reshape(_core.as_array(x), tuple(new_sizes))
+
+
+def squeeze(x, dimensions):
+    """Drop dims of size 1."""
+    return _core.as_array(x).squeeze(dimensions)
+
+
+def slice(x, start_indices, limit_indices, strides=None):  # noqa: A001
+    """Static slice with unit stride."""
+    if strides is not None and any(s != 1 for s in strides):
+        raise NotImplementedError("lax.slice: only unit strides are supported")
+    sizes = tuple(b - a for a, b in zip(start_indices, limit_indices))
+    return _core.slice_array(_core.as_array(x), tuple(start_indices), sizes)
+
+
+def full(shape, fill_value, dtype=None):
+    """One value everywhere."""
+    return _core.full(tuple(shape), fill_value, dtype)
+
+
+def full_like(x, fill_value, dtype=None, shape=None):
+    """One value, shape and dtype of ``x`` (an array or a ref)."""
+    return _core.full(
+        tuple(x.shape if shape is None else shape),
+        fill_value,
+        _core.as_dtype(x.dtype if dtype is None else dtype),
+    )
+
+
+def iota(dtype, size):
+    """0 .. size-1."""
+    return _core.iota(dtype, (size,), 0)
+
+
+def broadcasted_iota(dtype, shape, dimension):
+    """Index along ``dimension``."""
+    return _core.iota(dtype, tuple(shape), dimension)
+
+
+def _reduction(kind, doc):
+    def f(x, axes):
+        return _core.reduce(
+            kind, _core.as_array(x), tuple(axes) if isinstance(axes, (tuple, list)) else (axes,)
+        )
+
+    f.__doc__ = doc
+    return f
+
+
+_define(
+    {
+        "reduce_max": ("max", "Greatest over axes."),
+        "reduce_min": ("min", "Least over axes."),
+        "reduce_sum": ("add", "Sum over axes in the dtype of x."),
+    },
+    _reduction,
+)
+
+
+def stop_gradient(x):
+    """Identity."""
+    return x
+
+
+def __getattr__(name):
+    raise AttributeError(
+        f"pallas_mgpu.lax has no {name!r}; see docs/gaps.md for what is not available yet"
+    )

@@ -1,0 +1,58 @@
+"""Activation functions, composed from `pallas_mgpu.numpy`. Traced values and host arrays."""
+
+import math
+
+from . import numpy as jnp
+
+
+def sigmoid(x):
+    """1 / (1 + exp(-x))."""
+    return 1 / (1 + jnp.exp(-x))
+
+
+def silu(x):
+    """x * sigmoid(x)."""
+    return x * sigmoid(x)
+
+
+swish = silu
+
+
+def relu(x):
+    """max(x, 0)."""
+    return jnp.maximum(x, 0)
+
+
+def relu6(x):
+    """min(max(x, 0), 6)."""
+    return jnp.minimum(jnp.maximum(x, 0), 6)
+
+
+def leaky_relu(x, negative_slope=0.01):
+    """x where positive, else negative_slope * x."""
+    return jnp.where(x >= 0, x, negative_slope * x)
+
+
+def tanh(x):
+    """Hyperbolic tangent."""
+    return jnp.tanh(x)
+
+
+def gelu(x, approximate=True):
+    """Gaussian error linear unit, by its tanh approximation."""
+    if not approximate:
+        raise NotImplementedError(
+            "nn.gelu: approximate=False needs erf, which is not supported yet; use approximate=True"
+        )
+    c = math.sqrt(2 / math.pi)
+    return 0.5 * x * (1 + jnp.tanh(c * (x + 0.044715 * (x * x * x))))
+
+
+def soft_sign(x):
+    """x / (|x| + 1)."""
+    return x / (jnp.abs(x) + 1)
+
+
+def identity(x):
+    """x."""
+    return x

@@ -1,0 +1,496 @@
+"""The `jnp` namespace: on traced values it builds the graph, on host arrays it is NumPy.
+
+Dtypes are those of JAX with 64-bit mode off: Python ints and floats are weak int32 and float32,
+64-bit requests become 32-bit."""
+
+import math
+
+import ml_dtypes
+import numpy as np
+
+from . import _core
+from ._trace import Array, Ref, tracing
+
+inf, nan, pi, e, newaxis = math.inf, math.nan, math.pi, math.e, None
+ndarray = Array
+finfo, iinfo = ml_dtypes.finfo, ml_dtypes.iinfo
+floating, integer = np.floating, np.integer
+signedinteger, unsignedinteger, number, generic = (
+    np.signedinteger,
+    np.unsignedinteger,
+    np.number,
+    np.generic,
+)
+
+
+class _Scalar:
+    """A dtype object that makes strong scalars when called: ``jnp.float32(3)``."""
+
+    __slots__ = ("dtype",)
+
+    def __init__(self, dtype):
+        self.dtype = np.dtype(dtype)
+
+    def __call__(self, x):
+        if isinstance(x, (Array, Ref)):
+            return _core.convert(_core.as_array(x), self.dtype)
+        return self.dtype.type(x)
+
+    def __eq__(self, other):
+        try:
+            return self.dtype == np.dtype(other)
+        except TypeError:
+            return NotImplemented
+
+    def __hash__(self):
+        return hash(self.dtype)
+
+    def __repr__(self):
+        return f"jnp.{self.dtype.name}"
+
+    @property
+    def name(self):
+        return self.dtype.name
+
+    @property
+    def itemsize(self):
+        return self.dtype.itemsize
+
+
+bool_ = _Scalar(np.bool_)
+int8, int16, int32 = _Scalar(np.int8), _Scalar(np.int16), _Scalar(np.int32)
+uint8, uint16, uint32 = _Scalar(np.uint8), _Scalar(np.uint16), _Scalar(np.uint32)
+float16, float32, bfloat16 = _Scalar(np.float16), _Scalar(np.float32), _Scalar(ml_dtypes.bfloat16)
+
+
+def dtype(x):
+    """The NumPy dtype of any spelling."""
+    return _core.as_dtype(x)
+
+
+def issubdtype(a, b):
+    """Is dtype ``a`` of class or dtype ``b``? bfloat16 is floating."""
+    if isinstance(a, str) and a == "barrier":
+        return False
+    a = np.dtype(a)
+    if a == ml_dtypes.bfloat16 and isinstance(b, type) and issubclass(b, np.generic):
+        return issubclass(np.floating, b)
+    return np.issubdtype(a, getattr(b, "dtype", b))
+
+
+def promote_types(a, b):
+    """The dtype both promote to."""
+    return _core.promote_types([np.dtype(a), np.dtype(b)])[0]
+
+
+def result_type(*xs):
+    """The dtype that values and dtypes promote to."""
+    return _core.promote_types(list(xs))[0]
+
+
+def _traced(*xs):
+    return any(isinstance(x, (Array, Ref)) for x in xs)
+
+
+_NARROW = {"int64": np.int32, "uint64": np.uint32, "float64": np.float32}
+
+
+def _host(x):
+    """A NumPy result in 32 bits."""
+    x = np.asarray(x)
+    return x.astype(_NARROW[x.dtype.name]) if x.dtype.name in _NARROW else x
+
+
+def _float_input(x):
+    """Host operand of an inexact function: ints become float32."""
+    x = _host(x)
+    return x.astype(np.float32) if x.dtype.kind in "iub" else x
+
+
+def _export(name, f, doc):
+    f.__name__ = f.__qualname__ = name
+    f.__doc__ = doc
+    globals()[name] = f
+
+
+def _unary(op, host, inexact):
+    def f(x):
+        if _traced(x):
+            if inexact:
+                x = _core.as_array(x)
+                if x.dtype.kind in "iub":
+                    x = _core.convert(x, "float32")
+            return _core.unary(op, x)
+        return _host(host(_float_input(x) if inexact else _host(x)))
+
+    return f
+
+
+def _binary(op, host):
+    def f(x, y):
+        if _traced(x, y):
+            return _core.binary(op, x, y)
+        if isinstance(x, np.ndarray) or isinstance(y, np.ndarray):
+            to = _core.promote_types([x, y])[0]
+            if op not in ("true_divide",):
+                x, y = np.asarray(x).astype(to), np.asarray(y).astype(to)
+        return _host(host(x, y))
+
+    return f
+
+
+for _name, _op, _f, _inexact, _doc in (
+    ("abs", "abs", np.abs, False, "|x|."),
+    ("absolute", "abs", np.abs, False, "|x|."),
+    ("ceil", "ceil", np.ceil, True, "Smallest integer not below x."),
+    ("cos", "cos", np.cos, True, "Cosine."),
+    ("exp", "exp", np.exp, True, "e to the x; integers become float32."),
+    ("exp2", "exp2", np.exp2, True, "2 to the x; integers become float32."),
+    ("floor", "floor", np.floor, True, "Largest integer not above x."),
+    ("invert", "not", np.invert, False, "Bitwise complement; logical on bool."),
+    ("bitwise_not", "not", np.invert, False, "Bitwise complement; logical on bool."),
+    ("log", "log", np.log, True, "Natural logarithm; integers become float32."),
+    ("log2", "log2", np.log2, True, "Logarithm to base 2; integers become float32."),
+    ("negative", "neg", np.negative, False, "-x."),
+    ("rint", "rint", np.rint, True, "Nearest integer, halves to even."),
+    ("sign", "sign", np.sign, False, "-1, 0 or 1."),
+    ("sin", "sin", np.sin, True, "Sine."),
+    ("sqrt", "sqrt", np.sqrt, True, "Square root."),
+    ("tanh", "tanh", np.tanh, True, "Hyperbolic tangent."),
+):
+    _export(_name, _unary(_op, _f, _inexact), _doc)
+
+for _name, _op, _f, _doc in (
+    ("add", "add", np.add, "x + y."),
+    ("bitwise_and", "and", np.bitwise_and, "x & y."),
+    ("bitwise_or", "or", np.bitwise_or, "x | y."),
+    ("bitwise_xor", "xor", np.bitwise_xor, "x ^ y."),
+    ("divide", "true_divide", np.true_divide, "x / y; integers become float32."),
+    ("true_divide", "true_divide", np.true_divide, "x / y; integers become float32."),
+    ("equal", "eq", np.equal, "x == y."),
+    ("floor_divide", "floor_divide", np.floor_divide, "x // y, rounding down."),
+    ("greater", "gt", np.greater, "x > y."),
+    ("greater_equal", "ge", np.greater_equal, "x >= y."),
+    ("left_shift", "shl", np.left_shift, "x << y."),
+    ("less", "lt", np.less, "x < y."),
+    ("less_equal", "le", np.less_equal, "x <= y."),
+    ("maximum", "max", np.maximum, "The greater; NaN propagates."),
+    ("minimum", "min", np.minimum, "The lesser; NaN propagates."),
+    ("mod", "remainder", np.remainder, "x % y, with the sign of the divisor."),
+    ("remainder", "remainder", np.remainder, "x % y, with the sign of the divisor."),
+    ("multiply", "mul", np.multiply, "x * y."),
+    ("not_equal", "ne", np.not_equal, "x != y."),
+    ("right_shift", "shr", np.right_shift, "x >> y."),
+    ("subtract", "sub", np.subtract, "x - y."),
+):
+    _export(_name, _binary(_op, _f), _doc)
+del _name, _op, _f, _inexact, _doc
+
+
+def _truth(x):
+    x = _core.as_array(x)
+    return x if x.dtype == bool else _core.binary("ne", x, 0)
+
+
+def logical_and(x, y):
+    """(x != 0) and (y != 0), elementwise."""
+    return _core.binary("and", _truth(x), _truth(y)) if _traced(x, y) else np.logical_and(x, y)
+
+
+def logical_or(x, y):
+    """(x != 0) or (y != 0), elementwise."""
+    return _core.binary("or", _truth(x), _truth(y)) if _traced(x, y) else np.logical_or(x, y)
+
+
+def logical_xor(x, y):
+    """(x != 0) != (y != 0), elementwise."""
+    return _core.binary("xor", _truth(x), _truth(y)) if _traced(x, y) else np.logical_xor(x, y)
+
+
+def logical_not(x):
+    """x == 0, elementwise."""
+    return _core.unary("not", _truth(x)) if _traced(x) else np.logical_not(x)
+
+
+def isnan(x):
+    """x is not a number."""
+    return _core.binary("ne", x, x) if _traced(x) else np.isnan(x)
+
+
+def isinf(x):
+    """x is infinite."""
+    return _core.binary("eq", _core.unary("abs", x), inf) if _traced(x) else np.isinf(x)
+
+
+def isfinite(x):
+    """x is a finite number."""
+    return _core.binary("lt", _core.unary("abs", x), inf) if _traced(x) else np.isfinite(x)
+
+
+def square(x):
+    """x * x."""
+    return multiply(x, x)  # noqa: F821 - made by the table above
+
+
+def reciprocal(x):
+    """1 / x."""
+    return divide(1, x)  # noqa: F821
+
+
+def where(condition, x=None, y=None):
+    """``x`` where ``condition``, else ``y``; all three are needed in kernels."""
+    if _traced(condition, x, y):
+        if x is None or y is None:
+            raise NotImplementedError("jnp.where: x and y must be given in kernels")
+        return _core.where(condition, x, y)
+    return np.where(condition) if x is None and y is None else _host(np.where(condition, x, y))
+
+
+def clip(x, min=None, max=None, *, a_min=None, a_max=None):  # noqa: A002
+    """x limited to [min, max]; NaN stays NaN."""
+    lo, hi = min if a_min is None else a_min, max if a_max is None else a_max
+    if lo is not None:
+        x = maximum(x, lo)  # noqa: F821
+    if hi is not None:
+        x = minimum(x, hi)  # noqa: F821
+    return x
+
+
+def round(x, decimals=0):  # noqa: A001
+    """Nearest, halves to even."""
+    if not _traced(x):
+        return _host(np.round(x, decimals))
+    if _core.as_array(x).dtype.kind in "iub":
+        return x
+    if decimals == 0:
+        return _core.unary("rint", x)
+    scale = 10.0**decimals
+    return _core.unary("rint", x * scale) / scale
+
+
+def astype(x, dtype):
+    """x in another dtype."""
+    return x.astype(_core.as_dtype(dtype))
+
+
+# ---- reductions ----------------------------------------------------------------------------------
+
+
+def _axes(x, axis):
+    if axis is None:
+        return tuple(range(x.ndim))
+    axis = axis if isinstance(axis, (tuple, list)) else (axis,)
+    return tuple(a.__index__() for a in axis)
+
+
+def _identity(kind, dtype):
+    if kind == "sum":
+        return 0
+    if dtype.kind in "iu":
+        info = iinfo(dtype)
+        return info.min if kind == "max" else info.max
+    return -inf if kind == "max" else inf
+
+
+def _reduce(kind, host):
+    def f(x, axis=None, dtype=None, keepdims=False, initial=None, where=None):
+        if not _traced(x):
+            extra = {} if where is None else {"where": where}
+            if initial is not None:
+                extra["initial"] = initial
+            if dtype is not None:
+                extra["dtype"] = np.dtype(dtype)
+            return _host(host(_host(x), axis=axis, keepdims=keepdims, **extra))
+        if isinstance(x, Ref):
+            raise TypeError(f"jnp.{f.__name__}: a Ref was given; load it first with ref[...]")
+        if dtype is not None:
+            x = _core.convert(x, _core.as_dtype(dtype))
+        if where is not None:
+            x = _core.where(where, x, _core.full(x.shape, _identity(kind, x.dtype), x.dtype))
+        exact = "add" if kind == "sum" and dtype is not None else kind
+        out = _core.reduce(exact, x, _axes(x, axis), keepdims)
+        if initial is not None:
+            out = _core.binary({"sum": "add"}.get(kind, kind), out, initial)
+        return out
+
+    return f
+
+
+_export("sum", _reduce("sum", np.sum), "Sum over axes. float16 and bfloat16 add up in float32.")
+_export("max", _reduce("max", np.max), "Greatest over axes; NaN propagates.")
+_export("min", _reduce("min", np.min), "Least over axes; NaN propagates.")
+amax, amin = max, min  # noqa: F821
+
+
+def mean(x, axis=None, dtype=None, keepdims=False):
+    """Mean over axes; integers become float32."""
+    if not _traced(x):
+        return _host(np.mean(_float_input(x), axis=axis, keepdims=keepdims))
+    to = (
+        _core.as_dtype(dtype)
+        if dtype is not None
+        else x.dtype
+        if x.dtype.kind not in "iub"
+        else np.dtype("float32")
+    )
+    n = math.prod(x.shape[a] for a in _axes(x, axis))
+    total = _core.reduce("add", _core.convert(x, "float32"), _axes(x, axis), keepdims)
+    return _core.convert(total / n, to)
+
+
+# ---- creation ------------------------------------------------------------------------------------
+
+
+def _shape_of(shape):
+    return (
+        (shape.__index__(),) if hasattr(shape, "__index__") else tuple(s.__index__() for s in shape)
+    )
+
+
+def full(shape, fill_value, dtype=None):
+    """One value everywhere; dtype of the value unless given."""
+    if tracing():
+        return _core.full(
+            _shape_of(shape), fill_value, None if dtype is None else _core.as_dtype(dtype)
+        )
+    return _host(np.full(shape, fill_value, None if dtype is None else _core.as_dtype(dtype)))
+
+
+def zeros(shape, dtype=float32):
+    """Zeros; float32 unless given."""
+    return full(shape, 0, dtype)
+
+
+def ones(shape, dtype=float32):
+    """Ones; float32 unless given."""
+    return full(shape, 1, dtype)
+
+
+def empty(shape, dtype=float32):
+    """Zeros: contents are not promised."""
+    return zeros(shape, dtype)
+
+
+def full_like(x, fill_value, dtype=None, shape=None):
+    """One value, with shape and dtype of ``x`` (an array or a ref)."""
+    return full(
+        x.shape if shape is None else shape, fill_value, x.dtype if dtype is None else dtype
+    )
+
+
+def zeros_like(x, dtype=None, shape=None):
+    """Zeros, with shape and dtype of ``x`` (an array or a ref)."""
+    return full_like(x, 0, dtype, shape)
+
+
+def ones_like(x, dtype=None, shape=None):
+    """Ones, with shape and dtype of ``x`` (an array or a ref)."""
+    return full_like(x, 1, dtype, shape)
+
+
+def array(x, dtype=None):
+    """A scalar constant in kernels, a NumPy array on the host."""
+    return asarray(x, dtype)
+
+
+def asarray(x, dtype=None):
+    """``x`` as an array, converted to ``dtype`` if given."""
+    if _traced(x):
+        x = _core.as_array(x)
+        return x if dtype is None else _core.convert(x, _core.as_dtype(dtype))
+    if tracing() and np.ndim(x) == 0:
+        return _core.as_array(x, None if dtype is None else _core.as_dtype(dtype))
+    if tracing():
+        raise ValueError(
+            "jnp.array: a kernel cannot capture constants that are not scalars; pass them as"
+            " operands"
+        )
+    return _host(np.asarray(x, None if dtype is None else _core.as_dtype(dtype)))
+
+
+def arange(start, stop=None, step=1, dtype=None):
+    """start, start + step, ... below stop; static arguments."""
+    if _traced(start, stop, step):
+        raise TypeError(
+            "jnp.arange: arguments must be known at trace time; use pl.loop or an iota plus a"
+            " scalar"
+        )
+    if stop is None:
+        start, stop = 0, start
+    if not tracing():
+        return _host(np.arange(start, stop, step, None if dtype is None else _core.as_dtype(dtype)))
+    if dtype is None:
+        dtype = "float32" if any(isinstance(v, float) for v in (start, stop, step)) else "int32"
+    n = math.ceil((stop - start) / step)
+    if n < 0:
+        n = 0
+    out = _core.iota(_core.as_dtype(dtype), (n,), 0)
+    if step != 1:
+        out = out * step
+    return out + start if start != 0 else out
+
+
+# ---- shape ---------------------------------------------------------------------------------------
+
+
+def broadcast_to(x, shape):
+    """NumPy broadcasting to ``shape``: trailing dims align."""
+    if not _traced(x):
+        return np.broadcast_to(_host(x), shape)
+    x, shape = _core.as_array(x), _shape_of(shape)
+    if x.shape == shape:
+        return x
+    first = len(shape) - x.ndim
+    if first < 0 or any(a not in (1, b) for a, b in zip(x.shape, shape[first:])):
+        raise ValueError(
+            f"jnp.broadcast_to: Incompatible shapes for broadcasting: {x.shape}, {shape}"
+        )
+    kept = [k for k, n in enumerate(x.shape) if n == shape[first + k]]
+    if len(kept) < x.ndim:
+        x = _core.reshape(x, tuple(x.shape[k] for k in kept))
+    return _core.broadcast_in_dim(x, shape, tuple(first + k for k in kept))
+
+
+def reshape(x, shape):
+    """Same elements, row-major; one -1 is allowed."""
+    return x.reshape(shape)
+
+
+def ravel(x):
+    """One dim."""
+    return x.reshape((-1,))
+
+
+def squeeze(x, axis=None):
+    """Drop dims of size 1."""
+    return x.squeeze(axis)
+
+
+def expand_dims(x, axis):
+    """A new dim of size 1."""
+    if not _traced(x):
+        return np.expand_dims(x, axis)
+    axis = axis if axis >= 0 else axis + x.ndim + 1
+    return x.reshape((*x.shape[:axis], 1, *x.shape[axis:]))
+
+
+def __getattr__(name):
+    """Other names are NumPy's on host arrays and refuse traced ones."""
+    f = getattr(np, name, None)
+    if name.startswith("_") or f is None:
+        raise AttributeError(f"pallas_mgpu.numpy has no {name!r}; see docs/gaps.md")
+    if not callable(f) or isinstance(f, type):
+        return f
+
+    def host_only(*args, **kwargs):
+        if _traced(*args, *kwargs.values()):
+            raise NotImplementedError(
+                f"Unimplemented primitive in Pallas Mosaic GPU lowering: {name} (jnp.{name}"
+                f" works on host arrays"
+                " only; docs/gaps.md says what to use in a kernel)"
+            )
+        out = f(*args, **kwargs)
+        return _host(out) if isinstance(out, (np.ndarray, np.generic)) else out
+
+    host_only.__name__ = name
+    return host_only

@@ -1,0 +1,77 @@
+"""One set of cases, several ways to run them.
+
+`run(body, outs, *args, **kernel_options)` runs a kernel and returns NumPy results. Way
+"interpret" runs it on the CPU interpreter and also has NVRTC compile the generated program for
+sm_90a, whose log must be clean; way "cuda" (marked gpu) runs it on a GPU."""
+
+import numpy as np
+import pytest
+
+import pallas_mgpu as plgpu
+from pallas_mgpu import _core
+
+
+def pytest_collection_modifyitems(items):
+    found = _core.system_info()
+    hopper = [d for d in found["devices"] if d["arch"] >= 90]
+    if hopper:
+        return
+    why = found["no_gpu"] or "no GPU of compute capability 9.0"
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(pytest.mark.skip(reason=f"needs a Hopper GPU: {why}"))
+
+
+def shape_of(x):
+    return plgpu.ShapeDtypeStruct(x.shape, x.dtype) if isinstance(x, np.ndarray) else x
+
+
+class Runner:
+    def __init__(self, way):
+        self.way = way
+
+    def kernel(self, body, outs, **options):
+        if isinstance(outs, (tuple, list)) and not isinstance(outs, plgpu.ShapeDtypeStruct):
+            outs = type(outs)(shape_of(o) for o in outs)
+        else:
+            outs = shape_of(outs)
+        if self.way == "interpret":
+            options.setdefault("interpret", True)
+        return plgpu.kernel(body, out_type=outs, **options)
+
+    def call(self, kernel, *args, spills=0):
+        """Run; nested containers of NumPy arrays are fine."""
+        args = [plgpu.tree.map(np.asarray, a) for a in args]
+        if self.way == "cuda":
+            args = [plgpu.tree.map(plgpu.device_put, a) for a in args]
+            result = kernel(*args)
+            return plgpu.tree.map(
+                lambda x: x.numpy() if isinstance(x, plgpu.DeviceArray) else x, result
+            )
+        lowered = kernel.lower(*args)
+        used = lowered.resources()
+        assert used["spill_bytes"] <= spills, used
+        assert used["remarks"] == "" or "C75" not in used["remarks"], used
+        return kernel(*args)
+
+    def __call__(self, body, outs, *args, spills=0, **options):
+        return self.call(self.kernel(body, outs, **options), *args, spills=spills)
+
+
+@pytest.fixture(params=["interpret", pytest.param("cuda", marks=pytest.mark.gpu)])
+def run(request):
+    return Runner(request.param)
+
+
+@pytest.fixture
+def rng(request):
+    """Random numbers, seeded by the name of the test."""
+    return np.random.default_rng(abs(hash(request.node.name)) % 2**32)
+
+
+def here(offset=0):
+    """(file, line) of the caller, for checking where errors point."""
+    import sys
+
+    frame = sys._getframe(1)
+    return frame.f_code.co_filename, frame.f_lineno + offset

@@ -1,0 +1,476 @@
+"""Arithmetic on register arrays: every op against NumPy on random data, odd shapes, all dtypes
+and promotions."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import pallas_mgpu as plgpu
+from pallas_mgpu import lax, nn, pl
+from pallas_mgpu import numpy as jnp
+
+bf16 = np.dtype(ml_dtypes.bfloat16)
+SHAPES = [(128,), (1,), (3,), (127,), (129,), (1000,), (64, 64), (7, 33), (3, 5, 9), (128, 1)]
+FLOATS = [np.dtype(np.float32), np.dtype(np.float16), bf16]
+INTS = [np.dtype(d) for d in ("int8", "int16", "int32", "uint8", "uint16", "uint32")]
+
+
+def floats(rng, shape, dtype, low=-4, high=4):
+    return rng.uniform(low, high, shape).astype(np.float32).astype(dtype)
+
+
+def ints(rng, shape, dtype):
+    info = np.iinfo(dtype)
+    return rng.integers(info.min, info.max, shape, dtype=dtype, endpoint=True)
+
+
+def ulps(got, want, dtype):
+    """Distance in units of the last place of dtype; NaNs and infinities must agree."""
+    got, want = got.astype(np.float64), want.astype(np.float64)
+    assert np.array_equal(np.isnan(got), np.isnan(want))
+    ok = ~np.isnan(want)
+    got, want = got[ok], want[ok]
+    fi = ml_dtypes.finfo(dtype)
+    same = got == want
+    with np.errstate(invalid="ignore", divide="ignore"):
+        scale = np.maximum(np.abs(want), float(fi.tiny))
+        ulp = np.exp2(np.floor(np.log2(scale))) * float(fi.eps)
+        d = np.abs(got - want) / ulp
+    return float(np.max(np.where(same, 0, d), initial=0))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_add_one(run, rng, shape):
+    """The first example of the documents, at any shape."""
+    x = floats(rng, shape, np.float32)
+
+    def body(x_ref, o_ref):
+        o_ref[...] = x_ref[...] + 1
+
+    np.testing.assert_array_equal(run(body, x, x), x + 1)
+
+
+UNARY = {
+    "exp": (jnp.exp, np.exp, 2),
+    "exp2": (jnp.exp2, np.exp2, 2),
+    "log": (jnp.log, np.log, 2),
+    "log2": (jnp.log2, np.log2, 3),
+    "sqrt": (jnp.sqrt, np.sqrt, 1),
+    "tanh": (jnp.tanh, np.tanh, 3),
+    "sin": (jnp.sin, np.sin, 3),
+    "cos": (jnp.cos, np.cos, 3),
+    "rsqrt": (lax.rsqrt, lambda x: 1 / np.sqrt(x), 3),
+    "floor": (jnp.floor, np.floor, 0),
+    "ceil": (jnp.ceil, np.ceil, 0),
+    "rint": (jnp.round, np.rint, 0),
+    "round": (lax.round, lambda x: np.sign(x) * np.floor(np.abs(x) + 0.5), 0),
+    "abs": (jnp.abs, np.abs, 0),
+    "neg": (lax.neg, np.negative, 0),
+    "sign": (jnp.sign, np.sign, 0),
+    "square": (jnp.square, np.square, 1),
+}
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("name", UNARY)
+def test_unary_float(run, rng, name, dtype):
+    """Unary functions round once from float32 accuracy."""
+    f, host, bound = UNARY[name]
+    x = floats(rng, (257,), dtype)
+    if name in ("log", "log2", "sqrt", "rsqrt"):
+        x = np.abs(x) + np.asarray(0.01, dtype)
+    x[:7] = np.asarray([0.5, 1.5, 2.5, 1, 2, 0.25, 3], dtype)
+
+    def body(x_ref, o_ref):
+        o_ref[...] = f(x_ref[...])
+
+    got = run(body, x, x)
+    want = host(x.astype(np.float64)).astype(np.float32).astype(dtype)
+    assert ulps(got, want, dtype) <= (bound if dtype == np.float32 else max(1, bound > 0))
+
+
+SPECIALS = np.array(
+    [0.0, -0.0, np.inf, -np.inf, np.nan, 1e-40, -1e-40, 1, -1, 0.5, -0.5, 3.4e38], np.float32
+)
+
+
+def test_special_values(run):
+    """NaN, infinities, signed zeros and denormals through max, min, comparisons, abs, clip,
+    where."""
+    a, b = (v.reshape(-1).copy() for v in np.meshgrid(SPECIALS, SPECIALS))
+
+    def body(a_ref, b_ref, hi_ref, lo_ref, lt_ref, ne_ref, cl_ref, sel_ref):
+        a, b = a_ref[...], b_ref[...]
+        hi_ref[...] = jnp.maximum(a, b)
+        lo_ref[...] = jnp.minimum(a, b)
+        lt_ref[...] = (a < b).astype(jnp.int32)
+        ne_ref[...] = (a != b).astype(jnp.int32)
+        cl_ref[...] = jnp.clip(a, -1, 1)
+        sel_ref[...] = jnp.where(a > b, a, b)
+
+    i = np.zeros(a.shape, np.int32)
+    hi, lo, lt, ne, cl, sel = run(body, (a, a, i, i, a, a), a, b)
+    np.testing.assert_array_equal(hi, np.maximum(a, b))
+    np.testing.assert_array_equal(lo, np.minimum(a, b))
+    np.testing.assert_array_equal(lt, (a < b).astype(np.int32))
+    np.testing.assert_array_equal(ne, (a != b).astype(np.int32))
+    np.testing.assert_array_equal(cl, np.clip(a, -1, 1))
+    np.testing.assert_array_equal(sel, np.where(a > b, a, b))
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_binary_float(run, rng, dtype):
+    """+ - * / round per op."""
+    a, b = floats(rng, (300,), dtype), floats(rng, (300,), dtype, 0.5, 4)
+
+    def body(a_ref, b_ref, s_ref, d_ref, p_ref, q_ref):
+        a, b = a_ref[...], b_ref[...]
+        s_ref[...], d_ref[...], p_ref[...], q_ref[...] = a + b, a - b, a * b, a / b
+
+    got = run(body, (a, a, a, a), a, b)
+    a32, b32 = a.astype(np.float32), b.astype(np.float32)
+    for g, w in zip(got, (a32 + b32, a32 - b32, a32 * b32, a32 / b32)):
+        np.testing.assert_array_equal(g, w.astype(dtype))
+
+
+@pytest.mark.parametrize("dtype", [d for d in INTS if d.itemsize > 1], ids=str)
+def test_binary_int(run, rng, dtype):
+    """Integers wrap; // floors, lax.div truncates, % has the sign of the divisor."""
+    a, b = ints(rng, (500,), dtype), ints(rng, (500,), dtype)
+    b[b == 0] = 3
+    if dtype.kind == "i":
+        low = np.iinfo(dtype).min
+        b[(a == low) & (b == -1)] = 5
+
+    def body(a_ref, b_ref, *outs):
+        a, b = a_ref[...], b_ref[...]
+        values = (
+            a + b,
+            a - b,
+            a * b,
+            a // b,
+            a % b,
+            lax.div(a, b),
+            lax.rem(a, b),
+            a & b,
+            a | b,
+            a ^ b,
+            ~a,
+        )
+        for o, v in zip(outs, values):
+            o[...] = v
+
+    got = run(body, (a,) * 11, a, b)
+    wide = (a.astype(np.int64), b.astype(np.int64))
+    quotient = np.sign(wide[0]) * np.sign(wide[1]) * (np.abs(wide[0]) // np.abs(wide[1]))
+    with np.errstate(over="ignore"):
+        want = (
+            a + b,
+            a - b,
+            a * b,
+            a // b,
+            a % b,
+            quotient.astype(dtype),
+            (wide[0] - quotient * wide[1]).astype(dtype),
+            a & b,
+            a | b,
+            a ^ b,
+            ~a,
+        )
+    for k, (g, w) in enumerate(zip(got, want)):
+        np.testing.assert_array_equal(g, w, err_msg=str(k))
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.uint32, np.int16, np.uint16])
+def test_shifts(run, rng, dtype):
+    x = ints(rng, (200,), np.dtype(dtype))
+    n = rng.integers(0, np.dtype(dtype).itemsize * 8, (200,)).astype(dtype)
+
+    def body(x_ref, n_ref, l_ref, r_ref, log_ref, ar_ref):
+        x, n = x_ref[...], n_ref[...]
+        l_ref[...] = x << n
+        r_ref[...] = x >> n
+        log_ref[...] = lax.shift_right_logical(x, n)
+        ar_ref[...] = lax.shift_right_arithmetic(x, n)
+
+    left, right, logical, arith = run(body, (x,) * 4, x, n)
+    unsigned, signed = np.dtype(f"u{x.dtype.itemsize}"), np.dtype(f"i{x.dtype.itemsize}")
+    np.testing.assert_array_equal(left, np.left_shift(x, n))
+    np.testing.assert_array_equal(right, np.right_shift(x, n))
+    np.testing.assert_array_equal(logical, (x.view(unsigned) >> n.view(unsigned)).view(x.dtype))
+    np.testing.assert_array_equal(arith, (x.view(signed) >> n.view(signed)).view(x.dtype))
+
+
+def equal(got, want, text=""):
+    """Bitwise up to NaN; NumPy does not see that a bfloat16 is NaN."""
+    if want.dtype == bf16:
+        assert got.dtype == bf16, text
+        got, want = got.astype(np.float32), want.astype(np.float32)
+    np.testing.assert_array_equal(got, want, err_msg=text)
+
+
+def convert(x, to):
+    """The rule of the language: floats to ints saturate, NaN gives 0; to bool is != 0."""
+    to = np.dtype(to)
+    if to == bool:
+        return x != 0
+    if x.dtype.kind not in "iub" and to.kind in "iu":
+        info = np.iinfo(to)
+        wide = np.trunc(x.astype(np.float64))
+        return (
+            np.where(np.isnan(wide), 0, np.clip(wide, info.min, info.max))
+            .astype(np.int64)
+            .astype(to)
+        )
+    if x.dtype.kind in "iub" and to.kind not in "iub":
+        with np.errstate(over="ignore"):
+            return (
+                x.astype(np.float64).astype(np.float32).astype(to)
+                if to != np.float32
+                else x.astype(to)
+            )
+    with np.errstate(over="ignore", invalid="ignore"):
+        return x.astype(to)
+
+
+@pytest.mark.parametrize("source", [np.dtype(bool), *INTS, *FLOATS], ids=str)
+def test_convert(run, rng, source):
+    """astype from each dtype to every other."""
+    if source == bool:
+        x = rng.integers(0, 2, 300).astype(bool)
+    elif source in INTS:
+        x = ints(rng, (300,), source)
+    else:
+        x = (floats(rng, (300,), np.float32) * np.exp2(rng.integers(-8, 20, 300))).astype(source)
+        x[:6] = np.asarray([np.nan, np.inf, -np.inf, -0.0, 0.5, -0.5], source)
+    targets = [np.dtype(bool), *INTS, *FLOATS]
+
+    def body(x_ref, *outs):
+        x = x_ref[...]
+        for o, t in zip(outs, targets):
+            o[...] = x.astype(t)
+
+    got = run(body, tuple(np.zeros(300, t) for t in targets), x)
+    for g, t in zip(got, targets):
+        want = convert(x, t)
+        if source.kind in "iu" and source.itemsize == 4 and t in (np.float16, bf16):
+            assert ulps(g, want, t) <= 1  # one rounding or two
+        else:
+            equal(g, want, f"{source} -> {t}")
+
+
+def test_weak_types(run):
+    """Python numbers adopt the array's dtype, NumPy scalars keep theirs."""
+    x = np.arange(128).astype(bf16)
+
+    def body(x_ref, a_ref, b_ref, i_ref):
+        x = x_ref[...]
+        weak, strong, i = x * 1.5, x * np.float32(1.5), x_ref[...].astype(jnp.int32)
+        assert weak.dtype == jnp.bfloat16 and strong.dtype == jnp.float32
+        assert (i * 1.5).dtype == jnp.float32 and (i + True).dtype == jnp.int32
+        assert (i / 2).dtype == jnp.float32 and (i.astype(jnp.float16) * i).dtype == jnp.float16
+        a_ref[...], b_ref[...], i_ref[...] = weak, strong, i // 3 + i % 5
+
+    a, b, i = run(body, (x, x.astype(np.float32), np.zeros(128, np.int32)), x)
+    np.testing.assert_array_equal(a, (x.astype(np.float32) * 1.5).astype(bf16))
+    np.testing.assert_array_equal(b, x.astype(np.float32) * np.float32(1.5))
+    n = np.arange(128)
+    np.testing.assert_array_equal(i, x.astype(np.int32) // 3 + x.astype(np.int32) % 5)
+    assert n.size == 128
+
+
+TABLE = "bool int8 uint8 int16 uint16 int32 uint32 bfloat16 float16 float32".split()
+JOIN = {  # api/array_ops.md 2.3, strong types, row x column
+    ("int8", "uint8"): "int16",
+    ("int8", "uint16"): "int32",
+    ("int8", "uint32"): "int32",
+    ("uint8", "int16"): "int16",
+    ("int16", "uint16"): "int32",
+    ("int16", "uint32"): "int32",
+    ("uint16", "int32"): "int32",
+    ("int32", "uint32"): "int32",
+    ("bfloat16", "float16"): "float32",
+}
+
+
+def test_promotion_table():
+    """Every pair of dtypes joins as the table of the language says."""
+    for i, a in enumerate(TABLE):
+        for j, b in enumerate(TABLE):
+            x, y = (a, b) if i <= j else (b, a)
+            want = JOIN.get((x, y), JOIN.get((y, x), y))
+            assert jnp.promote_types(a, b).name == want, (a, b)
+
+
+@pytest.mark.parametrize("shape", [(128, 64), (100, 50), (64, 8), (1, 129), (3, 7)])
+@pytest.mark.parametrize("axis", [0, 1, None])
+def test_reductions(run, rng, shape, axis):
+    """sum, max, min over rows, columns and all, at any extents."""
+    x = floats(rng, shape, np.float32)
+    out = np.zeros(np.sum(x, axis=axis).shape, np.float32)
+
+    def body(x_ref, s_ref, hi_ref, lo_ref):
+        x = x_ref[...]
+        s_ref[...] = jnp.sum(x, axis=axis)
+        hi_ref[...] = jnp.max(x, axis=axis)
+        lo_ref[...] = x.min(axis)
+
+    s, hi, lo = run(body, (out, out, out), x)
+    np.testing.assert_allclose(s, x.astype(np.float64).sum(axis), rtol=1e-5, atol=1e-4)
+    np.testing.assert_array_equal(hi, x.max(axis))
+    np.testing.assert_array_equal(lo, x.min(axis))
+
+
+@pytest.mark.parametrize("n", [1, 31, 128, 1000, 4096])
+@pytest.mark.parametrize("dtype", [np.dtype(np.float32), bf16, np.dtype(np.int32)], ids=str)
+def test_full_reduction_of_a_vector(run, rng, n, dtype):
+    x = floats(rng, (n,), dtype) if dtype.kind != "i" else ints(rng, (n,), dtype)
+
+    def body(x_ref, s_ref, m_ref):
+        s_ref[...] = x_ref[...].sum()
+        m_ref[...] = x_ref[...].max()
+
+    s, m = run(body, (np.zeros((), dtype), np.zeros((), dtype)), x)
+    if dtype.kind == "i":
+        assert s == x.sum(dtype=np.int32)
+    else:
+        np.testing.assert_allclose(
+            float(s),
+            x.astype(np.float64).sum(),
+            rtol=1e-2 if dtype == bf16 else 1e-5,
+            atol=1e-1 if dtype == bf16 else 1e-4,
+        )
+    assert m == x.max()
+
+
+def test_reduction_propagates_nan(run):
+    x = np.ones((64, 16), np.float32)
+    x[3, 5] = np.nan
+
+    def body(x_ref, hi_ref):
+        hi_ref[...] = jnp.max(x_ref[...], axis=1)
+
+    hi = run(body, np.zeros(64, np.float32), x)
+    assert np.isnan(hi[3]) and np.isnan(hi).sum() == 1
+
+
+@pytest.mark.parametrize("shape", [(64, 32), (128, 128), (5, 9)])
+def test_softmax_rows(run, rng, shape):
+    """A row reduction broadcast back: the shape of attention's softmax."""
+    x = floats(rng, shape, np.float32)
+
+    def body(x_ref, o_ref):
+        x = x_ref[...]
+        e = jnp.exp(x - lax.broadcast_in_dim(jnp.max(x, axis=1), x.shape, [0]))
+        o_ref[...] = e / lax.broadcast_in_dim(jnp.sum(e, axis=1), x.shape, [0])
+
+    e = np.exp(x - x.max(1, keepdims=True))
+    np.testing.assert_allclose(run(body, x, x), e / e.sum(1, keepdims=True), rtol=1e-5)
+
+
+def test_broadcasts(run, rng):
+    """Rows, columns and scalars against a matrix."""
+    x, row, col = (
+        floats(rng, (64, 40), np.float32),
+        floats(rng, (40,), np.float32),
+        floats(rng, (64,), np.float32),
+    )
+
+    def body(x_ref, row_ref, col_ref, a_ref, b_ref, c_ref):
+        x = x_ref[...]
+        a_ref[...] = x * jnp.broadcast_to(row_ref[...], x.shape)
+        b_ref[...] = x + lax.broadcast_in_dim(col_ref[...], x.shape, [0])
+        c_ref[...] = x + jnp.full(x.shape, row_ref[3])
+
+    a, b, c = run(body, (x, x, x), x, row, col)
+    np.testing.assert_array_equal(a, x * row)
+    np.testing.assert_array_equal(b, x + col[:, None])
+    np.testing.assert_array_equal(c, x + row[3])
+
+
+def test_iota_mask(run, rng):
+    """A causal mask from two iotas."""
+    x = floats(rng, (64, 64), np.float32)
+
+    def body(x_ref, o_ref):
+        i = plgpu.broadcasted_iota(jnp.int32, (64, 64), 0)
+        j = plgpu.broadcasted_iota(jnp.int32, (64, 64), 1, layout=plgpu.Layout.WGMMA)
+        o_ref[...] = jnp.where(i >= j, x_ref[...], -jnp.inf)
+
+    np.testing.assert_array_equal(
+        run(body, x, x), np.where(np.tri(64) > 0, x, -np.inf).astype(np.float32)
+    )
+
+
+@pytest.mark.parametrize("shape", [(64, 16), (128, 64), (100, 24)])
+def test_layout_conversion_through_smem(run, rng, shape):
+    """A value asked for in two layouts is converted, and says so once."""
+    x = floats(rng, shape, np.float32)
+
+    def body(x_ref, o_ref, r_ref):
+        a = plgpu.layout_cast(x_ref[...] * 2, plgpu.Layout.WGMMA)
+        o_ref[...] = plgpu.layout_cast(
+            a + 1, plgpu.Layout.WG_STRIDED(shape, 1) if a.size % 128 == 0 else plgpu.Layout.WGMMA
+        )
+        r_ref[...] = jnp.sum(a, axis=1)
+
+    with np.errstate(all="ignore"):
+        import warnings
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            o, r = run(body, (x, x[:, 0].copy()), x)
+    np.testing.assert_array_equal(o, x * 2 + 1)
+    np.testing.assert_allclose(r, (x * 2).sum(1), rtol=1e-4, atol=1e-4)
+
+
+def test_reshape_and_slice(run, rng):
+    x = floats(rng, (8, 128), np.float32)
+    m = floats(rng, (128, 64), np.float32)
+
+    def body(x_ref, m_ref, a_ref, b_ref):
+        a_ref[...] = x_ref[...].reshape(4, 256) * 2
+        b_ref[...] = plgpu.load(m_ref, layout=plgpu.Layout.WGMMA, optimized=False)[64:, 16:48] + 1
+
+    a, b = run(body, (np.zeros((4, 256), np.float32), np.zeros((64, 32), np.float32)), x, m)
+    np.testing.assert_array_equal(a, x.reshape(4, 256) * 2)
+    np.testing.assert_array_equal(b, m[64:, 16:48] + 1)
+
+
+@pytest.mark.parametrize(
+    "f",
+    [nn.sigmoid, nn.silu, nn.relu, nn.gelu, nn.leaky_relu, nn.soft_sign],
+    ids=lambda f: f.__name__,
+)
+def test_activations(run, rng, f):
+    """The same composition on traced values and on the host."""
+    x = floats(rng, (200,), np.float32)
+
+    def body(x_ref, o_ref):
+        o_ref[...] = f(x_ref[...])
+
+    np.testing.assert_allclose(run(body, x, x), f(x), rtol=2e-6, atol=1e-6)
+
+
+def test_approx_math(run, rng):
+    x = floats(rng, (512,), np.float32)
+
+    def body(x_ref, o_ref):
+        o_ref[...] = jnp.exp(x_ref[...]) + jnp.exp2(x_ref[...]) + jnp.tanh(x_ref[...])
+
+    got = run(body, x, x, compiler_params=plgpu.CompilerParams(approx_math=True))
+    np.testing.assert_allclose(got, np.exp(x) + np.exp2(x) + np.tanh(x), rtol=1e-3, atol=1e-3)
+
+
+def test_scalar_arithmetic(run):
+    """Index arithmetic on scalars, read and written element by element."""
+    x = np.arange(16, dtype=np.int32)
+
+    def body(x_ref, o_ref):
+        i = lax.axis_index("x")
+        v = x_ref[i]
+        o_ref[i] = jnp.where(v % 3 == 0, v // 2, lax.rem(v, 5) * 7 - (v >> 1)) + pl.cdiv(v, 4)
+
+    got = run(body, x, x, grid=(16,), grid_names=("x",))
+    want = np.where(x % 3 == 0, x // 2, x % 5 * 7 - (x >> 1)) + -(-x // 4)
+    np.testing.assert_array_equal(got, want)

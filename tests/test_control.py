@@ -1,0 +1,226 @@
+"""Loops and branches: carries, static and traced bounds, weak types, nesting."""
+
+import numpy as np
+import pytest
+
+import pallas_mgpu as plgpu
+from pallas_mgpu import lax, pl
+from pallas_mgpu import numpy as jnp
+
+I32 = np.zeros(8, np.int32)
+
+
+def test_fori_loop_forms(run):
+    """Static and traced bounds, zero trips, unrolling, pytrees and None in the carry."""
+
+    def body(n_ref, o_ref):
+        n = n_ref[0]
+        o_ref[0] = lax.fori_loop(0, 10, lambda i, c: c + i, 0)
+        o_ref[1] = lax.fori_loop(2, n, lambda i, c: c + i, jnp.int32(100))
+        o_ref[2] = lax.fori_loop(n, 2, lambda i, c: c + 1, 5)
+        a, (b, none) = lax.fori_loop(
+            0, 6, lambda i, c: (c[0] + 1, (c[1][0] * 2, None)), (0, (1, None)), unroll=3
+        )
+        assert none is None
+        o_ref[3], o_ref[4] = a, b
+        swap = lax.fori_loop(0, 7, lambda i, c: (c[1], c[0]), (3, 4))
+        o_ref[5], o_ref[6] = swap
+        o_ref[7] = lax.fori_loop(
+            0, 3, lambda i, c: lax.fori_loop(0, i + 1, lambda j, d: d + j * i, c), 0, unroll=True
+        )
+
+    got = run(body, I32, np.array([9], np.int32))
+    np.testing.assert_array_equal(
+        got,
+        [
+            45,
+            100 + sum(range(2, 9)),
+            5,
+            6,
+            64,
+            4,
+            3,
+            sum(j * i for i in range(3) for j in range(i + 1)),
+        ],
+    )
+
+
+def test_array_carries(run, rng):
+    """Arrays swap places in the carry, a splat start takes the body's layout, weak starts take
+    its dtype."""
+    x = rng.standard_normal((5, 64, 16)).astype(np.float32)
+
+    def body(x_ref, a_ref, b_ref, s_ref):
+        def step(i, c):
+            a, b, total = c
+            v = x_ref[i]
+            return b, a + v, total + jnp.sum(v, axis=1)
+
+        a, b, s = lax.fori_loop(0, 5, step, (x_ref[0], x_ref[1], jnp.zeros(64, jnp.float32)))
+        a_ref[...], b_ref[...], s_ref[...] = a, b, s
+
+    a, b = x[0], x[1]
+    for v in x:
+        a, b = b, a + v
+    got = run(body, (x[0], x[0], x[0, :, 0].copy()), x)
+    np.testing.assert_allclose(got[0], a, rtol=1e-6)
+    np.testing.assert_allclose(got[1], b, rtol=1e-6)
+    np.testing.assert_allclose(got[2], x.sum((0, 2)), rtol=1e-4, atol=1e-4)
+
+
+def test_weak_init_takes_the_bodys_type(run):
+    def body(o_ref):
+        total = lax.fori_loop(0, 4, lambda i, c: c + jnp.float32(0.5), 0)
+        assert total.dtype == jnp.float32
+        o_ref[0] = total
+
+    assert run(body, np.zeros(1, np.float32))[0] == 2
+
+
+def test_while_loop(run):
+    """Collatz steps; the condition reads the carry."""
+    n = np.array([7, 27, 1, 6], np.int32)
+
+    def body(n_ref, o_ref):
+        @pl.loop(0, 4)
+        def _(i):
+            def cond(c):
+                return c[0] != 1
+
+            def step(c):
+                return jnp.where(c[0] % 2 == 0, c[0] // 2, 3 * c[0] + 1), c[1] + 1
+
+            o_ref[i] = lax.while_loop(cond, step, (n_ref[i], 0))[1]
+
+    np.testing.assert_array_equal(run(body, np.zeros(4, np.int32), n), [16, 111, 0, 8])
+
+
+def test_cond_and_switch(run, rng):
+    """Results of branches, arrays too; Python predicates; clamped switch."""
+    x = rng.standard_normal((6, 128)).astype(np.float32)
+
+    def body(x_ref, o_ref):
+        i = lax.axis_index("g")
+        v = x_ref[i]
+        v = lax.cond(i % 2 == 0, lambda: v * 2, lambda: v - 1)
+        v = lax.cond(i, lambda a: a + 10, lambda a: a, v)
+        v = v + lax.switch(i - 2, [lambda: 0.0, lambda: 1.0, lambda: jnp.float32(2)])
+        o_ref[i] = v
+
+    want = np.stack(
+        [
+            (r * 2 if i % 2 == 0 else r - 1) + (10 if i else 0) + np.clip(i - 2, 0, 2)
+            for i, r in enumerate(x)
+        ]
+    ).astype(np.float32)
+    np.testing.assert_allclose(run(body, x, x, grid=(6,), grid_names=("g",)), want, rtol=1e-6)
+
+
+@pytest.mark.parametrize("bounds", [(0, 10, 1), (1, 10, 3), (5, 5, 1), (7, 2, 2)])
+@pytest.mark.parametrize("traced", [False, True])
+def test_pl_loop(run, bounds, traced):
+    def body(b_ref, o_ref):
+        lo, hi, by = (b_ref[k] for k in range(3)) if traced else bounds
+
+        @pl.loop(lo, hi, step=by, init_carry=0)
+        def total(i, c):
+            return c * 2 + i
+
+        o_ref[0] = total
+
+    want = 0
+    for i in range(*bounds):
+        want = want * 2 + i
+    assert run(body, np.zeros(1, np.int32), np.array(bounds, np.int32))[0] == want
+
+
+def test_when_nests_and_python_bools_trace_nothing(run):
+    def body(o_ref):
+        i = lax.axis_index("g")
+        o_ref[i] = 0
+
+        @pl.when(False)
+        def _():
+            raise AssertionError("traced")
+
+        @pl.when(i > 0)
+        def _():
+            o_ref[i] = 1
+
+            @pl.when(i == 2)
+            def _():
+                o_ref[i] = 2
+
+    np.testing.assert_array_equal(
+        run(body, np.zeros(4, np.int32), grid=(4,), grid_names=("g",)), [0, 1, 2, 1]
+    )
+
+
+def test_accumulator_as_carry(run, rng):
+    """A ref may go round a loop if it comes back unchanged."""
+
+    def body(o_ref, smem):
+        def step(i, c):
+            ref, n = c
+            ref[...] = ref[...] + i
+            return ref, n + 1
+
+        smem[...] = jnp.zeros(128, jnp.int32)
+        ref, n = lax.fori_loop(0, 5, step, (smem, 0))
+        o_ref[...] = ref[...] + n
+
+    got = run(body, np.zeros(128, np.int32), scratch_types=[plgpu.SMEM((128,), np.int32)])
+    np.testing.assert_array_equal(got, np.full(128, 15))
+
+
+def test_errors_of_control_flow():
+    """Each misuse has its exception type and a text that names the trouble."""
+
+    def case(f, error, text, **kw):
+        kernel = plgpu.kernel(
+            f, out_type=plgpu.ShapeDtypeStruct((8,), np.int32), interpret=True, **kw
+        )
+        with pytest.raises(error, match=text):
+            kernel()
+
+    def carry_structure(o):
+        lax.fori_loop(0, 3, lambda i, c: (c, c), 0)
+
+    def carry_dtype(o):
+        lax.fori_loop(0, 3, lambda i, c: c + 1.5, jnp.int32(0))
+
+    def branch_types(o):
+        lax.cond(o[0] > 0, lambda: jnp.int32(1), lambda: jnp.float32(1))
+
+    def branch_structure(o):
+        lax.cond(o[0] > 0, lambda: (1, 2), lambda: 1)
+
+    def predicate_shape(o):
+        lax.cond(o[...] > 0, lambda: 1, lambda: 2)
+
+    def while_condition(o):
+        lax.while_loop(lambda c: c, lambda c: c, 1)
+
+    def unroll(o):
+        lax.fori_loop(0, 10, lambda i, c: c, 0, unroll=3)
+
+    def unroll_traced(o):
+        lax.fori_loop(0, o[0], lambda i, c: c, 0, unroll=2)
+
+    def ref_from_branch(o):
+        lax.cond(o[0] > 0, lambda: o, lambda: o)
+
+    def python_if(o):
+        if o[0] > 0:
+            o[0] = 1
+
+    case(carry_structure, TypeError, "carry input and carry output must have")
+    case(carry_dtype, TypeError, "leaf 0 goes in as int32")
+    case(branch_types, TypeError, "branches must have equal output types")
+    case(branch_structure, TypeError, "same pytree structure")
+    case(predicate_shape, TypeError, "scalar")
+    case(while_condition, TypeError, "bool scalar")
+    case(unroll, NotImplementedError, "does not divide")
+    case(unroll_traced, ValueError, "statically known")
+    case(ref_from_branch, ValueError, "cannot return a ref")
+    case(python_if, plgpu.TracerBoolConversionError, "test_control.py")

@@ -1,0 +1,217 @@
+"""The text form of graphs, the passes seen through it, and the generated CUDA text."""
+
+import random
+import re
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import pallas_mgpu as plgpu
+from pallas_mgpu import _core, lax, pl
+from pallas_mgpu import numpy as jnp
+from pallas_mgpu._matmul import matmul_kernel
+
+ADD_ONE = """\
+kernel "add_one" grid [2] cluster [] threads 1 stage traced {
+  args %x_ref_1: gmem float32[2,128], out %o_ref_2: gmem float32[2,128]
+  %i_3 = axis {axis = grid, dim = 0} : int32[]
+  %4 = index %x_ref_1, %i_3 {starts = [?, 0], sizes = [_, 128]} : gmem float32[128]
+  %x_5 = load %4 {optimized = 1} : float32[128]
+  %6 = const {value = 1.0} : float32[]
+  %7 = add %x_5, %6 : float32[128]
+  %8 = index %o_ref_2, %i_3 {starts = [?, 0], sizes = [_, 128]} : gmem float32[128]
+  store %8, %7
+}
+"""
+
+
+def add_one(x_ref, o_ref):
+    i = lax.axis_index("g")
+    x = x_ref[i]
+    o_ref[i] = x + 1
+
+
+def kernels():
+    """Some kernels that use every kind of op, with arguments."""
+    x = np.zeros((2, 128), np.float32)
+    yield "add_one", plgpu.kernel(add_one, out_type=x, grid=(2,), grid_names=("g",)), (x,)
+    half = np.zeros((256, 256), np.float16)
+    yield "matmul", matmul_kernel(256, 256, 256, np.float16), (half, half)
+
+    def mixed(x_ref, o_ref, smem, bar):
+        plgpu.copy_gmem_to_smem(x_ref, smem, bar)
+        plgpu.barrier_wait(bar)
+        v = plgpu.layout_cast(smem[...], plgpu.Layout.WGMMA)
+        r = jnp.sum(v, axis=1)
+        v = v - lax.broadcast_in_dim(r, v.shape, [0])
+        n = lax.while_loop(lambda c: c < 10, lambda c: c * 2 + 1, jnp.int32(1))
+        v = lax.fori_loop(0, n, lambda i, c: jnp.where(c > 0, c * 0.5, -c), v)
+        s = lax.switch(n, [lambda: 1.0, lambda: 2.0, lambda: 3.0])
+        pl.debug_print('n {} "quoted" s {}', n, s)
+        o_ref[...] = (v + s).astype(jnp.bfloat16)[0:64, 0:32].astype(jnp.float32)
+
+    y = np.zeros((100, 64), np.float32)
+    kernel = plgpu.kernel(
+        mixed,
+        out_type=np.zeros((64, 32), np.float32),
+        scratch_types=[plgpu.SMEM(y.shape, y.dtype), plgpu.Barrier()],
+    )
+    yield "mixed", kernel, (y,)
+
+
+CASES = list(kernels())
+
+
+def without_places(text):
+    return re.sub(r"  // \".*$", "", text, flags=re.M)
+
+
+def test_golden_of_a_small_kernel():
+    """The text form itself; names come from the user's variables."""
+    graph = CASES[0][1].lower(*CASES[0][2]).as_text("traced")
+    assert without_places(graph) == ADD_ONE
+    assert f'// "{__file__}":' in graph
+
+
+@pytest.mark.parametrize("name,kernel,args", CASES, ids=[c[0] for c in CASES])
+@pytest.mark.parametrize("stage", ["traced", "graph"])
+def test_text_round_trips(name, kernel, args, stage):
+    text = kernel.lower(*args).as_text(stage)
+    assert _core.Graph.parse(text).text() == text
+
+
+@pytest.mark.parametrize("name,kernel,args", CASES, ids=[c[0] for c in CASES])
+def test_parser_survives_damage(name, kernel, args):
+    """Cut, doubled and exchanged pieces of a text: accepted or refused, never a crash."""
+    text = kernel.lower(*args).as_text("graph")
+    rnd = random.Random(name)
+    refused = 0
+    for _ in range(300):
+        a, b = sorted(rnd.randrange(len(text)) for _ in range(2))
+        how = rnd.randrange(3)
+        if how == 0:
+            damaged = text[:a] + text[min(b, a + 20) :]
+        elif how == 1:
+            damaged = text[:a] + text[a : a + 15] + text[a:]
+        else:
+            damaged = text[:a] + rnd.choice("{}[]%,=:0123456789_x") + text[a + 1 :]
+        try:
+            _core.Graph.parse(damaged).text()
+        except (
+            ValueError,
+            TypeError,
+            NotImplementedError,
+            IndexError,
+            OverflowError,
+            plgpu.InternalError,
+        ):
+            refused += 1
+    assert refused > 50
+
+
+def test_a_graph_runs_from_its_text(rng):
+    """No Python body is needed: parse, lower, interpret."""
+    x = rng.standard_normal((2, 128)).astype(np.float32)
+    o = np.zeros_like(x)
+    graph = _core.Graph.parse(ADD_ONE)
+    graph.lower()
+    graph.interpret([x, o])
+    np.testing.assert_array_equal(o, x + 1)
+
+
+@pytest.mark.parametrize(
+    "line,why",
+    [
+        ("  %9 = add %x_5, %8 : float32[128]", "operand"),
+        ("  store %8, %4", "store"),
+        ("  %9 = add %99, %6 : float32[]", "99"),
+        ("  %9 = frobnicate %6 : float32[]", "frobnicate"),
+        ("  %9 = load %x_5 : float32[128]", "load"),
+    ],
+)
+def test_verifier_refuses(line, why):
+    text = ADD_ONE.replace("  store %8, %7\n", "  store %8, %7\n" + line + "\n")
+    with pytest.raises((ValueError, TypeError, plgpu.InternalError), match=why):
+        _core.Graph.parse(text)
+
+
+def test_generated_cuda_can_be_followed():
+    """Names of the user's variables, #line to the user's file, no asm outside the device
+    functions."""
+    text = CASES[0][1].lower(*CASES[0][2]).as_text("cuda")
+    assert f'#line {add_one.__code__.co_firstlineno + 2} "{__file__}"' in text
+    entry = text[text.index("__global__") :]
+    assert "x_ref" in entry and "o_ref" in entry and "asm" not in entry and "#include" not in text
+    matmul = CASES[1][1].lower(*CASES[1][2])
+    entry = matmul.as_text("cuda")
+    entry = entry[entry.index("__global__") :]
+    assert "wgmma" in entry and "asm" not in entry and "#pragma unroll 1" in entry
+
+
+def test_resources_of_the_matmul():
+    """No spills, no stack, no remark of serialised wgmma; the PTX holds what was asked for."""
+    lowered = CASES[1][1].lower(*CASES[1][2])
+    used = lowered.resources()
+    assert used["spill_bytes"] == 0 and used["stack_bytes"] == 0 and not used["remarks"], used
+    assert 0 < used["registers"] <= 255 and used["smem_bytes"] >= 4 * 2 * 128 * 64 * 2
+    ptx = lowered.as_text("ptx")
+    assert "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16" in ptx
+    assert "cp.async.bulk.tensor" in ptx and "stmatrix" in ptx
+
+
+def test_simplify_leaves_what_is_needed():
+    """Equal pure ops merge, unused ones and loads go, effects stay."""
+
+    def body(x_ref, o_ref):
+        i = lax.axis_index("g")
+        unused = x_ref[i] * 3
+        del unused
+        o_ref[i] = x_ref[i] * (i + 0) + (i * 1)
+
+    x = np.zeros((2, 128), np.int32)
+    lowered = plgpu.kernel(body, out_type=x, grid=(2,), grid_names=("g",)).lower(x)
+    traced, graph = lowered.as_text("traced"), lowered.as_text("graph")
+    assert traced.count(" load ") == 2 and graph.count(" load ") == 1
+    assert graph.count(" axis ") == 1 and graph.count(" mul ") == 1 and graph.count(" store ") == 1
+
+
+def test_engines():
+    """TMA where a tensor map can, plain copies where the pitch forbids it, with a warning that
+    names the line."""
+
+    def body(x_ref, o_ref, smem, bar):
+        i = lax.axis_index("g")
+        plgpu.copy_gmem_to_smem(x_ref.at[pl.ds(i * 64, 64), 0:64], smem, bar)
+        plgpu.barrier_wait(bar)
+        o_ref[...] = smem[...]
+
+    def engine(pitch):
+        x = np.zeros((256, pitch), ml_dtypes.bfloat16)
+        kernel = plgpu.kernel(
+            body,
+            out_type=np.zeros((64, 64), ml_dtypes.bfloat16),
+            grid=(4,),
+            grid_names=("g",),
+            scratch_types=[plgpu.SMEM((64, 64), ml_dtypes.bfloat16), plgpu.Barrier()],
+        )
+        return re.search(r"engine = (\w+)", kernel.lower(x).as_text("graph"))[1]
+
+    assert engine(512) == "tma"
+    with pytest.warns(UserWarning, match="test_text.py"):
+        assert engine(511) == "plain"
+
+
+def test_shared_memory_of_sibling_scopes_overlaps():
+    def body(o_ref):
+        for k in range(3):
+
+            def scope(smem, k=k):
+                smem[...] = jnp.full((128, 256), float(k), jnp.float32)
+                o_ref[k] = smem[0]
+
+            pl.run_scoped(scope, plgpu.SMEM((128, 256), jnp.float32))
+
+    kernel = plgpu.kernel(body, out_type=np.zeros((3, 256), np.float32), interpret=True)
+    assert kernel.lower().resources()["smem_bytes"] < 2 * 128 * 256 * 4
+    np.testing.assert_array_equal(kernel(), np.repeat(np.arange(3.0), 256).reshape(3, 256))
