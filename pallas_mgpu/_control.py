@@ -3,7 +3,7 @@ regions; bodies are traced once (twice where a weakly typed carry must first tak
 dtype)."""
 
 from . import _core, tree
-from ._trace import Array, Leaves, Ref, env, same_type, type_text
+from ._trace import Array, Leaves, Ref, env, parameter_names, same_type, type_text
 from ._types import Barrier, MemoryRef, MemorySpace, WGMMAAccumulatorRef, split_transforms
 
 
@@ -56,7 +56,7 @@ def _weak(values):
     return [v.weak_type for v in values]
 
 
-def fori_loop(lower, upper, body_fun, init_val, *, unroll=None):
+def fori_loop(lower, upper, body_fun, init_val, *, unroll=None, _names=None):
     """``val = init_val; for i in range(lower, upper): val = body_fun(i, val)``.
 
     Bounds are Python ints or integer scalars of one dtype. The body is traced once; ``i`` is always
@@ -78,10 +78,14 @@ def fori_loop(lower, upper, body_fun, init_val, *, unroll=None):
                 )
     lo, hi = (_core.as_array(x, "int32") for x in (lower, upper))
     init = Leaves(init_val, "fori_loop: init_val")
+    index, *carry = (_names if _names is not None else parameter_names(body_fun)) or (None,)
+    alone = len(init.values) == 1 and init.structure == tree.LEAF
+    names = [index, *(carry[:1] if alone else [None] * len(init.arrays()))]
     while True:
         op = _core.open("for", (lo, hi, *init.arrays()), 1, unroll=copies)
         try:
-            args = op.enter(0, weak=[static, *_weak(init.arrays())])
+            weak = [static, *_weak(init.arrays())]
+            args = op.enter(0, weak=weak, names=names[: len(weak)])
             out = Leaves(body_fun(args[0], init.rebuild(args[1:])), "fori_loop: body_fun")
             if not _compare(init, out, "fori_loop body"):
                 op.leave(out.arrays())
@@ -298,7 +302,12 @@ def loop(lower, upper, *, init_carry=None, step=1, unroll=None):
             return body(i, carry)
 
         return fori_loop(
-            0, trips, run, init_carry, unroll=unroll if isinstance(trips, int) else None
+            0,
+            trips,
+            run,
+            init_carry,
+            unroll=unroll if isinstance(trips, int) else None,
+            _names=parameter_names(body),
         )
 
     return wrap
@@ -311,7 +320,7 @@ def _is_descriptor(x):
     return isinstance(x, (MemoryRef, Barrier, WGMMAAccumulatorRef)) or hasattr(x, "memory_space")
 
 
-def _allocate(x, collective, what):
+def _allocate(x, collective, name, what):
     """The ref of one descriptor."""
     e = env(what)
     if isinstance(x, WGMMAAccumulatorRef):
@@ -322,7 +331,7 @@ def _allocate(x, collective, what):
             )
         if x.initial is not None:
             raise ValueError(f"{what}: a preinitialised ACC is only for pl.run_state")
-        return _core.alloc_acc(x.shape, x.dtype)
+        return _core.alloc_acc(x.shape, x.dtype, name=name)
     if not isinstance(x, (MemoryRef, Barrier)):
         raise TypeError(
             f"{what}: cannot allocate {x!r}; accepted are plgpu.SMEM(...), plgpu.ACC(...),"
@@ -339,7 +348,7 @@ def _allocate(x, collective, what):
             n *= d
         if n > 32:
             raise NotImplementedError(f"{what}: at most 32 barriers in one allocation, got {n}")
-        return _core.alloc_barrier(x.num_barriers, x.num_arrivals)
+        return _core.alloc_barrier(x.num_barriers, x.num_arrivals, name=name)
     if x.memory_space is not MemorySpace.SMEM:
         raise NotImplementedError(
             f"{what}: {x.memory_space} cannot be allocated in a kernel; pass an operand"
@@ -347,7 +356,7 @@ def _allocate(x, collective, what):
         )
     tiling, swizzle = split_transforms(x.transforms, x.shape, x.dtype, what)
     return _core.alloc_smem(
-        x.shape, x.dtype, tiling=tiling, swizzle=swizzle, given=bool(x.transforms)
+        x.shape, x.dtype, tiling=tiling, swizzle=swizzle, given=bool(x.transforms), name=name
     )
 
 
@@ -358,20 +367,31 @@ def run_scoped(f, *types, collective_axes=(), **kw_types):
     threads SMEM and barriers need ``collective_axes=thread_name`` (all threads share them), ACC
     none. SMEM is undefined on entry. Refs must not leave the scope.
     """
+    return scoped(f, types, kw_types, parameter_names(f), collective_axes)
+
+
+def scoped(f, types, kw_types, names, collective_axes):
+    """:func:`run_scoped` with the names of the positional allocations, for the generated text."""
     what = "run_scoped"
     e = env(what)
-    axes = (collective_axes,) if isinstance(collective_axes, str) else tuple(collective_axes)
+    axes = (collective_axes,) if isinstance(collective_axes, str) else tuple(collective_axes or ())
     if axes and axes != (e.thread_name,):
         raise ValueError(
-            f"{what}: collective_axes must be the thread axis"
-            f" {e.thread_name!r} or empty, got {collective_axes!r}"
+            f"{what}: collective_axes must be the thread axis {e.thread_name!r} or empty,"
+            f" got {collective_axes!r}"
         )
+
+    def allocate(t, name):
+        if not _is_descriptor(t):
+            name = None
+        return tree.map(lambda x: _allocate(x, axes, name, what), t, is_leaf=_is_descriptor)
+
     op = _core.open("scope", (), 1, collective=1 if axes else 0)
     try:
         op.enter(0)
-        make = lambda x: _allocate(x, axes, what)  # noqa: E731
-        refs = [tree.map(make, t, is_leaf=_is_descriptor) for t in types]
-        kw_refs = {k: tree.map(make, t, is_leaf=_is_descriptor) for k, t in kw_types.items()}
+        names = [*names, *[None] * len(types)]
+        refs = [allocate(t, name) for t, name in zip(types, names)]
+        kw_refs = {k: allocate(t, k) for k, t in kw_types.items()}
         leaves, structure = tree.flatten(f(*refs, **kw_refs))
         for x in leaves:
             if isinstance(x, Ref):

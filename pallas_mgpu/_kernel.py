@@ -7,7 +7,7 @@ one `_core.Kernel` per structure."""
 import functools
 
 from . import _core, _trace, tree
-from ._control import run_scoped
+from ._control import scoped
 from ._types import CompilerParams, InterpretParams, MemoryRef, MemorySpace, Mesh, ShapeDtypeStruct
 
 
@@ -104,7 +104,7 @@ class _Definition:
             approx_math=self.params.approx_math,
             no_auto_barriers=self.params.unsafe_no_auto_barriers,
         )
-        names = iter(_parameter_names(self.body))
+        names = iter(_trace.parameter_names(self.body))
         t.enter()
         _trace.push(_trace.Env(mesh))
         done = False
@@ -121,7 +121,7 @@ class _Definition:
             out_names = _leaf_names(outs_of, [next(names, None) for _ in outs_of])
             outs = [t.output(o.shape, o.dtype, name) for o, name in zip(self.outs, out_names)]
             out_args = tree.unflatten(self.out_structure, outs)
-            self._run_body([*args, *out_args])
+            self._run_body([*args, *out_args], tuple(names))
             graph = t.finish()
             done = True
         finally:
@@ -133,19 +133,21 @@ class _Definition:
             print(graph.text())
         return graph, [(o.shape, o.dtype) for o in self.outs]
 
-    def _run_body(self, args):
+    def _run_body(self, args, names):
+        """Call the body inside the scope of its scratch, whose parameters have ``names``."""
+        positional, keyword = self.scratch, {}
+        if isinstance(self.scratch, dict):
+            positional, keyword = (), self.scratch
         if not self.scratch:
             result = self.body(*args)
         else:
-            collective = () if self.mesh.thread_name is None else self.mesh.thread_name
-            if isinstance(self.scratch, dict):
-                result = run_scoped(
-                    lambda **kw: self.body(*args, **kw), collective_axes=collective, **self.scratch
-                )
-            else:
-                result = run_scoped(
-                    lambda *refs: self.body(*args, *refs), *self.scratch, collective_axes=collective
-                )
+            result = scoped(
+                functools.partial(self.body, *args),
+                positional,
+                keyword,
+                names,
+                self.mesh.thread_name,
+            )
         if result is not None:
             raise ValueError(
                 f"The body of kernel {self.name!r} must return None (write results to its output"
@@ -193,20 +195,6 @@ def _body_name(body):
         body = body.func
     name = getattr(body, "__name__", None)
     return name if name and name != "<lambda>" else "anonymous"
-
-
-def _parameter_names(body):
-    """Names of the positional parameters, for the generated text."""
-    skip = 0
-    while isinstance(body, functools.partial):
-        skip += len(body.args)
-        body = body.func
-    code = getattr(body, "__code__", None)
-    if code is None:
-        return ()
-    if hasattr(body, "__self__"):
-        skip += 1
-    return code.co_varnames[skip : code.co_argcount]
 
 
 def kernel(

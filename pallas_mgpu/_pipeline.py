@@ -8,8 +8,8 @@ visible to the core, which sees copies, barriers and one loop."""
 import functools
 
 from . import _core, _ops
-from ._control import fori_loop, run_scoped, when
-from ._trace import Array, Ref, env
+from ._control import fori_loop, scoped, when
+from ._trace import Array, Ref, env, parameter_names
 from ._types import (
     SMEM,
     Barrier,
@@ -218,20 +218,14 @@ def emit_pipeline(
         staged = [o for o in ins + outs if o.staged]
         barrier = Barrier(num_arrivals=len(fetched), num_barriers=slots) if fetched else None
 
-        def run(buffers, bars):
-            return _run(
-                body,
-                grid,
-                steps,
-                slots,
-                ins,
-                outs,
-                dict(zip(map(id, staged), buffers)),
-                bars,
-                init_carry,
-            )
+        def run(*refs):
+            buffers = dict(zip(map(id, staged), refs))
+            return _run(body, grid, steps, slots, ins, outs, buffers, refs[-1], init_carry)
 
-        return run_scoped(run, [o.buffer(slots) for o in staged], barrier)
+        named = dict(zip(map(id, ins + outs), parameter_names(body)[1:]))
+        names = [named.get(id(o)) for o in staged]
+        types = [*(o.buffer(slots) for o in staged), barrier]
+        return scoped(run, types, {}, [*names, "ready"], ())
 
     return pipeline
 

@@ -4,6 +4,7 @@ One `Env` per kernel being traced, on a stack of the thread. The op graph itself
 `_core.Trace`; this module only knows names.
 """
 
+import functools
 import threading
 
 from . import _core, tree
@@ -70,6 +71,20 @@ def as_values(leaves, what):
         except TypeError:
             raise TypeError(f"{what}: {x!r} is not an array, a number or a ref") from None
     return out
+
+
+def parameter_names(f):
+    """Names of the positional parameters of a function; empty where they are not known."""
+    skip = 0
+    while isinstance(f, functools.partial):
+        skip += len(f.args)
+        f = f.func
+    code = getattr(f, "__code__", None)
+    if code is None:
+        return ()
+    if hasattr(f, "__self__"):
+        skip += 1
+    return code.co_varnames[skip : code.co_argcount]
 
 
 class Leaves:

@@ -35,6 +35,14 @@ def build(target: Path) -> None:
     subprocess.run(pip, cwd=ROOT, env={**os.environ, "PALLAS_MGPU_SANITIZE": "1"}, check=True)
 
 
+def nvrtc_folders() -> str:
+    """NVRTC opens its builtins by name; ASan hides from the loader where NVRTC itself lies."""
+    spec = importlib.util.find_spec("nvidia")
+    roots = spec.submodule_search_locations if spec else None
+    found = {str(lib.parent) for root in roots or [] for lib in Path(root).rglob("libnvrtc.so*")}
+    return ":".join([*sorted(found), os.environ.get("LD_LIBRARY_PATH", "")])
+
+
 def main() -> int:
     preload = [runtime("libasan.so"), runtime("libubsan.so"), runtime("libstdc++.so.6")]
     with tempfile.TemporaryDirectory(prefix="pallas_mgpu-sanitized-") as tmp:
@@ -48,6 +56,7 @@ def main() -> int:
             "UBSAN_OPTIONS": "print_stacktrace=1",
             **os.environ,
             "LD_PRELOAD": " ".join(preload),
+            "LD_LIBRARY_PATH": nvrtc_folders(),
             "PYTHONMALLOC": "malloc",
             "PYTHONPATH": str(copy),
         }

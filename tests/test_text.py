@@ -140,7 +140,8 @@ def test_generated_cuda_can_be_followed():
     """Names of the user's variables, #line to the user's file, no asm outside the device
     functions."""
     text = CASES[0][1].lower(*CASES[0][2]).as_text("cuda")
-    assert f'#line {add_one.__code__.co_firstlineno + 2} "{__file__}"' in text
+    assert f'#line {add_one.__code__.co_firstlineno + 1} "{__file__}"' in text
+    assert f"#line {add_one.__code__.co_firstlineno + 3}\n" in text
     entry = text[text.index("__global__") :]
     assert "x_ref" in entry and "o_ref" in entry and "asm" not in entry and "#include" not in text
     matmul = CASES[1][1].lower(*CASES[1][2])
@@ -198,8 +199,10 @@ def test_engines():
         return re.search(r"engine = (\w+)", kernel.lower(x).as_text("graph"))[1]
 
     assert engine(512) == "tma"
-    with pytest.warns(UserWarning, match="test_text.py"):
+    with pytest.warns(UserWarning, match="multiple of 16 bytes") as caught:
         assert engine(511) == "plain"
+    line = body.__code__.co_firstlineno + 2
+    assert (caught[0].filename, caught[0].lineno) == (__file__, line)
 
 
 def test_shared_memory_of_sibling_scopes_overlaps():

@@ -23,7 +23,6 @@ enum { WARP, LANE, REG, N_PARTS, VECTOR_BYTES = 16, PATTERN = 1024 };
 
 typedef struct access {
   pm_gen *e;
-  pm_opid op;
   const pm_layout *l;
   const pm_view *v;
   bool linear, store;
@@ -32,7 +31,7 @@ typedef struct access {
   int vec_dim;                  /* dimension of the layout along which vectors run, -1: none */
   int matrix;                   /* 1, 2: ldmatrix / stmatrix, plain or transposed */
   bool split;                   /* the swizzle can be split */
-  const char *stem, *address, *valid;
+  const char *stem, *i, *address, *valid; /* i: number of the vector */
 } access;
 
 /* ---- sums ---------------------------------------------------------------------------------------- */
@@ -500,7 +499,7 @@ static void begin_linear(access *a) {
                     pm_sum_text(e, &a->part[LANE], "(i64)lane", scale));
   }
   declare_pointer(a, strcmp(thread, "0") ? thread : "");
-  pm_begin_unrolled(e, "i", a->n, 1);
+  a->i = pm_begin_unrolled(e, "i", a->n, 1);
   const char *i = sum_max(&a->part[REG]) * scale > INT32_MAX ? "(i64)i" : "i";
   const char *regs = pm_sum_text(e, &a->part[REG], i, scale);
   if (a->split) {
@@ -520,7 +519,7 @@ static void begin_coords(access *a) {
   pm_text t;
   pm_text_init(&t, e->arena);
   declare_pointer(a, "");
-  pm_begin_unrolled(e, "i", a->n, 1);
+  a->i = pm_begin_unrolled(e, "i", a->n, 1);
   int64_t below = 1;
   for (int d = a->v->rank - 1; d >= 0; d--) {
     const pm_view_dim *vd = &a->v->dim[d];
@@ -561,7 +560,7 @@ static void begin_access(access *a) {
 }
 
 static void end_access(access *a) {
-  pm_end(a->e);
+  pm_end_unrolled(a->e, a->n, 1);
   pm_end(a->e);
 }
 
@@ -615,14 +614,14 @@ static bool plan_matrix(access *a) {
 /* ---- arrays --------------------------------------------------------------------------------------------- */
 
 static const char *element(access *a, const char *x) {
-  return a->vec == 1 ? pm_str(a->e, "&%s[i]", x)
-                     : pm_str(a->e, "&%s[i * %lld]", x, (long long)a->vec);
+  if (a->vec == 1 || a->n == 1) return pm_str(a->e, "&%s[%s]", x, a->i);
+  return pm_str(a->e, "&%s[i * %lld]", x, (long long)a->vec);
 }
 
 static const char *space_of(const pm_view *v) { return v->space == PM_GMEM ? "global" : "shared"; }
 
-pm_code pm_load_array(pm_gen *e, pm_opid op, const pm_layout *l, const pm_view *v, const char *x) {
-  access a = {.e = e, .op = op, .l = l, .v = v};
+void pm_load_array(pm_gen *e, const pm_layout *l, const pm_view *v, const char *x) {
+  access a = {.e = e, .l = l, .v = v};
   const char *type = pm_cpp_type(v->dtype);
   if (!plan_matrix(&a)) plan(&a);
   begin_access(&a);
@@ -637,7 +636,6 @@ pm_code pm_load_array(pm_gen *e, pm_opid op, const pm_layout *l, const pm_view *
             a.address);
   }
   end_access(&a);
-  return PM_OK;
 }
 
 /* Copies are equal: the one whose replicated digits are 0 writes. NULL: there are none. */
@@ -664,7 +662,7 @@ static const char *is_first_copy(pm_gen *e, const pm_layout *l) {
   return t.n ? t.at : NULL;
 }
 
-static pm_code store(access *a, const char *what) {
+static void store(access *a, const char *what) {
   pm_gen *e = a->e;
   if (a->matrix) {
     pm_line(e, "st_matrix4%s(%s, %s);", a->matrix == 2 ? "_trans" : "", a->address, what);
@@ -673,11 +671,10 @@ static pm_code store(access *a, const char *what) {
             a->valid ? ") " : "", space_of(a->v), pm_cpp_type(a->v->dtype), (long long)a->vec,
             a->address, what);
   }
-  return PM_OK;
 }
 
-pm_code pm_store_array(pm_gen *e, pm_opid op, const pm_layout *l, const pm_view *v, const char *x) {
-  access a = {.e = e, .op = op, .l = l, .v = v, .store = true};
+void pm_store_array(pm_gen *e, const pm_layout *l, const pm_view *v, const char *x) {
+  access a = {.e = e, .l = l, .v = v, .store = true};
   const char *first = is_first_copy(e, l);
   if (!plan_matrix(&a)) plan(&a);
   if (first) pm_begin(e, "if (%s) {", first);
@@ -685,11 +682,10 @@ pm_code pm_store_array(pm_gen *e, pm_opid op, const pm_layout *l, const pm_view 
   store(&a, element(&a, x));
   end_access(&a);
   if (first) pm_end(e);
-  return PM_OK;
 }
 
 /* One number into every element: any layout will do, so a strided one. */
-pm_code pm_store_splat(pm_gen *e, pm_opid op, const pm_view *v, const char *x) {
+void pm_store_splat(pm_gen *e, const pm_view *v, const char *x) {
   const int64_t bytes = pm_dtypes[v->dtype].bytes;
   pm_layout l = {.kind = PM_FLAT, .rank = v->rank};
   int64_t size = 1, vec = VECTOR_BYTES / bytes;
@@ -700,7 +696,7 @@ pm_code pm_store_splat(pm_gen *e, pm_opid op, const pm_view *v, const char *x) {
   l.lane[l.n_lane++] = (pm_digit){0, 32, (int32_t)vec};
   l.reg[l.n_reg++] = (pm_digit){0, (int32_t)(l.padded[0] / (128 * vec)), (int32_t)(128 * vec)};
   l.reg[l.n_reg++] = (pm_digit){0, (int32_t)vec, 1};
-  access a = {.e = e, .op = op, .l = &l, .v = v, .store = true};
+  access a = {.e = e, .l = &l, .v = v, .store = true};
   plan(&a);
   pm_begin(e, "{");
   pm_line(e, "%s x[%lld];", pm_cpp_type(v->dtype), (long long)a.vec);
@@ -709,5 +705,4 @@ pm_code pm_store_splat(pm_gen *e, pm_opid op, const pm_view *v, const char *x) {
   store(&a, "x");
   end_access(&a);
   pm_end(e);
-  return PM_OK;
 }

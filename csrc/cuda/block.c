@@ -33,12 +33,8 @@ void pm_end(pm_gen *e) {
   pm_line(e, "}");
 }
 
-void pm_begin_unrolled(pm_gen *e, const char *var, int64_t n, int64_t step) {
-  if (n <= step) {
-    pm_begin(e, "{");
-    pm_line(e, "constexpr int %s = 0;", var);
-    return;
-  }
+const char *pm_begin_unrolled(pm_gen *e, const char *var, int64_t n, int64_t step) {
+  if (n <= step) return "0";
   pm_line(e, "#pragma unroll");
   if (step == 1) {
     pm_begin(e, "for (int %s = 0; %s < %lld; %s++) {", var, var, (long long)n, var);
@@ -46,6 +42,11 @@ void pm_begin_unrolled(pm_gen *e, const char *var, int64_t n, int64_t step) {
     pm_begin(e, "for (int %s = 0; %s < %lld; %s += %lld) {", var, var, (long long)n, var,
              (long long)step);
   }
+  return var;
+}
+
+void pm_end_unrolled(pm_gen *e, int64_t n, int64_t step) {
+  if (n > step) pm_end(e);
 }
 
 static const char *base_name(const char *path) {
@@ -322,6 +323,7 @@ static pm_code emit_run(pm_gen *e, pm_blk block, uint32_t first, uint32_t *next)
   }
   *next = k;
 
+  e->reg = n == 1 ? "0" : "r";
   pm_note(e, run.at[0], "");
   const char **text = PM_NEW(e->arena, const char *, run.n);
   bool *stays = PM_NEW(e->arena, bool, run.n);
@@ -341,13 +343,13 @@ static pm_code emit_run(pm_gen *e, pm_blk block, uint32_t first, uint32_t *next)
     const pm_val out = pm_get(g, run.at[i])->out;
     pm_place(e, run.at[i]);
     if (stays[i]) {
-      pm_line(e, "%s[r] = %s;", e->slot[out].text, text[i]);
+      pm_line(e, "%s[%s] = %s;", e->slot[out].text, e->reg, text[i]);
     } else {
       pm_line(e, "const %s %s = %s;", pm_cpp_type(pm_typeof(g, out)->dtype), e->slot[out].text,
               text[i]);
     }
   }
-  pm_end(e);
+  pm_end_unrolled(e, n, 1);
   return PM_OK;
 }
 

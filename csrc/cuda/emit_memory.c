@@ -41,7 +41,10 @@ pm_code pm_cuda_LOAD(pm_gen *e, pm_opid op) {
   PM_TRY(view_of(e, op, pm_in(e->g, op, 0), &v));
   pm_note(e, op, "load");
   const char *name = pm_declare(e, out, out);
-  if (pm_is_array(e, out)) return pm_load_array(e, op, pm_value_layout(e->g, out), &v, name);
+  if (pm_is_array(e, out)) {
+    pm_load_array(e, pm_value_layout(e->g, out), &v, name);
+    return PM_OK;
+  }
   if (pm_type_size(pm_typeof(e->g, out)) > 1) {
     return pm_gen_fail(e, op, PM_E_INTERNAL, "an array that differs between elements has a splat "
                                              "layout");
@@ -58,9 +61,13 @@ pm_code pm_cuda_STORE(pm_gen *e, pm_opid op) {
   pm_note(e, op, "store");
   const char *x = pm_at(e, in, "0");
   if (pm_is_array(e, in)) {
-    return pm_store_array(e, op, pm_value_layout(e->g, in), &v, e->slot[in].text);
+    pm_store_array(e, pm_value_layout(e->g, in), &v, e->slot[in].text);
+    return PM_OK;
   }
-  if (pm_type_size(pm_typeof(e->g, in)) > 1) return pm_store_splat(e, op, &v, x);
+  if (pm_type_size(pm_typeof(e->g, in)) > 1) {
+    pm_store_splat(e, &v, x);
+    return PM_OK;
+  }
   const char *one = pm_unique(e, "one");
   pm_line(e, "const %s %s = %s;", pm_cpp_type(v.dtype), one, x);
   pm_line(e, "st_%s<%s, 1>(%s, &%s);", space_of(&v), pm_cpp_type(v.dtype), element_address(e, &v),

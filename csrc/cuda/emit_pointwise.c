@@ -1,4 +1,4 @@
-/* Element-wise ops: each leaves one C++ expression for element r.
+/* Element-wise ops: each leaves one C++ expression for element e->reg.
  *
  * f16 and bf16 have operators for + - * and unary -; everything else of theirs is computed in f32
  * and rounded once. Integer + - * on scalars are plain C++ where the range is known to fit i32, so
@@ -6,7 +6,7 @@
 #include "gen.h"
 
 static pm_dtype in_dtype(pm_gen *e, pm_opid op) { return pm_typeof(e->g, pm_in(e->g, op, 0))->dtype; }
-static const char *arg(pm_gen *e, pm_opid op, uint32_t k) { return pm_at(e, pm_in(e->g, op, k), "r"); }
+static const char *arg(pm_gen *e, pm_opid op, uint32_t k) { return pm_at(e, pm_in(e->g, op, k), e->reg); }
 static bool is_half(pm_dtype t) { return t == PM_F16 || t == PM_BF16; }
 
 static pm_code leave(pm_gen *e, const char *expr) {
@@ -188,7 +188,7 @@ pm_code pm_cuda_BITCAST(pm_gen *e, pm_opid op) {
 /* ---- from nothing -------------------------------------------------------------------------------- */
 
 pm_code pm_cuda_CONST(pm_gen *e, pm_opid op) {
-  return leave(e, pm_at(e, pm_get(e->g, op)->out, "r"));
+  return leave(e, pm_at(e, pm_get(e->g, op)->out, e->reg));
 }
 
 pm_code pm_cuda_MULTIPLE_OF(pm_gen *e, pm_opid op) { return leave(e, arg(e, op, 0)); }
@@ -238,7 +238,7 @@ pm_code pm_cuda_IOTA(pm_gen *e, pm_opid op) {
   pm_coord_regs(l, flat ? 0 : dim, &regs);
   regs.total = n;
   pm_line(e, "const i32 %s = %s;", base, pm_coord_base(e, l, flat ? 0 : dim));
-  const char *x = pm_str(e, "%s + (i32)(%s)", base, pm_sum_text(e, &regs, "r", 1));
+  const char *x = pm_str(e, "%s + (i32)(%s)", base, pm_sum_text(e, &regs, e->reg, 1));
   if (flat) {
     int64_t below = 1;
     for (int k = dim + 1; k < l->rank; k++) below *= l->shape[k];

@@ -67,7 +67,7 @@ pm_code pm_cuda_BROADCAST(pm_gen *e, pm_opid op) {
     f.one[k] = t->dim[k] == 1 && pm_typeof(e->g, out)->dim[dims[k]] != 1;
   }
   const char *map =
-      pm_reg_map(e, layout_of(e, in), layout_of(e, out), project_dims, &f, "r");
+      pm_reg_map(e, layout_of(e, in), layout_of(e, out), project_dims, &f, e->reg);
   if (!map) {
     return pm_gen_fail(e, op, PM_E_INTERNAL,
                        "the layout of the operand does not fit the layout of the result");
@@ -163,11 +163,11 @@ pm_code pm_cuda_LAYOUT_CAST(pm_gen *e, pm_opid op) {
   }
   const pm_view v = scratch_view(t);
   pm_note(e, op, "layout_cast, through shared memory");
-  PM_TRY(pm_store_array(e, op, layout_of(e, in), &v, e->slot[in].text));
+  pm_store_array(e, layout_of(e, in), &v, e->slot[in].text);
   pm_line(e, PM_LANES_SYNC);
   const char *name = pm_declare(e, out, out);
   if (pm_is_array(e, out)) {
-    PM_TRY(pm_load_array(e, op, layout_of(e, out), &v, name));
+    pm_load_array(e, layout_of(e, out), &v, name);
   } else {
     pm_line(e, "ld_shared<%s, 1>(&%s, %s);", pm_cpp_type(t->dtype), name, pm_scratch(e));
   }
@@ -247,16 +247,17 @@ typedef struct reduction {
 
 static void combine_registers(reduction *r, pm_val in, const char *map) {
   pm_gen *e = r->e;
-  const char *to = pm_str(e, "%s[%s]", r->name, map);
+  const int64_t n = pm_layout_regs(r->l);
   if (r->n > 1) pm_line(e, "#pragma unroll");
   pm_line(e, "for (int k = 0; k < %lld; k++) %s[k] = %s;", (long long)r->n, r->name,
           identity(e, r->reduce, r->dtype));
   pm_begin(e, "{");
-  const char *stem = pm_coord_lines(e, r->l), *valid = pm_valid(e, r->l, stem, "r");
-  pm_begin_unrolled(e, "r", pm_layout_regs(r->l), 1);
+  const char *stem = pm_coord_lines(e, r->l), *reg = pm_begin_unrolled(e, "r", n, 1);
+  const char *valid = pm_valid(e, r->l, stem, reg);
+  const char *to = pm_str(e, "%s[%s]", r->name, n > 1 ? map : "0");
   pm_line(e, "%s%s%s%s = %s;", valid ? "if (" : "", valid ? valid : "", valid ? ") " : "", to,
-          combine(e, r->reduce, r->dtype, to, pm_at(e, in, "r")));
-  pm_end(e);
+          combine(e, r->reduce, r->dtype, to, pm_at(e, in, reg)));
+  pm_end_unrolled(e, n, 1);
   pm_end(e);
 }
 
@@ -264,11 +265,11 @@ static void combine_lanes(reduction *r) {
   pm_gen *e = r->e;
   int64_t div = 1;
   bool open = false;
-  const char *x = pm_str(e, "%s[k]", r->name);
+  const char *x = NULL;
   for (uint32_t k = r->l->n_lane; k-- > 0; div *= r->l->lane[k].size) {
     const pm_digit *d = &r->l->lane[k];
     if (!is_reduced(r->dims, r->n_dims, r->l, d->dim)) continue;
-    if (!open) pm_begin_unrolled(e, "k", r->n, 1);
+    if (!open) x = pm_str(e, "%s[%s]", r->name, pm_begin_unrolled(e, "k", r->n, 1));
     open = true;
     for (int64_t m = 1; m < d->size; m *= 2) {
       pm_line(e, "%s = %s;", x,
@@ -276,7 +277,7 @@ static void combine_lanes(reduction *r) {
                       pm_str(e, "shuffle_xor(%s, %lld)", x, (long long)(m * div))));
     }
   }
-  if (open) pm_end(e);
+  if (open) pm_end_unrolled(e, r->n, 1);
 }
 
 /* Warps that hold parts of one result: own warp with the reduced digits 0, plus sum over w. */
@@ -330,16 +331,15 @@ static pm_code combine_warps(reduction *r, pm_opid op) {
   pm_line(e, "for (int k = 0; k < %lld; k++) st_shared<%s, 1>(p + k * 4 + warp * %lld, &%s[k]);",
           (long long)r->n, cpp, (long long)row, r->name);
   pm_line(e, PM_LANES_SYNC);
-  pm_begin_unrolled(e, "k", r->n, 1);
-  const char *to = pm_str(e, "%s[k]", r->name);
+  const char *k = pm_begin_unrolled(e, "k", r->n, 1), *to = pm_str(e, "%s[%s]", r->name, k);
   pm_line(e, "%s = %s;", to, identity(e, r->reduce, r->dtype));
   pm_begin_unrolled(e, "w", n_warps, 1);
   pm_line(e, "%s x;", cpp);
-  pm_line(e, "ld_shared<%s, 1>(&x, p + k * 4 + %s + %s);", cpp, pm_sum_text(e, &own, "warp", row),
+  pm_line(e, "ld_shared<%s, 1>(&x, p + %s * 4 + %s + %s);", cpp, k, pm_sum_text(e, &own, "warp", row),
           pm_sum_text(e, &others, "w", row));
   pm_line(e, "%s = %s;", to, combine(e, r->reduce, r->dtype, to, "x"));
   pm_end(e);
-  pm_end(e);
+  pm_end_unrolled(e, r->n, 1);
   pm_line(e, PM_LANES_SYNC);
   pm_end(e);
   return PM_OK;

@@ -202,16 +202,18 @@ static const char *low_word(pm_gen *e, const char *name, const operand *o, bool 
 }
 
 /* A in registers: the eight 16-bit values of step k and row tile m as four words. */
-static void pack_a(pm_gen *e, pm_val a, int64_t k_steps) {
+static void pack_a(pm_gen *e, pm_val a, int64_t k_steps, const char *k, const char *m) {
   const pm_dtype t = pm_typeof(e->g, a)->dtype;
   const char *x = e->slot[a].text;
   pm_line(e, "u32 w[4];");
-  pm_line(e, "pack<%s, 8>(w, &%s[m * %lld + k * 8]);", pm_cpp_type(t), x, (long long)(k_steps * 8));
+  pm_line(e, "pack<%s, 8>(w, &%s[%s * %lld + %s * 8]);", pm_cpp_type(t), x, m,
+          (long long)(k_steps * 8), k);
 }
 
 pm_code pm_cuda_WGMMA(pm_gen *e, pm_opid op) {
   const pm_val in_a = pm_in(e->g, op, 1), in_b = pm_in(e->g, op, 2);
   const bool registers = pm_typeof(e->g, in_a)->kind == PM_ARRAY;
+  const pm_slot slot_a = e->slot[in_a];
   part p;
   operand a = {0}, b = {0};
   PM_TRY(part_of(e, op, pm_in(e->g, op, 0), &p));
@@ -235,22 +237,23 @@ pm_code pm_cuda_WGMMA(pm_gen *e, pm_opid op) {
   pm_line(e, "const u32 b = wgmma_address(%s, %lld);", pm_view_address(e, &b.view),
           (long long)b.leading);
   pm_line(e, "wgmma_fence();");
-  pm_begin_unrolled(e, "k", k_steps, 1);
-  pm_begin_unrolled(e, "m", m_steps, 1);
+  const char *k = pm_begin_unrolled(e, "k", k_steps, 1);
+  const char *m = pm_begin_unrolled(e, "m", m_steps, 1);
   const int64_t words = p.half ? 4 : 2;
-  const char *d = pm_str(e, "&%s[m * %lld + %lld]", e->slot[p.view.base].text,
+  const char *d = pm_str(e, "&%s[%s * %lld + %lld]", e->slot[p.view.base].text, m,
                          (long long)(p.base_columns / words), (long long)(p.first * 2 / words));
   const char *low_b = low_word(e, "b", &b, false);
   if (registers) {
-    pack_a(e, in_a, k_steps);
+    pack_a(e, in_a, k_steps, k, m);
     pm_line(e, "%s(%s, w, %s, 0x%08xu);", fn, d, low_b, high_word(&b));
   } else {
     pm_line(e, "%s(%s, %s, 0x%08xu, %s, 0x%08xu);", fn, d, low_word(e, "a", &a, true),
             high_word(&a), low_b, high_word(&b));
   }
-  pm_end(e);
-  pm_end(e);
+  pm_end_unrolled(e, m_steps, 1);
+  pm_end_unrolled(e, k_steps, 1);
   pm_line(e, "wgmma_commit();");
   pm_end(e);
+  e->slot[in_a] = slot_a; /* an array made of a scalar was local */
   return PM_OK;
 }

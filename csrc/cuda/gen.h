@@ -32,6 +32,7 @@ typedef struct pm_gen {
   pm_slot *slot;         /* per value */
   uint32_t *uses;        /* per value: operands that are it */
   uint32_t next_name;
+  const char *reg;       /* text of the register of which element-wise ops speak */
   const char *expr;      /* what the emitter of an element-wise op leaves */
   PM_VEC(pm_tensor_map) maps;
   PM_VEC(const char *) map_names;
@@ -47,8 +48,8 @@ typedef struct pm_gen {
     if (code_) return code_;   \
   } while (0)
 
-/* One emitter per op. Those of element-wise ops (pm_is_elementwise) leave the text of element "r"
- * in e->expr and may write lines that stand before the loop; the others write statements. */
+/* One emitter per op. Those of element-wise ops (pm_is_elementwise) leave the text of element
+ * e->reg in e->expr and may write lines that stand before the loop; the others write statements. */
 #define PM_OP(id, text, in, out, regions, attrs, type, layout, effects, part, done, warp, arch, doc) \
   pm_code pm_cuda_##id(pm_gen *e, pm_opid op);
 #include "../ir/ops.def"
@@ -60,8 +61,9 @@ void pm_line(pm_gen *e, const char *fmt, ...) PM_PRINTF(2, 3);
 /* a line that opens a brace, one that closes it */
 void pm_begin(pm_gen *e, const char *fmt, ...) PM_PRINTF(2, 3);
 void pm_end(pm_gen *e);
-/* `for` over registers, unrolled; n == 1 opens a plain brace in which `var` is 0 */
-void pm_begin_unrolled(pm_gen *e, const char *var, int64_t n, int64_t step);
+/* `for` over registers, unrolled: the text of its variable. One turn has no loop and "0". */
+const char *pm_begin_unrolled(pm_gen *e, const char *var, int64_t n, int64_t step);
+void pm_end_unrolled(pm_gen *e, int64_t n, int64_t step);
 /* comment with the op and its place; then #line, so that the next line is the user's */
 void pm_note(pm_gen *e, pm_opid op, const char *what);
 void pm_place(pm_gen *e, pm_opid op);
@@ -129,10 +131,10 @@ const char *pm_reg_map(pm_gen *e, const pm_layout *src, const pm_layout *dst, pm
 /* Address of the first element of a view: pointer or u32. */
 const char *pm_view_address(pm_gen *e, const pm_view *v);
 const char *pm_term_text(pm_gen *e, const pm_term *t, int64_t scale, bool wide); /* scaled by mul */
-/* Loads into, or stores from, the C++ array or scalar `x` in layout l. op: for errors and notes. */
-pm_code pm_load_array(pm_gen *e, pm_opid op, const pm_layout *l, const pm_view *v, const char *x);
-pm_code pm_store_array(pm_gen *e, pm_opid op, const pm_layout *l, const pm_view *v, const char *x);
-pm_code pm_store_splat(pm_gen *e, pm_opid op, const pm_view *v, const char *x);
+/* Loads into, or stores from, the C++ array or scalar `x` in layout l. */
+void pm_load_array(pm_gen *e, const pm_layout *l, const pm_view *v, const char *x);
+void pm_store_array(pm_gen *e, const pm_layout *l, const pm_view *v, const char *x);
+void pm_store_splat(pm_gen *e, const pm_view *v, const char *x);
 /* the widest vector that one row of digits allows; raises the alignment of a GMEM parameter */
 void pm_need_alignment(pm_gen *e, const pm_view *v, int64_t bytes);
 

@@ -322,6 +322,22 @@ static const char *add_loops(trial *t, pm_copy_plan *p, int first) {
   return NULL;
 }
 
+/* The hardware takes only boxes that begin at a multiple of 16 bytes along the innermost dimension:
+ * any other coordinate is an illegal instruction. */
+static const char *check_inner_start(const trial *t, const pm_copy_plan *p) {
+  const int64_t e = 16 / t->bytes;
+  const pm_coord *c = &p->coord[0];
+  bool aligned = c->fixed % e == 0;
+  for (uint32_t k = 0; k < c->n_terms && aligned; k++) {
+    const int64_t d = pm_divisor(t->g, c->term[k].val);
+    aligned = d % c->term[k].div == 0 && d / c->term[k].div * c->term[k].mul % e == 0;
+  }
+  for (uint32_t k = 0; k < p->n_loops && aligned; k++) aligned = p->loop[k].coord_step[0] % e == 0;
+  if (aligned) return NULL;
+  return "its start along the last dimension is not provably a multiple of 16 bytes (if it is one, "
+         "say so by pl.multiple_of)";
+}
+
 static const char *try_tma(trial *t, pm_copy_plan *p, bool merge) {
   int n_box;
   memset(&p->map, 0, sizeof p->map);
@@ -338,7 +354,7 @@ static const char *try_tma(trial *t, pm_copy_plan *p, bool merge) {
   if (!(why = cut_digits(t)) && !(why = make_box(t, p, &n_box)) && !(why = add_unit_axes(t, p))) {
     why = add_loops(t, p, n_box);
   }
-  return why;
+  return why ? why : check_inner_start(t, p);
 }
 
 static const char *plan_tma(const pm_graph *g, pm_copy_plan *p) {

@@ -584,7 +584,12 @@ int pmpy_read(PyObject *o, int which, bool writable, bool specs, pmpy_buffer *b)
   b->managed = NULL;
   b->managed_old = NULL;
   int code = read_as(o, which, writable, specs, b);
-  if (code == 1 && writable && b->read_only) code = refuse_read_only(which, o);
+  if (code == 1 && writable && b->source->family == PMPY_JAX)
+    code = refuse(PyExc_TypeError, which, o, "is immutable, as all JAX arrays are");
+  if (code == 1 && writable && b->read_only)
+    code = b->source->family == PMPY_NONE
+               ? refuse(PyExc_TypeError, which, o, "is a number; an array is needed")
+               : refuse_read_only(which, o);
   if (code < 0) pmpy_release(b);
   return code;
 }

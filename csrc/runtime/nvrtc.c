@@ -116,6 +116,17 @@ pm_code pm_nvrtc_identity(char *out, size_t size, pm_err *err) {
 
 /* ---- the library -------------------------------------------------------------------------- */
 
+/* NVRTC opens its builtins by name, through its own RUNPATH, which a sanitizer's dlopen loses. Opened
+ * here by path, they are found by name whatever the search. */
+static void open_builtins(void) {
+  char path[PATH_MAX + 64];
+  const char *slash = strrchr(found, '/');
+  if (!slash) return;
+  snprintf(path, sizeof path, "%.*s/libnvrtc-builtins.so.%d.%d", (int)(slash - found), found,
+           version_major, version_minor);
+  dlopen(path, RTLD_NOW | RTLD_LOCAL);
+}
+
 static pm_code open_found(pm_err *err) {
   void *lib = dlopen(found, RTLD_NOW | RTLD_LOCAL);
   if (!lib) return pm_fail(err, PM_E_NVRTC, "libnvrtc cannot be opened: %s", dlerror());
@@ -131,6 +142,7 @@ static pm_code open_found(pm_err *err) {
   if (version_major < 12)
     return pm_fail(err, PM_E_NVRTC, "%s is of CUDA %d.%d; 12.0 or later is needed", found,
                    version_major, version_minor);
+  open_builtins();
   return PM_OK;
 }
 

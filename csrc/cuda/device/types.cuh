@@ -10,7 +10,7 @@ typedef short i16;
 typedef int i32;
 typedef long long i64;
 typedef float f32;
-#define FN static __device__ __forceinline__
+#define FN __attribute__((unused)) static __device__ __forceinline__
 
 //! TensorMap
 struct __attribute__((aligned(64))) TensorMap { u64 opaque[16]; };
@@ -20,6 +20,8 @@ FN f32 f32_bits(u32 b) { return __uint_as_float(b); }
 
 //! f16
 struct f16 { u16 bits; };
+FN u32 bits_of(f16 x) { return x.bits; }
+FN void from_bits(f16& x, u32 b) { x.bits = (u16)b; }
 FN f32 to_f32(f16 x) { f32 r; asm("cvt.f32.f16 %0, %1;" : "=f"(r) : "h"(x.bits)); return r; }
 FN f16 to_f16(f32 x) { f16 r; asm("cvt.rn.f16.f32 %0, %1;" : "=h"(r.bits) : "f"(x)); return r; }
 FN f16 operator-(f16 x) { return f16{(u16)(x.bits ^ 0x8000)}; }
@@ -36,6 +38,8 @@ FN f16 operator*(f16 a, f16 b) {
 
 //! bf16
 struct bf16 { u16 bits; };
+FN u32 bits_of(bf16 x) { return x.bits; }
+FN void from_bits(bf16& x, u32 b) { x.bits = (u16)b; }
 FN f32 to_f32(bf16 x) { return __uint_as_float((u32)x.bits << 16); }
 FN bf16 to_bf16(f32 x) { bf16 r; asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(r.bits) : "f"(x)); return r; }
 FN bf16 operator-(bf16 x) { return bf16{(u16)(x.bits ^ 0x8000)}; }
@@ -70,36 +74,22 @@ FN bf16 int_to_bf16(u32 x) { bf16 r; asm("cvt.rn.bf16.u32 %0, %1;" : "=h"(r.bits
 //! to_int
 // float to integer: toward zero, saturating, NaN becomes 0
 template <typename T> FN T to_int(f32 x);
-template <> FN i32 to_int<i32>(f32 x) { return __float2int_rz(x); }
-template <> FN u32 to_int<u32>(f32 x) { return __float2uint_rz(x); }
-template <> FN i16 to_int<i16>(f32 x) { return (i16)max(min(__float2int_rz(x), 32767), -32768); }
-template <> FN u16 to_int<u16>(f32 x) { return (u16)min(__float2uint_rz(x), 65535u); }
-template <> FN i8 to_int<i8>(f32 x) { return (i8)max(min(__float2int_rz(x), 127), -128); }
-template <> FN u8 to_int<u8>(f32 x) { return (u8)min(__float2uint_rz(x), 255u); }
+template <> __device__ __forceinline__ i32 to_int<i32>(f32 x) { return __float2int_rz(x); }
+template <> __device__ __forceinline__ u32 to_int<u32>(f32 x) { return __float2uint_rz(x); }
+template <> __device__ __forceinline__ i16 to_int<i16>(f32 x) { return (i16)max(min(__float2int_rz(x), 32767), -32768); }
+template <> __device__ __forceinline__ u16 to_int<u16>(f32 x) { return (u16)min(__float2uint_rz(x), 65535u); }
+template <> __device__ __forceinline__ i8 to_int<i8>(f32 x) { return (i8)max(min(__float2int_rz(x), 127), -128); }
+template <> __device__ __forceinline__ u8 to_int<u8>(f32 x) { return (u8)min(__float2uint_rz(x), 255u); }
 
 //! bits_of
-FN u32 bits_of(u32 x) { return x; }
-FN u32 bits_of(i32 x) { return (u32)x; }
-FN u32 bits_of(u16 x) { return x; }
-FN u32 bits_of(i16 x) { return (u16)x; }
-FN u32 bits_of(u8 x) { return x; }
-FN u32 bits_of(i8 x) { return (u8)x; }
-FN u32 bits_of(bool x) { return x; }
 FN u32 bits_of(f32 x) { return __float_as_uint(x); }
-FN u32 bits_of(f16 x) { return x.bits; }
-FN u32 bits_of(bf16 x) { return x.bits; }
+template <typename T> FN u32 bits_of(T x) {
+  return sizeof(T) == 1 ? (u8)x : sizeof(T) == 2 ? (u16)x : (u32)x;
+}
 
 //! from_bits
-FN void from_bits(u32& x, u32 b) { x = b; }
-FN void from_bits(i32& x, u32 b) { x = (i32)b; }
-FN void from_bits(u16& x, u32 b) { x = (u16)b; }
-FN void from_bits(i16& x, u32 b) { x = (i16)b; }
-FN void from_bits(u8& x, u32 b) { x = (u8)b; }
-FN void from_bits(i8& x, u32 b) { x = (i8)b; }
-FN void from_bits(bool& x, u32 b) { x = (b & 0xff) != 0; }
 FN void from_bits(f32& x, u32 b) { x = __uint_as_float(b); }
-FN void from_bits(f16& x, u32 b) { x.bits = (u16)b; }
-FN void from_bits(bf16& x, u32 b) { x.bits = (u16)b; }
+template <typename T> FN void from_bits(T& x, u32 b) { x = (T)(sizeof(T) == 1 ? (u8)b : b); }
 
 //! bitcast
 template <typename T, typename S> FN T bitcast(S x) { T r; from_bits(r, bits_of(x)); return r; }
