@@ -22,23 +22,29 @@ t1 = time.perf_counter()
 import pallas_mgpu as plgpu
 t2 = time.perf_counter()
 from pallas_mgpu._matmul import matmul_kernel
+
 m, n, k = 4096, 8192, 4096
-gpu = sys.argv[1] == "gpu"
+gpu, serial = sys.argv[1] == "gpu", int(sys.argv[2])
+
 def add(x, o):
     o[...] = x[...] + 1
-x = np.zeros(128 * int(sys.argv[2]), np.float32)
+
+x = np.zeros(128 * serial, np.float32)
+warm = plgpu.kernel(add, out_type=plgpu.ShapeDtypeStruct(x.shape, np.float32))
 if gpu:
-    warm = plgpu.kernel(add, out_type=plgpu.ShapeDtypeStruct(x.shape, np.float32))
-    warm(plgpu.device_put(x)); plgpu.synchronize()
+    warm(plgpu.device_put(x))
+    plgpu.synchronize()
 else:
-    warm = plgpu.kernel(add, out_type=plgpu.ShapeDtypeStruct(x.shape, np.float32))
     warm.lower(x).cubin()
 t3 = time.perf_counter()
 kernel = matmul_kernel(m, n, k, np.float16)
+a, b = np.ones((m, k), np.float16), np.ones((k, n), np.float16)
+ok = True
 if gpu:
-    a = plgpu.device_put(np.ones((m, k), np.float16)); b = plgpu.device_put(np.ones((k, n),
-    np.float16)) plgpu.synchronize()
-    t4 = time.perf_counter()
+    a, b = plgpu.device_put(a), plgpu.device_put(b)
+    plgpu.synchronize()
+t4 = time.perf_counter()
+if gpu:
     out = kernel(a, b)
     t5 = time.perf_counter()
     plgpu.synchronize()
@@ -47,13 +53,10 @@ if gpu:
     t7 = time.perf_counter()
     ok = bool((out.numpy()[:2, :2] == k).all())
 else:
-    a = np.ones((m, k), np.float16); b = np.ones((k, n), np.float16)
-    t4 = time.perf_counter()
     kernel.lower(a, b).cubin()
     t5 = t6 = t7 = time.perf_counter()
-    ok = True
-print(json.dumps(dict(numpy=t1 - t0, imported=t2 - t1, first_kernel=t3 - t2, call=t5 - t4,
-second=t7 - t6, ok=ok)))
+times = dict(numpy=t1 - t0, imported=t2 - t1, first_kernel=t3 - t2, call=t5 - t4, second=t7 - t6)
+print(json.dumps(dict(times, ok=ok)))
 """
 
 

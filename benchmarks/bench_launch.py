@@ -88,14 +88,14 @@ def main():
         import jax.experimental.pallas.mosaic_gpu as jplgpu
 
         ja, jb = jax.dlpack.from_dlpack(a), jax.dlpack.from_dlpack(b)
-        jk = jax.jit(jplgpu.kernel(add, out_shape=jax.ShapeDtypeStruct((N,), np.float32)))
+        jk = jax.jit(jplgpu.kernel(add, out_type=jax.ShapeDtypeStruct((N,), np.float32)))
         contestants["JAX's Pallas, jit"] = lambda: jk(ja, jb)
     except Exception as e:  # noqa: BLE001
         print(f"JAX: {type(e).__name__}: {e}")
 
     low = kernel.lower(da, db)
     cubin = low.cubin()
-    program = low.program_info()
+    program = low.resources()
     pointers = (ctypes.c_uint64 * 3)(a.data_ptr(), b.data_ptr(), out.data_ptr())
     loop = c_loop()
 
@@ -104,7 +104,7 @@ def main():
             cubin,
             program["entry"].encode(),
             1,
-            program["block"],
+            program["threads"],
             program["smem_bytes"],
             pointers,
             3,

@@ -8,7 +8,7 @@ from pallas_mgpu import numpy as jnp
 
 
 def matmul_kernel(
-    m, n, k, dtype, *, tile_m=128, tile_n=128, tile_k=64, steps=4, group=8, interpret=None
+    m, n, k, dtype, *, tile_m=128, tile_n=128, tile_k=64, steps=3, group=8, interpret=None
 ):
     """A kernel for ``(m, k) @ (k, n) -> (m, n)``; the tiles must divide the shapes.
 

@@ -673,6 +673,10 @@ static PyObject *result_by_api(const DLPackExchangeAPI *api, const pmpy_spec *sp
 
 PyObject *pmpy_result(const pmpy_source *s, const pmpy_spec *spec, bool cuda, int device,
                       void *stream, uint64_t *ptr) {
+  if (s->family == PMPY_TORCH) {
+    PyObject *tensor = pmpy_torch_empty(spec, cuda, device, ptr);
+    if (tensor) return tensor;
+  }
   if (s->api && s->api->managed_tensor_allocator && s->api->managed_tensor_to_py_object_no_sync)
     return result_by_api(s->api, spec, cuda, device, ptr);
   PyObject *made;

@@ -1,7 +1,7 @@
 /* Plans: lowering, compilation, loading, and the Lowered object that shows them.
  *
- * Lowering happens when a plan is made. Program text, cubin, loaded kernels and interpreter are each
- * made once, at first need, under the plan's lock and without the GIL. */
+ * Lowering happens when a plan is made. Program text, cubin, loaded kernels and interpreter are
+ * each made once, at first need, under the plan's lock and without the GIL. */
 #include "plan.h"
 
 #include <errno.h>
@@ -60,15 +60,16 @@ static pm_code load(void *ctx, pm_err *err) {
   step *s = ctx;
   pm_device_info d;
   if (s->device < 0 || s->device >= PMPY_MAX_DEVICES)
-    return pm_fail(err, PM_E_NOT_IMPLEMENTED, "device %d: at most %d GPUs are supported",
-                   s->device, PMPY_MAX_DEVICES);
+    return pm_fail(err, PM_E_NOT_IMPLEMENTED, "device %d: at most %d GPUs are supported", s->device,
+                   PMPY_MAX_DEVICES);
   if (s->p->kernels[s->device]) return PM_OK;
   if (pm_device_get(s->device, &d, err)) return err->code;
   if (d.arch != PMPY_ARCH)
-    return pm_fail(err, PM_E_NOT_IMPLEMENTED,
-                   "CUDA device %d (%s) has compute capability %d.%d; kernels are compiled for %d.%d "
-                   "only. interpret=True runs this one on the CPU",
-                   s->device, d.name, d.arch / 10, d.arch % 10, PMPY_ARCH / 10, PMPY_ARCH % 10);
+    return pm_fail(
+        err, PM_E_NOT_IMPLEMENTED,
+        "CUDA device %d (%s) has compute capability %d.%d; kernels are compiled for %d.%d "
+        "only. interpret=True runs this one on the CPU",
+        s->device, d.name, d.arch / 10, d.arch % 10, PMPY_ARCH / 10, PMPY_ARCH % 10);
   if (compile(ctx, err)) return err->code;
   pm_kernel *k;
   if (pm_kernel_load(s->device, &s->p->cubin, &s->p->program, &k, err)) return err->code;
@@ -97,10 +98,8 @@ static pm_code run_locked(pm_body body, step *s, pm_err *err) {
 static int run(pm_body body, step *s) {
   pm_err err = {0};
   pm_code code;
-  Py_BEGIN_ALLOW_THREADS
-  code = run_locked(body, s, &err);
-  Py_END_ALLOW_THREADS
-  if (code) pmpy_raise(&err);
+  Py_BEGIN_ALLOW_THREADS code = run_locked(body, s, &err);
+  Py_END_ALLOW_THREADS if (code) pmpy_raise(&err);
   return code ? -1 : 0;
 }
 
@@ -182,8 +181,8 @@ static int read_outputs(pmpy_plan *p, uint32_t n_in) {
   p->n_out = g->n_outputs;
   p->alias = g->alias;
   if (p->n_in != n_in || p->n_in + p->n_out != body->n_args) {
-    PyErr_Format(PyExc_TypeError, "kernel %s: the graph has %u operands, and %u were given", g->name,
-                 p->n_in, n_in);
+    PyErr_Format(PyExc_TypeError, "kernel %s: the graph has %u operands, and %u were given",
+                 g->name, p->n_in, n_in);
     return -1;
   }
   if (p->n_in + p->n_out > PMPY_MAX_PARAMS) {
@@ -319,10 +318,8 @@ static PyObject *sass(pmpy_plan *p) {
   snprintf(command, sizeof command, "'%s' -ndf -c '%s' 2>&1", tool, file);
   char *text = NULL;
   size_t n = 0;
-  Py_BEGIN_ALLOW_THREADS
-  if (ok) text = output_of(command, &n);
-  Py_END_ALLOW_THREADS
-  if (fd >= 0) unlink(file);
+  Py_BEGIN_ALLOW_THREADS if (ok) text = output_of(command, &n);
+  Py_END_ALLOW_THREADS if (fd >= 0) unlink(file);
   if (!text) return PyErr_Format(pmpy.exceptions[PM_E_RUNTIME], "%s failed", tool);
   PyObject *result = PyUnicode_DecodeUTF8(text, (Py_ssize_t)n, "replace");
   PyMem_RawFree(text);
@@ -341,10 +338,8 @@ static PyObject *ptx(pmpy_plan *p) {
   pm_code code;
   if (need_program(p) < 0) return NULL;
   pmpy_find_nvrtc();
-  Py_BEGIN_ALLOW_THREADS
-  code = pm_compile_ptx(&p->program, &text, &n, &err);
-  Py_END_ALLOW_THREADS
-  if (code) return pmpy_raise(&err);
+  Py_BEGIN_ALLOW_THREADS code = pm_compile_ptx(&p->program, &text, &n, &err);
+  Py_END_ALLOW_THREADS if (code) return pmpy_raise(&err);
   PyObject *result = PyUnicode_DecodeUTF8(text, (Py_ssize_t)strlen(text), "replace");
   pm_free(text);
   return result;
@@ -353,7 +348,10 @@ static PyObject *ptx(pmpy_plan *p) {
 static PyObject *traced(pmpy_plan *p) { return Py_NewRef(p->traced ? p->traced : Py_None); }
 
 static PyObject *as_text(PyObject *self, PyObject *args) {
-  static const struct { const char *kind; PyObject *(*text)(pmpy_plan *); } kinds[] = {
+  static const struct {
+    const char *kind;
+    PyObject *(*text)(pmpy_plan *);
+  } kinds[] = {
       {"graph", graph_text}, {"traced", traced}, {"cuda", cuda}, {"ptx", ptx}, {"sass", sass}};
   const char *kind = "graph";
   if (!PyArg_ParseTuple(args, "|s:as_text", &kind)) return NULL;
@@ -371,11 +369,11 @@ static PyObject *resources(PyObject *self, PyObject *unused) {
   const pm_program *g = &p->program;
   pm_remarks(p->cubin.log, remarks, sizeof remarks);
   return Py_BuildValue(
-      "{s:i,s:i,s:i,s:I,s:I,s:(III),s:(III),s:s,s:s,s:n,s:O}", "registers", p->cubin.registers,
-      "spill_bytes", p->cubin.spill_bytes, "stack_bytes", p->cubin.stack_bytes, "smem_bytes",
-      g->smem_bytes, "threads", g->block, "grid", g->grid[0], g->grid[1], g->grid[2], "cluster",
-      g->cluster[0], g->cluster[1], g->cluster[2], "remarks", remarks, "log", p->cubin.log,
-      "cubin_bytes", (Py_ssize_t)p->cubin.size, "from_disk",
+      "{s:s,s:i,s:i,s:i,s:I,s:I,s:(III),s:(III),s:s,s:s,s:n,s:O}", "entry", g->entry, "registers",
+      p->cubin.registers, "spill_bytes", p->cubin.spill_bytes, "stack_bytes", p->cubin.stack_bytes,
+      "smem_bytes", g->smem_bytes, "threads", g->block, "grid", g->grid[0], g->grid[1], g->grid[2],
+      "cluster", g->cluster[0], g->cluster[1], g->cluster[2], "remarks", remarks, "log",
+      p->cubin.log, "cubin_bytes", (Py_ssize_t)p->cubin.size, "from_disk",
       p->cubin.from_disk ? Py_True : Py_False);
 }
 
