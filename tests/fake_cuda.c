@@ -5,7 +5,8 @@
  * Device memory is host memory, streams complete at once, and a launch is recorded. A test sees and
  * steers it through the functions fake_*, by ctypes on the same library: the next launches call a
  * callback in place of the kernel, and any entry point can be made to fail. Environment:
- * FAKE_CUDA_DEVICES (1), FAKE_CUDA_ARCH (90), FAKE_CUDA_VERSION (13000), FAKE_CUDA_MEMORY (bytes). */
+ * FAKE_CUDA_DEVICES (1), FAKE_CUDA_ARCH (90), FAKE_CUDA_VERSION (13000), FAKE_CUDA_MEMORY (bytes).
+ */
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -14,7 +15,15 @@
 #define EXPORT __attribute__((visibility("default")))
 typedef int R;
 typedef uint64_t P;
-typedef struct { int id; char pad[4]; union { char size[64]; unsigned cluster[3]; int on; } v; } attr;
+typedef struct {
+  int id;
+  char pad[4];
+  union {
+    char size[64];
+    unsigned cluster[3];
+    int on;
+  } v;
+} attr;
 typedef struct {
   unsigned grid[3], block[3], smem;
   void *stream;
@@ -46,7 +55,8 @@ static struct {
 
 EXPORT const record *fake_last(void) { return &S.last; }
 EXPORT void fake_set_kernel(void (*kernel)(void **, const record *)) { S.kernel = kernel; }
-/* The entry point fails with the result once, after `after` good calls; a negative result: always. */
+/* The entry point fails with the result once, after `after` good calls; a negative result: always.
+ */
 EXPORT void fake_fail(const char *entry, R result, int after) {
   snprintf(S.failing, sizeof S.failing, "%s", entry);
   S.failure = result;
@@ -65,10 +75,10 @@ static R failing(const char *entry) {
   S.failing[0] = 0;
   return S.failure;
 }
-#define MAY_FAIL                                 \
-  do {                                           \
-    R r_ = failing(__func__);                    \
-    if (r_) return r_;                           \
+#define MAY_FAIL              \
+  do {                        \
+    R r_ = failing(__func__); \
+    if (r_) return r_;        \
   } while (0)
 
 static int64_t number(const char *name, int64_t standard) {
@@ -82,25 +92,68 @@ static char contexts[64];
 static __thread void *stack[64];
 static __thread int depth;
 
-static R cuInit(unsigned f) { (void)f; MAY_FAIL; return number("FAKE_CUDA_DEVICES", 1) ? 0 : 100; }
-EXPORT R cuDriverGetVersion(int *v) { *v = (int)number("FAKE_CUDA_VERSION", 13000); return 0; }
-static R cuGetErrorName(R r, const char **s) { *s = r == 2 ? "CUDA_ERROR_OUT_OF_MEMORY" : "CUDA_ERROR_FAKE"; return 0; }
-static R cuGetErrorString(R r, const char **s) { *s = r == 2 ? "out of memory" : "a failure that the test asked for"; return 0; }
-static R cuDeviceGetCount(int *n) { *n = (int)number("FAKE_CUDA_DEVICES", 1); return 0; }
-static R cuDeviceGet(int *d, int i) { *d = i; return 0; }
-static R cuDeviceGetName(char *s, int n, int d) { snprintf(s, (size_t)n, "Fake GPU %d", d); return 0; }
+static R cuInit(unsigned f) {
+  (void)f;
+  MAY_FAIL;
+  return number("FAKE_CUDA_DEVICES", 1) ? 0 : 100;
+}
+EXPORT R cuDriverGetVersion(int *v) {
+  *v = (int)number("FAKE_CUDA_VERSION", 13000);
+  return 0;
+}
+static R cuGetErrorName(R r, const char **s) {
+  *s = r == 2 ? "CUDA_ERROR_OUT_OF_MEMORY" : "CUDA_ERROR_FAKE";
+  return 0;
+}
+static R cuGetErrorString(R r, const char **s) {
+  *s = r == 2 ? "out of memory" : "a failure that the test asked for";
+  return 0;
+}
+static R cuDeviceGetCount(int *n) {
+  *n = (int)number("FAKE_CUDA_DEVICES", 1);
+  return 0;
+}
+static R cuDeviceGet(int *d, int i) {
+  *d = i;
+  return 0;
+}
+static R cuDeviceGetName(char *s, int n, int d) {
+  snprintf(s, (size_t)n, "Fake GPU %d", d);
+  return 0;
+}
 static R cuDeviceGetAttribute(int *v, int a, int d) {
   (void)d;
   int arch = (int)number("FAKE_CUDA_ARCH", 90);
   *v = a == 75 ? arch / 10 : a == 76 ? arch % 10 : a == 16 ? 132 : a == 97 ? 232448 : 1;
   return 0;
 }
-static R cuDeviceTotalMem(size_t *n, int d) { (void)d; *n = (size_t)number("FAKE_CUDA_MEMORY", 1 << 30); return 0; }
-static R cuDevicePrimaryCtxRetain(void **c, int d) { MAY_FAIL; *c = &contexts[d]; return 0; }
-static R cuCtxGetCurrent(void **c) { *c = depth ? stack[depth - 1] : NULL; return 0; }
-static R cuCtxPushCurrent(void *c) { MAY_FAIL; stack[depth++] = c; return 0; }
-static R cuCtxPopCurrent(void **c) { *c = stack[--depth]; return 0; }
-static R cuCtxSynchronize(void) { MAY_FAIL; return 0; }
+static R cuDeviceTotalMem(size_t *n, int d) {
+  (void)d;
+  *n = (size_t)number("FAKE_CUDA_MEMORY", 1 << 30);
+  return 0;
+}
+static R cuDevicePrimaryCtxRetain(void **c, int d) {
+  MAY_FAIL;
+  *c = &contexts[d];
+  return 0;
+}
+static R cuCtxGetCurrent(void **c) {
+  *c = depth ? stack[depth - 1] : NULL;
+  return 0;
+}
+static R cuCtxPushCurrent(void *c) {
+  MAY_FAIL;
+  stack[depth++] = c;
+  return 0;
+}
+static R cuCtxPopCurrent(void **c) {
+  *c = stack[--depth];
+  return 0;
+}
+static R cuCtxSynchronize(void) {
+  MAY_FAIL;
+  return 0;
+}
 EXPORT int fake_context_depth(void) { return depth; }
 
 /* ---- modules, launch ---------------------------------------------------------------------- */
@@ -112,9 +165,22 @@ static R cuModuleLoadData(void **m, const void *image) {
   S.modules++;
   return 0;
 }
-static R cuModuleUnload(void *m) { free(m); S.modules--; return 0; }
-static R cuModuleGetFunction(void **f, void *m, const char *name) { MAY_FAIL; (void)name; *f = m; return 0; }
-static R cuFuncSetAttribute(void *f, int a, int v) { (void)f, (void)a, (void)v; MAY_FAIL; return 0; }
+static R cuModuleUnload(void *m) {
+  free(m);
+  S.modules--;
+  return 0;
+}
+static R cuModuleGetFunction(void **f, void *m, const char *name) {
+  MAY_FAIL;
+  (void)name;
+  *f = m;
+  return 0;
+}
+static R cuFuncSetAttribute(void *f, int a, int v) {
+  (void)f, (void)a, (void)v;
+  MAY_FAIL;
+  return 0;
+}
 static R cuLaunchKernelEx(const config *c, void *f, void **params, void **extra) {
   (void)f, (void)extra;
   MAY_FAIL;
@@ -132,13 +198,17 @@ static R cuLaunchKernelEx(const config *c, void *f, void **params, void **extra)
   if (S.kernel) S.kernel(params, r);
   return 0;
 }
-static R cuTensorMapEncodeTiled(void *out, int dtype, uint32_t rank, void *base, const uint64_t *dim,
-                                const uint64_t *stride, const uint32_t *box, const uint32_t *step,
-                                int interleave, int swizzle, int l2, int oob) {
+static R cuTensorMapEncodeTiled(void *out, int dtype, uint32_t rank, void *base,
+                                const uint64_t *dim, const uint64_t *stride, const uint32_t *box,
+                                const uint32_t *step, int interleave, int swizzle, int l2,
+                                int oob) {
   (void)interleave, (void)l2, (void)oob;
   MAY_FAIL;
   if ((uintptr_t)out % 64 || (uintptr_t)base % 16 || rank < 1 || rank > 5) return 1;
-  map m = {.magic = 0x50414d54, .dtype = (uint32_t)dtype, .rank = rank, .swizzle = (uint32_t)swizzle,
+  map m = {.magic = 0x50414d54,
+           .dtype = (uint32_t)dtype,
+           .rank = rank,
+           .swizzle = (uint32_t)swizzle,
            .base = (uint64_t)(uintptr_t)base};
   for (uint32_t i = 0; i < rank; i++) {
     if (!dim[i] || box[i] < 1 || box[i] > 256 || step[i] != 1) return 1;
@@ -170,34 +240,127 @@ static R cuMemFree(P p) {
   free(at);
   return 0;
 }
-static R cuPointerGetAttribute(void *v, int a, P p) { (void)a, (void)p; *(int *)v = 0; return 0; }
-static R cuMemPoolCreate(void **p, const void *props) { (void)props; MAY_FAIL; *p = &S; return 0; }
-static R cuMemPoolSetAttribute(void *p, int a, void *v) { (void)p, (void)a, (void)v; return 0; }
-static R cuMemPoolTrimTo(void *p, size_t n) { (void)p, (void)n; return 0; }
-static R cuMemAllocFromPoolAsync(P *p, size_t n, void *pool, void *s) { (void)pool, (void)s; MAY_FAIL; return cuMemAlloc(p, n); }
-static R cuMemFreeAsync(P p, void *s) { (void)s; MAY_FAIL; return cuMemFree(p); }
-static R cuMemcpyHtoDAsync(P d, const void *h, size_t n, void *s) { (void)s; MAY_FAIL; S.copies++; memcpy((void *)(uintptr_t)d, h, n); return 0; }
-static R cuMemcpyDtoHAsync(void *h, P d, size_t n, void *s) { (void)s; MAY_FAIL; S.copies++; memcpy(h, (void *)(uintptr_t)d, n); return 0; }
-static R cuMemcpyDtoDAsync(P d, P e, size_t n, void *s) { (void)s; MAY_FAIL; S.copies++; memmove((void *)(uintptr_t)d, (void *)(uintptr_t)e, n); return 0; }
-static R cuMemsetD8Async(P d, unsigned char v, size_t n, void *s) { (void)s; MAY_FAIL; memset((void *)(uintptr_t)d, v, n); return 0; }
-static R cuMemsetD16Async(P d, unsigned short v, size_t n, void *s) { (void)s; for (size_t i = 0; i < n; i++) memcpy((char *)(uintptr_t)d + 2 * i, &v, 2); return 0; }
-static R cuMemsetD32Async(P d, unsigned v, size_t n, void *s) { (void)s; for (size_t i = 0; i < n; i++) memcpy((char *)(uintptr_t)d + 4 * i, &v, 4); return 0; }
+static R cuPointerGetAttribute(void *v, int a, P p) {
+  (void)a, (void)p;
+  *(int *)v = 0;
+  return 0;
+}
+static R cuMemPoolCreate(void **p, const void *props) {
+  (void)props;
+  MAY_FAIL;
+  *p = &S;
+  return 0;
+}
+static R cuMemPoolSetAttribute(void *p, int a, void *v) {
+  (void)p, (void)a, (void)v;
+  return 0;
+}
+static R cuMemPoolTrimTo(void *p, size_t n) {
+  (void)p, (void)n;
+  return 0;
+}
+static R cuMemAllocFromPoolAsync(P *p, size_t n, void *pool, void *s) {
+  (void)pool, (void)s;
+  MAY_FAIL;
+  return cuMemAlloc(p, n);
+}
+static R cuMemFreeAsync(P p, void *s) {
+  (void)s;
+  MAY_FAIL;
+  return cuMemFree(p);
+}
+static R cuMemcpyHtoDAsync(P d, const void *h, size_t n, void *s) {
+  (void)s;
+  MAY_FAIL;
+  S.copies++;
+  memcpy((void *)(uintptr_t)d, h, n);
+  return 0;
+}
+static R cuMemcpyDtoHAsync(void *h, P d, size_t n, void *s) {
+  (void)s;
+  MAY_FAIL;
+  S.copies++;
+  memcpy(h, (void *)(uintptr_t)d, n);
+  return 0;
+}
+static R cuMemcpyDtoDAsync(P d, P e, size_t n, void *s) {
+  (void)s;
+  MAY_FAIL;
+  S.copies++;
+  memmove((void *)(uintptr_t)d, (void *)(uintptr_t)e, n);
+  return 0;
+}
+static R cuMemsetD8Async(P d, unsigned char v, size_t n, void *s) {
+  (void)s;
+  MAY_FAIL;
+  memset((void *)(uintptr_t)d, v, n);
+  return 0;
+}
+static R cuMemsetD16Async(P d, unsigned short v, size_t n, void *s) {
+  (void)s;
+  for (size_t i = 0; i < n; i++) memcpy((char *)(uintptr_t)d + 2 * i, &v, 2);
+  return 0;
+}
+static R cuMemsetD32Async(P d, unsigned v, size_t n, void *s) {
+  (void)s;
+  for (size_t i = 0; i < n; i++) memcpy((char *)(uintptr_t)d + 4 * i, &v, 4);
+  return 0;
+}
 
 /* ---- streams, events ---------------------------------------------------------------------- */
 
-static R cuStreamCreate(void **s, unsigned f) { (void)f; MAY_FAIL; *s = malloc(8); return 0; }
-static R cuStreamSynchronize(void *s) { (void)s; MAY_FAIL; return 0; }
-static R cuStreamIsCapturing(void *s, int *v) { (void)s; *v = (int)S.capturing; return 0; }
-static R cuStreamWaitEvent(void *s, void *e, unsigned f) { (void)s, (void)e, (void)f; MAY_FAIL; return 0; }
-static R cuEventCreate(void **e, unsigned f) { (void)f; MAY_FAIL; *e = malloc(8); S.events++; return 0; }
-static R cuEventRecord(void *e, void *s) { (void)e, (void)s; MAY_FAIL; return 0; }
-static R cuEventQuery(void *e) { (void)e; MAY_FAIL; return 0; }
-static R cuEventDestroy(void *e) { free(e); S.events--; return 0; }
+static R cuStreamCreate(void **s, unsigned f) {
+  (void)f;
+  MAY_FAIL;
+  *s = malloc(8);
+  return 0;
+}
+static R cuStreamSynchronize(void *s) {
+  (void)s;
+  MAY_FAIL;
+  return 0;
+}
+static R cuStreamIsCapturing(void *s, int *v) {
+  (void)s;
+  *v = (int)S.capturing;
+  return 0;
+}
+static R cuStreamWaitEvent(void *s, void *e, unsigned f) {
+  (void)s, (void)e, (void)f;
+  MAY_FAIL;
+  return 0;
+}
+static R cuEventCreate(void **e, unsigned f) {
+  (void)f;
+  MAY_FAIL;
+  *e = malloc(8);
+  S.events++;
+  return 0;
+}
+static R cuEventRecord(void *e, void *s) {
+  (void)e, (void)s;
+  MAY_FAIL;
+  return 0;
+}
+static R cuEventQuery(void *e) {
+  (void)e;
+  MAY_FAIL;
+  return 0;
+}
+static R cuEventDestroy(void *e) {
+  free(e);
+  S.events--;
+  return 0;
+}
 
 /* ---- the table ---------------------------------------------------------------------------- */
 
-EXPORT R cuGetProcAddress_v2(const char *name, void **out, int version, uint64_t flags, int *status) {
-  static const struct { const char *name; void *f; } table[] = {
+EXPORT R cuGetProcAddress_v2(const char *name, void **out, int version, uint64_t flags,
+                             int *status) {
+  static const struct {
+    const char *name;
+    void *f;
+  } table[] = {
 #define PM_CU(name, version, parameters) {#name, (void *)name},
 #include "../csrc/runtime/driver.def"
 #undef PM_CU

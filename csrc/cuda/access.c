@@ -653,7 +653,9 @@ static const char *is_first_copy(pm_gen *e, const pm_layout *l) {
       const char *name = part == WARP ? "warp" : "lane";
       if (t.n) pm_put(&t, " && ");
       if (div * d[k].size < numbers(l, part)) {
-        pm_putf(&t, "%s / %lld %% %d == 0", name, (long long)div, d[k].size);
+        pm_put(&t, name);
+        if (div > 1) pm_putf(&t, " / %lld", (long long)div);
+        pm_putf(&t, " %% %d == 0", d[k].size);
       } else {
         pm_putf(&t, "%s < %lld", name, (long long)div);
       }

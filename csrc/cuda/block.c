@@ -222,18 +222,6 @@ void pm_assign(pm_gen *e, pm_val to, pm_val from) {
   }
 }
 
-const char *pm_array_of(pm_gen *e, pm_val v) {
-  pm_at(e, v, "0");
-  if (pm_is_array(e, v)) return e->slot[v].text;
-  const pm_slot scalar = e->slot[v];
-  const char *name = pm_name_of(e, v);
-  const int64_t n = pm_regs_of(e, v);
-  pm_line(e, "%s %s[%lld];", pm_cpp_type(pm_typeof(e->g, v)->dtype), name, (long long)n);
-  if (n > 1) pm_line(e, "#pragma unroll");
-  pm_line(e, "for (int r = 0; r < %lld; r++) %s[r] = %s;", (long long)n, name, scalar.text);
-  return name;
-}
-
 /* ---- runs of element-wise ops ------------------------------------------------------------------ */
 
 bool pm_is_elementwise(const pm_graph *g, pm_opid op) {

@@ -118,12 +118,20 @@ pm_code pm_cuda_ADD(pm_gen *e, pm_opid op) { return arithmetic(e, op, "+", "wrap
 pm_code pm_cuda_SUB(pm_gen *e, pm_opid op) { return arithmetic(e, op, "-", "wrap_sub", "^"); }
 pm_code pm_cuda_MUL(pm_gen *e, pm_opid op) { return arithmetic(e, op, "*", "wrap_mul", "&"); }
 
+/* By a constant it is plain C++; else a function: in C++ x / 0 could be anything, also for padding. */
+static pm_code divide(pm_gen *e, pm_opid op, const char *sign, const char *fn) {
+  pm_scalar y;
+  if (pm_constant(e->g, pm_in(e->g, op, 1), &y) && y.i && y.i != -1) return infix_cast(e, op, sign);
+  return call(e, op, fn);
+}
+
 pm_code pm_cuda_DIV(pm_gen *e, pm_opid op) {
-  return pm_is_float(in_dtype(e, op)) ? infix_f32(e, op, "/") : infix_cast(e, op, "/");
+  if (pm_is_float(in_dtype(e, op))) return infix_f32(e, op, "/");
+  return divide(e, op, "/", "div_int");
 }
 
 pm_code pm_cuda_REM(pm_gen *e, pm_opid op) {
-  if (!pm_is_float(in_dtype(e, op))) return infix_cast(e, op, "%");
+  if (!pm_is_float(in_dtype(e, op))) return divide(e, op, "%", "rem_int");
   return leave_f32(e, op, pm_str(e, "fmodf(%s, %s)", arg_f32(e, op, 0), arg_f32(e, op, 1)));
 }
 

@@ -245,12 +245,17 @@ typedef struct reduction {
   const char *name;  /* of the array of results */
 } reduction;
 
+/* Every result starts as the identity. */
+static void fill(reduction *r) {
+  const char *k = pm_begin_unrolled(r->e, "k", r->n, 1);
+  pm_line(r->e, "%s[%s] = %s;", r->name, k, identity(r->e, r->reduce, r->dtype));
+  pm_end_unrolled(r->e, r->n, 1);
+}
+
 static void combine_registers(reduction *r, pm_val in, const char *map) {
   pm_gen *e = r->e;
   const int64_t n = pm_layout_regs(r->l);
-  if (r->n > 1) pm_line(e, "#pragma unroll");
-  pm_line(e, "for (int k = 0; k < %lld; k++) %s[k] = %s;", (long long)r->n, r->name,
-          identity(e, r->reduce, r->dtype));
+  fill(r);
   pm_begin(e, "{");
   const char *stem = pm_coord_lines(e, r->l), *reg = pm_begin_unrolled(e, "r", n, 1);
   const char *valid = pm_valid(e, r->l, stem, reg);
@@ -326,17 +331,21 @@ static pm_code combine_warps(reduction *r, pm_opid op) {
         (long long)(4 * row), (long long)pm_scratch_bytes(e));
   }
   pm_begin(e, "{");
-  pm_line(e, "const u32 p = %s + %s;", pm_scratch(e), pm_sum_text(e, &lane, "lane", r->n * 4));
-  if (r->n > 1) pm_line(e, "#pragma unroll");
-  pm_line(e, "for (int k = 0; k < %lld; k++) st_shared<%s, 1>(p + k * 4 + warp * %lld, &%s[k]);",
-          (long long)r->n, cpp, (long long)row, r->name);
+  const char *part = pm_sum_text(e, &lane, "lane", r->n * 4);
+  const char *mine = pm_sum_text(e, &own, "warp", row);
+  pm_line(e, "const u32 p = %s%s%s;", pm_scratch(e), lane.n ? " + " : "", lane.n ? part : "");
+  const char *k = pm_begin_unrolled(e, "k", r->n, 1);
+  pm_line(e, "st_shared<%s, 1>(p + %s * 4 + warp * %lld, &%s[%s]);", cpp, k, (long long)row, r->name,
+          k);
+  pm_end_unrolled(e, r->n, 1);
   pm_line(e, PM_LANES_SYNC);
-  const char *k = pm_begin_unrolled(e, "k", r->n, 1), *to = pm_str(e, "%s[%s]", r->name, k);
+  pm_begin_unrolled(e, "k", r->n, 1);
+  const char *to = pm_str(e, "%s[%s]", r->name, k);
   pm_line(e, "%s = %s;", to, identity(e, r->reduce, r->dtype));
   pm_begin_unrolled(e, "w", n_warps, 1);
   pm_line(e, "%s x;", cpp);
-  pm_line(e, "ld_shared<%s, 1>(&x, p + %s * 4 + %s + %s);", cpp, k, pm_sum_text(e, &own, "warp", row),
-          pm_sum_text(e, &others, "w", row));
+  pm_line(e, "ld_shared<%s, 1>(&x, p + %s * 4 + %s%s%s);", cpp, k,
+          pm_sum_text(e, &others, "w", row), own.n ? " + " : "", own.n ? mine : "");
   pm_line(e, "%s = %s;", to, combine(e, r->reduce, r->dtype, to, "x"));
   pm_end(e);
   pm_end_unrolled(e, r->n, 1);

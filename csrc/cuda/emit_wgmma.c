@@ -201,19 +201,25 @@ static const char *low_word(pm_gen *e, const char *name, const operand *o, bool 
   return name;
 }
 
-/* A in registers: the eight 16-bit values of step k and row tile m as four words. */
-static void pack_a(pm_gen *e, pm_val a, int64_t k_steps, const char *k, const char *m) {
-  const pm_dtype t = pm_typeof(e->g, a)->dtype;
-  const char *x = e->slot[a].text;
-  pm_line(e, "u32 w[4];");
-  pm_line(e, "pack<%s, 8>(w, &%s[%s * %lld + %s * 8]);", pm_cpp_type(t), x, m,
-          (long long)(k_steps * 8), k);
+/* A in registers: pairs of 16-bit values as words, in the order of the layout, all of them before the
+ * first product. */
+static void pack_a(pm_gen *e, pm_val a) {
+  const int64_t words = pm_regs_of(e, a) / 2;
+  const char *type = pm_cpp_type(pm_typeof(e->g, a)->dtype);
+  pm_line(e, "u32 a[%lld];", (long long)words);
+  if (pm_is_array(e, a)) {
+    pm_line(e, "pack<%s, %lld>(a, %s);", type, (long long)(words * 2), e->slot[a].text);
+  } else {
+    pm_line(e, "const %s x[2] = {%s, %s};", type, pm_at(e, a, "0"), pm_at(e, a, "0"));
+    pm_line(e, "#pragma unroll");
+    pm_line(e, "for (int r = 0; r < %lld; r++) pack<%s, 2>(&a[r], x);", (long long)words, type);
+  }
+  pm_line(e, "%s(a);", pm_family_pin(e, PM_F16, words));
 }
 
 pm_code pm_cuda_WGMMA(pm_gen *e, pm_opid op) {
   const pm_val in_a = pm_in(e->g, op, 1), in_b = pm_in(e->g, op, 2);
   const bool registers = pm_typeof(e->g, in_a)->kind == PM_ARRAY;
-  const pm_slot slot_a = e->slot[in_a];
   part p;
   operand a = {0}, b = {0};
   PM_TRY(part_of(e, op, pm_in(e->g, op, 0), &p));
@@ -228,8 +234,7 @@ pm_code pm_cuda_WGMMA(pm_gen *e, pm_opid op) {
   if (registers) {
     pm_at(e, in_a, "0");
     PM_TRY(check_wgmma_layout(e, op, in_a));
-    const char *x = pm_array_of(e, in_a);
-    pm_bind(e, in_a, x, PM_FORM_ARRAY);
+    pack_a(e, in_a);
   } else {
     pm_line(e, "const u32 a = wgmma_address(%s, %lld);", pm_view_address(e, &a.view),
             (long long)a.leading);
@@ -244,8 +249,8 @@ pm_code pm_cuda_WGMMA(pm_gen *e, pm_opid op) {
                          (long long)(p.base_columns / words), (long long)(p.first * 2 / words));
   const char *low_b = low_word(e, "b", &b, false);
   if (registers) {
-    pack_a(e, in_a, k_steps, k, m);
-    pm_line(e, "%s(%s, w, %s, 0x%08xu);", fn, d, low_b, high_word(&b));
+    pm_line(e, "%s(%s, &a[%s * %lld + %s * 4], %s, 0x%08xu);", fn, d, m, (long long)(k_steps * 4), k,
+            low_b, high_word(&b));
   } else {
     pm_line(e, "%s(%s, %s, 0x%08xu, %s, 0x%08xu);", fn, d, low_word(e, "a", &a, true),
             high_word(&a), low_b, high_word(&b));
@@ -254,6 +259,5 @@ pm_code pm_cuda_WGMMA(pm_gen *e, pm_opid op) {
   pm_end_unrolled(e, k_steps, 1);
   pm_line(e, "wgmma_commit();");
   pm_end(e);
-  e->slot[in_a] = slot_a; /* an array made of a scalar was local */
   return PM_OK;
 }

@@ -87,8 +87,6 @@ void pm_alias(pm_gen *e, pm_val v, pm_val of);
 /* declare a variable for the value (array or scalar by its type and layout) */
 const char *pm_declare(pm_gen *e, pm_val v, pm_val named_like);
 void pm_assign(pm_gen *e, pm_val to, pm_val from);     /* to must be declared */
-/* name of a C++ array that holds the value, made from the scalar where it has none */
-const char *pm_array_of(pm_gen *e, pm_val v);
 const char *pm_convert_text(pm_gen *e, pm_dtype from, pm_dtype to, const char *x);
 
 bool pm_is_elementwise(const pm_graph *g, pm_opid op);

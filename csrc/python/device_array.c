@@ -86,8 +86,7 @@ static void dealloc(PyObject *self) {
   if (a->borrowed) {
     pmpy_release(&a->base);
   } else if (a->foreign_stream) {
-    Py_BEGIN_ALLOW_THREADS
-    pm_device_free_synchronized(a->device, a->ptr);
+    Py_BEGIN_ALLOW_THREADS pm_device_free_synchronized(a->device, a->ptr);
     Py_END_ALLOW_THREADS
   } else {
     pm_device_free(a->device, a->ptr, NULL);
@@ -100,11 +99,10 @@ static void dealloc(PyObject *self) {
 static int upload(pmpy_device_array *a, const void *from) {
   pm_err err = {0};
   pm_code code;
-  Py_BEGIN_ALLOW_THREADS
-  code = pm_copy_to_device(a->device, a->ptr, from, pmpy_bytes(&a->spec), NULL, &err);
+  Py_BEGIN_ALLOW_THREADS code =
+      pm_copy_to_device(a->device, a->ptr, from, pmpy_bytes(&a->spec), NULL, &err);
   if (!code) code = pm_synchronize(a->device, NULL, &err);
-  Py_END_ALLOW_THREADS
-  return code ? fail(&err) : 0;
+  Py_END_ALLOW_THREADS return code ? fail(&err) : 0;
 }
 
 /* New. The whole array on the host. */
@@ -114,11 +112,10 @@ static PyObject *to_numpy(pmpy_device_array *a) {
   void *data;
   PyObject *host = pmpy_numpy_empty(&a->spec, &data);
   if (!host) return NULL;
-  Py_BEGIN_ALLOW_THREADS
-  code = pm_copy_to_host(a->device, data, a->ptr, pmpy_bytes(&a->spec), NULL, &err);
+  Py_BEGIN_ALLOW_THREADS code =
+      pm_copy_to_host(a->device, data, a->ptr, pmpy_bytes(&a->spec), NULL, &err);
   if (!code) code = pm_synchronize(a->device, NULL, &err);
-  Py_END_ALLOW_THREADS
-  if (!code) return host;
+  Py_END_ALLOW_THREADS if (!code) return host;
   Py_DECREF(host);
   return pmpy_raise(&err);
 }
@@ -169,14 +166,15 @@ static PyObject *from_any(PyObject *o, bool copy_host, int device) {
   int code = pmpy_read(o, 0, false, false, &b);
   if (code < 0) return NULL;
   if (!code)
-    return PyErr_Format(PyExc_TypeError, "a %s is no array: NumPy arrays, DLPack producers and "
-                        "numbers are accepted", Py_TYPE(o)->tp_name);
+    return PyErr_Format(PyExc_TypeError,
+                        "a %s is no array: NumPy arrays, DLPack producers and "
+                        "numbers are accepted",
+                        Py_TYPE(o)->tp_name);
   if (!b.cuda) {
     pmpy_spec spec = spec_of(&b);
     if (!copy_host)
       PyErr_SetString(PyExc_BufferError, "from_dlpack: the array lies on the host; use device_put");
-    else
-      made = pmpy_device_array_new(&spec, device, NULL);
+    else made = pmpy_device_array_new(&spec, device, NULL);
     if (made && upload(DEVICE_ARRAY(made), (void *)(uintptr_t)b.ptr) < 0) Py_CLEAR(made);
   } else if (!pmpy_current_stream(b.source, b.device, &stream)) {
     if (pm_stream_order(b.device, stream, NULL, &err)) fail(&err);
@@ -301,8 +299,7 @@ static void drop_versioned(PyObject *capsule) {
     delete_versioned(PyCapsule_GetPointer(capsule, "dltensor_versioned"));
 }
 static void drop_old(PyObject *capsule) {
-  if (PyCapsule_IsValid(capsule, "dltensor"))
-    delete_old(PyCapsule_GetPointer(capsule, "dltensor"));
+  if (PyCapsule_IsValid(capsule, "dltensor")) delete_old(PyCapsule_GetPointer(capsule, "dltensor"));
 }
 
 static PyObject *make_capsule(pmpy_device_array *a, bool versioned, bool is_copy) {
@@ -321,15 +318,14 @@ static PyObject *make_capsule(pmpy_device_array *a, bool versioned, bool is_copy
                 .shape = e->shape,
                 .strides = e->strides};
   if (versioned)
-    e->m.versioned = (DLManagedTensorVersioned){
-        .version = {DLPACK_MAJOR_VERSION, DLPACK_MINOR_VERSION},
-        .manager_ctx = e,
-        .deleter = delete_versioned,
-        .flags = (a->read_only ? DLPACK_FLAG_BITMASK_READ_ONLY : 0) |
-                 (is_copy ? DLPACK_FLAG_BITMASK_IS_COPIED : 0),
-        .dl_tensor = t};
-  else
-    e->m.old = (DLManagedTensor){.dl_tensor = t, .manager_ctx = e, .deleter = delete_old};
+    e->m.versioned =
+        (DLManagedTensorVersioned){.version = {DLPACK_MAJOR_VERSION, DLPACK_MINOR_VERSION},
+                                   .manager_ctx = e,
+                                   .deleter = delete_versioned,
+                                   .flags = (a->read_only ? DLPACK_FLAG_BITMASK_READ_ONLY : 0) |
+                                            (is_copy ? DLPACK_FLAG_BITMASK_IS_COPIED : 0),
+                                   .dl_tensor = t};
+  else e->m.old = (DLManagedTensor){.dl_tensor = t, .manager_ctx = e, .deleter = delete_old};
   PyObject *capsule = PyCapsule_New(&e->m, versioned ? "dltensor_versioned" : "dltensor",
                                     versioned ? drop_versioned : drop_old);
   if (capsule) e->array = Py_NewRef(a);
@@ -344,8 +340,9 @@ static int order_for(pmpy_device_array *a, PyObject *stream) {
   long long n = PyLong_AsLongLong(stream);
   if (n == -1 && PyErr_Occurred()) return -1;
   if (n == 0) {
-    PyErr_SetString(PyExc_ValueError, "__dlpack__: stream 0 is ambiguous; 1 is the legacy default "
-                                      "stream, 2 the default stream of the thread");
+    PyErr_SetString(PyExc_ValueError,
+                    "__dlpack__: stream 0 is ambiguous; 1 is the legacy default "
+                    "stream, 2 the default stream of the thread");
     return -1;
   }
   if (n == -1 || n == 1) return 0;
@@ -370,7 +367,8 @@ static PyObject *method_dlpack(PyObject *self, PyObject *args, PyObject *kw) {
   pmpy_device_array *a = DEVICE_ARRAY(self);
   PyObject *stream = Py_None, *max_version = Py_None, *device = Py_None, *copy = Py_None;
   int major = 0, minor = 0, type = kDLCUDA, id = a->device;
-  if (!PyArg_ParseTupleAndKeywords(args, kw, "|$OOOO", names, &stream, &max_version, &device, &copy))
+  if (!PyArg_ParseTupleAndKeywords(args, kw, "|$OOOO", names, &stream, &max_version, &device,
+                                   &copy))
     return NULL;
   if (max_version != Py_None && !PyArg_ParseTuple(max_version, "ii", &major, &minor)) return NULL;
   if (device != Py_None && !PyArg_ParseTuple(device, "ii", &type, &id)) return NULL;
@@ -379,7 +377,8 @@ static PyObject *method_dlpack(PyObject *self, PyObject *args, PyObject *kw) {
     return PyErr_Format(PyExc_BufferError, "an array on cuda:%d cannot be given to device (%d, %d)",
                         a->device, type, id);
   if (a->read_only && major < 1 && copy != Py_True)
-    return PyErr_Format(PyExc_BufferError, "the array is read-only, which DLPack before 1.0 cannot "
+    return PyErr_Format(PyExc_BufferError,
+                        "the array is read-only, which DLPack before 1.0 cannot "
                         "say");
   if (copy != Py_True) return order_for(a, stream) < 0 ? NULL : make_capsule(a, major >= 1, false);
   pmpy_device_array *made = DEVICE_ARRAY(device_copy(a));
@@ -416,8 +415,10 @@ static PyObject *device_put(PyObject *module, PyObject *args, PyObject *kw) {
     return NULL;
   PyObject *made = from_any(x, true, ordinal);
   if (made && device != Py_None && DEVICE_ARRAY(made)->device != ordinal) {
-    PyErr_Format(PyExc_ValueError, "x lies on cuda:%d; copies between GPUs are not made, and "
-                 "device=cuda:%d was asked for", DEVICE_ARRAY(made)->device, ordinal);
+    PyErr_Format(PyExc_ValueError,
+                 "x lies on cuda:%d; copies between GPUs are not made, and "
+                 "device=cuda:%d was asked for",
+                 DEVICE_ARRAY(made)->device, ordinal);
     Py_CLEAR(made);
   }
   return made;
@@ -467,26 +468,23 @@ static PyObject *synchronize(PyObject *module, PyObject *args, PyObject *kw) {
   if (!PyArg_ParseTupleAndKeywords(args, kw, "|O:synchronize", names, &device)) return NULL;
   if (device == Py_None && !pm_device_count(NULL, 0)) Py_RETURN_NONE;
   if (pmpy_device_ordinal(device, &ordinal) < 0) return NULL;
-  Py_BEGIN_ALLOW_THREADS
-  code = pm_synchronize(ordinal, NULL, &err);
+  Py_BEGIN_ALLOW_THREADS code = pm_synchronize(ordinal, NULL, &err);
   if (!code) code = pm_private_stream(ordinal, &own, &err);
   if (!code) code = pm_synchronize(ordinal, own, &err);
-  Py_END_ALLOW_THREADS
-  if (code) return pmpy_raise(&err);
+  Py_END_ALLOW_THREADS if (code) return pmpy_raise(&err);
   Py_RETURN_NONE;
 }
 
 /* ---- tables ------------------------------------------------------------------------------- */
 
-static PyGetSetDef getset[] = {
-    {"shape", get_shape, NULL, "extents", NULL},
-    {"dtype", get_dtype, NULL, "NumPy dtype of the elements", NULL},
-    {"ndim", get_ndim, NULL, "number of dimensions", NULL},
-    {"size", get_size, NULL, "number of elements", NULL},
-    {"nbytes", get_nbytes, NULL, "bytes of the elements", NULL},
-    {"device", get_device, NULL, "such as 'cuda:0'", NULL},
-    {"__cuda_array_interface__", get_interface, NULL, "version 3", NULL},
-    {NULL, NULL, NULL, NULL, NULL}};
+static PyGetSetDef getset[] = {{"shape", get_shape, NULL, "extents", NULL},
+                               {"dtype", get_dtype, NULL, "NumPy dtype of the elements", NULL},
+                               {"ndim", get_ndim, NULL, "number of dimensions", NULL},
+                               {"size", get_size, NULL, "number of elements", NULL},
+                               {"nbytes", get_nbytes, NULL, "bytes of the elements", NULL},
+                               {"device", get_device, NULL, "such as 'cuda:0'", NULL},
+                               {"__cuda_array_interface__", get_interface, NULL, "version 3", NULL},
+                               {NULL, NULL, NULL, NULL, NULL}};
 
 #define KEYWORDS(f) (PyCFunction)(void (*)(void))(f), METH_VARARGS | METH_KEYWORDS
 static PyMethodDef methods[] = {
@@ -509,8 +507,9 @@ static PyType_Slot slots[] = {{Py_tp_dealloc, dealloc},
                               {Py_tp_methods, methods},
                               {Py_tp_members, members},
                               {Py_sq_length, length},
-                              {Py_tp_doc, "A dense array in GPU memory. Made by device_put, "
-                                          "device_empty, from_dlpack and by kernels."},
+                              {Py_tp_doc,
+                               "A dense array in GPU memory. Made by device_put, "
+                               "device_empty, from_dlpack and by kernels."},
                               {0, NULL}};
 
 static PyType_Spec type_spec = {
@@ -521,7 +520,8 @@ static PyType_Spec type_spec = {
 
 static PyMethodDef functions[] = {
     {"device_put", KEYWORDS(device_put),
-     "device_put(x, device=None): x as a DeviceArray; host arrays are copied, arrays on the GPU are "
+     "device_put(x, device=None): x as a DeviceArray; host arrays are copied, arrays on the GPU "
+     "are "
      "taken as they are."},
     {"device_empty", KEYWORDS(device_empty),
      "device_empty(shape, dtype, device=None): a DeviceArray that is not initialised."},

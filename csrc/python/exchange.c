@@ -1,9 +1,9 @@
 /* Arrays of any framework as plain memory, without a call into Python where that is possible.
  *
  * How an object is read depends on its type alone and is found once per type: our DeviceArray and
- * NumPy's ndarray directly; types with the exchange table of DLPack 1.3 through its C functions; then
- * __dlpack__; then __cuda_array_interface__; then numbers. Descriptions of types are never removed,
- * and the types they belong to are kept alive, so that readers need no lock.
+ * NumPy's ndarray directly; types with the exchange table of DLPack 1.3 through its C functions;
+ * then __dlpack__; then __cuda_array_interface__; then numbers. Descriptions of types are never
+ * removed, and the types they belong to are kept alive, so that readers need no lock.
  *
  * Whatever comes out is dense and row-major. Host arrays of NumPy are copied where they are not;
  * every other array that is not is refused, since a copy of device memory should be the user's. */
@@ -15,8 +15,17 @@
 #include <pthread.h>
 #include <stdatomic.h>
 
-enum how { READ_DEVICE_ARRAY, READ_NUMPY, READ_DLPACK_C, READ_DLPACK, READ_CUDA_INTERFACE,
-           READ_NUMBER, READ_NUMPY_NUMBER, READ_SPEC, READ_NOTHING };
+enum how {
+  READ_DEVICE_ARRAY,
+  READ_NUMPY,
+  READ_DLPACK_C,
+  READ_DLPACK,
+  READ_CUDA_INTERFACE,
+  READ_NUMBER,
+  READ_NUMPY_NUMBER,
+  READ_SPEC,
+  READ_NOTHING
+};
 
 const pmpy_source pmpy_numpy_source = {.how = READ_NUMPY, .family = PMPY_NUMPY};
 const pmpy_source pmpy_device_array_source = {.how = READ_DEVICE_ARRAY,
@@ -94,7 +103,8 @@ static int dtype_of_descr(const PyArray_Descr *d) {
     case NPY_UINT: return PM_U32;
     case NPY_HALF: return PM_F16;
     case NPY_FLOAT: return PM_F32;
-    default: return PyTypeNum_ISUSERDEF(d->type_num) && d->type_num == bfloat16_number() ? PM_BF16 : -1;
+    default:
+      return PyTypeNum_ISUSERDEF(d->type_num) && d->type_num == bfloat16_number() ? PM_BF16 : -1;
   }
 }
 
@@ -250,8 +260,8 @@ static bool is_dense(const DLTensor *t) {
 static int read_tensor(PyObject *o, int which, const DLTensor *t, pmpy_buffer *b) {
   int dtype = dtype_of_dlpack(t->dtype);
   if (dtype < 0) {
-    static const char *const kinds[] = {"int", "uint", "float", "handle", "bfloat", "complex",
-                                        "bool"};
+    static const char *const kinds[] = {"int",    "uint",    "float", "handle",
+                                        "bfloat", "complex", "bool"};
     char name[48];
     snprintf(name, sizeof name, "%s%d",
              t->dtype.code < PM_COUNT(kinds) ? kinds[t->dtype.code] : "DLPack float of bits ",
@@ -355,9 +365,11 @@ static int read_dlpack(PyObject *o, int which, pmpy_buffer *b) {
 /* ---- __cuda_array_interface__ -------------------------------------------------------------- */
 
 static int dtype_of_typestr(const char *s) {
-  static const struct { const char *text; pm_dtype t; } known[] = {
-      {"b1", PM_BOOL}, {"i1", PM_I8}, {"i2", PM_I16}, {"i4", PM_I32}, {"u1", PM_U8},
-      {"u2", PM_U16}, {"u4", PM_U32}, {"f2", PM_F16}, {"f4", PM_F32}};
+  static const struct {
+    const char *text;
+    pm_dtype t;
+  } known[] = {{"b1", PM_BOOL}, {"i1", PM_I8},  {"i2", PM_I16}, {"i4", PM_I32}, {"u1", PM_U8},
+               {"u2", PM_U16},  {"u4", PM_U32}, {"f2", PM_F16}, {"f4", PM_F32}};
   if (!strchr("<|=", s[0])) return -1;
   for (size_t i = 0; i < PM_COUNT(known); i++)
     if (!strcmp(s + 1, known[i].text)) return (int)known[i].t;
@@ -441,8 +453,10 @@ static pthread_mutex_t types_lock = PTHREAD_MUTEX_INITIALIZER;
 
 /* First part of the module's name of a type: "torch" of torch.nn.parameter */
 static pmpy_family family_of(PyTypeObject *type) {
-  static const struct { const char *name; pmpy_family family; } known[] = {
-      {"torch", PMPY_TORCH}, {"cupy", PMPY_CUPY}, {"jax", PMPY_JAX}, {"jaxlib", PMPY_JAX}};
+  static const struct {
+    const char *name;
+    pmpy_family family;
+  } known[] = {{"torch", PMPY_TORCH}, {"cupy", PMPY_CUPY}, {"jax", PMPY_JAX}, {"jaxlib", PMPY_JAX}};
   pmpy_family family = PMPY_OTHER;
   PyObject *mro = type->tp_mro;
   for (Py_ssize_t k = 0; mro && k < PyTuple_GET_SIZE(mro) && family == PMPY_OTHER; k++) {
@@ -491,7 +505,8 @@ static bool describe(PyObject *o, pmpy_source *s) {
   }
   s->api = exchange_api(type);
   if (s->api) s->how = READ_DLPACK_C;
-  else if (type_has(type, "__dlpack__") && type_has(type, "__dlpack_device__")) s->how = READ_DLPACK;
+  else if (type_has(type, "__dlpack__") && type_has(type, "__dlpack_device__"))
+    s->how = READ_DLPACK;
   else if (type_has(type, "__cuda_array_interface__")) s->how = READ_CUDA_INTERFACE;
   else return false;
   s->family = family_of(type);
@@ -612,7 +627,8 @@ void pmpy_release(pmpy_buffer *b) {
 static int python_stream(const char *module, const char *function, PyObject *arg, const char *attr,
                          void **stream) {
   PyObject *m = PyImport_ImportModule(module), *s = NULL, *n = NULL;
-  if (m) s = arg ? PyObject_CallMethod(m, function, "O", arg) : PyObject_CallMethod(m, function, NULL);
+  if (m)
+    s = arg ? PyObject_CallMethod(m, function, "O", arg) : PyObject_CallMethod(m, function, NULL);
   if (s) n = PyObject_GetAttrString(s, attr);
   if (n) *stream = PyLong_AsVoidPtr(n);
   Py_XDECREF(n);
@@ -629,8 +645,8 @@ int pmpy_current_stream(const pmpy_source *s, int device, void **stream) {
     return python_stream("cupy.cuda", "get_current_stream", NULL, "ptr", stream);
   if (s->family != PMPY_TORCH) return 0;
   PyObject *ordinal = PyLong_FromLong(device);
-  int code = ordinal ? python_stream("torch.cuda", "current_stream", ordinal, "cuda_stream", stream)
-                     : -1;
+  int code =
+      ordinal ? python_stream("torch.cuda", "current_stream", ordinal, "cuda_stream", stream) : -1;
   Py_XDECREF(ordinal);
   return code;
 }
@@ -649,12 +665,11 @@ static void set_error(void *ctx, const char *kind, const char *message) {
 static PyObject *result_by_api(const DLPackExchangeAPI *api, const pmpy_spec *spec, bool cuda,
                                int device, uint64_t *ptr) {
   int64_t shape[PM_MAX_RANK], strides[PM_MAX_RANK], stride = 1;
-  DLTensor prototype = {
-      .device = {cuda ? kDLCUDA : kDLCPU, cuda ? device : 0},
-      .ndim = spec->rank,
-      .dtype = {pm_dtypes[spec->dtype].dlpack, pm_dtypes[spec->dtype].bits, 1},
-      .shape = shape,
-      .strides = strides};
+  DLTensor prototype = {.device = {cuda ? kDLCUDA : kDLCPU, cuda ? device : 0},
+                        .ndim = spec->rank,
+                        .dtype = {pm_dtypes[spec->dtype].dlpack, pm_dtypes[spec->dtype].bits, 1},
+                        .shape = shape,
+                        .strides = strides};
   DLManagedTensorVersioned *made = NULL;
   void *out = NULL;
   for (int i = spec->rank - 1; i >= 0; i--) {
@@ -700,10 +715,12 @@ static PyObject *call_in(const char *module, const char *function, PyObject *arg
 }
 
 PyObject *pmpy_finish(const pmpy_source *s, PyObject *made, bool cuda) {
-  static const struct { pmpy_family family; const char *module[2], *function[2]; } ways[] = {
-      {PMPY_TORCH, {"torch", "torch"}, {"from_numpy", "from_dlpack"}},
-      {PMPY_CUPY, {"cupy", "cupy"}, {"asarray", "from_dlpack"}},
-      {PMPY_JAX, {"jax.numpy", "jax.dlpack"}, {"asarray", "from_dlpack"}}};
+  static const struct {
+    pmpy_family family;
+    const char *module[2], *function[2];
+  } ways[] = {{PMPY_TORCH, {"torch", "torch"}, {"from_numpy", "from_dlpack"}},
+              {PMPY_CUPY, {"cupy", "cupy"}, {"asarray", "from_dlpack"}},
+              {PMPY_JAX, {"jax.numpy", "jax.dlpack"}, {"asarray", "from_dlpack"}}};
   bool ours = cuda ? Py_TYPE(made) == pmpy.device_array_type : PyArray_CheckExact(made);
   for (size_t i = 0; i < PM_COUNT(ways) && ours; i++)
     if (ways[i].family == s->family) {

@@ -11,10 +11,10 @@
 #include "../vendor/dlpack.h"
 
 /* A pm_err without the cost of clearing its texts. */
-#define PMPY_ERR(name)                                                                             \
-  pm_err name;                                                                                     \
-  name.code = PM_OK;                                                                               \
-  name.line = 0;                                                                                   \
+#define PMPY_ERR(name) \
+  pm_err name;         \
+  name.code = PM_OK;   \
+  name.line = 0;       \
   name.file[0] = name.text[0] = 0
 
 /* Who made an array; results are made by the same. */
@@ -44,17 +44,19 @@ typedef struct pmpy_buffer {
   bool cuda, read_only, spec, copied;
   int device;
   int64_t shape[PM_MAX_RANK];
-  PyObject *keep;                         /* owned: what must live while ptr is used, or NULL */
-  DLManagedTensorVersioned *managed;      /* owned, or NULL */
-  DLManagedTensor *managed_old;           /* owned, or NULL */
-  uint32_t number;                        /* the memory of a Python number */
+  PyObject *keep;                    /* owned: what must live while ptr is used, or NULL */
+  DLManagedTensorVersioned *managed; /* owned, or NULL */
+  DLManagedTensor *managed_old;      /* owned, or NULL */
+  uint32_t number;                   /* the memory of a Python number */
 } pmpy_buffer;
 
-/* Which argument: 0, 1 ... positional; -1, -2 ...: out[0], out[1] ...; as "argument 2" or "out[0]". */
+/* Which argument: 0, 1 ... positional; -1, -2 ...: out[0], out[1] ...; as "argument 2" or "out[0]".
+ */
 const char *pmpy_which(int which, char text[32]);
 
-/* Read an object. 1: done, 0: no array (no exception), -1: exception naming the argument. `writable`:
- * no copies, no numbers, nothing read-only. `specs`: objects with shape and dtype alone will do. */
+/* Read an object. 1: done, 0: no array (no exception), -1: exception naming the argument.
+ * `writable`: no copies, no numbers, nothing read-only. `specs`: objects with shape and dtype alone
+ * will do. */
 int pmpy_read(PyObject *o, int which, bool writable, bool specs, pmpy_buffer *out);
 void pmpy_release(pmpy_buffer *b);
 
@@ -85,11 +87,11 @@ extern const pmpy_source pmpy_numpy_source, pmpy_device_array_source;
 
 /* ---- device_array.c ------------------------------------------------------------------------ */
 
-/* Device memory of our own, or borrowed through DLPack. All its work is ordered by the legacy default
- * stream of its device: whoever uses it on another stream makes the two wait for each other. */
+/* Device memory of our own, or borrowed through DLPack. All its work is ordered by the legacy
+ * default stream of its device: whoever uses it on another stream makes the two wait for each
+ * other. */
 typedef struct pmpy_device_array {
-  PyObject_HEAD
-  PyObject *weakrefs;
+  PyObject_HEAD PyObject *weakrefs;
   uint64_t ptr;
   int device;
   bool read_only;

@@ -1,15 +1,15 @@
 /* Kernel: the callable that a user holds.
  *
- * A call reads its arguments as memory (exchange.c), finds the plan for their dtypes and shapes in a
- * hash table (a miss traces, by a call into Python), and runs it: on the GPU if the arrays are there, for
- * host arrays where a GPU fits and else on the interpreter. Arguments that are not where the kernel
- * runs are staged there and back. A hit on arrays that are where they must be is one pass over the
- * arguments, one hash, and the launch; no Python code runs and nothing is waited for.
+ * A call reads its arguments as memory (exchange.c), finds the plan for their dtypes and shapes in
+ * a hash table (a miss traces, by a call into Python), and runs it: on the GPU if the arrays are
+ * there, for host arrays where a GPU fits and else on the interpreter. Arguments that are not where
+ * the kernel runs are staged there and back. A hit on arrays that are where they must be is one
+ * pass over the arguments, one hash, and the launch; no Python code runs and nothing is waited for.
  *
- * Streams: the kernel runs on the current stream of the first array that is not a DeviceArray (or on
- * the legacy default stream), after and before what the other families of arrays among the arguments
- * have on theirs. Producers whose streams we cannot know (JAX and others) keep their arrays until the
- * kernel is done: `pending` holds them. */
+ * Streams: the kernel runs on the current stream of the first array that is not a DeviceArray (or
+ * on the legacy default stream), after and before what the other families of arrays among the
+ * arguments have on theirs. Producers whose streams we cannot know (JAX and others) keep their
+ * arrays until the kernel is done: `pending` holds them. */
 #include "plan.h"
 
 #include <stddef.h>
@@ -26,11 +26,10 @@ enum { FEW = 16 };
 typedef enum container { SINGLE, TUPLE, LIST } container;
 
 typedef struct kernel {
-  PyObject_HEAD
-  vectorcallfunc vectorcall;
+  PyObject_HEAD vectorcallfunc vectorcall;
   PyObject *dict, *weakrefs;
-  PyObject *name, *trace, *options; /* owned; options holds the objects below */
-  PyObject *interpret;              /* borrowed: None, True or the parameters */
+  PyObject *name, *trace, *options;            /* owned; options holds the objects below */
+  PyObject *interpret;                         /* borrowed: None, True or the parameters */
   PyObject *unflatten, *structured, *progress; /* borrowed, or NULL */
   container container;
   pmpy_plan **table; /* open addressing; a power of two, at most half full */
@@ -141,8 +140,11 @@ static int make_room(call *c) {
   if (c->in) return 0;
   c->n_in = c->n_out_given = 0;
   if (n <= PMPY_MAX_PARAMS) PyErr_NoMemory();
-  else PyErr_Format(PyExc_NotImplementedError, "kernel %U: %zu arrays were given; at most %d are "
-                    "supported", c->k->name, n, PMPY_MAX_PARAMS);
+  else
+    PyErr_Format(PyExc_NotImplementedError,
+                 "kernel %U: %zu arrays were given; at most %d are "
+                 "supported",
+                 c->k->name, n, PMPY_MAX_PARAMS);
   return -1;
 }
 
@@ -201,8 +203,8 @@ static void place(pmpy_plan **table, uint32_t capacity, pmpy_plan *p) {
   table[i & (capacity - 1)] = p;
 }
 
-/* Into the table, which takes a reference. Two threads may both add the same key: then the plan that is
- * found first serves, and both are right. */
+/* Into the table, which takes a reference. Two threads may both add the same key: then the plan
+ * that is found first serves, and both are right. */
 static int add(kernel *k, pmpy_plan *p) {
   int code = 0;
   Py_BEGIN_CRITICAL_SECTION(k);
@@ -313,8 +315,7 @@ static int check_outputs(const call *c) {
 /* Fresh arrays for the outputs, with their addresses. On failure none is left. */
 static int make_outputs(const call *c, void *stream, PyObject **made, uint64_t *ptr) {
   for (uint32_t i = 0; i < c->plan->n_out; i++) {
-    made[i] =
-        pmpy_result(c->home, &c->plan->out[i], c->cuda, c->device, stream, &ptr[i]);
+    made[i] = pmpy_result(c->home, &c->plan->out[i], c->cuda, c->device, stream, &ptr[i]);
     if (made[i]) continue;
     while (i) Py_DECREF(made[--i]);
     return -1;
@@ -365,9 +366,9 @@ typedef struct run {
   uint64_t given[PMPY_MAX_PARAMS]; /* where the caller has it */
   uint64_t ptr[PMPY_MAX_PARAMS];   /* where the kernel finds it */
   size_t bytes[PMPY_MAX_PARAMS];
-  bool there[PMPY_MAX_PARAMS];     /* the caller has it on the GPU */
-  bool staged[PMPY_MAX_PARAMS];    /* ptr is a copy of ours */
-  bool replaced[PMPY_MAX_PARAMS];  /* an operand that is one of the outputs */
+  bool there[PMPY_MAX_PARAMS];    /* the caller has it on the GPU */
+  bool staged[PMPY_MAX_PARAMS];   /* ptr is a copy of ours */
+  bool replaced[PMPY_MAX_PARAMS]; /* an operand that is one of the outputs */
 } run;
 
 /* The operand that output i begins as, or -1 */
@@ -503,7 +504,8 @@ static void describe(run *r, const uint64_t *out) {
   }
 }
 
-/* ---- arrays that must outlive the launch ------------------------------------------------------ */
+/* ---- arrays that must outlive the launch ------------------------------------------------------
+ */
 
 typedef struct pending {
   struct pending *next;
@@ -588,7 +590,8 @@ static int check_capture(const call *c, int device, void *stream) {
     return 0;
   PyErr_Format(pmpy.exceptions[PM_E_RUNTIME],
                "kernel %U is not compiled for these arguments yet, and cannot be while the stream "
-               "is being captured: call it once before the capture", c->k->name);
+               "is being captured: call it once before the capture",
+               c->k->name);
   return -1;
 }
 
@@ -616,14 +619,12 @@ static int launch(const call *c, pm_kernel *kernel, int device, void *stream, co
   pm_code code;
   uint64_t ptr[PMPY_MAX_PARAMS];
   if (direct(c, out, ptr)) {
-    Py_BEGIN_ALLOW_THREADS
-    code = pm_kernel_launch(kernel, ptr, stream, &err);
+    Py_BEGIN_ALLOW_THREADS code = pm_kernel_launch(kernel, ptr, stream, &err);
     Py_END_ALLOW_THREADS
   } else {
     run r = {.c = c, .on_gpu = true, .device = device, .stream = stream, .kernel = kernel};
     describe(&r, out);
-    Py_BEGIN_ALLOW_THREADS
-    code = execute(&r, &err);
+    Py_BEGIN_ALLOW_THREADS code = execute(&r, &err);
     Py_END_ALLOW_THREADS
   }
   if (code) pmpy_raise(&err);
@@ -646,12 +647,11 @@ static PyObject *call_gpu(call *c, int device) {
   if (!kernel) return NULL;
   if (c->out_arg)
     for (uint32_t i = 0; i < n; i++) out[i] = c->out[i].ptr;
-  else if (make_outputs(c, stream, made, out) < 0)
-    return NULL;
+  else if (make_outputs(c, stream, made, out) < 0) return NULL;
   if (!all_empty(c->plan)) {
     /* results that are DeviceArrays for now are used on the default stream next */
-    bool to_default = c->cuda && !c->out_arg && n && stream &&
-                      Py_TYPE(made[0]) == pmpy.device_array_type;
+    bool to_default =
+        c->cuda && !c->out_arg && n && stream && Py_TYPE(made[0]) == pmpy.device_array_type;
     bool foreign = c->home->family >= PMPY_JAX || c->mixed;
     if ((c->mixed && order(c, stream, true) < 0) || launch(c, kernel, device, stream, out) < 0 ||
         (c->mixed && order(c, stream, false) < 0) || (foreign && hold(c, stream) < 0))
@@ -738,14 +738,11 @@ static PyObject *call_interpreter(call *c) {
   if (c->cuda && pmpy_current_stream(c->home, c->device, &stream) < 0) return NULL;
   if (c->out_arg)
     for (uint32_t i = 0; i < n; i++) out[i] = c->out[i].ptr;
-  else if (make_outputs(c, stream, made, out) < 0)
-    return NULL;
+  else if (make_outputs(c, stream, made, out) < 0) return NULL;
   run r = {.c = c, .device = c->device, .stream = stream, .options = &options};
   describe(&r, out);
-  Py_BEGIN_ALLOW_THREADS
-  code = execute(&r, &err);
-  Py_END_ALLOW_THREADS
-  if (!code && !h.failed) return finish(c, made);
+  Py_BEGIN_ALLOW_THREADS code = execute(&r, &err);
+  Py_END_ALLOW_THREADS if (!code && !h.failed) return finish(c, made);
   if (!h.failed) pmpy_raise(&err);
   for (uint32_t i = 0; i < n && !c->out_arg; i++) Py_DECREF(made[i]);
   return NULL;
@@ -758,9 +755,11 @@ static int warn_fallback(const char *why) {
   static bool warned;
   if (warned) return 0;
   warned = true;
-  return PyErr_WarnFormat(PyExc_UserWarning, 1,
-                          "kernels on host arrays run on the CPU interpreter, because no GPU can be "
-                          "used: %s. PALLAS_MGPU_BACKEND=interpret says that this is meant", why);
+  return PyErr_WarnFormat(
+      PyExc_UserWarning, 1,
+      "kernels on host arrays run on the CPU interpreter, because no GPU can be "
+      "used: %s. PALLAS_MGPU_BACKEND=interpret says that this is meant",
+      why);
 }
 
 /* Device for kernels on host arrays, -1: the interpreter, -2: exception */
@@ -795,8 +794,8 @@ static PyObject *call_structured(const call *c, PyObject *const *args, Py_ssize_
   PyObject *tuple = PyTuple_New(n), *result = NULL;
   if (!tuple) return NULL;
   for (Py_ssize_t i = 0; i < n; i++) PyTuple_SET_ITEM(tuple, i, Py_NewRef(args[i]));
-  result = PyObject_CallMethod(c->k->structured, "call", "OO", tuple,
-                               c->out_arg ? c->out_arg : Py_None);
+  result =
+      PyObject_CallMethod(c->k->structured, "call", "OO", tuple, c->out_arg ? c->out_arg : Py_None);
   Py_DECREF(tuple);
   return result;
 }
@@ -821,8 +820,9 @@ static PyObject *kernel_call(PyObject *self, PyObject *const *args, size_t nargs
   c.device = 0;
   for (Py_ssize_t i = 0; i < n_kw; i++) {
     if (PyUnicode_CompareWithASCIIString(PyTuple_GET_ITEM(kwnames, i), "out"))
-      return PyErr_Format(PyExc_TypeError, "kernel %U: unknown argument %R; only out= is given by name",
-                          c.k->name, PyTuple_GET_ITEM(kwnames, i));
+      return PyErr_Format(PyExc_TypeError,
+                          "kernel %U: unknown argument %R; only out= is given by name", c.k->name,
+                          PyTuple_GET_ITEM(kwnames, i));
     if (args[n + i] != Py_None) c.out_arg = args[n + i];
   }
   c.args = args;
@@ -865,7 +865,8 @@ static PyObject *lower_structured(const kernel *k, PyObject *args, PyObject *arc
 static PyObject *kernel_lower(PyObject *self, PyObject *args, PyObject *kw) {
   static char *names[] = {"arch", NULL};
   PyObject *arch = Py_None, *empty = PyTuple_New(0);
-  call c = {.k = (kernel *)self, .args = &PyTuple_GET_ITEM(args, 0),
+  call c = {.k = (kernel *)self,
+            .args = &PyTuple_GET_ITEM(args, 0),
             .n_in = (uint32_t)PyTuple_GET_SIZE(args)};
   if (!empty) return NULL;
   int ok = PyArg_ParseTupleAndKeywords(empty, kw, "|$O:lower", names, &arch);
@@ -875,8 +876,7 @@ static PyObject *kernel_lower(PyObject *self, PyObject *args, PyObject *kw) {
   int code = read_all(&c, true);
   if (!code)
     result = c.k->structured ? lower_structured(c.k, args, arch) : refuse_argument(&c, c.args);
-  else if (code > 0)
-    result = (PyObject *)trace(&c, true);
+  else if (code > 0) result = (PyObject *)trace(&c, true);
   end_call(&c);
   return result;
 }
@@ -968,7 +968,8 @@ static PyObject *get_name(PyObject *self, void *unused) {
 
 static PyMethodDef methods[] = {
     {"lower", (PyCFunction)(void (*)(void))kernel_lower, METH_VARARGS | METH_KEYWORDS,
-     "lower(*args, arch=None): trace and lower for arguments like these, without running. They may be "
+     "lower(*args, arch=None): trace and lower for arguments like these, without running. They may "
+     "be "
      "arrays or anything with shape and dtype. No GPU is needed."},
     {NULL, NULL, 0, NULL}};
 

@@ -1,4 +1,5 @@
-/* One kernel for one signature: the lowered graph and all that is made from it, each at first need. */
+/* One kernel for one signature: the lowered graph and all that is made from it, each at first need.
+ */
 #ifndef PMPY_PLAN_H
 #define PMPY_PLAN_H
 
@@ -11,9 +12,8 @@ enum { PMPY_MAX_PARAMS = 128, PMPY_MAX_DEVICES = 64, PMPY_ARCH = 90 };
 /* Also the Python type _core.Lowered. The lock is taken with the GIL released, never the other way
  * round; it guards what is not yet made and the machine while it runs. */
 typedef struct pmpy_plan {
-  PyObject_HEAD
-  pmpy_graph *graph; /* owned */
-  PyObject *traced;  /* text of the graph before lowering, or NULL */
+  PyObject_HEAD pmpy_graph *graph; /* owned */
+  PyObject *traced;                /* text of the graph before lowering, or NULL */
   uint32_t n_in, n_out;
   pmpy_spec *out;
   const int32_t *alias; /* per output: operand or -1 */
@@ -29,16 +29,16 @@ typedef struct pmpy_plan {
   int64_t *key;
 } pmpy_plan;
 
-/* New. `traced` is what the trace callback returned: a Graph, or a tuple that begins with one; it is
- * lowered, and warnings of the passes are raised. keep_text: for as_text("traced"). */
+/* New. `traced` is what the trace callback returned: a Graph, or a tuple that begins with one; it
+ * is lowered, and warnings of the passes are raised. keep_text: for as_text("traced"). */
 pmpy_plan *pmpy_plan_new(PyObject *traced, uint32_t n_in, bool keep_text);
 
-/* The kernel on a device; NULL with an exception. No lock and no call where it is loaded already. */
+/* The kernel on a device; NULL with an exception. No lock and no call where it is loaded already.
+ */
 pm_kernel *pmpy_plan_load(pmpy_plan *p, int device);
 static inline pm_kernel *pmpy_plan_kernel(pmpy_plan *p, int device) {
   pm_kernel *k = NULL;
-  if (device < PMPY_MAX_DEVICES)
-    k = __atomic_load_n(&p->kernels[device], __ATOMIC_ACQUIRE);
+  if (device < PMPY_MAX_DEVICES) k = __atomic_load_n(&p->kernels[device], __ATOMIC_ACQUIRE);
   return k ? k : pmpy_plan_load(p, device);
 }
 /* Interpret on host memory; waits for another run of the same plan. GIL released by the caller. */

@@ -37,14 +37,19 @@ enum {
 };
 
 enum { /* device attributes */
-  CU_ATTR_SM_COUNT = 16,
-  CU_ATTR_MAJOR = 75,
-  CU_ATTR_MINOR = 76,
-  CU_ATTR_SMEM_OPTIN = 97,
-  CU_ATTR_POOLS = 115
+       CU_ATTR_SM_COUNT = 16,
+       CU_ATTR_MAJOR = 75,
+       CU_ATTR_MINOR = 76,
+       CU_ATTR_SMEM_OPTIN = 97,
+       CU_ATTR_POOLS = 115
 };
 enum { CU_FUNC_DYNAMIC_SMEM = 8, CU_FUNC_NON_PORTABLE_CLUSTER = 14 };
-enum { CU_NON_BLOCKING = 1, CU_NO_TIMING = 2, CU_POOL_RELEASE_THRESHOLD = 4, CU_POINTER_DEVICE = 9 };
+enum {
+  CU_NON_BLOCKING = 1,
+  CU_NO_TIMING = 2,
+  CU_POOL_RELEASE_THRESHOLD = 4,
+  CU_POINTER_DEVICE = 9
+};
 
 enum { CU_LAUNCH_CLUSTER = 4, CU_LAUNCH_PDL = 6 };
 
@@ -69,13 +74,13 @@ typedef struct cu_tensor_map {
   _Alignas(64) uint64_t opaque[16];
 } cu_tensor_map;
 enum { /* element types of tensor maps */
-  CU_MAP_U8 = 0,
-  CU_MAP_U16 = 1,
-  CU_MAP_U32 = 2,
-  CU_MAP_I32 = 3,
-  CU_MAP_F16 = 6,
-  CU_MAP_F32 = 7,
-  CU_MAP_BF16 = 9
+       CU_MAP_U8 = 0,
+       CU_MAP_U16 = 1,
+       CU_MAP_U32 = 2,
+       CU_MAP_I32 = 3,
+       CU_MAP_F16 = 6,
+       CU_MAP_F32 = 7,
+       CU_MAP_BF16 = 9
 };
 enum { CU_MAP_NO_INTERLEAVE = 0, CU_MAP_L2_128B = 2, CU_MAP_OOB_ZEROS = 0 };
 

@@ -42,14 +42,20 @@ pm_code pm_cu_fail(pm_err *err, pm_code code, cu_result result, const char *fmt,
   va_end(ap);
   if (pm_cu.cuGetErrorName) pm_cu.cuGetErrorName(result, &name);
   if (pm_cu.cuGetErrorString) pm_cu.cuGetErrorString(result, &text);
-  if (result == CU_OUT_OF_MEMORY) code = PM_E_DEVICE_MEMORY;
-  return pm_fail(err, code, "%s: %s (%s, %d)%s", what, text ? text : "unknown error",
-                 name ? name : "no name", result,
-                 is_sticky(result)
-                     ? ". The CUDA context is lost: a kernel that ran before failed on the device, "
-                       "and no further GPU work is possible in this process. Start it anew; "
-                       "interpret=True checks accesses and synchronisation on the CPU"
-                     : "");
+  if (!text) text = "unknown error";
+  if (!name) name = "no name";
+  if (!is_sticky(result)) {
+    if (result == CU_OUT_OF_MEMORY) code = PM_E_DEVICE_MEMORY;
+    return pm_fail(err, code, "%s: %s (%s, %d)", what, text, name, result);
+  }
+  const char *kernel = atomic_load_explicit(&pm_last_kernel, memory_order_relaxed);
+  return pm_fail(
+      err, PM_E_LAUNCH,
+      "%s: %s (%s, %d). The CUDA context is lost: a kernel that ran before failed on the "
+      "device (the last one launched here was %s), and no further GPU work is possible in "
+      "this process. Start it anew; interpret=True checks accesses and synchronisation on "
+      "the CPU",
+      what, text, name, result, kernel ? kernel : "of another library");
 }
 
 /* ---- the library -------------------------------------------------------------------------- */
@@ -69,9 +75,9 @@ static pm_code resolve(void *lib, pm_err *err) {
                    driver_version / 1000, driver_version % 1000 / 10, OLDEST_DRIVER / 1000,
                    OLDEST_DRIVER % 1000 / 10);
   int status;
-#define PM_CU(name, abi, parameters)                                                         \
-  if (get(#name, (void **)&pm_cu.name, abi, 0, &status) != CU_OK || !pm_cu.name)                   \
-    return pm_fail(err, PM_E_DRIVER, "the NVIDIA driver (CUDA %d.%d) has no " #name,               \
+#define PM_CU(name, abi, parameters)                                                 \
+  if (get(#name, (void **)&pm_cu.name, abi, 0, &status) != CU_OK || !pm_cu.name)     \
+    return pm_fail(err, PM_E_DRIVER, "the NVIDIA driver (CUDA %d.%d) has no " #name, \
                    driver_version / 1000, driver_version % 1000 / 10);
 #include "driver.def"
 #undef PM_CU
@@ -80,8 +86,7 @@ static pm_code resolve(void *lib, pm_err *err) {
 
 static pm_code load(pm_err *err) {
   void *lib = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
-  if (!lib)
-    return pm_fail(err, PM_E_DRIVER, "no NVIDIA driver was found (%s)", dlerror());
+  if (!lib) return pm_fail(err, PM_E_DRIVER, "no NVIDIA driver was found (%s)", dlerror());
   if (resolve(lib, err)) return err->code;
   cu_result r = pm_cu.cuInit(0);
   if (r == CU_NO_DEVICE) return pm_fail(err, PM_E_DRIVER, "the NVIDIA driver sees no GPU");

@@ -30,13 +30,17 @@ pm_code pm_enter(const pm_device *d, bool *pushed, pm_err *err);
 void pm_leave(bool pushed);
 
 /* A pm_err for calls whose failure does not matter. */
-#define PM_IGNORED(name)                                                                           \
-  pm_err name;                                                                                     \
-  name.code = PM_OK;                                                                               \
+#define PM_IGNORED(name) \
+  pm_err name;           \
+  name.code = PM_OK;     \
   name.line = 0
 
-/* err from a driver result: "<what>: <text> (<name>)". Errors that outlive the call say that the
- * context is lost, and out of memory is PM_E_DEVICE_MEMORY, whatever the code given. */
+/* Name of the kernel launched last, kept for good; NULL: none. launch.c */
+extern const char *_Atomic pm_last_kernel;
+
+/* err from a driver result: "<what>: <text> (<name>)". Whatever the code given, out of memory is
+ * PM_E_DEVICE_MEMORY, and errors that outlive the call are PM_E_LAUNCH, name the kernel launched
+ * last and say that the context is lost. */
 pm_code pm_cu_fail(pm_err *err, pm_code code, cu_result result, const char *fmt, ...)
     PM_PRINTF(4, 5);
 

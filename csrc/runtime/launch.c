@@ -1,10 +1,12 @@
 /* A cubin loaded on one device, and its launch.
  *
- * Everything that does not depend on pointers is made once by pm_kernel_load: launch attributes, the
- * recipes of tensor maps in the driver's terms, the addresses' alignment. A launch encodes the maps
- * on its own stack, so kernels are immutable and free of locks. */
+ * Everything that does not depend on pointers is made once by pm_kernel_load: launch attributes,
+ * the recipes of tensor maps in the driver's terms, the addresses' alignment. A launch encodes the
+ * maps on its own stack, so kernels are immutable and free of locks. */
 #include "driver.h"
 
+#include <pthread.h>
+#include <stdatomic.h>
 #include <stdio.h>
 
 enum { MAX_ARGS = 128, MAX_MAPS = 64, MAX_PORTABLE_CLUSTER = 8 };
@@ -19,12 +21,35 @@ struct pm_kernel {
   struct pm_program_arg args[MAX_ARGS];
   int64_t align[MAX_ARGS];
   pm_tensor_map maps[MAX_MAPS];
-  char name[256];
+  const char *name; /* interned */
 };
 
+const char *_Atomic pm_last_kernel;
+
+/* Names outlive their kernels, for messages about failures found later. */
+typedef struct name_node {
+  struct name_node *next;
+  char text[];
+} name_node;
+static name_node *names;
+static pthread_mutex_t names_lock = PTHREAD_MUTEX_INITIALIZER;
+
+static const char *intern(const char *s) {
+  pthread_mutex_lock(&names_lock);
+  name_node *n = names;
+  while (n && strcmp(n->text, s)) n = n->next;
+  if (!n && (n = pm_malloc(sizeof *n + strlen(s) + 1))) {
+    strcpy(n->text, s);
+    n->next = names;
+    names = n;
+  }
+  pthread_mutex_unlock(&names_lock);
+  return n ? n->text : "(no memory for its name)";
+}
+
 static const int map_dtype[PM_DTYPE_COUNT] = {
-    [PM_BOOL] = CU_MAP_U8, [PM_I8] = CU_MAP_U8,   [PM_I16] = CU_MAP_U16, [PM_I32] = CU_MAP_I32,
-    [PM_U8] = CU_MAP_U8,   [PM_U16] = CU_MAP_U16, [PM_U32] = CU_MAP_U32, [PM_F16] = CU_MAP_F16,
+    [PM_BOOL] = CU_MAP_U8,   [PM_I8] = CU_MAP_U8,   [PM_I16] = CU_MAP_U16, [PM_I32] = CU_MAP_I32,
+    [PM_U8] = CU_MAP_U8,     [PM_U16] = CU_MAP_U16, [PM_U32] = CU_MAP_U32, [PM_F16] = CU_MAP_F16,
     [PM_BF16] = CU_MAP_BF16, [PM_F32] = CU_MAP_F32};
 
 /* ---- load --------------------------------------------------------------------------------- */
@@ -50,7 +75,7 @@ static void prepare(pm_kernel *k, const pm_program *p) {
   if (p->n_args) memcpy(k->args, p->args, p->n_args * sizeof *p->args);
   for (uint32_t i = 0; i < p->n_params; i++) k->align[i] = pm_max(p->align[i], 1);
   if (p->n_maps) memcpy(k->maps, p->maps, p->n_maps * sizeof *p->maps);
-  snprintf(k->name, sizeof k->name, "%s", p->entry);
+  k->name = intern(p->entry);
   if (cluster > 1) {
     k->attrs[n].id = CU_LAUNCH_CLUSTER;
     memcpy(k->attrs[n++].value.cluster, p->cluster, sizeof p->cluster);
@@ -69,13 +94,14 @@ static void prepare(pm_kernel *k, const pm_program *p) {
 static pm_code load_failed(const pm_kernel *k, const pm_program *p, cu_result r, pm_err *err) {
   const pm_device_info *d = &k->device->info;
   if (r == CU_NO_BINARY_FOR_GPU || r == CU_INVALID_IMAGE || r == CU_UNSUPPORTED_PTX_VERSION)
-    return pm_cu_fail(err, PM_E_DRIVER, r,
-                      "%s (compute capability %d.%d, driver for CUDA %d.%d) refused kernel %s, "
-                      "compiled for %d.%d. If the GPU fits, the driver is older than the NVRTC that "
-                      "compiled it: update the driver, or install the NVRTC of CUDA %d",
-                      d->name, d->arch / 10, d->arch % 10, d->driver_version / 1000,
-                      d->driver_version % 1000 / 10, k->name, p->arch / 10, p->arch % 10,
-                      d->driver_version / 1000);
+    return pm_cu_fail(
+        err, PM_E_DRIVER, r,
+        "%s (compute capability %d.%d, driver for CUDA %d.%d) refused kernel %s, "
+        "compiled for %d.%d. If the GPU fits, the driver is older than the NVRTC that "
+        "compiled it: update the driver, or install the NVRTC of CUDA %d",
+        d->name, d->arch / 10, d->arch % 10, d->driver_version / 1000,
+        d->driver_version % 1000 / 10, k->name, p->arch / 10, p->arch % 10,
+        d->driver_version / 1000);
   return pm_cu_fail(err, PM_E_LAUNCH, r, "kernel %s cannot be loaded on CUDA device %d", k->name,
                     d->ordinal);
 }
@@ -145,11 +171,11 @@ static pm_code encode_failed(const pm_kernel *k, const pm_tensor_map *m, uint64_
     n += (size_t)snprintf(dims + n, sizeof dims - n, "%s%llu of stride %llu, box %u", i ? "; " : "",
                           (unsigned long long)m->dim[i], (unsigned long long)m->stride[i],
                           m->box[i]);
-  return pm_cu_fail(err, PM_E_TENSOR_MAP, r,
-                    "kernel %s: no tensor map can be made for argument %d (operands, then outputs, "
-                    "from 0): %s at address 0x%llx, swizzle %d bytes, innermost dimension first: %s",
-                    k->name, m->param, pm_dtypes[m->dtype].text, (unsigned long long)ptr,
-                    m->swizzle, dims);
+  return pm_cu_fail(
+      err, PM_E_TENSOR_MAP, r,
+      "kernel %s: no tensor map can be made for argument %d (operands, then outputs, "
+      "from 0): %s at address 0x%llx, swizzle %d bytes, innermost dimension first: %s",
+      k->name, m->param, pm_dtypes[m->dtype].text, (unsigned long long)ptr, m->swizzle, dims);
 }
 
 static cu_result encode(const pm_tensor_map *m, uint64_t ptr, cu_tensor_map *out) {
@@ -193,6 +219,7 @@ pm_code pm_kernel_launch(const pm_kernel *k, const uint64_t *pointers, void *str
     }
     cu_launch_config config = k->config;
     config.stream = stream;
+    atomic_store_explicit(&pm_last_kernel, k->name, memory_order_relaxed);
     r = pm_cu.cuLaunchKernelEx(&config, k->function, params, NULL);
     if (r) launch_failed(k, r, err);
   }

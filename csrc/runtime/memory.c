@@ -6,11 +6,11 @@
 #include "driver.h"
 
 /* Enter, do one driver call, leave. */
-#define IN_CONTEXT(ordinal, result, call)                                                          \
-  const pm_device *d;                                                                              \
-  bool pushed;                                                                                     \
-  if (pm_device_need(ordinal, &d, err) || pm_enter(d, &pushed, err)) return err->code;             \
-  cu_result result = (call);                                                                       \
+#define IN_CONTEXT(ordinal, result, call)                                              \
+  const pm_device *d;                                                                  \
+  bool pushed;                                                                         \
+  if (pm_device_need(ordinal, &d, err) || pm_enter(d, &pushed, err)) return err->code; \
+  cu_result result = (call);                                                           \
   pm_leave(pushed)
 
 static cu_result take(const pm_device *d, size_t bytes, cu_stream s, cu_ptr *ptr) {
@@ -27,8 +27,8 @@ pm_code pm_device_alloc(int device, size_t bytes, void *stream, uint64_t *ptr, p
   if (!bytes) return PM_OK;
   IN_CONTEXT(device, r, take(d, bytes, stream, ptr));
   if (r)
-    return pm_cu_fail(err, PM_E_DEVICE_MEMORY, r, "CUDA device %d gave no %zu bytes of memory",
-                      device, bytes);
+    return pm_cu_fail(err, PM_E_DRIVER, r, "CUDA device %d gave no %zu bytes of memory", device,
+                      bytes);
   return PM_OK;
 }
 
@@ -117,7 +117,8 @@ pm_code pm_stream_order(int device, void *before, void *after, pm_err *err) {
     pm_cu.cuEventDestroy(e); /* the driver keeps it until the wait is over */
   }
   pm_leave(pushed);
-  if (r) return pm_cu_fail(err, PM_E_DRIVER, r, "two streams of device %d cannot be ordered", device);
+  if (r)
+    return pm_cu_fail(err, PM_E_DRIVER, r, "two streams of device %d cannot be ordered", device);
   return PM_OK;
 }
 

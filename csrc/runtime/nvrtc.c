@@ -3,8 +3,8 @@
  * Candidates in order: PALLAS_MGPU_NVRTC (binding), the hint, LD_LIBRARY_PATH, CUDA_HOME and
  * CUDA_PATH, /usr/local/cuda, then the loader's own search. All but the last have a path that is
  * known without opening anything, so that a hit in the disk cache, whose key names the library,
- * opens none. A GPU's driver decides which major version comes first, since a cubin of a newer major
- * version may be refused by it. */
+ * opens none. A GPU's driver decides which major version comes first, since a cubin of a newer
+ * major version may be refused by it. */
 #define _GNU_SOURCE /* dladdr */
 #include <dlfcn.h>
 #include <limits.h>
@@ -116,8 +116,8 @@ pm_code pm_nvrtc_identity(char *out, size_t size, pm_err *err) {
 
 /* ---- the library -------------------------------------------------------------------------- */
 
-/* NVRTC opens its builtins by name, through its own RUNPATH, which a sanitizer's dlopen loses. Opened
- * here by path, they are found by name whatever the search. */
+/* NVRTC opens its builtins by name, through its own RUNPATH, which a sanitizer's dlopen loses.
+ * Opened here by path, they are found by name whatever the search. */
 static void open_builtins(void) {
   char path[PATH_MAX + 64];
   const char *slash = strrchr(found, '/');
@@ -130,11 +130,14 @@ static void open_builtins(void) {
 static pm_code open_found(pm_err *err) {
   void *lib = dlopen(found, RTLD_NOW | RTLD_LOCAL);
   if (!lib) return pm_fail(err, PM_E_NVRTC, "libnvrtc cannot be opened: %s", dlerror());
-#define PM_NVRTC(name, result, parameters)                                                   \
-  *(void **)&nvrtc.name = dlsym(lib, #name);                                                       \
-  if (!nvrtc.name)                                                                                 \
-    return pm_fail(err, PM_E_NVRTC, "%s is too old: it has no " #name "; CUDA 12.0 or later is "   \
-                   "needed", found);
+#define PM_NVRTC(name, result, parameters)           \
+  *(void **)&nvrtc.name = dlsym(lib, #name);         \
+  if (!nvrtc.name)                                   \
+    return pm_fail(err, PM_E_NVRTC,                  \
+                   "%s is too old: it has no " #name \
+                   "; CUDA 12.0 or later is "        \
+                   "needed",                         \
+                   found);
 #include "nvrtc.def"
 #undef PM_NVRTC
   if (nvrtc.nvrtcVersion(&version_major, &version_minor))

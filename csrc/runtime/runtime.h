@@ -1,23 +1,24 @@
-/* Driver, NVRTC, compile cache, buffers, launch. No Python. Thread safe: process-wide tables are made
- * once behind pthread_once; compilation and launch hold no global lock while they wait. */
+/* Driver, NVRTC, compile cache, buffers, launch. No Python. Thread safe: process-wide tables are
+ * made once behind pthread_once; compilation and launch hold no global lock while they wait. */
 #ifndef PM_RUNTIME_H
 #define PM_RUNTIME_H
 
 #include "../cuda/cuda.h"
 
 typedef struct pm_device_info {
-  int ordinal, arch;        /* arch: major * 10 + minor */
+  int ordinal, arch; /* arch: major * 10 + minor */
   int sm_count;
-  int64_t smem_optin;       /* bytes of dynamic SMEM a block may have */
+  int64_t smem_optin; /* bytes of dynamic SMEM a block may have */
   int64_t memory_bytes;
   char name[128];
-  int driver_version;       /* 13000 for CUDA 13.0 */
+  int driver_version; /* 13000 for CUDA 13.0 */
 } pm_device_info;
 
 /* Number of CUDA devices, 0 when libcuda is missing (why is then told, unless NULL). */
 int pm_device_count(char *why, size_t why_size);
 pm_code pm_device_get(int ordinal, pm_device_info *out, pm_err *err);
-/* Where to look for libnvrtc first (a path found by cuda-pathfinder), before the loader's own search. */
+/* Where to look for libnvrtc first (a path found by cuda-pathfinder), before the loader's own
+ * search. */
 void pm_nvrtc_hint(const char *path);
 pm_code pm_nvrtc_version(int *major, int *minor, const char **path, pm_err *err);
 
@@ -26,28 +27,30 @@ pm_code pm_nvrtc_version(int *major, int *minor, const char **path, pm_err *err)
 typedef struct pm_compile_options {
   bool use_disk_cache;
   bool lineinfo;
-  const char *dump_dir;     /* NULL: none */
-  const char *dump_name;    /* files are dump_name.cu, .ptx, ...; NULL: the entry's name */
+  const char *dump_dir;  /* NULL: none */
+  const char *dump_name; /* files are dump_name.cu, .ptx, ...; NULL: the entry's name */
 } pm_compile_options;
 
 typedef struct pm_cubin {
-  void *image;              /* pm_free it with pm_cubin_free */
+  void *image; /* pm_free it with pm_cubin_free */
   size_t size;
   int registers, spill_bytes, stack_bytes; /* from ptxas, -1 unknown */
-  char *log;                /* NVRTC's and ptxas's */
+  char *log;                               /* NVRTC's and ptxas's */
   bool from_disk;
 } pm_cubin;
 
-/* Program text -> cubin for arch (90 -> sm_90a), through the disk cache. Works without a GPU. A refusal is
- * PM_E_COMPILE with the log; ptxas remarks that mean serialised wgmma or ignored setmaxnreg stay in the log
- * and are listed by pm_remarks(). */
+/* Program text -> cubin for arch (90 -> sm_90a), through the disk cache. Works without a GPU. A
+ * refusal is PM_E_COMPILE with the log; ptxas remarks that mean serialised wgmma or ignored
+ * setmaxnreg stay in the log and are listed by pm_remarks(). */
 pm_code pm_compile(const pm_program *p, const pm_compile_options *o, pm_cubin *out, pm_err *err);
 void pm_cubin_free(pm_cubin *c);
 /* PTX of a program; pm_free it. */
 pm_code pm_compile_ptx(const pm_program *p, char **ptx, size_t *size, pm_err *err);
 /* Write one file of a dump: dir/name.extension, or stdout if dir is "-". Failures are ignored. */
-void pm_dump(const char *dir, const char *name, const char *extension, const void *data, size_t size);
-/* Comma list of the serious ptxas remarks (C7504, C7508-C7512, C7517, C7520) in a log, "" if none. */
+void pm_dump(const char *dir, const char *name, const char *extension, const void *data,
+             size_t size);
+/* Comma list of the serious ptxas remarks (C7504, C7508-C7512, C7517, C7520) in a log, "" if none.
+ */
 void pm_remarks(const char *log, char *out, size_t size);
 
 /* ---- memory -------------------------------------------------------------------------------- */
@@ -57,18 +60,24 @@ pm_code pm_device_alloc(int device, size_t bytes, void *stream, uint64_t *ptr, p
 void pm_device_free(int device, uint64_t ptr, void *stream);
 /* Waits for all work of the device: for memory that streams we do not know may still use. */
 void pm_device_free_synchronized(int device, uint64_t ptr);
-pm_code pm_copy_to_device(int device, uint64_t dst, const void *src, size_t bytes, void *stream, pm_err *err);
-pm_code pm_copy_to_host(int device, void *dst, uint64_t src, size_t bytes, void *stream, pm_err *err);
-pm_code pm_copy_on_device(int device, uint64_t dst, uint64_t src, size_t bytes, void *stream, pm_err *err);
-pm_code pm_device_memset(int device, uint64_t dst, int byte, size_t bytes, void *stream, pm_err *err);
+pm_code pm_copy_to_device(int device, uint64_t dst, const void *src, size_t bytes, void *stream,
+                          pm_err *err);
+pm_code pm_copy_to_host(int device, void *dst, uint64_t src, size_t bytes, void *stream,
+                        pm_err *err);
+pm_code pm_copy_on_device(int device, uint64_t dst, uint64_t src, size_t bytes, void *stream,
+                          pm_err *err);
+pm_code pm_device_memset(int device, uint64_t dst, int byte, size_t bytes, void *stream,
+                         pm_err *err);
 pm_code pm_synchronize(int device, void *stream, pm_err *err);
 /* Work submitted to `after` from now on waits for what is in `before` now. */
 pm_code pm_stream_order(int device, void *before, void *after, pm_err *err);
-/* A mark behind what is in the stream now, and whether the device has passed it (then it is gone). */
+/* A mark behind what is in the stream now, and whether the device has passed it (then it is gone).
+ */
 pm_code pm_mark(int device, void *stream, void **mark, pm_err *err);
 bool pm_mark_passed(int device, void *mark);
 /* Store one element of 1, 2 or 4 bytes; its value travels with the command. */
-pm_code pm_device_store(int device, uint64_t dst, uint32_t value, size_t bytes, void *stream, pm_err *err);
+pm_code pm_device_store(int device, uint64_t dst, uint32_t value, size_t bytes, void *stream,
+                        pm_err *err);
 /* The device's own non-blocking stream, used for host arrays. */
 pm_code pm_private_stream(int device, void **stream, pm_err *err);
 /* Device that an address belongs to. */
@@ -79,12 +88,15 @@ bool pm_stream_is_capturing(int device, void *stream);
 
 /* A cubin loaded on one device with its launch recipe; immutable once made, shared by threads. */
 typedef struct pm_kernel pm_kernel;
-pm_code pm_kernel_load(int device, const pm_cubin *c, const pm_program *p, pm_kernel **out, pm_err *err);
+pm_code pm_kernel_load(int device, const pm_cubin *c, const pm_program *p, pm_kernel **out,
+                       pm_err *err);
 void pm_kernel_free(pm_kernel *k);
-/* pointers: device address per operand and output. Encodes tensor maps on the stack, launches, returns. */
+/* pointers: device address per operand and output. Encodes tensor maps on the stack, launches,
+ * returns. */
 pm_code pm_kernel_launch(const pm_kernel *k, const uint64_t *pointers, void *stream, pm_err *err);
 
-/* Path of the cache directory in use (PALLAS_MGPU_CACHE_DIR or the user's cache directory); static. */
+/* Path of the cache directory in use (PALLAS_MGPU_CACHE_DIR or the user's cache directory); static.
+ */
 const char *pm_cache_dir(void);
 
 #endif

@@ -15,6 +15,18 @@ template <typename T> FN T wrap_neg(T a) { return (T)(0u - (u32)a); }
 //! shift_left
 template <typename T> FN T shift_left(T a, T b) { return (T)((u32)a << (u32)b); }
 
+//! div_int
+// toward zero. In C++ x / 0 is undefined, and the compiler would conclude from it that padding,
+// which is 0, is never divided by; here it is some number.
+FN i32 div_bits(i32 a, i32 b) { i32 r; asm("div.s32 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
+FN u32 div_bits(u32 a, u32 b) { u32 r; asm("div.u32 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
+template <typename T> FN T div_int(T a, T b) { return (T)div_bits(a, b); } // u8, u16 promote to i32
+
+//! rem_int
+FN i32 rem_bits(i32 a, i32 b) { i32 r; asm("rem.s32 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
+FN u32 rem_bits(u32 a, u32 b) { u32 r; asm("rem.u32 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
+template <typename T> FN T rem_int(T a, T b) { return (T)rem_bits(a, b); }
+
 //! abs_int
 template <typename T> FN T abs_int(T a) { return a < 0 ? (T)(0u - (u32)a) : a; }
 

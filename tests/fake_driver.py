@@ -1,0 +1,281 @@
+"""Cases that run in a process of their own on the stand-in for libcuda (fake_cuda.c).
+
+`python fake_driver.py CASE`, with the directory of the stand-in first in LD_LIBRARY_PATH;
+test_runtime.py does that. Kernels are compiled for real and launched in name only: `emulate` does
+in Python what the kernel under test would have done."""
+
+import ctypes
+import gc
+import os
+import re
+import sys
+import threading
+import weakref
+
+import ml_dtypes
+import numpy as np
+
+import pallas_mgpu as plgpu
+from pallas_mgpu import _core
+
+fake = ctypes.CDLL("libcuda.so.1")
+fake.fake_live_bytes.restype = fake.fake_live_modules.restype = ctypes.c_int64
+fake.fake_live_events.restype = ctypes.c_int64
+
+
+class Record(ctypes.Structure):
+    _fields_ = [
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("smem", ctypes.c_uint),
+        ("cluster", ctypes.c_uint * 3),
+        ("pdl", ctypes.c_uint),
+        ("launches", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+    ]
+
+
+fake.fake_last.restype = ctypes.POINTER(Record)
+Callback = ctypes.CFUNCTYPE(None, ctypes.POINTER(ctypes.c_void_p), ctypes.POINTER(Record))
+N = 128
+
+
+def emulate(f, n_params):
+    """Launches call f on the parameters as float32 arrays of N elements."""
+
+    def kernel(params, record):
+        at = [ctypes.cast(params[i], ctypes.POINTER(ctypes.c_uint64))[0] for i in range(n_params)]
+        f(*[np.ctypeslib.as_array((ctypes.c_float * N).from_address(p)) for p in at])
+
+    emulate.keep = Callback(kernel)
+    fake.fake_set_kernel(emulate.keep)
+
+
+def add_one(x, o):
+    o[...] = x[...] + 1
+
+
+def add(x, y, o):
+    o[...] = x[...] + y[...]
+
+
+def kernel(body=add_one, **options):
+    return plgpu.kernel(body, out_type=plgpu.ShapeDtypeStruct((N,), np.float32), **options)
+
+
+def refused(exception, pattern, f, *args, **kw):
+    try:
+        f(*args, **kw)
+    except exception as e:
+        assert re.search(pattern, str(e)), f"{pattern!r} is not in {str(e)!r}"
+    else:
+        raise AssertionError(f"{exception.__name__} was expected")
+
+
+x = np.arange(N, dtype=np.float32)
+
+
+def plus_one():
+    emulate(add_one, 2)
+    return kernel()
+
+
+def case_numpy():
+    k = plus_one()
+    y = k(x)
+    assert type(y) is np.ndarray and (y == x + 1).all()
+    out = np.empty(N, np.float32)
+    assert k(x, out=out) is out and (out == x + 1).all()
+    assert (k(np.arange(2 * N, dtype=np.float32)[::2]) == np.arange(0, 2 * N, 2) + 1).all()
+    assert fake.fake_live_bytes() == 0
+
+
+def case_device_array():
+    k = plus_one()
+    d = plgpu.device_put(x)
+    assert (d.shape, d.dtype, d.ndim, d.size, d.nbytes, len(d)) == (
+        (N,),
+        np.float32,
+        1,
+        N,
+        4 * N,
+        N,
+    )
+    y = k(d)
+    assert type(y) is plgpu.DeviceArray and (y.numpy() == x + 1).all()
+    out = _core.device_empty((N,), np.float32)
+    assert k(d, out=out) is out and (np.asarray(out) == x + 1).all()
+    gone = weakref.ref(y)
+    del y
+    assert gone() is None and fake.fake_live_bytes() == 2 * 4 * N
+    b = plgpu.device_put(x.astype(ml_dtypes.bfloat16))
+    assert np.asarray(b).dtype == ml_dtypes.bfloat16 and not hasattr(b, "__cuda_array_interface__")
+    assert (np.asarray(d, dtype=np.float64) == x).all()
+    refused(ValueError, "uncopied", np.asarray, d, copy=False)
+    refused(plgpu.OutOfMemoryError, "out of memory", _core.device_empty, (1 << 40,), np.float32)
+    del d, out, b
+    assert fake.fake_live_bytes() == 0
+
+
+class Producer:
+    """A library of which only __dlpack__ is known."""
+
+    def __init__(self, array):
+        self.array = array
+
+    def __dlpack__(self, *, stream=None, max_version=None):
+        return self.array.__dlpack__(stream=stream, max_version=max_version)
+
+    def __dlpack_device__(self):
+        return self.array.__dlpack_device__()
+
+
+class OldProducer(Producer):
+    def __dlpack__(self, *, stream=None):
+        return self.array.__dlpack__(stream=stream)
+
+
+class Interface:
+    def __init__(self, array):
+        self.array = array
+
+    @property
+    def __cuda_array_interface__(self):
+        return self.array.__cuda_array_interface__
+
+
+def case_exchange():
+    k = plus_one()
+    d = plgpu.device_put(x)
+    references = sys.getrefcount(d)
+    for kind in (Producer, OldProducer, Interface):
+        y = k(kind(d))
+        assert type(y) is plgpu.DeviceArray and (y.numpy() == x + 1).all()
+        z = plgpu.DeviceArray.from_dlpack(kind(d))
+        assert (z.numpy() == x).all() and (k(z).numpy() == x + 1).all()
+        del z
+    k(Producer(d))  # arrays held for earlier launches go at the next one
+    plgpu.synchronize()
+    gc.collect()
+    assert sys.getrefcount(d) <= references + 1
+    unused = d.__dlpack__(max_version=(1, 0))
+    del unused
+    assert (np.from_dlpack(d, device="cpu") == x).all()
+    refused(ValueError, "stream 0", d.__dlpack__, stream=0)
+
+
+def case_refusals():
+    k, k2, d = plus_one(), kernel(add), plgpu.device_put(x)
+    refused(TypeError, "float64.*cast", k, x.astype(np.float64))
+    refused(TypeError, "int64", k, np.arange(N))
+    refused(TypeError, "argument 0 is a str", k, "abc")
+    refused(TypeError, "out= is given", k, x, other=1)
+    refused(TypeError, "argument 0 and argument 1 lie on different sides", k2, x, d)
+    refused(TypeError, "different libraries", k2, d, Producer(d))
+    refused(TypeError, "out has 2 arrays", k, x, out=(x, x.copy()))
+    refused(ValueError, r"must be float32 of shape \(128,\)", k, x, out=np.empty(1, np.float32))
+    refused(ValueError, "contiguous", k, x, out=np.empty(2 * N, np.float32)[::2])
+    refused(TypeError, "is a number", k, x, out=5)
+    frozen = np.empty(N, np.float32)
+    frozen.flags.writeable = False
+    refused(ValueError, "read-only", k, x, out=frozen)
+    refused(OverflowError, "int32", k2, x, 2**40)
+    refused(ValueError, "no CUDA device 3", plgpu.device_put, x, 3)
+    assert (k(x) == x + 1).all()
+
+
+def case_scalars():
+    k = kernel(lambda x, s, o: o.__setitem__(..., x[...] + s[...]))
+    emulate(lambda x, s, o: o.__setitem__(..., x + s[0]), 3)
+    assert (k(x, 2.5) == x + 2.5).all()
+    assert (k(plgpu.device_put(x), np.float32(3)).numpy() == x + 3).all()
+
+
+def case_failures():
+    k = plus_one()
+    k(x)
+    for entry, result, exception, text in (
+        ("cuLaunchKernelEx", 700, plgpu.LaunchError, "context is lost.*add_one"),
+        ("cuLaunchKernelEx", 1, plgpu.LaunchError, "grid 1 x 1 x 1"),
+        ("cuMemAllocFromPoolAsync", 2, plgpu.OutOfMemoryError, "512 bytes"),
+        ("cuStreamSynchronize", 719, plgpu.LaunchError, "context is lost"),
+        ("cuMemcpyDtoHAsync", 1, plgpu.DriverError, "copy to the host"),
+        ("cuMemcpyHtoDAsync", 1, plgpu.DriverError, "copy from the host"),
+    ):
+        fake.fake_fail(entry.encode(), -result, 0)
+        refused(exception, text, k, x)
+        fake.fake_fail(b"", 0, 0)
+        assert (k(x) == x + 1).all(), entry
+        assert fake.fake_live_bytes() == 0, entry
+    fresh = kernel()
+    for entry, result, exception, text in (
+        ("cuModuleLoadData", 209, plgpu.DriverError, "update the driver"),
+        ("cuModuleGetFunction", 500, plgpu.LaunchError, "cannot be loaded"),
+    ):
+        fake.fake_fail(entry.encode(), result, 0)
+        refused(exception, text, fresh, x)
+    assert (fresh(x) == x + 1).all()
+    modules = fake.fake_live_modules()
+    del fresh
+    gc.collect()
+    assert fake.fake_live_modules() < modules
+
+
+def case_capture():
+    k, d = plus_one(), plgpu.device_put(x)
+    fake.fake_set_capturing(1)
+    refused(RuntimeError, "before the capture", k, d)
+    fake.fake_set_capturing(0)
+    assert (k(d).numpy() == x + 1).all()
+
+
+def case_interpret_on_device():
+    d = plgpu.device_put(x)
+    y = kernel(interpret=True)(d)
+    assert type(y) is plgpu.DeviceArray and (y.numpy() == x + 1).all()
+    assert fake.fake_last().contents.launches == 0
+
+
+def case_threads():
+    k, d, errors = kernel(), plgpu.device_put(x), []
+
+    def work():
+        try:
+            for i in range(100):
+                (kernel() if i % 50 == 0 else k)(d).numpy()
+                k(x)
+        except Exception as e:
+            errors.append(e)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert not errors, errors
+    assert fake.fake_context_depth() == 0
+
+
+def case_fork():
+    k, d = plus_one(), plgpu.device_put(x)
+    child = os.fork()
+    if child == 0:
+        try:
+            refused(plgpu.DriverError, "forked", k, d)
+        except BaseException as e:
+            print(e)
+            os._exit(1)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def case_no_gpu():
+    refused(plgpu.DriverError, os.environ["EXPECTED"], plgpu.device_put, x)
+    os.environ["PALLAS_MGPU_BACKEND"] = "cuda"
+    refused(plgpu.DriverError, os.environ["EXPECTED"], kernel(), x)
+    os.environ["PALLAS_MGPU_BACKEND"] = "interpret"
+    assert (kernel()(x) == x + 1).all()
+
+
+if __name__ == "__main__":
+    globals()["case_" + sys.argv[1]]()
