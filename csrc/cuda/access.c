@@ -34,7 +34,7 @@ typedef struct access {
   const char *stem, *i, *address, *valid; /* i: number of the vector */
 } access;
 
-/* ---- sums ---------------------------------------------------------------------------------------- */
+/* ---- sums -------------------------------------------------------------------------------- */
 
 static const pm_digit *digits(const pm_layout *l, int part, uint32_t *n) {
   *n = part == WARP ? l->n_warp : part == LANE ? l->n_lane : l->n_reg;
@@ -84,7 +84,7 @@ static const char *thread_sum(pm_gen *e, const pm_sum *warp, const pm_sum *lane,
   return t.n ? t.at : "0";
 }
 
-/* ---- coordinates --------------------------------------------------------------------------------- */
+/* ---- coordinates ------------------------------------------------------------------------- */
 
 static int64_t numbers(const pm_layout *l, int part) {
   return part == WARP ? 4 : part == LANE ? 32 : pm_layout_regs(l);
@@ -178,7 +178,7 @@ bool pm_is_wgmma(const pm_layout *l) {
   return true;
 }
 
-/* ---- registers of one layout in another ------------------------------------------------------------ */
+/* ---- registers of one layout in another -------------------------------------------------- */
 
 static bool same_index(const int64_t *a, const int64_t *b, int rank) {
   return !memcmp(a, b, sizeof *a * (size_t)rank);
@@ -248,7 +248,7 @@ const char *pm_reg_map(pm_gen *e, const pm_layout *src, const pm_layout *dst, pm
   return map_text(e, dst, map, n, reg);
 }
 
-/* ---- addresses ------------------------------------------------------------------------------------- */
+/* ---- addresses --------------------------------------------------------------------------- */
 
 const char *pm_term_text(pm_gen *e, const pm_term *t, int64_t scale, bool wide) {
   const char *x = pm_scalar_of(e, t->val);
@@ -278,7 +278,7 @@ void pm_need_alignment(pm_gen *e, const pm_view *v, int64_t bytes) {
   }
 }
 
-/* ---- is the access linear? ------------------------------------------------------------------------- */
+/* ---- is the access linear? --------------------------------------------------------------- */
 
 static bool is_dense(const pm_view *v) {
   int64_t stride = 1;
@@ -330,7 +330,7 @@ static bool linear_sums(access *a) {
   return true;
 }
 
-/* ---- vectors --------------------------------------------------------------------------------------- */
+/* ---- vectors ----------------------------------------------------------------------------- */
 
 /* Elements that the fastest register digits hold densely along one dimension of the layout. */
 static int64_t dense_run(access *a) {
@@ -416,7 +416,7 @@ static void count_vectors(pm_sum *s, int64_t vec) {
   s->total /= vec;
 }
 
-/* ---- swizzle ---------------------------------------------------------------------------------------- */
+/* ---- swizzle ----------------------------------------------------------------------------- */
 
 /* Cut the pieces of a sum at 1024 bytes; the bits below that they can set; -1: not powers of two. */
 static int64_t low_bits(pm_sum *s, int64_t bytes) {
@@ -473,7 +473,7 @@ static const char *split_text(access *a) {
   return high.n ? pm_str(e, "%s + %s", text, h) : text;
 }
 
-/* ---- the loop over vectors --------------------------------------------------------------------------- */
+/* ---- the loop over vectors --------------------------------------------------------------- */
 
 static void declare_pointer(access *a, const char *thread) {
   pm_gen *e = a->e;
@@ -574,7 +574,7 @@ static void plan(access *a) {
   pm_need_alignment(a->e, a->v, a->vec * a->bytes);
 }
 
-/* ---- matrices: ldmatrix and stmatrix ------------------------------------------------------------------- */
+/* ---- matrices: ldmatrix and stmatrix ----------------------------------------------------- */
 
 /* The rows of 8 elements that lane gives for an .x4 of 16-bit elements of the WGMMA layout: the two
  * halves of 8 rows of two neighbouring groups of 8 columns. Transposed, a lane gives a column. */
@@ -611,7 +611,7 @@ static bool plan_matrix(access *a) {
   return true;
 }
 
-/* ---- arrays --------------------------------------------------------------------------------------------- */
+/* ---- arrays ------------------------------------------------------------------------------ */
 
 static const char *element(access *a, const char *x) {
   if (a->vec == 1 || a->n == 1) return pm_str(a->e, "&%s[%s]", x, a->i);

@@ -5,7 +5,7 @@
  * of that loop. Scalar ops between them depend on no array, so they are printed in front of it. */
 #include "gen.h"
 
-/* ---- lines ------------------------------------------------------------------------------------ */
+/* ---- lines ------------------------------------------------------------------------------- */
 
 static void put_line(pm_gen *e, int indent, const char *fmt, va_list ap) {
   for (int k = 0; k < indent; k++) pm_put(&e->out, "  ");
@@ -105,7 +105,7 @@ pm_code pm_gen_fail(pm_gen *e, pm_opid op, pm_code code, const char *fmt, ...) {
   return code;
 }
 
-/* ---- names ------------------------------------------------------------------------------------ */
+/* ---- names ------------------------------------------------------------------------------- */
 
 const char *pm_unique(pm_gen *e, const char *stem) {
   return pm_str(e, "%s_%u", stem, ++e->next_name);
@@ -159,7 +159,7 @@ const char *pm_literal(pm_gen *e, pm_dtype t, pm_scalar v) {
   }
 }
 
-/* ---- slots ------------------------------------------------------------------------------------ */
+/* ---- slots ------------------------------------------------------------------------------- */
 
 void pm_bind(pm_gen *e, pm_val v, const char *text, pm_form form) {
   e->slot[v] = (pm_slot){text, (uint8_t)form};
@@ -222,7 +222,7 @@ void pm_assign(pm_gen *e, pm_val to, pm_val from) {
   }
 }
 
-/* ---- runs of element-wise ops ------------------------------------------------------------------ */
+/* ---- runs of element-wise ops ------------------------------------------------------------ */
 
 bool pm_is_elementwise(const pm_graph *g, pm_opid op) {
   const int rule = pm_ops[pm_get(g, op)->code].layout;
@@ -341,7 +341,7 @@ static pm_code emit_run(pm_gen *e, pm_blk block, uint32_t first, uint32_t *next)
   return PM_OK;
 }
 
-/* ---- dispatch ----------------------------------------------------------------------------------- */
+/* ---- dispatch ---------------------------------------------------------------------------- */
 
 typedef pm_code (*emitter)(pm_gen *e, pm_opid op);
 static const emitter emitters[PM_OP_COUNT] = {
@@ -381,7 +381,7 @@ pm_code pm_gen_block(pm_gen *e, pm_blk block) {
   return PM_OK;
 }
 
-/* ---- scratch ------------------------------------------------------------------------------------ */
+/* ---- scratch ----------------------------------------------------------------------------- */
 
 int64_t pm_scratch_bytes(const pm_gen *e) { return e->g->scratch_bytes / e->g->n_threads; }
 

@@ -24,6 +24,7 @@ typedef struct pm_program {
   pm_tensor_map *maps;
   uint32_t n_params;      /* operands and outputs */
   int64_t *align;         /* per param: bytes its pointer must be aligned to */
+  const char **names;     /* per param: the user's name, "" if unknown */
 } pm_program;
 
 typedef struct pm_cuda_options {

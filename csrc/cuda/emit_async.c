@@ -9,7 +9,7 @@
  * PLAIN copies are loads and stores of all lanes, then a proxy fence and the arrival. */
 #include "gen.h"
 
-/* ---- barriers ------------------------------------------------------------------------------------- */
+/* ---- barriers ---------------------------------------------------------------------------- */
 
 typedef struct barrier {
   const char *address, *index, *phase; /* index NULL: the only barrier of its allocation */
@@ -71,7 +71,7 @@ pm_code pm_cuda_ARRIVE(pm_gen *e, pm_opid op) {
   return PM_OK;
 }
 
-/* ---- tensor maps ------------------------------------------------------------------------------------ */
+/* ---- tensor maps ------------------------------------------------------------------------- */
 
 static bool same_map(const pm_tensor_map *a, const pm_tensor_map *b) {
   if (a->param != b->param || a->dtype != b->dtype || a->rank != b->rank) return false;
@@ -94,7 +94,7 @@ static const char *map_name(pm_gen *e, const pm_tensor_map *m) {
   return name;
 }
 
-/* ---- copies by one lane ------------------------------------------------------------------------------- */
+/* ---- copies by one lane ------------------------------------------------------------------ */
 
 static const char *coord_text(pm_gen *e, const pm_copy_plan *p, int d) {
   const pm_coord *c = &p->coord[d];
@@ -175,7 +175,7 @@ static void store_by_lane(pm_gen *e, pm_opid op, const pm_copy_plan *p) {
   if (*pm_attr(e->g, op, PM_ATTR_COMMIT)) pm_line(e, "store_group_commit();");
 }
 
-/* ---- copies by all lanes ------------------------------------------------------------------------------ */
+/* ---- copies by all lanes ----------------------------------------------------------------- */
 
 /* An index of the base along d: start, and the coordinates c_k of the view's dims that run along it. */
 static const char *base_index(pm_gen *e, const pm_view *v, int d) {
@@ -311,7 +311,7 @@ static pm_code copy_by_lanes(pm_gen *e, pm_opid op, const pm_copy_plan *p) {
   return PM_OK;
 }
 
-/* ---- runs of copies ------------------------------------------------------------------------------------- */
+/* ---- runs of copies ---------------------------------------------------------------------- */
 
 static bool is_copy(const pm_graph *g, pm_opid op) {
   const int code = pm_get(g, op)->code;
@@ -373,7 +373,7 @@ pm_code pm_cuda_COPY_G2S(pm_gen *e, pm_opid op) { return only_in_runs(e, op); }
 pm_code pm_cuda_COPY_S2G(pm_gen *e, pm_opid op) { return only_in_runs(e, op); }
 pm_code pm_cuda_COMMIT_GROUP(pm_gen *e, pm_opid op) { return only_in_runs(e, op); }
 
-/* ---- order ------------------------------------------------------------------------------------------------ */
+/* ---- order ------------------------------------------------------------------------------- */
 
 pm_code pm_cuda_WAIT_S2G(pm_gen *e, pm_opid op) {
   const int64_t n = *pm_attr(e->g, op, PM_ATTR_N);
@@ -404,7 +404,7 @@ pm_code pm_cuda_SET_MAX_REGISTERS(pm_gen *e, pm_opid op) {
   return PM_OK;
 }
 
-/* ---- printing ----------------------------------------------------------------------------------------------- */
+/* ---- printing ---------------------------------------------------------------------------- */
 
 static const char *print_arg(pm_gen *e, pm_val v, const char **spec) {
   const pm_dtype t = pm_typeof(e->g, v)->dtype;

@@ -23,7 +23,7 @@ static pm_code leave_f32(pm_gen *e, pm_opid op, const char *x) {
   return leave(e, is_half(t) ? pm_str(e, "to_%s(%s)", pm_cpp_type(t), x) : x);
 }
 
-/* ---- one operand --------------------------------------------------------------------------------- */
+/* ---- one operand ------------------------------------------------------------------------- */
 
 static pm_code call_f32(pm_gen *e, pm_opid op, const char *fn) {
   return leave_f32(e, op, pm_str(e, "%s(%s)", fn, arg_f32(e, op, 0)));
@@ -76,7 +76,7 @@ pm_code pm_cuda_OPT_BARRIER(pm_gen *e, pm_opid op) {
   return leave(e, pm_str(e, "opaque(%s)", arg(e, op, 0)));
 }
 
-/* ---- two operands -------------------------------------------------------------------------------- */
+/* ---- two operands ------------------------------------------------------------------------ */
 
 static pm_code infix(pm_gen *e, pm_opid op, const char *sign) {
   return leave(e, pm_str(e, "%s %s %s", arg(e, op, 0), sign, arg(e, op, 1)));
@@ -166,7 +166,7 @@ pm_code pm_cuda_SELECT(pm_gen *e, pm_opid op) {
   return leave(e, pm_str(e, "%s ? %s : %s", arg(e, op, 0), arg(e, op, 1), arg(e, op, 2)));
 }
 
-/* ---- to other types ------------------------------------------------------------------------------ */
+/* ---- to other types ---------------------------------------------------------------------- */
 
 const char *pm_convert_text(pm_gen *e, pm_dtype from, pm_dtype to, const char *x) {
   const char *cpp = pm_cpp_type(to);
@@ -193,7 +193,7 @@ pm_code pm_cuda_BITCAST(pm_gen *e, pm_opid op) {
   return leave(e, pm_str(e, "bitcast<%s>(%s)", to, arg(e, op, 0)));
 }
 
-/* ---- from nothing -------------------------------------------------------------------------------- */
+/* ---- from nothing ------------------------------------------------------------------------ */
 
 pm_code pm_cuda_CONST(pm_gen *e, pm_opid op) {
   return leave(e, pm_at(e, pm_get(e->g, op)->out, e->reg));

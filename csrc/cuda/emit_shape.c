@@ -49,7 +49,7 @@ static bool bind_scalar(pm_gen *e, pm_opid op) {
   return true;
 }
 
-/* ---- broadcast ----------------------------------------------------------------------------------- */
+/* ---- broadcast --------------------------------------------------------------------------- */
 
 static void project_dims(const void *ctx, const int64_t *dst, int64_t *src) {
   const from *f = ctx;
@@ -76,7 +76,7 @@ pm_code pm_cuda_BROADCAST(pm_gen *e, pm_opid op) {
   return PM_OK;
 }
 
-/* ---- reshape and slice ----------------------------------------------------------------------------- */
+/* ---- reshape and slice ------------------------------------------------------------------- */
 
 static void project_linear(const void *ctx, const int64_t *dst, int64_t *src) {
   const from *f = ctx;
@@ -127,7 +127,7 @@ pm_code pm_cuda_SLICE(pm_gen *e, pm_opid op) {
   return PM_OK;
 }
 
-/* ---- layout_cast ----------------------------------------------------------------------------------- */
+/* ---- layout_cast ------------------------------------------------------------------------- */
 
 static void project_same(const void *ctx, const int64_t *dst, int64_t *src) {
   memcpy(src, dst, sizeof *src * (size_t)((const from *)ctx)->rank);
@@ -175,7 +175,7 @@ pm_code pm_cuda_LAYOUT_CAST(pm_gen *e, pm_opid op) {
   return PM_OK;
 }
 
-/* ---- reduce ------------------------------------------------------------------------------------------ */
+/* ---- reduce ------------------------------------------------------------------------------ */
 
 static bool is_reduced(const int64_t *dims, uint32_t n, const pm_layout *l, int dim) {
   if (dim < 0) return false;

@@ -143,7 +143,7 @@ pm_code pm_cuda_WGMMA_WAIT(pm_gen *e, pm_opid op) {
   return PM_OK;
 }
 
-/* ---- operands --------------------------------------------------------------------------------- */
+/* ---- operands ---------------------------------------------------------------------------- */
 
 typedef struct operand {
   pm_view view;

@@ -55,7 +55,7 @@ typedef struct pm_gen {
 #include "../ir/ops.def"
 #undef PM_OP
 
-/* ---- text (block.c) ------------------------------------------------------------------------ */
+/* ---- text (block.c) ---------------------------------------------------------------------- */
 
 void pm_line(pm_gen *e, const char *fmt, ...) PM_PRINTF(2, 3);
 /* a line that opens a brace, one that closes it */
@@ -70,7 +70,7 @@ void pm_place(pm_gen *e, pm_opid op);
 #define pm_str(e, ...) pm_printf((e)->arena, __VA_ARGS__)
 pm_code pm_gen_fail(pm_gen *e, pm_opid op, pm_code code, const char *fmt, ...) PM_PRINTF(4, 5);
 
-/* ---- values (block.c) ---------------------------------------------------------------------- */
+/* ---- values (block.c) -------------------------------------------------------------------- */
 
 const char *pm_unique(pm_gen *e, const char *stem);    /* a new C++ name */
 const char *pm_name_of(pm_gen *e, pm_val v);           /* unique, after the user's variable */
@@ -100,7 +100,7 @@ const char *pm_scratch(pm_gen *e);                     /* address of this thread
 int64_t pm_scratch_bytes(const pm_gen *e);
 #define PM_LANES_SYNC "lanes_sync(wg);"
 
-/* ---- sums of digits and accesses (access.c) ------------------------------------------------- */
+/* ---- sums of digits and accesses (access.c) ---------------------------------------------- */
 
 /* sum over pieces of (number / div % size) * mul, number < total */
 typedef struct pm_piece { int64_t div, size, mul; } pm_piece;
@@ -136,7 +136,7 @@ void pm_store_splat(pm_gen *e, const pm_view *v, const char *x);
 /* the widest vector that one row of digits allows; raises the alignment of a GMEM parameter */
 void pm_need_alignment(pm_gen *e, const pm_view *v, int64_t bytes);
 
-/* ---- functions whose operand count varies (family.c) ----------------------------------------- */
+/* ---- functions whose operand count varies (family.c) ------------------------------------- */
 
 /* Names of the functions, which are printed with the program. type: F16 or BF16; acc: F32 or F16. */
 const char *pm_family_wgmma(pm_gen *e, int64_t n, pm_dtype acc, pm_dtype type, bool a_in_registers,

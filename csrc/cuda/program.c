@@ -9,7 +9,7 @@
 
 #include "gen.h"
 
-/* ---- the catalogue -------------------------------------------------------------------------------- */
+/* ---- the catalogue ----------------------------------------------------------------------- */
 
 typedef struct entry {
   const char *name, *text;
@@ -93,7 +93,7 @@ static void print_used(catalogue *c, const char *text, size_t size) {
   }
 }
 
-/* ---- launch --------------------------------------------------------------------------------------- */
+/* ---- launch ------------------------------------------------------------------------------ */
 
 static void set_geometry(pm_gen *e) {
   const pm_graph *g = e->g;
@@ -112,8 +112,10 @@ static void set_geometry(pm_gen *e) {
   p->arch = e->target->arch;
   p->n_params = g->n_operands + g->n_outputs;
   p->align = PM_NEW(e->arena, int64_t, p->n_params + 1);
+  p->names = PM_NEW(e->arena, const char *, p->n_params + 1);
   for (uint32_t k = 0; k < p->n_params; k++) {
     p->align[k] = pm_dtypes[pm_typeof(g, g->blocks.at[1].arg + k)->dtype].bytes;
+    p->names[k] = g->strings.at[pm_value_of(g, g->blocks.at[1].arg + k)->name];
   }
 }
 
@@ -128,7 +130,7 @@ static const char *entry_name(pm_gen *e) {
   return t.at;
 }
 
-/* ---- prologue --------------------------------------------------------------------------------------- */
+/* ---- prologue ---------------------------------------------------------------------------- */
 
 static void count_uses(pm_gen *e) {
   const pm_graph *g = e->g;
@@ -201,7 +203,7 @@ static pm_code print_body(pm_gen *e) {
   return PM_OK;
 }
 
-/* ---- assembly ------------------------------------------------------------------------------------------ */
+/* ---- assembly ---------------------------------------------------------------------------- */
 
 static bool uses_word(const pm_text *t, const char *word) {
   const size_t n = strlen(word);

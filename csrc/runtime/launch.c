@@ -20,8 +20,9 @@ struct pm_kernel {
   uint32_t n_args, n_maps, n_params;
   struct pm_program_arg args[MAX_ARGS];
   int64_t align[MAX_ARGS];
+  const char *param_name[MAX_ARGS]; /* interned, like name */
   pm_tensor_map maps[MAX_MAPS];
-  const char *name; /* interned */
+  const char *name;
 };
 
 const char *_Atomic pm_last_kernel;
@@ -73,7 +74,10 @@ static void prepare(pm_kernel *k, const pm_program *p) {
   k->n_maps = p->n_maps;
   k->n_params = p->n_params;
   if (p->n_args) memcpy(k->args, p->args, p->n_args * sizeof *p->args);
-  for (uint32_t i = 0; i < p->n_params; i++) k->align[i] = pm_max(p->align[i], 1);
+  for (uint32_t i = 0; i < p->n_params; i++) {
+    k->align[i] = pm_max(p->align[i], 1);
+    k->param_name[i] = intern(p->names[i]);
+  }
   if (p->n_maps) memcpy(k->maps, p->maps, p->n_maps * sizeof *p->maps);
   k->name = intern(p->entry);
   if (cluster > 1) {
@@ -157,10 +161,11 @@ void pm_kernel_free(pm_kernel *k) {
 
 static pm_code misaligned(const pm_kernel *k, uint32_t param, uint64_t ptr, pm_err *err) {
   return pm_fail(err, PM_E_VALUE,
-                 "kernel %s: argument %u (operands, then outputs, from 0) is at address 0x%llx, "
+                 "kernel %s: argument %u (%s; operands, then outputs, from 0) is at address 0x%llx, "
                  "but its copies need an address divisible by %lld. Pass an array that begins "
                  "there, for example a copy instead of a slice",
-                 k->name, param, (unsigned long long)ptr, (long long)k->align[param]);
+                 k->name, param, *k->param_name[param] ? k->param_name[param] : "unnamed",
+                 (unsigned long long)ptr, (long long)k->align[param]);
 }
 
 static pm_code encode_failed(const pm_kernel *k, const pm_tensor_map *m, uint64_t ptr, cu_result r,

@@ -18,13 +18,21 @@ template <typename T> FN T shift_left(T a, T b) { return (T)((u32)a << (u32)b); 
 //! div_int
 // toward zero. In C++ x / 0 is undefined, and the compiler would conclude from it that padding,
 // which is 0, is never divided by; here it is some number.
-FN i32 div_bits(i32 a, i32 b) { i32 r; asm("div.s32 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
-FN u32 div_bits(u32 a, u32 b) { u32 r; asm("div.u32 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
+FN i32 div_bits(i32 a, i32 b) {
+  i32 r; asm("div.s32 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); return r;
+}
+FN u32 div_bits(u32 a, u32 b) {
+  u32 r; asm("div.u32 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); return r;
+}
 template <typename T> FN T div_int(T a, T b) { return (T)div_bits(a, b); } // u8, u16 promote to i32
 
 //! rem_int
-FN i32 rem_bits(i32 a, i32 b) { i32 r; asm("rem.s32 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
-FN u32 rem_bits(u32 a, u32 b) { u32 r; asm("rem.u32 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
+FN i32 rem_bits(i32 a, i32 b) {
+  i32 r; asm("rem.s32 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); return r;
+}
+FN u32 rem_bits(u32 a, u32 b) {
+  u32 r; asm("rem.u32 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); return r;
+}
 template <typename T> FN T rem_int(T a, T b) { return (T)rem_bits(a, b); }
 
 //! abs_int
@@ -45,10 +53,14 @@ template <typename T> FN T max_int(T a, T b) { return a < b ? b : a; }
 
 //! min_f32
 // NaN propagates, -0 is less than +0
-FN f32 min_f32(f32 a, f32 b) { f32 r; asm("min.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b)); return r; }
+FN f32 min_f32(f32 a, f32 b) {
+  f32 r; asm("min.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b)); return r;
+}
 
 //! max_f32
-FN f32 max_f32(f32 a, f32 b) { f32 r; asm("max.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b)); return r; }
+FN f32 max_f32(f32 a, f32 b) {
+  f32 r; asm("max.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b)); return r;
+}
 
 //! exp2_approx
 FN f32 exp2_approx(f32 x) { f32 r; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x)); return r; }

@@ -6,7 +6,8 @@
 extern __shared__ __attribute__((aligned(1024))) u8 shared_memory[];
 FN u32 shared_base() {
   u32 r;
-  asm("{ .reg .u64 t; cvta.to.shared.u64 t, %1; cvt.u32.u64 %0, t; }" : "=r"(r) : "l"(shared_memory));
+  asm("{ .reg .u64 t; cvta.to.shared.u64 t, %1; cvt.u32.u64 %0, t; }"
+      : "=r"(r) : "l"(shared_memory));
   return r;
 }
 
@@ -37,13 +38,19 @@ template <typename T, int N> FN void unpack(T* d, const u32* w) {
 template <typename T, int N> FN void ld_shared(T* d, u32 a) {
   constexpr int bytes = N * (int)sizeof(T);
   u32 w[4];
-  if constexpr (bytes == 16)
+  if constexpr (bytes == 16) {
     asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];"
                  : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3]) : "r"(a) : "memory");
-  if constexpr (bytes == 8) asm volatile("ld.shared.v2.b32 {%0,%1}, [%2];" : "=r"(w[0]), "=r"(w[1]) : "r"(a) : "memory");
-  if constexpr (bytes == 4) asm volatile("ld.shared.b32 %0, [%1];" : "=r"(w[0]) : "r"(a) : "memory");
-  if constexpr (bytes == 2) asm volatile("{ .reg .b16 t; ld.shared.b16 t, [%1]; cvt.u32.u16 %0, t; }" : "=r"(w[0]) : "r"(a) : "memory");
-  if constexpr (bytes == 1) asm volatile("ld.shared.u8 %0, [%1];" : "=r"(w[0]) : "r"(a) : "memory");
+  } else if constexpr (bytes == 8) {
+    asm volatile("ld.shared.v2.b32 {%0,%1}, [%2];"
+                 : "=r"(w[0]), "=r"(w[1]) : "r"(a) : "memory");
+  } else if constexpr (bytes == 4) {
+    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(w[0]) : "r"(a) : "memory");
+  } else if constexpr (bytes == 2) {
+    asm volatile("ld.shared.u16 %0, [%1];" : "=r"(w[0]) : "r"(a) : "memory");
+  } else {
+    asm volatile("ld.shared.u8 %0, [%1];" : "=r"(w[0]) : "r"(a) : "memory");
+  }
   unpack<T, N>(d, w);
 }
 
@@ -52,41 +59,59 @@ template <typename T, int N> FN void st_shared(u32 a, const T* s) {
   constexpr int bytes = N * (int)sizeof(T);
   u32 w[4];
   pack<T, N>(w, s);
-  if constexpr (bytes == 16)
+  if constexpr (bytes == 16) {
     asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};"
                  :: "r"(a), "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3]) : "memory");
-  if constexpr (bytes == 8) asm volatile("st.shared.v2.b32 [%0], {%1,%2};" :: "r"(a), "r"(w[0]), "r"(w[1]) : "memory");
-  if constexpr (bytes == 4) asm volatile("st.shared.b32 [%0], %1;" :: "r"(a), "r"(w[0]) : "memory");
-  if constexpr (bytes == 2) asm volatile("st.shared.b16 [%0], %1;" :: "r"(a), "h"((u16)w[0]) : "memory");
-  if constexpr (bytes == 1) asm volatile("st.shared.b8 [%0], %1;" :: "r"(a), "r"(w[0]) : "memory");
+  } else if constexpr (bytes == 8) {
+    asm volatile("st.shared.v2.b32 [%0], {%1,%2};"
+                 :: "r"(a), "r"(w[0]), "r"(w[1]) : "memory");
+  } else if constexpr (bytes == 4) {
+    asm volatile("st.shared.b32 [%0], %1;" :: "r"(a), "r"(w[0]) : "memory");
+  } else if constexpr (bytes == 2) {
+    asm volatile("st.shared.b16 [%0], %1;" :: "r"(a), "h"((u16)w[0]) : "memory");
+  } else {
+    asm volatile("st.shared.b8 [%0], %1;" :: "r"(a), "r"(w[0]) : "memory");
+  }
 }
 
 //! ld_global
-template <typename T, int N> FN void ld_global(T* d, const T* p) {
+template <typename T, int N> FN void ld_global(T* d, const T* a) {
   constexpr int bytes = N * (int)sizeof(T);
   u32 w[4];
-  if constexpr (bytes == 16)
+  if constexpr (bytes == 16) {
     asm volatile("ld.global.v4.b32 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3]) : "l"(p) : "memory");
-  if constexpr (bytes == 8) asm volatile("ld.global.v2.b32 {%0,%1}, [%2];" : "=r"(w[0]), "=r"(w[1]) : "l"(p) : "memory");
-  if constexpr (bytes == 4) asm volatile("ld.global.b32 %0, [%1];" : "=r"(w[0]) : "l"(p) : "memory");
-  if constexpr (bytes == 2) asm volatile("{ .reg .b16 t; ld.global.b16 t, [%1]; cvt.u32.u16 %0, t; }" : "=r"(w[0]) : "l"(p) : "memory");
-  if constexpr (bytes == 1) asm volatile("ld.global.u8 %0, [%1];" : "=r"(w[0]) : "l"(p) : "memory");
+                 : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3]) : "l"(a) : "memory");
+  } else if constexpr (bytes == 8) {
+    asm volatile("ld.global.v2.b32 {%0,%1}, [%2];"
+                 : "=r"(w[0]), "=r"(w[1]) : "l"(a) : "memory");
+  } else if constexpr (bytes == 4) {
+    asm volatile("ld.global.b32 %0, [%1];" : "=r"(w[0]) : "l"(a) : "memory");
+  } else if constexpr (bytes == 2) {
+    asm volatile("ld.global.u16 %0, [%1];" : "=r"(w[0]) : "l"(a) : "memory");
+  } else {
+    asm volatile("ld.global.u8 %0, [%1];" : "=r"(w[0]) : "l"(a) : "memory");
+  }
   unpack<T, N>(d, w);
 }
 
 //! st_global
-template <typename T, int N> FN void st_global(T* p, const T* s) {
+template <typename T, int N> FN void st_global(T* a, const T* s) {
   constexpr int bytes = N * (int)sizeof(T);
   u32 w[4];
   pack<T, N>(w, s);
-  if constexpr (bytes == 16)
+  if constexpr (bytes == 16) {
     asm volatile("st.global.v4.b32 [%0], {%1,%2,%3,%4};"
-                 :: "l"(p), "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3]) : "memory");
-  if constexpr (bytes == 8) asm volatile("st.global.v2.b32 [%0], {%1,%2};" :: "l"(p), "r"(w[0]), "r"(w[1]) : "memory");
-  if constexpr (bytes == 4) asm volatile("st.global.b32 [%0], %1;" :: "l"(p), "r"(w[0]) : "memory");
-  if constexpr (bytes == 2) asm volatile("st.global.b16 [%0], %1;" :: "l"(p), "h"((u16)w[0]) : "memory");
-  if constexpr (bytes == 1) asm volatile("st.global.b8 [%0], %1;" :: "l"(p), "r"(w[0]) : "memory");
+                 :: "l"(a), "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3]) : "memory");
+  } else if constexpr (bytes == 8) {
+    asm volatile("st.global.v2.b32 [%0], {%1,%2};"
+                 :: "l"(a), "r"(w[0]), "r"(w[1]) : "memory");
+  } else if constexpr (bytes == 4) {
+    asm volatile("st.global.b32 [%0], %1;" :: "l"(a), "r"(w[0]) : "memory");
+  } else if constexpr (bytes == 2) {
+    asm volatile("st.global.b16 [%0], %1;" :: "l"(a), "h"((u16)w[0]) : "memory");
+  } else {
+    asm volatile("st.global.b8 [%0], %1;" :: "l"(a), "r"(w[0]) : "memory");
+  }
 }
 
 //! st_matrix4

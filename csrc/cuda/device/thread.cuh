@@ -41,7 +41,11 @@ template <typename T> FN T shuffle_xor(T x, int mask) {
 }
 
 //! registers_up
-template <int N> FN void registers_up() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(N)); }
+template <int N> FN void registers_up() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(N));
+}
 
 //! registers_down
-template <int N> FN void registers_down() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(N)); }
+template <int N> FN void registers_down() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(N));
+}

@@ -35,10 +35,12 @@ FN void tma_load_4d(u32 dst, const TensorMap* m, u32 barrier, i32 c0, i32 c1, i3
 }
 
 //! tma_load_5d
-FN void tma_load_5d(u32 dst, const TensorMap* m, u32 barrier, i32 c0, i32 c1, i32 c2, i32 c3, i32 c4) {
+FN void tma_load_5d(u32 dst, const TensorMap* m, u32 barrier, i32 c0, i32 c1, i32 c2, i32 c3,
+                    i32 c4) {
   asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes"
                " [%0], [%1, {%3,%4,%5,%6,%7}], [%2];"
-               :: "r"(dst), "l"(m), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4) : "memory");
+               :: "r"(dst), "l"(m), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
+               : "memory");
 }
 
 //! tma_store_1d
@@ -73,7 +75,8 @@ FN void tma_store_5d(const TensorMap* m, u32 src, i32 c0, i32 c1, i32 c2, i32 c3
 
 //! bulk_load
 FN void bulk_load(u32 dst, const void* src, u32 bytes, u32 barrier) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
+               " [%0], [%1], %2, [%3];"
                :: "r"(dst), "l"(src), "r"(bytes), "r"(barrier) : "memory");
 }
 

@@ -68,15 +68,19 @@ FN void to_bf16x2(bf16* d, f32 lo, f32 hi) {
 
 //! int_to_bf16
 // through f32 it would be rounded twice
-FN bf16 int_to_bf16(i32 x) { bf16 r; asm("cvt.rn.bf16.s32 %0, %1;" : "=h"(r.bits) : "r"(x)); return r; }
-FN bf16 int_to_bf16(u32 x) { bf16 r; asm("cvt.rn.bf16.u32 %0, %1;" : "=h"(r.bits) : "r"(x)); return r; }
+FN bf16 int_to_bf16(i32 x) {
+  bf16 r; asm("cvt.rn.bf16.s32 %0, %1;" : "=h"(r.bits) : "r"(x)); return r;
+}
+FN bf16 int_to_bf16(u32 x) {
+  bf16 r; asm("cvt.rn.bf16.u32 %0, %1;" : "=h"(r.bits) : "r"(x)); return r;
+}
 
 //! to_int
 // float to integer: toward zero, saturating, NaN becomes 0
 template <typename T> FN T to_int(f32 x);
 template <> __device__ __forceinline__ i32 to_int<i32>(f32 x) { return __float2int_rz(x); }
 template <> __device__ __forceinline__ u32 to_int<u32>(f32 x) { return __float2uint_rz(x); }
-template <> __device__ __forceinline__ i16 to_int<i16>(f32 x) { return (i16)max(min(__float2int_rz(x), 32767), -32768); }
+template <> __device__ __forceinline__ i16 to_int<i16>(f32 x) { return (i16)max(-32768, min(32767, __float2int_rz(x))); }
 template <> __device__ __forceinline__ u16 to_int<u16>(f32 x) { return (u16)min(__float2uint_rz(x), 65535u); }
 template <> __device__ __forceinline__ i8 to_int<i8>(f32 x) { return (i8)max(min(__float2int_rz(x), 127), -128); }
 template <> __device__ __forceinline__ u8 to_int<u8>(f32 x) { return (u8)min(__float2uint_rz(x), 255u); }

@@ -9,7 +9,9 @@ FN void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "me
 
 //! wgmma_wait
 // until at most N groups are pending
-template <int N> FN void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(N) : "memory"); }
+template <int N> FN void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(N) : "memory");
+}
 
 //! wgmma_address
 // low word of a matrix descriptor: start of the matrix and distance of its leading dimension
