@@ -5,8 +5,12 @@
  * that index arithmetic reads as such, and wrap_ functions elsewhere. */
 #include "gen.h"
 
-static pm_dtype in_dtype(pm_gen *e, pm_opid op) { return pm_typeof(e->g, pm_in(e->g, op, 0))->dtype; }
-static const char *arg(pm_gen *e, pm_opid op, uint32_t k) { return pm_at(e, pm_in(e->g, op, k), e->reg); }
+static pm_dtype in_dtype(pm_gen *e, pm_opid op) {
+  return pm_typeof(e->g, pm_in(e->g, op, 0))->dtype;
+}
+static const char *arg(pm_gen *e, pm_opid op, uint32_t k) {
+  return pm_at(e, pm_in(e->g, op, k), e->reg);
+}
 static bool is_half(pm_dtype t) { return t == PM_F16 || t == PM_BF16; }
 
 static pm_code leave(pm_gen *e, const char *expr) {
@@ -31,9 +35,9 @@ static pm_code call_f32(pm_gen *e, pm_opid op, const char *fn) {
 
 #define FLOAT_FUNCTION(id, exact) \
   pm_code pm_cuda_##id(pm_gen *e, pm_opid op) { return call_f32(e, op, exact); }
-#define APPROX_FUNCTION(id, exact, approx)                           \
-  pm_code pm_cuda_##id(pm_gen *e, pm_opid op) {                      \
-    return call_f32(e, op, e->g->approx_math ? approx : exact);      \
+#define APPROX_FUNCTION(id, exact, approx)                      \
+  pm_code pm_cuda_##id(pm_gen *e, pm_opid op) {                 \
+    return call_f32(e, op, e->g->approx_math ? approx : exact); \
   }
 APPROX_FUNCTION(EXP, "expf", "exp_approx")
 APPROX_FUNCTION(EXP2, "exp2f", "exp2_approx")
@@ -43,6 +47,7 @@ APPROX_FUNCTION(RSQRT, "rsqrtf", "rsqrt_approx")
 APPROX_FUNCTION(TANH, "tanhf", "tanh_approx")
 APPROX_FUNCTION(SIN, "sinf", "sin_approx")
 APPROX_FUNCTION(COS, "cosf", "cos_approx")
+FLOAT_FUNCTION(ERF, "erff")
 FLOAT_FUNCTION(SQRT, "sqrtf")
 FLOAT_FUNCTION(FLOOR, "floorf")
 FLOAT_FUNCTION(CEIL, "ceilf")
@@ -85,13 +90,11 @@ static pm_code infix(pm_gen *e, pm_opid op, const char *sign) {
 static pm_code infix_cast(pm_gen *e, pm_opid op, const char *sign) {
   const pm_dtype t = in_dtype(e, op);
   if (pm_dtypes[t].bits == 32 || t == PM_BOOL) return infix(e, op, sign);
-  return leave(
-      e, pm_str(e, "(%s)(%s %s %s)", pm_cpp_type(t), arg(e, op, 0), sign, arg(e, op, 1)));
+  return leave(e, pm_str(e, "(%s)(%s %s %s)", pm_cpp_type(t), arg(e, op, 0), sign, arg(e, op, 1)));
 }
 
 static pm_code infix_f32(pm_gen *e, pm_opid op, const char *sign) {
-  return leave_f32(e, op,
-                   pm_str(e, "%s %s %s", arg_f32(e, op, 0), sign, arg_f32(e, op, 1)));
+  return leave_f32(e, op, pm_str(e, "%s %s %s", arg_f32(e, op, 0), sign, arg_f32(e, op, 1)));
 }
 
 static pm_code call(pm_gen *e, pm_opid op, const char *fn) {
@@ -118,7 +121,7 @@ pm_code pm_cuda_ADD(pm_gen *e, pm_opid op) { return arithmetic(e, op, "+", "wrap
 pm_code pm_cuda_SUB(pm_gen *e, pm_opid op) { return arithmetic(e, op, "-", "wrap_sub", "^"); }
 pm_code pm_cuda_MUL(pm_gen *e, pm_opid op) { return arithmetic(e, op, "*", "wrap_mul", "&"); }
 
-/* By a constant it is plain C++; else a function: in C++ x / 0 could be anything, also for padding. */
+/* By a constant it is plain C++; else a function, because x / 0 is undefined, also for padding. */
 static pm_code divide(pm_gen *e, pm_opid op, const char *sign, const char *fn) {
   pm_scalar y;
   if (pm_constant(e->g, pm_in(e->g, op, 1), &y) && y.i && y.i != -1) return infix_cast(e, op, sign);
@@ -139,8 +142,7 @@ static pm_code extremum(pm_gen *e, pm_opid op, const char *name, const char *on_
   const pm_dtype t = in_dtype(e, op);
   if (t == PM_BOOL) return infix(e, op, on_bool);
   if (!pm_is_float(t)) return call(e, op, pm_str(e, "%s_int", name));
-  return leave_f32(e, op,
-                   pm_str(e, "%s_f32(%s, %s)", name, arg_f32(e, op, 0), arg_f32(e, op, 1)));
+  return leave_f32(e, op, pm_str(e, "%s_f32(%s, %s)", name, arg_f32(e, op, 0), arg_f32(e, op, 1)));
 }
 
 pm_code pm_cuda_MIN(pm_gen *e, pm_opid op) { return extremum(e, op, "min", "&"); }
@@ -219,12 +221,10 @@ static const char *grid_index(pm_gen *e, uint32_t d) {
 pm_code pm_cuda_AXIS(pm_gen *e, pm_opid op) {
   const uint32_t d = (uint32_t)*pm_attr(e->g, op, PM_ATTR_DIM);
   switch (*pm_attr(e->g, op, PM_ATTR_AXIS)) {
-    case PM_AXIS_GRID:
-      return leave(e, pm_str(e, "(i32)(%s)", grid_index(e, d)));
+    case PM_AXIS_GRID: return leave(e, pm_str(e, "(i32)(%s)", grid_index(e, d)));
     case PM_AXIS_CLUSTER:
       return leave(e, pm_str(e, "cluster_index_%c()", "xyz"[e->g->n_cluster - 1 - d]));
-    default:
-      return leave(e, "(i32)wg");
+    default: return leave(e, "(i32)wg");
   }
 }
 
