@@ -50,6 +50,7 @@ _define(
         "bitwise_not": ("not", "Bitwise complement; logical on bool."),
         "ceil": ("ceil", "Smallest integer not below x."),
         "cos": ("cos", "Cosine."),
+        "erf": ("erf", "Error function."),
         "exp": ("exp", "e to the x."),
         "exp2": ("exp2", "2 to the x."),
         "floor": ("floor", "Largest integer not above x."),

@@ -2,6 +2,7 @@
 
 import math
 
+from . import lax
 from . import numpy as jnp
 
 
@@ -39,11 +40,9 @@ def tanh(x):
 
 
 def gelu(x, approximate=True):
-    """Gaussian error linear unit, by its tanh approximation."""
+    """Gaussian error linear unit: its tanh approximation, or by erf (traced values only)."""
     if not approximate:
-        raise NotImplementedError(
-            "nn.gelu: approximate=False needs erf, which is not supported yet; use approximate=True"
-        )
+        return 0.5 * x * (1 + lax.erf(x * math.sqrt(0.5)))
     c = math.sqrt(2 / math.pi)
     return 0.5 * x * (1 + jnp.tanh(c * (x + 0.044715 * (x * x * x))))
 

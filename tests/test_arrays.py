@@ -1,6 +1,8 @@
 """Arithmetic on register arrays: every op against NumPy on random data, odd shapes, all dtypes
 and promotions."""
 
+import math
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -60,6 +62,7 @@ UNARY = {
     "sin": (jnp.sin, np.sin, 3),
     "cos": (jnp.cos, np.cos, 3),
     "rsqrt": (lax.rsqrt, lambda x: 1 / np.sqrt(x), 3),
+    "erf": (lax.erf, np.vectorize(math.erf), 3),
     "floor": (jnp.floor, np.floor, 0),
     "ceil": (jnp.ceil, np.ceil, 0),
     "rint": (jnp.round, np.rint, 0),
