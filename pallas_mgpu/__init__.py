@@ -29,6 +29,7 @@ from ._core import (
 )
 from . import lax, nn, numpy, pl, tree
 from ._kernel import kernel
+from ._names import PLGPU_MISSING, PLGPU_WRONG, finder
 from ._ops import (
     barrier_arrive,
     barrier_wait,
@@ -49,7 +50,7 @@ from ._ops import (
     wgmma_accumulator_load,
     wgmma_wait,
 )
-from ._pipeline import emit_pipeline, emit_pipeline_warp_specialized
+from ._pipeline import emit_pipeline
 from ._types import (
     ACC,
     GMEM,
@@ -93,35 +94,7 @@ GPUShapeDtypeStruct, TileTransform, MemoryRefTransform = (
 ThreadSemantics = LoweringSemantics
 wait_barrier = barrier_wait
 
-# name: what to use instead
-_MISSING = {
-    "ClusterBarrier": "use a Barrier inside each block",
-    "PipelinePipeline": "use emit_pipeline",
-    "RefUnion": "allocate in sibling pl.run_scoped scopes, which share memory",
-    "SemaphoreType": "use a Barrier inside a block",
-    "WarpMesh": "branch on the thread axis",
-    "as_torch_kernel": "not needed: kernels take torch tensors as they are",
-    "async_prefetch": "leave it out",
-    "async_store_smem": "exchange data through GMEM",
-    "atomic_add": "give each block its own output",
-    "barrier_test": "use barrier_wait",
-    "cluster_ref": "exchange data through GMEM",
-    "dynamic_scheduling_loop": "use lax.fori_loop over a static schedule",
-    "griddepcontrol_launch_dependents": "leave it out",
-    "griddepcontrol_wait": "leave it out",
-    "inline_mgpu": "use the array functions",
-    "mma": "use wgmma",
-    "nd_loop": "use pl.loop with lax.axis_index",
-    "print_layout": "read kernel.lower(...).as_text('graph')",
-    "semaphore_signal": "use a Barrier inside a block",
-    "semaphore_wait": "use a Barrier inside a block",
-    "transform_ref": "give transforms where the ref is allocated",
-    "warp_map": "branch on the thread axis",
-}
-_WRONG = {
-    "triton_call": "triton_call is not part of Pallas:MGPU; the right form is plgpu.kernel(body,"
-    " out_shape=...)",
-}
+_find = finder("plgpu", PLGPU_MISSING, PLGPU_WRONG)
 
 
 def __getattr__(name):
@@ -129,16 +102,4 @@ def __getattr__(name):
         import importlib
 
         return importlib.import_module(".pipelines", __name__)
-    if name in _WRONG:
-        raise AttributeError(_WRONG[name])
-    hint = _MISSING.get(name)
-    if hint is None:
-        raise AttributeError(f"pallas_mgpu has no {name!r}")
-
-    def missing(*args, **kwargs):
-        raise NotImplementedError(
-            f"plgpu.{name} is not supported yet; {hint} (docs/gaps.md lists what is missing)"
-        )
-
-    missing.__name__ = name
-    return missing
+    return _find(name)

@@ -8,24 +8,18 @@ import functools
 
 from . import _core, _trace, tree
 from ._control import scoped
-from ._types import CompilerParams, InterpretParams, MemoryRef, MemorySpace, Mesh, ShapeDtypeStruct
-
-
-class _NotGiven:
-    def __repr__(self):
-        return "<not given>"
-
-
-_missing = _NotGiven()
+from ._names import NOT_SPECIFIED, deprecated
+from ._types import GMEM, CompilerParams, InterpretParams, MemoryRef, Mesh, ShapeDtypeStruct
 
 
 def _either(new, old, new_name, old_name):
-    """The value of a parameter with two spellings."""
-    if new is not _missing and old is not _missing:
+    """The value of a parameter of `kernel` with two spellings."""
+    if old is NOT_SPECIFIED:
+        return () if new is NOT_SPECIFIED else new
+    if new is not NOT_SPECIFIED:
         raise ValueError(f"Cannot specify both {new_name} and {old_name}; use {new_name}")
-    if old is not _missing:
-        return old
-    return () if new is _missing else new
+    deprecated(f"kernel: {old_name} is an older spelling; use {new_name}=", 3)
+    return old
 
 
 def _is_shaped(x):
@@ -70,7 +64,7 @@ class _Definition:
         for x in leaves:
             if not _is_shaped(x):
                 raise TypeError(f"kernel: out_type leaves need shape and dtype, got {x!r}")
-            if getattr(x, "memory_space", MemorySpace.GMEM) not in (MemorySpace.GMEM, "gmem"):
+            if getattr(x, "memory_space", GMEM) is not GMEM:
                 raise ValueError(f"kernel: an output is in GMEM, got {x!r}")
             self.outs.append(ShapeDtypeStruct(x.shape, x.dtype))
         self.out_container = list if isinstance(out_type, list) else tuple
@@ -198,12 +192,12 @@ def _body_name(body):
 
 
 def kernel(
-    body=_missing,
-    out_shape=_missing,
+    body=NOT_SPECIFIED,
+    out_shape=NOT_SPECIFIED,
     *,
-    out_type=_missing,
-    scratch_types=_missing,
-    scratch_shapes=_missing,
+    out_type=NOT_SPECIFIED,
+    scratch_types=NOT_SPECIFIED,
+    scratch_shapes=NOT_SPECIFIED,
     compiler_params=None,
     grid=(),
     grid_names=(),
@@ -258,4 +252,4 @@ def kernel(
     def wrap(f):
         return _Definition(f, outs, scratch, compiler_params, mesh, interpret, debug).make()
 
-    return wrap if body is _missing else wrap(body)
+    return wrap if body is NOT_SPECIFIED else wrap(body)

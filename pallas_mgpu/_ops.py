@@ -6,15 +6,16 @@ op to the graph."""
 import string
 
 from . import _core
+from ._names import NOT_SPECIFIED, accepts, deprecated
 from ._trace import Array, Ref, env, tracing, type_text
-from ._types import OOBFillMode, layout_spec
+from ._types import GMEM, REGS, SMEM, OOBFillMode, layout_spec
 
 
 def _ref(x, what, name, space=None):
     if not isinstance(x, Ref):
         raise TypeError(f"{what}: {name} must be a ref, got {x!r}")
-    if space is not None and x.memory_space != space:
-        raise ValueError(f"{what}: {name} must be a {space.upper()} ref, got {type_text(x)}")
+    if space is not None and x.memory_space is not space:
+        raise ValueError(f"{what}: {name} must be a {space.name} ref, got {type_text(x)}")
     return x
 
 
@@ -48,6 +49,13 @@ def _same(a, b, what, an, bn):
         raise ValueError(f"{what}: {an} has shape {a.shape} and {bn} {b.shape}; they must be equal")
 
 
+@accepts(
+    impl=None,
+    partitioned_axis=NotImplementedError(
+        "copy_gmem_to_smem: collective copies are not supported yet; let every block copy what it"
+        " needs"
+    ),
+)
 def copy_gmem_to_smem(
     src,
     dst,
@@ -57,7 +65,6 @@ def copy_gmem_to_smem(
     leader_tracked=None,
     oob_mode=None,
     predicate=None,
-    partitioned_axis=None,
 ):
     """Start an asynchronous copy of the GMEM view ``src`` into the SMEM view ``dst`` (Hopper).
 
@@ -67,14 +74,14 @@ def copy_gmem_to_smem(
     do.
     """
     what = "copy_gmem_to_smem"
-    _ref(src, what, "src", "gmem")
-    _ref(dst, what, "dst", "smem")
+    _ref(src, what, "src", GMEM)
+    _ref(dst, what, "dst", SMEM)
     if barrier is None:
         raise ValueError(f"{what}: barrier is required on Hopper; pass plgpu.Barrier() scratch")
     _same(src, dst, what, "src", "dst")
     if leader_tracked is not None and collective_axes is None:
         raise ValueError(f"{what}: leader_tracked needs collective_axes")
-    if collective_axes is not None or partitioned_axis is not None:
+    if collective_axes is not None:
         raise NotImplementedError(
             f"{what}: collective copies are not supported yet; let every block copy what it needs"
         )
@@ -92,8 +99,8 @@ def copy_smem_to_gmem(src, dst, predicate=None, *, commit_group=True, reduction_
     written. ``commit_group`` closes a group that :func:`wait_smem_to_gmem` counts.
     """
     what = "copy_smem_to_gmem"
-    _ref(src, what, "src", "smem")
-    _ref(dst, what, "dst", "gmem")
+    _ref(src, what, "src", SMEM)
+    _ref(dst, what, "dst", GMEM)
     _same(src, dst, what, "src", "dst")
     if reduction_op is not None:
         raise NotImplementedError(
@@ -118,6 +125,7 @@ def _count(n, what):
     return n
 
 
+@accepts(allow_groups="n")
 def wait_smem_to_gmem(n, wait_read_only=False):
     """Wait until at most the ``n`` latest copy groups of this thread are in flight (Hopper).
 
@@ -148,6 +156,16 @@ def barrier_wait(barrier):
     _core.effect("barrier_wait", (_barrier(barrier, "barrier_wait"),))
 
 
+def _transposed_b(args, kwargs, value):
+    """For `accepts`: wgmma's rhs_transpose."""
+    if value:
+        b = args if len(args) > 2 else kwargs
+        at = 2 if b is args else "b"
+        b[at] = _ref(b[at], "wgmma", "b").T
+    return "pass b.T"
+
+
+@accepts(rhs_transpose=_transposed_b, swizzle=None)
 def wgmma(acc, a, b):
     """``acc += a @ b`` on the tensor cores, asynchronously (Hopper).
 
@@ -156,13 +174,13 @@ def wgmma(acc, a, b):
     group per call, awaited by :func:`wgmma_wait` or by reading ``acc``; operands must stay until
     then.
     """
-    if not isinstance(acc, Ref) or acc.memory_space != "regs":
+    if not isinstance(acc, Ref) or acc.memory_space is not REGS:
         raise TypeError(f"wgmma: acc must be an ACC ref, got {acc!r}")
     if not isinstance(a, (Ref, Array)):
         raise TypeError(f"wgmma: a must be an SMEM ref or an array, got {a!r}")
     if isinstance(a, Ref):
-        _ref(a, "wgmma", "a", "smem")
-    _ref(b, "wgmma", "b", "smem")
+        _ref(a, "wgmma", "a", SMEM)
+    _ref(b, "wgmma", "b", SMEM)
     _core.effect("wgmma", (acc, a, b))
 
 
@@ -174,7 +192,7 @@ def wgmma_wait(n):
 def wgmma_accumulator_load(acc, *, wait_n=0):
     """The accumulator's value after at most ``wait_n`` wgmma calls are in flight; None: without
     waiting."""
-    if not isinstance(acc, Ref) or acc.memory_space != "regs":
+    if not isinstance(acc, Ref) or acc.memory_space is not REGS:
         raise TypeError(f"wgmma_accumulator_load: acc must be an ACC ref, got {acc!r}")
     return _core.acc_load(acc, -1 if wait_n is None else _count(wait_n, "wgmma_accumulator_load"))
 
@@ -197,13 +215,14 @@ def layout_cast(x, new_layout):
     return _core.layout_cast(_core.as_array(x), layout_spec(new_layout))
 
 
-def load(src, idx=None, *, layout=None, optimized=True):
+def load(src, idx=NOT_SPECIFIED, *, layout=None, optimized=True):
     """``src[...]``, in register layout ``layout`` if given. ``idx`` is deprecated:
     ``load(src.at[idx])``."""
     _ref(src, "load", "src")
-    if idx is not None:
+    if idx is not NOT_SPECIFIED:
+        deprecated("load: idx is deprecated; use load(src.at[idx])", 2)
         src = src.at[idx]
-    if src.memory_space == "regs":
+    if src.memory_space is REGS:
         return _core.acc_load(src, 0)
     return _core.load(src, None if layout is None else layout_spec(layout), bool(optimized))
 

@@ -11,13 +11,14 @@ from . import _core, _ops
 from ._control import fori_loop, scoped, when
 from ._trace import Array, Ref, env, parameter_names
 from ._types import (
+    GMEM,
     SMEM,
     Barrier,
     Blocked,
-    BlockSpec,
     Element,
+    GenericBlockSpec,
+    GenericMemorySpace,
     MemoryRef,
-    MemorySpace,
     Squeezed,
     split_transforms,
 )
@@ -31,14 +32,19 @@ class _Operand:
     """One spec with the ref it stages."""
 
     def __init__(self, spec, ref, what, grid):
-        if not isinstance(spec, BlockSpec):
+        if not isinstance(spec, GenericBlockSpec):
             raise TypeError(f"emit_pipeline: {what} must be a BlockSpec, got {spec!r}")
-        if not isinstance(ref, Ref) or ref.memory_space != "gmem":
+        if not isinstance(ref, Ref) or ref.memory_space is not GMEM:
             raise TypeError(
                 f"emit_pipeline: the argument for {what} must be a GMEM ref, got {ref!r}"
             )
         self.spec, self.ref, self.what = spec, ref, what
-        self.staged = spec.memory_space in (None, MemorySpace.SMEM)
+        self.staged = spec.memory_space in (None, SMEM, GenericMemorySpace.DEFAULT)
+        if not self.staged and spec.memory_space not in (GMEM, GenericMemorySpace.ANY):
+            raise NotImplementedError(
+                f"emit_pipeline: {what}: blocks in {spec.memory_space} are not supported; use"
+                " plgpu.SMEM, or plgpu.GMEM for the whole array"
+            )
         dims = spec.block_shape
         if dims is None:
             dims = ref.shape
@@ -121,7 +127,7 @@ class _Operand:
         split_transforms(
             self.spec.transforms, self.block, self.ref.dtype, f"emit_pipeline: {self.what}"
         )
-        return MemoryRef(shape, self.ref.dtype, SMEM, self.spec.transforms)
+        return MemoryRef.make(shape, self.ref.dtype, SMEM, self.spec.transforms)
 
 
 class _Slice:
@@ -182,14 +188,14 @@ def emit_pipeline(
             f" {max_concurrent_steps!r}"
         )
     for s in out_specs:
-        if isinstance(s, BlockSpec) and s.collective_axes:
+        if isinstance(s, GenericBlockSpec) and s.collective_axes:
             raise ValueError("emit_pipeline: an output spec cannot have collective_axes")
     for s in in_specs:
-        if isinstance(s, BlockSpec) and s.collective_axes:
+        if isinstance(s, GenericBlockSpec) and s.collective_axes:
             raise NotImplementedError(
                 "emit_pipeline: collective_axes need emit_pipeline_warp_specialized"
             )
-    delays = [s.delay_release for s in in_specs if isinstance(s, BlockSpec)]
+    delays = [s.delay_release for s in in_specs if isinstance(s, GenericBlockSpec)]
     if delays and max_concurrent_steps <= max(delays):
         raise ValueError(
             "max_concurrent_steps must be greater than all delay_release values, got"
@@ -334,11 +340,3 @@ def _run(body, grid, steps, slots, ins, outs, buffers, bars, init_carry):
     if stored:
         _ops.wait_smem_to_gmem(0)
     return carry
-
-
-def emit_pipeline_warp_specialized(*args, **kwargs):
-    """Not available yet: raises NotImplementedError."""
-    raise NotImplementedError(
-        "emit_pipeline_warp_specialized is not supported yet; use plgpu.emit_pipeline in a"
-        " kernel without threads, or write the producer and consumer branches with barriers"
-    )

@@ -2,11 +2,22 @@
 layouts, compiler parameters. They say what is wanted; tracing (`_kernel.py`, `_scope.py`) makes
 refs of them. Semantics: docs/reference.md."""
 
+import dataclasses
 import enum
+import functools
+from collections.abc import Callable
 
 import numpy as np
 
 from . import _core
+from ._names import accepts, deprecated
+
+
+def _restore(cls, fields):
+    """An object of a frozen class from its fields, for pickle and copy."""
+    out = object.__new__(cls)
+    out._set(**dict(zip(cls.__slots__, fields)))
+    return out
 
 
 class _Frozen:
@@ -20,6 +31,12 @@ class _Frozen:
     def _set(self, **fields):
         for k, v in fields.items():
             object.__setattr__(self, k, v)
+
+    def __delattr__(self, name):
+        self.__setattr__(name, None)
+
+    def __reduce__(self):
+        return _restore, (type(self), self._fields())
 
     def _fields(self):
         return tuple(getattr(self, k) for k in self.__slots__)
@@ -41,6 +58,10 @@ class _Frozen:
         return type(self)(**{**{k: getattr(self, k) for k in self.__slots__}, **changes})
 
 
+def _ignore(args, kwargs, value):
+    """For `accepts`: a keyword of a sister type."""
+
+
 def _shape(shape, what):
     try:
         return tuple(d.__index__() for d in ((shape,) if isinstance(shape, int) else shape))
@@ -52,12 +73,13 @@ class ShapeDtypeStruct(_Frozen):
     """Shape and dtype of an array, e.g. of a kernel's result.
 
     ``layout`` (a :class:`Layout` value, optional) is only used for results of inline code.
-    ValueError for ``dtype=None``; other keywords of JAX's type (sharding, weak_type) are tolerated.
+    ValueError for ``dtype=None``; JAX's keywords sharding and weak_type are tolerated.
     """
 
     __slots__ = ("shape", "dtype", "layout")
 
-    def __init__(self, shape, dtype=None, layout=None, **_ignored):
+    @accepts(sharding=_ignore, weak_type=_ignore)
+    def __init__(self, shape, dtype, layout=None):
         if dtype is None:
             raise ValueError("ShapeDtypeStruct: dtype must be given")
         self._set(
@@ -167,14 +189,27 @@ def split_transforms(transforms, shape, dtype, what):
 class MemoryRef(_Frozen):
     """What to allocate: made by calling a memory space, ``plgpu.SMEM(shape, dtype)``."""
 
-    __slots__ = ("shape", "dtype", "memory_space", "transforms")
+    __slots__ = ("inner_aval", "memory_space", "transforms")
 
-    def __init__(self, shape, dtype, memory_space, transforms=()):
-        self._set(shape=shape, dtype=dtype, memory_space=memory_space, transforms=transforms)
+    def __init__(self, inner_aval, memory_space):
+        inner_aval = ShapeDtypeStruct(inner_aval.shape, inner_aval.dtype)
+        self._set(inner_aval=inner_aval, memory_space=memory_space, transforms=())
 
-    @property
-    def ndim(self):
-        return len(self.shape)
+    @classmethod
+    def make(cls, shape, dtype, memory_space, transforms=()):
+        """With the transforms of the memory space."""
+        out = cls(ShapeDtypeStruct(shape, dtype), memory_space)
+        out._set(transforms=tuple(transforms))
+        return out
+
+    shape = property(lambda self: self.inner_aval.shape)
+    dtype = property(lambda self: self.inner_aval.dtype)
+    ndim = property(lambda self: len(self.shape))
+    size = property(lambda self: self.inner_aval.size)
+
+    def __repr__(self):
+        given = f", transforms={self.transforms!r}" if self.transforms else ""
+        return f"{str(self.memory_space).upper()}({self.shape}, {self.dtype.name}{given})"
 
 
 class MemorySpace(enum.Enum):
@@ -207,11 +242,28 @@ class MemorySpace(enum.Enum):
             transforms = (transforms,)
         shape, dtype = _shape(shape, what), _core.as_dtype(dtype)
         split_transforms(transforms, shape, dtype, what)
-        return MemoryRef(shape, dtype, self, tuple(transforms))
+        return MemoryRef.make(shape, dtype, self, transforms)
 
-    def like(self, x):
-        """The descriptor of an allocation with the shape and dtype of ``x``."""
-        return self(x.shape, x.dtype)
+    def like(self, shape_dtype_like):
+        """The descriptor of an allocation with the shape and dtype of another thing."""
+        return self(shape_dtype_like.shape, shape_dtype_like.dtype)
+
+
+class GenericMemorySpace(enum.Enum):
+    """`pl.MemorySpace`. In a BlockSpec ``ANY`` is GMEM (the whole array, no copy) and ``DEFAULT``
+    SMEM; the others have no meaning on GPUs."""
+
+    ANY = "any"
+    DEFAULT = "default"
+    ERROR = "error"
+    INDEX = "index"
+    KEY = "key"
+
+    def __str__(self):
+        return self.value
+
+    def __call__(self, shape, dtype):
+        return MemoryRef.make(_shape(shape, f"pl.{self.name}"), _core.as_dtype(dtype), self)
 
 
 GMEM, SMEM, TMEM, REGS = MemorySpace.GMEM, MemorySpace.SMEM, MemorySpace.TMEM, MemorySpace.REGS
@@ -259,31 +311,18 @@ class Barrier(_Frozen):
 
     __slots__ = ("num_arrivals", "num_barriers", "orders_tensor_core")
 
-    def __init__(
-        self,
-        num_arrivals=1,
-        num_barriers=1,
-        orders_tensor_core=False,
-        *,
-        arrival_count=None,
-        for_tensor_core=None,
-        **wrong,
-    ):
-        if wrong:
-            name = next(iter(wrong))
-            hint = (
-                " (a Pallas barrier counts arrivals, not CUDA threads)"
-                if name == "num_threads"
-                else ""
-            )
-            raise TypeError(
-                f"Barrier: no argument {name!r}{hint}; the right form is"
-                " plgpu.Barrier(num_arrivals=..., num_barriers=...)"
-            )
-        if arrival_count is not None:
-            num_arrivals = arrival_count
-        if for_tensor_core is not None:
-            orders_tensor_core = for_tensor_core
+    @accepts(
+        "num_arrivals",
+        "num_barriers",
+        "orders_tensor_core",
+        arrival_count="num_arrivals",
+        for_tensor_core="orders_tensor_core",
+        num_threads=TypeError(
+            "Barrier: no argument 'num_threads' (a Pallas barrier counts arrivals, not CUDA"
+            " threads); the right form is plgpu.Barrier(num_arrivals=..., num_barriers=...)"
+        ),
+    )
+    def __init__(self, *, num_arrivals=1, num_barriers=1, orders_tensor_core=False):
         if not isinstance(num_arrivals, (int, np.integer)) or isinstance(num_arrivals, bool):
             raise TypeError(f"Barrier: num_arrivals must be an int, got {num_arrivals!r}")
         if num_arrivals < 1:
@@ -313,13 +352,23 @@ class OOBFillMode(enum.IntEnum):
     ZEROS = 2
 
 
+def _block_size(n, what):
+    try:
+        n = n.__index__()
+    except (AttributeError, TypeError):
+        raise TypeError(f"{what}: block_size must be an int, got {n!r}") from None
+    if n < 1:
+        raise ValueError(f"{what}: block_size must be positive, got {n}")
+    return n
+
+
 class Blocked(_Frozen):
     """A block dim of ``block_size`` elements; the index map counts blocks. Same as a plain int."""
 
     __slots__ = ("block_size",)
 
     def __init__(self, block_size):
-        self._set(block_size=int(block_size))
+        self._set(block_size=_block_size(block_size, "pl.Blocked"))
 
 
 class Element(_Frozen):
@@ -328,7 +377,7 @@ class Element(_Frozen):
     __slots__ = ("block_size", "padding")
 
     def __init__(self, block_size, padding=(0, 0)):
-        self._set(block_size=int(block_size), padding=tuple(padding))
+        self._set(block_size=_block_size(block_size, "pl.Element"), padding=tuple(padding))
 
 
 class Squeezed(_Frozen):
@@ -340,25 +389,94 @@ class Squeezed(_Frozen):
 squeezed = Squeezed()
 
 
-class BlockSpec:
-    """How an array is cut into blocks, and how a block is staged in SMEM.
+def _as_tuple(index_map):
+    """The index map with a tuple as its result."""
+
+    def call(*indices):
+        out = index_map(*indices)
+        return tuple(out) if isinstance(out, (tuple, list)) else (out,)
+
+    return functools.update_wrapper(call, index_map, updated=())
+
+
+@dataclasses.dataclass(init=False)
+class GenericBlockSpec:
+    """`pl.BlockSpec`: how an array is cut into blocks.
 
     ``block_shape``: per dim an int, ``Blocked``, ``Element``, ``None`` or ``Squeezed``; None: the
     whole array. ``index_map``: grid indices to block indices; None: zeros. ``memory_space``: SMEM
-    by default; GMEM passes the whole array. ``transforms``: of each SMEM slot. ``delay_release``:
-    steps that a slot stays untouched after its own. NotImplementedError for ``pipeline_mode``.
+    by default; GMEM passes the whole array. NotImplementedError for ``pipeline_mode``.
     """
 
-    _names = (
-        "block_shape",
-        "index_map",
-        "memory_space",
-        "transforms",
-        "delay_release",
-        "collective_axes",
-        "oob_fill_mode",
-    )
+    block_shape: tuple | None
+    index_map: Callable | None
+    pipeline_mode: None
+    memory_space: MemorySpace | GenericMemorySpace | None
 
+    transforms = ()
+    delay_release = 0
+    collective_axes = None
+    oob_fill_mode = OOBFillMode.ZEROS
+
+    def __init__(self, block_shape=None, index_map=None, pipeline_mode=None, *, memory_space=None):
+        if pipeline_mode is not None:
+            raise NotImplementedError(
+                "BlockSpec: pipeline_mode is not supported on GPU; pass"
+                " max_concurrent_steps to the pipeline"
+            )
+        if callable(block_shape) and not isinstance(block_shape, type):
+            raise TypeError("BlockSpec: block_shape comes first, then index_map")
+        if not (block_shape is None or isinstance(block_shape, (tuple, list))):
+            raise TypeError(f"BlockSpec: block_shape must be a tuple or None, got {block_shape!r}")
+        if not (index_map is None or callable(index_map)):
+            raise TypeError(f"BlockSpec: index_map must be a function or None, got {index_map!r}")
+        if not isinstance(memory_space, (MemorySpace, GenericMemorySpace, type(None))):
+            raise TypeError(
+                f"BlockSpec: memory_space must be plgpu.GMEM, plgpu.SMEM, pl.ANY or None, got"
+                f" {memory_space!r}"
+            )
+        self.block_shape = None if block_shape is None else tuple(block_shape)
+        self.index_map = None if index_map is None else _as_tuple(index_map)
+        self.pipeline_mode = None
+        self.memory_space = memory_space
+
+    def replace(self, **changes):
+        """A copy with the given fields changed."""
+        return dataclasses.replace(self, **changes)
+
+
+GenericBlockSpec.__name__ = GenericBlockSpec.__qualname__ = "BlockSpec"
+
+
+def _add_transform(make):
+    """For `accepts`: a keyword that stood for one transform."""
+
+    def add(args, kwargs, value):
+        given = kwargs.get("transforms", ())
+        given = (given,) if isinstance(given, Transform) else tuple(given)
+        if any(isinstance(t, make) for t in given):
+            raise ValueError("BlockSpec: give transforms=, not tiling= and swizzle= too")
+        if value is not None:
+            kwargs["transforms"] = (*given, make(value))
+        return "use transforms=(TilingTransform(...), SwizzleTransform(...))"
+
+    return add
+
+
+@dataclasses.dataclass(init=False)
+class BlockSpec(GenericBlockSpec):
+    """How an array is cut into blocks, and how a block is staged in SMEM.
+
+    Beside the fields of `pl.BlockSpec`: ``transforms``: of each SMEM slot. ``delay_release``: steps
+    that a slot stays untouched after its own. ``oob_fill_mode``: what stands outside of the array.
+    """
+
+    transforms: tuple
+    delay_release: int
+    collective_axes: tuple | None
+    oob_fill_mode: OOBFillMode
+
+    @accepts(tiling=_add_transform(TilingTransform), swizzle=_add_transform(SwizzleTransform))
     def __init__(
         self,
         block_shape=None,
@@ -370,39 +488,22 @@ class BlockSpec:
         oob_fill_mode=OOBFillMode.ZEROS,
         *,
         memory_space=None,
-        tiling=None,
-        swizzle=None,
     ):
-        if pipeline_mode is not None:
-            raise NotImplementedError(
-                "BlockSpec: pipeline_mode is not supported on GPU; pass"
-                " max_concurrent_steps to the pipeline"
+        super().__init__(block_shape, index_map, pipeline_mode, memory_space=memory_space)
+        transforms = (transforms,) if isinstance(transforms, Transform) else tuple(transforms)
+        for t in transforms:
+            if not isinstance(t, Transform):
+                raise TypeError(f"BlockSpec: transforms must be plgpu transforms, got {t!r}")
+        if not isinstance(delay_release, int) or delay_release < 0:
+            raise ValueError(
+                f"BlockSpec: delay_release must be an int of at least 0, got {delay_release!r}"
             )
-        if callable(block_shape) and not isinstance(block_shape, type):
-            raise TypeError("BlockSpec: block_shape comes first, then index_map")
-        if tiling is not None or swizzle is not None:
-            if transforms:
-                raise ValueError("BlockSpec: give transforms=, not tiling= and swizzle= too")
-            transforms = (
-                *((TilingTransform(tiling),) if tiling is not None else ()),
-                *((SwizzleTransform(swizzle),) if swizzle else ()),
-            )
-        self.block_shape = None if block_shape is None else tuple(block_shape)
-        self.index_map = index_map
-        self.transforms = (transforms,) if isinstance(transforms, Transform) else tuple(transforms)
-        self.delay_release = delay_release
         if isinstance(collective_axes, str):
             collective_axes = (collective_axes,)
+        self.transforms = transforms
+        self.delay_release = delay_release
         self.collective_axes = collective_axes or None
         self.oob_fill_mode = OOBFillMode(oob_fill_mode)
-        self.memory_space = memory_space
-
-    def replace(self, **changes):
-        """A copy with the given fields changed."""
-        return BlockSpec(**{**{k: getattr(self, k) for k in self._names}, **changes})
-
-    def __repr__(self):
-        return "BlockSpec(" + ", ".join(f"{k}={getattr(self, k)!r}" for k in self._names) + ")"
 
 
 # ---- layouts -------------------------------------------------------------------------------------
@@ -458,7 +559,29 @@ class _LayoutValue:
         return f"Layout.{self.text}"
 
 
-class Layout(enum.Enum):
+_OLDER_LAYOUTS = {  # name: the layout and the axis it is reduced over
+    "WGMMA_ROW": ("WGMMA", 1),
+    "WGMMA_COL": ("WGMMA", 0),
+    "TCGEN05_ROW": ("TCGEN05", 1),
+    "TCGEN05_COL": ("TCGEN05", 0),
+    "TCGEN05_TMEM_NATIVE_ROW": ("TCGEN05_TMEM_NATIVE", 1),
+}
+
+
+class _LayoutType(enum.EnumMeta):
+    def __getattr__(cls, name):
+        if name in _OLDER_LAYOUTS:
+            full, axis = _OLDER_LAYOUTS[name]
+            deprecated(f"Layout.{name} is an older spelling; use Layout.{full}.reduce({axis})", 2)
+            return cls[full].reduce(axis)
+        if name == "TMA_GATHER_INDICES":
+            return cls.TMA_INDICES
+        if name == "WGMMA_ROW_MAJOR":
+            raise AttributeError("Layout has no 'WGMMA_ROW_MAJOR'; the right form is Layout.WGMMA")
+        raise AttributeError(f"Layout has no {name!r}; it has {', '.join(cls.__members__)}")
+
+
+class Layout(enum.Enum, metaclass=_LayoutType):
     """Register layouts of arrays; see docs/reference.md for where each puts an element.
 
     Members are layouts; those with parameters are called: ``Layout.WG_STRIDED(shape, vec_size)``.
@@ -559,15 +682,15 @@ def layout_spec(layout):
 class LoweringSemantics(enum.Enum):
     """Accepted and ignored: layouts are always inferred over the whole kernel."""
 
-    Lane = 0
-    Warpgroup = 1
+    Lane = 1
+    Warpgroup = 2
 
 
 class TraceScope(enum.Enum):
     """Scope of one trace of the on-device profiler."""
 
-    WARPGROUP = 0
-    WARP = 1
+    WARP = "warp"
+    WARPGROUP = "warpgroup"
 
 
 class CompilerParams(_Frozen):
@@ -593,6 +716,13 @@ class CompilerParams(_Frozen):
         "lowering_semantics",
     )
 
+    @accepts(
+        num_stages="max_concurrent_steps",
+        thread_semantics="lowering_semantics",
+        delay_release=TypeError(
+            "CompilerParams: delay_release belongs to plgpu.BlockSpec(delay_release=...)"
+        ),
+    )
     def __init__(
         self,
         *,
@@ -606,15 +736,7 @@ class CompilerParams(_Frozen):
         profile_trace_scope=TraceScope.WARPGROUP,
         profile_bounds_check=False,
         lowering_semantics=LoweringSemantics.Warpgroup,
-        num_stages=None,
-        delay_release=None,
     ):
-        if delay_release is not None:
-            raise TypeError(
-                "CompilerParams: delay_release belongs to plgpu.BlockSpec(delay_release=...)"
-            )
-        if num_stages is not None:
-            max_concurrent_steps = num_stages
         if bool(profile_space) != bool(profile_dir):
             raise ValueError("CompilerParams: profile_space and profile_dir go together")
         if profile_space:
@@ -664,6 +786,21 @@ class InterpretParams(_Frozen):
         )
 
 
+def _split_axis_names(args, kwargs, names):
+    """For `accepts`: names of all axes in a row, those of the grid first."""
+    names = (names,) if isinstance(names, str) else tuple(names)
+    n, m = (
+        len(x) if isinstance(x, (tuple, list)) else 1
+        for x in (kwargs.get("grid", ()), kwargs.get("cluster", ()))
+    )
+    kwargs.update(grid_names=names[:n], cluster_names=names[n : n + m])
+    if len(names) > n + m:
+        kwargs["thread_name"], *more = names[n + m :]
+        if more:
+            raise ValueError(f"Mesh: too many axis_names, {names}")
+    return "use grid_names=, cluster_names=, thread_name="
+
+
 class Mesh(_Frozen):
     """Names and sizes of the axes a kernel runs over.
 
@@ -681,6 +818,7 @@ class Mesh(_Frozen):
         "kernel_name",
     )
 
+    @accepts(axis_names=_split_axis_names)
     def __init__(
         self,
         *,
@@ -739,6 +877,9 @@ class Mesh(_Frozen):
             thread_name=thread_name,
             kernel_name=kernel_name,
         )
+
+    default_memory_space = GMEM
+    core_type = "gpu"
 
     @property
     def shape(self):

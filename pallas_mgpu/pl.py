@@ -1,16 +1,24 @@
 """The `pl` namespace: generic helpers of kernel bodies."""
 
-from . import _core
+from . import _core, _types, tree
 from ._control import loop, run_scoped, run_state, when, with_scoped
+from ._names import NOT_SPECIFIED, PL_MISSING, PL_WRONG, finder
 from ._ops import debug_print, num_programs, program_id
-from ._trace import Array
-from ._types import Blocked, BlockSpec, Element, MemoryRef, Squeezed, squeezed
+from ._trace import Array, Ref
+from ._types import Blocked, Element, MemoryRef, Squeezed, squeezed
+
+BlockSpec, MemorySpace = _types.GenericBlockSpec, _types.GenericMemorySpace
+ANY = MemorySpace.ANY
+BlockDim = Element | Squeezed | Blocked
 
 __all__ = [
+    "ANY",
+    "BlockDim",
     "BlockSpec",
     "Blocked",
     "Element",
     "MemoryRef",
+    "MemorySpace",
     "Slice",
     "Squeezed",
     "align_to",
@@ -18,6 +26,7 @@ __all__ = [
     "debug_print",
     "ds",
     "dslice",
+    "load",
     "loop",
     "multiple_of",
     "next_power_of_2",
@@ -26,12 +35,15 @@ __all__ = [
     "run_scoped",
     "run_state",
     "squeezed",
+    "store",
     "strides_from_shape",
+    "swap",
     "when",
     "with_scoped",
 ]
 
 
+@tree.register_pytree_node_class
 class Slice:
     """``start``, static or traced, and static ``size`` of a slice of a ref."""
 
@@ -44,6 +56,9 @@ class Slice:
             )
         if isinstance(stride, Array):
             raise ValueError("pl.ds: the stride must be a Python int")
+        for name, n in (("size", size), ("stride", stride), ("start", start)):
+            if not hasattr(n, "__index__"):
+                raise TypeError(f"pl.ds: the {name} must be an integer, got {n!r}")
         if stride < 0:
             raise ValueError(f"pl.ds: the stride must not be negative, got {stride}")
         self.start, self.size, self.stride = start, size.__index__(), stride
@@ -56,23 +71,48 @@ class Slice:
     def is_dynamic_size(self):
         return False
 
+    @classmethod
+    def from_slice(cls, slc, size):
+        """Of a Python slice of ``size`` elements."""
+        start, stop, step = slc.indices(size)
+        return cls(start, max(-(-(stop - start) // step), 0), step)
+
+    def tree_flatten(self):
+        if self.is_dynamic_start:
+            return (self.start,), (None, self.size, self.stride)
+        return (), (self.start, self.size, self.stride)
+
+    @classmethod
+    def tree_unflatten(cls, aux_data, children):
+        out = object.__new__(cls)
+        out.start, out.size, out.stride = aux_data
+        if children:
+            (out.start,) = children
+        return out
+
     def __eq__(self, other):
         if not isinstance(other, Slice):
             return NotImplemented
-        return (
-            self.start is other.start or bool(self.start == other.start) and self.size == other.size
-        )
+        if (self.size, self.stride) != (other.size, other.stride):
+            return False
+        if self.is_dynamic_start or other.is_dynamic_start:
+            return self.start is other.start
+        return self.start == other.start
+
+    __hash__ = None
 
     def __repr__(self):
         return f"Slice({self.start!r}, {self.size}, {self.stride})"
 
 
-def dslice(start, size=None, stride=1):
+def dslice(start, size=NOT_SPECIFIED, stride=None):
     """A slice of ``size`` elements from ``start`` (traced or not). ``ds(n)`` is the first n;
     ``ds(None)`` everything."""
-    if size is None:
-        return slice(None) if start is None else Slice(0, start, stride)
-    return Slice(0 if start is None else start, size, stride)
+    if size is NOT_SPECIFIED:
+        if start is None:
+            return slice(None)
+        start, size = 0, start
+    return Slice(0 if start is None else start, size, 1 if stride is None else stride)
 
 
 ds = dslice
@@ -85,9 +125,9 @@ def cdiv(a, b):
     return (a + b - 1) // b
 
 
-def align_to(a, n):
-    """``a`` rounded up to a multiple of ``n``."""
-    return cdiv(a, n) * n
+def align_to(a, alignment):
+    """``a`` rounded up to a multiple of ``alignment``."""
+    return cdiv(a, alignment) * alignment
 
 
 def next_power_of_2(x):
@@ -116,33 +156,38 @@ def multiple_of(x, values):
     return x
 
 
-_MISSING = {
-    "pallas_call": "use plgpu.kernel",
-    "core_map": "use plgpu.kernel",
-    "kernel": "use plgpu.kernel",
-    "semaphore_signal": "use plgpu.Barrier inside a block",
-    "semaphore_wait": "use plgpu.Barrier inside a block",
-    "semaphore_read": "use plgpu.Barrier inside a block",
-    "get_global": "pass an operand",
-    "debug_check": "use pl.debug_print",
-    "delay": "leave it out",
-    "load": "use ref[idx]",
-    "store": "use ref[idx] = value",
-    "swap": "use ref.swap(value, idx)",
-    "atomic_add": "give each block its own output",
-    "dot": "use plgpu.wgmma",
-}
+def _access(what, ref, idx, options):
+    if not isinstance(ref, Ref):
+        raise TypeError(f"{what}: the first argument must be a ref, got {ref!r}")
+    for name, value in options.items():
+        if name == "memory_space":
+            raise TypeError(
+                f"{what}: no argument 'memory_space': a load goes to registers, a store to the"
+                " ref's memory; for copies use plgpu.copy_gmem_to_smem and copy_smem_to_gmem"
+            )
+        if name not in ("mask", "other", "cache_modifier", "eviction_policy", "volatile"):
+            raise TypeError(f"{what}: unexpected argument {name!r}")
+        if name in ("mask", "other") and value is not None:
+            raise NotImplementedError(
+                f"{what}: {name}= is not available on this backend; use jnp.where on the loaded"
+                " array, or pl.when"
+            )
+    return ref.at[idx]
 
 
-def __getattr__(name):
-    hint = _MISSING.get(name)
-    if hint is None:
-        raise AttributeError(f"pallas_mgpu.pl has no {name!r}")
+def load(ref, idx, **options):
+    """The older form of ``ref[idx]``."""
+    return _access("pl.load", ref, idx, options)[...]
 
-    def missing(*args, **kwargs):
-        raise NotImplementedError(
-            f"pl.{name} is not supported yet; {hint} (docs/gaps.md lists what is missing)"
-        )
 
-    missing.__name__ = name
-    return missing
+def store(ref, idx, val, **options):
+    """The older form of ``ref[idx] = val``."""
+    _access("pl.store", ref, idx, options)[...] = val
+
+
+def swap(ref, idx, val, **options):
+    """The older form of ``ref.swap(val, idx)``."""
+    return _access("pl.swap", ref, idx, options).swap(val)
+
+
+__getattr__ = finder("pl", PL_MISSING, PL_WRONG)

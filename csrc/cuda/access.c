@@ -12,8 +12,8 @@
  * 16 bytes. FLAT layouts on a dense view are linear with one dimension, the linear index. What is
  * not linear computes its coordinates for every vector.
  *
- * Swizzle is a ^= (a >> 7 & m) << 4 on the low 10 bits, linear over exclusive or. Where the thread's
- * and the register's parts share no bit of those 10, the thread's part is swizzled once and the
+ * Swizzle is a ^= (a >> 7 & m) << 4 on the low 10 bits, linear over exclusive or. Where the parts
+ * of the thread and of the register share no bit of those 10, the thread's is swizzled once and the
  * register's, a constant, joins it by ^ below 1024 and by + from there on.
  *
  * Padding is masked by vectors: no vector crosses the end of an extent. */
@@ -26,11 +26,11 @@ typedef struct access {
   const pm_layout *l;
   const pm_view *v;
   bool linear, store;
-  int64_t bytes, vec, n;        /* of an element; elements of a vector; vectors */
-  pm_sum part[N_PARTS];         /* linear: elements of memory; REG: counts vectors */
-  int vec_dim;                  /* dimension of the layout along which vectors run, -1: none */
-  int matrix;                   /* 1, 2: ldmatrix / stmatrix, plain or transposed */
-  bool split;                   /* the swizzle can be split */
+  int64_t bytes, vec, n; /* of an element; elements of a vector; vectors */
+  pm_sum part[N_PARTS];  /* linear: elements of memory; REG: counts vectors */
+  int vec_dim;           /* dimension of the layout along which vectors run, -1: none */
+  int matrix;            /* 1, 2: ldmatrix / stmatrix, plain or transposed */
+  bool split;            /* the swizzle can be split */
   const char *stem, *i, *address, *valid; /* i: number of the vector */
 } access;
 
@@ -215,7 +215,8 @@ static const char *map_text(pm_gen *e, const pm_layout *dst, const int64_t *map,
   const char *name = pm_unique(e, "register");
   pm_text t;
   pm_text_init(&t, e->arena);
-  for (int64_t r = 0; r < n; r++) pm_putf(&t, "%s%lld", r ? ", " : "", (long long)pm_max(map[r], 0));
+  for (int64_t r = 0; r < n; r++)
+    pm_putf(&t, "%s%lld", r ? ", " : "", (long long)pm_max(map[r], 0));
   pm_line(e, "constexpr u16 %s[] = {%s};", name, t.at);
   return pm_str(e, "%s[%s]", name, reg);
 }
@@ -418,7 +419,7 @@ static void count_vectors(pm_sum *s, int64_t vec) {
 
 /* ---- swizzle ----------------------------------------------------------------------------- */
 
-/* Cut the pieces of a sum at 1024 bytes; the bits below that they can set; -1: not powers of two. */
+/* Cut the pieces of a sum at 1024 bytes; the bits below that they set, -1: no powers of two. */
 static int64_t low_bits(pm_sum *s, int64_t bytes) {
   int64_t bits = 0;
   pm_sum out = {.total = s->total};
@@ -538,10 +539,12 @@ static void begin_coords(access *a) {
     pm_line(e, "const i32 c_%d = %s;", d, c);
     const char *x = pm_str(e, gmem ? "(i64)c_%d" : "c_%d", d);
     if (vd->tile) {
-      plus(&t, pm_str(e, "%s / %lld * %lld", x, (long long)vd->tile, (long long)(vd->outer * scale)));
+      plus(&t,
+           pm_str(e, "%s / %lld * %lld", x, (long long)vd->tile, (long long)(vd->outer * scale)));
       x = pm_str(e, "%s %% %lld", x, (long long)vd->tile);
     }
-    plus(&t, vd->inner * scale == 1 ? x : pm_str(e, "%s * %lld", x, (long long)(vd->inner * scale)));
+    plus(&t,
+         vd->inner * scale == 1 ? x : pm_str(e, "%s * %lld", x, (long long)(vd->inner * scale)));
   }
   a->address = t.n ? pm_str(e, "p + %s", t.at) : "p";
   if (a->v->swizzle) a->address = pm_str(e, "swizzle<%d>(%s)", a->v->swizzle, a->address);

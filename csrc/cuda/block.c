@@ -141,21 +141,16 @@ static const char *float_literal(pm_gen *e, double x) {
 const char *pm_literal(pm_gen *e, pm_dtype t, pm_scalar v) {
   const char *cpp = pm_cpp_type(t);
   switch (t) {
-    case PM_BOOL:
-      return v.i ? "true" : "false";
-    case PM_I32:
-      return v.i == INT32_MIN ? "(-2147483647 - 1)" : pm_str(e, "%lld", (long long)v.i);
-    case PM_U32:
-      return pm_str(e, "%lluu", (unsigned long long)(uint32_t)v.i);
-    case PM_F32:
-      return float_literal(e, v.f);
+    case PM_BOOL: return v.i ? "true" : "false";
+    case PM_I32: return v.i == INT32_MIN ? "(-2147483647 - 1)" : pm_str(e, "%lld", (long long)v.i);
+    case PM_U32: return pm_str(e, "%lluu", (unsigned long long)(uint32_t)v.i);
+    case PM_F32: return float_literal(e, v.f);
     case PM_F16:
     case PM_BF16: {
       const uint16_t bits = t == PM_F16 ? pm_f32_to_f16((float)v.f) : pm_f32_to_bf16((float)v.f);
       return pm_str(e, "%s{0x%04x /* %g */}", cpp, bits, v.f);
     }
-    default:
-      return pm_str(e, "(%s)%lld", cpp, (long long)v.i);
+    default: return pm_str(e, "(%s)%lld", cpp, (long long)v.i);
   }
 }
 
@@ -257,8 +252,8 @@ static void emit_pair_convert(pm_gen *e, pm_opid op) {
   pm_note(e, op, "");
   const char *name = pm_declare(e, out, out);
   pm_line(e, "#pragma unroll");
-  pm_line(e, "for (int r = 0; r < %lld; r += 2) %s(&%s[r], %s, %s);",
-          (long long)pm_regs_of(e, out), fn, name, pm_at(e, in, "r"), pm_at(e, in, "r + 1"));
+  pm_line(e, "for (int r = 0; r < %lld; r += 2) %s(&%s[r], %s, %s);", (long long)pm_regs_of(e, out),
+          fn, name, pm_at(e, in, "r"), pm_at(e, in, "r + 1"));
 }
 
 static pm_code emit_expr(pm_gen *e, pm_opid op);
@@ -345,7 +340,8 @@ static pm_code emit_run(pm_gen *e, pm_blk block, uint32_t first, uint32_t *next)
 
 typedef pm_code (*emitter)(pm_gen *e, pm_opid op);
 static const emitter emitters[PM_OP_COUNT] = {
-#define PM_OP(id, text, in, out, regions, attrs, type, layout, effects, part, done, warp, arch, doc) \
+#define PM_OP(id, text, in, out, regions, attrs, type, layout, effects, part, done, warp, arch, \
+              doc)                                                                              \
   [PM_OP_##id] = pm_cuda_##id,
 #include "../ir/ops.def"
 #undef PM_OP

@@ -3,10 +3,10 @@
  * A wait takes its parity from a word of phase bits, one for each barrier of the allocation, that
  * every lane keeps and flips. Arrivals are counted in units: 128 where all lanes arrive, or 1 where
  * one lane arrives for all behind a barrier of the lanes. A copy by an engine is issued by one
- * elected lane of warp 0, always the same (elect.sync with all lanes gives the same one every time),
- * so that this lane's bulk groups are those of the thread; consecutive copies share one election.
- * The lane arrives for the whole unit, with the bytes to expect, before it issues the copy.
- * PLAIN copies are loads and stores of all lanes, then a proxy fence and the arrival. */
+ * elected lane of warp 0, always the same (elect.sync with all lanes gives the same one), so that
+ * this lane's bulk groups are those of the thread; consecutive copies share one election. The lane
+ * arrives for the whole unit, with the bytes to expect, before it issues the copy. PLAIN copies are
+ * loads and stores of all lanes, then a proxy fence and the arrival. */
 #include "gen.h"
 
 /* ---- barriers ---------------------------------------------------------------------------- */
@@ -77,7 +77,8 @@ static bool same_map(const pm_tensor_map *a, const pm_tensor_map *b) {
   if (a->param != b->param || a->dtype != b->dtype || a->rank != b->rank) return false;
   if (a->swizzle != b->swizzle) return false;
   for (int d = 0; d < a->rank; d++) {
-    if (a->dim[d] != b->dim[d] || a->stride[d] != b->stride[d] || a->box[d] != b->box[d]) return false;
+    if (a->dim[d] != b->dim[d] || a->stride[d] != b->stride[d] || a->box[d] != b->box[d])
+      return false;
   }
   return true;
 }
@@ -177,7 +178,7 @@ static void store_by_lane(pm_gen *e, pm_opid op, const pm_copy_plan *p) {
 
 /* ---- copies by all lanes ----------------------------------------------------------------- */
 
-/* An index of the base along d: start, and the coordinates c_k of the view's dims that run along it. */
+/* An index of the base along d: start, and coordinates c_k of the dims of the view along it. */
 static const char *base_index(pm_gen *e, const pm_view *v, int d) {
   pm_text t;
   pm_text_init(&t, e->arena);
@@ -215,7 +216,8 @@ static const char *in_bounds(pm_gen *e, const pm_view *v) {
 
 static bool chunk_fits(pm_gen *e, const pm_view *v, int64_t n) {
   const int last = v->rank - 1;
-  if (v->dim[last].inner != 1 || v->dim[last].size % n || pm_view_divisor(e->g, v) % n) return false;
+  if (v->dim[last].inner != 1 || v->dim[last].size % n || pm_view_divisor(e->g, v) % n)
+    return false;
   for (int k = 0; k < v->rank; k++) {
     const pm_view_dim *d = &v->dim[k];
     if (d->tile && d->outer % n) return false;

@@ -153,8 +153,7 @@ pm_code pm_cuda_SWITCH(pm_gen *e, pm_opid op) {
   PM_TRY(check_carries(e, op));
   pm_note(e, op, "switch");
   declare_results(e, op);
-  pm_begin(e, "switch (max_int(0, min_int(%u, %s))) {", n - 1,
-           pm_scalar_of(e, pm_in(e->g, op, 0)));
+  pm_begin(e, "switch (max_int(0, min_int(%u, %s))) {", n - 1, pm_scalar_of(e, pm_in(e->g, op, 0)));
   for (uint32_t k = 0; k < n; k++) {
     if (k + 1 < n) {
       pm_begin(e, "case %u: {", k);

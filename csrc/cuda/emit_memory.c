@@ -46,8 +46,9 @@ pm_code pm_cuda_LOAD(pm_gen *e, pm_opid op) {
     return PM_OK;
   }
   if (pm_type_size(pm_typeof(e->g, out)) > 1) {
-    return pm_gen_fail(e, op, PM_E_INTERNAL, "an array that differs between elements has a splat "
-                                             "layout");
+    return pm_gen_fail(e, op, PM_E_INTERNAL,
+                       "an array that differs between elements has a splat "
+                       "layout");
   }
   pm_line(e, "ld_%s<%s, 1>(&%s, %s);", space_of(&v), pm_cpp_type(v.dtype), name,
           element_address(e, &v));

@@ -1,4 +1,5 @@
-/* Ops that move elements between registers and lanes: broadcast, reshape, slice, layout_cast, reduce.
+/* Ops that move elements between registers and lanes: broadcast, reshape, slice, layout_cast and
+ * reduce.
  *
  * All but reduce say where result index i comes from. If that element is in a register of the same
  * lane for every lane, the op is a renumbering of registers (or nothing); a layout_cast that is not
@@ -10,7 +11,7 @@
 #include "gen.h"
 
 typedef struct from {
-  int rank;              /* of the source */
+  int rank; /* of the source */
   int64_t dim[PM_MAX_RANK], start[PM_MAX_RANK];
   bool one[PM_MAX_RANK]; /* the source has a single element there */
   const pm_type *in, *out;
@@ -66,8 +67,7 @@ pm_code pm_cuda_BROADCAST(pm_gen *e, pm_opid op) {
     f.dim[k] = dims[k];
     f.one[k] = t->dim[k] == 1 && pm_typeof(e->g, out)->dim[dims[k]] != 1;
   }
-  const char *map =
-      pm_reg_map(e, layout_of(e, in), layout_of(e, out), project_dims, &f, e->reg);
+  const char *map = pm_reg_map(e, layout_of(e, in), layout_of(e, out), project_dims, &f, e->reg);
   if (!map) {
     return pm_gen_fail(e, op, PM_E_INTERNAL,
                        "the layout of the operand does not fit the layout of the result");
@@ -241,8 +241,8 @@ typedef struct reduction {
   uint32_t n_dims;
   int reduce;
   pm_dtype dtype;
-  int64_t n;         /* registers of the result */
-  const char *name;  /* of the array of results */
+  int64_t n;        /* registers of the result */
+  const char *name; /* of the array of results */
 } reduction;
 
 /* Every result starts as the identity. */
@@ -335,8 +335,8 @@ static pm_code combine_warps(reduction *r, pm_opid op) {
   const char *mine = pm_sum_text(e, &own, "warp", row);
   pm_line(e, "const u32 p = %s%s%s;", pm_scratch(e), lane.n ? " + " : "", lane.n ? part : "");
   const char *k = pm_begin_unrolled(e, "k", r->n, 1);
-  pm_line(e, "st_shared<%s, 1>(p + %s * 4 + warp * %lld, &%s[%s]);", cpp, k, (long long)row, r->name,
-          k);
+  pm_line(e, "st_shared<%s, 1>(p + %s * 4 + warp * %lld, &%s[%s]);", cpp, k, (long long)row,
+          r->name, k);
   pm_end_unrolled(e, r->n, 1);
   pm_line(e, PM_LANES_SYNC);
   pm_begin_unrolled(e, "k", r->n, 1);
@@ -384,8 +384,9 @@ pm_code pm_cuda_REDUCE(pm_gen *e, pm_opid op) {
     map = NULL;
   }
   if (!map) {
-    return pm_gen_fail(e, op, PM_E_INTERNAL, "the layout of the result is not that of the operand "
-                                             "without the dimensions");
+    return pm_gen_fail(e, op, PM_E_INTERNAL,
+                       "the layout of the result is not that of the operand "
+                       "without the dimensions");
   }
   r.n = pm_regs_of(e, out);
   pm_note(e, op, pm_str(e, "reduce %s", pm_enum_text(PM_FAMILY_REDUCE, r.reduce)));

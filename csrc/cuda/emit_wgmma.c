@@ -1,9 +1,9 @@
 /* Accumulators and wgmma.
  *
- * An accumulator (M, N) is one C++ array of M / 64 * N / 2 f32 registers (N / 4 words of two f16) in
- * the order of the WGMMA layout, which is the instruction's. It changes in place. Before registers
- * that plain code wrote reach a wgmma, and before plain code reads what a wait has completed, an
- * empty asm statement takes them as operands ("pin"), so that nothing moves across.
+ * An accumulator (M, N) is one C++ array of M / 64 * N / 2 f32 registers (for f16: half as many
+ * words of two) in the order of the WGMMA layout, which is the instruction's. It changes in place.
+ * Before registers that plain code wrote reach a wgmma, and before plain code reads what a wait has
+ * completed, an empty asm statement takes them as operands ("pin"), so that nothing moves across.
  *
  * Operands in SMEM are [chunks][rows][S]: chunks of S elements (one swizzle row) of the contiguous
  * dimension. Descriptors are split in a low word, address and leading distance, and a constant high
@@ -13,7 +13,7 @@
 
 typedef struct part {
   pm_view view;
-  int64_t rows, columns; /* of the slice of the accumulator */
+  int64_t rows, columns;       /* of the slice of the accumulator */
   int64_t base_columns, first; /* first register */
   bool half;
 } part;
@@ -201,8 +201,8 @@ static const char *low_word(pm_gen *e, const char *name, const operand *o, bool 
   return name;
 }
 
-/* A in registers: pairs of 16-bit values as words, in the order of the layout, all of them before the
- * first product. */
+/* A in registers: pairs of 16-bit values as words in the order of the layout, all of them in front
+ * of the first product. */
 static void pack_a(pm_gen *e, pm_val a) {
   const int64_t words = pm_regs_of(e, a) / 2;
   const char *type = pm_cpp_type(pm_typeof(e->g, a)->dtype);
@@ -226,9 +226,8 @@ pm_code pm_cuda_WGMMA(pm_gen *e, pm_opid op) {
   PM_TRY(operand_of(e, op, in_b, 0, &b));
   if (!registers) PM_TRY(operand_of(e, op, in_a, 1, &a));
   const int64_t k_steps = pm_typeof(e->g, in_a)->dim[1] / 16, m_steps = p.rows / 64;
-  const char *fn =
-      pm_family_wgmma(e, p.columns, p.half ? PM_F16 : PM_F32, (pm_dtype)b.view.dtype, registers,
-                      !registers && !a.k_contiguous, !b.k_contiguous);
+  const char *fn = pm_family_wgmma(e, p.columns, p.half ? PM_F16 : PM_F32, (pm_dtype)b.view.dtype,
+                                   registers, !registers && !a.k_contiguous, !b.k_contiguous);
   pm_note(e, op, "wgmma");
   pm_begin(e, "{");
   if (registers) {
@@ -249,8 +248,8 @@ pm_code pm_cuda_WGMMA(pm_gen *e, pm_opid op) {
                          (long long)(p.base_columns / words), (long long)(p.first * 2 / words));
   const char *low_b = low_word(e, "b", &b, false);
   if (registers) {
-    pm_line(e, "%s(%s, &a[%s * %lld + %s * 4], %s, 0x%08xu);", fn, d, m, (long long)(k_steps * 4), k,
-            low_b, high_word(&b));
+    pm_line(e, "%s(%s, &a[%s * %lld + %s * 4], %s, 0x%08xu);", fn, d, m, (long long)(k_steps * 4),
+            k, low_b, high_word(&b));
   } else {
     pm_line(e, "%s(%s, %s, 0x%08xu, %s, 0x%08xu);", fn, d, low_word(e, "a", &a, true),
             high_word(&a), low_b, high_word(&b));

@@ -43,7 +43,10 @@ const char *pm_family_wgmma(pm_gen *e, int64_t n, pm_dtype acc, pm_dtype type, b
   const char *in = pm_cpp_type(type), *out = pm_cpp_type(acc);
   const int regs = (int)(acc == PM_F32 ? n / 2 : n / 4);
   const char *name = pm_str(e, "wgmma_m64n%lldk16_%s_%s_%c%c", (long long)n, out, in,
-                            a_in_registers ? 'r' : transpose_a ? 'm' : 'k', transpose_b ? 'n' : 'k');
+                            a_in_registers ? 'r'
+                            : transpose_a  ? 'm'
+                                           : 'k',
+                            transpose_b ? 'n' : 'k');
   if (find(e, name)) return name;
   pm_text t;
   pm_text_init(&t, e->arena);
@@ -63,15 +66,15 @@ const char *pm_family_wgmma(pm_gen *e, int64_t n, pm_dtype acc, pm_dtype type, b
     next += 4;
   }
   pm_putf(&t, "    \"mov.b64 mb, {%%%d, %%%d};\\n\"\n", next, next + 1);
-  pm_putf(&t, "    \"wgmma.mma_async.sync.aligned.m64n%lldk16.%s.%s.%s {\"\n", (long long)n, out, in,
-          in);
+  pm_putf(&t, "    \"wgmma.mma_async.sync.aligned.m64n%lldk16.%s.%s.%s {\"\n", (long long)n, out,
+          in, in);
   for (int k = 0; k < regs; k++) {
     pm_putf(&t, "%s%%%d%s", k % 16 ? "" : "    \"", k, k + 1 < regs ? "," : "}, \"\n");
     if (k % 16 == 15 && k + 1 < regs) pm_put(&t, "\"\n");
   }
   if (a_in_registers) {
-    pm_putf(&t, "    \"{%%%d,%%%d,%%%d,%%%d}, mb, p, 1, 1, %d; }\"\n    : ", regs, regs + 1, regs + 2,
-            regs + 3, transpose_b);
+    pm_putf(&t, "    \"{%%%d,%%%d,%%%d,%%%d}, mb, p, 1, 1, %d; }\"\n    : ", regs, regs + 1,
+            regs + 2, regs + 3, transpose_b);
   } else {
     pm_putf(&t, "    \"ma, mb, p, 1, 1, %d, %d; }\"\n    : ", transpose_a, transpose_b);
   }

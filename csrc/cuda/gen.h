@@ -1,10 +1,10 @@
-/* What the files of cuda/ share: the state of one generation and the small services of all emitters.
+/* What the files of cuda/ share: the state of one generation and small services of all emitters.
  *
  * A value has a slot: how generated text names it. SCALAR: one C++ expression stands for every
  * element (rank 0, splats, constants, and arrays computed from such alone). ARRAY: a C++ array of
  * the layout's registers. Refs and barriers of SMEM are SCALAR too: a u32 address.
- * Values that need no code (casts that change nothing, region arguments) share a slot. That is sound
- * because a C++ variable changes only where a region yields, behind the last use of what it held. */
+ * Values that need no code (casts that change nothing, region arguments) share a slot. A C++
+ * variable changes only where a region yields, behind the last use of what it held. */
 #ifndef PM_CUDA_GEN_H
 #define PM_CUDA_GEN_H
 
@@ -25,32 +25,35 @@ typedef struct pm_gen {
   pm_program *program;
   pm_err *err;
   pm_arena *arena;
-  pm_text out;           /* body of the entry */
+  pm_text out; /* body of the entry */
   int indent;
-  const char *file;      /* what the compiler believes of the next line: #line */
-  uint32_t line, noted;  /* noted: the user's line that the last comment named */
-  pm_slot *slot;         /* per value */
-  uint32_t *uses;        /* per value: operands that are it */
+  const char *file;     /* what the compiler believes of the next line: #line */
+  uint32_t line, noted; /* noted: the user's line that the last comment named */
+  pm_slot *slot;        /* per value */
+  uint32_t *uses;       /* per value: operands that are it */
   uint32_t next_name;
-  const char *reg;       /* text of the register of which element-wise ops speak */
-  const char *expr;      /* what the emitter of an element-wise op leaves */
+  const char *reg;  /* text of the register of which element-wise ops speak */
+  const char *expr; /* what the emitter of an element-wise op leaves */
   PM_VEC(pm_tensor_map) maps;
   PM_VEC(const char *) map_names;
-  const char **phase;    /* per value: word of phase bits, of barrier allocations */
-  struct family { const char *name, *text; } *families;
+  const char **phase; /* per value: word of phase bits, of barrier allocations */
+  struct family {
+    const char *name, *text;
+  } * families;
   uint32_t n_families, cap_families;
   bool *param_used;
 } pm_gen;
 
-#define PM_TRY(x)              \
-  do {                         \
-    pm_code code_ = (x);       \
-    if (code_) return code_;   \
+#define PM_TRY(x)            \
+  do {                       \
+    pm_code code_ = (x);     \
+    if (code_) return code_; \
   } while (0)
 
 /* One emitter per op. Those of element-wise ops (pm_is_elementwise) leave the text of element
  * e->reg in e->expr and may write lines that stand before the loop; the others write statements. */
-#define PM_OP(id, text, in, out, regions, attrs, type, layout, effects, part, done, warp, arch, doc) \
+#define PM_OP(id, text, in, out, regions, attrs, type, layout, effects, part, done, warp, arch, \
+              doc)                                                                              \
   pm_code pm_cuda_##id(pm_gen *e, pm_opid op);
 #include "../ir/ops.def"
 #undef PM_OP
@@ -72,44 +75,47 @@ pm_code pm_gen_fail(pm_gen *e, pm_opid op, pm_code code, const char *fmt, ...) P
 
 /* ---- values (block.c) -------------------------------------------------------------------- */
 
-const char *pm_unique(pm_gen *e, const char *stem);    /* a new C++ name */
-const char *pm_name_of(pm_gen *e, pm_val v);           /* unique, after the user's variable */
+const char *pm_unique(pm_gen *e, const char *stem); /* a new C++ name */
+const char *pm_name_of(pm_gen *e, pm_val v);        /* unique, after the user's variable */
 const char *pm_cpp_type(pm_dtype t);
 const char *pm_literal(pm_gen *e, pm_dtype t, pm_scalar v);
 /* text of register `reg` of a value; reg may be NULL where the slot is SCALAR */
 const char *pm_at(pm_gen *e, pm_val v, const char *reg);
 static inline const char *pm_scalar_of(pm_gen *e, pm_val v) { return pm_at(e, v, "0"); }
-bool pm_is_array(const pm_gen *e, pm_val v);           /* slot form ARRAY */
-bool pm_wants_array(const pm_gen *e, pm_val v);        /* by type and layout */
-int64_t pm_regs_of(const pm_gen *e, pm_val v);         /* registers by layout; 1 for scalars */
+bool pm_is_array(const pm_gen *e, pm_val v);    /* slot form ARRAY */
+bool pm_wants_array(const pm_gen *e, pm_val v); /* by type and layout */
+int64_t pm_regs_of(const pm_gen *e, pm_val v);  /* registers by layout; 1 for scalars */
 void pm_bind(pm_gen *e, pm_val v, const char *text, pm_form form);
 void pm_alias(pm_gen *e, pm_val v, pm_val of);
 /* declare a variable for the value (array or scalar by its type and layout) */
 const char *pm_declare(pm_gen *e, pm_val v, pm_val named_like);
-void pm_assign(pm_gen *e, pm_val to, pm_val from);     /* to must be declared */
+void pm_assign(pm_gen *e, pm_val to, pm_val from); /* to must be declared */
 const char *pm_convert_text(pm_gen *e, pm_dtype from, pm_dtype to, const char *x);
 
 bool pm_is_elementwise(const pm_graph *g, pm_opid op);
-pm_code pm_gen_block(pm_gen *e, pm_blk block);         /* all ops but the YIELD */
+pm_code pm_gen_block(pm_gen *e, pm_blk block); /* all ops but the YIELD */
 /* the copies that begin at op `first` of the block; *next: behind them (emit_async.c) */
 pm_code pm_gen_copies(pm_gen *e, pm_blk block, uint32_t first, uint32_t *next);
-/* an element-wise op whose result is one number for all elements: its statement; or a view: nothing */
+/* an element-wise op with one number for all elements: its statement; or a view: nothing */
 bool pm_is_scalar_op(pm_gen *e, pm_opid op);
 pm_code pm_gen_scalar(pm_gen *e, pm_opid op);
-const char *pm_scratch(pm_gen *e);                     /* address of this thread's scratch */
+const char *pm_scratch(pm_gen *e); /* address of this thread's scratch */
 int64_t pm_scratch_bytes(const pm_gen *e);
 #define PM_LANES_SYNC "lanes_sync(wg);"
 
 /* ---- sums of digits and accesses (access.c) ---------------------------------------------- */
 
 /* sum over pieces of (number / div % size) * mul, number < total */
-typedef struct pm_piece { int64_t div, size, mul; } pm_piece;
+typedef struct pm_piece {
+  int64_t div, size, mul;
+} pm_piece;
 typedef struct pm_sum {
   pm_piece at[3 * PM_MAX_DIGITS];
   uint32_t n;
   int64_t total;
 } pm_sum;
-const char *pm_sum_text(pm_gen *e, const pm_sum *s, const char *number, int64_t scale); /* "0": empty */
+/* "0" if it is empty */
+const char *pm_sum_text(pm_gen *e, const pm_sum *s, const char *number, int64_t scale);
 
 /* Coordinates of a layout's registers along its dims (FLAT: the linear index is dim 0): thread part
  * as text, register part as a sum over the register's number. */
@@ -120,8 +126,8 @@ const char *pm_coord_lines(pm_gen *e, const pm_layout *l); /* consts of the padd
 const char *pm_valid(pm_gen *e, const pm_layout *l, const char *stem, const char *reg);
 bool pm_is_wgmma(const pm_layout *l);
 
-/* Text that gives for register `reg` of `dst` the register of `src` that holds the element whose index
- * is project(index in dst); NULL: it lies in other lanes. */
+/* Text that gives for register `reg` of `dst` the register of `src` that holds the element whose
+ * index is project(index in dst); NULL: it lies in other lanes. */
 typedef void (*pm_project)(const void *ctx, const int64_t *dst, int64_t *src);
 const char *pm_reg_map(pm_gen *e, const pm_layout *src, const pm_layout *dst, pm_project fn,
                        const void *ctx, const char *reg);
@@ -138,7 +144,7 @@ void pm_need_alignment(pm_gen *e, const pm_view *v, int64_t bytes);
 
 /* ---- functions whose operand count varies (family.c) ------------------------------------- */
 
-/* Names of the functions, which are printed with the program. type: F16 or BF16; acc: F32 or F16. */
+/* Names of the functions, which are printed with the program. acc: F32 or F16. */
 const char *pm_family_wgmma(pm_gen *e, int64_t n, pm_dtype acc, pm_dtype type, bool a_in_registers,
                             bool transpose_a, bool transpose_b);
 const char *pm_family_pin(pm_gen *e, pm_dtype acc, int64_t n); /* n registers, f32 or u32 */

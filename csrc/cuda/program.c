@@ -1,8 +1,8 @@
 /* The program around the body: parameters, prologue, and the device functions that it uses.
  *
- * A file of the catalogue is a row of entries, each opened by a line "//! name". An entry is printed
- * if its name occurs as a word in the body or in an entry that is printed, in front of it; so
- * entries may use each other in any order. Entry "types" stands first in every program.
+ * A file of the catalogue is a row of entries, each opened by a line "//! name". One is printed if
+ * its name occurs as a word in the body or in an entry that is printed, in front of it; so entries
+ * may use each other in any order. Entry "types" stands first in every program.
  *
  * Parameters: tensor maps, then a pointer for each kernel argument whose address the body uses. */
 #include <stdlib.h>
@@ -158,9 +158,10 @@ static pm_code print_barriers(pm_gen *e) {
     const pm_op *o = pm_get(e->g, b.at.at[k]);
     const int64_t n = pm_type_size(pm_typeof(e->g, o->out));
     if (n > 32) {
-      return pm_gen_fail(e, b.at.at[k], PM_E_NOT_IMPLEMENTED,
-                         "%lld barriers in one allocation: more than 32 are not available; split it",
-                         (long long)n);
+      return pm_gen_fail(
+          e, b.at.at[k], PM_E_NOT_IMPLEMENTED,
+          "%lld barriers in one allocation: more than 32 are not available; split it",
+          (long long)n);
     }
     e->phase[o->out] = pm_unique(e, "phase");
     pm_line(e, "u32 %s = 0;", e->phase[o->out]);

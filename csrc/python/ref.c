@@ -461,11 +461,17 @@ static PyObject *get_size(PyObject *self, void *c) {
   return PyLong_FromLongLong(pm_type_size(&self_of(self)->type));
 }
 
+/* The member of plgpu.MemorySpace. */
 static PyObject *get_space(PyObject *self, void *c) {
-  static const char *const spaces[] = {[PM_REGS] = "regs", [PM_GMEM] = "gmem", [PM_SMEM] = "smem"};
+  static const char *const spaces[] = {[PM_REGS] = "REGS", [PM_GMEM] = "GMEM", [PM_SMEM] = "SMEM"};
   const pm_type *type = &self_of(self)->type;
   (void)c;
-  return PyUnicode_FromString(type->kind == PM_BARRIER ? "smem" : spaces[type->space]);
+  PyObject *types = PyImport_ImportModule("pallas_mgpu._types");
+  PyObject *space =
+      types ? PyObject_GetAttrString(types, spaces[type->kind == PM_BARRIER ? PM_SMEM : type->space])
+            : NULL;
+  Py_XDECREF(types);
+  return space;
 }
 
 static PyObject *get_is_view(PyObject *self, void *c) {
@@ -537,7 +543,7 @@ static PyGetSetDef ref_getset[] = {
     {"dtype", get_dtype, NULL, "NumPy dtype; \"barrier\" for barriers.", NULL},
     {"ndim", get_ndim, NULL, "Number of dimensions.", NULL},
     {"size", get_size, NULL, "Number of elements.", NULL},
-    {"memory_space", get_space, NULL, "\"gmem\", \"smem\" or \"regs\".", NULL},
+    {"memory_space", get_space, NULL, "plgpu.GMEM, SMEM or REGS.", NULL},
     {"is_view", get_is_view, NULL, "Is it a part or another shape of a ref?", NULL},
     {"T", get_T, NULL, "View with reversed dimensions.", NULL},
     {"at", get_at, NULL, "ref.at[idx]: a view.", NULL},

@@ -76,14 +76,16 @@ FN bf16 int_to_bf16(u32 x) {
 }
 
 //! to_int
-// float to integer: toward zero, saturating, NaN becomes 0
-template <typename T> FN T to_int(f32 x);
-template <> __device__ __forceinline__ i32 to_int<i32>(f32 x) { return __float2int_rz(x); }
-template <> __device__ __forceinline__ u32 to_int<u32>(f32 x) { return __float2uint_rz(x); }
-template <> __device__ __forceinline__ i16 to_int<i16>(f32 x) { return (i16)max(-32768, min(32767, __float2int_rz(x))); }
-template <> __device__ __forceinline__ u16 to_int<u16>(f32 x) { return (u16)min(__float2uint_rz(x), 65535u); }
-template <> __device__ __forceinline__ i8 to_int<i8>(f32 x) { return (i8)max(min(__float2int_rz(x), 127), -128); }
-template <> __device__ __forceinline__ u8 to_int<u8>(f32 x) { return (u8)min(__float2uint_rz(x), 255u); }
+// toward zero, saturating, NaN becomes 0
+template <typename T> FN T to_int(f32 x) {
+  constexpr bool is_signed = (T)-1 < (T)1;
+  constexpr u32 top = 0xffffffffu >> (32 - 8 * sizeof(T) + is_signed);
+  if constexpr (is_signed) {
+    return (T)max(-(i32)top - 1, min((i32)top, __float2int_rz(x)));
+  } else {
+    return (T)min(top, __float2uint_rz(x));
+  }
+}
 
 //! bits_of
 FN u32 bits_of(f32 x) { return __float_as_uint(x); }

@@ -1,0 +1,182 @@
+"""Spellings of other versions of the language: keywords that were renamed, names that are not there
+yet, names that never were."""
+
+import functools
+import warnings
+
+
+class NotSpecified:
+    """Default of parameters for which None means something."""
+
+    __slots__ = ()
+
+    def __repr__(self):
+        return "NotSpecified()"
+
+
+NOT_SPECIFIED = NotSpecified()
+
+
+def deprecated(text, stacklevel):
+    warnings.warn(text, DeprecationWarning, stacklevel + 1)
+
+
+def accepts(*positional, **older):
+    """Decorator that lets a function take older spellings, each with a DeprecationWarning.
+
+    ``positional``: keyword-only parameters that could once be given by position. ``older``: by
+    old keyword its new name, None if it has no effect any more, an exception that says what to
+    write, or a function of (positional arguments, keywords, value) that changes both in place and
+    returns what to write instead (None: no warning).
+    """
+
+    def wrap(f):
+        name = f.__qualname__.removesuffix(".__init__")
+        first = 1 if f.__name__ == "__init__" else 0  # self
+
+        @functools.wraps(f)
+        def call(*args, **kwargs):
+            if positional and len(args) > first:
+                for key, value in zip(positional, args[first:]):
+                    if key in kwargs:
+                        raise TypeError(f"{name}: multiple values for argument {key!r}")
+                    kwargs[key] = value
+                args = args[:first] + args[first + len(positional) :]
+            for old in [k for k in older if k in kwargs]:
+                new, value = older[old], kwargs.pop(old)
+                if isinstance(new, Exception):
+                    raise type(new)(*new.args)
+                if callable(new):
+                    args = list(args)
+                    text = new(args, kwargs, value)
+                    if text is None:
+                        continue
+                elif new is None:
+                    text = "it has no effect any more"
+                elif new in kwargs:
+                    raise ValueError(f"{name}: cannot specify both {new} and {old}; use {new}")
+                else:
+                    kwargs[new] = value
+                    text = f"use {new}="
+                deprecated(f"{name}: {old}= is an older spelling; {text}", 2)
+            return f(*args, **kwargs)
+
+        return call
+
+    return wrap
+
+
+class Missing:
+    """A name of the language that is not there yet: every use raises NotImplementedError."""
+
+    __slots__ = ("_text", "__name__")
+
+    def __init__(self, namespace, name, hint):
+        self._text = (
+            f"{namespace}.{name} is not supported yet; {hint} (docs/gaps.md lists what is missing)"
+        )
+        self.__name__ = name
+
+    def __call__(self, *args, **kwargs):
+        raise NotImplementedError(self._text)
+
+    def __getattr__(self, attribute):
+        if attribute.startswith("__"):
+            raise AttributeError(attribute)
+        raise NotImplementedError(self._text)
+
+    def __repr__(self):
+        return f"<{self._text}>"
+
+
+def finder(namespace, missing, wrong):
+    """A module's ``__getattr__``. ``missing``: by hint a string of names. ``wrong``: by name what
+    is the right form."""
+    hints = {name: hint for hint, names in missing.items() for name in names.split()}
+
+    @functools.cache
+    def find(name):
+        if name in hints:
+            return Missing(namespace, name, hints[name])
+        if name in wrong:
+            raise AttributeError(f"{namespace} has no {name!r}; {wrong[name]}")
+        raise AttributeError(f"{namespace} has no {name!r}")
+
+    return find
+
+
+PLGPU_MISSING = {
+    "use a Barrier inside each block": "ClusterBarrier",
+    "use emit_pipeline in a kernel without threads, or write the producer and consumer branches"
+    " with barriers": "emit_pipeline_warp_specialized PipelinePipeline",
+    "allocate in sibling pl.run_scoped scopes, which share memory": "RefUnion",
+    "use a Barrier inside a block, or two kernels": "Semaphore SemaphoreType SemaphoreSignal"
+    " semaphore_signal semaphore_signal_multicast semaphore_signal_parallel semaphore_wait",
+    "branch on the thread axis": "WarpMesh warp_map",
+    "leave it out: kernels take torch tensors as they are": "as_torch_kernel",
+    "leave it out": "async_prefetch griddepcontrol_launch_dependents griddepcontrol_wait",
+    "exchange data through GMEM": "async_store_smem cluster_ref",
+    "give each block its own output": "atomic_add atomic_and atomic_max atomic_min atomic_or"
+    " atomic_xor",
+    "use barrier_wait": "barrier_test",
+    "let every block copy what it needs": "CopyPartition",
+    "use lax.fori_loop over a static schedule": "dynamic_scheduling_loop",
+    "use the array functions": "inline_mgpu RefType",
+    "use wgmma": "mma",
+    "use pl.loop with lax.axis_index": "nd_loop NDLoopInfo",
+    "read kernel.lower(...).as_text('graph')": "print_layout",
+    "give transforms where the ref is allocated": "transform_ref",
+    "one GPU is supported": "remote_ref multicast_ref PeerMemRef multimem_store"
+    " multimem_load_reduce",
+    "it needs Blackwell (sm_100a); on Hopper accumulate by wgmma in plgpu.ACC": "TMEMLayout"
+    " async_copy_scales_to_tmem async_copy_smem_to_tmem async_copy_sparse_metadata_to_tmem"
+    " async_load_tmem async_store_tmem commit_tmem format_tcgen05_sparse_metadata"
+    " tcgen05_commit tcgen05_commit_arrive tcgen05_mma wait_load_tmem",
+    "it needs Blackwell (sm_100a); on Hopper loop over a static schedule": "try_cluster_cancel"
+    " query_cluster_cancel TryClusterCancelResult TryCancelResultRef TRY_CLUSTER_CANCEL_RESULT",
+}
+
+PLGPU_WRONG = {
+    "Registers": "the right form is plgpu.REGS; arrays in registers come from ref[...]",
+    "TransposeTransform": "the right form is ref.transpose(permutation) or plgpu.transpose_ref",
+    "async_copy_gmem_to_smem": "the right form is plgpu.copy_gmem_to_smem(src, dst, barrier)",
+    "async_copy_smem_to_gmem": "the right form is plgpu.copy_smem_to_gmem(src, dst)",
+    "optimization_barrier": "the right form is lax.optimization_barrier(x)",
+    "pallas_call": "the right form is plgpu.kernel(body, out_type=...)",
+    "program_id": "the right form is lax.axis_index(name), or pl.program_id(axis)",
+    "run_scoped": "the right form is pl.run_scoped(f, *types)",
+    "store": "the right form is ref[idx] = value",
+    "triton_call": "it is not part of Pallas:MGPU; the right form is plgpu.kernel(body,"
+    " out_type=...)",
+    "unswizzle_ref": "the right form is to allocate a ref without transforms",
+    "untile_ref": "the right form is to allocate a ref without transforms",
+    "when": "the right form is pl.when(condition)",
+}
+
+PL_MISSING = {
+    "use plgpu.kernel": "pallas_call core_map kernel GridSpec no_block_spec CostEstimate"
+    " estimate_cost CompilerParams",
+    "use plgpu.Barrier inside a block, or two kernels": "semaphore semaphore_read semaphore_signal"
+    " semaphore_wait DeviceIdType",
+    "pass an operand": "get_global",
+    "use pl.debug_print": "debug_check enable_debug_checks debug_checks_enabled",
+    "leave it out": "delay",
+    "give each block its own output": "atomic_add atomic_and atomic_cas atomic_max atomic_min"
+    " atomic_or atomic_xor atomic_xchg",
+    "use plgpu.wgmma": "dot",
+    "make the array with NumPy and pass it as out=": "empty empty_like empty_ref_like",
+    "pass max_concurrent_steps to the pipeline": "Buffered RevisitMode",
+    "use an int, pl.Element or None": "BoundedSlice Indirect",
+    "write 1 / x": "reciprocal",
+    "use jnp.broadcast_to": "broadcast_to",
+    "use pl.when": "select_ref",
+}
+
+PL_WRONG = {
+    "max_contiguous": "the right form is pl.multiple_of(x, n)",
+    "optimization_barrier": "the right form is lax.optimization_barrier(x)",
+    "axis_index": "the right form is lax.axis_index(name)",
+    "PipelineParams": "the right form is plgpu.emit_pipeline(..., max_concurrent_steps=n)",
+    "fori_loop": "the right form is lax.fori_loop, or pl.loop",
+    "cond": "the right form is lax.cond, or pl.when",
+}
