@@ -3,7 +3,8 @@ regions; bodies are traced once (twice where a weakly typed carry must first tak
 dtype)."""
 
 from . import _core, tree
-from ._trace import Array, Leaves, Ref, env, parameter_names, same_type, type_text
+from ._names import show
+from ._trace import Array, Leaves, Ref, as_array, env, parameter_names, same_type, type_text
 from ._types import Barrier, MemoryRef, MemorySpace, WGMMAAccumulatorRef, split_transforms
 
 
@@ -16,7 +17,7 @@ def _index_scalar(x, what):
     try:
         return x.__index__()
     except (AttributeError, TypeError):
-        raise TypeError(f"{what} must be an integer scalar, got {x!r}") from None
+        raise TypeError(f"{what} must be an integer scalar, got {show(x)}") from None
 
 
 def _compare(init, out, what):
@@ -34,6 +35,8 @@ def _compare(init, out, what):
         if isinstance(a, Array) and isinstance(b, Array) and a.shape == b.shape and a.weak_type:
             repair = True
             continue
+        if isinstance(a, Ref) and isinstance(b, Ref):
+            raise TypeError(f"{what}: leaf {k} of the carry is a ref, which must not change")
         raise TypeError(
             f"{what} carry input and carry output must have identical types: leaf {k} goes in as"
             f" {type_text(a)} and comes out as {type_text(b)}"
@@ -63,6 +66,7 @@ def fori_loop(lower, upper, body_fun, init_val, *, unroll=None, _names=None):
     traced. ``unroll`` (static bounds): True for all, an int that divides the trip count; ValueError
     for traced bounds.
     """
+    env("fori_loop")
     lower, upper = (
         _index_scalar(lower, "fori_loop: lower"),
         _index_scalar(upper, "fori_loop: upper"),
@@ -102,6 +106,8 @@ def _unroll(what, unroll, trips):
         return 1
     if unroll is True:
         return 0 if trips is not None else 1
+    if not hasattr(unroll, "__index__"):
+        raise TypeError(f"{what}: unroll must be a bool or an int, got {show(unroll)}")
     if trips is None:
         if unroll == 1:
             return 1
@@ -125,7 +131,7 @@ def while_loop(cond_fun, body_fun, init_val):
             weak = _weak(init.arrays())
             pred = cond_fun(init.rebuild(op.enter(0, weak=weak)))
             if not isinstance(pred, Array):
-                pred = _core.as_array(pred)
+                pred = as_array(pred, "while_loop: the result of cond_fun")
             if pred.shape != () or pred.dtype != bool:
                 raise TypeError(
                     f"while_loop: cond_fun must return a bool scalar, got {type_text(pred)}"
@@ -143,7 +149,7 @@ def while_loop(cond_fun, body_fun, init_val):
 
 def _predicate(pred, what):
     if not isinstance(pred, Array):
-        pred = _core.as_array(pred)
+        pred = as_array(pred, f"{what}: the predicate")
     if pred.shape != ():
         raise TypeError(f"{what}: the predicate must be a scalar, got {type_text(pred)}")
     return pred if pred.dtype == bool else _core.binary("ne", pred, 0)
@@ -215,7 +221,7 @@ def switch(index, branches, *operands):
         or isinstance(index, Array)
         and index.dtype.kind not in "iu"
     ):
-        raise TypeError(f"switch: the index must be an integer scalar, got {index!r}")
+        raise TypeError(f"switch: the index must be an integer scalar, got {show(index)}")
     if len(branches) == 1:
         return branches[0](*operands)
     index = _core.as_array(_index_scalar(index, "switch: index"), "int32")
@@ -245,17 +251,16 @@ def when(condition):
     tracing; a traced scalar makes a branch. The function returns None."""
 
     def wrap(f):
-        if isinstance(condition, bool):
-            if condition:
-                f()
-            return None
-
         def run():
             if f() is not None:
                 raise TypeError("pl.when: the function must return None")
 
-        cond(condition, run, lambda: None)
-        return None
+        if isinstance(condition, bool):
+            if condition:
+                run()
+        else:
+            branches = (run, lambda: None)
+            _branches("if", _predicate(condition, "pl.when"), branches, "pl.when")
 
     return wrap
 
@@ -334,8 +339,8 @@ def _allocate(x, collective, name, what):
         return _core.alloc_acc(x.shape, x.dtype, name=name)
     if not isinstance(x, (MemoryRef, Barrier)):
         raise TypeError(
-            f"{what}: cannot allocate {x!r}; accepted are plgpu.SMEM(...), plgpu.ACC(...),"
-            " plgpu.Barrier(...) and pytrees of them"
+            f"{what}: cannot allocate {show(x)}; accepted are plgpu.SMEM(shape, dtype),"
+            " plgpu.ACC(shape), plgpu.Barrier(...) and pytrees of them"
         )
     if e.thread_name is not None and collective != (e.thread_name,):
         raise NotImplementedError(
@@ -376,9 +381,11 @@ def scoped(f, types, kw_types, names, collective_axes):
     e = env(what)
     axes = (collective_axes,) if isinstance(collective_axes, str) else tuple(collective_axes or ())
     if axes and axes != (e.thread_name,):
+        accepted = "empty: this kernel has no thread axis"
+        if e.thread_name is not None:
+            accepted = f"the thread axis {e.thread_name!r} or empty"
         raise ValueError(
-            f"{what}: collective_axes must be the thread axis {e.thread_name!r} or empty,"
-            f" got {collective_axes!r}"
+            f"{what}: collective_axes must be {accepted}; got {show(collective_axes)}"
         )
 
     def allocate(t, name):

@@ -5,6 +5,18 @@ import functools
 import warnings
 
 
+def show(x):
+    """Short text of what a user gave, for messages."""
+    try:
+        text = repr(x)
+    except Exception:
+        text = "\n"
+    if len(text) <= 200 and "\n" not in text:
+        return text
+    shape = getattr(x, "shape", None)
+    return f"a {type(x).__name__}" + (f" of shape {shape}" if isinstance(shape, tuple) else "")
+
+
 class NotSpecified:
     """Default of parameters for which None means something."""
 
@@ -71,11 +83,8 @@ class Missing:
 
     __slots__ = ("_text", "__name__")
 
-    def __init__(self, namespace, name, hint):
-        self._text = (
-            f"{namespace}.{name} is not supported yet; {hint} (docs/gaps.md lists what is missing)"
-        )
-        self.__name__ = name
+    def __init__(self, name, text):
+        self._text, self.__name__ = f"{text} (docs/gaps.md lists what is missing)", name
 
     def __call__(self, *args, **kwargs):
         raise NotImplementedError(self._text)
@@ -89,7 +98,7 @@ class Missing:
         return f"<{self._text}>"
 
 
-def finder(namespace, missing, wrong):
+def finder(namespace, missing, wrong, text="{namespace}.{name} is not supported yet; {hint}"):
     """A module's ``__getattr__``. ``missing``: by hint a string of names. ``wrong``: by name what
     is the right form."""
     hints = {name: hint for hint, names in missing.items() for name in names.split()}
@@ -97,10 +106,11 @@ def finder(namespace, missing, wrong):
     @functools.cache
     def find(name):
         if name in hints:
-            return Missing(namespace, name, hints[name])
+            hint = hints[name]
+            return Missing(name, text.format(namespace=namespace, name=name, hint=hint))
         if name in wrong:
             raise AttributeError(f"{namespace} has no {name!r}; {wrong[name]}")
-        raise AttributeError(f"{namespace} has no {name!r}")
+        raise AttributeError(f"{namespace} has no {name!r}; docs/gaps.md lists what is missing")
 
     return find
 
@@ -170,6 +180,21 @@ PL_MISSING = {
     "write 1 / x": "reciprocal",
     "use jnp.broadcast_to": "broadcast_to",
     "use pl.when": "select_ref",
+}
+
+_THROUGH_REFS = "go through a ref: store, then load slices of it"
+LAX_MISSING = {
+    "write plain formulas": "acos acosh asin asinh atan atanh betainc bessel_i0e bessel_i1e cbrt"
+    " cosh digamma erf_inv erfc expm1 igamma igammac lgamma log1p nextafter pow"
+    " population_count reduce_precision sinh tan",
+    _THROUGH_REFS: "argsort concatenate dynamic_index_in_dim dynamic_slice"
+    " dynamic_update_slice dynamic_update_slice_in_dim gather index_in_dim index_take pad rev"
+    " scatter scatter_add sort sort_key_val top_k transpose",
+    "use lax.fori_loop": "argmax argmin associative_scan cummax cummin cumprod cumsum"
+    " cumlogsumexp map reduce_and reduce_or reduce_prod reduce_xor",
+    "use plgpu.wgmma": "conv conv_general_dilated batch_matmul dot dot_general ragged_dot",
+    "each block its own output": "all_gather all_to_all pmax pmean pmin ppermute psum psum_scatter",
+    "pass the data as operands": "rng_bit_generator rng_uniform",
 }
 
 PL_WRONG = {

@@ -3,7 +3,9 @@
 Unlike `jax.lax`, dtypes promote as in `pallas_mgpu.numpy`: a superset of what `jax.lax` accepts."""
 
 from . import _core
+from . import numpy as jnp
 from ._control import cond, fori_loop, scan, switch, while_loop
+from ._names import LAX_MISSING, finder, show
 from ._ops import axis_index, axis_size, optimization_barrier
 
 __all__ = [
@@ -31,6 +33,21 @@ def _unary(op, doc):
 def _binary(op, doc):
     def f(x, y):
         return _core.binary(op, x, y)
+
+    f.__doc__ = doc
+    return f
+
+
+def _inexact(op, doc):
+    unary = _unary(op, doc)
+
+    def f(x, *, accuracy=None):
+        if getattr(x, "dtype", np.dtype(np.float32)).kind in "iub":
+            raise TypeError(
+                f"lax.{f.__name__}: {op} does not accept dtype {x.dtype}; it accepts floating"
+                f" dtypes, and jnp.{f.__name__} converts integers to float32"
+            )
+        return unary(x, accuracy=accuracy)
 
     f.__doc__ = doc
     return f
@@ -92,6 +109,11 @@ AWAY_FROM_ZERO, TO_NEAREST_EVEN = "away", "even"
 
 def round(x, rounding_method=AWAY_FROM_ZERO):  # noqa: A001
     """Nearest integer; halves away from zero, or to even with ``TO_NEAREST_EVEN``."""
+    if rounding_method not in (AWAY_FROM_ZERO, TO_NEAREST_EVEN):
+        raise ValueError(
+            "lax.round: rounding_method must be lax.AWAY_FROM_ZERO or lax.TO_NEAREST_EVEN, got"
+            f" {show(rounding_method)}"
+        )
     return _core.unary("round" if rounding_method == AWAY_FROM_ZERO else "rint", x)
 
 
@@ -157,7 +179,7 @@ def bitcast_convert_type(x, dtype):
 
 def broadcast_in_dim(x, shape, broadcast_dimensions):
     """Operand dim k becomes result dim ``broadcast_dimensions[k]``."""
-    return _core.broadcast_in_dim(_core.as_array(x), tuple(shape), tuple(broadcast_dimensions))
+    return _core.broadcast_in_dim(_core.as_array(x), shape, broadcast_dimensions)
 
 
 def broadcast(x, sizes):
@@ -171,7 +193,7 @@ def reshape(x, new_sizes, dimensions=None):
     """Same elements, row-major."""
     if dimensions is not None:
         raise NotImplementedError("lax.reshape: dimensions= is not supported")
-    return _core.reshape(_core.as_array(x), tuple(new_sizes))
+    return _core.reshape(_core.as_array(x), new_sizes)
 
 
 def squeeze(x, dimensions):
@@ -189,16 +211,12 @@ def slice(x, start_indices, limit_indices, strides=None):  # noqa: A001
 
 def full(shape, fill_value, dtype=None):
     """One value everywhere."""
-    return _core.full(tuple(shape), fill_value, dtype)
+    return _core.full(shape, fill_value, dtype)
 
 
 def full_like(x, fill_value, dtype=None, shape=None):
     """One value, shape and dtype of ``x`` (an array or a ref)."""
-    return _core.full(
-        tuple(x.shape if shape is None else shape),
-        fill_value,
-        _core.as_dtype(x.dtype if dtype is None else dtype),
-    )
+    return jnp.full_like(x, fill_value, dtype, shape)
 
 
 def iota(dtype, size):
@@ -208,7 +226,7 @@ def iota(dtype, size):
 
 def broadcasted_iota(dtype, shape, dimension):
     """Index along ``dimension``."""
-    return _core.iota(dtype, tuple(shape), dimension)
+    return _core.iota(dtype, shape, dimension)
 
 
 def _reduction(kind, doc):
@@ -236,7 +254,9 @@ def stop_gradient(x):
     return x
 
 
-def __getattr__(name):
-    raise AttributeError(
-        f"pallas_mgpu.lax has no {name!r}; see docs/gaps.md for what is not available yet"
-    )
+__getattr__ = finder(
+    "lax",
+    LAX_MISSING,
+    {},
+    "Unimplemented primitive in Pallas Mosaic GPU lowering: {name}; {hint}",
+)

@@ -121,7 +121,7 @@ static bool is_padded(const pm_layout *l, int dim) {
 }
 
 static const char *coord_name(pm_gen *e, const char *stem, int dim) {
-  return pm_str(e, "%s_%d", stem, dim);
+  return pm_str(e, "%s_d%d", stem, dim);
 }
 
 static void coord_lines(pm_gen *e, const pm_layout *l, const char *stem, bool all) {
@@ -511,7 +511,7 @@ static void begin_linear(access *a) {
   }
 }
 
-/* Coordinates of vector i as c_0, c_1 ..., then at(dim, c) of all dims. */
+/* Coordinates of vector i as c0, c1 ..., then at(dim, c) of all dims. */
 static void begin_coords(access *a) {
   pm_gen *e = a->e;
   const pm_layout *l = a->l;
@@ -536,8 +536,8 @@ static void begin_coords(access *a) {
       if (d) c = pm_str(e, "%s %% %lld", c, (long long)vd->size);
       below *= vd->size;
     }
-    pm_line(e, "const i32 c_%d = %s;", d, c);
-    const char *x = pm_str(e, gmem ? "(i64)c_%d" : "c_%d", d);
+    pm_line(e, "const i32 c%d = %s;", d, c);
+    const char *x = pm_str(e, gmem ? "(i64)c%d" : "c%d", d);
     if (vd->tile) {
       plus(&t,
            pm_str(e, "%s / %lld * %lld", x, (long long)vd->tile, (long long)(vd->outer * scale)));

@@ -276,6 +276,18 @@ static void print_entry(pm_gen *e, pm_text *out) {
   }
 }
 
+/* The device functions that the program uses, then the families. */
+static void print_functions(pm_gen *e, catalogue *c, const pm_text *head) {
+  read_catalogue(c);
+  print_used(c, "types", 5);
+  for (uint32_t k = 0; k < e->n_families; k++) {
+    print_used(c, e->families[k].text, strlen(e->families[k].text));
+  }
+  print_used(c, head->at, head->n);
+  if (e->out.n) print_used(c, e->out.at, e->out.n);
+  for (uint32_t k = 0; k < e->n_families; k++) pm_putf(c->out, "%s\n", e->families[k].text);
+}
+
 static void assemble(pm_gen *e) {
   pm_program *p = e->program;
   pm_text head, text;
@@ -283,19 +295,10 @@ static void assemble(pm_gen *e) {
   pm_text_init(&text, e->arena);
   print_entry(e, &head);
   catalogue c = {.arena = e->arena, .out = &text};
-  read_catalogue(&c);
   pm_putf(&text, "// %s: grid %u x %u x %u, block %u, %u bytes of dynamic shared memory\n\n",
-          e->g->name ? e->g->name : "kernel", p->grid[0], p->grid[1], p->grid[2], p->block,
+          p->entry, p->grid[0], p->grid[1], p->grid[2], p->block,
           p->smem_bytes);
-  print_used(&c, "types", 5);
-  for (uint32_t k = 0; k < e->n_families; k++) {
-    print_used(&c, e->families[k].text, strlen(e->families[k].text));
-  }
-  print_used(&c, head.at, head.n);
-  if (e->out.n) print_used(&c, e->out.at, e->out.n);
-  for (uint32_t k = 0; k < e->n_families; k++) {
-    pm_putf(&text, "%s\n", e->families[k].text);
-  }
+  if (!e->options->entry_only) print_functions(e, &c, &head);
   pm_putn(&text, head.at, head.n);
   if (e->out.n) pm_putn(&text, e->out.at, e->out.n);
   pm_put(&text, "}\n");

@@ -345,6 +345,14 @@ static PyObject *ptx(pmpy_plan *p) {
   return result;
 }
 
+/* Only the entry, for another catalogue of device functions (tests/host). */
+static PyObject *host(pmpy_plan *p) {
+  PyObject *both = PyObject_CallMethod((PyObject *)p->graph, "cuda", "iii", PMPY_ARCH, 0, 0);
+  PyObject *text = both ? Py_NewRef(PyTuple_GET_ITEM(both, 0)) : NULL;
+  Py_XDECREF(both);
+  return text;
+}
+
 static PyObject *traced(pmpy_plan *p) { return Py_NewRef(p->traced ? p->traced : Py_None); }
 
 static PyObject *as_text(PyObject *self, PyObject *args) {
@@ -352,7 +360,8 @@ static PyObject *as_text(PyObject *self, PyObject *args) {
     const char *kind;
     PyObject *(*text)(pmpy_plan *);
   } kinds[] = {
-      {"graph", graph_text}, {"traced", traced}, {"cuda", cuda}, {"ptx", ptx}, {"sass", sass}};
+      {"graph", graph_text}, {"traced", traced}, {"cuda", cuda},
+      {"ptx", ptx},          {"sass", sass},     {"host", host}};
   const char *kind = "graph";
   if (!PyArg_ParseTuple(args, "|s:as_text", &kind)) return NULL;
   for (size_t i = 0; i < PM_COUNT(kinds); i++)
@@ -389,6 +398,11 @@ static PyObject *get_graph(PyObject *self, void *unused) {
   return Py_NewRef(((pmpy_plan *)self)->graph);
 }
 
+static PyObject *repr(PyObject *self) {
+  return PyUnicode_FromFormat("<pallas_mgpu kernel %s, lowered>",
+                              ((pmpy_plan *)self)->graph->g->name);
+}
+
 static PyMethodDef methods[] = {
     {"as_text", as_text, METH_VARARGS,
      "as_text(kind='graph'): 'traced', 'graph' (lowered), 'cuda', 'ptx' or 'sass'. Needs no GPU."},
@@ -402,6 +416,7 @@ static PyGetSetDef getset[] = {{"graph", get_graph, NULL, "the lowered graph", N
 
 static PyType_Slot slots[] = {
     {Py_tp_dealloc, dealloc},
+    {Py_tp_repr, repr},
     {Py_tp_methods, methods},
     {Py_tp_getset, getset},
     {Py_tp_doc, "A kernel lowered for one signature of arguments, as text and figures."},
