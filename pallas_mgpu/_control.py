@@ -59,6 +59,25 @@ def _weak(values):
     return [v.weak_type for v in values]
 
 
+def _bounds(lower, upper):
+    """Bounds of an int32 loop, and the function from its index to that of the user's dtype."""
+    strong = {x.dtype for x in (lower, upper) if isinstance(x, Array) and not x.weak_type}
+    weak = any(isinstance(x, int) or x.weak_type for x in (lower, upper))
+    if len(strong) > 1 or weak and any(d.kind == "u" for d in strong):
+        raise TypeError(
+            "lower and upper arguments to fori_loop must have equal types, got"
+            f" {' and '.join(show(x) if isinstance(x, int) else type_text(x) for x in (lower, upper))}"
+        )
+    dtype = strong.pop() if strong else None
+    lo, hi = (_core.as_array(x, "int32") for x in (lower, upper))
+    if dtype == "uint32":  # beyond int32 the trips are counted
+        trips = _core.convert(_core.where(lower < upper, upper - lower, 0), "int32")
+        return _core.as_array(0, "int32"), trips, lambda k: lower + _core.convert(k, dtype)
+    if dtype in (None, "int32"):
+        return lo, hi, lambda k: k
+    return lo, hi, lambda k: _core.convert(k, dtype)
+
+
 def fori_loop(lower, upper, body_fun, init_val, *, unroll=None, _names=None):
     """``val = init_val; for i in range(lower, upper): val = body_fun(i, val)``.
 
@@ -73,14 +92,7 @@ def fori_loop(lower, upper, body_fun, init_val, *, unroll=None, _names=None):
     )
     static = isinstance(lower, int) and isinstance(upper, int)
     copies = _unroll("fori_loop", unroll, max(upper - lower, 0) if static else None)
-    if not static:
-        for x in (lower, upper):
-            if isinstance(x, Array) and not x.weak_type and x.dtype != "int32":
-                raise TypeError(
-                    "lower and upper arguments to fori_loop must have equal types, int32 or Python"
-                    f" int, got {type_text(x)}"
-                )
-    lo, hi = (_core.as_array(x, "int32") for x in (lower, upper))
+    lo, hi, index_of = _bounds(lower, upper)
     init = Leaves(init_val, "fori_loop: init_val")
     index, *carry = (_names if _names is not None else parameter_names(body_fun)) or (None,)
     alone = len(init.values) == 1 and init.structure == tree.LEAF
@@ -90,7 +102,8 @@ def fori_loop(lower, upper, body_fun, init_val, *, unroll=None, _names=None):
         try:
             weak = [static, *_weak(init.arrays())]
             args = op.enter(0, weak=weak, names=names[: len(weak)])
-            out = Leaves(body_fun(args[0], init.rebuild(args[1:])), "fori_loop: body_fun")
+            result = body_fun(index_of(args[0]), init.rebuild(args[1:]))
+            out = Leaves(result, "fori_loop: body_fun")
             if not _compare(init, out, "fori_loop body"):
                 op.leave(out.arrays())
                 return init.rebuild(op.close())
@@ -197,12 +210,18 @@ def _branches(opname, selector, functions, what):
         dtypes = wanted
 
 
+def _operands(operands, what):
+    """Numbers become traced values, as JAX makes them."""
+    return tree.map(lambda x: x if isinstance(x, Ref) else as_array(x, what), operands)
+
+
 def cond(pred, true_fun, false_fun, *operands):
     """``true_fun(*operands) if pred else false_fun(*operands)``, both traced. ``pred`` is a
     scalar."""
     for x in operands:
         if isinstance(x, Ref) and x.is_view:
             raise TypeError("cond: a ref view cannot be an operand; close over it")
+    operands = _operands(operands, "cond")
     return _branches(
         "if",
         _predicate(pred, "cond"),
@@ -222,6 +241,7 @@ def switch(index, branches, *operands):
         and index.dtype.kind not in "iu"
     ):
         raise TypeError(f"switch: the index must be an integer scalar, got {show(index)}")
+    operands = _operands(operands, "switch")
     if len(branches) == 1:
         return branches[0](*operands)
     index = _core.as_array(_index_scalar(index, "switch: index"), "int32")
@@ -384,9 +404,7 @@ def scoped(f, types, kw_types, names, collective_axes):
         accepted = "empty: this kernel has no thread axis"
         if e.thread_name is not None:
             accepted = f"the thread axis {e.thread_name!r} or empty"
-        raise ValueError(
-            f"{what}: collective_axes must be {accepted}; got {show(collective_axes)}"
-        )
+        raise ValueError(f"{what}: collective_axes must be {accepted}; got {show(collective_axes)}")
 
     def allocate(t, name):
         if not _is_descriptor(t):
@@ -399,9 +417,10 @@ def scoped(f, types, kw_types, names, collective_axes):
         names = [*names, *[None] * len(types)]
         refs = [allocate(t, name) for t, name in zip(types, names)]
         kw_refs = {k: allocate(t, k) for k, t in kw_types.items()}
+        own = tree.leaves([refs, kw_refs])
         leaves, structure = tree.flatten(f(*refs, **kw_refs))
-        for x in leaves:
-            if isinstance(x, Ref):
+        for x in leaves:  # an accumulator that is a carry of a pipeline lives outside of it
+            if isinstance(x, Ref) and (x.is_view or any(x is r for r in own)):
                 raise ValueError(f"{what}: a ref cannot leave its scope; return its contents")
         arrays = [x for x in leaves if isinstance(x, Array)]
         op.leave(arrays)

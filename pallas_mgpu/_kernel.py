@@ -35,6 +35,8 @@ def _checked(x, what):
         raise ValueError(
             f"{what} has shape {x.shape}; every extent must be at least 1 and less than 2**31"
         )
+    if x.size > 2**46:
+        raise ValueError(f"{what} has shape {x.shape}, {x.size} elements; at most 2**46")
     return x
 
 

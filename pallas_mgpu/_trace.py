@@ -8,6 +8,7 @@ import functools
 import inspect
 import linecache
 import os
+import sys
 import threading
 
 from . import _core, tree
@@ -74,13 +75,17 @@ def add_place(e):
         file = tb.tb_frame.f_code.co_filename
         if file.startswith(_PACKAGE):
             inner = True
-        elif not (inner and file.startswith(_STDLIB)):
+        elif not (inner and file.startswith(_STDLIB) and "-packages" not in file):
             user, inner = tb, False
         tb = tb.tb_next
-    if not inner or user is None or len(e.args) != 1 or not isinstance(e.args[0], str):
+    if not inner or len(e.args) != 1 or not isinstance(e.args[0], str):
         return
-    if "\n  at " not in e.args[0]:
-        file, line = user.tb_frame.f_code.co_filename, user.tb_lineno
+    frame, line = (user.tb_frame, user.tb_lineno) if user else (sys._getframe(), 0)
+    while frame and frame.f_code.co_filename.startswith(_PACKAGE):
+        frame = frame.f_back
+        line = frame.f_lineno if frame else 0
+    if frame and "\n  at " not in e.args[0]:
+        file = frame.f_code.co_filename
         source = linecache.getline(file, line).strip()
         e.args = (f"{e.args[0]}\n  at {file}:{line}{': ' if source else ''}{source}",)
 

@@ -499,7 +499,7 @@ class BlockSpec(GenericBlockSpec):
 
     transforms: tuple
     delay_release: int
-    collective_axes: tuple | None
+    collective_axes: tuple | None  # type: ignore[assignment]
     oob_fill_mode: OOBFillMode
 
     @accepts(tiling=_add_transform(TilingTransform), swizzle=_add_transform(SwizzleTransform))

@@ -3,16 +3,17 @@
 Unlike `jax.lax`, dtypes promote as in `pallas_mgpu.numpy`: a superset of what `jax.lax` accepts."""
 
 from . import _core
-from . import numpy as jnp
 from ._control import cond, fori_loop, scan, switch, while_loop
 from ._names import LAX_MISSING, finder, show
 from ._ops import axis_index, axis_size, optimization_barrier
+from .numpy import full_like
 
 __all__ = [
     "axis_index",
     "axis_size",
     "cond",
     "fori_loop",
+    "full_like",
     "optimization_barrier",
     "scan",
     "switch",
@@ -42,10 +43,10 @@ def _inexact(op, doc):
     unary = _unary(op, doc)
 
     def f(x, *, accuracy=None):
-        if getattr(x, "dtype", np.dtype(np.float32)).kind in "iub":
+        if hasattr(x, "dtype") and x.dtype.kind in "iub":
             raise TypeError(
-                f"lax.{f.__name__}: {op} does not accept dtype {x.dtype}; it accepts floating"
-                f" dtypes, and jnp.{f.__name__} converts integers to float32"
+                f"lax.{op} does not accept dtype {x.dtype}; it accepts floating dtypes, convert"
+                " with x.astype(jnp.float32)"
             )
         return unary(x, accuracy=accuracy)
 
@@ -65,6 +66,13 @@ _define(
     {
         "abs": ("abs", "|x|"),
         "bitwise_not": ("not", "Bitwise complement; logical on bool."),
+        "neg": ("neg", "-x."),
+        "sign": ("sign", "-1, 0 or 1."),
+    },
+    _unary,
+)
+_define(
+    {
         "ceil": ("ceil", "Smallest integer not below x."),
         "cos": ("cos", "Cosine."),
         "erf": ("erf", "Error function."),
@@ -72,14 +80,12 @@ _define(
         "exp2": ("exp2", "2 to the x."),
         "floor": ("floor", "Largest integer not above x."),
         "log": ("log", "Natural logarithm."),
-        "neg": ("neg", "-x."),
         "rsqrt": ("rsqrt", "1 / sqrt(x)."),
-        "sign": ("sign", "-1, 0 or 1."),
         "sin": ("sin", "Sine."),
         "sqrt": ("sqrt", "Square root."),
         "tanh": ("tanh", "Hyperbolic tangent."),
     },
-    _unary,
+    _inexact,
 )
 _define(
     {
@@ -214,11 +220,6 @@ def full(shape, fill_value, dtype=None):
     return _core.full(shape, fill_value, dtype)
 
 
-def full_like(x, fill_value, dtype=None, shape=None):
-    """One value, shape and dtype of ``x`` (an array or a ref)."""
-    return jnp.full_like(x, fill_value, dtype, shape)
-
-
 def iota(dtype, size):
     """0 .. size-1."""
     return _core.iota(dtype, (size,), 0)
@@ -254,9 +255,13 @@ def stop_gradient(x):
     return x
 
 
-__getattr__ = finder(
+_find = finder(
     "lax",
     LAX_MISSING,
     {},
     "Unimplemented primitive in Pallas Mosaic GPU lowering: {name}; {hint}",
 )
+
+
+def __getattr__(name):
+    return _find(name)

@@ -58,7 +58,7 @@ def identity(x):
     return x
 
 
-__getattr__ = finder(
+_find = finder(
     "nn",
     {
         "write plain formulas with jnp": "celu elu glu hard_sigmoid hard_silu hard_swish hard_tanh"
@@ -67,3 +67,7 @@ __getattr__ = finder(
     },
     {},
 )
+
+
+def __getattr__(name):
+    return _find(name)

@@ -165,7 +165,7 @@ for _name, _op, _f, _inexact, _doc in (
 ):
     _export(_name, _unary(_op, _f, _inexact), _doc)
 
-for _name, _op, _f, _doc in (
+for _name, _op, _host_f, _doc in (
     ("add", "add", np.add, "x + y."),
     ("bitwise_and", "and", np.bitwise_and, "x & y."),
     ("bitwise_or", "or", np.bitwise_or, "x | y."),
@@ -188,8 +188,8 @@ for _name, _op, _f, _doc in (
     ("right_shift", "shr", np.right_shift, "x >> y."),
     ("subtract", "sub", np.subtract, "x - y."),
 ):
-    _export(_name, _binary(_op, _f), _doc)
-del _name, _op, _f, _inexact, _doc
+    _export(_name, _binary(_op, _host_f), _doc)
+del _name, _op, _f, _host_f, _inexact, _doc
 
 
 def _truth(x):
@@ -380,9 +380,7 @@ def empty(shape, dtype=float32):
 
 def full_like(x, fill_value, dtype=None, shape=None):
     """One value, with shape and dtype of ``x`` (an array or a ref)."""
-    out = full(
-        x.shape if shape is None else shape, fill_value, x.dtype if dtype is None else dtype
-    )
+    out = full(x.shape if shape is None else shape, fill_value, x.dtype if dtype is None else dtype)
     if dtype is None and isinstance(x, Array) and x.weak_type:
         return _core.convert(out, x.dtype, weak=True)
     return out

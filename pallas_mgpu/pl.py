@@ -99,7 +99,7 @@ class Slice:
             return self.start is other.start
         return self.start == other.start
 
-    __hash__ = None
+    __hash__ = None  # type: ignore[assignment]
 
     def __repr__(self):
         return f"Slice({self.start!r}, {self.size}, {self.stride})"
@@ -189,4 +189,8 @@ def swap(ref, idx, val, **options):
     return _access("pl.swap", ref, idx, options).swap(val)
 
 
-__getattr__ = finder("pl", PL_MISSING, PL_WRONG)
+_find = finder("pl", PL_MISSING, PL_WRONG)
+
+
+def __getattr__(name):
+    return _find(name)

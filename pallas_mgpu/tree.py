@@ -10,7 +10,7 @@ from functools import partial
 
 LEAF = "*"
 _NONE = ("none", None, ())
-_registry = {}
+_registry: dict[type, tuple] = {}
 
 
 def register_pytree_node(cls, flatten_func, unflatten_func):

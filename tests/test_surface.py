@@ -2,6 +2,7 @@
 
 SIGNATURES and MEMBERS are those of the language; an entry that differs on purpose says why."""
 
+import ast
 import copy
 import dataclasses
 import enum
@@ -10,6 +11,7 @@ import inspect
 import pickle
 import warnings
 from collections import namedtuple
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -129,7 +131,7 @@ LATER = {
     " dot empty empty_like empty_ref_like enable_debug_checks get_global GridSpec kernel"
     " no_block_spec pallas_call semaphore semaphore_read semaphore_signal semaphore_wait",
 }
-ALL_SIGNATURES = [(m, name, text) for m, table in SIGNATURES.items() for name, text in table.items()]
+ALL_SIGNATURES = [(m, name, text) for m, t in SIGNATURES.items() for name, text in t.items()]
 
 
 def text_of(o):
@@ -725,9 +727,38 @@ def test_lower_gives_texts_and_figures():
     low = plgpu.kernel(add_one, out_type=F32).lower(F32)
     assert low.as_text() == low.as_text("graph") and 'kernel "add_one"' in low.as_text("graph")
     assert "__global__" in low.as_text("cuda") and ".target sm_90a" in low.as_text("ptx")
-    with pytest.raises(ValueError, match="graph, traced, cuda, ptx and sass"):
+    with pytest.raises(ValueError, match="graph, traced, cuda, ptx, sass"):
         low.as_text("mlir")
     used = low.resources()
     assert used["threads"] == 128 and used["grid"] == (1, 1, 1) and used["spill_bytes"] == 0
     with pytest.raises(NotImplementedError, match="sm_90a"):
         plgpu.kernel(add_one, out_type=F32).lower(F32, arch="sm_100a")
+
+
+def test_stubs_name_what_the_extension_has():
+    """pallas_mgpu/_core.pyi against pallas_mgpu._core: functions, classes, members, keywords."""
+    core = plgpu._core
+    text = Path(plgpu.__file__).with_name("_core.pyi").read_text()
+    body = ast.parse(text).body
+    found = {n.name: n for n in body if isinstance(n, (ast.FunctionDef, ast.ClassDef))}
+    here = {n for n in dir(core) if not n.startswith("_")}
+    assert {n for n in found if not n.startswith("_")} - {"RefIndexer"} == here
+    for name, node in found.items():
+        cls = getattr(core, name, None)
+        if isinstance(node, ast.FunctionDef) or cls is None:
+            continue
+        bases = [ast.unparse(b) for b in node.bases]
+        assert bases == [b.__name__ for b in cls.__bases__ if b is not object], name
+        members = {n.name for n in node.body if isinstance(n, ast.FunctionDef)}
+        members |= {n.target.id for n in node.body if isinstance(n, ast.AnnAssign)}
+        public = {m for m in vars(cls) if not m.startswith("_")} - {"wait", "arrive"}
+        if not issubclass(cls, BaseException):
+            assert {m for m in members if not m.startswith("_")} == public, name
+    for name in found:  # parameters by the signature in the docstring
+        o = getattr(core, name, None)
+        doc = (o.__doc__ or "").split(")")[0] if callable(o) and not isinstance(o, type) else ""
+        if doc.startswith(f"{name}("):
+            want = [p.split("=")[0].strip(" *") for p in doc[len(name) + 1 :].split(",")]
+            a = found[name].args
+            got = [x.arg for x in (*a.posonlyargs, *a.args, a.vararg, *a.kwonlyargs, a.kwarg) if x]
+            assert got == [w for w in want if w], name

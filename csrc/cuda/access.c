@@ -196,19 +196,21 @@ static int64_t find_reg(const pm_layout *src, const int64_t *index, int64_t gues
   return -1;
 }
 
-/* The map as a sum over the digits of dst's registers, or as a table. -1: no matter. */
+/* The map as a sum over the digits of dst's registers, or as a table. -1: any of the n_src that
+ * there are. */
 static const char *map_text(pm_gen *e, const pm_layout *dst, const int64_t *map, int64_t n,
-                            const char *reg) {
+                            int64_t n_src, const char *reg) {
   pm_sum s = {.total = n};
   int64_t div = 1;
   for (uint32_t k = dst->n_reg; k-- > 0; div *= dst->reg[k].size) {
-    if (dst->reg[k].size > 1) add_piece(&s, div, dst->reg[k].size, map[div] - map[0]);
+    const int64_t step = map[div % n] < 0 ? 0 : map[div % n] - map[0];
+    if (dst->reg[k].size > 1) add_piece(&s, div, dst->reg[k].size, step);
   }
   bool fits = true;
   for (int64_t r = 0; fits && r < n; r++) {
     int64_t x = map[0];
     for (uint32_t k = 0; k < s.n; k++) x += r / s.at[k].div % s.at[k].size * s.at[k].mul;
-    fits = x == map[r] || map[r] < 0;
+    fits = map[r] < 0 ? x >= 0 && x < n_src : x == map[r];
   }
   if (fits && !map[0]) return pm_sum_text(e, &s, reg, 1);
   if (fits) return pm_str(e, "%s + %lld", pm_sum_text(e, &s, reg, 1), (long long)map[0]);
@@ -246,7 +248,7 @@ const char *pm_reg_map(pm_gen *e, const pm_layout *src, const pm_layout *dst, pm
       if (!same_index(got, want, src->rank)) return NULL;
     }
   }
-  return map_text(e, dst, map, n, reg);
+  return map_text(e, dst, map, n, pm_layout_regs(src), reg);
 }
 
 /* ---- addresses --------------------------------------------------------------------------- */

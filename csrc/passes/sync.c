@@ -13,8 +13,8 @@
  * lane must not read what an early lane has stored already. So it needs a SYNC before it if the
  * same memory was accessed since the lanes met last.
  *
- * Scopes that follow each other share memory. Where a copy by an engine overwrites what plain stores
- * wrote, a COMMIT_SMEM takes the place of the SYNC, or the stores might land last.
+ * Scopes that follow each other share memory. Where a copy by an engine overwrites what plain
+ * stores wrote, a COMMIT_SMEM takes the place of the SYNC, or the stores might land last.
  *
  * With no_auto_barriers the user answers for memory; only the order of waits and copies is kept. */
 #include "passes.h"
@@ -29,7 +29,9 @@ enum { MAX_OPEN = 64 };
 
 /* Bytes of SMEM that plain stores wrote, with no proxy fence behind. */
 typedef struct dirt {
-  struct { int64_t from, to; } at[MAX_OPEN];
+  struct {
+    int64_t from, to;
+  } at[MAX_OPEN];
   uint32_t n;
   bool all; /* there were too many */
 } dirt;

@@ -403,7 +403,10 @@ class Expressions:
         if form < 0.12 or not shape and form < 0.3:
             value = self.literal(dtype, kind)
             if not shape:
-                return f"jnp.bool_({value})" if dtype == "bool" else f"jnp.{dtype}({value})"
+                typed = "jnp.bool_" if dtype == "bool" else f"jnp.{dtype}"
+                # numbers outside of kernels are NumPy's, which has rules of its own for bfloat16
+                host = dtype != "bfloat16" and self.chance(0.5)
+                return f"{typed}({value})" if host else f"jnp.full((), {value}, {typed})"
             if self.chance(0.3) and dtype != "bool":
                 return f"jnp.{self.rng.choice(('zeros', 'ones'))}({tup(shape)}, jnp.{dtype})"
             typed = "jnp.bool_" if dtype == "bool" else f"jnp.{dtype}"
@@ -833,6 +836,16 @@ class Expressions:
         if result is not None:
             block.statements.append(Node("return {}", result, keep=True))
         self.emit(Node(f"def {f}({', '.join(names)}):\n{{}}", block, keep=True))
+        if (
+            len(self.blocks) == 1
+            and self.chance(0.35)
+            and not any("transforms" in t.text and self.chance(0.5) for t in types)
+        ):
+            self.feature("scratch")
+            given = [self.name("q") for _ in types]
+            self.p.scratch += zip(given, types)
+            call = Node(f"{f}({', '.join(given)})")
+            return call if result is not None else self.emit(call)
         collective = ', collective_axes="t"' if self.threads > 1 else ""
         slots = ", ".join("{}" for _ in types)
         call = Node(f"pl.run_scoped({f}, {slots}{collective})", *types)
@@ -908,12 +921,18 @@ class Expressions:
             where, n_arrivals = [(s, source)], 1
         self.push()
         extra = self.chance(0.2)
+        predicate = ""
+        if self.chance(0.15):
+            # where nothing is copied, what was stored before stays
+            self.emit(Node(f"{s}[...] = {{}}", self.value(source, dtype, kind)))
+            self.emit(Node("plgpu.commit_smem()"))
+            predicate = Node(", predicate={}", self.boolean())
         for ref, part in where:
             if self.chance(0.25):
                 src = self.overhang(part, dtype, kind)
             else:
                 src = self.gmem_view(part, dtype, kind, copy=True)
-            self.emit(Node("plgpu.copy_gmem_to_smem({}, {}, {})", src, ref, b))
+            self.emit(Node("plgpu.copy_gmem_to_smem({}, {}, {}{})", src, ref, b, predicate))
         if extra:
             self.emit(Node(f"plgpu.barrier_arrive({b})"))
             n_arrivals += 1
@@ -929,17 +948,16 @@ class Expressions:
 
     def copy_in(self, s, shape, dtype, kind, tile):
         """[(ref, shape)] of parts that cover an SMEM ref, and how many."""
-        k = 0
         n = shape[0]
-        if len(shape) >= 2 and n <= 3:
-            if len(shape) == 2 and tile > 1:
-                return [(s, shape)], 1
+        if len(shape) == 2 and tile > 1:
+            h = n // 2 // 8 * 8
+        elif len(shape) >= 2 and n <= 3:
             return [(f"{s}.at[{k}]", shape[1:]) for k in range(n)], n
-        h = n // 2 // 8 * 8 if len(shape) == 2 and tile > 1 else n // 2
+        else:
+            h = n // 2
         if not 0 < h < n:
             return [(s, shape)], 1
         parts = [(f"{s}.at[:{h}]", (h, *shape[1:])), (f"{s}.at[{h}:]", (n - h, *shape[1:]))]
-        del k
         return parts, 2
 
     def overhang(self, shape, dtype, kind):

@@ -105,8 +105,17 @@ class Gen(Expressions):
             "when": 0 if deep else 1,
             "cond": 0 if deep else 0.4,
             "update": 0.7,
+            "segment": 0.5 if self.threads == 1 and 0 < self.nesting < 3 else 0,
         })  # fmt: skip
         getattr(self, "do_" + form)()
+
+    def do_segment(self):
+        """A larger pattern inside of control flow."""
+        if self.segments > 2:
+            return self.store_any()
+        self.segments += 1
+        form = self.pick({"pipeline": 2, "wgmma": 1, "matmul": 0.5, "ring": 1, "stores": 1})
+        getattr(self, "seg_" + form)()
 
     def do_store(self):
         self.store_any()
@@ -374,12 +383,8 @@ class Gen(Expressions):
         b_shape = (n, total) if tb else (total, n)
         if prod(a_shape) * 2 + prod(b_shape) * 2 > 120_000:
             return self.seg_wgmma()
-        given = (
-            f", transforms=(plgpu.TilingTransform((8, {s})), plgpu.SwizzleTransform({sw}))"
-            if self.chance(0.5) else ""
-        )  # fmt: skip
-        if not given and sw != 128:
-            given = f", transforms=(plgpu.TilingTransform((8, {s})), plgpu.SwizzleTransform({sw}))"
+        given = f"(plgpu.TilingTransform((8, {s})), plgpu.SwizzleTransform({sw}))"
+        given = f", transforms={given}" if self.chance(0.5) else ""
         a, b, bar = self.name("s"), self.name("s"), self.name("b")
         by_hand = self.chance(0.25)
         self.push()
@@ -413,6 +418,98 @@ class Gen(Expressions):
             types.append(Node(f"plgpu.Barrier({copies})" if copies > 1 else "plgpu.Barrier()"))
             names.append(bar)
         self.scoped(types, block, names)
+
+    def seg_matmul(self):
+        """A pipeline whose body is a product: tiles of larger matrices, which need not divide."""
+        self.feature("matmul")
+        dtype = self.rng.choice(("float16", "bfloat16"))
+        m, n = self.rng.choice((64, 64, 128)), self.rng.choice((32, 64, 128))
+        sw = self.rng.choice((32, 64, 128))
+        s = sw // 2
+        k = self.rng.choice([x for x in (32, 64, 128) if x % s == 0])
+        ta, tb = self.chance(0.3), self.chance(0.4) or n % s != 0
+        ta = ta and m % s == 0
+        steps = self.rng.randint(1, 5)
+        total = max(1, steps * k - self.rng.choice((0, 0, 1, 8, k // 2)))
+        over = self.rng.choice((0, 0, 0, 1, 16))
+        rows, columns = max(1, m - over), max(1, n - over)
+        exact = self.chance(0.8)
+        kind = "small" if exact else "norm"
+        x = self.operand((total, rows) if ta else (rows, total), dtype, kind)
+        y = self.operand((columns, total) if tb else (total, columns), dtype, kind)
+        given = f"(plgpu.TilingTransform((8, {s})), plgpu.SwizzleTransform({sw}))"
+        given = f", transforms={given}" if self.chance(0.6) else ""
+        slots = self.rng.randint(1, 4)
+        delay = self.rng.randint(0, min(slots - 1, 2))
+        late = f", delay_release={delay}" if delay else ""
+        a, b, acc, f, g, i = (self.name(c) for c in "ppcffi")
+        a_spec = f"({k}, {m}), lambda a0: (a0, 0)" if ta else f"({m}, {k}), lambda a0: (0, a0)"
+        b_spec = f"({n}, {k}), lambda a0: (0, a0)" if tb else f"({k}, {n}), lambda a0: (a0, 0)"
+        body = Block(
+            [
+                Node(f"plgpu.wgmma({acc}, {a}{'.T' if ta else ''}, {b}{'.T' if tb else ''})"),
+                Node(f"plgpu.wgmma_wait({delay})"),
+            ]
+        )
+        inner = Block(
+            [
+                Node(f"def {f}({i}, {a}, {b}):\n{{}}", body, keep=True),
+                Node(
+                    f"plgpu.emit_pipeline({f}, grid=({steps},),"
+                    f" in_specs=[plgpu.BlockSpec({a_spec}{given}{late}),"
+                    f" plgpu.BlockSpec({b_spec}{given}{late})],"
+                    f" max_concurrent_steps={{}})({x}, {y})",
+                    slots,
+                ),
+                Node(f"return {acc}[...]", keep=True),
+            ]
+        )
+        v = self.name("v")
+        self.emit(Node(f"def {g}({acc}):\n{{}}", inner, keep=True))
+        self.emit(Node(f"{v} = pl.run_scoped({g}, plgpu.ACC({tup((m, n))}))", keep=True))
+        self.epilogue(v, (m, n), "float32", exact)
+
+    def seg_together(self):
+        """All threads multiply their rows of one pair of matrices that thread 0 copies."""
+        self.feature("products of threads")
+        t = self.threads
+        dtype = self.rng.choice(("float16", "bfloat16"))
+        n, k = self.rng.choice((64, 128)), self.rng.choice((64, 128))
+        tb = self.chance(0.5)
+        rows = 64 * t
+        x = self.operand((rows, k), dtype, "small")
+        y = self.operand((n, k) if tb else (k, n), dtype, "small")
+        a, b, bar, acc, f, g = (self.name(c) for c in "ssbcff")
+        given = "(plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))"
+        given = f", transforms={given}" if self.chance(0.5) else ""
+        self.push()
+        self.emit(
+            Node(
+                f"@pl.when(t == 0)\ndef {f}():\n"
+                f"    plgpu.copy_gmem_to_smem({x}, {a}, {bar})\n"
+                f"    plgpu.copy_gmem_to_smem({y}, {b}, {bar})",
+                keep=True,
+            )
+        )
+        self.emit(Node(f"plgpu.barrier_wait({bar})", keep=True))
+        part = f"{a}.at[pl.ds(pl.multiple_of(t * 64, 64), 64)]"
+        product = Block(
+            [
+                Node(f"plgpu.wgmma({acc}, {part}, {b}{'.T' if tb else ''})"),
+                Node(f"return {acc}[...]", keep=True),
+            ]
+        )
+        v = self.name("v")
+        self.emit(Node(f"def {g}({acc}):\n{{}}", product, keep=True))
+        self.emit(Node(f"{v} = pl.run_scoped({g}, plgpu.ACC({tup((64, n))}))", keep=True))
+        self.epilogue(v, (64, n), "float32", True)
+        block = self.pop()
+        types = [
+            self.smem_type((rows, k), dtype, given),
+            self.smem_type((n, k) if tb else (k, n), dtype, given),
+            Node("plgpu.Barrier(2)"),
+        ]
+        self.scoped(types, block, [a, b, bar])
 
     def product(self, a, b, mnk, majors, acc_dtype, kind):
         """The accumulated product, as a name."""
@@ -754,11 +851,24 @@ class Gen(Expressions):
             self.tags.append((n, size))
 
     def program(self):
+        self.segments = 0
         self.launch()
+        if self.chance(0.08):
+            self.feature("approx math")
+            params = Node("plgpu.CompilerParams(approx_math=True)")
+            self.p.options["compiler_params"] = params
         if self.threads > 1:
-            table = {"compute": 3, "exchange": 2, "own": 2, "producer": 3}
+            table = {"compute": 3, "exchange": 2, "own": 2, "producer": 3, "together": 1.5}
         else:
-            table = {"compute": 5, "pipeline": 3, "wgmma": 2, "ring": 1.2, "stores": 1, "copy": 1.5}
+            table = {
+                "compute": 5,
+                "pipeline": 3,
+                "wgmma": 2,
+                "matmul": 1,
+                "ring": 1.2,
+                "stores": 1,
+                "copy": 1.5,
+            }
         for _ in range(self.pick({1: 5, 2: 3, 3: 1})):
             form = self.pick(table)
             if form == "compute":

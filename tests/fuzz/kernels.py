@@ -90,7 +90,9 @@ class Program:
         """The kernel as Python; `load` reads it back."""
         names = [n for n, *_ in self.operands] + [n for n, *_ in self.outputs]
         names += [n for n, _ in self.scratch]
-        options = [f"{k}={v!r}" for k, v in self.options.items()]
+        options = [
+            f"{k}={render(v) if isinstance(v, Node) else repr(v)}" for k, v in self.options.items()
+        ]
         if self.scratch:
             options.append("scratch_types=[" + ", ".join(render(t) for _, t in self.scratch) + "]")
         lines = [
@@ -118,7 +120,9 @@ class Case:
     def __init__(self, source, name="kernel"):
         self.source, self.name = source, name
         scope = {}
-        exec(compile(source, f"<{name}>", "exec"), scope)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of what the shrinker tries
+            exec(compile(source, f"<{name}>", "exec"), scope)
         self.make, self.seed = scope["make"], scope["SEED"]
         self.outputs = [(tuple(s), model.as_dtype(d)) for _, s, d in scope["OUTPUTS"]]
         self.operands = [
@@ -273,6 +277,17 @@ def check(case, expected=None, ways=("interpret", "nvrtc"), seeds=SEEDS):
     return ran
 
 
+def _round_trip(lowered):
+    """The text form of the graph reads back as it was, traced and lowered."""
+    from pallas_mgpu import _core
+
+    for stage in ("traced", "graph"):
+        text = lowered.as_text(stage)
+        again = _attempt("text", lambda t=text: _core.Graph.parse(t).text())
+        if again != text:
+            raise Failure("text: a graph does not read back", text)
+
+
 def _ways(case, expected, ways, seeds, ran):
     """Runs one way after the other, and yields in between; ends where there is a gap."""
     import pallas_mgpu as plgpu
@@ -290,6 +305,7 @@ def _ways(case, expected, ways, seeds, ran):
         lowered = _attempt("lower", lambda: case.kernel().lower(*case.operands))
         if lowered is None:
             return
+        _round_trip(lowered)
     if "host" in ways:
         from host import run as host
 

@@ -31,7 +31,7 @@ struct HostIndex {
 struct HostThread {
   HostIndex thread_index, block_index, cluster_index, block_dim, grid_dim;
 };
-extern HostThread* host_self;
+extern HostThread *host_self;
 
 #define threadIdx (host_self->thread_index)
 #define blockIdx (host_self->block_index)
@@ -55,8 +55,8 @@ struct alignas(64) TensorMap {
 static_assert(sizeof(TensorMap) == 128, "a tensor map has 128 bytes");
 
 struct HostWgmma {
-  void* d;
-  const u32* a; /* registers, or NULL */
+  void *d;
+  const u32 *a; /* registers, or NULL */
   u32 a_low, a_high, b_low, b_high;
   u16 n;
   bool half, bf16, transpose_a, transpose_b;
@@ -64,12 +64,12 @@ struct HostWgmma {
 
 extern "C" {
 u32 host_shared_base();
-void host_load_shared(void* d, u32 a, u32 bytes, int line);
-void host_store_shared(u32 a, const void* s, u32 bytes, int line);
-void host_load_global(void* d, const void* p, u32 bytes, int line);
-void host_store_global(void* p, const void* s, u32 bytes, int line);
-void host_load_matrix(void* words, u32 a, bool transposed, int line);
-void host_store_matrix(u32 a, const void* words, bool transposed, int line);
+void host_load_shared(void *d, u32 a, u32 bytes, int line);
+void host_store_shared(u32 a, const void *s, u32 bytes, int line);
+void host_load_global(void *d, const void *p, u32 bytes, int line);
+void host_store_global(void *p, const void *s, u32 bytes, int line);
+void host_load_matrix(void *words, u32 a, bool transposed, int line);
+void host_store_matrix(u32 a, const void *words, bool transposed, int line);
 u32 host_shuffle(u32 x, u32 lane, u32 mask, int line);
 bool host_elect(u32 mask, int line);
 void host_bar_sync(u32 id, u32 threads, int line);
@@ -80,21 +80,22 @@ void host_mbarrier_init_fence(int line);
 void host_mbarrier_wait(u32 b, u32 parity, int line);
 void host_mbarrier_expect(u32 b, u32 bytes, int line);
 void host_mbarrier_arrive(u32 b, u32 n, int line);
-void host_tma_load(u32 dst, const TensorMap* m, u32 barrier, const i32* c, u32 rank, int line);
-void host_tma_store(const TensorMap* m, u32 src, const i32* c, u32 rank, int line);
-void host_bulk_load(u32 dst, const void* src, u32 bytes, u32 barrier, int line);
-void host_bulk_store(void* dst, u32 src, u32 bytes, int line);
+void host_tma_load(u32 dst, const TensorMap *m, u32 barrier, const i32 *c, u32 rank, int line);
+void host_tma_store(const TensorMap *m, u32 src, const i32 *c, u32 rank, int line);
+void host_bulk_load(u32 dst, const void *src, u32 bytes, u32 barrier, int line);
+void host_bulk_store(void *dst, u32 src, u32 bytes, int line);
 void host_group_commit(int line);
 void host_group_wait(u32 n, bool read, int line);
-void host_prefetch(const TensorMap* m, int line);
+void host_prefetch(const TensorMap *m, int line);
 void host_proxy_fence(bool global, int line);
-void host_wgmma(const HostWgmma* w, int line);
+void host_wgmma(const HostWgmma *w, int line);
 void host_wgmma_fence(int line);
 void host_wgmma_commit(int line);
 void host_wgmma_wait(u32 n, int line);
-void host_pin(const void* registers, u32 bytes, int line);
-void host_fail(int line, const char* format, ...) __attribute__((format(__printf__, 2, 3), noreturn));
-int host_print(const char* format, ...) __attribute__((format(__printf__, 1, 2)));
+void host_pin(const void *registers, u32 bytes, int line);
+void host_fail(int line, const char *format, ...)
+    __attribute__((format(__printf__, 2, 3), noreturn));
+int host_print(const char *format, ...) __attribute__((format(__printf__, 1, 2)));
 }
 #define printf host_print
 
@@ -132,8 +133,8 @@ FN f32 to_f32(f16 x) { return host_from_f16(x.bits); }
 FN f32 to_f32(bf16 x) { return f32_bits((u32)x.bits << 16); }
 FN f16 to_f16(f32 x) { return f16{host_to_f16(x)}; }
 FN bf16 to_bf16(f32 x) { return bf16{host_to_bf16(x)}; }
-FN void to_f16x2(f16* d, f32 lo, f32 hi) { d[0] = to_f16(lo), d[1] = to_f16(hi); }
-FN void to_bf16x2(bf16* d, f32 lo, f32 hi) { d[0] = to_bf16(lo), d[1] = to_bf16(hi); }
+FN void to_f16x2(f16 *d, f32 lo, f32 hi) { d[0] = to_f16(lo), d[1] = to_f16(hi); }
+FN void to_bf16x2(bf16 *d, f32 lo, f32 hi) { d[0] = to_bf16(lo), d[1] = to_bf16(hi); }
 /* f32 has more than twice the digits and two: rounding sums and products of halves twice is
  * rounding them once. */
 FN f16 operator-(f16 x) { return f16{(u16)(x.bits ^ 0x8000)}; }
@@ -141,17 +142,23 @@ FN f16 operator+(f16 a, f16 b) { return to_f16(to_f32(a) + to_f32(b)); }
 FN f16 operator-(f16 a, f16 b) { return to_f16(to_f32(a) - to_f32(b)); }
 FN f16 operator*(f16 a, f16 b) { return to_f16(to_f32(a) * to_f32(b)); }
 FN bf16 operator-(bf16 x) { return bf16{(u16)(x.bits ^ 0x8000)}; }
-/* not so sums of bf16, whose exponents may lie farther apart than f32 has digits; but double's 53
- * digits and the sticky bit do: round to odd in f32 first */
+/* Not so sums of bf16, whose exponents may lie farther apart than f32 has digits. */
 extern "C" u16 host_bf16_of_double(double x);
-FN bf16 operator+(bf16 a, bf16 b) { return bf16{host_bf16_of_double((double)to_f32(a) + to_f32(b))}; }
-FN bf16 operator-(bf16 a, bf16 b) { return bf16{host_bf16_of_double((double)to_f32(a) - to_f32(b))}; }
-FN bf16 operator*(bf16 a, bf16 b) { return bf16{host_bf16_of_double((double)to_f32(a) * to_f32(b))}; }
+FN bf16 operator+(bf16 a, bf16 b) {
+  return bf16{host_bf16_of_double((double)to_f32(a) + to_f32(b))};
+}
+FN bf16 operator-(bf16 a, bf16 b) {
+  return bf16{host_bf16_of_double((double)to_f32(a) - to_f32(b))};
+}
+FN bf16 operator*(bf16 a, bf16 b) {
+  return bf16{host_bf16_of_double((double)to_f32(a) * to_f32(b))};
+}
 FN bf16 int_to_bf16(i32 x) { return bf16{host_bf16_of_double(x)}; }
 FN bf16 int_to_bf16(u32 x) { return bf16{host_bf16_of_double(x)}; }
 
 /* cvt.rzi: toward zero, clamped, NaN is 0 */
-template <typename T> FN T to_int(f32 x) {
+template <typename T>
+FN T to_int(f32 x) {
   const bool is_signed = (T)-1 < (T)0;
   const int bits = (int)sizeof(T) * 8 - is_signed;
   const double top = (double)(((u64)1 << bits) - 1), bottom = is_signed ? -top - 1 : 0;
@@ -163,36 +170,78 @@ FN u32 bits_of(f32 x) { return float_bits(x); }
 FN u32 bits_of(f16 x) { return x.bits; }
 FN u32 bits_of(bf16 x) { return x.bits; }
 FN u32 bits_of(bool x) { return x; }
-template <typename T> FN u32 bits_of(T x) {
+template <typename T>
+FN u32 bits_of(T x) {
   u32 r = 0;
   memcpy(&r, &x, sizeof x);
   return r;
 }
-template <typename T> FN void from_bits(T& x, u32 b) { memcpy(&x, &b, sizeof x); }
-template <> inline void from_bits<bool>(bool& x, u32 b) { x = (u8)b != 0; }
-template <typename T, typename S> FN T bitcast(S x) {
+template <typename T>
+FN void from_bits(T &x, u32 b) {
+  memcpy(&x, &b, sizeof x);
+}
+template <>
+inline void from_bits<bool>(bool &x, u32 b) {
+  x = (u8)b != 0;
+}
+template <typename T, typename S>
+FN T bitcast(S x) {
   static_assert(sizeof(T) == sizeof(S), "a bitcast keeps the size");
   T r;
   from_bits(r, bits_of(x));
   return r;
 }
-template <typename T> FN T opaque(T x) { return x; }
+template <typename T>
+FN T opaque(T x) {
+  return x;
+}
 
-template <typename T> FN T wrap_add(T a, T b) { return (T)((u64)a + (u64)b); }
-template <typename T> FN T wrap_sub(T a, T b) { return (T)((u64)a - (u64)b); }
-template <typename T> FN T wrap_mul(T a, T b) { return (T)((u64)a * (u64)b); }
-template <typename T> FN T wrap_neg(T a) { return (T)(0 - (u64)a); }
+template <typename T>
+FN T wrap_add(T a, T b) {
+  return (T)((u64)a + (u64)b);
+}
+template <typename T>
+FN T wrap_sub(T a, T b) {
+  return (T)((u64)a - (u64)b);
+}
+template <typename T>
+FN T wrap_mul(T a, T b) {
+  return (T)((u64)a * (u64)b);
+}
+template <typename T>
+FN T wrap_neg(T a) {
+  return (T)(0 - (u64)a);
+}
 /* shifts by 32 or more clamp to 32 */
-template <typename T> FN T shift_left(T a, T b) {
+template <typename T>
+FN T shift_left(T a, T b) {
   return (u32)b > 31 ? (T)0 : (T)((u64)a << (u32)b);
 }
 /* x / 0 is unspecified; the most negative number by -1 wraps */
-template <typename T> FN T div_int(T a, T b) { return b == 0 ? (T)-1 : (T)((i64)a / (i64)b); }
-template <typename T> FN T rem_int(T a, T b) { return b == 0 ? a : (T)((i64)a % (i64)b); }
-template <typename T> FN T abs_int(T a) { return a < 0 ? (T)(0 - (u64)a) : a; }
-template <typename T> FN T sign_int(T a) { return a > 0 ? (T)1 : a < 0 ? (T)-1 : (T)0; }
-template <typename T> FN T min_int(T a, T b) { return a < b ? a : b; }
-template <typename T> FN T max_int(T a, T b) { return a > b ? a : b; }
+template <typename T>
+FN T div_int(T a, T b) {
+  return b == 0 ? (T)-1 : (T)((i64)a / (i64)b);
+}
+template <typename T>
+FN T rem_int(T a, T b) {
+  return b == 0 ? a : (T)((i64)a % (i64)b);
+}
+template <typename T>
+FN T abs_int(T a) {
+  return a < 0 ? (T)(0 - (u64)a) : a;
+}
+template <typename T>
+FN T sign_int(T a) {
+  return a > 0 ? (T)1 : a < 0 ? (T)-1 : (T)0;
+}
+template <typename T>
+FN T min_int(T a, T b) {
+  return a < b ? a : b;
+}
+template <typename T>
+FN T max_int(T a, T b) {
+  return a > b ? a : b;
+}
 FN f32 sign_f32(f32 x) { return x == 0 ? 0.0f : copysignf(1, x); }
 /* NaN propagates as the canonical one; -0 < +0 */
 FN f32 min_f32(f32 a, f32 b) {
@@ -220,63 +269,78 @@ FN f32 rsqrtf(f32 x) { return (f32)(1 / sqrt((double)x)); }
 FN u32 shared_base() { return host_shared_base(); }
 
 /* 16-byte chunks of a 128-byte line are permuted by the number of the line, within groups of B */
-template <int B> FN u32 swizzle(u32 a) {
+template <int B>
+FN u32 swizzle(u32 a) {
   static_assert(B == 32 || B == 64 || B == 128, "swizzles have 32, 64 or 128 bytes");
   const u32 line = a / 128, chunk = a / 16 % (B / 16);
   return a - chunk * 16 + (chunk ^ line % (B / 16)) * 16;
 }
 
-template <typename T, int N> FN void pack(u32* w, const T* s) {
+template <typename T, int N>
+FN void pack(u32 *w, const T *s) {
   memset(w, 0, (N * sizeof(T) + 3) / 4 * 4);
   memcpy(w, s, N * sizeof(T));
 }
-template <typename T, int N> FN void unpack(T* d, const u32* w) {
-  const u8* s = (const u8*)w;
+template <typename T, int N>
+FN void unpack(T *d, const u32 *w) {
+  const u8 *s = (const u8 *)w;
   for (int k = 0; k < N; k++) {
     u32 b = 0;
     memcpy(&b, s + k * sizeof(T), sizeof(T));
     from_bits(d[k], b);
   }
 }
-template <typename T, int N> FN void zero(T* d) { memset((void*)d, 0, N * sizeof(T)); }
+template <typename T, int N>
+FN void zero(T *d) {
+  memset((void *)d, 0, N * sizeof(T));
+}
 
-template <typename T, int N> struct HostVector {
+template <typename T, int N>
+struct HostVector {
   static_assert(N * sizeof(T) <= 16 && !(N & (N - 1)), "a vector has 1, 2, 4, 8 or 16 bytes");
   u32 w[4];
 };
-template <typename T, int N> FN void ld_shared(T* d, u32 a, LINE) {
+template <typename T, int N>
+FN void ld_shared(T *d, u32 a, LINE) {
   HostVector<T, N> v;
   host_load_shared(v.w, a, N * sizeof(T), line);
   unpack<T, N>(d, v.w);
 }
-template <typename T, int N> FN void st_shared(u32 a, const T* s, LINE) {
+template <typename T, int N>
+FN void st_shared(u32 a, const T *s, LINE) {
   HostVector<T, N> v;
   pack<T, N>(v.w, s);
   host_store_shared(a, v.w, N * sizeof(T), line);
 }
-template <typename T, int N> FN void ld_global(T* d, const T* p, LINE) {
+template <typename T, int N>
+FN void ld_global(T *d, const T *p, LINE) {
   HostVector<T, N> v;
   host_load_global(v.w, p, N * sizeof(T), line);
   unpack<T, N>(d, v.w);
 }
-template <typename T, int N> FN void st_global(T* p, const T* s, LINE) {
+template <typename T, int N>
+FN void st_global(T *p, const T *s, LINE) {
   HostVector<T, N> v;
   pack<T, N>(v.w, s);
   host_store_global(p, v.w, N * sizeof(T), line);
 }
-template <typename T> FN void ld_matrix4(T* d, u32 a, LINE) {
+template <typename T>
+FN void ld_matrix4(T *d, u32 a, LINE) {
   static_assert(sizeof(T) == 2, "elements of a matrix have 16 bits");
   host_load_matrix(d, a, false, line);
 }
-template <typename T> FN void ld_matrix4_trans(T* d, u32 a, LINE) {
+template <typename T>
+FN void ld_matrix4_trans(T *d, u32 a, LINE) {
   static_assert(sizeof(T) == 2, "elements of a matrix have 16 bits");
   host_load_matrix(d, a, true, line);
 }
-template <typename T> FN void st_matrix4(u32 a, const T* s, LINE) {
+template <typename T>
+FN void st_matrix4(u32 a, const T *s, LINE) {
   static_assert(sizeof(T) == 2, "elements of a matrix have 16 bits");
   host_store_matrix(a, s, false, line);
 }
-template <typename T> FN void st_matrix4_trans(u32 a, const T* s, LINE) {
+template <typename T>
+FN void st_matrix4_trans(u32 a, const T *s, LINE) {
   static_assert(sizeof(T) == 2, "elements of a matrix have 16 bits");
   host_store_matrix(a, s, true, line);
 }
@@ -292,13 +356,20 @@ FN void cluster_sync(LINE) { host_cluster_sync(line); }
 FN i32 cluster_index_x() { return (i32)host_self->cluster_index.x; }
 FN i32 cluster_index_y() { return (i32)host_self->cluster_index.y; }
 FN i32 cluster_index_z() { return (i32)host_self->cluster_index.z; }
-template <typename T> FN T shuffle_xor(T x, int mask, LINE) {
+template <typename T>
+FN T shuffle_xor(T x, int mask, LINE) {
   T r;
   from_bits(r, host_shuffle(bits_of(x), lane_number() ^ (u32)mask, ~0u, line));
   return r;
 }
-template <int N> FN void registers_up(LINE) { host_registers(N, true, line); }
-template <int N> FN void registers_down(LINE) { host_registers(N, false, line); }
+template <int N>
+FN void registers_up(LINE) {
+  host_registers(N, true, line);
+}
+template <int N>
+FN void registers_down(LINE) {
+  host_registers(N, false, line);
+}
 
 /* ---- barriers and copies ------------------------------------------------------------------- */
 
@@ -316,30 +387,38 @@ FN void barrier_arrive_n_tx(u32 b, u32 n, u32 bytes, LINE) {
   host_mbarrier_arrive(b, n, line);
 }
 
-FN void tensor_map_prefetch(const TensorMap* m, LINE) { host_prefetch(m, line); }
-#define HOST_TMA(rank, parameters, ...)                                                            \
-  FN void tma_load_##rank##d(u32 dst, const TensorMap* m, u32 barrier, parameters, LINE) {         \
-    const i32 c[] = {__VA_ARGS__};                                                                 \
-    host_tma_load(dst, m, barrier, c, rank, line);                                                 \
-  }                                                                                                \
-  FN void tma_store_##rank##d(const TensorMap* m, u32 src, parameters, LINE) {                     \
-    const i32 c[] = {__VA_ARGS__};                                                                 \
-    host_tma_store(m, src, c, rank, line);                                                         \
+FN void tensor_map_prefetch(const TensorMap *m, LINE) { host_prefetch(m, line); }
+#define HOST_TMA(rank, parameters, ...)                                                    \
+  FN void tma_load_##rank##d(u32 dst, const TensorMap *m, u32 barrier, parameters, LINE) { \
+    const i32 c[] = {__VA_ARGS__};                                                         \
+    host_tma_load(dst, m, barrier, c, rank, line);                                         \
+  }                                                                                        \
+  FN void tma_store_##rank##d(const TensorMap *m, u32 src, parameters, LINE) {             \
+    const i32 c[] = {__VA_ARGS__};                                                         \
+    host_tma_store(m, src, c, rank, line);                                                 \
   }
+/* clang-format off */
 #define COMMA ,
 HOST_TMA(1, i32 a, a)
 HOST_TMA(2, i32 a COMMA i32 b, a, b)
 HOST_TMA(3, i32 a COMMA i32 b COMMA i32 c_, a, b, c_)
 HOST_TMA(4, i32 a COMMA i32 b COMMA i32 c_ COMMA i32 d, a, b, c_, d)
 HOST_TMA(5, i32 a COMMA i32 b COMMA i32 c_ COMMA i32 d COMMA i32 e, a, b, c_, d, e)
+/* clang-format on */
 
-FN void bulk_load(u32 dst, const void* src, u32 bytes, u32 barrier, LINE) {
+FN void bulk_load(u32 dst, const void *src, u32 bytes, u32 barrier, LINE) {
   host_bulk_load(dst, src, bytes, barrier, line);
 }
-FN void bulk_store(void* dst, u32 src, u32 bytes, LINE) { host_bulk_store(dst, src, bytes, line); }
+FN void bulk_store(void *dst, u32 src, u32 bytes, LINE) { host_bulk_store(dst, src, bytes, line); }
 FN void store_group_commit(LINE) { host_group_commit(line); }
-template <int N> FN void store_group_wait(LINE) { host_group_wait(N, false, line); }
-template <int N> FN void store_group_wait_read(LINE) { host_group_wait(N, true, line); }
+template <int N>
+FN void store_group_wait(LINE) {
+  host_group_wait(N, false, line);
+}
+template <int N>
+FN void store_group_wait_read(LINE) {
+  host_group_wait(N, true, line);
+}
 FN void async_proxy_fence(LINE) { host_proxy_fence(false, line); }
 FN void async_proxy_fence_global(LINE) { host_proxy_fence(true, line); }
 
@@ -347,42 +426,46 @@ FN void async_proxy_fence_global(LINE) { host_proxy_fence(true, line); }
 
 FN void wgmma_fence(LINE) { host_wgmma_fence(line); }
 FN void wgmma_commit(LINE) { host_wgmma_commit(line); }
-template <int N> FN void wgmma_wait(LINE) { host_wgmma_wait(N, line); }
+template <int N>
+FN void wgmma_wait(LINE) {
+  host_wgmma_wait(N, line);
+}
 /* matrix-descriptor-encode of bits 0-13 and 16-29 */
 FN u32 wgmma_address(u32 a, u32 leading) {
   return (a & 0x3ffff) >> 4 | (leading & 0x3ffff) >> 4 << 16;
 }
 
 /* Functions named wgmma_m64n<N>k16_<D>_<A>_<major of A><major of B>; r: A in registers. */
-#define HOST_WGMMA_SMEM(N, d, half, in, is_bf16, ka, ta, kb, tb)                                   \
-  FN void wgmma_m64n##N##k16_##d##_##in##_##ka##kb(HostRegister_##d* r, u32 a, u32 ah, u32 b,      \
-                                                   u32 bh, LINE) {                                 \
-    const HostWgmma w = {r, 0, a, ah, b, bh, N, half, is_bf16, ta, tb};                            \
-    host_wgmma(&w, line);                                                                          \
+#define HOST_WGMMA_SMEM(N, d, half, in, is_bf16, ka, ta, kb, tb)                              \
+  FN void wgmma_m64n##N##k16_##d##_##in##_##ka##kb(HostRegister_##d *r, u32 a, u32 ah, u32 b, \
+                                                   u32 bh, LINE) {                            \
+    const HostWgmma w = {r, 0, a, ah, b, bh, N, half, is_bf16, ta, tb};                       \
+    host_wgmma(&w, line);                                                                     \
   }
-#define HOST_WGMMA_REGS(N, d, half, in, is_bf16, kb, tb)                                           \
-  FN void wgmma_m64n##N##k16_##d##_##in##_r##kb(HostRegister_##d* r, const u32* a, u32 b, u32 bh,  \
-                                                LINE) {                                            \
-    const HostWgmma w = {r, a, 0, 0, b, bh, N, half, is_bf16, false, tb};                          \
-    host_wgmma(&w, line);                                                                          \
+#define HOST_WGMMA_REGS(N, d, half, in, is_bf16, kb, tb)                                          \
+  FN void wgmma_m64n##N##k16_##d##_##in##_r##kb(HostRegister_##d *r, const u32 *a, u32 b, u32 bh, \
+                                                LINE) {                                           \
+    const HostWgmma w = {r, a, 0, 0, b, bh, N, half, is_bf16, false, tb};                         \
+    host_wgmma(&w, line);                                                                         \
   }
-#define HOST_WGMMA_TYPE(N, d, half, in, is_bf16)                                                   \
-  HOST_WGMMA_SMEM(N, d, half, in, is_bf16, k, false, k, false)                                     \
-  HOST_WGMMA_SMEM(N, d, half, in, is_bf16, k, false, n, true)                                      \
-  HOST_WGMMA_SMEM(N, d, half, in, is_bf16, m, true, k, false)                                      \
-  HOST_WGMMA_SMEM(N, d, half, in, is_bf16, m, true, n, true)                                       \
-  HOST_WGMMA_REGS(N, d, half, in, is_bf16, k, false)                                               \
+#define HOST_WGMMA_TYPE(N, d, half, in, is_bf16)               \
+  HOST_WGMMA_SMEM(N, d, half, in, is_bf16, k, false, k, false) \
+  HOST_WGMMA_SMEM(N, d, half, in, is_bf16, k, false, n, true)  \
+  HOST_WGMMA_SMEM(N, d, half, in, is_bf16, m, true, k, false)  \
+  HOST_WGMMA_SMEM(N, d, half, in, is_bf16, m, true, n, true)   \
+  HOST_WGMMA_REGS(N, d, half, in, is_bf16, k, false)           \
   HOST_WGMMA_REGS(N, d, half, in, is_bf16, n, true)
-#define HOST_WGMMA(N)                                                                              \
-  HOST_WGMMA_TYPE(N, f32, false, f16, false)                                                       \
-  HOST_WGMMA_TYPE(N, f32, false, bf16, true)                                                       \
+#define HOST_WGMMA(N)                        \
+  HOST_WGMMA_TYPE(N, f32, false, f16, false) \
+  HOST_WGMMA_TYPE(N, f32, false, bf16, true) \
   HOST_WGMMA_TYPE(N, f16, true, f16, false)
-#define HOST_PIN(N)                                                                                \
-  FN void pin_f32_##N(f32* d, LINE) { host_pin(d, N * 4, line); }                                  \
-  FN void pin_u32_##N(u32* d, LINE) { host_pin(d, N * 4, line); }
+#define HOST_PIN(N)                                               \
+  FN void pin_f32_##N(f32 *d, LINE) { host_pin(d, N * 4, line); } \
+  FN void pin_u32_##N(u32 *d, LINE) { host_pin(d, N * 4, line); }
 typedef f32 HostRegister_f32;
 typedef u32 HostRegister_f16;
 
+/* clang-format off */
 HOST_WGMMA(8) HOST_WGMMA(16) HOST_WGMMA(24) HOST_WGMMA(32) HOST_WGMMA(40) HOST_WGMMA(48)
 HOST_WGMMA(56) HOST_WGMMA(64) HOST_WGMMA(72) HOST_WGMMA(80) HOST_WGMMA(88) HOST_WGMMA(96)
 HOST_WGMMA(104) HOST_WGMMA(112) HOST_WGMMA(120) HOST_WGMMA(128) HOST_WGMMA(136) HOST_WGMMA(144)
@@ -396,18 +479,22 @@ HOST_PIN(46) HOST_PIN(48) HOST_PIN(50) HOST_PIN(52) HOST_PIN(54) HOST_PIN(56) HO
 HOST_PIN(60) HOST_PIN(62) HOST_PIN(64) HOST_PIN(68) HOST_PIN(72) HOST_PIN(76) HOST_PIN(80)
 HOST_PIN(84) HOST_PIN(88) HOST_PIN(92) HOST_PIN(96) HOST_PIN(100) HOST_PIN(104) HOST_PIN(108)
 HOST_PIN(112) HOST_PIN(116) HOST_PIN(120) HOST_PIN(124) HOST_PIN(128)
+    /* clang-format on */
 
-/* ---- launch -------------------------------------------------------------------------------- */
+    /* ---- launch --------------------------------------------------------------------------------
+     */
 
-/* host_entry(args): calls the kernel with what the pointers point at, as cuLaunchKernel does. */
-template <typename... P, size_t... I>
-static inline void host_call(void (*kernel)(P...), void** args, std::index_sequence<I...>) {
-  kernel(*(P*)args[I]...);
+    /* host_entry(args): calls the kernel with what the pointers point at, as cuLaunchKernel does.
+     */
+    template <typename... P, size_t... I>
+    static inline void host_call(void (*kernel)(P...), void **args, std::index_sequence<I...>) {
+  kernel(*(P *)args[I]...);
 }
-template <typename... P> static inline void host_call(void (*kernel)(P...), void** args) {
+template <typename... P>
+static inline void host_call(void (*kernel)(P...), void **args) {
   host_call(kernel, args, std::index_sequence_for<P...>());
 }
-#define HOST_ENTRY(kernel)                                                                         \
-  extern "C" void host_entry(void** args) { host_call(kernel, args); }
+#define HOST_ENTRY(kernel) \
+  extern "C" void host_entry(void **args) { host_call(kernel, args); }
 
 #endif

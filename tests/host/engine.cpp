@@ -11,8 +11,8 @@ enum { MAX_COUNT = (1 << 20) - 1 };
 
 /* ---- mbarriers ----------------------------------------------------------------------------- */
 
-std::string host_place_of(Block& b, u32 offset) {
-  const Mbarrier& x = b.mbarriers.at(offset);
+std::string host_place_of(Block &b, u32 offset) {
+  const Mbarrier &x = b.mbarriers.at(offset);
   char text[200];
   snprintf(text, sizeof text,
            "mbarrier at byte %u (of line %d): phase %llu, %u of %u arrivals and %lld bytes to come",
@@ -21,8 +21,8 @@ std::string host_place_of(Block& b, u32 offset) {
 }
 
 extern "C" void host_mbarrier_init(u32 a, u32 count, int line) {
-  Thread* t = m.self;
-  Block& b = *t->block;
+  Thread *t = m.self;
+  Block &b = *t->block;
   const size_t at = shared_offset(b, a, 8, 8, "mbarrier.init", line);
   t->line = line;
   if (!count || count > MAX_COUNT) host_fail(line, "mbarrier.init with %u arrivals", count);
@@ -30,7 +30,7 @@ extern "C" void host_mbarrier_init(u32 a, u32 count, int line) {
   const u8 zeros[8] = {0};
   thread_writes(b.shared, at, zeros, 8, line);
   for (size_t k = at; k < at + 8; k++) b.shared.marks[k].barrier = 1;
-  Mbarrier& x = b.mbarriers[(u32)at];
+  Mbarrier &x = b.mbarriers[(u32)at];
   x = Mbarrier();
   x.expected = x.pending = count;
   x.init_line = line;
@@ -43,26 +43,26 @@ extern "C" void host_mbarrier_init(u32 a, u32 count, int line) {
 
 /* for the cluster and the async proxy */
 extern "C" void host_mbarrier_init_fence(int line) {
-  Thread* t = m.self;
+  Thread *t = m.self;
   t->line = line;
-  for (auto& x : t->block->mbarriers)
+  for (auto &x : t->block->mbarriers)
     if (x.second.init_by == t->rank) x.second.fenced = true;
 }
 
-static Mbarrier& mbarrier_at(u32 a, const char* what, int line, u32* offset) {
-  Thread* t = m.self;
-  Block& b = *t->block;
+static Mbarrier &mbarrier_at(u32 a, const char *what, int line, u32 *offset) {
+  Thread *t = m.self;
+  Block &b = *t->block;
   *offset = (u32)shared_offset(b, a, 8, 8, what, line);
   t->line = line;
   const auto found = b.mbarriers.find(*offset);
   if (found == b.mbarriers.end()) host_fail(line, "%s: no mbarrier is at byte %u", what, *offset);
-  Mbarrier& x = found->second;
+  Mbarrier &x = found->second;
   if (!x.published && t->clock.seen[x.init_by] < x.init_at)
     host_fail(line, "%s is not ordered behind mbarrier.init in line %d", what, x.init_line);
   return x;
 }
 
-static void complete_if_done(Mbarrier& x) {
+static void complete_if_done(Mbarrier &x) {
   if (x.pending || x.tx) return;
   if (x.has_bytes) {
     x.copied = true;
@@ -74,22 +74,23 @@ static void complete_if_done(Mbarrier& x) {
   x.pending = x.expected;
   x.passed.join(x.gathered);
   x.passed.seen[x.agent] = host_when(x.phase);
-  for (Thread* t : x.waiters) host_wake(t);
+  for (Thread *t : x.waiters) host_wake(t);
   x.waiters.clear();
 }
 
 extern "C" void host_mbarrier_expect(u32 a, u32 bytes, int line) {
   u32 at;
-  Mbarrier& x = mbarrier_at(a, "mbarrier.expect_tx", line, &at);
+  Mbarrier &x = mbarrier_at(a, "mbarrier.expect_tx", line, &at);
   x.tx += bytes;
   x.has_bytes = true;
-  if (x.tx > MAX_COUNT) host_fail(line, "mbarrier.expect_tx: %lld bytes overflow the tx-count", x.tx);
+  if (x.tx > MAX_COUNT)
+    host_fail(line, "mbarrier.expect_tx: %lld bytes overflow the tx-count", x.tx);
 }
 
 extern "C" void host_mbarrier_arrive(u32 a, u32 n, int line) {
   u32 at;
-  Mbarrier& x = mbarrier_at(a, "mbarrier.arrive", line, &at);
-  Thread* t = m.self;
+  Mbarrier &x = mbarrier_at(a, "mbarrier.arrive", line, &at);
+  Thread *t = m.self;
   if (!n || n > MAX_COUNT) host_fail(line, "mbarrier.arrive with a count of %u", n);
   if (n > x.pending)
     host_fail(line, "%u arrivals, and %s expects no more", n, host_place_of(*t->block, at).c_str());
@@ -102,8 +103,8 @@ extern "C" void host_mbarrier_arrive(u32 a, u32 n, int line) {
 
 extern "C" void host_mbarrier_wait(u32 a, u32 parity, int line) {
   u32 at;
-  Mbarrier& x = mbarrier_at(a, "mbarrier.try_wait", line, &at);
-  Thread* t = m.self;
+  Mbarrier &x = mbarrier_at(a, "mbarrier.try_wait", line, &at);
+  Thread *t = m.self;
   if (parity > 1) host_fail(line, "mbarrier.try_wait.parity with parity %u", parity);
   while ((x.phase & 1) == parity) {
     x.waiters.push_back(t);
@@ -114,8 +115,8 @@ extern "C" void host_mbarrier_wait(u32 a, u32 parity, int line) {
   host_yield();
 }
 
-static void complete_bytes(Block& b, u32 at, u32 bytes, int line) {
-  Mbarrier& x = b.mbarriers.at(at);
+static void complete_bytes(Block &b, u32 at, u32 bytes, int line) {
+  Mbarrier &x = b.mbarriers.at(at);
   x.tx -= bytes;
   if (x.tx < 0)
     host_fail(line, "%u bytes arrived, and that is more than expected: %s", bytes,
@@ -143,7 +144,7 @@ static u32 swizzled(u32 a, u32 bytes) {
 /* A piece of at most 16 bytes: an address in shared memory, and one in global memory or none. */
 struct Piece {
   u32 shared, bytes;
-  u8* global;
+  u8 *global;
 };
 
 struct Copy : Operation {
@@ -163,13 +164,13 @@ void Copy::read() {
   size_t n = 0;
   has_read = true;
   data.assign(bytes, 0);
-  for (const Piece& p : pieces) {
+  for (const Piece &p : pieces) {
     if (store && p.global) {
       const size_t at = shared_offset(*block, p.shared, p.bytes, 1, "a bulk store", line);
       engine_reads(block->shared, at, p.bytes, s, &data[n]);
     } else if (p.global) {
       size_t at;
-      Region& r = global_region(p.global, p.bytes, 1, "a bulk load", line, &at);
+      Region &r = global_region(p.global, p.bytes, 1, "a bulk load", line, &at);
       engine_reads(r, at, p.bytes, s, &data[n]);
     }
     n += p.bytes;
@@ -180,10 +181,10 @@ void Copy::write() {
   const Stamp s = {writer, when, line, &clock};
   size_t n = 0;
   has_written = true;
-  for (const Piece& p : pieces) {
+  for (const Piece &p : pieces) {
     if (store && p.global) {
       size_t at;
-      Region& r = global_region(p.global, p.bytes, 1, "a bulk store", line, &at);
+      Region &r = global_region(p.global, p.bytes, 1, "a bulk store", line, &at);
       if (r.read_only) host_fail(line, "a bulk store to an operand");
       engine_writes(r, at, &data[n], p.bytes, s);
     } else if (!store) {
@@ -203,7 +204,7 @@ bool Copy::step() {
     if (!has_written) write();
     return true;
   }
-  Mbarrier& x = block->mbarriers.at(barrier);
+  Mbarrier &x = block->mbarriers.at(barrier);
   reader = writer = x.agent;
   when = host_when(x.phase + 1);
   read();
@@ -222,16 +223,17 @@ static std::shared_ptr<Copy> new_copy(bool store, int line) {
   return c;
 }
 
-static void add_piece(Copy& c, u32 shared, u32 bytes, u8* global) {
+static void add_piece(Copy &c, u32 shared, u32 bytes, u8 *global) {
   const Piece p = {shared, bytes, global};
   c.pieces.push_back(p);
   c.bytes += bytes;
 }
 
 static void issue_load(std::shared_ptr<Copy> c, u32 barrier, int line) {
-  const Mbarrier& x = mbarrier_at(barrier, "a bulk load", line, &c->barrier);
+  const Mbarrier &x = mbarrier_at(barrier, "a bulk load", line, &c->barrier);
   if (!x.fenced && !x.published)
-    host_fail(line, "no fence.mbarrier_init stands between mbarrier.init in line %d and the copy engine",
+    host_fail(line,
+              "no fence.mbarrier_init stands between mbarrier.init in line %d and the copy engine",
               x.init_line);
   host_release(m.self);
   host_issue(c);
@@ -239,7 +241,7 @@ static void issue_load(std::shared_ptr<Copy> c, u32 barrier, int line) {
 }
 
 static void issue_store(std::shared_ptr<Copy> c) {
-  Thread* t = m.self;
+  Thread *t = m.self;
   if (!t->reads) {
     t->reads = host_new_agent();
     t->writes = host_new_agent();
@@ -254,29 +256,33 @@ static void issue_store(std::shared_ptr<Copy> c) {
 }
 
 /* What cuTensorMapEncodeTiled and the instruction demand. */
-static void check_map(const TensorMap* map, u32 shared, const i32* c, u32 rank, int line) {
+static void check_map(const TensorMap *map, u32 shared, const i32 *c, u32 rank, int line) {
   if (!map->is_map) host_fail(line, "the tensor map was overwritten");
-  if (map->rank != rank) host_fail(line, "the tensor map has %u dimensions, not %u", map->rank, rank);
+  if (map->rank != rank)
+    host_fail(line, "the tensor map has %u dimensions, not %u", map->rank, rank);
   const u32 inner = map->box[0] * map->element;
   if (map->base % 16) host_fail(line, "the tensor begins at an address that is no multiple of 16");
   for (u32 k = 0; k + 1 < rank; k++)
     if (map->stride[k] % 16 || map->stride[k] >> 40)
       host_fail(line, "stride %llu of the tensor map", map->stride[k]);
   for (u32 k = 0; k < rank; k++) {
-    if (!map->dim[k] || map->dim[k] >> 32) host_fail(line, "extent %llu of the tensor map", map->dim[k]);
-    if (!map->box[k] || map->box[k] > 256) host_fail(line, "box of %u of the tensor map", map->box[k]);
+    if (!map->dim[k] || map->dim[k] >> 32)
+      host_fail(line, "extent %llu of the tensor map", map->dim[k]);
+    if (!map->box[k] || map->box[k] > 256)
+      host_fail(line, "box of %u of the tensor map", map->box[k]);
   }
   if (inner % 16) host_fail(line, "rows of the box have %u bytes, no multiple of 16", inner);
   if (map->swizzle && inner != map->swizzle)
     host_fail(line, "rows of the box have %u bytes, and the swizzle %u", inner, map->swizzle);
   if ((i64)c[0] * map->element % 16)
     host_fail(line, "the box begins at element %d of a row, no multiple of 16 bytes", c[0]);
-  if (shared % 128) host_fail(line, "a box at shared address %u, which is no multiple of 128", shared);
+  if (shared % 128)
+    host_fail(line, "a box at shared address %u, which is no multiple of 128", shared);
 }
 
 /* Rows of the box lie densely in shared memory, in 16-byte chunks that the swizzle permutes. Of a
  * chunk that reaches out of the tensor the part inside is copied, zeros stand for the rest. */
-static void add_box(Copy& copy, const TensorMap* map, u32 shared, const i32* c) {
+static void add_box(Copy &copy, const TensorMap *map, u32 shared, const i32 *c) {
   u32 rows = 1;
   for (u32 k = 1; k < map->rank; k++) rows *= map->box[k];
   const u32 inner = map->box[0] * map->element;
@@ -291,14 +297,16 @@ static void add_box(Copy& copy, const TensorMap* map, u32 shared, const i32* c) 
     for (u32 x = 0; x < inner; x += 16) {
       const u32 to = swizzled(shared + row * inner + x, map->swizzle);
       const i64 first = (i64)c[0] * map->element + x, end = (i64)(map->dim[0] * map->element);
-      const u32 n = !inside || first < 0 || first >= end ? 0 : end - first < 16 ? (u32)(end - first) : 16;
-      if (n) add_piece(copy, to, n, (u8*)(address + (u64)first));
+      const u32 n = !inside || first < 0 || first >= end ? 0
+                    : end - first < 16                   ? (u32)(end - first)
+                                                         : 16;
+      if (n) add_piece(copy, to, n, (u8 *)(address + (u64)first));
       if (n < 16) add_piece(copy, to + n, 16 - n, nullptr);
     }
   }
 }
 
-extern "C" void host_tma_load(u32 dst, const TensorMap* map, u32 barrier, const i32* c, u32 rank,
+extern "C" void host_tma_load(u32 dst, const TensorMap *map, u32 barrier, const i32 *c, u32 rank,
                               int line) {
   check_map(map, dst, c, rank, line);
   std::shared_ptr<Copy> copy = new_copy(false, line);
@@ -306,43 +314,45 @@ extern "C" void host_tma_load(u32 dst, const TensorMap* map, u32 barrier, const 
   issue_load(copy, barrier, line);
 }
 
-extern "C" void host_tma_store(const TensorMap* map, u32 src, const i32* c, u32 rank, int line) {
+extern "C" void host_tma_store(const TensorMap *map, u32 src, const i32 *c, u32 rank, int line) {
   check_map(map, src, c, rank, line);
   std::shared_ptr<Copy> copy = new_copy(true, line);
   add_box(*copy, map, src, c);
   issue_store(copy);
 }
 
-static void check_bulk(u32 shared, const void* global, u32 bytes, int line) {
+static void check_bulk(u32 shared, const void *global, u32 bytes, int line) {
   if (shared % 16 || (u64)global % 16 || bytes % 16 || !bytes)
-    host_fail(line, "cp.async.bulk of %u bytes between shared address %u and global address %p: all must "
-                    "be multiples of 16", bytes, shared, global);
+    host_fail(line,
+              "cp.async.bulk of %u bytes between shared address %u and global address %p: all must "
+              "be multiples of 16",
+              bytes, shared, global);
 }
 
-static void add_row(Copy& c, u32 shared, const void* global, u32 bytes) {
-  for (u32 k = 0; k < bytes; k += 16) add_piece(c, shared + k, 16, (u8*)global + k);
+static void add_row(Copy &c, u32 shared, const void *global, u32 bytes) {
+  for (u32 k = 0; k < bytes; k += 16) add_piece(c, shared + k, 16, (u8 *)global + k);
 }
 
-extern "C" void host_bulk_load(u32 dst, const void* src, u32 bytes, u32 barrier, int line) {
+extern "C" void host_bulk_load(u32 dst, const void *src, u32 bytes, u32 barrier, int line) {
   check_bulk(dst, src, bytes, line);
   std::shared_ptr<Copy> copy = new_copy(false, line);
   add_row(*copy, dst, src, bytes);
   issue_load(copy, barrier, line);
 }
 
-extern "C" void host_bulk_store(void* dst, u32 src, u32 bytes, int line) {
+extern "C" void host_bulk_store(void *dst, u32 src, u32 bytes, int line) {
   check_bulk(src, dst, bytes, line);
   std::shared_ptr<Copy> copy = new_copy(true, line);
   add_row(*copy, src, dst, bytes);
   issue_store(copy);
 }
 
-extern "C" void host_prefetch(const TensorMap* map, int line) {
+extern "C" void host_prefetch(const TensorMap *map, int line) {
   if (!map->is_map) host_fail(line, "prefetch.tensormap of something else");
 }
 
 extern "C" void host_group_commit(int line) {
-  Thread* t = m.self;
+  Thread *t = m.self;
   t->line = line;
   t->open_group.awaited = t->open_group.ops.empty();
   t->groups.push_back(t->open_group);
@@ -350,13 +360,13 @@ extern "C" void host_group_commit(int line) {
 }
 
 extern "C" void host_group_wait(u32 n, bool read, int line) {
-  Thread* t = m.self;
+  Thread *t = m.self;
   t->line = line;
   const size_t count = t->groups.size() > n ? t->groups.size() - n : 0;
   for (size_t k = 0; k < count; k++) {
     t->groups[k].awaited = true;
-    for (auto& op : t->groups[k].ops) {
-      Copy* c = (Copy*)op.get();
+    for (auto &op : t->groups[k].ops) {
+      Copy *c = (Copy *)op.get();
       if (!c->has_read) c->step();
       if (!read && !c->has_written) host_finish(c);
       if (t->clock.seen[c->reader] < c->when) t->clock.seen[c->reader] = c->when;
@@ -369,10 +379,10 @@ extern "C" void host_group_wait(u32 n, bool read, int line) {
 /* ---- wgmma --------------------------------------------------------------------------------- */
 
 /* Instructions that all warps of a warpgroup must execute: the k-th of each must be the same. */
-void host_same(Warp& w, const char* what, int line) {
-  Block& b = *w.block;
+void host_same(Warp &w, const char *what, int line) {
+  Block &b = *w.block;
   const size_t number = (size_t)(&w - &b.warps[0]);
-  Warpgroup& g = b.warpgroups[number / 4];
+  Warpgroup &g = b.warpgroups[number / 4];
   const std::string text = what + (" in line " + std::to_string(line));
   if (number / 4 * 4 + 4 > b.warps.size()) host_fail(line, "%s: the warpgroup is not whole", what);
   if (w.issued == g.issued.size()) g.issued.push_back(text);
@@ -385,14 +395,14 @@ void host_same(Warp& w, const char* what, int line) {
 enum : u32 { POISON = 0xfff1fff1 }; /* NaN as f32 and as two f16 */
 
 struct Product : Operation {
-  Warp* warp;
+  Warp *warp;
   HostWgmma w;
   u32 a[32][4];
   std::shared_ptr<Flight> flight;
   u32 group = 0, when; /* group 0: not committed */
   bool done = false;
   bool step() override;
-  void gather(u32 low, u32 high, bool transposed, u32 first, u32 count, f32* to);
+  void gather(u32 low, u32 high, bool transposed, u32 first, u32 count, f32 *to);
   void multiply();
 };
 
@@ -403,9 +413,9 @@ static f32 half_to_float(u16 x, bool is_bf16) {
 /* Elements [first, first + count) of M or N, all 16 of K, as to[k][mn]. The layouts, in bytes, T 16
  * bytes, S the bytes of the swizzle:
  *   K-major:   none: ((8, m), (T, 2)) : ((T, SBO), (1, LBO)); else ((8, m), 32) : ((S, SBO), 1)
- *   MN-major:  none: ((T, m), (8, k)) : ((1, SBO), (T, LBO)); else ((S, m), (8, k)) : ((1, LBO), (S, SBO))
- * and then the swizzle of the address. */
-void Product::gather(u32 low, u32 high, bool transposed, u32 first, u32 count, f32* to) {
+ *   MN-major:  none: ((T, m), (8, k)) : ((1, SBO), (T, LBO)); else ((S, m), (8, k)) : ((1, LBO),
+ * (S, SBO)) and then the swizzle of the address. */
+void Product::gather(u32 low, u32 high, bool transposed, u32 first, u32 count, f32 *to) {
   static const u32 spans[] = {16, 128, 64, 32};
   const u32 start = (low & 0x3fff) << 4, lbo = (low >> 16 & 0x3fff) << 4;
   const Stamp s = {warp->agent, when, line, &clock};
@@ -421,7 +431,8 @@ void Product::gather(u32 low, u32 high, bool transposed, u32 first, u32 count, f
         at = mn / 8 * sbo + k % 8 * 16 + k / 8 * lbo;
       }
       u16 x[8];
-      const size_t from = shared_offset(*block, swizzled(start + at, mode ? span : 0), 16, 16, "wgmma", line);
+      const size_t from =
+          shared_offset(*block, swizzled(start + at, mode ? span : 0), 16, 16, "wgmma", line);
       engine_reads(block->shared, from, 16, s, x);
       for (u32 i = 0; i < 8; i++) {
         const u32 kk = transposed ? k : k + i, n = (transposed ? mn + i : mn) - first;
@@ -445,11 +456,11 @@ void Product::multiply() {
   }
   gather(w.b_low, w.b_high, w.transpose_b, 0, n, b);
   for (u32 r = 0; r < 16; r++) {
-    f32* s = sum + r * n;
+    f32 *s = sum + r * n;
     for (u32 c = 0; c < n; c++) s[c] = 0;
     for (u32 k = 0; k < 16; k++) {
       const f32 x = a[k * 16 + r];
-      const f32* y = b + k * n;
+      const f32 *y = b + k * n;
       for (u32 c = 0; c < n; c++) s[c] += x * y[c];
     }
   }
@@ -457,12 +468,12 @@ void Product::multiply() {
     for (u32 i = 0; i < n / 2; i++) {
       const f32 s = sum[(l / 4 + i / 2 % 2 * 8) * n + i / 4 * 8 + l % 4 * 2 + i % 2];
       if (w.half) {
-        u32& d = flight->value[l * flight->words + i / 2];
+        u32 &d = flight->value[l * flight->words + i / 2];
         const u32 shift = i % 2 * 16;
         const u16 x = host_to_f16(host_from_f16((u16)(d >> shift)) + s);
         d = (d & ~(0xffffu << shift)) | (u32)x << shift;
       } else {
-        u32& d = flight->value[l * flight->words + i];
+        u32 &d = flight->value[l * flight->words + i];
         d = float_bits(f32_bits(d) + s);
       }
     }
@@ -470,9 +481,9 @@ void Product::multiply() {
 
 bool Product::step() {
   if (done) return true;
-  for (auto& p : warp->products)
+  for (auto &p : warp->products)
     if (p.get() != this) {
-      if (!((Product*)p.get())->done) ((Product*)p.get())->step();
+      if (!((Product *)p.get())->done) ((Product *)p.get())->step();
     } else {
       break;
     }
@@ -481,28 +492,28 @@ bool Product::step() {
   return true;
 }
 
-static void check_descriptor(const char* which, u32 low, u32 high, bool transposed, int line) {
+static void check_descriptor(const char *which, u32 low, u32 high, bool transposed, int line) {
   if (low & 0xc000c000 || high & 0x3fffc000)
     host_fail(line, "descriptor 0x%08x%08x of %s: bits that must be 0 are not", high, low, which);
   (void)transposed;
 }
 
-static bool overlap(const void* a, u32 n, const void* b, u32 k) {
-  const u8 *x = (const u8*)a, *y = (const u8*)b;
+static bool overlap(const void *a, u32 n, const void *b, u32 k) {
+  const u8 *x = (const u8 *)a, *y = (const u8 *)b;
   return x < y + k * 4 && y < x + n * 4;
 }
 
 /* Registers are memory of the fiber's stack: have they changed since the fence? */
-static void check_fenced(Thread* t, const void* registers, u32 bytes, const char* which, int line) {
-  const u8 *end = t->stack + STACK_BYTES, *at = (const u8*)registers;
-  const u8* first = end - t->fenced_stack.size();
+static void check_fenced(Thread *t, const void *registers, u32 bytes, const char *which, int line) {
+  const u8 *end = t->stack + STACK_BYTES, *at = (const u8 *)registers;
+  const u8 *first = end - t->fenced_stack.size();
   if (at < first || memcmp(at, t->fenced_stack.data() + (at - first), bytes))
     host_fail(line, "%s was written behind the wgmma.fence", which);
 }
 
-static std::shared_ptr<Flight> flight_of(Warp& w, const HostWgmma* first, int line) {
+static std::shared_ptr<Flight> flight_of(Warp &w, const HostWgmma *first, int line) {
   const u32 words = first->n / (first->half ? 4 : 2);
-  for (auto& f : w.flights) {
+  for (auto &f : w.flights) {
     if (f->registers[0] == first->d && f->words == words) return f;
     if (overlap(f->registers[0], f->words, first->d, words))
       host_fail(line, "the accumulator overlaps another one in flight, of another shape");
@@ -513,27 +524,28 @@ static std::shared_ptr<Flight> flight_of(Warp& w, const HostWgmma* first, int li
   f->words = words;
   f->value.resize(32 * words);
   for (u32 l = 0; l < 32; l++) {
-    f->registers[l] = ((const HostWgmma*)w.request[l]->p)->d;
+    f->registers[l] = ((const HostWgmma *)w.request[l]->p)->d;
     check_fenced(w.lane[l], f->registers[l], words * 4, "the accumulator", line);
     memcpy(&f->value[l * words], f->registers[l], words * 4);
-    for (u32 k = 0; k < words; k++) ((u32*)f->registers[l])[k] = POISON;
+    for (u32 k = 0; k < words; k++) ((u32 *)f->registers[l])[k] = POISON;
   }
   w.flights.push_back(f);
   return f;
 }
 
-static void issue_product(Warp& w) {
-  const HostWgmma* x = (const HostWgmma*)w.request[0]->p;
+static void issue_product(Warp &w) {
+  const HostWgmma *x = (const HostWgmma *)w.request[0]->p;
   const int line = w.request[0]->line;
   std::shared_ptr<Product> p = std::make_shared<Product>();
   for (u32 l = 1; l < 32; l++) {
-    const HostWgmma* y = (const HostWgmma*)w.request[l]->p;
-    if (x->a_low != y->a_low || x->a_high != y->a_high || x->b_low != y->b_low || x->b_high != y->b_high)
+    const HostWgmma *y = (const HostWgmma *)w.request[l]->p;
+    if (x->a_low != y->a_low || x->a_high != y->a_high || x->b_low != y->b_low ||
+        x->b_high != y->b_high)
       host_fail(line, "lanes 0 and %u have different descriptors", l);
   }
   char what[128];
-  snprintf(what, sizeof what, "wgmma n%u a %08x%08x b %08x%08x", x->n, x->a_high, x->a_low, x->b_high,
-           x->b_low);
+  snprintf(what, sizeof what, "wgmma n%u a %08x%08x b %08x%08x", x->n, x->a_high, x->a_low,
+           x->b_high, x->b_low);
   host_same(w, what, line);
   if (!x->a) check_descriptor("A", x->a_low, x->a_high, x->transpose_a, line);
   check_descriptor("B", x->b_low, x->b_high, x->transpose_b, line);
@@ -546,39 +558,39 @@ static void issue_product(Warp& w) {
   p->clock = w.lane[0]->clock;
   for (u32 l = 1; l < 32; l++) p->clock.meet(w.lane[l]->clock);
   for (u32 l = 0; l < 32; l++) {
-    if (x->a) memcpy(p->a[l], ((const HostWgmma*)w.request[l]->p)->a, 16);
+    if (x->a) memcpy(p->a[l], ((const HostWgmma *)w.request[l]->p)->a, 16);
     host_release(w.lane[l]);
   }
   p->flight = flight_of(w, x, line);
   for (u32 l = 0; l < 32 && x->a; l++)
-    check_fenced(w.lane[l], ((const HostWgmma*)w.request[l]->p)->a, 16, "A, in registers,", line);
+    check_fenced(w.lane[l], ((const HostWgmma *)w.request[l]->p)->a, 16, "A, in registers,", line);
   w.products.push_back(p);
   host_issue(p);
 }
 
-extern "C" void host_wgmma(const HostWgmma* x, int line) {
-  Request r = {"wgmma", line, ~0u, 0, 0, (void*)x, 0};
+extern "C" void host_wgmma(const HostWgmma *x, int line) {
+  Request r = {"wgmma", line, ~0u, 0, 0, (void *)x, 0};
   host_meet(&r, issue_product);
 }
 
-static void fence(Warp& w) {
+static void fence(Warp &w) {
   host_same(w, "wgmma.fence", w.request[0]->line);
   w.needs_fence = false;
 }
 
 extern "C" void host_wgmma_fence(int line) {
-  Thread* t = m.self;
-  const u8 *first = (const u8*)__builtin_frame_address(0), *end = t->stack + STACK_BYTES;
+  Thread *t = m.self;
+  const u8 *first = (const u8 *)__builtin_frame_address(0), *end = t->stack + STACK_BYTES;
   t->fenced_stack.assign(first, end);
   Request r = {"wgmma.fence", line, ~0u, 0, 0, nullptr, 0};
   host_meet(&r, fence);
 }
 
-static void commit(Warp& w) {
+static void commit(Warp &w) {
   host_same(w, "wgmma.commit_group", w.request[0]->line);
   w.groups++;
-  for (auto& p : w.products)
-    if (!((Product*)p.get())->group) ((Product*)p.get())->group = w.groups;
+  for (auto &p : w.products)
+    if (!((Product *)p.get())->group) ((Product *)p.get())->group = w.groups;
 }
 
 extern "C" void host_wgmma_commit(int line) {
@@ -586,23 +598,24 @@ extern "C" void host_wgmma_commit(int line) {
   host_meet(&r, commit);
 }
 
-static void hand_back(Warp& w, Flight& f, int line) {
+static void hand_back(Warp &w, Flight &f, int line) {
   for (u32 l = 0; l < 32; l++) {
-    u32* r = (u32*)f.registers[l];
+    u32 *r = (u32 *)f.registers[l];
     for (u32 k = 0; k < f.words; k++)
-      if (r[k] != POISON) host_fail(line, "an accumulator was written while a product was in flight");
+      if (r[k] != POISON)
+        host_fail(line, "an accumulator was written while a product was in flight");
     memcpy(r, &f.value[l * f.words], f.words * 4);
   }
   w.needs_fence = true;
 }
 
-static void retire(Warp& w) {
+static void retire(Warp &w) {
   const u32 n = w.request[0]->a, line = (u32)w.request[0]->line;
   const u32 last = w.groups > n ? w.groups - n : 0;
   size_t count = 0;
   host_same(w, "wgmma.wait_group", (int)line);
-  for (auto& op : w.products) {
-    Product* p = (Product*)op.get();
+  for (auto &op : w.products) {
+    Product *p = (Product *)op.get();
     if (!p->group || p->group > last) break;
     host_finish(p);
     for (u32 l = 0; l < 32; l++) {
@@ -613,7 +626,7 @@ static void retire(Warp& w) {
   w.products.erase(w.products.begin(), w.products.begin() + (long)count);
   for (size_t k = 0; k < w.flights.size();) {
     bool open = false;
-    for (auto& op : w.products) open = open || ((Product*)op.get())->flight == w.flights[k];
+    for (auto &op : w.products) open = open || ((Product *)op.get())->flight == w.flights[k];
     if (open) {
       k++;
     } else {
@@ -628,14 +641,15 @@ extern "C" void host_wgmma_wait(u32 n, int line) {
   host_meet(&r, retire);
 }
 
-extern "C" void host_pin(const void* registers, u32 bytes, int line) {
-  Thread* t = m.self;
+extern "C" void host_pin(const void *registers, u32 bytes, int line) {
+  Thread *t = m.self;
   t->line = line;
-  for (auto& f : t->warp->flights)
+  for (auto &f : t->warp->flights)
     if (overlap(f->registers[t->lane], f->words, registers, bytes / 4))
       host_fail(line, "the accumulator is used while a product of it is in flight");
 }
 
-void host_products_end(Warp& w) {
-  if (!w.products.empty()) host_fail(w.products[0]->line, "the block ends and nobody waited for this product");
+void host_products_end(Warp &w) {
+  if (!w.products.empty())
+    host_fail(w.products[0]->line, "the block ends and nobody waited for this product");
 }

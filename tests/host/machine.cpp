@@ -17,7 +17,7 @@
 enum { STACK = STACK_BYTES, GUARD = 4096, TEXT = 1 << 16, SECONDS = 120 };
 
 Machine m;
-HostThread* host_self;
+HostThread *host_self;
 
 struct Report {
   int failed, line;
@@ -25,20 +25,20 @@ struct Report {
   char error[4096];
   char text[TEXT];
 };
-static Report* report;
-static void (*entry)(void**);
-static void** entry_args;
+static Report *report;
+static void (*entry)(void **);
+static void **entry_args;
 
 /* ---- errors -------------------------------------------------------------------------------- */
 
-extern "C" void host_fail(int line, const char* format, ...) {
+extern "C" void host_fail(int line, const char *format, ...) {
   va_list ap;
   va_start(ap, format);
   size_t n = 0;
   if (m.self) {
     const HostIndex b = m.self->block->index;
-    n = (size_t)snprintf(report->error, sizeof report->error, "block (%u, %u, %u), thread %u: ", b.x,
-                         b.y, b.z, m.self->number);
+    n = (size_t)snprintf(report->error, sizeof report->error,
+                         "block (%u, %u, %u), thread %u: ", b.x, b.y, b.z, m.self->number);
   }
   vsnprintf(report->error + n, sizeof report->error - n, format, ap);
   va_end(ap);
@@ -47,7 +47,7 @@ extern "C" void host_fail(int line, const char* format, ...) {
   _exit(1);
 }
 
-extern "C" int host_print(const char* format, ...) {
+extern "C" int host_print(const char *format, ...) {
   va_list ap;
   va_start(ap, format);
   const int n = vsnprintf(report->text + report->n_text, TEXT - report->n_text, format, ap);
@@ -60,10 +60,11 @@ extern "C" int host_print(const char* format, ...) {
 static void crashed(int number) {
   if (!report->failed) {
     snprintf(report->error, sizeof report->error, "%s",
-             number == SIGALRM  ? "the program does not end"
-             : number == SIGILL ? "behind this line: an index out of bounds, an overflow, a shift too "
-                                  "far, or a division by zero"
-                                : "the program crashed behind this line");
+             number == SIGALRM ? "the program does not end"
+             : number == SIGILL
+                 ? "behind this line: an index out of bounds, an overflow, a shift too "
+                   "far, or a division by zero"
+                 : "the program crashed behind this line");
     report->line = m.self ? m.self->line : 0;
     report->failed = 1;
   }
@@ -78,24 +79,24 @@ void Clock::resize(size_t n, u32 value) {
   fenced[1].assign(n, value);
 }
 
-static void raise(std::vector<u32>& to, const std::vector<u32>& from) {
-  u32* a = to.data();
-  const u32* b = from.data();
+static void raise(std::vector<u32> &to, const std::vector<u32> &from) {
+  u32 *a = to.data();
+  const u32 *b = from.data();
   for (size_t k = 0, n = to.size(); k < n; k++) a[k] = a[k] > b[k] ? a[k] : b[k];
 }
 
-static void lower(std::vector<u32>& to, const std::vector<u32>& from) {
-  u32* a = to.data();
-  const u32* b = from.data();
+static void lower(std::vector<u32> &to, const std::vector<u32> &from) {
+  u32 *a = to.data();
+  const u32 *b = from.data();
   for (size_t k = 0, n = to.size(); k < n; k++) a[k] = a[k] < b[k] ? a[k] : b[k];
 }
 
-void Clock::join(const Clock& o) {
+void Clock::join(const Clock &o) {
   raise(seen, o.seen);
   for (int k = 0; k < 2; k++) raise(fenced[k], o.fenced[k]);
 }
 
-void Clock::meet(const Clock& o) {
+void Clock::meet(const Clock &o) {
   lower(seen, o.seen);
   for (int k = 0; k < 2; k++) lower(fenced[k], o.fenced[k]);
 }
@@ -113,7 +114,7 @@ u32 host_when(u64 n) {
   return when;
 }
 
-u32 host_release(Thread* t) { return t->clock.seen[t->rank]++; }
+u32 host_release(Thread *t) { return t->clock.seen[t->rank]++; }
 
 /* ---- fibers -------------------------------------------------------------------------------- */
 
@@ -125,21 +126,21 @@ u32 host_random(u32 below) {
 }
 
 #if defined(__x86_64__)
-extern "C" void host_switch(void** save, void* to);
+extern "C" void host_switch(void **save, void *to);
 asm(".text\n.globl host_switch\n.hidden host_switch\nhost_switch:\n"
     "pushq %rbp\npushq %rbx\npushq %r12\npushq %r13\npushq %r14\npushq %r15\n"
     "movq %rsp, (%rdi)\nmovq %rsi, %rsp\n"
     "popq %r15\npopq %r14\npopq %r13\npopq %r12\npopq %rbx\npopq %rbp\nret\n");
 
-static void* fresh_stack(u8* stack, void (*start)()) {
-  void** top = (void**)(stack + STACK);
+static void *fresh_stack(u8 *stack, void (*start)()) {
+  void **top = (void **)(stack + STACK);
   *--top = nullptr; /* no return address: the start function stands as if it was called */
-  *--top = (void*)start;
+  *--top = (void *)start;
   for (int k = 0; k < 6; k++) *--top = nullptr;
   return top;
 }
 #elif defined(__aarch64__)
-extern "C" void host_switch(void** save, void* to);
+extern "C" void host_switch(void **save, void *to);
 asm(".text\n.globl host_switch\n.hidden host_switch\nhost_switch:\n"
     "sub sp, sp, #160\n"
     "stp x19, x20, [sp]\nstp x21, x22, [sp, #16]\nstp x23, x24, [sp, #32]\n"
@@ -153,31 +154,31 @@ asm(".text\n.globl host_switch\n.hidden host_switch\nhost_switch:\n"
     "ldp d14, d15, [sp, #144]\n"
     "add sp, sp, #160\nret\n");
 
-static void* fresh_stack(u8* stack, void (*start)()) {
-  void** top = (void**)(stack + STACK) - 20;
+static void *fresh_stack(u8 *stack, void (*start)()) {
+  void **top = (void **)(stack + STACK) - 20;
   for (int k = 0; k < 20; k++) top[k] = nullptr;
-  top[11] = (void*)start; /* x30 */
+  top[11] = (void *)start; /* x30 */
   return top;
 }
 #else
 #error "no context switch for this processor"
 #endif
 
-static void* scheduler;
+static void *scheduler;
 
 static void leave() {
-  Thread* t = m.self;
+  Thread *t = m.self;
   host_switch(&t->stack_pointer, scheduler);
 }
 
-static void enter(Thread* t) {
+static void enter(Thread *t) {
   m.self = t;
   host_self = t;
   host_switch(&scheduler, t->stack_pointer);
   m.self = nullptr;
 }
 
-void host_sleep(const char* format, ...) {
+void host_sleep(const char *format, ...) {
   char text[256];
   va_list ap;
   va_start(ap, format);
@@ -188,7 +189,7 @@ void host_sleep(const char* format, ...) {
   m.self->waits_for.clear();
 }
 
-void host_wake(Thread* t) { m.ready.push_back(t); }
+void host_wake(Thread *t) { m.ready.push_back(t); }
 
 /* Others may overtake here. */
 void host_yield() {
@@ -197,13 +198,14 @@ void host_yield() {
   leave();
 }
 
-static void thread_ends(Thread* t) {
+static void thread_ends(Thread *t) {
   if (!t->open_group.ops.empty())
     host_fail(t->open_group.ops[0]->line, "the thread ends with bulk stores that no group holds");
-  for (BulkGroup& g : t->groups)
+  for (BulkGroup &g : t->groups)
     if (!g.awaited)
-      host_fail(g.ops[0]->line, "the thread ends and nobody waited until this bulk store has read "
-                                "its shared memory");
+      host_fail(g.ops[0]->line,
+                "the thread ends and nobody waited until this bulk store has read "
+                "its shared memory");
   t->done = true;
   t->block->alive--;
 }
@@ -218,10 +220,10 @@ static void fiber() {
 
 static void deadlock() {
   std::string s = "deadlock: ";
-  std::map<std::string, std::vector<Thread*>> why;
+  std::map<std::string, std::vector<Thread *>> why;
   int line = 0;
-  for (Block& b : m.blocks)
-    for (Thread& t : b.threads)
+  for (Block &b : m.blocks)
+    for (Thread &t : b.threads)
       if (!t.done) {
         char text[400];
         snprintf(text, sizeof text, "%s (line %d, block (%u, %u, %u))", t.waits_for.c_str(), t.line,
@@ -229,14 +231,14 @@ static void deadlock() {
         why[text].push_back(&t);
         line = t.line;
       }
-  for (auto& w : why) {
+  for (auto &w : why) {
     char text[64];
     snprintf(text, sizeof text, "%zu threads, the first is %u, wait for ", w.second.size(),
              w.second[0]->number);
     s += text + w.first + "; ";
   }
-  for (Block& b : m.blocks)
-    for (auto& x : b.mbarriers) s += host_place_of(b, x.first) + "; ";
+  for (Block &b : m.blocks)
+    for (auto &x : b.mbarriers) s += host_place_of(b, x.first) + "; ";
   m.self = nullptr;
   host_fail(line, "%s", s.c_str());
 }
@@ -253,7 +255,7 @@ static void advance(size_t k) {
     }
 }
 
-void host_finish(Operation* op) {
+void host_finish(Operation *op) {
   for (size_t k = 0; k < m.pending.size(); k++)
     if (m.pending[k].get() == op) {
       std::shared_ptr<Operation> keep = m.pending[k];
@@ -281,7 +283,7 @@ static size_t choose() {
 
 static void run_cluster() {
   u32 alive = 0;
-  for (Block& b : m.blocks) alive += b.alive;
+  for (Block &b : m.blocks) alive += b.alive;
   while (alive) {
     if (!m.pending.empty() && (m.ready.empty() || (m.eagerness && !host_random(m.eagerness)))) {
       advance(host_random((u32)m.pending.size()));
@@ -289,7 +291,7 @@ static void run_cluster() {
     }
     if (m.ready.empty()) deadlock();
     const size_t k = choose();
-    Thread* t = m.ready[k];
+    Thread *t = m.ready[k];
     m.ready[k] = m.ready.back();
     m.ready.pop_back();
     enter(t);
@@ -299,18 +301,21 @@ static void run_cluster() {
 
 /* ---- warps --------------------------------------------------------------------------------- */
 
-void host_meet(Request* r, void (*act)(Warp&)) {
-  Thread* t = m.self;
-  Warp& w = *t->warp;
+void host_meet(Request *r, void (*act)(Warp &)) {
+  Thread *t = m.self;
+  Warp &w = *t->warp;
   t->line = r->line;
-  if (!(r->mask >> t->lane & 1)) host_fail(r->line, "%s: lane %u is not in its mask", r->what, t->lane);
+  if (!(r->mask >> t->lane & 1))
+    host_fail(r->line, "%s: lane %u is not in its mask", r->what, t->lane);
   if (w.arrived) {
     u32 k = 0;
     while (!(w.arrived >> k & 1)) k++;
-    const Request* o = w.request[k];
+    const Request *o = w.request[k];
     if (o->what != r->what || o->line != r->line || o->mask != r->mask)
-      host_fail(r->line, "lane %u is at %s here (mask 0x%x) while lane %u of its warp is at %s in line "
-                         "%d (mask 0x%x)", t->lane, r->what, r->mask, k, o->what, o->line, o->mask);
+      host_fail(r->line,
+                "lane %u is at %s here (mask 0x%x) while lane %u of its warp is at %s in line "
+                "%d (mask 0x%x)",
+                t->lane, r->what, r->mask, k, o->what, o->line, o->mask);
   }
   w.arrived |= 1u << t->lane;
   w.request[t->lane] = r;
@@ -324,12 +329,13 @@ void host_meet(Request* r, void (*act)(Warp&)) {
     if ((r->mask >> k & 1) && k != t->lane) host_wake(w.lane[k]);
 }
 
-static void shuffle(Warp& w) {
+static void shuffle(Warp &w) {
   for (u32 k = 0; k < 32; k++)
     if (w.arrived >> k & 1) {
       const u32 from = w.request[k]->b;
       if (from > 31 || !(w.arrived >> from & 1))
-        host_fail(w.request[k]->line, "lane %u shuffles from lane %u, which takes no part", k, from);
+        host_fail(w.request[k]->line, "lane %u shuffles from lane %u, which takes no part", k,
+                  from);
       w.request[k]->result = w.request[from]->a;
     }
 }
@@ -340,7 +346,7 @@ extern "C" u32 host_shuffle(u32 x, u32 lane, u32 mask, int line) {
   return r.result;
 }
 
-static void elect(Warp& w) {
+static void elect(Warp &w) {
   u32 leader = m.leader;
   while (!(w.arrived >> leader & 1)) leader = (leader + 1) % 32;
   for (u32 k = 0; k < 32; k++)
@@ -355,12 +361,13 @@ extern "C" bool host_elect(u32 mask, int line) {
 
 /* ---- setmaxnreg ---------------------------------------------------------------------------- */
 
-static void set_registers(Warp& w) {
-  Block& b = *w.block;
-  const Request* r = w.request[0];
+static void set_registers(Warp &w) {
+  Block &b = *w.block;
+  const Request *r = w.request[0];
   const u32 n = r->a;
   const bool up = r->b;
-  if (n < 24 || n > 256 || n % 8) host_fail(r->line, "setmaxnreg %u: not a multiple of 8 from 24 to 256", n);
+  if (n < 24 || n > 256 || n % 8)
+    host_fail(r->line, "setmaxnreg %u: not a multiple of 8 from 24 to 256", n);
   if (up ? n < w.registers : n > w.registers)
     host_fail(r->line, "setmaxnreg.%s to %u: the warp has %u", up ? "inc" : "dec", n, w.registers);
   const u32 need = up ? (n - w.registers) * 32 : 0;
@@ -369,7 +376,7 @@ static void set_registers(Warp& w) {
   b.free_registers += w.registers * 32;
   b.free_registers -= n * 32;
   w.registers = n;
-  for (Thread* t : b.want_registers) host_wake(t);
+  for (Thread *t : b.want_registers) host_wake(t);
   b.want_registers.clear();
 }
 
@@ -377,7 +384,7 @@ extern "C" void host_registers(u32 n, bool up, int line) {
   Request r = {"setmaxnreg", line, ~0u, n, up, nullptr, 0};
   for (bool first = true;; first = false) {
     host_meet(&r, set_registers);
-    Thread* t = m.self;
+    Thread *t = m.self;
     if (first && t->lane == 0) host_same(*t->warp, "setmaxnreg", line);
     if (!r.result) return;
     // another warp may have given registers back since the lanes met
@@ -389,33 +396,33 @@ extern "C" void host_registers(u32 n, bool up, int line) {
 
 /* ---- barriers of threads ------------------------------------------------------------------- */
 
-static void pass(std::vector<Thread*>& all) {
+static void pass(std::vector<Thread *> &all) {
   Clock c = all[0]->clock;
-  for (Thread* t : all) c.join(t->clock);
-  for (Thread* t : all) {
+  for (Thread *t : all) c.join(t->clock);
+  for (Thread *t : all) {
     t->clock = c;
     host_release(t);
   }
 }
 
-static void check_warps(const NamedBarrier& b, u32 id, int line) {
-  std::map<Warp*, u32> warps;
-  for (Thread* t : b.arrived) warps[t->warp]++;
-  for (auto& w : warps)
+static void check_warps(const NamedBarrier &b, u32 id, int line) {
+  std::map<Warp *, u32> warps;
+  for (Thread *t : b.arrived) warps[t->warp]++;
+  for (auto &w : warps)
     if (w.second != 32)
       host_fail(line, "bar.sync %u is passed by %u lanes of warp %u only", id, w.second,
                 w.first->lane[0]->number / 32);
 }
 
 extern "C" void host_bar_sync(u32 id, u32 threads, int line) {
-  Thread* t = m.self;
-  Block& block = *t->block;
+  Thread *t = m.self;
+  Block &block = *t->block;
   t->line = line;
   if (id > 15) host_fail(line, "bar.sync %u: barriers are 0 to 15", id);
   if (!threads) threads = m.block_threads;
   if (threads % 32 || threads > m.block_threads)
     host_fail(line, "bar.sync of %u threads in a block of %u", threads, m.block_threads);
-  NamedBarrier& b = block.named[id];
+  NamedBarrier &b = block.named[id];
   if (b.arrived.empty()) {
     b.expected = threads;
     b.line = line;
@@ -429,35 +436,35 @@ extern "C" void host_bar_sync(u32 id, u32 threads, int line) {
     return;
   }
   check_warps(b, id, line);
-  std::vector<Thread*> all;
+  std::vector<Thread *> all;
   all.swap(b.arrived);
   pass(all);
-  for (Thread* o : all)
+  for (Thread *o : all)
     if (o != t) host_wake(o);
 }
 
 /* arrive.relaxed, wait.acquire: no memory is ordered but mbarriers behind their fence */
 extern "C" void host_cluster_sync(int line) {
-  static std::vector<Thread*> arrived;
-  Thread* t = m.self;
+  static std::vector<Thread *> arrived;
+  Thread *t = m.self;
   t->line = line;
   arrived.push_back(t);
   if (arrived.size() < m.blocks.size() * m.block_threads) {
     host_sleep("barrier.cluster");
     return;
   }
-  for (Block& b : m.blocks)
-    for (auto& x : b.mbarriers) x.second.published = x.second.fenced;
-  std::vector<Thread*> all;
+  for (Block &b : m.blocks)
+    for (auto &x : b.mbarriers) x.second.published = x.second.fenced;
+  std::vector<Thread *> all;
   all.swap(arrived);
-  for (Thread* o : all)
+  for (Thread *o : all)
     if (o != t) host_wake(o);
 }
 
 /* ---- launch -------------------------------------------------------------------------------- */
 
-static void make_thread(Block& b, u32 k, u32 rank) {
-  Thread& t = b.threads[k];
+static void make_thread(Block &b, u32 k, u32 rank) {
+  Thread &t = b.threads[k];
   t.thread_index = {k, 0, 0};
   t.block_index = b.index;
   t.cluster_index = b.in_cluster;
@@ -478,22 +485,22 @@ static void make_thread(Block& b, u32 k, u32 rank) {
   t.clock.resize(m.n_clock, m.clock);
   t.clock.seen[rank] = m.clock + 1;
   if (!t.stack) {
-    t.stack = (u8*)mmap(nullptr, STACK, PROT_READ | PROT_WRITE,
-                        MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    t.stack = (u8 *)mmap(nullptr, STACK, PROT_READ | PROT_WRITE,
+                         MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     mprotect(t.stack, GUARD, PROT_NONE);
   }
   t.stack_pointer = fresh_stack(t.stack, fiber);
   m.ready.push_back(&t);
 }
 
-static void make_block(Block& b, HostIndex first, u32 number) {
+static void make_block(Block &b, HostIndex first, u32 number) {
   b.in_cluster = {number % m.cluster.x, number / m.cluster.x % m.cluster.y,
                   number / m.cluster.x / m.cluster.y};
   b.index = {first.x + b.in_cluster.x, first.y + b.in_cluster.y, first.z + b.in_cluster.z};
   b.shared.name = "shared memory";
   b.shared.base = 1024 * (1 + host_random(4));
   b.shared.size = m.shared_bytes;
-  if (!b.shared.bytes) b.shared.bytes = (u8*)malloc(m.shared_bytes + 1);
+  if (!b.shared.bytes) b.shared.bytes = (u8 *)malloc(m.shared_bytes + 1);
   memset(b.shared.bytes, 0xcd, m.shared_bytes);
   b.shared.forget();
   b.mbarriers.clear();
@@ -503,7 +510,7 @@ static void make_block(Block& b, HostIndex first, u32 number) {
   b.want_registers.clear();
   b.warpgroups.assign((m.block_threads + 127) / 128, Warpgroup());
   b.warps.assign(m.block_threads / 32, Warp());
-  for (Warp& w : b.warps) {
+  for (Warp &w : b.warps) {
     w.block = &b;
     w.registers = registers;
   }
@@ -512,17 +519,19 @@ static void make_block(Block& b, HostIndex first, u32 number) {
   b.alive = m.block_threads;
 }
 
-static void end_block(Block& b) {
-  for (Warp& w : b.warps) host_products_end(w);
-  for (Warpgroup& g : b.warpgroups) {
+static void end_block(Block &b) {
+  for (Warp &w : b.warps) host_products_end(w);
+  for (Warpgroup &g : b.warpgroups) {
     const size_t k = (size_t)(&g - &b.warpgroups[0]);
     for (u32 w = 0; w < 4 && k * 4 + w < b.warps.size(); w++)
       if (b.warps[k * 4 + w].issued != g.issued.size())
-        host_fail(0, "warp %zu executed %u instructions that all warps of its warpgroup must execute, "
-                     "and another one %zu", k * 4 + w, b.warps[k * 4 + w].issued, g.issued.size());
+        host_fail(0,
+                  "warp %zu executed %u instructions that all warps of its warpgroup must execute, "
+                  "and another one %zu",
+                  k * 4 + w, b.warps[k * 4 + w].issued, g.issued.size());
   }
-  for (auto& x : b.mbarriers) {
-    const Mbarrier& bar = x.second;
+  for (auto &x : b.mbarriers) {
+    const Mbarrier &bar = x.second;
     if (bar.tx)
       host_fail(bar.init_line, "the block ends while %s expects more bytes",
                 host_place_of(b, x.first).c_str());
@@ -555,9 +564,9 @@ static void launch(u64 seed) {
     for (u32 k = 0; k < size; k++) make_block(m.blocks[k], first, k);
     run_cluster();
     while (!m.pending.empty()) advance(host_random((u32)m.pending.size()));
-    for (Block& b : m.blocks) end_block(b);
-    for (Block& b : m.blocks)
-      for (Thread& t : b.threads)
+    for (Block &b : m.blocks) end_block(b);
+    for (Block &b : m.blocks)
+      for (Thread &t : b.threads)
         if (t.clock.seen[t.rank] > m.top) m.top = t.clock.seen[t.rank];
     m.clock = m.top;
   }
@@ -576,24 +585,24 @@ static void catch_signals() {
 }
 
 struct HostBuffer {
-  void* at;
+  void *at;
   u64 bytes;
   u32 read_only, written;
 };
 
 /* Launch the kernel of a library. buffers: memory that is shared with a child. args: for each
  * parameter its address, of a pointer or a tensor map. Returns 0, or 1 with the error. */
-extern "C" int host_run(const char* library, const u32 grid[3], const u32 cluster[3], u32 threads,
-                        u32 shared_bytes, const HostBuffer* buffers, u32 n_buffers, void** args,
-                        u64 seed, char* error, u32 error_size, int* line, char* text,
+extern "C" int host_run(const char *library, const u32 grid[3], const u32 cluster[3], u32 threads,
+                        u32 shared_bytes, const HostBuffer *buffers, u32 n_buffers, void **args,
+                        u64 seed, char *error, u32 error_size, int *line, char *text,
                         u32 text_size) {
-  report = (Report*)mmap(nullptr, sizeof *report, PROT_READ | PROT_WRITE,
-                         MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+  report = (Report *)mmap(nullptr, sizeof *report, PROT_READ | PROT_WRITE,
+                          MAP_SHARED | MAP_ANONYMOUS, -1, 0);
   const pid_t child = fork();
   if (child == 0) {
     catch_signals();
-    void* h = dlopen(library, RTLD_NOW | RTLD_LOCAL);
-    entry = h ? (void (*)(void**))dlsym(h, "host_entry") : nullptr;
+    void *h = dlopen(library, RTLD_NOW | RTLD_LOCAL);
+    entry = h ? (void (*)(void **))dlsym(h, "host_entry") : nullptr;
     if (!entry) host_fail(0, "%s", dlerror());
     entry_args = args;
     m.grid = {grid[0], grid[1], grid[2]};
@@ -604,7 +613,7 @@ extern "C" int host_run(const char* library, const u32 grid[3], const u32 cluste
     for (u32 k = 0; k < n_buffers; k++) {
       m.global[k].name = "global memory";
       m.global[k].global = true;
-      m.global[k].bytes = (u8*)buffers[k].at;
+      m.global[k].bytes = (u8 *)buffers[k].at;
       m.global[k].size = buffers[k].bytes;
       m.global[k].read_only = buffers[k].read_only;
       m.global[k].born_written = buffers[k].written;
@@ -626,8 +635,8 @@ extern "C" int host_run(const char* library, const u32 grid[3], const u32 cluste
   return failed;
 }
 
-extern "C" void* host_alloc(u64 bytes) {
-  void* p = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+extern "C" void *host_alloc(u64 bytes) {
+  void *p = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
   return p == MAP_FAILED ? nullptr : p;
 }
-extern "C" void host_free(void* p, u64 bytes) { munmap(p, bytes); }
+extern "C" void host_free(void *p, u64 bytes) { munmap(p, bytes); }

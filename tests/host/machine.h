@@ -6,13 +6,13 @@
  * at the latest.
  *
  * Order is checked, not only tried out. Each thread carries vector clocks over all agents: `seen`,
- * what is ordered before it, and `fenced`, what is so and passed a proxy fence on the way, of shared
- * memory and of global memory. Barriers join them. Each byte of memory remembers who wrote it and
- * who read it since, and when by that one's clock; an access that is not ordered behind them is an
- * error. Engines see generic writes only through `fenced`. Agents are the threads of the cluster,
- * then what engine operations are awaited by: an mbarrier, the products of a warp, and for a thread
- * with bulk stores what they read and what they write. The clock of such a one counts operations,
- * or phases, in the order of the waits. */
+ * what is ordered before it, and `fenced`, what is so and passed a proxy fence on the way, of
+ * shared memory and of global memory. Barriers join them. Each byte of memory remembers who wrote
+ * it and who read it since, and when by that one's clock; an access that is not ordered behind them
+ * is an error. Engines see generic writes only through `fenced`. Agents are the threads of the
+ * cluster, then what engine operations are awaited by: an mbarrier, the products of a warp, and for
+ * a thread with bulk stores what they read and what they write. The clock of such a one counts
+ * operations, or phases, in the order of the waits. */
 #ifndef HOST_MACHINE_H
 #define HOST_MACHINE_H
 
@@ -37,8 +37,8 @@ struct Thread;
 struct Clock {
   std::vector<u32> seen, fenced[2]; /* of shared, of global memory */
   void resize(size_t n, u32 value);
-  void join(const Clock& other);
-  void meet(const Clock& other); /* what both know */
+  void join(const Clock &other);
+  void meet(const Clock &other); /* what both know */
   void fence(bool global);
 };
 
@@ -69,8 +69,8 @@ struct Crowd {
 };
 
 struct Region {
-  const char* name;
-  u8* bytes = nullptr;
+  const char *name;
+  u8 *bytes = nullptr;
   u32 base = 0; /* address of shared memory */
   size_t size = 0;
   bool global = false, born_written = false, read_only = false;
@@ -80,21 +80,21 @@ struct Region {
   void forget();
 };
 
-void thread_reads(Region& r, size_t at, size_t n, int line);
-void thread_writes(Region& r, size_t at, const void* from, size_t n, int line);
+void thread_reads(Region &r, size_t at, size_t n, int line);
+void thread_writes(Region &r, size_t at, const void *from, size_t n, int line);
 /* by operation `when` of agent `who`; it was issued in `line` by one who knew `known` */
 struct Stamp {
   u16 who;
   u32 when;
   int line;
-  const Clock* known;
+  const Clock *known;
 };
-void engine_reads(Region& r, size_t at, size_t n, const Stamp& s, void* to);
-void engine_writes(Region& r, size_t at, const void* from, size_t n, const Stamp& s);
+void engine_reads(Region &r, size_t at, size_t n, const Stamp &s, void *to);
+void engine_writes(Region &r, size_t at, const void *from, size_t n, const Stamp &s);
 /* offset in the block's shared memory of an access */
-size_t shared_offset(Block& b, u32 a, size_t bytes, size_t align, const char* what, int line);
-Region& global_region(const void* p, size_t bytes, size_t align, const char* what, int line,
-                      size_t* at);
+size_t shared_offset(Block &b, u32 a, size_t bytes, size_t align, const char *what, int line);
+Region &global_region(const void *p, size_t bytes, size_t align, const char *what, int line,
+                      size_t *at);
 
 /* ---- blocks -------------------------------------------------------------------------------- */
 
@@ -108,15 +108,15 @@ struct Mbarrier {
   bool fenced, published, has_bytes;
   Clock gathered, passed; /* of arrivals; of phases that are complete */
   u16 agent;
-  bool copied, awaited;   /* bytes arrived in the phase before this one; somebody waited for it */
+  bool copied, awaited; /* bytes arrived in the phase before this one; somebody waited for it */
   u64 copied_phase;
-  std::vector<Thread*> waiters;
+  std::vector<Thread *> waiters;
 };
 
 struct NamedBarrier {
   u32 expected = 0;
   int line;
-  std::vector<Thread*> arrived;
+  std::vector<Thread *> arrived;
 };
 
 struct Operation;
@@ -127,10 +127,10 @@ struct BulkGroup {
 };
 
 struct Thread : HostThread {
-  void* stack_pointer;
-  u8* stack;
-  Block* block;
-  Warp* warp;
+  void *stack_pointer;
+  u8 *stack;
+  Block *block;
+  Warp *warp;
   u32 number, lane, rank; /* in the block; in the warp; in the cluster */
   bool done;
   int line;
@@ -145,26 +145,26 @@ struct Thread : HostThread {
 
 /* what a lane brings to an instruction that a warp executes together */
 struct Request {
-  const char* what;
+  const char *what;
   int line;
   u32 mask;
   u32 a, b;
-  void* p;
+  void *p;
   u32 result;
 };
 
 /* accumulator registers that belong to the tensor core */
 struct Flight {
-  void* registers[32];
+  void *registers[32];
   u32 words;
   std::vector<u32> value;
 };
 
 struct Warp {
-  Block* block;
-  Thread* lane[32];
+  Block *block;
+  Thread *lane[32];
   u32 arrived;
-  Request* request[32];
+  Request *request[32];
   u32 registers, issued; /* instructions of the whole warpgroup */
   bool needs_fence = true;
   std::vector<std::shared_ptr<Flight>> flights;
@@ -186,7 +186,7 @@ struct Block {
   std::map<u32, Mbarrier> mbarriers;
   NamedBarrier named[16];
   u32 free_registers;
-  std::vector<Thread*> want_registers;
+  std::vector<Thread *> want_registers;
   u32 alive;
 };
 
@@ -194,8 +194,8 @@ struct Block {
 
 struct Operation {
   int line;
-  Block* block;
-  Clock clock; /* of the one who issued it, then */
+  Block *block;
+  Clock clock;             /* of the one who issued it, then */
   virtual bool step() = 0; /* true: done */
   virtual ~Operation() {}
 };
@@ -204,35 +204,35 @@ struct Machine {
   HostIndex grid, cluster;
   u32 block_threads, shared_bytes, n_clock; /* entries of a clock */
   u64 random;
-  u32 eagerness; /* an engine moves in one of so many turns; 0: only when it must */
-  u32 clock;     /* all clocks of this cluster began after it */
+  u32 eagerness;    /* an engine moves in one of so many turns; 0: only when it must */
+  u32 clock;        /* all clocks of this cluster began after it */
   u32 engines, top; /* agents that are engines; the latest clock of any */
-  u32 leader;    /* the lane that elect.sync elects */
+  u32 leader;       /* the lane that elect.sync elects */
   std::vector<Block> blocks;
-  std::vector<Thread*> ready;
+  std::vector<Thread *> ready;
   std::vector<std::shared_ptr<Operation>> pending; /* copies, and the products of warps in front */
   std::vector<Region> global;
-  Thread* self;
+  Thread *self;
 };
 extern Machine m;
 enum { STACK_BYTES = 1 << 20 };
 
 u32 host_random(u32 below);
 void host_issue(std::shared_ptr<Operation> op);
-void host_finish(Operation* op); /* now */
-void host_sleep(const char* format, ...) __attribute__((format(__printf__, 1, 2)));
-void host_wake(Thread* t);
+void host_finish(Operation *op); /* now */
+void host_sleep(const char *format, ...) __attribute__((format(__printf__, 1, 2)));
+void host_wake(Thread *t);
 void host_yield();
 /* All lanes of `mask` meet. The last one calls `act` for all, then everyone goes on. */
-void host_meet(Request* r, void (*act)(Warp&));
-void host_same(Warp& w, const char* what, int line);
-void host_products_end(Warp& w); /* nothing of the warp is left behind */
-std::string host_place_of(Block& b, u32 offset);
+void host_meet(Request *r, void (*act)(Warp &));
+void host_same(Warp &w, const char *what, int line);
+void host_products_end(Warp &w); /* nothing of the warp is left behind */
+std::string host_place_of(Block &b, u32 offset);
 u16 host_new_agent();
 /* clock of operation n, from 1, of an engine */
 u32 host_when(u64 n);
-u32 host_release(Thread* t); /* its clock; what it does from now on comes after */
+u32 host_release(Thread *t); /* its clock; what it does from now on comes after */
 
-static inline Thread* host_thread() { return m.self; }
+static inline Thread *host_thread() { return m.self; }
 
 #endif

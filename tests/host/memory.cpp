@@ -1,22 +1,22 @@
 /* Memory: every byte knows who wrote it and who read it since. See machine.h for the clocks. */
 #include "machine.h"
 
-static const char* names[] = {"read", "write"};
+static const char *names[] = {"read", "write"};
 
 void Region::forget() {
   const Mark none = {0, 0, NOBODY, NOBODY, 0, 0, 0};
   marks.assign(size, none);
-  for (EngineReads& e : engine_reads) e.n = 0;
+  for (EngineReads &e : engine_reads) e.n = 0;
   crowds.clear();
 }
 
-static Mark* marks_of(Region& r) {
+static Mark *marks_of(Region &r) {
   if (r.marks.empty()) r.forget();
   return r.marks.data();
 }
 
-static Crowd& crowd_of(Region& r, size_t at) {
-  Crowd& c = r.crowds[at];
+static Crowd &crowd_of(Region &r, size_t at) {
+  Crowd &c = r.crowds[at];
   if (c.read.empty()) {
     c.read.assign(m.n_clock, 0);
     c.write.assign(m.n_clock, 0);
@@ -26,32 +26,35 @@ static Crowd& crowd_of(Region& r, size_t at) {
 
 static bool is_engine(u16 who) { return who < MANY && who >= m.n_clock - MAX_ENGINES; }
 
-static const char* whom(u16 who, char* text, size_t size) {
+static const char *whom(u16 who, char *text, size_t size) {
   if (is_engine(who)) return "an engine";
   if (who == MANY) return "several threads";
   snprintf(text, size, "thread %u", who % m.block_threads);
   return text;
 }
 
-static void __attribute__((noreturn))
-unordered(const Region& r, size_t at, int access, const char* before, u16 who, int where, int line) {
+static void __attribute__((noreturn)) unordered(const Region &r, size_t at, int access,
+                                                const char *before, u16 who, int where, int line) {
   char text[32];
-  host_fail(line, "%s of byte %zu of %s is not ordered behind its %s by %s in line %d", names[access],
-            at, r.name, before, whom(who, text, sizeof text), where);
+  host_fail(line, "%s of byte %zu of %s is not ordered behind its %s by %s in line %d",
+            names[access], at, r.name, before, whom(who, text, sizeof text), where);
 }
 
-static void __attribute__((noreturn)) uninitialised(const Region& r, size_t at, int line) {
+static void __attribute__((noreturn)) uninitialised(const Region &r, size_t at, int line) {
   host_fail(line, "byte %zu of %s is read and was never written", at, r.name);
 }
 
-static void __attribute__((noreturn)) in_barrier(const Region& r, size_t at, int line) {
+static void __attribute__((noreturn)) in_barrier(const Region &r, size_t at, int line) {
   host_fail(line, "byte %zu of %s is part of an mbarrier", at, r.name);
 }
 
 static void __attribute__((noreturn))
-unfenced(const Region& r, size_t at, int access, const Mark& b, int line) {
-  host_fail(line, "%s of byte %zu of %s by an engine: no proxy fence for it stands behind its write by thread %u "
-                  "in line %d", names[access], at, r.name, b.writer % m.block_threads, b.write_line);
+unfenced(const Region &r, size_t at, int access, const Mark &b, int line) {
+  host_fail(line,
+            "%s of byte %zu of %s by an engine: no proxy fence for it stands behind its write by "
+            "thread %u "
+            "in line %d",
+            names[access], at, r.name, b.writer % m.block_threads, b.write_line);
 }
 
 /* ---- reads by engines ---------------------------------------------------------------------- */
@@ -62,10 +65,10 @@ static u16 mask_of(size_t chunk, size_t at, size_t n) {
   return (u16)((0xffffu >> (16 - end)) & ~0u << first);
 }
 
-static void note_engine_reads(Region& r, size_t at, size_t n, const Stamp& s) {
+static void note_engine_reads(Region &r, size_t at, size_t n, const Stamp &s) {
   if (r.engine_reads.empty()) r.engine_reads.assign(r.size / 16 + 1, EngineReads());
   for (size_t chunk = at / 16; chunk * 16 < at + n; chunk++) {
-    EngineReads& e = r.engine_reads[chunk];
+    EngineReads &e = r.engine_reads[chunk];
     u32 k = 0;
     while (k < e.n && e.at[k].who != s.who) k++;
     if (k == MAX_READERS) k = 0; /* the first is forgotten */
@@ -81,10 +84,10 @@ static void note_engine_reads(Region& r, size_t at, size_t n, const Stamp& s) {
 }
 
 /* A write by one who knows c must be behind them; then they are of the past. */
-static void behind_engine_reads(Region& r, size_t at, size_t n, const Clock& c, int line) {
+static void behind_engine_reads(Region &r, size_t at, size_t n, const Clock &c, int line) {
   if (r.engine_reads.empty()) return;
   for (size_t chunk = at / 16; chunk * 16 < at + n; chunk++) {
-    EngineReads& e = r.engine_reads[chunk];
+    EngineReads &e = r.engine_reads[chunk];
     const u16 mask = mask_of(chunk, at, n);
     for (u32 k = 0; k < e.n; k++) {
       if (!(e.at[k].mask & mask)) continue;
@@ -99,26 +102,26 @@ static void behind_engine_reads(Region& r, size_t at, size_t n, const Clock& c, 
 
 /* ---- by threads ---------------------------------------------------------------------------- */
 
-static bool any_seen(const std::vector<u32>& write, const std::vector<u32>& seen) {
+static bool any_seen(const std::vector<u32> &write, const std::vector<u32> &seen) {
   for (size_t k = 0; k < write.size(); k++)
     if (write[k] && seen[k] >= write[k]) return true;
   return false;
 }
 
-static bool all_seen(const std::vector<u32>& access, const std::vector<u32>& seen, u32 but) {
+static bool all_seen(const std::vector<u32> &access, const std::vector<u32> &seen, u32 but) {
   for (size_t k = 0; k < access.size(); k++)
     if (k != but && access[k] > seen[k]) return false;
   return true;
 }
 
-static void note_read(Region& r, Mark& b, size_t at, Thread* t, int line) {
-  const std::vector<u32>& seen = t->clock.seen;
+static void note_read(Region &r, Mark &b, size_t at, Thread *t, int line) {
+  const std::vector<u32> &seen = t->clock.seen;
   if (b.reader == MANY) {
     crowd_of(r, at).read[t->rank] = seen[t->rank];
     return;
   }
   if (b.reader != NOBODY && b.reader != t->rank && seen[b.reader] < b.read) {
-    Crowd& c = crowd_of(r, at);
+    Crowd &c = crowd_of(r, at);
     std::fill(c.read.begin(), c.read.end(), 0);
     c.read[b.reader] = b.read;
     c.read[t->rank] = seen[t->rank];
@@ -130,17 +133,18 @@ static void note_read(Region& r, Mark& b, size_t at, Thread* t, int line) {
   b.read_line = (u16)line;
 }
 
-void thread_reads(Region& r, size_t at, size_t n, int line) {
-  Thread* t = m.self;
-  Mark* marks = marks_of(r);
-  const std::vector<u32>& seen = t->clock.seen;
+void thread_reads(Region &r, size_t at, size_t n, int line) {
+  Thread *t = m.self;
+  Mark *marks = marks_of(r);
+  const std::vector<u32> &seen = t->clock.seen;
   for (size_t k = at; k < at + n; k++) {
-    Mark& b = marks[k];
+    Mark &b = marks[k];
     if (b.barrier) in_barrier(r, k, line);
     if (b.writer == NOBODY) {
       if (!r.born_written) uninitialised(r, k, line);
     } else if (b.writer == MANY) {
-      if (!any_seen(crowd_of(r, k).write, seen)) unordered(r, k, 0, "write", MANY, b.write_line, line);
+      if (!any_seen(crowd_of(r, k).write, seen))
+        unordered(r, k, 0, "write", MANY, b.write_line, line);
     } else if (seen[b.writer] < b.write) {
       unordered(r, k, 0, "write", b.writer, b.write_line, line);
     }
@@ -148,23 +152,23 @@ void thread_reads(Region& r, size_t at, size_t n, int line) {
   }
 }
 
-static bool write_is_ordered(Region& r, const Mark& b, size_t at, const Thread* t) {
-  const std::vector<u32>& seen = t->clock.seen;
+static bool write_is_ordered(Region &r, const Mark &b, size_t at, const Thread *t) {
+  const std::vector<u32> &seen = t->clock.seen;
   if (b.writer == NOBODY) return true;
   if (b.writer == MANY) return all_seen(crowd_of(r, at).write, seen, t->rank);
   return seen[b.writer] >= b.write;
 }
 
-static bool reads_are_ordered(Region& r, const Mark& b, size_t at, const Thread* t) {
-  const std::vector<u32>& seen = t->clock.seen;
+static bool reads_are_ordered(Region &r, const Mark &b, size_t at, const Thread *t) {
+  const std::vector<u32> &seen = t->clock.seen;
   if (b.reader == NOBODY || b.reader == t->rank) return true;
   if (b.reader == MANY) return all_seen(crowd_of(r, at).read, seen, t->rank);
   return seen[b.reader] >= b.read;
 }
 
 /* Threads may write one value to one place in any order. */
-static void join_writers(Region& r, Mark& b, size_t at, Thread* t) {
-  Crowd& c = crowd_of(r, at);
+static void join_writers(Region &r, Mark &b, size_t at, Thread *t) {
+  Crowd &c = crowd_of(r, at);
   if (b.writer != MANY) {
     std::fill(c.write.begin(), c.write.end(), 0);
     c.write[b.writer] = b.write;
@@ -173,13 +177,13 @@ static void join_writers(Region& r, Mark& b, size_t at, Thread* t) {
   c.write[t->rank] = t->clock.seen[t->rank];
 }
 
-void thread_writes(Region& r, size_t at, const void* from, size_t n, int line) {
-  Thread* t = m.self;
-  Mark* marks = marks_of(r);
+void thread_writes(Region &r, size_t at, const void *from, size_t n, int line) {
+  Thread *t = m.self;
+  Mark *marks = marks_of(r);
   behind_engine_reads(r, at, n, t->clock, line);
   for (size_t k = 0; k < n; k++) {
-    Mark& b = marks[at + k];
-    const u8 value = ((const u8*)from)[k];
+    Mark &b = marks[at + k];
+    const u8 value = ((const u8 *)from)[k];
     const bool same = r.bytes[at + k] == value;
     if (b.barrier) in_barrier(r, at + k, line);
     if (!same && !reads_are_ordered(r, b, at + k, t))
@@ -200,12 +204,12 @@ void thread_writes(Region& r, size_t at, const void* from, size_t n, int line) {
 
 /* ---- by engines ---------------------------------------------------------------------------- */
 
-void engine_reads(Region& r, size_t at, size_t n, const Stamp& s, void* to) {
-  const Clock& c = *s.known;
-  const std::vector<u32>& fenced = c.fenced[r.global];
-  Mark* marks = marks_of(r);
+void engine_reads(Region &r, size_t at, size_t n, const Stamp &s, void *to) {
+  const Clock &c = *s.known;
+  const std::vector<u32> &fenced = c.fenced[r.global];
+  Mark *marks = marks_of(r);
   for (size_t k = at; k < at + n; k++) {
-    const Mark& b = marks[k];
+    const Mark &b = marks[k];
     if (b.barrier) in_barrier(r, k, s.line);
     if (b.writer == NOBODY) {
       if (!r.born_written) uninitialised(r, k, s.line);
@@ -223,13 +227,13 @@ void engine_reads(Region& r, size_t at, size_t n, const Stamp& s, void* to) {
   if (to) memcpy(to, r.bytes + at, n);
 }
 
-void engine_writes(Region& r, size_t at, const void* from, size_t n, const Stamp& s) {
-  const Clock& c = *s.known;
-  const std::vector<u32>& fenced = c.fenced[r.global];
-  Mark* marks = marks_of(r);
+void engine_writes(Region &r, size_t at, const void *from, size_t n, const Stamp &s) {
+  const Clock &c = *s.known;
+  const std::vector<u32> &fenced = c.fenced[r.global];
+  Mark *marks = marks_of(r);
   behind_engine_reads(r, at, n, c, s.line);
   for (size_t k = at; k < at + n; k++) {
-    Mark& b = marks[k];
+    Mark &b = marks[k];
     if (b.barrier) in_barrier(r, k, s.line);
     if (b.reader == MANY) {
       if (!all_seen(crowd_of(r, k).read, c.seen, ~0u))
@@ -256,10 +260,10 @@ void engine_writes(Region& r, size_t at, const void* from, size_t n, const Stamp
 
 extern "C" u32 host_shared_base() { return m.self->block->shared.base; }
 
-size_t shared_offset(Block& b, u32 a, size_t bytes, size_t align, const char* what, int line) {
+size_t shared_offset(Block &b, u32 a, size_t bytes, size_t align, const char *what, int line) {
   if (a % align)
-    host_fail(line, "%s at shared address %u, which is no multiple of %zu (offset %lld)", what, a, align,
-              (i64)a - b.shared.base);
+    host_fail(line, "%s at shared address %u, which is no multiple of %zu (offset %lld)", what, a,
+              align, (i64)a - b.shared.base);
   const i64 at = (i64)a - b.shared.base;
   if (at < 0 || at + bytes > b.shared.size)
     host_fail(line, "%s of bytes %lld to %lld, and the shared memory has %zu", what, at,
@@ -267,12 +271,13 @@ size_t shared_offset(Block& b, u32 a, size_t bytes, size_t align, const char* wh
   return (size_t)at;
 }
 
-Region& global_region(const void* p, size_t bytes, size_t align, const char* what, int line,
-                      size_t* at) {
+Region &global_region(const void *p, size_t bytes, size_t align, const char *what, int line,
+                      size_t *at) {
   const uintptr_t a = (uintptr_t)p;
-  Region* near = nullptr;
-  if (a % align) host_fail(line, "%s at global address %p, which is no multiple of %zu", what, p, align);
-  for (Region& r : m.global) {
+  Region *near = nullptr;
+  if (a % align)
+    host_fail(line, "%s at global address %p, which is no multiple of %zu", what, p, align);
+  for (Region &r : m.global) {
     const uintptr_t first = (uintptr_t)r.bytes;
     if (a >= first && a + bytes <= first + r.size) {
       *at = a - first;
@@ -289,32 +294,32 @@ Region& global_region(const void* p, size_t bytes, size_t align, const char* wha
 
 /* ---- loads and stores ---------------------------------------------------------------------- */
 
-extern "C" void host_load_shared(void* d, u32 a, u32 bytes, int line) {
-  Region& r = m.self->block->shared;
+extern "C" void host_load_shared(void *d, u32 a, u32 bytes, int line) {
+  Region &r = m.self->block->shared;
   const size_t at = shared_offset(*m.self->block, a, bytes, bytes, "ld.shared", line);
   m.self->line = line;
   thread_reads(r, at, bytes, line);
   memcpy(d, r.bytes + at, bytes);
 }
 
-extern "C" void host_store_shared(u32 a, const void* s, u32 bytes, int line) {
+extern "C" void host_store_shared(u32 a, const void *s, u32 bytes, int line) {
   const size_t at = shared_offset(*m.self->block, a, bytes, bytes, "st.shared", line);
   m.self->line = line;
   thread_writes(m.self->block->shared, at, s, bytes, line);
 }
 
-extern "C" void host_load_global(void* d, const void* p, u32 bytes, int line) {
+extern "C" void host_load_global(void *d, const void *p, u32 bytes, int line) {
   size_t at;
   m.self->line = line;
-  Region& r = global_region(p, bytes, bytes, "ld.global", line, &at);
+  Region &r = global_region(p, bytes, bytes, "ld.global", line, &at);
   thread_reads(r, at, bytes, line);
   memcpy(d, p, bytes);
 }
 
-extern "C" void host_store_global(void* p, const void* s, u32 bytes, int line) {
+extern "C" void host_store_global(void *p, const void *s, u32 bytes, int line) {
   size_t at;
   m.self->line = line;
-  Region& r = global_region(p, bytes, bytes, "st.global", line, &at);
+  Region &r = global_region(p, bytes, bytes, "st.global", line, &at);
   if (r.read_only) host_fail(line, "st.global to an operand");
   thread_writes(r, at, s, bytes, line);
 }
@@ -323,15 +328,15 @@ extern "C" void host_store_global(void* p, const void* s, u32 bytes, int line) {
 
 /* Lane 8 i + j gives the address of row j of matrix i. Register i of lane l holds elements
  * 2 (l % 4) and 2 (l % 4) + 1 of row l / 4 of matrix i; with .trans, of column l / 4. */
-static void move_matrix(Warp& w, bool store) {
+static void move_matrix(Warp &w, bool store) {
   const bool transposed = w.request[0]->b;
   const int line = w.request[0]->line;
-  Thread* self = m.self;
+  Thread *self = m.self;
   for (u32 i = 0; i < 4; i++) {
     u16 matrix[8][8];
     for (u32 l = 0; l < 32 && store; l++)
       for (u32 e = 0; e < 2; e++) {
-        const u16 x = ((const u16*)w.request[l]->p)[2 * i + e];
+        const u16 x = ((const u16 *)w.request[l]->p)[2 * i + e];
         const u32 major = l / 4, minor = l % 4 * 2 + e;
         matrix[transposed ? minor : major][transposed ? major : minor] = x;
       }
@@ -352,21 +357,21 @@ static void move_matrix(Warp& w, bool store) {
     for (u32 l = 0; l < 32 && !store; l++)
       for (u32 e = 0; e < 2; e++) {
         const u32 major = l / 4, minor = l % 4 * 2 + e;
-        ((u16*)w.request[l]->p)[2 * i + e] =
+        ((u16 *)w.request[l]->p)[2 * i + e] =
             matrix[transposed ? minor : major][transposed ? major : minor];
       }
   }
 }
-static void load_matrix(Warp& w) { move_matrix(w, false); }
-static void store_matrix(Warp& w) { move_matrix(w, true); }
+static void load_matrix(Warp &w) { move_matrix(w, false); }
+static void store_matrix(Warp &w) { move_matrix(w, true); }
 
-extern "C" void host_load_matrix(void* words, u32 a, bool transposed, int line) {
+extern "C" void host_load_matrix(void *words, u32 a, bool transposed, int line) {
   Request r = {"ldmatrix", line, ~0u, a, transposed, words, 0};
   host_meet(&r, load_matrix);
 }
 
-extern "C" void host_store_matrix(u32 a, const void* words, bool transposed, int line) {
-  Request r = {"stmatrix", line, ~0u, a, transposed, (void*)words, 0};
+extern "C" void host_store_matrix(u32 a, const void *words, bool transposed, int line) {
+  Request r = {"stmatrix", line, ~0u, a, transposed, (void *)words, 0};
   host_meet(&r, store_matrix);
 }
 
@@ -383,9 +388,9 @@ extern "C" f32 host_from_f16(u16 x) {
 /* to nearest, ties to even */
 extern "C" u16 host_to_f16(f32 x) {
   const u32 b = float_bits(x), sign = b >> 16 & 0x8000, a = b & 0x7fffffff;
-  if (a > 0x7f800000) return 0x7fff; /* the canonical NaN */
+  if (a > 0x7f800000) return 0x7fff;                /* the canonical NaN */
   if (a >= 0x477ff000) return (u16)(sign | 0x7c00); /* 65520 and more */
-  if (a < 0x38800000) { /* subnormal: units of 2^-24 */
+  if (a < 0x38800000) {                             /* subnormal: units of 2^-24 */
     return (u16)(sign | (u32)nearbyintf(f32_bits(a) * 0x1p24f));
   }
   return (u16)(sign | ((a - 0x38000000 + 0xfff + (a >> 13 & 1)) >> 13));
