@@ -501,3 +501,68 @@ def test_sums_of_negative_zeros(run, dtype):
     x = np.full((64, 24), -0.0, dtype)
     got = run(lambda x_ref, o_ref: o_ref.__setitem__(..., x_ref[...].sum(1)), x[:, 0], x)
     assert np.signbit(got).all() and (got == 0).all()
+
+
+def test_types_of_results():
+    """Dtype and weakness of what bools, weak values and reductions give."""
+
+    def body(o_ref):
+        b, i, w = jnp.zeros(4, bool), jnp.zeros(4, jnp.int32), jnp.full(4, 0)
+        assert w.weak_type and jnp.full(4, 1.5).weak_type and not i.weak_type
+        for x, dtype in (
+            (jnp.square(b), "int32"),
+            (b**2, "int32"),
+            (b << b, "int32"),
+            (jnp.reciprocal(b), "float32"),
+            (jnp.floor(i.astype(jnp.int16)), "int16"),
+            (jnp.ceil(i.astype(jnp.uint32)), "uint32"),
+            (jnp.sum(w), "int32"),
+            (jnp.max(w), "int32"),
+            (jnp.sum(jnp.full(4, 1.5)), "float32"),
+        ):
+            assert (x.dtype, x.weak_type) == (np.dtype(dtype), False), dtype
+        for x in (jnp.zeros_like(w), jnp.full_like(w, 3), lax.full_like(w, 3), w + 1.5):
+            assert x.weak_type
+        v = lax.cond(o_ref[0] > 0, lambda a, n: a + n, lambda a, n: a * n, 1.5, 3)
+        assert (v.dtype, v.weak_type) == (np.dtype(np.float32), True)
+        for f in (lax.exp, lax.rsqrt, lax.floor):
+            with pytest.raises(TypeError, match="does not accept dtype int32"):
+                f(i)
+        with pytest.raises(plgpu.ConcretizationTypeError, match="arange"):
+            jnp.arange(o_ref[0].astype(jnp.int32))
+
+    out = plgpu.ShapeDtypeStruct((1,), np.float32)
+    plgpu.kernel(body, out_type=out, interpret=True).lower()
+
+
+def test_scalars_meet_constant_arrays(run):
+    """A scalar against an array of one number has the array's shape, whatever can be folded."""
+    outs = [
+        lambda s: s // jnp.ones(3, jnp.int32),
+        lambda s: s % jnp.full(3, 4, jnp.int32),
+        lambda s: s // jnp.full((2, 3), 4, jnp.int32),
+        lambda s: jnp.ones(3, jnp.int32) * s,
+        lambda s: s & jnp.full(3, -1, jnp.int32),
+        lambda s: s << jnp.zeros(3, jnp.int32),
+        lambda s: jnp.maximum(s, jnp.full(3, -100)),
+    ]
+    wants = [np.full(3, -13), np.full(3, 3), np.full((2, 3), -4), *[np.full(3, -13)] * 4]
+
+    def body(x_ref, *o_refs):
+        for f, o in zip(outs, o_refs):
+            o[...] = f(x_ref[0])
+
+    wants = tuple(w.astype(np.int32) for w in wants)
+    for got, want in zip(run(body, wants, np.array([-13], np.int32)), wants):
+        np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("dtype", [bf16, np.dtype(np.float16), np.dtype(np.int8)], ids=str)
+def test_iota_of_one_element(run, dtype):
+    def body(a_ref, b_ref):
+        a_ref[...] = plgpu.broadcasted_iota(dtype, (1,), 0)
+        b_ref[...] = plgpu.broadcasted_iota(dtype, (1, 5), 1)
+
+    a, b = run(body, (np.ones(1, dtype), np.ones((1, 5), dtype)))
+    np.testing.assert_array_equal(a, np.zeros(1, dtype))
+    np.testing.assert_array_equal(b, np.arange(5).astype(dtype)[None])

@@ -224,3 +224,28 @@ def test_errors_of_control_flow():
     case(unroll_traced, ValueError, "statically known")
     case(ref_from_branch, ValueError, "cannot return a ref")
     case(python_if, plgpu.TracerBoolConversionError, "test_control.py")
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int16", "uint8", "uint16", "uint32"])
+def test_loop_bounds_of_any_integer_dtype(run, dtype):
+    """The index has the dtype of the bounds; a Python int goes with signed ones only."""
+    low, high = (2**31 - 3, 2**31 + 4) if dtype == "uint32" else (3, 100)
+    bounds = np.array([low, high], dtype)
+
+    def body(b_ref, o_ref):
+        lo, hi = b_ref[0], b_ref[1]
+        zero = jnp.zeros((), dtype)
+        o_ref[0] = lax.fori_loop(lo, hi, lambda i, c: c + i, zero)
+        o_ref[1] = lax.fori_loop(hi, lo, lambda i, c: c + i, zero)
+        if np.dtype(dtype).kind == "i":
+            o_ref[2] = lax.fori_loop(90, hi, lambda i, c: c * 3 + i, zero)
+        else:
+            with pytest.raises(TypeError, match="equal types"):
+                lax.fori_loop(0, hi, lambda i, c: c, 0)
+            o_ref[2] = zero
+
+    total, mixed = sum(range(low, high)), 0
+    for i in range(90, 100) if np.dtype(dtype).kind == "i" else ():
+        mixed = mixed * 3 + i
+    want = np.array([total, 0, mixed]).astype(dtype)
+    np.testing.assert_array_equal(run(body, np.zeros(3, dtype), bounds), want)

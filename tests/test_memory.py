@@ -590,3 +590,88 @@ def test_a_loop_stores_over_what_it_has_read(run, rng):
 
     got = run(body, x[0], x, scratch_types=[plgpu.SMEM((64, 64), np.float32)])
     np.testing.assert_allclose(got, x.sum(0).T, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("start", [0, 13, 57, -3])
+def test_copies_of_reshaped_arrays(run, rng, start):
+    """A copy clips at the shape that was sliced, be it of the array or of its reshape."""
+    x = random(rng, (6, 10, 64), np.float32)
+    views = [
+        (lambda r, s: r.reshape(60, 64).at[pl.ds(s, 8)], x.reshape(60, 64)),
+        (lambda r, s: r.reshape(60, 2, 32).at[pl.ds(s, 8), 1], x.reshape(60, 2, 32)[:, 1]),
+        (
+            lambda r, s: r.at[2:5].reshape(30, 64).at[pl.ds(s, 8), 3:40],
+            x[2:5].reshape(30, 64)[:, 3:40],
+        ),
+        (lambda r, s: r.at[s - s + 4].reshape(5, 128).at[pl.ds(s, 8)], x[4].reshape(5, 128)),
+        (lambda r, s: r.reshape(-1).at[pl.ds(s * 64, 512)], x.reshape(-1)),
+    ]
+    wants, valid = [], []
+    for k, (_, v) in enumerate(views):
+        n, at = (512, start * 64) if k == 4 else (8, start)
+        rows = [i for i in range(n) if 0 <= at + i < v.shape[0]]
+        wants.append(np.zeros((n, *v.shape[1:]), np.float32))
+        wants[k][rows] = v[[at + i for i in rows]]
+        valid.append((rows, [at + i for i in rows]))
+
+    def body(x_ref, start_ref, *refs):
+        outs, backs = refs[:5], refs[5:]
+        for (view, _), o, back in zip(views, outs, backs):
+
+            def move(smem, bar, view=view, o=o, back=back):
+                source, target = (view(r, start_ref[0]) for r in (x_ref, back))
+                plgpu.copy_gmem_to_smem(source, smem, bar)
+                plgpu.barrier_wait(bar)
+                o[...] = smem[...]
+                plgpu.copy_smem_to_gmem(smem, target)
+                plgpu.wait_smem_to_gmem(0)
+
+            pl.run_scoped(move, plgpu.SMEM(o.shape, np.float32), plgpu.Barrier())
+
+    got = run(body, (*wants, *[x] * 5), x, np.array([start], np.int32))
+    for k, want in enumerate(wants):
+        np.testing.assert_array_equal(got[k], want, err_msg=f"view {k}")
+    wheres = [
+        lambda a: a.reshape(60, 64),
+        lambda a: a.reshape(60, 2, 32)[:, 1],
+        lambda a: a[2:5].reshape(30, 64)[:, 3:40],
+        lambda a: a[4].reshape(5, 128),
+        lambda a: a.reshape(-1),
+    ]
+    for k, where in enumerate(wheres):
+        rows, stored = valid[k]
+        back = where(got[5 + k])[stored]
+        np.testing.assert_array_equal(back, wants[k][rows], err_msg=f"view {k} back")
+
+
+def test_names_in_copies(run, rng):
+    """A user's variables may have the names of the generator's own."""
+    x = random(rng, (9, 37), np.float32)
+
+    def body(c, c0, c1, index, smem, p):
+        i = c0[0]
+        plgpu.copy_gmem_to_smem(c.at[pl.ds(i, 4), pl.ds(i, 33)], smem, p)
+        plgpu.barrier_wait(p)
+        c1[...] = smem[...]
+        plgpu.copy_smem_to_gmem(smem, index.at[pl.ds(i, 4), pl.ds(i, 33)])
+        plgpu.wait_smem_to_gmem(0)
+
+    scratch = [plgpu.SMEM((4, 33), np.float32), plgpu.Barrier()]
+    got, back = run(body, (x[:4, :33], x), x, np.array([2], np.int32), scratch_types=scratch)
+    np.testing.assert_array_equal(got, x[2:6, 2:35])
+    np.testing.assert_array_equal(back[2:6, 2:35], x[2:6, 2:35])
+
+
+@pytest.mark.parametrize("grid", [(70000, 1), (300, 300, 1, 1)])
+def test_grids_that_cuda_has_not(grid):
+    """Only the last axis may have more than 65535 blocks."""
+    kernel = plgpu.kernel(
+        lambda o: None, out_type=plgpu.ShapeDtypeStruct((1,), np.float32), grid=grid
+    )
+    with pytest.raises(ValueError, match="at most 65535"):
+        kernel.lower().as_text("cuda")
+    kernel = plgpu.kernel(
+        lambda o: None, out_type=plgpu.ShapeDtypeStruct((1,), np.float32), grid=grid[::-1]
+    )
+    if len(grid) == 2:
+        assert kernel.lower().resources()["grid"] == (70000, 1, 1)

@@ -741,6 +741,55 @@ HARDWARE = {
 }
 
 
+def registers(n):
+    return plgpu.set_max_registers(abs(n), action="increase" if n > 0 else "decrease")
+
+
+def of_threads(f, n):
+    return run(lambda x, o: f(lax.axis_index("t"), x), num_threads=n, thread_name="t")
+
+
+REGISTERS = {  # threads, what thread i does, does it fit
+    "all": (4, lambda i, x: registers(256), False),
+    "in a loop": (4, lambda i, x: lax.fori_loop(0, 3, lambda j, c: registers(256), None), False),
+    "when": (
+        3,
+        lambda i, x: (
+            [pl.when(i < 2)(lambda: registers(232)), pl.when(i == 2)(lambda: registers(-40))]
+            and None
+        ),
+        True,
+    ),
+    "cond": (
+        3,
+        lambda i, x: lax.cond(i == 2, lambda: registers(-40), lambda: registers(240)),
+        False,
+    ),
+    "none given back": (3, lambda i, x: pl.when((i < 2) & (i != 7))(lambda: registers(232)), False),
+    "switch": (
+        4,
+        lambda i, x: lax.switch(i, [lambda n=n: registers(n) for n in (-24, 152, 152, 160)]),
+        True,
+    ),
+    "rem": (
+        4,
+        lambda i, x: lax.cond(lax.rem(i, 2) == 0, lambda: registers(240), lambda: registers(-24)),
+        False,
+    ),
+    "unknown": (4, lambda i, x: pl.when(x[0] > 5)(lambda: registers(256)), True),
+}
+
+
+@pytest.mark.parametrize("name", REGISTERS)
+def test_registers_of_a_block(name):
+    """More than the SM has would hang the GPU; what cannot be decided is let through."""
+    n, f, fits = REGISTERS[name]
+    if fits:
+        of_threads(f, n)()
+    else:
+        check(VE, "set_max_registers: .* at launch.* the block would wait", of_threads(f, n), True)
+
+
 @named(HARDWARE)
 def test_hardware(case):
     check(*case, placed=True)

@@ -390,3 +390,35 @@ def test_missing_waits_show(rng, wrong):
         rows = 1 if wrong == "no wait" else 4
         bad += not np.array_equal(kernel(x)[:rows], x[:rows])
     assert bad > 0
+
+
+def test_accumulator_as_carry_of_a_pipeline(run, rng):
+    """The ref of an accumulator goes through the pipeline and comes back."""
+    a = rng.standard_normal((64, 192)).astype(f16)
+    b = rng.standard_normal((192, 64)).astype(f16)
+
+    def body(a_ref, b_ref, o_ref):
+        def step(_, a_smem, b_smem, carry):
+            acc, n = carry
+            plgpu.wgmma(acc, a_smem, b_smem)
+            plgpu.wgmma_wait(0)
+            return acc, n + 1
+
+        def product(acc):
+            acc, n = plgpu.emit_pipeline(
+                step,
+                grid=(3,),
+                in_specs=[
+                    plgpu.BlockSpec((64, 64), lambda k: (0, k)),
+                    plgpu.BlockSpec((64, 64), lambda k: (k, 0)),
+                ],
+                max_concurrent_steps=2,
+                init_carry=(acc, 0),
+            )(a_ref, b_ref)
+            return acc[...] + n
+
+        o_ref[...] = pl.run_scoped(product, plgpu.ACC((64, 64)))
+
+    got = run(body, np.zeros((64, 64), np.float32), a, b)
+    want = a.astype(np.float32) @ b.astype(np.float32) + 3
+    np.testing.assert_allclose(got, want, rtol=1e-3, atol=2e-2)

@@ -323,8 +323,7 @@ static void assemble(pm_gen *e) {
   print_entry(e, &head);
   catalogue c = {.arena = e->arena, .out = &text};
   pm_putf(&text, "// %s: grid %u x %u x %u, block %u, %u bytes of dynamic shared memory\n\n",
-          p->entry, p->grid[0], p->grid[1], p->grid[2], p->block,
-          p->smem_bytes);
+          p->entry, p->grid[0], p->grid[1], p->grid[2], p->block, p->smem_bytes);
   if (!e->options->entry_only) print_functions(e, &c, &head);
   pm_putn(&text, head.at, head.n);
   if (e->out.n) pm_putn(&text, e->out.at, e->out.n);

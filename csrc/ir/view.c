@@ -254,8 +254,8 @@ static pm_code refold(const pm_view_dim *old, uint32_t n, const int64_t *sizes, 
 }
 
 /* May the result of a reshape of this view be a base? Axes along which it has one index stay axes
- * (unless that is 0); along the others it must be inside for sure, and those give way to the dims of
- * the result. */
+ * (unless that is 0); along the others it must be inside for sure, and those give way to the dims
+ * of the result. */
 static bool may_rebase(const pm_graph *g, const pm_view *v, bool *stays) {
   if (v->space != PM_GMEM || v->reshaped) return false;
   for (uint32_t d = 0; d < v->base_rank; d++) {

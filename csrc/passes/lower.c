@@ -19,6 +19,7 @@ typedef struct step {
 
 static const step steps[] = {
     {"simplify", simplify, PM_TRACED},
+    {"check_registers", pm_check_registers, PM_TRACED},
     {"force_transforms", pm_force_transforms, PM_TRACED},
     {"infer_layouts", pm_infer_layouts, PM_LAID_OUT},
     {"choose_transforms", pm_choose_transforms, PM_LAID_OUT},

@@ -14,6 +14,8 @@ typedef struct pm_target {
 /* simplify.c: fold scalar constants and x*1, x+0 and the like, merge equal pure ops of one block or a dominating
  * one, drop pure ops, allocations and empty regions nobody uses, inline IF on a constant. */
 pm_code pm_simplify(pm_graph *g, pm_err *err);
+/* registers.c: PM_E_VALUE if the requests of set_max_registers provably exceed what an SM has. */
+pm_code pm_check_registers(pm_graph *g, const pm_target *t, pm_err *err);
 /* transforms.c: tiling and swizzle of the SMEM allocations that an op forces (wgmma operands: tiling
  * (8, S) and the widest swizzle of 128, 64, 32 that divides the minor dim and every slice of it; both
  * operands of one wgmma get one swizzle). Transforms the user gave (GIVEN) are binding; a contradiction

@@ -503,6 +503,8 @@ static PyGetSetDef getset[] = {{"shape", get_shape, NULL, "extents", NULL},
 static PyMethodDef methods[] = {
     {"numpy", method_numpy, METH_NOARGS, "The array on the host."},
     {"copy", method_copy, METH_NOARGS, "A copy on the device."},
+    {"__copy__", method_copy, METH_NOARGS, "A copy on the device."},
+    {"__deepcopy__", method_copy, METH_O, "A copy on the device."},
     {"__array__", KEYWORDS(method_array), "The array on the host."},
     {"__dlpack__", KEYWORDS(method_dlpack), "DLPack capsule."},
     {"__dlpack_device__", method_dlpack_device, METH_NOARGS, "(2, ordinal)"},

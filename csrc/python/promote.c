@@ -445,7 +445,8 @@ PyObject *pmpy_binary(pmpy_binop how, pm_opcode code, const char *name, PyObject
   bool weak;
   pmpy_promote(args, 2, &d, &weak);
   if (how == PMPY_TRUE_DIVIDE && !pm_is_float(d)) d = PM_F32;
-  bool counts = how == PMPY_FLOOR_DIVIDE || how == PMPY_MOD || code == PM_OP_SHL || code == PM_OP_SHR;
+  bool counts =
+      how == PMPY_FLOOR_DIVIDE || how == PMPY_MOD || code == PM_OP_SHL || code == PM_OP_SHR;
   if (counts && d == PM_BOOL) d = PM_I32;
   if (code == PM_OP_SUB && d == PM_BOOL) {
     return pmpy_fail(PM_E_TYPE, "%s: bool has no subtraction; use ^ or convert to an integer",

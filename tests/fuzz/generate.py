@@ -785,6 +785,48 @@ class Gen(Expressions):
         types = [self.smem_type((rounds, t, *shape), dtype), Node(f"plgpu.Barrier({t})")]
         self.scoped(types, block, [s, b])
 
+    def seg_turns(self):
+        """Threads change one buffer in turns; a barrier of each says whose turn it is."""
+        self.feature("turns")
+        t = self.threads
+        dtype = self.rng.choice(("int32", "uint32", "float32", "int16"))
+        shape = self.shape(limit=1024)[-2:]
+        s, b, i, f, g, h, v = (self.name(c) for c in "sbifffv")
+        rounds = self.rng.randint(1, 3)
+        self.push()
+        first = Block(
+            [
+                Node(f"{s}[...] = {{}}", self.leaf(shape, dtype, "wild"), keep=True),
+                Node(f"plgpu.barrier_arrive({b}.at[0])", keep=True),
+            ]
+        )
+        self.emit(Node(f"@pl.when(t == 0)\ndef {f}():\n{{}}", first, keep=True))
+        self.push()
+        self.ints[-1].append((i, 0, rounds - 1))
+        self.emit(Node(f"plgpu.barrier_wait({b}.at[t])", keep=True))
+        self.emit(Node(f"{v} = {s}[...]"))
+        self.values[-1].append(Val(v, shape, dtype, "wild"))
+        self.emit(Node(f"{s}[...] = jnp.maximum({v}, {{}})", self.value(shape, dtype)))
+        tags = self.tags
+        self.tags = [*tags, (i, rounds)]
+        if self.chance(0.6):
+            self.emit(Node("plgpu.commit_smem()", keep=True))
+            target = self.target(shape, dtype, copy=True)
+            self.emit(Node(f"plgpu.copy_smem_to_gmem({s}, {{}})", target))
+            self.emit(Node("plgpu.wait_smem_to_gmem(0)", keep=True))
+        self.emit(Node(f"plgpu.barrier_arrive({b}.at[(t + 1) % {t}])", keep=True))
+        if self.chance(0.3):
+            self.store(shape, dtype)
+        self.tags = tags
+        loop = self.pop()
+        self.emit(Node(f"@pl.loop(0, {rounds})\ndef {g}({i}):\n{{}}", loop, keep=True))
+        self.emit(
+            Node(f"@pl.when(t == 0)\ndef {h}():\n    plgpu.barrier_wait({b}.at[0])", keep=True)
+        )
+        block = self.pop()
+        types = [self.smem_type(shape, dtype), Node(f"plgpu.Barrier(num_barriers={t})")]
+        self.scoped(types, block, [s, b])
+
     def seg_own(self):
         """Each thread copies into its own part of SMEM, with its own barrier."""
         self.feature("own parts")
@@ -925,7 +967,14 @@ class Gen(Expressions):
             params = Node("plgpu.CompilerParams(approx_math=True)")
             self.p.options["compiler_params"] = params
         if self.threads > 1:
-            table = {"compute": 3, "exchange": 2, "own": 2, "producer": 3, "together": 1.5}
+            table = {
+                "compute": 3,
+                "exchange": 2,
+                "own": 2,
+                "producer": 3,
+                "together": 1.5,
+                "turns": 1.5,
+            }
         else:
             table = {
                 "compute": 5,
