@@ -3,7 +3,8 @@ regions; bodies are traced once (twice where a weakly typed carry must first tak
 dtype)."""
 
 from . import _core, tree
-from ._trace import Array, Leaves, Ref, env, parameter_names, same_type, type_text
+from ._names import show
+from ._trace import Array, Leaves, Ref, as_array, env, parameter_names, same_type, type_text
 from ._types import (
     Barrier,
     ClusterBarrier,
@@ -23,7 +24,7 @@ def _index_scalar(x, what):
     try:
         return x.__index__()
     except (AttributeError, TypeError):
-        raise TypeError(f"{what} must be an integer scalar, got {x!r}") from None
+        raise TypeError(f"{what} must be an integer scalar, got {show(x)}") from None
 
 
 def _compare(init, out, what):
@@ -41,6 +42,8 @@ def _compare(init, out, what):
         if isinstance(a, Array) and isinstance(b, Array) and a.shape == b.shape and a.weak_type:
             repair = True
             continue
+        if isinstance(a, Ref) and isinstance(b, Ref):
+            raise TypeError(f"{what}: leaf {k} of the carry is a ref, which must not change")
         raise TypeError(
             f"{what} carry input and carry output must have identical types: leaf {k} goes in as"
             f" {type_text(a)} and comes out as {type_text(b)}"
@@ -63,6 +66,25 @@ def _weak(values):
     return [v.weak_type for v in values]
 
 
+def _bounds(lower, upper):
+    """Bounds of an int32 loop, and the function from its index to that of the user's dtype."""
+    strong = {x.dtype for x in (lower, upper) if isinstance(x, Array) and not x.weak_type}
+    weak = any(isinstance(x, int) or x.weak_type for x in (lower, upper))
+    if len(strong) > 1 or weak and any(d.kind == "u" for d in strong):
+        raise TypeError(
+            "lower and upper arguments to fori_loop must have equal types, got"
+            f" {' and '.join(show(x) if isinstance(x, int) else type_text(x) for x in (lower, upper))}"
+        )
+    dtype = strong.pop() if strong else None
+    lo, hi = (_core.as_array(x, "int32") for x in (lower, upper))
+    if dtype == "uint32":  # beyond int32 the trips are counted
+        trips = _core.convert(_core.where(lower < upper, upper - lower, 0), "int32")
+        return _core.as_array(0, "int32"), trips, lambda k: lower + _core.convert(k, dtype)
+    if dtype in (None, "int32"):
+        return lo, hi, lambda k: k
+    return lo, hi, lambda k: _core.convert(k, dtype)
+
+
 def fori_loop(lower, upper, body_fun, init_val, *, unroll=None, _names=None):
     """``val = init_val; for i in range(lower, upper): val = body_fun(i, val)``.
 
@@ -70,20 +92,14 @@ def fori_loop(lower, upper, body_fun, init_val, *, unroll=None, _names=None):
     traced. ``unroll`` (static bounds): True for all, an int that divides the trip count; ValueError
     for traced bounds.
     """
+    env("fori_loop")
     lower, upper = (
         _index_scalar(lower, "fori_loop: lower"),
         _index_scalar(upper, "fori_loop: upper"),
     )
     static = isinstance(lower, int) and isinstance(upper, int)
     copies = _unroll("fori_loop", unroll, max(upper - lower, 0) if static else None)
-    if not static:
-        for x in (lower, upper):
-            if isinstance(x, Array) and not x.weak_type and x.dtype != "int32":
-                raise TypeError(
-                    "lower and upper arguments to fori_loop must have equal types, int32 or Python"
-                    f" int, got {type_text(x)}"
-                )
-    lo, hi = (_core.as_array(x, "int32") for x in (lower, upper))
+    lo, hi, index_of = _bounds(lower, upper)
     init = Leaves(init_val, "fori_loop: init_val")
     index, *carry = (_names if _names is not None else parameter_names(body_fun)) or (None,)
     alone = len(init.values) == 1 and init.structure == tree.LEAF
@@ -93,7 +109,8 @@ def fori_loop(lower, upper, body_fun, init_val, *, unroll=None, _names=None):
         try:
             weak = [static, *_weak(init.arrays())]
             args = op.enter(0, weak=weak, names=names[: len(weak)])
-            out = Leaves(body_fun(args[0], init.rebuild(args[1:])), "fori_loop: body_fun")
+            result = body_fun(index_of(args[0]), init.rebuild(args[1:]))
+            out = Leaves(result, "fori_loop: body_fun")
             if not _compare(init, out, "fori_loop body"):
                 op.leave(out.arrays())
                 return init.rebuild(op.close())
@@ -109,6 +126,8 @@ def _unroll(what, unroll, trips):
         return 1
     if unroll is True:
         return 0 if trips is not None else 1
+    if not hasattr(unroll, "__index__"):
+        raise TypeError(f"{what}: unroll must be a bool or an int, got {show(unroll)}")
     if trips is None:
         if unroll == 1:
             return 1
@@ -132,7 +151,7 @@ def while_loop(cond_fun, body_fun, init_val):
             weak = _weak(init.arrays())
             pred = cond_fun(init.rebuild(op.enter(0, weak=weak)))
             if not isinstance(pred, Array):
-                pred = _core.as_array(pred)
+                pred = as_array(pred, "while_loop: the result of cond_fun")
             if pred.shape != () or pred.dtype != bool:
                 raise TypeError(
                     f"while_loop: cond_fun must return a bool scalar, got {type_text(pred)}"
@@ -150,7 +169,7 @@ def while_loop(cond_fun, body_fun, init_val):
 
 def _predicate(pred, what):
     if not isinstance(pred, Array):
-        pred = _core.as_array(pred)
+        pred = as_array(pred, f"{what}: the predicate")
     if pred.shape != ():
         raise TypeError(f"{what}: the predicate must be a scalar, got {type_text(pred)}")
     return pred if pred.dtype == bool else _core.binary("ne", pred, 0)
@@ -198,12 +217,18 @@ def _branches(opname, selector, functions, what):
         dtypes = wanted
 
 
+def _operands(operands, what):
+    """Numbers become traced values, as JAX makes them."""
+    return tree.map(lambda x: x if isinstance(x, Ref) else as_array(x, what), operands)
+
+
 def cond(pred, true_fun, false_fun, *operands):
     """``true_fun(*operands) if pred else false_fun(*operands)``, both traced. ``pred`` is a
     scalar."""
     for x in operands:
         if isinstance(x, Ref) and x.is_view:
             raise TypeError("cond: a ref view cannot be an operand; close over it")
+    operands = _operands(operands, "cond")
     return _branches(
         "if",
         _predicate(pred, "cond"),
@@ -222,7 +247,8 @@ def switch(index, branches, *operands):
         or isinstance(index, Array)
         and index.dtype.kind not in "iu"
     ):
-        raise TypeError(f"switch: the index must be an integer scalar, got {index!r}")
+        raise TypeError(f"switch: the index must be an integer scalar, got {show(index)}")
+    operands = _operands(operands, "switch")
     if len(branches) == 1:
         return branches[0](*operands)
     index = _core.as_array(_index_scalar(index, "switch: index"), "int32")
@@ -252,17 +278,16 @@ def when(condition):
     tracing; a traced scalar makes a branch. The function returns None."""
 
     def wrap(f):
-        if isinstance(condition, bool):
-            if condition:
-                f()
-            return None
-
         def run():
             if f() is not None:
                 raise TypeError("pl.when: the function must return None")
 
-        cond(condition, run, lambda: None)
-        return None
+        if isinstance(condition, bool):
+            if condition:
+                run()
+        else:
+            branches = (run, lambda: None)
+            _branches("if", _predicate(condition, "pl.when"), branches, "pl.when")
 
     return wrap
 
@@ -362,8 +387,8 @@ def _allocate(x, collective, name, what):
         return _core.alloc_acc(x.shape, x.dtype, name=name)
     if not isinstance(x, (MemoryRef, Barrier, ClusterBarrier)):
         raise TypeError(
-            f"{what}: cannot allocate {x!r}; accepted are plgpu.SMEM(...), plgpu.ACC(...),"
-            " plgpu.Barrier(...) and pytrees of them"
+            f"{what}: cannot allocate {show(x)}; accepted are plgpu.SMEM(shape, dtype),"
+            " plgpu.ACC(shape), plgpu.Barrier(...) and pytrees of them"
         )
     if e.thread_name is not None and collective != (e.thread_name,):
         raise NotImplementedError(
@@ -405,10 +430,10 @@ def scoped(f, types, kw_types, names, collective_axes):
     e = env(what)
     axes = (collective_axes,) if isinstance(collective_axes, str) else tuple(collective_axes or ())
     if axes and axes != (e.thread_name,):
-        raise ValueError(
-            f"{what}: collective_axes must be the thread axis {e.thread_name!r} or empty,"
-            f" got {collective_axes!r}"
-        )
+        accepted = "empty: this kernel has no thread axis"
+        if e.thread_name is not None:
+            accepted = f"the thread axis {e.thread_name!r} or empty"
+        raise ValueError(f"{what}: collective_axes must be {accepted}; got {show(collective_axes)}")
 
     def allocate(t, name):
         if not _is_descriptor(t):
@@ -421,9 +446,10 @@ def scoped(f, types, kw_types, names, collective_axes):
         names = [*names, *[None] * len(types)]
         refs = [allocate(t, name) for t, name in zip(types, names)]
         kw_refs = {k: allocate(t, k) for k, t in kw_types.items()}
+        own = tree.leaves([refs, kw_refs])
         leaves, structure = tree.flatten(f(*refs, **kw_refs))
-        for x in leaves:
-            if isinstance(x, Ref):
+        for x in leaves:  # an accumulator that is a carry of a pipeline lives outside of it
+            if isinstance(x, Ref) and (x.is_view or any(x is r for r in own)):
                 raise ValueError(f"{what}: a ref cannot leave its scope; return its contents")
         arrays = [x for x in leaves if isinstance(x, Array)]
         op.leave(arrays)

@@ -5,11 +5,12 @@
 one `_core.Kernel` per structure."""
 
 import functools
+from collections.abc import Mapping
 
 from . import _core, _trace, tree
 from ._control import scoped
-from ._names import NOT_SPECIFIED, deprecated
-from ._types import GMEM, CompilerParams, InterpretParams, MemoryRef, Mesh, ShapeDtypeStruct
+from ._names import NOT_SPECIFIED, deprecated, show
+from ._types import GMEM, CompilerParams, InterpretParams, Mesh, ShapeDtypeStruct
 
 
 def _either(new, old, new_name, old_name):
@@ -23,7 +24,20 @@ def _either(new, old, new_name, old_name):
 
 
 def _is_shaped(x):
-    return hasattr(x, "shape") and hasattr(x, "dtype")
+    return hasattr(x, "shape") and hasattr(x, "dtype") and not isinstance(x, type)
+
+
+def _checked(x, what):
+    """A ShapeDtypeStruct that a kernel can work on."""
+    if len(x.shape) > 8:
+        raise ValueError(f"{what} has {len(x.shape)} dimensions; at most 8 are supported")
+    if not all(0 < d < 2**31 for d in x.shape):
+        raise ValueError(
+            f"{what} has shape {x.shape}; every extent must be at least 1 and less than 2**31"
+        )
+    if x.size > 2**46:
+        raise ValueError(f"{what} has shape {x.shape}, {x.size} elements; at most 2**46")
+    return x
 
 
 class _Definition:
@@ -31,24 +45,31 @@ class _Definition:
 
     def __init__(self, body, out_type, scratch, params, mesh, interpret, debug):
         if not callable(body):
-            raise TypeError(f"kernel: body must be callable, got {body!r}")
+            raise TypeError(f"kernel: body must be callable, got {show(body)}")
         if params is None:
             params = CompilerParams()
         if not isinstance(params, CompilerParams):
-            raise TypeError(f"kernel: compiler_params must be plgpu.CompilerParams, got {params!r}")
+            raise TypeError(
+                f"kernel: compiler_params must be plgpu.CompilerParams, got {show(params)}"
+            )
         if params.dimension_semantics is not None:
             raise NotImplementedError(
                 "kernel: dimension_semantics is for pl.pallas_call; use lax.fori_loop or"
                 " plgpu.emit_pipeline for sequential axes"
             )
-        if isinstance(scratch, (MemoryRef,)) or not isinstance(scratch, (tuple, list, dict)):
+        if not isinstance(scratch, (tuple, list, Mapping)):
             raise TypeError(
                 f"kernel: scratch_types must be a tuple, list or dict of descriptors, got"
-                f" {scratch!r}"
+                f" {show(scratch)}"
+            )
+        if isinstance(scratch, Mapping) and not all(isinstance(k, str) for k in scratch):
+            raise TypeError(
+                "kernel: the keys of scratch_types are parameter names of the body, got"
+                f" {tuple(scratch)}"
             )
         if not (interpret is None or isinstance(interpret, (bool, InterpretParams))):
             raise TypeError(
-                f"kernel: interpret must be a bool or plgpu.InterpretParams, got {interpret!r}"
+                f"kernel: interpret must be a bool or plgpu.InterpretParams, got {show(interpret)}"
             )
         self.body, self.scratch, self.params, self.mesh = body, scratch, params, mesh
         self.interpret = InterpretParams() if interpret is True else interpret or None
@@ -63,10 +84,10 @@ class _Definition:
         self.outs = []
         for x in leaves:
             if not _is_shaped(x):
-                raise TypeError(f"kernel: out_type leaves need shape and dtype, got {x!r}")
+                raise TypeError(f"kernel: out_type leaves need shape and dtype, got {show(x)}")
             if getattr(x, "memory_space", GMEM) is not GMEM:
-                raise ValueError(f"kernel: an output is in GMEM, got {x!r}")
-            self.outs.append(ShapeDtypeStruct(x.shape, x.dtype))
+                raise ValueError(f"kernel: an output is in GMEM, got {show(x)}")
+            self.outs.append(_checked(ShapeDtypeStruct(x.shape, x.dtype), "kernel: out_type"))
         self.out_container = list if isinstance(out_type, list) else tuple
         flat = tuple(s == tree.LEAF for s in self.out_structure[2])
         self.simple_outputs = all(flat)
@@ -90,6 +111,8 @@ class _Definition:
     def trace(self, structure, specs):
         """``(graph, [(shape, dtype), ...])`` for arguments of the given ``(shape, dtype)``."""
         mesh = self.mesh
+        for k, (shape, dtype) in enumerate(specs):
+            _checked(ShapeDtypeStruct(shape, dtype), f"kernel {self.name}: argument {k}")
         t = _core.Trace(
             self.name,
             mesh.grid,
@@ -118,6 +141,9 @@ class _Definition:
             self._run_body([*args, *out_args], tuple(names))
             graph = t.finish()
             done = True
+        except Exception as e:
+            _trace.add_place(e)
+            raise
         finally:
             _trace.pop()
             t.exit()
@@ -127,11 +153,22 @@ class _Definition:
             print(graph.text())
         return graph, [(o.shape, o.dtype) for o in self.outs]
 
+    def _check_arity(self, n_args, n_scratch, keyword):
+        """TypeError if the body cannot be called with that many refs."""
+        n_out = len(self.out_structure[2])
+        n_scratch_refs = n_scratch + len(keyword)
+        gets = f"{n_args - n_out} operands, {n_out} outputs and {n_scratch_refs} scratch refs"
+        if keyword:
+            gets += f" by name ({', '.join(keyword)})"
+        what = f"kernel {self.name}: the body"
+        _trace.check_arity(self.body, what, gets, n_args + n_scratch, keyword)
+
     def _run_body(self, args, names):
         """Call the body inside the scope of its scratch, whose parameters have ``names``."""
         positional, keyword = self.scratch, {}
-        if isinstance(self.scratch, dict):
+        if isinstance(self.scratch, Mapping):
             positional, keyword = (), self.scratch
+        self._check_arity(len(args), len(positional), keyword)
         if not self.scratch:
             result = self.body(*args)
         else:
@@ -145,7 +182,7 @@ class _Definition:
         if result is not None:
             raise ValueError(
                 f"The body of kernel {self.name!r} must return None (write results to its output"
-                f" refs), got {result!r}"
+                f" refs), got {show(result)}"
             )
 
 
@@ -188,7 +225,8 @@ def _body_name(body):
     while isinstance(body, functools.partial):
         body = body.func
     name = getattr(body, "__name__", None)
-    return name if name and name != "<lambda>" else "anonymous"
+    named = isinstance(name, str) and name and name.isprintable() and name != "<lambda>"
+    return name if named else "anonymous"
 
 
 def kernel(

@@ -5,6 +5,18 @@ import functools
 import warnings
 
 
+def show(x):
+    """Short text of what a user gave, for messages."""
+    try:
+        text = repr(x)
+    except Exception:
+        text = "\n"
+    if len(text) <= 200 and "\n" not in text:
+        return text
+    shape = getattr(x, "shape", None)
+    return f"a {type(x).__name__}" + (f" of shape {shape}" if isinstance(shape, tuple) else "")
+
+
 class NotSpecified:
     """Default of parameters for which None means something."""
 
@@ -71,11 +83,8 @@ class Missing:
 
     __slots__ = ("_text", "__name__")
 
-    def __init__(self, namespace, name, hint):
-        self._text = (
-            f"{namespace}.{name} is not supported yet; {hint} (docs/gaps.md lists what is missing)"
-        )
-        self.__name__ = name
+    def __init__(self, name, text):
+        self._text, self.__name__ = f"{text} (docs/gaps.md lists what is missing)", name
 
     def __call__(self, *args, **kwargs):
         raise NotImplementedError(self._text)
@@ -89,7 +98,7 @@ class Missing:
         return f"<{self._text}>"
 
 
-def finder(namespace, missing, wrong):
+def finder(namespace, missing, wrong, text="{namespace}.{name} is not supported yet; {hint}"):
     """A module's ``__getattr__``. ``missing``: by hint a string of names. ``wrong``: by name what
     is the right form."""
     hints = {name: hint for hint, names in missing.items() for name in names.split()}
@@ -97,33 +106,30 @@ def finder(namespace, missing, wrong):
     @functools.cache
     def find(name):
         if name in hints:
-            return Missing(namespace, name, hints[name])
+            hint = hints[name]
+            return Missing(name, text.format(namespace=namespace, name=name, hint=hint))
         if name in wrong:
             raise AttributeError(f"{namespace} has no {name!r}; {wrong[name]}")
-        raise AttributeError(f"{namespace} has no {name!r}")
+        raise AttributeError(f"{namespace} has no {name!r}; docs/gaps.md lists what is missing")
 
     return find
 
 
 PLGPU_MISSING = {
-    "use a Barrier inside each block": "ClusterBarrier",
-    "use emit_pipeline in a kernel without threads, or write the producer and consumer branches"
-    " with barriers": "emit_pipeline_warp_specialized PipelinePipeline",
     "allocate in sibling pl.run_scoped scopes, which share memory": "RefUnion",
     "use a Barrier inside a block, or two kernels": "Semaphore SemaphoreType SemaphoreSignal"
     " semaphore_signal semaphore_signal_multicast semaphore_signal_parallel semaphore_wait",
     "branch on the thread axis": "WarpMesh warp_map",
     "leave it out: kernels take torch tensors as they are": "as_torch_kernel",
-    "leave it out": "async_prefetch griddepcontrol_launch_dependents griddepcontrol_wait",
-    "exchange data through GMEM": "async_store_smem cluster_ref",
+    "leave it out": "async_prefetch",
+    "exchange data through GMEM": "async_store_smem",
     "give each block its own output": "atomic_add atomic_and atomic_max atomic_min atomic_or"
     " atomic_xor",
     "use barrier_wait": "barrier_test",
     "let every block copy what it needs": "CopyPartition",
-    "use lax.fori_loop over a static schedule": "dynamic_scheduling_loop",
+    "use plgpu.nd_loop, a static schedule": "dynamic_scheduling_loop",
     "use the array functions": "inline_mgpu RefType",
     "use wgmma": "mma",
-    "use pl.loop with lax.axis_index": "nd_loop NDLoopInfo",
     "read kernel.lower(...).as_text('graph')": "print_layout",
     "give transforms where the ref is allocated": "transform_ref",
     "one GPU is supported": "remote_ref multicast_ref PeerMemRef multimem_store"
@@ -132,7 +138,7 @@ PLGPU_MISSING = {
     " async_copy_scales_to_tmem async_copy_smem_to_tmem async_copy_sparse_metadata_to_tmem"
     " async_load_tmem async_store_tmem commit_tmem format_tcgen05_sparse_metadata"
     " tcgen05_commit tcgen05_commit_arrive tcgen05_mma wait_load_tmem",
-    "it needs Blackwell (sm_100a); on Hopper loop over a static schedule": "try_cluster_cancel"
+    "it needs Blackwell (sm_100a); on Hopper use plgpu.nd_loop, a static schedule": "try_cluster_cancel"
     " query_cluster_cancel TryClusterCancelResult TryCancelResultRef TRY_CLUSTER_CANCEL_RESULT",
 }
 
@@ -170,6 +176,21 @@ PL_MISSING = {
     "write 1 / x": "reciprocal",
     "use jnp.broadcast_to": "broadcast_to",
     "use pl.when": "select_ref",
+}
+
+_THROUGH_REFS = "go through a ref: store, then load slices of it"
+LAX_MISSING = {
+    "write plain formulas": "acos acosh asin asinh atan atanh betainc bessel_i0e bessel_i1e cbrt"
+    " cosh digamma erf_inv erfc expm1 igamma igammac lgamma log1p nextafter pow"
+    " population_count reduce_precision sinh tan",
+    _THROUGH_REFS: "argsort concatenate dynamic_index_in_dim dynamic_slice"
+    " dynamic_update_slice dynamic_update_slice_in_dim gather index_in_dim index_take pad rev"
+    " scatter scatter_add sort sort_key_val top_k transpose",
+    "use lax.fori_loop": "argmax argmin associative_scan cummax cummin cumprod cumsum"
+    " cumlogsumexp map reduce_and reduce_or reduce_prod reduce_xor",
+    "use plgpu.wgmma": "conv conv_general_dilated batch_matmul dot dot_general ragged_dot",
+    "each block its own output": "all_gather all_to_all pmax pmean pmin ppermute psum psum_scatter",
+    "pass the data as operands": "rng_bit_generator rng_uniform",
 }
 
 PL_WRONG = {

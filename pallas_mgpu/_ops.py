@@ -7,14 +7,14 @@ import string
 
 from . import _core
 from ._control import cluster_axis
-from ._names import NOT_SPECIFIED, accepts, deprecated
-from ._trace import Array, Ref, env, tracing, type_text
-from ._types import GMEM, REGS, SMEM, OOBFillMode, layout_spec
+from ._names import NOT_SPECIFIED, accepts, deprecated, show
+from ._trace import Array, Ref, as_array, env, tracing, type_text
+from ._types import GMEM, REGS, SMEM, OOBFillMode, check_oob_fill_mode, ints, layout_spec
 
 
 def _ref(x, what, name, space=None):
     if not isinstance(x, Ref):
-        raise TypeError(f"{what}: {name} must be a ref, got {x!r}")
+        raise TypeError(f"{what}: {name} must be a ref, got {show(x)}")
     if space is not None and x.memory_space is not space:
         raise ValueError(f"{what}: {name} must be a {space.name} ref, got {type_text(x)}")
     return x
@@ -37,7 +37,7 @@ def _predicate(x, what):
     if x is None:
         return ()
     if not isinstance(x, Array):
-        x = _core.as_array(x)
+        x = as_array(x, f"{what}: predicate")
     if x.shape != () or x.dtype != bool:
         raise TypeError(f"{what}: predicate must be a bool scalar, got {type_text(x)}")
     return (x,)
@@ -90,7 +90,9 @@ def copy_gmem_to_smem(
     if collective_axes is not None:
         names = (collective_axes,) if isinstance(collective_axes, str) else tuple(collective_axes)
         axes = tuple(cluster_axis(n, what) for n in names)
-    oob = OOBFillMode.ZEROS if oob_mode is None else OOBFillMode(oob_mode)
+    oob = OOBFillMode.ZEROS
+    if oob_mode is not None:
+        oob = check_oob_fill_mode(oob_mode, f"{what}: oob_mode")
     pred = _predicate(predicate, what)
     _core.effect(
         what,
@@ -128,7 +130,7 @@ def _count(n, what):
     try:
         n = n.__index__()
     except (AttributeError, TypeError):
-        raise TypeError(f"{what}: n must be a Python int, got {n!r}") from None
+        raise TypeError(f"{what}: n must be a Python int, got {show(n)}") from None
     if n < 0:
         raise ValueError(f"{what}: n must not be negative, got {n}")
     return n
@@ -184,9 +186,9 @@ def wgmma(acc, a, b):
     then.
     """
     if not isinstance(acc, Ref) or acc.memory_space is not REGS:
-        raise TypeError(f"wgmma: acc must be an ACC ref, got {acc!r}")
+        raise TypeError(f"wgmma: acc must be an ACC ref, got {show(acc)}")
     if not isinstance(a, (Ref, Array)):
-        raise TypeError(f"wgmma: a must be an SMEM ref or an array, got {a!r}")
+        raise TypeError(f"wgmma: a must be an SMEM ref or an array, got {show(a)}")
     if isinstance(a, Ref):
         _ref(a, "wgmma", "a", SMEM)
     _ref(b, "wgmma", "b", SMEM)
@@ -202,7 +204,7 @@ def wgmma_accumulator_load(acc, *, wait_n=0):
     """The accumulator's value after at most ``wait_n`` wgmma calls are in flight; None: without
     waiting."""
     if not isinstance(acc, Ref) or acc.memory_space is not REGS:
-        raise TypeError(f"wgmma_accumulator_load: acc must be an ACC ref, got {acc!r}")
+        raise TypeError(f"wgmma_accumulator_load: acc must be an ACC ref, got {show(acc)}")
     return _core.acc_load(acc, -1 if wait_n is None else _count(wait_n, "wgmma_accumulator_load"))
 
 
@@ -211,7 +213,7 @@ def set_max_registers(n, *, action):
     ``action`` "increase" or "decrease". First thing in a specialised branch."""
     if action not in ("increase", "decrease"):
         raise ValueError(
-            f"set_max_registers: action must be 'increase' or 'decrease', got {action!r}"
+            f"set_max_registers: action must be 'increase' or 'decrease', got {show(action)}"
         )
     n = _count(n, "set_max_registers")
     if n % 8 or not 24 <= n <= 256:
@@ -221,7 +223,7 @@ def set_max_registers(n, *, action):
 
 def layout_cast(x, new_layout):
     """The same array in register layout ``new_layout``. Where possible its producer makes it so."""
-    return _core.layout_cast(_core.as_array(x), layout_spec(new_layout))
+    return _core.layout_cast(as_array(x, "layout_cast"), layout_spec(new_layout))
 
 
 def load(src, idx=NOT_SPECIFIED, *, layout=None, optimized=True):
@@ -238,9 +240,9 @@ def load(src, idx=NOT_SPECIFIED, *, layout=None, optimized=True):
 
 def broadcasted_iota(dtype, shape, dimension, *, layout=None):
     """Array whose value is its index along ``dimension``. ValueError if there is no such dim."""
-    return _core.iota(
-        dtype, tuple(shape), dimension, None if layout is None else layout_spec(layout)
-    )
+    (dimension,) = ints(dimension, "broadcasted_iota: dimension")
+    shape = ints(shape, "broadcasted_iota: shape")
+    return _core.iota(dtype, shape, dimension, None if layout is None else layout_spec(layout))
 
 
 def cluster_ref(ref, block_id):
@@ -274,6 +276,8 @@ def griddepcontrol_launch_dependents():
 def debug_print(fmt, *args):
     """Print a line from each thread of each block. ``fmt`` has one ``{}`` per argument; arguments
     are scalars."""
+    if not isinstance(fmt, str) or "\0" in fmt:
+        raise TypeError(f"debug_print: fmt must be text without zero bytes, got {show(fmt)}")
     pieces = list(string.Formatter().parse(fmt))
     fields = [p for p in pieces if p[1] is not None]
     for _, name, spec, conversion in fields:
@@ -287,10 +291,10 @@ def debug_print(fmt, *args):
         print(fmt.format(*args))
         return
     values = []
-    for x in args:
+    for k, x in enumerate(args):
         if isinstance(x, Ref):
-            raise TypeError("debug_print: a ref was given; load it first")
-        x = _core.as_array(x)
+            raise TypeError(f"debug_print: argument {k} is a ref; load it first: ref[...]")
+        x = as_array(x, f"debug_print: argument {k}")
         if x.shape != ():
             raise NotImplementedError(
                 "debug_print: only scalars are supported yet; print elements of a ref one by one"
@@ -308,7 +312,9 @@ def optimization_barrier(tree_of_arrays):
     """Identity that nothing is moved across. A pytree of arrays."""
     from . import tree
 
-    return tree.map(lambda x: _core.opt_barrier(_core.as_array(x)), tree_of_arrays)
+    return tree.map(
+        lambda x: _core.opt_barrier(as_array(x, "optimization_barrier")), tree_of_arrays
+    )
 
 
 def planar_snake(lin_idx, shape, minor_dim, tile_width):
@@ -393,17 +399,21 @@ def axis_size(name):
 
 def program_id(axis):
     """int32 index of this program along grid axis ``axis``. ValueError if there is no such axis."""
-    _grid_axis(axis, "program_id")
+    axis, _ = _grid_axis(axis, "program_id")
     return _core.axis_index("grid", axis)
 
 
 def num_programs(axis):
     """Size of grid axis ``axis``."""
-    return _grid_axis(axis, "num_programs")
+    return _grid_axis(axis, "num_programs")[1]
 
 
 def _grid_axis(axis, what):
     grid = env(what).grid
-    if not isinstance(axis, int) or not 0 <= axis < len(grid):
-        raise ValueError(f"{what}: axis must be 0..{len(grid) - 1}, got {axis!r}")
-    return grid[axis]
+    axes = ints(axis, f"{what}: axis")
+    if len(axes) != 1:
+        raise TypeError(f"{what}: axis must be one int, got {show(axis)}")
+    if not 0 <= axes[0] < len(grid):
+        accepted = f"must be 0..{len(grid) - 1}" if grid else "is of no use: there is no grid"
+        raise ValueError(f"{what}: axis {accepted}, got {axes[0]}")
+    return axes[0], grid[axes[0]]

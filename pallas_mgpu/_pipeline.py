@@ -7,10 +7,13 @@ visible to the core, which sees copies, barriers and one loop."""
 
 import functools
 
+import numpy as np
+
 from . import _core, _ops
 from ._control import fori_loop, scoped, when
+from ._names import show
 from ._schedule import unravel
-from ._trace import Array, Ref, env, parameter_names
+from ._trace import Array, Ref, check_arity, env, parameter_names, type_text
 from ._types import (
     GMEM,
     SMEM,
@@ -21,6 +24,7 @@ from ._types import (
     GenericMemorySpace,
     MemoryRef,
     Squeezed,
+    ints,
     split_transforms,
 )
 
@@ -29,15 +33,31 @@ def _is_squeezed(d):
     return d is None or isinstance(d, Squeezed)
 
 
+def _size(d):
+    return d.block_size if isinstance(d, (Blocked, Element)) else int(d)
+
+
+def _grid_entry(g):
+    """A Python int, or a traced scalar."""
+    if isinstance(g, Array):
+        if g.shape != () or g.dtype.kind not in "iu":
+            raise TypeError(
+                f"emit_pipeline: a traced grid entry must be an int32 scalar, got {type_text(g)}"
+            )
+        return g
+    (g,) = ints(g, "emit_pipeline: an entry of the grid")
+    return g
+
+
 class _Operand:
     """One spec with the ref it stages."""
 
     def __init__(self, spec, ref, what, grid):
         if not isinstance(spec, GenericBlockSpec):
-            raise TypeError(f"emit_pipeline: {what} must be a BlockSpec, got {spec!r}")
+            raise TypeError(f"emit_pipeline: {what} must be a BlockSpec, got {show(spec)}")
         if not isinstance(ref, Ref) or ref.memory_space is not GMEM:
             raise TypeError(
-                f"emit_pipeline: the argument for {what} must be a GMEM ref, got {ref!r}"
+                f"emit_pipeline: the argument for {what} must be a GMEM ref, got {show(ref)}"
             )
         self.spec, self.ref, self.what = spec, ref, what
         self.staged = spec.memory_space in (None, SMEM, GenericMemorySpace.DEFAULT)
@@ -59,16 +79,16 @@ class _Operand:
                 raise NotImplementedError(
                     f"emit_pipeline: {what}: Element with padding is not supported"
                 )
-            if not (_is_squeezed(d) or isinstance(d, (int, Blocked, Element))) or isinstance(
-                d, bool
-            ):
+            if not (
+                _is_squeezed(d) or isinstance(d, (int, np.integer, Blocked, Element))
+            ) or isinstance(d, bool):
                 raise NotImplementedError(
-                    f"emit_pipeline: {what}: unsupported block size type {d!r}"
+                    f"emit_pipeline: {what}: unsupported block size type {show(d)}"
                 )
+            if isinstance(d, (int, np.integer)) and d < 1:
+                raise ValueError(f"emit_pipeline: {what}: block sizes are positive, got {d}")
         self.dims = dims
-        self.block = tuple(
-            d if isinstance(d, int) else d.block_size for d in dims if not _is_squeezed(d)
-        )
+        self.block = tuple(_size(d) for d in dims if not _is_squeezed(d))
         self.variant = (
             bool(grid) and spec.index_map is not None and self._depends_on_grid(len(grid))
         )
@@ -104,7 +124,8 @@ class _Operand:
                     )
             elif not hasattr(x, "__index__"):
                 raise ValueError(
-                    f"emit_pipeline: the index map of {self.what} must return integers, got {x!r}"
+                    f"emit_pipeline: the index map of {self.what} must return integers, got"
+                    f" {show(x)}"
                 )
         return out
 
@@ -117,7 +138,7 @@ class _Operand:
             elif isinstance(d, Element):
                 where.append(_Slice(_core.as_array(i, "int32"), d.block_size))
             else:
-                n = d if isinstance(d, int) else d.block_size
+                n = _size(d)
                 start = i * n if isinstance(i, Array) else i.__index__() * n
                 where.append(_Slice(_core.as_array(start, "int32"), n))
         return self.ref.at[tuple(where)]
@@ -145,6 +166,8 @@ def _grid_size(grid):
     total = 1
     for g in grid:
         total = total * g
+    if isinstance(total, int) and total >= 2**31:
+        raise ValueError(f"emit_pipeline: the grid {grid} has {total} steps; at most 2**31 - 1")
     return total
 
 
@@ -165,17 +188,31 @@ def emit_pipeline(
     ``delay_release``; ``collective_axes`` on an output.
     """
     grid = tuple(grid) if isinstance(grid, (tuple, list)) else (grid,)
-    grid = tuple(g if isinstance(g, Array) else g.__index__() for g in grid)
+    grid = tuple(_grid_entry(g) for g in grid)
     if any(isinstance(g, int) and g <= 0 for g in grid):
         raise ValueError(
             f"emit_pipeline: All elements in the grid must be strictly positive, got {grid}"
         )
+    for name, specs in (("in_specs", in_specs), ("out_specs", out_specs)):
+        if not isinstance(specs, (tuple, list)):
+            raise TypeError(
+                f"emit_pipeline: {name} must be a tuple or list of BlockSpec, got {show(specs)}"
+            )
     in_specs, out_specs = tuple(in_specs), tuple(out_specs)
-    if not isinstance(max_concurrent_steps, int) or max_concurrent_steps < 1:
+    if (
+        not hasattr(max_concurrent_steps, "__index__")
+        or isinstance(max_concurrent_steps, (bool, Array))
+        or max_concurrent_steps < 1
+    ):
         raise ValueError(
             f"emit_pipeline: max_concurrent_steps must be a positive int, got"
-            f" {max_concurrent_steps!r}"
+            f" {show(max_concurrent_steps)}"
         )
+    max_concurrent_steps = max_concurrent_steps.__index__()
+    carries = "" if init_carry is None else ", carry"
+    n_args = 1 + len(in_specs) + len(out_specs) + bool(carries)
+    gets = f"(indices, {len(in_specs)} input refs, {len(out_specs)} output refs{carries})"
+    check_arity(body, "emit_pipeline: the body", gets, n_args)
     for s in out_specs:
         if isinstance(s, GenericBlockSpec) and s.collective_axes:
             raise ValueError("emit_pipeline: an output spec cannot have collective_axes")
@@ -197,7 +234,7 @@ def emit_pipeline(
                 f"emit_pipeline: {len(in_specs)} in_specs and {len(out_specs)} out_specs, but"
                 f" {len(gmem_refs)} refs given"
             )
-        env("emit_pipeline")
+        e = env("emit_pipeline")
         n = len(in_specs)
         ins = [
             _Operand(s, r, f"in_specs[{k}]", grid)
@@ -211,6 +248,17 @@ def emit_pipeline(
         slots = min(max_concurrent_steps, steps) if isinstance(steps, int) else max_concurrent_steps
         fetched = [o for o in ins if o.staged]
         staged = [o for o in ins + outs if o.staged]
+        if staged and e.thread_name is not None:
+            raise NotImplementedError(
+                "emit_pipeline: Only thread-collective allocations are supported in kernels with"
+                f" threads (this one has the thread axis {e.thread_name!r}), and a pipeline"
+                " allocates for one thread; use a kernel without threads, or write the producer and"
+                " consumer branches with barriers"
+            )
+        if fetched and slots > 32:
+            raise NotImplementedError(
+                f"emit_pipeline: at most 32 steps can be in flight, got {slots}"
+            )
         barrier = Barrier(num_arrivals=len(fetched), num_barriers=slots) if fetched else None
 
         def run(*refs):

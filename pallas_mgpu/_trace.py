@@ -5,11 +5,18 @@ One `Env` per kernel being traced, on a stack of the thread. The op graph itself
 """
 
 import functools
+import inspect
+import linecache
+import os
+import sys
 import threading
 
 from . import _core, tree
+from ._names import show
 
 Array, Ref = _core.Array, _core.Ref
+_PACKAGE = os.path.dirname(__file__) + os.sep
+_STDLIB = os.path.dirname(os.__file__) + os.sep
 
 
 class Env:
@@ -59,6 +66,57 @@ def tracing():
     return bool(_stack.envs)
 
 
+def add_place(e):
+    """Append the user's line to the text of an exception that this package raised (or the
+    standard library below it)."""
+    user, inner = None, False
+    tb = e.__traceback__
+    while tb:
+        file = tb.tb_frame.f_code.co_filename
+        if file.startswith(_PACKAGE):
+            inner = True
+        elif not (inner and file.startswith(_STDLIB) and "-packages" not in file):
+            user, inner = tb, False
+        tb = tb.tb_next
+    if not inner or len(e.args) != 1 or not isinstance(e.args[0], str):
+        return
+    frame, line = (user.tb_frame, user.tb_lineno) if user else (sys._getframe(), 0)
+    while frame and frame.f_code.co_filename.startswith(_PACKAGE):
+        frame = frame.f_back
+        line = frame.f_lineno if frame else 0
+    if frame and "\n  at " not in e.args[0]:
+        file = frame.f_code.co_filename
+        source = linecache.getline(file, line).strip()
+        e.args = (f"{e.args[0]}\n  at {file}:{line}{': ' if source else ''}{source}",)
+
+
+def as_array(x, what):
+    """A traced value of an array or a number; TypeError for anything else."""
+    env(what)
+    try:
+        return _core.as_array(x)
+    except TypeError:
+        raise TypeError(f"{what}: expected an array or a number, got {show(x)}") from None
+
+
+def check_arity(f, what, gets, n, keyword=()):
+    """TypeError unless ``f`` can be called with ``n`` positional arguments and some by keyword.
+    ``gets`` says what they are."""
+    if not callable(f):
+        raise TypeError(f"{what} must be callable, got {show(f)}")
+    try:
+        signature = inspect.signature(f)
+    except (TypeError, ValueError):
+        return  # not known: the call itself tells
+    try:
+        signature.bind(*[None] * n, **dict.fromkeys(keyword))
+    except TypeError as e:
+        code = getattr(inspect.unwrap(f), "__code__", None)
+        at = f"\n  at {code.co_filename}:{code.co_firstlineno}" if code else ""
+        name = getattr(f, "__name__", type(f).__name__)
+        raise TypeError(f"{what} is {name}{signature}, and it gets {gets}: {e}{at}") from None
+
+
 def as_values(leaves, what):
     """Carry leaves as traced values; refs stay as they are."""
     out = []
@@ -69,7 +127,7 @@ def as_values(leaves, what):
         try:
             out.append(_core.as_array(x))
         except TypeError:
-            raise TypeError(f"{what}: {x!r} is not an array, a number or a ref") from None
+            raise TypeError(f"{what}: {show(x)} is not an array, a number or a ref") from None
     return out
 
 

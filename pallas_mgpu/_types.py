@@ -5,12 +5,13 @@ refs of them. Semantics: docs/reference.md."""
 import dataclasses
 import enum
 import functools
+import math
 from collections.abc import Callable
 
 import numpy as np
 
 from . import _core
-from ._names import accepts, deprecated
+from ._names import accepts, deprecated, show
 
 
 def _restore(cls, fields):
@@ -62,11 +63,21 @@ def _ignore(args, kwargs, value):
     """For `accepts`: a keyword of a sister type."""
 
 
-def _shape(shape, what):
+def ints(x, what):
+    """A tuple of ints, from one or several."""
     try:
-        return tuple(d.__index__() for d in ((shape,) if isinstance(shape, int) else shape))
+        return tuple(d.__index__() for d in ((x,) if hasattr(x, "__index__") else x))
     except (TypeError, AttributeError):
-        raise TypeError(f"{what}: shape must be ints known at trace time, got {shape!r}") from None
+        raise TypeError(f"{what} must be ints known at trace time, got {show(x)}") from None
+
+
+def _shape(shape, what):
+    dims = ints(shape, f"{what}: shape")
+    if min(dims, default=0) < 0:
+        raise ValueError(f"{what}: shape has a negative extent, {dims}")
+    if max(dims, default=0) >= 2**63:
+        raise ValueError(f"{what}: shape has an extent that no array can have, {dims}")
+    return dims
 
 
 class ShapeDtypeStruct(_Frozen):
@@ -100,10 +111,7 @@ class ShapeDtypeStruct(_Frozen):
 
     @property
     def size(self):
-        n = 1
-        for d in self.shape:
-            n *= d
-        return n
+        return math.prod(self.shape)
 
 
 # ---- transforms ----------------------------------------------------------------------------------
@@ -121,7 +129,7 @@ class TilingTransform(Transform):
     __slots__ = ("tiling",)
 
     def __init__(self, tiling):
-        tiling = _shape(tiling, "TilingTransform")
+        tiling = ints(tiling, "TilingTransform: tiling")
         if not tiling or min(tiling) < 1:
             raise ValueError(f"TilingTransform: tiles must be positive, got {tiling}")
         self._set(tiling=tiling)
@@ -136,7 +144,7 @@ class SwizzleTransform(Transform):
     def __init__(self, swizzle):
         if swizzle not in (32, 64, 128):
             raise ValueError(
-                f"SwizzleTransform: swizzle must be 32, 64 or 128 bytes, got {swizzle!r}"
+                f"SwizzleTransform: swizzle must be 32, 64 or 128 bytes, got {show(swizzle)}"
                 " (leave the transform out for no swizzle)"
             )
         self._set(swizzle=int(swizzle))
@@ -146,6 +154,8 @@ def split_transforms(transforms, shape, dtype, what):
     """``(tiling, swizzle)`` of a transform list, checked against a logical shape."""
     if isinstance(transforms, Transform):
         transforms = (transforms,)
+    if not isinstance(transforms, (tuple, list)):
+        raise TypeError(f"{what}: transforms must be a tuple, got {show(transforms)}")
     tiling, swizzle = (), 0
     for t in transforms:
         if isinstance(t, TilingTransform):
@@ -177,7 +187,7 @@ def split_transforms(transforms, shape, dtype, what):
                 tiling = (8, minor) if len(shape) > 1 else (minor,)
         else:
             raise NotImplementedError(
-                f"{what}: transform {t!r} is not supported; accepted are"
+                f"{what}: transform {show(t)} is not supported; accepted are"
                 " TilingTransform and SwizzleTransform"
             )
     return tiling, swizzle
@@ -324,14 +334,16 @@ class Barrier(_Frozen):
     )
     def __init__(self, *, num_arrivals=1, num_barriers=1, orders_tensor_core=False):
         if not isinstance(num_arrivals, (int, np.integer)) or isinstance(num_arrivals, bool):
-            raise TypeError(f"Barrier: num_arrivals must be an int, got {num_arrivals!r}")
-        if num_arrivals < 1:
-            raise ValueError(f"Barrier: num_arrivals must be at least 1, got {num_arrivals}")
+            raise TypeError(f"Barrier: num_arrivals must be an int, got {show(num_arrivals)}")
+        if not 1 <= num_arrivals <= 8191:
+            raise ValueError(
+                f"Barrier: num_arrivals must be at least 1 and at most 8191, got {num_arrivals}"
+            )
         if orders_tensor_core:
             raise NotImplementedError(
                 "Barrier: orders_tensor_core is for Blackwell's tcgen05, which is not supported yet"
             )
-        shape = _shape(num_barriers, "Barrier: num_barriers")
+        shape = ints(num_barriers, "Barrier: num_barriers")
         if min(shape, default=1) < 1:
             raise ValueError(f"Barrier: num_barriers must be positive, got {num_barriers}")
         self._set(num_arrivals=int(num_arrivals), num_barriers=shape, orders_tensor_core=False)
@@ -393,11 +405,21 @@ class OOBFillMode(enum.IntEnum):
     ZEROS = 2
 
 
+def check_oob_fill_mode(x, what):
+    try:
+        return OOBFillMode(x)
+    except ValueError:
+        raise ValueError(
+            f"{what}: must be a member of plgpu.OOBFillMode (ZEROS, UNDEFINED,"
+            f" PROMISE_IN_BOUNDS), got {show(x)}"
+        ) from None
+
+
 def _block_size(n, what):
     try:
         n = n.__index__()
     except (AttributeError, TypeError):
-        raise TypeError(f"{what}: block_size must be an int, got {n!r}") from None
+        raise TypeError(f"{what}: block_size must be an int, got {show(n)}") from None
     if n < 1:
         raise ValueError(f"{what}: block_size must be positive, got {n}")
     return n
@@ -468,13 +490,17 @@ class GenericBlockSpec:
         if callable(block_shape) and not isinstance(block_shape, type):
             raise TypeError("BlockSpec: block_shape comes first, then index_map")
         if not (block_shape is None or isinstance(block_shape, (tuple, list))):
-            raise TypeError(f"BlockSpec: block_shape must be a tuple or None, got {block_shape!r}")
+            raise TypeError(
+                f"BlockSpec: block_shape must be a tuple or None, got {show(block_shape)}"
+            )
         if not (index_map is None or callable(index_map)):
-            raise TypeError(f"BlockSpec: index_map must be a function or None, got {index_map!r}")
+            raise TypeError(
+                f"BlockSpec: index_map must be a function or None, got {show(index_map)}"
+            )
         if not isinstance(memory_space, (MemorySpace, GenericMemorySpace, type(None))):
             raise TypeError(
                 f"BlockSpec: memory_space must be plgpu.GMEM, plgpu.SMEM, pl.ANY or None, got"
-                f" {memory_space!r}"
+                f" {show(memory_space)}"
             )
         self.block_shape = None if block_shape is None else tuple(block_shape)
         self.index_map = None if index_map is None else _as_tuple(index_map)
@@ -514,7 +540,7 @@ class BlockSpec(GenericBlockSpec):
 
     transforms: tuple
     delay_release: int
-    collective_axes: tuple | None
+    collective_axes: tuple | None  # type: ignore[assignment]
     oob_fill_mode: OOBFillMode
 
     @accepts(tiling=_add_transform(TilingTransform), swizzle=_add_transform(SwizzleTransform))
@@ -534,17 +560,17 @@ class BlockSpec(GenericBlockSpec):
         transforms = (transforms,) if isinstance(transforms, Transform) else tuple(transforms)
         for t in transforms:
             if not isinstance(t, Transform):
-                raise TypeError(f"BlockSpec: transforms must be plgpu transforms, got {t!r}")
+                raise TypeError(f"BlockSpec: transforms must be plgpu transforms, got {show(t)}")
         if not isinstance(delay_release, int) or delay_release < 0:
             raise ValueError(
-                f"BlockSpec: delay_release must be an int of at least 0, got {delay_release!r}"
+                f"BlockSpec: delay_release must be an int of at least 0, got {show(delay_release)}"
             )
         if isinstance(collective_axes, str):
             collective_axes = (collective_axes,)
         self.transforms = transforms
         self.delay_release = delay_release
         self.collective_axes = collective_axes or None
-        self.oob_fill_mode = OOBFillMode(oob_fill_mode)
+        self.oob_fill_mode = check_oob_fill_mode(oob_fill_mode, "BlockSpec: oob_fill_mode")
 
 
 # ---- layouts -------------------------------------------------------------------------------------
@@ -571,18 +597,18 @@ class Tiling(_Frozen):
         self._set(tiles=tiles)
 
 
-class _LayoutValue:
+class _LayoutValue(_Frozen):
     """A register layout: a member of :class:`Layout`, perhaps with arguments, perhaps reduced."""
 
     __slots__ = ("spec", "text")
 
     def __init__(self, spec, text):
-        self.spec, self.text = spec, text
+        self._set(spec=spec, text=text)
 
     def reduce(self, axes):
         """The layout of the array after ``axes`` (an int or ints, not negative) are reduced
         away."""
-        axes = (axes,) if isinstance(axes, int) else tuple(axes)
+        axes = ints(axes, "Layout.reduce: axes")
         if min(axes, default=0) < 0:
             raise ValueError(f"Layout.reduce: axes must not be negative, got {axes}")
         return _LayoutValue(
@@ -686,17 +712,25 @@ class Layout(enum.Enum, metaclass=_LayoutType):
 
 
 def _strided(shape, vec_size):
-    n = 1
-    for d in shape:
-        n *= d
-    if vec_size < 1 or n % (128 * vec_size):
+    shape, (vec_size,) = _shape(shape, "WG_STRIDED"), ints(vec_size, "WG_STRIDED: vec_size")
+    n = math.prod(shape)
+    if vec_size < 1:
+        raise ValueError(f"Layout.WG_STRIDED: vec_size must be positive, got {vec_size}")
+    if n % (128 * vec_size):
         raise ValueError(f"Layout.WG_STRIDED: {n} elements are not a multiple of 128 * {vec_size}")
-    return _LayoutValue(("strided", int(vec_size)), f"WG_STRIDED({tuple(shape)}, {vec_size})")
+    return _LayoutValue(("strided", vec_size), f"WG_STRIDED({shape}, {vec_size})")
 
 
 def _tiled(tiling, warp_dims, lane_dims, vector_dim):
+    if not isinstance(tiling, Tiling):
+        raise TypeError(f"Layout.TILED: tiling must be a plgpu.Tiling, got {show(tiling)}")
+
     def dims(ds):
-        return tuple(("rep", d.times) if isinstance(d, Replicated) else int(d) for d in ds)
+        ds = ds if isinstance(ds, (tuple, list)) else (ds,)
+        what = "Layout.TILED: warp_dims and lane_dims"
+        return tuple(
+            ("rep", d.times) if isinstance(d, Replicated) else ints(d, what)[0] for d in ds
+        )
 
     spec = (tiling.tiles, dims(warp_dims), dims(lane_dims), int(vector_dim))
     return _LayoutValue(("tiled", *spec), f"TILED{spec}")
@@ -714,7 +748,7 @@ def layout_spec(layout):
         return layout.value_spec.spec
     if isinstance(layout, _LayoutValue):
         return layout.spec
-    raise TypeError(f"layout must be a plgpu.Layout, got {layout!r}")
+    raise TypeError(f"layout must be a plgpu.Layout, got {show(layout)}")
 
 
 # ---- compiler parameters and meshes --------------------------------------------------------------
@@ -817,7 +851,7 @@ class InterpretParams(_Frozen):
         if uninitialized_memory not in ("nan", "zero"):
             raise NotImplementedError(
                 f"InterpretParams: uninitialized_memory must be 'nan' or 'zero',"
-                f" got {uninitialized_memory!r}"
+                f" got {show(uninitialized_memory)}"
             )
         self._set(
             seed=int(seed),
@@ -876,16 +910,26 @@ class Mesh(_Frozen):
             try:
                 out = tuple(int(s.__index__()) for s in sizes)
             except (TypeError, AttributeError):
-                raise TypeError(f"Mesh: {what} must be a tuple of ints, got {sizes!r}") from None
+                raise TypeError(
+                    f"Mesh: {what} must be a tuple of ints, got {show(sizes)}"
+                ) from None
             if min(out, default=1) < 1:
                 raise ValueError(f"Mesh: {what} must be positive, got {out}")
             return out
 
-        def names(ns):
-            return (ns,) if isinstance(ns, str) else tuple(ns)
+        def names(ns, what):
+            try:
+                ns = (ns,) if isinstance(ns, str) else tuple(ns)
+                hash(ns)
+            except TypeError:
+                raise TypeError(
+                    f"Mesh: {what} must be a tuple of hashable names, got {show(ns)}"
+                ) from None
+            return ns
 
         grid, cluster = axes(grid, "grid"), axes(cluster, "cluster")
-        grid_names, cluster_names = names(grid_names), names(cluster_names)
+        grid_names = names(grid_names, "grid_names")
+        cluster_names = names(cluster_names, "cluster_names")
         if grid_names and len(grid_names) != len(grid):
             raise ValueError(f"Mesh: grid {grid} and grid_names {grid_names} differ in length")
         if len(cluster) > 3:
@@ -899,13 +943,22 @@ class Mesh(_Frozen):
                 "Mesh: num_threads and thread_name go together, got"
                 f" num_threads={num_threads!r}, thread_name={thread_name!r}"
             )
-        if num_threads is not None and not 1 <= num_threads <= 16:
-            raise ValueError(f"Mesh: num_threads must be 1 to 16, got {num_threads}")
-        if num_threads is not None and num_threads > 8:
-            raise ValueError(
-                f"Mesh: {num_threads} threads are {128 * num_threads} CUDA threads, a block has"
-                " at most 1024"
-            )
+        if math.prod(cluster) > 16:
+            raise ValueError(f"Mesh: a cluster has at most 16 blocks, got {cluster}")
+        if num_threads is not None:
+            (thread_name,) = names((thread_name,), "thread_name")
+            if isinstance(num_threads, bool) or not hasattr(num_threads, "__index__"):
+                raise TypeError(f"Mesh: num_threads must be an int, got {show(num_threads)}")
+            num_threads = num_threads.__index__()
+            if not 1 <= num_threads <= 16:
+                raise ValueError(f"Mesh: num_threads must be 1 to 16, got {num_threads}")
+            if num_threads > 8:
+                raise ValueError(
+                    f"Mesh: {num_threads} threads are {128 * num_threads} CUDA threads, a block has"
+                    " at most 1024"
+                )
+        if not (kernel_name is None or isinstance(kernel_name, str) and kernel_name.isprintable()):
+            raise TypeError(f"Mesh: kernel_name must be printable text, got {show(kernel_name)}")
         every = [*grid_names, *cluster_names, *([thread_name] if thread_name is not None else [])]
         if len(set(every)) != len(every):
             raise ValueError(f"Mesh: axis names must differ, got {every}")

@@ -4,13 +4,16 @@ Unlike `jax.lax`, dtypes promote as in `pallas_mgpu.numpy`: a superset of what `
 
 from . import _core
 from ._control import cond, fori_loop, scan, switch, while_loop
+from ._names import LAX_MISSING, finder, show
 from ._ops import axis_index, axis_size, optimization_barrier
+from .numpy import full_like
 
 __all__ = [
     "axis_index",
     "axis_size",
     "cond",
     "fori_loop",
+    "full_like",
     "optimization_barrier",
     "scan",
     "switch",
@@ -36,6 +39,21 @@ def _binary(op, doc):
     return f
 
 
+def _inexact(op, doc):
+    unary = _unary(op, doc)
+
+    def f(x, *, accuracy=None):
+        if hasattr(x, "dtype") and x.dtype.kind in "iub":
+            raise TypeError(
+                f"lax.{op} does not accept dtype {x.dtype}; it accepts floating dtypes, convert"
+                " with x.astype(jnp.float32)"
+            )
+        return unary(x, accuracy=accuracy)
+
+    f.__doc__ = doc
+    return f
+
+
 def _define(table, make):
     for name, (op, doc) in table.items():
         f = make(op, doc)
@@ -48,6 +66,13 @@ _define(
     {
         "abs": ("abs", "|x|"),
         "bitwise_not": ("not", "Bitwise complement; logical on bool."),
+        "neg": ("neg", "-x."),
+        "sign": ("sign", "-1, 0 or 1."),
+    },
+    _unary,
+)
+_define(
+    {
         "ceil": ("ceil", "Smallest integer not below x."),
         "cos": ("cos", "Cosine."),
         "erf": ("erf", "Error function."),
@@ -55,14 +80,12 @@ _define(
         "exp2": ("exp2", "2 to the x."),
         "floor": ("floor", "Largest integer not above x."),
         "log": ("log", "Natural logarithm."),
-        "neg": ("neg", "-x."),
         "rsqrt": ("rsqrt", "1 / sqrt(x)."),
-        "sign": ("sign", "-1, 0 or 1."),
         "sin": ("sin", "Sine."),
         "sqrt": ("sqrt", "Square root."),
         "tanh": ("tanh", "Hyperbolic tangent."),
     },
-    _unary,
+    _inexact,
 )
 _define(
     {
@@ -92,6 +115,11 @@ AWAY_FROM_ZERO, TO_NEAREST_EVEN = "away", "even"
 
 def round(x, rounding_method=AWAY_FROM_ZERO):  # noqa: A001
     """Nearest integer; halves away from zero, or to even with ``TO_NEAREST_EVEN``."""
+    if rounding_method not in (AWAY_FROM_ZERO, TO_NEAREST_EVEN):
+        raise ValueError(
+            "lax.round: rounding_method must be lax.AWAY_FROM_ZERO or lax.TO_NEAREST_EVEN, got"
+            f" {show(rounding_method)}"
+        )
     return _core.unary("round" if rounding_method == AWAY_FROM_ZERO else "rint", x)
 
 
@@ -157,7 +185,7 @@ def bitcast_convert_type(x, dtype):
 
 def broadcast_in_dim(x, shape, broadcast_dimensions):
     """Operand dim k becomes result dim ``broadcast_dimensions[k]``."""
-    return _core.broadcast_in_dim(_core.as_array(x), tuple(shape), tuple(broadcast_dimensions))
+    return _core.broadcast_in_dim(_core.as_array(x), shape, broadcast_dimensions)
 
 
 def broadcast(x, sizes):
@@ -171,7 +199,7 @@ def reshape(x, new_sizes, dimensions=None):
     """Same elements, row-major."""
     if dimensions is not None:
         raise NotImplementedError("lax.reshape: dimensions= is not supported")
-    return _core.reshape(_core.as_array(x), tuple(new_sizes))
+    return _core.reshape(_core.as_array(x), new_sizes)
 
 
 def squeeze(x, dimensions):
@@ -189,16 +217,7 @@ def slice(x, start_indices, limit_indices, strides=None):  # noqa: A001
 
 def full(shape, fill_value, dtype=None):
     """One value everywhere."""
-    return _core.full(tuple(shape), fill_value, dtype)
-
-
-def full_like(x, fill_value, dtype=None, shape=None):
-    """One value, shape and dtype of ``x`` (an array or a ref)."""
-    return _core.full(
-        tuple(x.shape if shape is None else shape),
-        fill_value,
-        _core.as_dtype(x.dtype if dtype is None else dtype),
-    )
+    return _core.full(shape, fill_value, dtype)
 
 
 def iota(dtype, size):
@@ -208,7 +227,7 @@ def iota(dtype, size):
 
 def broadcasted_iota(dtype, shape, dimension):
     """Index along ``dimension``."""
-    return _core.iota(dtype, tuple(shape), dimension)
+    return _core.iota(dtype, shape, dimension)
 
 
 def _reduction(kind, doc):
@@ -236,7 +255,13 @@ def stop_gradient(x):
     return x
 
 
+_find = finder(
+    "lax",
+    LAX_MISSING,
+    {},
+    "Unimplemented primitive in Pallas Mosaic GPU lowering: {name}; {hint}",
+)
+
+
 def __getattr__(name):
-    raise AttributeError(
-        f"pallas_mgpu.lax has no {name!r}; see docs/gaps.md for what is not available yet"
-    )
+    return _find(name)

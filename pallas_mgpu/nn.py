@@ -4,6 +4,7 @@ import math
 
 from . import lax
 from . import numpy as jnp
+from ._names import finder
 
 
 def sigmoid(x):
@@ -55,3 +56,18 @@ def soft_sign(x):
 def identity(x):
     """x."""
     return x
+
+
+_find = finder(
+    "nn",
+    {
+        "write plain formulas with jnp": "celu elu glu hard_sigmoid hard_silu hard_swish hard_tanh"
+        " log_sigmoid log_softmax logsumexp mish normalize one_hot selu softmax softplus"
+        " sparse_plus sparse_sigmoid squareplus standardize",
+    },
+    {},
+)
+
+
+def __getattr__(name):
+    return _find(name)

@@ -9,7 +9,9 @@ import ml_dtypes
 import numpy as np
 
 from . import _core
+from . import tree as _tree
 from ._trace import Array, Ref, tracing
+from ._types import ints as _ints
 
 inf, nan, pi, e, newaxis = math.inf, math.nan, math.pi, math.e, None
 ndarray = Array
@@ -92,6 +94,11 @@ def _traced(*xs):
     return any(isinstance(x, (Array, Ref)) for x in xs)
 
 
+def _in_kernel(x):
+    """Is x traced, or a number in a kernel (where an array made of it must be traced)?"""
+    return _traced(x) or tracing() and np.ndim(x) == 0
+
+
 _NARROW = {"int64": np.int32, "uint64": np.uint32, "float64": np.float32}
 
 
@@ -116,10 +123,8 @@ def _export(name, f, doc):
 def _unary(op, host, inexact):
     def f(x):
         if _traced(x):
-            if inexact:
-                x = _core.as_array(x)
-                if x.dtype.kind in "iub":
-                    x = _core.convert(x, "float32")
+            if inexact and isinstance(x, Array) and x.dtype.kind in "iub":
+                x = _core.convert(x, "float32")
             return _core.unary(op, x)
         return _host(host(_float_input(x) if inexact else _host(x)))
 
@@ -142,11 +147,11 @@ def _binary(op, host):
 for _name, _op, _f, _inexact, _doc in (
     ("abs", "abs", np.abs, False, "|x|."),
     ("absolute", "abs", np.abs, False, "|x|."),
-    ("ceil", "ceil", np.ceil, True, "Smallest integer not below x."),
+    ("ceil", "ceil", np.ceil, False, "Smallest integer not below x."),
     ("cos", "cos", np.cos, True, "Cosine."),
     ("exp", "exp", np.exp, True, "e to the x; integers become float32."),
     ("exp2", "exp2", np.exp2, True, "2 to the x; integers become float32."),
-    ("floor", "floor", np.floor, True, "Largest integer not above x."),
+    ("floor", "floor", np.floor, False, "Largest integer not above x."),
     ("invert", "not", np.invert, False, "Bitwise complement; logical on bool."),
     ("bitwise_not", "not", np.invert, False, "Bitwise complement; logical on bool."),
     ("log", "log", np.log, True, "Natural logarithm; integers become float32."),
@@ -160,7 +165,7 @@ for _name, _op, _f, _inexact, _doc in (
 ):
     _export(_name, _unary(_op, _f, _inexact), _doc)
 
-for _name, _op, _f, _doc in (
+for _name, _op, _host_f, _doc in (
     ("add", "add", np.add, "x + y."),
     ("bitwise_and", "and", np.bitwise_and, "x & y."),
     ("bitwise_or", "or", np.bitwise_or, "x | y."),
@@ -183,8 +188,8 @@ for _name, _op, _f, _doc in (
     ("right_shift", "shr", np.right_shift, "x >> y."),
     ("subtract", "sub", np.subtract, "x - y."),
 ):
-    _export(_name, _binary(_op, _f), _doc)
-del _name, _op, _f, _inexact, _doc
+    _export(_name, _binary(_op, _host_f), _doc)
+del _name, _op, _f, _host_f, _inexact, _doc
 
 
 def _truth(x):
@@ -228,12 +233,16 @@ def isfinite(x):
 
 
 def square(x):
-    """x * x."""
+    """x * x; bool becomes int32."""
+    if _traced(x) and x.dtype == bool:
+        x = _core.convert(x, "int32")
     return multiply(x, x)  # noqa: F821 - made by the table above
 
 
 def reciprocal(x):
-    """1 / x."""
+    """1 / x; integers become float32."""
+    if _traced(x) and x.dtype == bool:
+        x = _core.convert(x, "float32")
     return divide(1, x)  # noqa: F821
 
 
@@ -342,9 +351,7 @@ def mean(x, axis=None, dtype=None, keepdims=False):
 
 
 def _shape_of(shape):
-    return (
-        (shape.__index__(),) if hasattr(shape, "__index__") else tuple(s.__index__() for s in shape)
-    )
+    return _ints(shape, "shape")
 
 
 def full(shape, fill_value, dtype=None):
@@ -373,9 +380,10 @@ def empty(shape, dtype=float32):
 
 def full_like(x, fill_value, dtype=None, shape=None):
     """One value, with shape and dtype of ``x`` (an array or a ref)."""
-    return full(
-        x.shape if shape is None else shape, fill_value, x.dtype if dtype is None else dtype
-    )
+    out = full(x.shape if shape is None else shape, fill_value, x.dtype if dtype is None else dtype)
+    if dtype is None and isinstance(x, Array) and x.weak_type:
+        return _core.convert(out, x.dtype, weak=True)
+    return out
 
 
 def zeros_like(x, dtype=None, shape=None):
@@ -411,7 +419,7 @@ def asarray(x, dtype=None):
 def arange(start, stop=None, step=1, dtype=None):
     """start, start + step, ... below stop; static arguments."""
     if _traced(start, stop, step):
-        raise TypeError(
+        raise _core.ConcretizationTypeError(
             "jnp.arange: arguments must be known at trace time; use pl.loop or an iota plus a"
             " scalar"
         )
@@ -421,6 +429,8 @@ def arange(start, stop=None, step=1, dtype=None):
         return _host(np.arange(start, stop, step, None if dtype is None else _core.as_dtype(dtype)))
     if dtype is None:
         dtype = "float32" if any(isinstance(v, float) for v in (start, stop, step)) else "int32"
+    if step == 0:
+        raise ValueError("jnp.arange: step must not be 0")
     n = math.ceil((stop - start) / step)
     if n < 0:
         n = 0
@@ -435,7 +445,7 @@ def arange(start, stop=None, step=1, dtype=None):
 
 def broadcast_to(x, shape):
     """NumPy broadcasting to ``shape``: trailing dims align."""
-    if not _traced(x):
+    if not _in_kernel(x):
         return np.broadcast_to(_host(x), shape)
     x, shape = _core.as_array(x), _shape_of(shape)
     if x.shape == shape:
@@ -468,8 +478,11 @@ def squeeze(x, axis=None):
 
 def expand_dims(x, axis):
     """A new dim of size 1."""
-    if not _traced(x):
+    if not _in_kernel(x):
         return np.expand_dims(x, axis)
+    x = _core.as_array(x)
+    if not -x.ndim - 1 <= axis <= x.ndim:
+        raise ValueError(f"jnp.expand_dims: axis {axis} is out of bounds for rank {x.ndim + 1}")
     axis = axis if axis >= 0 else axis + x.ndim + 1
     return x.reshape((*x.shape[:axis], 1, *x.shape[axis:]))
 
@@ -483,7 +496,7 @@ def __getattr__(name):
         return f
 
     def host_only(*args, **kwargs):
-        if _traced(*args, *kwargs.values()):
+        if _traced(*_tree.leaves([args, kwargs])):
             raise NotImplementedError(
                 f"Unimplemented primitive in Pallas Mosaic GPU lowering: {name} (jnp.{name}"
                 f" works on host arrays"

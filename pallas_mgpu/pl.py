@@ -2,7 +2,7 @@
 
 from . import _core, _types, tree
 from ._control import loop, run_scoped, run_state, when, with_scoped
-from ._names import NOT_SPECIFIED, PL_MISSING, PL_WRONG, finder
+from ._names import NOT_SPECIFIED, PL_MISSING, PL_WRONG, finder, show
 from ._ops import debug_print, num_programs, program_id
 from ._trace import Array, Ref
 from ._types import Blocked, Element, MemoryRef, Squeezed, squeezed
@@ -58,7 +58,7 @@ class Slice:
             raise ValueError("pl.ds: the stride must be a Python int")
         for name, n in (("size", size), ("stride", stride), ("start", start)):
             if not hasattr(n, "__index__"):
-                raise TypeError(f"pl.ds: the {name} must be an integer, got {n!r}")
+                raise TypeError(f"pl.ds: the {name} must be an integer, got {show(n)}")
         if stride < 0:
             raise ValueError(f"pl.ds: the stride must not be negative, got {stride}")
         self.start, self.size, self.stride = start, size.__index__(), stride
@@ -99,7 +99,7 @@ class Slice:
             return self.start is other.start
         return self.start == other.start
 
-    __hash__ = None
+    __hash__ = None  # type: ignore[assignment]
 
     def __repr__(self):
         return f"Slice({self.start!r}, {self.size}, {self.stride})"
@@ -132,6 +132,9 @@ def align_to(a, alignment):
 
 def next_power_of_2(x):
     """The least power of two not below ``x``; 1 for 0. ValueError for negative ``x``."""
+    if not hasattr(x, "__index__"):
+        raise TypeError(f"next_power_of_2: x must be an int, got {show(x)}")
+    x = x.__index__()
     if x < 0:
         raise ValueError(f"next_power_of_2: x must not be negative, got {x}")
     return 1 if x == 0 else 1 << (x - 1).bit_length()
@@ -148,17 +151,13 @@ def strides_from_shape(shape):
 
 def multiple_of(x, values):
     """``x`` with the promise that every int in ``values`` divides it. Lets slices of tiled SMEM
-    and wide accesses be proved aligned."""
-    if not isinstance(x, Array):
-        return x
-    for v in (values,) if isinstance(values, int) else tuple(values):
-        x = _core.multiple_of(x, v)
-    return x
+    and wide accesses be proved aligned. ValueError for a Python int that it is not true of."""
+    return _core.multiple_of(x, values)
 
 
 def _access(what, ref, idx, options):
     if not isinstance(ref, Ref):
-        raise TypeError(f"{what}: the first argument must be a ref, got {ref!r}")
+        raise TypeError(f"{what}: the first argument must be a ref, got {show(ref)}")
     for name, value in options.items():
         if name == "memory_space":
             raise TypeError(
@@ -190,4 +189,8 @@ def swap(ref, idx, val, **options):
     return _access("pl.swap", ref, idx, options).swap(val)
 
 
-__getattr__ = finder("pl", PL_MISSING, PL_WRONG)
+_find = finder("pl", PL_MISSING, PL_WRONG)
+
+
+def __getattr__(name):
+    return _find(name)

@@ -10,7 +10,7 @@ from functools import partial
 
 LEAF = "*"
 _NONE = ("none", None, ())
-_registry = {}
+_registry: dict[type, tuple] = {}
 
 
 def register_pytree_node(cls, flatten_func, unflatten_func):
@@ -51,7 +51,10 @@ def _children(x):
     if x is None:
         return "none", None, ()
     if cls is dict:
-        keys = tuple(sorted(x))
+        try:
+            keys = tuple(sorted(x))
+        except TypeError:
+            raise TypeError(f"a pytree needs dict keys that sort, got {tuple(x)}") from None
         return "dict", keys, [x[k] for k in keys]
     if cls is OrderedDict:
         return "odict", tuple(x), list(x.values())

@@ -4,12 +4,15 @@
 test_runtime.py does that. Kernels are compiled for real and launched in name only: `emulate` does
 in Python what the kernel under test would have done."""
 
+import copy
 import ctypes
 import gc
 import os
+import pickle
 import re
 import sys
 import threading
+import warnings
 import weakref
 
 import ml_dtypes
@@ -340,6 +343,160 @@ def case_fork():
             os._exit(1)
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def launched(body, out, *args, **options):
+    """What the driver was asked for, as (grid, block, cluster, smem), and the figures of it."""
+    k = plgpu.kernel(body, out_type=out, **options)
+    k(*[plgpu.device_put(a) for a in args])
+    r = fake.fake_last().contents
+    return (tuple(r.grid), tuple(r.block), tuple(r.cluster), r.smem), k.lower(*args).resources()
+
+
+def case_geometry():
+    """The last axis is x, the one before y, all others z; a grid counts clusters."""
+
+    def body(o):
+        o[0] = 1.0
+
+    out = plgpu.ShapeDtypeStruct((1,), np.float32)
+    for grid, cluster, threads, want in (
+        ((), (), None, ((1, 1, 1), 1, (1, 1, 1))),
+        ((7,), (), None, ((7, 1, 1), 1, (1, 1, 1))),
+        ((7, 5), (), 2, ((5, 7, 1), 2, (1, 1, 1))),
+        ((7, 5, 3), (), 8, ((3, 5, 7), 8, (1, 1, 1))),
+        ((2, 7, 5, 3), (), None, ((3, 5, 14), 1, (1, 1, 1))),
+        ((2, 3, 2, 7, 5), (), None, ((5, 7, 12), 1, (1, 1, 1))),
+        ((7,), (2,), 3, ((14, 1, 1), 3, (2, 1, 1))),
+        ((7, 5), (2, 4), None, ((20, 14, 1), 1, (4, 2, 1))),
+        ((7,), (2, 1, 3), None, ((21, 1, 2), 1, (3, 1, 2))),
+    ):
+        options = dict(grid=grid, cluster=cluster, cluster_names=tuple("abc"[: len(cluster)]))
+        if threads:
+            options.update(num_threads=threads, thread_name="t")
+        got, used = launched(body, out, **options)
+        assert got == (want[0], (128 * want[1], 1, 1), want[2], 0), (grid, got)
+        assert (used["grid"], used["threads"], used["cluster"]) == (got[0], got[1][0], got[2])
+
+    def scratch(o, a, b, bar):
+        a[0] = 1.0
+        b[0] = a[0]
+        plgpu.barrier_arrive(bar)
+        plgpu.barrier_wait(bar)
+        o[0] = b[0]
+
+    types = [plgpu.SMEM((n,), np.float32) for n in (60, 20000)] + [plgpu.Barrier()]
+    got, used = launched(scratch, out, scratch_types=types)
+    assert got[3] == used["smem_bytes"] >= 1024 + 80000
+
+
+def tma(x, o, s, bar):
+    plgpu.copy_gmem_to_smem(x.at[:, :64], s, bar)
+    plgpu.barrier_wait(bar)
+    o[...] = s[...]
+
+
+def tma_kernel():
+    return plgpu.kernel(
+        tma,
+        out_type=plgpu.ShapeDtypeStruct((64, 64), np.float16),
+        scratch_types=[plgpu.SMEM((64, 64), np.float16), plgpu.Barrier()],
+    )
+
+
+class Shifted:
+    """A view of device memory that begins some bytes later."""
+
+    def __init__(self, array, shape, by):
+        interface = dict(array.__cuda_array_interface__, shape=shape)
+        interface["data"] = (interface["data"][0] + by, False)
+        self.__cuda_array_interface__ = interface
+        self.keep = array
+
+
+def case_tensor_maps():
+    """TMA on memory that begins off a multiple of 16 bytes, and a driver that makes no maps."""
+    k, d = tma_kernel(), plgpu.device_put(np.ones(9000, np.float16))
+    assert "engine = tma" in k.lower(np.ones((64, 128), np.float16)).as_text("graph")
+    k(Shifted(d, (64, 128), 32))
+    for by in (2, 8):
+        refused(ValueError, "argument 0.*divisible by 16", k, Shifted(d, (64, 128), by))
+    k(Shifted(d, (64, 128), 16))
+    fake.fake_fail(b"cuTensorMapEncodeTiled", 1, 0)
+    refused(plgpu.TMADescriptorError, "tensor map", k, Shifted(d, (64, 128), 16))
+    k(Shifted(d, (64, 128), 16))
+
+
+def case_other_gpu():
+    """A GPU that kernels are not compiled for: host arrays go to the interpreter with one
+    warning, arrays on it are refused."""
+    arch = os.environ["FAKE_CUDA_ARCH"]
+    k = kernel()
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            assert (k(x) == x + 1).all()
+    assert len(found) == 1 and found[0].category is UserWarning, found
+    assert "interpreter" in str(found[0].message)
+    d = plgpu.device_put(x)
+    refused(NotImplementedError, f"{arch[:-1]}.{arch[-1]}.*interpret=True", k, d)
+    assert (kernel(interpret=True)(d).numpy() == x + 1).all()
+    os.environ["PALLAS_MGPU_BACKEND"] = "cuda"
+    refused(plgpu.DriverError, "PALLAS_MGPU_BACKEND", k, x)
+
+
+def case_device_misuse():
+    """DeviceArray and its relatives in wrong hands."""
+    d = plgpu.device_put(x)
+    refused(TypeError, "max_version must be a tuple", d.__dlpack__, max_version=5)
+    refused(TypeError, "dl_device must be a tuple", d.__dlpack__, dl_device="cpu")
+    refused(BufferError, "cannot be given to device", d.__dlpack__, dl_device=(2, 7))
+    refused(TypeError, "cannot create", plgpu.DeviceArray)
+    refused(TypeError, "pickle", pickle.dumps, d)
+    refused(TypeError, "accepted are bool", _core.device_empty, (3,), "complex64")
+    refused(ValueError, "extents are 0 or more", _core.device_empty, (-3,), "int8")
+    refused(ValueError, "no memory can hold", _core.device_empty, (2**33, 2**33), "int8")
+    refused(ValueError, "9 dimensions", _core.device_empty, (1,) * 9, "int8")
+    refused((TypeError, ValueError), "device", plgpu.device_put, x, "cuda:x")
+    refused((TypeError, ValueError), "device", plgpu.device_put, x, -1)
+    refused(TypeError, "float64", plgpu.device_put, x.astype("f8"))
+    refused(TypeError, "", plgpu.device_put, "text")
+    refused(BufferError, "device_put", plgpu.DeviceArray.from_dlpack, x)
+    refused(AttributeError, "", setattr, d, "shape", (1,))
+    assert "128" in repr(d) and "float32" in repr(d) and len(d) == N
+    for copied in (d.copy(), copy.copy(d) if hasattr(d, "__copy__") else d.copy()):
+        assert (copied.numpy() == x).all()
+    empty = _core.device_empty((0, 3), np.float32)
+    assert empty.size == 0 and empty.numpy().shape == (0, 3)
+    scalar = plgpu.device_put(np.float32(3))
+    assert scalar.shape == () and scalar.numpy() == 3
+    refused(TypeError, "len|sized", len, scalar)
+    gone = weakref.ref(d)
+    del d, copied
+    gc.collect()
+    assert gone() is None
+
+
+def case_errors_do_not_stick():
+    """Misuse of many kinds between good calls, on the same arrays."""
+    k, d = plus_one(), plgpu.device_put(x)
+    bad = [
+        lambda: k(d, d),
+        lambda: k(d, out=x),
+        lambda: k(d, out=_core.device_empty((1,), np.float32)),
+        lambda: kernel(lambda x, o: o.set(x[500]))(d),
+        lambda: kernel(lambda x, o: 1 / 0)(d),
+        lambda: kernel(scratch_types=[plgpu.SMEM((2**20,), np.float32)])(d),
+    ]
+    for f in bad * 2:
+        try:
+            f()
+        except Exception:
+            pass
+        else:
+            raise AssertionError("no error")
+        assert (k(d).numpy() == x + 1).all() and (k(x) == x + 1).all()
+    assert fake.fake_context_depth() == 0
 
 
 def case_no_gpu():

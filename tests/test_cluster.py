@@ -341,14 +341,13 @@ def test_who_waits_for_whom(run, cluster, groups):
         meet(bar)
         total = jnp.int32(0)
         for other in itertools.product(*map(range, cluster)):
-            seen = o_ref[other]
             near = jnp.bool_(False)
             for choice in itertools.product(*map(range, cluster)):
                 if other not in set(neighbours(choice, cluster, groups)):
                     continue
                 here = functools.reduce(lambda x, y: x & y, [a == c for a, c in zip(at, choice)])
                 near = near | here
-            total = total + jnp.where(near, seen, 0)
+            total = total + lax.cond(near, lambda w=other: o_ref[w], lambda: jnp.int32(0))
         sum_ref[at] = total
         meet(done)
 
@@ -654,7 +653,7 @@ def test_refused(body, scratch, error, why):
 
 
 def test_cluster_size():
-    with pytest.raises(ValueError, match="at most 16 blocks, this one has 32"):
+    with pytest.raises(ValueError, match="at most 16 blocks"):
         lowered(lambda o_ref: None, cluster=(4, 8))
 
 

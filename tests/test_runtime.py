@@ -13,8 +13,9 @@ import pytest
 import pallas_mgpu as plgpu
 
 HERE = Path(__file__).resolve().parent
+ROOT = Path(plgpu.__file__).parent.parent
 CASES = re.findall(r"^def case_(\w+)", (HERE / "fake_driver.py").read_text(), re.M)
-CASES.remove("no_gpu")
+CASES = [c for c in CASES if c not in ("no_gpu", "other_gpu")]
 
 
 @pytest.fixture(scope="session")
@@ -69,6 +70,11 @@ def test_launch_path(case, stand_in, tmp_path_factory):
 )
 def test_no_gpu(env, expected, stand_in, tmp_path):
     run_case("no_gpu", stand_in, tmp_path, EXPECTED=expected, **env)
+
+
+@pytest.mark.parametrize("arch", ["80", "100"])
+def test_other_gpu(arch, stand_in, tmp_path):
+    run_case("other_gpu", stand_in, tmp_path, FAKE_CUDA_ARCH=arch)
 
 
 def add_one(x, o):
@@ -152,7 +158,7 @@ def test_lowered():
     assert "stage synced" in lowered.as_text()
     assert "add_one" in lowered.as_text("cuda")
     assert ".target sm_90a" in lowered.as_text("ptx")
-    with pytest.raises(ValueError, match="graph, traced, cuda, ptx and sass"):
+    with pytest.raises(ValueError, match="graph, traced, cuda, ptx, sass"):
         lowered.as_text("mlir")
     with pytest.raises(NotImplementedError, match="sm_90a"):
         plgpu.kernel(add_one, out_type=plgpu.ShapeDtypeStruct((8,), np.float32)).lower(
@@ -181,3 +187,102 @@ def test_nvrtc_path_is_checked(tmp_path):
     env["PYTHONPATH"] = str(Path(plgpu.__file__).parent.parent)
     done = subprocess.run([sys.executable, "-c", code], env=env, text=True, capture_output=True)
     assert "none.so, which is no file" in done.stdout, done.stderr
+
+
+SMALL = """
+import sys, numpy as np, pallas_mgpu as p
+def add_one(x, o): o[...] = x[...] + 1
+s = p.ShapeDtypeStruct((8,), np.float32)
+try:
+    used = p.kernel(add_one, out_type=s).lower(s).resources()
+    print("registers", used["registers"], "from_disk", used["from_disk"])
+except Exception as e:
+    print(type(e).__name__, e)
+print("nvrtc is open:", "libnvrtc" in open("/proc/self/maps").read())
+"""
+
+
+def in_process(**env):
+    """What SMALL prints in a process with these environment variables."""
+    env = {**os.environ, "PYTHONPATH": str(Path(plgpu.__file__).parent.parent), **env}
+    done = subprocess.run([sys.executable, "-c", SMALL], env=env, text=True, capture_output=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout + done.stderr
+
+
+def test_cache_hit_opens_no_nvrtc(cache):
+    assert "from_disk False\nnvrtc is open: True" in in_process()
+    assert "from_disk True\nnvrtc is open: False" in in_process()
+    [entry] = cache.glob("*.cubin")
+    entry.unlink()
+    os.mkfifo(entry)  # waits for a writer unless it is opened with care
+    assert "from_disk False" in in_process()
+
+
+def test_environment_variables(cache, tmp_path):
+    in_process()
+    assert "from_disk True" in in_process(PALLAS_MGPU_CACHE_BYTES="nonsense")
+    assert "from_disk True" in in_process(PALLAS_MGPU_NO_CACHE="0")
+    for on in ("1", "yes"):
+        assert "from_disk False" in in_process(PALLAS_MGPU_NO_CACHE=on)
+    unwritable = in_process(PALLAS_MGPU_CACHE_DIR="/proc/nowhere")
+    assert "registers" in unwritable and "from_disk False" in unwritable
+    got = in_process(PALLAS_MGPU_NVRTC_OPTIONS="--bogus")
+    assert "CompileError" in got and "unrecognized option --bogus" in got
+    (tmp_path / "text.so").write_text("no library")
+    got = in_process(PALLAS_MGPU_NVRTC=str(tmp_path / "text.so"))
+    assert "NVRTCError libnvrtc cannot be opened" in got and "text.so" in got
+    libm = next((p for p in Path("/lib").glob("*/libm.so.6")), None)
+    if libm:
+        got = in_process(PALLAS_MGPU_NVRTC=str(libm))
+        assert "NVRTCError" in got and "it has no nvrtcVersion" in got
+
+
+def test_dumps_in_odd_places(cache, tmp_path):
+    got = in_process(PALLAS_MGPU_DUMP=str(tmp_path / "a" / "b" / "c"))
+    assert "registers" in got and len(list((tmp_path / "a" / "b" / "c").iterdir())) == 6
+    got = in_process(PALLAS_MGPU_DUMP="-")
+    for kind in ("traced", "graph", "cu", "ptx", "log"):
+        assert f"==== add_one_0.{kind}" in got
+    got = in_process(PALLAS_MGPU_DUMP="/proc/nowhere")
+    assert "registers" in got and got.count("cannot be written") == 1
+
+
+def test_dump_names_stay_in_their_directory(cache, tmp_path, monkeypatch):
+    monkeypatch.setenv("PALLAS_MGPU_DUMP", str(tmp_path / "dump"))
+    s = plgpu.ShapeDtypeStruct((8,), np.float32)
+    for name in ("../up", "a/b c", "ядро", "x" * 1000):
+        plgpu.kernel(add_one, out_type=s, kernel_name=name).lower(s).resources()
+    names = [p.name for p in (tmp_path / "dump").iterdir()]
+    assert len(names) == 4 * 6 and not list(tmp_path.glob("up*"))
+
+
+def test_missing_nvrtc(tmp_path):
+    """Without the wheel, a toolkit or a library the error says what to install."""
+    if Path("/usr/local/cuda/lib64/libnvrtc.so.13").exists():
+        pytest.skip("a toolkit is installed")
+    for package in ("numpy", "ml_dtypes", "numpy.libs", "ml_dtypes.libs"):
+        found = Path(np.__file__).parent.parent / package
+        if found.exists():
+            (tmp_path / package).symlink_to(found)
+    code = f"import sys; sys.path[:0] = [{str(tmp_path)!r}, {str(ROOT)!r}]\n{SMALL}"
+    env = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "LD_LIBRARY_PATH")}
+    env.update(PALLAS_MGPU_CACHE_DIR=str(tmp_path / "cache"), CUDA_HOME="", CUDA_PATH="")
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", code], env=env, text=True, capture_output=True
+    )
+    assert "NVRTCError" in done.stdout and "pip install 'pallas_mgpu[cu13]'" in done.stdout, (
+        done.stdout + done.stderr
+    )
+
+
+def test_interpreter_after_a_fork():
+    """A forked child may interpret; only the driver is lost to it."""
+    s = plgpu.ShapeDtypeStruct((8,), np.float32)
+    k = plgpu.kernel(add_one, out_type=s, interpret=True)
+    x = np.ones(8, np.float32)
+    k(x)
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if (k(x) == 2).all() and (k(x) == 2).all() else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

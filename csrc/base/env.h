@@ -18,5 +18,9 @@ extern const pm_env_info pm_env_table[PM_ENV_COUNT];
 
 /* The variable's value, or its default where it is unset or empty. Read anew at every call. */
 const char *pm_env(pm_env_id id);
+/* A switch: is the value anything but 0? */
+bool pm_env_is_on(pm_env_id id);
+/* A number of at least 0, or the default where the value is no such number. */
+int64_t pm_env_number(pm_env_id id);
 
 #endif

@@ -121,7 +121,7 @@ static bool is_padded(const pm_layout *l, int dim) {
 }
 
 static const char *coord_name(pm_gen *e, const char *stem, int dim) {
-  return pm_str(e, "%s_%d", stem, dim);
+  return pm_str(e, "%s_d%d", stem, dim);
 }
 
 static void coord_lines(pm_gen *e, const pm_layout *l, const char *stem, bool all) {
@@ -196,19 +196,21 @@ static int64_t find_reg(const pm_layout *src, const int64_t *index, int64_t gues
   return -1;
 }
 
-/* The map as a sum over the digits of dst's registers, or as a table. -1: no matter. */
+/* The map as a sum over the digits of dst's registers, or as a table. -1: any of the n_src that
+ * there are. */
 static const char *map_text(pm_gen *e, const pm_layout *dst, const int64_t *map, int64_t n,
-                            const char *reg) {
+                            int64_t n_src, const char *reg) {
   pm_sum s = {.total = n};
   int64_t div = 1;
   for (uint32_t k = dst->n_reg; k-- > 0; div *= dst->reg[k].size) {
-    if (dst->reg[k].size > 1) add_piece(&s, div, dst->reg[k].size, map[div] - map[0]);
+    const int64_t step = map[div % n] < 0 ? 0 : map[div % n] - map[0];
+    if (dst->reg[k].size > 1) add_piece(&s, div, dst->reg[k].size, step);
   }
   bool fits = true;
   for (int64_t r = 0; fits && r < n; r++) {
     int64_t x = map[0];
     for (uint32_t k = 0; k < s.n; k++) x += r / s.at[k].div % s.at[k].size * s.at[k].mul;
-    fits = x == map[r] || map[r] < 0;
+    fits = map[r] < 0 ? x >= 0 && x < n_src : x == map[r];
   }
   if (fits && !map[0]) return pm_sum_text(e, &s, reg, 1);
   if (fits) return pm_str(e, "%s + %lld", pm_sum_text(e, &s, reg, 1), (long long)map[0]);
@@ -246,7 +248,7 @@ const char *pm_reg_map(pm_gen *e, const pm_layout *src, const pm_layout *dst, pm
       if (!same_index(got, want, src->rank)) return NULL;
     }
   }
-  return map_text(e, dst, map, n, reg);
+  return map_text(e, dst, map, n, pm_layout_regs(src), reg);
 }
 
 /* ---- addresses --------------------------------------------------------------------------- */
@@ -519,7 +521,7 @@ static void begin_linear(access *a) {
   }
 }
 
-/* Coordinates of vector i as c_0, c_1 ..., then at(dim, c) of all dims. */
+/* Coordinates of vector i as c0, c1 ..., then at(dim, c) of all dims. */
 static void begin_coords(access *a) {
   pm_gen *e = a->e;
   const pm_layout *l = a->l;
@@ -544,8 +546,8 @@ static void begin_coords(access *a) {
       if (d) c = pm_str(e, "%s %% %lld", c, (long long)vd->size);
       below *= vd->size;
     }
-    pm_line(e, "const i32 c_%d = %s;", d, c);
-    const char *x = pm_str(e, gmem ? "(i64)c_%d" : "c_%d", d);
+    pm_line(e, "const i32 c%d = %s;", d, c);
+    const char *x = pm_str(e, gmem ? "(i64)c%d" : "c%d", d);
     if (vd->tile) {
       plus(&t,
            pm_str(e, "%s / %lld * %lld", x, (long long)vd->tile, (long long)(vd->outer * scale)));

@@ -260,7 +260,7 @@ static void emit_pair_convert(pm_gen *e, pm_opid op) {
 /* Words of an array that nothing may move across: one statement takes them all. */
 static bool is_array_barrier(pm_gen *e, pm_opid op) {
   const pm_op *o = pm_get(e->g, op);
-  return o->code == PM_OP_OPT_BARRIER && pm_is_array(e, pm_in(e->g, op, 0)) &&
+  return o->code == PM_OP_OPT_BARRIER && pm_wants_array(e, o->out) &&
          pm_dtypes[pm_typeof(e->g, o->out)->dtype].bits == 32;
 }
 

@@ -32,6 +32,7 @@ typedef struct pm_program {
 
 typedef struct pm_cuda_options {
   bool line_directives;   /* #line to the user's Python */
+  bool entry_only;        /* without the device functions: for another catalogue */
 } pm_cuda_options;
 
 /* All memory in g->arena. */

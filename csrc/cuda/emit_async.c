@@ -200,7 +200,7 @@ static pm_code store_by_lane(pm_gen *e, pm_opid op, const pm_copy_plan *p) {
 
 /* ---- copies by all lanes ----------------------------------------------------------------- */
 
-/* An index of the base along d: start, and coordinates c_k of the dims of the view along it. */
+/* An index of the base along d: start, and coordinates ck of the dims of the view along it. */
 static const char *base_index(pm_gen *e, const pm_view *v, int d) {
   pm_text t;
   pm_text_init(&t, e->arena);
@@ -211,7 +211,7 @@ static const char *base_index(pm_gen *e, const pm_view *v, int d) {
     if (v->start_term[k].mul != 1) pm_putf(&t, " * %lld", (long long)v->start_term[k].mul);
   }
   for (int k = 0; k < v->rank; k++) {
-    if (v->dim[k].base_dim == d && v->dim[k].size > 1) pm_putf(&t, " + c_%d", k);
+    if (v->dim[k].base_dim == d && v->dim[k].size > 1) pm_putf(&t, " + c%d", k);
   }
   return t.at;
 }
@@ -265,7 +265,7 @@ static const char *chunk_address(pm_gen *e, const pm_view *v) {
   pm_put(&t, pm_view_address(e, v));
   for (int k = 0; k < v->rank; k++) {
     const pm_view_dim *d = &v->dim[k];
-    const char *c = pm_str(e, gmem ? "(i64)c_%d" : "c_%d", k);
+    const char *c = pm_str(e, gmem ? "(i64)c%d" : "c%d", k);
     if (d->size == 1) continue;
     if (d->tile) {
       pm_putf(&t, " + %s / %lld * %lld", c, (long long)d->tile, (long long)(d->outer * scale));
@@ -297,7 +297,7 @@ static void copy_chunks(pm_gen *e, const pm_copy_plan *p, bool load) {
     if (below > 1) pm_putf(&t, " / %lld", (long long)below);
     if (k) pm_putf(&t, " %% %lld", (long long)size);
     if (step > 1) pm_putf(&t, " * %lld", (long long)step);
-    pm_line(e, "const i32 c_%d = %s;", k, t.at);
+    pm_line(e, "const i32 c%d = %s;", k, t.at);
     below *= size;
   }
   const char *valid = in_bounds(e, g), *cpp = pm_cpp_type(g->dtype);
@@ -342,12 +342,50 @@ static pm_code copy_by_lanes(pm_gen *e, pm_opid op, const pm_copy_plan *p) {
 
 typedef pm_code (*by_lane)(pm_gen *e, pm_opid op, const pm_copy_plan *p);
 
+/* The kernel argument that a ref is a part of; an output that aliases an operand is that one. */
+static int64_t argument_of(const pm_graph *g, pm_val v) {
+  const pm_value *value = pm_value_of(g, v);
+  for (; value->def; value = pm_value_of(g, v)) {
+    const int code = pm_get(g, value->def)->code;
+    if (code != PM_OP_INDEX && code != PM_OP_TRANSPOSE_REF && code != PM_OP_RESHAPE_REF) return -1;
+    v = pm_in(g, value->def, 0);
+  }
+  if (value->block != 1) return -1;
+  const int64_t k = value->index;
+  return k >= g->n_operands && g->alias && g->alias[k - g->n_operands] >= 0
+             ? g->alias[k - g->n_operands]
+             : k;
+}
+
+typedef struct search {
+  int64_t argument;
+  bool found;
+} search;
+
+static void find_store(pm_graph *g, pm_opid op, void *ctx) {
+  search *s = ctx;
+  const int code = pm_get(g, op)->code;
+  const bool plain_copy =
+      code == PM_OP_COPY_S2G && *pm_attr(g, op, PM_ATTR_ENGINE) == PM_ENGINE_PLAIN;
+  if (code != PM_OP_STORE && !plain_copy) return;
+  s->found = s->found || argument_of(g, pm_in(g, op, plain_copy)) == s->argument;
+}
+
+/* Does an engine meet, in the GMEM of the copy, what lanes have stored? */
+static bool meets_stores(pm_gen *e, pm_opid op) {
+  const uint32_t gmem = pm_get(e->g, op)->code == PM_OP_COPY_S2G;
+  search s = {.argument = argument_of(e->g, pm_in(e->g, op, gmem))};
+  pm_walk((pm_graph *)e->g, 1, find_store, &s); /* the visitor changes nothing */
+  return s.found;
+}
+
 static pm_code copy(pm_gen *e, pm_opid op, by_lane emit) {
   pm_copy_plan *p = PM_NEW(e->arena, pm_copy_plan, 1);
   PM_TRY(pm_plan_copy(e->g, op, e->target, p, e->err));
   if (p->engine == PM_ENGINE_PLAIN) return copy_by_lanes(e, op, p);
   if (!e->lane) return pm_gen_fail(e, op, PM_E_INTERNAL, "no lane was elected for it");
   pm_place(e, op);
+  if (meets_stores(e, op)) pm_line(e, "async_proxy_fence_global();");
   return emit(e, op, p);
 }
 

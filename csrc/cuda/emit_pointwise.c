@@ -239,7 +239,7 @@ pm_code pm_cuda_IOTA(pm_gen *e, pm_opid op) {
       if (k == dim && pm_typeof(e->g, out)->dim[k] > 1)
         return pm_gen_fail(e, op, PM_E_INTERNAL, "an index array has a splat layout");
     }
-    return leave(e, pm_str(e, "(%s)0", pm_cpp_type(pm_typeof(e->g, out)->dtype)));
+    return leave(e, pm_literal(e, pm_typeof(e->g, out)->dtype, (pm_scalar){0}));
   }
   const bool flat = l->kind == PM_FLAT;
   const char *base = pm_unique(e, "index");

@@ -89,7 +89,7 @@ pm_code pm_gen_fail(pm_gen *e, pm_opid op, pm_code code, const char *fmt, ...) P
 
 /* ---- values (block.c) -------------------------------------------------------------------- */
 
-const char *pm_unique(pm_gen *e, const char *stem); /* a new C++ name */
+const char *pm_unique(pm_gen *e, const char *stem); /* a new C++ name, stem_number like no other */
 const char *pm_name_of(pm_gen *e, pm_val v);        /* unique, after the user's variable */
 const char *pm_cpp_type(pm_dtype t);
 const char *pm_literal(pm_gen *e, pm_dtype t, pm_scalar v);

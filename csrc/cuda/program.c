@@ -96,13 +96,39 @@ static void print_used(catalogue *c, const char *text, size_t size) {
 
 /* ---- launch ------------------------------------------------------------------------------ */
 
-static void set_geometry(pm_gen *e) {
+/* CUDA counts at most so many blocks along x, y and z. */
+static pm_code check_grid(pm_gen *e) {
+  static const int64_t most[3] = {INT32_MAX, 65535, 65535};
+  const pm_graph *g = e->g;
+  int64_t n[3] = {1, 1, 1};
+  for (uint32_t k = 0; k < g->n_grid; k++) {
+    int64_t *axis = &n[pm_min(g->n_grid - 1 - k, 2)];
+    *axis = pm_min(*axis * g->grid[k], INT32_MAX + 1LL);
+  }
+  for (int d = 0; d < 3; d++) {
+    n[d] *= e->program->cluster[d];
+    if (n[d] <= most[d]) continue;
+    return pm_fail(e->err, PM_E_VALUE,
+                   "kernel %s: its grid has %lld blocks along CUDA's %c, which is %s; at most %lld "
+                   "are possible there. Only the last axis may be larger: put it last, or fold "
+                   "axes into it",
+                   g->name ? g->name : "", (long long)n[d], "xyz"[d],
+                   d == 0   ? "its last axis"
+                   : d == 1 ? "its last axis but one"
+                            : "the product of its other axes",
+                   (long long)most[d]);
+  }
+  return PM_OK;
+}
+
+static pm_code set_geometry(pm_gen *e) {
   const pm_graph *g = e->g;
   pm_program *p = e->program;
   for (int k = 0; k < 3; k++) p->grid[k] = p->cluster[k] = 1;
   for (uint32_t k = 0; k < g->n_cluster; k++) {
     p->cluster[g->n_cluster - 1 - k] = (uint32_t)g->cluster[k];
   }
+  PM_TRY(check_grid(e));
   for (uint32_t k = 0; k < g->n_grid; k++) {
     const uint32_t from_last = g->n_grid - 1 - k;
     p->grid[from_last < 2 ? from_last : 2] *= (uint32_t)g->grid[k];
@@ -118,6 +144,7 @@ static void set_geometry(pm_gen *e) {
     p->align[k] = pm_dtypes[pm_typeof(g, g->blocks.at[1].arg + k)->dtype].bytes;
     p->names[k] = g->strings.at[pm_value_of(g, g->blocks.at[1].arg + k)->name];
   }
+  return PM_OK;
 }
 
 static const char *entry_name(pm_gen *e) {
@@ -331,6 +358,18 @@ static void print_entry(pm_gen *e, pm_text *out) {
   }
 }
 
+/* The device functions that the program uses, then the families. */
+static void print_functions(pm_gen *e, catalogue *c, const pm_text *head) {
+  read_catalogue(c);
+  print_used(c, "types", 5);
+  for (uint32_t k = 0; k < e->n_families; k++) {
+    print_used(c, e->families[k].text, strlen(e->families[k].text));
+  }
+  print_used(c, head->at, head->n);
+  if (e->out.n) print_used(c, e->out.at, e->out.n);
+  for (uint32_t k = 0; k < e->n_families; k++) pm_putf(c->out, "%s\n", e->families[k].text);
+}
+
 static void assemble(pm_gen *e) {
   pm_program *p = e->program;
   pm_text head, text;
@@ -338,19 +377,10 @@ static void assemble(pm_gen *e) {
   pm_text_init(&text, e->arena);
   print_entry(e, &head);
   catalogue c = {.arena = e->arena, .out = &text};
-  read_catalogue(&c);
   pm_putf(&text, "// %s: grid %u x %u x %u, block %u, %u bytes of dynamic shared memory\n\n",
-          e->g->name ? e->g->name : "kernel", p->grid[0], p->grid[1], p->grid[2], p->block,
+          p->entry, p->grid[0], p->grid[1], p->grid[2], p->block,
           p->smem_bytes);
-  print_used(&c, "types", 5);
-  for (uint32_t k = 0; k < e->n_families; k++) {
-    print_used(&c, e->families[k].text, strlen(e->families[k].text));
-  }
-  print_used(&c, head.at, head.n);
-  if (e->out.n) print_used(&c, e->out.at, e->out.n);
-  for (uint32_t k = 0; k < e->n_families; k++) {
-    pm_putf(&text, "%s\n", e->families[k].text);
-  }
+  if (!e->options->entry_only) print_functions(e, &c, &head);
   pm_putn(&text, head.at, head.n);
   if (e->out.n) pm_putn(&text, e->out.at, e->out.n);
   pm_put(&text, "}\n");
@@ -372,7 +402,7 @@ pm_code pm_generate_cuda(const pm_graph *g, const pm_target *t, const pm_cuda_op
   e.released = PM_NEW(g->arena, bool, g->values.n + 1);
   e.fresh = PM_NEW(g->arena, bool, g->values.n + 1);
   e.param_used = PM_NEW(g->arena, bool, g->n_operands + g->n_outputs + 1);
-  set_geometry(&e);
+  PM_TRY(set_geometry(&e));
   out->entry = entry_name(&e);
   count_uses(&e);
   PM_TRY(print_body(&e));

@@ -9,6 +9,7 @@
 
 #include "layout.h"
 #include "rules.h"
+#include "view.h"
 
 enum { MAX_NESTING = 64, MAX_CLUSTER = 16 };
 
@@ -161,14 +162,32 @@ static pm_code check_copy(checker *c, pm_opid op) {
   return PM_OK;
 }
 
+/* Operands are read-only; what a caller passes is never changed. */
+static pm_code check_written(checker *c, pm_opid op, uint32_t k) {
+  const pm_graph *g = c->g;
+  const pm_value *v = pm_value_of(g, pm_view_base(g, pm_in(g, op, k)));
+  if (v->def || v->block != 1 || v->index >= g->n_operands) return PM_OK;
+  for (uint32_t i = 0; g->alias && i < g->n_outputs; i++) {
+    if (g->alias[i] == (int32_t)v->index) return PM_OK;
+  }
+  return pm_fail(c->err, PM_E_VALUE,
+                 "%s: the ref %s is operand %u of the kernel, which is read-only; write to an "
+                 "output (out_type=)",
+                 text_of(c, op), g->strings.at[v->name], v->index);
+}
+
 static pm_code check_special(checker *c, pm_opid op) {
   switch (pm_get(c->g, op)->code) {
     case PM_OP_AXIS: return check_axis(c, op);
     case PM_OP_ALLOC_SMEM:
     case PM_OP_ALLOC_BARRIER:
     case PM_OP_ALLOC_ACC: return check_alloc(c, op);
-    case PM_OP_COPY_G2S:
-    case PM_OP_COPY_S2G: return check_copy(c, op);
+    case PM_OP_STORE: return check_written(c, op, 0);
+    case PM_OP_COPY_G2S: return check_copy(c, op);
+    case PM_OP_COPY_S2G: {
+      pm_code rc = check_written(c, op, 1);
+      return rc ? rc : check_copy(c, op);
+    }
     default: return PM_OK;
   }
 }
@@ -276,7 +295,11 @@ static pm_code check_regions(checker *c, pm_opid op) {
       BAD("%s: region %u (block %u)", text_of(c, op), k, region);
     }
     if (g->blocks.at[region].parent != op) BAD("block %u belongs elsewhere", region);
-    if (c->depth == MAX_NESTING) BAD("more than %d nested regions", MAX_NESTING);
+    if (c->depth == MAX_NESTING) {
+      return pm_fail(c->err, PM_E_NOT_IMPLEMENTED,
+                     "more than %d nested loops, branches and scopes; take some of them apart",
+                     MAX_NESTING);
+    }
     c->depth++;
     pm_code rc = check_block(c, region, false);
     c->depth--;

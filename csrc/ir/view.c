@@ -12,7 +12,7 @@
  *     i / tile * outer + i % tile * inner behind the offset. Every op checks it, by pm_divisor
  * where the start is dynamic.
  *   - A term is never constant: constant starts go into the static offset.
- *   - Until `reshaped`, start and start_term say where the view begins in the base, and each view
+ *   - Unless `reshaped`, start and start_term say where the view begins in the base, and each view
  *     dimension with base_dim >= 0 runs along that one dimension; those with -1 have size 1. */
 #include "view.h"
 
@@ -255,8 +255,26 @@ static pm_code refold(const pm_view_dim *old, uint32_t n, const int64_t *sizes, 
   return PM_OK;
 }
 
+/* Let the shape that the view has now be what bounds and coordinates speak of. */
+static void rebase(pm_view *v) {
+  int64_t stride = 1;
+  v->shifted |= v->offset || v->n_terms;
+  v->reshaped = false;
+  v->n_start_terms = 0;
+  v->base_rank = v->rank;
+  for (int k = v->rank - 1; k >= 0; k--) {
+    if (v->dim[k].size > 1) stride = v->dim[k].inner;
+    v->dim[k].base_dim = (int8_t)k;
+    v->base_shape[k] = v->dim[k].size;
+    v->base_stride[k] = stride;
+    v->start[k] = 0;
+    stride *= v->dim[k].size;
+  }
+}
+
 static pm_code apply_reshape(const pm_graph *g, pm_opid op, pm_view *v, pm_err *err) {
   const pm_type *to = pm_typeof(g, pm_get(g, op)->out);
+  const bool whole = v->space == PM_GMEM && !v->reshaped && pm_view_in_bounds(g, v);
   pm_view_dim out[PM_MAX_RANK];
   uint32_t i = 0, j = 0;
   while (i < v->rank || j < to->rank) {
@@ -288,6 +306,7 @@ static pm_code apply_reshape(const pm_graph *g, pm_opid op, pm_view *v, pm_err *
   }
   memcpy(v->dim, out, sizeof out[0] * to->rank);
   v->rank = to->rank;
+  if (v->reshaped && whole) rebase(v);
   return PM_OK;
 }
 

@@ -138,10 +138,10 @@ static void merge_pair(trial *t, int i, int j) {
   const bool whole = !fast->start && !fast->n_terms &&
                      (n_fast == 1 ? df->size == fast->size : !n_fast && fast->size == 1);
   const bool index = !n_slow && !n_fast && start_inside(t, fast);
-  if ((!whole && !index) || n_slow > 1 || slow->n_terms + fast->n_terms > MAX_COORD_TERMS) return;
-  if (slow->size > INT32_MAX / fast->size) return;
-  if (ds && df && ds->smem != df->smem * df->size) return;
   const int64_t n = fast->size;
+  if ((!whole && !index) || n_slow > 1 || slow->n_terms + fast->n_terms > MAX_COORD_TERMS) return;
+  if (slow->size > INT32_MAX / fast->size || slow->stride != fast->stride * n) return;
+  if (ds && df && ds->smem != df->smem * df->size) return;
   slow->start = slow->start * n + fast->start;
   for (uint32_t k = 0; k < slow->n_terms; k++) slow->term[k].mul *= n;
   for (uint32_t k = 0; k < fast->n_terms; k++) slow->term[slow->n_terms++] = fast->term[k];
@@ -397,7 +397,7 @@ static const char *plan_tma(const pm_graph *g, pm_copy_plan *p, int64_t parts) {
   trial t = {.g = g, .gmem = &p->gmem, .smem = &p->smem};
   t.bytes = pm_dtypes[p->gmem.dtype].bytes;
   t.align = p->smem.swizzle ? pm_max(LINE, 8 * p->smem.swizzle) : LINE;
-  if (p->gmem.reshaped) return "the GMEM view is reshaped";
+  if (p->gmem.reshaped || p->gmem.shifted) return "the GMEM view is a reshaped part of an array";
   if (pm_view_divisor(g, &p->smem) * t.bytes % t.align) {
     return p->smem.swizzle
                ? "the SMEM view does not provably start at a whole swizzle pattern (8 rows)"
@@ -492,6 +492,12 @@ static pm_code plan(const pm_graph *g, pm_opid op, pm_copy_plan *p, pm_err *err)
   if (engine != PM_ENGINE_AUTO) {
     return pm_fail(err, PM_E_VALUE, "%s: the engine %s cannot do this copy: %s",
                    pm_ops[pm_get(g, op)->code].text, pm_enum_text(PM_FAMILY_ENGINE, engine), why);
+  }
+  if (p->gmem.reshaped && !(load && *pm_attr(g, op, PM_ATTR_OOB) == PM_OOB_PROMISE)) {
+    return pm_fail(err, PM_E_NOT_IMPLEMENTED,
+                   "%s: the GMEM view is a reshape of a slice that is not provably inside the "
+                   "array; reshape the ref first and slice it then",
+                   pm_ops[pm_get(g, op)->code].text);
   }
   p->engine = PM_ENGINE_PLAIN;
   p->why = why;

@@ -25,6 +25,9 @@
  * lane must not read what an early lane has stored already. So it needs a SYNC before it if the
  * same memory was accessed since the lanes met last.
  *
+ * Scopes that follow each other share memory. Where a copy by an engine overwrites what plain
+ * stores wrote, a COMMIT_SMEM takes the place of the SYNC, or the stores might land last.
+ *
  * With no_auto_barriers the user answers for memory; only the order of waits and copies is kept. */
 #include "passes.h"
 
@@ -36,10 +39,20 @@ typedef struct access {
 
 enum { MAX_OPEN = 64 };
 
+/* Bytes of SMEM that plain stores wrote, with no proxy fence behind. */
+typedef struct dirt {
+  struct {
+    int64_t from, to;
+  } at[MAX_OPEN];
+  uint32_t n;
+  bool all; /* there were too many */
+} dirt;
+
 typedef struct placer {
   pm_graph *g;
   uint8_t *reach; /* by value: how the memory at the base of views is reached */
   state at;
+  dirt dirty;
   /* Accesses since the lanes met last, as far as scalar stores must know them. */
   access open[MAX_OPEN];
   uint32_t n_open;
@@ -96,6 +109,68 @@ static bool conflicts(const placer *p, pm_val view) {
   return p->lost;
 }
 
+static void soil(dirt *d, int64_t from, int64_t to) {
+  for (uint32_t k = 0; k < d->n; k++) {
+    if (d->at[k].from <= from && to <= d->at[k].to) return;
+  }
+  if (d->n == MAX_OPEN) {
+    d->all = true;
+  } else {
+    d->at[d->n].from = from;
+    d->at[d->n++].to = to;
+  }
+}
+
+static void soil_all(dirt *d, const dirt *more) {
+  d->all |= more->all;
+  for (uint32_t k = 0; k < more->n; k++) soil(d, more->at[k].from, more->at[k].to);
+}
+
+/* The allocation that a ref in SMEM is a part of; false: it lies elsewhere. */
+static bool bytes_of(const pm_graph *g, pm_val ref, int64_t *from, int64_t *to) {
+  const pm_value *base = pm_value_of(g, base_of(g, ref));
+  if (!base->def || pm_get(g, base->def)->code != PM_OP_ALLOC_SMEM) return false;
+  *from = *pm_attr((pm_graph *)g, base->def, PM_ATTR_OFFSET);
+  *to = *from + pm_type_size(&base->type) * pm_dtypes[base->type.dtype].bytes;
+  return true;
+}
+
+static void soil_by(placer *p, pm_opid op) {
+  int64_t from, to;
+  if (pm_get(p->g, op)->code == PM_OP_COMMIT_SMEM) {
+    p->dirty.n = 0;
+    p->dirty.all = false;
+  } else if (pm_get(p->g, op)->code == PM_OP_STORE &&
+             bytes_of(p->g, pm_in(p->g, op, 0), &from, &to)) {
+    soil(&p->dirty, from, to);
+  }
+}
+
+/* What is dirty behind a block, without a change to it: not less than what will be. */
+static void soil_block(placer *p, pm_blk block) {
+  const pm_block *b = &p->g->blocks.at[block];
+  for (uint32_t k = 0; k < b->ops.n; k++) {
+    const pm_opid op = b->ops.at[k];
+    const bool scope = pm_get(p->g, op)->code == PM_OP_SCOPE;
+    soil_by(p, op);
+    for (uint32_t r = 0; r < pm_get(p->g, op)->n_regions; r++) {
+      const dirt before = p->dirty;
+      soil_block(p, pm_region(p->g, op, r));
+      if (!scope) soil_all(&p->dirty, &before);
+    }
+  }
+}
+
+static bool overwrites_dirt(const placer *p, pm_opid copy) {
+  int64_t from, to;
+  if (*pm_attr(p->g, copy, PM_ATTR_ENGINE) == PM_ENGINE_PLAIN) return false;
+  if (!bytes_of(p->g, pm_in(p->g, copy, 1), &from, &to)) return false;
+  for (uint32_t k = 0; k < p->dirty.n; k++) {
+    if (from < p->dirty.at[k].to && p->dirty.at[k].from < to) return true;
+  }
+  return p->dirty.all;
+}
+
 static void note_op(pm_graph *g, pm_opid op, void *ctx) {
   const pm_op *o = pm_get(g, op);
   if (o->code == PM_OP_LOAD || o->code == PM_OP_STORE) note(ctx, pm_in(g, op, 0));
@@ -139,12 +214,14 @@ static void met(placer *p) {
 }
 
 /* Before position *k of the block; *k stays at the op that was there. */
-static void place(placer *p, pm_blk block, uint32_t *k) {
+static void place_op(placer *p, pm_blk block, uint32_t *k, uint16_t code) {
   pm_opid op = p->g->blocks.at[block].ops.at[*k];
-  pm_insert(p->g, block, *k, PM_OP_SYNC, NULL, 0, NULL, 0, NULL, 0, op);
+  soil_by(p, pm_insert(p->g, block, *k, code, NULL, 0, NULL, 0, NULL, 0, op));
   ++*k;
   met(p);
 }
+
+static void place(placer *p, pm_blk block, uint32_t *k) { place_op(p, block, k, PM_OP_SYNC); }
 
 /* Do the lanes meet right behind position k anyway? */
 static bool meets_next(const pm_graph *g, pm_blk block, uint32_t k) {
@@ -259,7 +336,16 @@ static void visit_control(placer *p, pm_blk block, uint32_t *k) {
   bool loop = pm_get(g, op)->code == PM_OP_FOR || pm_get(g, op)->code == PM_OP_WHILE;
   placer *before = PM_NEW(g->arena, placer, 1);
   placer after = {.at = ORDERED, .n_wgmmas = INT64_MAX};
-  if (loop) after = enter_loop(p, block, k);
+  dirt dirty = {0};
+  if (loop) {
+    after = enter_loop(p, block, k);
+    for (uint32_t r = 0; r < pm_get(g, op)->n_regions; r++) {
+      dirty = p->dirty;
+      soil_block(p, pm_region(g, op, r));
+      soil_all(&p->dirty, &dirty);
+    }
+    dirty = p->dirty;
+  }
   *before = *p;
   for (uint32_t r = 0; r < pm_get(g, op)->n_regions; r++) {
     *p = *before;
@@ -269,8 +355,10 @@ static void visit_control(placer *p, pm_blk block, uint32_t *k) {
     after.touched |= p->touched;
     after.waited |= p->waited;
     after.n_wgmmas = pm_min(after.n_wgmmas, p->n_wgmmas);
+    soil_all(&dirty, &p->dirty);
   }
   *p = *before;
+  p->dirty = dirty;
   if (!loop) note_regions(p, op);
   p->at = after.at;
   p->touched = after.touched;
@@ -281,9 +369,12 @@ static void visit_control(placer *p, pm_blk block, uint32_t *k) {
 static void visit_op(placer *p, pm_blk block, uint32_t *k) {
   pm_opid op = p->g->blocks.at[block].ops.at[*k];
   uint16_t code = pm_get(p->g, op)->code;
+  soil_by(p, op);
   switch (code) {
     case PM_OP_STORE: visit_store(p, block, k); break;
     case PM_OP_COPY_G2S:
+      if (overwrites_dirt(p, op)) place_op(p, block, k, PM_OP_COMMIT_SMEM);
+      /* fall through */
     case PM_OP_COPY_S2G:
       if (p->at == APART) place(p, block, k);
       p->at = COPIES;

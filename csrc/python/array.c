@@ -160,7 +160,7 @@ static PyObject *reduce_value(pmpy_trace *t, const char *name, pmpy_arg *x, int 
                      name);
   }
   if (!pmpy_arg_as(t, x, wide) || reduce_over(t, x, op, set, keepdims)) return NULL;
-  return result(t, pmpy_arg_as(t, x, pm_is_float(d) ? d : wide), x->weak);
+  return result(t, pmpy_arg_as(t, x, pm_is_float(d) ? d : wide), false);
 }
 
 /* sum, max, min as methods: dtype, initial and where are done before and after. */
@@ -406,7 +406,9 @@ static int array_assign(PyObject *self, PyObject *idx, PyObject *value) {
 static PyObject *array_missing(PyObject *self, void *name) {
   (void)self;
   return pmpy_fail(PM_E_NOT_IMPLEMENTED,
-                   "Unimplemented primitive in Pallas Mosaic GPU lowering: %s", (const char *)name);
+                   "Unimplemented primitive in Pallas Mosaic GPU lowering: %s (a member of arrays "
+                   "that is not available in kernels; docs/gaps.md says what to use)",
+                   (const char *)name);
 }
 
 /* ---- indexing ------------------------------------------------------------------------------ */

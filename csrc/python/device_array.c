@@ -362,6 +362,13 @@ static PyObject *to_host_capsule(pmpy_device_array *a, PyObject *max_version) {
   return capsule;
 }
 
+static bool is_pair(PyObject *o, const char *name) {
+  if (o == Py_None || PyTuple_Check(o)) return true;
+  PyErr_Format(PyExc_TypeError, "__dlpack__: %s must be a tuple of two ints, got %.80s", name,
+               Py_TYPE(o)->tp_name);
+  return false;
+}
+
 static PyObject *method_dlpack(PyObject *self, PyObject *args, PyObject *kw) {
   static char *names[] = {"stream", "max_version", "dl_device", "copy", NULL};
   pmpy_device_array *a = DEVICE_ARRAY(self);
@@ -370,6 +377,7 @@ static PyObject *method_dlpack(PyObject *self, PyObject *args, PyObject *kw) {
   if (!PyArg_ParseTupleAndKeywords(args, kw, "|$OOOO", names, &stream, &max_version, &device,
                                    &copy))
     return NULL;
+  if (!is_pair(max_version, "max_version") || !is_pair(device, "dl_device")) return NULL;
   if (max_version != Py_None && !PyArg_ParseTuple(max_version, "ii", &major, &minor)) return NULL;
   if (device != Py_None && !PyArg_ParseTuple(device, "ii", &type, &id)) return NULL;
   if (type == kDLCPU && copy != Py_False) return to_host_capsule(a, max_version);
@@ -426,6 +434,7 @@ static PyObject *device_put(PyObject *module, PyObject *args, PyObject *kw) {
 
 static int parse_shape(PyObject *o, pmpy_spec *spec) {
   PyObject *t = PyLong_Check(o) ? PyTuple_Pack(1, o) : PySequence_Tuple(o);
+  int64_t total = 1;
   if (!t) return -1;
   Py_ssize_t rank = PyTuple_GET_SIZE(t);
   if (rank > PM_MAX_RANK)
@@ -436,6 +445,10 @@ static int parse_shape(PyObject *o, pmpy_spec *spec) {
     spec->shape[i] = PyLong_AsLongLong(PyTuple_GET_ITEM(t, i));
     if (spec->shape[i] < 0 && !PyErr_Occurred())
       PyErr_Format(PyExc_ValueError, "shape: got %R; extents are 0 or more", o);
+    int64_t extent = pm_max(spec->shape[i], 1);
+    if (total > (1ll << 56) / extent && !PyErr_Occurred())
+      PyErr_Format(PyExc_ValueError, "shape: got %R, which no memory can hold", o);
+    total = PyErr_Occurred() ? 1 : total * extent;
   }
   Py_DECREF(t);
   return PyErr_Occurred() ? -1 : 0;

@@ -2,7 +2,7 @@
  *
  * NumPy's dtype objects of these types are singletons, so they are looked up once and then compared
  * by identity. Everything else is turned into a NumPy dtype first and found by its name. */
-#include "module.h"
+#include "trace.h"
 
 /* New: numpy.dtype(spelling). */
 static PyObject *numpy_dtype(PyObject *spelling) {
@@ -77,8 +77,12 @@ static int refuse(PyObject *any) {
     snprintf(names + strlen(names), sizeof names - strlen(names), "%s%s", t ? ", " : "",
              pm_dtypes[t].text);
   PyErr_Clear();
-  PyErr_Format(PyExc_TypeError, "dtype: got %R; accepted are %s (64-bit ones become 32-bit)", any,
-               names);
+  PyObject *repr = PyObject_Repr(any);
+  const char *text = repr ? PyUnicode_AsUTF8(repr) : NULL;
+  if (!text) PyErr_Clear();
+  pmpy_fail(PM_E_TYPE, "dtype: got %.200s; accepted are %s (64-bit ones become 32-bit)",
+            text ? text : Py_TYPE(any)->tp_name, names);
+  Py_XDECREF(repr);
   return -1;
 }
 

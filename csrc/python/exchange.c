@@ -300,7 +300,7 @@ static int read_dlpack_c(PyObject *o, int which, const DLPackExchangeAPI *api, p
 }
 
 /* Take the tensor out of a capsule; b owns it afterwards. */
-static const DLTensor *open_capsule(PyObject *capsule, pmpy_buffer *b) {
+static const DLTensor *open_capsule(PyObject *o, int which, PyObject *capsule, pmpy_buffer *b) {
   if (PyCapsule_IsValid(capsule, "dltensor_versioned")) {
     DLManagedTensorVersioned *m = PyCapsule_GetPointer(capsule, "dltensor_versioned");
     if (PyCapsule_SetName(capsule, "used_dltensor_versioned")) return NULL;
@@ -309,6 +309,13 @@ static const DLTensor *open_capsule(PyObject *capsule, pmpy_buffer *b) {
     if (m->version.major == 1) return &m->dl_tensor;
     PyErr_Format(PyExc_BufferError, "the array comes as DLPack %u.%u; 1.x and 0.x are understood",
                  m->version.major, m->version.minor);
+    return NULL;
+  }
+  if (!PyCapsule_IsValid(capsule, "dltensor")) {
+    refuse(PyExc_TypeError, which, o,
+           "has a __dlpack__ that returned %s", PyCapsule_CheckExact(capsule)
+                                                    ? "a capsule that was used before"
+                                                    : "something that is no capsule");
     return NULL;
   }
   DLManagedTensor *old = PyCapsule_GetPointer(capsule, "dltensor");
@@ -336,9 +343,12 @@ static PyObject *call_dlpack(PyObject *o, PyObject *stream) {
 }
 
 /* The (type, id) of o.__dlpack_device__() */
-static int dlpack_device(PyObject *o, int *type, int *id) {
+static int dlpack_device(PyObject *o, int which, int *type, int *id) {
   PyObject *pair = PyObject_CallMethod(o, "__dlpack_device__", NULL);
-  int ok = pair && PyArg_ParseTuple(pair, "ii", type, id);
+  int ok = pair && PyTuple_Check(pair);
+  if (pair && !ok)
+    refuse(PyExc_TypeError, which, o, "has a __dlpack_device__ that returned no pair of ints");
+  ok = ok && PyArg_ParseTuple(pair, "ii", type, id);
   Py_XDECREF(pair);
   return ok ? 0 : -1;
 }
@@ -348,7 +358,7 @@ static int read_dlpack(PyObject *o, int which, pmpy_buffer *b) {
   void *on = NULL;
   PyObject *stream = NULL, *capsule = NULL;
   const DLTensor *t;
-  if (dlpack_device(o, &type, &id) < 0) return -1;
+  if (dlpack_device(o, which, &type, &id) < 0) return -1;
   if (type == kDLCUDA || type == kDLCUDAManaged) {
     if (pmpy_current_stream(b->source, id, &on) < 0) return -1;
     stream = PyLong_FromVoidPtr(on ? on : (void *)1); /* 1: the legacy default stream */
@@ -356,7 +366,7 @@ static int read_dlpack(PyObject *o, int which, pmpy_buffer *b) {
     stream = Py_NewRef(Py_None);
   }
   if (stream) capsule = call_dlpack(o, stream);
-  t = capsule ? open_capsule(capsule, b) : NULL;
+  t = capsule ? open_capsule(o, which, capsule, b) : NULL;
   Py_XDECREF(capsule);
   Py_XDECREF(stream);
   return t ? read_tensor(o, which, t, b) : -1;
@@ -689,7 +699,7 @@ static PyObject *result_by_api(const DLPackExchangeAPI *api, const pmpy_spec *sp
 PyObject *pmpy_result(const pmpy_source *s, const pmpy_spec *spec, bool cuda, int device,
                       void *stream, uint64_t *ptr) {
   if (s->family == PMPY_TORCH) {
-    PyObject *tensor = pmpy_torch_empty(spec, cuda, device, ptr);
+    PyObject *tensor = pmpy_torch_empty(s->api, spec, cuda, device, ptr);
     if (tensor) return tensor;
   }
   if (s->api && s->api->managed_tensor_allocator && s->api->managed_tensor_to_py_object_no_sync)

@@ -78,7 +78,8 @@ static inline size_t pmpy_bytes(const pmpy_spec *s) {
 PyObject *pmpy_result(const pmpy_source *s, const pmpy_spec *spec, bool cuda, int device,
                       void *stream, uint64_t *ptr);
 /* torch.c: an uninitialised tensor; NULL without an exception where this way is not open. */
-PyObject *pmpy_torch_empty(const pmpy_spec *spec, bool cuda, int device, uint64_t *ptr);
+PyObject *pmpy_torch_empty(const DLPackExchangeAPI *api, const pmpy_spec *spec, bool cuda,
+                           int device, uint64_t *ptr);
 /* The array to hand out for what pmpy_result made; steals `made`. */
 PyObject *pmpy_finish(const pmpy_source *s, PyObject *made, bool cuda);
 PyObject *pmpy_numpy_empty(const pmpy_spec *spec, void **data);

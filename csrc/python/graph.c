@@ -186,8 +186,8 @@ static PyObject *list_of(const pm_program *p, uint32_t n,
 }
 
 static PyObject *arg_info(const pm_program *p, uint32_t k) {
-  bool map = p->args[k].kind == PM_ARG_TENSOR_MAP;
-  return Py_BuildValue("(siI)", map ? "tensor_map" : "pointer", p->args[k].param, p->args[k].map);
+  static const char *const kinds[] = {"tensor_map", "pointer", "counters"}; /* enum pm_arg_kind */
+  return Py_BuildValue("(siI)", kinds[p->args[k].kind], p->args[k].param, p->args[k].map);
 }
 
 static PyObject *map_info(const pm_program *p, uint32_t k) {
@@ -198,21 +198,47 @@ static PyObject *map_info(const pm_program *p, uint32_t k) {
                        u32_tuple(m->box, m->rank));
 }
 
+/* What the k-th pointer must be: (dtype, shape, bytes of alignment, operand it shares or -1). */
+static PyObject *param_info(const pm_graph *g, const pm_program *p, uint32_t k) {
+  const pm_type *t = pm_typeof(g, g->blocks.at[1].arg + k);
+  bool output = k >= g->n_operands;
+  PyObject *shape = PyTuple_New(t->rank);
+  for (int d = 0; shape && d < t->rank; d++)
+    PyTuple_SET_ITEM(shape, d, PyLong_FromLongLong(t->dim[d]));
+  return Py_BuildValue("(sNLi)", pm_dtypes[t->dtype].text, shape, (long long)p->align[k],
+                       output && g->alias ? (int)g->alias[k - g->n_operands] : -1);
+}
+
+static PyObject *params_info(const pm_graph *g, const pm_program *p) {
+  PyObject *list = PyList_New(p->n_params);
+  for (uint32_t k = 0; list && k < p->n_params; k++) {
+    PyObject *item = param_info(g, p, k);
+    if (!item) Py_CLEAR(list);
+    else PyList_SET_ITEM(list, k, item);
+  }
+  return list;
+}
+
 static PyObject *graph_cuda(PyObject *o, PyObject *args, PyObject *kw) {
-  static char *names[] = {"arch", "line", NULL};
-  int arch = 90, line = 1;
-  if (!PyArg_ParseTupleAndKeywords(args, kw, "|ip:cuda", names, &arch, &line)) return NULL;
-  lower_job j = {.g = lowered_of(o), .target = {arch, 232448}, .options = {line != 0}};
+  static char *names[] = {"arch", "line", "catalogue", NULL};
+  int arch = 90, line = 1, catalogue = 1;
+  if (!PyArg_ParseTupleAndKeywords(args, kw, "|ipp:cuda", names, &arch, &line, &catalogue)) {
+    return NULL;
+  }
+  lower_job j = {.g = lowered_of(o),
+                 .target = {arch, 232448},
+                 .options = {.line_directives = line, .entry_only = !catalogue}};
   pm_err err;
   if (!j.g) return NULL;
   clear_err(&err);
   if (pm_protect(cuda_body, &j, &err)) return pmpy_raise(&err);
   const pm_program *p = &j.program;
-  return Py_BuildValue("(N{s:s,s:N,s:N,s:I,s:I,s:i,s:N,s:N})",
+  return Py_BuildValue("(N{s:s,s:N,s:N,s:I,s:I,s:I,s:i,s:N,s:N,s:N})",
                        PyUnicode_DecodeUTF8(p->text, (Py_ssize_t)p->size, "replace"), "entry",
                        p->entry, "grid", u32_tuple(p->grid, 3), "cluster", u32_tuple(p->cluster, 3),
-                       "block", p->block, "smem_bytes", p->smem_bytes, "arch", p->arch, "args",
-                       list_of(p, p->n_args, arg_info), "maps", list_of(p, p->n_maps, map_info));
+                       "block", p->block, "smem_bytes", p->smem_bytes, "counters", p->n_counters, "arch", p->arch, "args",
+                       list_of(p, p->n_args, arg_info), "maps", list_of(p, p->n_maps, map_info), "params",
+                       params_info(j.g, p));
 }
 
 /* ---- interpreter --------------------------------------------------------------------------- */
@@ -365,7 +391,8 @@ static PyMethodDef graph_methods[] = {
     {"lower", KEYWORDS(graph_lower),
      "lower(arch=90, smem_limit=232448): all passes, in place; itself."},
     {"cuda", KEYWORDS(graph_cuda),
-     "cuda(arch=90, line=True) -> (CUDA C++ text, dict about the launch)."},
+     "cuda(arch=90, line=True, catalogue=True) -> (CUDA C++ text, dict about the launch). "
+     "catalogue=False leaves out the device functions."},
     {"interpret", KEYWORDS(graph_interpret),
      "interpret(arrays, seed=0, oob_raise=True, zero_fill=False): run on the CPU; writes outputs "
      "in place."},

@@ -801,6 +801,11 @@ static PyObject *call_structured(const call *c, PyObject *const *args, Py_ssize_
 }
 
 static PyObject *refuse_argument(const call *c, PyObject *const *args) {
+  if (PMPY_IS_TRACED(args[c->n_in]))
+    return PyErr_Format(PyExc_TypeError,
+                        "kernel %U: argument %u is a traced value of a kernel's body (%R): a "
+                        "kernel cannot be called inside of another one; call its body",
+                        c->k->name, c->n_in, args[c->n_in]);
   return PyErr_Format(PyExc_TypeError,
                       "kernel %U: argument %u is a %s, which is no array: NumPy, PyTorch, CuPy and "
                       "JAX arrays, DLPack producers, DeviceArrays and numbers are accepted",
@@ -966,7 +971,15 @@ static PyObject *get_name(PyObject *self, void *unused) {
   return Py_NewRef(((kernel *)self)->name);
 }
 
+/* A kernel is a function: copies of what holds it share it. */
+static PyObject *kernel_copy(PyObject *self, PyObject *memo) {
+  (void)memo;
+  return Py_NewRef(self);
+}
+
 static PyMethodDef methods[] = {
+    {"__copy__", kernel_copy, METH_NOARGS, "The kernel itself."},
+    {"__deepcopy__", kernel_copy, METH_O, "The kernel itself."},
     {"lower", (PyCFunction)(void (*)(void))kernel_lower, METH_VARARGS | METH_KEYWORDS,
      "lower(*args, arch=None): trace and lower for arguments like these, without running. They may "
      "be "

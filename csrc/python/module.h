@@ -23,6 +23,8 @@ typedef struct pmpy_state {
 } pmpy_state;
 extern pmpy_state pmpy;
 
+#define PMPY_IS_TRACED(o) (Py_TYPE(o) == pmpy.array_type || Py_TYPE(o) == pmpy.ref_type)
+
 /* ConcretizationTypeError(TypeError) and its children, UnexpectedTracerError */
 enum pmpy_tracer_error {
   PMPY_CONCRETIZATION, PMPY_BOOL_CONVERSION, PMPY_INTEGER_CONVERSION, PMPY_ARRAY_CONVERSION,

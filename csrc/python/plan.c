@@ -47,8 +47,8 @@ static pm_code compile(void *ctx, pm_err *err) {
   pmpy_plan *p = ((step *)ctx)->p;
   if (p->has_cubin) return PM_OK;
   if (generate(ctx, err)) return err->code;
-  pm_compile_options options = {.use_disk_cache = strcmp(pm_env(PM_ENV_NO_CACHE), "1") != 0,
-                                .lineinfo = !strcmp(pm_env(PM_ENV_LINEINFO), "1"),
+  pm_compile_options options = {.use_disk_cache = !pm_env_is_on(PM_ENV_NO_CACHE),
+                                .lineinfo = pm_env_is_on(PM_ENV_LINEINFO),
                                 .dump_dir = p->dump_name[0] ? pm_env(PM_ENV_DUMP) : NULL,
                                 .dump_name = p->dump_name};
   pm_code code = pm_compile(&p->program, &options, &p->cubin, err);
@@ -164,6 +164,9 @@ static void choose_dump_name(pmpy_plan *p) {
   if (!*pm_env(PM_ENV_DUMP)) return;
   snprintf(p->dump_name, sizeof p->dump_name, "%.120s_%u", p->graph->g->name,
            atomic_fetch_add(&count, 1));
+  for (char *s = p->dump_name; *s; s++) /* it becomes the name of files */
+    if (*s == '/' || (unsigned char)*s <= ' ') *s = '_';
+  if (*p->dump_name == '.') *p->dump_name = '_';
 }
 
 static int dump(pmpy_plan *p, PyObject *text, const char *extension) {
@@ -345,6 +348,14 @@ static PyObject *ptx(pmpy_plan *p) {
   return result;
 }
 
+/* Only the entry, for another catalogue of device functions (tests/host). */
+static PyObject *host(pmpy_plan *p) {
+  PyObject *both = PyObject_CallMethod((PyObject *)p->graph, "cuda", "iii", PMPY_ARCH, 0, 0);
+  PyObject *text = both ? Py_NewRef(PyTuple_GET_ITEM(both, 0)) : NULL;
+  Py_XDECREF(both);
+  return text;
+}
+
 static PyObject *traced(pmpy_plan *p) { return Py_NewRef(p->traced ? p->traced : Py_None); }
 
 static PyObject *as_text(PyObject *self, PyObject *args) {
@@ -352,13 +363,15 @@ static PyObject *as_text(PyObject *self, PyObject *args) {
     const char *kind;
     PyObject *(*text)(pmpy_plan *);
   } kinds[] = {
-      {"graph", graph_text}, {"traced", traced}, {"cuda", cuda}, {"ptx", ptx}, {"sass", sass}};
+      {"graph", graph_text}, {"traced", traced}, {"cuda", cuda},
+      {"ptx", ptx},          {"sass", sass},     {"host", host}};
   const char *kind = "graph";
   if (!PyArg_ParseTuple(args, "|s:as_text", &kind)) return NULL;
   for (size_t i = 0; i < PM_COUNT(kinds); i++)
     if (!strcmp(kind, kinds[i].kind)) return kinds[i].text((pmpy_plan *)self);
   return PyErr_Format(PyExc_ValueError,
-                      "as_text: got %.80s; graph, traced, cuda, ptx and sass are accepted", kind);
+                      "as_text: got %.80s; graph, traced, cuda, ptx, sass and host are accepted",
+                      kind);
 }
 
 static PyObject *resources(PyObject *self, PyObject *unused) {
@@ -389,9 +402,15 @@ static PyObject *get_graph(PyObject *self, void *unused) {
   return Py_NewRef(((pmpy_plan *)self)->graph);
 }
 
+static PyObject *repr(PyObject *self) {
+  return PyUnicode_FromFormat("<pallas_mgpu kernel %s, lowered>",
+                              ((pmpy_plan *)self)->graph->g->name);
+}
+
 static PyMethodDef methods[] = {
     {"as_text", as_text, METH_VARARGS,
-     "as_text(kind='graph'): 'traced', 'graph' (lowered), 'cuda', 'ptx' or 'sass'. Needs no GPU."},
+     "as_text(kind='graph'): 'traced', 'graph' (lowered), 'cuda', 'ptx', 'sass', or 'host': the "
+     "entry alone, as the tests run it on the CPU. Needs no GPU."},
     {"resources", resources, METH_NOARGS,
      "Registers, spills, stack and shared memory, ptxas remarks and the log, as a dict."},
     {"cubin", cubin, METH_NOARGS, "The compiled program."},
@@ -402,6 +421,7 @@ static PyGetSetDef getset[] = {{"graph", get_graph, NULL, "the lowered graph", N
 
 static PyType_Slot slots[] = {
     {Py_tp_dealloc, dealloc},
+    {Py_tp_repr, repr},
     {Py_tp_methods, methods},
     {Py_tp_getset, getset},
     {Py_tp_doc, "A kernel lowered for one signature of arguments, as text and figures."},

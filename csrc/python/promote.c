@@ -308,7 +308,8 @@ static divisor divisor_of(const pmpy_trace *t, pm_val a, pm_val b, pm_dtype dtyp
     return d;
   }
   bool is_unsigned = pm_dtypes[dtype].class == PM_CLASS_UINT;
-  d.known = pm_constant(t->g, b, &number);
+  /* what is folded has the shape of the dividend */
+  d.known = pm_typeof(t->g, a)->rank >= pm_typeof(t->g, b)->rank && pm_constant(t->g, b, &number);
   if (d.known) d.value = number.i;
   d.positive =
       d.known ? d.value > 0 : !pm_typeof(t->g, b)->rank && pm_range(t->g, b, &lo, &hi) && lo > 0;
@@ -387,7 +388,10 @@ static PyObject *power(pmpy_trace *t, pmpy_arg *args) {
   pm_dtype d;
   bool weak;
   pmpy_promote(args, 2, &d, &weak);
-  if (d == PM_BOOL) d = PM_I32;
+  if (d == PM_BOOL || (x->val && x->type.dtype == PM_BOOL && d == PM_I32)) {
+    d = PM_I32;
+    weak = false;
+  }
   bool integral = !y->val && (!pm_is_float(y->type.dtype) || y->number.f == rint(y->number.f));
   double exponent = y->val ? 0 : pm_is_float(y->type.dtype) ? y->number.f : (double)y->number.i;
   if (!y->val && pm_is_float(d) && fabs(exponent) == 0.5) {
@@ -441,7 +445,8 @@ PyObject *pmpy_binary(pmpy_binop how, pm_opcode code, const char *name, PyObject
   bool weak;
   pmpy_promote(args, 2, &d, &weak);
   if (how == PMPY_TRUE_DIVIDE && !pm_is_float(d)) d = PM_F32;
-  if ((how == PMPY_FLOOR_DIVIDE || how == PMPY_MOD) && d == PM_BOOL) d = PM_I32;
+  bool counts = how == PMPY_FLOOR_DIVIDE || how == PMPY_MOD || code == PM_OP_SHL || code == PM_OP_SHR;
+  if (counts && d == PM_BOOL) d = PM_I32;
   if (code == PM_OP_SUB && d == PM_BOOL) {
     return pmpy_fail(PM_E_TYPE, "%s: bool has no subtraction; use ^ or convert to an integer",
                      name);

@@ -150,11 +150,27 @@ done:
   return rc;
 }
 
+/* Arrays of NumPy and others; those of rank 0 are ints. */
+static bool is_array_index(PyObject *o) {
+  if (PyLong_Check(o) || !PyObject_HasAttrString(o, "__array__")) return false;
+  PyObject *ndim = PyObject_GetAttrString(o, "ndim");
+  bool is = ndim && PyLong_Check(ndim) && PyLong_AsLong(ndim) > 0;
+  Py_XDECREF(ndim);
+  PyErr_Clear();
+  return is;
+}
+
 static int one_index(const parser *p, int k, PyObject *o) {
   if (PMPY_IS_ARRAY(o)) return traced_start(p, k, o, PM_DROPPED);
   if (PySlice_Check(o)) return python_slice(p, k, o);
   if (PyBool_Check(o)) {
     pmpy_fail(index_code(p), "index: a bool is no index (masks are not available)");
+    return -1;
+  }
+  if (is_array_index(o)) {
+    pmpy_fail(PM_E_NOT_IMPLEMENTED,
+              "index: arrays as indices (a %s) are not available; use scalars and pl.ds",
+              Py_TYPE(o)->tp_name);
     return -1;
   }
   if (PyIndex_Check(o)) return static_int(p, k, o);
@@ -437,6 +453,35 @@ static PyObject *ref_missing(PyObject *self, PyObject *args, PyObject *kw) {
                    "or allocate a second ref");
 }
 
+/* A ref where an array is meant: arithmetic, NumPy. */
+static PyObject *refuse_array(PyObject *a, PyObject *b) {
+  const pm_type *type = &self_of(PMPY_IS_REF(a) ? a : b)->type;
+  return pmpy_fail(PM_E_TYPE, "a Ref (%s) is memory, not an array; load it first: ref[...]",
+                   pmpy_type_text(type));
+}
+
+static PyObject *refuse_unary(PyObject *self) { return refuse_array(self, self); }
+
+static PyObject *refuse_power(PyObject *a, PyObject *b, PyObject *m) {
+  (void)m;
+  return refuse_array(a, b);
+}
+
+static PyObject *ref_compare(PyObject *a, PyObject *b, int op) {
+  if (op == Py_EQ || op == Py_NE) Py_RETURN_NOTIMPLEMENTED; /* identity */
+  return refuse_array(a, b);
+}
+
+static Py_hash_t ref_hash(PyObject *self) { return (Py_hash_t)((uintptr_t)self >> 4); }
+
+static PyObject *ref_numpy(PyObject *self, PyObject *args, PyObject *kw) {
+  (void)args, (void)kw;
+  return pmpy_tracer_fail(PMPY_ARRAY_CONVERSION,
+                          "a Ref (%s) cannot become a NumPy array: load it with ref[...] and use "
+                          "the functions of pallas_mgpu.numpy",
+                          pmpy_type_text(&self_of(self)->type));
+}
+
 /* ---- attributes ---------------------------------------------------------------------------- */
 
 static PyObject *get_shape(PyObject *self, void *c) {
@@ -482,6 +527,14 @@ static PyObject *get_is_view(PyObject *self, void *c) {
   pm_opcode code = def ? (pm_opcode)pm_get(g, def)->code : PM_OP_NONE;
   return PyBool_FromLong(code == PM_OP_INDEX || code == PM_OP_TRANSPOSE_REF ||
                          code == PM_OP_RESHAPE_REF);
+}
+
+/* Names that other libraries' barriers have. */
+static PyObject *no_method(PyObject *self, void *instead) {
+  PyErr_Format(PyExc_AttributeError, "a Ref has no such method; the right form is %s(barrier)",
+               (const char *)instead);
+  (void)self;
+  return NULL;
 }
 
 static Py_ssize_t ref_length(PyObject *self) {
@@ -547,6 +600,8 @@ static PyGetSetDef ref_getset[] = {
     {"is_view", get_is_view, NULL, "Is it a part or another shape of a ref?", NULL},
     {"T", get_T, NULL, "View with reversed dimensions.", NULL},
     {"at", get_at, NULL, "ref.at[idx]: a view.", NULL},
+    {"wait", no_method, NULL, "Not a method: plgpu.barrier_wait.", "plgpu.barrier_wait"},
+    {"arrive", no_method, NULL, "Not a method: plgpu.barrier_arrive.", "plgpu.barrier_arrive"},
     {NULL, NULL, NULL, NULL, NULL}};
 
 #define KEYWORDS(fn) (PyCFunction)(void (*)(void)) fn, METH_VARARGS | METH_KEYWORDS
@@ -557,6 +612,7 @@ static PyMethodDef ref_methods[] = {
     {"transpose", ref_transpose, METH_O, "transpose(permutation): a view."},
     {"reshape", (PyCFunction)(void (*)(void))ref_reshape, METH_FASTCALL,
      "reshape(*shape): a view."},
+    {"__array__", KEYWORDS(ref_numpy), "Raises: a ref is no array."},
     {"addupdate", KEYWORDS(ref_missing), "Not available."},
     {"bitcast", KEYWORDS(ref_missing), "Not available."},
     {NULL, NULL, 0, NULL}};
@@ -569,6 +625,24 @@ static PyType_Slot ref_slots[] = {
     {Py_mp_length, ref_length},
     {Py_mp_subscript, ref_subscript},
     {Py_mp_ass_subscript, ref_assign},
+    {Py_tp_richcompare, ref_compare},
+    {Py_tp_hash, ref_hash},
+    {Py_nb_add, refuse_array},
+    {Py_nb_subtract, refuse_array},
+    {Py_nb_multiply, refuse_array},
+    {Py_nb_true_divide, refuse_array},
+    {Py_nb_floor_divide, refuse_array},
+    {Py_nb_remainder, refuse_array},
+    {Py_nb_matrix_multiply, refuse_array},
+    {Py_nb_power, refuse_power},
+    {Py_nb_lshift, refuse_array},
+    {Py_nb_rshift, refuse_array},
+    {Py_nb_and, refuse_array},
+    {Py_nb_or, refuse_array},
+    {Py_nb_xor, refuse_array},
+    {Py_nb_negative, refuse_unary},
+    {Py_nb_absolute, refuse_unary},
+    {Py_nb_invert, refuse_unary},
     {Py_tp_doc, "Memory, a barrier or an accumulator of a kernel being traced."},
     {0, NULL}};
 static PyType_Spec ref_spec = {"pallas_mgpu._core.Ref", sizeof(pmpy_traced), 0,
@@ -759,7 +833,7 @@ PyMethodDef pmpy_ref_functions[] = {
     {"alloc_barrier", KEYWORDS(alloc_barrier),
      "alloc_barrier(shape, arrivals, name=None, cluster=None) -> Ref"},
     {"cluster_ref", (PyCFunction)(void (*)(void))cluster_ref, METH_FASTCALL,
-     "cluster_ref(ref, axis number, index) -> Ref: the same SMEM in another block"},
+     "cluster_ref(ref, axis, index) -> Ref: the same SMEM in another block"},
     {"alloc_acc", KEYWORDS(alloc_acc), "alloc_acc(shape, dtype, init=None, name=None) -> Ref"},
     {NULL, NULL, 0, NULL}};
 

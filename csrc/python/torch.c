@@ -1,15 +1,17 @@
 /* Results as torch tensors, by the shortest way.
  *
  * The allocator of torch's DLPack table makes two tensors for one, and about half of the time on
- * top. Where the torch that is loaded exports them, its C interface for compiled models
- * (aoti_torch_empty_strided and friends, whose ABI is stable) and the function that wraps a tensor
- * into its Python object make the same tensor directly. Whatever is missing or fails leaves the
- * work to the DLPack table, which also has the better errors. Nothing here is needed to build, and
+ * top. On a GPU the shortest way is the function that torch's own compiled code allocates with,
+ * _empty_strided_cuda, which leaves the dispatcher out. Next come torch's C interface for compiled
+ * models (aoti_torch_empty_strided and friends, whose ABI is stable) and the function that wraps a
+ * tensor into its Python object. Whatever is missing or fails leaves the work to the next way, at
+ * last to the DLPack table, which also has the better errors. Nothing here is needed to build, and
  * nothing opens torch. */
 #include "exchange.h"
 
 #include <dlfcn.h>
 #include <pthread.h>
+#include <stdatomic.h>
 
 typedef int (*empty_strided)(int64_t rank, const int64_t *sizes, const int64_t *strides,
                              int32_t dtype, int32_t device_type, int32_t device, void **tensor);
@@ -42,16 +44,71 @@ static void look(void) {
     *(void **)&torch.wrap = dlsym(python, "_Z16THPVariable_WrapRKN2at10TensorBaseE");
 }
 
-PyObject *pmpy_torch_empty(const pmpy_spec *spec, bool cuda, int device, uint64_t *ptr) {
+/* New: a tuple of n ints. */
+static PyObject *int_tuple(const int64_t *n, int rank) {
+  PyObject *t = PyTuple_New(rank);
+  for (int i = 0; t && i < rank; i++) {
+    PyObject *x = PyLong_FromLongLong(n[i]);
+    if (!x) Py_CLEAR(t);
+    else PyTuple_SET_ITEM(t, i, x);
+  }
+  return t;
+}
+
+/* torch._C._dynamo.guards._empty_strided_cuda and torch's dtypes, once found; kept for good. The
+ * search may run twice if two threads begin at once, and finds the same. */
+static PyObject *_Atomic empty_cuda, *_Atomic torch_dtype[PM_DTYPE_COUNT];
+static atomic_bool searched;
+
+static void search(void) {
+  PyObject *guards = PyImport_ImportModule("torch._C._dynamo.guards");
+  PyObject *torch_module = guards ? PyImport_ImportModule("torch") : NULL;
+  PyObject *f = torch_module ? PyObject_GetAttrString(guards, "_empty_strided_cuda") : NULL;
+  for (int t = 0; f && t < PM_DTYPE_COUNT; t++) {
+    torch_dtype[t] = PyObject_GetAttrString(torch_module, pm_dtypes[t].text);
+    PyErr_Clear();
+  }
+  empty_cuda = f;
+  Py_XDECREF(torch_module);
+  Py_XDECREF(guards);
+  PyErr_Clear();
+  searched = true;
+}
+
+/* By _empty_strided_cuda, which allocates on the current device; NULL without an exception. */
+static PyObject *empty_on_current(const DLPackExchangeAPI *api, const pmpy_spec *spec,
+                                  const int64_t *strides, int device, uint64_t *ptr) {
+  if (!searched) search();
+  PyObject *f = empty_cuda, *dtype = torch_dtype[spec->dtype], *made = NULL;
+  if (!f || !dtype || !api || !api->dltensor_from_py_object_no_sync) return NULL;
+  PyObject *sizes = int_tuple(spec->shape, spec->rank);
+  PyObject *steps = sizes ? int_tuple(strides, spec->rank) : NULL;
+  DLTensor t;
+  if (steps) {
+    PyObject *args[3] = {sizes, steps, dtype};
+    made = PyObject_Vectorcall(f, args, 3, NULL);
+  }
+  Py_XDECREF(sizes);
+  Py_XDECREF(steps);
+  if (made && (api->dltensor_from_py_object_no_sync(made, &t) || t.device.device_id != device))
+    Py_CLEAR(made);
+  if (made) *ptr = (uint64_t)(uintptr_t)t.data + t.byte_offset;
+  PyErr_Clear();
+  return made;
+}
+
+PyObject *pmpy_torch_empty(const DLPackExchangeAPI *api, const pmpy_spec *spec, bool cuda,
+                           int device, uint64_t *ptr) {
   int64_t strides[PM_MAX_RANK], stride = 1;
   void *tensor = NULL, *data = NULL;
   PyObject *made = NULL;
-  pthread_once(&once, look);
-  if (!torch.wrap) return NULL;
   for (int i = spec->rank - 1; i >= 0; i--) {
     strides[i] = stride;
     stride *= pm_max(spec->shape[i], 1);
   }
+  if (cuda && (made = empty_on_current(api, spec, strides, device, ptr))) return made;
+  pthread_once(&once, look);
+  if (!torch.wrap) return NULL;
   if (torch.empty(spec->rank, spec->shape, strides, dtype_number[spec->dtype],
                   cuda ? TORCH_CUDA : TORCH_CPU, cuda ? device : 0, &tensor))
     return NULL;

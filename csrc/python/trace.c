@@ -265,11 +265,19 @@ PyObject *pmpy_traced_new(pmpy_trace *t, pm_val val, bool weak) {
 
 /* ---- shapes and layouts -------------------------------------------------------------------- */
 
-int pmpy_ints(PyObject *o, const char *what, int64_t *out, uint32_t max) {
-  if (PyIndex_Check(o)) {
-    out[0] = PyNumber_AsSsize_t(o, PyExc_OverflowError);
-    return out[0] == -1 && PyErr_Occurred() ? -1 : 1;
+/* One int; 0 or -1. */
+static int one_int(PyObject *o, const char *what, int64_t *out) {
+  *out = PyNumber_AsSsize_t(o, PyExc_OverflowError);
+  if (*out != -1 || !PyErr_Occurred()) return 0;
+  if (PyErr_ExceptionMatches(PyExc_OverflowError)) {
+    PyErr_Clear();
+    pmpy_fail(PM_E_VALUE, "%s: got an int of more than 64 bits", what);
   }
+  return -1;
+}
+
+int pmpy_ints(PyObject *o, const char *what, int64_t *out, uint32_t max) {
+  if (PyIndex_Check(o)) return one_int(o, what, out) ? -1 : 1;
   PyObject *seq = PySequence_Fast(o, "");
   if (!seq) {
     if (PyErr_ExceptionMatches(PyExc_TypeError)) {
@@ -285,11 +293,10 @@ int pmpy_ints(PyObject *o, const char *what, int64_t *out, uint32_t max) {
   }
   for (Py_ssize_t k = 0; k < n; k++) {
     PyObject *item = PySequence_Fast_GET_ITEM(seq, k);
-    if (PyIndex_Check(item)) out[k] = PyNumber_AsSsize_t(item, PyExc_OverflowError);
     if (!PyIndex_Check(item)) {
       pmpy_fail(PM_E_TYPE, "%s: entry %zd must be an int, got %s", what, k, Py_TYPE(item)->tp_name);
       n = -1;
-    } else if (out[k] == -1 && PyErr_Occurred()) {
+    } else if (one_int(item, what, &out[k])) {
       n = -1;
     }
   }
@@ -1012,7 +1019,8 @@ static int begin_call(pmpy_trace *t, call *c, PyObject *const *args, Py_ssize_t 
 
 static PyObject *effect(PyObject *module, PyObject *const *args, Py_ssize_t n, PyObject *kwnames) {
   (void)module;
-  pmpy_trace *t = pmpy_begin("effect", NULL);
+  const char *name = n && PyUnicode_Check(args[0]) ? PyUnicode_AsUTF8(args[0]) : NULL;
+  pmpy_trace *t = pmpy_begin(name ? name : "effect", NULL);
   call c;
   if (!t) return NULL;
   bool ok = !begin_call(t, &c, args, n, 2, kwnames);
@@ -1078,7 +1086,8 @@ static PyObject *open_op(PyObject *module, PyObject *const *args, Py_ssize_t n, 
   if (!begin_call(t, &c, args, n, 3, kwnames) &&
       pmpy_ints(args[2], "regions", &n_regions, 1) == 1) {
     if (!pm_ops[c.code].regions || n_regions < 1 || n_regions > UINT16_MAX) {
-      pmpy_fail(PM_E_VALUE, "%s: %lld regions", pm_ops[c.code].text, (long long)n_regions);
+      pmpy_fail(PM_E_VALUE, "%s: %lld regions or branches; 1 to %d are supported",
+                pm_ops[c.code].text, (long long)n_regions, UINT16_MAX);
     } else {
       emit_job j = {&t->b, c.code, c.in, c.n_in, (uint32_t)n_regions, NULL, c.attrs, c.n_attrs, 0};
       op = emit(&j);

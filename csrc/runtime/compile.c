@@ -7,6 +7,7 @@
 
 #include <errno.h>
 #include <limits.h>
+#include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <sys/stat.h>
@@ -105,6 +106,29 @@ void pm_remarks(const char *log, char *out, size_t size) {
 
 /* ---- dumps -------------------------------------------------------------------------------- */
 
+/* The directory with those above it. */
+static bool make_dirs(const char *dir) {
+  char path[PATH_MAX];
+  struct stat st;
+  if (snprintf(path, sizeof path, "%s", dir) >= (int)sizeof path) return false;
+  for (char *s = path + 1; *s; s++) {
+    if (*s != '/') continue;
+    *s = 0;
+    if (mkdir(path, 0777) && errno != EEXIST) return false;
+    *s = '/';
+  }
+  if (mkdir(path, 0777) && errno != EEXIST) return false;
+  return !stat(path, &st) && S_ISDIR(st.st_mode);
+}
+
+/* Say once that dumps are lost; the kernel is compiled all the same. */
+static void complain(const char *path) {
+  static atomic_flag said = ATOMIC_FLAG_INIT;
+  if (!atomic_flag_test_and_set(&said))
+    fprintf(stderr, "pallas_mgpu: %s: %s cannot be written: %s\n",
+            pm_env_table[PM_ENV_DUMP].variable, path, strerror(errno));
+}
+
 void pm_dump(const char *dir, const char *name, const char *extension, const void *data,
              size_t size) {
   char path[PATH_MAX];
@@ -114,12 +138,11 @@ void pm_dump(const char *dir, const char *name, const char *extension, const voi
     fflush(stdout);
     return;
   }
-  if (mkdir(dir, 0777) && errno != EEXIST) return;
   snprintf(path, sizeof path, "%s/%s.%s", dir, name, extension);
-  FILE *f = fopen(path, "wb");
-  if (!f) return;
-  fwrite(data, 1, size, f);
-  fclose(f);
+  FILE *f = make_dirs(dir) ? fopen(path, "wb") : NULL;
+  bool ok = f && fwrite(data, 1, size, f) == size;
+  if (f && fclose(f)) ok = false;
+  if (!ok) complain(path);
 }
 
 static void dump_all(const char *dir, const char *name, const pm_program *p,

@@ -71,7 +71,7 @@ def choose(m, n, k, sms=132):
     return min(usable, key=cost)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _kernel(m, n, k, dtype, out_dtype, ta, tb, has_bias, activation, cfg, sms, interpret):
     rows, cols = 64 * cfg.consumers, cfg.tile_n
     tiles_m, tiles_n = pl.cdiv(m, rows * cfg.cluster), pl.cdiv(n, cols)

@@ -148,3 +148,7 @@ template <int N> FN void store_group_wait_read() {
 //! async_proxy_fence
 // what this lane wrote to shared memory becomes visible to TMA and tensor cores
 FN void async_proxy_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+//! async_proxy_fence_global
+// what lanes that this one has met wrote to global memory becomes visible to TMA
+FN void async_proxy_fence_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }

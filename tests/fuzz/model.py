@@ -1,0 +1,1230 @@
+"""The language in NumPy: what a kernel means, one Pallas thread after the other.
+
+`run(make, operands, outs)` executes a kernel written over the four namespaces that `make` is
+given and returns an `Expected` per output. It shares no code with the package. Arrays are NumPy
+arrays with a weak flag; a ref is an array of flat indices into a buffer (-1: outside), so that
+slices, transposes and reshapes are NumPy's own.
+
+It is also the judge of what a kernel may do: `Invalid` is raised where a result would not be
+defined or would depend on the schedule - reads of memory that nobody wrote, indices out of range,
+buffers touched while a copy or a product is in flight, generic writes that the async proxy has
+not been shown, two blocks writing one element, float sums whose order matters, division by zero.
+So the generator may be careless, and the shrinker cannot leave the language.
+
+Values that are not exact by the language carry what may differ: `tol`, a relative and an
+absolute bound (transcendental functions; float products of tensor cores), and FUSED, where a
+GPU's compiler may have made one fma of a multiplication and an addition."""
+
+import functools
+import itertools
+import math
+import threading
+import types
+from dataclasses import dataclass
+
+import numpy as np
+
+from .values import (
+    _INEXACT,
+    BOOL,
+    FUSED,
+    A,
+    Invalid,
+    as_array,
+    as_dtype,
+    bf16,
+    binary,
+    bitcast,
+    broadcast_in_dim,
+    broadcast_to,
+    f16,
+    f32,
+    full,
+    i32,
+    iota,
+    is_float,
+    is_int,
+    need,
+    reduction,
+    to_dtype,
+    unary,
+    where,
+)
+
+# ---- machine: blocks, threads, memory ------------------------------------------------------------
+
+
+class Slice:
+    def __init__(self, start, size):
+        self.start, self.size = start, size
+
+
+class Buffer:
+    def __init__(self, space, shape, dtype):
+        n = math.prod(shape)
+        self.space, self.dtype = space, dtype
+        self.data = np.zeros(n, dtype)
+        self.mask = np.zeros(n, bool)  # was written
+        self.writer = np.full(n, -1, np.int32)  # GMEM: which block and thread wrote
+        self.writing = np.zeros(n, bool)  # by an asynchronous copy in flight
+        self.reading = np.zeros(n, np.int16)  # by so many asynchronous operations
+        self.products = np.zeros(n, np.int16)  # so many of them on tensor cores
+        self.dirty = np.zeros(n, bool)  # generic writes the async proxy has not seen
+        self.tol, self.flags = None, 0
+
+    def note(self, tol, flags):
+        if tol is not None:
+            self.tol = tuple(map(max, self.tol, tol)) if self.tol else tol
+        self.flags |= flags & FUSED
+
+
+class Ref:
+    """A view of a buffer."""
+
+    def __init__(self, buf, idx, cut=()):
+        self.buf, self.idx = buf, idx
+        self.cut = cut or (False,) * idx.ndim  # was the dim sliced already?
+
+    shape = property(lambda self: self.idx.shape)
+    ndim = property(lambda self: self.idx.ndim)
+    size = property(lambda self: self.idx.size)
+    dtype = property(lambda self: self.buf.dtype)
+    T = property(lambda self: self.transpose(tuple(range(self.ndim))[::-1]))
+    at = property(lambda self: _At(self.view))
+
+    def transpose(self, perm):
+        return Ref(self.buf, self.idx.transpose(perm), tuple(self.cut[p] for p in perm))
+
+    def reshape(self, *shape):
+        shape = shape[0] if len(shape) == 1 and isinstance(shape[0], tuple) else shape
+        out = self.idx.reshape(shape)
+        need(self._folds(out.shape), "reshape of a view that does not fold")
+        return Ref(self.buf, out, (True,) * len(out.shape))
+
+    def _folds(self, shape):
+        """Do the elements lie so that the reshape moves none?"""
+        idx = self.idx
+        steps = [
+            int(idx.take(1, d).flat[0] - idx.flat[0]) if n > 1 else 0
+            for d, n in enumerate(idx.shape)
+        ]
+        view = np.lib.stride_tricks.as_strided(np.zeros(1, np.int8), idx.shape, steps)
+        try:
+            view.shape = shape
+        except AttributeError:
+            return False
+        return True
+
+    def view(self, where):
+        where = where if isinstance(where, tuple) else (where,)
+        dots = [k for k, w in enumerate(where) if w is Ellipsis]
+        n = len(where) - len(dots)
+        need(n <= self.ndim and len(dots) < 2, "too many indices")
+        at = dots[0] if dots else len(where)
+        rest = [slice(None)] * (self.ndim - n)
+        where = [*where[:at], *rest, *where[at + 1 :]]
+        idx, dim, cut = self.idx, 0, []
+        for k, w in enumerate(where):
+            size = idx.shape[dim]
+            if isinstance(w, slice):
+                need(w.step is None, "strided slice")
+                part = range(*w.indices(size))
+                need(len(part), "empty slice")
+                idx = idx.take(part, axis=dim)
+                cut.append(self.cut[k] or len(part) != size)
+                dim += 1
+                continue
+            start, n = (w.start, w.size) if isinstance(w, Slice) else (w, None)
+            dynamic = isinstance(start, A)
+            start = scalar(start)
+            if start < 0 and not dynamic and n is None:
+                start += size
+            count = 1 if n is None else n
+            picks = np.arange(start, start + count)
+            outside = (picks < 0) | (picks >= size)
+            need(not outside.any() or not self.cut[k], "a slice of a slice is out of range")
+            idx = idx.take(np.where(outside, 0, picks), axis=dim)
+            if outside.any():
+                shape = [-1 if d == dim else 1 for d in range(idx.ndim)]
+                idx = np.where(outside.reshape(shape), -1, idx)
+            if n is None:
+                idx = idx.squeeze(dim)
+            else:
+                cut.append(True)
+                dim += 1
+        return Ref(self.buf, idx, tuple(cut))
+
+    def __getitem__(self, where):
+        return load(self.view(where))
+
+    def __setitem__(self, where, value):
+        store(self.view(where), value)
+
+    def swap(self, value, idx=Ellipsis):
+        old = load(self.view(idx))
+        store(self.view(idx), value)
+        return old
+
+
+class _At:
+    def __init__(self, view):
+        self.view = view
+
+    def __getitem__(self, where):
+        return self.view(where)
+
+
+def load(ref):
+    if isinstance(ref, Acc):
+        return ref[...]
+    b, idx = ref.buf, ref.idx
+    need((idx >= 0).all(), "load out of range")
+    need(b.mask[idx].all(), "load of undefined memory")
+    need(not b.writing[idx].any(), "load while a copy writes")
+    if b.space == "gmem":
+        w = b.writer[idx]
+        need(((w < 0) | (w == here().writer)).all(), "load of what another block writes")
+    return A(b.data[idx], tol=b.tol, flags=b.flags)
+
+
+def store(ref, value):
+    b, idx = ref.buf, ref.idx
+    x = as_array(value)
+    need(x.shape == idx.shape, "store of {} into {}", x.shape, idx.shape)
+    need((idx >= 0).all(), "store out of range")
+    same = x.dtype == b.dtype or is_int(x.dtype) and is_int(b.dtype)
+    same |= x.weak and is_float(x.dtype) and is_float(b.dtype)
+    need(same, "store of {} into {}", x.dtype, b.dtype)
+    need(not b.writing[idx].any() and not b.reading[idx].any(), "store while a copy is in flight")
+    _claim(b, idx)
+    weak_tol = x if x.dtype == b.dtype else to_dtype(x, b.dtype)
+    b.data[idx] = weak_tol.v
+    b.mask[idx] = True
+    b.dirty[idx] = b.space == "smem"
+    b.note(weak_tol.tol, x.flags)
+
+
+def _claim(b, idx):
+    """GMEM elements belong to the thread that first writes them."""
+    if b.space != "gmem":
+        return
+    need(b.writer[idx].max(initial=-1) >= -1, "store to an operand")
+    me = here().writer
+    w = b.writer[idx]
+    need(((w == -1) | (w == me)).all(), "two blocks or threads write one element")
+    b.writer[idx] = me
+
+
+class Bar:
+    """One mbarrier."""
+
+    def __init__(self, arrivals):
+        self.arrivals, self.count, self.done = arrivals, 0, 0
+        self.waits = {}  # thread -> phases it has seen
+        self.pending, self.release = [], {}
+
+    def arrive(self, undo=None):
+        if undo:
+            self.pending.append(undo)
+        self.count += 1
+        if self.count == self.arrivals:
+            need(all(n >= self.done for n in self.waits.values()), "a phase completes unseen")
+            self.release[self.done] = self.pending
+            self.count, self.pending = 0, []
+            self.done += 1
+
+
+class BarRef:
+    space = "barrier"
+
+    def __init__(self, bars):
+        self.bars = bars  # object array
+
+    shape = property(lambda self: self.bars.shape)
+    at = property(lambda self: _At(self.view))
+
+    def view(self, where):
+        where = where if isinstance(where, tuple) else (where,)
+        where = tuple(scalar(w) for w in where)
+        need(all(0 <= w < n for w, n in zip(where, self.bars.shape)), "barrier index")
+        out = self.bars[where]
+        return BarRef(out if isinstance(out, np.ndarray) else np.array(out, dtype=object))
+
+    def one(self):
+        need(self.bars.size == 1, "one barrier is needed")
+        return self.bars.ravel()[0]
+
+
+class Acc:
+    """An accumulator, or a column slice of one."""
+
+    def __init__(self, shape, dtype):
+        self.v = np.zeros(shape, dtype)
+        self.tol = [None]
+        self.whole = self
+
+    shape = property(lambda self: self.v.shape)
+    dtype = property(lambda self: self.v.dtype)
+    at = property(lambda self: _At(self._part))
+
+    def _part(self, where):
+        out = Acc.__new__(Acc)
+        out.v, out.tol, out.whole = self.v[where], self.tol, self.whole
+        need(out.v.ndim == 2 and out.v.size and np.shares_memory(out.v, self.v), "acc slice")
+        need(out.shape[1] % 8 == 0 and out.shape[0] % 64 == 0, "acc slice")
+        return out
+
+    def __getitem__(self, where):
+        here().wgmma_wait(0)
+        return A(self.v.copy(), tol=self.tol[0])[where]
+
+    def __setitem__(self, where, value):
+        need(where is Ellipsis and self.whole is self, "store to a part of an accumulator")
+        value = as_array(value)
+        need(value.shape == self.shape and value.dtype == self.dtype, "store to an accumulator")
+        here().wgmma_wait(0)
+        self.v[...] = value.v
+        self.tol[0] = value.tol
+        need(not value.flags & FUSED, "a fused accumulator")
+
+
+class Thread:
+    """One Pallas thread of a block."""
+
+    def __init__(self, machine, block, index):
+        self.machine, self.block, self.index = machine, block, index
+        self.writer = machine.block_number * 16 + index
+        self.open, self.groups, self.unread = [], [], []  # bulk groups
+        self.products = []
+        self.scopes = 0
+
+    def wgmma_wait(self, n):
+        while len(self.products) > n:
+            self.products.pop(0)()
+
+    def wait_stores(self, n, read_only):
+        k = 0
+        while len(self.groups) - k > n:
+            for release_source, _ in self.groups[k]:
+                release_source()
+            k += 1
+        done, self.groups = self.groups[:k], self.groups[k:]
+        if read_only:
+            self.unread += done
+        else:
+            for group in self.unread + done:
+                for _, release_target in group:
+                    release_target()
+            self.unread = []
+
+
+class Machine:
+    """Runs one kernel: blocks one after the other, threads of a block in turns."""
+
+    def __init__(self):
+        self.lock = threading.Condition()
+        self.turn = 0
+        self.alive = []
+        self.failure = None
+        self.block_number = 0
+        self.axes = {}
+        self.shared = {}
+        self.steps = 0
+
+    # threads take turns: one runs until it waits for a barrier or ends
+    def pass_on(self, me):
+        k = self.alive.index(me)
+        self.turn = self.alive[(k + 1) % len(self.alive)]
+        self.lock.notify_all()
+
+    def wait_until(self, ready, me):
+        """Blocks thread `me` until ready()."""
+        spins = 0
+        while not ready():
+            need(len(self.alive) > 1, "deadlock")
+            spins += 1
+            need(spins < 10000, "deadlock")
+            self.pass_on(me)
+            self.await_turn(me)
+
+    def await_turn(self, me):
+        while self.turn != me and not self.failure:
+            self.lock.wait()
+        if self.failure:
+            raise Invalid("another thread failed")
+
+    def run_block(self, body, n_threads):
+        self.shared = {}
+        self.alive = list(range(n_threads))
+        self.turn, self.failure = 0, None
+        if n_threads == 1:
+            _local.thread = Thread(self, None, 0)
+            self._one(body, _local.thread)
+            return
+        workers = [
+            threading.Thread(target=self._worker, args=(body, k), daemon=True)
+            for k in range(n_threads)
+        ]
+        for w in workers:
+            w.start()
+        for w in workers:
+            w.join()
+        if self.failure:
+            raise self.failure
+
+    def _one(self, body, thread):
+        body()
+        need(not thread.open, "copies without a group at the end")
+        thread.wgmma_wait(0)
+
+    def _worker(self, body, k):
+        _local.thread = Thread(self, None, k)
+        with self.lock:
+            try:
+                self.await_turn(k)
+                self._one(body, _local.thread)
+                if len(self.alive) > 1:
+                    self.pass_on(k)
+                self.alive.remove(k)
+            except BaseException as e:
+                if not self.failure:
+                    self.failure = e
+                self.lock.notify_all()
+
+
+_local = threading.local()
+
+
+def here():
+    return _local.thread
+
+
+def scalar(x):
+    if isinstance(x, A):
+        need(x.shape == () and is_int(x.dtype) and x.tol is None and not x.flags, "index scalar")
+        return int(x.v)
+    return x.__index__()
+
+
+def predicate(p):
+    p = as_array(p)
+    need(p.shape == () and p.tol is None and not p.flags & FUSED, "predicate")
+    return bool(p.v != 0)
+
+
+def tick():
+    m = here().machine
+    m.steps += 1
+    need(m.steps < 200_000, "runs too long")
+
+
+# ---- copies, barriers, products ------------------------------------------------------------------
+
+
+def copy_gmem_to_smem(src, dst, barrier, *, predicate=None, oob_mode=None):
+    need(src.buf.space == "gmem" and dst.buf.space == "smem", "spaces of a copy")
+    need(src.shape == dst.shape and src.dtype == dst.dtype, "types of a copy")
+    bar = barrier.one()
+    if predicate is not None and not _predicate(predicate):
+        bar.arrive()
+        return
+    s, d = src.idx, dst.idx
+    inside = s >= 0
+    need((d >= 0).all(), "copy out of range of SMEM")
+    need(src.buf.mask[s[inside]].all(), "copy of undefined memory")
+    need((src.buf.writer[s[inside]] < 0).all(), "copy of an output")
+    b = dst.buf
+    need(not b.writing[d].any() and not b.reading[d].any(), "copy onto a copy in flight")
+    need(not b.dirty[d].any(), "copy onto generic writes that were not committed")
+    data = np.where(inside, src.buf.data[np.where(inside, s, 0)], 0)
+    b.data[d] = data.astype(b.dtype)
+    b.mask[d] = True
+    b.writing[d] = True
+    b.note(src.buf.tol, src.buf.flags)
+
+    def landed():
+        b.writing[d] = False
+
+    bar.arrive(landed)
+
+
+_predicate = predicate
+
+
+def copy_smem_to_gmem(src, dst, predicate=None, *, commit_group=True):
+    need(src.buf.space == "smem" and dst.buf.space == "gmem", "spaces of a copy")
+    need(src.shape == dst.shape and src.dtype == dst.dtype, "types of a copy")
+    t = here()
+    if predicate is None or _predicate(predicate):
+        s, d = src.idx, dst.idx
+        inside = d >= 0
+        a, b = src.buf, dst.buf
+        need((s >= 0).all() and a.mask[s].all(), "copy of undefined memory")
+        need(not a.writing[s].any(), "copy from a copy in flight")
+        need(not a.dirty[s].any(), "copy of generic writes that were not committed")
+        to = d[inside]
+        need(not b.writing[to].any(), "two copies write one place at a time")
+        _claim(b, to)
+        b.data[to] = a.data[s][inside]
+        b.mask[to] = True
+        b.writing[to] = True
+        b.note(a.tol, a.flags)
+        a.reading[s] += 1
+
+        def read():
+            a.reading[s] -= 1
+
+        def written():
+            b.writing[to] = False
+
+        t.open.append((read, written))
+    if commit_group:
+        commit_smem_to_gmem_group()
+
+
+def commit_smem_to_gmem_group():
+    t = here()
+    t.groups.append(t.open)
+    t.open = []
+
+
+def wait_smem_to_gmem(n, wait_read_only=False):
+    here().wait_stores(n, wait_read_only)
+
+
+def commit_smem():
+    for b in here().machine.shared.values():
+        b.dirty[:] = False
+
+
+def barrier_arrive(barrier):
+    barrier.one().arrive()
+
+
+def barrier_wait(barrier):
+    bar, t = barrier.one(), here()
+    phase = bar.waits.setdefault(t.index, 0)
+    t.machine.wait_until(lambda: bar.done > phase, t.index)
+    bar.waits[t.index] = phase + 1
+    for landed in bar.release.pop(phase, ()):
+        landed()
+
+
+def wgmma(acc, a, b):
+    need(isinstance(acc, Acc) and isinstance(a, Ref) and isinstance(b, Ref), "wgmma operands")
+    (m, n), (m2, k), (k2, n2) = acc.shape, a.shape, b.shape
+    need((m, k, n) == (m2, k2, n2) and n <= 256 and k % 16 == 0, "shapes of wgmma")
+    need(a.dtype == b.dtype and a.dtype in (f16, bf16), "dtypes of wgmma")
+    need(acc.dtype == f32 or a.dtype == f16, "dtype of the accumulator")
+    for r in (a, b):
+        need(r.buf.space == "smem" and (r.idx >= 0).all(), "wgmma operand")
+        need(r.buf.mask[r.idx].all(), "product of undefined memory")
+        need(not r.buf.writing[r.idx].any(), "product of a copy in flight")
+        need(not r.buf.dirty[r.idx].any(), "product of generic writes that were not committed")
+        need(r.buf.tol is None and not r.buf.flags, "product of inexact values")
+    x, y = (r.buf.data[r.idx].astype(np.float64) for r in (a, b))
+    need(np.isfinite(x).all() and np.isfinite(y).all(), "product of infinities")
+    size = np.abs(x) @ np.abs(y) + np.abs(acc.v.astype(np.float64))
+    total = x @ y + acc.v.astype(np.float64)
+    precision = 24 if acc.dtype == f32 else 11
+    if not (_integers(x) and _integers(y) and _integers(acc.v) and size.max() <= 2.0**precision):
+        old = acc.tol[0] or (0.0, 0.0)
+        acc.tol[0] = (2.0**-precision * 8, old[1] + float(size.max()) * 2.0 ** (2 - precision))
+    acc.v[...] = total.astype(acc.dtype)
+    for r in (a, b):
+        r.buf.reading[r.idx] += 1
+        r.buf.products[r.idx] += 1
+
+    def done():
+        for r in (a, b):
+            r.buf.reading[r.idx] -= 1
+            r.buf.products[r.idx] -= 1
+
+    here().products.append(done)
+
+
+def _integers(x):
+    return (x == np.rint(x)).all()
+
+
+def wgmma_wait(n):
+    here().wgmma_wait(n)
+
+
+def wgmma_accumulator_load(acc, *, wait_n=0):
+    here().wgmma_wait(wait_n)
+    need(not here().products, "an accumulator is read while products are in flight")
+    return A(acc.v.copy(), tol=acc.tol[0])
+
+
+# ---- trees, control flow, scopes -----------------------------------------------------------------
+
+
+def flatten(x):
+    if isinstance(x, (tuple, list)):
+        return [leaf for item in x for leaf in flatten(item)]
+    if isinstance(x, dict):
+        return [leaf for k in sorted(x) for leaf in flatten(x[k])]
+    return [] if x is None else [x]
+
+
+def tree_map(f, x):
+    if isinstance(x, (tuple, list)):
+        return type(x)(tree_map(f, item) for item in x)
+    if isinstance(x, dict):
+        return {k: tree_map(f, x[k]) for k in x}
+    return None if x is None else f(x)
+
+
+def _carry(x):
+    return tree_map(lambda v: v if isinstance(v, (Ref, Acc)) else as_array(v), x)
+
+
+def _same_types(old, new):
+    a, b = flatten(old), flatten(new)
+    need(len(a) == len(b), "structure of a carry")
+    for x, y in zip(a, b):
+        if isinstance(x, A):
+            need(isinstance(y, A) and (x.shape, x.dtype) == (y.shape, y.dtype), "type of a carry")
+
+
+def fori_loop(lower, upper, body, init, *, unroll=None):
+    static = not isinstance(lower, A) and not isinstance(upper, A)
+    lo, hi = scalar(lower), scalar(upper)
+    if unroll not in (None, False, True, 1):
+        need(static and max(hi - lo, 0) % unroll == 0, "unroll")
+    val = _carry(init)
+    for i in range(lo, hi):
+        tick()
+        new = _carry(body(A(np.asarray(i, i32), weak=static), val))
+        _same_types(val, new)
+        val = new
+    return val
+
+
+def while_loop(cond, body, init):
+    val = _carry(init)
+    while True:
+        tick()
+        p = as_array(cond(val))
+        need(p.dtype == BOOL, "while condition")
+        if not predicate(p):
+            return val
+        new = _carry(body(val))
+        _same_types(val, new)
+        val = new
+
+
+def cond(pred, true_fun, false_fun, *operands):
+    out = true_fun(*operands) if predicate(pred) else false_fun(*operands)
+    return _carry(out)
+
+
+def switch(index, branches, *operands):
+    k = min(max(scalar(index), 0), len(branches) - 1)
+    return _carry(branches[k](*operands))
+
+
+def when(condition):
+    def wrap(f):
+        if predicate(condition):
+            need(f() is None, "pl.when returns a value")
+
+    return wrap
+
+
+def loop(lower, upper, *, init_carry=None, step=1, unroll=None):
+    def wrap(body):
+        lo, hi, by = scalar(lower), scalar(upper), scalar(step)
+        need(by >= 1, "step")
+        static = not any(isinstance(x, A) for x in (lower, upper, step))
+        carry = _carry(init_carry)
+        for i in range(lo, hi, by):
+            tick()
+            i = A(np.asarray(i, i32), weak=static)
+            if init_carry is None:
+                need(body(i) is None, "pl.loop returns a value")
+            else:
+                new = _carry(body(i, carry))
+                _same_types(carry, new)
+                carry = new
+        return carry
+
+    return wrap
+
+
+@dataclass
+class SmemType:
+    shape: tuple
+    dtype: np.dtype
+
+
+@dataclass
+class BarrierType:
+    num_arrivals: int = 1
+    num_barriers: object = 1
+
+
+@dataclass
+class AccType:
+    shape: tuple
+    dtype: object = f32
+    initial: object = None
+
+
+def make_acc_type():
+    def acc(shape, dtype=f32):
+        need(len(shape) == 2 and shape[0] % 64 == 0 and shape[1] % 8 == 0, "ACC shape")
+        return AccType(tuple(shape), as_dtype(dtype))
+
+    def init(x):
+        x = as_array(x)
+        need(x.tol is None and not x.flags & FUSED, "initial accumulator")
+        return AccType(x.shape, x.dtype, x)
+
+    acc.init = init
+    return acc
+
+
+def check_transforms(shape, dtype, transforms):
+    tiling = next((t[1] for t in transforms if t[0] == "tile"), None)
+    swizzle = next((t[1] for t in transforms if t[0] == "swizzle"), None)
+    if tiling:
+        need(len(tiling) <= len(shape), "tiling rank")
+        need(all(d % t == 0 for d, t in zip(shape[-len(tiling) :], tiling)), "tiling divides")
+    if swizzle:
+        need((tiling or shape)[-1] * dtype.itemsize == swizzle, "swizzle fits")
+
+
+def SMEM(shape, dtype, transforms=()):  # noqa: N802 - the name in the language
+    dtype = as_dtype(dtype)
+    check_transforms(shape, dtype, transforms)
+    return SmemType(tuple(shape), dtype)
+
+
+def _is_type(x):
+    return isinstance(x, (SmemType, BarrierType, AccType))
+
+
+def _allocate(t):
+    if isinstance(t, AccType):
+        acc = Acc(t.shape, t.dtype)
+        if t.initial is not None:
+            acc.v[...] = t.initial.v
+        return acc
+    if isinstance(t, BarrierType):
+        shape = (t.num_barriers,) if isinstance(t.num_barriers, int) else tuple(t.num_barriers)
+        need(math.prod(shape) <= 32, "too many barriers")
+        bars = np.empty(shape, object)
+        for k in np.ndindex(*shape):
+            bars[k] = Bar(t.num_arrivals)
+        return BarRef(bars)
+    b = Buffer("smem", t.shape, t.dtype)
+    m = here().machine
+    m.shared[id(b)] = b
+    return Ref(b, np.arange(b.data.size, dtype=np.int32).reshape(t.shape))
+
+
+def _close(refs):
+    m = here().machine
+    for r in flatten(refs):
+        if isinstance(r, Ref):
+            # products may still read: pipelines of them end so, and the accumulator waits
+            used = r.buf.writing.any() or (r.buf.reading > r.buf.products).any()
+            need(not used, "memory freed while in use")
+            m.shared.pop(id(r.buf), None)
+        elif isinstance(r, BarRef):
+            for bar in r.bars.ravel():
+                need(bar.count == 0, "a barrier ends in the middle of a phase")
+                need(all(n == bar.done for n in bar.waits.values()), "a barrier ends unseen")
+                need(bar.waits or not bar.done, "a barrier ends unseen")
+        elif isinstance(r, Acc):
+            here().wgmma_wait(0)
+
+
+def run_scoped(f, *types_, collective_axes=(), **kw):
+    t = here()
+    m = t.machine
+    if collective_axes and m.n_threads > 1:
+        t.scopes += 1
+        key = t.scopes
+        if key not in m.collective:
+            m.collective[key] = [tree_map(_allocate, types_), tree_map(_allocate, kw), 0]
+        entry = m.collective[key]
+        out = f(*entry[0], **entry[1])
+        entry[2] += 1
+        if entry[2] == m.n_threads:
+            _close([list(entry[0]), entry[1]])
+        return out
+    need(m.n_threads == 1 or all(isinstance(x, AccType) for x in flatten([types_, kw])),
+         "SMEM of one thread")  # fmt: skip
+    refs, kw_refs = tree_map(_allocate, types_), tree_map(_allocate, kw)
+    out = f(*refs, **kw_refs)
+    _close([list(refs), kw_refs])
+    return out
+
+
+def run_state(f):
+    def inner(init):
+        accs = tree_map(_allocate, init)
+        need(f(accs) is None, "run_state returns a value")
+        return tree_map(lambda a: a[...], accs)
+
+    return inner
+
+
+# ---- pipelines -----------------------------------------------------------------------------------
+
+
+class BlockSpec:
+    def __init__(
+        self, block_shape=None, index_map=None, transforms=(), delay_release=0, memory_space=None
+    ):
+        self.block_shape, self.index_map = block_shape, index_map
+        self.transforms, self.delay_release, self.memory_space = (
+            transforms,
+            delay_release,
+            memory_space,
+        )
+
+
+class Element:
+    def __init__(self, block_size):
+        self.block_size = block_size
+
+
+class _Staged:
+    """One operand of a pipeline."""
+
+    def __init__(self, spec, ref, slots, grid):
+        self.spec, self.ref = spec, ref
+        self.gmem = spec.memory_space == "gmem"
+        dims = ref.shape if spec.block_shape is None else spec.block_shape
+        need(self.gmem or len(dims) == ref.ndim, "rank of a block")
+        self.dims = dims
+        self.varies = False
+        if spec.index_map is not None and grid and not self.gmem:
+            probe = [A(np.asarray(0, i32), dep=True) for _ in grid]
+            out = flatten(spec.index_map(*probe))
+            self.varies = any(isinstance(x, A) and x.dep for x in out)
+        if not self.gmem:
+            block = tuple(
+                d.block_size if isinstance(d, Element) else d for d in dims if d is not None
+            )
+            check_transforms(block, ref.dtype, spec.transforms)
+            self.slots = [_allocate(SmemType(block, ref.dtype)) for _ in range(slots)]
+
+    def index(self, indices):
+        if self.spec.index_map is None:
+            return (0,) * len(self.dims)
+        out = self.spec.index_map(*[A(np.asarray(i, i32), weak=True) for i in indices])
+        out = out if isinstance(out, tuple) else (out,)
+        need(len(out) == len(self.dims), "rank of an index map")
+        return tuple(scalar(x) for x in out)
+
+    def view(self, index):
+        where = []
+        for d, i in zip(self.dims, index):
+            if d is None:
+                where.append(A(np.asarray(i, i32)))
+            elif isinstance(d, Element):
+                where.append(Slice(i, d.block_size))
+            else:
+                where.append(Slice(i * d, d))
+        return self.ref.view(tuple(where))
+
+
+def emit_pipeline(body, *, grid, in_specs=(), out_specs=(), max_concurrent_steps=1,
+                  init_carry=None):  # fmt: skip
+    def pipeline(*refs):
+        need(here().machine.n_threads == 1, "a pipeline in a kernel with threads")
+        sizes = [scalar(g) for g in grid]
+        static = not any(isinstance(g, A) for g in grid)
+        need(all(g > 0 for g in sizes) or not static, "grid of a pipeline")
+        steps = math.prod(sizes)
+        slots = min(max_concurrent_steps, steps) if static else max_concurrent_steps
+        delays = [s.delay_release for s in in_specs]
+        need(max_concurrent_steps > max(delays, default=0), "delay_release")
+        ins = [_Staged(s, r, slots, grid) for s, r in zip(in_specs, refs)]
+        outs = [_Staged(s, r, slots, grid) for s, r in zip(out_specs, refs[len(in_specs) :])]
+        need(len(refs) == len(ins) + len(outs), "refs of a pipeline")
+        carry = _carry(init_carry)
+        everything = list(itertools.product(*map(range, sizes)))
+
+        def fetch(o, s):
+            bar = BarRef(np.array(Bar(1), dtype=object))
+            copy_gmem_to_smem(o.view(o.index(everything[s])), o.slots[s % slots], bar)
+            barrier_wait(bar)
+
+        def changed(o, s):
+            return s == 0 or o.index(everything[s]) != o.index(everything[s - 1])
+
+        def put(o, s):
+            copy_smem_to_gmem(
+                o.slots[s % slots], o.view(o.index(everything[s])), commit_group=False
+            )
+
+        for o in ins:
+            for s in range(min(slots, steps)):
+                if not o.gmem:
+                    fetch(o, s)
+        varying = [o for o in outs if o.varies and not o.gmem]
+        fixed = [o for o in outs if not o.varies and not o.gmem]
+        for s in range(steps):
+            tick()
+            if varying:
+                wait_smem_to_gmem(slots - 1, wait_read_only=True)
+            blocks = [o.ref if o.gmem else o.slots[s % slots] for o in ins + outs]
+            indices = tuple(A(np.asarray(i, i32), weak=static) for i in everything[s])
+            if init_carry is None:
+                need(body(indices, *blocks) is None, "a body without a carry returns a value")
+            else:
+                new = _carry(body(indices, *blocks, carry))
+                _same_types(carry, new)
+                carry = new
+            if varying:
+                commit_smem()
+                for o in varying:
+                    if changed(o, s):
+                        put(o, s)
+                commit_smem_to_gmem_group()
+            for o in ins:
+                d = o.spec.delay_release
+                if not o.gmem and s >= d and s + slots - d < steps:
+                    fetch(o, s + slots - d)
+        if steps:
+            for o in varying:
+                if not changed(o, steps - 1):
+                    wait_smem_to_gmem(0)
+                    put(o, steps - 1)
+                    commit_smem_to_gmem_group()
+            if fixed:
+                commit_smem()
+                for o in fixed:
+                    put(o, steps - 1)
+                commit_smem_to_gmem_group()
+        if varying or fixed:
+            wait_smem_to_gmem(0)
+        for o in ins + outs:
+            if not o.gmem:
+                _close(o.slots)
+        return carry
+
+    return pipeline
+
+
+# ---- the four namespaces -------------------------------------------------------------------------
+
+
+class _Scalar:
+    def __init__(self, dtype):
+        self.dtype = dtype
+
+    def __call__(self, x):
+        return to_dtype(x, self.dtype) if isinstance(x, A) else self.dtype.type(x)
+
+
+class _AnyLayout:
+    """Layouts do not change values."""
+
+    def __getattr__(self, name):
+        return self
+
+    def __call__(self, *args, **kw):
+        return self
+
+
+def axis_index(name):
+    m = here().machine
+    if isinstance(name, tuple):
+        total = 0
+        for n in name:
+            total = total * m.axes[n][1] + m.axis(n)
+        return A(np.asarray(total, i32))
+    return A(np.asarray(m.axis(name), i32))
+
+
+def axis_size(name):
+    m = here().machine
+    names = name if isinstance(name, tuple) else (name,)
+    return math.prod(m.axes[n][1] for n in names)
+
+
+def _float(op):
+    def f(x):
+        x = as_array(x)
+        return unary(op, x if is_float(x.dtype) else to_dtype(x, f32))
+
+    return f
+
+
+def _logical(op):
+    def f(x, y):
+        return binary(op, truth(x), truth(y))
+
+    return f
+
+
+def truth(x):
+    x = as_array(x)
+    return x if x.dtype == BOOL else binary("ne", x, 0)
+
+
+def clip(x, lo=None, hi=None):
+    if lo is not None:
+        x = binary("max", x, lo)
+    return x if hi is None else binary("min", x, hi)
+
+
+def mean(x, axis=None, keepdims=False):
+    x = as_array(x)
+    to = x.dtype if is_float(x.dtype) else f32
+    total = reduction("add", to_dtype(x, f32), axis, keepdims=keepdims)
+    n = x.size // max(total.size, 1)
+    return to_dtype(total / n, to)
+
+
+def _binary(op):
+    return lambda x, y: binary(op, x, y)
+
+
+def _shift_right(signed):
+    def f(x, y):
+        x = as_array(x)
+        other = np.dtype(("i" if signed else "u") + str(x.dtype.itemsize))
+        return bitcast(binary("shr", bitcast(x, other), to_dtype(y, other)), x.dtype)
+
+    return f
+
+
+def _barrier_identity(x):
+    return tree_map(lambda v: as_array(v).like(as_array(v).v, flags=as_array(v).flags & FUSED), x)
+
+
+plgpu = types.SimpleNamespace(
+    SMEM=SMEM,
+    GMEM="gmem",
+    ACC=make_acc_type(),
+    Barrier=BarrierType,
+    TilingTransform=lambda t: ("tile", tuple(t)),
+    SwizzleTransform=lambda s: ("swizzle", s),
+    Layout=_AnyLayout(),
+    Tiling=_AnyLayout(),
+    Replicated=_AnyLayout(),
+    BlockSpec=BlockSpec,
+    emit_pipeline=emit_pipeline,
+    layout_cast=lambda x, layout: as_array(x),
+    load=lambda ref, layout=None, optimized=True: load(ref),
+    broadcasted_iota=lambda dtype, shape, dim, layout=None: iota(dtype, shape, dim),
+    copy_gmem_to_smem=copy_gmem_to_smem,
+    copy_smem_to_gmem=copy_smem_to_gmem,
+    commit_smem=commit_smem,
+    commit_smem_to_gmem_group=commit_smem_to_gmem_group,
+    wait_smem_to_gmem=wait_smem_to_gmem,
+    barrier_arrive=barrier_arrive,
+    barrier_wait=barrier_wait,
+    wgmma=wgmma,
+    wgmma_wait=wgmma_wait,
+    wgmma_accumulator_load=wgmma_accumulator_load,
+    set_max_registers=lambda n, action: None,
+    transpose_ref=lambda ref, perm: ref.transpose(perm),
+    CompilerParams=lambda **kw: kw,
+)
+
+pl = types.SimpleNamespace(
+    ds=lambda start, size: Slice(start, size),
+    when=when,
+    loop=loop,
+    run_scoped=run_scoped,
+    run_state=run_state,
+    multiple_of=lambda x, n: _multiple_of(x, n),
+    program_id=lambda k: here().machine.program_id(k),
+    num_programs=lambda k: here().machine.grid[k],
+    cdiv=lambda a, b: -(-a // b),
+    Element=Element,
+    squeezed=None,
+)
+
+
+def _multiple_of(x, n):
+    if isinstance(x, A):
+        need(scalar(x) % n == 0, "multiple_of is not true")
+    return x
+
+
+lax = types.SimpleNamespace(
+    axis_index=axis_index,
+    axis_size=axis_size,
+    fori_loop=fori_loop,
+    while_loop=while_loop,
+    cond=cond,
+    switch=switch,
+    optimization_barrier=_barrier_identity,
+    broadcast_in_dim=broadcast_in_dim,
+    broadcast=lambda x, sizes: as_array(x).like(
+        np.broadcast_to(as_array(x).v, (*sizes, *as_array(x).shape))
+    ),
+    reshape=lambda x, shape: as_array(x).reshape(tuple(shape)),
+    squeeze=lambda x, dims: as_array(x).like(as_array(x).v.squeeze(dims)),
+    slice=lambda x, lo, hi: x[tuple(slice(a, b) for a, b in zip(lo, hi))],
+    full=full,
+    select=lambda c, x, y: where(c, x, y),
+    select_n=lambda c, x, y: where(c, y, x),
+    clamp=lambda lo, x, hi: binary("min", binary("max", x, lo), hi),
+    convert_element_type=lambda x, d: to_dtype(x, as_dtype(d)),
+    bitcast_convert_type=bitcast,
+    broadcasted_iota=iota,
+    iota=lambda dtype, n: iota(dtype, (n,), 0),
+    reduce_sum=lambda x, axes: reduction("add", x, tuple(axes)),
+    reduce_max=lambda x, axes: reduction("max", x, tuple(axes)),
+    reduce_min=lambda x, axes: reduction("min", x, tuple(axes)),
+    round=lambda x: unary("round", x),
+    shift_left=_binary("shl"),
+    shift_right_logical=_shift_right(False),
+    shift_right_arithmetic=_shift_right(True),
+    square=lambda x: binary("mul", x, x),
+    **{n: _binary(n) for n in ("add", "sub", "mul", "div", "rem", "max", "min")},
+    **{n: _binary(n) for n in ("eq", "ne", "lt", "le", "gt", "ge")},
+    **{n: (lambda n: lambda x: unary(n, x))(n)
+       for n in ("abs", "neg", "sign", "floor", "ceil", "sqrt", *_INEXACT)},
+)  # fmt: skip
+
+jnp = types.SimpleNamespace(
+    **{
+        n: _Scalar(as_dtype(n))
+        for n in "int8 int16 int32 uint8 uint16 uint32 float16 bfloat16 float32".split()
+    },
+    bool_=_Scalar(BOOL),
+    inf=math.inf,
+    where=where,
+    clip=clip,
+    sum=lambda x, axis=None, **kw: reduction("sum", x, axis, **kw),
+    max=lambda x, axis=None, **kw: reduction("max", x, axis, **kw),
+    min=lambda x, axis=None, **kw: reduction("min", x, axis, **kw),
+    mean=mean,
+    full=full,
+    zeros=lambda shape, dtype=f32: full(shape, 0, dtype),
+    ones=lambda shape, dtype=f32: full(shape, 1, dtype),
+    full_like=lambda x, v, dtype=None: full(x.shape, v, x.dtype if dtype is None else dtype),
+    zeros_like=lambda x: full(x.shape, 0, x.dtype),
+    ones_like=lambda x: full(x.shape, 1, x.dtype),
+    arange=lambda n, dtype=i32: iota(dtype, (n,), 0),
+    broadcast_to=broadcast_to,
+    reshape=lambda x, shape: as_array(x).reshape(shape),
+    expand_dims=lambda x, axis: as_array(x).like(np.expand_dims(as_array(x).v, axis)),
+    astype=lambda x, d: to_dtype(x, as_dtype(d)),
+    isnan=lambda x: binary("ne", x, x),
+    isfinite=lambda x: binary("lt", unary("abs", x), math.inf),
+    isinf=lambda x: binary("eq", unary("abs", x), math.inf),
+    abs=lambda x: unary("abs", x),
+    negative=lambda x: unary("neg", x),
+    sign=lambda x: unary("sign", x),
+    invert=lambda x: unary("not", x),
+    square=lambda x: binary("mul", x, x),
+    add=_binary("add"),
+    subtract=_binary("sub"),
+    multiply=_binary("mul"),
+    divide=_binary("truediv"),
+    floor_divide=_binary("floordiv"),
+    remainder=_binary("mod"),
+    maximum=_binary("max"),
+    minimum=_binary("min"),
+    bitwise_and=_binary("and"),
+    bitwise_or=_binary("or"),
+    bitwise_xor=_binary("xor"),
+    left_shift=_binary("shl"),
+    right_shift=_binary("shr"),
+    logical_and=_logical("and"),
+    logical_or=_logical("or"),
+    logical_xor=_logical("xor"),
+    logical_not=lambda x: unary("not", truth(x)),
+    **{n: _float(n) for n in ("floor", "ceil", "sqrt", "rint")},
+    round=_float("rint"),
+    **{n: _float(n) for n in _INEXACT if n != "rsqrt"},
+)
+
+
+# ---- running -------------------------------------------------------------------------------------
+
+
+@dataclass
+class Expected:
+    """What an output must hold: where `mask`, within `tol` if that is given."""
+
+    value: np.ndarray
+    mask: np.ndarray
+    tol: tuple | None
+    fused: bool  # exact only where no compiler makes fma of * and +
+
+
+class _Run(Machine):
+    def __init__(self, options):
+        super().__init__()
+        self.grid = tuple(options.get("grid", ()))
+        self.grid_names = tuple(options.get("grid_names", ()))
+        self.cluster = tuple(options.get("cluster", ()))
+        self.n_threads = options.get("num_threads") or 1
+        self.collective = {}
+        self.where = ()
+        for k, n in enumerate(self.grid_names):
+            self.axes[n] = (k, self.grid[k])
+        for k, n in enumerate(options.get("cluster_names", ())):
+            self.axes[n] = (len(self.grid) + k, self.cluster[k])
+        if options.get("thread_name"):
+            self.axes[options["thread_name"]] = (None, self.n_threads)
+
+    def axis(self, name):
+        k, _ = self.axes[name]
+        return here().index if k is None else self.where[k]
+
+    def program_id(self, k):
+        return A(np.asarray(self.where[k], i32))
+
+
+def run(make, operands, outs):
+    """What a kernel computes. operands: NumPy arrays; outs: (shape, dtype) each."""
+    body, options = make(plgpu, pl, lax, jnp)
+    machine = _Run(options)
+    refs = []
+    for x in operands:
+        b = Buffer("gmem", x.shape, x.dtype)
+        b.data[:] = x.ravel()
+        b.mask[:] = True
+        b.writer[:] = -2  # nobody may write
+        b.writer.flags.writeable = False
+        refs.append(Ref(b, np.arange(b.data.size, dtype=np.int32).reshape(x.shape)))
+    results = []
+    for shape, dtype in outs:
+        b = Buffer("gmem", shape, as_dtype(dtype))
+        results.append(b)
+        refs.append(Ref(b, np.arange(b.data.size, dtype=np.int32).reshape(shape)))
+    scratch = options.get("scratch_types", ())
+
+    def block():
+        if isinstance(scratch, dict):
+            out = run_scoped(functools.partial(body, *refs), collective_axes=True, **scratch)
+        elif scratch:
+            out = run_scoped(functools.partial(body, *refs), *scratch, collective_axes=True)
+        else:
+            out = body(*refs)
+        need(out is None, "the body returns a value")
+        here().wait_stores(0, False)
+
+    with np.errstate(all="ignore"):
+        axes = [*machine.grid, *machine.cluster]
+        for k, where_ in enumerate(itertools.product(*map(range, axes))):
+            machine.block_number, machine.where, machine.collective = k, where_, {}
+            try:
+                machine.run_block(block, machine.n_threads)
+            except (ValueError, IndexError, TypeError, KeyError, NameError, AttributeError) as e:
+                raise Invalid(f"{type(e).__name__}: {e}") from e
+    approximate = options.get("compiler_params", {}).get("approx_math")
+    return [
+        Expected(
+            b.data.reshape(s),
+            b.mask.reshape(s),
+            (max(b.tol[0], 2.0**-9), max(b.tol[1], 2.0**-16)) if b.tol and approximate else b.tol,
+            bool(b.flags & FUSED),
+        )
+        for b, (s, _) in zip(results, outs)
+    ]

@@ -1,0 +1,568 @@
+/* The second catalogue: the device functions of generated programs, for the CPU.
+ *
+ * Same names and meanings as csrc/cuda/device/ and csrc/cuda/family.c, written from the PTX ISA and
+ * not from that text. Everything that touches memory or other threads is a function of the
+ * emulated machine (machine.h), and tells it the line of the generated program. */
+#ifndef HOST_CATALOGUE_H
+#define HOST_CATALOGUE_H
+
+#include <math.h>
+#include <string.h>
+
+#include <utility>
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef signed char i8;
+typedef short i16;
+typedef int i32;
+typedef long long i64;
+typedef float f32;
+
+/* ---- the machine --------------------------------------------------------------------------- */
+
+struct HostIndex {
+  u32 x, y, z;
+};
+
+/* what a thread can read of itself */
+struct HostThread {
+  HostIndex thread_index, block_index, cluster_index, block_dim, grid_dim;
+};
+extern HostThread *host_self;
+
+#define threadIdx (host_self->thread_index)
+#define blockIdx (host_self->block_index)
+#define blockDim (host_self->block_dim)
+#define gridDim (host_self->grid_dim)
+#define __global__
+#define __device__
+#define __forceinline__ inline
+#define __grid_constant__
+#define __launch_bounds__(...)
+#define __cluster_dims__(...)
+#define LINE int line = __builtin_LINE()
+#define FN static inline __attribute__((always_inline, unused))
+
+/* What cuTensorMapEncodeTiled is given, in place of the opaque 128 bytes it makes. */
+struct alignas(64) TensorMap {
+  u64 base, dim[5], stride[4]; /* innermost first; stride[k] in bytes, of dim k + 1 */
+  u32 box[5];
+  u8 rank, element, swizzle, is_map;
+};
+static_assert(sizeof(TensorMap) == 128, "a tensor map has 128 bytes");
+
+struct HostWgmma {
+  void *d;
+  const u32 *a; /* registers, or NULL */
+  u32 a_low, a_high, b_low, b_high;
+  u16 n;
+  bool half, bf16, transpose_a, transpose_b;
+  bool fresh; /* scale-d is 0: what the accumulator held does not count */
+};
+
+extern "C" {
+u32 host_shared_base();
+void host_load_shared(void *d, u32 a, u32 bytes, int line);
+void host_store_shared(u32 a, const void *s, u32 bytes, int line);
+void host_load_global(void *d, const void *p, u32 bytes, int line);
+void host_store_global(void *p, const void *s, u32 bytes, int line);
+void host_load_matrix(void *words, u32 a, bool transposed, int line);
+void host_store_matrix(u32 a, const void *words, bool transposed, int line);
+u32 host_shuffle(u32 x, u32 lane, u32 mask, int line);
+bool host_elect(u32 mask, int line);
+void host_bar_sync(u32 id, u32 threads, int line);
+void host_warp_sync(u32 mask, int line);
+bool host_bar_red(u32 id, u32 threads, bool x, bool any, int line);
+void host_cluster_sync(int line);
+u32 host_cluster_rank();
+u32 host_peer_offset(u32 rank, int line);
+void host_load_cluster(void *d, u32 a, u32 bytes, int line);
+void host_store_cluster(u32 a, const void *s, u32 bytes, int line);
+u32 host_atomic_add(u32 *p, u32 x, int line);
+void host_registers(u32 n, bool up, int line);
+void host_mbarrier_init(u32 b, u32 count, int line);
+void host_mbarrier_init_fence(int line);
+void host_mbarrier_wait(u32 b, u32 parity, bool cluster, int line);
+void host_mbarrier_expect(u32 b, u32 bytes, int line);
+void host_mbarrier_arrive(u32 b, u32 n, int line);
+void host_mbarrier_arrive_remote(u32 b, u32 rank, bool release, int line);
+void host_tma_load(u32 dst, const TensorMap *m, u32 barrier, const i32 *c, u32 rank, int line);
+void host_tma_multicast(u32 dst, const TensorMap *m, u32 barrier, u32 mask, const i32 *c, u32 rank,
+                        int line);
+void host_tma_store(const TensorMap *m, u32 src, const i32 *c, u32 rank, int line);
+void host_bulk_load(u32 dst, const void *src, u32 bytes, u32 barrier, int line);
+void host_bulk_store(void *dst, u32 src, u32 bytes, int line);
+void host_group_commit(int line);
+void host_group_wait(u32 n, bool read, int line);
+void host_prefetch(const TensorMap *m, int line);
+void host_proxy_fence(bool global, int line);
+void host_wgmma(const HostWgmma *w, int line);
+void host_wgmma_fence(int line);
+void host_wgmma_commit(int line);
+void host_wgmma_wait(u32 n, int line);
+void host_pin(const void *registers, u32 bytes, int line);
+void host_fail(int line, const char *format, ...)
+    __attribute__((format(__printf__, 2, 3), noreturn));
+int host_print(const char *format, ...) __attribute__((format(__printf__, 1, 2)));
+}
+#define printf host_print
+
+/* ---- numbers ------------------------------------------------------------------------------- */
+
+FN u32 float_bits(f32 x) {
+  u32 r;
+  memcpy(&r, &x, 4);
+  return r;
+}
+FN f32 f32_bits(u32 b) {
+  f32 r;
+  memcpy(&r, &b, 4);
+  return r;
+}
+
+struct f16 {
+  u16 bits;
+};
+struct bf16 {
+  u16 bits;
+};
+
+extern "C" {
+f32 host_from_f16(u16 x);
+u16 host_to_f16(f32 x);
+}
+static inline u16 host_to_bf16(f32 x) {
+  const u32 b = float_bits(x);
+  if (x != x) return 0x7fff; /* the canonical NaN */
+  return (u16)((b + 0x7fff + (b >> 16 & 1)) >> 16);
+}
+
+FN f32 to_f32(f16 x) { return host_from_f16(x.bits); }
+FN f32 to_f32(bf16 x) { return f32_bits((u32)x.bits << 16); }
+FN f16 to_f16(f32 x) { return f16{host_to_f16(x)}; }
+FN bf16 to_bf16(f32 x) { return bf16{host_to_bf16(x)}; }
+FN void to_f16x2(f16 *d, f32 lo, f32 hi) { d[0] = to_f16(lo), d[1] = to_f16(hi); }
+FN void to_bf16x2(bf16 *d, f32 lo, f32 hi) { d[0] = to_bf16(lo), d[1] = to_bf16(hi); }
+/* f32 has more than twice the digits and two: rounding sums and products of halves twice is
+ * rounding them once. */
+FN f16 operator-(f16 x) { return f16{(u16)(x.bits ^ 0x8000)}; }
+FN f16 operator+(f16 a, f16 b) { return to_f16(to_f32(a) + to_f32(b)); }
+FN f16 operator-(f16 a, f16 b) { return to_f16(to_f32(a) - to_f32(b)); }
+FN f16 operator*(f16 a, f16 b) { return to_f16(to_f32(a) * to_f32(b)); }
+FN bf16 operator-(bf16 x) { return bf16{(u16)(x.bits ^ 0x8000)}; }
+/* Not so sums of bf16, whose exponents may lie farther apart than f32 has digits. */
+extern "C" u16 host_bf16_of_double(double x);
+FN bf16 operator+(bf16 a, bf16 b) {
+  return bf16{host_bf16_of_double((double)to_f32(a) + to_f32(b))};
+}
+FN bf16 operator-(bf16 a, bf16 b) {
+  return bf16{host_bf16_of_double((double)to_f32(a) - to_f32(b))};
+}
+FN bf16 operator*(bf16 a, bf16 b) {
+  return bf16{host_bf16_of_double((double)to_f32(a) * to_f32(b))};
+}
+FN bf16 int_to_bf16(i32 x) { return bf16{host_bf16_of_double(x)}; }
+FN bf16 int_to_bf16(u32 x) { return bf16{host_bf16_of_double(x)}; }
+
+/* cvt.rzi: toward zero, clamped, NaN is 0 */
+template <typename T>
+FN T to_int(f32 x) {
+  const bool is_signed = (T)-1 < (T)0;
+  const int bits = (int)sizeof(T) * 8 - is_signed;
+  const double top = (double)(((u64)1 << bits) - 1), bottom = is_signed ? -top - 1 : 0;
+  if (x != x) return 0;
+  return (double)x >= top ? (T)(i64)top : (double)x <= bottom ? (T)(i64)bottom : (T)(i64)x;
+}
+
+FN u32 bits_of(f32 x) { return float_bits(x); }
+FN u32 bits_of(f16 x) { return x.bits; }
+FN u32 bits_of(bf16 x) { return x.bits; }
+FN u32 bits_of(bool x) { return x; }
+template <typename T>
+FN u32 bits_of(T x) {
+  u32 r = 0;
+  memcpy(&r, &x, sizeof x);
+  return r;
+}
+template <typename T>
+FN void from_bits(T &x, u32 b) {
+  memcpy(&x, &b, sizeof x);
+}
+template <>
+inline void from_bits<bool>(bool &x, u32 b) {
+  x = (u8)b != 0;
+}
+template <typename T, typename S>
+FN T bitcast(S x) {
+  static_assert(sizeof(T) == sizeof(S), "a bitcast keeps the size");
+  T r;
+  from_bits(r, bits_of(x));
+  return r;
+}
+template <typename T>
+FN T opaque(T x) {
+  return x;
+}
+
+template <typename T>
+FN T wrap_add(T a, T b) {
+  return (T)((u64)a + (u64)b);
+}
+template <typename T>
+FN T wrap_sub(T a, T b) {
+  return (T)((u64)a - (u64)b);
+}
+template <typename T>
+FN T wrap_mul(T a, T b) {
+  return (T)((u64)a * (u64)b);
+}
+template <typename T>
+FN T wrap_neg(T a) {
+  return (T)(0 - (u64)a);
+}
+/* shifts by 32 or more clamp to 32 */
+template <typename T>
+FN T shift_left(T a, T b) {
+  return (u32)b > 31 ? (T)0 : (T)((u64)a << (u32)b);
+}
+/* x / 0 is unspecified; the most negative number by -1 wraps */
+template <typename T>
+FN T div_int(T a, T b) {
+  return b == 0 ? (T)-1 : (T)((i64)a / (i64)b);
+}
+template <typename T>
+FN T rem_int(T a, T b) {
+  return b == 0 ? a : (T)((i64)a % (i64)b);
+}
+template <typename T>
+FN T abs_int(T a) {
+  return a < 0 ? (T)(0 - (u64)a) : a;
+}
+template <typename T>
+FN T sign_int(T a) {
+  return a > 0 ? (T)1 : a < 0 ? (T)-1 : (T)0;
+}
+template <typename T>
+FN T min_int(T a, T b) {
+  return a < b ? a : b;
+}
+template <typename T>
+FN T max_int(T a, T b) {
+  return a > b ? a : b;
+}
+FN f32 sign_f32(f32 x) { return x == 0 ? 0.0f : copysignf(1, x); }
+/* NaN propagates as the canonical one; -0 < +0 */
+FN f32 min_f32(f32 a, f32 b) {
+  if (a != a || b != b) return f32_bits(0x7fffffff);
+  return a < b || (a == b && signbit(a)) ? a : b;
+}
+FN f32 max_f32(f32 a, f32 b) {
+  if (a != a || b != b) return f32_bits(0x7fffffff);
+  return a > b || (a == b && !signbit(a)) ? a : b;
+}
+/* .ftz: subnormals in and out are zero */
+FN f32 flushed(f32 x) { return fabsf(x) < 1.17549435e-38f ? copysignf(0, x) : x; }
+FN f32 exp2_approx(f32 x) { return flushed(exp2f(flushed(x))); }
+FN f32 exp_approx(f32 x) { return exp2_approx(x * 1.4426950408889634f); }
+FN f32 log2_approx(f32 x) { return log2f(flushed(x)); }
+FN f32 log_approx(f32 x) { return log2_approx(x) * 0.6931471805599453f; }
+FN f32 sin_approx(f32 x) { return sinf(x); }
+FN f32 cos_approx(f32 x) { return cosf(x); }
+FN f32 tanh_approx(f32 x) { return tanhf(x); }
+FN f32 rsqrt_approx(f32 x) { return 1 / sqrtf(x); }
+FN f32 rsqrtf(f32 x) { return (f32)(1 / sqrt((double)x)); }
+
+/* ---- memory -------------------------------------------------------------------------------- */
+
+FN u32 shared_base() { return host_shared_base(); }
+
+/* 16-byte chunks of a 128-byte line are permuted by the number of the line, within groups of B */
+template <int B>
+FN u32 swizzle(u32 a) {
+  static_assert(B == 32 || B == 64 || B == 128, "swizzles have 32, 64 or 128 bytes");
+  const u32 line = a / 128, chunk = a / 16 % (B / 16);
+  return a - chunk * 16 + (chunk ^ line % (B / 16)) * 16;
+}
+
+template <typename T, int N>
+FN void pack(u32 *w, const T *s) {
+  memset(w, 0, (N * sizeof(T) + 3) / 4 * 4);
+  memcpy(w, s, N * sizeof(T));
+}
+template <typename T, int N>
+FN void unpack(T *d, const u32 *w) {
+  const u8 *s = (const u8 *)w;
+  for (int k = 0; k < N; k++) {
+    u32 b = 0;
+    memcpy(&b, s + k * sizeof(T), sizeof(T));
+    from_bits(d[k], b);
+  }
+}
+template <typename T, int N>
+FN void zero(T *d) {
+  memset((void *)d, 0, N * sizeof(T));
+}
+
+template <typename T, int N>
+struct HostVector {
+  static_assert(N * sizeof(T) <= 16 && !(N & (N - 1)), "a vector has 1, 2, 4, 8 or 16 bytes");
+  u32 w[4];
+};
+template <typename T, int N>
+FN void ld_shared(T *d, u32 a, LINE) {
+  HostVector<T, N> v;
+  host_load_shared(v.w, a, N * sizeof(T), line);
+  unpack<T, N>(d, v.w);
+}
+template <typename T, int N>
+FN void st_shared(u32 a, const T *s, LINE) {
+  HostVector<T, N> v;
+  pack<T, N>(v.w, s);
+  host_store_shared(a, v.w, N * sizeof(T), line);
+}
+/* from an address of this block to the same one of another */
+FN u32 peer_offset(u32 block, LINE) { return host_peer_offset(block, line); }
+template <typename T, int N>
+FN void ld_cluster(T *d, u32 a, LINE) {
+  HostVector<T, N> v;
+  host_load_cluster(v.w, a, N * sizeof(T), line);
+  unpack<T, N>(d, v.w);
+}
+template <typename T, int N>
+FN void st_cluster(u32 a, const T *s, LINE) {
+  HostVector<T, N> v;
+  pack<T, N>(v.w, s);
+  host_store_cluster(a, v.w, N * sizeof(T), line);
+}
+template <typename T, int N>
+FN void ld_global(T *d, const T *p, LINE) {
+  HostVector<T, N> v;
+  host_load_global(v.w, p, N * sizeof(T), line);
+  unpack<T, N>(d, v.w);
+}
+template <typename T, int N>
+FN void st_global(T *p, const T *s, LINE) {
+  HostVector<T, N> v;
+  pack<T, N>(v.w, s);
+  host_store_global(p, v.w, N * sizeof(T), line);
+}
+template <typename T>
+FN void ld_matrix4(T *d, u32 a, LINE) {
+  static_assert(sizeof(T) == 2, "elements of a matrix have 16 bits");
+  host_load_matrix(d, a, false, line);
+}
+template <typename T>
+FN void ld_matrix4_trans(T *d, u32 a, LINE) {
+  static_assert(sizeof(T) == 2, "elements of a matrix have 16 bits");
+  host_load_matrix(d, a, true, line);
+}
+template <typename T>
+FN void st_matrix4(u32 a, const T *s, LINE) {
+  static_assert(sizeof(T) == 2, "elements of a matrix have 16 bits");
+  host_store_matrix(a, s, false, line);
+}
+template <typename T>
+FN void st_matrix4_trans(u32 a, const T *s, LINE) {
+  static_assert(sizeof(T) == 2, "elements of a matrix have 16 bits");
+  host_store_matrix(a, s, true, line);
+}
+
+/* ---- threads ------------------------------------------------------------------------------- */
+
+FN u32 lane_number() { return threadIdx.x % 32; }
+FN u32 warp_uniform(u32 x, LINE) { return host_shuffle(x, 0, ~0u, line); }
+FN bool elect_one(LINE) { return host_elect(~0u, line); }
+FN void lanes_sync(u32 wg, LINE) { host_bar_sync(wg + 1, 128, line); }
+FN bool lanes_any(u32 wg, bool x, LINE) { return host_bar_red(wg + 1, 128, x, true, line); }
+FN bool lanes_all(u32 wg, bool x, LINE) { return host_bar_red(wg + 1, 128, x, false, line); }
+FN void warp_sync(LINE) { host_warp_sync(~0u, line); }
+FN void block_sync(LINE) { host_bar_sync(0, 0, line); }
+FN void cluster_sync(LINE) { host_cluster_sync(line); }
+FN u32 cluster_rank() { return host_cluster_rank(); }
+FN void grid_wait() {}
+FN void grid_launch_dependents() {}
+FN i32 next_tile(u32 *counter, LINE) { return (i32)host_atomic_add(counter, 1, line); }
+FN void counters_done(u32 *counters, u32 n, u32 callers, LINE) {
+  if (host_atomic_add(counters + n, 1, line) != callers - 1) return;
+  for (u32 k = 0; k <= n; k++) counters[k] = 0;
+}
+FN i32 cluster_index_x() { return (i32)host_self->cluster_index.x; }
+FN i32 cluster_index_y() { return (i32)host_self->cluster_index.y; }
+FN i32 cluster_index_z() { return (i32)host_self->cluster_index.z; }
+template <typename T>
+FN T shuffle_xor(T x, int mask, LINE) {
+  T r;
+  from_bits(r, host_shuffle(bits_of(x), lane_number() ^ (u32)mask, ~0u, line));
+  return r;
+}
+template <int N>
+FN void registers_up(LINE) {
+  host_registers(N, true, line);
+}
+template <int N>
+FN void registers_down(LINE) {
+  host_registers(N, false, line);
+}
+
+/* ---- barriers and copies ------------------------------------------------------------------- */
+
+FN void barrier_init(u32 b, u32 count, LINE) { host_mbarrier_init(b, count, line); }
+FN void barrier_init_fence(LINE) { host_mbarrier_init_fence(line); }
+FN void barrier_wait(u32 b, u32 parity, LINE) { host_mbarrier_wait(b, parity, false, line); }
+FN void barrier_wait_cluster(u32 b, u32 parity, LINE) {
+  host_mbarrier_wait(b, parity, true, line);
+}
+FN void barrier_arrive(u32 b, LINE) { host_mbarrier_arrive(b, 1, line); }
+FN void barrier_arrive_remote(u32 b, u32 block, LINE) {
+  host_mbarrier_arrive_remote(b, block, false, line);
+}
+FN void barrier_arrive_release(u32 b, u32 block, LINE) {
+  host_mbarrier_arrive_remote(b, block, true, line);
+}
+FN void barrier_arrive_tx(u32 b, u32 bytes, LINE) {
+  host_mbarrier_expect(b, bytes, line);
+  host_mbarrier_arrive(b, 1, line);
+}
+
+FN void tensor_map_prefetch(const TensorMap *m, LINE) { host_prefetch(m, line); }
+#define HOST_TMA(rank, parameters, ...)                                                    \
+  FN void tma_load_##rank##d(u32 dst, const TensorMap *m, u32 barrier, parameters, LINE) { \
+    const i32 c[] = {__VA_ARGS__};                                                         \
+    host_tma_load(dst, m, barrier, c, rank, line);                                         \
+  }                                                                                        \
+  FN void tma_multicast_##rank##d(u32 dst, const TensorMap *m, u32 barrier, u32 mask,      \
+                                  parameters, LINE) {                                      \
+    const i32 c[] = {__VA_ARGS__};                                                         \
+    host_tma_multicast(dst, m, barrier, mask, c, rank, line);                              \
+  }                                                                                        \
+  FN void tma_store_##rank##d(const TensorMap *m, u32 src, parameters, LINE) {             \
+    const i32 c[] = {__VA_ARGS__};                                                         \
+    host_tma_store(m, src, c, rank, line);                                                 \
+  }
+/* clang-format off */
+#define COMMA ,
+HOST_TMA(1, i32 a, a)
+HOST_TMA(2, i32 a COMMA i32 b, a, b)
+HOST_TMA(3, i32 a COMMA i32 b COMMA i32 c_, a, b, c_)
+HOST_TMA(4, i32 a COMMA i32 b COMMA i32 c_ COMMA i32 d, a, b, c_, d)
+HOST_TMA(5, i32 a COMMA i32 b COMMA i32 c_ COMMA i32 d COMMA i32 e, a, b, c_, d, e)
+/* clang-format on */
+
+FN void bulk_load(u32 dst, const void *src, u32 bytes, u32 barrier, LINE) {
+  host_bulk_load(dst, src, bytes, barrier, line);
+}
+FN void bulk_store(void *dst, u32 src, u32 bytes, LINE) { host_bulk_store(dst, src, bytes, line); }
+FN void store_group_commit(LINE) { host_group_commit(line); }
+template <int N>
+FN void store_group_wait(LINE) {
+  host_group_wait(N, false, line);
+}
+template <int N>
+FN void store_group_wait_read(LINE) {
+  host_group_wait(N, true, line);
+}
+FN void async_proxy_fence(LINE) { host_proxy_fence(false, line); }
+FN void async_proxy_fence_global(LINE) { host_proxy_fence(true, line); }
+
+/* ---- matrix products ----------------------------------------------------------------------- */
+
+FN void wgmma_fence(LINE) { host_wgmma_fence(line); }
+FN void wgmma_commit(LINE) { host_wgmma_commit(line); }
+template <int N>
+FN void wgmma_wait(LINE) {
+  host_wgmma_wait(N, line);
+}
+/* matrix-descriptor-encode of bits 0-13 and 16-29 */
+FN u32 wgmma_address(u32 a, u32 leading) {
+  return (a & 0x3ffff) >> 4 | (leading & 0x3ffff) >> 4 << 16;
+}
+
+/* Functions named wgmma_m64n<N>k16_<D>_<A>_<major of A><major of B>; r: A in registers. */
+#define HOST_WGMMA_SMEM(N, d, half, in, is_bf16, ka, ta, kb, tb)                              \
+  FN void wgmma_m64n##N##k16_##d##_##in##_##ka##kb(HostRegister_##d *r, u32 a, u32 ah, u32 b, \
+                                                   u32 bh, LINE) {                            \
+    const HostWgmma w = {r, 0, a, ah, b, bh, N, half, is_bf16, ta, tb, false};                \
+    host_wgmma(&w, line);                                                                     \
+  }                                                                                           \
+  FN void wgmma_m64n##N##k16_##d##_##in##_##ka##kb##_fresh(HostRegister_##d *r, u32 a,        \
+                                                           u32 ah, u32 b, u32 bh, LINE) {     \
+    const HostWgmma w = {r, 0, a, ah, b, bh, N, half, is_bf16, ta, tb, true};                 \
+    host_wgmma(&w, line);                                                                     \
+  }
+#define HOST_WGMMA_REGS(N, d, half, in, is_bf16, kb, tb)                                          \
+  FN void wgmma_m64n##N##k16_##d##_##in##_r##kb(HostRegister_##d *r, const u32 *a, u32 b, u32 bh, \
+                                                LINE) {                                           \
+    const HostWgmma w = {r, a, 0, 0, b, bh, N, half, is_bf16, false, tb, false};                  \
+    host_wgmma(&w, line);                                                                         \
+  }                                                                                               \
+  FN void wgmma_m64n##N##k16_##d##_##in##_r##kb##_fresh(HostRegister_##d *r, const u32 *a, u32 b, \
+                                                        u32 bh, LINE) {                           \
+    const HostWgmma w = {r, a, 0, 0, b, bh, N, half, is_bf16, false, tb, true};                   \
+    host_wgmma(&w, line);                                                                         \
+  }
+#define HOST_WGMMA_TYPE(N, d, half, in, is_bf16)               \
+  HOST_WGMMA_SMEM(N, d, half, in, is_bf16, k, false, k, false) \
+  HOST_WGMMA_SMEM(N, d, half, in, is_bf16, k, false, n, true)  \
+  HOST_WGMMA_SMEM(N, d, half, in, is_bf16, m, true, k, false)  \
+  HOST_WGMMA_SMEM(N, d, half, in, is_bf16, m, true, n, true)   \
+  HOST_WGMMA_REGS(N, d, half, in, is_bf16, k, false)           \
+  HOST_WGMMA_REGS(N, d, half, in, is_bf16, n, true)
+#define HOST_WGMMA(N)                        \
+  HOST_WGMMA_TYPE(N, f32, false, f16, false) \
+  HOST_WGMMA_TYPE(N, f32, false, bf16, true) \
+  HOST_WGMMA_TYPE(N, f16, true, f16, false)
+#define HOST_PIN(N)                                               \
+  FN void pin_f32_##N(f32 *d, LINE) { host_pin(d, N * 4, line); } \
+  FN void pin_u32_##N(u32 *d, LINE) { host_pin(d, N * 4, line); } \
+  FN void pin_i32_##N(i32 *d, LINE) { host_pin(d, N * 4, line); }
+typedef f32 HostRegister_f32;
+typedef u32 HostRegister_f16;
+
+/* clang-format off */
+HOST_WGMMA(8) HOST_WGMMA(16) HOST_WGMMA(24) HOST_WGMMA(32) HOST_WGMMA(40) HOST_WGMMA(48)
+HOST_WGMMA(56) HOST_WGMMA(64) HOST_WGMMA(72) HOST_WGMMA(80) HOST_WGMMA(88) HOST_WGMMA(96)
+HOST_WGMMA(104) HOST_WGMMA(112) HOST_WGMMA(120) HOST_WGMMA(128) HOST_WGMMA(136) HOST_WGMMA(144)
+HOST_WGMMA(152) HOST_WGMMA(160) HOST_WGMMA(168) HOST_WGMMA(176) HOST_WGMMA(184) HOST_WGMMA(192)
+HOST_WGMMA(200) HOST_WGMMA(208) HOST_WGMMA(216) HOST_WGMMA(224) HOST_WGMMA(232) HOST_WGMMA(240)
+HOST_WGMMA(248) HOST_WGMMA(256)
+HOST_PIN(1) HOST_PIN(2) HOST_PIN(3) HOST_PIN(4) HOST_PIN(5) HOST_PIN(6) HOST_PIN(7) HOST_PIN(8)
+HOST_PIN(9) HOST_PIN(10) HOST_PIN(11) HOST_PIN(12) HOST_PIN(13) HOST_PIN(14) HOST_PIN(15)
+HOST_PIN(16) HOST_PIN(17) HOST_PIN(18) HOST_PIN(19) HOST_PIN(20) HOST_PIN(21) HOST_PIN(22)
+HOST_PIN(23) HOST_PIN(24) HOST_PIN(25) HOST_PIN(26) HOST_PIN(27) HOST_PIN(28) HOST_PIN(29)
+HOST_PIN(30) HOST_PIN(31) HOST_PIN(32) HOST_PIN(33) HOST_PIN(34) HOST_PIN(35) HOST_PIN(36)
+HOST_PIN(37) HOST_PIN(38) HOST_PIN(39) HOST_PIN(40) HOST_PIN(41) HOST_PIN(42) HOST_PIN(43)
+HOST_PIN(44) HOST_PIN(45) HOST_PIN(46) HOST_PIN(47) HOST_PIN(48) HOST_PIN(49) HOST_PIN(50)
+HOST_PIN(51) HOST_PIN(52) HOST_PIN(53) HOST_PIN(54) HOST_PIN(55) HOST_PIN(56) HOST_PIN(57)
+HOST_PIN(58) HOST_PIN(59) HOST_PIN(60) HOST_PIN(61) HOST_PIN(62) HOST_PIN(63) HOST_PIN(64)
+HOST_PIN(65) HOST_PIN(66) HOST_PIN(67) HOST_PIN(68) HOST_PIN(69) HOST_PIN(70) HOST_PIN(71)
+HOST_PIN(72) HOST_PIN(73) HOST_PIN(74) HOST_PIN(75) HOST_PIN(76) HOST_PIN(77) HOST_PIN(78)
+HOST_PIN(79) HOST_PIN(80) HOST_PIN(81) HOST_PIN(82) HOST_PIN(83) HOST_PIN(84) HOST_PIN(85)
+HOST_PIN(86) HOST_PIN(87) HOST_PIN(88) HOST_PIN(89) HOST_PIN(90) HOST_PIN(91) HOST_PIN(92)
+HOST_PIN(93) HOST_PIN(94) HOST_PIN(95) HOST_PIN(96) HOST_PIN(97) HOST_PIN(98) HOST_PIN(99)
+HOST_PIN(100) HOST_PIN(101) HOST_PIN(102) HOST_PIN(103) HOST_PIN(104) HOST_PIN(105) HOST_PIN(106)
+HOST_PIN(107) HOST_PIN(108) HOST_PIN(109) HOST_PIN(110) HOST_PIN(111) HOST_PIN(112) HOST_PIN(113)
+HOST_PIN(114) HOST_PIN(115) HOST_PIN(116) HOST_PIN(117) HOST_PIN(118) HOST_PIN(119) HOST_PIN(120)
+HOST_PIN(121) HOST_PIN(122) HOST_PIN(123) HOST_PIN(124) HOST_PIN(125) HOST_PIN(126) HOST_PIN(127)
+HOST_PIN(128)
+    /* clang-format on */
+
+    /* ---- launch --------------------------------------------------------------------------------
+     */
+
+    /* host_entry(args): calls the kernel with what the pointers point at, as cuLaunchKernel does.
+     */
+    template <typename... P, size_t... I>
+    static inline void host_call(void (*kernel)(P...), void **args, std::index_sequence<I...>) {
+  kernel(*(P *)args[I]...);
+}
+template <typename... P>
+static inline void host_call(void (*kernel)(P...), void **args) {
+  host_call(kernel, args, std::index_sequence_for<P...>());
+}
+#define HOST_ENTRY(kernel) \
+  extern "C" void host_entry(void **args) { host_call(kernel, args); }
+
+#endif

@@ -1,0 +1,753 @@
+/* mbarriers, the copy engine, and the tensor core.
+ *
+ * Copies are operations in m.pending until the scheduler or a wait carries them out: a load in one
+ * step, a store in two, reading and writing. Products of a warp are carried out in order; their
+ * accumulators belong to a Flight, whose registers hold poison until a wait hands them back. */
+#include <stdio.h>
+
+#include "machine.h"
+
+enum { MAX_COUNT = (1 << 20) - 1 };
+
+/* ---- mbarriers ----------------------------------------------------------------------------- */
+
+std::string host_place_of(Block &b, u32 offset) {
+  const Mbarrier &x = b.mbarriers.at(offset);
+  char text[200];
+  snprintf(text, sizeof text,
+           "mbarrier at byte %u (of line %d): phase %llu, %u of %u arrivals and %lld bytes to come",
+           offset, x.init_line, x.phase, x.pending, x.expected, x.tx);
+  return text;
+}
+
+extern "C" void host_mbarrier_init(u32 a, u32 count, int line) {
+  Thread *t = m.self;
+  Block &b = *t->block;
+  const size_t at = shared_offset(b, a, 8, 8, "mbarrier.init", line);
+  t->line = line;
+  if (!count || count > MAX_COUNT) host_fail(line, "mbarrier.init with %u arrivals", count);
+  if (b.mbarriers.count((u32)at)) host_fail(line, "there is an mbarrier at byte %zu already", at);
+  const u8 zeros[8] = {0};
+  thread_writes(b.shared, at, zeros, 8, line);
+  for (size_t k = at; k < at + 8; k++) b.shared.marks[k].barrier = 1;
+  Mbarrier &x = b.mbarriers[(u32)at];
+  x = Mbarrier();
+  x.expected = x.pending = count;
+  x.init_line = line;
+  x.init_by = (u16)t->rank;
+  x.init_at = t->clock.seen[t->rank];
+  x.gathered.resize(m.n_clock, 0);
+  x.passed.resize(m.n_clock, 0);
+  x.far.resize(m.n_clock, 0);
+  x.far_passed.resize(m.n_clock, 0);
+  x.agent = host_new_agent();
+}
+
+/* for the cluster and the async proxy */
+extern "C" void host_mbarrier_init_fence(int line) {
+  Thread *t = m.self;
+  t->line = line;
+  for (auto &x : t->block->mbarriers)
+    if (x.second.init_by == t->rank) x.second.fenced = true;
+}
+
+static Block &block_of(u32 rank, const char *what, int line) {
+  if (rank >= m.blocks.size())
+    host_fail(line, "%s: block %u of a cluster of %zu", what, rank, m.blocks.size());
+  return m.blocks[rank];
+}
+
+/* `a` is an address of this thread's block; the mbarrier is at the same place of block `b`. */
+static Mbarrier &mbarrier_of(Block &b, u32 a, const char *what, int line, u32 *offset) {
+  Thread *t = m.self;
+  *offset = (u32)shared_offset(*t->block, a, 8, 8, what, line);
+  t->line = line;
+  const auto found = b.mbarriers.find(*offset);
+  if (found == b.mbarriers.end()) host_fail(line, "%s: no mbarrier is at byte %u", what, *offset);
+  Mbarrier &x = found->second;
+  if (&b != t->block && !x.published)
+    host_fail(line, "%s: no barrier of the cluster stands behind mbarrier.init in line %d", what,
+              x.init_line);
+  if (&b != t->block && !b.alive) host_fail(line, "%s: the other block has ended", what);
+  if (!x.published && t->clock.seen[x.init_by] < x.init_at)
+    host_fail(line, "%s is not ordered behind mbarrier.init in line %d", what, x.init_line);
+  return x;
+}
+
+static Mbarrier &mbarrier_at(u32 a, const char *what, int line, u32 *offset) {
+  return mbarrier_of(*m.self->block, a, what, line, offset);
+}
+
+static void complete_if_done(Mbarrier &x) {
+  if (x.pending || x.tx) return;
+  if (x.has_bytes) {
+    x.copied = true;
+    x.awaited = false;
+    x.copied_phase = x.phase;
+  }
+  x.has_bytes = false;
+  x.phase++;
+  x.pending = x.expected;
+  x.passed.join(x.gathered);
+  x.far_passed.join(x.far);
+  x.passed.seen[x.agent] = host_when(x.phase);
+  for (Thread *t : x.waiters) host_wake(t);
+  x.waiters.clear();
+}
+
+extern "C" void host_mbarrier_expect(u32 a, u32 bytes, int line) {
+  u32 at;
+  Mbarrier &x = mbarrier_at(a, "mbarrier.expect_tx", line, &at);
+  x.tx += bytes;
+  x.has_bytes = true;
+  if (x.tx > MAX_COUNT)
+    host_fail(line, "mbarrier.expect_tx: %lld bytes overflow the tx-count", x.tx);
+}
+
+static void arrived(Block &b, Mbarrier &x, u32 at, u32 n, int line) {
+  if (!n || n > MAX_COUNT) host_fail(line, "mbarrier.arrive with a count of %u", n);
+  if (n > x.pending)
+    host_fail(line, "%u arrivals, and %s expects no more", n, host_place_of(b, at).c_str());
+  host_release(m.self);
+  x.pending -= n;
+  complete_if_done(x);
+  host_yield();
+}
+
+extern "C" void host_mbarrier_arrive(u32 a, u32 n, int line) {
+  u32 at;
+  Mbarrier &x = mbarrier_at(a, "mbarrier.arrive", line, &at);
+  x.gathered.join(m.self->clock);
+  arrived(*m.self->block, x, at, n, line);
+}
+
+/* What engines have done is done for everyone. What threads did is ordered for another block by a
+ * release with the scope of the cluster alone. */
+extern "C" void host_mbarrier_arrive_remote(u32 a, u32 rank, bool release, int line) {
+  u32 at;
+  Thread *t = m.self;
+  Block &b = block_of(rank, "mbarrier.arrive", line);
+  Mbarrier &x = mbarrier_of(b, a, "mbarrier.arrive", line, &at);
+  if (&b == t->block) {
+    x.gathered.join(t->clock);
+  } else {
+    for (u32 k = m.n_clock - MAX_ENGINES; k < m.n_clock; k++)
+      if (x.gathered.seen[k] < t->clock.seen[k]) x.gathered.seen[k] = t->clock.seen[k];
+    if (release) x.far.join(t->clock);
+  }
+  arrived(b, x, at, 1, line);
+}
+
+extern "C" void host_mbarrier_wait(u32 a, u32 parity, bool cluster, int line) {
+  u32 at;
+  Mbarrier &x = mbarrier_at(a, "mbarrier.try_wait", line, &at);
+  Thread *t = m.self;
+  if (parity > 1) host_fail(line, "mbarrier.try_wait.parity with parity %u", parity);
+  while ((x.phase & 1) == parity) {
+    x.waiters.push_back(t);
+    host_sleep("parity %u of the mbarrier at byte %u", parity, at);
+  }
+  if (x.copied && x.phase == x.copied_phase + 1) x.awaited = true;
+  t->clock.join(x.passed);
+  if (cluster) t->clock.join(x.far_passed);
+  host_yield();
+}
+
+static void complete_bytes(Block &b, u32 at, u32 bytes, int line) {
+  Mbarrier &x = b.mbarriers.at(at);
+  x.tx -= bytes;
+  if (x.tx < 0 && !x.shared)
+    host_fail(line, "%u bytes arrived, and that is more than expected: %s", bytes,
+              host_place_of(b, at).c_str());
+  complete_if_done(x);
+}
+
+/* ---- proxies ------------------------------------------------------------------------------- */
+
+extern "C" void host_proxy_fence(bool global, int line) {
+  m.self->line = line;
+  m.self->clock.fence(global);
+}
+
+/* ---- copies -------------------------------------------------------------------------------- */
+
+/* 16-byte chunks of a 128-byte line are permuted by the number of the line */
+static u32 swizzled(u32 a, u32 bytes) {
+  const u32 chunks = bytes / 16;
+  if (chunks < 2) return a;
+  const u32 line = a / 128 % chunks, chunk = a / 16 % chunks;
+  return a - chunk * 16 + (chunk ^ line) * 16;
+}
+
+/* A piece of at most 16 bytes: an address in shared memory, and one in global memory or none. */
+struct Piece {
+  u32 shared, bytes;
+  u8 *global;
+};
+
+struct Copy : Operation {
+  bool store, has_read = false, has_written = false;
+  std::vector<Piece> pieces;
+  u32 barrier = 0, bytes = 0;
+  u16 reader, writer; /* agents, and the number among their operations */
+  u32 when;
+  std::vector<u8> data;
+  bool step() override;
+  void read();
+  void write();
+};
+
+void Copy::read() {
+  const Stamp s = {reader, when, line, &clock};
+  size_t n = 0;
+  has_read = true;
+  data.assign(bytes, 0);
+  for (const Piece &p : pieces) {
+    if (store && p.global) {
+      const size_t at = shared_offset(*block, p.shared, p.bytes, 1, "a bulk store", line);
+      engine_reads(block->shared, at, p.bytes, s, &data[n]);
+    } else if (p.global) {
+      size_t at;
+      Region &r = global_region(p.global, p.bytes, 1, "a bulk load", line, &at);
+      engine_reads(r, at, p.bytes, s, &data[n]);
+    }
+    n += p.bytes;
+  }
+}
+
+void Copy::write() {
+  const Stamp s = {writer, when, line, &clock};
+  size_t n = 0;
+  has_written = true;
+  for (const Piece &p : pieces) {
+    if (store && p.global) {
+      size_t at;
+      Region &r = global_region(p.global, p.bytes, 1, "a bulk store", line, &at);
+      if (r.read_only) host_fail(line, "a bulk store to an operand");
+      engine_writes(r, at, &data[n], p.bytes, s);
+    } else if (!store) {
+      const size_t at = shared_offset(*block, p.shared, p.bytes, 1, "a bulk load", line);
+      engine_writes(block->shared, at, &data[n], p.bytes, s);
+    }
+    n += p.bytes;
+  }
+}
+
+bool Copy::step() {
+  if (store) {
+    if (!has_read) {
+      read();
+      return false;
+    }
+    if (!has_written) write();
+    return true;
+  }
+  Mbarrier &x = block->mbarriers.at(barrier);
+  reader = writer = x.agent;
+  when = host_when(x.phase + 1);
+  read();
+  write();
+  complete_bytes(*block, barrier, bytes, line);
+  return true;
+}
+
+static std::shared_ptr<Copy> new_copy(bool store, int line) {
+  std::shared_ptr<Copy> c = std::make_shared<Copy>();
+  c->line = line;
+  c->block = m.self->block;
+  c->clock = m.self->clock;
+  c->store = store;
+  m.self->line = line;
+  return c;
+}
+
+static void add_piece(Copy &c, u32 shared, u32 bytes, u8 *global) {
+  const Piece p = {shared, bytes, global};
+  c.pieces.push_back(p);
+  c.bytes += bytes;
+}
+
+static void issue_load(std::shared_ptr<Copy> c, u32 barrier, int line) {
+  const Mbarrier &x = mbarrier_at(barrier, "a bulk load", line, &c->barrier);
+  if (!x.fenced && !x.published)
+    host_fail(line,
+              "no fence.mbarrier_init stands between mbarrier.init in line %d and the copy engine",
+              x.init_line);
+  host_release(m.self);
+  host_issue(c);
+  host_yield();
+}
+
+static void issue_store(std::shared_ptr<Copy> c) {
+  Thread *t = m.self;
+  if (!t->reads) {
+    t->reads = host_new_agent();
+    t->writes = host_new_agent();
+  }
+  c->reader = t->reads;
+  c->writer = t->writes;
+  c->when = host_when(++t->stores);
+  t->open_group.ops.push_back(c);
+  host_release(t);
+  host_issue(c);
+  host_yield();
+}
+
+/* What cuTensorMapEncodeTiled and the instruction demand. */
+static void check_map(const TensorMap *map, u32 shared, const i32 *c, u32 rank, int line) {
+  if (!map->is_map) host_fail(line, "the tensor map was overwritten");
+  if (map->rank != rank)
+    host_fail(line, "the tensor map has %u dimensions, not %u", map->rank, rank);
+  const u32 inner = map->box[0] * map->element;
+  if (map->base % 16) host_fail(line, "the tensor begins at an address that is no multiple of 16");
+  for (u32 k = 0; k + 1 < rank; k++)
+    if (map->stride[k] % 16 || map->stride[k] >> 40)
+      host_fail(line, "stride %llu of the tensor map", map->stride[k]);
+  for (u32 k = 0; k < rank; k++) {
+    if (!map->dim[k] || map->dim[k] >> 32)
+      host_fail(line, "extent %llu of the tensor map", map->dim[k]);
+    if (!map->box[k] || map->box[k] > 256)
+      host_fail(line, "box of %u of the tensor map", map->box[k]);
+  }
+  if (inner % 16) host_fail(line, "rows of the box have %u bytes, no multiple of 16", inner);
+  if (map->swizzle && inner != map->swizzle)
+    host_fail(line, "rows of the box have %u bytes, and the swizzle %u", inner, map->swizzle);
+  if ((i64)c[0] * map->element % 16)
+    host_fail(line, "the box begins at element %d of a row, no multiple of 16 bytes", c[0]);
+  if (shared % 128)
+    host_fail(line, "a box at shared address %u, which is no multiple of 128", shared);
+}
+
+/* Rows of the box lie densely in shared memory, in 16-byte chunks that the swizzle permutes. Of a
+ * chunk that reaches out of the tensor the part inside is copied, zeros stand for the rest. */
+static void add_box(Copy &copy, const TensorMap *map, u32 shared, const i32 *c) {
+  u32 rows = 1;
+  for (u32 k = 1; k < map->rank; k++) rows *= map->box[k];
+  const u32 inner = map->box[0] * map->element;
+  for (u32 row = 0; row < rows; row++) {
+    u64 address = map->base;
+    bool inside = true;
+    for (u32 k = 1, n = row; k < map->rank; n /= map->box[k++]) {
+      const i64 at = c[k] + (i64)(n % map->box[k]);
+      inside = inside && at >= 0 && (u64)at < map->dim[k];
+      address += (u64)at * map->stride[k - 1];
+    }
+    for (u32 x = 0; x < inner; x += 16) {
+      const u32 to = swizzled(shared + row * inner + x, map->swizzle);
+      const i64 first = (i64)c[0] * map->element + x, end = (i64)(map->dim[0] * map->element);
+      const u32 n = !inside || first < 0 || first >= end ? 0
+                    : end - first < 16                   ? (u32)(end - first)
+                                                         : 16;
+      if (n) add_piece(copy, to, n, (u8 *)(address + (u64)first));
+      if (n < 16) add_piece(copy, to + n, 16 - n, nullptr);
+    }
+  }
+}
+
+extern "C" void host_tma_load(u32 dst, const TensorMap *map, u32 barrier, const i32 *c, u32 rank,
+                              int line) {
+  check_map(map, dst, c, rank, line);
+  std::shared_ptr<Copy> copy = new_copy(false, line);
+  add_box(*copy, map, dst, c);
+  issue_load(copy, barrier, line);
+}
+
+/* One load for each block, which all write at the same place. */
+extern "C" void host_tma_multicast(u32 dst, const TensorMap *map, u32 barrier, u32 mask,
+                                   const i32 *c, u32 rank, int line) {
+  Thread *t = m.self;
+  check_map(map, dst, c, rank, line);
+  if (!mask || mask >> m.blocks.size())
+    host_fail(line, "multicast to blocks 0x%x of a cluster of %zu", mask, m.blocks.size());
+  host_release(t);
+  for (u32 k = 0; k < m.blocks.size(); k++) {
+    if (!(mask >> k & 1)) continue;
+    std::shared_ptr<Copy> copy = new_copy(false, line);
+    Block &b = m.blocks[k];
+    copy->block = &b;
+    add_box(*copy, map, dst - t->block->shared.base + b.shared.base, c);
+    Mbarrier &x = mbarrier_of(b, barrier, "a multicast load", line, &copy->barrier);
+    x.shared = true;
+    host_issue(copy);
+  }
+  host_yield();
+}
+
+extern "C" void host_tma_store(const TensorMap *map, u32 src, const i32 *c, u32 rank, int line) {
+  check_map(map, src, c, rank, line);
+  std::shared_ptr<Copy> copy = new_copy(true, line);
+  add_box(*copy, map, src, c);
+  issue_store(copy);
+}
+
+static void check_bulk(u32 shared, const void *global, u32 bytes, int line) {
+  if (shared % 16 || (u64)global % 16 || bytes % 16 || !bytes)
+    host_fail(line,
+              "cp.async.bulk of %u bytes between shared address %u and global address %p: all must "
+              "be multiples of 16",
+              bytes, shared, global);
+}
+
+static void add_row(Copy &c, u32 shared, const void *global, u32 bytes) {
+  for (u32 k = 0; k < bytes; k += 16) add_piece(c, shared + k, 16, (u8 *)global + k);
+}
+
+extern "C" void host_bulk_load(u32 dst, const void *src, u32 bytes, u32 barrier, int line) {
+  check_bulk(dst, src, bytes, line);
+  std::shared_ptr<Copy> copy = new_copy(false, line);
+  add_row(*copy, dst, src, bytes);
+  issue_load(copy, barrier, line);
+}
+
+extern "C" void host_bulk_store(void *dst, u32 src, u32 bytes, int line) {
+  check_bulk(src, dst, bytes, line);
+  std::shared_ptr<Copy> copy = new_copy(true, line);
+  add_row(*copy, src, dst, bytes);
+  issue_store(copy);
+}
+
+extern "C" void host_prefetch(const TensorMap *map, int line) {
+  if (!map->is_map) host_fail(line, "prefetch.tensormap of something else");
+}
+
+extern "C" void host_group_commit(int line) {
+  Thread *t = m.self;
+  t->line = line;
+  t->open_group.awaited = t->open_group.ops.empty();
+  t->groups.push_back(t->open_group);
+  t->open_group = BulkGroup();
+}
+
+extern "C" void host_group_wait(u32 n, bool read, int line) {
+  Thread *t = m.self;
+  t->line = line;
+  const size_t count = t->groups.size() > n ? t->groups.size() - n : 0;
+  for (size_t k = 0; k < count; k++) {
+    t->groups[k].awaited = true;
+    for (auto &op : t->groups[k].ops) {
+      Copy *c = (Copy *)op.get();
+      if (!c->has_read) c->step();
+      if (!read && !c->has_written) host_finish(c);
+      if (t->clock.seen[c->reader] < c->when) t->clock.seen[c->reader] = c->when;
+      if (!read) t->clock.seen[c->writer] = c->when;
+    }
+  }
+  if (!read) t->groups.erase(t->groups.begin(), t->groups.begin() + (long)count);
+}
+
+/* ---- wgmma --------------------------------------------------------------------------------- */
+
+/* Instructions that all warps of a warpgroup must execute: the k-th of each must be the same. */
+void host_same(Warp &w, const char *what, int line) {
+  Block &b = *w.block;
+  const size_t number = (size_t)(&w - &b.warps[0]);
+  Warpgroup &g = b.warpgroups[number / 4];
+  const std::string text = what + (" in line " + std::to_string(line));
+  if (number / 4 * 4 + 4 > b.warps.size()) host_fail(line, "%s: the warpgroup is not whole", what);
+  if (w.issued == g.issued.size()) g.issued.push_back(text);
+  if (g.issued[w.issued] != text)
+    host_fail(line, "warp %zu executes %s while another warp of its warpgroup executed %s", number,
+              text.c_str(), g.issued[w.issued].c_str());
+  w.issued++;
+}
+
+enum : u32 { POISON = 0xfff1fff1 }; /* NaN as f32 and as two f16 */
+
+struct Product : Operation {
+  Warp *warp;
+  HostWgmma w;
+  u32 a[32][4];
+  std::shared_ptr<Flight> flight;
+  u32 group = 0, when; /* group 0: not committed */
+  bool done = false;
+  bool step() override;
+  void gather(u32 low, u32 high, bool transposed, u32 first, u32 count, f32 *to);
+  void multiply();
+};
+
+static f32 half_to_float(u16 x, bool is_bf16) {
+  return is_bf16 ? f32_bits((u32)x << 16) : host_from_f16(x);
+}
+
+/* Elements [first, first + count) of M or N, all 16 of K, as to[k][mn]. The layouts, in bytes, T 16
+ * bytes, S the bytes of the swizzle:
+ *   K-major:   none: ((8, m), (T, 2)) : ((T, SBO), (1, LBO)); else ((8, m), 32) : ((S, SBO), 1)
+ *   MN-major:  none: ((T, m), (8, k)) : ((1, SBO), (T, LBO)); else ((S, m), (8, k)) : ((1, LBO),
+ * (S, SBO)) and then the swizzle of the address. */
+void Product::gather(u32 low, u32 high, bool transposed, u32 first, u32 count, f32 *to) {
+  static const u32 spans[] = {16, 128, 64, 32};
+  const u32 start = (low & 0x3fff) << 4, lbo = (low >> 16 & 0x3fff) << 4;
+  const Stamp s = {warp->agent, when, line, &clock};
+  const u32 sbo = (high & 0x3fff) << 4, mode = high >> 30, span = spans[mode];
+  for (u32 k = 0; k < 16; k += transposed ? 1 : 8)
+    for (u32 mn = first; mn < first + count; mn += transposed ? 8 : 1) {
+      u32 at;
+      if (!transposed) {
+        at = mn % 8 * span + mn / 8 * sbo + (mode ? k * 2 : k / 8 * lbo);
+      } else if (mode) {
+        at = mn * 2 % span + mn * 2 / span * lbo + k % 8 * span + k / 8 * sbo;
+      } else {
+        at = mn / 8 * sbo + k % 8 * 16 + k / 8 * lbo;
+      }
+      u16 x[8];
+      const size_t from =
+          shared_offset(*block, swizzled(start + at, mode ? span : 0), 16, 16, "wgmma", line);
+      engine_reads(block->shared, from, 16, s, x);
+      for (u32 i = 0; i < 8; i++) {
+        const u32 kk = transposed ? k : k + i, n = (transposed ? mn + i : mn) - first;
+        to[kk * count + n] = half_to_float(x[i], w.bf16);
+      }
+    }
+}
+
+/* Register i of lane l: row l / 4 (+ 8 if i / 2 is odd), column i / 4 * 8 + l % 4 * 2 + i % 2. */
+void Product::multiply() {
+  f32 a[16 * 16], b[16 * 256], sum[16 * 256];
+  if (w.fresh) std::fill(flight->value.begin(), flight->value.end(), 0);
+  const u32 n = w.n, row = (u32)(warp - &block->warps[0]) % 4 * 16;
+  if (w.a) {
+    for (u32 l = 0; l < 32; l++)
+      for (u32 e = 0; e < 8; e++) { /* register e / 2: rows and K in the order of its bits */
+        const u32 r = l / 4 + e / 2 % 2 * 8, k = l % 4 * 2 + e % 2 + e / 4 * 8;
+        a[k * 16 + r] = half_to_float((u16)(this->a[l][e / 2] >> e % 2 * 16), w.bf16);
+      }
+  } else {
+    gather(w.a_low, w.a_high, w.transpose_a, row, 16, a);
+  }
+  gather(w.b_low, w.b_high, w.transpose_b, 0, n, b);
+  for (u32 r = 0; r < 16; r++) {
+    f32 *s = sum + r * n;
+    for (u32 c = 0; c < n; c++) s[c] = 0;
+    for (u32 k = 0; k < 16; k++) {
+      const f32 x = a[k * 16 + r];
+      const f32 *y = b + k * n;
+      for (u32 c = 0; c < n; c++) s[c] += x * y[c];
+    }
+  }
+  for (u32 l = 0; l < 32; l++)
+    for (u32 i = 0; i < n / 2; i++) {
+      const f32 s = sum[(l / 4 + i / 2 % 2 * 8) * n + i / 4 * 8 + l % 4 * 2 + i % 2];
+      if (w.half) {
+        u32 &d = flight->value[l * flight->words + i / 2];
+        const u32 shift = i % 2 * 16;
+        const u16 x = host_to_f16(host_from_f16((u16)(d >> shift)) + s);
+        d = (d & ~(0xffffu << shift)) | (u32)x << shift;
+      } else {
+        u32 &d = flight->value[l * flight->words + i];
+        d = float_bits(f32_bits(d) + s);
+      }
+    }
+}
+
+bool Product::step() {
+  if (done) return true;
+  for (auto &p : warp->products)
+    if (p.get() != this) {
+      if (!((Product *)p.get())->done) ((Product *)p.get())->step();
+    } else {
+      break;
+    }
+  done = true;
+  multiply();
+  return true;
+}
+
+static void check_descriptor(const char *which, u32 low, u32 high, bool transposed, int line) {
+  if (low & 0xc000c000 || high & 0x3fffc000)
+    host_fail(line, "descriptor 0x%08x%08x of %s: bits that must be 0 are not", high, low, which);
+  (void)transposed;
+}
+
+static bool overlap(const void *a, u32 n, const void *b, u32 k) {
+  const u8 *x = (const u8 *)a, *y = (const u8 *)b;
+  return x < y + k * 4 && y < x + n * 4;
+}
+
+/* Registers are memory of the fiber's stack: have they changed since the fence? */
+static void check_fenced(Thread *t, const void *registers, u32 bytes, const char *which, int line) {
+  const u8 *end = t->stack + STACK_BYTES, *at = (const u8 *)registers;
+  const u8 *first = end - t->fenced_stack.size();
+  if (at < first || memcmp(at, t->fenced_stack.data() + (at - first), bytes))
+    host_fail(line, "%s was written behind the wgmma.fence", which);
+}
+
+static std::shared_ptr<Flight> flight_of(Warp &w, const HostWgmma *first, int line) {
+  const u32 words = first->n / (first->half ? 4 : 2);
+  for (auto &f : w.flights) {
+    if (f->registers[0] == first->d && f->words == words) return f;
+    if (overlap(f->registers[0], f->words, first->d, words))
+      host_fail(line, "the accumulator overlaps another one in flight, of another shape");
+  }
+  if (w.needs_fence)
+    host_fail(line, "no wgmma.fence stands between the last access to registers and this product");
+  std::shared_ptr<Flight> f = std::make_shared<Flight>();
+  f->words = words;
+  f->value.resize(32 * words);
+  for (u32 l = 0; l < 32; l++) {
+    f->registers[l] = ((const HostWgmma *)w.request[l]->p)->d;
+    if (!first->fresh) check_fenced(w.lane[l], f->registers[l], words * 4, "the accumulator", line);
+    memcpy(&f->value[l * words], f->registers[l], words * 4);
+    for (u32 k = 0; k < words; k++) ((u32 *)f->registers[l])[k] = POISON;
+  }
+  w.flights.push_back(f);
+  return f;
+}
+
+static void issue_product(Warp &w) {
+  const HostWgmma *x = (const HostWgmma *)w.request[0]->p;
+  const int line = w.request[0]->line;
+  std::shared_ptr<Product> p = std::make_shared<Product>();
+  for (u32 l = 1; l < 32; l++) {
+    const HostWgmma *y = (const HostWgmma *)w.request[l]->p;
+    if (x->a_low != y->a_low || x->a_high != y->a_high || x->b_low != y->b_low ||
+        x->b_high != y->b_high)
+      host_fail(line, "lanes 0 and %u have different descriptors", l);
+  }
+  char what[128];
+  snprintf(what, sizeof what, "wgmma n%u a %08x%08x b %08x%08x", x->n, x->a_high, x->a_low,
+           x->b_high, x->b_low);
+  host_same(w, what, line);
+  if (!x->a) check_descriptor("A", x->a_low, x->a_high, x->transpose_a, line);
+  check_descriptor("B", x->b_low, x->b_high, x->transpose_b, line);
+  p->line = line;
+  p->block = w.block;
+  p->warp = &w;
+  p->w = *x;
+  if (!w.agent) w.agent = host_new_agent();
+  p->when = host_when(++w.count);
+  p->clock = w.lane[0]->clock;
+  for (u32 l = 1; l < 32; l++) p->clock.meet(w.lane[l]->clock);
+  for (u32 l = 0; l < 32; l++) {
+    if (x->a) memcpy(p->a[l], ((const HostWgmma *)w.request[l]->p)->a, 16);
+    host_release(w.lane[l]);
+  }
+  p->flight = flight_of(w, x, line);
+  for (u32 l = 0; l < 32 && x->a; l++)
+    check_fenced(w.lane[l], ((const HostWgmma *)w.request[l]->p)->a, 16, "A, in registers,", line);
+  w.products.push_back(p);
+  host_issue(p);
+}
+
+extern "C" void host_wgmma(const HostWgmma *x, int line) {
+  Request r = {"wgmma", line, ~0u, 0, 0, (void *)x, 0};
+  host_meet(&r, issue_product);
+}
+
+static void fence(Warp &w) {
+  host_same(w, "wgmma.fence", w.request[0]->line);
+  w.needs_fence = false;
+}
+
+extern "C" void host_wgmma_fence(int line) {
+  Thread *t = m.self;
+  const u8 *first = (const u8 *)__builtin_frame_address(0), *end = t->stack + STACK_BYTES;
+  t->fenced_stack.assign(first, end);
+  Request r = {"wgmma.fence", line, ~0u, 0, 0, nullptr, 0};
+  host_meet(&r, fence);
+}
+
+static void commit(Warp &w) {
+  host_same(w, "wgmma.commit_group", w.request[0]->line);
+  w.groups++;
+  w.last.push_back(host_when(w.count));
+  for (auto &p : w.products)
+    if (!((Product *)p.get())->group) ((Product *)p.get())->group = w.groups;
+  Warpgroup &g = w.block->warpgroups[(size_t)(&w - &w.block->warps[0]) / 4];
+  for (Thread *t : g.waiters) host_wake(t);
+  g.waiters.clear();
+}
+
+extern "C" void host_wgmma_commit(int line) {
+  Request r = {"wgmma.commit_group", line, ~0u, 0, 0, nullptr, 0};
+  host_meet(&r, commit);
+}
+
+static void hand_back(Warp &w, Flight &f, int line) {
+  for (u32 l = 0; l < 32; l++) {
+    u32 *r = (u32 *)f.registers[l];
+    for (u32 k = 0; k < f.words; k++)
+      if (r[k] != POISON)
+        host_fail(line, "an accumulator was written while a product was in flight");
+    memcpy(r, &f.value[l * f.words], f.words * 4);
+  }
+  w.needs_fence = true;
+}
+
+/* A product is one of the whole warpgroup: it is complete for a warp when it is for all four. */
+static bool committed_by_all(Warp &w, u32 last) {
+  Warp *first = &w.block->warps[(size_t)(&w - &w.block->warps[0]) / 4 * 4];
+  for (Warp *o = first; last && o < first + 4; o++)
+    if (o->groups < last) return false;
+  return true;
+}
+
+static bool complete_in_others(Warp &w, u32 last) {
+  Warp *first = &w.block->warps[(size_t)(&w - &w.block->warps[0]) / 4 * 4];
+  if (!committed_by_all(w, last)) return false;
+  for (Warp *o = first; last && o < first + 4; o++) {
+    const std::vector<std::shared_ptr<Operation>> products = o->products;
+    for (auto &op : products)
+      if (((Product *)op.get())->group && ((Product *)op.get())->group <= last)
+        host_finish(op.get());
+    for (u32 l = 0; l < 32 && o->agent; l++)
+      if (w.lane[l]->clock.seen[o->agent] < o->last[last - 1])
+        w.lane[l]->clock.seen[o->agent] = o->last[last - 1];
+  }
+  return true;
+}
+
+static void retire(Warp &w) {
+  const u32 n = w.request[0]->a, line = (u32)w.request[0]->line;
+  const u32 last = w.groups > n ? w.groups - n : 0;
+  size_t count = 0;
+  const bool done = complete_in_others(w, last);
+  for (u32 l = 0; l < 32; l++) w.request[l]->result = done;
+  if (!done) return;
+  host_same(w, "wgmma.wait_group", (int)line);
+  for (auto &op : w.products) {
+    Product *p = (Product *)op.get();
+    if (!p->group || p->group > last) break;
+    host_finish(p);
+    for (u32 l = 0; l < 32; l++) {
+      w.lane[l]->clock.seen[w.agent] = p->when;
+    }
+    count++;
+  }
+  w.products.erase(w.products.begin(), w.products.begin() + (long)count);
+  for (size_t k = 0; k < w.flights.size();) {
+    bool open = false;
+    for (auto &op : w.products) open = open || ((Product *)op.get())->flight == w.flights[k];
+    if (open) {
+      k++;
+    } else {
+      hand_back(w, *w.flights[k], (int)line);
+      w.flights.erase(w.flights.begin() + (long)k);
+    }
+  }
+}
+
+extern "C" void host_wgmma_wait(u32 n, int line) {
+  Request r = {"wgmma.wait_group", line, ~0u, n, 0, nullptr, 0};
+  Block &b = *m.self->block;
+  for (;;) {
+    host_meet(&r, retire);
+    if (r.result) return;
+    Warp &w = *m.self->warp;
+    if (committed_by_all(w, w.groups > n ? w.groups - n : 0)) continue; /* since the lanes met */
+    b.warpgroups[m.self->number / 128].waiters.push_back(m.self);
+    host_sleep("products that other warps of the warpgroup have not issued");
+  }
+}
+
+extern "C" void host_pin(const void *registers, u32 bytes, int line) {
+  Thread *t = m.self;
+  t->line = line;
+  for (auto &f : t->warp->flights)
+    if (overlap(f->registers[t->lane], f->words, registers, bytes / 4))
+      host_fail(line, "the accumulator is used while a product of it is in flight");
+}
+
+void host_products_end(Warp &w) {
+  if (!w.products.empty())
+    host_fail(w.products[0]->line, "the block ends and nobody waited for this product");
+}

@@ -1,0 +1,671 @@
+/* Fibers, the scheduler, and what threads do together: warps, bar.sync, clusters.
+ *
+ * host_run() forks: the child carries out the launch, so that a crash or an endless loop of a
+ * generated program is a report and no more. Results, text and the error come back in memory that
+ * both share. An error leaves the fiber for good: the child writes it down and exits. */
+#include "machine.h"
+
+#include <dlfcn.h>
+#include <signal.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <sys/mman.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+enum { STACK = STACK_BYTES, GUARD = 4096, TEXT = 1 << 16, SECONDS = 120 };
+
+Machine m;
+HostThread *host_self;
+
+struct Report {
+  int failed, line;
+  u32 n_text;
+  char error[4096];
+  char text[TEXT];
+};
+static Report *report;
+static void (*entry)(void **);
+static void **entry_args;
+
+/* ---- errors -------------------------------------------------------------------------------- */
+
+extern "C" void host_fail(int line, const char *format, ...) {
+  va_list ap;
+  va_start(ap, format);
+  size_t n = 0;
+  if (m.self) {
+    const HostIndex b = m.self->block->index;
+    n = (size_t)snprintf(report->error, sizeof report->error,
+                         "block (%u, %u, %u), thread %u: ", b.x, b.y, b.z, m.self->number);
+  }
+  vsnprintf(report->error + n, sizeof report->error - n, format, ap);
+  va_end(ap);
+  report->line = line;
+  report->failed = 1;
+  _exit(1);
+}
+
+extern "C" int host_print(const char *format, ...) {
+  va_list ap;
+  va_start(ap, format);
+  const int n = vsnprintf(report->text + report->n_text, TEXT - report->n_text, format, ap);
+  va_end(ap);
+  report->n_text += (u32)n;
+  if (report->n_text > TEXT - 1) report->n_text = TEXT - 1;
+  return n;
+}
+
+static void crashed(int number) {
+  if (!report->failed) {
+    snprintf(report->error, sizeof report->error, "%s",
+             number == SIGALRM ? "the program does not end"
+             : number == SIGILL
+                 ? "behind this line: an index out of bounds, an overflow, a shift too "
+                   "far, or a division by zero"
+                 : "the program crashed behind this line");
+    report->line = m.self ? m.self->line : 0;
+    report->failed = 1;
+  }
+  _exit(1);
+}
+
+/* ---- clocks -------------------------------------------------------------------------------- */
+
+void Clock::resize(size_t n, u32 value) {
+  seen.assign(n, value);
+  fenced[0].assign(n, value);
+  fenced[1].assign(n, value);
+}
+
+static void raise(std::vector<u32> &to, const std::vector<u32> &from) {
+  u32 *a = to.data();
+  const u32 *b = from.data();
+  for (size_t k = 0, n = to.size(); k < n; k++) a[k] = a[k] > b[k] ? a[k] : b[k];
+}
+
+static void lower(std::vector<u32> &to, const std::vector<u32> &from) {
+  u32 *a = to.data();
+  const u32 *b = from.data();
+  for (size_t k = 0, n = to.size(); k < n; k++) a[k] = a[k] < b[k] ? a[k] : b[k];
+}
+
+void Clock::join(const Clock &o) {
+  raise(seen, o.seen);
+  for (int k = 0; k < 2; k++) raise(fenced[k], o.fenced[k]);
+}
+
+void Clock::meet(const Clock &o) {
+  lower(seen, o.seen);
+  for (int k = 0; k < 2; k++) lower(fenced[k], o.fenced[k]);
+}
+
+void Clock::fence(bool global) { raise(fenced[global], seen); }
+
+u16 host_new_agent() {
+  const u32 k = m.engines < MAX_ENGINES ? m.engines++ : MAX_ENGINES - 1; /* the last ones share */
+  return (u16)(m.n_clock - MAX_ENGINES + k);
+}
+
+u32 host_when(u64 n) {
+  const u32 when = m.clock + (u32)n;
+  if (when > m.top) m.top = when;
+  return when;
+}
+
+u32 host_release(Thread *t) { return t->clock.seen[t->rank]++; }
+
+/* ---- fibers -------------------------------------------------------------------------------- */
+
+u32 host_random(u32 below) {
+  m.random ^= m.random << 13;
+  m.random ^= m.random >> 7;
+  m.random ^= m.random << 17;
+  return (u32)((m.random >> 20) % below);
+}
+
+#if defined(__x86_64__)
+extern "C" void host_switch(void **save, void *to);
+asm(".text\n.globl host_switch\n.hidden host_switch\nhost_switch:\n"
+    "pushq %rbp\npushq %rbx\npushq %r12\npushq %r13\npushq %r14\npushq %r15\n"
+    "movq %rsp, (%rdi)\nmovq %rsi, %rsp\n"
+    "popq %r15\npopq %r14\npopq %r13\npopq %r12\npopq %rbx\npopq %rbp\nret\n");
+
+static void *fresh_stack(u8 *stack, void (*start)()) {
+  void **top = (void **)(stack + STACK);
+  *--top = nullptr; /* no return address: the start function stands as if it was called */
+  *--top = (void *)start;
+  for (int k = 0; k < 6; k++) *--top = nullptr;
+  return top;
+}
+#elif defined(__aarch64__)
+extern "C" void host_switch(void **save, void *to);
+asm(".text\n.globl host_switch\n.hidden host_switch\nhost_switch:\n"
+    "sub sp, sp, #160\n"
+    "stp x19, x20, [sp]\nstp x21, x22, [sp, #16]\nstp x23, x24, [sp, #32]\n"
+    "stp x25, x26, [sp, #48]\nstp x27, x28, [sp, #64]\nstp x29, x30, [sp, #80]\n"
+    "stp d8, d9, [sp, #96]\nstp d10, d11, [sp, #112]\nstp d12, d13, [sp, #128]\n"
+    "stp d14, d15, [sp, #144]\n"
+    "mov x2, sp\nstr x2, [x0]\nmov sp, x1\n"
+    "ldp x19, x20, [sp]\nldp x21, x22, [sp, #16]\nldp x23, x24, [sp, #32]\n"
+    "ldp x25, x26, [sp, #48]\nldp x27, x28, [sp, #64]\nldp x29, x30, [sp, #80]\n"
+    "ldp d8, d9, [sp, #96]\nldp d10, d11, [sp, #112]\nldp d12, d13, [sp, #128]\n"
+    "ldp d14, d15, [sp, #144]\n"
+    "add sp, sp, #160\nret\n");
+
+static void *fresh_stack(u8 *stack, void (*start)()) {
+  void **top = (void **)(stack + STACK) - 20;
+  for (int k = 0; k < 20; k++) top[k] = nullptr;
+  top[11] = (void *)start; /* x30 */
+  return top;
+}
+#else
+#error "no context switch for this processor"
+#endif
+
+static void *scheduler;
+
+static void leave() {
+  Thread *t = m.self;
+  host_switch(&t->stack_pointer, scheduler);
+}
+
+static void enter(Thread *t) {
+  m.self = t;
+  host_self = t;
+  host_switch(&scheduler, t->stack_pointer);
+  m.self = nullptr;
+}
+
+void host_sleep(const char *format, ...) {
+  char text[256];
+  va_list ap;
+  va_start(ap, format);
+  vsnprintf(text, sizeof text, format, ap);
+  va_end(ap);
+  m.self->waits_for = text;
+  leave();
+  m.self->waits_for.clear();
+}
+
+void host_wake(Thread *t) { m.ready.push_back(t); }
+
+/* Others may overtake here. */
+void host_yield() {
+  if (host_random(8)) return;
+  host_wake(m.self);
+  leave();
+}
+
+static void thread_ends(Thread *t) {
+  if (!t->open_group.ops.empty())
+    host_fail(t->open_group.ops[0]->line, "the thread ends with bulk stores that no group holds");
+  for (BulkGroup &g : t->groups)
+    if (!g.awaited)
+      host_fail(g.ops[0]->line,
+                "the thread ends and nobody waited until this bulk store has read "
+                "its shared memory");
+  t->done = true;
+  t->block->alive--;
+}
+
+static void fiber() {
+  entry(entry_args);
+  thread_ends(m.self);
+  leave();
+}
+
+/* ---- scheduler ----------------------------------------------------------------------------- */
+
+static void deadlock() {
+  std::string s = "deadlock: ";
+  std::map<std::string, std::vector<Thread *>> why;
+  int line = 0;
+  for (Block &b : m.blocks)
+    for (Thread &t : b.threads)
+      if (!t.done) {
+        char text[400];
+        snprintf(text, sizeof text, "%s (line %d, block (%u, %u, %u))", t.waits_for.c_str(), t.line,
+                 b.index.x, b.index.y, b.index.z);
+        why[text].push_back(&t);
+        line = t.line;
+      }
+  for (auto &w : why) {
+    char text[64];
+    snprintf(text, sizeof text, "%zu threads, the first is %u, wait for ", w.second.size(),
+             w.second[0]->number);
+    s += text + w.first + "; ";
+  }
+  for (Block &b : m.blocks)
+    for (auto &x : b.mbarriers) s += host_place_of(b, x.first) + "; ";
+  m.self = nullptr;
+  host_fail(line, "%s", s.c_str());
+}
+
+void host_issue(std::shared_ptr<Operation> op) { m.pending.push_back(op); }
+
+static void advance(size_t k) {
+  std::shared_ptr<Operation> op = m.pending[k];
+  if (!op->step()) return;
+  for (size_t i = 0; i < m.pending.size(); i++)
+    if (m.pending[i] == op) {
+      m.pending.erase(m.pending.begin() + (long)i);
+      return;
+    }
+}
+
+void host_finish(Operation *op) {
+  for (size_t k = 0; k < m.pending.size(); k++)
+    if (m.pending[k].get() == op) {
+      std::shared_ptr<Operation> keep = m.pending[k];
+      while (!keep->step()) continue;
+      for (k = 0; k < m.pending.size(); k++)
+        if (m.pending[k] == keep) m.pending.erase(m.pending.begin() + (long)k);
+      return;
+    }
+}
+
+/* Half of the turns go to any thread, the other half to a warp that some rule prefers. */
+static size_t choose() {
+  const u32 n = (u32)m.ready.size();
+  size_t best = host_random(n);
+  if (host_random(2)) return best;
+  const u32 salt = (u32)(m.clock * 7 + m.leader);
+  for (int k = 0; k < 3; k++) {
+    const size_t other = host_random(n);
+    const u32 a = (m.ready[best]->rank / 32 + salt) * 2654435761u;
+    const u32 b = (m.ready[other]->rank / 32 + salt) * 2654435761u;
+    if (b > a) best = other;
+  }
+  return best;
+}
+
+static void run_cluster() {
+  u32 alive = 0;
+  for (Block &b : m.blocks) alive += b.alive;
+  while (alive) {
+    if (!m.pending.empty() && (m.ready.empty() || (m.eagerness && !host_random(m.eagerness)))) {
+      advance(host_random((u32)m.pending.size()));
+      continue;
+    }
+    if (m.ready.empty()) deadlock();
+    const size_t k = choose();
+    Thread *t = m.ready[k];
+    m.ready[k] = m.ready.back();
+    m.ready.pop_back();
+    enter(t);
+    if (t->done) alive--;
+  }
+}
+
+/* ---- warps --------------------------------------------------------------------------------- */
+
+void host_meet(Request *r, void (*act)(Warp &)) {
+  Thread *t = m.self;
+  Warp &w = *t->warp;
+  t->line = r->line;
+  if (!(r->mask >> t->lane & 1))
+    host_fail(r->line, "%s: lane %u is not in its mask", r->what, t->lane);
+  if (w.arrived) {
+    u32 k = 0;
+    while (!(w.arrived >> k & 1)) k++;
+    const Request *o = w.request[k];
+    if (o->what != r->what || o->line != r->line || o->mask != r->mask)
+      host_fail(r->line,
+                "lane %u is at %s here (mask 0x%x) while lane %u of its warp is at %s in line "
+                "%d (mask 0x%x)",
+                t->lane, r->what, r->mask, k, o->what, o->line, o->mask);
+  }
+  w.arrived |= 1u << t->lane;
+  w.request[t->lane] = r;
+  if (w.arrived != r->mask) {
+    host_sleep("the other lanes of its warp at %s", r->what);
+    return;
+  }
+  act(w);
+  w.arrived = 0;
+  for (u32 k = 0; k < 32; k++)
+    if ((r->mask >> k & 1) && k != t->lane) host_wake(w.lane[k]);
+}
+
+static void shuffle(Warp &w) {
+  for (u32 k = 0; k < 32; k++)
+    if (w.arrived >> k & 1) {
+      const u32 from = w.request[k]->b;
+      if (from > 31 || !(w.arrived >> from & 1))
+        host_fail(w.request[k]->line, "lane %u shuffles from lane %u, which takes no part", k,
+                  from);
+      w.request[k]->result = w.request[from]->a;
+    }
+}
+
+extern "C" u32 host_shuffle(u32 x, u32 lane, u32 mask, int line) {
+  Request r = {"shfl.sync", line, mask, x, lane, nullptr, 0};
+  host_meet(&r, shuffle);
+  return r.result;
+}
+
+static void elect(Warp &w) {
+  u32 leader = m.leader;
+  while (!(w.arrived >> leader & 1)) leader = (leader + 1) % 32;
+  for (u32 k = 0; k < 32; k++)
+    if (w.arrived >> k & 1) w.request[k]->result = k == leader;
+}
+
+extern "C" bool host_elect(u32 mask, int line) {
+  Request r = {"elect.sync", line, mask, 0, 0, nullptr, 0};
+  host_meet(&r, elect);
+  return r.result;
+}
+
+/* ---- setmaxnreg ---------------------------------------------------------------------------- */
+
+static void set_registers(Warp &w) {
+  Block &b = *w.block;
+  const Request *r = w.request[0];
+  const u32 n = r->a;
+  const bool up = r->b;
+  if (n < 24 || n > 256 || n % 8)
+    host_fail(r->line, "setmaxnreg %u: not a multiple of 8 from 24 to 256", n);
+  if (up ? n < w.registers : n > w.registers)
+    host_fail(r->line, "setmaxnreg.%s to %u: the warp has %u", up ? "inc" : "dec", n, w.registers);
+  const u32 need = up ? (n - w.registers) * 32 : 0;
+  for (u32 k = 0; k < 32; k++) w.request[k]->result = need > b.free_registers;
+  if (need > b.free_registers) return;
+  b.free_registers += w.registers * 32;
+  b.free_registers -= n * 32;
+  w.registers = n;
+  for (Thread *t : b.want_registers) host_wake(t);
+  b.want_registers.clear();
+}
+
+extern "C" void host_registers(u32 n, bool up, int line) {
+  Request r = {"setmaxnreg", line, ~0u, n, up, nullptr, 0};
+  for (bool first = true;; first = false) {
+    host_meet(&r, set_registers);
+    Thread *t = m.self;
+    if (first && t->lane == 0) host_same(*t->warp, "setmaxnreg", line);
+    if (!r.result) return;
+    // another warp may have given registers back since the lanes met
+    if ((n - t->warp->registers) * 32 <= t->block->free_registers) continue;
+    t->block->want_registers.push_back(t);
+    host_sleep("%u registers: the block has %u left", n, t->block->free_registers);
+  }
+}
+
+/* ---- barriers of threads ------------------------------------------------------------------- */
+
+static void pass(std::vector<Thread *> &all) {
+  Clock c = all[0]->clock;
+  for (Thread *t : all) c.join(t->clock);
+  for (Thread *t : all) {
+    t->clock = c;
+    host_release(t);
+  }
+}
+
+static void check_warps(const NamedBarrier &b, u32 id, int line) {
+  std::map<Warp *, u32> warps;
+  for (Thread *t : b.arrived) warps[t->warp]++;
+  for (auto &w : warps)
+    if (w.second != 32)
+      host_fail(line, "bar.sync %u is passed by %u lanes of warp %u only", id, w.second,
+                w.first->lane[0]->number / 32);
+}
+
+/* What all of them vote is in t->any and t->all behind it. */
+static void bar(u32 id, u32 threads, bool vote, int line) {
+  Thread *t = m.self;
+  Block &block = *t->block;
+  t->line = line;
+  if (id > 15) host_fail(line, "bar.sync %u: barriers are 0 to 15", id);
+  if (!threads) threads = m.block_threads;
+  if (threads % 32 || threads > m.block_threads)
+    host_fail(line, "bar.sync of %u threads in a block of %u", threads, m.block_threads);
+  NamedBarrier &b = block.named[id];
+  if (b.arrived.empty()) {
+    b.expected = threads;
+    b.line = line;
+  } else if (b.expected != threads) {
+    host_fail(line, "bar.sync %u is for %u threads here and for %u in line %d", id, threads,
+              b.expected, b.line);
+  }
+  b.any |= vote;
+  b.all &= vote;
+  b.arrived.push_back(t);
+  if (b.arrived.size() < threads) {
+    host_sleep("bar.sync %u, where %u threads meet", id, threads);
+    return;
+  }
+  check_warps(b, id, line);
+  std::vector<Thread *> all;
+  all.swap(b.arrived);
+  pass(all);
+  for (Thread *o : all) {
+    o->any = b.any;
+    o->all = b.all;
+    if (o != t) host_wake(o);
+  }
+  b.any = 0;
+  b.all = 1;
+}
+
+extern "C" void host_bar_sync(u32 id, u32 threads, int line) { bar(id, threads, false, line); }
+
+extern "C" bool host_bar_red(u32 id, u32 threads, bool x, bool any, int line) {
+  bar(id, threads, x, line);
+  return any ? m.self->any : m.self->all;
+}
+
+static void meet_lanes(Warp &w) {
+  std::vector<Thread *> all;
+  for (u32 k = 0; k < 32; k++)
+    if (w.arrived >> k & 1) all.push_back(w.lane[k]);
+  pass(all);
+}
+
+extern "C" void host_warp_sync(u32 mask, int line) {
+  Request r = {"bar.warp.sync", line, mask, 0, 0, nullptr, 0};
+  host_meet(&r, meet_lanes);
+}
+
+extern "C" u32 host_cluster_rank() { return m.self->rank / m.block_threads; }
+
+/* arrive.relaxed, wait.acquire: no memory is ordered but mbarriers behind their fence */
+extern "C" void host_cluster_sync(int line) {
+  static std::vector<Thread *> arrived;
+  Thread *t = m.self;
+  t->line = line;
+  arrived.push_back(t);
+  if (arrived.size() < m.blocks.size() * m.block_threads) {
+    host_sleep("barrier.cluster");
+    return;
+  }
+  for (Block &b : m.blocks)
+    for (auto &x : b.mbarriers) x.second.published = x.second.fenced;
+  std::vector<Thread *> all;
+  all.swap(arrived);
+  for (Thread *o : all)
+    if (o != t) host_wake(o);
+}
+
+/* ---- launch -------------------------------------------------------------------------------- */
+
+static void make_thread(Block &b, u32 k, u32 rank) {
+  Thread &t = b.threads[k];
+  t.thread_index = {k, 0, 0};
+  t.block_index = b.index;
+  t.cluster_index = b.in_cluster;
+  t.block_dim = {m.block_threads, 1, 1};
+  t.grid_dim = m.grid;
+  t.block = &b;
+  t.warp = &b.warps[k / 32];
+  t.number = k;
+  t.lane = k % 32;
+  t.rank = rank;
+  t.warp->lane[t.lane] = &t;
+  t.line = 0;
+  t.done = false;
+  t.groups.clear();
+  t.reads = t.writes = 0;
+  t.stores = t.any = t.all = 0;
+  t.fenced_stack.clear();
+  t.clock.resize(m.n_clock, m.clock);
+  t.clock.seen[rank] = m.clock + 1;
+  if (!t.stack) {
+    t.stack = (u8 *)mmap(nullptr, STACK, PROT_READ | PROT_WRITE,
+                         MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    mprotect(t.stack, GUARD, PROT_NONE);
+  }
+  t.stack_pointer = fresh_stack(t.stack, fiber);
+  m.ready.push_back(&t);
+}
+
+static void make_block(Block &b, HostIndex first, u32 number) {
+  b.in_cluster = {number % m.cluster.x, number / m.cluster.x % m.cluster.y,
+                  number / m.cluster.x / m.cluster.y};
+  b.index = {first.x + b.in_cluster.x, first.y + b.in_cluster.y, first.z + b.in_cluster.z};
+  b.shared.name = "shared memory";
+  b.shared.base = 1024 * (1 + host_random(4));
+  b.shared.size = m.shared_bytes;
+  if (!b.shared.bytes) b.shared.bytes = (u8 *)malloc(m.shared_bytes + 1);
+  memset(b.shared.bytes, 0xcd, m.shared_bytes);
+  b.shared.forget();
+  b.mbarriers.clear();
+  const u32 limit = 65536 / m.block_threads / 8 * 8; /* what __launch_bounds__(n, 1) leaves */
+  const u32 registers = limit > 256 ? 256 : limit;
+  b.free_registers = 0;
+  b.want_registers.clear();
+  b.warpgroups.assign((m.block_threads + 127) / 128, Warpgroup());
+  b.warps.assign(m.block_threads / 32, Warp());
+  for (Warp &w : b.warps) {
+    w.block = &b;
+    w.registers = registers;
+  }
+  b.threads.resize(m.block_threads);
+  for (u32 k = 0; k < m.block_threads; k++) make_thread(b, k, number * m.block_threads + k);
+  b.alive = m.block_threads;
+}
+
+static void end_block(Block &b) {
+  for (Warp &w : b.warps) host_products_end(w);
+  for (Warpgroup &g : b.warpgroups) {
+    const size_t k = (size_t)(&g - &b.warpgroups[0]);
+    for (u32 w = 0; w < 4 && k * 4 + w < b.warps.size(); w++)
+      if (b.warps[k * 4 + w].issued != g.issued.size())
+        host_fail(0,
+                  "warp %zu executed %u instructions that all warps of its warpgroup must execute, "
+                  "and another one %zu",
+                  k * 4 + w, b.warps[k * 4 + w].issued, g.issued.size());
+  }
+  for (auto &x : b.mbarriers) {
+    const Mbarrier &bar = x.second;
+    if (bar.tx)
+      host_fail(bar.init_line, "the block ends while %s expects more bytes",
+                host_place_of(b, x.first).c_str());
+    if (bar.copied && !bar.awaited)
+      host_fail(bar.init_line, "the block ends and nobody waited for the bytes that arrived at %s",
+                host_place_of(b, x.first).c_str());
+  }
+}
+
+static void launch(u64 seed) {
+  m.random = seed * 0x9e3779b97f4a7c15u + 0x1234567;
+  for (int k = 0; k < 8; k++) host_random(2);
+  static const u32 eagerness[] = {0, 0, 64, 16, 4};
+  m.eagerness = eagerness[host_random(5)];
+  m.leader = host_random(32);
+  const HostIndex n = {m.grid.x / m.cluster.x, m.grid.y / m.cluster.y, m.grid.z / m.cluster.z};
+  const u32 clusters = n.x * n.y * n.z, size = m.cluster.x * m.cluster.y * m.cluster.z;
+  std::vector<u32> order(clusters);
+  for (u32 k = 0; k < clusters; k++) {
+    const u32 at = host_random(k + 1);
+    order[k] = order[at];
+    order[at] = k;
+  }
+  m.n_clock = size * m.block_threads + MAX_ENGINES;
+  m.blocks.resize(size);
+  for (u32 c : order) {
+    const HostIndex first = {c % n.x * m.cluster.x, c / n.x % n.y * m.cluster.y,
+                             c / n.x / n.y * m.cluster.z};
+    m.engines = 0;
+    for (u32 k = 0; k < size; k++) make_block(m.blocks[k], first, k);
+    run_cluster();
+    while (!m.pending.empty()) advance(host_random((u32)m.pending.size()));
+    for (Block &b : m.blocks) end_block(b);
+    for (Block &b : m.blocks)
+      for (Thread &t : b.threads)
+        if (t.clock.seen[t.rank] > m.top) m.top = t.clock.seen[t.rank];
+    m.clock = m.top;
+  }
+}
+
+static void catch_signals() {
+  stack_t stack = {};
+  stack.ss_sp = malloc(1 << 16);
+  stack.ss_size = 1 << 16;
+  sigaltstack(&stack, nullptr);
+  struct sigaction a = {};
+  a.sa_handler = crashed;
+  a.sa_flags = SA_ONSTACK;
+  for (int s : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT, SIGALRM}) sigaction(s, &a, nullptr);
+  alarm(SECONDS);
+}
+
+struct HostBuffer {
+  void *at;
+  u64 bytes;
+  u32 read_only, written;
+};
+
+/* Launch the kernel of a library. buffers: memory that is shared with a child. args: for each
+ * parameter its address, of a pointer or a tensor map. Returns 0, or 1 with the error. */
+extern "C" int host_run(const char *library, const u32 grid[3], const u32 cluster[3], u32 threads,
+                        u32 shared_bytes, const HostBuffer *buffers, u32 n_buffers, void **args,
+                        u64 seed, char *error, u32 error_size, int *line, char *text,
+                        u32 text_size) {
+  report = (Report *)mmap(nullptr, sizeof *report, PROT_READ | PROT_WRITE,
+                          MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+  const pid_t child = fork();
+  if (child == 0) {
+    catch_signals();
+    void *h = dlopen(library, RTLD_NOW | RTLD_LOCAL);
+    entry = h ? (void (*)(void **))dlsym(h, "host_entry") : nullptr;
+    if (!entry) host_fail(0, "%s", dlerror());
+    entry_args = args;
+    m.grid = {grid[0], grid[1], grid[2]};
+    m.cluster = {cluster[0], cluster[1], cluster[2]};
+    m.block_threads = threads;
+    m.shared_bytes = shared_bytes;
+    m.global.resize(n_buffers);
+    for (u32 k = 0; k < n_buffers; k++) {
+      m.global[k].name = "global memory";
+      m.global[k].global = true;
+      m.global[k].bytes = (u8 *)buffers[k].at;
+      m.global[k].size = buffers[k].bytes;
+      m.global[k].read_only = buffers[k].read_only;
+      m.global[k].born_written = buffers[k].written;
+    }
+    launch(seed);
+    _exit(0);
+  }
+  int status = 0;
+  if (child > 0) waitpid(child, &status, 0);
+  if (child < 0 || (status && !report->failed)) {
+    snprintf(report->error, sizeof report->error, "the child process died (status %d)", status);
+    report->failed = 1;
+  }
+  const int failed = report->failed;
+  snprintf(error, error_size, "%s", report->error);
+  snprintf(text, text_size, "%s", report->text);
+  *line = report->line;
+  munmap(report, sizeof *report);
+  return failed;
+}
+
+extern "C" void *host_alloc(u64 bytes) {
+  void *p = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+  return p == MAP_FAILED ? nullptr : p;
+}
+extern "C" void host_free(void *p, u64 bytes) { munmap(p, bytes); }

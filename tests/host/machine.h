@@ -1,0 +1,243 @@
+/* The emulated machine: what its files share.
+ *
+ * One cluster of blocks runs at a time. Every CUDA thread is a fiber; a scheduler picks one at
+ * random, seeded, and lets it run until it must wait. Copies and matrix products are operations of
+ * engines, which are carried out later, at moments the scheduler picks: with nothing left to run
+ * at the latest.
+ *
+ * Order is checked, not only tried out. Each thread carries vector clocks over all agents: `seen`,
+ * what is ordered before it, and `fenced`, what is so and passed a proxy fence on the way, of
+ * shared memory and of global memory. Barriers join them. Each byte of memory remembers who wrote
+ * it and who read it since, and when by that one's clock; an access that is not ordered behind them
+ * is an error. Engines see generic writes only through `fenced`. Agents are the threads of the
+ * cluster, then what engine operations are awaited by: an mbarrier, the products of a warp, and for
+ * a thread with bulk stores what they read and what they write. The clock of such a one counts
+ * operations, or phases, in the order of the waits. */
+#ifndef HOST_MACHINE_H
+#define HOST_MACHINE_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#include <map>
+#include <memory>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "catalogue.h"
+
+struct Block;
+struct Warp;
+struct Thread;
+
+/* ---- clocks -------------------------------------------------------------------------------- */
+
+/* one entry for each agent */
+struct Clock {
+  std::vector<u32> seen, fenced[2]; /* of shared, of global memory */
+  void resize(size_t n, u32 value);
+  void join(const Clock &other);
+  void meet(const Clock &other); /* what both know */
+  void fence(bool global);
+};
+
+/* ---- memory -------------------------------------------------------------------------------- */
+
+enum : u16 { NOBODY = 0xffff, MANY = 0xfffe, MAX_ENGINES = 256, MAX_READERS = 16 };
+
+/* of one byte */
+struct Mark {
+  u32 write, read; /* by the clock of the one who did it */
+  u16 writer, reader;
+  u16 write_line, read_line;
+  u8 barrier; /* part of an mbarrier */
+};
+
+/* Reads by engines, of 16 bytes: which of them, by whom and when. */
+struct EngineReads {
+  u32 n;
+  struct {
+    u16 who, line, mask;
+    u32 when;
+  } at[MAX_READERS];
+};
+
+/* several threads read a byte, or wrote the same value to it, in no order */
+struct Crowd {
+  std::vector<u32> read, write;
+};
+
+struct Region {
+  const char *name;
+  u8 *bytes = nullptr;
+  u32 base = 0; /* address of shared memory */
+  size_t size = 0;
+  bool global = false, born_written = false, read_only = false;
+  std::vector<Mark> marks;
+  std::vector<EngineReads> engine_reads; /* empty until there are some */
+  std::unordered_map<size_t, Crowd> crowds;
+  void forget();
+};
+
+void thread_reads(Region &r, size_t at, size_t n, int line);
+void thread_writes(Region &r, size_t at, const void *from, size_t n, int line);
+/* by operation `when` of agent `who`; it was issued in `line` by one who knew `known` */
+struct Stamp {
+  u16 who;
+  u32 when;
+  int line;
+  const Clock *known;
+};
+void engine_reads(Region &r, size_t at, size_t n, const Stamp &s, void *to);
+void engine_writes(Region &r, size_t at, const void *from, size_t n, const Stamp &s);
+/* offset in the block's shared memory of an access */
+size_t shared_offset(Block &b, u32 a, size_t bytes, size_t align, const char *what, int line);
+Region &global_region(const void *p, size_t bytes, size_t align, const char *what, int line,
+                      size_t *at);
+
+/* ---- blocks -------------------------------------------------------------------------------- */
+
+struct Mbarrier {
+  u32 expected, pending;
+  i64 tx;
+  u64 phase;
+  int init_line;
+  u16 init_by;
+  u32 init_at;
+  bool fenced, published, has_bytes;
+  Clock gathered, passed; /* of arrivals; of phases that are complete */
+  Clock far, far_passed;  /* the same of releases by other blocks: for waits with cluster scope */
+  bool shared;            /* bytes also come from other blocks, and then before they are expected */
+  u16 agent;
+  bool copied, awaited; /* bytes arrived in the phase before this one; somebody waited for it */
+  u64 copied_phase;
+  std::vector<Thread *> waiters;
+};
+
+struct NamedBarrier {
+  u32 expected = 0, any = 0, all = 1; /* of what the threads vote */
+  int line;
+  std::vector<Thread *> arrived;
+};
+
+struct Operation;
+
+struct BulkGroup {
+  std::vector<std::shared_ptr<Operation>> ops;
+  bool awaited = false;
+};
+
+struct Thread : HostThread {
+  void *stack_pointer;
+  u8 *stack;
+  Block *block;
+  Warp *warp;
+  u32 number, lane, rank; /* in the block; in the warp; in the cluster */
+  bool done;
+  int line;
+  std::string waits_for;
+  Clock clock;
+  BulkGroup open_group;
+  std::vector<BulkGroup> groups;
+  u16 reads, writes; /* agents of its bulk stores, 0: none yet */
+  u32 stores;
+  u32 any, all;                 /* what the last bar.red found */
+  std::vector<u8> fenced_stack; /* as it was at the last wgmma.fence: registers live there */
+};
+
+/* what a lane brings to an instruction that a warp executes together */
+struct Request {
+  const char *what;
+  int line;
+  u32 mask;
+  u32 a, b;
+  void *p;
+  u32 result;
+};
+
+/* accumulator registers that belong to the tensor core */
+struct Flight {
+  void *registers[32];
+  u32 words;
+  std::vector<u32> value;
+};
+
+struct Warp {
+  Block *block;
+  Thread *lane[32];
+  u32 arrived;
+  Request *request[32];
+  u32 registers, issued; /* instructions of the whole warpgroup */
+  bool needs_fence = true;
+  std::vector<std::shared_ptr<Flight>> flights;
+  std::vector<std::shared_ptr<Operation>> products; /* nobody waited for them yet, in order */
+  u32 groups, count;                                /* committed; products */
+  std::vector<u32> last;                            /* per group: clock of its last product */
+  u16 agent;                                        /* 0: none yet */
+};
+
+struct Warpgroup {
+  std::vector<std::string> issued; /* all its warps must execute these */
+  std::vector<Thread *> waiters;   /* for groups that other warps have not committed */
+};
+
+struct Block {
+  HostIndex index, in_cluster;
+  Region shared;
+  std::vector<Thread> threads;
+  std::vector<Warp> warps;
+  std::vector<Warpgroup> warpgroups;
+  std::map<u32, Mbarrier> mbarriers;
+  NamedBarrier named[16];
+  u32 free_registers;
+  std::vector<Thread *> want_registers;
+  u32 alive;
+};
+
+/* ---- engines ------------------------------------------------------------------------------- */
+
+struct Operation {
+  int line;
+  Block *block;
+  Clock clock;             /* of the one who issued it, then */
+  virtual bool step() = 0; /* true: done */
+  virtual ~Operation() {}
+};
+
+struct Machine {
+  HostIndex grid, cluster;
+  u32 block_threads, shared_bytes, n_clock; /* entries of a clock */
+  u64 random;
+  u32 eagerness;    /* an engine moves in one of so many turns; 0: only when it must */
+  u32 clock;        /* all clocks of this cluster began after it */
+  u32 engines, top; /* agents that are engines; the latest clock of any */
+  u32 leader;       /* the lane that elect.sync elects */
+  std::vector<Block> blocks;
+  std::vector<Thread *> ready;
+  std::vector<std::shared_ptr<Operation>> pending; /* copies, and the products of warps in front */
+  std::vector<Region> global;
+  Thread *self;
+};
+extern Machine m;
+enum { STACK_BYTES = 1 << 20 };
+
+u32 host_random(u32 below);
+void host_issue(std::shared_ptr<Operation> op);
+void host_finish(Operation *op); /* now */
+void host_sleep(const char *format, ...) __attribute__((format(__printf__, 1, 2)));
+void host_wake(Thread *t);
+void host_yield();
+/* All lanes of `mask` meet. The last one calls `act` for all, then everyone goes on. */
+void host_meet(Request *r, void (*act)(Warp &));
+void host_same(Warp &w, const char *what, int line);
+void host_products_end(Warp &w); /* nothing of the warp is left behind */
+std::string host_place_of(Block &b, u32 offset);
+u16 host_new_agent();
+/* clock of operation n, from 1, of an engine */
+u32 host_when(u64 n);
+u32 host_release(Thread *t); /* its clock; what it does from now on comes after */
+
+static inline Thread *host_thread() { return m.self; }
+
+#endif

@@ -1,0 +1,451 @@
+/* Memory: every byte knows who wrote it and who read it since. See machine.h for the clocks. */
+#include "machine.h"
+
+static const char *names[] = {"read", "write"};
+
+void Region::forget() {
+  const Mark none = {0, 0, NOBODY, NOBODY, 0, 0, 0};
+  marks.assign(size, none);
+  for (EngineReads &e : engine_reads) e.n = 0;
+  crowds.clear();
+}
+
+static Mark *marks_of(Region &r) {
+  if (r.marks.empty()) r.forget();
+  return r.marks.data();
+}
+
+static Crowd &crowd_of(Region &r, size_t at) {
+  Crowd &c = r.crowds[at];
+  if (c.read.empty()) {
+    c.read.assign(m.n_clock, 0);
+    c.write.assign(m.n_clock, 0);
+  }
+  return c;
+}
+
+static bool is_engine(u16 who) { return who < MANY && who >= m.n_clock - MAX_ENGINES; }
+
+static const char *whom(u16 who, char *text, size_t size) {
+  if (is_engine(who)) return "an engine";
+  if (who == MANY) return "several threads";
+  snprintf(text, size, "thread %u", who % m.block_threads);
+  return text;
+}
+
+static void __attribute__((noreturn)) unordered(const Region &r, size_t at, int access,
+                                                const char *before, u16 who, int where, int line) {
+  char text[32];
+  host_fail(line, "%s of byte %zu of %s is not ordered behind its %s by %s in line %d",
+            names[access], at, r.name, before, whom(who, text, sizeof text), where);
+}
+
+static void __attribute__((noreturn)) uninitialised(const Region &r, size_t at, int line) {
+  host_fail(line, "byte %zu of %s is read and was never written", at, r.name);
+}
+
+static void __attribute__((noreturn)) in_barrier(const Region &r, size_t at, int line) {
+  host_fail(line, "byte %zu of %s is part of an mbarrier", at, r.name);
+}
+
+static void __attribute__((noreturn))
+unfenced(const Region &r, size_t at, int access, const Mark &b, int line) {
+  host_fail(line,
+            "%s of byte %zu of %s by an engine: no proxy fence for it stands behind its write by "
+            "thread %u "
+            "in line %d",
+            names[access], at, r.name, b.writer % m.block_threads, b.write_line);
+}
+
+/* ---- reads by engines ---------------------------------------------------------------------- */
+
+static u16 mask_of(size_t chunk, size_t at, size_t n) {
+  const size_t first = at > chunk * 16 ? at - chunk * 16 : 0;
+  const size_t end = at + n < chunk * 16 + 16 ? at + n - chunk * 16 : 16;
+  return (u16)((0xffffu >> (16 - end)) & ~0u << first);
+}
+
+static void note_engine_reads(Region &r, size_t at, size_t n, const Stamp &s) {
+  if (r.engine_reads.empty()) r.engine_reads.assign(r.size / 16 + 1, EngineReads());
+  for (size_t chunk = at / 16; chunk * 16 < at + n; chunk++) {
+    EngineReads &e = r.engine_reads[chunk];
+    u32 k = 0;
+    while (k < e.n && e.at[k].who != s.who) k++;
+    if (k == MAX_READERS) k = 0; /* the first is forgotten */
+    if (k == e.n) {
+      e.n++;
+      e.at[k].mask = 0;
+    }
+    e.at[k].who = s.who;
+    e.at[k].when = s.when;
+    e.at[k].line = (u16)s.line;
+    e.at[k].mask |= mask_of(chunk, at, n);
+  }
+}
+
+/* A write by one who knows c must be behind them; then they are of the past. */
+static void behind_engine_reads(Region &r, size_t at, size_t n, const Clock &c, int line) {
+  if (r.engine_reads.empty()) return;
+  for (size_t chunk = at / 16; chunk * 16 < at + n; chunk++) {
+    EngineReads &e = r.engine_reads[chunk];
+    const u16 mask = mask_of(chunk, at, n);
+    for (u32 k = 0; k < e.n; k++) {
+      if (!(e.at[k].mask & mask)) continue;
+      if (c.seen[e.at[k].who] < e.at[k].when)
+        unordered(r, chunk * 16 + (u32)__builtin_ctz(e.at[k].mask & mask), 1, "read", e.at[k].who,
+                  e.at[k].line, line);
+      e.at[k].mask &= (u16)~mask;
+    }
+    while (e.n && !e.at[e.n - 1].mask) e.n--;
+  }
+}
+
+/* ---- by threads ---------------------------------------------------------------------------- */
+
+static bool any_seen(const std::vector<u32> &write, const std::vector<u32> &seen) {
+  for (size_t k = 0; k < write.size(); k++)
+    if (write[k] && seen[k] >= write[k]) return true;
+  return false;
+}
+
+static bool all_seen(const std::vector<u32> &access, const std::vector<u32> &seen, u32 but) {
+  for (size_t k = 0; k < access.size(); k++)
+    if (k != but && access[k] > seen[k]) return false;
+  return true;
+}
+
+static void note_read(Region &r, Mark &b, size_t at, Thread *t, int line) {
+  const std::vector<u32> &seen = t->clock.seen;
+  if (b.reader == MANY) {
+    crowd_of(r, at).read[t->rank] = seen[t->rank];
+    return;
+  }
+  if (b.reader != NOBODY && b.reader != t->rank && seen[b.reader] < b.read) {
+    Crowd &c = crowd_of(r, at);
+    std::fill(c.read.begin(), c.read.end(), 0);
+    c.read[b.reader] = b.read;
+    c.read[t->rank] = seen[t->rank];
+    b.reader = MANY;
+  } else {
+    b.reader = (u16)t->rank;
+    b.read = seen[t->rank];
+  }
+  b.read_line = (u16)line;
+}
+
+void thread_reads(Region &r, size_t at, size_t n, int line) {
+  Thread *t = m.self;
+  Mark *marks = marks_of(r);
+  const std::vector<u32> &seen = t->clock.seen;
+  for (size_t k = at; k < at + n; k++) {
+    Mark &b = marks[k];
+    if (b.barrier) in_barrier(r, k, line);
+    if (b.writer == NOBODY) {
+      if (!r.born_written) uninitialised(r, k, line);
+    } else if (b.writer == MANY) {
+      if (!any_seen(crowd_of(r, k).write, seen))
+        unordered(r, k, 0, "write", MANY, b.write_line, line);
+    } else if (seen[b.writer] < b.write) {
+      unordered(r, k, 0, "write", b.writer, b.write_line, line);
+    }
+    note_read(r, b, k, t, line);
+  }
+}
+
+static bool write_is_ordered(Region &r, const Mark &b, size_t at, const Thread *t) {
+  const std::vector<u32> &seen = t->clock.seen;
+  if (b.writer == NOBODY) return true;
+  if (b.writer == MANY) return all_seen(crowd_of(r, at).write, seen, t->rank);
+  return seen[b.writer] >= b.write;
+}
+
+static bool reads_are_ordered(Region &r, const Mark &b, size_t at, const Thread *t) {
+  const std::vector<u32> &seen = t->clock.seen;
+  if (b.reader == NOBODY || b.reader == t->rank) return true;
+  if (b.reader == MANY) return all_seen(crowd_of(r, at).read, seen, t->rank);
+  return seen[b.reader] >= b.read;
+}
+
+/* Threads may write one value to one place in any order. */
+static void join_writers(Region &r, Mark &b, size_t at, Thread *t) {
+  Crowd &c = crowd_of(r, at);
+  if (b.writer != MANY) {
+    std::fill(c.write.begin(), c.write.end(), 0);
+    c.write[b.writer] = b.write;
+    b.writer = MANY;
+  }
+  c.write[t->rank] = t->clock.seen[t->rank];
+}
+
+void thread_writes(Region &r, size_t at, const void *from, size_t n, int line) {
+  Thread *t = m.self;
+  Mark *marks = marks_of(r);
+  behind_engine_reads(r, at, n, t->clock, line);
+  for (size_t k = 0; k < n; k++) {
+    Mark &b = marks[at + k];
+    const u8 value = ((const u8 *)from)[k];
+    const bool same = r.bytes[at + k] == value;
+    if (b.barrier) in_barrier(r, at + k, line);
+    if (!same && !reads_are_ordered(r, b, at + k, t))
+      unordered(r, at + k, 1, "read", b.reader, b.read_line, line);
+    if (!write_is_ordered(r, b, at + k, t)) {
+      if (!same || is_engine(b.writer))
+        unordered(r, at + k, 1, "write", b.writer, b.write_line, line);
+      join_writers(r, b, at + k, t);
+    } else {
+      b.writer = (u16)t->rank;
+      b.write = t->clock.seen[t->rank];
+      b.reader = NOBODY;
+    }
+    b.write_line = (u16)line;
+    r.bytes[at + k] = value;
+  }
+}
+
+/* ---- by engines ---------------------------------------------------------------------------- */
+
+void engine_reads(Region &r, size_t at, size_t n, const Stamp &s, void *to) {
+  const Clock &c = *s.known;
+  const std::vector<u32> &fenced = c.fenced[r.global];
+  Mark *marks = marks_of(r);
+  for (size_t k = at; k < at + n; k++) {
+    const Mark &b = marks[k];
+    if (b.barrier) in_barrier(r, k, s.line);
+    if (b.writer == NOBODY) {
+      if (!r.born_written) uninitialised(r, k, s.line);
+    } else if (is_engine(b.writer)) {
+      if (c.seen[b.writer] < b.write) unordered(r, k, 0, "write", b.writer, b.write_line, s.line);
+    } else if (b.writer == MANY) {
+      if (!any_seen(crowd_of(r, k).write, fenced))
+        unordered(r, k, 0, "write", MANY, b.write_line, s.line);
+    } else if (fenced[b.writer] < b.write) {
+      if (c.seen[b.writer] >= b.write) unfenced(r, k, 0, b, s.line);
+      unordered(r, k, 0, "write", b.writer, b.write_line, s.line);
+    }
+  }
+  note_engine_reads(r, at, n, s);
+  if (to) memcpy(to, r.bytes + at, n);
+}
+
+void engine_writes(Region &r, size_t at, const void *from, size_t n, const Stamp &s) {
+  const Clock &c = *s.known;
+  const std::vector<u32> &fenced = c.fenced[r.global];
+  Mark *marks = marks_of(r);
+  behind_engine_reads(r, at, n, c, s.line);
+  for (size_t k = at; k < at + n; k++) {
+    Mark &b = marks[k];
+    if (b.barrier) in_barrier(r, k, s.line);
+    if (b.reader == MANY) {
+      if (!all_seen(crowd_of(r, k).read, c.seen, ~0u))
+        unordered(r, k, 1, "read", MANY, b.read_line, s.line);
+    } else if (b.reader != NOBODY && c.seen[b.reader] < b.read) {
+      unordered(r, k, 1, "read", b.reader, b.read_line, s.line);
+    }
+    if (b.writer == MANY) {
+      if (!all_seen(crowd_of(r, k).write, c.seen, ~0u))
+        unordered(r, k, 1, "write", MANY, b.write_line, s.line);
+    } else if (b.writer != NOBODY) {
+      if (c.seen[b.writer] < b.write) unordered(r, k, 1, "write", b.writer, b.write_line, s.line);
+      if (!is_engine(b.writer) && fenced[b.writer] < b.write) unfenced(r, k, 1, b, s.line);
+    }
+    b.writer = s.who;
+    b.write = s.when;
+    b.write_line = (u16)s.line;
+    b.reader = NOBODY;
+  }
+  memcpy(r.bytes + at, from, n);
+}
+
+/* ---- addresses ----------------------------------------------------------------------------- */
+
+extern "C" u32 host_shared_base() { return m.self->block->shared.base; }
+
+size_t shared_offset(Block &b, u32 a, size_t bytes, size_t align, const char *what, int line) {
+  if (a % align)
+    host_fail(line, "%s at shared address %u, which is no multiple of %zu (offset %lld)", what, a,
+              align, (i64)a - b.shared.base);
+  const i64 at = (i64)a - b.shared.base;
+  if (at < 0 || at + bytes > b.shared.size)
+    host_fail(line, "%s of bytes %lld to %lld, and the shared memory has %zu", what, at,
+              at + (i64)bytes, b.shared.size);
+  return (size_t)at;
+}
+
+Region &global_region(const void *p, size_t bytes, size_t align, const char *what, int line,
+                      size_t *at) {
+  const uintptr_t a = (uintptr_t)p;
+  Region *near = nullptr;
+  if (a % align)
+    host_fail(line, "%s at global address %p, which is no multiple of %zu", what, p, align);
+  for (Region &r : m.global) {
+    const uintptr_t first = (uintptr_t)r.bytes;
+    if (a >= first && a + bytes <= first + r.size) {
+      *at = a - first;
+      return r;
+    }
+    if (a + 65536 >= first && a <= first + r.size + 65536) near = &r;
+  }
+  if (near)
+    host_fail(line, "%s of bytes %lld to %lld of argument %zu, which has %zu", what,
+              (i64)a - (i64)(uintptr_t)near->bytes, (i64)(a + bytes) - (i64)(uintptr_t)near->bytes,
+              (size_t)(near - &m.global[0]), near->size);
+  host_fail(line, "%s at %p, outside of all arguments", what, p);
+}
+
+/* ---- loads and stores ---------------------------------------------------------------------- */
+
+extern "C" void host_load_shared(void *d, u32 a, u32 bytes, int line) {
+  Region &r = m.self->block->shared;
+  const size_t at = shared_offset(*m.self->block, a, bytes, bytes, "ld.shared", line);
+  m.self->line = line;
+  thread_reads(r, at, bytes, line);
+  memcpy(d, r.bytes + at, bytes);
+}
+
+extern "C" void host_store_shared(u32 a, const void *s, u32 bytes, int line) {
+  const size_t at = shared_offset(*m.self->block, a, bytes, bytes, "st.shared", line);
+  m.self->line = line;
+  thread_writes(m.self->block->shared, at, s, bytes, line);
+}
+
+/* ---- other blocks of the cluster ------------------------------------------------------------ */
+
+/* Addresses of the window of the cluster have the number of the block, plus one, in the top byte.
+ */
+extern "C" u32 host_peer_offset(u32 rank, int line) {
+  if (rank >= m.blocks.size())
+    host_fail(line, "mapa: block %u of a cluster of %zu", rank, m.blocks.size());
+  return m.blocks[rank].shared.base + ((rank + 1) << 24) - m.self->block->shared.base;
+}
+
+static Block &peer(u32 a, const char *what, int line) {
+  const u32 rank = (a >> 24) - 1;
+  if (rank >= m.blocks.size()) host_fail(line, "%s at 0x%x, in no block", what, a);
+  if (!m.blocks[rank].alive) host_fail(line, "%s: the other block has ended", what);
+  return m.blocks[rank];
+}
+
+extern "C" void host_load_cluster(void *d, u32 a, u32 bytes, int line) {
+  Block &b = peer(a, "ld.shared::cluster", line);
+  const size_t at = shared_offset(b, a & 0xffffff, bytes, bytes, "ld.shared::cluster", line);
+  m.self->line = line;
+  thread_reads(b.shared, at, bytes, line);
+  memcpy(d, b.shared.bytes + at, bytes);
+}
+
+extern "C" void host_store_cluster(u32 a, const void *s, u32 bytes, int line) {
+  Block &b = peer(a, "st.shared::cluster", line);
+  const size_t at = shared_offset(b, a & 0xffffff, bytes, bytes, "st.shared::cluster", line);
+  m.self->line = line;
+  thread_writes(b.shared, at, s, bytes, line);
+}
+
+extern "C" void host_load_global(void *d, const void *p, u32 bytes, int line) {
+  size_t at;
+  m.self->line = line;
+  Region &r = global_region(p, bytes, bytes, "ld.global", line, &at);
+  thread_reads(r, at, bytes, line);
+  memcpy(d, p, bytes);
+}
+
+extern "C" void host_store_global(void *p, const void *s, u32 bytes, int line) {
+  size_t at;
+  m.self->line = line;
+  Region &r = global_region(p, bytes, bytes, "st.global", line, &at);
+  if (r.read_only) host_fail(line, "st.global to an operand");
+  thread_writes(r, at, s, bytes, line);
+}
+
+/* relaxed */
+extern "C" u32 host_atomic_add(u32 *p, u32 x, int line) {
+  size_t at;
+  const u32 old = *p;
+  m.self->line = line;
+  global_region(p, 4, 4, "atom.global", line, &at);
+  *p = old + x;
+  return old;
+}
+
+/* ---- ldmatrix, stmatrix -------------------------------------------------------------------- */
+
+/* Lane 8 i + j gives the address of row j of matrix i. Register i of lane l holds elements
+ * 2 (l % 4) and 2 (l % 4) + 1 of row l / 4 of matrix i; with .trans, of column l / 4. */
+static void move_matrix(Warp &w, bool store) {
+  const bool transposed = w.request[0]->b;
+  const int line = w.request[0]->line;
+  Thread *self = m.self;
+  for (u32 i = 0; i < 4; i++) {
+    u16 matrix[8][8];
+    for (u32 l = 0; l < 32 && store; l++)
+      for (u32 e = 0; e < 2; e++) {
+        const u16 x = ((const u16 *)w.request[l]->p)[2 * i + e];
+        const u32 major = l / 4, minor = l % 4 * 2 + e;
+        matrix[transposed ? minor : major][transposed ? major : minor] = x;
+      }
+    for (u32 j = 0; j < 8; j++) {
+      const size_t at = shared_offset(*w.block, w.request[8 * i + j]->a, 16, 16,
+                                      store ? "stmatrix" : "ldmatrix", line);
+      /* a row belongs to the four lanes that hold it, in turn to the eight; the lane that gave the
+       * address stands for them */
+      m.self = w.lane[8 * i + j];
+      if (store) {
+        thread_writes(w.block->shared, at, matrix[j], 16, line);
+      } else {
+        thread_reads(w.block->shared, at, 16, line);
+        memcpy(matrix[j], w.block->shared.bytes + at, 16);
+      }
+    }
+    m.self = self;
+    for (u32 l = 0; l < 32 && !store; l++)
+      for (u32 e = 0; e < 2; e++) {
+        const u32 major = l / 4, minor = l % 4 * 2 + e;
+        ((u16 *)w.request[l]->p)[2 * i + e] =
+            matrix[transposed ? minor : major][transposed ? major : minor];
+      }
+  }
+}
+static void load_matrix(Warp &w) { move_matrix(w, false); }
+static void store_matrix(Warp &w) { move_matrix(w, true); }
+
+extern "C" void host_load_matrix(void *words, u32 a, bool transposed, int line) {
+  Request r = {"ldmatrix", line, ~0u, a, transposed, words, 0};
+  host_meet(&r, load_matrix);
+}
+
+extern "C" void host_store_matrix(u32 a, const void *words, bool transposed, int line) {
+  Request r = {"stmatrix", line, ~0u, a, transposed, (void *)words, 0};
+  host_meet(&r, store_matrix);
+}
+
+/* ---- halves -------------------------------------------------------------------------------- */
+
+extern "C" f32 host_from_f16(u16 x) {
+  const u32 sign = (u32)(x & 0x8000) << 16, exponent = x >> 10 & 31, digits = x & 0x3ff;
+  if (exponent == 31) return f32_bits(sign | 0x7f800000 | digits << 13);
+  if (exponent) return f32_bits(sign | (exponent + 112) << 23 | digits << 13);
+  const f32 r = (f32)digits * 0x1p-24f;
+  return sign ? -r : r;
+}
+
+/* to nearest, ties to even */
+extern "C" u16 host_to_f16(f32 x) {
+  const u32 b = float_bits(x), sign = b >> 16 & 0x8000, a = b & 0x7fffffff;
+  if (a > 0x7f800000) return 0x7fff;                /* the canonical NaN */
+  if (a >= 0x477ff000) return (u16)(sign | 0x7c00); /* 65520 and more */
+  if (a < 0x38800000) {                             /* subnormal: units of 2^-24 */
+    return (u16)(sign | (u32)nearbyintf(f32_bits(a) * 0x1p24f));
+  }
+  return (u16)(sign | ((a - 0x38000000 + 0xfff + (a >> 13 & 1)) >> 13));
+}
+
+/* A double that is exact or odd in its last digit rounds to bf16 once. Sums of two bf16 may need
+ * more digits than 53; then the last digit says "and something more". */
+extern "C" u16 host_bf16_of_double(double x) {
+  f32 f = (f32)x;
+  if ((double)f != x && x == x && f - f == 0) { /* to odd */
+    u32 b = float_bits(f);
+    if (fabs((double)f) > fabs(x)) b--;
+    f = f32_bits(b | 1);
+  }
+  return host_to_bf16(f);
+}
