@@ -71,9 +71,10 @@ def _bounds(lower, upper):
     strong = {x.dtype for x in (lower, upper) if isinstance(x, Array) and not x.weak_type}
     weak = any(isinstance(x, int) or x.weak_type for x in (lower, upper))
     if len(strong) > 1 or weak and any(d.kind == "u" for d in strong):
+        texts = [show(x) if isinstance(x, int) else type_text(x) for x in (lower, upper)]
         raise TypeError(
             "lower and upper arguments to fori_loop must have equal types, got"
-            f" {' and '.join(show(x) if isinstance(x, int) else type_text(x) for x in (lower, upper))}"
+            f" {' and '.join(texts)}"
         )
     dtype = strong.pop() if strong else None
     lo, hi = (_core.as_array(x, "int32") for x in (lower, upper))

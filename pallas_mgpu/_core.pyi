@@ -400,6 +400,7 @@ class _Device(TypedDict):
 
 class _System(TypedDict):
     devices: list[_Device]
+    device: int  # that kernels on host arrays run on, -1: none
     no_gpu: str
     nvrtc: str
     cache_dir: str

@@ -15,6 +15,8 @@ def matmul_kernel(
     dtype: float16 or bfloat16. steps: blocks of A and B in flight. group: rows of tiles that are
     worked on together, so that their operands stay in L2.
     """
+    if min(m, n, k) < 1:
+        raise ValueError(f"matmul_kernel: extents must be positive, got {(m, n, k)}")
     if m % tile_m or n % tile_n or k % tile_k:
         raise ValueError(
             f"matmul_kernel: tiles {(tile_m, tile_n, tile_k)} do not divide {(m, n, k)}"

@@ -1,5 +1,5 @@
 """Descriptors: memory spaces and what is allocated in them, transforms, barriers, block specs,
-layouts, compiler parameters. They say what is wanted; tracing (`_kernel.py`, `_scope.py`) makes
+layouts, compiler parameters. They say what is wanted; tracing (`_kernel.py`, `_control.py`) makes
 refs of them. Semantics: docs/reference.md."""
 
 import dataclasses
@@ -683,7 +683,7 @@ class Layout(enum.Enum, metaclass=_LayoutType):
             return _LayoutValue(("splat",), "WG_SPLAT")
         if self is Layout.WG_STRIDED:
             raise ValueError("Layout.WG_STRIDED needs arguments: WG_STRIDED(shape, vec_size)")
-        if self in (Layout.WGMMA, Layout._WGMMA_ACC_32BIT):
+        if self in (Layout.WGMMA, Layout._WGMMA_ACC_32BIT, Layout.MMA_ACC):
             return _LayoutValue(("wgmma",), "WGMMA")
         if self in _NAMED_TILED:
             return _LayoutValue(("tiled", *_NAMED_TILED[self]), self.name)

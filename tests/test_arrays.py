@@ -477,3 +477,27 @@ def test_scalar_arithmetic(run):
     got = run(body, x, x, grid=(16,), grid_names=("x",))
     want = np.where(x % 3 == 0, x // 2, x % 5 * 7 - (x >> 1)) + -(-x // 4)
     np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.uint32, np.int8, np.int32])
+def test_extrema_of_integers_at_their_ends(run, dtype):
+    """All elements are the largest, or the smallest, number there is."""
+    ends = np.iinfo(dtype)
+    x = np.stack([np.full((64, 24), ends.max, dtype), np.full((64, 24), ends.min, dtype)])
+
+    def body(x_ref, low_ref, high_ref):
+        for k in range(2):
+            low_ref[k] = x_ref[k].min(1)
+            high_ref[k] = x_ref[k].max(1)
+
+    low, high = run(body, (x[:, :, 0], x[:, :, 0]), x)
+    np.testing.assert_array_equal(low, x[:, :, 0])
+    np.testing.assert_array_equal(high, x[:, :, 0])
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32])
+def test_sums_of_negative_zeros(run, dtype):
+    """-0 is what a sum begins with."""
+    x = np.full((64, 24), -0.0, dtype)
+    got = run(lambda x_ref, o_ref: o_ref.__setitem__(..., x_ref[...].sum(1)), x[:, 0], x)
+    assert np.signbit(got).all() and (got == 0).all()

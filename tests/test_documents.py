@@ -400,3 +400,45 @@ def test_idiom_static_or_traced(run):
 
     got = run(body, shaped(8, dtype=jnp.int32), np.array([5], np.int32))
     np.testing.assert_array_equal(got, [10, 1, 0 + 2 + 4, 6 + 2, 2 + 8 + 1 + 1, 20, 5, 16])
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_idiom_products_of_arrays_in_registers(run, rng, dtype):
+    """wgmma with an array as a, computed by the thread just before."""
+    dtype = np.dtype(jnp.dtype(dtype))
+    a, b = (rng.standard_normal(s).astype(dtype) for s in ((128, 64), (64, 96)))
+
+    def body(a_gmem, b_gmem, o_gmem, b_smem, bar):
+        plgpu.copy_gmem_to_smem(b_gmem, b_smem, bar)
+        plgpu.barrier_wait(bar)
+
+        def product(acc):
+            plgpu.wgmma(acc, a_gmem[...] * 2, b_smem)
+            return acc[...]
+
+        o_gmem[...] = pl.run_scoped(product, plgpu.ACC((128, 96)))
+
+    scratch = [plgpu.SMEM((64, 96), dtype), plgpu.Barrier()]
+    got = run(body, shaped(128, 96), a, b, scratch_types=scratch)
+    want = 2 * (a.astype(np.float32) @ b.astype(np.float32))
+    np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-2)
+
+
+@pytest.mark.parametrize("module", [plgpu, pl, lax, jnp, plgpu.nn, plgpu.tree])
+def test_public_names_have_docstrings(module):
+    for name in dir(module):
+        o = getattr(module, name)
+        if callable(o) and not name.startswith("_") and name != "iinfo":
+            assert o.__doc__, f"{module.__name__}.{name}"
+
+
+def test_environment_table():
+    """The reference's table is what the package reads."""
+    known = re.findall(
+        r'PM_ENV\(\w+, "(\w+)", "(.*?)", "(.*)"\)', (ROOT / "csrc/base/env.def").read_text()
+    )
+    text = (ROOT / "docs/reference.md").read_text()
+    assert len(known) >= 8
+    for name, standard, meaning in known:
+        value = f"`{standard}`" if standard else ""
+        assert f"| `{name}` | {value} | {meaning} |" in text, name

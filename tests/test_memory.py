@@ -391,3 +391,202 @@ def test_debug_print(run, capfd):
     plgpu.synchronize()
     out = capfd.readouterr().out
     assert "{i} is -1, half 0" in out and "{i} is 0, half 0.5" in out and "100%" in out
+
+
+def test_vectors_begin_where_they_may(run, rng):
+    """Rows and starts that are no multiples of a vector, in GMEM and SMEM, known and traced."""
+    x = random(rng, (64, 19), np.float32)
+    y = random(rng, (2048,), np.float32)
+    o = [np.zeros((64, 16), np.float32)] * 4 + [np.zeros(512, np.float32)] * 4
+
+    def body(x_ref, y_ref, *rest):
+        i = lax.axis_index("g")
+        *o, x_smem, y_smem = rest
+        x_smem[...] = x_ref[...]
+        y_smem[...] = y_ref[...]
+        wgmma = plgpu.Layout.WGMMA
+        o[0][...] = plgpu.load(x_ref.at[:, pl.ds(0, 16)], layout=wgmma)
+        o[1][...] = plgpu.load(x_smem.at[:, pl.ds(0, 16)], layout=wgmma)
+        o[2][...] = plgpu.load(x_ref.at[:, pl.ds(i + 1, 16)], layout=wgmma)
+        o[3][...] = plgpu.load(x_smem.at[:, pl.ds(i + 2, 16)], layout=wgmma)
+        o[4][...] = y_ref[pl.ds(1, 512)]
+        o[5][...] = y_smem[pl.ds(2, 512)]
+        o[6][...] = y_ref[pl.ds(i + 3, 512)]
+        o[7][...] = y_smem[pl.ds(i * 2 + 6, 512)]
+
+    scratch = [plgpu.SMEM(x.shape, np.float32), plgpu.SMEM(y.shape, np.float32)]
+    got = run(body, tuple(o), x, y, grid=(1,), grid_names=("g",), scratch_types=scratch)
+    want = [x[:, k : k + 16] for k in (0, 0, 1, 2)] + [y[k : k + 512] for k in (1, 2, 3, 6)]
+    for k, (g, w) in enumerate(zip(got, want, strict=True)):
+        np.testing.assert_array_equal(g, w, err_msg=str(k))
+
+
+@pytest.mark.parametrize("width", SWIZZLED)
+def test_wgmma_layout_meets_swizzled_rows_anywhere(run, rng, width):
+    """Slices that begin inside of a swizzle pattern, and transposed ones; 16 and 32 bits."""
+    wgmma = plgpu.Layout.WGMMA
+    x = random(rng, (80, 128), np.float16)
+    y = random(rng, (72, 128), np.float32)
+
+    def tiled(shape, dtype):
+        tiling = plgpu.TilingTransform((8, width // np.dtype(dtype).itemsize))
+        return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(width)))
+
+    outs = [(64, 128), (64, 128), (64, 128), (128, 64), (128, 64)]
+
+    def body(x_ref, y_ref, *rest):
+        i = lax.axis_index("g")
+        *o, xs, ys, turned, turned32 = rest
+        xs[...] = x_ref[...]
+        ys[...] = y_ref[...]
+        o[0][...] = plgpu.load(xs.at[pl.ds(1, 64)], layout=wgmma).astype(np.float32)
+        a = plgpu.load(xs.at[pl.ds(i + 3, 64)], layout=wgmma)
+        b = plgpu.load(ys.at[pl.ds(i + 5, 64)], layout=wgmma)
+        xs[pl.ds(9, 64)] = a
+        o[1][...] = xs[pl.ds(9, 64)].astype(np.float32)
+        ys[pl.ds(2, 64)] = b
+        o[2][...] = ys[pl.ds(2, 64)]
+        turned.T[...] = a
+        o[3][...] = turned[...].astype(np.float32)
+        turned32.T[...] = b
+        again = plgpu.load(turned32.T, layout=wgmma) + plgpu.load(turned.T, layout=wgmma).astype(
+            np.float32
+        )
+        turned32.T[...] = again
+        o[4][...] = turned32[...]
+
+    scratch = [
+        tiled(x.shape, np.float16),
+        tiled(y.shape, np.float32),
+        tiled((128, 64), np.float16),
+        tiled((128, 64), np.float32),
+    ]
+    outs = tuple(np.zeros(s, np.float32) for s in outs)
+    got = run(body, outs, x, y, grid=(1,), grid_names=("g",), scratch_types=scratch)
+    x = x.astype(np.float32)
+    want = [x[1:65], x[3:67], y[5:69], x[3:67].T, (x[3:67] + y[5:69]).T]
+    for k, (g, w) in enumerate(zip(got, want, strict=True)):
+        np.testing.assert_array_equal(g, w, err_msg=str(k))
+
+
+def test_predicated_stores_leave_what_was_there(run, rng):
+    x = random(rng, (2, 64, 64), np.float16)
+
+    def body(x_ref, o_ref, smem):
+        i = lax.axis_index("g")
+        for k in range(2):
+            smem[...] = x_ref[k]
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(smem, o_ref.at[i], predicate=(i == 1) | (k == 0))
+            plgpu.wait_smem_to_gmem(0)
+
+    for transforms in ((), SWIZZLED[128]):
+        smem = plgpu.SMEM((64, 64), np.float16, transforms=transforms)
+        got = run(body, x, x, grid=(2,), grid_names=("g",), scratch_types=[smem])
+        np.testing.assert_array_equal(got, x)
+
+
+def test_boxes_of_one_array_differ(run, rng):
+    """Copies of a whole array, of some rows and of some columns."""
+    x = random(rng, (64, 128), np.float16)
+
+    def body(x_ref, a_ref, b_ref, c_ref, a, b, c, bar):
+        plgpu.copy_gmem_to_smem(x_ref, a, bar)
+        plgpu.copy_gmem_to_smem(x_ref.at[8:32], b, bar)
+        plgpu.copy_gmem_to_smem(x_ref.at[:, 64:], c, bar)
+        plgpu.barrier_wait(bar)
+        for smem, o in ((a, a_ref), (b, b_ref), (c, c_ref)):
+            plgpu.copy_smem_to_gmem(smem, o)
+        plgpu.wait_smem_to_gmem(0)
+
+    want = (x, x[8:32], np.ascontiguousarray(x[:, 64:]))
+    scratch = [plgpu.SMEM(w.shape, np.float16, transforms=SWIZZLED[128]) for w in want]
+    got = run(body, want, x, scratch_types=[*scratch, plgpu.Barrier(num_arrivals=3)])
+    for g, w in zip(got, want, strict=True):
+        np.testing.assert_array_equal(g, w)
+
+
+@pytest.mark.filterwarnings("ignore:copy_")
+@pytest.mark.parametrize("pitch", [32, 33])
+def test_copies_that_begin_before_the_array(run, rng, pitch):
+    """By the engine and, where a row is no multiple of 16 bytes, by all lanes: zeros on the way in,
+    nothing on the way out."""
+    x = random(rng, (12, pitch), np.float32)
+
+    def body(x_ref, o_ref, s_ref, smem, bar):
+        i = lax.axis_index("g") - 3
+        plgpu.copy_gmem_to_smem(x_ref.at[pl.ds(i, 8)], smem, bar)
+        plgpu.barrier_wait(bar)
+        o_ref[...] = smem[...]
+        s_ref[...] = jnp.zeros((12, pitch), jnp.float32)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(smem, s_ref.at[pl.ds(i - 1, 8)])
+        plgpu.wait_smem_to_gmem(0)
+
+    outs = np.zeros((8, pitch), np.float32), x
+    scratch = [plgpu.SMEM((8, pitch), np.float32), plgpu.Barrier()]
+    o, s = run(body, outs, x, grid=(1,), grid_names=("g",), scratch_types=scratch)
+    want = np.concatenate([np.zeros((3, pitch), np.float32), x[:5]])
+    np.testing.assert_array_equal(o, want)
+    np.testing.assert_array_equal(s, np.concatenate([want[4:], np.zeros((8, pitch), np.float32)]))
+
+
+def test_what_was_stored_is_read_again(run, rng):
+    """Waiting for a store, not only for its reads, makes the array in GMEM readable."""
+    x = random(rng, (128, 64), np.float32)
+
+    def body(x_ref, o_ref, again_ref, smem):
+        smem[...] = x_ref[...] + 1
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(smem, o_ref)
+        plgpu.wait_smem_to_gmem(0)
+        again_ref[...] = o_ref[...] * 2
+
+    scratch = [plgpu.SMEM(x.shape, np.float32)]
+    o, again = run(body, (x, x), x, scratch_types=scratch)
+    np.testing.assert_array_equal(o, x + 1)
+    np.testing.assert_array_equal(again, (x + 1) * 2)
+
+
+def test_more_than_256_rows_are_two_boxes(run, rng):
+    x = random(rng, (512, 64), np.float16)
+
+    def body(x_ref, o_ref, smem, bar):
+        plgpu.copy_gmem_to_smem(x_ref, smem, bar)
+        plgpu.barrier_wait(bar)
+        plgpu.copy_smem_to_gmem(smem, o_ref)
+        plgpu.wait_smem_to_gmem(0)
+
+    scratch = [plgpu.SMEM(x.shape, np.float16, transforms=SWIZZLED[128]), plgpu.Barrier()]
+    np.testing.assert_array_equal(run(body, x, x, scratch_types=scratch), x)
+
+
+def test_overhang_of_rows_that_are_one_axis_for_the_engine(run, rng):
+    """Rows of 24 bytes, merged with their neighbours; a known and a traced part of the start."""
+    x = random(rng, (10, 2, 6), np.float32)
+
+    def body(x_ref, o_ref, smem, bar):
+        i = lax.axis_index("g")
+        plgpu.copy_gmem_to_smem(x_ref.at[4:].at[pl.ds(i * 3, 4)], smem, bar)
+        plgpu.barrier_wait(bar)
+        o_ref[i] = smem[...]
+
+    scratch = [plgpu.SMEM((4, 2, 6), np.float32), plgpu.Barrier()]
+    want = np.zeros((2, 4, 2, 6), np.float32)
+    want[0], want[1, :3] = x[4:8], x[7:]
+    got = run(body, want, x, grid=(2,), grid_names=("g",), scratch_types=scratch)
+    np.testing.assert_array_equal(got, want)
+
+
+def test_a_loop_stores_over_what_it_has_read(run, rng):
+    x = random(rng, (8, 64, 64), np.float32)
+
+    def body(x_ref, o_ref, smem):
+        def step(k, total):
+            smem[...] = x_ref[k]
+            return total + smem.T[...]
+
+        o_ref[...] = lax.fori_loop(0, 8, step, jnp.zeros((64, 64), jnp.float32))
+
+    got = run(body, x[0], x, scratch_types=[plgpu.SMEM((64, 64), np.float32)])
+    np.testing.assert_allclose(got, x.sum(0).T, rtol=1e-5, atol=1e-5)

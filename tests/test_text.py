@@ -218,3 +218,22 @@ def test_shared_memory_of_sibling_scopes_overlaps():
     kernel = plgpu.kernel(body, out_type=np.zeros((3, 256), np.float32), interpret=True)
     assert kernel.lower().resources()["smem_bytes"] < 2 * 128 * 256 * 4
     np.testing.assert_array_equal(kernel(), np.repeat(np.arange(3.0), 256).reshape(3, 256))
+
+
+def test_offsets_of_large_arrays_have_64_bits():
+    """4 GiB, which no test allocates."""
+
+    def body(x_ref, o_ref, r_ref):
+        i = pl.program_id(0)
+        block = x_ref.at[:, pl.ds(i * 64, 16)]
+        o_ref[...] = plgpu.load(block, layout=plgpu.Layout.WGMMA).astype(np.float32)
+        r_ref[...] = x_ref[i, :128]
+
+    shape = plgpu.ShapeDtypeStruct
+    outs = shape((64, 16), np.float32), shape((128,), np.int8)
+    kernel = plgpu.kernel(body, out_type=outs, grid=(16,), grid_names=("g",))
+    text = kernel.lower(shape((64, 1 << 26), np.int8)).as_text("cuda")
+    loads = [x for x in text.splitlines() if "const i8* const p" in x]
+    assert len(loads) == 2 and all("+ (i64)" in x for x in loads), loads
+    assert re.search(r"\(i64\)warp \* 1073741824\) \+ \(.*\(i64\)lane / 4 \* 67108864", loads[0])
+    assert re.search(r"\(i64\)\w+ \* 67108864", loads[1])

@@ -255,26 +255,67 @@ static pm_code refold(const pm_view_dim *old, uint32_t n, const int64_t *sizes, 
   return PM_OK;
 }
 
-/* Let the shape that the view has now be what bounds and coordinates speak of. */
-static void rebase(pm_view *v) {
+/* May the result of a reshape of this view be a base? Axes along which it has one index stay axes
+ * (unless that is 0); along the others it must be inside for sure, and those give way to the dims of
+ * the result. */
+static bool may_rebase(const pm_graph *g, const pm_view *v, bool *stays) {
+  if (v->space != PM_GMEM || v->reshaped) return false;
+  for (uint32_t d = 0; d < v->base_rank; d++) {
+    int64_t extent = 1, lo, hi;
+    for (uint32_t k = 0; k < v->rank; k++) {
+      if (v->dim[k].base_dim == (int)d) extent = v->dim[k].size;
+    }
+    const bool known = pm_view_start_range(g, v, d, &lo, &hi);
+    stays[d] = extent == 1 && !(known && !lo && !hi);
+    if (stays[d]) continue;
+    if (!known || lo < 0 || hi + extent > v->base_shape[d]) return false;
+  }
+  return true;
+}
+
+static void rebase(pm_view *v, const bool *stays) {
+  uint8_t axis[PM_MAX_RANK];
+  uint32_t n = 0, terms = 0;
+  for (uint32_t d = 0; d < v->base_rank; d++) {
+    axis[d] = (uint8_t)n;
+    if (!stays[d]) {
+      v->shifted |= v->start[d] != 0;
+      continue;
+    }
+    v->base_shape[n] = v->base_shape[d];
+    v->base_stride[n] = v->base_stride[d];
+    v->start[n++] = v->start[d];
+  }
+  for (uint32_t k = 0; k < v->n_start_terms; k++) {
+    v->shifted |= !stays[v->start_term[k].dim];
+    if (!stays[v->start_term[k].dim]) continue;
+    v->start_term[terms] = v->start_term[k];
+    v->start_term[terms++].dim = axis[v->start_term[k].dim];
+  }
+  v->n_start_terms = terms;
   int64_t stride = 1;
-  v->shifted |= v->offset || v->n_terms;
-  v->reshaped = false;
-  v->n_start_terms = 0;
-  v->base_rank = v->rank;
-  for (int k = v->rank - 1; k >= 0; k--) {
+  for (uint32_t k = v->rank; k-- > 0;) {
     if (v->dim[k].size > 1) stride = v->dim[k].inner;
-    v->dim[k].base_dim = (int8_t)k;
-    v->base_shape[k] = v->dim[k].size;
-    v->base_stride[k] = stride;
-    v->start[k] = 0;
+    v->dim[k].base_dim = (int8_t)(n + k);
+    v->base_shape[n + k] = v->dim[k].size;
+    v->base_stride[n + k] = stride;
+    v->start[n + k] = 0;
     stride *= v->dim[k].size;
   }
+  v->base_rank = (uint8_t)(n + v->rank);
+  v->reshaped = false;
+}
+
+static uint32_t count(const bool *set, uint32_t n) {
+  uint32_t k = 0;
+  while (n-- > 0) k += set[n];
+  return k;
 }
 
 static pm_code apply_reshape(const pm_graph *g, pm_opid op, pm_view *v, pm_err *err) {
   const pm_type *to = pm_typeof(g, pm_get(g, op)->out);
-  const bool whole = v->space == PM_GMEM && !v->reshaped && pm_view_in_bounds(g, v);
+  bool stays[PM_MAX_RANK];
+  const bool base = may_rebase(g, v, stays) && count(stays, v->base_rank) + to->rank <= PM_MAX_RANK;
   pm_view_dim out[PM_MAX_RANK];
   uint32_t i = 0, j = 0;
   while (i < v->rank || j < to->rank) {
@@ -306,7 +347,7 @@ static pm_code apply_reshape(const pm_graph *g, pm_opid op, pm_view *v, pm_err *
   }
   memcpy(v->dim, out, sizeof out[0] * to->rank);
   v->rank = to->rank;
-  if (v->reshaped && whole) rebase(v);
+  if (base) rebase(v, stays);
   return PM_OK;
 }
 

@@ -51,8 +51,8 @@ typedef struct pm_view {
   pm_term term[PM_MAX_TERMS]; /* dynamic part: offset += val / div * mul */
   /* GMEM: start of the view along each dim of the base, for bounds and TMA coordinates. Valid
    * unless `reshaped`. Along base dim d the start is start[d] + sum of the terms of d (mul in index
-   * units). A reshape of a view that is inside for sure makes the result the base; `shifted`: its
-   * first element is not that of the argument. */
+   * units). The dims of a reshaped view become dims of the base where it was inside of that for
+   * sure; `shifted`: then index 0 of all of them is not the first element of the argument. */
   bool reshaped, shifted;
   uint8_t base_rank;
   int64_t base_shape[PM_MAX_RANK], base_stride[PM_MAX_RANK], start[PM_MAX_RANK];

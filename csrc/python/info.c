@@ -1,4 +1,5 @@
 /* Small questions: what dtype is meant, what depends on what, what this machine has. */
+#include "exchange.h"
 #include "trace.h"
 
 #include <sys/stat.h>
@@ -116,21 +117,20 @@ static PyObject *system_info(PyObject *Py_UNUSED(self), PyObject *Py_UNUSED(none
   char why[512] = "";
   int n = pm_device_count(why, sizeof why);
   PyObject *devices = PyList_New(0), *out = NULL;
-  bool hopper = false;
   for (int k = 0; devices && k < n; k++) {
     PyObject *d = device_dict(k);
     if (!d || PyList_Append(devices, d) < 0) {
       Py_XDECREF(d);
       goto done;
     }
-    hopper |= PyLong_AsLong(PyDict_GetItemString(d, "arch")) >= 90;
     Py_DECREF(d);
   }
   if (!devices) return NULL;
-  if (n && !hopper) snprintf(why, sizeof why, "no GPU of compute capability 9.0 or higher");
-  const char *asked = pm_env(PM_ENV_BACKEND);
-  if (!strcmp(asked, "interpret")) snprintf(why, sizeof why, "PALLAS_MGPU_BACKEND=interpret");
-  const char *backend = hopper && strcmp(asked, "interpret") ? "cuda" : "interpret";
+  int device = pmpy_fitting_device(why, sizeof why);
+  if (device >= 0) why[0] = 0;
+  bool off = !strcmp(pm_env(PM_ENV_BACKEND), "interpret");
+  if (off) snprintf(why, sizeof why, "PALLAS_MGPU_BACKEND=interpret");
+  const char *backend = device >= 0 && !off ? "cuda" : "interpret";
   int major = 0, minor = 0;
   const char *path = "";
   pm_err err = {0};
@@ -139,8 +139,8 @@ static PyObject *system_info(PyObject *Py_UNUSED(self), PyObject *Py_UNUSED(none
   PyObject *nvrtc = code ? PyUnicode_FromFormat("not found (%s)", err.text)
                          : PyUnicode_FromFormat("%d.%d, %s", major, minor, path);
   if (nvrtc)
-    out = Py_BuildValue("{s:O,s:s,s:N,s:s,s:s}", "devices", devices, "no_gpu", why, "nvrtc", nvrtc, "cache_dir",
-                        pm_cache_dir(), "backend", backend);
+    out = Py_BuildValue("{s:O,s:i,s:s,s:N,s:s,s:s}", "devices", devices, "device", device, "no_gpu",
+                        why, "nvrtc", nvrtc, "cache_dir", pm_cache_dir(), "backend", backend);
 done:
   Py_DECREF(devices);
   return out;

@@ -15,9 +15,11 @@ INTS = ("int32", "uint32", "int16", "uint16")
 BYTES = ("int8", "uint8")
 EVERY = (*FLOATS, *INTS, *BYTES, "bool")
 SIZE = {"float32": 4, "int32": 4, "uint32": 4, "bool": 1, "int8": 1, "uint8": 1}
-COMMON = ("float32",) * 5 + ("int32",) * 3 + ("bfloat16", "float16") * 2 + ("uint32", "int16", "uint16")  # fmt: skip
+COMMON = (*("float32",) * 5, *("int32",) * 3, *("bfloat16", "float16") * 2)
+COMMON += ("uint32", "int16", "uint16")
 
-EXTENTS = (1, 2, 3, 4, 5, 7, 8, 9, 16, 17, 31, 32, 33, 40, 48, 63, 64, 65, 72, 96, 100, 127, 128, 129)  # fmt: skip
+EXTENTS = (1, 2, 3, 4, 5, 7, 8, 9, 16, 17, 31, 32, 33, 40, 48, 63, 64, 65, 72, 96, 100)
+EXTENTS += (127, 128, 129)
 MAX_SIZE = 2048  # elements of a register array
 
 
@@ -126,42 +128,118 @@ class Expressions:
     def known_ints(self):
         return [x for frame in self.ints for x in frame] + [(n, 0, s - 1) for n, s in self.tags]
 
-    def dynamic(self, low, high):
-        """A traced int32 scalar in [low, high], as (node)."""
+    def dynamic(self, low, high, depth=0):
+        """A traced int32 scalar in [low, high]."""
         n = high - low + 1
         pool = self.known_ints()
         fits = [x for x in pool if low <= x[1] and x[2] <= high]
-        if fits and self.chance(0.4):
+        if fits and self.chance(0.3):
             return self.rng.choice(fits)[0]
-        if pool and self.chance(0.6):
-            name, a, b = self.rng.choice(pool)
-            if b - a < n and self.chance(0.5):
-                return Node("({} + {})", name, self.rng.randint(low - a, high - b))
-            form = self.rng.random()
-            base = name if a >= 0 else Node("({} - {})", name, a)
-            if form < 0.3:
-                return Node("(lax.rem({}, {}) + {})", base, n, low)
-            if form < 0.6:
-                return Node("({} % {} + {})", base, n, low)
-            return Node("jnp.clip({}, {}, {})", name, low, high)
-        k = self.rng.randrange(4)
+        form = self.rng.random()
+        if form < 0.12 and depth < 2 and n > 1:
+            middle = self.rng.randint(low, high)
+            a, b = self.dynamic(low, middle, depth + 1), self.dynamic(middle, high, depth + 1)
+            form = self.rng.randrange(5)
+            if form == 0:
+                return Node("jnp.where({}, {}, {})", self.boolean(depth + 1), a, b)
+            if form == 1:
+                c = self.boolean(depth + 1)
+                return Node("lax.cond({}, lambda: {}, lambda: {})", c, a, b)
+            if form == 2:
+                return Node(
+                    "lax.switch({}, [lambda: {}, lambda: {}])", self.dynamic(-1, 2, 2), a, b
+                )
+            return Node(self.rng.choice(("jnp.minimum({}, {})", "jnp.maximum({}, {})")), a, b)
+        if form < 0.2 and depth < 2 and n > 1:
+            a = self.rng.randint(0, n - 1)
+            x, y = self.dynamic(low, high - a, depth + 1), self.dynamic(0, a, depth + 1)
+            return Node("({} + {})", x, y)
+        if form < 0.25 and depth < 2:
+            k = self.rng.randint(0, 3)
+            return Node(
+                f"lax.fori_loop(0, {{}}, lambda i, c: c + 1, jnp.int32({low}))", min(k, n - 1)
+            )
+        if pool and form < 0.8:
+            return self.fitted(self.rng.choice(pool), low, high)
+        if form < 0.85:
+            ref = self.operand((4,), "int16", (low, high))
+            return Node(f"{ref}[{{}}].astype(jnp.int32)", self.rng.randrange(4))
         ref = self.operand((4,), "int32", (low, high))
-        return Node(f"{ref}[{{}}]", k)
+        return Node(f"{ref}[{{}}]", self.rng.randrange(4))
+
+    def fitted(self, known, low, high):
+        """A known scalar, brought into [low, high]."""
+        name, a, b = known
+        n = high - low + 1
+        if b - a < n and self.chance(0.4):
+            return Node("({} + {})", name, self.rng.randint(low - a, high - b))
+        base = name if a >= 0 else Node("({} - {})", name, a)
+        mask = (1 << n.bit_length() - 1) - 1
+        half = (b - a) // 2
+        forms = [
+            lambda: Node("(lax.rem({}, {}) + {})", base, n, low),
+            lambda: Node("({} % {} + {})", name, n, low),
+            lambda: Node("jnp.clip({}, {}, {})", name, low, high),
+            lambda: Node("jnp.maximum(jnp.minimum({}, {}), {})", name, high, low),
+            lambda: Node("lax.clamp({}, {}, {})", low, name, high),
+            lambda: Node("(({} & {}) + {})", name, mask, low),
+            lambda: Node("({} - ({} % {}))", high, name, n),
+            lambda: Node("((-{}) % {} + {})", name, n, low),
+            lambda: Node("(jnp.abs({}) % {} + {})", name, n, low),
+        ]
+        if half < n:
+            forms += [
+                lambda: Node("({} // 2 + {})", base, low),
+                lambda: Node("(({} >> 1) + {})", base, low),
+                lambda: Node("(lax.div({}, 2) + {})", base, low),
+            ]
+        if 2 * (b - a) < n:
+            forms += [
+                lambda: Node("({} * 2 + {})", base, low),
+                lambda: Node("(({} << 1) + {})", base, low),
+                lambda: Node("({} + {} + {})", base, base, low),
+            ]
+        if b - a < n and a >= 0 and low == a:
+            forms.append(lambda: Node("{}.astype(jnp.int16).astype(jnp.int32)", name))
+        return self.rng.choice(forms)()
 
     def start(self, low, high, multiple=1):
         """A start of a slice in [low, high], low and high multiples; static or dynamic."""
-        if self.chance(0.45):
+        if self.chance(0.4):
             return multiple * self.rng.randint(low // multiple, high // multiple)
         if multiple == 1:
             return self.dynamic(low, high)
-        inner = self.dynamic(low // multiple, high // multiple)
-        node = Node(f"{{}} * {multiple}", inner)
-        return Node(f"pl.multiple_of({{}}, {multiple})", node)
+        low, high = low // multiple, high // multiple
+        k = self.dynamic(low, high)
+        form = self.rng.randrange(8)
+        if form < 3:
+            return Node(f"pl.multiple_of({{}}, {multiple})", Node(f"{{}} * {multiple}", k))
+        # what follows has to be proved
+        self.feature("facts")
+        if form == 3 and multiple & (multiple - 1) == 0:
+            return Node(f"({{}} << {multiple.bit_length() - 1})", k)
+        if form == 4:
+            return Node(f"({multiple * high} - {{}} * {multiple})", self.dynamic(0, high - low))
+        if form == 5:
+            f = self.rng.choice(("lax.cond({}, lambda: {}, lambda: {})", "jnp.where({}, {}, {})"))
+            other = multiple * self.rng.randint(low, high)
+            other = f"jnp.int32({other})"
+            return Node(f, self.boolean(), Node(f"{{}} * {multiple}", k), other)
+        if form == 6:
+            return Node(f"jnp.minimum({{}} * {multiple}, {multiple * high})", k)
+        if form == 7 and high > low:
+            step = self.dynamic(0, 1)
+            return Node(
+                f"({{}} * {multiple} + {multiple * low} + {{}} * {multiple})",
+                self.dynamic(0, high - low - 1),
+                step,
+            )
+        return Node(f"{{}} * {multiple}", k)
 
-    def boolean(self):
+    def boolean(self, depth=0):
         """A traced bool scalar."""
         low = self.rng.randint(-2, 2)
-        a = self.dynamic(low, low + self.rng.randint(1, 5))
+        a = self.dynamic(low, low + self.rng.randint(1, 5), depth)
         if self.chance(0.3):
             return Node("({} % 2 == {})", a, self.rng.randint(0, 1))
         op = self.rng.choice(("<", "<=", ">", ">=", "==", "!="))
@@ -310,16 +388,17 @@ class Expressions:
         source, ops = self.path(shape, copy)
         return self.apply(self.operand(source, dtype, self.data_kind(dtype, kind)), ops)
 
-    def target(self, shape, dtype, copy=False, tags=None):
+    def target(self, shape, dtype, copy=False, limit=1 << 13):
         """A ref in GMEM of that shape, to write: one place for each block, thread, iteration."""
-        source, ops = self.path(shape, copy, limit=1 << 13)
-        tags = list(self.tags if tags is None else tags)
+        source, ops = self.path(shape, copy, limit=limit)
+        tags = list(self.tags)
         self.rng.shuffle(tags)
         tags = [t for t in tags if t[1] > 1 or self.chance(0.3)]
         n = prod(s for _, s in tags)
         if not tags:
             return self.apply(self.output(source, dtype), ops)
-        if source and self.chance(0.3) and len(source) < 5:
+        folds = bool(ops) and ops[0][0] == "reshape"
+        if source and self.chance(0.3) and len(source) < 5 and not folds:
             # side by side along one dim
             k = self.rng.randrange(len(source))
             total = tuple(d * n if j == k else d for j, d in enumerate(source))
@@ -400,6 +479,9 @@ class Expressions:
         if old and self.chance(0.6):
             return self.rng.choice(old).name
         form = self.rng.random()
+        if not shape and dtype not in ("bool", *BYTES) and self.chance(0.35):
+            low = 0 if dtype.startswith("u") else -3
+            return Node(f"{{}}.astype(jnp.{dtype})", self.dynamic(low, 9))
         if form < 0.12 or not shape and form < 0.3:
             value = self.literal(dtype, kind)
             if not shape:
@@ -462,8 +544,17 @@ class Expressions:
     def make_binary(self, shape, dtype, kind):
         two = lambda: (self.value(shape, dtype, kind), self.second(shape, dtype, kind))  # noqa: E731
         if dtype == "bool":
-            op = self.rng.choice(("({} & {})", "({} | {})", "({} ^ {})", "jnp.logical_and({}, {})",
-                                  "jnp.logical_or({}, {})", "({} == {})", "({} != {})"))  # fmt: skip
+            op = self.rng.choice(
+                (
+                    "({} & {})",
+                    "({} | {})",
+                    "({} ^ {})",
+                    "jnp.logical_and({}, {})",
+                    "jnp.logical_or({}, {})",
+                    "({} == {})",
+                    "({} != {})",
+                )
+            )
             return Node(op, self.value(shape, dtype), self.value(shape, dtype))
         if dtype in BYTES:
             op = self.rng.choice(("({} & {})", "({} | {})", "({} ^ {})"))
@@ -508,6 +599,8 @@ class Expressions:
         form = self.rng.random()
         if form < 0.2 and dtype != "bool":
             return self.literal(dtype, kind)
+        if form < 0.24 and dtype in FLOATS and kind != "small":
+            return Node("({} * 0.5)", self.dynamic(-3, 9))  # weak: takes the other's dtype
         if form < 0.3:
             return self.value((), dtype, kind)
         if form < 0.4 and len(shape) > 1:
@@ -609,11 +702,21 @@ class Expressions:
             at = (at,) if isinstance(at, int) else at
             at = tuple(a % len(full) for a in at)
             return Node(f"lax.reduce_sum({{}}, {tup(at)})", x)
-        if op == "sum" and kind != "wild" and dtype in FLOATS:
+        if op == "sum" and dtype in FLOATS and kind != "wild":
             op = "max"  # sums are no longer small
-        form = self.rng.choice(("jnp.{op}({{}}, axis={axes}{keep})", "{{}}.{op}({axes}{k2})"))
-        text = form.format(op=op, axes=axes, keep=keep, k2=keep)
-        node = Node(text, x)
+        elif op == "sum" and dtype in FLOATS and self.chance(0.2):
+            op = "mean"
+        text, parts = f"axis={axes}{keep}", []
+        if op != "mean" and self.chance(0.1) and kind == "wild":
+            text += ", initial={}"
+            parts.append(self.literal(dtype, "small"))
+        if (op == "sum" or parts) and self.chance(0.2) and kind == "wild":
+            text += ", where={}"
+            parts.append(self.value(full, "bool"))
+        if op != "mean" and self.chance(0.4):
+            node = Node(f"{{}}.{op}({text})", x, *parts)
+        else:
+            node = Node(f"jnp.{op}({{}}, {text})", x, *parts)
         return Node(f"{{}}.reshape{tup(shape)}", node) if keep else node
 
     def sum_operand(self, shape, dtype, kind):
@@ -685,7 +788,8 @@ class Expressions:
             options += [f"{L}.WGMMA", f"{L}.WGMMA_TRANSPOSED"]
             if shape[0] % 64 == 0 and shape[1] % 8 == 0:
                 options += [
-                    f"{L}.TILED(plgpu.Tiling(((64, 8), (16, 8), (8, 8), (2,))), (-7,), (-3, -2), -1)"
+                    f"{L}.TILED(plgpu.Tiling(((64, 8), (16, 8), (8, 8), (2,))), (-7,), (-3, -2),"
+                    f" -1)"
                 ]
         if len(shape) == 1:
             # the layout of columns is 32 copies, that of rows 4
@@ -721,6 +825,11 @@ class Expressions:
         if self.chance(0.4):
             carries.append((self.rng.choice(((), shape)), self.rng.choice(COMMON), "wild"))
         inits = [self.value(*c) for c in carries]
+        if self.chance(0.3):  # a number, which takes the dtype of the body
+            numbers = [c[0] == () and c[1] in ("int32", "float32") for c in carries]
+            inits = [
+                self.literal(c[1], c[2]) if n else x for n, c, x in zip(numbers, carries, inits)
+            ]
         i, names = self.name("i"), [self.name("c") for _ in carries]
         f = self.name("f")
         self.push()
@@ -740,8 +849,15 @@ class Expressions:
         if static and n and self.chance(0.25):
             unroll = ", unroll=True" if self.chance(0.5) else f", unroll={n}"
         if self.chance(0.25) and one:
-            self.emit(Node(f"@pl.loop({{}}, {{}}, init_carry={{}}{unroll})\n"
-                           f"def {f}({i}, {arg}):\n{{}}", lower, upper, inits[0], block))  # fmt: skip
+            self.emit(
+                Node(
+                    f"@pl.loop({{}}, {{}}, init_carry={{}}{unroll})\ndef {f}({i}, {arg}):\n{{}}",
+                    lower,
+                    upper,
+                    inits[0],
+                    block,
+                )
+            )
             return f
         self.emit(Node(f"def {f}({i}, {arg}):\n{{}}", block, keep=True))
         init = inits[0] if one else Node("({}, {})", *inits)

@@ -6,7 +6,7 @@ tensor cores, threads that exchange data. What they share is synchronised by con
 is left to chance is judged by the model, and a program that it refuses is thrown away."""
 
 from . import kernels, model
-from .expressions import COMMON, EVERY, FLOATS, MAX_SIZE, Expressions, Val, prod, tup
+from .expressions import COMMON, EVERY, FLOATS, MAX_SIZE, Expressions, Val, itemsize, prod, tup
 from .kernels import Block, Node
 
 
@@ -114,7 +114,9 @@ class Gen(Expressions):
         if self.segments > 2:
             return self.store_any()
         self.segments += 1
-        form = self.pick({"pipeline": 2, "wgmma": 1, "matmul": 0.5, "ring": 1, "stores": 1})
+        form = self.pick(
+            {"pipeline": 2, "wgmma": 1, "matmul": 0.5, "ring": 1, "stores": 1, "big": 0.5}
+        )
         getattr(self, "seg_" + form)()
 
     def do_store(self):
@@ -693,6 +695,67 @@ class Gen(Expressions):
         block = self.pop()
         self.scoped([self.smem_type((slots, *shape), dtype, transforms)], block, [s])
 
+    def seg_big(self):
+        """A buffer larger than registers, filled and emptied by several copies."""
+        self.feature("big copies")
+        dtype = self.rng.choice((*COMMON, "int8", "uint8"))
+        size = 1 << self.rng.randint(10, 15)
+        while True:
+            rows = self.rng.choice((8, 16, 64, 128, 256, 264, 320, 512, self.extent()))
+            columns = self.rng.choice((16, 32, 64, 128, 256, 320, 520, 1024, self.extent()))
+            if rows * columns <= size and rows * columns * itemsize(dtype) <= 1 << 16:
+                break
+        shape = (rows, columns)
+        if self.chance(0.25):
+            shape = (self.rng.choice((2, 3)), rows, columns)
+            if prod(shape) * itemsize(dtype) > 1 << 16:
+                shape = shape[1:]
+        transforms, tile = self.transforms(shape, dtype)
+        s, b = self.name("s"), self.name("b")
+        parts = [(s, shape)]
+        if len(shape) == 3:
+            parts = [(f"{s}.at[{k}]", shape[1:]) for k in range(shape[0])]
+        elif columns % (2 * tile) == 0 and self.chance(0.4):
+            h = columns // 2
+            parts = [(f"{s}.at[:, :{h}]", (rows, h)), (f"{s}.at[:, {h}:]", (rows, h))]
+        elif rows % 16 == 0 and self.chance(0.5):
+            h = 8 * self.rng.randint(1, rows // 8 - 1)
+            parts = [(f"{s}.at[:{h}]", (h, columns)), (f"{s}.at[{h}:]", (rows - h, columns))]
+        self.push()
+        for ref, part in parts:
+            if self.chance(0.4):
+                src = self.overhang(part, dtype, "norm")
+            else:
+                src = self.gmem_view(part, dtype, "norm", copy=True)
+            self.emit(Node(f"plgpu.copy_gmem_to_smem({{}}, {ref}, {b})", src))
+        self.emit(Node(f"plgpu.barrier_wait({b})"))
+        for _ in range(self.rng.randint(1, 3)):
+            r = min(rows, self.rng.choice((8, 16, 24, 64, rows)))
+            c = min(columns, self.rng.choice((tile, 2 * tile, 4 * tile, columns)))
+            if tile == 1 and self.chance(0.5):
+                r, c = self.rng.randint(1, rows), self.rng.randint(1, columns)
+            align = 8 if self.chance(0.5) and rows % 8 == r % 8 == 0 else 1
+            i = self.start(0, (rows - r) // align * align, align)
+            j = self.start(0, (columns - c) // tile * tile, tile)
+            where = [Node(f"pl.ds({{}}, {r})", i), Node(f"pl.ds({{}}, {c})", j)]
+            if len(shape) == 3:
+                where.insert(0, Node("{}", self.start(0, shape[0] - 1)))
+            part = self.apply(s, [("at", where)])
+            if r * c <= MAX_SIZE and self.chance(0.4):
+                v = self.let(self.load(part, (r, c)), (r, c), dtype, "norm")
+                self.store((r, c), dtype, value=v)
+            else:
+                if self.chance(0.3):
+                    to = self.overhang_target((r, c), dtype)
+                else:
+                    to = self.target((r, c), dtype, copy=True, limit=1 << 15)
+                self.emit(Node("plgpu.copy_smem_to_gmem({}, {})", part, to))
+        self.emit(Node("plgpu.wait_smem_to_gmem(0)"))
+        block = self.pop()
+        n = len(parts)
+        bar = Node(f"plgpu.Barrier({n})" if n > 1 else "plgpu.Barrier()")
+        self.scoped([self.smem_type(shape, dtype, transforms), bar], block, [s, b])
+
     def seg_exchange(self):
         """Every thread writes a part, all read the whole after a barrier."""
         self.feature("exchange")
@@ -828,7 +891,7 @@ class Gen(Expressions):
         self.axis_names = {}
         axes = []
         if self.chance(0.55):
-            rank = self.pick({1: 5, 2: 3, 3: 1.5, 4: 0.5})
+            rank = self.pick({1: 5, 2: 3, 3: 1.5, 4: 0.5, 5: 0.3})
             grid = [self.rng.choice((1, 2, 3)) for _ in range(rank)]
             while prod(grid) > 6:
                 grid[self.rng.randrange(rank)] = 1
@@ -837,9 +900,13 @@ class Gen(Expressions):
             for k, n in enumerate(grid):
                 call = f"pl.program_id({k})" if self.chance(0.2) else f'lax.axis_index("g{k}")'
                 axes.append((f"g{k}", call, n))
-            if self.chance(0.1):
-                o["cluster"], o["cluster_names"] = (2,), ("c0",)
-                axes.append(("c0", 'lax.axis_index("c0")', 2))
+            if self.chance(0.12):
+                sizes = self.rng.choice(((2,), (2, 1), (1, 2), (2, 2), (1, 1, 2)))
+                o["cluster"] = sizes
+                o["cluster_names"] = tuple(f"c{k}" for k in range(len(sizes)))
+                self.feature("cluster")
+                for k, n in enumerate(sizes):
+                    axes.append((f"c{k}", f'lax.axis_index("c{k}")', n))
         if self.chance(0.2):
             self.threads = self.pick({2: 4, 3: 2, 4: 1})
             o["num_threads"], o["thread_name"] = self.threads, "t"
@@ -868,6 +935,7 @@ class Gen(Expressions):
                 "ring": 1.2,
                 "stores": 1,
                 "copy": 1.5,
+                "big": 1.5,
             }
         for _ in range(self.pick({1: 5, 2: 3, 3: 1})):
             form = self.pick(table)

@@ -326,7 +326,7 @@ def _ways(case, expected, ways, seeds, ran):
         got = _attempt("cuda", lambda: case.kernel()(*args))
         if got is None:
             return
-        got = [x.numpy() for x in (got if isinstance(got, (tuple, list)) else (got,))]
+        got = [np.asarray(x) for x in (got if isinstance(got, (tuple, list)) else (got,))]
         _compare("cuda", got, expected, on_gpu=True)
         yield ran.append("cuda")
 

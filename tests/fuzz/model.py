@@ -529,7 +529,7 @@ def wgmma(acc, a, b):
     precision = 24 if acc.dtype == f32 else 11
     if not (_integers(x) and _integers(y) and _integers(acc.v) and size.max() <= 2.0**precision):
         old = acc.tol[0] or (0.0, 0.0)
-        acc.tol[0] = (2.0**-precision * 8, old[1] + float(size.max()) * 2.0 ** (2 - precision))
+        acc.tol[0] = (2.0**-precision * 8, old[1] + float(size.max()) * 2.0 ** (5 - precision))
     acc.v[...] = total.astype(acc.dtype)
     for r in (a, b):
         r.buf.reading[r.idx] += 1
@@ -1085,7 +1085,7 @@ lax = types.SimpleNamespace(
     square=lambda x: binary("mul", x, x),
     **{n: _binary(n) for n in ("add", "sub", "mul", "div", "rem", "max", "min")},
     **{n: _binary(n) for n in ("eq", "ne", "lt", "le", "gt", "ge")},
-    **{n: (lambda n: lambda x: unary(n, x))(n)
+    **{n: functools.partial(unary, n)
        for n in ("abs", "neg", "sign", "floor", "ceil", "sqrt", *_INEXACT)},
 )  # fmt: skip
 

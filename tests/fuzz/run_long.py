@@ -84,7 +84,7 @@ class Jobs:
         drain = threading.Thread(target=lambda: errors.append(p.stderr.read()), daemon=True)
         drain.start()
         timer = None
-        for seed in seeds:
+        for seed in seeds:  # noqa: B007
             timer = threading.Timer(PATIENCE, p.kill)
             timer.start()
             line = p.stdout.readline()

@@ -422,7 +422,7 @@ for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
     setattr(A, f"__{_name}__", _operator(_name))
 
 
-def where(c, x, y):
+def choose(c, x, y):
     c, x, y = as_array(c), as_array(x), as_array(y)
     exact(c)
     need(not c.flags & FUSED, "a fused value decides")
@@ -461,11 +461,22 @@ def order_free(v, precision=24):
     return np.abs(fin).sum() <= 2.0 ** (quantum + precision) and np.abs(fin).sum() < 1e38
 
 
-def reduction(kind, x, axis=None, dtype=None, keepdims=False, initial=None, where_=None):
+def _identity(kind, d):
+    if kind in ("sum", "add"):
+        return d.type(0)
+    info = None if is_float(d) else np.iinfo(d)
+    if kind == "max":
+        return d.type(info.min if info else -math.inf)
+    return d.type(info.max if info else math.inf)
+
+
+def reduction(kind, x, axis=None, dtype=None, keepdims=False, initial=None, where=None):
     x = as_array(x)
     if dtype is not None:
         x = to_dtype(x, as_dtype(dtype))
     exact(x)
+    if where is not None:
+        x = choose(where, x, _identity(kind, x.dtype))
     if axis is None:
         axis = tuple(range(x.ndim))
     axis = axis if isinstance(axis, (tuple, list)) else (axis,)
@@ -533,3 +544,6 @@ def full(shape, value, dtype=None):
 def iota(dtype, shape, dim):
     need(0 <= dim < len(shape), "iota dim")
     return A(convert(np.indices(shape)[dim].astype(i32), as_dtype(dtype)))
+
+
+where = choose  # the name in the language

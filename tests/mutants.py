@@ -1,0 +1,831 @@
+"""Does the suite notice a broken generator? Breaks it on purpose, one small change at a time.
+
+`python tests/mutants.py [--only NAME ...] [--jobs N] [--no-baseline] [--list]`
+
+Each mutant is a text of a source file and what replaces it. It is applied to a copy of the tree,
+built incrementally, and the tests run until the first one fails: those named with the mutant, then
+the rest of the suite. All of it without a GPU. Ends with a table and the share of noticed ones, and
+fails below 95 %. Before that the tests run without a mutant, and must pass. A text that is not in
+its file exactly once is stale and stops the run before it begins. Tests or a build that do not
+start at all are an error of the mutant, not a success."""
+
+import argparse
+import os
+import queue
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+CUDA, DEVICE, PASSES = "csrc/cuda", "csrc/cuda/device", "csrc/passes"
+PIPELINE = "pallas_mgpu/_pipeline.py"
+LIMIT = 300  # seconds for the tests of one mutant
+
+ARRAYS, CONTROL, MEMORY = "test_arrays.py", "test_control.py", "test_memory.py"
+PIPES, DOCUMENTS, HOST = "test_pipeline.py", "test_documents.py", "test_host.py"
+TEXT, CATALOGUE, ERRORS = "test_text.py", "test_catalogue.py", "test_errors.py"
+RUNTIME, SURFACE, FUZZ = "test_runtime.py", "test_surface.py", "test_fuzz.py"
+ALL = [MEMORY, ARRAYS, PIPES, TEXT, FUZZ, CONTROL, DOCUMENTS, CATALOGUE, ERRORS, HOST, SURFACE]
+ALL += [RUNTIME]
+
+# Of the tests that come first, those that have several ways go the one that sees most.
+FIRST_WAY = ["-k", "not interpret"]
+# name: (file, text, what replaces it, tests that come first)
+MUTANTS = {}
+
+
+def breaks(file, *tests, **mutants):
+    for name, (old, new) in mutants.items():
+        assert name not in MUTANTS and old != new, name
+        MUTANTS[name.replace("_", "-")] = file, old, new, tests
+
+
+# ---- addresses of registers ----------------------------------------------------------------------
+
+breaks(
+    f"{CUDA}/access.c",
+    f"{MEMORY}::test_vectors_begin_where_they_may",
+    f"{ARRAYS}::test_add_one",
+    f"{TEXT}::test_offsets_of_large_arrays_have_64_bits",
+    f"{ARRAYS}::test_reductions",
+    f"{MEMORY}::test_index_forms",
+    f"{FUZZ}::test_random_kernels",
+    lane_digits_count_in_twos=(
+        "for (uint32_t k = n; k-- > 0; div *= d[k].size) {\n      if (d[k].dim < 0) continue;",
+        "for (uint32_t k = n; k-- > 0; div *= part == LANE ? 2 : d[k].size) {\n"
+        "      if (d[k].dim < 0) continue;",
+    ),
+    mask_takes_one_too_many=(
+        'pm_putf(&t, " < %lld", (long long)extent(l, d));',
+        'pm_putf(&t, " <= %lld", (long long)extent(l, d));',
+    ),
+    mask_forgets_one_of_padding=(
+        "l->padded[dim] > extent(l, dim);",
+        "l->padded[dim] > extent(l, dim) + 1;",
+    ),
+    vectors_need_no_alignment=(
+        "  if (pm_view_divisor(a->e->g, a->v) % vec) return false;\n",
+        "",
+    ),
+    vectors_cross_the_end_of_an_extent=(
+        "  if (is_padded(l, a->vec_dim) && extent(l, a->vec_dim) % vec) return false;\n",
+        "",
+    ),
+    vector_lanes_at_odd_places=(
+        "        if (a->part[part].at[k].mul % vec) return false;",
+        "        if (a->part[part].at[k].mul % vec && vec > 2) return false;",
+    ),
+    flat_index_without_remainder=(
+        'if (d) c = pm_str(e, "%s %% %lld", c, (long long)vd->size);',
+        "(void)c;",
+    ),
+    any_register_map_will_do=(
+        "      if (!same_index(got, want, src->rank)) return NULL;\n",
+        "      (void)got;\n",
+    ),
+    parameters_may_be_anywhere=(
+        "    e->program->align[v->param] = pm_max(e->program->align[v->param], bytes);",
+        "    e->program->align[v->param] = pm_max(e->program->align[v->param], bytes / 2);",
+    ),
+    offsets_have_32_bits=(
+        "offset_text(e, v, gmem ? 1 : pm_dtypes[v->dtype].bytes, gmem, &t);",
+        "offset_text(e, v, gmem ? 1 : pm_dtypes[v->dtype].bytes, false, &t);",
+    ),
+    wide_thread_offsets_have_32_bits=(
+        "sum_max(&a->part[WARP]) + sum_max(&a->part[LANE]) > INT32_MAX;",
+        "false;",
+    ),
+)
+breaks(
+    f"{CUDA}/access.c",
+    f"{DOCUMENTS}::test_matmul_of_one_block",
+    f"{MEMORY}::test_wgmma_layout_meets_swizzled_rows_anywhere",
+    f"{PIPES}::test_matmul",
+    f"{PIPES}::test_wgmma_forms",
+    f"{DOCUMENTS}::test_idiom_accumulators",
+    f"{FUZZ}::test_random_kernels",
+    tiles_lie_one_behind_the_other=(
+        "add_piece(s, div, d->size, d->stride / vd->tile * vd->outer);",
+        "add_piece(s, div, d->size, d->stride / vd->tile * vd->inner);",
+    ),
+    swizzle_splits_at_256=(
+        "if (pm_view_divisor(a->e->g, a->v) * a->bytes % PATTERN) return;",
+        "if (pm_view_divisor(a->e->g, a->v) * a->bytes % 128) return;",
+    ),
+    swizzle_of_registers_is_left_out=(
+        "(p.size - 1) * p.mul * a->bytes >= 128);",
+        "(p.size - 1) * p.mul * a->bytes >= 1024);",
+    ),
+    swizzle_of_threads_is_left_out=(
+        'pm_line(e, "const u32 p = swizzle<%d>(%s%s%s);", a->v->swizzle, start, *thread',
+        'pm_line(e, "const u32 p = %.0d(%s%s%s);", 0, start, *thread',
+    ),
+    stmatrix_takes_columns_for_rows=(
+        "  out->lane[out->n_lane++] = (pm_digit){j, 2, 8};\n"
+        "  out->lane[out->n_lane++] = (pm_digit){i, 2, 8};\n",
+        "  out->lane[out->n_lane++] = (pm_digit){i, 2, 8};\n"
+        "  out->lane[out->n_lane++] = (pm_digit){j, 2, 8};\n",
+    ),
+    stmatrix_is_never_transposed=(
+        "a->matrix = transposed ? 2 : 1;",
+        "a->matrix = 1;",
+    ),
+)
+breaks(
+    "csrc/ir/view.c",
+    f"{DOCUMENTS}::test_matmul_of_one_block",
+    f"{PIPES}::test_wgmma_forms",
+    f"{PIPES}::test_matmul",
+    columns_of_tiles_are_8_rows_apart=(
+        "c->outer = m->size * tile[1];",
+        "c->outer = 8 * tile[1];",
+    ),
+    starts_inside_of_tiles=(
+        "v->offset += start / div * mul;",
+        "v->offset += start * mul;",
+    ),
+)
+
+# ---- barriers and copies -------------------------------------------------------------------------
+
+breaks(
+    f"{CUDA}/emit_async.c",
+    f"{MEMORY}::test_many_copies_on_one_barrier",
+    f"{MEMORY}::test_predicated_copies",
+    f"{MEMORY}::test_grouped_stores_and_read_only_wait",
+    f"{MEMORY}::test_predicated_stores_leave_what_was_there",
+    f"{MEMORY}::test_boxes_of_one_array_differ",
+    f"{MEMORY}::test_copies_that_begin_before_the_array",
+    f"{MEMORY}::test_what_was_stored_is_read_again",
+    f"{MEMORY}::test_copy_there_and_back",
+    f"{PIPES}::test_mixed_delays",
+    f"{MEMORY}::test_copy_swizzled_blocks",
+    f"{MEMORY}::test_producer_and_consumers",
+    f"{HOST}::test_copies_of_what_was_stored_to_gmem",
+    f"{PIPES}::test_overhanging_blocks",
+    f"{PIPES}::test_slots_and_steps",
+    f"{FUZZ}::test_random_kernels",
+    phase_never_flips=('    pm_line(e, "%s ^= 1;", b.phase);\n', ""),
+    phase_of_the_next_barrier_flips=('"%s ^= 1u << (%s);"', '"%s ^= 2u << (%s);"'),
+    wait_for_the_phase_before=(
+        'pm_line(e, "barrier_wait(%s, %s);", b.address, b.phase);',
+        'pm_line(e, "barrier_wait(%s, %s ^ 1);", b.address, b.phase);',
+    ),
+    wait_on_every_second_barrier=(
+        "pm_term_text(e, &v.term[k], 8, false)",
+        "pm_term_text(e, &v.term[k], 16, false)",
+    ),
+    arrival_without_meeting=(
+        '  pm_line(e, PM_LANES_SYNC);\n  pm_line(e, "if (tid == 0) barrier_arrive',
+        '  pm_line(e, "if (tid == 0) barrier_arrive',
+    ),
+    arrival_of_all_for_one=(
+        '"if (tid == 0) barrier_arrive(%s);"',
+        '"barrier_arrive(%s);"',
+    ),
+    too_many_bytes_are_expected=(
+        "n, b.address, arrive, (long long)p->bytes);",
+        "n, b.address, arrive, (long long)p->bytes + 16);",
+    ),
+    eight_times_the_bytes_are_expected=(
+        'pm_line(e, "barrier_arrive%s_tx(%s%s, %lld);", n, b.address, arrive, (long long)',
+        'pm_line(e, "barrier_arrive%s_tx(%s%s, %lld);", n, b.address, arrive, (long long)8 *',
+    ),
+    no_arrival_if_the_predicate_is_false=(
+        '    pm_line(e, "barrier_arrive%s(%s%s);", n, b.address, arrive);\n',
+        "",
+    ),
+    predicate_of_stores_is_ignored=(
+        '  if (when) pm_begin(e, "if (%s) {", when);\n  issue(e, p, NULL);',
+        '  if (when) pm_begin(e, "{");\n  issue(e, p, NULL);',
+    ),
+    predicate_of_loads_is_ignored=(
+        '  if (when) pm_begin(e, "if (%s) {", when);\n  pm_line(e, "barrier_arrive%s_tx',
+        '  if (when) pm_begin(e, "if (true) {");\n  pm_line(e, "barrier_arrive%s_tx',
+    ),
+    stores_are_not_committed=(
+        'if (*pm_attr(e->g, op, PM_ATTR_COMMIT)) pm_line(e, "store_group_commit();");',
+        "(void)op;",
+    ),
+    coordinates_are_reversed=(
+        'pm_putf(&t, ", %s", coord_text(e, p, d));',
+        'pm_putf(&t, ", %s", coord_text(e, p, p->map.rank - 1 - d));',
+    ),
+    boxes_of_a_loop_at_one_coordinate=(
+        'if (step) pm_putf(&t, "%sb%u * %lld"',
+        'if (step && k) pm_putf(&t, "%sb%u * %lld"',
+    ),
+    boxes_of_a_loop_overlap=(
+        "smem, k, (long long)p->loop[k].smem_step);",
+        "smem, k, (long long)p->loop[k].smem_step / 2);",
+    ),
+    maps_differ_by_more_than_the_box=(
+        "a->stride[d] != b->stride[d] || a->box[d] != b->box[d])",
+        "a->stride[d] != b->stride[d])",
+    ),
+    plain_copies_know_no_bounds=(
+        "  return t.n ? t.at : NULL;\n}\n\nstatic bool chunk_fits",
+        "  return NULL;\n}\n\nstatic bool chunk_fits",
+    ),
+    plain_copies_before_the_start=(
+        '"%s(u32)(%s) < %lldu"',
+        '"%s(%s) < %lld"',
+    ),
+    plain_loads_leave_garbage_outside=(
+        '    if (valid) pm_line(e, "zero<%s, %lld>(x);", cpp, (long long)n);\n',
+        "",
+    ),
+    plain_loads_without_proxy_fence=(
+        '    pm_line(e, "async_proxy_fence();");\n    arrive(e, &b);',
+        "    arrive(e, &b);",
+    ),
+    one_lane_of_each_warp_copies=(
+        'pm_begin(e, "if (warp == 0 && elect_one()) {");',
+        'pm_begin(e, "if (elect_one()) {");',
+    ),
+    all_lanes_copy=(
+        'pm_begin(e, "if (warp == 0 && elect_one()) {");',
+        'pm_begin(e, "if (warp == 0) {");',
+    ),
+    another_lane_waits_for_stores=(
+        '"if (warp == 0 && elect_one()) store_group_wait%s<%lld>();"',
+        '"if (warp == 1 && elect_one()) store_group_wait%s<%lld>();"',
+    ),
+    one_group_more_may_be_pending=(
+        '*pm_attr(e->g, op, PM_ATTR_READ_ONLY) ? "_read" : "", (long long)n);\n',
+        '*pm_attr(e->g, op, PM_ATTR_READ_ONLY) ? "_read" : "", (long long)n + 1);\n',
+    ),
+    nobody_waits_for_writes=(
+        '*pm_attr(e->g, op, PM_ATTR_READ_ONLY) ? "_read" : ""',
+        '*pm_attr(e->g, op, PM_ATTR_READ_ONLY) ? "_read" : "_read"',
+    ),
+    nobody_meets_behind_a_wait_for_stores=(
+        '_read" : "", (long long)n);\n  pm_line(e, PM_LANES_SYNC);',
+        '_read" : "", (long long)n);',
+    ),
+    commit_smem_without_fence=(
+        '  pm_note(e, op, "commit_smem");\n  pm_line(e, "async_proxy_fence();");\n',
+        '  pm_note(e, op, "commit_smem");\n',
+    ),
+    commit_smem_without_meeting=(
+        '  pm_line(e, "async_proxy_fence();");\n  pm_line(e, PM_LANES_SYNC);\n',
+        '  pm_line(e, "async_proxy_fence();");\n',
+    ),
+    stores_to_gmem_without_proxy_fence=("  return s.found;", "  return false;"),
+    bulk_copies_from_anywhere=("  pm_need_alignment(e, &p->gmem, 16);\n", ""),
+    tensor_maps_of_anything=(
+        "pm_max(e->program->align[m->param], 16);",
+        "pm_max(e->program->align[m->param], 4);",
+    ),
+)
+breaks(
+    f"{CUDA}/program.c",
+    f"{MEMORY}::test_producer_and_consumers",
+    f"{MEMORY}::test_many_copies_on_one_barrier",
+    barriers_count_one_lane=(
+        "PM_ATTR_ARRIVALS) * *pm_attr(e->g, op, PM_ATTR_UNIT);",
+        "PM_ATTR_ARRIVALS);",
+    ),
+    barriers_count_one_arrival_more=(
+        "PM_ATTR_ARRIVALS) * *pm_attr(e->g, op, PM_ATTR_UNIT);",
+        "PM_ATTR_ARRIVALS) * *pm_attr(e->g, op, PM_ATTR_UNIT) + 1;",
+    ),
+    barriers_without_fence=('  pm_line(e, "barrier_init_fence();");\n', ""),
+    nobody_meets_behind_the_barriers=('    pm_line(e, "block_sync();");\n', ""),
+    warps_are_counted_in_the_block=(
+        "warp_uniform(threadIdx.x >> 5 & 3)",
+        "warp_uniform(threadIdx.x >> 5)",
+    ),
+)
+
+# ---- passes --------------------------------------------------------------------------------------
+
+breaks(
+    f"{PASSES}/copies.c",
+    f"{MEMORY}::test_more_than_256_rows_are_two_boxes",
+    f"{MEMORY}::test_overhang_of_rows_that_are_one_axis_for_the_engine",
+    f"{MEMORY}::test_copy_swizzled_blocks",
+    f"{PIPES}::test_overhanging_blocks",
+    f"{MEMORY}::test_copy_there_and_back",
+    f"{FUZZ}::test_random_kernels",
+    start_of_a_cut_axis_is_not_divided=("c->fixed = a->start / div;", "c->fixed = a->start;"),
+    cut_axes_clip_wrongly=("a->cut || a->size % c || a->start % c)", "a->cut || a->start % c)"),
+    boxes_of_512=("MAX_BOX = 256,", "MAX_BOX = 512,"),
+    boxes_begin_anywhere=("  if (aligned) return NULL;\n", "  return NULL;\n"),
+    boxes_begin_inside_of_a_swizzle=(
+        "p->smem.swizzle ? pm_max(LINE, 8 * p->smem.swizzle) : LINE;",
+        "16;",
+    ),
+    bulk_copies_out_of_bounds=(
+        "if (!promised && !pm_view_in_bounds(g, &p->gmem)) {",
+        "if (promised && !pm_view_in_bounds(g, &p->gmem)) {",
+    ),
+    merged_axes_keep_their_start=("slow->start = slow->start * n + fast->start;", ""),
+    overhanging_rows_are_merged=(
+        "(n_fast == 1 ? df->size == fast->size :",
+        "(n_fast == 1 ? df->size <= fast->size :",
+    ),
+)
+breaks(
+    f"{PASSES}/smem.c",
+    f"{MEMORY}::test_scopes_nest_and_follow_each_other",
+    f"{MEMORY}::test_grouped_stores_and_read_only_wait",
+    f"{MEMORY}::test_producer_and_consumers",
+    f"{DOCUMENTS}::test_idiom_masks_and_row_statistics",
+    f"{FUZZ}::test_random_kernels",
+    allocations_overlap=(
+        "pm_round_up(alloc_bytes(g, op), SMEM_ALIGN)",
+        "alloc_bytes(g, op) / SMEM_ALIGN * SMEM_ALIGN",
+    ),
+    live_scopes_overlap=(
+        "place_block(p, pm_region(g, op, r));\n",
+        "{\n      p->top = 0;\n      place_block(p, pm_region(g, op, r));\n    }\n",
+    ),
+    scratch_overlaps_allocations=("g->scratch_offset = p.deepest;", "g->scratch_offset = p.top;"),
+    barriers_overlap=(
+        "p->barriers += n * BARRIER_BYTES;",
+        "p->barriers += (n > 0) * BARRIER_BYTES;",
+    ),
+)
+breaks(
+    f"{CUDA}/block.c",
+    f"{ARRAYS}::test_convert",
+    f"{DOCUMENTS}::test_idiom_scopes_of_threads",
+    f"{FUZZ}::test_random_kernels",
+    threads_share_scratch=(
+        "(long long)pm_scratch_bytes(e));",
+        "(long long)pm_scratch_bytes(e) * 0);",
+    ),
+    pairs_are_converted_in_reverse=(
+        'fn, name, pm_at(e, in, "r"), pm_at(e, in, "r + 1"));',
+        'fn, name, pm_at(e, in, "r + 1"), pm_at(e, in, "r"));',
+    ),
+)
+breaks(
+    f"{PASSES}/sync.c",
+    f"{HOST}::test_sibling_scopes_share_memory",
+    f"{MEMORY}::test_swap_and_update",
+    f"{MEMORY}::test_a_loop_stores_over_what_it_has_read",
+    f"{MEMORY}::test_grouped_stores_and_read_only_wait",
+    f"{MEMORY}::test_scopes_nest_and_follow_each_other",
+    f"{PIPES}::test_slots_and_steps",
+    f"{CONTROL}",
+    f"{FUZZ}::test_random_kernels",
+    nobody_meets_in_front_of_stores=("    if (p->at != ORDERED) place(p, block, k);\n", ""),
+    nobody_meets_behind_stores=(
+        "    place_behind(p, block, k);\n",
+        "    if (p->at == APART) place_behind(p, block, k);\n    p->at = APART;\n",
+    ),
+    nobody_meets_in_front_of_copies=("      if (p->at == APART) place(p, block, k);\n", ""),
+    scalar_stores_overtake_reads=(
+        "  if (conflicts(p, pm_in(g, op, 0))) place(p, block, k);\n",
+        "  if (conflicts(p, pm_in(g, op, 0)) && p->lost) place(p, block, k);\n",
+    ),
+    loops_begin_ordered=("    if (loop) p->at = APART;\n", ""),
+    engines_overwrite_stores=(
+        "      if (overwrites_dirt(p, op)) place_op(p, block, k, PM_OP_COMMIT_SMEM);\n",
+        "      (void)overwrites_dirt;\n",
+    ),
+)
+
+# ---- values --------------------------------------------------------------------------------------
+
+breaks(
+    f"{CUDA}/emit_control.c",
+    CONTROL,
+    f"{DOCUMENTS}::test_idiom_scopes_of_threads",
+    f"{FUZZ}::test_random_kernels",
+    carries_are_not_swapped=(
+        "if (e->slot[first + j].text == from[k].text && from[j].text != from[k].text) {",
+        "if (k > n && e->slot[first + j].text == from[k].text) {",
+    ),
+    else_does_the_same=("PM_TRY(emit_branch(e, op, 1));", "PM_TRY(emit_branch(e, op, 0));"),
+    switch_below_0_is_the_last=(
+        '"switch (max_int(0, min_int(%u, %s))) {"',
+        '"switch (min_int(%u, %s)) {"',
+    ),
+    loops_run_once_more=(
+        '"for (i32 %s = %s; %s < %s; %s++) {"',
+        '"for (i32 %s = %s; %s <= %s; %s++) {"',
+    ),
+    threads_enter_scopes_alone=('pm_line(e, "block_sync();");', "(void)op;"),
+    while_tests_the_opposite=('"if (!(%s)) break;"', '"if (%s) break;"'),
+)
+breaks(
+    f"{CUDA}/emit_shape.c",
+    f"{ARRAYS}::test_reductions",
+    f"{ARRAYS}::test_reduction_propagates_nan",
+    f"{ARRAYS}::test_extrema_of_integers_at_their_ends",
+    f"{ARRAYS}::test_sums_of_negative_zeros",
+    f"{ARRAYS}::test_full_reduction_of_a_vector",
+    f"{ARRAYS}::test_layout_conversion_through_smem",
+    f"{ARRAYS}::test_broadcasts",
+    f"{ARRAYS}::test_reshape_and_slice",
+    f"{FUZZ}::test_random_kernels",
+    shuffle_of_the_wrong_lanes=("(long long)(m * div))));", "(long long)m)));"),
+    shuffle_leaves_out_a_distance=(
+        "for (int64_t m = 1; m < d->size; m *= 2) {",
+        "for (int64_t m = 2; m < d->size; m *= 2) {",
+    ),
+    maximum_begins_at_infinity=(
+        "reduce == PM_REDUCE_MAX ? -inf : inf;",
+        "reduce == PM_REDUCE_MAX ? inf : -inf;",
+    ),
+    unsigned_minimum_begins_too_low=(
+        "(is_signed ? bits - 1 : bits)) - 1;",
+        "(bits - 1)) - 1;",
+    ),
+    sums_begin_at_positive_zero=(
+        "reduce == PM_REDUCE_ADD ? -0.0 :",
+        "reduce == PM_REDUCE_ADD ? 0.0 :",
+    ),
+    maximum_drops_nan=(
+        'on_float[] = {NULL, "max_f32", "min_f32"};',
+        'on_float[] = {NULL, "fmaxf", "fminf"};',
+    ),
+    padding_is_reduced=(
+        "const char *valid = pm_valid(e, r->l, stem, reg);",
+        "const char *valid = NULL;\n  (void)stem;",
+    ),
+    warps_reduce_without_meeting=(
+        '  pm_line(e, PM_LANES_SYNC);\n  pm_begin_unrolled(e, "k", r->n, 1);',
+        '  pm_begin_unrolled(e, "k", r->n, 1);',
+    ),
+    scratch_of_reductions_is_left_early=(
+        "  pm_end_unrolled(e, r->n, 1);\n  pm_line(e, PM_LANES_SYNC);\n  pm_end(e);",
+        "  pm_end_unrolled(e, r->n, 1);\n  pm_end(e);",
+    ),
+    all_warps_add_the_first=(
+        "others->at[others->n++] = (pm_piece){n, d->size, div};",
+        "others->at[others->n++] = (pm_piece){n, d->size, 0};",
+    ),
+    layout_cast_without_meeting=(
+        "e->slot[in].text);\n  pm_line(e, PM_LANES_SYNC);\n  const char *name",
+        "e->slot[in].text);\n  const char *name",
+    ),
+    slices_begin_at_0=("f.start[k] = starts[k];", "f.start[k] = starts[k] * 0;"),
+    sums_of_one_value_count_wrongly=(
+        'pm_line(e, "const f32 %s = %s * %lld.0f;", name, x, (long long)n);',
+        'pm_line(e, "const f32 %s = %s * %lld.0f;", name, x, (long long)n - 1);',
+    ),
+    broadcasts_of_one_row_move_on=(
+        "src[k] = f->one[k] ? 0 : dst[f->dim[k]] + f->start[k];",
+        "src[k] = dst[f->dim[k]] + f->start[k];",
+    ),
+)
+breaks(
+    f"{CUDA}/emit_pointwise.c",
+    f"{ARRAYS}::test_shifts",
+    f"{ARRAYS}::test_convert",
+    f"{ARRAYS}::test_scalar_arithmetic",
+    f"{MEMORY}::test_grid_ranks",
+    f"{MEMORY}::test_axis_indices",
+    f"{ARRAYS}::test_binary_int",
+    f"{ARRAYS}::test_binary_float",
+    f"{FUZZ}::test_random_kernels",
+    shifts_to_the_right_are_unsigned=(
+        'return infix_cast(e, op, ">>");',
+        'return leave(e, pm_str(e, "(%s)((u32)%s >> %s)", pm_cpp_type(in_dtype(e, op)),\n'
+        "    arg(e, op, 0), arg(e, op, 1)));",
+    ),
+    less_is_less_or_equal=('return compare(e, op, "<");', 'return compare(e, op, "<=");'),
+    bf16_of_integers_is_rounded_twice=(
+        "if (to == PM_BF16 && (from == PM_I32 || from == PM_U32)) return",
+        "if (to == PM_BF16 && from == PM_BOOL) return",
+    ),
+    floats_to_integers_wrap=(
+        'is_half(to) ? "to_%s(%s)" : "to_int<%s>(%s)"',
+        'is_half(to) ? "to_%s(%s)" : "(%s)(i64)(%s)"',
+    ),
+    division_by_minus_one_traps=("y.i && y.i != -1)", "y.i)"),
+    scalars_never_overflow=(
+        "return pm_range(e->g, out, &lo, &hi) && lo >= INT32_MIN && hi <= INT32_MAX;",
+        "return pm_range(e->g, out, &lo, &hi) || true;",
+    ),
+    blocks_of_a_cluster_count_alone=(
+        'if (cluster > 1) block = pm_str(e, "%s / %u", block, cluster);',
+        "(void)cluster;",
+    ),
+    leading_axes_of_a_grid_grow=(
+        'return d ? pm_str(e, "%s %% %lld", block, (long long)g->grid[d]) : block;',
+        "return block;",
+    ),
+    select_takes_the_other=(
+        '"%s ? %s : %s", arg(e, op, 0), arg(e, op, 1), arg(e, op, 2)',
+        '"%s ? %s : %s", arg(e, op, 0), arg(e, op, 2), arg(e, op, 1)',
+    ),
+)
+
+# ---- products ------------------------------------------------------------------------------------
+
+breaks(
+    f"{CUDA}/emit_wgmma.c",
+    f"{CATALOGUE}::test_products",
+    f"{DOCUMENTS}::test_matmul_of_one_block",
+    f"{PIPES}::test_matmul",
+    f"{DOCUMENTS}::test_idiom_accumulators",
+    f"{PIPES}::test_accumulator_slices_and_state",
+    f"{PIPES}::test_wgmma_forms",
+    f"{FUZZ}::test_random_kernels",
+    leading_and_stride_are_exchanged=(
+        "o->stride = 8 * v->swizzle;\n  o->leading = o->k_contiguous || !chunk ? 16 : chunk * 16;",
+        "o->leading = 8 * v->swizzle;\n  o->stride = o->k_contiguous || !chunk ? 16 : chunk * 16;",
+    ),
+    groups_of_rows_are_half_as_far=("o->stride = 8 * v->swizzle;", "o->stride = 4 * v->swizzle;"),
+    swizzle_of_64_says_32=("o->view.swizzle == 64 ? 2 : 3;", "o->view.swizzle == 64 ? 3 : 2;"),
+    k_steps_skip_one=("(pm_piece){1, inside, 2};", "(pm_piece){1, inside, 4};"),
+    k_steps_of_8_rows=("(pm_piece){1, k_steps, 16 * row};", "(pm_piece){1, k_steps, 8 * row};"),
+    chunks_of_k_overlap=(
+        "(pm_piece){inside, k_steps / inside, chunk};",
+        "(pm_piece){inside, k_steps / inside, chunk / 2};",
+    ),
+    m_steps_of_8_rows=("(pm_piece){1, m_steps, 64 * row};", "(pm_piece){1, m_steps, 8 * row};"),
+    m_steps_of_one_chunk=(
+        "(pm_piece){1, m_steps, 64 / s * chunk};",
+        "(pm_piece){1, m_steps, chunk};",
+    ),
+    products_without_fence=('  pm_line(e, "wgmma_fence();");\n  const char *k', "  const char *k"),
+    products_are_not_committed=('  pm_line(e, "wgmma_commit();");\n', ""),
+    one_product_more_may_be_pending=(
+        '"wgmma_wait<%lld>();", (long long)*pm_attr(e->g, op, PM_ATTR_N));',
+        '"wgmma_wait<%lld>();", (long long)*pm_attr(e->g, op, PM_ATTR_N) + 1);',
+    ),
+    accumulators_are_read_early=(
+        '"wgmma_wait<%lld>();", (long long)n);',
+        '"wgmma_wait<%lld>();", (long long)n + 1);',
+    ),
+    b_is_transposed_the_other_way=(
+        "!a.k_contiguous, !b.k_contiguous);",
+        "!a.k_contiguous, b.k_contiguous);",
+    ),
+    registers_of_a_step_by_2=('"%s(%s, &a[%s * %lld + %s * 4]', '"%s(%s, &a[%s * %lld + %s * 2]'),
+    slices_of_accumulators_are_twice_as_far=("+ v->start[1] / 2;", "+ v->start[1];"),
+    halves_of_accumulators_take_a_word=(
+        "const int64_t words = p.half ? 4 : 2;",
+        "const int64_t words = 2;",
+    ),
+    accumulators_are_not_pinned=(
+        "  pin(e, &p);\n  const char *name = pm_declare(e, out, out)",
+        "  const char *name = pm_declare(e, out, out)",
+    ),
+)
+breaks(
+    f"{CUDA}/family.c",
+    CATALOGUE,
+    transposes_are_exchanged=(
+        '"ma, mb, p, 1, 1, %d, %d; }\\"\\n    : ", transpose_a, transpose_b);',
+        '"ma, mb, p, 1, 1, %d, %d; }\\"\\n    : ", transpose_b, transpose_a);',
+    ),
+    b_is_negated=("mb, p, 1, 1, %d; }", "mb, p, 1, -1, %d; }"),
+    words_of_b_are_exchanged=('(b), \\"r\\"(b_high)', '(b_high), \\"r\\"(b)'),
+    products_forget_the_accumulator=("setp.eq.b32 p, 0, 0;", "setp.ne.b32 p, 0, 0;"),
+    pins_leave_out_the_last=(
+        'put_registers(&t, acc == PM_F32 ? "+f" : "+r", n);',
+        'put_registers(&t, acc == PM_F32 ? "+f" : "+r", n - 1);',
+    ),
+)
+
+# ---- the pipeline --------------------------------------------------------------------------------
+
+breaks(
+    PIPELINE,
+    f"{PIPES}::test_mixed_delays",
+    f"{PIPES}::test_output_visits",
+    f"{PIPES}::test_two_dimensional_grid_with_carry",
+    f"{PIPES}::test_slots_and_steps",
+    PIPES,
+    slots_are_not_reused=("slot = s % slots if slots > 1 else 0", "slot = 0"),
+    next_blocks_come_too_late=("ahead = slots - d\n", "ahead = slots - d - 1\n"),
+    blocks_past_the_last_are_fetched=("more = s < steps - ahead", "more = s < steps - ahead + 1"),
+    delayed_slots_are_the_present_one=("(s - d) % slots if d else slot", "slot"),
+    stores_of_a_slot_are_not_awaited=(
+        "_ops.wait_smem_to_gmem(slots - 1, wait_read_only=True)",
+        "_ops.wait_smem_to_gmem(slots, wait_read_only=True)",
+    ),
+    results_are_not_committed=(
+        "        if variant:\n            _ops.commit_smem()\n",
+        "        if variant:\n",
+    ),
+    results_are_stored_at_each_visit=("first = (s == 0) | moved(o, now, s)", "first = (s == s)"),
+    last_visit_is_not_stored=("again = (last > 0) & ~moved", "again = (last < 0) & ~moved"),
+    grid_indices_are_reversed=("return tuple(reversed(out))", "return tuple(out)"),
+    last_stores_are_not_awaited=(
+        "    if stored:\n        _ops.wait_smem_to_gmem(0)\n",
+        "",
+    ),
+)
+
+# ---- the catalogue -------------------------------------------------------------------------------
+
+breaks(
+    f"{DEVICE}/memory.cuh",
+    CATALOGUE,
+    swizzle_of_the_wrong_row=(
+        "(((a >> 7) & (B / 16 - 1)) << 4)",
+        "(((a >> 8) & (B / 16 - 1)) << 4)",
+    ),
+    swizzle_of_too_few_chunks=("(B / 16 - 1)) << 4)", "(B / 32 - 1)) << 4)"),
+    stmatrix_forgets_trans=("stmatrix.sync.aligned.m8n8.x4.trans", "stmatrix.sync.aligned.m8n8.x4"),
+    vector_loads_exchange_words=("ld.shared.v2.b32 {%0,%1}", "ld.shared.v2.b32 {%1,%0}"),
+    halves_are_stored_as_words=('"st.shared.b16 [%0], %1;"', '"st.shared.b32 [%0], %1;"'),
+    bytes_are_unpacked_by_nibbles=("% 4 * 8))", "% 4 * 4))"),
+)
+breaks(
+    f"{DEVICE}/barrier.cuh",
+    CATALOGUE,
+    arrival_forgets_the_bytes=("mbarrier.arrive.expect_tx.shared", "mbarrier.arrive.shared"),
+    wait_tries_once=("@p bra D;\\nbra W;\\nD: }", "@p bra D;\\nD: }"),
+    wait_tests_the_state=("mbarrier.try_wait.parity", "mbarrier.try_wait"),
+    barrier_init_fence_is_another=("fence.mbarrier_init.release.cluster", "fence.acq_rel.cta"),
+    arrivals_are_dropped=(
+        '"mbarrier.arrive.shared::cta.b64 _, [%0];"',
+        '"mbarrier.arrive.noComplete.shared::cta.b64 _, [%0], 1;"',
+    ),
+)
+breaks(
+    f"{DEVICE}/tma.cuh",
+    CATALOGUE,
+    columns_and_rows_of_loads=("[%0], [%1, {%3,%4}], [%2];", "[%0], [%1, {%4,%3}], [%2];"),
+    planes_of_stores=("[%0, {%2,%3,%4}], [%1];", "[%0, {%4,%3,%2}], [%1];"),
+    reads_are_not_awaited=("wait_group.read %0", "wait_group %0"),
+    proxy_fence_of_gmem_for_smem=("fence.proxy.async.shared::cta;", "fence.proxy.async.global;"),
+    bulk_stores_in_no_group=("cp.async.bulk.commit_group;", ""),
+)
+breaks(
+    f"{DEVICE}/wgmma.cuh",
+    CATALOGUE,
+    leading_distance_in_bytes=("(leading >> 4) << 16", "leading << 16"),
+    addresses_of_high_memory=("(a & 0x3ffff) >> 4", "(a & 0xffff) >> 4"),
+    groups_are_not_committed=("wgmma.commit_group.sync.aligned;", ""),
+)
+breaks(
+    f"{DEVICE}/thread.cuh",
+    CATALOGUE,
+    half_a_warpgroup_meets=('"bar.sync %0, 128;"', '"bar.sync %0, 64;"'),
+    warpgroup_0_meets_as_a_block=('"r"(wg + 1)', '"r"(wg)'),
+    registers_are_given_instead_of_taken=("setmaxnreg.inc", "setmaxnreg.dec"),
+    shuffle_of_half_a_warp=("__shfl_xor_sync(0xffffffffu", "__shfl_xor_sync(0xffffu"),
+    elected_among_one=("elect.sync _|p, 0xffffffff", "elect.sync _|p, 1"),
+)
+breaks(
+    f"{DEVICE}/types.cuh",
+    CATALOGUE,
+    halves_are_cut=("cvt.rn.f16.f32", "cvt.rz.f16.f32"),
+    pairs_are_packed_in_reverse=(
+        'asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(w) : "f"(hi), "f"(lo));',
+        'asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(w) : "f"(lo), "f"(hi));',
+    ),
+    integers_are_rounded=("__float2int_rz", "__float2int_rn"),
+)
+breaks(f"{DEVICE}/math.cuh", CATALOGUE, minimum_drops_nan=("min.NaN.f32", "min.f32"))
+
+
+# ---- running -------------------------------------------------------------------------------------
+
+
+class Broken(Exception):
+    """The mutant itself is no good."""
+
+
+def check_texts(names):
+    for name in names:
+        file, old, _, tests = MUTANTS[name]
+        n = (ROOT / file).read_text().count(old)
+        if n != 1:
+            raise SystemExit(f"stale mutant {name}: its text occurs {n} times in {file}:\n{old}")
+        for test in tests:
+            path, _, function = test.partition("::")
+            assert not function or f"def {function}(" in (ROOT / "tests" / path).read_text(), test
+
+
+def copy_tree(to):
+    """What the build and the tests need, with times, so that little is compiled."""
+    skip = shutil.ignore_patterns(
+        ".git", "__pycache__", ".pytest_cache", "*-sanitized", "lib.*", "shared", "*.egg-info"
+    )
+    shutil.copytree(ROOT, to, ignore=skip, symlinks=True)
+
+
+def run(tree, *command, limit):
+    env = {**os.environ, "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [sys.executable, *map(str, command)]
+    process = subprocess.Popen(
+        command,
+        cwd=tree,
+        env=env,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+    try:
+        return process.communicate(timeout=limit)[0], process.returncode
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, 9)
+        process.communicate()
+        return "", None
+
+
+def build(tree):
+    out, code = run(tree, "setup.py", "build_ext", "--inplace", limit=600)
+    if code != 0:
+        raise Broken(f"it does not compile:\n{out[-2000:]}")
+
+
+def first_failure(tree, tests, limit, *more):
+    """The test that fails first; None: all pass. One that runs into the limit is no success."""
+    files = [*(f"tests/{t}" for t in tests), *more]
+    options = "-q -x --no-header -p no:cacheprovider --tb=no -rfE -m".split() + ["not gpu"]
+    out, code = run(tree, "-m", "pytest", *options, *files, limit=limit)
+    if code is None:
+        return "", "limit"
+    if code in (0, 5):  # 5: none of them was selected
+        return None, ""
+    failed = re.search(r"^(?:FAILED|ERROR) tests/(\S+)", out, re.M)
+    if code == 1 and failed:
+        return failed[1], ""
+    if code < 0:
+        return f"{tests[0]}: signal {-code}", ""
+    raise Broken(f"pytest ends with {code}:\n{out[-2000:]}")
+
+
+def attempt(name, tree):
+    """(noticed by, seconds)"""
+    file, old, new, tests = MUTANTS[name]
+    path = tree / file
+    original, times = path.read_text(), path.stat()
+    start = time.time()
+    try:
+        path.write_text(original.replace(old, new))
+        build(tree)
+        for group, more in ((tests, FIRST_WAY), (ALL, ())):
+            by, why = first_failure(tree, group, LIMIT, *more)
+            if by or why:
+                return by, why, time.time() - start
+        return None, "", time.time() - start
+    finally:
+        path.write_text(original)
+        if file.startswith("pallas_mgpu"):
+            os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="mutants whose names hold this")
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--no-baseline", action="store_true", help="believe that the suite passes")
+    parser.add_argument("--list", action="store_true")
+    options = parser.parse_args()
+    names = [n for n in MUTANTS if not options.only or any(o in n for o in options.only)]
+    if options.list:
+        print("\n".join(f"{n:44} {MUTANTS[n][0]}" for n in names))
+        return 0
+    check_texts(names)
+    noticed, lost, bad, begin = 0, [], [], time.time()
+    print_lock, trees = threading.Lock(), queue.Queue()
+
+    def one(name):
+        nonlocal noticed
+        tree = trees.get()
+        try:
+            by, why, seconds = attempt(name, tree)
+            row = by or why or "SURVIVES"
+        except Broken as e:
+            by, row, seconds = None, f"NO MUTANT: {e}", 0
+            bad.append(name)
+        finally:
+            trees.put(tree)
+        with print_lock:
+            noticed += by is not None and by != ""
+            if not by and name not in bad:
+                lost.append(name)
+            print(f"{name:44} {row:70} {seconds:6.1f}", flush=True)
+
+    with tempfile.TemporaryDirectory(prefix="mutants-") as directory:
+        for k in range(options.jobs):
+            tree = Path(directory) / str(k) / "tree"
+            copy_tree(tree)
+            build(tree)
+            trees.put(tree)
+            if k == 0 and not options.no_baseline:
+                by, why = first_failure(tree, ALL, 4 * LIMIT)
+                if by or why:
+                    raise SystemExit(f"without a mutant: {by or why}")
+        with ThreadPoolExecutor(options.jobs) as pool:
+            list(pool.map(one, names))
+    share = 100 * noticed / max(len(names), 1)
+    print(f"\n{noticed} of {len(names)} noticed: {share:.1f} %, {time.time() - begin:.0f} s")
+    print(f"survive: {', '.join(lost) or 'none'}")
+    if bad:
+        print(f"no mutants: {', '.join(bad)}")
+    return 0 if share >= 95 and not bad else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,426 @@
+"""The device functions of csrc/cuda/device, one by one, as NVRTC's PTX shows them: which
+instruction, with which qualifiers, on which operands in which order; what the compiler can compute
+is compared as a number. The emulated machine of tests/host has a catalogue of its own, so this is
+what looks at the shipped one without a GPU."""
+
+import ctypes
+import functools
+import re
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import pallas_mgpu as plgpu
+from pallas_mgpu import _core
+
+DEVICE = Path(__file__).parent.parent / "csrc" / "cuda" / "device"
+ORDER = ["types", "thread", "math", "memory", "barrier", "tma", "wgmma"]
+ENTRY = 'extern "C" __global__ void %s(u32* out, f32 f, u32 u) {\n  %s\n}\n'
+
+
+def ptx_of(text):
+    """PTX by NVRTC, with the options that the library uses."""
+    lib = ctypes.CDLL(_core.system_info()["nvrtc"].split(", ", 1)[1])
+    program, size = ctypes.c_void_p(), ctypes.c_size_t()
+    options = [b"--gpu-architecture=compute_90a", b"--std=c++17"]
+    source = text.encode()
+    assert not lib.nvrtcCreateProgram(ctypes.byref(program), source, b"c.cu", 0, None, None)
+    failed = lib.nvrtcCompileProgram(program, 2, (ctypes.c_char_p * 2)(*options))
+    lib.nvrtcGetProgramLogSize(program, ctypes.byref(size))
+    log = ctypes.create_string_buffer(size.value)
+    lib.nvrtcGetProgramLog(program, log)
+    assert not failed, log.value.decode()
+    lib.nvrtcGetPTXSize(program, ctypes.byref(size))
+    ptx = ctypes.create_string_buffer(size.value)
+    lib.nvrtcGetPTX(program, ptx)
+    lib.nvrtcDestroyProgram(ctypes.byref(program))
+    return ptx.value.decode()
+
+
+class Body:
+    """The lines of one entry. Registers that hold constants are those constants; others are named
+    a, b, c ... as they appear in asm statements."""
+
+    def __init__(self, text):
+        self.names, self.asm, self.stored = {}, [], []
+        constants, inside = {}, False
+        for line in text.splitlines():
+            line = line.strip()
+            if line.startswith("// begin inline asm") or line.startswith("// end inline asm"):
+                inside = line.startswith("// begin")
+                continue
+            if inside:
+                self.asm += self.statements(line, constants)
+            elif m := re.match(r"mov\.\w+\s+(%\w+), (0?[fd]?-?[0-9A-Fa-f]+);$", line):
+                constants[m[1]] = m[2]
+            elif m := re.match(r"st\.global\.\w+\s+\[[^]]+\], (\S+);$", line):
+                self.stored.append(constants.get(m[1], m[1]))
+
+    def statements(self, line, constants):
+        def name(m):
+            if m[0] in constants:
+                return constants[m[0]]
+            return self.names.setdefault(m[0], "abcdefghijklmnopqrstuvwxyz"[len(self.names)])
+
+        line = re.sub(r"%[rfpd]\w*\d", name, line)
+        found = [re.sub(r"\s+", " ", x).strip(" {}") for x in re.split(r";", line)]
+        return [x + ("}" if x.count("{") > x.count("}") else "") for x in found if x]
+
+
+@functools.cache
+def bodies(codes):
+    """One compilation for all of them."""
+    text = catalogue() + "".join(ENTRY % (f"case_{k}_", code) for k, code in enumerate(codes))
+    parts = re.split(r"\.entry case_(\d+)_", ptx_of(text))[1:]
+    return {codes[int(k)]: Body(body) for k, body in zip(parts[::2], parts[1::2], strict=True)}
+
+
+def catalogue():
+    return "\n".join((DEVICE / f"{name}.cuh").read_text() for name in ORDER)
+
+
+def words(n, form="u32 w[{n}] = {{{list}}};"):
+    return form.format(n=n, list=", ".join(map(str, range(1, n + 1))))
+
+
+LOAD = "cp.async.bulk.tensor.%dd.shared::cluster.global.mbarrier::complete_tx::bytes"
+STORE = "cp.async.bulk.tensor.%dd.global.shared::cta.bulk_group"
+MAP = "(const TensorMap*)8192"
+
+# C++ -> the statements of asm that are left of it, by the PTX ISA.
+INSTRUCTIONS = {
+    "barrier_init(64, 3);": ["mbarrier.init.shared::cta.b64 [64], 3"],
+    "barrier_init_fence();": ["fence.mbarrier_init.release.cluster"],
+    "barrier_arrive(64);": ["mbarrier.arrive.shared::cta.b64 _, [64]"],
+    "barrier_arrive_n(64, 128);": ["mbarrier.arrive.shared::cta.b64 _, [64], 128"],
+    "barrier_arrive_tx(64, 512);": ["mbarrier.arrive.expect_tx.shared::cta.b64 _, [64], 512"],
+    "barrier_arrive_n_tx(64, 128, 512);": [
+        "mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [64], 512",
+        "mbarrier.arrive.shared::cta.b64 _, [64], 128",
+    ],
+    "async_proxy_fence();": ["fence.proxy.async.shared::cta"],
+    "async_proxy_fence_global();": ["fence.proxy.async.global"],
+    f"tensor_map_prefetch({MAP});": ["prefetch.tensormap [8192]"],
+    "bulk_load(64, (void*)8192, 512, 16);": [
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [64], [8192], 512, [16]"
+    ],
+    "bulk_store((void*)8192, 64, 512);": [
+        "cp.async.bulk.global.shared::cta.bulk_group [8192], [64], 512"
+    ],
+    "store_group_commit();": ["cp.async.bulk.commit_group"],
+    "store_group_wait<3>();": ["cp.async.bulk.wait_group 3"],
+    "store_group_wait_read<3>();": ["cp.async.bulk.wait_group.read 3"],
+    "wgmma_fence();": ["wgmma.fence.sync.aligned"],
+    "wgmma_commit();": ["wgmma.commit_group.sync.aligned"],
+    "wgmma_wait<2>();": ["wgmma.wait_group.sync.aligned 2"],
+    "registers_up<232>();": ["setmaxnreg.inc.sync.aligned.u32 232"],
+    "registers_down<40>();": ["setmaxnreg.dec.sync.aligned.u32 40"],
+    "lanes_sync(2);": ["bar.sync 3, 128"],
+    "cluster_sync();": ["barrier.cluster.arrive.relaxed", "barrier.cluster.wait.acquire"],
+    "out[0] = cluster_index_x();": ["mov.u32 a, %cluster_ctaid.x"],
+    "out[0] = cluster_index_y();": ["mov.u32 a, %cluster_ctaid.y"],
+    "out[0] = cluster_index_z();": ["mov.u32 a, %cluster_ctaid.z"],
+    "out[0] = elect_one();": [
+        ".reg .pred p", "elect.sync _|p, 0xffffffff", "selp.u32 a, 1, 0, p",
+    ],
+    f"{words(4)} st_shared<u32, 4>(64, w);": ["st.shared.v4.b32 [64], {1,2,3,4}"],
+    f"{words(2)} st_shared<u32, 2>(64, w);": ["st.shared.v2.b32 [64], {1,2}"],
+    f"{words(1)} st_shared<u32, 1>(64, w);": ["st.shared.b32 [64], 1"],
+    f"{words(8, 'u16 w[{n}] = {{{list}}};')} st_shared<u16, 8>(64, w);": [
+        "st.shared.v4.b32 [64], {131073,262147,393221,524295}"
+    ],
+    f"{words(1, 'u16 w[{n}] = {{{list}}};')} st_shared<u16, 1>(64, w);": ["st.shared.b16 [64], 1"],
+    f"{words(4, 'u8 w[{n}] = {{{list}}};')} st_shared<u8, 4>(64, w);": [
+        "st.shared.b32 [64], 67305985"
+    ],
+    f"{words(1, 'u8 w[{n}] = {{{list}}};')} st_shared<u8, 1>(64, w);": ["st.shared.b8 [64], 1"],
+    f"{words(4)} st_global<u32, 4>((u32*)8192, w);": ["st.global.v4.b32 [8192], {1,2,3,4}"],
+    f"{words(2)} st_global<u32, 2>((u32*)8192, w);": ["st.global.v2.b32 [8192], {1,2}"],
+    f"{words(1)} st_global<u32, 1>((u32*)8192, w);": ["st.global.b32 [8192], 1"],
+    "u32 w[4]; ld_shared<u32, 4>(w, 64); st_shared<u32, 4>(128, w);": [
+        "ld.shared.v4.b32 {a,b,c,d}, [64]", "st.shared.v4.b32 [128], {a,b,c,d}",
+    ],
+    "u32 w[2]; ld_shared<u32, 2>(w, 64); st_shared<u32, 2>(128, w);": [
+        "ld.shared.v2.b32 {a,b}, [64]", "st.shared.v2.b32 [128], {a,b}",
+    ],
+    "u32 w[4]; ld_global<u32, 4>(w, (u32*)8192); st_shared<u32, 4>(128, w);": [
+        "ld.global.v4.b32 {a,b,c,d}, [8192]", "st.shared.v4.b32 [128], {a,b,c,d}",
+    ],
+    "u32 w[2]; ld_global<u32, 2>(w, (u32*)8192); st_shared<u32, 2>(128, w);": [
+        "ld.global.v2.b32 {a,b}, [8192]", "st.shared.v2.b32 [128], {a,b}",
+    ],
+    "u8 x; ld_shared<u8, 1>(&x, 64); out[0] = x;": ["ld.shared.u8 a, [64]"],
+    "u16 x; ld_shared<u16, 1>(&x, 64); out[0] = x;": ["ld.shared.u16 a, [64]"],
+    "f32 x; ld_global<f32, 1>(&x, (f32*)64); out[0] = bits_of(x);": ["ld.global.b32 a, [64]"],
+    "u16 x; ld_global<u16, 1>(&x, (u16*)64); out[0] = x;": ["ld.global.u16 a, [64]"],
+    "u8 x; ld_global<u8, 1>(&x, (u8*)64); out[0] = x;": ["ld.global.u8 a, [64]"],
+    f"{words(8, 'u16 w[{n}] = {{{list}}};')} st_matrix4(64, w);": [
+        "stmatrix.sync.aligned.m8n8.x4.shared.b16 [64], {131073,262147,393221,524295}"
+    ],
+    f"{words(8, 'u16 w[{n}] = {{{list}}};')} st_matrix4_trans(64, w);": [
+        "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [64], {131073,262147,393221,524295}"
+    ],
+    "u32 w[4]; u16 h[8]; ld_matrix4(h, 64); pack<u16, 8>(w, h); st_shared<u32, 4>(128, w);": [
+        "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {a,b,c,d}, [64]",
+        "st.shared.v4.b32 [128], {a,b,c,d}",
+    ],
+    "u32 w[4]; u16 h[8]; ld_matrix4_trans(h, 64); pack<u16, 8>(w, h); st_shared<u32, 4>(128, w);": [
+        "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {a,b,c,d}, [64]",
+        "st.shared.v4.b32 [128], {a,b,c,d}",
+    ],
+    "out[0] = bits_of(to_f32(f16{(u16)5}));": ["cvt.f32.f16 a, 5"],
+    "out[0] = bits_of(to_f16(f));": ["cvt.rn.f16.f32 a, b"],
+    "out[0] = bits_of(to_bf16(f));": ["cvt.rn.bf16.f32 a, b"],
+    "f16 d[2]; to_f16x2(d, 1.0f, 2.0f); out[0] = d[0].bits;": [
+        "cvt.rn.f16x2.f32 a, 0f40000000, 0f3F800000"
+    ],
+    "bf16 d[2]; to_bf16x2(d, 1.0f, 2.0f); out[0] = d[0].bits;": [
+        "cvt.rn.bf16x2.f32 a, 0f40000000, 0f3F800000"
+    ],
+    "out[0] = bits_of(int_to_bf16((i32)u));": ["cvt.rn.bf16.s32 a, b"],
+    "out[0] = bits_of(int_to_bf16(u));": ["cvt.rn.bf16.u32 a, b"],
+    **{
+        f"out[0] = bits_of({t}{{(u16)5}} {sign} {t}{{(u16)6}});": [f"{name}.rn.{t} a, 5, 6"]
+        for t in ("f16", "bf16")
+        for sign, name in {"+": "add", "-": "sub", "*": "mul"}.items()
+    },
+    "out[0] = div_int(9, 4);": ["div.s32 a, 9, 4"],
+    "out[0] = div_int(9u, 4u);": ["div.u32 a, 9, 4"],
+    "out[0] = rem_int(9, 4);": ["rem.s32 a, 9, 4"],
+    "out[0] = rem_int(9u, 4u);": ["rem.u32 a, 9, 4"],
+    "out[0] = bits_of(min_f32(f, f32_bits(u)));": ["min.NaN.f32 a, b, c"],
+    "out[0] = bits_of(max_f32(f, f32_bits(u)));": ["max.NaN.f32 a, b, c"],
+    "out[0] = bits_of(exp2_approx(f));": ["ex2.approx.ftz.f32 a, b"],
+    "out[0] = bits_of(log2_approx(f));": ["lg2.approx.ftz.f32 a, b"],
+    "out[0] = bits_of(sin_approx(f));": ["sin.approx.f32 a, b"],
+    "out[0] = bits_of(cos_approx(f));": ["cos.approx.f32 a, b"],
+    "out[0] = bits_of(tanh_approx(f));": ["tanh.approx.f32 a, b"],
+    "out[0] = bits_of(rsqrt_approx(f));": ["rsqrt.approx.f32 a, b"],
+    **{
+        f"tma_load_{n}d(64, {MAP}, 16{''.join(f', {k + 1}' for k in range(n))});": [
+            f"{LOAD % n} [64], [8192, {{{','.join(str(k + 1) for k in range(n))}}}], [16]"
+        ]
+        for n in range(1, 6)
+    },
+    **{
+        f"tma_store_{n}d({MAP}, 64{''.join(f', {k + 1}' for k in range(n))});": [
+            f"{STORE % n} [8192, {{{','.join(str(k + 1) for k in range(n))}}}], [64]"
+        ]
+        for n in range(1, 6)
+    },
+}  # fmt: skip
+
+
+def swizzled(a, swizzle):
+    """16-byte chunks of a 128-byte line are permuted by the line's number."""
+    n = swizzle // 16
+    chunk = a // 16 % n
+    return a - chunk * 16 + (chunk ^ a // 128 % n) * 16
+
+
+BYTES = [0, 16, 48, 128, 144, 272, 400, 512, 640, 896, 1008, 1024, 1152, 2040, 4242]
+
+# C++ of a u32 -> its number
+NUMBERS = {
+    **{f"swizzle<{s}>({a})": swizzled(a, s) for s in (32, 64, 128) for a in BYTES},
+    # bits 0-13: address / 16, bits 16-29: distance / 16
+    "wgmma_address(0x12340, 16)": 0x1234 | 1 << 16,
+    "wgmma_address(0x51230, 0x2000)": 0x1123 | 0x200 << 16,
+    "wrap_add(0x7fffffff, 2)": 0x80000001,
+    "wrap_sub(-0x7fffffff, 2)": 0x7FFFFFFF,
+    "wrap_mul(0x10001, 0x10003)": 0x00040003,
+    "wrap_neg((i32)0x80000000)": 0x80000000,
+    "(u32)wrap_add((i8)127, (i8)1)": 0xFFFFFF80,
+    "shift_left(3, 4)": 48,
+    "abs_int(-5)": 5,
+    "abs_int((i32)0x80000000)": 0x80000000,
+    "sign_int(-5)": 0xFFFFFFFF,
+    "sign_int(0)": 0,
+    "sign_int(7)": 1,
+    "min_int(-5, 3)": 0xFFFFFFFB,
+    "min_int(3u, 5u)": 3,
+    "max_int(-5, 3)": 3,
+    "max_int(3u, 5u)": 5,
+    "bits_of(sign_f32(-0.0f))": 0,
+    "bits_of(sign_f32(-3.0f))": 0xBF800000,
+    "bits_of(-f16{0x3c00})": 0xBC00,
+    "bits_of(-bf16{0x3f80})": 0xBF80,
+    "bits_of(to_f32(bf16{0x3f80}))": 0x3F800000,
+    "bitcast<u32>(1.5f)": 0x3FC00000,
+    "bits_of(bitcast<f32>(0x3fc00000u))": 0x3FC00000,
+    "bits_of((i8)-1)": 0xFF,
+    "bits_of((i16)-1)": 0xFFFF,
+}
+
+
+def unpacked(type_name, n):
+    """unpack of the words 0x04030201, 0x08070605: element k, as stored."""
+    return (
+        f"u32 w[2] = {{0x04030201, 0x08070605}}; {type_name} d[{n}];"
+        f" unpack<{type_name}, {n}>(d, w);"
+        f" for (int k = 0; k < {n}; k++) out[k] = (u32)d[k];"
+    )
+
+
+UNPACKED = {
+    unpacked("u8", 8): [1, 2, 3, 4, 5, 6, 7, 8],
+    unpacked("u16", 4): [0x0201, 0x0403, 0x0605, 0x0807],
+    unpacked("u32", 2): [0x04030201, 0x08070605],
+    "u32 d[4] = {1, 2, 3, 4}; zero<u32, 4>(d); for (int k = 0; k < 4; k++) out[k] = d[k];": [0] * 4,
+}
+
+ALL = (*INSTRUCTIONS, *(f"out[0] = (u32)({x});" for x in NUMBERS), *UNPACKED)
+
+
+@pytest.mark.parametrize("code", INSTRUCTIONS)
+def test_instructions(code):
+    assert bodies(ALL)[code].asm == INSTRUCTIONS[code]
+
+
+def test_waiting_is_a_loop():
+    """Out when the phase has ended, else once more."""
+    text = (DEVICE / "barrier.cuh").read_text()
+    body = text[text.index("FN void barrier_wait(") :]
+    body = "".join(re.findall(r'"((?:[^"\\]|\\.)*)"', body[: body.index("//!")]))
+    assert re.sub(r"\\n|\s+", " ", body) == (
+        "{ .reg .pred p; W: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;"
+        " @p bra D; bra W; D: }memory".replace("}memory", "}rrmemory")
+    )
+
+
+@pytest.mark.parametrize("code", NUMBERS)
+def test_numbers(code):
+    stored = bodies(ALL)[f"out[0] = (u32)({code});"].stored
+    assert [int(x) & 0xFFFFFFFF for x in stored] == [NUMBERS[code]]
+
+
+@pytest.mark.parametrize("code", UNPACKED)
+def test_words_to_elements(code):
+    assert [int(x) for x in bodies(ALL)[code].stored] == UNPACKED[code]
+
+
+@pytest.mark.parametrize(
+    "name,steps",
+    [
+        ("i8", {"cvt.rzi.s32.f32", "min.s32 127", "max.s32 -128"}),
+        ("u8", {"cvt.rzi.u32.f32", "min.u32 255"}),
+        ("i16", {"cvt.rzi.s32.f32", "min.s32 32767", "max.s32 -32768"}),
+        ("u16", {"cvt.rzi.u32.f32", "min.u32 65535"}),
+        ("i32", {"cvt.rzi.s32.f32"}),
+        ("u32", {"cvt.rzi.u32.f32"}),
+    ],
+)
+def test_to_int(name, steps):
+    """Toward zero, then clamped."""
+    ptx = ptx_of(catalogue() + ENTRY % ("convert", f"out[0] = (u32)to_int<{name}>(f);"))
+    found = re.findall(r"(cvt\.rzi\S*|(?:min|max)\.[su]32)\s+%r\d+, %\w+(?:, (-?\d+))?;", ptx)
+    bounds = {"max.s32 -2147483648", "min.s32 2147483647", "min.u32 4294967295", "min.u32 -1"}
+    assert {" ".join(x).strip() for x in found} - bounds == steps
+
+
+def test_meetings():
+    """All lanes take part: xor with the mask, a broadcast from lane 0; and barrier 0."""
+    code = "out[0] = shuffle_xor(u, 4); out[1] = warp_uniform(u); block_sync();"
+    ptx = ptx_of(catalogue() + ENTRY % ("meet", code))
+    constants = dict(re.findall(r"mov\.[bu]32\s+(%r\d+), (-?\d+);", ptx))
+    shuffle = r"shfl\.sync\.(\w+)\.b32\s+\S+ %r\d+, (\S+), (\S+), (\S+);"
+    found = [(x, *(constants.get(y, y) for y in rest)) for x, *rest in re.findall(shuffle, ptx)]
+    assert found == [("bfly", "4", "31", "-1"), ("idx", "0", "31", "-1")]
+    assert re.search(r"bar(rier)?\.sync\s+0;", ptx)
+
+
+def test_shared_memory_begins_at_1024():
+    ptx = ptx_of(catalogue() + ENTRY % ("base", "out[0] = shared_base();"))
+    assert re.search(r"\.extern \.shared \.align 1024 \.b8 shared_memory\[\]", ptx)
+    assert "cvta.to.shared.u64" in ptx
+
+
+# ---- products, which csrc/cuda/family.c prints ---------------------------------------------------
+
+
+def product(a_turned, b_turned, registers, acc, dtype):
+    """The program of a product of 64x64 and 64x16."""
+
+    def body(a_gmem, b_gmem, o_ref, a_smem, b_smem, barrier):
+        plgpu.copy_gmem_to_smem(a_gmem, a_smem, barrier)
+        plgpu.copy_gmem_to_smem(b_gmem, b_smem, barrier)
+        plgpu.barrier_wait(barrier)
+
+        def scoped(acc_ref):
+            a = plgpu.load(a_smem, layout=plgpu.Layout.WGMMA) if registers else a_smem
+            plgpu.wgmma(acc_ref, a_smem.T if a_turned else a, b_smem.T if b_turned else b_smem)
+            return acc_ref[...]
+
+        o_ref[...] = plgpu.pl.run_scoped(scoped, plgpu.ACC((64, 16), acc))
+
+    def swizzled(shape):
+        s = 128 if b_turned else 32
+        tiling = plgpu.TilingTransform((8, s // 2)), plgpu.SwizzleTransform(s)
+        return plgpu.SMEM(shape, dtype, transforms=tiling)
+
+    b_shape = (16, 64) if b_turned else (64, 16)
+    shapes = [plgpu.ShapeDtypeStruct(x, dtype) for x in ((64, 64), b_shape)]
+    scratch = [swizzled((64, 64)), swizzled(b_shape), plgpu.Barrier(num_arrivals=2)]
+    out = plgpu.ShapeDtypeStruct((64, 16), acc)
+    return plgpu.kernel(body, out_type=out, scratch_types=scratch).lower(*shapes)
+
+
+F16, BF16, F32 = np.float16, ml_dtypes.bfloat16, np.float32
+
+
+@pytest.mark.parametrize(
+    "a_turned,b_turned,registers,acc,dtype",
+    [
+        (False, False, False, F32, F16),
+        (False, True, False, F32, BF16),
+        (True, False, False, F32, F16),
+        (True, True, False, F16, F16),
+        (False, False, True, F32, BF16),
+        (False, True, True, F16, F16),
+    ],
+)
+def test_products(a_turned, b_turned, registers, acc, dtype):
+    """A before B, low words before high ones; scale-d is true, both scales of the inputs are 1, and
+    then come the bits that say which operands are not contiguous along K."""
+    text = product(a_turned, b_turned, registers, acc, dtype).as_text("cuda")
+    found = re.search(r"FN void (wgmma_m64n16k16_\w+)\(([^)]*)\) {\n  asm volatile\((.*?)\);\n}",
+                      text, re.S)  # fmt: skip
+    name, parameters, statement = found.groups()
+    code, *operands = re.split(r"\s:\s+", re.sub(r"\s+", " ", statement))
+    code = re.sub(r"\s+", " ", re.sub(r'\\n|"', "", code)).replace("{ %", "{%")
+    n = 8 if acc is F32 else 4
+    types = {F16: "f16", BF16: "bf16", F32: "f32"}
+    d = ",".join(f"%{k}" for k in range(n))
+    tail = f"mb, p, 1, 1, {int(not b_turned)}; }}"
+    if registers:
+        a = "{" + ",".join(f"%{n + k}" for k in range(4)) + "}, " + tail
+        moves = f"mov.b64 mb, {{%{n + 4}, %{n + 5}}};"
+        inputs = [f"a[{k}]" for k in range(4)]
+    else:
+        a = "ma, " + tail.replace("1, 1, ", f"1, 1, {int(a_turned)}, ")
+        moves = f"mov.b64 ma, {{%{n}, %{n + 1}}}; mov.b64 mb, {{%{n + 2}, %{n + 3}}};"
+        inputs = ["a", "a_high"]
+    assert code.strip() == (
+        f"{{ .reg .pred p; .reg .b64 ma, mb; setp.eq.b32 p, 0, 0; {moves} wgmma.mma_async.sync"
+        f".aligned.m64n16k16.{types[acc]}.{types[dtype]}.{types[dtype]} {{{d}}}, {a}"
+    )
+    letter = "f" if acc is F32 else "r"
+    want = ", ".join(f'"+{letter}"(d[{k}])' for k in range(n))
+    assert operands[0] == want
+    assert operands[1] == ", ".join(f'"r"({x})' for x in [*inputs, "b", "b_high"])
+    assert operands[2] == '"memory"'
+    calls = re.findall(rf"  {name}\((.*)\);", text)
+    highs = {x for call in calls for x in re.findall(r"0x[0-9a-f]+u", call)}
+    # 1 << 30: 128 bytes, 3 << 30: 32 bytes; groups of 8 rows lie 1024 or 256 bytes apart
+    b_high = "0x40000040u" if b_turned else "0xc0000010u"
+    assert highs == {b_high}
+    assert calls and all(call.endswith(b_high) for call in calls)
+
+
+def test_pins_name_every_register():
+    text = product(False, False, False, F32, F16).as_text("cuda")
+    body = re.search(r"FN void pin_f32_8\(f32\* d\) {\n  asm volatile\((.*?)\);\n}", text, re.S)[1]
+    assert re.findall(r'"\+f"\(d\[(\d+)\]\)', body) == [str(k) for k in range(8)]
+    assert '"memory"' in body
