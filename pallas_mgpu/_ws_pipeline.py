@@ -3,8 +3,8 @@
 All threads of the block call the pipeline. The last one, the memory thread, fetches blocks into
 slots; the others compute on them. Two barriers a slot hand it around: *ready* completes when its
 blocks have arrived, *consumed* when every compute thread has released it (in every block that
-shares the copy, if inputs are collective). The order of events is that of docs/reference.md, "Warp-specialised
-pipelines"."""
+shares the copy, if inputs are collective). The order of events is that of docs/reference.md,
+"Warp-specialised pipelines"."""
 
 import enum
 import functools
@@ -351,12 +351,14 @@ def emit_pipeline_warp_specialized(
 
     ``body(indices, *ins, *outs, *ready, *consumed, carry)``: refs are shaped like the specs
     (pytrees, None allowed); ``ready`` and ``consumed`` barriers only with
-    ``manual_ready_barriers`` (the body waits once for each) and ``manual_consumed_barriers`` (it
-    arrives once on each, as early as it likes); ``carry`` only with ``compute_context``. ``compute_context(pipeline_fn)`` runs in the
-    compute threads alone and calls ``pipeline_fn(init_carry)`` once, for prologue and epilogue in
-    registers. ``BlockSpec(delay_release=d)`` releases a slot d steps late.
-    ``BlockSpec(collective_axes=axis)`` multicasts an input to the blocks along a cluster axis. ``pipeline_state``: see
-    :class:`PipelinePipeline`; needs ``pipeline.get_allocations(*refs)`` allocated around.
+    ``manual_ready_barriers`` (the body waits once for each) and ``manual_consumed_barriers``
+    (it arrives once on each, as early as it likes); ``carry`` only with ``compute_context``.
+    ``compute_context(pipeline_fn)`` runs in the compute threads alone and calls
+    ``pipeline_fn(init_carry)`` once, for prologue and epilogue in registers.
+    ``BlockSpec(delay_release=d)`` releases a slot d steps late.
+    ``BlockSpec(collective_axes=axis)`` multicasts an input to the blocks along a cluster axis.
+    ``pipeline_state``: see :class:`PipelinePipeline`; needs ``pipeline.get_allocations(*refs)``
+    allocated around.
 
     ValueError, NotImplementedError: as docs/reference.md lists.
     """

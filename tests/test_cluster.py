@@ -296,9 +296,14 @@ def test_every_schedule_of_a_gemm_agrees(rng):
     options = gemm(128, 256, 320, (2, 2), tile=(64 * 2, 64, 64), slots=2)
     options.update(grid=(1, 2), cluster=(1, 2))
     results = {
-        interpreted(options["body"], options["out"], a, b, seed=s, **{
-            k: v for k, v in options.items() if k not in ("body", "out")
-        }).tobytes()
+        interpreted(
+            options["body"],
+            options["out"],
+            a,
+            b,
+            seed=s,
+            **{k: v for k, v in options.items() if k not in ("body", "out")},
+        ).tobytes()
         for s in range(50)
     }
     assert len(results) == 1
@@ -546,8 +551,9 @@ def test_blocks_must_issue_the_same_copy(what):
     scratch = [plgpu.SMEM((2, 128), f32), plgpu.Barrier(num_barriers=2)]
     for seed in range(5):
         with pytest.raises(ValueError, match=rf"{what}.* differs between this block and block \("):
-            interpreted(body, ((128,), f32), np.zeros((2, 128), f32), seed=seed,
-                        scratch_types=scratch)
+            interpreted(
+                body, ((128,), f32), np.zeros((2, 128), f32), seed=seed, scratch_types=scratch
+            )
 
 
 def test_phases_of_a_cluster_barrier_must_be_awaited():
@@ -797,8 +803,13 @@ REMOTE += "\n store %s_4, %22"
         ("%19 = load %s_4 : float32[64]\n store %o_2, %19", "wgmma_wait {n = 0}", "", None, None),
         ("", "wgmma_wait {n = 0}\n" + LOAD, "", False, True),  # the store has a sync behind it
         ("", "wgmma_wait {n = 0}", REMOTE, False, False),
-        ("", "wgmma_wait {n = 0}\n%20 = load %a_3 : float16[64,64]\n store %a_3, %20", "", False,
-         False),
+        (
+            "",
+            "wgmma_wait {n = 0}\n%20 = load %a_3 : float16[64,64]\n store %a_3, %20",
+            "",
+            False,
+            False,
+        ),
     ],
 )
 @pytest.mark.parametrize("groups", ["", ", cluster = [0, -1]"], ids=["plain", "cluster"])

@@ -1,6 +1,7 @@
 """Generated code of threads that specialise: what one lane does alone, what products begin with,
 where lanes and blocks meet. Each case is looked at as text, compiled, and run."""
 
+import functools
 import re
 
 import numpy as np
@@ -73,8 +74,8 @@ def test_a_producer_is_one_lane(run, rng, how):
 
     def body(x, o, s, full, empty):
         me = lax.axis_index("wg")
-        producer = lambda: fetch(x, s, full, empty)
-        consumer = lambda: double(o, s, full, empty)
+        producer = functools.partial(fetch, x, s, full, empty)
+        consumer = functools.partial(double, o, s, full, empty)
         if how == "cond":
             lax.cond(me == 1, producer, consumer)
         elif how == "tiles":
@@ -267,9 +268,7 @@ def gemm_body(steps, stages, n):
                 at = (pl.ds(row, 128), pl.ds(i * 64, 64))
                 plgpu.copy_gmem_to_smem(a.at[at], a_s.at[slot], full.at[slot])
                 at = (pl.ds(i * 64, 64), pl.ds(0, n))
-                plgpu.copy_gmem_to_smem(
-                    b.at[at], b_s.at[slot], full.at[slot], collective_axes="c"
-                )
+                plgpu.copy_gmem_to_smem(b.at[at], b_s.at[slot], full.at[slot], collective_axes="c")
 
             lax.fori_loop(0, steps, step, None)
             for s in range(min(stages, steps)):

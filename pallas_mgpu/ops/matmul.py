@@ -3,9 +3,9 @@
 One persistent block per SM works through output tiles. Its last thread fetches: a ring of
 `stages` slots, each a tile of A and a tile of B, filled by TMA. The other threads, the consumers,
 own 64 rows each of the output tile: per step one wgmma on a slot, then they release it. Blocks of
-a cluster lie one above the other and share the tile of B, of which each fetches a part for all. The epilogue goes through
-small swizzled buffers in SMEM, 64 columns at a time, so that the stores of one tile run under the
-next.
+a cluster lie one above the other and share the tile of B, of which each fetches a part for all.
+The epilogue goes through small swizzled buffers in SMEM, 64 columns at a time, so that the stores
+of one tile run under the next.
 
 Ragged edges need nothing: TMA reads zeros outside and does not write there."""
 
@@ -249,8 +249,8 @@ def matmul(
     a: (M, K), or (K, M) with ``transpose_a``; b: (K, N), or (N, K) with ``transpose_b``; float16
     or bfloat16, row-major, any M, N, K. bias: (N,), dtype of ``a``. activation: a function of a
     float32 array, or "relu", "silu", "gelu", "tanh". out_dtype: float16, bfloat16 or float32;
-    that of ``a`` by default. config: a :class:`MatmulConfig`; chosen from the shape by default. out: a
-    preallocated result.
+    that of ``a`` by default. config: a :class:`MatmulConfig`; chosen from the shape by default.
+    out: a preallocated result.
 
     Returns (M, N) of the caller's kind of array. TypeError, ValueError for other dtypes and shapes.
     """

@@ -248,7 +248,9 @@ def launch(text, info, library, arrays, same, n_args, memory, seed):
         where = describe(text, line.value)
         raise HostError(f"{info['entry']}, seed {seed}: {what}{where}\n{printed}")
     if words.any():
-        raise HostError(f"{info['entry']}, seed {seed}: the counters are left at {words.view('u4')}")
+        raise HostError(
+            f"{info['entry']}, seed {seed}: the counters are left at {words.view('u4')}"
+        )
     for k in range(n_args, len(arrays)):
         raw(arrays[k])[:] = memory.bytes_of(same[k], arrays[k].nbytes)
     return printed
