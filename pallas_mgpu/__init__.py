@@ -34,11 +34,14 @@ from ._ops import (
     barrier_arrive,
     barrier_wait,
     broadcasted_iota,
+    cluster_ref,
     commit_smem,
     commit_smem_to_gmem_group,
     copy_gmem_to_smem,
     copy_smem_to_gmem,
     find_swizzle,
+    griddepcontrol_launch_dependents,
+    griddepcontrol_wait,
     layout_cast,
     load,
     planar_snake,
@@ -51,6 +54,7 @@ from ._ops import (
     wgmma_wait,
 )
 from ._pipeline import emit_pipeline
+from ._schedule import NDLoopInfo, nd_loop
 from ._types import (
     ACC,
     GMEM,
@@ -59,6 +63,7 @@ from ._types import (
     TMEM,
     Barrier,
     BlockSpec,
+    ClusterBarrier,
     CompilerParams,
     InterpretParams,
     Layout,
@@ -76,6 +81,7 @@ from ._types import (
     WGMMAAccumulatorRef,
 )
 from ._trace import Array, Ref
+from ._ws_pipeline import PipelinePipeline, emit_pipeline_warp_specialized
 
 __version__ = "0.1.0"
 

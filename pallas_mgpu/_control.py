@@ -5,7 +5,14 @@ dtype)."""
 from . import _core, tree
 from ._names import show
 from ._trace import Array, Leaves, Ref, as_array, env, parameter_names, same_type, type_text
-from ._types import Barrier, MemoryRef, MemorySpace, WGMMAAccumulatorRef, split_transforms
+from ._types import (
+    Barrier,
+    ClusterBarrier,
+    MemoryRef,
+    MemorySpace,
+    WGMMAAccumulatorRef,
+    split_transforms,
+)
 
 
 def _index_scalar(x, what):
@@ -343,7 +350,28 @@ def loop(lower, upper, *, init_carry=None, step=1, unroll=None):
 
 
 def _is_descriptor(x):
-    return isinstance(x, (MemoryRef, Barrier, WGMMAAccumulatorRef)) or hasattr(x, "memory_space")
+    return isinstance(x, (MemoryRef, Barrier, ClusterBarrier, WGMMAAccumulatorRef)) or hasattr(
+        x, "memory_space"
+    )
+
+
+def cluster_axis(name, what):
+    """The number of a cluster axis; ValueError for any other name."""
+    axes = env(what).axes
+    family, k, _ = axes.get(name, (None, None, None))
+    if family != "cluster":
+        known = [n for n, (f, _, _) in axes.items() if f == "cluster"]
+        raise ValueError(f"{what}: {name!r} is not a cluster axis; those are {known}")
+    return k
+
+
+def cluster_groups(x, what):
+    """Groups of axis numbers, each ended by -1."""
+    out = []
+    for group in x.collective_axes:
+        names = (group,) if isinstance(group, str) else tuple(group)
+        out += [*(cluster_axis(n, what) for n in names), -1]
+    return out
 
 
 def _allocate(x, collective, name, what):
@@ -358,7 +386,7 @@ def _allocate(x, collective, name, what):
         if x.initial is not None:
             raise ValueError(f"{what}: a preinitialised ACC is only for pl.run_state")
         return _core.alloc_acc(x.shape, x.dtype, name=name)
-    if not isinstance(x, (MemoryRef, Barrier)):
+    if not isinstance(x, (MemoryRef, Barrier, ClusterBarrier)):
         raise TypeError(
             f"{what}: cannot allocate {show(x)}; accepted are plgpu.SMEM(shape, dtype),"
             " plgpu.ACC(shape), plgpu.Barrier(...) and pytrees of them"
@@ -368,13 +396,14 @@ def _allocate(x, collective, name, what):
             "Only thread-collective allocations are supported in kernels with threads: pass"
             f" collective_axes={e.thread_name!r} to {what}"
         )
-    if isinstance(x, Barrier):
+    if isinstance(x, (Barrier, ClusterBarrier)):
         n = 1
         for d in x.num_barriers:
             n *= d
         if n > 32:
             raise NotImplementedError(f"{what}: at most 32 barriers in one allocation, got {n}")
-        return _core.alloc_barrier(x.num_barriers, x.num_arrivals, name=name)
+        groups = cluster_groups(x, what) if isinstance(x, ClusterBarrier) else None
+        return _core.alloc_barrier(x.num_barriers, x.num_arrivals, name=name, cluster=groups)
     if x.memory_space is not MemorySpace.SMEM:
         raise NotImplementedError(
             f"{what}: {x.memory_space} cannot be allocated in a kernel; pass an operand"

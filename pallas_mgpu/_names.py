@@ -116,24 +116,20 @@ def finder(namespace, missing, wrong, text="{namespace}.{name} is not supported 
 
 
 PLGPU_MISSING = {
-    "use a Barrier inside each block": "ClusterBarrier",
-    "use emit_pipeline in a kernel without threads, or write the producer and consumer branches"
-    " with barriers": "emit_pipeline_warp_specialized PipelinePipeline",
     "allocate in sibling pl.run_scoped scopes, which share memory": "RefUnion",
     "use a Barrier inside a block, or two kernels": "Semaphore SemaphoreType SemaphoreSignal"
     " semaphore_signal semaphore_signal_multicast semaphore_signal_parallel semaphore_wait",
     "branch on the thread axis": "WarpMesh warp_map",
     "leave it out: kernels take torch tensors as they are": "as_torch_kernel",
-    "leave it out": "async_prefetch griddepcontrol_launch_dependents griddepcontrol_wait",
-    "exchange data through GMEM": "async_store_smem cluster_ref",
+    "leave it out": "async_prefetch",
+    "exchange data through GMEM": "async_store_smem",
     "give each block its own output": "atomic_add atomic_and atomic_max atomic_min atomic_or"
     " atomic_xor",
     "use barrier_wait": "barrier_test",
     "let every block copy what it needs": "CopyPartition",
-    "use lax.fori_loop over a static schedule": "dynamic_scheduling_loop",
+    "use plgpu.nd_loop, a static schedule": "dynamic_scheduling_loop",
     "use the array functions": "inline_mgpu RefType",
     "use wgmma": "mma",
-    "use pl.loop with lax.axis_index": "nd_loop NDLoopInfo",
     "read kernel.lower(...).as_text('graph')": "print_layout",
     "give transforms where the ref is allocated": "transform_ref",
     "one GPU is supported": "remote_ref multicast_ref PeerMemRef multimem_store"
@@ -142,7 +138,7 @@ PLGPU_MISSING = {
     " async_copy_scales_to_tmem async_copy_smem_to_tmem async_copy_sparse_metadata_to_tmem"
     " async_load_tmem async_store_tmem commit_tmem format_tcgen05_sparse_metadata"
     " tcgen05_commit tcgen05_commit_arrive tcgen05_mma wait_load_tmem",
-    "it needs Blackwell (sm_100a); on Hopper loop over a static schedule": "try_cluster_cancel"
+    "it needs Blackwell (sm_100a); on Hopper use plgpu.nd_loop": "try_cluster_cancel"
     " query_cluster_cancel TryClusterCancelResult TryCancelResultRef TRY_CLUSTER_CANCEL_RESULT",
 }
 

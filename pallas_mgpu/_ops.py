@@ -6,6 +6,7 @@ op to the graph."""
 import string
 
 from . import _core
+from ._control import cluster_axis
 from ._names import NOT_SPECIFIED, accepts, deprecated, show
 from ._trace import Array, Ref, as_array, env, tracing, type_text
 from ._types import GMEM, REGS, SMEM, OOBFillMode, check_oob_fill_mode, ints, layout_spec
@@ -81,16 +82,24 @@ def copy_gmem_to_smem(
     _same(src, dst, what, "src", "dst")
     if leader_tracked is not None and collective_axes is None:
         raise ValueError(f"{what}: leader_tracked needs collective_axes")
-    if collective_axes is not None:
+    if leader_tracked is not None:
         raise NotImplementedError(
-            f"{what}: collective copies are not supported yet; let every block copy what it needs"
+            f"{what}: leader-tracked copies need Blackwell, which is not supported yet"
         )
+    axes = ()
+    if collective_axes is not None:
+        names = (collective_axes,) if isinstance(collective_axes, str) else tuple(collective_axes)
+        axes = tuple(cluster_axis(n, what) for n in names)
     oob = OOBFillMode.ZEROS
     if oob_mode is not None:
         oob = check_oob_fill_mode(oob_mode, f"{what}: oob_mode")
     pred = _predicate(predicate, what)
     _core.effect(
-        what, (src, dst, _barrier(barrier, what), *pred), oob=int(oob), predicated=len(pred)
+        what,
+        (src, dst, _barrier(barrier, what), *pred),
+        oob=int(oob),
+        predicated=len(pred),
+        cluster=axes,
     )
 
 
@@ -234,6 +243,34 @@ def broadcasted_iota(dtype, shape, dimension, *, layout=None):
     (dimension,) = ints(dimension, "broadcasted_iota: dimension")
     shape = ints(shape, "broadcasted_iota: shape")
     return _core.iota(dtype, shape, dimension, None if layout is None else layout_spec(layout))
+
+
+def cluster_ref(ref, block_id):
+    """The same SMEM as ``ref`` in another block of the cluster (Hopper): ``{cluster_axis: index}``.
+
+    For loads and stores with ``[...]``; other coordinates are the caller's. The other block must be
+    alive and its memory in the right state: use a :class:`ClusterBarrier`.
+    """
+    _ref(ref, "cluster_ref", "ref", SMEM)
+    if ref.dtype == "barrier":
+        raise ValueError(
+            "cluster_ref: barriers cannot be shared this way; use plgpu.ClusterBarrier"
+        )
+    if len(block_id) != 1:
+        raise NotImplementedError(f"cluster_ref: exactly one cluster axis, got {list(block_id)}")
+    ((name, index),) = block_id.items()
+    return _core.cluster_ref(ref, cluster_axis(name, "cluster_ref"), index)
+
+
+def griddepcontrol_wait():
+    """Wait until the grids launched before are finished and their writes visible (Hopper). Its
+    presence launches the kernel with programmatic stream serialisation."""
+    _core.effect("griddepcontrol_wait", ())
+
+
+def griddepcontrol_launch_dependents():
+    """Let the next grid of the stream start (Hopper)."""
+    _core.effect("griddepcontrol_launch_dependents", ())
 
 
 def debug_print(fmt, *args):

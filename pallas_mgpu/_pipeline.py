@@ -12,6 +12,7 @@ import numpy as np
 from . import _core, _ops
 from ._control import fori_loop, scoped, when
 from ._names import show
+from ._schedule import unravel
 from ._trace import Array, Ref, check_arity, env, parameter_names, type_text
 from ._types import (
     GMEM,
@@ -170,18 +171,6 @@ def _grid_size(grid):
     return total
 
 
-def _unravel(step, grid):
-    """Row-major indices of a step; the last axis is fastest."""
-    if len(grid) == 1:
-        return (step,)
-    out = []
-    for g in reversed(grid[1:]):
-        out.append(step % g)
-        step = step // g
-    out.append(step)
-    return tuple(reversed(out))
-
-
 def emit_pipeline(
     body, *, grid, in_specs=(), out_specs=(), max_concurrent_steps=1, init_carry=None
 ):
@@ -292,7 +281,7 @@ def _run(body, grid, steps, slots, ins, outs, buffers, bars, init_carry):
     static = isinstance(steps, int)
 
     def fetch(operands, step, slot):
-        indices = _unravel(step, grid) if grid else ()
+        indices = unravel(step, grid)
         for o in operands:
             _ops.copy_gmem_to_smem(
                 o.slice(o.index(indices)),
@@ -312,13 +301,13 @@ def _run(body, grid, steps, slots, ins, outs, buffers, bars, init_carry):
 
     def moved(o, now, s):
         """Did the block of an output change between steps s-1 and s?"""
-        pairs = zip(now, o.index(_unravel(s - 1, grid)))
+        pairs = zip(now, o.index(unravel(s - 1, grid)))
         changed = [a != b for a, b in pairs if isinstance(a, Array) or isinstance(b, Array)]
         return functools.reduce(lambda x, y: x | y, changed)
 
     def one_step(s, carry):
         slot = s % slots if slots > 1 else 0
-        indices = _unravel(s, grid) if grid else ()
+        indices = unravel(s, grid)
         if fetched:
             _ops.barrier_wait(bars.at[slot])
         if variant:
@@ -356,7 +345,7 @@ def _run(body, grid, steps, slots, ins, outs, buffers, bars, init_carry):
 
     def last_store(operands):
         slot = (steps - 1) % slots
-        indices = _unravel(steps - 1, grid) if grid else ()
+        indices = unravel(steps - 1, grid)
         for o in operands:
             _ops.copy_smem_to_gmem(
                 buffers[id(o)].at[slot], o.slice(o.index(indices)), commit_group=False
@@ -368,7 +357,7 @@ def _run(body, grid, steps, slots, ins, outs, buffers, bars, init_carry):
         # be in flight: two copies to one place are not ordered.
         last = _core.as_array(steps - 1, "int32")
         for o in variant:
-            again = (last > 0) & ~moved(o, o.index(_unravel(last, grid)), last)
+            again = (last > 0) & ~moved(o, o.index(unravel(last, grid)), last)
 
             @when(again)
             def _(o=o):

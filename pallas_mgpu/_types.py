@@ -353,6 +353,47 @@ class Barrier(_Frozen):
     memory_space = SMEM
 
 
+class ClusterBarrier(_Frozen):
+    """One or more mbarriers in every block of a cluster (Hopper).
+
+    ``collective_axes``: names of cluster axes; an element may be a tuple of names, taken as one
+    axis. ``barrier_arrive`` signals every block that differs from the caller's in at most one of
+    them, its own too; ``barrier_wait`` waits for the own instance. ``num_arrivals``: threads of
+    each block that arrive. ValueError for ``num_arrivals < 1``.
+    """
+
+    __slots__ = ("collective_axes", "num_barriers", "num_arrivals")
+
+    def __init__(
+        self,
+        *,
+        collective_axes,
+        num_barriers=1,
+        num_arrivals=1,
+        orders_tensor_core=False,
+        leader_tracked=False,
+    ):
+        if orders_tensor_core or leader_tracked:
+            raise NotImplementedError(
+                "ClusterBarrier: orders_tensor_core and leader_tracked are for Blackwell, which is"
+                " not supported yet"
+            )
+        if num_arrivals < 1:
+            raise ValueError(f"ClusterBarrier: num_arrivals must be at least 1, got {num_arrivals}")
+        axes = (collective_axes,) if isinstance(collective_axes, str) else tuple(collective_axes)
+        if not axes:
+            raise ValueError("ClusterBarrier: collective_axes must name a cluster axis")
+        self._set(
+            collective_axes=axes,
+            num_barriers=_shape(num_barriers, "ClusterBarrier: num_barriers"),
+            num_arrivals=int(num_arrivals),
+        )
+
+    shape = property(lambda self: self.num_barriers)
+    dtype = "barrier"
+    memory_space = SMEM
+
+
 # ---- block specs ---------------------------------------------------------------------------------
 
 

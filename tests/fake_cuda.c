@@ -51,6 +51,7 @@ static struct {
   R failure;
   int fail_after;
   int64_t allocated, live, copies, frees, events, modules, capturing;
+  int attribute[32]; /* of the function that was asked last */
 } S;
 
 EXPORT const record *fake_last(void) { return &S.last; }
@@ -66,6 +67,7 @@ EXPORT int64_t fake_live_bytes(void) { return S.live; }
 EXPORT int64_t fake_copies(void) { return S.copies; }
 EXPORT int64_t fake_live_events(void) { return S.events; }
 EXPORT int64_t fake_live_modules(void) { return S.modules; }
+EXPORT int fake_attribute(int a) { return S.attribute[a]; }
 EXPORT void fake_set_capturing(int on) { S.capturing = on; }
 
 static R failing(const char *entry) {
@@ -173,12 +175,15 @@ static R cuModuleUnload(void *m) {
 static R cuModuleGetFunction(void **f, void *m, const char *name) {
   MAY_FAIL;
   (void)name;
+  memset(S.attribute, 0, sizeof S.attribute);
   *f = m;
   return 0;
 }
 static R cuFuncSetAttribute(void *f, int a, int v) {
-  (void)f, (void)a, (void)v;
+  (void)f;
   MAY_FAIL;
+  if (a < 0 || a >= 32) return 1;
+  S.attribute[a] = v;
   return 0;
 }
 static R cuLaunchKernelEx(const config *c, void *f, void **params, void **extra) {

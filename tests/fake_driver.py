@@ -19,7 +19,7 @@ import ml_dtypes
 import numpy as np
 
 import pallas_mgpu as plgpu
-from pallas_mgpu import _core
+from pallas_mgpu import _core, pl
 
 fake = ctypes.CDLL("libcuda.so.1")
 fake.fake_live_bytes.restype = fake.fake_live_modules.restype = ctypes.c_int64
@@ -230,6 +230,79 @@ def case_capture():
     refused(RuntimeError, "before the capture", k, d)
     fake.fake_set_capturing(0)
     assert (k(d).numpy() == x + 1).all()
+
+
+def counted(x, o):
+    i = _core.next_tile(1)
+
+    @pl.when(i < 1)
+    def _():
+        o[...] = x[...] + 1
+
+
+def case_counters():
+    """One zeroed buffer for each stream, one for each captured launch."""
+    seen = []
+
+    def count(params, record):
+        x, o, words = (ctypes.cast(params[i], ctypes.POINTER(ctypes.c_uint64))[0] for i in range(3))
+        assert list((ctypes.c_uint32 * 3).from_address(words)) == [0, 0, 0]
+        seen.append(words)
+
+    callback = Callback(count)
+    fake.fake_set_kernel(callback)
+    before = fake.fake_live_bytes()
+    k = kernel(counted)
+    d = plgpu.device_put(x)
+    stream = ctypes.c_void_p(4096)
+
+    class Elsewhere(Interface):
+        @property
+        def __cuda_array_interface__(self):
+            return {**self.array.__cuda_array_interface__, "stream": stream.value}
+
+    for _ in range(3):
+        k(x)  # the device's own stream
+        k(d)  # the default stream
+    assert len(set(seen)) == 2 and seen[0::2] == seen[:1] * 3 and seen[1::2] == seen[1:2] * 3
+    own, default = seen[:2]
+    seen.clear()
+    fake.fake_set_capturing(1)
+    for _ in range(40):
+        k(x)
+    k(d)  # the default stream is never captured
+    assert len(set(seen)) == 41 and own not in seen and seen[-1] == default
+    for _ in range(86):
+        k(x)
+    refused(RuntimeError, "captured too often", k, x)
+    fake.fake_set_capturing(0)
+    k(x)
+    assert seen[-1] == own
+    fake.fake_set_capturing(1)
+    refused(RuntimeError, "captured too often", k, x)
+    del k, d
+    gc.collect()
+    assert fake.fake_live_bytes() == before
+    fake.fake_set_capturing(0)
+    fake.fake_fail(b"cuMemAlloc", 2, 0)
+    refused(plgpu.OutOfMemoryError, "counters", kernel(counted), x)
+    assert fake.fake_live_modules() == 0
+
+
+def case_attributes():
+    """Clusters and dependent launches."""
+
+    def wait(x, o):
+        plgpu.griddepcontrol_wait()
+        o[...] = x[...] + 1
+
+    kernel(wait)(x)
+    assert fake.fake_last().contents.pdl == 1
+    for size in (1, 2, 8, 16):
+        kernel(cluster=(size,), cluster_names=("c",), grid=(3,), grid_names=("g",))(x)
+        last = fake.fake_last().contents
+        assert last.pdl == 0 and list(last.grid) == [3 * size, 1, 1]
+        assert list(last.cluster) == [size, 1, 1] and fake.fake_attribute(14) == (size > 8)
 
 
 def case_interpret_on_device():

@@ -647,8 +647,8 @@ HARDWARE = {
         copying(lambda x, o, s, b: load(x, s, b, predicate=1)),
     ),
     "copy collective": (
-        NIE,
-        "collective copies",
+        VE,
+        "'c' is not a cluster axis",
         copying(lambda x, o, s, b: load(x, s, b, collective_axes="c")),
     ),
     "copy leader": (

@@ -29,6 +29,8 @@ SIGNATURES = {
         "BlockSpec": "(block_shape=None, index_map=None, pipeline_mode=None, transforms=(),"
         " delay_release=0, collective_axes=None, oob_fill_mode=OOBFillMode.ZEROS, *,"
         " memory_space=None)",
+        "ClusterBarrier": "(*, collective_axes, num_barriers=1, num_arrivals=1,"
+        " orders_tensor_core=False, leader_tracked=False)",
         "CompilerParams": "(*, approx_math=False, dimension_semantics=None,"
         " max_concurrent_steps=1, unsafe_no_auto_barriers=False, reduction_scratch_bytes=2048,"
         " profile_space=0, profile_dir='', profile_trace_scope=TraceScope.WARPGROUP,"
@@ -38,6 +40,7 @@ SIGNATURES = {
         "MemorySpace": SPACE,
         "Mesh": "(*, grid=(), grid_names=(), cluster=(), cluster_names=(), num_threads=None,"
         " thread_name=None, kernel_name=None)",
+        "NDLoopInfo": "(index, local_index, num_local_steps)",
         "REGS": SPACE,
         "Replicated": "(times)",
         "SMEM": SPACE,
@@ -51,6 +54,7 @@ SIGNATURES = {
         "barrier_arrive": "(barrier)",
         "barrier_wait": "(barrier)",
         "broadcasted_iota": "(dtype, shape, dimension, *, layout=None)",
+        "cluster_ref": "(ref, block_id)",
         "commit_smem": "()",
         "commit_smem_to_gmem_group": "()",
         "copy_gmem_to_smem": "(src, dst, barrier=None, *, collective_axes=None,"
@@ -58,13 +62,20 @@ SIGNATURES = {
         "copy_smem_to_gmem": "(src, dst, predicate=None, *, commit_group=True, reduction_op=None)",
         "emit_pipeline": "(body, *, grid, in_specs=(), out_specs=(), max_concurrent_steps=1,"
         " init_carry=None)",
+        "emit_pipeline_warp_specialized": "(body, *, grid, memory_registers, in_specs=(),"
+        " out_specs=(), max_concurrent_steps=2, wg_axis, num_compute_wgs, pipeline_state=None,"
+        " manual_ready_barriers=False, manual_consumed_barriers=False, compute_context=None,"
+        " memory_thread_idx=None)",
         "find_swizzle": "(minor_dim_bits, what='')",
+        "griddepcontrol_launch_dependents": "()",
+        "griddepcontrol_wait": "()",
         "kernel": "(body=NotSpecified(), out_shape=NotSpecified(), *, out_type=NotSpecified(),"
         " scratch_types=NotSpecified(), scratch_shapes=NotSpecified(), compiler_params=None,"
         " grid=(), grid_names=(), cluster=(), cluster_names=(), num_threads=None,"
         " thread_name=None, interpret=None, debug=False, **mesh_kwargs)",
         "layout_cast": "(x, new_layout)",
         "load": "(src, idx=NotSpecified(), *, layout=None, optimized=True)",
+        "nd_loop": "(grid, *, collective_axes, tiling=None, init_carry=None)",
         "planar_snake": "(lin_idx, shape, minor_dim, tile_width)",
         "set_max_registers": "(n, *, action)",
         "transpose_ref": "(ref, permutation)",
@@ -102,6 +113,7 @@ MEMBERS = {
     plgpu.LoweringSemantics: {"Lane": 1, "Warpgroup": 2},
     plgpu.MemorySpace: {"GMEM": "gmem", "SMEM": "smem", "TMEM": "tmem", "REGS": "regs"},
     plgpu.OOBFillMode: {"UNDEFINED": 0, "PROMISE_IN_BOUNDS": 1, "ZEROS": 2},
+    plgpu.PipelinePipeline: {"START": 0, "STEADY": 1, "STOP": 2},
     plgpu.TraceScope: {"WARP": "warp", "WARPGROUP": "warpgroup"},
     pl.MemorySpace: {k: k.lower() for k in ("ANY", "DEFAULT", "ERROR", "INDEX", "KEY")},
     plgpu.Layout: {
@@ -118,10 +130,9 @@ LATER = {
     plgpu: "as_torch_kernel async_copy_scales_to_tmem async_copy_smem_to_tmem"
     " async_copy_sparse_metadata_to_tmem async_load_tmem async_prefetch async_store_smem"
     " async_store_tmem atomic_add atomic_and atomic_max atomic_min atomic_or atomic_xor"
-    " barrier_test cluster_ref ClusterBarrier commit_tmem CopyPartition dynamic_scheduling_loop"
-    " emit_pipeline_warp_specialized format_tcgen05_sparse_metadata"
-    " griddepcontrol_launch_dependents griddepcontrol_wait inline_mgpu mma multicast_ref"
-    " multimem_load_reduce multimem_store nd_loop NDLoopInfo PeerMemRef PipelinePipeline"
+    " barrier_test commit_tmem CopyPartition dynamic_scheduling_loop"
+    " format_tcgen05_sparse_metadata inline_mgpu mma multicast_ref"
+    " multimem_load_reduce multimem_store PeerMemRef"
     " print_layout query_cluster_cancel RefType RefUnion remote_ref semaphore_signal"
     " semaphore_signal_multicast semaphore_signal_parallel semaphore_wait SemaphoreSignal"
     " SemaphoreType tcgen05_commit_arrive tcgen05_mma TMEMLayout transform_ref try_cluster_cancel"

@@ -275,6 +275,14 @@ const char *pm_view_address(pm_gen *e, const pm_view *v) {
   return t.at;
 }
 
+const char *pm_view_peer(pm_gen *e, const pm_view *v) {
+  if (!v->cluster_val) return NULL;
+  const char *name = pm_unique(e, "peer");
+  const char *at = pm_scalar_of(e, v->cluster_val);
+  pm_line(e, "const u32 %s = peer_offset(%s);", name, pm_cluster_peer(e, v->cluster_dim, at));
+  return name;
+}
+
 void pm_need_alignment(pm_gen *e, const pm_view *v, int64_t bytes) {
   if (v->param >= 0) {
     e->program->align[v->param] = pm_max(e->program->align[v->param], bytes);
@@ -556,11 +564,13 @@ static void begin_access(access *a) {
   pm_begin(a->e, "{");
   a->stem = pm_unique(a->e, "index");
   coord_lines(a->e, a->l, a->stem, !a->linear);
+  const char *peer = pm_view_peer(a->e, a->v);
   if (a->linear) {
     begin_linear(a);
   } else {
     begin_coords(a);
   }
+  if (peer) a->address = pm_str(a->e, "%s + %s", a->address, peer);
   a->valid = valid_text(a->e, a->l, a->stem, "i", a->vec);
 }
 
@@ -603,6 +613,7 @@ static bool plan_matrix(access *a) {
   const pm_layout *l = a->l;
   const int i = l->rank - 2;
   if (pm_dtypes[a->v->dtype].bits != 16 || a->v->space != PM_SMEM || !pm_is_wgmma(l)) return false;
+  if (a->v->cluster_val) return false;
   if (pm_layout_is_padded(l) || l->padded[i + 1] % 16) return false;
   const bool transposed = a->v->dim[i].inner == 1 && a->v->dim[i + 1].inner != 1;
   pm_layout *rows = PM_NEW(a->e->arena, pm_layout, 1);
@@ -623,7 +634,9 @@ static const char *element(access *a, const char *x) {
   return pm_str(a->e, "&%s[i * %lld]", x, (long long)a->vec);
 }
 
-static const char *space_of(const pm_view *v) { return v->space == PM_GMEM ? "global" : "shared"; }
+const char *pm_space_of(const pm_view *v) {
+  return v->space == PM_GMEM ? "global" : v->cluster_val ? "cluster" : "shared";
+}
 
 void pm_load_array(pm_gen *e, const pm_layout *l, const pm_view *v, const char *x) {
   access a = {.e = e, .l = l, .v = v};
@@ -633,11 +646,11 @@ void pm_load_array(pm_gen *e, const pm_layout *l, const pm_view *v, const char *
   if (a.matrix) {
     pm_line(e, "ld_matrix4%s(%s, %s);", a.matrix == 2 ? "_trans" : "", element(&a, x), a.address);
   } else if (a.valid) {
-    pm_line(e, "if (%s) ld_%s<%s, %lld>(%s, %s);", a.valid, space_of(v), type, (long long)a.vec,
+    pm_line(e, "if (%s) ld_%s<%s, %lld>(%s, %s);", a.valid, pm_space_of(v), type, (long long)a.vec,
             element(&a, x), a.address);
     pm_line(e, "else zero<%s, %lld>(%s);", type, (long long)a.vec, element(&a, x));
   } else {
-    pm_line(e, "ld_%s<%s, %lld>(%s, %s);", space_of(v), type, (long long)a.vec, element(&a, x),
+    pm_line(e, "ld_%s<%s, %lld>(%s, %s);", pm_space_of(v), type, (long long)a.vec, element(&a, x),
             a.address);
   }
   end_access(&a);
@@ -675,7 +688,7 @@ static void store(access *a, const char *what) {
     pm_line(e, "st_matrix4%s(%s, %s);", a->matrix == 2 ? "_trans" : "", a->address, what);
   } else {
     pm_line(e, "%s%s%sst_%s<%s, %lld>(%s, %s);", a->valid ? "if (" : "", a->valid ? a->valid : "",
-            a->valid ? ") " : "", space_of(a->v), pm_cpp_type(a->v->dtype), (long long)a->vec,
+            a->valid ? ") " : "", pm_space_of(a->v), pm_cpp_type(a->v->dtype), (long long)a->vec,
             a->address, what);
   }
 }

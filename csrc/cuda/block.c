@@ -220,7 +220,8 @@ void pm_assign(pm_gen *e, pm_val to, pm_val from) {
 /* ---- runs of element-wise ops ------------------------------------------------------------ */
 
 bool pm_is_elementwise(const pm_graph *g, pm_opid op) {
-  const int rule = pm_ops[pm_get(g, op)->code].layout;
+  const int code = pm_get(g, op)->code, rule = pm_ops[code].layout;
+  if (code == PM_OP_NEXT_TILE) return false; /* a splat, but no expression */
   return rule == PM_LAY_POINTWISE || rule == PM_LAY_SPLAT || rule == PM_LAY_FREE ||
          rule == PM_LAY_BROADCAST;
 }
@@ -256,20 +257,42 @@ static void emit_pair_convert(pm_gen *e, pm_opid op) {
           fn, name, pm_at(e, in, "r"), pm_at(e, in, "r + 1"));
 }
 
+/* Words of an array that nothing may move across: one statement takes them all. */
+static bool is_array_barrier(pm_gen *e, pm_opid op) {
+  const pm_op *o = pm_get(e->g, op);
+  return o->code == PM_OP_OPT_BARRIER && pm_wants_array(e, o->out) &&
+         pm_dtypes[pm_typeof(e->g, o->out)->dtype].bits == 32;
+}
+
+static void emit_array_barrier(pm_gen *e, pm_opid op) {
+  enum { MOST = 128 };
+  const pm_val out = pm_get(e->g, op)->out;
+  const pm_dtype t = pm_typeof(e->g, out)->dtype;
+  const int64_t n = pm_regs_of(e, out);
+  pm_note(e, op, "optimization_barrier");
+  const char *name = pm_declare(e, out, out);
+  pm_assign(e, out, pm_in(e->g, op, 0));
+  for (int64_t k = 0; k < n; k += MOST) {
+    const char *pin = pm_family_pin(e, t, pm_min(MOST, n - k));
+    pm_line(e, "%s(&%s[%lld]);", pin, name, (long long)k);
+  }
+}
+
 static pm_code emit_expr(pm_gen *e, pm_opid op);
 
-static bool is_view(const pm_graph *g, pm_opid op) {
+bool pm_is_view(const pm_graph *g, pm_opid op) {
   const int code = pm_get(g, op)->code;
-  return code == PM_OP_INDEX || code == PM_OP_TRANSPOSE_REF || code == PM_OP_RESHAPE_REF;
+  return code == PM_OP_INDEX || code == PM_OP_TRANSPOSE_REF || code == PM_OP_RESHAPE_REF ||
+         code == PM_OP_CLUSTER_REF;
 }
 
 bool pm_is_scalar_op(pm_gen *e, pm_opid op) {
-  return is_view(e->g, op) || (pm_is_elementwise(e->g, op) && !makes_array(e, op, NULL));
+  return pm_is_view(e->g, op) || (pm_is_elementwise(e->g, op) && !makes_array(e, op, NULL));
 }
 
 pm_code pm_gen_scalar(pm_gen *e, pm_opid op) {
   const pm_op *o = pm_get(e->g, op);
-  if (o->code == PM_OP_CONST || is_view(e->g, op)) return PM_OK; /* where it is used */
+  if (o->code == PM_OP_CONST || pm_is_view(e->g, op)) return PM_OK; /* where it is used */
   if (o->code == PM_OP_BROADCAST || o->code == PM_OP_MULTIPLE_OF) {
     pm_alias(e, o->out, pm_in(e->g, op, 0));
     return PM_OK;
@@ -293,11 +316,11 @@ static pm_code emit_run(pm_gen *e, pm_blk block, uint32_t first, uint32_t *next)
   uint32_t k = first;
   for (; k < b->ops.n; k++) {
     const pm_opid op = b->ops.at[k];
-    if (is_view(g, op) || (pm_is_elementwise(g, op) && !makes_array(e, op, in_run))) {
+    if (pm_is_view(g, op) || (pm_is_elementwise(g, op) && !makes_array(e, op, in_run))) {
       PM_TRY(pm_gen_scalar(e, op));
       continue;
     }
-    if (!pm_is_elementwise(g, op) || is_pair_convert(e, op)) break;
+    if (!pm_is_elementwise(g, op) || is_pair_convert(e, op) || is_array_barrier(e, op)) break;
     if (pm_get(g, op)->code == PM_OP_BROADCAST && in_run[pm_in(g, op, 0)]) break;
     if (pm_regs_of(e, pm_get(g, op)->out) != n) break;
     pm_vec_push(e->arena, &run, op);
@@ -349,23 +372,24 @@ static const emitter emitters[PM_OP_COUNT] = {
 
 static pm_code emit_expr(pm_gen *e, pm_opid op) { return emitters[pm_get(e->g, op)->code](e, op); }
 
-static bool is_copy(const pm_graph *g, pm_opid op) {
-  const int code = pm_get(g, op)->code;
-  return code == PM_OP_COPY_G2S || code == PM_OP_COPY_S2G || code == PM_OP_COMMIT_GROUP;
+pm_code pm_gen_op(pm_gen *e, pm_opid op) {
+  return pm_is_scalar_op(e, op) ? pm_gen_scalar(e, op) : emit_expr(e, op);
 }
 
 pm_code pm_gen_block(pm_gen *e, pm_blk block) {
   const pm_block *b = &e->g->blocks.at[block];
   for (uint32_t k = 0; k < b->ops.n;) {
     const pm_opid op = b->ops.at[k];
+    uint32_t behind = k;
     if (pm_get(e->g, op)->code == PM_OP_YIELD) break;
-    if (is_copy(e->g, op)) {
-      PM_TRY(pm_gen_copies(e, block, k, &k));
-    } else if (pm_is_scalar_op(e, op)) {
-      PM_TRY(pm_gen_scalar(e, op));
+    if (!e->lane) PM_TRY(pm_gen_region(e, block, k, &behind));
+    if (behind > k) {
+      k = behind;
+    } else if (pm_is_scalar_op(e, op) || !pm_is_elementwise(e->g, op)) {
+      PM_TRY(pm_gen_op(e, op));
       k++;
-    } else if (!pm_is_elementwise(e->g, op)) {
-      PM_TRY(emit_expr(e, op));
+    } else if (is_array_barrier(e, op)) {
+      emit_array_barrier(e, op);
       k++;
     } else if (is_pair_convert(e, op)) {
       emit_pair_convert(e, op);

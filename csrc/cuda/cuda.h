@@ -4,7 +4,9 @@
 
 #include "../passes/passes.h"
 
-typedef enum pm_arg_kind { PM_ARG_TENSOR_MAP, PM_ARG_POINTER } pm_arg_kind;
+/* COUNTERS: pointer to n_counters + 1 words of u32, zero when the launch begins; the kernel leaves
+ * them zero. No other launch that runs at the same time may have the same words. */
+typedef enum pm_arg_kind { PM_ARG_TENSOR_MAP, PM_ARG_POINTER, PM_ARG_COUNTERS } pm_arg_kind;
 
 typedef struct pm_program {
   const char *text;       /* CUDA C++, self-contained, with #line */
@@ -14,10 +16,11 @@ typedef struct pm_program {
   uint32_t smem_bytes;    /* dynamic */
   bool pdl;
   int arch;               /* 90: compile for sm_90a */
-  uint32_t n_args;        /* kernel parameters in order: tensor maps first, then pointers */
+  uint32_t n_counters;
+  uint32_t n_args;        /* kernel parameters in order: tensor maps, pointers, counters */
   struct pm_program_arg {
     uint8_t kind;         /* pm_arg_kind */
-    int32_t param;        /* kernel argument (operands, then outputs) */
+    int32_t param;        /* kernel argument (operands, then outputs); COUNTERS: -1 */
     uint32_t map;         /* TENSOR_MAP: index in maps */
   } *args;
   uint32_t n_maps;

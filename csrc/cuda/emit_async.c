@@ -1,19 +1,23 @@
 /* Barriers, copies by engines, and what orders them.
  *
  * A wait takes its parity from a word of phase bits, one for each barrier of the allocation, that
- * every lane keeps and flips. Arrivals are counted in units: 128 where all lanes arrive, or 1 where
- * one lane arrives for all behind a barrier of the lanes. A copy by an engine is issued by one
- * elected lane of warp 0, always the same (elect.sync with all lanes gives the same one), so that
- * this lane's bulk groups are those of the thread; consecutive copies share one election. The lane
- * arrives for the whole unit, with the bytes to expect, before it issues the copy. PLAIN copies are
- * loads and stores of all lanes, then a proxy fence and the arrival. */
+ * every lane keeps and flips. One lane arrives for all of a thread; passes/sync.c has the lanes meet
+ * before where that is needed. An arrival on a cluster barrier is one for each block that it
+ * signals: lane k arrives at the k-th of them. A copy by an engine is issued by one elected lane of
+ * warp 0 (lane.c), always the same (elect.sync with all lanes gives the same one), so that this
+ * lane's bulk groups are those of the thread. It arrives, with the bytes to expect, before it issues
+ * the copy. A collective copy loads this block's share and multicasts it; its barrier gets the bytes
+ * of all shares. PLAIN copies are loads and stores of all lanes, then a proxy fence and the
+ * arrival. */
 #include "gen.h"
 
 /* ---- barriers ---------------------------------------------------------------------------- */
 
 typedef struct barrier {
   const char *address, *index, *phase; /* index NULL: the only barrier of its allocation */
-  int64_t unit;
+  pm_val base;
+  const int64_t *groups; /* of a cluster barrier that signals other blocks */
+  uint32_t n_groups;
 } barrier;
 
 static pm_code barrier_of(pm_gen *e, pm_opid op, pm_val ref, barrier *b) {
@@ -35,39 +39,48 @@ static pm_code barrier_of(pm_gen *e, pm_opid op, pm_val ref, barrier *b) {
   b->address = a.at;
   b->index = pm_type_size(pm_typeof(e->g, v.base)) == 1 ? NULL : i.at;
   b->phase = e->phase[v.base];
-  b->unit = *pm_attr(e->g, v.alloc, PM_ATTR_UNIT);
+  b->base = v.base;
+  b->groups = pm_attr_list(e->g, v.alloc, PM_ATTR_CLUSTER, &b->n_groups);
+  if (pm_cluster_targets(e->g, b->groups, b->n_groups) == 1) b->n_groups = 0;
   return PM_OK;
 }
 
 pm_code pm_cuda_WAIT(pm_gen *e, pm_opid op) {
   barrier b;
   PM_TRY(barrier_of(e, op, pm_in(e->g, op, 0), &b));
+  const char *wait = b.n_groups && e->released[b.base] ? "barrier_wait_cluster" : "barrier_wait";
   pm_note(e, op, "barrier_wait");
   if (b.index) {
-    pm_line(e, "barrier_wait(%s, %s >> (%s) & 1);", b.address, b.phase, b.index);
+    pm_line(e, "%s(%s, %s >> (%s) & 1);", wait, b.address, b.phase, b.index);
     pm_line(e, "%s ^= 1u << (%s);", b.phase, b.index);
   } else {
-    pm_line(e, "barrier_wait(%s, %s);", b.address, b.phase);
+    pm_line(e, "%s(%s, %s);", wait, b.address, b.phase);
     pm_line(e, "%s ^= 1;", b.phase);
   }
   return PM_OK;
 }
 
-/* One Pallas arrival by all lanes. */
-static void arrive(pm_gen *e, const barrier *b) {
-  if (b->unit != 1) {
-    pm_line(e, "barrier_arrive(%s);", b->address);
-    return;
+static void arrive_in_cluster(pm_gen *e, const barrier *b, bool relaxed) {
+  const long long n = pm_cluster_targets(e->g, b->groups, b->n_groups);
+  const char *k = e->lane ? "k" : "tid";
+  const char *target = pm_cluster_target(e, b->groups, b->n_groups, k);
+  if (e->lane) {
+    pm_line(e, "for (u32 k = 0; k < %lld; k++)", n);
+  } else {
+    pm_line(e, "if (tid < %lld)", n);
   }
-  pm_line(e, PM_LANES_SYNC);
-  pm_line(e, "if (tid == 0) barrier_arrive(%s);", b->address);
+  pm_line(e, "  barrier_arrive_%s(%s, %s);", relaxed ? "remote" : "release", b->address, target);
 }
 
 pm_code pm_cuda_ARRIVE(pm_gen *e, pm_opid op) {
   barrier b;
   PM_TRY(barrier_of(e, op, pm_in(e->g, op, 0), &b));
   pm_note(e, op, "barrier_arrive");
-  arrive(e, &b);
+  if (b.n_groups) {
+    arrive_in_cluster(e, &b, *pm_attr(e->g, op, PM_ATTR_RELAXED));
+  } else {
+    pm_line(e, "%sbarrier_arrive(%s);", e->lane ? "" : "if (tid == 0) ", b.address);
+  }
   return PM_OK;
 }
 
@@ -97,7 +110,8 @@ static const char *map_name(pm_gen *e, const pm_tensor_map *m) {
 
 /* ---- copies by one lane ------------------------------------------------------------------ */
 
-static const char *coord_text(pm_gen *e, const pm_copy_plan *p, int d) {
+/* share: number of this block among those of a collective copy, else NULL */
+static const char *coord_text(pm_gen *e, const pm_copy_plan *p, int d, const char *share) {
   const pm_coord *c = &p->coord[d];
   pm_text t;
   pm_text_init(&t, e->arena);
@@ -108,32 +122,41 @@ static const char *coord_text(pm_gen *e, const pm_copy_plan *p, int d) {
     const int64_t step = p->loop[k].coord_step[d];
     if (step) pm_putf(&t, "%sb%u * %lld", t.n ? " + " : "", k, (long long)step);
   }
+  if (share && p->share.coord_step[d]) {
+    pm_putf(&t, "%s(i32)%s * %lld", t.n ? " + " : "", share, (long long)p->share.coord_step[d]);
+  }
   if (c->fixed || !t.n) pm_putf(&t, "%s%lld", t.n ? " + " : "", (long long)c->fixed);
   return t.at;
 }
 
-static void issue_tma(pm_gen *e, const pm_copy_plan *p, const char *bar) {
+static void issue_tma(pm_gen *e, pm_opid op, const pm_copy_plan *p, const char *bar) {
   pm_text t;
   pm_text_init(&t, e->arena);
+  uint32_t n_axes = 0;
+  const int64_t *axes = bar ? pm_attr_list(e->g, op, PM_ATTR_CLUSTER, &n_axes) : NULL;
+  const char *share = p->share.count > 1 ? pm_cluster_share(e, axes, n_axes) : NULL;
   const char *map = map_name(e, &p->map);
   const char *smem = pm_view_address(e, &p->smem);
+  if (share) smem = pm_str(e, "%s + %s * %lld", smem, share, (long long)p->share.smem_step);
   for (uint32_t k = 0; k < p->n_loops; k++) {
     smem = pm_str(e, "%s + b%u * %lld", smem, k, (long long)p->loop[k].smem_step);
     pm_begin(e, "for (int b%u = 0; b%u < %lld; b%u++) {", k, k, (long long)p->loop[k].count, k);
   }
   if (bar) {
-    pm_putf(&t, "tma_load_%dd(%s, &%s, %s", p->map.rank, smem, map, bar);
+    pm_putf(&t, "tma_%s_%dd(%s, &%s, %s", share ? "multicast" : "load", p->map.rank, smem, map,
+            bar);
+    if (share) pm_putf(&t, ", %s", pm_cluster_mask(e, axes, n_axes));
   } else {
     pm_putf(&t, "tma_store_%dd(&%s, %s", p->map.rank, map, smem);
   }
-  for (int d = 0; d < p->map.rank; d++) pm_putf(&t, ", %s", coord_text(e, p, d));
+  for (int d = 0; d < p->map.rank; d++) pm_putf(&t, ", %s", coord_text(e, p, d, share));
   pm_line(e, "%s);", t.at);
   for (uint32_t k = 0; k < p->n_loops; k++) pm_end(e);
 }
 
-static void issue(pm_gen *e, const pm_copy_plan *p, const char *bar) {
+static void issue(pm_gen *e, pm_opid op, const pm_copy_plan *p, const char *bar) {
   if (p->engine == PM_ENGINE_TMA) {
-    issue_tma(e, p, bar);
+    issue_tma(e, op, p, bar);
     return;
   }
   const char *gmem = pm_view_address(e, &p->gmem), *smem = pm_view_address(e, &p->smem);
@@ -151,29 +174,28 @@ static const char *predicate(pm_gen *e, pm_opid op) {
 }
 
 static pm_code load_by_lane(pm_gen *e, pm_opid op, const pm_copy_plan *p) {
-  const char *when = predicate(e, op), *arrive = "";
+  const char *when = predicate(e, op);
   barrier b;
   PM_TRY(barrier_of(e, op, pm_in(e->g, op, 2), &b));
-  if (b.unit != 1) arrive = pm_str(e, ", %lld", (long long)b.unit);
-  const char *n = b.unit == 1 ? "" : "_n";
   if (when) pm_begin(e, "if (%s) {", when);
-  pm_line(e, "barrier_arrive%s_tx(%s%s, %lld);", n, b.address, arrive, (long long)p->bytes);
-  issue(e, p, b.address);
+  pm_line(e, "barrier_arrive_tx(%s, %lld);", b.address, (long long)p->bytes);
+  issue(e, op, p, b.address);
   if (when) {
     e->indent--;
     pm_begin(e, "} else {");
-    pm_line(e, "barrier_arrive%s(%s%s);", n, b.address, arrive);
+    pm_line(e, "barrier_arrive(%s);", b.address);
     pm_end(e);
   }
   return PM_OK;
 }
 
-static void store_by_lane(pm_gen *e, pm_opid op, const pm_copy_plan *p) {
+static pm_code store_by_lane(pm_gen *e, pm_opid op, const pm_copy_plan *p) {
   const char *when = predicate(e, op);
   if (when) pm_begin(e, "if (%s) {", when);
-  issue(e, p, NULL);
+  issue(e, op, p, NULL);
   if (when) pm_end(e);
   if (*pm_attr(e->g, op, PM_ATTR_COMMIT)) pm_line(e, "store_group_commit();");
+  return PM_OK;
 }
 
 /* ---- copies by all lanes ----------------------------------------------------------------- */
@@ -254,6 +276,8 @@ static const char *chunk_address(pm_gen *e, const pm_view *v) {
   return v->swizzle ? pm_str(e, "swizzle<%d>(%s)", v->swizzle, t.at) : t.at;
 }
 
+enum { FEW_REGISTERS = 64 }; /* of a lane: more chunks in flight would spill */
+
 static void copy_chunks(pm_gen *e, const pm_copy_plan *p, bool load) {
   const pm_view *g = &p->gmem, *s = &p->smem;
   const int64_t bytes = pm_dtypes[g->dtype].bytes;
@@ -262,7 +286,7 @@ static void copy_chunks(pm_gen *e, const pm_copy_plan *p, bool load) {
   for (int k = 0; k < g->rank; k++) chunks *= g->dim[k].size;
   chunks /= n;
   pm_need_alignment(e, g, n * bytes);
-  pm_line(e, "#pragma unroll 4");
+  pm_line(e, "#pragma unroll %d", e->registers && e->registers < FEW_REGISTERS ? 2 : 4);
   pm_begin(e, "for (i32 c = tid; c < %lld; c += 128) {", (long long)chunks);
   for (int k = g->rank - 1; k >= 0; k--) {
     const int64_t step = k == g->rank - 1 ? n : 1, size = g->dim[k].size / step;
@@ -303,26 +327,20 @@ static pm_code copy_by_lanes(pm_gen *e, pm_opid op, const pm_copy_plan *p) {
     barrier b;
     PM_TRY(barrier_of(e, op, pm_in(e->g, op, 2), &b));
     pm_line(e, "async_proxy_fence();");
-    arrive(e, &b);
+    pm_line(e, PM_LANES_SYNC);
+    pm_line(e, "if (tid == 0) barrier_arrive(%s);", b.address);
     return PM_OK;
   }
   pm_line(e, PM_LANES_SYNC);
   if (*pm_attr(e->g, op, PM_ATTR_COMMIT)) { /* an empty group: waits count groups */
-    pm_line(e, "if (warp == 0 && elect_one()) store_group_commit();");
+    pm_line(e, PM_ONE_LANE " store_group_commit();");
   }
   return PM_OK;
 }
 
-/* ---- runs of copies ---------------------------------------------------------------------- */
+/* ---- copies ------------------------------------------------------------------------------ */
 
-static bool is_copy(const pm_graph *g, pm_opid op) {
-  const int code = pm_get(g, op)->code;
-  return code == PM_OP_COPY_G2S || code == PM_OP_COPY_S2G;
-}
-
-static pm_code plan_copy(pm_gen *e, pm_opid op, pm_copy_plan *p) {
-  return pm_plan_copy(e->g, op, e->target, p, e->err);
-}
+typedef pm_code (*by_lane)(pm_gen *e, pm_opid op, const pm_copy_plan *p);
 
 /* The kernel argument that a ref is a part of; an output that aliases an operand is that one. */
 static int64_t argument_of(const pm_graph *g, pm_val v) {
@@ -355,77 +373,44 @@ static void find_store(pm_graph *g, pm_opid op, void *ctx) {
 
 /* Does an engine meet, in the GMEM of the copy, what lanes have stored? */
 static bool meets_stores(pm_gen *e, pm_opid op) {
-  if (!is_copy(e->g, op)) return false;
   const uint32_t gmem = pm_get(e->g, op)->code == PM_OP_COPY_S2G;
   search s = {.argument = argument_of(e->g, pm_in(e->g, op, gmem))};
   pm_walk((pm_graph *)e->g, 1, find_store, &s); /* the visitor changes nothing */
   return s.found;
 }
 
-static pm_code emit_by_lane(pm_gen *e, pm_opid op) {
+static pm_code copy(pm_gen *e, pm_opid op, by_lane emit) {
   pm_copy_plan *p = PM_NEW(e->arena, pm_copy_plan, 1);
+  PM_TRY(pm_plan_copy(e->g, op, e->target, p, e->err));
+  if (p->engine == PM_ENGINE_PLAIN) return copy_by_lanes(e, op, p);
+  if (!e->lane) return pm_gen_fail(e, op, PM_E_INTERNAL, "no lane was elected for it");
   pm_place(e, op);
-  if (!is_copy(e->g, op)) {
-    pm_line(e, "store_group_commit();");
-    return PM_OK;
-  }
-  PM_TRY(plan_copy(e, op, p));
-  if (pm_get(e->g, op)->code == PM_OP_COPY_G2S) return load_by_lane(e, op, p);
-  store_by_lane(e, op, p);
-  return PM_OK;
+  if (meets_stores(e, op)) pm_line(e, "async_proxy_fence_global();");
+  return emit(e, op, p);
 }
 
-pm_code pm_gen_copies(pm_gen *e, pm_blk block, uint32_t first, uint32_t *next) {
-  const pm_block *b = &e->g->blocks.at[block];
-  PM_VEC(pm_opid) run = {0};
-  uint32_t k = first;
-  for (; k < b->ops.n; k++) {
-    const pm_opid op = b->ops.at[k];
-    if (is_copy(e->g, op)) {
-      pm_copy_plan *p = PM_NEW(e->arena, pm_copy_plan, 1);
-      PM_TRY(plan_copy(e, op, p));
-      if (p->engine == PM_ENGINE_PLAIN) {
-        if (k > first) break;
-        *next = k + 1;
-        return copy_by_lanes(e, op, p);
-      }
-      pm_vec_push(e->arena, &run, op);
-    } else if (pm_get(e->g, op)->code == PM_OP_COMMIT_GROUP) {
-      pm_vec_push(e->arena, &run, op);
-    } else if (pm_is_scalar_op(e, op)) {
-      PM_TRY(pm_gen_scalar(e, op));
-    } else {
-      break;
-    }
-  }
-  *next = k;
-  pm_note(e, run.at[0], pm_ops[pm_get(e->g, run.at[0])->code].text);
-  pm_begin(e, "if (warp == 0 && elect_one()) {");
-  for (uint32_t i = 0; i < run.n; i++) {
-    if (!meets_stores(e, run.at[i])) continue;
-    pm_line(e, "async_proxy_fence_global();");
-    break;
-  }
-  for (uint32_t i = 0; i < run.n; i++) PM_TRY(emit_by_lane(e, run.at[i]));
-  pm_end(e);
+pm_code pm_cuda_COPY_G2S(pm_gen *e, pm_opid op) { return copy(e, op, load_by_lane); }
+pm_code pm_cuda_COPY_S2G(pm_gen *e, pm_opid op) { return copy(e, op, store_by_lane); }
+
+pm_code pm_cuda_COMMIT_GROUP(pm_gen *e, pm_opid op) {
+  pm_place(e, op);
+  pm_line(e, "store_group_commit();");
   return PM_OK;
 }
-
-static pm_code only_in_runs(pm_gen *e, pm_opid op) {
-  return pm_gen_fail(e, op, PM_E_INTERNAL, "it was met outside of a run of copies");
-}
-pm_code pm_cuda_COPY_G2S(pm_gen *e, pm_opid op) { return only_in_runs(e, op); }
-pm_code pm_cuda_COPY_S2G(pm_gen *e, pm_opid op) { return only_in_runs(e, op); }
-pm_code pm_cuda_COMMIT_GROUP(pm_gen *e, pm_opid op) { return only_in_runs(e, op); }
 
 /* ---- order ------------------------------------------------------------------------------- */
 
+/* Runs of one lane (lane.c) have no use for meetings. */
+static void meet(pm_gen *e) {
+  if (!e->lane) pm_line(e, PM_LANES_SYNC);
+}
+
 pm_code pm_cuda_WAIT_S2G(pm_gen *e, pm_opid op) {
-  const int64_t n = *pm_attr(e->g, op, PM_ATTR_N);
+  const long long n = *pm_attr(e->g, op, PM_ATTR_N);
+  const char *read = *pm_attr(e->g, op, PM_ATTR_READ_ONLY) ? "_read" : "";
   pm_note(e, op, "wait_smem_to_gmem");
-  pm_line(e, "if (warp == 0 && elect_one()) store_group_wait%s<%lld>();",
-          *pm_attr(e->g, op, PM_ATTR_READ_ONLY) ? "_read" : "", (long long)n);
-  pm_line(e, PM_LANES_SYNC);
+  pm_line(e, "%sstore_group_wait%s<%lld>();", e->lane ? "" : PM_ONE_LANE " ", read, n);
+  meet(e);
   return PM_OK;
 }
 
@@ -438,14 +423,48 @@ pm_code pm_cuda_COMMIT_SMEM(pm_gen *e, pm_opid op) {
 
 pm_code pm_cuda_SYNC(pm_gen *e, pm_opid op) {
   pm_place(e, op);
+  meet(e);
+  return PM_OK;
+}
+
+/* ---- grids ------------------------------------------------------------------------------- */
+
+pm_code pm_cuda_PDL_WAIT(pm_gen *e, pm_opid op) {
+  pm_note(e, op, "griddepcontrol_wait");
+  pm_line(e, "grid_wait();");
+  return PM_OK;
+}
+
+pm_code pm_cuda_PDL_LAUNCH(pm_gen *e, pm_opid op) {
+  pm_note(e, op, "griddepcontrol_launch_dependents");
+  pm_line(e, "grid_launch_dependents();");
+  return PM_OK;
+}
+
+/* One lane counts; the others read the number in scratch. The counters are those of the launch
+ * before as well, whose end a dependent launch must have awaited. */
+pm_code pm_cuda_NEXT_TILE(pm_gen *e, pm_opid op) {
+  const pm_val out = pm_get(e->g, op)->out;
+  const long long n = *pm_attr(e->g, op, PM_ATTR_N);
+  pm_note(e, op, "next_tile");
+  const char *x = pm_declare(e, out, out);
+  if (!e->lane) pm_begin(e, PM_ONE_LANE " {");
+  if (e->program->pdl) pm_line(e, "grid_wait();");
+  pm_line(e, "%s = next_tile(&counters[%lld]);", x, n);
+  if (e->lane) return PM_OK;
+  pm_line(e, "st_shared<i32, 1>(%s, &%s);", pm_scratch(e), x);
+  pm_end(e);
+  pm_line(e, PM_LANES_SYNC);
+  pm_line(e, "ld_shared<i32, 1>(&%s, %s);", x, pm_scratch(e));
   pm_line(e, PM_LANES_SYNC);
   return PM_OK;
 }
 
 pm_code pm_cuda_SET_MAX_REGISTERS(pm_gen *e, pm_opid op) {
   pm_note(e, op, "set_max_registers");
+  e->registers = *pm_attr(e->g, op, PM_ATTR_N);
   pm_line(e, "registers_%s<%lld>();", *pm_attr(e->g, op, PM_ATTR_INCREASE) ? "up" : "down",
-          (long long)*pm_attr(e->g, op, PM_ATTR_N));
+          (long long)e->registers);
   return PM_OK;
 }
 
@@ -490,6 +509,6 @@ pm_code pm_cuda_DEBUG_PRINT(pm_gen *e, pm_opid op) {
     }
   }
   pm_note(e, op, "debug_print");
-  pm_line(e, "if (tid == 0) printf(\"%s\\n\"%s);", format.at, args.at);
+  pm_line(e, "%sprintf(\"%s\\n\"%s);", e->lane ? "" : "if (tid == 0) ", format.at, args.at);
   return PM_OK;
 }

@@ -127,8 +127,10 @@ static void declare_results(pm_gen *e, pm_opid op) {
 
 static pm_code emit_branch(pm_gen *e, pm_opid op, uint32_t region) {
   const pm_blk b = pm_region(e->g, op, region);
+  const int64_t registers = e->registers;
   PM_TRY(pm_gen_block(e, b));
   emit_yield(e, b, 0, pm_get(e->g, op)->out);
+  e->registers = registers;
   return PM_OK;
 }
 

@@ -5,6 +5,7 @@
 pm_code pm_cuda_INDEX(pm_gen *e, pm_opid op) { return (void)e, (void)op, PM_OK; }
 pm_code pm_cuda_TRANSPOSE_REF(pm_gen *e, pm_opid op) { return (void)e, (void)op, PM_OK; }
 pm_code pm_cuda_RESHAPE_REF(pm_gen *e, pm_opid op) { return (void)e, (void)op, PM_OK; }
+pm_code pm_cuda_CLUSTER_REF(pm_gen *e, pm_opid op) { return (void)e, (void)op, PM_OK; }
 
 static pm_code bind_address(pm_gen *e, pm_opid op) {
   const pm_val out = pm_get(e->g, op)->out;
@@ -27,12 +28,11 @@ static pm_code view_of(pm_gen *e, pm_opid op, pm_val ref, pm_view *v) {
   return code;
 }
 
-static const char *space_of(const pm_view *v) { return v->space == PM_GMEM ? "global" : "shared"; }
-
 /* One element, by all lanes. */
 static const char *element_address(pm_gen *e, const pm_view *v) {
-  const char *a = pm_view_address(e, v);
-  return v->swizzle ? pm_str(e, "swizzle<%d>(%s)", v->swizzle, a) : a;
+  const char *a = pm_view_address(e, v), *peer = pm_view_peer(e, v);
+  if (v->swizzle) a = pm_str(e, "swizzle<%d>(%s)", v->swizzle, a);
+  return peer ? pm_str(e, "%s + %s", a, peer) : a;
 }
 
 pm_code pm_cuda_LOAD(pm_gen *e, pm_opid op) {
@@ -50,7 +50,7 @@ pm_code pm_cuda_LOAD(pm_gen *e, pm_opid op) {
                        "an array that differs between elements has a splat "
                        "layout");
   }
-  pm_line(e, "ld_%s<%s, 1>(&%s, %s);", space_of(&v), pm_cpp_type(v.dtype), name,
+  pm_line(e, "ld_%s<%s, 1>(&%s, %s);", pm_space_of(&v), pm_cpp_type(v.dtype), name,
           element_address(e, &v));
   return PM_OK;
 }
@@ -71,7 +71,7 @@ pm_code pm_cuda_STORE(pm_gen *e, pm_opid op) {
   }
   const char *one = pm_unique(e, "one");
   pm_line(e, "const %s %s = %s;", pm_cpp_type(v.dtype), one, x);
-  pm_line(e, "st_%s<%s, 1>(%s, &%s);", space_of(&v), pm_cpp_type(v.dtype), element_address(e, &v),
+  pm_line(e, "st_%s<%s, 1>(%s, &%s);", pm_space_of(&v), pm_cpp_type(v.dtype), element_address(e, &v),
           one);
   return PM_OK;
 }

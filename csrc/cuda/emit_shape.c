@@ -5,9 +5,10 @@
  * lane for every lane, the op is a renumbering of registers (or nothing); a layout_cast that is not
  * goes through this thread's scratch, row-major.
  *
- * A reduction combines the registers of a lane in ascending order, then lanes by butterflies, then
- * warps through scratch, in ascending order: the order depends on the layout alone, and all copies
- * end with the same bits. Padding is left out. */
+ * A reduction combines the registers of a lane in ascending order (neighbours first, where they
+ * belong to one result: that halves the chain), then lanes by butterflies, then warps through
+ * scratch, in ascending order: the order depends on the layout alone, and all copies end with the
+ * same bits. Padding is left out. ANY and ALL of a whole array need no more than a barrier. */
 #include "gen.h"
 
 typedef struct from {
@@ -187,7 +188,7 @@ static bool is_reduced(const int64_t *dims, uint32_t n, const pm_layout *l, int 
 }
 
 static const char *combine(pm_gen *e, int reduce, pm_dtype t, const char *a, const char *b) {
-  static const char *const on_bool[] = {"|", "|", "&"};
+  static const char *const on_bool[] = {"|", "|", "&", "|", "&"};
   static const char *const on_int[] = {"wrap_add", "max_int", "min_int"};
   static const char *const on_float[] = {NULL, "max_f32", "min_f32"};
   if (t == PM_BOOL) return pm_str(e, "%s %s %s", a, on_bool[reduce], b);
@@ -207,7 +208,8 @@ static const char *identity(pm_gen *e, int reduce, pm_dtype t) {
     const int bits = pm_dtypes[t].bits;
     const bool is_signed = pm_dtypes[t].class == PM_CLASS_INT;
     const int64_t top = t == PM_BOOL ? 1 : ((int64_t)1 << (is_signed ? bits - 1 : bits)) - 1;
-    v.i = reduce == PM_REDUCE_MIN ? top : is_signed ? -top - 1 : 0;
+    const bool from_top = reduce == PM_REDUCE_MIN || reduce == PM_REDUCE_ALL;
+    v.i = from_top ? top : is_signed ? -top - 1 : 0;
   }
   return pm_literal(e, t, v);
 }
@@ -252,18 +254,35 @@ static void fill(reduction *r) {
   pm_end_unrolled(r->e, r->n, 1);
 }
 
+/* Do the fastest registers pair up, each pair within one result? */
+static bool has_pairs(const reduction *r) {
+  if (!r->l->n_reg || pm_layout_is_padded(r->l)) return false;
+  const pm_digit *d = &r->l->reg[r->l->n_reg - 1];
+  return d->size % 2 == 0 && is_reduced(r->dims, r->n_dims, r->l, d->dim);
+}
+
 static void combine_registers(reduction *r, pm_val in, const char *map) {
   pm_gen *e = r->e;
-  const int64_t n = pm_layout_regs(r->l);
+  const int64_t n = pm_layout_regs(r->l), step = has_pairs(r) && n > 2 ? 2 : 1;
   fill(r);
   pm_begin(e, "{");
-  const char *stem = pm_coord_lines(e, r->l), *reg = pm_begin_unrolled(e, "r", n, 1);
-  const char *valid = pm_valid(e, r->l, stem, reg);
+  const char *stem = pm_coord_lines(e, r->l), *reg = pm_begin_unrolled(e, "r", n, step);
+  const char *valid = pm_valid(e, r->l, stem, reg), *x = pm_at(e, in, reg);
   const char *to = pm_str(e, "%s[%s]", r->name, n > 1 ? map : "0");
+  if (step == 2) {
+    pm_line(e, "const %s x = %s;", pm_cpp_type(r->dtype),
+            combine(e, r->reduce, r->dtype, x, pm_at(e, in, "r + 1")));
+    x = "x";
+  }
   pm_line(e, "%s%s%s%s = %s;", valid ? "if (" : "", valid ? valid : "", valid ? ") " : "", to,
-          combine(e, r->reduce, r->dtype, to, pm_at(e, in, reg)));
-  pm_end_unrolled(e, n, 1);
+          combine(e, r->reduce, r->dtype, to, x));
+  pm_end_unrolled(e, n, step);
   pm_end(e);
+}
+
+/* One bool for the whole array, combined by a barrier of the lanes. */
+static bool is_vote(const reduction *r, int64_t results) {
+  return (r->reduce == PM_REDUCE_ANY || r->reduce == PM_REDUCE_ALL) && results == 1;
 }
 
 static void combine_lanes(reduction *r) {
@@ -398,6 +417,11 @@ pm_code pm_cuda_REDUCE(pm_gen *e, pm_opid op) {
     pm_bind(e, out, pm_str(e, "%s[0]", r.name), PM_FORM_SCALAR);
   }
   combine_registers(&r, in, map);
+  if (is_vote(&r, pm_type_size(pm_typeof(e->g, out)))) {
+    const char *fn = r.reduce == PM_REDUCE_ANY ? "lanes_any" : "lanes_all";
+    pm_line(e, "%s[0] = %s(wg, %s[0]);", r.name, fn, r.name);
+    return PM_OK;
+  }
   combine_lanes(&r);
   return combine_warps(&r, op);
 }

@@ -2,6 +2,8 @@
  *
  * An accumulator (M, N) is one C++ array of M / 64 * N / 2 f32 registers (for f16: half as many
  * words of two) in the order of the WGMMA layout, which is the instruction's. It changes in place.
+ * One whose first use is a wgmma of all of it, in the same block, is never filled with zeros: the
+ * first step of that product overwrites it.
  * Before registers that plain code wrote reach a wgmma, and before plain code reads what a wait has
  * completed, an empty asm statement takes them as operands ("pin"), so that nothing moves across.
  *
@@ -78,6 +80,35 @@ static pm_code check_wgmma_layout(pm_gen *e, pm_opid op, pm_val array) {
   return PM_OK;
 }
 
+static bool mentions(const pm_graph *g, pm_opid op, pm_val v) {
+  const pm_op *o = pm_get(g, op);
+  for (uint32_t k = 0; k < o->n_in; k++) {
+    if (pm_in(g, op, k) == v) return true;
+  }
+  for (uint32_t r = 0; r < o->n_regions; r++) {
+    const pm_block *b = &g->blocks.at[pm_region(g, op, r)];
+    for (uint32_t k = 0; k < b->ops.n; k++) {
+      if (mentions(g, b->ops.at[k], v)) return true;
+    }
+  }
+  return false;
+}
+
+/* Is the first use of the accumulator a product into all of it? */
+static bool is_overwritten(const pm_graph *g, pm_opid alloc) {
+  const pm_val acc = pm_get(g, alloc)->out;
+  const pm_block *b = &g->blocks.at[pm_get(g, alloc)->parent];
+  uint32_t k = 0;
+  while (b->ops.at[k] != alloc) k++;
+  for (k++; k < b->ops.n; k++) {
+    const pm_opid op = b->ops.at[k];
+    if (mentions(g, op, acc)) {
+      return pm_get(g, op)->code == PM_OP_WGMMA && pm_in(g, op, 0) == acc;
+    }
+  }
+  return false;
+}
+
 pm_code pm_cuda_ALLOC_ACC(pm_gen *e, pm_opid op) {
   const pm_op *o = pm_get(e->g, op);
   const pm_type *t = pm_typeof(e->g, o->out);
@@ -93,6 +124,9 @@ pm_code pm_cuda_ALLOC_ACC(pm_gen *e, pm_opid op) {
     pm_at(e, init, "0");
     PM_TRY(check_wgmma_layout(e, op, init));
     write_registers(e, &p, pm_at(e, init, "r"), pm_at(e, init, "r + 1"));
+  } else if (is_overwritten(e->g, op)) {
+    e->fresh[o->out] = true;
+    return PM_OK;
   } else {
     const char *zero = p.half ? "f16{0}" : "0.0f";
     write_registers(e, &p, zero, zero);
@@ -192,9 +226,11 @@ static uint32_t high_word(const operand *o) {
   return (uint32_t)(o->stride >> 4) | mode << 30;
 }
 
-static const char *low_word(pm_gen *e, const char *name, const operand *o, bool with_m) {
-  const char *k = o->k.total > 1 ? pm_sum_text(e, &o->k, "k", 1) : "0";
-  const char *m = with_m && o->m.total > 1 ? pm_sum_text(e, &o->m, "m", 1) : "0";
+/* Low word of the descriptor for step k and row block m, texts of their numbers. */
+static const char *low_word(pm_gen *e, const char *name, const operand *o, const char *k,
+                            const char *m) {
+  k = strcmp(k, "0") ? pm_sum_text(e, &o->k, k, 1) : "0";
+  m = strcmp(m, "0") ? pm_sum_text(e, &o->m, m, 1) : "0";
   const bool has_k = strcmp(k, "0"), has_m = strcmp(m, "0");
   if (has_k && has_m) return pm_str(e, "%s + (%s + %s)", name, k, m);
   if (has_k || has_m) return pm_str(e, "%s + (%s)", name, has_k ? k : m);
@@ -217,6 +253,33 @@ static void pack_a(pm_gen *e, pm_val a) {
   pm_line(e, "%s(a);", pm_family_pin(e, PM_F16, words));
 }
 
+typedef struct product {
+  const part *acc;
+  const operand *a, *b; /* a NULL: in registers */
+  int64_t k_steps;      /* of the whole product */
+} product;
+
+/* Steps first to end - 1 along K, for all row blocks. */
+static void issue_steps(pm_gen *e, const product *x, const char *fn, int64_t first, int64_t end) {
+  const part *p = x->acc;
+  const int64_t words = p->half ? 4 : 2, m_steps = p->rows / 64;
+  const char *k = "0";
+  if (end - first > 1 || first) {
+    k = "k";
+    pm_line(e, "#pragma unroll");
+    pm_begin(e, "for (int k = %lld; k < %lld; k++) {", (long long)first, (long long)end);
+  }
+  const char *m = pm_begin_unrolled(e, "m", m_steps, 1);
+  const char *d = pm_str(e, "&%s[%s * %lld + %lld]", e->slot[p->view.base].text, m,
+                         (long long)(p->base_columns / words), (long long)(p->first * 2 / words));
+  const char *a = pm_str(e, "&a[%s * %lld + %s * 4]", m, (long long)(x->k_steps * 4), k);
+  if (x->a) a = pm_str(e, "%s, 0x%08xu", low_word(e, "a", x->a, k, m), high_word(x->a));
+  pm_line(e, "%s(%s, %s, %s, 0x%08xu);", fn, d, a, low_word(e, "b", x->b, k, "0"),
+          high_word(x->b));
+  pm_end_unrolled(e, m_steps, 1);
+  if (*k == 'k') pm_end(e);
+}
+
 pm_code pm_cuda_WGMMA(pm_gen *e, pm_opid op) {
   const pm_val in_a = pm_in(e->g, op, 1), in_b = pm_in(e->g, op, 2);
   const bool registers = pm_typeof(e->g, in_a)->kind == PM_ARRAY;
@@ -225,9 +288,9 @@ pm_code pm_cuda_WGMMA(pm_gen *e, pm_opid op) {
   PM_TRY(part_of(e, op, pm_in(e->g, op, 0), &p));
   PM_TRY(operand_of(e, op, in_b, 0, &b));
   if (!registers) PM_TRY(operand_of(e, op, in_a, 1, &a));
-  const int64_t k_steps = pm_typeof(e->g, in_a)->dim[1] / 16, m_steps = p.rows / 64;
-  const char *fn = pm_family_wgmma(e, p.columns, p.half ? PM_F16 : PM_F32, (pm_dtype)b.view.dtype,
-                                   registers, !registers && !a.k_contiguous, !b.k_contiguous);
+  const product x = {&p, registers ? NULL : &a, &b, pm_typeof(e->g, in_a)->dim[1] / 16};
+  pm_wgmma kind = {p.columns, p.half ? PM_F16 : PM_F32, (pm_dtype)b.view.dtype, registers,
+                   !registers && !a.k_contiguous, !b.k_contiguous, e->fresh[p.view.base]};
   pm_note(e, op, "wgmma");
   pm_begin(e, "{");
   if (registers) {
@@ -241,21 +304,11 @@ pm_code pm_cuda_WGMMA(pm_gen *e, pm_opid op) {
   pm_line(e, "const u32 b = wgmma_address(%s, %lld);", pm_view_address(e, &b.view),
           (long long)b.leading);
   pm_line(e, "wgmma_fence();");
-  const char *k = pm_begin_unrolled(e, "k", k_steps, 1);
-  const char *m = pm_begin_unrolled(e, "m", m_steps, 1);
-  const int64_t words = p.half ? 4 : 2;
-  const char *d = pm_str(e, "&%s[%s * %lld + %lld]", e->slot[p.view.base].text, m,
-                         (long long)(p.base_columns / words), (long long)(p.first * 2 / words));
-  const char *low_b = low_word(e, "b", &b, false);
-  if (registers) {
-    pm_line(e, "%s(%s, &a[%s * %lld + %s * 4], %s, 0x%08xu);", fn, d, m, (long long)(k_steps * 4),
-            k, low_b, high_word(&b));
-  } else {
-    pm_line(e, "%s(%s, %s, 0x%08xu, %s, 0x%08xu);", fn, d, low_word(e, "a", &a, true),
-            high_word(&a), low_b, high_word(&b));
-  }
-  pm_end_unrolled(e, m_steps, 1);
-  pm_end_unrolled(e, k_steps, 1);
+  if (kind.fresh) issue_steps(e, &x, pm_family_wgmma(e, &kind), 0, 1);
+  kind.fresh = false;
+  const int64_t first = e->fresh[p.view.base] ? 1 : 0;
+  if (first < x.k_steps) issue_steps(e, &x, pm_family_wgmma(e, &kind), first, x.k_steps);
+  e->fresh[p.view.base] = false;
   pm_line(e, "wgmma_commit();");
   pm_end(e);
   return PM_OK;

@@ -18,6 +18,11 @@ typedef struct pm_slot {
   uint8_t form;
 } pm_slot;
 
+/* a u32 in front of the body */
+typedef struct pm_head_var {
+  const char *name, *text;
+} pm_head_var;
+
 typedef struct pm_gen {
   const pm_graph *g;
   const pm_target *target;
@@ -37,6 +42,15 @@ typedef struct pm_gen {
   PM_VEC(pm_tensor_map) maps;
   PM_VEC(const char *) map_names;
   const char **phase; /* per value: word of phase bits, of barrier allocations */
+  int64_t registers;  /* that set_max_registers left to this branch; 0: unknown */
+  bool lane;          /* inside a region that one elected lane runs (lane.c) */
+  bool *lane_barrier; /* per value: barriers that may be waited for there */
+  bool *made;         /* lane.c's own, as uses_inside */
+  uint32_t *uses_inside;
+  bool *released; /* per value: cluster barriers with an arrival that releases memory */
+  bool *fresh;    /* per value: accumulators without contents, the next product overwrites them */
+  PM_VEC(pm_head_var) head_vars;
+  uint32_t n_counters; /* of NEXT_TILE */
   struct family {
     const char *name, *text;
   } * families;
@@ -93,15 +107,32 @@ void pm_assign(pm_gen *e, pm_val to, pm_val from); /* to must be declared */
 const char *pm_convert_text(pm_gen *e, pm_dtype from, pm_dtype to, const char *x);
 
 bool pm_is_elementwise(const pm_graph *g, pm_opid op);
+bool pm_is_view(const pm_graph *g, pm_opid op);
 pm_code pm_gen_block(pm_gen *e, pm_blk block); /* all ops but the YIELD */
-/* the copies that begin at op `first` of the block; *next: behind them (emit_async.c) */
-pm_code pm_gen_copies(pm_gen *e, pm_blk block, uint32_t first, uint32_t *next);
+pm_code pm_gen_op(pm_gen *e, pm_opid op);      /* one that is no part of a run */
+/* the region of one lane that begins at op `first` of the block, if there is one; *next: behind it,
+ * else first (lane.c) */
+pm_code pm_gen_region(pm_gen *e, pm_blk block, uint32_t first, uint32_t *next);
+void pm_find_lane_barriers(pm_gen *e);
 /* an element-wise op with one number for all elements: its statement; or a view: nothing */
 bool pm_is_scalar_op(pm_gen *e, pm_opid op);
 pm_code pm_gen_scalar(pm_gen *e, pm_opid op);
 const char *pm_scratch(pm_gen *e); /* address of this thread's scratch */
 int64_t pm_scratch_bytes(const pm_gen *e);
 #define PM_LANES_SYNC "lanes_sync(wg);"
+#define PM_ONE_LANE "if (warp == 0 && elect_one())"
+
+/* ---- clusters (cluster.c) ---------------------------------------------------------------- */
+
+/* Axes are indices in the user's order. Texts may name variables that stand in front of the body. */
+const char *pm_cluster_share(pm_gen *e, const int64_t *axes, uint32_t n); /* 0 .. size - 1 */
+const char *pm_cluster_mask(pm_gen *e, const int64_t *axes, uint32_t n);  /* of blocks that share */
+int64_t pm_cluster_size(const pm_graph *g, const int64_t *axes, uint32_t n);
+/* Blocks that an arrival signals: how many, and the rank of the k-th. groups: as the attribute. */
+int64_t pm_cluster_targets(const pm_graph *g, const int64_t *groups, uint32_t n);
+const char *pm_cluster_target(pm_gen *e, const int64_t *groups, uint32_t n, const char *k);
+/* Rank of the block with coordinate `at` on one axis, else those of this block. */
+const char *pm_cluster_peer(pm_gen *e, int axis, const char *at);
 
 /* ---- sums of digits and accesses (access.c) ---------------------------------------------- */
 
@@ -132,6 +163,10 @@ typedef void (*pm_project)(const void *ctx, const int64_t *dst, int64_t *src);
 const char *pm_reg_map(pm_gen *e, const pm_layout *src, const pm_layout *dst, pm_project fn,
                        const void *ctx, const char *reg);
 
+const char *pm_space_of(const pm_view *v); /* last part of the name of a load or store function */
+/* What leads from an address of this block to that of the block that the view is in: a variable,
+ * declared here. NULL: it is in this block. */
+const char *pm_view_peer(pm_gen *e, const pm_view *v);
 /* Address of the first element of a view: pointer or u32. */
 const char *pm_view_address(pm_gen *e, const pm_view *v);
 const char *pm_term_text(pm_gen *e, const pm_term *t, int64_t scale, bool wide); /* scaled by mul */
@@ -144,9 +179,15 @@ void pm_need_alignment(pm_gen *e, const pm_view *v, int64_t bytes);
 
 /* ---- functions whose operand count varies (family.c) ------------------------------------- */
 
-/* Names of the functions, which are printed with the program. acc: F32 or F16. */
-const char *pm_family_wgmma(pm_gen *e, int64_t n, pm_dtype acc, pm_dtype type, bool a_in_registers,
-                            bool transpose_a, bool transpose_b);
-const char *pm_family_pin(pm_gen *e, pm_dtype acc, int64_t n); /* n registers, f32 or u32 */
+typedef struct pm_wgmma {
+  int64_t n;
+  pm_dtype acc, type; /* acc: F32 or F16 */
+  bool a_in_registers, transpose_a, transpose_b;
+  bool fresh; /* d = A B: what the accumulator held does not matter */
+} pm_wgmma;
+
+/* Names of the functions, which are printed with the program. */
+const char *pm_family_wgmma(pm_gen *e, const pm_wgmma *kind);
+const char *pm_family_pin(pm_gen *e, pm_dtype t, int64_t n); /* n registers of 32 bits; F16: u32 */
 
 #endif

@@ -4,7 +4,8 @@
  * its name occurs as a word in the body or in an entry that is printed, in front of it; so entries
  * may use each other in any order. Entry "types" stands first in every program.
  *
- * Parameters: tensor maps, then a pointer for each kernel argument whose address the body uses. */
+ * Parameters: tensor maps, then a pointer for each kernel argument whose address the body uses, then
+ * one to the counters of NEXT_TILE, which are zero when a launch begins and again when it ends. */
 #include <stdlib.h>
 
 #include "gen.h"
@@ -166,27 +167,45 @@ static void count_uses(pm_gen *e) {
   }
 }
 
-typedef struct barriers {
+/* What must be known of the whole body in front of it. */
+typedef struct survey {
   pm_gen *e;
-  PM_VEC(pm_opid) at;
-} barriers;
+  PM_VEC(pm_opid) barriers;
+  bool meets_cluster; /* a block uses the memory of another one of its cluster */
+} survey;
 
-static void add_barrier(pm_graph *g, pm_opid op, void *ctx) {
-  barriers *b = ctx;
-  if (pm_get(g, op)->code == PM_OP_ALLOC_BARRIER) pm_vec_push(b->e->arena, &b->at, op);
+static void look(pm_graph *g, pm_opid op, void *ctx) {
+  survey *s = ctx;
+  const int code = pm_get(g, op)->code;
+  uint32_t n;
+  if (code == PM_OP_ALLOC_BARRIER) {
+    pm_vec_push(s->e->arena, &s->barriers, op);
+    const int64_t *groups = pm_attr_list(g, op, PM_ATTR_CLUSTER, &n);
+    if (pm_cluster_targets(g, groups, n) > 1) s->meets_cluster = true;
+  } else if (code == PM_OP_COPY_G2S) {
+    const int64_t *axes = pm_attr_list(g, op, PM_ATTR_CLUSTER, &n);
+    if (pm_cluster_size(g, axes, n) > 1) s->meets_cluster = true;
+  } else if (code == PM_OP_CLUSTER_REF) {
+    s->meets_cluster = true;
+  } else if (code == PM_OP_ARRIVE && !*pm_attr(g, op, PM_ATTR_RELAXED)) {
+    s->e->released[pm_view_base(g, pm_in(g, op, 0))] = true;
+  } else if (code == PM_OP_PDL_WAIT) {
+    s->e->program->pdl = true;
+  } else if (code == PM_OP_NEXT_TILE) {
+    const uint32_t counter = (uint32_t)*pm_attr(g, op, PM_ATTR_N);
+    if (counter >= s->e->n_counters) s->e->n_counters = counter + 1;
+  }
 }
 
 /* Counts of all barriers, one word of phase bits for each allocation. */
-static pm_code print_barriers(pm_gen *e) {
-  barriers b = {.e = e};
-  pm_walk((pm_graph *)e->g, 1, add_barrier, &b); /* the visitor changes nothing */
-  if (!b.at.n) return PM_OK;
-  for (uint32_t k = 0; k < b.at.n; k++) {
-    const pm_op *o = pm_get(e->g, b.at.at[k]);
+static pm_code print_barriers(pm_gen *e, const survey *s) {
+  if (!s->barriers.n) return PM_OK;
+  for (uint32_t k = 0; k < s->barriers.n; k++) {
+    const pm_op *o = pm_get(e->g, s->barriers.at[k]);
     const int64_t n = pm_type_size(pm_typeof(e->g, o->out));
     if (n > 32) {
       return pm_gen_fail(
-          e, b.at.at[k], PM_E_NOT_IMPLEMENTED,
+          e, s->barriers.at[k], PM_E_NOT_IMPLEMENTED,
           "%lld barriers in one allocation: more than 32 are not available; split it",
           (long long)n);
     }
@@ -194,10 +213,10 @@ static pm_code print_barriers(pm_gen *e) {
     pm_line(e, "u32 %s = 0;", e->phase[o->out]);
   }
   pm_begin(e, "if (threadIdx.x == 0) {");
-  for (uint32_t k = 0; k < b.at.n; k++) {
-    const pm_opid op = b.at.at[k];
+  for (uint32_t k = 0; k < s->barriers.n; k++) {
+    const pm_opid op = s->barriers.at[k];
     const int64_t n = pm_type_size(pm_typeof(e->g, pm_get(e->g, op)->out));
-    const int64_t count = *pm_attr(e->g, op, PM_ATTR_ARRIVALS) * *pm_attr(e->g, op, PM_ATTR_UNIT);
+    const int64_t count = pm_barrier_arrivals(e->g, op);
     const long long at = *pm_attr(e->g, op, PM_ATTR_OFFSET);
     if (n == 1) {
       pm_line(e, "barrier_init(smem + %lld, %lld);", at, (long long)count);
@@ -211,32 +230,51 @@ static pm_code print_barriers(pm_gen *e) {
   return PM_OK;
 }
 
+/* Behind the body, where a thread has taken its last tile. */
+static pm_code print_counters_done(pm_gen *e) {
+  const pm_program *p = e->program;
+  const uint64_t callers = (uint64_t)p->grid[0] * p->grid[1] * p->grid[2] * e->g->n_threads;
+  if (!e->n_counters) return PM_OK;
+  if (callers > UINT32_MAX) {
+    return pm_fail(e->err, PM_E_NOT_IMPLEMENTED,
+                   "next_tile: %llu threads of all blocks are too many; use a smaller grid and "
+                   "let each block take more tiles",
+                   (unsigned long long)callers);
+  }
+  pm_line(e, PM_ONE_LANE " counters_done(counters, %u, %uu);", e->n_counters, (unsigned)callers);
+  return PM_OK;
+}
+
 static pm_code print_body(pm_gen *e) {
   const pm_graph *g = e->g;
-  const bool cluster = e->program->cluster[0] * e->program->cluster[1] * e->program->cluster[2] > 1;
+  survey s = {.e = e};
+  pm_walk((pm_graph *)g, 1, look, &s); /* the visitor changes nothing */
   e->indent = 1;
   for (uint32_t k = 0; k < e->program->n_params; k++) {
     const pm_val v = g->blocks.at[1].arg + k;
     pm_bind(e, v, pm_name_of(e, v), PM_FORM_SCALAR);
   }
-  PM_TRY(print_barriers(e));
-  if (cluster) {
+  PM_TRY(print_barriers(e, &s));
+  /* no block signals another one before its barriers are there */
+  if (s.meets_cluster) {
     pm_line(e, "cluster_sync();");
-  } else if (e->out.n) {
+  } else if (s.barriers.n) {
     pm_line(e, "block_sync();");
   }
+  pm_find_lane_barriers(e);
   PM_TRY(pm_gen_block(e, 1));
+  PM_TRY(print_counters_done(e));
   /* no block may end while another one of its cluster can still reach its shared memory */
-  if (cluster) pm_line(e, "cluster_sync();");
+  if (s.meets_cluster) pm_line(e, "cluster_sync();");
   return PM_OK;
 }
 
 /* ---- assembly ---------------------------------------------------------------------------- */
 
-static bool uses_word(const pm_text *t, const char *word) {
+static bool has_word(const char *text, const char *word) {
   const size_t n = strlen(word);
-  for (const char *s = t->at; s && (s = strstr(s, word)); s += n) {
-    if ((s == t->at || !is_word(s[-1])) && !is_word(s[n])) return true;
+  for (const char *s = text; s && (s = strstr(s, word)); s += n) {
+    if ((s == text || !is_word(s[-1])) && !is_word(s[n])) return true;
   }
   return false;
 }
@@ -261,6 +299,7 @@ static void print_parameters(pm_gen *e, pm_text *out) {
   pm_program *p = e->program;
   const char *sep = "\n    ";
   p->args = PM_NEW(e->arena, struct pm_program_arg, e->maps.n + p->n_params + 1);
+  p->n_counters = e->n_counters;
   p->maps = e->maps.at;
   p->n_maps = e->maps.n;
   for (uint32_t k = 0; k < e->maps.n; k++, sep = ",\n    ") {
@@ -276,6 +315,18 @@ static void print_parameters(pm_gen *e, pm_text *out) {
     add_arg(e, PM_ARG_POINTER, (int32_t)k, 0);
     sep = ",\n    ";
   }
+  if (e->n_counters) {
+    pm_putf(out, "%su32* counters", sep);
+    add_arg(e, PM_ARG_COUNTERS, -1, 0);
+  }
+}
+
+/* Is the word in the body, or in what stands in front of it? */
+static bool is_used(const pm_gen *e, const char *word) {
+  for (uint32_t k = 0; k < e->head_vars.n; k++) {
+    if (has_word(e->head_vars.at[k].text, word)) return true;
+  }
+  return has_word(e->out.at, word);
 }
 
 static void print_entry(pm_gen *e, pm_text *out) {
@@ -288,18 +339,22 @@ static void print_entry(pm_gen *e, pm_text *out) {
   pm_putf(out, "\n%s(", p->entry);
   print_parameters(e, out);
   pm_put(out, ") {\n");
-  if (uses_word(&e->out, "smem")) pm_put(out, "  const u32 smem = shared_base();\n");
-  const bool wg = uses_word(&e->out, "wg");
+  if (is_used(e, "smem")) pm_put(out, "  const u32 smem = shared_base();\n");
+  const bool wg = is_used(e, "wg");
   if (wg) {
     pm_put(out, e->g->n_threads == 1 ? "  constexpr u32 wg = 0;\n"
                                      : "  const u32 wg = warp_uniform(threadIdx.x >> 7);\n");
   }
-  if (uses_word(&e->out, "tid")) pm_put(out, "  const u32 tid = threadIdx.x & 127;\n");
-  if (uses_word(&e->out, "warp"))
+  if (is_used(e, "tid")) pm_put(out, "  const u32 tid = threadIdx.x & 127;\n");
+  if (is_used(e, "warp"))
     pm_put(out, "  const u32 warp = warp_uniform(threadIdx.x >> 5 & 3);\n");
-  if (uses_word(&e->out, "lane")) pm_put(out, "  const u32 lane = threadIdx.x & 31;\n");
+  if (is_used(e, "lane")) pm_put(out, "  const u32 lane = threadIdx.x & 31;\n");
   for (uint32_t k = 0; k < e->maps.n; k++) {
     pm_putf(out, "  if (threadIdx.x == 0) tensor_map_prefetch(&%s);\n", e->map_names.at[k]);
+  }
+  for (uint32_t k = 0; k < e->head_vars.n; k++) {
+    const pm_head_var *v = &e->head_vars.at[k];
+    pm_putf(out, "  const u32 %s = %s;\n", v->name, v->text);
   }
 }
 
@@ -340,6 +395,11 @@ pm_code pm_generate_cuda(const pm_graph *g, const pm_target *t, const pm_cuda_op
   e.slot = PM_NEW(g->arena, pm_slot, g->values.n + 1);
   e.uses = PM_NEW(g->arena, uint32_t, g->values.n + 1);
   e.phase = PM_NEW(g->arena, const char *, g->values.n + 1);
+  e.lane_barrier = PM_NEW(g->arena, bool, g->values.n + 1);
+  e.made = PM_NEW(g->arena, bool, g->values.n + 1);
+  e.uses_inside = PM_NEW(g->arena, uint32_t, g->values.n + 1);
+  e.released = PM_NEW(g->arena, bool, g->values.n + 1);
+  e.fresh = PM_NEW(g->arena, bool, g->values.n + 1);
   e.param_used = PM_NEW(g->arena, bool, g->n_operands + g->n_outputs + 1);
   PM_TRY(set_geometry(&e));
   out->entry = entry_name(&e);

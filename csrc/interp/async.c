@@ -2,7 +2,16 @@
  *
  * Issuing makes a task that holds its addresses and nothing else; data moves when the task runs. A
  * task runs when the scheduler draws it or when a wait of its owner needs it, and a wait forces no
- * more than what it must. So data is read as late and written as early or late as hardware may. */
+ * more than what it must. So data is read as late and written as early or late as hardware may.
+ *
+ * A collective copy is issued by each block of a group, which reads its part and writes it to all
+ * blocks of the group: a task for each of them, and each barrier waits for as many parts as there
+ * are blocks. (Parts are ranges of elements in row-major order, on the device they are boxes; a
+ * correct kernel cannot see the difference.) The group must issue the same copies: the n-th time
+ * that a thread of one block comes to the op is compared with the n-th time of the same thread of
+ * the others. */
+#include <stdio.h>
+
 #include "vm.h"
 
 /* ---- tasks -------------------------------------------------------------------------------- */
@@ -88,6 +97,128 @@ void pm_vm_free_tasks(pm_machine *m) {
   for (int kind = 0; kind < TASK_KINDS; kind++) pm_free(m->tasks[kind].at);
 }
 
+/* ---- collective copies -------------------------------------------------------------------- */
+
+static uint32_t bit_of(const pm_machine *m, const block *b) { return 1u << (b - m->blocks); }
+
+static uint32_t group_of(const pm_machine *m, const block *b, uint32_t axes) {
+  uint32_t set = 0;
+  for (const block *u = m->blocks; u < m->blocks + m->n_blocks; u++) {
+    if (pm_vm_same_but(m, b, u, axes)) set |= bit_of(m, u);
+  }
+  return set;
+}
+
+static const char *blocks_text(const pm_machine *m, uint32_t set, char *buf, size_t n) {
+  char one[64];
+  size_t at = 0;
+  buf[0] = 0;
+  for (const block *b = m->blocks; b < m->blocks + m->n_blocks && at < n; b++) {
+    if (!(set & bit_of(m, b))) continue;
+    at += (size_t)snprintf(buf + at, n - at, "%sblock %s", at ? ", " : "",
+                           pm_vm_block(m, b, one, sizeof one));
+  }
+  return buf;
+}
+
+static bool same_spot(const spot *a, const spot *b) {
+  if (a->inside != b->inside) return false;
+  if (a->inside) return a->offset == b->offset;
+  return !memcmp(a->starts, b->starts, a->mem->n_starts * sizeof *a->starts);
+}
+
+/* How a copy differs from that of other blocks; NULL: not at all. */
+static const char *difference(const shared_copy *a, const shared_copy *b) {
+  if (a->off != b->off) return "the predicate";
+  if (!same_spot(&a->gmem, &b->gmem)) return "the part of the source";
+  if (a->smem.offset != b->smem.offset) return "the place in the destination";
+  return a->barrier != b->barrier ? "the barrier" : NULL;
+}
+
+/* Compare with what the blocks of the group issued before. */
+static step match_copy(pm_machine *m, thread *t, const shared_copy *x) {
+  char others[1024];
+  for (uint32_t k = 0; k < m->open_copies.n; k++) {
+    shared_copy *c = &m->open_copies.at[k];
+    if (c->i != x->i || c->thread != x->thread || c->ordinal != x->ordinal ||
+        c->group != x->group) {
+      continue;
+    }
+    const char *what = difference(c, x);
+    if (what) {
+      return pm_vm_fail(m, t, x->i->op, PM_E_VALUE,
+                        "copy_gmem_to_smem with collective_axes: %s differs between this block and "
+                        "%s. All blocks that differ only along the collective axes must issue the "
+                        "same copies in the same order",
+                        what, blocks_text(m, c->seen, others, sizeof others));
+    }
+    c->seen |= x->seen;
+    if (c->seen == c->group) *c = m->open_copies.at[--m->open_copies.n];
+    return STEP_NEXT;
+  }
+  if (m->open_copies.n == m->open_copies.cap) {
+    uint32_t cap = m->open_copies.cap ? 2 * m->open_copies.cap : 16;
+    shared_copy *at = pm_realloc(m->open_copies.at, cap * sizeof *at);
+    if (!at) return pm_vm_fail(m, t, x->i->op, PM_E_MEMORY, "no memory for a collective copy");
+    m->open_copies.at = at;
+    m->open_copies.cap = cap;
+  }
+  m->open_copies.at[m->open_copies.n++] = *x;
+  return STEP_NEXT;
+}
+
+size_t pm_vm_missing_parts(const pm_machine *m, const barrier *b, char *buf, size_t n) {
+  char place[600], others[1024];
+  size_t at = 0;
+  buf[0] = 0;
+  for (uint32_t k = 0; k < m->open_copies.n && at < n; k++) {
+    const shared_copy *c = &m->open_copies.at[k];
+    if (!(c->seen & bit_of(m, b->block)) || b->block->bars + c->barrier != b) continue;
+    at += (size_t)snprintf(buf + at, n - at,
+                           "; the collective copy%s lacks the part of %s, which has not issued it",
+                           pm_vm_place(m, c->i->op, place, sizeof place),
+                           blocks_text(m, c->group & ~c->seen, others, sizeof others));
+  }
+  return pm_min(at, n);
+}
+
+static step locate_copy_in(pm_machine *m, thread *t, const instr *i, spot *gmem, spot *smem) {
+  pm_vm_locate(m, t, i->mem, gmem);
+  pm_vm_locate(m, t, i->mem2, smem);
+  if (!smem->inside) return pm_vm_outside(m, t, i->op, smem, "copy_gmem_to_smem");
+  if (!gmem->inside && i->flags == PM_OOB_PROMISE) {
+    return pm_vm_outside(m, t, i->op, gmem, "copy_gmem_to_smem, promised in bounds,");
+  }
+  return STEP_NEXT;
+}
+
+/* This block's part of a collective copy, to every block of the group. */
+static step issue_parts(pm_machine *m, thread *t, const instr *i, barrier *b, bool off) {
+  block *own = t->block;
+  shared_copy x = {.i = i, .thread = t->index, .seen = bit_of(m, own), .off = off};
+  x.ordinal = own->n_parts[i->to * m->n_threads + t->index]++;
+  x.group = group_of(m, own, i->n);
+  x.barrier = (uint32_t)(b - own->bars);
+  if (locate_copy_in(m, t, i, &x.gmem, &x.smem) == STEP_FAIL) return STEP_FAIL;
+  uint32_t parts = (uint32_t)__builtin_popcount(x.group);
+  uint32_t part = (uint32_t)__builtin_popcount(x.group & (x.seen - 1));
+  if (parts > 1 && match_copy(m, t, &x) == STEP_FAIL) return STEP_FAIL;
+  if (pm_vm_arrive(m, t, i->op, b, off ? 0 : (int32_t)parts) == STEP_FAIL) return STEP_FAIL;
+  for (block *u = m->blocks; u < m->blocks + m->n_blocks && !off; u++) {
+    if (!(x.group & bit_of(m, u))) continue;
+    task *k = new_task(m, t, i, TASK_LOAD);
+    if (!k) return STEP_FAIL;
+    k->barrier = u->bars + x.barrier;
+    k->gmem = x.gmem;
+    k->smem = x.smem;
+    k->smem.base = u->smem + (x.smem.base - own->smem);
+    k->smem.at = u->smem + (x.smem.at - own->smem);
+    k->from = i->mem2->n * part / parts;
+    k->to = i->mem2->n * (part + 1) / parts;
+  }
+  return STEP_PAUSE;
+}
+
 /* ---- GMEM to SMEM ------------------------------------------------------------------------- */
 
 static bool predicated_off(thread *t, const instr *i) {
@@ -98,34 +229,32 @@ static step exec_copy_in(pm_machine *m, thread *t, const instr *i) {
   barrier *b = pm_vm_barrier(m, t, i, i->mem3);
   if (!b) return STEP_FAIL;
   bool off = predicated_off(t, i);
+  if (i->n) return issue_parts(m, t, i, b, off);
   if (pm_vm_arrive(m, t, i->op, b, !off) == STEP_FAIL) return STEP_FAIL;
   if (off) return STEP_PAUSE;
   task *k = new_task(m, t, i, TASK_LOAD);
   if (!k) return STEP_FAIL;
   k->barrier = b;
-  pm_vm_locate(m, t, i->mem, &k->gmem);
-  pm_vm_locate(m, t, i->mem2, &k->smem);
-  if (!k->smem.inside) return pm_vm_outside(m, t, i->op, &k->smem, "copy_gmem_to_smem");
-  if (!k->gmem.inside && i->flags == PM_OOB_PROMISE) {
-    return pm_vm_outside(m, t, i->op, &k->gmem, "copy_gmem_to_smem, promised in bounds,");
-  }
-  return STEP_PAUSE;
+  k->from = 0;
+  k->to = i->mem2->n;
+  return locate_copy_in(m, t, i, &k->gmem, &k->smem) == STEP_FAIL ? STEP_FAIL : STEP_PAUSE;
 }
 
 static step run_copy_in(pm_machine *m, task *k) {
   const access *to = k->smem.mem;
-  if (k->gmem.inside && to->contiguous) {
+  bool whole = k->to - k->from == to->n;
+  if (k->gmem.inside && to->contiguous && whole) {
     pm_vm_gather(&k->gmem, k->smem.at);
   } else {
     if (!want_buffer(k, (size_t)to->n * to->bytes)) return no_memory(m, k);
     if (k->gmem.inside) {
-      pm_vm_gather(&k->gmem, k->buffer);
+      pm_vm_gather_part(&k->gmem, k->from, k->to, k->buffer);
     } else {
       bool zeros = k->i->flags != PM_OOB_UNDEFINED || m->options.zero_fill;
       pm_interp_fill(to->dtype, zeros, k->buffer, to->n);
       pm_vm_gather_inside(&k->gmem, false, k->buffer);
     }
-    pm_vm_scatter(&k->smem, k->buffer);
+    pm_vm_scatter_part(&k->smem, k->from, k->to, k->buffer);
   }
   thread *t = k->owner;
   pm_opid op = k->i->op;
@@ -259,7 +388,7 @@ step pm_vm_run_task(pm_machine *m, task *k) {
   return STEP_NEXT;
 }
 
-const handler pm_vm_COPY_G2S = {pm_vm_encode_plain, exec_copy_in, {0}};
+const handler pm_vm_COPY_G2S = {pm_vm_encode_copy_in, exec_copy_in, {0}};
 const handler pm_vm_COPY_S2G = {pm_vm_encode_plain, exec_copy_out, {0}};
 const handler pm_vm_COMMIT_GROUP = {pm_vm_encode_plain, exec_commit_group, {0}};
 const handler pm_vm_WAIT_S2G = {pm_vm_encode_plain, exec_wait_copies_out, {0}};

@@ -43,6 +43,7 @@ struct compiler {
   uint32_t *slot;  /* per value: its storage, 0: none yet */
   uint32_t *splat; /* per value: the storage of the one number in every element, 0: not constant */
   uint32_t *alloc; /* per value, SMEM: byte offset; barriers: first barrier */
+  bool *shared;    /* per value: an allocation that other blocks of the cluster reach */
   const char **files; /* per interned string: the machine's copy */
   PM_VEC(instr) code;
   PM_VEC(storage) storages;
@@ -58,7 +59,8 @@ struct compiler {
     scope *scope;
     uint32_t smem_cap, bar_cap;
     uint32_t first_acc;
-  } * open;
+    bool has_memory;
+  } * open, *whole;
   size_t smem_top;
   uint32_t n_barriers;
 };
@@ -145,7 +147,8 @@ static void emit_jump(compiler *c, pm_opid op, uint32_t to) { emit(c, op, pm_vm_
 static bool is_view(const pm_graph *g, pm_val v) {
   pm_opid def = pm_value_of(g, v)->def;
   uint16_t code = def ? pm_get(g, def)->code : PM_OP_NONE;
-  return code == PM_OP_INDEX || code == PM_OP_TRANSPOSE_REF || code == PM_OP_RESHAPE_REF;
+  return code == PM_OP_INDEX || code == PM_OP_TRANSPOSE_REF || code == PM_OP_RESHAPE_REF ||
+         code == PM_OP_CLUSTER_REF;
 }
 
 static void step_index(compiler *c, access *mem, pm_opid op, view_step *s) {
@@ -184,8 +187,12 @@ static void add_steps(compiler *c, access *mem, pm_val ref) {
   mem->steps = PM_NEW(&c->m->arena, view_step, depth);
   mem->starts = PM_NEW(&c->m->arena, uint32_t, MAX_STARTS);
   mem->checks = PM_NEW(&c->m->arena, start_check, depth * PM_MAX_RANK);
-  for (v = ref; is_view(g, v) && !c->status; mem->n_steps++) {
+  for (v = ref; is_view(g, v) && !c->status;) {
     pm_opid op = pm_value_of(g, v)->def;
+    if (pm_get(g, op)->code == PM_OP_CLUSTER_REF) {
+      v = pm_in(g, op, 0);
+      continue;
+    }
     const pm_type *out = pm_typeof(g, v), *in = pm_typeof(g, pm_in(g, op, 0));
     view_step *s = &mem->steps[mem->n_steps];
     s->code = (uint8_t)pm_get(g, op)->code;
@@ -199,6 +206,7 @@ static void add_steps(compiler *c, access *mem, pm_val ref) {
       const int64_t *perm = pm_attr_list(g, op, PM_ATTR_DIMS, &n);
       for (uint32_t d = 0; d < n && d < PM_MAX_RANK; d++) s->perm[d] = (uint8_t)perm[d];
     }
+    mem->n_steps++;
     v = pm_in(g, op, 0);
   }
 }
@@ -287,6 +295,10 @@ static const access *make_access(compiler *c, pm_opid op, pm_val ref) {
     use_outside(c, &mem->base, c->slot[view.base]);
   } else {
     mem->base = c->alloc[view.base];
+  }
+  if (view.cluster_val) {
+    mem->cluster_dim = (uint8_t)view.cluster_dim;
+    use_outside(c, &mem->cluster_slot, full(c, view.cluster_val));
   }
   mem->terms = PM_NEW(&c->m->arena, struct access_term, view.n_terms);
   for (; mem->n_terms < view.n_terms; mem->n_terms++) {
@@ -416,6 +428,18 @@ void pm_vm_encode_plain(compiler *c, pm_opid op, const handler *h) {
   pm_vec_push(c->temp, &c->code, i);
 }
 
+/* n: the axes it is multicast along, a bit each; to: its number among the collective copies */
+void pm_vm_encode_copy_in(compiler *c, pm_opid op, const handler *h) {
+  uint32_t n;
+  const int64_t *axes = pm_attr_list(c->g, op, PM_ATTR_CLUSTER, &n);
+  pm_vm_encode_plain(c, op, h);
+  if (c->status) return;
+  instr *i = &c->code.at[c->code.n - 1];
+  i->n = 0;
+  for (uint32_t k = 0; k < n; k++) i->n |= 1u << axes[k];
+  if (n) i->to = c->m->n_shared_copies++;
+}
+
 /* BROADCAST and SLICE: a strided walk over the operand. */
 void pm_vm_encode_strided(compiler *c, pm_opid op, const handler *h) {
   const pm_graph *g = c->g;
@@ -451,8 +475,11 @@ void pm_vm_encode_strided(compiler *c, pm_opid op, const handler *h) {
 
 void pm_vm_encode_reduce(compiler *c, pm_opid op, const handler *h) {
   const pm_graph *g = c->g;
-  static const uint16_t codes[] = {
-      [PM_REDUCE_ADD] = PM_OP_ADD, [PM_REDUCE_MAX] = PM_OP_MAX, [PM_REDUCE_MIN] = PM_OP_MIN};
+  static const uint16_t codes[] = {[PM_REDUCE_ADD] = PM_OP_ADD,
+                                   [PM_REDUCE_MAX] = PM_OP_MAX,
+                                   [PM_REDUCE_MIN] = PM_OP_MIN,
+                                   [PM_REDUCE_ANY] = PM_OP_OR,
+                                   [PM_REDUCE_ALL] = PM_OP_AND};
   pm_val in = pm_in(g, op, 0), out = pm_get(g, op)->out;
   const pm_type *t = pm_typeof(g, in);
   uint32_t n;
@@ -502,8 +529,32 @@ void pm_vm_encode_print(compiler *c, pm_opid op, const handler *h) {
 
 /* ---- allocations and scopes ----------------------------------------------------------------- */
 
+/* What other blocks reach has contents and phases before this block enters its scope, and after. */
+static struct open_scope *scope_for(compiler *c, pm_val v) {
+  c->open->has_memory = true;
+  return c->shared[v] ? c->whole : c->open;
+}
+
+static void note_shared(pm_graph *g, pm_opid op, void *ctx) {
+  compiler *c = ctx;
+  uint32_t n;
+  switch (pm_get(g, op)->code) {
+    case PM_OP_CLUSTER_REF: c->shared[pm_view_base(g, pm_in(g, op, 0))] = true; break;
+    case PM_OP_ALLOC_BARRIER:
+      pm_attr_list(g, op, PM_ATTR_CLUSTER, &n);
+      c->shared[pm_get(g, op)->out] |= n > 0;
+      break;
+    case PM_OP_COPY_G2S:
+      pm_attr_list(g, op, PM_ATTR_CLUSTER, &n);
+      c->shared[pm_view_base(g, pm_in(g, op, 1))] |= n > 0;
+      c->shared[pm_view_base(g, pm_in(g, op, 2))] |= n > 0;
+      break;
+    default: break;
+  }
+}
+
 static void alloc_smem(compiler *c, pm_val v, const pm_type *t) {
-  struct open_scope *o = c->open;
+  struct open_scope *o = scope_for(c, v);
   scope *s = o->scope;
   size_t at = (size_t)pm_round_up((int64_t)c->smem_top, 64);
   c->alloc[v] = (uint32_t)at;
@@ -516,17 +567,31 @@ static void alloc_smem(compiler *c, pm_val v, const pm_type *t) {
   s->smem[s->n_smem++] = (struct smem_alloc){(uint32_t)at, t->dtype, pm_type_size(t)};
 }
 
+static void set_groups(compiler *c, pm_opid op, barrier_info *info) {
+  uint32_t n;
+  const int64_t *list = pm_attr_list(c->g, op, PM_ATTR_CLUSTER, &n);
+  for (uint32_t k = 0; k < n; k++) {
+    if (list[k] < 0) {
+      info->n_groups++;
+    } else {
+      info->group[list[k]] = (uint8_t)(info->n_groups + 1);
+    }
+  }
+}
+
 static void alloc_barrier(compiler *c, pm_opid op, pm_val v, const pm_type *t) {
-  struct open_scope *o = c->open;
+  struct open_scope *o = scope_for(c, v);
   scope *s = o->scope;
   uint32_t name = pm_value_of(c->g, v)->name;
   const char *text = name ? c->g->strings.at[name] : "barrier";
   barrier_info info = {.name = pm_strdup(&c->m->arena, text, strlen(text)),
                        .first = c->n_barriers,
                        .count = (uint32_t)pm_type_size(t),
-                       .arrivals = (uint32_t)*pm_attr(c->g, op, PM_ATTR_ARRIVALS),
+                       .arrivals = (uint32_t)pm_barrier_arrivals(c->g, op),
+                       .shared = c->shared[v],
                        .rank = t->rank,
                        .op = op};
+  set_groups(c, op, &info);
   memcpy(info.dim, t->dim, sizeof info.dim);
   c->alloc[v] = info.first;
   c->n_barriers += info.count;
@@ -571,7 +636,7 @@ static scope *open_scope(compiler *c, bool collective) {
 static void close_scope(compiler *c, pm_opid op) {
   struct open_scope *o = c->open;
   const scope *s = o->scope;
-  if (c->m->n_threads > 1 && !s->collective && (s->n_smem || s->n_bars)) {
+  if (c->m->n_threads > 1 && !s->collective && o->has_memory) {
     fail(
         c, op, PM_E_NOT_IMPLEMENTED,
         "SMEM and barriers of a kernel with several threads must be allocated in a scope of all of "
@@ -878,10 +943,13 @@ static pm_code compile(void *ctx, pm_err *err) {
   c->slot = PM_NEW(c->temp, uint32_t, g->values.n + 1);
   c->splat = PM_NEW(c->temp, uint32_t, g->values.n + 1);
   c->alloc = PM_NEW(c->temp, uint32_t, g->values.n + 1);
+  c->shared = PM_NEW(c->temp, bool, g->values.n + 1);
+  pm_walk((pm_graph *)g, 1, note_shared, c);
   m->image_bytes = 64; /* offset 0 is no slot */
   new_storage(c, 0);
   copy_places(c);
   scope *whole = open_scope(c, true);
+  c->whole = c->open;
   encode_block(c, 1);
   if (c->status) return c->status;
   close_scope(c, 0);

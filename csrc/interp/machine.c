@@ -1,6 +1,9 @@
 /* The virtual machine: scheduler, scopes, barriers, control, printing.
  *
  * Clusters run one after the other in row-major order of the grid; all blocks of a cluster at once.
+ * What blocks reach in each other - cluster barriers, the destinations and barriers of collective
+ * copies, refs made into cluster_refs - is set up before any of them runs and checked when all have
+ * ended; the rest when a block enters and leaves its scope.
  * The scheduler chooses at random, by the seed, among the ready threads and the pending tasks of
  * each kind. How likely the tasks of a kind are is drawn once a run: from "at once" to "not before
  * a wait needs it", so that a missing wait shows under most seeds. Seed 0 is always late.
@@ -50,6 +53,18 @@ static int put_tuple(char *buf, size_t n, const int64_t *x, uint32_t rank) {
   return at;
 }
 
+const char *pm_vm_block(const pm_machine *m, const block *b, char *buf, size_t n) {
+  put_tuple(buf, n, b->coord, m->n_cluster);
+  return buf;
+}
+
+bool pm_vm_same_but(const pm_machine *m, const block *a, const block *b, uint32_t axes) {
+  for (uint32_t d = 0; d < m->n_cluster; d++) {
+    if (a->coord[d] != b->coord[d] && !(axes >> d & 1)) return false;
+  }
+  return true;
+}
+
 /* "grid point (0, 1), block (1,), thread 2" */
 static const char *agent_text(const pm_machine *m, const thread *t, char *buf, size_t n) {
   int at = 0;
@@ -80,7 +95,7 @@ step pm_vm_fail(pm_machine *m, const thread *t, pm_opid op, pm_code code, const 
 static const char *barrier_text(const pm_machine *m, const thread *t, const barrier *b, char *buf,
                                 size_t n) {
   const barrier_info *info = b->info;
-  int64_t index = b - t->block->bars - info->first, at[PM_MAX_RANK];
+  int64_t index = b - b->block->bars - info->first, at[PM_MAX_RANK];
   for (uint32_t d = info->rank; d-- > 0; index /= info->dim[d]) at[d] = index % info->dim[d];
   int len = snprintf(buf, n, "'%s", info->name);
   for (uint32_t d = 0; d < info->rank && info->count > 1 && len < (int)n; d++) {
@@ -90,6 +105,10 @@ static const char *barrier_text(const pm_machine *m, const thread *t, const barr
     len += snprintf(buf + len, n - (size_t)len, "%s'", info->rank && info->count > 1 ? "]" : "");
   }
   char place[600];
+  if (len < (int)n && b->block != t->block) {
+    len += snprintf(buf + len, n - (size_t)len, " of block %s",
+                    pm_vm_block(m, b->block, place, sizeof place));
+  }
   if (len < (int)n && m->places[info->op].file) {
     snprintf(buf + len, n - (size_t)len, " (allocated%s)",
              pm_vm_place(m, info->op, place, sizeof place));
@@ -152,11 +171,11 @@ static step complete(pm_machine *m, thread *t, pm_opid op, barrier *b) {
                       pm_vm_place(m, b->last_completion, place, sizeof place));
   }
   b->last_completion = op;
-  wake(m, t->block, THREAD_AT_BARRIER, b);
+  wake(m, b->block, THREAD_AT_BARRIER, b);
   return STEP_NEXT;
 }
 
-step pm_vm_arrive(pm_machine *m, thread *t, pm_opid op, barrier *b, bool pending) {
+step pm_vm_arrive(pm_machine *m, thread *t, pm_opid op, barrier *b, int32_t pending) {
   char name[768], place[600];
   if (b->arrivals == b->info->arrivals) {
     return pm_vm_fail(
@@ -188,9 +207,27 @@ barrier *pm_vm_barrier(pm_machine *m, thread *t, const instr *i, const access *m
   return t->block->bars + mem->base + s.offset;
 }
 
+/* Does the block `from` signal the cluster barrier of the block `to`? */
+static bool signals(const pm_machine *m, const barrier_info *info, const block *from,
+                    const block *to) {
+  uint32_t differ = 0; /* bit g: they differ in group g */
+  for (uint32_t d = 0; d < m->n_cluster; d++) {
+    if (from->coord[d] != to->coord[d]) differ |= 1u << info->group[d];
+  }
+  return !(differ & 1) && !(differ & (differ - 1));
+}
+
 static step exec_arrive(pm_machine *m, thread *t, const instr *i) {
   barrier *b = pm_vm_barrier(m, t, i, i->mem);
-  if (!b || pm_vm_arrive(m, t, i->op, b, false) == STEP_FAIL) return STEP_FAIL;
+  if (!b) return STEP_FAIL;
+  if (!b->info->n_groups) {
+    return pm_vm_arrive(m, t, i->op, b, 0) == STEP_FAIL ? STEP_FAIL : STEP_PAUSE;
+  }
+  int64_t at = b - b->block->bars;
+  for (block *u = m->blocks; u < m->blocks + m->n_blocks; u++) {
+    if (!signals(m, b->info, t->block, u)) continue;
+    if (pm_vm_arrive(m, t, i->op, u->bars + at, 0) == STEP_FAIL) return STEP_FAIL;
+  }
   return STEP_PAUSE;
 }
 
@@ -237,18 +274,20 @@ static void init_scope(pm_machine *m, block *b, const scope *s) {
     const barrier_info *info = &m->bars[s->bars[k]];
     for (barrier *x = b->bars + info->first; x < b->bars + info->first + info->count; x++) {
       int64_t *seen = x->seen;
-      *x = (barrier){.info = info, .seen = seen};
+      *x = (barrier){.info = info, .block = b, .seen = seen};
       for (uint32_t j = 0; j < m->n_threads; j++) seen[j] = -1;
     }
   }
   b->n_left[s->index] = 0;
 }
 
-/* The last thread has left: its barriers must be at rest. */
-static step check_scope(pm_machine *m, thread *t, pm_opid op, const scope *s) {
+/* The last thread has left: its barriers must be at rest. `shared`: those that live as long as the
+ * cluster, else the others. */
+static step check_scope(pm_machine *m, thread *t, pm_opid op, const scope *s, bool shared) {
   char name[768], place[600];
   for (uint32_t k = 0; k < s->n_bars; k++) {
     const barrier_info *info = &m->bars[s->bars[k]];
+    if (info->shared != shared) continue;
     if (!m->places[op].file) op = info->op;
     for (barrier *b = t->block->bars + info->first; b < t->block->bars + info->first + info->count;
          b++) {
@@ -303,7 +342,7 @@ step pm_vm_leave(pm_machine *m, thread *t, const instr *i) {
   if (s->has_acc) pm_vm_drain_mma(m, t, 0); /* registers outlive no scope: ptxas would wait too */
   bool shared = s->collective && m->n_threads > 1;
   if (shared && ++t->block->n_left[s->index] < m->n_threads) return STEP_PAUSE;
-  return check_scope(m, t, i->op, s) == STEP_FAIL ? STEP_FAIL : STEP_PAUSE;
+  return check_scope(m, t, i->op, s, false) == STEP_FAIL ? STEP_FAIL : STEP_PAUSE;
 }
 
 step pm_vm_end(pm_machine *m, thread *t, const instr *i) {
@@ -316,7 +355,7 @@ step pm_vm_end(pm_machine *m, thread *t, const instr *i) {
   m->n_live--;
   block_on(m, t, THREAD_DONE);
   if (t->block->n_done < m->n_threads) return STEP_PAUSE;
-  return check_scope(m, t, 0, i->scope) == STEP_FAIL ? STEP_FAIL : STEP_PAUSE;
+  return check_scope(m, t, 0, i->scope, false) == STEP_FAIL ? STEP_FAIL : STEP_PAUSE;
 }
 
 /* ---- control ------------------------------------------------------------------------------ */
@@ -433,7 +472,7 @@ static step deadlock(pm_machine *m) {
     if (t->state != THREAD_AT_BARRIER && t->state != THREAD_AT_SCOPE) continue;
     const instr *i = &m->code[t->state == THREAD_AT_SCOPE ? t->pc - 1 : t->pc];
     blocked++;
-    if (at + 2048 > room) continue;
+    if (at + 3072 > room) continue;
     listed++;
     if (!first) first = i->op;
     agent_text(m, t, agent, sizeof agent);
@@ -453,6 +492,7 @@ static step deadlock(pm_machine *m) {
                            " complete, arrivals %u/%u",
                            agent, place, barrier_text(m, t, b, name, sizeof name),
                            b->seen[t->index] + 1, b->phase, b->arrivals, b->info->arrivals);
+    at += pm_vm_missing_parts(m, b, text + at, 1024);
   }
   if (listed < blocked) snprintf(text + at, room - at, "\n  and %u more", blocked - listed);
   pm_fail(err, PM_E_DEADLOCK, "%s", text);
@@ -508,11 +548,21 @@ static step choose(pm_machine *m) {
   return run_thread(m, m->ready[x / THREAD_WEIGHT]);
 }
 
+static step check_cluster(pm_machine *m) {
+  for (uint32_t k = 0; k < m->n_blocks; k++) {
+    thread *t = &m->threads[k * m->n_threads];
+    if (check_scope(m, t, 0, m->scopes[0], true) == STEP_FAIL) return STEP_FAIL;
+  }
+  return STEP_NEXT;
+}
+
 static step run_cluster(pm_machine *m) {
   for (block *b = m->blocks; b < m->blocks + m->n_blocks; b++) {
     b->n_entering = b->n_done = 0;
+    memset(b->n_parts, 0, m->n_shared_copies * m->n_threads * sizeof *b->n_parts);
     init_scope(m, b, m->scopes[0]);
   }
+  m->open_copies.n = 0;
   uint32_t n = m->n_blocks * m->n_threads;
   m->n_live = n;
   m->n_ready = 0;
@@ -524,7 +574,7 @@ static step run_cluster(pm_machine *m) {
   }
   for (;;) {
     bool pending = m->tasks[TASK_LOAD].n || m->tasks[TASK_STORE].n || m->tasks[TASK_MMA].n;
-    if (!m->n_live && !pending) return STEP_NEXT;
+    if (!m->n_live && !pending) return check_cluster(m);
     if (choose(m) == STEP_FAIL) return STEP_FAIL;
     if (m->options.progress && !(++m->ticks & 3) && report(m) == STEP_FAIL) return STEP_FAIL;
   }
@@ -564,17 +614,22 @@ static void free_run(pm_machine *m) {
     pm_free(m->blocks[k].bars);
     pm_free(m->blocks[k].smem);
     pm_free(m->blocks[k].n_left);
+    pm_free(m->blocks[k].n_parts);
   }
   pm_free(m->threads);
   pm_free(m->blocks);
   pm_free(m->ready);
   pm_free(m->pack);
+  pm_free(m->open_copies.at);
+  m->open_copies.at = NULL;
+  m->open_copies.n = m->open_copies.cap = 0;
   pm_vm_free_tasks(m);
 }
 
 static bool allocate_block(pm_machine *m, block *b) {
   b->smem = zeroed(m->smem_bytes);
   b->n_left = zeroed(m->n_scopes * sizeof *b->n_left);
+  b->n_parts = zeroed(m->n_shared_copies * m->n_threads * sizeof *b->n_parts);
   b->bars = zeroed((m->n_barriers + 1) * sizeof *b->bars);
   int64_t *seen = zeroed((m->n_barriers + 1) * m->n_threads * sizeof *seen);
   if (!b->bars || !seen) {
@@ -582,7 +637,7 @@ static bool allocate_block(pm_machine *m, block *b) {
     return false;
   }
   for (uint32_t k = 0; k <= m->n_barriers; k++) b->bars[k].seen = seen + k * m->n_threads;
-  return b->smem && b->n_left;
+  return b->smem && b->n_left && b->n_parts;
 }
 
 static bool allocate(pm_machine *m) {
@@ -618,6 +673,7 @@ pm_code pm_interp_run(pm_machine *m, void *const *buffers, const pm_interp_optio
   m->options = *o;
   m->buffers = buffers;
   m->random = o->seed;
+  memset(m->counters, 0, sizeof m->counters);
   m->next_report = now_ns() + REPORT_NS;
   if (!m->allocated && !allocate(m)) {
     free_run(m);

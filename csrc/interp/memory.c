@@ -27,10 +27,21 @@ void pm_interp_fill(pm_dtype d, bool zeros, void *p, int64_t n) {
 
 /* ---- where an access is ------------------------------------------------------------------- */
 
+/* The block with another coordinate on one axis; NULL: there is none. */
+static const block *peer(const pm_machine *m, const block *b, uint32_t dim, int64_t coord) {
+  int64_t stride = 1;
+  if (coord < 0 || coord >= m->cluster[dim]) return NULL;
+  for (uint32_t d = dim + 1; d < m->n_cluster; d++) stride *= m->cluster[d];
+  return b + (coord - b->coord[dim]) * stride;
+}
+
 static char *base_of(pm_machine *m, thread *t, const access *mem) {
   if (mem->kind == PM_BARRIER) return NULL;
   if (mem->kind == PM_ARRAY || mem->space == PM_REGS) return slot_of(t, mem->base);
-  return mem->space == PM_GMEM ? m->buffers[mem->base] : t->block->smem + mem->base;
+  if (mem->space == PM_GMEM) return m->buffers[mem->base];
+  const block *b = t->block;
+  if (mem->cluster_slot) b = peer(m, b, mem->cluster_dim, slot_i32(t, mem->cluster_slot));
+  return b ? b->smem + mem->base : NULL;
 }
 
 static bool passes(const start_check *c, const int32_t *starts) {
@@ -43,7 +54,7 @@ void pm_vm_locate(pm_machine *m, thread *t, const access *mem, spot *s) {
   s->base = base_of(m, t, mem);
   s->at = NULL;
   s->offset = mem->offset;
-  s->inside = true;
+  s->inside = s->base || !mem->cluster_slot;
   for (uint32_t k = 0; k < mem->n_starts; k++) s->starts[k] = slot_i32(t, mem->starts[k]);
   for (uint32_t k = 0; k < mem->n_checks; k++) s->inside &= passes(&mem->checks[k], s->starts);
   if (!s->inside) return;
@@ -57,6 +68,13 @@ void pm_vm_locate(pm_machine *m, thread *t, const access *mem, spot *s) {
 step pm_vm_outside(pm_machine *m, thread *t, pm_opid op, const spot *s, const char *what) {
   const access *mem = s->mem;
   const start_check *c = mem->checks;
+  if (!s->base && mem->cluster_slot) {
+    return pm_vm_fail(m, t, op, PM_E_INDEX,
+                      "%s out of bounds: cluster_ref of '%s' to index %d of a cluster axis of size "
+                      "%" PRId64,
+                      what, mem->name, slot_i32(t, mem->cluster_slot),
+                      m->cluster[mem->cluster_dim]);
+  }
   while (passes(c, s->starts)) c++;
   const view_step *v = &mem->steps[c->step];
   int64_t start = c->dynamic ? s->starts[c->start] : c->start, size = v->in_dim[c->dim] - c->limit;
@@ -104,19 +122,18 @@ static void copy_row(uint8_t bytes, char *dst, int64_t to, const char *src, int6
   }
 }
 
-/* The view's rows in order; `flat` is the contiguous array. */
-static void walk(const spot *s, char *flat, bool gather) {
+/* The view's rows in order, as far as they are elements from <= k < to; `flat` is the contiguous
+ * array of all. */
+static void walk(const spot *s, int64_t from, int64_t to, char *flat, bool gather) {
   const access *mem = s->mem;
   uint32_t last = mem->n_loops - 1u;
   int64_t n = mem->loop_size[last], stride = mem->loop_stride[last], count[MAX_LOOPS] = {0};
   char *at = s->at;
-  for (;;) {
-    if (gather) {
-      copy_row(mem->bytes, flat, 1, at, stride, n);
-    } else {
-      copy_row(mem->bytes, at, stride, flat, 1, n);
-    }
-    flat += n * mem->bytes;
+  for (int64_t row = 0;; row += n) {
+    int64_t first = pm_max(from, row), some = pm_min(to, row + n) - first;
+    char *x = flat + first * mem->bytes, *y = at + (first - row) * stride * mem->bytes;
+    if (some > 0 && gather) copy_row(mem->bytes, x, 1, y, stride, some);
+    if (some > 0 && !gather) copy_row(mem->bytes, y, stride, x, 1, some);
     uint32_t d = last;
     for (; d-- > 0;) {
       at += mem->loop_stride[d] * mem->bytes;
@@ -132,7 +149,7 @@ void pm_vm_gather(const spot *s, void *dst) {
   if (s->mem->contiguous) {
     memcpy(dst, s->at, (size_t)s->mem->n * s->mem->bytes);
   } else {
-    walk(s, dst, true);
+    walk(s, 0, s->mem->n, dst, true);
   }
 }
 
@@ -140,8 +157,16 @@ void pm_vm_scatter(const spot *s, const void *src) {
   if (s->mem->contiguous) {
     memcpy(s->at, src, (size_t)s->mem->n * s->mem->bytes);
   } else {
-    walk(s, (char *)src, false);
+    walk(s, 0, s->mem->n, (char *)src, false);
   }
+}
+
+void pm_vm_gather_part(const spot *s, int64_t from, int64_t to, void *dst) {
+  walk(s, from, to, dst, true);
+}
+
+void pm_vm_scatter_part(const spot *s, int64_t from, int64_t to, const void *src) {
+  walk(s, from, to, (char *)src, false);
 }
 
 /* ---- overhanging -------------------------------------------------------------------------- */
@@ -218,7 +243,7 @@ static step exec_load(pm_machine *m, thread *t, const instr *i) {
   pm_vm_locate(m, t, i->mem, &s);
   if (s.inside) {
     pm_vm_gather(&s, slot_of(t, i->dst));
-  } else if (m->options.oob_raise) {
+  } else if (m->options.oob_raise || !s.base) {
     return pm_vm_outside(m, t, i->op, &s, "load");
   } else {
     pm_interp_fill(i->mem->dtype, m->options.zero_fill, slot_of(t, i->dst), i->mem->n);
@@ -253,3 +278,4 @@ const handler pm_vm_ALLOC_ACC = {pm_vm_encode_alloc, exec_alloc_acc, {0}};
 const handler pm_vm_INDEX = {pm_vm_encode_nothing, NULL, {0}};
 const handler pm_vm_TRANSPOSE_REF = {pm_vm_encode_nothing, NULL, {0}};
 const handler pm_vm_RESHAPE_REF = {pm_vm_encode_nothing, NULL, {0}};
+const handler pm_vm_CLUSTER_REF = {pm_vm_encode_nothing, NULL, {0}};

@@ -319,6 +319,11 @@ static step exec_nothing(pm_machine *m, thread *t, const instr *i) {
   return STEP_PAUSE;
 }
 
+static step exec_next_tile(pm_machine *m, thread *t, const instr *i) {
+  *(int32_t *)slot_of(t, i->dst) = m->counters[i->to]++;
+  return STEP_PAUSE;
+}
+
 static const handler pm_vm_CONST = {pm_vm_encode_const, NULL, {0}};
 static const handler pm_vm_IOTA = {pm_vm_encode_iota, NULL, {0}};
 static const handler pm_vm_AXIS = {pm_vm_encode_axis, exec_axis, {0}};
@@ -333,6 +338,9 @@ static const handler pm_vm_REDUCE = {pm_vm_encode_reduce, exec_reduce, {0}};
 static const handler pm_vm_LAYOUT_CAST = {pm_vm_encode_alias, NULL, {0}};
 static const handler pm_vm_SET_MAX_REGISTERS = {pm_vm_encode_nothing, NULL, {0}};
 static const handler pm_vm_SYNC = {pm_vm_encode_plain, exec_nothing, {0}};
+static const handler pm_vm_PDL_WAIT = {pm_vm_encode_plain, exec_nothing, {0}};
+static const handler pm_vm_PDL_LAUNCH = {pm_vm_encode_plain, exec_nothing, {0}};
+static const handler pm_vm_NEXT_TILE = {pm_vm_encode_plain, exec_next_tile, {0}};
 
 #undef UNARY
 #undef BINARY

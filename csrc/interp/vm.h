@@ -81,7 +81,9 @@ typedef struct access {
   uint8_t rank, base_rank, n_loops;
   bool contiguous;
   uint32_t
-      base;  /* GMEM: kernel argument; SMEM: byte in the block; REGS: slot; barriers: first one */
+      base; /* GMEM: kernel argument; SMEM: byte in the block; REGS: slot; barriers: first one */
+  uint32_t cluster_slot; /* of the coordinate on cluster_dim of the block meant, 0: its own */
+  uint8_t cluster_dim;
   int64_t n; /* elements */
   int64_t offset;
   int64_t dim[PM_MAX_RANK], stride[PM_MAX_RANK];        /* of the view; stride -1: see loops */
@@ -100,8 +102,9 @@ typedef struct access {
 /* An access with its starts read. */
 typedef struct spot {
   const access *mem;
-  char *base, *at; /* at is valid if inside; of barriers, only offset is */
-  int64_t offset;  /* elements */
+  char *base,
+      *at;        /* at is valid if inside; of barriers, only offset is; base NULL: no such block */
+  int64_t offset; /* elements */
   bool inside;
   int32_t starts[MAX_STARTS];
 } spot;
@@ -121,6 +124,9 @@ typedef struct scope {
 typedef struct barrier_info {
   const char *name;
   uint32_t first, count, arrivals;
+  bool shared;      /* other blocks reach it: it lives as long as the cluster */
+  uint8_t n_groups; /* of a cluster barrier */
+  uint8_t group[3]; /* per cluster axis, from 1; 0: not collective */
   uint8_t rank;
   int64_t dim[PM_MAX_RANK];
   pm_opid op;
@@ -154,22 +160,37 @@ typedef struct reduction {
 
 /* ---- a run -------------------------------------------------------------------------------- */
 
+typedef struct block block;
+
 typedef struct barrier {
   const barrier_info *info;
-  int64_t phase;              /* completed phases */
-  uint32_t arrivals, pending; /* of the open phase; copies in flight among them */
+  block *block;
+  int64_t phase;     /* completed phases */
+  uint32_t arrivals; /* of the open phase */
+  int32_t pending;   /* transfers it waits for; below 0: parts came before this block asked */
   pm_opid last_arrival, last_completion;
   int64_t *seen; /* per thread of the block: phases it observed, -1: it never waited */
 } barrier;
 
-typedef struct block {
+struct block {
   char *smem;
   barrier *bars;
   int64_t coord[3];
   uint32_t n_entering, n_done;
   const scope *entering;
-  uint32_t *n_left; /* per scope: threads that left it */
-} block;
+  uint32_t *n_left;  /* per scope: threads that left it */
+  uint32_t *n_parts; /* per collective copy and thread: parts issued */
+};
+
+/* A collective copy that some blocks have issued their part of, and others not yet. */
+typedef struct shared_copy {
+  const instr *i;
+  uint32_t thread, ordinal; /* the how manyth of this instruction by this thread */
+  uint32_t group, seen;     /* sets of blocks */
+  bool off;                 /* its predicate is false */
+  spot gmem, smem;
+  uint32_t barrier; /* in the block */
+} shared_copy;
 
 typedef enum thread_state {
   THREAD_READY,
@@ -204,6 +225,7 @@ struct task {
   const instr *i;
   task *next, *prev; /* in the thread's list, or among the free ones */
   spot gmem, smem;   /* of a copy */
+  int64_t from, to;  /* the elements that are moved, of a collective copy */
   barrier *barrier;
   int64_t group;
   bool read;          /* a store whose SMEM was read */
@@ -227,6 +249,7 @@ struct pm_machine {
   scope **scopes;
   barrier_info *bars;
   uint32_t n_scopes, n_bars, n_barriers; /* n_barriers: all elements of all bars */
+  uint32_t n_shared_copies;
   size_t frame_bytes, smem_bytes;
   char *image; /* first bytes of every frame: the constants */
   size_t image_bytes;
@@ -244,10 +267,15 @@ struct pm_machine {
     uint32_t n, cap, weight;
   } tasks[TASK_KINDS];
   task *free_tasks;
+  struct {
+    shared_copy *at;
+    uint32_t n, cap;
+  } open_copies;
   uint64_t random;
   int64_t point[PM_MAX_RANK], points_done, points;
   uint32_t ticks;
-  int64_t next_report; /* nanoseconds */
+  int64_t next_report;               /* nanoseconds */
+  int32_t counters[PM_MAX_COUNTERS]; /* of NEXT_TILE */
   void *const *buffers;
   pm_interp_options options;
   pm_err *err;
@@ -261,11 +289,16 @@ step pm_vm_fail(pm_machine *m, const thread *t, pm_opid op, pm_code code, const 
     PM_PRINTF(5, 6);
 /* " at file:line" */
 const char *pm_vm_place(const pm_machine *m, pm_opid op, char *buf, size_t n);
-step pm_vm_arrive(pm_machine *m, thread *t, pm_opid op, barrier *b, bool pending);
+/* `pending` transfers hold the phase open. */
+step pm_vm_arrive(pm_machine *m, thread *t, pm_opid op, barrier *b, int32_t pending);
 step pm_vm_transfer_done(pm_machine *m, thread *t, pm_opid op, barrier *b);
 barrier *pm_vm_barrier(pm_machine *m, thread *t, const instr *i,
                        const access *mem); /* NULL: failed */
 uint64_t pm_vm_random(pm_machine *m);
+/* "(0, 1)", the coordinates of a block in its cluster */
+const char *pm_vm_block(const pm_machine *m, const block *b, char *buf, size_t n);
+/* Do the blocks differ along these axes only (bit k: axis k)? */
+bool pm_vm_same_but(const pm_machine *m, const block *a, const block *b, uint32_t axes);
 step pm_vm_move(pm_machine *m, thread *t, const instr *i);
 step pm_vm_jump(pm_machine *m, thread *t, const instr *i);
 step pm_vm_next(pm_machine *m, thread *t, const instr *i);  /* a FOR's increment and jump back */
@@ -277,6 +310,9 @@ void pm_vm_locate(pm_machine *m, thread *t, const access *mem, spot *s);
 step pm_vm_outside(pm_machine *m, thread *t, pm_opid op, const spot *s, const char *what);
 void pm_vm_gather(const spot *s, void *dst);        /* inside */
 void pm_vm_scatter(const spot *s, const void *src); /* inside */
+/* Elements from <= k < to of the view, at their places in an array of all of them. */
+void pm_vm_gather_part(const spot *s, int64_t from, int64_t to, void *dst);
+void pm_vm_scatter_part(const spot *s, int64_t from, int64_t to, const void *src);
 /* Element by element, for views that overhang; `strict`: the view's own bounds count as well as
  * those of its base. What is outside is left alone in dst, or not stored. */
 void pm_vm_gather_inside(const spot *s, bool strict, void *dst);
@@ -286,6 +322,8 @@ void pm_vm_set_loops(access *mem, uint32_t rank, const int64_t *size, const int6
 
 /* async.c */
 step pm_vm_run_task(pm_machine *m, task *k); /* one step of it */
+/* For a thread that waits for `b`: which blocks owe it parts of a collective copy. */
+size_t pm_vm_missing_parts(const pm_machine *m, const barrier *b, char *buf, size_t n);
 void pm_vm_drain_mma(pm_machine *m, thread *t, uint32_t n);
 void pm_vm_drop_tasks(pm_machine *m); /* after a failure */
 void pm_vm_free_tasks(pm_machine *m);
@@ -310,6 +348,7 @@ extern const handler *const pm_vm_handlers[PM_OP_COUNT]; /* tile_ops.c, expanded
 void pm_vm_encode_pointwise(compiler *c, pm_opid op, const handler *h);
 void pm_vm_encode_plain(compiler *c, pm_opid op,
                         const handler *h); /* a, b, c, dst; memory operands */
+void pm_vm_encode_copy_in(compiler *c, pm_opid op, const handler *h);
 void pm_vm_encode_alias(compiler *c, pm_opid op, const handler *h); /* the result is the operand */
 void pm_vm_encode_nothing(compiler *c, pm_opid op, const handler *h);
 void pm_vm_encode_const(compiler *c, pm_opid op, const handler *h);
@@ -330,7 +369,8 @@ void pm_vm_encode_switch(compiler *c, pm_opid op, const handler *h);
 extern const handler pm_vm_SCOPE, pm_vm_FOR, pm_vm_WHILE, pm_vm_IF, pm_vm_SWITCH, pm_vm_YIELD,
     pm_vm_ARRIVE, pm_vm_WAIT, pm_vm_DEBUG_PRINT; /* machine.c */
 extern const handler pm_vm_LOAD, pm_vm_STORE, pm_vm_ALLOC_SMEM, pm_vm_ALLOC_BARRIER,
-    pm_vm_ALLOC_ACC, pm_vm_INDEX, pm_vm_TRANSPOSE_REF, pm_vm_RESHAPE_REF; /* memory.c */
+    pm_vm_ALLOC_ACC, pm_vm_INDEX, pm_vm_TRANSPOSE_REF, pm_vm_RESHAPE_REF,
+    pm_vm_CLUSTER_REF; /* memory.c */
 extern const handler pm_vm_COPY_G2S, pm_vm_COPY_S2G, pm_vm_COMMIT_GROUP, pm_vm_WAIT_S2G,
     pm_vm_COMMIT_SMEM, pm_vm_WGMMA, pm_vm_WGMMA_WAIT, pm_vm_ACC_LOAD, pm_vm_ACC_STORE; /* async.c */
 

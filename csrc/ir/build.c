@@ -116,7 +116,7 @@ static uint32_t add_attrs(pm_graph *g, pm_opcode code, const pm_attr_arg *attrs,
   for (uint32_t k = 0; k < info->n_attrs; k++) {
     uint8_t id = info->attrs[k];
     const pm_attr_arg *arg = find_arg(attrs, n, id);
-    int64_t word = id == PM_ATTR_OFFSET ? -1 : id == PM_ATTR_UNIT ? 128 : 0;
+    int64_t word = id == PM_ATTR_OFFSET ? -1 : 0;
     if (arg) word = pm_attr_forms[id] == PM_FORM_LIST ? add_list(g, arg->list, arg->n) : arg->i;
     pm_vec_push(g->arena, &g->attrs, word);
   }

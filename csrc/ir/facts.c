@@ -211,6 +211,7 @@ static span range_of_op(facts *f, const pm_op *o, uint32_t index, span all) {
   span a, b;
   switch (o->code) {
     case PM_OP_AXIS: return range_of_axis(g, o, all);
+    case PM_OP_NEXT_TILE: return (span){0, all.hi};
     case PM_OP_MULTIPLE_OF: return range(f, x);
     case PM_OP_NEG: a = range(f, x); return (span){-a.hi, -a.lo};
     case PM_OP_ADD: a = range(f, x), b = range(f, y); return (span){a.lo + b.lo, a.hi + b.hi};

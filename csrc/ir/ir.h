@@ -5,8 +5,8 @@
  * its arguments are the kernel's operands, then its outputs, all refs in GMEM. The last op of every
  * other block is YIELD. Effects keep program order; only pure ops may move or merge.
  *
- * A ref is a value: views (INDEX, TRANSPOSE_REF, RESHAPE_REF) are pure ops on it that speak of
- * logical dimensions. Physical addresses are found only after inference, by ir/view.h.
+ * A ref is a value: views (INDEX, TRANSPOSE_REF, RESHAPE_REF, CLUSTER_REF) are pure ops on it that
+ * speak of logical dimensions. Physical addresses are found only after inference, by ir/view.h.
  *
  * Stages, in order: traced, checked (verify.c), laid out (passes/layouts.c), planned
  * (passes/smem.c, passes/copies.c), synchronised (passes/sync.c). Each leaves a graph that
@@ -20,6 +20,7 @@
 #define PM_MAX_RANK 8
 #define PM_DYNAMIC INT64_MIN /* in STARTS: the next operand gives the start */
 #define PM_DROPPED (-1)      /* in SIZES: an int index, the dimension goes */
+#define PM_MAX_COUNTERS 32   /* numbers that NEXT_TILE may have */
 
 typedef uint32_t pm_val, pm_opid, pm_blk, pm_layid;
 
@@ -172,7 +173,7 @@ typedef struct pm_builder {
 } pm_builder;
 
 /* One attribute of a new op. INT, BITS and ENUM use i; LIST uses list and n; STR an interned text
- * and LAYOUT a layout id in i. Attributes not given are 0 (OFFSET -1, UNIT 128, empty list). */
+ * and LAYOUT a layout id in i. Attributes not given are 0 (OFFSET -1, empty list). */
 typedef struct pm_attr_arg { pm_attr_id id; int64_t i; const int64_t *list; uint32_t n; } pm_attr_arg;
 
 /* Make an op, infer its types by its rule (`given` is the type for the rules given, convert, bitcast,
@@ -216,6 +217,10 @@ int64_t *pm_attr(const pm_graph *g, pm_opid op, pm_attr_id id);
 bool pm_has_attr(const pm_graph *g, pm_opid op, pm_attr_id id);
 const int64_t *pm_attr_list(const pm_graph *g, pm_opid op, pm_attr_id id, uint32_t *n);
 void pm_set_list(pm_graph *g, pm_opid op, pm_attr_id id, const int64_t *list, uint32_t n);
+
+/* Arrivals that complete a phase of an ALLOC_BARRIER: those it was allocated with, from each of the
+ * blocks that signal it (those whose coordinates differ in at most one of its groups of axes). */
+int64_t pm_barrier_arrivals(const pm_graph *g, pm_opid alloc);
 
 /* If v is a CONST (through CONVERT and BROADCAST), its number. */
 bool pm_constant(const pm_graph *g, pm_val v, pm_scalar *out);

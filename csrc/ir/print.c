@@ -113,15 +113,13 @@ static void put_indent(printer *p, int indent) {
 /* ---- attributes --------------------------------------------------------------------------- */
 
 static const bool quiet[PM_ATTR_COUNT] = {
-    [PM_ATTR_LAYOUT] = true,     [PM_ATTR_OPTIMIZED] = true, [PM_ATTR_TILING] = true,
-    [PM_ATTR_SWIZZLE] = true,    [PM_ATTR_GIVEN] = true,     [PM_ATTR_OFFSET] = true,
-    [PM_ATTR_UNIT] = true,       [PM_ATTR_COMMIT] = true,    [PM_ATTR_PREDICATED] = true,
-    [PM_ATTR_COLLECTIVE] = true, [PM_ATTR_READ_ONLY] = true,
+    [PM_ATTR_LAYOUT] = true,    [PM_ATTR_OPTIMIZED] = true,  [PM_ATTR_TILING] = true,
+    [PM_ATTR_SWIZZLE] = true,   [PM_ATTR_GIVEN] = true,      [PM_ATTR_OFFSET] = true,
+    [PM_ATTR_COMMIT] = true,    [PM_ATTR_PREDICATED] = true, [PM_ATTR_COLLECTIVE] = true,
+    [PM_ATTR_READ_ONLY] = true, [PM_ATTR_CLUSTER] = true,    [PM_ATTR_RELAXED] = true,
 };
 
-static int64_t default_of(uint8_t id) {
-  return id == PM_ATTR_OFFSET ? -1 : id == PM_ATTR_UNIT ? 128 : 0;
-}
+static int64_t default_of(uint8_t id) { return id == PM_ATTR_OFFSET ? -1 : 0; }
 
 static void put_list(pm_text *out, uint8_t id, const int64_t *list) {
   pm_put(out, "[");

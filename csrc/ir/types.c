@@ -8,8 +8,9 @@
 #include <inttypes.h>
 
 #include "rules.h"
+#include "view.h"
 
-enum { MAX_ARRAY = 1 << 24, MAX_BARRIERS = 32, MAX_ARRIVALS = ((1 << 20) - 1) / 128 };
+enum { MAX_ARRAY = 1 << 24, MAX_BARRIERS = 32, MAX_ARRIVALS = (1 << 20) - 1 };
 
 /* ---- types -------------------------------------------------------------------------------- */
 
@@ -291,7 +292,13 @@ static pm_code pm_type_reduce(const pm_typing *t, pm_type *out) {
   const pm_type *from = type_in(t, 0);
   uint32_t n;
   const int64_t *dims = list_of(t, PM_ATTR_DIMS, &n);
-  if (from->dtype == PM_BOOL) {
+  const int64_t op = word(t, PM_ATTR_REDUCE);
+  const bool logical = op == PM_REDUCE_ANY || op == PM_REDUCE_ALL;
+  if (logical && from->dtype != PM_BOOL) {
+    FAIL(TYPE, "reduce: %s does not accept dtype %s; it accepts bool",
+         pm_enum_text(PM_FAMILY_REDUCE, op), pm_dtypes[from->dtype].text);
+  }
+  if (!logical && from->dtype == PM_BOOL) {
     FAIL(TYPE, "reduce does not accept dtype bool; it accepts integer and floating-point dtypes");
   }
   if (!n) FAIL(VALUE, "reduce: no dimensions are given");
@@ -378,6 +385,90 @@ static pm_code pm_type_transpose(const pm_typing *t, pm_type *out) {
   return PM_OK;
 }
 
+/* ---- clusters ----------------------------------------------------------------------------- */
+
+/* Axes of the cluster, each at most once; `groups`: in groups that end with -1. */
+static pm_code cluster_axes(const pm_typing *t, bool groups) {
+  const pm_graph *g = t->g;
+  uint32_t n, seen = 0, in_group = 0;
+  const int64_t *list = list_of(t, PM_ATTR_CLUSTER, &n);
+  for (uint32_t k = 0; k < n; k++) {
+    if (groups && list[k] == -1) {
+      if (!in_group) FAIL(VALUE, "%s: a group of collective axes is empty", name(t));
+      in_group = 0;
+      continue;
+    }
+    if (list[k] < 0 || list[k] >= g->n_cluster) {
+      FAIL(VALUE, "%s: there is no cluster axis %" PRId64 ", the kernel has %u", name(t), list[k],
+           g->n_cluster);
+    }
+    if (seen >> list[k] & 1) {
+      FAIL(VALUE, "%s: cluster axis %" PRId64 " is named twice in collective_axes", name(t),
+           list[k]);
+    }
+    seen |= 1u << list[k];
+    in_group++;
+  }
+  if (groups && in_group) FAIL(INTERNAL, "%s: a group of axes does not end with -1", name(t));
+  return PM_OK;
+}
+
+/* How many blocks signal one instance of a barrier with these groups of axes ([count, items]). */
+static int64_t senders(const pm_graph *g, const int64_t *groups) {
+  const int64_t limit = 1 << 20; /* the verifier sees the sizes later */
+  int64_t n = 1, size = 1;
+  for (int64_t k = 1; k <= groups[0]; k++) {
+    if (groups[k] >= 0) {
+      size = pm_min(limit, size * pm_max(1, pm_min(limit, g->cluster[groups[k]])));
+      continue;
+    }
+    n += size - 1;
+    size = 1;
+  }
+  return n;
+}
+
+int64_t pm_barrier_arrivals(const pm_graph *g, pm_opid alloc) {
+  return *pm_attr(g, alloc, PM_ATTR_ARRIVALS) *
+         senders(g, &g->lists.at[*pm_attr(g, alloc, PM_ATTR_CLUSTER)]);
+}
+
+static bool is_cluster_barrier(const pm_graph *g, pm_val barrier) {
+  const pm_opid def = pm_value_of(g, pm_view_base(g, barrier))->def;
+  return def && pm_get(g, def)->code == PM_OP_ALLOC_BARRIER &&
+         g->lists.at[*pm_attr(g, def, PM_ATTR_CLUSTER)] > 0;
+}
+
+static pm_code pm_type_cluster_ref(const pm_typing *t, pm_type *out) {
+  const pm_graph *g = t->g;
+  const int64_t dim = word(t, PM_ATTR_DIM);
+  pm_scalar c;
+  if (dim < 0 || dim >= g->n_cluster) {
+    FAIL(VALUE, "cluster_ref: there is no cluster axis %" PRId64 ", the kernel has %u", dim,
+         g->n_cluster);
+  }
+  if (pm_view_cluster(g, t->in[0])) {
+    FAIL(NOT_IMPLEMENTED,
+         "cluster_ref: the ref is in another block already; name one cluster axis only");
+  }
+  if (pm_constant(g, t->in[1], &c) && (c.i < 0 || c.i >= g->cluster[dim])) {
+    FAIL(VALUE,
+         "cluster_ref: index %" PRId64 " is out of bounds for a cluster axis of size %" PRId64, c.i,
+         g->cluster[dim]);
+  }
+  *out = *type_in(t, 0);
+  return PM_OK;
+}
+
+/* Asynchronous engines reach the SMEM of their own block only. */
+static pm_code own_block(const pm_typing *t, uint32_t k, const char *operand) {
+  if (type_in(t, k)->kind != PM_REF || !pm_view_cluster(t->g, t->in[k])) return PM_OK;
+  FAIL(VALUE,
+       "%s: %s is a cluster_ref, SMEM of another block; the block's own SMEM is needed (a "
+       "cluster_ref can be loaded from and stored to)",
+       name(t), operand);
+}
+
 /* ---- given -------------------------------------------------------------------------------- */
 
 static pm_code check_constant(const pm_typing *t) {
@@ -411,6 +502,19 @@ static pm_code check_axis(const pm_typing *t) {
   return PM_OK;
 }
 
+static pm_code check_next_tile(const pm_typing *t) {
+  pm_type i32 = pm_scalar_type(PM_I32);
+  int64_t n = word(t, PM_ATTR_N);
+  if (!pm_type_equal(t->given, &i32)) {
+    FAIL(INTERNAL, "next_tile: its type is int32[], not %s", show(t, t->given));
+  }
+  if (n < 0 || n >= PM_MAX_COUNTERS) {
+    FAIL(VALUE, "next_tile: counter %" PRId64 "; a kernel has counters 0 to %d", n,
+         PM_MAX_COUNTERS - 1);
+  }
+  return PM_OK;
+}
+
 static pm_code check_alloc_smem(const pm_typing *t) {
   const pm_type *type = t->given;
   if (type->space != PM_SMEM) FAIL(VALUE, "alloc_smem: %s is not in SMEM", show(t, type));
@@ -433,13 +537,16 @@ static pm_code check_alloc_smem(const pm_typing *t) {
 }
 
 static pm_code check_alloc_barrier(const pm_typing *t) {
-  int64_t arrivals = word(t, PM_ATTR_ARRIVALS), unit = word(t, PM_ATTR_UNIT);
+  int64_t arrivals = word(t, PM_ATTR_ARRIVALS);
   if (arrivals < 1) {
     FAIL(VALUE, "Barrier: num_arrivals is %" PRId64 ", at least 1 is needed", arrivals);
   }
-  if (arrivals > MAX_ARRIVALS || (unit != 1 && unit != 128)) {
-    FAIL(VALUE, "Barrier: num_arrivals is %" PRId64 " (times %" PRId64 "); at most %d times 128",
-         arrivals, unit, MAX_ARRIVALS);
+  pm_code rc = cluster_axes(t, true);
+  if (rc) return rc;
+  int64_t of_phase = senders(t->g, &t->g->lists.at[word(t, PM_ATTR_CLUSTER)]);
+  if (arrivals > MAX_ARRIVALS / of_phase) {
+    FAIL(VALUE, "Barrier: num_arrivals is %" PRId64 "; at most %" PRId64 " are accepted", arrivals,
+         MAX_ARRIVALS / of_phase);
   }
   if (pm_type_size(t->given) > MAX_BARRIERS) {
     FAIL(NOT_IMPLEMENTED,
@@ -477,6 +584,7 @@ static pm_code pm_type_given(const pm_typing *t, pm_type *out) {
       {PM_OP_CONST, PM_ARRAY, check_constant},
       {PM_OP_IOTA, PM_ARRAY, check_iota},
       {PM_OP_AXIS, PM_ARRAY, check_axis},
+      {PM_OP_NEXT_TILE, PM_ARRAY, check_next_tile},
       {PM_OP_ALLOC_SMEM, PM_REF, check_alloc_smem},
       {PM_OP_ALLOC_BARRIER, PM_BARRIER, check_alloc_barrier},
       {PM_OP_ALLOC_ACC, PM_REF, check_alloc_acc},
@@ -541,7 +649,13 @@ static pm_code pm_type_copy(const pm_typing *t, pm_type *out) {
   if (word(t, PM_ATTR_PREDICATED) != (int64_t)(t->n_in - fixed)) {
     FAIL(INTERNAL, "%s: attribute predicated does not fit the operands", name(t));
   }
-  return fixed == 3 ? single_barrier(t, 2) : PM_OK;
+  pm_code rc = own_block(t, fixed == 3, fixed == 3 ? "dst" : "src");
+  if (rc || fixed == 2) return rc;
+  if ((rc = single_barrier(t, 2)) || (rc = cluster_axes(t, false))) return rc;
+  if (is_cluster_barrier(t->g, t->in[2])) {
+    FAIL(VALUE, "%s: the barrier is a ClusterBarrier; copies complete on a Barrier", name(t));
+  }
+  return PM_OK;
 }
 
 static pm_code pm_type_barrier(const pm_typing *t, pm_type *out) {
@@ -574,6 +688,8 @@ static pm_code pm_type_wgmma(const pm_typing *t, pm_type *out) {
   if ((a->kind == PM_REF && a->space != PM_SMEM) || b->space != PM_SMEM) {
     FAIL(VALUE, "wgmma: a is %s, b is %s; refs must be in SMEM", show(t, a), show(t, b));
   }
+  pm_code rc = own_block(t, 1, "a");
+  if (rc || (rc = own_block(t, 2, "b"))) return rc;
   if (acc->rank != 2 || a->rank != 2 || b->rank != 2 || a->dim[0] != acc->dim[0] ||
       b->dim[1] != acc->dim[1] || a->dim[1] != b->dim[0]) {
     FAIL(VALUE, "wgmma: acc has shape %s, a %s, b %s; they must be (M, N), (M, K), (K, N)",
@@ -584,8 +700,7 @@ static pm_code pm_type_wgmma(const pm_typing *t, pm_type *out) {
          "wgmma: acc has shape %s; M must be a multiple of 64, N a multiple of 8 and at most 256",
          show_shape(t, acc));
   }
-  pm_code rc = wgmma_dtypes(t);
-  if (rc) return rc;
+  if ((rc = wgmma_dtypes(t))) return rc;
   if (a->dim[1] % 16) {
     FAIL(VALUE, "wgmma: K is %" PRId64 "; it must be a multiple of 16 for %s", a->dim[1],
          pm_dtypes[a->dtype].text);
@@ -778,6 +893,7 @@ static const char *operand_text(const pm_typing *t, uint32_t k) {
       {PM_OP_WGMMA, {"acc", "a", "b"}},
       {PM_OP_ARRIVE, {"barrier"}},
       {PM_OP_WAIT, {"barrier"}},
+      {PM_OP_CLUSTER_REF, {"ref", "index"}},
       {PM_OP_LOAD, {"ref"}},
       {PM_OP_STORE, {"ref", "value"}},
       {PM_OP_ACC_LOAD, {"acc"}},

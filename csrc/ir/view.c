@@ -1,4 +1,5 @@
-/* Views: the chain of INDEX, TRANSPOSE_REF and RESHAPE_REF ops above a ref, resolved to its base.
+/* Views: the chain of INDEX, TRANSPOSE_REF, RESHAPE_REF and CLUSTER_REF ops above a ref, resolved
+ * to its base.
  *
  * The base sets one stride (or a tile, an outer and an inner stride) per dimension; the ops of the
  * chain are then applied from the base outwards, each of them a change of the list of dimensions
@@ -97,6 +98,7 @@ static pm_code resolve_base(const pm_graph *g, pm_val ref, bool physical, pm_vie
   v->base = ref;
   v->alloc = val->def;
   v->param = -1;
+  v->cluster_dim = -1;
   v->space = t->space;
   v->dtype = t->dtype;
   v->rank = v->base_rank = t->rank;
@@ -353,12 +355,22 @@ static pm_code apply_reshape(const pm_graph *g, pm_opid op, pm_view *v, pm_err *
 
 static bool is_view(const pm_graph *g, pm_opid op) {
   const int code = op ? pm_get(g, op)->code : PM_OP_NONE;
-  return code == PM_OP_INDEX || code == PM_OP_TRANSPOSE_REF || code == PM_OP_RESHAPE_REF;
+  return code == PM_OP_INDEX || code == PM_OP_TRANSPOSE_REF || code == PM_OP_RESHAPE_REF ||
+         code == PM_OP_CLUSTER_REF;
 }
 
 pm_val pm_view_base(const pm_graph *g, pm_val ref) {
   while (is_view(g, pm_value_of(g, ref)->def)) ref = pm_in(g, pm_value_of(g, ref)->def, 0);
   return ref;
+}
+
+pm_opid pm_view_cluster(const pm_graph *g, pm_val ref) {
+  pm_opid op;
+  while (is_view(g, op = pm_value_of(g, ref)->def)) {
+    if (pm_get(g, op)->code == PM_OP_CLUSTER_REF) return op;
+    ref = pm_in(g, op, 0);
+  }
+  return 0;
 }
 
 pm_code pm_view_of(const pm_graph *g, pm_val ref, bool physical, pm_view *out, pm_err *err) {
@@ -380,6 +392,10 @@ pm_code pm_view_of(const pm_graph *g, pm_val ref, bool physical, pm_view *out, p
     switch (pm_get(g, op)->code) {
       case PM_OP_INDEX: code = apply_index(g, op, out, err); break;
       case PM_OP_TRANSPOSE_REF: apply_transpose(g, op, out); break;
+      case PM_OP_CLUSTER_REF:
+        out->cluster_val = pm_in(g, op, 1);
+        out->cluster_dim = (int8_t)*pm_attr(g, op, PM_ATTR_DIM);
+        break;
       default: code = apply_reshape(g, op, out, err); break;
     }
     if (code) pm_err_op(err, g, op);

@@ -42,6 +42,10 @@ typedef struct pm_view {
   uint8_t space, dtype, rank;
   uint8_t swizzle; /* bytes, 0: none */
   pm_view_dim dim[PM_MAX_RANK];
+  /* SMEM of another block of the cluster: the one whose coordinate on axis cluster_dim is
+   * cluster_val and whose others are the caller's. 0 (and dim -1): the block's own. */
+  pm_val cluster_val;
+  int8_t cluster_dim;
   int64_t offset; /* static part, elements */
   uint32_t n_terms;
   pm_term term[PM_MAX_TERMS]; /* dynamic part: offset += val / div * mul */
@@ -66,6 +70,8 @@ typedef struct pm_view {
 pm_code pm_view_of(const pm_graph *g, pm_val ref, bool physical, pm_view *out, pm_err *err);
 /* The value at the root of the chain of views: a kernel argument or the result of an allocation. */
 pm_val pm_view_base(const pm_graph *g, pm_val ref);
+/* The CLUSTER_REF in the chain of views; 0: none, the memory is the block's own. */
+pm_opid pm_view_cluster(const pm_graph *g, pm_val ref);
 /* Tiling and swizzle of an ALLOC_SMEM against its shape and dtype (api/plgpu.md 4.1, 4.2). */
 pm_code pm_check_transforms(const pm_graph *g, pm_opid alloc, pm_err *err);
 

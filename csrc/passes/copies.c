@@ -14,6 +14,10 @@
  * ways. Coordinates out of range are clipped by the hardware: zeros on the way in, nothing on the
  * way out.
  *
+ * The blocks that share a collective copy take equal parts of one digit, the slowest one that can
+ * be cut so: chunks of columns first, then rows. The number of the part is a digit of its own,
+ * which is neither in the box nor a loop.
+ *
  * Axes stay as they are if that is legal; else neighbours that are taken whole are merged, which
  * lowers the rank and makes pitches legal that are not multiples of 16 bytes. */
 #include "passes.h"
@@ -25,7 +29,8 @@ typedef struct digit {
   int64_t smem, gmem; /* strides in elements */
   int64_t step;       /* index units along the axis */
   int axis;
-  bool loop; /* may not be in the box */
+  bool loop;  /* may not be in the box */
+  bool share; /* the number of the block's part */
 } digit;
 
 /* A dimension of the tensor, or several merged ones. */
@@ -80,7 +85,7 @@ static const char *make_axes(trial *t) {
 
 static void add_digit(trial *t, int64_t size, int64_t smem, int64_t gmem, int64_t step, int axis) {
   if (size == 1) return;
-  t->digit[t->n_digits++] = (digit){size, smem, gmem, step, axis, false};
+  t->digit[t->n_digits++] = (digit){size, smem, gmem, step, axis, false, false};
 }
 
 static void make_digits(trial *t) {
@@ -171,9 +176,30 @@ static bool may_cut_axis(const trial *t, const axis *a, int64_t c) {
 static void split_digit(trial *t, int k, int64_t c, bool loop) {
   digit *d = &t->digit[k];
   memmove(d + 2, d + 1, sizeof *d * (size_t)(t->n_digits - k - 1));
-  d[1] = (digit){d->size / c, d->smem * c, d->gmem * c, d->step * c, d->axis, loop};
+  d[1] = (digit){d->size / c, d->smem * c, d->gmem * c, d->step * c, d->axis, loop, false};
   d->size = c;
   t->n_digits++;
+}
+
+static const char indivisible[] =
+    "no dimension of it can be cut into as many parts as blocks share it";
+
+/* Cut digit k into equal parts, one for each block. */
+static const char *share_digit(trial *t, int k, int64_t parts) {
+  const digit *d = &t->digit[k];
+  if (d->size % parts) return indivisible;
+  if (k == 0 && t->smem->swizzle) return "it would cut the swizzled dimension";
+  const int64_t c = d->size / parts;
+  if (c * d->smem * t->bytes % t->align) {
+    return t->smem->swizzle ? "the parts of the blocks would not be whole swizzle patterns (8 rows)"
+                            : "the parts of the blocks would not be multiples of 128 bytes";
+  }
+  split_digit(t, k, c, true);
+  t->digit[k + 1].share = true;
+  if (c > 1) return NULL;
+  memmove(&t->digit[k], &t->digit[k + 1], sizeof *d * (size_t)(t->n_digits - k - 1));
+  t->n_digits--;
+  return NULL;
 }
 
 /* A digit above the limit of a box: into two of the box, else into a loop over boxes. */
@@ -312,12 +338,15 @@ static const char *add_loops(trial *t, pm_copy_plan *p, int first) {
     const digit *d = &t->digit[k];
     const axis *a = &t->axis[d->axis];
     const int64_t cut = a->cut ? a->cut : 1, step = d->smem * t->bytes;
-    if (p->n_loops == PM_COUNT(p->loop)) return "it would take more than 3 nested loops of boxes";
+    if (!d->share && p->n_loops == PM_COUNT(p->loop)) {
+      return "it would take more than 3 nested loops of boxes";
+    }
     if (d->step % cut) return "a loop over boxes would not stop at whole tiles";
     if (step % t->align) return "the boxes would not be aligned in SMEM";
-    p->loop[p->n_loops].count = d->size;
-    p->loop[p->n_loops].smem_step = step;
-    p->loop[p->n_loops++].coord_step[a->cut ? a->outer : a->inner] = d->step / cut;
+    pm_box_loop *l = d->share ? &p->share : &p->loop[p->n_loops++];
+    l->count = d->size;
+    l->smem_step = step;
+    l->coord_step[a->cut ? a->outer : a->inner] = d->step / cut;
   }
   return NULL;
 }
@@ -333,17 +362,20 @@ static const char *check_inner_start(const trial *t, const pm_copy_plan *p) {
     aligned = d % c->term[k].div == 0 && d / c->term[k].div * c->term[k].mul % e == 0;
   }
   for (uint32_t k = 0; k < p->n_loops && aligned; k++) aligned = p->loop[k].coord_step[0] % e == 0;
-  if (aligned) return NULL;
+  if (aligned && p->share.coord_step[0] % e == 0) return NULL;
   return "its start along the last dimension is not provably a multiple of 16 bytes (if it is one, "
          "say so by pl.multiple_of)";
 }
 
-static const char *try_tma(trial *t, pm_copy_plan *p, bool merge) {
+/* `part`: the digit that is shared, counted from the slowest. */
+static const char *try_tma(trial *t, pm_copy_plan *p, bool merge, int64_t parts, int part) {
   int n_box;
   memset(&p->map, 0, sizeof p->map);
   memset(p->coord, 0, sizeof p->coord);
   memset(p->loop, 0, sizeof p->loop);
+  memset(&p->share, 0, sizeof p->share);
   p->n_loops = 0;
+  p->share.count = 1;
   p->map.param = t->gmem->param;
   p->map.dtype = t->gmem->dtype;
   p->map.swizzle = t->smem->swizzle;
@@ -351,13 +383,17 @@ static const char *try_tma(trial *t, pm_copy_plan *p, bool merge) {
   if (why) return why;
   make_digits(t);
   if (merge) merge_axes(t);
+  if (parts > 1) {
+    if (part >= t->n_digits) return indivisible;
+    if ((why = share_digit(t, t->n_digits - 1 - part, parts))) return why;
+  }
   if (!(why = cut_digits(t)) && !(why = make_box(t, p, &n_box)) && !(why = add_unit_axes(t, p))) {
     why = add_loops(t, p, n_box);
   }
   return why ? why : check_inner_start(t, p);
 }
 
-static const char *plan_tma(const pm_graph *g, pm_copy_plan *p) {
+static const char *plan_tma(const pm_graph *g, pm_copy_plan *p, int64_t parts) {
   trial t = {.g = g, .gmem = &p->gmem, .smem = &p->smem};
   t.bytes = pm_dtypes[p->gmem.dtype].bytes;
   t.align = p->smem.swizzle ? pm_max(LINE, 8 * p->smem.swizzle) : LINE;
@@ -368,11 +404,11 @@ static const char *plan_tma(const pm_graph *g, pm_copy_plan *p) {
                : "the SMEM view does not provably start at a multiple of 128 bytes";
   }
   const char *first = NULL;
-  for (int k = 0; k < 4; k++) {
+  for (int k = 0; k < (parts > 1 ? 4 * MAX_DIGITS : 4); k++) {
     t.may_cut = k % 2 == 0;
-    const char *why = try_tma(&t, p, k >= 2);
+    const char *why = try_tma(&t, p, k / 2 % 2, parts, k / 4);
     if (!why) return NULL;
-    if (!first) first = why;
+    if (!first || first == indivisible) first = why;
   }
   return first;
 }
@@ -403,6 +439,30 @@ static const char *plan_bulk(const pm_graph *g, pm_copy_plan *p, bool promised) 
 /* ---- one copy ----------------------------------------------------------------------------------
  */
 
+/* The blocks that share the copy. */
+static int64_t sharers(const pm_graph *g, pm_opid op) {
+  int64_t parts = 1;
+  uint32_t n;
+  if (!pm_has_attr(g, op, PM_ATTR_CLUSTER)) return 1;
+  const int64_t *axes = pm_attr_list(g, op, PM_ATTR_CLUSTER, &n);
+  for (uint32_t k = 0; k < n; k++) parts *= g->cluster[axes[k]];
+  return parts;
+}
+
+static pm_code plan_collective(const pm_graph *g, pm_opid op, pm_copy_plan *p, int64_t parts,
+                               pm_err *err) {
+  const char *why = "only tensor maps can multicast";
+  p->engine = PM_ENGINE_TMA;
+  if (*pm_attr(g, op, PM_ATTR_ENGINE) <= PM_ENGINE_TMA && !(why = plan_tma(g, p, 1)) &&
+      !(why = plan_tma(g, p, parts))) {
+    return PM_OK;
+  }
+  return pm_fail(err, PM_E_VALUE,
+                 "copy_gmem_to_smem with collective_axes: %lld blocks of the cluster cannot share "
+                 "the copy of %s: %s. Leave out collective_axes, or change the block",
+                 (long long)parts, pm_type_text(g->arena, pm_typeof(g, pm_in(g, op, 1))), why);
+}
+
 static pm_code plan(const pm_graph *g, pm_opid op, pm_copy_plan *p, pm_err *err) {
   const bool load = pm_get(g, op)->code == PM_OP_COPY_G2S;
   const int engine = (int)*pm_attr(g, op, PM_ATTR_ENGINE);
@@ -416,6 +476,8 @@ static pm_code plan(const pm_graph *g, pm_opid op, pm_copy_plan *p, pm_err *err)
   p->bytes = pm_dtypes[p->gmem.dtype].bytes;
   for (int k = 0; k < p->smem.rank; k++) p->bytes *= p->smem.dim[k].size;
   p->engine = engine;
+  p->share.count = 1;
+  if (sharers(g, op) > 1) return plan_collective(g, op, p, sharers(g, op), err);
   if (engine == PM_ENGINE_PLAIN) return PM_OK;
   const char *why;
   if (engine != PM_ENGINE_TMA) {
@@ -425,7 +487,7 @@ static pm_code plan(const pm_graph *g, pm_opid op, pm_copy_plan *p, pm_err *err)
   }
   if (engine != PM_ENGINE_BULK) {
     p->engine = PM_ENGINE_TMA;
-    if (!(why = plan_tma(g, p))) return PM_OK;
+    if (!(why = plan_tma(g, p, 1))) return PM_OK;
   }
   if (engine != PM_ENGINE_AUTO) {
     return pm_fail(err, PM_E_VALUE, "%s: the engine %s cannot do this copy: %s",

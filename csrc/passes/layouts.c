@@ -870,7 +870,8 @@ int64_t pm_reduce_scratch(const pm_graph *g, pm_opid reduce) {
     for (uint32_t d = 0; d < n; d++) crosses |= l->warp[k].dim == dims[d];
   }
   if (!crosses) return 0;
-  if (all) return 4 * 4;
+  const int64_t kind = *pm_attr(g, reduce, PM_ATTR_REDUCE);
+  if (all) return kind == PM_REDUCE_ANY || kind == PM_REDUCE_ALL ? 0 : 4 * 4;
   int64_t values = pm_layout_regs(r);
   for (int k = 0; k < r->n_lane; k++) values *= r->lane[k].dim < 0 ? 1 : r->lane[k].size;
   return 4 * values * 4;

@@ -37,7 +37,7 @@ int64_t pm_layout_cast_scratch(const pm_graph *g, pm_opid cast);
  * else 32-bit words [warp][value], value = lane part * registers of the result + register. The lane
  * part counts the lanes of a warp that hold different elements of the result: the mixed radix
  * number of the result's lane digits that are not replicated. A result that is a scalar or a
- * splat: one value, and all dims count as reduced. */
+ * splat: one value, and all dims count as reduced; such a result of ANY or ALL needs no scratch. */
 int64_t pm_reduce_scratch(const pm_graph *g, pm_opid reduce);
 /* transforms.c: the remaining SMEM allocations, now that register layouts are known: WGMMA-laid accesses
  * get (8, S) and a swizzle (conflict-free, stmatrix), everything else stays row-major. */
@@ -48,7 +48,8 @@ pm_code pm_choose_transforms(pm_graph *g, const pm_target *t, pm_err *err);
 pm_code pm_plan_smem(pm_graph *g, const pm_target *t, pm_err *err);
 /* copies.c: the engine of every copy, by pm_plan_copy. */
 pm_code pm_plan_copies(pm_graph *g, const pm_target *t, pm_err *err);
-/* sync.c: SYNC ops at every hazard between lanes (api/pl.md 2.3, 10.4.3), UNIT of barriers. */
+/* sync.c: SYNC ops at every hazard between lanes (api/pl.md 2.3, 10.4.3), also where the lane that
+ * makes an ARRIVE for all must not run ahead of the others; RELAXED of arrivals. */
 pm_code pm_place_syncs(pm_graph *g, const pm_target *t, pm_err *err);
 
 /* All of them, with pm_verify between in debug builds. The graph is consumed: traced -> synced. */
@@ -73,12 +74,21 @@ typedef struct pm_coord {
   pm_term term[6];
 } pm_coord;
 
+typedef struct pm_box_loop {
+  int64_t count, smem_step, coord_step[PM_TMA_RANK];
+} pm_box_loop;
+
 /* A copy op as instructions.
  * TMA: n_loops nested loops over boxes (large or chunked copies; none: one box); the box with loop
  * counters c lies at SMEM byte  smem_first + sum c[k] * loop[k].smem_step  and at coordinate[d] +
  * sum c[k] * loop[k].coord_step[d].
  * BULK: `bytes` contiguous bytes.
- * PLAIN: all lanes walk the view elements; out-of-range reads give zeros, writes are dropped. */
+ * PLAIN: all lanes walk the view elements; out-of-range reads give zeros, writes are dropped.
+ * A collective copy (attribute CLUSTER) is TMA: share.count blocks, those that differ only along the
+ * axes, each load one part and multicast it. The block of number r among them - its coordinates on
+ * the axes as the attribute lists them, the last one fastest - loads the boxes above moved by
+ * r * share.smem_step and r * share.coord_step[d]. `bytes` are those of all parts. Count 1: not
+ * collective. */
 typedef struct pm_copy_plan {
   int engine;              /* PM_ENGINE_TMA, BULK or PLAIN */
   const char *why;         /* PLAIN: why no engine can do it, for warnings and dumps */
@@ -87,7 +97,7 @@ typedef struct pm_copy_plan {
   pm_tensor_map map;
   pm_coord coord[PM_TMA_RANK];
   uint32_t n_loops;
-  struct { int64_t count, smem_step; int64_t coord_step[PM_TMA_RANK]; } loop[3];
+  pm_box_loop loop[3], share;
 } pm_copy_plan;
 
 /* Plan one COPY op. Decides the engine if the op's ENGINE is AUTO, else keeps to it. Illegal copies

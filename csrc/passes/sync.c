@@ -9,6 +9,18 @@
  * mbarrier that the copy lets pass (its elected lane arrives for all). Nothing is assumed when the
  * body of a loop begins.
  *
+ * An ARRIVE is made by one lane for all, so all lanes must have done what comes before it: memory
+ * they accessed (but for GMEM that nobody writes), waits they have still to return from. It needs a
+ * SYNC before it if there is any of this since the lanes met last. A wgmma that is complete is a
+ * meeting in this sense: it runs once all warps have issued it, so what was waited for before it is
+ * behind all lanes; and what it reads it has read. Where an ARRIVE stands in a loop that accesses
+ * no memory, the SYNC for accesses made before the loop is put before the loop.
+ *
+ * An ARRIVE on a cluster barrier is RELAXED if memory that another block of the cluster can reach
+ * is accessed in this kernel by asynchronous engines alone, because a release would cost a lot and
+ * orders nothing that matters then. Such memory is SMEM that a collective copy fills or a
+ * CLUSTER_REF is made of, and GMEM that the kernel both reads and writes.
+ *
  * A scalar store is made by all lanes with one value, so lanes need not meet behind it; but a late
  * lane must not read what an early lane has stored already. So it needs a SYNC before it if the
  * same memory was accessed since the lanes met last.
@@ -38,23 +50,23 @@ typedef struct dirt {
 
 typedef struct placer {
   pm_graph *g;
+  uint8_t *reach; /* by value: how the memory at the base of views is reached */
   state at;
   dirt dirty;
   /* Accesses since the lanes met last, as far as scalar stores must know them. */
   access open[MAX_OPEN];
   uint32_t n_open;
   bool lost; /* there were too many: any memory may have been accessed */
+  /* Since the lanes met last, for ARRIVE. */
+  bool touched;     /* the lanes loaded or stored */
+  bool waited;      /* they waited for a barrier, and did not meet in a wgmma since */
+  int64_t n_wgmmas; /* issued since that wait */
 } placer;
 
 /* ---- accesses ----------------------------------------------------------------------------- */
 
 static pm_val base_of(const pm_graph *g, pm_val v) {
-  for (;;) {
-    pm_opid def = pm_value_of(g, v)->def;
-    uint16_t code = pm_get(g, def)->code;
-    if (code != PM_OP_INDEX && code != PM_OP_TRANSPOSE_REF && code != PM_OP_RESHAPE_REF) break;
-    v = pm_in(g, def, 0);
-  }
+  v = pm_view_base(g, v);
   const pm_value *value = pm_value_of(g, v);
   if (value->block == 1 && !value->def && value->index >= g->n_operands && g->alias) {
     int32_t operand = g->alias[value->index - g->n_operands];
@@ -167,12 +179,38 @@ static void note_op(pm_graph *g, pm_opid op, void *ctx) {
   }
 }
 
+/* ---- how memory is reached ---------------------------------------------------------------- */
+
+enum { REMOTE = 1, READ = 2, WRITTEN = 4, GENERIC = 8 };
+
+static void note_reach(pm_graph *g, pm_opid op, void *ctx) {
+  uint8_t *of = ctx; /* by value: the memory at the base of views */
+  const uint16_t code = pm_get(g, op)->code;
+  uint32_t n;
+  if (code == PM_OP_LOAD) of[base_of(g, pm_in(g, op, 0))] |= READ | GENERIC;
+  if (code == PM_OP_STORE) of[base_of(g, pm_in(g, op, 0))] |= WRITTEN | GENERIC;
+  if (code == PM_OP_CLUSTER_REF) of[base_of(g, pm_in(g, op, 0))] |= REMOTE;
+  if (code != PM_OP_COPY_G2S && code != PM_OP_COPY_S2G) return;
+  const bool plain = *pm_attr(g, op, PM_ATTR_ENGINE) == PM_ENGINE_PLAIN;
+  of[base_of(g, pm_in(g, op, 0))] |= READ | (plain ? GENERIC : 0);
+  of[base_of(g, pm_in(g, op, 1))] |= WRITTEN | (plain ? GENERIC : 0);
+  if (code == PM_OP_COPY_S2G) return;
+  pm_attr_list(g, op, PM_ATTR_CLUSTER, &n);
+  if (n) of[base_of(g, pm_in(g, op, 1))] |= REMOTE;
+}
+
+/* GMEM that nobody writes. */
+static bool is_constant(const placer *p, pm_val view) {
+  const pm_val base = base_of(p->g, view);
+  return pm_typeof(p->g, base)->space == PM_GMEM && !(p->reach[base] & WRITTEN);
+}
+
 /* ---- placing ------------------------------------------------------------------------------ */
 
 static void met(placer *p) {
   p->at = ORDERED;
   p->n_open = 0;
-  p->lost = false;
+  p->lost = p->touched = p->waited = false;
 }
 
 /* Before position *k of the block; *k stays at the op that was there. */
@@ -210,18 +248,28 @@ static void place_behind(placer *p, pm_blk block, uint32_t *k) {
 static void visit_store(placer *p, pm_blk block, uint32_t *k) {
   pm_graph *g = p->g;
   pm_opid op = g->blocks.at[block].ops.at[*k];
-  if (g->no_auto_barriers) return;
-  if (pm_typeof(g, pm_in(g, op, 1))->rank) {
-    if (p->at != ORDERED) place(p, block, k);
+  const bool array = pm_typeof(g, pm_in(g, op, 1))->rank > 0, by_user = g->no_auto_barriers;
+  if (!by_user && (array ? p->at != ORDERED : conflicts(p, pm_in(g, op, 0)))) place(p, block, k);
+  p->touched = true;
+  if (by_user) return;
+  if (array) {
     place_behind(p, block, k);
     return;
   }
-  if (conflicts(p, pm_in(g, op, 0))) place(p, block, k);
   note(p, pm_in(g, op, 0));
   p->at = APART;
 }
 
+/* At most n wgmmas are pending now. */
+static void await_wgmma(placer *p, int64_t n) {
+  if (n >= 0 && p->n_wgmmas > n) p->waited = false;
+}
+
 static void visit_memory(placer *p, pm_opid op) {
+  const uint16_t code = pm_get(p->g, op)->code;
+  p->touched |= code == PM_OP_LOAD && !is_constant(p, pm_in(p->g, op, 0));
+  p->n_wgmmas += code == PM_OP_WGMMA;
+  if (pm_has_attr(p->g, op, PM_ATTR_N)) await_wgmma(p, *pm_attr(p->g, op, PM_ATTR_N));
   if (p->g->no_auto_barriers) return;
   note_op(p->g, op, p);
   p->at = APART;
@@ -235,20 +283,62 @@ static void note_regions(placer *p, pm_opid op) {
   }
 }
 
+static void visit_arrive(placer *p, pm_blk block, uint32_t *k) {
+  if (p->touched || p->waited) place(p, block, k);
+}
+
+static void visit_wait(placer *p) {
+  p->at = APART;
+  p->waited = true;
+  p->n_wgmmas = 0;
+}
+
+/* What ARRIVE must know of a loop. */
+typedef struct summary {
+  const placer *p;
+  bool arrives, waits, touches;
+} summary;
+
+static void summarise(pm_graph *g, pm_opid op, void *ctx) {
+  summary *s = ctx;
+  const uint16_t code = pm_get(g, op)->code;
+  s->arrives |= code == PM_OP_ARRIVE;
+  s->waits |= code == PM_OP_WAIT;
+  s->touches |= code == PM_OP_STORE;
+  s->touches |= code == PM_OP_LOAD && !is_constant(s->p, pm_in(g, op, 0));
+}
+
+/* Make the state what is known wherever the body of the loop begins; returns that before it. */
+static placer enter_loop(placer *p, pm_blk block, uint32_t *k) {
+  const pm_opid op = p->g->blocks.at[block].ops.at[*k];
+  summary s = {.p = p};
+  for (uint32_t r = 0; r < pm_get(p->g, op)->n_regions; r++) {
+    pm_walk(p->g, pm_region(p->g, op, r), summarise, &s);
+  }
+  if (s.arrives && p->touched && !s.touches) place(p, block, k);
+  const placer before = *p;
+  p->touched |= s.touches;
+  p->waited |= s.waits;
+  p->n_wgmmas = 0;
+  note_regions(p, op);
+  return before;
+}
+
 static void visit_scope(placer *p, pm_opid op) {
   visit_block(p, pm_region(p->g, op, 0));
   p->lost |= p->n_open > 0; /* its memory may come again under another name */
 }
 
 /* A loop may run not at all, and comes again; of branches one runs. Accesses only add up. */
-static void visit_control(placer *p, pm_opid op) {
+static void visit_control(placer *p, pm_blk block, uint32_t *k) {
   pm_graph *g = p->g;
+  pm_opid op = g->blocks.at[block].ops.at[*k];
   bool loop = pm_get(g, op)->code == PM_OP_FOR || pm_get(g, op)->code == PM_OP_WHILE;
   placer *before = PM_NEW(g->arena, placer, 1);
-  state after = loop ? p->at : ORDERED;
+  placer after = {.at = ORDERED, .n_wgmmas = INT64_MAX};
   dirt dirty = {0};
   if (loop) {
-    note_regions(p, op);
+    after = enter_loop(p, block, k);
     for (uint32_t r = 0; r < pm_get(g, op)->n_regions; r++) {
       dirty = p->dirty;
       soil_block(p, pm_region(g, op, r));
@@ -261,13 +351,19 @@ static void visit_control(placer *p, pm_opid op) {
     *p = *before;
     if (loop) p->at = APART;
     visit_block(p, pm_region(g, op, r));
-    if (p->at < after) after = p->at;
+    after.at = p->at < after.at ? p->at : after.at;
+    after.touched |= p->touched;
+    after.waited |= p->waited;
+    after.n_wgmmas = pm_min(after.n_wgmmas, p->n_wgmmas);
     soil_all(&dirty, &p->dirty);
   }
   *p = *before;
   p->dirty = dirty;
   if (!loop) note_regions(p, op);
-  p->at = after;
+  p->at = after.at;
+  p->touched = after.touched;
+  p->waited = after.waited;
+  p->n_wgmmas = after.n_wgmmas;
 }
 
 static void visit_op(placer *p, pm_blk block, uint32_t *k) {
@@ -287,14 +383,14 @@ static void visit_op(placer *p, pm_blk block, uint32_t *k) {
     case PM_OP_WGMMA:
     case PM_OP_WGMMA_WAIT:
     case PM_OP_ACC_LOAD: visit_memory(p, op); break;
-    case PM_OP_WAIT:
-    case PM_OP_ARRIVE: p->at = APART; break;
+    case PM_OP_WAIT: visit_wait(p); break;
+    case PM_OP_ARRIVE: visit_arrive(p, block, k); break;
     case PM_OP_COMMIT_SMEM:
     case PM_OP_WAIT_S2G:
     case PM_OP_SYNC: met(p); break;
     case PM_OP_SCOPE: visit_scope(p, op); break;
     default:
-      if (pm_get(p->g, op)->n_regions) visit_control(p, op);
+      if (pm_get(p->g, op)->n_regions) visit_control(p, block, k);
   }
 }
 
@@ -302,28 +398,33 @@ static void visit_block(placer *p, pm_blk block) {
   for (uint32_t k = 0; k < p->g->blocks.at[block].ops.n; k++) visit_op(p, block, &k);
 }
 
-/* ---- barriers ----------------------------------------------------------------------------- */
+/* ---- releases ----------------------------------------------------------------------------- */
 
-/* All lanes arrive by themselves in ARRIVE; copies have one lane that arrives. */
-static void reset_unit(pm_graph *g, pm_opid op, void *ctx) {
-  (void)ctx;
-  if (pm_get(g, op)->code == PM_OP_ALLOC_BARRIER) *pm_attr(g, op, PM_ATTR_UNIT) = 1;
+static bool needs_release(const pm_graph *g, pm_val v, uint8_t how) {
+  if (pm_typeof(g, v)->space == PM_GMEM) return (how & READ) && (how & WRITTEN);
+  return (how & REMOTE) && (how & GENERIC);
 }
 
-static void raise_unit(pm_graph *g, pm_opid op, void *ctx) {
-  (void)ctx;
+static void set_relaxed(pm_graph *g, pm_opid op, void *ctx) {
+  uint32_t n;
   if (pm_get(g, op)->code != PM_OP_ARRIVE) return;
-  pm_opid alloc = pm_value_of(g, base_of(g, pm_in(g, op, 0)))->def;
-  *pm_attr(g, alloc, PM_ATTR_UNIT) = 128;
+  pm_attr_list(g, pm_value_of(g, base_of(g, pm_in(g, op, 0)))->def, PM_ATTR_CLUSTER, &n);
+  *pm_attr(g, op, PM_ATTR_RELAXED) = n && *(bool *)ctx;
+}
+
+static void relax(placer *p) {
+  bool relaxed = true;
+  for (pm_val v = 1; v < p->g->values.n; v++) relaxed &= !needs_release(p->g, v, p->reach[v]);
+  pm_walk(p->g, 1, set_relaxed, &relaxed);
 }
 
 pm_code pm_place_syncs(pm_graph *g, const pm_target *t, pm_err *err) {
   (void)t;
   (void)err;
-  placer p = {.g = g, .at = ORDERED};
+  placer p = {.g = g, .at = ORDERED, .reach = PM_NEW(g->arena, uint8_t, g->values.n)};
+  pm_walk(g, 1, note_reach, p.reach);
   visit_block(&p, 1);
-  pm_walk(g, 1, reset_unit, NULL);
-  pm_walk(g, 1, raise_unit, NULL);
+  relax(&p);
   g->stage = PM_SYNCED;
   return PM_OK;
 }

@@ -186,8 +186,8 @@ static PyObject *list_of(const pm_program *p, uint32_t n,
 }
 
 static PyObject *arg_info(const pm_program *p, uint32_t k) {
-  bool map = p->args[k].kind == PM_ARG_TENSOR_MAP;
-  return Py_BuildValue("(siI)", map ? "tensor_map" : "pointer", p->args[k].param, p->args[k].map);
+  static const char *const kinds[] = {"tensor_map", "pointer", "counters"}; /* enum pm_arg_kind */
+  return Py_BuildValue("(siI)", kinds[p->args[k].kind], p->args[k].param, p->args[k].map);
 }
 
 static PyObject *map_info(const pm_program *p, uint32_t k) {
@@ -233,10 +233,10 @@ static PyObject *graph_cuda(PyObject *o, PyObject *args, PyObject *kw) {
   clear_err(&err);
   if (pm_protect(cuda_body, &j, &err)) return pmpy_raise(&err);
   const pm_program *p = &j.program;
-  return Py_BuildValue("(N{s:s,s:N,s:N,s:I,s:I,s:i,s:N,s:N,s:N})",
+  return Py_BuildValue("(N{s:s,s:N,s:N,s:I,s:I,s:I,s:i,s:N,s:N,s:N})",
                        PyUnicode_DecodeUTF8(p->text, (Py_ssize_t)p->size, "replace"), "entry",
                        p->entry, "grid", u32_tuple(p->grid, 3), "cluster", u32_tuple(p->cluster, 3),
-                       "block", p->block, "smem_bytes", p->smem_bytes, "arch", p->arch, "args",
+                       "block", p->block, "smem_bytes", p->smem_bytes, "counters", p->n_counters, "arch", p->arch, "args",
                        list_of(p, p->n_args, arg_info), "maps", list_of(p, p->n_maps, map_info), "params",
                        params_info(j.g, p));
 }

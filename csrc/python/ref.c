@@ -763,18 +763,41 @@ static PyObject *alloc_smem(PyObject *module, PyObject *args, PyObject *kw) {
 }
 
 static PyObject *alloc_barrier(PyObject *module, PyObject *args, PyObject *kw) {
-  static char *names[] = {"shape", "arrivals", "name", NULL};
+  static char *names[] = {"shape", "arrivals", "name", "cluster", NULL};
   (void)module;
-  PyObject *shape;
+  PyObject *shape, *cluster = Py_None;
+  int64_t groups[2 * PM_MAX_RANK];
   int arrivals;
   const char *name = NULL;
   pm_type type = {.kind = PM_BARRIER, .space = PM_SMEM};
-  if (!PyArg_ParseTupleAndKeywords(args, kw, "Oi|z:alloc_barrier", names, &shape, &arrivals, &name))
+  if (!PyArg_ParseTupleAndKeywords(args, kw, "Oi|zO:alloc_barrier", names, &shape, &arrivals, &name,
+                                   &cluster))
     return NULL;
   pmpy_trace *t = begin_alloc("Barrier");
   if (!t || pmpy_shape(shape, "Barrier", &type)) return NULL;
-  pm_attr_arg attr = {.id = PM_ATTR_ARRIVALS, .i = arrivals};
-  return allocated(t, pmpy_emit(t, PM_OP_ALLOC_BARRIER, NULL, 0, &type, &attr, 1), name);
+  int n = cluster == Py_None ? 0 : pmpy_ints(cluster, "ClusterBarrier", groups, PM_COUNT(groups));
+  if (n < 0) return NULL;
+  pm_attr_arg attrs[2] = {{.id = PM_ATTR_ARRIVALS, .i = arrivals},
+                          {.id = PM_ATTR_CLUSTER, .list = groups, .n = (uint32_t)n}};
+  return allocated(t, pmpy_emit(t, PM_OP_ALLOC_BARRIER, NULL, 0, &type, attrs, 2), name);
+}
+
+static PyObject *cluster_ref(PyObject *module, PyObject *const *args, Py_ssize_t n) {
+  (void)module;
+  pmpy_arg index;
+  pm_attr_arg attr = {.id = PM_ATTR_DIM};
+  if (n != 3 || !PMPY_IS_REF(args[0])) {
+    return pmpy_fail(PM_E_TYPE, "cluster_ref: expected a ref, the number of an axis and an index");
+  }
+  pmpy_trace *t = begin_ref("cluster_ref", args[0]);
+  if (!t || pmpy_ints(args[1], "cluster_ref", &attr.i, 1) != 1 ||
+      pmpy_arg_need(t, "cluster_ref", args[2], &index)) {
+    return NULL;
+  }
+  const pm_val at = pmpy_arg_as(t, &index, PM_I32);
+  const pm_val in[2] = {self_of(args[0])->val, at};
+  pm_val v = at ? pmpy_emit(t, PM_OP_CLUSTER_REF, in, 2, NULL, &attr, 1) : 0;
+  return v ? pmpy_traced_new(t, v, false) : NULL;
 }
 
 static PyObject *alloc_acc(PyObject *module, PyObject *args, PyObject *kw) {
@@ -807,7 +830,10 @@ PyMethodDef pmpy_ref_functions[] = {
      "acc_load(acc, wait_n=0) -> Array"},
     {"alloc_smem", KEYWORDS(alloc_smem),
      "alloc_smem(shape, dtype, tiling=None, swizzle=0, given=False, name=None) -> Ref"},
-    {"alloc_barrier", KEYWORDS(alloc_barrier), "alloc_barrier(shape, arrivals, name=None) -> Ref"},
+    {"alloc_barrier", KEYWORDS(alloc_barrier),
+     "alloc_barrier(shape, arrivals, name=None, cluster=None) -> Ref"},
+    {"cluster_ref", (PyCFunction)(void (*)(void))cluster_ref, METH_FASTCALL,
+     "cluster_ref(ref, axis, index) -> Ref: the same SMEM in another block"},
     {"alloc_acc", KEYWORDS(alloc_acc), "alloc_acc(shape, dtype, init=None, name=None) -> Ref"},
     {NULL, NULL, 0, NULL}};
 

@@ -1052,6 +1052,16 @@ static PyObject *axis_index(PyObject *module, PyObject *const *args, Py_ssize_t 
   return v ? pmpy_traced_new(t, v, false) : NULL;
 }
 
+static PyObject *next_tile(PyObject *module, PyObject *number) {
+  (void)module;
+  pmpy_trace *t = pmpy_begin("next_tile", NULL);
+  pm_attr_arg attr = {.id = PM_ATTR_N};
+  if (!t || pmpy_ints(number, "next_tile", &attr.i, 1) != 1) return NULL;
+  pm_type type = pm_scalar_type(PM_I32);
+  pm_val v = pmpy_emit(t, PM_OP_NEXT_TILE, NULL, 0, &type, &attr, 1);
+  return v ? pmpy_traced_new(t, v, false) : NULL;
+}
+
 /* ---- Op: an op with regions, while it is being filled ---------------------------------------- */
 
 typedef struct region_op {
@@ -1289,6 +1299,7 @@ PyMethodDef pmpy_trace_functions[] = {
      "effect(name, operands, **attrs): add an op that has no result."},
     {"open", (PyCFunction)(void (*)(void))open_op, METH_FASTCALL | METH_KEYWORDS,
      "open(name, operands, n_regions, **attrs) -> Op: add an op with regions."},
+    {"next_tile", next_tile, METH_O, "next_tile(n): counter n of the launch, plus one each time."},
     {"axis_index", (PyCFunction)(void (*)(void))axis_index, METH_FASTCALL,
      "axis_index(kind, dim) -> Array; kind is grid, cluster or thread."},
     {NULL, NULL, 0, NULL}};

@@ -2,8 +2,9 @@
  *
  * Everything that does not depend on pointers is made once by pm_kernel_load: launch attributes,
  * the recipes of tensor maps in the driver's terms, the addresses' alignment. A launch encodes the
- * maps on its own stack, so kernels are immutable and free of locks. */
-#include "driver.h"
+ * maps on its own stack, so kernels are immutable and free of locks, but for the table of who has
+ * which counters. */
+#include "counters.h"
 
 #include <pthread.h>
 #include <stdatomic.h>
@@ -23,6 +24,7 @@ struct pm_kernel {
   const char *param_name[MAX_ARGS]; /* interned, like name */
   pm_tensor_map maps[MAX_MAPS];
   const char *name;
+  pm_counters *counters; /* NULL: it has none */
 };
 
 const char *_Atomic pm_last_kernel;
@@ -61,10 +63,13 @@ static pm_code check_program(const pm_program *p, pm_err *err) {
                    "the kernel has %u parameters and %u tensor maps; at most %d and %d are "
                    "supported. Use fewer arrays or fewer differently shaped copies",
                    p->n_args, p->n_maps, MAX_ARGS, MAX_MAPS);
-  for (uint32_t i = 0; i < p->n_args; i++)
-    if (p->args[i].param < 0 || (uint32_t)p->args[i].param >= p->n_params ||
-        (p->args[i].kind == PM_ARG_TENSOR_MAP && p->args[i].map >= p->n_maps))
+  for (uint32_t i = 0; i < p->n_args; i++) {
+    const struct pm_program_arg *a = &p->args[i];
+    if (a->kind == PM_ARG_COUNTERS) continue;
+    if (a->param < 0 || (uint32_t)a->param >= p->n_params ||
+        (a->kind == PM_ARG_TENSOR_MAP && a->map >= p->n_maps))
       return pm_fail(err, PM_E_INTERNAL, "parameter %u of the program is out of range", i);
+  }
   return PM_OK;
 }
 
@@ -134,11 +139,10 @@ pm_code pm_kernel_load(int device, const pm_cubin *c, const pm_program *p, pm_ke
   prepare(k, p);
   if (pm_enter(d, &pushed, err)) goto failed;
   cu_result r = load(k, c, p);
+  if (r) load_failed(k, p, r, err);
+  else if (p->n_counters) pm_counters_new(d, p->n_counters + 1, &k->counters, err);
   pm_leave(pushed);
-  if (r) {
-    load_failed(k, p, r, err);
-    goto failed;
-  }
+  if (r || (p->n_counters && !k->counters)) goto failed;
   *out = k;
   return PM_OK;
 failed:
@@ -151,6 +155,7 @@ void pm_kernel_free(pm_kernel *k) {
   bool pushed;
   if (!k) return;
   if (k->module && !pm_driver_need(&ignored) && !pm_enter(k->device, &pushed, &ignored)) {
+    pm_counters_free(k->counters);
     pm_cu.cuModuleUnload(k->module);
     pm_leave(pushed);
   }
@@ -208,9 +213,14 @@ pm_code pm_kernel_launch(const pm_kernel *k, const uint64_t *pointers, void *str
   void *params[MAX_ARGS];
   bool pushed;
   cu_result r = CU_OK;
+  cu_ptr counters = 0;
   for (uint32_t i = 0; i < k->n_params; i++)
     if (pointers[i] & (uint64_t)(k->align[i] - 1)) return misaligned(k, i, pointers[i], err);
   if (pm_driver_need(err) || pm_enter(k->device, &pushed, err)) return err->code;
+  if (k->counters && pm_counters_of(k->counters, stream, &counters, err)) {
+    pm_leave(pushed);
+    return err->code;
+  }
   for (uint32_t i = 0; i < k->n_maps && !r; i++) {
     const pm_tensor_map *m = &k->maps[i];
     r = encode(m, pointers[m->param], &maps[i]);
@@ -220,6 +230,7 @@ pm_code pm_kernel_launch(const pm_kernel *k, const uint64_t *pointers, void *str
     for (uint32_t i = 0; i < k->n_args; i++) {
       const struct pm_program_arg *a = &k->args[i];
       params[i] = a->kind == PM_ARG_TENSOR_MAP ? (void *)&maps[a->map]
+                  : a->kind == PM_ARG_COUNTERS ? (void *)&counters
                                                : (void *)(uintptr_t)&pointers[a->param];
     }
     cu_launch_config config = k->config;

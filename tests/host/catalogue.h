@@ -60,6 +60,7 @@ struct HostWgmma {
   u32 a_low, a_high, b_low, b_high;
   u16 n;
   bool half, bf16, transpose_a, transpose_b;
+  bool fresh; /* scale-d is 0: what the accumulator held does not count */
 };
 
 extern "C" {
@@ -73,14 +74,24 @@ void host_store_matrix(u32 a, const void *words, bool transposed, int line);
 u32 host_shuffle(u32 x, u32 lane, u32 mask, int line);
 bool host_elect(u32 mask, int line);
 void host_bar_sync(u32 id, u32 threads, int line);
+void host_warp_sync(u32 mask, int line);
+bool host_bar_red(u32 id, u32 threads, bool x, bool any, int line);
 void host_cluster_sync(int line);
+u32 host_cluster_rank();
+u32 host_peer_offset(u32 rank, int line);
+void host_load_cluster(void *d, u32 a, u32 bytes, int line);
+void host_store_cluster(u32 a, const void *s, u32 bytes, int line);
+u32 host_atomic_add(u32 *p, u32 x, int line);
 void host_registers(u32 n, bool up, int line);
 void host_mbarrier_init(u32 b, u32 count, int line);
 void host_mbarrier_init_fence(int line);
-void host_mbarrier_wait(u32 b, u32 parity, int line);
+void host_mbarrier_wait(u32 b, u32 parity, bool cluster, int line);
 void host_mbarrier_expect(u32 b, u32 bytes, int line);
 void host_mbarrier_arrive(u32 b, u32 n, int line);
+void host_mbarrier_arrive_remote(u32 b, u32 rank, bool release, int line);
 void host_tma_load(u32 dst, const TensorMap *m, u32 barrier, const i32 *c, u32 rank, int line);
+void host_tma_multicast(u32 dst, const TensorMap *m, u32 barrier, u32 mask, const i32 *c, u32 rank,
+                        int line);
 void host_tma_store(const TensorMap *m, u32 src, const i32 *c, u32 rank, int line);
 void host_bulk_load(u32 dst, const void *src, u32 bytes, u32 barrier, int line);
 void host_bulk_store(void *dst, u32 src, u32 bytes, int line);
@@ -312,6 +323,20 @@ FN void st_shared(u32 a, const T *s, LINE) {
   pack<T, N>(v.w, s);
   host_store_shared(a, v.w, N * sizeof(T), line);
 }
+/* from an address of this block to the same one of another */
+FN u32 peer_offset(u32 block, LINE) { return host_peer_offset(block, line); }
+template <typename T, int N>
+FN void ld_cluster(T *d, u32 a, LINE) {
+  HostVector<T, N> v;
+  host_load_cluster(v.w, a, N * sizeof(T), line);
+  unpack<T, N>(d, v.w);
+}
+template <typename T, int N>
+FN void st_cluster(u32 a, const T *s, LINE) {
+  HostVector<T, N> v;
+  pack<T, N>(v.w, s);
+  host_store_cluster(a, v.w, N * sizeof(T), line);
+}
 template <typename T, int N>
 FN void ld_global(T *d, const T *p, LINE) {
   HostVector<T, N> v;
@@ -351,8 +376,19 @@ FN u32 lane_number() { return threadIdx.x % 32; }
 FN u32 warp_uniform(u32 x, LINE) { return host_shuffle(x, 0, ~0u, line); }
 FN bool elect_one(LINE) { return host_elect(~0u, line); }
 FN void lanes_sync(u32 wg, LINE) { host_bar_sync(wg + 1, 128, line); }
+FN bool lanes_any(u32 wg, bool x, LINE) { return host_bar_red(wg + 1, 128, x, true, line); }
+FN bool lanes_all(u32 wg, bool x, LINE) { return host_bar_red(wg + 1, 128, x, false, line); }
+FN void warp_sync(LINE) { host_warp_sync(~0u, line); }
 FN void block_sync(LINE) { host_bar_sync(0, 0, line); }
 FN void cluster_sync(LINE) { host_cluster_sync(line); }
+FN u32 cluster_rank() { return host_cluster_rank(); }
+FN void grid_wait() {}
+FN void grid_launch_dependents() {}
+FN i32 next_tile(u32 *counter, LINE) { return (i32)host_atomic_add(counter, 1, line); }
+FN void counters_done(u32 *counters, u32 n, u32 callers, LINE) {
+  if (host_atomic_add(counters + n, 1, line) != callers - 1) return;
+  for (u32 k = 0; k <= n; k++) counters[k] = 0;
+}
 FN i32 cluster_index_x() { return (i32)host_self->cluster_index.x; }
 FN i32 cluster_index_y() { return (i32)host_self->cluster_index.y; }
 FN i32 cluster_index_z() { return (i32)host_self->cluster_index.z; }
@@ -375,16 +411,20 @@ FN void registers_down(LINE) {
 
 FN void barrier_init(u32 b, u32 count, LINE) { host_mbarrier_init(b, count, line); }
 FN void barrier_init_fence(LINE) { host_mbarrier_init_fence(line); }
-FN void barrier_wait(u32 b, u32 parity, LINE) { host_mbarrier_wait(b, parity, line); }
+FN void barrier_wait(u32 b, u32 parity, LINE) { host_mbarrier_wait(b, parity, false, line); }
+FN void barrier_wait_cluster(u32 b, u32 parity, LINE) {
+  host_mbarrier_wait(b, parity, true, line);
+}
 FN void barrier_arrive(u32 b, LINE) { host_mbarrier_arrive(b, 1, line); }
-FN void barrier_arrive_n(u32 b, u32 n, LINE) { host_mbarrier_arrive(b, n, line); }
+FN void barrier_arrive_remote(u32 b, u32 block, LINE) {
+  host_mbarrier_arrive_remote(b, block, false, line);
+}
+FN void barrier_arrive_release(u32 b, u32 block, LINE) {
+  host_mbarrier_arrive_remote(b, block, true, line);
+}
 FN void barrier_arrive_tx(u32 b, u32 bytes, LINE) {
   host_mbarrier_expect(b, bytes, line);
   host_mbarrier_arrive(b, 1, line);
-}
-FN void barrier_arrive_n_tx(u32 b, u32 n, u32 bytes, LINE) {
-  host_mbarrier_expect(b, bytes, line);
-  host_mbarrier_arrive(b, n, line);
 }
 
 FN void tensor_map_prefetch(const TensorMap *m, LINE) { host_prefetch(m, line); }
@@ -392,6 +432,11 @@ FN void tensor_map_prefetch(const TensorMap *m, LINE) { host_prefetch(m, line); 
   FN void tma_load_##rank##d(u32 dst, const TensorMap *m, u32 barrier, parameters, LINE) { \
     const i32 c[] = {__VA_ARGS__};                                                         \
     host_tma_load(dst, m, barrier, c, rank, line);                                         \
+  }                                                                                        \
+  FN void tma_multicast_##rank##d(u32 dst, const TensorMap *m, u32 barrier, u32 mask,      \
+                                  parameters, LINE) {                                      \
+    const i32 c[] = {__VA_ARGS__};                                                         \
+    host_tma_multicast(dst, m, barrier, mask, c, rank, line);                              \
   }                                                                                        \
   FN void tma_store_##rank##d(const TensorMap *m, u32 src, parameters, LINE) {             \
     const i32 c[] = {__VA_ARGS__};                                                         \
@@ -439,13 +484,23 @@ FN u32 wgmma_address(u32 a, u32 leading) {
 #define HOST_WGMMA_SMEM(N, d, half, in, is_bf16, ka, ta, kb, tb)                              \
   FN void wgmma_m64n##N##k16_##d##_##in##_##ka##kb(HostRegister_##d *r, u32 a, u32 ah, u32 b, \
                                                    u32 bh, LINE) {                            \
-    const HostWgmma w = {r, 0, a, ah, b, bh, N, half, is_bf16, ta, tb};                       \
+    const HostWgmma w = {r, 0, a, ah, b, bh, N, half, is_bf16, ta, tb, false};                \
+    host_wgmma(&w, line);                                                                     \
+  }                                                                                           \
+  FN void wgmma_m64n##N##k16_##d##_##in##_##ka##kb##_fresh(HostRegister_##d *r, u32 a,        \
+                                                           u32 ah, u32 b, u32 bh, LINE) {     \
+    const HostWgmma w = {r, 0, a, ah, b, bh, N, half, is_bf16, ta, tb, true};                 \
     host_wgmma(&w, line);                                                                     \
   }
 #define HOST_WGMMA_REGS(N, d, half, in, is_bf16, kb, tb)                                          \
   FN void wgmma_m64n##N##k16_##d##_##in##_r##kb(HostRegister_##d *r, const u32 *a, u32 b, u32 bh, \
                                                 LINE) {                                           \
-    const HostWgmma w = {r, a, 0, 0, b, bh, N, half, is_bf16, false, tb};                         \
+    const HostWgmma w = {r, a, 0, 0, b, bh, N, half, is_bf16, false, tb, false};                  \
+    host_wgmma(&w, line);                                                                         \
+  }                                                                                               \
+  FN void wgmma_m64n##N##k16_##d##_##in##_r##kb##_fresh(HostRegister_##d *r, const u32 *a, u32 b, \
+                                                        u32 bh, LINE) {                           \
+    const HostWgmma w = {r, a, 0, 0, b, bh, N, half, is_bf16, false, tb, true};                   \
     host_wgmma(&w, line);                                                                         \
   }
 #define HOST_WGMMA_TYPE(N, d, half, in, is_bf16)               \
@@ -461,7 +516,8 @@ FN u32 wgmma_address(u32 a, u32 leading) {
   HOST_WGMMA_TYPE(N, f16, true, f16, false)
 #define HOST_PIN(N)                                               \
   FN void pin_f32_##N(f32 *d, LINE) { host_pin(d, N * 4, line); } \
-  FN void pin_u32_##N(u32 *d, LINE) { host_pin(d, N * 4, line); }
+  FN void pin_u32_##N(u32 *d, LINE) { host_pin(d, N * 4, line); } \
+  FN void pin_i32_##N(i32 *d, LINE) { host_pin(d, N * 4, line); }
 typedef f32 HostRegister_f32;
 typedef u32 HostRegister_f16;
 
@@ -472,13 +528,25 @@ HOST_WGMMA(104) HOST_WGMMA(112) HOST_WGMMA(120) HOST_WGMMA(128) HOST_WGMMA(136) 
 HOST_WGMMA(152) HOST_WGMMA(160) HOST_WGMMA(168) HOST_WGMMA(176) HOST_WGMMA(184) HOST_WGMMA(192)
 HOST_WGMMA(200) HOST_WGMMA(208) HOST_WGMMA(216) HOST_WGMMA(224) HOST_WGMMA(232) HOST_WGMMA(240)
 HOST_WGMMA(248) HOST_WGMMA(256)
-HOST_PIN(2) HOST_PIN(4) HOST_PIN(6) HOST_PIN(8) HOST_PIN(10) HOST_PIN(12) HOST_PIN(14) HOST_PIN(16)
-HOST_PIN(18) HOST_PIN(20) HOST_PIN(22) HOST_PIN(24) HOST_PIN(26) HOST_PIN(28) HOST_PIN(30)
-HOST_PIN(32) HOST_PIN(34) HOST_PIN(36) HOST_PIN(38) HOST_PIN(40) HOST_PIN(42) HOST_PIN(44)
-HOST_PIN(46) HOST_PIN(48) HOST_PIN(50) HOST_PIN(52) HOST_PIN(54) HOST_PIN(56) HOST_PIN(58)
-HOST_PIN(60) HOST_PIN(62) HOST_PIN(64) HOST_PIN(68) HOST_PIN(72) HOST_PIN(76) HOST_PIN(80)
-HOST_PIN(84) HOST_PIN(88) HOST_PIN(92) HOST_PIN(96) HOST_PIN(100) HOST_PIN(104) HOST_PIN(108)
-HOST_PIN(112) HOST_PIN(116) HOST_PIN(120) HOST_PIN(124) HOST_PIN(128)
+HOST_PIN(1) HOST_PIN(2) HOST_PIN(3) HOST_PIN(4) HOST_PIN(5) HOST_PIN(6) HOST_PIN(7) HOST_PIN(8)
+HOST_PIN(9) HOST_PIN(10) HOST_PIN(11) HOST_PIN(12) HOST_PIN(13) HOST_PIN(14) HOST_PIN(15)
+HOST_PIN(16) HOST_PIN(17) HOST_PIN(18) HOST_PIN(19) HOST_PIN(20) HOST_PIN(21) HOST_PIN(22)
+HOST_PIN(23) HOST_PIN(24) HOST_PIN(25) HOST_PIN(26) HOST_PIN(27) HOST_PIN(28) HOST_PIN(29)
+HOST_PIN(30) HOST_PIN(31) HOST_PIN(32) HOST_PIN(33) HOST_PIN(34) HOST_PIN(35) HOST_PIN(36)
+HOST_PIN(37) HOST_PIN(38) HOST_PIN(39) HOST_PIN(40) HOST_PIN(41) HOST_PIN(42) HOST_PIN(43)
+HOST_PIN(44) HOST_PIN(45) HOST_PIN(46) HOST_PIN(47) HOST_PIN(48) HOST_PIN(49) HOST_PIN(50)
+HOST_PIN(51) HOST_PIN(52) HOST_PIN(53) HOST_PIN(54) HOST_PIN(55) HOST_PIN(56) HOST_PIN(57)
+HOST_PIN(58) HOST_PIN(59) HOST_PIN(60) HOST_PIN(61) HOST_PIN(62) HOST_PIN(63) HOST_PIN(64)
+HOST_PIN(65) HOST_PIN(66) HOST_PIN(67) HOST_PIN(68) HOST_PIN(69) HOST_PIN(70) HOST_PIN(71)
+HOST_PIN(72) HOST_PIN(73) HOST_PIN(74) HOST_PIN(75) HOST_PIN(76) HOST_PIN(77) HOST_PIN(78)
+HOST_PIN(79) HOST_PIN(80) HOST_PIN(81) HOST_PIN(82) HOST_PIN(83) HOST_PIN(84) HOST_PIN(85)
+HOST_PIN(86) HOST_PIN(87) HOST_PIN(88) HOST_PIN(89) HOST_PIN(90) HOST_PIN(91) HOST_PIN(92)
+HOST_PIN(93) HOST_PIN(94) HOST_PIN(95) HOST_PIN(96) HOST_PIN(97) HOST_PIN(98) HOST_PIN(99)
+HOST_PIN(100) HOST_PIN(101) HOST_PIN(102) HOST_PIN(103) HOST_PIN(104) HOST_PIN(105) HOST_PIN(106)
+HOST_PIN(107) HOST_PIN(108) HOST_PIN(109) HOST_PIN(110) HOST_PIN(111) HOST_PIN(112) HOST_PIN(113)
+HOST_PIN(114) HOST_PIN(115) HOST_PIN(116) HOST_PIN(117) HOST_PIN(118) HOST_PIN(119) HOST_PIN(120)
+HOST_PIN(121) HOST_PIN(122) HOST_PIN(123) HOST_PIN(124) HOST_PIN(125) HOST_PIN(126) HOST_PIN(127)
+HOST_PIN(128)
     /* clang-format on */
 
     /* ---- launch --------------------------------------------------------------------------------

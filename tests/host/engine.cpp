@@ -38,6 +38,8 @@ extern "C" void host_mbarrier_init(u32 a, u32 count, int line) {
   x.init_at = t->clock.seen[t->rank];
   x.gathered.resize(m.n_clock, 0);
   x.passed.resize(m.n_clock, 0);
+  x.far.resize(m.n_clock, 0);
+  x.far_passed.resize(m.n_clock, 0);
   x.agent = host_new_agent();
 }
 
@@ -49,17 +51,31 @@ extern "C" void host_mbarrier_init_fence(int line) {
     if (x.second.init_by == t->rank) x.second.fenced = true;
 }
 
-static Mbarrier &mbarrier_at(u32 a, const char *what, int line, u32 *offset) {
+static Block &block_of(u32 rank, const char *what, int line) {
+  if (rank >= m.blocks.size())
+    host_fail(line, "%s: block %u of a cluster of %zu", what, rank, m.blocks.size());
+  return m.blocks[rank];
+}
+
+/* `a` is an address of this thread's block; the mbarrier is at the same place of block `b`. */
+static Mbarrier &mbarrier_of(Block &b, u32 a, const char *what, int line, u32 *offset) {
   Thread *t = m.self;
-  Block &b = *t->block;
-  *offset = (u32)shared_offset(b, a, 8, 8, what, line);
+  *offset = (u32)shared_offset(*t->block, a, 8, 8, what, line);
   t->line = line;
   const auto found = b.mbarriers.find(*offset);
   if (found == b.mbarriers.end()) host_fail(line, "%s: no mbarrier is at byte %u", what, *offset);
   Mbarrier &x = found->second;
+  if (&b != t->block && !x.published)
+    host_fail(line, "%s: no barrier of the cluster stands behind mbarrier.init in line %d", what,
+              x.init_line);
+  if (&b != t->block && !b.alive) host_fail(line, "%s: the other block has ended", what);
   if (!x.published && t->clock.seen[x.init_by] < x.init_at)
     host_fail(line, "%s is not ordered behind mbarrier.init in line %d", what, x.init_line);
   return x;
+}
+
+static Mbarrier &mbarrier_at(u32 a, const char *what, int line, u32 *offset) {
+  return mbarrier_of(*m.self->block, a, what, line, offset);
 }
 
 static void complete_if_done(Mbarrier &x) {
@@ -73,6 +89,7 @@ static void complete_if_done(Mbarrier &x) {
   x.phase++;
   x.pending = x.expected;
   x.passed.join(x.gathered);
+  x.far_passed.join(x.far);
   x.passed.seen[x.agent] = host_when(x.phase);
   for (Thread *t : x.waiters) host_wake(t);
   x.waiters.clear();
@@ -87,21 +104,41 @@ extern "C" void host_mbarrier_expect(u32 a, u32 bytes, int line) {
     host_fail(line, "mbarrier.expect_tx: %lld bytes overflow the tx-count", x.tx);
 }
 
-extern "C" void host_mbarrier_arrive(u32 a, u32 n, int line) {
-  u32 at;
-  Mbarrier &x = mbarrier_at(a, "mbarrier.arrive", line, &at);
-  Thread *t = m.self;
+static void arrived(Block &b, Mbarrier &x, u32 at, u32 n, int line) {
   if (!n || n > MAX_COUNT) host_fail(line, "mbarrier.arrive with a count of %u", n);
   if (n > x.pending)
-    host_fail(line, "%u arrivals, and %s expects no more", n, host_place_of(*t->block, at).c_str());
-  x.gathered.join(t->clock);
-  host_release(t);
+    host_fail(line, "%u arrivals, and %s expects no more", n, host_place_of(b, at).c_str());
+  host_release(m.self);
   x.pending -= n;
   complete_if_done(x);
   host_yield();
 }
 
-extern "C" void host_mbarrier_wait(u32 a, u32 parity, int line) {
+extern "C" void host_mbarrier_arrive(u32 a, u32 n, int line) {
+  u32 at;
+  Mbarrier &x = mbarrier_at(a, "mbarrier.arrive", line, &at);
+  x.gathered.join(m.self->clock);
+  arrived(*m.self->block, x, at, n, line);
+}
+
+/* What engines have done is done for everyone. What threads did is ordered for another block by a
+ * release with the scope of the cluster alone. */
+extern "C" void host_mbarrier_arrive_remote(u32 a, u32 rank, bool release, int line) {
+  u32 at;
+  Thread *t = m.self;
+  Block &b = block_of(rank, "mbarrier.arrive", line);
+  Mbarrier &x = mbarrier_of(b, a, "mbarrier.arrive", line, &at);
+  if (&b == t->block) {
+    x.gathered.join(t->clock);
+  } else {
+    for (u32 k = m.n_clock - MAX_ENGINES; k < m.n_clock; k++)
+      if (x.gathered.seen[k] < t->clock.seen[k]) x.gathered.seen[k] = t->clock.seen[k];
+    if (release) x.far.join(t->clock);
+  }
+  arrived(b, x, at, 1, line);
+}
+
+extern "C" void host_mbarrier_wait(u32 a, u32 parity, bool cluster, int line) {
   u32 at;
   Mbarrier &x = mbarrier_at(a, "mbarrier.try_wait", line, &at);
   Thread *t = m.self;
@@ -112,13 +149,14 @@ extern "C" void host_mbarrier_wait(u32 a, u32 parity, int line) {
   }
   if (x.copied && x.phase == x.copied_phase + 1) x.awaited = true;
   t->clock.join(x.passed);
+  if (cluster) t->clock.join(x.far_passed);
   host_yield();
 }
 
 static void complete_bytes(Block &b, u32 at, u32 bytes, int line) {
   Mbarrier &x = b.mbarriers.at(at);
   x.tx -= bytes;
-  if (x.tx < 0)
+  if (x.tx < 0 && !x.shared)
     host_fail(line, "%u bytes arrived, and that is more than expected: %s", bytes,
               host_place_of(b, at).c_str());
   complete_if_done(x);
@@ -314,6 +352,27 @@ extern "C" void host_tma_load(u32 dst, const TensorMap *map, u32 barrier, const 
   issue_load(copy, barrier, line);
 }
 
+/* One load for each block, which all write at the same place. */
+extern "C" void host_tma_multicast(u32 dst, const TensorMap *map, u32 barrier, u32 mask,
+                                   const i32 *c, u32 rank, int line) {
+  Thread *t = m.self;
+  check_map(map, dst, c, rank, line);
+  if (!mask || mask >> m.blocks.size())
+    host_fail(line, "multicast to blocks 0x%x of a cluster of %zu", mask, m.blocks.size());
+  host_release(t);
+  for (u32 k = 0; k < m.blocks.size(); k++) {
+    if (!(mask >> k & 1)) continue;
+    std::shared_ptr<Copy> copy = new_copy(false, line);
+    Block &b = m.blocks[k];
+    copy->block = &b;
+    add_box(*copy, map, dst - t->block->shared.base + b.shared.base, c);
+    Mbarrier &x = mbarrier_of(b, barrier, "a multicast load", line, &copy->barrier);
+    x.shared = true;
+    host_issue(copy);
+  }
+  host_yield();
+}
+
 extern "C" void host_tma_store(const TensorMap *map, u32 src, const i32 *c, u32 rank, int line) {
   check_map(map, src, c, rank, line);
   std::shared_ptr<Copy> copy = new_copy(true, line);
@@ -444,6 +503,7 @@ void Product::gather(u32 low, u32 high, bool transposed, u32 first, u32 count, f
 /* Register i of lane l: row l / 4 (+ 8 if i / 2 is odd), column i / 4 * 8 + l % 4 * 2 + i % 2. */
 void Product::multiply() {
   f32 a[16 * 16], b[16 * 256], sum[16 * 256];
+  if (w.fresh) std::fill(flight->value.begin(), flight->value.end(), 0);
   const u32 n = w.n, row = (u32)(warp - &block->warps[0]) % 4 * 16;
   if (w.a) {
     for (u32 l = 0; l < 32; l++)
@@ -525,7 +585,7 @@ static std::shared_ptr<Flight> flight_of(Warp &w, const HostWgmma *first, int li
   f->value.resize(32 * words);
   for (u32 l = 0; l < 32; l++) {
     f->registers[l] = ((const HostWgmma *)w.request[l]->p)->d;
-    check_fenced(w.lane[l], f->registers[l], words * 4, "the accumulator", line);
+    if (!first->fresh) check_fenced(w.lane[l], f->registers[l], words * 4, "the accumulator", line);
     memcpy(&f->value[l * words], f->registers[l], words * 4);
     for (u32 k = 0; k < words; k++) ((u32 *)f->registers[l])[k] = POISON;
   }
@@ -589,8 +649,12 @@ extern "C" void host_wgmma_fence(int line) {
 static void commit(Warp &w) {
   host_same(w, "wgmma.commit_group", w.request[0]->line);
   w.groups++;
+  w.last.push_back(host_when(w.count));
   for (auto &p : w.products)
     if (!((Product *)p.get())->group) ((Product *)p.get())->group = w.groups;
+  Warpgroup &g = w.block->warpgroups[(size_t)(&w - &w.block->warps[0]) / 4];
+  for (Thread *t : g.waiters) host_wake(t);
+  g.waiters.clear();
 }
 
 extern "C" void host_wgmma_commit(int line) {
@@ -609,10 +673,36 @@ static void hand_back(Warp &w, Flight &f, int line) {
   w.needs_fence = true;
 }
 
+/* A product is one of the whole warpgroup: it is complete for a warp when it is for all four. */
+static bool committed_by_all(Warp &w, u32 last) {
+  Warp *first = &w.block->warps[(size_t)(&w - &w.block->warps[0]) / 4 * 4];
+  for (Warp *o = first; last && o < first + 4; o++)
+    if (o->groups < last) return false;
+  return true;
+}
+
+static bool complete_in_others(Warp &w, u32 last) {
+  Warp *first = &w.block->warps[(size_t)(&w - &w.block->warps[0]) / 4 * 4];
+  if (!committed_by_all(w, last)) return false;
+  for (Warp *o = first; last && o < first + 4; o++) {
+    const std::vector<std::shared_ptr<Operation>> products = o->products;
+    for (auto &op : products)
+      if (((Product *)op.get())->group && ((Product *)op.get())->group <= last)
+        host_finish(op.get());
+    for (u32 l = 0; l < 32 && o->agent; l++)
+      if (w.lane[l]->clock.seen[o->agent] < o->last[last - 1])
+        w.lane[l]->clock.seen[o->agent] = o->last[last - 1];
+  }
+  return true;
+}
+
 static void retire(Warp &w) {
   const u32 n = w.request[0]->a, line = (u32)w.request[0]->line;
   const u32 last = w.groups > n ? w.groups - n : 0;
   size_t count = 0;
+  const bool done = complete_in_others(w, last);
+  for (u32 l = 0; l < 32; l++) w.request[l]->result = done;
+  if (!done) return;
   host_same(w, "wgmma.wait_group", (int)line);
   for (auto &op : w.products) {
     Product *p = (Product *)op.get();
@@ -638,7 +728,15 @@ static void retire(Warp &w) {
 
 extern "C" void host_wgmma_wait(u32 n, int line) {
   Request r = {"wgmma.wait_group", line, ~0u, n, 0, nullptr, 0};
-  host_meet(&r, retire);
+  Block &b = *m.self->block;
+  for (;;) {
+    host_meet(&r, retire);
+    if (r.result) return;
+    Warp &w = *m.self->warp;
+    if (committed_by_all(w, w.groups > n ? w.groups - n : 0)) continue; /* since the lanes met */
+    b.warpgroups[m.self->number / 128].waiters.push_back(m.self);
+    host_sleep("products that other warps of the warpgroup have not issued");
+  }
 }
 
 extern "C" void host_pin(const void *registers, u32 bytes, int line) {

@@ -414,7 +414,8 @@ static void check_warps(const NamedBarrier &b, u32 id, int line) {
                 w.first->lane[0]->number / 32);
 }
 
-extern "C" void host_bar_sync(u32 id, u32 threads, int line) {
+/* What all of them vote is in t->any and t->all behind it. */
+static void bar(u32 id, u32 threads, bool vote, int line) {
   Thread *t = m.self;
   Block &block = *t->block;
   t->line = line;
@@ -430,6 +431,8 @@ extern "C" void host_bar_sync(u32 id, u32 threads, int line) {
     host_fail(line, "bar.sync %u is for %u threads here and for %u in line %d", id, threads,
               b.expected, b.line);
   }
+  b.any |= vote;
+  b.all &= vote;
   b.arrived.push_back(t);
   if (b.arrived.size() < threads) {
     host_sleep("bar.sync %u, where %u threads meet", id, threads);
@@ -439,9 +442,35 @@ extern "C" void host_bar_sync(u32 id, u32 threads, int line) {
   std::vector<Thread *> all;
   all.swap(b.arrived);
   pass(all);
-  for (Thread *o : all)
+  for (Thread *o : all) {
+    o->any = b.any;
+    o->all = b.all;
     if (o != t) host_wake(o);
+  }
+  b.any = 0;
+  b.all = 1;
 }
+
+extern "C" void host_bar_sync(u32 id, u32 threads, int line) { bar(id, threads, false, line); }
+
+extern "C" bool host_bar_red(u32 id, u32 threads, bool x, bool any, int line) {
+  bar(id, threads, x, line);
+  return any ? m.self->any : m.self->all;
+}
+
+static void meet_lanes(Warp &w) {
+  std::vector<Thread *> all;
+  for (u32 k = 0; k < 32; k++)
+    if (w.arrived >> k & 1) all.push_back(w.lane[k]);
+  pass(all);
+}
+
+extern "C" void host_warp_sync(u32 mask, int line) {
+  Request r = {"bar.warp.sync", line, mask, 0, 0, nullptr, 0};
+  host_meet(&r, meet_lanes);
+}
+
+extern "C" u32 host_cluster_rank() { return m.self->rank / m.block_threads; }
 
 /* arrive.relaxed, wait.acquire: no memory is ordered but mbarriers behind their fence */
 extern "C" void host_cluster_sync(int line) {
@@ -480,7 +509,7 @@ static void make_thread(Block &b, u32 k, u32 rank) {
   t.done = false;
   t.groups.clear();
   t.reads = t.writes = 0;
-  t.stores = 0;
+  t.stores = t.any = t.all = 0;
   t.fenced_stack.clear();
   t.clock.resize(m.n_clock, m.clock);
   t.clock.seen[rank] = m.clock + 1;

@@ -107,6 +107,8 @@ struct Mbarrier {
   u32 init_at;
   bool fenced, published, has_bytes;
   Clock gathered, passed; /* of arrivals; of phases that are complete */
+  Clock far, far_passed;  /* the same of releases by other blocks: for waits with cluster scope */
+  bool shared;            /* bytes also come from other blocks, and then before they are expected */
   u16 agent;
   bool copied, awaited; /* bytes arrived in the phase before this one; somebody waited for it */
   u64 copied_phase;
@@ -114,7 +116,7 @@ struct Mbarrier {
 };
 
 struct NamedBarrier {
-  u32 expected = 0;
+  u32 expected = 0, any = 0, all = 1; /* of what the threads vote */
   int line;
   std::vector<Thread *> arrived;
 };
@@ -140,6 +142,7 @@ struct Thread : HostThread {
   std::vector<BulkGroup> groups;
   u16 reads, writes; /* agents of its bulk stores, 0: none yet */
   u32 stores;
+  u32 any, all;                 /* what the last bar.red found */
   std::vector<u8> fenced_stack; /* as it was at the last wgmma.fence: registers live there */
 };
 
@@ -170,11 +173,13 @@ struct Warp {
   std::vector<std::shared_ptr<Flight>> flights;
   std::vector<std::shared_ptr<Operation>> products; /* nobody waited for them yet, in order */
   u32 groups, count;                                /* committed; products */
+  std::vector<u32> last;                            /* per group: clock of its last product */
   u16 agent;                                        /* 0: none yet */
 };
 
 struct Warpgroup {
   std::vector<std::string> issued; /* all its warps must execute these */
+  std::vector<Thread *> waiters;   /* for groups that other warps have not committed */
 };
 
 struct Block {

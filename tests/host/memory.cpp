@@ -308,6 +308,38 @@ extern "C" void host_store_shared(u32 a, const void *s, u32 bytes, int line) {
   thread_writes(m.self->block->shared, at, s, bytes, line);
 }
 
+/* ---- other blocks of the cluster ------------------------------------------------------------ */
+
+/* Addresses of the window of the cluster have the number of the block, plus one, in the top byte.
+ */
+extern "C" u32 host_peer_offset(u32 rank, int line) {
+  if (rank >= m.blocks.size())
+    host_fail(line, "mapa: block %u of a cluster of %zu", rank, m.blocks.size());
+  return m.blocks[rank].shared.base + ((rank + 1) << 24) - m.self->block->shared.base;
+}
+
+static Block &peer(u32 a, const char *what, int line) {
+  const u32 rank = (a >> 24) - 1;
+  if (rank >= m.blocks.size()) host_fail(line, "%s at 0x%x, in no block", what, a);
+  if (!m.blocks[rank].alive) host_fail(line, "%s: the other block has ended", what);
+  return m.blocks[rank];
+}
+
+extern "C" void host_load_cluster(void *d, u32 a, u32 bytes, int line) {
+  Block &b = peer(a, "ld.shared::cluster", line);
+  const size_t at = shared_offset(b, a & 0xffffff, bytes, bytes, "ld.shared::cluster", line);
+  m.self->line = line;
+  thread_reads(b.shared, at, bytes, line);
+  memcpy(d, b.shared.bytes + at, bytes);
+}
+
+extern "C" void host_store_cluster(u32 a, const void *s, u32 bytes, int line) {
+  Block &b = peer(a, "st.shared::cluster", line);
+  const size_t at = shared_offset(b, a & 0xffffff, bytes, bytes, "st.shared::cluster", line);
+  m.self->line = line;
+  thread_writes(b.shared, at, s, bytes, line);
+}
+
 extern "C" void host_load_global(void *d, const void *p, u32 bytes, int line) {
   size_t at;
   m.self->line = line;
@@ -322,6 +354,16 @@ extern "C" void host_store_global(void *p, const void *s, u32 bytes, int line) {
   Region &r = global_region(p, bytes, bytes, "st.global", line, &at);
   if (r.read_only) host_fail(line, "st.global to an operand");
   thread_writes(r, at, s, bytes, line);
+}
+
+/* relaxed */
+extern "C" u32 host_atomic_add(u32 *p, u32 x, int line) {
+  size_t at;
+  const u32 old = *p;
+  m.self->line = line;
+  global_region(p, 4, 4, "atom.global", line, &at);
+  *p = old + x;
+  return old;
 }
 
 /* ---- ldmatrix, stmatrix -------------------------------------------------------------------- */

@@ -198,7 +198,8 @@ def run_program(text, info, args, outs, seed=0):
     aligns = [p[2] for p in info["params"]]
     for k, j in enumerate(same):
         aligns[j] = max(aligns[j], aligns[k])
-    memory = Memory([x.nbytes for x in arrays], aligns)
+    words = 4 * (info.get("counters", 0) + 1)
+    memory = Memory([*(x.nbytes for x in arrays), words], [*aligns, 16])
     try:
         return launch(text, info, library, arrays, same, len(args), memory, seed)
     finally:
@@ -209,13 +210,15 @@ def launch(text, info, library, arrays, same, n_args, memory, seed):
     for k, x in enumerate(arrays):
         memory.bytes_of(k, x.nbytes)[:] = raw(x) if k < n_args else 0xA5
     first = sorted(set(same))
-    buffers = (Buffer * max(len(first), 1))()
+    words = memory.bytes_of(len(arrays), 4 * (info.get("counters", 0) + 1))
+    buffers = (Buffer * (len(first) + 1))()
+    buffers[len(first)] = Buffer(memory.at[len(arrays)], words.size, 0, 1)
     for k, j in enumerate(first):
         written = j >= n_args or j in same[n_args:]
         buffers[k] = Buffer(memory.at[j], arrays[j].nbytes, not written, j < n_args)
     keep = []
     for kind, param, index in info["args"]:
-        at = memory.at[same[param]]
+        at = memory.at[same[param] if param >= 0 else -1]
         if kind == "tensor_map":
             keep.append(tensor_map(info["maps"][index], at, arrays[param].itemsize))
         else:
@@ -230,7 +233,7 @@ def launch(text, info, library, arrays, same, n_args, memory, seed):
         ctypes.c_uint32(info["block"]),
         ctypes.c_uint32(info["smem_bytes"]),
         buffers,
-        ctypes.c_uint32(len(first)),
+        ctypes.c_uint32(len(buffers)),
         pointers,
         ctypes.c_uint64(seed),
         error,
@@ -244,6 +247,10 @@ def launch(text, info, library, arrays, same, n_args, memory, seed):
         what = error.value.decode(errors="replace")
         where = describe(text, line.value)
         raise HostError(f"{info['entry']}, seed {seed}: {what}{where}\n{printed}")
+    if words.any():
+        raise HostError(
+            f"{info['entry']}, seed {seed}: the counters are left at {words.view('u4')}"
+        )
     for k in range(n_args, len(arrays)):
         raw(arrays[k])[:] = memory.bytes_of(same[k], arrays[k].nbytes)
     return printed

@@ -21,11 +21,6 @@ FN void barrier_arrive(u32 b) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(b) : "memory");
 }
 
-//! barrier_arrive_n
-FN void barrier_arrive_n(u32 b, u32 n) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" :: "r"(b), "r"(n) : "memory");
-}
-
 //! barrier_arrive_tx
 // one arrival, and the phase also needs this many bytes from TMA
 FN void barrier_arrive_tx(u32 b, u32 bytes) {
@@ -33,9 +28,26 @@ FN void barrier_arrive_tx(u32 b, u32 bytes) {
                :: "r"(b), "r"(bytes) : "memory");
 }
 
-//! barrier_arrive_n_tx
-FN void barrier_arrive_n_tx(u32 b, u32 n, u32 bytes) {
-  asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;"
-               :: "r"(b), "r"(bytes) : "memory");
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" :: "r"(b), "r"(n) : "memory");
+//! barrier_wait_cluster
+// the same, and what other blocks of the cluster wrote before they arrived is visible
+FN void barrier_wait_cluster(u32 b, u32 parity) {
+  asm volatile("{ .reg .pred p;\n"
+               "W: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%0], %1;\n"
+               "@p bra D;\nbra W;\nD: }" :: "r"(b), "r"(parity) : "memory");
+}
+
+//! barrier_arrive_remote
+// at the barrier of a block of the cluster, this one or another. It orders no ordinary accesses of
+// other blocks: spelled .release.cluster, ptxas puts a fence of all memory before it.
+FN void barrier_arrive_remote(u32 b, u32 block) {
+  asm volatile("{ .reg .b32 r;\nmapa.shared::cluster.u32 r, %0, %1;\n"
+               "mbarrier.arrive.shared::cluster.b64 _, [r]; }" :: "r"(b), "r"(block) : "memory");
+}
+
+//! barrier_arrive_release
+// the same, and all lanes' writes so far are visible to who waits
+FN void barrier_arrive_release(u32 b, u32 block) {
+  asm volatile("{ .reg .b32 r;\nmapa.shared::cluster.u32 r, %0, %1;\n"
+               "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [r]; }"
+               :: "r"(b), "r"(block) : "memory");
 }

@@ -74,6 +74,54 @@ template <typename T, int N> FN void st_shared(u32 a, const T* s) {
   }
 }
 
+//! peer_offset
+// from an address of shared memory to the same one in another block of the cluster
+FN u32 peer_offset(u32 block) {
+  u32 r; asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(r) : "r"(shared_base()), "r"(block));
+  return r - shared_base();
+}
+
+//! ld_cluster
+// of shared memory of any block of the cluster
+template <typename T, int N> FN void ld_cluster(T* d, u32 a) {
+  constexpr int bytes = N * (int)sizeof(T);
+  u32 w[4];
+  if constexpr (bytes == 16) {
+    asm volatile("ld.shared::cluster.v4.b32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3]) : "r"(a) : "memory");
+  } else if constexpr (bytes == 8) {
+    asm volatile("ld.shared::cluster.v2.b32 {%0,%1}, [%2];"
+                 : "=r"(w[0]), "=r"(w[1]) : "r"(a) : "memory");
+  } else if constexpr (bytes == 4) {
+    asm volatile("ld.shared::cluster.b32 %0, [%1];" : "=r"(w[0]) : "r"(a) : "memory");
+  } else if constexpr (bytes == 2) {
+    asm volatile("ld.shared::cluster.u16 %0, [%1];" : "=r"(w[0]) : "r"(a) : "memory");
+  } else {
+    asm volatile("ld.shared::cluster.u8 %0, [%1];" : "=r"(w[0]) : "r"(a) : "memory");
+  }
+  unpack<T, N>(d, w);
+}
+
+//! st_cluster
+template <typename T, int N> FN void st_cluster(u32 a, const T* s) {
+  constexpr int bytes = N * (int)sizeof(T);
+  u32 w[4];
+  pack<T, N>(w, s);
+  if constexpr (bytes == 16) {
+    asm volatile("st.shared::cluster.v4.b32 [%0], {%1,%2,%3,%4};"
+                 :: "r"(a), "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3]) : "memory");
+  } else if constexpr (bytes == 8) {
+    asm volatile("st.shared::cluster.v2.b32 [%0], {%1,%2};"
+                 :: "r"(a), "r"(w[0]), "r"(w[1]) : "memory");
+  } else if constexpr (bytes == 4) {
+    asm volatile("st.shared::cluster.b32 [%0], %1;" :: "r"(a), "r"(w[0]) : "memory");
+  } else if constexpr (bytes == 2) {
+    asm volatile("st.shared::cluster.b16 [%0], %1;" :: "r"(a), "h"((u16)w[0]) : "memory");
+  } else {
+    asm volatile("st.shared::cluster.b8 [%0], %1;" :: "r"(a), "r"(w[0]) : "memory");
+  }
+}
+
 //! ld_global
 template <typename T, int N> FN void ld_global(T* d, const T* a) {
   constexpr int bytes = N * (int)sizeof(T);

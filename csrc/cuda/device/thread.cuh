@@ -17,6 +17,9 @@ FN bool elect_one() {
 // all 128 lanes of warpgroup wg
 FN void lanes_sync(u32 wg) { asm volatile("bar.sync %0, 128;" :: "r"(wg + 1) : "memory"); }
 
+//! warp_sync
+FN void warp_sync() { __syncwarp(); }
+
 //! block_sync
 FN void block_sync() { __syncthreads(); }
 
@@ -34,6 +37,26 @@ FN i32 cluster_index_y() { u32 r; asm("mov.u32 %0, %%cluster_ctaid.y;" : "=r"(r)
 //! cluster_index_z
 FN i32 cluster_index_z() { u32 r; asm("mov.u32 %0, %%cluster_ctaid.z;" : "=r"(r)); return (i32)r; }
 
+//! cluster_rank
+FN u32 cluster_rank() { u32 r; asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(r)); return r; }
+
+//! lanes_any
+// is x true in any of the 128 lanes of warpgroup wg? All of them meet.
+FN bool lanes_any(u32 wg, bool x) {
+  u32 r;
+  asm volatile("{ .reg .pred p, q;\nsetp.ne.u32 q, %1, 0;\nbar.red.or.pred p, %2, 128, q;\n"
+               "selp.u32 %0, 1, 0, p; }" : "=r"(r) : "r"((u32)x), "r"(wg + 1) : "memory");
+  return r != 0;
+}
+
+//! lanes_all
+FN bool lanes_all(u32 wg, bool x) {
+  u32 r;
+  asm volatile("{ .reg .pred p, q;\nsetp.ne.u32 q, %1, 0;\nbar.red.and.pred p, %2, 128, q;\n"
+               "selp.u32 %0, 1, 0, p; }" : "=r"(r) : "r"((u32)x), "r"(wg + 1) : "memory");
+  return r != 0;
+}
+
 //! shuffle_xor
 // x of the lane whose number differs in the bits of mask
 template <typename T> FN T shuffle_xor(T x, int mask) {
@@ -48,4 +71,31 @@ template <int N> FN void registers_up() {
 //! registers_down
 template <int N> FN void registers_down() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(N));
+}
+
+//! grid_wait
+// until the grids that this one depends on are finished and what they wrote is visible
+FN void grid_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
+//! grid_launch_dependents
+FN void grid_launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+
+//! next_tile
+// the count before, of all blocks
+FN i32 next_tile(u32* counter) {
+  u32 r;
+  asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], 1;" : "=r"(r) : "l"(counter) : "memory");
+  return (i32)r;
+}
+
+//! counters_done
+// The last of the callers sets the counters to zero, for the next launch. Behind the last of them
+// stands the count of those who are done.
+FN void counters_done(u32* counters, u32 n, u32 callers) {
+  u32 r;
+  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;"
+               : "=r"(r) : "l"(counters + n) : "memory");
+  if (r != callers - 1) return;
+  for (u32 k = 0; k <= n; k++)
+    asm volatile("st.global.u32 [%0], %1;" :: "l"(counters + k), "r"(0) : "memory");
 }

@@ -43,6 +43,50 @@ FN void tma_load_5d(u32 dst, const TensorMap* m, u32 barrier, i32 c0, i32 c1, i3
                : "memory");
 }
 
+//! tma_multicast_1d
+// to the same place in every block of the cluster whose bit is set in mask
+FN void tma_multicast_1d(u32 dst, const TensorMap* m, u32 barrier, u32 mask, i32 c0) {
+  asm volatile("cp.async.bulk.tensor.1d.shared::cluster.global.mbarrier::complete_tx::bytes"
+               ".multicast::cluster [%0], [%1, {%4}], [%2], %3;"
+               :: "r"(dst), "l"(m), "r"(barrier), "h"((u16)mask),
+                  "r"(c0) : "memory");
+}
+
+//! tma_multicast_2d
+FN void tma_multicast_2d(u32 dst, const TensorMap* m, u32 barrier, u32 mask, i32 c0, i32 c1) {
+  asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
+               ".multicast::cluster [%0], [%1, {%4,%5}], [%2], %3;"
+               :: "r"(dst), "l"(m), "r"(barrier), "h"((u16)mask),
+                  "r"(c0), "r"(c1) : "memory");
+}
+
+//! tma_multicast_3d
+FN void tma_multicast_3d(u32 dst, const TensorMap* m, u32 barrier, u32 mask,
+                        i32 c0, i32 c1, i32 c2) {
+  asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes"
+               ".multicast::cluster [%0], [%1, {%4,%5,%6}], [%2], %3;"
+               :: "r"(dst), "l"(m), "r"(barrier), "h"((u16)mask),
+                  "r"(c0), "r"(c1), "r"(c2) : "memory");
+}
+
+//! tma_multicast_4d
+FN void tma_multicast_4d(u32 dst, const TensorMap* m, u32 barrier, u32 mask,
+                        i32 c0, i32 c1, i32 c2, i32 c3) {
+  asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
+               ".multicast::cluster [%0], [%1, {%4,%5,%6,%7}], [%2], %3;"
+               :: "r"(dst), "l"(m), "r"(barrier), "h"((u16)mask),
+                  "r"(c0), "r"(c1), "r"(c2), "r"(c3) : "memory");
+}
+
+//! tma_multicast_5d
+FN void tma_multicast_5d(u32 dst, const TensorMap* m, u32 barrier, u32 mask,
+                        i32 c0, i32 c1, i32 c2, i32 c3, i32 c4) {
+  asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes"
+               ".multicast::cluster [%0], [%1, {%4,%5,%6,%7,%8}], [%2], %3;"
+               :: "r"(dst), "l"(m), "r"(barrier), "h"((u16)mask),
+                  "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4) : "memory");
+}
+
 //! tma_store_1d
 FN void tma_store_1d(const TensorMap* m, u32 src, i32 c0) {
   asm volatile("cp.async.bulk.tensor.1d.global.shared::cta.bulk_group [%0, {%2}], [%1];"

@@ -1,0 +1,371 @@
+/* Regions that one lane runs alone.
+ *
+ * Copies are issued by one elected lane of warp 0. Where a whole run of ops of a block needs no more
+ * than that lane (copies by engines, waits and arrivals on barriers, scalar arithmetic, loops and
+ * branches of such), it is one region: `if (warp == 0 && elect_one()) { ... }` around all of it, and
+ * no election inside. That is how a producer thread becomes what a person would write.
+ *
+ *   - Only the elected lane flips phase bits in a region, and only it learns what a scalar load, a
+ *     wait for stores or NEXT_TILE have to say. So a region with such ops ("sticky") must be the
+ *     rest of the kernel, or of a branch that not all threads take; the lanes meet behind it if
+ *     anything follows.
+ *   - A barrier is waited for in regions alone, or outside of regions alone, by each thread:
+ *     pm_find_lane_barriers finds those that may be waited for in regions. Threads are told apart by
+ *     the conditions on the thread axis that lead to an op.
+ *   - SYNC ops inside go: the other lanes do nothing there. If there were any, the lanes meet in
+ *     front of the region.
+ *   - Pure scalars of the run itself that need nothing from inside stand in front of it, so that
+ *     they may be used behind it. Other values from inside are not used outside. */
+#include "gen.h"
+
+/* ---- which threads reach an op ----------------------------------------------------------- */
+
+/* Value of an int or bool scalar in thread `wg`, if it depends on nothing else. */
+static bool thread_value(const pm_graph *g, pm_val v, int64_t wg, int64_t *out) {
+  const pm_opid def = pm_value_of(g, v)->def;
+  const pm_op *o = pm_get(g, def);
+  pm_scalar c;
+  int64_t x[3] = {0};
+  if (!def || pm_typeof(g, v)->kind != PM_ARRAY || pm_is_float(pm_typeof(g, v)->dtype)) return false;
+  if (pm_constant(g, v, &c)) {
+    *out = c.i;
+    return true;
+  }
+  if (o->code == PM_OP_AXIS && *pm_attr(g, def, PM_ATTR_AXIS) == PM_AXIS_THREAD) {
+    *out = wg;
+    return true;
+  }
+  if (pm_ops[o->code].layout != PM_LAY_POINTWISE || o->n_in > 3) return false;
+  for (uint32_t k = 0; k < o->n_in; k++) {
+    if (!thread_value(g, pm_in(g, def, k), wg, &x[k])) return false;
+  }
+  switch (o->code) {
+    case PM_OP_ADD: *out = x[0] + x[1]; return true;
+    case PM_OP_SUB: *out = x[0] - x[1]; return true;
+    case PM_OP_MUL: *out = x[0] * x[1]; return true;
+    case PM_OP_AND: *out = x[0] & x[1]; return true;
+    case PM_OP_OR: *out = x[0] | x[1]; return true;
+    case PM_OP_XOR: *out = x[0] ^ x[1]; return true;
+    case PM_OP_EQ: *out = x[0] == x[1]; return true;
+    case PM_OP_NE: *out = x[0] != x[1]; return true;
+    case PM_OP_LT: *out = x[0] < x[1]; return true;
+    case PM_OP_LE: *out = x[0] <= x[1]; return true;
+    case PM_OP_GT: *out = x[0] > x[1]; return true;
+    case PM_OP_GE: *out = x[0] >= x[1]; return true;
+    case PM_OP_MIN: *out = pm_min(x[0], x[1]); return true;
+    case PM_OP_MAX: *out = pm_max(x[0], x[1]); return true;
+    case PM_OP_NOT:
+      *out = !x[0];
+      return pm_typeof(g, v)->dtype == PM_BOOL;
+    case PM_OP_SELECT: *out = x[0] ? x[1] : x[2]; return true;
+    case PM_OP_CONVERT:
+      *out = x[0];
+      return pm_typeof(g, v)->dtype == PM_I32;
+    default: return false;
+  }
+}
+
+/* Is region r of a branch taken in thread wg? True where nothing is known. */
+static bool may_take(const pm_graph *g, pm_opid branch, uint32_t r, int64_t wg) {
+  const pm_op *o = pm_get(g, branch);
+  int64_t x;
+  if (o->code != PM_OP_IF && o->code != PM_OP_SWITCH) return true;
+  if (!thread_value(g, pm_in(g, branch, 0), wg, &x)) return true;
+  if (o->code == PM_OP_IF) return r == (x ? 0 : 1);
+  return r == (uint32_t)pm_max(0, pm_min(x, (int64_t)o->n_regions - 1));
+}
+
+static uint32_t region_of(const pm_graph *g, pm_opid op, pm_blk block) {
+  uint32_t r = 0;
+  while (pm_region(g, op, r) != block) r++;
+  return r;
+}
+
+/* Bit per Pallas thread that may come to the op. */
+static uint32_t threads_of(const pm_graph *g, pm_opid op) {
+  uint32_t mask = (uint32_t)((UINT64_C(1) << g->n_threads) - 1);
+  for (pm_blk b = pm_get(g, op)->parent; g->blocks.at[b].parent;) {
+    const pm_opid parent = g->blocks.at[b].parent;
+    for (uint32_t wg = 0; wg < g->n_threads; wg++) {
+      if (!may_take(g, parent, region_of(g, parent, b), wg)) mask &= ~(1u << wg);
+    }
+    b = pm_get(g, parent)->parent;
+  }
+  return mask;
+}
+
+/* ---- what an op is to a region ------------------------------------------------------------ */
+
+typedef struct traits {
+  bool issues, sticky, syncs, flows; /* also of what is inside; flows: loops and branches */
+} traits;
+
+static bool lane_block(const pm_gen *e, pm_blk block, traits *t);
+
+static bool is_scalar(const pm_gen *e, pm_val v) {
+  const pm_type *t = pm_typeof(e->g, v);
+  return t->kind != PM_ARRAY || !t->rank;
+}
+
+/* Can one lane do it for the thread? Adds to t. */
+static bool lane_op(const pm_gen *e, pm_opid op, traits *t) {
+  const pm_graph *g = e->g;
+  const pm_op *o = pm_get(g, op);
+  switch (o->code) {
+    case PM_OP_COPY_G2S:
+    case PM_OP_COPY_S2G:
+      t->issues = true;
+      return *pm_attr(g, op, PM_ATTR_ENGINE) != PM_ENGINE_PLAIN;
+    case PM_OP_COMMIT_GROUP: t->issues = true; return true;
+    case PM_OP_WAIT:
+      t->sticky = true;
+      return e->lane_barrier[pm_view_base(g, pm_in(g, op, 0))];
+    case PM_OP_ARRIVE: return true;
+    case PM_OP_SYNC: t->syncs = true; return true;
+    case PM_OP_LOAD:
+      t->sticky = true;
+      return is_scalar(e, o->out);
+    case PM_OP_STORE:
+      t->sticky = true;
+      return is_scalar(e, pm_in(g, op, 1));
+    case PM_OP_WAIT_S2G:
+    case PM_OP_NEXT_TILE:
+    case PM_OP_PDL_WAIT: t->sticky = true; return true;
+    case PM_OP_PDL_LAUNCH:
+    case PM_OP_DEBUG_PRINT:
+    case PM_OP_ALLOC_SMEM:
+    case PM_OP_ALLOC_BARRIER: return true;
+    case PM_OP_SCOPE:
+      if (*pm_attr(g, op, PM_ATTR_COLLECTIVE) && g->n_threads > 1) return false;
+      break;
+    case PM_OP_FOR:
+    case PM_OP_WHILE:
+    case PM_OP_IF:
+    case PM_OP_SWITCH: break;
+    default:
+      if (!pm_is_view(g, op) && !pm_is_elementwise(g, op)) return false;
+      return is_scalar(e, o->out) || o->code == PM_OP_CONST;
+  }
+  t->flows = true;
+  for (uint32_t k = 0; k < o->n_out; k++) {
+    if (!is_scalar(e, o->out + k)) return false;
+  }
+  for (uint32_t r = 0; r < o->n_regions; r++) {
+    if (!lane_block(e, pm_region(g, op, r), t)) return false;
+  }
+  return true;
+}
+
+static bool lane_block(const pm_gen *e, pm_blk block, traits *t) {
+  const pm_block *b = &e->g->blocks.at[block];
+  for (uint32_t k = 0; k < b->ops.n; k++) {
+    if (pm_get(e->g, b->ops.at[k])->code == PM_OP_YIELD) break;
+    if (!lane_op(e, b->ops.at[k], t)) return false;
+  }
+  return true;
+}
+
+static bool is_pure(const pm_gen *e, pm_opid op) {
+  if (pm_ops[pm_get(e->g, op)->code].effects) return false;
+  return pm_is_view(e->g, op) || pm_is_elementwise(e->g, op);
+}
+
+/* Operands of ops [first, end) and of all inside them, counted by value. */
+static void count(const pm_graph *g, pm_opid op, uint32_t *uses) {
+  const pm_op *o = pm_get(g, op);
+  for (uint32_t k = 0; k < o->n_in; k++) uses[pm_in(g, op, k)]++;
+  for (uint32_t r = 0; r < o->n_regions; r++) {
+    const pm_block *b = &g->blocks.at[pm_region(g, op, r)];
+    for (uint32_t k = 0; k < b->ops.n; k++) count(g, b->ops.at[k], uses);
+  }
+}
+
+/* Is the op a pure scalar of a region that needs nothing from inside? made: values from inside. */
+static bool is_hoisted(const pm_gen *e, pm_opid op, const bool *made) {
+  if (!is_pure(e, op)) return false;
+  for (uint32_t k = 0; k < pm_get(e->g, op)->n_in; k++) {
+    if (made[pm_in(e->g, op, k)]) return false;
+  }
+  return true;
+}
+
+/* The end of ops that make values used only before `end`. */
+static uint32_t cut_at_used(const pm_gen *e, pm_blk block, uint32_t first, uint32_t end) {
+  const pm_block *b = &e->g->blocks.at[block];
+  bool *made = e->made;
+  uint32_t *uses = e->uses_inside;
+  memset(made, 0, e->g->values.n * sizeof *made);
+  memset(uses, 0, e->g->values.n * sizeof *uses);
+  for (uint32_t k = first; k < end; k++) count(e->g, b->ops.at[k], uses);
+  for (uint32_t k = first; k < end; k++) {
+    const pm_opid op = b->ops.at[k];
+    const pm_op *o = pm_get(e->g, op);
+    if (is_hoisted(e, op, made)) continue;
+    for (uint32_t i = 0; i < o->n_out; i++) {
+      if (uses[o->out + i] != e->uses[o->out + i]) return cut_at_used(e, block, first, k);
+      made[o->out + i] = true;
+    }
+  }
+  return end;
+}
+
+static uint32_t position(const pm_graph *g, pm_blk block, pm_opid op) {
+  uint32_t k = 0;
+  while (g->blocks.at[block].ops.at[k] != op) k++;
+  return k;
+}
+
+/* Does position `end` of the block end the kernel, or a branch that not all threads take? */
+static bool is_rest(const pm_graph *g, pm_blk block, uint32_t end) {
+  for (;;) {
+    const pm_block *b = &g->blocks.at[block];
+    const pm_opid parent = b->parent;
+    if (end < b->ops.n && pm_get(g, b->ops.at[end])->code != PM_OP_YIELD) return false;
+    if (!parent) return true;
+    const int code = pm_get(g, parent)->code;
+    if (code == PM_OP_FOR || code == PM_OP_WHILE) return false;
+    for (uint32_t wg = 0; wg < g->n_threads; wg++) {
+      if (!may_take(g, parent, region_of(g, parent, block), wg)) return true;
+    }
+    block = pm_get(g, parent)->parent;
+    end = position(g, block, parent) + 1;
+  }
+}
+
+/* The region that begins at op `first`: its end; `first`: there is none. */
+static uint32_t find_region(const pm_gen *e, pm_blk block, uint32_t first, traits *t) {
+  const pm_graph *g = e->g;
+  const pm_block *b = &g->blocks.at[block];
+  uint32_t end = first, plain = UINT32_MAX; /* plain: where the first sticky op stands */
+  *t = (traits){0};
+  for (; end < b->ops.n; end++) {
+    const pm_opid op = b->ops.at[end];
+    const traits before = *t;
+    if (pm_get(g, op)->code == PM_OP_YIELD || !lane_op(e, op, t)) {
+      *t = before;
+      break;
+    }
+    if (t->sticky && plain == UINT32_MAX) plain = end;
+  }
+  for (uint32_t was = end + 1; t->issues && was != end;) {
+    was = end;
+    if (plain < end && !is_rest(g, block, end)) end = plain;
+    end = cut_at_used(e, block, first, end);
+  }
+  *t = (traits){0};
+  for (uint32_t k = first; k < end; k++) lane_op(e, b->ops.at[k], t);
+  while (end > first && !t->sticky) { /* a SYNC behind the last issue is for what follows */
+    const pm_opid op = b->ops.at[end - 1];
+    if (!is_pure(e, op) && pm_get(g, op)->code != PM_OP_SYNC) break;
+    end--;
+  }
+  return t->issues ? end : first;
+}
+
+/* ---- barriers ----------------------------------------------------------------------------- */
+
+typedef struct waits {
+  const pm_gen *e;
+  bool in_region;
+  uint32_t *inside, *outside; /* threads, by barrier */
+} waits;
+
+static void note_waits(waits *w, pm_blk block);
+
+static void note_wait(waits *w, pm_opid op) {
+  const pm_graph *g = w->e->g;
+  const pm_op *o = pm_get(g, op);
+  if (o->code == PM_OP_WAIT) {
+    uint32_t *to = w->in_region ? w->inside : w->outside;
+    to[pm_view_base(g, pm_in(g, op, 0))] |= threads_of(g, op);
+  }
+  for (uint32_t r = 0; r < o->n_regions; r++) note_waits(w, pm_region(g, op, r));
+}
+
+static void note_waits(waits *w, pm_blk block) {
+  const pm_block *b = &w->e->g->blocks.at[block];
+  traits t;
+  for (uint32_t k = 0; k < b->ops.n; k++) {
+    const uint32_t end = w->in_region ? k : find_region(w->e, block, k, &t);
+    w->in_region = w->in_region || end > k;
+    note_wait(w, b->ops.at[k]);
+    if (end == k) continue;
+    while (++k < end) note_wait(w, b->ops.at[k]);
+    k--;
+    w->in_region = false;
+  }
+}
+
+void pm_find_lane_barriers(pm_gen *e) {
+  const uint32_t n = e->g->values.n;
+  bool again = true;
+  for (uint32_t v = 0; v < n; v++) e->lane_barrier[v] = true;
+  while (again) {
+    waits w = {.e = e};
+    w.inside = PM_NEW(e->arena, uint32_t, n);
+    w.outside = PM_NEW(e->arena, uint32_t, n);
+    note_waits(&w, 1);
+    again = false;
+    for (uint32_t v = 0; v < n; v++) {
+      if (!(w.inside[v] & w.outside[v])) continue;
+      e->lane_barrier[v] = false;
+      again = true;
+    }
+  }
+}
+
+/* ---- emission ----------------------------------------------------------------------------- */
+
+/* Does position `end` of the block end the kernel? */
+static bool is_last(const pm_graph *g, pm_blk block, uint32_t end) {
+  for (;;) {
+    const pm_block *b = &g->blocks.at[block];
+    const pm_opid parent = b->parent;
+    if (end < b->ops.n && pm_get(g, b->ops.at[end])->code != PM_OP_YIELD) return false;
+    if (!parent) return true;
+    const int code = pm_get(g, parent)->code;
+    if (code == PM_OP_FOR || code == PM_OP_WHILE) return false;
+    block = pm_get(g, parent)->parent;
+    end = position(g, block, parent) + 1;
+  }
+}
+
+/* Did the lanes meet right in front of position k? */
+static bool has_met(const pm_gen *e, pm_blk block, uint32_t k) {
+  const pm_block *b = &e->g->blocks.at[block];
+  while (k > 0 && is_pure(e, b->ops.at[k - 1])) k--;
+  if (!k) return false;
+  const int code = pm_get(e->g, b->ops.at[k - 1])->code;
+  return code == PM_OP_SYNC || code == PM_OP_COMMIT_SMEM || code == PM_OP_WAIT_S2G;
+}
+
+pm_code pm_gen_region(pm_gen *e, pm_blk block, uint32_t first, uint32_t *next) {
+  const pm_block *b = &e->g->blocks.at[block];
+  traits t;
+  const uint32_t end = find_region(e, block, first, &t);
+  *next = end;
+  if (end == first) return PM_OK;
+  bool *made = e->made;
+  memset(made, 0, e->g->values.n * sizeof *made);
+  bool *hoisted = PM_NEW(e->arena, bool, end - first);
+  for (uint32_t k = first; k < end; k++) {
+    const pm_op *o = pm_get(e->g, b->ops.at[k]);
+    hoisted[k - first] = is_hoisted(e, b->ops.at[k], made);
+    if (hoisted[k - first]) PM_TRY(pm_gen_scalar(e, b->ops.at[k]));
+    for (uint32_t i = 0; i < o->n_out; i++) made[o->out + i] = !hoisted[k - first];
+  }
+  if (t.syncs && !has_met(e, block, first)) pm_line(e, PM_LANES_SYNC);
+  uint32_t named = first;
+  while (is_pure(e, b->ops.at[named]) || pm_get(e->g, b->ops.at[named])->code == PM_OP_SYNC) named++;
+  pm_note(e, b->ops.at[named], pm_ops[pm_get(e->g, b->ops.at[named])->code].text);
+  pm_begin(e, "if (warp == 0 && elect_one()) {");
+  e->lane = true;
+  for (uint32_t k = first; k < end; k++) {
+    if (!hoisted[k - first]) PM_TRY(pm_gen_op(e, b->ops.at[k]));
+  }
+  e->lane = false;
+  pm_end(e);
+  if (t.flows || t.sticky) pm_line(e, "warp_sync();");
+  if (t.sticky && !is_last(e->g, block, end)) pm_line(e, PM_LANES_SYNC);
+  return PM_OK;
+}

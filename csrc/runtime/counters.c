@@ -1,0 +1,135 @@
+/* Counters of a kernel (PM_ARG_COUNTERS): zeroed words, of which every launch that may run at the
+ * same time as others needs its own.
+ *
+ * Launches of one stream follow each other and each leaves the words zero, so a stream keeps what it
+ * got at its first launch. A captured launch may run on any stream later, so it gets words that
+ * nobody else has. Words are slots of chunks that are allocated whole; the first one comes with the
+ * kernel, so that a capture needs no memory. The owners of a chunk are a hash table that only
+ * grows: a lookup takes no lock, a new owner takes an empty entry by an atomic exchange. */
+#include "counters.h"
+
+#include <pthread.h>
+#include <stdatomic.h>
+
+enum { SLOTS = 128, SLOT_BYTES = 128 };
+#define NOBODY ((uintptr_t)0)
+#define A_GRAPH UINTPTR_MAX
+#define LEGACY_STREAM ((cu_stream)1)
+#define PER_THREAD_STREAM ((cu_stream)2)
+
+typedef struct chunk {
+  struct chunk *_Atomic next;
+  cu_ptr words;
+  _Atomic uintptr_t owner[SLOTS];
+} chunk;
+
+struct pm_counters {
+  const pm_device *device;
+  size_t slot_bytes;
+  pthread_mutex_t lock; /* to add a chunk */
+  chunk *_Atomic first;
+};
+
+/* In the device's context. */
+static pm_code new_chunk(pm_counters *c, chunk **out, pm_err *err) {
+  const size_t bytes = SLOTS * c->slot_bytes;
+  chunk *k = pm_malloc(sizeof *k);
+  if (!k) return pm_fail(err, PM_E_MEMORY, "the host is out of memory");
+  memset(k, 0, sizeof *k);
+  cu_result r = pm_cu.cuMemAlloc(&k->words, bytes);
+  if (!r) {
+    r = pm_cu.cuMemsetD8Async(k->words, 0, bytes, c->device->stream);
+    if (!r) r = pm_cu.cuStreamSynchronize(c->device->stream);
+    if (r) pm_cu.cuMemFree(k->words);
+  }
+  if (r) {
+    pm_free(k);
+    return pm_cu_fail(err, PM_E_DRIVER, r, "no memory for the counters of a kernel on CUDA device %d",
+                      c->device->info.ordinal);
+  }
+  *out = k;
+  return PM_OK;
+}
+
+pm_code pm_counters_new(const pm_device *d, uint32_t words, pm_counters **out, pm_err *err) {
+  chunk *first;
+  pm_counters *c = pm_malloc(sizeof *c);
+  *out = NULL;
+  if (!c) return pm_fail(err, PM_E_MEMORY, "the host is out of memory");
+  memset(c, 0, sizeof *c);
+  c->device = d;
+  c->slot_bytes = (size_t)pm_round_up((int64_t)words * 4, SLOT_BYTES);
+  if (new_chunk(c, &first, err)) {
+    pm_free(c);
+    return err->code;
+  }
+  atomic_init(&c->first, first);
+  pthread_mutex_init(&c->lock, NULL);
+  *out = c;
+  return PM_OK;
+}
+
+void pm_counters_free(pm_counters *c) {
+  if (!c) return;
+  for (chunk *k = atomic_load(&c->first), *next; k; k = next) {
+    next = atomic_load(&k->next);
+    pm_cu.cuMemFree(k->words);
+    pm_free(k);
+  }
+  pthread_mutex_destroy(&c->lock);
+  pm_free(c);
+}
+
+/* The owner's slot in a chunk, which it takes if it has none; -1: there is none left. */
+static int find_slot(chunk *k, uintptr_t owner) {
+  const uint32_t from = (uint32_t)(owner / 16 ^ owner) % SLOTS;
+  for (uint32_t n = 0; n < SLOTS; n++) {
+    const uint32_t i = (from + n) % SLOTS;
+    uintptr_t found = atomic_load_explicit(&k->owner[i], memory_order_acquire);
+    if (found == NOBODY && atomic_compare_exchange_strong(&k->owner[i], &found, owner)) return (int)i;
+    if (found == owner && owner != A_GRAPH) return (int)i;
+  }
+  return -1;
+}
+
+/* The chunk behind `last`, made if there is none. */
+static pm_code next_chunk(pm_counters *c, chunk *last, bool capturing, chunk **out, pm_err *err) {
+  pm_code code = PM_OK;
+  pthread_mutex_lock(&c->lock);
+  *out = atomic_load(&last->next);
+  if (!*out && capturing) {
+    code = pm_fail(err, PM_E_RUNTIME,
+                   "a kernel with next_tile was captured too often: %d launches and streams have "
+                   "counters of their own, and no memory can be allocated during a capture. "
+                   "Launch it on one more stream outside of a capture, and try again",
+                   SLOTS);
+  } else if (!*out && !(code = new_chunk(c, out, err))) {
+    atomic_store(&last->next, *out);
+  }
+  pthread_mutex_unlock(&c->lock);
+  return code;
+}
+
+static uintptr_t owner_of(cu_stream s) {
+  static _Thread_local char this_thread;
+  if (s == PER_THREAD_STREAM) return (uintptr_t)&this_thread;
+  return (uintptr_t)s + 1; /* the default stream is 0 */
+}
+
+static bool is_capturing(cu_stream s) {
+  int status = 0;
+  if (!s || s == LEGACY_STREAM) return false; /* cannot be captured */
+  return !pm_cu.cuStreamIsCapturing(s, &status) && status;
+}
+
+pm_code pm_counters_of(pm_counters *c, cu_stream stream, cu_ptr *out, pm_err *err) {
+  int slot;
+  const bool capturing = is_capturing(stream);
+  const uintptr_t owner = capturing ? A_GRAPH : owner_of(stream);
+  chunk *k = atomic_load_explicit(&c->first, memory_order_acquire);
+  while ((slot = find_slot(k, owner)) < 0) {
+    if (next_chunk(c, k, capturing, &k, err)) return err->code;
+  }
+  *out = k->words + (size_t)slot * c->slot_bytes;
+  return PM_OK;
+}

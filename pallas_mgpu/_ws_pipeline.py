@@ -1,0 +1,389 @@
+"""Pipelines whose copies are issued by a thread of their own: `emit_pipeline_warp_specialized`.
+
+All threads of the block call the pipeline. The last one, the memory thread, fetches blocks into
+slots; the others compute on them. Two barriers a slot hand it around: *ready* completes when its
+blocks have arrived, *consumed* when every compute thread has released it (in every block that
+shares the copy, if inputs are collective). The order of events is that of docs/reference.md,
+"Warp-specialised pipelines"."""
+
+import enum
+import functools
+
+from . import _core, _ops, tree
+from ._control import cond, fori_loop, scoped, when
+from ._pipeline import _grid_size, _Operand
+from ._schedule import unravel
+from ._trace import Array, env
+from ._types import Barrier, ClusterBarrier, GenericBlockSpec
+
+_NAME = "emit_pipeline_warp_specialized"
+
+
+class PipelinePipeline(enum.IntEnum):
+    """Place of a pipeline in a sequence that behaves like one: START, STEADY ..., STOP."""
+
+    START = 0
+    STEADY = 1
+    STOP = 2
+
+
+def _is_spec(x):
+    return isinstance(x, GenericBlockSpec)
+
+
+class _Specs:
+    """A pytree of specs: its leaves and how to rebuild the refs in its shape."""
+
+    def __init__(self, specs, what):
+        self.top = (specs,) if _is_spec(specs) else tuple(specs)
+        self.leaves, self.structure = tree.flatten(self.top, is_leaf=_is_spec)
+        for s in self.leaves:
+            if not _is_spec(s):
+                raise TypeError(f"{_NAME}: {what} must hold BlockSpecs, got {s!r}")
+
+    def refs(self, given, what):
+        leaves, structure = tree.flatten(tuple(given))
+        if structure != self.structure:
+            raise ValueError(
+                f"{_NAME}: {what} and the refs given must have the same pytree structure, got"
+                f" {tree.describe(self.structure)} and {tree.describe(structure)}"
+            )
+        return leaves
+
+    def rebuild(self, leaves):
+        return tree.unflatten(self.structure, leaves)
+
+
+def _check(ins, outs, slots, num_compute_wgs, memory_thread_idx, state, grid):
+    for s in ins.leaves:
+        if s.collective_axes and len(s.collective_axes) > 1:
+            raise ValueError(
+                f"{_NAME}: an input can have one collective axis, got {s.collective_axes}"
+            )
+    for s in outs.leaves:
+        if s.collective_axes:
+            raise ValueError(f"{_NAME}: an output spec cannot have collective_axes")
+    delays = {s.delay_release for s in ins.leaves}
+    if len(delays) > 1:
+        raise NotImplementedError(
+            f"{_NAME}: inputs must have one delay_release, got {sorted(delays)}"
+        )
+    delay = delays.pop() if delays else 0
+    if slots <= delay:
+        raise ValueError(
+            f"{_NAME}: max_concurrent_steps must be greater than all delay_release values, got"
+            f" {slots} and {delay}"
+        )
+    if memory_thread_idx not in (None, num_compute_wgs):
+        raise NotImplementedError(f"{_NAME}: memory_thread_idx must be the last thread")
+    if state is not None:
+        static = all(isinstance(g, int) for g in grid)
+        if not static or _grid_size(grid) % slots or delay:
+            raise NotImplementedError(
+                f"{_NAME}: pipeline_state needs a static grid, a number of steps divisible by"
+                " max_concurrent_steps, and delay_release=0"
+            )
+    return delay
+
+
+class _Pipeline:
+    """What the emitter returns: callable on GMEM refs."""
+
+    def __init__(self, **fields):
+        self.__dict__.update(fields)
+
+    def _operands(self, gmem_refs):
+        n = len(self.ins.top)
+        if len(gmem_refs) != n + len(self.outs.top):
+            raise ValueError(
+                f"{_NAME}: the specs and the refs given must have the same pytree structure, got"
+                f" {n} in_specs, {len(self.outs.top)} out_specs and {len(gmem_refs)} refs"
+            )
+        ins = self.ins.refs(gmem_refs[:n], "in_specs")
+        outs = self.outs.refs(gmem_refs[n:], "out_specs")
+        make = functools.partial(_Operand, grid=self.grid)
+        operands = [
+            [make(s, r, f"{what}[{k}]") for k, (s, r) in enumerate(zip(specs, refs))]
+            for what, specs, refs in (
+                ("in_specs", self.ins.leaves, ins),
+                ("out_specs", self.outs.leaves, outs),
+            )
+        ]
+        for o in operands[0] + operands[1]:
+            if not o.staged:
+                raise NotImplementedError(
+                    f"{_NAME}: {o.what} must be staged in SMEM; close over GMEM refs instead"
+                )
+        for o in operands[0]:
+            if not o.variant:
+                raise NotImplementedError(
+                    f"{_NAME}: Only inputs with a dependency on the grid are supported; {o.what}"
+                    " does not use it"
+                )
+        if operands[1] and self.num_compute_wgs > 1:
+            raise NotImplementedError(
+                f"{_NAME}: SMEM outputs need num_compute_wgs=1; store from the body instead"
+            )
+        return operands
+
+    def _slots(self):
+        steps = _grid_size(self.grid)
+        return (
+            min(self.max_concurrent_steps, steps)
+            if isinstance(steps, int)
+            else self.max_concurrent_steps
+        )
+
+    def get_allocations(self, *gmem_refs):
+        """What to allocate, for ``run_scoped``; pass the result as ``allocations=``."""
+        ins, outs = self._operands(gmem_refs)
+        slots, n = self._slots(), self.num_compute_wgs
+        axes = sorted({a for s in self.ins.leaves for a in s.collective_axes or ()})
+
+        def consumed():
+            if axes:
+                return ClusterBarrier(
+                    collective_axes=tuple(axes), num_arrivals=n, num_barriers=slots
+                )
+            return Barrier(num_arrivals=n, num_barriers=slots)
+
+        if not ins and not self.manual_ready_barriers:
+            raise ValueError(f"{_NAME}: at least one input is needed")
+        if self.manual_ready_barriers:
+            ready = [Barrier(num_barriers=slots) for _ in ins]
+        else:
+            ready = [Barrier(num_arrivals=len(ins), num_barriers=slots)]
+        count = len(ins) if self.manual_consumed_barriers else 1
+        return {
+            "ins": [o.buffer(slots) for o in ins],
+            "outs": [o.buffer(slots if o.variant else 1) for o in outs],
+            "ready": ready,
+            "consumed": [consumed() for _ in range(count)],
+        }
+
+    def __call__(self, *gmem_refs, allocations=None):
+        e = env(_NAME)
+        if self.pipeline_state is not None and allocations is None:
+            raise ValueError(f"{_NAME}: pipeline_state needs allocations= (see get_allocations)")
+        if e.axes.get(self.wg_axis, (None,))[0] != "thread":
+            raise ValueError(f"{_NAME}: wg_axis {self.wg_axis!r} is not the thread axis")
+        if e.n_threads != self.num_compute_wgs + 1:
+            raise ValueError(
+                f"{_NAME}: num_compute_wgs={self.num_compute_wgs} needs num_threads="
+                f"{self.num_compute_wgs + 1}, the kernel has {e.n_threads}"
+            )
+        operands = self._operands(gmem_refs)
+        if allocations is not None:
+            self._run(operands, allocations)
+            return
+        types = self.get_allocations(*gmem_refs)
+        scoped(lambda a: self._run(operands, a), [types], {}, (), self.wg_axis)
+
+    def _run(self, operands, a):
+        me = _ops.axis_index(self.wg_axis)
+        cond(
+            _core.binary("ne", me, self.num_compute_wgs),
+            lambda: self._compute(*operands, a),
+            lambda: self._memory(operands[0], a),
+        )
+
+    # ---- compute threads
+
+    def _compute(self, ins, outs, a):
+        share = (512 - self.memory_registers) // self.num_compute_wgs
+        _ops.set_max_registers(min(256, share) // 8 * 8, action="increase")
+        loop = functools.partial(self._compute_loop, ins, outs, a)
+        if self.compute_context is None:
+            loop(None)
+        else:
+            calls = []
+
+            def pipeline_fn(carry):
+                if calls:
+                    raise ValueError(
+                        f"{_NAME}: compute_context must call the pipeline exactly once"
+                    )
+                calls.append(True)
+                return loop(carry)
+
+            self.compute_context(pipeline_fn)
+            if not calls:
+                raise ValueError(f"{_NAME}: compute_context must call the pipeline exactly once")
+        variant = [o for o in outs if o.variant]
+        steps = _grid_size(self.grid)
+        last = unravel(steps - 1, self.grid)
+        invariant = [(o, b) for o, b in zip(outs, a["outs"]) if not o.variant]
+        if invariant:
+            if not variant:
+                _ops.commit_smem()
+            for o, b in invariant:
+                _ops.copy_smem_to_gmem(b.at[0], o.slice(o.index(last)), commit_group=False)
+            _ops.commit_smem_to_gmem_group()
+        if outs:
+            _ops.wait_smem_to_gmem(0)
+
+    def _compute_loop(self, ins, outs, a, carry):
+        slots, d = self._slots(), self.delay
+        variant = [(o, b) for o, b in zip(outs, a["outs"]) if o.variant]
+
+        def moved(o, now, s):
+            past = o.index(unravel(s - 1, self.grid))
+            changed = [
+                x != y for x, y in zip(now, past) if isinstance(x, Array) or isinstance(y, Array)
+            ]
+            return functools.reduce(lambda x, y: x | y, changed, s == 0)
+
+        def step(s, c):
+            slot = s % slots
+            released = (s + (slots - d)) % slots if d else slot
+            indices = unravel(s, self.grid)
+            if not self.manual_ready_barriers:
+                _ops.barrier_wait(a["ready"][0].at[slot])
+            if variant:
+                _ops.wait_smem_to_gmem(slots - 1, wait_read_only=True)
+            args = [*self.ins.rebuild([b.at[slot] for b in a["ins"]])]
+            args += self.outs.rebuild(
+                [b.at[slot if o.variant else 0] for o, b in zip(outs, a["outs"])]
+            )
+            if self.manual_ready_barriers:
+                args += self.ins.rebuild([b.at[slot] for b in a["ready"]])
+            if self.manual_consumed_barriers:
+                args += self.ins.rebuild([b.at[released] for b in a["consumed"]])
+            if self.compute_context is not None:
+                c = self.body(indices, *args, c)
+            elif self.body(indices, *args) is not None:
+                raise TypeError(
+                    f"{_NAME}: the body must return None without compute_context (carry mismatch)"
+                )
+            if not self.manual_consumed_barriers:
+                release = functools.partial(_ops.barrier_arrive, a["consumed"][0].at[released])
+                when(s >= d)(release) if d else release()
+            if variant:
+                _ops.commit_smem()
+                for o, b in variant:
+                    now = o.index(indices)
+                    _ops.copy_smem_to_gmem(
+                        b.at[slot], o.slice(now), moved(o, now, s), commit_group=False
+                    )
+                _ops.commit_smem_to_gmem_group()
+            return c
+
+        return fori_loop(0, _grid_size(self.grid), step, carry)
+
+    # ---- the memory thread
+
+    def _memory(self, ins, a):
+        _ops.set_max_registers(self.memory_registers, action="decrease")
+        slots, steps = self._slots(), _grid_size(self.grid)
+        state, start = self.pipeline_state, PipelinePipeline.START
+
+        def fetch(step, slot):
+            indices = unravel(step, self.grid)
+            for k, o in enumerate(ins):
+                ready = a["ready"][k if self.manual_ready_barriers else 0]
+                _ops.copy_gmem_to_smem(
+                    o.slice(o.index(indices)),
+                    a["ins"][k].at[slot],
+                    ready.at[slot],
+                    collective_axes=o.spec.collective_axes,
+                    oob_mode=o.spec.oob_fill_mode,
+                )
+
+        def prologue():
+            for k in range(slots):
+                step = _core.as_array(k, "int32")
+                if isinstance(steps, int):
+                    fetch(step, k)
+                else:
+                    when(steps > k)(lambda step=step, k=k: fetch(step, k))
+
+        def await_consumed(step):
+            for b in a["consumed"]:
+                _ops.barrier_wait(b.at[step % slots])
+
+        first = slots
+        if state is None or not isinstance(state, Array) and state == start:
+            prologue()
+        elif isinstance(state, Array):
+            when(state == int(start))(prologue)
+            first = _core.where(state == int(start), slots, 0)
+        else:
+            first = 0
+
+        def refill(k, _):
+            await_consumed(k)
+            fetch(k, k % slots)
+
+        fori_loop(first, steps, refill, None)
+
+        def quiesce():
+            # what is left: the last slots, but for the steps whose release was delayed for ever
+            lo = steps - slots if isinstance(steps, int) else _core.binary("max", steps - slots, 0)
+            fori_loop(lo, steps - self.delay, lambda k, _: await_consumed(k), None)
+
+        if state is None or not isinstance(state, Array) and state == PipelinePipeline.STOP:
+            quiesce()
+        elif isinstance(state, Array):
+            when(state == int(PipelinePipeline.STOP))(quiesce)
+
+
+def emit_pipeline_warp_specialized(
+    body,
+    *,
+    grid,
+    memory_registers,
+    in_specs=(),
+    out_specs=(),
+    max_concurrent_steps=2,
+    wg_axis,
+    num_compute_wgs,
+    pipeline_state=None,
+    manual_ready_barriers=False,
+    manual_consumed_barriers=False,
+    compute_context=None,
+    memory_thread_idx=None,
+):
+    """A software pipeline with a memory thread (Hopper): ``pipeline(*gmem_refs,
+    allocations=None)``.
+
+    All threads of the block call it; threads 0 .. ``num_compute_wgs`` - 1 compute, the last one
+    issues all copies with ``memory_registers`` registers per lane (40 is typical).
+
+    ``body(indices, *ins, *outs, *ready, *consumed, carry)``: refs are shaped like the specs
+    (pytrees, None allowed); ``ready`` and ``consumed`` barriers only with
+    ``manual_ready_barriers`` (the body waits once for each) and ``manual_consumed_barriers``
+    (it arrives once on each, as early as it likes); ``carry`` only with ``compute_context``.
+    ``compute_context(pipeline_fn)`` runs in the compute threads alone and calls
+    ``pipeline_fn(init_carry)`` once, for prologue and epilogue in registers.
+    ``BlockSpec(delay_release=d)`` releases a slot d steps late.
+    ``BlockSpec(collective_axes=axis)`` multicasts an input to the blocks along a cluster axis.
+    ``pipeline_state``: see :class:`PipelinePipeline`; needs ``pipeline.get_allocations(*refs)``
+    allocated around.
+
+    ValueError, NotImplementedError: as docs/reference.md lists.
+    """
+    grid = tuple(grid) if isinstance(grid, (tuple, list)) else (grid,)
+    grid = tuple(g if isinstance(g, Array) else g.__index__() for g in grid)
+    ins, outs = _Specs(in_specs, "in_specs"), _Specs(out_specs, "out_specs")
+    if ins.leaves and not grid:
+        raise NotImplementedError(
+            f"{_NAME}: Only inputs with a dependency on the grid are supported; the grid is empty"
+        )
+    delay = _check(
+        ins, outs, max_concurrent_steps, num_compute_wgs, memory_thread_idx, pipeline_state, grid
+    )
+    return _Pipeline(
+        body=body,
+        grid=grid,
+        ins=ins,
+        outs=outs,
+        delay=delay,
+        max_concurrent_steps=max_concurrent_steps,
+        memory_registers=memory_registers,
+        wg_axis=wg_axis,
+        num_compute_wgs=num_compute_wgs,
+        pipeline_state=pipeline_state,
+        manual_ready_barriers=manual_ready_barriers,
+        manual_consumed_barriers=manual_consumed_barriers,
+        compute_context=compute_context,
+    )

@@ -1,0 +1,431 @@
+"""Generated code of threads that specialise: what one lane does alone, what products begin with,
+where lanes and blocks meet. Each case is looked at as text, compiled, and run."""
+
+import functools
+import re
+
+import numpy as np
+import pytest
+
+import pallas_mgpu as plgpu
+from pallas_mgpu import _core, lax, pl
+from pallas_mgpu import numpy as jnp
+
+f32, f16, i32 = np.float32, np.float16, np.int32
+N, STEPS = 1024, 6
+SWIZZLED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+
+
+def text_of(run, body, out, *args, **options):
+    text = run.kernel(body, out, **options).lower(*args).as_text("cuda")
+    return re.sub(r"^#line.*\n| *//.*$", "", text[text.index('extern "C"') :], flags=re.M)
+
+
+def alone(text):
+    """What one lane does alone: the texts of all elected blocks."""
+    out, lines = [], text.split("\n")
+    for k, line in enumerate(lines):
+        if not line.endswith("if (warp == 0 && elect_one()) {"):
+            continue
+        end = line[: len(line) - len(line.lstrip())] + "}"
+        out.append("\n".join(lines[k + 1 : lines.index(end, k)]))
+    return out
+
+
+def ring(slots=2, **options):
+    return dict(
+        scratch_types=[
+            plgpu.SMEM((slots, N), f32),
+            plgpu.Barrier(num_barriers=slots),
+            plgpu.Barrier(num_barriers=slots),
+        ],
+        num_threads=2,
+        thread_name="wg",
+        **options,
+    )
+
+
+def fetch(x, s, full, empty, steps=STEPS, slots=2):
+    def step(i, _):
+        pl.when(i >= slots)(lambda: plgpu.barrier_wait(empty.at[i % slots]))
+        plgpu.copy_gmem_to_smem(x.at[i], s.at[i % slots], full.at[i % slots])
+
+    lax.fori_loop(0, steps, step, None)
+    for k in range(slots):
+        plgpu.barrier_wait(empty.at[k])
+
+
+def double(o, s, full, empty, steps=STEPS, slots=2):
+    def step(i, _):
+        plgpu.barrier_wait(full.at[i % slots])
+        o[i] = s[i % slots] * 2
+        plgpu.barrier_arrive(empty.at[i % slots])
+
+    lax.fori_loop(0, steps, step, None)
+
+
+# ---- one lane ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["cond", "two whens", "tiles"])
+def test_a_producer_is_one_lane(run, rng, how):
+    """A loop of waits and copies is one region, however the branch is written, also in a loop that
+    all threads run."""
+
+    def body(x, o, s, full, empty):
+        me = lax.axis_index("wg")
+        producer = functools.partial(fetch, x, s, full, empty)
+        consumer = functools.partial(double, o, s, full, empty)
+        if how == "cond":
+            lax.cond(me == 1, producer, consumer)
+        elif how == "tiles":
+            lax.fori_loop(0, 1, lambda i, _: lax.cond(me > 0, producer, consumer), None)
+        else:
+            pl.when(me == 1)(producer)
+            pl.when(me == 0)(consumer)
+
+    x = rng.standard_normal((STEPS, N)).astype(f32)
+    (region,) = alone(text_of(run, body, x, x, **ring()))
+    assert "barrier_wait" in region and "lanes_sync" not in region and "for (" in region
+    np.testing.assert_array_equal(run(body, x, x, **ring()), 2 * x)
+
+
+def test_a_barrier_that_all_lanes_wait_for(run, rng):
+    """The thread waits for `empty` once with all its lanes: then it always does."""
+
+    def body(x, o, s, full, empty):
+        me = lax.axis_index("wg")
+
+        @pl.when(me == 1)
+        def _():
+            fetch(x, s, full, empty, steps=2)
+            o[2] = s[0] + 1
+            plgpu.barrier_arrive(full.at[0])
+            plgpu.barrier_wait(empty.at[0])
+            o[3] = s[1] + 1
+
+        @pl.when(me == 0)
+        def _():
+            double(o, s, full, empty, steps=2)
+            plgpu.barrier_wait(full.at[0])
+            plgpu.barrier_arrive(empty.at[0])
+
+    x = rng.standard_normal((4, N)).astype(f32)
+    text = text_of(run, body, x, x, **ring())
+    assert not any("barrier_wait" in region for region in alone(text))
+    want = np.stack([x[0] * 2, x[1] * 2, x[0] + 1, x[1] + 1])
+    np.testing.assert_array_equal(run(body, x, x, **ring()), want)
+
+
+def test_lanes_that_need_what_one_waited_for(run, rng):
+    """A wait that is not the last thing a thread does is done by all lanes; loops of copies alone
+    need one election."""
+
+    def body(x, o, s, bar):
+        def copy(i, _):
+            plgpu.copy_gmem_to_smem(x.at[i], s.at[i], bar.at[i])
+
+        lax.fori_loop(0, 3, copy, None)
+        for i in range(3):
+            plgpu.barrier_wait(bar.at[i])
+            o[i] = s[i] + i
+
+    x = rng.standard_normal((3, N)).astype(f32)
+    scratch = [plgpu.SMEM(x.shape, f32), plgpu.Barrier(num_barriers=3)]
+    (region,) = alone(text_of(run, body, x, x, scratch_types=scratch))
+    assert "for (" in region and "barrier_wait" not in region
+    want = x + np.arange(3, dtype=f32)[:, None]
+    np.testing.assert_array_equal(run(body, x, x, scratch_types=scratch), want)
+
+
+def test_values_from_inside_are_not_used_outside(run, rng):
+    """A loop of copies whose carry is used behind it is run by all lanes."""
+
+    def body(x, o, s, bar):
+        def copy(i, where):
+            plgpu.copy_gmem_to_smem(x.at[where], s.at[i], bar)
+            return (where * 3 + 1) % 4
+
+        where = lax.fori_loop(0, 3, copy, jnp.int32(0))
+        plgpu.barrier_wait(bar)
+        for i in range(3):
+            o[i] = s[i] + where.astype(f32)
+
+    x = rng.standard_normal((4, N)).astype(f32)
+    scratch = [plgpu.SMEM((3, N), f32), plgpu.Barrier(num_arrivals=3)]
+    out = plgpu.ShapeDtypeStruct((3, N), f32)
+    (region,) = alone(text_of(run, body, out, x, scratch_types=scratch))
+    assert "for (" not in region
+    np.testing.assert_array_equal(run(body, out, x, scratch_types=scratch), x[[0, 1, 0]] + 1)
+
+
+def test_scalars_in_a_producer(run, rng):
+    """Scalar loads and stores, branches and a loop without a known end, in one lane."""
+
+    def body(x, order, o, s, full, empty, which):
+        me = lax.axis_index("wg")
+
+        @pl.when(me == 1)
+        def _():
+            def more(c):
+                return c[1] >= 0
+
+            def step(c):
+                n, row = c
+                pl.when(n >= 2)(lambda: plgpu.barrier_wait(empty.at[n % 2]))
+                which[n % 2] = row
+                plgpu.copy_gmem_to_smem(x.at[row], s.at[n % 2], full.at[n % 2])
+                plgpu.barrier_arrive(full.at[n % 2])
+                return n + 1, order[n + 1]
+
+            n, _ = lax.while_loop(more, step, (jnp.int32(0), order[0]))
+            for _ in range(2):  # an even number of rows: both slots are released once more
+                pl.when(n > 1)(lambda k=_: plgpu.barrier_wait(empty.at[k]))
+
+        @pl.when(me == 0)
+        def _():
+            def step(i, _):
+                plgpu.barrier_wait(full.at[i % 2])
+                o[which[i % 2]] = s[i % 2] + i.astype(f32)
+                plgpu.barrier_arrive(empty.at[i % 2])
+
+            lax.fori_loop(0, 4, step, None)
+
+    x = rng.standard_normal((4, N)).astype(f32)
+    order = np.array([2, 0, 3, 1, -1], i32)
+    options = dict(
+        scratch_types=[
+            plgpu.SMEM((2, N), f32),
+            plgpu.Barrier(num_barriers=2, num_arrivals=2),
+            plgpu.Barrier(num_barriers=2),
+            plgpu.SMEM((2,), i32),
+        ],
+        num_threads=2,
+        thread_name="wg",
+    )
+    (region,) = alone(text_of(run, body, x, x, order, **options))
+    assert "st_shared<i32, 1>" in region and "ld_global<i32, 1>" in region
+    want = x + np.array([1, 3, 0, 2], f32)[:, None]
+    np.testing.assert_array_equal(run(body, x, x, order, **options), want)
+
+
+def test_copies_by_all_lanes_stay_so(run, rng):
+    """A pitch that no engine can do, in a producer with few registers."""
+
+    def body(x, o, s, full, empty):
+        me = lax.axis_index("wg")
+
+        @pl.when(me == 1)
+        def _():
+            plgpu.set_max_registers(40, action="decrease")
+            fetch(x, s, full, empty)
+
+        pl.when(me == 0)(lambda: double(o, s, full, empty))
+
+    x = rng.standard_normal((STEPS, 333)).astype(f32)
+    options = ring()
+    options["scratch_types"][0] = plgpu.SMEM((2, 333), f32)
+    with pytest.warns(UserWarning, match="loads and stores of all lanes"):
+        text = text_of(run, body, x, x, **options)
+    assert not alone(text) and "#pragma unroll 2" in text
+    with pytest.warns(UserWarning, match="loads and stores of all lanes"):
+        np.testing.assert_array_equal(run(body, x, x, **options), 2 * x)
+
+
+# ---- products ------------------------------------------------------------------------------------
+
+
+def gemm_options(m, n, k, dtype, stages):
+    return dict(
+        scratch_types=[
+            plgpu.SMEM((stages, 128, 64), dtype, transforms=SWIZZLED),
+            plgpu.SMEM((stages, 64, n), dtype, transforms=SWIZZLED),
+            plgpu.SMEM((2, 2, 64, 64), dtype, transforms=SWIZZLED),
+            plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+            plgpu.ClusterBarrier(collective_axes=("c",), num_arrivals=2, num_barriers=stages),
+        ],
+        grid=(m // 256,),
+        grid_names=("m",),
+        cluster=(2,),
+        cluster_names=("c",),
+        num_threads=3,
+        thread_name="wg",
+    )
+
+
+def gemm_body(steps, stages, n):
+    def body(a, b, o, a_s, b_s, o_s, full, empty):
+        me = lax.axis_index("wg")
+        row = (lax.axis_index("m") * 2 + lax.axis_index("c")) * 128
+
+        @pl.when(me == 2)
+        def _():
+            plgpu.set_max_registers(40, action="decrease")
+
+            def step(i, _):
+                slot = i % stages
+                pl.when(i >= stages)(lambda: plgpu.barrier_wait(empty.at[slot]))
+                at = (pl.ds(row, 128), pl.ds(i * 64, 64))
+                plgpu.copy_gmem_to_smem(a.at[at], a_s.at[slot], full.at[slot])
+                at = (pl.ds(i * 64, 64), pl.ds(0, n))
+                plgpu.copy_gmem_to_smem(b.at[at], b_s.at[slot], full.at[slot], collective_axes="c")
+
+            lax.fori_loop(0, steps, step, None)
+            for s in range(min(stages, steps)):
+                plgpu.barrier_wait(empty.at[s])
+
+        @pl.when(me < 2)
+        def _():
+            plgpu.set_max_registers(232, action="increase")
+            mine = pl.ds(me * 64, 64)
+
+            def product(acc):
+                def step(i, _):
+                    plgpu.barrier_wait(full.at[i % stages])
+                    plgpu.wgmma(acc, a_s.at[i % stages, mine], b_s.at[i % stages])
+                    plgpu.wgmma_wait(0)
+                    plgpu.barrier_arrive(empty.at[i % stages])
+
+                lax.fori_loop(0, steps, step, None)
+                return acc[...]
+
+            value = pl.run_scoped(product, plgpu.ACC((64, n)))
+            for c in range(n // 64):
+                plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+                buffer = o_s.at[me, c % 2]
+                buffer[...] = value[:, c * 64 : (c + 1) * 64].astype(f16)
+                plgpu.commit_smem()
+                at = (pl.ds(row + me * 64, 64), pl.ds(c * 64, 64))
+                plgpu.copy_smem_to_gmem(buffer, o.at[at])
+            plgpu.wait_smem_to_gmem(0)
+
+    return body
+
+
+def test_gemm_of_a_cluster(run, rng):
+    """64 x 256 accumulators in two consumers of 232 registers, one operand shared by two blocks."""
+    m, n, k, stages = 512, 256, 384, 4
+    a = (rng.standard_normal((m, k)) / 4).astype(f16)
+    b = (rng.standard_normal((k, n)) / 4).astype(f16)
+    options, body = gemm_options(m, n, k, f16, stages), gemm_body(k // 64, stages, n)
+    out = plgpu.ShapeDtypeStruct((m, n), f16)
+    kernel = run.kernel(body, out, **options)
+    text = text_of(run, body, out, a, b, **options)
+    assert sum("tma_multicast" in region for region in alone(text)) == 1
+    loop = text[text.index("wgmma_fence") : text.rindex("wgmma_wait<0>")]
+    assert "lanes_sync" not in loop and "barrier_arrive_remote" in loop
+    used = kernel.lower(a, b).resources()
+    assert used["registers"] == 168 and used["spill_bytes"] == 0 and used["remarks"] == ""
+    np.testing.assert_allclose(
+        run(body, out, a, b, **options).astype(f32), a.astype(f32) @ b.astype(f32), atol=2e-2
+    )
+
+
+@pytest.mark.parametrize("a_in_registers", [False, True])
+@pytest.mark.parametrize("half", [False, True])
+@pytest.mark.parametrize("rows,k", [(64, 16), (128, 64)])
+def test_a_fresh_accumulator_is_overwritten(run, rng, a_in_registers, half, rows, k):
+    """Its registers are not filled with zeros; the product that comes second adds."""
+
+    def body(a, b, o, a_s, b_s, bar):
+        plgpu.copy_gmem_to_smem(a, a_s, bar)
+        plgpu.copy_gmem_to_smem(b, b_s, bar)
+        plgpu.barrier_wait(bar)
+        left = plgpu.load(a_s, layout=plgpu.Layout.WGMMA) if a_in_registers else a_s
+
+        def product(acc):
+            plgpu.wgmma(acc, left, b_s)
+            plgpu.wgmma(acc, left, b_s)
+            return acc[...]
+
+        def turn(i, total):
+            return total + pl.run_scoped(product, plgpu.ACC((rows, 64)))
+
+        zero = plgpu.layout_cast(jnp.zeros((rows, 64), f32), plgpu.Layout.WGMMA)
+        if half:  # in a loop ptxas puts a wait of its own in front of the second product (C7517)
+            o[...] = pl.run_scoped(product, plgpu.ACC((rows, 64), f16)).astype(f32)
+        else:
+            o[...] = lax.fori_loop(0, 2, turn, zero)
+
+    a = (rng.standard_normal((rows, k)) / 4).astype(f16)
+    b = (rng.standard_normal((k, 64)) / 4).astype(f16)
+    out = plgpu.ShapeDtypeStruct((rows, 64), f32)
+    scratch = [
+        plgpu.SMEM((rows, k), f16),
+        plgpu.SMEM((k, 64), f16),
+        plgpu.Barrier(num_arrivals=2),
+    ]
+    text = text_of(run, body, out, a, b, scratch_types=scratch)
+    assert text.count("_fresh(") == 1 and not re.search(r"acc_\d+\[r\] = 0", text)
+    np.testing.assert_allclose(
+        run(body, out, a, b, scratch_types=scratch),
+        (2 if half else 4) * (a.astype(f32) @ b.astype(f32)),
+        atol=0.1 if half else 1e-2,
+    )
+
+
+def test_an_accumulator_that_is_read_first(run, rng):
+    def body(a, b, o, a_s, b_s, bar):
+        plgpu.copy_gmem_to_smem(a, a_s, bar)
+        plgpu.copy_gmem_to_smem(b, b_s, bar)
+        plgpu.barrier_wait(bar)
+
+        def product(acc):
+            def step(i, _):
+                plgpu.wgmma(acc, a_s, b_s)
+
+            lax.fori_loop(0, a.shape[1] // 64 - 1, step, None)  # not at all
+            zero = acc[...]
+            plgpu.wgmma(acc.at[:, 0:32], a_s, b_s.at[:, 0:32])
+            return zero, acc[...]
+
+        o[0], o[1] = pl.run_scoped(product, plgpu.ACC((64, 64)))
+
+    a, b = (rng.standard_normal((64, 64)).astype(f16) for _ in range(2))
+    out = plgpu.ShapeDtypeStruct((2, 64, 64), f32)
+    scratch = [plgpu.SMEM((64, 64), f16)] * 2 + [plgpu.Barrier(num_arrivals=2)]
+    got = run(body, out, a, b, scratch_types=scratch)
+    want = np.zeros((2, 64, 64), f32)
+    want[1, :, :32] = a.astype(f32) @ b.astype(f32)[:, :32]
+    np.testing.assert_allclose(got, want, atol=1e-2)
+
+
+def test_optimization_barrier_holds_an_array_at_once(run, rng):
+    def body(x, y, o):
+        a = lax.optimization_barrier(plgpu.load(x, layout=plgpu.Layout.WGMMA) + 1.0)
+        o[...] = a * lax.optimization_barrier(y[...]).astype(f32)
+
+    x = rng.standard_normal((64, 128)).astype(f32)
+    y = rng.standard_normal((64, 128)).astype(f16)
+    text = text_of(run, body, x, x, y)
+    assert text.count("pin_f32_64(") == 1
+    np.testing.assert_allclose(run(body, x, x, y), (x + 1) * y.astype(f32), rtol=1e-6)
+
+
+# ---- launches ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dependent", [False, True])
+def test_tiles_from_a_counter(run, dependent):
+    """Each tile once, whoever takes it; a launch leaves the counters as it found them."""
+
+    def body(o):
+        if dependent:
+            plgpu.griddepcontrol_launch_dependents()
+            plgpu.griddepcontrol_wait()
+
+        def step(t):
+            o[t] = jnp.full((128,), 1, jnp.float32) * t.astype(f32)
+            return _core.next_tile(0)
+
+        lax.while_loop(lambda t: t < 40, step, _core.next_tile(0))
+
+    out = plgpu.ShapeDtypeStruct((40, 128), f32)
+    options = dict(grid=(5,), grid_names=("g",), num_threads=2, thread_name="wg")
+    text = text_of(run, body, out, **options)
+    assert "counters_done(counters, 1, 10u)" in text
+    assert text.count("grid_wait();") == (3 if dependent else 0)
+    kernel = run.kernel(body, out, **options)
+    for _ in range(3):
+        got = run.call(kernel)
+        np.testing.assert_array_equal(got, np.broadcast_to(np.arange(40.0)[:, None], (40, 128)))
