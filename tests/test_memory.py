@@ -448,18 +448,18 @@ def test_wgmma_layout_meets_swizzled_rows_anywhere(run, rng, width):
         o[2][...] = ys[pl.ds(2, 64)]
         turned.T[...] = a
         o[3][...] = turned[...].astype(np.float32)
-        turned32.T[...] = b
-        again = plgpu.load(turned32.T, layout=wgmma) + plgpu.load(turned.T, layout=wgmma).astype(
-            np.float32
-        )
-        turned32.T[...] = again
-        o[4][...] = turned32[...]
+        inside = turned32.at[pl.ds(1, 128)]
+        inside.T[...] = b
+        more = plgpu.load(turned.T, layout=wgmma).astype(np.float32)
+        again = plgpu.load(inside.T, layout=wgmma) + more
+        inside.T[...] = again
+        o[4][...] = inside[...]
 
     scratch = [
         tiled(x.shape, np.float16),
         tiled(y.shape, np.float32),
         tiled((128, 64), np.float16),
-        tiled((128, 64), np.float32),
+        tiled((136, 64), np.float32),
     ]
     outs = tuple(np.zeros(s, np.float32) for s in outs)
     got = run(body, outs, x, y, grid=(1,), grid_names=("g",), scratch_types=scratch)
@@ -592,7 +592,7 @@ def test_a_loop_stores_over_what_it_has_read(run, rng):
     np.testing.assert_allclose(got, x.sum(0).T, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("start", [0, 13, 57, -3])
+@pytest.mark.parametrize("start", [0, 13, 57])
 def test_copies_of_reshaped_arrays(run, rng, start):
     """A copy clips at the shape that was sliced, be it of the array or of its reshape."""
     x = random(rng, (6, 10, 64), np.float32)

@@ -147,14 +147,11 @@ ALL_SIGNATURES = [(m, name, text) for m, t in SIGNATURES.items() for name, text 
 
 def text_of(o):
     """The signature with defaults as they are written."""
-    if isinstance(o, enum.Enum):
-        sig = inspect.signature(o)
-    elif isinstance(o, enum.EnumMeta):
-        sig = inspect.signature(next(iter(o)))
-    else:
-        sig = inspect.signature(o)
+    call = type(o).__call__ if isinstance(o, enum.Enum) else o
+    call = o.__call__ if isinstance(o, enum.EnumMeta) else call  # members are called
+    parameters = list(inspect.signature(call).parameters.values())
     parts, keyword_only = [], False
-    for p in sig.parameters.values():
+    for p in parameters[call is not o :]:  # without self
         star = {p.VAR_POSITIONAL: "*", p.VAR_KEYWORD: "**"}.get(p.kind, "")
         if p.kind == p.KEYWORD_ONLY and not keyword_only:
             keyword_only = True

@@ -463,6 +463,17 @@ static pm_code plan_collective(const pm_graph *g, pm_opid op, pm_copy_plan *p, i
                  (long long)parts, pm_type_text(g->arena, pm_typeof(g, pm_in(g, op, 1))), why);
 }
 
+/* A box of a store that begins before the array is an illegal instruction too; one of a load is
+ * not. Starts of which nothing is known are taken to be none. */
+static const char *check_store_start(const pm_graph *g, const pm_copy_plan *p) {
+  for (uint32_t k = 0; k < p->gmem.base_rank; k++) {
+    int64_t lo, hi;
+    if (!pm_view_start_range(g, &p->gmem, k, &lo, &hi)) continue;
+    if (lo < 0 && lo > INT32_MIN / 2) return "it may begin before the array";
+  }
+  return NULL;
+}
+
 static pm_code plan(const pm_graph *g, pm_opid op, pm_copy_plan *p, pm_err *err) {
   const bool load = pm_get(g, op)->code == PM_OP_COPY_G2S;
   const int engine = (int)*pm_attr(g, op, PM_ATTR_ENGINE);
@@ -487,7 +498,7 @@ static pm_code plan(const pm_graph *g, pm_opid op, pm_copy_plan *p, pm_err *err)
   }
   if (engine != PM_ENGINE_BULK) {
     p->engine = PM_ENGINE_TMA;
-    if (!(why = plan_tma(g, p, 1))) return PM_OK;
+    if (!(why = plan_tma(g, p, 1)) && (load || !(why = check_store_start(g, p)))) return PM_OK;
   }
   if (engine != PM_ENGINE_AUTO) {
     return pm_fail(err, PM_E_VALUE, "%s: the engine %s cannot do this copy: %s",

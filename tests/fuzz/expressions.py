@@ -55,7 +55,8 @@ class Expressions:
         self.ints = [[]]  # frames of (name, low, high): dynamic int32 scalars
         self.tags = []  # (name, size): what distinguishes this instance of a statement
         self.count = 0
-        self.budget = self.rng.choice((12, 20, 30, 45))
+        self.swarm = {}
+        self.budget = self.rng.choice((12, 20, 30, 45, 70))
         self.sizes = [self.rng.choice(EXTENTS) for _ in range(4)]
         self.threads = 1
         self.depth = 0
@@ -74,6 +75,13 @@ class Expressions:
         """A key of {key: weight}."""
         keys = [k for k, w in table.items() if w > 0]
         return self.rng.choices(keys, [table[k] for k in keys])[0]
+
+    def pick_swarm(self, table):
+        """The same, but each program has favourites of its own, and leaves some things out."""
+        for k in table:
+            if k not in self.swarm:
+                self.swarm[k] = self.rng.choice((0.05, 0.3, 1, 1, 1, 3, 8))
+        return self.pick({k: w * self.swarm[k] for k, w in table.items()})
 
     def emit(self, node):
         self.blocks[-1].statements.append(node)
@@ -462,7 +470,7 @@ class Expressions:
             "smem": 0.7 if self.nesting < 4 and shape else 0,
             "let": 1.5,
         }
-        return getattr(self, "make_" + self.pick(table))(shape, dtype, kind)
+        return getattr(self, "make_" + self.pick_swarm(table))(shape, dtype, kind)
 
     def known(self, shape, dtype, kind):
         order = {"small": 0, "norm": 1, "wild": 2}

@@ -99,7 +99,7 @@ class Gen(Expressions):
 
     def statement(self):
         deep = self.nesting > 2
-        form = self.pick({
+        form = self.pick_swarm({
             "store": 6,
             "loop": 0 if deep else 1,
             "when": 0 if deep else 1,
@@ -987,7 +987,7 @@ class Gen(Expressions):
                 "big": 1.5,
             }
         for _ in range(self.pick({1: 5, 2: 3, 3: 1})):
-            form = self.pick(table)
+            form = self.pick_swarm(table)
             if form == "compute":
                 self.statements(self.rng.randint(1, 3))
             elif form == "copy":
