@@ -375,6 +375,8 @@ extern "C" void host_tma_multicast(u32 dst, const TensorMap *map, u32 barrier, u
 
 extern "C" void host_tma_store(const TensorMap *map, u32 src, const i32 *c, u32 rank, int line) {
   check_map(map, src, c, rank, line);
+  for (u32 k = 0; k < rank; k++) /* seen on an H200: an illegal instruction */
+    if (c[k] < 0) host_fail(line, "a store that begins before the array, at %d", c[k]);
   std::shared_ptr<Copy> copy = new_copy(true, line);
   add_box(*copy, map, src, c);
   issue_store(copy);
