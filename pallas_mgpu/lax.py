@@ -66,6 +66,7 @@ _define(
     {
         "abs": ("abs", "|x|"),
         "bitwise_not": ("not", "Bitwise complement; logical on bool."),
+        "log1p": ("log1p", "log(1 + x), exact near 0."),
         "neg": ("neg", "-x."),
         "sign": ("sign", "-1, 0 or 1."),
     },
