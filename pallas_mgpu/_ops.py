@@ -273,9 +273,11 @@ def griddepcontrol_launch_dependents():
     _core.effect("griddepcontrol_launch_dependents", ())
 
 
-def debug_print(fmt, *args):
+def debug_print(fmt, *args, **kwargs):
     """Print a line from each thread of each block. ``fmt`` has one ``{}`` per argument; arguments
-    are scalars."""
+    are scalars, without names."""
+    if kwargs:
+        raise ValueError(f"debug_print: keyword arguments are not accepted, got {show(kwargs)}")
     if not isinstance(fmt, str) or "\0" in fmt:
         raise TypeError(f"debug_print: fmt must be text without zero bytes, got {show(fmt)}")
     pieces = list(string.Formatter().parse(fmt))

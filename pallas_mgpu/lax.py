@@ -1,6 +1,7 @@
 """The `lax` namespace for kernel bodies: array functions, control flow, axis queries.
 
-Unlike `jax.lax`, dtypes promote as in `pallas_mgpu.numpy`: a superset of what `jax.lax` accepts."""
+Unlike `jax.lax`, dtypes promote as in `pallas_mgpu.numpy`: a superset of what `jax.lax` accepts.
+Functions of floats (`exp`, `rsqrt` ...) refuse integers, as there."""
 
 from . import _core
 from ._control import cond, fori_loop, scan, switch, while_loop

@@ -567,3 +567,36 @@ def test_iota_of_one_element(run, dtype):
     a, b = run(body, (np.ones(1, dtype), np.ones((1, 5), dtype)))
     np.testing.assert_array_equal(a, np.zeros(1, dtype))
     np.testing.assert_array_equal(b, np.arange(5).astype(dtype)[None])
+
+
+def test_integers_wrap(run):
+    """Scalars, which are plain C++ where the range is known, and arrays."""
+    x = np.repeat(np.array([[2**31 - 1], [-(2**31)], [2**30]], np.int32), 128, 1)
+    want = np.array([-(2**31), 2**31 - 1, 0, 1, -(2**31), -(2**31), 0, -(2**31)], np.int32)
+
+    def values(a, b, c):
+        minus = jnp.int32(-1)
+        return [a + 1, b - 1, c * 4, a * a, -b, lax.div(b, minus), lax.rem(b, minus), abs(b)]
+
+    def body(x_ref, scalars_ref, arrays_ref):
+        for k, v in enumerate(values(x_ref[0, 0], x_ref[1, 0], x_ref[2, 0])):
+            scalars_ref[k] = v
+        for k, v in enumerate(values(x_ref[0], x_ref[1], x_ref[2])):
+            arrays_ref[k] = v
+
+    scalars, arrays = run(body, (want, np.zeros((8, 128), np.int32)), x)
+    np.testing.assert_array_equal(scalars, want)
+    np.testing.assert_array_equal(arrays, np.repeat(want[:, None], 128, 1))
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.uint32])
+def test_integers_to_bfloat16_are_rounded_once(run, dtype):
+    """In float32 they would become ties."""
+    half, ulp = 2**30 + 2**22, 2**23
+    x = np.array([half + 1, half - 1, half, 2**30 + ulp + 2**22 - 1], dtype)
+    want = np.array([2**30 + ulp, 2**30, 2**30, 2**30 + ulp], np.float32)
+
+    def body(x_ref, o_ref):
+        o_ref[...] = x_ref[...].astype(bf16)
+
+    np.testing.assert_array_equal(run(body, x.astype(bf16), x).astype(np.float32), want)

@@ -94,12 +94,7 @@ INSTRUCTIONS = {
     "barrier_init(64, 3);": ["mbarrier.init.shared::cta.b64 [64], 3"],
     "barrier_init_fence();": ["fence.mbarrier_init.release.cluster"],
     "barrier_arrive(64);": ["mbarrier.arrive.shared::cta.b64 _, [64]"],
-    "barrier_arrive_n(64, 128);": ["mbarrier.arrive.shared::cta.b64 _, [64], 128"],
     "barrier_arrive_tx(64, 512);": ["mbarrier.arrive.expect_tx.shared::cta.b64 _, [64], 512"],
-    "barrier_arrive_n_tx(64, 128, 512);": [
-        "mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [64], 512",
-        "mbarrier.arrive.shared::cta.b64 _, [64], 128",
-    ],
     "async_proxy_fence();": ["fence.proxy.async.shared::cta"],
     "async_proxy_fence_global();": ["fence.proxy.async.global"],
     f"tensor_map_prefetch({MAP});": ["prefetch.tensormap [8192]"],
@@ -382,14 +377,14 @@ F16, BF16, F32 = np.float16, ml_dtypes.bfloat16, np.float32
     ],
 )
 def test_products(a_turned, b_turned, registers, acc, dtype):
-    """A before B, low words before high ones; scale-d is true, both scales of the inputs are 1, and
-    then come the bits that say which operands are not contiguous along K."""
+    """A before B, low words before high ones; scale-d is true but in the first product of a fresh
+    accumulator, both scales of the inputs are 1, and then come the bits that say which operands are
+    not contiguous along K."""
     text = product(a_turned, b_turned, registers, acc, dtype).as_text("cuda")
-    found = re.search(r"FN void (wgmma_m64n16k16_\w+)\(([^)]*)\) {\n  asm volatile\((.*?)\);\n}",
-                      text, re.S)  # fmt: skip
-    name, parameters, statement = found.groups()
-    code, *operands = re.split(r"\s:\s+", re.sub(r"\s+", " ", statement))
-    code = re.sub(r"\s+", " ", re.sub(r'\\n|"', "", code)).replace("{ %", "{%")
+    found = re.findall(r"FN void (wgmma_m64n16k16_\w+)\(([^)]*)\) {\n  asm volatile\((.*?)\);\n}",
+                       text, re.S)  # fmt: skip
+    names = [name for name, _, _ in found]
+    assert [name.endswith("_fresh") for name in names] == [True, False]
     n = 8 if acc is F32 else 4
     types = {F16: "f16", BF16: "bf16", F32: "f32"}
     d = ",".join(f"%{k}" for k in range(n))
@@ -402,16 +397,21 @@ def test_products(a_turned, b_turned, registers, acc, dtype):
         a = "ma, " + tail.replace("1, 1, ", f"1, 1, {int(a_turned)}, ")
         moves = f"mov.b64 ma, {{%{n}, %{n + 1}}}; mov.b64 mb, {{%{n + 2}, %{n + 3}}};"
         inputs = ["a", "a_high"]
-    assert code.strip() == (
-        f"{{ .reg .pred p; .reg .b64 ma, mb; setp.eq.b32 p, 0, 0; {moves} wgmma.mma_async.sync"
-        f".aligned.m64n16k16.{types[acc]}.{types[dtype]}.{types[dtype]} {{{d}}}, {a}"
-    )
-    letter = "f" if acc is F32 else "r"
-    want = ", ".join(f'"+{letter}"(d[{k}])' for k in range(n))
-    assert operands[0] == want
-    assert operands[1] == ", ".join(f'"r"({x})' for x in [*inputs, "b", "b_high"])
-    assert operands[2] == '"memory"'
-    calls = re.findall(rf"  {name}\((.*)\);", text)
+    for name, _, statement in found:
+        code, *operands = re.split(r"\s:\s+", re.sub(r"\s+", " ", statement))
+        code = re.sub(r"\s+", " ", re.sub(r'\\n|"', "", code)).replace("{ %", "{%")
+        add, way = ("ne", "=") if name.endswith("_fresh") else ("eq", "+")
+        assert code.strip() == (
+            f"{{ .reg .pred p; .reg .b64 ma, mb; setp.{add}.b32 p, 0, 0; {moves} wgmma.mma_async"
+            f".sync.aligned.m64n16k16.{types[acc]}.{types[dtype]}.{types[dtype]} {{{d}}}, {a}"
+        )
+        letter = "f" if acc is F32 else "r"
+        assert operands[0] == ", ".join(f'"{way}{letter}"(d[{k}])' for k in range(n))
+        assert operands[1] == ", ".join(f'"r"({x})' for x in [*inputs, "b", "b_high"])
+        assert operands[2] == '"memory"'
+    issued = re.findall(r"  (wgmma_m64n16k16_\w+)\((.*)\);", text)
+    assert [name for name, _ in issued] == names  # the second one in a loop
+    calls = [call for _, call in issued]
     highs = {x for call in calls for x in re.findall(r"0x[0-9a-f]+u", call)}
     # 1 << 30: 128 bytes, 3 << 30: 32 bytes; groups of 8 rows lie 1024 or 256 bytes apart
     b_high = "0x40000040u" if b_turned else "0xc0000010u"

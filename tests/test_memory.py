@@ -596,7 +596,6 @@ def test_a_loop_stores_over_what_it_has_read(run):
     np.testing.assert_array_equal(got, want)
 
 
-
 @pytest.mark.parametrize("start", [0, 13, 57])
 def test_copies_of_reshaped_arrays(run, rng, start):
     """A copy clips at the shape that was sliced, be it of the array or of its reshape."""
