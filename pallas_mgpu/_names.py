@@ -2,6 +2,7 @@
 yet, names that never were."""
 
 import functools
+import inspect
 import warnings
 
 
@@ -31,6 +32,17 @@ NOT_SPECIFIED = NotSpecified()
 
 def deprecated(text, stacklevel):
     warnings.warn(text, DeprecationWarning, stacklevel + 1)
+
+
+def shown_as(like):
+    """Decorator: the signature that help() shows is that of ``like``; for a function that takes
+    more only to refuse it with a better error."""
+
+    def wrap(f):
+        f.__signature__ = inspect.signature(like)
+        return f
+
+    return wrap
 
 
 def accepts(*positional, **older):

@@ -95,6 +95,14 @@ INSTRUCTIONS = {
     "barrier_init_fence();": ["fence.mbarrier_init.release.cluster"],
     "barrier_arrive(64);": ["mbarrier.arrive.shared::cta.b64 _, [64]"],
     "barrier_arrive_tx(64, 512);": ["mbarrier.arrive.expect_tx.shared::cta.b64 _, [64], 512"],
+    "barrier_arrive_remote(64, 3);": [
+        ".reg .b32 r", "mapa.shared::cluster.u32 r, 64, 3",
+        "mbarrier.arrive.shared::cluster.b64 _, [r]",
+    ],
+    "barrier_arrive_release(64, 3);": [
+        ".reg .b32 r", "mapa.shared::cluster.u32 r, 64, 3",
+        "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [r]",
+    ],
     "async_proxy_fence();": ["fence.proxy.async.shared::cta"],
     "async_proxy_fence_global();": ["fence.proxy.async.global"],
     f"tensor_map_prefetch({MAP});": ["prefetch.tensormap [8192]"],
@@ -117,6 +125,17 @@ INSTRUCTIONS = {
     "out[0] = cluster_index_x();": ["mov.u32 a, %cluster_ctaid.x"],
     "out[0] = cluster_index_y();": ["mov.u32 a, %cluster_ctaid.y"],
     "out[0] = cluster_index_z();": ["mov.u32 a, %cluster_ctaid.z"],
+    "out[0] = cluster_rank();": ["mov.u32 a, %cluster_ctarank"],
+    **{
+        f"out[0] = lanes_{name}(2, u == 9);": [
+            ".reg .pred p, q", "setp.ne.u32 q, a, 0", f"bar.red.{op}.pred p, 3, 128, q",
+            "selp.u32 b, 1, 0, p",
+        ]
+        for name, op in {"any": "or", "all": "and"}.items()
+    },
+    "grid_wait();": ["griddepcontrol.wait"],
+    "grid_launch_dependents();": ["griddepcontrol.launch_dependents"],
+    "out[0] = next_tile((u32*)8192);": ["atom.relaxed.gpu.global.add.u32 a, [8192], 1"],
     "out[0] = elect_one();": [
         ".reg .pred p", "elect.sync _|p, 0xffffffff", "selp.u32 a, 1, 0, p",
     ],
@@ -134,6 +153,15 @@ INSTRUCTIONS = {
     f"{words(4)} st_global<u32, 4>((u32*)8192, w);": ["st.global.v4.b32 [8192], {1,2,3,4}"],
     f"{words(2)} st_global<u32, 2>((u32*)8192, w);": ["st.global.v2.b32 [8192], {1,2}"],
     f"{words(1)} st_global<u32, 1>((u32*)8192, w);": ["st.global.b32 [8192], 1"],
+    f"{words(4)} st_cluster<u32, 4>(64, w);": ["st.shared::cluster.v4.b32 [64], {1,2,3,4}"],
+    f"{words(2)} st_cluster<u32, 2>(64, w);": ["st.shared::cluster.v2.b32 [64], {1,2}"],
+    f"{words(1)} st_cluster<u32, 1>(64, w);": ["st.shared::cluster.b32 [64], 1"],
+    "u32 w[4]; ld_cluster<u32, 4>(w, 64); st_shared<u32, 4>(128, w);": [
+        "ld.shared::cluster.v4.b32 {a,b,c,d}, [64]", "st.shared.v4.b32 [128], {a,b,c,d}",
+    ],
+    "u32 w[2]; ld_cluster<u32, 2>(w, 64); st_shared<u32, 2>(128, w);": [
+        "ld.shared::cluster.v2.b32 {a,b}, [64]", "st.shared.v2.b32 [128], {a,b}",
+    ],
     "u32 w[4]; ld_shared<u32, 4>(w, 64); st_shared<u32, 4>(128, w);": [
         "ld.shared.v4.b32 {a,b,c,d}, [64]", "st.shared.v4.b32 [128], {a,b,c,d}",
     ],
@@ -196,6 +224,13 @@ INSTRUCTIONS = {
     **{
         f"tma_load_{n}d(64, {MAP}, 16{''.join(f', {k + 1}' for k in range(n))});": [
             f"{LOAD % n} [64], [8192, {{{','.join(str(k + 1) for k in range(n))}}}], [16]"
+        ]
+        for n in range(1, 6)
+    },
+    **{
+        f"tma_multicast_{n}d(64, {MAP}, 16, 5{''.join(f', {k + 1}' for k in range(n))});": [
+            f"{LOAD % n}.multicast::cluster [64],"
+            f" [8192, {{{','.join(str(k + 1) for k in range(n))}}}], [16], 5"
         ]
         for n in range(1, 6)
     },
@@ -274,15 +309,18 @@ def test_instructions(code):
     assert bodies(ALL)[code].asm == INSTRUCTIONS[code]
 
 
-def test_waiting_is_a_loop():
+@pytest.mark.parametrize("name,how", [("", ""), ("_cluster", ".acquire.cluster")])
+def test_waiting_is_a_loop(name, how):
     """Out when the phase has ended, else once more."""
     text = (DEVICE / "barrier.cuh").read_text()
-    body = text[text.index("FN void barrier_wait(") :]
-    body = "".join(re.findall(r'"((?:[^"\\]|\\.)*)"', body[: body.index("//!")]))
-    assert re.sub(r"\\n|\s+", " ", body) == (
-        "{ .reg .pred p; W: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;"
-        " @p bra D; bra W; D: }memory".replace("}memory", "}rrmemory")
+    body = text[text.index(f"FN void barrier_wait{name}(") :]
+    code, inputs = re.search(r"asm volatile\((.*?) :: (.*?)\);", body, re.S).groups()
+    code = re.sub(r'"\s*"', "", code).strip('"').replace("\\n", " ")
+    assert code == (
+        f"{{ .reg .pred p; W: mbarrier.try_wait.parity{how}.shared::cta.b64 p, [%0], %1;"
+        " @p bra D; bra W; D: }"
     )
+    assert inputs == '"r"(b), "r"(parity) : "memory"'
 
 
 @pytest.mark.parametrize("code", NUMBERS)

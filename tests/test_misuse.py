@@ -381,6 +381,11 @@ ARRAYS = {
     "print ref": (TE, "argument 0 is a ref", on_ref(lambda x: pl.debug_print("{}", x))),
     "print count": (TE, "2 fields for 1 arguments", value(lambda v: pl.debug_print("{} {}", v[0]))),
     "print spec": (VE, "only bare", value(lambda v: pl.debug_print("{:.2f}", v[0]))),
+    "print keyword": (
+        VE,
+        "keyword arguments are not accepted, got {'x': ",
+        value(lambda v: pl.debug_print("{x}", x=v[0])),
+    ),
     "print zero": (TE, "without zero bytes", value(lambda v: pl.debug_print("a\0{}", v[0]))),
     "axis": (NameError, "unbound axis name: 'q'; bound are", run(lambda x, o: lax.axis_index("q"))),
     "program_id": (VE, "axis must be 0..0, got 1", run(lambda x, o: pl.program_id(1), grid=(2,))),
