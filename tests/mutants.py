@@ -32,9 +32,10 @@ ARRAYS, CONTROL, MEMORY = "test_arrays.py", "test_control.py", "test_memory.py"
 PIPES, DOCUMENTS, HOST = "test_pipeline.py", "test_documents.py", "test_host.py"
 TEXT, CATALOGUE, ERRORS = "test_text.py", "test_catalogue.py", "test_errors.py"
 RUNTIME, SURFACE = "test_runtime.py", "test_surface.py"
+CLUSTER, SPECIALISED = "test_cluster.py", "test_specialised.py"
 FUZZ = [f"test_fuzz.py::test_random_kernels[{1_000_000 + 10 * k}]" for k in range(6)]
-ALL = [MEMORY, ARRAYS, PIPES, TEXT, *FUZZ, CONTROL, DOCUMENTS, CATALOGUE, ERRORS, HOST, SURFACE]
-ALL += [RUNTIME]
+ALL = [MEMORY, ARRAYS, PIPES, TEXT, *FUZZ, CLUSTER, SPECIALISED, CONTROL, DOCUMENTS, CATALOGUE]
+ALL += [HOST, ERRORS, SURFACE, RUNTIME]
 
 # Of the tests that come first, those that have several ways go the one that sees most.
 FIRST_WAY = ["-k", "not interpret"]
@@ -177,48 +178,48 @@ breaks(
     phase_never_flips=('    pm_line(e, "%s ^= 1;", b.phase);\n', ""),
     phase_of_the_next_barrier_flips=('"%s ^= 1u << (%s);"', '"%s ^= 2u << (%s);"'),
     wait_for_the_phase_before=(
-        'pm_line(e, "barrier_wait(%s, %s);", b.address, b.phase);',
-        'pm_line(e, "barrier_wait(%s, %s ^ 1);", b.address, b.phase);',
+        'pm_line(e, "%s(%s, %s);", wait, b.address, b.phase);',
+        'pm_line(e, "%s(%s, %s ^ 1);", wait, b.address, b.phase);',
     ),
     wait_on_every_second_barrier=(
         "pm_term_text(e, &v.term[k], 8, false)",
         "pm_term_text(e, &v.term[k], 16, false)",
     ),
     arrival_without_meeting=(
-        '  pm_line(e, PM_LANES_SYNC);\n  pm_line(e, "if (tid == 0) barrier_arrive',
-        '  pm_line(e, "if (tid == 0) barrier_arrive',
+        '    pm_line(e, PM_LANES_SYNC);\n    pm_line(e, "if (tid == 0) barrier_arrive',
+        '    pm_line(e, "if (tid == 0) barrier_arrive',
     ),
     arrival_of_all_for_one=(
-        '"if (tid == 0) barrier_arrive(%s);"',
-        '"barrier_arrive(%s);"',
+        '"%sbarrier_arrive(%s);", e->lane ? "" : "if (tid == 0) ",',
+        '"%sbarrier_arrive(%s);", e->lane ? "" : "if (tid < 32) ",',
     ),
     too_many_bytes_are_expected=(
-        "n, b.address, arrive, (long long)p->bytes);",
-        "n, b.address, arrive, (long long)p->bytes + 16);",
+        '"barrier_arrive_tx(%s, %lld);", b.address, (long long)p->bytes);',
+        '"barrier_arrive_tx(%s, %lld);", b.address, (long long)p->bytes + 16);',
     ),
-    eight_times_the_bytes_are_expected=(
-        'pm_line(e, "barrier_arrive%s_tx(%s%s, %lld);", n, b.address, arrive, (long long)',
-        'pm_line(e, "barrier_arrive%s_tx(%s%s, %lld);", n, b.address, arrive, (long long)8 *',
+    half_of_the_bytes_are_expected=(
+        '"barrier_arrive_tx(%s, %lld);", b.address, (long long)p->bytes);',
+        '"barrier_arrive_tx(%s, %lld);", b.address, (long long)p->bytes / 2);',
     ),
     no_arrival_if_the_predicate_is_false=(
-        '    pm_line(e, "barrier_arrive%s(%s%s);", n, b.address, arrive);\n',
-        "",
+        '    pm_line(e, "barrier_arrive(%s);", b.address);\n    pm_end(e);',
+        "    pm_end(e);",
     ),
     predicate_of_stores_is_ignored=(
-        '  if (when) pm_begin(e, "if (%s) {", when);\n  issue(e, p, NULL);',
-        '  if (when) pm_begin(e, "{");\n  issue(e, p, NULL);',
+        '  if (when) pm_begin(e, "if (%s) {", when);\n  issue(e, op, p, NULL);',
+        '  if (when) pm_begin(e, "{");\n  issue(e, op, p, NULL);',
     ),
     predicate_of_loads_is_ignored=(
-        '  if (when) pm_begin(e, "if (%s) {", when);\n  pm_line(e, "barrier_arrive%s_tx',
-        '  if (when) pm_begin(e, "if (true) {");\n  pm_line(e, "barrier_arrive%s_tx',
+        '  if (when) pm_begin(e, "if (%s) {", when);\n  pm_line(e, "barrier_arrive_tx',
+        '  if (when) pm_begin(e, "if (true) {");\n  pm_line(e, "barrier_arrive_tx',
     ),
     stores_are_not_committed=(
         'if (*pm_attr(e->g, op, PM_ATTR_COMMIT)) pm_line(e, "store_group_commit();");',
         "(void)op;",
     ),
     coordinates_are_reversed=(
-        'pm_putf(&t, ", %s", coord_text(e, p, d));',
-        'pm_putf(&t, ", %s", coord_text(e, p, p->map.rank - 1 - d));',
+        "coord_text(e, p, d, share));",
+        "coord_text(e, p, p->map.rank - 1 - d, share));",
     ),
     boxes_of_a_loop_at_one_coordinate=(
         'if (step) pm_putf(&t, "%sb%u * %lld"',
@@ -245,32 +246,21 @@ breaks(
         "",
     ),
     plain_loads_without_proxy_fence=(
-        '    pm_line(e, "async_proxy_fence();");\n    arrive(e, &b);',
-        "    arrive(e, &b);",
-    ),
-    one_lane_of_each_warp_copies=(
-        'pm_begin(e, "if (warp == 0 && elect_one()) {");',
-        'pm_begin(e, "if (elect_one()) {");',
-    ),
-    all_lanes_copy=(
-        'pm_begin(e, "if (warp == 0 && elect_one()) {");',
-        'pm_begin(e, "if (warp == 0) {");',
+        '    pm_line(e, "async_proxy_fence();");\n    pm_line(e, PM_LANES_SYNC);',
+        "    pm_line(e, PM_LANES_SYNC);",
     ),
     another_lane_waits_for_stores=(
-        '"if (warp == 0 && elect_one()) store_group_wait%s<%lld>();"',
-        '"if (warp == 1 && elect_one()) store_group_wait%s<%lld>();"',
+        'e->lane ? "" : PM_ONE_LANE " ", read, n);',
+        'e->lane ? "" : "if (warp == 1 && elect_one()) ", read, n);',
     ),
-    one_group_more_may_be_pending=(
-        '*pm_attr(e->g, op, PM_ATTR_READ_ONLY) ? "_read" : "", (long long)n);\n',
-        '*pm_attr(e->g, op, PM_ATTR_READ_ONLY) ? "_read" : "", (long long)n + 1);\n',
-    ),
+    one_group_more_may_be_pending=('PM_ONE_LANE " ", read, n);', 'PM_ONE_LANE " ", read, n + 1);'),
     nobody_waits_for_writes=(
         '*pm_attr(e->g, op, PM_ATTR_READ_ONLY) ? "_read" : ""',
         '*pm_attr(e->g, op, PM_ATTR_READ_ONLY) ? "_read" : "_read"',
     ),
     nobody_meets_behind_a_wait_for_stores=(
-        '_read" : "", (long long)n);\n  pm_line(e, PM_LANES_SYNC);',
-        '_read" : "", (long long)n);',
+        'PM_ONE_LANE " ", read, n);\n  meet(e);',
+        'PM_ONE_LANE " ", read, n);',
     ),
     commit_smem_without_fence=(
         '  pm_note(e, op, "commit_smem");\n  pm_line(e, "async_proxy_fence();");\n',
@@ -291,13 +281,13 @@ breaks(
     f"{CUDA}/program.c",
     f"{MEMORY}::test_producer_and_consumers",
     f"{MEMORY}::test_many_copies_on_one_barrier",
-    barriers_count_one_lane=(
-        "PM_ATTR_ARRIVALS) * *pm_attr(e->g, op, PM_ATTR_UNIT);",
-        "PM_ATTR_ARRIVALS);",
+    barriers_count_all_lanes=(
+        "const int64_t count = pm_barrier_arrivals(e->g, op);",
+        "const int64_t count = pm_barrier_arrivals(e->g, op) * 128;",
     ),
     barriers_count_one_arrival_more=(
-        "PM_ATTR_ARRIVALS) * *pm_attr(e->g, op, PM_ATTR_UNIT);",
-        "PM_ATTR_ARRIVALS) * *pm_attr(e->g, op, PM_ATTR_UNIT) + 1;",
+        "const int64_t count = pm_barrier_arrivals(e->g, op);",
+        "const int64_t count = pm_barrier_arrivals(e->g, op) + 1;",
     ),
     barriers_without_fence=('  pm_line(e, "barrier_init_fence();");\n', ""),
     nobody_meets_behind_the_barriers=('    pm_line(e, "block_sync();");\n', ""),
@@ -320,7 +310,10 @@ breaks(
     start_of_a_cut_axis_is_not_divided=("c->fixed = a->start / div;", "c->fixed = a->start;"),
     cut_axes_clip_wrongly=("a->cut || a->size % c || a->start % c)", "a->cut || a->start % c)"),
     boxes_of_512=("MAX_BOX = 256,", "MAX_BOX = 512,"),
-    boxes_begin_anywhere=("  if (aligned) return NULL;\n", "  return NULL;\n"),
+    boxes_begin_anywhere=(
+        "if (aligned && p->share.coord_step[0] % e == 0) return NULL;",
+        "if (e) return NULL;",
+    ),
     boxes_begin_inside_of_a_swizzle=(
         "p->smem.swizzle ? pm_max(LINE, 8 * p->smem.swizzle) : LINE;",
         "16;",
@@ -380,15 +373,18 @@ breaks(
     f"{PIPES}::test_slots_and_steps",
     f"{CONTROL}",
     *FUZZ,
-    nobody_meets_in_front_of_stores=("    if (p->at != ORDERED) place(p, block, k);\n", ""),
+    nobody_meets_in_front_of_stores=(
+        "(array ? p->at != ORDERED : conflicts",
+        "(array ? false : conflicts",
+    ),
     nobody_meets_behind_stores=(
         "    place_behind(p, block, k);\n",
         "    if (p->at == APART) place_behind(p, block, k);\n    p->at = APART;\n",
     ),
     nobody_meets_in_front_of_copies=("      if (p->at == APART) place(p, block, k);\n", ""),
     scalar_stores_overtake_reads=(
-        "  if (conflicts(p, pm_in(g, op, 0))) place(p, block, k);\n",
-        "  if (conflicts(p, pm_in(g, op, 0)) && p->lost) place(p, block, k);\n",
+        "conflicts(p, pm_in(g, op, 0)))) place",
+        "conflicts(p, pm_in(g, op, 0)) && p->lost)) place",
     ),
     loops_begin_ordered=("    if (loop) p->at = APART;\n", ""),
     engines_overwrite_stores=(
@@ -453,8 +449,8 @@ breaks(
         'on_float[] = {NULL, "fmaxf", "fminf"};',
     ),
     padding_is_reduced=(
-        "const char *valid = pm_valid(e, r->l, stem, reg);",
-        "const char *valid = NULL;\n  (void)stem;",
+        "const char *valid = pm_valid(e, r->l, stem, reg), *x",
+        "const char *valid = (void)stem, NULL, *x",
     ),
     warps_reduce_without_meeting=(
         '  pm_line(e, PM_LANES_SYNC);\n  pm_begin_unrolled(e, "k", r->n, 1);',
@@ -556,7 +552,10 @@ breaks(
         "(pm_piece){1, m_steps, 64 / s * chunk};",
         "(pm_piece){1, m_steps, chunk};",
     ),
-    products_without_fence=('  pm_line(e, "wgmma_fence();");\n  const char *k', "  const char *k"),
+    products_without_fence=(
+        '  pm_line(e, "wgmma_fence();");\n  if (kind.fresh)',
+        "  if (kind.fresh)",
+    ),
     products_are_not_committed=('  pm_line(e, "wgmma_commit();");\n', ""),
     one_product_more_may_be_pending=(
         '"wgmma_wait<%lld>();", (long long)*pm_attr(e->g, op, PM_ATTR_N));',
@@ -567,14 +566,14 @@ breaks(
         '"wgmma_wait<%lld>();", (long long)n + 1);',
     ),
     b_is_transposed_the_other_way=(
-        "!a.k_contiguous, !b.k_contiguous);",
-        "!a.k_contiguous, b.k_contiguous);",
+        "!a.k_contiguous, !b.k_contiguous, e->fresh",
+        "!a.k_contiguous, b.k_contiguous, e->fresh",
     ),
-    registers_of_a_step_by_2=('"%s(%s, &a[%s * %lld + %s * 4]', '"%s(%s, &a[%s * %lld + %s * 2]'),
+    registers_of_a_step_by_2=('"&a[%s * %lld + %s * 4]"', '"&a[%s * %lld + %s * 2]"'),
     slices_of_accumulators_are_twice_as_far=("+ v->start[1] / 2;", "+ v->start[1];"),
     halves_of_accumulators_take_a_word=(
-        "const int64_t words = p.half ? 4 : 2;",
-        "const int64_t words = 2;",
+        "const int64_t words = p->half ? 4 : 2, m_steps",
+        "const int64_t words = 2, m_steps",
     ),
     accumulators_are_not_pinned=(
         "  pin(e, &p);\n  const char *name = pm_declare(e, out, out)",
@@ -585,12 +584,12 @@ breaks(
     f"{CUDA}/family.c",
     CATALOGUE,
     transposes_are_exchanged=(
-        '"ma, mb, p, 1, 1, %d, %d; }\\"\\n    : ", transpose_a, transpose_b);',
-        '"ma, mb, p, 1, 1, %d, %d; }\\"\\n    : ", transpose_b, transpose_a);',
+        "w->transpose_a, w->transpose_b);\n  }\n}",
+        "w->transpose_b, w->transpose_a);\n  }\n}",
     ),
     b_is_negated=("mb, p, 1, 1, %d; }", "mb, p, 1, -1, %d; }"),
     words_of_b_are_exchanged=('(b), \\"r\\"(b_high)', '(b_high), \\"r\\"(b)'),
-    products_forget_the_accumulator=("setp.eq.b32 p, 0, 0;", "setp.ne.b32 p, 0, 0;"),
+    products_forget_the_accumulator=('w->fresh ? "ne" : "eq");', 'w->fresh ? "ne" : "ne");'),
     pins_leave_out_the_last=(
         'put_registers(&t, acc == PM_F32 ? "+f" : "+r", n);',
         'put_registers(&t, acc == PM_F32 ? "+f" : "+r", n - 1);',
@@ -620,10 +619,124 @@ breaks(
     ),
     results_are_stored_at_each_visit=("first = (s == 0) | moved(o, now, s)", "first = (s == s)"),
     last_visit_is_not_stored=("again = (last > 0) & ~moved", "again = (last < 0) & ~moved"),
-    grid_indices_are_reversed=("return tuple(reversed(out))", "return tuple(out)"),
     last_stores_are_not_awaited=(
         "    if stored:\n        _ops.wait_smem_to_gmem(0)\n",
         "",
+    ),
+)
+
+breaks(
+    "pallas_mgpu/_schedule.py",
+    f"{PIPES}::test_two_dimensional_grid_with_carry",
+    PIPES,
+    grid_indices_are_reversed=("return (flat, *reversed(out))", "return (*out, flat)"),
+)
+breaks(
+    "pallas_mgpu/_ws_pipeline.py",
+    SPECIALISED,
+    CLUSTER,
+    slots_are_refilled_before_they_are_consumed=(
+        "            await_consumed(k)\n            fetch(k, k % slots)",
+        "            fetch(k, k % slots)\n            await_consumed(k)",
+    ),
+    compute_threads_release_the_next_slot=(
+        'a["consumed"][0].at[released])',
+        'a["consumed"][0].at[(released + 1) % slots])',
+    ),
+    compute_threads_release_at_once=(
+        "released = (s + (slots - d)) % slots if d else slot",
+        "released = slot",
+    ),
+)
+
+# ---- one lane, clusters --------------------------------------------------------------------------
+
+breaks(
+    f"{CUDA}/lane.c",
+    f"{MEMORY}::test_many_copies_on_one_barrier",
+    f"{MEMORY}::test_producer_and_consumers",
+    SPECIALISED,
+    one_lane_of_each_warp_copies=(
+        'pm_begin(e, "if (warp == 0 && elect_one()) {");',
+        'pm_begin(e, "if (elect_one()) {");',
+    ),
+    all_lanes_copy=(
+        'pm_begin(e, "if (warp == 0 && elect_one()) {");',
+        'pm_begin(e, "if (warp == 0) {");',
+    ),
+    regions_keep_what_others_need=(
+        "if (uses[o->out + i] != e->uses[o->out + i]) return",
+        "if (uses[o->out + i] > e->uses[o->out + i]) return",
+    ),
+    one_lane_waits_for_all=(
+        "if (plain < end && !is_rest(g, block, end)) end = plain;",
+        "",
+    ),
+    a_barrier_is_awaited_in_two_ways=(
+        "if (!(w.inside[v] & w.outside[v])) continue;",
+        "if (!(w.inside[v] & w.outside[v] & 0x80000000)) continue;",
+    ),
+)
+breaks(
+    f"{CUDA}/cluster.c",
+    CLUSTER,
+    masks_begin_at_block_0=(
+        '"0x%xu << (cluster_rank() - (%s))"',
+        '"0x%xu << (cluster_rank() * 0 - 0 * (%s))"',
+    ),
+    axes_of_a_cluster_are_exchanged=(
+        "for (uint32_t k = (uint32_t)axis + 1; k < g->n_cluster; k++) stride *= g->cluster[k];",
+        "for (uint32_t k = 0; k < axis; k++) stride *= g->cluster[k];",
+    ),
+    blocks_signal_themselves_twice=(
+        "(long long)(size + 1 - before % size), k, (long long)size);",
+        "(long long)(size - before % size), k, (long long)size);",
+    ),
+    peers_count_from_the_other_side=(
+        "cluster_rank() + (u32)((%s) - %s)",
+        "cluster_rank() - (u32)((%s) - %s)",
+    ),
+)
+breaks(
+    f"{CUDA}/program.c",
+    CLUSTER,
+    blocks_signal_before_barriers_are_there=(
+        '  if (s.meets_cluster) {\n    pm_line(e, "cluster_sync();");',
+        '  if (s.meets_cluster) {\n    pm_line(e, "block_sync();");',
+    ),
+)
+breaks(
+    f"{CUDA}/emit_async.c",
+    CLUSTER,
+    shares_lie_at_one_place=(
+        "share, (long long)p->share.smem_step);",
+        "share, (long long)p->share.smem_step * 0);",
+    ),
+    all_load_the_same_share=(
+        "share, (long long)p->share.coord_step[d]);",
+        "share, (long long)p->share.coord_step[d] * 0);",
+    ),
+    the_first_blocks_are_signalled_only=('"if (tid < %lld)", n);', '"if (tid < %lld)", n - 1);'),
+    next_tile_without_meeting=(
+        '  pm_end(e);\n  pm_line(e, PM_LANES_SYNC);\n  pm_line(e, "ld_shared<i32, 1>',
+        '  pm_end(e);\n  pm_line(e, "ld_shared<i32, 1>',
+    ),
+)
+breaks(
+    f"{PASSES}/sync.c",
+    CLUSTER,
+    SPECIALISED,
+    arrivals_overtake_accesses=(
+        "  if (p->touched || p->waited) place(p, block, k);",
+        "  if (p->waited && !p->touched) place(p, block, k);",
+    ),
+    arrivals_overtake_waits=(
+        "  if (p->touched || p->waited) place(p, block, k);",
+        "  if (p->touched) place(p, block, k);",
+    ),
+    all_arrivals_are_relaxed=(
+        "RELAXED) = n && *(bool *)ctx;",
+        "RELAXED) = n && (*(bool *)ctx || true);",
     ),
 )
 
@@ -646,9 +759,21 @@ breaks(
     f"{DEVICE}/barrier.cuh",
     CATALOGUE,
     arrival_forgets_the_bytes=("mbarrier.arrive.expect_tx.shared", "mbarrier.arrive.shared"),
-    wait_tries_once=("@p bra D;\\nbra W;\\nD: }", "@p bra D;\\nD: }"),
-    wait_tests_the_state=("mbarrier.try_wait.parity", "mbarrier.try_wait"),
+    wait_tries_once=(
+        '.parity.shared::cta.b64 p, [%0], %1;\\n"\n               "@p bra D;\\nbra W;',
+        '.parity.shared::cta.b64 p, [%0], %1;\\n"\n               "@p bra D;',
+    ),
+    wait_tests_the_state=("mbarrier.try_wait.parity.shared", "mbarrier.try_wait.shared"),
     barrier_init_fence_is_another=("fence.mbarrier_init.release.cluster", "fence.acq_rel.cta"),
+    arrival_at_the_wrong_block=(
+        'mapa.shared::cluster.u32 r, %0, %1;\\n"\n               "mbarrier.arrive.shared',
+        'mapa.shared::cluster.u32 r, %1, %0;\\n"\n               "mbarrier.arrive.shared',
+    ),
+    release_is_forgotten=(
+        "mbarrier.arrive.release.cluster.shared",
+        "mbarrier.arrive.relaxed.cluster.shared",
+    ),
+    acquire_is_forgotten=("try_wait.parity.acquire.cluster", "try_wait.parity.relaxed.cluster"),
     arrivals_are_dropped=(
         '"mbarrier.arrive.shared::cta.b64 _, [%0];"',
         '"mbarrier.arrive.noComplete.shared::cta.b64 _, [%0], 1;"',
@@ -658,6 +783,10 @@ breaks(
     f"{DEVICE}/tma.cuh",
     CATALOGUE,
     columns_and_rows_of_loads=("[%0], [%1, {%3,%4}], [%2];", "[%0], [%1, {%4,%3}], [%2];"),
+    multicast_goes_to_this_block=(
+        ".multicast::cluster [%0], [%1, {%4,%5}], [%2], %3;",
+        " [%0], [%1, {%4,%5}], [%2];",
+    ),
     planes_of_stores=("[%0, {%2,%3,%4}], [%1];", "[%0, {%4,%3,%2}], [%1];"),
     reads_are_not_awaited=("wait_group.read %0", "wait_group %0"),
     proxy_fence_of_gmem_for_smem=("fence.proxy.async.shared::cta;", "fence.proxy.async.global;"),
@@ -674,7 +803,10 @@ breaks(
     f"{DEVICE}/thread.cuh",
     CATALOGUE,
     half_a_warpgroup_meets=('"bar.sync %0, 128;"', '"bar.sync %0, 64;"'),
-    warpgroup_0_meets_as_a_block=('"r"(wg + 1)', '"r"(wg)'),
+    warpgroup_0_meets_as_a_block=(
+        '"bar.sync %0, 128;" :: "r"(wg + 1)',
+        '"bar.sync %0, 128;" :: "r"(wg)',
+    ),
     registers_are_given_instead_of_taken=("setmaxnreg.inc", "setmaxnreg.dec"),
     shuffle_of_half_a_warp=("__shfl_xor_sync(0xffffffffu", "__shfl_xor_sync(0xffffu"),
     elected_among_one=("elect.sync _|p, 0xffffffff", "elect.sync _|p, 1"),

@@ -117,6 +117,9 @@ INSTRUCTIONS = {
     "store_group_wait_read<3>();": ["cp.async.bulk.wait_group.read 3"],
     "wgmma_fence();": ["wgmma.fence.sync.aligned"],
     "wgmma_commit();": ["wgmma.commit_group.sync.aligned"],
+    "f16 d[2]; unpack_pair(d, 64); out[0] = d[0].bits; out[1] = d[1].bits;": [
+        "prmt.b32 a, 64, 0, 0x4410", "prmt.b32 b, 64, 0, 0x4432",
+    ],
     "wgmma_wait<2>();": ["wgmma.wait_group.sync.aligned 2"],
     "registers_up<232>();": ["setmaxnreg.inc.sync.aligned.u32 232"],
     "registers_down<40>();": ["setmaxnreg.dec.sync.aligned.u32 40"],

@@ -150,7 +150,7 @@ pm_code pm_cuda_ACC_LOAD(pm_gen *e, pm_opid op) {
   const char *from = register_text(e, &p);
   pm_line(e, "#pragma unroll");
   if (p.half) {
-    pm_line(e, "for (int r = 0; r < %lld; r += 2) unpack<f16, 2>(&%s[r], &%s[(%s) / 2]);",
+    pm_line(e, "for (int r = 0; r < %lld; r += 2) unpack_pair(&%s[r], %s[(%s) / 2]);",
             (long long)regs, name, acc, from);
   } else {
     pm_line(e, "for (int r = 0; r < %lld; r++) %s[r] = %s[%s];", (long long)regs, name, acc, from);

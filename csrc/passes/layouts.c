@@ -427,15 +427,23 @@ static pm_layid strided_of_class(pass *p, pm_val v) {
 }
 
 /* What can be reduced and broadcast along each dim: WGMMA, or the last dim along the lanes where
- * that means less padding (few rows). Rank 1: 0. */
+ * that means less padding (few rows), or another dim where it means much less: addresses are no
+ * longer neighbours there. Rank 1: 0. */
 static pm_layid matrix_for(pm_graph *g, pm_val v) {
   const pm_type t = *pm_typeof(g, v);
-  pm_layid wgmma = pm_layout_wgmma(g, &t);
-  if (!wgmma || !pm_layout_is_padded(pm_layout_of(g, wgmma))) return wgmma;
-  int64_t minor = t.dim[t.rank - 1], vec = 1;
+  pm_layid best = pm_layout_wgmma(g, &t);
+  if (!best || !pm_layout_is_padded(pm_layout_of(g, best))) return best;
+  int64_t minor = t.dim[t.rank - 1], vec = 1, least = padded_size(pm_layout_of(g, best));
   while (2 * vec * pm_dtypes[t.dtype].bytes <= 16 && minor % (256 * vec) == 0) vec *= 2;
-  pm_layid rows = pm_layout_along(g, &t, t.rank - 1, vec);
-  return padded_size(pm_layout_of(g, rows)) < padded_size(pm_layout_of(g, wgmma)) ? rows : wgmma;
+  for (int k = t.rank - 1; k >= 0; k--) {
+    const bool last = k == t.rank - 1;
+    pm_layid l = pm_layout_along(g, &t, k, last ? vec : 1);
+    const int64_t size = padded_size(pm_layout_of(g, l));
+    if (size * (last ? 1 : 2) >= least) continue;
+    best = l;
+    least = size;
+  }
+  return best;
 }
 
 static void prefer_reduced(pass *p) {

@@ -250,7 +250,10 @@ def most_registers(graph):
     """Registers per lane of the widest array of a lowered graph, by its text."""
     most = 0
     for shape, layout in re.findall(r": \w+\[([\d,]*)\] @(\S+)", graph):
-        size = int(np.prod([int(d) for d in shape.split(",") if d]))
+        dims = [int(d) for d in shape.split(",") if d]
+        if layout == "wgmma":
+            dims[-2:] = -(-dims[-2] // 64) * 64, -(-dims[-1] // 8) * 8
+        size = int(np.prod(dims))
         digits = re.match(r"(?:tiled|flat)\([^;]*;[^;]*;[^;]*;([^)]*)\)", layout)
         if digits:
             n = int(np.prod([int(d.split(":")[1]) for d in digits[1].split(",") if d]))

@@ -301,6 +301,7 @@ FN void unpack(T *d, const u32 *w) {
     from_bits(d[k], b);
   }
 }
+FN void unpack_pair(f16 *d, u32 w) { unpack<f16, 2>(d, &w); }
 template <typename T, int N>
 FN void zero(T *d) {
   memset((void *)d, 0, N * sizeof(T));

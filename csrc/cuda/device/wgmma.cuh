@@ -7,6 +7,16 @@ FN void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); 
 //! wgmma_commit
 FN void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 
+//! unpack_pair
+// the halves of a register of accumulators. Of a shift, ptxas would make a view of the register
+// itself, and wait for the products a second time (C7517).
+FN void unpack_pair(f16* d, u32 w) {
+  u32 low, high;
+  asm("prmt.b32 %0, %2, 0, 0x4410;\nprmt.b32 %1, %2, 0, 0x4432;" : "=r"(low), "=r"(high) : "r"(w));
+  d[0].bits = (u16)low;
+  d[1].bits = (u16)high;
+}
+
 //! wgmma_wait
 // until at most N groups are pending
 template <int N> FN void wgmma_wait() {
