@@ -54,7 +54,7 @@ from ._ops import (
     wgmma_wait,
 )
 from ._pipeline import emit_pipeline
-from ._schedule import NDLoopInfo, nd_loop
+from ._schedule import NDLoopInfo, nd_loop, next_tile
 from ._types import (
     ACC,
     GMEM,

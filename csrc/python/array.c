@@ -155,7 +155,7 @@ static PyObject *reduce_value(pmpy_trace *t, const char *name, pmpy_arg *x, int 
   pm_dtype d = x->type.dtype, wide = upcast ? sum_dtype(d) : d;
   uint32_t set;
   if (axis_set(name, axes, x->type.rank, &set)) return NULL;
-  if (d == PM_BOOL && op != PM_REDUCE_ADD) {
+  if (d == PM_BOOL && (op == PM_REDUCE_MAX || op == PM_REDUCE_MIN)) {
     return pmpy_fail(PM_E_NOT_IMPLEMENTED, "%s: bool arrays; convert first: x.astype(jnp.int32)",
                      name);
   }
@@ -799,7 +799,9 @@ static PyObject *reduce(PyObject *module, PyObject *args, PyObject *kw) {
   } kinds[] = {{"sum", PM_REDUCE_ADD, true},
                {"add", PM_REDUCE_ADD, false},
                {"max", PM_REDUCE_MAX, false},
-               {"min", PM_REDUCE_MIN, false}};
+               {"min", PM_REDUCE_MIN, false},
+               {"any", PM_REDUCE_ANY, false},
+               {"all", PM_REDUCE_ALL, false}};
   (void)module;
   const char *kind;
   PyObject *o, *axes = Py_None;
@@ -813,7 +815,7 @@ static PyObject *reduce(PyObject *module, PyObject *args, PyObject *kw) {
     return t ? reduce_value(t, kinds[k].name, &x, kinds[k].op, kinds[k].upcast, axes, keepdims)
              : NULL;
   }
-  return pmpy_fail(PM_E_VALUE, "reduce: kind '%s', expected sum, add, max or min", kind);
+  return pmpy_fail(PM_E_VALUE, "reduce: kind '%s', expected sum, add, max, min, any or all", kind);
 }
 
 static PyObject *layout_cast(PyObject *module, PyObject *const *args, Py_ssize_t n) {
