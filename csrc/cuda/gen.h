@@ -51,6 +51,7 @@ typedef struct pm_gen {
   bool *fresh;    /* per value: accumulators without contents, the next product overwrites them */
   PM_VEC(pm_head_var) head_vars;
   uint32_t n_counters; /* of NEXT_TILE */
+  uint32_t n_turns;    /* threads that take turns, 0: none do */
   struct family {
     const char *name, *text;
   } * families;

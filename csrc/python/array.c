@@ -801,7 +801,8 @@ static PyObject *reduce(PyObject *module, PyObject *args, PyObject *kw) {
                {"max", PM_REDUCE_MAX, false},
                {"min", PM_REDUCE_MIN, false},
                {"any", PM_REDUCE_ANY, false},
-               {"all", PM_REDUCE_ALL, false}};
+               {"all", PM_REDUCE_ALL, false},
+               {"any_in_warp", PM_REDUCE_ANY_IN_WARP, false}};
   (void)module;
   const char *kind;
   PyObject *o, *axes = Py_None;

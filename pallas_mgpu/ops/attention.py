@@ -100,7 +100,7 @@ def _kernel(shape, keys, kv_heads, dtype, causal, scale, want_lse, cfg, sms, int
 
     def body(q, k, v, o, *refs):
         lse, refs = (refs[0], refs[1:]) if want_lse else (None, refs)
-        q_s, k_s, v_s, o_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, turn, *ring = refs
+        q_s, k_s, v_s, o_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, *ring = refs
         me, sm = lax.axis_index("wg"), lax.axis_index("sm")
 
         def give_registers(n, action):
@@ -180,23 +180,14 @@ def _kernel(shape, keys, kv_heads, dtype, causal, scale, want_lse, cfg, sms, int
             def partial_sums(p):
                 return p.reshape(64, block // 8, 8).sum(axis=1)
 
-            def take_turn():
-                if me_count > 1:
-                    plgpu.barrier_wait(turn.at[me])
-
-            def pass_turn():
-                if me_count > 1:
-                    plgpu.barrier_arrive(turn.at[(me + 1) % me_count])
-
             plgpu.barrier_wait(q_full)
 
             def with_output(o_acc):
                 plgpu.barrier_wait(k_full.at[it % stages])
-                take_turn()
 
                 def first_scores(s_acc):
-                    plgpu.wgmma(s_acc, q_s.at[me], k_s.at[it % stages].T)
-                    pass_turn()
+                    with plgpu.in_turn(me_count):
+                        plgpu.wgmma(s_acc, q_s.at[me], k_s.at[it % stages].T)
                     return s_acc[...]
 
                 s = pl.run_scoped(first_scores, plgpu.ACC((64, block)))
@@ -217,13 +208,12 @@ def _kernel(shape, keys, kv_heads, dtype, causal, scale, want_lse, cfg, sms, int
                     slot, before = (it + j) % stages, (it + j - 1) % stages
                     if not cfg.late:
                         plgpu.barrier_wait(k_full.at[slot])
-                    take_turn()
+                    plgpu.barrier_wait(v_full.at[before])
 
                     def scores(s_acc):
-                        plgpu.wgmma(s_acc, q_s.at[me], k_s.at[slot].T)
-                        plgpu.barrier_wait(v_full.at[before])
-                        plgpu.wgmma(o_acc, p, v_s.at[before])
-                        pass_turn()
+                        with plgpu.in_turn(me_count):
+                            plgpu.wgmma(s_acc, q_s.at[me], k_s.at[slot].T)
+                            plgpu.wgmma(o_acc, p, v_s.at[before])
                         return plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
 
                     s = pl.run_scoped(scores, plgpu.ACC((64, block)))
@@ -231,7 +221,7 @@ def _kernel(shape, keys, kv_heads, dtype, causal, scale, want_lse, cfg, sms, int
                     s = masked(s, j)
                     new = jnp.maximum(m, jnp.max(s, axis=1))
                     if cfg.lazy:
-                        grown = _core.reduce("any", (new - m) * f32(c) > f32(_LAZY), (0,), False)
+                        grown = (new - m) * f32(c) > f32(_LAZY)
                         new = jnp.where(grown, new, m)
                     base = scaled(new)
                     alpha = jnp.exp2(m * f32(c) - base)
@@ -249,14 +239,13 @@ def _kernel(shape, keys, kv_heads, dtype, causal, scale, want_lse, cfg, sms, int
                     plgpu.wgmma_wait(0)
                     plgpu.barrier_arrive(v_empty.at[before])
 
-                    def rescale():
-                        value = plgpu.wgmma_accumulator_load(o_acc, wait_n=None)
-                        o_acc[...] = value * rows_of(alpha, dim)
-
+                    value = plgpu.wgmma_accumulator_load(o_acc, wait_n=None)
                     if cfg.lazy:
-                        pl.when(grown)(rescale)
+                        o_acc[...] = plgpu.lazy_where(
+                            rows_of(grown, dim), lambda: value * rows_of(alpha, dim), value
+                        )
                     else:
-                        rescale()
+                        o_acc[...] = value * rows_of(alpha, dim)
                     return new, sums, s.astype(dtype)
 
                 m, sums, p = lax.fori_loop(1, count, step, (m, sums, p.astype(dtype)))
@@ -345,22 +334,10 @@ def _kernel(shape, keys, kv_heads, dtype, causal, scale, want_lse, cfg, sms, int
         @pl.when(me < me_count)
         def _():
             give_registers(232 if me_count < 3 else 160, "increase")
-            if me_count > 1:
-
-                @pl.when(me == me_count - 1)
-                def _():
-                    plgpu.barrier_arrive(turn.at[0])
-
             if dynamic:
                 told_tiles(jnp.int32(0))
             else:
                 static_tiles(attend, jnp.int32(0))
-            if me_count > 1:
-
-                @pl.when(me == 0)
-                def _():
-                    plgpu.barrier_wait(turn.at[0])
-
             plgpu.wait_smem_to_gmem(0)
 
     swizzled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
@@ -390,7 +367,6 @@ def _kernel(shape, keys, kv_heads, dtype, causal, scale, want_lse, cfg, sms, int
             empty,
             full,
             empty,
-            plgpu.Barrier(num_barriers=me_count) if me_count > 1 else None,
             *(ring if dynamic else []),
         ],
         grid=(programs,),
