@@ -28,6 +28,7 @@ from ._core import (
     UnexpectedTracerError,
 )
 from . import lax, nn, numpy, pl, tree
+from ._family import Operand, core_count, kernel_family
 from ._kernel import kernel
 from ._names import PLGPU_MISSING, PLGPU_WRONG, finder
 from ._ops import (

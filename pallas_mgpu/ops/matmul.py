@@ -225,12 +225,7 @@ def _kernel(m, n, k, dtype, out_dtype, ta, tb, has_bias, activation, cfg, sms, i
     )
 
 
-@functools.cache
-def _sm_count():
-    devices = _core.system_info()["devices"]
-    return devices[0]["sm_count"] if devices else 132
-
-
+@plgpu.kernel_family
 def matmul(
     a,
     b,
@@ -241,7 +236,6 @@ def matmul(
     transpose_a=False,
     transpose_b=False,
     config=None,
-    out=None,
     interpret=None,
 ):
     """``activation(a @ b + bias)`` with float32 accumulation (Hopper).
@@ -277,8 +271,8 @@ def matmul(
                 f"matmul: activation must be one of {sorted(_ACTIVATIONS)}, got {activation!r}"
             )
         activation = _ACTIVATIONS[activation]
-    sms = _sm_count()
-    kernel = _kernel(
+    sms = plgpu.core_count(a.device)
+    return _kernel(
         m,
         n,
         k,
@@ -292,5 +286,3 @@ def matmul(
         sms,
         interpret,
     )
-    operands = (a, b) if bias is None else (a, b, bias)
-    return kernel(*operands) if out is None else kernel(*operands, out=out)
