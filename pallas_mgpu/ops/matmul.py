@@ -360,7 +360,7 @@ def candidates(m, n, k, sms=132):
     """Configurations that make sense for a shape, roughly from large tiles to small ones."""
     found = []
     for consumers, tile_n in ((2, 256), (2, 128), (1, 256), (1, 128), (2, 64), (1, 64), (1, 32)):
-        if consumers == 2 and m <= 64:
+        if consumers == 2 and m <= 64 or tile_n >= max(2 * n, 64):
             continue
         for cluster, cluster_n, split in itertools.product((2, 1), (1, 2), (1, 2, 4, 8)):
             blocks = cluster * cluster_n * split
