@@ -42,9 +42,9 @@ typedef struct request {
   pmpy_call c;
   PyObject *const *args;
   Py_ssize_t n_args, n_kw;
-  PyObject *names;                    /* borrowed: of the keywords, or NULL */
-  PyObject *out;                      /* borrowed, or NULL */
-  PyObject *operand[PMPY_MAX_PARAMS]; /* borrowed; used where arrays are given by name */
+  PyObject *names;                      /* borrowed: of the keywords, or NULL */
+  PyObject *out;                        /* borrowed, or NULL */
+  PyObject *operand[PMPY_MAX_PARAMS];   /* borrowed; used where arrays are given by name */
   PyObject *value[2 * PMPY_MAX_PARAMS]; /* names and values of options, NULL for arrays */
   uint32_t n_operands, n_values, n_ints;
   uint64_t hash;
