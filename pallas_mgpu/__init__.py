@@ -29,6 +29,7 @@ from ._core import (
 )
 from . import lax, nn, numpy, pl, tree
 from ._control import in_turn, lazy_where
+from ._family import Operand, core_count, kernel_family
 from ._kernel import kernel
 from ._names import PLGPU_MISSING, PLGPU_WRONG, finder
 from ._ops import (
