@@ -203,6 +203,11 @@ def _kernel(shape, keys, kv_heads, dtype, causal, scale, want_lse, cfg, sms, int
                     def _():
                         plgpu.barrier_wait(k_full.at[(it + 1) % stages])
 
+                def release_v(j):
+                    @pl.when(j >= 0)
+                    def _():
+                        plgpu.barrier_arrive(v_empty.at[(it + j) % stages])
+
                 def step(j, carry):
                     m, sums, p = carry
                     slot, before = (it + j) % stages, (it + j - 1) % stages
@@ -214,6 +219,8 @@ def _kernel(shape, keys, kv_heads, dtype, causal, scale, want_lse, cfg, sms, int
                         with plgpu.in_turn(me_count):
                             plgpu.wgmma(s_acc, q_s.at[me], k_s.at[slot].T)
                             plgpu.wgmma(o_acc, p, v_s.at[before])
+                        if cfg.late:  # here the lanes have met: the arrival costs nothing
+                            release_v(j - 2)
                         return plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
 
                     s = pl.run_scoped(scores, plgpu.ACC((64, block)))
@@ -230,15 +237,15 @@ def _kernel(shape, keys, kv_heads, dtype, causal, scale, want_lse, cfg, sms, int
                     if cfg.late:
                         # Its loop ends the basic block: without it ptxas moves the wait for the
                         # products up, in front of the exponentials.
-                        s = lax.optimization_barrier(s)
+                        s, alpha, sums = lax.optimization_barrier((s, alpha, sums))
 
                         @pl.when(j + 1 < count)
                         def _():
                             plgpu.barrier_wait(k_full.at[(slot + 1) % stages])
 
                     plgpu.wgmma_wait(0)
-                    plgpu.barrier_arrive(v_empty.at[before])
-
+                    if not cfg.late:
+                        plgpu.barrier_arrive(v_empty.at[before])
                     value = plgpu.wgmma_accumulator_load(o_acc, wait_n=None)
                     if cfg.lazy:
                         o_acc[...] = plgpu.lazy_where(
@@ -256,6 +263,8 @@ def _kernel(shape, keys, kv_heads, dtype, causal, scale, want_lse, cfg, sms, int
                 plgpu.wgmma(o_acc, p, v_s.at[last])
                 sums = jnp.sum(sums, axis=1)
                 value = o_acc[...]
+                if cfg.late:
+                    release_v(count - 2)
                 plgpu.barrier_arrive(v_empty.at[last])
                 return value, m, sums
 
