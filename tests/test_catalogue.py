@@ -94,6 +94,7 @@ INSTRUCTIONS = {
     "barrier_init(64, 3);": ["mbarrier.init.shared::cta.b64 [64], 3"],
     "barrier_init_fence();": ["fence.mbarrier_init.release.cluster"],
     "barrier_arrive(64);": ["mbarrier.arrive.shared::cta.b64 _, [64]"],
+    "barrier_arrive_n<4>(64);": ["mbarrier.arrive.shared::cta.b64 _, [64], 4"],
     "barrier_arrive_tx(64, 512);": ["mbarrier.arrive.expect_tx.shared::cta.b64 _, [64], 512"],
     "barrier_arrive_remote(64, 3);": [
         ".reg .b32 r", "mapa.shared::cluster.u32 r, 64, 3",

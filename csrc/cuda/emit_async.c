@@ -18,6 +18,7 @@ typedef struct barrier {
   pm_val base;
   const int64_t *groups; /* of a cluster barrier that signals other blocks */
   uint32_t n_groups;
+  bool warps; /* each warp arrives */
 } barrier;
 
 static pm_code barrier_of(pm_gen *e, pm_opid op, pm_val ref, barrier *b) {
@@ -40,6 +41,7 @@ static pm_code barrier_of(pm_gen *e, pm_opid op, pm_val ref, barrier *b) {
   b->index = pm_type_size(pm_typeof(e->g, v.base)) == 1 ? NULL : i.at;
   b->phase = e->phase[v.base];
   b->base = v.base;
+  b->warps = *pm_attr(e->g, v.alloc, PM_ATTR_WARPS);
   b->groups = pm_attr_list(e->g, v.alloc, PM_ATTR_CLUSTER, &b->n_groups);
   if (pm_cluster_targets(e->g, b->groups, b->n_groups) == 1) b->n_groups = 0;
   return PM_OK;
@@ -78,8 +80,13 @@ pm_code pm_cuda_ARRIVE(pm_gen *e, pm_opid op) {
   pm_note(e, op, "barrier_arrive");
   if (b.n_groups) {
     arrive_in_cluster(e, &b, *pm_attr(e->g, op, PM_ATTR_RELAXED));
-  } else {
+  } else if (!b.warps) {
     pm_line(e, "%sbarrier_arrive(%s);", e->lane ? "" : "if (tid == 0) ", b.address);
+  } else if (e->lane) {
+    pm_line(e, "barrier_arrive_n<4>(%s);", b.address); /* for all warps */
+  } else {
+    pm_line(e, "warp_sync();");
+    pm_line(e, "if (lane == 0) barrier_arrive(%s);", b.address);
   }
   return PM_OK;
 }

@@ -218,7 +218,8 @@ static pm_code print_barriers(pm_gen *e, const survey *s) {
   for (uint32_t k = 0; k < s->barriers.n; k++) {
     const pm_opid op = s->barriers.at[k];
     const int64_t n = pm_type_size(pm_typeof(e->g, pm_get(e->g, op)->out));
-    const int64_t count = pm_barrier_arrivals(e->g, op);
+    const int64_t unit = *pm_attr(e->g, op, PM_ATTR_WARPS) ? 4 : 1;
+    const int64_t count = pm_barrier_arrivals(e->g, op) * unit;
     const long long at = *pm_attr(e->g, op, PM_ATTR_OFFSET);
     if (n == 1) {
       pm_line(e, "barrier_init(smem + %lld, %lld);", at, (long long)count);

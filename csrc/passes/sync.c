@@ -16,6 +16,9 @@
  * behind all lanes; and what it reads it has read. Where an ARRIVE stands in a loop that accesses
  * no memory, the SYNC for accesses made before the loop is put before the loop.
  *
+ * There is a way without: the barrier counts WARPS, and each warp arrives when its own lanes have
+ * come so far. It is taken for barriers of one block that no copy arrives at.
+ *
  * An ARRIVE on a cluster barrier is RELAXED if memory that another block of the cluster can reach
  * is accessed in this kernel by asynchronous engines alone, because a release would cost a lot and
  * orders nothing that matters then. Such memory is SMEM that a collective copy fills or a
@@ -60,6 +63,7 @@ typedef struct placer {
   /* Since the lanes met last, for ARRIVE. */
   bool touched;     /* the lanes loaded or stored */
   bool waited;      /* they waited for a barrier, and did not meet in a wgmma since */
+  bool *copied;     /* by value: barrier allocations that copies arrive at */
   int64_t n_wgmmas; /* issued since that wait */
 } placer;
 
@@ -183,6 +187,11 @@ static void note_op(pm_graph *g, pm_opid op, void *ctx) {
 
 enum { REMOTE = 1, READ = 2, WRITTEN = 4, GENERIC = 8 };
 
+static void note_copied(pm_graph *g, pm_opid op, void *ctx) {
+  bool *of = ctx;
+  if (pm_get(g, op)->code == PM_OP_COPY_G2S) of[base_of(g, pm_in(g, op, 2))] = true;
+}
+
 static void note_reach(pm_graph *g, pm_opid op, void *ctx) {
   uint8_t *of = ctx; /* by value: the memory at the base of views */
   const uint16_t code = pm_get(g, op)->code;
@@ -283,8 +292,24 @@ static void note_regions(placer *p, pm_opid op) {
   }
 }
 
+/* The allocation of the barrier that an ARRIVE is on, if warps may arrive there by themselves. */
+static pm_opid warp_barrier(const placer *p, pm_opid arrive) {
+  const pm_graph *g = p->g;
+  uint32_t n;
+  const pm_val base = base_of(g, pm_in(g, arrive, 0));
+  const pm_opid alloc = pm_value_of(g, base)->def;
+  pm_attr_list(g, alloc, PM_ATTR_CLUSTER, &n);
+  return n || p->copied[base] ? 0 : alloc;
+}
+
 static void visit_arrive(placer *p, pm_blk block, uint32_t *k) {
-  if (p->touched || p->waited) place(p, block, k);
+  if (!p->touched && !p->waited) return;
+  const pm_opid alloc = warp_barrier(p, p->g->blocks.at[block].ops.at[*k]);
+  if (alloc) {
+    *pm_attr(p->g, alloc, PM_ATTR_WARPS) = 1;
+  } else {
+    place(p, block, k);
+  }
 }
 
 static void visit_wait(placer *p) {
@@ -302,7 +327,7 @@ typedef struct summary {
 static void summarise(pm_graph *g, pm_opid op, void *ctx) {
   summary *s = ctx;
   const uint16_t code = pm_get(g, op)->code;
-  s->arrives |= code == PM_OP_ARRIVE;
+  s->arrives |= code == PM_OP_ARRIVE && !warp_barrier(s->p, op);
   s->waits |= code == PM_OP_WAIT;
   s->touches |= code == PM_OP_STORE;
   s->touches |= code == PM_OP_LOAD && !is_constant(s->p, pm_in(g, op, 0));
@@ -423,7 +448,9 @@ pm_code pm_place_syncs(pm_graph *g, const pm_target *t, pm_err *err) {
   (void)t;
   (void)err;
   placer p = {.g = g, .at = ORDERED, .reach = PM_NEW(g->arena, uint8_t, g->values.n)};
+  p.copied = PM_NEW(g->arena, bool, g->values.n);
   pm_walk(g, 1, note_reach, p.reach);
+  pm_walk(g, 1, note_copied, p.copied);
   visit_block(&p, 1);
   relax(&p);
   g->stage = PM_SYNCED;

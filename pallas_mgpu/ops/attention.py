@@ -203,24 +203,17 @@ def _kernel(shape, keys, kv_heads, dtype, causal, scale, want_lse, cfg, sms, int
                     def _():
                         plgpu.barrier_wait(k_full.at[(it + 1) % stages])
 
-                def release_v(j):
-                    @pl.when(j >= 0)
-                    def _():
-                        plgpu.barrier_arrive(v_empty.at[(it + j) % stages])
-
                 def step(j, carry):
                     m, sums, p = carry
                     slot, before = (it + j) % stages, (it + j - 1) % stages
                     if not cfg.late:
                         plgpu.barrier_wait(k_full.at[slot])
-                    plgpu.barrier_wait(v_full.at[before])
 
                     def scores(s_acc):
                         with plgpu.in_turn(me_count):
                             plgpu.wgmma(s_acc, q_s.at[me], k_s.at[slot].T)
+                            plgpu.barrier_wait(v_full.at[before])
                             plgpu.wgmma(o_acc, p, v_s.at[before])
-                        if cfg.late:  # here the lanes have met: the arrival costs nothing
-                            release_v(j - 2)
                         return plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
 
                     s = pl.run_scoped(scores, plgpu.ACC((64, block)))
@@ -244,8 +237,7 @@ def _kernel(shape, keys, kv_heads, dtype, causal, scale, want_lse, cfg, sms, int
                             plgpu.barrier_wait(k_full.at[(slot + 1) % stages])
 
                     plgpu.wgmma_wait(0)
-                    if not cfg.late:
-                        plgpu.barrier_arrive(v_empty.at[before])
+                    plgpu.barrier_arrive(v_empty.at[before])
                     value = plgpu.wgmma_accumulator_load(o_acc, wait_n=None)
                     if cfg.lazy:
                         o_acc[...] = plgpu.lazy_where(
@@ -263,8 +255,6 @@ def _kernel(shape, keys, kv_heads, dtype, causal, scale, want_lse, cfg, sms, int
                 plgpu.wgmma(o_acc, p, v_s.at[last])
                 sums = jnp.sum(sums, axis=1)
                 value = o_acc[...]
-                if cfg.late:
-                    release_v(count - 2)
                 plgpu.barrier_arrive(v_empty.at[last])
                 return value, m, sums
 

@@ -422,6 +422,10 @@ FN void barrier_wait_cluster(u32 b, u32 parity, LINE) {
   host_mbarrier_wait(b, parity, true, line);
 }
 FN void barrier_arrive(u32 b, LINE) { host_mbarrier_arrive(b, 1, line); }
+template <int N>
+FN void barrier_arrive_n(u32 b, LINE) {
+  host_mbarrier_arrive(b, N, line);
+}
 FN void barrier_arrive_remote(u32 b, u32 block, LINE) {
   host_mbarrier_arrive_remote(b, block, false, line);
 }

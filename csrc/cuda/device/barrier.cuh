@@ -21,6 +21,11 @@ FN void barrier_arrive(u32 b) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(b) : "memory");
 }
 
+//! barrier_arrive_n
+template <int N> FN void barrier_arrive_n(u32 b) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" :: "r"(b), "n"(N) : "memory");
+}
+
 //! barrier_arrive_tx
 // one arrival, and the phase also needs this many bytes from TMA
 FN void barrier_arrive_tx(u32 b, u32 bytes) {
