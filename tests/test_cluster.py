@@ -815,8 +815,8 @@ REMOTE += "\n store %s_4, %22"
 @pytest.mark.parametrize("groups", ["", ", cluster = [0, -1]"], ids=["plain", "cluster"])
 def test_meetings_before_arrivals(first, second, before, meets, relaxed, groups):
     """One lane arrives for all: the lanes meet before if they have anything to finish, but a wgmma
-    that is complete is meeting enough. In one block each warp arrives instead. A release is left out where other blocks reach nothing that
-    lanes access."""
+    that is complete is meeting enough. In one block each warp arrives instead. A release is left
+    out where other blocks reach nothing that lanes access."""
     text = CONSUMER.replace("GROUPS", groups).replace("FIRST", first).replace("SECOND", second)
     if meets is None:
         text = text.replace("store %o_2, %19", "store %s_4, %19")
