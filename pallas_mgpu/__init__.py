@@ -54,7 +54,7 @@ from ._ops import (
     wgmma_wait,
 )
 from ._pipeline import emit_pipeline
-from ._schedule import NDLoopInfo, nd_loop
+from ._schedule import NDLoopInfo, dynamic_scheduling_loop, nd_loop
 from ._types import (
     ACC,
     GMEM,

@@ -139,7 +139,6 @@ PLGPU_MISSING = {
     " atomic_xor",
     "use barrier_wait": "barrier_test",
     "let every block copy what it needs": "CopyPartition",
-    "use plgpu.nd_loop, a static schedule": "dynamic_scheduling_loop",
     "use the array functions": "inline_mgpu RefType",
     "use wgmma": "mma",
     "read kernel.lower(...).as_text('graph')": "print_layout",
@@ -150,7 +149,7 @@ PLGPU_MISSING = {
     " async_copy_scales_to_tmem async_copy_smem_to_tmem async_copy_sparse_metadata_to_tmem"
     " async_load_tmem async_store_tmem commit_tmem format_tcgen05_sparse_metadata"
     " tcgen05_commit tcgen05_commit_arrive tcgen05_mma wait_load_tmem",
-    "it needs Blackwell (sm_100a); on Hopper use plgpu.nd_loop": "try_cluster_cancel"
+    "it needs Blackwell; on Hopper use plgpu.dynamic_scheduling_loop": "try_cluster_cancel"
     " query_cluster_cancel TryClusterCancelResult TryCancelResultRef TRY_CLUSTER_CANCEL_RESULT",
 }
 

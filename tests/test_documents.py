@@ -258,7 +258,7 @@ def test_mosaic_kernel_of_the_pallas_page(run):
         (lambda: pl.pallas_call(None, out_shape=None), NotImplementedError, "plgpu.kernel"),
         (lambda: pl.core_map(None), NotImplementedError, "plgpu.kernel"),
         (lambda: plgpu.WarpMesh(axis_name="warp"), NotImplementedError, "thread axis"),
-        (lambda: plgpu.dynamic_scheduling_loop(("x",)), NotImplementedError, "nd_loop"),
+        (lambda: plgpu.try_cluster_cancel(None, None), NotImplementedError, "dynamic_scheduling"),
         (lambda: plgpu.SemaphoreType.REGULAR, NotImplementedError, "Barrier"),
         (lambda: plgpu.tcgen05_mma(1, 2, 3), NotImplementedError, "Blackwell"),
         (lambda: plgpu.TMEM((128, 128), F32, collective=True), NotImplementedError, "Blackwell"),
