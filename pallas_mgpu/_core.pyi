@@ -188,6 +188,22 @@ class Array:
         initial: _Operand | None = None,
         where: _Operand | None = None,
     ) -> Array: ...
+    def any(
+        self,
+        axis: _Shape | None = None,
+        out: None = None,
+        keepdims: bool = False,
+        *,
+        where: _Operand | None = None,
+    ) -> Array: ...
+    def all(
+        self,
+        axis: _Shape | None = None,
+        out: None = None,
+        keepdims: bool = False,
+        *,
+        where: _Operand | None = None,
+    ) -> Array: ...
     def mean(
         self,
         axis: _Shape | None = None,
@@ -201,8 +217,6 @@ class Array:
     at: Any
     mT: Any
     prod: Any
-    any: Any
-    all: Any
     argmax: Any
     argmin: Any
     cumsum: Any
@@ -358,7 +372,7 @@ def broadcast_in_dim(x: _Operand, shape: _Shape, dims: _Shape) -> Array: ...
 def reshape(x: _Operand, shape: _Shape, /) -> Array: ...
 def slice_array(x: _Operand, starts: _Shape, sizes: _Shape, /) -> Array: ...
 def reduce(
-    kind: Literal["sum", "add", "max", "min"],
+    kind: Literal["sum", "add", "max", "min", "any", "all"],
     x: _Operand,
     axes: _Shape | None = None,
     keepdims: bool = False,

@@ -198,7 +198,7 @@ LAX_MISSING = {
     " dynamic_update_slice dynamic_update_slice_in_dim gather index_in_dim index_take pad rev"
     " scatter scatter_add sort sort_key_val top_k transpose",
     "use lax.fori_loop": "argmax argmin associative_scan cummax cummin cumprod cumsum"
-    " cumlogsumexp map reduce_and reduce_or reduce_prod reduce_xor",
+    " cumlogsumexp map reduce_prod reduce_xor",
     "use plgpu.wgmma": "conv conv_general_dilated batch_matmul dot dot_general ragged_dot",
     "each block its own output": "all_gather all_to_all pmax pmean pmin ppermute psum psum_scatter",
     "pass the data as operands": "rng_bit_generator rng_uniform",

@@ -153,9 +153,11 @@ static int reduce_over(pmpy_trace *t, pmpy_arg *x, int op, uint32_t set, bool ke
 static PyObject *reduce_value(pmpy_trace *t, const char *name, pmpy_arg *x, int op, bool upcast,
                               PyObject *axes, bool keepdims) {
   pm_dtype d = x->type.dtype, wide = upcast ? sum_dtype(d) : d;
+  const bool logical = op == PM_REDUCE_ANY || op == PM_REDUCE_ALL;
   uint32_t set;
   if (axis_set(name, axes, x->type.rank, &set)) return NULL;
-  if (d == PM_BOOL && op != PM_REDUCE_ADD) {
+  if (logical) d = wide = PM_BOOL;
+  if (d == PM_BOOL && op != PM_REDUCE_ADD && !logical) {
     return pmpy_fail(PM_E_NOT_IMPLEMENTED, "%s: bool arrays; convert first: x.astype(jnp.int32)",
                      name);
   }
@@ -219,6 +221,39 @@ static PyObject *array_max(PyObject *self, PyObject *args, PyObject *kw) {
 
 static PyObject *array_min(PyObject *self, PyObject *args, PyObject *kw) {
   return reduce_method(self, args, kw, "min", PM_REDUCE_MIN);
+}
+
+static PyObject *logical_method(PyObject *self, PyObject *args, PyObject *kw, const char *name,
+                                int op) {
+  static char *names[] = {"axis", "out", "keepdims", "where", NULL};
+  PyObject *axis = Py_None, *out = Py_None, *mask = Py_None;
+  int keepdims = 0;
+  pmpy_arg x, cond, rest;
+  if (!PyArg_ParseTupleAndKeywords(args, kw, "|OOp$O:any", names, &axis, &out, &keepdims, &mask))
+    return NULL;
+  if (out != Py_None) return pmpy_fail(PM_E_VALUE, "%s: out= is not supported in kernels", name);
+  pmpy_trace *t = begin_value(name, self, &x);
+  if (!t) return NULL;
+  if (mask != Py_None) { /* what is left out decides nothing */
+    PyObject *value = PyBool_FromLong(op == PM_REDUCE_ALL);
+    int rc = !pmpy_arg_as(t, &x, PM_BOOL) || pmpy_arg_need(t, name, value, &rest) ||
+             pmpy_arg_need(t, name, mask, &cond);
+    Py_DECREF(value);
+    PyObject *masked = rc ? NULL : pmpy_select(t, &cond, &x, &rest);
+    if (!masked) return NULL;
+    rc = pmpy_arg_from(t, masked, &x);
+    Py_DECREF(masked);
+    if (rc < 0) return NULL;
+  }
+  return reduce_value(t, name, &x, op, false, axis, keepdims);
+}
+
+static PyObject *array_any(PyObject *self, PyObject *args, PyObject *kw) {
+  return logical_method(self, args, kw, "any", PM_REDUCE_ANY);
+}
+
+static PyObject *array_all(PyObject *self, PyObject *args, PyObject *kw) {
+  return logical_method(self, args, kw, "all", PM_REDUCE_ALL);
 }
 
 /* Computed in f32 unless dtype= says else. */
@@ -574,8 +609,6 @@ static PyGetSetDef array_getset[] = {
     MISSING("at"),
     MISSING("mT"),
     MISSING("prod"),
-    MISSING("any"),
-    MISSING("all"),
     MISSING("argmax"),
     MISSING("argmin"),
     MISSING("cumsum"),
@@ -601,6 +634,8 @@ static PyMethodDef array_methods[] = {
      "sum(axis=None, dtype=None, keepdims=False, initial=None, where=None)"},
     {"max", KEYWORDS(array_max), "max(axis=None, keepdims=False, initial=None, where=None)"},
     {"min", KEYWORDS(array_min), "min(axis=None, keepdims=False, initial=None, where=None)"},
+    {"any", KEYWORDS(array_any), "any(axis=None, out=None, keepdims=False, *, where=None)"},
+    {"all", KEYWORDS(array_all), "all(axis=None, out=None, keepdims=False, *, where=None)"},
     {"mean", KEYWORDS(array_mean), "mean(axis=None, dtype=None, keepdims=False)"},
     {"clip", KEYWORDS(array_clip), "clip(min=None, max=None)"},
     {"round", KEYWORDS(array_round), "round(decimals=0): halves to even."},
@@ -799,7 +834,9 @@ static PyObject *reduce(PyObject *module, PyObject *args, PyObject *kw) {
   } kinds[] = {{"sum", PM_REDUCE_ADD, true},
                {"add", PM_REDUCE_ADD, false},
                {"max", PM_REDUCE_MAX, false},
-               {"min", PM_REDUCE_MIN, false}};
+               {"min", PM_REDUCE_MIN, false},
+               {"any", PM_REDUCE_ANY, false},
+               {"all", PM_REDUCE_ALL, false}};
   (void)module;
   const char *kind;
   PyObject *o, *axes = Py_None;
@@ -813,7 +850,7 @@ static PyObject *reduce(PyObject *module, PyObject *args, PyObject *kw) {
     return t ? reduce_value(t, kinds[k].name, &x, kinds[k].op, kinds[k].upcast, axes, keepdims)
              : NULL;
   }
-  return pmpy_fail(PM_E_VALUE, "reduce: kind '%s', expected sum, add, max or min", kind);
+  return pmpy_fail(PM_E_VALUE, "reduce: kind '%s', expected sum, add, max, min, any or all", kind);
 }
 
 static PyObject *layout_cast(PyObject *module, PyObject *const *args, Py_ssize_t n) {
