@@ -1,5 +1,8 @@
 """Loops that hand work to programs."""
 
+import dataclasses
+from typing import Any
+
 from . import _core
 from ._control import fori_loop, scoped, when, while_loop
 from ._names import show
@@ -10,17 +13,14 @@ from ._types import SMEM, Barrier, ClusterBarrier
 _MOST_POINTS = 1 << 30  # of a grid that is handed out: counters do not overflow
 
 
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class NDLoopInfo:
     """What a scheduled body is told: ``index``, a tuple of int32 scalars; ``local_index``, which
     iteration of this program; ``num_local_steps``, how many it does (None where not known)."""
 
-    __slots__ = ("index", "local_index", "num_local_steps")
-
-    def __init__(self, index, local_index, num_local_steps):
-        self.index, self.local_index, self.num_local_steps = index, local_index, num_local_steps
-
-    def __repr__(self):
-        return f"NDLoopInfo(index={self.index}, local_index={self.local_index})"
+    index: tuple
+    local_index: Any
+    num_local_steps: Any
 
 
 def unravel(flat, grid):

@@ -41,6 +41,16 @@ def test_readme():
     assert np.linalg.norm(names["matmul"](a, b) - want) < 1e-3 * np.linalg.norm(want)
 
 
+def test_reference():
+    """The Python blocks of the reference, one after the other; they check themselves."""
+    text = (ROOT / "docs" / "reference.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", text, re.S)
+    assert len(blocks) >= 4
+    names = {}
+    for k, block in enumerate(blocks):
+        exec(compile(block, f"<reference block {k}>", "exec"), names)  # noqa: S102
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_program(dtype):
     """`python -m pallas_mgpu` runs its matmul, checks it and says where it ran."""

@@ -1,6 +1,7 @@
-"""Grids whose points a launch hands out: dynamic_scheduling_loop."""
+"""Loops over tiles: planar_snake, nd_loop, and grids whose points a launch hands out."""
 
 import re
+import warnings
 from collections import Counter
 
 import numpy as np
@@ -11,6 +12,138 @@ from pallas_mgpu import _core, lax, pl
 from pallas_mgpu import numpy as jnp
 
 f16, f32, i32 = np.float16, np.float32, np.int32
+
+
+# ---- planar_snake, nd_loop -----------------------------------------------------------------------
+
+
+def snake(lin, shape, minor_dim, width):
+    """As it is specified."""
+    major_size, minor_size = shape[1 - minor_dim], shape[minor_dim]
+    tile = lin // (width * major_size)
+    full = minor_size // width
+    inside = lin < full * width * major_size
+    w = width if inside else minor_size % width
+    at = lin if inside else lin - full * width * major_size
+    minor = tile * width + at % w
+    q = at // w % major_size
+    major = q if tile % 2 == 0 else major_size - 1 - q
+    return (minor, major) if minor_dim == 0 else (major, minor)
+
+
+@pytest.mark.parametrize("minor_dim", [0, 1])
+def test_planar_snake_is_a_bijection(minor_dim):
+    for m in range(1, 8):
+        for n in range(1, 8):
+            for width in range(1, 8):
+                got = [plgpu.planar_snake(k, (m, n), minor_dim, width) for k in range(m * n)]
+                assert sorted(got) == [(i, j) for i in range(m) for j in range(n)]
+                if width <= (m, n)[minor_dim]:
+                    assert got == [snake(k, (m, n), minor_dim, width) for k in range(m * n)]
+
+
+@pytest.mark.parametrize("traced", [False, True])
+@pytest.mark.parametrize("shape,minor_dim,width", [((4, 6), 0, 2), ((5, 5), 0, 3), ((3, 7), 1, 4)])
+def test_planar_snake_in_kernels(run, shape, minor_dim, width, traced):
+    def body(o):
+        @pl.loop(0, shape[0] * shape[1])
+        def _(k):
+            of = tuple(n + lax.axis_index("g") for n in shape) if traced else shape
+            i, j = plgpu.planar_snake(k, of, minor_dim, width)
+            assert i.dtype == j.dtype == np.int32
+            o[k, 0], o[k, 1] = i, j
+
+    want = [snake(k, shape, minor_dim, width) for k in range(shape[0] * shape[1])]
+    out = plgpu.ShapeDtypeStruct((len(want), 2), i32)
+    np.testing.assert_array_equal(run(body, out, grid=(1,), grid_names=("g",)), want)
+
+
+def test_copies_of_a_snake_go_by_tma(rng):
+    """Starts that come from it are seen not to be negative."""
+
+    def body(x, o, s, bar):
+        @plgpu.nd_loop((15,), collective_axes="g")
+        def _(info):
+            i, j = plgpu.planar_snake(info.index[0], (5, 3), 0, 2)
+            at = (pl.ds(i * 8, 8), pl.ds(j * 32, 32))
+            plgpu.copy_gmem_to_smem(x.at[at], s, bar)
+            plgpu.barrier_wait(bar)
+            plgpu.copy_smem_to_gmem(s, o.at[at])
+            plgpu.wait_smem_to_gmem(0)
+
+    x = rng.standard_normal((40, 96)).astype(f32)
+    kernel = plgpu.kernel(
+        body,
+        out_type=plgpu.ShapeDtypeStruct(x.shape, f32),
+        scratch_types=[plgpu.SMEM((8, 32), f32), plgpu.Barrier()],
+        grid=(4,),
+        grid_names=("g",),
+        interpret=True,
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        np.testing.assert_array_equal(kernel(x), x)
+
+
+@pytest.mark.parametrize("traced", [False, True])
+@pytest.mark.parametrize("tiling", [None, (2, 3)])
+def test_nd_loop(run, traced, tiling):
+    """Over the programs of a grid and a thread axis; the steps of all make up the whole."""
+    grid, programs = (4, 6), 5 * 2
+
+    def body(o, steps):
+        zero = lax.axis_index("g") * 0 if traced else 0
+        g, t = lax.axis_index("g"), lax.axis_index("wg")
+
+        @plgpu.nd_loop(
+            tuple(n + zero for n in grid),
+            collective_axes=("g", "wg"),
+            tiling=tiling,
+            init_carry=jnp.int32(0),
+        )
+        def count(info, carry):
+            i, j = info.index
+            o[i, j, 0] = info.local_index * programs + g * 2 + t
+            o[i, j, 1] = info.num_local_steps
+            return carry + 1
+
+        steps[g, t] = count
+
+    outs = [plgpu.ShapeDtypeStruct(s, i32) for s in ((*grid, 2), (5, 2))]
+    options = dict(grid=(5,), grid_names=("g",), num_threads=2, thread_name="wg")
+    o, steps = run(body, outs, **options)
+    order = [(i, j) for i in range(4) for j in range(6)]
+    if tiling:
+        order.sort(key=lambda x: (x[0] // 2, x[1] // 3, x[0] % 2, x[1] % 3))
+    for flat, (i, j) in enumerate(order):
+        assert o[i, j, 0] == flat and o[i, j, 1] == 24 // programs + (flat % programs < 4)
+    assert steps.sum() == 24 and steps.ravel().tolist() == [3] * 4 + [2] * 6
+
+
+def test_nd_loop_refusals():
+    for tiling, why in [((2,), "length"), ((3, 2), "divide")]:
+
+        def body(o, tiling=tiling):
+            plgpu.nd_loop((4, 6), collective_axes="g", tiling=tiling)(lambda info: None)
+
+        kernel = plgpu.kernel(
+            body, out_type=plgpu.ShapeDtypeStruct((4,), f32), grid=(2,), grid_names=("g",)
+        )
+        with pytest.raises(ValueError, match=why):
+            kernel.lower()
+
+
+def test_find_swizzle():
+    for bits in range(0, 4097, 16):
+        fits = [s for s in (128, 64, 32, 16) if bits % (8 * s) == 0]
+        if fits:
+            assert plgpu.find_swizzle(bits) == fits[0]
+        else:
+            with pytest.raises(ValueError, match="of lhs"):
+                plgpu.find_swizzle(bits, "lhs")
+
+
+# ---- dynamic_scheduling_loop ---------------------------------------------------------------------
 
 
 def options_of(grid, threads=1, cluster=()):
