@@ -157,6 +157,7 @@ for _name, _op, _f, _inexact, _doc in (
     ("bitwise_not", "not", np.invert, False, "Bitwise complement; logical on bool."),
     ("log", "log", np.log, True, "Natural logarithm; integers become float32."),
     ("log2", "log2", np.log2, True, "Logarithm to base 2; integers become float32."),
+    ("log1p", "log1p", np.log1p, True, "log(1 + x), exact near 0; integers become float32."),
     ("negative", "neg", np.negative, False, "-x."),
     ("rint", "rint", np.rint, True, "Nearest integer, halves to even."),
     ("sign", "sign", np.sign, False, "-1, 0 or 1."),
