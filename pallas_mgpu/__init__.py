@@ -28,6 +28,8 @@ from ._core import (
     UnexpectedTracerError,
 )
 from . import lax, nn, numpy, pl, tree
+from ._control import in_turn, lazy_where
+from ._family import Operand, core_count, kernel_family
 from ._kernel import kernel
 from ._names import PLGPU_MISSING, PLGPU_WRONG, finder
 from ._ops import (
@@ -54,7 +56,7 @@ from ._ops import (
     wgmma_wait,
 )
 from ._pipeline import emit_pipeline
-from ._schedule import NDLoopInfo, dynamic_scheduling_loop, nd_loop
+from ._schedule import NDLoopInfo, dynamic_scheduling_loop, nd_loop, next_tile
 from ._types import (
     ACC,
     GMEM,

@@ -11,6 +11,7 @@ from ._types import (
     MemoryRef,
     MemorySpace,
     WGMMAAccumulatorRef,
+    ints,
     split_transforms,
 )
 
@@ -236,6 +237,55 @@ def cond(pred, true_fun, false_fun, *operands):
         (lambda: true_fun(*operands), lambda: false_fun(*operands)),
         "cond",
     )
+
+
+def lazy_where(mask, on_true, on_false):
+    """``jnp.where(mask, on_true(), on_false)``, where ``on_true`` is only computed by those warps
+    for which some element of ``mask`` is true (Hopper).
+
+    mask: a bool array that broadcasts to the shape of the values. on_false: an array or a pytree of
+    arrays. on_true: a function that returns the same structure; it may compute with arrays, element
+    by element, but not access memory or reduce (ValueError when the kernel is lowered).
+    For work that is seldom needed, such as rescaling an accumulator.
+    """
+    mask = as_array(mask, "lazy_where: mask")
+    if mask.dtype != bool or not mask.shape:
+        raise TypeError(f"lazy_where: mask must be a bool array, got {type_text(mask)}")
+    on_false = tree.map(lambda x: as_array(x, "lazy_where: on_false"), on_false)
+
+    def compute():
+        new = tree.map(lambda x: as_array(x, "lazy_where: on_true"), on_true())
+        if tree.structure(new) != tree.structure(on_false):
+            raise TypeError("lazy_where: on_true() and on_false differ in structure")
+        return tree.map(lambda x, y: _core.where(mask, x, y), new, on_false)
+
+    some = _core.reduce("any_in_warp", mask, tuple(range(len(mask.shape))), False)
+    return _branches("if", some, (compute, lambda: on_false), "lazy_where")
+
+
+class in_turn:
+    """``with plgpu.in_turn(n):`` threads 0 to n - 1 of the block run what stands in it one after
+    the other, in a ring that thread 0 begins (Hopper).
+
+    Every one of them must come equally often. What the hardware does asynchronously goes on when
+    the turn is passed: threads that issue their matrix products in turn keep the tensor cores busy
+    with one thread's products while the others compute. One ring per kernel. ValueError if
+    the kernel has fewer threads, or for another ring; on the interpreter also for a thread that is
+    not in the ring.
+    """
+
+    def __init__(self, num_threads):
+        (self.num_threads,) = ints(num_threads, "in_turn: num_threads")
+        if self.num_threads < 1:
+            raise ValueError(f"in_turn: num_threads must be positive, got {self.num_threads}")
+
+    def __enter__(self):
+        if self.num_threads > 1:
+            _core.effect("take_turn", (), n=self.num_threads)
+
+    def __exit__(self, kind, error, traceback):
+        if kind is None and self.num_threads > 1:
+            _core.effect("pass_turn", (), n=self.num_threads)
 
 
 def switch(index, branches, *operands):

@@ -50,6 +50,15 @@ def _same(a, b, what, an, bn):
         raise ValueError(f"{what}: {an} has shape {a.shape} and {bn} {b.shape}; they must be equal")
 
 
+_ENGINES = {None: 0, "tma": 1, "bulk": 2, "lanes": 3}  # in the order of PM_FAMILY(ENGINE)
+
+
+def _engine(x, what):
+    if x not in _ENGINES:
+        raise ValueError(f"{what}: engine must be None, 'tma', 'bulk' or 'lanes', got {show(x)}")
+    return _ENGINES[x]
+
+
 @accepts(
     impl=None,
     partitioned_axis=NotImplementedError(
@@ -66,13 +75,14 @@ def copy_gmem_to_smem(
     leader_tracked=None,
     oob_mode=None,
     predicate=None,
+    engine=None,
 ):
     """Start an asynchronous copy of the GMEM view ``src`` into the SMEM view ``dst`` (Hopper).
 
     Counts as one arrival on ``barrier``; wait for that before reading. Shapes and dtypes are equal.
     Out-of-range parts are zeros. ``predicate``: a bool scalar; where False only the arrival
     happens. Any shape and pitch is legal: TMA does it where it can, else the lanes of the thread
-    do.
+    do. ``engine``: "tma", "bulk" or "lanes" to have it done that way; ValueError if it cannot be.
     """
     what = "copy_gmem_to_smem"
     _ref(src, what, "src", GMEM)
@@ -100,14 +110,18 @@ def copy_gmem_to_smem(
         oob=int(oob),
         predicated=len(pred),
         cluster=axes,
+        engine=_engine(engine, what),
     )
 
 
-def copy_smem_to_gmem(src, dst, predicate=None, *, commit_group=True, reduction_op=None):
+def copy_smem_to_gmem(
+    src, dst, predicate=None, *, commit_group=True, reduction_op=None, engine=None
+):
     """Start an asynchronous copy of the SMEM view ``src`` to the GMEM view ``dst`` (Hopper).
 
     Publish generic writes to ``src`` with :func:`commit_smem` first. Parts out of range are not
-    written. ``commit_group`` closes a group that :func:`wait_smem_to_gmem` counts.
+    written. ``commit_group`` closes a group that :func:`wait_smem_to_gmem` counts. ``engine``: as
+    of :func:`copy_gmem_to_smem`.
     """
     what = "copy_smem_to_gmem"
     _ref(src, what, "src", SMEM)
@@ -118,7 +132,13 @@ def copy_smem_to_gmem(src, dst, predicate=None, *, commit_group=True, reduction_
             f"{what}: reduction_op is not supported yet; load, combine and store"
         )
     pred = _predicate(predicate, what)
-    _core.effect(what, (src, dst, *pred), commit=int(bool(commit_group)), predicated=len(pred))
+    _core.effect(
+        what,
+        (src, dst, *pred),
+        commit=int(bool(commit_group)),
+        predicated=len(pred),
+        engine=_engine(engine, what),
+    )
 
 
 def commit_smem_to_gmem_group():

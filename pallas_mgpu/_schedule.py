@@ -13,6 +13,16 @@ from ._types import SMEM, Barrier, ClusterBarrier
 _MOST_POINTS = 1 << 30  # of a grid that is handed out: counters do not overflow
 
 
+def next_tile(counter=0):
+    """0, 1, 2 ...: an int32 scalar that no other call of this launch gets (Hopper).
+
+    An atomic counter of the launch (``counter`` is its number, 0 to 31) that starts at 0. One
+    thread of a block asks and tells the others; whoever asks after the last tile was given away
+    sees a number beyond it.
+    """
+    return _core.next_tile(counter)
+
+
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class NDLoopInfo:
     """What a scheduled body is told: ``index``, a tuple of int32 scalars; ``local_index``, which

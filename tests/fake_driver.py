@@ -330,6 +330,43 @@ def case_shared_grid():
     assert fake.fake_context_depth() == 0
 
 
+def case_family():
+    """Operands say where an array lies and how it is aligned; each has its own kernel."""
+    made = []
+
+    @plgpu.kernel_family
+    def family(x, *, y=None):
+        made.append((x.device, x.aligned))
+        return kernel() if y is None else kernel(add)
+
+    emulate(add_one, 2)
+    d = plgpu.device_put(x)
+    long = plgpu.device_put(np.arange(N + 1, dtype=np.float32))
+
+    class Shifted(Interface):
+        @property
+        def __cuda_array_interface__(self):
+            about = self.array.__cuda_array_interface__
+            return {**about, "data": (about["data"][0] + 4, False), "shape": (N,)}
+
+    out = plgpu.device_put(x)
+    for _ in range(3):
+        assert family(d, out=out) is out and (out.numpy() == x + 1).all()
+        assert type(family(d)) is plgpu.DeviceArray
+        assert (family(x) == x + 1).all()
+        assert (family(Shifted(long)).numpy() == x + 2).all()
+    assert made == [(0, True), (None, True), (0, False)]
+    assert family.kernel(d) is family.kernel(out) is not family.kernel(x)
+    emulate(add, 3)
+    for _ in range(2):
+        assert (family(x=d, y=d).numpy() == 2 * x).all()
+        assert (family(y=d, x=d).numpy() == 2 * x).all()
+    assert len(made) == 4
+    refused(TypeError, "argument 0 and argument 1 lie on different sides", family, d, y=x)
+    sms = _core.system_info()["devices"][0]["sm_count"]
+    assert plgpu.core_count() == plgpu.core_count(0) == sms
+
+
 def case_interpret_on_device():
     d = plgpu.device_put(x)
     y = kernel(interpret=True)(d)

@@ -128,6 +128,8 @@ INSTRUCTIONS = {
     "registers_up<232>();": ["setmaxnreg.inc.sync.aligned.u32 232"],
     "registers_down<40>();": ["setmaxnreg.dec.sync.aligned.u32 40"],
     "lanes_sync(2);": ["bar.sync 3, 128"],
+    "turn_take(5);": ["bar.sync 5, 256"],
+    "turn_pass(5);": ["bar.arrive 5, 256"],
     "cluster_sync();": ["barrier.cluster.arrive.relaxed", "barrier.cluster.wait.acquire"],
     "out[0] = cluster_index_x();": ["mov.u32 a, %cluster_ctaid.x"],
     "out[0] = cluster_index_y();": ["mov.u32 a, %cluster_ctaid.y"],

@@ -478,6 +478,12 @@ def refused():
 
     yield in_a_loop, NotImplementedError, "inside another loop"
 
+    def with_its_counter(o):
+        over(("a", "b"), thread_axis="wg", cluster_axes="x")(o)
+        o[...] = jnp.full((4,), 1.0) * plgpu.next_tile(0).astype(f32)
+
+    yield with_its_counter, ValueError, "use another number"
+
 
 @pytest.mark.parametrize("body,error,why", list(refused()))
 def test_refused(body, error, why):

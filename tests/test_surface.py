@@ -57,9 +57,11 @@ SIGNATURES = {
         "cluster_ref": "(ref, block_id)",
         "commit_smem": "()",
         "commit_smem_to_gmem_group": "()",
+        # engine is ours
         "copy_gmem_to_smem": "(src, dst, barrier=None, *, collective_axes=None,"
-        " leader_tracked=None, oob_mode=None, predicate=None)",
-        "copy_smem_to_gmem": "(src, dst, predicate=None, *, commit_group=True, reduction_op=None)",
+        " leader_tracked=None, oob_mode=None, predicate=None, engine=None)",
+        "copy_smem_to_gmem": "(src, dst, predicate=None, *, commit_group=True,"
+        " reduction_op=None, engine=None)",
         "dynamic_scheduling_loop": "(grid_names, thread_axis=None, cluster_axes=(),"
         " init_carry=None)",
         "emit_pipeline": "(body, *, grid, in_specs=(), out_specs=(), max_concurrent_steps=1,"

@@ -537,6 +537,20 @@ pm_code pm_cuda_SHARE_TILE(pm_gen *e, pm_opid op) {
   return PM_OK;
 }
 
+/* Named barriers: 0 is block_sync, then one for each thread's lanes_sync, then those of the turns. */
+pm_code pm_cuda_TAKE_TURN(pm_gen *e, pm_opid op) {
+  pm_note(e, op, "take_turn");
+  pm_line(e, "turn_take(%u + wg);", e->g->n_threads + 1);
+  return PM_OK;
+}
+
+pm_code pm_cuda_PASS_TURN(pm_gen *e, pm_opid op) {
+  const unsigned first = e->g->n_threads + 1;
+  pm_note(e, op, "pass_turn");
+  pm_line(e, "turn_pass(wg + 1 < %u ? %u + wg : %u);", e->n_turns, first + 1, first);
+  return PM_OK;
+}
+
 pm_code pm_cuda_SET_MAX_REGISTERS(pm_gen *e, pm_opid op) {
   pm_note(e, op, "set_max_registers");
   e->registers = *pm_attr(e->g, op, PM_ATTR_N);

@@ -2,7 +2,11 @@
  *
  * What a region carries or returns is a C++ variable declared in front of it; region arguments and
  * results of the op share its slot. A YIELD assigns; where it permutes carries, those read after
- * they were written are saved first. */
+ * they were written are saved first.
+ *
+ * Arrays of narrow elements are carried as 32-bit words: the compiler would keep each element in a
+ * register of its own wherever branches meet. In a region, and behind it, they are arrays again;
+ * where only words are wanted, as by wgmma, nothing remains of that. */
 #include "gen.h"
 
 static pm_code check_carries(pm_gen *e, pm_opid op) {
@@ -35,17 +39,68 @@ static const char *copy_of(pm_gen *e, pm_val v) {
   return name;
 }
 
-/* Assign the yielded values of a region to the variables first, first + 1 ... */
-static void emit_yield(pm_gen *e, pm_blk block, uint32_t skip, pm_val first) {
+/* ---- words ------------------------------------------------------------------------------- */
+
+static bool is_packed(const pm_gen *e, pm_val v) {
+  const pm_dtype t = pm_typeof(e->g, v)->dtype;
+  const int bytes = pm_dtypes[t].bytes;
+  return pm_wants_array(e, v) && t != PM_BOOL && bytes < 4 && pm_regs_of(e, v) * bytes % 4 == 0;
+}
+
+/* Names of the words that results of an op are carried in, NULL for the others. */
+static const char **declare_words(pm_gen *e, pm_opid op) {
+  const pm_op *o = pm_get(e->g, op);
+  const char **words = PM_NEW(e->arena, const char *, o->n_out + 1);
+  for (uint32_t k = 0; k < o->n_out; k++) {
+    if (!is_packed(e, o->out + k)) continue;
+    const int bytes = pm_dtypes[pm_typeof(e->g, o->out + k)->dtype].bytes;
+    words[k] = pm_unique(e, "words");
+    pm_line(e, "u32 %s[%lld];", words[k], (long long)pm_regs_of(e, o->out + k) * bytes / 4);
+  }
+  return words;
+}
+
+static void pack(pm_gen *e, const char *words, pm_val like, pm_val v) {
+  const char *type = pm_cpp_type(pm_typeof(e->g, like)->dtype);
+  const int64_t n = pm_regs_of(e, like);
+  pm_at(e, v, "0");
+  const char *from = e->slot[v].text;
+  if (!pm_is_array(e, v)) {
+    from = pm_unique(e, "same");
+    pm_line(e, "%s %s[%lld];", type, from, (long long)n);
+    if (n > 1) pm_line(e, "#pragma unroll");
+    pm_line(e, "for (int r = 0; r < %lld; r++) %s[r] = %s;", (long long)n, from, e->slot[v].text);
+  }
+  pm_line(e, "pack<%s, %lld>(%s, %s);", type, (long long)n, words, from);
+}
+
+static void unpack(pm_gen *e, const char *words, pm_val v, pm_val named_like) {
+  const char *name = pm_declare(e, v, named_like);
+  pm_line(e, "unpack<%s, %lld>(%s, %s);", pm_cpp_type(pm_typeof(e->g, v)->dtype),
+          (long long)pm_regs_of(e, v), name, words);
+}
+
+static void unpack_results(pm_gen *e, pm_opid op, const char **words) {
+  const pm_op *o = pm_get(e->g, op);
+  for (uint32_t k = 0; k < o->n_out; k++) {
+    if (words[k]) unpack(e, words[k], o->out + k, o->out + k);
+  }
+}
+
+/* ---- what runs through regions ----------------------------------------------------------- */
+
+/* Assign the values that a region yields to the variables first, first + 1 ..., or to words. */
+static void emit_yield(pm_gen *e, pm_blk block, pm_val first, const char **words) {
   const pm_opid y = pm_terminator(e->g, block);
-  const uint32_t n = pm_get(e->g, y)->n_in - skip;
+  const uint32_t n = pm_get(e->g, y)->n_in;
   if (n) pm_note(e, y, "");
   pm_slot *from = PM_NEW(e->arena, pm_slot, n + 1);
   for (uint32_t k = 0; k < n; k++) {
-    const pm_val v = pm_in(e->g, y, skip + k);
+    const pm_val v = pm_in(e->g, y, k);
     pm_at(e, v, "0");
     from[k] = e->slot[v];
     for (uint32_t j = 0; j < k; j++) { /* a variable that is written before it is read here */
+      if (words[j] || words[k]) continue;
       if (e->slot[first + j].text == from[k].text && from[j].text != from[k].text) {
         from[k].text = copy_of(e, v);
         break;
@@ -53,7 +108,11 @@ static void emit_yield(pm_gen *e, pm_blk block, uint32_t skip, pm_val first) {
     }
   }
   for (uint32_t k = 0; k < n; k++) {
-    const pm_val v = pm_in(e->g, y, skip + k);
+    const pm_val v = pm_in(e->g, y, k);
+    if (words[k]) {
+      pack(e, words[k], first + k, v);
+      continue;
+    }
     if (from[k].text == e->slot[first + k].text) continue;
     const pm_slot keep = e->slot[v];
     e->slot[v] = from[k];
@@ -62,19 +121,35 @@ static void emit_yield(pm_gen *e, pm_blk block, uint32_t skip, pm_val first) {
   }
 }
 
-static void declare_carries(pm_gen *e, pm_opid op, uint32_t skip, pm_val args) {
+static const char **declare_carries(pm_gen *e, pm_opid op, uint32_t skip, pm_val args) {
   const pm_op *o = pm_get(e->g, op);
+  const char **words = declare_words(e, op);
   for (uint32_t k = 0; k < o->n_out; k++) {
     const pm_val init = pm_in(e->g, op, skip + k);
     pm_at(e, init, "0");
+    if (words[k]) {
+      pack(e, words[k], o->out + k, init);
+      continue;
+    }
     pm_declare(e, o->out + k, named(e, o->out + k, args ? args + k : 0));
     pm_assign(e, o->out + k, init);
   }
+  return words;
 }
 
-static void share_carries(pm_gen *e, pm_opid op, pm_val args) {
+static void share_carries(pm_gen *e, pm_opid op, pm_val args, const char **words) {
   const pm_op *o = pm_get(e->g, op);
-  for (uint32_t k = 0; k < o->n_out; k++) pm_alias(e, args + k, o->out + k);
+  for (uint32_t k = 0; k < o->n_out; k++) {
+    if (!words[k]) pm_alias(e, args + k, o->out + k);
+  }
+}
+
+/* At the begin of the body. */
+static void unpack_carries(pm_gen *e, pm_opid op, pm_val args, const char **words) {
+  const pm_op *o = pm_get(e->g, op);
+  for (uint32_t k = 0; k < o->n_out; k++) {
+    if (words[k]) unpack(e, words[k], args + k, named(e, o->out + k, args + k));
+  }
 }
 
 pm_code pm_cuda_FOR(pm_gen *e, pm_opid op) {
@@ -84,8 +159,8 @@ pm_code pm_cuda_FOR(pm_gen *e, pm_opid op) {
   const int64_t unroll = *pm_attr(e->g, op, PM_ATTR_UNROLL);
   PM_TRY(check_carries(e, op));
   pm_note(e, op, "for");
-  declare_carries(e, op, 2, index + 1);
-  share_carries(e, op, index + 1);
+  const char **words = declare_carries(e, op, 2, index + 1);
+  share_carries(e, op, index + 1, words);
   const char *i = pm_name_of(e, index);
   const char *lower = pm_scalar_of(e, pm_in(e->g, op, 0));
   const char *upper = pm_scalar_of(e, pm_in(e->g, op, 1));
@@ -96,9 +171,11 @@ pm_code pm_cuda_FOR(pm_gen *e, pm_opid op) {
     pm_line(e, "#pragma unroll");
   }
   pm_begin(e, "for (i32 %s = %s; %s < %s; %s++) {", i, lower, i, upper, i);
+  unpack_carries(e, op, index + 1, words);
   PM_TRY(pm_gen_block(e, body));
-  emit_yield(e, body, 0, o->out);
+  emit_yield(e, body, o->out, words);
   pm_end(e);
+  unpack_results(e, op, words);
   return PM_OK;
 }
 
@@ -107,29 +184,38 @@ pm_code pm_cuda_WHILE(pm_gen *e, pm_opid op) {
   const pm_val cond_args = e->g->blocks.at[cond].arg, body_args = e->g->blocks.at[body].arg;
   PM_TRY(check_carries(e, op));
   pm_note(e, op, "while");
-  declare_carries(e, op, 0, body_args);
-  share_carries(e, op, cond_args);
-  share_carries(e, op, body_args);
+  const char **words = declare_carries(e, op, 0, body_args);
+  share_carries(e, op, cond_args, words);
+  share_carries(e, op, body_args, words);
   pm_line(e, "#pragma unroll 1");
   pm_begin(e, "for (;;) {");
+  unpack_carries(e, op, body_args, words);
+  for (uint32_t k = 0; k < pm_get(e->g, op)->n_out; k++) {
+    if (words[k]) pm_alias(e, cond_args + k, body_args + k);
+  }
   PM_TRY(pm_gen_block(e, cond));
   pm_line(e, "if (!(%s)) break;", pm_scalar_of(e, pm_in(e->g, pm_terminator(e->g, cond), 0)));
   PM_TRY(pm_gen_block(e, body));
-  emit_yield(e, body, 0, pm_get(e->g, op)->out);
+  emit_yield(e, body, pm_get(e->g, op)->out, words);
   pm_end(e);
+  unpack_results(e, op, words);
   return PM_OK;
 }
 
-static void declare_results(pm_gen *e, pm_opid op) {
+static const char **declare_results(pm_gen *e, pm_opid op) {
   const pm_op *o = pm_get(e->g, op);
-  for (uint32_t k = 0; k < o->n_out; k++) pm_declare(e, o->out + k, o->out + k);
+  const char **words = declare_words(e, op);
+  for (uint32_t k = 0; k < o->n_out; k++) {
+    if (!words[k]) pm_declare(e, o->out + k, o->out + k);
+  }
+  return words;
 }
 
-static pm_code emit_branch(pm_gen *e, pm_opid op, uint32_t region) {
+static pm_code emit_branch(pm_gen *e, pm_opid op, uint32_t region, const char **words) {
   const pm_blk b = pm_region(e->g, op, region);
   const int64_t registers = e->registers;
   PM_TRY(pm_gen_block(e, b));
-  emit_yield(e, b, 0, pm_get(e->g, op)->out);
+  emit_yield(e, b, pm_get(e->g, op)->out, words);
   e->registers = registers;
   return PM_OK;
 }
@@ -138,15 +224,16 @@ pm_code pm_cuda_IF(pm_gen *e, pm_opid op) {
   PM_TRY(check_carries(e, op));
   const pm_blk other = pm_region(e->g, op, 1);
   pm_note(e, op, "if");
-  declare_results(e, op);
+  const char **words = declare_results(e, op);
   pm_begin(e, "if (%s) {", pm_scalar_of(e, pm_in(e->g, op, 0)));
-  PM_TRY(emit_branch(e, op, 0));
+  PM_TRY(emit_branch(e, op, 0, words));
   if (e->g->blocks.at[other].ops.n > 1 || pm_get(e->g, op)->n_out) {
     e->indent--;
     pm_begin(e, "} else {");
-    PM_TRY(emit_branch(e, op, 1));
+    PM_TRY(emit_branch(e, op, 1, words));
   }
   pm_end(e);
+  unpack_results(e, op, words);
   return PM_OK;
 }
 
@@ -154,7 +241,7 @@ pm_code pm_cuda_SWITCH(pm_gen *e, pm_opid op) {
   const uint32_t n = pm_get(e->g, op)->n_regions;
   PM_TRY(check_carries(e, op));
   pm_note(e, op, "switch");
-  declare_results(e, op);
+  const char **words = declare_results(e, op);
   pm_begin(e, "switch (max_int(0, min_int(%u, %s))) {", n - 1, pm_scalar_of(e, pm_in(e->g, op, 0)));
   for (uint32_t k = 0; k < n; k++) {
     if (k + 1 < n) {
@@ -162,21 +249,24 @@ pm_code pm_cuda_SWITCH(pm_gen *e, pm_opid op) {
     } else {
       pm_begin(e, "default: {");
     }
-    PM_TRY(emit_branch(e, op, k));
+    PM_TRY(emit_branch(e, op, k, words));
     pm_line(e, "break;");
     pm_end(e);
   }
   pm_end(e);
+  unpack_results(e, op, words);
   return PM_OK;
 }
 
 pm_code pm_cuda_SCOPE(pm_gen *e, pm_opid op) {
   PM_TRY(check_carries(e, op));
   pm_note(e, op, "scope");
-  declare_results(e, op);
+  const pm_op *o = pm_get(e->g, op);
+  for (uint32_t k = 0; k < o->n_out; k++) pm_declare(e, o->out + k, o->out + k);
+  const char **none = PM_NEW(e->arena, const char *, o->n_out + 1); /* no branches meet */
   pm_begin(e, "{");
   if (*pm_attr(e->g, op, PM_ATTR_COLLECTIVE) && e->g->n_threads > 1) pm_line(e, "block_sync();");
-  PM_TRY(emit_branch(e, op, 0));
+  PM_TRY(emit_branch(e, op, 0, none));
   pm_end(e);
   return PM_OK;
 }

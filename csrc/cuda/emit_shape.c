@@ -188,7 +188,7 @@ static bool is_reduced(const int64_t *dims, uint32_t n, const pm_layout *l, int 
 }
 
 static const char *combine(pm_gen *e, int reduce, pm_dtype t, const char *a, const char *b) {
-  static const char *const on_bool[] = {"|", "|", "&", "|", "&"};
+  static const char *const on_bool[] = {"|", "|", "&", "|", "&", "|"}; /* by kind */
   static const char *const on_int[] = {"wrap_add", "max_int", "min_int"};
   static const char *const on_float[] = {NULL, "max_f32", "min_f32"};
   if (t == PM_BOOL) return pm_str(e, "%s %s %s", a, on_bool[reduce], b);
@@ -280,9 +280,15 @@ static void combine_registers(reduction *r, pm_val in, const char *map) {
   pm_end(e);
 }
 
-/* One bool for the whole array, combined by a barrier of the lanes. */
-static bool is_vote(const reduction *r, int64_t results) {
-  return (r->reduce == PM_REDUCE_ANY || r->reduce == PM_REDUCE_ALL) && results == 1;
+/* One bool for the whole array, combined by a barrier of the lanes, or a vote of the warp. */
+static const char *vote(const reduction *r, int64_t results) {
+  if (results > 1) return NULL;
+  switch (r->reduce) {
+    case PM_REDUCE_ANY: return "lanes_any(wg, ";
+    case PM_REDUCE_ALL: return "lanes_all(wg, ";
+    case PM_REDUCE_ANY_IN_WARP: return "warp_any(";
+    default: return NULL;
+  }
 }
 
 static void combine_lanes(reduction *r) {
@@ -417,9 +423,9 @@ pm_code pm_cuda_REDUCE(pm_gen *e, pm_opid op) {
     pm_bind(e, out, pm_str(e, "%s[0]", r.name), PM_FORM_SCALAR);
   }
   combine_registers(&r, in, map);
-  if (is_vote(&r, pm_type_size(pm_typeof(e->g, out)))) {
-    const char *fn = r.reduce == PM_REDUCE_ANY ? "lanes_any" : "lanes_all";
-    pm_line(e, "%s[0] = %s(wg, %s[0]);", r.name, fn, r.name);
+  const char *all = vote(&r, pm_type_size(pm_typeof(e->g, out)));
+  if (all) {
+    pm_line(e, "%s[0] = %s%s[0]);", r.name, all, r.name);
     return PM_OK;
   }
   combine_lanes(&r);

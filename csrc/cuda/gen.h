@@ -52,6 +52,7 @@ typedef struct pm_gen {
   PM_VEC(pm_head_var) head_vars;
   uint32_t n_counters; /* of NEXT_TILE and TAKE_TILE */
   bool asks;           /* there is a NEXT_TILE */
+  uint32_t n_turns;    /* threads that take turns, 0: none do */
   struct family {
     const char *name, *text;
   } * families;

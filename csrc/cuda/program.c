@@ -207,6 +207,8 @@ static void look(pm_graph *g, pm_opid op, void *ctx) {
     s->e->released[pm_view_base(g, pm_in(g, op, 0))] = true;
   } else if (code == PM_OP_PDL_WAIT) {
     s->e->program->pdl = true;
+  } else if (code == PM_OP_TAKE_TURN) {
+    s->e->n_turns = (uint32_t)*pm_attr(g, op, PM_ATTR_N);
   } else if (code == PM_OP_NEXT_TILE || (code == PM_OP_TAKE_TILE && s->e->program->shares_grid)) {
     const uint32_t counter = (uint32_t)*pm_attr(g, op, PM_ATTR_N);
     if (counter >= s->e->n_counters) s->e->n_counters = counter + 1;
@@ -288,8 +290,11 @@ static pm_code print_body(pm_gen *e) {
   } else if (s.barriers.n) {
     pm_line(e, "block_sync();");
   }
+  if (e->n_turns) pm_line(e, "if (wg == %u) turn_pass(%u);", e->n_turns - 1, g->n_threads + 1);
   pm_find_lane_barriers(e);
   PM_TRY(pm_gen_block(e, 1));
+  /* the barrier that thread 0 would wait for is left at rest */
+  if (e->n_turns) pm_line(e, "if (wg == 0) turn_take(%u);", g->n_threads + 1);
   PM_TRY(print_counters_done(e));
   /* no block may end while another one of its cluster can still reach its shared memory */
   if (s.meets_cluster) pm_line(e, "cluster_sync();");

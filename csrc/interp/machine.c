@@ -282,6 +282,37 @@ static step exec_wait(pm_machine *m, thread *t, const instr *i) {
   return STEP_PAUSE;
 }
 
+/* ---- turns -------------------------------------------------------------------------------- */
+
+static step turn_fail(pm_machine *m, thread *t, const instr *i, const char *what) {
+  return pm_vm_fail(m, t, i->op, PM_E_VALUE,
+                    "in_turn(%u): thread %u %s; the threads 0 to %u take turns, one after the other",
+                    i->to, t->index, what, i->to - 1);
+}
+
+static step exec_take_turn(pm_machine *m, thread *t, const instr *i) {
+  block *b = t->block;
+  if (t->index >= i->to) return turn_fail(m, t, i, "is not one of them");
+  if (b->turn_taken && b->turn == t->index) return turn_fail(m, t, i, "has its turn already");
+  if (b->turn_taken || b->turn != t->index) {
+    t->pc--;
+    return block_on(m, t, THREAD_AT_TURN);
+  }
+  b->turn_taken = true;
+  return STEP_PAUSE;
+}
+
+static step exec_pass_turn(pm_machine *m, thread *t, const instr *i) {
+  block *b = t->block;
+  if (!b->turn_taken || b->turn != t->index) {
+    return turn_fail(m, t, i, "passes a turn that it does not have");
+  }
+  b->turn_taken = false;
+  b->turn = (b->turn + 1) % i->to;
+  wake(m, b, THREAD_AT_TURN, NULL);
+  return STEP_PAUSE;
+}
+
 /* ---- scopes ------------------------------------------------------------------------------- */
 
 static void init_scope(pm_machine *m, block *b, const scope *s) {
@@ -373,6 +404,12 @@ step pm_vm_end(pm_machine *m, thread *t, const instr *i) {
   m->n_live--;
   block_on(m, t, THREAD_DONE);
   if (t->block->n_done < m->n_threads) return STEP_PAUSE;
+  if (t->block->turn || t->block->turn_taken) {
+    return pm_vm_fail(m, t, 0, PM_E_VALUE,
+                      "the kernel ends when it is thread %u's turn: threads have taken turns (in_turn) "
+                      "unequally often",
+                      t->block->turn);
+  }
   return check_scope(m, t, 0, i->scope, false) == STEP_FAIL ? STEP_FAIL : STEP_PAUSE;
 }
 
@@ -475,6 +512,8 @@ const handler pm_vm_YIELD = {pm_vm_encode_nothing, NULL, {0}};
 const handler pm_vm_ARRIVE = {pm_vm_encode_plain, exec_arrive, {0}};
 const handler pm_vm_WAIT = {pm_vm_encode_plain, exec_wait, {0}};
 const handler pm_vm_HAND_TILE = {pm_vm_encode_plain, exec_hand_tile, {0}};
+const handler pm_vm_TAKE_TURN = {pm_vm_encode_plain, exec_take_turn, {0}};
+const handler pm_vm_PASS_TURN = {pm_vm_encode_plain, exec_pass_turn, {0}};
 const handler pm_vm_DEBUG_PRINT = {pm_vm_encode_print, exec_print, {0}};
 
 /* ---- deadlock ----------------------------------------------------------------------------- */
@@ -488,7 +527,7 @@ static step deadlock(pm_machine *m) {
   char text[sizeof err->text];
   at += (size_t)snprintf(text, room, "deadlock: no thread of the kernel '%s' can go on", m->name);
   for (thread *t = m->threads; t < m->threads + m->n_blocks * m->n_threads; t++) {
-    if (t->state != THREAD_AT_BARRIER && t->state != THREAD_AT_SCOPE) continue;
+    if (t->state == THREAD_READY || t->state == THREAD_DONE) continue;
     const instr *i = &m->code[t->state == THREAD_AT_SCOPE ? t->pc - 1 : t->pc];
     blocked++;
     if (at + 3072 > room) continue;
@@ -503,6 +542,12 @@ static step deadlock(pm_machine *m) {
                            "\n  %s: enters a collective scope%s and waits for the other threads of "
                            "its block; %u of %u have come",
                            agent, place, t->block->n_entering, m->n_threads);
+      continue;
+    }
+    if (t->state == THREAD_AT_TURN) {
+      at += (size_t)snprintf(text + at, room - at,
+                             "\n  %s: in_turn%s waits; it is the turn of thread %u", agent, place,
+                             t->block->turn);
       continue;
     }
     const barrier *b = t->waits_for;
@@ -577,7 +622,8 @@ static step check_cluster(pm_machine *m) {
 
 static step run_cluster(pm_machine *m) {
   for (block *b = m->blocks; b < m->blocks + m->n_blocks; b++) {
-    b->n_entering = b->n_done = 0;
+    b->n_entering = b->n_done = b->turn = 0;
+    b->turn_taken = false;
     memset(b->n_parts, 0, m->n_shared_copies * m->n_threads * sizeof *b->n_parts);
     init_scope(m, b, m->scopes[0]);
   }

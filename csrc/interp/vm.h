@@ -178,6 +178,8 @@ struct block {
   int64_t coord[3];
   uint32_t n_entering, n_done;
   const scope *entering;
+  uint32_t turn;     /* thread that has it */
+  bool turn_taken;
   uint32_t *n_left;  /* per scope: threads that left it */
   uint32_t *n_parts; /* per collective copy and thread: parts issued */
 };
@@ -196,6 +198,7 @@ typedef enum thread_state {
   THREAD_READY,
   THREAD_AT_BARRIER,
   THREAD_AT_SCOPE,
+  THREAD_AT_TURN,
   THREAD_DONE
 } thread_state;
 
@@ -369,7 +372,8 @@ void pm_vm_encode_switch(compiler *c, pm_opid op, const handler *h);
 
 /* Handlers of the ops that are not tile ops, each beside its functions. */
 extern const handler pm_vm_SCOPE, pm_vm_FOR, pm_vm_WHILE, pm_vm_IF, pm_vm_SWITCH, pm_vm_YIELD,
-    pm_vm_ARRIVE, pm_vm_WAIT, pm_vm_HAND_TILE, pm_vm_DEBUG_PRINT; /* machine.c */
+    pm_vm_ARRIVE, pm_vm_WAIT, pm_vm_HAND_TILE, pm_vm_TAKE_TURN, pm_vm_PASS_TURN,
+    pm_vm_DEBUG_PRINT; /* machine.c */
 extern const handler pm_vm_LOAD, pm_vm_STORE, pm_vm_ALLOC_SMEM, pm_vm_ALLOC_BARRIER,
     pm_vm_ALLOC_ACC, pm_vm_INDEX, pm_vm_TRANSPOSE_REF, pm_vm_RESHAPE_REF,
     pm_vm_CLUSTER_REF; /* memory.c */

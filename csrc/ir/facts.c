@@ -215,10 +215,10 @@ static span range_of_axis(const pm_graph *g, const pm_op *o, span all) {
   return all;
 }
 
-/* x / c and x % c truncate toward zero */
-static span range_of_rem(span x, int64_t c) {
-  if (x.lo >= 0) return x.hi < c ? x : (span){0, c - 1};
-  return (span){pm_max(x.lo, 1 - c), pm_max(0, pm_min(x.hi, c - 1))};
+/* x % y truncates toward zero, as x / y does */
+static span range_of_rem(span x, span y) {
+  if (x.lo >= 0) return x.hi < y.lo ? x : (span){0, pm_min(x.hi, y.hi - 1)};
+  return (span){pm_max(x.lo, 1 - y.hi), pm_max(0, pm_min(x.hi, y.hi - 1))};
 }
 
 static span range_of_yields(facts *f, const pm_op *o, uint32_t k) {
@@ -229,6 +229,26 @@ static span range_of_yields(facts *f, const pm_op *o, uint32_t k) {
     s = r ? hull(s, one) : one;
   }
   return s;
+}
+
+/* Quotients and remainders of Python are `r < 0 ? x + c : x`: known is that r is not negative, or,
+ * if r is x, that each side has its sign. */
+static span range_of_select(facts *f, pm_val p, pm_val yes, pm_val no) {
+  const pm_graph *g = f->g;
+  span b = range(f, no);
+  pm_op less, sum;
+  int64_t zero, c;
+  if (!defined_by(g, p, &less) || less.code != PM_OP_LT ||
+      !int_constant(g, operand(g, &less, 1), &zero) || zero) {
+    return hull(range(f, yes), b);
+  }
+  const pm_val r = operand(g, &less, 0);
+  if (!pm_is_float(pm_typeof(g, r)->dtype) && range(f, r).lo >= 0) return b;
+  if (r != no || b.lo >= 0 || b.hi < 0 || !defined_by(g, yes, &sum) || sum.code != PM_OP_ADD ||
+      operand(g, &sum, 0) != no || !int_constant(g, operand(g, &sum, 1), &c)) {
+    return hull(range(f, yes), b);
+  }
+  return hull((span){b.lo + c, c - 1}, (span){0, b.hi});
 }
 
 static span range_of_op(facts *f, const pm_op *o, uint32_t index, span all) {
@@ -258,12 +278,12 @@ static span range_of_op(facts *f, const pm_op *o, uint32_t index, span all) {
       a = range(f, x), b = range(f, y);
       return (span){pm_max(a.lo, b.lo), pm_max(a.hi, b.hi)};
     case PM_OP_DIV:
-      if (!int_constant(g, y, &c) || c <= 0) return all;
-      a = range(f, x);
-      return (span){a.lo / c, a.hi / c};
+      a = range(f, x), b = range(f, y);
+      if (b.lo <= 0) return all;
+      return (span){a.lo / (a.lo < 0 ? b.lo : b.hi), a.hi / (a.hi < 0 ? b.hi : b.lo)};
     case PM_OP_REM:
-      if (!int_constant(g, y, &c) || c <= 0) return all;
-      return range_of_rem(range(f, x), c);
+      b = range(f, y);
+      return b.lo <= 0 ? all : range_of_rem(range(f, x), b);
     case PM_OP_SHL:
       if (!int_constant(g, y, &c) || c < 0 || c > 30) return all;
       a = range(f, x);
@@ -277,7 +297,7 @@ static span range_of_op(facts *f, const pm_op *o, uint32_t index, span all) {
       if (a.lo >= 0 && b.lo >= 0) return (span){0, pm_min(a.hi, b.hi)};
       if (a.lo >= 0) return (span){0, a.hi};
       return b.lo >= 0 ? (span){0, b.hi} : all;
-    case PM_OP_SELECT: return hull(range(f, y), range(f, operand(g, o, 2)));
+    case PM_OP_SELECT: return range_of_select(f, operand(g, o, 0), y, operand(g, o, 2));
     case PM_OP_CONVERT: return pm_is_float(pm_typeof(g, x)->dtype) ? all : range(f, x);
     case PM_OP_IF:
     case PM_OP_SWITCH:

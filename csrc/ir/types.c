@@ -293,7 +293,7 @@ static pm_code pm_type_reduce(const pm_typing *t, pm_type *out) {
   uint32_t n;
   const int64_t *dims = list_of(t, PM_ATTR_DIMS, &n);
   const int64_t op = word(t, PM_ATTR_REDUCE);
-  const bool logical = op == PM_REDUCE_ANY || op == PM_REDUCE_ALL;
+  const bool logical = op >= PM_REDUCE_ANY;
   if (logical && from->dtype != PM_BOOL) {
     FAIL(TYPE, "reduce: %s does not accept dtype %s; it accepts bool",
          pm_enum_text(PM_FAMILY_REDUCE, op), pm_dtypes[from->dtype].text);
@@ -302,6 +302,9 @@ static pm_code pm_type_reduce(const pm_typing *t, pm_type *out) {
     FAIL(TYPE, "reduce does not accept dtype bool; it accepts integer and floating-point dtypes");
   }
   if (!n) FAIL(VALUE, "reduce: no dimensions are given");
+  if (op == PM_REDUCE_ANY_IN_WARP && n != from->rank) {
+    FAIL(VALUE, "reduce: any_in_warp is over all dimensions");
+  }
   pm_code rc = increasing(t, dims, n, from->rank);
   if (rc) return rc;
   *out = *from;
@@ -730,6 +733,10 @@ static pm_code pm_type_none(const pm_typing *t, pm_type *out) {
   }
   if ((t->code == PM_OP_WAIT_S2G || t->code == PM_OP_WGMMA_WAIT) && (n < 0 || n > 4096)) {
     FAIL(VALUE, "%s: n is %" PRId64 "; 0 or more is needed", name(t), n);
+  }
+  const bool turn = t->code == PM_OP_TAKE_TURN || t->code == PM_OP_PASS_TURN;
+  if (turn && (n < 2 || n > t->g->n_threads)) {
+    FAIL(VALUE, "in_turn: %" PRId64 " threads take turns, the kernel has %u", n, t->g->n_threads);
   }
   if (t->code == PM_OP_YIELD) {
     for (uint32_t k = 0; k < t->n_in; k++) {

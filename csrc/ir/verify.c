@@ -19,6 +19,7 @@ typedef struct checker {
   uint8_t *op_seen, *block_seen, *visible;
   PM_VEC(pm_val) stack; /* visible values, oldest first */
   int depth;
+  uint32_t asked, taken; /* counters of NEXT_TILE, of TAKE_TILE */
 } checker;
 
 static pm_code check_block(checker *c, pm_blk block, bool body);
@@ -181,6 +182,18 @@ static uint16_t code_of(const pm_graph *g, pm_val v) {
   return def ? pm_get(g, def)->code : PM_OP_NONE;
 }
 
+/* A launch may have fewer blocks than the grid, and counts its tiles from there. */
+static pm_code check_counter(checker *c, pm_opid op) {
+  const int64_t n = *pm_attr(c->g, op, PM_ATTR_N);
+  const bool takes = pm_get(c->g, op)->code == PM_OP_TAKE_TILE;
+  *(takes ? &c->taken : &c->asked) |= UINT32_C(1) << n;
+  if (!(c->taken & c->asked)) return PM_OK;
+  return pm_fail(c->err, PM_E_VALUE,
+                 "next_tile: counter %" PRId64 " is that of a dynamic_scheduling_loop; use another "
+                 "number",
+                 n);
+}
+
 /* A counter goes on where it is in a second round of an outer loop, and few points would be left. */
 static pm_code check_take(checker *c, pm_opid op) {
   const pm_graph *g = c->g;
@@ -190,7 +203,7 @@ static pm_code check_take(checker *c, pm_opid op) {
     loops += pm_get(g, parent)->code == PM_OP_FOR || pm_get(g, parent)->code == PM_OP_WHILE;
     b = pm_get(g, parent)->parent;
   }
-  if (loops <= 1) return PM_OK;
+  if (loops <= 1) return check_counter(c, op);
   return pm_fail(c->err, PM_E_NOT_IMPLEMENTED,
                  "dynamic_scheduling_loop: inside another loop it would hand out each point of the "
                  "grid only once. Put that loop into its body, or launch the kernel several times");
@@ -218,6 +231,7 @@ static pm_code check_special(checker *c, pm_opid op) {
     case PM_OP_ALLOC_BARRIER:
     case PM_OP_ALLOC_ACC: return check_alloc(c, op);
     case PM_OP_TAKE_TILE: return check_take(c, op);
+    case PM_OP_NEXT_TILE: return check_counter(c, op);
     case PM_OP_STORE: return check_written(c, op, 0);
     case PM_OP_COPY_G2S: return check_copy(c, op);
     case PM_OP_COPY_S2G: {

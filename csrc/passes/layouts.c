@@ -879,7 +879,7 @@ int64_t pm_reduce_scratch(const pm_graph *g, pm_opid reduce) {
   }
   if (!crosses) return 0;
   const int64_t kind = *pm_attr(g, reduce, PM_ATTR_REDUCE);
-  if (all) return kind == PM_REDUCE_ANY || kind == PM_REDUCE_ALL ? 0 : 4 * 4;
+  if (all) return kind >= PM_REDUCE_ANY ? 0 : 4 * 4;
   int64_t values = pm_layout_regs(r);
   for (int k = 0; k < r->n_lane; k++) values *= r->lane[k].dim < 0 ? 1 : r->lane[k].size;
   return 4 * values * 4;

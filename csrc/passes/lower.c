@@ -24,6 +24,7 @@ static const step steps[] = {
     {"infer_layouts", pm_infer_layouts, PM_LAID_OUT},
     {"choose_transforms", pm_choose_transforms, PM_LAID_OUT},
     {"simplify", simplify, PM_LAID_OUT},
+    {"check_divergence", pm_check_divergence, PM_LAID_OUT},
     {"plan_copies", pm_plan_copies, PM_LAID_OUT},
     {"plan_smem", pm_plan_smem, PM_PLANNED},
     {"place_syncs", pm_place_syncs, PM_SYNCED},

@@ -16,6 +16,9 @@ typedef struct pm_target {
 pm_code pm_simplify(pm_graph *g, pm_err *err);
 /* registers.c: PM_E_VALUE if the requests of set_max_registers provably exceed what an SM has. */
 pm_code pm_check_registers(pm_graph *g, const pm_target *t, pm_err *err);
+/* divergence.c: PM_E_VALUE for turns of two kinds, or for what lanes do together where only some
+ * warps go. */
+pm_code pm_check_divergence(pm_graph *g, const pm_target *t, pm_err *err);
 /* transforms.c: tiling and swizzle of the SMEM allocations that an op forces (wgmma operands: tiling
  * (8, S) and the widest swizzle of 128, 64, 32 that divides the minor dim and every slice of it; both
  * operands of one wgmma get one swizzle). Transforms the user gave (GIVEN) are binding; a contradiction

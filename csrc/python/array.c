@@ -157,7 +157,7 @@ static PyObject *reduce_value(pmpy_trace *t, const char *name, pmpy_arg *x, int 
   uint32_t set;
   if (axis_set(name, axes, x->type.rank, &set)) return NULL;
   if (logical) d = wide = PM_BOOL;
-  if (d == PM_BOOL && op != PM_REDUCE_ADD && !logical) {
+  if (d == PM_BOOL && (op == PM_REDUCE_MAX || op == PM_REDUCE_MIN)) {
     return pmpy_fail(PM_E_NOT_IMPLEMENTED, "%s: bool arrays; convert first: x.astype(jnp.int32)",
                      name);
   }
@@ -836,7 +836,8 @@ static PyObject *reduce(PyObject *module, PyObject *args, PyObject *kw) {
                {"max", PM_REDUCE_MAX, false},
                {"min", PM_REDUCE_MIN, false},
                {"any", PM_REDUCE_ANY, false},
-               {"all", PM_REDUCE_ALL, false}};
+               {"all", PM_REDUCE_ALL, false},
+               {"any_in_warp", PM_REDUCE_ANY_IN_WARP, false}};
   (void)module;
   const char *kind;
   PyObject *o, *axes = Py_None;

@@ -631,6 +631,18 @@ void pmpy_release(pmpy_buffer *b) {
   }
 }
 
+bool pmpy_is_array(PyObject *o, bool specs) {
+  PyTypeObject *type = Py_TYPE(o);
+  if (type == pmpy.device_array_type || type == &PyArray_Type) return true;
+  /* what keywords are set to most often need no search */
+  if (o == Py_None || type == &PyBool_Type || type == &PyUnicode_Type || type == &PyLong_Type ||
+      type == &PyFloat_Type || type == &PyFunction_Type || PyTuple_Check(o) || PyType_Check(o))
+    return false;
+  const pmpy_source *s = source_of(o);
+  if (!s) PyErr_Clear();
+  return s && (s->family != PMPY_NONE || (specs && s->how == READ_SPEC));
+}
+
 /* ---- streams ------------------------------------------------------------------------------ */
 
 /* A stream handle from Python: module.function(...).attribute */

@@ -10,19 +10,13 @@
  * on the legacy default stream), after and before what the other families of arrays among the
  * arguments have on theirs. Producers whose streams we cannot know (JAX and others) keep their
  * arrays until the kernel is done: `pending` holds them. */
-#include "plan.h"
+#include "call.h"
 
 #include <stddef.h>
 #include <structmember.h>
 
 #include "../base/env.h"
 
-#ifndef Py_BEGIN_CRITICAL_SECTION /* Python before 3.13 */
-#define Py_BEGIN_CRITICAL_SECTION(o) {
-#define Py_END_CRITICAL_SECTION() }
-#endif
-
-enum { FEW = 16 };
 typedef enum container { SINGLE, TUPLE, LIST } container;
 
 typedef struct kernel {
@@ -38,22 +32,9 @@ typedef struct kernel {
 
 /* ---- one call ----------------------------------------------------------------------------- */
 
-typedef struct call {
-  kernel *k;
-  pmpy_plan *plan; /* owned */
-  uint32_t n_in, n_out_given;
-  PyObject *const *args, *const *out_args; /* borrowed */
-  PyObject *out_arg, *out_tuple;           /* as given, borrowed; its items, owned, or NULL */
-  pmpy_buffer *in, *out;                   /* out: of given outputs */
-  pmpy_buffer few[FEW], *many;
-  /* where the arrays are */
-  const pmpy_source *home;
-  bool cuda;
-  int device;
-  bool has_array, mixed;
-} call;
+typedef pmpy_call call;
 
-static void end_call(call *c) {
+void pmpy_call_end(call *c) {
   for (uint32_t i = 0; i < c->n_in + c->n_out_given; i++) pmpy_release(&c->in[i]);
   if (c->many) PyMem_Free(c->many);
   Py_XDECREF(c->out_tuple);
@@ -64,7 +45,7 @@ static bool is_number(const pmpy_buffer *b) { return !b->cuda && b->rank == 0; }
 
 static int refuse_mixture(const call *c, int a, int b, const char *why) {
   char x[32], y[32];
-  PyErr_Format(PyExc_TypeError, "kernel %U: %s and %s %s", c->k->name, pmpy_which(a, x),
+  PyErr_Format(PyExc_TypeError, "kernel %U: %s and %s %s", c->name, pmpy_which(a, x),
                pmpy_which(b, y), why);
   return -1;
 }
@@ -74,8 +55,8 @@ static int which(const call *c, uint32_t i) {
   return i < c->n_in ? (int)i : -(int)(i - c->n_in) - 1;
 }
 
-/* Find where the arrays lie and whose they are. Numbers (rank 0 on the host) go anywhere. */
-static int locate(call *c) {
+/* Numbers (rank 0 on the host) go anywhere. */
+int pmpy_call_locate(call *c) {
   uint32_t first = 0;
   for (uint32_t i = 0; i < c->n_in + c->n_out_given; i++) {
     const pmpy_buffer *b = &c->in[i];
@@ -132,7 +113,7 @@ static int take_out(call *c) {
 static int make_room(call *c) {
   size_t n = c->n_in + (size_t)c->n_out_given;
   c->in = c->few;
-  if (n > FEW) {
+  if (n > PMPY_FEW) {
     c->many = n <= PMPY_MAX_PARAMS ? PyMem_Malloc(n * sizeof *c->many) : NULL;
     c->in = c->many;
   }
@@ -144,7 +125,7 @@ static int make_room(call *c) {
     PyErr_Format(PyExc_NotImplementedError,
                  "kernel %U: %zu arrays were given; at most %d are "
                  "supported",
-                 c->k->name, n, PMPY_MAX_PARAMS);
+                 c->name, n, PMPY_MAX_PARAMS);
   return -1;
 }
 
@@ -152,7 +133,7 @@ static int make_room(call *c) {
 static int read_all(call *c, bool specs) {
   if (make_room(c) < 0) return -1;
   uint32_t n_in = c->n_in, n_out = c->n_out_given;
-  c->n_out_given = 0; /* what is read is what end_call releases */
+  c->n_out_given = 0; /* what is read is what pmpy_call_end releases */
   for (c->n_in = 0; c->n_in < n_in; c->n_in++) {
     int code = pmpy_read(c->args[c->n_in], (int)c->n_in, false, specs, &c->in[c->n_in]);
     if (code <= 0) return code;
@@ -162,7 +143,7 @@ static int read_all(call *c, bool specs) {
     int code = pmpy_read(c->out_args[i], -(int)i - 1, true, false, &c->out[i]);
     if (code > 0) continue;
     if (!code)
-      PyErr_Format(PyExc_TypeError, "kernel %U: out[%u] is a %s, which is no array", c->k->name, i,
+      PyErr_Format(PyExc_TypeError, "kernel %U: out[%u] is a %s, which is no array", c->name, i,
                    Py_TYPE(c->out_args[i])->tp_name);
     return -1;
   }
@@ -257,7 +238,7 @@ static pmpy_plan *trace(const call *c, bool keep_text) {
 }
 
 static int find_plan(call *c) {
-  int64_t few[FEW * 4], *key = few, *many = NULL;
+  int64_t few[PMPY_FEW * 4], *key = few, *many = NULL;
   size_t most = c->n_in * (size_t)(PM_MAX_RANK + 1);
   if (most > PM_COUNT(few)) key = many = PyMem_Malloc(most * sizeof *key);
   if (!key) return PyErr_NoMemory(), -1;
@@ -290,7 +271,7 @@ static int check_outputs(const call *c) {
   if (!c->out_arg) return 0;
   if (c->n_out_given != c->plan->n_out) {
     PyErr_Format(PyExc_TypeError, "kernel %U: out has %u arrays, and the kernel has %u outputs",
-                 c->k->name, c->n_out_given, c->plan->n_out);
+                 c->name, c->n_out_given, c->plan->n_out);
     return -1;
   }
   for (uint32_t i = 0; i < c->n_out_given; i++) {
@@ -303,7 +284,7 @@ static int check_outputs(const call *c) {
     memcpy(given.shape, b->shape, sizeof given.shape);
     PyObject *want = text_of_spec(s), *got = text_of_spec(&given);
     if (want && got)
-      PyErr_Format(PyExc_ValueError, "kernel %U: out[%u] must be %U; got %U", c->k->name, i, want,
+      PyErr_Format(PyExc_ValueError, "kernel %U: out[%u] must be %U; got %U", c->name, i, want,
                    got);
     Py_XDECREF(got);
     Py_XDECREF(want);
@@ -591,7 +572,7 @@ static int check_capture(const call *c, int device, void *stream) {
   PyErr_Format(pmpy.exceptions[PM_E_RUNTIME],
                "kernel %U is not compiled for these arguments yet, and cannot be while the stream "
                "is being captured: call it once before the capture",
-               c->k->name);
+               c->name);
   return -1;
 }
 
@@ -790,55 +771,72 @@ static PyObject *dispatch(call *c) {
 }
 
 /* Arguments that are no arrays: nested ones are taken apart in Python. */
-static PyObject *call_structured(const call *c, PyObject *const *args, Py_ssize_t n) {
+static PyObject *call_structured(const kernel *k, const call *c, Py_ssize_t n) {
   PyObject *tuple = PyTuple_New(n), *result = NULL;
   if (!tuple) return NULL;
-  for (Py_ssize_t i = 0; i < n; i++) PyTuple_SET_ITEM(tuple, i, Py_NewRef(args[i]));
+  for (Py_ssize_t i = 0; i < n; i++) PyTuple_SET_ITEM(tuple, i, Py_NewRef(c->args[i]));
   result =
-      PyObject_CallMethod(c->k->structured, "call", "OO", tuple, c->out_arg ? c->out_arg : Py_None);
+      PyObject_CallMethod(k->structured, "call", "OO", tuple, c->out_arg ? c->out_arg : Py_None);
   Py_DECREF(tuple);
   return result;
 }
 
-static PyObject *refuse_argument(const call *c, PyObject *const *args) {
-  if (PMPY_IS_TRACED(args[c->n_in]))
+PyObject *pmpy_call_refuse(const call *c) {
+  PyObject *o = c->args[c->n_in];
+  if (PMPY_IS_TRACED(o))
     return PyErr_Format(PyExc_TypeError,
                         "kernel %U: argument %u is a traced value of a kernel's body (%R): a "
                         "kernel cannot be called inside of another one; call its body",
-                        c->k->name, c->n_in, args[c->n_in]);
+                        c->name, c->n_in, o);
   return PyErr_Format(PyExc_TypeError,
                       "kernel %U: argument %u is a %s, which is no array: NumPy, PyTorch, CuPy and "
                       "JAX arrays, DLPack producers, DeviceArrays and numbers are accepted",
-                      c->k->name, c->n_in, Py_TYPE(args[c->n_in])->tp_name);
+                      c->name, c->n_in, Py_TYPE(o)->tp_name);
+}
+
+int pmpy_call_read(call *c, PyObject *name, PyObject *const *args, size_t n, PyObject *out,
+                   bool specs) {
+  c->k = NULL;
+  c->name = name;
+  c->plan = NULL;
+  c->out_arg = out;
+  c->out_tuple = NULL;
+  c->n_out_given = 0;
+  c->many = NULL;
+  c->cuda = c->has_array = c->mixed = false;
+  c->device = 0;
+  c->args = args;
+  c->n_in = (uint32_t)n;
+  if (take_out(c) < 0) {
+    c->n_in = 0;
+    return -1;
+  }
+  return read_all(c, specs);
+}
+
+PyObject *pmpy_call_run(call *c, PyObject *k) {
+  c->k = (kernel *)k;
+  if (find_plan(c) < 0 || check_outputs(c) < 0) return NULL;
+  return dispatch(c);
 }
 
 static PyObject *kernel_call(PyObject *self, PyObject *const *args, size_t nargsf,
                              PyObject *kwnames) {
+  kernel *k = (kernel *)self;
   Py_ssize_t n = PyVectorcall_NARGS(nargsf), n_kw = kwnames ? PyTuple_GET_SIZE(kwnames) : 0;
-  call c;
-  c.k = (kernel *)self;
-  c.plan = NULL;
-  c.out_arg = c.out_tuple = NULL;
-  c.n_out_given = 0;
-  c.many = NULL;
-  c.cuda = c.has_array = c.mixed = false;
-  c.device = 0;
+  PyObject *out = NULL, *result = NULL;
   for (Py_ssize_t i = 0; i < n_kw; i++) {
     if (PyUnicode_CompareWithASCIIString(PyTuple_GET_ITEM(kwnames, i), "out"))
       return PyErr_Format(PyExc_TypeError,
-                          "kernel %U: unknown argument %R; only out= is given by name", c.k->name,
+                          "kernel %U: unknown argument %R; only out= is given by name", k->name,
                           PyTuple_GET_ITEM(kwnames, i));
-    if (args[n + i] != Py_None) c.out_arg = args[n + i];
+    if (args[n + i] != Py_None) out = args[n + i];
   }
-  c.args = args;
-  c.n_in = (uint32_t)n;
-  if (take_out(&c) < 0) return NULL;
-  PyObject *result = NULL;
-  int code = read_all(&c, false);
-  if (!code) result = c.k->structured ? call_structured(&c, args, n) : refuse_argument(&c, args);
-  else if (code > 0 && locate(&c) == 0 && find_plan(&c) == 0 && check_outputs(&c) == 0)
-    result = dispatch(&c);
-  end_call(&c);
+  call c;
+  int code = pmpy_call_read(&c, k->name, args, (size_t)n, out, false);
+  if (!code) result = k->structured ? call_structured(k, &c, n) : pmpy_call_refuse(&c);
+  else if (code > 0 && pmpy_call_locate(&c) == 0) result = pmpy_call_run(&c, self);
+  pmpy_call_end(&c);
   return result;
 }
 
@@ -870,19 +868,19 @@ static PyObject *lower_structured(const kernel *k, PyObject *args, PyObject *arc
 static PyObject *kernel_lower(PyObject *self, PyObject *args, PyObject *kw) {
   static char *names[] = {"arch", NULL};
   PyObject *arch = Py_None, *empty = PyTuple_New(0);
-  call c = {.k = (kernel *)self,
-            .args = &PyTuple_GET_ITEM(args, 0),
-            .n_in = (uint32_t)PyTuple_GET_SIZE(args)};
+  kernel *k = (kernel *)self;
+  call c;
   if (!empty) return NULL;
   int ok = PyArg_ParseTupleAndKeywords(empty, kw, "|$O:lower", names, &arch);
   Py_DECREF(empty);
   if (!ok || check_arch(arch) < 0) return NULL;
   PyObject *result = NULL;
-  int code = read_all(&c, true);
-  if (!code)
-    result = c.k->structured ? lower_structured(c.k, args, arch) : refuse_argument(&c, c.args);
+  int code = pmpy_call_read(&c, k->name, &PyTuple_GET_ITEM(args, 0), (size_t)PyTuple_GET_SIZE(args),
+                            NULL, true);
+  c.k = k;
+  if (!code) result = k->structured ? lower_structured(k, args, arch) : pmpy_call_refuse(&c);
   else if (code > 0) result = (PyObject *)trace(&c, true);
-  end_call(&c);
+  pmpy_call_end(&c);
   return result;
 }
 
@@ -1021,5 +1019,5 @@ int pmpy_init_kernel(PyObject *module) {
   if (!type) return -1;
   pmpy.kernel_type = (PyTypeObject *)type;
   if (PyModule_AddObjectRef(module, "Kernel", type) < 0) return -1;
-  return pmpy_init_plan(module);
+  return pmpy_init_plan(module) < 0 ? -1 : pmpy_init_family(module);
 }

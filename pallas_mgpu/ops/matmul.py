@@ -1,236 +1,406 @@
 """Matrix product on Hopper's tensor cores.
 
-One persistent block per SM works through output tiles. Its last thread fetches: a ring of
-`stages` slots, each a tile of A and a tile of B, filled by TMA. The other threads, the consumers,
-own 64 rows each of the output tile: per step one wgmma on a slot, then they release it. Blocks of
-a cluster lie one above the other and share the tile of B, of which each fetches a part for all.
-The epilogue goes through small swizzled buffers in SMEM, 64 columns at a time, so that the stores
-of one tile run under the next.
+A block works on one tile of the result at a time. Its last thread fetches: a ring of `stages`
+slots, each a tile of A and a tile of B, filled by TMA. The other threads, the consumers, own 64
+rows each of the tile: per step one product of a slot, then they release it. The blocks of a cluster
+share what they have in common: those one above the other the tile of B, those side by side the tile
+of A; each fetches a part for all. Large products are done by one persistent block per SM.
 
-Ragged edges need nothing: TMA reads zeros outside and does not write there."""
+Where there are fewer tiles than SMs, `split` blocks of a cluster divide K among them. Each sends
+part j of the columns of its sum to block j, through the SMEM of the cluster, and every block adds
+up its part, in the order of the blocks: results repeat bit for bit.
+
+Ragged edges need nothing: TMA reads zeros outside and does not write there. Arrays whose rows TMA
+cannot address (a pitch that is no multiple of 16 bytes) are first copied to padded rows."""
 
 import functools
-
-import numpy as np
+import itertools
+from typing import NamedTuple
 
 import pallas_mgpu as plgpu
-from pallas_mgpu import _core, lax, nn, pl
+from pallas_mgpu import lax, nn, pl
 from pallas_mgpu import numpy as jnp
 
 _ACTIVATIONS = {"relu": nn.relu, "silu": nn.silu, "gelu": nn.gelu, "tanh": nn.tanh}
-_STEP = 64  # elements of K per step: one 128-byte row of 16-bit elements
+_SMEM = 232448 - 1024  # bytes of a block that buffers may take
 
 
-class MatmulConfig:
+class MatmulConfig(NamedTuple):
     """How a product is tiled.
 
-    ``consumers``: threads that multiply, 64 rows each. ``tile_n``: columns of a tile, a multiple
-    of 64 up to 256. ``stages``: slots of the ring. ``cluster``: blocks that share a tile of B.
-    ``buffers``: store buffers per consumer. ``group``: rows of cluster tiles worked on together,
-    for the L2.
+    ``consumers``: threads that multiply, 64 rows each. ``tile_n``: columns of a tile, 16, 32 or a
+    multiple of 64 up to 256. ``stages``: slots of the ring; 0: as many as fit. ``cluster``: blocks
+    of a column of tiles that share B. ``buffers``: store buffers per consumer. ``group``: rows of
+    cluster tiles worked on together, for the L2. ``cluster_n``: blocks of a row that share A.
+    ``split``: blocks that divide K among them; then every tile has a cluster of its own. ``step``:
+    elements of K per slot, 64 or 128.
     """
 
-    __slots__ = ("consumers", "tile_n", "stages", "cluster", "buffers", "group")
-
-    def __init__(self, consumers=2, tile_n=256, stages=4, cluster=2, buffers=2, group=8):
-        self.consumers, self.tile_n, self.stages = consumers, tile_n, stages
-        self.cluster, self.buffers, self.group = cluster, buffers, group
-
-    def key(self):
-        return tuple(getattr(self, k) for k in self.__slots__)
-
-    def __eq__(self, other):
-        return isinstance(other, MatmulConfig) and self.key() == other.key()
-
-    def __hash__(self):
-        return hash(self.key())
-
-    def __repr__(self):
-        return "MatmulConfig(" + ", ".join(f"{k}={getattr(self, k)}" for k in self.__slots__) + ")"
+    consumers: int = 2
+    tile_n: int = 256
+    stages: int = 0
+    cluster: int = 2
+    buffers: int = 2
+    group: int = 8
+    cluster_n: int = 1
+    split: int = 1
+    step: int = 64
 
 
-def choose(m, n, k, sms=132):
-    """The configuration for a shape: the largest tile whose last wave is not too thin."""
+class _Plan:
+    """Numbers that follow from a shape and a configuration."""
 
-    def waves(c):
-        tiles = pl.cdiv(m, 64 * c.consumers * c.cluster) * pl.cdiv(n, c.tile_n)
-        return pl.cdiv(tiles, sms // c.cluster)
+    def __init__(self, m, n, k, out_bytes, cfg, sms):
+        self.rows, self.cols = 64 * cfg.consumers, cfg.tile_n
+        self.tiles_m = pl.cdiv(m, self.rows * cfg.cluster)
+        self.tiles_n = pl.cdiv(n, self.cols * cfg.cluster_n)
+        self.total = self.tiles_m * self.tiles_n  # tiles of clusters
+        self.cluster = cfg.cluster * cfg.cluster_n * cfg.split
+        fit = max(sms // self.cluster, 1)
+        self.single = cfg.split > 1 or self.total <= fit  # one tile for each cluster
+        self.clusters = self.total if self.single else fit
+        self.steps = pl.cdiv(pl.cdiv(k, cfg.step), cfg.split)
+        # the result of a block: all columns of the tile, or its part of them
+        self.width = self.cols // cfg.split
+        self.chunk = min(128 // out_bytes, self.width)  # columns of a store buffer
+        self.chunks = self.width // self.chunk
+        self.buffers = max(b for b in range(1, cfg.buffers + 1) if self.chunks % b == 0)
+        # rows of sums that are sent, if there are no more
+        self.sent = min(64, pl.cdiv(m, 8) * 8) if cfg.consumers == 1 else 64
+        used = cfg.consumers * self.buffers * 64 * self.chunk * out_bytes
+        used += cfg.consumers * self.cols * 2
+        if cfg.split > 1:
+            used += cfg.consumers * self.sent * self.cols * 4
+        slot = (self.rows + self.cols) * cfg.step * 2
+        most = min((_SMEM - used) // slot, 12)
+        self.stages = min(cfg.stages or most, most)
+        if self.single:
+            self.stages = min(self.stages, max(self.steps, 2))
 
-    def cost(c):
-        # time of a wave: columns of wgmma per step, a little more for narrow tiles that reread A
-        return waves(c) * (c.tile_n + 32) * max(c.consumers, 1)
 
-    candidates = [
-        MatmulConfig(2, 256, 4, 2, 2, 8),
-        MatmulConfig(2, 256, 4, 1, 2, 8),
-        MatmulConfig(2, 128, 6, 1, 2, 8),
-        MatmulConfig(1, 128, 6, 1, 2, 8),
-        MatmulConfig(1, 64, 8, 1, 2, 8),
-    ]
-    usable = [c for c in candidates if c.cluster == 1 or m > 64 * c.consumers]
-    return min(usable, key=cost)
+def _swizzled(row, dtype):
+    """Transforms of a buffer with rows of that many elements; what the tensor cores take."""
+    bytes_ = row * dtype.itemsize
+    if bytes_ not in (32, 64, 128):
+        return ()
+    return (plgpu.TilingTransform((8, row)), plgpu.SwizzleTransform(bytes_))
 
 
 @functools.cache
-def _kernel(m, n, k, dtype, out_dtype, ta, tb, has_bias, activation, cfg, sms, interpret):
-    rows, cols = 64 * cfg.consumers, cfg.tile_n
-    tiles_m, tiles_n = pl.cdiv(m, rows * cfg.cluster), pl.cdiv(n, cols)
-    total, steps = tiles_m * tiles_n, pl.cdiv(k, _STEP)
-    clusters = min(total, max(sms // cfg.cluster, 1))
-    group = min(cfg.group, tiles_m)
-    shared = "cta" if cfg.cluster > 1 else None
-    swizzled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
-    bits = np.dtype(out_dtype).itemsize
-    out_cols = 128 // bits  # columns of a store buffer: one swizzled row
-    chunks = cols // out_cols
-    buffers = max(b for b in range(1, cfg.buffers + 1) if chunks % b == 0)
+def _product(m, n, k, dtype, out_dtype, ta, tb, has_bias, activation, cfg, sms, interpret):
+    p = _Plan(m, n, k, out_dtype.itemsize, cfg, sms)
+    rows, cols, step, split, consumers = p.rows, p.cols, cfg.step, cfg.split, cfg.consumers
+    group = min(cfg.group, p.tiles_m)
+    shared = [a for a, size in (("cm", cfg.cluster), ("cn", cfg.cluster_n)) if size > 1]
+    axes = {"cm": cfg.cluster, "cn": cfg.cluster_n, "ck": split}
+    axes = {name: size for name, size in axes.items() if size > 1}
+    share_a, share_b = ("cn" if "cn" in axes else None), ("cm" if "cm" in axes else None)
+    late = consumers == 1  # release a slot one step later: nobody else keeps the tensor cores busy
+    by_tma = m == 1 or n * out_dtype.itemsize % 16 == 0  # the result
+    registers = consumers > 1 and cols > 128  # more accumulators than an even share has room for
 
-    def origin(t, rank):
+    def rank(axis):
+        return lax.axis_index(axis) if axis in axes else 0
+
+    def origin(t):
         """First row and column of this block's part of cluster tile t."""
-        band = t // (group * tiles_n)
-        inside = t % (group * tiles_n)
-        if tiles_m % group == 0:
-            height = group
+        if p.tiles_m == 1:
+            row, col = 0, t
+        elif group == p.tiles_m:
+            row, col = t % group, t // group
         else:
-            height = _core.binary("min", tiles_m - band * group, group)
-        row = band * group + inside % height
-        return (row * cfg.cluster + rank) * rows, inside // height * cols
+            band, inside = t // (group * p.tiles_n), t % (group * p.tiles_n)
+            height = group
+            if p.tiles_m % group:
+                height = jnp.minimum(p.tiles_m - band * group, group)
+            row, col = band * group + inside % height, inside // height
+        row = (row * cfg.cluster + rank("cm")) * rows
+        return row, (col * cfg.cluster_n + rank("cn")) * cols
 
-    def for_tiles(cid, body, carry):
-        trips = (total - cid + (clusters - 1)) // clusters
-        return lax.fori_loop(0, trips, lambda w, c: body(cid + w * clusters, c), carry)
+    def for_tiles(body):
+        """body(t, steps done before) for each of this cluster's tiles; all steps done."""
+        cid = lax.axis_index("tile")
+        if p.single:
+            body(cid, 0)
+            return p.steps
+        trips = (p.total - cid + (p.clusters - 1)) // p.clusters
+
+        def one(w, it):
+            body(cid + w * p.clusters, it)
+            return it + p.steps
+
+        return lax.fori_loop(0, trips, one, 0)
+
+    def fetch(a, b, a_smem, b_smem, full, empty):
+        def tile(t, it0):
+            row, col = origin(t)
+            k00 = rank("ck") * (p.steps * step)
+
+            def one(s, _):
+                it = it0 + s
+                slot = it % p.stages
+                k0 = k00 + s * step
+
+                @pl.when(it >= p.stages)
+                def _():
+                    plgpu.barrier_wait(empty.at[slot])
+
+                at_a = (pl.ds(k0, step), pl.ds(row, rows))
+                at_b = (pl.ds(k0, step), pl.ds(col, cols))
+                plgpu.copy_gmem_to_smem(
+                    a.at[at_a if ta else at_a[::-1]],
+                    a_smem.at[slot],
+                    full.at[slot],
+                    collective_axes=share_a,
+                )
+                plgpu.copy_gmem_to_smem(
+                    b.at[at_b[::-1] if tb else at_b],
+                    b_smem.at[slot],
+                    full.at[slot],
+                    collective_axes=share_b,
+                )
+
+            lax.fori_loop(0, p.steps, one, None)
+
+        done = for_tiles(tile)
+        for s in range(p.stages):  # every release is waited for, also those of other blocks
+            pl.when(done > s)(lambda s=s: plgpu.barrier_wait(empty.at[s]))
+
+    def multiply(me, it0, a_smem, b_smem, full, empty):
+        """This consumer's part of the tile, float32 in registers."""
+
+        def product(acc):
+            def one(s, _):
+                it = it0 + s
+                slot = it % p.stages
+                plgpu.barrier_wait(full.at[slot])
+                mine = pl.ds(me * 64, 64)
+                part = a_smem.at[slot, :, mine].T if ta else a_smem.at[slot, mine]
+                plgpu.wgmma(acc, part, b_smem.at[slot].T if tb else b_smem.at[slot])
+                plgpu.wgmma_wait(1 if late else 0)
+                if late:
+
+                    @pl.when(s > 0)
+                    def _():
+                        plgpu.barrier_arrive(empty.at[(it - 1) % p.stages])
+                else:
+                    plgpu.barrier_arrive(empty.at[slot])
+
+            lax.fori_loop(0, p.steps, one, None)
+            value = acc[...]
+            if late:
+                plgpu.barrier_arrive(empty.at[(it0 + (p.steps - 1)) % p.stages])
+            return value
+
+        return pl.run_scoped(product, plgpu.ACC((64, cols)))
+
+    def gather(me, value, inbox, arrived):
+        """This block's part of the columns, summed over the blocks that divide K."""
+        for j in range(split):
+            part = value[: p.sent, j * p.width : (j + 1) * p.width]
+            plgpu.cluster_ref(inbox, {"ck": j})[me, rank("ck")] = part
+        plgpu.barrier_arrive(arrived.at[me])
+        plgpu.barrier_wait(arrived.at[me])
+        total = inbox[me, 0]
+        for j in range(1, split):
+            total = total + inbox[me, j]
+        return total
+
+    def store(me, value, row, col, o, o_smem, bias_smem):
+        for c in range(p.chunks):
+            part = value[:, c * p.chunk : (c + 1) * p.chunk]
+            if has_bias:
+                b_part = bias_smem[me, pl.ds(c * p.chunk, p.chunk)].astype(jnp.float32)
+                part = part + lax.broadcast_in_dim(b_part, part.shape, [1])
+            if activation is not None:
+                part = activation(part)
+            height = part.shape[0]
+            buffer = o_smem.at[me, c % p.buffers, pl.ds(0, height)]
+            if not p.single or c >= p.buffers:
+                plgpu.wait_smem_to_gmem(p.buffers - 1, wait_read_only=True)
+            buffer[...] = part.astype(out_dtype)
+            plgpu.commit_smem()
+            where = (pl.ds(row + me * 64, height), pl.ds(col + c * p.chunk, p.chunk))
+            plgpu.copy_smem_to_gmem(buffer, o.at[where], engine=None if by_tma else "lanes")
 
     def body(a, b, *refs):
-        bias, (o, a_smem, b_smem, o_smem, bias_smem, full, empty, bias_ready) = (
-            (refs[0], refs[1:]) if has_bias else (None, refs)
-        )
-        me, cid = lax.axis_index("wg"), lax.axis_index("sm")
-        rank = lax.axis_index("cta") if shared else 0
+        bias, refs = (refs[0], refs[1:]) if has_bias else (None, refs)
+        o, a_smem, b_smem, o_smem, bias_smem, inbox, full, empty, bias_ready, arrived = refs
+        # the next kernel may begin; nothing is touched before the kernels before are done
+        plgpu.griddepcontrol_launch_dependents()
+        plgpu.griddepcontrol_wait()
+        me = lax.axis_index("wg")
 
-        @pl.when(me == cfg.consumers)
+        @pl.when(me == consumers)
         def producer():
-            plgpu.set_max_registers(40, action="decrease")
+            if registers:
+                plgpu.set_max_registers(40, action="decrease")
+            fetch(a, b, a_smem, b_smem, full, empty)
 
-            def fetch(t, it):
-                row, col = origin(t, rank)
-
-                def step(s, it):
-                    slot = it % cfg.stages
-                    k0 = s * _STEP
-
-                    @pl.when(it >= cfg.stages)
-                    def _():
-                        plgpu.barrier_wait(empty.at[slot])
-
-                    at_a = (pl.ds(k0, _STEP), pl.ds(row, rows))
-                    at_b = (pl.ds(k0, _STEP), pl.ds(col, cols))
-                    plgpu.copy_gmem_to_smem(
-                        a.at[at_a if ta else at_a[::-1]], a_smem.at[slot], full.at[slot]
-                    )
-                    plgpu.copy_gmem_to_smem(
-                        b.at[at_b[::-1] if tb else at_b],
-                        b_smem.at[slot],
-                        full.at[slot],
-                        collective_axes=shared,
-                    )
-                    return it + 1
-
-                return lax.fori_loop(0, steps, step, it)
-
-            done = for_tiles(cid, fetch, 0)
-            for s in range(cfg.stages):  # every release is waited for, also those of other blocks
-
-                @pl.when(done > s)
-                def _(s=s):
-                    plgpu.barrier_wait(empty.at[s])
-
-        @pl.when(me < cfg.consumers)
+        @pl.when(me < consumers)
         def consumer():
-            plgpu.set_max_registers(232 if cfg.consumers < 3 else 160, action="increase")
+            if registers:
+                plgpu.set_max_registers(232, action="increase")
 
             def tile(t, it):
-                row, col = origin(t, rank)
+                row, col = origin(t)
+                col_of_block = col + rank("ck") * p.width
                 if has_bias:
                     plgpu.copy_gmem_to_smem(
-                        bias.at[pl.ds(col, cols)], bias_smem.at[me], bias_ready.at[me]
+                        bias.at[pl.ds(col_of_block, p.width)], bias_smem.at[me], bias_ready.at[me]
                     )
-
-                def product(acc):
-                    def step(s, it):
-                        slot = it % cfg.stages
-                        plgpu.barrier_wait(full.at[slot])
-                        mine = pl.ds(me * 64, 64)
-                        part = a_smem.at[slot, :, mine].T if ta else a_smem.at[slot, mine]
-                        other = b_smem.at[slot].T if tb else b_smem.at[slot]
-                        plgpu.wgmma(acc, part, other)
-                        plgpu.wgmma_wait(0)
-                        plgpu.barrier_arrive(empty.at[slot])
-                        return it + 1
-
-                    it_next = lax.fori_loop(0, steps, step, it)
-                    return acc[...], it_next
-
-                value, it = pl.run_scoped(product, plgpu.ACC((64, cols)))
+                value = multiply(me, it, a_smem, b_smem, full, empty)
+                if split > 1:
+                    value = gather(me, value, inbox, arrived)
                 if has_bias:
                     plgpu.barrier_wait(bias_ready.at[me])
-                for c in range(chunks):
-                    part = value[:, c * out_cols : (c + 1) * out_cols]
-                    if has_bias:
-                        b_part = bias_smem[me, pl.ds(c * out_cols, out_cols)].astype(jnp.float32)
-                        part = part + lax.broadcast_in_dim(b_part, part.shape, [1])
-                    if activation is not None:
-                        part = activation(part)
-                    buffer = o_smem.at[me, c % buffers]
-                    plgpu.wait_smem_to_gmem(buffers - 1, wait_read_only=True)
-                    buffer[...] = part.astype(out_dtype)
-                    plgpu.commit_smem()
-                    where = (pl.ds(row + me * 64, 64), pl.ds(col + c * out_cols, out_cols))
-                    plgpu.copy_smem_to_gmem(buffer, o.at[where])
-                return it
+                store(me, value, row, col_of_block, o, o_smem, bias_smem)
 
-            for_tiles(cid, tile, 0)
-            plgpu.wait_smem_to_gmem(0)
+            for_tiles(tile)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    a_tile = (_STEP, rows) if ta else (rows, _STEP)
-    b_tile = (cols, _STEP) if tb else (_STEP, cols)
-    slots = {"num_barriers": cfg.stages}
+    a_tile = (step, rows) if ta else (rows, step)
+    b_tile = (cols, step) if tb else (step, cols)
+    tiled = _swizzled(64 if tb else min(64, cols), dtype)  # the same for both, as wgmma wants
+    slots = {"num_barriers": p.stages}
     if shared:
-        empty = plgpu.ClusterBarrier(collective_axes=("cta",), num_arrivals=cfg.consumers, **slots)
+        empty = plgpu.ClusterBarrier(collective_axes=shared, num_arrivals=consumers, **slots)
     else:
-        empty = plgpu.Barrier(num_arrivals=cfg.consumers, **slots)
+        empty = plgpu.Barrier(num_arrivals=consumers, **slots)
+    sums = (consumers, split, p.sent, p.width)
     return plgpu.kernel(
         body,
         out_type=plgpu.ShapeDtypeStruct((m, n), out_dtype),
         scratch_types=[
-            plgpu.SMEM((cfg.stages, *a_tile), dtype, transforms=swizzled),
-            plgpu.SMEM((cfg.stages, *b_tile), dtype, transforms=swizzled),
+            plgpu.SMEM((p.stages, *a_tile), dtype, transforms=tiled),
+            plgpu.SMEM((p.stages, *b_tile), dtype, transforms=tiled),
             plgpu.SMEM(
-                (cfg.consumers, buffers, 64, out_cols),
+                (consumers, p.buffers, 64, p.chunk),
                 out_dtype,
-                transforms=(plgpu.TilingTransform((8, out_cols)), plgpu.SwizzleTransform(128)),
+                transforms=_swizzled(p.chunk, out_dtype),
             ),
-            plgpu.SMEM((cfg.consumers, cols), dtype) if has_bias else None,
+            plgpu.SMEM((consumers, p.width), dtype) if has_bias else None,
+            plgpu.SMEM(sums, jnp.float32) if split > 1 else None,
             plgpu.Barrier(num_arrivals=2, **slots),
             empty,
-            plgpu.Barrier(num_barriers=cfg.consumers) if has_bias else None,
+            plgpu.Barrier(num_barriers=consumers) if has_bias else None,
+            plgpu.ClusterBarrier(collective_axes=("ck",), num_barriers=consumers)
+            if split > 1
+            else None,
         ],
-        grid=(clusters,),
-        grid_names=("sm",),
-        cluster=(cfg.cluster,) if shared else (),
-        cluster_names=("cta",) if shared else (),
-        num_threads=cfg.consumers + 1,
+        grid=(p.clusters,),
+        grid_names=("tile",),
+        cluster=tuple(axes.values()),
+        cluster_names=tuple(axes),
+        num_threads=consumers + 1,
         thread_name="wg",
         interpret=interpret,
         kernel_name="matmul",
     )
 
 
+# ---- rows that TMA cannot address ---------------------------------------------------------------
+
+_WIDTH = 4096  # elements that a block copies
+
+
 @functools.cache
-def _sm_count():
-    devices = _core.system_info()["devices"]
-    return devices[0]["sm_count"] if devices else 132
+def _padding(rows, cols, dtype, interpret):
+    """Kernel: a copy with rows of a multiple of 16 bytes, filled up with zeros.
+
+    Blocks take a few rows, or a part of one. The last ones begin earlier where it does not come out
+    even, and copy once more what others copy too."""
+    padded = pl.cdiv(cols, 8) * 8
+    width = min(cols, _WIDTH)
+    height = min(rows, max(_WIDTH // width, 1))
+
+    def body(x, o):
+        plgpu.griddepcontrol_launch_dependents()
+        plgpu.griddepcontrol_wait()
+        r = jnp.minimum(lax.axis_index("row") * height, rows - height)
+        c = jnp.minimum(lax.axis_index("col") * width, cols - width)
+        at = (pl.ds(r, height), pl.ds(c, width))
+        o[at] = x[at]
+
+        @pl.when(lax.axis_index("col") == 0)
+        def _():
+            if padded > cols:
+                o[pl.ds(r, height), cols:] = jnp.zeros((height, padded - cols), dtype)
+
+    return plgpu.kernel(
+        body,
+        out_type=plgpu.ShapeDtypeStruct((rows, padded), dtype),
+        grid=(pl.cdiv(rows, height), pl.cdiv(cols, width)),
+        grid_names=("row", "col"),
+        interpret=interpret,
+        kernel_name="matmul_padding",
+    )
 
 
+def _needs_padding(x):
+    rows, cols = x.shape
+    return not x.aligned or (rows > 1 and cols % 8 != 0)
+
+
+class _Padded:
+    """The product of copies of the operands that need it."""
+
+    def __init__(self, product, pads):
+        self.product, self.pads = product, pads
+
+    def __call__(self, *operands, out=None):
+        operands = [x if pad is None else pad(x) for x, pad in zip(operands, self.pads)]
+        return self.product(*operands) if out is None else self.product(*operands, out=out)
+
+
+# ---- the choice ---------------------------------------------------------------------------------
+
+
+def candidates(m, n, k, sms=132):
+    """Configurations that make sense for a shape, roughly from large tiles to small ones."""
+    found = []
+    for consumers, tile_n in ((2, 256), (2, 128), (1, 256), (1, 128), (2, 64), (1, 64), (1, 32)):
+        if consumers == 2 and m <= 64 or tile_n >= max(2 * n, 64):
+            continue
+        for cluster, cluster_n, split in itertools.product((2, 1), (1, 2), (1, 2, 4, 8)):
+            blocks = cluster * cluster_n * split
+            if blocks > 8 or tile_n // split < 8 or pl.cdiv(k, 64) < split:
+                continue
+            if cluster > 1 and m <= 64 * consumers or cluster_n > 1 and n <= tile_n:
+                continue
+            cfg = MatmulConfig(consumers, tile_n, 0, cluster, 2, 8, cluster_n, split)
+            if _Plan(m, n, k, 4, cfg, sms).stages >= 2:
+                found.append(cfg)
+    return found
+
+
+def _cycles(m, n, k, cfg, sms):
+    """An estimate of the time of a product, in cycles of an SM."""
+    p = _Plan(m, n, k, 2, cfg, sms)
+    blocks = p.total * p.cluster
+    active = min(blocks, sms)
+    waves = pl.cdiv(p.total, max(sms // p.cluster, 1))
+    tensor = p.rows * p.cols * cfg.step / 2048
+    fetched = (p.rows / cfg.cluster_n + p.cols / cfg.cluster) * cfg.step * 2
+    fetch = fetched / min(60, 5000 / active)
+    per_step = max(tensor, fetch) + (60 if cfg.consumers == 1 else 30)
+    epilogue = 1000 + 4 * p.width
+    if cfg.split > 1:
+        epilogue += 1000 + p.sent * cfg.consumers * p.cols * 4 / 30
+    time = waves * p.steps * per_step + epilogue * (waves if cfg.split > 1 else 1)
+    memory = (m * k + k * n + m * n) * 2 / 2200
+    return max(time, memory) + 2000
+
+
+def choose(m, n, k, sms=132):
+    """The configuration for a shape on a GPU with that many SMs."""
+    return min(candidates(m, n, k, sms), key=lambda cfg: _cycles(m, n, k, cfg, sms))
+
+
+# ---- the function -------------------------------------------------------------------------------
+
+
+@plgpu.kernel_family
 def matmul(
     a,
     b,
@@ -241,7 +411,6 @@ def matmul(
     transpose_a=False,
     transpose_b=False,
     config=None,
-    out=None,
     interpret=None,
 ):
     """``activation(a @ b + bias)`` with float32 accumulation (Hopper).
@@ -254,22 +423,20 @@ def matmul(
 
     Returns (M, N) of the caller's kind of array. TypeError, ValueError for other dtypes and shapes.
     """
-    dtype = _core.as_dtype(a.dtype)
-    if dtype.name not in ("float16", "bfloat16") or _core.as_dtype(b.dtype) != dtype:
+    dtype = a.dtype
+    if dtype.name not in ("float16", "bfloat16") or b.dtype != dtype:
         raise TypeError(
             f"matmul: a and b must both be float16 or bfloat16, got {a.dtype} and {b.dtype}"
         )
-    if len(a.shape) != 2 or len(b.shape) != 2:
-        raise ValueError(
-            f"matmul: a and b must have two dims, got {tuple(a.shape)} and {tuple(b.shape)}"
-        )
-    (k, m) = a.shape if transpose_a else tuple(a.shape)[::-1]
-    (n, k2) = b.shape if transpose_b else tuple(b.shape)[::-1]
+    if a.ndim != 2 or b.ndim != 2:
+        raise ValueError(f"matmul: a and b must have two dims, got {a.shape} and {b.shape}")
+    k, m = a.shape if transpose_a else a.shape[::-1]
+    n, k2 = b.shape if transpose_b else b.shape[::-1]
     if k != k2:
         raise ValueError(f"matmul: the inner dims differ, {k} and {k2}")
-    if bias is not None and (tuple(bias.shape) != (n,) or _core.as_dtype(bias.dtype) != dtype):
+    if bias is not None and (bias.shape != (n,) or bias.dtype != dtype):
         raise ValueError(
-            f"matmul: bias must be {dtype} of shape ({n},), got {bias.dtype} {tuple(bias.shape)}"
+            f"matmul: bias must be {dtype} of shape ({n},), got {bias.dtype} {bias.shape}"
         )
     if isinstance(activation, str):
         if activation not in _ACTIVATIONS:
@@ -277,13 +444,16 @@ def matmul(
                 f"matmul: activation must be one of {sorted(_ACTIVATIONS)}, got {activation!r}"
             )
         activation = _ACTIVATIONS[activation]
-    sms = _sm_count()
-    kernel = _kernel(
+    out_dtype = dtype if out_dtype is None else jnp.dtype(out_dtype)
+    if out_dtype.name not in ("float16", "bfloat16", "float32"):
+        raise TypeError(f"matmul: out_dtype must be a float dtype, got {out_dtype}")
+    sms = plgpu.core_count(a.device)
+    product = _product(
         m,
         n,
         k,
         dtype,
-        dtype if out_dtype is None else _core.as_dtype(out_dtype),
+        out_dtype,
         bool(transpose_a),
         bool(transpose_b),
         bias is not None,
@@ -293,4 +463,8 @@ def matmul(
         interpret,
     )
     operands = (a, b) if bias is None else (a, b, bias)
-    return kernel(*operands) if out is None else kernel(*operands, out=out)
+    pads = [
+        _padding(*x.shape, dtype, interpret) if x.ndim == 2 and _needs_padding(x) else None
+        for x in operands
+    ]
+    return _Padded(product, pads) if any(pads) else product

@@ -74,6 +74,8 @@ void host_store_matrix(u32 a, const void *words, bool transposed, int line);
 u32 host_shuffle(u32 x, u32 lane, u32 mask, int line);
 bool host_elect(u32 mask, int line);
 void host_bar_sync(u32 id, u32 threads, int line);
+void host_bar_arrive(u32 id, u32 threads, int line);
+bool host_vote_any(u32 mask, bool x, int line);
 void host_warp_sync(u32 mask, int line);
 bool host_bar_red(u32 id, u32 threads, bool x, bool any, int line);
 void host_cluster_sync(int line);
@@ -377,6 +379,9 @@ FN void st_matrix4_trans(u32 a, const T *s, LINE) {
 FN u32 lane_number() { return threadIdx.x % 32; }
 FN u32 warp_uniform(u32 x, LINE) { return host_shuffle(x, 0, ~0u, line); }
 FN bool elect_one(LINE) { return host_elect(~0u, line); }
+FN bool warp_any(bool x, LINE) { return host_vote_any(~0u, x, line); }
+FN void turn_take(u32 id, LINE) { host_bar_sync(id, 256, line); }
+FN void turn_pass(u32 id, LINE) { host_bar_arrive(id, 256, line); }
 FN void lanes_sync(u32 wg, LINE) { host_bar_sync(wg + 1, 128, line); }
 FN bool lanes_any(u32 wg, bool x, LINE) { return host_bar_red(wg + 1, 128, x, true, line); }
 FN bool lanes_all(u32 wg, bool x, LINE) { return host_bar_red(wg + 1, 128, x, false, line); }

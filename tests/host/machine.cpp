@@ -346,6 +346,20 @@ extern "C" u32 host_shuffle(u32 x, u32 lane, u32 mask, int line) {
   return r.result;
 }
 
+static void vote_any(Warp &w) {
+  u32 any = 0;
+  for (u32 k = 0; k < 32; k++)
+    if (w.arrived >> k & 1) any |= w.request[k]->a;
+  for (u32 k = 0; k < 32; k++)
+    if (w.arrived >> k & 1) w.request[k]->result = any;
+}
+
+extern "C" bool host_vote_any(u32 mask, bool x, int line) {
+  Request r = {"vote.any", line, mask, x, 0, nullptr, 0};
+  host_meet(&r, vote_any);
+  return r.result;
+}
+
 static void elect(Warp &w) {
   u32 leader = m.leader;
   while (!(w.arrived >> leader & 1)) leader = (leader + 1) % 32;
@@ -408,14 +422,15 @@ static void pass(std::vector<Thread *> &all) {
 static void check_warps(const NamedBarrier &b, u32 id, int line) {
   std::map<Warp *, u32> warps;
   for (Thread *t : b.arrived) warps[t->warp]++;
+  for (auto &g : b.gone) warps[g.first->warp]++;
   for (auto &w : warps)
     if (w.second != 32)
       host_fail(line, "bar.sync %u is passed by %u lanes of warp %u only", id, w.second,
                 w.first->lane[0]->number / 32);
 }
 
-/* What all of them vote is in t->any and t->all behind it. */
-static void bar(u32 id, u32 threads, bool vote, int line) {
+/* What all of them vote is in t->any and t->all behind it. Those that only arrive go on at once. */
+static void bar(u32 id, u32 threads, bool vote, int line, bool waits = true) {
   Thread *t = m.self;
   Block &block = *t->block;
   t->line = line;
@@ -424,7 +439,7 @@ static void bar(u32 id, u32 threads, bool vote, int line) {
   if (threads % 32 || threads > m.block_threads)
     host_fail(line, "bar.sync of %u threads in a block of %u", threads, m.block_threads);
   NamedBarrier &b = block.named[id];
-  if (b.arrived.empty()) {
+  if (b.arrived.empty() && b.gone.empty()) {
     b.expected = threads;
     b.line = line;
   } else if (b.expected != threads) {
@@ -433,15 +448,23 @@ static void bar(u32 id, u32 threads, bool vote, int line) {
   }
   b.any |= vote;
   b.all &= vote;
-  b.arrived.push_back(t);
-  if (b.arrived.size() < threads) {
-    host_sleep("bar.sync %u, where %u threads meet", id, threads);
+  if (waits) {
+    b.arrived.push_back(t);
+  } else {
+    b.gone.emplace_back(t, t->clock);
+    host_release(t);
+  }
+  if (b.arrived.size() + b.gone.size() < threads) {
+    if (waits) host_sleep("bar.sync %u, where %u threads meet", id, threads);
     return;
   }
   check_warps(b, id, line);
   std::vector<Thread *> all;
   all.swap(b.arrived);
-  pass(all);
+  if (!all.empty())
+    for (auto &g : b.gone) all[0]->clock.join(g.second);
+  b.gone.clear();
+  if (!all.empty()) pass(all);
   for (Thread *o : all) {
     o->any = b.any;
     o->all = b.all;
@@ -452,6 +475,9 @@ static void bar(u32 id, u32 threads, bool vote, int line) {
 }
 
 extern "C" void host_bar_sync(u32 id, u32 threads, int line) { bar(id, threads, false, line); }
+extern "C" void host_bar_arrive(u32 id, u32 threads, int line) {
+  bar(id, threads, false, line, false);
+}
 
 extern "C" bool host_bar_red(u32 id, u32 threads, bool x, bool any, int line) {
   bar(id, threads, x, line);

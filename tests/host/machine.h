@@ -119,6 +119,7 @@ struct NamedBarrier {
   u32 expected = 0, any = 0, all = 1; /* of what the threads vote */
   int line;
   std::vector<Thread *> arrived;
+  std::vector<std::pair<Thread *, Clock>> gone; /* arrived too, with what they did until then */
 };
 
 struct Operation;

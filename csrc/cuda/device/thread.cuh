@@ -57,6 +57,17 @@ FN bool lanes_all(u32 wg, bool x) {
   return r != 0;
 }
 
+//! warp_any
+// is x true in any lane of the warp?
+FN bool warp_any(bool x) { return __any_sync(0xffffffffu, x); }
+
+//! turn_take
+// all lanes of a warpgroup, until those of the one before it in the ring have passed the turn
+FN void turn_take(u32 id) { asm volatile("bar.sync %0, 256;" :: "r"(id) : "memory"); }
+
+//! turn_pass
+FN void turn_pass(u32 id) { asm volatile("bar.arrive %0, 256;" :: "r"(id) : "memory"); }
+
 //! shuffle_xor
 // x of the lane whose number differs in the bits of mask
 template <typename T> FN T shuffle_xor(T x, int mask) {

@@ -1,0 +1,205 @@
+"""ops.attention beside torch's SDPA (cuDNN and flash), JAX's Pallas and the hand-written target.
+
+    python benchmarks/bench_attention.py [--only TEXT] [--configs] [--jax] [--target DIR] [--quick]
+
+Random normal float16, every contestant checked against a float32 softmax in the same process, the
+output poisoned. Causal FLOPs count half. --configs adds other configurations, --target DIR a
+directory with the hand-written attention.cu and its bench.py."""
+
+import argparse
+import sys
+
+import torch
+from three_ways import measure, table
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from pallas_mgpu.ops import AttentionConfig, attention
+
+# batch, length, heads, kv heads, head_dim, causal
+SHAPES = [
+    (4, 4096, 16, 16, 128, False),
+    (1, 16384, 16, 16, 128, False),
+    (4, 4096, 16, 16, 128, True),
+    (1, 16384, 16, 16, 128, True),
+    (4, 4096, 16, 16, 64, False),
+    (1, 16384, 16, 16, 64, False),
+    (4, 4096, 16, 16, 64, True),
+    (1, 16384, 16, 16, 64, True),
+    (4, 4096, 16, 16, 256, False),
+    (4, 4096, 16, 16, 256, True),
+    (4, 4096, 16, 2, 128, True),
+    (2, 1000, 16, 16, 128, True),
+]
+
+
+def candidates(dim, causal):
+    if dim == 64:
+        for block in (96, 112, 128):
+            for late in (False, True):
+                yield AttentionConfig(3, block, 2, lazy=False, late=late)
+        yield AttentionConfig(3, 128, 4, lazy=False, late=False)
+        yield AttentionConfig(3, 96, 4, lazy=False, late=True)
+    elif dim == 128:
+        for lazy in (False, True):
+            for late in (False, True):
+                yield AttentionConfig(2, 128, 2, lazy=lazy, late=late)
+        yield AttentionConfig(2, 112, 2)
+    else:
+        for lazy in (False, True):
+            for late in (False, True):
+                yield AttentionConfig(2, 64, 2, lazy=lazy, late=late, own_output=False)
+        yield AttentionConfig(2, 80, 2, own_output=False)
+
+
+def expected(q, k, v, causal):
+    batch, length, heads, dim = q.shape
+    share = heads // k.shape[2]
+    out = torch.empty(q.shape, device="cuda")
+    for b in range(batch):
+        for h in range(heads):
+            for r in range(0, length, 4096):
+                e = min(length, r + 4096)
+                n = e if causal else length
+                s = (q[b, r:e, h].float() @ k[b, :n, h // share].float().T) * dim**-0.5
+                if causal:
+                    at = torch.arange(n, device="cuda")[None]
+                    s.masked_fill_(at > torch.arange(r, e, device="cuda")[:, None], float("-inf"))
+                out[b, r:e, h] = torch.softmax(s, -1) @ v[b, :n, h // share].float()
+    return out
+
+
+def error(got, want):
+    got = got.float()
+    return float((got - want).norm() / want.norm()) if got.isfinite().all() else float("nan")
+
+
+def sdpa(q, k, v, causal, backend):
+    t = [x.transpose(1, 2) for x in (q, k, v)]
+    gqa = q.shape[2] != k.shape[2]
+
+    def f():
+        with sdpa_kernel(backend):
+            return torch.nn.functional.scaled_dot_product_attention(
+                *t, is_causal=causal, enable_gqa=gqa
+            ).transpose(1, 2)
+
+    return f
+
+
+def of_jax(q, k, v, causal):
+    import jax
+    from jax.experimental.pallas.ops.gpu import attention_mgpu as theirs
+
+    args = [jax.dlpack.from_dlpack(x) for x in (q, k, v)]
+    block = 128 if q.shape[3] <= 128 else 64
+    config = theirs.TuningConfig(block_q=64, block_kv=block, max_concurrent_steps=2, causal=causal)
+    jitted = jax.jit(lambda *a: theirs.attention(*a, config))
+    last = [jitted(*args)]
+
+    def f():
+        last[0] = jitted(*args)
+        return last[0]
+
+    f.wait = lambda: last[0].block_until_ready()
+    f.result = lambda: torch.from_dlpack(last[0])
+    return f
+
+
+def of_target(directory, q, k, v, causal):
+    sys.path.insert(0, directory)
+    import bench
+
+    cu = of_target.cuda = getattr(of_target, "cuda", None) or bench.Cuda()
+    shape = (q.shape[0], q.shape[1], q.shape[2], q.shape[3], int(causal))
+    o, counter = torch.empty_like(q), torch.zeros(2, device="cuda", dtype=torch.int32)
+    out = {}
+    for name, d in bench.ATT[shape].items():
+        go = bench.att_make(cu, dict(d, CAUSAL=int(causal)), q, k, v, o, counter)
+
+        def f(go=go):
+            go()
+            return o
+
+        out[f"target, {name}"] = f
+    return out
+
+
+def run(shape, args):
+    batch, length, heads, kv_heads, dim, causal = shape
+    torch.manual_seed(length + dim)
+    q = torch.randn(batch, length, heads, dim, device="cuda").half()
+    k, v = (torch.randn(batch, length, kv_heads, dim, device="cuda").half() for _ in range(2))
+    out = torch.empty_like(q)
+    want = expected(q, k, v, causal)
+    todo = {
+        "SDPA cuDNN": sdpa(q, k, v, causal, SDPBackend.CUDNN_ATTENTION),
+        "SDPA flash": sdpa(q, k, v, causal, SDPBackend.FLASH_ATTENTION),
+        "pallas_mgpu": lambda: attention(q, k, v, causal=causal, out=out),
+    }
+    if args.configs:
+        del todo["SDPA flash"]
+        for c in candidates(dim, causal):
+            todo[repr(c)] = lambda c=c: attention(q, k, v, causal=causal, config=c, out=out)
+    if args.target and kv_heads == heads and dim <= 128 and length in (4096, 16384):
+        todo.update(of_target(args.target, q, k, v, causal))
+    if args.jax:
+        try:
+            todo["JAX's Pallas"] = of_jax(q, k, v, causal)
+        except Exception as e:
+            print(f"JAX's Pallas does not run: {type(e).__name__}: {str(e)[:200]}")
+    good, errors = {}, {}
+    for name, f in todo.items():
+        try:
+            worst = 0.0
+            for _ in range(2):
+                out.fill_(float("nan"))
+                got = f()
+                got = f.result() if hasattr(f, "result") else got
+                torch.cuda.synchronize()
+                worst = max(worst, error(got, want))
+        except Exception as e:
+            print(f"{name}: {type(e).__name__}: {str(e)[:200]}")
+            continue
+        errors[name] = f"{worst:.1e}"
+        if not worst < 1e-3:
+            print(f"{name} is WRONG: relative error {worst}")
+            continue
+        good[name] = f
+    rounds = (5, 6, 2) if args.quick else (20, 25, 6)
+    ways = ("burst",) if args.quick and args.configs else ("burst", "cool", "sustained")
+    times = measure(good, ways=ways, rounds=rounds)
+    flops = 4 * batch * heads * length * length * dim // (2 if causal else 1)
+    kind = "causal" if causal else "full"
+    title = f"B={batch} S={length} H={heads}/{kv_heads} D={dim} {kind}"
+    print(
+        table(
+            title,
+            flops,
+            times,
+            "SDPA cuDNN" if "SDPA cuDNN" in good else next(iter(good)),
+            notes=errors,
+        ),
+        flush=True,
+    )
+    print(flush=True)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "--only", default="", help="part of a title, as 'S=4096 H=16/16 D=128 full'"
+    )
+    parser.add_argument("--configs", action="store_true")
+    parser.add_argument("--jax", action="store_true")
+    parser.add_argument("--target")
+    parser.add_argument("--quick", action="store_true")
+    args = parser.parse_args()
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}\n")
+    for shape in SHAPES:
+        kind = "causal" if shape[5] else "full"
+        title = "B={} S={} H={}/{} D={}".format(*shape[:5]) + f" {kind}"
+        if args.only in title:
+            run(shape, args)
+
+
+main()

@@ -1,0 +1,78 @@
+/* Where threads and warps may go different ways.
+ *
+ * Turns: all ops of a kernel speak of one ring, as the named barriers that make it are given out
+ * once: 0 for the block, one for each thread, one for each place of the ring.
+ *
+ * A reduction by any_in_warp may differ between the warps of a thread. So it may only decide IFs,
+ * in which each lane does something with its own registers: no memory, no barriers, nothing that
+ * the lanes of a thread do together. */
+#include "passes.h"
+
+enum { NAMED_BARRIERS = 16 };
+
+typedef struct checker {
+  pm_err *err;
+  pm_code code;
+  int64_t turns;
+} checker;
+
+static void fail(checker *c, pm_graph *g, pm_opid op, const char *why) {
+  if (c->code) return;
+  c->code = pm_fail(c->err, PM_E_VALUE, "%s", why);
+  pm_err_op(c->err, g, op);
+}
+
+static void check_turn(checker *c, pm_graph *g, pm_opid op) {
+  const int64_t n = *pm_attr(g, op, PM_ATTR_N);
+  if (c->turns && c->turns != n) {
+    fail(c, g, op,
+         pm_printf(g->arena, "in_turn: %lld threads take turns here, %lld elsewhere in the kernel",
+                   (long long)n, (long long)c->turns));
+  }
+  if (g->n_threads + 1 + n > NAMED_BARRIERS) {
+    fail(c, g, op,
+         pm_printf(g->arena, "in_turn: %lld threads of %u; together at most %d are possible",
+                   (long long)n, g->n_threads, NAMED_BARRIERS - 1));
+  }
+  c->turns = n;
+}
+
+static bool is_local(const pm_graph *g, pm_opid op) {
+  const pm_op *o = pm_get(g, op);
+  if (o->code == PM_OP_YIELD) return true;
+  if (pm_ops[o->code].effects || o->n_regions) return false;
+  if (o->code == PM_OP_LAYOUT_CAST) return !pm_layout_cast_scratch(g, op);
+  return pm_ops[o->code].part == PM_PART_EACH || o->code == PM_OP_SLICE;
+}
+
+static void check_local(pm_graph *g, pm_opid op, void *ctx) {
+  if (is_local(g, op)) return;
+  fail(ctx, g, op,
+       pm_printf(g->arena,
+                 "lazy_where: %s is not possible where only some warps go; compute it before, or "
+                 "use jnp.where",
+                 pm_ops[pm_get(g, op)->code].text));
+}
+
+static void check_op(pm_graph *g, pm_opid op, void *ctx) {
+  checker *c = ctx;
+  const pm_op *o = pm_get(g, op);
+  if (o->code == PM_OP_TAKE_TURN || o->code == PM_OP_PASS_TURN) check_turn(c, g, op);
+  for (uint32_t k = 0; k < o->n_in; k++) {
+    const pm_opid def = pm_value_of(g, pm_in(g, op, k))->def;
+    if (!def || pm_get(g, def)->code != PM_OP_REDUCE) continue;
+    if (*pm_attr(g, def, PM_ATTR_REDUCE) != PM_REDUCE_ANY_IN_WARP) continue;
+    if (o->code != PM_OP_IF) {
+      fail(c, g, op, "any_in_warp may only be the predicate of an if");
+      return;
+    }
+    for (uint32_t r = 0; r < o->n_regions; r++) pm_walk(g, pm_region(g, op, r), check_local, c);
+  }
+}
+
+pm_code pm_check_divergence(pm_graph *g, const pm_target *t, pm_err *err) {
+  (void)t;
+  checker c = {.err = err};
+  pm_walk(g, 1, check_op, &c);
+  return c.code;
+}

@@ -1,0 +1,458 @@
+/* Family: a function of arrays and options that finds its kernel by their types and values.
+ *
+ * A call's arrays, by position or by name, are operands; everything else given by name is an
+ * option. The key of a call is where the arrays lie, their dtypes, shapes and alignment, and the
+ * names and values of the options in the order given. A hit is one pass over the arguments, one
+ * hash, and the kernel's own call from there on (call.h); no Python code runs. A miss asks `make`,
+ * which binds the arguments to the signature and knows the kernels made for other spellings of the
+ * same call.
+ *
+ * Entries are never removed, so that they can be used without a lock: options are things of which
+ * a program has few. */
+#include "call.h"
+
+#include <stddef.h>
+#include <structmember.h>
+
+enum { FEW_INTS = 64, ALIGNMENT = 16 };
+
+typedef struct entry {
+  uint64_t hash;
+  uint32_t n_ints, n_values, n_order;
+  int64_t *ints;     /* owned */
+  PyObject **values; /* owned, items too; NULL stands for an array */
+  PyObject *target;  /* owned: a kernel, or a function of arrays */
+  bool direct;       /* a kernel whose operands are in the order of the call */
+  uint8_t order[PMPY_MAX_PARAMS];
+} entry;
+
+typedef struct family {
+  PyObject_HEAD vectorcallfunc vectorcall;
+  PyObject *dict, *weakrefs;
+  PyObject *name, *make;
+  entry **table; /* open addressing; a power of two, at most half full */
+  uint32_t n_entries, capacity;
+} family;
+
+static PyObject *out_names; /* ("out",) */
+
+/* ---- one call ----------------------------------------------------------------------------- */
+
+typedef struct request {
+  pmpy_call c;
+  PyObject *const *args;
+  Py_ssize_t n_args, n_kw;
+  PyObject *names;                      /* borrowed: of the keywords, or NULL */
+  PyObject *out;                        /* borrowed, or NULL */
+  PyObject *operand[PMPY_MAX_PARAMS];   /* borrowed; used where arrays are given by name */
+  PyObject *value[2 * PMPY_MAX_PARAMS]; /* names and values of options, NULL for arrays */
+  uint32_t n_operands, n_values, n_ints;
+  uint64_t hash;
+  int64_t few[FEW_INTS], *ints, *many;
+} request;
+
+static int too_many(const family *f) {
+  PyErr_Format(PyExc_NotImplementedError, "%U: at most %d arguments are supported", f->name,
+               PMPY_MAX_PARAMS);
+  return -1;
+}
+
+/* Sort the arguments into operands and options; 0 or -1. */
+static int sort(const family *f, request *r, bool specs) {
+  if (r->n_args + r->n_kw > PMPY_MAX_PARAMS) return too_many(f);
+  r->n_operands = (uint32_t)r->n_args;
+  r->n_values = 0;
+  r->out = NULL;
+  for (Py_ssize_t i = 0; i < r->n_kw; i++) {
+    PyObject *name = PyTuple_GET_ITEM(r->names, i), *o = r->args[r->n_args + i];
+    if (!PyUnicode_CompareWithASCIIString(name, "out")) {
+      if (o != Py_None) r->out = o;
+      continue;
+    }
+    bool is_array = pmpy_is_array(o, specs);
+    r->value[r->n_values++] = name;
+    r->value[r->n_values++] = is_array ? NULL : o;
+    if (!is_array) continue;
+    if (r->n_operands == (uint32_t)r->n_args)
+      memcpy(r->operand, r->args, (size_t)r->n_args * sizeof *r->operand);
+    r->operand[r->n_operands++] = o;
+  }
+  return 0;
+}
+
+static bool is_misaligned(const pmpy_buffer *b) { return b->cuda && b->ptr % ALIGNMENT; }
+
+/* The key, and its hash; 0 or -1. */
+static int make_key(const family *f, request *r) {
+  const pmpy_call *c = &r->c;
+  size_t most = 2 + c->n_in * (size_t)(PM_MAX_RANK + 1) + r->n_values;
+  r->ints = r->few;
+  if (most > FEW_INTS) r->ints = r->many = PyMem_Malloc(most * sizeof *r->ints);
+  if (!r->ints) return PyErr_NoMemory(), -1;
+  int64_t *at = r->ints;
+  *at++ = c->cuda ? c->device : -1;
+  *at++ = r->n_args;
+  for (uint32_t i = 0; i < c->n_in; i++) {
+    const pmpy_buffer *b = &c->in[i];
+    *at++ = b->dtype | b->rank << 8 | is_misaligned(b) << 16;
+    for (int d = 0; d < b->rank; d++) *at++ = b->shape[d];
+  }
+  for (uint32_t i = 0; i < r->n_values; i++) {
+    *at = -2; /* no hash is -1, and few are -2 */
+    if (r->value[i] && (*at = PyObject_Hash(r->value[i])) == -1) {
+      if (PyErr_ExceptionMatches(PyExc_TypeError))
+        PyErr_Format(PyExc_TypeError, "%U: %U must be an array or hashable, got a %s", f->name,
+                     r->value[i - 1], Py_TYPE(r->value[i])->tp_name);
+      return -1;
+    }
+    at++;
+  }
+  r->n_ints = (uint32_t)(at - r->ints);
+  r->hash = pm_hash(r->ints, r->n_ints * sizeof *r->ints, 0);
+  return 0;
+}
+
+/* 1: found all there is to know about the call, 0: operand n_in is no array, -1: exception. The
+ * request must be ended in every case. */
+static int begin(const family *f, request *r, PyObject *const *args, Py_ssize_t n, PyObject *names,
+                 bool specs) {
+  r->args = args;
+  r->n_args = n;
+  r->n_kw = names ? PyTuple_GET_SIZE(names) : 0;
+  r->names = names;
+  r->many = NULL;
+  r->c.n_in = r->c.n_out_given = 0;
+  r->c.many = NULL;
+  r->c.out_tuple = NULL;
+  r->c.plan = NULL;
+  if (sort(f, r, specs) < 0) return -1;
+  PyObject *const *operands = r->n_operands == (uint32_t)n ? args : r->operand;
+  int code = pmpy_call_read(&r->c, f->name, operands, r->n_operands, r->out, specs);
+  if (code <= 0) return code;
+  return pmpy_call_locate(&r->c) < 0 || make_key(f, r) < 0 ? -1 : 1;
+}
+
+static void end(request *r) {
+  pmpy_call_end(&r->c);
+  PyMem_Free(r->many);
+}
+
+/* ---- entries ------------------------------------------------------------------------------ */
+
+static void free_entry(entry *e) {
+  if (!e) return;
+  for (uint32_t i = 0; e->values && i < e->n_values; i++) Py_XDECREF(e->values[i]);
+  Py_XDECREF(e->target);
+  PyMem_Free(e->values);
+  PyMem_Free(e->ints);
+  PyMem_Free(e);
+}
+
+/* 1: equal and of the same types, 0: not, -1: exception */
+static int same_values(const entry *e, const request *r) {
+  for (uint32_t i = 0; i < r->n_values; i++) {
+    PyObject *a = e->values[i], *b = r->value[i];
+    if (a == b) continue;
+    if (!a || !b || Py_TYPE(a) != Py_TYPE(b)) return 0;
+    int equal = PyObject_RichCompareBool(a, b, Py_EQ);
+    if (equal <= 0) return equal;
+  }
+  return 1;
+}
+
+/* 1: *found, 0: there is none, -1: exception. Comparing runs code of the user, outside of the lock.
+ */
+static int find(family *f, const request *r, entry **found) {
+  for (uint32_t i = (uint32_t)r->hash;; i++) {
+    entry *e = NULL;
+    Py_BEGIN_CRITICAL_SECTION(f);
+    if (f->capacity) e = f->table[i & (f->capacity - 1)];
+    Py_END_CRITICAL_SECTION();
+    if (!e) return 0;
+    if (e->hash != r->hash || e->n_ints != r->n_ints || e->n_values != r->n_values ||
+        memcmp(e->ints, r->ints, r->n_ints * sizeof *r->ints))
+      continue;
+    int same = same_values(e, r);
+    *found = e;
+    if (same) return same;
+  }
+}
+
+static void place(entry **table, uint32_t capacity, entry *e) {
+  uint32_t i = (uint32_t)e->hash;
+  while (table[i & (capacity - 1)]) i++;
+  table[i & (capacity - 1)] = e;
+}
+
+/* Into the table, which owns it then. Two threads may both add the same key: either serves. */
+static int add(family *f, entry *e) {
+  int code = 0;
+  Py_BEGIN_CRITICAL_SECTION(f);
+  if ((f->n_entries + 1) * 2 > f->capacity) {
+    uint32_t capacity = f->capacity ? f->capacity * 2 : 8;
+    entry **table = PyMem_Calloc(capacity, sizeof *table);
+    if (table) {
+      for (uint32_t i = 0; i < f->capacity; i++)
+        if (f->table[i]) place(table, capacity, f->table[i]);
+      PyMem_Free(f->table);
+      f->table = table;
+      f->capacity = capacity;
+    } else {
+      code = -1;
+    }
+  }
+  if (!code) {
+    place(f->table, f->capacity, e);
+    f->n_entries++;
+  }
+  Py_END_CRITICAL_SECTION();
+  if (code) PyErr_NoMemory();
+  return code;
+}
+
+/* ---- a miss ------------------------------------------------------------------------------- */
+
+/* New: (shape, dtype, device or None, aligned) */
+static PyObject *describe(const pmpy_call *c, uint32_t i) {
+  const pmpy_buffer *b = &c->in[i];
+  pmpy_spec s = {.dtype = b->dtype, .rank = b->rank};
+  memcpy(s.shape, b->shape, sizeof s.shape);
+  PyObject *shape = pmpy_spec_shape(&s), *dtype = pmpy_dtype_object((pm_dtype)s.dtype);
+  PyObject *device = c->cuda ? PyLong_FromLong(c->device) : Py_NewRef(Py_None);
+  PyObject *all = NULL;
+  if (shape && dtype && device)
+    all = PyTuple_Pack(4, shape, dtype, device, is_misaligned(b) ? Py_False : Py_True);
+  Py_XDECREF(device);
+  Py_XDECREF(dtype);
+  Py_XDECREF(shape);
+  return all;
+}
+
+static int add_array(PyObject *arrays, PyObject *name, const pmpy_call *c, uint32_t i) {
+  PyObject *d = describe(c, i);
+  int code = d ? PyDict_SetItem(arrays, name, d) : -1;
+  Py_XDECREF(d);
+  return code;
+}
+
+/* New: make(positional arrays, arrays by name, options) */
+static PyObject *call_make(const family *f, const request *r) {
+  const uint32_t n = (uint32_t)r->n_args;
+  PyObject *args = PyTuple_New(n), *arrays = PyDict_New(), *options = PyDict_New(), *made = NULL;
+  uint32_t next = n;
+  if (!args || !arrays || !options) goto done;
+  for (uint32_t i = 0; i < n; i++) {
+    PyObject *d = describe(&r->c, i);
+    if (!d) goto done;
+    PyTuple_SET_ITEM(args, i, d);
+  }
+  for (uint32_t i = 0; i < r->n_values; i += 2) {
+    PyObject *name = r->value[i], *value = r->value[i + 1];
+    if ((value ? PyDict_SetItem(options, name, value) : add_array(arrays, name, &r->c, next++)) < 0)
+      goto done;
+  }
+  made = PyObject_CallFunctionObjArgs(f->make, args, arrays, options, NULL);
+done:
+  Py_XDECREF(options);
+  Py_XDECREF(arrays);
+  Py_XDECREF(args);
+  return made;
+}
+
+/* Read (target, order) into the entry. */
+static int read_made(const family *f, const request *r, PyObject *made, entry *e) {
+  PyObject *target, *order;
+  if (!PyTuple_Check(made) || !PyArg_ParseTuple(made, "OO!", &target, &PyTuple_Type, &order) ||
+      PyTuple_GET_SIZE(order) != r->n_operands) {
+    if (!PyErr_Occurred())
+      PyErr_Format(PyExc_TypeError, "%U: make returns (kernel, order of the operands)", f->name);
+    return -1;
+  }
+  e->target = Py_NewRef(target);
+  e->direct = Py_TYPE(target) == pmpy.kernel_type;
+  e->n_order = r->n_operands;
+  for (uint32_t i = 0; i < e->n_order; i++) {
+    long k = PyLong_AsLong(PyTuple_GET_ITEM(order, i));
+    if (k < 0 || k >= (long)e->n_order) {
+      if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "order out of range");
+      return -1;
+    }
+    e->order[i] = (uint8_t)k;
+    e->direct &= k == (long)i;
+  }
+  return 0;
+}
+
+static int copy_key(const request *r, entry *e) {
+  e->hash = r->hash;
+  e->n_ints = r->n_ints;
+  e->ints = PyMem_Malloc(r->n_ints * sizeof *e->ints);
+  e->values = PyMem_Calloc(r->n_values + 1, sizeof *e->values);
+  if (!e->ints || !e->values) return PyErr_NoMemory(), -1;
+  memcpy(e->ints, r->ints, r->n_ints * sizeof *e->ints);
+  for (e->n_values = 0; e->n_values < r->n_values; e->n_values++)
+    e->values[e->n_values] = Py_XNewRef(r->value[e->n_values]);
+  return 0;
+}
+
+/* Borrowed; NULL with an exception. */
+static entry *look(family *f, const request *r) {
+  entry *e = NULL;
+  int code = find(f, r, &e);
+  if (code) return code < 0 ? NULL : e;
+  PyObject *made = call_make(f, r);
+  e = made ? PyMem_Calloc(1, sizeof *e) : NULL;
+  if (made && !e) PyErr_NoMemory();
+  if (e && (read_made(f, r, made, e) < 0 || copy_key(r, e) < 0 || add(f, e) < 0)) {
+    free_entry(e);
+    e = NULL;
+  }
+  Py_XDECREF(made);
+  return e;
+}
+
+/* ---- calling ------------------------------------------------------------------------------ */
+
+/* New: the target called as any function is. The request's arrays are released first. */
+static PyObject *call_target(request *r, const entry *e) {
+  PyObject *args[PMPY_MAX_PARAMS + 1];
+  PyObject *const *given = r->n_operands == (uint32_t)r->n_args ? r->args : r->operand;
+  for (uint32_t i = 0; i < e->n_order; i++) args[i] = given[e->order[i]];
+  args[e->n_order] = r->out;
+  pmpy_call_end(&r->c);
+  r->c.n_in = r->c.n_out_given = 0;
+  r->c.many = NULL;
+  r->c.out_tuple = NULL;
+  r->c.plan = NULL;
+  return PyObject_Vectorcall(e->target, args, e->n_order, r->out ? out_names : NULL);
+}
+
+static PyObject *family_call(PyObject *self, PyObject *const *args, size_t nargsf,
+                             PyObject *names) {
+  family *f = (family *)self;
+  request r;
+  PyObject *result = NULL;
+  int code = begin(f, &r, args, PyVectorcall_NARGS(nargsf), names, false);
+  entry *e = code > 0 ? look(f, &r) : NULL;
+  if (!code) pmpy_call_refuse(&r.c);
+  else if (e) result = e->direct ? pmpy_call_run(&r.c, e->target) : call_target(&r, e);
+  end(&r);
+  return result;
+}
+
+static PyObject *family_kernel(PyObject *self, PyObject *const *args, Py_ssize_t n,
+                               PyObject *names) {
+  family *f = (family *)self;
+  request r;
+  int code = begin(f, &r, args, n, names, true);
+  entry *e = code > 0 ? look(f, &r) : NULL;
+  if (!code) pmpy_call_refuse(&r.c);
+  PyObject *result = e ? Py_NewRef(e->target) : NULL;
+  end(&r);
+  return result;
+}
+
+/* ---- the type ----------------------------------------------------------------------------- */
+
+static PyObject *family_new(PyTypeObject *type, PyObject *args, PyObject *kw) {
+  static char *names[] = {"name", "make", NULL};
+  PyObject *name, *make;
+  if (!PyArg_ParseTupleAndKeywords(args, kw, "UO:Family", names, &name, &make)) return NULL;
+  family *f = (family *)type->tp_alloc(type, 0);
+  if (!f) return NULL;
+  f->vectorcall = family_call;
+  f->name = Py_NewRef(name);
+  f->make = Py_NewRef(make);
+  return (PyObject *)f;
+}
+
+static int family_traverse(PyObject *self, visitproc visit, void *arg) {
+  family *f = (family *)self;
+  Py_VISIT(Py_TYPE(self));
+  Py_VISIT(f->dict);
+  Py_VISIT(f->make);
+  for (uint32_t i = 0; i < f->capacity; i++) {
+    entry *e = f->table[i];
+    if (!e) continue;
+    Py_VISIT(e->target);
+    for (uint32_t k = 0; k < e->n_values; k++) Py_VISIT(e->values[k]);
+  }
+  return 0;
+}
+
+static int family_clear(PyObject *self) {
+  family *f = (family *)self;
+  entry **table = f->table;
+  uint32_t capacity = f->capacity;
+  f->table = NULL;
+  f->capacity = f->n_entries = 0;
+  for (uint32_t i = 0; i < capacity; i++) free_entry(table[i]);
+  PyMem_Free(table);
+  Py_CLEAR(f->dict);
+  Py_CLEAR(f->make);
+  return 0;
+}
+
+static void family_dealloc(PyObject *self) {
+  family *f = (family *)self;
+  PyTypeObject *type = Py_TYPE(self);
+  PyObject_GC_UnTrack(self);
+  if (f->weakrefs) PyObject_ClearWeakRefs(self);
+  family_clear(self);
+  Py_XDECREF(f->name);
+  type->tp_free(self);
+  Py_DECREF(type);
+}
+
+static PyObject *family_repr(PyObject *self) {
+  return PyUnicode_FromFormat("<pallas_mgpu kernel family %U>", ((family *)self)->name);
+}
+
+static PyObject *family_copy(PyObject *self, PyObject *memo) {
+  (void)memo;
+  return Py_NewRef(self);
+}
+
+static PyMethodDef methods[] = {
+    {"__copy__", family_copy, METH_NOARGS, "The family itself."},
+    {"__deepcopy__", family_copy, METH_O, "The family itself."},
+    {"kernel", (PyCFunction)(void (*)(void))family_kernel, METH_FASTCALL | METH_KEYWORDS,
+     "kernel(*args, **kwargs): what a call with such arguments runs, a kernel or a function of the "
+     "arrays. They may be arrays or anything with shape and dtype."},
+    {NULL, NULL, 0, NULL}};
+
+static PyGetSetDef getset[] = {
+    {"__dict__", PyObject_GenericGetDict, PyObject_GenericSetDict, NULL, NULL},
+    {NULL, NULL, NULL, NULL, NULL}};
+
+static PyMemberDef members[] = {
+    {"__vectorcalloffset__", T_PYSSIZET, offsetof(family, vectorcall), READONLY, NULL},
+    {"__dictoffset__", T_PYSSIZET, offsetof(family, dict), READONLY, NULL},
+    {"__weaklistoffset__", T_PYSSIZET, offsetof(family, weakrefs), READONLY, NULL},
+    {NULL, 0, 0, 0, NULL}};
+
+static PyType_Slot slots[] = {{Py_tp_new, family_new},
+                              {Py_tp_dealloc, family_dealloc},
+                              {Py_tp_traverse, family_traverse},
+                              {Py_tp_clear, family_clear},
+                              {Py_tp_call, PyVectorcall_Call},
+                              {Py_tp_repr, family_repr},
+                              {Py_tp_methods, methods},
+                              {Py_tp_getset, getset},
+                              {Py_tp_members, members},
+                              {Py_tp_doc, "Kernels by the types of arrays and values of options."},
+                              {0, NULL}};
+
+static PyType_Spec type_spec = {.name = "pallas_mgpu.Family",
+                                .basicsize = sizeof(family),
+                                .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC |
+                                         Py_TPFLAGS_HAVE_VECTORCALL | Py_TPFLAGS_IMMUTABLETYPE,
+                                .slots = slots};
+
+int pmpy_init_family(PyObject *module) {
+  PyObject *type = PyType_FromModuleAndSpec(module, &type_spec, NULL);
+  out_names = Py_BuildValue("(s)", "out");
+  int code = type && out_names ? PyModule_AddObjectRef(module, "Family", type) : -1;
+  Py_XDECREF(type);
+  return code;
+}

@@ -1,0 +1,135 @@
+"""ops.attention against a softmax in float64: lengths, heads, masks, schedules."""
+
+import sys
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from pallas_mgpu.ops import AttentionConfig, attention
+
+implementation = sys.modules["pallas_mgpu.ops.attention"]
+f16, bf16 = np.float16, ml_dtypes.bfloat16
+
+
+def reference(q, k, v, causal, scale):
+    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+    share = q.shape[2] // k.shape[2]
+    k, v = np.repeat(k, share, 2), np.repeat(v, share, 2)
+    s = np.einsum("bqhd,bkhd->bhqk", q, k) * scale
+    if causal:
+        s = np.where(np.tri(q.shape[1], k.shape[1], dtype=bool), s, -np.inf)
+    top = s.max(-1, keepdims=True)
+    p = np.exp(s - top)
+    total = p.sum(-1, keepdims=True)
+    return np.einsum("bhqk,bkhd->bqhd", p / total, v), (top + np.log(total))[..., 0]
+
+
+def operands(rng, batch, queries, keys, heads, kv_heads, dim, dtype=f16, spread=1.0):
+    q = rng.standard_normal((batch, queries, heads, dim)) * spread
+    k, v = rng.standard_normal((2, batch, keys, kv_heads, dim))
+    return q.astype(dtype), k.astype(dtype), v.astype(dtype)
+
+
+def check(run, monkeypatch, qkv, causal=False, scale=None, config=None, sms=2, tolerance=2e-3):
+    """Few SMs, so that a block does several tiles."""
+    monkeypatch.setattr(implementation, "_sm_count", lambda: sms)
+    interpret = None if run.way == "cuda" else True
+    kernel = implementation._kernel_for(*qkv, causal, scale, True, config, interpret)
+    o, lse = run.call(kernel, *qkv)
+    want, want_lse = reference(*qkv, causal, qkv[0].shape[3] ** -0.5 if scale is None else scale)
+    queries = qkv[0].shape[1]
+    assert o.dtype == qkv[0].dtype and lse.dtype == np.float32
+    np.testing.assert_allclose(np.asarray(o, np.float64), want, atol=tolerance, rtol=tolerance)
+    np.testing.assert_allclose(lse[..., :queries], want_lse, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    "queries,keys,dim",
+    [(256, 256, 128), (300, 170, 128), (70, 515, 64), (401, 401, 64), (130, 257, 256), (1, 3, 64)],
+)
+def test_lengths(run, rng, monkeypatch, queries, keys, dim, causal):
+    check(run, monkeypatch, operands(rng, 1, queries, keys, 2, 2, dim), causal)
+
+
+@pytest.mark.parametrize("heads,kv_heads", [(4, 1), (6, 3)])
+def test_heads_share_keys(run, rng, monkeypatch, heads, kv_heads):
+    check(run, monkeypatch, operands(rng, 2, 65, 129, heads, kv_heads, 64), causal=True)
+
+
+def test_bfloat16_and_scale(run, rng, monkeypatch):
+    qkv = operands(rng, 1, 128, 200, 1, 1, 128, bf16)
+    check(run, monkeypatch, qkv, scale=0.3, tolerance=2e-2)
+
+
+@pytest.mark.parametrize("spread", [0.01, 30.0])
+def test_growing_maxima(run, rng, monkeypatch, spread):
+    """Scores that grow by far more than the lazy rescaling tolerates, and by far less."""
+    q, k, v = operands(rng, 1, 64, 640, 1, 1, 128, spread=spread)
+    k *= np.linspace(3, 0.1, 640).astype(f16)[None, :, None, None]  # blocks come from the last
+    check(run, monkeypatch, (q, k, v), tolerance=4e-3)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        AttentionConfig(1, 64, 3),
+        AttentionConfig(2, 96, 2, lazy=False, late=False),
+        AttentionConfig(3, 80, 2, lazy=True, late=True, own_output=False),
+    ],
+    ids=repr,
+)
+def test_configurations(run, rng, monkeypatch, config):
+    check(run, monkeypatch, operands(rng, 1, 450, 450, 2, 2, 64), causal=True, config=config)
+
+
+def test_tiles_are_done_once_in_any_order(run, rng, monkeypatch):
+    """Heads that do not divide into groups of the schedule, more blocks than tiles of a head."""
+    monkeypatch.setattr(implementation, "_L2_BYTES", 128 * 64 * 4 * 2)  # groups of two heads
+    check(run, monkeypatch, operands(rng, 1, 128, 128, 5, 5, 64), causal=True, sms=3)
+
+
+def test_what_callers_get(rng):
+    q, k, v = operands(rng, 1, 20, 30, 2, 1, 64)
+    o, lse = attention(q, k, v, return_lse=True, interpret=True)
+    assert o.shape == q.shape and lse.shape == (1, 2, 20)
+    again = np.empty_like(q)
+    assert attention(q, k, v, out=again, interpret=True) is again
+    np.testing.assert_array_equal(o, again)
+
+
+@pytest.mark.parametrize(
+    "change,error,words",
+    [
+        (lambda q, k, v: (q[0], k, v), ValueError, "q must have the dims"),
+        (lambda q, k, v: (q.astype(np.float32), k, v), TypeError, "float16 or all bfloat16"),
+        (lambda q, k, v: (q, k.astype(bf16), v), TypeError, "float16 or all bfloat16"),
+        (lambda q, k, v: (q, k[:, :5], v), ValueError, "one shape"),
+        (lambda q, k, v: (q[..., :32], k[..., :32], v[..., :32]), NotImplementedError, "head_dim"),
+        (lambda q, k, v: (np.repeat(q, 2, 0), k, v), ValueError, "differ in batch"),
+        (lambda q, k, v: (q[:, :, :3], k, v), ValueError, "multiple"),
+        (lambda q, k, v: (q[:, :0], k, v), ValueError, "empty"),
+    ],
+)
+def test_errors(rng, change, error, words):
+    q, k, v = operands(rng, 1, 20, 30, 4, 2, 64)
+    with pytest.raises(error, match=words):
+        attention(*change(q, k, v), interpret=True)
+    assert attention(q, k, v, interpret=True).shape == q.shape
+
+
+def test_errors_of_out(rng):
+    q, k, v = operands(rng, 1, 20, 30, 4, 2, 64)
+    with pytest.raises(ValueError, match="out is not supported"):
+        attention(q, k, v, out=np.empty_like(q), return_lse=True, interpret=True)
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("causal", [False, True])
+def test_resources(dim, causal):
+    """The flagship sizes neither spill nor make ptxas serialise products."""
+    x = np.zeros((4, 4096, 16, dim), f16)
+    kernel = implementation._kernel_for(x, x, x, causal, None, False, None, None)
+    used = kernel.lower(x, x, x).resources()
+    assert (used["spill_bytes"], used["stack_bytes"], used["remarks"]) == (0, 0, ""), used

@@ -1,0 +1,182 @@
+"""`pallas_mgpu.ops`: results beside NumPy's float32 product."""
+
+import inspect
+import itertools
+import warnings
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import pallas_mgpu as plgpu
+from pallas_mgpu import nn
+from pallas_mgpu import numpy as jnp
+from pallas_mgpu.ops import MatmulConfig, matmul
+from pallas_mgpu.ops.matmul import candidates, choose
+
+f16, f32, bf16 = np.dtype(np.float16), np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)
+UNIT = {f16: 1e-3, bf16: 8e-3, f32: 1e-5}  # of the rounding of a result, roughly
+
+
+@pytest.fixture(autouse=True)
+def no_warnings():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+
+
+@pytest.fixture(params=["interpret", pytest.param("cuda", marks=pytest.mark.gpu)])
+def call(request):
+    """matmul itself, on host arrays or on the GPU."""
+
+    def on_gpu(*args, **kw):
+        kw = {k: plgpu.device_put(v) if isinstance(v, np.ndarray) else v for k, v in kw.items()}
+        return matmul(*map(plgpu.device_put, args), **kw).numpy()
+
+    def interpreted(*args, **kw):
+        return matmul(*args, interpret=True, **kw)
+
+    return on_gpu if request.param == "cuda" else interpreted
+
+
+def operands(rng, m, n, k, dtype=f16, ta=False, tb=False):
+    a = (rng.standard_normal((k, m) if ta else (m, k)) / 4).astype(dtype)
+    b = (rng.standard_normal((n, k) if tb else (k, n)) / 4).astype(dtype)
+    return a, b
+
+
+def check(got, a, b, bias=None, activation=None, ta=False, tb=False):
+    a, b = (x.astype(f32) for x in (a.T if ta else a, b.T if tb else b))
+    want = a @ b if bias is None else a @ b + bias.astype(f32)
+    if activation is not None:
+        want = activation(want)
+    unit = UNIT[got.dtype]
+    assert got.shape == want.shape
+    close = dict(rtol=2 * unit, atol=unit * np.sqrt(a.shape[1]))
+    np.testing.assert_allclose(got.astype(f32), want, **close)
+
+
+SHAPES = [
+    (1, 1, 1),
+    (1, 128, 200),
+    (3, 7, 1),
+    (7, 1, 3),
+    (100, 777, 40),
+    (129, 65, 64),
+    (64, 9, 129),
+]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("ta", [False, True])
+@pytest.mark.parametrize("tb", [False, True])
+def test_shapes(call, rng, shape, ta, tb):
+    a, b = operands(rng, *shape, f16, ta, tb)
+    check(call(a, b, transpose_a=ta, transpose_b=tb), a, b, ta=ta, tb=tb)
+
+
+@pytest.mark.parametrize("dtype", [f16, bf16], ids=str)
+@pytest.mark.parametrize("out_dtype", [None, "float32", bf16, jnp.float16], ids=str)
+def test_dtypes(call, rng, dtype, out_dtype):
+    a, b = operands(rng, 65, 72, 80, dtype)
+    got = call(a, b, out_dtype=out_dtype)
+    assert got.dtype == (dtype if out_dtype is None else jnp.dtype(out_dtype))
+    check(got, a, b)
+
+
+def squared(x):
+    return x * x
+
+
+@pytest.mark.parametrize("activation", ["relu", "silu", "gelu", "tanh", nn.relu6, squared, None])
+@pytest.mark.parametrize("n", [136, 61])
+def test_epilogue(call, rng, activation, n):
+    a, b = operands(rng, 70, n, 64)
+    bias = rng.standard_normal(n).astype(f16)
+    f = getattr(nn, activation) if isinstance(activation, str) else activation
+    check(call(a, b, bias=bias, activation=activation), a, b, bias, f)
+    check(call(a, b, activation=activation), a, b, activation=f)
+
+
+def product(run, a, b, bias=None, **options):
+    """`matmul`, step by step where it takes more than one kernel."""
+    if run.way != "cuda":
+        options["interpret"] = True
+    f = matmul.kernel(a, b, bias=bias, **options)
+    arrays = [a, b] if bias is None else [a, b, bias]
+    if hasattr(f, "pads"):
+        arrays = [x if pad is None else run.call(pad, x) for x, pad in zip(arrays, f.pads)]
+        f = f.product
+    return run.call(f, *arrays)
+
+
+C = MatmulConfig
+CASES = {  # shape, ta, tb, configuration, options
+    "odd": ((77, 131, 99), False, False, None, {"out_dtype": bf16}),
+    "odd, transposed": ((131, 77, 99), True, True, None, {}),
+    "persistent": ((300, 200, 72), False, False, C(1, 64, 2, 1, 1, 3), {"activation": "relu"}),
+    "two rows of tiles": ((200, 300, 200), False, True, C(1, 128, 0, 1, 1), {"bias": True}),
+    "A is shared": ((200, 130, 72), True, False, C(2, 64, 0, 2, 2, 8, 2), {}),
+    "K in two": ((100, 150, 328), False, False, C(2, 128, 0, 1, 2, 8, 1, 2), {"bias": True}),
+    "K in four, few rows": ((3, 72, 600), False, False, C(1, 64, 0, 1, 2, 8, 1, 4), {}),
+    "K in two, all shared": (
+        (100, 80, 200),
+        False,
+        True,
+        C(1, 64, 0, 2, 1, 8, 2, 2),
+        {"bias": True, "out_dtype": "float32"},
+    ),
+    "narrow": ((70, 30, 200), False, False, C(1, 32, 0, 1), {}),
+    "long steps": ((130, 100, 300), False, False, C(2, 64, 0, 1, step=128), {}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_configurations(run, rng, case, monkeypatch):
+    if case == "persistent":
+        monkeypatch.setattr(plgpu, "core_count", lambda device: 3)
+    shape, ta, tb, config, options = CASES[case]
+    a, b = operands(rng, *shape, f16, ta, tb)
+    bias = rng.standard_normal(shape[1]).astype(f16) if options.pop("bias", False) else None
+    got = product(run, a, b, bias, transpose_a=ta, transpose_b=tb, config=config, **options)
+    check(got, a, b, bias, nn.relu if "activation" in options else None, ta, tb)
+
+
+def test_chosen_configurations():
+    """The chooser finds something for every shape, quickly, and fills the GPU where it can."""
+    for m, n, k in itertools.product((1, 3, 64, 100, 1000, 4097), repeat=3):
+        assert choose(m, n, k) in candidates(m, n, k)
+    assert choose(8192, 8192, 8192)[:2] == (2, 256)
+
+
+def test_out_and_spellings(rng):
+    a, b = operands(rng, 64, 64, 64)
+    out = np.empty((64, 64), f16)
+    assert matmul(a, b, out=out, interpret=True) is out
+    check(out, a, b)
+    check(matmul(b=b, a=a, interpret=True), a, b)
+    k = matmul.kernel(a, b, activation="relu")
+    assert k is matmul.kernel(a, b, activation=nn.relu, transpose_a=0)
+    parameters = inspect.signature(matmul).parameters
+    assert "transpose_b" in parameters and "float32 accumulation" in matmul.__doc__
+
+
+@pytest.mark.parametrize(
+    "change, exception, match",
+    [
+        (dict(a=np.zeros((4, 4), f32)), TypeError, "both be float16 or bfloat16, got float32"),
+        (dict(a=np.zeros((4, 4), bf16)), TypeError, "got bfloat16 and float16"),
+        (dict(a=np.zeros(4, f16)), ValueError, "two dims"),
+        (dict(a=np.zeros((4, 5), f16)), ValueError, "inner dims differ, 5 and 4"),
+        (dict(transpose_a=True, a=np.zeros((5, 4), f16)), ValueError, "inner dims differ, 5 and 4"),
+        (dict(bias=np.zeros(4, f16)), ValueError, r"bias must be float16 of shape \(8,\)"),
+        (dict(bias=np.zeros(8, f32)), ValueError, "bias must be float16"),
+        (dict(activation="sigmoid"), ValueError, "activation must be one of .*'sigmoid'"),
+        (dict(out_dtype="int32"), TypeError, "out_dtype must be a float dtype"),
+        (dict(out=np.zeros((4, 9), f16)), ValueError, r"out\[0\] must be"),
+    ],
+)
+def test_errors(change, exception, match):
+    given = {"a": np.zeros((4, 4), f16), "b": np.zeros((4, 8), f16), **change}
+    with pytest.raises(exception, match=match):
+        matmul(interpret=True, **given)
