@@ -104,6 +104,10 @@ INSTRUCTIONS = {
         ".reg .b32 r", "mapa.shared::cluster.u32 r, 64, 3",
         "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [r]",
     ],
+    "store_async(64, 7, 128, 3);": [
+        ".reg .b32 p, q", "mapa.shared::cluster.u32 p, 64, 3", "mapa.shared::cluster.u32 q, 128, 3",
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [p], 7, [q]",
+    ],
     "async_proxy_fence();": ["fence.proxy.async.shared::cta"],
     "async_proxy_fence_global();": ["fence.proxy.async.global"],
     f"tensor_map_prefetch({MAP});": ["prefetch.tensormap [8192]"],

@@ -22,7 +22,9 @@
  * An ARRIVE on a cluster barrier is RELAXED if memory that another block of the cluster can reach
  * is accessed in this kernel by asynchronous engines alone, because a release would cost a lot and
  * orders nothing that matters then. Such memory is SMEM that a collective copy fills or a
- * CLUSTER_REF is made of, and GMEM that the kernel both reads and writes.
+ * CLUSTER_REF is made of, and GMEM that the kernel both reads and writes. One that was traced with
+ * KEEP_RELEASE passes on what else the thread knows (that a tile number was read) and is never
+ * RELAXED.
  *
  * A scalar store is made by all lanes with one value, so lanes need not meet behind it; but a late
  * lane must not read what an early lane has stored already. So it needs a SYNC before it if the
@@ -41,6 +43,7 @@ typedef struct access {
 } access;
 
 enum { MAX_OPEN = 64 };
+enum { KEEP_RELEASE = 2 }; /* of attribute RELAXED */
 
 /* Bytes of SMEM that plain stores wrote, with no proxy fence behind. */
 typedef struct dirt {
@@ -144,8 +147,11 @@ static void soil_by(placer *p, pm_opid op) {
   if (pm_get(p->g, op)->code == PM_OP_COMMIT_SMEM) {
     p->dirty.n = 0;
     p->dirty.all = false;
-  } else if (pm_get(p->g, op)->code == PM_OP_STORE &&
-             bytes_of(p->g, pm_in(p->g, op, 0), &from, &to)) {
+    return;
+  }
+  const uint16_t code = pm_get(p->g, op)->code;
+  if ((code == PM_OP_STORE && bytes_of(p->g, pm_in(p->g, op, 0), &from, &to)) ||
+      (code == PM_OP_HAND_TILE && bytes_of(p->g, pm_in(p->g, op, 1), &from, &to))) {
     soil(&p->dirty, from, to);
   }
 }
@@ -434,8 +440,9 @@ static bool needs_release(const pm_graph *g, pm_val v, uint8_t how) {
 static void set_relaxed(pm_graph *g, pm_opid op, void *ctx) {
   uint32_t n;
   if (pm_get(g, op)->code != PM_OP_ARRIVE) return;
+  int64_t *out = pm_attr(g, op, PM_ATTR_RELAXED);
   pm_attr_list(g, pm_value_of(g, base_of(g, pm_in(g, op, 0)))->def, PM_ATTR_CLUSTER, &n);
-  *pm_attr(g, op, PM_ATTR_RELAXED) = n && *(bool *)ctx;
+  *out = *out == KEEP_RELEASE ? 0 : n && *(bool *)ctx;
 }
 
 static void relax(placer *p) {

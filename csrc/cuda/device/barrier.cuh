@@ -49,6 +49,15 @@ FN void barrier_arrive_remote(u32 b, u32 block) {
                "mbarrier.arrive.shared::cluster.b64 _, [r]; }" :: "r"(b), "r"(block) : "memory");
 }
 
+//! store_async
+// one word to the same place in a block of the cluster, as 4 bytes for the barrier there
+FN void store_async(u32 a, i32 x, u32 b, u32 block) {
+  asm volatile("{ .reg .b32 p, q;\nmapa.shared::cluster.u32 p, %0, %3;\n"
+               "mapa.shared::cluster.u32 q, %2, %3;\n"
+               "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [p], %1, [q]; }"
+               :: "r"(a), "r"(x), "r"(b), "r"(block) : "memory");
+}
+
 //! barrier_arrive_release
 // the same, and all lanes' writes so far are visible to who waits
 FN void barrier_arrive_release(u32 b, u32 block) {
