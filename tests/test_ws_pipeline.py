@@ -92,7 +92,7 @@ def test_nested_specs_with_holes(run, rng):
 
     x, y, z = (rng.standard_normal((4, 256)).astype(f32) for _ in range(3))
     got = run(body, shaped(4, 256), x, y, z, **THREADS)
-    np.testing.assert_allclose(got, x + y * z, rtol=1e-6)
+    np.testing.assert_allclose(got, x + y * z, rtol=1e-6, atol=1e-6)
 
 
 def test_a_single_spec_and_a_two_dimensional_grid(run, rng):

@@ -21,7 +21,7 @@ import typing
 import numpy as np
 
 import pallas_mgpu as plgpu
-from pallas_mgpu import _core, lax, pl
+from pallas_mgpu import lax, pl
 from pallas_mgpu import numpy as jnp
 
 _MASKED = -3.0e38  # a score that is not there; stays finite in arithmetic
@@ -35,7 +35,7 @@ class AttentionConfig(typing.NamedTuple):
     ``consumers``: threads of 64 query rows each. ``block``: keys per step, a multiple of 16.
     ``stages``: slots of the rings of K and V. ``lazy``: rescale only when needed. ``late``: wait
     for the next K behind the softmax. ``own_output``: SMEM for O besides that of Q.
-    ``q_registers``: keep Q in registers.
+    ``q_registers``: keep Q in registers. ``programs``: blocks, 0: one for each SM.
     """
 
     consumers: int = 2
@@ -45,6 +45,7 @@ class AttentionConfig(typing.NamedTuple):
     late: bool = True
     own_output: bool = True
     q_registers: bool = False
+    programs: int = 0
 
 
 def choose(queries, head_dim, causal):
@@ -53,18 +54,18 @@ def choose(queries, head_dim, causal):
     if head_dim == 64:
         return AttentionConfig(min(3, most), 128, 4, lazy=False, late=False)
     if head_dim == 128:
-        return AttentionConfig(min(2, most), 128, 2, q_registers=causal)
+        return AttentionConfig(min(2, most), 128, 2, causal, causal, q_registers=True)
     return AttentionConfig(min(2, most), 64, 2, own_output=False)
 
 
 @functools.cache
-def _kernel(shape, keys, kv_heads, dtype, causal, scale, want_lse, cfg, sms, interpret):
+def _kernel(shape, keys, kv_heads, dtype, causal, scale, want_lse, cfg, cores, interpret):
     batch, queries, heads, dim = shape
     rows, block, stages, me_count = cfg.consumers * 64, cfg.block, cfg.stages, cfg.consumers
     q_tiles, key_blocks = pl.cdiv(queries, rows), pl.cdiv(keys, block)
     all_heads = batch * heads
     total = all_heads * q_tiles
-    programs = min(total, sms)
+    programs = min(total, cfg.programs or cores)
     group = 1
     if causal:
         group = min(max(_L2_BYTES // (keys * dim * 4), 1), all_heads)
@@ -86,12 +87,12 @@ def _kernel(shape, keys, kv_heads, dtype, causal, scale, want_lse, cfg, sms, int
 
     def blocks_of(tile):
         if not causal:
-            return key_blocks
+            return lax.optimization_barrier(jnp.int32(key_blocks))  # one step stays a loop
         return jnp.minimum(((tile + 1) * rows + block - 1) // block, key_blocks)
 
     def body(q, k, v, o, *refs):
         lse, refs = (refs[0], refs[1:]) if want_lse else (None, refs)
-        q_s, k_s, v_s, o_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, *ring = refs
+        q_s, k_s, v_s, o_s, lse_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, *ring = refs
         me, sm = lax.axis_index("wg"), lax.axis_index("sm")
 
         def give_registers(n, action):
@@ -257,13 +258,16 @@ def _kernel(shape, keys, kv_heads, dtype, causal, scale, want_lse, cfg, sms, int
             value = (value * rows_of(1.0 / sums, dim)).astype(dtype)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             out[me] = value
+            if want_lse:
+                lse_s[me] = (scaled(m) + jnp.log2(sums)) * f32(math.log(2))
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(out.at[me], o.at[b, pl.ds(row, 64), head])
+            if want_lse:
+                where = lse.at[b, head, pl.ds(row, 64)]
+                plgpu.copy_smem_to_gmem(lse_s.at[me], where, engine="lanes")
             if not cfg.own_output:
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 plgpu.barrier_arrive(q_empty)
-            if want_lse:
-                lse[b, head, pl.ds(row, 64)] = (scaled(m) + jnp.log2(sums)) * f32(math.log(2))
             return it + count
 
         def static_tiles(work, carry):
@@ -340,7 +344,7 @@ def _kernel(shape, keys, kv_heads, dtype, causal, scale, want_lse, cfg, sms, int
     empty = plgpu.Barrier(num_barriers=stages, num_arrivals=me_count)
     outs = plgpu.ShapeDtypeStruct(shape, dtype)
     if want_lse:
-        outs = (outs, plgpu.ShapeDtypeStruct((batch, heads, q_tiles * rows), f32))
+        outs = (outs, plgpu.ShapeDtypeStruct((batch, heads, queries), f32))
     ring = [
         plgpu.SMEM((2,), np.int32),
         plgpu.Barrier(num_barriers=2),
@@ -354,6 +358,7 @@ def _kernel(shape, keys, kv_heads, dtype, causal, scale, want_lse, cfg, sms, int
             slots,
             slots,
             per_thread if cfg.own_output else None,
+            plgpu.SMEM((me_count, 64), f32) if want_lse else None,
             plgpu.Barrier(num_arrivals=me_count),
             plgpu.Barrier(num_arrivals=me_count),
             full,
@@ -372,25 +377,17 @@ def _kernel(shape, keys, kv_heads, dtype, causal, scale, want_lse, cfg, sms, int
     )
 
 
-@functools.cache
-def _sm_count():
-    devices = _core.system_info()["devices"]
-    return devices[0]["sm_count"] if devices else 132
-
-
 def _check(q, k, v):
-    names = {"q": q, "k": k, "v": v}
-    dtype = _core.as_dtype(q.dtype)
-    for name, x in names.items():
-        if len(x.shape) != 4:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.ndim != 4:
             raise ValueError(
                 f"attention: {name} must have the dims [batch, length, heads, head_dim], got "
-                f"shape {tuple(x.shape)}"
+                f"shape {x.shape}"
             )
-        if dtype.name not in ("float16", "bfloat16") or _core.as_dtype(x.dtype) != dtype:
+        if q.dtype.name not in ("float16", "bfloat16") or x.dtype != q.dtype:
             raise TypeError(
                 "attention: q, k and v must all be float16 or all bfloat16, got "
-                + ", ".join(str(y.dtype) for y in names.values())
+                f"{q.dtype}, {k.dtype} and {v.dtype}"
             )
     batch, queries, heads, dim = q.shape
     _, keys, kv_heads, _ = k.shape
@@ -399,70 +396,45 @@ def _check(q, k, v):
             f"attention: head_dim must be 64, 128 or 256, got {dim}; pad q, k and v with zeros and "
             "give scale"
         )
-    if tuple(k.shape) != tuple(v.shape):
-        raise ValueError(
-            f"attention: k and v must have one shape, got {tuple(k.shape)} and {tuple(v.shape)}"
-        )
+    if k.shape != v.shape:
+        raise ValueError(f"attention: k and v must have one shape, got {k.shape} and {v.shape}")
     if k.shape[0] != batch or k.shape[3] != dim:
-        raise ValueError(
-            f"attention: q {tuple(q.shape)} and k {tuple(k.shape)} differ in batch or head_dim"
-        )
+        raise ValueError(f"attention: q {q.shape} and k {k.shape} differ in batch or head_dim")
     if not kv_heads or heads % kv_heads:
         raise ValueError(
             f"attention: the heads of q must be a multiple of those of k and v, got {heads} and "
             f"{kv_heads}"
         )
     if 0 in (batch, queries, heads, keys):
-        raise ValueError(f"attention: empty operands, {tuple(q.shape)} and {tuple(k.shape)}")
-    return dtype
+        raise ValueError(f"attention: empty operands, {q.shape} and {k.shape}")
 
 
-def _kernel_for(q, k, v, causal, scale, return_lse, config, interpret):
-    dtype = _check(q, k, v)
-    queries, dim = q.shape[1], q.shape[3]
-    return _kernel(
-        tuple(q.shape),
-        k.shape[1],
-        k.shape[2],
-        dtype,
-        bool(causal),
-        float(dim**-0.5 if scale is None else scale),
-        bool(return_lse),
-        config or choose(queries, dim, bool(causal)),
-        _sm_count(),
-        interpret,
-    )
-
-
-def attention(
-    q,
-    k,
-    v,
-    *,
-    causal=False,
-    scale=None,
-    return_lse=False,
-    config=None,
-    out=None,
-    interpret=None,
-):
+@plgpu.kernel_family
+def attention(q, k, v, *, causal=False, scale=None, return_lse=False, config=None, interpret=None):
     """``softmax(scale * q @ k.T) @ v`` for each head, accumulated in float32 (Hopper).
 
     q: [batch, queries, heads, head_dim]; k, v: [batch, keys, kv_heads, head_dim]; float16 or
     bfloat16, row-major; head_dim 64, 128 or 256; any lengths. Query head h uses key head
     ``h // (heads // kv_heads)``. causal: query i sees the keys 0 to i. scale: of the scores,
-    ``head_dim ** -0.5`` by default. return_lse: also return the float32 natural logarithm of
-    the sum of exponentials of the scores, [batch, heads, queries]. config: an
-    :class:`AttentionConfig`; chosen from the shape by default. out: a preallocated result (not
-    with ``return_lse``).
+    ``head_dim ** -0.5`` by default. return_lse: also return the natural logarithm of the sum of
+    exponentials of the scores, float32 [batch, heads, queries]. config: an
+    :class:`AttentionConfig`; chosen from the shape by default. out: a preallocated result, or a
+    pair of them.
 
     Returns [batch, queries, heads, head_dim] of the caller's kind of array, or (that, lse).
     TypeError, ValueError for other dtypes and shapes, NotImplementedError for other head_dims.
     """
-    if out is not None and return_lse:
-        raise ValueError("attention: out is not supported together with return_lse")
-    kernel = _kernel_for(q, k, v, causal, scale, return_lse, config, interpret)
-    if not return_lse:
-        return kernel(q, k, v) if out is None else kernel(q, k, v, out=out)
-    result, lse = kernel(q, k, v)
-    return result, lse[:, :, : q.shape[1]]
+    _check(q, k, v)
+    queries, dim = q.shape[1], q.shape[3]
+    return _kernel(
+        q.shape,
+        k.shape[1],
+        k.shape[2],
+        q.dtype,
+        bool(causal),
+        float(dim**-0.5 if scale is None else scale),
+        bool(return_lse),
+        config or choose(queries, dim, bool(causal)),
+        plgpu.core_count(q.device),
+        interpret,
+    )
