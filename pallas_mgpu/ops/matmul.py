@@ -75,7 +75,7 @@ class _Plan:
         used = cfg.consumers * self.buffers * 64 * self.chunk * out_bytes
         used += cfg.consumers * self.cols * 2
         if cfg.split > 1:
-            used += cfg.consumers * self.sent * self.cols * 4
+            used += cfg.consumers * self.sent * (self.cols + self.width) * 4
         slot = (self.rows + self.cols) * cfg.step * 2
         most = min((_SMEM - used) // slot, 12)
         self.stages = min(cfg.stages or most, most)
@@ -104,6 +104,11 @@ def _product(m, n, k, dtype, out_dtype, ta, tb, has_bias, activation, cfg, sms, 
     late = consumers == 1 if cfg.lag < 0 else bool(cfg.lag)
     by_tma = m == 1 or n * out_dtype.itemsize % 16 == 0  # the result
     registers = consumers > 1 and cols > 128  # more accumulators than an even share has room for
+
+    part = (p.sent, p.width)
+    rows_of_lanes = None
+    if split > 1 and p.sent * p.width % 512 == 0:
+        rows_of_lanes = plgpu.Layout.WG_STRIDED(part, 4)
 
     def rank(axis):
         return lax.axis_index(axis) if axis in axes else 0
@@ -200,10 +205,13 @@ def _product(m, n, k, dtype, out_dtype, ta, tb, has_bias, activation, cfg, sms, 
 
         return pl.run_scoped(product, plgpu.ACC((64, cols)))
 
-    def gather(me, value, inbox, arrived):
+    def gather(me, value, inbox, outbox, arrived):
         """This block's part of the columns, summed over the blocks that divide K."""
         for j in range(split):
             part = value[: p.sent, j * p.width : (j + 1) * p.width]
+            if outbox is not None:  # from pairs of columns to whole rows: fewer, larger packets
+                outbox[me] = part
+                part = plgpu.load(outbox.at[me], layout=rows_of_lanes)
             plgpu.cluster_ref(inbox, {"ck": j})[me, rank("ck")] = part
         plgpu.barrier_arrive(arrived.at[me])
         plgpu.barrier_wait(arrived.at[me])
@@ -231,7 +239,7 @@ def _product(m, n, k, dtype, out_dtype, ta, tb, has_bias, activation, cfg, sms, 
 
     def body(a, b, *refs):
         bias, refs = (refs[0], refs[1:]) if has_bias else (None, refs)
-        o, a_smem, b_smem, o_smem, bias_smem, inbox, full, empty, bias_ready, arrived = refs
+        o, a_smem, b_smem, o_smem, bias_smem, inbox, outbox, full, empty, bias_ready, arrived = refs
         # the next kernel may begin; nothing is touched before the kernels before are done
         plgpu.griddepcontrol_launch_dependents()
         plgpu.griddepcontrol_wait()
@@ -257,7 +265,7 @@ def _product(m, n, k, dtype, out_dtype, ta, tb, has_bias, activation, cfg, sms, 
                     )
                 value = multiply(me, it, a_smem, b_smem, full, empty)
                 if split > 1:
-                    value = gather(me, value, inbox, arrived)
+                    value = gather(me, value, inbox, outbox, arrived)
                 if has_bias:
                     plgpu.barrier_wait(bias_ready.at[me])
                 store(me, value, row, col_of_block, o, o_smem, bias_smem)
@@ -287,6 +295,7 @@ def _product(m, n, k, dtype, out_dtype, ta, tb, has_bias, activation, cfg, sms, 
             ),
             plgpu.SMEM((consumers, p.width), dtype) if has_bias else None,
             plgpu.SMEM(sums, jnp.float32) if split > 1 else None,
+            plgpu.SMEM((consumers, *part), jnp.float32) if rows_of_lanes else None,
             plgpu.Barrier(num_arrivals=2, **slots),
             empty,
             plgpu.Barrier(num_barriers=consumers) if has_bias else None,
