@@ -327,7 +327,7 @@ def host_table():
 def more(m, n, k, dtype, nt):
     """Configurations that the chooser does not look at."""
     if m <= 8:
-        return few_rows_candidates(n, k, nt)
+        return few_rows_candidates(m, k, nt)
     return [c._replace(lag=1) for c in candidates(m, n, k) if c.consumers > 1]
 
 

@@ -156,7 +156,7 @@ def test_chosen_configurations():
             got = choose(m, n, k, transpose_a=ta, transpose_b=tb)
             assert isinstance(got, FewRowsConfig if few_rows else MatmulConfig)
     assert choose(8192, 8192, 8192)[:2] == (2, 256)
-    assert FewRowsConfig() in few_rows_candidates(4096, 4096, False)
+    assert FewRowsConfig() in few_rows_candidates(1, 4096, False)
 
 
 # us of configurations (consumers, tile_n, cluster, cluster_n, split) on an H200, the best first:
@@ -209,6 +209,7 @@ def test_out_and_spellings(rng):
         (dict(out_dtype="int32"), TypeError, "out_dtype must be a float dtype"),
         (dict(out=np.zeros((4, 9), f16)), ValueError, r"out\[0\] must be"),
         (dict(config=F(), transpose_a=True), ValueError, "up to 8 rows, with transpose_a for 1"),
+        (dict(config=F(100)), ValueError, "tile_n of a FewRowsConfig must be 64, 128 or 256"),
     ],
 )
 def test_errors(change, exception, match):

@@ -338,6 +338,12 @@ def _few_rows(m, n, k, dtype, out_dtype, ta, tb, has_bias, activation, cfg, inte
     B streams through SMEM once. Lanes hold 8 neighbours of B and add up products in float32; the
     lanes' sums meet in the end, then those of the blocks that divide K, in their order."""
     width, split, step, f32 = cfg.tile_n, cfg.split, cfg.step, jnp.float32
+    fits = width % 4 == 0 and step == 256 if tb else width in (64, 128, 256) and step % 16 == 0
+    if not fits:
+        raise ValueError(
+            "matmul: tile_n of a FewRowsConfig must be 64, 128 or 256 and step a multiple of 16,"
+            f" with transpose_b a multiple of 4 and 256; got {cfg}"
+        )
     steps = pl.cdiv(pl.cdiv(k, step), split)
     stages = min(cfg.stages, steps)
     # a pass: what the lanes take at once, 8 elements each
@@ -565,9 +571,11 @@ def _cycles(m, n, k, cfg, sms):
     return max(time, memory) + fill + 1820
 
 
-def few_rows_candidates(n, k, transpose_b):
+def few_rows_candidates(m, k, transpose_b):
     """Configurations for up to 8 rows."""
     widths, step = ((8, 16, 32), 256) if transpose_b else ((64, 128, 256), 64)
+    if transpose_b:
+        widths = [w for w in widths if w * m <= 64]  # more sums than registers
     splits = [s for s in (1, 2, 4, 8) if s <= pl.cdiv(k, step)]
     return [
         FewRowsConfig(width, split, stages, step)
