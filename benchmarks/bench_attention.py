@@ -34,16 +34,15 @@ SHAPES = [
 
 def candidates(dim, causal):
     if dim == 64:
-        for block in (96, 112, 128):
+        for block in (112, 128):
             for late in (False, True):
-                yield AttentionConfig(3, block, 2, lazy=False, late=late)
-        yield AttentionConfig(3, 128, 4, lazy=False, late=False)
-        yield AttentionConfig(3, 96, 4, lazy=False, late=True)
+                yield AttentionConfig(3, block, 4, lazy=False, late=late)
+        yield AttentionConfig(3, 128, 4, lazy=False, late=False, q_registers=True)
+        yield AttentionConfig(3, 128, 4, lazy=True, late=True)
     elif dim == 128:
-        for lazy in (False, True):
-            for late in (False, True):
-                yield AttentionConfig(2, 128, 2, lazy=lazy, late=late)
-        yield AttentionConfig(2, 112, 2)
+        for late in (False, True):
+            for q_registers in (False, True):
+                yield AttentionConfig(2, 128, lazy=late, late=late, q_registers=q_registers)
     else:
         for lazy in (False, True):
             for late in (False, True):

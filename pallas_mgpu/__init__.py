@@ -56,7 +56,7 @@ from ._ops import (
     wgmma_wait,
 )
 from ._pipeline import emit_pipeline
-from ._schedule import NDLoopInfo, nd_loop, next_tile
+from ._schedule import NDLoopInfo, dynamic_scheduling_loop, nd_loop, next_tile
 from ._types import (
     ACC,
     GMEM,

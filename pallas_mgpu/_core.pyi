@@ -199,6 +199,22 @@ class Array:
         initial: _Operand | None = None,
         where: _Operand | None = None,
     ) -> Array: ...
+    def any(
+        self,
+        axis: _Shape | None = None,
+        out: None = None,
+        keepdims: bool = False,
+        *,
+        where: _Operand | None = None,
+    ) -> Array: ...
+    def all(
+        self,
+        axis: _Shape | None = None,
+        out: None = None,
+        keepdims: bool = False,
+        *,
+        where: _Operand | None = None,
+    ) -> Array: ...
     def mean(
         self,
         axis: _Shape | None = None,
@@ -212,8 +228,6 @@ class Array:
     at: Any
     mT: Any
     prod: Any
-    any: Any
-    all: Any
     argmax: Any
     argmin: Any
     cumsum: Any
@@ -369,7 +383,7 @@ def broadcast_in_dim(x: _Operand, shape: _Shape, dims: _Shape) -> Array: ...
 def reshape(x: _Operand, shape: _Shape, /) -> Array: ...
 def slice_array(x: _Operand, starts: _Shape, sizes: _Shape, /) -> Array: ...
 def reduce(
-    kind: Literal["sum", "add", "max", "min"],
+    kind: Literal["sum", "add", "max", "min", "any", "all"],
     x: _Operand,
     axes: _Shape | None = None,
     keepdims: bool = False,
@@ -395,6 +409,9 @@ def alloc_barrier(
     cluster: Sequence[int] | None = None,
 ) -> Ref: ...
 def cluster_ref(ref: Ref, axis: int, index: _Operand) -> Ref: ...
+def first_tile() -> Array: ...
+def take_tile(n: int) -> Array: ...
+def share_tile(taken: Array, /) -> Array: ...
 def next_tile(n: int) -> Array: ...
 def alloc_acc(
     shape: _Shape, dtype: DTypeLike, init: Array | None = None, name: str | None = None

@@ -139,7 +139,6 @@ PLGPU_MISSING = {
     " atomic_xor",
     "use barrier_wait": "barrier_test",
     "let every block copy what it needs": "CopyPartition",
-    "use plgpu.nd_loop, a static schedule": "dynamic_scheduling_loop",
     "use the array functions": "inline_mgpu RefType",
     "use wgmma": "mma",
     "read kernel.lower(...).as_text('graph')": "print_layout",
@@ -150,7 +149,7 @@ PLGPU_MISSING = {
     " async_copy_scales_to_tmem async_copy_smem_to_tmem async_copy_sparse_metadata_to_tmem"
     " async_load_tmem async_store_tmem commit_tmem format_tcgen05_sparse_metadata"
     " tcgen05_commit tcgen05_commit_arrive tcgen05_mma wait_load_tmem",
-    "it needs Blackwell (sm_100a); on Hopper use plgpu.nd_loop": "try_cluster_cancel"
+    "it needs Blackwell; on Hopper use plgpu.dynamic_scheduling_loop": "try_cluster_cancel"
     " query_cluster_cancel TryClusterCancelResult TryCancelResultRef TRY_CLUSTER_CANCEL_RESULT",
 }
 
@@ -199,7 +198,7 @@ LAX_MISSING = {
     " dynamic_update_slice dynamic_update_slice_in_dim gather index_in_dim index_take pad rev"
     " scatter scatter_add sort sort_key_val top_k transpose",
     "use lax.fori_loop": "argmax argmin associative_scan cummax cummin cumprod cumsum"
-    " cumlogsumexp map reduce_and reduce_or reduce_prod reduce_xor",
+    " cumlogsumexp map reduce_prod reduce_xor",
     "use plgpu.wgmma": "conv conv_general_dilated batch_matmul dot dot_general ragged_dot",
     "each block its own output": "all_gather all_to_all pmax pmean pmin ppermute psum psum_scatter",
     "pass the data as operands": "rng_bit_generator rng_uniform",

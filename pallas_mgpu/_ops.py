@@ -353,23 +353,28 @@ def planar_snake(lin_idx, shape, minor_dim, tile_width):
         tile_width = min(tile_width, minor_size)
 
     def where(c, a, b):
-        return (a if c else b) if isinstance(c, bool) else _core.where(c, a, b)
+        return _core.where(c, a, b) if isinstance(c, Array) else a if c else b
+
+    def at_least(x, low):
+        return _core.binary("max", x, low) if isinstance(x, Array) else max(x, low)
+
+    def at_most(x, high):
+        traced = isinstance(x, Array) or isinstance(high, Array)
+        return _core.binary("min", x, high) if traced else min(x, high)
 
     per_tile = tile_width * major_size
+    full, rest = minor_size // tile_width, minor_size % tile_width
     tile = lin_idx // per_tile
-    full = minor_size // tile_width
-    rest = minor_size % tile_width
-    in_full = tile < full
-    if isinstance(rest, int) and rest == 0:
-        width, local = tile_width, lin_idx - tile * per_tile
-    else:
-        width = where(
-            in_full, tile_width, rest if isinstance(rest, int) else where(rest == 0, 1, rest)
-        )
+    # Remainders of what is not negative are seen not to be, which copies must know of their starts.
+    inside = lin_idx % per_tile
+    minor, major = tile * tile_width + inside % tile_width, inside // tile_width
+    if not (isinstance(rest, int) and rest == 0):  # the last tile is narrower
+        width = rest if isinstance(rest, int) else where(rest == 0, 1, rest)
+        over = at_least(lin_idx - full * per_tile, 0)
+        in_full = tile < full
+        minor = where(in_full, minor, full * tile_width + over % width)
+        major = where(in_full, major, at_most(over // width, major_size - 1))
         tile = where(in_full, tile, full)
-        local = lin_idx - tile * per_tile
-    minor = tile * tile_width + local % width
-    major = local // width
     major = where(tile % 2 == 0, major, major_size - 1 - major)
     return (minor, major) if minor_dim == 0 else (major, minor)
 

@@ -1,8 +1,16 @@
 """Loops that hand work to programs."""
 
+import dataclasses
+from typing import Any
+
 from . import _core
-from ._control import fori_loop
-from ._ops import axis_index, axis_size
+from ._control import fori_loop, scoped, when, while_loop
+from ._names import show
+from ._ops import axis_index, axis_size, barrier_arrive, barrier_wait
+from ._trace import env
+from ._types import SMEM, Barrier, ClusterBarrier
+
+_MOST_POINTS = 1 << 30  # of a grid that is handed out: counters do not overflow
 
 
 def next_tile(counter=0):
@@ -15,17 +23,14 @@ def next_tile(counter=0):
     return _core.next_tile(counter)
 
 
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class NDLoopInfo:
     """What a scheduled body is told: ``index``, a tuple of int32 scalars; ``local_index``, which
     iteration of this program; ``num_local_steps``, how many it does (None where not known)."""
 
-    __slots__ = ("index", "local_index", "num_local_steps")
-
-    def __init__(self, index, local_index, num_local_steps):
-        self.index, self.local_index, self.num_local_steps = index, local_index, num_local_steps
-
-    def __repr__(self):
-        return f"NDLoopInfo(index={self.index}, local_index={self.local_index})"
+    index: tuple
+    local_index: Any
+    num_local_steps: Any
 
 
 def unravel(flat, grid):
@@ -83,5 +88,135 @@ def nd_loop(grid, *, collective_axes, tiling=None, init_carry=None):
             return body(info, carry=carry)
 
         return fori_loop(0, steps, step, init_carry)
+
+    return wrap
+
+
+def dynamic_scheduling_loop(grid_names, thread_axis=None, cluster_axes=(), init_carry=None):
+    """Decorator: run a body once for every point of the grid, whichever block comes first (Hopper).
+
+    A launch has as many clusters as run at a time. Each does the grid point it began with, then
+    takes the next one that nobody has, in row-major order of the grid, while there are any; the
+    number of the next is fetched while the body works on this one. ``body(info)``, or
+    ``body(info, carry=carry) -> carry`` with ``init_carry``; the decorated name is the last carry.
+    ``info.index`` is the point along ``grid_names``, ``info.num_local_steps`` None.
+
+    All threads of a block execute the loop and get the same points; ``thread_axis`` names their
+    axis. ``cluster_axes`` names all axes of the cluster, whose blocks also get the same points.
+    Warp-specialised code does best to fetch in its last thread, which takes the numbers. Where the
+    kernel asks for ``lax.axis_index`` of a grid axis, the launch has all points, and each cluster
+    does one. ValueError for missing axes, NotImplementedError inside another loop.
+    """
+    what = "dynamic_scheduling_loop"
+    e = env(what)
+    names = (grid_names,) if isinstance(grid_names, str) else tuple(grid_names)
+    sizes = {n: size for n, (family, _, size) in e.axes.items() if family == "grid"}
+    for n in names:
+        if n not in sizes:
+            raise ValueError(f"{what}: {show(n)} is not a grid axis; those are {list(sizes)}")
+    left = [n for n, size in sizes.items() if size > 1 and n not in names]
+    if left or len(set(names)) < len(names):
+        raise ValueError(
+            f"{what}: grid_names must name all axes of the grid once, {list(sizes)}; got {names}"
+        )
+    if thread_axis != e.thread_name:
+        raise ValueError(
+            f"{what}: thread_axis must be {e.thread_name!r}, as in the kernel; got"
+            f" {show(thread_axis)}"
+        )
+    clusters = {n: size for n, (family, _, size) in e.axes.items() if family == "cluster"}
+    given = (cluster_axes,) if isinstance(cluster_axes, str) else tuple(cluster_axes or ())
+    wide = [n for n, size in clusters.items() if size > 1]
+    if any(n not in clusters for n in given) or any(n not in given for n in wide):
+        raise ValueError(
+            f"{what}: cluster_axes must name all axes of the cluster, {list(clusters)}; got {given}"
+        )
+    total = 1
+    for size in sizes.values():
+        total *= size
+    if total >= _MOST_POINTS:
+        raise ValueError(f"{what}: at most {_MOST_POINTS} points are handed out, got {total}")
+    counter = e.counters
+    e.counters += 1
+
+    def point(tile):
+        """Inside the grid, which says so to those who look at ranges."""
+        tile = _core.binary("min", _core.binary("max", tile, 0), total - 1)
+        of = dict(zip(sizes, unravel(tile, tuple(sizes.values()))))
+        return tuple(of[n] for n in names)
+
+    def wrap(body):
+        def loop(work):
+            """work(body of one step, its number): the number of the next tile."""
+
+            def step(carry):
+                tile, k, value = carry
+                result = []
+
+                def run():
+                    info = NDLoopInfo(point(tile), k, None)
+                    if init_carry is None:
+                        body(info)
+                    else:
+                        result.append(body(info, carry=value))
+
+                following = work(run, k)
+                return following, k + 1, *(result or [value])
+
+            start = (_core.first_tile(), _core.as_array(0, "int32"), init_carry)
+            return while_loop(lambda c: c[0] < total, step, start)
+
+        if e.n_threads == 1 and not wide:
+
+            def alone(run, _):
+                taken = _core.take_tile(counter)
+                run()
+                return _core.share_tile(taken)
+
+            return loop(alone)[2]
+
+        def together(tiles, ready, read, free):
+            # The tile of step k + 1 is handed on in slot k % 2. The last thread sees that all have
+            # read what it will overwrite, and in a cluster tells the others so.
+            last = axis_index(thread_axis) == e.n_threads - 1 if thread_axis else True
+
+            def await_readers(k):
+                barrier_wait(read.at[k % 2])
+                if free is not None:
+                    _core.effect("barrier_arrive", (free.at[k % 2],), relaxed=2)
+                    barrier_wait(free.at[k % 2])
+
+            def work(run, k):
+                taken = _core.take_tile(counter)
+                run()
+
+                @when(last)
+                def _():
+                    when(k > 1)(lambda: await_readers(k))
+
+                slot = k % 2
+                _core.effect("hand_tile", (taken, tiles.at[slot], ready.at[slot]))
+                barrier_wait(ready.at[slot])
+                following = tiles[slot]
+                barrier_arrive(read.at[slot])
+                return following
+
+            _, steps, value = loop(work)
+
+            @when(last)
+            def _():  # every arrival is waited for
+                barrier_wait(read.at[(steps - 1) % 2])
+                when(steps > 1)(lambda: barrier_wait(read.at[steps % 2]))
+
+            return value
+
+        types = [
+            SMEM((2,), "int32"),
+            Barrier(num_barriers=2),
+            Barrier(num_arrivals=e.n_threads, num_barriers=2),
+            ClusterBarrier(collective_axes=(tuple(wide),), num_barriers=2) if wide else None,
+        ]
+        names_of = ("next_tile", "next_tile_ready", "next_tile_read", "next_tile_free")
+        return scoped(together, types, {}, names_of, thread_axis or ())
 
     return wrap

@@ -86,6 +86,10 @@ def _check(ins, outs, slots, num_compute_wgs, memory_thread_idx, state, grid):
     return delay
 
 
+def _not_below_zero(n):
+    return max(n, 0) if isinstance(n, int) else _core.binary("max", n, 0)
+
+
 class _Pipeline:
     """What the emitter returns: callable on GMEM refs."""
 
@@ -134,11 +138,13 @@ class _Pipeline:
             else self.max_concurrent_steps
         )
 
+    def _axes(self):
+        return sorted({a for s in self.ins.leaves for a in s.collective_axes or ()})
+
     def get_allocations(self, *gmem_refs):
         """What to allocate, for ``run_scoped``; pass the result as ``allocations=``."""
         ins, outs = self._operands(gmem_refs)
-        slots, n = self._slots(), self.num_compute_wgs
-        axes = sorted({a for s in self.ins.leaves for a in s.collective_axes or ()})
+        slots, n, axes = self._slots(), self.num_compute_wgs, self._axes()
 
         def consumed():
             if axes:
@@ -174,22 +180,26 @@ class _Pipeline:
             )
         operands = self._operands(gmem_refs)
         if allocations is not None:
-            self._run(operands, allocations)
+            self._run(operands, allocations, self.delay)
             return
         types = self.get_allocations(*gmem_refs)
-        scoped(lambda a: self._run(operands, a), [types], {}, (), self.wg_axis)
+        late = self.delay if self._axes() else 0
+        scoped(lambda a: self._run(operands, a, late), [types], {}, (), self.wg_axis)
 
-    def _run(self, operands, a):
+    def _run(self, operands, a, late):
+        """``late``: how many of the last steps, whose release was delayed, are released when all is
+        done: where no barrier of the block stands between this and the next use of the slots, or
+        where other blocks fill them."""
         me = _ops.axis_index(self.wg_axis)
         cond(
             _core.binary("ne", me, self.num_compute_wgs),
-            lambda: self._compute(*operands, a),
-            lambda: self._memory(operands[0], a),
+            lambda: self._compute(*operands, a, late),
+            lambda: self._memory(operands[0], a, late),
         )
 
     # ---- compute threads
 
-    def _compute(self, ins, outs, a):
+    def _compute(self, ins, outs, a, late):
         share = (512 - self.memory_registers) // self.num_compute_wgs
         _ops.set_max_registers(min(256, share) // 8 * 8, action="increase")
         loop = functools.partial(self._compute_loop, ins, outs, a)
@@ -211,6 +221,14 @@ class _Pipeline:
                 raise ValueError(f"{_NAME}: compute_context must call the pipeline exactly once")
         variant = [o for o in outs if o.variant]
         steps = _grid_size(self.grid)
+        if late:
+            _ops.wgmma_wait(0)
+
+            def release(s, _):
+                for b in a["consumed"]:
+                    _ops.barrier_arrive(b.at[s % self._slots()])
+
+            fori_loop(_not_below_zero(steps - late), steps, release, None)
         last = unravel(steps - 1, self.grid)
         invariant = [(o, b) for o, b in zip(outs, a["outs"]) if not o.variant]
         if invariant:
@@ -272,7 +290,7 @@ class _Pipeline:
 
     # ---- the memory thread
 
-    def _memory(self, ins, a):
+    def _memory(self, ins, a, late):
         _ops.set_max_registers(self.memory_registers, action="decrease")
         slots, steps = self._slots(), _grid_size(self.grid)
         state, start = self.pipeline_state, PipelinePipeline.START
@@ -318,8 +336,8 @@ class _Pipeline:
 
         def quiesce():
             # what is left: the last slots, but for the steps whose release was delayed for ever
-            lo = steps - slots if isinstance(steps, int) else _core.binary("max", steps - slots, 0)
-            fori_loop(lo, steps - self.delay, lambda k, _: await_consumed(k), None)
+            hi = steps - self.delay + late
+            fori_loop(_not_below_zero(steps - slots), hi, lambda k, _: await_consumed(k), None)
 
         if state is None or not isinstance(state, Array) and state == PipelinePipeline.STOP:
             quiesce()

@@ -252,6 +252,45 @@ _define(
 )
 
 
+def _logical_reduction(kind, doc):
+    def f(x, axes):
+        x = _core.as_array(x)
+        if x.dtype != bool:
+            raise NotImplementedError(
+                f"lax.{f.__name__}: only bool arrays, got {x.dtype}; compare first: x != 0"
+            )
+        return _core.reduce(kind, x, tuple(axes) if isinstance(axes, (tuple, list)) else (axes,))
+
+    f.__doc__ = doc
+    return f
+
+
+_define(
+    {
+        "reduce_or": ("any", "Is any element of a bool array true?"),
+        "reduce_and": ("all", "Are all elements of a bool array true?"),
+    },
+    _logical_reduction,
+)
+
+
+def reduce(operand, init_value, computation, dimensions):
+    """``operand`` combined over dims, then with ``init_value``: by lax.add, max or min, of bool
+    arrays by bitwise_or or bitwise_and."""
+    ops = {"add": "add", "max": "max", "min": "min", "bitwise_or": "any", "bitwise_and": "all"}
+    name = getattr(computation, "__name__", None)
+    if name not in ops or globals()[name] is not computation:
+        raise NotImplementedError(
+            f"lax.reduce: computation must be one of {', '.join(f'lax.{k}' for k in ops)}, got"
+            f" {show(computation)}"
+        )
+    if name.startswith("bitwise"):
+        out = _logical_reduction(ops[name], None)(operand, tuple(dimensions))
+    else:
+        out = _core.reduce(ops[name], _core.as_array(operand), tuple(dimensions))
+    return computation(out, init_value)
+
+
 def stop_gradient(x):
     """Identity."""
     return x

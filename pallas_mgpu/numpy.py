@@ -4,6 +4,7 @@ Dtypes are those of JAX with 64-bit mode off: Python ints and floats are weak in
 64-bit requests become 32-bit."""
 
 import math
+from builtins import any as _any
 
 import ml_dtypes
 import numpy as np
@@ -91,7 +92,7 @@ def result_type(*xs):
 
 
 def _traced(*xs):
-    return any(isinstance(x, (Array, Ref)) for x in xs)
+    return _any(isinstance(x, (Array, Ref)) for x in xs)
 
 
 def _in_kernel(x):
@@ -156,6 +157,7 @@ for _name, _op, _f, _inexact, _doc in (
     ("bitwise_not", "not", np.invert, False, "Bitwise complement; logical on bool."),
     ("log", "log", np.log, True, "Natural logarithm; integers become float32."),
     ("log2", "log2", np.log2, True, "Logarithm to base 2; integers become float32."),
+    ("log1p", "log1p", np.log1p, True, "log(1 + x), exact near 0; integers become float32."),
     ("negative", "neg", np.negative, False, "-x."),
     ("rint", "rint", np.rint, True, "Nearest integer, halves to even."),
     ("sign", "sign", np.sign, False, "-1, 0 or 1."),
@@ -331,6 +333,22 @@ _export("min", _reduce("min", np.min), "Least over axes; NaN propagates.")
 amax, amin = max, min  # noqa: F821
 
 
+def _logical(name, host):
+    def f(x, axis=None, out=None, keepdims=False, *, where=None):
+        if isinstance(x, Ref):
+            raise TypeError(f"jnp.{name}: a Ref was given; load it first with ref[...]")
+        if isinstance(x, Array):
+            return getattr(x, name)(axis, out, keepdims, where=where)
+        extra = {} if where is None else {"where": where}
+        return _host(host(_host(x), axis=axis, out=out, keepdims=keepdims, **extra))
+
+    return f
+
+
+_export("any", _logical("any", np.any), "Is an element true (not 0)? A scalar decides branches.")
+_export("all", _logical("all", np.all), "Are all elements true? A scalar decides branches.")
+
+
 def mean(x, axis=None, dtype=None, keepdims=False):
     """Mean over axes; integers become float32."""
     if not _traced(x):
@@ -428,7 +446,7 @@ def arange(start, stop=None, step=1, dtype=None):
     if not tracing():
         return _host(np.arange(start, stop, step, None if dtype is None else _core.as_dtype(dtype)))
     if dtype is None:
-        dtype = "float32" if any(isinstance(v, float) for v in (start, stop, step)) else "int32"
+        dtype = "float32" if _any(isinstance(v, float) for v in (start, stop, step)) else "int32"
     if step == 0:
         raise ValueError("jnp.arange: step must not be 0")
     n = math.ceil((stop - start) / step)
@@ -451,7 +469,7 @@ def broadcast_to(x, shape):
     if x.shape == shape:
         return x
     first = len(shape) - x.ndim
-    if first < 0 or any(a not in (1, b) for a, b in zip(x.shape, shape[first:])):
+    if first < 0 or _any(a not in (1, b) for a, b in zip(x.shape, shape[first:])):
         raise ValueError(
             f"jnp.broadcast_to: Incompatible shapes for broadcasting: {x.shape}, {shape}"
         )

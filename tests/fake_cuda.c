@@ -186,6 +186,19 @@ static R cuFuncSetAttribute(void *f, int a, int v) {
   S.attribute[a] = v;
   return 0;
 }
+static R cuOccupancyMaxActiveBlocksPerMultiprocessor(int *n, void *f, int block, size_t smem) {
+  (void)f, (void)block, (void)smem;
+  MAY_FAIL;
+  *n = 2;
+  return 0;
+}
+static R cuOccupancyMaxActiveClusters(int *n, void *f, const config *c) {
+  (void)f;
+  MAY_FAIL;
+  if (c->n_attrs < 1 || c->attrs[0].id != 4) return 1;
+  *n = 132 / (int)(c->attrs[0].v.cluster[0] * c->attrs[0].v.cluster[1] * c->attrs[0].v.cluster[2]);
+  return 0;
+}
 static R cuLaunchKernelEx(const config *c, void *f, void **params, void **extra) {
   (void)f, (void)extra;
   MAY_FAIL;

@@ -305,6 +305,31 @@ def case_attributes():
         assert list(last.cluster) == [size, 1, 1] and fake.fake_attribute(14) == (size > 8)
 
 
+def case_shared_grid():
+    """A kernel that hands out its grid is launched with the clusters that fit, along x."""
+
+    def handed(x, o, cluster=()):
+        @plgpu.dynamic_scheduling_loop(("a", "b"), cluster_axes=cluster)
+        def _(info):
+            o[...] = x[...] + 1
+
+    def in_cluster(x, o):
+        handed(x, o, ("c", "d"))
+
+    axes = dict(grid_names=("a", "b"))
+    for grid, launched in [((100, 70), 264), ((1, 7), 7), ((3, 88), 264)]:
+        kernel(handed, grid=grid, **axes)(x)
+        assert list(fake.fake_last().contents.grid) == [launched, 1, 1]
+    axes |= dict(cluster=(2, 4), cluster_names=("c", "d"))
+    for grid, launched in [((100, 70), 16), ((1, 7), 7)]:
+        kernel(in_cluster, grid=grid, **axes)(x)
+        last = fake.fake_last().contents
+        assert list(last.cluster) == [4, 2, 1] and list(last.grid) == [4 * launched, 2, 1]
+    fake.fake_fail(b"cuOccupancyMaxActiveClusters", 1, 0)
+    refused(plgpu.LaunchError, "cannot be loaded", kernel(in_cluster, grid=(9, 9), **axes), x)
+    assert fake.fake_context_depth() == 0
+
+
 def case_family():
     """Operands say where an array lies and how it is aligned; each has its own kernel."""
     made = []

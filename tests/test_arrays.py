@@ -63,7 +63,7 @@ UNARY = {
     "cos": (jnp.cos, np.cos, 3),
     "rsqrt": (lax.rsqrt, lambda x: 1 / np.sqrt(x), 3),
     "erf": (lax.erf, np.vectorize(math.erf), 3),
-    "log1p": (lambda x: lax.log1p(jnp.abs(x)), lambda x: np.log1p(np.abs(x)), 2),
+    "log1p": (lambda x: jnp.log1p(jnp.abs(x)), lambda x: np.log1p(np.abs(x)), 2),
     "floor": (jnp.floor, np.floor, 0),
     "ceil": (jnp.ceil, np.ceil, 0),
     "rint": (jnp.round, np.rint, 0),
@@ -323,6 +323,138 @@ def test_reductions(run, rng, shape, axis):
     np.testing.assert_allclose(s, x.astype(np.float64).sum(axis), rtol=1e-5, atol=1e-4)
     np.testing.assert_array_equal(hi, x.max(axis))
     np.testing.assert_array_equal(lo, x.min(axis))
+
+
+# true in the corners, in the middle, nowhere, everywhere but once, everywhere
+MASKS = ["first", "last", "none", "but one", "all"]
+
+
+def mask_of(kind, shape):
+    m = np.full(shape, kind in ("but one", "all"))
+    if kind in ("first", "last"):
+        m.flat[0 if kind == "first" else -1] = True
+    if kind == "but one":
+        m.flat[m.size // 2] = False
+    return m
+
+
+@pytest.mark.parametrize("shape", [(64, 128), (3, 5), (1, 1), (130, 9), (7,), (640,)], ids=str)
+@pytest.mark.parametrize("layout", [None, plgpu.Layout.WGMMA], ids=["any", "wgmma"])
+def test_any_and_all(run, shape, layout):
+    """Over every axis and all, of every kind of mask, as methods, functions and lax reductions."""
+    if layout and len(shape) < 2:
+        pytest.skip("a layout of matrices")
+    axes = [None, *range(len(shape))] if len(shape) > 1 else [None, 0]
+    masks = np.stack([mask_of(k, shape) for k in MASKS]).astype(np.float32)
+
+    def body(x_ref, *outs):
+        for k in range(len(MASKS)):
+            x = plgpu.load(x_ref.at[k], layout=layout)
+            outs_of_k = iter(outs)
+            for axis in axes:
+                all_axes = tuple(range(len(shape))) if axis is None else (axis,)
+                for value in (
+                    jnp.any(x, axis),
+                    (x != 0).all(axis=axis),
+                    lax.reduce_or(x != 0, all_axes),
+                    lax.reduce_and(x > 0, [a - len(shape) for a in all_axes]),
+                ):
+                    next(outs_of_k)[k] = value.astype(np.int32)
+
+    shapes = [np.any(masks[0], axis=a).shape for a in axes for _ in range(4)]
+    outs = [plgpu.ShapeDtypeStruct((len(MASKS), *s), np.int32) for s in shapes]
+    got = iter(run(body, outs, masks))
+    of_masks = [None if a is None else a + 1 for a in axes]
+    for a in of_masks:
+        rest = tuple(range(1, masks.ndim)) if a is None else a
+        for fn in (np.any, np.all, np.any, np.all):
+            np.testing.assert_array_equal(next(got), fn(masks != 0, axis=rest))
+
+
+def test_any_and_all_decide(run, rng):
+    """As conditions of branches and loops; other dtypes, where=, keepdims=; scalars; the host."""
+    x = rng.uniform(1, 2, (64, 32)).astype(np.float32)
+
+    def as_int(x):
+        return x.astype(np.int32)
+
+    def body(x_ref, o_ref):
+        x = x_ref[...]
+        o_ref[0] = 0
+
+        @pl.when(jnp.any(x > 1.5))
+        def _():
+            o_ref[0] = 1
+
+        o_ref[1] = lax.cond(jnp.all(x >= 1.5), lambda: 1, lambda: 2)
+        halved = lax.while_loop(lambda y: jnp.any(y > 0.01), lambda y: y * 0.5, x)
+        o_ref[2] = as_int(jnp.all(halved <= 0.01) & jnp.any(halved > 0.005))
+        i = lax.broadcasted_iota(np.int32, (64, 32), 0)
+        o_ref[3] = as_int(i.all() | (i < 0).any())
+        o_ref[4] = as_int(
+            jnp.all(i, where=i > 0) & ~jnp.any(i, where=i == 0) & jnp.all(i, where=i < 0)
+        )
+        assert jnp.any(i, axis=1, keepdims=True).shape == (64, 1)
+        assert jnp.any(i, keepdims=True).shape == (1, 1) and (i == 0).all(0).dtype == bool
+        o_ref[5] = as_int(
+            jnp.any(o_ref[0]) & jnp.all(o_ref[1] == 2) & lax.reduce_or(o_ref[0] > 0, ())
+        )
+        o_ref[6] = as_int(jnp.all(jnp.full((128,), True)) & ~jnp.any(jnp.zeros((4, 128))))
+        nan = jnp.full((128,), np.nan, np.float32)
+        o_ref[7] = as_int(jnp.any(nan) & jnp.all(nan.astype(np.float16)))
+
+    got = run(body, plgpu.ShapeDtypeStruct((8,), np.int32), x)
+    np.testing.assert_array_equal(got, [1, 2, 1, 0, 1, 1, 1, 1])
+    assert jnp.any(x > 1.5) and not jnp.all(x > 1.5, axis=None)
+    assert jnp.all(x, axis=1, keepdims=True).shape == (64, 1)
+
+
+def test_any_of_threads(run):
+    """Each thread decides for itself."""
+
+    def body(x_ref, o_ref):
+        t = lax.axis_index("wg")
+        o_ref[t, 0] = jnp.any(x_ref[t] > 0).astype(np.int32)
+        o_ref[t, 1] = jnp.all(x_ref[t] > 0).astype(np.int32)
+
+    x = np.zeros((3, 256), np.float32)
+    x[1, 200], x[2] = 1, 1
+    got = run(body, plgpu.ShapeDtypeStruct((3, 2), np.int32), x, num_threads=3, thread_name="wg")
+    np.testing.assert_array_equal(got, [[0, 0], [1, 0], [1, 1]])
+
+
+def test_lax_reduce(run, rng):
+    x = rng.uniform(-1, 1, (64, 32)).astype(np.float32)
+
+    def body(x_ref, s_ref, o_ref):
+        x = x_ref[...]
+        s_ref[...] = lax.reduce(x, 1.0, lax.add, (1,))
+        o_ref[0] = lax.reduce(x, -jnp.inf, lax.max, [0, 1])
+        o_ref[1] = lax.reduce(x, -3.0, lax.min, [0, 1])
+        o_ref[2] = lax.reduce(x > 0.9, False, lax.bitwise_or, (0, 1)).astype(np.float32)
+        o_ref[3] = lax.reduce(x < 2, False, lax.bitwise_and, (0, 1)).astype(np.float32)
+
+    s, o = run(body, [plgpu.ShapeDtypeStruct(n, np.float32) for n in ((64,), (4,))], x)
+    np.testing.assert_allclose(s, x.sum(1) + 1, rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(o, [x.max(), -3, 1, 0])
+
+
+def test_any_refusals():
+    def body(use):
+        return lambda x_ref: use(x_ref)
+
+    x = np.zeros((8, 8), np.float32)
+    for use, error, why in [
+        (lambda r: jnp.any(r), TypeError, "load it first"),
+        (lambda r: lax.reduce_or(r[...], (0,)), NotImplementedError, "compare first"),
+        (lambda r: jnp.any(r[...], axis=2), ValueError, "out of"),
+        (lambda r: lax.reduce(r[...], 0, lax.mul, (0,)), NotImplementedError, "lax.add"),
+        (lambda r: lax.reduce(r[...], 0, lax.bitwise_or, (0,)), NotImplementedError, "bool"),
+        (lambda r: r[...].any(0, r), ValueError, "out="),
+        (lambda r: bool(jnp.any(r[...])), plgpu.TracerBoolConversionError, "."),
+    ]:
+        with pytest.raises(error, match=why):
+            plgpu.kernel(lambda r, use=use: use(r) and None, out_type=()).lower(x)
 
 
 @pytest.mark.parametrize("n", [1, 31, 128, 1000, 4096])

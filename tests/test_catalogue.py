@@ -94,6 +94,7 @@ INSTRUCTIONS = {
     "barrier_init(64, 3);": ["mbarrier.init.shared::cta.b64 [64], 3"],
     "barrier_init_fence();": ["fence.mbarrier_init.release.cluster"],
     "barrier_arrive(64);": ["mbarrier.arrive.shared::cta.b64 _, [64]"],
+    "barrier_arrive_n<4>(64);": ["mbarrier.arrive.shared::cta.b64 _, [64], 4"],
     "barrier_arrive_tx(64, 512);": ["mbarrier.arrive.expect_tx.shared::cta.b64 _, [64], 512"],
     "barrier_arrive_remote(64, 3);": [
         ".reg .b32 r", "mapa.shared::cluster.u32 r, 64, 3",
@@ -102,6 +103,10 @@ INSTRUCTIONS = {
     "barrier_arrive_release(64, 3);": [
         ".reg .b32 r", "mapa.shared::cluster.u32 r, 64, 3",
         "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [r]",
+    ],
+    "store_async(64, 7, 128, 3);": [
+        ".reg .b32 p, q", "mapa.shared::cluster.u32 p, 64, 3", "mapa.shared::cluster.u32 q, 128, 3",
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [p], 7, [q]",
     ],
     "async_proxy_fence();": ["fence.proxy.async.shared::cta"],
     "async_proxy_fence_global();": ["fence.proxy.async.global"],

@@ -815,8 +815,8 @@ REMOTE += "\n store %s_4, %22"
 @pytest.mark.parametrize("groups", ["", ", cluster = [0, -1]"], ids=["plain", "cluster"])
 def test_meetings_before_arrivals(first, second, before, meets, relaxed, groups):
     """One lane arrives for all: the lanes meet before if they have anything to finish, but a wgmma
-    that is complete is meeting enough. A release is left out where other blocks reach nothing that
-    lanes access."""
+    that is complete is meeting enough. In one block each warp arrives instead. A release is left
+    out where other blocks reach nothing that lanes access."""
     text = CONSUMER.replace("GROUPS", groups).replace("FIRST", first).replace("SECOND", second)
     if meets is None:
         text = text.replace("store %o_2, %19", "store %s_4, %19")
@@ -826,12 +826,17 @@ def test_meetings_before_arrivals(first, second, before, meets, relaxed, groups)
     g.lower()
     ops = re.findall(r"^ +(?:%\S+ = )?(\w+)(.*)$", g.text(), flags=re.M)
     at = next(k for k, (name, _) in enumerate(ops) if name == "barrier_arrive")
-    assert (ops[at - 1][0] == "sync") == (meets or ops[at - 2][0] == "store")
+    by_warps = any("warps = 1" in rest for name, rest in ops if name == "alloc_barrier")
+    assert by_warps == (meets and not groups)
+    assert (ops[at - 1][0] == "sync") == ((meets and bool(groups)) or ops[at - 2][0] == "store")
     assert ("relaxed = 1" in ops[at][1]) == bool(groups and relaxed)
 
 
+IN_CLUSTER = ", cluster = [0, -1]"
+
+
 def test_a_wait_is_behind_all_lanes_before_an_arrival():
-    text = CONSUMER.replace("GROUPS", "").replace("BEFORE", "")
+    text = CONSUMER.replace("GROUPS", IN_CLUSTER).replace("BEFORE", "")
     text = text.replace("FIRST", "barrier_arrive %empty_6\nbarrier_wait %empty_6")
     g = graph(text.replace("SECOND", "wgmma_wait {n = 0}"))
     g.lower()
@@ -844,7 +849,7 @@ def test_a_wait_is_behind_all_lanes_before_an_arrival():
     "ref,kind,meets", [("%x_1", "gmem float16", False), ("%s_4", "smem float32", True)]
 )
 def test_loads_of_what_nobody_writes_need_no_meeting(ref, kind, meets):
-    text = CONSUMER.replace("GROUPS", "").replace("BEFORE", "").replace("FIRST", "")
+    text = CONSUMER.replace("GROUPS", IN_CLUSTER).replace("BEFORE", "").replace("FIRST", "")
     starts, sizes, at = ("?, ?", "_, _", "%8, %8") if ref == "%x_1" else ("?", "_", "%8")
     scalar = f"""%20 = index {ref}, {at} {{starts = [{starts}], sizes = [{sizes}]}} : {kind}[]
       %21 = load %20 : {kind.split()[1]}[]
@@ -856,7 +861,7 @@ def test_loads_of_what_nobody_writes_need_no_meeting(ref, kind, meets):
 
 
 def test_a_scalar_store_is_finished_before_an_arrival():
-    text = CONSUMER.replace("GROUPS", "").replace("BEFORE", "").replace("FIRST", "")
+    text = CONSUMER.replace("GROUPS", IN_CLUSTER).replace("BEFORE", "").replace("FIRST", "")
     scalar = """%20 = index %s_4, %8 {starts = [?], sizes = [_]} : smem float32[]
       %21 = load %20 : float32[]
       store %20, %21"""

@@ -41,6 +41,16 @@ def test_readme():
     assert np.linalg.norm(names["matmul"](a, b) - want) < 1e-3 * np.linalg.norm(want)
 
 
+def test_reference():
+    """The Python blocks of the reference, one after the other; they check themselves."""
+    text = (ROOT / "docs" / "reference.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", text, re.S)
+    assert len(blocks) >= 4
+    names = {}
+    for k, block in enumerate(blocks):
+        exec(compile(block, f"<reference block {k}>", "exec"), names)  # noqa: S102
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_program(dtype):
     """`python -m pallas_mgpu` runs its matmul, checks it and says where it ran."""
@@ -258,7 +268,7 @@ def test_mosaic_kernel_of_the_pallas_page(run):
         (lambda: pl.pallas_call(None, out_shape=None), NotImplementedError, "plgpu.kernel"),
         (lambda: pl.core_map(None), NotImplementedError, "plgpu.kernel"),
         (lambda: plgpu.WarpMesh(axis_name="warp"), NotImplementedError, "thread axis"),
-        (lambda: plgpu.dynamic_scheduling_loop(("x",)), NotImplementedError, "nd_loop"),
+        (lambda: plgpu.try_cluster_cancel(None, None), NotImplementedError, "dynamic_scheduling"),
         (lambda: plgpu.SemaphoreType.REGULAR, NotImplementedError, "Barrier"),
         (lambda: plgpu.tcgen05_mma(1, 2, 3), NotImplementedError, "Blackwell"),
         (lambda: plgpu.TMEM((128, 128), F32, collective=True), NotImplementedError, "Blackwell"),

@@ -62,6 +62,8 @@ SIGNATURES = {
         " leader_tracked=None, oob_mode=None, predicate=None, engine=None)",
         "copy_smem_to_gmem": "(src, dst, predicate=None, *, commit_group=True,"
         " reduction_op=None, engine=None)",
+        "dynamic_scheduling_loop": "(grid_names, thread_axis=None, cluster_axes=(),"
+        " init_carry=None)",
         "emit_pipeline": "(body, *, grid, in_specs=(), out_specs=(), max_concurrent_steps=1,"
         " init_carry=None)",
         "emit_pipeline_warp_specialized": "(body, *, grid, memory_registers, in_specs=(),"
@@ -132,7 +134,7 @@ LATER = {
     plgpu: "as_torch_kernel async_copy_scales_to_tmem async_copy_smem_to_tmem"
     " async_copy_sparse_metadata_to_tmem async_load_tmem async_prefetch async_store_smem"
     " async_store_tmem atomic_add atomic_and atomic_max atomic_min atomic_or atomic_xor"
-    " barrier_test commit_tmem CopyPartition dynamic_scheduling_loop"
+    " barrier_test commit_tmem CopyPartition"
     " format_tcgen05_sparse_metadata inline_mgpu mma multicast_ref"
     " multimem_load_reduce multimem_store PeerMemRef"
     " print_layout query_cluster_cancel RefType RefUnion remote_ref semaphore_signal"

@@ -17,10 +17,14 @@ int64_t pm_cluster_size(const pm_graph *g, const int64_t *axes, uint32_t n) {
   return size;
 }
 
+uint32_t pm_blocks(const pm_graph *g) {
+  uint32_t n = 1;
+  for (uint32_t k = 0; k < g->n_cluster; k++) n *= (uint32_t)g->cluster[k];
+  return n;
+}
+
 static bool is_whole(const pm_graph *g, const int64_t *axes, uint32_t n) {
-  int64_t all = 1;
-  for (uint32_t k = 0; k < g->n_cluster; k++) all *= g->cluster[k];
-  return pm_cluster_size(g, axes, n) == all;
+  return pm_cluster_size(g, axes, n) == pm_blocks(g);
 }
 
 static const char *coordinate(pm_gen *e, int64_t axis) {

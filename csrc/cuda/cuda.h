@@ -13,6 +13,8 @@ typedef struct pm_program {
   size_t size;
   const char *entry;      /* extern "C" name */
   uint32_t grid[3], cluster[3], block;
+  bool shares_grid;       /* any number of clusters will do, of which grid says the most; they lie
+                           * along x */
   uint32_t smem_bytes;    /* dynamic */
   bool pdl;
   int arch;               /* 90: compile for sm_90a */

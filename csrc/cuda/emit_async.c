@@ -18,6 +18,7 @@ typedef struct barrier {
   pm_val base;
   const int64_t *groups; /* of a cluster barrier that signals other blocks */
   uint32_t n_groups;
+  bool warps; /* each warp arrives */
 } barrier;
 
 static pm_code barrier_of(pm_gen *e, pm_opid op, pm_val ref, barrier *b) {
@@ -40,6 +41,7 @@ static pm_code barrier_of(pm_gen *e, pm_opid op, pm_val ref, barrier *b) {
   b->index = pm_type_size(pm_typeof(e->g, v.base)) == 1 ? NULL : i.at;
   b->phase = e->phase[v.base];
   b->base = v.base;
+  b->warps = *pm_attr(e->g, v.alloc, PM_ATTR_WARPS);
   b->groups = pm_attr_list(e->g, v.alloc, PM_ATTR_CLUSTER, &b->n_groups);
   if (pm_cluster_targets(e->g, b->groups, b->n_groups) == 1) b->n_groups = 0;
   return PM_OK;
@@ -78,8 +80,13 @@ pm_code pm_cuda_ARRIVE(pm_gen *e, pm_opid op) {
   pm_note(e, op, "barrier_arrive");
   if (b.n_groups) {
     arrive_in_cluster(e, &b, *pm_attr(e->g, op, PM_ATTR_RELAXED));
-  } else {
+  } else if (!b.warps) {
     pm_line(e, "%sbarrier_arrive(%s);", e->lane ? "" : "if (tid == 0) ", b.address);
+  } else if (e->lane) {
+    pm_line(e, "barrier_arrive_n<4>(%s);", b.address); /* for all warps */
+  } else {
+    pm_line(e, "warp_sync();");
+    pm_line(e, "if (lane == 0) barrier_arrive(%s);", b.address);
   }
   return PM_OK;
 }
@@ -452,6 +459,83 @@ pm_code pm_cuda_NEXT_TILE(pm_gen *e, pm_opid op) {
   if (e->program->pdl) pm_line(e, "grid_wait();");
   pm_line(e, "%s = next_tile(&counters[%lld]);", x, n);
   if (e->lane) return PM_OK;
+  pm_line(e, "st_shared<i32, 1>(%s, &%s);", pm_scratch(e), x);
+  pm_end(e);
+  pm_line(e, PM_LANES_SYNC);
+  pm_line(e, "ld_shared<i32, 1>(&%s, %s);", x, pm_scratch(e));
+  pm_line(e, PM_LANES_SYNC);
+  return PM_OK;
+}
+
+const char *pm_taker(pm_gen *e, bool first_block) {
+  const pm_graph *g = e->g;
+  const char *thread = g->n_threads > 1 ? pm_str(e, "wg == %u && ", g->n_threads - 1) : "";
+  const char *rank = first_block && pm_blocks(g) > 1 ? "cluster_rank() == 0 && " : "";
+  return pm_str(e, "if (%s%swarp == 0 && elect_one())", rank, thread);
+}
+
+/* Clusters of the launch have tiles by their number; what the counter says comes behind. */
+static const char *behind_first(pm_gen *e, pm_val taken) {
+  const uint32_t x = e->program->cluster[0];
+  if (!e->program->shares_grid) return pm_scalar_of(e, taken);
+  return pm_str(e, x > 1 ? "%s + (i32)(gridDim.x / %u)" : "%s + (i32)gridDim.x",
+                pm_scalar_of(e, taken), x);
+}
+
+/* The atomic's result is first used where the tile is handed on: until then nothing waits for it.
+ * All points are taken from the start where the launch has a cluster for each. */
+pm_code pm_cuda_TAKE_TILE(pm_gen *e, pm_opid op) {
+  const pm_val out = pm_get(e->g, op)->out;
+  const long long n = *pm_attr(e->g, op, PM_ATTR_N);
+  pm_note(e, op, "take_tile");
+  if (!e->program->shares_grid) {
+    pm_bind(e, out, pm_str(e, "%lld", (long long)pm_grid_size(e->g)), PM_FORM_SCALAR);
+    return PM_OK;
+  }
+  const char *x = pm_declare(e, out, out);
+  pm_begin(e, "%s {", pm_taker(e, true));
+  if (e->program->pdl) pm_line(e, "grid_wait();");
+  pm_line(e, "%s = next_tile(&counters[%lld]);", x, n);
+  pm_end(e);
+  return PM_OK;
+}
+
+pm_code pm_cuda_HAND_TILE(pm_gen *e, pm_opid op) {
+  const uint32_t blocks = pm_blocks(e->g);
+  pm_view v;
+  barrier b;
+  PM_TRY(barrier_of(e, op, pm_in(e->g, op, 2), &b));
+  if (pm_view_of(e->g, pm_in(e->g, op, 1), true, &v, e->err)) {
+    pm_err_op(e->err, e->g, op);
+    return e->err->code;
+  }
+  pm_note(e, op, "hand_tile");
+  pm_begin(e, "%s {", pm_taker(e, false));
+  if (blocks > 1) {
+    pm_line(e, "barrier_arrive_tx(%s, 4);", b.address);
+    pm_line(e, "for (u32 k = 0; k < %u && cluster_rank() == 0; k++)", blocks);
+    pm_line(e, "  store_async(%s, %s, %s, k);", pm_view_address(e, &v),
+            behind_first(e, pm_in(e->g, op, 0)), b.address);
+  } else {
+    const char *x = pm_unique(e, "tile");
+    pm_line(e, "const i32 %s = %s;", x, behind_first(e, pm_in(e->g, op, 0)));
+    pm_line(e, "st_shared<i32, 1>(%s, &%s);", pm_view_address(e, &v), x);
+    pm_line(e, "barrier_arrive(%s);", b.address);
+  }
+  pm_end(e);
+  return PM_OK;
+}
+
+pm_code pm_cuda_SHARE_TILE(pm_gen *e, pm_opid op) {
+  const pm_val out = pm_get(e->g, op)->out, in = pm_in(e->g, op, 0);
+  pm_note(e, op, "share_tile");
+  if (!e->program->shares_grid) {
+    pm_alias(e, out, in);
+    return PM_OK;
+  }
+  const char *x = pm_declare(e, out, out);
+  pm_begin(e, PM_ONE_LANE " {");
+  pm_line(e, "%s = %s;", x, behind_first(e, in));
   pm_line(e, "st_shared<i32, 1>(%s, &%s);", pm_scratch(e), x);
   pm_end(e);
   pm_line(e, PM_LANES_SYNC);

@@ -229,6 +229,23 @@ pm_code pm_cuda_AXIS(pm_gen *e, pm_opid op) {
   }
 }
 
+/* Row-major; of a launch that shares the grid, whose clusters all lie along x, by that. */
+pm_code pm_cuda_FIRST_TILE(pm_gen *e, pm_opid op) {
+  const pm_graph *g = e->g;
+  const uint32_t cluster = e->program->cluster[0];
+  pm_text t;
+  (void)op;
+  if (e->program->shares_grid)
+    return leave(e, cluster > 1 ? pm_str(e, "(i32)(blockIdx.x / %u)", cluster) : "(i32)blockIdx.x");
+  pm_text_init(&t, e->arena);
+  for (uint32_t d = 0; d < g->n_grid; d++) {
+    int64_t below = 1;
+    for (uint32_t k = d + 1; k < g->n_grid; k++) below *= g->grid[k];
+    pm_putf(&t, "%s(%s) * %lld", d ? " + " : "", grid_index(e, d), (long long)below);
+  }
+  return leave(e, g->n_grid ? pm_str(e, "(i32)(%s)", t.at) : "0");
+}
+
 pm_code pm_cuda_IOTA(pm_gen *e, pm_opid op) {
   const pm_val out = pm_get(e->g, op)->out;
   const pm_layout *l = pm_value_layout(e->g, out);

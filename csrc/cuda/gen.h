@@ -50,7 +50,8 @@ typedef struct pm_gen {
   bool *released; /* per value: cluster barriers with an arrival that releases memory */
   bool *fresh;    /* per value: accumulators without contents, the next product overwrites them */
   PM_VEC(pm_head_var) head_vars;
-  uint32_t n_counters; /* of NEXT_TILE */
+  uint32_t n_counters; /* of NEXT_TILE and TAKE_TILE */
+  bool asks;           /* there is a NEXT_TILE */
   uint32_t n_turns;    /* threads that take turns, 0: none do */
   struct family {
     const char *name, *text;
@@ -119,6 +120,7 @@ void pm_find_lane_barriers(pm_gen *e);
 bool pm_is_scalar_op(pm_gen *e, pm_opid op);
 pm_code pm_gen_scalar(pm_gen *e, pm_opid op);
 const char *pm_scratch(pm_gen *e); /* address of this thread's scratch */
+const char *pm_taker(pm_gen *e, bool first_block); /* "if (..)": the lane that hands tiles on */
 int64_t pm_scratch_bytes(const pm_gen *e);
 #define PM_LANES_SYNC "lanes_sync(wg);"
 #define PM_ONE_LANE "if (warp == 0 && elect_one())"
@@ -129,6 +131,7 @@ int64_t pm_scratch_bytes(const pm_gen *e);
 const char *pm_cluster_share(pm_gen *e, const int64_t *axes, uint32_t n); /* 0 .. size - 1 */
 const char *pm_cluster_mask(pm_gen *e, const int64_t *axes, uint32_t n);  /* of blocks that share */
 int64_t pm_cluster_size(const pm_graph *g, const int64_t *axes, uint32_t n);
+uint32_t pm_blocks(const pm_graph *g); /* of a cluster */
 /* Blocks that an arrival signals: how many, and the rank of the k-th. groups: as the attribute. */
 int64_t pm_cluster_targets(const pm_graph *g, const int64_t *groups, uint32_t n);
 const char *pm_cluster_target(pm_gen *e, const int64_t *groups, uint32_t n, const char *k);

@@ -5,10 +5,13 @@
  * may use each other in any order. Entry "types" stands first in every program.
  *
  * Parameters: tensor maps, then a pointer for each kernel argument whose address the body uses, then
- * one to the counters of NEXT_TILE, which are zero when a launch begins and again when it ends. */
+ * one to the counters of NEXT_TILE and TAKE_TILE, which are zero when a launch begins and again when
+ * it ends. */
 #include <stdlib.h>
 
 #include "gen.h"
+
+enum { MOST_TILES = INT32_MAX - (1 << 24) }; /* so that no counter of them overflows */
 
 /* ---- the catalogue ----------------------------------------------------------------------- */
 
@@ -105,6 +108,14 @@ static pm_code check_grid(pm_gen *e) {
     int64_t *axis = &n[pm_min(g->n_grid - 1 - k, 2)];
     *axis = pm_min(*axis * g->grid[k], INT32_MAX + 1LL);
   }
+  if (e->program->shares_grid) {
+    if (pm_grid_size(g) <= MOST_TILES / (int64_t)e->program->cluster[0]) return PM_OK;
+    return pm_fail(e->err, PM_E_VALUE,
+                   "kernel %s: dynamic_scheduling_loop hands out at most %d points, the grid has "
+                   "%lld",
+                   g->name ? g->name : "", MOST_TILES / (int)e->program->cluster[0],
+                   (long long)pm_grid_size(g));
+  }
   for (int d = 0; d < 3; d++) {
     n[d] *= e->program->cluster[d];
     if (n[d] <= most[d]) continue;
@@ -128,10 +139,15 @@ static pm_code set_geometry(pm_gen *e) {
   for (uint32_t k = 0; k < g->n_cluster; k++) {
     p->cluster[g->n_cluster - 1 - k] = (uint32_t)g->cluster[k];
   }
+  p->shares_grid = pm_shares_grid(g);
   PM_TRY(check_grid(e));
   for (uint32_t k = 0; k < g->n_grid; k++) {
     const uint32_t from_last = g->n_grid - 1 - k;
     p->grid[from_last < 2 ? from_last : 2] *= (uint32_t)g->grid[k];
+  }
+  if (p->shares_grid) {
+    p->grid[0] = (uint32_t)pm_grid_size(g);
+    p->grid[1] = p->grid[2] = 1;
   }
   for (int k = 0; k < 3; k++) p->grid[k] *= p->cluster[k];
   p->block = 128 * g->n_threads;
@@ -193,9 +209,12 @@ static void look(pm_graph *g, pm_opid op, void *ctx) {
     s->e->program->pdl = true;
   } else if (code == PM_OP_TAKE_TURN) {
     s->e->n_turns = (uint32_t)*pm_attr(g, op, PM_ATTR_N);
-  } else if (code == PM_OP_NEXT_TILE) {
+  } else if (code == PM_OP_NEXT_TILE || (code == PM_OP_TAKE_TILE && s->e->program->shares_grid)) {
     const uint32_t counter = (uint32_t)*pm_attr(g, op, PM_ATTR_N);
     if (counter >= s->e->n_counters) s->e->n_counters = counter + 1;
+    s->e->asks |= code == PM_OP_NEXT_TILE;
+  } else if (code == PM_OP_HAND_TILE) {
+    s->meets_cluster |= pm_blocks(g) > 1;
   }
 }
 
@@ -218,7 +237,8 @@ static pm_code print_barriers(pm_gen *e, const survey *s) {
   for (uint32_t k = 0; k < s->barriers.n; k++) {
     const pm_opid op = s->barriers.at[k];
     const int64_t n = pm_type_size(pm_typeof(e->g, pm_get(e->g, op)->out));
-    const int64_t count = pm_barrier_arrivals(e->g, op);
+    const int64_t unit = *pm_attr(e->g, op, PM_ATTR_WARPS) ? 4 : 1;
+    const int64_t count = pm_barrier_arrivals(e->g, op) * unit;
     const long long at = *pm_attr(e->g, op, PM_ATTR_OFFSET);
     if (n == 1) {
       pm_line(e, "barrier_init(smem + %lld, %lld);", at, (long long)count);
@@ -237,6 +257,14 @@ static pm_code print_counters_done(pm_gen *e) {
   const pm_program *p = e->program;
   const uint64_t callers = (uint64_t)p->grid[0] * p->grid[1] * p->grid[2] * e->g->n_threads;
   if (!e->n_counters) return PM_OK;
+  if (p->shares_grid) { /* as many as there are */
+    const char *threads = e->asks && e->g->n_threads > 1 ? pm_str(e, " * %u", e->g->n_threads) : "";
+    const char *all = "gridDim.x * gridDim.y * gridDim.z";
+    if (!e->asks) all = p->cluster[0] > 1 ? pm_str(e, "gridDim.x / %u", p->cluster[0]) : "gridDim.x";
+    pm_line(e, "%s counters_done(counters, %u, %s%s);", e->asks ? PM_ONE_LANE : pm_taker(e, true),
+            e->n_counters, all, threads);
+    return PM_OK;
+  }
   if (callers > UINT32_MAX) {
     return pm_fail(e->err, PM_E_NOT_IMPLEMENTED,
                    "next_tile: %llu threads of all blocks are too many; use a smaller grid and "

@@ -550,6 +550,10 @@ static void note_shared(pm_graph *g, pm_opid op, void *ctx) {
       c->shared[pm_view_base(g, pm_in(g, op, 1))] |= n > 0;
       c->shared[pm_view_base(g, pm_in(g, op, 2))] |= n > 0;
       break;
+    case PM_OP_HAND_TILE:
+      c->shared[pm_view_base(g, pm_in(g, op, 1))] |= c->m->n_blocks > 1;
+      c->shared[pm_view_base(g, pm_in(g, op, 2))] |= c->m->n_blocks > 1;
+      break;
     default: break;
   }
 }
@@ -940,6 +944,8 @@ static pm_code compile(void *ctx, pm_err *err) {
   memcpy(m->grid, g->grid, sizeof m->grid);
   memcpy(m->cluster, g->cluster, sizeof m->cluster);
   m->n_blocks = 1;
+  m->grid_size = pm_grid_size(g);
+  m->shares_grid = pm_shares_grid(g);
   for (uint32_t k = 0; k < g->n_cluster; k++) m->n_blocks *= (uint32_t)g->cluster[k];
   c->slot = PM_NEW(c->temp, uint32_t, g->values.n + 1);
   c->splat = PM_NEW(c->temp, uint32_t, g->values.n + 1);

@@ -1,6 +1,7 @@
 /* The virtual machine: scheduler, scopes, barriers, control, printing.
  *
  * Clusters run one after the other in row-major order of the grid; all blocks of a cluster at once.
+ * Of a kernel that hands out its grid only a few run, so that they have something to take.
  * What blocks reach in each other - cluster barriers, the destinations and barriers of collective
  * copies, refs made into cluster_refs - is set up before any of them runs and checked when all have
  * ended; the rest when a block enters and leaves its scope.
@@ -20,6 +21,7 @@
 
 enum { THREAD_WEIGHT = 256, LATE = 1, EVEN = 64, EARLY = 16384, SLICE = 64 };
 enum { REPORT_NS = 3000000 };
+enum { MOST_SHARING = 4 }; /* clusters of a kernel that hands out its grid */
 
 uint64_t pm_vm_random(pm_machine *m) { /* splitmix64 */
   uint64_t z = (m->random += 0x9e3779b97f4a7c15u);
@@ -229,6 +231,22 @@ static step exec_arrive(pm_machine *m, thread *t, const instr *i) {
     if (pm_vm_arrive(m, t, i->op, u->bars + at, 0) == STEP_FAIL) return STEP_FAIL;
   }
   return STEP_PAUSE;
+}
+
+/* The thread that took the number writes it in each block, and the barrier there waits for that. */
+static step exec_hand_tile(pm_machine *m, thread *t, const instr *i) {
+  spot s;
+  if (t->index + 1 < m->n_threads) return STEP_NEXT;
+  barrier *b = pm_vm_barrier(m, t, i, i->mem2);
+  if (!b) return STEP_FAIL;
+  pm_vm_locate(m, t, i->mem, &s);
+  if (!s.inside) return pm_vm_outside(m, t, i->op, &s, "hand_tile");
+  const int64_t at = s.at - t->block->smem, bar = b - b->block->bars;
+  for (block *u = m->blocks; t->block == m->blocks && u < m->blocks + m->n_blocks; u++) {
+    memcpy(u->smem + at, slot_of(t, i->a), sizeof(int32_t));
+    if (pm_vm_transfer_done(m, t, i->op, u->bars + bar) == STEP_FAIL) return STEP_FAIL;
+  }
+  return pm_vm_arrive(m, t, i->op, b, 1) == STEP_FAIL ? STEP_FAIL : STEP_PAUSE;
 }
 
 static step exec_wait(pm_machine *m, thread *t, const instr *i) {
@@ -493,6 +511,7 @@ const handler pm_vm_SWITCH = {pm_vm_encode_switch, exec_switch, {0}};
 const handler pm_vm_YIELD = {pm_vm_encode_nothing, NULL, {0}};
 const handler pm_vm_ARRIVE = {pm_vm_encode_plain, exec_arrive, {0}};
 const handler pm_vm_WAIT = {pm_vm_encode_plain, exec_wait, {0}};
+const handler pm_vm_HAND_TILE = {pm_vm_encode_plain, exec_hand_tile, {0}};
 const handler pm_vm_TAKE_TURN = {pm_vm_encode_plain, exec_take_turn, {0}};
 const handler pm_vm_PASS_TURN = {pm_vm_encode_plain, exec_pass_turn, {0}};
 const handler pm_vm_DEBUG_PRINT = {pm_vm_encode_print, exec_print, {0}};
@@ -634,8 +653,8 @@ static void set_weights(pm_machine *m) {
 }
 
 static step run_grid(pm_machine *m) {
-  m->points = 1;
-  for (uint32_t d = 0; d < m->n_grid; d++) m->points *= m->grid[d];
+  m->points = m->grid_size;
+  if (m->shares_grid) m->points = 1 + below(m, (uint64_t)pm_min(m->grid_size, MOST_SHARING));
   for (m->points_done = 0; m->points_done < m->points; m->points_done++) {
     int64_t rest = m->points_done;
     for (uint32_t d = m->n_grid; d-- > 0; rest /= m->grid[d]) m->point[d] = rest % m->grid[d];

@@ -320,6 +320,20 @@ static step exec_nothing(pm_machine *m, thread *t, const instr *i) {
   return STEP_PAUSE;
 }
 
+static step exec_first_tile(pm_machine *m, thread *t, const instr *i) {
+  *(int32_t *)slot_of(t, i->dst) = (int32_t)m->points_done;
+  return STEP_NEXT;
+}
+
+/* Others than the taker get a number that must not matter. */
+static step exec_take_tile(pm_machine *m, thread *t, const instr *i) {
+  const bool taker = t->index + 1 == m->n_threads && t->block == m->blocks;
+  int64_t number = taker ? m->grid_size : INT32_MIN;
+  if (taker && m->shares_grid) number = m->points + m->counters[i->to]++;
+  *(int32_t *)slot_of(t, i->dst) = (int32_t)number;
+  return STEP_PAUSE;
+}
+
 static step exec_next_tile(pm_machine *m, thread *t, const instr *i) {
   *(int32_t *)slot_of(t, i->dst) = m->counters[i->to]++;
   return STEP_PAUSE;
@@ -341,6 +355,9 @@ static const handler pm_vm_SET_MAX_REGISTERS = {pm_vm_encode_nothing, NULL, {0}}
 static const handler pm_vm_SYNC = {pm_vm_encode_plain, exec_nothing, {0}};
 static const handler pm_vm_PDL_WAIT = {pm_vm_encode_plain, exec_nothing, {0}};
 static const handler pm_vm_PDL_LAUNCH = {pm_vm_encode_plain, exec_nothing, {0}};
+static const handler pm_vm_FIRST_TILE = {pm_vm_encode_plain, exec_first_tile, {0}};
+static const handler pm_vm_TAKE_TILE = {pm_vm_encode_plain, exec_take_tile, {0}};
+static const handler pm_vm_SHARE_TILE = {pm_vm_encode_alias, NULL, {0}};
 static const handler pm_vm_NEXT_TILE = {pm_vm_encode_plain, exec_next_tile, {0}};
 
 #undef UNARY

@@ -247,6 +247,7 @@ struct pm_machine {
   const char *name;
   int64_t grid[PM_MAX_RANK], cluster[3];
   uint32_t n_grid, n_cluster, n_threads, n_blocks; /* blocks of a cluster */
+  bool shares_grid;
   instr *code;
   place *places; /* per op */
   scope **scopes;
@@ -275,10 +276,11 @@ struct pm_machine {
     uint32_t n, cap;
   } open_copies;
   uint64_t random;
-  int64_t point[PM_MAX_RANK], points_done, points;
+  int64_t point[PM_MAX_RANK], points_done, points; /* points: clusters launched */
+  int64_t grid_size;
   uint32_t ticks;
   int64_t next_report;               /* nanoseconds */
-  int32_t counters[PM_MAX_COUNTERS]; /* of NEXT_TILE */
+  int32_t counters[PM_MAX_COUNTERS]; /* of NEXT_TILE and TAKE_TILE */
   void *const *buffers;
   pm_interp_options options;
   pm_err *err;
@@ -370,7 +372,7 @@ void pm_vm_encode_switch(compiler *c, pm_opid op, const handler *h);
 
 /* Handlers of the ops that are not tile ops, each beside its functions. */
 extern const handler pm_vm_SCOPE, pm_vm_FOR, pm_vm_WHILE, pm_vm_IF, pm_vm_SWITCH, pm_vm_YIELD,
-    pm_vm_ARRIVE, pm_vm_WAIT, pm_vm_TAKE_TURN, pm_vm_PASS_TURN,
+    pm_vm_ARRIVE, pm_vm_WAIT, pm_vm_HAND_TILE, pm_vm_TAKE_TURN, pm_vm_PASS_TURN,
     pm_vm_DEBUG_PRINT; /* machine.c */
 extern const handler pm_vm_LOAD, pm_vm_STORE, pm_vm_ALLOC_SMEM, pm_vm_ALLOC_BARRIER,
     pm_vm_ALLOC_ACC, pm_vm_INDEX, pm_vm_TRANSPOSE_REF, pm_vm_RESHAPE_REF,

@@ -155,6 +155,33 @@ int64_t pm_divisor(const pm_graph *g, pm_val v) {
   return divisor(&f, v);
 }
 
+/* ---- launch ------------------------------------------------------------------------------- */
+
+int64_t pm_grid_size(const pm_graph *g) {
+  int64_t n = 1;
+  for (uint32_t k = 0; k < g->n_grid; k++) {
+    if (__builtin_mul_overflow(n, g->grid[k], &n)) return INT64_MAX / 4;
+  }
+  return pm_min(n, INT64_MAX / 4);
+}
+
+typedef struct sharing {
+  bool takes, placed; /* placed: an op asks for its grid point */
+} sharing;
+
+static void note_sharing(pm_graph *g, pm_opid op, void *ctx) {
+  sharing *s = ctx;
+  const uint16_t code = pm_get(g, op)->code;
+  s->takes |= code == PM_OP_TAKE_TILE;
+  s->placed |= code == PM_OP_AXIS && *pm_attr(g, op, PM_ATTR_AXIS) == PM_AXIS_GRID;
+}
+
+bool pm_shares_grid(const pm_graph *g) {
+  sharing s = {0};
+  pm_walk((pm_graph *)g, 1, note_sharing, &s); /* the visitor changes nothing */
+  return s.takes && !s.placed;
+}
+
 /* ---- ranges ------------------------------------------------------------------------------- */
 
 typedef struct span {
@@ -231,6 +258,9 @@ static span range_of_op(facts *f, const pm_op *o, uint32_t index, span all) {
   span a, b;
   switch (o->code) {
     case PM_OP_AXIS: return range_of_axis(g, o, all);
+    case PM_OP_FIRST_TILE: return (span){0, pm_max(pm_grid_size(g) - 1, 0)};
+    case PM_OP_TAKE_TILE:
+    case PM_OP_SHARE_TILE:
     case PM_OP_NEXT_TILE: return (span){0, all.hi};
     case PM_OP_MULTIPLE_OF: return range(f, x);
     case PM_OP_NEG: a = range(f, x); return (span){-a.hi, -a.lo};

@@ -228,6 +228,11 @@ bool pm_constant(const pm_graph *g, pm_val v, pm_scalar *out);
  * MULTIPLE_OF, add, sub, mul, loop indices with a static lower bound times constants, select, min,
  * max. 1 when nothing is known. Scalars of an int dtype. */
 int64_t pm_divisor(const pm_graph *g, pm_val v);
+/* Clusters of the grid; at most INT64_MAX / 4. */
+int64_t pm_grid_size(const pm_graph *g);
+/* A launch may have fewer clusters than the grid: they hand out its points among themselves
+ * (TAKE_TILE), and nothing in the body depends on which point a cluster began with. */
+bool pm_shares_grid(const pm_graph *g);
 /* Provable bounds of an int scalar (axis sizes, constants, loops); false: none known. */
 bool pm_range(const pm_graph *g, pm_val v, int64_t *lo, int64_t *hi);
 

@@ -500,22 +500,19 @@ static pm_code check_iota(const pm_typing *t) {
 static pm_code check_axis(const pm_typing *t) {
   pm_type i32 = pm_scalar_type(PM_I32);
   if (!pm_type_equal(t->given, &i32)) {
-    FAIL(INTERNAL, "axis: its type is int32[], not %s", show(t, t->given));
+    FAIL(INTERNAL, "%s: its type is int32[], not %s", name(t), show(t, t->given));
   }
   return PM_OK;
 }
 
-static pm_code check_next_tile(const pm_typing *t) {
-  pm_type i32 = pm_scalar_type(PM_I32);
+static pm_code check_counter(const pm_typing *t) {
+  pm_code rc = check_axis(t);
   int64_t n = word(t, PM_ATTR_N);
-  if (!pm_type_equal(t->given, &i32)) {
-    FAIL(INTERNAL, "next_tile: its type is int32[], not %s", show(t, t->given));
-  }
-  if (n < 0 || n >= PM_MAX_COUNTERS) {
-    FAIL(VALUE, "next_tile: counter %" PRId64 "; a kernel has counters 0 to %d", n,
+  if (!rc && (n < 0 || n >= PM_MAX_COUNTERS)) {
+    FAIL(VALUE, "%s: counter %" PRId64 "; a kernel has counters 0 to %d", name(t), n,
          PM_MAX_COUNTERS - 1);
   }
-  return PM_OK;
+  return rc;
 }
 
 static pm_code check_alloc_smem(const pm_typing *t) {
@@ -587,7 +584,9 @@ static pm_code pm_type_given(const pm_typing *t, pm_type *out) {
       {PM_OP_CONST, PM_ARRAY, check_constant},
       {PM_OP_IOTA, PM_ARRAY, check_iota},
       {PM_OP_AXIS, PM_ARRAY, check_axis},
-      {PM_OP_NEXT_TILE, PM_ARRAY, check_next_tile},
+      {PM_OP_FIRST_TILE, PM_ARRAY, check_axis},
+      {PM_OP_TAKE_TILE, PM_ARRAY, check_counter},
+      {PM_OP_NEXT_TILE, PM_ARRAY, check_counter},
       {PM_OP_ALLOC_SMEM, PM_REF, check_alloc_smem},
       {PM_OP_ALLOC_BARRIER, PM_BARRIER, check_alloc_barrier},
       {PM_OP_ALLOC_ACC, PM_REF, check_alloc_acc},
@@ -664,6 +663,21 @@ static pm_code pm_type_copy(const pm_typing *t, pm_type *out) {
 static pm_code pm_type_barrier(const pm_typing *t, pm_type *out) {
   (void)out;
   return single_barrier(t, 0);
+}
+
+static pm_code pm_type_hand_tile(const pm_typing *t, pm_type *out) {
+  const pm_type *to = type_in(t, 1);
+  (void)out;
+  if (to->kind != PM_REF || to->rank || to->dtype != PM_I32) {
+    FAIL(VALUE, "hand_tile: it writes to %s; one int32 in SMEM is needed", show(t, to));
+  }
+  pm_code rc = own_block(t, 1, "the ref");
+  if (!rc) rc = single_barrier(t, 2);
+  if (rc) return rc;
+  if (is_cluster_barrier(t->g, t->in[2])) {
+    FAIL(VALUE, "hand_tile: the barrier is a ClusterBarrier; it completes on a Barrier");
+  }
+  return PM_OK;
 }
 
 static pm_code wgmma_dtypes(const pm_typing *t) {

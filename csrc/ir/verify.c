@@ -19,6 +19,7 @@ typedef struct checker {
   uint8_t *op_seen, *block_seen, *visible;
   PM_VEC(pm_val) stack; /* visible values, oldest first */
   int depth;
+  uint32_t asked, taken; /* counters of NEXT_TILE, of TAKE_TILE */
 } checker;
 
 static pm_code check_block(checker *c, pm_blk block, bool body);
@@ -176,12 +177,61 @@ static pm_code check_written(checker *c, pm_opid op, uint32_t k) {
                  text_of(c, op), g->strings.at[v->name], v->index);
 }
 
+static uint16_t code_of(const pm_graph *g, pm_val v) {
+  const pm_opid def = pm_value_of(g, v)->def;
+  return def ? pm_get(g, def)->code : PM_OP_NONE;
+}
+
+/* A launch may have fewer blocks than the grid, and counts its tiles from there. */
+static pm_code check_counter(checker *c, pm_opid op) {
+  const int64_t n = *pm_attr(c->g, op, PM_ATTR_N);
+  const bool takes = pm_get(c->g, op)->code == PM_OP_TAKE_TILE;
+  *(takes ? &c->taken : &c->asked) |= UINT32_C(1) << n;
+  if (!(c->taken & c->asked)) return PM_OK;
+  return pm_fail(c->err, PM_E_VALUE,
+                 "next_tile: counter %" PRId64 " is that of a dynamic_scheduling_loop; use another "
+                 "number",
+                 n);
+}
+
+/* A counter goes on where it is in a second round of an outer loop, and few points would be left. */
+static pm_code check_take(checker *c, pm_opid op) {
+  const pm_graph *g = c->g;
+  uint32_t loops = 0;
+  for (pm_blk b = pm_get(g, op)->parent; g->blocks.at[b].parent;) {
+    const pm_opid parent = g->blocks.at[b].parent;
+    loops += pm_get(g, parent)->code == PM_OP_FOR || pm_get(g, parent)->code == PM_OP_WHILE;
+    b = pm_get(g, parent)->parent;
+  }
+  if (loops <= 1) return check_counter(c, op);
+  return pm_fail(c->err, PM_E_NOT_IMPLEMENTED,
+                 "dynamic_scheduling_loop: inside another loop it would hand out each point of the "
+                 "grid only once. Put that loop into its body, or launch the kernel several times");
+}
+
+/* A number that was taken is known to one lane, until it is handed on. */
+static pm_code check_ticket(checker *c, pm_opid op) {
+  const pm_graph *g = c->g;
+  const uint16_t code = pm_get(g, op)->code;
+  const bool hands = code == PM_OP_HAND_TILE || code == PM_OP_SHARE_TILE;
+  for (uint32_t k = 0; k < pm_get(g, op)->n_in; k++) {
+    const bool ticket = code_of(g, pm_in(g, op, k)) == PM_OP_TAKE_TILE;
+    if (ticket != (hands && !k)) BAD("%s: operand %u and take_tile", text_of(c, op), k);
+  }
+  bool alone = g->n_threads == 1;
+  for (uint32_t k = 0; k < g->n_cluster; k++) alone &= g->cluster[k] == 1;
+  if (code == PM_OP_SHARE_TILE && !alone) BAD("share_tile in a cluster of several threads");
+  return PM_OK;
+}
+
 static pm_code check_special(checker *c, pm_opid op) {
   switch (pm_get(c->g, op)->code) {
     case PM_OP_AXIS: return check_axis(c, op);
     case PM_OP_ALLOC_SMEM:
     case PM_OP_ALLOC_BARRIER:
     case PM_OP_ALLOC_ACC: return check_alloc(c, op);
+    case PM_OP_TAKE_TILE: return check_take(c, op);
+    case PM_OP_NEXT_TILE: return check_counter(c, op);
     case PM_OP_STORE: return check_written(c, op, 0);
     case PM_OP_COPY_G2S: return check_copy(c, op);
     case PM_OP_COPY_S2G: {
@@ -336,6 +386,7 @@ static pm_code check_op(checker *c, pm_opid op, pm_blk block) {
   pm_typing t = {g, o->code, g->operands.at + o->in, o->n_in, g->attrs.at + o->attr, given, c->err};
   rc = pm_type_op(&t, &type);
   if (!rc) rc = check_special(c, op);
+  if (!rc) rc = check_ticket(c, op);
   if (!rc && o->n_regions) rc = check_regions(c, op);
   if (!rc) rc = check_results(c, op, &type);
   if (!rc && g->stage >= PM_LAID_OUT) rc = check_layouts(c, op);

@@ -83,6 +83,7 @@ static void place_block(plan *p, pm_blk block) {
       case PM_OP_ALLOC_SMEM:
       case PM_OP_ALLOC_BARRIER: place_alloc(p, op); break;
       case PM_OP_LAYOUT_CAST: p->scratch = pm_max(p->scratch, pm_layout_cast_scratch(g, op)); break;
+      case PM_OP_SHARE_TILE:
       case PM_OP_NEXT_TILE: p->scratch = pm_max(p->scratch, SCRATCH_ALIGN); break;
       case PM_OP_REDUCE: p->scratch = pm_max(p->scratch, pm_reduce_scratch(g, op)); break;
       default: break;

@@ -16,10 +16,15 @@
  * behind all lanes; and what it reads it has read. Where an ARRIVE stands in a loop that accesses
  * no memory, the SYNC for accesses made before the loop is put before the loop.
  *
+ * There is a way without: the barrier counts WARPS, and each warp arrives when its own lanes have
+ * come so far. It is taken for barriers of one block that no copy arrives at.
+ *
  * An ARRIVE on a cluster barrier is RELAXED if memory that another block of the cluster can reach
  * is accessed in this kernel by asynchronous engines alone, because a release would cost a lot and
  * orders nothing that matters then. Such memory is SMEM that a collective copy fills or a
- * CLUSTER_REF is made of, and GMEM that the kernel both reads and writes.
+ * CLUSTER_REF is made of, and GMEM that the kernel both reads and writes. One that was traced with
+ * KEEP_RELEASE passes on what else the thread knows (that a tile number was read) and is never
+ * RELAXED.
  *
  * A scalar store is made by all lanes with one value, so lanes need not meet behind it; but a late
  * lane must not read what an early lane has stored already. So it needs a SYNC before it if the
@@ -38,6 +43,7 @@ typedef struct access {
 } access;
 
 enum { MAX_OPEN = 64 };
+enum { KEEP_RELEASE = 2 }; /* of attribute RELAXED */
 
 /* Bytes of SMEM that plain stores wrote, with no proxy fence behind. */
 typedef struct dirt {
@@ -60,6 +66,7 @@ typedef struct placer {
   /* Since the lanes met last, for ARRIVE. */
   bool touched;     /* the lanes loaded or stored */
   bool waited;      /* they waited for a barrier, and did not meet in a wgmma since */
+  bool *copied;     /* by value: barrier allocations that copies arrive at */
   int64_t n_wgmmas; /* issued since that wait */
 } placer;
 
@@ -140,8 +147,11 @@ static void soil_by(placer *p, pm_opid op) {
   if (pm_get(p->g, op)->code == PM_OP_COMMIT_SMEM) {
     p->dirty.n = 0;
     p->dirty.all = false;
-  } else if (pm_get(p->g, op)->code == PM_OP_STORE &&
-             bytes_of(p->g, pm_in(p->g, op, 0), &from, &to)) {
+    return;
+  }
+  const uint16_t code = pm_get(p->g, op)->code;
+  if ((code == PM_OP_STORE && bytes_of(p->g, pm_in(p->g, op, 0), &from, &to)) ||
+      (code == PM_OP_HAND_TILE && bytes_of(p->g, pm_in(p->g, op, 1), &from, &to))) {
     soil(&p->dirty, from, to);
   }
 }
@@ -182,6 +192,11 @@ static void note_op(pm_graph *g, pm_opid op, void *ctx) {
 /* ---- how memory is reached ---------------------------------------------------------------- */
 
 enum { REMOTE = 1, READ = 2, WRITTEN = 4, GENERIC = 8 };
+
+static void note_copied(pm_graph *g, pm_opid op, void *ctx) {
+  bool *of = ctx;
+  if (pm_get(g, op)->code == PM_OP_COPY_G2S) of[base_of(g, pm_in(g, op, 2))] = true;
+}
 
 static void note_reach(pm_graph *g, pm_opid op, void *ctx) {
   uint8_t *of = ctx; /* by value: the memory at the base of views */
@@ -283,8 +298,24 @@ static void note_regions(placer *p, pm_opid op) {
   }
 }
 
+/* The allocation of the barrier that an ARRIVE is on, if warps may arrive there by themselves. */
+static pm_opid warp_barrier(const placer *p, pm_opid arrive) {
+  const pm_graph *g = p->g;
+  uint32_t n;
+  const pm_val base = base_of(g, pm_in(g, arrive, 0));
+  const pm_opid alloc = pm_value_of(g, base)->def;
+  pm_attr_list(g, alloc, PM_ATTR_CLUSTER, &n);
+  return n || p->copied[base] ? 0 : alloc;
+}
+
 static void visit_arrive(placer *p, pm_blk block, uint32_t *k) {
-  if (p->touched || p->waited) place(p, block, k);
+  if (!p->touched && !p->waited) return;
+  const pm_opid alloc = warp_barrier(p, p->g->blocks.at[block].ops.at[*k]);
+  if (alloc) {
+    *pm_attr(p->g, alloc, PM_ATTR_WARPS) = 1;
+  } else {
+    place(p, block, k);
+  }
 }
 
 static void visit_wait(placer *p) {
@@ -302,7 +333,7 @@ typedef struct summary {
 static void summarise(pm_graph *g, pm_opid op, void *ctx) {
   summary *s = ctx;
   const uint16_t code = pm_get(g, op)->code;
-  s->arrives |= code == PM_OP_ARRIVE;
+  s->arrives |= code == PM_OP_ARRIVE && !warp_barrier(s->p, op);
   s->waits |= code == PM_OP_WAIT;
   s->touches |= code == PM_OP_STORE;
   s->touches |= code == PM_OP_LOAD && !is_constant(s->p, pm_in(g, op, 0));
@@ -409,8 +440,9 @@ static bool needs_release(const pm_graph *g, pm_val v, uint8_t how) {
 static void set_relaxed(pm_graph *g, pm_opid op, void *ctx) {
   uint32_t n;
   if (pm_get(g, op)->code != PM_OP_ARRIVE) return;
+  int64_t *out = pm_attr(g, op, PM_ATTR_RELAXED);
   pm_attr_list(g, pm_value_of(g, base_of(g, pm_in(g, op, 0)))->def, PM_ATTR_CLUSTER, &n);
-  *pm_attr(g, op, PM_ATTR_RELAXED) = n && *(bool *)ctx;
+  *out = *out == KEEP_RELEASE ? 0 : n && *(bool *)ctx;
 }
 
 static void relax(placer *p) {
@@ -423,7 +455,9 @@ pm_code pm_place_syncs(pm_graph *g, const pm_target *t, pm_err *err) {
   (void)t;
   (void)err;
   placer p = {.g = g, .at = ORDERED, .reach = PM_NEW(g->arena, uint8_t, g->values.n)};
+  p.copied = PM_NEW(g->arena, bool, g->values.n);
   pm_walk(g, 1, note_reach, p.reach);
+  pm_walk(g, 1, note_copied, p.copied);
   visit_block(&p, 1);
   relax(&p);
   g->stage = PM_SYNCED;

@@ -153,8 +153,10 @@ static int reduce_over(pmpy_trace *t, pmpy_arg *x, int op, uint32_t set, bool ke
 static PyObject *reduce_value(pmpy_trace *t, const char *name, pmpy_arg *x, int op, bool upcast,
                               PyObject *axes, bool keepdims) {
   pm_dtype d = x->type.dtype, wide = upcast ? sum_dtype(d) : d;
+  const bool logical = op == PM_REDUCE_ANY || op == PM_REDUCE_ALL;
   uint32_t set;
   if (axis_set(name, axes, x->type.rank, &set)) return NULL;
+  if (logical) d = wide = PM_BOOL;
   if (d == PM_BOOL && (op == PM_REDUCE_MAX || op == PM_REDUCE_MIN)) {
     return pmpy_fail(PM_E_NOT_IMPLEMENTED, "%s: bool arrays; convert first: x.astype(jnp.int32)",
                      name);
@@ -219,6 +221,39 @@ static PyObject *array_max(PyObject *self, PyObject *args, PyObject *kw) {
 
 static PyObject *array_min(PyObject *self, PyObject *args, PyObject *kw) {
   return reduce_method(self, args, kw, "min", PM_REDUCE_MIN);
+}
+
+static PyObject *logical_method(PyObject *self, PyObject *args, PyObject *kw, const char *name,
+                                int op) {
+  static char *names[] = {"axis", "out", "keepdims", "where", NULL};
+  PyObject *axis = Py_None, *out = Py_None, *mask = Py_None;
+  int keepdims = 0;
+  pmpy_arg x, cond, rest;
+  if (!PyArg_ParseTupleAndKeywords(args, kw, "|OOp$O:any", names, &axis, &out, &keepdims, &mask))
+    return NULL;
+  if (out != Py_None) return pmpy_fail(PM_E_VALUE, "%s: out= is not supported in kernels", name);
+  pmpy_trace *t = begin_value(name, self, &x);
+  if (!t) return NULL;
+  if (mask != Py_None) { /* what is left out decides nothing */
+    PyObject *value = PyBool_FromLong(op == PM_REDUCE_ALL);
+    int rc = !pmpy_arg_as(t, &x, PM_BOOL) || pmpy_arg_need(t, name, value, &rest) ||
+             pmpy_arg_need(t, name, mask, &cond);
+    Py_DECREF(value);
+    PyObject *masked = rc ? NULL : pmpy_select(t, &cond, &x, &rest);
+    if (!masked) return NULL;
+    rc = pmpy_arg_from(t, masked, &x);
+    Py_DECREF(masked);
+    if (rc < 0) return NULL;
+  }
+  return reduce_value(t, name, &x, op, false, axis, keepdims);
+}
+
+static PyObject *array_any(PyObject *self, PyObject *args, PyObject *kw) {
+  return logical_method(self, args, kw, "any", PM_REDUCE_ANY);
+}
+
+static PyObject *array_all(PyObject *self, PyObject *args, PyObject *kw) {
+  return logical_method(self, args, kw, "all", PM_REDUCE_ALL);
 }
 
 /* Computed in f32 unless dtype= says else. */
@@ -574,8 +609,6 @@ static PyGetSetDef array_getset[] = {
     MISSING("at"),
     MISSING("mT"),
     MISSING("prod"),
-    MISSING("any"),
-    MISSING("all"),
     MISSING("argmax"),
     MISSING("argmin"),
     MISSING("cumsum"),
@@ -601,6 +634,8 @@ static PyMethodDef array_methods[] = {
      "sum(axis=None, dtype=None, keepdims=False, initial=None, where=None)"},
     {"max", KEYWORDS(array_max), "max(axis=None, keepdims=False, initial=None, where=None)"},
     {"min", KEYWORDS(array_min), "min(axis=None, keepdims=False, initial=None, where=None)"},
+    {"any", KEYWORDS(array_any), "any(axis=None, out=None, keepdims=False, *, where=None)"},
+    {"all", KEYWORDS(array_all), "all(axis=None, out=None, keepdims=False, *, where=None)"},
     {"mean", KEYWORDS(array_mean), "mean(axis=None, dtype=None, keepdims=False)"},
     {"clip", KEYWORDS(array_clip), "clip(min=None, max=None)"},
     {"round", KEYWORDS(array_round), "round(decimals=0): halves to even."},
@@ -868,6 +903,13 @@ static PyObject *opt_barrier(PyObject *module, PyObject *o) {
   return t ? result(t, pmpy_emit(t, PM_OP_OPT_BARRIER, &x.val, 1, NULL, NULL, 0), x.weak) : NULL;
 }
 
+static PyObject *share_tile(PyObject *module, PyObject *o) {
+  (void)module;
+  pmpy_arg x;
+  pmpy_trace *t = begin_value("share_tile", o, &x);
+  return t ? result(t, pmpy_emit(t, PM_OP_SHARE_TILE, &x.val, 1, NULL, NULL, 0), x.weak) : NULL;
+}
+
 static PyObject *bitcast(PyObject *module, PyObject *const *args, Py_ssize_t n) {
   (void)module;
   pmpy_arg x;
@@ -893,6 +935,7 @@ PyMethodDef pmpy_array_functions[] = {
     {"multiple_of", (PyCFunction)(void (*)(void))multiple_of, METH_FASTCALL,
      "multiple_of(x, values)"},
     {"opt_barrier", opt_barrier, METH_O, "opt_barrier(x) -> Array"},
+    {"share_tile", share_tile, METH_O, "share_tile(taken): the number of take_tile, for everyone."},
     {"bitcast", (PyCFunction)(void (*)(void))bitcast, METH_FASTCALL, "bitcast(x, dtype) -> Array"},
     {NULL, NULL, 0, NULL}};
 

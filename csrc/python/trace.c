@@ -1052,13 +1052,31 @@ static PyObject *axis_index(PyObject *module, PyObject *const *args, Py_ssize_t 
   return v ? pmpy_traced_new(t, v, false) : NULL;
 }
 
+static PyObject *counted(pm_opcode code, PyObject *number) {
+  const char *what = pm_ops[code].text;
+  pmpy_trace *t = pmpy_begin(what, NULL);
+  pm_attr_arg attr = {.id = PM_ATTR_N};
+  if (!t || pmpy_ints(number, what, &attr.i, 1) != 1) return NULL;
+  pm_type type = pm_scalar_type(PM_I32);
+  pm_val v = pmpy_emit(t, code, NULL, 0, &type, &attr, 1);
+  return v ? pmpy_traced_new(t, v, false) : NULL;
+}
+
 static PyObject *next_tile(PyObject *module, PyObject *number) {
   (void)module;
-  pmpy_trace *t = pmpy_begin("next_tile", NULL);
-  pm_attr_arg attr = {.id = PM_ATTR_N};
-  if (!t || pmpy_ints(number, "next_tile", &attr.i, 1) != 1) return NULL;
+  return counted(PM_OP_NEXT_TILE, number);
+}
+
+static PyObject *take_tile(PyObject *module, PyObject *number) {
+  (void)module;
+  return counted(PM_OP_TAKE_TILE, number);
+}
+
+static PyObject *first_tile(PyObject *module, PyObject *unused) {
+  (void)module, (void)unused;
+  pmpy_trace *t = pmpy_begin("first_tile", NULL);
   pm_type type = pm_scalar_type(PM_I32);
-  pm_val v = pmpy_emit(t, PM_OP_NEXT_TILE, NULL, 0, &type, &attr, 1);
+  pm_val v = t ? pmpy_emit(t, PM_OP_FIRST_TILE, NULL, 0, &type, NULL, 0) : 0;
   return v ? pmpy_traced_new(t, v, false) : NULL;
 }
 
@@ -1299,6 +1317,9 @@ PyMethodDef pmpy_trace_functions[] = {
      "effect(name, operands, **attrs): add an op that has no result."},
     {"open", (PyCFunction)(void (*)(void))open_op, METH_FASTCALL | METH_KEYWORDS,
      "open(name, operands, n_regions, **attrs) -> Op: add an op with regions."},
+    {"first_tile", first_tile, METH_NOARGS, "first_tile(): number of this cluster in the launch."},
+    {"take_tile", take_tile, METH_O,
+     "take_tile(n): the next number of counter n of the launch, for hand_tile or share_tile."},
     {"next_tile", next_tile, METH_O, "next_tile(n): counter n of the launch, plus one each time."},
     {"axis_index", (PyCFunction)(void (*)(void))axis_index, METH_FASTCALL,
      "axis_index(kind, dim) -> Array; kind is grid, cluster or thread."},

@@ -99,7 +99,7 @@ static pm_code next_chunk(pm_counters *c, chunk *last, bool capturing, chunk **o
   *out = atomic_load(&last->next);
   if (!*out && capturing) {
     code = pm_fail(err, PM_E_RUNTIME,
-                   "a kernel with next_tile was captured too often: %d launches and streams have "
+                   "a kernel with counters was captured too often: %d launches and streams have "
                    "counters of their own, and no memory can be allocated during a capture. "
                    "Launch it on one more stream outside of a capture, and try again",
                    SLOTS);

@@ -126,6 +126,22 @@ static cu_result load(pm_kernel *k, const pm_cubin *c, const pm_program *p) {
   return r;
 }
 
+/* As many clusters as run at the same time: more would find nothing left to do. */
+static cu_result fit_grid(pm_kernel *k, const pm_program *p) {
+  const uint32_t cluster = p->cluster[0] * p->cluster[1] * p->cluster[2];
+  int n = 0;
+  cu_result r;
+  if (cluster > 1) {
+    r = pm_cu.cuOccupancyMaxActiveClusters(&n, k->function, &k->config);
+  } else {
+    r = pm_cu.cuOccupancyMaxActiveBlocksPerMultiprocessor(&n, k->function, (int)p->block,
+                                                          p->smem_bytes);
+    n *= k->device->info.sm_count;
+  }
+  if (!r && n > 0) k->config.grid[0] = pm_min(p->grid[0], (uint32_t)n * p->cluster[0]);
+  return r;
+}
+
 pm_code pm_kernel_load(int device, const pm_cubin *c, const pm_program *p, pm_kernel **out,
                        pm_err *err) {
   const pm_device *d;
@@ -139,6 +155,7 @@ pm_code pm_kernel_load(int device, const pm_cubin *c, const pm_program *p, pm_ke
   prepare(k, p);
   if (pm_enter(d, &pushed, err)) goto failed;
   cu_result r = load(k, c, p);
+  if (!r && p->shares_grid) r = fit_grid(k, p);
   if (r) load_failed(k, p, r, err);
   else if (p->n_counters) pm_counters_new(d, p->n_counters + 1, &k->counters, err);
   pm_leave(pushed);

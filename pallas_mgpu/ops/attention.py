@@ -16,6 +16,7 @@ fit in the L2 cache.
 
 import functools
 import math
+import typing
 
 import numpy as np
 
@@ -28,41 +29,31 @@ _LAZY = 8.0  # log2 of what a maximum may grow by before O is rescaled
 _L2_BYTES = 32 << 20
 
 
-class AttentionConfig:
+class AttentionConfig(typing.NamedTuple):
     """How attention is tiled.
 
     ``consumers``: threads of 64 query rows each. ``block``: keys per step, a multiple of 16.
     ``stages``: slots of the rings of K and V. ``lazy``: rescale only when needed. ``late``: wait
     for the next K behind the softmax. ``own_output``: SMEM for O besides that of Q.
+    ``q_registers``: keep Q in registers.
     """
 
-    __slots__ = ("consumers", "block", "stages", "lazy", "late", "own_output")
-
-    def __init__(self, consumers=2, block=128, stages=2, lazy=True, late=True, own_output=True):
-        self.consumers, self.block, self.stages = consumers, block, stages
-        self.lazy, self.late, self.own_output = lazy, late, own_output
-
-    def key(self):
-        return tuple(getattr(self, k) for k in self.__slots__)
-
-    def __eq__(self, other):
-        return isinstance(other, AttentionConfig) and self.key() == other.key()
-
-    def __hash__(self):
-        return hash(self.key())
-
-    def __repr__(self):
-        fields = ", ".join(f"{k}={getattr(self, k)}" for k in self.__slots__)
-        return f"AttentionConfig({fields})"
+    consumers: int = 2
+    block: int = 128
+    stages: int = 2
+    lazy: bool = True
+    late: bool = True
+    own_output: bool = True
+    q_registers: bool = False
 
 
-def choose(queries, head_dim):
+def choose(queries, head_dim, causal):
     """The configuration for a number of queries and a head size."""
     most = pl.cdiv(queries, 64)
     if head_dim == 64:
-        return AttentionConfig(min(3, most), 128, 2, lazy=False, late=False)
+        return AttentionConfig(min(3, most), 128, 4, lazy=False, late=False)
     if head_dim == 128:
-        return AttentionConfig(min(2, most), 128, 2)
+        return AttentionConfig(min(2, most), 128, 2, q_registers=causal)
     return AttentionConfig(min(2, most), 64, 2, own_output=False)
 
 
@@ -181,13 +172,16 @@ def _kernel(shape, keys, kv_heads, dtype, causal, scale, want_lse, cfg, sms, int
                 return p.reshape(64, block // 8, 8).sum(axis=1)
 
             plgpu.barrier_wait(q_full)
+            mine = q_s.at[me]
+            if cfg.q_registers:
+                mine = plgpu.load(mine, layout=plgpu.Layout.WGMMA)
 
             def with_output(o_acc):
                 plgpu.barrier_wait(k_full.at[it % stages])
 
                 def first_scores(s_acc):
                     with plgpu.in_turn(me_count):
-                        plgpu.wgmma(s_acc, q_s.at[me], k_s.at[it % stages].T)
+                        plgpu.wgmma(s_acc, mine, k_s.at[it % stages].T)
                     return s_acc[...]
 
                 s = pl.run_scoped(first_scores, plgpu.ACC((64, block)))
@@ -208,11 +202,11 @@ def _kernel(shape, keys, kv_heads, dtype, causal, scale, want_lse, cfg, sms, int
                     slot, before = (it + j) % stages, (it + j - 1) % stages
                     if not cfg.late:
                         plgpu.barrier_wait(k_full.at[slot])
-                    plgpu.barrier_wait(v_full.at[before])
 
                     def scores(s_acc):
                         with plgpu.in_turn(me_count):
-                            plgpu.wgmma(s_acc, q_s.at[me], k_s.at[slot].T)
+                            plgpu.wgmma(s_acc, mine, k_s.at[slot].T)
+                            plgpu.barrier_wait(v_full.at[before])
                             plgpu.wgmma(o_acc, p, v_s.at[before])
                         return plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
 
@@ -230,7 +224,7 @@ def _kernel(shape, keys, kv_heads, dtype, causal, scale, want_lse, cfg, sms, int
                     if cfg.late:
                         # Its loop ends the basic block: without it ptxas moves the wait for the
                         # products up, in front of the exponentials.
-                        s = lax.optimization_barrier(s)
+                        s, alpha, sums = lax.optimization_barrier((s, alpha, sums))
 
                         @pl.when(j + 1 < count)
                         def _():
@@ -238,7 +232,6 @@ def _kernel(shape, keys, kv_heads, dtype, causal, scale, want_lse, cfg, sms, int
 
                     plgpu.wgmma_wait(0)
                     plgpu.barrier_arrive(v_empty.at[before])
-
                     value = plgpu.wgmma_accumulator_load(o_acc, wait_n=None)
                     if cfg.lazy:
                         o_acc[...] = plgpu.lazy_where(
@@ -435,7 +428,7 @@ def _kernel_for(q, k, v, causal, scale, return_lse, config, interpret):
         bool(causal),
         float(dim**-0.5 if scale is None else scale),
         bool(return_lse),
-        config or choose(queries, dim),
+        config or choose(queries, dim, bool(causal)),
         _sm_count(),
         interpret,
     )

@@ -91,6 +91,7 @@ void host_mbarrier_wait(u32 b, u32 parity, bool cluster, int line);
 void host_mbarrier_expect(u32 b, u32 bytes, int line);
 void host_mbarrier_arrive(u32 b, u32 n, int line);
 void host_mbarrier_arrive_remote(u32 b, u32 rank, bool release, int line);
+void host_store_async(u32 a, u32 word, u32 b, u32 rank, int line);
 void host_tma_load(u32 dst, const TensorMap *m, u32 barrier, const i32 *c, u32 rank, int line);
 void host_tma_multicast(u32 dst, const TensorMap *m, u32 barrier, u32 mask, const i32 *c, u32 rank,
                         int line);
@@ -422,11 +423,18 @@ FN void barrier_wait_cluster(u32 b, u32 parity, LINE) {
   host_mbarrier_wait(b, parity, true, line);
 }
 FN void barrier_arrive(u32 b, LINE) { host_mbarrier_arrive(b, 1, line); }
+template <int N>
+FN void barrier_arrive_n(u32 b, LINE) {
+  host_mbarrier_arrive(b, N, line);
+}
 FN void barrier_arrive_remote(u32 b, u32 block, LINE) {
   host_mbarrier_arrive_remote(b, block, false, line);
 }
 FN void barrier_arrive_release(u32 b, u32 block, LINE) {
   host_mbarrier_arrive_remote(b, block, true, line);
+}
+FN void store_async(u32 a, i32 x, u32 b, u32 block, LINE) {
+  host_store_async(a, (u32)x, b, block, line);
 }
 FN void barrier_arrive_tx(u32 b, u32 bytes, LINE) {
   host_mbarrier_expect(b, bytes, line);

@@ -293,6 +293,35 @@ static void issue_store(std::shared_ptr<Copy> c) {
   host_yield();
 }
 
+/* A word on its way to another block, or this one, and its bytes for the mbarrier there. It is no
+ * access of the async proxy. */
+struct Word : Operation {
+  u32 at, barrier, word;
+  bool step() override {
+    Mbarrier &x = block->mbarriers.at(barrier);
+    const Stamp s = {x.agent, host_when(x.phase + 1), line, &clock};
+    engine_writes(block->shared, at, (const u8 *)&word, 4, s);
+    complete_bytes(*block, barrier, 4, line);
+    return true;
+  }
+};
+
+extern "C" void host_store_async(u32 a, u32 word, u32 b, u32 rank, int line) {
+  Thread *t = m.self;
+  std::shared_ptr<Word> w = std::make_shared<Word>();
+  Block &to = block_of(rank, "st.async", line);
+  mbarrier_of(to, b, "st.async", line, &w->barrier).shared = true;
+  w->at = (u32)shared_offset(*t->block, a, 4, 4, "st.async", line);
+  w->word = word;
+  w->line = t->line = line;
+  w->block = &to;
+  w->clock = t->clock;
+  w->clock.fence(false);
+  host_release(t);
+  host_issue(w);
+  host_yield();
+}
+
 /* What cuTensorMapEncodeTiled and the instruction demand. */
 static void check_map(const TensorMap *map, u32 shared, const i32 *c, u32 rank, int line) {
   if (!map->is_map) host_fail(line, "the tensor map was overwritten");

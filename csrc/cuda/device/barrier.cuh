@@ -21,6 +21,11 @@ FN void barrier_arrive(u32 b) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(b) : "memory");
 }
 
+//! barrier_arrive_n
+template <int N> FN void barrier_arrive_n(u32 b) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" :: "r"(b), "n"(N) : "memory");
+}
+
 //! barrier_arrive_tx
 // one arrival, and the phase also needs this many bytes from TMA
 FN void barrier_arrive_tx(u32 b, u32 bytes) {
@@ -42,6 +47,15 @@ FN void barrier_wait_cluster(u32 b, u32 parity) {
 FN void barrier_arrive_remote(u32 b, u32 block) {
   asm volatile("{ .reg .b32 r;\nmapa.shared::cluster.u32 r, %0, %1;\n"
                "mbarrier.arrive.shared::cluster.b64 _, [r]; }" :: "r"(b), "r"(block) : "memory");
+}
+
+//! store_async
+// one word to the same place in a block of the cluster, as 4 bytes for the barrier there
+FN void store_async(u32 a, i32 x, u32 b, u32 block) {
+  asm volatile("{ .reg .b32 p, q;\nmapa.shared::cluster.u32 p, %0, %3;\n"
+               "mapa.shared::cluster.u32 q, %2, %3;\n"
+               "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [p], %1, [q]; }"
+               :: "r"(a), "r"(x), "r"(b), "r"(block) : "memory");
 }
 
 //! barrier_arrive_release

@@ -1,0 +1,251 @@
+"""Threads that take turns, work that few warps need, arrivals of warps."""
+
+import re
+
+import numpy as np
+import pytest
+
+import pallas_mgpu as plgpu
+from pallas_mgpu import lax, pl
+from pallas_mgpu import numpy as jnp
+
+f32, i32 = np.float32, np.int32
+
+
+def text_of(run, body, out, *args, **options):
+    text = run.kernel(body, out, **options).lower(*args).as_text("cuda")
+    return text[text.index('extern "C"') :]
+
+
+@pytest.mark.parametrize("threads,ring", [(2, 2), (3, 3), (4, 3)])
+def test_turns_go_round(run, threads, ring):
+    """What is counted in turns is counted in order, whatever the schedule."""
+
+    def body(o, count):
+        me = lax.axis_index("wg")
+
+        @pl.when(me < ring)
+        def _():
+            def step(i, _):
+                with plgpu.in_turn(ring):
+                    # one lane's old value decides, so the others must not have gone before
+                    o[i * ring + me] = count[0]
+                    count[0] = count[0] + 1
+
+            @pl.when(me == 0)
+            def _():
+                with plgpu.in_turn(ring):
+                    count[0] = jnp.int32(0)
+
+            @pl.when(me > 0)
+            def _():
+                with plgpu.in_turn(ring):
+                    pass
+
+            lax.fori_loop(0, 5, step, None)
+
+    out = plgpu.ShapeDtypeStruct((5 * ring,), i32)
+    options = dict(scratch_types=[plgpu.SMEM((1,), i32)], num_threads=threads, thread_name="wg")
+    np.testing.assert_array_equal(run(body, out, **options), np.arange(5 * ring))
+    if run.way != "cuda":
+        assert "turn_take" in text_of(run, body, out, **options)
+
+
+def test_one_thread_needs_no_turn(run):
+    def body(o):
+        with plgpu.in_turn(1):
+            o[...] = jnp.full((8,), 3.0, f32)
+
+    out = plgpu.ShapeDtypeStruct((8,), f32)
+    np.testing.assert_array_equal(run(body, out), np.full(8, 3, f32))
+
+
+def of(body, threads=2):
+    out = plgpu.ShapeDtypeStruct((4,), f32)
+    return plgpu.kernel(body, out_type=out, num_threads=threads, thread_name="wg", interpret=True)
+
+
+@pytest.mark.parametrize(
+    "n,error,words",
+    [
+        (3, ValueError, "3 threads take turns, the kernel has 2"),
+        (0, ValueError, "must be positive"),
+        ("a", TypeError, "num_threads"),
+    ],
+)
+def test_rings_that_are_refused(n, error, words):
+    def body(o):
+        with plgpu.in_turn(n):
+            pass
+
+    with pytest.raises(error, match=words):
+        of(body)()
+
+
+def test_one_ring_in_a_kernel():
+    def body(o):
+        with plgpu.in_turn(2):
+            pass
+        with plgpu.in_turn(3):
+            pass
+
+    with pytest.raises(ValueError, match="3 threads take turns here, 2 elsewhere"):
+        of(body, 3)()
+
+
+def test_a_ring_needs_named_barriers():
+    def body(o):
+        with plgpu.in_turn(8):
+            pass
+
+    with pytest.raises(ValueError, match="together at most 15"):
+        of(body, 8)()
+
+
+def test_turns_that_nobody_passes_on():
+    """Found on the interpreter, with the line."""
+
+    def unequal(o):
+        @pl.when(lax.axis_index("wg") == 0)
+        def _():
+            with plgpu.in_turn(2):
+                pass
+
+    with pytest.raises(ValueError, match="it is thread 1's turn"):
+        of(unequal)()
+
+    def waiting(o):
+        @pl.when(lax.axis_index("wg") == 1)
+        def _():
+            with plgpu.in_turn(2):
+                pass
+
+    with pytest.raises(plgpu.DeadlockError, match="in_turn at .*waits; it is the turn of thread 0"):
+        of(waiting)()
+
+    def stranger(o):
+        with plgpu.in_turn(2):
+            pass
+
+    with pytest.raises(ValueError, match="thread 2 is not one of them"):
+        of(stranger, 3)()
+
+    def twice(o):
+        with plgpu.in_turn(2):
+            with plgpu.in_turn(2):
+                pass
+
+    with pytest.raises(ValueError, match="has its turn already"):
+        of(twice)()
+
+
+# ---- lazy_where ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rows", ["none", "one", "some", "all"])
+def test_lazy_where_is_where(run, rng, rows):
+    """Whole rows, single elements, and a carried accumulator; a few warps or none go."""
+
+    def body(x, m, o, p):
+        v = plgpu.load(x, layout=plgpu.Layout.WGMMA)
+        mask = plgpu.load(m, layout=plgpu.Layout.WGMMA.reduce(1)) > 0
+
+        def step(i, v):
+            grown = lax.broadcast_in_dim(mask, (128, 32), [0])
+            return plgpu.lazy_where(grown, lambda: v * 2 + 1, v)
+
+        o[...] = lax.fori_loop(0, 3, step, v)
+        a, b = plgpu.lazy_where(v > 1.5, lambda: (v - 1, jnp.exp2(v)), (v, -v))
+        p[...] = a + b
+
+    x = rng.standard_normal((128, 32)).astype(f32)
+    m = np.zeros(128, i32)
+    m[{"none": [], "one": [77], "some": slice(30, 90, 7), "all": slice(None)}[rows]] = 1
+    shape = plgpu.ShapeDtypeStruct((128, 32), f32)
+    got = run(body, (shape, shape), x, m)
+    want = x.copy()
+    for _ in range(3):
+        want = np.where(m[:, None] > 0, want * 2 + 1, want)
+    np.testing.assert_allclose(got[0], want, rtol=1e-6)
+    np.testing.assert_allclose(
+        got[1], np.where(x > 1.5, x - 1 + np.exp2(x), x - x), rtol=1e-5, atol=1e-6
+    )
+    if run.way != "cuda":
+        assert "warp_any" in text_of(run, body, (shape, shape), x, m)
+
+
+@pytest.mark.parametrize(
+    "work,words",
+    [
+        (lambda x, v: v * lax.broadcast_in_dim(jnp.sum(v, axis=0), v.shape, [1]), "reduce"),
+        (lambda x, v: v + plgpu.load(x, layout=plgpu.Layout.WGMMA), "load"),
+    ],
+)
+def test_lazy_where_refuses_what_lanes_do_together(work, words):
+    def body(x, o):
+        v = plgpu.load(x, layout=plgpu.Layout.WGMMA)
+        o[...] = plgpu.lazy_where(v > 0, lambda: work(x, v), v)
+
+    x = np.zeros((64, 16), f32)
+    with pytest.raises(ValueError, match=f"lazy_where: {words} is not possible"):
+        plgpu.kernel(body, out_type=plgpu.ShapeDtypeStruct((64, 16), f32), interpret=True)(x)
+
+
+def test_lazy_where_checks_its_arguments():
+    def body(bad, o):
+        bad(jnp.zeros((4,), f32))
+
+    for bad, error, words in (
+        (lambda v: plgpu.lazy_where(v, lambda: v, v), TypeError, "mask must be a bool array"),
+        (lambda v: plgpu.lazy_where(True, lambda: v, v), TypeError, "mask must be a bool array"),
+        (lambda v: plgpu.lazy_where(v > 0, lambda: (v, v), v), TypeError, "differ in structure"),
+    ):
+        with pytest.raises(error, match=words):
+            of(lambda o, bad=bad: body(bad, o), 1)()
+
+
+# ---- arrivals ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lane", [False, True])
+def test_warps_arrive_by_themselves(run, rng, lane):
+    """A thread that read what another overwrites then: each warp says so for itself; a producer of
+    one lane counts for four."""
+
+    def body(x, o, s, full, empty, told):
+        me = lax.axis_index("wg")
+
+        @pl.when(me == 1)
+        def _():
+            def fetch(i, _):
+                pl.when(i > 0)(lambda: plgpu.barrier_wait(empty))
+                plgpu.copy_gmem_to_smem(x.at[i], s, full)
+                if lane:
+                    plgpu.barrier_arrive(told)
+
+            lax.fori_loop(0, 4, fetch, None)
+            plgpu.barrier_wait(empty)
+
+        @pl.when(me == 0)
+        def _():
+            def use(i, _):
+                if lane:
+                    plgpu.barrier_wait(told)
+                plgpu.barrier_wait(full)
+                v = s[...]
+                plgpu.barrier_arrive(empty)
+                o[i] = v + 1
+
+            lax.fori_loop(0, 4, use, None)
+            if lane:  # makes the barrier one that warps arrive at
+                plgpu.barrier_arrive(told)
+                plgpu.barrier_wait(told)
+
+    x = rng.standard_normal((4, 256)).astype(f32)
+    scratch = [plgpu.SMEM((256,), f32), *[plgpu.Barrier() for _ in range(3)]]
+    options = dict(scratch_types=scratch, num_threads=2, thread_name="wg")
+    np.testing.assert_array_equal(run(body, x, x, **options), x + 1)
+    if run.way != "cuda":
+        text = text_of(run, body, x, x, **options)
+        assert "if (lane == 0) barrier_arrive(" in text
+        assert bool(re.search(r"barrier_arrive_n<4>\(", text)) == lane
