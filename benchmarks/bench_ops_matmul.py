@@ -1,6 +1,6 @@
 """ops.matmul beside torch.matmul, JAX's Pallas matmul for Hopper, and a hand-written kernel.
 
-    python benchmarks/bench_ops_matmul.py [--sizes 8192x8192x8192:bfloat16 ...] [--quick]
+    python benchmarks/bench_ops_matmul.py [--sizes 8192x8192x8192:bfloat16[:nt] ...] [--quick]
         [--configs] [--target DIR] [--no-jax] [--json FILE]
     python benchmarks/bench_ops_matmul.py --candidates [--json FILE]
 
@@ -31,7 +31,7 @@ from timing import WAYS, all_ways, estimate, host_seconds, queued  # noqa: E402
 
 import pallas_mgpu as plgpu  # noqa: E402
 from pallas_mgpu.ops import MatmulConfig, matmul  # noqa: E402
-from pallas_mgpu.ops.matmul import candidates, choose  # noqa: E402
+from pallas_mgpu.ops.matmul import candidates, choose, few_rows_candidates  # noqa: E402
 
 SIZES = (
     "8192x8192x8192:bfloat16",
@@ -62,14 +62,21 @@ SMALL = (
     "1x4096x4096",
     "1x1024x16384",
     "4096x64x4096",
+    "1x4096x4096:nt",
+    "4x4096x4096",
+    "8x4096x4096",
+    "8x4096x4096:nt",
 )
 BOUND = {"bfloat16": 3e-3, "float16": 4e-4}
 DATA = []  # for --json
 
 
 def sizes_of(text):
-    shape, _, dtype = text.partition(":")
-    return *map(int, shape.split("x")), dtype or "bfloat16"
+    """m, n, k, dtype, whether B is transposed."""
+    shape, *rest = text.split(":")
+    nt = "nt" in rest
+    dtype = [x for x in rest if x != "nt"] or ["bfloat16"]
+    return *map(int, shape.split("x")), dtype[0], nt
 
 
 def check(name, got, want, dtype):
@@ -79,12 +86,14 @@ def check(name, got, want, dtype):
 
 class Size:
     def __init__(self, text):
-        self.m, self.n, self.k, self.dtype = sizes_of(text)
-        self.title = f"{self.m} x {self.n} x {self.k} {self.dtype}"
+        self.m, self.n, self.k, self.dtype, self.nt = sizes_of(text)
+        self.title = f"{self.m} x {self.n} x {self.k} {self.dtype}" + (" NT" if self.nt else "")
         tdt = getattr(torch, self.dtype)
         self.a = torch.randn(self.m, self.k, device="cuda").to(tdt)
-        self.b = torch.randn(self.k, self.n, device="cuda").to(tdt)
-        self.want = self.a.float() @ self.b.float()
+        shape = (self.n, self.k) if self.nt else (self.k, self.n)
+        self.b = torch.randn(shape, device="cuda").to(tdt)
+        self.b_kn = self.b.T if self.nt else self.b
+        self.want = self.a.float() @ self.b_kn.float()
         self.tflop = 2 * self.m * self.n * self.k / 1e12
 
     def empty(self):
@@ -94,9 +103,10 @@ class Size:
     def ours(self, config=None):
         """Checked; a call of ops.matmul."""
         out = self.empty()
-        f = functools.partial(matmul, self.a, self.b, config=config, out=out)
-        if config is None:
-            f = functools.partial(matmul, self.a, self.b, out=out)
+        options = {} if config is None else {"config": config}
+        if self.nt:
+            options["transpose_b"] = True
+        f = functools.partial(matmul, self.a, self.b, out=out, **options)
         f()
         check(f"ops.matmul {config}", out, self.want, self.dtype)
         return f
@@ -206,7 +216,7 @@ TARGETS = {
 
 def add_target(size, contestants, target):
     mod, cuda = target
-    if size.m % 256 or size.n % 256 or size.k % 64:
+    if size.m % 256 or size.n % 256 or size.k % 64 or size.nt:
         return
     for name, defs in TARGETS.items():
         out = size.empty()
@@ -222,19 +232,19 @@ def add_target(size, contestants, target):
 
 CONFIGS = (
     MatmulConfig(2, 256, 4, 2, 2, 8),
-    MatmulConfig(2, 256, 3, 2, 4, 8),
+    MatmulConfig(2, 256, 4, 2, 2, 8, lag=1),
     MatmulConfig(2, 256, 4, 2, 2, 4),
-    MatmulConfig(2, 256, 4, 1, 2, 8),
-    MatmulConfig(2, 256, 4, 1, 2, 8, 2),
-    MatmulConfig(2, 128, 6, 2, 2, 8),
-    MatmulConfig(2, 128, 6, 2, 2, 8, 2),
+    MatmulConfig(2, 256, 4, 2, 2, 4, lag=1),
+    MatmulConfig(2, 256, 4, 2, 2, 6, lag=1),
+    MatmulConfig(2, 256, 4, 1, 2, 8, lag=1),
+    MatmulConfig(2, 192, 5, 2, 1, 8, lag=1),
 )
 
 
 def bench(text, args, jax_config, target):
     size = Size(text)
     ref = size.empty()
-    contestants = {"torch.matmul": functools.partial(torch.matmul, size.a, size.b, out=ref)}
+    contestants = {"torch.matmul": functools.partial(torch.matmul, size.a, size.b_kn, out=ref)}
     contestants["torch.matmul"]()
     check("torch.matmul", ref, size.want, size.dtype)
     contestants["ops.matmul"] = size.ours()
@@ -242,12 +252,12 @@ def bench(text, args, jax_config, target):
         contestants[f"  {tuple(config)}"] = size.ours(config)
     if target:
         add_target(size, contestants, target)
-    if jax_config[0]:
+    if jax_config[0] and not size.nt:
         add_jax(size, contestants, *jax_config, seconds=4 if args.quick else 12)
     del size.want
     times = all_ways(contestants, 0.3 if args.quick else 1)
     print(f"\n### {size.title}\n")
-    print(f"ops.matmul: {choose(size.m, size.n, size.k)}\n")
+    print(f"ops.matmul: {choose(size.m, size.n, size.k, transpose_b=size.nt)}\n")
     print("| contestant | " + " | ".join(f"{w}, TFLOP/s | ratio" for w in times) + " |")
     print("|---|" + "---:|---:|" * len(times))
     for name in contestants:
@@ -314,19 +324,27 @@ def host_table():
         print(f"| {name} | {statistics.median(s) * 1e6:.2f} |")
 
 
+def more(m, n, k, dtype, nt):
+    """Configurations that the chooser does not look at."""
+    if m <= 8:
+        return few_rows_candidates(m, k, nt)
+    return [c._replace(lag=1) for c in candidates(m, n, k) if c.consumers > 1]
+
+
 def bench_candidates(texts):
     start = time.perf_counter()
     shapes = [sizes_of(t) for t in texts]
-    todo = {s: candidates(*s[:3]) for s in shapes}
+    todo = {s: [*more(*s), *candidates(*s[:3])] for s in shapes}
 
     def padded(x):
         rows, cols = x.shape
         return plgpu.ShapeDtypeStruct((rows, -(-cols // 8) * 8), x.dtype)
 
     def compile_one(job):
-        (m, n, k, dtype), config = job
-        spec = [plgpu.ShapeDtypeStruct(x, getattr(plgpu.numpy, dtype)) for x in ((m, k), (k, n))]
-        f = matmul.kernel(*spec, config=config)
+        (m, n, k, dtype, nt), config = job
+        dims = ((m, k), (n, k) if nt else (k, n))
+        spec = [plgpu.ShapeDtypeStruct(x, getattr(plgpu.numpy, dtype)) for x in dims]
+        f = matmul.kernel(*spec, config=config, **({"transpose_b": True} if nt else {}))
         if hasattr(f, "pads"):
             spec = [x if pad is None else padded(x) for x, pad in zip(spec, f.pads)]
             f = f.product
@@ -341,8 +359,8 @@ def bench_candidates(texts):
     for text, s in zip(texts, shapes):
         size = Size(text)
         ref = size.empty()
-        chosen = choose(*s[:3])
-        contestants = {"torch": functools.partial(torch.matmul, size.a, size.b, out=ref)}
+        chosen = choose(*s[:3], transpose_b=s[4])
+        contestants = {"torch": functools.partial(torch.matmul, size.a, size.b_kn, out=ref)}
         for config in dict.fromkeys([chosen, *todo[s]]):
             try:
                 contestants[config] = size.ours(config)

@@ -134,12 +134,14 @@ def cool(contestants, rounds):
 
 def sustained(contestants, rounds, seconds=0.15):
     """0.15 s of one, a third of it untimed: each at its own steady clock."""
-    rng, names = random.Random(2), list(contestants)
+    names = list(contestants)
     out = {n: [] for n in names}
     count = {n: max(6, int(seconds / estimate(f))) for n, f in contestants.items()}
-    for _ in range(rounds):
-        rng.shuffle(names)
-        for n in names:
+    for r in range(rounds):
+        # every one at every place, behind both neighbours: what ran before leaves its heat
+        k = r // 2 % len(names)
+        order = names[k:] + names[:k]
+        for n in order[:: -1 if r % 2 else 1]:
             lead = count[n] // 3
             out[n].append(_between(contestants[n], count[n] - lead, lead=lead))
     return out
@@ -149,7 +151,7 @@ WAYS = {
     "burst": (burst, 20),
     "queued": (queued, 10),
     "cool": (cool, 25),
-    "sustained": (sustained, 6),
+    "sustained": (sustained, 12),
 }
 
 

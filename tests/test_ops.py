@@ -11,8 +11,8 @@ import pytest
 import pallas_mgpu as plgpu
 from pallas_mgpu import nn
 from pallas_mgpu import numpy as jnp
-from pallas_mgpu.ops import MatmulConfig, matmul
-from pallas_mgpu.ops.matmul import candidates, choose
+from pallas_mgpu.ops import FewRowsConfig, MatmulConfig, matmul
+from pallas_mgpu.ops.matmul import _cycles, choose, few_rows_candidates
 
 f16, f32, bf16 = np.dtype(np.float16), np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)
 UNIT = {f16: 1e-3, bf16: 8e-3, f32: 1e-5}  # of the rounding of a result, roughly
@@ -110,7 +110,7 @@ def product(run, a, b, bias=None, **options):
     return run.call(f, *arrays)
 
 
-C = MatmulConfig
+C, F = MatmulConfig, FewRowsConfig
 CASES = {  # shape, ta, tb, configuration, options
     "odd": ((77, 131, 99), False, False, None, {"out_dtype": bf16}),
     "odd, transposed": ((131, 77, 99), True, True, None, {}),
@@ -127,7 +127,13 @@ CASES = {  # shape, ta, tb, configuration, options
         {"bias": True, "out_dtype": "float32"},
     ),
     "narrow": ((70, 30, 200), False, False, C(1, 32, 0, 1), {}),
+    "in three chunks": ((130, 200, 200), False, False, C(2, 192, 0, 2, lag=1), {"bias": True}),
     "long steps": ((130, 100, 300), False, False, C(2, 64, 0, 1, step=128), {}),
+    "few rows": ((1, 200, 300), False, False, F(64, 2, 2), {"bias": True, "activation": "relu"}),
+    "few rows, K in eight": ((3, 136, 900), False, False, F(128, 8, 2), {"bias": True}),
+    "few rows, wide": ((8, 256, 100), False, False, F(256, 1), {"out_dtype": "float32"}),
+    "few rows, B transposed": ((8, 72, 1030), False, True, F(8, 2, 2, 256), {"bias": True}),
+    "one row, both transposed": ((1, 33, 600), True, True, F(16, 1, 6, 256), {}),
 }
 
 
@@ -143,10 +149,38 @@ def test_configurations(run, rng, case, monkeypatch):
 
 
 def test_chosen_configurations():
-    """The chooser finds something for every shape, quickly, and fills the GPU where it can."""
+    """The chooser finds something for every shape, quickly."""
     for m, n, k in itertools.product((1, 3, 64, 100, 1000, 4097), repeat=3):
-        assert choose(m, n, k) in candidates(m, n, k)
+        for ta, tb in itertools.product((False, True), repeat=2):
+            few_rows = m == 1 or m <= 4 and not ta
+            got = choose(m, n, k, transpose_a=ta, transpose_b=tb)
+            assert isinstance(got, FewRowsConfig if few_rows else MatmulConfig)
     assert choose(8192, 8192, 8192)[:2] == (2, 256)
+    assert FewRowsConfig() in few_rows_candidates(1, 4096, False)
+
+
+# us of configurations (consumers, tile_n, cluster, cluster_n, split) on an H200, the best first:
+# part of a run of bench_ops_matmul.py --candidates
+MEASURED = {
+    (2048, 2048, 2048): {(2, 256, 1, 1, 1): 23.3, (2, 128, 2, 1, 1): 24.4, (1, 256, 2, 1, 1): 26.2},
+    (1024, 1024, 1024): {(1, 128, 1, 1, 1): 4.93, (2, 64, 1, 1, 1): 5.77, (2, 128, 1, 1, 1): 7.16},
+    (512, 512, 512): {(1, 64, 1, 1, 1): 2.91, (1, 32, 1, 1, 1): 3.44, (1, 64, 1, 1, 2): 4.54},
+    (1536, 1536, 1536): {(1, 128, 1, 1, 1): 15.6, (2, 64, 1, 1, 1): 17.1, (2, 256, 1, 1, 1): 17.4},
+    (3072, 3072, 1024): {(2, 128, 1, 1, 1): 30.2, (1, 256, 1, 1, 1): 32.9, (2, 256, 1, 1, 1): 35.0},
+    (512, 512, 8192): {(1, 64, 1, 1, 2): 16.7, (1, 64, 1, 1, 1): 27.3, (2, 64, 1, 1, 8): 22.9},
+    (64, 4096, 4096): {(1, 64, 1, 1, 2): 9.87, (1, 128, 1, 1, 1): 12.9, (1, 128, 1, 1, 8): 16.5},
+}
+
+
+@pytest.mark.parametrize("shape", MEASURED, ids=str)
+def test_estimate_against_measurements(shape):
+    """The estimate puts the fastest first and is within a quarter of the time (at 1.755 GHz)."""
+    estimates = []
+    for (consumers, tile_n, cluster, cluster_n, split), us in MEASURED[shape].items():
+        cfg = C(consumers, tile_n, 0, cluster, 2, 8, cluster_n, split)
+        estimates.append(_cycles(*shape, cfg, 132))
+        assert abs(estimates[-1] / 1755 / us - 1) < 0.25, (cfg, estimates[-1] / 1755)
+    assert min(estimates) == estimates[0]
 
 
 def test_out_and_spellings(rng):
@@ -174,6 +208,8 @@ def test_out_and_spellings(rng):
         (dict(activation="sigmoid"), ValueError, "activation must be one of .*'sigmoid'"),
         (dict(out_dtype="int32"), TypeError, "out_dtype must be a float dtype"),
         (dict(out=np.zeros((4, 9), f16)), ValueError, r"out\[0\] must be"),
+        (dict(config=F(), transpose_a=True), ValueError, "up to 8 rows, with transpose_a for 1"),
+        (dict(config=F(100)), ValueError, "tile_n of a FewRowsConfig must be 64, 128 or 256"),
     ],
 )
 def test_errors(change, exception, match):

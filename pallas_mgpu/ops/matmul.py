@@ -10,6 +10,9 @@ Where there are fewer tiles than SMs, `split` blocks of a cluster divide K among
 part j of the columns of its sum to block j, through the SMEM of the cluster, and every block adds
 up its part, in the order of the blocks: results repeat bit for bit.
 
+A few rows (up to 4) leave the tensor cores idle: another kernel then streams B through SMEM and
+multiplies on the lanes.
+
 Ragged edges need nothing: TMA reads zeros outside and does not write there. Arrays whose rows TMA
 cannot address (a pitch that is no multiple of 16 bytes) are first copied to padded rows."""
 
@@ -33,7 +36,8 @@ class MatmulConfig(NamedTuple):
     of a column of tiles that share B. ``buffers``: store buffers per consumer. ``group``: rows of
     cluster tiles worked on together, for the L2. ``cluster_n``: blocks of a row that share A.
     ``split``: blocks that divide K among them; then every tile has a cluster of its own. ``step``:
-    elements of K per slot, 64 or 128.
+    elements of K per slot, 64 or 128. ``lag``: products in flight while the next one is issued, 0
+    or 1; -1: 1 with one consumer, else 0.
     """
 
     consumers: int = 2
@@ -45,6 +49,7 @@ class MatmulConfig(NamedTuple):
     cluster_n: int = 1
     split: int = 1
     step: int = 64
+    lag: int = -1
 
 
 class _Plan:
@@ -70,7 +75,7 @@ class _Plan:
         used = cfg.consumers * self.buffers * 64 * self.chunk * out_bytes
         used += cfg.consumers * self.cols * 2
         if cfg.split > 1:
-            used += cfg.consumers * self.sent * self.cols * 4
+            used += cfg.consumers * self.sent * (self.cols + self.width) * 4
         slot = (self.rows + self.cols) * cfg.step * 2
         most = min((_SMEM - used) // slot, 12)
         self.stages = min(cfg.stages or most, most)
@@ -95,9 +100,15 @@ def _product(m, n, k, dtype, out_dtype, ta, tb, has_bias, activation, cfg, sms, 
     axes = {"cm": cfg.cluster, "cn": cfg.cluster_n, "ck": split}
     axes = {name: size for name, size in axes.items() if size > 1}
     share_a, share_b = ("cn" if "cn" in axes else None), ("cm" if "cm" in axes else None)
-    late = consumers == 1  # release a slot one step later: nobody else keeps the tensor cores busy
+    # release a slot one step later where nobody else keeps the tensor cores busy
+    late = consumers == 1 if cfg.lag < 0 else bool(cfg.lag)
     by_tma = m == 1 or n * out_dtype.itemsize % 16 == 0  # the result
     registers = consumers > 1 and cols > 128  # more accumulators than an even share has room for
+
+    part = (p.sent, p.width)
+    rows_of_lanes = None
+    if split > 1 and p.sent * p.width % 512 == 0:
+        rows_of_lanes = plgpu.Layout.WG_STRIDED(part, 4)
 
     def rank(axis):
         return lax.axis_index(axis) if axis in axes else 0
@@ -194,10 +205,13 @@ def _product(m, n, k, dtype, out_dtype, ta, tb, has_bias, activation, cfg, sms, 
 
         return pl.run_scoped(product, plgpu.ACC((64, cols)))
 
-    def gather(me, value, inbox, arrived):
+    def gather(me, value, inbox, outbox, arrived):
         """This block's part of the columns, summed over the blocks that divide K."""
         for j in range(split):
             part = value[: p.sent, j * p.width : (j + 1) * p.width]
+            if outbox is not None:  # from pairs of columns to whole rows: fewer, larger packets
+                outbox[me] = part
+                part = plgpu.load(outbox.at[me], layout=rows_of_lanes)
             plgpu.cluster_ref(inbox, {"ck": j})[me, rank("ck")] = part
         plgpu.barrier_arrive(arrived.at[me])
         plgpu.barrier_wait(arrived.at[me])
@@ -225,7 +239,7 @@ def _product(m, n, k, dtype, out_dtype, ta, tb, has_bias, activation, cfg, sms, 
 
     def body(a, b, *refs):
         bias, refs = (refs[0], refs[1:]) if has_bias else (None, refs)
-        o, a_smem, b_smem, o_smem, bias_smem, inbox, full, empty, bias_ready, arrived = refs
+        o, a_smem, b_smem, o_smem, bias_smem, inbox, outbox, full, empty, bias_ready, arrived = refs
         # the next kernel may begin; nothing is touched before the kernels before are done
         plgpu.griddepcontrol_launch_dependents()
         plgpu.griddepcontrol_wait()
@@ -251,7 +265,7 @@ def _product(m, n, k, dtype, out_dtype, ta, tb, has_bias, activation, cfg, sms, 
                     )
                 value = multiply(me, it, a_smem, b_smem, full, empty)
                 if split > 1:
-                    value = gather(me, value, inbox, arrived)
+                    value = gather(me, value, inbox, outbox, arrived)
                 if has_bias:
                     plgpu.barrier_wait(bias_ready.at[me])
                 store(me, value, row, col_of_block, o, o_smem, bias_smem)
@@ -281,6 +295,7 @@ def _product(m, n, k, dtype, out_dtype, ta, tb, has_bias, activation, cfg, sms, 
             ),
             plgpu.SMEM((consumers, p.width), dtype) if has_bias else None,
             plgpu.SMEM(sums, jnp.float32) if split > 1 else None,
+            plgpu.SMEM((consumers, *part), jnp.float32) if rows_of_lanes else None,
             plgpu.Barrier(num_arrivals=2, **slots),
             empty,
             plgpu.Barrier(num_barriers=consumers) if has_bias else None,
@@ -296,6 +311,149 @@ def _product(m, n, k, dtype, out_dtype, ta, tb, has_bias, activation, cfg, sms, 
         thread_name="wg",
         interpret=interpret,
         kernel_name="matmul",
+    )
+
+
+# ---- few rows ------------------------------------------------------------------------------------
+
+
+class FewRowsConfig(NamedTuple):
+    """How a product of up to 8 rows is done: the memory is the limit, tensor cores would idle.
+
+    ``tile_n``: columns of a block: 64, 128 or 256, with ``transpose_b`` a multiple of 4. ``split``:
+    blocks of a cluster that divide K. ``stages``: slots of the ring. ``step``: elements of K per
+    slot, with ``transpose_b`` 256.
+    """
+
+    tile_n: int = 128
+    split: int = 8
+    stages: int = 4
+    step: int = 64
+
+
+@functools.cache
+def _few_rows(m, n, k, dtype, out_dtype, ta, tb, has_bias, activation, cfg, interpret):
+    """Kernel for m <= 8. One thread per block, several blocks per SM, each with its own ring.
+
+    B streams through SMEM once. Lanes hold 8 neighbours of B and add up products in float32; the
+    lanes' sums meet in the end, then those of the blocks that divide K, in their order."""
+    width, split, step, f32 = cfg.tile_n, cfg.split, cfg.step, jnp.float32
+    fits = width % 4 == 0 and step == 256 if tb else width in (64, 128, 256) and step % 16 == 0
+    if not fits:
+        raise ValueError(
+            "matmul: tile_n of a FewRowsConfig must be 64, 128 or 256 and step a multiple of 16,"
+            f" with transpose_b a multiple of 4 and 256; got {cfg}"
+        )
+    steps = pl.cdiv(pl.cdiv(k, step), split)
+    stages = min(cfg.stages, steps)
+    # a pass: what the lanes take at once, 8 elements each
+    part = (4, step) if tb else (1024 // width, width)
+    if part[0] == 4:  # a row per warp
+        spread = plgpu.Layout.TILED(plgpu.Tiling((part, (8,))), (-3,), (-2,), -1)
+    else:
+        tiles = plgpu.Tiling((part, (part[0] // 4, part[1]), (8,)))
+        spread = plgpu.Layout.TILED(tiles, (-5,), (-3, -2), -1)
+    groups = width // 4 if tb else 1  # sums that a lane keeps for each row of A
+    by_tma = m == 1 or n * out_dtype.itemsize % 16 == 0
+
+    def body(a, b, *refs):
+        bias, refs = (refs[0], refs[1:]) if has_bias else (None, refs)
+        o, a_smem, b_smem, o_smem, bias_smem, sums, full, bias_ready, arrived = refs
+        plgpu.griddepcontrol_launch_dependents()
+        plgpu.griddepcontrol_wait()
+        if ta:
+            a = a.reshape((1, k))  # m is 1
+        rank = lax.axis_index("ck") if split > 1 else 0
+        col = lax.axis_index("tile") * width
+        if has_bias:
+            plgpu.copy_gmem_to_smem(bias.at[pl.ds(col, width)], bias_smem, bias_ready)
+
+        def fetch(s):
+            along_k, along_n = pl.ds((rank * steps + s) * step, step), pl.ds(col, width)
+            slot = s % stages
+            at = (along_n, along_k) if tb else (along_k, along_n)
+            plgpu.copy_gmem_to_smem(b.at[at], b_smem.at[slot], full.at[slot])
+            plgpu.copy_gmem_to_smem(a.at[:, along_k], a_smem.at[slot], full.at[slot])
+
+        def factors(ref, axis):
+            return plgpu.load(ref, layout=spread.reduce(axis)).astype(f32)
+
+        def products(slot, acc):
+            acc = list(acc)
+            if tb:
+                rows = [
+                    lax.broadcast_in_dim(factors(a_smem.at[slot, i], 0), part, [1])
+                    for i in range(m)
+                ]
+            for p in range(b_smem.shape[1] // part[0]):
+                at = pl.ds(p * part[0], part[0])
+                x = plgpu.load(b_smem.at[slot, at], layout=spread).astype(f32)
+                for i in range(m):
+                    if tb:
+                        acc[i * groups + p] += x * rows[i]
+                    else:
+                        w = factors(a_smem.at[slot, i, at], 1)
+                        acc[i] += x * lax.broadcast_in_dim(w, part, [0])
+            return tuple(acc)
+
+        def one(s, acc):
+            slot = s % stages
+            plgpu.barrier_wait(full.at[slot])
+            acc = products(slot, acc)
+            pl.when(s + stages < steps)(lambda: fetch(s + stages))
+            return acc
+
+        lax.fori_loop(0, stages, lambda s, _: fetch(s), None)
+        zeros = plgpu.layout_cast(jnp.zeros(part, f32), spread)
+        acc = lax.fori_loop(0, steps, one, (zeros,) * (m * groups))
+        inbox = plgpu.cluster_ref(sums, {"ck": 0}) if split > 1 else sums
+        for i in range(m):
+            if tb:
+                for p in range(groups):
+                    inbox[rank, i, pl.ds(p * 4, 4)] = acc[i * groups + p].sum(1)
+            else:
+                inbox[rank, i] = acc[i].sum(0)
+        if split > 1:
+            plgpu.barrier_arrive(arrived)
+            plgpu.barrier_wait(arrived)
+        if has_bias:
+            plgpu.barrier_wait(bias_ready)
+
+        @pl.when(rank == 0)
+        def _():
+            value = sums[0]
+            for j in range(1, split):
+                value = value + sums[j]
+            if has_bias:
+                b_part = bias_smem[...].astype(f32)
+                value = value + lax.broadcast_in_dim(b_part, value.shape, [1])
+            if activation is not None:
+                value = activation(value)
+            o_smem[...] = value.astype(out_dtype)
+            plgpu.commit_smem()
+            where = o.at[:, pl.ds(col, width)]
+            plgpu.copy_smem_to_gmem(o_smem, where, engine=None if by_tma else "lanes")
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    return plgpu.kernel(
+        body,
+        out_type=plgpu.ShapeDtypeStruct((m, n), out_dtype),
+        scratch_types=[
+            plgpu.SMEM((stages, m, step), dtype),
+            plgpu.SMEM((stages, *((width, step) if tb else (step, width))), dtype),
+            plgpu.SMEM((m, width), out_dtype),
+            plgpu.SMEM((width,), dtype) if has_bias else None,
+            plgpu.SMEM((split, m, width), f32),
+            plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+            plgpu.Barrier() if has_bias else None,
+            plgpu.ClusterBarrier(collective_axes=("ck",)) if split > 1 else None,
+        ],
+        grid=(pl.cdiv(n, width),),
+        grid_names=("tile",),
+        cluster=(split,) if split > 1 else (),
+        cluster_names=("ck",) if split > 1 else (),
+        interpret=interpret,
+        kernel_name="matmul_few_rows",
     )
 
 
@@ -356,44 +514,93 @@ class _Padded:
 # ---- the choice ---------------------------------------------------------------------------------
 
 
+# consumers, tile_n
+_TILES = ((2, 256), (2, 192), (2, 128), (1, 256), (1, 192), (1, 128), (2, 64), (1, 64), (1, 32))
+
+# blocks: below each other (B is shared), side by side (A is shared), along K. Clusters of four that
+# share, or that share and divide K, took up to twice the time of two blocks on every shape.
+_CLUSTERS = ((2, 1, 1), (1, 2, 1), (1, 1, 1), (1, 1, 2), (1, 1, 4), (1, 1, 8))
+
+
 def candidates(m, n, k, sms=132):
     """Configurations that make sense for a shape, roughly from large tiles to small ones."""
     found = []
-    for consumers, tile_n in ((2, 256), (2, 128), (1, 256), (1, 128), (2, 64), (1, 64), (1, 32)):
+    for consumers, tile_n in _TILES:
         if consumers == 2 and m <= 64 or tile_n >= max(2 * n, 64):
             continue
-        for cluster, cluster_n, split in itertools.product((2, 1), (1, 2), (1, 2, 4, 8)):
-            blocks = cluster * cluster_n * split
-            if blocks > 8 or tile_n // split < 8 or pl.cdiv(k, 64) < split:
+        for cluster, cluster_n, split in _CLUSTERS:
+            if tile_n % (8 * split) or pl.cdiv(k, 64) < split:
                 continue
             if cluster > 1 and m <= 64 * consumers or cluster_n > 1 and n <= tile_n:
                 continue
             cfg = MatmulConfig(consumers, tile_n, 0, cluster, 2, 8, cluster_n, split)
-            if _Plan(m, n, k, 4, cfg, sms).stages >= 2:
+            p = _Plan(m, n, k, 4, cfg, sms)
+            if tile_n == 192 and not (p.single and split == 1):
+                continue  # only where it makes one wave of what were nearly two
+            if p.stages >= 2:
                 found.append(cfg)
     return found
 
 
 def _cycles(m, n, k, cfg, sms):
-    """An estimate of the time of a product, in cycles of an SM."""
+    """An estimate of the time of a product, in cycles of an SM.
+
+    Its numbers were fitted to times measured on an H200, of all candidates on 14 shapes and of some
+    on 4 large ones (bench_ops_matmul.py). What it chooses took at most 1.035 of the best, on
+    128 x 4096 x 4096 1.175."""
     p = _Plan(m, n, k, 2, cfg, sms)
-    blocks = p.total * p.cluster
-    active = min(blocks, sms)
     waves = pl.cdiv(p.total, max(sms // p.cluster, 1))
-    tensor = p.rows * p.cols * cfg.step / 2048
+    active = p.total * p.cluster / waves
+    slot = (p.rows + p.cols) * cfg.step * 2
     fetched = (p.rows / cfg.cluster_n + p.cols / cfg.cluster) * cfg.step * 2
-    fetch = fetched / min(60, 5000 / active)
-    per_step = max(tensor, fetch) + (60 if cfg.consumers == 1 else 30)
-    epilogue = 1000 + 4 * p.width
-    if cfg.split > 1:
-        epilogue += 1000 + p.sent * cfg.consumers * p.cols * 4 / 30
-    time = waves * p.steps * per_step + epilogue * (waves if cfg.split > 1 else 1)
-    memory = (m * k + k * n + m * n) * 2 / 2200
-    return max(time, memory) + 2000
+    # a step takes what limits it: the tensor cores, the L2, or the way from barrier to barrier;
+    # sharing hardly helps there (equal requests of neighbours are answered at once), but in power
+    tensor, l2 = p.rows * p.cols * cfg.step / 1828, slot * active / 9670
+    way = (281 if cfg.consumers == 1 else 355) * cfg.step / 64
+    step = max(tensor, l2, way) + 32 + fetched * active / 250e3
+    epilogue = 57 + 3.6 * p.width
+    if cfg.split > 1:  # the sums travel
+        epilogue += 965 + p.sent * cfg.consumers * p.cols * 4 / 6.4
+    time = waves * (p.steps * step + epilogue)
+    if p.cluster > 1:
+        time += 927
+    if p.cluster > 2:
+        time *= 1.37
+    fill = min(p.stages, p.steps) * slot * active / 18400
+    memory = (m * k + k * n + m * n) * 2 / 2190
+    return max(time, memory) + fill + 1820
 
 
-def choose(m, n, k, sms=132):
+def few_rows_candidates(m, k, transpose_b):
+    """Configurations for up to 8 rows."""
+    widths, step = ((8, 16, 32), 256) if transpose_b else ((64, 128, 256), 64)
+    if transpose_b:
+        widths = [w for w in widths if w * m <= 64]  # more sums than registers
+    splits = [s for s in (1, 2, 4, 8) if s <= pl.cdiv(k, step)]
+    return [
+        FewRowsConfig(width, split, stages, step)
+        for width, split, stages in itertools.product(widths, splits, (4, 8))
+    ]
+
+
+def _choose_few_rows(m, n, k, transpose_b, sms):
+    """As wide as leaves about two blocks for every SM, K undivided if there are enough so."""
+    if transpose_b:
+        width, step, stages = (16 if m <= 2 else 8), 256, 6
+    else:
+        width, step, stages = 128, 64, 4
+        if pl.cdiv(n, width) * 8 < 1.75 * sms:
+            width = 64
+    split = 1
+    while split < 8 and pl.cdiv(n, width) * split < 1.75 * sms and 2 * split * step <= k:
+        split *= 2
+    return FewRowsConfig(width, split, stages, step)
+
+
+def choose(m, n, k, sms=132, transpose_a=False, transpose_b=False):
     """The configuration for a shape on a GPU with that many SMs."""
+    if m == 1 or m <= 4 and not transpose_a:
+        return _choose_few_rows(m, n, k, transpose_b, sms)
     return min(candidates(m, n, k, sms), key=lambda cfg: _cycles(m, n, k, cfg, sms))
 
 
@@ -418,8 +625,8 @@ def matmul(
     a: (M, K), or (K, M) with ``transpose_a``; b: (K, N), or (N, K) with ``transpose_b``; float16
     or bfloat16, row-major, any M, N, K. bias: (N,), dtype of ``a``. activation: a function of a
     float32 array, or "relu", "silu", "gelu", "tanh". out_dtype: float16, bfloat16 or float32;
-    that of ``a`` by default. config: a :class:`MatmulConfig`; chosen from the shape by default.
-    out: a preallocated result.
+    that of ``a`` by default. config: a :class:`MatmulConfig` or, for up to 8 rows, a
+    :class:`FewRowsConfig`; chosen from the shape by default. out: a preallocated result.
 
     Returns (M, N) of the caller's kind of array. TypeError, ValueError for other dtypes and shapes.
     """
@@ -448,23 +655,25 @@ def matmul(
     if out_dtype.name not in ("float16", "bfloat16", "float32"):
         raise TypeError(f"matmul: out_dtype must be a float dtype, got {out_dtype}")
     sms = plgpu.core_count(a.device)
-    product = _product(
-        m,
-        n,
-        k,
-        dtype,
-        out_dtype,
-        bool(transpose_a),
-        bool(transpose_b),
-        bias is not None,
-        activation,
-        config or choose(m, n, k, sms),
-        sms,
-        interpret,
-    )
+    ta, tb, has_bias = bool(transpose_a), bool(transpose_b), bias is not None
+    config = config or choose(m, n, k, sms, ta, tb)
+    shape = (m, n, k, dtype, out_dtype, ta, tb, has_bias, activation, config)
+    few_rows = isinstance(config, FewRowsConfig)
+    if few_rows:
+        if m > 8 or (ta and m > 1):
+            raise ValueError(
+                "matmul: a FewRowsConfig is for up to 8 rows, with transpose_a for 1;"
+                f" got {m}{', transposed' if ta else ''}"
+            )
+        product = _few_rows(*shape, interpret)
+    else:
+        product = _product(*shape, sms, interpret)
     operands = (a, b) if bias is None else (a, b, bias)
+    one_column = few_rows and ta  # a is read as one row
     pads = [
-        _padding(*x.shape, dtype, interpret) if x.ndim == 2 and _needs_padding(x) else None
+        _padding(*x.shape, dtype, interpret)
+        if x.ndim == 2 and _needs_padding(x) and not (x is a and one_column)
+        else None
         for x in operands
     ]
     return _Padded(product, pads) if any(pads) else product

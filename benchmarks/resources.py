@@ -1,0 +1,67 @@
+"""Registers, stack, spills and SMEM of the ready kernels, and how long they take to compile.
+
+    python benchmarks/resources.py
+
+Works without a GPU. The flagship configurations; Python's tracing included, without our disk cache
+and NVRTC's own (--no-cache), in a process that compiled a small kernel before."""
+
+import os
+import time
+
+os.environ["PALLAS_MGPU_NO_CACHE"] = "1"
+os.environ["PALLAS_MGPU_NVRTC_OPTIONS"] = "--no-cache"
+
+import pallas_mgpu as plgpu  # noqa: E402
+from pallas_mgpu import numpy as jnp  # noqa: E402
+from pallas_mgpu.ops import matmul  # noqa: E402
+from pallas_mgpu.ops.attention import _kernel_for  # noqa: E402
+
+
+def product(m, n, k, nt=False, **options):
+    dims = ((m, k), (n, k) if nt else (k, n))
+    spec = [plgpu.ShapeDtypeStruct(x, jnp.bfloat16) for x in dims]
+    if nt:
+        options["transpose_b"] = True
+    return lambda: matmul.kernel(*spec, **options).lower(*spec)
+
+
+def attend(length, heads, kv_heads, dim, causal):
+    q, k = (plgpu.ShapeDtypeStruct((4, length, h, dim), jnp.bfloat16) for h in (heads, kv_heads))
+    return lambda: _kernel_for(q, k, k, causal, None, False, None, None).lower(q, k, k)
+
+
+KERNELS = {
+    "matmul 8192 x 8192 x 8192": product(8192, 8192, 8192),
+    "matmul 4096 x 8192 x 4096, gelu": product(4096, 8192, 4096, activation="gelu"),
+    "matmul 2048 x 2048 x 2048": product(2048, 2048, 2048),
+    "matmul 1024 x 1024 x 1024": product(1024, 1024, 1024),
+    "matmul 64 x 4096 x 4096": product(64, 4096, 4096),
+    "matmul 1 x 4096 x 4096": product(1, 4096, 4096),
+    "matmul 1 x 4096 x 4096, B transposed": product(1, 4096, 4096, nt=True),
+    "attention 4096, dim 64": attend(4096, 32, 32, 64, False),
+    "attention 4096, dim 128": attend(4096, 16, 16, 128, False),
+    "attention 4096, dim 128, causal": attend(4096, 16, 16, 128, True),
+    "attention 4096, dim 128, causal, 4 heads of K": attend(4096, 16, 4, 128, True),
+    "attention 4096, dim 256, causal": attend(4096, 8, 8, 256, True),
+}
+
+
+def main():
+    def add(x, o):
+        o[...] = x[...] + 1
+
+    x = plgpu.ShapeDtypeStruct((128,), jnp.float32)
+    plgpu.kernel(add, out_type=x).lower(x).cubin()
+    print("| kernel | threads | registers | stack, bytes | spills, bytes | SMEM, bytes | ms |")
+    print("|---|---:|---:|---:|---:|---:|---:|")
+    for name, lower in KERNELS.items():
+        start = time.perf_counter()
+        r = lower().resources()
+        ms = (time.perf_counter() - start) * 1e3
+        assert not r["from_disk"]
+        keys = ("threads", "registers", "stack_bytes", "spill_bytes", "smem_bytes")
+        print(f"| {name} | " + " | ".join(str(r[key]) for key in keys) + f" | {ms:.0f} |")
+
+
+if __name__ == "__main__":
+    main()
