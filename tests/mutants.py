@@ -339,10 +339,6 @@ breaks(
     MEMORY,
     *FUZZ,
     shares_cut_swizzle_patterns=("  if (c * d->smem * t->bytes % t->align) {", "  if (false) {"),
-    shares_cut_the_swizzled_dimension=(
-        'if (k == 0 && t->smem->swizzle) return "it would cut',
-        'if (false) return "it would cut',
-    ),
     shares_need_not_be_equal=("  if (d->size % parts) return indivisible;\n", ""),
     stores_begin_before_the_array=(
         "if (lo < 0 && lo > INT32_MIN / 2) return",
@@ -368,7 +364,7 @@ breaks(
     ),
     boxes_jump_over_smem=(
         "if (d->loop || d->smem != dense) return false;",
-        "if (d->loop) return false;",
+        "if (d->loop || d->smem < dense) return false;",
     ),
     loops_of_cut_axes_count_elements=("= d->step / cut;", "= d->step;"),
     boxes_lie_anywhere_in_smem=(

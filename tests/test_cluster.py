@@ -9,6 +9,7 @@ import re
 import ml_dtypes
 import numpy as np
 import pytest
+from host import run as host
 
 import pallas_mgpu as plgpu
 from pallas_mgpu import _core, lax, pl
@@ -739,6 +740,9 @@ kernel "logical" grid [] cluster [] threads 1 stage traced {{
             got = np.zeros(out or [1], bool)
             g.interpret([x, got])
             want = fn(x > 0, axis=tuple(dims))
+            np.testing.assert_array_equal(got, want if out else [want])
+            got[...] = ~got
+            host.run(g, [x], [got])
             np.testing.assert_array_equal(got, want if out else [want])
 
 

@@ -531,6 +531,49 @@ def test_copies_that_begin_before_the_array(run, rng, pitch):
     np.testing.assert_array_equal(s, np.concatenate([want[4:], np.zeros((8, pitch), np.float32)]))
 
 
+@pytest.mark.parametrize("low,high", [((0, 0), (1, 2)), ((0, 0), (3, 5)), ((-3, -3), (1, 2))])
+@pytest.mark.parametrize("i,j", [(0, 2), (1, 1), (0, 4), (1, -1), (2, 0)])
+def test_copies_of_six_dimensions(run, rng, i, j, low, high):
+    """The engine sees them as fewer. An index past the end of one is none of the next, but zeros;
+    where it is known to be inside, the two are one."""
+    x = random(rng, (2, 3, 4, 2, 2, 64), np.float32)
+
+    def body(x_ref, at_ref, o_ref, smem, bar):
+        i, j = (jnp.clip(at_ref[k], low[k], high[k]) for k in range(2))
+        plgpu.copy_gmem_to_smem(x_ref.at[i, j, 1:3, :, :, :32], smem, bar)
+        plgpu.barrier_wait(bar)
+        o_ref[...] = smem[...]
+
+    scratch = [plgpu.SMEM((2, 2, 2, 32), np.float32), plgpu.Barrier()]
+    want = x[0, 0, 1:3, :, :, :32]
+    got = run(body, want, x, np.array([i, j], np.int32), scratch_types=scratch)
+    i, j = np.clip((i, j), low, high)
+    inside = 0 <= i < 2 and 0 <= j < 3
+    np.testing.assert_array_equal(got, x[i, j, 1:3, :, :, :32] if inside else np.zeros_like(want))
+
+
+@pytest.mark.parametrize("step", [1, 2, 4])
+def test_contiguous_copies_begin_anywhere(run, rng, step):
+    """In bounds for sure, at a multiple of 16 bytes only where the step is one."""
+    x = random(rng, 512, np.float32)
+
+    def body(x_ref, o_ref, again_ref, smem, bar):
+        i = lax.axis_index("g")
+        plgpu.copy_gmem_to_smem(x_ref.at[pl.ds(i * step + step, 128)], smem, bar)
+        plgpu.barrier_wait(bar)
+        o_ref[i] = smem[...]
+        plgpu.copy_smem_to_gmem(smem, again_ref.at[pl.ds(i * (128 + step) + step, 128)])
+        plgpu.wait_smem_to_gmem(0)
+
+    outs = np.zeros((3, 128), np.float32), np.zeros(512, np.float32)
+    scratch = [plgpu.SMEM((128,), np.float32), plgpu.Barrier()]
+    got, again = run(body, outs, x, grid=(3,), grid_names=("g",), scratch_types=scratch)
+    for k in range(3):
+        row = x[(k + 1) * step :][:128]
+        np.testing.assert_array_equal(got[k], row)
+        np.testing.assert_array_equal(again[k * (128 + step) + step :][:128], row)
+
+
 def test_what_was_stored_is_read_again(run, rng):
     """Waiting for a store, not only for its reads, makes the array in GMEM readable."""
     x = random(rng, (128, 64), np.float32)

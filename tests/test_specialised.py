@@ -427,3 +427,19 @@ def test_tiles_from_a_counter(run, dependent):
     for _ in range(3):
         got = run.call(kernel)
         np.testing.assert_array_equal(got, np.broadcast_to(np.arange(40.0)[:, None], (40, 128)))
+
+
+def test_tiles_of_two_counters(run):
+    """One number behind the other: lanes that are late still get the first one."""
+
+    def body(o, p):
+        a, b = _core.next_tile(0), _core.next_tile(1)
+        o[a] = jnp.full((128,), 1, jnp.int32) * a
+        p[b] = jnp.full((128,), 1, jnp.int32) * (b + 100)
+
+    out = [plgpu.ShapeDtypeStruct((6, 128), i32)] * 2
+    options = dict(grid=(3,), grid_names=("g",), num_threads=2, thread_name="wg")
+    rows = np.broadcast_to(np.arange(6, dtype=i32)[:, None], (6, 128))
+    got = run.call(run.kernel(body, out, **options))
+    np.testing.assert_array_equal(got[0], rows)
+    np.testing.assert_array_equal(got[1], rows + 100)
