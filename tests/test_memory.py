@@ -574,6 +574,25 @@ def test_contiguous_copies_begin_anywhere(run, rng, step):
         np.testing.assert_array_equal(again[k * (128 + step) + step :][:128], row)
 
 
+@pytest.mark.filterwarnings("ignore:copy_")
+@pytest.mark.parametrize("dtype", [np.float32, np.float16], ids=["f32", "f16"])
+def test_copies_of_turned_blocks(run, rng, dtype):
+    """No engine transposes."""
+    x = random(rng, (64, 32), dtype)
+
+    def body(x_ref, o_ref, p_ref, smem, bar):
+        plgpu.copy_gmem_to_smem(x_ref.T, smem, bar)
+        plgpu.barrier_wait(bar)
+        o_ref[...] = smem[...]
+        plgpu.copy_smem_to_gmem(smem, p_ref.T)
+        plgpu.wait_smem_to_gmem(0)
+
+    scratch = [plgpu.SMEM((32, 64), dtype), plgpu.Barrier()]
+    o, p = run(body, (x.T.copy(), x), x, scratch_types=scratch)
+    np.testing.assert_array_equal(o, x.T)
+    np.testing.assert_array_equal(p, x)
+
+
 def test_what_was_stored_is_read_again(run, rng):
     """Waiting for a store, not only for its reads, makes the array in GMEM readable."""
     x = random(rng, (128, 64), np.float32)

@@ -388,6 +388,72 @@ def test_an_accumulator_that_is_read_first(run, rng):
     np.testing.assert_allclose(got, want, atol=1e-2)
 
 
+@pytest.mark.parametrize("times", [0, 2])
+@pytest.mark.parametrize("where", ["loop", "branch", "slice"])
+def test_an_accumulator_that_is_used_inside_first(run, rng, where, times):
+    """The product behind a loop, a branch or a product of some columns adds to what they left."""
+
+    def body(a, b, times_ref, o, a_s, b_s, bar):
+        plgpu.copy_gmem_to_smem(a, a_s, bar)
+        plgpu.copy_gmem_to_smem(b, b_s, bar)
+        plgpu.barrier_wait(bar)
+
+        def product(acc):
+            n = times_ref[0]
+            if where == "loop":
+                lax.fori_loop(0, n, lambda i, _: plgpu.wgmma(acc, a_s, b_s), None)
+            elif where == "branch":
+                pl.when(n == 2)(lambda: plgpu.wgmma(acc, a_s, b_s))
+            else:
+                plgpu.wgmma(acc.at[:, 0:32], a_s, b_s.at[:, 0:32])
+                plgpu.wgmma_wait(0)
+            plgpu.wgmma(acc, a_s, b_s)
+            return acc[...]
+
+        o[...] = pl.run_scoped(product, plgpu.ACC((64, 64)))
+
+    a, b = (rng.standard_normal((64, 64)).astype(f16) for _ in range(2))
+    scratch = [plgpu.SMEM((64, 64), f16)] * 2 + [plgpu.Barrier(num_arrivals=2)]
+    out = plgpu.ShapeDtypeStruct((64, 64), f32)
+    got = run(body, out, a, b, np.array([times], i32), scratch_types=scratch)
+    one = a.astype(f32) @ b.astype(f32)
+    before = {
+        "loop": one * times,
+        "branch": one * (times == 2),
+        "slice": one * (np.arange(64) < 32),
+    }
+    np.testing.assert_allclose(got, one + before[where], atol=2e-2)
+
+
+@pytest.mark.parametrize("how", ["init", "store"])
+@pytest.mark.parametrize("dtype", [f16, f32], ids=["f16", "f32"])
+def test_an_accumulator_begins_with_an_array(run, rng, dtype, how):
+    """Each value where it belongs: halves share a register with their neighbour."""
+
+    def body(a, b, c, o, a_s, b_s, bar):
+        plgpu.copy_gmem_to_smem(a, a_s, bar)
+        plgpu.copy_gmem_to_smem(b, b_s, bar)
+        plgpu.barrier_wait(bar)
+        start = plgpu.load(c, layout=plgpu.Layout.WGMMA, optimized=False)
+
+        def product(acc):
+            if how == "store":
+                acc[...] = start
+            plgpu.wgmma(acc, a_s, b_s)
+            return acc[...] if how != "init" else None
+
+        if how == "init":
+            o[...] = pl.run_state(product)(plgpu.ACC.init(start))
+        else:
+            o[...] = pl.run_scoped(product, plgpu.ACC((64, 64), dtype))
+
+    a, b = ((rng.standard_normal((64, 64)) / 4).astype(f16) for _ in range(2))
+    c = rng.integers(-99, 99, (64, 64)).astype(dtype)
+    scratch = [plgpu.SMEM((64, 64), f16)] * 2 + [plgpu.Barrier(num_arrivals=2)]
+    got = run(body, c, a, b, c, scratch_types=scratch)
+    np.testing.assert_allclose(got, a.astype(f32) @ b.astype(f32) + c, atol=0.2)
+
+
 def test_optimization_barrier_holds_an_array_at_once(run, rng):
     def body(x, y, o):
         a = lax.optimization_barrier(plgpu.load(x, layout=plgpu.Layout.WGMMA) + 1.0)
