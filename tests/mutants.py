@@ -380,10 +380,6 @@ breaks(
         "if (pm_view_divisor(g, &p->smem) * t.bytes % t.align) {",
         "if (false) {",
     ),
-    turned_blocks_are_not_turned=(
-        "if (t->digit[0].step != 1 || t->axis[t->digit[0].axis].stride != 1) {",
-        "if (false) {",
-    ),
 )
 breaks(
     f"{PASSES}/smem.c",
@@ -806,10 +802,6 @@ breaks(
         "            if not variant:\n                _ops.commit_smem()\n",
         "",
     ),
-    invariant_results_go_to_the_first_block=(
-        "last = unravel(steps - 1, self.grid)",
-        "last = unravel(0, self.grid)",
-    ),
     kernel_ends_before_its_stores=("        if outs:\n            _ops.wait_smem_to_gmem(0)\n", ""),
     collective_axes_are_ignored=(
         "collective_axes=o.spec.collective_axes,",
@@ -906,12 +898,12 @@ breaks(
         "if (!is_pure(e, op)) break;",
     ),
     nobody_meets_in_front_of_regions=(
-        "if (t.syncs && !has_met(e, block, first)) pm_line(e, PM_LANES_SYNC);",
-        "",
+        "if (t.syncs && !has_met(e, block, first)) pm_line",
+        "if (t.syncs && !has_met(e, block, first) && false) pm_line",
     ),
     nobody_meets_behind_regions=(
-        "if (t.sticky && !is_last(e->g, block, end)) pm_line(e, PM_LANES_SYNC);",
-        "",
+        "if (t.sticky && !is_last(e->g, block, end)) pm_line",
+        "if (t.sticky && !is_last(e->g, block, end) && false) pm_line",
     ),
     warps_stay_apart_behind_regions=(
         'if (t.flows || t.sticky) pm_line(e, "warp_sync();");',
@@ -926,8 +918,8 @@ breaks(
         "    (void)made;\n",
     ),
     rest_of_a_loop_is_the_rest=(
-        "    if (code == PM_OP_FOR || code == PM_OP_WHILE) return false;\n    for (uint32_t wg",
-        "    for (uint32_t wg",
+        "if (code == PM_OP_FOR || code == PM_OP_WHILE) return false;\n    for (uint32_t wg",
+        "if (code == PM_OP_WHILE) return false;\n    for (uint32_t wg",
     ),
 )
 breaks(
@@ -963,7 +955,7 @@ breaks(
     ),
     number_in_a_group_is_that_in_the_cluster=(
         "in_rank ? stride_of(e->g, axes[k]) : below);",
-        "stride_of(e->g, axes[k]));",
+        "in_rank || below ? stride_of(e->g, axes[k]) : below);",
     ),
     masks_are_of_neighbours=("    pattern |= 1u << rank;", "    pattern |= 1u << k;"),
     groups_count_their_own_block_again=(
@@ -1078,7 +1070,10 @@ breaks(
         'e->released[b.base] ? "barrier_wait_cluster"',
         'e->released[b.base] ? "barrier_wait"',
     ),
-    releases_of_cluster_barriers_are_forgotten=('relaxed ? "remote" : "release"', '"remote"'),
+    releases_of_cluster_barriers_are_forgotten=(
+        'relaxed ? "remote" : "release"',
+        'relaxed ? "remote" : "remote"',
+    ),
     one_lane_signals_one_block_less=(
         '"for (u32 k = 0; k < %lld; k++)", n);',
         '"for (u32 k = 0; k < %lld; k++)", n - 1);',
@@ -1170,7 +1165,7 @@ breaks(
     ),
     loops_begin_clean=(
         "      soil_block(p, pm_region(g, op, r));\n      soil_all(&p->dirty, &dirty);\n",
-        "",
+        "      if (!loop) soil_block(p, pm_region(g, op, r));\n",
     ),
     commits_leave_dirt=("    p->dirty.n = 0;\n", ""),
     pending_products_are_complete=("p->n_wgmmas > n) p->waited", "p->n_wgmmas >= n) p->waited"),

@@ -117,6 +117,48 @@ def test_a_barrier_that_all_lanes_wait_for(run, rng):
     np.testing.assert_array_equal(run(body, x, x, **ring()), want)
 
 
+OVERLAPS = {
+    "less": (lambda t: t < 2, lambda t: t > 0),
+    "equal": (lambda t: t == 1, lambda t: t > 0),
+    "unequal": (lambda t: t != 2, lambda t: t != 0),
+    "at most": (lambda t: t <= 1, lambda t: t >= 1),
+    "both": (lambda t: (t > 0) & (t < 2), lambda t: (t == 0) | (t == 1)),
+    "neither": (lambda t: ~(t == 0), lambda t: ~(t > 1)),
+    "sums": (lambda t: t + 1 == 2, lambda t: t * 2 - 1 > 0),
+    "select": (lambda t: jnp.where(t == 1, 5, 3) > 4, lambda t: jnp.minimum(t, 1) == 1),
+}
+
+
+@pytest.mark.parametrize("which", OVERLAPS)
+def test_a_thread_that_waits_alone_and_together(run, rng, which):
+    """Thread 1 takes both branches: its lanes must agree on the phase in the second one."""
+    first, second = OVERLAPS[which]
+
+    def body(x, o, s, bar):
+        wg = lax.axis_index("wg")
+
+        @pl.when(first(wg))
+        def _():
+            plgpu.copy_gmem_to_smem(x.at[wg], s.at[wg], bar.at[wg])
+            plgpu.barrier_wait(bar.at[wg])
+
+        @pl.when(second(wg))
+        def _():
+            plgpu.copy_gmem_to_smem(x.at[wg + 3], s.at[wg], bar.at[wg])
+            plgpu.barrier_wait(bar.at[wg])
+            o[wg] = s[wg]
+
+        @pl.when((wg == 0) | (wg == 2))
+        def _():
+            o[wg] = jnp.zeros((N,), f32)
+
+    x = rng.standard_normal((6, N)).astype(f32)
+    scratch = [plgpu.SMEM((3, N), f32), plgpu.Barrier(num_barriers=3)]
+    options = dict(scratch_types=scratch, num_threads=3, thread_name="wg")
+    got = run(body, plgpu.ShapeDtypeStruct((3, N), f32), x, **options)
+    np.testing.assert_array_equal(got[1], x[4])
+
+
 def test_lanes_that_need_what_one_waited_for(run, rng):
     """A wait that is not the last thing a thread does is done by all lanes; loops of copies alone
     need one election."""
