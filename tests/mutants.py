@@ -864,6 +864,8 @@ breaks(
 breaks(
     f"{CUDA}/lane.c",
     SPECIALISED,
+    f"{MEMORY}::test_copies_that_nobody_reads_in_between",
+    f"{MEMORY}::test_barriers_in_any_order",
     f"{MEMORY}::test_producer_and_consumers",
     f"{MEMORY}::test_many_copies_on_one_barrier",
     f"{PIPES}::test_mixed_delays",
@@ -876,10 +878,6 @@ breaks(
     copies_by_all_lanes_are_made_by_one=(
         "return *pm_attr(g, op, PM_ATTR_ENGINE) != PM_ENGINE_PLAIN;",
         "return true;",
-    ),
-    one_lane_loads_for_all=(
-        "    case PM_OP_LOAD:\n      t->sticky = true;",
-        "    case PM_OP_LOAD:",
     ),
     one_lane_waits_for_barriers_anywhere=(
         "    case PM_OP_WAIT:\n      t->sticky = true;",
@@ -908,10 +906,6 @@ breaks(
     warps_stay_apart_behind_regions=(
         'if (t.flows || t.sticky) pm_line(e, "warp_sync();");',
         "",
-    ),
-    regions_with_arrays=(
-        "return is_scalar(e, o->out) || o->code == PM_OP_CONST;",
-        "return true;",
     ),
     scalars_of_regions_move_out=(
         "    if (made[pm_in(e->g, op, k)]) return false;\n",
@@ -990,6 +984,8 @@ breaks(
 breaks(
     f"{CUDA}/program.c",
     f"{SPECIALISED}::test_tiles_from_a_counter",
+    f"{SPECIALISED}::test_tiles_of_two_counters",
+    f"{SPECIALISED}::test_no_tile_is_taken_twice",
     f"{CLUSTER}::test_cluster_ref",
     f"{CLUSTER}::test_multicast",
     f"{MEMORY}::test_grid_ranks",
@@ -1038,8 +1034,10 @@ breaks(
     f"{CUDA}/emit_async.c",
     f"{SPECIALISED}::test_tiles_from_a_counter",
     f"{SPECIALISED}::test_tiles_of_two_counters",
+    f"{WS}::test_registers",
     TEXT,
     SURFACE,
+    DOCUMENTS,
     next_tile_scratch_is_left_early=(
         "x, pm_scratch(e));\n  pm_line(e, PM_LANES_SYNC);\n  return PM_OK;",
         "x, pm_scratch(e));\n  return PM_OK;",
@@ -1059,6 +1057,7 @@ breaks(
 )
 breaks(
     f"{CUDA}/emit_async.c",
+    f"{MEMORY}::test_barriers_in_any_order",
     f"{CLUSTER}::test_cluster_ref",
     f"{CLUSTER}::test_who_waits_for_whom",
     f"{CLUSTER}::test_slots",
@@ -1085,6 +1084,9 @@ breaks(
 )
 breaks(
     f"{CUDA}/emit_async.c",
+    f"{MEMORY}::test_overhanging_copies_to_the_middle_of_smem",
+    f"{MEMORY}::test_groups_of_stores_by_lanes_count",
+    f"{MEMORY}::test_one_array_with_two_swizzles",
     f"{MEMORY}::test_copies_that_begin_before_the_array",
     f"{MEMORY}::test_copy_there_and_back",
     f"{PIPES}::test_overhanging_blocks",
@@ -1099,10 +1101,6 @@ breaks(
         "v->dim[last].size % n)",
     ),
     chunks_overhang=("v->base_shape[b] % n == 0 && start % n == 0;", "start % n == 0;"),
-    chunks_straddle_the_start=(
-        "v->base_shape[b] % n == 0 && start % n == 0;",
-        "v->base_shape[b] % n == 0;",
-    ),
     chunks_are_not_swizzled=(
         'v->swizzle ? pm_str(e, "swizzle<%d>(%s)", v->swizzle, t.at) : t.at;',
         "t.at;",
@@ -1119,7 +1117,6 @@ breaks(
         "if (*pm_attr(e->g, op, PM_ATTR_COMMIT)) { /*",
         "if (false) { /*",
     ),
-    maps_of_reshaped_arrays_are_one=("if (a->dim[d] != b->dim[d] || a->stride", "if (a->stride"),
     maps_of_two_swizzles_are_one=("  if (a->swizzle != b->swizzle) return false;\n", ""),
 )
 breaks(
@@ -1142,6 +1139,10 @@ breaks(
 breaks(
     f"{PASSES}/sync.c",
     f"{CLUSTER}::test_meetings_before_arrivals",
+    f"{CLUSTER}::test_meetings_before_arrivals_in_loops_and_branches",
+    f"{MEMORY}::test_copies_that_nobody_reads_in_between",
+    f"{MEMORY}::test_copies_over_what_lanes_have_stored",
+    f"{MEMORY}::test_scalars_over_what_lanes_still_read",
     f"{CLUSTER}::test_a_wait_is_behind_all_lanes_before_an_arrival",
     f"{CLUSTER}::test_loads_of_what_nobody_writes_need_no_meeting",
     f"{CLUSTER}::test_a_scalar_store_is_finished_before_an_arrival",
@@ -1166,13 +1167,6 @@ breaks(
     loops_begin_clean=(
         "      soil_block(p, pm_region(g, op, r));\n      soil_all(&p->dirty, &dirty);\n",
         "      if (!loop) soil_block(p, pm_region(g, op, r));\n",
-    ),
-    commits_leave_dirt=("    p->dirty.n = 0;\n", ""),
-    pending_products_are_complete=("p->n_wgmmas > n) p->waited", "p->n_wgmmas >= n) p->waited"),
-    waits_are_meetings=("  p->at = APART;\n  p->waited = true;", "  p->waited = true;"),
-    written_arrays_are_constant=(
-        "== PM_GMEM && !(p->reach[base] & WRITTEN);",
-        "== PM_GMEM;",
     ),
     loops_begin_untouched=("  p->touched |= s.touches;\n", ""),
     loops_begin_without_waits=("  p->waited |= s.waits;\n", ""),

@@ -593,6 +593,165 @@ def test_copies_of_turned_blocks(run, rng, dtype):
     np.testing.assert_array_equal(p, x)
 
 
+@pytest.mark.filterwarnings("ignore:copy_")
+def test_overhanging_copies_to_the_middle_of_smem(run, rng):
+    """Where no engine can begin, lanes copy pieces, none of which crosses the end of the array."""
+    x = random(rng, 1001, np.float32)
+
+    def body(x_ref, o_ref, p_ref, smem, bar):
+        i = pl.multiple_of(940 + lax.axis_index("g") * 12, 4)
+        part = smem.at[pl.ds(4, 64)]
+        plgpu.copy_gmem_to_smem(x_ref.at[pl.ds(i, 64)], part, bar)
+        plgpu.barrier_wait(bar)
+        o_ref[lax.axis_index("g")] = smem[4:68]
+        plgpu.copy_smem_to_gmem(part, p_ref.at[lax.axis_index("g"), pl.ds(i, 64)])
+        plgpu.wait_smem_to_gmem(0)
+
+    outs = np.zeros((2, 64), np.float32), np.zeros((2, 1001), np.float32)
+    scratch = [plgpu.SMEM((72,), np.float32), plgpu.Barrier()]
+    got, back = run(body, outs, x, grid=(2,), grid_names=("g",), scratch_types=scratch)
+    for k, start in enumerate((940, 952)):
+        row = np.zeros(64, np.float32)
+        row[: 1001 - start] = x[start:][:64]
+        np.testing.assert_array_equal(got[k], row)
+        np.testing.assert_array_equal(back[k, start:], row[: 1001 - start])
+
+
+@pytest.mark.filterwarnings("ignore:copy_")
+def test_groups_of_stores_by_lanes_count(run, rng):
+    """A store that no engine can make is a group all the same: the one before it is awaited."""
+    x = random(rng, (2, 4096), np.float32)
+
+    def body(x_ref, o_ref, p_ref, first, second):
+        for k, smem in enumerate((first, second)):
+            smem[...] = x_ref[k]
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(first, o_ref)
+        plgpu.copy_smem_to_gmem(second, p_ref.at[pl.ds(3, 4096)])
+        plgpu.wait_smem_to_gmem(1)
+        first[...] = jnp.zeros((4096,), jnp.float32)
+        plgpu.wait_smem_to_gmem(0)
+
+    outs = np.zeros(4096, np.float32), np.zeros(4100, np.float32)
+    scratch = [plgpu.SMEM((4096,), np.float32)] * 2
+    o, p = run(body, outs, x, scratch_types=scratch)
+    np.testing.assert_array_equal(o, x[0])
+    np.testing.assert_array_equal(p[3:-1], x[1])
+
+
+def test_one_array_with_two_swizzles(run, rng):
+    """The same boxes, into plain rows and into swizzled ones."""
+    x = random(rng, (64, 32), np.float16)
+    swizzled = (plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(64))
+
+    def body(x_ref, o_ref, p_ref, plain, other, bar):
+        plgpu.copy_gmem_to_smem(x_ref, plain, bar)
+        plgpu.copy_gmem_to_smem(x_ref, other, bar)
+        plgpu.barrier_wait(bar)
+        o_ref[...], p_ref[...] = plain[...], other[...]
+
+    scratch = [
+        plgpu.SMEM(x.shape, x.dtype),
+        plgpu.SMEM(x.shape, x.dtype, transforms=swizzled),
+        plgpu.Barrier(2),
+    ]
+    for got in run(body, (x, x), x, scratch_types=scratch):
+        np.testing.assert_array_equal(got, x)
+
+
+def test_barriers_in_any_order(run, rng):
+    """Each has a phase of its own."""
+    x = random(rng, (3, 4096), np.float32)
+
+    def body(x_ref, o_ref, smem, bars):
+        for turn in ((2, 0, 1), (1, 2, 0)):
+            for k in range(3):
+                plgpu.copy_gmem_to_smem(x_ref.at[k], smem.at[k], bars.at[k])
+            for k in turn:
+                plgpu.barrier_wait(bars.at[k])
+                o_ref[k] = smem[k]
+
+    scratch = [plgpu.SMEM(x.shape, x.dtype), plgpu.Barrier(num_barriers=3)]
+    np.testing.assert_array_equal(run(body, x, x, scratch_types=scratch), x)
+
+
+def test_copies_that_nobody_reads_in_between(run, rng):
+    """A lane that is late still waits for the phase before."""
+    x = random(rng, (4, 128), np.float32)
+
+    def body(x_ref, o_ref, smem, bar):
+        for k in range(4):
+            plgpu.copy_gmem_to_smem(x_ref.at[k], smem, bar)
+            plgpu.barrier_wait(bar)
+        o_ref[...] = smem[...]
+
+    scratch = [plgpu.SMEM((128,), x.dtype), plgpu.Barrier()]
+    np.testing.assert_array_equal(run(body, x[0], x, scratch_types=scratch), x[3])
+
+
+@pytest.mark.parametrize("where", ["branch", "loop", "straight"])
+def test_copies_over_what_lanes_have_stored(run, rng, where):
+    """The stores are shown to the engine first, or they might land last."""
+    x = random(rng, (3, 1024), np.float32)
+
+    def body(x_ref, n_ref, o_ref, smem, bar):
+        def change():
+            smem[...] = x_ref[0] * 2
+
+        def step(k, _=None):
+            plgpu.copy_gmem_to_smem(x_ref.at[k], smem, bar)
+            plgpu.barrier_wait(bar)
+            o_ref[k] = smem[...]
+            if where == "branch":
+                pl.when(n_ref[k] == 1)(change)
+            else:
+                change()
+
+        if where == "loop":
+            lax.fori_loop(0, 3, step, None)
+        else:
+            for k in range(3):
+                step(k)
+
+    scratch = [plgpu.SMEM((1024,), x.dtype), plgpu.Barrier()]
+    n = np.array([1, 0, 1], np.int32)
+    got = run(body, x, x, n, scratch_types=scratch)
+    np.testing.assert_array_equal(got, x)
+
+
+def test_scalars_over_what_lanes_still_read(run):
+    """Parts of one ref, and scopes that share memory."""
+
+    def body(x_ref, o_ref, p_ref, q_ref, smem):
+        smem[...] = x_ref[...]
+        whole = smem[0:96]
+        smem[5] = 1000
+        o_ref[...] = whole
+        part = smem[64:128]
+        smem[100] = 2000
+        p_ref[...] = part + smem[0:64]
+
+        def first(s):
+            s[...] = x_ref[...]
+            q_ref[0] = s[...] * 2
+
+        def second(s):
+            s[7] = 3000
+            q_ref[1, 0] = s[7]
+
+        pl.run_scoped(first, plgpu.SMEM((128,), jnp.int32))
+        pl.run_scoped(second, plgpu.SMEM((128,), jnp.int32))
+
+    x = np.arange(128, dtype=np.int32)
+    outs = x[:96], x[:64], np.zeros((2, 128), np.int32)
+    o, p, q = run(body, outs, x, scratch_types=[plgpu.SMEM((128,), jnp.int32)])
+    np.testing.assert_array_equal(o, x[:96])
+    want = x[64:] + np.where(x[:64] == 5, 1000, x[:64])
+    np.testing.assert_array_equal(p, want)
+    np.testing.assert_array_equal(q[0], x * 2)
+    assert q[1, 0] == 3000
+
+
 def test_what_was_stored_is_read_again(run, rng):
     """Waiting for a store, not only for its reads, makes the array in GMEM readable."""
     x = random(rng, (128, 64), np.float32)

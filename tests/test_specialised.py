@@ -6,6 +6,7 @@ import re
 
 import numpy as np
 import pytest
+from host import run as host
 
 import pallas_mgpu as plgpu
 from pallas_mgpu import _core, lax, pl
@@ -119,7 +120,7 @@ def test_a_barrier_that_all_lanes_wait_for(run, rng):
 
 OVERLAPS = {
     "less": (lambda t: t < 2, lambda t: t > 0),
-    "equal": (lambda t: t == 1, lambda t: t > 0),
+    "equal": (lambda t: t == 1, lambda t: (t > 0) & (t < 2)),
     "unequal": (lambda t: t != 2, lambda t: t != 0),
     "at most": (lambda t: t <= 1, lambda t: t >= 1),
     "both": (lambda t: (t > 0) & (t < 2), lambda t: (t == 0) | (t == 1)),
@@ -157,6 +158,25 @@ def test_a_thread_that_waits_alone_and_together(run, rng, which):
     options = dict(scratch_types=scratch, num_threads=3, thread_name="wg")
     got = run(body, plgpu.ShapeDtypeStruct((3, N), f32), x, **options)
     np.testing.assert_array_equal(got[1], x[4])
+
+
+def test_a_scope_of_all_threads_is_entered_by_all(run, rng):
+    """Even where a lane of each could do all that is in it."""
+
+    def body(x, o):
+        wg = lax.axis_index("wg")
+
+        def scope(s, bar):
+            plgpu.copy_gmem_to_smem(x.at[wg], s.at[wg], bar.at[wg])
+            plgpu.barrier_wait(bar.at[wg])
+            plgpu.copy_smem_to_gmem(s.at[wg], o.at[wg])
+            plgpu.wait_smem_to_gmem(0)
+
+        types = plgpu.SMEM((2, N), f32), plgpu.Barrier(num_barriers=2)
+        pl.run_scoped(scope, *types, collective_axes="wg")
+
+    x = rng.standard_normal((2, N)).astype(f32)
+    np.testing.assert_array_equal(run(body, x, x, num_threads=2, thread_name="wg"), x)
 
 
 def test_lanes_that_need_what_one_waited_for(run, rng):
@@ -535,6 +555,33 @@ def test_tiles_from_a_counter(run, dependent):
     for _ in range(3):
         got = run.call(kernel)
         np.testing.assert_array_equal(got, np.broadcast_to(np.arange(40.0)[:, None], (40, 128)))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_no_tile_is_taken_twice(seed):
+    """The last thread of all clears the counters, no one before it; who takes what is chance."""
+
+    def body(taken):
+        def step(c):
+            return _core.next_tile(0), c[1] + 1
+
+        first = _core.next_tile(0), jnp.int32(0)
+        _, n = lax.while_loop(lambda c: c[0] < 40, step, first)
+        taken[lax.axis_index("g"), lax.axis_index("wg")] = n
+
+    taken = np.zeros((5, 2), i32)
+    kernel = plgpu.kernel(
+        body,
+        out_type=plgpu.ShapeDtypeStruct(taken.shape, i32),
+        grid=(5,),
+        grid_names=("g",),
+        num_threads=2,
+        thread_name="wg",
+        interpret=plgpu.InterpretParams(seed=seed),
+    )
+    assert kernel().sum() == 40
+    host.run(kernel.lower(), [], [taken], seed)
+    assert taken.sum() == 40
 
 
 def test_tiles_of_two_counters(run):
