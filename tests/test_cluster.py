@@ -480,6 +480,27 @@ def test_cluster_ref(run, cluster, axis, transforms):
         np.testing.assert_array_equal(s[at], [v * 3, v + 100, v])
 
 
+def test_a_block_does_not_end_before_its_memory_is_read(run):
+    """The block that has nothing more to do waits for the one that still reads."""
+
+    def body(o_ref, s_ref, barrier):
+        i = lax.axis_index("cx")
+        s_ref[...] = jnp.full((128,), 3, jnp.int32) * (i + 1)
+        meet(barrier)
+
+        @pl.when(i == 1)
+        def _():
+            def step(k, total):
+                return total + plgpu.cluster_ref(s_ref, {"cx": 0})[...]
+
+            o_ref[...] = lax.fori_loop(0, 3, step, jnp.zeros((128,), jnp.int32))
+
+    scratch = [plgpu.SMEM((128,), np.int32), everyone((2,))]
+    out = np.zeros(128, np.int32)
+    got = run(body, out, cluster=(2,), cluster_names=("cx",), scratch_types=scratch)
+    assert (got == 9).all()
+
+
 def test_cluster_ref_out_of_bounds():
     def body(o_ref, smem, bar):
         smem[...] = jnp.zeros(128, jnp.float32)
@@ -877,7 +898,10 @@ kernel "k" grid [] cluster [] threads 1 stage traced {
     %acc_8 = alloc_acc : acc float32[64,64]
     %9 = const {value = 0} : int32[]
     %10 = const {value = 7} : int32[]
-    %11 = lt %9, %10 : bool[]
+    %16 = index %o_2, %9 {starts = [?], sizes = [_]} : gmem float32[]
+    %17 = load %16 : float32[]
+    %18 = const {value = 0.0} : float32[]
+    %11 = lt %17, %18 : bool[]
     BEFORE
     for %9, %10 {
       args %12: int32[]
@@ -910,6 +934,8 @@ BRANCH = """if %11 {
         ("", SCALAR, "ARRIVE", True),
         ("", BRANCH.replace("IT", SCALAR) + "\nARRIVE", "", True),
         ("", BRANCH.replace("IT", "barrier_wait %full_6") + "\nARRIVE", "", True),
+        (BRANCH.replace("IT", SCALAR) + "\nARRIVE", "", "", True),
+        (BRANCH.replace("IT", "barrier_wait %full_6") + "\nARRIVE", "", "", True),
         ("", "wgmma %acc_8, %a_4, %a_4\nwgmma_wait {n = 0}\nARRIVE", "", False),
         (
             "barrier_wait %full_6\nwgmma %acc_8, %a_4, %a_4",

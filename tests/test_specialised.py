@@ -179,6 +179,32 @@ def test_a_scope_of_all_threads_is_entered_by_all(run, rng):
     np.testing.assert_array_equal(run(body, x, x, num_threads=2, thread_name="wg"), x)
 
 
+def test_what_one_lane_has_waited_for_is_there(run, rng):
+    """For the lanes that come behind, in another branch."""
+
+    def body(x, o, s, bar):
+        wg = lax.axis_index("wg")
+
+        @pl.when(wg == 0)
+        def _():
+            def step(k, _):
+                plgpu.copy_gmem_to_smem(x.at[k], s.at[k], bar)
+                plgpu.barrier_wait(bar)
+
+            lax.fori_loop(0, 4, step, None)
+
+        @pl.when(wg == 0)
+        def _():
+            o[...] = s[...]
+
+    x = rng.standard_normal((4, N)).astype(f32)
+    scratch = [plgpu.SMEM((4, N), f32), plgpu.Barrier()]
+    options = dict(scratch_types=scratch, num_threads=2, thread_name="wg")
+    text = text_of(run, body, x, x, **options)
+    assert alone(text) and re.search(r"\n( +)warp_sync\(\);\n\1lanes_sync\(wg\);", text)
+    np.testing.assert_array_equal(run(body, x, x, **options), x)
+
+
 def test_lanes_that_need_what_one_waited_for(run, rng):
     """A wait that is not the last thing a thread does is done by all lanes; loops of copies alone
     need one election."""
