@@ -110,6 +110,7 @@ breaks(
     f"{CUDA}/access.c",
     f"{DOCUMENTS}::test_matmul_of_one_block",
     f"{MEMORY}::test_wgmma_layout_meets_swizzled_rows_anywhere",
+    f"{MEMORY}::test_registers_along_the_rows_of_a_swizzle",
     f"{PIPES}::test_matmul",
     f"{PIPES}::test_wgmma_forms",
     f"{DOCUMENTS}::test_idiom_accumulators",

@@ -666,6 +666,27 @@ def test_one_array_with_two_swizzles(run, rng):
         np.testing.assert_array_equal(got, part)
 
 
+@pytest.mark.parametrize("swizzle", [32, 64, 128])
+def test_registers_along_the_rows_of_a_swizzle(run, rng, swizzle):
+    """Each row of a pattern is permuted in its own way, also from register to register."""
+    x = random(rng, (64, 64), np.float16)
+    transforms = (plgpu.TilingTransform((8, swizzle // 2)), plgpu.SwizzleTransform(swizzle))
+    layout = plgpu.Layout.TILED(plgpu.Tiling(((64, 64), (16, 64), (4, 2))), (-6,), (-3,), -1)
+
+    def body(x_ref, o_ref, p_ref, first, second, bar):
+        plgpu.copy_gmem_to_smem(x_ref, first, bar)
+        plgpu.barrier_wait(bar)
+        o_ref[...] = plgpu.load(first, layout=layout)
+        second[...] = plgpu.load(x_ref, layout=layout, optimized=False)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(second, p_ref)
+        plgpu.wait_smem_to_gmem(0)
+
+    smem = plgpu.SMEM(x.shape, x.dtype, transforms=transforms)
+    for got in run(body, (x, x), x, scratch_types=[smem, smem, plgpu.Barrier()]):
+        np.testing.assert_array_equal(got, x)
+
+
 def test_barriers_in_any_order(run, rng):
     """Each has a phase of its own."""
     x = random(rng, (3, 4096), np.float32)
