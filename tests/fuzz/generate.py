@@ -1082,16 +1082,14 @@ class Gen(Expressions):
             }
         for _ in range(self.pick({1: 5, 2: 3, 3: 1})):
             form = self.pick_swarm(table)
-            if form == "specialised" and "registers" in self.p.features:
-                form = "producer"
             if form == "compute":
                 self.statements(self.rng.randint(1, 3))
             elif form == "copy":
                 self.store_by_copy(self.shape(), self.rng.choice(COMMON))
             else:
                 getattr(self, "seg_" + form)()
-            if form == "specialised":
-                break  # the memory thread has given its registers away
+            if self.p.features & {"registers", "specialised"}:
+                break  # a thread has given its registers away
         return self.p
 
 
