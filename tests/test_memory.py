@@ -537,25 +537,27 @@ def test_copies_that_begin_before_the_array(run, rng, pitch):
     np.testing.assert_array_equal(s, np.concatenate([want[4:], np.zeros((8, pitch), np.float32)]))
 
 
+@pytest.mark.parametrize("whole", [False, True], ids=["part", "whole"])
 @pytest.mark.parametrize("low,high", [((0, 0), (1, 2)), ((0, 0), (3, 5)), ((-3, -3), (1, 2))])
 @pytest.mark.parametrize("i,j", [(0, 2), (1, 1), (0, 4), (1, -1), (2, 0)])
-def test_copies_of_six_dimensions(run, rng, i, j, low, high):
+def test_copies_of_six_dimensions(run, rng, i, j, low, high, whole):
     """The engine sees them as fewer. An index past the end of one is none of the next, but zeros;
     where it is known to be inside, the two are one."""
     x = random(rng, (2, 3, 4, 2, 2, 64), np.float32)
+    part = () if whole else (slice(1, 3), slice(None), slice(None), slice(0, 32))
 
     def body(x_ref, at_ref, o_ref, smem, bar):
         i, j = (jnp.clip(at_ref[k], low[k], high[k]) for k in range(2))
-        plgpu.copy_gmem_to_smem(x_ref.at[i, j, 1:3, :, :, :32], smem, bar)
+        plgpu.copy_gmem_to_smem(x_ref.at[(i, j, *part)], smem, bar)
         plgpu.barrier_wait(bar)
         o_ref[...] = smem[...]
 
-    scratch = [plgpu.SMEM((2, 2, 2, 32), np.float32), plgpu.Barrier()]
-    want = x[0, 0, 1:3, :, :, :32]
-    got = run(body, want, x, np.array([i, j], np.int32), scratch_types=scratch)
+    like = x[(0, 0, *part)]
+    scratch = [plgpu.SMEM(like.shape, np.float32), plgpu.Barrier()]
+    got = run(body, like, x, np.array([i, j], np.int32), scratch_types=scratch)
     i, j = np.clip((i, j), low, high)
     inside = 0 <= i < 2 and 0 <= j < 3
-    np.testing.assert_array_equal(got, x[i, j, 1:3, :, :, :32] if inside else np.zeros_like(want))
+    np.testing.assert_array_equal(got, x[(i, j, *part)] if inside else np.zeros_like(like))
 
 
 @pytest.mark.parametrize("step", [1, 2, 4])
@@ -685,6 +687,32 @@ def test_registers_along_the_rows_of_a_swizzle(run, rng, swizzle):
     smem = plgpu.SMEM(x.shape, x.dtype, transforms=transforms)
     for got in run(body, (x, x), x, scratch_types=[smem, smem, plgpu.Barrier()]):
         np.testing.assert_array_equal(got, x)
+
+
+@pytest.mark.parametrize("columns", [232, 256])
+def test_swizzled_blocks_overhang(run, rng, columns):
+    """Chunks of columns are boxes of their own where the array does not consist of such."""
+    x = random(rng, (64, columns), np.float16)
+
+    def body(x_ref, o_ref, p_ref, smem, bar):
+        g = lax.axis_index("g")
+        part = (slice(None), pl.ds(g * 64, 128))
+        plgpu.copy_gmem_to_smem(x_ref.at[part], smem, bar)
+        plgpu.barrier_wait(bar)
+        o_ref[g] = smem[...]
+        plgpu.copy_smem_to_gmem(smem, p_ref.at[(g, *part)])
+        plgpu.wait_smem_to_gmem(0)
+
+    transforms = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+    scratch = [plgpu.SMEM((64, 128), x.dtype, transforms=transforms), plgpu.Barrier()]
+    outs = np.zeros((4, 64, 128), x.dtype), np.zeros((4, 64, columns), x.dtype)
+    got, back = run(body, outs, x, grid=(4,), grid_names=("g",), scratch_types=scratch)
+    for g in range(4):
+        part = x[:, g * 64 : g * 64 + 128]
+        want = np.zeros((64, 128), x.dtype)
+        want[:, : part.shape[1]] = part
+        np.testing.assert_array_equal(got[g], want)
+        np.testing.assert_array_equal(back[g, :, g * 64 : g * 64 + 128], part)
 
 
 def test_barriers_in_any_order(run, rng):
