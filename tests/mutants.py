@@ -866,7 +866,7 @@ breaks(
     ),
     one_lane_waits_for_all=(
         "if (plain < end && !is_rest(g, block, end)) end = plain;",
-        "",
+        "if (plain < end && !is_rest(g, block, end)) end -= plain > end;",
     ),
     a_barrier_is_awaited_in_two_ways=(
         "if (!(w.inside[v] & w.outside[v])) continue;",
@@ -1484,6 +1484,10 @@ def main():
         if by in void:
             print(f"{name}: {by} fails without the mutant as well")
             rows[name] = None
+    print(f"\n| {'file':32} | mutants | noticed |\n|{'-' * 34}|--------:|--------:|")
+    for file in dict.fromkeys(MUTANTS[n][0] for n in names):
+        of = [rows[n] for n in names if MUTANTS[n][0] == file]
+        print(f"| {file:32} | {len(of):7} | {sum(by is not None for by in of):7} |")
     lost = [n for n, by in rows.items() if not by and n not in bad]
     noticed = sum(by is not None for by in rows.values())
     share = 100 * noticed / max(len(names), 1)
