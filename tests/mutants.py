@@ -4,10 +4,11 @@
 
 Each mutant is a text of a source file and what replaces it. It is applied to a copy of the tree,
 built incrementally, and the tests run until the first one fails: those named with the mutant, then
-the rest of the suite, all of it without a GPU. In the end the tests that noticed something run once
-more without a mutant: those that fail then have noticed nothing. Prints a table and the share of
-noticed mutants; below 95 % it fails. A text that is not in its file exactly once is stale and stops
-the run before it begins. Tests or a build that do not start at all are an error of the mutant."""
+the rest of the suite (sixty of its random kernels), all of it without a GPU. In the end the tests
+that noticed something run once more without a mutant: those that fail then have noticed nothing.
+Prints a table and the share of noticed mutants; below 95 % it fails. A text that is not in its file
+exactly once is stale and stops the run before it begins. Tests or a build that do not start at all
+are an error of the mutant."""
 
 import argparse
 import os
@@ -32,9 +33,9 @@ ARRAYS, CONTROL, MEMORY = "test_arrays.py", "test_control.py", "test_memory.py"
 PIPES, DOCUMENTS, HOST = "test_pipeline.py", "test_documents.py", "test_host.py"
 TEXT, CATALOGUE, ERRORS = "test_text.py", "test_catalogue.py", "test_errors.py"
 RUNTIME, SURFACE = "test_runtime.py", "test_surface.py"
-CLUSTER, SPECIALISED = "test_cluster.py", "test_specialised.py"
+CLUSTER, SPECIALISED, WS = "test_cluster.py", "test_specialised.py", "test_ws_steps.py"
 FUZZ = [f"test_fuzz.py::test_random_kernels[{1_000_000 + 10 * k}]" for k in range(6)]
-ALL = [MEMORY, ARRAYS, PIPES, TEXT, *FUZZ, CLUSTER, SPECIALISED, CONTROL, DOCUMENTS, CATALOGUE]
+ALL = [MEMORY, ARRAYS, PIPES, TEXT, *FUZZ, CLUSTER, SPECIALISED, WS, CONTROL, DOCUMENTS, CATALOGUE]
 ALL += [HOST, ERRORS, SURFACE, RUNTIME]
 
 # Of the tests that come first, those that have several ways go the one that sees most.
@@ -110,6 +111,7 @@ breaks(
     f"{CUDA}/access.c",
     f"{DOCUMENTS}::test_matmul_of_one_block",
     f"{MEMORY}::test_wgmma_layout_meets_swizzled_rows_anywhere",
+    f"{MEMORY}::test_registers_along_the_rows_of_a_swizzle",
     f"{PIPES}::test_matmul",
     f"{PIPES}::test_wgmma_forms",
     f"{DOCUMENTS}::test_idiom_accumulators",
@@ -302,6 +304,8 @@ breaks(
 breaks(
     f"{PASSES}/copies.c",
     f"{MEMORY}::test_more_than_256_rows_are_two_boxes",
+    f"{MEMORY}::test_swizzled_blocks_overhang",
+    f"{MEMORY}::test_copies_of_six_dimensions",
     f"{MEMORY}::test_overhang_of_rows_that_are_one_axis_for_the_engine",
     f"{MEMORY}::test_copy_swizzled_blocks",
     f"{PIPES}::test_overhanging_blocks",
@@ -326,6 +330,59 @@ breaks(
     overhanging_rows_are_merged=(
         "(n_fast == 1 ? df->size == fast->size :",
         "(n_fast == 1 ? df->size <= fast->size :",
+    ),
+)
+breaks(
+    f"{PASSES}/copies.c",
+    f"{CLUSTER}::test_multicast",
+    f"{CLUSTER}::test_what_cannot_be_shared",
+    f"{MEMORY}::test_copies_of_six_dimensions",
+    f"{MEMORY}::test_contiguous_copies_begin_anywhere",
+    f"{MEMORY}::test_copies_of_turned_blocks",
+    f"{MEMORY}::test_copies_that_begin_before_the_array",
+    f"{MEMORY}::test_overhang_of_rows_that_are_one_axis_for_the_engine",
+    f"{MEMORY}::test_copy_there_and_back",
+    f"{MEMORY}::test_copy_swizzled_blocks",
+    MEMORY,
+    *FUZZ,
+    shares_cut_swizzle_patterns=("  if (c * d->smem * t->bytes % t->align) {", "  if (false) {"),
+    shares_need_not_be_equal=("  if (d->size % parts) return indivisible;\n", ""),
+    stores_begin_before_the_array=(
+        "if (lo < 0 && lo > INT32_MIN / 2) return",
+        "if (false) return",
+    ),
+    starts_of_merged_axes_may_be_outside=("return lo >= 0 && hi < a->size;", "return lo >= 0;"),
+    merged_axes_keep_their_terms=("slow->term[k].mul *= n;", "slow->term[k].mul *= 1;"),
+    merged_rows_may_lie_apart_in_smem=(
+        "  if (ds && df && ds->smem != df->smem * df->size) return;\n",
+        "",
+    ),
+    bulk_copies_of_gaps=(
+        "t.digit[k].smem != dense || t.digit[k].gmem != dense)",
+        "t.digit[k].smem != dense)",
+    ),
+    bulk_copies_of_swizzles=(
+        '  if (p->smem.swizzle) return "the SMEM ref is swizzled";\n',
+        "",
+    ),
+    bulk_copies_begin_anywhere=(
+        "pm_view_divisor(g, &p->gmem) * bytes % 16 ||",
+        "false ||",
+    ),
+    boxes_jump_over_smem=(
+        "if (d->loop || d->smem != dense) return false;",
+        "if (d->loop || d->smem < dense) return false;",
+    ),
+    loops_of_cut_axes_count_elements=("= d->step / cut;", "= d->step;"),
+    boxes_lie_anywhere_in_smem=(
+        '    if (step % t->align) return "the boxes would not be aligned in SMEM";\n',
+        "",
+    ),
+    pitches_are_any_number=('    if (pitch % 16) return "rows', '    if (pitch % 4) return "rows'),
+    terms_of_cut_axes_are_not_divided=("a->term[k].mul / by, div / by", "a->term[k].mul, div / by"),
+    views_begin_anywhere=(
+        "if (pm_view_divisor(g, &p->smem) * t.bytes % t.align) {",
+        "if (false) {",
     ),
 )
 breaks(
@@ -450,7 +507,7 @@ breaks(
     ),
     padding_is_reduced=(
         "const char *valid = pm_valid(e, r->l, stem, reg), *x",
-        "const char *valid = (void)stem, NULL, *x",
+        "const char *valid = n ? NULL : pm_valid(e, r->l, stem, reg), *x",
     ),
     warps_reduce_without_meeting=(
         '  pm_line(e, PM_LANES_SYNC);\n  pm_begin_unrolled(e, "k", r->n, 1);',
@@ -472,6 +529,15 @@ breaks(
     sums_of_one_value_count_wrongly=(
         'pm_line(e, "const f32 %s = %s * %lld.0f;", name, x, (long long)n);',
         'pm_line(e, "const f32 %s = %s * %lld.0f;", name, x, (long long)n - 1);',
+    ),
+)
+breaks(
+    f"{CUDA}/emit_shape.c",
+    f"{CLUSTER}::test_any_and_all",
+    votes_are_exchanged=('? "lanes_any" : "lanes_all"', '? "lanes_all" : "lanes_any"'),
+    all_begins_with_false=(
+        "reduce == PM_REDUCE_MIN || reduce == PM_REDUCE_ALL;",
+        "reduce == PM_REDUCE_MIN;",
     ),
 )
 breaks(
@@ -581,6 +647,42 @@ breaks(
     ),
 )
 breaks(
+    f"{CUDA}/emit_wgmma.c",
+    f"{SPECIALISED}::test_a_fresh_accumulator_is_overwritten",
+    f"{SPECIALISED}::test_an_accumulator_that_is_read_first",
+    f"{SPECIALISED}::test_an_accumulator_that_is_used_inside_first",
+    f"{SPECIALISED}::test_an_accumulator_begins_with_an_array",
+    f"{PIPES}::test_accumulator_slices_and_state",
+    f"{PIPES}::test_wgmma_forms",
+    f"{PIPES}::test_matmul",
+    *FUZZ,
+    accumulators_are_fresh_in_loops=(
+        "    if (mentions(g, op, acc)) {",
+        "    if (mentions(g, op, acc) && !pm_get(g, op)->n_regions) {",
+    ),
+    all_steps_overwrite=(
+        "if (kind.fresh) issue_steps(e, &x, pm_family_wgmma(e, &kind), 0, 1);",
+        "if (kind.fresh) issue_steps(e, &x, pm_family_wgmma(e, &kind), 0, x.k_steps);",
+    ),
+    the_first_step_is_added_twice=(
+        "const int64_t first = e->fresh[p.view.base] ? 1 : 0;",
+        "const int64_t first = 0;",
+    ),
+    accumulators_stay_fresh=("  e->fresh[p.view.base] = false;\n", ""),
+    nothing_is_fresh_and_nothing_zero=(
+        "    e->fresh[o->out] = true;\n",
+        "",
+    ),
+    halves_are_unpacked_from_the_next=(
+        'unpack_pair(&%s[r], %s[(%s) / 2]);",',
+        'unpack_pair(&%s[r], %s[(%s) / 2 ^ 1]);",',
+    ),
+    halves_are_packed_in_reverse=(
+        '"const f16 x[2] = {%s, %s};", x, next);',
+        '"const f16 x[2] = {%s, %s};", next, x);',
+    ),
+)
+breaks(
     f"{CUDA}/family.c",
     CATALOGUE,
     transposes_are_exchanged=(
@@ -593,6 +695,26 @@ breaks(
     pins_leave_out_the_last=(
         'put_registers(&t, acc == PM_F32 ? "+f" : "+r", n);',
         'put_registers(&t, acc == PM_F32 ? "+f" : "+r", n - 1);',
+    ),
+)
+breaks(
+    f"{CUDA}/family.c",
+    f"{CATALOGUE}::test_products",
+    f"{SPECIALISED}::test_a_fresh_accumulator_is_overwritten",
+    f"{PIPES}::test_wgmma_forms",
+    CATALOGUE,
+    overwriting_products_have_the_same_name=('w->fresh ? "_fresh" : "");', '"");'),
+    all_products_overwrite=('w->fresh ? "=" : "+", w->acc', '"=", w->acc'),
+    names_forget_which_way_b_lies=("w->transpose_b ? 'n' : 'k', w->fresh", "'k', w->fresh"),
+    names_forget_which_way_a_lies=("w->transpose_a ? 'm' : 'k',\n", "'k',\n"),
+    registers_of_a_take_two_operands=("    next += 4;\n", "    next += 2;\n"),
+    halves_have_as_many_registers=(
+        "w->acc == PM_F32 ? w->n / 2 : w->n / 4);",
+        "w->acc == PM_F32 ? w->n / 2 : w->n / 2);",
+    ),
+    words_of_registers_are_read_in_reverse=(
+        '\\"r\\"(a[0]), \\"r\\"(a[1]), \\"r\\"(a[2]), \\"r\\"(a[3]), ',
+        '\\"r\\"(a[0]), \\"r\\"(a[2]), \\"r\\"(a[1]), \\"r\\"(a[3]), ',
     ),
 )
 
@@ -633,8 +755,8 @@ breaks(
 )
 breaks(
     "pallas_mgpu/_ws_pipeline.py",
-    SPECIALISED,
-    CLUSTER,
+    f"{CLUSTER}::test_gemm",
+    WS,
     slots_are_refilled_before_they_are_consumed=(
         "            await_consumed(k)\n            fetch(k, k % slots)",
         "            fetch(k, k % slots)\n            await_consumed(k)",
@@ -646,6 +768,81 @@ breaks(
     compute_threads_release_at_once=(
         "released = (s + (slots - d)) % slots if d else slot",
         "released = slot",
+    ),
+)
+breaks(
+    "pallas_mgpu/_ws_pipeline.py",
+    WS,
+    f"{CLUSTER}::test_gemm",
+    ready_after_one_input=("num_arrivals=len(ins), num_barriers=slots", "num_barriers=slots"),
+    consumed_by_one_thread=(
+        "return Barrier(num_arrivals=n, num_barriers=slots)",
+        "return Barrier(num_barriers=slots)",
+    ),
+    consumed_by_one_thread_of_a_cluster=(
+        "collective_axes=tuple(axes), num_arrivals=n, num_barriers=slots",
+        "collective_axes=tuple(axes), num_barriers=slots",
+    ),
+    shared_slots_are_consumed_by_one_block=("            if axes:\n", "            if not axes:\n"),
+    early_steps_release_as_well=("when(s >= d)(release) if d else release()", "release()"),
+    releases_are_awaited_for_ever=("fori_loop(lo, steps - self.delay,", "fori_loop(lo, steps,"),
+    the_last_releases_are_not_awaited=(
+        "lo = steps - slots if isinstance(steps, int)",
+        "lo = steps if isinstance(steps, int)",
+    ),
+    a_step_is_never_fetched=("        first = slots\n", "        first = slots + 1\n"),
+    the_first_steps_are_fetched_twice=(
+        "when(state == int(start))(prologue)",
+        "prologue()",
+    ),
+    steady_pipelines_begin_behind_the_first=(
+        "first = _core.where(state == int(start), slots, 0)",
+        "first = _core.where(state == int(start), slots, slots)",
+    ),
+    steady_state_is_stop=(
+        "when(state == int(PipelinePipeline.STOP))(quiesce)",
+        "quiesce()",
+    ),
+    stores_of_a_step_are_not_awaited=(
+        "_ops.wait_smem_to_gmem(slots - 1, wait_read_only=True)",
+        "_ops.wait_smem_to_gmem(slots, wait_read_only=True)",
+    ),
+    results_of_steps_are_not_committed=(
+        "            if variant:\n                _ops.commit_smem()\n",
+        "            if variant:\n",
+    ),
+    last_results_are_not_committed=(
+        "            if not variant:\n                _ops.commit_smem()\n",
+        "",
+    ),
+    kernel_ends_before_its_stores=("        if outs:\n            _ops.wait_smem_to_gmem(0)\n", ""),
+    collective_axes_are_ignored=(
+        "collective_axes=o.spec.collective_axes,",
+        "collective_axes=None,",
+    ),
+    out_of_bounds_mode_is_ignored=(
+        "oob_mode=o.spec.oob_fill_mode,",
+        "oob_mode=None,",
+    ),
+    registers_of_the_memory_thread_are_counted_twice=(
+        "share = (512 - self.memory_registers) // self.num_compute_wgs",
+        "share = (512 - 2 * self.memory_registers) // self.num_compute_wgs",
+    ),
+    short_pipelines_fetch_past_the_end=(
+        "            min(self.max_concurrent_steps, steps)\n",
+        "            self.max_concurrent_steps\n",
+    ),
+    short_dynamic_pipelines_fetch_past_the_end=(
+        "when(steps > k)(lambda step=step, k=k: fetch(step, k))",
+        "fetch(step, k)",
+    ),
+    stores_where_nothing_moved=(
+        "x != y for x, y in zip(now, past)",
+        "x == y for x, y in zip(now, past)",
+    ),
+    all_inputs_are_ready_at_once=(
+        'a["ready"][k if self.manual_ready_barriers else 0]',
+        'a["ready"][0]',
     ),
 )
 
@@ -670,11 +867,66 @@ breaks(
     ),
     one_lane_waits_for_all=(
         "if (plain < end && !is_rest(g, block, end)) end = plain;",
-        "",
+        "if (plain < end && !is_rest(g, block, end)) end -= plain > end;",
     ),
     a_barrier_is_awaited_in_two_ways=(
         "if (!(w.inside[v] & w.outside[v])) continue;",
         "if (!(w.inside[v] & w.outside[v] & 0x80000000)) continue;",
+    ),
+)
+breaks(
+    f"{CUDA}/lane.c",
+    SPECIALISED,
+    f"{MEMORY}::test_copies_that_nobody_reads_in_between",
+    f"{MEMORY}::test_barriers_in_any_order",
+    f"{MEMORY}::test_producer_and_consumers",
+    f"{MEMORY}::test_many_copies_on_one_barrier",
+    f"{PIPES}::test_mixed_delays",
+    *FUZZ,
+    branches_of_threads_are_exchanged=("return r == (x ? 0 : 1);", "return r == (x ? 1 : 0);"),
+    equal_threads_are_different=(
+        "case PM_OP_EQ: *out = x[0] == x[1]; return true;",
+        "case PM_OP_EQ: *out = x[0] != x[1]; return true;",
+    ),
+    copies_by_all_lanes_are_made_by_one=(
+        "return *pm_attr(g, op, PM_ATTR_ENGINE) != PM_ENGINE_PLAIN;",
+        "return true;",
+    ),
+    one_lane_waits_for_barriers_anywhere=(
+        "    case PM_OP_WAIT:\n      t->sticky = true;",
+        "    case PM_OP_WAIT:",
+    ),
+    one_lane_takes_tiles_for_all=(
+        "    case PM_OP_NEXT_TILE:\n    case PM_OP_PDL_WAIT: t->sticky = true; return true;",
+        "    case PM_OP_NEXT_TILE:\n    case PM_OP_PDL_WAIT: return true;",
+    ),
+    one_lane_enters_collective_scopes=(
+        "if (*pm_attr(g, op, PM_ATTR_COLLECTIVE) && g->n_threads > 1) return false;",
+        "",
+    ),
+    meetings_behind_regions_are_lost=(
+        "if (!is_pure(e, op) && pm_get(g, op)->code != PM_OP_SYNC) break;",
+        "if (!is_pure(e, op)) break;",
+    ),
+    nobody_meets_in_front_of_regions=(
+        "if (t.syncs && !has_met(e, block, first)) pm_line",
+        "if (t.syncs && !has_met(e, block, first) && false) pm_line",
+    ),
+    nobody_meets_behind_regions=(
+        "if (t.sticky && !is_last(e->g, block, end)) pm_line",
+        "if (t.sticky && !is_last(e->g, block, end) && false) pm_line",
+    ),
+    warps_stay_apart_behind_regions=(
+        'if (t.flows || t.sticky) pm_line(e, "warp_sync();");',
+        "",
+    ),
+    scalars_of_regions_move_out=(
+        "    if (made[pm_in(e->g, op, k)]) return false;\n",
+        "    (void)made;\n",
+    ),
+    rest_of_a_loop_is_the_rest=(
+        "if (code == PM_OP_FOR || code == PM_OP_WHILE) return false;\n    for (uint32_t wg",
+        "if (code == PM_OP_WHILE) return false;\n    for (uint32_t wg",
     ),
 )
 breaks(
@@ -698,12 +950,83 @@ breaks(
     ),
 )
 breaks(
+    f"{CUDA}/cluster.c",
+    f"{CLUSTER}::test_who_waits_for_whom",
+    f"{CLUSTER}::test_multicast",
+    f"{CLUSTER}::test_cluster_ref",
+    f"{CLUSTER}::test_gemm",
+    CLUSTER,
+    groups_are_always_whole=(
+        "return pm_cluster_size(g, axes, n) == all;",
+        "return pm_cluster_size(g, axes, n) <= all;",
+    ),
+    number_in_a_group_is_that_in_the_cluster=(
+        "in_rank ? stride_of(e->g, axes[k]) : below);",
+        "in_rank || below ? stride_of(e->g, axes[k]) : below);",
+    ),
+    masks_are_of_neighbours=("    pattern |= 1u << rank;", "    pattern |= 1u << k;"),
+    groups_count_their_own_block_again=(
+        "pm_cluster_size(g, &groups[k], group_end(groups, k) - k) - 1;",
+        "pm_cluster_size(g, &groups[k], group_end(groups, k) - k);",
+    ),
+    peers_are_next_to_each_other=(
+        "coordinate(e, axis),\n                (long long)stride_of(e->g, axis));",
+        "coordinate(e, axis), 1LL);",
+    ),
+    one_variable_for_all_groups=(
+        "if (!strcmp(e->head_vars.at[k].text, text))",
+        "if (*e->head_vars.at[k].text)",
+    ),
+    numbers_of_blocks_do_not_divide=(
+        "s.at[s.n++] = (pm_piece){below, e->g->cluster[axes[i]], stride_of(e->g, axes[i])};",
+        "s.at[s.n++] = (pm_piece){1, e->g->cluster[axes[i]], stride_of(e->g, axes[i])};",
+    ),
+    coordinates_are_named_from_the_front=(
+        '"xyz"[e->g->n_cluster - 1 - axis]',
+        '"xyz"[axis]',
+    ),
+)
+breaks(
     f"{CUDA}/program.c",
     CLUSTER,
     blocks_signal_before_barriers_are_there=(
         '  if (s.meets_cluster) {\n    pm_line(e, "cluster_sync();");',
         '  if (s.meets_cluster) {\n    pm_line(e, "block_sync();");',
     ),
+)
+breaks(
+    f"{CUDA}/program.c",
+    f"{SPECIALISED}::test_tiles_from_a_counter",
+    f"{SPECIALISED}::test_tiles_of_two_counters",
+    f"{SPECIALISED}::test_no_tile_is_taken_twice",
+    f"{CLUSTER}::test_a_block_does_not_end_before_its_memory_is_read",
+    f"{HOST}::test_an_output_that_is_an_operand",
+    f"{CLUSTER}::test_cluster_ref",
+    f"{CLUSTER}::test_multicast",
+    f"{MEMORY}::test_grid_ranks",
+    TEXT,
+    threads_of_a_block_are_done_at_once=(
+        "p->grid[2] * e->g->n_threads;",
+        "p->grid[2];",
+    ),
+    all_lanes_are_done=(
+        'PM_ONE_LANE " counters_done(counters',
+        '" counters_done(counters',
+    ),
+    the_last_counter_is_not_there=(
+        "s->e->n_counters = counter + 1;",
+        "s->e->n_counters = pm_max(counter, 1);",
+    ),
+    blocks_end_while_others_reach_them=(
+        '  if (s.meets_cluster) pm_line(e, "cluster_sync();");',
+        "",
+    ),
+    axes_of_clusters_are_reversed_at_launch=(
+        "p->cluster[g->n_cluster - 1 - k] =",
+        "p->cluster[k] =",
+    ),
+    two_axes_of_a_grid_are_one=("from_last < 2 ? from_last : 2]", "from_last < 1 ? from_last : 1]"),
+    aliased_operands_are_constant=("if (g->alias && g->alias[k] == (int32_t)param)", "if (false)"),
 )
 breaks(
     f"{CUDA}/emit_async.c",
@@ -723,6 +1046,96 @@ breaks(
     ),
 )
 breaks(
+    f"{CUDA}/emit_async.c",
+    f"{SPECIALISED}::test_tiles_from_a_counter",
+    f"{SPECIALISED}::test_tiles_of_two_counters",
+    f"{WS}::test_registers",
+    f"{MEMORY}::test_debug_print",
+    TEXT,
+    SURFACE,
+    DOCUMENTS,
+    next_tile_scratch_is_left_early=(
+        "x, pm_scratch(e));\n  pm_line(e, PM_LANES_SYNC);\n  return PM_OK;",
+        "x, pm_scratch(e));\n  return PM_OK;",
+    ),
+    next_tile_ignores_the_launch_before=(
+        'if (e->program->pdl) pm_line(e, "grid_wait();");',
+        "",
+    ),
+    one_counter_for_all=(
+        '"%s = next_tile(&counters[%lld]);", x, n);',
+        '"%s = next_tile(&counters[%lld]);", x, n * 0);',
+    ),
+    registers_go_the_other_way=('INCREASE) ? "up" : "down"', 'INCREASE) ? "down" : "up"'),
+    all_lanes_print=('e->lane ? "" : "if (tid == 0) ", format.at', '"", format.at'),
+    percent_signs_are_formats=('pm_put(&format, "%%");', 'pm_put(&format, "%");'),
+)
+breaks(
+    f"{CUDA}/emit_async.c",
+    f"{MEMORY}::test_barriers_in_any_order",
+    f"{CLUSTER}::test_cluster_ref",
+    f"{CLUSTER}::test_who_waits_for_whom",
+    f"{CLUSTER}::test_slots",
+    f"{CLUSTER}::test_multicast",
+    f"{SPECIALISED}::test_gemm_of_a_cluster",
+    CLUSTER,
+    collective_loads_stay_at_home=('share ? "multicast" : "load"', '"load"'),
+    acquires_of_cluster_barriers_are_forgotten=(
+        'e->released[b.base] ? "barrier_wait_cluster"',
+        'e->released[b.base] ? "barrier_wait"',
+    ),
+    releases_of_cluster_barriers_are_forgotten=(
+        'relaxed ? "remote" : "release"',
+        'relaxed ? "remote" : "remote"',
+    ),
+    one_lane_signals_one_block_less=(
+        '"for (u32 k = 0; k < %lld; k++)", n);',
+        '"for (u32 k = 0; k < %lld; k++)", n - 1);',
+    ),
+    phases_of_other_barriers_are_tested=(
+        '"%s(%s, %s >> (%s) & 1);", wait',
+        '"%s(%s, %s >> (%s) != 0);", wait',
+    ),
+)
+breaks(
+    f"{CUDA}/emit_async.c",
+    f"{MEMORY}::test_overhanging_copies_to_the_middle_of_smem",
+    f"{MEMORY}::test_groups_of_stores_by_lanes_count",
+    f"{MEMORY}::test_one_array_with_two_swizzles",
+    f"{HOST}::test_an_output_that_is_an_operand",
+    f"{MEMORY}::test_copies_that_begin_before_the_array",
+    f"{MEMORY}::test_copy_there_and_back",
+    f"{PIPES}::test_overhanging_blocks",
+    f"{MEMORY}::test_what_was_stored_is_read_again",
+    f"{MEMORY}::test_boxes_of_one_array_differ",
+    f"{HOST}::test_copies_of_what_was_stored_to_gmem",
+    *FUZZ,
+    MEMORY,
+    plain_copies_leave_out_the_last_chunk=("  chunks /= n;\n", "  chunks = chunks / n - 1;\n"),
+    chunks_begin_anywhere=(
+        "v->dim[last].size % n || pm_view_divisor(e->g, v) % n)",
+        "v->dim[last].size % n)",
+    ),
+    chunks_overhang=("v->base_shape[b] % n == 0 && start % n == 0;", "start % n == 0;"),
+    chunks_are_not_swizzled=(
+        'v->swizzle ? pm_str(e, "swizzle<%d>(%s)", v->swizzle, t.at) : t.at;',
+        "t.at;",
+    ),
+    bounds_of_plain_copies_are_one_too_wide=(
+        "hi + size <= v->base_shape[d];",
+        "hi + size <= v->base_shape[d] + 1;",
+    ),
+    aliases_are_other_arguments=(
+        "             ? g->alias[k - g->n_operands]\n             : k;",
+        "             ? k\n             : k;",
+    ),
+    plain_stores_are_no_group=(
+        "if (*pm_attr(e->g, op, PM_ATTR_COMMIT)) { /*",
+        "if (false) { /*",
+    ),
+    maps_of_two_swizzles_are_one=("  if (a->swizzle != b->swizzle) return false;\n", ""),
+)
+breaks(
     f"{PASSES}/sync.c",
     CLUSTER,
     SPECIALISED,
@@ -737,6 +1150,79 @@ breaks(
     all_arrivals_are_relaxed=(
         "RELAXED) = n && *(bool *)ctx;",
         "RELAXED) = n && (*(bool *)ctx || true);",
+    ),
+)
+breaks(
+    f"{PASSES}/sync.c",
+    f"{CLUSTER}::test_meetings_before_arrivals",
+    f"{CLUSTER}::test_meetings_before_arrivals_in_loops_and_branches",
+    f"{MEMORY}::test_copies_that_nobody_reads_in_between",
+    f"{MEMORY}::test_copies_over_what_lanes_have_stored",
+    f"{MEMORY}::test_scalars_over_what_lanes_still_read",
+    f"{HOST}::test_an_output_that_is_an_operand",
+    f"{CLUSTER}::test_a_wait_is_behind_all_lanes_before_an_arrival",
+    f"{CLUSTER}::test_loads_of_what_nobody_writes_need_no_meeting",
+    f"{CLUSTER}::test_a_scalar_store_is_finished_before_an_arrival",
+    f"{MEMORY}::test_swap_and_update",
+    f"{MEMORY}::test_a_loop_stores_over_what_it_has_read",
+    f"{HOST}::test_sibling_scopes_share_memory",
+    f"{MEMORY}::test_what_was_stored_is_read_again",
+    CONTROL,
+    *FUZZ,
+    other_parts_have_nothing_in_common=(
+        "if (end_a <= start_b[k] || end_b <= start_a[k]) return true;",
+        "if (end_a != end_b) return true;",
+    ),
+    aliases_are_other_memory=(
+        "    if (operand >= 0) return g->blocks.at[1].arg + (pm_val)operand;\n",
+        "    (void)operand;\n",
+    ),
+    branches_leave_no_dirt=(
+        "    soil_all(&dirty, &p->dirty);\n  }\n  *p = *before;",
+        "  }\n  *p = *before;",
+    ),
+    loops_begin_clean=(
+        "      soil_block(p, pm_region(g, op, r));\n      soil_all(&p->dirty, &dirty);\n",
+        "      if (!loop) soil_block(p, pm_region(g, op, r));\n",
+    ),
+    pending_products_are_complete=("p->n_wgmmas > n) p->waited", "p->n_wgmmas >= n) p->waited"),
+    waits_are_meetings=("  p->at = APART;\n  p->waited = true;", "  p->waited = true;"),
+    written_arrays_are_constant=(
+        "== PM_GMEM && !(p->reach[base] & WRITTEN);",
+        "== PM_GMEM;",
+    ),
+    loops_begin_untouched=("  p->touched |= s.touches;\n", ""),
+    loops_begin_without_waits=("  p->waited |= s.waits;\n", ""),
+    products_of_another_round_count=(
+        "  p->waited |= s.waits;\n  p->n_wgmmas = 0;\n",
+        "  p->waited |= s.waits;\n",
+    ),
+    gmem_needs_no_release=(
+        "return (how & READ) && (how & WRITTEN);",
+        "return false;",
+    ),
+    peers_need_no_release=(
+        "return (how & REMOTE) && (how & GENERIC);",
+        "return false;",
+    ),
+    refs_of_peers_are_local=(
+        "if (code == PM_OP_CLUSTER_REF) of[base_of(g, pm_in(g, op, 0))] |= REMOTE;",
+        "",
+    ),
+    collective_copies_are_local=(
+        "  if (n) of[base_of(g, pm_in(g, op, 1))] |= REMOTE;\n",
+        "",
+    ),
+    scopes_forget_accesses=("  p->lost |= p->n_open > 0;", "  p->n_open = 0;"),
+    branches_forget_accesses=("  if (!loop) note_regions(p, op);\n", ""),
+    branches_forget_touches=(
+        "    after.touched |= p->touched;\n",
+        "    after.touched = p->touched;\n",
+    ),
+    branches_forget_waits=("    after.waited |= p->waited;\n", "    after.waited = p->waited;\n"),
+    the_next_op_is_always_a_meeting=(
+        "return code == PM_OP_COMMIT_SMEM || code == PM_OP_WAIT_S2G;",
+        "return true;",
     ),
 )
 
@@ -800,6 +1286,16 @@ breaks(
     groups_are_not_committed=("wgmma.commit_group.sync.aligned;", ""),
 )
 breaks(
+    f"{DEVICE}/wgmma.cuh",
+    CATALOGUE,
+    halves_of_a_pair_are_exchanged=("0x4410;", "0x4432;"),
+    a_pair_is_twice_its_low_half=("0x4432;", "0x4410;"),
+    products_are_not_awaited=(
+        "wgmma.wait_group.sync.aligned %0;",
+        "wgmma.wait_group.sync.aligned 7;",
+    ),
+)
+breaks(
     f"{DEVICE}/thread.cuh",
     CATALOGUE,
     half_a_warpgroup_meets=('"bar.sync %0, 128;"', '"bar.sync %0, 64;"'),
@@ -810,6 +1306,23 @@ breaks(
     registers_are_given_instead_of_taken=("setmaxnreg.inc", "setmaxnreg.dec"),
     shuffle_of_half_a_warp=("__shfl_xor_sync(0xffffffffu", "__shfl_xor_sync(0xffffu"),
     elected_among_one=("elect.sync _|p, 0xffffffff", "elect.sync _|p, 1"),
+)
+breaks(
+    f"{DEVICE}/thread.cuh",
+    CATALOGUE,
+    the_last_caller_but_one_clears=("r != callers - 1", "r != callers - 2"),
+    the_count_of_the_done_is_not_cleared=("k <= n; k++", "k < n; k++"),
+    the_done_are_counted_with_the_tiles=(
+        '"l"(counters + n) : "memory"',
+        '"l"(counters) : "memory"',
+    ),
+    tiles_are_counted_in_twos=(
+        'add.u32 %0, [%1], 1;" : "=r"(r) : "l"(counter)',
+        'add.u32 %0, [%1], 2;" : "=r"(r) : "l"(counter)',
+    ),
+    blocks_of_a_cluster_meet_without_waiting=("barrier.cluster.wait.acquire;", ""),
+    rows_of_clusters_are_columns=("%%cluster_ctaid.y", "%%cluster_ctaid.x"),
+    any_is_all=("bar.red.or.pred p, %2", "bar.red.and.pred p, %2"),
 )
 breaks(
     f"{DEVICE}/types.cuh",
@@ -972,6 +1485,10 @@ def main():
         if by in void:
             print(f"{name}: {by} fails without the mutant as well")
             rows[name] = None
+    print(f"\n| {'file':32} | mutants | noticed |\n|{'-' * 34}|--------:|--------:|")
+    for file in dict.fromkeys(MUTANTS[n][0] for n in names):
+        of = [rows[n] for n in names if MUTANTS[n][0] == file]
+        print(f"| {file:32} | {len(of):7} | {sum(by is not None for by in of):7} |")
     lost = [n for n, by in rows.items() if not by and n not in bad]
     noticed = sum(by is not None for by in rows.values())
     share = 100 * noticed / max(len(names), 1)

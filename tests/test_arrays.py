@@ -636,6 +636,26 @@ def test_sums_of_negative_zeros(run, dtype):
     assert np.signbit(got).all() and (got == 0).all()
 
 
+def test_numbers_need_fit_in_the_dtype_that_is_said(run):
+    """Without one, a Python int is int32."""
+
+    def body(u_ref, f_ref):
+        u = jnp.full((8,), 2**32 - 1, jnp.uint32), lax.full((8,), 2**31, jnp.uint32)
+        u_ref[...] = u[0] - u[1] + jnp.asarray(2**32 - 2, jnp.uint32)
+        f_ref[...] = jnp.full((8,), 2**40, jnp.float32) + jnp.array(-(2**41), jnp.float32)
+        for wrong in (
+            lambda: jnp.full((8,), 2**32 - 1),
+            lambda: jnp.full((8,), 2**32, jnp.uint32),
+            lambda: jnp.full((8,), 2**31, jnp.int32),
+            lambda: u[0] + (2**32 - 1),
+        ):
+            with pytest.raises(OverflowError, match="too large to convert to int32"):
+                wrong()
+
+    u, f = run(body, (np.zeros(8, np.uint32), np.zeros(8, np.float32)))
+    assert (u == 2**31 - 3).all() and (f == -(2.0**40)).all()
+
+
 def test_types_of_results():
     """Dtype and weakness of what bools, weak values and reductions give."""
 

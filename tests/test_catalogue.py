@@ -319,6 +319,20 @@ def test_instructions(code):
     assert bodies(ALL)[code].asm == INSTRUCTIONS[code]
 
 
+def test_the_last_caller_clears_the_counters():
+    """Both tiles and the count of those who are done, which stands behind them."""
+    text = ptx_of(catalogue() + ENTRY % ("clear", "counters_done((u32*)8192, 1, 10);"))
+    lines = [re.sub(r"\s+", " ", x).strip() for x in text.splitlines()]
+    constant = dict(m.groups() for x in lines if (m := re.match(r"mov\.\w+ (%\w+), (\d+);", x)))
+    asm = [re.sub(r"%\w+", lambda m: constant.get(m[0], "r"), x) for x in lines]
+    assert "atom.acq_rel.gpu.global.add.u32 r, [8196], 1;" in asm
+    stored = [x for x in asm if x.startswith("st.global.u32")]
+    assert stored == [f"st.global.u32 [{8192 + 4 * k}], 0;" for k in range(2)]
+    (test,) = (k for k, x in enumerate(asm) if x.startswith("setp"))
+    assert re.fullmatch(r"setp\.ne\.[su]32 r, r, 9;", asm[test])
+    assert asm[test + 1].startswith("@r bra") and test < asm.index(stored[0])
+
+
 @pytest.mark.parametrize("name,how", [("", ""), ("_cluster", ".acquire.cluster")])
 def test_waiting_is_a_loop(name, how):
     """Out when the phase has ended, else once more."""

@@ -9,6 +9,7 @@ import re
 import ml_dtypes
 import numpy as np
 import pytest
+from host import run as host
 
 import pallas_mgpu as plgpu
 from pallas_mgpu import _core, lax, pl
@@ -479,6 +480,27 @@ def test_cluster_ref(run, cluster, axis, transforms):
         np.testing.assert_array_equal(s[at], [v * 3, v + 100, v])
 
 
+def test_a_block_does_not_end_before_its_memory_is_read(run):
+    """The block that has nothing more to do waits for the one that still reads."""
+
+    def body(o_ref, s_ref, barrier):
+        i = lax.axis_index("cx")
+        s_ref[...] = jnp.full((128,), 3, jnp.int32) * (i + 1)
+        meet(barrier)
+
+        @pl.when(i == 1)
+        def _():
+            def step(k, total):
+                return total + plgpu.cluster_ref(s_ref, {"cx": 0})[...]
+
+            o_ref[...] = lax.fori_loop(0, 3, step, jnp.zeros((128,), jnp.int32))
+
+    scratch = [plgpu.SMEM((128,), np.int32), everyone((2,))]
+    out = np.zeros(128, np.int32)
+    got = run(body, out, cluster=(2,), cluster_names=("cx",), scratch_types=scratch)
+    assert (got == 9).all()
+
+
 def test_cluster_ref_out_of_bounds():
     def body(o_ref, smem, bar):
         smem[...] = jnp.zeros(128, jnp.float32)
@@ -740,6 +762,9 @@ kernel "logical" grid [] cluster [] threads 1 stage traced {{
             g.interpret([x, got])
             want = fn(x > 0, axis=tuple(dims))
             np.testing.assert_array_equal(got, want if out else [want])
+            got[...] = ~got
+            host.run(g, [x], [got])
+            np.testing.assert_array_equal(got, want if out else [want])
 
 
 def test_logical_reductions_take_bools_only():
@@ -810,6 +835,7 @@ REMOTE += "\n store %s_4, %22"
             False,
             False,
         ),
+        ("", "wgmma_wait {n = 0}", "%20 = load %o_2 : T\n store %o_2, %20", False, False),
     ],
 )
 @pytest.mark.parametrize("groups", ["", ", cluster = [0, -1]"], ids=["plain", "cluster"])
@@ -821,7 +847,7 @@ def test_meetings_before_arrivals(first, second, before, meets, relaxed, groups)
     if meets is None:
         text = text.replace("store %o_2, %19", "store %s_4, %19")
         meets, relaxed = False, True
-    text = text.replace("BEFORE", before)
+    text = text.replace("BEFORE", before.replace(": T", ": float32[64,64]"))
     g = graph(text)
     g.lower()
     ops = re.findall(r"^ +(?:%\S+ = )?(\w+)(.*)$", g.text(), flags=re.M)
@@ -846,15 +872,104 @@ def test_a_wait_is_behind_all_lanes_before_an_arrival():
 
 
 @pytest.mark.parametrize(
-    "ref,kind,meets", [("%x_1", "gmem float16", False), ("%s_4", "smem float32", True)]
+    "ref,kind,meets",
+    [
+        ("%x_1", "gmem float16", False),
+        ("%s_4", "smem float32", True),
+        ("%o_2", "gmem float32", True),
+    ],
 )
 def test_loads_of_what_nobody_writes_need_no_meeting(ref, kind, meets):
-    text = CONSUMER.replace("GROUPS", IN_CLUSTER).replace("BEFORE", "").replace("FIRST", "")
-    starts, sizes, at = ("?, ?", "_, _", "%8, %8") if ref == "%x_1" else ("?", "_", "%8")
+    before = "%18 = load %o_2 : float32[64,64]\n store %o_2, %18"
+    text = CONSUMER.replace("GROUPS", IN_CLUSTER).replace("BEFORE", before).replace("FIRST", "")
+    starts, sizes, at = ("?", "_", "%8") if ref == "%s_4" else ("?, ?", "_, _", "%8, %8")
     scalar = f"""%20 = index {ref}, {at} {{starts = [{starts}], sizes = [{sizes}]}} : {kind}[]
       %21 = load %20 : {kind.split()[1]}[]
       debug_print %21 {{format = "{{}}"}}"""
     g = graph(text.replace("SECOND", "wgmma_wait {n = 0}\n" + scalar))
+    g.lower()
+    names = re.findall(r"^ +(?:%\S+ = )?(\w+)", g.text(), flags=re.M)
+    assert (names[names.index("barrier_arrive") - 1] == "sync") == meets
+
+
+LOOP = """\
+kernel "k" grid [] cluster [2] threads 1 stage traced {
+  args %x_1: gmem float16[64,64], %o_2: gmem float32[64], out %p_3: gmem float32[64]
+  scope {
+    %a_4 = alloc_smem : smem float16[64,64]
+    %s_5 = alloc_smem : smem float32[64]
+    %full_6 = alloc_barrier {arrivals = 1} : barrier[]
+    %empty_7 = alloc_barrier {arrivals = 1GROUPS} : barrier[]
+    %acc_8 = alloc_acc : acc float32[64,64]
+    %9 = const {value = 0} : int32[]
+    %10 = const {value = 7} : int32[]
+    %16 = index %o_2, %9 {starts = [?], sizes = [_]} : gmem float32[]
+    %17 = load %16 : float32[]
+    %18 = const {value = 0.0} : float32[]
+    %11 = lt %17, %18 : bool[]
+    BEFORE
+    for %9, %10 {
+      args %12: int32[]
+      BODY
+      yield
+    }
+    AFTER
+    yield
+  }
+}
+"""
+SCALAR = """%20 = index %s_5, %9 {starts = [?], sizes = [_]} : smem float32[]
+      %21 = load %20 : float32[]
+      debug_print %21 {format = "{}"}"""
+BRANCH = """if %11 {
+        IT
+        yield
+      } {
+        yield
+      }"""
+
+
+@pytest.mark.parametrize(
+    "before,body,after,meets",
+    [
+        ("", "ARRIVE", "", False),
+        ("", f"ARRIVE\n{SCALAR}", "", True),  # of the round before
+        ("", "ARRIVE\nbarrier_wait %empty_7", "", True),
+        (SCALAR, "ARRIVE", "", False),  # they meet before the loop
+        ("", SCALAR, "ARRIVE", True),
+        ("", BRANCH.replace("IT", SCALAR) + "\nARRIVE", "", True),
+        ("", BRANCH.replace("IT", "barrier_wait %full_6") + "\nARRIVE", "", True),
+        (BRANCH.replace("IT", SCALAR) + "\nARRIVE", "", "", True),
+        (BRANCH.replace("IT", "barrier_wait %full_6") + "\nARRIVE", "", "", True),
+        ("", "wgmma %acc_8, %a_4, %a_4\nwgmma_wait {n = 0}\nARRIVE", "", False),
+        (
+            "barrier_wait %full_6\nwgmma %acc_8, %a_4, %a_4",
+            "wgmma_wait {n = 0}\nARRIVE\nbarrier_wait %empty_7",
+            "",
+            True,  # in the second round no product has begun since the wait
+        ),
+        (
+            "barrier_wait %full_6\nwgmma %acc_8, %a_4, %a_4\nwgmma_wait {n = 1}\nARRIVE",
+            "",
+            "",
+            True,
+        ),
+        (
+            "barrier_wait %full_6\nwgmma %acc_8, %a_4, %a_4\nwgmma_wait {n = 0}\nARRIVE",
+            "",
+            "",
+            False,
+        ),
+    ],
+)
+def test_meetings_before_arrivals_in_loops_and_branches(before, body, after, meets):
+    text = (
+        LOOP.replace("GROUPS", IN_CLUSTER)
+        .replace("BEFORE", before)
+        .replace("BODY", body)
+        .replace("AFTER", after)
+    )
+    g = graph(text.replace("ARRIVE", "barrier_arrive %empty_7"))
     g.lower()
     names = re.findall(r"^ +(?:%\S+ = )?(\w+)", g.text(), flags=re.M)
     assert (names[names.index("barrier_arrive") - 1] == "sync") == meets

@@ -48,8 +48,9 @@ def test_every_pattern_is_made():
         made |= generate.generate(seed).features
     missing = {
         "acc store", "broadcast", "cond", "copy", "copy out", "exchange", "fori", "layout", "loop",
-        "math", "overhang", "own parts", "pipeline", "producer", "reduce", "ring", "smem",
-        "store groups", "swizzle", "switch", "threads", "wgmma", "when", "while",
+        "math", "multicast", "overhang", "own parts", "pipeline", "producer", "reduce", "ring",
+        "smem", "specialised", "store groups", "swizzle", "switch", "threads", "wgmma", "when",
+        "while",
     } - made  # fmt: skip
     assert not missing
 

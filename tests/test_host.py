@@ -9,8 +9,8 @@ import pytest
 from host import run as host
 
 import pallas_mgpu as plgpu
+from pallas_mgpu import _core, pl
 from pallas_mgpu import numpy as jnp
-from pallas_mgpu import pl
 
 NAMES = {"u32": "uint32", "f32": "float32", "u16": "uint16", "i32": "int32"}
 HEAD = """extern "C" void __global__ probe(%s) {
@@ -445,6 +445,47 @@ def test_sibling_scopes_share_memory(run):
     got = run(body, (X, X), X)
     np.testing.assert_array_equal(got[0], X * 2)
     np.testing.assert_array_equal(got[1], X)
+
+
+ALIAS = """\
+kernel "alias" grid [] cluster [] threads 1 stage traced {
+  args %x_1: gmem float32[64,64], out(0) %o_2: gmem float32[64,64], out %p_3: gmem float32[64,64], \
+out %q_4: gmem float32[64,64]
+  scope {
+    %s_5 = alloc_smem : smem float32[64,64]
+    %full_6 = alloc_barrier {arrivals = 1} : barrier[]
+    %7 = load %x_1 : float32[64,64]
+    %8 = add %7, %7 : float32[64,64]
+    store %o_2, %8
+    copy_gmem_to_smem %x_1, %s_5, %full_6 {oob = zeros, engine = auto}
+    barrier_wait %full_6
+    %9 = load %s_5 : float32[64,64]
+    store %p_3, %9
+    %10 = load %x_1 : float32[64,64]
+    %11 = const {value = 0} : int32[]
+    %12 = index %o_2, %11, %11 {starts = [?, ?], sizes = [_, _]} : gmem float32[]
+    %13 = const {value = 5.0} : float32[]
+    store %12, %13
+    store %q_4, %10
+    yield
+  }
+}
+"""
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_an_output_that_is_an_operand(seed):
+    """What is stored to one is loaded from the other, by lanes and by engines."""
+    graph = _core.Graph.parse(ALIAS)
+    graph.lower()
+    assert "const f32* x_1" not in graph.cuda(line=False, catalogue=False)[0]
+    x, outs = X.copy(), [np.zeros_like(X) for _ in range(3)]
+    host.run(graph, [x], outs, seed)
+    changed = X * 2
+    for got in outs[1:]:
+        np.testing.assert_array_equal(got, changed)
+    changed[0, 0] = 5
+    np.testing.assert_array_equal(outs[0], changed)
 
 
 def test_copies_of_what_was_stored_to_gmem(run):

@@ -6,6 +6,7 @@ import re
 
 import numpy as np
 import pytest
+from host import run as host
 
 import pallas_mgpu as plgpu
 from pallas_mgpu import _core, lax, pl
@@ -115,6 +116,93 @@ def test_a_barrier_that_all_lanes_wait_for(run, rng):
     assert not any("barrier_wait" in region for region in alone(text))
     want = np.stack([x[0] * 2, x[1] * 2, x[0] + 1, x[1] + 1])
     np.testing.assert_array_equal(run(body, x, x, **ring()), want)
+
+
+OVERLAPS = {
+    "less": (lambda t: t < 2, lambda t: t > 0),
+    "equal": (lambda t: t == 1, lambda t: (t > 0) & (t < 2)),
+    "unequal": (lambda t: t != 2, lambda t: t != 0),
+    "at most": (lambda t: t <= 1, lambda t: t >= 1),
+    "both": (lambda t: (t > 0) & (t < 2), lambda t: (t == 0) | (t == 1)),
+    "neither": (lambda t: ~(t == 0), lambda t: ~(t > 1)),
+    "sums": (lambda t: t + 1 == 2, lambda t: t * 2 - 1 > 0),
+    "select": (lambda t: jnp.where(t == 1, 5, 3) > 4, lambda t: jnp.minimum(t, 1) == 1),
+}
+
+
+@pytest.mark.parametrize("which", OVERLAPS)
+def test_a_thread_that_waits_alone_and_together(run, rng, which):
+    """Thread 1 takes both branches: its lanes must agree on the phase in the second one."""
+    first, second = OVERLAPS[which]
+
+    def body(x, o, s, bar):
+        wg = lax.axis_index("wg")
+
+        @pl.when(first(wg))
+        def _():
+            plgpu.copy_gmem_to_smem(x.at[wg], s.at[wg], bar.at[wg])
+            plgpu.barrier_wait(bar.at[wg])
+
+        @pl.when(second(wg))
+        def _():
+            plgpu.copy_gmem_to_smem(x.at[wg + 3], s.at[wg], bar.at[wg])
+            plgpu.barrier_wait(bar.at[wg])
+            o[wg] = s[wg]
+
+        @pl.when((wg == 0) | (wg == 2))
+        def _():
+            o[wg] = jnp.zeros((N,), f32)
+
+    x = rng.standard_normal((6, N)).astype(f32)
+    scratch = [plgpu.SMEM((3, N), f32), plgpu.Barrier(num_barriers=3)]
+    options = dict(scratch_types=scratch, num_threads=3, thread_name="wg")
+    got = run(body, plgpu.ShapeDtypeStruct((3, N), f32), x, **options)
+    np.testing.assert_array_equal(got[1], x[4])
+
+
+def test_a_scope_of_all_threads_is_entered_by_all(run, rng):
+    """Even where a lane of each could do all that is in it."""
+
+    def body(x, o):
+        wg = lax.axis_index("wg")
+
+        def scope(s, bar):
+            plgpu.copy_gmem_to_smem(x.at[wg], s.at[wg], bar.at[wg])
+            plgpu.barrier_wait(bar.at[wg])
+            plgpu.copy_smem_to_gmem(s.at[wg], o.at[wg])
+            plgpu.wait_smem_to_gmem(0)
+
+        types = plgpu.SMEM((2, N), f32), plgpu.Barrier(num_barriers=2)
+        pl.run_scoped(scope, *types, collective_axes="wg")
+
+    x = rng.standard_normal((2, N)).astype(f32)
+    np.testing.assert_array_equal(run(body, x, x, num_threads=2, thread_name="wg"), x)
+
+
+def test_what_one_lane_has_waited_for_is_there(run, rng):
+    """For the lanes that come behind, in another branch."""
+
+    def body(x, o, s, bar):
+        wg = lax.axis_index("wg")
+
+        @pl.when(wg == 0)
+        def _():
+            def step(k, _):
+                plgpu.copy_gmem_to_smem(x.at[k], s.at[k], bar)
+                plgpu.barrier_wait(bar)
+
+            lax.fori_loop(0, 4, step, None)
+
+        @pl.when(wg == 0)
+        def _():
+            o[...] = s[...]
+
+    x = rng.standard_normal((4, N)).astype(f32)
+    scratch = [plgpu.SMEM((4, N), f32), plgpu.Barrier()]
+    options = dict(scratch_types=scratch, num_threads=2, thread_name="wg")
+    text = text_of(run, body, x, x, **options)
+    assert alone(text) and re.search(r"\n( +)warp_sync\(\);\n\1lanes_sync\(wg\);", text)
+    np.testing.assert_array_equal(run(body, x, x, **options), x)
 
 
 def test_lanes_that_need_what_one_waited_for(run, rng):
@@ -388,6 +476,72 @@ def test_an_accumulator_that_is_read_first(run, rng):
     np.testing.assert_allclose(got, want, atol=1e-2)
 
 
+@pytest.mark.parametrize("times", [0, 2])
+@pytest.mark.parametrize("where", ["loop", "branch", "slice"])
+def test_an_accumulator_that_is_used_inside_first(run, rng, where, times):
+    """The product behind a loop, a branch or a product of some columns adds to what they left."""
+
+    def body(a, b, times_ref, o, a_s, b_s, bar):
+        plgpu.copy_gmem_to_smem(a, a_s, bar)
+        plgpu.copy_gmem_to_smem(b, b_s, bar)
+        plgpu.barrier_wait(bar)
+
+        def product(acc):
+            n = times_ref[0]
+            if where == "loop":
+                lax.fori_loop(0, n, lambda i, _: plgpu.wgmma(acc, a_s, b_s), None)
+            elif where == "branch":
+                pl.when(n == 2)(lambda: plgpu.wgmma(acc, a_s, b_s))
+            else:
+                plgpu.wgmma(acc.at[:, 0:32], a_s, b_s.at[:, 0:32])
+                plgpu.wgmma_wait(0)
+            plgpu.wgmma(acc, a_s, b_s)
+            return acc[...]
+
+        o[...] = pl.run_scoped(product, plgpu.ACC((64, 64)))
+
+    a, b = (rng.standard_normal((64, 64)).astype(f16) for _ in range(2))
+    scratch = [plgpu.SMEM((64, 64), f16)] * 2 + [plgpu.Barrier(num_arrivals=2)]
+    out = plgpu.ShapeDtypeStruct((64, 64), f32)
+    got = run(body, out, a, b, np.array([times], i32), scratch_types=scratch)
+    one = a.astype(f32) @ b.astype(f32)
+    before = {
+        "loop": one * times,
+        "branch": one * (times == 2),
+        "slice": one * (np.arange(64) < 32),
+    }
+    np.testing.assert_allclose(got, one + before[where], atol=2e-2)
+
+
+@pytest.mark.parametrize("how", ["init", "store"])
+@pytest.mark.parametrize("dtype", [f16, f32], ids=["f16", "f32"])
+def test_an_accumulator_begins_with_an_array(run, rng, dtype, how):
+    """Each value where it belongs: halves share a register with their neighbour."""
+
+    def body(a, b, c, o, a_s, b_s, bar):
+        plgpu.copy_gmem_to_smem(a, a_s, bar)
+        plgpu.copy_gmem_to_smem(b, b_s, bar)
+        plgpu.barrier_wait(bar)
+        start = plgpu.load(c, layout=plgpu.Layout.WGMMA, optimized=False)
+
+        def product(acc):
+            if how == "store":
+                acc[...] = start
+            plgpu.wgmma(acc, a_s, b_s)
+            return acc[...] if how != "init" else None
+
+        if how == "init":
+            o[...] = pl.run_state(product)(plgpu.ACC.init(start))
+        else:
+            o[...] = pl.run_scoped(product, plgpu.ACC((64, 64), dtype))
+
+    a, b = ((rng.standard_normal((64, 64)) / 4).astype(f16) for _ in range(2))
+    c = rng.integers(-99, 99, (64, 64)).astype(dtype)
+    scratch = [plgpu.SMEM((64, 64), f16)] * 2 + [plgpu.Barrier(num_arrivals=2)]
+    got = run(body, c, a, b, c, scratch_types=scratch)
+    np.testing.assert_allclose(got, a.astype(f32) @ b.astype(f32) + c, atol=0.2)
+
+
 def test_optimization_barrier_holds_an_array_at_once(run, rng):
     def body(x, y, o):
         a = lax.optimization_barrier(plgpu.load(x, layout=plgpu.Layout.WGMMA) + 1.0)
@@ -427,3 +581,46 @@ def test_tiles_from_a_counter(run, dependent):
     for _ in range(3):
         got = run.call(kernel)
         np.testing.assert_array_equal(got, np.broadcast_to(np.arange(40.0)[:, None], (40, 128)))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_no_tile_is_taken_twice(seed):
+    """The last thread of all clears the counters, no one before it; who takes what is chance."""
+
+    def body(taken):
+        def step(c):
+            return _core.next_tile(0), c[1] + 1
+
+        first = _core.next_tile(0), jnp.int32(0)
+        _, n = lax.while_loop(lambda c: c[0] < 40, step, first)
+        taken[lax.axis_index("g"), lax.axis_index("wg")] = n
+
+    taken = np.zeros((5, 2), i32)
+    kernel = plgpu.kernel(
+        body,
+        out_type=plgpu.ShapeDtypeStruct(taken.shape, i32),
+        grid=(5,),
+        grid_names=("g",),
+        num_threads=2,
+        thread_name="wg",
+        interpret=plgpu.InterpretParams(seed=seed),
+    )
+    assert kernel().sum() == 40
+    host.run(kernel.lower(), [], [taken], seed)
+    assert taken.sum() == 40
+
+
+def test_tiles_of_two_counters(run):
+    """One number behind the other: lanes that are late still get the first one."""
+
+    def body(o, p):
+        a, b = _core.next_tile(0), _core.next_tile(1)
+        o[a] = jnp.full((128,), 1, jnp.int32) * a
+        p[b] = jnp.full((128,), 1, jnp.int32) * (b + 100)
+
+    out = [plgpu.ShapeDtypeStruct((6, 128), i32)] * 2
+    options = dict(grid=(3,), grid_names=("g",), num_threads=2, thread_name="wg")
+    rows = np.broadcast_to(np.arange(6, dtype=i32)[:, None], (6, 128))
+    got = run.call(run.kernel(body, out, **options))
+    np.testing.assert_array_equal(got[0], rows)
+    np.testing.assert_array_equal(got[1], rows + 100)

@@ -698,11 +698,14 @@ static PyObject *full(PyObject *module, PyObject *args, PyObject *kw) {
   if (!PyArg_ParseTupleAndKeywords(args, kw, "OO|O:full", names, &shape, &value, &dtype))
     return NULL;
   pmpy_trace *t = pmpy_begin("full", value);
-  if (!t || pmpy_shape(shape, "full", &type) || pmpy_arg_need(t, "full", value, &x)) return NULL;
-  pm_dtype d = x.type.dtype;
+  if (!t || pmpy_shape(shape, "full", &type)) return NULL;
+  pm_dtype d = PM_BOOL;
   if (dtype != Py_None) {
-    if (pmpy_dtype_from(dtype, &d)) return NULL;
+    if (pmpy_dtype_from(dtype, &d) || pmpy_arg_for(t, "full", value, d, &x)) return NULL;
     x.weak = false;
+  } else {
+    if (pmpy_arg_need(t, "full", value, &x)) return NULL;
+    d = x.type.dtype;
   }
   bool weak = x.weak;
   if (!x.val) {

@@ -165,6 +165,24 @@ int pmpy_arg_need(pmpy_trace *t, const char *op, PyObject *o, pmpy_arg *out) {
   return -1;
 }
 
+int pmpy_arg_for(pmpy_trace *t, const char *op, PyObject *o, pm_dtype dtype, pmpy_arg *out) {
+  int overflow;
+  if (!PyLong_CheckExact(o)) return pmpy_arg_need(t, op, o, out);
+  const long long v = PyLong_AsLongLongAndOverflow(o, &overflow);
+  const bool narrow = !overflow && v >= INT32_MIN && v <= INT32_MAX;
+  const bool fits = dtype == PM_U32 && !overflow && v >= 0 && v <= UINT32_MAX;
+  if (narrow || (!fits && !pm_is_float(dtype))) return pmpy_arg_need(t, op, o, out);
+  out->val = 0;
+  out->type = pm_scalar_type(dtype);
+  out->weak = false;
+  if (fits) {
+    out->number.i = v;
+    return 0;
+  }
+  out->number.f = PyLong_AsDouble(o);
+  return out->number.f == -1 && PyErr_Occurred() ? -1 : 0;
+}
+
 pm_val pmpy_number(pmpy_trace *t, const pm_type *type, pm_scalar number) {
   char bytes[8];
   pm_store_scalar(type->dtype, bytes, number);
@@ -594,7 +612,7 @@ static PyObject *convert(PyObject *module, PyObject *args, PyObject *kw) {
     return NULL;
   }
   pmpy_trace *t = pmpy_begin("convert", o);
-  return t && !pmpy_arg_need(t, "convert", o, &x) ? pmpy_convert(t, &x, d, weak) : NULL;
+  return t && !pmpy_arg_for(t, "convert", o, d, &x) ? pmpy_convert(t, &x, d, weak) : NULL;
 }
 
 static PyObject *as_array(PyObject *module, PyObject *args, PyObject *kw) {
@@ -604,9 +622,13 @@ static PyObject *as_array(PyObject *module, PyObject *args, PyObject *kw) {
   if (!PyArg_ParseTupleAndKeywords(args, kw, "O|O:as_array", names, &o, &dtype)) return NULL;
   pmpy_trace *t = pmpy_begin("as_array", o);
   pmpy_arg x;
-  if (!t || pmpy_arg_need(t, "as_array", o, &x)) return NULL;
-  pm_dtype d = x.type.dtype;
-  if (dtype != Py_None && pmpy_dtype_from(dtype, &d)) return NULL;
+  pm_dtype d = PM_BOOL;
+  if (!t || (dtype != Py_None && pmpy_dtype_from(dtype, &d))) return NULL;
+  if (dtype == Py_None ? pmpy_arg_need(t, "as_array", o, &x)
+                       : pmpy_arg_for(t, "as_array", o, d, &x)) {
+    return NULL;
+  }
+  if (dtype == Py_None) d = x.type.dtype;
   if (PMPY_IS_ARRAY(o) && dtype == Py_None) return Py_NewRef(o);
   return pmpy_convert(t, &x, d, dtype == Py_None && x.weak);
 }

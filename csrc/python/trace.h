@@ -99,6 +99,8 @@ typedef struct pmpy_arg {
 int pmpy_arg_from(pmpy_trace *t, PyObject *o, pmpy_arg *out);
 /* The same, where anything else is a TypeError naming `op`. 0 or -1. */
 int pmpy_arg_need(pmpy_trace *t, const char *op, PyObject *o, pmpy_arg *out);
+/* The same where a dtype is asked for: a Python int need fit in that one only. */
+int pmpy_arg_for(pmpy_trace *t, const char *op, PyObject *o, pm_dtype dtype, pmpy_arg *out);
 void pmpy_promote(const pmpy_arg *args, uint32_t n, pm_dtype *dtype, bool *weak);
 /* Into the graph with this dtype (by value). The val, or 0. */
 pm_val pmpy_arg_as(pmpy_trace *t, pmpy_arg *x, pm_dtype dtype);

@@ -699,16 +699,19 @@ class Gen(Expressions):
         """A buffer larger than registers, filled and emptied by several copies."""
         self.feature("big copies")
         dtype = self.rng.choice((*COMMON, "int8", "uint8"))
-        size = 1 << self.rng.randint(10, 15)
+        size, most = 1 << self.rng.randint(10, 15), 1 << 16
+        if self.chance(0.15):
+            self.feature("bigger copies")
+            size, most = 1 << self.rng.randint(15, 17), 200 << 10
         while True:
             rows = self.rng.choice((8, 16, 64, 128, 256, 264, 320, 512, self.extent()))
             columns = self.rng.choice((16, 32, 64, 128, 256, 320, 520, 1024, self.extent()))
-            if rows * columns <= size and rows * columns * itemsize(dtype) <= 1 << 16:
+            if rows * columns <= size and rows * columns * itemsize(dtype) <= most:
                 break
         shape = (rows, columns)
         if self.chance(0.25):
             shape = (self.rng.choice((2, 3)), rows, columns)
-            if prod(shape) * itemsize(dtype) > 1 << 16:
+            if prod(shape) * itemsize(dtype) > most:
                 shape = shape[1:]
         transforms, tile = self.transforms(shape, dtype)
         s, b = self.name("s"), self.name("b")
@@ -872,6 +875,7 @@ class Gen(Expressions):
         self.push()
         producer = Block()
         if registers:
+            self.feature("registers")
             producer.statements.append(
                 Node('plgpu.set_max_registers(40, action="decrease")', keep=True)
             )
@@ -925,6 +929,95 @@ class Gen(Expressions):
         ]
         self.scoped(types, block, [s, full, empty])
 
+    def seg_specialised(self):
+        """A pipeline with a memory thread; blocks of a cluster share what they all load."""
+        self.feature("specialised")
+        compute = self.threads - 1
+        steps = self.pick({1: 1, 2: 2, 3: 3, 6: 2})
+        slots = self.rng.randint(1, 4)
+        delay = self.rng.randrange(slots) if self.chance(0.3) else 0
+        late = f", delay_release={delay}" if delay else ""
+        shared = [n for n, _ in self.tags if n.startswith("c")]
+        dtype = self.rng.choice(COMMON)
+        specs, refs, names, blocks = [], [], [], []
+        for _ in range(self.rng.randint(1, 3)):
+            # what any blocks of a cluster can share: rows of 128 bytes, swizzle patterns for each
+            rows, columns = self.rng.choice((16, 32)), 128 // itemsize(dtype)
+            collective = shared and self.chance(0.7)
+            if not collective and self.chance(0.5):
+                rows, columns = self.rng.choice((1, 3, 8)), self.rng.choice((16, 33, 64))
+            transforms, _ = self.transforms((rows, columns), dtype)
+            kind = self.rng.choice(("wild", "norm", "small"))
+            form, over = self.pick({"a0": 4, "a0 // 2": 1, f"{steps - 1} - a0": 1}), 0
+            if self.chance(0.25):
+                over = self.rng.randint(1, rows)
+            total = max(1, (1 + (steps - 1) // (2 if "/" in form else 1)) * rows - over)
+            x = self.operand((total, columns), dtype, self.data_kind(dtype, kind))
+            axes = ""
+            if collective:
+                self.feature("multicast")
+                axes = f', collective_axes="{self.rng.choice(shared)}"'
+            specs.append(
+                f"plgpu.BlockSpec(({rows}, {columns}), lambda a0: ({form}, 0){transforms}{late}"
+                f"{axes})"
+            )
+            refs.append(x)
+            names.append(self.name("p"))
+            blocks.append(((rows, columns), kind))
+        outs = []
+        if compute == 1 and self.chance(0.5):
+            shape = (self.rng.choice((1, 4, 16)), self.rng.choice((32, 33, 128)))
+            tags = [t for t in self.tags if t[1] > 1 and t[0] != "t"]
+            fixed = self.chance(0.3)
+            lead = [n for n, _ in tags]
+            at = ", ".join([*lead, "0" if fixed else "a0", "0"])
+            dims = ", ".join([*["None"] * len(lead), *map(str, shape)])
+            outs.append(f"plgpu.BlockSpec(({dims}), lambda a0: ({at}))")
+            total = (shape[0] * (1 if fixed else steps), shape[1])
+            refs.append(self.output((*[n for _, n in tags], *total), dtype))
+            names.append(self.name("p"))
+        carry = self.chance(0.4)
+        c_type = (self.shape(limit=1024), self.rng.choice(COMMON), "wild")
+        f, g, pipe, index, i, c = (self.name(k) for k in "ffpiic")
+        self.push()
+        self.emit(Node(f"{i}, = {index}", keep=True))
+        self.ints[-1].append((i, 0, steps - 1))
+        for n, (shape, kind) in zip(names, blocks):
+            v = self.name("v")
+            self.emit(Node(f"{v} = {n}[...]"))
+            self.values[-1].append(Val(v, shape, dtype, kind))
+        if carry:
+            self.values[-1].append(Val(c, *c_type))
+        self.budget += 8
+        if outs:
+            self.emit(Node(f"{names[-1]}[...] = {{}}", self.value(shape, dtype, "wild")))
+        tags = self.tags
+        self.tags = [*tags, (i, steps)]
+        self.store(*self.rng.choice([(s, dtype) for s, _ in blocks]))
+        self.tags = tags
+        if carry:
+            self.emit(Node("return {}", self.value(*c_type), keep=True))
+        block = self.pop()
+        arguments = [index, *names, *([c] if carry else [])]
+        self.emit(Node(f"def {f}({', '.join(arguments)}):\n{{}}", block, keep=True))
+        context = ""
+        if carry:
+            v = self.name("v")
+            self.push()
+            self.emit(Node(f"{v} = {pipe}({{}})", self.value(*c_type), keep=True))
+            self.values[-1].append(Val(v, *c_type))
+            self.store(c_type[0], c_type[1])
+            self.emit(Node(f"def {g}({pipe}):\n{{}}", self.pop(), keep=True))
+            context = f", compute_context={g}"
+        out_specs = f", out_specs=[{', '.join(outs)}]" if outs else ""
+        self.emit(
+            Node(
+                f"plgpu.emit_pipeline_warp_specialized({f}, grid=({steps},), memory_registers=40,"
+                f" in_specs=[{', '.join(specs)}]{out_specs}, max_concurrent_steps={slots},"
+                f' wg_axis="t", num_compute_wgs={compute}{context})({", ".join(refs)})'
+            )
+        )
+
     # ---- the whole -------------------------------------------------------------------------------
 
     def launch(self):
@@ -942,7 +1035,7 @@ class Gen(Expressions):
             for k, n in enumerate(grid):
                 call = f"pl.program_id({k})" if self.chance(0.2) else f'lax.axis_index("g{k}")'
                 axes.append((f"g{k}", call, n))
-            if self.chance(0.12):
+            if self.chance(0.2):
                 sizes = self.rng.choice(((2,), (2, 1), (1, 2), (2, 2), (1, 1, 2)))
                 o["cluster"] = sizes
                 o["cluster_names"] = tuple(f"c{k}" for k in range(len(sizes)))
@@ -974,6 +1067,7 @@ class Gen(Expressions):
                 "producer": 3,
                 "together": 1.5,
                 "turns": 1.5,
+                "specialised": 2,
             }
         else:
             table = {
@@ -994,6 +1088,8 @@ class Gen(Expressions):
                 self.store_by_copy(self.shape(), self.rng.choice(COMMON))
             else:
                 getattr(self, "seg_" + form)()
+            if self.p.features & {"registers", "specialised"}:
+                break  # a thread has given its registers away
         return self.p
 
 

@@ -778,7 +778,13 @@ def run_state(f):
 
 class BlockSpec:
     def __init__(
-        self, block_shape=None, index_map=None, transforms=(), delay_release=0, memory_space=None
+        self,
+        block_shape=None,
+        index_map=None,
+        transforms=(),
+        delay_release=0,
+        memory_space=None,
+        collective_axes=None,
     ):
         self.block_shape, self.index_map = block_shape, index_map
         self.transforms, self.delay_release, self.memory_space = (
@@ -913,6 +919,82 @@ def emit_pipeline(body, *, grid, in_specs=(), out_specs=(), max_concurrent_steps
     return pipeline
 
 
+def emit_pipeline_warp_specialized(body, *, grid, memory_registers, in_specs=(), out_specs=(),
+                                   max_concurrent_steps=2, wg_axis, num_compute_wgs,
+                                   compute_context=None):  # fmt: skip
+    """The memory thread does nothing here; each of the others has slots of its own."""
+
+    def pipeline(*refs):
+        need(here().machine.n_threads == num_compute_wgs + 1, "threads of a pipeline")
+        need(not out_specs or num_compute_wgs == 1, "outputs of several threads")
+        if here().index == num_compute_wgs:
+            return
+        steps = math.prod(grid)
+        slots = min(max_concurrent_steps, steps)
+        need(max_concurrent_steps > max(s.delay_release for s in in_specs), "delay_release")
+        need(len({s.delay_release for s in in_specs}) == 1, "several delays")
+        ins = [_Staged(s, r, slots, grid) for s, r in zip(in_specs, refs)]
+        outs = [_Staged(s, r, slots, grid) for s, r in zip(out_specs, refs[len(in_specs) :])]
+        need(len(refs) == len(ins) + len(outs), "refs of a pipeline")
+        need(all(o.varies for o in ins), "an input that does not vary")
+        everything = list(itertools.product(*map(range, grid)))
+        varying = [o for o in outs if o.varies]
+
+        def fetch(o, s):
+            bar = BarRef(np.array(Bar(1), dtype=object))
+            copy_gmem_to_smem(o.view(o.index(everything[s])), o.slots[s % slots], bar)
+            barrier_wait(bar)
+
+        def put(o, s):
+            copy_smem_to_gmem(
+                o.slots[s % slots], o.view(o.index(everything[s])), commit_group=False
+            )
+
+        def compute(carry):
+            carry = _carry(carry)
+            for s in range(steps):
+                tick()
+                for o in ins:
+                    fetch(o, s)
+                if varying:
+                    wait_smem_to_gmem(slots - 1, wait_read_only=True)
+                blocks = [o.slots[s % slots if o.varies else 0] for o in ins + outs]
+                indices = tuple(A(np.asarray(i, i32)) for i in everything[s])
+                if compute_context is None:
+                    need(body(indices, *blocks) is None, "a body without a carry returns a value")
+                else:
+                    new = _carry(body(indices, *blocks, carry))
+                    _same_types(carry, new)
+                    carry = new
+                if varying:
+                    commit_smem()
+                    for o in varying:
+                        if s == 0 or o.index(everything[s]) != o.index(everything[s - 1]):
+                            put(o, s)
+                    commit_smem_to_gmem_group()
+            return carry
+
+        if compute_context is None:
+            compute(None)
+        else:
+            compute_context(compute)
+        if len(varying) < len(outs):
+            if not varying:
+                commit_smem()
+            for o in outs:
+                if not o.varies:
+                    copy_smem_to_gmem(
+                        o.slots[0], o.view(o.index(everything[-1])), commit_group=False
+                    )
+            commit_smem_to_gmem_group()
+        if outs:
+            wait_smem_to_gmem(0)
+        for o in ins + outs:
+            _close(o.slots)
+
+    return pipeline
+
+
 # ---- the four namespaces -------------------------------------------------------------------------
 
 
@@ -1013,6 +1095,7 @@ plgpu = types.SimpleNamespace(
     Replicated=_AnyLayout(),
     BlockSpec=BlockSpec,
     emit_pipeline=emit_pipeline,
+    emit_pipeline_warp_specialized=emit_pipeline_warp_specialized,
     layout_cast=lambda x, layout: as_array(x),
     load=lambda ref, layout=None, optimized=True: load(ref),
     broadcasted_iota=lambda dtype, shape, dim, layout=None: iota(dtype, shape, dim),
