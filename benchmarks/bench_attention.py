@@ -10,7 +10,7 @@ import argparse
 import sys
 
 import torch
-from three_ways import measure, table
+from three_ways import measure, table, timed
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from pallas_mgpu.ops import AttentionConfig, attention
@@ -90,18 +90,32 @@ def of_jax(q, k, v, causal):
     from jax.experimental.pallas.ops.gpu import attention_mgpu as theirs
 
     args = [jax.dlpack.from_dlpack(x) for x in (q, k, v)]
-    block = 128 if q.shape[3] <= 128 else 64
-    config = theirs.TuningConfig(block_q=64, block_kv=block, max_concurrent_steps=2, causal=causal)
-    jitted = jax.jit(lambda *a: theirs.attention(*a, config))
-    last = [jitted(*args)]
+    tilings = {64: [(256, 2), (128, 4), (128, 2)], 128: [(128, 2), (64, 4)], 256: [(64, 2)]}
+    best = None
+    for block, steps in tilings[q.shape[3]]:
+        config = theirs.TuningConfig(
+            block_q=64, block_kv=block, max_concurrent_steps=steps, causal=causal
+        )
+        jitted = jax.jit(lambda *a, c=config: theirs.attention(*a, c))
+        last = []
 
-    def f():
-        last[0] = jitted(*args)
-        return last[0]
+        def f(jitted=jitted, last=last):
+            last[:] = [jitted(*args)]
+            return last[0]
 
-    f.wait = lambda: last[0].block_until_ready()
-    f.result = lambda: torch.from_dlpack(last[0])
-    return f
+        f.wait = lambda last=last: last and last[0].block_until_ready()
+        f.result = lambda last=last: torch.from_dlpack(last[0])
+        try:
+            f()
+            took = timed(f, 5)
+        except Exception as e:
+            print(f"JAX's Pallas {block} x {steps}: {type(e).__name__}: {str(e)[:100]}")
+            continue
+        if best is None or took < best[0]:
+            best = took, f
+    if best is None:
+        raise RuntimeError("no tiling runs")
+    return best[1]
 
 
 def of_target(directory, q, k, v, causal):
@@ -164,7 +178,7 @@ def run(shape, args):
             print(f"{name} is WRONG: relative error {worst}")
             continue
         good[name] = f
-    rounds = (5, 6, 2) if args.quick else (20, 25, 6)
+    rounds = (5, 6, 2) if args.quick else (16, 20, 5)
     ways = ("burst",) if args.quick and args.configs else ("burst", "cool", "sustained")
     times = measure(good, ways=ways, rounds=rounds)
     flops = 4 * batch * heads * length * length * dim // (2 if causal else 1)
