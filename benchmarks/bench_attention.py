@@ -89,7 +89,8 @@ def of_jax(q, k, v, causal):
     import jax
     from jax.experimental.pallas.ops.gpu import attention_mgpu as theirs
 
-    args = [jax.dlpack.from_dlpack(x) for x in (q, k, v)]
+    scaled = (q * q.shape[3] ** -0.5).to(q.dtype)  # theirs knows no scale
+    args = [jax.dlpack.from_dlpack(x) for x in (scaled, k, v)]
     tilings = {64: [(256, 2), (128, 4), (128, 2)], 128: [(128, 2), (64, 4)], 256: [(64, 2)]}
     best = None
     for block, steps in tilings[q.shape[3]]:
@@ -129,9 +130,11 @@ def of_target(directory, q, k, v, causal):
     for name, d in bench.ATT[shape].items():
         go = bench.att_make(cu, dict(d, CAUSAL=int(causal)), q, k, v, o, counter)
 
-        def f(go=go):
+        def f(go=go, counter=counter):  # the counter must live as long as the function
             go()
             return o
+
+        f.poison = lambda: o.fill_(float("nan"))
 
         out[f"target, {name}"] = f
     return out
@@ -166,6 +169,7 @@ def run(shape, args):
             worst = 0.0
             for _ in range(2):
                 out.fill_(float("nan"))
+                getattr(f, "poison", int)()
                 got = f()
                 got = f.result() if hasattr(f, "result") else got
                 torch.cuda.synchronize()
@@ -174,7 +178,7 @@ def run(shape, args):
             print(f"{name}: {type(e).__name__}: {str(e)[:200]}")
             continue
         errors[name] = f"{worst:.1e}"
-        if not worst < 1e-3:
+        if not worst < 2e-3:
             print(f"{name} is WRONG: relative error {worst}")
             continue
         good[name] = f

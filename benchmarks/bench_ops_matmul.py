@@ -327,7 +327,7 @@ def host_table():
 def more(m, n, k, dtype, nt):
     """Configurations that the chooser does not look at."""
     if m <= 8:
-        return few_rows_candidates(m, k, nt)
+        return [c for c in few_rows_candidates(m, k, nt) if c.stages * c.step * c.tile_n < 100_000]
     return [c._replace(lag=1) for c in candidates(m, n, k) if c.consumers > 1]
 
 

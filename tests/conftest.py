@@ -6,6 +6,7 @@ sm_90a, whose log must be clean; way "host" runs the generated program on the CP
 machine of tests/host; way "cuda" (marked gpu) runs it on a GPU."""
 
 import os
+import re
 import sys
 import zlib
 from pathlib import Path
@@ -30,6 +31,22 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(pytest.mark.skip(reason=f"needs a Hopper GPU: {why}"))
+
+
+def pytest_terminal_summary(terminalreporter):
+    """How many cases each way of running had."""
+    counts = {}
+    for outcome in ("passed", "failed", "skipped"):
+        for report in terminalreporter.stats.get(outcome, ()):
+            name = report.nodeid.partition("[")[2]
+            for way in ("interpret", "host", "cuda"):
+                if re.search(rf"\b{way}\b", name) and (
+                    report.when == "call" or outcome != "passed"
+                ):
+                    counts.setdefault(way, {}).setdefault(outcome, []).append(name)
+    for way, found in counts.items():
+        text = ", ".join(f"{len(names)} {outcome}" for outcome, names in found.items())
+        terminalreporter.write_line(f"way {way}: {text}")
 
 
 def shape_of(x):
