@@ -61,7 +61,7 @@ struct compiler {
     uint32_t first_acc;
     bool has_memory;
   } * open, *whole;
-  size_t smem_top;
+  size_t smem_top[2]; /* of what this block alone reaches, of what others do, too */
   uint32_t n_barriers;
 };
 
@@ -530,6 +530,9 @@ void pm_vm_encode_print(compiler *c, pm_opid op, const handler *h) {
 
 /* ---- allocations and scopes ----------------------------------------------------------------- */
 
+/* What other blocks reach lies behind all else, as a block that runs ahead fills it. */
+enum { SHARED_SMEM = 256 << 10 };
+
 /* What other blocks reach has contents and phases before this block enters its scope, and after. */
 static struct open_scope *scope_for(compiler *c, pm_val v) {
   c->open->has_memory = true;
@@ -561,10 +564,11 @@ static void note_shared(pm_graph *g, pm_opid op, void *ctx) {
 static void alloc_smem(compiler *c, pm_val v, const pm_type *t) {
   struct open_scope *o = scope_for(c, v);
   scope *s = o->scope;
-  size_t at = (size_t)pm_round_up((int64_t)c->smem_top, 64);
+  size_t *top = &c->smem_top[c->shared[v]];
+  size_t at = (size_t)pm_round_up((int64_t)*top, 64);
   c->alloc[v] = (uint32_t)at;
-  c->smem_top = at + bytes_of(t);
-  if (c->smem_top > c->m->smem_bytes) c->m->smem_bytes = c->smem_top;
+  *top = at + bytes_of(t);
+  if (*top > c->m->smem_bytes) c->m->smem_bytes = *top;
   if (s->n_smem == o->smem_cap) {
     s->smem =
         pm_vec_grow(&c->m->arena, s->smem, s->n_smem, &o->smem_cap, sizeof *s->smem, s->n_smem + 1);
@@ -661,7 +665,7 @@ static void encode_block(compiler *c, pm_blk b) {
 }
 
 void pm_vm_encode_scope(compiler *c, pm_opid op, const handler *h) {
-  size_t top = c->smem_top;
+  const size_t top[2] = {c->smem_top[0], c->smem_top[1]};
   scope *s = open_scope(c, *pm_attr(c->g, op, PM_ATTR_COLLECTIVE) != 0);
   emit(c, op, h->exec)->scope = s;
   pm_blk region = pm_region(c->g, op, 0);
@@ -672,7 +676,7 @@ void pm_vm_encode_scope(compiler *c, pm_opid op, const handler *h) {
   for (uint32_t k = 0; k < p->n_out; k++) c->slot[p->out + k] = full(c, pm_in(c->g, yield, k));
   close_scope(c, op);
   emit(c, op, pm_vm_leave)->scope = s;
-  c->smem_top = top;
+  memcpy(c->smem_top, top, sizeof top);
 }
 
 /* ---- control ------------------------------------------------------------------------------ */
@@ -952,6 +956,7 @@ static pm_code compile(void *ctx, pm_err *err) {
   c->alloc = PM_NEW(c->temp, uint32_t, g->values.n + 1);
   c->shared = PM_NEW(c->temp, bool, g->values.n + 1);
   pm_walk((pm_graph *)g, 1, note_shared, c);
+  c->smem_top[1] = SHARED_SMEM;
   m->image_bytes = 64; /* offset 0 is no slot */
   new_storage(c, 0);
   copy_places(c);

@@ -1,12 +1,14 @@
 /* Where everything in shared memory lies.
  *
- *   [allocations][scratch of reductions and conversions][mbarriers]
+ *   [remote allocations][others][scratch of reductions and conversions][mbarriers]
  *
  * Allocations are a stack that follows the nesting of regions: an allocation takes the next
  * multiple of 1024 bytes, the end of a region gives back what was taken in it. So sibling scopes
  * overlap, nested ones add, and the deepest point is the size. (In a kernel of several Pallas
- * threads all of them enter a scope together, behind a barrier of the block.) The stack as it was
- * at the deepest point is kept for the message of a kernel that is too large. Scratch is as large
+ * threads all of them enter a scope together, behind a barrier of the block.) What
+ * other blocks of the cluster reach has a stack of its own: a block that runs ahead fills its peers'
+ * memory while they may still be in the scope before. The stacks as they were
+ * at the deepest point are kept for the message of a kernel that is too large. Scratch is as large
  * as the op that needs most of it, once for each Pallas thread. Barriers are never shared: each
  * allocation has slots of its own, which keep their phase when a scope is entered again. */
 #include "passes.h"
@@ -19,7 +21,9 @@ typedef struct plan {
   pm_graph *g;
   pm_err *err;
   pm_code code;
-  int64_t top, deepest;
+  int64_t top[2], deepest[2]; /* of the stacks: others, remote */
+  int64_t most;               /* of their sum */
+  bool *remote;               /* by value: an allocation that other blocks reach */
   int64_t barriers; /* bytes */
   int64_t scratch;  /* bytes of one Pallas thread */
   op_list live, live_at_deepest;
@@ -61,11 +65,13 @@ static void place_alloc(plan *p, pm_opid op) {
     p->barriers += n * BARRIER_BYTES;
     return;
   }
-  *pm_attr(g, op, PM_ATTR_OFFSET) = p->top;
-  p->top = pm_min(p->top + pm_round_up(alloc_bytes(g, op), SMEM_ALIGN), INT64_MAX / 4);
+  const int r = p->remote[pm_get(g, op)->out];
+  *pm_attr(g, op, PM_ATTR_OFFSET) = p->top[r];
+  p->top[r] = pm_min(p->top[r] + pm_round_up(alloc_bytes(g, op), SMEM_ALIGN), INT64_MAX / 8);
+  p->deepest[r] = pm_max(p->deepest[r], p->top[r]);
   pm_vec_push(g->arena, &p->live, op);
-  if (p->top > p->deepest) {
-    p->deepest = p->top;
+  if (p->top[0] + p->top[1] > p->most) {
+    p->most = p->top[0] + p->top[1];
     p->live_at_deepest.n = 0;
     for (uint32_t k = 0; k < p->live.n; k++) {
       pm_vec_push(g->arena, &p->live_at_deepest, p->live.at[k]);
@@ -75,7 +81,7 @@ static void place_alloc(plan *p, pm_opid op) {
 
 static void place_block(plan *p, pm_blk block) {
   pm_graph *g = p->g;
-  const int64_t top = p->top;
+  const int64_t top[2] = {p->top[0], p->top[1]};
   const uint32_t live = p->live.n;
   for (uint32_t k = 0; k < g->blocks.at[block].ops.n && !p->code; k++) {
     const pm_opid op = g->blocks.at[block].ops.at[k];
@@ -90,14 +96,29 @@ static void place_block(plan *p, pm_blk block) {
     }
     for (uint32_t r = 0; r < pm_get(g, op)->n_regions; r++) place_block(p, pm_region(g, op, r));
   }
-  p->top = top;
+  memcpy(p->top, top, sizeof top);
   p->live.n = live;
 }
 
-/* Barrier offsets were counted from 0: move them behind the rest. */
-static void move_barrier(pm_graph *g, pm_opid op, void *ctx) {
-  if (pm_get(g, op)->code == PM_OP_ALLOC_BARRIER)
-    *pm_attr(g, op, PM_ATTR_OFFSET) += *(int64_t *)ctx;
+static void find_remote(pm_graph *g, pm_opid op, void *ctx) {
+  plan *p = ctx;
+  uint32_t n = 0;
+  const uint16_t code = pm_get(g, op)->code;
+  if (code == PM_OP_COPY_G2S) pm_attr_list(g, op, PM_ATTR_CLUSTER, &n);
+  if (n) p->remote[pm_view_base(g, pm_in(g, op, 1))] = true;
+  if (code == PM_OP_CLUSTER_REF) p->remote[pm_view_base(g, pm_in(g, op, 0))] = true;
+  if (code == PM_OP_HAND_TILE) p->remote[pm_view_base(g, pm_in(g, op, 1))] |= g->n_cluster > 0;
+}
+
+/* Offsets were counted from 0 in each part. */
+static void move(pm_graph *g, pm_opid op, void *ctx) {
+  const plan *p = ctx;
+  const pm_op *o = pm_get(g, op);
+  if (o->code == PM_OP_ALLOC_BARRIER) {
+    *pm_attr(g, op, PM_ATTR_OFFSET) += g->scratch_offset + g->scratch_bytes;
+  } else if (o->code == PM_OP_ALLOC_SMEM && !p->remote[o->out]) {
+    *pm_attr(g, op, PM_ATTR_OFFSET) += p->deepest[1];
+  }
 }
 
 static pm_code too_large(plan *p, int64_t limit) {
@@ -131,14 +152,14 @@ static pm_code too_large(plan *p, int64_t limit) {
 }
 
 pm_code pm_plan_smem(pm_graph *g, const pm_target *t, pm_err *err) {
-  plan p = {.g = g, .err = err};
+  plan p = {.g = g, .err = err, .remote = PM_NEW(g->arena, bool, g->values.n)};
+  pm_walk(g, 1, find_remote, &p);
   place_block(&p, 1);
   if (p.code) return p.code;
-  g->scratch_offset = p.deepest;
+  g->scratch_offset = p.deepest[0] + p.deepest[1];
   g->scratch_bytes = pm_round_up(p.scratch, SCRATCH_ALIGN) * g->n_threads;
-  int64_t barriers = g->scratch_offset + g->scratch_bytes;
-  g->smem_bytes = barriers + p.barriers;
+  g->smem_bytes = g->scratch_offset + g->scratch_bytes + p.barriers;
   if (g->smem_bytes > t->smem_limit) return too_large(&p, t->smem_limit);
-  pm_walk(g, 1, move_barrier, &barriers);
+  pm_walk(g, 1, move, &p);
   return PM_OK;
 }

@@ -10,7 +10,7 @@ Where there are fewer tiles than SMs, `split` blocks of a cluster divide K among
 part j of the columns of its sum to block j, through the SMEM of the cluster, and every block adds
 up its part, in the order of the blocks: results repeat bit for bit.
 
-A few rows (up to 4) leave the tensor cores idle: another kernel then streams B through SMEM and
+One or two rows leave the tensor cores idle: another kernel then streams B through SMEM and
 multiplies on the lanes.
 
 Ragged edges need nothing: TMA reads zeros outside and does not write there. Arrays whose rows TMA
@@ -584,22 +584,23 @@ def few_rows_candidates(m, k, transpose_b):
 
 
 def _choose_few_rows(m, n, k, transpose_b, sms):
-    """As wide as leaves about two blocks for every SM, K undivided if there are enough so."""
+    """As wide as leaves about two blocks for every SM, or one with B transposed, whose ring is
+    larger. K undivided if there are enough so."""
     if transpose_b:
-        width, step, stages = (16 if m <= 2 else 8), 256, 6
+        enough, step, stages, widths = 0.9 * sms, 256, 8, (32, 16, 8)
     else:
-        width, step, stages = 128, 64, 4
-        if pl.cdiv(n, width) * 8 < 1.75 * sms:
-            width = 64
-    split = 1
-    while split < 8 and pl.cdiv(n, width) * split < 1.75 * sms and 2 * split * step <= k:
+        enough, step, stages, widths = 1.75 * sms, 64, 4, (128, 64)
+    most = 1 if transpose_b else 8  # blocks that divide K before tiles become narrower
+    fitting = (w for w in widths if pl.cdiv(n, w) * most >= enough)
+    width, split = next(fitting, widths[-1]), 1
+    while split < 8 and pl.cdiv(n, width) * split < enough and 2 * split * step <= k:
         split *= 2
     return FewRowsConfig(width, split, stages, step)
 
 
 def choose(m, n, k, sms=132, transpose_a=False, transpose_b=False):
     """The configuration for a shape on a GPU with that many SMs."""
-    if m == 1 or m <= 4 and not transpose_a:
+    if m == 1 or m == 2 and not transpose_a:
         return _choose_few_rows(m, n, k, transpose_b, sms)
     return min(candidates(m, n, k, sms), key=lambda cfg: _cycles(m, n, k, cfg, sms))
 
