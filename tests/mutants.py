@@ -34,9 +34,11 @@ PIPES, DOCUMENTS, HOST = "test_pipeline.py", "test_documents.py", "test_host.py"
 TEXT, CATALOGUE, ERRORS = "test_text.py", "test_catalogue.py", "test_errors.py"
 RUNTIME, SURFACE = "test_runtime.py", "test_surface.py"
 CLUSTER, SPECIALISED, WS = "test_cluster.py", "test_specialised.py", "test_ws_steps.py"
+TURNS, SCHEDULE = "test_turns.py", "test_schedule.py"
+ATTENTION, WS_PIPELINE = "test_attention.py", "test_ws_pipeline.py"
 FUZZ = [f"test_fuzz.py::test_random_kernels[{1_000_000 + 10 * k}]" for k in range(6)]
 ALL = [MEMORY, ARRAYS, PIPES, TEXT, *FUZZ, CLUSTER, SPECIALISED, WS, CONTROL, DOCUMENTS, CATALOGUE]
-ALL += [HOST, ERRORS, SURFACE, RUNTIME]
+ALL += [HOST, ERRORS, SURFACE, RUNTIME, TURNS, SCHEDULE, ATTENTION, WS_PIPELINE]
 
 # Of the tests that come first, those that have several ways go the one that sees most.
 FIRST_WAY = ["-k", "not interpret"]
@@ -49,6 +51,26 @@ def breaks(file, *tests, **mutants):
         name = name.replace("_", "-")
         assert name not in MUTANTS and old != new, name
         MUTANTS[name] = file, old, new, tests
+
+
+# Texts around those that are there more than once.
+LEAVE = "  return PM_OK;\n}\n\n"
+ONE_LANE = '  if (!e->lane) pm_begin(e, PM_ONE_LANE " {");\n'
+NEXT_TILE = """\
+  if (e->lane) return PM_OK;
+  pm_line(e, "st_shared<i32, 1>(%s, &%s);", pm_scratch(e), x);
+  pm_end(e);
+"""
+SHARE_TILE = """\
+  pm_line(e, "%s = %s;", x, behind_first(e, in));
+  pm_line(e, "st_shared<i32, 1>(%s, &%s);", pm_scratch(e), x);
+  pm_end(e);
+"""
+TAKER = '  pm_begin(e, "%s {", pm_taker(e, true));\n'
+BEGIN_FOR = '  pm_begin(e, "for (i32 %s = %s; %s < %s; %s++) {", i, lower, i, upper, i);\n'
+UNPACK_FOR = "  unpack_carries(e, op, index + 1, words);\n"
+BEGIN_WHILE = '  pm_begin(e, "for (;;) {");\n'
+UNPACK_WHILE = "  unpack_carries(e, op, body_args, words);\n"
 
 
 # ---- addresses of registers ----------------------------------------------------------------------
@@ -284,12 +306,12 @@ breaks(
     f"{MEMORY}::test_producer_and_consumers",
     f"{MEMORY}::test_many_copies_on_one_barrier",
     barriers_count_all_lanes=(
-        "const int64_t count = pm_barrier_arrivals(e->g, op);",
-        "const int64_t count = pm_barrier_arrivals(e->g, op) * 128;",
+        "pm_barrier_arrivals(e->g, op) * unit;",
+        "pm_barrier_arrivals(e->g, op) * unit * 128;",
     ),
     barriers_count_one_arrival_more=(
-        "const int64_t count = pm_barrier_arrivals(e->g, op);",
-        "const int64_t count = pm_barrier_arrivals(e->g, op) + 1;",
+        "pm_barrier_arrivals(e->g, op) * unit;",
+        "pm_barrier_arrivals(e->g, op) * unit + 1;",
     ),
     barriers_without_fence=('  pm_line(e, "barrier_init_fence();");\n', ""),
     nobody_meets_behind_the_barriers=('    pm_line(e, "block_sync();");\n', ""),
@@ -461,7 +483,10 @@ breaks(
         "if (e->slot[first + j].text == from[k].text && from[j].text != from[k].text) {",
         "if (k > n && e->slot[first + j].text == from[k].text) {",
     ),
-    else_does_the_same=("PM_TRY(emit_branch(e, op, 1));", "PM_TRY(emit_branch(e, op, 0));"),
+    else_does_the_same=(
+        "PM_TRY(emit_branch(e, op, 1, words));",
+        "PM_TRY(emit_branch(e, op, 0, words));",
+    ),
     switch_below_0_is_the_last=(
         '"switch (max_int(0, min_int(%u, %s))) {"',
         '"switch (min_int(%u, %s)) {"',
@@ -534,7 +559,10 @@ breaks(
 breaks(
     f"{CUDA}/emit_shape.c",
     f"{CLUSTER}::test_any_and_all",
-    votes_are_exchanged=('? "lanes_any" : "lanes_all"', '? "lanes_all" : "lanes_any"'),
+    votes_are_exchanged=(
+        'return "lanes_any(wg, ";\n    case PM_REDUCE_ALL: return "lanes_all(wg, ";',
+        'return "lanes_all(wg, ";\n    case PM_REDUCE_ALL: return "lanes_any(wg, ";',
+    ),
     all_begins_with_false=(
         "reduce == PM_REDUCE_MIN || reduce == PM_REDUCE_ALL;",
         "reduce == PM_REDUCE_MIN;",
@@ -785,10 +813,10 @@ breaks(
     ),
     shared_slots_are_consumed_by_one_block=("            if axes:\n", "            if not axes:\n"),
     early_steps_release_as_well=("when(s >= d)(release) if d else release()", "release()"),
-    releases_are_awaited_for_ever=("fori_loop(lo, steps - self.delay,", "fori_loop(lo, steps,"),
+    releases_are_awaited_for_ever=("hi = steps - self.delay + late", "hi = steps"),
     the_last_releases_are_not_awaited=(
-        "lo = steps - slots if isinstance(steps, int)",
-        "lo = steps if isinstance(steps, int)",
+        "fori_loop(_not_below_zero(steps - slots), hi,",
+        "fori_loop(hi, hi,",
     ),
     a_step_is_never_fetched=("        first = slots\n", "        first = slots + 1\n"),
     the_first_steps_are_fetched_twice=(
@@ -957,8 +985,8 @@ breaks(
     f"{CLUSTER}::test_gemm",
     CLUSTER,
     groups_are_always_whole=(
-        "return pm_cluster_size(g, axes, n) == all;",
-        "return pm_cluster_size(g, axes, n) <= all;",
+        "return pm_cluster_size(g, axes, n) == pm_blocks(g);",
+        "return pm_cluster_size(g, axes, n) <= pm_blocks(g);",
     ),
     number_in_a_group_is_that_in_the_cluster=(
         "in_rank ? stride_of(e->g, axes[k]) : below);",
@@ -1041,8 +1069,8 @@ breaks(
     ),
     the_first_blocks_are_signalled_only=('"if (tid < %lld)", n);', '"if (tid < %lld)", n - 1);'),
     next_tile_without_meeting=(
-        '  pm_end(e);\n  pm_line(e, PM_LANES_SYNC);\n  pm_line(e, "ld_shared<i32, 1>',
-        '  pm_end(e);\n  pm_line(e, "ld_shared<i32, 1>',
+        f"{NEXT_TILE}  pm_line(e, PM_LANES_SYNC);\n",
+        NEXT_TILE,
     ),
 )
 breaks(
@@ -1055,16 +1083,16 @@ breaks(
     SURFACE,
     DOCUMENTS,
     next_tile_scratch_is_left_early=(
-        "x, pm_scratch(e));\n  pm_line(e, PM_LANES_SYNC);\n  return PM_OK;",
-        "x, pm_scratch(e));\n  return PM_OK;",
+        f"pm_scratch(e));\n  pm_line(e, PM_LANES_SYNC);\n{LEAVE}const char *pm_taker",
+        f"pm_scratch(e));\n{LEAVE}const char *pm_taker",
     ),
     next_tile_ignores_the_launch_before=(
-        'if (e->program->pdl) pm_line(e, "grid_wait();");',
-        "",
+        f'{ONE_LANE}  if (e->program->pdl) pm_line(e, "grid_wait();");\n',
+        ONE_LANE,
     ),
     one_counter_for_all=(
-        '"%s = next_tile(&counters[%lld]);", x, n);',
-        '"%s = next_tile(&counters[%lld]);", x, n * 0);',
+        'counters[%lld]);", x, n);\n  if (e->lane)',
+        'counters[%lld]);", x, n * 0);\n  if (e->lane)',
     ),
     registers_go_the_other_way=('INCREASE) ? "up" : "down"', 'INCREASE) ? "down" : "up"'),
     all_lanes_print=('e->lane ? "" : "if (tid == 0) ", format.at', '"", format.at'),
@@ -1140,16 +1168,16 @@ breaks(
     CLUSTER,
     SPECIALISED,
     arrivals_overtake_accesses=(
-        "  if (p->touched || p->waited) place(p, block, k);",
-        "  if (p->waited && !p->touched) place(p, block, k);",
+        "  if (!p->touched && !p->waited) return;",
+        "  if (p->touched || !p->waited) return;",
     ),
     arrivals_overtake_waits=(
-        "  if (p->touched || p->waited) place(p, block, k);",
-        "  if (p->touched) place(p, block, k);",
+        "  if (!p->touched && !p->waited) return;",
+        "  if (!p->touched) return;",
     ),
     all_arrivals_are_relaxed=(
-        "RELAXED) = n && *(bool *)ctx;",
-        "RELAXED) = n && (*(bool *)ctx || true);",
+        "? 0 : n && *(bool *)ctx;",
+        "? 0 : n && (*(bool *)ctx || true);",
     ),
 )
 breaks(
@@ -1335,6 +1363,195 @@ breaks(
     integers_are_rounded=("__float2int_rz", "__float2int_rn"),
 )
 breaks(f"{DEVICE}/math.cuh", CATALOGUE, minimum_drops_nan=("min.NaN.f32", "min.f32"))
+
+
+# ---- turns, arrivals of warps, tiles as they come ------------------------------------------------
+
+breaks(
+    f"{CUDA}/emit_async.c",
+    f"{TURNS}::test_turns_go_round",
+    TURNS,
+    a_turn_is_passed_to_oneself=("e->n_turns, first + 1, first);", "e->n_turns, first, first);"),
+    the_last_passes_to_the_second=(
+        "e->n_turns, first + 1, first);",
+        "e->n_turns, first + 1, first + 1);",
+    ),
+    turns_are_taken_at_the_barriers_of_lanes=(
+        '"turn_take(%u + wg);", e->g->n_threads + 1);',
+        '"turn_take(%u + wg);", e->g->n_threads);',
+    ),
+    turns_are_not_awaited=(
+        '  pm_line(e, "turn_take(%u + wg);", e->g->n_threads + 1);\n',
+        "",
+    ),
+)
+breaks(
+    f"{CUDA}/program.c",
+    f"{TURNS}::test_turns_go_round",
+    TURNS,
+    f"{ATTENTION}::test_lengths",
+    nobody_has_the_first_turn=('"if (wg == %u) turn_pass(%u);"', '"if (wg == 77 + %u + %u) {}"'),
+    the_last_turn_is_left=('"if (wg == 0) turn_take(%u);"', '"if (wg == 77 + %u) {}"'),
+    three_warps_arrive=("PM_ATTR_WARPS) ? 4 : 1", "PM_ATTR_WARPS) ? 3 : 1"),
+    one_warp_arrives=("PM_ATTR_WARPS) ? 4 : 1", "PM_ATTR_WARPS) ? 1 : 1"),
+)
+breaks(
+    f"{CUDA}/emit_async.c",
+    f"{TURNS}::test_warps_arrive_by_themselves",
+    WS,
+    one_lane_arrives_for_one_warp=('"barrier_arrive_n<4>(%s);"', '"barrier_arrive_n<1>(%s);"'),
+    all_lanes_of_warps_arrive=('"if (lane == 0) barrier_arrive(', '"barrier_arrive('),
+    the_first_warp_arrives_alone=(
+        '"if (lane == 0) barrier_arrive(',
+        '"if (tid == 0) barrier_arrive(',
+    ),
+    lanes_do_not_meet_before_their_warp_arrives=('    pm_line(e, "warp_sync();");\n', ""),
+)
+breaks(
+    f"{PASSES}/sync.c",
+    f"{TURNS}::test_warps_arrive_by_themselves",
+    f"{TURNS}::test_warps_do_not_arrive_beside_a_copy",
+    WS,
+    CLUSTER,
+    SCHEDULE,
+    copied_barriers_count_warps=(
+        "return n || p->copied[base] ? 0 : alloc;",
+        "return n ? 0 : alloc;",
+    ),
+    cluster_barriers_count_warps=(
+        "return n || p->copied[base] ? 0 : alloc;",
+        "return p->copied[base] ? 0 : alloc;",
+    ),
+    releases_are_not_kept=("*out = *out == KEEP_RELEASE ? 0 : n", "*out = n"),
+)
+breaks(
+    f"{PASSES}/divergence.c",
+    TURNS,
+    one_named_barrier_too_many=("g->n_threads + 1 + n >", "g->n_threads + n >"),
+    rings_of_several_sizes=("if (c->turns && c->turns != n)", "if (c->turns > n)"),
+    some_warps_may_move_data=("return !pm_layout_cast_scratch(g, op);", "return true;"),
+    some_warps_may_do_all_that_has_no_effects=(
+        "return pm_ops[o->code].part == PM_PART_EACH || o->code == PM_OP_SLICE;",
+        "return true;",
+    ),
+)
+breaks(
+    f"{CUDA}/emit_shape.c",
+    f"{TURNS}::test_lazy_where_is_where",
+    f"{ARRAYS}::test_reductions",
+    f"{CLUSTER}::test_any_and_all",
+    several_results_have_one_vote=("  if (results > 1) return NULL;\n", "  (void)results;\n"),
+    some_warps_go_where_all_do=('return "warp_any(";', 'return "!warp_any(!";'),
+)
+breaks(
+    f"{CUDA}/emit_async.c",
+    SCHEDULE,
+    tiles_that_are_taken_begin_at_0=('"%s + (i32)gridDim.x"', '"%s"'),
+    blocks_of_clusters_count_as_clusters=(
+        '"%s + (i32)(gridDim.x / %u)"',
+        '"%s + (i32)(gridDim.x + 0 * %u)"',
+    ),
+    all_blocks_of_a_cluster_take_tiles=(
+        f"{TAKER}  if (e->program->pdl)",
+        TAKER.replace("true", "false") + "  if (e->program->pdl)",
+    ),
+    tiles_are_taken_before_the_launch_before_ends=(
+        f'{TAKER}  if (e->program->pdl) pm_line(e, "grid_wait();");\n',
+        TAKER,
+    ),
+    all_blocks_hand_tiles_to_all=("k < %u && cluster_rank() == 0; k++", "k < %u; k++"),
+    tiles_come_unexpected=('"barrier_arrive_tx(%s, 4);"', '"barrier_arrive(%s);"'),
+    shared_tiles_are_read_without_meeting=(
+        f"{SHARE_TILE}  pm_line(e, PM_LANES_SYNC);\n",
+        SHARE_TILE,
+    ),
+    shared_tiles_are_left_early=(
+        f"  pm_line(e, PM_LANES_SYNC);\n{LEAVE}/* Named barriers",
+        f"{LEAVE}/* Named barriers",
+    ),
+)
+breaks(
+    f"{CUDA}/program.c",
+    SCHEDULE,
+    clusters_are_done_as_blocks=(
+        "if (!e->asks) all = p->cluster[0] > 1 ?",
+        "if (!e->asks) all = p->cluster[0] > 99 ?",
+    ),
+)
+breaks(
+    "pallas_mgpu/_schedule.py",
+    SCHEDULE,
+    tiles_overwrite_what_is_still_read=(
+        "when(k > 1)(lambda: await_readers(k))",
+        "when(k > 3)(lambda: await_readers(k))",
+    ),
+    other_blocks_may_still_read=("                    barrier_wait(free.at[k % 2])\n", ""),
+    tiles_have_one_slot=("slot = k % 2\n", "slot = k % 1\n"),
+)
+breaks(
+    f"{DEVICE}/thread.cuh",
+    CATALOGUE,
+    TURNS,
+    one_warpgroup_takes_the_turn=('"bar.sync %0, 256;"', '"bar.sync %0, 128;"'),
+    one_warpgroup_passes_the_turn=('"bar.arrive %0, 256;"', '"bar.arrive %0, 128;"'),
+    some_is_all_in_a_warp=("__any_sync(0xffffffffu, x)", "__all_sync(0xffffffffu, x)"),
+)
+
+
+# ---- words of carries, ranges, layouts of few rows -----------------------------------------------
+
+breaks(
+    f"{CUDA}/emit_control.c",
+    CONTROL,
+    *FUZZ,
+    yields_of_words_are_lost=("      pack(e, words[k], first + k, v);\n", ""),
+    words_begin_with_anything=("      pack(e, words[k], o->out + k, init);\n", ""),
+    words_of_for_are_unpacked_once=(BEGIN_FOR + UNPACK_FOR, UNPACK_FOR + BEGIN_FOR),
+    words_of_while_are_unpacked_once=(BEGIN_WHILE + UNPACK_WHILE, UNPACK_WHILE + BEGIN_WHILE),
+    odd_arrays_are_words=(" && pm_regs_of(e, v) * bytes % 4 == 0;", ";"),
+    one_splat_element_is_packed=(
+        '%s[r] = %s;", (long long)n, from, e',
+        '%s[0] = %s;", (long long)n, from, e',
+    ),
+)
+breaks(
+    "csrc/ir/facts.c",
+    f"{CONTROL}::test_ends_of_ranges",
+    MEMORY,
+    TEXT,
+    SCHEDULE,
+    *FUZZ,
+    remainders_end_one_early=(
+        "(span){0, pm_min(x.hi, y.hi - 1)};",
+        "(span){0, pm_min(x.hi, y.hi - 2)};",
+    ),
+    remainders_are_never_negative=(
+        "  if (x.lo >= 0) return x.hi < y.lo",
+        "  if (x.hi >= 0) return x.hi < y.lo",
+    ),
+    negative_remainders_end_one_early=(
+        "(span){pm_max(x.lo, 1 - y.hi),",
+        "(span){pm_max(x.lo, 2 - y.hi),",
+    ),
+    adjusted_remainders_end_one_early=(
+        "hull((span){b.lo + c, c - 1},",
+        "hull((span){b.lo + c, c - 2},",
+    ),
+    adjusted_are_as_before=(
+        "(pm_typeof(g, r)->dtype) && range(f, r).lo >= 0) return b;",
+        "(pm_typeof(g, r)->dtype) && range(f, r).hi >= 0) return b;",
+    ),
+    quotients_begin_too_high=("a.lo / (a.lo < 0 ? b.lo : b.hi)", "a.lo / (a.lo < 0 ? b.hi : b.lo)"),
+    quotients_end_too_low=("a.hi / (a.hi < 0 ? b.hi : b.lo)", "a.hi / (a.hi < 0 ? b.lo : b.hi)"),
+)
+breaks(
+    f"{PASSES}/layouts.c",
+    f"{TURNS}::test_few_rows_take_few_registers",
+    few_rows_are_padded_to_64=(
+        "  if (!best || !pm_layout_is_padded(pm_layout_of(g, best))) return best;",
+        "  if (best) return best;",
+    ),
+)
 
 
 # ---- running -------------------------------------------------------------------------------------

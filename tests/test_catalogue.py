@@ -380,12 +380,15 @@ def test_to_int(name, steps):
 def test_meetings():
     """All lanes take part: xor with the mask, a broadcast from lane 0; and barrier 0."""
     code = "out[0] = shuffle_xor(u, 4); out[1] = warp_uniform(u); block_sync();"
+    code += " out[2] = warp_any(u == 9);"
     ptx = ptx_of(catalogue() + ENTRY % ("meet", code))
     constants = dict(re.findall(r"mov\.[bu]32\s+(%r\d+), (-?\d+);", ptx))
     shuffle = r"shfl\.sync\.(\w+)\.b32\s+\S+ %r\d+, (\S+), (\S+), (\S+);"
     found = [(x, *(constants.get(y, y) for y in rest)) for x, *rest in re.findall(shuffle, ptx)]
     assert found == [("bfly", "4", "31", "-1"), ("idx", "0", "31", "-1")]
     assert re.search(r"bar(rier)?\.sync\s+0;", ptx)
+    vote = re.search(r"vote\.sync\.any\.pred\s+%p\d+, %p\d+, (\S+);", ptx)
+    assert vote and constants.get(vote[1], vote[1]) == "-1"
 
 
 def test_shared_memory_begins_at_1024():

@@ -249,3 +249,67 @@ def test_loop_bounds_of_any_integer_dtype(run, dtype):
         mixed = mixed * 3 + i
     want = np.array([total, 0, mixed]).astype(dtype)
     np.testing.assert_array_equal(run(body, np.zeros(3, dtype), bounds), want)
+
+
+def test_narrow_arrays_are_carried(run, rng):
+    """As words, between loops and branches; a value of one number for all elements among them."""
+
+    def body(x_ref, n_ref, o_ref, p_ref, q_ref):
+        x, n = x_ref[...], n_ref[0]
+        one = jnp.full((256,), 1, x.dtype)
+
+        def step(c):
+            return c[0] + 1, c[2] + x, c[1] + one
+
+        o_ref[...], p_ref[...] = lax.while_loop(lambda c: c[0] < n, step, (0, x, one))[1:]
+
+        def of(k, y):
+            return lax.cond(k % 2 == 0, lambda: one, lambda: y + x)
+
+        q_ref[...] = lax.fori_loop(0, n, of, x)
+
+    x = rng.integers(-20, 20, 256).astype(np.int16)
+    for n in (4, 5):
+        got = run(body, (x, x, x), x, np.array([n], np.int32))
+        a, b, c = x, np.ones_like(x), x
+        for k in range(n):
+            a, b = b + x, a + 1
+            c = c + x if k % 2 else np.ones_like(x)
+        for have, want in zip(got, (a, b, c)):
+            np.testing.assert_array_equal(have, want)
+
+
+# Of x in [-10, 10], y in [0, 20] and d in [2, 4]: a value, and the ends of its range.
+RANGES = [
+    (lambda x, y, d: lax.rem(y, 7), 0, 6),
+    (lambda x, y, d: lax.rem(x, 7), -6, 6),
+    (lambda x, y, d: x % 7, 0, 6),
+    (lambda x, y, d: x // 3, -4, 3),
+    (lambda x, y, d: lax.div(x, d), -5, 5),
+    (lambda x, y, d: lax.div(y + 5, d), 1, 12),
+    (lambda x, y, d: lax.div(-5 - y, d), -12, -1),
+    (lambda x, y, d: jnp.where(x < 0, x + 7, x), -3, 10),
+    (lambda x, y, d: jnp.where(x < 0, x + 30, x), 0, 29),
+]
+
+
+@pytest.mark.parametrize("case", range(len(RANGES)))
+def test_ends_of_ranges(run, case):
+    """Quotients of what is known not to be negative truncate; those of -1 are -1."""
+    of, lo, hi = RANGES[case]
+
+    def body(o_ref):
+        def outer(i, _):
+            def inner(d, _):
+                v = of(i - 10, i, d)
+                k = 3 * i + d - 2
+                o_ref[k, 0], o_ref[k, 1], o_ref[k, 2] = v, (v - lo - 1) // 2, (hi - 1 - v) // 2
+
+            lax.fori_loop(2, 5, inner, None)
+
+        lax.fori_loop(0, 21, outer, None)
+
+    v, low, high = run(body, plgpu.ShapeDtypeStruct((63, 3), np.int32)).T
+    assert (v.min(), v.max()) == (lo, hi)
+    np.testing.assert_array_equal(low, (v - lo - 1) // 2)
+    np.testing.assert_array_equal(high, (hi - 1 - v) // 2)

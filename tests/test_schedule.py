@@ -229,6 +229,34 @@ def test_axes_in_another_order(run):
     np.testing.assert_array_equal(got, np.broadcast_to(want, (3, 4, 128)))
 
 
+def test_lanes_that_are_late_get_every_tile(run):
+    """Nothing in the body lets the lanes meet."""
+
+    def body(o):
+        @plgpu.dynamic_scheduling_loop("g", init_carry=jnp.int32(0))
+        def total(info, carry):
+            return carry * 3 + info.index[0]
+
+        o[_core.first_tile()] = jnp.full((128,), 1, i32) * total
+
+    out = plgpu.ShapeDtypeStruct((9, 128), i32)
+    options = dict(grid=(9,), grid_names=("g",))
+    want = 0
+    for k in range(9):
+        want = want * 3 + k
+    if run.way != "host":
+        got = run(body, out, **options)
+        assert (got[0] == got[0, 0]).all()
+        return
+    from host import run as host
+
+    low = run.kernel(body, out, **options).lower()
+    for seed in range(0, 30, 5):  # one block does all
+        got = np.zeros(out.shape, i32)
+        host.run(low, [], [got], seed)
+        np.testing.assert_array_equal(got[0], np.full(128, want))
+
+
 @pytest.mark.parametrize("threads", [1, 2])
 def test_carries_and_local_indices(run, threads):
     """The carry of a block counts its steps, as local_index does. All blocks together do all."""

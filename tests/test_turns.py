@@ -174,11 +174,16 @@ def test_lazy_where_is_where(run, rng, rows):
         assert "warp_any" in text_of(run, body, (shape, shape), x, m)
 
 
+def elsewhere(v):
+    return plgpu.layout_cast(v, plgpu.Layout.WG_STRIDED(v.shape, vec_size=1)) + 1
+
+
 @pytest.mark.parametrize(
     "work,words",
     [
         (lambda x, v: v * lax.broadcast_in_dim(jnp.sum(v, axis=0), v.shape, [1]), "reduce"),
         (lambda x, v: v + plgpu.load(x, layout=plgpu.Layout.WGMMA), "load"),
+        (lambda x, v: plgpu.layout_cast(elsewhere(v), plgpu.Layout.WGMMA), "layout_cast"),
     ],
 )
 def test_lazy_where_refuses_what_lanes_do_together(work, words):
@@ -249,3 +254,34 @@ def test_warps_arrive_by_themselves(run, rng, lane):
         text = text_of(run, body, x, x, **options)
         assert "if (lane == 0) barrier_arrive(" in text
         assert bool(re.search(r"barrier_arrive_n<4>\(", text)) == lane
+
+
+def test_warps_do_not_arrive_beside_a_copy(run, rng):
+    """A copy arrives once, so there one lane arrives for all."""
+
+    def body(x, o, s, t, first, both):
+        plgpu.copy_gmem_to_smem(x.at[0], s, first)
+        plgpu.barrier_wait(first)
+        plgpu.copy_gmem_to_smem(x.at[1], t, both)
+        v = s[...]
+        plgpu.barrier_arrive(both)
+        plgpu.barrier_wait(both)
+        o[...] = v + t[...]
+
+    x = rng.standard_normal((2, 256)).astype(f32)
+    scratch = [plgpu.SMEM((256,), f32)] * 2 + [plgpu.Barrier(), plgpu.Barrier(num_arrivals=2)]
+    np.testing.assert_array_equal(run(body, x[0], x, scratch_types=scratch), x[0] + x[1])
+
+
+def test_few_rows_take_few_registers(run, rng):
+    """8 rows that are reduced and broadcast: 16 registers of a lane, not those of 64 rows."""
+
+    def body(x, o):
+        v = x[...]
+        o[...] = v - lax.broadcast_in_dim(jnp.max(v, axis=1), v.shape, [0])
+
+    x = rng.standard_normal((8, 256)).astype(f32)
+    np.testing.assert_array_equal(run(body, x, x), x - x.max(1, keepdims=True))
+    if run.way != "cuda":
+        text = text_of(run, body, x, x)
+        assert max(int(n) for n in re.findall(r"\bf32 \w+\[(\d+)\];", text)) == 16
