@@ -13,8 +13,7 @@ os.environ["PALLAS_MGPU_NVRTC_OPTIONS"] = "--no-cache"
 
 import pallas_mgpu as plgpu  # noqa: E402
 from pallas_mgpu import numpy as jnp  # noqa: E402
-from pallas_mgpu.ops import matmul  # noqa: E402
-from pallas_mgpu.ops.attention import _kernel_for  # noqa: E402
+from pallas_mgpu.ops import attention, matmul  # noqa: E402
 
 
 def product(m, n, k, nt=False, **options):
@@ -27,7 +26,7 @@ def product(m, n, k, nt=False, **options):
 
 def attend(length, heads, kv_heads, dim, causal):
     q, k = (plgpu.ShapeDtypeStruct((4, length, h, dim), jnp.bfloat16) for h in (heads, kv_heads))
-    return lambda: _kernel_for(q, k, k, causal, None, False, None, None).lower(q, k, k)
+    return lambda: attention.kernel(q, k, k, causal=causal).lower(q, k, k)
 
 
 KERNELS = {
