@@ -1,12 +1,18 @@
 /* The yardstick of bench_launch.py: a C loop of cuLaunchKernelEx on a cubin, without Python.
- * Built by it with the system's C compiler: cc -O2 -shared -fPIC launch_loop.c -ldl. It works in the
- * current context of the process. Returns host nanoseconds per launch, or a negative CUresult. */
+ * Built by it with the system's C compiler: cc -O2 -shared -fPIC launch_loop.c -ldl. It works in
+ * the current context of the process. Returns host nanoseconds per launch, or a negative CUresult.
+ */
 #include <dlfcn.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <time.h>
 
-typedef struct { unsigned gx, gy, gz, bx, by, bz, smem; void *stream; void *attrs; unsigned n_attrs; } config;
+typedef struct {
+  unsigned gx, gy, gz, bx, by, bz, smem;
+  void *stream;
+  void *attrs;
+  unsigned n_attrs;
+} config;
 
 static double now(void) {
   struct timespec t;
@@ -14,11 +20,12 @@ static double now(void) {
   return (double)t.tv_sec * 1e9 + (double)t.tv_nsec;
 }
 
-double launch_loop(const void *cubin, const char *entry, unsigned grid, unsigned block, unsigned smem,
-                   const uint64_t *pointers, int n_pointers, int launches) {
+double launch_loop(const void *cubin, const char *entry, unsigned grid, unsigned block,
+                   unsigned smem, const uint64_t *pointers, int n_pointers, int launches) {
   void *cuda = dlopen("libcuda.so.1", RTLD_NOW);
   if (!cuda) return -1;
-  int (*load)(void **, const void *) = (int (*)(void **, const void *))dlsym(cuda, "cuModuleLoadData");
+  int (*load)(void **, const void *) =
+      (int (*)(void **, const void *))dlsym(cuda, "cuModuleLoadData");
   int (*find)(void **, void *, const char *) =
       (int (*)(void **, void *, const char *))dlsym(cuda, "cuModuleGetFunction");
   int (*attribute)(void *, int, int) = (int (*)(void *, int, int))dlsym(cuda, "cuFuncSetAttribute");

@@ -5,7 +5,8 @@
  *   - A function that can fail for a reason the user can mend returns pm_code and fills one pm_err.
  *   - Memory of one compilation lives in one arena and is freed whole. An arena that cannot grow
  *     leaves through pm_protect() (longjmp) as PM_E_MEMORY; core code never sees NULL from it.
- *     So code that runs below pm_protect owns nothing but arena memory, or frees it by other means. */
+ *     So code that runs below pm_protect owns nothing but arena memory, or frees it by other means.
+ */
 #ifndef PM_BASE_H
 #define PM_BASE_H
 
@@ -67,21 +68,25 @@ typedef struct pm_arena {
 } pm_arena;
 
 void pm_arena_init(pm_arena *a);
-void pm_arena_free(pm_arena *a); /* frees all; the arena may be used again */
+void pm_arena_free(pm_arena *a);           /* frees all; the arena may be used again */
 void *pm_alloc(pm_arena *a, size_t bytes); /* 16-byte aligned, zeroed; never NULL */
 char *pm_strdup(pm_arena *a, const char *s, size_t n);
 char *pm_printf(pm_arena *a, const char *fmt, ...) PM_PRINTF(2, 3);
 #define PM_NEW(a, type, n) ((type *)pm_alloc((a), sizeof(type) * (size_t)(n)))
 
 /* Growing array in an arena: struct { T *at; uint32_t n, cap; }. Growth doubles and abandons. */
-#define PM_VEC(T) struct { T *at; uint32_t n, cap; }
+#define PM_VEC(T)    \
+  struct {           \
+    T *at;           \
+    uint32_t n, cap; \
+  }
 void *pm_vec_grow(pm_arena *a, void *at, uint32_t n, uint32_t *cap, size_t size, uint32_t need);
-#define pm_vec_reserve(a, v, need)                                                               \
+#define pm_vec_reserve(a, v, need) \
   ((v)->at = pm_vec_grow((a), (v)->at, (v)->n, &(v)->cap, sizeof *(v)->at, (need)))
-#define pm_vec_push(a, v, x)                                                                     \
-  do {                                                                                           \
-    if ((v)->n == (v)->cap) pm_vec_reserve((a), (v), (v)->n + 1);                                \
-    (v)->at[(v)->n++] = (x);                                                                     \
+#define pm_vec_push(a, v, x)                                      \
+  do {                                                            \
+    if ((v)->n == (v)->cap) pm_vec_reserve((a), (v), (v)->n + 1); \
+    (v)->at[(v)->n++] = (x);                                      \
   } while (0)
 
 /* ---- text --------------------------------------------------------------------------------- */
@@ -108,7 +113,7 @@ static inline int64_t pm_max(int64_t a, int64_t b) { return a > b ? a : b; }
 static inline bool pm_is_pow2(int64_t a) { return a > 0 && (a & (a - 1)) == 0; }
 int64_t pm_gcd(int64_t a, int64_t b); /* pm_gcd(0, b) == |b| */
 
-uint64_t pm_hash(const void *p, size_t n, uint64_t seed);             /* XXH3 64 */
-void pm_hash128(const void *p, size_t n, uint64_t out[2]);            /* XXH3 128 */
+uint64_t pm_hash(const void *p, size_t n, uint64_t seed);  /* XXH3 64 */
+void pm_hash128(const void *p, size_t n, uint64_t out[2]); /* XXH3 128 */
 
 #endif

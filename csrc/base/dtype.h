@@ -38,7 +38,10 @@ static inline float pm_bf16_to_f32(uint16_t x) {
 uint16_t pm_f32_to_bf16(float x);
 
 /* Scalars travel as a double (floats, exact for all of them) or an int64 (all others). */
-typedef union pm_scalar { int64_t i; double f; } pm_scalar;
+typedef union pm_scalar {
+  int64_t i;
+  double f;
+} pm_scalar;
 pm_scalar pm_load_scalar(pm_dtype t, const void *p);
 void pm_store_scalar(pm_dtype t, void *p, pm_scalar v); /* wraps ints, rounds floats once */
 pm_scalar pm_convert_scalar(pm_dtype from, pm_dtype to, pm_scalar v);

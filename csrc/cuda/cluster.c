@@ -37,7 +37,8 @@ static void plus(pm_text *t, const char *x, int64_t scale) {
   if (scale != 1) pm_putf(t, " * %lld", (long long)scale);
 }
 
-/* Sum of this block's coordinates times their strides: in the rank, or in the number in the group. */
+/* Sum of this block's coordinates times their strides: in the rank, or in the number in the group.
+ */
 static const char *own_part(pm_gen *e, const int64_t *axes, uint32_t n, bool in_rank) {
   pm_text t;
   int64_t below = 1;
@@ -85,8 +86,8 @@ const char *pm_cluster_mask(pm_gen *e, const int64_t *axes, uint32_t n) {
     pattern |= 1u << rank;
   }
   if (is_whole(e->g, axes, n)) return pm_str(e, "0x%x", pattern);
-  return once(e, "mask", pm_str(e, "0x%xu << (cluster_rank() - (%s))", pattern,
-                                own_part(e, axes, n, true)));
+  return once(e, "mask",
+              pm_str(e, "0x%xu << (cluster_rank() - (%s))", pattern, own_part(e, axes, n, true)));
 }
 
 /* ---- arrivals ------------------------------------------------------------------------------ */

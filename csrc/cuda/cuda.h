@@ -9,32 +9,32 @@
 typedef enum pm_arg_kind { PM_ARG_TENSOR_MAP, PM_ARG_POINTER, PM_ARG_COUNTERS } pm_arg_kind;
 
 typedef struct pm_program {
-  const char *text;       /* CUDA C++, self-contained, with #line */
+  const char *text; /* CUDA C++, self-contained, with #line */
   size_t size;
-  const char *entry;      /* extern "C" name */
+  const char *entry; /* extern "C" name */
   uint32_t grid[3], cluster[3], block;
-  bool shares_grid;       /* any number of clusters will do, of which grid says the most; they lie
-                           * along x */
-  uint32_t smem_bytes;    /* dynamic */
+  bool shares_grid;    /* any number of clusters will do, of which grid says the most; they lie
+                        * along x */
+  uint32_t smem_bytes; /* dynamic */
   bool pdl;
-  int arch;               /* 90: compile for sm_90a */
+  int arch; /* 90: compile for sm_90a */
   uint32_t n_counters;
-  uint32_t n_args;        /* kernel parameters in order: tensor maps, pointers, counters */
+  uint32_t n_args; /* kernel parameters in order: tensor maps, pointers, counters */
   struct pm_program_arg {
-    uint8_t kind;         /* pm_arg_kind */
-    int32_t param;        /* kernel argument (operands, then outputs); COUNTERS: -1 */
-    uint32_t map;         /* TENSOR_MAP: index in maps */
-  } *args;
+    uint8_t kind;  /* pm_arg_kind */
+    int32_t param; /* kernel argument (operands, then outputs); COUNTERS: -1 */
+    uint32_t map;  /* TENSOR_MAP: index in maps */
+  } * args;
   uint32_t n_maps;
   pm_tensor_map *maps;
-  uint32_t n_params;      /* operands and outputs */
-  int64_t *align;         /* per param: bytes its pointer must be aligned to */
-  const char **names;     /* per param: the user's name, "" if unknown */
+  uint32_t n_params;  /* operands and outputs */
+  int64_t *align;     /* per param: bytes its pointer must be aligned to */
+  const char **names; /* per param: the user's name, "" if unknown */
 } pm_program;
 
 typedef struct pm_cuda_options {
-  bool line_directives;   /* #line to the user's Python */
-  bool entry_only;        /* without the device functions: for another catalogue */
+  bool line_directives; /* #line to the user's Python */
+  bool entry_only;      /* without the device functions: for another catalogue */
 } pm_cuda_options;
 
 /* All memory in g->arena. */

@@ -1,14 +1,14 @@
 /* Barriers, copies by engines, and what orders them.
  *
  * A wait takes its parity from a word of phase bits, one for each barrier of the allocation, that
- * every lane keeps and flips. One lane arrives for all of a thread; passes/sync.c has the lanes meet
- * before where that is needed. An arrival on a cluster barrier is one for each block that it
+ * every lane keeps and flips. One lane arrives for all of a thread; passes/sync.c has the lanes
+ * meet before where that is needed. An arrival on a cluster barrier is one for each block that it
  * signals: lane k arrives at the k-th of them. A copy by an engine is issued by one elected lane of
  * warp 0 (lane.c), always the same (elect.sync with all lanes gives the same one), so that this
- * lane's bulk groups are those of the thread. It arrives, with the bytes to expect, before it issues
- * the copy. A collective copy loads this block's share and multicasts it; its barrier gets the bytes
- * of all shares. PLAIN copies are loads and stores of all lanes, then a proxy fence and the
- * arrival. */
+ * lane's bulk groups are those of the thread. It arrives, with the bytes to expect, before it
+ * issues the copy. A collective copy loads this block's share and multicasts it; its barrier gets
+ * the bytes of all shares. PLAIN copies are loads and stores of all lanes, then a proxy fence and
+ * the arrival. */
 #include "gen.h"
 
 /* ---- barriers ---------------------------------------------------------------------------- */
@@ -544,7 +544,8 @@ pm_code pm_cuda_SHARE_TILE(pm_gen *e, pm_opid op) {
   return PM_OK;
 }
 
-/* Named barriers: 0 is block_sync, then one for each thread's lanes_sync, then those of the turns. */
+/* Named barriers: 0 is block_sync, then one for each thread's lanes_sync, then those of the turns.
+ */
 pm_code pm_cuda_TAKE_TURN(pm_gen *e, pm_opid op) {
   pm_note(e, op, "take_turn");
   pm_line(e, "turn_take(%u + wg);", e->g->n_threads + 1);

@@ -71,7 +71,7 @@ pm_code pm_cuda_STORE(pm_gen *e, pm_opid op) {
   }
   const char *one = pm_unique(e, "one");
   pm_line(e, "const %s %s = %s;", pm_cpp_type(v.dtype), one, x);
-  pm_line(e, "st_%s<%s, 1>(%s, &%s);", pm_space_of(&v), pm_cpp_type(v.dtype), element_address(e, &v),
-          one);
+  pm_line(e, "st_%s<%s, 1>(%s, &%s);", pm_space_of(&v), pm_cpp_type(v.dtype),
+          element_address(e, &v), one);
   return PM_OK;
 }

@@ -120,7 +120,7 @@ void pm_find_lane_barriers(pm_gen *e);
 /* an element-wise op with one number for all elements: its statement; or a view: nothing */
 bool pm_is_scalar_op(pm_gen *e, pm_opid op);
 pm_code pm_gen_scalar(pm_gen *e, pm_opid op);
-const char *pm_scratch(pm_gen *e); /* address of this thread's scratch */
+const char *pm_scratch(pm_gen *e);                 /* address of this thread's scratch */
 const char *pm_taker(pm_gen *e, bool first_block); /* "if (..)": the lane that hands tiles on */
 int64_t pm_scratch_bytes(const pm_gen *e);
 #define PM_LANES_SYNC "lanes_sync(wg);"
@@ -128,7 +128,8 @@ int64_t pm_scratch_bytes(const pm_gen *e);
 
 /* ---- clusters (cluster.c) ---------------------------------------------------------------- */
 
-/* Axes are indices in the user's order. Texts may name variables that stand in front of the body. */
+/* Axes are indices in the user's order. Texts may name variables that stand in front of the body.
+ */
 const char *pm_cluster_share(pm_gen *e, const int64_t *axes, uint32_t n); /* 0 .. size - 1 */
 const char *pm_cluster_mask(pm_gen *e, const int64_t *axes, uint32_t n);  /* of blocks that share */
 int64_t pm_cluster_size(const pm_graph *g, const int64_t *axes, uint32_t n);

@@ -1,17 +1,17 @@
 /* Regions that one lane runs alone.
  *
- * Copies are issued by one elected lane of warp 0. Where a whole run of ops of a block needs no more
- * than that lane (copies by engines, waits and arrivals on barriers, scalar arithmetic, loops and
- * branches of such), it is one region: `if (warp == 0 && elect_one()) { ... }` around all of it, and
- * no election inside. That is how a producer thread becomes what a person would write.
+ * Copies are issued by one elected lane of warp 0. Where a whole run of ops of a block needs no
+ * more than that lane (copies by engines, waits and arrivals on barriers, scalar arithmetic, loops
+ * and branches of such), it is one region: `if (warp == 0 && elect_one()) { ... }` around all of
+ * it, and no election inside. That is how a producer thread becomes what a person would write.
  *
  *   - Only the elected lane flips phase bits in a region, and only it learns what a scalar load, a
  *     wait for stores or NEXT_TILE have to say. So a region with such ops ("sticky") must be the
  *     rest of the kernel, or of a branch that not all threads take; the lanes meet behind it if
  *     anything follows.
  *   - A barrier is waited for in regions alone, or outside of regions alone, by each thread:
- *     pm_find_lane_barriers finds those that may be waited for in regions. Threads are told apart by
- *     the conditions on the thread axis that lead to an op.
+ *     pm_find_lane_barriers finds those that may be waited for in regions. Threads are told apart
+ *     by the conditions on the thread axis that lead to an op.
  *   - SYNC ops inside go: the other lanes do nothing there. If there were any, the lanes meet in
  *     front of the region.
  *   - Pure scalars of the run itself that need nothing from inside stand in front of it, so that
@@ -26,7 +26,8 @@ static bool thread_value(const pm_graph *g, pm_val v, int64_t wg, int64_t *out) 
   const pm_op *o = pm_get(g, def);
   pm_scalar c;
   int64_t x[3] = {0};
-  if (!def || pm_typeof(g, v)->kind != PM_ARRAY || pm_is_float(pm_typeof(g, v)->dtype)) return false;
+  if (!def || pm_typeof(g, v)->kind != PM_ARRAY || pm_is_float(pm_typeof(g, v)->dtype))
+    return false;
   if (pm_constant(g, v, &c)) {
     *out = c.i;
     return true;
@@ -54,13 +55,9 @@ static bool thread_value(const pm_graph *g, pm_val v, int64_t wg, int64_t *out) 
     case PM_OP_GE: *out = x[0] >= x[1]; return true;
     case PM_OP_MIN: *out = pm_min(x[0], x[1]); return true;
     case PM_OP_MAX: *out = pm_max(x[0], x[1]); return true;
-    case PM_OP_NOT:
-      *out = !x[0];
-      return pm_typeof(g, v)->dtype == PM_BOOL;
+    case PM_OP_NOT: *out = !x[0]; return pm_typeof(g, v)->dtype == PM_BOOL;
     case PM_OP_SELECT: *out = x[0] ? x[1] : x[2]; return true;
-    case PM_OP_CONVERT:
-      *out = x[0];
-      return pm_typeof(g, v)->dtype == PM_I32;
+    case PM_OP_CONVERT: *out = x[0]; return pm_typeof(g, v)->dtype == PM_I32;
     default: return false;
   }
 }
@@ -117,17 +114,11 @@ static bool lane_op(const pm_gen *e, pm_opid op, traits *t) {
       t->issues = true;
       return *pm_attr(g, op, PM_ATTR_ENGINE) != PM_ENGINE_PLAIN;
     case PM_OP_COMMIT_GROUP: t->issues = true; return true;
-    case PM_OP_WAIT:
-      t->sticky = true;
-      return e->lane_barrier[pm_view_base(g, pm_in(g, op, 0))];
+    case PM_OP_WAIT: t->sticky = true; return e->lane_barrier[pm_view_base(g, pm_in(g, op, 0))];
     case PM_OP_ARRIVE: return true;
     case PM_OP_SYNC: t->syncs = true; return true;
-    case PM_OP_LOAD:
-      t->sticky = true;
-      return is_scalar(e, o->out);
-    case PM_OP_STORE:
-      t->sticky = true;
-      return is_scalar(e, pm_in(g, op, 1));
+    case PM_OP_LOAD: t->sticky = true; return is_scalar(e, o->out);
+    case PM_OP_STORE: t->sticky = true; return is_scalar(e, pm_in(g, op, 1));
     case PM_OP_WAIT_S2G:
     case PM_OP_NEXT_TILE:
     case PM_OP_PDL_WAIT: t->sticky = true; return true;
@@ -356,7 +347,8 @@ pm_code pm_gen_region(pm_gen *e, pm_blk block, uint32_t first, uint32_t *next) {
   }
   if (t.syncs && !has_met(e, block, first)) pm_line(e, PM_LANES_SYNC);
   uint32_t named = first;
-  while (is_pure(e, b->ops.at[named]) || pm_get(e->g, b->ops.at[named])->code == PM_OP_SYNC) named++;
+  while (is_pure(e, b->ops.at[named]) || pm_get(e->g, b->ops.at[named])->code == PM_OP_SYNC)
+    named++;
   pm_note(e, b->ops.at[named], pm_ops[pm_get(e->g, b->ops.at[named])->code].text);
   pm_begin(e, "if (warp == 0 && elect_one()) {");
   e->lane = true;

@@ -4,9 +4,9 @@
  * its name occurs as a word in the body or in an entry that is printed, in front of it; so entries
  * may use each other in any order. Entry "types" stands first in every program.
  *
- * Parameters: tensor maps, then a pointer for each kernel argument whose address the body uses, then
- * one to the counters of NEXT_TILE and TAKE_TILE, which are zero when a launch begins and again when
- * it ends. */
+ * Parameters: tensor maps, then a pointer for each kernel argument whose address the body uses,
+ * then one to the counters of NEXT_TILE and TAKE_TILE, which are zero when a launch begins and
+ * again when it ends. */
 #include <stdlib.h>
 
 #include "gen.h"
@@ -261,7 +261,8 @@ static pm_code print_counters_done(pm_gen *e) {
   if (p->shares_grid) { /* as many as there are */
     const char *threads = e->asks && e->g->n_threads > 1 ? pm_str(e, " * %u", e->g->n_threads) : "";
     const char *all = "gridDim.x * gridDim.y * gridDim.z";
-    if (!e->asks) all = p->cluster[0] > 1 ? pm_str(e, "gridDim.x / %u", p->cluster[0]) : "gridDim.x";
+    if (!e->asks) all = p->cluster[0] > 1 ? pm_str(e, "gridDim.x / %u", p->cluster[0])
+                                          : "gridDim.x";
     pm_line(e, "%s counters_done(counters, %u, %s%s);", e->asks ? PM_ONE_LANE : pm_taker(e, true),
             e->n_counters, all, threads);
     return PM_OK;

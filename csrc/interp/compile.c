@@ -475,12 +475,9 @@ void pm_vm_encode_strided(compiler *c, pm_opid op, const handler *h) {
 
 void pm_vm_encode_reduce(compiler *c, pm_opid op, const handler *h) {
   const pm_graph *g = c->g;
-  static const uint16_t codes[] = {[PM_REDUCE_ADD] = PM_OP_ADD,
-                                   [PM_REDUCE_MAX] = PM_OP_MAX,
-                                   [PM_REDUCE_MIN] = PM_OP_MIN,
-                                   [PM_REDUCE_ANY] = PM_OP_OR,
-                                   [PM_REDUCE_ALL] = PM_OP_AND,
-                                   [PM_REDUCE_ANY_IN_WARP] = PM_OP_OR};
+  static const uint16_t codes[] = {
+      [PM_REDUCE_ADD] = PM_OP_ADD, [PM_REDUCE_MAX] = PM_OP_MAX, [PM_REDUCE_MIN] = PM_OP_MIN,
+      [PM_REDUCE_ANY] = PM_OP_OR,  [PM_REDUCE_ALL] = PM_OP_AND, [PM_REDUCE_ANY_IN_WARP] = PM_OP_OR};
   pm_val in = pm_in(g, op, 0), out = pm_get(g, op)->out;
   const pm_type *t = pm_typeof(g, in);
   uint32_t n;

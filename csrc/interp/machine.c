@@ -285,9 +285,10 @@ static step exec_wait(pm_machine *m, thread *t, const instr *i) {
 /* ---- turns -------------------------------------------------------------------------------- */
 
 static step turn_fail(pm_machine *m, thread *t, const instr *i, const char *what) {
-  return pm_vm_fail(m, t, i->op, PM_E_VALUE,
-                    "in_turn(%u): thread %u %s; the threads 0 to %u take turns, one after the other",
-                    i->to, t->index, what, i->to - 1);
+  return pm_vm_fail(
+      m, t, i->op, PM_E_VALUE,
+      "in_turn(%u): thread %u %s; the threads 0 to %u take turns, one after the other", i->to,
+      t->index, what, i->to - 1);
 }
 
 static step exec_take_turn(pm_machine *m, thread *t, const instr *i) {
@@ -405,10 +406,11 @@ step pm_vm_end(pm_machine *m, thread *t, const instr *i) {
   block_on(m, t, THREAD_DONE);
   if (t->block->n_done < m->n_threads) return STEP_PAUSE;
   if (t->block->turn || t->block->turn_taken) {
-    return pm_vm_fail(m, t, 0, PM_E_VALUE,
-                      "the kernel ends when it is thread %u's turn: threads have taken turns (in_turn) "
-                      "unequally often",
-                      t->block->turn);
+    return pm_vm_fail(
+        m, t, 0, PM_E_VALUE,
+        "the kernel ends when it is thread %u's turn: threads have taken turns (in_turn) "
+        "unequally often",
+        t->block->turn);
   }
   return check_scope(m, t, 0, i->scope, false) == STEP_FAIL ? STEP_FAIL : STEP_PAUSE;
 }

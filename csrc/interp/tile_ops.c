@@ -48,8 +48,9 @@ typedef float F32;
 #define COMPARE(M, id, expr)                                                                 \
   M(id, BOOL, BOOL, expr)                                                                    \
   M(id, I8, BOOL, expr)                                                                      \
-  M(id, I16, BOOL, expr) M(id, I32, BOOL, expr) M(id, U8, BOOL, expr) M(id, U16, BOOL, expr) \
-      M(id, U32, BOOL, expr) M(id, F32, BOOL, expr)
+  M(id, I16, BOOL, expr)                                                                     \
+  M(id, I32, BOOL, expr) M(id, U8, BOOL, expr) M(id, U16, BOOL, expr) M(id, U32, BOOL, expr) \
+      M(id, F32, BOOL, expr)
 
 #define ROW(id, T) [PM_##T] = id##_##T
 #define INT_ROWS(id) \
@@ -62,16 +63,16 @@ static step exec_pointwise(pm_machine *m, thread *t, const instr *i);
 /* floats only */
 #define FLOAT_UNARY(id, expr) KERNEL1(id, F32, F32, expr) HANDLER(id, ROW(id, F32))
 /* all dtypes, an expression for each class */
-#define UNARY(id, on_bool, on_signed, on_unsigned, on_float)         \
-  KERNEL1(id, BOOL, BOOL, on_bool)                                   \
-  SIGNED(KERNEL1, id, on_signed)                                     \
-  UNSIGNED(KERNEL1, id, on_unsigned) KERNEL1(id, F32, F32, on_float) \
-      HANDLER(id, ROW(id, BOOL), INT_ROWS(id), ROW(id, F32))
-#define BINARY(id, on_bool, on_signed, on_unsigned, on_float)        \
-  KERNEL2(id, BOOL, BOOL, on_bool)                                   \
-  SIGNED(KERNEL2, id, on_signed)                                     \
-  UNSIGNED(KERNEL2, id, on_unsigned) KERNEL2(id, F32, F32, on_float) \
-      HANDLER(id, ROW(id, BOOL), INT_ROWS(id), ROW(id, F32))
+#define UNARY(id, on_bool, on_signed, on_unsigned, on_float) \
+  KERNEL1(id, BOOL, BOOL, on_bool)                           \
+  SIGNED(KERNEL1, id, on_signed)                             \
+  UNSIGNED(KERNEL1, id, on_unsigned)                         \
+  KERNEL1(id, F32, F32, on_float) HANDLER(id, ROW(id, BOOL), INT_ROWS(id), ROW(id, F32))
+#define BINARY(id, on_bool, on_signed, on_unsigned, on_float) \
+  KERNEL2(id, BOOL, BOOL, on_bool)                            \
+  SIGNED(KERNEL2, id, on_signed)                              \
+  UNSIGNED(KERNEL2, id, on_unsigned)                          \
+  KERNEL2(id, F32, F32, on_float) HANDLER(id, ROW(id, BOOL), INT_ROWS(id), ROW(id, F32))
 #define NUMBER(id, on_signed, on_unsigned, on_float) \
   SIGNED(KERNEL2, id, on_signed)                     \
   UNSIGNED(KERNEL2, id, on_unsigned)                 \

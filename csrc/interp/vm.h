@@ -178,7 +178,7 @@ struct block {
   int64_t coord[3];
   uint32_t n_entering, n_done;
   const scope *entering;
-  uint32_t turn;     /* thread that has it */
+  uint32_t turn; /* thread that has it */
   bool turn_taken;
   uint32_t *n_left;  /* per scope: threads that left it */
   uint32_t *n_parts; /* per collective copy and thread: parts issued */

@@ -1,6 +1,7 @@
-/* Does a value depend on others? Dataflow backwards through operands. A result of an op with regions
- * depends on all that is used inside them; a region argument on its op's operands too: that is more
- * than strictly needed, never less. Loads depend on their refs, not on what is stored there. */
+/* Does a value depend on others? Dataflow backwards through operands. A result of an op with
+ * regions depends on all that is used inside them; a region argument on its op's operands too: that
+ * is more than strictly needed, never less. Loads depend on their refs, not on what is stored
+ * there. */
 #include "ir.h"
 
 typedef struct walker {
@@ -36,8 +37,10 @@ static bool reaches(walker *w, pm_val v) {
   return op && op_reaches(w, op);
 }
 
-bool pm_depends(const pm_graph *g, const pm_val *vals, uint32_t n, const pm_val *on, uint32_t n_on) {
-  walker w = {g, on, n_on, PM_NEW(g->arena, uint8_t, g->values.n), PM_NEW(g->arena, uint8_t, g->ops.n)};
+bool pm_depends(const pm_graph *g, const pm_val *vals, uint32_t n, const pm_val *on,
+                uint32_t n_on) {
+  walker w = {g, on, n_on, PM_NEW(g->arena, uint8_t, g->values.n),
+              PM_NEW(g->arena, uint8_t, g->ops.n)};
   for (uint32_t k = 0; k < n; k++)
     if (reaches(&w, vals[k])) return true;
   return false;

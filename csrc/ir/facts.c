@@ -281,9 +281,7 @@ static span range_of_op(facts *f, const pm_op *o, uint32_t index, span all) {
       a = range(f, x), b = range(f, y);
       if (b.lo <= 0) return all;
       return (span){a.lo / (a.lo < 0 ? b.lo : b.hi), a.hi / (a.hi < 0 ? b.hi : b.lo)};
-    case PM_OP_REM:
-      b = range(f, y);
-      return b.lo <= 0 ? all : range_of_rem(range(f, x), b);
+    case PM_OP_REM: b = range(f, y); return b.lo <= 0 ? all : range_of_rem(range(f, x), b);
     case PM_OP_SHL:
       if (!int_constant(g, y, &c) || c < 0 || c > 30) return all;
       a = range(f, x);

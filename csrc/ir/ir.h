@@ -50,6 +50,7 @@ typedef enum pm_enum_family {
 } pm_enum_family;
 const char *pm_enum_text(pm_enum_family f, int64_t value);
 
+/* clang-format off */
 enum { /* effects */
   E_RG = 1, E_WG = 2, E_RS = 4, E_WS = 8, E_RR = 16, E_WR = 32, E_B = 64,
   E_ASYNC = 128, E_SYNC = 256, E_IO = 512, E_CTRL = 1024
@@ -59,12 +60,14 @@ typedef enum pm_layout_rule {
   PM_LAY_NONE, PM_LAY_POINTWISE, PM_LAY_SPLAT, PM_LAY_FREE, PM_LAY_FIXED, PM_LAY_LOAD, PM_LAY_STORE,
   PM_LAY_REDUCE, PM_LAY_BROADCAST, PM_LAY_RESHAPE, PM_LAY_SLICE, PM_LAY_ACC, PM_LAY_CONTROL
 } pm_layout_rule;
+/* clang-format on */
 typedef enum pm_part { PM_PART_EACH, PM_PART_WARPGROUP, PM_PART_LANE } pm_part;
 typedef enum pm_done { PM_DONE_NOW, PM_DONE_BARRIER, PM_DONE_GROUP, PM_DONE_COMMIT } pm_done;
 
 typedef enum pm_opcode {
   PM_OP_NONE,
-#define PM_OP(id, text, in, out, regions, attrs, type, layout, effects, part, done, warp, arch, doc)  \
+#define PM_OP(id, text, in, out, regions, attrs, type, layout, effects, part, done, warp, arch, \
+              doc)                                                                              \
   PM_OP_##id,
 #include "ops.def"
 #undef PM_OP
@@ -83,7 +86,7 @@ typedef struct pm_op_info {
 } pm_op_info;
 extern const pm_op_info pm_ops[PM_OP_COUNT];
 extern const char *const pm_attr_text[PM_ATTR_COUNT];
-int pm_op_find(const char *text, size_t n);  /* 0: no such op */
+int pm_op_find(const char *text, size_t n); /* 0: no such op */
 
 /* ---- the graph ---------------------------------------------------------------------------- */
 
@@ -97,7 +100,7 @@ typedef struct pm_type {
 
 typedef struct pm_value {
   pm_type type;
-  pm_opid def;     /* 0: an argument of `block` */
+  pm_opid def; /* 0: an argument of `block` */
   pm_blk block;
   uint32_t index;  /* which result or argument */
   pm_layid layout; /* arrays of rank > 0, once laid out */
@@ -132,8 +135,8 @@ typedef struct pm_graph {
   uint32_t n_inout;                      /* outputs that alias operands (recorded in alias[]) */
   int32_t *alias;                        /* per output: operand index or -1 */
   bool approx_math, no_auto_barriers;
-  uint8_t stage;                         /* enum pm_stage */
-  int64_t smem_bytes;                    /* after passes/smem.c: dynamic SMEM with all reserves */
+  uint8_t stage;      /* enum pm_stage */
+  int64_t smem_bytes; /* after passes/smem.c: dynamic SMEM with all reserves */
   /* reductions and layout conversions, inside smem_bytes; an equal part for each Pallas thread */
   int64_t scratch_offset, scratch_bytes;
   PM_VEC(pm_value) values;
@@ -142,11 +145,11 @@ typedef struct pm_graph {
   PM_VEC(uint32_t) operands;
   PM_VEC(uint32_t) region_blocks;
   PM_VEC(int64_t) attrs;
-  PM_VEC(int64_t) lists;                 /* an attribute list is [count, items...] at its index */
-  PM_VEC(const char *) strings;          /* interned; index 0 is "" */
-  PM_VEC(struct pm_layout *) layouts;    /* interned; index 0 is none */
-  PM_VEC(const char *) warnings;         /* passes report costly things here: "file:line: text" */
-  PM_VEC(uint32_t) string_slots;         /* hash table over strings; pm_intern's own */
+  PM_VEC(int64_t) lists;              /* an attribute list is [count, items...] at its index */
+  PM_VEC(const char *) strings;       /* interned; index 0 is "" */
+  PM_VEC(struct pm_layout *) layouts; /* interned; index 0 is none */
+  PM_VEC(const char *) warnings;      /* passes report costly things here: "file:line: text" */
+  PM_VEC(uint32_t) string_slots;      /* hash table over strings; pm_intern's own */
 } pm_graph;
 
 enum pm_stage { PM_TRACED, PM_LAID_OUT, PM_PLANNED, PM_SYNCED };
@@ -156,7 +159,9 @@ enum pm_stage { PM_TRACED, PM_LAID_OUT, PM_PLANNED, PM_SYNCED };
 pm_graph *pm_graph_new(pm_arena *a, const char *name);
 uint32_t pm_intern(pm_graph *g, const char *s);
 
-static inline pm_type pm_scalar_type(pm_dtype d) { return (pm_type){PM_ARRAY, (uint8_t)d, PM_REGS, 0, {0}}; }
+static inline pm_type pm_scalar_type(pm_dtype d) {
+  return (pm_type){PM_ARRAY, (uint8_t)d, PM_REGS, 0, {0}};
+}
 bool pm_type_equal(const pm_type *a, const pm_type *b);
 int64_t pm_type_size(const pm_type *t); /* elements */
 const char *pm_type_text(pm_arena *a, const pm_type *t);
@@ -174,19 +179,25 @@ typedef struct pm_builder {
 
 /* One attribute of a new op. INT, BITS and ENUM use i; LIST uses list and n; STR an interned text
  * and LAYOUT a layout id in i. Attributes not given are 0 (OFFSET -1, empty list). */
-typedef struct pm_attr_arg { pm_attr_id id; int64_t i; const int64_t *list; uint32_t n; } pm_attr_arg;
+typedef struct pm_attr_arg {
+  pm_attr_id id;
+  int64_t i;
+  const int64_t *list;
+  uint32_t n;
+} pm_attr_arg;
 
-/* Make an op, infer its types by its rule (`given` is the type for the rules given, convert, bitcast,
- * reshape, broadcast), check it, append it. Regions are added by pm_add_region before the op is
- * closed; ops with regions get results from pm_close. On failure nothing is added and err has the
- * builder's place. */
-pm_code pm_emit(pm_builder *b, pm_opcode code, const pm_val *in, uint32_t n_in, const pm_type *given,
-                const pm_attr_arg *attrs, uint32_t n_attrs, pm_opid *op, pm_err *err);
+/* Make an op, infer its types by its rule (`given` is the type for the rules given, convert,
+ * bitcast, reshape, broadcast), check it, append it. Regions are added by pm_add_region before the
+ * op is closed; ops with regions get results from pm_close. On failure nothing is added and err has
+ * the builder's place. */
+pm_code pm_emit(pm_builder *b, pm_opcode code, const pm_val *in, uint32_t n_in,
+                const pm_type *given, const pm_attr_arg *attrs, uint32_t n_attrs, pm_opid *op,
+                pm_err *err);
 
 /* Control: pm_open appends the op with its operands and regions (blocks with arguments; FOR: i32
  * then the carries; WHILE: the carries in both; the others none). Fill each region with a builder
- * on pm_region(g, op, k), end it with pm_yield, then pm_close checks that the yields agree and makes
- * the results. pm_abandon removes an open op again (a body is traced anew). */
+ * on pm_region(g, op, k), end it with pm_yield, then pm_close checks that the yields agree and
+ * makes the results. pm_abandon removes an open op again (a body is traced anew). */
 pm_code pm_open(pm_builder *b, pm_opcode code, const pm_val *in, uint32_t n_in, uint32_t n_regions,
                 const pm_attr_arg *attrs, uint32_t n_attrs, pm_opid *op, pm_err *err);
 pm_code pm_yield(pm_builder *b, const pm_val *vals, uint32_t n, pm_err *err);
@@ -194,15 +205,17 @@ pm_code pm_close(pm_builder *b, pm_opid op, pm_err *err);
 void pm_abandon(pm_builder *b, pm_opid op);
 
 /* Insert a ready-made op before position `at` of a block (passes). Types are taken as given. */
-pm_opid pm_insert(pm_graph *g, pm_blk block, uint32_t at, pm_opcode code, const pm_val *in, uint32_t n_in,
-                  const pm_type *out, uint32_t n_out, const pm_attr_arg *attrs, uint32_t n_attrs,
-                  pm_opid place_of);
+pm_opid pm_insert(pm_graph *g, pm_blk block, uint32_t at, pm_opcode code, const pm_val *in,
+                  uint32_t n_in, const pm_type *out, uint32_t n_out, const pm_attr_arg *attrs,
+                  uint32_t n_attrs, pm_opid place_of);
 
 /* ---- reading ------------------------------------------------------------------------------- */
 
 static inline pm_op *pm_get(const pm_graph *g, pm_opid op) { return &g->ops.at[op]; }
 static inline pm_value *pm_value_of(const pm_graph *g, pm_val v) { return &g->values.at[v]; }
-static inline const pm_type *pm_typeof(const pm_graph *g, pm_val v) { return &g->values.at[v].type; }
+static inline const pm_type *pm_typeof(const pm_graph *g, pm_val v) {
+  return &g->values.at[v].type;
+}
 static inline pm_val pm_in(const pm_graph *g, pm_opid op, uint32_t k) {
   return g->operands.at[g->ops.at[op].in + k];
 }
@@ -236,7 +249,8 @@ bool pm_shares_grid(const pm_graph *g);
 /* Provable bounds of an int scalar (axis sizes, constants, loops); false: none known. */
 bool pm_range(const pm_graph *g, pm_val v, int64_t *lo, int64_t *hi);
 
-/* Does any of the n values depend on any of `on`, by dataflow? Conservative through regions. depends.c */
+/* Does any of the n values depend on any of `on`, by dataflow? Conservative through regions.
+ * depends.c */
 bool pm_depends(const pm_graph *g, const pm_val *vals, uint32_t n, const pm_val *on, uint32_t n_on);
 
 /* ---- whole-graph services ------------------------------------------------------------------ */

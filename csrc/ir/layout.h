@@ -1,7 +1,8 @@
 /* Register layouts: where the elements of an array live in the 128 lanes of a warpgroup.
  *
- * One representation for all of them. A layout covers a padded shape; warp, lane and register number
- * are mixed-radix numbers whose digits each add `digit * stride` to one dimension of the index:
+ * One representation for all of them. A layout covers a padded shape; warp, lane and register
+ * number are mixed-radix numbers whose digits each add `digit * stride` to one dimension of the
+ * index:
  *
  *     index[dim] = sum over digits of dim:  ((number / div) % size) * stride
  *
@@ -34,9 +35,9 @@ typedef struct pm_digit {
 
 typedef struct pm_layout {
   uint8_t kind, rank;
-  uint8_t n_warp, n_lane, n_reg;   /* digits, most significant first */
-  int64_t shape[PM_MAX_RANK];      /* logical extents */
-  int64_t padded[PM_MAX_RANK];     /* FLAT: padded[0] only */
+  uint8_t n_warp, n_lane, n_reg; /* digits, most significant first */
+  int64_t shape[PM_MAX_RANK];    /* logical extents */
+  int64_t padded[PM_MAX_RANK];   /* FLAT: padded[0] only */
   pm_digit warp[PM_MAX_DIGITS], lane[PM_MAX_DIGITS], reg[PM_MAX_DIGITS];
 } pm_layout;
 
@@ -51,8 +52,8 @@ pm_layid pm_layout_along(pm_graph *g, const pm_type *array, int dim, int64_t vec
  * A replicated digit is given as 0x10000 + times in warp_dims / lane_dims. */
 pm_code pm_layout_tiled(pm_graph *g, const pm_type *array, const int64_t *const *tiles,
                         const uint32_t *tile_rank, uint32_t n_tiles, const int64_t *warp_dims,
-                        uint32_t n_warp, const int64_t *lane_dims, uint32_t n_lane, int64_t vector_dim,
-                        pm_layid *out, pm_err *err);
+                        uint32_t n_warp, const int64_t *lane_dims, uint32_t n_lane,
+                        int64_t vector_dim, pm_layid *out, pm_err *err);
 /* Layout of the array after dims `dims` are reduced away. SPLAT stays splat, and a result of one
  * element is a splat from any layout: the dims that stay have size 1, so the whole array is
  * reduced. FLAT over some of its dims: 0 (none exists). */
@@ -70,23 +71,29 @@ pm_layid pm_layout_broadcast_source(pm_graph *g, pm_layid result, const int64_t 
 pm_layid pm_layout_broadcast_operand(pm_graph *g, pm_layid result, const int64_t *dims, uint32_t n,
                                      const pm_type *operand);
 
-static inline const pm_layout *pm_layout_of(const pm_graph *g, pm_layid l) { return g->layouts.at[l]; }
+static inline const pm_layout *pm_layout_of(const pm_graph *g, pm_layid l) {
+  return g->layouts.at[l];
+}
 static inline const pm_layout *pm_value_layout(const pm_graph *g, pm_val v) {
   return g->layouts.at[g->values.at[v].layout];
 }
-int64_t pm_layout_regs(const pm_layout *l);              /* registers per lane; SPLAT: 1 */
+int64_t pm_layout_regs(const pm_layout *l); /* registers per lane; SPLAT: 1 */
 /* contiguous run of the fastest register digit along dim; FLAT: along the linear index, any dim */
 int64_t pm_layout_vector(const pm_layout *l, int dim);
 /* index of register r of lane tid (0..127); false: padding (index then lies outside the extents) */
 bool pm_layout_index(const pm_layout *l, int tid, int64_t r, int64_t index[PM_MAX_RANK]);
-bool pm_layout_is_padded(const pm_layout *l);            /* any padding at all */
+bool pm_layout_is_padded(const pm_layout *l); /* any padding at all */
 bool pm_layout_is_replicated(const pm_layout *l);
 /* Does each lane hold, in one register number for all lanes, what it needs for each register of
  * `to`? Then map[r] is that register of `from` (-1: padding in every lane), and a conversion moves
- * nothing between lanes. Of one shape; map has pm_layout_regs(to) words; scratch memory from `a`. */
+ * nothing between lanes. Of one shape; map has pm_layout_regs(to) words; scratch memory from `a`.
+ */
 bool pm_layout_register_map(pm_arena *a, const pm_layout *from, const pm_layout *to, int32_t *map);
-const char *pm_layout_text(pm_arena *a, const pm_layout *l); /* "splat", "strided(4)", "wgmma", "wgmma.reduce(1)", or digits */
-pm_code pm_layout_parse(pm_graph *g, const char *text, size_t n, const pm_type *array, pm_layid *out, pm_err *err);
+const char *pm_layout_text(
+    pm_arena *a,
+    const pm_layout *l); /* "splat", "strided(4)", "wgmma", "wgmma.reduce(1)", or digits */
+pm_code pm_layout_parse(pm_graph *g, const char *text, size_t n, const pm_type *array,
+                        pm_layid *out, pm_err *err);
 pm_layid pm_layout_intern(pm_graph *g, const pm_layout *l); /* canonical form first */
 
 #endif

@@ -189,12 +189,14 @@ static pm_code check_counter(checker *c, pm_opid op) {
   *(takes ? &c->taken : &c->asked) |= UINT32_C(1) << n;
   if (!(c->taken & c->asked)) return PM_OK;
   return pm_fail(c->err, PM_E_VALUE,
-                 "next_tile: counter %" PRId64 " is that of a dynamic_scheduling_loop; use another "
+                 "next_tile: counter %" PRId64
+                 " is that of a dynamic_scheduling_loop; use another "
                  "number",
                  n);
 }
 
-/* A counter goes on where it is in a second round of an outer loop, and few points would be left. */
+/* A counter goes on where it is in a second round of an outer loop, and few points would be left.
+ */
 static pm_code check_take(checker *c, pm_opid op) {
   const pm_graph *g = c->g;
   uint32_t loops = 0;

@@ -728,9 +728,7 @@ static void rewrite(pass *p, pm_opid op) {
       if (is_array(g, o.out)) rewrite_derived(p, op, slice_fallback);
       break;
     case PM_OP_BROADCAST: rewrite_broadcast(p, op); break;
-    case PM_OP_LAYOUT_CAST:
-      warn_cast(p, op);
-      break;
+    case PM_OP_LAYOUT_CAST: warn_cast(p, op); break;
     case PM_OP_YIELD: rewrite_yield(p, op); break;
     default:
       if (rule_of(g, op) == PM_LAY_CONTROL) rewrite_control(p, op);

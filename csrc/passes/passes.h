@@ -7,47 +7,49 @@
 #include "../ir/view.h"
 
 typedef struct pm_target {
-  int arch;            /* compute capability times ten: 90 */
-  int64_t smem_limit;  /* dynamic SMEM a block may have: 232448 */
+  int arch;           /* compute capability times ten: 90 */
+  int64_t smem_limit; /* dynamic SMEM a block may have: 232448 */
 } pm_target;
 
-/* simplify.c: fold scalar constants and x*1, x+0 and the like, merge equal pure ops of one block or a dominating
- * one, drop pure ops, allocations and empty regions nobody uses, inline IF on a constant. */
+/* simplify.c: fold scalar constants and x*1, x+0 and the like, merge equal pure ops of one block or
+ * a dominating one, drop pure ops, allocations and empty regions nobody uses, inline IF on a
+ * constant. */
 pm_code pm_simplify(pm_graph *g, pm_err *err);
 /* registers.c: PM_E_VALUE if the requests of set_max_registers provably exceed what an SM has. */
 pm_code pm_check_registers(pm_graph *g, const pm_target *t, pm_err *err);
 /* divergence.c: PM_E_VALUE for turns of two kinds, or for what lanes do together where only some
  * warps go. */
 pm_code pm_check_divergence(pm_graph *g, const pm_target *t, pm_err *err);
-/* transforms.c: tiling and swizzle of the SMEM allocations that an op forces (wgmma operands: tiling
- * (8, S) and the widest swizzle of 128, 64, 32 that divides the minor dim and every slice of it; both
- * operands of one wgmma get one swizzle). Transforms the user gave (GIVEN) are binding; a contradiction
- * is PM_E_VALUE "Failed to infer a possible set of layouts", naming both lines. */
+/* transforms.c: tiling and swizzle of the SMEM allocations that an op forces (wgmma operands:
+ * tiling (8, S) and the widest swizzle of 128, 64, 32 that divides the minor dim and every slice of
+ * it; both operands of one wgmma get one swizzle). Transforms the user gave (GIVEN) are binding; a
+ * contradiction is PM_E_VALUE "Failed to infer a possible set of layouts", naming both lines. */
 pm_code pm_force_transforms(pm_graph *g, const pm_target *t, pm_err *err);
-/* layouts.c: register layouts of all arrays of rank > 0 together, over the whole kernel. Inserts LAYOUT_CAST
- * where a conversion is needed and a warning where it goes through SMEM. Afterwards every operand of
- * a POINTWISE op of rank > 0 has the layout of the result or is a splat, every REDUCE result has
- * pm_layout_reduce of its operand, every RESHAPE and SLICE result pm_layout_reshape and pm_layout_slice
- * of its operand, every BROADCAST operand pm_layout_broadcast_operand of its result (or is a splat),
- * ACC values WGMMA, and carries, yields and region arguments agree. What is computed from splats only
- * is a splat, and so is every array of one element that nothing asks otherwise of; a splat becomes
- * another layout only in a LAYOUT_CAST. */
+/* layouts.c: register layouts of all arrays of rank > 0 together, over the whole kernel. Inserts
+ * LAYOUT_CAST where a conversion is needed and a warning where it goes through SMEM. Afterwards
+ * every operand of a POINTWISE op of rank > 0 has the layout of the result or is a splat, every
+ * REDUCE result has pm_layout_reduce of its operand, every RESHAPE and SLICE result
+ * pm_layout_reshape and pm_layout_slice of its operand, every BROADCAST operand
+ * pm_layout_broadcast_operand of its result (or is a splat), ACC values WGMMA, and carries, yields
+ * and region arguments agree. What is computed from splats only is a splat, and so is every array
+ * of one element that nothing asks otherwise of; a splat becomes another layout only in a
+ * LAYOUT_CAST. */
 pm_code pm_infer_layouts(pm_graph *g, const pm_target *t, pm_err *err);
-/* Bytes of SMEM scratch a LAYOUT_CAST needs: 0 if pm_layout_register_map finds a map (a splat operand
- * too), else the array in row-major order, elements as in memory. */
+/* Bytes of SMEM scratch a LAYOUT_CAST needs: 0 if pm_layout_register_map finds a map (a splat
+ * operand too), else the array in row-major order, elements as in memory. */
 int64_t pm_layout_cast_scratch(const pm_graph *g, pm_opid cast);
-/* Bytes of SMEM scratch a REDUCE needs to combine warps: 0 if no warp digit runs along a reduced dim,
- * else 32-bit words [warp][value], value = lane part * registers of the result + register. The lane
- * part counts the lanes of a warp that hold different elements of the result: the mixed radix
+/* Bytes of SMEM scratch a REDUCE needs to combine warps: 0 if no warp digit runs along a reduced
+ * dim, else 32-bit words [warp][value], value = lane part * registers of the result + register. The
+ * lane part counts the lanes of a warp that hold different elements of the result: the mixed radix
  * number of the result's lane digits that are not replicated. A result that is a scalar or a
  * splat: one value, and all dims count as reduced; such a result of ANY or ALL needs no scratch. */
 int64_t pm_reduce_scratch(const pm_graph *g, pm_opid reduce);
-/* transforms.c: the remaining SMEM allocations, now that register layouts are known: WGMMA-laid accesses
- * get (8, S) and a swizzle (conflict-free, stmatrix), everything else stays row-major. */
+/* transforms.c: the remaining SMEM allocations, now that register layouts are known: WGMMA-laid
+ * accesses get (8, S) and a swizzle (conflict-free, stmatrix), everything else stays row-major. */
 pm_code pm_choose_transforms(pm_graph *g, const pm_target *t, pm_err *err);
-/* smem.c: byte offsets of SMEM and barrier allocations by scope (siblings overlap, nested add, 1024-byte
- * alignment), room for reductions and conversions, barriers last. Too large: PM_E_VALUE with a table,
- * containing "exceeds available shared memory" and both byte counts. */
+/* smem.c: byte offsets of SMEM and barrier allocations by scope (siblings overlap, nested add,
+ * 1024-byte alignment), room for reductions and conversions, barriers last. Too large: PM_E_VALUE
+ * with a table, containing "exceeds available shared memory" and both byte counts. */
 pm_code pm_plan_smem(pm_graph *g, const pm_target *t, pm_err *err);
 /* copies.c: the engine of every copy, by pm_plan_copy. */
 pm_code pm_plan_copies(pm_graph *g, const pm_target *t, pm_err *err);
@@ -64,8 +66,8 @@ enum { PM_TMA_RANK = 5 };
 
 /* One tensor map: what cuTensorMapEncodeTiled is given, innermost dimension first. */
 typedef struct pm_tensor_map {
-  int32_t param;    /* kernel argument it describes */
-  uint8_t dtype, rank, swizzle; /* swizzle in bytes, 0: none */
+  int32_t param;                                  /* kernel argument it describes */
+  uint8_t dtype, rank, swizzle;                   /* swizzle in bytes, 0: none */
   uint64_t dim[PM_TMA_RANK], stride[PM_TMA_RANK]; /* strides in bytes; stride[0] is the element */
   uint32_t box[PM_TMA_RANK];
 } pm_tensor_map;
@@ -87,16 +89,16 @@ typedef struct pm_box_loop {
  * sum c[k] * loop[k].coord_step[d].
  * BULK: `bytes` contiguous bytes.
  * PLAIN: all lanes walk the view elements; out-of-range reads give zeros, writes are dropped.
- * A collective copy (attribute CLUSTER) is TMA: share.count blocks, those that differ only along the
- * axes, each load one part and multicast it. The block of number r among them - its coordinates on
- * the axes as the attribute lists them, the last one fastest - loads the boxes above moved by
- * r * share.smem_step and r * share.coord_step[d]. `bytes` are those of all parts. Count 1: not
+ * A collective copy (attribute CLUSTER) is TMA: share.count blocks, those that differ only along
+ * the axes, each load one part and multicast it. The block of number r among them - its coordinates
+ * on the axes as the attribute lists them, the last one fastest - loads the boxes above moved by r
+ * * share.smem_step and r * share.coord_step[d]. `bytes` are those of all parts. Count 1: not
  * collective. */
 typedef struct pm_copy_plan {
-  int engine;              /* PM_ENGINE_TMA, BULK or PLAIN */
-  const char *why;         /* PLAIN: why no engine can do it, for warnings and dumps */
-  pm_view gmem, smem;      /* physical views of both sides */
-  int64_t bytes;           /* that arrive in SMEM (or leave it): all boxes, out-of-range parts too */
+  int engine;         /* PM_ENGINE_TMA, BULK or PLAIN */
+  const char *why;    /* PLAIN: why no engine can do it, for warnings and dumps */
+  pm_view gmem, smem; /* physical views of both sides */
+  int64_t bytes;      /* that arrive in SMEM (or leave it): all boxes, out-of-range parts too */
   pm_tensor_map map;
   pm_coord coord[PM_TMA_RANK];
   uint32_t n_loops;
@@ -105,6 +107,7 @@ typedef struct pm_copy_plan {
 
 /* Plan one COPY op. Decides the engine if the op's ENGINE is AUTO, else keeps to it. Illegal copies
  * (api/plgpu.md 6.1: never expressible) are PM_E_VALUE; those no engine can do fall to PLAIN. */
-pm_code pm_plan_copy(const pm_graph *g, pm_opid op, const pm_target *t, pm_copy_plan *out, pm_err *err);
+pm_code pm_plan_copy(const pm_graph *g, pm_opid op, const pm_target *t, pm_copy_plan *out,
+                     pm_err *err);
 
 #endif

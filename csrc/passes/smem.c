@@ -6,11 +6,11 @@
  * multiple of 1024 bytes, the end of a region gives back what was taken in it. So sibling scopes
  * overlap, nested ones add, and the deepest point is the size. (In a kernel of several Pallas
  * threads all of them enter a scope together, behind a barrier of the block.) What
- * other blocks of the cluster reach has a stack of its own: a block that runs ahead fills its peers'
- * memory while they may still be in the scope before. The stacks as they were
- * at the deepest point are kept for the message of a kernel that is too large. Scratch is as large
- * as the op that needs most of it, once for each Pallas thread. Barriers are never shared: each
- * allocation has slots of its own, which keep their phase when a scope is entered again. */
+ * other blocks of the cluster reach has a stack of its own: a block that runs ahead fills its
+ * peers' memory while they may still be in the scope before. The stacks as they were at the deepest
+ * point are kept for the message of a kernel that is too large. Scratch is as large as the op that
+ * needs most of it, once for each Pallas thread. Barriers are never shared: each allocation has
+ * slots of its own, which keep their phase when a scope is entered again. */
 #include "passes.h"
 
 enum { SMEM_ALIGN = 1024, SCRATCH_ALIGN = 16, BARRIER_BYTES = 8 };
@@ -24,8 +24,8 @@ typedef struct plan {
   int64_t top[2], deepest[2]; /* of the stacks: others, remote */
   int64_t most;               /* of their sum */
   bool *remote;               /* by value: an allocation that other blocks reach */
-  int64_t barriers; /* bytes */
-  int64_t scratch;  /* bytes of one Pallas thread */
+  int64_t barriers;           /* bytes */
+  int64_t scratch;            /* bytes of one Pallas thread */
   op_list live, live_at_deepest;
 } plan;
 

@@ -312,10 +312,9 @@ static const DLTensor *open_capsule(PyObject *o, int which, PyObject *capsule, p
     return NULL;
   }
   if (!PyCapsule_IsValid(capsule, "dltensor")) {
-    refuse(PyExc_TypeError, which, o,
-           "has a __dlpack__ that returned %s", PyCapsule_CheckExact(capsule)
-                                                    ? "a capsule that was used before"
-                                                    : "something that is no capsule");
+    refuse(PyExc_TypeError, which, o, "has a __dlpack__ that returned %s",
+           PyCapsule_CheckExact(capsule) ? "a capsule that was used before"
+                                         : "something that is no capsule");
     return NULL;
   }
   DLManagedTensor *old = PyCapsule_GetPointer(capsule, "dltensor");

@@ -59,7 +59,8 @@ const char *pmpy_which(int which, char text[32]);
  * will do. */
 int pmpy_read(PyObject *o, int which, bool writable, bool specs, pmpy_buffer *out);
 void pmpy_release(pmpy_buffer *b);
-/* Would pmpy_read take it, and not as a number? Objects with shape and dtype alone where `specs`. */
+/* Would pmpy_read take it, and not as a number? Objects with shape and dtype alone where `specs`.
+ */
 bool pmpy_is_array(PyObject *o, bool specs);
 
 /* The stream that the family computes on now (NULL: the legacy default stream). */

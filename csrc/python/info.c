@@ -43,7 +43,8 @@ static PyObject *depends(PyObject *Py_UNUSED(self), PyObject *const *args, Py_ss
   }
   pm_val vals[MOST], on[MOST];
   const pmpy_trace *trace = NULL;
-  Py_ssize_t n = values_of(args[0], vals, &trace), n_on = n < 0 ? -1 : values_of(args[1], on, &trace);
+  Py_ssize_t n = values_of(args[0], vals, &trace),
+             n_on = n < 0 ? -1 : values_of(args[1], on, &trace);
   if (n_on < 0) return NULL;
   if (!n || !n_on) Py_RETURN_FALSE;
   if (!trace->g) {
@@ -54,10 +55,14 @@ static PyObject *depends(PyObject *Py_UNUSED(self), PyObject *const *args, Py_ss
 }
 
 /* ---- where NVRTC is -------------------------------------------------------------------------
- * The wheel's place is known, and looked at first without opening anything: asking cuda-pathfinder takes
- * longer than a hit in the compile cache may. It is asked where the wheel is not on sys.path. */
+ * The wheel's place is known, and looked at first without opening anything: asking cuda-pathfinder
+ * takes longer than a hit in the compile cache may. It is asked where the wheel is not on sys.path.
+ */
 
-static const struct { const char *below; int major; } wheels[] = {
+static const struct {
+  const char *below;
+  int major;
+} wheels[] = {
     {"nvidia/cu13/lib/libnvrtc.so.13", 13},
     {"nvidia/cuda_nvrtc/lib/libnvrtc.so.13", 13},
     {"nvidia/cuda_nvrtc/lib/libnvrtc.so.12", 12},
@@ -73,7 +78,8 @@ static bool hint_wheel(int major) {
       char path[4096];
       struct stat st;
       int n = snprintf(path, sizeof path, "%s/%s", text, wheels[k].below);
-      if (wheels[k].major != major || n < 0 || (size_t)n >= sizeof path || stat(path, &st)) continue;
+      if (wheels[k].major != major || n < 0 || (size_t)n >= sizeof path || stat(path, &st))
+        continue;
       pm_nvrtc_hint(path);
       return true;
     }
@@ -84,7 +90,8 @@ static bool hint_wheel(int major) {
 
 static void hint_pathfinder(void) {
   PyObject *module = PyImport_ImportModule("cuda.pathfinder");
-  PyObject *lib = module ? PyObject_CallMethod(module, "load_nvidia_dynamic_lib", "s", "nvrtc") : NULL;
+  PyObject *lib =
+      module ? PyObject_CallMethod(module, "load_nvidia_dynamic_lib", "s", "nvrtc") : NULL;
   PyObject *path = lib ? PyObject_GetAttrString(lib, "abs_path") : NULL;
   if (path && PyUnicode_Check(path)) pm_nvrtc_hint(PyUnicode_AsUTF8(path));
   Py_XDECREF(path);
@@ -108,9 +115,10 @@ static PyObject *device_dict(int ordinal) {
   pm_device_info d;
   pm_err err = {0};
   if (pm_device_get(ordinal, &d, &err)) return pmpy_raise(&err);
-  return Py_BuildValue("{s:i,s:s,s:i,s:i,s:L,s:L,s:i}", "ordinal", d.ordinal, "name", d.name, "arch", d.arch,
-                       "sm_count", d.sm_count, "smem_optin", (long long)d.smem_optin, "memory_bytes",
-                       (long long)d.memory_bytes, "driver", d.driver_version);
+  return Py_BuildValue("{s:i,s:s,s:i,s:i,s:L,s:L,s:i}", "ordinal", d.ordinal, "name", d.name,
+                       "arch", d.arch, "sm_count", d.sm_count, "smem_optin",
+                       (long long)d.smem_optin, "memory_bytes", (long long)d.memory_bytes, "driver",
+                       d.driver_version);
 }
 
 static PyObject *system_info(PyObject *Py_UNUSED(self), PyObject *Py_UNUSED(none)) {
@@ -150,7 +158,8 @@ static PyMethodDef functions[] = {
     {"as_dtype", as_dtype, METH_O, "NumPy dtype of any spelling; 64-bit ones become 32-bit."},
     {"depends", (PyCFunction)(void (*)(void))depends, METH_FASTCALL,
      "depends(values, on): does any of the traced values depend on any of the others?"},
-    {"system_info", system_info, METH_NOARGS, "Devices, NVRTC, cache directory and backend, as a dict."},
+    {"system_info", system_info, METH_NOARGS,
+     "Devices, NVRTC, cache directory and backend, as a dict."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -1,8 +1,8 @@
 /* What the files of python/ share. The only folder that includes Python.h and NumPy.
  *
  * Ownership is said above each function: "new" results belong to the caller, "borrowed" do not.
- * Errors: core code fills a pm_err; pmpy_raise turns it into the exception of errors.def with the user's
- * file and line in the text, and returns NULL. */
+ * Errors: core code fills a pm_err; pmpy_raise turns it into the exception of errors.def with the
+ * user's file and line in the text, and returns NULL. */
 #ifndef PMPY_MODULE_H
 #define PMPY_MODULE_H
 
@@ -15,11 +15,11 @@
 
 /* Process-wide objects, made once when the module is executed (sub-interpreters are refused). */
 typedef struct pmpy_state {
-  PyObject *exceptions[PM_CODE_COUNT];   /* by pm_code */
-  PyObject *tracer_error[5];             /* enum pmpy_tracer_error */
-  PyObject *dtypes[PM_DTYPE_COUNT];      /* numpy dtype objects (ml_dtypes' for bfloat16), lazily */
-  PyTypeObject *graph_type, *trace_type, *array_type, *ref_type, *op_type;   /* graph.c trace.c ... */
-  PyTypeObject *device_array_type, *kernel_type;                             /* array.c, kernel.c */
+  PyObject *exceptions[PM_CODE_COUNT]; /* by pm_code */
+  PyObject *tracer_error[5];           /* enum pmpy_tracer_error */
+  PyObject *dtypes[PM_DTYPE_COUNT];    /* numpy dtype objects (ml_dtypes' for bfloat16), lazily */
+  PyTypeObject *graph_type, *trace_type, *array_type, *ref_type, *op_type; /* graph.c trace.c ... */
+  PyTypeObject *device_array_type, *kernel_type;                           /* array.c, kernel.c */
 } pmpy_state;
 extern pmpy_state pmpy;
 
@@ -27,24 +27,27 @@ extern pmpy_state pmpy;
 
 /* ConcretizationTypeError(TypeError) and its children, UnexpectedTracerError */
 enum pmpy_tracer_error {
-  PMPY_CONCRETIZATION, PMPY_BOOL_CONVERSION, PMPY_INTEGER_CONVERSION, PMPY_ARRAY_CONVERSION,
+  PMPY_CONCRETIZATION,
+  PMPY_BOOL_CONVERSION,
+  PMPY_INTEGER_CONVERSION,
+  PMPY_ARRAY_CONVERSION,
   PMPY_UNEXPECTED_TRACER
 };
 
-/* errors.c. Raise the exception of err; always NULL. Text: "<text>\n  at <file>:<line>: <source line>". */
+/* errors.c. Raise the exception of err; always NULL. Text: "<text>\n  at <file>:<line>: <source
+ * line>". */
 PyObject *pmpy_raise(const pm_err *err);
 int pmpy_init_errors(PyObject *module);
 
 /* dtypes.c. New reference to the numpy dtype. */
 PyObject *pmpy_dtype_object(pm_dtype t);
-/* Any spelling (numpy dtype, string, jnp.float32-like object with .dtype, Python bool/int/float; 64-bit
- * becomes 32-bit). 0, or -1 with TypeError that lists what is accepted. */
+/* Any spelling (numpy dtype, string, jnp.float32-like object with .dtype, Python bool/int/float;
+ * 64-bit becomes 32-bit). 0, or -1 with TypeError that lists what is accepted. */
 int pmpy_dtype_from(PyObject *any, pm_dtype *out);
 
 /* graph.c. A graph with its arena. Immutable once finished. */
 typedef struct pmpy_graph {
-  PyObject_HEAD
-  pm_arena arena;
+  PyObject_HEAD pm_arena arena;
   pm_graph *g;
 } pmpy_graph;
 /* new; the caller then owns what it builds in ->arena */
@@ -57,11 +60,12 @@ int pmpy_init_exchange(PyObject *module); /* exchange.c: DLPack, DeviceArray, de
 int pmpy_init_kernel(PyObject *module);   /* kernel.c: Kernel, compile and device functions */
 int pmpy_init_info(PyObject *module);     /* info.c: as_dtype, depends, system_info */
 
-/* info.c. Tell the runtime where the NVRTC wheel is; called before the first compilation of a process. */
+/* info.c. Tell the runtime where the NVRTC wheel is; called before the first compilation of a
+ * process. */
 void pmpy_find_nvrtc(void);
 
-/* Place of the innermost Python frame outside the package, as borrowed UTF-8 valid until the frame's
- * code dies (callers intern it at once). *file is NULL if there is none. trace.c */
+/* Place of the innermost Python frame outside the package, as borrowed UTF-8 valid until the
+ * frame's code dies (callers intern it at once). *file is NULL if there is none. trace.c */
 void pmpy_user_place(const char **file, uint32_t *line);
 
 #endif

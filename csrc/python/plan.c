@@ -362,9 +362,8 @@ static PyObject *as_text(PyObject *self, PyObject *args) {
   static const struct {
     const char *kind;
     PyObject *(*text)(pmpy_plan *);
-  } kinds[] = {
-      {"graph", graph_text}, {"traced", traced}, {"cuda", cuda},
-      {"ptx", ptx},          {"sass", sass},     {"host", host}};
+  } kinds[] = {{"graph", graph_text}, {"traced", traced}, {"cuda", cuda},
+               {"ptx", ptx},          {"sass", sass},     {"host", host}};
   const char *kind = "graph";
   if (!PyArg_ParseTuple(args, "|s:as_text", &kind)) return NULL;
   for (size_t i = 0; i < PM_COUNT(kinds); i++)

@@ -1,8 +1,8 @@
 /* Counters of a kernel (PM_ARG_COUNTERS): zeroed words, of which every launch that may run at the
  * same time as others needs its own.
  *
- * Launches of one stream follow each other and each leaves the words zero, so a stream keeps what it
- * got at its first launch. A captured launch may run on any stream later, so it gets words that
+ * Launches of one stream follow each other and each leaves the words zero, so a stream keeps what
+ * it got at its first launch. A captured launch may run on any stream later, so it gets words that
  * nobody else has. Words are slots of chunks that are allocated whole; the first one comes with the
  * kernel, so that a capture needs no memory. The owners of a chunk are a hash table that only
  * grows: a lookup takes no lock, a new owner takes an empty entry by an atomic exchange. */
@@ -44,7 +44,8 @@ static pm_code new_chunk(pm_counters *c, chunk **out, pm_err *err) {
   }
   if (r) {
     pm_free(k);
-    return pm_cu_fail(err, PM_E_DRIVER, r, "no memory for the counters of a kernel on CUDA device %d",
+    return pm_cu_fail(err, PM_E_DRIVER, r,
+                      "no memory for the counters of a kernel on CUDA device %d",
                       c->device->info.ordinal);
   }
   *out = k;
@@ -86,7 +87,8 @@ static int find_slot(chunk *k, uintptr_t owner) {
   for (uint32_t n = 0; n < SLOTS; n++) {
     const uint32_t i = (from + n) % SLOTS;
     uintptr_t found = atomic_load_explicit(&k->owner[i], memory_order_acquire);
-    if (found == NOBODY && atomic_compare_exchange_strong(&k->owner[i], &found, owner)) return (int)i;
+    if (found == NOBODY && atomic_compare_exchange_strong(&k->owner[i], &found, owner))
+      return (int)i;
     if (found == owner && owner != A_GRAPH) return (int)i;
   }
   return -1;

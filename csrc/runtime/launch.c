@@ -182,12 +182,13 @@ void pm_kernel_free(pm_kernel *k) {
 /* ---- launch ------------------------------------------------------------------------------- */
 
 static pm_code misaligned(const pm_kernel *k, uint32_t param, uint64_t ptr, pm_err *err) {
-  return pm_fail(err, PM_E_VALUE,
-                 "kernel %s: argument %u (%s; operands, then outputs, from 0) is at address 0x%llx, "
-                 "but its copies need an address divisible by %lld. Pass an array that begins "
-                 "there, for example a copy instead of a slice",
-                 k->name, param, *k->param_name[param] ? k->param_name[param] : "unnamed",
-                 (unsigned long long)ptr, (long long)k->align[param]);
+  return pm_fail(
+      err, PM_E_VALUE,
+      "kernel %s: argument %u (%s; operands, then outputs, from 0) is at address 0x%llx, "
+      "but its copies need an address divisible by %lld. Pass an array that begins "
+      "there, for example a copy instead of a slice",
+      k->name, param, *k->param_name[param] ? k->param_name[param] : "unnamed",
+      (unsigned long long)ptr, (long long)k->align[param]);
 }
 
 static pm_code encode_failed(const pm_kernel *k, const pm_tensor_map *m, uint64_t ptr, cu_result r,

@@ -1,0 +1,48 @@
+"""What tests/mutants.py breaks, and the tests that should notice it first."""
+
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+CUDA, DEVICE, PASSES = "csrc/cuda", "csrc/cuda/device", "csrc/passes"
+PIPELINE = "pallas_mgpu/_pipeline.py"
+
+ARRAYS, CONTROL, MEMORY = "test_arrays.py", "test_control.py", "test_memory.py"
+PIPES, DOCUMENTS, HOST = "test_pipeline.py", "test_documents.py", "test_host.py"
+TEXT, CATALOGUE, ERRORS = "test_text.py", "test_catalogue.py", "test_errors.py"
+RUNTIME, SURFACE = "test_runtime.py", "test_surface.py"
+CLUSTER, SPECIALISED, WS = "test_cluster.py", "test_specialised.py", "test_ws_steps.py"
+TURNS, SCHEDULE = "test_turns.py", "test_schedule.py"
+ATTENTION, WS_PIPELINE = "test_attention.py", "test_ws_pipeline.py"
+FUZZ = [f"test_fuzz.py::test_random_kernels[{1_000_000 + 10 * k}]" for k in range(6)]
+ALL = [MEMORY, ARRAYS, PIPES, TEXT, *FUZZ, CLUSTER, SPECIALISED, WS, CONTROL, DOCUMENTS, CATALOGUE]
+ALL += [HOST, ERRORS, SURFACE, RUNTIME, TURNS, SCHEDULE, ATTENTION, WS_PIPELINE]
+
+# name: (file, text, what replaces it, tests that come first)
+MUTANTS = {}
+
+
+def breaks(file, *tests, **mutants):
+    for name, (old, new) in mutants.items():
+        name = name.replace("_", "-")
+        assert name not in MUTANTS and old != new, name
+        MUTANTS[name] = file, old, new, tests
+
+
+# Texts around those that are there more than once.
+LEAVE = "  return PM_OK;\n}\n\n"
+ONE_LANE = '  if (!e->lane) pm_begin(e, PM_ONE_LANE " {");\n'
+NEXT_TILE = """\
+  if (e->lane) return PM_OK;
+  pm_line(e, "st_shared<i32, 1>(%s, &%s);", pm_scratch(e), x);
+  pm_end(e);
+"""
+SHARE_TILE = """\
+  pm_line(e, "%s = %s;", x, behind_first(e, in));
+  pm_line(e, "st_shared<i32, 1>(%s, &%s);", pm_scratch(e), x);
+  pm_end(e);
+"""
+TAKER = '  pm_begin(e, "%s {", pm_taker(e, true));\n'
+BEGIN_FOR = '  pm_begin(e, "for (i32 %s = %s; %s < %s; %s++) {", i, lower, i, upper, i);\n'
+UNPACK_FOR = "  unpack_carries(e, op, index + 1, words);\n"
+BEGIN_WHILE = '  pm_begin(e, "for (;;) {");\n'
+UNPACK_WHILE = "  unpack_carries(e, op, body_args, words);\n"

@@ -1,0 +1,712 @@
+"""Mutants of one-lane code, clusters, the catalogue, turns, tiles, carries and ranges."""
+
+from . import (
+    ARRAYS,
+    ATTENTION,
+    BEGIN_FOR,
+    BEGIN_WHILE,
+    CATALOGUE,
+    CLUSTER,
+    CONTROL,
+    CUDA,
+    DEVICE,
+    DOCUMENTS,
+    FUZZ,
+    HOST,
+    LEAVE,
+    MEMORY,
+    NEXT_TILE,
+    ONE_LANE,
+    PASSES,
+    PIPES,
+    SCHEDULE,
+    SHARE_TILE,
+    SPECIALISED,
+    SURFACE,
+    TAKER,
+    TEXT,
+    TURNS,
+    UNPACK_FOR,
+    UNPACK_WHILE,
+    WS,
+    breaks,
+)
+
+# ---- one lane, clusters --------------------------------------------------------------------------
+
+breaks(
+    f"{CUDA}/lane.c",
+    f"{MEMORY}::test_many_copies_on_one_barrier",
+    f"{MEMORY}::test_producer_and_consumers",
+    SPECIALISED,
+    one_lane_of_each_warp_copies=(
+        'pm_begin(e, "if (warp == 0 && elect_one()) {");',
+        'pm_begin(e, "if (elect_one()) {");',
+    ),
+    all_lanes_copy=(
+        'pm_begin(e, "if (warp == 0 && elect_one()) {");',
+        'pm_begin(e, "if (warp == 0) {");',
+    ),
+    regions_keep_what_others_need=(
+        "if (uses[o->out + i] != e->uses[o->out + i]) return",
+        "if (uses[o->out + i] > e->uses[o->out + i]) return",
+    ),
+    one_lane_waits_for_all=(
+        "if (plain < end && !is_rest(g, block, end)) end = plain;",
+        "if (plain < end && !is_rest(g, block, end)) end -= plain > end;",
+    ),
+    a_barrier_is_awaited_in_two_ways=(
+        "if (!(w.inside[v] & w.outside[v])) continue;",
+        "if (!(w.inside[v] & w.outside[v] & 0x80000000)) continue;",
+    ),
+)
+breaks(
+    f"{CUDA}/lane.c",
+    SPECIALISED,
+    f"{MEMORY}::test_copies_that_nobody_reads_in_between",
+    f"{MEMORY}::test_barriers_in_any_order",
+    f"{MEMORY}::test_producer_and_consumers",
+    f"{MEMORY}::test_many_copies_on_one_barrier",
+    f"{PIPES}::test_mixed_delays",
+    *FUZZ,
+    branches_of_threads_are_exchanged=("return r == (x ? 0 : 1);", "return r == (x ? 1 : 0);"),
+    equal_threads_are_different=(
+        "case PM_OP_EQ: *out = x[0] == x[1]; return true;",
+        "case PM_OP_EQ: *out = x[0] != x[1]; return true;",
+    ),
+    copies_by_all_lanes_are_made_by_one=(
+        "return *pm_attr(g, op, PM_ATTR_ENGINE) != PM_ENGINE_PLAIN;",
+        "return true;",
+    ),
+    one_lane_waits_for_barriers_anywhere=(
+        "    case PM_OP_WAIT: t->sticky = true; return",
+        "    case PM_OP_WAIT: return",
+    ),
+    one_lane_takes_tiles_for_all=(
+        "    case PM_OP_NEXT_TILE:\n    case PM_OP_PDL_WAIT: t->sticky = true; return true;",
+        "    case PM_OP_NEXT_TILE:\n    case PM_OP_PDL_WAIT: return true;",
+    ),
+    one_lane_enters_collective_scopes=(
+        "if (*pm_attr(g, op, PM_ATTR_COLLECTIVE) && g->n_threads > 1) return false;",
+        "",
+    ),
+    meetings_behind_regions_are_lost=(
+        "if (!is_pure(e, op) && pm_get(g, op)->code != PM_OP_SYNC) break;",
+        "if (!is_pure(e, op)) break;",
+    ),
+    nobody_meets_in_front_of_regions=(
+        "if (t.syncs && !has_met(e, block, first)) pm_line",
+        "if (t.syncs && !has_met(e, block, first) && false) pm_line",
+    ),
+    nobody_meets_behind_regions=(
+        "if (t.sticky && !is_last(e->g, block, end)) pm_line",
+        "if (t.sticky && !is_last(e->g, block, end) && false) pm_line",
+    ),
+    warps_stay_apart_behind_regions=(
+        'if (t.flows || t.sticky) pm_line(e, "warp_sync();");',
+        "",
+    ),
+    scalars_of_regions_move_out=(
+        "    if (made[pm_in(e->g, op, k)]) return false;\n",
+        "    (void)made;\n",
+    ),
+    rest_of_a_loop_is_the_rest=(
+        "if (code == PM_OP_FOR || code == PM_OP_WHILE) return false;\n    for (uint32_t wg",
+        "if (code == PM_OP_WHILE) return false;\n    for (uint32_t wg",
+    ),
+)
+breaks(
+    f"{CUDA}/cluster.c",
+    CLUSTER,
+    masks_begin_at_block_0=(
+        '"0x%xu << (cluster_rank() - (%s))"',
+        '"0x%xu << (cluster_rank() * 0 - 0 * (%s))"',
+    ),
+    axes_of_a_cluster_are_exchanged=(
+        "for (uint32_t k = (uint32_t)axis + 1; k < g->n_cluster; k++) stride *= g->cluster[k];",
+        "for (uint32_t k = 0; k < axis; k++) stride *= g->cluster[k];",
+    ),
+    blocks_signal_themselves_twice=(
+        "(long long)(size + 1 - before % size), k, (long long)size);",
+        "(long long)(size - before % size), k, (long long)size);",
+    ),
+    peers_count_from_the_other_side=(
+        "cluster_rank() + (u32)((%s) - %s)",
+        "cluster_rank() - (u32)((%s) - %s)",
+    ),
+)
+breaks(
+    f"{CUDA}/cluster.c",
+    f"{CLUSTER}::test_who_waits_for_whom",
+    f"{CLUSTER}::test_multicast",
+    f"{CLUSTER}::test_cluster_ref",
+    f"{CLUSTER}::test_gemm",
+    CLUSTER,
+    groups_are_always_whole=(
+        "return pm_cluster_size(g, axes, n) == pm_blocks(g);",
+        "return pm_cluster_size(g, axes, n) <= pm_blocks(g);",
+    ),
+    number_in_a_group_is_that_in_the_cluster=(
+        "in_rank ? stride_of(e->g, axes[k]) : below);",
+        "in_rank || below ? stride_of(e->g, axes[k]) : below);",
+    ),
+    masks_are_of_neighbours=("    pattern |= 1u << rank;", "    pattern |= 1u << k;"),
+    groups_count_their_own_block_again=(
+        "pm_cluster_size(g, &groups[k], group_end(groups, k) - k) - 1;",
+        "pm_cluster_size(g, &groups[k], group_end(groups, k) - k);",
+    ),
+    peers_are_next_to_each_other=(
+        "coordinate(e, axis),\n                (long long)stride_of(e->g, axis));",
+        "coordinate(e, axis), 1LL);",
+    ),
+    one_variable_for_all_groups=(
+        "if (!strcmp(e->head_vars.at[k].text, text))",
+        "if (*e->head_vars.at[k].text)",
+    ),
+    numbers_of_blocks_do_not_divide=(
+        "s.at[s.n++] = (pm_piece){below, e->g->cluster[axes[i]], stride_of(e->g, axes[i])};",
+        "s.at[s.n++] = (pm_piece){1, e->g->cluster[axes[i]], stride_of(e->g, axes[i])};",
+    ),
+    coordinates_are_named_from_the_front=(
+        '"xyz"[e->g->n_cluster - 1 - axis]',
+        '"xyz"[axis]',
+    ),
+)
+breaks(
+    f"{CUDA}/program.c",
+    CLUSTER,
+    blocks_signal_before_barriers_are_there=(
+        '  if (s.meets_cluster) {\n    pm_line(e, "cluster_sync();");',
+        '  if (s.meets_cluster) {\n    pm_line(e, "block_sync();");',
+    ),
+)
+breaks(
+    f"{CUDA}/program.c",
+    f"{SPECIALISED}::test_tiles_from_a_counter",
+    f"{SPECIALISED}::test_tiles_of_two_counters",
+    f"{SPECIALISED}::test_no_tile_is_taken_twice",
+    f"{CLUSTER}::test_a_block_does_not_end_before_its_memory_is_read",
+    f"{HOST}::test_an_output_that_is_an_operand",
+    f"{CLUSTER}::test_cluster_ref",
+    f"{CLUSTER}::test_multicast",
+    f"{MEMORY}::test_grid_ranks",
+    TEXT,
+    threads_of_a_block_are_done_at_once=(
+        "p->grid[2] * e->g->n_threads;",
+        "p->grid[2];",
+    ),
+    all_lanes_are_done=(
+        'PM_ONE_LANE " counters_done(counters',
+        '" counters_done(counters',
+    ),
+    the_last_counter_is_not_there=(
+        "s->e->n_counters = counter + 1;",
+        "s->e->n_counters = pm_max(counter, 1);",
+    ),
+    blocks_end_while_others_reach_them=(
+        '  if (s.meets_cluster) pm_line(e, "cluster_sync();");',
+        "",
+    ),
+    axes_of_clusters_are_reversed_at_launch=(
+        "p->cluster[g->n_cluster - 1 - k] =",
+        "p->cluster[k] =",
+    ),
+    two_axes_of_a_grid_are_one=("from_last < 2 ? from_last : 2]", "from_last < 1 ? from_last : 1]"),
+    aliased_operands_are_constant=("if (g->alias && g->alias[k] == (int32_t)param)", "if (false)"),
+)
+breaks(
+    f"{CUDA}/emit_async.c",
+    CLUSTER,
+    shares_lie_at_one_place=(
+        "share, (long long)p->share.smem_step);",
+        "share, (long long)p->share.smem_step * 0);",
+    ),
+    all_load_the_same_share=(
+        "share, (long long)p->share.coord_step[d]);",
+        "share, (long long)p->share.coord_step[d] * 0);",
+    ),
+    the_first_blocks_are_signalled_only=('"if (tid < %lld)", n);', '"if (tid < %lld)", n - 1);'),
+    next_tile_without_meeting=(
+        f"{NEXT_TILE}  pm_line(e, PM_LANES_SYNC);\n",
+        NEXT_TILE,
+    ),
+)
+breaks(
+    f"{CUDA}/emit_async.c",
+    f"{SPECIALISED}::test_tiles_from_a_counter",
+    f"{SPECIALISED}::test_tiles_of_two_counters",
+    f"{WS}::test_registers",
+    f"{MEMORY}::test_debug_print",
+    TEXT,
+    SURFACE,
+    DOCUMENTS,
+    next_tile_scratch_is_left_early=(
+        f"pm_scratch(e));\n  pm_line(e, PM_LANES_SYNC);\n{LEAVE}const char *pm_taker",
+        f"pm_scratch(e));\n{LEAVE}const char *pm_taker",
+    ),
+    next_tile_ignores_the_launch_before=(
+        f'{ONE_LANE}  if (e->program->pdl) pm_line(e, "grid_wait();");\n',
+        ONE_LANE,
+    ),
+    one_counter_for_all=(
+        'counters[%lld]);", x, n);\n  if (e->lane)',
+        'counters[%lld]);", x, n * 0);\n  if (e->lane)',
+    ),
+    registers_go_the_other_way=('INCREASE) ? "up" : "down"', 'INCREASE) ? "down" : "up"'),
+    all_lanes_print=('e->lane ? "" : "if (tid == 0) ", format.at', '"", format.at'),
+    percent_signs_are_formats=('pm_put(&format, "%%");', 'pm_put(&format, "%");'),
+)
+breaks(
+    f"{CUDA}/emit_async.c",
+    f"{MEMORY}::test_barriers_in_any_order",
+    f"{CLUSTER}::test_cluster_ref",
+    f"{CLUSTER}::test_who_waits_for_whom",
+    f"{CLUSTER}::test_slots",
+    f"{CLUSTER}::test_multicast",
+    f"{SPECIALISED}::test_gemm_of_a_cluster",
+    CLUSTER,
+    collective_loads_stay_at_home=('share ? "multicast" : "load"', '"load"'),
+    acquires_of_cluster_barriers_are_forgotten=(
+        'e->released[b.base] ? "barrier_wait_cluster"',
+        'e->released[b.base] ? "barrier_wait"',
+    ),
+    releases_of_cluster_barriers_are_forgotten=(
+        'relaxed ? "remote" : "release"',
+        'relaxed ? "remote" : "remote"',
+    ),
+    one_lane_signals_one_block_less=(
+        '"for (u32 k = 0; k < %lld; k++)", n);',
+        '"for (u32 k = 0; k < %lld; k++)", n - 1);',
+    ),
+    phases_of_other_barriers_are_tested=(
+        '"%s(%s, %s >> (%s) & 1);", wait',
+        '"%s(%s, %s >> (%s) != 0);", wait',
+    ),
+)
+breaks(
+    f"{CUDA}/emit_async.c",
+    f"{MEMORY}::test_overhanging_copies_to_the_middle_of_smem",
+    f"{MEMORY}::test_groups_of_stores_by_lanes_count",
+    f"{MEMORY}::test_one_array_with_two_swizzles",
+    f"{HOST}::test_an_output_that_is_an_operand",
+    f"{MEMORY}::test_copies_that_begin_before_the_array",
+    f"{MEMORY}::test_copy_there_and_back",
+    f"{PIPES}::test_overhanging_blocks",
+    f"{MEMORY}::test_what_was_stored_is_read_again",
+    f"{MEMORY}::test_boxes_of_one_array_differ",
+    f"{HOST}::test_copies_of_what_was_stored_to_gmem",
+    *FUZZ,
+    MEMORY,
+    plain_copies_leave_out_the_last_chunk=("  chunks /= n;\n", "  chunks = chunks / n - 1;\n"),
+    chunks_begin_anywhere=(
+        "v->dim[last].size % n || pm_view_divisor(e->g, v) % n)",
+        "v->dim[last].size % n)",
+    ),
+    chunks_overhang=("v->base_shape[b] % n == 0 && start % n == 0;", "start % n == 0;"),
+    chunks_are_not_swizzled=(
+        'v->swizzle ? pm_str(e, "swizzle<%d>(%s)", v->swizzle, t.at) : t.at;',
+        "t.at;",
+    ),
+    bounds_of_plain_copies_are_one_too_wide=(
+        "hi + size <= v->base_shape[d];",
+        "hi + size <= v->base_shape[d] + 1;",
+    ),
+    aliases_are_other_arguments=(
+        "             ? g->alias[k - g->n_operands]\n             : k;",
+        "             ? k\n             : k;",
+    ),
+    plain_stores_are_no_group=(
+        "if (*pm_attr(e->g, op, PM_ATTR_COMMIT)) { /*",
+        "if (false) { /*",
+    ),
+    maps_of_two_swizzles_are_one=("  if (a->swizzle != b->swizzle) return false;\n", ""),
+)
+breaks(
+    f"{PASSES}/sync.c",
+    CLUSTER,
+    SPECIALISED,
+    arrivals_overtake_accesses=(
+        "  if (!p->touched && !p->waited) return;",
+        "  if (p->touched || !p->waited) return;",
+    ),
+    arrivals_overtake_waits=(
+        "  if (!p->touched && !p->waited) return;",
+        "  if (!p->touched) return;",
+    ),
+    all_arrivals_are_relaxed=(
+        "? 0 : n && *(bool *)ctx;",
+        "? 0 : n && (*(bool *)ctx || true);",
+    ),
+)
+breaks(
+    f"{PASSES}/sync.c",
+    f"{CLUSTER}::test_meetings_before_arrivals",
+    f"{CLUSTER}::test_meetings_before_arrivals_in_loops_and_branches",
+    f"{MEMORY}::test_copies_that_nobody_reads_in_between",
+    f"{MEMORY}::test_copies_over_what_lanes_have_stored",
+    f"{MEMORY}::test_scalars_over_what_lanes_still_read",
+    f"{HOST}::test_an_output_that_is_an_operand",
+    f"{CLUSTER}::test_a_wait_is_behind_all_lanes_before_an_arrival",
+    f"{CLUSTER}::test_loads_of_what_nobody_writes_need_no_meeting",
+    f"{CLUSTER}::test_a_scalar_store_is_finished_before_an_arrival",
+    f"{MEMORY}::test_swap_and_update",
+    f"{MEMORY}::test_a_loop_stores_over_what_it_has_read",
+    f"{HOST}::test_sibling_scopes_share_memory",
+    f"{MEMORY}::test_what_was_stored_is_read_again",
+    CONTROL,
+    *FUZZ,
+    other_parts_have_nothing_in_common=(
+        "if (end_a <= start_b[k] || end_b <= start_a[k]) return true;",
+        "if (end_a != end_b) return true;",
+    ),
+    aliases_are_other_memory=(
+        "    if (operand >= 0) return g->blocks.at[1].arg + (pm_val)operand;\n",
+        "    (void)operand;\n",
+    ),
+    branches_leave_no_dirt=(
+        "    soil_all(&dirty, &p->dirty);\n  }\n  *p = *before;",
+        "  }\n  *p = *before;",
+    ),
+    loops_begin_clean=(
+        "      soil_block(p, pm_region(g, op, r));\n      soil_all(&p->dirty, &dirty);\n",
+        "      if (!loop) soil_block(p, pm_region(g, op, r));\n",
+    ),
+    pending_products_are_complete=("p->n_wgmmas > n) p->waited", "p->n_wgmmas >= n) p->waited"),
+    waits_are_meetings=("  p->at = APART;\n  p->waited = true;", "  p->waited = true;"),
+    written_arrays_are_constant=(
+        "== PM_GMEM && !(p->reach[base] & WRITTEN);",
+        "== PM_GMEM;",
+    ),
+    loops_begin_untouched=("  p->touched |= s.touches;\n", ""),
+    loops_begin_without_waits=("  p->waited |= s.waits;\n", ""),
+    products_of_another_round_count=(
+        "  p->waited |= s.waits;\n  p->n_wgmmas = 0;\n",
+        "  p->waited |= s.waits;\n",
+    ),
+    gmem_needs_no_release=(
+        "return (how & READ) && (how & WRITTEN);",
+        "return false;",
+    ),
+    peers_need_no_release=(
+        "return (how & REMOTE) && (how & GENERIC);",
+        "return false;",
+    ),
+    refs_of_peers_are_local=(
+        "if (code == PM_OP_CLUSTER_REF) of[base_of(g, pm_in(g, op, 0))] |= REMOTE;",
+        "",
+    ),
+    collective_copies_are_local=(
+        "  if (n) of[base_of(g, pm_in(g, op, 1))] |= REMOTE;\n",
+        "",
+    ),
+    scopes_forget_accesses=("  p->lost |= p->n_open > 0;", "  p->n_open = 0;"),
+    branches_forget_accesses=("  if (!loop) note_regions(p, op);\n", ""),
+    branches_forget_touches=(
+        "    after.touched |= p->touched;\n",
+        "    after.touched = p->touched;\n",
+    ),
+    branches_forget_waits=("    after.waited |= p->waited;\n", "    after.waited = p->waited;\n"),
+    the_next_op_is_always_a_meeting=(
+        "return code == PM_OP_COMMIT_SMEM || code == PM_OP_WAIT_S2G;",
+        "return true;",
+    ),
+)
+
+# ---- the catalogue -------------------------------------------------------------------------------
+
+breaks(
+    f"{DEVICE}/memory.cuh",
+    CATALOGUE,
+    swizzle_of_the_wrong_row=(
+        "(((a >> 7) & (B / 16 - 1)) << 4)",
+        "(((a >> 8) & (B / 16 - 1)) << 4)",
+    ),
+    swizzle_of_too_few_chunks=("(B / 16 - 1)) << 4)", "(B / 32 - 1)) << 4)"),
+    stmatrix_forgets_trans=("stmatrix.sync.aligned.m8n8.x4.trans", "stmatrix.sync.aligned.m8n8.x4"),
+    vector_loads_exchange_words=("ld.shared.v2.b32 {%0,%1}", "ld.shared.v2.b32 {%1,%0}"),
+    halves_are_stored_as_words=('"st.shared.b16 [%0], %1;"', '"st.shared.b32 [%0], %1;"'),
+    bytes_are_unpacked_by_nibbles=("% 4 * 8))", "% 4 * 4))"),
+)
+breaks(
+    f"{DEVICE}/barrier.cuh",
+    CATALOGUE,
+    arrival_forgets_the_bytes=("mbarrier.arrive.expect_tx.shared", "mbarrier.arrive.shared"),
+    wait_tries_once=(
+        '.parity.shared::cta.b64 p, [%0], %1;\\n"\n               "@p bra D;\\nbra W;',
+        '.parity.shared::cta.b64 p, [%0], %1;\\n"\n               "@p bra D;',
+    ),
+    wait_tests_the_state=("mbarrier.try_wait.parity.shared", "mbarrier.try_wait.shared"),
+    barrier_init_fence_is_another=("fence.mbarrier_init.release.cluster", "fence.acq_rel.cta"),
+    arrival_at_the_wrong_block=(
+        'mapa.shared::cluster.u32 r, %0, %1;\\n"\n               "mbarrier.arrive.shared',
+        'mapa.shared::cluster.u32 r, %1, %0;\\n"\n               "mbarrier.arrive.shared',
+    ),
+    release_is_forgotten=(
+        "mbarrier.arrive.release.cluster.shared",
+        "mbarrier.arrive.relaxed.cluster.shared",
+    ),
+    acquire_is_forgotten=("try_wait.parity.acquire.cluster", "try_wait.parity.relaxed.cluster"),
+    arrivals_are_dropped=(
+        '"mbarrier.arrive.shared::cta.b64 _, [%0];"',
+        '"mbarrier.arrive.noComplete.shared::cta.b64 _, [%0], 1;"',
+    ),
+)
+breaks(
+    f"{DEVICE}/tma.cuh",
+    CATALOGUE,
+    columns_and_rows_of_loads=("[%0], [%1, {%3,%4}], [%2];", "[%0], [%1, {%4,%3}], [%2];"),
+    multicast_goes_to_this_block=(
+        ".multicast::cluster [%0], [%1, {%4,%5}], [%2], %3;",
+        " [%0], [%1, {%4,%5}], [%2];",
+    ),
+    planes_of_stores=("[%0, {%2,%3,%4}], [%1];", "[%0, {%4,%3,%2}], [%1];"),
+    reads_are_not_awaited=("wait_group.read %0", "wait_group %0"),
+    proxy_fence_of_gmem_for_smem=("fence.proxy.async.shared::cta;", "fence.proxy.async.global;"),
+    bulk_stores_in_no_group=("cp.async.bulk.commit_group;", ""),
+)
+breaks(
+    f"{DEVICE}/wgmma.cuh",
+    CATALOGUE,
+    leading_distance_in_bytes=("(leading >> 4) << 16", "leading << 16"),
+    addresses_of_high_memory=("(a & 0x3ffff) >> 4", "(a & 0xffff) >> 4"),
+    groups_are_not_committed=("wgmma.commit_group.sync.aligned;", ""),
+)
+breaks(
+    f"{DEVICE}/wgmma.cuh",
+    CATALOGUE,
+    halves_of_a_pair_are_exchanged=("0x4410;", "0x4432;"),
+    a_pair_is_twice_its_low_half=("0x4432;", "0x4410;"),
+    products_are_not_awaited=(
+        "wgmma.wait_group.sync.aligned %0;",
+        "wgmma.wait_group.sync.aligned 7;",
+    ),
+)
+breaks(
+    f"{DEVICE}/thread.cuh",
+    CATALOGUE,
+    half_a_warpgroup_meets=('"bar.sync %0, 128;"', '"bar.sync %0, 64;"'),
+    warpgroup_0_meets_as_a_block=(
+        '"bar.sync %0, 128;" :: "r"(wg + 1)',
+        '"bar.sync %0, 128;" :: "r"(wg)',
+    ),
+    registers_are_given_instead_of_taken=("setmaxnreg.inc", "setmaxnreg.dec"),
+    shuffle_of_half_a_warp=("__shfl_xor_sync(0xffffffffu", "__shfl_xor_sync(0xffffu"),
+    elected_among_one=("elect.sync _|p, 0xffffffff", "elect.sync _|p, 1"),
+)
+breaks(
+    f"{DEVICE}/thread.cuh",
+    CATALOGUE,
+    the_last_caller_but_one_clears=("r != callers - 1", "r != callers - 2"),
+    the_count_of_the_done_is_not_cleared=("k <= n; k++", "k < n; k++"),
+    the_done_are_counted_with_the_tiles=(
+        '"l"(counters + n) : "memory"',
+        '"l"(counters) : "memory"',
+    ),
+    tiles_are_counted_in_twos=(
+        'add.u32 %0, [%1], 1;" : "=r"(r) : "l"(counter)',
+        'add.u32 %0, [%1], 2;" : "=r"(r) : "l"(counter)',
+    ),
+    blocks_of_a_cluster_meet_without_waiting=("barrier.cluster.wait.acquire;", ""),
+    rows_of_clusters_are_columns=("%%cluster_ctaid.y", "%%cluster_ctaid.x"),
+    any_is_all=("bar.red.or.pred p, %2", "bar.red.and.pred p, %2"),
+)
+breaks(
+    f"{DEVICE}/types.cuh",
+    CATALOGUE,
+    halves_are_cut=("cvt.rn.f16.f32", "cvt.rz.f16.f32"),
+    pairs_are_packed_in_reverse=(
+        'asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(w) : "f"(hi), "f"(lo));',
+        'asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(w) : "f"(lo), "f"(hi));',
+    ),
+    integers_are_rounded=("__float2int_rz", "__float2int_rn"),
+)
+breaks(f"{DEVICE}/math.cuh", CATALOGUE, minimum_drops_nan=("min.NaN.f32", "min.f32"))
+
+
+# ---- turns, arrivals of warps, tiles as they come ------------------------------------------------
+
+breaks(
+    f"{CUDA}/emit_async.c",
+    f"{TURNS}::test_turns_go_round",
+    TURNS,
+    a_turn_is_passed_to_oneself=("e->n_turns, first + 1, first);", "e->n_turns, first, first);"),
+    the_last_passes_to_the_second=(
+        "e->n_turns, first + 1, first);",
+        "e->n_turns, first + 1, first + 1);",
+    ),
+    turns_are_taken_at_the_barriers_of_lanes=(
+        '"turn_take(%u + wg);", e->g->n_threads + 1);',
+        '"turn_take(%u + wg);", e->g->n_threads);',
+    ),
+    turns_are_not_awaited=(
+        '  pm_line(e, "turn_take(%u + wg);", e->g->n_threads + 1);\n',
+        "",
+    ),
+)
+breaks(
+    f"{CUDA}/program.c",
+    f"{TURNS}::test_turns_go_round",
+    TURNS,
+    f"{ATTENTION}::test_lengths",
+    nobody_has_the_first_turn=('"if (wg == %u) turn_pass(%u);"', '"if (wg == 77 + %u + %u) {}"'),
+    the_last_turn_is_left=('"if (wg == 0) turn_take(%u);"', '"if (wg == 77 + %u) {}"'),
+    three_warps_arrive=("PM_ATTR_WARPS) ? 4 : 1", "PM_ATTR_WARPS) ? 3 : 1"),
+    one_warp_arrives=("PM_ATTR_WARPS) ? 4 : 1", "PM_ATTR_WARPS) ? 1 : 1"),
+)
+breaks(
+    f"{CUDA}/emit_async.c",
+    f"{TURNS}::test_warps_arrive_by_themselves",
+    WS,
+    one_lane_arrives_for_one_warp=('"barrier_arrive_n<4>(%s);"', '"barrier_arrive_n<1>(%s);"'),
+    all_lanes_of_warps_arrive=('"if (lane == 0) barrier_arrive(', '"barrier_arrive('),
+    the_first_warp_arrives_alone=(
+        '"if (lane == 0) barrier_arrive(',
+        '"if (tid == 0) barrier_arrive(',
+    ),
+    lanes_do_not_meet_before_their_warp_arrives=('    pm_line(e, "warp_sync();");\n', ""),
+)
+breaks(
+    f"{PASSES}/sync.c",
+    f"{TURNS}::test_warps_arrive_by_themselves",
+    f"{TURNS}::test_warps_do_not_arrive_beside_a_copy",
+    WS,
+    CLUSTER,
+    SCHEDULE,
+    copied_barriers_count_warps=(
+        "return n || p->copied[base] ? 0 : alloc;",
+        "return n ? 0 : alloc;",
+    ),
+    cluster_barriers_count_warps=(
+        "return n || p->copied[base] ? 0 : alloc;",
+        "return p->copied[base] ? 0 : alloc;",
+    ),
+    releases_are_not_kept=("*out = *out == KEEP_RELEASE ? 0 : n", "*out = n"),
+)
+breaks(
+    f"{PASSES}/divergence.c",
+    TURNS,
+    one_named_barrier_too_many=("g->n_threads + 1 + n >", "g->n_threads + n >"),
+    rings_of_several_sizes=("if (c->turns && c->turns != n)", "if (c->turns > n)"),
+    some_warps_may_move_data=("return !pm_layout_cast_scratch(g, op);", "return true;"),
+    some_warps_may_do_all_that_has_no_effects=(
+        "return pm_ops[o->code].part == PM_PART_EACH || o->code == PM_OP_SLICE;",
+        "return true;",
+    ),
+)
+breaks(
+    f"{CUDA}/emit_shape.c",
+    f"{TURNS}::test_lazy_where_is_where",
+    f"{ARRAYS}::test_reductions",
+    f"{CLUSTER}::test_any_and_all",
+    several_results_have_one_vote=("  if (results > 1) return NULL;\n", "  (void)results;\n"),
+    some_warps_go_where_all_do=('return "warp_any(";', 'return "!warp_any(!";'),
+)
+breaks(
+    f"{CUDA}/emit_async.c",
+    SCHEDULE,
+    tiles_that_are_taken_begin_at_0=('"%s + (i32)gridDim.x"', '"%s"'),
+    blocks_of_clusters_count_as_clusters=(
+        '"%s + (i32)(gridDim.x / %u)"',
+        '"%s + (i32)(gridDim.x + 0 * %u)"',
+    ),
+    all_blocks_of_a_cluster_take_tiles=(
+        f"{TAKER}  if (e->program->pdl)",
+        TAKER.replace("true", "false") + "  if (e->program->pdl)",
+    ),
+    tiles_are_taken_before_the_launch_before_ends=(
+        f'{TAKER}  if (e->program->pdl) pm_line(e, "grid_wait();");\n',
+        TAKER,
+    ),
+    all_blocks_hand_tiles_to_all=("k < %u && cluster_rank() == 0; k++", "k < %u; k++"),
+    tiles_come_unexpected=('"barrier_arrive_tx(%s, 4);"', '"barrier_arrive(%s);"'),
+    shared_tiles_are_read_without_meeting=(
+        f"{SHARE_TILE}  pm_line(e, PM_LANES_SYNC);\n",
+        SHARE_TILE,
+    ),
+    shared_tiles_are_left_early=(
+        f"  pm_line(e, PM_LANES_SYNC);\n{LEAVE}/* Named barriers",
+        f"{LEAVE}/* Named barriers",
+    ),
+)
+breaks(
+    f"{CUDA}/program.c",
+    SCHEDULE,
+    clusters_are_done_as_blocks=(
+        "if (!e->asks) all = p->cluster[0] > 1 ?",
+        "if (!e->asks) all = p->cluster[0] > 99 ?",
+    ),
+)
+breaks(
+    "pallas_mgpu/_schedule.py",
+    SCHEDULE,
+    tiles_overwrite_what_is_still_read=(
+        "when(k > 1)(lambda: await_readers(k))",
+        "when(k > 3)(lambda: await_readers(k))",
+    ),
+    other_blocks_may_still_read=("                    barrier_wait(free.at[k % 2])\n", ""),
+    tiles_have_one_slot=("slot = k % 2\n", "slot = k % 1\n"),
+)
+breaks(
+    f"{DEVICE}/thread.cuh",
+    CATALOGUE,
+    TURNS,
+    one_warpgroup_takes_the_turn=('"bar.sync %0, 256;"', '"bar.sync %0, 128;"'),
+    one_warpgroup_passes_the_turn=('"bar.arrive %0, 256;"', '"bar.arrive %0, 128;"'),
+    some_is_all_in_a_warp=("__any_sync(0xffffffffu, x)", "__all_sync(0xffffffffu, x)"),
+)
+
+
+# ---- words of carries, ranges, layouts of few rows -----------------------------------------------
+
+breaks(
+    f"{CUDA}/emit_control.c",
+    CONTROL,
+    *FUZZ,
+    yields_of_words_are_lost=("      pack(e, words[k], first + k, v);\n", ""),
+    words_begin_with_anything=("      pack(e, words[k], o->out + k, init);\n", ""),
+    words_of_for_are_unpacked_once=(BEGIN_FOR + UNPACK_FOR, UNPACK_FOR + BEGIN_FOR),
+    words_of_while_are_unpacked_once=(BEGIN_WHILE + UNPACK_WHILE, UNPACK_WHILE + BEGIN_WHILE),
+    odd_arrays_are_words=(" && pm_regs_of(e, v) * bytes % 4 == 0;", ";"),
+    one_splat_element_is_packed=(
+        '%s[r] = %s;", (long long)n, from, e',
+        '%s[0] = %s;", (long long)n, from, e',
+    ),
+)
+breaks(
+    "csrc/ir/facts.c",
+    f"{CONTROL}::test_ends_of_ranges",
+    MEMORY,
+    TEXT,
+    SCHEDULE,
+    *FUZZ,
+    remainders_end_one_early=(
+        "(span){0, pm_min(x.hi, y.hi - 1)};",
+        "(span){0, pm_min(x.hi, y.hi - 2)};",
+    ),
+    remainders_are_never_negative=(
+        "  if (x.lo >= 0) return x.hi < y.lo",
+        "  if (x.hi >= 0) return x.hi < y.lo",
+    ),
+    negative_remainders_end_one_early=(
+        "(span){pm_max(x.lo, 1 - y.hi),",
+        "(span){pm_max(x.lo, 2 - y.hi),",
+    ),
+    adjusted_remainders_end_one_early=(
+        "hull((span){b.lo + c, c - 1},",
+        "hull((span){b.lo + c, c - 2},",
+    ),
+    adjusted_are_as_before=(
+        "(pm_typeof(g, r)->dtype) && range(f, r).lo >= 0) return b;",
+        "(pm_typeof(g, r)->dtype) && range(f, r).hi >= 0) return b;",
+    ),
+    quotients_begin_too_high=("a.lo / (a.lo < 0 ? b.lo : b.hi)", "a.lo / (a.lo < 0 ? b.hi : b.lo)"),
+    quotients_end_too_low=("a.hi / (a.hi < 0 ? b.hi : b.lo)", "a.hi / (a.hi < 0 ? b.lo : b.hi)"),
+)
+breaks(
+    f"{PASSES}/layouts.c",
+    f"{TURNS}::test_few_rows_take_few_registers",
+    few_rows_are_padded_to_64=(
+        "  if (!best || !pm_layout_is_padded(pm_layout_of(g, best))) return best;",
+        "  if (best) return best;",
+    ),
+)

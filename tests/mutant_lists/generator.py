@@ -1,0 +1,828 @@
+"""Mutants of addresses, copies, passes, values, products and pipelines."""
+
+from . import (
+    ARRAYS,
+    CATALOGUE,
+    CLUSTER,
+    CONTROL,
+    CUDA,
+    DOCUMENTS,
+    FUZZ,
+    HOST,
+    MEMORY,
+    PASSES,
+    PIPELINE,
+    PIPES,
+    SPECIALISED,
+    TEXT,
+    WS,
+    breaks,
+)
+
+# ---- addresses of registers ----------------------------------------------------------------------
+
+breaks(
+    f"{CUDA}/access.c",
+    f"{MEMORY}::test_vectors_begin_where_they_may",
+    f"{ARRAYS}::test_add_one",
+    f"{TEXT}::test_offsets_of_large_arrays_have_64_bits",
+    f"{ARRAYS}::test_reductions",
+    f"{MEMORY}::test_index_forms",
+    *FUZZ,
+    lane_digits_count_in_twos=(
+        "for (uint32_t k = n; k-- > 0; div *= d[k].size) {\n      if (d[k].dim < 0) continue;",
+        "for (uint32_t k = n; k-- > 0; div *= part == LANE ? 2 : d[k].size) {\n"
+        "      if (d[k].dim < 0) continue;",
+    ),
+    mask_takes_one_too_many=(
+        'pm_putf(&t, " < %lld", (long long)extent(l, d));',
+        'pm_putf(&t, " <= %lld", (long long)extent(l, d));',
+    ),
+    mask_forgets_one_of_padding=(
+        "l->padded[dim] > extent(l, dim);",
+        "l->padded[dim] > extent(l, dim) + 1;",
+    ),
+    vectors_need_no_alignment=(
+        "  if (pm_view_divisor(a->e->g, a->v) % vec) return false;\n",
+        "",
+    ),
+    vectors_cross_the_end_of_an_extent=(
+        "  if (is_padded(l, a->vec_dim) && extent(l, a->vec_dim) % vec) return false;\n",
+        "",
+    ),
+    vector_lanes_at_odd_places=(
+        "        if (a->part[part].at[k].mul % vec) return false;",
+        "        if (a->part[part].at[k].mul % vec && vec > 2) return false;",
+    ),
+    flat_index_without_remainder=(
+        'if (d) c = pm_str(e, "%s %% %lld", c, (long long)vd->size);',
+        "(void)c;",
+    ),
+    any_register_map_will_do=(
+        "      if (!same_index(got, want, src->rank)) return NULL;\n",
+        "      (void)got;\n",
+    ),
+    parameters_may_be_anywhere=(
+        "    e->program->align[v->param] = pm_max(e->program->align[v->param], bytes);",
+        "    e->program->align[v->param] = pm_max(e->program->align[v->param], bytes / 2);",
+    ),
+    offsets_have_32_bits=(
+        "offset_text(e, v, gmem ? 1 : pm_dtypes[v->dtype].bytes, gmem, &t);",
+        "offset_text(e, v, gmem ? 1 : pm_dtypes[v->dtype].bytes, false, &t);",
+    ),
+    wide_thread_offsets_have_32_bits=(
+        "sum_max(&a->part[WARP]) + sum_max(&a->part[LANE]) > INT32_MAX;",
+        "false;",
+    ),
+)
+breaks(
+    f"{CUDA}/access.c",
+    f"{DOCUMENTS}::test_matmul_of_one_block",
+    f"{MEMORY}::test_wgmma_layout_meets_swizzled_rows_anywhere",
+    f"{MEMORY}::test_registers_along_the_rows_of_a_swizzle",
+    f"{PIPES}::test_matmul",
+    f"{PIPES}::test_wgmma_forms",
+    f"{DOCUMENTS}::test_idiom_accumulators",
+    *FUZZ,
+    tiles_lie_one_behind_the_other=(
+        "add_piece(s, div, d->size, d->stride / vd->tile * vd->outer);",
+        "add_piece(s, div, d->size, d->stride / vd->tile * vd->inner);",
+    ),
+    swizzle_splits_at_256=(
+        "if (pm_view_divisor(a->e->g, a->v) * a->bytes % PATTERN) return;",
+        "if (pm_view_divisor(a->e->g, a->v) * a->bytes % 128) return;",
+    ),
+    swizzle_of_registers_is_left_out=(
+        "(p.size - 1) * p.mul * a->bytes >= 128);",
+        "(p.size - 1) * p.mul * a->bytes >= 1024);",
+    ),
+    swizzle_of_threads_is_left_out=(
+        'pm_line(e, "const u32 p = swizzle<%d>(%s%s%s);", a->v->swizzle, start, *thread',
+        'pm_line(e, "const u32 p = %.0d(%s%s%s);", 0, start, *thread',
+    ),
+    stmatrix_takes_columns_for_rows=(
+        "  out->lane[out->n_lane++] = (pm_digit){j, 2, 8};\n"
+        "  out->lane[out->n_lane++] = (pm_digit){i, 2, 8};\n",
+        "  out->lane[out->n_lane++] = (pm_digit){i, 2, 8};\n"
+        "  out->lane[out->n_lane++] = (pm_digit){j, 2, 8};\n",
+    ),
+    stmatrix_is_never_transposed=(
+        "a->matrix = transposed ? 2 : 1;",
+        "a->matrix = 1;",
+    ),
+)
+breaks(
+    "csrc/ir/view.c",
+    f"{DOCUMENTS}::test_matmul_of_one_block",
+    f"{PIPES}::test_wgmma_forms",
+    f"{PIPES}::test_matmul",
+    columns_of_tiles_are_8_rows_apart=(
+        "c->outer = m->size * tile[1];",
+        "c->outer = 8 * tile[1];",
+    ),
+    starts_inside_of_tiles=(
+        "v->offset += start / div * mul;",
+        "v->offset += start * mul;",
+    ),
+)
+
+# ---- barriers and copies -------------------------------------------------------------------------
+
+breaks(
+    f"{CUDA}/emit_async.c",
+    f"{MEMORY}::test_many_copies_on_one_barrier",
+    f"{MEMORY}::test_predicated_copies",
+    f"{MEMORY}::test_grouped_stores_and_read_only_wait",
+    f"{MEMORY}::test_predicated_stores_leave_what_was_there",
+    f"{MEMORY}::test_boxes_of_one_array_differ",
+    f"{MEMORY}::test_copies_that_begin_before_the_array",
+    f"{MEMORY}::test_what_was_stored_is_read_again",
+    f"{MEMORY}::test_copy_there_and_back",
+    f"{PIPES}::test_mixed_delays",
+    f"{MEMORY}::test_copy_swizzled_blocks",
+    f"{MEMORY}::test_producer_and_consumers",
+    f"{HOST}::test_copies_of_what_was_stored_to_gmem",
+    f"{PIPES}::test_overhanging_blocks",
+    f"{PIPES}::test_slots_and_steps",
+    *FUZZ,
+    phase_never_flips=('    pm_line(e, "%s ^= 1;", b.phase);\n', ""),
+    phase_of_the_next_barrier_flips=('"%s ^= 1u << (%s);"', '"%s ^= 2u << (%s);"'),
+    wait_for_the_phase_before=(
+        'pm_line(e, "%s(%s, %s);", wait, b.address, b.phase);',
+        'pm_line(e, "%s(%s, %s ^ 1);", wait, b.address, b.phase);',
+    ),
+    wait_on_every_second_barrier=(
+        "pm_term_text(e, &v.term[k], 8, false)",
+        "pm_term_text(e, &v.term[k], 16, false)",
+    ),
+    arrival_without_meeting=(
+        '    pm_line(e, PM_LANES_SYNC);\n    pm_line(e, "if (tid == 0) barrier_arrive',
+        '    pm_line(e, "if (tid == 0) barrier_arrive',
+    ),
+    arrival_of_all_for_one=(
+        '"%sbarrier_arrive(%s);", e->lane ? "" : "if (tid == 0) ",',
+        '"%sbarrier_arrive(%s);", e->lane ? "" : "if (tid < 32) ",',
+    ),
+    too_many_bytes_are_expected=(
+        '"barrier_arrive_tx(%s, %lld);", b.address, (long long)p->bytes);',
+        '"barrier_arrive_tx(%s, %lld);", b.address, (long long)p->bytes + 16);',
+    ),
+    half_of_the_bytes_are_expected=(
+        '"barrier_arrive_tx(%s, %lld);", b.address, (long long)p->bytes);',
+        '"barrier_arrive_tx(%s, %lld);", b.address, (long long)p->bytes / 2);',
+    ),
+    no_arrival_if_the_predicate_is_false=(
+        '    pm_line(e, "barrier_arrive(%s);", b.address);\n    pm_end(e);',
+        "    pm_end(e);",
+    ),
+    predicate_of_stores_is_ignored=(
+        '  if (when) pm_begin(e, "if (%s) {", when);\n  issue(e, op, p, NULL);',
+        '  if (when) pm_begin(e, "{");\n  issue(e, op, p, NULL);',
+    ),
+    predicate_of_loads_is_ignored=(
+        '  if (when) pm_begin(e, "if (%s) {", when);\n  pm_line(e, "barrier_arrive_tx',
+        '  if (when) pm_begin(e, "if (true) {");\n  pm_line(e, "barrier_arrive_tx',
+    ),
+    stores_are_not_committed=(
+        'if (*pm_attr(e->g, op, PM_ATTR_COMMIT)) pm_line(e, "store_group_commit();");',
+        "(void)op;",
+    ),
+    coordinates_are_reversed=(
+        "coord_text(e, p, d, share));",
+        "coord_text(e, p, p->map.rank - 1 - d, share));",
+    ),
+    boxes_of_a_loop_at_one_coordinate=(
+        'if (step) pm_putf(&t, "%sb%u * %lld"',
+        'if (step && k) pm_putf(&t, "%sb%u * %lld"',
+    ),
+    boxes_of_a_loop_overlap=(
+        "smem, k, (long long)p->loop[k].smem_step);",
+        "smem, k, (long long)p->loop[k].smem_step / 2);",
+    ),
+    maps_differ_by_more_than_the_box=(
+        "a->stride[d] != b->stride[d] || a->box[d] != b->box[d])",
+        "a->stride[d] != b->stride[d])",
+    ),
+    plain_copies_know_no_bounds=(
+        "  return t.n ? t.at : NULL;\n}\n\nstatic bool chunk_fits",
+        "  return NULL;\n}\n\nstatic bool chunk_fits",
+    ),
+    plain_copies_before_the_start=(
+        '"%s(u32)(%s) < %lldu"',
+        '"%s(%s) < %lld"',
+    ),
+    plain_loads_leave_garbage_outside=(
+        '    if (valid) pm_line(e, "zero<%s, %lld>(x);", cpp, (long long)n);\n',
+        "",
+    ),
+    plain_loads_without_proxy_fence=(
+        '    pm_line(e, "async_proxy_fence();");\n    pm_line(e, PM_LANES_SYNC);',
+        "    pm_line(e, PM_LANES_SYNC);",
+    ),
+    another_lane_waits_for_stores=(
+        'e->lane ? "" : PM_ONE_LANE " ", read, n);',
+        'e->lane ? "" : "if (warp == 1 && elect_one()) ", read, n);',
+    ),
+    one_group_more_may_be_pending=('PM_ONE_LANE " ", read, n);', 'PM_ONE_LANE " ", read, n + 1);'),
+    nobody_waits_for_writes=(
+        '*pm_attr(e->g, op, PM_ATTR_READ_ONLY) ? "_read" : ""',
+        '*pm_attr(e->g, op, PM_ATTR_READ_ONLY) ? "_read" : "_read"',
+    ),
+    nobody_meets_behind_a_wait_for_stores=(
+        'PM_ONE_LANE " ", read, n);\n  meet(e);',
+        'PM_ONE_LANE " ", read, n);',
+    ),
+    commit_smem_without_fence=(
+        '  pm_note(e, op, "commit_smem");\n  pm_line(e, "async_proxy_fence();");\n',
+        '  pm_note(e, op, "commit_smem");\n',
+    ),
+    commit_smem_without_meeting=(
+        '  pm_line(e, "async_proxy_fence();");\n  pm_line(e, PM_LANES_SYNC);\n',
+        '  pm_line(e, "async_proxy_fence();");\n',
+    ),
+    stores_to_gmem_without_proxy_fence=("  return s.found;", "  return false;"),
+    bulk_copies_from_anywhere=("  pm_need_alignment(e, &p->gmem, 16);\n", ""),
+    tensor_maps_of_anything=(
+        "pm_max(e->program->align[m->param], 16);",
+        "pm_max(e->program->align[m->param], 4);",
+    ),
+)
+breaks(
+    f"{CUDA}/program.c",
+    f"{MEMORY}::test_producer_and_consumers",
+    f"{MEMORY}::test_many_copies_on_one_barrier",
+    barriers_count_all_lanes=(
+        "pm_barrier_arrivals(e->g, op) * unit;",
+        "pm_barrier_arrivals(e->g, op) * unit * 128;",
+    ),
+    barriers_count_one_arrival_more=(
+        "pm_barrier_arrivals(e->g, op) * unit;",
+        "pm_barrier_arrivals(e->g, op) * unit + 1;",
+    ),
+    barriers_without_fence=('  pm_line(e, "barrier_init_fence();");\n', ""),
+    nobody_meets_behind_the_barriers=('    pm_line(e, "block_sync();");\n', ""),
+    warps_are_counted_in_the_block=(
+        "warp_uniform(threadIdx.x >> 5 & 3)",
+        "warp_uniform(threadIdx.x >> 5)",
+    ),
+)
+
+# ---- passes --------------------------------------------------------------------------------------
+
+breaks(
+    f"{PASSES}/copies.c",
+    f"{MEMORY}::test_more_than_256_rows_are_two_boxes",
+    f"{MEMORY}::test_swizzled_blocks_overhang",
+    f"{MEMORY}::test_copies_of_six_dimensions",
+    f"{MEMORY}::test_overhang_of_rows_that_are_one_axis_for_the_engine",
+    f"{MEMORY}::test_copy_swizzled_blocks",
+    f"{PIPES}::test_overhanging_blocks",
+    f"{MEMORY}::test_copy_there_and_back",
+    *FUZZ,
+    start_of_a_cut_axis_is_not_divided=("c->fixed = a->start / div;", "c->fixed = a->start;"),
+    cut_axes_clip_wrongly=("a->cut || a->size % c || a->start % c)", "a->cut || a->start % c)"),
+    boxes_of_512=("MAX_BOX = 256,", "MAX_BOX = 512,"),
+    boxes_begin_anywhere=(
+        "if (aligned && p->share.coord_step[0] % e == 0) return NULL;",
+        "if (e) return NULL;",
+    ),
+    boxes_begin_inside_of_a_swizzle=(
+        "p->smem.swizzle ? pm_max(LINE, 8 * p->smem.swizzle) : LINE;",
+        "16;",
+    ),
+    bulk_copies_out_of_bounds=(
+        "if (!promised && !pm_view_in_bounds(g, &p->gmem)) {",
+        "if (promised && !pm_view_in_bounds(g, &p->gmem)) {",
+    ),
+    merged_axes_keep_their_start=("slow->start = slow->start * n + fast->start;", ""),
+    overhanging_rows_are_merged=(
+        "(n_fast == 1 ? df->size == fast->size :",
+        "(n_fast == 1 ? df->size <= fast->size :",
+    ),
+)
+breaks(
+    f"{PASSES}/copies.c",
+    f"{CLUSTER}::test_multicast",
+    f"{CLUSTER}::test_what_cannot_be_shared",
+    f"{MEMORY}::test_copies_of_six_dimensions",
+    f"{MEMORY}::test_contiguous_copies_begin_anywhere",
+    f"{MEMORY}::test_copies_of_turned_blocks",
+    f"{MEMORY}::test_copies_that_begin_before_the_array",
+    f"{MEMORY}::test_overhang_of_rows_that_are_one_axis_for_the_engine",
+    f"{MEMORY}::test_copy_there_and_back",
+    f"{MEMORY}::test_copy_swizzled_blocks",
+    MEMORY,
+    *FUZZ,
+    shares_cut_swizzle_patterns=("  if (c * d->smem * t->bytes % t->align) {", "  if (false) {"),
+    shares_need_not_be_equal=("  if (d->size % parts) return indivisible;\n", ""),
+    stores_begin_before_the_array=(
+        "if (lo < 0 && lo > INT32_MIN / 2) return",
+        "if (false) return",
+    ),
+    starts_of_merged_axes_may_be_outside=("return lo >= 0 && hi < a->size;", "return lo >= 0;"),
+    merged_axes_keep_their_terms=("slow->term[k].mul *= n;", "slow->term[k].mul *= 1;"),
+    merged_rows_may_lie_apart_in_smem=(
+        "  if (ds && df && ds->smem != df->smem * df->size) return;\n",
+        "",
+    ),
+    bulk_copies_of_gaps=(
+        "t.digit[k].smem != dense || t.digit[k].gmem != dense)",
+        "t.digit[k].smem != dense)",
+    ),
+    bulk_copies_of_swizzles=(
+        '  if (p->smem.swizzle) return "the SMEM ref is swizzled";\n',
+        "",
+    ),
+    bulk_copies_begin_anywhere=(
+        "pm_view_divisor(g, &p->gmem) * bytes % 16 ||",
+        "false ||",
+    ),
+    boxes_jump_over_smem=(
+        "if (d->loop || d->smem != dense) return false;",
+        "if (d->loop || d->smem < dense) return false;",
+    ),
+    loops_of_cut_axes_count_elements=("= d->step / cut;", "= d->step;"),
+    boxes_lie_anywhere_in_smem=(
+        '    if (step % t->align) return "the boxes would not be aligned in SMEM";\n',
+        "",
+    ),
+    pitches_are_any_number=('    if (pitch % 16) return "rows', '    if (pitch % 4) return "rows'),
+    terms_of_cut_axes_are_not_divided=("a->term[k].mul / by, div / by", "a->term[k].mul, div / by"),
+    views_begin_anywhere=(
+        "if (pm_view_divisor(g, &p->smem) * t.bytes % t.align) {",
+        "if (false) {",
+    ),
+)
+breaks(
+    f"{PASSES}/smem.c",
+    f"{MEMORY}::test_scopes_nest_and_follow_each_other",
+    f"{MEMORY}::test_grouped_stores_and_read_only_wait",
+    f"{MEMORY}::test_producer_and_consumers",
+    f"{DOCUMENTS}::test_idiom_masks_and_row_statistics",
+    *FUZZ,
+    allocations_overlap=(
+        "pm_round_up(alloc_bytes(g, op), SMEM_ALIGN)",
+        "alloc_bytes(g, op) / SMEM_ALIGN * SMEM_ALIGN",
+    ),
+    live_scopes_overlap=(
+        "place_block(p, pm_region(g, op, r));\n",
+        "{\n      p->top = 0;\n      place_block(p, pm_region(g, op, r));\n    }\n",
+    ),
+    scratch_overlaps_allocations=(
+        "g->scratch_offset = p.deepest[0] + p.deepest[1];",
+        "g->scratch_offset = p.deepest[0];",
+    ),
+    others_overlap_what_peers_reach=(
+        "*pm_attr(g, op, PM_ATTR_OFFSET) += p->deepest[1];",
+        "*pm_attr(g, op, PM_ATTR_OFFSET) += 0;",
+    ),
+    barriers_overlap=(
+        "p->barriers += n * BARRIER_BYTES;",
+        "p->barriers += (n > 0) * BARRIER_BYTES;",
+    ),
+)
+breaks(
+    f"{CUDA}/block.c",
+    f"{ARRAYS}::test_convert",
+    f"{DOCUMENTS}::test_idiom_scopes_of_threads",
+    *FUZZ,
+    threads_share_scratch=(
+        "(long long)pm_scratch_bytes(e));",
+        "(long long)pm_scratch_bytes(e) * 0);",
+    ),
+    pairs_are_converted_in_reverse=(
+        'fn, name, pm_at(e, in, "r"), pm_at(e, in, "r + 1"));',
+        'fn, name, pm_at(e, in, "r + 1"), pm_at(e, in, "r"));',
+    ),
+)
+breaks(
+    f"{PASSES}/sync.c",
+    f"{HOST}::test_sibling_scopes_share_memory",
+    f"{MEMORY}::test_swap_and_update",
+    f"{MEMORY}::test_a_loop_stores_over_what_it_has_read",
+    f"{MEMORY}::test_grouped_stores_and_read_only_wait",
+    f"{MEMORY}::test_scopes_nest_and_follow_each_other",
+    f"{PIPES}::test_slots_and_steps",
+    f"{CONTROL}",
+    *FUZZ,
+    nobody_meets_in_front_of_stores=(
+        "(array ? p->at != ORDERED : conflicts",
+        "(array ? false : conflicts",
+    ),
+    nobody_meets_behind_stores=(
+        "    place_behind(p, block, k);\n",
+        "    if (p->at == APART) place_behind(p, block, k);\n    p->at = APART;\n",
+    ),
+    nobody_meets_in_front_of_copies=("      if (p->at == APART) place(p, block, k);\n", ""),
+    scalar_stores_overtake_reads=(
+        "conflicts(p, pm_in(g, op, 0)))) place",
+        "conflicts(p, pm_in(g, op, 0)) && p->lost)) place",
+    ),
+    loops_begin_ordered=("    if (loop) p->at = APART;\n", ""),
+    engines_overwrite_stores=(
+        "      if (overwrites_dirt(p, op)) place_op(p, block, k, PM_OP_COMMIT_SMEM);\n",
+        "      (void)overwrites_dirt;\n",
+    ),
+)
+
+# ---- values --------------------------------------------------------------------------------------
+
+breaks(
+    f"{CUDA}/emit_control.c",
+    CONTROL,
+    f"{DOCUMENTS}::test_idiom_scopes_of_threads",
+    *FUZZ,
+    carries_are_not_swapped=(
+        "if (e->slot[first + j].text == from[k].text && from[j].text != from[k].text) {",
+        "if (k > n && e->slot[first + j].text == from[k].text) {",
+    ),
+    else_does_the_same=(
+        "PM_TRY(emit_branch(e, op, 1, words));",
+        "PM_TRY(emit_branch(e, op, 0, words));",
+    ),
+    switch_below_0_is_the_last=(
+        '"switch (max_int(0, min_int(%u, %s))) {"',
+        '"switch (min_int(%u, %s)) {"',
+    ),
+    loops_run_once_more=(
+        '"for (i32 %s = %s; %s < %s; %s++) {"',
+        '"for (i32 %s = %s; %s <= %s; %s++) {"',
+    ),
+    threads_enter_scopes_alone=('pm_line(e, "block_sync();");', "(void)op;"),
+    while_tests_the_opposite=('"if (!(%s)) break;"', '"if (%s) break;"'),
+)
+breaks(
+    f"{CUDA}/emit_shape.c",
+    f"{ARRAYS}::test_reductions",
+    f"{ARRAYS}::test_reduction_propagates_nan",
+    f"{ARRAYS}::test_extrema_of_integers_at_their_ends",
+    f"{ARRAYS}::test_sums_of_negative_zeros",
+    f"{ARRAYS}::test_full_reduction_of_a_vector",
+    f"{ARRAYS}::test_layout_conversion_through_smem",
+    f"{ARRAYS}::test_broadcasts",
+    f"{ARRAYS}::test_reshape_and_slice",
+    *FUZZ,
+    shuffle_of_the_wrong_lanes=("(long long)(m * div))));", "(long long)m)));"),
+    shuffle_leaves_out_a_distance=(
+        "for (int64_t m = 1; m < d->size; m *= 2) {",
+        "for (int64_t m = 2; m < d->size; m *= 2) {",
+    ),
+    maximum_begins_at_infinity=(
+        "reduce == PM_REDUCE_MAX ? -inf : inf;",
+        "reduce == PM_REDUCE_MAX ? inf : -inf;",
+    ),
+    unsigned_minimum_begins_too_low=(
+        "(is_signed ? bits - 1 : bits)) - 1;",
+        "(bits - 1)) - 1;",
+    ),
+    sums_begin_at_positive_zero=(
+        "reduce == PM_REDUCE_ADD ? -0.0 :",
+        "reduce == PM_REDUCE_ADD ? 0.0 :",
+    ),
+    maximum_drops_nan=(
+        'on_float[] = {NULL, "max_f32", "min_f32"};',
+        'on_float[] = {NULL, "fmaxf", "fminf"};',
+    ),
+    padding_is_reduced=(
+        "const char *valid = pm_valid(e, r->l, stem, reg), *x",
+        "const char *valid = n ? NULL : pm_valid(e, r->l, stem, reg), *x",
+    ),
+    warps_reduce_without_meeting=(
+        '  pm_line(e, PM_LANES_SYNC);\n  pm_begin_unrolled(e, "k", r->n, 1);',
+        '  pm_begin_unrolled(e, "k", r->n, 1);',
+    ),
+    scratch_of_reductions_is_left_early=(
+        "  pm_end_unrolled(e, r->n, 1);\n  pm_line(e, PM_LANES_SYNC);\n  pm_end(e);",
+        "  pm_end_unrolled(e, r->n, 1);\n  pm_end(e);",
+    ),
+    all_warps_add_the_first=(
+        "others->at[others->n++] = (pm_piece){n, d->size, div};",
+        "others->at[others->n++] = (pm_piece){n, d->size, 0};",
+    ),
+    layout_cast_without_meeting=(
+        "e->slot[in].text);\n  pm_line(e, PM_LANES_SYNC);\n  const char *name",
+        "e->slot[in].text);\n  const char *name",
+    ),
+    slices_begin_at_0=("f.start[k] = starts[k];", "f.start[k] = starts[k] * 0;"),
+    sums_of_one_value_count_wrongly=(
+        'pm_line(e, "const f32 %s = %s * %lld.0f;", name, x, (long long)n);',
+        'pm_line(e, "const f32 %s = %s * %lld.0f;", name, x, (long long)n - 1);',
+    ),
+)
+breaks(
+    f"{CUDA}/emit_shape.c",
+    f"{CLUSTER}::test_any_and_all",
+    votes_are_exchanged=(
+        'return "lanes_any(wg, ";\n    case PM_REDUCE_ALL: return "lanes_all(wg, ";',
+        'return "lanes_all(wg, ";\n    case PM_REDUCE_ALL: return "lanes_any(wg, ";',
+    ),
+    all_begins_with_false=(
+        "reduce == PM_REDUCE_MIN || reduce == PM_REDUCE_ALL;",
+        "reduce == PM_REDUCE_MIN;",
+    ),
+)
+breaks(
+    f"{CUDA}/emit_pointwise.c",
+    f"{ARRAYS}::test_shifts",
+    f"{ARRAYS}::test_convert",
+    f"{ARRAYS}::test_scalar_arithmetic",
+    f"{ARRAYS}::test_integers_wrap",
+    f"{ARRAYS}::test_integers_to_bfloat16_are_rounded_once",
+    f"{ARRAYS}::test_iota_mask",
+    f"{MEMORY}::test_grid_ranks",
+    f"{MEMORY}::test_axis_indices",
+    f"{ARRAYS}::test_binary_int",
+    f"{ARRAYS}::test_binary_float",
+    *FUZZ,
+    shifts_to_the_right_are_unsigned=(
+        'return infix_cast(e, op, ">>");',
+        'return leave(e, pm_str(e, "(%s)((u32)%s >> %s)", pm_cpp_type(in_dtype(e, op)),\n'
+        "    arg(e, op, 0), arg(e, op, 1)));",
+    ),
+    less_is_less_or_equal=('return compare(e, op, "<");', 'return compare(e, op, "<=");'),
+    bf16_of_integers_is_rounded_twice=(
+        "if (to == PM_BF16 && (from == PM_I32 || from == PM_U32)) return",
+        "if (to == PM_BF16 && from == PM_BOOL) return",
+    ),
+    floats_to_integers_wrap=(
+        'is_half(to) ? "to_%s(%s)" : "to_int<%s>(%s)"',
+        'is_half(to) ? "to_%s(%s)" : "(%s)(i64)(%s)"',
+    ),
+    division_by_minus_one_traps=("y.i && y.i != -1)", "y.i)"),
+    scalars_never_overflow=(
+        "return pm_range(e->g, out, &lo, &hi) && lo >= INT32_MIN && hi <= INT32_MAX;",
+        "return pm_range(e->g, out, &lo, &hi) || true;",
+    ),
+    flat_index_arrays_divide_too_much=(
+        "for (int k = dim + 1; k < l->rank; k++) below *= l->shape[k];",
+        "for (int k = dim; k < l->rank; k++) below *= l->shape[k];",
+    ),
+    blocks_of_a_cluster_count_alone=(
+        'if (cluster > 1) block = pm_str(e, "%s / %u", block, cluster);',
+        "(void)cluster;",
+    ),
+    leading_axes_of_a_grid_grow=(
+        'return d ? pm_str(e, "%s %% %lld", block, (long long)g->grid[d]) : block;',
+        "return block;",
+    ),
+    select_takes_the_other=(
+        '"%s ? %s : %s", arg(e, op, 0), arg(e, op, 1), arg(e, op, 2)',
+        '"%s ? %s : %s", arg(e, op, 0), arg(e, op, 2), arg(e, op, 1)',
+    ),
+)
+
+# ---- products ------------------------------------------------------------------------------------
+
+breaks(
+    f"{CUDA}/emit_wgmma.c",
+    f"{CATALOGUE}::test_products",
+    f"{DOCUMENTS}::test_matmul_of_one_block",
+    f"{PIPES}::test_matmul",
+    f"{DOCUMENTS}::test_idiom_accumulators",
+    f"{PIPES}::test_accumulator_slices_and_state",
+    f"{PIPES}::test_wgmma_forms",
+    *FUZZ,
+    leading_and_stride_are_exchanged=(
+        "o->stride = 8 * v->swizzle;\n  o->leading = o->k_contiguous || !chunk ? 16 : chunk * 16;",
+        "o->leading = 8 * v->swizzle;\n  o->stride = o->k_contiguous || !chunk ? 16 : chunk * 16;",
+    ),
+    groups_of_rows_are_half_as_far=("o->stride = 8 * v->swizzle;", "o->stride = 4 * v->swizzle;"),
+    swizzle_of_64_says_32=("o->view.swizzle == 64 ? 2 : 3;", "o->view.swizzle == 64 ? 3 : 2;"),
+    k_steps_skip_one=("(pm_piece){1, inside, 2};", "(pm_piece){1, inside, 4};"),
+    k_steps_of_8_rows=("(pm_piece){1, k_steps, 16 * row};", "(pm_piece){1, k_steps, 8 * row};"),
+    chunks_of_k_overlap=(
+        "(pm_piece){inside, k_steps / inside, chunk};",
+        "(pm_piece){inside, k_steps / inside, chunk / 2};",
+    ),
+    m_steps_of_8_rows=("(pm_piece){1, m_steps, 64 * row};", "(pm_piece){1, m_steps, 8 * row};"),
+    m_steps_of_one_chunk=(
+        "(pm_piece){1, m_steps, 64 / s * chunk};",
+        "(pm_piece){1, m_steps, chunk};",
+    ),
+    products_without_fence=(
+        '  pm_line(e, "wgmma_fence();");\n  if (kind.fresh)',
+        "  if (kind.fresh)",
+    ),
+    products_are_not_committed=('  pm_line(e, "wgmma_commit();");\n', ""),
+    one_product_more_may_be_pending=(
+        '"wgmma_wait<%lld>();", (long long)*pm_attr(e->g, op, PM_ATTR_N));',
+        '"wgmma_wait<%lld>();", (long long)*pm_attr(e->g, op, PM_ATTR_N) + 1);',
+    ),
+    accumulators_are_read_early=(
+        '"wgmma_wait<%lld>();", (long long)n);',
+        '"wgmma_wait<%lld>();", (long long)n + 1);',
+    ),
+    b_is_transposed_the_other_way=(
+        "!a.k_contiguous, !b.k_contiguous, e->fresh",
+        "!a.k_contiguous, b.k_contiguous, e->fresh",
+    ),
+    registers_of_a_step_by_2=('"&a[%s * %lld + %s * 4]"', '"&a[%s * %lld + %s * 2]"'),
+    slices_of_accumulators_are_twice_as_far=("+ v->start[1] / 2;", "+ v->start[1];"),
+    halves_of_accumulators_take_a_word=(
+        "const int64_t words = p->half ? 4 : 2, m_steps",
+        "const int64_t words = 2, m_steps",
+    ),
+    accumulators_are_not_pinned=(
+        "  pin(e, &p);\n  const char *name = pm_declare(e, out, out)",
+        "  const char *name = pm_declare(e, out, out)",
+    ),
+)
+breaks(
+    f"{CUDA}/emit_wgmma.c",
+    f"{SPECIALISED}::test_a_fresh_accumulator_is_overwritten",
+    f"{SPECIALISED}::test_an_accumulator_that_is_read_first",
+    f"{SPECIALISED}::test_an_accumulator_that_is_used_inside_first",
+    f"{SPECIALISED}::test_an_accumulator_begins_with_an_array",
+    f"{PIPES}::test_accumulator_slices_and_state",
+    f"{PIPES}::test_wgmma_forms",
+    f"{PIPES}::test_matmul",
+    *FUZZ,
+    accumulators_are_fresh_in_loops=(
+        "    if (mentions(g, op, acc)) {",
+        "    if (mentions(g, op, acc) && !pm_get(g, op)->n_regions) {",
+    ),
+    all_steps_overwrite=(
+        "if (kind.fresh) issue_steps(e, &x, pm_family_wgmma(e, &kind), 0, 1);",
+        "if (kind.fresh) issue_steps(e, &x, pm_family_wgmma(e, &kind), 0, x.k_steps);",
+    ),
+    the_first_step_is_added_twice=(
+        "const int64_t first = e->fresh[p.view.base] ? 1 : 0;",
+        "const int64_t first = 0;",
+    ),
+    accumulators_stay_fresh=("  e->fresh[p.view.base] = false;\n", ""),
+    nothing_is_fresh_and_nothing_zero=(
+        "    e->fresh[o->out] = true;\n",
+        "",
+    ),
+    halves_are_unpacked_from_the_next=(
+        'unpack_pair(&%s[r], %s[(%s) / 2]);",',
+        'unpack_pair(&%s[r], %s[(%s) / 2 ^ 1]);",',
+    ),
+    halves_are_packed_in_reverse=(
+        '"const f16 x[2] = {%s, %s};", x, next);',
+        '"const f16 x[2] = {%s, %s};", next, x);',
+    ),
+)
+breaks(
+    f"{CUDA}/family.c",
+    CATALOGUE,
+    transposes_are_exchanged=(
+        "w->transpose_a, w->transpose_b);\n  }\n}",
+        "w->transpose_b, w->transpose_a);\n  }\n}",
+    ),
+    b_is_negated=("mb, p, 1, 1, %d; }", "mb, p, 1, -1, %d; }"),
+    words_of_b_are_exchanged=('(b), \\"r\\"(b_high)', '(b_high), \\"r\\"(b)'),
+    products_forget_the_accumulator=('w->fresh ? "ne" : "eq");', 'w->fresh ? "ne" : "ne");'),
+    pins_leave_out_the_last=(
+        'put_registers(&t, acc == PM_F32 ? "+f" : "+r", n);',
+        'put_registers(&t, acc == PM_F32 ? "+f" : "+r", n - 1);',
+    ),
+)
+breaks(
+    f"{CUDA}/family.c",
+    f"{CATALOGUE}::test_products",
+    f"{SPECIALISED}::test_a_fresh_accumulator_is_overwritten",
+    f"{PIPES}::test_wgmma_forms",
+    CATALOGUE,
+    overwriting_products_have_the_same_name=('w->fresh ? "_fresh" : "");', '"");'),
+    all_products_overwrite=('w->fresh ? "=" : "+", w->acc', '"=", w->acc'),
+    names_forget_which_way_b_lies=("w->transpose_b ? 'n' : 'k', w->fresh", "'k', w->fresh"),
+    names_forget_which_way_a_lies=("w->transpose_a ? 'm' : 'k',\n", "'k',\n"),
+    registers_of_a_take_two_operands=("    next += 4;\n", "    next += 2;\n"),
+    halves_have_as_many_registers=(
+        "w->acc == PM_F32 ? w->n / 2 : w->n / 4);",
+        "w->acc == PM_F32 ? w->n / 2 : w->n / 2);",
+    ),
+    words_of_registers_are_read_in_reverse=(
+        '\\"r\\"(a[0]), \\"r\\"(a[1]), \\"r\\"(a[2]), \\"r\\"(a[3]), ',
+        '\\"r\\"(a[0]), \\"r\\"(a[2]), \\"r\\"(a[1]), \\"r\\"(a[3]), ',
+    ),
+)
+
+# ---- the pipeline --------------------------------------------------------------------------------
+
+breaks(
+    PIPELINE,
+    f"{PIPES}::test_mixed_delays",
+    f"{PIPES}::test_output_visits",
+    f"{PIPES}::test_two_dimensional_grid_with_carry",
+    f"{PIPES}::test_slots_and_steps",
+    PIPES,
+    slots_are_not_reused=("slot = s % slots if slots > 1 else 0", "slot = 0"),
+    next_blocks_come_too_late=("ahead = slots - d\n", "ahead = slots - d - 1\n"),
+    blocks_past_the_last_are_fetched=("more = s < steps - ahead", "more = s < steps - ahead + 1"),
+    delayed_slots_are_the_present_one=("(s - d) % slots if d else slot", "slot"),
+    stores_of_a_slot_are_not_awaited=(
+        "_ops.wait_smem_to_gmem(slots - 1, wait_read_only=True)",
+        "_ops.wait_smem_to_gmem(slots, wait_read_only=True)",
+    ),
+    results_are_not_committed=(
+        "        if variant:\n            _ops.commit_smem()\n",
+        "        if variant:\n",
+    ),
+    results_are_stored_at_each_visit=("first = (s == 0) | moved(o, now, s)", "first = (s == s)"),
+    last_visit_is_not_stored=("again = (last > 0) & ~moved", "again = (last < 0) & ~moved"),
+    last_stores_are_not_awaited=(
+        "    if stored:\n        _ops.wait_smem_to_gmem(0)\n",
+        "",
+    ),
+)
+
+breaks(
+    "pallas_mgpu/_schedule.py",
+    f"{PIPES}::test_two_dimensional_grid_with_carry",
+    PIPES,
+    grid_indices_are_reversed=("return (flat, *reversed(out))", "return (*out, flat)"),
+)
+breaks(
+    "pallas_mgpu/_ws_pipeline.py",
+    f"{CLUSTER}::test_gemm",
+    WS,
+    slots_are_refilled_before_they_are_consumed=(
+        "            await_consumed(k)\n            fetch(k, k % slots)",
+        "            fetch(k, k % slots)\n            await_consumed(k)",
+    ),
+    compute_threads_release_the_next_slot=(
+        'a["consumed"][0].at[released])',
+        'a["consumed"][0].at[(released + 1) % slots])',
+    ),
+    compute_threads_release_at_once=(
+        "released = (s + (slots - d)) % slots if d else slot",
+        "released = slot",
+    ),
+)
+breaks(
+    "pallas_mgpu/_ws_pipeline.py",
+    WS,
+    f"{CLUSTER}::test_gemm",
+    ready_after_one_input=("num_arrivals=len(ins), num_barriers=slots", "num_barriers=slots"),
+    consumed_by_one_thread=(
+        "return Barrier(num_arrivals=n, num_barriers=slots)",
+        "return Barrier(num_barriers=slots)",
+    ),
+    consumed_by_one_thread_of_a_cluster=(
+        "collective_axes=tuple(axes), num_arrivals=n, num_barriers=slots",
+        "collective_axes=tuple(axes), num_barriers=slots",
+    ),
+    shared_slots_are_consumed_by_one_block=("            if axes:\n", "            if not axes:\n"),
+    early_steps_release_as_well=("when(s >= d)(release) if d else release()", "release()"),
+    releases_are_awaited_for_ever=("hi = steps - self.delay + late", "hi = steps"),
+    the_last_releases_are_not_awaited=(
+        "fori_loop(_not_below_zero(steps - slots), hi,",
+        "fori_loop(hi, hi,",
+    ),
+    a_step_is_never_fetched=("        first = slots\n", "        first = slots + 1\n"),
+    the_first_steps_are_fetched_twice=(
+        "when(state == int(start))(prologue)",
+        "prologue()",
+    ),
+    steady_pipelines_begin_behind_the_first=(
+        "first = _core.where(state == int(start), slots, 0)",
+        "first = _core.where(state == int(start), slots, slots)",
+    ),
+    steady_state_is_stop=(
+        "when(state == int(PipelinePipeline.STOP))(quiesce)",
+        "quiesce()",
+    ),
+    stores_of_a_step_are_not_awaited=(
+        "_ops.wait_smem_to_gmem(slots - 1, wait_read_only=True)",
+        "_ops.wait_smem_to_gmem(slots, wait_read_only=True)",
+    ),
+    results_of_steps_are_not_committed=(
+        "            if variant:\n                _ops.commit_smem()\n",
+        "            if variant:\n",
+    ),
+    last_results_are_not_committed=(
+        "            if not variant:\n                _ops.commit_smem()\n",
+        "",
+    ),
+    kernel_ends_before_its_stores=("        if outs:\n            _ops.wait_smem_to_gmem(0)\n", ""),
+    collective_axes_are_ignored=(
+        "collective_axes=o.spec.collective_axes,",
+        "collective_axes=None,",
+    ),
+    out_of_bounds_mode_is_ignored=(
+        "oob_mode=o.spec.oob_fill_mode,",
+        "oob_mode=None,",
+    ),
+    registers_of_the_memory_thread_are_counted_twice=(
+        "share = (512 - self.memory_registers) // self.num_compute_wgs",
+        "share = (512 - 2 * self.memory_registers) // self.num_compute_wgs",
+    ),
+    short_pipelines_fetch_past_the_end=(
+        "            min(self.max_concurrent_steps, steps)\n",
+        "            self.max_concurrent_steps\n",
+    ),
+    short_dynamic_pipelines_fetch_past_the_end=(
+        "when(steps > k)(lambda step=step, k=k: fetch(step, k))",
+        "fetch(step, k)",
+    ),
+    stores_where_nothing_moved=(
+        "x != y for x, y in zip(now, past)",
+        "x == y for x, y in zip(now, past)",
+    ),
+    all_inputs_are_ready_at_once=(
+        'a["ready"][k if self.manual_ready_barriers else 0]',
+        'a["ready"][0]',
+    ),
+)
