@@ -33,9 +33,6 @@ def shaped(*shape, dtype=f32):
 @pytest.mark.parametrize("delay", [0, 1])
 @pytest.mark.parametrize("steps,slots", [(1, 2), (2, 3), (5, 2), (7, 4)])
 def test_steps_slots_barriers(run, rng, steps, slots, delay, consumed, ready, dynamic):
-    if run.way != "cuda" and (steps + slots + delay + consumed + ready + dynamic) % 3:
-        pytest.skip("every third of them")
-
     def body(x, y, o):
         def step(indices, x_s, y_s, *rest):
             (i,) = indices
@@ -346,8 +343,6 @@ def test_again_and_again(run, rng, steps, delay, manual):
 def test_a_pipeline_of_pipelines(run, rng, traced, ready, consumed, count):
     """START, STEADY ..., STOP fetch across their borders; an ordinary one may follow."""
     steps, state = 4, plgpu.PipelinePipeline
-    if run.way == "interpret" and ready:
-        pytest.skip("NVRTC is slow")
 
     def body(x, o):
         def pipeline_of(t, state):

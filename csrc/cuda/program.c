@@ -180,7 +180,6 @@ static void count_uses(pm_gen *e) {
   const pm_graph *g = e->g;
   for (pm_opid op = 1; op < g->ops.n; op++) {
     for (uint32_t k = 0; k < pm_get(g, op)->n_in; k++) e->uses[pm_in(g, op, k)]++;
-    if (pm_get(g, op)->code == PM_OP_OPT_BARRIER) e->barred[pm_in(g, op, 0)] = true;
   }
 }
 
@@ -429,7 +428,6 @@ pm_code pm_generate_cuda(const pm_graph *g, const pm_target *t, const pm_cuda_op
   pm_text_init(&e.out, g->arena);
   e.slot = PM_NEW(g->arena, pm_slot, g->values.n + 1);
   e.uses = PM_NEW(g->arena, uint32_t, g->values.n + 1);
-  e.barred = PM_NEW(g->arena, bool, g->values.n + 1);
   e.phase = PM_NEW(g->arena, const char *, g->values.n + 1);
   e.lane_barrier = PM_NEW(g->arena, bool, g->values.n + 1);
   e.made = PM_NEW(g->arena, bool, g->values.n + 1);
