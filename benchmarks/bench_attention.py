@@ -10,7 +10,7 @@ import argparse
 import sys
 
 import torch
-from three_ways import measure, table, timed
+from timing import all_ways, estimate
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from pallas_mgpu.ops import AttentionConfig, attention
@@ -104,11 +104,11 @@ def of_jax(q, k, v, causal):
             last[:] = [jitted(*args)]
             return last[0]
 
-        f.wait = lambda last=last: last and last[0].block_until_ready()
+        f.wall = True  # on a stream of its own
         f.result = lambda last=last: torch.from_dlpack(last[0])
         try:
             f()
-            took = timed(f, 5)
+            took = estimate(f)
         except Exception as e:
             print(f"JAX's Pallas {block} x {steps}: {type(e).__name__}: {str(e)[:100]}")
             continue
@@ -182,23 +182,48 @@ def run(shape, args):
             print(f"{name} is WRONG: relative error {worst}")
             continue
         good[name] = f
-    rounds = (5, 6, 2) if args.quick else (16, 20, 5)
+    assert "pallas_mgpu" in good
     ways = ("burst",) if args.quick and args.configs else ("burst", "cool", "sustained")
-    times = measure(good, ways=ways, rounds=rounds)
+    times = all_ways(good, 0.3 if args.quick else 0.7, ways)
     flops = 4 * batch * heads * length * length * dim // (2 if causal else 1)
-    kind = "causal" if causal else "full"
-    title = f"B={batch} S={length} H={heads}/{kv_heads} D={dim} {kind}"
-    print(
-        table(
-            title,
-            flops,
-            times,
-            "SDPA cuDNN" if "SDPA cuDNN" in good else next(iter(good)),
-            notes=errors,
-        ),
-        flush=True,
-    )
+    print(f"### {title_of(shape)}\n")
+    print("| kernel | " + " | ".join(f"{w}, TFLOP/s | ratio" for w in ways) + " | error |")
+    print("|---|" + "---:|---:|" * len(ways) + "---:|")
+    base = next(iter(good))
+    for name in good:
+        cells = []
+        for w in ways:
+            if name not in times[w]:
+                cells.append("- | -")
+                continue
+            median, low, high = times[w][name]
+            r = [flops / t / 1e12 for t in (median, high, low)]
+            ratio = times[w][base][0] / median
+            cells.append(f"{r[0]:.0f} ({r[1]:.0f} to {r[2]:.0f}) | {ratio:.3f}")
+        print(f"| {name} | " + " | ".join(cells) + f" | {errors[name]} |")
     print(flush=True)
+    targets = [n for n in good if n.startswith("target")]
+    row = {}
+    for w in ways:
+        t = {n: times[w][n][0] / times[w]["pallas_mgpu"][0] for n in times[w]}
+        best = min((t[n] for n in targets), default=float("nan"))
+        row[w] = t[base], best, t.get("JAX's Pallas", float("nan"))
+    return title_of(shape), row
+
+
+def title_of(shape):
+    return "B={} S={} H={}/{} D={}".format(*shape[:5]) + (" causal" if shape[5] else " full")
+
+
+def summary(rows):
+    print("### Summary: time of the other / time of pallas_mgpu (above 1: pallas_mgpu is faster)\n")
+    print("SDPA cuDNN, best hand-written, JAX's Pallas\n")
+    ways = list(rows[0][1])
+    print("| shape | " + " | ".join(ways) + " |")
+    print("|---|" + "---:|" * len(ways))
+    for title, row in rows:
+        cells = [", ".join("-" if r != r else f"{r:.3f}" for r in row[w]) for w in ways]
+        print(f"| {title} | " + " | ".join(cells) + " |")
 
 
 def main():
@@ -212,11 +237,11 @@ def main():
     parser.add_argument("--quick", action="store_true")
     args = parser.parse_args()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}\n")
-    for shape in SHAPES:
-        kind = "causal" if shape[5] else "full"
-        title = "B={} S={} H={}/{} D={}".format(*shape[:5]) + f" {kind}"
-        if args.only in title:
-            run(shape, args)
+    shapes = [shape for shape in SHAPES if args.only in title_of(shape)]
+    rows = [run(shape, args) for shape in shapes]
+    if not args.configs:
+        summary(rows)
 
 
-main()
+if __name__ == "__main__":
+    main()

@@ -182,9 +182,20 @@ def barrier_arrive(barrier):
     _core.effect("barrier_arrive", (_barrier(barrier, "barrier_arrive"),))
 
 
-def barrier_wait(barrier):
-    """Wait for the next phase this thread has not seen yet (Hopper). Acquires what was released."""
-    _core.effect("barrier_wait", (_barrier(barrier, "barrier_wait"),))
+def barrier_wait(barrier, *, phase=None):
+    """Wait for the next phase this thread has not seen yet (Hopper). Acquires what was released.
+
+    ``phase``: an int32 scalar, how many phases of this barrier the thread waited for before, where
+    the kernel knows it: step ``it`` of a ring of n slots waits for phase ``it // n`` of slot
+    ``it % n``. If all waits on a barrier give it, its state takes no register and no instruction.
+    The interpreter checks it: ValueError.
+    """
+    what = "barrier_wait"
+    if phase is not None:
+        phase = as_array(phase, f"{what}: phase")
+        if phase.shape != () or phase.dtype != "int32":
+            raise TypeError(f"{what}: phase must be an int32 scalar, got {type_text(phase)}")
+    _core.effect(what, (_barrier(barrier, what), phase))
 
 
 def _transposed_b(args, kwargs, value):

@@ -687,6 +687,16 @@ HARDWARE = {
         "thread 0: barrier_wait at .*for phase 2",
         copying(lambda x, o, s, b: (load(x, s, b), wait(b), wait(b)) and None),
     ),
+    "wait for another phase": (
+        VE,
+        "phase is 2, but this thread waited for 0 phases of barrier",
+        copying(lambda x, o, s, b: (load(x, s, b), wait(b, phase=2)) and None),
+    ),
+    "phase of floats": (
+        TE,
+        "phase must be an int32 scalar, got float32",
+        copying(lambda x, o, s, b: (load(x, s, b), wait(b, phase=1.5)) and None),
+    ),
     "arrive twice": (
         VE,
         "completes a second phase",

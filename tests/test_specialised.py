@@ -91,6 +91,66 @@ def test_a_producer_is_one_lane(run, rng, how):
     np.testing.assert_array_equal(run(body, x, x, **ring()), 2 * x)
 
 
+@pytest.mark.parametrize("slots", [1, 2, 3])
+@pytest.mark.parametrize("known", ["all", "one side", "some"])
+def test_waits_that_know_their_phase(run, rng, slots, known):
+    """A wait that is told its phase needs no state, but keeps it where another wait needs it."""
+
+    def body(x, o, s, full, empty):
+        me = lax.axis_index("wg")
+
+        def phase_of(bar, i):
+            by_side = {"all": True, "one side": bar is full, "some": False}[known]
+            return {"phase": i // slots} if by_side else {}
+
+        @pl.when(me == 1)
+        def _():
+            def step(i, _):
+                @pl.when(i >= slots)
+                def _():
+                    plgpu.barrier_wait(empty.at[i % slots], **phase_of(empty, i - slots))
+
+                plgpu.copy_gmem_to_smem(x.at[i], s.at[i % slots], full.at[i % slots])
+
+            lax.fori_loop(0, STEPS, step, None)
+            for k in range(slots):
+                n = (STEPS - 1 - k) // slots
+                plgpu.barrier_wait(empty.at[k], phase=n)
+
+        @pl.when(me == 0)
+        def _():
+            def step(i, _):
+                plgpu.barrier_wait(full.at[i % slots], **phase_of(full, i))
+                o[i] = s[i % slots] * 2
+                plgpu.barrier_arrive(empty.at[i % slots])
+
+            lax.fori_loop(0, STEPS, step, None)
+
+    x = rng.standard_normal((STEPS, N)).astype(f32)
+    words = {"all": 0, "one side": 1, "some": 2}[known]
+    assert text_of(run, body, x, x, **ring(slots)).count("u32 phase_") == words
+    np.testing.assert_array_equal(run(body, x, x, **ring(slots)), 2 * x)
+
+
+def test_phases_of_a_scope_that_comes_again(run, rng):
+    """The kernel counts from the beginning of the scope, the barrier goes on."""
+
+    def body(x, o):
+        def step(i, _):
+            def inside(s, bar):
+                for k in range(3):
+                    plgpu.copy_gmem_to_smem(x.at[i], s, bar)
+                    plgpu.barrier_wait(bar, phase=k)
+                o[i] = s[...]
+
+            pl.run_scoped(inside, plgpu.SMEM((N,), f32), plgpu.Barrier())
+
+        lax.fori_loop(0, STEPS, step, None)
+
+    x = rng.standard_normal((STEPS, N)).astype(f32)
+    np.testing.assert_array_equal(run(body, x, x), x)
+
+
 def test_a_barrier_that_all_lanes_wait_for(run, rng):
     """The thread waits for `empty` once with all its lanes: then it always does."""
 
@@ -552,6 +612,21 @@ def test_optimization_barrier_holds_an_array_at_once(run, rng):
     text = text_of(run, body, x, x, y)
     assert text.count("pin_f32_64(") == 1
     np.testing.assert_allclose(run(body, x, x, y), (x + 1) * y.astype(f32), rtol=1e-6)
+
+
+def test_optimization_barrier_keeps_a_product_from_the_sum(run, rng):
+    """The product is rounded before anything is added to it."""
+
+    def body(x, y, z, o, p):
+        o[...] = lax.optimization_barrier(x[...] * y[...]) - z[...]
+        p[0] = lax.optimization_barrier(x[0] * y[0]) - z[0]
+
+    x, y, z = rng.standard_normal((3, 512)).astype(f32)
+    z = (x * y + z * f32(1e-6)).astype(f32)
+    got, one = run(body, (x, x[:1]), x, y, z)
+    np.testing.assert_array_equal(got, x * y - z)
+    np.testing.assert_array_equal(one, (x * y - z)[:1])
+    assert text_of(run, body, (x, x[:1]), x, y, z).count("mul_rn(") == 2
 
 
 # ---- launches ------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 /* Barriers, copies by engines, and what orders them.
  *
  * A wait takes its parity from a word of phase bits, one for each barrier of the allocation, that
- * every lane keeps and flips. One lane arrives for all of a thread; passes/sync.c has the lanes
+ * every lane keeps and flips; or from its operand, if all waits on the allocation have one. One lane arrives for all of a thread; passes/sync.c has the lanes
  * meet before where that is needed. An arrival on a cluster barrier is one for each block that it
  * signals: lane k arrives at the k-th of them. A copy by an engine is issued by one elected lane of
  * warp 0 (lane.c), always the same (elect.sync with all lanes gives the same one), so that this
@@ -14,7 +14,9 @@
 /* ---- barriers ---------------------------------------------------------------------------- */
 
 typedef struct barrier {
-  const char *address, *index, *phase; /* index NULL: the only barrier of its allocation */
+  const char *address;
+  const char *index; /* NULL: the only barrier of its allocation */
+  const char *phase; /* NULL: waits know theirs */
   pm_val base;
   const int64_t *groups; /* of a cluster barrier that signals other blocks */
   uint32_t n_groups;
@@ -52,7 +54,9 @@ pm_code pm_cuda_WAIT(pm_gen *e, pm_opid op) {
   PM_TRY(barrier_of(e, op, pm_in(e->g, op, 0), &b));
   const char *wait = b.n_groups && e->released[b.base] ? "barrier_wait_cluster" : "barrier_wait";
   pm_note(e, op, "barrier_wait");
-  if (b.index) {
+  if (!b.phase) {
+    pm_line(e, "%s(%s, %s & 1);", wait, b.address, pm_scalar_of(e, pm_in(e->g, op, 1)));
+  } else if (b.index) {
     pm_line(e, "%s(%s, %s >> (%s) & 1);", wait, b.address, b.phase, b.index);
     pm_line(e, "%s ^= 1u << (%s);", b.phase, b.index);
   } else {

@@ -120,7 +120,12 @@ static pm_code arithmetic(pm_gen *e, pm_opid op, const char *sign, const char *w
 
 pm_code pm_cuda_ADD(pm_gen *e, pm_opid op) { return arithmetic(e, op, "+", "wrap_add", "|"); }
 pm_code pm_cuda_SUB(pm_gen *e, pm_opid op) { return arithmetic(e, op, "-", "wrap_sub", "^"); }
-pm_code pm_cuda_MUL(pm_gen *e, pm_opid op) { return arithmetic(e, op, "*", "wrap_mul", "&"); }
+
+/* ptxas knows nothing of an OPT_BARRIER: it would make one operation of the product and a sum. */
+pm_code pm_cuda_MUL(pm_gen *e, pm_opid op) {
+  const bool whole = e->barred[pm_get(e->g, op)->out] && in_dtype(e, op) == PM_F32;
+  return whole ? call(e, op, "mul_rn") : arithmetic(e, op, "*", "wrap_mul", "&");
+}
 
 /* By a constant it is plain C++; else a function, because x / 0 is undefined, also for padding. */
 static pm_code divide(pm_gen *e, pm_opid op, const char *sign, const char *fn) {

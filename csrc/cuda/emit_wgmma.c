@@ -167,7 +167,6 @@ pm_code pm_cuda_ACC_STORE(pm_gen *e, pm_opid op) {
   PM_TRY(check_wgmma_layout(e, op, in));
   write_registers(e, &p, pm_at(e, in, "r"), pm_at(e, in, "r + 1"));
   pin(e, &p);
-  pm_line(e, "wgmma_fence();");
   return PM_OK;
 }
 

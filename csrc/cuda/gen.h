@@ -36,6 +36,7 @@ typedef struct pm_gen {
   uint32_t line, noted; /* noted: the user's line that the last comment named */
   pm_slot *slot;        /* per value */
   uint32_t *uses;       /* per value: operands that are it */
+  bool *barred;         /* per value: it goes through an OPT_BARRIER */
   uint32_t next_name;
   const char *reg;  /* text of the register of which element-wise ops speak */
   const char *expr; /* what the emitter of an element-wise op leaves */

@@ -206,8 +206,9 @@ static uint32_t position(const pm_graph *g, pm_blk block, pm_opid op) {
   return k;
 }
 
-/* Does position `end` of the block end the kernel, or a branch that not all threads take? */
-static bool is_rest(const pm_graph *g, pm_blk block, uint32_t end) {
+/* Does position `end` of the block end the kernel, or, if `branches`, a branch that not all threads
+ * take? */
+static bool is_last(const pm_graph *g, pm_blk block, uint32_t end, bool branches) {
   for (;;) {
     const pm_block *b = &g->blocks.at[block];
     const pm_opid parent = b->parent;
@@ -215,7 +216,7 @@ static bool is_rest(const pm_graph *g, pm_blk block, uint32_t end) {
     if (!parent) return true;
     const int code = pm_get(g, parent)->code;
     if (code == PM_OP_FOR || code == PM_OP_WHILE) return false;
-    for (uint32_t wg = 0; wg < g->n_threads; wg++) {
+    for (uint32_t wg = 0; branches && wg < g->n_threads; wg++) {
       if (!may_take(g, parent, region_of(g, parent, block), wg)) return true;
     }
     block = pm_get(g, parent)->parent;
@@ -240,7 +241,7 @@ static uint32_t find_region(const pm_gen *e, pm_blk block, uint32_t first, trait
   }
   for (uint32_t was = end + 1; t->issues && was != end;) {
     was = end;
-    if (plain < end && !is_rest(g, block, end)) end = plain;
+    if (plain < end && !is_last(g, block, end, true)) end = plain;
     end = cut_at_used(e, block, first, end);
   }
   *t = (traits){0};
@@ -307,20 +308,6 @@ void pm_find_lane_barriers(pm_gen *e) {
 
 /* ---- emission ----------------------------------------------------------------------------- */
 
-/* Does position `end` of the block end the kernel? */
-static bool is_last(const pm_graph *g, pm_blk block, uint32_t end) {
-  for (;;) {
-    const pm_block *b = &g->blocks.at[block];
-    const pm_opid parent = b->parent;
-    if (end < b->ops.n && pm_get(g, b->ops.at[end])->code != PM_OP_YIELD) return false;
-    if (!parent) return true;
-    const int code = pm_get(g, parent)->code;
-    if (code == PM_OP_FOR || code == PM_OP_WHILE) return false;
-    block = pm_get(g, parent)->parent;
-    end = position(g, block, parent) + 1;
-  }
-}
-
 /* Did the lanes meet right in front of position k? */
 static bool has_met(const pm_gen *e, pm_blk block, uint32_t k) {
   const pm_block *b = &e->g->blocks.at[block];
@@ -358,6 +345,6 @@ pm_code pm_gen_region(pm_gen *e, pm_blk block, uint32_t first, uint32_t *next) {
   e->lane = false;
   pm_end(e);
   if (t.flows || t.sticky) pm_line(e, "warp_sync();");
-  if (t.sticky && !is_last(e->g, block, end)) pm_line(e, PM_LANES_SYNC);
+  if (t.sticky && !is_last(e->g, block, end, false)) pm_line(e, PM_LANES_SYNC);
   return PM_OK;
 }

@@ -180,6 +180,7 @@ static void count_uses(pm_gen *e) {
   const pm_graph *g = e->g;
   for (pm_opid op = 1; op < g->ops.n; op++) {
     for (uint32_t k = 0; k < pm_get(g, op)->n_in; k++) e->uses[pm_in(g, op, k)]++;
+    if (pm_get(g, op)->code == PM_OP_OPT_BARRIER) e->barred[pm_in(g, op, 0)] = true;
   }
 }
 
@@ -187,8 +188,16 @@ static void count_uses(pm_gen *e) {
 typedef struct survey {
   pm_gen *e;
   PM_VEC(pm_opid) barriers;
+  bool *keeps_phase; /* by value: barrier allocations with a wait that does not know its phase */
   bool meets_cluster; /* a block uses the memory of another one of its cluster */
 } survey;
+
+static bool in_loop(const pm_graph *g, pm_opid op) {
+  while ((op = g->blocks.at[pm_get(g, op)->parent].parent)) {
+    if (pm_get(g, op)->code == PM_OP_FOR || pm_get(g, op)->code == PM_OP_WHILE) return true;
+  }
+  return false;
+}
 
 static void look(pm_graph *g, pm_opid op, void *ctx) {
   survey *s = ctx;
@@ -196,6 +205,8 @@ static void look(pm_graph *g, pm_opid op, void *ctx) {
   uint32_t n;
   if (code == PM_OP_ALLOC_BARRIER) {
     pm_vec_push(s->e->arena, &s->barriers, op);
+    /* its phases go on where the scope comes again, those that the kernel counts do not */
+    s->keeps_phase[pm_get(g, op)->out] |= in_loop(g, op);
     const int64_t *groups = pm_attr_list(g, op, PM_ATTR_CLUSTER, &n);
     if (pm_cluster_targets(g, groups, n) > 1) s->meets_cluster = true;
   } else if (code == PM_OP_COPY_G2S) {
@@ -203,6 +214,8 @@ static void look(pm_graph *g, pm_opid op, void *ctx) {
     if (pm_cluster_size(g, axes, n) > 1) s->meets_cluster = true;
   } else if (code == PM_OP_CLUSTER_REF) {
     s->meets_cluster = true;
+  } else if (code == PM_OP_WAIT) {
+    s->keeps_phase[pm_view_base(g, pm_in(g, op, 0))] |= pm_get(g, op)->n_in == 1;
   } else if (code == PM_OP_ARRIVE && !*pm_attr(g, op, PM_ATTR_RELAXED)) {
     s->e->released[pm_view_base(g, pm_in(g, op, 0))] = true;
   } else if (code == PM_OP_PDL_WAIT) {
@@ -218,7 +231,7 @@ static void look(pm_graph *g, pm_opid op, void *ctx) {
   }
 }
 
-/* Counts of all barriers, one word of phase bits for each allocation. */
+/* Counts of all barriers, a word of phase bits for those allocations that need one. */
 static pm_code print_barriers(pm_gen *e, const survey *s) {
   if (!s->barriers.n) return PM_OK;
   for (uint32_t k = 0; k < s->barriers.n; k++) {
@@ -230,6 +243,7 @@ static pm_code print_barriers(pm_gen *e, const survey *s) {
           "%lld barriers in one allocation: more than 32 are not available; split it",
           (long long)n);
     }
+    if (!s->keeps_phase[o->out]) continue;
     e->phase[o->out] = pm_unique(e, "phase");
     pm_line(e, "u32 %s = 0;", e->phase[o->out]);
   }
@@ -278,7 +292,7 @@ static pm_code print_counters_done(pm_gen *e) {
 
 static pm_code print_body(pm_gen *e) {
   const pm_graph *g = e->g;
-  survey s = {.e = e};
+  survey s = {.e = e, .keeps_phase = PM_NEW(e->arena, bool, g->values.n)};
   pm_walk((pm_graph *)g, 1, look, &s); /* the visitor changes nothing */
   e->indent = 1;
   for (uint32_t k = 0; k < e->program->n_params; k++) {
@@ -428,6 +442,7 @@ pm_code pm_generate_cuda(const pm_graph *g, const pm_target *t, const pm_cuda_op
   pm_text_init(&e.out, g->arena);
   e.slot = PM_NEW(g->arena, pm_slot, g->values.n + 1);
   e.uses = PM_NEW(g->arena, uint32_t, g->values.n + 1);
+  e.barred = PM_NEW(g->arena, bool, g->values.n + 1);
   e.phase = PM_NEW(g->arena, const char *, g->values.n + 1);
   e.lane_barrier = PM_NEW(g->arena, bool, g->values.n + 1);
   e.made = PM_NEW(g->arena, bool, g->values.n + 1);

@@ -264,6 +264,13 @@ static step exec_wait(pm_machine *m, thread *t, const instr *i) {
         pm_vm_place(m, b->last_completion, place, sizeof place));
   }
   if (*seen < 0) *seen = 0;
+  if (i->n && *(int32_t *)slot_of(t, i->a) != *seen) {
+    return pm_vm_fail(m, t, i->op, PM_E_VALUE,
+                      "barrier_wait: phase is %" PRId32 ", but this thread waited for %" PRId64
+                      " phases of barrier %s before",
+                      *(int32_t *)slot_of(t, i->a), *seen,
+                      barrier_text(m, t, b, name, sizeof name));
+  }
   if (*seen == b->phase) {
     t->waits_for = b;
     t->pc--;

@@ -913,7 +913,7 @@ static const char *operand_text(const pm_typing *t, uint32_t k) {
       {PM_OP_COPY_S2G, {"src", "dst", "predicate"}},
       {PM_OP_WGMMA, {"acc", "a", "b"}},
       {PM_OP_ARRIVE, {"barrier"}},
-      {PM_OP_WAIT, {"barrier"}},
+      {PM_OP_WAIT, {"barrier", "phase"}},
       {PM_OP_CLUSTER_REF, {"ref", "index"}},
       {PM_OP_LOAD, {"ref"}},
       {PM_OP_STORE, {"ref", "value"}},

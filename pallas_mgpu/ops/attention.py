@@ -52,7 +52,7 @@ def choose(queries, head_dim, causal):
     """The configuration for a number of queries and a head size."""
     most = pl.cdiv(queries, 64)
     if head_dim == 64:
-        return AttentionConfig(min(3, most), 128, 4, lazy=False, late=False)
+        return AttentionConfig(min(3, most), 128, 4, lazy=not causal, late=False)
     if head_dim == 128:
         return AttentionConfig(min(2, most), 128, 2, causal, causal, q_registers=True)
     return AttentionConfig(min(2, most), 64, 2, own_output=False)
@@ -108,7 +108,7 @@ def _kernel(shape, keys, kv_heads, dtype, causal, scale, want_lse, cfg, cores, i
 
             @pl.when(tiles > 0)
             def _():
-                plgpu.barrier_wait(q_empty)
+                plgpu.barrier_wait(q_empty, phase=tiles - 1)
 
             for w in range(me_count):
                 at = (b, pl.ds(tile * rows + w * 64, 64), head)
@@ -119,7 +119,7 @@ def _kernel(shape, keys, kv_heads, dtype, causal, scale, want_lse, cfg, cores, i
 
                 @pl.when(it >= stages)
                 def _():
-                    plgpu.barrier_wait(empty.at[slot])
+                    plgpu.barrier_wait(empty.at[slot], phase=it // stages - 1)
 
                 at = (b, pl.ds((count - 1 - which) * block, block), kv_head)
                 plgpu.copy_gmem_to_smem(src.at[at], dst.at[slot], full.at[slot])
@@ -135,6 +135,10 @@ def _kernel(shape, keys, kv_heads, dtype, causal, scale, want_lse, cfg, cores, i
 
             lax.fori_loop(0, count + 1, step, None)
             return tiles + 1, it + count
+
+        def wait(ring, it):
+            """For what key block number it brings into its slot of the ring."""
+            plgpu.barrier_wait(ring.at[it % stages], phase=it // stages)
 
         def attend(t, it):
             """One tile of a consumer. it: key blocks so far."""
@@ -178,7 +182,7 @@ def _kernel(shape, keys, kv_heads, dtype, causal, scale, want_lse, cfg, cores, i
                 mine = plgpu.load(mine, layout=plgpu.Layout.WGMMA)
 
             def with_output(o_acc):
-                plgpu.barrier_wait(k_full.at[it % stages])
+                wait(k_full, it)
 
                 def first_scores(s_acc):
                     with plgpu.in_turn(me_count):
@@ -196,18 +200,19 @@ def _kernel(shape, keys, kv_heads, dtype, causal, scale, want_lse, cfg, cores, i
 
                     @pl.when(count > 1)
                     def _():
-                        plgpu.barrier_wait(k_full.at[(it + 1) % stages])
+                        wait(k_full, it + 1)
 
                 def step(j, carry):
                     m, sums, p = carry
-                    slot, before = (it + j) % stages, (it + j - 1) % stages
+                    now = it + j
+                    slot, before = now % stages, (now - 1) % stages
                     if not cfg.late:
-                        plgpu.barrier_wait(k_full.at[slot])
+                        wait(k_full, now)
 
                     def scores(s_acc):
                         with plgpu.in_turn(me_count):
                             plgpu.wgmma(s_acc, mine, k_s.at[slot].T)
-                            plgpu.barrier_wait(v_full.at[before])
+                            wait(v_full, now - 1)
                             plgpu.wgmma(o_acc, p, v_s.at[before])
                         return plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
 
@@ -229,7 +234,7 @@ def _kernel(shape, keys, kv_heads, dtype, causal, scale, want_lse, cfg, cores, i
 
                         @pl.when(j + 1 < count)
                         def _():
-                            plgpu.barrier_wait(k_full.at[(slot + 1) % stages])
+                            wait(k_full, now + 1)
 
                     plgpu.wgmma_wait(0)
                     plgpu.barrier_arrive(v_empty.at[before])
@@ -246,20 +251,21 @@ def _kernel(shape, keys, kv_heads, dtype, causal, scale, want_lse, cfg, cores, i
                 if cfg.own_output:
                     plgpu.barrier_arrive(q_empty)
                 last = (it + count - 1) % stages
-                plgpu.barrier_wait(v_full.at[last])
+                wait(v_full, it + count - 1)
                 plgpu.wgmma(o_acc, p, v_s.at[last])
-                sums = jnp.sum(sums, axis=1)
+                # under the product: the sums, and the wait for the buffer
+                log2_sums = jnp.log2(jnp.sum(sums, axis=1))
+                inverse = jnp.exp2(-log2_sums)  # a division has a slow path
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 value = o_acc[...]
                 plgpu.barrier_arrive(v_empty.at[last])
-                return value, m, sums
+                return value * rows_of(inverse, dim), scaled(m) + log2_sums
 
-            value, m, sums = pl.run_scoped(with_output, plgpu.ACC((64, dim)))
+            value, log2_lse = pl.run_scoped(with_output, plgpu.ACC((64, dim)))
             out = o_s if cfg.own_output else q_s
-            value = (value * rows_of(1.0 / sums, dim)).astype(dtype)
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            out[me] = value
+            out[me] = value.astype(dtype)
             if want_lse:
-                lse_s[me] = (scaled(m) + jnp.log2(sums)) * f32(math.log(2))
+                lse_s[me] = log2_lse * f32(math.log(2))
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(out.at[me], o.at[b, pl.ds(row, 64), head])
             if want_lse:
@@ -319,14 +325,14 @@ def _kernel(shape, keys, kv_heads, dtype, causal, scale, want_lse, cfg, cores, i
         def _():
             give_registers(40 if me_count < 3 else 32, "decrease")
             start = (jnp.int32(0), jnp.int32(0))
-            _, it = handed_tiles(start) if dynamic else static_tiles(produce, start)
-            plgpu.barrier_wait(q_empty)
+            tiles, it = handed_tiles(start) if dynamic else static_tiles(produce, start)
+            plgpu.barrier_wait(q_empty, phase=tiles - 1)
             for s in range(stages):  # every release is waited for
 
                 @pl.when(it > s)
                 def _(s=s):
-                    plgpu.barrier_wait(k_empty.at[s])
-                    plgpu.barrier_wait(v_empty.at[s])
+                    plgpu.barrier_wait(k_empty.at[s], phase=(it - s - 1) // stages)
+                    plgpu.barrier_wait(v_empty.at[s], phase=(it - s - 1) // stages)
 
         @pl.when(me < me_count)
         def _():

@@ -49,7 +49,7 @@ class MatmulConfig(NamedTuple):
     cluster_n: int = 1
     split: int = 1
     step: int = 64
-    lag: int = -1
+    lag: int = 1
 
 
 class _Plan:
@@ -100,8 +100,7 @@ def _product(m, n, k, dtype, out_dtype, ta, tb, has_bias, activation, cfg, sms, 
     axes = {"cm": cfg.cluster, "cn": cfg.cluster_n, "ck": split}
     axes = {name: size for name, size in axes.items() if size > 1}
     share_a, share_b = ("cn" if "cn" in axes else None), ("cm" if "cm" in axes else None)
-    # release a slot one step later where nobody else keeps the tensor cores busy
-    late = consumers == 1 if cfg.lag < 0 else bool(cfg.lag)
+    late = bool(cfg.lag)
     by_tma = m == 1 or n * out_dtype.itemsize % 16 == 0  # the result
     registers = consumers > 1 and cols > 128  # more accumulators than an even share has room for
 
@@ -146,15 +145,17 @@ def _product(m, n, k, dtype, out_dtype, ta, tb, has_bias, activation, cfg, sms, 
         def tile(t, it0):
             row, col = origin(t)
             k00 = rank("ck") * (p.steps * step)
+            odd = it0 // p.steps % 2 == 1
 
             def one(s, _):
                 it = it0 + s
                 slot = it % p.stages
-                k0 = k00 + s * step
+                # every second tile backwards: the end of its rows of A is still in the L2
+                k0 = k00 + lax.select(odd, p.steps - 1 - s, s) * step
 
                 @pl.when(it >= p.stages)
                 def _():
-                    plgpu.barrier_wait(empty.at[slot])
+                    plgpu.barrier_wait(empty.at[slot], phase=it // p.stages - 1)
 
                 at_a = (pl.ds(k0, step), pl.ds(row, rows))
                 at_b = (pl.ds(k0, step), pl.ds(col, cols))
@@ -175,7 +176,8 @@ def _product(m, n, k, dtype, out_dtype, ta, tb, has_bias, activation, cfg, sms, 
 
         done = for_tiles(tile)
         for s in range(p.stages):  # every release is waited for, also those of other blocks
-            pl.when(done > s)(lambda s=s: plgpu.barrier_wait(empty.at[s]))
+            last = (done - s - 1) // p.stages
+            pl.when(done > s)(lambda s=s, n=last: plgpu.barrier_wait(empty.at[s], phase=n))
 
     def multiply(me, it0, a_smem, b_smem, full, empty):
         """This consumer's part of the tile, float32 in registers."""
@@ -184,7 +186,7 @@ def _product(m, n, k, dtype, out_dtype, ta, tb, has_bias, activation, cfg, sms, 
             def one(s, _):
                 it = it0 + s
                 slot = it % p.stages
-                plgpu.barrier_wait(full.at[slot])
+                plgpu.barrier_wait(full.at[slot], phase=it // p.stages)
                 mine = pl.ds(me * 64, 64)
                 part = a_smem.at[slot, :, mine].T if ta else a_smem.at[slot, mine]
                 plgpu.wgmma(acc, part, b_smem.at[slot].T if tb else b_smem.at[slot])

@@ -210,6 +210,7 @@ FN T opaque(T x) {
   return x;
 }
 
+FN f32 mul_rn(f32 a, f32 b) { return a * b; }
 template <typename T>
 FN T wrap_add(T a, T b) {
   return (T)((u64)a + (u64)b);

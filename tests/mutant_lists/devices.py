@@ -52,7 +52,7 @@ breaks(
         "if (uses[o->out + i] > e->uses[o->out + i]) return",
     ),
     one_lane_waits_for_all=(
-        "if (plain < end && !is_rest(g, block, end)) end = plain;",
+        "if (plain < end && !is_last(g, block, end, true)) end = plain;",
         "if (plain < end && !is_rest(g, block, end)) end -= plain > end;",
     ),
     a_barrier_is_awaited_in_two_ways=(
@@ -99,8 +99,8 @@ breaks(
         "if (t.syncs && !has_met(e, block, first) && false) pm_line",
     ),
     nobody_meets_behind_regions=(
-        "if (t.sticky && !is_last(e->g, block, end)) pm_line",
-        "if (t.sticky && !is_last(e->g, block, end) && false) pm_line",
+        "if (t.sticky && !is_last(e->g, block, end, false)) pm_line",
+        "if (t.sticky && !is_last(e->g, block, end, false) && false) pm_line",
     ),
     warps_stay_apart_behind_regions=(
         'if (t.flows || t.sticky) pm_line(e, "warp_sync();");',

@@ -147,6 +147,10 @@ breaks(
     *FUZZ,
     phase_never_flips=('    pm_line(e, "%s ^= 1;", b.phase);\n', ""),
     phase_of_the_next_barrier_flips=('"%s ^= 1u << (%s);"', '"%s ^= 2u << (%s);"'),
+    known_phase_is_the_next=(
+        '"%s(%s, %s & 1);", wait, b.address, pm_scalar_of',
+        '"%s(%s, %s + 1 & 1);", wait, b.address, pm_scalar_of',
+    ),
     wait_for_the_phase_before=(
         'pm_line(e, "%s(%s, %s);", wait, b.address, b.phase);',
         'pm_line(e, "%s(%s, %s ^ 1);", wait, b.address, b.phase);',
@@ -249,6 +253,8 @@ breaks(
 )
 breaks(
     f"{CUDA}/program.c",
+    "tests/test_specialised.py::test_phases_of_a_scope_that_comes_again",
+    "tests/test_specialised.py::test_waits_that_know_their_phase",
     f"{MEMORY}::test_producer_and_consumers",
     f"{MEMORY}::test_many_copies_on_one_barrier",
     barriers_count_all_lanes=(
@@ -259,6 +265,8 @@ breaks(
         "pm_barrier_arrivals(e->g, op) * unit;",
         "pm_barrier_arrivals(e->g, op) * unit + 1;",
     ),
+    phases_begin_again_with_the_scope=("|= in_loop(g, op);", "|= false;"),
+    waits_forget_who_needs_the_phase=("|= pm_get(g, op)->n_in == 1;", "|= false;"),
     barriers_without_fence=('  pm_line(e, "barrier_init_fence();");\n', ""),
     nobody_meets_behind_the_barriers=('    pm_line(e, "block_sync();");\n', ""),
     warps_are_counted_in_the_block=(

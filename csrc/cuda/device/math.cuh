@@ -3,6 +3,10 @@
 //! wrap_add
 template <typename T> FN T wrap_add(T a, T b) { return (T)((u32)a + (u32)b); }
 
+//! mul_rn
+// a product that is rounded, whatever is added to it
+FN f32 mul_rn(f32 a, f32 b) { return __fmul_rn(a, b); }
+
 //! wrap_sub
 template <typename T> FN T wrap_sub(T a, T b) { return (T)((u32)a - (u32)b); }
 
