@@ -255,7 +255,7 @@ def bench(text, args, jax_config, target):
     if jax_config[0] and not size.nt:
         add_jax(size, contestants, *jax_config, seconds=4 if args.quick else 12)
     del size.want
-    times = all_ways(contestants, 0.3 if args.quick else 1)
+    times = all_ways(contestants, 0.5 if args.quick else 1)
     print(f"\n### {size.title}\n")
     print(f"ops.matmul: {choose(size.m, size.n, size.k, transpose_b=size.nt)}\n")
     print("| contestant | " + " | ".join(f"{w}, TFLOP/s | ratio" for w in times) + " |")

@@ -53,7 +53,7 @@ breaks(
     ),
     one_lane_waits_for_all=(
         "if (plain < end && !is_last(g, block, end, true)) end = plain;",
-        "if (plain < end && !is_rest(g, block, end)) end -= plain > end;",
+        "if (plain < end && !is_last(g, block, end, true)) end -= plain > end;",
     ),
     a_barrier_is_awaited_in_two_ways=(
         "if (!(w.inside[v] & w.outside[v])) continue;",

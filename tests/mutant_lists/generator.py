@@ -253,8 +253,8 @@ breaks(
 )
 breaks(
     f"{CUDA}/program.c",
-    "tests/test_specialised.py::test_phases_of_a_scope_that_comes_again",
-    "tests/test_specialised.py::test_waits_that_know_their_phase",
+    f"{SPECIALISED}::test_phases_of_a_scope_that_comes_again",
+    f"{SPECIALISED}::test_waits_that_know_their_phase",
     f"{MEMORY}::test_producer_and_consumers",
     f"{MEMORY}::test_many_copies_on_one_barrier",
     barriers_count_all_lanes=(
@@ -265,7 +265,7 @@ breaks(
         "pm_barrier_arrivals(e->g, op) * unit;",
         "pm_barrier_arrivals(e->g, op) * unit + 1;",
     ),
-    phases_begin_again_with_the_scope=("|= in_loop(g, op);", "|= false;"),
+    phases_begin_again_with_the_scope=("|= in_loop(g, op);", "|= in_loop(g, op) && false;"),
     waits_forget_who_needs_the_phase=("|= pm_get(g, op)->n_in == 1;", "|= false;"),
     barriers_without_fence=('  pm_line(e, "barrier_init_fence();");\n', ""),
     nobody_meets_behind_the_barriers=('    pm_line(e, "block_sync();");\n', ""),
