@@ -285,7 +285,7 @@ static void visit_memory(placer *p, pm_opid op) {
   p->touched |= code == PM_OP_LOAD && !is_constant(p, pm_in(p->g, op, 0));
   p->n_wgmmas += code == PM_OP_WGMMA;
   if (pm_has_attr(p->g, op, PM_ATTR_N)) await_wgmma(p, *pm_attr(p->g, op, PM_ATTR_N));
-  if (p->g->no_auto_barriers || (code != PM_OP_LOAD && code != PM_OP_WGMMA)) return;
+  if (p->g->no_auto_barriers) return;
   note_op(p->g, op, p);
   p->at = APART;
 }

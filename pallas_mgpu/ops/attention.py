@@ -253,19 +253,18 @@ def _kernel(shape, keys, kv_heads, dtype, causal, scale, want_lse, cfg, cores, i
                 last = (it + count - 1) % stages
                 wait(v_full, it + count - 1)
                 plgpu.wgmma(o_acc, p, v_s.at[last])
-                # under the product: the sums, and the wait for the buffer
-                log2_sums = jnp.log2(jnp.sum(sums, axis=1))
-                inverse = jnp.exp2(-log2_sums)  # a division has a slow path
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                sums = jnp.sum(sums, axis=1)
                 value = o_acc[...]
                 plgpu.barrier_arrive(v_empty.at[last])
-                return value * rows_of(inverse, dim), scaled(m) + log2_sums
+                return value, m, sums
 
-            value, log2_lse = pl.run_scoped(with_output, plgpu.ACC((64, dim)))
+            value, m, sums = pl.run_scoped(with_output, plgpu.ACC((64, dim)))
             out = o_s if cfg.own_output else q_s
-            out[me] = value.astype(dtype)
+            value = (value * rows_of(1.0 / sums, dim)).astype(dtype)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            out[me] = value
             if want_lse:
-                lse_s[me] = log2_lse * f32(math.log(2))
+                lse_s[me] = (scaled(m) + jnp.log2(sums)) * f32(math.log(2))
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(out.at[me], o.at[b, pl.ds(row, 64), head])
             if want_lse:
