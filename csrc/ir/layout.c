@@ -515,6 +515,30 @@ pm_layid pm_layout_reshape(pm_graph *g, pm_layid id, const pm_type *to) {
   return finish(g, &m);
 }
 
+pm_layid pm_layout_transpose(pm_graph *g, pm_layid id, const int64_t *perm, const pm_type *to) {
+  const pm_layout *l = pm_layout_of(g, id);
+  int last = -1, where_to[PM_MAX_RANK];
+  bool ordered = true; /* but for unit dims, which have no elements to move */
+  for (int k = 0; k < l->rank; k++) {
+    where_to[perm[k]] = k;
+    if (l->shape[perm[k]] == 1) continue;
+    ordered = ordered && (int)perm[k] > last;
+    last = (int)perm[k];
+  }
+  if (l->kind != PM_TILED) return l->kind == PM_SPLAT || ordered ? pm_layout_reshape(g, id, to) : 0;
+  maker m;
+  start(&m, PM_TILED, to);
+  for (int k = 0; k < l->rank; k++) m.l.padded[k] = l->padded[perm[k]];
+  for (int where = WARP; where <= REG; where++) {
+    uint32_t n;
+    const pm_digit *d = digits(l, where, &n);
+    for (uint32_t k = 0; k < n; k++) {
+      put(&m, where, d[k].dim < 0 ? -1 : where_to[d[k].dim], d[k].size, d[k].stride);
+    }
+  }
+  return finish(g, &m);
+}
+
 /* How many values of each register digit of `dim` the elements start..start+size-1 take. The lowest
  * digits are taken whole, one in part, those above it for one value; false: not of this form. */
 static bool slice_digits(const pm_layout *l, int dim, int64_t start_at, int64_t size,

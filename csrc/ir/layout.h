@@ -61,6 +61,8 @@ pm_layid pm_layout_reduce(pm_graph *g, pm_layid l, const int64_t *dims, uint32_t
 /* The same elements in row-major order in the same registers under another shape; 0 if no digits
  * say that. */
 pm_layid pm_layout_reshape(pm_graph *g, pm_layid l, const pm_type *to);
+/* The same elements in the same registers, dim k of the result being dim perm[k]; 0: none. */
+pm_layid pm_layout_transpose(pm_graph *g, pm_layid l, const int64_t *perm, const pm_type *to);
 /* Slice of the same rank where each lane keeps some of its registers, in order; 0: none. */
 pm_layid pm_layout_slice(pm_graph *g, pm_layid l, const int64_t *starts, const pm_type *to);
 /* The layout an operand must have so that broadcasting it (dims as in BROADCAST) costs nothing; 0:

@@ -134,6 +134,10 @@ PyObject *pmpy_select(pmpy_trace *t, pmpy_arg *cond, pmpy_arg *x, pmpy_arg *y);
 int pmpy_init_array(PyObject *module);
 extern PyMethodDef pmpy_array_functions[];
 
+/* ---- moves.c ------------------------------------------------------------------------------- */
+
+extern PyMethodDef pmpy_move_functions[];
+
 /* ---- ref.c --------------------------------------------------------------------------------- */
 
 /* An index, one entry per dimension. start PM_DYNAMIC: the next of dyn; size PM_DROPPED: an int. */

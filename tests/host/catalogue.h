@@ -406,6 +406,13 @@ FN T shuffle_xor(T x, int mask, LINE) {
   from_bits(r, host_shuffle(bits_of(x), lane_number() ^ (u32)mask, ~0u, line));
   return r;
 }
+template <typename T>
+FN T shuffle_up(T x, u32 d, LINE) {
+  T r;
+  u32 lane = lane_number();
+  from_bits(r, host_shuffle(bits_of(x), lane < d ? lane : lane - d, ~0u, line));
+  return r;
+}
 template <int N>
 FN void registers_up(LINE) {
   host_registers(N, true, line);

@@ -74,6 +74,12 @@ template <typename T> FN T shuffle_xor(T x, int mask) {
   T r; from_bits(r, __shfl_xor_sync(0xffffffffu, bits_of(x), mask)); return r;
 }
 
+//! shuffle_up
+// x of the lane d below; the lowest d lanes keep their own
+template <typename T> FN T shuffle_up(T x, u32 d) {
+  T r; from_bits(r, __shfl_up_sync(0xffffffffu, bits_of(x), d)); return r;
+}
+
 //! registers_up
 template <int N> FN void registers_up() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(N));

@@ -1,0 +1,285 @@
+"""Moving, joining, indexing, scanning and multiplying register arrays, against NumPy: random data,
+odd shapes, all layouts."""
+
+import re
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import pallas_mgpu as plgpu
+from pallas_mgpu import lax
+from pallas_mgpu import numpy as jnp
+
+f32, bf16 = np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)
+
+
+def data(rng, shape, dtype=np.float32):
+    dtype = np.dtype(dtype)
+    if dtype == bool:
+        return rng.integers(0, 2, shape).astype(bool)
+    if dtype.kind in "iu":
+        return rng.integers(0 if dtype.kind == "u" else -100, 100, shape).astype(dtype)
+    return rng.standard_normal(shape).astype(np.float32).astype(dtype)
+
+
+def call(run, kernel, *xs):
+    """Without NVRTC in way "interpret": one kernel of so many ops needs more registers than there
+    are. test_one_at_a_time compiles them."""
+    return kernel(*xs) if run.way == "interpret" else run.call(kernel, *xs)
+
+
+def check_all(run, cases, *xs, rtol=0, layout=None):
+    """Each case is f(jnp, *arrays): one kernel computes them all, NumPy says what they are."""
+    wants = [np.asarray(f(np, *xs)) for f in cases]
+
+    def body(*refs):
+        values = [plgpu.load(r, layout=layout, optimized=False) for r in refs[: len(xs)]]
+        for f, o in zip(cases, refs[len(xs) :]):
+            o[...] = f(jnp, *values)
+
+    wants = [w.astype(xs[0].dtype) if w.dtype == np.float64 else w for w in wants]
+    wants = [w.astype(np.int32) if w.dtype == np.int64 else w for w in wants]
+    got = call(run, run.kernel(body, tuple(wants)), *xs)
+    for g, w in zip(got, wants):
+        if rtol:
+            np.testing.assert_allclose(g.astype(np.float32), w.astype(np.float32), rtol, rtol)
+        else:
+            np.testing.assert_array_equal(g, w)
+
+
+def moves(lowered):
+    """The ops of a lowered kernel that go through scratch."""
+    text = lowered.as_text("cuda")
+    return re.findall(r"// (\w+), through shared memory", text)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, bf16, np.int8, bool], ids=str)
+@pytest.mark.parametrize("shape", [(64, 64), (7, 33), (128, 1), (1, 129), (100, 24)], ids=str)
+def test_transposes(run, rng, shape, dtype):
+    """Through registers or scratch, of values that were computed."""
+    x = data(rng, shape, dtype)
+    cases = [lambda xp, x: xp.flip(x).T, lambda xp, x: xp.concatenate([x, x]).T, lambda xp, x: x.T]
+    check_all(run, cases, x)
+
+
+def test_permutations_of_many_dims(run, rng):
+    """transpose, swapaxes, moveaxis and matrix transposes of rank 3 to 5."""
+    x, y = data(rng, (3, 5, 9)), data(rng, (2, 3, 1, 4, 5))
+    cases = [
+        lambda xp, x, y: xp.transpose(x, (1, 2, 0)),
+        lambda xp, x, y: x.swapaxes(0, 2),
+        lambda xp, x, y: xp.moveaxis(x, 0, -1),
+        lambda xp, x, y: x.transpose(2, 0, 1),
+        lambda xp, x, y: xp.transpose(y, (4, 2, 0, 1, 3)),
+        lambda xp, x, y: xp.swapaxes(y, -1, -2),
+        lambda xp, x, y: y.T,
+    ]
+    check_all(run, cases, x, y)
+
+
+@pytest.mark.parametrize("shape", [(64, 64), (7, 33), (5, 3), (128, 8)], ids=str)
+def test_joining_and_cutting(run, rng, shape):
+    """concatenate, stack, split, repeat, tile of odd pieces."""
+    x, y = data(rng, shape), data(rng, shape)
+    n = shape[1]
+    cases = [
+        lambda xp, x, y: xp.concatenate([x, y * 2]),
+        lambda xp, x, y: xp.concatenate([x + 1, y, x], axis=1),
+        lambda xp, x, y: xp.concatenate([x, xp.ones((2, n), np.float32)], axis=0),
+        lambda xp, x, y: xp.stack([x, y]),
+        lambda xp, x, y: xp.stack([x + 1, y], -1),
+        lambda xp, x, y: xp.vstack([x, y]),
+        lambda xp, x, y: xp.hstack([x, y]),
+        lambda xp, x, y: xp.split(x * 3, [1, 3])[1],
+        lambda xp, x, y: xp.split(y + 2, [n - 1], axis=1)[0],
+        lambda xp, x, y: xp.tile(x, (2, 3)),
+        lambda xp, x, y: xp.repeat(x, 3, axis=1),
+        lambda xp, x, y: xp.repeat(y, 2),
+    ]
+    check_all(run, cases, x, y)
+
+
+def test_pieces_of_wgmma_stay_in_registers(run, rng):
+    """Tile-aligned slices and joins of WGMMA arrays move nothing between lanes."""
+    x = data(rng, (64, 128))
+
+    def body(x_ref, o_ref):
+        x = plgpu.layout_cast(x_ref[...] * 2, plgpu.Layout.WGMMA)
+        o_ref[...] = jnp.concatenate([x[:, 64:], x[:, :64]], 1)
+
+    kernel = run.kernel(body, x)
+    assert moves(kernel.lower(x)) == []
+    want = np.concatenate([x[:, 64:], x[:, :64]], 1) * 2
+    np.testing.assert_array_equal(run.call(kernel, x), want)
+
+
+@pytest.mark.parametrize("layout", [None, plgpu.Layout.WGMMA], ids=["any", "wgmma"])
+def test_static_indices(run, rng, layout):
+    """Slices that begin anywhere, with any stride, and flips."""
+    x = data(rng, (70, 41))
+    cases = [
+        lambda xp, x: (x * 2)[3:40, 5:11],
+        lambda xp, x: (x * 2)[::2],
+        lambda xp, x: (x + 1)[5:60:7, ::-3],
+        lambda xp, x: x[::-1] * 2,
+        lambda xp, x: (x + 3)[17],
+        lambda xp, x: (x + 3)[:, 4],
+        lambda xp, x: (x + 3)[-1, None, 2:5],
+        lambda xp, x: xp.flip(x * 2),
+        lambda xp, x: xp.flip(x * 2, 1),
+        lambda xp, x: xp.roll(x + 1, 5),
+        lambda xp, x: xp.roll(x + 1, (3, -50), (0, 1)),
+        lambda xp, x: xp.pad(x * 2, ((1, 2), (0, 3))),
+        lambda xp, x: xp.reshape(x * 2, (41, 70)),
+        lambda xp, x: (x * 2).reshape(7, 41, 10),
+        lambda xp, x: xp.ravel(x + 1),
+    ]
+    check_all(run, cases, x, layout=layout)
+
+
+def test_traced_indices(run, rng):
+    """Scalars and arrays of indices, traced; out of range ones are limited."""
+    x, i = data(rng, (9, 20)), np.array([3, 0, -1, 8, 7], np.int32)
+    s = np.array([2], np.int32)
+    clip = np.clip
+    cases = [
+        lambda xp, x, i, s: (x * 2)[i],
+        lambda xp, x, i, s: (x * 2)[:, i],
+        lambda xp, x, i, s: (x * 2)[i, i + 1],
+        lambda xp, x, i, s: (x * 2)[i[:, None], i + 5],
+        lambda xp, x, i, s: (x * 2)[s[0]],
+        lambda xp, x, i, s: (x * 2)[s[0], 3:7],
+        lambda xp, x, i, s: (x * 2)[1:5, s[0]],
+        lambda xp, x, i, s: xp.take(x * 2, i, axis=1),
+        lambda xp, x, i, s: xp.take(x * 2, i * 3, mode="wrap"),
+        lambda xp, x, i, s: xp.take_along_axis(x, xp.argsort(x, 1), 1),
+        lambda xp, x, i, s: (x * 2)[clip(i + 4, -9, 8) if xp is np else i + 4],
+    ]
+    check_all(run, cases, x, i, s)
+
+
+def test_dynamic_slices_and_updates(run, rng):
+    """Starts are moved inside; updates change what they name only."""
+    x, u, s = data(rng, (12, 10)), data(rng, (3, 4)), np.array([5, -3, 100], np.int32)
+    a, b, c = (int(v) for v in s)
+
+    def body(x_ref, u_ref, s_ref, o1, o2, o3, o4, o5, o6):
+        x, u, s = x_ref[...] * 1, u_ref[...], [s_ref[k] for k in range(3)]
+        o1[...] = lax.dynamic_slice(x, (s[0], s[1]), (4, 2))
+        o2[...] = lax.dynamic_slice(x, (s[2], 1), (4, 2))
+        o3[...] = lax.dynamic_update_slice(x, u, (s[0], s[2]))
+        o4[...] = x.at[s[0], 2:6].set(u[0])
+        o5[...] = x.at[1:4, ::3].add(u * 2)
+        o6[...] = x.at[s[2]].set(0.0)
+
+    outs = [x[:4, :2].copy(), x[:4, :2].copy(), x, x, x, x]
+    got = run(body, tuple(outs), x, u, s)
+    w3, w4, w5 = x.copy(), x.copy(), x.copy()
+    w3[5:8, 6:10] = u
+    w4[5, 2:6] = u[0]
+    w5[1:4, ::3] += u * 2
+    for g, w in zip(got, (x[5:9, 7:9], x[8:12, 1:3], w3, w4, w5, x)):
+        np.testing.assert_array_equal(g, w)
+
+
+REDUCED = [(64, 64), (7, 33), (3, 5, 9), (1, 129), (130, 2), (2, 3, 4, 5)]
+
+
+@pytest.mark.parametrize("shape", REDUCED, ids=str)
+def test_reductions_over_any_axes(run, rng, shape):
+    """Every set of axes, with and without keepdims."""
+    x = data(rng, shape)
+    x = np.sign(x) * (0.9 + np.abs(x) / 10)
+    sets = [None, 0, -1, (0, 1), (0, len(shape) - 1), tuple(range(len(shape)))]
+    cases = []
+    for a in sets:
+        for keep in (False, True):
+            cases.append(lambda xp, x, a=a, k=keep: xp.sum(x, axis=a, keepdims=k))
+            cases.append(lambda xp, x, a=a, k=keep: xp.max(x, axis=a, keepdims=k))
+        cases.append(lambda xp, x, a=a: xp.prod(x, axis=a))
+        cases.append(lambda xp, x, a=a: xp.any(x > 1, axis=a).astype(np.int32))
+    check_all(run, cases, x, rtol=2e-5)
+
+
+@pytest.mark.parametrize("layout", [None, plgpu.Layout.WGMMA], ids=["any", "wgmma"])
+@pytest.mark.parametrize("shape", [(64, 16), (7, 33), (1, 200)], ids=str)
+def test_moments_and_places(run, rng, shape, layout):
+    """var, std, mean, argmax, argmin, count_nonzero along each axis."""
+    x = np.round(data(rng, shape) * 4) / 4  # with ties
+    cases = [lambda xp, x: xp.argmax(x), lambda xp, x: xp.argmin(x)]
+    for a in (0, 1, None):
+        cases += [
+            lambda xp, x, a=a: xp.var(x, axis=a, keepdims=True),
+            lambda xp, x, a=a: xp.std(x, axis=a),
+            lambda xp, x, a=a: xp.mean(x, axis=a),
+            lambda xp, x, a=a: xp.argmax(x, axis=a),
+            lambda xp, x, a=a: xp.argmin(x, axis=a, keepdims=True),
+            lambda xp, x, a=a: xp.count_nonzero(x, axis=a),
+        ]
+    check_all(run, cases, x, rtol=1e-5, layout=layout)
+
+
+def test_nan_wins_places(run):
+    """The first NaN is both greatest and least."""
+    x = np.array([[1, np.nan, 3, np.nan], [1, 2, 0, 2]], np.float32)
+    cases = [lambda xp, x: xp.argmax(x, 1), lambda xp, x: xp.argmin(x, 1)]
+    check_all(run, cases, x)
+
+
+@pytest.mark.parametrize("shape", [(1,), (127,), (1000,), (5, 33), (130, 3), (3, 200, 2)], ids=str)
+def test_scans(run, rng, shape):
+    """cumsum, cumprod along each axis, flattened too; cummax, cummin."""
+    x = data(rng, shape, np.int32)
+    cases = [lambda xp, x: xp.cumsum(x)]
+    for a in range(len(shape)):
+        cases += [
+            lambda xp, x, a=a: xp.cumsum(x * 3, axis=a),
+            lambda xp, x, a=a: xp.cumprod(x % 2 * 2 + 1, axis=a),
+            lambda xp, x, a=a: (
+                np.maximum.accumulate(x, a) if xp is np else lax.cummax(x, axis=a)
+            ),
+            lambda xp, x, a=a: (
+                np.flip(np.minimum.accumulate(np.flip(x, a), a), a)
+                if xp is np
+                else lax.cummin(x, axis=a, reverse=True)
+            ),
+        ]
+    wants = [np.asarray(f(np, x)).astype(np.int32) for f in cases]
+
+    def body(x_ref, *outs):
+        for f, o in zip(cases, outs):
+            o[...] = f(jnp, x_ref[...])
+
+    for g, w in zip(call(run, run.kernel(body, tuple(wants)), x), wants):
+        np.testing.assert_array_equal(g, w)
+
+
+def test_float_scans(run, rng):
+    """f32 sums in another order, bf16 rounded once."""
+    x, y = data(rng, (4, 300)), data(rng, (70, 6), bf16)
+
+    def body(x_ref, y_ref, a_ref, b_ref):
+        a_ref[...] = jnp.cumsum(x_ref[...], axis=1)
+        b_ref[...] = jnp.cumsum(y_ref[...], axis=0)
+
+    a, b = run(body, (x, y), x, y)
+    np.testing.assert_allclose(a, np.cumsum(x, axis=1), rtol=1e-4, atol=1e-4)
+    want = np.cumsum(y.astype(np.float32), axis=0)
+    np.testing.assert_allclose(b.astype(np.float32), want, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("shape", [(1,), (100,), (5, 16), (30, 3)], ids=str)
+def test_sorts(run, rng, shape):
+    """sort and stable argsort, with ties and NaN."""
+    x = np.round(data(rng, shape) * 3)
+    x.flat[0] = np.nan if x.size > 5 else 1
+    cases = []
+    for a in range(len(shape)):
+        cases.append(lambda xp, x, a=a: xp.sort(x, axis=a))
+        cases.append(
+            lambda xp, x, a=a: (
+                np.argsort(x, axis=a, kind="stable") if xp is np else jnp.argsort(x, axis=a)
+            )
+        )
+    check_all(run, cases, x)
