@@ -1,7 +1,8 @@
 """Products of register arrays and refs.
 
-float16 and bfloat16 matrices go to the tensor cores: `b` (and `a`, where it must be padded) is
-staged in shared memory, one `wgmma` for each 256 columns, accumulated in float32. float8 becomes
+float16 and bfloat16 matrices go to the tensor cores: `b` is staged in shared memory unless it is a
+ref there that wgmma can read, one `wgmma` for each 256 columns, accumulated in float32. Shapes are
+padded with zeros. float8 becomes
 float16, which holds it exactly. Other dtypes are computed by the lanes, as outer products of a
 column and a row of operands in shared memory. Vectors are multiplied and summed."""
 
@@ -11,7 +12,7 @@ import numpy as np
 
 from . import _core
 from ._names import show
-from ._shapes import axes_of, concatenate, stack, transpose
+from ._shapes import axes_of, concatenate, pad_with, stack, transpose
 from ._trace import Array, Ref, env
 from ._types import REGS, SMEM, WGMMAAccumulatorRef
 
@@ -58,51 +59,43 @@ def _is_operand(x, rows, columns):
     )
 
 
+def _padded(x, rows, columns, dtype):
+    x = _core.convert(_load(x, "dot"), dtype)
+    config = [(0, -x.shape[0] % rows, 0), (0, -x.shape[1] % columns, 0)]
+    return pad_with(x, 0, config) if any(high for _, high, _ in config) else x
+
+
 def _on_tensor_cores(a, b, dtype):
     """(M, K) @ (K, N) of float16 or bfloat16 in float32."""
     from ._ops import commit_smem, wgmma
 
-    (m, k), n = a.shape, b.shape[1]
-    rows, depth = m + -m % 64, k + -k % 16
-    exact = (rows, depth) == (m, k)
-    a_staged = not exact and not _is_operand(a, 64, 16)
-    if a_staged or not isinstance(a, Ref) or not _is_operand(a, 64, 16):
-        a = _core.convert(_load(a, "dot"), dtype)
-    pieces = []
-    for start in range(0, n, _MOST_COLUMNS):
-        count = min(_MOST_COLUMNS, n - start)
-        width = count + -count % 16
-        direct = count == n and exact and _is_operand(b, 16, 16) and b.dtype == dtype
-        part = b if direct else b.at[:, start : start + count] if isinstance(b, Ref) else b
-        if not direct:
-            part = _core.convert(_load(part, "dot"), dtype)
-            if not isinstance(b, Ref) and count < n:
-                part = part[:, start : start + count]
-        types = [WGMMAAccumulatorRef((rows, width), np.float32)]
-        types += [] if direct else [SMEM((depth, width), dtype)]
-        types += [SMEM((rows, depth), dtype)] if a_staged else []
+    m, n = a.shape[0], b.shape[1]
+    if not _is_operand(a, 64, 16) or a.dtype != dtype:
+        a = _padded(a, 64, 16, dtype)
+    if _is_operand(b, 16, 16) and b.dtype == dtype and n <= _MOST_COLUMNS:
 
-        def product(acc, *smem, part=part, direct=direct, count=count, width=width):
-            left = a
-            if a_staged:
-                left = smem[-1]
-                left[...] = _core.full((rows, depth), 0, dtype)
-                left[:m, :k] = a
-            right = part
-            if not direct:
-                right = smem[0]
-                if (depth, width) != (k, count):
-                    right[...] = _core.full((depth, width), 0, dtype)
-                    right[:k, :count] = part
-                else:
-                    right[...] = part
+        def product(acc):
             commit_smem()
-            wgmma(acc, left, right)
+            wgmma(acc, a, b)
             return acc[...]
 
-        out = _scoped(product, *types)
-        pieces.append(out if out.shape == (m, count) else out[:m, :count])
-    return concatenate(pieces, 1)
+        out = _scoped(product, WGMMAAccumulatorRef((a.shape[0], n), np.float32))
+        return out if out.shape[0] == m else out[:m]
+    pieces = []
+    b = _padded(b, 16, 16, dtype)
+    for start in range(0, b.shape[1], _MOST_COLUMNS):
+        part = b[:, start : start + _MOST_COLUMNS]
+
+        def staged(acc, smem, part=part):
+            smem[...] = part
+            commit_smem()
+            wgmma(acc, a, smem)
+            return acc[...]
+
+        acc = WGMMAAccumulatorRef((a.shape[0], part.shape[1]), np.float32)
+        pieces.append(_scoped(staged, acc, SMEM(part.shape, dtype)))
+    out = concatenate(pieces, 1)
+    return out if out.shape == (m, n) else out[:m, :n]
 
 
 def _by_lanes(a, b, work):

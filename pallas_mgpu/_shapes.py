@@ -292,7 +292,8 @@ def pad_with(x, value, config):
         at = at * _strides(x.shape)[k]
         numbers = at if numbers is None else numbers + at
     out = _core.gather(x, numbers)
-    return out if inside is None else _core.where(inside, out, _core.convert(value, x.dtype))
+    value = _core.convert(_as_array(value), x.dtype)
+    return out if inside is None else _core.where(inside, out, value)
 
 
 def pad(x, pad_width, mode="constant", *, constant_values=0):
