@@ -68,6 +68,58 @@ pm_code pm_through_scratch(pm_gen *e, pm_opid op, const pm_view *result) {
   return PM_OK;
 }
 
+/* ---- shuffles ----------------------------------------------------------------------------- */
+
+/* "(lane >> 1 & 1) << 2 | ..": the lane to read */
+static const char *source_lane(pm_gen *e, const pm_relayout *plan) {
+  pm_text t;
+  pm_text_init(&t, e->arena);
+  for (int k = 0; k < 5; k++) {
+    const int from = plan->place[k];
+    pm_putf(&t, "%s(lane >> %d & 1) << %d", k ? " | " : "", from, k);
+  }
+  return t.at;
+}
+
+pm_code pm_by_shuffles(pm_gen *e, pm_opid op, const pm_relayout *plan) {
+  const pm_val in = pm_in(e->g, op, 0), out = pm_get(e->g, op)->out;
+  const pm_dtype d = pm_typeof(e->g, in)->dtype;
+  const int64_t n_regs = plan->n_regs, bytes = pm_dtypes[d].bytes;
+  int64_t n, apart;
+  pm_note(e, op, "layout_cast, by shuffles");
+  const char *name = pm_declare(e, out, out), *moved = pm_unique(e, "moved");
+  pm_begin(e, "{");
+  pm_line(e, "%s %s[%lld];", pm_cpp_type(d), moved, (long long)n_regs);
+  const char *r = pm_begin_unrolled(e, "r", n_regs, 1);
+  pm_line(e, "%s[%s] = %s;", moved, r, pm_at(e, in, r));
+  pm_end_unrolled(e, n_regs, 1);
+  for (uint32_t k = 0; k < plan->n_swaps; k++) {
+    const int bit = plan->swap[k].lane_bit;
+    const long long step = plan->swap[k].step;
+    pm_relayout_words(plan, step, bytes, &n, &apart);
+    const long long by = apart == 1 ? n : 1, group = apart == 1 ? 1 : n;
+    pm_line(e, "#pragma unroll");
+    pm_begin(e, "for (int r = 0; r < %lld; r += %lld) {", (long long)n_regs, by);
+    pm_line(e, "if (r %% %lld < %lld) swap_lanes<%lld, %lld>(&%s[r], &%s[r + %lld], lane & %d, %d);",
+            2 * step * group, step, (long long)n, (long long)apart, moved, moved, step, 1 << bit,
+            1 << bit);
+    pm_end(e);
+  }
+  if (plan->permutes) {
+    pm_relayout_words(plan, 0, bytes, &n, &apart);
+    pm_line(e, "const u32 from = %s;", source_lane(e, plan));
+    pm_line(e, "#pragma unroll");
+    pm_line(e, "for (int r = 0; r < %lld; r += %lld) shuffle_from<%lld>(&%s[r], from);",
+            (long long)n_regs, (long long)n, (long long)n, moved);
+  }
+  const char *map = pm_map_text(e, pm_layout_in(e, out), plan->map, n_regs);
+  r = pm_begin_unrolled(e, "r", n_regs, 1);
+  pm_line(e, "%s[%s] = %s[%s];", name, r, moved, n_regs > 1 ? map : "0");
+  pm_end_unrolled(e, n_regs, 1);
+  pm_end(e);
+  return PM_OK;
+}
+
 /* ---- transpose and concat ---------------------------------------------------------------- */
 
 typedef struct shift {

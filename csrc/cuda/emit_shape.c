@@ -148,6 +148,13 @@ pm_code pm_cuda_LAYOUT_CAST(pm_gen *e, pm_opid op) {
     pm_bind_registers(e, op, map);
     return PM_OK;
   }
+  pm_relayout plan;
+  const int64_t bytes = pm_dtypes[t->dtype].bytes;
+  if (pm_wants_array(e, out) &&
+      pm_relayout_plan(e->arena, pm_layout_in(e, in), pm_layout_in(e, out), &plan) &&
+      pm_relayout_pays(&plan, bytes)) {
+    return pm_by_shuffles(e, op, &plan);
+  }
   const pm_view view = pm_scratch_view(t);
   return pm_through_scratch(e, op, &view);
 }

@@ -15,6 +15,7 @@
  *
  * Loads, stores, iotas and layout_casts adapt to the class they are in; a layout the user wrote
  * there that loses to a stronger one is replaced. */
+#include "../ir/relayout.h"
 #include "passes.h"
 
 typedef struct converted {
@@ -999,6 +1000,9 @@ int64_t pm_layout_cast_scratch(const pm_graph *g, pm_opid cast) {
   const pm_layout *a = pm_layout_of(g, from), *b = pm_layout_of(g, to);
   int32_t *map = PM_NEW(g->arena, int32_t, pm_layout_regs(b));
   if (pm_layout_register_map(g->arena, a, b, map)) return 0;
+  pm_relayout plan;
+  const int64_t bytes = pm_dtypes[t->dtype].bytes;
+  if (pm_relayout_plan(g->arena, a, b, &plan) && pm_relayout_pays(&plan, bytes)) return 0;
   return pm_type_size(t) * pm_dtypes[t->dtype].bytes;
 }
 

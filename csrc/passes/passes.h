@@ -35,7 +35,7 @@ pm_code pm_force_transforms(pm_graph *g, const pm_target *t, pm_err *err);
  * LAYOUT_CAST. */
 pm_code pm_infer_layouts(pm_graph *g, const pm_target *t, pm_err *err);
 /* Bytes of SMEM scratch a LAYOUT_CAST needs: 0 if pm_layout_register_map finds a map (a splat
- * operand too), else the array in row-major order, elements as in memory. */
+ * operand too) or shuffles do it (relayout.h), else the array in row-major order, elements as in memory. */
 int64_t pm_layout_cast_scratch(const pm_graph *g, pm_opid cast);
 /* Does a RESHAPE, SLICE, TRANSPOSE, CONCAT or GATHER only renumber registers? */
 bool pm_moves_in_registers(const pm_graph *g, pm_opid op);

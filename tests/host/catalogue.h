@@ -413,6 +413,23 @@ FN T shuffle_up(T x, u32 d, LINE) {
   from_bits(r, host_shuffle(bits_of(x), lane < d ? lane : lane - d, ~0u, line));
   return r;
 }
+template <int N, int apart, typename T>
+FN void swap_lanes(T *a, T *b, bool high, int mask, LINE) {
+  u8 sent[4] = {0};
+  for (int k = 0; k < N; k++) memcpy(sent + k * sizeof(T), high ? a + k * apart : b + k * apart, sizeof(T));
+  u32 w;
+  memcpy(&w, sent, 4);
+  w = host_shuffle(w, lane_number() ^ (u32)mask, ~0u, line);
+  memcpy(sent, &w, 4);
+  for (int k = 0; k < N; k++) memcpy(high ? a + k * apart : b + k * apart, sent + k * sizeof(T), sizeof(T));
+}
+template <int N, typename T>
+FN void shuffle_from(T *x, u32 from, LINE) {
+  u32 w = 0;
+  memcpy(&w, x, N * sizeof(T));
+  w = host_shuffle(w, from, ~0u, line);
+  memcpy(x, &w, N * sizeof(T));
+}
 template <int N>
 FN void registers_up(LINE) {
   host_registers(N, true, line);
