@@ -30,7 +30,7 @@ def _load(x, what):
 def _dtypes(a, b, preferred, what):
     """(of the operands, of the sums, of the result)"""
     dtype = _core.promote_types([a.dtype, b.dtype])[0]
-    if dtype == bool:
+    if dtype.kind == "b":
         raise TypeError(f"{what}: bool arrays have no product; convert them first")
     out = dtype if preferred is None else _core.as_dtype(preferred)
     if dtype.kind not in "iu":

@@ -405,9 +405,7 @@ def numbers_at(x, idx, drop):
     for offset, ok in advanced:
         spread = [jnp.broadcast_to(v, wide) for v in (offset, ok)]
         if wide != full:
-            spread = [
-                v if v.ndim == 0 else _core.broadcast_in_dim(v, full, dims) for v in spread
-            ]
+            spread = [v if v.ndim == 0 else _core.broadcast_in_dim(v, full, dims) for v in spread]
         numbers = numbers + spread[0]
         inside = spread[1] if inside is None else inside & spread[1]
     if drop and inside is not None:
@@ -527,9 +525,7 @@ def dynamic_slice_in_dim(x, start_index, slice_size, axis=0):
     x = _value(x, "dynamic_slice_in_dim")
     axis = axis_of(axis, x.ndim, "dynamic_slice_in_dim")
     starts = [start_index if k == axis else 0 for k in range(x.ndim)]
-    return dynamic_slice(
-        x, starts, [slice_size if k == axis else n for k, n in enumerate(x.shape)]
-    )
+    return dynamic_slice(x, starts, [slice_size if k == axis else n for k, n in enumerate(x.shape)])
 
 
 def dynamic_index_in_dim(x, index, axis=0, keepdims=True):

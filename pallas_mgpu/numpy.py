@@ -521,7 +521,7 @@ def _moved(f):
     return either
 
 
-for _f in (
+for _move in (
     *(_shapes.transpose, _shapes.swapaxes, _shapes.moveaxis, _shapes.matrix_transpose),
     *(_shapes.concatenate, _shapes.stack, _shapes.vstack, _shapes.hstack, _shapes.split),
     *(_shapes.broadcast_arrays, _shapes.tile, _shapes.repeat, _shapes.flip, _shapes.roll),
@@ -530,9 +530,9 @@ for _f in (
     *(_shapes.cumprod, _shapes.sort, _shapes.argsort),
     *(_dot.dot, _dot.matmul, _dot.tensordot, _dot.vdot, _dot.outer),
 ):
-    globals()[_f.__name__] = _moved(_f)
-del _f
-permute_dims = transpose  # noqa: F821
+    globals()[_move.__name__] = _moved(_move)
+del _move
+permute_dims = _moved(_shapes.transpose)
 
 
 def __getattr__(name):

@@ -564,19 +564,23 @@ static pm_code layout_body(void *ctx, pm_err *err) {
   return PM_OK;
 }
 
-pm_layid pmpy_layout(pmpy_trace *t, PyObject *spec, const pm_type *array) {
-  layout_job j = {.g = t->g, .array = array};
+pm_layid pmpy_layout_in(pm_graph *g, const pm_builder *at, PyObject *spec, const pm_type *array) {
+  layout_job j = {.g = g, .array = array};
   if (layout_spec(spec, &j)) return 0;
   pm_err err;
   clear_err(&err);
   if (pm_protect(layout_body, &j, &err)) {
     size_t n = strlen(err.text);
     snprintf(err.text + n, sizeof err.text - n, " (array %s)", pmpy_type_text(array));
-    if (t->b.line) pm_err_at(&err, t->g->strings.at[t->b.file], t->b.line);
+    if (at && at->line) pm_err_at(&err, g->strings.at[at->file], at->line);
     pmpy_raise(&err);
     return 0;
   }
   return j.out;
+}
+
+pm_layid pmpy_layout(pmpy_trace *t, PyObject *spec, const pm_type *array) {
+  return pmpy_layout_in(t->g, &t->b, spec, array);
 }
 
 /* ---- Trace --------------------------------------------------------------------------------- */
