@@ -6,6 +6,7 @@ import re
 import ml_dtypes
 import numpy as np
 import pytest
+import test_layouts
 
 import pallas_mgpu as plgpu
 from pallas_mgpu import lax
@@ -280,6 +281,100 @@ def test_sorts(run, rng, shape):
             )
         )
     check_all(run, cases, x)
+
+
+# ---- in kernels ----------------------------------------------------------------------------------
+
+
+def test_moves_in_loops_and_threads(run, rng):
+    """Scratch is used again and again, and each thread has its own."""
+    x = data(rng, (2, 24, 20))
+
+    def body(x_ref, o_ref, p_ref):
+        me = lax.axis_index("t")
+
+        def step(k, v):
+            v = jnp.roll(v, k, 1) + v[::-1] * 0.5
+            return lax.dynamic_update_slice(v, v[3:5].T[:2, :2] + 1, (k, k)).at[k].multiply(2)
+
+        v = lax.fori_loop(0, 5, step, x_ref[me])
+        o_ref[me] = v
+        p_ref[me] = jnp.cumsum(v.T, axis=0)
+
+    want, sums = x.copy(), np.empty((2, 20, 24), np.float32)
+    for t in range(2):
+        for k in range(5):
+            v = np.roll(want[t], k, 1) + want[t][::-1] * np.float32(0.5)
+            v[k : k + 2, k : k + 2] = v[3:5].T[:2, :2] + 1
+            v[k] *= 2
+            want[t] = v
+        sums[t] = np.cumsum(want[t].T, axis=0)
+    got, p = run(body, (x, sums), x, num_threads=2, thread_name="t")
+    np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(p, sums, rtol=1e-4, atol=1e-4)
+
+
+def random_step(rng, xp, v, two, layouts):
+    """One op for both NumPy and kernels; `two` is a second array of the same shape."""
+    axis = int(rng.integers(v.ndim))
+    n = v.shape[axis]
+    at, size = int(rng.integers(n)), int(rng.integers(1, 4))
+    step = int(rng.choice([-2, -1, 1, 2, 3]))
+    order = tuple(int(k) for k in rng.permutation(v.ndim))
+    lead = (slice(None),) * axis
+    kind = int(rng.integers(13))
+    layout = layouts[int(rng.integers(len(layouts)))]
+    if kind == 0:
+        return xp.transpose(v, order)
+    if kind == 1:
+        return xp.concatenate([v, two, v], axis=axis) if v.size < 1500 else v
+    if kind == 2:
+        return v[(*lead, slice(None, None, step))]
+    if kind == 3:
+        return v[(*lead, slice(at, at + size))]
+    if kind == 4:
+        return xp.roll(v, at, axis)
+    if kind == 5:
+        return xp.flip(v, axis)
+    if kind == 6:
+        return xp.pad(v, [(size - 1, 0) if k == axis else (0, 1) for k in range(v.ndim)])
+    if kind == 7:
+        return xp.sum(v, axis=axis, keepdims=True) - v
+    if kind == 8:
+        return v.reshape((-1, v.shape[0])) if v.ndim == 2 else v.reshape((v.shape[-1], -1))
+    if kind == 9:
+        return xp.cumsum(v, axis=axis).astype(v.dtype)
+    if kind == 10:
+        return xp.max(v, axis=axis, keepdims=True) + v
+    if kind == 11:
+        return xp.take(v, xp.arange(size) % n, axis=axis)
+    if layout is None or v.ndim != 2 or xp is np:
+        return v + 1 - 1
+    return plgpu.layout_cast(v, layout)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_random_moves(run, seed):
+    """Chains of six random ops on random shapes, ranks and layouts, in int32: exact."""
+    rng = np.random.default_rng(seed)
+    shape = tuple(int(n) for n in rng.integers(1, 30, int(rng.integers(1, 4))))
+    if np.prod(shape) > 3000:
+        shape = shape[:2]
+    x = data(rng, shape, np.int32)
+    layouts = [None, *test_layouts.MATRICES.values()]
+    seeds = rng.integers(1 << 30, size=6)
+
+    def chain(xp, v):
+        for s in seeds:
+            v = random_step(np.random.default_rng(s), xp, v, v * 3, layouts)
+        return v
+
+    want = chain(np, x).astype(np.int32)
+
+    def body(x_ref, o_ref):
+        o_ref[...] = chain(jnp, x_ref[...])
+
+    np.testing.assert_array_equal(call(run, run.kernel(body, want), x), want)
 
 
 # ---- products ------------------------------------------------------------------------------------
