@@ -729,6 +729,8 @@ _MOST_SORTED = 4096
 def _sorted(x, axis, what):
     """Sorted elements and their indices. Bitonic: in step (k, j) each element meets the one whose
     number differs in bit j."""
+    from ._control import fori_loop
+
     x = _value(x, what)
     if axis is None:
         x, axis = x.reshape((-1,)), 0
@@ -744,18 +746,23 @@ def _sorted(x, axis, what):
         config = [(0, full - n if k == axis else 0, 0) for k in range(x.ndim)]
         x = pad_with(x, _core.full((), last, x.dtype), config)
     stride = _strides(x.shape)[axis]
-    numbers, order = _numbers(x.shape, _strides(x.shape)), _core.iota("int32", x.shape, axis)
-    at, k = order, 2
-    while k <= full:
-        j = k // 2
-        while j:
-            low, rising = (at & j) == 0, (at & k) == 0
-            partner = _core.where(low, numbers + j * stride, numbers - j * stride)
-            y, other = _core.gather(x, partner), _core.gather(order, partner)
-            keep = _before(x, y, order, other) == (low == rising)
-            x, order = _core.where(keep, x, y), _core.where(keep, order, other)
-            j //= 2
-        k *= 2
+    numbers, at = _numbers(x.shape, _strides(x.shape)), _core.iota("int32", x.shape, axis)
+    one = np.int32(1)
+
+    def step(k, bit, values):
+        x, order = values
+        j = _core.binary("shl", one, bit)
+        low, rising = (at & j) == 0, (at & k) == 0
+        partner = _core.where(low, numbers + j * stride, numbers - j * stride)
+        y, other = _core.gather(x, partner), _core.gather(order, partner)
+        keep = _before(x, y, order, other) == (low == rising)
+        return _core.where(keep, x, y), _core.where(keep, order, other)
+
+    def phase(p, values):
+        k = _core.binary("shl", one, p)
+        return fori_loop(0, p, lambda q, v: step(k, p - 1 - q, v), values)
+
+    x, order = fori_loop(1, full.bit_length(), phase, (x, at)) if full > 1 else (x, at)
     cut = tuple(slice(0, n) if d == axis else slice(None) for d in range(x.ndim))
     x = x[cut]
     return (_core.convert(x, "bool") if truth else x), order[cut]
