@@ -9,7 +9,7 @@ import pytest
 import test_layouts
 
 import pallas_mgpu as plgpu
-from pallas_mgpu import lax
+from pallas_mgpu import lax, pl
 from pallas_mgpu import numpy as jnp
 
 f32, bf16 = np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)
@@ -283,6 +283,27 @@ def test_sorts(run, rng, shape):
     check_all(run, cases, x)
 
 
+def test_transposes_beside_shared_memory(run, rng):
+    """Stores of transposes and transposes of loads turn the ref: nothing goes through scratch."""
+    x, y = data(rng, (48, 33)), data(rng, (3, 20, 8), np.int16)
+
+    def body(x_ref, y_ref, o_ref, p_ref, x_smem, y_smem):
+        x_smem[...] = x_ref[...].T
+        y_smem[1:] = (y_ref[...] + 1).transpose(1, 2, 0)
+        x_smem[2:4] = x_smem[2:4] * 2
+        o_ref[...] = x_smem[...].T
+        p_ref[...] = y_smem[1:].transpose(2, 0, 1) + y_smem[1:].transpose((2, 0, 1))
+
+    scratch = [plgpu.SMEM((33, 48), jnp.float32), plgpu.SMEM((21, 8, 3), jnp.int16)]
+    kernel = run.kernel(body, (x, y), scratch_types=scratch)
+    assert moves(kernel.lower(x, y)) == []
+    o, p = run.call(kernel, x, y)
+    want = x.copy()
+    want[:, 2:4] *= 2
+    np.testing.assert_array_equal(o, want)
+    np.testing.assert_array_equal(p, (y + 1) * 2)
+
+
 # ---- in kernels ----------------------------------------------------------------------------------
 
 
@@ -447,6 +468,35 @@ def test_products_of_refs(run, rng):
     scratch = [plgpu.SMEM(x.shape, jnp.float16) for x in (a, b)]
     got = run(body, want, a, b, scratch_types=scratch)
     np.testing.assert_allclose(got, 2 * want, rtol=1e-3, atol=1e-3)
+
+
+def test_products_in_a_loop(run, rng):
+    """Blocks of K in a loop, softmax between two products: attention written plainly."""
+    q, k = data(rng, (64, 32), np.float16), data(rng, (96, 32), np.float16)
+    v = data(rng, (96, 40), np.float16)
+
+    def body(q_ref, k_ref, v_ref, o_ref):
+        q = q_ref[...]
+
+        def step(i, carry):
+            top, total, out = carry
+            rows = pl.ds(i * 32, 32)
+            s = jnp.dot(q, k_ref[rows].T, preferred_element_type=jnp.float32)
+            new = jnp.maximum(top, s.max(axis=1))
+            p = jnp.exp(s - new[:, None])
+            scale = jnp.exp(top - new)
+            values = jnp.dot(p.astype(jnp.float16), v_ref[rows], preferred_element_type=jnp.float32)
+            return new, total * scale + p.sum(axis=1), out * scale[:, None] + values
+
+        start = jnp.full((64,), -1e30), jnp.zeros((64,)), jnp.zeros((64, 40))
+        _, total, out = lax.fori_loop(0, 3, step, start)
+        o_ref[...] = out / total[:, None]
+
+    s = q.astype(np.float32) @ k.astype(np.float32).T
+    p = np.exp(s - s.max(1, keepdims=True))
+    want = p / p.sum(1, keepdims=True) @ v.astype(np.float32)
+    got = run(body, want, q, k, v)
+    np.testing.assert_allclose(got, want, rtol=2e-2, atol=2e-3)
 
 
 ONE_AT_A_TIME = {

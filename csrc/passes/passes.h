@@ -15,6 +15,8 @@ typedef struct pm_target {
  * a dominating one, drop pure ops, allocations and empty regions nobody uses, inline IF on a
  * constant. */
 pm_code pm_simplify(pm_graph *g, pm_err *err);
+/* transposes.c: transposes of arrays that come from SMEM or go there become views of the refs. */
+pm_code pm_turn_refs(pm_graph *g, const pm_target *t, pm_err *err);
 /* registers.c: PM_E_VALUE if the requests of set_max_registers provably exceed what an SM has. */
 pm_code pm_check_registers(pm_graph *g, const pm_target *t, pm_err *err);
 /* divergence.c: PM_E_VALUE for turns of two kinds, or for what lanes do together where only some
