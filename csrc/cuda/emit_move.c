@@ -58,14 +58,18 @@ static void take_result(pm_gen *e, pm_opid op, const pm_view *view) {
   pm_line(e, PM_LANES_SYNC);
 }
 
+static pm_code through(pm_gen *e, pm_opid op, const pm_view *all, const pm_view *result) {
+  pm_note(e, op, pm_str(e, "%s, through shared memory", pm_ops[pm_get(e->g, op)->code].text));
+  put_array(e, pm_in(e->g, op, 0), all);
+  take_result(e, op, result);
+  return PM_OK;
+}
+
 pm_code pm_through_scratch(pm_gen *e, pm_opid op, const pm_view *result) {
   const pm_val in = pm_in(e->g, op, 0);
   const pm_view all = pm_scratch_view(pm_typeof(e->g, in));
   PM_TRY(need_scratch(e, op, bytes_of(e, in)));
-  pm_note(e, op, pm_str(e, "%s, through shared memory", pm_ops[pm_get(e->g, op)->code].text));
-  put_array(e, in, &all);
-  take_result(e, op, result);
-  return PM_OK;
+  return through(e, op, &all, result);
 }
 
 /* ---- shuffles ----------------------------------------------------------------------------- */
@@ -100,7 +104,8 @@ pm_code pm_by_shuffles(pm_gen *e, pm_opid op, const pm_relayout *plan) {
     const long long by = apart == 1 ? n : 1, group = apart == 1 ? 1 : n;
     pm_line(e, "#pragma unroll");
     pm_begin(e, "for (int r = 0; r < %lld; r += %lld) {", (long long)n_regs, by);
-    pm_line(e, "if (r %% %lld < %lld) swap_lanes<%lld, %lld>(&%s[r], &%s[r + %lld], lane & %d, %d);",
+    pm_line(e,
+            "if (r %% %lld < %lld) swap_lanes<%lld, %lld>(&%s[r], &%s[r + %lld], lane & %d, %d);",
             2 * step * group, step, (long long)n, (long long)apart, moved, moved, step, 1 << bit,
             1 << bit);
     pm_end(e);
@@ -138,23 +143,28 @@ pm_code pm_cuda_TRANSPOSE(pm_gen *e, pm_opid op) {
   const int64_t *perm = pm_attr_list(e->g, op, PM_ATTR_DIMS, &n);
   if (pm_bind_scalar(e, op)) return PM_OK;
   if (!pm_moves_in_registers(e->g, op)) {
-    const pm_view all = pm_scratch_view(pm_typeof(e->g, in));
-    pm_view view = all;
+    pm_type wide = *pm_typeof(e->g, in);
+    wide.dim[n - 1] = pm_turned_row(&wide);
+    pm_view all = pm_scratch_view(&wide), view = all;
+    all.dim[n - 1].size = pm_typeof(e->g, in)->dim[n - 1];
     for (uint32_t k = 0; k < n; k++) view.dim[k] = all.dim[perm[k]];
-    return pm_through_scratch(e, op, &view);
+    PM_TRY(need_scratch(e, op, pm_move_scratch(e->g, op)));
+    return through(e, op, &all, &view);
   }
   shift f = {.rank = (int)n};
   for (uint32_t k = 0; k < n; k++) f.dim[perm[k]] = k;
-  const char *map = pm_wants_array(e, out) ? pm_reg_map(e, pm_layout_in(e, in),
-                                                        pm_layout_in(e, out), project_shift, &f, "r")
-                                           : NULL;
+  const char *map =
+      pm_wants_array(e, out)
+          ? pm_reg_map(e, pm_layout_in(e, in), pm_layout_in(e, out), project_shift, &f, "r")
+          : NULL;
   if (!map) return pm_no_registers(e, op);
   pm_bind_registers(e, op, map);
   return PM_OK;
 }
 
 /* Registers of one operand into those of the result. */
-static pm_code concat_registers(pm_gen *e, pm_opid op, uint32_t k, int64_t start, const char *name) {
+static pm_code concat_registers(pm_gen *e, pm_opid op, uint32_t k, int64_t start,
+                                const char *name) {
   const pm_val in = pm_in(e->g, op, k), out = pm_get(e->g, op)->out;
   const pm_type *t = pm_typeof(e->g, in);
   const int64_t dim = *pm_attr(e->g, op, PM_ATTR_DIM);
@@ -166,8 +176,8 @@ static pm_code concat_registers(pm_gen *e, pm_opid op, uint32_t k, int64_t start
   if (!pm_is_array(e, in)) { /* a splat: as the part of the result that it becomes */
     int64_t starts[PM_MAX_RANK] = {0};
     starts[dim] = start;
-    part = pm_layout_of(e->g, pm_layout_slice((pm_graph *)e->g, pm_value_of(e->g, out)->layout,
-                                              starts, t));
+    part = pm_layout_of(
+        e->g, pm_layout_slice((pm_graph *)e->g, pm_value_of(e->g, out)->layout, starts, t));
   }
   const int64_t n = pm_layout_regs(part);
   const char *map = pm_reg_map(e, whole, part, project_shift, &f, n > 1 ? "r" : "0");
@@ -254,7 +264,8 @@ pm_code pm_cuda_SCATTER(pm_gen *e, pm_opid op) {
   pm_begin(e, "{");
   const char *stem = array ? pm_coord_lines(e, pm_layout_in(e, like)) : NULL;
   const char *r = pm_begin_unrolled(e, "r", n, 1);
-  const char *valid = array ? pm_valid(e, pm_layout_in(e, like), stem, r) : "warp == 0 && lane == 0";
+  const char *valid =
+      array ? pm_valid(e, pm_layout_in(e, like), stem, r) : "warp == 0 && lane == 0";
   pm_line(e, "const u32 at = (u32)%s;", pm_at(e, index, r));
   pm_line(e, "const %s x = %s;", cpp, pm_at(e, value, r));
   pm_line(e, "if (%s%sat < %lluu) st_shared<%s, 1>(%s, &x);", valid ? valid : "",
@@ -308,17 +319,16 @@ static void scan_lanes(pm_gen *e, int kind, pm_dtype d, const char *name, int64_
   pm_begin_unrolled(e, "k", runs, 1);
   pm_begin_unrolled(e, "w", 3, 1);
   pm_line(e, "%s y;", cpp);
-  pm_line(e, "ld_shared<%s, 1>(&y, %s + (2 - w) * %lld + %s * %lld);", cpp,
-          pm_scratch(e), (long long)(runs * bytes), k, (long long)bytes);
+  pm_line(e, "ld_shared<%s, 1>(&y, %s + (2 - w) * %lld + %s * %lld);", cpp, pm_scratch(e),
+          (long long)(runs * bytes), k, (long long)bytes);
   const char *x = pm_str(e, "%s[%s]", before, k);
-  pm_line(e, "if (2 - w < (int)warp) %s = %s;", x,
-          pm_combine(e, kind, d, "y", x));
+  pm_line(e, "if (2 - w < (int)warp) %s = %s;", x, pm_combine(e, kind, d, "y", x));
   pm_end_unrolled(e, 3, 1);
   pm_end_unrolled(e, runs, 1);
   const char *r = pm_begin_unrolled(e, "r", n, 1);
   x = pm_str(e, "%s[%s]", name, r);
-  const char *b = runs > 1 ? pm_str(e, "%s[r / %lld]", before, (long long)run)
-                           : pm_str(e, "%s[0]", before);
+  const char *b =
+      runs > 1 ? pm_str(e, "%s[r / %lld]", before, (long long)run) : pm_str(e, "%s[0]", before);
   pm_line(e, "%s = %s;", x, pm_combine(e, kind, d, b, x));
   pm_end_unrolled(e, n, 1);
   pm_line(e, PM_LANES_SYNC);
@@ -326,7 +336,8 @@ static void scan_lanes(pm_gen *e, int kind, pm_dtype d, const char *name, int64_
 
 pm_code pm_cuda_SCAN(pm_gen *e, pm_opid op) {
   const pm_val in = pm_in(e->g, op, 0), out = pm_get(e->g, op)->out;
-  const int dim = (int)*pm_attr(e->g, op, PM_ATTR_DIM), kind = (int)*pm_attr(e->g, op, PM_ATTR_REDUCE);
+  const int dim = (int)*pm_attr(e->g, op, PM_ATTR_DIM),
+            kind = (int)*pm_attr(e->g, op, PM_ATTR_REDUCE);
   const pm_layout *l = pm_layout_in(e, out);
   const pm_dtype d = pm_typeof(e->g, in)->dtype;
   const int64_t n = pm_regs_of(e, out);

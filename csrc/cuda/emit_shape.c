@@ -68,7 +68,8 @@ pm_code pm_cuda_BROADCAST(pm_gen *e, pm_opid op) {
     f.dim[k] = dims[k];
     f.one[k] = t->dim[k] == 1 && pm_typeof(e->g, out)->dim[dims[k]] != 1;
   }
-  const char *map = pm_reg_map(e, pm_layout_in(e, in), pm_layout_in(e, out), project_dims, &f, e->reg);
+  const char *map =
+      pm_reg_map(e, pm_layout_in(e, in), pm_layout_in(e, out), project_dims, &f, e->reg);
   if (!map) {
     return pm_gen_fail(e, op, PM_E_INTERNAL,
                        "the layout of the operand does not fit the layout of the result");
@@ -315,7 +316,7 @@ static void combine_lanes(reduction *r) {
     for (int64_t m = 1; m < d->size; m *= 2) {
       pm_line(e, "%s = %s;", x,
               pm_combine(e, r->reduce, r->dtype, x,
-                      pm_str(e, "shuffle_xor(%s, %lld)", x, (long long)(m * div))));
+                         pm_str(e, "shuffle_xor(%s, %lld)", x, (long long)(m * div))));
     }
   }
   if (open) pm_end_unrolled(e, r->n, 1);
@@ -397,7 +398,8 @@ static void project_kept(const void *ctx, const int64_t *dst, int64_t *src) {
 
 pm_code pm_cuda_REDUCE(pm_gen *e, pm_opid op) {
   const pm_val in = pm_in(e->g, op, 0), out = pm_get(e->g, op)->out;
-  reduction r = {.e = e, .l = pm_layout_in(e, in), .reduce = (int)*pm_attr(e->g, op, PM_ATTR_REDUCE)};
+  reduction r = {
+      .e = e, .l = pm_layout_in(e, in), .reduce = (int)*pm_attr(e->g, op, PM_ATTR_REDUCE)};
   r.dims = pm_attr_list(e->g, op, PM_ATTR_DIMS, &r.n_dims);
   r.dtype = pm_typeof(e->g, in)->dtype;
   pm_at(e, in, "0");

@@ -515,8 +515,8 @@ void pm_vm_encode_indexed(compiler *c, pm_opid op, const handler *h) {
 }
 
 static const uint16_t reduce_codes[PM_REDUCE_COUNT] = {
-    [PM_REDUCE_ADD] = PM_OP_ADD, [PM_REDUCE_MAX] = PM_OP_MAX, [PM_REDUCE_MIN] = PM_OP_MIN,
-    [PM_REDUCE_MUL] = PM_OP_MUL, [PM_REDUCE_ANY] = PM_OP_OR,  [PM_REDUCE_ALL] = PM_OP_AND,
+    [PM_REDUCE_ADD] = PM_OP_ADD,       [PM_REDUCE_MAX] = PM_OP_MAX, [PM_REDUCE_MIN] = PM_OP_MIN,
+    [PM_REDUCE_MUL] = PM_OP_MUL,       [PM_REDUCE_ANY] = PM_OP_OR,  [PM_REDUCE_ALL] = PM_OP_AND,
     [PM_REDUCE_ANY_IN_WARP] = PM_OP_OR};
 
 void pm_vm_encode_scan(compiler *c, pm_opid op, const handler *h) {
@@ -526,8 +526,8 @@ void pm_vm_encode_scan(compiler *c, pm_opid op, const handler *h) {
   const int64_t dim = *pm_attr(g, op, PM_ATTR_DIM);
   const bool half = t->dtype == PM_F16 || t->dtype == PM_BF16;
   reduction *r = PM_NEW(&c->m->arena, reduction, 1);
-  r->kernel =
-      pm_vm_handlers[reduce_codes[*pm_attr(g, op, PM_ATTR_REDUCE)]]->kernels[half ? PM_F32 : t->dtype];
+  r->kernel = pm_vm_handlers[reduce_codes[*pm_attr(g, op, PM_ATTR_REDUCE)]]
+                  ->kernels[half ? PM_F32 : t->dtype];
   r->n = 1;
   r->group[0].outer = r->group[0].inner = 1;
   r->group[0].size = t->dim[dim];

@@ -45,12 +45,12 @@ typedef float F32;
 
 #define SIGNED(M, id, expr) M(id, I8, I8, expr) M(id, I16, I16, expr) M(id, I32, I32, expr)
 #define UNSIGNED(M, id, expr) M(id, U8, U8, expr) M(id, U16, U16, expr) M(id, U32, U32, expr)
-#define COMPARE(M, id, expr)                                                                 \
-  M(id, BOOL, BOOL, expr)                                                                    \
-  M(id, I8, BOOL, expr)                                                                      \
-  M(id, I16, BOOL, expr)                                                                     \
-  M(id, I32, BOOL, expr) M(id, U8, BOOL, expr) M(id, U16, BOOL, expr) M(id, U32, BOOL, expr) \
-      M(id, F32, BOOL, expr)
+#define COMPARE(M, id, expr) \
+  M(id, BOOL, BOOL, expr)    \
+  M(id, I8, BOOL, expr)      \
+  M(id, I16, BOOL, expr)     \
+  M(id, I32, BOOL, expr)     \
+  M(id, U8, BOOL, expr) M(id, U16, BOOL, expr) M(id, U32, BOOL, expr) M(id, F32, BOOL, expr)
 
 #define ROW(id, T) [PM_##T] = id##_##T
 #define INT_ROWS(id) \

@@ -361,7 +361,8 @@ static pm_code pm_type_scatter(const pm_typing *t, pm_type *out) {
 static pm_code pm_type_scan(const pm_typing *t, pm_type *out) {
   const int64_t dim = word(t, PM_ATTR_DIM);
   *out = *type_in(t, 0);
-  if (dim < 0 || dim >= out->rank) FAIL(VALUE, "scan: dimension %" PRId64 " of %s", dim, show(t, out));
+  if (dim < 0 || dim >= out->rank)
+    FAIL(VALUE, "scan: dimension %" PRId64 " of %s", dim, show(t, out));
   if (out->dtype == PM_BOOL || word(t, PM_ATTR_REDUCE) >= PM_REDUCE_ANY) {
     FAIL(TYPE, "scan: %s of %s; it is add, mul, max or min of numbers",
          pm_enum_text(PM_FAMILY_REDUCE, word(t, PM_ATTR_REDUCE)), show(t, out));

@@ -727,10 +727,10 @@ static void warn_scratch(pass *p, pm_opid op) {
   const pm_op *o = pm_get(g, op);
   const char *file = o->line ? g->strings.at[o->file] : "<unknown>";
   if (!pm_move_scratch(g, op)) return;
-  pm_vec_push(g->arena, &g->warnings,
-              pm_printf(g->arena, "%s:%u: %s: %s moves between lanes, through shared memory", file,
-                        o->line, pm_ops[o->code].text,
-                        pm_type_text(g->arena, pm_typeof(g, pm_in(g, op, 0)))));
+  pm_vec_push(
+      g->arena, &g->warnings,
+      pm_printf(g->arena, "%s:%u: %s: %s moves between lanes, through shared memory", file, o->line,
+                pm_ops[o->code].text, pm_type_text(g->arena, pm_typeof(g, pm_in(g, op, 0)))));
 }
 
 /* REDUCE, RESHAPE, SLICE, TRANSPOSE: the result follows from the operand. Convert the result if the
@@ -861,8 +861,6 @@ static void rewrite(pass *p, pm_opid op) {
       break;
     case PM_OP_TRANSPOSE: rewrite_derived(p, op, NULL); break;
     case PM_OP_CONCAT: rewrite_concat(p, op); break;
-    case PM_OP_GATHER:
-    case PM_OP_SCATTER: warn_scratch(p, op); break;
     case PM_OP_SCAN: rewrite_scan(p, op); break;
     case PM_OP_BROADCAST: rewrite_broadcast(p, op); break;
     case PM_OP_LAYOUT_CAST: warn_cast(p, op); break;
@@ -1031,15 +1029,25 @@ bool pm_moves_in_registers(const pm_graph *g, pm_opid op) {
       }
       return true;
     case PM_OP_GATHER:
-      return !is_array(g, pm_in(g, op, 0)) ||
-             is_splat(g, pm_value_of(g, pm_in(g, op, 0))->layout);
+      return !is_array(g, pm_in(g, op, 0)) || is_splat(g, pm_value_of(g, pm_in(g, op, 0))->layout);
     default: return false;
   }
+}
+
+int64_t pm_turned_row(const pm_type *t) {
+  const int64_t bytes = pm_dtypes[t->dtype].bytes;
+  const int64_t parts = pm_cdiv(t->dim[t->rank - 1] * bytes, 16);
+  return (parts | 1) * 16 / bytes;
 }
 
 int64_t pm_move_scratch(const pm_graph *g, pm_opid op) {
   const pm_op *o = pm_get(g, op);
   if (pm_moves_in_registers(g, op)) return 0;
+  if (o->code == PM_OP_TRANSPOSE) {
+    const pm_type *t = pm_typeof(g, pm_in(g, op, 0));
+    const int64_t rows = pm_type_size(t) / t->dim[t->rank - 1];
+    return rows * pm_turned_row(t) * pm_dtypes[t->dtype].bytes;
+  }
   return bytes_of(g, o->code == PM_OP_CONCAT ? o->out : pm_in(g, op, 0));
 }
 

@@ -37,13 +37,17 @@ pm_code pm_force_transforms(pm_graph *g, const pm_target *t, pm_err *err);
  * LAYOUT_CAST. */
 pm_code pm_infer_layouts(pm_graph *g, const pm_target *t, pm_err *err);
 /* Bytes of SMEM scratch a LAYOUT_CAST needs: 0 if pm_layout_register_map finds a map (a splat
- * operand too) or shuffles do it (relayout.h), else the array in row-major order, elements as in memory. */
+ * operand too) or shuffles do it (relayout.h), else the array in row-major order, elements as in
+ * memory. */
 int64_t pm_layout_cast_scratch(const pm_graph *g, pm_opid cast);
 /* Does a RESHAPE, SLICE, TRANSPOSE, CONCAT or GATHER only renumber registers? */
 bool pm_moves_in_registers(const pm_graph *g, pm_opid op);
 /* Bytes of SMEM scratch that one of these or a SCATTER needs: 0, or its operand in row-major order,
- * of a CONCAT the result. */
+ * of a CONCAT the result. Of a TRANSPOSE the rows lie pm_turned_row elements apart. */
 int64_t pm_move_scratch(const pm_graph *g, pm_opid op);
+/* Elements from row to row of what is read column by column: an odd number of 16 bytes, so that
+ * eight rows lie in different banks. */
+int64_t pm_turned_row(const pm_type *t);
 /* The layout in which SCAN works: its dim lies in registers whole, or as
  * dim = (warp * 32 + lane) * run + register, the other dims in slower registers. */
 pm_layid pm_scan_layout(pm_graph *g, const pm_type *t, int dim);

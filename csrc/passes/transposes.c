@@ -21,15 +21,15 @@ static uint32_t position(const pm_graph *g, pm_opid op) {
   return at;
 }
 
-/* The view of `ref` whose dim k is dim dims[k], made before position `at` of the block of `place`. */
+/* The view of `ref` whose dim k is dim dims[k], made before position `at` of the block of `place`.
+ */
 static pm_val turned(pm_graph *g, pm_opid place, uint32_t at, pm_val ref, const int64_t *dims) {
   const pm_type from = *pm_typeof(g, ref);
   pm_type to = from;
   for (int k = 0; k < from.rank; k++) to.dim[k] = from.dim[dims[k]];
   pm_attr_arg attr = {.id = PM_ATTR_DIMS, .list = dims, .n = from.rank};
   const pm_blk block = pm_get(g, place)->parent;
-  const pm_opid op =
-      pm_insert(g, block, at, PM_OP_TRANSPOSE_REF, &ref, 1, &to, 1, &attr, 1, place);
+  const pm_opid op = pm_insert(g, block, at, PM_OP_TRANSPOSE_REF, &ref, 1, &to, 1, &attr, 1, place);
   return pm_get(g, op)->out;
 }
 

@@ -435,8 +435,7 @@ static int array_assign(PyObject *self, PyObject *idx, PyObject *value) {
 static bool is_plain_part(PyObject *o) {
   if (PySlice_Check(o)) {
     PySliceObject *s = (PySliceObject *)o;
-    const bool unit =
-        s->step == Py_None || (PyLong_Check(s->step) && PyLong_AsLong(s->step) == 1);
+    const bool unit = s->step == Py_None || (PyLong_Check(s->step) && PyLong_AsLong(s->step) == 1);
     PyErr_Clear();
     return unit;
   }
@@ -811,14 +810,10 @@ static PyObject *reduce(PyObject *module, PyObject *args, PyObject *kw) {
     const char *name;
     uint8_t op;
     bool upcast;
-  } kinds[] = {{"sum", PM_REDUCE_ADD, true},
-               {"add", PM_REDUCE_ADD, false},
-               {"max", PM_REDUCE_MAX, false},
-               {"min", PM_REDUCE_MIN, false},
-               {"mul", PM_REDUCE_MUL, false},
-               {"any", PM_REDUCE_ANY, false},
-               {"all", PM_REDUCE_ALL, false},
-               {"any_in_warp", PM_REDUCE_ANY_IN_WARP, false}};
+  } kinds[] = {{"sum", PM_REDUCE_ADD, true},  {"add", PM_REDUCE_ADD, false},
+               {"max", PM_REDUCE_MAX, false}, {"min", PM_REDUCE_MIN, false},
+               {"mul", PM_REDUCE_MUL, false}, {"any", PM_REDUCE_ANY, false},
+               {"all", PM_REDUCE_ALL, false}, {"any_in_warp", PM_REDUCE_ANY_IN_WARP, false}};
   (void)module;
   const char *kind;
   PyObject *o, *axes = Py_None;
@@ -832,7 +827,8 @@ static PyObject *reduce(PyObject *module, PyObject *args, PyObject *kw) {
     return t ? reduce_value(t, kinds[k].name, &x, kinds[k].op, kinds[k].upcast, axes, keepdims)
              : NULL;
   }
-  return pmpy_fail(PM_E_VALUE, "reduce: kind '%s', expected sum, add, mul, max, min, any or all", kind);
+  return pmpy_fail(PM_E_VALUE, "reduce: kind '%s', expected sum, add, mul, max, min, any or all",
+                   kind);
 }
 
 static PyObject *layout_cast(PyObject *module, PyObject *const *args, Py_ssize_t n) {

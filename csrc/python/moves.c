@@ -85,8 +85,10 @@ static PyObject *scan(PyObject *module, PyObject *args) {
   static const struct {
     const char *name;
     uint8_t op;
-  } kinds[] = {
-      {"add", PM_REDUCE_ADD}, {"mul", PM_REDUCE_MUL}, {"max", PM_REDUCE_MAX}, {"min", PM_REDUCE_MIN}};
+  } kinds[] = {{"add", PM_REDUCE_ADD},
+               {"mul", PM_REDUCE_MUL},
+               {"max", PM_REDUCE_MAX},
+               {"min", PM_REDUCE_MIN}};
   (void)module;
   const char *kind;
   PyObject *o;
@@ -97,8 +99,7 @@ static PyObject *scan(PyObject *module, PyObject *args) {
     if (strcmp(kinds[k].name, kind)) continue;
     pmpy_trace *t = begin("scan", o, &x);
     if (!t) return NULL;
-    pm_attr_arg attrs[] = {{.id = PM_ATTR_REDUCE, .i = kinds[k].op},
-                           {.id = PM_ATTR_DIM, .i = dim}};
+    pm_attr_arg attrs[] = {{.id = PM_ATTR_REDUCE, .i = kinds[k].op}, {.id = PM_ATTR_DIM, .i = dim}};
     return result(t, pmpy_emit(t, PM_OP_SCAN, &x.val, 1, NULL, attrs, 2), x.weak);
   }
   return pmpy_fail(PM_E_VALUE, "scan: kind '%s', expected add, mul, max or min", kind);

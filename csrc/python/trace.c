@@ -1348,8 +1348,8 @@ int pmpy_init_trace(PyObject *module) {
   if (PyModule_AddType(module, pmpy.trace_type) || PyModule_AddType(module, pmpy.op_type))
     return -1;
   if (pmpy_init_array(module) || pmpy_init_ref(module)) return -1;
-  PyMethodDef *functions[] = {pmpy_trace_functions, pmpy_promote_functions, pmpy_array_functions, pmpy_move_functions,
-                              pmpy_ref_functions};
+  PyMethodDef *functions[] = {pmpy_trace_functions, pmpy_promote_functions, pmpy_array_functions,
+                              pmpy_move_functions, pmpy_ref_functions};
   for (size_t k = 0; k < PM_COUNT(functions); k++) {
     if (PyModule_AddFunctions(module, functions[k])) return -1;
   }

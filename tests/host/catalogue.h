@@ -415,13 +415,14 @@ FN T shuffle_up(T x, u32 d, LINE) {
 }
 template <int N, int apart, typename T>
 FN void swap_lanes(T *a, T *b, bool high, int mask, LINE) {
-  u8 sent[4] = {0};
-  for (int k = 0; k < N; k++) memcpy(sent + k * sizeof(T), high ? a + k * apart : b + k * apart, sizeof(T));
+  T *gives = high ? a : b;
+  T words[4 / sizeof(T)] = {};
+  for (int k = 0; k < N; k++) words[k] = gives[k * apart];
   u32 w;
-  memcpy(&w, sent, 4);
+  memcpy(&w, words, 4);
   w = host_shuffle(w, lane_number() ^ (u32)mask, ~0u, line);
-  memcpy(sent, &w, 4);
-  for (int k = 0; k < N; k++) memcpy(high ? a + k * apart : b + k * apart, sent + k * sizeof(T), sizeof(T));
+  memcpy(words, &w, 4);
+  for (int k = 0; k < N; k++) gives[k * apart] = words[k];
 }
 template <int N, typename T>
 FN void shuffle_from(T *x, u32 from, LINE) {
