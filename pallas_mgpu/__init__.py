@@ -27,7 +27,7 @@ from ._core import (
     TypePromotionError,
     UnexpectedTracerError,
 )
-from . import lax, nn, numpy, pl, tree
+from . import _shapes, lax, nn, numpy, pl, tree
 from ._control import in_turn, lazy_where
 from ._family import Operand, core_count, kernel_family
 from ._kernel import kernel
@@ -84,6 +84,8 @@ from ._types import (
 )
 from ._trace import Array, Ref
 from ._ws_pipeline import PipelinePipeline, emit_pipeline_warp_specialized
+
+_shapes.add_members()
 
 __version__ = "0.1.0"
 

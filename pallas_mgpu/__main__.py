@@ -1,5 +1,5 @@
 """``python -m pallas_mgpu``: a pipelined tensor-core matmul, run and checked. ``info``: what was
-found."""
+found. ``layouts``: docs/layouts.md, the costs of layout conversions."""
 
 import argparse
 import sys
@@ -119,7 +119,7 @@ def demo(size, dtype, seconds):
 
 def main(argv=None):
     parser = argparse.ArgumentParser(prog="python -m pallas_mgpu", description=__doc__)
-    parser.add_argument("command", nargs="?", default="demo", choices=("demo", "info"))
+    parser.add_argument("command", nargs="?", default="demo", choices=("demo", "info", "layouts"))
     parser.add_argument(
         "--size", type=int, nargs=3, metavar=("M", "N", "K"), help="multiples of 128, 128 and 64"
     )
@@ -128,6 +128,11 @@ def main(argv=None):
     args = parser.parse_args(argv)
     if args.command == "info":
         info()
+        return 0
+    if args.command == "layouts":
+        from . import _layout_table
+
+        print(_layout_table.text(), end="")
         return 0
     try:
         return demo(args.size, args.dtype, args.seconds)

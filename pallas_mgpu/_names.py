@@ -189,17 +189,14 @@ PL_MISSING = {
     "use pl.when": "select_ref",
 }
 
-_THROUGH_REFS = "go through a ref: store, then load slices of it"
 LAX_MISSING = {
     "write plain formulas": "acos acosh asin asinh atan atanh betainc bessel_i0e bessel_i1e cbrt"
     " cosh digamma erf_inv erfc expm1 igamma igammac lgamma nextafter pow"
     " population_count reduce_precision sinh tan",
-    _THROUGH_REFS: "argsort concatenate dynamic_index_in_dim dynamic_slice"
-    " dynamic_update_slice dynamic_update_slice_in_dim gather index_in_dim index_take pad rev"
-    " scatter scatter_add sort sort_key_val top_k transpose",
-    "use lax.fori_loop": "argmax argmin associative_scan cummax cummin cumprod cumsum"
-    " cumlogsumexp map reduce_prod reduce_xor",
-    "use plgpu.wgmma": "conv conv_general_dilated batch_matmul dot dot_general ragged_dot",
+    "use jnp.take, x[...] or x.at[...].set": "gather index_take scatter scatter_add",
+    "use jnp.sort, jnp.argsort": "sort_key_val top_k",
+    "use lax.fori_loop": "associative_scan map cumlogsumexp reduce_xor",
+    "use plgpu.wgmma": "conv conv_general_dilated ragged_dot",
     "each block its own output": "all_gather all_to_all pmax pmean pmin ppermute psum psum_scatter",
     "pass the data as operands": "rng_bit_generator rng_uniform",
 }

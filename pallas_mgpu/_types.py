@@ -681,26 +681,30 @@ class Layout(enum.Enum, metaclass=_LayoutType):
         """The layout of a member used without arguments."""
         if self is Layout.WG_SPLAT:
             return _LayoutValue(("splat",), "WG_SPLAT")
-        if self is Layout.WG_STRIDED:
-            raise ValueError("Layout.WG_STRIDED needs arguments: WG_STRIDED(shape, vec_size)")
-        if self in (Layout.WGMMA, Layout._WGMMA_ACC_32BIT, Layout.MMA_ACC):
+        if self in (Layout.WGMMA, Layout._WGMMA_ACC_32BIT):
             return _LayoutValue(("wgmma",), "WGMMA")
-        if self in _NAMED_TILED:
-            return _LayoutValue(("tiled", *_NAMED_TILED[self]), self.name)
+        if self in _PLAIN_LAYOUTS:
+            return _LayoutValue(("named", self.name.lower(), 0), self.name)
+        if self.name in _LAYOUT_ARGUMENTS:
+            form = f"{self.name}({_LAYOUT_ARGUMENTS[self.name]})"
+            raise ValueError(f"Layout.{self.name} needs arguments: {form}")
         raise NotImplementedError(
-            f"Layout.{self.name} is not supported yet; available are WGMMA,"
-            " WGMMA_TRANSPOSED, WG_STRIDED, WG_SPLAT, TILED and their reductions"
+            f"Layout.{self.name} is for tensor memory, which Hopper has not; use Layout.WGMMA"
         )
 
     def __call__(self, *args, **kwargs):
         if self is Layout.WG_SPLAT:
             return self.value_spec
-        if self is Layout.WG_STRIDED:
-            return _strided(*args, **kwargs)
-        if self is Layout.TILED:
-            return _tiled(*args, **kwargs)
-        if self is Layout.MMA_ACC:
-            return Layout.WGMMA.value_spec
+        make = {
+            Layout.WG_STRIDED: _strided,
+            Layout.TILED: _tiled,
+            Layout.SMEM_GMEM_COPY: _smem_gmem_copy,
+            Layout.MMA_LHS: functools.partial(_mma_operand, self.name),
+            Layout.MMA_RHS: functools.partial(_mma_operand, self.name),
+            Layout.MMA_ACC: functools.partial(_mma_operand, self.name),
+        }.get(self)
+        if make is not None:
+            return make(*args, **kwargs)
         value = self.value_spec
         if args or kwargs:
             raise ValueError(f"Layout.{self.name} takes no arguments")
@@ -736,9 +740,76 @@ def _tiled(tiling, warp_dims, lane_dims, vector_dim):
     return _LayoutValue(("tiled", *spec), f"TILED{spec}")
 
 
-# (tiles, warp dims, lane dims, vector dim)
-_NAMED_TILED = {
-    Layout.WGMMA_TRANSPOSED: (((64, 8), (16, 8), (8, 8), (2, 2), (2, 1)), (-10,), (-6, -3, -5), -2),
+def _mma_operand(name, dtype):
+    """MMA_LHS, MMA_RHS and MMA_ACC: operands of mma.sync."""
+    bits = 4 if getattr(dtype, "name", dtype) in ("int4", "uint4") else 0
+    bits = bits or 8 * _core.as_dtype(dtype).itemsize
+    if name == "MMA_ACC":
+        return Layout.WGMMA.value_spec
+    if bits > 16:
+        raise ValueError(f"Layout.{name}: dtype must have 16 bits or fewer, got {show(dtype)}")
+    return _LayoutValue(("named", name.lower(), bits), f"{name}({bits})")
+
+
+def _smem_gmem_copy(shape, dtype, swizzle):
+    """Whole 16-byte pieces of rows of a swizzled buffer, without bank conflicts."""
+    shape, what = _shape(shape, "SMEM_GMEM_COPY"), "Layout.SMEM_GMEM_COPY"
+    if swizzle not in (32, 64, 128):
+        raise ValueError(f"{what}: swizzle must be 32, 64 or 128, got {show(swizzle)}")
+    size = _core.as_dtype(dtype).itemsize
+    width = swizzle // size
+    if len(shape) != 2 or shape[0] % 8 or shape[1] % width:
+        raise ValueError(f"{what}: shape {shape} is not a multiple of (8, {width})")
+    rows, columns = shape[0] // 8, shape[1] // width
+    warps = (4, 1) if rows % 4 == 0 else (2, 2) if rows % 2 == 0 else (1, 4)
+    if columns % warps[1]:
+        raise NotImplementedError(f"{what}: {shape} does not divide into four parts of whole tiles")
+    rows, columns = rows // warps[0], columns // warps[1]
+    piece, tall, wide = min(16, swizzle // 4), 1, 1
+    while piece < 16 and (columns % 2 == 0 or rows % 2 == 0):
+        if columns % 2 == 0:
+            wide, columns = wide * 2, columns // 2
+        else:
+            tall, rows = tall * 2, rows // 2
+        piece *= 2
+    vec = piece // size
+    each = 8 // max(1, 8 * width // (32 * vec))  # rows of a tile that a warp takes at once
+    names, kept = ["", ""], [(warps[0] * tall * 8, warps[1] * wide * width)]
+    for tile, quotient in (
+        ((tall * 8, wide * width), ("warp row", "warp column")),
+        ((8, width), ("tile row", "tile column")),
+        ((each, width), ("", "")),
+    ):
+        if tile != kept[-1]:
+            kept.append(tile)
+            names += quotient
+    names += ["row", "column", "vector"]
+
+    def dims(*wanted):
+        return tuple(names.index(name) - len(names) for name in wanted if name in names)
+
+    lanes = dims("tile row", "tile column", "row", "column")
+    return _tiled(Tiling([*kept, (vec,)]), dims("warp row", "warp column"), lanes, -1)
+
+
+_PLAIN_LAYOUTS = frozenset(
+    Layout[name]
+    for name in (
+        "WGMMA_8BIT",
+        "WGMMA_UPCAST_2X",
+        "WGMMA_UPCAST_4X",
+        "WGMMA_TRANSPOSED",
+        "TMA_INDICES",
+        "TMA_INDICES_4",
+    )
+)
+_LAYOUT_ARGUMENTS = {
+    "WG_STRIDED": "shape, vec_size",
+    "TILED": "tiling, warp_dims, lane_dims, vector_dim",
+    "SMEM_GMEM_COPY": "shape, dtype, swizzle",
+    "MMA_LHS": "dtype",
+    "MMA_RHS": "dtype",
+    "MMA_ACC": "dtype",
 }
 
 

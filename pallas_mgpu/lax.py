@@ -3,8 +3,11 @@
 Unlike `jax.lax`, dtypes promote as in `pallas_mgpu.numpy`: a superset of what `jax.lax` accepts.
 Functions of floats (`exp`, `rsqrt` ...) refuse integers, as there."""
 
-from . import _core
+import builtins
+
+from . import _core, _lax_moves
 from ._control import cond, fori_loop, scan, switch, while_loop
+from ._lax_moves import *  # noqa: F403 - what it lists in __all__
 from ._names import LAX_MISSING, finder, show
 from ._ops import axis_index, axis_size, optimization_barrier
 from .numpy import full_like
@@ -19,6 +22,7 @@ __all__ = [
     "scan",
     "switch",
     "while_loop",
+    *_lax_moves.__all__,
 ]
 
 
@@ -210,9 +214,10 @@ def squeeze(x, dimensions):
 
 
 def slice(x, start_indices, limit_indices, strides=None):  # noqa: A001
-    """Static slice with unit stride."""
+    """Static slice."""
     if strides is not None and any(s != 1 for s in strides):
-        raise NotImplementedError("lax.slice: only unit strides are supported")
+        bounds = zip(start_indices, limit_indices, strides)
+        return _core.as_array(x)[tuple(builtins.slice(*b) for b in bounds)]
     sizes = tuple(b - a for a, b in zip(start_indices, limit_indices))
     return _core.slice_array(_core.as_array(x), tuple(start_indices), sizes)
 

@@ -3,13 +3,14 @@
 Dtypes are those of JAX with 64-bit mode off: Python ints and floats are weak int32 and float32,
 64-bit requests become 32-bit."""
 
+import functools
 import math
 from builtins import any as _any
 
 import ml_dtypes
 import numpy as np
 
-from . import _core
+from . import _core, _dot, _shapes
 from . import tree as _tree
 from ._trace import Array, Ref, tracing
 from ._types import ints as _ints
@@ -503,6 +504,35 @@ def expand_dims(x, axis):
         raise ValueError(f"jnp.expand_dims: axis {axis} is out of bounds for rank {x.ndim + 1}")
     axis = axis if axis >= 0 else axis + x.ndim + 1
     return x.reshape((*x.shape[:axis], 1, *x.shape[axis:]))
+
+
+def _moved(f):
+    """``f`` on traced arrays, NumPy's function of the same name on others."""
+
+    @functools.wraps(f)
+    def either(*args, **kwargs):
+        if _any(isinstance(x, (Array, Ref)) for x in _tree.leaves([args, kwargs])):
+            return f(*args, **kwargs)
+        if f is _shapes.matrix_transpose:
+            return np.swapaxes(args[0], -1, -2)
+        out = getattr(np, f.__name__)(*args, **kwargs)
+        return _host(out) if isinstance(out, (np.ndarray, np.generic)) else out
+
+    return either
+
+
+for _move in (
+    *(_shapes.transpose, _shapes.swapaxes, _shapes.moveaxis, _shapes.matrix_transpose),
+    *(_shapes.concatenate, _shapes.stack, _shapes.vstack, _shapes.hstack, _shapes.split),
+    *(_shapes.broadcast_arrays, _shapes.tile, _shapes.repeat, _shapes.flip, _shapes.roll),
+    *(_shapes.pad, _shapes.take, _shapes.take_along_axis, _shapes.prod, _shapes.var),
+    *(_shapes.std, _shapes.argmax, _shapes.argmin, _shapes.count_nonzero, _shapes.cumsum),
+    *(_shapes.cumprod, _shapes.sort, _shapes.argsort),
+    *(_dot.dot, _dot.matmul, _dot.tensordot, _dot.vdot, _dot.outer),
+):
+    globals()[_move.__name__] = _moved(_move)
+del _move
+permute_dims = _moved(_shapes.transpose)
 
 
 def __getattr__(name):

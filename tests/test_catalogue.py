@@ -378,17 +378,28 @@ def test_to_int(name, steps):
 
 
 def test_meetings():
-    """All lanes take part: xor with the mask, a broadcast from lane 0; and barrier 0."""
+    """All lanes take part: xor with the mask, a broadcast from lane 0, lanes before; barrier 0."""
     code = "out[0] = shuffle_xor(u, 4); out[1] = warp_uniform(u); block_sync();"
-    code += " out[2] = warp_any(u == 9);"
+    code += " out[2] = warp_any(u == 9); out[3] = shuffle_up(u, 2); u32 a = u, b = out[4];"
+    code += " swap_lanes<1, 1>(&a, &b, threadIdx.x & 8, 8); out[5] = a; out[6] = b;"
     ptx = ptx_of(catalogue() + ENTRY % ("meet", code))
     constants = dict(re.findall(r"mov\.[bu]32\s+(%r\d+), (-?\d+);", ptx))
     shuffle = r"shfl\.sync\.(\w+)\.b32\s+\S+ %r\d+, (\S+), (\S+), (\S+);"
     found = [(x, *(constants.get(y, y) for y in rest)) for x, *rest in re.findall(shuffle, ptx)]
-    assert found == [("bfly", "4", "31", "-1"), ("idx", "0", "31", "-1")]
+    want = [("bfly", "4", "31", "-1"), ("idx", "0", "31", "-1"), ("up", "2", "0", "-1")]
+    assert found == [*want, ("bfly", "8", "31", "-1")]
     assert re.search(r"bar(rier)?\.sync\s+0;", ptx)
     vote = re.search(r"vote\.sync\.any\.pred\s+%p\d+, %p\d+, (\S+);", ptx)
     assert vote and constants.get(vote[1], vote[1]) == "-1"
+
+
+def test_words_of_shuffles():
+    """Four bytes travel in one word, and come out where they were."""
+    code = "u8 x[4] = {1, 2, 3, (u8)u}; shuffle_from<4>(x, 7); for (int k = 0; k < 4; k++)"
+    ptx = ptx_of(catalogue() + ENTRY % ("words", code + " out[k] = x[k];"))
+    assert len(re.findall(r"shfl\.sync", ptx)) == 1
+    assert re.search(r"shfl\.sync\.idx\.b32\s+\S+ %r\d+, (7|%r\d+), ", ptx)
+    assert "0x30201" in ptx.lower() or "197121" in ptx
 
 
 def test_shared_memory_begins_at_1024():

@@ -223,6 +223,12 @@ static const char *map_text(pm_gen *e, const pm_layout *dst, const int64_t *map,
   return pm_str(e, "%s[%s]", name, reg);
 }
 
+const char *pm_map_text(pm_gen *e, const pm_layout *dst, const int32_t *map, int64_t n) {
+  int64_t *wide = PM_NEW(e->arena, int64_t, n);
+  for (int64_t r = 0; r < n; r++) wide[r] = map[r];
+  return map_text(e, dst, wide, n, n, "r");
+}
+
 /* Lane 0 has the least index of each register, so what is padding there is so in all lanes. */
 const char *pm_reg_map(pm_gen *e, const pm_layout *src, const pm_layout *dst, pm_project fn,
                        const void *ctx, const char *reg) {

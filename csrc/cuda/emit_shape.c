@@ -2,8 +2,8 @@
  * reduce.
  *
  * All but reduce say where result index i comes from. If that element is in a register of the same
- * lane for every lane, the op is a renumbering of registers (or nothing); a layout_cast that is not
- * goes through this thread's scratch, row-major.
+ * lane for every lane, the op is a renumbering of registers (or nothing); what is not goes through
+ * this thread's scratch (emit_move.c).
  *
  * A reduction combines the registers of a lane in ascending order (neighbours first, where they
  * belong to one result: that halves the chain), then lanes by butterflies, then warps through
@@ -24,12 +24,12 @@ static pm_layout *rank0_layout(pm_gen *e) {
   return l;
 }
 
-static const pm_layout *layout_of(pm_gen *e, pm_val v) {
+const pm_layout *pm_layout_in(pm_gen *e, pm_val v) {
   return pm_value_of(e->g, v)->layout ? pm_value_layout(e->g, v) : rank0_layout(e);
 }
 
 /* The result as registers of the operand under the map text "r" -> register. */
-static void bind_registers(pm_gen *e, pm_opid op, const char *map) {
+void pm_bind_registers(pm_gen *e, pm_opid op, const char *map) {
   const pm_val in = pm_in(e->g, op, 0), out = pm_get(e->g, op)->out;
   const int64_t n = pm_regs_of(e, out);
   if (n == pm_regs_of(e, in) && (n == 1 || !strcmp(map, "r"))) {
@@ -43,7 +43,7 @@ static void bind_registers(pm_gen *e, pm_opid op, const char *map) {
 }
 
 /* The operand is one number for all elements: so is the result. */
-static bool bind_scalar(pm_gen *e, pm_opid op) {
+bool pm_bind_scalar(pm_gen *e, pm_opid op) {
   const pm_val in = pm_in(e->g, op, 0);
   pm_at(e, in, "0");
   if (pm_is_array(e, in)) return false;
@@ -68,7 +68,8 @@ pm_code pm_cuda_BROADCAST(pm_gen *e, pm_opid op) {
     f.dim[k] = dims[k];
     f.one[k] = t->dim[k] == 1 && pm_typeof(e->g, out)->dim[dims[k]] != 1;
   }
-  const char *map = pm_reg_map(e, layout_of(e, in), layout_of(e, out), project_dims, &f, e->reg);
+  const char *map =
+      pm_reg_map(e, pm_layout_in(e, in), pm_layout_in(e, out), project_dims, &f, e->reg);
   if (!map) {
     return pm_gen_fail(e, op, PM_E_INTERNAL,
                        "the layout of the operand does not fit the layout of the result");
@@ -89,23 +90,16 @@ static void project_linear(const void *ctx, const int64_t *dst, int64_t *src) {
   }
 }
 
-static pm_code no_registers(pm_gen *e, pm_opid op) {
-  return pm_gen_fail(
-      e, op, PM_E_NOT_IMPLEMENTED,
-      "with layouts %s and %s it moves elements between lanes, which is not available; store the "
-      "array to SMEM and load the view, or layout_cast it first",
-      pm_layout_text(e->arena, layout_of(e, pm_in(e->g, op, 0))),
-      pm_layout_text(e->arena, layout_of(e, pm_get(e->g, op)->out)));
-}
-
 pm_code pm_cuda_RESHAPE(pm_gen *e, pm_opid op) {
   const pm_val in = pm_in(e->g, op, 0), out = pm_get(e->g, op)->out;
-  const pm_layout *a = layout_of(e, in), *b = layout_of(e, out);
+  const pm_layout *a = pm_layout_in(e, in), *b = pm_layout_in(e, out);
   const from f = {.in = pm_typeof(e->g, in), .out = pm_typeof(e->g, out)};
-  if (bind_scalar(e, op)) return PM_OK;
+  if (pm_bind_scalar(e, op)) return PM_OK;
+  const pm_view view = pm_scratch_view(f.out);
+  if (!pm_moves_in_registers(e->g, op)) return pm_through_scratch(e, op, &view);
   const char *map = pm_wants_array(e, out) ? pm_reg_map(e, a, b, project_linear, &f, "r") : NULL;
-  if (!map) return no_registers(e, op);
-  bind_registers(e, op, map);
+  if (!map) return pm_no_registers(e, op);
+  pm_bind_registers(e, op, map);
   return PM_OK;
 }
 
@@ -120,11 +114,19 @@ pm_code pm_cuda_SLICE(pm_gen *e, pm_opid op) {
     f.start[k] = starts[k];
     f.dim[k] = sizes[k] == PM_DROPPED ? PM_MAX_RANK - 1 : next++; /* an index that is 0 */
   }
-  if (bind_scalar(e, op)) return PM_OK;
-  if (next == PM_MAX_RANK || !pm_wants_array(e, out)) return no_registers(e, op);
-  const char *map = pm_reg_map(e, layout_of(e, in), layout_of(e, out), project_dims, &f, "r");
-  if (!map) return no_registers(e, op);
-  bind_registers(e, op, map);
+  if (pm_bind_scalar(e, op)) return PM_OK;
+  if (!pm_moves_in_registers(e->g, op)) {
+    pm_view view = pm_scratch_view(pm_typeof(e->g, in));
+    for (int k = 0; k < f.rank; k++) {
+      view.offset += starts[k] * view.dim[k].inner;
+      view.dim[k].size = sizes[k];
+    }
+    return pm_through_scratch(e, op, &view);
+  }
+  if (next == PM_MAX_RANK || !pm_wants_array(e, out)) return pm_no_registers(e, op);
+  const char *map = pm_reg_map(e, pm_layout_in(e, in), pm_layout_in(e, out), project_dims, &f, "r");
+  if (!map) return pm_no_registers(e, op);
+  pm_bind_registers(e, op, map);
   return PM_OK;
 }
 
@@ -134,46 +136,28 @@ static void project_same(const void *ctx, const int64_t *dst, int64_t *src) {
   memcpy(src, dst, sizeof *src * (size_t)((const from *)ctx)->rank);
 }
 
-static pm_view scratch_view(const pm_type *t) {
-  pm_view v = {.param = -1, .space = PM_SMEM, .dtype = t->dtype, .rank = t->rank};
-  int64_t stride = 1;
-  for (int k = t->rank - 1; k >= 0; k--) {
-    v.dim[k] = (pm_view_dim){.size = t->dim[k], .inner = stride, .base_dim = -1};
-    stride *= t->dim[k];
-  }
-  return v;
-}
-
 pm_code pm_cuda_LAYOUT_CAST(pm_gen *e, pm_opid op) {
   const pm_val in = pm_in(e->g, op, 0), out = pm_get(e->g, op)->out;
   const pm_type *t = pm_typeof(e->g, in);
   const from f = {.rank = t->rank};
-  if (bind_scalar(e, op)) return PM_OK;
+  if (pm_bind_scalar(e, op)) return PM_OK;
   const char *map = NULL;
   if (pm_wants_array(e, out)) {
-    map = pm_reg_map(e, layout_of(e, in), layout_of(e, out), project_same, &f, "r");
+    map = pm_reg_map(e, pm_layout_in(e, in), pm_layout_in(e, out), project_same, &f, "r");
   }
   if (map) {
-    bind_registers(e, op, map);
+    pm_bind_registers(e, op, map);
     return PM_OK;
   }
-  const int64_t bytes = pm_type_size(t) * pm_dtypes[t->dtype].bytes;
-  if (bytes > pm_scratch_bytes(e)) {
-    return pm_gen_fail(e, op, PM_E_INTERNAL, "it needs %lld bytes of scratch and has %lld",
-                       (long long)bytes, (long long)pm_scratch_bytes(e));
+  pm_relayout plan;
+  const int64_t bytes = pm_dtypes[t->dtype].bytes;
+  if (pm_wants_array(e, out) &&
+      pm_relayout_plan(e->arena, pm_layout_in(e, in), pm_layout_in(e, out), &plan) &&
+      pm_relayout_pays(&plan, bytes)) {
+    return pm_by_shuffles(e, op, &plan);
   }
-  const pm_view v = scratch_view(t);
-  pm_note(e, op, "layout_cast, through shared memory");
-  pm_store_array(e, layout_of(e, in), &v, e->slot[in].text);
-  pm_line(e, PM_LANES_SYNC);
-  const char *name = pm_declare(e, out, out);
-  if (pm_is_array(e, out)) {
-    pm_load_array(e, layout_of(e, out), &v, name);
-  } else {
-    pm_line(e, "ld_shared<%s, 1>(&%s, %s);", pm_cpp_type(t->dtype), name, pm_scratch(e));
-  }
-  pm_line(e, PM_LANES_SYNC);
-  return PM_OK;
+  const pm_view view = pm_scratch_view(t);
+  return pm_through_scratch(e, op, &view);
 }
 
 /* ---- reduce ------------------------------------------------------------------------------ */
@@ -187,21 +171,25 @@ static bool is_reduced(const int64_t *dims, uint32_t n, const pm_layout *l, int 
   return false;
 }
 
-static const char *combine(pm_gen *e, int reduce, pm_dtype t, const char *a, const char *b) {
-  static const char *const on_bool[] = {"|", "|", "&", "|", "&", "|"}; /* by kind */
-  static const char *const on_int[] = {"wrap_add", "max_int", "min_int"};
+const char *pm_combine(pm_gen *e, int reduce, pm_dtype t, const char *a, const char *b) {
+  static const char *const on_bool[] = {"|", "|", "&", "&", "|", "&", "|"}; /* by kind */
+  static const char *const on_int[] = {"wrap_add", "max_int", "min_int", "wrap_mul"};
   static const char *const on_float[] = {NULL, "max_f32", "min_f32"};
   if (t == PM_BOOL) return pm_str(e, "%s %s %s", a, on_bool[reduce], b);
   if (!pm_is_float(t)) return pm_str(e, "%s(%s, %s)", on_int[reduce], a, b);
   if (reduce == PM_REDUCE_ADD) return pm_str(e, "%s + %s", a, b);
+  if (reduce == PM_REDUCE_MUL) return pm_str(e, "%s * %s", a, b);
   if (t == PM_F32) return pm_str(e, "%s(%s, %s)", on_float[reduce], a, b);
   return pm_str(e, "to_%s(%s(to_f32(%s), to_f32(%s)))", pm_cpp_type(t), on_float[reduce], a, b);
 }
 
-/* -0 is the identity of floating addition: -0 + x is x for every x */
-static const char *identity(pm_gen *e, int reduce, pm_dtype t) {
+/* -0 is the identity of floating addition: -0 + x is x for every x. Products begin with 1. */
+const char *pm_identity(pm_gen *e, int reduce, pm_dtype t) {
   pm_scalar v = {0};
-  if (pm_is_float(t)) {
+  if (reduce == PM_REDUCE_MUL) {
+    if (pm_is_float(t)) v.f = 1;
+    else v.i = 1;
+  } else if (pm_is_float(t)) {
     const double inf = (double)__builtin_inff();
     v.f = reduce == PM_REDUCE_ADD ? -0.0 : reduce == PM_REDUCE_MAX ? -inf : inf;
   } else if (reduce != PM_REDUCE_ADD) {
@@ -214,11 +202,35 @@ static const char *identity(pm_gen *e, int reduce, pm_dtype t) {
   return pm_literal(e, t, v);
 }
 
+/* x to the n, by squaring */
+static pm_code reduce_power(pm_gen *e, pm_opid op) {
+  const pm_val in = pm_in(e->g, op, 0), out = pm_get(e->g, op)->out;
+  const pm_dtype t = pm_typeof(e->g, in)->dtype;
+  int64_t n = pm_type_size(pm_typeof(e->g, in)) / pm_type_size(pm_typeof(e->g, out));
+  const char *power = pm_at(e, in, "0"), *product = pm_identity(e, PM_REDUCE_MUL, t);
+  pm_note(e, op, "product of equal elements");
+  for (; n; n /= 2) {
+    const char *name = pm_name_of(e, out), *cpp = pm_cpp_type(t);
+    if (n % 2) {
+      pm_line(e, "const %s %s = %s;", cpp, name, pm_combine(e, PM_REDUCE_MUL, t, product, power));
+      product = name;
+      name = pm_name_of(e, out);
+    }
+    if (n == 1) break;
+    pm_line(e, "const %s %s = %s;", cpp, name, pm_combine(e, PM_REDUCE_MUL, t, power, power));
+    power = name;
+  }
+  pm_bind(e, out, product, PM_FORM_SCALAR);
+  return PM_OK;
+}
+
 static pm_code reduce_splat(pm_gen *e, pm_opid op) {
   const pm_val in = pm_in(e->g, op, 0), out = pm_get(e->g, op)->out;
   const pm_dtype t = pm_typeof(e->g, in)->dtype;
   const char *x = pm_at(e, in, "0");
-  if (*pm_attr(e->g, op, PM_ATTR_REDUCE) != PM_REDUCE_ADD || t == PM_BOOL) {
+  const int64_t reduce = *pm_attr(e->g, op, PM_ATTR_REDUCE);
+  if (reduce == PM_REDUCE_MUL) return reduce_power(e, op);
+  if (reduce != PM_REDUCE_ADD || t == PM_BOOL) {
     pm_alias(e, out, in);
     return PM_OK;
   }
@@ -250,7 +262,7 @@ typedef struct reduction {
 /* Every result starts as the identity. */
 static void fill(reduction *r) {
   const char *k = pm_begin_unrolled(r->e, "k", r->n, 1);
-  pm_line(r->e, "%s[%s] = %s;", r->name, k, identity(r->e, r->reduce, r->dtype));
+  pm_line(r->e, "%s[%s] = %s;", r->name, k, pm_identity(r->e, r->reduce, r->dtype));
   pm_end_unrolled(r->e, r->n, 1);
 }
 
@@ -271,11 +283,11 @@ static void combine_registers(reduction *r, pm_val in, const char *map) {
   const char *to = pm_str(e, "%s[%s]", r->name, n > 1 ? map : "0");
   if (step == 2) {
     pm_line(e, "const %s x = %s;", pm_cpp_type(r->dtype),
-            combine(e, r->reduce, r->dtype, x, pm_at(e, in, "r + 1")));
+            pm_combine(e, r->reduce, r->dtype, x, pm_at(e, in, "r + 1")));
     x = "x";
   }
   pm_line(e, "%s%s%s%s = %s;", valid ? "if (" : "", valid ? valid : "", valid ? ") " : "", to,
-          combine(e, r->reduce, r->dtype, to, x));
+          pm_combine(e, r->reduce, r->dtype, to, x));
   pm_end_unrolled(e, n, step);
   pm_end(e);
 }
@@ -303,8 +315,8 @@ static void combine_lanes(reduction *r) {
     open = true;
     for (int64_t m = 1; m < d->size; m *= 2) {
       pm_line(e, "%s = %s;", x,
-              combine(e, r->reduce, r->dtype, x,
-                      pm_str(e, "shuffle_xor(%s, %lld)", x, (long long)(m * div))));
+              pm_combine(e, r->reduce, r->dtype, x,
+                         pm_str(e, "shuffle_xor(%s, %lld)", x, (long long)(m * div))));
     }
   }
   if (open) pm_end_unrolled(e, r->n, 1);
@@ -345,7 +357,7 @@ static pm_code combine_warps(reduction *r, pm_opid op) {
   pm_gen *e = r->e;
   pm_sum own, others, lane;
   const int64_t n_warps = reduced_warps(r, &own, &others);
-  const int64_t row = distinct_lanes(layout_of(e, pm_get(e->g, op)->out), &lane) * r->n * 4;
+  const int64_t row = distinct_lanes(pm_layout_in(e, pm_get(e->g, op)->out), &lane) * r->n * 4;
   const char *cpp = pm_cpp_type(r->dtype);
   if (n_warps == 1) return PM_OK;
   if (4 * row > pm_scratch_bytes(e)) {
@@ -366,12 +378,12 @@ static pm_code combine_warps(reduction *r, pm_opid op) {
   pm_line(e, PM_LANES_SYNC);
   pm_begin_unrolled(e, "k", r->n, 1);
   const char *to = pm_str(e, "%s[%s]", r->name, k);
-  pm_line(e, "%s = %s;", to, identity(e, r->reduce, r->dtype));
+  pm_line(e, "%s = %s;", to, pm_identity(e, r->reduce, r->dtype));
   pm_begin_unrolled(e, "w", n_warps, 1);
   pm_line(e, "%s x;", cpp);
   pm_line(e, "ld_shared<%s, 1>(&x, p + %s * 4 + %s%s%s);", cpp, k,
           pm_sum_text(e, &others, "w", row), own.n ? " + " : "", own.n ? mine : "");
-  pm_line(e, "%s = %s;", to, combine(e, r->reduce, r->dtype, to, "x"));
+  pm_line(e, "%s = %s;", to, pm_combine(e, r->reduce, r->dtype, to, "x"));
   pm_end(e);
   pm_end_unrolled(e, r->n, 1);
   pm_line(e, PM_LANES_SYNC);
@@ -386,12 +398,13 @@ static void project_kept(const void *ctx, const int64_t *dst, int64_t *src) {
 
 pm_code pm_cuda_REDUCE(pm_gen *e, pm_opid op) {
   const pm_val in = pm_in(e->g, op, 0), out = pm_get(e->g, op)->out;
-  reduction r = {.e = e, .l = layout_of(e, in), .reduce = (int)*pm_attr(e->g, op, PM_ATTR_REDUCE)};
+  reduction r = {
+      .e = e, .l = pm_layout_in(e, in), .reduce = (int)*pm_attr(e->g, op, PM_ATTR_REDUCE)};
   r.dims = pm_attr_list(e->g, op, PM_ATTR_DIMS, &r.n_dims);
   r.dtype = pm_typeof(e->g, in)->dtype;
   pm_at(e, in, "0");
   if (r.l->kind == PM_SPLAT) return reduce_splat(e, op);
-  if (layout_of(e, out)->kind == PM_SPLAT) { /* the dims that stay have size 1 */
+  if (pm_layout_in(e, out)->kind == PM_SPLAT) { /* the dims that stay have size 1 */
     static const int64_t all[PM_MAX_RANK] = {0, 1, 2, 3, 4, 5, 6, 7};
     r.dims = all;
     r.n_dims = r.l->rank;
@@ -404,7 +417,7 @@ pm_code pm_cuda_REDUCE(pm_gen *e, pm_opid op) {
   }
   const char *map = "0";
   if (pm_wants_array(e, out)) {
-    map = pm_reg_map(e, layout_of(e, out), r.l, project_kept, &f, "r");
+    map = pm_reg_map(e, pm_layout_in(e, out), r.l, project_kept, &f, "r");
   } else if (f.rank && pm_type_size(pm_typeof(e->g, out)) > 1) {
     map = NULL;
   }

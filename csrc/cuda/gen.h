@@ -8,6 +8,7 @@
 #ifndef PM_CUDA_GEN_H
 #define PM_CUDA_GEN_H
 
+#include "../ir/relayout.h"
 #include "cuda.h"
 #include "device.h"
 
@@ -126,6 +127,22 @@ int64_t pm_scratch_bytes(const pm_gen *e);
 #define PM_LANES_SYNC "lanes_sync(wg);"
 #define PM_ONE_LANE "if (warp == 0 && elect_one())"
 
+/* ---- moves and combinations (emit_shape.c, emit_move.c) ---------------------------------- */
+
+const pm_layout *pm_layout_in(pm_gen *e, pm_val v); /* of an array or scalar */
+/* the result is registers of the operand: register r is number map(r) */
+void pm_bind_registers(pm_gen *e, pm_opid op, const char *map);
+/* the operand is one number for all elements: so is the result; false: it is not */
+bool pm_bind_scalar(pm_gen *e, pm_opid op);
+/* this thread's scratch as an array of this type, row-major */
+pm_view pm_scratch_view(const pm_type *t);
+/* the operand goes to scratch row-major, the result is what this view of it shows */
+pm_code pm_through_scratch(pm_gen *e, pm_opid op, const pm_view *result);
+pm_code pm_by_shuffles(pm_gen *e, pm_opid op, const pm_relayout *plan);
+pm_code pm_no_registers(pm_gen *e, pm_opid op); /* an error of the planning */
+const char *pm_combine(pm_gen *e, int reduce, pm_dtype t, const char *a, const char *b);
+const char *pm_identity(pm_gen *e, int reduce, pm_dtype t);
+
 /* ---- clusters (cluster.c) ---------------------------------------------------------------- */
 
 /* Axes are indices in the user's order. Texts may name variables that stand in front of the body.
@@ -168,6 +185,9 @@ bool pm_is_wgmma(const pm_layout *l);
 typedef void (*pm_project)(const void *ctx, const int64_t *dst, int64_t *src);
 const char *pm_reg_map(pm_gen *e, const pm_layout *src, const pm_layout *dst, pm_project fn,
                        const void *ctx, const char *reg);
+
+/* the text of a map of the n registers of dst, of register r */
+const char *pm_map_text(pm_gen *e, const pm_layout *dst, const int32_t *map, int64_t n);
 
 const char *pm_space_of(const pm_view *v); /* last part of the name of a load or store function */
 /* What leads from an address of this block to that of the block that the view is in: a variable,

@@ -440,7 +440,7 @@ void pm_vm_encode_copy_in(compiler *c, pm_opid op, const handler *h) {
   if (n) i->to = c->m->n_shared_copies++;
 }
 
-/* BROADCAST and SLICE: a strided walk over the operand. */
+/* BROADCAST, SLICE and TRANSPOSE: a strided walk over the operand. */
 void pm_vm_encode_strided(compiler *c, pm_opid op, const handler *h) {
   const pm_graph *g = c->g;
   pm_val in = pm_in(g, op, 0), out = pm_get(g, op)->out;
@@ -453,9 +453,14 @@ void pm_vm_encode_strided(compiler *c, pm_opid op, const handler *h) {
   mem->bytes = pm_dtypes[from->dtype].bytes;
   mem->n = pm_type_size(to);
   bool slice = pm_get(g, op)->code == PM_OP_SLICE;
+  bool turn = pm_get(g, op)->code == PM_OP_TRANSPOSE;
   const int64_t *list = pm_attr_list(g, op, slice ? PM_ATTR_STARTS : PM_ATTR_DIMS, &n);
   const int64_t *sizes = slice ? pm_attr_list(g, op, PM_ATTR_SIZES, &n) : NULL;
   for (uint32_t d = from->rank, o = to->rank; d-- > 0; s *= from->dim[d]) {
+    for (uint32_t k = 0; turn && k < to->rank; k++) {
+      if (list[k] == d) stride[k] = s;
+    }
+    if (turn) continue;
     if (!slice) {
       stride[list[d]] = from->dim[d] == 1 ? 0 : s;
       continue;
@@ -464,7 +469,7 @@ void pm_vm_encode_strided(compiler *c, pm_opid op, const handler *h) {
     if (sizes[d] != PM_DROPPED) stride[--o] = s;
   }
   pm_vm_set_loops(mem, to->rank, to->dim, stride);
-  bool one = !slice && c->splat[in];
+  bool one = !slice && !turn && c->splat[in];
   use_outside(c, &mem->base, one ? c->splat[in] : full(c, in));
   if (one) pm_vm_set_loops(mem, 1, &mem->n, (const int64_t[]){0});
   uint32_t slot = define(c, out);
@@ -473,11 +478,74 @@ void pm_vm_encode_strided(compiler *c, pm_opid op, const handler *h) {
   i->dst = slot;
 }
 
+/* One instruction for each operand: its rows go to their place in the result. */
+void pm_vm_encode_concat(compiler *c, pm_opid op, const handler *h) {
+  const pm_graph *g = c->g;
+  const uint32_t n_in = pm_get(g, op)->n_in;
+  const pm_val out = pm_get(g, op)->out;
+  const pm_type *t = pm_typeof(g, out);
+  const int64_t dim = *pm_attr(g, op, PM_ATTR_DIM);
+  int64_t inner = pm_dtypes[t->dtype].bytes, outer = 1, at = 0;
+  for (int64_t d = 0; d < dim; d++) outer *= t->dim[d];
+  for (int64_t d = dim + 1; d < t->rank; d++) inner *= t->dim[d];
+  const uint32_t slot = define(c, out);
+  for (uint32_t k = 0; k < n_in; k++) {
+    const pm_val v = pm_in(g, op, k);
+    rows *r = PM_NEW(&c->m->arena, rows, 1);
+    const int64_t bytes = pm_typeof(g, v)->dim[dim] * inner;
+    *r = (rows){.n = outer, .bytes = bytes, .step = t->dim[dim] * inner, .at = at};
+    at += bytes;
+    const uint32_t from = use(c, full(c, v));
+    use(c, slot);
+    instr *i = emit(c, op, h->exec);
+    i->rows = r;
+    i->a = from;
+    i->dst = slot;
+  }
+  use(c, slot);
+}
+
+/* n: indices; to: elements of the array that they are of */
+void pm_vm_encode_indexed(compiler *c, pm_opid op, const handler *h) {
+  pm_vm_encode_plain(c, op, h);
+  if (c->status) return;
+  instr *i = &c->code.at[c->code.n - 1];
+  i->n = (uint32_t)pm_type_size(pm_typeof(c->g, pm_in(c->g, op, 1)));
+  i->to = (uint32_t)pm_type_size(pm_typeof(c->g, pm_in(c->g, op, 0)));
+}
+
+static const uint16_t reduce_codes[PM_REDUCE_COUNT] = {
+    [PM_REDUCE_ADD] = PM_OP_ADD,       [PM_REDUCE_MAX] = PM_OP_MAX, [PM_REDUCE_MIN] = PM_OP_MIN,
+    [PM_REDUCE_MUL] = PM_OP_MUL,       [PM_REDUCE_ANY] = PM_OP_OR,  [PM_REDUCE_ALL] = PM_OP_AND,
+    [PM_REDUCE_ANY_IN_WARP] = PM_OP_OR};
+
+void pm_vm_encode_scan(compiler *c, pm_opid op, const handler *h) {
+  const pm_graph *g = c->g;
+  const pm_val in = pm_in(g, op, 0);
+  const pm_type *t = pm_typeof(g, in);
+  const int64_t dim = *pm_attr(g, op, PM_ATTR_DIM);
+  const bool half = t->dtype == PM_F16 || t->dtype == PM_BF16;
+  reduction *r = PM_NEW(&c->m->arena, reduction, 1);
+  r->kernel = pm_vm_handlers[reduce_codes[*pm_attr(g, op, PM_ATTR_REDUCE)]]
+                  ->kernels[half ? PM_F32 : t->dtype];
+  r->n = 1;
+  r->group[0].outer = r->group[0].inner = 1;
+  r->group[0].size = t->dim[dim];
+  for (int64_t d = 0; d < t->rank; d++) {
+    if (d < dim) r->group[0].outer *= t->dim[d];
+    if (d > dim) r->group[0].inner *= t->dim[d];
+  }
+  instr i = {.exec = h->exec, .op = op, .n = (uint32_t)pm_type_size(t), .dtype = t->dtype};
+  i.reduction = r;
+  i.out = (uint8_t)(half ? PM_F32 : t->dtype);
+  i.a = use(c, full(c, in));
+  i.dst = define(c, pm_get(g, op)->out);
+  i.b = use(c, new_storage(c, i.n * pm_dtypes[i.out].bytes));
+  pm_vec_push(c->temp, &c->code, i);
+}
+
 void pm_vm_encode_reduce(compiler *c, pm_opid op, const handler *h) {
   const pm_graph *g = c->g;
-  static const uint16_t codes[] = {
-      [PM_REDUCE_ADD] = PM_OP_ADD, [PM_REDUCE_MAX] = PM_OP_MAX, [PM_REDUCE_MIN] = PM_OP_MIN,
-      [PM_REDUCE_ANY] = PM_OP_OR,  [PM_REDUCE_ALL] = PM_OP_AND, [PM_REDUCE_ANY_IN_WARP] = PM_OP_OR};
   pm_val in = pm_in(g, op, 0), out = pm_get(g, op)->out;
   const pm_type *t = pm_typeof(g, in);
   uint32_t n;
@@ -485,7 +553,7 @@ void pm_vm_encode_reduce(compiler *c, pm_opid op, const handler *h) {
   bool half = t->dtype == PM_F16 || t->dtype == PM_BF16;
   pm_dtype work = half ? PM_F32 : t->dtype;
   reduction *r = PM_NEW(&c->m->arena, reduction, 1);
-  r->kernel = pm_vm_handlers[codes[*pm_attr(g, op, PM_ATTR_REDUCE)]]->kernels[work];
+  r->kernel = pm_vm_handlers[reduce_codes[*pm_attr(g, op, PM_ATTR_REDUCE)]]->kernels[work];
   bool gone[PM_MAX_RANK] = {0};
   for (uint32_t k = 0; k < n; k++) gone[dims[k]] = true;
   int64_t inner = 1;

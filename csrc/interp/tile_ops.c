@@ -45,12 +45,12 @@ typedef float F32;
 
 #define SIGNED(M, id, expr) M(id, I8, I8, expr) M(id, I16, I16, expr) M(id, I32, I32, expr)
 #define UNSIGNED(M, id, expr) M(id, U8, U8, expr) M(id, U16, U16, expr) M(id, U32, U32, expr)
-#define COMPARE(M, id, expr)                                                                 \
-  M(id, BOOL, BOOL, expr)                                                                    \
-  M(id, I8, BOOL, expr)                                                                      \
-  M(id, I16, BOOL, expr)                                                                     \
-  M(id, I32, BOOL, expr) M(id, U8, BOOL, expr) M(id, U16, BOOL, expr) M(id, U32, BOOL, expr) \
-      M(id, F32, BOOL, expr)
+#define COMPARE(M, id, expr) \
+  M(id, BOOL, BOOL, expr)    \
+  M(id, I8, BOOL, expr)      \
+  M(id, I16, BOOL, expr)     \
+  M(id, I32, BOOL, expr)     \
+  M(id, U8, BOOL, expr) M(id, U16, BOOL, expr) M(id, U32, BOOL, expr) M(id, F32, BOOL, expr)
 
 #define ROW(id, T) [PM_##T] = id##_##T
 #define INT_ROWS(id) \
@@ -178,7 +178,7 @@ HANDLER(SELECT, [PM_BOOL] = SELECT_U8, [PM_I8] = SELECT_U8, [PM_U8] = SELECT_U8,
 
 enum { BLOCK = 512 };
 
-static void widen(pm_dtype d, const void *src, float *dst, size_t n) {
+void pm_vm_widen(pm_dtype d, const void *src, float *dst, size_t n) {
   if (n == 1) {
     uint16_t x = *(const uint16_t *)src;
     *dst = d == PM_F16 ? pm_f16_to_f32(x) : pm_bf16_to_f32(x);
@@ -187,7 +187,7 @@ static void widen(pm_dtype d, const void *src, float *dst, size_t n) {
   }
 }
 
-static void narrow(pm_dtype d, const float *src, void *dst, size_t n) {
+void pm_vm_narrow(pm_dtype d, const float *src, void *dst, size_t n) {
   if (n == 1) {
     *(uint16_t *)dst = d == PM_F16 ? pm_f32_to_f16(*src) : pm_f32_to_bf16(*src);
   } else {
@@ -218,7 +218,7 @@ static step exec_in_blocks(thread *t, const instr *i) {
     size_t n = pm_min(i->n, BLOCK);
     if (i->flags & WIDEN) {
       float one;
-      widen(i->dtype, in[k], &one, 1);
+      pm_vm_widen(i->dtype, in[k], &one, 1);
       spread(&one, 4, space[k], n);
     } else {
       spread(in[k], bytes[k], space[k], n);
@@ -232,14 +232,14 @@ static step exec_in_blocks(thread *t, const instr *i) {
     for (int k = 0; k < count; k++) {
       if (i->flags & SPLAT_X << k) continue;
       if (i->flags & WIDEN) {
-        widen(i->dtype, in[k] + at * bytes[k], space[k], n);
+        pm_vm_widen(i->dtype, in[k] + at * bytes[k], space[k], n);
       } else {
         from[k] = in[k] + at * bytes[k];
       }
     }
     void *to = dst + at * out_bytes;
     i->kernel(i->flags & NARROW ? result : to, from[0], from[1], from[2], n);
-    if (i->flags & NARROW) narrow(i->out, result, to, n);
+    if (i->flags & NARROW) pm_vm_narrow(i->out, result, to, n);
   }
   return STEP_NEXT;
 }
@@ -280,13 +280,6 @@ static step exec_multiple(pm_machine *m, thread *t, const instr *i) {
                     i->to);
 }
 
-static step exec_strided(pm_machine *m, thread *t, const instr *i) {
-  spot s;
-  pm_vm_locate(m, t, i->mem, &s);
-  pm_vm_gather(&s, slot_of(t, i->dst));
-  return STEP_NEXT;
-}
-
 static step exec_reduce(pm_machine *m, thread *t, const instr *i) {
   (void)m;
   const reduction *r = i->reduction;
@@ -295,7 +288,7 @@ static step exec_reduce(pm_machine *m, thread *t, const instr *i) {
   if (i->out == i->dtype) {
     memcpy(work, slot_of(t, i->a), i->n * bytes);
   } else {
-    widen(i->dtype, slot_of(t, i->a), (float *)work, i->n);
+    pm_vm_widen(i->dtype, slot_of(t, i->a), (float *)work, i->n);
   }
   for (uint32_t g = 0; g < r->n; g++) {
     size_t inner = (size_t)r->group[g].inner, size = (size_t)r->group[g].size;
@@ -311,7 +304,7 @@ static step exec_reduce(pm_machine *m, thread *t, const instr *i) {
   if (i->out == i->dtype) {
     memcpy(slot_of(t, i->dst), work, (size_t)r->n_out * bytes);
   } else {
-    narrow(i->dtype, (float *)work, slot_of(t, i->dst), (size_t)r->n_out);
+    pm_vm_narrow(i->dtype, (float *)work, slot_of(t, i->dst), (size_t)r->n_out);
   }
   return STEP_NEXT;
 }
@@ -347,9 +340,9 @@ static const handler pm_vm_CONVERT = {pm_vm_encode_plain, exec_convert, {0}};
 static const handler pm_vm_BITCAST = {pm_vm_encode_alias, NULL, {0}};
 static const handler pm_vm_OPT_BARRIER = {pm_vm_encode_alias, NULL, {0}};
 static const handler pm_vm_MULTIPLE_OF = {pm_vm_encode_multiple, exec_multiple, {0}};
-static const handler pm_vm_BROADCAST = {pm_vm_encode_strided, exec_strided, {0}};
+static const handler pm_vm_BROADCAST = {pm_vm_encode_strided, pm_vm_strided, {0}};
 static const handler pm_vm_RESHAPE = {pm_vm_encode_alias, NULL, {0}};
-static const handler pm_vm_SLICE = {pm_vm_encode_strided, exec_strided, {0}};
+static const handler pm_vm_SLICE = {pm_vm_encode_strided, pm_vm_strided, {0}};
 static const handler pm_vm_REDUCE = {pm_vm_encode_reduce, exec_reduce, {0}};
 static const handler pm_vm_LAYOUT_CAST = {pm_vm_encode_alias, NULL, {0}};
 static const handler pm_vm_SET_MAX_REGISTERS = {pm_vm_encode_nothing, NULL, {0}};

@@ -44,6 +44,7 @@ struct instr {
     const struct printing *printing;
     const uint32_t *targets;
     const struct reduction *reduction;
+    const struct rows *rows;
   };
   const struct access *mem2, *mem3;
   uint32_t dst, a, b, c; /* slots; 0: none */
@@ -157,6 +158,11 @@ typedef struct reduction {
   } group[PM_MAX_RANK];
   int64_t n_out;
 } reduction;
+
+/* n rows of contiguous bytes go to `at`, at + step, at + 2 step ... */
+typedef struct rows {
+  int64_t n, bytes, step, at;
+} rows;
 
 /* ---- a run -------------------------------------------------------------------------------- */
 
@@ -333,6 +339,13 @@ void pm_vm_drain_mma(pm_machine *m, thread *t, uint32_t n);
 void pm_vm_drop_tasks(pm_machine *m); /* after a failure */
 void pm_vm_free_tasks(pm_machine *m);
 
+/* moves.c */
+step pm_vm_strided(pm_machine *m, thread *t, const instr *i); /* a walk over a slot */
+
+/* tile_ops.c */
+void pm_vm_widen(pm_dtype d, const void *src, float *dst, size_t n); /* f16, bf16 */
+void pm_vm_narrow(pm_dtype d, const float *src, void *dst, size_t n);
+
 /* matmul.c */
 size_t pm_vm_pack_bytes(int64_t m, int64_t n, int64_t k);
 void pm_vm_matmul(char *pack, const spot *acc, const spot *lhs, const void *lhs_array,
@@ -360,7 +373,10 @@ void pm_vm_encode_const(compiler *c, pm_opid op, const handler *h);
 void pm_vm_encode_iota(compiler *c, pm_opid op, const handler *h);
 void pm_vm_encode_axis(compiler *c, pm_opid op, const handler *h);
 void pm_vm_encode_multiple(compiler *c, pm_opid op, const handler *h);
-void pm_vm_encode_strided(compiler *c, pm_opid op, const handler *h); /* BROADCAST, SLICE */
+void pm_vm_encode_strided(compiler *c, pm_opid op, const handler *h); /* BROADCAST, SLICE ... */
+void pm_vm_encode_concat(compiler *c, pm_opid op, const handler *h);
+void pm_vm_encode_indexed(compiler *c, pm_opid op, const handler *h);
+void pm_vm_encode_scan(compiler *c, pm_opid op, const handler *h);
 void pm_vm_encode_reduce(compiler *c, pm_opid op, const handler *h);
 void pm_vm_encode_alloc(compiler *c, pm_opid op, const handler *h);
 void pm_vm_encode_print(compiler *c, pm_opid op, const handler *h);
@@ -379,5 +395,7 @@ extern const handler pm_vm_LOAD, pm_vm_STORE, pm_vm_ALLOC_SMEM, pm_vm_ALLOC_BARR
     pm_vm_CLUSTER_REF; /* memory.c */
 extern const handler pm_vm_COPY_G2S, pm_vm_COPY_S2G, pm_vm_COMMIT_GROUP, pm_vm_WAIT_S2G,
     pm_vm_COMMIT_SMEM, pm_vm_WGMMA, pm_vm_WGMMA_WAIT, pm_vm_ACC_LOAD, pm_vm_ACC_STORE; /* async.c */
+extern const handler pm_vm_TRANSPOSE, pm_vm_CONCAT, pm_vm_GATHER, pm_vm_SCATTER,
+    pm_vm_SCAN; /* moves.c */
 
 #endif

@@ -213,7 +213,7 @@ pm_layid pm_layout_along(pm_graph *g, const pm_type *array, int dim, int64_t vec
 
 /* ---- tilings ------------------------------------------------------------------------------ */
 
-enum { MAX_TILED = 64, REPLICATED = 0x10000 };
+enum { MAX_TILED = 64 };
 
 /* Dimensions of a tiled shape; each still knows its dimension of the array and its stride there. */
 typedef struct tiled_shape {
@@ -267,8 +267,8 @@ static pm_code assign(maker *m, tiled_shape *s, int where, const int64_t *dims, 
   const char *name = where == WARP ? "warp_dims" : "lane_dims";
   int64_t total = 1, need = where == WARP ? 4 : 32;
   for (uint32_t k = 0; k < n; k++) {
-    if (dims[k] >= REPLICATED) {
-      int64_t times = dims[k] - REPLICATED;
+    if (dims[k] >= PM_REPLICATED) {
+      int64_t times = dims[k] - PM_REPLICATED;
       if (times < 1 || times > 32) {
         return pm_fail(err, PM_E_VALUE, "%s: Replicated(%lld) is out of range", name,
                        (long long)times);
@@ -511,6 +511,30 @@ pm_layid pm_layout_reshape(pm_graph *g, pm_layid id, const pm_type *to) {
     uint32_t n;
     const pm_digit *d = digits(l, where, &n);
     for (uint32_t k = 0; k < n; k++) put(&m, where, d[k].dim, d[k].size, d[k].stride);
+  }
+  return finish(g, &m);
+}
+
+pm_layid pm_layout_transpose(pm_graph *g, pm_layid id, const int64_t *perm, const pm_type *to) {
+  const pm_layout *l = pm_layout_of(g, id);
+  int last = -1, where_to[PM_MAX_RANK];
+  bool ordered = true; /* but for unit dims, which have no elements to move */
+  for (int k = 0; k < l->rank; k++) {
+    where_to[perm[k]] = k;
+    if (l->shape[perm[k]] == 1) continue;
+    ordered = ordered && (int)perm[k] > last;
+    last = (int)perm[k];
+  }
+  if (l->kind != PM_TILED) return l->kind == PM_SPLAT || ordered ? pm_layout_reshape(g, id, to) : 0;
+  maker m;
+  start(&m, PM_TILED, to);
+  for (int k = 0; k < l->rank; k++) m.l.padded[k] = l->padded[perm[k]];
+  for (int where = WARP; where <= REG; where++) {
+    uint32_t n;
+    const pm_digit *d = digits(l, where, &n);
+    for (uint32_t k = 0; k < n; k++) {
+      put(&m, where, d[k].dim < 0 ? -1 : where_to[d[k].dim], d[k].size, d[k].stride);
+    }
   }
   return finish(g, &m);
 }
@@ -788,6 +812,8 @@ const char *pm_layout_text(pm_arena *a, const pm_layout *l) {
         return axis ? "wgmma.reduce(1)" : "wgmma.reduce(0)";
       }
     }
+    const char *name = pm_layout_name(a, l);
+    if (name) return name;
   }
   pm_text out;
   pm_text_init(&out, a);
@@ -917,7 +943,7 @@ pm_code pm_layout_parse(pm_graph *g, const char *text, size_t n, const pm_type *
   else if (begins(&r, "flat(")) ok = read_general(&r, &m, PM_FLAT, array);
   else if (begins(&r, "tiled(")) ok = read_general(&r, &m, PM_TILED, array);
   else ok = false;
-  *out = ok ? finish(g, &m) : 0;
+  *out = ok ? finish(g, &m) : pm_layout_by_name(g, text, n, array);
   if (*out) return PM_OK;
   return pm_fail(err, PM_E_VALUE, "'%.*s' is not a layout of an array of type %s",
                  (int)pm_min((int64_t)n, 200), text, pm_type_text(g->arena, array));

@@ -48,12 +48,26 @@ pm_layid pm_layout_strided(pm_graph *g, const pm_type *array, int64_t vec); /* v
 pm_layid pm_layout_wgmma(pm_graph *g, const pm_type *array);
 /* Dim `dim` along the lanes in runs of vec, all others in registers; -1: every lane holds all. */
 pm_layid pm_layout_along(pm_graph *g, const pm_type *array, int dim, int64_t vec);
+enum { PM_REPLICATED = 0x10000, PM_MAX_TILES = 8 };
 /* The general form: tiles, then which of the resulting dims (negative) go where; as Layout.TILED.
- * A replicated digit is given as 0x10000 + times in warp_dims / lane_dims. */
+ * A replicated digit is given as PM_REPLICATED + times in warp_dims / lane_dims. */
 pm_code pm_layout_tiled(pm_graph *g, const pm_type *array, const int64_t *const *tiles,
                         const uint32_t *tile_rank, uint32_t n_tiles, const int64_t *warp_dims,
                         uint32_t n_warp, const int64_t *lane_dims, uint32_t n_lane,
                         int64_t vector_dim, pm_layid *out, pm_err *err);
+/* The same in one piece. */
+typedef struct pm_tiling {
+  uint32_t n, rank[PM_MAX_TILES], n_warp, n_lane;
+  int64_t tile[PM_MAX_TILES][PM_MAX_RANK], warp[PM_MAX_RANK], lane[PM_MAX_RANK], vector;
+} pm_tiling;
+pm_code pm_layout_of_tiling(pm_graph *g, const pm_type *array, const pm_tiling *t, pm_layid *out,
+                            pm_err *err);
+/* layout_named.c. The tiling of a name of layouts.def; bits: of an element, 0 where the name has no
+ * argument. False: there is none. */
+bool pm_layout_named(const char *text, size_t n, int64_t bits, pm_tiling *out);
+/* "mma_lhs(16).reduce(1)" of a layout that layouts.def has; NULL: it has not */
+const char *pm_layout_name(pm_arena *a, const pm_layout *l);
+pm_layid pm_layout_by_name(pm_graph *g, const char *text, size_t n, const pm_type *array);
 /* Layout of the array after dims `dims` are reduced away. SPLAT stays splat, and a result of one
  * element is a splat from any layout: the dims that stay have size 1, so the whole array is
  * reduced. FLAT over some of its dims: 0 (none exists). */
@@ -61,6 +75,8 @@ pm_layid pm_layout_reduce(pm_graph *g, pm_layid l, const int64_t *dims, uint32_t
 /* The same elements in row-major order in the same registers under another shape; 0 if no digits
  * say that. */
 pm_layid pm_layout_reshape(pm_graph *g, pm_layid l, const pm_type *to);
+/* The same elements in the same registers, dim k of the result being dim perm[k]; 0: none. */
+pm_layid pm_layout_transpose(pm_graph *g, pm_layid l, const int64_t *perm, const pm_type *to);
 /* Slice of the same rank where each lane keeps some of its registers, in order; 0: none. */
 pm_layid pm_layout_slice(pm_graph *g, pm_layid l, const int64_t *starts, const pm_type *to);
 /* The layout an operand must have so that broadcasting it (dims as in BROADCAST) costs nothing; 0:
@@ -91,7 +107,7 @@ bool pm_layout_is_replicated(const pm_layout *l);
 bool pm_layout_register_map(pm_arena *a, const pm_layout *from, const pm_layout *to, int32_t *map);
 const char *pm_layout_text(
     pm_arena *a,
-    const pm_layout *l); /* "splat", "strided(4)", "wgmma", "wgmma.reduce(1)", or digits */
+    const pm_layout *l); /* "splat", "strided(4)", "wgmma", "wgmma.reduce(1)", a name, or digits */
 pm_code pm_layout_parse(pm_graph *g, const char *text, size_t n, const pm_type *array,
                         pm_layid *out, pm_err *err);
 pm_layid pm_layout_intern(pm_graph *g, const pm_layout *l); /* canonical form first */

@@ -328,12 +328,12 @@ static pm_code read_type(parser *p, pm_type *t) {
   return rc ? builder_failed(p, from) : PM_OK;
 }
 
-/* A layout's text: words, dots, and one pair of parentheses. */
+/* A layout's text: words, dots, and pairs of parentheses. */
 static slice read_layout(parser *p) {
   skip(p);
   slice s = {p->at, 0};
-  while (p->at < p->end && (is_word_char(*p->at) || *p->at == '.')) p->at++;
-  if (p->at < p->end && *p->at == '(') {
+  while (p->at < p->end && (is_word_char(*p->at) || *p->at == '.' || *p->at == '(')) {
+    if (*p->at++ != '(') continue;
     while (p->at < p->end && *p->at != ')' && *p->at != '\n') p->at++;
     if (p->at < p->end && *p->at == ')') p->at++;
   }

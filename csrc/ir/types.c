@@ -312,6 +312,64 @@ static pm_code pm_type_reduce(const pm_typing *t, pm_type *out) {
   return PM_OK;
 }
 
+static pm_code pm_type_concat(const pm_typing *t, pm_type *out) {
+  if (!t->n_in) FAIL(VALUE, "concat: no arrays are given");
+  const int64_t dim = word(t, PM_ATTR_DIM);
+  const pm_type *first = type_in(t, 0);
+  pm_code rc = equal_dtypes(t, 0);
+  if (rc) return rc;
+  if (dim < 0 || dim >= first->rank) {
+    FAIL(VALUE, "concat: dimension %" PRId64 " of %s", dim, show(t, first));
+  }
+  *out = *first;
+  for (uint32_t k = 1; k < t->n_in; k++) {
+    pm_type like = *type_in(t, k);
+    const int64_t n = like.dim[dim];
+    like.dim[dim] = first->dim[dim];
+    if (!same_shape(&like, first)) {
+      FAIL(TYPE, "concat: shapes %s and %s differ in more than dimension %" PRId64,
+           show_shape(t, first), show_shape(t, type_in(t, k)), dim);
+    }
+    out->dim[dim] += n;
+  }
+  return pm_type_check(t->g, out, "the result of concat", t->err);
+}
+
+static pm_code int_index(const pm_typing *t) {
+  if (type_in(t, 1)->dtype == PM_I32) return PM_OK;
+  FAIL(TYPE, "%s: the index is %s; int32 is needed", name(t), show_in(t, 1));
+}
+
+static pm_code pm_type_gather(const pm_typing *t, pm_type *out) {
+  *out = *type_in(t, 1);
+  out->dtype = type_in(t, 0)->dtype;
+  return int_index(t);
+}
+
+static pm_code pm_type_scatter(const pm_typing *t, pm_type *out) {
+  *out = *type_in(t, 0);
+  if (!same_shape(type_in(t, 1), type_in(t, 2))) {
+    FAIL(TYPE, "scatter: %s indices for values of shape %s", show_shape(t, type_in(t, 1)),
+         show_shape(t, type_in(t, 2)));
+  }
+  if (type_in(t, 0)->dtype != type_in(t, 2)->dtype) {
+    FAIL(TYPE, "scatter: values of %s into an array of %s", show_in(t, 2), show_in(t, 0));
+  }
+  return int_index(t);
+}
+
+static pm_code pm_type_scan(const pm_typing *t, pm_type *out) {
+  const int64_t dim = word(t, PM_ATTR_DIM);
+  *out = *type_in(t, 0);
+  if (dim < 0 || dim >= out->rank)
+    FAIL(VALUE, "scan: dimension %" PRId64 " of %s", dim, show(t, out));
+  if (out->dtype == PM_BOOL || word(t, PM_ATTR_REDUCE) >= PM_REDUCE_ANY) {
+    FAIL(TYPE, "scan: %s of %s; it is add, mul, max or min of numbers",
+         pm_enum_text(PM_FAMILY_REDUCE, word(t, PM_ATTR_REDUCE)), show(t, out));
+  }
+  return PM_OK;
+}
+
 /* ---- views -------------------------------------------------------------------------------- */
 
 /* One dimension of an index. A static start of 0 may overhang in GMEM: copies clip there. */

@@ -42,7 +42,7 @@ static bool is_local(const pm_graph *g, pm_opid op) {
   if (o->code == PM_OP_YIELD) return true;
   if (pm_ops[o->code].effects || o->n_regions) return false;
   if (o->code == PM_OP_LAYOUT_CAST) return !pm_layout_cast_scratch(g, op);
-  return pm_ops[o->code].part == PM_PART_EACH || o->code == PM_OP_SLICE;
+  return pm_ops[o->code].part == PM_PART_EACH || pm_moves_in_registers(g, op);
 }
 
 static void check_local(pm_graph *g, pm_opid op, void *ctx) {

@@ -15,6 +15,7 @@
  *
  * Loads, stores, iotas and layout_casts adapt to the class they are in; a layout the user wrote
  * there that loses to a stronger one is replaced. */
+#include "../ir/relayout.h"
 #include "passes.h"
 
 typedef struct converted {
@@ -169,7 +170,16 @@ static void mark_op(pass *p, pm_opid op) {
     case PM_LAY_BROADCAST:
     case PM_LAY_RESHAPE:
     case PM_LAY_SLICE:
+    case PM_LAY_TRANSPOSE:
       if (operand_varies(p, op)) mark(p, o->out);
+      break;
+    case PM_LAY_GATHER:
+      if (varies(p, pm_in(p->g, op, 1))) mark(p, o->out);
+      break;
+    case PM_LAY_CONCAT:
+    case PM_LAY_SCATTER:
+    case PM_LAY_SCAN: /* of splats, too, the elements differ */
+      if (operand_varies(p, op) || pm_type_size(pm_typeof(p->g, o->out)) > 1) mark(p, o->out);
       break;
     case PM_LAY_CONTROL:
       for (uint32_t k = 0; k < o->n_out; k++) {
@@ -208,10 +218,17 @@ static void join_op(pass *p, pm_opid op) {
   pm_layout_rule rule = rule_of(g, op);
   if (rule == PM_LAY_POINTWISE) {
     for (uint32_t k = 0; k < o->n_in; k++) join(p, o->out, pm_in(g, op, k));
+  } else if (rule == PM_LAY_GATHER) {
+    join(p, o->out, pm_in(g, op, 1));
+  } else if (rule == PM_LAY_SCATTER) {
+    join(p, o->out, pm_in(g, op, 0));
+    join(p, pm_in(g, op, 1), pm_in(g, op, 2));
+  } else if (rule == PM_LAY_CONCAT) {
+    pm_vec_push(g->arena, &p->related, op);
   } else if (rule == PM_LAY_CONTROL) {
     for (uint32_t k = 0; k < o->n_out; k++) each_name(p, op, k, join);
   } else if (rule == PM_LAY_REDUCE || rule == PM_LAY_BROADCAST || rule == PM_LAY_RESHAPE ||
-             rule == PM_LAY_SLICE || rule == PM_LAY_FIXED) {
+             rule == PM_LAY_SLICE || rule == PM_LAY_TRANSPOSE || rule == PM_LAY_FIXED) {
     if (varies(p, pm_in(g, op, 0)) && varies(p, o->out)) pm_vec_push(g->arena, &p->related, op);
   }
 }
@@ -258,12 +275,31 @@ static pm_layid reshaped(pm_graph *g, pm_layid l, pm_val like) {
   return pm_layout_reshape(g, l, &to);
 }
 
+static pm_layid transposed(pm_graph *g, pm_opid op, pm_layid l, bool back) {
+  uint32_t n;
+  const int64_t *dims = pm_attr_list(g, op, PM_ATTR_DIMS, &n);
+  int64_t inverse[PM_MAX_RANK];
+  for (uint32_t k = 0; k < n; k++) inverse[dims[k]] = k;
+  pm_type to = *pm_typeof(g, back ? pm_in(g, op, 0) : pm_get(g, op)->out);
+  return pm_layout_transpose(g, l, back ? inverse : dims, &to);
+}
+
+/* What the k-th operand of a CONCAT must have for a result of layout `out`; 0: nothing will do. */
+static pm_layid concat_piece(pm_graph *g, pm_opid op, uint32_t k, pm_layid out) {
+  const int64_t dim = *pm_attr(g, op, PM_ATTR_DIM);
+  int64_t starts[PM_MAX_RANK] = {0};
+  for (uint32_t i = 0; i < k; i++) starts[dim] += pm_typeof(g, pm_in(g, op, i))->dim[dim];
+  pm_type to = *pm_typeof(g, pm_in(g, op, k));
+  return pm_layout_slice(g, out, starts, &to);
+}
+
 /* The layout of the result that an op gives by itself for an operand of layout `in`. */
 static pm_layid natural(pm_graph *g, pm_opid op, pm_layid in) {
   switch (pm_get(g, op)->code) {
     case PM_OP_REDUCE: return reduced(g, op, in);
     case PM_OP_RESHAPE: return reshaped(g, in, pm_get(g, op)->out);
     case PM_OP_SLICE: return sliced(g, op, in);
+    case PM_OP_TRANSPOSE: return transposed(g, op, in, false);
     default: return 0;
   }
 }
@@ -308,6 +344,7 @@ static pm_layid operand_for(pm_graph *g, pm_opid op, pm_layid out) {
   switch (pm_get(g, op)->code) {
     case PM_OP_BROADCAST: return broadcast_operand(g, op, out);
     case PM_OP_LAYOUT_CAST: return out;
+    case PM_OP_TRANSPOSE: return transposed(g, op, out, true);
     case PM_OP_RESHAPE:
       l = unless_wasteful(g, reshaped(g, out, in));
       return l && natural(g, op, l) == out ? l : 0;
@@ -331,12 +368,43 @@ static bool settle(pass *p, pm_val v, pm_layid l) {
   return true;
 }
 
+/* Operands follow the result; the result follows the first operand that some usual layout of it
+ * can be cut to. */
+static bool relate_concat(pass *p, pm_opid op) {
+  pm_graph *g = p->g;
+  const pm_val out = pm_get(g, op)->out;
+  const pm_type t = *pm_typeof(g, out);
+  bool more = false;
+  for (uint32_t k = 0; k < pm_get(g, op)->n_in && !layout_of_class(p, out); k++) {
+    const pm_val in = pm_in(g, op, k);
+    const pm_layid a = varies(p, in) ? layout_of_class(p, in) : 0;
+    for (pm_layid c = 1, n = g->layouts.n; a && c <= n; c++) {
+      const pm_layid l = c == n ? pm_layout_wgmma(g, &t) : c;
+      if (!l || !fits(pm_layout_of(g, l), &t) || is_splat(g, l)) continue;
+      if (concat_piece(g, op, k, l) == a && settle(p, out, l)) {
+        more = true;
+        break;
+      }
+    }
+  }
+  const pm_layid l = layout_of_class(p, out);
+  for (uint32_t k = 0; l && k < pm_get(g, op)->n_in; k++) {
+    const pm_val in = pm_in(g, op, k);
+    if (varies(p, in)) more |= settle(p, in, concat_piece(g, op, k, l));
+  }
+  return more;
+}
+
 /* Carry what is settled over relations, until nothing changes. */
 static void relate(pass *p) {
   for (bool more = true; more;) {
     more = false;
     for (uint32_t k = 0; k < p->related.n; k++) {
       pm_opid op = p->related.at[k];
+      if (pm_get(p->g, op)->code == PM_OP_CONCAT) {
+        more |= relate_concat(p, op);
+        continue;
+      }
       pm_val in = pm_in(p->g, op, 0), out = pm_get(p->g, op)->out;
       pm_layid a = layout_of_class(p, in), b = layout_of_class(p, out);
       if (a && !b) more |= settle(p, out, result_for(p->g, op, a));
@@ -452,6 +520,30 @@ static void prefer_reduced(pass *p) {
     if (pm_get(p->g, op)->code != PM_OP_REDUCE) continue;
     pm_val in = pm_in(p->g, op, 0);
     if (settle(p, in, matrix_for(p->g, in))) relate(p);
+  }
+}
+
+/* Along the dim in runs, or with another dim along the lanes, whichever pads less. */
+pm_layid pm_scan_layout(pm_graph *g, const pm_type *t, int dim) {
+  pm_layid best = pm_layout_along(g, t, dim, pm_cdiv(t->dim[dim], 128));
+  for (int k = 0; k < t->rank && best; k++) {
+    if (k == dim) continue;
+    const pm_layid l = pm_layout_along(g, t, k, 1);
+    if (l && padded_size(pm_layout_of(g, l)) <= padded_size(pm_layout_of(g, best))) best = l;
+  }
+  return best;
+}
+
+static pm_layid scan_layout(pm_graph *g, pm_opid op) {
+  const pm_type t = *pm_typeof(g, pm_get(g, op)->out);
+  return pm_scan_layout(g, &t, (int)*pm_attr(g, op, PM_ATTR_DIM));
+}
+
+static void prefer_scan(pass *p) {
+  for (uint32_t k = 0; k < p->ops.n; k++) {
+    pm_opid op = p->ops.at[k];
+    if (pm_get(p->g, op)->code != PM_OP_SCAN || !varies(p, pm_in(p->g, op, 0))) continue;
+    if (settle(p, pm_in(p->g, op, 0), scan_layout(p->g, op))) relate(p);
   }
 }
 
@@ -611,18 +703,6 @@ static pm_layid cut_anywhere(pm_graph *g, pm_opid op) {
   return pm_layout_along(g, &t, lanes, 1);
 }
 
-static void no_slice(pass *p, pm_opid op) {
-  pm_graph *g = p->g;
-  pm_val in = pm_in(g, op, 0);
-  p->code = pm_fail(p->err, PM_E_NOT_IMPLEMENTED,
-                    "slice of %s to %s: a slice of an array of this size in registers must begin "
-                    "at a multiple of 64 rows and 8 columns; slice the ref instead, before "
-                    "loading from it",
-                    pm_type_text(g->arena, pm_typeof(g, in)),
-                    pm_type_text(g->arena, pm_typeof(g, pm_get(g, op)->out)));
-  pm_err_op(p->err, g, op);
-}
-
 /* Layouts of the operand that always work, or nearly so. */
 static pm_layid slice_fallback(pm_graph *g, pm_opid op) {
   pm_layid l = sliceable(g, op);
@@ -636,22 +716,74 @@ static pm_layid reshape_fallback(pm_graph *g, pm_opid op) {
   return strided_for(g, t, pm_dtypes[t.dtype].bytes);
 }
 
-/* REDUCE, RESHAPE, SLICE: the result follows from the operand. Convert the result if the operand is
- * in a layout that can be computed from; else the operand, to what gives the result at once, or to
- * the fallback. */
+static bool can_be_made_again(const pm_graph *g, pm_val v) {
+  const pm_opid def = pm_value_of(g, v)->def;
+  const uint32_t code = def ? pm_get(g, def)->code : PM_OP_NONE;
+  return code == PM_OP_LOAD || code == PM_OP_IOTA;
+}
+
+static void warn_scratch(pass *p, pm_opid op) {
+  pm_graph *g = p->g;
+  const pm_op *o = pm_get(g, op);
+  const char *file = o->line ? g->strings.at[o->file] : "<unknown>";
+  if (!pm_move_scratch(g, op)) return;
+  pm_vec_push(
+      g->arena, &g->warnings,
+      pm_printf(g->arena, "%s:%u: %s: %s moves between lanes, through shared memory", file, o->line,
+                pm_ops[o->code].text, pm_type_text(g->arena, pm_typeof(g, pm_in(g, op, 0)))));
+}
+
+/* REDUCE, RESHAPE, SLICE, TRANSPOSE: the result follows from the operand. Convert the result if the
+ * operand is in a layout that can be computed from; else make the operand again in one that gives
+ * the result at once, or in the fallback. Elements of all but REDUCE can go through scratch. */
 static void rewrite_derived(pass *p, pm_opid op, pm_layid (*fallback)(pm_graph *, pm_opid)) {
   pm_graph *g = p->g;
   pm_val out = pm_get(g, op)->out;
   pm_layid in = pm_value_of(g, pm_in(g, op, 0))->layout, l = natural(g, op, in);
-  if (!l) {
+  const bool reduces = pm_get(g, op)->code == PM_OP_REDUCE;
+  if (!l && (reduces || can_be_made_again(g, pm_in(g, op, 0)))) {
     pm_layid want = pm_value_of(g, out)->layout, better = operand_for(g, op, want);
-    if (!better) better = fallback(g, op);
+    if (!better && fallback) better = fallback(g, op);
     l = better ? natural(g, op, better) : 0;
     if (l) set_operand(p, op, 0, better);
   }
   if (l) set_result(p, op, l);
-  else if (pm_get(g, op)->code == PM_OP_SLICE) no_slice(p, op);
-  else fail_layout(p, op, "no layout of the operand allows it");
+  else if (reduces) fail_layout(p, op, "no layout of the operand allows it");
+  else warn_scratch(p, op);
+}
+
+/* Loads can be made again in the layout of their piece. */
+static void rewrite_concat(pass *p, pm_opid op) {
+  pm_graph *g = p->g;
+  const pm_layid out = pm_value_of(g, pm_get(g, op)->out)->layout;
+  for (uint32_t k = 0; k < pm_get(g, op)->n_in; k++) {
+    if (!can_be_made_again(g, pm_in(g, op, k))) continue;
+    const pm_layid piece = concat_piece(g, op, k, out);
+    if (piece) set_operand(p, op, k, piece);
+  }
+  warn_scratch(p, op);
+}
+
+static void rewrite_scan(pass *p, pm_opid op) {
+  enum { MOST = 512 };
+  pm_graph *g = p->g;
+  pm_layid l = scan_layout(g, op);
+  if (!p->varied[pm_in(g, op, 0)]) {
+    /* a splat: the sum of equal elements is none */
+    pm_type t = *pm_typeof(g, pm_get(g, op)->out);
+    l = pm_type_size(&t) == 1 ? pm_layout_splat(g, &t) : l;
+  }
+  if (!l || pm_layout_regs(pm_layout_of(g, l)) > MOST) {
+    p->code = pm_fail(p->err, PM_E_NOT_IMPLEMENTED,
+                      "scan of %s along dimension %d: more than %d elements a lane; scan parts of "
+                      "it, or along the last dimension of a reshaped array",
+                      pm_type_text(g->arena, pm_typeof(g, pm_in(g, op, 0))),
+                      (int)*pm_attr(g, op, PM_ATTR_DIM), MOST);
+    pm_err_op(p->err, g, op);
+    return;
+  }
+  set_operand(p, op, 0, l);
+  set_result(p, op, l);
 }
 
 static void rewrite_reshape(pass *p, pm_opid op) {
@@ -727,6 +859,9 @@ static void rewrite(pass *p, pm_opid op) {
     case PM_OP_SLICE:
       if (is_array(g, o.out)) rewrite_derived(p, op, slice_fallback);
       break;
+    case PM_OP_TRANSPOSE: rewrite_derived(p, op, NULL); break;
+    case PM_OP_CONCAT: rewrite_concat(p, op); break;
+    case PM_OP_SCAN: rewrite_scan(p, op); break;
     case PM_OP_BROADCAST: rewrite_broadcast(p, op); break;
     case PM_OP_LAYOUT_CAST: warn_cast(p, op); break;
     case PM_OP_YIELD: rewrite_yield(p, op); break;
@@ -790,10 +925,11 @@ static bool op_agrees(pm_graph *g, pm_opid op) {
              is_splat(g, pm_value_of(g, pm_in(g, op, 0))->layout) ||
              agrees(g, pm_in(g, op, 0), broadcast_operand(g, op, out), false);
     case PM_LAY_REDUCE:
-    case PM_LAY_RESHAPE:
-    case PM_LAY_SLICE:
       if (!is_array(g, pm_in(g, op, 0)) || !is_array(g, o->out)) return true;
       return natural(g, op, pm_value_of(g, pm_in(g, op, 0))->layout) == out;
+    case PM_LAY_GATHER: return !is_array(g, o->out) || agrees(g, pm_in(g, op, 1), out, true);
+    case PM_LAY_SCATTER: return agrees(g, pm_in(g, op, 0), out, true);
+    case PM_LAY_SCAN: return agrees(g, pm_in(g, op, 0), out, false);
     case PM_LAY_FIXED: return !is_array(g, o->out) || given_layout(g, op) == out;
     case PM_LAY_CONTROL: return control_agrees(g, op);
     default: return true;
@@ -830,6 +966,7 @@ static void infer(pass *p) {
   relate(p);
   prefer_swizzled(p);
   prefer_reduced(p);
+  prefer_scan(p);
   prefer_broadcast(p);
   prefer_sliced(p);
   settle_rest(p);
@@ -861,7 +998,66 @@ int64_t pm_layout_cast_scratch(const pm_graph *g, pm_opid cast) {
   const pm_layout *a = pm_layout_of(g, from), *b = pm_layout_of(g, to);
   int32_t *map = PM_NEW(g->arena, int32_t, pm_layout_regs(b));
   if (pm_layout_register_map(g->arena, a, b, map)) return 0;
+  pm_relayout plan;
+  const int64_t bytes = pm_dtypes[t->dtype].bytes;
+  if (pm_relayout_plan(g->arena, a, b, &plan) && pm_relayout_pays(&plan, bytes)) return 0;
   return pm_type_size(t) * pm_dtypes[t->dtype].bytes;
+}
+
+static int64_t bytes_of(const pm_graph *g, pm_val v) {
+  const pm_type *t = pm_typeof(g, v);
+  return pm_type_size(t) * pm_dtypes[t->dtype].bytes;
+}
+
+bool pm_moves_in_registers(const pm_graph *g, pm_opid op) {
+  const pm_op *o = pm_get(g, op);
+  const pm_layid out = pm_value_of(g, o->out)->layout;
+  pm_graph *m = (pm_graph *)g; /* interns layouts, changes nothing that there is */
+  switch (o->code) {
+    case PM_OP_RESHAPE:
+    case PM_OP_SLICE:
+    case PM_OP_TRANSPOSE: {
+      const pm_layid in = pm_value_of(g, pm_in(g, op, 0))->layout;
+      if (!is_array(g, pm_in(g, op, 0)) || !is_array(g, o->out)) return true;
+      return is_splat(g, in) || natural(m, op, in) == out;
+    }
+    case PM_OP_CONCAT:
+      for (uint32_t k = 0; k < o->n_in; k++) {
+        const pm_layid in = pm_value_of(g, pm_in(g, op, k))->layout;
+        const pm_layid piece = concat_piece(m, op, k, out);
+        if (!piece || (in != piece && !is_splat(g, in))) return false;
+      }
+      return true;
+    case PM_OP_GATHER:
+      return !is_array(g, pm_in(g, op, 0)) || is_splat(g, pm_value_of(g, pm_in(g, op, 0))->layout);
+    default: return false;
+  }
+}
+
+int64_t pm_turned_row(const pm_type *t) {
+  const int64_t bytes = pm_dtypes[t->dtype].bytes;
+  const int64_t parts = pm_cdiv(t->dim[t->rank - 1] * bytes, 16);
+  return (parts | 1) * 16 / bytes;
+}
+
+int64_t pm_move_scratch(const pm_graph *g, pm_opid op) {
+  const pm_op *o = pm_get(g, op);
+  if (pm_moves_in_registers(g, op)) return 0;
+  if (o->code == PM_OP_TRANSPOSE) {
+    const pm_type *t = pm_typeof(g, pm_in(g, op, 0));
+    const int64_t rows = pm_type_size(t) / t->dim[t->rank - 1];
+    return rows * pm_turned_row(t) * pm_dtypes[t->dtype].bytes;
+  }
+  return bytes_of(g, o->code == PM_OP_CONCAT ? o->out : pm_in(g, op, 0));
+}
+
+int64_t pm_scan_scratch(const pm_graph *g, pm_opid scan) {
+  const pm_op *o = pm_get(g, scan);
+  const pm_layout *l = pm_layout_of(g, pm_value_of(g, o->out)->layout);
+  const int64_t dim = *pm_attr(g, scan, PM_ATTR_DIM);
+  if (l->kind == PM_SPLAT || !l->n_warp || (l->warp[0].dim != dim && l->kind == PM_TILED)) return 0;
+  const int64_t run = pm_cdiv(pm_typeof(g, o->out)->dim[dim], 128);
+  return 4 * (pm_layout_regs(l) / run) * pm_dtypes[pm_typeof(g, o->out)->dtype].bytes;
 }
 
 int64_t pm_reduce_scratch(const pm_graph *g, pm_opid reduce) {

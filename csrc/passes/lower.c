@@ -18,6 +18,7 @@ typedef struct step {
 } step;
 
 static const step steps[] = {
+    {"turn_refs", pm_turn_refs, PM_TRACED},
     {"simplify", simplify, PM_TRACED},
     {"check_registers", pm_check_registers, PM_TRACED},
     {"force_transforms", pm_force_transforms, PM_TRACED},

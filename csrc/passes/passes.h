@@ -15,6 +15,8 @@ typedef struct pm_target {
  * a dominating one, drop pure ops, allocations and empty regions nobody uses, inline IF on a
  * constant. */
 pm_code pm_simplify(pm_graph *g, pm_err *err);
+/* transposes.c: transposes of arrays that come from SMEM or go there become views of the refs. */
+pm_code pm_turn_refs(pm_graph *g, const pm_target *t, pm_err *err);
 /* registers.c: PM_E_VALUE if the requests of set_max_registers provably exceed what an SM has. */
 pm_code pm_check_registers(pm_graph *g, const pm_target *t, pm_err *err);
 /* divergence.c: PM_E_VALUE for turns of two kinds, or for what lanes do together where only some
@@ -28,16 +30,29 @@ pm_code pm_force_transforms(pm_graph *g, const pm_target *t, pm_err *err);
 /* layouts.c: register layouts of all arrays of rank > 0 together, over the whole kernel. Inserts
  * LAYOUT_CAST where a conversion is needed and a warning where it goes through SMEM. Afterwards
  * every operand of a POINTWISE op of rank > 0 has the layout of the result or is a splat, every
- * REDUCE result has pm_layout_reduce of its operand, every RESHAPE and SLICE result
- * pm_layout_reshape and pm_layout_slice of its operand, every BROADCAST operand
+ * REDUCE result has pm_layout_reduce of its operand, every BROADCAST operand
  * pm_layout_broadcast_operand of its result (or is a splat), ACC values WGMMA, and carries, yields
  * and region arguments agree. What is computed from splats only is a splat, and so is every array
  * of one element that nothing asks otherwise of; a splat becomes another layout only in a
  * LAYOUT_CAST. */
 pm_code pm_infer_layouts(pm_graph *g, const pm_target *t, pm_err *err);
 /* Bytes of SMEM scratch a LAYOUT_CAST needs: 0 if pm_layout_register_map finds a map (a splat
- * operand too), else the array in row-major order, elements as in memory. */
+ * operand too) or shuffles do it (relayout.h), else the array in row-major order, elements as in
+ * memory. */
 int64_t pm_layout_cast_scratch(const pm_graph *g, pm_opid cast);
+/* Does a RESHAPE, SLICE, TRANSPOSE, CONCAT or GATHER only renumber registers? */
+bool pm_moves_in_registers(const pm_graph *g, pm_opid op);
+/* Bytes of SMEM scratch that one of these or a SCATTER needs: 0, or its operand in row-major order,
+ * of a CONCAT the result. Of a TRANSPOSE the rows lie pm_turned_row elements apart. */
+int64_t pm_move_scratch(const pm_graph *g, pm_opid op);
+/* Elements from row to row of what is read column by column: an odd number of 16 bytes, so that
+ * eight rows lie in different banks. */
+int64_t pm_turned_row(const pm_type *t);
+/* The layout in which SCAN works: its dim lies in registers whole, or as
+ * dim = (warp * 32 + lane) * run + register, the other dims in slower registers. */
+pm_layid pm_scan_layout(pm_graph *g, const pm_type *t, int dim);
+/* Bytes of SMEM scratch a SCAN needs: 0, or one element for each warp and run, [warp][run]. */
+int64_t pm_scan_scratch(const pm_graph *g, pm_opid scan);
 /* Bytes of SMEM scratch a REDUCE needs to combine warps: 0 if no warp digit runs along a reduced
  * dim, else 32-bit words [warp][value], value = lane part * registers of the result + register. The
  * lane part counts the lanes of a warp that hold different elements of the result: the mixed radix

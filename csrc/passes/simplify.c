@@ -116,6 +116,7 @@ static bool fold(simplifier *s, pm_opid op, pm_scalar *out) {
     case PM_OP_BROADCAST:
     case PM_OP_RESHAPE:
     case PM_OP_SLICE:
+    case PM_OP_TRANSPOSE:
     case PM_OP_MULTIPLE_OF: *out = x; return true;
   }
   if (o->n_in == 1) {
@@ -206,6 +207,7 @@ static pm_val equal_operand(const simplifier *s, pm_opid op) {
     case PM_OP_RESHAPE_REF:
     case PM_OP_SLICE: return x; /* where the type stays */
     case PM_OP_BROADCAST:
+    case PM_OP_TRANSPOSE:
     case PM_OP_TRANSPOSE_REF: return identity_dims(s, op) ? x : 0;
     case PM_OP_INDEX: return whole_index(s, op) ? x : 0;
     case PM_OP_MULTIPLE_OF: return *pm_attr(s->g, op, PM_ATTR_MULTIPLE) == 1 ? x : 0;

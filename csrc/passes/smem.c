@@ -89,6 +89,13 @@ static void place_block(plan *p, pm_blk block) {
       case PM_OP_ALLOC_SMEM:
       case PM_OP_ALLOC_BARRIER: place_alloc(p, op); break;
       case PM_OP_LAYOUT_CAST: p->scratch = pm_max(p->scratch, pm_layout_cast_scratch(g, op)); break;
+      case PM_OP_RESHAPE:
+      case PM_OP_SLICE:
+      case PM_OP_TRANSPOSE:
+      case PM_OP_CONCAT:
+      case PM_OP_GATHER:
+      case PM_OP_SCATTER: p->scratch = pm_max(p->scratch, pm_move_scratch(g, op)); break;
+      case PM_OP_SCAN: p->scratch = pm_max(p->scratch, pm_scan_scratch(g, op)); break;
       case PM_OP_SHARE_TILE:
       case PM_OP_NEXT_TILE: p->scratch = pm_max(p->scratch, SCRATCH_ALIGN); break;
       case PM_OP_REDUCE: p->scratch = pm_max(p->scratch, pm_reduce_scratch(g, op)); break;

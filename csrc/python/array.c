@@ -362,15 +362,6 @@ static PyObject *array_conj(PyObject *self, PyObject *none) {
   return Py_NewRef(self);
 }
 
-static PyObject *array_transpose(PyObject *self, PyObject *args) {
-  const pmpy_traced *x = self_of(self);
-  if (x->type.rank <= 1 && PyTuple_GET_SIZE(args) <= 1) return Py_NewRef(self);
-  return pmpy_fail(PM_E_NOT_IMPLEMENTED,
-                   "Unimplemented primitive in Pallas Mosaic GPU lowering: transpose (of %s); "
-                   "transpose the ref before loading it: ref.T[...]",
-                   pmpy_type_text(&x->type));
-}
-
 /* ---- what a traced value cannot do --------------------------------------------------------- */
 
 static int array_bool(PyObject *self) {
@@ -432,23 +423,43 @@ static int array_assign(PyObject *self, PyObject *idx, PyObject *value) {
   (void)idx, (void)value;
   pmpy_fail(
       PM_E_TYPE,
-      "a traced array (%s) is immutable: assign to a ref, or use jnp.where instead of x[idx] = y "
-      "(x = x.at[idx].set(y) is not available in kernels)",
+      "a traced array (%s) is immutable: assign to a ref, or use x = x.at[idx].set(y) or jnp.where "
+      "instead of x[idx] = y",
       pmpy_type_text(&self_of(self)->type));
   return -1;
 }
 
-static PyObject *array_missing(PyObject *self, void *name) {
-  (void)self;
-  return pmpy_fail(PM_E_NOT_IMPLEMENTED,
-                   "Unimplemented primitive in Pallas Mosaic GPU lowering: %s (a member of arrays "
-                   "that is not available in kernels; docs/gaps.md says what to use)",
-                   (const char *)name);
-}
-
 /* ---- indexing ------------------------------------------------------------------------------ */
 
+/* Ints, slices of unit stride, None and ...: what SLICE and RESHAPE do. */
+static bool is_plain_part(PyObject *o) {
+  if (PySlice_Check(o)) {
+    PySliceObject *s = (PySliceObject *)o;
+    const bool unit = s->step == Py_None || (PyLong_Check(s->step) && PyLong_AsLong(s->step) == 1);
+    PyErr_Clear();
+    return unit;
+  }
+  const bool host_array = PySequence_Check(o) && PyIndex_Check(o);
+  return !PMPY_IS_ARRAY(o) && !PyList_Check(o) && !host_array;
+}
+
+static bool is_plain_index(PyObject *idx) {
+  if (!PyTuple_Check(idx)) return is_plain_part(idx);
+  for (Py_ssize_t k = 0; k < PyTuple_GET_SIZE(idx); k++) {
+    if (!is_plain_part(PyTuple_GET_ITEM(idx, k))) return false;
+  }
+  return true;
+}
+
+static PyObject *subscript_by_gather(PyObject *self, PyObject *idx) {
+  PyObject *module = PyImport_ImportModule("pallas_mgpu._shapes");
+  PyObject *out = module ? PyObject_CallMethod(module, "index", "OO", self, idx) : NULL;
+  Py_XDECREF(module);
+  return out;
+}
+
 static PyObject *array_subscript(PyObject *self, PyObject *idx) {
+  if (!is_plain_index(idx)) return subscript_by_gather(self, idx);
   pmpy_arg x;
   pmpy_index index;
   pmpy_trace *t = begin_value("index", self, &x);
@@ -510,13 +521,6 @@ static PyObject *op_divmod(PyObject *x, PyObject *y) {
   return r ? Py_BuildValue("(NN)", q, r) : (Py_DECREF(q), NULL);
 }
 
-static PyObject *op_matmul(PyObject *x, PyObject *y) {
-  (void)x, (void)y;
-  return pmpy_fail(PM_E_NOT_IMPLEMENTED,
-                   "Unimplemented primitive in Pallas Mosaic GPU lowering: dot_general; use "
-                   "plgpu.wgmma(acc_ref, a, b)");
-}
-
 static PyObject *op_neg(PyObject *x) { return pmpy_unary(PM_OP_NEG, x); }
 static PyObject *op_abs(PyObject *x) { return pmpy_unary(PM_OP_ABS, x); }
 static PyObject *op_not(PyObject *x) { return pmpy_unary(PM_OP_NOT, x); }
@@ -569,15 +573,6 @@ static PyObject *get_weak(PyObject *self, void *c) {
   return PyBool_FromLong(self_of(self)->weak);
 }
 
-static PyObject *get_T(PyObject *self, void *c) {
-  (void)c;
-  if (self_of(self)->type.rank <= 1) return Py_NewRef(self);
-  return pmpy_fail(PM_E_NOT_IMPLEMENTED,
-                   "Unimplemented primitive in Pallas Mosaic GPU lowering: transpose (of %s); "
-                   "transpose the ref before loading it: ref.T[...]",
-                   pmpy_type_text(&self_of(self)->type));
-}
-
 static PyObject *get_real(PyObject *self, void *c) {
   (void)c;
   return Py_NewRef(self);
@@ -593,8 +588,6 @@ static PyObject *array_repr(PyObject *self) {
   return PyUnicode_FromFormat("Traced<%s%s>", pmpy_type_text(&x->type), x->weak ? ", weak" : "");
 }
 
-#define MISSING(name) \
-  { name, array_missing, NULL, NULL, name }
 static PyGetSetDef array_getset[] = {
     {"shape", get_shape, NULL, "Tuple of ints.", NULL},
     {"dtype", get_dtype, NULL, "NumPy dtype.", NULL},
@@ -603,23 +596,8 @@ static PyGetSetDef array_getset[] = {
     {"itemsize", get_itemsize, NULL, "Bytes of an element.", NULL},
     {"nbytes", get_nbytes, NULL, "Bytes of all elements.", NULL},
     {"weak_type", get_weak, NULL, "Does the dtype give way in promotion?", NULL},
-    {"T", get_T, NULL, "Transpose; rank 0 and 1 only.", NULL},
     {"real", get_real, NULL, "The array itself.", NULL},
     {"__array_priority__", get_priority, NULL, "NumPy scalars on the left give way.", NULL},
-    MISSING("at"),
-    MISSING("mT"),
-    MISSING("prod"),
-    MISSING("argmax"),
-    MISSING("argmin"),
-    MISSING("cumsum"),
-    MISSING("std"),
-    MISSING("var"),
-    MISSING("dot"),
-    MISSING("take"),
-    MISSING("repeat"),
-    MISSING("sort"),
-    MISSING("swapaxes"),
-    MISSING("copy"),
     {NULL, NULL, NULL, NULL, NULL}};
 
 #define KEYWORDS(fn) (PyCFunction)(void (*)(void)) fn, METH_VARARGS | METH_KEYWORDS
@@ -629,7 +607,6 @@ static PyMethodDef array_methods[] = {
     {"ravel", array_ravel, METH_NOARGS, "As one dimension."},
     {"flatten", array_ravel, METH_NOARGS, "As one dimension."},
     {"squeeze", KEYWORDS(array_squeeze), "squeeze(axis=None): without unit dimensions."},
-    {"transpose", array_transpose, METH_VARARGS, "Rank 0 and 1 only."},
     {"sum", KEYWORDS(array_sum),
      "sum(axis=None, dtype=None, keepdims=False, initial=None, where=None)"},
     {"max", KEYWORDS(array_max), "max(axis=None, keepdims=False, initial=None, where=None)"},
@@ -668,7 +645,6 @@ static PyType_Slot array_slots[] = {
     {Py_nb_remainder, op_mod},
     {Py_nb_divmod, op_divmod},
     {Py_nb_power, op_pow},
-    {Py_nb_matrix_multiply, op_matmul},
     {Py_nb_lshift, op_shl},
     {Py_nb_rshift, op_shr},
     {Py_nb_and, op_and},
@@ -834,13 +810,10 @@ static PyObject *reduce(PyObject *module, PyObject *args, PyObject *kw) {
     const char *name;
     uint8_t op;
     bool upcast;
-  } kinds[] = {{"sum", PM_REDUCE_ADD, true},
-               {"add", PM_REDUCE_ADD, false},
-               {"max", PM_REDUCE_MAX, false},
-               {"min", PM_REDUCE_MIN, false},
-               {"any", PM_REDUCE_ANY, false},
-               {"all", PM_REDUCE_ALL, false},
-               {"any_in_warp", PM_REDUCE_ANY_IN_WARP, false}};
+  } kinds[] = {{"sum", PM_REDUCE_ADD, true},  {"add", PM_REDUCE_ADD, false},
+               {"max", PM_REDUCE_MAX, false}, {"min", PM_REDUCE_MIN, false},
+               {"mul", PM_REDUCE_MUL, false}, {"any", PM_REDUCE_ANY, false},
+               {"all", PM_REDUCE_ALL, false}, {"any_in_warp", PM_REDUCE_ANY_IN_WARP, false}};
   (void)module;
   const char *kind;
   PyObject *o, *axes = Py_None;
@@ -854,7 +827,8 @@ static PyObject *reduce(PyObject *module, PyObject *args, PyObject *kw) {
     return t ? reduce_value(t, kinds[k].name, &x, kinds[k].op, kinds[k].upcast, axes, keepdims)
              : NULL;
   }
-  return pmpy_fail(PM_E_VALUE, "reduce: kind '%s', expected sum, add, max, min, any or all", kind);
+  return pmpy_fail(PM_E_VALUE, "reduce: kind '%s', expected sum, add, mul, max, min, any or all",
+                   kind);
 }
 
 static PyObject *layout_cast(PyObject *module, PyObject *const *args, Py_ssize_t n) {
@@ -932,7 +906,7 @@ PyMethodDef pmpy_array_functions[] = {
      "slice_array(x, starts, sizes) -> Array"},
     {"reduce", KEYWORDS(reduce),
      "reduce(kind, x, axes=None, keepdims=False) -> Array; kind is sum, add "
-     "(without upcast), max or min"},
+     "(without upcast), mul, max or min"},
     {"layout_cast", (PyCFunction)(void (*)(void))layout_cast, METH_FASTCALL,
      "layout_cast(x, layout) -> Array"},
     {"multiple_of", (PyCFunction)(void (*)(void))multiple_of, METH_FASTCALL,

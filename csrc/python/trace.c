@@ -371,18 +371,13 @@ int pmpy_reshape_args(const pm_type *from, PyObject *const *args, Py_ssize_t n, 
   return 0;
 }
 
-enum { MAX_TILES = 8 };
-
 /* A layout spec parsed; the tuples it points into are alive. */
 typedef struct layout_job {
   pm_graph *g;
   const pm_type *array;
   enum { L_WGMMA, L_STRIDED, L_SPLAT, L_TILED } kind;
   int64_t vec;
-  int64_t tile[MAX_TILES][PM_MAX_RANK];
-  uint32_t tile_rank[MAX_TILES], n_tiles;
-  int64_t warp[PM_MAX_RANK], lane[PM_MAX_RANK], vector;
-  uint32_t n_warp, n_lane;
+  pm_tiling t;
   /* ("reduce", ...): dims of the unreduced base tile that go, outermost reduce last */
   int64_t gone[PM_MAX_RANK];
   uint32_t n_gone, base_rank;
@@ -406,7 +401,7 @@ static int digit_dims(PyObject *o, int64_t *out, uint32_t *n) {
     long long times;
     if (PyTuple_Check(item)) {
       rc = PyArg_ParseTuple(item, "sL", &tag, &times) ? 0 : -1;
-      out[k] = 0x10000 + times;
+      out[k] = PM_REPLICATED + times;
     } else {
       rc = pmpy_ints(item, "layout", &out[k], 1) == 1 ? 0 : -1;
     }
@@ -416,32 +411,50 @@ static int digit_dims(PyObject *o, int64_t *out, uint32_t *n) {
   return rc;
 }
 
+static void use_tiling(layout_job *j) {
+  j->kind = L_TILED;
+  j->base_rank = j->t.rank[0];
+  memcpy(j->base, j->t.tile[0], sizeof j->base);
+}
+
 static int tiled_spec(PyObject *spec, layout_job *j) {
   PyObject *tiles, *warp, *lane;
   long long vector;
   const char *tag;
   if (!PyArg_ParseTuple(spec, "sOOOL", &tag, &tiles, &warp, &lane, &vector)) return -1;
-  j->kind = L_TILED;
-  j->vector = vector;
-  if (digit_dims(warp, j->warp, &j->n_warp) || digit_dims(lane, j->lane, &j->n_lane)) return -1;
+  j->t.vector = vector;
+  if (digit_dims(warp, j->t.warp, &j->t.n_warp) || digit_dims(lane, j->t.lane, &j->t.n_lane)) {
+    return -1;
+  }
   PyObject *seq = PySequence_Fast(tiles, "layout: a tiling is a sequence of tiles");
   if (!seq) return -1;
   Py_ssize_t n = PySequence_Fast_GET_SIZE(seq);
   int rc = 0;
-  if (n < 1 || n > MAX_TILES) {
-    pmpy_fail(PM_E_VALUE, "layout: %zd tiles, 1 to %d are supported", n, MAX_TILES);
+  if (n < 1 || n > PM_MAX_TILES) {
+    pmpy_fail(PM_E_VALUE, "layout: %zd tiles, 1 to %d are supported", n, PM_MAX_TILES);
     rc = -1;
   }
   for (Py_ssize_t k = 0; k < n && !rc; k++) {
-    int rank = pmpy_ints(PySequence_Fast_GET_ITEM(seq, k), "layout", j->tile[k], PM_MAX_RANK);
-    j->tile_rank[k] = (uint32_t)rank;
+    int rank = pmpy_ints(PySequence_Fast_GET_ITEM(seq, k), "layout", j->t.tile[k], PM_MAX_RANK);
+    j->t.rank[k] = (uint32_t)rank;
     rc = rank < 0 ? -1 : 0;
   }
   Py_DECREF(seq);
   if (rc) return -1;
-  j->n_tiles = (uint32_t)n;
-  j->base_rank = j->tile_rank[0];
-  memcpy(j->base, j->tile[0], sizeof j->base);
+  j->t.n = (uint32_t)n;
+  use_tiling(j);
+  return 0;
+}
+
+static int named_spec(PyObject *spec, layout_job *j) {
+  const char *tag, *name;
+  long long bits;
+  if (!PyArg_ParseTuple(spec, "ssL", &tag, &name, &bits)) return -1;
+  if (!pm_layout_named(name, strlen(name), bits, &j->t)) {
+    pmpy_fail(PM_E_VALUE, "layout: there is no %s for elements of %lld bits", name, bits);
+    return -1;
+  }
+  use_tiling(j);
   return 0;
 }
 
@@ -510,6 +523,7 @@ static int layout_spec(PyObject *spec, layout_job *j) {
     return 0;
   }
   if (!strcmp(tag, "tiled")) return tiled_spec(spec, j);
+  if (!strcmp(tag, "named")) return named_spec(spec, j);
   if (!strcmp(tag, "reduce")) return reduce_spec(spec, j);
   pmpy_fail(PM_E_NOT_IMPLEMENTED,
             "the register layout %s is not available; use WGMMA, WG_STRIDED, WG_SPLAT, a TILED "
@@ -521,7 +535,6 @@ static int layout_spec(PyObject *spec, layout_job *j) {
 static pm_code layout_body(void *ctx, pm_err *err) {
   layout_job *j = ctx;
   const pm_type *array = j->array;
-  const int64_t *tiles[MAX_TILES];
   pm_type full = *array;
   int64_t dims[PM_MAX_RANK];
   /* the array that the unreduced layout is of: reduced dims come back with the base tile's size */
@@ -541,10 +554,8 @@ static pm_code layout_body(void *ctx, pm_err *err) {
     case L_WGMMA: j->out = pm_layout_wgmma(j->g, &full); break;
     case L_STRIDED: j->out = pm_layout_strided(j->g, array, j->vec); break;
     case L_SPLAT: j->out = pm_layout_splat(j->g, array); break;
-    case L_TILED:
-      for (uint32_t k = 0; k < j->n_tiles; k++) tiles[k] = j->tile[k];
-      pm_code rc = pm_layout_tiled(j->g, &full, tiles, j->tile_rank, j->n_tiles, j->warp, j->n_warp,
-                                   j->lane, j->n_lane, j->vector, &j->out, err);
+    case L_TILED:;
+      pm_code rc = pm_layout_of_tiling(j->g, &full, &j->t, &j->out, err);
       if (rc) return rc;
       break;
   }
@@ -553,19 +564,23 @@ static pm_code layout_body(void *ctx, pm_err *err) {
   return PM_OK;
 }
 
-pm_layid pmpy_layout(pmpy_trace *t, PyObject *spec, const pm_type *array) {
-  layout_job j = {.g = t->g, .array = array};
+pm_layid pmpy_layout_in(pm_graph *g, const pm_builder *at, PyObject *spec, const pm_type *array) {
+  layout_job j = {.g = g, .array = array};
   if (layout_spec(spec, &j)) return 0;
   pm_err err;
   clear_err(&err);
   if (pm_protect(layout_body, &j, &err)) {
     size_t n = strlen(err.text);
     snprintf(err.text + n, sizeof err.text - n, " (array %s)", pmpy_type_text(array));
-    if (t->b.line) pm_err_at(&err, t->g->strings.at[t->b.file], t->b.line);
+    if (at && at->line) pm_err_at(&err, g->strings.at[at->file], at->line);
     pmpy_raise(&err);
     return 0;
   }
   return j.out;
+}
+
+pm_layid pmpy_layout(pmpy_trace *t, PyObject *spec, const pm_type *array) {
+  return pmpy_layout_in(t->g, &t->b, spec, array);
 }
 
 /* ---- Trace --------------------------------------------------------------------------------- */
@@ -1334,7 +1349,7 @@ int pmpy_init_trace(PyObject *module) {
     return -1;
   if (pmpy_init_array(module) || pmpy_init_ref(module)) return -1;
   PyMethodDef *functions[] = {pmpy_trace_functions, pmpy_promote_functions, pmpy_array_functions,
-                              pmpy_ref_functions};
+                              pmpy_move_functions, pmpy_ref_functions};
   for (size_t k = 0; k < PM_COUNT(functions); k++) {
     if (PyModule_AddFunctions(module, functions[k])) return -1;
   }

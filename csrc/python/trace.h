@@ -83,6 +83,8 @@ int pmpy_reshape_args(const pm_type *from, PyObject *const *args, Py_ssize_t n, 
                       pm_type *to);
 /* Layout id of a layout spec for an array, or 0. */
 pm_layid pmpy_layout(pmpy_trace *t, PyObject *spec, const pm_type *array);
+/* The same for any graph; `at` (may be NULL) is where errors point. */
+pm_layid pmpy_layout_in(pm_graph *g, const pm_builder *at, PyObject *spec, const pm_type *array);
 extern PyMethodDef pmpy_trace_functions[];
 
 /* ---- promote.c ----------------------------------------------------------------------------- */
@@ -133,6 +135,10 @@ PyObject *pmpy_select(pmpy_trace *t, pmpy_arg *cond, pmpy_arg *x, pmpy_arg *y);
 
 int pmpy_init_array(PyObject *module);
 extern PyMethodDef pmpy_array_functions[];
+
+/* ---- moves.c ------------------------------------------------------------------------------- */
+
+extern PyMethodDef pmpy_move_functions[];
 
 /* ---- ref.c --------------------------------------------------------------------------------- */
 

@@ -406,6 +406,31 @@ FN T shuffle_xor(T x, int mask, LINE) {
   from_bits(r, host_shuffle(bits_of(x), lane_number() ^ (u32)mask, ~0u, line));
   return r;
 }
+template <typename T>
+FN T shuffle_up(T x, u32 d, LINE) {
+  T r;
+  u32 lane = lane_number();
+  from_bits(r, host_shuffle(bits_of(x), lane < d ? lane : lane - d, ~0u, line));
+  return r;
+}
+template <int N, int apart, typename T>
+FN void swap_lanes(T *a, T *b, bool high, int mask, LINE) {
+  T *gives = high ? a : b;
+  T words[4 / sizeof(T)] = {};
+  for (int k = 0; k < N; k++) words[k] = gives[k * apart];
+  u32 w;
+  memcpy(&w, words, 4);
+  w = host_shuffle(w, lane_number() ^ (u32)mask, ~0u, line);
+  memcpy(words, &w, 4);
+  for (int k = 0; k < N; k++) gives[k * apart] = words[k];
+}
+template <int N, typename T>
+FN void shuffle_from(T *x, u32 from, LINE) {
+  u32 w = 0;
+  memcpy(&w, x, N * sizeof(T));
+  w = host_shuffle(w, from, ~0u, line);
+  memcpy(x, &w, N * sizeof(T));
+}
 template <int N>
 FN void registers_up(LINE) {
   host_registers(N, true, line);

@@ -490,7 +490,10 @@ breaks(
         '"bar.sync %0, 128;" :: "r"(wg)',
     ),
     registers_are_given_instead_of_taken=("setmaxnreg.inc", "setmaxnreg.dec"),
-    shuffle_of_half_a_warp=("__shfl_xor_sync(0xffffffffu", "__shfl_xor_sync(0xffffu"),
+    shuffle_of_half_a_warp=(
+        "__shfl_xor_sync(0xffffffffu, bits_of(x)",
+        "__shfl_xor_sync(0xffffu, bits_of(x)",
+    ),
     elected_among_one=("elect.sync _|p, 0xffffffff", "elect.sync _|p, 1"),
 )
 breaks(
@@ -589,7 +592,7 @@ breaks(
     rings_of_several_sizes=("if (c->turns && c->turns != n)", "if (c->turns > n)"),
     some_warps_may_move_data=("return !pm_layout_cast_scratch(g, op);", "return true;"),
     some_warps_may_do_all_that_has_no_effects=(
-        "return pm_ops[o->code].part == PM_PART_EACH || o->code == PM_OP_SLICE;",
+        "return pm_ops[o->code].part == PM_PART_EACH || pm_moves_in_registers(g, op);",
         "return true;",
     ),
 )

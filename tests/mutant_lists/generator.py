@@ -507,10 +507,6 @@ breaks(
         "others->at[others->n++] = (pm_piece){n, d->size, div};",
         "others->at[others->n++] = (pm_piece){n, d->size, 0};",
     ),
-    layout_cast_without_meeting=(
-        "e->slot[in].text);\n  pm_line(e, PM_LANES_SYNC);\n  const char *name",
-        "e->slot[in].text);\n  const char *name",
-    ),
     slices_begin_at_0=("f.start[k] = starts[k];", "f.start[k] = starts[k] * 0;"),
     sums_of_one_value_count_wrongly=(
         'pm_line(e, "const f32 %s = %s * %lld.0f;", name, x, (long long)n);',

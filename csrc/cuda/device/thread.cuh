@@ -74,6 +74,41 @@ template <typename T> FN T shuffle_xor(T x, int mask) {
   T r; from_bits(r, __shfl_xor_sync(0xffffffffu, bits_of(x), mask)); return r;
 }
 
+//! shuffle_up
+// x of the lane d below; the lowest d lanes keep their own
+template <typename T> FN T shuffle_up(T x, u32 d) {
+  T r; from_bits(r, __shfl_up_sync(0xffffffffu, bits_of(x), d)); return r;
+}
+
+//! swap_lanes
+// N elements at a and N at b, each `apart` from the next, of lanes whose numbers differ in mask:
+// the lane where that bit is clear (low) has both a afterwards, the other one both b. What it has
+// of its own stays in place.
+template <int N, int apart, typename T> FN void swap_lanes(T* a, T* b, bool high, int mask) {
+  u32 w = 0;
+  #pragma unroll
+  for (int k = 0; k < N; k++)
+    w |= bits_of(high ? a[k * apart] : b[k * apart]) << (k * 8 * (int)sizeof(T) % 32);
+  w = __shfl_xor_sync(0xffffffffu, w, mask);
+  #pragma unroll
+  for (int k = 0; k < N; k++) {
+    T x; from_bits(x, w >> (k * 8 * (int)sizeof(T) % 32));
+    if (high) a[k * apart] = x;
+    else b[k * apart] = x;
+  }
+}
+
+//! shuffle_from
+// N neighbouring elements become those of lane `from`
+template <int N, typename T> FN void shuffle_from(T* x, u32 from) {
+  u32 w = 0;
+  #pragma unroll
+  for (int k = 0; k < N; k++) w |= bits_of(x[k]) << (k * 8 * (int)sizeof(T) % 32);
+  w = __shfl_sync(0xffffffffu, w, from);
+  #pragma unroll
+  for (int k = 0; k < N; k++) from_bits(x[k], w >> (k * 8 * (int)sizeof(T) % 32));
+}
+
 //! registers_up
 template <int N> FN void registers_up() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(N));

@@ -1,0 +1,249 @@
+"""Products of register arrays and refs.
+
+float16 and bfloat16 matrices go to the tensor cores: `b` is staged in shared memory unless it is a
+ref there that wgmma can read, one `wgmma` for each 256 columns, accumulated in float32. Shapes are
+padded with zeros. float8 becomes
+float16, which holds it exactly. Other dtypes are computed by the lanes, as outer products of a
+column and a row of operands in shared memory. Vectors are multiplied and summed."""
+
+import math
+
+import numpy as np
+
+from . import _core
+from ._names import show
+from ._shapes import axes_of, concatenate, pad_with, stack, transpose
+from ._trace import Array, Ref, env
+from ._types import REGS, SMEM, WGMMAAccumulatorRef
+
+_MOST_COLUMNS = 256
+
+
+def _load(x, what):
+    if isinstance(x, Ref):
+        return x[...]
+    if not isinstance(x, Array):
+        raise TypeError(f"{what}: operands must be arrays or refs, got {show(x)}")
+    return x
+
+
+def _dtypes(a, b, preferred, what):
+    """(of the operands, of the sums, of the result)"""
+    dtype = _core.promote_types([a.dtype, b.dtype])[0]
+    if dtype.kind == "b":
+        raise TypeError(f"{what}: bool arrays have no product; convert them first")
+    out = dtype if preferred is None else _core.as_dtype(preferred)
+    if dtype.kind not in "iu":
+        return dtype, np.dtype("float32"), out
+    return dtype, out if out.kind in "iu" else np.dtype("int32"), out
+
+
+def _scoped(body, *types):
+    from ._control import run_scoped
+
+    if env("dot").n_threads > 1:
+        raise NotImplementedError(
+            "dot: in a kernel with several threads operands cannot be staged in shared memory; use"
+            " plgpu.wgmma with refs that run_scoped allocated for all of them"
+        )
+    return run_scoped(body, *types)
+
+
+def _is_operand(x, rows, columns):
+    """May wgmma read the ref itself?"""
+    return (
+        isinstance(x, Ref)
+        and x.memory_space is SMEM
+        and x.shape[0] % rows == 0
+        and x.shape[1] % columns == 0
+    )
+
+
+def _padded(x, rows, columns, dtype):
+    x = _core.convert(_load(x, "dot"), dtype)
+    config = [(0, -x.shape[0] % rows, 0), (0, -x.shape[1] % columns, 0)]
+    return pad_with(x, 0, config) if any(high for _, high, _ in config) else x
+
+
+def _on_tensor_cores(a, b, dtype):
+    """(M, K) @ (K, N) of float16 or bfloat16 in float32."""
+    from ._ops import commit_smem, wgmma
+
+    m, n = a.shape[0], b.shape[1]
+    if not _is_operand(a, 64, 16) or a.dtype != dtype:
+        a = _padded(a, 64, 16, dtype)
+    if _is_operand(b, 16, 16) and b.dtype == dtype and n <= _MOST_COLUMNS:
+
+        def product(acc):
+            commit_smem()
+            wgmma(acc, a, b)
+            return acc[...]
+
+        out = _scoped(product, WGMMAAccumulatorRef((a.shape[0], n), np.float32))
+        return out if out.shape[0] == m else out[:m]
+    pieces = []
+    b = _padded(b, 16, 16, dtype)
+    for start in range(0, b.shape[1], _MOST_COLUMNS):
+        part = b[:, start : start + _MOST_COLUMNS]
+
+        def staged(acc, smem, part=part):
+            smem[...] = part
+            commit_smem()
+            wgmma(acc, a, smem)
+            return acc[...]
+
+        acc = WGMMAAccumulatorRef((a.shape[0], part.shape[1]), np.float32)
+        pieces.append(_scoped(staged, acc, SMEM(part.shape, dtype)))
+    out = concatenate(pieces, 1)
+    return out if out.shape == (m, n) else out[:m, :n]
+
+
+def _by_lanes(a, b, work):
+    """(M, K) @ (K, N), accumulated in `work`."""
+    from ._control import fori_loop
+
+    (m, k), n = a.shape, b.shape[1]
+    a, b = (_core.convert(_load(x, "dot"), work) for x in (a, b))
+    if k == 1:
+        return a * b
+
+    def product(a_smem, b_smem):
+        a_smem[...] = a
+        b_smem[...] = b
+
+        def step(i, total):
+            column = _core.broadcast_in_dim(a_smem[:, i], (m, n), (0,))
+            return total + column * _core.broadcast_in_dim(b_smem[i], (m, n), (1,))
+
+        return fori_loop(0, k, step, _core.full((m, n), 0, work))
+
+    return _scoped(product, SMEM((m, k), work), SMEM((k, n), work))
+
+
+def _product(a, b, preferred, what):
+    """(M, K) @ (K, N)"""
+    dtype, work, out = _dtypes(a, b, preferred, what)
+    if dtype.itemsize == 1 and dtype.kind not in "iu":
+        dtype = np.dtype("float16")
+    if min(a.shape[0], b.shape[1]) == 1 and a.shape[1] > 1:
+        x, y = (_core.convert(_load(v, what), work) for v in (a, b))
+        if a.shape[0] == 1:
+            total = _core.reduce("add", x.reshape((-1, 1)) * y, (0,))
+        else:
+            total = _core.reduce("add", x * y.reshape((1, -1)), (1,))
+        return _core.convert(total.reshape((a.shape[0], b.shape[1])), out)
+    if dtype.itemsize == 2 and dtype.kind not in "iu":
+        return _core.convert(_on_tensor_cores(a, b, dtype), out)
+    return _core.convert(_by_lanes(a, b, work), out)
+
+
+def dot_general(
+    lhs,
+    rhs,
+    dimension_numbers,
+    precision=None,
+    preferred_element_type=None,
+    *,
+    out_sharding=None,
+):
+    """Products summed over contracted dims: ((of lhs, of rhs), (batch of lhs, of rhs)). The result
+    has the batch dims, then what is left of lhs and of rhs."""
+    what = "dot_general"
+    (ca, cb), (ba, bb) = dimension_numbers
+    for x in (lhs, rhs):
+        if not isinstance(x, (Array, Ref)):
+            raise TypeError(f"{what}: operands must be arrays or refs, got {show(x)}")
+    if isinstance(lhs, Ref) and lhs.memory_space is REGS:
+        lhs = lhs[...]
+    ca, ba = axes_of(tuple(ca), lhs.ndim, what), axes_of(tuple(ba), lhs.ndim, what)
+    cb, bb = axes_of(tuple(cb), rhs.ndim, what), axes_of(tuple(bb), rhs.ndim, what)
+    sizes = [[x.shape[d] for d in dims] for x, dims in ((lhs, ca), (rhs, cb), (lhs, ba), (rhs, bb))]
+    if sizes[0] != sizes[1] or sizes[2] != sizes[3] or {*ca} & {*ba} or {*cb} & {*bb}:
+        raise TypeError(
+            f"{what}: shapes {lhs.shape} and {rhs.shape} do not fit dimension numbers"
+            f" {dimension_numbers}"
+        )
+    fa = [d for d in range(lhs.ndim) if d not in ca and d not in ba]
+    fb = [d for d in range(rhs.ndim) if d not in cb and d not in bb]
+    shape = (*sizes[2], *(lhs.shape[d] for d in fa), *(rhs.shape[d] for d in fb))
+    if not ca:
+        raise NotImplementedError(f"{what}: no dimension is contracted; multiply broadcast arrays")
+    b, m, k, n = (
+        math.prod(s)
+        for s in (sizes[2], [lhs.shape[d] for d in fa], sizes[0], [rhs.shape[d] for d in fb])
+    )
+    if lhs.ndim == 2 and rhs.ndim == 2 and not ba:
+        if isinstance(lhs, Ref):
+            left = lhs if fa == [0] else lhs.T
+        else:
+            left = transpose(lhs, (*fa, *ca))
+        if isinstance(rhs, Ref):
+            right = rhs if cb == (0,) else rhs.T
+        else:
+            right = transpose(rhs, (*cb, *fb))
+        return _product(left, right, preferred_element_type, what)
+    left = transpose(_load(lhs, what), (*ba, *fa, *ca)).reshape((b, m, k))
+    right = transpose(_load(rhs, what), (*bb, *cb, *fb)).reshape((b, k, n))
+    if b > 16:
+        raise NotImplementedError(f"{what}: {b} products in a batch; loop over them with refs")
+    if m == 1 and n == 1:
+        _, work, out = _dtypes(left, right, preferred_element_type, what)
+        x, y = (_core.convert(v, work).reshape((b, k)) for v in (left, right))
+        return _core.convert(_core.reduce("add", x * y, (1,)), out).reshape(shape)
+    parts = [_product(left[i], right[i], preferred_element_type, what) for i in range(b)]
+    return (parts[0] if b == 1 else stack(parts)).reshape(shape)
+
+
+def dot(a, b, *, precision=None, preferred_element_type=None, out_sharding=None):
+    """Of vectors the inner product, of matrices the product; else a sum over the last dim of ``a``
+    and the last but one of ``b``."""
+    from . import numpy as jnp
+
+    if not a.ndim or not b.ndim:
+        return jnp.multiply(_load(a, "dot"), _load(b, "dot"))
+    dims = (((a.ndim - 1,), (max(b.ndim - 2, 0),)), ((), ()))
+    if a.shape[-1] != b.shape[dims[0][1][0]]:
+        raise TypeError(f"dot: shapes {a.shape} and {b.shape} do not fit")
+    return dot_general(a, b, dims, precision, preferred_element_type)
+
+
+def matmul(a, b, *, precision=None, preferred_element_type=None, out_sharding=None):
+    """``a @ b``: leading dims are batches, which must be equal."""
+    for x in (a, b):
+        if not isinstance(x, (Array, Ref)):
+            raise TypeError(f"matmul: operands must be arrays or refs, got {show(x)}")
+        if not x.ndim:
+            raise ValueError("matmul: operands must have at least one dimension; use *")
+    if a.ndim <= 2 and b.ndim <= 2:
+        return dot(a, b, preferred_element_type=preferred_element_type)
+    batch = max(a.ndim, b.ndim) - 2
+    if a.ndim != b.ndim or a.shape[:batch] != b.shape[:batch]:
+        raise NotImplementedError(
+            f"matmul: batch dimensions of {a.shape} and {b.shape} differ; broadcast them first"
+        )
+    if a.shape[-1] != b.shape[-2]:
+        raise TypeError(f"matmul: shapes {a.shape} and {b.shape} do not fit")
+    lead = tuple(range(batch))
+    dims = (((a.ndim - 1,), (b.ndim - 2,)), (lead, lead))
+    return dot_general(a, b, dims, precision, preferred_element_type)
+
+
+def tensordot(a, b, axes=2, *, precision=None, preferred_element_type=None):
+    """Sum over the last ``axes`` dims of ``a`` and first of ``b``, or over the dims named."""
+    if isinstance(axes, int):
+        pair = tuple(range(a.ndim - axes, a.ndim)), tuple(range(axes))
+    else:
+        pair = tuple(x if isinstance(x, (tuple, list)) else (x,) for x in axes)
+    return dot_general(a, b, (pair, ((), ())), precision, preferred_element_type)
+
+
+def vdot(a, b, *, precision=None, preferred_element_type=None):
+    """The inner product of all elements."""
+    a, b = _load(a, "vdot"), _load(b, "vdot")
+    return dot(a.reshape((-1,)), b.reshape((-1,)), preferred_element_type=preferred_element_type)
+
+
+def outer(a, b):
+    """All products of two vectors."""
+    a, b = _load(a, "outer"), _load(b, "outer")
+    return a.reshape((-1, 1)) * b.reshape((1, -1))

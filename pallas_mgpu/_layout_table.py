@@ -1,0 +1,69 @@
+"""docs/layouts.md: what each conversion between named register layouts costs. Made from the plans
+that the compiler follows; ``python -m pallas_mgpu layouts`` writes it."""
+
+import numpy as np
+
+from . import _core
+from ._types import Layout, layout_spec
+
+SHAPE = (64, 64)
+MATRICES = {
+    "WGMMA": Layout.WGMMA,
+    "WGMMA_TRANSPOSED": Layout.WGMMA_TRANSPOSED,
+    "WGMMA_8BIT": Layout.WGMMA_8BIT,
+    "WGMMA_UPCAST_2X": Layout.WGMMA_UPCAST_2X,
+    "WGMMA_UPCAST_4X": Layout.WGMMA_UPCAST_4X,
+    "MMA_LHS(16 bit)": Layout.MMA_LHS(np.int16),
+    "MMA_LHS(8 bit)": Layout.MMA_LHS(np.int8),
+    "MMA_RHS(16 bit)": Layout.MMA_RHS(np.int16),
+    "MMA_RHS(8 bit)": Layout.MMA_RHS(np.int8),
+    "WG_STRIDED": Layout.WG_STRIDED(SHAPE, 4),
+    "SMEM_GMEM_COPY": Layout.SMEM_GMEM_COPY(SHAPE, np.int16, 128),
+}
+VECTORS = {
+    "WGMMA.reduce(1)": Layout.WGMMA.reduce(1),
+    "WGMMA.reduce(0)": Layout.WGMMA.reduce(0),
+    "WGMMA_TRANSPOSED.reduce(1)": Layout.WGMMA_TRANSPOSED.reduce(1),
+    "WGMMA_8BIT.reduce(0)": Layout.WGMMA_8BIT.reduce(0),
+    "MMA_RHS(16 bit).reduce(0)": Layout.MMA_RHS(np.int16).reduce(0),
+    "TMA_INDICES": Layout.TMA_INDICES,
+    "TMA_INDICES_4": Layout.TMA_INDICES_4,
+}
+
+
+def _table(layouts, shape, dtype):
+    head = ["from \\ to", *layouts]
+    lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
+    for name, a in layouts.items():
+        cells = [f"**{name}**"]
+        for b in layouts.values():
+            shuffles, size, _ = _core.layout_conversion(
+                dtype, shape, layout_spec(a), layout_spec(b)
+            )
+            cells.append(f"{shuffles} sh" if shuffles else f"{size} B" if size else "0")
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def text():
+    """The document."""
+    parts = [
+        "# What conversions between register layouts cost",
+        "Written by `python -m pallas_mgpu layouts`; a test compares it with what the compiler"
+        " plans. `layout_cast` between\nany two layouts works at any shape. A cell says what it"
+        " moves for one array: `0` nothing but names of registers, `8 sh`\neight 32-bit shuffles"
+        " of each lane, `8192 B` the array through shared memory once, with two barriers of the"
+        " warpgroup.\nA splat becomes any layout for nothing, and what a load or an iota makes is"
+        " made in the layout asked for.",
+    ]
+    for dtype in (np.float32, np.float16, np.int8):
+        name = np.dtype(dtype).name
+        parts += [f"## {name}{list(SHAPE)}", _table(MATRICES, SHAPE, dtype)]
+    parts += [
+        "## float32[64]",
+        _table(VECTORS, (64,), np.float32),
+        "A row reduction of a WGMMA array is made of two shuffles for each value, its result is"
+        " in `WGMMA.reduce(1)`, and\nbroadcasting that back to WGMMA renumbers registers: no"
+        " shared memory.",
+    ]
+    return "\n\n".join(parts) + "\n"

@@ -1,0 +1,70 @@
+"""Mutants of what moves elements between lanes: layouts by name, shuffles, scans, gathers."""
+
+from . import CUDA, DEVICE, PASSES, breaks
+
+MOVES, LAYOUTS = "test_shapes.py", "test_layouts.py"
+
+breaks(
+    f"{DEVICE}/thread.cuh",
+    "test_catalogue.py",
+    scans_take_the_lane_above=("__shfl_up_sync(", "__shfl_down_sync("),
+    swaps_send_what_stays=("bits_of(high ? a[k * apart] : b", "bits_of(high ? b[k * apart] : a"),
+    swaps_take_into_the_other=("if (high) a[k * apart] = x;", "if (!high) a[k * apart] = x;"),
+    shuffles_read_their_own_lane=(
+        "w = __shfl_sync(0xffffffffu, w, from);",
+        "w = __shfl_sync(0xffffffffu, w, threadIdx.x & 31);",
+    ),
+)
+breaks(
+    f"{CUDA}/emit_move.c",
+    f"{MOVES}::test_moves_in_loops_and_threads",
+    f"{MOVES}::test_scans",
+    f"{MOVES}::test_traced_indices",
+    f"{LAYOUTS}::test_casts_between_any_two",
+    result_is_taken_without_meeting=(
+        "  const pm_val out = pm_get(e->g, op)->out;\n  pm_line(e, PM_LANES_SYNC);\n",
+        "  const pm_val out = pm_get(e->g, op)->out;\n",
+    ),
+    swaps_are_of_the_next_bit=(
+        "1 << bit,\n            1 << bit);",
+        "1 << bit,\n            2 << bit);",
+    ),
+    joined_pieces_begin_at_0=("f.add[dim] = start;", "f.add[dim] = 0;"),
+    gathers_are_not_limited=("pm_type_size(t) - 1));", "pm_type_size(t) - 2));"),
+    scatters_write_behind_the_end=("at < %lluu) st_shared", "at <= %lluu) st_shared"),
+    scans_forget_the_first_warps=(
+        '"if (2 - w < (int)warp) %s = %s;"',
+        '"if (2 - w <= (int)warp) %s = %s;"',
+    ),
+    scans_of_lanes_stop_early=("step < 32; step *= 2", "step < 16; step *= 2"),
+    runs_begin_with_their_own_sum=('pm_line(e, "x = shuffle_up(x, 1);");', "(void)x;"),
+)
+breaks(
+    "csrc/ir/relayout.c",
+    f"{LAYOUTS}::test_casts_between_any_two",
+    leaving_bits_get_lost=(
+        "reg[0][r] = (atom){leaves.dim, leaves.size, leaves.stride, reg[0][r].div};",
+        ";",
+    ),
+    lanes_never_trade_places=("out->permutes |= q != p;", ""),
+    words_of_swaps_overlap=("*apart = 2 * step;", "*apart = step;"),
+)
+breaks(
+    "csrc/ir/layouts.def",
+    f"{LAYOUTS}::test_places_of_elements",
+    upcast_lanes_in_another_order=('"-8", "-4,-2,-3"', '"-8", "-4,-3,-2"'),
+    rhs_lanes_in_another_order=('"*4", "-3,-4"', '"*4", "-4,-3"'),
+)
+breaks(
+    f"{PASSES}/layouts.c",
+    f"{MOVES}::test_scans",
+    f"{MOVES}::test_joining_and_cutting",
+    scans_of_splats_are_splats=(
+        "    case PM_LAY_SCAN: /* of splats, too, the elements differ */\n",
+        "",
+    ),
+    pieces_follow_without_a_start=(
+        "for (uint32_t i = 0; i < k; i++) starts[dim] +=",
+        "for (uint32_t i = 0; i < k; i++) starts[dim] =",
+    ),
+)

@@ -1,0 +1,258 @@
+"""Register layouts: each holds what the tables of the language say, every op works in it at any
+shape, and conversions between any two keep the values and cost what docs/layouts.md says."""
+
+import itertools
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import pallas_mgpu as plgpu
+from pallas_mgpu import _core, _layout_table, lax
+from pallas_mgpu import numpy as jnp
+from pallas_mgpu._types import layout_spec
+
+L = plgpu.Layout
+bf16 = np.dtype(ml_dtypes.bfloat16)
+OWN = L.TILED(plgpu.Tiling(((64, 64), (16, 64), (4, 2))), (-6,), (-3,), -1)
+MATRICES = {
+    "wgmma": L.WGMMA,
+    "transposed": L.WGMMA_TRANSPOSED,
+    "8bit": L.WGMMA_8BIT,
+    "2x": L.WGMMA_UPCAST_2X,
+    "4x": L.WGMMA_UPCAST_4X,
+    "lhs": L.MMA_LHS(jnp.int8),
+    "rhs": L.MMA_RHS(jnp.float16),
+    "copy": L.SMEM_GMEM_COPY((64, 64), jnp.float16, 128),
+    "tiled": L.TILED(plgpu.Tiling(((64, 8), (16, 8), (8, 8), (2,))), (-7,), (-3, -2), -1),
+}
+
+
+def elements(shape, layout):
+    return np.array(_core.layout_elements(shape, layout_spec(layout)))
+
+
+def formula(rank, rows, columns, where):
+    """[lane][register] of what `where(i, j)` says: (warps, lanes, register); None is every one."""
+    found = {}
+    for i, j in itertools.product(range(rows), range(columns)):
+        warps, lanes, register = where(i, j)
+        for w in range(4) if warps is None else [warps]:
+            for lane in range(32) if lanes is None else [lanes]:
+                found[w * 32 + lane, register] = i * columns + j if rank == 2 else i
+    regs = max(r for _, r in found) + 1
+    return np.array([[found.get((t, r), -1) for r in range(regs)] for t in range(128)])
+
+
+def test_places_of_elements():
+    """Warp, lane and register of each element, from the table of the language's layouts."""
+    m, n = 128, 64
+    warp = lambda i: i % 64 // 16  # noqa: E731
+    sub = lambda i: i // 8 % 2  # noqa: E731
+
+    def block(i, j, width, vec, v):
+        return (((i // 64) * (n // width) + j // width) * 2 + sub(i)) * vec + v
+
+    tables = {
+        L.WGMMA: lambda i, j: (
+            warp(i), i % 8 * 4 + j % 8 // 2, block(i, j, 8, 2, j % 2)
+        ),
+        L.WGMMA_8BIT: lambda i, j: (
+            warp(i), i % 8 * 4 + j % 16 // 4, block(i, j, 16, 4, j % 4)
+        ),
+        L.WGMMA_UPCAST_2X: lambda i, j: (
+            warp(i), i % 8 * 4 + j % 8 // 4 * 2 + j % 16 // 8, block(i, j, 16, 4, j % 4)
+        ),
+        L.WGMMA_UPCAST_4X: lambda i, j: (
+            warp(i), i % 8 * 4 + j % 32 // 8, block(i, j, 32, 8, j % 8)
+        ),
+        L.WGMMA_TRANSPOSED: lambda i, j: (
+            warp(i), i % 8 // 2 * 8 + j % 2 * 4 + j % 8 // 2, block(i, j, 8, 2, i % 2)
+        ),
+    }  # fmt: skip
+    for bits in (16, 8):
+        e = 32 // bits
+        dtype = {16: jnp.bfloat16, 8: jnp.int8}[bits]
+        tables[L.MMA_LHS(dtype)] = lambda i, k, e=e: (
+            warp(i),
+            i % 8 * 4 + k % (4 * e) // e,
+            (((i // 64 * (n // (8 * e)) + k // (8 * e)) * 2 + k % (8 * e) // (4 * e)) * 2 + sub(i))
+            * e
+            + k % e,
+        )
+        tables[L.MMA_RHS(dtype)] = lambda k, j, e=e: (
+            None,
+            j % 8 * 4 + k % (4 * e) // e,
+            ((k // (8 * e) * (n // 8) + j // 8) * 2 + k % (8 * e) // (4 * e)) * e + k % e,
+        )
+    for layout, where in tables.items():
+        got = elements((m, n), layout)
+        np.testing.assert_array_equal(got, formula(2, m, n, where), err_msg=str(layout))
+    vectors = {
+        L.TMA_INDICES: lambda i, _: (i % 16 // 4, None, i // 16 * 4 + i % 4),
+        L.TMA_INDICES_4: lambda i, _: (None, None, i // 4 * 4 + i % 4),
+    }
+    for layout, where in vectors.items():
+        got = elements((64,), layout)
+        np.testing.assert_array_equal(got, formula(1, 64, 1, where), err_msg=str(layout))
+
+
+@pytest.mark.parametrize("swizzle, bits", [(128, 16), (64, 32), (32, 16), (32, 8)])
+def test_places_of_copies(swizzle, bits):
+    """SMEM_GMEM_COPY: each element once, 16 (or 8) bytes of a row in each lane's vector."""
+    dtype = {32: jnp.float32, 16: jnp.float16, 8: jnp.int8}[bits]
+    width = swizzle * 8 // bits
+    for rows, columns in ((64, 2 * width), (16, 4 * width), (8, 4 * width)):
+        got = elements((rows, columns), L.SMEM_GMEM_COPY((rows, columns), dtype, swizzle))
+        assert sorted(got.ravel()) == list(range(rows * columns))
+        vec = 8 * min(16, swizzle // 4) // bits
+        runs = got.reshape(128, -1, vec)
+        assert (np.diff(runs, axis=2) == 1).all() and (runs[:, :, 0] % vec == 0).all()
+
+
+@pytest.mark.parametrize("layout", MATRICES)
+def test_every_op_in_every_layout(run, rng, layout):
+    """Loads, stores, iota, arithmetic, reductions over each axis and all, broadcasts back."""
+    layout = MATRICES[layout]
+    for shape in ((50, 41), (3, 100)):
+        x = rng.integers(-50, 50, shape).astype(np.float32)
+
+        def body(x_ref, o_ref, i_ref, rows_ref, cols_ref, total_ref, back_ref):
+            x = plgpu.load(x_ref, layout=layout, optimized=False)
+            o_ref[...] = x * 2
+            j = plgpu.broadcasted_iota(jnp.int32, x.shape, 1, layout=layout)
+            i = plgpu.broadcasted_iota(jnp.int32, x.shape, 0, layout=layout)
+            i_ref[...] = i * 1000 + j
+            rows, cols = jnp.sum(x, axis=1), jnp.max(x, axis=0)
+            rows_ref[...], cols_ref[...] = rows, cols
+            total_ref[0] = jnp.sum(x)
+            back_ref[...] = plgpu.layout_cast(
+                lax.broadcast_in_dim(rows, x.shape, (0,)) + cols * 3, layout
+            )
+
+        outs = (x, x.astype(np.int32), x[:, 0], x[0], x[0, :1], x)
+        kernel = run.kernel(body, outs)
+        o, i, rows, cols, total, back = kernel(x) if run.way == "interpret" else run.call(kernel, x)
+        np.testing.assert_array_equal(o, x * 2)
+        want = np.arange(shape[0])[:, None] * 1000 + np.arange(shape[1])
+        np.testing.assert_array_equal(i, want)
+        np.testing.assert_array_equal(rows, x.sum(1))
+        np.testing.assert_array_equal(cols, x.max(0))
+        assert total[0] == x.sum()
+        np.testing.assert_array_equal(back, x.sum(1)[:, None] + x.max(0) * 3)
+
+
+@pytest.mark.parametrize("a", MATRICES)
+def test_casts_between_any_two(run, rng, a):
+    """Values stay, by registers, shuffles or shared memory: whole tiles, parts of them, elements
+    of each width."""
+    others = [b for name, b in MATRICES.items() if name != a]
+    for dtype, shape in ((np.float32, (50, 41)), (bf16, (64, 64)), (np.int8, (64, 70))):
+        x = rng.integers(-100, 100, shape).astype(dtype)
+
+        def body(x_ref, *outs):
+            x = plgpu.load(x_ref, layout=MATRICES[a], optimized=False)
+            for o, b in zip(outs, others):
+                o[...] = plgpu.layout_cast(lax.optimization_barrier(x), b)
+
+        kernel = run.kernel(body, (x,) * len(others))
+        got = kernel(x) if run.way == "interpret" else run.call(kernel, x)
+        for g, b in zip(got, others):
+            np.testing.assert_array_equal(g, x, err_msg=str(b))
+
+
+def test_casts_of_vectors(run, rng):
+    """Reduced and index layouts, which hold copies, convert to each other."""
+    x = rng.standard_normal(100).astype(np.float32)
+    layouts = list(_layout_table.VECTORS.values())
+
+    def body(x_ref, *outs):
+        for o, a, b in zip(outs, layouts, layouts[1:] + layouts[:1]):
+            o[...] = plgpu.layout_cast(lax.optimization_barrier(plgpu.load(x_ref, layout=a)), b)
+
+    kernel = run.kernel(body, (x,) * len(layouts))
+    for g in kernel(x) if run.way == "interpret" else run.call(kernel, x):
+        np.testing.assert_array_equal(g, x)
+
+
+@pytest.mark.parametrize(
+    "a, b, mask",
+    [
+        ("wgmma", "transposed", 4),
+        ("transposed", "wgmma", 4),
+        ("2x", "wgmma", 1),
+        ("4x", "2x", 2),
+        ("4x", "wgmma", None),
+    ],
+)
+def test_cheap_casts_use_butterflies(a, b, mask):
+    """The conversions that the language calls cheap: half of the registers are sent for each bit,
+    and the program has no spills."""
+    x = np.zeros((64, 64), bf16)
+
+    def body(x_ref, o_ref):
+        v = lax.optimization_barrier(plgpu.load(x_ref, layout=MATRICES[a], optimized=False))
+        o_ref[...] = plgpu.layout_cast(v, MATRICES[b])
+
+    kernel = plgpu.kernel(body, out_type=plgpu.ShapeDtypeStruct(x.shape, x.dtype), interpret=True)
+    lowered = kernel.lower(x)
+    text = lowered.as_text("cuda")
+    assert "through shared memory" not in text and lowered.resources()["spill_bytes"] == 0
+    assert mask is None or f"lane & {mask}, {mask});" in text
+    shuffles, size, _ = _core.layout_conversion(
+        bf16, x.shape, layout_spec(MATRICES[a]), layout_spec(MATRICES[b])
+    )
+    assert size == 0 and shuffles == (16 if mask is None else 8)
+
+
+def test_row_reduction_and_broadcast_need_no_shared_memory():
+    """A softmax of WGMMA rows: its sums and maxima stay in the lanes that need them."""
+    x = np.zeros((64, 128), np.float32)
+
+    def body(x_ref, o_ref):
+        x = plgpu.load(x_ref, layout=plgpu.Layout.WGMMA, optimized=False)
+        e = jnp.exp(x - jnp.max(x, axis=1, keepdims=True))
+        o_ref[...] = e / jnp.sum(e, axis=1, keepdims=True)
+
+    kernel = plgpu.kernel(body, out_type=plgpu.ShapeDtypeStruct(x.shape, x.dtype), interpret=True)
+    text = kernel.lower(x).as_text("cuda")
+    assert "st_shared" not in text and "through shared memory" not in text
+    assert text.count("shuffle_xor(") >= 4
+
+
+def test_table_is_fresh():
+    """docs/layouts.md is what `python -m pallas_mgpu layouts` prints."""
+    path = Path(__file__).parent.parent / "docs" / "layouts.md"
+    assert path.read_text(encoding="utf-8") == _layout_table.text()
+
+
+def test_names_in_text(rng):
+    """Dumps of graphs name the layouts, and are read back."""
+    x = np.zeros((64, 64), np.float32)
+
+    def body(x_ref, o_ref):
+        v = plgpu.load(x_ref, layout=L.WGMMA_UPCAST_4X, optimized=False)
+        s = jnp.sum(v, axis=0) + plgpu.load(x_ref.at[0], layout=L.MMA_RHS(jnp.int8).reduce(0))
+        o_ref[...] = lax.broadcast_in_dim(s, (64, 64), (1,))
+
+    kernel = plgpu.kernel(body, out_type=plgpu.ShapeDtypeStruct(x.shape, x.dtype), interpret=True)
+    text = kernel.lower(x).as_text("graph")
+    assert "@wgmma_upcast_4x " in text and "@wgmma_upcast_4x.reduce(0)" in text
+    again = _core.Graph.parse(text).text()
+    assert again.count("wgmma_upcast_4x") == text.count("wgmma_upcast_4x")
+
+
+def test_errors_of_layouts():
+    """What cannot be is refused where it is written."""
+    for make, error, text in (
+        (lambda: L.MMA_LHS.value_spec, ValueError, "needs arguments"),
+        (lambda: L.MMA_LHS(jnp.float32), ValueError, "16 bits or fewer"),
+        (lambda: L.WGMMA_8BIT(3), ValueError, "takes no arguments"),
+        (lambda: L.SMEM_GMEM_COPY((64, 64), jnp.float32, 16), ValueError, "swizzle must be"),
+        (lambda: L.SMEM_GMEM_COPY((60, 64), jnp.float32, 64), ValueError, "not a multiple"),
+        (lambda: L.SMEM_GMEM_COPY((8, 64), jnp.float16, 128), NotImplementedError, "four parts"),
+        (lambda: L.TCGEN05.value_spec, NotImplementedError, "tensor memory"),
+    ):
+        with pytest.raises(error, match=text):
+            make()
