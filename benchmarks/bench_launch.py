@@ -1,10 +1,10 @@
-"""Host time of one launch of a three-array kernel, in an asynchronous loop.
+"""Host time of one launch, in an asynchronous loop: of a three-array kernel, and of ops.matmul.
 
     python benchmarks/bench_launch.py
 
-The yardstick is a C loop of cuLaunchKernelEx over the very same cubin (launch_loop.c). All
-contestants run in turns in one process; the figure is the median over rounds of a burst of
-launches, without the final wait."""
+The yardstick is a C loop of cuLaunchKernelEx over the very same cubin (launch_loop.c), with tensor
+maps that were made before. All contestants run in turns in one process; the figure is the median
+over rounds of a burst of launches, without the final wait."""
 
 import ctypes
 import pathlib
@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 import pallas_mgpu as plgpu
+from pallas_mgpu.ops import matmul
 
 N, BURST, ROUNDS = 1024, 200, 50
 
@@ -43,7 +44,72 @@ def per_call(f):
     return took / BURST * 1e9
 
 
-def main():
+def tensor_map(m, pointer):
+    """(memory that holds it, its address), as the runtime encodes it."""
+    cuda, n = ctypes.CDLL("libcuda.so.1"), len(m["dim"])
+    memory = ctypes.create_string_buffer(128 + 63)
+    at = (ctypes.addressof(memory) + 63) & ~63
+    dtype = {"float32": 7, "float16": 6, "bfloat16": 9}[m["dtype"]]
+    swizzle = {0: 0, 32: 1, 64: 2, 128: 3}[m["swizzle"]]
+    longs, words = ctypes.c_uint64 * n, ctypes.c_uint32 * n
+    rc = cuda.cuTensorMapEncodeTiled(
+        ctypes.c_void_p(at), dtype, n, ctypes.c_void_p(pointer), longs(*m["dim"]),
+        longs(*m["stride"][1:], 0), words(*m["box"]), words(*[1] * n), 0, swizzle, 2, 0,
+    )  # fmt: skip
+    assert rc == 0, rc
+    return memory, at
+
+
+def c_contestant(loop, low, pointers):
+    """A function: nanoseconds per launch of the lowered kernel."""
+    info = low.graph.lower().cuda()[1]
+    keep, params = [], []
+    for kind, param, which in info["args"]:
+        if kind == "tensor_map":
+            memory, at = tensor_map(info["maps"][which], pointers[param])
+        else:
+            memory = ctypes.c_uint64(pointers[param])
+            at = ctypes.addressof(memory)
+        keep.append(memory)
+        params.append(at)
+    array = (ctypes.c_void_p * len(params))(*params)
+    cubin, entry = low.cubin(), info["entry"].encode()
+    pdl = "griddepcontrol" in low.as_text("cuda")
+
+    def run(_keep=keep):
+        ns = loop(
+            cubin, entry, info["grid"][0], info["block"], info["smem_bytes"], array, pdl, BURST
+        )
+        assert ns > 0, ns
+        return ns
+
+    return run
+
+
+def table(title, c_time, contestants):
+    base = "C loop of cuLaunchKernelEx"
+    samples = {base: []} | {name: [] for name in contestants}
+    for f in contestants.values():
+        for _ in range(20):
+            f()
+    torch.cuda.synchronize()
+    for _ in range(ROUNDS):
+        samples[base].append(c_time())
+        for name, f in contestants.items():
+            samples[name].append(per_call(f))
+    median = statistics.median(samples[base])
+    print(f"\n### {title}\n")
+    print("| what | us per launch (median) | quartiles | above the C loop, us |")
+    print("|---|---:|---|---:|")
+    for name, s in samples.items():
+        q = statistics.quantiles(s, n=4)
+        print(
+            f"| {name} | {q[1] / 1e3:.2f} | {q[0] / 1e3:.2f} to {q[2] / 1e3:.2f} |"
+            f" {(q[1] - median) / 1e3:+.2f} |"
+        )
+
+
+def three_arrays(loop):
     kernel = plgpu.kernel(add, out_type=plgpu.ShapeDtypeStruct((N,), np.float32))
     a, b = torch.randn(N, device="cuda"), torch.randn(N, device="cuda")
     out = torch.empty_like(a)
@@ -93,48 +159,73 @@ def main():
     except Exception as e:  # noqa: BLE001
         print(f"JAX: {type(e).__name__}: {e}")
 
-    low = kernel.lower(da, db)
-    cubin = low.cubin()
-    program = low.resources()
-    pointers = (ctypes.c_uint64 * 3)(a.data_ptr(), b.data_ptr(), out.data_ptr())
-    loop = c_loop()
+    c_time = c_contestant(loop, kernel.lower(da, db), [x.data_ptr() for x in (a, b, out)])
+    table(f"Three arrays of {N} float32", c_time, contestants)
 
-    def c_time():
-        ns = loop(
-            cubin,
-            program["entry"].encode(),
-            1,
-            program["threads"],
-            program["smem_bytes"],
-            pointers,
-            3,
-            BURST,
-        )
-        assert ns > 0, ns
-        return ns
 
-    samples = {"C loop of cuLaunchKernelEx": []} | {name: [] for name in contestants}
-    for f in contestants.values():
-        for _ in range(20):
-            f()
-    torch.cuda.synchronize()
-    for _ in range(ROUNDS):
-        samples["C loop of cuLaunchKernelEx"].append(c_time())
-        for name, f in contestants.items():
-            samples[name].append(per_call(f))
-    base = statistics.median(samples["C loop of cuLaunchKernelEx"])
+def product(loop):
+    n = 64
+    a, b = (torch.randn(n, n, device="cuda").bfloat16() for _ in range(2))
+    out, want = torch.empty_like(a), a.float() @ b.float()
+    da, db, dout = (plgpu.DeviceArray.from_dlpack(x) for x in (a, b, out.clone()))
+    kernel = matmul.kernel(a, b)
+
+    def check(got):
+        assert float((got.float() - want).norm() / want.norm()) < 3e-3
+
+    contestants = {
+        "ops.matmul, DeviceArray, out=": lambda: matmul(da, db, out=dout),
+        "ops.matmul, torch, out=": lambda: matmul(a, b, out=out),
+        "ops.matmul, torch, new result": lambda: matmul(a, b),
+        "torch.matmul(out=)": lambda: torch.matmul(a, b, out=out),
+        "torch.matmul": lambda: torch.matmul(a, b),
+    }
+    check(matmul(a, b))
+    try:
+        import cupy
+
+        ca, cb = (cupy.asarray(x.half()) for x in (a, b))
+        co = cupy.empty_like(ca)
+        contestants["CuPy matmul(out=), float16"] = lambda: cupy.matmul(ca, cb, out=co)
+    except Exception as e:  # noqa: BLE001
+        print(f"CuPy: {e}")
+    try:
+        import triton
+        import triton.language as tl
+
+        @triton.jit
+        def triton_dot(a, b, o, N: tl.constexpr):
+            i, j = tl.arange(0, N)[:, None], tl.arange(0, N)[None, :]
+            x = tl.dot(tl.load(a + i * N + j), tl.load(b + i * N + j))
+            tl.store(o + i * N + j, x.to(tl.bfloat16))
+
+        triton_dot[(1,)](a, b, out, n)
+        check(out)
+        contestants["Triton"] = lambda: triton_dot[(1,)](a, b, out, n)
+    except Exception as e:  # noqa: BLE001
+        print(f"Triton: {e}")
+    try:
+        import jax
+
+        ja, jb = jax.dlpack.from_dlpack(a), jax.dlpack.from_dlpack(b)
+        dot = jax.jit(jax.numpy.matmul)
+        check(torch.from_dlpack(dot(ja, jb)))
+        contestants["JAX, jit of matmul"] = lambda: dot(ja, jb)
+    except Exception as e:  # noqa: BLE001
+        print(f"JAX: {type(e).__name__}: {e}")
+    c_time = c_contestant(loop, kernel.lower(a, b), [x.data_ptr() for x in (a, b, out)])
+    table(f"Product of {n} x {n} bfloat16, three tensor maps", c_time, contestants)
+    check(out)
+
+
+def main():
     print(
         f"{torch.cuda.get_device_name()}, torch {torch.__version__}, bursts of {BURST}, {ROUNDS}"
-        f" rounds\n"
+        " rounds"
     )
-    print("| what | us per launch (median) | quartiles | above the C loop, us |")
-    print("|---|---:|---|---:|")
-    for name, s in samples.items():
-        q = statistics.quantiles(s, n=4)
-        print(
-            f"| {name} | {q[1] / 1e3:.2f} | {q[0] / 1e3:.2f} to {q[2] / 1e3:.2f} |"
-            f" {(q[1] - base) / 1e3:+.2f} |"
-        )
+    loop = c_loop()
+    three_arrays(loop)
+    product(loop)
 
 
 if __name__ == "__main__":

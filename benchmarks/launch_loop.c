@@ -20,8 +20,15 @@ static double now(void) {
   return (double)t.tv_sec * 1e9 + (double)t.tv_nsec;
 }
 
+typedef struct {
+  int id;
+  char pad[4];
+  int value[16];
+} attribute_of;
+
+/* params: addresses of the kernel's arguments. dependent: launches may overlap (PDL). */
 double launch_loop(const void *cubin, const char *entry, unsigned grid, unsigned block,
-                   unsigned smem, const uint64_t *pointers, int n_pointers, int launches) {
+                   unsigned smem, void **params, int dependent, int launches) {
   void *cuda = dlopen("libcuda.so.1", RTLD_NOW);
   if (!cuda) return -1;
   int (*load)(void **, const void *) =
@@ -32,13 +39,13 @@ double launch_loop(const void *cubin, const char *entry, unsigned grid, unsigned
   int (*launch)(const config *, void *, void **, void **) =
       (int (*)(const config *, void *, void **, void **))dlsym(cuda, "cuLaunchKernelEx");
   int (*sync)(void) = (int (*)(void))dlsym(cuda, "cuCtxSynchronize");
-  void *module, *function, *params[16];
+  void *module, *function;
   int rc = load(&module, cubin);
   if (rc) return -rc;
   if ((rc = find(&function, module, entry))) return -rc;
   if (smem && (rc = attribute(function, 8, (int)smem))) return -rc;
-  for (int i = 0; i < n_pointers; i++) params[i] = (void *)&pointers[i];
-  config c = {grid, 1, 1, block, 1, 1, smem, NULL, NULL, 0};
+  attribute_of pdl = {.id = 6, .value = {1}};
+  config c = {grid, 1, 1, block, 1, 1, smem, NULL, &pdl, dependent != 0};
   for (int i = 0; i < 10; i++)
     if ((rc = launch(&c, function, params, NULL))) return -rc;
   sync();
