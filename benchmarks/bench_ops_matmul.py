@@ -232,12 +232,12 @@ def add_target(size, contestants, target):
 
 CONFIGS = (
     MatmulConfig(2, 256, 4, 2, 2, 8),
-    MatmulConfig(2, 256, 4, 2, 2, 8, lag=1),
+    MatmulConfig(2, 256, 4, 2, 2, 8, lag=0),
     MatmulConfig(2, 256, 4, 2, 2, 4),
-    MatmulConfig(2, 256, 4, 2, 2, 4, lag=1),
-    MatmulConfig(2, 256, 4, 2, 2, 6, lag=1),
-    MatmulConfig(2, 256, 4, 1, 2, 8, lag=1),
-    MatmulConfig(2, 192, 5, 2, 1, 8, lag=1),
+    MatmulConfig(2, 256, 4, 2, 2, 16),
+    MatmulConfig(2, 256, 3, 2, 4, 8),
+    MatmulConfig(2, 256, 4, 1, 2, 8),
+    MatmulConfig(2, 192, 5, 2, 1, 8),
 )
 
 
@@ -328,7 +328,7 @@ def more(m, n, k, dtype, nt):
     """Configurations that the chooser does not look at."""
     if m <= 8:
         return [c for c in few_rows_candidates(m, k, nt) if c.stages * c.step * c.tile_n < 100_000]
-    return [c._replace(lag=1) for c in candidates(m, n, k) if c.consumers > 1]
+    return [c._replace(lag=0) for c in candidates(m, n, k)]
 
 
 def bench_candidates(texts):

@@ -37,7 +37,7 @@ class MatmulConfig(NamedTuple):
     cluster tiles worked on together, for the L2. ``cluster_n``: blocks of a row that share A.
     ``split``: blocks that divide K among them; then every tile has a cluster of its own. ``step``:
     elements of K per slot, 64 or 128. ``lag``: products in flight while the next one is issued, 0
-    or 1; -1: 1 with one consumer, else 0.
+    or 1.
     """
 
     consumers: int = 2
