@@ -47,7 +47,8 @@ class Batch:
     """The batch axes of one trace of a kernel's definition.
 
     ``sizes``: of the axes. ``in_axes``, ``out_axes``: per axis, for each leaf where it stands
-    (None: not mapped). ``in_shapes``: (shape, dtype) of operands as the body sees them. ``out_shapes``: of the whole outputs."""
+    (None: not mapped). ``in_shapes``: (shape, dtype) of operands as the body sees them.
+    ``out_shapes``: of the whole outputs."""
 
     def __init__(self, definition, structure, specs):
         what = f"vmap of {definition.who} {definition.name}"
@@ -104,9 +105,7 @@ class Batch:
         """What one program sees of whole arrays."""
         for level, of in enumerate(axes):
             index = _core.axis_index("grid", level)
-            refs = [
-                r if a is None else r.at[(*[slice(None)] * a, index)] for r, a in zip(refs, of)
-            ]
+            refs = [r if a is None else r.at[(*[slice(None)] * a, index)] for r, a in zip(refs, of)]
         return refs
 
 
@@ -184,9 +183,7 @@ def _map_function(f, in_axes, out_axes):
         axes = _leaf_axes(in_axes, structure, "vmap")
         _depth.level += 1
         try:
-            given = [
-                x if a is None else Batched(x, a, _depth.level) for x, a in zip(leaves, axes)
-            ]
+            given = [x if a is None else Batched(x, a, _depth.level) for x, a in zip(leaves, axes)]
             return tree.map(unwrap, f(*tree.unflatten(structure, given)))
         finally:
             _depth.level -= 1
@@ -206,10 +203,9 @@ def vmap(f, in_axes=0, out_axes=0):
     if isinstance(f, _core.Kernel):
         return f.definition.mapped(in_axes, out_axes).make()
     maker = f.func if isinstance(f, functools.partial) else f
-    if getattr(maker, "makes_kernels", False):
-        name = f"{maker.__module__.rpartition('.')[2].strip('_')}.{maker.__name__}"
+    if getattr(maker, "__module__", "").startswith(f"{__package__}._"):
         raise TypeError(
-            f"vmap: f makes a kernel ({name}) and is none itself; the right form is"
+            f"vmap: {maker.__name__} makes a kernel and is none; the right form is"
             f" vmap({maker.__name__}(body, ...))(*batched)"
         )
     if not callable(f):

@@ -8,16 +8,17 @@ that of the step whose block is fetched, not of the one that runs."""
 
 import contextlib
 from collections.abc import Mapping
+from typing import Protocol
 
 import numpy as np
 
-from . import _core, tree
+from . import _core, _types, tree
 from ._control import scoped
 from ._kernel import Definition
 from ._names import NotSpecified, accepts, show
 from ._pipeline import Operand, run_steps
 from ._trace import Array, check_arity, env, parameter_names
-from ._types import GMEM, CompilerParams, GenericBlockSpec, GenericMemorySpace, Mesh, _Frozen, ints
+from ._types import GMEM, GenericBlockSpec, GenericMemorySpace, Mesh, _Frozen, ints
 
 
 class NoBlockSpec(NotSpecified):
@@ -38,15 +39,18 @@ class GridSpec:
     __slots__ = ("grid", "in_specs", "out_specs", "scratch_shapes")
 
     @accepts(scratch_specs="scratch_shapes")
-    def __init__(
-        self, grid=(), in_specs=no_block_spec, out_specs=no_block_spec, scratch_shapes=()
-    ):
+    def __init__(self, grid=(), in_specs=no_block_spec, out_specs=no_block_spec, scratch_shapes=()):
         self.grid, self.scratch_shapes = grid, scratch_shapes
         self.in_specs, self.out_specs = in_specs, out_specs
 
     def __repr__(self):
         fields = ", ".join(f"{k}={getattr(self, k)!r}" for k in self.__slots__)
         return f"GridSpec({fields})"
+
+
+class CompilerParams(Protocol):
+    """Type of compiler parameters, whatever the backend; those of this one are
+    :class:`plgpu.CompilerParams`."""
 
 
 class CostEstimate(_Frozen):
@@ -286,6 +290,9 @@ class _Call(Definition):
             steps()
 
 
+_NO_ALIASES: dict[int, int] = {}
+
+
 def _right_form(args, kwargs, value):
     """For `accepts`: dimension_semantics where TPU examples have it."""
     raise TypeError(
@@ -304,7 +311,7 @@ def pallas_call(
     in_specs=no_block_spec,
     out_specs=no_block_spec,
     scratch_shapes=(),
-    input_output_aliases=None,
+    input_output_aliases=_NO_ALIASES,
     debug=False,
     interpret=False,
     name=None,
@@ -341,7 +348,7 @@ def pallas_call(
             raise TypeError(f"pallas_call: grid_spec must be a pl.GridSpec, got {show(grid_spec)}")
         grid, scratch_shapes = grid_spec.grid, grid_spec.scratch_shapes
         in_specs, out_specs = grid_spec.in_specs, grid_spec.out_specs
-    if not (compiler_params is None or isinstance(compiler_params, CompilerParams)):
+    if not (compiler_params is None or isinstance(compiler_params, _types.CompilerParams)):
         raise TypeError(
             f"pallas_call: compiler_params must be plgpu.CompilerParams, got"
             f" {show(compiler_params)}"
@@ -353,12 +360,9 @@ def pallas_call(
         in_specs,
         out_specs,
         scratch_shapes,
-        {} if input_output_aliases is None else input_output_aliases,
+        input_output_aliases,
         params=compiler_params,
         interpret=interpret,
         debug=debug,
         name=name,
     ).make()
-
-
-pallas_call.makes_kernels = True

@@ -71,7 +71,8 @@ class Definition:
             )
         if not (interpret is None or isinstance(interpret, (bool, InterpretParams))):
             raise TypeError(
-                f"{self.who}: interpret must be a bool or plgpu.InterpretParams, got {show(interpret)}"
+                f"{self.who}: interpret must be a bool or plgpu.InterpretParams, got"
+                f" {show(interpret)}"
             )
         self.body, self.scratch, self.params, self.mesh = body, scratch, params, mesh
         self.interpret = InterpretParams() if interpret is True else interpret or None
@@ -322,6 +323,3 @@ def kernel(
         return Definition(f, outs, scratch, compiler_params, mesh, interpret, debug).make()
 
     return wrap if body is NOT_SPECIFIED else wrap(body)
-
-
-kernel.makes_kernels = True

@@ -172,7 +172,6 @@ PLGPU_WRONG = {
 
 PL_MISSING = {
     "use plgpu.kernel": "core_map kernel",
-    "use plgpu.CompilerParams": "CompilerParams",
     "count the operations by hand: pl.CostEstimate": "estimate_cost",
     "use plgpu.Barrier inside a block, or two kernels": "semaphore semaphore_read semaphore_signal"
     " semaphore_wait DeviceIdType",

@@ -56,9 +56,7 @@ class Operand:
         if not isinstance(spec, GenericBlockSpec):
             raise TypeError(f"{who}: {what} must be a BlockSpec, got {show(spec)}")
         if not isinstance(ref, Ref) or ref.memory_space is not GMEM:
-            raise TypeError(
-                f"{who}: the argument for {what} must be a GMEM ref, got {show(ref)}"
-            )
+            raise TypeError(f"{who}: the argument for {what} must be a GMEM ref, got {show(ref)}")
         self.spec, self.ref, self.what, self.who = spec, ref, what, who
         self.staged = spec.memory_space in (None, SMEM, GenericMemorySpace.DEFAULT)
         if not self.staged and spec.memory_space not in (GMEM, GenericMemorySpace.ANY):
@@ -71,20 +69,15 @@ class Operand:
             dims = ref.shape
         if self.staged and len(dims) != ref.ndim:
             raise ValueError(
-                f"{who}: {what} has a block of rank {len(dims)} for a ref of rank"
-                f" {ref.ndim}"
+                f"{who}: {what} has a block of rank {len(dims)} for a ref of rank {ref.ndim}"
             )
         for d in dims:
             if isinstance(d, Element) and any(d.padding):
-                raise NotImplementedError(
-                    f"{who}: {what}: Element with padding is not supported"
-                )
+                raise NotImplementedError(f"{who}: {what}: Element with padding is not supported")
             if not (
                 _is_squeezed(d) or isinstance(d, (int, np.integer, Blocked, Element))
             ) or isinstance(d, bool):
-                raise NotImplementedError(
-                    f"{who}: {what}: unsupported block size type {show(d)}"
-                )
+                raise NotImplementedError(f"{who}: {what}: unsupported block size type {show(d)}")
             if isinstance(d, (int, np.integer)) and d < 1:
                 raise ValueError(f"{who}: {what}: block sizes are positive, got {d}")
         self.dims = dims
@@ -124,8 +117,7 @@ class Operand:
                     )
             elif not hasattr(x, "__index__"):
                 raise ValueError(
-                    f"{self.who}: the index map of {self.what} must return integers, got"
-                    f" {show(x)}"
+                    f"{self.who}: the index map of {self.what} must return integers, got {show(x)}"
                 )
         return out
 

@@ -11,7 +11,7 @@ import functools
 
 from . import _core, _ops, tree
 from ._control import cond, fori_loop, scoped, when
-from ._pipeline import _grid_size, Operand
+from ._pipeline import Operand, _grid_size
 from ._schedule import unravel
 from ._trace import Array, env
 from ._types import Barrier, ClusterBarrier, GenericBlockSpec

@@ -1,7 +1,7 @@
 """The `pl` namespace: generic helpers of kernel bodies."""
 
 from . import _core, _types, tree
-from ._call import CostEstimate, GridSpec, no_block_spec, pallas_call
+from ._call import CompilerParams, CostEstimate, GridSpec, no_block_spec, pallas_call
 from ._control import loop, run_scoped, run_state, when, with_scoped
 from ._names import NOT_SPECIFIED, PL_MISSING, PL_WRONG, finder, show
 from ._ops import debug_print, num_programs, program_id
@@ -17,6 +17,7 @@ __all__ = [
     "BlockDim",
     "BlockSpec",
     "Blocked",
+    "CompilerParams",
     "CostEstimate",
     "Element",
     "GridSpec",
