@@ -278,7 +278,8 @@ class _Call(Definition):
                 self._check_result(result)
 
             grid = tuple(self._sequential())
-            run_steps(step, grid, *operands, mcs, None, parameter_names(self.body))
+            names = parameter_names(self.body)
+            run_steps(step, grid, *operands, mcs, None, names, last=True)
 
         positional, keyword = self.scratch, {}
         if isinstance(self.scratch, Mapping):

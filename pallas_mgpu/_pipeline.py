@@ -242,8 +242,9 @@ def emit_pipeline(
     return pipeline
 
 
-def run_steps(body, grid, ins, outs, max_concurrent_steps, init_carry, names):
-    """The pipeline of checked operands. ``names``: of them, for the generated text."""
+def run_steps(body, grid, ins, outs, max_concurrent_steps, init_carry, names, last=False):
+    """The pipeline of checked operands. ``names``: of them, for the generated text. ``last``: the
+    kernel ends with it, so its stores need not be complete for the block to go on."""
     e = env("emit_pipeline")
     steps = _grid_size(grid)
     slots = min(max_concurrent_steps, steps) if isinstance(steps, int) else max_concurrent_steps
@@ -264,7 +265,10 @@ def run_steps(body, grid, ins, outs, max_concurrent_steps, init_carry, names):
 
     def run(*refs):
         buffers = dict(zip(map(id, staged), refs))
-        return _run(body, grid, steps, slots, ins, outs, buffers, refs[-1], init_carry)
+        result = _run(body, grid, steps, slots, ins, outs, buffers, refs[-1], init_carry)
+        if any(o.staged for o in outs):
+            _ops.wait_smem_to_gmem(0, wait_read_only=last)
+        return result
 
     named = dict(zip(map(id, ins + outs), names))
     names = [named.get(id(o)) for o in staged]
@@ -373,6 +377,4 @@ def _run(body, grid, steps, slots, ins, outs, buffers, bars, init_carry):
         finish()
     elif stored:
         when(steps > 0)(finish)
-    if stored:
-        _ops.wait_smem_to_gmem(0)
     return carry
