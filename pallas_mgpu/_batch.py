@@ -203,7 +203,7 @@ def vmap(f, in_axes=0, out_axes=0):
     if isinstance(f, _core.Kernel):
         return f.definition.mapped(in_axes, out_axes).make()
     maker = f.func if isinstance(f, functools.partial) else f
-    if getattr(maker, "__module__", "").startswith(f"{__package__}._"):
+    if str(getattr(maker, "__module__", "")).startswith(f"{__package__}._"):
         raise TypeError(
             f"vmap: {maker.__name__} makes a kernel and is none; the right form is"
             f" vmap({maker.__name__}(body, ...))(*batched)"
