@@ -7,6 +7,7 @@ every call of an index map, sets to its own: a map that asks for the index of a 
 that of the step whose block is fetched, not of the one that runs."""
 
 import contextlib
+import math
 from collections.abc import Mapping
 from typing import Protocol
 
@@ -17,8 +18,11 @@ from ._control import scoped
 from ._kernel import Definition
 from ._names import NotSpecified, accepts, show
 from ._pipeline import Operand, run_steps
+from ._schedule import unravel
 from ._trace import Array, check_arity, env, parameter_names
 from ._types import GMEM, GenericBlockSpec, GenericMemorySpace, Mesh, _Frozen, ints
+
+_SHORT = 65535  # blocks along CUDA's y and z
 
 
 class NoBlockSpec(NotSpecified):
@@ -102,15 +106,19 @@ class _Call(Definition):
         semantics = getattr(params, "dimension_semantics", None)
         if semantics is None:
             semantics = ("parallel",) * len(self.grid)
-        if isinstance(semantics, str) or len(semantics) != len(self.grid):
+        if not isinstance(semantics, (tuple, list)) or len(semantics) != len(self.grid):
             raise ValueError(
                 f"pallas_call: dimension_semantics needs one entry for each of the"
                 f" {len(self.grid)} grid axes, got {show(semantics)}"
             )
         self.parallel = [str(s) == "parallel" for s in semantics]
+        # CUDA's y and z, the axes before the last, are short: such grids are launched as one axis
+        launch = tuple(n for n, p in zip(self.grid, self.parallel) if p)
+        self.folded = math.prod(launch[-2:-1]) > _SHORT or math.prod(launch[:-2]) > _SHORT
+        if self.folded and math.prod(launch) >= 2**31:
+            raise ValueError(f"pallas_call: at most 2**31 - 1 programs are possible, got {launch}")
         mesh = Mesh(
-            grid=tuple(n for n, p in zip(self.grid, self.parallel) if p),
-            kernel_name=options.pop("name"),
+            grid=(math.prod(launch),) if self.folded else launch, kernel_name=options.pop("name")
         )
         super().__init__(body, out_shape, scratch, mesh=mesh, **options)
         self.out_container = tuple
@@ -228,8 +236,10 @@ class _Call(Definition):
 
     def _run_body(self, args, names):
         e = env(self.who)
-        leading = e.leading
-        ids = iter([_core.axis_index("grid", leading + k) for k in range(sum(self.parallel))])
+        here = [_core.axis_index("grid", e.leading + k) for k in range(len(self.mesh.grid))]
+        if self.folded:
+            here = unravel(here[0], [n for n, p in zip(self.grid, self.parallel) if p])
+        ids = iter(here)
         ids = [next(ids) if p else None for p in self.parallel]
         e.grid = self.grid
         for k, (name, size) in enumerate(zip(self.grid_names or (), self.grid)):

@@ -115,7 +115,7 @@ class Operand:
                     raise ValueError(
                         f"{self.who}: the index map of {self.what} must return integer scalars"
                     )
-            elif not hasattr(x, "__index__"):
+            elif not hasattr(x, "__index__") or getattr(x, "shape", ()) != ():
                 raise ValueError(
                     f"{self.who}: the index map of {self.what} must return integers, got {show(x)}"
                 )

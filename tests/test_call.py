@@ -392,6 +392,28 @@ def test_grids_of_any_rank(run, rank):
     np.testing.assert_array_equal(got, want)
 
 
+def test_long_leading_axes():
+    """Axes before the last that are longer than CUDA's y and z are folded into x."""
+
+    def body(o_ref):
+        i, j = pl.program_id(0), pl.program_id(1)
+
+        @pl.when(i % 1000 == 999)
+        def _():
+            o_ref[i // 1000, j] = i * 2 + j
+
+    kernel = pl.pallas_call(
+        body,
+        plgpu.ShapeDtypeStruct((66, 2), np.int32),
+        grid=(66000, 2),
+        out_specs=pl.BlockSpec(memory_space=plgpu.GMEM),
+        interpret=True,
+    )
+    assert kernel.lower().resources()["grid"] == (132000, 1, 1)
+    want = np.arange(999, 66000, 1000)[:, None] * 2 + [0, 1]
+    np.testing.assert_array_equal(kernel(), want)
+
+
 # ---- aliases -------------------------------------------------------------------------------------
 
 
@@ -569,6 +591,12 @@ def params(**fields):
             ValueError,
             "integer scalars",
         ),
+        (
+            {"in_specs": [pl.BlockSpec((8, 8), lambda i: (i, np.arange(2)))]},
+            ValueError,
+            "must return integers",
+        ),
+        ({"compiler_params": params(dimension_semantics=3)}, ValueError, "one entry for each"),
         ({"in_specs": [pl.BlockSpec((8, 0), lambda i: (i, 0))]}, ValueError, "positive, got 0"),
         (
             {"in_specs": [pl.BlockSpec((8, pl.Element(8, (1, 0))), lambda i: (i, 0))]},
