@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import pallas_mgpu as plgpu
-from pallas_mgpu import lax, pl
+from pallas_mgpu import lax, ops, pl
 from pallas_mgpu import numpy as jnp
 
 F32 = np.float32
@@ -548,6 +548,15 @@ def test_vmap_of_a_function(rng):
     for i, j in itertools.product(range(2), range(3)):
         want = scaled_by_numpy(scaled_by_numpy(x[i, :, :, j], s[i]), s[i])
         np.testing.assert_allclose(got[i, j], want, rtol=1e-5, atol=1e-6)
+
+
+def test_vmap_of_a_family(rng, monkeypatch):
+    """ops.matmul finds its kernel by the types that the map leaves."""
+    monkeypatch.setenv("PALLAS_MGPU_BACKEND", "interpret")
+    a, b = (rng.standard_normal(s).astype(np.float16) for s in ((2, 64, 64), (64, 72)))
+    got = plgpu.vmap(ops.matmul, in_axes=(0, None))(a, b)
+    want = a.astype(F32) @ b.astype(F32)
+    np.testing.assert_allclose(got.astype(F32), want, rtol=2e-3, atol=2e-2)
 
 
 # ---- misuse --------------------------------------------------------------------------------------
