@@ -195,10 +195,11 @@ def vmap(f, in_axes=0, out_axes=0):
     """``f`` over one more axis of its arguments, in one launch: a grid axis in front of the others.
 
     ``f``: a kernel (of ``plgpu.kernel`` or ``pl.pallas_call``), a mapped one again, a
-    ``kernel_family``, or a Python function that hands its arguments to kernels and returns their results. ``in_axes``: the axis of
-    each argument that is mapped over, None for arguments that all elements share; an int for all,
-    or a tuple. ``out_axes``: where it stands in the results. TypeError for what is neither,
-    ValueError for axes that do not exist or differ in size (when called).
+    ``kernel_family``, or a Python function that hands its arguments to kernels and returns their
+    results. ``in_axes``: the axis of each argument that is mapped over, None for arguments that all
+    elements share; an int for all, or a tuple. ``out_axes``: where it stands in the results.
+    TypeError for what is neither, ValueError for axes that do not exist or differ in size (when
+    called).
     """
     if isinstance(f, _core.Kernel):
         return f.definition.mapped(in_axes, out_axes).make()
