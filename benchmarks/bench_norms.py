@@ -1,7 +1,7 @@
 """Softmax and RMSNorm of rows by pl.pallas_call (examples/), against the bandwidth of copies.
 
-    python benchmarks/bench_norms.py [--only softmax|rms_norm] [--columns N ...] [--megabytes M] [--tune]
-        [--no-jax] [--no-compile] [--quick]
+    python benchmarks/bench_norms.py [--only softmax|rms_norm] [--columns N ...] [--rows N]
+        [--megabytes M] [--tune] [--no-jax] [--no-compile] [--quick]
 
 bfloat16, random normal; arrays of M = 128 MB, several times the L2 cache. Every contestant is
 checked against float32 in the same process, its output poisoned before. Bandwidth counts each array
