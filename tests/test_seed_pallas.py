@@ -334,6 +334,41 @@ def test_right_forms(use, error, right):
         use()
 
 
+def test_memory_operations(pallas_call, rng):
+    """pl.load and pl.store as signatures of the page have them, without the memory spaces."""
+
+    def kernel(x_ref, o_ref):
+        pl.store(o_ref, (pl.ds(0, 8),), pl.load(x_ref, (pl.ds(0, 8),)) * 2)
+
+    x = rng.standard_normal(8).astype(np.float32)
+    np.testing.assert_array_equal(
+        pallas_call(kernel, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype))(x), x * 2
+    )
+
+
+@pytest.mark.parametrize(
+    "body, error, right",
+    [
+        (
+            lambda x, o, bar: pl.load(x, (slice(None),), memory_space=plgpu.SMEM),
+            TypeError,
+            "plgpu.copy_gmem_to_smem",
+        ),
+        (
+            lambda x, o, bar: pl.store(o, (slice(None),), x[...], memory_space=plgpu.GMEM),
+            TypeError,
+            "copy_smem_to_gmem",
+        ),
+        (lambda x, o, bar: bar.wait(), AttributeError, r"plgpu.barrier_wait\(barrier\)"),
+    ],
+)
+def test_right_forms_in_bodies(body, error, right):
+    x = jax.ShapeDtypeStruct((8,), jnp.float32)
+    call = pl.pallas_call(body, out_shape=x, scratch_shapes=[plgpu.Barrier()], interpret=True)
+    with pytest.raises(error, match=right):
+        call(np.zeros(8, np.float32))
+
+
 def test_grid_spec_of_the_page():
     """GridSpec's scratch has two spellings."""
     with pytest.warns(DeprecationWarning, match="scratch_shapes"):
