@@ -52,7 +52,7 @@ SIGNATURES = {
         "TilingTransform": "(tiling)",
         "WGMMAAccumulatorRef": ACC,
         "barrier_arrive": "(barrier)",
-        "barrier_wait": "(barrier)",
+        "barrier_wait": "(barrier, *, phase=None)",  # phase is ours
         "broadcasted_iota": "(dtype, shape, dimension, *, layout=None)",
         "cluster_ref": "(ref, block_id)",
         "commit_smem": "()",
