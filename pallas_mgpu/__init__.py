@@ -28,6 +28,7 @@ from ._core import (
     UnexpectedTracerError,
 )
 from . import _shapes, lax, nn, numpy, pl, tree
+from ._batch import vmap
 from ._control import in_turn, lazy_where
 from ._family import Operand, core_count, kernel_family
 from ._kernel import kernel

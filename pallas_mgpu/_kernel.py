@@ -1,13 +1,15 @@
 """`kernel`: from a Python body to a callable on arrays.
 
 `_core.Kernel` is the callable; it looks a call up by its argument signature and asks
-`_Definition.trace` for a graph where it has none. Nested arguments (pytrees) take a slower road:
+`Definition.trace` for a graph where it has none. Nested arguments (pytrees) take a slower road:
 one `_core.Kernel` per structure."""
 
+import copy
 import functools
 from collections.abc import Mapping
 
 from . import _core, _trace, tree
+from ._batch import Batch, Batched, call_batched
 from ._control import scoped
 from ._names import NOT_SPECIFIED, deprecated, show
 from ._types import GMEM, CompilerParams, InterpretParams, Mesh, ShapeDtypeStruct
@@ -23,7 +25,7 @@ def _either(new, old, new_name, old_name):
     return old
 
 
-def _is_shaped(x):
+def is_shaped(x):
     return hasattr(x, "shape") and hasattr(x, "dtype") and not isinstance(x, type)
 
 
@@ -40,57 +42,69 @@ def _checked(x, what):
     return x
 
 
-class _Definition:
+class Definition:
     """Everything that is fixed before a call: the body, its mesh, its outputs and scratch."""
+
+    who = "kernel"
+    aliases: dict[int, int] = {}  # operand leaf to the output leaf that begins as it
+    levels: tuple = ()  # of vmap, the outermost first: (in_axes, out_axes)
 
     def __init__(self, body, out_type, scratch, params, mesh, interpret, debug):
         if not callable(body):
-            raise TypeError(f"kernel: body must be callable, got {show(body)}")
+            raise TypeError(f"{self.who}: body must be callable, got {show(body)}")
         if params is None:
             params = CompilerParams()
         if not isinstance(params, CompilerParams):
             raise TypeError(
-                f"kernel: compiler_params must be plgpu.CompilerParams, got {show(params)}"
+                f"{self.who}: compiler_params must be plgpu.CompilerParams, got {show(params)}"
             )
-        if params.dimension_semantics is not None:
-            raise NotImplementedError(
-                "kernel: dimension_semantics is for pl.pallas_call; use lax.fori_loop or"
-                " plgpu.emit_pipeline for sequential axes"
-            )
+        self._check_params(params)
         if not isinstance(scratch, (tuple, list, Mapping)):
             raise TypeError(
-                f"kernel: scratch_types must be a tuple, list or dict of descriptors, got"
+                f"{self.who}: scratch_types must be a tuple, list or dict of descriptors, got"
                 f" {show(scratch)}"
             )
         if isinstance(scratch, Mapping) and not all(isinstance(k, str) for k in scratch):
             raise TypeError(
-                "kernel: the keys of scratch_types are parameter names of the body, got"
+                f"{self.who}: the keys of scratch_types are parameter names of the body, got"
                 f" {tuple(scratch)}"
             )
         if not (interpret is None or isinstance(interpret, (bool, InterpretParams))):
             raise TypeError(
-                f"kernel: interpret must be a bool or plgpu.InterpretParams, got {show(interpret)}"
+                f"{self.who}: interpret must be a bool or plgpu.InterpretParams, got"
+                f" {show(interpret)}"
             )
         self.body, self.scratch, self.params, self.mesh = body, scratch, params, mesh
         self.interpret = InterpretParams() if interpret is True else interpret or None
         self.debug = debug
+        self.batched = {}  # kernels mapped over axes of certain arguments
         self.name = mesh.kernel_name or _body_name(body)
         # out_type: a tuple or list gives one body argument per element, anything else gives one
         self.wrapped = not (
             isinstance(out_type, (tuple, list)) and not hasattr(out_type, "_fields")
         )
         items = (out_type,) if self.wrapped else tuple(out_type)
-        leaves, self.out_structure = tree.flatten(items, is_leaf=_is_shaped)
+        leaves, self.out_structure = tree.flatten(items, is_leaf=is_shaped)
         self.outs = []
         for x in leaves:
-            if not _is_shaped(x):
-                raise TypeError(f"kernel: out_type leaves need shape and dtype, got {show(x)}")
+            if not is_shaped(x):
+                raise TypeError(f"{self.who}: out_type leaves need shape and dtype, got {show(x)}")
             if getattr(x, "memory_space", GMEM) is not GMEM:
-                raise ValueError(f"kernel: an output is in GMEM, got {show(x)}")
-            self.outs.append(_checked(ShapeDtypeStruct(x.shape, x.dtype), "kernel: out_type"))
+                raise ValueError(f"{self.who}: an output is in GMEM, got {show(x)}")
+            self.outs.append(_checked(ShapeDtypeStruct(x.shape, x.dtype), f"{self.who}: out_type"))
         self.out_container = list if isinstance(out_type, list) else tuple
         flat = tuple(s == tree.LEAF for s in self.out_structure[2])
         self.simple_outputs = all(flat)
+
+    def _check_params(self, params):
+        if params.dimension_semantics is not None:
+            raise NotImplementedError(
+                "kernel: dimension_semantics is for pl.pallas_call; use lax.fori_loop or"
+                " plgpu.emit_pipeline for sequential axes"
+            )
+
+    def check_operands(self, specs):
+        """``specs``: (shape, dtype) of each operand as the body sees it."""
 
     def make(self, structure=None):
         """The callable for flat arguments, or for one structure of nested arguments."""
@@ -101,7 +115,16 @@ class _Definition:
             options["unflatten"] = self.unflatten
         if structure is None:
             options["structured"] = _Structured(self)
-        return _core.Kernel(self.name, functools.partial(self.trace, structure), options)
+        kernel = _core.Kernel(self.name, functools.partial(self.trace, structure), options)
+        kernel.definition = self
+        return kernel
+
+    def mapped(self, in_axes, out_axes):
+        """This, once more mapped over an axis of its arrays."""
+        out = copy.copy(self)
+        out.levels = ((in_axes, out_axes), *self.levels)
+        out.batched = {}
+        return out
 
     def unflatten(self, arrays):
         """Nested outputs from the flat ones."""
@@ -111,11 +134,14 @@ class _Definition:
     def trace(self, structure, specs):
         """``(graph, [(shape, dtype), ...])`` for arguments of the given ``(shape, dtype)``."""
         mesh = self.mesh
+        n = len(specs) if structure is None else len(structure[2])
         for k, (shape, dtype) in enumerate(specs):
-            _checked(ShapeDtypeStruct(shape, dtype), f"kernel {self.name}: argument {k}")
+            _checked(ShapeDtypeStruct(shape, dtype), f"{self.who} {self.name}: argument {k}")
+        batch = Batch(self, structure or (None, None, (tree.LEAF,) * n), specs)
+        self.check_operands(batch.in_shapes)
         t = _core.Trace(
             self.name,
-            mesh.grid,
+            (*batch.sizes, *mesh.grid),
             mesh.cluster,
             mesh.num_threads or 1,
             approx_math=self.params.approx_math,
@@ -123,20 +149,25 @@ class _Definition:
         )
         names = iter(_trace.parameter_names(self.body))
         t.enter()
-        _trace.push(_trace.Env(mesh))
+        _trace.push(_trace.Env(mesh, len(batch.sizes)))
         done = False
         try:
-            n = len(specs) if structure is None else len(structure[2])
             arg_names = [next(names, None) for _ in range(n)]
-            if structure is None:
-                args = [t.operand(s, d, name) for (s, d), name in zip(specs, arg_names)]
-            else:
-                leaf_names = _leaf_names(structure[2], arg_names)
-                refs = [t.operand(s, d, name) for (s, d), name in zip(specs, leaf_names)]
-                args = tree.unflatten(structure, refs)
+            if structure is not None:
+                arg_names = _leaf_names(structure[2], arg_names)
+            refs = [t.operand(s, d, name) for (s, d), name in zip(specs, arg_names)]
             outs_of = self.out_structure[2]
             out_names = _leaf_names(outs_of, [next(names, None) for _ in outs_of])
-            outs = [t.output(o.shape, o.dtype, name) for o, name in zip(self.outs, out_names)]
+            begins_as = {o: i for i, o in self.aliases.items()}
+            outs = [
+                t.output(shape, o.dtype, name, alias=begins_as.get(k, -1))
+                for k, (shape, o, name) in enumerate(zip(batch.out_shapes, self.outs, out_names))
+            ]
+            refs = batch.views(refs, batch.in_axes)
+            outs = batch.views(outs, batch.out_axes)
+            for i, o in self.aliases.items():
+                refs[i] = outs[o]  # the same memory
+            args = refs if structure is None else tree.unflatten(structure, refs)
             out_args = tree.unflatten(self.out_structure, outs)
             self._run_body([*args, *out_args], tuple(names))
             graph = t.finish()
@@ -151,7 +182,7 @@ class _Definition:
                 t.abort()
         if self.debug:
             print(graph.text())
-        return graph, [(o.shape, o.dtype) for o in self.outs]
+        return graph, [(s, o.dtype) for s, o in zip(batch.out_shapes, self.outs)]
 
     def _check_arity(self, n_args, n_scratch, keyword):
         """TypeError if the body cannot be called with that many refs."""
@@ -160,7 +191,7 @@ class _Definition:
         gets = f"{n_args - n_out} operands, {n_out} outputs and {n_scratch_refs} scratch refs"
         if keyword:
             gets += f" by name ({', '.join(keyword)})"
-        what = f"kernel {self.name}: the body"
+        what = f"{self.who} {self.name}: the body"
         _trace.check_arity(self.body, what, gets, n_args + n_scratch, keyword)
 
     def _run_body(self, args, names):
@@ -179,6 +210,9 @@ class _Definition:
                 names,
                 self.mesh.thread_name,
             )
+        self._check_result(result)
+
+    def _check_result(self, result):
         if result is not None:
             raise ValueError(
                 f"The body of kernel {self.name!r} must return None (write results to its output"
@@ -202,6 +236,8 @@ class _Structured:
 
     def call(self, args, out):
         kernel, leaves = self._find(args)
+        if any(isinstance(x, Batched) for x in leaves):
+            return call_batched(self.definition, args, leaves, out)
         return kernel(*leaves) if out is None else kernel(*leaves, out=out)
 
     def lower(self, args, arch):
@@ -213,12 +249,8 @@ def _leaf_names(structures, names):
     """The parameter's name for an argument that is a leaf, None for the leaves of a nested one."""
     out = []
     for s, name in zip(structures, names):
-        out += [name] if s == tree.LEAF else [None] * _count_leaves(s)
+        out += [name] if s == tree.LEAF else [None] * tree.count(s)
     return out
-
-
-def _count_leaves(structure):
-    return 1 if structure == tree.LEAF else sum(map(_count_leaves, structure[2]))
 
 
 def _body_name(body):
@@ -288,6 +320,6 @@ def kernel(
     )
 
     def wrap(f):
-        return _Definition(f, outs, scratch, compiler_params, mesh, interpret, debug).make()
+        return Definition(f, outs, scratch, compiler_params, mesh, interpret, debug).make()
 
     return wrap if body is NOT_SPECIFIED else wrap(body)

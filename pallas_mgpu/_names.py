@@ -159,7 +159,7 @@ PLGPU_WRONG = {
     "async_copy_gmem_to_smem": "the right form is plgpu.copy_gmem_to_smem(src, dst, barrier)",
     "async_copy_smem_to_gmem": "the right form is plgpu.copy_smem_to_gmem(src, dst)",
     "optimization_barrier": "the right form is lax.optimization_barrier(x)",
-    "pallas_call": "the right form is plgpu.kernel(body, out_type=...)",
+    "pallas_call": "the right form is pl.pallas_call(body, out_shape=...)",
     "program_id": "the right form is lax.axis_index(name), or pl.program_id(axis)",
     "run_scoped": "the right form is pl.run_scoped(f, *types)",
     "store": "the right form is ref[idx] = value",
@@ -171,8 +171,8 @@ PLGPU_WRONG = {
 }
 
 PL_MISSING = {
-    "use plgpu.kernel": "pallas_call core_map kernel GridSpec no_block_spec CostEstimate"
-    " estimate_cost CompilerParams",
+    "use plgpu.kernel": "core_map kernel",
+    "count the operations by hand: pl.CostEstimate": "estimate_cost",
     "use plgpu.Barrier inside a block, or two kernels": "semaphore semaphore_read semaphore_signal"
     " semaphore_wait DeviceIdType",
     "pass an operand": "get_global",

@@ -420,7 +420,7 @@ def axis_index(name):
     if name not in axes:
         raise NameError(f"unbound axis name: {name!r}; bound are {sorted(map(str, axes))}")
     family, k, _ = axes[name]
-    return _core.axis_index(family, k)
+    return program_id(k) if family == "program" else _core.axis_index(family, k)
 
 
 def axis_size(name):
@@ -439,7 +439,8 @@ def axis_size(name):
 def program_id(axis):
     """int32 index of this program along grid axis ``axis``. ValueError if there is no such axis."""
     axis, _ = _grid_axis(axis, "program_id")
-    return _core.axis_index("grid", axis)
+    e = env("program_id")
+    return e.programs[axis] if e.programs else _core.axis_index("grid", e.leading + axis)
 
 
 def num_programs(axis):

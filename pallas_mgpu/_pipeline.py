@@ -49,21 +49,19 @@ def _grid_entry(g):
     return g
 
 
-class _Operand:
+class Operand:
     """One spec with the ref it stages."""
 
-    def __init__(self, spec, ref, what, grid):
+    def __init__(self, spec, ref, what, grid, who="emit_pipeline"):
         if not isinstance(spec, GenericBlockSpec):
-            raise TypeError(f"emit_pipeline: {what} must be a BlockSpec, got {show(spec)}")
+            raise TypeError(f"{who}: {what} must be a BlockSpec, got {show(spec)}")
         if not isinstance(ref, Ref) or ref.memory_space is not GMEM:
-            raise TypeError(
-                f"emit_pipeline: the argument for {what} must be a GMEM ref, got {show(ref)}"
-            )
-        self.spec, self.ref, self.what = spec, ref, what
+            raise TypeError(f"{who}: the argument for {what} must be a GMEM ref, got {show(ref)}")
+        self.spec, self.ref, self.what, self.who = spec, ref, what, who
         self.staged = spec.memory_space in (None, SMEM, GenericMemorySpace.DEFAULT)
         if not self.staged and spec.memory_space not in (GMEM, GenericMemorySpace.ANY):
             raise NotImplementedError(
-                f"emit_pipeline: {what}: blocks in {spec.memory_space} are not supported; use"
+                f"{who}: {what}: blocks in {spec.memory_space} are not supported; use"
                 " plgpu.SMEM, or plgpu.GMEM for the whole array"
             )
         dims = spec.block_shape
@@ -71,22 +69,17 @@ class _Operand:
             dims = ref.shape
         if self.staged and len(dims) != ref.ndim:
             raise ValueError(
-                f"emit_pipeline: {what} has a block of rank {len(dims)} for a ref of rank"
-                f" {ref.ndim}"
+                f"{who}: {what} has a block of rank {len(dims)} for a ref of rank {ref.ndim}"
             )
         for d in dims:
             if isinstance(d, Element) and any(d.padding):
-                raise NotImplementedError(
-                    f"emit_pipeline: {what}: Element with padding is not supported"
-                )
+                raise NotImplementedError(f"{who}: {what}: Element with padding is not supported")
             if not (
                 _is_squeezed(d) or isinstance(d, (int, np.integer, Blocked, Element))
             ) or isinstance(d, bool):
-                raise NotImplementedError(
-                    f"emit_pipeline: {what}: unsupported block size type {show(d)}"
-                )
+                raise NotImplementedError(f"{who}: {what}: unsupported block size type {show(d)}")
             if isinstance(d, (int, np.integer)) and d < 1:
-                raise ValueError(f"emit_pipeline: {what}: block sizes are positive, got {d}")
+                raise ValueError(f"{who}: {what}: block sizes are positive, got {d}")
         self.dims = dims
         self.block = tuple(_size(d) for d in dims if not _is_squeezed(d))
         self.variant = (
@@ -113,19 +106,18 @@ class _Operand:
         out = tuple(out) if isinstance(out, (tuple, list)) else (out,)
         if len(out) != len(self.dims):
             raise ValueError(
-                f"emit_pipeline: the index map of {self.what} returned {len(out)} indices for"
+                f"{self.who}: the index map of {self.what} returned {len(out)} indices for"
                 f" {len(self.dims)} block dims"
             )
         for x in out:
             if isinstance(x, Array):
                 if x.shape != () or x.dtype.kind not in "iu":
                     raise ValueError(
-                        f"emit_pipeline: the index map of {self.what} must return integer scalars"
+                        f"{self.who}: the index map of {self.what} must return integer scalars"
                     )
-            elif not hasattr(x, "__index__"):
+            elif not hasattr(x, "__index__") or getattr(x, "shape", ()) != ():
                 raise ValueError(
-                    f"emit_pipeline: the index map of {self.what} must return integers, got"
-                    f" {show(x)}"
+                    f"{self.who}: the index map of {self.what} must return integers, got {show(x)}"
                 )
         return out
 
@@ -147,7 +139,7 @@ class _Operand:
         """The SMEM buffer: a slot dim in front of the block."""
         shape = (slots, *self.block)
         split_transforms(
-            self.spec.transforms, self.block, self.ref.dtype, f"emit_pipeline: {self.what}"
+            self.spec.transforms, self.block, self.ref.dtype, f"{self.who}: {self.what}"
         )
         return MemoryRef.make(shape, self.ref.dtype, SMEM, self.spec.transforms)
 
@@ -234,43 +226,54 @@ def emit_pipeline(
                 f"emit_pipeline: {len(in_specs)} in_specs and {len(out_specs)} out_specs, but"
                 f" {len(gmem_refs)} refs given"
             )
-        e = env("emit_pipeline")
         n = len(in_specs)
         ins = [
-            _Operand(s, r, f"in_specs[{k}]", grid)
+            Operand(s, r, f"in_specs[{k}]", grid)
             for k, (s, r) in enumerate(zip(in_specs, gmem_refs))
         ]
         outs = [
-            _Operand(s, r, f"out_specs[{k}]", grid)
+            Operand(s, r, f"out_specs[{k}]", grid)
             for k, (s, r) in enumerate(zip(out_specs, gmem_refs[n:]))
         ]
-        steps = _grid_size(grid)
-        slots = min(max_concurrent_steps, steps) if isinstance(steps, int) else max_concurrent_steps
-        fetched = [o for o in ins if o.staged]
-        staged = [o for o in ins + outs if o.staged]
-        if staged and e.thread_name is not None:
-            raise NotImplementedError(
-                "emit_pipeline: Only thread-collective allocations are supported in kernels with"
-                f" threads (this one has the thread axis {e.thread_name!r}), and a pipeline"
-                " allocates for one thread; use a kernel without threads, or write the producer and"
-                " consumer branches with barriers"
-            )
-        if fetched and slots > 32:
-            raise NotImplementedError(
-                f"emit_pipeline: at most 32 steps can be in flight, got {slots}"
-            )
-        barrier = Barrier(num_arrivals=len(fetched), num_barriers=slots) if fetched else None
-
-        def run(*refs):
-            buffers = dict(zip(map(id, staged), refs))
-            return _run(body, grid, steps, slots, ins, outs, buffers, refs[-1], init_carry)
-
-        named = dict(zip(map(id, ins + outs), parameter_names(body)[1:]))
-        names = [named.get(id(o)) for o in staged]
-        types = [*(o.buffer(slots) for o in staged), barrier]
-        return scoped(run, types, {}, [*names, "ready"], ())
+        return run_steps(
+            body, grid, ins, outs, max_concurrent_steps, init_carry, parameter_names(body)[1:]
+        )
 
     return pipeline
+
+
+def run_steps(body, grid, ins, outs, max_concurrent_steps, init_carry, names, last=False):
+    """The pipeline of checked operands. ``names``: of them, for the generated text. ``last``: the
+    kernel ends with it, so its stores need not be complete for the block to go on."""
+    e = env("emit_pipeline")
+    steps = _grid_size(grid)
+    slots = min(max_concurrent_steps, steps) if isinstance(steps, int) else max_concurrent_steps
+    fetched = [o for o in ins if o.staged]
+    staged = [o for o in ins + outs if o.staged]
+    if staged and e.thread_name is not None:
+        raise NotImplementedError(
+            "emit_pipeline: Only thread-collective allocations are supported in kernels with"
+            f" threads (this one has the thread axis {e.thread_name!r}), and a pipeline"
+            " allocates for one thread; use a kernel without threads, or write the producer and"
+            " consumer branches with barriers"
+        )
+    if fetched and slots > 32:
+        raise NotImplementedError(
+            f"{fetched[0].who}: at most 32 steps can be in flight, got {slots}"
+        )
+    barrier = Barrier(num_arrivals=len(fetched), num_barriers=slots) if fetched else None
+
+    def run(*refs):
+        buffers = dict(zip(map(id, staged), refs))
+        result = _run(body, grid, steps, slots, ins, outs, buffers, refs[-1], init_carry)
+        if any(o.staged for o in outs):
+            _ops.wait_smem_to_gmem(0, wait_read_only=last)
+        return result
+
+    named = dict(zip(map(id, ins + outs), names))
+    names = [named.get(id(o)) for o in staged]
+    types = [*(o.buffer(slots) for o in staged), barrier]
+    return scoped(run, types, {}, [*names, "ready"], ())
 
 
 def _run(body, grid, steps, slots, ins, outs, buffers, bars, init_carry):
@@ -374,6 +377,4 @@ def _run(body, grid, steps, slots, ins, outs, buffers, bars, init_carry):
         finish()
     elif stored:
         when(steps > 0)(finish)
-    if stored:
-        _ops.wait_smem_to_gmem(0)
     return carry

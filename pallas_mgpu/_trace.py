@@ -20,14 +20,27 @@ _STDLIB = os.path.dirname(os.__file__) + os.sep
 
 
 class Env:
-    """Axes of the kernel being traced: name -> (family, index in the family, size)."""
+    """Axes of the kernel being traced: name -> (family, index in the family, size).
 
-    __slots__ = ("axes", "grid", "n_threads", "thread_name", "cluster_names", "counters")
+    ``leading`` axes, of `vmap`, stand in front of the grid that the body sees. ``programs``: in a
+    `pallas_call` the indices along its grid, some of which are those of a loop; else None."""
 
-    def __init__(self, mesh):
+    __slots__ = (
+        "axes",
+        "grid",
+        "leading",
+        "programs",
+        "n_threads",
+        "thread_name",
+        "cluster_names",
+        "counters",
+    )
+
+    def __init__(self, mesh, leading=0):
         self.axes = {}
+        self.leading, self.programs = leading, None
         for k, (name, size) in enumerate(zip(mesh.grid_names, mesh.grid)):
-            self.axes[name] = ("grid", k, size)
+            self.axes[name] = ("grid", leading + k, size)
         for k, (name, size) in enumerate(zip(mesh.cluster_names, mesh.cluster)):
             self.axes[name] = ("cluster", k, size)
         if mesh.thread_name is not None:

@@ -11,7 +11,7 @@ import functools
 
 from . import _core, _ops, tree
 from ._control import cond, fori_loop, scoped, when
-from ._pipeline import _grid_size, _Operand
+from ._pipeline import Operand, _grid_size
 from ._schedule import unravel
 from ._trace import Array, env
 from ._types import Barrier, ClusterBarrier, GenericBlockSpec
@@ -105,7 +105,7 @@ class _Pipeline:
             )
         ins = self.ins.refs(gmem_refs[:n], "in_specs")
         outs = self.outs.refs(gmem_refs[n:], "out_specs")
-        make = functools.partial(_Operand, grid=self.grid)
+        make = functools.partial(Operand, grid=self.grid)
         operands = [
             [make(s, r, f"{what}[{k}]") for k, (s, r) in enumerate(zip(specs, refs))]
             for what, specs, refs in (

@@ -79,7 +79,7 @@ def issubdtype(a, b):
     a = np.dtype(a)
     if a == ml_dtypes.bfloat16 and isinstance(b, type) and issubclass(b, np.generic):
         return issubclass(np.floating, b)
-    return np.issubdtype(a, getattr(b, "dtype", b))
+    return np.issubdtype(a, b if isinstance(b, type) else getattr(b, "dtype", b))
 
 
 def promote_types(a, b):

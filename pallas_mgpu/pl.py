@@ -1,6 +1,7 @@
 """The `pl` namespace: generic helpers of kernel bodies."""
 
 from . import _core, _types, tree
+from ._call import CompilerParams, CostEstimate, GridSpec, no_block_spec, pallas_call
 from ._control import loop, run_scoped, run_state, when, with_scoped
 from ._names import NOT_SPECIFIED, PL_MISSING, PL_WRONG, finder, show
 from ._ops import debug_print, num_programs, program_id
@@ -16,7 +17,10 @@ __all__ = [
     "BlockDim",
     "BlockSpec",
     "Blocked",
+    "CompilerParams",
+    "CostEstimate",
     "Element",
+    "GridSpec",
     "MemoryRef",
     "MemorySpace",
     "Slice",
@@ -30,7 +34,9 @@ __all__ = [
     "loop",
     "multiple_of",
     "next_power_of_2",
+    "no_block_spec",
     "num_programs",
+    "pallas_call",
     "program_id",
     "run_scoped",
     "run_state",

@@ -136,6 +136,17 @@ def structure(tree, is_leaf=None):
     return flatten(tree, is_leaf)[1]
 
 
+def count(s):
+    """The number of leaves of a structure."""
+    return 1 if s == LEAF else sum([count(c) for c in s[2]])
+
+
+def children(tree):
+    """The children of a container as a list, None of a leaf."""
+    node = _children(tree)
+    return None if node is None else list(node[2])
+
+
 def map(f, tree, *rest, is_leaf=None):  # noqa: A001 - the name users know
     """Apply ``f`` leaf by leaf. ValueError where the structures differ."""
     first, s = flatten(tree, is_leaf)

@@ -265,7 +265,6 @@ def test_mosaic_kernel_of_the_pallas_page(run):
 @pytest.mark.parametrize(
     "use, error, right",
     [
-        (lambda: pl.pallas_call(None, out_shape=None), NotImplementedError, "plgpu.kernel"),
         (lambda: pl.core_map(None), NotImplementedError, "plgpu.kernel"),
         (lambda: plgpu.WarpMesh(axis_name="warp"), NotImplementedError, "thread axis"),
         (lambda: plgpu.try_cluster_cancel(None, None), NotImplementedError, "dynamic_scheduling"),

@@ -83,6 +83,7 @@ SIGNATURES = {
         "planar_snake": "(lin_idx, shape, minor_dim, tile_width)",
         "set_max_registers": "(n, *, action)",
         "transpose_ref": "(ref, permutation)",
+        "vmap": "(f, in_axes=0, out_axes=0)",
         "wait_gmem_to_smem": "(n)",
         "wait_smem_to_gmem": "(n, wait_read_only=False)",
         "wgmma": "(acc, a, b)",
@@ -92,7 +93,9 @@ SIGNATURES = {
     pl: {
         "BlockSpec": "(block_shape=None, index_map=None, pipeline_mode=None, *, memory_space=None)",
         "Blocked": "(block_size)",
+        "CostEstimate": "(flops, transcendentals, bytes_accessed, remote_bytes_transferred=0)",
         "Element": "(block_size, padding=(0, 0))",
+        "GridSpec": "(grid=(), in_specs=NoBlockSpec(), out_specs=NoBlockSpec(), scratch_shapes=())",
         "MemoryRef": "(inner_aval, memory_space)",
         "MemorySpace": "(shape, dtype)",
         "Slice": "(start, size, stride=1)",
@@ -105,6 +108,9 @@ SIGNATURES = {
         "multiple_of": "(x, values)",
         "next_power_of_2": "(x)",
         "num_programs": "(axis)",
+        "pallas_call": "(kernel, out_shape, *, grid_spec=None, grid=(), in_specs=NoBlockSpec(),"
+        " out_specs=NoBlockSpec(), scratch_shapes=(), input_output_aliases={}, debug=False,"
+        " interpret=False, name=None, compiler_params=None, cost_estimate=None, metadata=None)",
         "program_id": "(axis)",
         "run_scoped": "(f, *types, collective_axes=(), **kw_types)",
         "run_state": "(f)",
@@ -142,9 +148,9 @@ LATER = {
     " SemaphoreType tcgen05_commit_arrive tcgen05_mma TMEMLayout transform_ref try_cluster_cancel"
     " TryClusterCancelResult wait_load_tmem warp_map WarpMesh Semaphore tcgen05_commit"
     " TryCancelResultRef TRY_CLUSTER_CANCEL_RESULT",
-    pl: "CompilerParams core_map CostEstimate debug_check debug_checks_enabled delay DeviceIdType"
-    " dot empty empty_like empty_ref_like enable_debug_checks get_global GridSpec kernel"
-    " no_block_spec pallas_call semaphore semaphore_read semaphore_signal semaphore_wait",
+    pl: "core_map debug_check debug_checks_enabled delay DeviceIdType"
+    " dot empty empty_like empty_ref_like enable_debug_checks get_global kernel"
+    " semaphore semaphore_read semaphore_signal semaphore_wait",
 }
 ALL_SIGNATURES = [(m, name, text) for m, t in SIGNATURES.items() for name, text in t.items()]
 

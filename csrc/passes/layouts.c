@@ -488,21 +488,25 @@ static pm_layid strided_for(pm_graph *g, pm_type t, uint8_t bytes) {
   return pm_layout_strided(g, &t, vec);
 }
 
-static pm_layid strided_of_class(pass *p, pm_val v) {
-  pm_type t = *pm_typeof(p->g, v);
+/* Bytes of the elements of v's class that vectors of 16 bytes are made for. */
+static uint8_t class_bytes(pass *p, pm_val v) {
   uint8_t widest = p->widest[root(p, v)];
-  return strided_for(p->g, t, widest ? widest : pm_dtypes[t.dtype].bytes);
+  return widest ? widest : pm_dtypes[pm_typeof(p->g, v)->dtype].bytes;
+}
+
+static pm_layid strided_of_class(pass *p, pm_val v) {
+  return strided_for(p->g, *pm_typeof(p->g, v), class_bytes(p, v));
 }
 
 /* What can be reduced and broadcast along each dim: WGMMA, or the last dim along the lanes where
  * that means less padding (few rows), or another dim where it means much less: addresses are no
  * longer neighbours there. Rank 1: 0. */
-static pm_layid matrix_for(pm_graph *g, pm_val v) {
+static pm_layid matrix_for(pm_graph *g, pm_val v, uint8_t bytes) {
   const pm_type t = *pm_typeof(g, v);
   pm_layid best = pm_layout_wgmma(g, &t);
   if (!best || !pm_layout_is_padded(pm_layout_of(g, best))) return best;
   int64_t minor = t.dim[t.rank - 1], vec = 1, least = padded_size(pm_layout_of(g, best));
-  while (2 * vec * pm_dtypes[t.dtype].bytes <= 16 && minor % (256 * vec) == 0) vec *= 2;
+  while (2 * vec * bytes <= 16 && minor % (256 * vec) == 0) vec *= 2;
   for (int k = t.rank - 1; k >= 0; k--) {
     const bool last = k == t.rank - 1;
     pm_layid l = pm_layout_along(g, &t, k, last ? vec : 1);
@@ -519,7 +523,7 @@ static void prefer_reduced(pass *p) {
     pm_opid op = p->related.at[k];
     if (pm_get(p->g, op)->code != PM_OP_REDUCE) continue;
     pm_val in = pm_in(p->g, op, 0);
-    if (settle(p, in, matrix_for(p->g, in))) relate(p);
+    if (settle(p, in, matrix_for(p->g, in, class_bytes(p, in)))) relate(p);
   }
 }
 
@@ -553,7 +557,7 @@ static void prefer_broadcast(pass *p) {
     if (pm_get(p->g, op)->code != PM_OP_BROADCAST) continue;
     pm_val out = pm_get(p->g, op)->out;
     pm_layid l = strided_of_class(p, out);
-    if (!broadcast_operand(p->g, op, l)) l = matrix_for(p->g, out);
+    if (!broadcast_operand(p->g, op, l)) l = matrix_for(p->g, out, class_bytes(p, out));
     if (settle(p, out, l)) relate(p);
   }
 }
@@ -709,7 +713,10 @@ static pm_layid slice_fallback(pm_graph *g, pm_opid op) {
   return l ? l : cut_anywhere(g, op);
 }
 
-static pm_layid reduce_fallback(pm_graph *g, pm_opid op) { return matrix_for(g, pm_in(g, op, 0)); }
+static pm_layid reduce_fallback(pm_graph *g, pm_opid op) {
+  pm_val in = pm_in(g, op, 0);
+  return matrix_for(g, in, pm_dtypes[pm_typeof(g, in)->dtype].bytes);
+}
 
 static pm_layid reshape_fallback(pm_graph *g, pm_opid op) {
   const pm_type t = *pm_typeof(g, pm_in(g, op, 0));
@@ -804,7 +811,7 @@ static void rewrite_broadcast(pass *p, pm_opid op) {
   if (!is_array(g, in) || is_splat(g, pm_value_of(g, in)->layout)) return;
   pm_layid l = pm_value_of(g, out)->layout, source = broadcast_operand(g, op, l);
   if (!source) {
-    l = matrix_for(g, out);
+    l = matrix_for(g, out, pm_dtypes[pm_typeof(g, out)->dtype].bytes);
     source = l ? broadcast_operand(g, op, l) : 0;
   }
   if (!source) {

@@ -727,8 +727,8 @@ breaks(
     results_are_stored_at_each_visit=("first = (s == 0) | moved(o, now, s)", "first = (s == s)"),
     last_visit_is_not_stored=("again = (last > 0) & ~moved", "again = (last < 0) & ~moved"),
     last_stores_are_not_awaited=(
-        "    if stored:\n        _ops.wait_smem_to_gmem(0)\n",
-        "",
+        "            _ops.wait_smem_to_gmem(0, wait_read_only=last)\n",
+        "            pass\n",
     ),
 )
 

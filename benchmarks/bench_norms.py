@@ -1,0 +1,313 @@
+"""Softmax and RMSNorm of rows by pl.pallas_call (examples/), against the bandwidth of copies.
+
+    python benchmarks/bench_norms.py [--only softmax|rms_norm] [--columns N ...] [--rows N]
+        [--megabytes M] [--tune] [--no-jax] [--no-compile] [--quick]
+
+bfloat16, random normal; arrays of M = 128 MB, several times the L2 cache. Every contestant is
+checked against float32 in the same process, its output poisoned before. Bandwidth counts each array
+once (read or written); "of copy" is relative to the fastest copy in the same table, which moves the
+same bytes. Beside: torch, torch.compile, Triton, JAX's Pallas on Triton and on Mosaic GPU, where
+they run. --tune adds other block sizes and depths."""
+
+import argparse
+import runpy
+from pathlib import Path
+
+import torch
+from timing import all_ways
+
+import pallas_mgpu as plgpu
+from pallas_mgpu import numpy as jnp
+from pallas_mgpu import pl
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:
+    triton = None
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+SOFTMAX = runpy.run_path(str(EXAMPLES / "fused_softmax.py"))
+NORM = runpy.run_path(str(EXAMPLES / "rms_norm.py"))
+EPSILON = NORM["EPSILON"]
+COLUMNS = (1024, 2048, 4096, 8192, 16384, 65536)
+LONG = 32768  # columns from which on a row goes by in chunks
+
+
+# ---- contestants: functions that launch, by name -------------------------------------------------
+
+
+def pallas_copy(shape, elements):
+    def body(x_ref, o_ref):
+        o_ref[...] = x_ref[...]
+
+    rows, part = max(1, elements // shape[1]), min(shape[1], elements)
+    block = pl.BlockSpec((rows, part), lambda i, j: (i, j))
+    return pl.pallas_call(
+        body,
+        out_shape=plgpu.ShapeDtypeStruct(shape, jnp.bfloat16),
+        grid=(pl.cdiv(shape[0], rows), pl.cdiv(shape[1], part)),
+        in_specs=[block],
+        out_specs=block,
+    )
+
+
+def copies(x, out):
+    yield "torch copy_", lambda: out.copy_(x)
+    for elements in (8192, 16384):
+        f = pallas_copy(tuple(x.shape), elements)
+        yield f"pallas_mgpu copy, {elements}", lambda f=f: f(x, out=out)
+
+
+def ours(op, shape, tune):
+    """The kernels of the examples, by name."""
+    make, make_long = (
+        (SOFTMAX["make_softmax"], SOFTMAX["make_long_softmax"])
+        if op == "softmax"
+        else (NORM["make_rms_norm"], NORM["make_long_rms_norm"])
+    )
+    dtype = jnp.bfloat16
+    if shape[1] >= LONG:
+        yield "pallas_mgpu", make_long(shape, dtype)
+        if tune:
+            for chunk, steps in ((4096, 4), (4096, 8), (8192, 2), (8192, 6), (16384, 2)):
+                yield (
+                    f"pallas_mgpu, chunks of {chunk}, {steps} steps",
+                    make_long(shape, dtype, chunk=chunk, steps=steps),
+                )
+        return
+    yield "pallas_mgpu", make(shape, dtype)
+    if tune:
+        for elements in (2048, 4096, 16384):
+            if max(elements, shape[1]) != max(8192, shape[1]):
+                yield f"pallas_mgpu, {elements} elements", make(shape, dtype, elements)
+
+
+def of_torch(op, x, w, compiled):
+    if op == "softmax":
+
+        def f(x):
+            return torch.softmax(x, -1)
+
+        args = (x,)
+    else:
+
+        def f(x, w):
+            return torch.nn.functional.rms_norm(x, (x.shape[1],), w, EPSILON)
+
+        args = (x, w)
+    yield "torch", lambda: f(*args)
+    if compiled:
+        g = torch.compile(f, dynamic=False)
+        yield "torch.compile", lambda: g(*args)
+
+
+if triton:
+
+    @triton.jit
+    def _triton_softmax(x, o, n, BLOCK: tl.constexpr):
+        row = tl.program_id(0).to(tl.int64)
+        at = tl.arange(0, BLOCK)
+        v = tl.load(x + row * n + at, mask=at < n, other=-float("inf")).to(tl.float32)
+        e = tl.exp(v - tl.max(v, axis=0))
+        tl.store(o + row * n + at, (e / tl.sum(e, axis=0)).to(tl.bfloat16), mask=at < n)
+
+    @triton.jit
+    def _triton_norm(x, w, o, n, eps, BLOCK: tl.constexpr):
+        row = tl.program_id(0).to(tl.int64)
+        at = tl.arange(0, BLOCK)
+        v = tl.load(x + row * n + at, mask=at < n, other=0.0).to(tl.float32)
+        scale = tl.rsqrt(tl.sum(v * v, axis=0) / n + eps)
+        g = tl.load(w + at, mask=at < n, other=0.0).to(tl.float32)
+        tl.store(o + row * n + at, (v * scale * g).to(tl.bfloat16), mask=at < n)
+
+
+def of_triton(op, x, w, out):
+    if not triton:
+        return
+    rows, n = x.shape
+    block = triton.next_power_of_2(n)
+    for warps in (4, 8, 16) if n < LONG else (16, 32):
+        if op == "softmax":
+
+            def f(warps=warps):
+                _triton_softmax[(rows,)](x, out, n, BLOCK=block, num_warps=warps)
+                return out
+
+        else:
+
+            def f(warps=warps):
+                _triton_norm[(rows,)](x, w, out, n, EPSILON, BLOCK=block, num_warps=warps)
+                return out
+
+        yield f"Triton, {warps} warps", f
+
+
+def of_jax(op, x, w):
+    """The body of the examples under JAX's Pallas, on both of its backends."""
+    import jax
+    import jax.numpy as jnp
+    from jax.experimental import pallas as pl
+
+    rows, n = x.shape
+
+    def softmax(x_ref, o_ref):
+        x = x_ref[...].astype(jnp.float32)
+        e = jnp.exp(x - jnp.max(x, axis=1, keepdims=True))
+        o_ref[...] = (e * (1 / jnp.sum(e, axis=1, keepdims=True))).astype(o_ref.dtype)
+
+    def norm(x_ref, w_ref, o_ref):
+        x = x_ref[...].astype(jnp.float32)
+        scale = jax.lax.rsqrt(jnp.sum(x * x, axis=1, keepdims=True) / n + EPSILON)
+        o_ref[...] = (x * scale * w_ref[...].astype(jnp.float32)[None]).astype(o_ref.dtype)
+
+    def contestant(params, block_rows):
+        block = pl.BlockSpec((block_rows, n), lambda i: (i, 0))
+        weight = [] if op == "softmax" else [pl.BlockSpec((n,), lambda i: (0,))]
+        call = jax.jit(
+            pl.pallas_call(
+                softmax if op == "softmax" else norm,
+                out_shape=jax.ShapeDtypeStruct((rows, n), jnp.bfloat16),
+                grid=(pl.cdiv(rows, block_rows),),
+                in_specs=[block, *weight],
+                out_specs=block,
+                compiler_params=params,
+            )
+        )
+        args = [jax.dlpack.from_dlpack(t) for t in ((x,) if op == "softmax" else (x, w))]
+        last = []
+
+        def f():
+            last[:] = [call(*args)]
+            return last[0]
+
+        f.wall = True
+        f.result = lambda: torch.from_dlpack(last[0].block_until_ready())
+        return f
+
+    def on_triton(warps):
+        from jax.experimental.pallas import triton as backend
+
+        return contestant(backend.CompilerParams(num_warps=warps), 1)
+
+    def on_mosaic():
+        from jax.experimental.pallas import mosaic_gpu as backend
+
+        return contestant(backend.CompilerParams(approx_math=True), max(1, 8192 // n))
+
+    for warps in (4, 8, 16):
+        yield f"JAX's Pallas on Triton, {warps} warps", lambda warps=warps: on_triton(warps)
+    yield "JAX's Pallas on Mosaic GPU", on_mosaic
+
+
+# ---- one table -----------------------------------------------------------------------------------
+
+
+def expected(op, x, w):
+    """In float32, a part of the rows at a time."""
+    for part in x.split(max(1, (1 << 24) // x.shape[1])):
+        y = part.float()
+        if op == "softmax":
+            yield torch.softmax(y, -1)
+        else:
+            yield torch.nn.functional.rms_norm(y, (x.shape[1],), w.float(), EPSILON)
+
+
+def error(op, got, x, w):
+    """Relative, as norms; NaN where anything is not finite."""
+    wrong = total = 0.0
+    at = 0
+    for want in expected(op, x, w):
+        part = got[at : at + want.shape[0]].float()
+        at += want.shape[0]
+        wrong += float((part - want).square().sum())
+        total += float(want.square().sum())
+    return (wrong / total) ** 0.5
+
+
+def run(op, shape, args):
+    torch.manual_seed(shape[1])
+    x = torch.randn(shape, device="cuda").bfloat16()
+    w = torch.randn(shape[1], device="cuda").bfloat16()
+    out = torch.empty_like(x)
+    copied = dict(copies(x, out))
+    todo = dict(copied)
+    arrays = (x,) if op == "softmax" else (x, w)
+    for name, kernel in ours(op, shape, args.tune):
+        todo[name] = lambda kernel=kernel: kernel(*arrays, out=out)
+    todo.update(of_torch(op, x, w, not args.no_compile))
+    todo.update(of_triton(op, x, w, out))
+    good, errors = {}, {}
+
+    def admit(name, f):
+        try:
+            out.fill_(float("nan"))
+            got = f()
+            got = f.result() if hasattr(f, "result") else got
+            torch.cuda.synchronize()
+            if name in copied:
+                e = 0.0 if torch.equal(got, x) else float("nan")
+            else:
+                e = error(op, got, x, w)
+        except Exception as e:
+            print(f"{name}: {type(e).__name__}: {str(e)[:160]}")
+            return
+        errors[name] = e
+        if e < 4e-3:
+            good[name] = f
+        else:
+            print(f"{name} is WRONG: relative error {e}")
+
+    for name, f in todo.items():
+        admit(name, f)
+    if not args.no_jax and shape[1] < LONG:
+        try:
+            for name, make in of_jax(op, x, w):
+                try:
+                    admit(name, make())
+                except Exception as e:
+                    print(f"{name}: {type(e).__name__}: {str(e)[:160]}")
+        except ImportError as e:
+            print(f"JAX: {e}")
+    ways = ("burst",) if args.quick else ("burst", "queued")
+    times = all_ways(good, 0.3 if args.quick else 1.0, ways)
+    moved = 2 * x.numel() * x.element_size()
+    print(f"### {op}, {shape[0]} x {shape[1]}, {moved / 2**20:.0f} MiB moved\n")
+    print("| kernel | " + " | ".join(f"{way}, GB/s | of copy" for way in ways) + " | error |")
+    print("|---|" + "---:|---:|" * len(ways) + "---:|")
+    for name in good:
+        cells = []
+        for way in ways:
+            if name not in times[way]:  # its stream is not ours
+                cells.append(" | ")
+                continue
+            middle, low, high = times[way][name]
+            best = min(times[way][c][0] for c in copied if c in good)
+            rate = [moved / t / 1e9 for t in (middle, high, low)]
+            cells.append(f"{rate[0]:.0f} ({rate[1]:.0f} to {rate[2]:.0f}) | {best / middle:.3f}")
+        print(f"| {name} | " + " | ".join(cells) + f" | {errors[name]:.1e} |")
+    print(flush=True)
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", default="", choices=["", "softmax", "rms_norm"])
+    parser.add_argument("--columns", type=int, nargs="*", default=COLUMNS)
+    parser.add_argument("--rows", type=int, help="instead of as many as the megabytes hold")
+    parser.add_argument("--megabytes", type=int, default=128)
+    parser.add_argument("--tune", action="store_true")
+    parser.add_argument("--no-jax", action="store_true")
+    parser.add_argument("--no-compile", action="store_true")
+    parser.add_argument("--quick", action="store_true")
+    args = parser.parse_args()
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}\n")
+    for op in ("softmax", "rms_norm"):
+        for columns in args.columns:
+            rows = args.rows or args.megabytes * 2**20 // 2 // columns
+            if args.only in ("", op):
+                run(op, (rows, columns), args)
+
+
+main()

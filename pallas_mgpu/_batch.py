@@ -1,0 +1,216 @@
+"""`vmap`: kernels over one more axis of their arrays.
+
+A mapped kernel is one launch. Its batch axes stand in front of the grid, the outermost first, and
+the body sees of every mapped array the view at its own index: a graph like any other. In a Python
+function, arguments are `Batched`; a kernel that is called with those is mapped itself."""
+
+import functools
+import threading
+
+from . import _core, tree
+from ._names import show
+
+
+class _PerLeaf(tuple):
+    """in_axes with one entry for each leaf of the arguments."""
+
+    __slots__ = ()
+
+
+def _leaf_axes(axes, structure, what):
+    """One int or None per leaf. ``axes``: an int or None for all, or a container like the
+    arguments whose entries are that again."""
+    if isinstance(axes, _PerLeaf):
+        return list(axes)
+    out = []
+
+    def walk(axis, s, where):
+        if axis is None or (hasattr(axis, "__index__") and not isinstance(axis, bool)):
+            out.extend([None if axis is None else axis.__index__()] * tree.count(s))
+            return
+        given = tree.children(axis) if s != tree.LEAF else None
+        if given is None or len(given) != len(s[2]):
+            raise ValueError(
+                f"{what}: {where} must be an int or None, or have the structure of the arguments,"
+                f" {tree.describe(s)}; got {show(axis)}"
+            )
+        for k, (a, child) in enumerate(zip(given, s[2])):
+            walk(a, child, f"{where}[{k}]")
+
+    if structure[0] is None:
+        structure = ("tuple", None, structure[2])
+    walk(axes, structure, "in_axes")
+    return out
+
+
+class Batch:
+    """The batch axes of one trace of a kernel's definition.
+
+    ``sizes``: of the axes. ``in_axes``, ``out_axes``: per axis, for each leaf where it stands
+    (None: not mapped). ``in_shapes``: (shape, dtype) of operands as the body sees them.
+    ``out_shapes``: of the whole outputs."""
+
+    def __init__(self, definition, structure, specs):
+        what = f"vmap of {definition.who} {definition.name}"
+        shapes = [list(shape) for shape, _ in specs]
+        self.sizes, self.in_axes, self.out_axes = [], [], []
+        for in_axes, _ in definition.levels:
+            axes = _leaf_axes(in_axes, structure, what)
+            size = {}
+            for k, (axis, shape) in enumerate(zip(axes, shapes)):
+                if axis is None:
+                    continue
+                if not -len(shape) <= axis < len(shape):
+                    raise ValueError(
+                        f"{what}: argument leaf {k} of shape {tuple(shape)} has no axis {axis} to"
+                        " map over; in_axes names one for each argument, None for those that all"
+                        " elements share"
+                    )
+                axes[k] = axis % len(shape)
+                size[k] = shape.pop(axis)
+            if len(set(size.values())) != 1:
+                found = "no argument is mapped" if not size else f"the axes differ in size, {size}"
+                raise ValueError(f"{what}: {found} (in_axes {show(in_axes)})")
+            self.sizes.append(next(iter(size.values())))
+            self.in_axes.append(axes)
+        self.in_shapes = [(tuple(s), dtype) for s, (_, dtype) in zip(shapes, specs)]
+        self.out_shapes = [o.shape for o in definition.outs]
+        for (_, out_axes), size in zip(reversed(definition.levels), reversed(self.sizes)):
+            self.out_axes.insert(0, self._add(out_axes, size, what))
+        for i, o in definition.aliases.items():
+            for axes, outs in zip(self.in_axes, self.out_axes):
+                if axes[i] != outs[o]:
+                    raise ValueError(
+                        f"{what}: argument leaf {i} is output {o} and must be mapped over the same"
+                        f" axis, got {axes[i]} and {outs[o]}"
+                    )
+
+    def _add(self, out_axes, size, what):
+        n = len(self.out_shapes)
+        axes = list(out_axes) if isinstance(out_axes, (tuple, list)) else [out_axes] * n
+        if len(axes) != n or not all(hasattr(a, "__index__") for a in axes):
+            raise ValueError(
+                f"{what}: out_axes must be an int, or one for each of the {n} outputs; got"
+                f" {show(out_axes)}"
+            )
+        for k, (axis, shape) in enumerate(zip(axes, self.out_shapes)):
+            rank = len(shape) + 1
+            if not -rank <= axis < rank:
+                raise ValueError(f"{what}: output {k} of {rank} dims has no axis {axis}")
+            axes[k] = a = axis % rank
+            self.out_shapes[k] = (*shape[:a], size, *shape[a:])
+        return axes
+
+    def views(self, refs, axes):
+        """What one program sees of whole arrays."""
+        for level, of in enumerate(axes):
+            index = _core.axis_index("grid", level)
+            refs = [r if a is None else r.at[(*[slice(None)] * a, index)] for r, a in zip(refs, of)]
+        return refs
+
+
+# ---- functions that call kernels -----------------------------------------------------------------
+
+
+class Batched:
+    """An array as a function under :func:`vmap` sees it: without the mapped axis."""
+
+    __slots__ = ("value", "axis", "level")
+
+    def __init__(self, value, axis, level):
+        if not -len(value.shape) <= axis < len(value.shape):
+            raise ValueError(
+                f"vmap: an argument of shape {tuple(value.shape)} has no axis {axis} to map over"
+            )
+        self.value, self.axis, self.level = value, axis % len(value.shape), level
+
+    @property
+    def shape(self):
+        s = tuple(self.value.shape)
+        return s[: self.axis] + s[self.axis + 1 :]
+
+    dtype = property(lambda self: self.value.dtype)
+    ndim = property(lambda self: len(self.shape))
+
+    def __repr__(self):
+        return f"<one of a batch, {self.dtype} of shape {self.shape}>"
+
+
+def call_batched(definition, args, leaves, out):
+    """A kernel called with arguments some of which are `Batched`."""
+    if out is not None:
+        raise TypeError(f"vmap of {definition.who} {definition.name}: out= is not supported")
+    level = max(x.level for x in leaves if isinstance(x, Batched))
+    mine = [isinstance(x, Batched) and x.level == level for x in leaves]
+    axes = _PerLeaf(x.axis if m else None for x, m in zip(leaves, mine))
+    structure = tree.structure(args)
+    key = axes, structure
+    kernel = definition.batched.get(key)
+    if kernel is None:
+        kernel = definition.batched[key] = definition.mapped(axes, 0).make()
+    inner = tree.unflatten(structure, [x.value if m else x for x, m in zip(leaves, mine)])
+    return tree.map(lambda x: Batched(x, 0, level), kernel(*inner))
+
+
+class _Depth(threading.local):
+    level = 0
+
+
+_depth = _Depth()
+
+
+def _map_function(f, in_axes, out_axes):
+    if out_axes != 0:
+        raise NotImplementedError(
+            "vmap: out_axes other than 0 need a kernel; of a function the results are stacked along"
+            " axis 0"
+        )
+
+    def unwrap(x):
+        if not (isinstance(x, Batched) and x.level == level_of_call()):
+            raise TypeError(
+                f"vmap: the function must return results of the kernels that it calls with its"
+                f" arguments, got {show(x)}"
+            )
+        return x.value
+
+    def level_of_call():
+        return _depth.level
+
+    @functools.wraps(f, updated=())
+    def mapped(*args):
+        leaves, structure = tree.flatten(args)
+        axes = _leaf_axes(in_axes, structure, "vmap")
+        _depth.level += 1
+        try:
+            given = [x if a is None else Batched(x, a, _depth.level) for x, a in zip(leaves, axes)]
+            return tree.map(unwrap, f(*tree.unflatten(structure, given)))
+        finally:
+            _depth.level -= 1
+
+    return mapped
+
+
+def vmap(f, in_axes=0, out_axes=0):
+    """``f`` over one more axis of its arguments, in one launch: a grid axis in front of the others.
+
+    ``f``: a kernel (of ``plgpu.kernel`` or ``pl.pallas_call``), a mapped one again, a
+    ``kernel_family``, or a Python function that hands its arguments to kernels and returns their
+    results. ``in_axes``: the axis of each argument that is mapped over, None for arguments that all
+    elements share; an int for all, or a tuple. ``out_axes``: where it stands in the results.
+    TypeError for what is neither, ValueError for axes that do not exist or differ in size (when
+    called).
+    """
+    if isinstance(f, _core.Kernel):
+        return f.definition.mapped(in_axes, out_axes).make()
+    if isinstance(f, _core.Family):
+        return _map_function(lambda *args: f.kernel(*args)(*args), in_axes, out_axes)
+    maker = f.func if isinstance(f, functools.partial) else f
+    if str(getattr(maker, "__module__", "")).startswith(f"{__package__}._"):
+        raise TypeError(
+            f"vmap: {maker.__name__} makes a kernel and is none; the right form is"
+            f" vmap({maker.__name__}(body, ...))(*batched)"
+        )
+    if not callable(f):
+        raise TypeError(f"vmap: f must be a kernel or a function, got {show(f)}")
+    return _map_function(f, in_axes, out_axes)

@@ -1,0 +1,379 @@
+"""`pallas_call`: a body on blocks of arrays, over a grid.
+
+It is a kernel whose body is one pipeline. Parallel axes of the grid become the grid of the launch,
+sequential ones, in order, the grid of the pipeline that every block runs; the index maps get the
+indices of both. `pl.program_id` reads them from the environment (`Env.programs`), which a step, and
+every call of an index map, sets to its own: a map that asks for the index of a sequential axis gets
+that of the step whose block is fetched, not of the one that runs."""
+
+import contextlib
+import math
+from collections.abc import Mapping
+from typing import Protocol
+
+import numpy as np
+
+from . import _core, _types, tree
+from ._control import scoped
+from ._kernel import Definition
+from ._names import NotSpecified, accepts, show
+from ._pipeline import Operand, run_steps
+from ._schedule import unravel
+from ._trace import Array, check_arity, env, parameter_names
+from ._types import GMEM, GenericBlockSpec, GenericMemorySpace, Mesh, _Frozen, ints
+
+_SHORT = 65535  # blocks along CUDA's y and z
+
+
+class NoBlockSpec(NotSpecified):
+    """Type of ``pl.no_block_spec``: whole arrays, in the default memory space."""
+
+    __slots__ = ()
+
+    def __repr__(self):
+        return "NoBlockSpec()"
+
+
+no_block_spec = NoBlockSpec()
+
+
+class GridSpec:
+    """Grid, specs and scratch of a :func:`pallas_call` in one object."""
+
+    __slots__ = ("grid", "in_specs", "out_specs", "scratch_shapes")
+
+    @accepts(scratch_specs="scratch_shapes")
+    def __init__(self, grid=(), in_specs=no_block_spec, out_specs=no_block_spec, scratch_shapes=()):
+        self.grid, self.scratch_shapes = grid, scratch_shapes
+        self.in_specs, self.out_specs = in_specs, out_specs
+
+    def __repr__(self):
+        fields = ", ".join(f"{k}={getattr(self, k)!r}" for k in self.__slots__)
+        return f"GridSpec({fields})"
+
+
+class CompilerParams(Protocol):
+    """Type of compiler parameters, whatever the backend; those of this one are
+    :class:`plgpu.CompilerParams`."""
+
+
+class CostEstimate(_Frozen):
+    """What a kernel costs, for a compiler that asks. Accepted and ignored."""
+
+    __slots__ = ("flops", "transcendentals", "bytes_accessed", "remote_bytes_transferred")
+
+    def __init__(self, flops, transcendentals, bytes_accessed, remote_bytes_transferred=0):
+        self._set(
+            flops=flops,
+            transcendentals=transcendentals,
+            bytes_accessed=bytes_accessed,
+            remote_bytes_transferred=remote_bytes_transferred,
+        )
+
+    def to_json(self):
+        """The fields as JSON, in bytes."""
+        body = ", ".join(f'"{k}": {getattr(self, k)}' for k in self.__slots__)
+        return f"{{{body}}}".encode("ascii")
+
+
+def _read_grid(grid):
+    """``(sizes, names)``; names None where the axes have none."""
+    what = "pallas_call: grid"
+    axes = tuple(grid) if isinstance(grid, (tuple, list)) else (grid,)
+    named = bool(axes) and all(isinstance(a, (tuple, list)) and len(a) == 2 for a in axes)
+    names = tuple(a[0] for a in axes) if named else None
+    sizes = tuple(a[1] for a in axes) if named else axes
+    if any(isinstance(n, Array) for n in sizes):
+        raise NotImplementedError(f"{what}: sizes must be known before the call, got a traced one")
+    sizes = ints(sizes, what)
+    if min(sizes, default=1) < 1:
+        raise ValueError(f"{what} must be positive, got {sizes}")
+    if names and len(set(names)) < len(names):
+        raise ValueError(f"{what}: axis names must differ, got {names}")
+    return sizes, names
+
+
+def _is_spec(x):
+    return isinstance(x, (GenericBlockSpec, NoBlockSpec))
+
+
+class _Call(Definition):
+    who = "pallas_call"
+
+    def __init__(self, body, out_shape, grid, in_specs, out_specs, scratch, aliases, **options):
+        self.grid, self.grid_names = _read_grid(grid)
+        params = options["params"]
+        semantics = getattr(params, "dimension_semantics", None)
+        if semantics is None:
+            semantics = ("parallel",) * len(self.grid)
+        if not isinstance(semantics, (tuple, list)) or len(semantics) != len(self.grid):
+            raise ValueError(
+                f"pallas_call: dimension_semantics needs one entry for each of the"
+                f" {len(self.grid)} grid axes, got {show(semantics)}"
+            )
+        self.parallel = [str(s) == "parallel" for s in semantics]
+        # CUDA's y and z, the axes before the last, are short: such grids are launched as one axis
+        launch = tuple(n for n, p in zip(self.grid, self.parallel) if p)
+        self.folded = math.prod(launch[-2:-1]) > _SHORT or math.prod(launch[:-2]) > _SHORT
+        if self.folded and math.prod(launch) >= 2**31:
+            raise ValueError(f"pallas_call: at most 2**31 - 1 programs are possible, got {launch}")
+        mesh = Mesh(
+            grid=(math.prod(launch),) if self.folded else launch, kernel_name=options.pop("name")
+        )
+        super().__init__(body, out_shape, scratch, mesh=mesh, **options)
+        self.out_container = tuple
+        self.in_specs, self.out_specs = in_specs, out_specs
+        self.aliases = self._check_aliases(aliases)
+
+    def _check_params(self, params):
+        n = params.max_concurrent_steps
+        if not hasattr(n, "__index__") or isinstance(n, bool) or n < 1:
+            raise ValueError(
+                f"pallas_call: max_concurrent_steps must be a positive int, got {show(n)}"
+            )
+
+    def _check_aliases(self, aliases):
+        if not isinstance(aliases, Mapping):
+            raise TypeError(
+                "pallas_call: input_output_aliases must be a dict of input index to output index,"
+                f" got {show(aliases)}"
+            )
+        out = {}
+        for i, o in aliases.items():
+            i, o = ints((i, o), "pallas_call: input_output_aliases: indices")
+            if not 0 <= o < len(self.outs):
+                raise ValueError(
+                    f"pallas_call: input_output_aliases names output {o}, and there are"
+                    f" {len(self.outs)}"
+                )
+            if o in out.values():
+                raise ValueError(
+                    f"pallas_call: input_output_aliases gives output {o} to two inputs"
+                )
+            out[i] = o
+        return out
+
+    def check_operands(self, shapes):
+        for i, o in self.aliases.items():
+            if not 0 <= i < len(shapes):
+                raise ValueError(
+                    f"pallas_call: input_output_aliases names input {i}, and there are"
+                    f" {len(shapes)}"
+                )
+            (shape, dtype), out = shapes[i], self.outs[o]
+            if (tuple(shape), dtype) != (out.shape, out.dtype):
+                raise ValueError(
+                    f"pallas_call: input {i} and output {o} of input_output_aliases must agree,"
+                    f" got {dtype} of shape {tuple(shape)} and {out.dtype} of shape {out.shape}"
+                )
+
+    def _specs(self, specs, structure, what, refs):
+        """A flat list of specs, one per ref."""
+        if isinstance(specs, NoBlockSpec):
+            return [GenericBlockSpec()] * len(refs)
+        if isinstance(specs, GenericBlockSpec):
+            specs = (specs,)
+        if isinstance(specs, list):
+            specs = tuple(specs)
+        leaves, given = tree.flatten(specs, is_leaf=_is_spec)
+        for s in leaves:
+            if not _is_spec(s):
+                raise TypeError(f"pallas_call: {what} must hold BlockSpecs, got {show(s)}")
+        if given != structure:
+            of = "arguments" if what == "in_specs" else "results (out_shape)"
+            raise ValueError(
+                f"pallas_call: {what} must have the structure of the {of},"
+                f" {tree.describe(structure)}; got {tree.describe(given)}"
+            )
+        return [GenericBlockSpec() if isinstance(s, NoBlockSpec) else s for s in leaves]
+
+    def _operand(self, spec, ref, what, at):
+        """The checked operand of the pipeline; ``at(steps)``: indices along the whole grid."""
+        if spec.collective_axes:
+            raise ValueError(
+                f"pallas_call: {what}: collective_axes need clusters; use plgpu.kernel and"
+                " emit_pipeline_warp_specialized"
+            )
+        index_map = spec.index_map
+        if index_map is not None:
+            check_arity(
+                index_map,
+                f"pallas_call: the index map of {what}",
+                f"one index for each of the {len(self.grid)} grid axes",
+                len(self.grid),
+            )
+
+            def mapped(*steps):
+                with at(steps) as indices:
+                    return index_map(*indices)
+
+            spec = spec.replace(index_map=mapped)
+        if spec.memory_space is GMEM:
+            zeros = (0,) * ref.ndim
+            shape = ref.shape if spec.block_shape is None else spec.block_shape
+            steps = [_core.as_array(0, "int32") for _ in self._sequential()]
+            where = zeros if index_map is None else spec.index_map(*steps)
+            constant = all(isinstance(i, (int, np.integer)) and i == 0 for i in where)
+            if shape != ref.shape or not constant:
+                raise NotImplementedError(
+                    f"pallas_call: {what}: plgpu.GMEM passes the whole array: block_shape must be"
+                    f" {ref.shape} or None and index_map None or all zeros. Index the ref in the"
+                    " body, or leave memory_space out"
+                )
+        if spec.memory_space in (GMEM, GenericMemorySpace.ANY):
+            spec = spec.replace(block_shape=None, index_map=None)
+        elif spec.block_shape is not None and len(spec.block_shape) != ref.ndim:
+            raise ValueError(
+                f"pallas_call: {what}: block_shape {spec.block_shape} has"
+                f" {len(spec.block_shape)} dims, the array has {ref.ndim} (shape {ref.shape});"
+                " None takes a dim away"
+            )
+        grid = tuple(self._sequential())
+        return Operand(spec, ref, what, grid, self.who)
+
+    def _sequential(self):
+        return [n for n, p in zip(self.grid, self.parallel) if not p]
+
+    def _run_body(self, args, names):
+        e = env(self.who)
+        here = [_core.axis_index("grid", e.leading + k) for k in range(len(self.mesh.grid))]
+        if self.folded:
+            here = unravel(here[0], [n for n, p in zip(self.grid, self.parallel) if p])
+        ids = iter(here)
+        ids = [next(ids) if p else None for p in self.parallel]
+        e.grid = self.grid
+        for k, (name, size) in enumerate(zip(self.grid_names or (), self.grid)):
+            e.axes[name] = ("program", k, size)
+
+        @contextlib.contextmanager
+        def at(steps):
+            it, before = iter(steps), e.programs
+            e.programs = tuple(next(it) if i is None else i for i in ids)
+            try:
+                yield e.programs
+            finally:
+                e.programs = before
+
+        n_in = len(args) - len(self.out_structure[2])
+        ins, in_structure = tree.flatten(tuple(args[:n_in]))
+        outs, _ = tree.flatten(tuple(args[n_in:]))
+        operands = [
+            [
+                self._operand(s, r, f"{what}[{k}]", at)
+                for k, (s, r) in enumerate(zip(self._specs(specs, structure, what, refs), refs))
+            ]
+            for what, specs, structure, refs in (
+                ("in_specs", self.in_specs, in_structure, ins),
+                ("out_specs", self.out_specs, self.out_structure, outs),
+            )
+        ]
+        mcs = self.params.max_concurrent_steps.__index__()
+        delay = max((o.spec.delay_release for o in operands[0]), default=0)
+        if mcs <= delay:
+            raise ValueError(
+                f"pallas_call: max_concurrent_steps must be greater than delay_release, got {mcs}"
+                f" and {delay}"
+            )
+
+        def steps(*scratch, **named_scratch):
+            def step(indices, *refs):
+                n = len(ins)
+                with at(indices):
+                    result = self.body(
+                        *tree.unflatten(in_structure, refs[:n]),
+                        *tree.unflatten(self.out_structure, refs[n:]),
+                        *scratch,
+                        **named_scratch,
+                    )
+                self._check_result(result)
+
+            grid = tuple(self._sequential())
+            names = parameter_names(self.body)
+            run_steps(step, grid, *operands, mcs, None, names, last=True)
+
+        positional, keyword = self.scratch, {}
+        if isinstance(self.scratch, Mapping):
+            positional, keyword = (), self.scratch
+        self._check_arity(len(args), len(positional), keyword)
+        if self.scratch:
+            scoped(steps, positional, keyword, names, ())
+        else:
+            steps()
+
+
+_NO_ALIASES: dict[int, int] = {}
+
+
+def _right_form(args, kwargs, value):
+    """For `accepts`: dimension_semantics where TPU examples have it."""
+    raise TypeError(
+        "pallas_call: no argument 'dimension_semantics'; the right form is"
+        " compiler_params=plgpu.CompilerParams(dimension_semantics=...)"
+    )
+
+
+@accepts(backend=None, dimension_semantics=_right_form)
+def pallas_call(
+    kernel,
+    out_shape,
+    *,
+    grid_spec=None,
+    grid=(),
+    in_specs=no_block_spec,
+    out_specs=no_block_spec,
+    scratch_shapes=(),
+    input_output_aliases=_NO_ALIASES,
+    debug=False,
+    interpret=False,
+    name=None,
+    compiler_params=None,
+    cost_estimate=None,
+    metadata=None,
+):
+    """A kernel that runs a body on blocks of its arrays, once for every point of a grid.
+
+    ``kernel(*inputs, *outputs, *scratch)`` gets refs and returns None. ``out_shape``: pytree of
+    things with shape and dtype; a list comes back as a tuple. ``grid``: an int, a tuple of ints, or
+    of (name, size) pairs for ``lax.axis_index``. ``in_specs``, ``out_specs``: BlockSpecs in the
+    structure of the arguments and of ``out_shape``, one spec for one array; without them whole
+    arrays. Blocks are staged in SMEM (``memory_space=plgpu.GMEM`` passes the whole array unstaged)
+    and may overhang the array: zeros are read there, nothing is written. ``grid_spec``: a
+    :class:`GridSpec` instead of these. ``input_output_aliases``: flat input to flat output index;
+    the output begins as the input and the body sees one memory.
+
+    ``compiler_params.dimension_semantics``: grid axes that are not "parallel" are a loop inside
+    every block, with ``max_concurrent_steps`` steps in flight (see Pipelines in
+    docs/reference.md). ``cost_estimate``, ``metadata``: accepted, without effect.
+
+    The result is called with arrays, as those of :func:`plgpu.kernel` are. ValueError,
+    NotImplementedError for specs that do not fit the arrays, when called.
+    """
+    if grid_spec is not None:
+        given = (grid, in_specs, out_specs, scratch_shapes)
+        if not (grid == () and scratch_shapes == () and in_specs is out_specs is no_block_spec):
+            raise ValueError(
+                "pallas_call: grid_spec holds grid, in_specs, out_specs and scratch_shapes; give"
+                f" either it or those, got both (those: {show(given)})"
+            )
+        if not isinstance(grid_spec, GridSpec):
+            raise TypeError(f"pallas_call: grid_spec must be a pl.GridSpec, got {show(grid_spec)}")
+        grid, scratch_shapes = grid_spec.grid, grid_spec.scratch_shapes
+        in_specs, out_specs = grid_spec.in_specs, grid_spec.out_specs
+    if not (compiler_params is None or isinstance(compiler_params, _types.CompilerParams)):
+        raise TypeError(
+            f"pallas_call: compiler_params must be plgpu.CompilerParams, got"
+            f" {show(compiler_params)}"
+        )
+    return _Call(
+        kernel,
+        out_shape,
+        grid,
+        in_specs,
+        out_specs,
+        scratch_shapes,
+        input_output_aliases,
+        params=compiler_params,
+        interpret=interpret,
+        debug=debug,
+        name=name,
+    ).make()

@@ -1,0 +1,48 @@
+"""Mutants of pallas_call and vmap, and of the layout that fused norms take."""
+
+from . import PASSES, breaks
+
+CALL, NORMS = "test_call.py", "test_norms.py"
+
+breaks(
+    "pallas_mgpu/_call.py",
+    CALL,
+    sequential_axes_are_swapped=(
+        "e.programs = tuple(next(it) if i is None else i for i in ids)",
+        "e.programs = tuple(steps[-1] if i is None else i for i in ids)",
+    ),
+    index_maps_see_the_step_that_runs=(
+        "            e.programs = tuple(next(it) if i is None else i for i in ids)\n",
+        "            e.programs = before or tuple(next(it) if i is None else i for i in ids)\n",
+    ),
+    parallel_axes_count_from_the_first=(
+        '_core.axis_index("grid", e.leading + k)',
+        '_core.axis_index("grid", k)',
+    ),
+    short_axes_are_longer=("_SHORT = 65535", "_SHORT = 65536 * 2"),
+)
+breaks(
+    "pallas_mgpu/_batch.py",
+    CALL,
+    outputs_grow_outside_in=(
+        "zip(reversed(definition.levels), reversed(self.sizes))",
+        "zip(definition.levels, self.sizes)",
+    ),
+    results_are_mapped_in_front=("axes[k] = a = axis % rank", "axes[k] = a = 0"),
+)
+breaks(
+    "pallas_mgpu/_kernel.py",
+    CALL,
+    inner_axes_first=(
+        "out.levels = ((in_axes, out_axes), *self.levels)",
+        "out.levels = (*self.levels, (in_axes, out_axes))",
+    ),
+)
+breaks(
+    f"{PASSES}/layouts.c",
+    f"{NORMS}::test_how_they_move_data",
+    words_are_made_for_what_is_reduced=(
+        "  uint8_t widest = p->widest[root(p, v)];\n",
+        "  uint8_t widest = 0 * p->widest[root(p, v)];\n",
+    ),
+)
