@@ -22,7 +22,7 @@ _STDLIB = os.path.dirname(os.__file__) + os.sep
 class Env:
     """Axes of the kernel being traced: name -> (family, index in the family, size)."""
 
-    __slots__ = ("axes", "grid", "n_threads", "thread_name", "cluster_names", "counters")
+    __slots__ = ("axes", "grid", "n_threads", "thread_name", "cluster_names", "counters", "unions")
 
     def __init__(self, mesh):
         self.axes = {}
@@ -34,6 +34,7 @@ class Env:
             self.axes[mesh.thread_name] = ("thread", 0, mesh.num_threads)
         self.grid = mesh.grid
         self.n_threads = mesh.num_threads or 1
+        self.unions = 0  # allocated so far
         self.counters = 0  # of the launch, given out to loops
         self.thread_name = mesh.thread_name
         self.cluster_names = mesh.cluster_names

@@ -45,12 +45,12 @@ typedef float F32;
 
 #define SIGNED(M, id, expr) M(id, I8, I8, expr) M(id, I16, I16, expr) M(id, I32, I32, expr)
 #define UNSIGNED(M, id, expr) M(id, U8, U8, expr) M(id, U16, U16, expr) M(id, U32, U32, expr)
-#define COMPARE(M, id, expr)                                                                 \
-  M(id, BOOL, BOOL, expr)                                                                    \
-  M(id, I8, BOOL, expr)                                                                      \
-  M(id, I16, BOOL, expr)                                                                     \
-  M(id, I32, BOOL, expr) M(id, U8, BOOL, expr) M(id, U16, BOOL, expr) M(id, U32, BOOL, expr) \
-      M(id, F32, BOOL, expr)
+#define COMPARE(M, id, expr) \
+  M(id, BOOL, BOOL, expr)    \
+  M(id, I8, BOOL, expr)      \
+  M(id, I16, BOOL, expr)     \
+  M(id, I32, BOOL, expr)     \
+  M(id, U8, BOOL, expr) M(id, U16, BOOL, expr) M(id, U32, BOOL, expr) M(id, F32, BOOL, expr)
 
 #define ROW(id, T) [PM_##T] = id##_##T
 #define INT_ROWS(id) \
@@ -267,6 +267,7 @@ static step exec_convert(pm_machine *m, thread *t, const instr *i) {
 static step exec_axis(pm_machine *m, thread *t, const instr *i) {
   int64_t v = i->flags == PM_AXIS_GRID      ? m->point[i->to]
               : i->flags == PM_AXIS_CLUSTER ? t->block->coord[i->to]
+              : i->flags == PM_AXIS_WARP    ? t->warp
                                             : t->index;
   pm_store_scalar(i->out, slot_of(t, i->dst), (pm_scalar){.i = v});
   return STEP_NEXT;
@@ -353,6 +354,7 @@ static const handler pm_vm_SLICE = {pm_vm_encode_strided, exec_strided, {0}};
 static const handler pm_vm_REDUCE = {pm_vm_encode_reduce, exec_reduce, {0}};
 static const handler pm_vm_LAYOUT_CAST = {pm_vm_encode_alias, NULL, {0}};
 static const handler pm_vm_SET_MAX_REGISTERS = {pm_vm_encode_nothing, NULL, {0}};
+static const handler pm_vm_PRINT_LAYOUT = {pm_vm_encode_nothing, NULL, {0}};
 static const handler pm_vm_SYNC = {pm_vm_encode_plain, exec_nothing, {0}};
 static const handler pm_vm_PDL_WAIT = {pm_vm_encode_plain, exec_nothing, {0}};
 static const handler pm_vm_PDL_LAUNCH = {pm_vm_encode_plain, exec_nothing, {0}};
