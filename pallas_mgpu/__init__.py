@@ -18,6 +18,7 @@ from ._core import (
     DriverError,
     InternalError,
     LaunchError,
+    LoweringError,
     NVRTCError,
     OutOfMemoryError,
     TMADescriptorError,
@@ -29,9 +30,10 @@ from ._core import (
 )
 from . import _shapes, lax, nn, numpy, pl, tree
 from ._batch import vmap
-from ._control import in_turn, lazy_where
+from ._control import in_turn, lazy_where, warp_map
 from ._family import Operand, core_count, kernel_family
 from ._kernel import kernel
+from ._memory import OF_REF
 from ._names import PLGPU_MISSING, PLGPU_WRONG, finder
 from ._ops import (
     barrier_arrive,
@@ -48,7 +50,9 @@ from ._ops import (
     layout_cast,
     load,
     planar_snake,
+    print_layout,
     set_max_registers,
+    transform_ref,
     transpose_ref,
     wait_gmem_to_smem,
     wait_smem_to_gmem,
@@ -58,6 +62,7 @@ from ._ops import (
 )
 from ._pipeline import emit_pipeline
 from ._schedule import NDLoopInfo, dynamic_scheduling_loop, nd_loop, next_tile
+from ._state import freeze, new_ref
 from ._types import (
     ACC,
     GMEM,
@@ -74,6 +79,7 @@ from ._types import (
     MemorySpace,
     Mesh,
     OOBFillMode,
+    RefUnion,
     Replicated,
     ShapeDtypeStruct,
     SwizzleTransform,
@@ -81,6 +87,7 @@ from ._types import (
     TilingTransform,
     TraceScope,
     Transform,
+    WarpMesh,
     WGMMAAccumulatorRef,
 )
 from ._trace import Array, Ref
@@ -104,6 +111,10 @@ GPUShapeDtypeStruct, TileTransform, MemoryRefTransform = (
 )
 ThreadSemantics = LoweringSemantics
 wait_barrier = barrier_wait
+
+atomic_add, atomic_max, atomic_min, atomic_and, atomic_or, atomic_xor = (
+    OF_REF[f"atomic_{kind}"] for kind in ("add", "max", "min", "and", "or", "xor")
+)
 
 _find = finder("plgpu", PLGPU_MISSING, PLGPU_WRONG)
 

@@ -2,14 +2,27 @@
 regions; bodies are traced once (twice where a weakly typed carry must first take its real
 dtype)."""
 
+import numpy as np
+
 from . import _core, tree
 from ._names import show
-from ._trace import Array, Leaves, Ref, as_array, env, parameter_names, same_type, type_text
+from ._trace import (
+    Array,
+    Leaves,
+    Ref,
+    as_array,
+    env,
+    parameter_names,
+    same_type,
+    tracing,
+    type_text,
+)
 from ._types import (
     Barrier,
     ClusterBarrier,
     MemoryRef,
     MemorySpace,
+    RefUnion,
     WGMMAAccumulatorRef,
     ints,
     split_transforms,
@@ -26,6 +39,18 @@ def _index_scalar(x, what):
         return x.__index__()
     except (AttributeError, TypeError):
         raise TypeError(f"{what} must be an integer scalar, got {show(x)}") from None
+
+
+def _loop_bounds(what, *bounds):
+    """Bounds of one loop: Python ints if all are known while tracing, else also traced scalars.
+    NumPy's integers keep their dtype beside a traced bound."""
+    found = [
+        x if isinstance(x, np.integer) else _index_scalar(x, f"{what}: {name}")
+        for x, name in zip(bounds, ("lower", "upper"))
+    ]
+    if any(isinstance(x, Array) for x in found):
+        return [_core.as_array(x) if isinstance(x, np.integer) else x for x in found]
+    return [int(x) for x in found]
 
 
 def _compare(init, out, what):
@@ -95,10 +120,7 @@ def fori_loop(lower, upper, body_fun, init_val, *, unroll=None, _names=None):
     for traced bounds.
     """
     env("fori_loop")
-    lower, upper = (
-        _index_scalar(lower, "fori_loop: lower"),
-        _index_scalar(upper, "fori_loop: upper"),
-    )
+    lower, upper = _loop_bounds("fori_loop", lower, upper)
     static = isinstance(lower, int) and isinstance(upper, int)
     copies = _unroll("fori_loop", unroll, max(upper - lower, 0) if static else None)
     lo, hi, index_of = _bounds(lower, upper)
@@ -400,9 +422,8 @@ def loop(lower, upper, *, init_carry=None, step=1, unroll=None):
 
 
 def _is_descriptor(x):
-    return isinstance(x, (MemoryRef, Barrier, ClusterBarrier, WGMMAAccumulatorRef)) or hasattr(
-        x, "memory_space"
-    )
+    kinds = (MemoryRef, Barrier, ClusterBarrier, WGMMAAccumulatorRef, RefUnion)
+    return isinstance(x, kinds) or hasattr(x, "memory_space")
 
 
 def cluster_axis(name, what):
@@ -424,9 +445,39 @@ def cluster_groups(x, what):
     return out
 
 
-def _allocate(x, collective, name, what):
-    """The ref of one descriptor."""
+class UnionRefs(tuple):
+    """What a :class:`RefUnion` is in a kernel: the refs of its groups, in order."""
+
+    __slots__ = ()
+
+    def __setitem__(self, index, value):
+        raise ValueError("a RefUnion can't be assigned to; unpack it, and assign to its refs")
+
+
+tree.register_pytree_node(UnionRefs, lambda x: (tuple(x), None), lambda _, x: UnionRefs(x))
+
+
+def _allocate_union(x, collective, name, what):
     e = env(what)
+    e.unions += 1
+    groups = []
+    for k, group in enumerate(x.groups):
+        place = (e.unions, k)
+        groups.append(
+            tree.map(
+                lambda m, p=place: _allocate(m, collective, name, what, p),
+                group,
+                is_leaf=_is_descriptor,
+            )
+        )
+    return UnionRefs(groups)
+
+
+def _allocate(x, collective, name, what, union=None):
+    """The ref of one descriptor; ``union``: its number and that of the group."""
+    e = env(what)
+    if isinstance(x, RefUnion):
+        return _allocate_union(x, collective, name, what)
     if isinstance(x, WGMMAAccumulatorRef):
         if collective:
             raise ValueError(
@@ -439,7 +490,7 @@ def _allocate(x, collective, name, what):
     if not isinstance(x, (MemoryRef, Barrier, ClusterBarrier)):
         raise TypeError(
             f"{what}: cannot allocate {show(x)}; accepted are plgpu.SMEM(shape, dtype),"
-            " plgpu.ACC(shape), plgpu.Barrier(...) and pytrees of them"
+            " plgpu.ACC(shape), plgpu.Barrier(...), plgpu.RefUnion(...) and pytrees of them"
         )
     if e.thread_name is not None and collective != (e.thread_name,):
         raise NotImplementedError(
@@ -461,7 +512,13 @@ def _allocate(x, collective, name, what):
         )
     tiling, swizzle = split_transforms(x.transforms, x.shape, x.dtype, what)
     return _core.alloc_smem(
-        x.shape, x.dtype, tiling=tiling, swizzle=swizzle, given=bool(x.transforms), name=name
+        x.shape,
+        x.dtype,
+        tiling=tiling,
+        swizzle=swizzle,
+        given=bool(x.transforms),
+        name=name,
+        union=union,
     )
 
 
@@ -511,6 +568,44 @@ def scoped(f, types, kw_types, names, collective_axes):
     return tree.unflatten(structure, [next(results) if isinstance(x, Array) else x for x in leaves])
 
 
+def _each_warp(f, what, name, args):
+    e = env(what)
+    if "warp" in (family for family, _, _ in e.axes.values()):
+        raise _core.LoweringError(f"{what}: warp_map and WarpMesh cannot be nested")
+    if name in e.axes:
+        raise ValueError(f"{what}: the axis name {name!r} is taken")
+    op = _core.open("warp_map", (), 1)
+    e.axes[name] = ("warp", 0, 4)
+    try:
+        op.enter(0)
+        if f(*(a() for a in args)) is not None:
+            raise ValueError(f"{what}: the function must return None")
+        op.leave([])
+        op.close()
+    except BaseException:
+        op.abandon()
+        raise
+    finally:
+        del e.axes[name]
+
+
+def warp_map(f):
+    """Run ``f(warp_id)`` once for each of the 4 warps of this thread (Hopper); ``warp_id`` is a
+    traced int32.
+
+    Executes at once, so that the decorated name is None. All lanes of the thread meet before and
+    behind it. Warps go different ways (``pl.when(warp_id == 0)``), so there are scalars and refs
+    only, and no op that a whole thread does together. LoweringError for arrays and nesting,
+    NotImplementedError for such ops, when the kernel is lowered.
+    """
+    _each_warp(f, "warp_map", object(), [lambda: _core.axis_index("warp", 0)])
+
+
+def warp_mesh(f, name):
+    """The body of a WarpMesh: without arguments, the warp's number is the axis ``name``."""
+    _each_warp(f, "core_map", name, [])
+
+
 def with_scoped(*types, collective_axes=(), **kw_types):
     """Decorator form of :func:`run_scoped`: ``with_scoped(...)(f)(*args)``; user arguments come
     first."""
@@ -530,10 +625,19 @@ def with_scoped(*types, collective_axes=(), **kw_types):
 
 
 def run_state(f):
-    """``run_state(f)(ACC.init(x))``: an accumulator that starts as ``x``; returns its final value
-    after all outstanding wgmmas. Leaves must be ``ACC.init(array)``."""
+    """``run_state(f)(state)``: ``f`` gets refs that begin as the leaves of the pytree and returns
+    None; the result is what they hold at the end.
+
+    In a kernel leaves are ``ACC.init(array)``, accumulators; their values are those after all
+    outstanding wgmmas (NotImplementedError for others). On the host leaves are arrays, and the
+    refs are mutable arrays for :func:`pl.core_map`.
+    """
 
     def inner(state):
+        if not tracing():
+            from ._state import run_state_on_host
+
+            return run_state_on_host(f)(state)
         leaves, structure = tree.flatten(state, is_leaf=_is_descriptor)
         if not leaves or not all(
             isinstance(x, WGMMAAccumulatorRef) and x.initial is not None for x in leaves

@@ -128,21 +128,15 @@ def finder(namespace, missing, wrong, text="{namespace}.{name} is not supported 
 
 
 PLGPU_MISSING = {
-    "allocate in sibling pl.run_scoped scopes, which share memory": "RefUnion",
     "use a Barrier inside a block, or two kernels": "Semaphore SemaphoreType SemaphoreSignal"
     " semaphore_signal semaphore_signal_multicast semaphore_signal_parallel semaphore_wait",
-    "branch on the thread axis": "WarpMesh warp_map",
     "leave it out: kernels take torch tensors as they are": "as_torch_kernel",
     "leave it out": "async_prefetch",
     "exchange data through GMEM": "async_store_smem",
-    "give each block its own output": "atomic_add atomic_and atomic_max atomic_min atomic_or"
-    " atomic_xor",
     "use barrier_wait": "barrier_test",
     "let every block copy what it needs": "CopyPartition",
     "use the array functions": "inline_mgpu RefType",
     "use wgmma": "mma",
-    "read kernel.lower(...).as_text('graph')": "print_layout",
-    "give transforms where the ref is allocated": "transform_ref",
     "one GPU is supported": "remote_ref multicast_ref PeerMemRef multimem_store"
     " multimem_load_reduce",
     "it needs Blackwell (sm_100a); on Hopper accumulate by wgmma in plgpu.ACC": "TMEMLayout"
@@ -171,15 +165,12 @@ PLGPU_WRONG = {
 }
 
 PL_MISSING = {
-    "use plgpu.kernel": "core_map kernel",
     "count the operations by hand: pl.CostEstimate": "estimate_cost",
     "use plgpu.Barrier inside a block, or two kernels": "semaphore semaphore_read semaphore_signal"
     " semaphore_wait DeviceIdType",
     "pass an operand": "get_global",
     "use pl.debug_print": "debug_check enable_debug_checks debug_checks_enabled",
     "leave it out": "delay",
-    "give each block its own output": "atomic_add atomic_and atomic_cas atomic_max atomic_min"
-    " atomic_or atomic_xor atomic_xchg",
     "use plgpu.wgmma": "dot",
     "make the array with NumPy and pass it as out=": "empty empty_like empty_ref_like",
     "pass max_concurrent_steps to the pipeline": "Buffered RevisitMode",

@@ -9,7 +9,16 @@ from . import _core
 from ._control import cluster_axis
 from ._names import NOT_SPECIFIED, accepts, deprecated, show, shown_as
 from ._trace import Array, Ref, as_array, env, tracing, type_text
-from ._types import GMEM, REGS, SMEM, OOBFillMode, check_oob_fill_mode, ints, layout_spec
+from ._types import (
+    GMEM,
+    REGS,
+    SMEM,
+    OOBFillMode,
+    TilingTransform,
+    check_oob_fill_mode,
+    ints,
+    layout_spec,
+)
 
 
 def _ref(x, what, name, space=None):
@@ -306,8 +315,12 @@ def griddepcontrol_launch_dependents():
 
 @shown_as(lambda fmt, *args: None)
 def debug_print(fmt, *args, **kwargs):
-    """Print a line from each thread of each block. ``fmt`` has one ``{}`` per argument; arguments
-    are scalars, without names."""
+    """Print from each thread of each block. ``fmt`` has one bare ``{}`` per argument.
+
+    Scalars: one line, from one lane. One array alone: a line for each element, ``[i, j]: value`` in
+    the place of ``{}``, in any order on the GPU. TypeError, ValueError for another format,
+    NotImplementedError for an array among others.
+    """
     if kwargs:
         raise ValueError(f"debug_print: keyword arguments are not accepted, got {show(kwargs)}")
     if not isinstance(fmt, str) or "\0" in fmt:
@@ -329,9 +342,10 @@ def debug_print(fmt, *args, **kwargs):
         if isinstance(x, Ref):
             raise TypeError(f"debug_print: argument {k} is a ref; load it first: ref[...]")
         x = as_array(x, f"debug_print: argument {k}")
-        if x.shape != ():
+        if x.shape != () and len(args) > 1:
             raise NotImplementedError(
-                "debug_print: only scalars are supported yet; print elements of a ref one by one"
+                f"debug_print: argument {k} is {type_text(x)}; an array is printed alone, scalars"
+                " together"
             )
         values.append(x)
     # literal text only: doubled braces are resolved here, fields become a placeholder
@@ -340,6 +354,24 @@ def debug_print(fmt, *args, **kwargs):
         for lit, name, _, _ in pieces
     )
     _core.effect("debug_print", tuple(values), format=text)
+
+
+def print_layout(fmt, x):
+    """Print ``fmt.format(description)`` once, when the kernel is lowered: of an array the register
+    layout that it has there (``WGMMA``, ``WGMMA_ROW``, ``WG_STRIDED((64, 64), 8)``), of an SMEM ref
+    the tuple of its transforms. No effect at run time. ValueError for other refs."""
+    what = "print_layout"
+    if not isinstance(fmt, str) or "\0" in fmt:
+        raise TypeError(f"{what}: fmt must be text without zero bytes, got {show(fmt)}")
+    pieces = list(string.Formatter().parse(fmt))
+    fields = [p[1:] for p in pieces if p[1] is not None]
+    if fields != [("", "", None)]:
+        raise ValueError(f"{what}: fmt must have exactly one bare {{}}, got {fmt!r}")
+    if not isinstance(x, Ref):
+        x = as_array(x, f"{what}: x")
+    elif x.dtype == "barrier" or x.memory_space is not SMEM:
+        raise ValueError(f"{what}: x must be an array or an SMEM ref, got {type_text(x)}")
+    _core.effect("print_layout", (x,), format=fmt)
 
 
 def optimization_barrier(tree_of_arrays):
@@ -406,6 +438,30 @@ def find_swizzle(minor_dim_bits, what=""):
 def transpose_ref(ref, permutation):
     """The view of ``ref`` with its dims permuted; no data moves."""
     return _ref(ref, "transpose_ref", "ref").transpose(tuple(permutation))
+
+
+def transform_ref(ref, transform):
+    """The view of ``ref`` behind a transform.
+
+    ``TilingTransform(tiling)``: (..., M, N) is seen as (..., M / t0, N / t1, t0, t1); no data
+    moves.
+    TypeError if ``ref`` is no ref, ValueError if the tiling does not divide it, NotImplementedError
+    for other transforms: give those where SMEM is allocated.
+    """
+    what = "transform_ref"
+    _ref(ref, what, "ref")
+    if not isinstance(transform, TilingTransform):
+        raise NotImplementedError(
+            f"{what}: only TilingTransform makes a view, got {show(transform)}; give transforms"
+            " where the ref is allocated: plgpu.SMEM(shape, dtype, transforms=...)"
+        )
+    tiling, first = transform.tiling, ref.ndim - len(transform.tiling)
+    if first < 0 or any(d % t for d, t in zip(ref.shape[first:], tiling)):
+        raise ValueError(f"{what}: the tiling {tiling} does not divide {type_text(ref)}")
+    split = [x for d, t in zip(ref.shape[first:], tiling) for x in (d // t, t)]
+    pairs = range(first, first + len(split))
+    view = ref.reshape(*ref.shape[:first], *split)
+    return view.transpose((*range(first), *pairs[::2], *pairs[1::2]))
 
 
 def axis_index(name):

@@ -34,6 +34,7 @@ class Env:
         "thread_name",
         "cluster_names",
         "counters",
+        "unions",
     )
 
     def __init__(self, mesh, leading=0):
@@ -47,6 +48,7 @@ class Env:
             self.axes[mesh.thread_name] = ("thread", 0, mesh.num_threads)
         self.grid = mesh.grid
         self.n_threads = mesh.num_threads or 1
+        self.unions = 0  # allocated so far
         self.counters = 0  # of the launch, given out to loops
         self.thread_name = mesh.thread_name
         self.cluster_names = mesh.cluster_names

@@ -222,6 +222,48 @@ class MemoryRef(_Frozen):
         return f"{str(self.memory_space).upper()}({self.shape}, {self.dtype.name}{given})"
 
 
+class WarpMesh(_Frozen):
+    """The 4 warps of a thread, for :func:`pl.core_map` and :func:`pl.kernel` in a kernel; see
+    :func:`warp_map`. ``lax.axis_index(axis_name)`` is the number of the warp."""
+
+    __slots__ = ("axis_name",)
+
+    def __init__(self, *, axis_name):
+        hash(axis_name)
+        self._set(axis_name=axis_name)
+
+    shape = property(lambda self: {self.axis_name: 4})
+    default_memory_space = property(lambda self: MemorySpace.GMEM)
+    core_type = property(lambda self: "gpu")
+    supported_memory_spaces = property(lambda self: (MemorySpace.GMEM, MemorySpace.SMEM))
+
+
+class RefUnion(_Frozen):
+    """Groups of SMEM that share one place: ``plgpu.RefUnion(group, group, ...)``.
+
+    A group is a pytree of ``plgpu.SMEM(...)``, laid out one behind the other; all groups begin at
+    the same address, and the union is as large as the largest. For ``run_scoped`` and
+    ``scratch_types``. In the kernel it is a sequence: ``a, [b, c] = union``. What one group wrote
+    must not be read through another; commits, waits and barriers between their uses are the
+    user's. NotImplementedError for anything but SMEM.
+    """
+
+    __slots__ = ("groups",)
+
+    def __init__(self, *groups):
+        from . import tree
+
+        if not groups:
+            raise ValueError("RefUnion: at least one group is needed")
+        is_leaf = lambda x: isinstance(x, MemoryRef)  # noqa: E731
+        for x in tree.leaves(groups, is_leaf=is_leaf):
+            if not isinstance(x, MemoryRef) or x.memory_space is not MemorySpace.SMEM:
+                raise NotImplementedError(
+                    f"RefUnion: all leaves must be plgpu.SMEM(shape, dtype), got {show(x)}"
+                )
+        self._set(groups=groups)
+
+
 class MemorySpace(enum.Enum):
     """Where memory is. A member is callable and makes the descriptor of an allocation.
 

@@ -3,13 +3,19 @@
 from . import _core, _types, tree
 from ._call import CompilerParams, CostEstimate, GridSpec, no_block_spec, pallas_call
 from ._control import loop, run_scoped, run_state, when, with_scoped
+from ._memory import WITH_INDEX, atomic_cas, load, store, swap
 from ._names import NOT_SPECIFIED, PL_MISSING, PL_WRONG, finder, show
 from ._ops import debug_print, num_programs, program_id
-from ._trace import Array, Ref
+from ._state import core_map
+from ._state import mesh_kernel as kernel
+from ._trace import Array
 from ._types import Blocked, Element, MemoryRef, Squeezed, squeezed
 
 BlockSpec, MemorySpace = _types.GenericBlockSpec, _types.GenericMemorySpace
 ANY = MemorySpace.ANY
+atomic_add, atomic_max, atomic_min, atomic_and, atomic_or, atomic_xor, atomic_xchg = (
+    WITH_INDEX[f"atomic_{kind}"] for kind in ("add", "max", "min", "and", "or", "xor", "xchg")
+)
 BlockDim = Element | Squeezed | Blocked
 
 __all__ = [
@@ -26,10 +32,20 @@ __all__ = [
     "Slice",
     "Squeezed",
     "align_to",
+    "atomic_add",
+    "atomic_and",
+    "atomic_cas",
+    "atomic_max",
+    "atomic_min",
+    "atomic_or",
+    "atomic_xchg",
+    "atomic_xor",
     "cdiv",
+    "core_map",
     "debug_print",
     "ds",
     "dslice",
+    "kernel",
     "load",
     "loop",
     "multiple_of",
@@ -159,40 +175,6 @@ def multiple_of(x, values):
     """``x`` with the promise that every int in ``values`` divides it. Lets slices of tiled SMEM
     and wide accesses be proved aligned. ValueError for a Python int that it is not true of."""
     return _core.multiple_of(x, values)
-
-
-def _access(what, ref, idx, options):
-    if not isinstance(ref, Ref):
-        raise TypeError(f"{what}: the first argument must be a ref, got {show(ref)}")
-    for name, value in options.items():
-        if name == "memory_space":
-            raise TypeError(
-                f"{what}: no argument 'memory_space': a load goes to registers, a store to the"
-                " ref's memory; for copies use plgpu.copy_gmem_to_smem and copy_smem_to_gmem"
-            )
-        if name not in ("mask", "other", "cache_modifier", "eviction_policy", "volatile"):
-            raise TypeError(f"{what}: unexpected argument {name!r}")
-        if name in ("mask", "other") and value is not None:
-            raise NotImplementedError(
-                f"{what}: {name}= is not available on this backend; use jnp.where on the loaded"
-                " array, or pl.when"
-            )
-    return ref.at[idx]
-
-
-def load(ref, idx, **options):
-    """The older form of ``ref[idx]``."""
-    return _access("pl.load", ref, idx, options)[...]
-
-
-def store(ref, idx, val, **options):
-    """The older form of ``ref[idx] = val``."""
-    _access("pl.store", ref, idx, options)[...] = val
-
-
-def swap(ref, idx, val, **options):
-    """The older form of ``ref.swap(val, idx)``."""
-    return _access("pl.swap", ref, idx, options).swap(val)
 
 
 _find = finder("pl", PL_MISSING, PL_WRONG)

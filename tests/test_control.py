@@ -313,3 +313,21 @@ def test_ends_of_ranges(run, case):
     assert (v.min(), v.max()) == (lo, hi)
     np.testing.assert_array_equal(low, (v - lo - 1) // 2)
     np.testing.assert_array_equal(high, (hi - 1 - v) // 2)
+
+
+def test_bounds_of_numpy_integers():
+    """Known ones make a static loop; beside a traced bound they keep their dtype."""
+
+    def kernel(lower, upper, **options):
+        def body(o_ref):
+            o_ref[0] = lax.fori_loop(
+                lower, upper(lax.axis_index("g")), lambda i, c: c + 1, jnp.int32(0), **options
+            )
+
+        out = plgpu.ShapeDtypeStruct((1,), np.int32)
+        return plgpu.kernel(body, out_type=out, interpret=True, grid=(1,), grid_names=("g",))
+
+    assert kernel(np.int16(2), lambda g: np.uint8(6), unroll=2)()[0] == 4
+    assert kernel(np.uint32(2), lambda g: g.astype(jnp.uint32) + np.uint32(6))()[0] == 4
+    with pytest.raises(TypeError, match="equal types, got int16.. and int32"):
+        kernel(np.int16(2), lambda g: g)()

@@ -42,6 +42,7 @@ SIGNATURES = {
         " thread_name=None, kernel_name=None)",
         "NDLoopInfo": "(index, local_index, num_local_steps)",
         "REGS": SPACE,
+        "RefUnion": "(*groups)",
         "Replicated": "(times)",
         "SMEM": SPACE,
         # layout has a default: JAX has two types of this name, this one serves for both
@@ -51,6 +52,7 @@ SIGNATURES = {
         "Tiling": "(tiles)",
         "TilingTransform": "(tiling)",
         "WGMMAAccumulatorRef": ACC,
+        **{f"atomic_{k}": "(ref, val)" for k in ("add", "max", "min", "and", "or", "xor")},
         "barrier_arrive": "(barrier)",
         "barrier_wait": "(barrier, *, phase=None)",  # phase is ours
         "broadcasted_iota": "(dtype, shape, dimension, *, layout=None)",
@@ -81,11 +83,15 @@ SIGNATURES = {
         "load": "(src, idx=NotSpecified(), *, layout=None, optimized=True)",
         "nd_loop": "(grid, *, collective_axes, tiling=None, init_carry=None)",
         "planar_snake": "(lin_idx, shape, minor_dim, tile_width)",
+        "print_layout": "(fmt, x)",
         "set_max_registers": "(n, *, action)",
+        "transform_ref": "(ref, transform)",
         "transpose_ref": "(ref, permutation)",
         "vmap": "(f, in_axes=0, out_axes=0)",
         "wait_gmem_to_smem": "(n)",
         "wait_smem_to_gmem": "(n, wait_read_only=False)",
+        "WarpMesh": "(*, axis_name)",
+        "warp_map": "(f)",
         "wgmma": "(acc, a, b)",
         "wgmma_accumulator_load": "(acc, *, wait_n=0)",
         "wgmma_wait": "(n)",
@@ -101,9 +107,14 @@ SIGNATURES = {
         "Slice": "(start, size, stride=1)",
         "align_to": "(a, alignment)",
         "cdiv": "(a, b)",
+        "core_map": "(mesh, *, compiler_params=None, interpret=False, debug=False,"
+        " cost_estimate=None, name=None, metadata=None, scratch_shapes=())",
         "debug_print": "(fmt, *args)",
         "ds": "(start, size=NotSpecified(), stride=None)",
         "dslice": "(start, size=NotSpecified(), stride=None)",
+        "kernel": "(body=NotSpecified(), out_type=(), *, mesh, scratch_types=(),"
+        " compiler_params=None, interpret=False, cost_estimate=None, debug=False, name=None,"
+        " metadata=None)",
         "loop": "(lower, upper, *, init_carry=None, step=1, unroll=None)",
         "multiple_of": "(x, values)",
         "next_power_of_2": "(x)",
@@ -139,17 +150,16 @@ MEMBERS = {
 LATER = {
     plgpu: "as_torch_kernel async_copy_scales_to_tmem async_copy_smem_to_tmem"
     " async_copy_sparse_metadata_to_tmem async_load_tmem async_prefetch async_store_smem"
-    " async_store_tmem atomic_add atomic_and atomic_max atomic_min atomic_or atomic_xor"
-    " barrier_test commit_tmem CopyPartition"
+    " async_store_tmem barrier_test commit_tmem CopyPartition"
     " format_tcgen05_sparse_metadata inline_mgpu mma multicast_ref"
     " multimem_load_reduce multimem_store PeerMemRef"
-    " print_layout query_cluster_cancel RefType RefUnion remote_ref semaphore_signal"
+    " query_cluster_cancel RefType remote_ref semaphore_signal"
     " semaphore_signal_multicast semaphore_signal_parallel semaphore_wait SemaphoreSignal"
-    " SemaphoreType tcgen05_commit_arrive tcgen05_mma TMEMLayout transform_ref try_cluster_cancel"
-    " TryClusterCancelResult wait_load_tmem warp_map WarpMesh Semaphore tcgen05_commit"
+    " SemaphoreType tcgen05_commit_arrive tcgen05_mma TMEMLayout try_cluster_cancel"
+    " TryClusterCancelResult wait_load_tmem Semaphore tcgen05_commit"
     " TryCancelResultRef TRY_CLUSTER_CANCEL_RESULT",
-    pl: "core_map debug_check debug_checks_enabled delay DeviceIdType"
-    " dot empty empty_like empty_ref_like enable_debug_checks get_global kernel"
+    pl: "debug_check debug_checks_enabled delay DeviceIdType"
+    " dot empty empty_like empty_ref_like enable_debug_checks get_global"
     " semaphore semaphore_read semaphore_signal semaphore_wait",
 }
 ALL_SIGNATURES = [(m, name, text) for m, t in SIGNATURES.items() for name, text in t.items()]
@@ -389,8 +399,6 @@ def test_older_forms_that_are_refused():
     def body(x, o):
         with pytest.raises(TypeError, match="memory_space"):
             pl.load(x, 0, memory_space=plgpu.SMEM)
-        with pytest.raises(NotImplementedError, match="jnp.where"):
-            pl.load(x, slice(0, 64), mask=x[...] > 0)
         with pytest.raises(TypeError, match="first argument"):
             pl.store(x[...], 0, 1.0)
         with pytest.raises(TypeError, match="'speed'"):

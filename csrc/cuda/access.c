@@ -25,12 +25,12 @@ typedef struct access {
   pm_gen *e;
   const pm_layout *l;
   const pm_view *v;
-  bool linear, store;
-  int64_t bytes, vec, n; /* of an element; elements of a vector; vectors */
-  pm_sum part[N_PARTS];  /* linear: elements of memory; REG: counts vectors */
-  int vec_dim;           /* dimension of the layout along which vectors run, -1: none */
-  int matrix;            /* 1, 2: ldmatrix / stmatrix, plain or transposed */
-  bool split;            /* the swizzle can be split */
+  bool linear, store, single; /* single: no vectors */
+  int64_t bytes, vec, n;      /* of an element; elements of a vector; vectors */
+  pm_sum part[N_PARTS];       /* linear: elements of memory; REG: counts vectors */
+  int vec_dim;                /* dimension of the layout along which vectors run, -1: none */
+  int matrix;                 /* 1, 2: ldmatrix / stmatrix, plain or transposed */
+  bool split;                 /* the swizzle can be split */
   const char *stem, *i, *address, *valid; /* i: number of the vector */
 } access;
 
@@ -275,7 +275,10 @@ const char *pm_view_address(pm_gen *e, const pm_view *v) {
   const bool gmem = v->space == PM_GMEM;
   pm_text t;
   pm_text_init(&t, e->arena);
-  pm_put(&t, v->base ? e->slot[v->base].text : pm_scratch(e));
+  const char *base = v->base ? e->slot[v->base].text : pm_scratch(e);
+  if (gmem && pm_typeof(e->g, v->base)->dtype != v->dtype)
+    base = pm_str(e, "(%s*)%s", pm_cpp_type(v->dtype), base);
+  pm_put(&t, base);
   if (gmem) e->param_used[v->param] = true;
   offset_text(e, v, gmem ? 1 : pm_dtypes[v->dtype].bytes, gmem, &t);
   return t.at;
@@ -410,7 +413,7 @@ static bool vector_fits(access *a, int64_t vec) {
 static void choose_vector(access *a) {
   const int64_t run = dense_run(a);
   int64_t vec = 1;
-  while (run % (vec * 2) == 0 && vec * 2 * a->bytes <= VECTOR_BYTES) vec *= 2;
+  while (!a->single && run % (vec * 2) == 0 && vec * 2 * a->bytes <= VECTOR_BYTES) vec *= 2;
   while (vec > 1 && !vector_fits(a, vec)) vec /= 2;
   a->vec = vec;
 }
@@ -662,8 +665,21 @@ void pm_load_array(pm_gen *e, const pm_layout *l, const pm_view *v, const char *
   end_access(&a);
 }
 
-/* Copies are equal: the one whose replicated digits are 0 writes. NULL: there are none. */
-static const char *is_first_copy(pm_gen *e, const pm_layout *l) {
+const char *pm_coord_text(pm_gen *e, const pm_layout *l, int dim, const char *reg) {
+  const bool flat = l->kind == PM_FLAT;
+  const int from = flat ? 0 : dim;
+  int64_t below = 1;
+  pm_sum s;
+  coord_sum(l, REG, from, &s);
+  const char *x = pm_coord_base(e, l, from);
+  if (s.n) x = pm_str(e, "%s + (i32)(%s)", x, pm_sum_text(e, &s, reg, 1));
+  if (!flat) return pm_str(e, "(i32)(%s)", x);
+  for (int k = dim + 1; k < l->rank; k++) below *= l->shape[k];
+  return pm_str(e, "(i32)(%s) / %lld %% %lld", x, (long long)below, (long long)l->shape[dim]);
+}
+
+/* Copies are equal: the one whose replicated digits are 0 writes. */
+const char *pm_first_copy(pm_gen *e, const pm_layout *l) {
   pm_text t;
   pm_text_init(&t, e->arena);
   for (int part = WARP; part <= LANE; part++) {
@@ -701,7 +717,7 @@ static void store(access *a, const char *what) {
 
 void pm_store_array(pm_gen *e, const pm_layout *l, const pm_view *v, const char *x) {
   access a = {.e = e, .l = l, .v = v, .store = true};
-  const char *first = is_first_copy(e, l);
+  const char *first = pm_first_copy(e, l);
   if (!plan_matrix(&a)) plan(&a);
   if (first) pm_begin(e, "if (%s) {", first);
   begin_access(&a);
@@ -731,4 +747,128 @@ void pm_store_splat(pm_gen *e, const pm_view *v, const char *x) {
   store(&a, "x");
   end_access(&a);
   pm_end(e);
+}
+
+/* ---- masks ------------------------------------------------------------------------------- */
+
+/* Register k (a text) of vector i. */
+static const char *of_vector(access *a, const char *k) {
+  if (a->vec == 1) return a->i;
+  if (a->n == 1) return k;
+  return pm_str(a->e, "i * %lld + %s", (long long)a->vec, k);
+}
+
+/* Has the mask one value for all elements of each vector? */
+static bool mask_is_whole(access *a, pm_val mask) {
+  int dim = a->vec_dim;
+  if (a->vec == 1 || !pm_is_array(a->e, mask)) return true;
+  if (a->l->kind == PM_FLAT) {
+    int64_t above = 1;
+    dim = a->l->rank - 1;
+    while (dim > 0 && a->l->shape[dim] == 1) dim--;
+    for (int d = 0; d < dim; d++) above *= a->l->shape[d];
+    if (above > 1 && a->l->shape[dim] % a->vec) return false;
+  }
+  return pm_grain(a->e->g, mask, dim) >= a->vec;
+}
+
+static const char *both(pm_gen *e, const char *x, const char *y) {
+  return x ? pm_str(e, "%s && %s", x, y) : y;
+}
+
+/* The condition for vector i as a whole; *parts: if it does not hold, elements have to be asked. */
+static const char *begin_masked(access *a, pm_val mask, bool *parts) {
+  pm_gen *e = a->e;
+  *parts = !mask_is_whole(a, mask);
+  if (!*parts) return both(e, a->valid, pm_at(e, mask, of_vector(a, "0")));
+  pm_line(e, "bool whole = %s;", a->valid ? a->valid : "true");
+  pm_begin_unrolled(e, "k", a->vec, 1);
+  pm_line(e, "whole = whole && %s;", pm_at(e, mask, of_vector(a, "k")));
+  pm_end_unrolled(e, a->vec, 1);
+  return "whole";
+}
+
+static const char *element_condition(access *a, pm_val mask) {
+  return both(a->e, a->valid, pm_at(a->e, mask, of_vector(a, "k")));
+}
+
+/* of element k of vector i: a vector lies in one piece */
+static const char *element_address_k(access *a) {
+  const int64_t bytes = a->v->space == PM_GMEM ? 1 : a->bytes;
+  if (bytes == 1) return pm_str(a->e, "%s + k", a->address);
+  return pm_str(a->e, "%s + k * %lld", a->address, (long long)bytes);
+}
+
+void pm_load_masked(pm_gen *e, const pm_layout *l, const pm_view *v, const char *x, pm_val mask,
+                    pm_val other) {
+  access a = {.e = e, .l = l, .v = v};
+  const char *type = pm_cpp_type(v->dtype);
+  bool parts;
+  plan(&a);
+  begin_access(&a);
+  const char *whole = begin_masked(&a, mask, &parts);
+  const char *k = of_vector(&a, "k");
+  pm_begin(e, "if (%s) {", whole);
+  pm_line(e, "ld_%s<%s, %lld>(%s, %s);", pm_space_of(v), type, (long long)a.vec, element(&a, x),
+          a.address);
+  e->indent--;
+  pm_begin(e, "} else {");
+  pm_begin_unrolled(e, "k", a.vec, 1);
+  if (parts) {
+    pm_line(e, "if (%s) ld_%s<%s, 1>(&%s[%s], %s);", element_condition(&a, mask), pm_space_of(v),
+            type, x, k, element_address_k(&a));
+    pm_line(e, "else %s[%s] = %s;", x, k, pm_at(e, other, k));
+  } else {
+    pm_line(e, "%s[%s] = %s;", x, k, pm_at(e, other, k));
+  }
+  pm_end_unrolled(e, a.vec, 1);
+  pm_end(e);
+  end_access(&a);
+}
+
+void pm_store_masked(pm_gen *e, const pm_layout *l, const pm_view *v, pm_val value, pm_val mask) {
+  access a = {.e = e, .l = l, .v = v, .store = true};
+  const char *first = pm_first_copy(e, l), *type = pm_cpp_type(v->dtype);
+  const bool splat = !pm_is_array(e, value);
+  bool parts;
+  plan(&a);
+  pm_begin(e, "%s{", first ? pm_str(e, "if (%s) ", first) : "");
+  if (splat) {
+    pm_line(e, "%s x[%lld];", type, (long long)a.vec);
+    pm_line(e, "for (int k = 0; k < %lld; k++) x[k] = %s;", (long long)a.vec, pm_at(e, value, "0"));
+  }
+  begin_access(&a);
+  const char *whole = begin_masked(&a, mask, &parts);
+  const char *from = splat ? "x" : element(&a, e->slot[value].text);
+  pm_line(e, "if (%s) st_%s<%s, %lld>(%s, %s);", whole, pm_space_of(v), type, (long long)a.vec,
+          a.address, from);
+  if (parts) {
+    pm_begin(e, "else {");
+    pm_begin_unrolled(e, "k", a.vec, 1);
+    pm_line(e, "if (%s) st_%s<%s, 1>(%s, %s);", element_condition(&a, mask), pm_space_of(v), type,
+            element_address_k(&a),
+            splat ? "&x[k]" : pm_str(e, "&%s", pm_at(e, value, of_vector(&a, "k"))));
+    pm_end_unrolled(e, a.vec, 1);
+    pm_end(e);
+  }
+  end_access(&a);
+  pm_end(e);
+}
+
+void pm_atomic_array(pm_gen *e, const pm_layout *l, const pm_view *v, const char *fn, pm_opid op,
+                     const char *x) {
+  access a = {.e = e, .l = l, .v = v, .store = true, .single = true};
+  const pm_val value = pm_in(e->g, op, 1), mask = pm_in(e->g, op, 2);
+  const char *first = pm_first_copy(e, l), *type = pm_cpp_type(v->dtype);
+  plan(&a);
+  if (first) pm_begin(e, "if (%s) {", first);
+  begin_access(&a);
+  const char *arguments = pm_at(e, value, a.i);
+  if (pm_get(e->g, op)->n_in > 3)
+    arguments = pm_str(e, "%s, %s", pm_at(e, pm_in(e->g, op, 3), a.i), arguments);
+  pm_line(e, "if (%s) %s%s(%s, %s);", both(e, a.valid, pm_at(e, mask, a.i)),
+          x ? pm_str(e, "%s[%s] = ", x, a.i) : "", fn, a.address, arguments);
+  if (x) pm_line(e, "else zero<%s, 1>(&%s[%s]);", type, x, a.i);
+  end_access(&a);
+  if (first) pm_end(e);
 }

@@ -281,11 +281,7 @@ static void emit_array_barrier(pm_gen *e, pm_opid op) {
 
 static pm_code emit_expr(pm_gen *e, pm_opid op);
 
-bool pm_is_view(const pm_graph *g, pm_opid op) {
-  const int code = pm_get(g, op)->code;
-  return code == PM_OP_INDEX || code == PM_OP_TRANSPOSE_REF || code == PM_OP_RESHAPE_REF ||
-         code == PM_OP_CLUSTER_REF;
-}
+bool pm_is_view(const pm_graph *g, pm_opid op) { return pm_makes_view(pm_get(g, op)->code); }
 
 bool pm_is_scalar_op(pm_gen *e, pm_opid op) {
   return pm_is_view(e->g, op) || (pm_is_elementwise(e->g, op) && !makes_array(e, op, NULL));

@@ -85,7 +85,11 @@ pm_code pm_cuda_ARRIVE(pm_gen *e, pm_opid op) {
   if (b.n_groups) {
     arrive_in_cluster(e, &b, *pm_attr(e->g, op, PM_ATTR_RELAXED));
   } else if (!b.warps) {
-    pm_line(e, "%sbarrier_arrive(%s);", e->lane ? "" : "if (tid == 0) ", b.address);
+    if (e->lane) {
+      pm_line(e, "barrier_arrive(%s);", b.address);
+    } else {
+      pm_line(e, "if (%s) barrier_arrive(%s);", pm_first_lane(e), b.address);
+    }
   } else if (e->lane) {
     pm_line(e, "barrier_arrive_n<4>(%s);", b.address); /* for all warps */
   } else {
@@ -222,7 +226,9 @@ static const char *base_index(pm_gen *e, const pm_view *v, int d) {
     if (v->start_term[k].mul != 1) pm_putf(&t, " * %lld", (long long)v->start_term[k].mul);
   }
   for (int k = 0; k < v->rank; k++) {
-    if (v->dim[k].base_dim == d && v->dim[k].size > 1) pm_putf(&t, " + c%d", k);
+    if (v->dim[k].base_dim != d || v->dim[k].size == 1) continue;
+    pm_putf(&t, " + c%d", k);
+    if (v->dim[k].step != 1) pm_putf(&t, " * %lld", (long long)v->dim[k].step);
   }
   return t.at;
 }
@@ -230,7 +236,7 @@ static const char *base_index(pm_gen *e, const pm_view *v, int d) {
 static bool dim_in_bounds(pm_gen *e, const pm_view *v, int d) {
   int64_t lo, hi, size = 1;
   for (int k = 0; k < v->rank; k++) {
-    if (v->dim[k].base_dim == d) size = v->dim[k].size;
+    if (v->dim[k].base_dim == d) size = pm_view_extent(&v->dim[k]);
   }
   return pm_view_start_range(e->g, v, (uint32_t)d, &lo, &hi) && lo >= 0 &&
          hi + size <= v->base_shape[d];
@@ -298,7 +304,8 @@ static void copy_chunks(pm_gen *e, const pm_copy_plan *p, bool load) {
   chunks /= n;
   pm_need_alignment(e, g, n * bytes);
   pm_line(e, "#pragma unroll %d", e->registers && e->registers < FEW_REGISTERS ? 2 : 4);
-  pm_begin(e, "for (i32 c = tid; c < %lld; c += 128) {", (long long)chunks);
+  pm_begin(e, "for (i32 c = %s; c < %lld; c += %d) {", e->warps ? "lane" : "tid", (long long)chunks,
+           e->warps ? 32 : 128);
   for (int k = g->rank - 1; k >= 0; k--) {
     const int64_t step = k == g->rank - 1 ? n : 1, size = g->dim[k].size / step;
     pm_text t;
@@ -338,13 +345,13 @@ static pm_code copy_by_lanes(pm_gen *e, pm_opid op, const pm_copy_plan *p) {
     barrier b;
     PM_TRY(barrier_of(e, op, pm_in(e->g, op, 2), &b));
     pm_line(e, "async_proxy_fence();");
-    pm_line(e, PM_LANES_SYNC);
-    pm_line(e, "if (tid == 0) barrier_arrive(%s);", b.address);
+    pm_line(e, "%s", pm_meet(e));
+    pm_line(e, "if (%s) barrier_arrive(%s);", pm_first_lane(e), b.address);
     return PM_OK;
   }
-  pm_line(e, PM_LANES_SYNC);
+  pm_line(e, "%s", pm_meet(e));
   if (*pm_attr(e->g, op, PM_ATTR_COMMIT)) { /* an empty group: waits count groups */
-    pm_line(e, PM_ONE_LANE " store_group_commit();");
+    pm_line(e, "%s store_group_commit();", pm_elected(e));
   }
   return PM_OK;
 }
@@ -358,7 +365,7 @@ static int64_t argument_of(const pm_graph *g, pm_val v) {
   const pm_value *value = pm_value_of(g, v);
   for (; value->def; value = pm_value_of(g, v)) {
     const int code = pm_get(g, value->def)->code;
-    if (code != PM_OP_INDEX && code != PM_OP_TRANSPOSE_REF && code != PM_OP_RESHAPE_REF) return -1;
+    if (!pm_makes_view(code) || code == PM_OP_CLUSTER_REF) return -1;
     v = pm_in(g, value->def, 0);
   }
   if (value->block != 1) return -1;
@@ -378,7 +385,8 @@ static void find_store(pm_graph *g, pm_opid op, void *ctx) {
   const int code = pm_get(g, op)->code;
   const bool plain_copy =
       code == PM_OP_COPY_S2G && *pm_attr(g, op, PM_ATTR_ENGINE) == PM_ENGINE_PLAIN;
-  if (code != PM_OP_STORE && !plain_copy) return;
+  const bool store = code == PM_OP_STORE || code == PM_OP_MASKED_STORE || code == PM_OP_ATOMIC;
+  if (!store && !plain_copy) return;
   s->found = s->found || argument_of(g, pm_in(g, op, plain_copy)) == s->argument;
 }
 
@@ -413,14 +421,15 @@ pm_code pm_cuda_COMMIT_GROUP(pm_gen *e, pm_opid op) {
 
 /* Runs of one lane (lane.c) have no use for meetings. */
 static void meet(pm_gen *e) {
-  if (!e->lane) pm_line(e, PM_LANES_SYNC);
+  if (!e->lane) pm_line(e, "%s", pm_meet(e));
 }
 
 pm_code pm_cuda_WAIT_S2G(pm_gen *e, pm_opid op) {
   const long long n = *pm_attr(e->g, op, PM_ATTR_N);
   const char *read = *pm_attr(e->g, op, PM_ATTR_READ_ONLY) ? "_read" : "";
   pm_note(e, op, "wait_smem_to_gmem");
-  pm_line(e, "%sstore_group_wait%s<%lld>();", e->lane ? "" : PM_ONE_LANE " ", read, n);
+  pm_line(e, "%s%sstore_group_wait%s<%lld>();", e->lane ? "" : pm_elected(e), e->lane ? "" : " ",
+          read, n);
   meet(e);
   return PM_OK;
 }
@@ -428,7 +437,7 @@ pm_code pm_cuda_WAIT_S2G(pm_gen *e, pm_opid op) {
 pm_code pm_cuda_COMMIT_SMEM(pm_gen *e, pm_opid op) {
   pm_note(e, op, "commit_smem");
   pm_line(e, "async_proxy_fence();");
-  pm_line(e, PM_LANES_SYNC);
+  pm_line(e, "%s", pm_meet(e));
   return PM_OK;
 }
 
@@ -571,47 +580,42 @@ pm_code pm_cuda_SET_MAX_REGISTERS(pm_gen *e, pm_opid op) {
   return PM_OK;
 }
 
-/* ---- printing ---------------------------------------------------------------------------- */
+/* ---- warps ------------------------------------------------------------------------------- */
 
-static const char *print_arg(pm_gen *e, pm_val v, const char **spec) {
-  const pm_dtype t = pm_typeof(e->g, v)->dtype;
-  const char *x = pm_scalar_of(e, v);
-  if (pm_is_float(t)) {
-    *spec = "%f";
-    return pm_str(e, "(double)%s", pm_convert_text(e, t, PM_F32, x));
-  }
-  const bool is_signed = pm_dtypes[t].class == PM_CLASS_INT;
-  *spec = is_signed ? "%lld" : "%llu";
-  return pm_str(e, "(%s)%s", is_signed ? "i64" : "u64", x);
+static void note_waited(pm_graph *g, pm_opid op, void *ctx) {
+  bool *waited = ctx;
+  if (pm_get(g, op)->code == PM_OP_WAIT) waited[pm_view_base(g, pm_in(g, op, 0))] = true;
 }
 
-pm_code pm_cuda_DEBUG_PRINT(pm_gen *e, pm_opid op) {
-  const char *s = e->g->strings.at[*pm_attr(e->g, op, PM_ATTR_FORMAT)];
-  pm_text format, args;
-  uint32_t k = 0;
-  pm_text_init(&format, e->arena);
-  pm_text_init(&args, e->arena);
-  pm_put(&format, "");
-  pm_put(&args, "");
-  for (; *s; s++) {
-    if (s[0] == '{' && s[1] == '}' && k < pm_get(e->g, op)->n_in) {
-      const char *spec;
-      pm_putf(&args, ", %s", print_arg(e, pm_in(e->g, op, k++), &spec));
-      pm_put(&format, spec);
-      s++;
-    } else if ((s[0] == '{' || s[0] == '}') && s[1] == s[0]) {
-      pm_putn(&format, s++, 1);
-    } else if (*s == '%') {
-      pm_put(&format, "%%");
-    } else if (*s == '"' || *s == '\\') {
-      pm_putf(&format, "\\%c", *s);
-    } else if ((unsigned char)*s < ' ') {
-      pm_putf(&format, "\\%03o", (unsigned)(unsigned char)*s);
-    } else {
-      pm_putn(&format, s, 1);
-    }
+/* A warp flips its own copies of phase bits. Behind the region all lanes get the flips of all
+ * warps, through scratch. */
+pm_code pm_cuda_WARP_MAP(pm_gen *e, pm_opid op) {
+  const pm_blk region = pm_region(e->g, op, 0);
+  bool *waited = PM_NEW(e->arena, bool, e->g->values.n);
+  const char **before = PM_NEW(e->arena, const char *, e->g->values.n);
+  pm_walk((pm_graph *)e->g, region, note_waited, waited); /* the visitor changes nothing */
+  pm_note(e, op, "warp_map");
+  for (pm_val v = 1; v < e->g->values.n; v++) {
+    if (!waited[v] || !e->phase[v]) continue;
+    before[v] = pm_unique(e, "before");
+    pm_line(e, "const u32 %s = %s;", before[v], e->phase[v]);
   }
-  pm_note(e, op, "debug_print");
-  pm_line(e, "%sprintf(\"%s\\n\"%s);", e->lane ? "" : "if (tid == 0) ", format.at, args.at);
+  pm_begin(e, "{");
+  e->warps = true;
+  PM_TRY(pm_gen_block(e, region));
+  e->warps = false;
+  pm_end(e);
+  for (pm_val v = 1; v < e->g->values.n; v++) {
+    if (!waited[v] || !e->phase[v]) continue;
+    pm_begin(e, "{");
+    pm_line(e, "u32 flips[4] = {%s ^ %s};", e->phase[v], before[v]);
+    pm_line(e, PM_LANES_SYNC);
+    pm_line(e, "if (lane == 0) st_shared<u32, 1>(%s + warp * 4, flips);", pm_scratch(e));
+    pm_line(e, PM_LANES_SYNC);
+    pm_line(e, "ld_shared<u32, 4>(flips, %s);", pm_scratch(e));
+    pm_line(e, "%s = %s ^ (flips[0] | flips[1] | flips[2] | flips[3]);", e->phase[v], before[v]);
+    pm_line(e, PM_LANES_SYNC);
+    pm_end(e);
+  }
   return PM_OK;
 }

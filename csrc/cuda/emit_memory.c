@@ -5,6 +5,7 @@
 pm_code pm_cuda_INDEX(pm_gen *e, pm_opid op) { return (void)e, (void)op, PM_OK; }
 pm_code pm_cuda_TRANSPOSE_REF(pm_gen *e, pm_opid op) { return (void)e, (void)op, PM_OK; }
 pm_code pm_cuda_RESHAPE_REF(pm_gen *e, pm_opid op) { return (void)e, (void)op, PM_OK; }
+pm_code pm_cuda_BITCAST_REF(pm_gen *e, pm_opid op) { return (void)e, (void)op, PM_OK; }
 pm_code pm_cuda_CLUSTER_REF(pm_gen *e, pm_opid op) { return (void)e, (void)op, PM_OK; }
 
 static pm_code bind_address(pm_gen *e, pm_opid op) {
@@ -73,5 +74,87 @@ pm_code pm_cuda_STORE(pm_gen *e, pm_opid op) {
   pm_line(e, "const %s %s = %s;", pm_cpp_type(v.dtype), one, x);
   pm_line(e, "st_%s<%s, 1>(%s, &%s);", pm_space_of(&v), pm_cpp_type(v.dtype),
           element_address(e, &v), one);
+  return PM_OK;
+}
+
+/* One element, or a splat where all operands are. The ref has one view. */
+static bool all_scalar(pm_gen *e, pm_opid op) {
+  for (uint32_t k = 1; k < pm_get(e->g, op)->n_in; k++) {
+    if (pm_is_array(e, pm_in(e->g, op, k))) return false;
+  }
+  return true;
+}
+
+pm_code pm_cuda_MASKED_LOAD(pm_gen *e, pm_opid op) {
+  const pm_val out = pm_get(e->g, op)->out, mask = pm_in(e->g, op, 1), other = pm_in(e->g, op, 2);
+  pm_view v;
+  PM_TRY(view_of(e, op, pm_in(e->g, op, 0), &v));
+  pm_note(e, op, "masked load");
+  const char *name = pm_declare(e, out, out);
+  if (pm_is_array(e, out)) {
+    pm_load_masked(e, pm_value_layout(e->g, out), &v, name, mask, other);
+    return PM_OK;
+  }
+  const char *at = element_address(e, &v);
+  pm_line(e, "%s = %s;", name, pm_at(e, other, "0"));
+  pm_line(e, "if (%s) ld_%s<%s, 1>(&%s, %s);", pm_at(e, mask, "0"), pm_space_of(&v),
+          pm_cpp_type(v.dtype), name, at);
+  return PM_OK;
+}
+
+pm_code pm_cuda_MASKED_STORE(pm_gen *e, pm_opid op) {
+  const pm_val ref = pm_in(e->g, op, 0), value = pm_in(e->g, op, 1), mask = pm_in(e->g, op, 2);
+  pm_view v;
+  PM_TRY(view_of(e, op, ref, &v));
+  pm_note(e, op, "masked store");
+  if (!all_scalar(e, op)) {
+    const pm_layout *l = pm_value_layout(e->g, pm_masked_shared(e->g, op));
+    pm_store_masked(e, l, &v, value, mask);
+    return PM_OK;
+  }
+  pm_begin(e, "if (%s) {", pm_at(e, mask, "0"));
+  if (pm_type_size(pm_typeof(e->g, ref)) > 1) {
+    pm_store_splat(e, &v, pm_at(e, value, "0"));
+  } else {
+    pm_line(e, "const %s x = %s;", pm_cpp_type(v.dtype), pm_at(e, value, "0"));
+    pm_line(e, "st_%s<%s, 1>(%s, &x);", pm_space_of(&v), pm_cpp_type(v.dtype),
+            element_address(e, &v));
+  }
+  pm_end(e);
+  return PM_OK;
+}
+
+/* One element: one lane does it, the others get the result from scratch. */
+static void atomic_scalar(pm_gen *e, pm_opid op, const pm_view *v, const char *fn, const char *x) {
+  const char *type = pm_cpp_type(v->dtype), *arguments = pm_at(e, pm_in(e->g, op, 1), "0");
+  if (pm_get(e->g, op)->n_in > 3)
+    arguments = pm_str(e, "%s, %s", pm_at(e, pm_in(e->g, op, 3), "0"), arguments);
+  const char *at = element_address(e, v);
+  pm_begin(e, PM_ONE_LANE " {");
+  if (x) pm_line(e, "zero<%s, 1>(&%s);", type, x);
+  pm_line(e, "if (%s) %s%s(%s, %s);", pm_at(e, pm_in(e->g, op, 2), "0"),
+          x ? pm_str(e, "%s = ", x) : "", fn, at, arguments);
+  if (x) pm_line(e, "st_shared<%s, 1>(%s, &%s);", type, pm_scratch(e), x);
+  pm_end(e);
+  if (!x) return;
+  pm_line(e, PM_LANES_SYNC);
+  pm_line(e, "ld_shared<%s, 1>(&%s, %s);", type, x, pm_scratch(e));
+  pm_line(e, PM_LANES_SYNC);
+}
+
+pm_code pm_cuda_ATOMIC(pm_gen *e, pm_opid op) {
+  const pm_val out = pm_get(e->g, op)->out;
+  const int64_t kind = *pm_attr(e->g, op, PM_ATTR_ATOMIC);
+  const bool needed = kind >= PM_ATOMIC_XCHG, used = e->uses[out] > 0;
+  pm_view v;
+  PM_TRY(view_of(e, op, pm_in(e->g, op, 0), &v));
+  pm_note(e, op, pm_str(e, "atomic_%s", pm_enum_text(PM_FAMILY_ATOMIC, kind)));
+  const char *fn = pm_family_atomic(e, kind, v.dtype, pm_space_of(&v), used || needed);
+  const char *x = used ? pm_declare(e, out, out) : NULL;
+  if (pm_type_size(pm_typeof(e->g, out)) > 1) {
+    pm_atomic_array(e, pm_value_layout(e->g, out), &v, fn, op, x);
+  } else {
+    atomic_scalar(e, op, &v, fn, x);
+  }
   return PM_OK;
 }

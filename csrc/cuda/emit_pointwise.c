@@ -230,6 +230,7 @@ pm_code pm_cuda_AXIS(pm_gen *e, pm_opid op) {
     case PM_AXIS_GRID: return leave(e, pm_str(e, "(i32)(%s)", grid_index(e, d)));
     case PM_AXIS_CLUSTER:
       return leave(e, pm_str(e, "cluster_index_%c()", "xyz"[e->g->n_cluster - 1 - d]));
+    case PM_AXIS_WARP: return leave(e, "(i32)warp");
     default: return leave(e, "(i32)wg");
   }
 }

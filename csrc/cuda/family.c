@@ -67,10 +67,12 @@ static void put_instruction(pm_text *t, const pm_wgmma *w, int regs) {
 
 const char *pm_family_wgmma(pm_gen *e, const pm_wgmma *w) {
   const int regs = (int)(w->acc == PM_F32 ? w->n / 2 : w->n / 4);
-  const char *name =
-      pm_str(e, "wgmma_m64n%lldk16_%s_%s_%c%c%s", (long long)w->n, pm_cpp_type(w->acc),
-             pm_cpp_type(w->type), w->a_in_registers ? 'r' : w->transpose_a ? 'm' : 'k',
-             w->transpose_b ? 'n' : 'k', w->fresh ? "_fresh" : "");
+  const char *name = pm_str(e, "wgmma_m64n%lldk16_%s_%s_%c%c%s", (long long)w->n,
+                            pm_cpp_type(w->acc), pm_cpp_type(w->type),
+                            w->a_in_registers ? 'r'
+                            : w->transpose_a  ? 'm'
+                                              : 'k',
+                            w->transpose_b ? 'n' : 'k', w->fresh ? "_fresh" : "");
   if (find(e, name)) return name;
   pm_text t;
   pm_text_init(&t, e->arena);
@@ -91,5 +93,71 @@ const char *pm_family_wgmma(pm_gen *e, const pm_wgmma *w) {
     pm_put(&t, "\"r\"(a), \"r\"(a_high), ");
   }
   pm_put(&t, "\"r\"(b), \"r\"(b_high)\n    : \"memory\");\n}\n");
+  return add(e, name, t.at);
+}
+
+/* ---- atomics ----------------------------------------------------------------------------- */
+
+/* Of halves there is no such instruction: a loop around compare-and-swap. */
+static void put_atomic_loop(pm_text *t, const char *type, const char *fn, const char *where,
+                            bool returns) {
+  pm_put(t, "  u16 seen, old, next;\n");
+  pm_putf(t,
+          "  asm volatile(\"ld.relaxed.%s.b16 %%0, [%%1];\" : \"=h\"(seen) : \"%s\"(a) : "
+          "\"memory\");\n",
+          where, *where == 'g' ? "l" : "r");
+  pm_put(t, "  do {\n    old = seen;\n");
+  pm_putf(t, "    next = to_%s(%s_f32(to_f32(%s{old}), to_f32(x))).bits;\n", type, fn, type);
+  pm_putf(t,
+          "    asm volatile(\"atom.relaxed.%s.cas.b16 %%0, [%%1], %%2, %%3;\"\n"
+          "                 : \"=h\"(seen) : \"%s\"(a), \"h\"(old), \"h\"(next) : "
+          "\"memory\");\n",
+          where, *where == 'g' ? "l" : "r");
+  pm_put(t, "  } while (seen != old);\n");
+  if (returns) pm_putf(t, "  return %s{old};\n", type);
+}
+
+/* Relaxed: at the scope of all who can reach the memory. */
+static const char *atomic_where(const char *space) {
+  if (*space == 'g') return "gpu.global";
+  return *space == 's' ? "cta.shared" : "cluster.shared::cluster";
+}
+
+const char *pm_family_atomic(pm_gen *e, int64_t kind, pm_dtype d, const char *space, bool returns) {
+  const char *type = pm_cpp_type(d), *fn = pm_enum_text(PM_FAMILY_ATOMIC, kind);
+  const char *name = pm_str(e, "%s_%s_%s_%s", returns ? "atom" : "red", fn, type, space);
+  const char *where = atomic_where(space);
+  const char *address = *space == 'g' ? "l" : "r", *op = kind == PM_ATOMIC_XCHG ? "exch" : fn;
+  const bool half = d == PM_F16 || d == PM_BF16, cas = kind == PM_ATOMIC_CAS;
+  const bool minmax = kind == PM_ATOMIC_MIN || kind == PM_ATOMIC_MAX;
+  if (find(e, name)) return name;
+  pm_text t;
+  pm_text_init(&t, e->arena);
+  pm_putf(&t, "// %s\nFN %s %s(%s a, %s%s x) {\n",
+          returns ? "gives what was there" : "without a result", returns ? type : "void", name,
+          *space == 'g' ? pm_str(e, "%s*", type) : "u32",
+          cas ? pm_str(e, "%s compare, ", type) : "", type);
+  if (half && minmax) {
+    put_atomic_loop(&t, type, fn, where, returns);
+  } else {
+    /* add and its like see a number, the others see bits */
+    const char *kind_text = "b32", *c = half ? "h" : "r", *x = half ? "x.bits" : "bits_of(x)";
+    if (half) kind_text = pm_str(e, "noftz.%s", type);
+    if (!half && (minmax || kind == PM_ATOMIC_ADD)) kind_text = pm_dtypes[d].short_name;
+    if (d == PM_F32 && kind == PM_ATOMIC_ADD) c = "f", x = "x";
+    const bool as_is = *c == 'f';
+    if (returns) pm_putf(&t, "  %s r;\n", half ? "u16" : as_is ? "f32" : "u32");
+    pm_putf(&t, "  asm volatile(\"%s.relaxed.%s.%s.%s %s[%%%d], %%%d%s;\"\n",
+            returns ? "atom" : "red", where, op, kind_text, returns ? "%0, " : "", returns,
+            returns + 1, cas ? pm_str(e, ", %%%d", returns + 2) : "");
+    pm_putf(&t, "               : %s: \"%s\"(a), ", returns ? pm_str(e, "\"=%s\"(r) ", c) : "",
+            address);
+    if (cas) pm_putf(&t, "\"%s\"(bits_of(compare)), ", c);
+    pm_putf(&t, "\"%s\"(%s) : \"memory\");\n", c, x);
+    if (returns && half) pm_putf(&t, "  return %s{r};\n", type);
+    if (returns && as_is) pm_put(&t, "  return r;\n");
+    if (returns && !half && !as_is) pm_putf(&t, "  %s y; from_bits(y, r); return y;\n", type);
+  }
+  pm_put(&t, "}\n");
   return add(e, name, t.at);
 }

@@ -45,6 +45,7 @@ typedef struct pm_gen {
   PM_VEC(const char *) map_names;
   const char **phase; /* per value: word of phase bits, of barrier allocations */
   int64_t registers;  /* that set_max_registers left to this branch; 0: unknown */
+  bool warps;         /* inside a WARP_MAP: each warp for itself */
   bool lane;          /* inside a region that one elected lane runs (lane.c) */
   bool *lane_barrier; /* per value: barriers that may be waited for there */
   bool *made;         /* lane.c's own, as uses_inside */
@@ -126,6 +127,16 @@ const char *pm_taker(pm_gen *e, bool first_block); /* "if (..)": the lane that h
 int64_t pm_scratch_bytes(const pm_gen *e);
 #define PM_LANES_SYNC "lanes_sync(wg);"
 #define PM_ONE_LANE "if (warp == 0 && elect_one())"
+/* The same for what warps may do by themselves. */
+static inline const char *pm_meet(const pm_gen *e) {
+  return e->warps ? "warp_sync();" : PM_LANES_SYNC;
+}
+static inline const char *pm_elected(const pm_gen *e) {
+  return e->warps ? "if (elect_one())" : PM_ONE_LANE;
+}
+static inline const char *pm_first_lane(const pm_gen *e) {
+  return e->warps ? "lane == 0" : "tid == 0";
+}
 
 /* ---- moves and combinations (emit_shape.c, emit_move.c) ---------------------------------- */
 
@@ -189,6 +200,10 @@ const char *pm_reg_map(pm_gen *e, const pm_layout *src, const pm_layout *dst, pm
 /* the text of a map of the n registers of dst, of register r */
 const char *pm_map_text(pm_gen *e, const pm_layout *dst, const int32_t *map, int64_t n);
 
+/* Condition under which a lane holds the first of several copies; NULL: there are none. */
+const char *pm_first_copy(pm_gen *e, const pm_layout *l);
+/* Coordinate of register `reg` along dim; lanes and warps count in. */
+const char *pm_coord_text(pm_gen *e, const pm_layout *l, int dim, const char *reg);
 const char *pm_space_of(const pm_view *v); /* last part of the name of a load or store function */
 /* What leads from an address of this block to that of the block that the view is in: a variable,
  * declared here. NULL: it is in this block. */
@@ -200,6 +215,14 @@ const char *pm_term_text(pm_gen *e, const pm_term *t, int64_t scale, bool wide);
 void pm_load_array(pm_gen *e, const pm_layout *l, const pm_view *v, const char *x);
 void pm_store_array(pm_gen *e, const pm_layout *l, const pm_view *v, const char *x);
 void pm_store_splat(pm_gen *e, const pm_view *v, const char *x);
+/* Only where the mask is true; loads give `other` elsewhere. */
+void pm_load_masked(pm_gen *e, const pm_layout *l, const pm_view *v, const char *x, pm_val mask,
+                    pm_val other);
+void pm_store_masked(pm_gen *e, const pm_layout *l, const pm_view *v, pm_val value, pm_val mask);
+/* fn(address, value) or fn(address, compare, value) for each element once; x gets the results, if
+ * it is not NULL */
+void pm_atomic_array(pm_gen *e, const pm_layout *l, const pm_view *v, const char *fn, pm_opid op,
+                     const char *x);
 /* the widest vector that one row of digits allows; raises the alignment of a GMEM parameter */
 void pm_need_alignment(pm_gen *e, const pm_view *v, int64_t bytes);
 
@@ -214,6 +237,7 @@ typedef struct pm_wgmma {
 
 /* Names of the functions, which are printed with the program. */
 const char *pm_family_wgmma(pm_gen *e, const pm_wgmma *kind);
+const char *pm_family_atomic(pm_gen *e, int64_t kind, pm_dtype t, const char *space, bool returns);
 const char *pm_family_pin(pm_gen *e, pm_dtype t, int64_t n); /* n registers of 32 bits; F16: u32 */
 
 #endif

@@ -124,6 +124,10 @@ static bool lane_op(const pm_gen *e, pm_opid op, traits *t) {
     case PM_OP_PDL_WAIT: t->sticky = true; return true;
     case PM_OP_PDL_LAUNCH:
     case PM_OP_DEBUG_PRINT:
+      for (uint32_t k = 0; k < o->n_in; k++) {
+        if (!is_scalar(e, pm_in(g, op, k))) return false;
+      }
+      return true;
     case PM_OP_ALLOC_SMEM:
     case PM_OP_ALLOC_BARRIER: return true;
     case PM_OP_SCOPE:
@@ -215,7 +219,7 @@ static bool is_last(const pm_graph *g, pm_blk block, uint32_t end, bool branches
     if (end < b->ops.n && pm_get(g, b->ops.at[end])->code != PM_OP_YIELD) return false;
     if (!parent) return true;
     const int code = pm_get(g, parent)->code;
-    if (code == PM_OP_FOR || code == PM_OP_WHILE) return false;
+    if (code == PM_OP_FOR || code == PM_OP_WHILE || code == PM_OP_WARP_MAP) return false;
     for (uint32_t wg = 0; branches && wg < g->n_threads; wg++) {
       if (!may_take(g, parent, region_of(g, parent, block), wg)) return true;
     }
@@ -258,7 +262,7 @@ static uint32_t find_region(const pm_gen *e, pm_blk block, uint32_t first, trait
 
 typedef struct waits {
   const pm_gen *e;
-  bool in_region;
+  bool in_region, in_warps;
   uint32_t *inside, *outside; /* threads, by barrier */
 } waits;
 
@@ -268,10 +272,15 @@ static void note_wait(waits *w, pm_opid op) {
   const pm_graph *g = w->e->g;
   const pm_op *o = pm_get(g, op);
   if (o->code == PM_OP_WAIT) {
-    uint32_t *to = w->in_region ? w->inside : w->outside;
-    to[pm_view_base(g, pm_in(g, op, 0))] |= threads_of(g, op);
+    const pm_val barrier = pm_view_base(g, pm_in(g, op, 0));
+    const uint32_t threads = threads_of(g, op);
+    if (w->in_region || w->in_warps) w->inside[barrier] |= threads;
+    if (!w->in_region || w->in_warps) w->outside[barrier] |= threads; /* all lanes know phases */
   }
+  const bool outer = w->in_warps;
+  w->in_warps |= o->code == PM_OP_WARP_MAP;
   for (uint32_t r = 0; r < o->n_regions; r++) note_waits(w, pm_region(g, op, r));
+  w->in_warps = outer;
 }
 
 static void note_waits(waits *w, pm_blk block) {
@@ -299,7 +308,7 @@ void pm_find_lane_barriers(pm_gen *e) {
     note_waits(&w, 1);
     again = false;
     for (uint32_t v = 0; v < n; v++) {
-      if (!(w.inside[v] & w.outside[v])) continue;
+      if (!e->lane_barrier[v] || !(w.inside[v] & w.outside[v])) continue;
       e->lane_barrier[v] = false;
       again = true;
     }
@@ -332,12 +341,12 @@ pm_code pm_gen_region(pm_gen *e, pm_blk block, uint32_t first, uint32_t *next) {
     if (hoisted[k - first]) PM_TRY(pm_gen_scalar(e, b->ops.at[k]));
     for (uint32_t i = 0; i < o->n_out; i++) made[o->out + i] = !hoisted[k - first];
   }
-  if (t.syncs && !has_met(e, block, first)) pm_line(e, PM_LANES_SYNC);
+  if (t.syncs && !has_met(e, block, first)) pm_line(e, "%s", pm_meet(e));
   uint32_t named = first;
   while (is_pure(e, b->ops.at[named]) || pm_get(e->g, b->ops.at[named])->code == PM_OP_SYNC)
     named++;
   pm_note(e, b->ops.at[named], pm_ops[pm_get(e->g, b->ops.at[named])->code].text);
-  pm_begin(e, "if (warp == 0 && elect_one()) {");
+  pm_begin(e, "%s {", pm_elected(e));
   e->lane = true;
   for (uint32_t k = first; k < end; k++) {
     if (!hoisted[k - first]) PM_TRY(pm_gen_op(e, b->ops.at[k]));
@@ -345,6 +354,6 @@ pm_code pm_gen_region(pm_gen *e, pm_blk block, uint32_t first, uint32_t *next) {
   e->lane = false;
   pm_end(e);
   if (t.flows || t.sticky) pm_line(e, "warp_sync();");
-  if (t.sticky && !is_last(e->g, block, end, false)) pm_line(e, PM_LANES_SYNC);
+  if (t.sticky && !is_last(e->g, block, end, false)) pm_line(e, "%s", pm_meet(e));
   return PM_OK;
 }

@@ -61,6 +61,10 @@ struct compiler {
     uint32_t first_acc;
     bool has_memory;
   } * open, *whole;
+  struct {
+    int64_t number, group; /* 0: no union is open */
+    size_t start[2], end[2];
+  } overlay;
   size_t smem_top[2]; /* of what this block alone reaches, of what others do, too */
   uint32_t n_barriers;
 };
@@ -146,17 +150,17 @@ static void emit_jump(compiler *c, pm_opid op, uint32_t to) { emit(c, op, pm_vm_
 
 static bool is_view(const pm_graph *g, pm_val v) {
   pm_opid def = pm_value_of(g, v)->def;
-  uint16_t code = def ? pm_get(g, def)->code : PM_OP_NONE;
-  return code == PM_OP_INDEX || code == PM_OP_TRANSPOSE_REF || code == PM_OP_RESHAPE_REF ||
-         code == PM_OP_CLUSTER_REF;
+  return def && pm_makes_view(pm_get(g, def)->code);
 }
 
 static void step_index(compiler *c, access *mem, pm_opid op, view_step *s) {
-  uint32_t n, next = 1;
+  uint32_t n, n_strides, next = 1;
+  const int64_t *strides = pm_attr_list(c->g, op, PM_ATTR_STRIDES, &n_strides);
   const int64_t *starts = pm_attr_list(c->g, op, PM_ATTR_STARTS, &n);
   const int64_t *sizes = pm_attr_list(c->g, op, PM_ATTR_SIZES, &n);
   for (uint32_t d = 0; d < n; d++) {
-    int64_t size = sizes[d] == PM_DROPPED ? 1 : sizes[d];
+    const int64_t size = pm_slice_extent(sizes[d], strides, n_strides, d);
+    s->stride[d] = n_strides ? strides[d] : 1;
     s->dropped[d] = sizes[d] == PM_DROPPED;
     s->dynamic[d] = starts[d] == PM_DYNAMIC;
     s->start[d] = starts[d];
@@ -189,7 +193,7 @@ static void add_steps(compiler *c, access *mem, pm_val ref) {
   mem->checks = PM_NEW(&c->m->arena, start_check, depth * PM_MAX_RANK);
   for (v = ref; is_view(g, v) && !c->status;) {
     pm_opid op = pm_value_of(g, v)->def;
-    if (pm_get(g, op)->code == PM_OP_CLUSTER_REF) {
+    if (pm_get(g, op)->code == PM_OP_CLUSTER_REF || pm_get(g, op)->code == PM_OP_BITCAST_REF) {
       v = pm_in(g, op, 0);
       continue;
     }
@@ -428,6 +432,20 @@ void pm_vm_encode_plain(compiler *c, pm_opid op, const handler *h) {
   pm_vec_push(c->temp, &c->code, i);
 }
 
+/* flags: what an ATOMIC does; to: which operands behind the ref have one element for all, a bit
+ * each */
+void pm_vm_encode_masked(compiler *c, pm_opid op, const handler *h) {
+  const pm_op *o = pm_get(c->g, op);
+  pm_vm_encode_plain(c, op, h);
+  if (c->status) return;
+  instr *i = &c->code.at[c->code.n - 1];
+  i->to = 0;
+  for (uint32_t k = 1; k < o->n_in; k++) {
+    if (!pm_typeof(c->g, pm_in(c->g, op, k))->rank) i->to |= 1u << (k - 1);
+  }
+  if (pm_has_attr(c->g, op, PM_ATTR_ATOMIC)) i->flags = (uint8_t)*pm_attr(c->g, op, PM_ATTR_ATOMIC);
+}
+
 /* n: the axes it is multicast along, a bit each; to: its number among the collective copies */
 void pm_vm_encode_copy_in(compiler *c, pm_opid op, const handler *h) {
   uint32_t n;
@@ -587,7 +605,11 @@ void pm_vm_encode_print(compiler *c, pm_opid op, const handler *h) {
   p->n = o->n_in;
   for (uint32_t k = 0; k < o->n_in; k++) {
     pm_val v = pm_in(c->g, op, k);
-    p->arg[k].dtype = pm_typeof(c->g, v)->dtype;
+    const pm_type *t = pm_typeof(c->g, v);
+    p->arg[k].dtype = t->dtype;
+    p->arg[k].rank = t->rank;
+    p->arg[k].n = pm_type_size(t);
+    memcpy(p->arg[k].dim, t->dim, sizeof t->dim);
     use_outside(c, &p->arg[k].slot, full(c, v));
   }
   emit(c, op, h->exec)->printing = p;
@@ -626,8 +648,37 @@ static void note_shared(pm_graph *g, pm_opid op, void *ctx) {
   }
 }
 
+static void close_union(compiler *c) {
+  for (int r = 0; r < 2 && c->overlay.number; r++) {
+    if (c->smem_top[r] < c->overlay.end[r]) c->smem_top[r] = c->overlay.end[r];
+  }
+  c->overlay.number = 0;
+}
+
+/* As passes/smem.c does it: the groups of a union begin at one place. */
+static void enter_union(compiler *c, pm_opid alloc) {
+  uint32_t n;
+  const int64_t *u = pm_attr_list(c->g, alloc, PM_ATTR_UNION, &n);
+  if (!n || u[0] != c->overlay.number) close_union(c);
+  if (!n) return;
+  if (!c->overlay.number) {
+    c->overlay.number = u[0];
+    for (int r = 0; r < 2; r++) {
+      c->smem_top[r] = (size_t)pm_round_up((int64_t)c->smem_top[r], 64);
+      c->overlay.start[r] = c->overlay.end[r] = c->smem_top[r];
+    }
+  } else if (u[1] != c->overlay.group) {
+    for (int r = 0; r < 2; r++) {
+      if (c->overlay.end[r] < c->smem_top[r]) c->overlay.end[r] = c->smem_top[r];
+      c->smem_top[r] = c->overlay.start[r];
+    }
+  }
+  c->overlay.group = u[1];
+}
+
 static void alloc_smem(compiler *c, pm_val v, const pm_type *t) {
   struct open_scope *o = scope_for(c, v);
+  enter_union(c, pm_value_of(c->g, v)->def);
   scope *s = o->scope;
   size_t *top = &c->smem_top[c->shared[v]];
   size_t at = (size_t)pm_round_up((int64_t)*top, 64);
@@ -730,6 +781,7 @@ static void encode_block(compiler *c, pm_blk b) {
 }
 
 void pm_vm_encode_scope(compiler *c, pm_opid op, const handler *h) {
+  close_union(c);
   const size_t top[2] = {c->smem_top[0], c->smem_top[1]};
   scope *s = open_scope(c, *pm_attr(c->g, op, PM_ATTR_COLLECTIVE) != 0);
   emit(c, op, h->exec)->scope = s;
@@ -741,6 +793,7 @@ void pm_vm_encode_scope(compiler *c, pm_opid op, const handler *h) {
   for (uint32_t k = 0; k < p->n_out; k++) c->slot[p->out + k] = full(c, pm_in(c->g, yield, k));
   close_scope(c, op);
   emit(c, op, pm_vm_leave)->scope = s;
+  close_union(c);
   memcpy(c->smem_top, top, sizeof top);
 }
 
@@ -797,6 +850,16 @@ static void move_operands(compiler *c, pm_opid from, uint32_t first, const uint3
 static void loop_done(compiler *c, uint32_t start) {
   span s = {start, c->code.n - 1};
   pm_vec_push(c->temp, &c->loops, s);
+}
+
+void pm_vm_encode_warp_map(compiler *c, pm_opid op, const handler *h) {
+  const uint32_t fork = c->code.n;
+  c->m->has_warps = true;
+  emit(c, op, h->exec);
+  encode_block(c, pm_region(c->g, op, 0));
+  if (c->status) return;
+  emit(c, op, pm_vm_warp_end);
+  c->code.at[fork].to = c->code.n;
 }
 
 void pm_vm_encode_for(compiler *c, pm_opid op, const handler *h) {

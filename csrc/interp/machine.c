@@ -79,7 +79,8 @@ static const char *agent_text(const pm_machine *m, const thread *t, char *buf, s
     at += snprintf(buf + at, n - (size_t)at, "%sblock ", at ? ", " : "");
     at += put_tuple(buf + at, n - (size_t)at, t->block->coord, m->n_cluster);
   }
-  snprintf(buf + at, n - (size_t)at, "%sthread %u", at ? ", " : "", t->index);
+  at += snprintf(buf + at, n - (size_t)at, "%sthread %u", at ? ", " : "", t->index);
+  if (t->of && at < (int)n) snprintf(buf + at, n - (size_t)at, ", warp %u", t->warp);
   return buf;
 }
 
@@ -133,11 +134,40 @@ static step block_on(pm_machine *m, thread *t, thread_state why) {
   return STEP_PAUSE;
 }
 
-static void wake(pm_machine *m, block *b, thread_state why, const barrier *waits_for) {
-  thread *t = m->threads + (size_t)(b - m->blocks) * m->n_threads;
-  for (thread *end = t + m->n_threads; t < end; t++) {
+enum { WARPS = 4 };
+
+static uint32_t n_seers(const pm_machine *m) {
+  return m->n_threads * (m->has_warps ? 1 + WARPS : 1);
+}
+static uint32_t n_agents(const pm_machine *m) { return m->n_blocks * n_seers(m); }
+
+/* All threads come first, then all warps, in their order. */
+static thread *warps_of(const pm_machine *m, const thread *t) {
+  const size_t n = (size_t)m->n_blocks * m->n_threads;
+  return m->threads + n + (size_t)(t - m->threads) * WARPS;
+}
+
+static void wake_some(pm_machine *m, thread *t, uint32_t n, thread_state why,
+                      const barrier *waits_for) {
+  for (thread *end = t + n; t < end; t++) {
     if (t->state == why && (!waits_for || t->waits_for == waits_for)) make_ready(m, t);
   }
+}
+
+static void wake(pm_machine *m, block *b, thread_state why, const barrier *waits_for) {
+  thread *t = m->threads + (size_t)(b - m->blocks) * m->n_threads;
+  wake_some(m, t, m->n_threads, why, waits_for);
+  if (m->has_warps) wake_some(m, warps_of(m, t), m->n_threads * WARPS, why, waits_for);
+}
+
+/* Phases that thread k of the barrier's block observed: by any of its warps, while they run. */
+static int64_t seen_by(const pm_machine *m, const barrier *b, uint32_t k) {
+  const thread *t = &m->threads[(size_t)(b->block - m->blocks) * m->n_threads + k];
+  int64_t most = b->seen[k];
+  for (uint32_t w = 0; t->state == THREAD_AT_WARPS && w < WARPS; w++) {
+    most = pm_max(most, b->seen[warps_of(m, t)[w].seer]);
+  }
+  return most;
 }
 
 /* ---- barriers ----------------------------------------------------------------------------- */
@@ -150,9 +180,10 @@ static step complete(pm_machine *m, thread *t, pm_opid op, barrier *b) {
   bool waited = false;
   int64_t least = INT64_MAX;
   for (uint32_t k = 0; k < m->n_threads; k++) {
-    if (b->seen[k] < 0) continue;
+    const int64_t seen = seen_by(m, b, k);
+    if (seen < 0) continue;
     waited = true;
-    least = pm_min(least, b->seen[k]);
+    least = pm_min(least, seen);
   }
   if (!waited && b->phase == 2) {
     return pm_vm_fail(
@@ -253,7 +284,7 @@ static step exec_wait(pm_machine *m, thread *t, const instr *i) {
   char name[768], place[600];
   barrier *b = pm_vm_barrier(m, t, i, i->mem);
   if (!b) return STEP_FAIL;
-  int64_t *seen = &b->seen[t->index];
+  int64_t *seen = &b->seen[t->seer];
   if (*seen < 0 && b->phase > 1) {
     return pm_vm_fail(
         m, t, i->op, PM_E_VALUE,
@@ -332,7 +363,7 @@ static void init_scope(pm_machine *m, block *b, const scope *s) {
     for (barrier *x = b->bars + info->first; x < b->bars + info->first + info->count; x++) {
       int64_t *seen = x->seen;
       *x = (barrier){.info = info, .block = b, .seen = seen};
-      for (uint32_t j = 0; j < m->n_threads; j++) seen[j] = -1;
+      for (uint32_t j = 0; j < n_seers(m); j++) seen[j] = -1;
     }
   }
   b->n_left[s->index] = 0;
@@ -422,6 +453,47 @@ step pm_vm_end(pm_machine *m, thread *t, const instr *i) {
   return check_scope(m, t, 0, i->scope, false) == STEP_FAIL ? STEP_FAIL : STEP_PAUSE;
 }
 
+/* ---- warps -------------------------------------------------------------------------------- */
+
+/* Each warp goes on with a copy of all that the thread has. */
+static step exec_warp_map(pm_machine *m, thread *t, const instr *i) {
+  thread *w = warps_of(m, t);
+  for (thread *end = w + WARPS; w < end; w++) {
+    memcpy(w->frame, t->frame, m->frame_bytes);
+    w->pc = t->pc;
+    w->groups = w->groups_read = 0;
+    w->last_group = -1;
+    for (uint32_t k = 0; k < m->n_barriers; k++) {
+      int64_t *seen = t->block->bars[k].seen;
+      seen[w->seer] = seen[t->seer];
+    }
+    m->n_live++;
+    make_ready(m, w);
+  }
+  t->n_warps = WARPS;
+  t->pc = i->to;
+  return block_on(m, t, THREAD_AT_WARPS);
+}
+
+/* The thread goes on behind its last warp; it has seen what any of them saw. */
+step pm_vm_warp_end(pm_machine *m, thread *t, const instr *i) {
+  thread *of = t->of;
+  (void)i;
+  if (t->last_group >= t->groups_read) {
+    return pm_vm_fail(m, t, t->last_store, PM_E_VALUE,
+                      "the warp ends while this copy may still read its SMEM; call "
+                      "wait_smem_to_gmem(0) in the same warp, after its last copy to GMEM");
+  }
+  for (uint32_t k = 0; k < m->n_barriers; k++) {
+    int64_t *seen = t->block->bars[k].seen;
+    seen[of->seer] = pm_max(seen[of->seer], seen[t->seer]);
+  }
+  m->n_live--;
+  block_on(m, t, THREAD_DONE);
+  if (!--of->n_warps) make_ready(m, of);
+  return STEP_PAUSE;
+}
+
 /* ---- control ------------------------------------------------------------------------------ */
 
 step pm_vm_jump(pm_machine *m, thread *t, const instr *i) {
@@ -480,9 +552,20 @@ static void print_float(char *buf, size_t n, pm_dtype d, double x) {
   if (!strpbrk(buf, ".e")) strncat(buf, ".0", n - strlen(buf) - 1);
 }
 
-static step exec_print(pm_machine *m, thread *t, const instr *i) {
-  const printing *p = i->printing;
-  char line[4096], number[64];
+/* "[i, j]: " of element n of an array */
+static size_t print_index(const printing *p, int64_t n, char *buf) {
+  int64_t below = p->arg[0].n;
+  size_t at = 0;
+  for (uint32_t d = 0; d < p->arg[0].rank; d++) {
+    below /= p->arg[0].dim[d];
+    at += (size_t)sprintf(buf + at, d ? ", %" PRId64 : "[%" PRId64, n / below % p->arg[0].dim[d]);
+  }
+  return at ? at + (size_t)sprintf(buf + at, "]: ") : 0;
+}
+
+/* A line of scalars, or of element n of an array. */
+static void print_line(pm_machine *m, thread *t, const printing *p, int64_t n) {
+  char line[4096], number[64 + 24 * PM_MAX_RANK];
   size_t at = 0;
   uint32_t k = 0;
   for (const char *f = p->format; *f && at + sizeof number < sizeof line; f++) {
@@ -491,8 +574,10 @@ static step exec_print(pm_machine *m, thread *t, const instr *i) {
       if ((f[0] == '{' || f[0] == '}') && f[1] == f[0]) f++; /* {{ is one { */
       continue;
     }
-    pm_dtype d = p->arg[k].dtype;
-    pm_scalar v = pm_load_scalar(d, slot_of(t, p->arg[k++].slot));
+    const pm_dtype d = p->arg[k].dtype;
+    const char *from = slot_of(t, p->arg[k++].slot);
+    const pm_scalar v = pm_load_scalar(d, from + n * pm_dtypes[d].bytes);
+    at += print_index(p, n, line + at);
     if (d == PM_BOOL) {
       snprintf(number, sizeof number, "%s", v.i ? "True" : "False");
     } else if (pm_is_float(d)) {
@@ -509,10 +594,17 @@ static step exec_print(pm_machine *m, thread *t, const instr *i) {
   } else {
     puts(line);
   }
+}
+
+static step exec_print(pm_machine *m, thread *t, const instr *i) {
+  const printing *p = i->printing;
+  const int64_t n = p->n == 1 ? p->arg[0].n : 1;
+  for (int64_t k = 0; k < n; k++) print_line(m, t, p, k);
   return STEP_NEXT;
 }
 
 const handler pm_vm_SCOPE = {pm_vm_encode_scope, exec_enter, {0}};
+const handler pm_vm_WARP_MAP = {pm_vm_encode_warp_map, exec_warp_map, {0}};
 const handler pm_vm_FOR = {pm_vm_encode_for, exec_for, {0}};
 const handler pm_vm_WHILE = {pm_vm_encode_while, exec_branch, {0}};
 const handler pm_vm_IF = {pm_vm_encode_if, exec_branch, {0}};
@@ -535,8 +627,9 @@ static step deadlock(pm_machine *m) {
   uint32_t listed = 0, blocked = 0;
   char text[sizeof err->text];
   at += (size_t)snprintf(text, room, "deadlock: no thread of the kernel '%s' can go on", m->name);
-  for (thread *t = m->threads; t < m->threads + m->n_blocks * m->n_threads; t++) {
-    if (t->state == THREAD_READY || t->state == THREAD_DONE) continue;
+  for (thread *t = m->threads; t < m->threads + n_agents(m); t++) {
+    if (t->state == THREAD_READY || t->state == THREAD_DONE || t->state == THREAD_AT_WARPS)
+      continue;
     const instr *i = &m->code[t->state == THREAD_AT_SCOPE ? t->pc - 1 : t->pc];
     blocked++;
     if (at + 3072 > room) continue;
@@ -564,7 +657,7 @@ static step deadlock(pm_machine *m) {
                            "\n  %s: barrier_wait%s on %s for phase %" PRId64 "; %" PRId64
                            " complete, arrivals %u/%u",
                            agent, place, barrier_text(m, t, b, name, sizeof name),
-                           b->seen[t->index] + 1, b->phase, b->arrivals, b->info->arrivals);
+                           b->seen[t->seer] + 1, b->phase, b->arrivals, b->info->arrivals);
     at += pm_vm_missing_parts(m, b, text + at, 1024);
   }
   if (listed < blocked) snprintf(text + at, room - at, "\n  and %u more", blocked - listed);
@@ -640,6 +733,7 @@ static step run_cluster(pm_machine *m) {
   uint32_t n = m->n_blocks * m->n_threads;
   m->n_live = n;
   m->n_ready = 0;
+  for (thread *t = m->threads + n; t < m->threads + n_agents(m); t++) t->state = THREAD_DONE;
   for (thread *t = m->threads; t < m->threads + n; t++) {
     t->pc = 0;
     t->groups = t->groups_read = 0;
@@ -681,8 +775,7 @@ static void *zeroed(size_t bytes) {
 }
 
 static void free_run(pm_machine *m) {
-  uint32_t n = m->n_blocks * m->n_threads;
-  for (uint32_t k = 0; m->threads && k < n; k++) pm_free(m->threads[k].frame);
+  for (uint32_t k = 0; m->threads && k < n_agents(m); k++) pm_free(m->threads[k].frame);
   for (uint32_t k = 0; m->blocks && k < m->n_blocks; k++) {
     if (m->blocks[k].bars) pm_free(m->blocks[k].bars[0].seen);
     pm_free(m->blocks[k].bars);
@@ -705,26 +798,32 @@ static bool allocate_block(pm_machine *m, block *b) {
   b->n_left = zeroed(m->n_scopes * sizeof *b->n_left);
   b->n_parts = zeroed(m->n_shared_copies * m->n_threads * sizeof *b->n_parts);
   b->bars = zeroed((m->n_barriers + 1) * sizeof *b->bars);
-  int64_t *seen = zeroed((m->n_barriers + 1) * m->n_threads * sizeof *seen);
+  int64_t *seen = zeroed((m->n_barriers + 1) * n_seers(m) * sizeof *seen);
   if (!b->bars || !seen) {
     pm_free(seen);
     return false;
   }
-  for (uint32_t k = 0; k <= m->n_barriers; k++) b->bars[k].seen = seen + k * m->n_threads;
+  for (uint32_t k = 0; k <= m->n_barriers; k++) b->bars[k].seen = seen + k * n_seers(m);
   return b->smem && b->n_left && b->n_parts;
 }
 
 static bool allocate(pm_machine *m) {
-  uint32_t n = m->n_blocks * m->n_threads;
-  m->threads = zeroed(n * sizeof *m->threads);
+  const uint32_t n = m->n_blocks * m->n_threads, agents = n_agents(m);
+  m->threads = zeroed(agents * sizeof *m->threads);
   m->blocks = zeroed(m->n_blocks * sizeof *m->blocks);
-  m->ready = zeroed(n * sizeof *m->ready);
+  m->ready = zeroed(agents * sizeof *m->ready);
   m->pack = zeroed(m->pack_bytes);
   if (!m->threads || !m->blocks || !m->ready || !m->pack) return false;
-  for (uint32_t k = 0; k < n; k++) {
+  for (uint32_t k = 0; k < agents; k++) {
     thread *t = &m->threads[k];
-    t->block = &m->blocks[k / m->n_threads];
-    t->index = k % m->n_threads;
+    const uint32_t at = k < n ? k : (k - n) / WARPS; /* the thread, of its warps, too */
+    t->block = &m->blocks[at / m->n_threads];
+    t->seer = t->index = at % m->n_threads;
+    if (k >= n) {
+      t->of = &m->threads[at];
+      t->warp = (k - n) % WARPS;
+      t->seer = m->n_threads + t->index * WARPS + t->warp;
+    }
     t->frame = zeroed(m->frame_bytes);
     if (!t->frame) return false;
     memcpy(t->frame, m->image, m->image_bytes);

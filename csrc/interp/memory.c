@@ -184,8 +184,8 @@ static bool step_back(const view_step *v, const int32_t *starts, bool strict, in
   switch (v->code) {
     case PM_OP_INDEX:
       for (uint32_t d = 0; d < v->in_rank; d++) {
-        in[d] =
-            (v->dynamic[d] ? starts[v->start[d]] : v->start[d]) + (v->dropped[d] ? 0 : index[o++]);
+        in[d] = v->dynamic[d] ? starts[v->start[d]] : v->start[d];
+        if (!v->dropped[d]) in[d] += index[o++] * v->stride[d];
       }
       if (strict && !within(in, v->in_dim, v->in_rank)) return false;
       break;
@@ -202,8 +202,7 @@ static bool step_back(const view_step *v, const int32_t *starts, bool strict, in
   return true;
 }
 
-/* Address of an element of the view, NULL: outside. */
-static char *element(const spot *s, bool strict, const int64_t *view_index) {
+char *pm_vm_element(const spot *s, bool strict, const int64_t *view_index) {
   const access *mem = s->mem;
   int64_t index[PM_MAX_RANK], offset = 0;
   memcpy(index, view_index, sizeof index);
@@ -219,7 +218,7 @@ static void walk_inside(const spot *s, bool strict, char *flat, bool gather) {
   const access *mem = s->mem;
   int64_t index[PM_MAX_RANK] = {0};
   for (int64_t k = 0; k < mem->n; k++, flat += mem->bytes) {
-    char *at = element(s, strict, index);
+    char *at = pm_vm_element(s, strict, index);
     if (at) memcpy(gather ? flat : at, gather ? at : flat, mem->bytes);
     for (uint32_t d = mem->rank; d-- > 0;) {
       if (++index[d] < mem->dim[d]) break;
@@ -278,4 +277,5 @@ const handler pm_vm_ALLOC_ACC = {pm_vm_encode_alloc, exec_alloc_acc, {0}};
 const handler pm_vm_INDEX = {pm_vm_encode_nothing, NULL, {0}};
 const handler pm_vm_TRANSPOSE_REF = {pm_vm_encode_nothing, NULL, {0}};
 const handler pm_vm_RESHAPE_REF = {pm_vm_encode_nothing, NULL, {0}};
+const handler pm_vm_BITCAST_REF = {pm_vm_encode_nothing, NULL, {0}};
 const handler pm_vm_CLUSTER_REF = {pm_vm_encode_nothing, NULL, {0}};

@@ -267,6 +267,7 @@ static step exec_convert(pm_machine *m, thread *t, const instr *i) {
 static step exec_axis(pm_machine *m, thread *t, const instr *i) {
   int64_t v = i->flags == PM_AXIS_GRID      ? m->point[i->to]
               : i->flags == PM_AXIS_CLUSTER ? t->block->coord[i->to]
+              : i->flags == PM_AXIS_WARP    ? t->warp
                                             : t->index;
   pm_store_scalar(i->out, slot_of(t, i->dst), (pm_scalar){.i = v});
   return STEP_NEXT;
@@ -346,6 +347,7 @@ static const handler pm_vm_SLICE = {pm_vm_encode_strided, pm_vm_strided, {0}};
 static const handler pm_vm_REDUCE = {pm_vm_encode_reduce, exec_reduce, {0}};
 static const handler pm_vm_LAYOUT_CAST = {pm_vm_encode_alias, NULL, {0}};
 static const handler pm_vm_SET_MAX_REGISTERS = {pm_vm_encode_nothing, NULL, {0}};
+static const handler pm_vm_PRINT_LAYOUT = {pm_vm_encode_nothing, NULL, {0}};
 static const handler pm_vm_SYNC = {pm_vm_encode_plain, exec_nothing, {0}};
 static const handler pm_vm_PDL_WAIT = {pm_vm_encode_plain, exec_nothing, {0}};
 static const handler pm_vm_PDL_LAUNCH = {pm_vm_encode_plain, exec_nothing, {0}};

@@ -65,6 +65,7 @@ typedef struct view_step {
   uint8_t in_rank, out_rank;
   int64_t in_dim[PM_MAX_RANK], out_dim[PM_MAX_RANK];
   int64_t start[PM_MAX_RANK]; /* INDEX; of a dynamic one its number among the access's starts */
+  int64_t stride[PM_MAX_RANK];
   bool dynamic[PM_MAX_RANK], dropped[PM_MAX_RANK];
   uint8_t perm[PM_MAX_RANK]; /* TRANSPOSE_REF */
 } view_step;
@@ -145,7 +146,8 @@ typedef struct printing {
   uint32_t n;
   struct {
     uint32_t slot;
-    uint8_t dtype;
+    uint8_t dtype, rank;
+    int64_t n, dim[PM_MAX_RANK];
   } arg[];
 } printing;
 
@@ -175,7 +177,8 @@ typedef struct barrier {
   uint32_t arrivals; /* of the open phase */
   int32_t pending;   /* transfers it waits for; below 0: parts came before this block asked */
   pm_opid last_arrival, last_completion;
-  int64_t *seen; /* per thread of the block: phases it observed, -1: it never waited */
+  int64_t
+      *seen; /* per thread of the block, then per warp: phases it observed, -1: it never waited */
 } barrier;
 
 struct block {
@@ -205,14 +208,18 @@ typedef enum thread_state {
   THREAD_AT_BARRIER,
   THREAD_AT_SCOPE,
   THREAD_AT_TURN,
+  THREAD_AT_WARPS, /* its warps run a WARP_MAP, each as an agent of its own */
   THREAD_DONE
 } thread_state;
 
 struct thread {
   char *frame;
   uint32_t pc;
-  uint32_t index; /* in the block */
-  uint32_t ready; /* place in machine.ready */
+  uint32_t index;         /* in the block */
+  thread *of;             /* of a warp: its thread, else NULL */
+  uint32_t warp, n_warps; /* of a thread: warps that still run */
+  uint32_t seer;          /* place in barrier.seen */
+  uint32_t ready;         /* place in machine.ready */
   thread_state state;
   block *block;
   barrier *waits_for;
@@ -253,7 +260,7 @@ struct pm_machine {
   const char *name;
   int64_t grid[PM_MAX_RANK], cluster[3];
   uint32_t n_grid, n_cluster, n_threads, n_blocks; /* blocks of a cluster */
-  bool shares_grid;
+  bool shares_grid, has_warps;
   instr *code;
   place *places; /* per op */
   scope **scopes;
@@ -312,9 +319,10 @@ const char *pm_vm_block(const pm_machine *m, const block *b, char *buf, size_t n
 bool pm_vm_same_but(const pm_machine *m, const block *a, const block *b, uint32_t axes);
 step pm_vm_move(pm_machine *m, thread *t, const instr *i);
 step pm_vm_jump(pm_machine *m, thread *t, const instr *i);
-step pm_vm_next(pm_machine *m, thread *t, const instr *i);  /* a FOR's increment and jump back */
-step pm_vm_leave(pm_machine *m, thread *t, const instr *i); /* end of a scope */
-step pm_vm_end(pm_machine *m, thread *t, const instr *i);   /* end of the program */
+step pm_vm_next(pm_machine *m, thread *t, const instr *i);     /* a FOR's increment and jump back */
+step pm_vm_leave(pm_machine *m, thread *t, const instr *i);    /* end of a scope */
+step pm_vm_warp_end(pm_machine *m, thread *t, const instr *i); /* end of a WARP_MAP's region */
+step pm_vm_end(pm_machine *m, thread *t, const instr *i);      /* end of the program */
 
 /* memory.c */
 void pm_vm_locate(pm_machine *m, thread *t, const access *mem, spot *s);
@@ -328,6 +336,8 @@ void pm_vm_scatter_part(const spot *s, int64_t from, int64_t to, const void *src
  * those of its base. What is outside is left alone in dst, or not stored. */
 void pm_vm_gather_inside(const spot *s, bool strict, void *dst);
 void pm_vm_scatter_inside(const spot *s, const void *src);
+/* Address of an element of the view, NULL: outside. */
+char *pm_vm_element(const spot *s, bool strict, const int64_t *view_index);
 /* the loops of a strided array: merged sizes and strides, in order */
 void pm_vm_set_loops(access *mem, uint32_t rank, const int64_t *size, const int64_t *stride);
 
@@ -366,6 +376,7 @@ extern const handler *const pm_vm_handlers[PM_OP_COUNT]; /* tile_ops.c, expanded
 void pm_vm_encode_pointwise(compiler *c, pm_opid op, const handler *h);
 void pm_vm_encode_plain(compiler *c, pm_opid op,
                         const handler *h); /* a, b, c, dst; memory operands */
+void pm_vm_encode_masked(compiler *c, pm_opid op, const handler *h);
 void pm_vm_encode_copy_in(compiler *c, pm_opid op, const handler *h);
 void pm_vm_encode_alias(compiler *c, pm_opid op, const handler *h); /* the result is the operand */
 void pm_vm_encode_nothing(compiler *c, pm_opid op, const handler *h);
@@ -381,17 +392,19 @@ void pm_vm_encode_reduce(compiler *c, pm_opid op, const handler *h);
 void pm_vm_encode_alloc(compiler *c, pm_opid op, const handler *h);
 void pm_vm_encode_print(compiler *c, pm_opid op, const handler *h);
 void pm_vm_encode_scope(compiler *c, pm_opid op, const handler *h);
+void pm_vm_encode_warp_map(compiler *c, pm_opid op, const handler *h);
 void pm_vm_encode_for(compiler *c, pm_opid op, const handler *h);
 void pm_vm_encode_while(compiler *c, pm_opid op, const handler *h);
 void pm_vm_encode_if(compiler *c, pm_opid op, const handler *h);
 void pm_vm_encode_switch(compiler *c, pm_opid op, const handler *h);
 
 /* Handlers of the ops that are not tile ops, each beside its functions. */
-extern const handler pm_vm_SCOPE, pm_vm_FOR, pm_vm_WHILE, pm_vm_IF, pm_vm_SWITCH, pm_vm_YIELD,
-    pm_vm_ARRIVE, pm_vm_WAIT, pm_vm_HAND_TILE, pm_vm_TAKE_TURN, pm_vm_PASS_TURN,
-    pm_vm_DEBUG_PRINT; /* machine.c */
+extern const handler pm_vm_SCOPE, pm_vm_WARP_MAP, pm_vm_FOR, pm_vm_WHILE, pm_vm_IF, pm_vm_SWITCH,
+    pm_vm_YIELD, pm_vm_ARRIVE, pm_vm_WAIT, pm_vm_HAND_TILE, pm_vm_TAKE_TURN, pm_vm_PASS_TURN,
+    pm_vm_DEBUG_PRINT;                                                    /* machine.c */
+extern const handler pm_vm_MASKED_LOAD, pm_vm_MASKED_STORE, pm_vm_ATOMIC; /* masked.c */
 extern const handler pm_vm_LOAD, pm_vm_STORE, pm_vm_ALLOC_SMEM, pm_vm_ALLOC_BARRIER,
-    pm_vm_ALLOC_ACC, pm_vm_INDEX, pm_vm_TRANSPOSE_REF, pm_vm_RESHAPE_REF,
+    pm_vm_ALLOC_ACC, pm_vm_INDEX, pm_vm_TRANSPOSE_REF, pm_vm_RESHAPE_REF, pm_vm_BITCAST_REF,
     pm_vm_CLUSTER_REF; /* memory.c */
 extern const handler pm_vm_COPY_G2S, pm_vm_COPY_S2G, pm_vm_COMMIT_GROUP, pm_vm_WAIT_S2G,
     pm_vm_COMMIT_SMEM, pm_vm_WGMMA, pm_vm_WGMMA_WAIT, pm_vm_ACC_LOAD, pm_vm_ACC_STORE; /* async.c */

@@ -95,6 +95,9 @@ static int64_t divisor_of_op(facts *f, const pm_op *o, uint32_t index, pm_dtype 
       if (!known) return 0;
       return product(promised / pm_gcd(promised, known), known);
     }
+    case PM_OP_BROADCAST:
+    case PM_OP_RESHAPE:
+    case PM_OP_LAYOUT_CAST:
     case PM_OP_NEG:
     case PM_OP_ABS: return divisor(f, x);
     case PM_OP_ADD:
@@ -210,6 +213,7 @@ static span hull_of_products(span a, span b) {
 static span range_of_axis(const pm_graph *g, const pm_op *o, span all) {
   int64_t family = g->attrs.at[o->attr], dim = g->attrs.at[o->attr + 1];
   if (family == PM_AXIS_THREAD) return (span){0, (int64_t)g->n_threads - 1};
+  if (family == PM_AXIS_WARP) return (span){0, 3};
   if (family == PM_AXIS_GRID && dim < g->n_grid) return (span){0, g->grid[dim] - 1};
   if (family == PM_AXIS_CLUSTER && dim < g->n_cluster) return (span){0, g->cluster[dim] - 1};
   return all;

@@ -5,8 +5,9 @@
  * its arguments are the kernel's operands, then its outputs, all refs in GMEM. The last op of every
  * other block is YIELD. Effects keep program order; only pure ops may move or merge.
  *
- * A ref is a value: views (INDEX, TRANSPOSE_REF, RESHAPE_REF, CLUSTER_REF) are pure ops on it that
- * speak of logical dimensions. Physical addresses are found only after inference, by ir/view.h.
+ * A ref is a value: views (INDEX, TRANSPOSE_REF, RESHAPE_REF, BITCAST_REF, CLUSTER_REF) are pure
+ * ops on it that speak of logical dimensions. Physical addresses are found only after inference, by
+ * ir/view.h.
  *
  * Stages, in order: traced, checked (verify.c), laid out (passes/layouts.c), planned
  * (passes/smem.c, passes/copies.c), synchronised (passes/sync.c). Each leaves a graph that
@@ -58,6 +59,7 @@ enum { /* effects */
 
 typedef enum pm_layout_rule {
   PM_LAY_NONE, PM_LAY_POINTWISE, PM_LAY_SPLAT, PM_LAY_FREE, PM_LAY_FIXED, PM_LAY_LOAD, PM_LAY_STORE,
+  PM_LAY_MASKED,
   PM_LAY_REDUCE, PM_LAY_BROADCAST, PM_LAY_RESHAPE, PM_LAY_SLICE, PM_LAY_TRANSPOSE, PM_LAY_CONCAT,
   PM_LAY_GATHER, PM_LAY_SCATTER, PM_LAY_SCAN, PM_LAY_ACC, PM_LAY_CONTROL
 } pm_layout_rule;
@@ -226,6 +228,17 @@ static inline pm_blk pm_region(const pm_graph *g, pm_opid op, uint32_t k) {
 static inline pm_opid pm_terminator(const pm_graph *g, pm_blk b) {
   return g->blocks.at[b].ops.at[g->blocks.at[b].ops.n - 1];
 }
+/* Does an op of this code make a view of its first operand? */
+static inline bool pm_makes_view(int code) {
+  return code == PM_OP_INDEX || code == PM_OP_TRANSPOSE_REF || code == PM_OP_RESHAPE_REF ||
+         code == PM_OP_BITCAST_REF || code == PM_OP_CLUSTER_REF;
+}
+/* Elements of a dimension from the first to the last of a slice, both included. `strides`: the list
+ * of an INDEX, n of them. */
+static inline int64_t pm_slice_extent(int64_t size, const int64_t *strides, uint32_t n,
+                                      uint32_t k) {
+  return size == PM_DROPPED ? 1 : (size - 1) * (n ? strides[k] : 1) + 1;
+}
 /* the slot of an attribute of an op; the op must have it (asserted) */
 int64_t *pm_attr(const pm_graph *g, pm_opid op, pm_attr_id id);
 bool pm_has_attr(const pm_graph *g, pm_opid op, pm_attr_id id);
@@ -242,6 +255,8 @@ bool pm_constant(const pm_graph *g, pm_val v, pm_scalar *out);
  * MULTIPLE_OF, add, sub, mul, loop indices with a static lower bound times constants, select, min,
  * max. 1 when nothing is known. Scalars of an int dtype. */
 int64_t pm_divisor(const pm_graph *g, pm_val v);
+/* A power of two: aligned groups of as many neighbours along dim hold one value of the array. */
+int64_t pm_grain(const pm_graph *g, pm_val v, int dim);
 /* Clusters of the grid; at most INT64_MAX / 4. */
 int64_t pm_grid_size(const pm_graph *g);
 /* A launch may have fewer clusters than the grid: they hand out its points among themselves

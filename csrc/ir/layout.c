@@ -741,6 +741,16 @@ bool pm_layout_is_replicated(const pm_layout *l) {
   return false;
 }
 
+pm_val pm_masked_shared(const pm_graph *g, pm_opid op) {
+  const pm_op *o = pm_get(g, op);
+  if (o->n_out) return o->out;
+  for (uint32_t k = 1; k < o->n_in; k++) {
+    const pm_value *v = pm_value_of(g, pm_in(g, op, k));
+    if (v->type.rank && pm_layout_of(g, v->layout)->kind != PM_SPLAT) return pm_in(g, op, k);
+  }
+  return pm_in(g, op, 1);
+}
+
 static int64_t linear_index(const pm_layout *l, const int64_t *index) {
   int64_t at = 0;
   for (int k = 0; k < l->rank; k++) at = at * l->shape[k] + index[k];

@@ -93,6 +93,9 @@ static inline const pm_layout *pm_layout_of(const pm_graph *g, pm_layid l) {
 static inline const pm_layout *pm_value_layout(const pm_graph *g, pm_val v) {
   return g->layouts.at[g->values.at[v].layout];
 }
+/* The value whose layout the arrays of an op share (layout rule MASKED), but for splats: the
+ * result, or the first operand that is no splat; where all are splats, the first array. */
+pm_val pm_masked_shared(const pm_graph *g, pm_opid op);
 int64_t pm_layout_regs(const pm_layout *l); /* registers per lane; SPLAT: 1 */
 /* contiguous run of the fastest register digit along dim; FLAT: along the linear index, any dim */
 int64_t pm_layout_vector(const pm_layout *l, int dim);

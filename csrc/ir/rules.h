@@ -12,6 +12,7 @@ typedef enum pm_attr_form {
   PM_FORM_LAYOUT,
   PM_FORM_ENUM_AXIS,
   PM_FORM_ENUM_REDUCE,
+  PM_FORM_ENUM_ATOMIC,
   PM_FORM_ENUM_OOB,
   PM_FORM_ENUM_ENGINE,
 } pm_attr_form;

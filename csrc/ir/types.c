@@ -374,11 +374,22 @@ static pm_code pm_type_scan(const pm_typing *t, pm_type *out) {
 
 /* One dimension of an index. A static start of 0 may overhang in GMEM: copies clip there. */
 static pm_code index_dim(const pm_typing *t, const pm_type *from, int k, int64_t start,
-                         int64_t size) {
+                         int64_t size, int64_t stride) {
   int64_t dim = from->dim[k], n = size == PM_DROPPED ? 1 : size;
   bool overhang = from->kind == PM_REF && from->space == PM_GMEM && size != PM_DROPPED;
   if (n < 1)
     FAIL(VALUE, "index: size %" PRId64 " along dimension %d, at least 1 is needed", size, k);
+  if (stride < 1 || stride > INT32_MAX) {
+    FAIL(VALUE, "index: stride %" PRId64 " along dimension %d, at least 1 is needed", stride, k);
+  }
+  if (stride > 1 && (from->kind != PM_REF || from->space == PM_REGS)) {
+    FAIL(NOT_IMPLEMENTED,
+         "index: stride %" PRId64
+         " along dimension %d of %s; only memory has "
+         "strided slices",
+         stride, k, show(t, from));
+  }
+  n = (n - 1) * stride + 1;
   if (from->kind == PM_REF && from->space == PM_REGS) {
     if (size == PM_DROPPED || start == PM_DYNAMIC) {
       FAIL(NOT_IMPLEMENTED,
@@ -405,18 +416,19 @@ static pm_code index_dim(const pm_typing *t, const pm_type *from, int k, int64_t
 
 static pm_code pm_type_index(const pm_typing *t, pm_type *out) {
   const pm_type *from = type_in(t, 0);
-  uint32_t n_starts, n, dynamic = 0;
+  uint32_t n_starts, n_strides, n, dynamic = 0;
   const int64_t *starts = list_of(t, PM_ATTR_STARTS, &n_starts);
   const int64_t *sizes = list_of(t, PM_ATTR_SIZES, &n);
+  const int64_t *strides = list_of(t, PM_ATTR_STRIDES, &n_strides);
   if (from->kind == PM_ARRAY) FAIL(TYPE, "index: %s is an array; slice it", show(t, from));
-  if (n != from->rank || n_starts != n) {
+  if (n != from->rank || n_starts != n || (n_strides && n_strides != n)) {
     FAIL(VALUE, "index: %u starts and %u sizes for %s of rank %d", n_starts, n, show(t, from),
          from->rank);
   }
   *out = *from;
   int rank = 0;
   for (int k = 0; k < from->rank; k++) {
-    pm_code rc = index_dim(t, from, k, starts[k], sizes[k]);
+    pm_code rc = index_dim(t, from, k, starts[k], sizes[k], n_strides ? strides[k] : 1);
     if (rc) return rc;
     if (starts[k] == PM_DYNAMIC) dynamic++;
     if (sizes[k] != PM_DROPPED) out->dim[rank++] = sizes[k];
@@ -426,6 +438,25 @@ static pm_code pm_type_index(const pm_typing *t, pm_type *out) {
   }
   for (int k = rank; k < from->rank; k++) out->dim[k] = 0;
   out->rank = (uint8_t)rank;
+  return PM_OK;
+}
+
+static pm_code pm_type_bitcast_ref(const pm_typing *t, pm_type *out) {
+  pm_code rc = need_given(t, PM_REF);
+  if (rc) return rc;
+  const pm_dtype from = type_in(t, 0)->dtype, to = t->given->dtype;
+  if (pm_dtypes[from].bits != pm_dtypes[to].bits) {
+    FAIL(NOT_IMPLEMENTED,
+         "bitcast: a ref of %s as %s; the dtypes must have the same width. Allocate a "
+         "plgpu.RefUnion of both, or load and convert",
+         pm_dtypes[from].text, pm_dtypes[to].text);
+  }
+  if ((from == PM_BOOL) != (to == PM_BOOL)) {
+    FAIL(TYPE, "bitcast: %s to %s; bool only goes to bool", pm_dtypes[from].text,
+         pm_dtypes[to].text);
+  }
+  *out = *type_in(t, 0);
+  out->dtype = to;
   return PM_OK;
 }
 
@@ -587,6 +618,10 @@ static pm_code check_alloc_smem(const pm_typing *t) {
            type->rank - n + k, show(t, type));
     }
   }
+  const int64_t *overlay = list_of(t, PM_ATTR_UNION, &n);
+  if (n && (n != 2 || overlay[0] < 1 || overlay[1] < 0)) {
+    FAIL(INTERNAL, "alloc_smem: attribute union is [number from 1, group]");
+  }
   int64_t swizzle = word(t, PM_ATTR_SWIZZLE);
   if (swizzle && swizzle != 32 && swizzle != 64 && swizzle != 128) {
     FAIL(VALUE, "alloc_smem: swizzle %" PRId64 "; it is 32, 64 or 128 bytes", swizzle);
@@ -685,6 +720,70 @@ static pm_code pm_type_store(const pm_typing *t, pm_type *out) {
     FAIL(NOT_IMPLEMENTED, "storing to a part of an accumulator; store to all of it");
   }
   return PM_OK;
+}
+
+/* Operand k goes with the elements of the ref: its shape or rank 0. */
+static pm_code beside_ref(const pm_typing *t, uint32_t k, const char *what) {
+  const pm_type *ref = type_in(t, 0), *x = type_in(t, k);
+  if (!x->rank || same_shape(ref, x)) return PM_OK;
+  FAIL(VALUE, "%s: %s has shape %s, the ref %s; they must be equal", name(t), what,
+       show_shape(t, x), show_shape(t, ref));
+}
+
+static pm_code like_ref(const pm_typing *t, uint32_t k, const char *what) {
+  const pm_type *ref = type_in(t, 0), *x = type_in(t, k);
+  if (x->dtype != ref->dtype) {
+    FAIL(VALUE, "%s: %s has dtype %s, the ref %s; they must be equal", name(t), what,
+         pm_dtypes[x->dtype].text, pm_dtypes[ref->dtype].text);
+  }
+  return beside_ref(t, k, what);
+}
+
+static pm_code is_mask(const pm_typing *t, uint32_t k) {
+  if (type_in(t, k)->dtype != PM_BOOL) {
+    FAIL(TYPE, "%s: the mask is %s, a bool array is needed", name(t), show_in(t, k));
+  }
+  return beside_ref(t, k, "the mask");
+}
+
+static pm_code pm_type_masked_load(const pm_typing *t, pm_type *out) {
+  pm_code rc = is_mask(t, 1);
+  if (!rc) rc = like_ref(t, 2, "other");
+  return rc ? rc : pm_type_load(t, out);
+}
+
+static pm_code pm_type_masked_store(const pm_typing *t, pm_type *out) {
+  pm_code rc = is_mask(t, 2);
+  (void)out;
+  return rc ? rc : like_ref(t, 1, "the value");
+}
+
+/* What the hardware has, and for halves a loop around compare-and-swap. */
+static bool has_atomic(int64_t kind, pm_dtype d) {
+  if (d == PM_I32 || d == PM_U32) return true;
+  if (kind == PM_ATOMIC_XCHG || kind == PM_ATOMIC_CAS) return pm_dtypes[d].bits == 32;
+  if (d == PM_F32) return kind == PM_ATOMIC_ADD;
+  const bool minmax = kind == PM_ATOMIC_MIN || kind == PM_ATOMIC_MAX;
+  return (d == PM_F16 || d == PM_BF16) && (kind == PM_ATOMIC_ADD || minmax);
+}
+
+static pm_code pm_type_atomic(const pm_typing *t, pm_type *out) {
+  const int64_t kind = word(t, PM_ATTR_ATOMIC);
+  const pm_dtype d = type_in(t, 0)->dtype;
+  const char *what = pm_enum_text(PM_FAMILY_ATOMIC, kind);
+  if (!has_atomic(kind, d)) {
+    FAIL(NOT_IMPLEMENTED,
+         "atomic_%s on %s; available are all of them on int32 and uint32, add, xchg and cas on "
+         "float32, add, max and min on float16 and bfloat16",
+         what, pm_dtypes[d].text);
+  }
+  if ((kind == PM_ATOMIC_CAS) != (t->n_in == 4)) {
+    FAIL(INTERNAL, "atomic_%s: %u operands", what, t->n_in);
+  }
+  pm_code rc = like_ref(t, 1, "the value");
+  if (!rc) rc = is_mask(t, 2);
+  if (!rc && t->n_in == 4) rc = like_ref(t, 3, "the value to compare with");
+  return rc ? rc : pm_type_load(t, out);
 }
 
 static pm_code single_barrier(const pm_typing *t, uint32_t k) {
@@ -802,6 +901,22 @@ static pm_code pm_type_none(const pm_typing *t, pm_type *out) {
       FAIL(VALUE, "a region cannot return %s, only arrays; close over refs and barriers instead",
            show_in(t, k));
     }
+  }
+  return PM_OK;
+}
+
+static pm_code pm_type_print(const pm_typing *t, pm_type *out) {
+  (void)out;
+  const pm_type *x = t->n_in ? type_in(t, 0) : NULL;
+  if (t->code == PM_OP_PRINT_LAYOUT) {
+    if (x->kind == PM_ARRAY || (x->kind == PM_REF && x->space == PM_SMEM)) return PM_OK;
+    FAIL(VALUE, "print_layout: x is %s; an array or an SMEM ref is needed", show(t, x));
+  }
+  for (uint32_t k = 0; k < t->n_in; k++) {
+    if (t->n_in == 1 || !type_in(t, k)->rank) continue;
+    FAIL(NOT_IMPLEMENTED,
+         "debug_print: argument %u is the array %s; an array is printed alone, scalars together", k,
+         show_in(t, k));
   }
   return PM_OK;
 }
@@ -975,6 +1090,9 @@ static const char *operand_text(const pm_typing *t, uint32_t k) {
       {PM_OP_CLUSTER_REF, {"ref", "index"}},
       {PM_OP_LOAD, {"ref"}},
       {PM_OP_STORE, {"ref", "value"}},
+      {PM_OP_MASKED_LOAD, {"ref", "mask", "other"}},
+      {PM_OP_MASKED_STORE, {"ref", "value", "mask"}},
+      {PM_OP_ATOMIC, {"ref", "value", "mask", "compare"}},
       {PM_OP_ACC_LOAD, {"acc"}},
       {PM_OP_ACC_STORE, {"acc", "value"}},
       {PM_OP_FOR, {"lower", "upper"}},
@@ -1020,6 +1138,7 @@ static bool attr_ok(const pm_graph *g, uint8_t form, int64_t word) {
     case PM_FORM_LAYOUT: return word >= 0 && word < g->layouts.n;
     case PM_FORM_ENUM_AXIS: return word >= 0 && word < PM_AXIS_COUNT;
     case PM_FORM_ENUM_REDUCE: return word >= 0 && word < PM_REDUCE_COUNT;
+    case PM_FORM_ENUM_ATOMIC: return word >= 0 && word < PM_ATOMIC_COUNT;
     case PM_FORM_ENUM_OOB: return word >= 0 && word < PM_OOB_COUNT;
     case PM_FORM_ENUM_ENGINE: return word >= 0 && word < PM_ENGINE_COUNT;
     default: return true;

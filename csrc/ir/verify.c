@@ -234,6 +234,8 @@ static pm_code check_special(checker *c, pm_opid op) {
     case PM_OP_ALLOC_ACC: return check_alloc(c, op);
     case PM_OP_TAKE_TILE: return check_take(c, op);
     case PM_OP_NEXT_TILE: return check_counter(c, op);
+    case PM_OP_MASKED_STORE:
+    case PM_OP_ATOMIC:
     case PM_OP_STORE: return check_written(c, op, 0);
     case PM_OP_COPY_G2S: return check_copy(c, op);
     case PM_OP_COPY_S2G: {
@@ -283,6 +285,10 @@ static pm_code check_layouts(checker *c, pm_opid op) {
   pm_code rc = PM_OK;
   if (pm_ops[o->code].layout == PM_LAY_POINTWISE) {
     for (uint32_t k = 0; !rc && k < o->n_in; k++) rc = agree(c, op, pm_in(g, op, k), o->out, true);
+  }
+  if (pm_ops[o->code].layout == PM_LAY_MASKED) {
+    const pm_val shared = pm_masked_shared(g, op);
+    for (uint32_t k = 1; !rc && k < o->n_in; k++) rc = agree(c, op, pm_in(g, op, k), shared, true);
   }
   bool loop = o->code == PM_OP_FOR || o->code == PM_OP_WHILE;
   for (uint32_t r = 0; !rc && r < o->n_regions; r++) {

@@ -3,9 +3,11 @@
  *
  * The base sets one stride (or a tile, an outer and an inner stride) per dimension; the ops of the
  * chain are then applied from the base outwards, each of them a change of the list of dimensions
- * and of the offset: index      offset grows by the starts, dimensions shrink or go transpose
- * dimensions are permuted reshape    runs of dimensions are folded and unfolded where their strides
- * allow it
+ * and of the offset:
+ *   index      offset grows by the starts, dimensions shrink, are strided or go
+ *   transpose  dimensions are permuted
+ *   reshape    runs of dimensions are folded and unfolded where their strides allow it
+ *   bitcast    the dtype changes, its width stays
  *
  * Invariants
  *   - A tiled dimension of a view begins at a multiple of its tile, so that element i lies at
@@ -71,7 +73,7 @@ pm_code pm_check_transforms(const pm_graph *g, pm_opid alloc, pm_err *err) {
 static void row_major(const pm_type *t, pm_view *v) {
   int64_t stride = 1;
   for (int k = t->rank - 1; k >= 0; k--) {
-    v->dim[k] = (pm_view_dim){.size = t->dim[k], .inner = stride, .base_dim = (int8_t)k};
+    v->dim[k] = (pm_view_dim){.size = t->dim[k], .inner = stride, .step = 1, .base_dim = (int8_t)k};
     v->base_shape[k] = t->dim[k];
     v->base_stride[k] = stride;
     stride *= t->dim[k];
@@ -139,23 +141,29 @@ static bool add_term(pm_view *v, pm_val val, int64_t mul, int64_t div) {
   return true;
 }
 
-static bool add_start_term(pm_view *v, pm_val val, uint8_t dim) {
+static bool add_start_term(pm_view *v, pm_val val, int64_t mul, uint8_t dim) {
   for (uint32_t k = 0; k < v->n_start_terms; k++) {
     if (v->start_term[k].val == val && v->start_term[k].dim == dim) {
-      v->start_term[k].mul++;
+      v->start_term[k].mul += mul;
       return true;
     }
   }
   if (v->n_start_terms == PM_MAX_TERMS) return false;
   v->start_term[v->n_start_terms].val = val;
-  v->start_term[v->n_start_terms].mul = 1;
+  v->start_term[v->n_start_terms].mul = mul;
   v->start_term[v->n_start_terms++].dim = dim;
   return true;
 }
 
 /* val 0: the start is static */
 static pm_code check_tile(const pm_graph *g, uint32_t k, const pm_view_dim *d, pm_val val,
-                          int64_t start, int64_t size, pm_err *err) {
+                          int64_t start, int64_t size, int64_t stride, pm_err *err) {
+  if (stride > 1) {
+    return pm_fail(err, PM_E_NOT_IMPLEMENTED,
+                   "Strided slices not implemented along dimension %u, which is tiled by %lld; "
+                   "load whole tiles, or allocate the ref without transforms",
+                   k, (long long)d->tile);
+  }
   if (size == PM_DROPPED) {
     return pm_fail(
         err, PM_E_TYPE,
@@ -183,11 +191,13 @@ static pm_code check_tile(const pm_graph *g, uint32_t k, const pm_view_dim *d, p
 }
 
 static pm_code apply_index(const pm_graph *g, pm_opid op, pm_view *v, pm_err *err) {
-  uint32_t n, next = 1, kept = 0;
+  uint32_t n, n_strides, next = 1, kept = 0;
   const int64_t *starts = pm_attr_list(g, op, PM_ATTR_STARTS, &n);
   const int64_t *sizes = pm_attr_list(g, op, PM_ATTR_SIZES, &n);
+  const int64_t *strides = pm_attr_list(g, op, PM_ATTR_STRIDES, &n_strides);
   for (uint32_t k = 0; k < v->rank; k++) {
     pm_view_dim d = v->dim[k];
+    const int64_t stride = n_strides ? strides[k] : 1;
     pm_val val = starts[k] == PM_DYNAMIC ? pm_in(g, op, next++) : 0;
     pm_scalar constant;
     int64_t start = val ? 0 : starts[k];
@@ -195,15 +205,15 @@ static pm_code apply_index(const pm_graph *g, pm_opid op, pm_view *v, pm_err *er
       start = constant.i;
       val = 0;
     }
-    if (d.tile && check_tile(g, k, &d, val, start, sizes[k], err)) return err->code;
+    if (d.tile && check_tile(g, k, &d, val, start, sizes[k], stride, err)) return err->code;
     const int64_t div = d.tile ? d.tile : 1, mul = d.tile ? d.outer : d.inner;
     const bool known = d.base_dim >= 0 && !v->reshaped;
     bool room = true;
     v->offset += start / div * mul;
     if (val) room = add_term(v, val, mul, div);
     if (known) {
-      v->start[d.base_dim] += start;
-      if (val) room = add_start_term(v, val, (uint8_t)d.base_dim) && room;
+      v->start[d.base_dim] += start * d.step;
+      if (val) room = add_start_term(v, val, d.step, (uint8_t)d.base_dim) && room;
     } else if (val || start) {
       v->reshaped = true;
     }
@@ -213,6 +223,8 @@ static pm_code apply_index(const pm_graph *g, pm_opid op, pm_view *v, pm_err *er
     }
     if (sizes[k] == PM_DROPPED) continue;
     d.size = sizes[k];
+    d.inner *= stride;
+    d.step *= stride;
     v->dim[kept++] = d;
   }
   v->rank = (uint8_t)kept;
@@ -249,10 +261,34 @@ static pm_code refold(const pm_view_dim *old, uint32_t n, const int64_t *sizes, 
     next = old[k].inner * old[k].size;
   }
   for (uint32_t k = m; k-- > 0;) {
-    out[k] = (pm_view_dim){.size = sizes[k], .inner = inner, .base_dim = -1};
+    out[k] = (pm_view_dim){.size = sizes[k], .inner = inner, .step = 1, .base_dim = -1};
     inner *= sizes[k];
   }
   return PM_OK;
+}
+
+/* A tiled dimension as several: (tiles.., at most one that is tiled itself, in the tile..); false:
+ * the sizes do not fit the tile. */
+static bool unfold_tiles(const pm_view_dim *old, const int64_t *sizes, uint32_t m,
+                         pm_view_dim *out) {
+  int64_t inner = old->inner, outer = old->outer, left = old->tile; /* of the tile */
+  if (!left) return false;
+  for (uint32_t k = m; k-- > 0;) {
+    const int64_t size = sizes[k];
+    out[k] =
+        (pm_view_dim){.size = size, .inner = left > 1 ? inner : outer, .step = 1, .base_dim = -1};
+    if (left % size == 0) {
+      inner *= size;
+      left /= size;
+    } else if (size % left == 0) {
+      if (left > 1) out[k].tile = left, out[k].outer = outer;
+      outer *= size / left;
+      left = 1;
+    } else {
+      return false;
+    }
+  }
+  return true;
 }
 
 /* May the result of a reshape of this view be a base? Axes along which it has one index stay axes
@@ -263,7 +299,7 @@ static bool may_rebase(const pm_graph *g, const pm_view *v, bool *stays) {
   for (uint32_t d = 0; d < v->base_rank; d++) {
     int64_t extent = 1, lo, hi;
     for (uint32_t k = 0; k < v->rank; k++) {
-      if (v->dim[k].base_dim == (int)d) extent = v->dim[k].size;
+      if (v->dim[k].base_dim == (int)d) extent = pm_view_extent(&v->dim[k]);
     }
     const bool known = pm_view_start_range(g, v, d, &lo, &hi);
     stays[d] = extent == 1 && !(known && !lo && !hi);
@@ -297,6 +333,7 @@ static void rebase(pm_view *v, const bool *stays) {
   for (uint32_t k = v->rank; k-- > 0;) {
     if (v->dim[k].size > 1) stride = v->dim[k].inner;
     v->dim[k].base_dim = (int8_t)(n + k);
+    v->dim[k].step = 1;
     v->base_shape[n + k] = v->dim[k].size;
     v->base_stride[n + k] = stride;
     v->start[n + k] = 0;
@@ -324,7 +361,7 @@ static pm_code apply_reshape(const pm_graph *g, pm_opid op, pm_view *v, pm_err *
       continue;
     }
     if (j < to->rank && to->dim[j] == 1) {
-      out[j++] = (pm_view_dim){.size = 1, .base_dim = -1};
+      out[j++] = (pm_view_dim){.size = 1, .step = 1, .base_dim = -1};
       continue;
     }
     const uint32_t i0 = i, j0 = j;
@@ -342,6 +379,10 @@ static pm_code apply_reshape(const pm_graph *g, pm_opid op, pm_view *v, pm_err *
       out[j0] = v->dim[i0];
       continue;
     }
+    if (i - i0 == 1 && unfold_tiles(&v->dim[i0], &to->dim[j0], j - j0, &out[j0])) {
+      v->reshaped = true;
+      continue;
+    }
     if (refold(&v->dim[i0], i - i0, &to->dim[j0], j - j0, &out[j0], err)) return err->code;
     v->reshaped = true;
   }
@@ -354,9 +395,7 @@ static pm_code apply_reshape(const pm_graph *g, pm_opid op, pm_view *v, pm_err *
 /* ---- the chain ------------------------------------------------------------------------------- */
 
 static bool is_view(const pm_graph *g, pm_opid op) {
-  const int code = op ? pm_get(g, op)->code : PM_OP_NONE;
-  return code == PM_OP_INDEX || code == PM_OP_TRANSPOSE_REF || code == PM_OP_RESHAPE_REF ||
-         code == PM_OP_CLUSTER_REF;
+  return op && pm_makes_view(pm_get(g, op)->code);
 }
 
 pm_val pm_view_base(const pm_graph *g, pm_val ref) {
@@ -392,6 +431,7 @@ pm_code pm_view_of(const pm_graph *g, pm_val ref, bool physical, pm_view *out, p
     switch (pm_get(g, op)->code) {
       case PM_OP_INDEX: code = apply_index(g, op, out, err); break;
       case PM_OP_TRANSPOSE_REF: apply_transpose(g, op, out); break;
+      case PM_OP_BITCAST_REF: out->dtype = pm_typeof(g, pm_get(g, op)->out)->dtype; break;
       case PM_OP_CLUSTER_REF:
         out->cluster_val = pm_in(g, op, 1);
         out->cluster_dim = (int8_t)*pm_attr(g, op, PM_ATTR_DIM);
@@ -432,7 +472,7 @@ bool pm_view_in_bounds(const pm_graph *g, const pm_view *v) {
   int64_t extent[PM_MAX_RANK], lo, hi;
   for (uint32_t d = 0; d < v->base_rank; d++) extent[d] = 1;
   for (uint32_t k = 0; k < v->rank; k++) {
-    if (v->dim[k].base_dim >= 0) extent[v->dim[k].base_dim] = v->dim[k].size;
+    if (v->dim[k].base_dim >= 0) extent[v->dim[k].base_dim] = pm_view_extent(&v->dim[k]);
   }
   for (uint32_t d = 0; d < v->base_rank; d++) {
     if (!pm_view_start_range(g, v, d, &lo, &hi)) return false;

@@ -32,6 +32,7 @@ typedef struct pm_view_dim {
   int64_t size;         /* logical extent in the view */
   int64_t tile;         /* 0: none */
   int64_t outer, inner; /* strides in elements */
+  int64_t step;         /* index units of base_dim from one element to the next */
   int8_t base_dim;      /* the dimension of the base it runs along, -1: several (a reshape) */
 } pm_view_dim;
 
@@ -63,6 +64,9 @@ typedef struct pm_view {
     uint8_t dim;
   } start_term[PM_MAX_TERMS];
 } pm_view;
+
+/* index units of base_dim from the first to behind the last element */
+static inline int64_t pm_view_extent(const pm_view_dim *d) { return (d->size - 1) * d->step + 1; }
 
 /* Resolve. `physical` false: ignore transforms, everything row-major (the interpreter's memory, and
  * checks before inference). Errors are those of api/plgpu.md 4.4 (slices not aligned to tiles ...).

@@ -93,8 +93,10 @@ static void make_digits(trial *t) {
   for (int k = 0; k < t->smem->rank; k++) {
     const pm_view_dim *s = &t->smem->dim[k], *g = &t->gmem->dim[k];
     const int64_t fast = s->tile ? pm_min(s->tile, s->size) : s->size;
-    add_digit(t, fast, s->inner, g->inner, 1, g->base_dim);
-    if (s->tile) add_digit(t, s->size / fast, s->outer, g->inner * fast, fast, g->base_dim);
+    add_digit(t, fast, s->inner, g->inner, g->step, g->base_dim);
+    if (s->tile) {
+      add_digit(t, s->size / fast, s->outer, g->inner * fast, g->step * fast, g->base_dim);
+    }
   }
   for (int i = 1; i < t->n_digits; i++) {
     const digit d = t->digit[i];
@@ -141,7 +143,7 @@ static void merge_pair(trial *t, int i, int j) {
   const int64_t n = fast->size;
   if ((!whole && !index) || n_slow > 1 || slow->n_terms + fast->n_terms > MAX_COORD_TERMS) return;
   if (slow->size > INT32_MAX / fast->size || slow->stride != fast->stride * n) return;
-  if (ds && df && ds->smem != df->smem * df->size) return;
+  if (ds && df && (ds->smem != df->smem * df->size || ds->step != 1)) return;
   slow->start = slow->start * n + fast->start;
   for (uint32_t k = 0; k < slow->n_terms; k++) slow->term[k].mul *= n;
   for (uint32_t k = 0; k < fast->n_terms; k++) slow->term[slow->n_terms++] = fast->term[k];

@@ -1,5 +1,8 @@
 /* Where threads and warps may go different ways.
  *
+ * In a WARP_MAP each warp goes its own way: there are scalars only, and of the ops those that are
+ * marked so in ops.def.
+ *
  * Turns: all ops of a kernel speak of one ring, as the named barriers that make it are given out
  * once: 0 for the block, one for each thread, one for each place of the ring.
  *
@@ -54,8 +57,51 @@ static void check_local(pm_graph *g, pm_opid op, void *ctx) {
                  pm_ops[pm_get(g, op)->code].text));
 }
 
+static const pm_type *array_of(const pm_graph *g, pm_opid op) {
+  const pm_op *o = pm_get(g, op);
+  for (uint32_t k = 0; k < o->n_in + o->n_out; k++) {
+    const pm_type *t = pm_typeof(g, k < o->n_in ? pm_in(g, op, k) : o->out + k - o->n_in);
+    if (t->kind == PM_ARRAY && t->rank) return t;
+  }
+  return NULL;
+}
+
+static void fail_in_warp(checker *c, pm_graph *g, pm_opid op, pm_code code, const char *why) {
+  if (c->code) return;
+  c->code = pm_fail(c->err, code, "%s: %s", pm_ops[pm_get(g, op)->code].text, why);
+  pm_err_op(c->err, g, op);
+}
+
+static void check_in_warp(pm_graph *g, pm_opid op, void *ctx) {
+  const pm_op *o = pm_get(g, op);
+  const pm_type *array = array_of(g, op);
+  uint32_t n = 0;
+  if (o->code == PM_OP_WARP_MAP) {
+    fail_in_warp(ctx, g, op, PM_E_LOWERING, "warp_map and WarpMesh cannot be nested");
+  } else if (o->code == PM_OP_LOAD && array) {
+    fail_in_warp(ctx, g, op, PM_E_VALUE, "Can only load scalars in warp-level code");
+  } else if (o->code == PM_OP_STORE && array) {
+    fail_in_warp(ctx, g, op, PM_E_NOT_IMPLEMENTED, "Can only store scalars in warp-level code");
+  } else if (!pm_ops[o->code].warp) {
+    fail_in_warp(ctx, g, op, PM_E_NOT_IMPLEMENTED,
+                 "Unimplemented primitive in Pallas Mosaic GPU lowering: it is not possible in "
+                 "warp-level code (plgpu.warp_map, WarpMesh); do it before or behind that");
+  } else if (array && o->code != PM_OP_CONST) {
+    fail_in_warp(ctx, g, op, PM_E_LOWERING,
+                 "Non-scalar arithmetic is not supported in warp-level lowering: arrays cannot be "
+                 "used in plgpu.warp_map and WarpMesh, only refs and scalars");
+  } else if (o->code == PM_OP_ARRIVE) {
+    pm_attr_list(g, pm_value_of(g, pm_view_base(g, pm_in(g, op, 0)))->def, PM_ATTR_CLUSTER, &n);
+    if (n) {
+      fail_in_warp(ctx, g, op, PM_E_NOT_IMPLEMENTED,
+                   "a warp cannot arrive on a ClusterBarrier; do it behind plgpu.warp_map");
+    }
+  }
+}
+
 static void check_op(pm_graph *g, pm_opid op, void *ctx) {
   checker *c = ctx;
+  if (pm_get(g, op)->code == PM_OP_WARP_MAP) pm_walk(g, pm_region(g, op, 0), check_in_warp, c);
   const pm_op *o = pm_get(g, op);
   if (o->code == PM_OP_TAKE_TURN || o->code == PM_OP_PASS_TURN) check_turn(c, g, op);
   for (uint32_t k = 0; k < o->n_in; k++) {

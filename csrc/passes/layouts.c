@@ -154,8 +154,9 @@ static void mark_op(pass *p, pm_opid op) {
   const pm_op *o = pm_get(p->g, op);
   switch (rule_of(p->g, op)) {
     case PM_LAY_LOAD:
+    case PM_LAY_MASKED:
     case PM_LAY_FREE:
-      if (source_varies(p, op)) mark(p, o->out);
+      if (o->n_out && source_varies(p, op)) mark(p, o->out);
       break;
     case PM_LAY_ACC:
       if (o->n_out) mark(p, o->out);
@@ -225,6 +226,11 @@ static void join_op(pass *p, pm_opid op) {
     join(p, pm_in(g, op, 1), pm_in(g, op, 2));
   } else if (rule == PM_LAY_CONCAT) {
     pm_vec_push(g->arena, &p->related, op);
+  } else if (rule == PM_LAY_MASKED) {
+    for (uint32_t k = 1; k < o->n_in; k++) {
+      for (uint32_t i = k + 1; i < o->n_in; i++) join(p, pm_in(g, op, k), pm_in(g, op, i));
+      if (o->n_out) join(p, o->out, pm_in(g, op, k));
+    }
   } else if (rule == PM_LAY_CONTROL) {
     for (uint32_t k = 0; k < o->n_out; k++) each_name(p, op, k, join);
   } else if (rule == PM_LAY_REDUCE || rule == PM_LAY_BROADCAST || rule == PM_LAY_RESHAPE ||
@@ -233,17 +239,24 @@ static void join_op(pass *p, pm_opid op) {
   }
 }
 
-static void widen(pass *p, pm_val v) {
+/* An array whose class goes to or comes from memory together with elements like those of `like`. */
+static void widen(pass *p, pm_val v, pm_val like) {
   if (!varies(p, v)) return;
-  uint8_t *w = &p->widest[root(p, v)], bytes = pm_dtypes[pm_typeof(p->g, v)->dtype].bytes;
+  uint8_t *w = &p->widest[root(p, v)], bytes = pm_dtypes[pm_typeof(p->g, like)->dtype].bytes;
   if (*w < bytes) *w = bytes;
 }
 
 static void find_widths(pass *p) {
   for (uint32_t k = 0; k < p->ops.n; k++) {
     pm_opid op = p->ops.at[k];
-    if (rule_of(p->g, op) == PM_LAY_LOAD) widen(p, pm_get(p->g, op)->out);
-    if (rule_of(p->g, op) == PM_LAY_STORE) widen(p, pm_in(p->g, op, 1));
+    const pm_op *o = pm_get(p->g, op);
+    const pm_layout_rule rule = rule_of(p->g, op);
+    if (rule == PM_LAY_LOAD) widen(p, o->out, o->out);
+    if (rule == PM_LAY_STORE) widen(p, pm_in(p->g, op, 1), pm_in(p->g, op, 1));
+    for (uint32_t k = 1; rule == PM_LAY_MASKED && k < o->n_in; k++) {
+      widen(p, pm_in(p->g, op, k), pm_in(p->g, op, 0));
+      if (o->n_out) widen(p, o->out, o->out);
+    }
   }
 }
 
@@ -450,8 +463,8 @@ static pm_val moved(pass *p, pm_opid op, pm_opid *alloc) {
   pm_graph *g = p->g;
   pm_layout_rule rule = rule_of(g, op);
   *alloc = 0;
-  if (rule != PM_LAY_LOAD && rule != PM_LAY_STORE) return 0;
-  pm_val v = rule == PM_LAY_LOAD ? pm_get(g, op)->out : pm_in(g, op, 1);
+  if (rule != PM_LAY_LOAD && rule != PM_LAY_STORE && rule != PM_LAY_MASKED) return 0;
+  pm_val v = pm_get(g, op)->n_out ? pm_get(g, op)->out : pm_in(g, op, 1);
   pm_opid def = pm_value_of(g, pm_view_base(g, pm_in(g, op, 0)))->def;
   if (def && pm_get(g, def)->code == PM_OP_ALLOC_SMEM) *alloc = def;
   return varies(p, v) ? v : 0;
@@ -831,6 +844,25 @@ static void rewrite_control(pass *p, pm_opid op) {
   }
 }
 
+/* Of an ATOMIC whose result somebody wants, each element is updated by one lane, and that lane has
+ * the old value: no copies. */
+static void rewrite_atomic(pass *p, pm_opid op) {
+  pm_graph *g = p->g;
+  const pm_val out = pm_get(g, op)->out;
+  const pm_type t = *pm_typeof(g, out);
+  bool used = false;
+  if (!varies(p, out)) return;
+  if (!pm_layout_is_replicated(pm_layout_of(g, pm_value_of(g, out)->layout))) return;
+  for (uint32_t k = 0; k < g->operands.n; k++) used |= g->operands.at[k] == out;
+  if (!used) return;
+  const pm_layid l = strided_for(g, t, pm_dtypes[t.dtype].bytes);
+  for (uint32_t k = 1; k < pm_get(g, op)->n_in; k++) {
+    const pm_val v = pm_in(g, op, k);
+    if (is_array(g, v) && !is_splat(g, pm_value_of(g, v)->layout)) set_operand(p, op, k, l);
+  }
+  set_result(p, op, l);
+}
+
 /* A yield comes behind all that it yields, so it is done when it is met. */
 static void rewrite_yield(pass *p, pm_opid op) {
   pm_graph *g = p->g;
@@ -870,6 +902,7 @@ static void rewrite(pass *p, pm_opid op) {
     case PM_OP_CONCAT: rewrite_concat(p, op); break;
     case PM_OP_SCAN: rewrite_scan(p, op); break;
     case PM_OP_BROADCAST: rewrite_broadcast(p, op); break;
+    case PM_OP_ATOMIC: rewrite_atomic(p, op); break;
     case PM_OP_LAYOUT_CAST: warn_cast(p, op); break;
     case PM_OP_YIELD: rewrite_yield(p, op); break;
     default:
@@ -924,6 +957,12 @@ static bool op_agrees(pm_graph *g, pm_opid op) {
   switch (rule_of(g, op)) {
     case PM_LAY_POINTWISE:
       for (uint32_t k = 0; k < o->n_in; k++) {
+        if (!agrees(g, pm_in(g, op, k), out, true)) return false;
+      }
+      return true;
+    case PM_LAY_MASKED:
+      out = pm_value_of(g, pm_masked_shared(g, op))->layout;
+      for (uint32_t k = 1; k < o->n_in; k++) {
         if (!agrees(g, pm_in(g, op, k), out, true)) return false;
       }
       return true;

@@ -36,6 +36,11 @@ pm_code pm_force_transforms(pm_graph *g, const pm_target *t, pm_err *err);
  * of one element that nothing asks otherwise of; a splat becomes another layout only in a
  * LAYOUT_CAST. */
 pm_code pm_infer_layouts(pm_graph *g, const pm_target *t, pm_err *err);
+/* describe.c, of a graph whose layouts and transforms are known. "WGMMA", "(TilingTransform(...),
+ * ...)": the layout of an array, or the transforms of a ref in SMEM. */
+const char *pm_describe(const pm_graph *g, pm_val v);
+/* the line of a PRINT_LAYOUT */
+const char *pm_print_layout_text(const pm_graph *g, pm_opid op);
 /* Bytes of SMEM scratch a LAYOUT_CAST needs: 0 if pm_layout_register_map finds a map (a splat
  * operand too) or shuffles do it (relayout.h), else the array in row-major order, elements as in
  * memory. */

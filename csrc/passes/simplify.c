@@ -261,7 +261,7 @@ static void make_key(simplifier *s, pm_opid op, words *key) {
   for (uint32_t k = 0; k < info->n_attrs; k++) {
     int64_t word = g->attrs.at[o->attr + k];
     if (info->attrs[k] != PM_ATTR_DIMS && info->attrs[k] != PM_ATTR_STARTS &&
-        info->attrs[k] != PM_ATTR_SIZES) {
+        info->attrs[k] != PM_ATTR_SIZES && info->attrs[k] != PM_ATTR_STRIDES) {
       PUT(word);
       continue;
     }

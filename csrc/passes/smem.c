@@ -4,7 +4,8 @@
  *
  * Allocations are a stack that follows the nesting of regions: an allocation takes the next
  * multiple of 1024 bytes, the end of a region gives back what was taken in it. So sibling scopes
- * overlap, nested ones add, and the deepest point is the size. (In a kernel of several Pallas
+ * overlap, nested ones add, and the deepest point is the size. The groups of a union begin at one
+ * place, and what follows it begins behind the largest. (In a kernel of several Pallas
  * threads all of them enter a scope together, behind a barrier of the block.) What
  * other blocks of the cluster reach has a stack of its own: a block that runs ahead fills its
  * peers' memory while they may still be in the scope before. The stacks as they were at the deepest
@@ -23,9 +24,13 @@ typedef struct plan {
   pm_code code;
   int64_t top[2], deepest[2]; /* of the stacks: others, remote */
   int64_t most;               /* of their sum */
-  bool *remote;               /* by value: an allocation that other blocks reach */
-  int64_t barriers;           /* bytes */
-  int64_t scratch;            /* bytes of one Pallas thread */
+  struct {
+    int64_t number, group; /* 0: no union is open */
+    int64_t start[2], end[2];
+  } overlay;
+  bool *remote;     /* by value: an allocation that other blocks reach */
+  int64_t barriers; /* bytes */
+  int64_t scratch;  /* bytes of one Pallas thread */
   op_list live, live_at_deepest;
 } plan;
 
@@ -47,6 +52,30 @@ static bool is_private(const pm_graph *g, pm_opid op) {
   return false;
 }
 
+static void close_union(plan *p) {
+  for (int r = 0; r < 2 && p->overlay.number; r++) {
+    p->top[r] = pm_max(p->top[r], p->overlay.end[r]);
+  }
+  p->overlay.number = 0;
+}
+
+/* The top of the stacks is where the allocation begins. */
+static void enter_union(plan *p, pm_opid alloc) {
+  uint32_t n;
+  const int64_t *u = pm_attr_list(p->g, alloc, PM_ATTR_UNION, &n);
+  if (!n || u[0] != p->overlay.number) close_union(p);
+  if (!n) return;
+  if (!p->overlay.number) {
+    p->overlay.number = u[0];
+    memcpy(p->overlay.start, p->top, sizeof p->top);
+    memcpy(p->overlay.end, p->top, sizeof p->top);
+  } else if (u[1] != p->overlay.group) {
+    for (int r = 0; r < 2; r++) p->overlay.end[r] = pm_max(p->overlay.end[r], p->top[r]);
+    memcpy(p->top, p->overlay.start, sizeof p->top);
+  }
+  p->overlay.group = u[1];
+}
+
 static void place_alloc(plan *p, pm_opid op) {
   pm_graph *g = p->g;
   const bool barrier = pm_get(g, op)->code == PM_OP_ALLOC_BARRIER;
@@ -66,6 +95,7 @@ static void place_alloc(plan *p, pm_opid op) {
     return;
   }
   const int r = p->remote[pm_get(g, op)->out];
+  enter_union(p, op);
   *pm_attr(g, op, PM_ATTR_OFFSET) = p->top[r];
   p->top[r] = pm_min(p->top[r] + pm_round_up(alloc_bytes(g, op), SMEM_ALIGN), INT64_MAX / 8);
   p->deepest[r] = pm_max(p->deepest[r], p->top[r]);
@@ -85,6 +115,7 @@ static void place_block(plan *p, pm_blk block) {
   const uint32_t live = p->live.n;
   for (uint32_t k = 0; k < g->blocks.at[block].ops.n && !p->code; k++) {
     const pm_opid op = g->blocks.at[block].ops.at[k];
+    if (pm_get(g, op)->code != PM_OP_ALLOC_SMEM) close_union(p);
     switch (pm_get(g, op)->code) {
       case PM_OP_ALLOC_SMEM:
       case PM_OP_ALLOC_BARRIER: place_alloc(p, op); break;
@@ -96,6 +127,10 @@ static void place_block(plan *p, pm_blk block) {
       case PM_OP_GATHER:
       case PM_OP_SCATTER: p->scratch = pm_max(p->scratch, pm_move_scratch(g, op)); break;
       case PM_OP_SCAN: p->scratch = pm_max(p->scratch, pm_scan_scratch(g, op)); break;
+      case PM_OP_ATOMIC:
+        if (pm_type_size(pm_typeof(g, pm_get(g, op)->out)) > 1) break;
+        /* fall through */
+      case PM_OP_WARP_MAP:
       case PM_OP_SHARE_TILE:
       case PM_OP_NEXT_TILE: p->scratch = pm_max(p->scratch, SCRATCH_ALIGN); break;
       case PM_OP_REDUCE: p->scratch = pm_max(p->scratch, pm_reduce_scratch(g, op)); break;
@@ -103,6 +138,7 @@ static void place_block(plan *p, pm_blk block) {
     }
     for (uint32_t r = 0; r < pm_get(g, op)->n_regions; r++) place_block(p, pm_region(g, op, r));
   }
+  p->overlay.number = 0;
   memcpy(p->top, top, sizeof top);
   p->live.n = live;
 }

@@ -70,11 +70,36 @@ typedef struct placer {
   int64_t n_wgmmas; /* issued since that wait */
 } placer;
 
+static bool reads(uint16_t code) {
+  return code == PM_OP_LOAD || code == PM_OP_MASKED_LOAD || code == PM_OP_ATOMIC;
+}
+static bool writes(uint16_t code) {
+  return code == PM_OP_STORE || code == PM_OP_MASKED_STORE || code == PM_OP_ATOMIC;
+}
+
 /* ---- accesses ----------------------------------------------------------------------------- */
 
+/* The first allocation of the union that an allocation is part of; itself if it is in none. */
+static pm_val union_of(const pm_graph *g, pm_val v) {
+  const pm_opid alloc = pm_value_of(g, v)->def;
+  uint32_t n;
+  const int64_t *u = pm_attr_list(g, alloc, PM_ATTR_UNION, &n);
+  const pm_block *b = &g->blocks.at[pm_get(g, alloc)->parent];
+  for (uint32_t k = 0; n && k < b->ops.n; k++) {
+    const pm_opid op = b->ops.at[k];
+    if (pm_get(g, op)->code != PM_OP_ALLOC_SMEM) continue;
+    const int64_t *other = pm_attr_list(g, op, PM_ATTR_UNION, &n);
+    if (n && other[0] == u[0]) return pm_get(g, op)->out;
+    n = 2;
+  }
+  return v;
+}
+
+/* What stands for memory: one value for all names that the same bytes may have. */
 static pm_val base_of(const pm_graph *g, pm_val v) {
   v = pm_view_base(g, v);
   const pm_value *value = pm_value_of(g, v);
+  if (value->def && pm_get(g, value->def)->code == PM_OP_ALLOC_SMEM) return union_of(g, v);
   if (value->block == 1 && !value->def && value->index >= g->n_operands && g->alias) {
     int32_t operand = g->alias[value->index - g->n_operands];
     if (operand >= 0) return g->blocks.at[1].arg + (pm_val)operand;
@@ -87,14 +112,17 @@ static bool disjoint(const pm_graph *g, pm_val x, pm_val y) {
   pm_opid a = pm_value_of(g, x)->def, b = pm_value_of(g, y)->def;
   if (pm_get(g, a)->code != PM_OP_INDEX || pm_get(g, b)->code != PM_OP_INDEX) return false;
   if (pm_in(g, a, 0) != pm_in(g, b, 0)) return false;
-  uint32_t n;
+  uint32_t n, n_a, n_b;
   const int64_t *start_a = pm_attr_list(g, a, PM_ATTR_STARTS, &n);
   const int64_t *size_a = pm_attr_list(g, a, PM_ATTR_SIZES, &n);
   const int64_t *start_b = pm_attr_list(g, b, PM_ATTR_STARTS, &n);
   const int64_t *size_b = pm_attr_list(g, b, PM_ATTR_SIZES, &n);
+  const int64_t *stride_a = pm_attr_list(g, a, PM_ATTR_STRIDES, &n_a);
+  const int64_t *stride_b = pm_attr_list(g, b, PM_ATTR_STRIDES, &n_b);
   for (uint32_t k = 0; k < n; k++) {
     if (start_a[k] == PM_DYNAMIC || start_b[k] == PM_DYNAMIC) continue;
-    int64_t end_a = start_a[k] + pm_max(size_a[k], 1), end_b = start_b[k] + pm_max(size_b[k], 1);
+    const int64_t end_a = start_a[k] + pm_slice_extent(size_a[k], stride_a, n_a, k);
+    const int64_t end_b = start_b[k] + pm_slice_extent(size_b[k], stride_b, n_b, k);
     if (end_a <= start_b[k] || end_b <= start_a[k]) return true;
   }
   return false;
@@ -135,7 +163,7 @@ static void soil_all(dirt *d, const dirt *more) {
 
 /* The allocation that a ref in SMEM is a part of; false: it lies elsewhere. */
 static bool bytes_of(const pm_graph *g, pm_val ref, int64_t *from, int64_t *to) {
-  const pm_value *base = pm_value_of(g, base_of(g, ref));
+  const pm_value *base = pm_value_of(g, pm_view_base(g, ref));
   if (!base->def || pm_get(g, base->def)->code != PM_OP_ALLOC_SMEM) return false;
   *from = *pm_attr((pm_graph *)g, base->def, PM_ATTR_OFFSET);
   *to = *from + pm_type_size(&base->type) * pm_dtypes[base->type.dtype].bytes;
@@ -150,7 +178,7 @@ static void soil_by(placer *p, pm_opid op) {
     return;
   }
   const uint16_t code = pm_get(p->g, op)->code;
-  if ((code == PM_OP_STORE && bytes_of(p->g, pm_in(p->g, op, 0), &from, &to)) ||
+  if ((writes(code) && bytes_of(p->g, pm_in(p->g, op, 0), &from, &to)) ||
       (code == PM_OP_HAND_TILE && bytes_of(p->g, pm_in(p->g, op, 1), &from, &to))) {
     soil(&p->dirty, from, to);
   }
@@ -183,7 +211,7 @@ static bool overwrites_dirt(const placer *p, pm_opid copy) {
 
 static void note_op(pm_graph *g, pm_opid op, void *ctx) {
   const pm_op *o = pm_get(g, op);
-  if (o->code == PM_OP_LOAD || o->code == PM_OP_STORE) note(ctx, pm_in(g, op, 0));
+  if (reads(o->code) || writes(o->code)) note(ctx, pm_in(g, op, 0));
   for (uint32_t k = 1; o->code == PM_OP_WGMMA && k < 3; k++) {
     if (pm_typeof(g, pm_in(g, op, k))->kind == PM_REF) note(ctx, pm_in(g, op, k));
   }
@@ -193,8 +221,15 @@ static void note_op(pm_graph *g, pm_opid op, void *ctx) {
 
 enum { REMOTE = 1, READ = 2, WRITTEN = 4, GENERIC = 8 };
 
+static void note_arrival(pm_graph *g, pm_opid op, void *ctx) {
+  bool *of = ctx;
+  if (pm_get(g, op)->code == PM_OP_ARRIVE) of[base_of(g, pm_in(g, op, 0))] = true;
+}
+
+/* Also barriers at which a warp arrives for its thread. */
 static void note_copied(pm_graph *g, pm_opid op, void *ctx) {
   bool *of = ctx;
+  if (pm_get(g, op)->code == PM_OP_WARP_MAP) pm_walk(g, pm_region(g, op, 0), note_arrival, of);
   if (pm_get(g, op)->code == PM_OP_COPY_G2S) of[base_of(g, pm_in(g, op, 2))] = true;
 }
 
@@ -202,8 +237,8 @@ static void note_reach(pm_graph *g, pm_opid op, void *ctx) {
   uint8_t *of = ctx; /* by value: the memory at the base of views */
   const uint16_t code = pm_get(g, op)->code;
   uint32_t n;
-  if (code == PM_OP_LOAD) of[base_of(g, pm_in(g, op, 0))] |= READ | GENERIC;
-  if (code == PM_OP_STORE) of[base_of(g, pm_in(g, op, 0))] |= WRITTEN | GENERIC;
+  if (reads(code)) of[base_of(g, pm_in(g, op, 0))] |= READ | GENERIC;
+  if (writes(code)) of[base_of(g, pm_in(g, op, 0))] |= WRITTEN | GENERIC;
   if (code == PM_OP_CLUSTER_REF) of[base_of(g, pm_in(g, op, 0))] |= REMOTE;
   if (code != PM_OP_COPY_G2S && code != PM_OP_COPY_S2G) return;
   const bool plain = *pm_attr(g, op, PM_ATTR_ENGINE) == PM_ENGINE_PLAIN;
@@ -263,7 +298,9 @@ static void place_behind(placer *p, pm_blk block, uint32_t *k) {
 static void visit_store(placer *p, pm_blk block, uint32_t *k) {
   pm_graph *g = p->g;
   pm_opid op = g->blocks.at[block].ops.at[*k];
-  const bool array = pm_typeof(g, pm_in(g, op, 1))->rank > 0, by_user = g->no_auto_barriers;
+  const bool one_lane = pm_get(g, op)->code == PM_OP_ATOMIC; /* for all elements, or for each */
+  const bool array = one_lane || pm_typeof(g, pm_in(g, op, 0))->rank > 0;
+  const bool by_user = g->no_auto_barriers;
   if (!by_user && (array ? p->at != ORDERED : conflicts(p, pm_in(g, op, 0)))) place(p, block, k);
   p->touched = true;
   if (by_user) return;
@@ -282,7 +319,7 @@ static void await_wgmma(placer *p, int64_t n) {
 
 static void visit_memory(placer *p, pm_opid op) {
   const uint16_t code = pm_get(p->g, op)->code;
-  p->touched |= code == PM_OP_LOAD && !is_constant(p, pm_in(p->g, op, 0));
+  p->touched |= reads(code) && !is_constant(p, pm_in(p->g, op, 0));
   p->n_wgmmas += code == PM_OP_WGMMA;
   if (pm_has_attr(p->g, op, PM_ATTR_N)) await_wgmma(p, *pm_attr(p->g, op, PM_ATTR_N));
   if (p->g->no_auto_barriers) return;
@@ -335,8 +372,8 @@ static void summarise(pm_graph *g, pm_opid op, void *ctx) {
   const uint16_t code = pm_get(g, op)->code;
   s->arrives |= code == PM_OP_ARRIVE && !warp_barrier(s->p, op);
   s->waits |= code == PM_OP_WAIT;
-  s->touches |= code == PM_OP_STORE;
-  s->touches |= code == PM_OP_LOAD && !is_constant(s->p, pm_in(g, op, 0));
+  s->touches |= writes(code);
+  s->touches |= reads(code) && !is_constant(s->p, pm_in(g, op, 0));
 }
 
 /* Make the state what is known wherever the body of the loop begins; returns that before it. */
@@ -397,12 +434,22 @@ static void visit_control(placer *p, pm_blk block, uint32_t *k) {
   p->n_wgmmas = after.n_wgmmas;
 }
 
+/* Warps begin when all lanes have met, and all lanes meet behind them. */
+static void visit_warps(placer *p, pm_blk block, uint32_t *k) {
+  const bool by_user = p->g->no_auto_barriers;
+  if (!by_user && p->at != ORDERED) place(p, block, k);
+  visit_control(p, block, k);
+  if (!by_user) place_behind(p, block, k);
+}
+
 static void visit_op(placer *p, pm_blk block, uint32_t *k) {
   pm_opid op = p->g->blocks.at[block].ops.at[*k];
   uint16_t code = pm_get(p->g, op)->code;
   soil_by(p, op);
   switch (code) {
-    case PM_OP_STORE: visit_store(p, block, k); break;
+    case PM_OP_STORE:
+    case PM_OP_MASKED_STORE:
+    case PM_OP_ATOMIC: visit_store(p, block, k); break;
     case PM_OP_COPY_G2S:
       if (overwrites_dirt(p, op)) place_op(p, block, k, PM_OP_COMMIT_SMEM);
       /* fall through */
@@ -411,6 +458,7 @@ static void visit_op(placer *p, pm_blk block, uint32_t *k) {
       p->at = COPIES;
       break;
     case PM_OP_LOAD:
+    case PM_OP_MASKED_LOAD:
     case PM_OP_WGMMA:
     case PM_OP_WGMMA_WAIT:
     case PM_OP_ACC_LOAD: visit_memory(p, op); break;
@@ -421,6 +469,7 @@ static void visit_op(placer *p, pm_blk block, uint32_t *k) {
     case PM_OP_TAKE_TURN:
     case PM_OP_SYNC: met(p); break;
     case PM_OP_SCOPE: visit_scope(p, op); break;
+    case PM_OP_WARP_MAP: visit_warps(p, block, k); break;
     default:
       if (pm_get(p->g, op)->n_regions) visit_control(p, block, k);
   }

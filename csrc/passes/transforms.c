@@ -73,8 +73,10 @@ static void collect(pm_graph *g, pm_opid op, void *ctx) {
     if (!b) continue;
     pm_vec_push(g->arena, &b->views, ((use){v, op}));
     if (code == PM_OP_COPY_G2S || code == PM_OP_COPY_S2G) pm_vec_push(g->arena, &b->copies, op);
-    if (code == PM_OP_LOAD) b->wgmma_laid |= is_wgmma_laid(g, pm_get(g, op)->out);
-    if (code == PM_OP_STORE) b->wgmma_laid |= is_wgmma_laid(g, pm_in(g, op, 1));
+    if (code == PM_OP_LOAD || code == PM_OP_MASKED_LOAD)
+      b->wgmma_laid |= is_wgmma_laid(g, pm_get(g, op)->out);
+    if (code == PM_OP_STORE || code == PM_OP_MASKED_STORE)
+      b->wgmma_laid |= is_wgmma_laid(g, pm_in(g, op, 1));
     if (code == PM_OP_WGMMA) b->wgmma = op;
   }
 }

@@ -465,21 +465,10 @@ static PyObject *array_subscript(PyObject *self, PyObject *idx) {
   pmpy_trace *t = begin_value("index", self, &x);
   if (!t || pmpy_parse_index(t, idx, &x.type, true, &index)) return NULL;
   int64_t size[PM_MAX_RANK];
-  pm_type cut = x.type, to = x.type;
-  to.rank = 0;
-  memset(to.dim, 0, sizeof to.dim);
-  if (x.type.rank + index.n_new > PM_MAX_RANK) {
-    return pmpy_fail(PM_E_INDEX, "index: the result has more than %d dimensions", PM_MAX_RANK);
-  }
-  for (int k = 0, m = 0; k <= x.type.rank; k++) {
-    while (m < index.n_new && index.new_at[m] == k) {
-      to.dim[to.rank++] = 1;
-      m++;
-    }
-    if (k == x.type.rank) break;
-    size[k] = index.size[k] == PM_DROPPED ? 1 : index.size[k];
-    cut.dim[k] = size[k];
-    if (index.size[k] != PM_DROPPED) to.dim[to.rank++] = size[k];
+  pm_type cut = x.type, to;
+  if (pmpy_indexed_type(&index, &x.type, &to)) return NULL;
+  for (int k = 0; k < x.type.rank; k++) {
+    cut.dim[k] = size[k] = index.size[k] == PM_DROPPED ? 1 : index.size[k];
   }
   if (!same_shape(&cut, &x.type)) {
     pm_attr_arg attrs[] = {{.id = PM_ATTR_STARTS, .list = index.start, .n = x.type.rank},

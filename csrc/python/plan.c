@@ -26,6 +26,17 @@ static pm_code lower(void *ctx, pm_err *err) {
   return pm_lower(s->p->graph->g, &target, err);
 }
 
+static void describe_op(pm_graph *g, pm_opid op, void *ctx) {
+  if (pm_get(g, op)->code == PM_OP_PRINT_LAYOUT) pm_putf(ctx, "%s\n", pm_print_layout_text(g, op));
+}
+
+static pm_code describe(void *ctx, pm_err *err) {
+  step *s = ctx;
+  (void)err;
+  pm_walk(s->p->graph->g, 1, describe_op, s->text);
+  return PM_OK;
+}
+
 static pm_code print(void *ctx, pm_err *err) {
   step *s = ctx;
   (void)err;
@@ -208,6 +219,17 @@ static int read_outputs(pmpy_plan *p, uint32_t n_in) {
   return 0;
 }
 
+/* What print_layout asked for, to Python's stdout. */
+static int print_layouts(pmpy_plan *p) {
+  pm_text text;
+  step s = {.p = p, .text = &text};
+  pm_text_init(&text, p->graph->g->arena);
+  if (run(describe, &s) < 0) return -1;
+  PyObject *out = PySys_GetObject("stdout"); /* borrowed */
+  if (!text.n || !out || out == Py_None) return 0;
+  return PyFile_WriteString(text.at, out);
+}
+
 static int lower_and_warn(pmpy_plan *p, bool keep_text) {
   step s = {.p = p};
   choose_dump_name(p);
@@ -215,7 +237,7 @@ static int lower_and_warn(pmpy_plan *p, bool keep_text) {
     p->traced = graph_text(p);
     if (!p->traced || (p->dump_name[0] && dump(p, p->traced, "traced") < 0)) return -1;
   }
-  if (run(lower, &s) < 0) return -1;
+  if (run(lower, &s) < 0 || print_layouts(p) < 0) return -1;
   if (p->dump_name[0]) {
     PyObject *text = graph_text(p);
     int code = text ? dump(p, text, "graph") : -1;

@@ -55,9 +55,9 @@ static int traced_start(const parser *p, int k, PyObject *o, int64_t size) {
     return -1;
   }
   p->out->size[k] = size;
+  const int64_t extent = size == PM_DROPPED ? 1 : (size - 1) * p->out->stride[k] + 1;
   /* a block may overhang where its start was computed: that stays a matter of run time */
-  if (pm_constant(p->t->g, x.val, &known) && known.i >= 0 &&
-      known.i <= p->type->dim[k] - (size == PM_DROPPED ? 1 : size)) {
+  if (pm_constant(p->t->g, x.val, &known) && known.i >= 0 && known.i <= p->type->dim[k] - extent) {
     p->out->start[k] = known.i;
     return 0;
   }
@@ -83,11 +83,15 @@ static int python_slice(const parser *p, int k, PyObject *o) {
     return -1;
   }
   if (PySlice_Unpack(o, &start, &stop, &step) < 0) return -1;
-  if (step != 1) {
+  if (step < 1 || (p->array && step != 1)) {
     pmpy_fail(step < 1 ? index_code(p) : PM_E_NOT_IMPLEMENTED,
-              "Strided slices not implemented: step %zd of dimension %d", step, k);
+              step < 1 ? "index: step %zd of dimension %d, it must be at least 1"
+                       : "Strided slices of arrays not implemented: step %zd of dimension %d; "
+                         "slice the ref instead",
+              step, k);
     return -1;
   }
+  p->out->stride[k] = step;
   Py_ssize_t size = PySlice_AdjustIndices((Py_ssize_t)p->type->dim[k], &start, &stop, step);
   if (size < 1) {
     pmpy_fail(index_code(p), "index: the slice of dimension %d of %s is empty", k,
@@ -118,15 +122,19 @@ static int pallas_slice(const parser *p, int k, PyObject *o, PyObject *start) {
   if (pmpy_ints(py_size, "pl.ds: size", &size, 1) != 1 ||
       pmpy_ints(py_stride, "pl.ds: stride", &stride, 1) != 1)
     goto done;
-  if (stride != 1) {
+  if (stride < 1 || (p->array && stride != 1)) {
     pmpy_fail(stride < 1 ? PM_E_VALUE : PM_E_NOT_IMPLEMENTED,
-              "Strided slices not implemented: stride %lld of pl.ds", (long long)stride);
+              stride < 1 ? "pl.ds: stride %lld, it must be at least 1"
+                         : "Strided slices of arrays not implemented: stride %lld of pl.ds; slice "
+                           "the ref instead",
+              (long long)stride);
     goto done;
   }
   if (size < 1) {
     pmpy_fail(index_code(p), "pl.ds: size %lld, it must be at least 1", (long long)size);
     goto done;
   }
+  p->out->stride[k] = stride;
   if (PMPY_IS_ARRAY(start)) {
     rc = traced_start(p, k, start, size);
     goto done;
@@ -200,13 +208,11 @@ int pmpy_parse_index(pmpy_trace *t, PyObject *idx, const pm_type *type, bool arr
   Py_ssize_t dots = 0, news = 0;
   out->n_dyn = 0;
   out->n_new = 0;
+  out->strided = false;
+  for (int d = 0; d < PM_MAX_RANK; d++) out->stride[d] = 1;
   for (Py_ssize_t k = 0; k < n; k++) {
     dots += item[k] == Py_Ellipsis;
     news += item[k] == Py_None;
-  }
-  if (news && !array) {
-    pmpy_fail(PM_E_VALUE, "index: None is not supported on refs; index the loaded array instead");
-    return -1;
   }
   if (dots > 1 || news > PM_MAX_RANK) {
     pmpy_fail(index_code(&p),
@@ -231,7 +237,27 @@ int pmpy_parse_index(pmpy_trace *t, PyObject *idx, const pm_type *type, bool arr
   }
   for (; k < type->rank; k++) whole_dim(&p, k);
   out->full = !out->n_new;
-  for (k = 0; k < type->rank; k++) out->full &= !out->start[k] && out->size[k] == type->dim[k];
+  for (k = 0; k < type->rank; k++) {
+    out->full &= !out->start[k] && out->size[k] == type->dim[k];
+    out->strided |= out->size[k] > 1 && out->stride[k] > 1;
+  }
+  return 0;
+}
+
+int pmpy_indexed_type(const pmpy_index *index, const pm_type *from, pm_type *to) {
+  int64_t dim[2 * PM_MAX_RANK] = {0};
+  int n = 0;
+  for (int k = 0, m = 0; k <= from->rank; k++) {
+    for (; m < index->n_new && index->new_at[m] == k; m++) dim[n++] = 1;
+    if (k < from->rank && index->size[k] != PM_DROPPED) dim[n++] = index->size[k];
+  }
+  if (n > PM_MAX_RANK) {
+    pmpy_fail(PM_E_INDEX, "index: the result has more than %d dimensions", PM_MAX_RANK);
+    return -1;
+  }
+  *to = *from;
+  to->rank = (uint8_t)n;
+  memcpy(to->dim, dim, sizeof to->dim);
   return 0;
 }
 
@@ -249,10 +275,21 @@ static pm_val view_of(pmpy_trace *t, const pmpy_traced *r, PyObject *idx, pm_typ
   if (pmpy_parse_index(t, idx, &r->type, false, &index)) return 0;
   *type = r->type;
   if (index.full) return r->val;
+  if (index.n_new && (r->type.kind != PM_REF || r->type.space == PM_REGS)) {
+    pmpy_fail(PM_E_VALUE, "index: None is for refs in memory, not for %s",
+              r->type.kind == PM_BARRIER ? "barriers" : "accumulators");
+    return 0;
+  }
   memcpy(in + 1, index.dyn, sizeof index.dyn);
   pm_attr_arg attrs[] = {{.id = PM_ATTR_STARTS, .list = index.start, .n = r->type.rank},
-                         {.id = PM_ATTR_SIZES, .list = index.size, .n = r->type.rank}};
-  pm_val v = pmpy_emit(t, PM_OP_INDEX, in, 1 + index.n_dyn, NULL, attrs, 2);
+                         {.id = PM_ATTR_SIZES, .list = index.size, .n = r->type.rank},
+                         {.id = PM_ATTR_STRIDES, .list = index.stride, .n = r->type.rank}};
+  pm_val v = pmpy_emit(t, PM_OP_INDEX, in, 1 + index.n_dyn, NULL, attrs, index.strided ? 3 : 2);
+  if (v && index.n_new) {
+    pm_type to;
+    if (pmpy_indexed_type(&index, &r->type, &to)) return 0;
+    v = pmpy_emit(t, PM_OP_RESHAPE_REF, &v, 1, &to, NULL, 0);
+  }
   if (v) *type = *pm_typeof(t->g, v);
   return v;
 }
@@ -446,11 +483,28 @@ static PyObject *ref_swap(PyObject *self, PyObject *args, PyObject *kw) {
   return old;
 }
 
-static PyObject *ref_missing(PyObject *self, PyObject *args, PyObject *kw) {
-  (void)self, (void)args, (void)kw;
-  return pmpy_fail(PM_E_NOT_IMPLEMENTED,
-                   "Ref.addupdate and Ref.bitcast have no GPU lowering; write ref[idx] += value, "
-                   "or allocate a second ref");
+static PyObject *ref_addupdate(PyObject *self, PyObject *args, PyObject *kw) {
+  static char *names[] = {"value", "idx", NULL};
+  PyObject *value, *idx = Py_Ellipsis;
+  if (!PyArg_ParseTupleAndKeywords(args, kw, "O|O:addupdate", names, &value, &idx)) return NULL;
+  PyObject *old = ref_subscript(self, idx), *sum = old ? PyNumber_Add(old, value) : NULL;
+  const bool ok = sum && !ref_assign(self, idx, sum);
+  Py_XDECREF(old);
+  Py_XDECREF(sum);
+  if (!ok) return NULL;
+  Py_RETURN_NONE;
+}
+
+static PyObject *ref_bitcast(PyObject *self, PyObject *dtype) {
+  pmpy_trace *t = begin_ref("bitcast", self);
+  const pmpy_traced *r = self_of(self);
+  pm_type to = r->type;
+  pm_dtype d;
+  if (!t || !is_view_base(r, "bitcast") || pmpy_dtype_from(dtype, &d)) return NULL;
+  if (d == (pm_dtype)to.dtype) return Py_NewRef(self);
+  to.dtype = (uint8_t)d;
+  pm_val v = pmpy_emit(t, PM_OP_BITCAST_REF, &r->val, 1, &to, NULL, 0);
+  return v ? pmpy_traced_new(t, v, false) : NULL;
 }
 
 /* A ref where an array is meant: arithmetic, NumPy. */
@@ -524,9 +578,8 @@ static PyObject *get_is_view(PyObject *self, void *c) {
   const pm_graph *g = r->trace->g;
   (void)c;
   pm_opid def = g ? pm_value_of(g, r->val)->def : 0;
-  pm_opcode code = def ? (pm_opcode)pm_get(g, def)->code : PM_OP_NONE;
-  return PyBool_FromLong(code == PM_OP_INDEX || code == PM_OP_TRANSPOSE_REF ||
-                         code == PM_OP_RESHAPE_REF);
+  return PyBool_FromLong(def && pm_makes_view(pm_get(g, def)->code) &&
+                         pm_get(g, def)->code != PM_OP_CLUSTER_REF);
 }
 
 /* Names that other libraries' barriers have. */
@@ -613,8 +666,9 @@ static PyMethodDef ref_methods[] = {
     {"reshape", (PyCFunction)(void (*)(void))ref_reshape, METH_FASTCALL,
      "reshape(*shape): a view."},
     {"__array__", KEYWORDS(ref_numpy), "Raises: a ref is no array."},
-    {"addupdate", KEYWORDS(ref_missing), "Not available."},
-    {"bitcast", KEYWORDS(ref_missing), "Not available."},
+    {"addupdate", KEYWORDS(ref_addupdate), "addupdate(value, idx=...): ref[idx] += value."},
+    {"bitcast", ref_bitcast, METH_O,
+     "bitcast(dtype): a view of the same bytes; both dtypes have one width."},
     {NULL, NULL, 0, NULL}};
 
 static PyType_Slot ref_slots[] = {
@@ -694,6 +748,73 @@ static PyObject *store(PyObject *module, PyObject *const *args, Py_ssize_t n) {
   Py_RETURN_NONE;
 }
 
+/* ---- masks and atomics --------------------------------------------------------------------- */
+
+static bool in_memory(const char *what, const pmpy_traced *r) {
+  if (r->type.kind == PM_REF && r->type.space != PM_REGS) return true;
+  pmpy_fail(PM_E_VALUE, "%s: a ref in GMEM or SMEM is needed, got %s", what,
+            r->type.kind == PM_BARRIER ? "a barrier" : "an accumulator");
+  return false;
+}
+
+/* `other` and the value to compare with: what a store accepts, but one number for all is, too. */
+static pm_val filler(pmpy_trace *t, const char *what, const pm_type *ref, PyObject *o) {
+  pmpy_arg x;
+  if (pmpy_arg_need(t, what, o, &x)) return 0;
+  const bool float_to_int = pm_is_float(x.type.dtype) && !pm_is_float(ref->dtype);
+  const bool ok = x.weak ? !float_to_int : x.type.dtype == ref->dtype;
+  if (ok && (ref->dtype == PM_BOOL) == (x.type.dtype == PM_BOOL))
+    return pmpy_arg_as(t, &x, ref->dtype);
+  pmpy_fail(PM_E_VALUE, "%s: it has dtype %s, the ref %s; they must be equal", what,
+            pm_dtypes[x.type.dtype].text, pm_dtypes[ref->dtype].text);
+  return 0;
+}
+
+static pm_val mask_value(pmpy_trace *t, PyObject *o) {
+  pmpy_arg x;
+  return pmpy_arg_need(t, "mask", o, &x) ? 0 : pmpy_arg_as(t, &x, x.type.dtype);
+}
+
+static PyObject *masked_load(PyObject *module, PyObject *const *args, Py_ssize_t n) {
+  (void)module;
+  if (n != 3) return pmpy_fail(PM_E_TYPE, "masked_load: expected a ref, a mask and other");
+  pmpy_trace *t = pmpy_begin("load", args[0]);
+  pmpy_traced *r = t ? need_ref(t, "load", args[0]) : NULL;
+  if (!r || !in_memory("load with a mask", r)) return NULL;
+  pm_val in[3] = {r->val, mask_value(t, args[1]), 0};
+  if (in[1]) in[2] = filler(t, "load: other", &r->type, args[2]);
+  pm_val v = in[2] ? pmpy_emit(t, PM_OP_MASKED_LOAD, in, 3, NULL, NULL, 0) : 0;
+  return v ? pmpy_traced_new(t, v, false) : NULL;
+}
+
+static PyObject *masked_store(PyObject *module, PyObject *const *args, Py_ssize_t n) {
+  (void)module;
+  if (n != 3) return pmpy_fail(PM_E_TYPE, "masked_store: expected a ref, a value and a mask");
+  pmpy_trace *t = pmpy_begin("store", args[0]);
+  pmpy_traced *r = t ? need_ref(t, "store", args[0]) : NULL;
+  if (!r || !in_memory("store with a mask", r)) return NULL;
+  pm_val in[3] = {r->val, stored_value(t, &r->type, args[1]), 0};
+  if (in[1]) in[2] = mask_value(t, args[2]);
+  if (!in[2] || !pmpy_emit(t, PM_OP_MASKED_STORE, in, 3, NULL, NULL, 0)) return NULL;
+  Py_RETURN_NONE;
+}
+
+static PyObject *atomic(PyObject *module, PyObject *const *args, Py_ssize_t n) {
+  (void)module;
+  const char *kind = n >= 4 && PyUnicode_Check(args[0]) ? PyUnicode_AsUTF8(args[0]) : NULL;
+  if (!kind || n > 5) return pmpy_fail(PM_E_TYPE, "atomic: expected kind, ref, value, mask");
+  pmpy_trace *t = pmpy_begin("atomic", args[1]);
+  pmpy_traced *r = t ? need_ref(t, "atomic", args[1]) : NULL;
+  pm_attr_arg attr = {.id = PM_ATTR_ATOMIC};
+  if (!r || !in_memory("atomic", r) || pmpy_enum_value(attr.id, kind, &attr.i)) return NULL;
+  pm_val in[4] = {r->val, filler(t, "atomic: the value", &r->type, args[2]), 0, 0};
+  if (in[1]) in[2] = mask_value(t, args[3]);
+  if (in[2] && n == 5) in[3] = filler(t, "atomic: the value to compare with", &r->type, args[4]);
+  if (!in[2] || (n == 5 && !in[3])) return NULL;
+  pm_val v = pmpy_emit(t, PM_OP_ATOMIC, in, (uint32_t)n - 1, NULL, &attr, 1);
+  return v ? pmpy_traced_new(t, v, false) : NULL;
+}
+
 static PyObject *acc_load(PyObject *module, PyObject *const *args, Py_ssize_t n) {
   (void)module;
   int64_t pending = 0;
@@ -737,29 +858,31 @@ static PyObject *allocated(pmpy_trace *t, pm_val v, const char *name) {
 }
 
 static PyObject *alloc_smem(PyObject *module, PyObject *args, PyObject *kw) {
-  static char *names[] = {"shape", "dtype", "tiling", "swizzle", "given", "name", NULL};
+  static char *names[] = {"shape", "dtype", "tiling", "swizzle", "given", "name", "union", NULL};
   (void)module;
-  PyObject *shape, *dtype, *tiling = Py_None;
+  PyObject *shape, *dtype, *tiling = Py_None, *overlay = Py_None;
   int swizzle = 0, given = 0;
   const char *name = NULL;
   pm_dtype d;
   pm_type type = {.kind = PM_REF, .space = PM_SMEM};
-  int64_t tile[PM_MAX_RANK];
-  int n = 0;
-  if (!PyArg_ParseTupleAndKeywords(args, kw, "OO|Oipz:alloc_smem", names, &shape, &dtype, &tiling,
-                                   &swizzle, &given, &name) ||
+  int64_t tile[PM_MAX_RANK], place[2];
+  int n = 0, n_overlay = 0;
+  if (!PyArg_ParseTupleAndKeywords(args, kw, "OO|OipzO:alloc_smem", names, &shape, &dtype, &tiling,
+                                   &swizzle, &given, &name, &overlay) ||
       pmpy_dtype_from(dtype, &d)) {
     return NULL;
   }
   pmpy_trace *t = begin_alloc("SMEM");
   if (!t || pmpy_shape(shape, "SMEM", &type)) return NULL;
   if (tiling != Py_None) n = pmpy_ints(tiling, "tiling", tile, PM_MAX_RANK);
-  if (n < 0) return NULL;
+  if (overlay != Py_None) n_overlay = pmpy_ints(overlay, "union", place, 2);
+  if (n < 0 || n_overlay < 0) return NULL;
   type.dtype = (uint8_t)d;
   pm_attr_arg attrs[] = {{.id = PM_ATTR_TILING, .list = tile, .n = (uint32_t)n},
                          {.id = PM_ATTR_SWIZZLE, .i = swizzle},
-                         {.id = PM_ATTR_GIVEN, .i = given}};
-  return allocated(t, pmpy_emit(t, PM_OP_ALLOC_SMEM, NULL, 0, &type, attrs, 3), name);
+                         {.id = PM_ATTR_GIVEN, .i = given},
+                         {.id = PM_ATTR_UNION, .list = place, .n = (uint32_t)n_overlay}};
+  return allocated(t, pmpy_emit(t, PM_OP_ALLOC_SMEM, NULL, 0, &type, attrs, 4), name);
 }
 
 static PyObject *alloc_barrier(PyObject *module, PyObject *args, PyObject *kw) {
@@ -826,10 +949,16 @@ static PyObject *alloc_acc(PyObject *module, PyObject *args, PyObject *kw) {
 PyMethodDef pmpy_ref_functions[] = {
     {"load", KEYWORDS(load), "load(ref, layout=None, optimized=True) -> Array"},
     {"store", (PyCFunction)(void (*)(void))store, METH_FASTCALL, "store(ref, value)"},
+    {"masked_load", (PyCFunction)(void (*)(void))masked_load, METH_FASTCALL,
+     "masked_load(ref, mask, other) -> Array"},
+    {"masked_store", (PyCFunction)(void (*)(void))masked_store, METH_FASTCALL,
+     "masked_store(ref, value, mask)"},
+    {"atomic", (PyCFunction)(void (*)(void))atomic, METH_FASTCALL,
+     "atomic(kind, ref, value, mask, compare=none) -> Array of what was there"},
     {"acc_load", (PyCFunction)(void (*)(void))acc_load, METH_FASTCALL,
      "acc_load(acc, wait_n=0) -> Array"},
     {"alloc_smem", KEYWORDS(alloc_smem),
-     "alloc_smem(shape, dtype, tiling=None, swizzle=0, given=False, name=None) -> Ref"},
+     "alloc_smem(shape, dtype, tiling=None, swizzle=0, given=False, name=None, union=None) -> Ref"},
     {"alloc_barrier", KEYWORDS(alloc_barrier),
      "alloc_barrier(shape, arrivals, name=None, cluster=None) -> Ref"},
     {"cluster_ref", (PyCFunction)(void (*)(void))cluster_ref, METH_FASTCALL,

@@ -891,6 +891,7 @@ static PyType_Spec trace_spec = {"pallas_mgpu._core.Trace", sizeof(pmpy_trace), 
 enum { F_INT, F_BITS, F_LIST, F_STR, F_LAYOUT, F_ENUM };
 #define F_ENUM_AXIS F_ENUM
 #define F_ENUM_REDUCE F_ENUM
+#define F_ENUM_ATOMIC F_ENUM
 #define F_ENUM_OOB F_ENUM
 #define F_ENUM_ENGINE F_ENUM
 static const uint8_t attr_form[PM_ATTR_COUNT] = {
@@ -956,7 +957,7 @@ static int operands(pmpy_trace *t, call *c, PyObject *seq) {
   return rc;
 }
 
-static int enum_value(pm_attr_id id, const char *text, int64_t *out) {
+int pmpy_enum_value(pm_attr_id id, const char *text, int64_t *out) {
 #define V(family, id, text) text,
 #define PM_FAMILY(family, values) static const char *const names_##family[] = {values NULL};
 #include "../ir/enums.def"
@@ -964,6 +965,7 @@ static int enum_value(pm_attr_id id, const char *text, int64_t *out) {
 #undef V
   const char *const *names = id == PM_ATTR_AXIS     ? names_AXIS
                              : id == PM_ATTR_REDUCE ? names_REDUCE
+                             : id == PM_ATTR_ATOMIC ? names_ATOMIC
                              : id == PM_ATTR_OOB    ? names_OOB
                                                     : names_ENGINE;
   for (int k = 0; names[k]; k++) {
@@ -998,7 +1000,7 @@ static int attribute(pmpy_trace *t, call *c, const char *name, PyObject *value) 
     a->n = (uint32_t)n;
   } else if (form == F_STR || (form == F_ENUM && PyUnicode_Check(value))) {
     const char *s = PyUnicode_AsUTF8(value);
-    if (!s || (form == F_ENUM && enum_value(a->id, s, &a->i))) return -1;
+    if (!s || (form == F_ENUM && pmpy_enum_value(a->id, s, &a->i))) return -1;
     if (form == F_STR) a->i = intern(t->g, s);
   } else if (pmpy_ints(value, name, &a->i, 1) != 1) {
     if (!PyErr_Occurred()) pmpy_fail(PM_E_TYPE, "%s: %s must be an int", info->text, name);
@@ -1060,7 +1062,7 @@ static PyObject *axis_index(PyObject *module, PyObject *const *args, Py_ssize_t 
     return pmpy_fail(PM_E_TYPE, "axis_index: expected a kind of axis and its number");
   }
   pm_attr_arg attrs[2] = {{.id = PM_ATTR_AXIS}, {.id = PM_ATTR_DIM}};
-  if (enum_value(PM_ATTR_AXIS, kind, &attrs[0].i)) return NULL;
+  if (pmpy_enum_value(PM_ATTR_AXIS, kind, &attrs[0].i)) return NULL;
   if (pmpy_ints(args[1], "axis_index", &attrs[1].i, 1) != 1) return NULL;
   pm_type type = pm_scalar_type(PM_I32);
   pm_val v = pmpy_emit(t, PM_OP_AXIS, NULL, 0, &type, attrs, 2);

@@ -64,6 +64,8 @@ PyObject *pmpy_tracer_fail(enum pmpy_tracer_error which, const char *fmt, ...) P
 int pmpy_check_open(const pmpy_trace *t, const pmpy_traced *x);
 
 /* Add an op without regions; its first result (1 if it has none), or 0. */
+/* of an attribute that is an enum, by name; -1: an error is set */
+int pmpy_enum_value(pm_attr_id id, const char *text, int64_t *out);
 pm_val pmpy_emit(pmpy_trace *t, pm_opcode code, const pm_val *in, uint32_t n_in,
                  const pm_type *given, const pm_attr_arg *attrs, uint32_t n_attrs);
 /* Object for a value made in the open region. */
@@ -147,11 +149,14 @@ typedef struct pmpy_index {
   uint32_t n_dyn;
   bool full; /* the whole value */
   uint8_t n_new;
-  uint8_t new_at[PM_MAX_RANK]; /* None: before the n-th kept dimension (arrays only) */
-  int64_t start[PM_MAX_RANK], size[PM_MAX_RANK];
+  uint8_t new_at[PM_MAX_RANK]; /* None: before the n-th dimension of the operand */
+  bool strided;
+  int64_t start[PM_MAX_RANK], size[PM_MAX_RANK], stride[PM_MAX_RANK];
   pm_val dyn[PM_MAX_RANK];
 } pmpy_index;
 
+/* The type of what is indexed behind the index, with its new dimensions; -1: too many. */
+int pmpy_indexed_type(const pmpy_index *index, const pm_type *from, pm_type *to);
 int pmpy_parse_index(pmpy_trace *t, PyObject *idx, const pm_type *type, bool array,
                      pmpy_index *out);
 int pmpy_init_ref(PyObject *module);

@@ -83,6 +83,10 @@ u32 host_cluster_rank();
 u32 host_peer_offset(u32 rank, int line);
 void host_load_cluster(void *d, u32 a, u32 bytes, int line);
 void host_store_cluster(u32 a, const void *s, u32 bytes, int line);
+/* where the bytes are, of an atomic that the thread may do now */
+void *host_atomic_global(void *p, u32 bytes, int line);
+void *host_atomic_shared(u32 a, u32 bytes, int line);
+void *host_atomic_cluster(u32 a, u32 bytes, int line);
 u32 host_atomic_add(u32 *p, u32 x, int line);
 void host_registers(u32 n, bool up, int line);
 void host_mbarrier_init(u32 b, u32 count, int line);
@@ -440,14 +444,59 @@ FN void registers_down(LINE) {
   host_registers(N, false, line);
 }
 
+/* ---- atomics ------------------------------------------------------------------------------- */
+
+/* old, x: the element and the operand */
+#define HOST_ATOMIC(kind, T, space, address, expr)           \
+  FN T atom_##kind##_##T##_##space(address a, T x, LINE) {   \
+    T *p = (T *)host_atomic_##space(a, sizeof(T), line);     \
+    const T old = *p;                                        \
+    *p = (expr);                                             \
+    return old;                                              \
+  }                                                          \
+  FN void red_##kind##_##T##_##space(address a, T x, LINE) { \
+    atom_##kind##_##T##_##space(a, x, line);                 \
+  }
+#define HOST_ATOMICS(kind, T, expr)       \
+  HOST_ATOMIC(kind, T, global, T *, expr) \
+  HOST_ATOMIC(kind, T, shared, u32, expr) \
+  HOST_ATOMIC(kind, T, cluster, u32, expr)
+#define HOST_INT_ATOMICS(T)                    \
+  HOST_ATOMICS(add, T, (T)((u32)old + (u32)x)) \
+  HOST_ATOMICS(max, T, old > x ? old : x)      \
+  HOST_ATOMICS(min, T, old < x ? old : x)      \
+  HOST_ATOMICS(and, T, old &x)                 \
+  HOST_ATOMICS(or, T, old | x)                 \
+  HOST_ATOMICS(xor, T, old ^ x)                \
+  HOST_ATOMICS(xchg, T, x)
+#define HOST_HALF_ATOMICS(T)                                    \
+  HOST_ATOMICS(add, T, old + x)                                 \
+  HOST_ATOMICS(max, T, to_##T(max_f32(to_f32(old), to_f32(x)))) \
+  HOST_ATOMICS(min, T, to_##T(min_f32(to_f32(old), to_f32(x))))
+#define HOST_CAS(T, space, address)                              \
+  FN T atom_cas_##T##_##space(address a, T compare, T x, LINE) { \
+    T *p = (T *)host_atomic_##space(a, sizeof(T), line);         \
+    const T old = *p;                                            \
+    if (bits_of(old) == bits_of(compare)) *p = x;                \
+    return old;                                                  \
+  }
+#define HOST_CAS_ALL(T) HOST_CAS(T, global, T *) HOST_CAS(T, shared, u32) HOST_CAS(T, cluster, u32)
+HOST_INT_ATOMICS(i32)
+HOST_INT_ATOMICS(u32)
+HOST_ATOMICS(add, f32, old + x)
+HOST_ATOMICS(xchg, f32, x)
+HOST_HALF_ATOMICS(f16)
+HOST_HALF_ATOMICS(bf16)
+HOST_CAS_ALL(i32)
+HOST_CAS_ALL(u32)
+HOST_CAS_ALL(f32)
+
 /* ---- barriers and copies ------------------------------------------------------------------- */
 
 FN void barrier_init(u32 b, u32 count, LINE) { host_mbarrier_init(b, count, line); }
 FN void barrier_init_fence(LINE) { host_mbarrier_init_fence(line); }
 FN void barrier_wait(u32 b, u32 parity, LINE) { host_mbarrier_wait(b, parity, false, line); }
-FN void barrier_wait_cluster(u32 b, u32 parity, LINE) {
-  host_mbarrier_wait(b, parity, true, line);
-}
+FN void barrier_wait_cluster(u32 b, u32 parity, LINE) { host_mbarrier_wait(b, parity, true, line); }
 FN void barrier_arrive(u32 b, LINE) { host_mbarrier_arrive(b, 1, line); }
 template <int N>
 FN void barrier_arrive_n(u32 b, LINE) {
@@ -468,19 +517,19 @@ FN void barrier_arrive_tx(u32 b, u32 bytes, LINE) {
 }
 
 FN void tensor_map_prefetch(const TensorMap *m, LINE) { host_prefetch(m, line); }
-#define HOST_TMA(rank, parameters, ...)                                                    \
-  FN void tma_load_##rank##d(u32 dst, const TensorMap *m, u32 barrier, parameters, LINE) { \
-    const i32 c[] = {__VA_ARGS__};                                                         \
-    host_tma_load(dst, m, barrier, c, rank, line);                                         \
-  }                                                                                        \
-  FN void tma_multicast_##rank##d(u32 dst, const TensorMap *m, u32 barrier, u32 mask,      \
-                                  parameters, LINE) {                                      \
-    const i32 c[] = {__VA_ARGS__};                                                         \
-    host_tma_multicast(dst, m, barrier, mask, c, rank, line);                              \
-  }                                                                                        \
-  FN void tma_store_##rank##d(const TensorMap *m, u32 src, parameters, LINE) {             \
-    const i32 c[] = {__VA_ARGS__};                                                         \
-    host_tma_store(m, src, c, rank, line);                                                 \
+#define HOST_TMA(rank, parameters, ...)                                                           \
+  FN void tma_load_##rank##d(u32 dst, const TensorMap *m, u32 barrier, parameters, LINE) {        \
+    const i32 c[] = {__VA_ARGS__};                                                                \
+    host_tma_load(dst, m, barrier, c, rank, line);                                                \
+  }                                                                                               \
+  FN void tma_multicast_##rank##d(u32 dst, const TensorMap *m, u32 barrier, u32 mask, parameters, \
+                                  LINE) {                                                         \
+    const i32 c[] = {__VA_ARGS__};                                                                \
+    host_tma_multicast(dst, m, barrier, mask, c, rank, line);                                     \
+  }                                                                                               \
+  FN void tma_store_##rank##d(const TensorMap *m, u32 src, parameters, LINE) {                    \
+    const i32 c[] = {__VA_ARGS__};                                                                \
+    host_tma_store(m, src, c, rank, line);                                                        \
   }
 /* clang-format off */
 #define COMMA ,
@@ -521,16 +570,16 @@ FN u32 wgmma_address(u32 a, u32 leading) {
 }
 
 /* Functions named wgmma_m64n<N>k16_<D>_<A>_<major of A><major of B>; r: A in registers. */
-#define HOST_WGMMA_SMEM(N, d, half, in, is_bf16, ka, ta, kb, tb)                              \
-  FN void wgmma_m64n##N##k16_##d##_##in##_##ka##kb(HostRegister_##d *r, u32 a, u32 ah, u32 b, \
-                                                   u32 bh, LINE) {                            \
-    const HostWgmma w = {r, 0, a, ah, b, bh, N, half, is_bf16, ta, tb, false};                \
-    host_wgmma(&w, line);                                                                     \
-  }                                                                                           \
-  FN void wgmma_m64n##N##k16_##d##_##in##_##ka##kb##_fresh(HostRegister_##d *r, u32 a,        \
-                                                           u32 ah, u32 b, u32 bh, LINE) {     \
-    const HostWgmma w = {r, 0, a, ah, b, bh, N, half, is_bf16, ta, tb, true};                 \
-    host_wgmma(&w, line);                                                                     \
+#define HOST_WGMMA_SMEM(N, d, half, in, is_bf16, ka, ta, kb, tb)                               \
+  FN void wgmma_m64n##N##k16_##d##_##in##_##ka##kb(HostRegister_##d *r, u32 a, u32 ah, u32 b,  \
+                                                   u32 bh, LINE) {                             \
+    const HostWgmma w = {r, 0, a, ah, b, bh, N, half, is_bf16, ta, tb, false};                 \
+    host_wgmma(&w, line);                                                                      \
+  }                                                                                            \
+  FN void wgmma_m64n##N##k16_##d##_##in##_##ka##kb##_fresh(HostRegister_##d *r, u32 a, u32 ah, \
+                                                           u32 b, u32 bh, LINE) {              \
+    const HostWgmma w = {r, 0, a, ah, b, bh, N, half, is_bf16, ta, tb, true};                  \
+    host_wgmma(&w, line);                                                                      \
   }
 #define HOST_WGMMA_REGS(N, d, half, in, is_bf16, kb, tb)                                          \
   FN void wgmma_m64n##N##k16_##d##_##in##_r##kb(HostRegister_##d *r, const u32 *a, u32 b, u32 bh, \

@@ -52,6 +52,7 @@ struct Mark {
   u16 writer, reader;
   u16 write_line, read_line;
   u8 barrier; /* part of an mbarrier */
+  u8 atomic;  /* the writes were atomic: another atomic needs no order behind them */
 };
 
 /* Reads by engines, of 16 bytes: which of them, by whom and when. */

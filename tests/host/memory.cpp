@@ -4,7 +4,7 @@
 static const char *names[] = {"read", "write"};
 
 void Region::forget() {
-  const Mark none = {0, 0, NOBODY, NOBODY, 0, 0, 0};
+  const Mark none = {0, 0, NOBODY, NOBODY, 0, 0, 0, 0};
   marks.assign(size, none);
   for (EngineReads &e : engine_reads) e.n = 0;
   crowds.clear();
@@ -143,7 +143,8 @@ void thread_reads(Region &r, size_t at, size_t n, int line) {
     if (b.writer == NOBODY) {
       if (!r.born_written) uninitialised(r, k, line);
     } else if (b.writer == MANY) {
-      if (!any_seen(crowd_of(r, k).write, seen))
+      const std::vector<u32> &write = crowd_of(r, k).write;
+      if (b.atomic ? !all_seen(write, seen, t->rank) : !any_seen(write, seen))
         unordered(r, k, 0, "write", MANY, b.write_line, line);
     } else if (seen[b.writer] < b.write) {
       unordered(r, k, 0, "write", b.writer, b.write_line, line);
@@ -189,7 +190,7 @@ void thread_writes(Region &r, size_t at, const void *from, size_t n, int line) {
     if (!same && !reads_are_ordered(r, b, at + k, t))
       unordered(r, at + k, 1, "read", b.reader, b.read_line, line);
     if (!write_is_ordered(r, b, at + k, t)) {
-      if (!same || is_engine(b.writer))
+      if (!same || b.atomic || is_engine(b.writer))
         unordered(r, at + k, 1, "write", b.writer, b.write_line, line);
       join_writers(r, b, at + k, t);
     } else {
@@ -197,8 +198,32 @@ void thread_writes(Region &r, size_t at, const void *from, size_t n, int line) {
       b.write = t->clock.seen[t->rank];
       b.reader = NOBODY;
     }
+    b.atomic = 0;
     b.write_line = (u16)line;
     r.bytes[at + k] = value;
+  }
+}
+
+/* Reads and writes; those of several threads need no order. */
+static void thread_updates(Region &r, size_t at, size_t n, int line) {
+  Thread *t = m.self;
+  Mark *marks = marks_of(r);
+  behind_engine_reads(r, at, n, t->clock, line);
+  for (size_t k = at; k < at + n; k++) {
+    Mark &b = marks[k];
+    if (b.barrier) in_barrier(r, k, line);
+    if (b.writer == NOBODY && !r.born_written) uninitialised(r, k, line);
+    if (!reads_are_ordered(r, b, k, t)) unordered(r, k, 1, "read", b.reader, b.read_line, line);
+    if (write_is_ordered(r, b, k, t)) {
+      b.writer = (u16)t->rank;
+      b.write = t->clock.seen[t->rank];
+    } else {
+      if (!b.atomic) unordered(r, k, 1, "write", b.writer, b.write_line, line);
+      join_writers(r, b, k, t);
+    }
+    b.atomic = 1;
+    b.reader = NOBODY;
+    b.write_line = (u16)line;
   }
 }
 
@@ -251,6 +276,7 @@ void engine_writes(Region &r, size_t at, const void *from, size_t n, const Stamp
     b.writer = s.who;
     b.write = s.when;
     b.write_line = (u16)s.line;
+    b.atomic = 0;
     b.reader = NOBODY;
   }
   memcpy(r.bytes + at, from, n);
@@ -364,6 +390,33 @@ extern "C" u32 host_atomic_add(u32 *p, u32 x, int line) {
   global_region(p, 4, 4, "atom.global", line, &at);
   *p = old + x;
   return old;
+}
+
+/* ---- atomics ------------------------------------------------------------------------------- */
+
+extern "C" void *host_atomic_global(void *p, u32 bytes, int line) {
+  size_t at;
+  m.self->line = line;
+  Region &r = global_region(p, bytes, bytes, "atom.global", line, &at);
+  if (r.read_only) host_fail(line, "atom.global to an operand");
+  thread_updates(r, at, bytes, line);
+  return p;
+}
+
+extern "C" void *host_atomic_shared(u32 a, u32 bytes, int line) {
+  Region &r = m.self->block->shared;
+  const size_t at = shared_offset(*m.self->block, a, bytes, bytes, "atom.shared", line);
+  m.self->line = line;
+  thread_updates(r, at, bytes, line);
+  return r.bytes + at;
+}
+
+extern "C" void *host_atomic_cluster(u32 a, u32 bytes, int line) {
+  Block &b = peer(a, "atom.shared::cluster", line);
+  const size_t at = shared_offset(b, a & 0xffffff, bytes, bytes, "atom.shared::cluster", line);
+  m.self->line = line;
+  thread_updates(b.shared, at, bytes, line);
+  return b.shared.bytes + at;
 }
 
 /* ---- ldmatrix, stmatrix -------------------------------------------------------------------- */

@@ -1,0 +1,133 @@
+/* Loads, stores and atomics, element by element, where a mask is true.
+ *
+ * An element whose mask is false is neither touched nor looked for: it may lie outside. One whose
+ * mask is true must lie inside of the view and of all that it was cut from. Other agents see all of
+ * an instruction or nothing of it. */
+#include "vm.h"
+
+/* An instruction's elements in order. */
+typedef struct walker {
+  const instr *i;
+  const spot *s;
+  int64_t k, index[PM_MAX_RANK];
+} walker;
+
+static bool next(walker *w) {
+  const access *mem = w->s->mem;
+  for (uint32_t d = mem->rank; d-- > 0;) {
+    if (++w->index[d] < mem->dim[d]) break;
+    w->index[d] = 0;
+  }
+  return ++w->k < mem->n;
+}
+
+/* Of the operand in `slot`, the n-th behind the ref. */
+static char *operand(thread *t, const walker *w, uint32_t slot, uint32_t n, size_t bytes) {
+  return (char *)slot_of(t, slot) + (w->i->to >> n & 1 ? 0 : (size_t)w->k * bytes);
+}
+
+static char *place_of(const walker *w) {
+  const access *mem = w->s->mem;
+  if (w->s->inside && mem->contiguous) return w->s->at + w->k * mem->bytes;
+  return pm_vm_element(w->s, true, w->index);
+}
+
+static bool is_true(thread *t, const walker *w, uint32_t slot, uint32_t n) {
+  return *operand(t, w, slot, n, 1) != 0;
+}
+
+static step exec_masked_load(pm_machine *m, thread *t, const instr *i) {
+  spot s;
+  pm_vm_locate(m, t, i->mem, &s);
+  walker w = {.i = i, .s = &s};
+  const size_t bytes = i->mem->bytes;
+  char *to = slot_of(t, i->dst);
+  do {
+    char *x = to + (size_t)w.k * bytes;
+    if (!is_true(t, &w, i->a, 0)) {
+      memcpy(x, operand(t, &w, i->b, 1, bytes), bytes);
+      continue;
+    }
+    const char *at = s.base ? place_of(&w) : NULL;
+    if (!at && (m->options.oob_raise || !s.base))
+      return pm_vm_outside(m, t, i->op, &s, "masked load");
+    if (at) {
+      memcpy(x, at, bytes);
+    } else {
+      pm_interp_fill(i->mem->dtype, m->options.zero_fill, x, 1);
+    }
+  } while (next(&w));
+  return STEP_PAUSE;
+}
+
+static step exec_masked_store(pm_machine *m, thread *t, const instr *i) {
+  spot s;
+  pm_vm_locate(m, t, i->mem, &s);
+  walker w = {.i = i, .s = &s};
+  const size_t bytes = i->mem->bytes;
+  do {
+    if (!is_true(t, &w, i->b, 1)) continue;
+    char *at = s.base ? place_of(&w) : NULL;
+    if (!at) return pm_vm_outside(m, t, i->op, &s, "masked store");
+    memcpy(at, operand(t, &w, i->a, 0, bytes), bytes);
+  } while (next(&w));
+  return STEP_PAUSE;
+}
+
+static int64_t combined_int(int64_t kind, int64_t x, int64_t y) {
+  switch (kind) {
+    case PM_ATOMIC_ADD: return x + y;
+    case PM_ATOMIC_MAX: return pm_max(x, y);
+    case PM_ATOMIC_MIN: return pm_min(x, y);
+    case PM_ATOMIC_AND: return x & y;
+    case PM_ATOMIC_OR: return x | y;
+    default: return x ^ y;
+  }
+}
+
+/* NaN wins, -0 is less than 0 */
+static double combined_float(int64_t kind, double x, double y) {
+  if (kind == PM_ATOMIC_ADD) return x + y;
+  if (x != x || y != y) return x != x ? x : y;
+  const bool less = x < y || (x == y && __builtin_signbit(x));
+  return (kind == PM_ATOMIC_MIN) == less ? x : y;
+}
+
+static void combine(pm_dtype d, int64_t kind, char *at, const char *value, const char *compare) {
+  const size_t bytes = pm_dtypes[d].bytes;
+  pm_scalar x = pm_load_scalar(d, at), y = pm_load_scalar(d, value);
+  if (kind == PM_ATOMIC_CAS && memcmp(at, compare, bytes)) return;
+  if (kind >= PM_ATOMIC_XCHG) {
+    memcpy(at, value, bytes);
+    return;
+  }
+  if (pm_is_float(d)) {
+    x.f = combined_float(kind, x.f, y.f);
+  } else {
+    x.i = combined_int(kind, x.i, y.i);
+  }
+  pm_store_scalar(d, at, x);
+}
+
+static step exec_atomic(pm_machine *m, thread *t, const instr *i) {
+  spot s;
+  pm_vm_locate(m, t, i->mem, &s);
+  walker w = {.i = i, .s = &s};
+  const size_t bytes = i->mem->bytes;
+  char *old = slot_of(t, i->dst);
+  do {
+    char *x = old + (size_t)w.k * bytes;
+    memset(x, 0, bytes);
+    if (!is_true(t, &w, i->b, 1)) continue;
+    char *at = s.base ? place_of(&w) : NULL;
+    if (!at) return pm_vm_outside(m, t, i->op, &s, "atomic");
+    memcpy(x, at, bytes);
+    const char *compare = i->flags == PM_ATOMIC_CAS ? operand(t, &w, i->c, 2, bytes) : NULL;
+    combine(i->mem->dtype, i->flags, at, operand(t, &w, i->a, 0, bytes), compare);
+  } while (next(&w));
+  return STEP_PAUSE;
+}
+
+const handler pm_vm_MASKED_LOAD = {pm_vm_encode_masked, exec_masked_load, {0}};
+const handler pm_vm_MASKED_STORE = {pm_vm_encode_masked, exec_masked_store, {0}};
+const handler pm_vm_ATOMIC = {pm_vm_encode_masked, exec_atomic, {0}};

@@ -1,0 +1,166 @@
+"""Accesses of refs beyond ``ref[idx]``: masks, atomics.
+
+Masks and values broadcast to the shape of the indexed part, whose elements are touched only where
+the mask is true: others may lie outside of the array.
+"""
+
+import numpy as np
+
+from . import _core
+from ._names import show
+from ._trace import Array, Ref, as_array, type_text
+
+_OPTIONS = ("cache_modifier", "eviction_policy", "volatile")
+
+
+def _view(what, ref, idx, options):
+    if not isinstance(ref, Ref):
+        raise TypeError(f"{what}: the first argument must be a ref, got {show(ref)}")
+    for name in options:
+        if name == "memory_space":
+            raise TypeError(
+                f"{what}: no argument 'memory_space': a load goes to registers, a store to the"
+                " ref's memory; for copies use plgpu.copy_gmem_to_smem and copy_smem_to_gmem"
+            )
+        if name not in _OPTIONS:
+            raise TypeError(f"{what}: unexpected argument {name!r}")
+    return ref.at[idx]
+
+
+def _beside(what, x, view):
+    """``x`` in the shape of the view, or a scalar."""
+    if x.shape in ((), view.shape):
+        return x
+    from .numpy import broadcast_to
+
+    try:
+        return broadcast_to(x, view.shape)
+    except ValueError:
+        raise ValueError(
+            f"{what} of shape {x.shape} does not broadcast to {view.shape}, the shape of the"
+            " indexed part"
+        ) from None
+
+
+def _mask(what, mask, view):
+    mask = as_array(mask, f"{what}: mask")
+    if mask.dtype != bool:
+        raise TypeError(f"{what}: mask must be a bool array, got {type_text(mask)}")
+    return _beside(f"{what}: mask", mask, view)
+
+
+def _value(what, x, view):
+    """A number, or an array that broadcasts."""
+    if isinstance(x, (bool, int, float, np.generic)):
+        return x
+    return _beside(what, as_array(x, what), view)
+
+
+def load(ref, idx, *, mask=None, other=None, **options):
+    """``ref[idx]``; with ``mask`` only where that is true, and ``other`` (zero if not given)
+    elsewhere.
+
+    ``mask`` (bool) and ``other`` broadcast to the shape of ``ref[idx]``. Elements whose mask is
+    false are not touched, so a block may overhang the array. ``cache_modifier``,
+    ``eviction_policy`` and ``volatile`` have no effect. ValueError, TypeError for misuse.
+    """
+    what = "pl.load"
+    view = _view(what, ref, idx, options)
+    if mask is None:
+        if other is not None:
+            raise ValueError(f"{what}: other is only for a load with a mask")
+        return view[...]
+    zero = False if view.dtype == bool else 0
+    filler = zero if other is None else _value(f"{what}: other", other, view)
+    return _core.masked_load(view, _mask(what, mask, view), filler)
+
+
+def store(ref, idx, val, *, mask=None, **options):
+    """``ref[idx] = val``; with ``mask`` (bool, broadcasts) only where that is true, and nothing
+    else is touched. The value has the indexed shape exactly."""
+    what = "pl.store"
+    view = _view(what, ref, idx, options)
+    if mask is None:
+        view[...] = val
+    else:
+        _core.masked_store(view, val, _mask(what, mask, view))
+
+
+def swap(ref, idx, val, *, mask=None, **options):
+    """``ref.swap(val, idx)``: what was there before. With ``mask`` only where that is true, zeros
+    elsewhere. Not atomic."""
+    what = "pl.swap"
+    view = _view(what, ref, idx, options)
+    if mask is None:
+        return view.swap(val)
+    mask = _mask(what, mask, view)
+    old = _core.masked_load(view, mask, False if view.dtype == bool else 0)
+    _core.masked_store(view, val, mask)
+    return old
+
+
+# ---- atomics -------------------------------------------------------------------------------------
+
+
+def _atomic(kind, what, view, value, mask, *compare):
+    mask = True if mask is None else _mask(what, mask, view)
+    more = [_value(f"{what}: the value to compare with", x, view) for x in compare]
+    return _core.atomic(kind, view, _value(f"{what}: the value", value, view), mask, *more)
+
+
+def _with_index(kind, does):
+    def atomic(ref, idx, val, *, mask=None):
+        what = f"pl.atomic_{kind}"
+        return _atomic(kind, what, _view(what, ref, idx, {}), val, mask)
+
+    atomic.__name__ = atomic.__qualname__ = f"atomic_{kind}"
+    atomic.__doc__ = f"""Atomically {does} each element of ``ref[idx]``; the array of what was there
+    before.
+
+    ``val`` and ``mask`` (bool) broadcast. Relaxed, at the scope of all who reach the memory. Where
+    the mask is false nothing is touched and the result is undefined. NotImplementedError for dtypes
+    that the operation is not available for.
+    """
+    return atomic
+
+
+def _of_ref(kind, does):
+    def atomic(ref, val):
+        what = f"atomic_{kind}"
+        if not isinstance(ref, Ref):
+            raise TypeError(f"{what}: ref must be a ref, got {show(ref)}")
+        value = val if isinstance(val, Array) else as_array(val, f"{what}: val")
+        if value.shape != ref.shape:
+            raise ValueError(
+                f"{what}: val has shape {value.shape} and ref {ref.shape}; they must be equal"
+            )
+        _atomic(kind, what, ref, val, None)
+
+    atomic.__name__ = atomic.__qualname__ = f"atomic_{kind}"
+    atomic.__doc__ = f"""Atomically {does} each element of ``ref`` (GMEM or SMEM), without a result.
+
+    ``val`` has the shape and dtype of ``ref``. Relaxed. int32 and uint32: all of them; float32:
+    add; float16, bfloat16: add, max, min; NotImplementedError for others.
+    """
+    return atomic
+
+
+_DOES = {
+    "add": "add to",
+    "max": "take the maximum with",
+    "min": "take the minimum with",
+    "and": "and bits into",
+    "or": "or bits into",
+    "xor": "exclusive-or bits into",
+    "xchg": "replace",
+}
+WITH_INDEX = {f"atomic_{kind}": _with_index(kind, does) for kind, does in _DOES.items()}
+OF_REF = {f"atomic_{kind}": _of_ref(kind, does) for kind, does in _DOES.items() if kind != "xchg"}
+
+
+def atomic_cas(ref, idx, cmp, val, *, mask=None):
+    """Atomically replace each element of ``ref[idx]`` that has the bits of ``cmp`` by ``val``; the
+    array of what was there before. ``cmp``, ``val`` and ``mask`` broadcast. int32, uint32,
+    float32."""
+    what = "pl.atomic_cas"
+    return _atomic("cas", what, _view(what, ref, idx, {}), val, mask, cmp)

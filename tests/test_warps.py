@@ -1,0 +1,203 @@
+"""Warps of a thread that go their own ways: scalars, barriers, copies; what is refused there."""
+
+import functools
+
+import numpy as np
+import pytest
+
+import pallas_mgpu as plgpu
+from pallas_mgpu import lax, pl
+from pallas_mgpu import numpy as jnp
+
+F32 = plgpu.ShapeDtypeStruct((64,), np.float32)
+
+
+@pytest.mark.parametrize("form", ["map", "mesh", "kernel"])
+def test_scalars(run, form):
+    """Each warp computes with its own number, branches and loops on it."""
+
+    def body(o_ref):
+        o_ref[...] = jnp.zeros((8,), jnp.int32)
+        factor = lax.axis_index("g") + 10
+
+        def work(w):
+            @pl.when(w == 2)
+            def _():
+                o_ref[4] = lax.fori_loop(0, w + 3, lambda i, c: c + i, jnp.int32(0))
+
+            o_ref[w] = jnp.where(w > 1, w * factor, -w)
+
+        if form == "map":
+            assert plgpu.warp_map(work) is None
+        elif form == "mesh":
+
+            @pl.core_map(plgpu.WarpMesh(axis_name="warp"))
+            def _():
+                assert lax.axis_size("warp") == 4
+                work(lax.axis_index("warp"))
+        else:
+            each = pl.kernel(
+                lambda r: work(lax.axis_index("w")), mesh=plgpu.WarpMesh(axis_name="w")
+            )
+            each(o_ref)
+        o_ref[5] = o_ref[0] + o_ref[2]
+
+    got = run(body, np.zeros(8, np.int32), grid=(1,), grid_names=("g",))
+    np.testing.assert_array_equal(got, [0, -1, 20, 30, 10, 20, 0, 0])
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.int8])
+def test_producer_and_consumer(run, rng, dtype):
+    """One warp fetches, another one reads: through one slot, in step. Behind it the thread goes on
+    with the same barriers, so all its lanes know their phases. Rows of 1 x 24 int8 are no multiples
+    of 16 bytes: lanes of the warp copy them."""
+    steps, n = 5, 24
+    x = rng.integers(0, 100, (steps + 1, n)).astype(dtype)
+
+    def body(x_ref, o_ref, last_ref, smem, ready, free):
+        @plgpu.warp_map
+        def _(w):
+            @pl.when(w == 0)
+            def _():
+                @pl.loop(0, steps)
+                def _(k):
+                    @pl.when(k > 0)
+                    def _():
+                        plgpu.barrier_wait(free)
+
+                    plgpu.copy_gmem_to_smem(x_ref.at[k], smem, ready.at[1])
+
+            @pl.when(w == 3)
+            def _():
+                @pl.loop(0, steps)
+                def _(k):
+                    plgpu.barrier_wait(ready.at[1])
+                    o_ref[k, 0] = smem[k]
+                    o_ref[k, 1] = smem[n - 1]
+                    plgpu.barrier_arrive(free)
+
+        plgpu.barrier_wait(free)
+        plgpu.copy_gmem_to_smem(x_ref.at[steps], smem, ready.at[1])
+        plgpu.barrier_wait(ready.at[1])
+        last_ref[...] = smem[...]
+
+    want = np.stack([x[np.arange(steps), np.arange(steps)], x[:steps, -1]], 1)
+    got, last = run(
+        body,
+        (want, x[0]),
+        x,
+        scratch_types=[
+            plgpu.SMEM((n,), dtype),
+            plgpu.Barrier(num_barriers=2),
+            plgpu.Barrier(),
+        ],
+    )
+    np.testing.assert_array_equal(got, want)
+    np.testing.assert_array_equal(last, x[steps])
+
+
+def test_stores_of_warps(run, rng):
+    """Two warps of each of two threads copy to GMEM and wait for their own groups."""
+    x = rng.standard_normal((2, 2, 64)).astype(np.float32)
+
+    def body(x_ref, o_ref, smem):
+        t = lax.axis_index("t")
+        for k in range(2):
+            smem[t, k] = x_ref[t, k]
+        plgpu.commit_smem()
+
+        @plgpu.warp_map
+        def _(w):
+            @pl.when(w < 2)
+            def _():
+                plgpu.copy_smem_to_gmem(smem.at[t, w], o_ref.at[t, w])
+                plgpu.wait_smem_to_gmem(0)
+
+    types = [plgpu.SMEM((2, 2, 64), np.float32)]
+    got = run(body, x, x, scratch_types=types, num_threads=2, thread_name="t")
+    np.testing.assert_array_equal(got, x)
+
+
+def lower(f, **options):
+    def body(o_ref, smem, bar):
+        o_ref[...] = jnp.zeros((64,))
+        plgpu.warp_map(functools.partial(f, o_ref, smem, bar, o_ref[...]))
+
+    options = {"scratch_types": [plgpu.SMEM((64,), np.float32), plgpu.Barrier()], **options}
+    return plgpu.kernel(body, out_type=F32, interpret=True, **options)
+
+
+@pytest.mark.parametrize(
+    "f, error, text",
+    [
+        (lambda o, s, b, v, w: s[...], ValueError, "Can only load scalars"),
+        (lambda o, s, b, v, w: s.set(v), NotImplementedError, "Can only store scalars"),
+        (lambda o, s, b, v, w: s.set(v.sum(), 0), NotImplementedError, "reduce: Unimplemented"),
+        (lambda o, s, b, v, w: s.set((v + w)[0], 0), NotImplementedError, "Non-scalar|slice"),
+        (lambda o, s, b, v, w: plgpu.commit_smem(), NotImplementedError, "commit_smem: Unimp"),
+        (lambda o, s, b, v, w: plgpu.atomic_add(o.at[0], 1.0), NotImplementedError, "atomic: Un"),
+        (
+            lambda o, s, b, v, w: pl.run_scoped(
+                lambda r: r.set(1.0, 0), plgpu.SMEM((4,), jnp.float32)
+            ),
+            NotImplementedError,
+            "scope: Unimplemented",
+        ),
+        (
+            lambda o, s, b, v, w: plgpu.warp_map(lambda u: None),
+            plgpu.LoweringError,
+            "cannot be nested",
+        ),
+        (lambda o, s, b, v, w: 3, ValueError, "must return None"),
+    ],
+)
+def test_errors(f, error, text):
+    def g(o_ref, *args):
+        result = f(o_ref, *args)
+        if isinstance(result, plgpu.Array):  # what nobody uses would vanish
+            o_ref[0] = result.sum() if result.shape else result
+            return None
+        return result
+
+    with pytest.raises(error, match=text):
+        lower(g)()
+
+
+def test_deadlock_names_the_warp():
+    def f(o, s, b, v, w):
+        @pl.when(w == 1)
+        def _():
+            plgpu.barrier_wait(b)
+
+    with pytest.raises(plgpu.DeadlockError, match=r"thread 0, warp 1: barrier_wait.*'bar'"):
+        lower(f)()
+
+
+def test_copy_that_its_warp_leaves_behind():
+    def f(o, s, b, v, w):
+        @pl.when(w == 1)
+        def _():
+            plgpu.copy_smem_to_gmem(s, o)
+
+    with pytest.raises(ValueError, match="the warp ends while this copy"):
+        lower(f)()
+
+
+def test_names():
+    mesh = plgpu.WarpMesh(axis_name="warp")
+    assert mesh.shape == {"warp": 4} and mesh == plgpu.WarpMesh(axis_name="warp")
+    with pytest.raises(ValueError, match="for the body of a kernel"):
+        pl.core_map(mesh)
+
+    def taken(o_ref):
+        pl.core_map(plgpu.WarpMesh(axis_name="g"))(lambda: None)
+
+    with pytest.raises(ValueError, match="'g' is taken"):
+        plgpu.kernel(taken, out_type=F32, interpret=True, grid=(1,), grid_names=("g",))()
+
+    def gone(o_ref):
+        plgpu.warp_map(lambda w: None)
+        lax.axis_index("warp")
+
+    with pytest.raises(NameError, match="unbound axis name"):
+        plgpu.kernel(gone, out_type=F32, interpret=True)()
