@@ -149,10 +149,25 @@ def _binary(op, host):
 for _name, _op, _f, _inexact, _doc in (
     ("abs", "abs", np.abs, False, "|x|."),
     ("absolute", "abs", np.abs, False, "|x|."),
+    ("arccos", "acos", np.arccos, True, "Inverse cosine; integers become float32."),
+    ("acos", "acos", np.arccos, True, "Inverse cosine; integers become float32."),
+    ("arccosh", "acosh", np.arccosh, True, "Inverse hyperbolic cosine."),
+    ("acosh", "acosh", np.arccosh, True, "Inverse hyperbolic cosine."),
+    ("arcsin", "asin", np.arcsin, True, "Inverse sine; integers become float32."),
+    ("asin", "asin", np.arcsin, True, "Inverse sine; integers become float32."),
+    ("arcsinh", "asinh", np.arcsinh, True, "Inverse hyperbolic sine."),
+    ("asinh", "asinh", np.arcsinh, True, "Inverse hyperbolic sine."),
+    ("arctan", "atan", np.arctan, True, "Inverse tangent; integers become float32."),
+    ("atan", "atan", np.arctan, True, "Inverse tangent; integers become float32."),
+    ("arctanh", "atanh", np.arctanh, True, "Inverse hyperbolic tangent."),
+    ("atanh", "atanh", np.arctanh, True, "Inverse hyperbolic tangent."),
+    ("cbrt", "cbrt", np.cbrt, True, "Cube root; integers become float32."),
     ("ceil", "ceil", np.ceil, False, "Smallest integer not below x."),
     ("cos", "cos", np.cos, True, "Cosine."),
+    ("cosh", "cosh", np.cosh, True, "Hyperbolic cosine."),
     ("exp", "exp", np.exp, True, "e to the x; integers become float32."),
     ("exp2", "exp2", np.exp2, True, "2 to the x; integers become float32."),
+    ("expm1", "expm1", np.expm1, True, "exp(x) - 1, exact near 0; integers become float32."),
     ("floor", "floor", np.floor, False, "Largest integer not above x."),
     ("invert", "not", np.invert, False, "Bitwise complement; logical on bool."),
     ("bitwise_not", "not", np.invert, False, "Bitwise complement; logical on bool."),
@@ -163,15 +178,22 @@ for _name, _op, _f, _inexact, _doc in (
     ("rint", "rint", np.rint, True, "Nearest integer, halves to even."),
     ("sign", "sign", np.sign, False, "-1, 0 or 1."),
     ("sin", "sin", np.sin, True, "Sine."),
+    ("sinh", "sinh", np.sinh, True, "Hyperbolic sine."),
     ("sqrt", "sqrt", np.sqrt, True, "Square root."),
+    ("tan", "tan", np.tan, True, "Tangent; integers become float32."),
     ("tanh", "tanh", np.tanh, True, "Hyperbolic tangent."),
+    ("trunc", "trunc", np.trunc, False, "x without its fraction."),
 ):
     _export(_name, _unary(_op, _f, _inexact), _doc)
 
 for _name, _op, _host_f, _doc in (
     ("add", "add", np.add, "x + y."),
+    ("arctan2", "atan2", np.arctan2, "Angle of the point (y, x); integers become float32."),
+    ("atan2", "atan2", np.arctan2, "Angle of the point (y, x); integers become float32."),
     ("bitwise_and", "and", np.bitwise_and, "x & y."),
+    ("bitwise_left_shift", "shl", np.left_shift, "x << y."),
     ("bitwise_or", "or", np.bitwise_or, "x | y."),
+    ("bitwise_right_shift", "shr", np.right_shift, "x >> y."),
     ("bitwise_xor", "xor", np.bitwise_xor, "x ^ y."),
     ("divide", "true_divide", np.true_divide, "x / y; integers become float32."),
     ("true_divide", "true_divide", np.true_divide, "x / y; integers become float32."),
@@ -188,6 +210,8 @@ for _name, _op, _host_f, _doc in (
     ("remainder", "remainder", np.remainder, "x % y, with the sign of the divisor."),
     ("multiply", "mul", np.multiply, "x * y."),
     ("not_equal", "ne", np.not_equal, "x != y."),
+    ("pow", "power", np.power, "x to the y; a static whole y by multiplication."),
+    ("power", "power", np.power, "x to the y; a static whole y by multiplication."),
     ("right_shift", "shr", np.right_shift, "x >> y."),
     ("subtract", "sub", np.subtract, "x - y."),
 ):
@@ -233,6 +257,20 @@ def isinf(x):
 def isfinite(x):
     """x is a finite number."""
     return _core.binary("lt", _core.unary("abs", x), inf) if _traced(x) else np.isfinite(x)
+
+
+def bitwise_invert(x):
+    """Bitwise complement; logical on bool."""
+    return invert(x)  # noqa: F821 - made by the table above
+
+
+def bitwise_count(x):
+    """Number of bits set in the magnitude of x, as uint8."""
+    if not _traced(x):
+        x = _host(x)
+        x = np.abs(x)
+        return np.unpackbits(x[..., None].view(np.uint8), axis=-1).sum(-1, dtype=np.uint8)
+    return _core.convert(_core.unary("popcount", _core.unary("abs", x)), "uint8")
 
 
 def square(x):
@@ -555,3 +593,10 @@ def __getattr__(name):
 
     host_only.__name__ = name
     return host_only
+
+
+from . import _elementwise as _composed  # noqa: E402 - it is made of the functions above
+
+for _name in _composed.NUMPY:
+    globals()[_name] = getattr(_composed, _name)
+del _name

@@ -329,7 +329,17 @@ ARRAYS = {
     ),
     "@ number": (TE, "operands must be arrays or refs, got 3", value(lambda v: v @ 3)),
     "@ scalar": (VE, "at least one dimension", value(lambda v: v @ v[0])),
-    "** float": (NIE, "power: the exponent must be a Python int", value(lambda v: v**1.7)),
+    "clz of floats": (TE, "clz does not accept dtype float32", value(lambda v: lax.clz(v))),
+    "erf_inv of ints": (
+        TE,
+        "does not accept dtype int32",
+        value(lambda v: lax.erf_inv(v.astype("int32"))),
+    ),
+    "logistic of ints": (
+        TE,
+        "does not accept dtype int32",
+        value(lambda v: lax.logistic(v.astype("int32"))),
+    ),
     "** -1": (TE, "negative powers", value(lambda v: v.astype("int32") ** -1)),
     "int8 + 1": (NIE, "8-bit types are unsupported", value(lambda v: v.astype("int8") + 1)),
     "transpose axes": (
@@ -394,8 +404,12 @@ ARRAYS = {
         "does not accept dtype float32",
         value(lambda v: lax.shift_right_logical(v, 1)),
     ),
-    "lax.select_n": (NIE, "exactly two cases", value(lambda v: lax.select_n(v > 0, v, v, v))),
-    "nn.softmax": (NIE, "nn.softmax is not supported yet", value(lambda v: nn.softmax(v))),
+    "lax.select_n": (TE, "one of two cases", value(lambda v: lax.select_n(v > 0, v, v, v))),
+    "nn.normalize": (NIE, "nn.normalize is not supported", value(lambda v: nn.normalize(v))),
+    "nn.glu odd": (VE, "must be even, got 127", value(lambda v: nn.glu(v[:127]))),
+    "nn.one_hot axis": (VE, "out of bounds for rank 2", value(lambda v: nn.one_hot(v, 3, axis=5))),
+    "jnp.select lists": (VE, "must have one length", value(lambda v: jnp.select([v > 0], [v, v]))),
+    "reduce_precision": (VE, "at least 1", value(lambda v: lax.reduce_precision(v, 0, 3))),
     "call a kernel": (TE, "cannot be called inside of another", value(GOOD)),
     "layout None": (TE, "must be a plgpu.Layout", value(lambda v: plgpu.layout_cast(v, None))),
     "layout TMEM": (

@@ -47,9 +47,24 @@ APPROX_FUNCTION(RSQRT, "rsqrtf", "rsqrt_approx")
 APPROX_FUNCTION(TANH, "tanhf", "tanh_approx")
 APPROX_FUNCTION(SIN, "sinf", "sin_approx")
 APPROX_FUNCTION(COS, "cosf", "cos_approx")
+FLOAT_FUNCTION(TAN, "tanf")
+FLOAT_FUNCTION(ASIN, "asinf")
+FLOAT_FUNCTION(ACOS, "acosf")
+FLOAT_FUNCTION(ATAN, "atanf")
+FLOAT_FUNCTION(SINH, "sinhf")
+FLOAT_FUNCTION(COSH, "coshf")
+FLOAT_FUNCTION(ASINH, "asinhf")
+FLOAT_FUNCTION(ACOSH, "acoshf")
+FLOAT_FUNCTION(ATANH, "atanhf")
 FLOAT_FUNCTION(ERF, "erff")
+FLOAT_FUNCTION(ERFC, "erfcf")
+FLOAT_FUNCTION(ERF_INV, "erfinvf")
+FLOAT_FUNCTION(LGAMMA, "lgammaf")
 FLOAT_FUNCTION(LOG1P, "log1pf")
+FLOAT_FUNCTION(EXPM1, "expm1f")
 FLOAT_FUNCTION(SQRT, "sqrtf")
+FLOAT_FUNCTION(CBRT, "cbrtf")
+FLOAT_FUNCTION(TRUNC, "truncf")
 FLOAT_FUNCTION(FLOOR, "floorf")
 FLOAT_FUNCTION(CEIL, "ceilf")
 FLOAT_FUNCTION(ROUND, "roundf")
@@ -70,6 +85,14 @@ pm_code pm_cuda_ABS(pm_gen *e, pm_opid op) {
 pm_code pm_cuda_SIGN(pm_gen *e, pm_opid op) {
   if (pm_is_float(in_dtype(e, op))) return call_f32(e, op, "sign_f32");
   return leave(e, pm_str(e, "sign_int(%s)", arg(e, op, 0)));
+}
+
+pm_code pm_cuda_CLZ(pm_gen *e, pm_opid op) {
+  return leave(e, pm_str(e, "leading_zeros(%s)", arg(e, op, 0)));
+}
+
+pm_code pm_cuda_POPCOUNT(pm_gen *e, pm_opid op) {
+  return leave(e, pm_str(e, "bit_count(%s)", arg(e, op, 0)));
 }
 
 pm_code pm_cuda_NOT(pm_gen *e, pm_opid op) {
@@ -100,6 +123,10 @@ static pm_code infix_f32(pm_gen *e, pm_opid op, const char *sign) {
 
 static pm_code call(pm_gen *e, pm_opid op, const char *fn) {
   return leave(e, pm_str(e, "%s(%s, %s)", fn, arg(e, op, 0), arg(e, op, 1)));
+}
+
+static pm_code call2_f32(pm_gen *e, pm_opid op, const char *fn) {
+  return leave_f32(e, op, pm_str(e, "%s(%s, %s)", fn, arg_f32(e, op, 0), arg_f32(e, op, 1)));
 }
 
 static bool fits_i32(pm_gen *e, pm_opid op) {
@@ -141,14 +168,17 @@ pm_code pm_cuda_DIV(pm_gen *e, pm_opid op) {
 
 pm_code pm_cuda_REM(pm_gen *e, pm_opid op) {
   if (!pm_is_float(in_dtype(e, op))) return divide(e, op, "%", "rem_int");
-  return leave_f32(e, op, pm_str(e, "fmodf(%s, %s)", arg_f32(e, op, 0), arg_f32(e, op, 1)));
+  return call2_f32(e, op, "fmodf");
 }
+
+pm_code pm_cuda_POW(pm_gen *e, pm_opid op) { return call2_f32(e, op, "powf"); }
+pm_code pm_cuda_ATAN2(pm_gen *e, pm_opid op) { return call2_f32(e, op, "atan2f"); }
 
 static pm_code extremum(pm_gen *e, pm_opid op, const char *name, const char *on_bool) {
   const pm_dtype t = in_dtype(e, op);
   if (t == PM_BOOL) return infix(e, op, on_bool);
   if (!pm_is_float(t)) return call(e, op, pm_str(e, "%s_int", name));
-  return leave_f32(e, op, pm_str(e, "%s_f32(%s, %s)", name, arg_f32(e, op, 0), arg_f32(e, op, 1)));
+  return call2_f32(e, op, pm_str(e, "%s_f32", name));
 }
 
 pm_code pm_cuda_MIN(pm_gen *e, pm_opid op) { return extremum(e, op, "min", "&"); }

@@ -62,6 +62,7 @@ static step exec_pointwise(pm_machine *m, thread *t, const instr *i);
 
 /* floats only */
 #define FLOAT_UNARY(id, expr) KERNEL1(id, F32, F32, expr) HANDLER(id, ROW(id, F32))
+#define FLOAT_BINARY(id, expr) KERNEL2(id, F32, F32, expr) HANDLER(id, ROW(id, F32))
 /* all dtypes, an expression for each class */
 #define UNARY(id, on_bool, on_signed, on_unsigned, on_float) \
   KERNEL1(id, BOOL, BOOL, on_bool)                           \
@@ -105,6 +106,18 @@ static inline F32 greatest(F32 x, F32 y) {
   return x != x ? x : r;
 }
 
+/* Winitzki's estimate, then Newton's steps on erf or, where that is flat, on erfc. */
+static F32 erf_inverse(F32 y) {
+  const double a = fabs((double)y), l = log1p(-a * a), b = 2 / (M_PI * 0.147) + l / 2;
+  if (!(a < 1)) return a == 1 ? copysignf(INFINITY, y) : NAN;
+  double x = sqrt(sqrt(b * b - l / 0.147) - b);
+  for (int k = 0; k < 3; k++) {
+    const double high = a < 0.5 ? erf(x) - a : 1 - a - erfc(x);
+    x -= high / (M_2_SQRTPI * exp(-x * x));
+  }
+  return a == 0 ? y : copysignf((float)x, y);
+}
+
 #define WIDTH(x) (8 * sizeof(x))
 
 UNARY(NEG, x, 0u - (U32)x, 0u - x, -x)
@@ -117,12 +130,27 @@ FLOAT_UNARY(LOG2, log2f(x))
 FLOAT_UNARY(LOG1P, log1pf(x))
 FLOAT_UNARY(SQRT, sqrtf(x))
 FLOAT_UNARY(RSQRT, 1.0f / sqrtf(x))
+FLOAT_UNARY(EXPM1, expm1f(x))
+FLOAT_UNARY(CBRT, cbrtf(x))
 FLOAT_UNARY(TANH, tanhf(x))
+FLOAT_UNARY(SINH, sinhf(x))
+FLOAT_UNARY(COSH, coshf(x))
+FLOAT_UNARY(ASINH, asinhf(x))
+FLOAT_UNARY(ACOSH, acoshf(x))
+FLOAT_UNARY(ATANH, atanhf(x))
 FLOAT_UNARY(ERF, erff(x))
+FLOAT_UNARY(ERFC, erfcf(x))
+FLOAT_UNARY(ERF_INV, erf_inverse(x))
+FLOAT_UNARY(LGAMMA, lgammaf(x))
+FLOAT_UNARY(TAN, tanf(x))
+FLOAT_UNARY(ASIN, asinf(x))
+FLOAT_UNARY(ACOS, acosf(x))
+FLOAT_UNARY(ATAN, atanf(x))
 FLOAT_UNARY(SIN, sinf(x))
 FLOAT_UNARY(COS, cosf(x))
 FLOAT_UNARY(FLOOR, floorf(x))
 FLOAT_UNARY(CEIL, ceilf(x))
+FLOAT_UNARY(TRUNC, truncf(x))
 FLOAT_UNARY(ROUND, roundf(x))
 FLOAT_UNARY(RINT, rintf(x))
 
@@ -130,6 +158,13 @@ KERNEL1(NOT, BOOL, BOOL, !x)
 SIGNED(KERNEL1, NOT, ~x)
 UNSIGNED(KERNEL1, NOT, ~x)
 HANDLER(NOT, ROW(NOT, BOOL), INT_ROWS(NOT))
+
+/* the bits of x, none above its width */
+#define BITS_OF(x) ((U32)(x) & ~0u >> (32 - WIDTH(x)))
+#define INTEGER_UNARY(id, expr) \
+  SIGNED(KERNEL1, id, expr) UNSIGNED(KERNEL1, id, expr) HANDLER(id, INT_ROWS(id))
+INTEGER_UNARY(CLZ, x ? (U32)__builtin_clz(BITS_OF(x)) - (32 - WIDTH(x)) : WIDTH(x))
+INTEGER_UNARY(POPCOUNT, __builtin_popcount(BITS_OF(x)))
 
 BINARY(ADD, x | y, (U32)x + (U32)y, (U32)x + (U32)y, x + y)
 NUMBER(SUB, (U32)x - (U32)y, (U32)x - (U32)y, x - y)
@@ -140,6 +175,8 @@ NUMBER(DIV,
                  : (U32)(x / y),
        y == 0 ? (U32)-1 : x / y, x / y)
 NUMBER(REM, y == 0 ? x : y == -1 ? 0 : x % y, y == 0 ? x : x % y, fmodf(x, y))
+FLOAT_BINARY(POW, powf(x, y))
+FLOAT_BINARY(ATAN2, atan2f(x, y))
 BINARY(MIN, x &y, x < y ? x : y, x < y ? x : y, least(x, y))
 BINARY(MAX, x | y, x > y ? x : y, x > y ? x : y, greatest(x, y))
 BITS(AND, x &y)

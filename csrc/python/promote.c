@@ -382,7 +382,8 @@ static int check_width(const char *name, pm_opcode code, pm_dtype d, const pmpy_
                        uint32_t n) {
   if (pm_dtypes[d].bits > 8 || d == PM_BOOL) return 0;
   if (code == PM_OP_AND || code == PM_OP_OR || code == PM_OP_XOR || code == PM_OP_NOT ||
-      code == PM_OP_EQ || code == PM_OP_NE) {
+      code == PM_OP_EQ || code == PM_OP_NE || code == PM_OP_CLZ || code == PM_OP_POPCOUNT ||
+      (code == PM_OP_ABS && pm_is_float(d))) {
     return 0;
   }
   for (uint32_t k = 0; k < n; k++) {
@@ -401,6 +402,22 @@ static PyObject *result(pmpy_trace *t, pm_val v, bool weak) {
   return v ? pmpy_traced_new(t, v, weak) : NULL;
 }
 
+/* x to the traced whole number y, 0 to 63 (its low six bits): squares, multiplied where y has a bit */
+static pm_val integer_power(pmpy_trace *t, pmpy_arg *args, pm_dtype d) {
+  pm_val one_ = 0, zero = 0, product = 0, square = pmpy_arg_as(t, &args[0], d);
+  if (!square || !pmpy_arg_as(t, &args[1], d) || pmpy_broadcast(t, "power", args, 2)) return 0;
+  square = args[0].val, one_ = int_number(t, d, 1), zero = int_number(t, d, 0);
+  for (int k = 0; k < 6; k++) {
+    pm_val bit = two(t, PM_OP_AND, args[1].val, int_number(t, d, 1 << k));
+    pm_val factor = three(t, PM_OP_SELECT, two(t, PM_OP_NE, bit, zero), square, one_);
+    product = k ? two(t, PM_OP_MUL, product, factor) : factor;
+    if (k < 5) square = two(t, PM_OP_MUL, square, square);
+    if (!product || !square) return 0;
+  }
+  return product;
+}
+
+/* A whole exponent that is known becomes multiplications, 0.5 and -0.5 roots. */
 static PyObject *power(pmpy_trace *t, pmpy_arg *args) {
   pmpy_arg *x = &args[0], *y = &args[1];
   pm_dtype d;
@@ -410,6 +427,7 @@ static PyObject *power(pmpy_trace *t, pmpy_arg *args) {
     d = PM_I32;
     weak = false;
   }
+  if (check_width("power", PM_OP_MUL, d, args, 2)) return NULL;
   bool integral = !y->val && (!pm_is_float(y->type.dtype) || y->number.f == rint(y->number.f));
   double exponent = y->val ? 0 : pm_is_float(y->type.dtype) ? y->number.f : (double)y->number.i;
   if (!y->val && pm_is_float(d) && fabs(exponent) == 0.5) {
@@ -417,18 +435,20 @@ static PyObject *power(pmpy_trace *t, pmpy_arg *args) {
   }
   double base = x->val ? 0 : pm_is_float(x->type.dtype) ? x->number.f : (double)x->number.i;
   if (base == 2 && pm_is_float(d)) return result(t, one(t, PM_OP_EXP2, pmpy_arg_as(t, y, d)), weak);
-  if (!integral || fabs(exponent) > 1024) {
-    return pmpy_fail(PM_E_NOT_IMPLEMENTED,
-                     "power: the exponent must be a Python int (or 0.5 or -0.5); for others write "
-                     "jnp.exp2(y * jnp.log2(x))");
+  if (pm_is_float(d) && (!integral || fabs(exponent) > 1024)) {
+    if (!pmpy_arg_as(t, x, d) || !pmpy_arg_as(t, y, d) || pmpy_broadcast(t, "power", args, 2)) {
+      return NULL;
+    }
+    return result(t, two(t, PM_OP_POW, x->val, y->val), weak);
   }
+  if (y->val) return result(t, integer_power(t, args, d), weak);
   int64_t n = (int64_t)exponent, left = n < 0 ? -n : n;
   if (n < 0 && !pm_is_float(d)) {
     return pmpy_fail(PM_E_TYPE,
                      "power: Integers cannot be raised to negative powers, got %s ** %lld",
                      pm_dtypes[d].text, (long long)n);
   }
-  if (check_width("power", PM_OP_MUL, d, x, 1) || !pmpy_arg_as(t, x, d)) return NULL;
+  if (!pmpy_arg_as(t, x, d)) return NULL;
   pm_type type = x->type;
   pm_val product = 0, square = x->val;
   for (; left; left >>= 1) {
@@ -462,7 +482,10 @@ PyObject *pmpy_binary(pmpy_binop how, pm_opcode code, const char *name, PyObject
   pm_dtype d;
   bool weak;
   pmpy_promote(args, 2, &d, &weak);
-  if (how == PMPY_TRUE_DIVIDE && !pm_is_float(d)) d = PM_F32;
+  if ((how == PMPY_TRUE_DIVIDE || how == PMPY_FLOAT) && !pm_is_float(d)) {
+    weak = weak && how == PMPY_TRUE_DIVIDE;
+    d = PM_F32;
+  }
   bool counts =
       how == PMPY_FLOOR_DIVIDE || how == PMPY_MOD || code == PM_OP_SHL || code == PM_OP_SHR;
   if (counts && d == PM_BOOL) d = PM_I32;
@@ -540,6 +563,7 @@ static const struct {
     {"power", PMPY_POW, PM_OP_MUL},
     {"div", PMPY_SIMPLE, PM_OP_DIV},
     {"rem", PMPY_SIMPLE, PM_OP_REM},
+    {"atan2", PMPY_FLOAT, PM_OP_ATAN2},
     {"min", PMPY_SIMPLE, PM_OP_MIN},
     {"max", PMPY_SIMPLE, PM_OP_MAX},
     {"minimum", PMPY_SIMPLE, PM_OP_MIN},

@@ -120,6 +120,7 @@ typedef enum pmpy_binop {
   PMPY_SIMPLE,
   PMPY_COMPARE,
   PMPY_TRUE_DIVIDE,
+  PMPY_FLOAT, /* integers become float32 */
   PMPY_FLOOR_DIVIDE,
   PMPY_MOD,
   PMPY_POW

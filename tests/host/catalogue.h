@@ -257,6 +257,22 @@ template <typename T>
 FN T max_int(T a, T b) {
   return a > b ? a : b;
 }
+template <typename T>
+FN T leading_zeros(T x) {
+  const int bits = 8 * (int)sizeof(T);
+  int n = 0;
+  while (n < bits && !((u64)x >> (bits - 1 - n) & 1)) n++;
+  return (T)n;
+}
+template <typename T>
+FN T bit_count(T x) {
+  int n = 0;
+  for (int k = 0; k < 8 * (int)sizeof(T); k++) n += (int)((u64)x >> k & 1);
+  return (T)n;
+}
+/* by bisection */
+extern "C" f32 host_erf_inv(f32 y);
+FN f32 erfinvf(f32 y) { return host_erf_inv(y); }
 FN f32 sign_f32(f32 x) { return x == 0 ? 0.0f : copysignf(1, x); }
 /* NaN propagates as the canonical one; -0 < +0 */
 FN f32 min_f32(f32 a, f32 b) {

@@ -440,6 +440,19 @@ extern "C" u16 host_to_f16(f32 x) {
 
 /* A double that is exact or odd in its last digit rounds to bf16 once. Sums of two bf16 may need
  * more digits than 53; then the last digit says "and something more". */
+extern "C" f32 host_erf_inv(f32 y) {
+  const double a = fabs((double)y);
+  double low = 0, high = 8;
+  if (a == 1) return copysignf(INFINITY, y);
+  if (!(a < 1)) return NAN;
+  if (a < 1e-5) return (f32)(y * 0.88622692545275801); /* half the root of pi */
+  for (int k = 0; k < 80; k++) {
+    const double middle = (low + high) / 2;
+    (a < 0.5 ? erf(middle) < a : erfc(middle) > 1 - a) ? low = middle : high = middle;
+  }
+  return copysignf((f32)low, y);
+}
+
 extern "C" u16 host_bf16_of_double(double x) {
   f32 f = (f32)x;
   if ((double)f != x && x == x && f - f == 0) { /* to odd */
