@@ -12,9 +12,18 @@ import numpy as np
 from . import _core
 from . import numpy as jnp
 from ._trace import Array, Ref
+from ._types import is_integer
 
-LAX = ("bessel_i0e", "bessel_i1e", "digamma", "is_finite", "logistic", "nextafter", "reciprocal")
-NUMPY = (
+LAX_NAMES: tuple[str, ...] = (
+    "bessel_i0e",
+    "bessel_i1e",
+    "digamma",
+    "is_finite",
+    "logistic",
+    "nextafter",
+    "reciprocal",
+)
+NUMPY_NAMES: tuple[str, ...] = (
     "conj",
     "conjugate",
     "copysign",
@@ -68,11 +77,6 @@ def on_host(f):
     g.__name__ = g.__qualname__ = f.__name__
     g.__doc__ = f.__doc__
     return g
-
-
-def is_integer(dtype):
-    """Is it a dtype of integers or bool?"""
-    return dtype.kind in "iub" or dtype.name.lstrip("u").startswith("int")
 
 
 def _float(x):

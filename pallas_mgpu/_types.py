@@ -63,6 +63,11 @@ def _ignore(args, kwargs, value):
     """For `accepts`: a keyword of a sister type."""
 
 
+def is_integer(dtype):
+    """Is it a dtype of integers or bool, of NumPy or of ml_dtypes?"""
+    return dtype.kind in "iub" or dtype.name.lstrip("u").startswith("int")
+
+
 def ints(x, what):
     """A tuple of ints, from one or several."""
     try:

@@ -11,6 +11,7 @@ from ._control import cond, fori_loop, scan, switch, while_loop
 from ._lax_moves import *  # noqa: F403 - what it lists in __all__
 from ._names import LAX_MISSING, finder, show
 from ._ops import axis_index, axis_size, optimization_barrier
+from ._types import is_integer
 from .numpy import _composed, full_like
 
 __all__ = [
@@ -49,7 +50,7 @@ def _inexact(op, doc):
     unary = _unary(op, doc)
 
     def f(x, *, accuracy=None):
-        if hasattr(x, "dtype") and x.dtype.kind in "iub":
+        if hasattr(x, "dtype") and is_integer(x.dtype):
             raise TypeError(
                 f"lax.{op} does not accept dtype {x.dtype}; it accepts floating dtypes, convert"
                 " with x.astype(jnp.float32)"
@@ -150,7 +151,7 @@ def round(x, rounding_method=AWAY_FROM_ZERO):  # noqa: A001
 
 def _shift(x, y, signed, what):
     x = _core.as_array(x)
-    if x.dtype.kind not in "iu":
+    if x.dtype == bool or not is_integer(x.dtype):
         raise TypeError(f"{what} does not accept dtype {x.dtype}")
     name = x.dtype.name
     other = name.lstrip("u") if signed else "u" + name.lstrip("u")
@@ -346,7 +347,7 @@ def reduce(operand, init_value, computation, dimensions):
     return computation(out, init_value)
 
 
-for _name in _composed.LAX:
+for _name in _composed.LAX_NAMES:
     globals()[_name] = getattr(_composed, _name)
     __all__.append(_name)
 del _name

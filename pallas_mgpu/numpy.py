@@ -14,6 +14,7 @@ from . import _core, _dot, _shapes
 from . import tree as _tree
 from ._trace import Array, Ref, tracing
 from ._types import ints as _ints
+from ._types import is_integer as _is_integer
 
 inf, nan, pi, e, newaxis = math.inf, math.nan, math.pi, math.e, None
 ndarray = Array
@@ -64,6 +65,11 @@ class _Scalar:
 bool_ = _Scalar(np.bool_)
 int8, int16, int32 = _Scalar(np.int8), _Scalar(np.int16), _Scalar(np.int32)
 uint8, uint16, uint32 = _Scalar(np.uint8), _Scalar(np.uint16), _Scalar(np.uint32)
+float8_e4m3fn, float8_e5m2, float8_e8m0fnu = (
+    _Scalar(ml_dtypes.float8_e4m3fn),
+    _Scalar(ml_dtypes.float8_e5m2),
+    _Scalar(ml_dtypes.float8_e8m0fnu),
+)
 float16, float32, bfloat16 = _Scalar(np.float16), _Scalar(np.float32), _Scalar(ml_dtypes.bfloat16)
 
 
@@ -73,18 +79,32 @@ def dtype(x):
 
 
 def issubdtype(a, b):
-    """Is dtype ``a`` of class or dtype ``b``? bfloat16 is floating."""
+    """Is dtype ``a`` of class or dtype ``b``? Those of ml_dtypes too."""
     if isinstance(a, str) and a == "barrier":
         return False
-    a = np.dtype(a)
-    if a == ml_dtypes.bfloat16 and isinstance(b, type) and issubclass(b, np.generic):
-        return issubclass(np.floating, b)
-    return np.issubdtype(a, getattr(b, "dtype", b))
+    try:
+        a = np.dtype(a)
+    except TypeError:
+        a = _core.as_dtype(a)  # names that NumPy does not know
+    if (
+        a.isbuiltin == 2
+        and isinstance(b, type)
+        and issubclass(b, np.generic)
+        and b.__module__ == "numpy"
+    ):
+        return issubclass(_class_of(a), b)
+    return np.issubdtype(a, b if isinstance(b, type) else getattr(b, "dtype", b))
+
+
+def _class_of(dtype):
+    if not _is_integer(dtype):
+        return np.floating
+    return np.unsignedinteger if dtype.name.startswith("u") else np.signedinteger
 
 
 def promote_types(a, b):
     """The dtype both promote to."""
-    return _core.promote_types([np.dtype(a), np.dtype(b)])[0]
+    return _core.promote_types([_core.as_dtype(a), _core.as_dtype(b)])[0]
 
 
 def result_type(*xs):
@@ -113,7 +133,7 @@ def _host(x):
 def _float_input(x):
     """Host operand of an inexact function: ints become float32."""
     x = _host(x)
-    return x.astype(np.float32) if x.dtype.kind in "iub" else x
+    return x.astype(np.float32) if _is_integer(x.dtype) else x
 
 
 def _export(name, f, doc):
@@ -125,7 +145,7 @@ def _export(name, f, doc):
 def _unary(op, host, inexact):
     def f(x):
         if _traced(x):
-            if inexact and isinstance(x, Array) and x.dtype.kind in "iub":
+            if inexact and isinstance(x, Array) and _is_integer(x.dtype):
                 x = _core.convert(x, "float32")
             return _core.unary(op, x)
         return _host(host(_float_input(x) if inexact else _host(x)))
@@ -310,7 +330,7 @@ def round(x, decimals=0):  # noqa: A001
     """Nearest, halves to even."""
     if not _traced(x):
         return _host(np.round(x, decimals))
-    if _core.as_array(x).dtype.kind in "iub":
+    if _is_integer(_core.as_array(x).dtype):
         return x
     if decimals == 0:
         return _core.unary("rint", x)
@@ -336,7 +356,7 @@ def _axes(x, axis):
 def _identity(kind, dtype):
     if kind == "sum":
         return 0
-    if dtype.kind in "iu":
+    if _is_integer(dtype):
         info = iinfo(dtype)
         return info.min if kind == "max" else info.max
     return -inf if kind == "max" else inf
@@ -396,7 +416,7 @@ def mean(x, axis=None, dtype=None, keepdims=False):
         _core.as_dtype(dtype)
         if dtype is not None
         else x.dtype
-        if x.dtype.kind not in "iub"
+        if not _is_integer(x.dtype)
         else np.dtype("float32")
     )
     n = math.prod(x.shape[a] for a in _axes(x, axis))
@@ -597,6 +617,6 @@ def __getattr__(name):
 
 from . import _elementwise as _composed  # noqa: E402 - it is made of the functions above
 
-for _name in _composed.NUMPY:
+for _name in _composed.NUMPY_NAMES:
     globals()[_name] = getattr(_composed, _name)
 del _name

@@ -181,7 +181,7 @@ DEFINITIONS = {
     "call complex": (TE, "dtype complex64", call(X.astype("c8"))),
     "call text array": (TE, "dtype <U32", call(X.astype("U"))),
     "call struct": (TE, "dtype", call(np.zeros(128, [("a", "f4")]))),
-    "call fp8": (TE, "float8_e4m3fn", call(X.astype(ml_dtypes.float8_e4m3fn))),
+    "call fp8": (TE, "float8_e3m4", call(X.astype(ml_dtypes.float8_e3m4))),
     "call rank 9": (VE, "9 dimensions", call(np.zeros((1,) * 9, "f4"))),
     "call empty": (VE, r"argument 0 has shape \(3, 0\)", call(np.zeros((3, 0), "f4"))),
     "call 2**40": (OverflowError, "argument 0.*int32", call(2**40)),

@@ -1,7 +1,7 @@
 /* Conversion of contiguous arrays: one loop per pair of dtypes, made by macros.
  *
- * f16 and bf16 are never the type of a loop: they are widened to, or narrowed from, blocks of float
- * on the stack. The two directions of f16 use F16C where the processor has it. i32 and u32 to bf16
+ * Floats of 16 and 8 bits are never the type of a loop: they are widened to, or narrowed from,
+ * blocks of float on the stack. The two directions of f16 use F16C where the processor has it. i32 and u32 to bf16
  * go number by number, because a float on the way would round twice (f16 overflows before that). */
 #include "dtype.h"
 
@@ -153,6 +153,11 @@ static void to_float(pm_dtype from, const void *src, float *dst, size_t n) {
     case PM_F16: widen_f16(src, dst, n); break;
     case PM_BF16: widen_bf16(src, dst, n); break;
     case PM_F32: memcpy(dst, src, n * sizeof *dst); break;
+    case PM_E4M3:
+    case PM_E5M2:
+    case PM_E8M0:
+      for (size_t i = 0; i < n; i++) dst[i] = pm_narrow_to_f32(from, ((const uint8_t *)src)[i]);
+      break;
     default: loops[from][PM_F32](src, dst, n); break;
   }
 }
@@ -161,6 +166,11 @@ static void from_float(pm_dtype to, const float *src, void *dst, size_t n) {
   switch (to) {
     case PM_F16: narrow_f16(src, dst, n); break;
     case PM_BF16: narrow_bf16(src, dst, n); break;
+    case PM_E4M3:
+    case PM_E5M2:
+    case PM_E8M0:
+      for (size_t i = 0; i < n; i++) ((uint8_t *)dst)[i] = (uint8_t)pm_f32_to_narrow(to, src[i]);
+      break;
     default: loops[PM_F32][to](src, dst, n); break;
   }
 }

@@ -25,6 +25,15 @@ static inline bool pm_is_float(pm_dtype t) { return pm_dtypes[t].class == PM_CLA
 static inline bool pm_is_int(pm_dtype t) {
   return pm_dtypes[t].class == PM_CLASS_INT || pm_dtypes[t].class == PM_CLASS_UINT;
 }
+/* Is it a float that is computed with as f32? */
+static inline bool pm_is_narrow_float(pm_dtype t) {
+  return pm_is_float(t) && pm_dtypes[t].bits < 32;
+}
+static inline bool pm_is_small_float(pm_dtype t) { return pm_is_float(t) && pm_dtypes[t].bits < 16; }
+/* Is it one that NumPy does not have itself, but ml_dtypes? */
+static inline bool pm_is_extended(pm_dtype t) {
+  return pm_dtypes[t].dlpack == 4 || pm_dtypes[t].dlpack > 6;
+}
 int pm_dtype_find(const char *text); /* -1: no such dtype */
 
 float pm_f16_to_f32(uint16_t x);
@@ -36,6 +45,9 @@ static inline float pm_bf16_to_f32(uint16_t x) {
   return f;
 }
 uint16_t pm_f32_to_bf16(float x);
+/* of the 16-bit and smaller floats; what overflows one of 8 bits becomes its greatest */
+float pm_narrow_to_f32(pm_dtype t, uint16_t x);
+uint16_t pm_f32_to_narrow(pm_dtype t, float x);
 
 /* Scalars travel as a double (floats, exact for all of them) or an int64 (all others). */
 typedef union pm_scalar {

@@ -146,9 +146,12 @@ const char *pm_literal(pm_gen *e, pm_dtype t, pm_scalar v) {
     case PM_U32: return pm_str(e, "%lluu", (unsigned long long)(uint32_t)v.i);
     case PM_F32: return float_literal(e, v.f);
     case PM_F16:
-    case PM_BF16: {
-      const uint16_t bits = t == PM_F16 ? pm_f32_to_f16((float)v.f) : pm_f32_to_bf16((float)v.f);
-      return pm_str(e, "%s{0x%04x /* %g */}", cpp, bits, v.f);
+    case PM_BF16:
+    case PM_E4M3:
+    case PM_E5M2:
+    case PM_E8M0: {
+      const int bits = pm_f32_to_narrow(t, (float)v.f);
+      return pm_str(e, "%s{0x%0*x /* %g */}", cpp, pm_dtypes[t].bits / 4, bits, v.f);
     }
     default: return pm_str(e, "(%s)%lld", cpp, (long long)v.i);
   }
@@ -239,18 +242,19 @@ static bool makes_array(pm_gen *e, pm_opid op, const bool *in_run) {
   return false;
 }
 
-/* f32 to 16 bits, two at a time in one instruction: a loop of its own */
+/* f32 to 16 or 8 bits, two at a time in one instruction: a loop of its own */
 static bool is_pair_convert(pm_gen *e, pm_opid op) {
   const pm_op *o = pm_get(e->g, op);
   if (o->code != PM_OP_CONVERT) return false;
   const pm_dtype from = pm_typeof(e->g, pm_in(e->g, op, 0))->dtype;
   const pm_dtype to = pm_typeof(e->g, o->out)->dtype;
-  return from == PM_F32 && (to == PM_F16 || to == PM_BF16) && pm_regs_of(e, o->out) % 2 == 0;
+  return from == PM_F32 && pm_is_narrow_float(to) && to != PM_E8M0 &&
+         pm_regs_of(e, o->out) % 2 == 0;
 }
 
 static void emit_pair_convert(pm_gen *e, pm_opid op) {
   const pm_val in = pm_in(e->g, op, 0), out = pm_get(e->g, op)->out;
-  const char *fn = pm_typeof(e->g, out)->dtype == PM_F16 ? "to_f16x2" : "to_bf16x2";
+  const char *fn = pm_str(e, "to_%sx2", pm_cpp_type(pm_typeof(e->g, out)->dtype));
   pm_note(e, op, "");
   const char *name = pm_declare(e, out, out);
   pm_line(e, "#pragma unroll");

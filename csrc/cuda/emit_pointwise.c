@@ -1,7 +1,7 @@
 /* Element-wise ops: each leaves one C++ expression for element e->reg.
  *
- * f16 and bf16 have operators for + - * and unary -; everything else of theirs is computed in f32
- * and rounded once. Integer + - * on scalars are plain C++ where the range is known to fit i32, so
+ * f16 and bf16 have operators for + - * and unary -; everything else of theirs, and everything of
+ * floats of 8 bits, is computed in f32 and rounded once. Integer + - * on scalars are plain C++ where the range is known to fit i32, so
  * that index arithmetic reads as such, and wrap_ functions elsewhere. */
 #include "gen.h"
 
@@ -11,7 +11,6 @@ static pm_dtype in_dtype(pm_gen *e, pm_opid op) {
 static const char *arg(pm_gen *e, pm_opid op, uint32_t k) {
   return pm_at(e, pm_in(e->g, op, k), e->reg);
 }
-static bool is_half(pm_dtype t) { return t == PM_F16 || t == PM_BF16; }
 
 static pm_code leave(pm_gen *e, const char *expr) {
   e->expr = expr;
@@ -20,11 +19,11 @@ static pm_code leave(pm_gen *e, const char *expr) {
 
 /* operand k in f32, and an f32 result in the dtype of the op */
 static const char *arg_f32(pm_gen *e, pm_opid op, uint32_t k) {
-  return is_half(in_dtype(e, op)) ? pm_str(e, "to_f32(%s)", arg(e, op, k)) : arg(e, op, k);
+  return pm_is_narrow_float(in_dtype(e, op)) ? pm_str(e, "to_f32(%s)", arg(e, op, k)) : arg(e, op, k);
 }
 static pm_code leave_f32(pm_gen *e, pm_opid op, const char *x) {
   const pm_dtype t = in_dtype(e, op);
-  return leave(e, is_half(t) ? pm_str(e, "to_%s(%s)", pm_cpp_type(t), x) : x);
+  return leave(e, pm_is_narrow_float(t) ? pm_str(e, "to_%s(%s)", pm_cpp_type(t), x) : x);
 }
 
 /* ---- one operand ------------------------------------------------------------------------- */
@@ -71,8 +70,9 @@ FLOAT_FUNCTION(ROUND, "roundf")
 FLOAT_FUNCTION(RINT, "rintf")
 
 pm_code pm_cuda_NEG(pm_gen *e, pm_opid op) {
-  const char *x = arg(e, op, 0);
-  return leave(e, pm_str(e, pm_is_float(in_dtype(e, op)) ? "-(%s)" : "wrap_neg(%s)", x));
+  const pm_dtype t = in_dtype(e, op);
+  if (pm_is_small_float(t)) return call_f32(e, op, "-");
+  return leave(e, pm_str(e, pm_is_float(t) ? "-(%s)" : "wrap_neg(%s)", arg(e, op, 0)));
 }
 
 pm_code pm_cuda_ABS(pm_gen *e, pm_opid op) {
@@ -140,6 +140,7 @@ static pm_code arithmetic(pm_gen *e, pm_opid op, const char *sign, const char *w
                           const char *on_bool) {
   const pm_dtype t = in_dtype(e, op);
   if (t == PM_BOOL) return infix(e, op, on_bool);
+  if (pm_is_small_float(t)) return infix_f32(e, op, sign);
   if (pm_is_float(t) || fits_i32(e, op)) return infix(e, op, sign);
   if (t == PM_U32) return infix(e, op, sign);
   return call(e, op, wrap);
@@ -210,14 +211,14 @@ const char *pm_convert_text(pm_gen *e, pm_dtype from, pm_dtype to, const char *x
   const char *cpp = pm_cpp_type(to);
   if (from == to) return x;
   if (pm_is_float(from)) {
-    const char *f = is_half(from) ? pm_str(e, "to_f32(%s)", x) : x;
+    const char *f = pm_is_narrow_float(from) ? pm_str(e, "to_f32(%s)", x) : x;
     if (to == PM_F32) return f;
     if (to == PM_BOOL) return pm_str(e, "%s != 0.0f", f);
-    return pm_str(e, is_half(to) ? "to_%s(%s)" : "to_int<%s>(%s)", cpp, f);
+    return pm_str(e, pm_is_narrow_float(to) ? "to_%s(%s)" : "to_int<%s>(%s)", cpp, f);
   }
   if (to == PM_BOOL) return pm_str(e, "%s != 0", x);
   if (to == PM_BF16 && (from == PM_I32 || from == PM_U32)) return pm_str(e, "int_to_bf16(%s)", x);
-  if (is_half(to)) return pm_str(e, "to_%s((f32)%s)", cpp, x);
+  if (pm_is_narrow_float(to)) return pm_str(e, "to_%s((f32)%s)", cpp, x);
   return pm_str(e, "(%s)%s", cpp, x);
 }
 

@@ -1,9 +1,9 @@
 /* Pointwise ops, shapes, reductions; and the table of all ops.
  *
- * An op is one C expression for each class of dtypes; macros make a loop per dtype of it. f16 and
- * bf16 have no loops of their own: blocks are widened to f32, computed, and rounded once per op. A
- * scalar operand of an array op is spread over a block once. Integers wrap; division by zero and
- * shifts by the width or more give the values that hardware tends to give, never a trap.
+ * An op is one C expression for each class of dtypes; macros make a loop per dtype of it. Floats
+ * below 32 bits have no loops of their own: blocks are widened to f32, computed, and rounded once
+ * per op. A scalar operand of an array op is spread over a block once. Integers wrap; division by
+ * zero and shifts by the width or more give the values that hardware tends to give, never a trap.
  *
  * A reduction halves its group with the loop of its op until one is left, so sums are pairwise. */
 #include <math.h>
@@ -208,7 +208,7 @@ SELECT_KERNEL(U8)
 SELECT_KERNEL(U16)
 SELECT_KERNEL(U32)
 HANDLER(SELECT, [PM_BOOL] = SELECT_U8, [PM_I8] = SELECT_U8, [PM_U8] = SELECT_U8,
-        [PM_I16] = SELECT_U16, [PM_U16] = SELECT_U16, [PM_F16] = SELECT_U16, [PM_BF16] = SELECT_U16,
+        [PM_E4M3] = SELECT_U8, [PM_E5M2] = SELECT_U8, [PM_E8M0] = SELECT_U8, [PM_I16] = SELECT_U16, [PM_U16] = SELECT_U16, [PM_F16] = SELECT_U16, [PM_BF16] = SELECT_U16,
         [PM_I32] = SELECT_U32, [PM_U32] = SELECT_U32, [PM_F32] = SELECT_U32)
 
 /* ---- pointwise ---------------------------------------------------------------------------- */
@@ -217,8 +217,8 @@ enum { BLOCK = 512 };
 
 void pm_vm_widen(pm_dtype d, const void *src, float *dst, size_t n) {
   if (n == 1) {
-    uint16_t x = *(const uint16_t *)src;
-    *dst = d == PM_F16 ? pm_f16_to_f32(x) : pm_bf16_to_f32(x);
+    const bool byte = pm_dtypes[d].bytes == 1;
+    *dst = pm_narrow_to_f32(d, byte ? *(const uint8_t *)src : *(const uint16_t *)src);
   } else {
     pm_convert_array(d, PM_F32, src, dst, n);
   }
@@ -226,7 +226,9 @@ void pm_vm_widen(pm_dtype d, const void *src, float *dst, size_t n) {
 
 void pm_vm_narrow(pm_dtype d, const float *src, void *dst, size_t n) {
   if (n == 1) {
-    *(uint16_t *)dst = d == PM_F16 ? pm_f32_to_f16(*src) : pm_f32_to_bf16(*src);
+    const uint16_t x = pm_f32_to_narrow(d, *src);
+    if (pm_dtypes[d].bytes == 1) *(uint8_t *)dst = (uint8_t)x;
+    else *(uint16_t *)dst = x;
   } else {
     pm_convert_array(PM_F32, d, src, dst, n);
   }

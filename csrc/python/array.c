@@ -124,9 +124,7 @@ static pm_dtype sum_dtype(pm_dtype d) {
     case PM_I16: return PM_I32;
     case PM_U8:
     case PM_U16: return PM_U32;
-    case PM_F16:
-    case PM_BF16: return PM_F32;
-    default: return d;
+    default: return pm_is_narrow_float(d) ? PM_F32 : d;
   }
 }
 
@@ -152,7 +150,7 @@ static int reduce_over(pmpy_trace *t, pmpy_arg *x, int op, uint32_t set, bool ke
 
 static PyObject *reduce_value(pmpy_trace *t, const char *name, pmpy_arg *x, int op, bool upcast,
                               PyObject *axes, bool keepdims) {
-  pm_dtype d = x->type.dtype, wide = upcast ? sum_dtype(d) : d;
+  pm_dtype d = x->type.dtype, wide = upcast || pm_is_small_float(d) ? sum_dtype(d) : d;
   const bool logical = op == PM_REDUCE_ANY || op == PM_REDUCE_ALL;
   uint32_t set;
   if (axis_set(name, axes, x->type.rank, &set)) return NULL;

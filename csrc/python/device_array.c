@@ -224,9 +224,9 @@ static PyObject *get_interface(PyObject *self, void *unused) {
   const pmpy_device_array *a = DEVICE_ARRAY(self);
   const pm_dtype_info *t = &pm_dtypes[a->spec.dtype];
   char typestr[8];
-  if (a->spec.dtype == PM_BF16)
-    return PyErr_Format(PyExc_AttributeError,
-                        "__cuda_array_interface__ has no bfloat16: use __dlpack__");
+  if (pm_is_extended(a->spec.dtype))
+    return PyErr_Format(PyExc_AttributeError, "__cuda_array_interface__ has no %s: use __dlpack__",
+                        t->text);
   snprintf(typestr, sizeof typestr, "%c%c%d", t->bytes == 1 ? '|' : '<', class_letter[t->class],
            t->bytes);
   PyObject *shape = pmpy_spec_shape(&a->spec);

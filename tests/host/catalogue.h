@@ -133,7 +133,19 @@ struct bf16 {
   u16 bits;
 };
 
+struct e4m3 {
+  u8 bits;
+};
+struct e5m2 {
+  u8 bits;
+};
+struct e8m0 {
+  u8 bits;
+};
+
 extern "C" {
+f32 host_from_fp8(u8 x, int digits, int bias);
+u8 host_to_fp8(f32 x, int digits, int bias, f32 greatest);
 f32 host_from_f16(u16 x);
 u16 host_to_f16(f32 x);
 }
@@ -149,6 +161,26 @@ FN f16 to_f16(f32 x) { return f16{host_to_f16(x)}; }
 FN bf16 to_bf16(f32 x) { return bf16{host_to_bf16(x)}; }
 FN void to_f16x2(f16 *d, f32 lo, f32 hi) { d[0] = to_f16(lo), d[1] = to_f16(hi); }
 FN void to_bf16x2(bf16 *d, f32 lo, f32 hi) { d[0] = to_bf16(lo), d[1] = to_bf16(hi); }
+FN f32 to_f32(e4m3 x) { return (x.bits & 0x7f) == 0x7f ? NAN : host_from_fp8(x.bits, 3, 7); }
+FN f32 to_f32(e5m2 x) {
+  const u8 a = x.bits & 0x7f;
+  const f32 special = a == 0x7c ? INFINITY : NAN;
+  return a >= 0x7c ? copysignf(special, x.bits & 0x80 ? -1 : 1) : host_from_fp8(x.bits, 2, 15);
+}
+FN f32 to_f32(e8m0 x) { return x.bits == 255 ? NAN : ldexpf(1, x.bits - 127); }
+FN e4m3 to_e4m3(f32 x) { return e4m3{x != x ? (u8)0x7f : host_to_fp8(x, 3, 7, 448)}; }
+FN e5m2 to_e5m2(f32 x) { return e5m2{x != x ? (u8)0x7f : host_to_fp8(x, 2, 15, 57344)}; }
+FN e8m0 to_e8m0(f32 x) {
+  int exponent;
+  if (!(x >= 0)) return e8m0{255};
+  if (x > 0x1p127f) return e8m0{254};
+  const f32 part = frexpf(x, &exponent); /* of [0.5, 1), and 0.5 is a power of two */
+  if (x == 0) exponent = -126;
+  exponent += 127 - (part <= 0.5f);
+  return e8m0{(u8)(exponent < 0 ? 0 : exponent)};
+}
+FN void to_e4m3x2(e4m3 *d, f32 lo, f32 hi) { d[0] = to_e4m3(lo), d[1] = to_e4m3(hi); }
+FN void to_e5m2x2(e5m2 *d, f32 lo, f32 hi) { d[0] = to_e5m2(lo), d[1] = to_e5m2(hi); }
 /* f32 has more than twice the digits and two: rounding sums and products of halves twice is
  * rounding them once. */
 FN f16 operator-(f16 x) { return f16{(u16)(x.bits ^ 0x8000)}; }
@@ -183,6 +215,9 @@ FN T to_int(f32 x) {
 FN u32 bits_of(f32 x) { return float_bits(x); }
 FN u32 bits_of(f16 x) { return x.bits; }
 FN u32 bits_of(bf16 x) { return x.bits; }
+FN u32 bits_of(e4m3 x) { return x.bits; }
+FN u32 bits_of(e5m2 x) { return x.bits; }
+FN u32 bits_of(e8m0 x) { return x.bits; }
 FN u32 bits_of(bool x) { return x; }
 template <typename T>
 FN u32 bits_of(T x) {

@@ -53,6 +53,58 @@ FN bf16 operator*(bf16 a, bf16 b) {
   bf16 r; asm("mul.rn.bf16 %0, %1, %2;" : "=h"(r.bits) : "h"(a.bits), "h"(b.bits)); return r;
 }
 
+//! e4m3
+// Conversions come in pairs, the lower one first in memory and last in the statement. They
+// saturate, and NaN is 0x7f.
+struct e4m3 { u8 bits; };
+FN u32 bits_of(e4m3 x) { return x.bits; }
+FN void from_bits(e4m3& x, u32 b) { x.bits = (u8)b; }
+FN f32 to_f32(e4m3 x) {
+  u32 w; asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(w) : "h"((u16)x.bits)); return to_f32(f16{(u16)w});
+}
+FN e4m3 to_e4m3(f32 x) {
+  u16 w; asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(w) : "f"(0.0f), "f"(x));
+  return e4m3{(u8)w};
+}
+
+//! e5m2
+struct e5m2 { u8 bits; };
+FN u32 bits_of(e5m2 x) { return x.bits; }
+FN void from_bits(e5m2& x, u32 b) { x.bits = (u8)b; }
+FN f32 to_f32(e5m2 x) {
+  u32 w; asm("cvt.rn.f16x2.e5m2x2 %0, %1;" : "=r"(w) : "h"((u16)x.bits)); return to_f32(f16{(u16)w});
+}
+FN e5m2 to_e5m2(f32 x) {
+  u16 w; asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(w) : "f"(0.0f), "f"(x));
+  return e5m2{(u8)w};
+}
+
+//! e8m0
+// 2 to the (bits - 127), NaN is 0xff. Rounds up and saturates; what is negative becomes NaN.
+struct e8m0 { u8 bits; };
+FN u32 bits_of(e8m0 x) { return x.bits; }
+FN void from_bits(e8m0& x, u32 b) { x.bits = (u8)b; }
+FN f32 to_f32(e8m0 x) {
+  return __uint_as_float(x.bits == 255 ? 0x7fffffffu : x.bits ? (u32)x.bits << 23 : 0x400000u);
+}
+FN e8m0 to_e8m0(f32 x) {
+  const u32 b = __float_as_uint(x), up = (b + 0x7fffffu) >> 23; // the exponent, rounded up
+  if (!(x >= 0.0f)) return e8m0{255};
+  return e8m0{(u8)(b << 1 <= 0x800000u ? 0 : min(up, 254u))};
+}
+
+//! to_e4m3x2
+FN void to_e4m3x2(e4m3* d, f32 lo, f32 hi) {
+  u16 w; asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(w) : "f"(hi), "f"(lo));
+  d[0] = e4m3{(u8)w}; d[1] = e4m3{(u8)(w >> 8)};
+}
+
+//! to_e5m2x2
+FN void to_e5m2x2(e5m2* d, f32 lo, f32 hi) {
+  u16 w; asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(w) : "f"(hi), "f"(lo));
+  d[0] = e5m2{(u8)w}; d[1] = e5m2{(u8)(w >> 8)};
+}
+
 //! to_f16x2
 // two conversions in one instruction
 FN void to_f16x2(f16* d, f32 lo, f32 hi) {

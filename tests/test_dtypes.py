@@ -1,0 +1,221 @@
+"""Conversions among all dtypes, exhaustive from those of 16 bits and fewer; floats of 8 bits in
+memory, copies and comparisons; what is refused; dtype functions of the host."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import pallas_mgpu as plgpu
+from pallas_mgpu import lax, pl
+from pallas_mgpu import numpy as jnp
+
+INTS = ("int8", "int16", "int32", "uint8", "uint16", "uint32")
+FLOAT8 = ("float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu")
+FLOATS = (*FLOAT8, "float16", "bfloat16", "float32")
+ALL = ("bool", *INTS, *FLOATS)
+GREATEST = {"float8_e4m3fn": 448, "float8_e5m2": 57344, "float8_e8m0fnu": 2.0**127}
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+
+def as_dtype(name):
+    return np.dtype(getattr(ml_dtypes, name, name))
+
+
+def every(name):
+    """All numbers of a dtype, or edges and random ones of it."""
+    dtype = as_dtype(name)
+    if dtype.itemsize == 4:
+        rng = np.random.default_rng(4)
+        bits = rng.integers(0, 1 << 32, 3000, dtype=np.uint32)
+        if name == "float32":  # those that the others can hold, and halfway between them
+            near = rng.integers(0x2F000000, 0x50000000, 3000, dtype=np.uint32) & 0xFFF80000
+            extra = np.array([448, 449, 464, 465, 57344, 61440, 65504, 65520, 1e9, 2.0**31,
+                              2.0**32, -2.0**31, 0.5, 0, -0.0, np.inf, -np.inf, np.nan, 1e-40,
+                              2.0**-127, 6e-39, 2.0**-10, 3 * 2.0**-10, 2.0**-9, 2.0**-17],
+                             np.float32).view(np.uint32)  # fmt: skip
+            bits = np.concatenate([bits, near, near | 0x80000000, extra])
+        bits = np.concatenate([bits, np.array([0, 1, 2**31 - 1, 2**31, 2**32 - 1], np.uint32)])
+        return bits[: len(bits) // 16 * 16].view(dtype)
+    if name == "bool":
+        return np.array([False, True] * 8)
+    words = {1: np.uint8, 2: np.uint16}[dtype.itemsize]
+    return np.arange(1 << 8 * dtype.itemsize).astype(words).view(dtype)
+
+
+def converted(x, to):
+    """What `x.astype(to)` gives in a kernel, by NumPy and ml_dtypes."""
+    dtype, is_float = as_dtype(to), x.dtype.name in FLOATS
+    if to == "bool":
+        return x.astype(np.float64) != 0
+    if is_float and to in INTS:
+        info, wide = np.iinfo(dtype), x.astype(np.float64)
+        whole = np.where(np.isnan(wide), 0, np.trunc(wide))
+        return np.clip(whole, info.min, info.max).astype(dtype)
+    if to in INTS:
+        return x.astype(np.int64).astype(dtype)
+    if to in FLOAT8:
+        wide = x.astype(np.float32)
+        if to == "float8_e8m0fnu":
+            low, high = np.float32(2.0**-127), np.float32(2.0**127)
+            mantissa, exponent = np.frexp(np.clip(wide, low, high).astype(np.float64))
+            up = np.ldexp(1.0, exponent - (mantissa == 0.5))
+            return np.where(wide >= 0, np.clip(up, low, high), np.nan).astype(dtype)
+        return np.clip(wide, -GREATEST[to], GREATEST[to]).astype(dtype)
+    if to == "bfloat16" and not is_float:  # once, not by way of float32
+        wide = x.astype(np.float64)
+        m, e = np.frexp(wide)
+        return np.ldexp(np.rint(m * 256), e - 8).astype(np.float32).astype(dtype)
+    return x.astype(np.float64).astype(np.float32).astype(dtype)
+
+
+def assert_same(got, want):
+    """Equal numbers and signs, NaN where NaN is expected."""
+    assert got.dtype == want.dtype
+    if got.dtype.name not in FLOATS:
+        np.testing.assert_array_equal(got, want)
+        return
+    got, want = got.astype(np.float32), want.astype(np.float32)
+    np.testing.assert_array_equal(got, want)
+    ok = ~np.isnan(want)
+    np.testing.assert_array_equal(np.signbit(got[ok]), np.signbit(want[ok]))
+
+
+@pytest.mark.parametrize("source", ALL)
+def test_conversions(run, source):
+    """Every number of 8 and 16 bits to every dtype; rounding, saturation, NaN."""
+    x = every(source)
+    n = len(x) // 16 if len(x) < 30000 else len(x) // 64
+    targets = [t for t in ALL if t != source]
+
+    def body(x_ref, *out_refs):
+        part = pl.ds(lax.axis_index("i") * n, n)
+        for t, out_ref in zip(targets, out_refs, strict=True):
+            out_ref[part] = x_ref[part].astype(t)
+
+    outs = [np.zeros(x.shape, as_dtype(t)) for t in targets]
+    got = run(body, tuple(outs), x, grid=(len(x) // n,), grid_names=("i",))
+    for t, y in zip(targets, got, strict=True):
+        assert_same(y, converted(x, t))
+
+
+@pytest.mark.parametrize("dtype", FLOAT8)
+@pytest.mark.parametrize("shape", [(1,), (7,), (1000,), (33, 48), (3, 5, 7)], ids=str)
+def test_memory(run, rng, dtype, shape):
+    """Loads, stores and scalars keep bits; select, comparisons, constants."""
+    words = np.resize(rng.permutation(256).astype(np.uint8), shape)
+    x, y = words.view(as_dtype(dtype)), np.roll(words, 1).view(as_dtype(dtype))
+
+    def body(x_ref, y_ref, copy_ref, bits_ref, chosen_ref, eq_ref, ne_ref, full_ref, back_ref):
+        x, y = x_ref[...], y_ref[...]
+        copy_ref[...] = x
+        bits_ref[...] = lax.bitcast_convert_type(x, jnp.uint8)
+        chosen_ref[...] = jnp.where(x == y, x, y)
+        eq_ref[...], ne_ref[...] = x == y, x != y
+        full_ref[...] = jnp.full(shape, 2.0, dtype)
+        back_ref[...] = lax.bitcast_convert_type(lax.bitcast_convert_type(x, "int8"), dtype)
+
+    flag = np.zeros(shape, bool)
+    got = run(body, (x, words, x, flag, flag, x, x), x, y)
+    np.testing.assert_array_equal(got[0].view(np.uint8), words)
+    np.testing.assert_array_equal(got[1], words)
+    np.testing.assert_array_equal(got[2].view(np.uint8), np.where(x == y, x, y).view(np.uint8))
+    np.testing.assert_array_equal(got[3], x == y)
+    np.testing.assert_array_equal(got[4], x != y)
+    assert np.all(got[5].astype(np.float32) == 2)
+    np.testing.assert_array_equal(got[6].view(np.uint8), words)
+
+
+@pytest.mark.parametrize("dtype", FLOAT8)
+def test_copies(run, rng, dtype):
+    """Through tiled SMEM by TMA, and through plain SMEM at an odd width."""
+    for shape, transforms in [
+        ((64, 128), (plgpu.TilingTransform((8, 128)), plgpu.SwizzleTransform(128))),
+        ((16, 33), ()),
+    ]:
+        words = rng.integers(0, 256, shape).astype(np.uint8)
+        words[words == 127] = 0
+        x = words.view(as_dtype(dtype))
+
+        def body(x_ref, o_ref, smem, barrier):
+            plgpu.copy_gmem_to_smem(x_ref, smem, barrier)
+            plgpu.barrier_wait(barrier)
+            smem[...] = smem[...].astype(jnp.float32).astype(dtype)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(smem, o_ref)
+            plgpu.wait_smem_to_gmem(0)
+
+        smem = plgpu.SMEM(shape, as_dtype(dtype), transforms=transforms)
+        got = run(body, x, x, scratch_types=[smem, plgpu.Barrier()])
+        assert_same(got, x if dtype != "float8_e5m2" else converted(x.astype(np.float32), dtype))
+
+
+def test_scalars(run):
+    """Arithmetic of 8-bit scalars, which arrays do not have; abs of arrays; sums in float32."""
+    x = np.array([1.5, -2.5, 3, 0.25], ml_dtypes.float8_e4m3fn)
+    y = np.array([2, 5, -7, 100], np.int8)
+
+    def body(x_ref, y_ref, f_ref, i_ref, a_ref, s_ref):
+        a, b = x_ref[0], x_ref[1]
+        for k, v in enumerate((a + b, a * b, -a, a / b, a + 1, jnp.maximum(a, b), abs(b))):
+            f_ref[k] = v
+        i, j = y_ref[0], y_ref[2]
+        for k, v in enumerate((i + j, i * j, -j, j // i, j % i, y_ref[3] + y_ref[3], i << 3)):
+            i_ref[k] = v
+        a_ref[...] = jnp.abs(x_ref[...])
+        s_ref[...] = x_ref[...].sum()
+
+    outs = np.zeros(7, x.dtype), np.zeros(7, np.int8), x, np.zeros((), x.dtype)
+    f, i, a, s = run(body, outs, x, y)
+    want = [-1, -3.75, -1.5, -0.6, 2.5, 1.5, 2.5]
+    np.testing.assert_array_equal(f, np.array(want, np.float32).astype(x.dtype))
+    np.testing.assert_array_equal(i, [-5, -14, 7, -4, 1, -56, 16])
+    np.testing.assert_array_equal(a, np.abs(x))
+    assert s == 2.25
+
+
+def test_refused_on_arrays():
+    """Pointwise arithmetic of 8-bit arrays, and pairs of dtypes that have no common one."""
+
+    def trace(f, dtype, other=jnp.float32):
+        def body(x_ref, y_ref, o_ref):
+            f(x_ref[...], y_ref[...])
+
+        shape = (128,)
+        plgpu.kernel(body, out_type=plgpu.ShapeDtypeStruct(shape, jnp.float32)).lower(
+            plgpu.ShapeDtypeStruct(shape, dtype), plgpu.ShapeDtypeStruct(shape, other)
+        )
+
+    for dtype in FLOAT8:
+        for f in (jnp.exp, lambda x: x + 1, lambda x: x < 1, lambda x: -x, lambda x: x**2):
+            with pytest.raises(NotImplementedError, match="on 8-bit types are unsupported"):
+                trace(lambda x, y, f=f: f(x), dtype)
+        for other in (jnp.float32, jnp.bfloat16, jnp.float16, *FLOAT8):
+            if other != dtype:
+                with pytest.raises(plgpu.TypePromotionError, match="no available implicit dtype"):
+                    trace(lambda x, y: x + y, dtype, other)
+        with pytest.raises(ValueError, match=f"{dtype} and float32 have no .* x.astype"):
+            trace(lambda x, y: jnp.where(x == x, x, y), dtype)
+        with pytest.raises(TypeError, match="and does not accept"):
+            trace(lambda x, y: x & x, dtype)
+    for op in (jnp.add, jnp.left_shift, jnp.less, jnp.maximum):
+        with pytest.raises(NotImplementedError, match="x.astype.jnp.int32"):
+            trace(op, "int8", "int8")
+
+
+def test_functions_of_the_host():
+    for name in FLOAT8:
+        dtype = jnp.dtype(name)
+        assert dtype == as_dtype(name) and dtype.itemsize == 1 and dtype.name == name
+        assert jnp.dtype(getattr(jnp, name)) == dtype and getattr(jnp, name) == name
+        assert float(jnp.finfo(dtype).max) == GREATEST[name] and jnp.finfo(dtype).bits == 8
+        assert jnp.issubdtype(dtype, jnp.floating) and not jnp.issubdtype(dtype, jnp.integer)
+        assert jnp.promote_types(name, "int32") == dtype
+        assert jnp.result_type(dtype, 1.5) == dtype
+        with pytest.raises(plgpu.TypePromotionError, match="no available implicit"):
+            jnp.promote_types(name, "float32")
+        assert plgpu.ShapeDtypeStruct((2,), name) == plgpu.ShapeDtypeStruct((2,), dtype)
+    assert jnp.issubdtype(jnp.bfloat16, jnp.floating) and jnp.issubdtype("uint8", jnp.integer)
+    assert jnp.finfo(jnp.bfloat16).bits == 16 and jnp.iinfo(jnp.int8).min == -128
+    with pytest.raises(TypeError, match="accepted are bool, int8.*float8_e4m3fn"):
+        jnp.dtype("float8_e3m4")
