@@ -15,6 +15,7 @@ from . import tree as _tree
 from ._trace import Array, Ref, tracing
 from ._types import ints as _ints
 from ._types import is_integer as _is_integer
+from ._types import itemsize_bits as _itemsize_bits
 
 inf, nan, pi, e, newaxis = math.inf, math.nan, math.pi, math.e, None
 ndarray = Array
@@ -65,6 +66,7 @@ class _Scalar:
 bool_ = _Scalar(np.bool_)
 int8, int16, int32 = _Scalar(np.int8), _Scalar(np.int16), _Scalar(np.int32)
 uint8, uint16, uint32 = _Scalar(np.uint8), _Scalar(np.uint16), _Scalar(np.uint32)
+int4, uint4 = _Scalar(ml_dtypes.int4), _Scalar(ml_dtypes.uint4)
 float8_e4m3fn, float8_e5m2, float8_e8m0fnu = (
     _Scalar(ml_dtypes.float8_e4m3fn),
     _Scalar(ml_dtypes.float8_e5m2),
@@ -76,6 +78,11 @@ float16, float32, bfloat16 = _Scalar(np.float16), _Scalar(np.float32), _Scalar(m
 def dtype(x):
     """The NumPy dtype of any spelling."""
     return _core.as_dtype(x)
+
+
+def itemsize_bits(x):
+    """Bits of an element of a dtype in the memory of kernels: 4 for int4."""
+    return _itemsize_bits(_core.as_dtype(x))
 
 
 def issubdtype(a, b):

@@ -12,7 +12,8 @@ from pallas_mgpu import numpy as jnp
 INTS = ("int8", "int16", "int32", "uint8", "uint16", "uint32")
 FLOAT8 = ("float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu")
 FLOATS = (*FLOAT8, "float16", "bfloat16", "float32")
-ALL = ("bool", *INTS, *FLOATS)
+INT4 = ("int4", "uint4")
+ALL = ("bool", *INTS, *INT4, *FLOATS)
 GREATEST = {"float8_e4m3fn": 448, "float8_e5m2": 57344, "float8_e8m0fnu": 2.0**127}
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -36,9 +37,11 @@ def every(name):
                              np.float32).view(np.uint32)  # fmt: skip
             bits = np.concatenate([bits, near, near | 0x80000000, extra])
         bits = np.concatenate([bits, np.array([0, 1, 2**31 - 1, 2**31, 2**32 - 1], np.uint32)])
-        return bits[: len(bits) // 16 * 16].view(dtype)
+        return bits[: len(bits) // 32 * 32].view(dtype)
     if name == "bool":
-        return np.array([False, True] * 8)
+        return np.array([False, True] * 16)
+    if name in INT4:
+        return np.resize(np.arange(16).astype(dtype), 512)
     words = {1: np.uint8, 2: np.uint16}[dtype.itemsize]
     return np.arange(1 << 8 * dtype.itemsize).astype(words).view(dtype)
 
@@ -48,12 +51,15 @@ def converted(x, to):
     dtype, is_float = as_dtype(to), x.dtype.name in FLOATS
     if to == "bool":
         return x.astype(np.float64) != 0
-    if is_float and to in INTS:
-        info, wide = np.iinfo(dtype), x.astype(np.float64)
+    if is_float and to in (*INTS, *INT4):
+        info, wide = ml_dtypes.iinfo(dtype), x.astype(np.float64)
         whole = np.where(np.isnan(wide), 0, np.trunc(wide))
-        return np.clip(whole, info.min, info.max).astype(dtype)
+        return np.clip(whole, info.min, info.max).astype(np.int64).astype(dtype)
     if to in INTS:
         return x.astype(np.int64).astype(dtype)
+    if to in INT4:
+        low = x.astype(np.int64) & 15
+        return (low - 16 * (low > 7) if to == "int4" else low).astype(dtype)
     if to in FLOAT8:
         wide = x.astype(np.float32)
         if to == "float8_e8m0fnu":
@@ -148,6 +154,117 @@ def test_copies(run, rng, dtype):
         smem = plgpu.SMEM(shape, as_dtype(dtype), transforms=transforms)
         got = run(body, x, x, scratch_types=[smem, plgpu.Barrier()])
         assert_same(got, x if dtype != "float8_e5m2" else converted(x.astype(np.float32), dtype))
+
+
+@pytest.mark.parametrize("dtype", INT4)
+@pytest.mark.parametrize("shape", [(2,), (6,), (256,), (1000,), (3, 34), (2, 3, 10), (64, 128)],
+                         ids=str)  # fmt: skip
+def test_small_integers(run, rng, dtype, shape):
+    """Loads, bitwise functions, choices and stores of what shares bytes, at any even row."""
+    x, y = (converted(rng.integers(0, 16, shape), dtype) for _ in range(2))
+
+    def body(x_ref, y_ref, f_ref, bits_ref, chosen_ref, full_ref, zeros_ref, other_ref, eq_ref):
+        x, y = x_ref[...], y_ref[...]
+        f_ref[...] = x.astype(jnp.float32)
+        bits_ref[...] = (x & ~y) ^ 5
+        chosen_ref[...] = jnp.where(y.astype(jnp.int32) > 2, x, y)
+        full_ref[...] = jnp.full(shape, 3, dtype)
+        zeros_ref[...] = lax.clz(x).astype(jnp.int8)
+        other_ref[...] = lax.bitcast_convert_type(x, "uint4" if dtype == "int4" else "int4")
+        eq_ref[...] = x == y
+
+    other = as_dtype("uint4" if dtype == "int4" else "int4")
+    outs = (np.zeros(shape, np.float32), x, x, x, np.zeros(shape, np.int8), np.zeros(shape, other))
+    got = run(body, (*outs, np.zeros(shape, bool)), x, y)
+    a, b = x.astype(int), y.astype(int)
+    np.testing.assert_array_equal(got[0], a)
+    assert_same(got[1], converted((a & ~b) ^ 5, dtype))
+    assert_same(got[2], np.where(b > 2, x, y))
+    assert_same(got[3], np.full(shape, 3).astype(x.dtype))
+    np.testing.assert_array_equal(got[4], np.array([4, 3, 2, 2, *[1] * 4, *[0] * 8])[a & 15])
+    assert_same(got[5], converted(a, other.name))
+    np.testing.assert_array_equal(got[6], a == b)
+
+
+def test_small_integers_in_parts(run, rng):
+    """Slices at even places, static, traced and in loops; views; SMEM, tiled and not, by TMA."""
+    x = rng.integers(-8, 8, (64, 512)).astype(ml_dtypes.int4)
+    tiled = (plgpu.TilingTransform((8, 256)), plgpu.SwizzleTransform(128))
+
+    def body(x_ref, part_ref, row_ref, sum_ref, copy_ref, w_ref, plain, swizzled, barrier):
+        part_ref[...] = x_ref[3:7, 10:30].astype(jnp.int8)
+        k = lax.axis_index("i")
+        row_ref[...] = x_ref.at[2 * k + 1].reshape(8, 64)[1:3].astype(jnp.int32)
+
+        def add(j, total):
+            start = pl.multiple_of(j * 64, 64)
+            return total + x_ref[:, pl.ds(start, 64)].astype(jnp.float32)
+
+        sum_ref[...] = lax.fori_loop(0, 8, add, jnp.zeros((64, 64)))
+        plgpu.copy_gmem_to_smem(x_ref, swizzled, barrier)
+        plgpu.barrier_wait(barrier)
+        plain[...] = swizzled[:, 256:]
+        x = plgpu.layout_cast(plain[...], plgpu.Layout.WGMMA)
+        w_ref[...] = x.astype(jnp.bfloat16)
+        swizzled[:, 256:] = (x.astype(jnp.int32) + 3).astype(jnp.int4)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(swizzled, copy_ref)
+        plgpu.wait_smem_to_gmem(0)
+
+    outs = (
+        np.zeros((4, 20), np.int8),
+        np.zeros((2, 64), np.int32),
+        np.zeros((64, 64), np.float32),
+        x,
+        np.zeros((64, 256), ml_dtypes.bfloat16),
+    )
+    scratch = [
+        plgpu.SMEM((64, 256), "int4"),
+        plgpu.SMEM((64, 512), "int4", transforms=tiled),
+        plgpu.Barrier(),
+    ]
+    part, row, total, copy, wide = run(
+        body, outs, x, scratch_types=scratch, grid=(1,), grid_names=("i",)
+    )
+    a = x.astype(np.int64)
+    np.testing.assert_array_equal(part, a[3:7, 10:30])
+    np.testing.assert_array_equal(row, a[1].reshape(8, 64)[1:3])
+    np.testing.assert_array_equal(total, a.reshape(64, 8, 64).sum(1))
+    np.testing.assert_array_equal(wide.astype(np.float32), a[:, 256:])
+    a[:, 256:] = (a[:, 256:] + 3 + 8) % 16 - 8
+    np.testing.assert_array_equal(copy.astype(np.int64), a)
+
+
+def test_small_integers_refused():
+    """What would cut a byte, and what 4 bits do not have."""
+
+    def lower(f, shape=(64, 128)):
+        def body(x_ref, o_ref):
+            f(x_ref)
+
+        plgpu.kernel(body, out_type=plgpu.ShapeDtypeStruct((1,), "float32"), grid=(4,),
+                     grid_names=("i",)).lower(plgpu.ShapeDtypeStruct(shape, "int4"))  # fmt: skip
+
+    def use(v):
+        pl.debug_print("{}", v.astype(jnp.int32).sum())
+
+    even = "must begin and end at even indices"
+    for what, f in [
+        (even, lambda r: use(r[:, 1:3])),
+        (even, lambda r: use(r[:, 0:3])),
+        (even, lambda r: use(r[:, pl.ds(lax.axis_index("i"), 2)])),
+        (even, lambda r: use(r[:, 5])),
+        ("must stay last", lambda r: use(r.T[...])),
+        ("on 4-bit types are unsupported", lambda r: use(r[...] + 1)),
+        ("on 4-bit types are unsupported", lambda r: use(r[...] < 1)),
+        ("sum of int4.64,128.; convert", lambda r: r[...].sum()),
+    ]:
+        with pytest.raises(NotImplementedError, match=what):
+            lower(f)
+    with pytest.raises(NotImplementedError, match="size must be even"):
+        lower(lambda r: use(r[...]), (4, 3))
+    with pytest.raises(plgpu.TypePromotionError, match="int4 and int8 have no"):
+        lower(lambda r: r[...] & jnp.int8(3))
 
 
 def test_scalars(run):

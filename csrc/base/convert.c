@@ -122,10 +122,11 @@ FROM_FLOAT(U8, uint8_t, 0.0f, 256.0f, UINT8_MAX)
 FROM_FLOAT(U16, uint16_t, 0.0f, 65536.0f, UINT16_MAX)
 FROM_FLOAT(U32, uint32_t, 0.0f, 0x1p32f, UINT32_MAX)
 
-#define INT_ROW(id)                                                                    \
-  [PM_##id] = {[PM_BOOL] = id##_to_bool, [PM_I8] = id##_to_8,   [PM_I16] = id##_to_16, \
-               [PM_I32] = id##_to_32,    [PM_U8] = id##_to_8,   [PM_U16] = id##_to_16, \
-               [PM_U32] = id##_to_32,    [PM_F32] = id##_to_f32}
+#define ROW(from, id)                                                                    \
+  [PM_##from] = {[PM_BOOL] = id##_to_bool, [PM_I8] = id##_to_8,   [PM_I16] = id##_to_16, \
+                 [PM_I32] = id##_to_32,    [PM_U8] = id##_to_8,   [PM_U16] = id##_to_16, \
+                 [PM_U32] = id##_to_32,    [PM_F32] = id##_to_f32}
+#define INT_ROW(id) ROW(id, id)
 static const loop loops[PM_DTYPE_COUNT][PM_DTYPE_COUNT] = {
     INT_ROW(BOOL),
     INT_ROW(I8),
@@ -134,6 +135,8 @@ static const loop loops[PM_DTYPE_COUNT][PM_DTYPE_COUNT] = {
     INT_ROW(U8),
     INT_ROW(U16),
     INT_ROW(U32),
+    ROW(INT4, I8),
+    ROW(UINT4, U8),
     [PM_F32] =
         {
             [PM_BOOL] = F32_to_BOOL,
@@ -186,6 +189,8 @@ void pm_convert_array(pm_dtype from, pm_dtype to, const void *src, void *dst, si
     return;
   } else if (from == to) {
     memcpy(dst, src, n * pm_dtypes[to].bytes);
+  } else if (pm_dtypes[to].bits < 8) {
+    one_by_one(from, to, src, dst, n);
   } else if (loops[from][to]) {
     loops[from][to](src, dst, n);
   } else if (to == PM_F32) {

@@ -9,7 +9,7 @@
 
 const pm_dtype_info pm_dtypes[PM_DTYPE_COUNT] = {
 #define PM_DTYPE(id, text, bits, class, cuda, dlpack, short) \
-  {text, cuda, short, bits, bits / 8, PM_CLASS_##class, dlpack},
+  {text, cuda, short, bits, (bits + 7) / 8, PM_CLASS_##class, dlpack},
 #include "dtypes.def"
 #undef PM_DTYPE
 };
@@ -151,9 +151,11 @@ pm_scalar pm_load_scalar(pm_dtype t, const void *p) {
   memcpy(&x, p, pm_dtypes[t].bytes);
   switch (t) {
     case PM_BOOL: return (pm_scalar){.i = x.u8 != 0};
+    case PM_INT4:
     case PM_I8: return (pm_scalar){.i = x.s8};
     case PM_I16: return (pm_scalar){.i = x.s16};
     case PM_I32: return (pm_scalar){.i = x.s32};
+    case PM_UINT4:
     case PM_U8: return (pm_scalar){.i = x.u8};
     case PM_U16: return (pm_scalar){.i = x.u16};
     case PM_U32: return (pm_scalar){.i = x.u32};
@@ -177,6 +179,9 @@ void pm_store_scalar(pm_dtype t, void *p, pm_scalar v) {
     uint16_t u = pm_f32_to_narrow(t, f);
     if (pm_dtypes[t].bytes == 1) *(uint8_t *)p = (uint8_t)u;
     else memcpy(p, &u, 2);
+  } else if (pm_dtypes[t].bits < 8) {
+    const uint8_t low = v.i & 15;
+    *(uint8_t *)p = t == PM_INT4 ? (uint8_t)((low ^ 8) - 8) : low;
   } else if (t == PM_BOOL) {
     *(uint8_t *)p = v.i != 0;
   } else {
@@ -209,4 +214,19 @@ pm_scalar pm_convert_scalar(pm_dtype from, pm_dtype to, pm_scalar v) {
     v.f = pm_is_small_float(to) ? (double)(float)v.i : (double)v.i; /* to 8 bits through f32 */
   pm_store_scalar(to, &room, v);
   return pm_load_scalar(to, &room);
+}
+
+void pm_pack_bytes(const void *src, void *dst, size_t n) {
+  const uint8_t *s = src;
+  uint8_t *d = dst;
+  for (size_t i = 0; i < n / 2; i++) d[i] = (uint8_t)((s[2 * i] & 15) | s[2 * i + 1] << 4);
+}
+
+void pm_unpack_bytes(pm_dtype t, const void *src, void *dst, size_t n) {
+  const uint8_t *s = src, sign = t == PM_INT4 ? 8 : 0;
+  uint8_t *d = dst;
+  for (size_t i = 0; i < n; i++) {
+    const uint8_t low = i % 2 ? s[i / 2] >> 4 : s[i / 2] & 15;
+    d[i] = (uint8_t)((low ^ sign) - sign);
+  }
 }

@@ -32,7 +32,7 @@ static inline bool pm_is_narrow_float(pm_dtype t) {
 static inline bool pm_is_small_float(pm_dtype t) { return pm_is_float(t) && pm_dtypes[t].bits < 16; }
 /* Is it one that NumPy does not have itself, but ml_dtypes? */
 static inline bool pm_is_extended(pm_dtype t) {
-  return pm_dtypes[t].dlpack == 4 || pm_dtypes[t].dlpack > 6;
+  return pm_dtypes[t].bits < 8 || pm_dtypes[t].dlpack == 4 || pm_dtypes[t].dlpack > 6;
 }
 int pm_dtype_find(const char *text); /* -1: no such dtype */
 
@@ -57,6 +57,9 @@ typedef union pm_scalar {
 pm_scalar pm_load_scalar(pm_dtype t, const void *p);
 void pm_store_scalar(pm_dtype t, void *p, pm_scalar v); /* wraps ints, rounds floats once */
 pm_scalar pm_convert_scalar(pm_dtype from, pm_dtype to, pm_scalar v);
+/* n elements (an even number) of less than 8 bits, a byte for each, to and from two in a byte */
+void pm_pack_bytes(const void *src, void *dst, size_t n);
+void pm_unpack_bytes(pm_dtype t, const void *src, void *dst, size_t n);
 /* n elements, contiguous, no overlap */
 void pm_convert_array(pm_dtype from, pm_dtype to, const void *src, void *dst, size_t n);
 

@@ -208,7 +208,7 @@ SELECT_KERNEL(U8)
 SELECT_KERNEL(U16)
 SELECT_KERNEL(U32)
 HANDLER(SELECT, [PM_BOOL] = SELECT_U8, [PM_I8] = SELECT_U8, [PM_U8] = SELECT_U8,
-        [PM_E4M3] = SELECT_U8, [PM_E5M2] = SELECT_U8, [PM_E8M0] = SELECT_U8, [PM_I16] = SELECT_U16, [PM_U16] = SELECT_U16, [PM_F16] = SELECT_U16, [PM_BF16] = SELECT_U16,
+        [PM_INT4] = SELECT_U8, [PM_UINT4] = SELECT_U8, [PM_E4M3] = SELECT_U8, [PM_E5M2] = SELECT_U8, [PM_E8M0] = SELECT_U8, [PM_I16] = SELECT_U16, [PM_U16] = SELECT_U16, [PM_F16] = SELECT_U16, [PM_BF16] = SELECT_U16,
         [PM_I32] = SELECT_U32, [PM_U32] = SELECT_U32, [PM_F32] = SELECT_U32)
 
 /* ---- pointwise ---------------------------------------------------------------------------- */
@@ -287,6 +287,18 @@ static step exec_pointwise(pm_machine *m, thread *t, const instr *i) {
   (void)m;
   if (i->flags) return exec_in_blocks(t, i);
   i->kernel(slot_of(t, i->dst), slot_of(t, i->a), slot_of(t, i->b), slot_of(t, i->c), i->n);
+  return STEP_NEXT;
+}
+
+static step exec_unpack(pm_machine *m, thread *t, const instr *i) {
+  (void)m;
+  pm_unpack_bytes(i->out, slot_of(t, i->a), slot_of(t, i->dst), i->n);
+  return STEP_NEXT;
+}
+
+static step exec_pack(pm_machine *m, thread *t, const instr *i) {
+  (void)m;
+  pm_pack_bytes(slot_of(t, i->a), slot_of(t, i->dst), 2 * (size_t)i->n);
   return STEP_NEXT;
 }
 
@@ -383,6 +395,8 @@ static const handler pm_vm_BROADCAST = {pm_vm_encode_strided, pm_vm_strided, {0}
 static const handler pm_vm_RESHAPE = {pm_vm_encode_alias, NULL, {0}};
 static const handler pm_vm_SLICE = {pm_vm_encode_strided, pm_vm_strided, {0}};
 static const handler pm_vm_REDUCE = {pm_vm_encode_reduce, exec_reduce, {0}};
+static const handler pm_vm_UNPACK = {pm_vm_encode_plain, exec_unpack, {0}};
+static const handler pm_vm_PACK = {pm_vm_encode_plain, exec_pack, {0}};
 static const handler pm_vm_LAYOUT_CAST = {pm_vm_encode_alias, NULL, {0}};
 static const handler pm_vm_SET_MAX_REGISTERS = {pm_vm_encode_nothing, NULL, {0}};
 static const handler pm_vm_SYNC = {pm_vm_encode_plain, exec_nothing, {0}};

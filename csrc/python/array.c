@@ -154,6 +154,10 @@ static PyObject *reduce_value(pmpy_trace *t, const char *name, pmpy_arg *x, int 
   const bool logical = op == PM_REDUCE_ANY || op == PM_REDUCE_ALL;
   uint32_t set;
   if (axis_set(name, axes, x->type.rank, &set)) return NULL;
+  if (pm_dtypes[d].bits < 8 && !logical) {
+    return pmpy_fail(PM_E_NOT_IMPLEMENTED, "%s of %s; convert it first: x.astype(jnp.int32)", name,
+                     pmpy_type_text(&x->type));
+  }
   if (logical) d = wide = PM_BOOL;
   if (d == PM_BOOL && (op == PM_REDUCE_MAX || op == PM_REDUCE_MIN)) {
     return pmpy_fail(PM_E_NOT_IMPLEMENTED, "%s: bool arrays; convert first: x.astype(jnp.int32)",
@@ -296,6 +300,7 @@ static PyObject *bits_as(pmpy_trace *t, const pmpy_arg *x, pm_dtype d) {
   }
   pm_type to = x->type;
   to.dtype = (uint8_t)d;
+  if (pm_dtypes[d].bits < 8) return result(t, pmpy_emit(t, PM_OP_CONVERT, &x->val, 1, &to, NULL, 0), false);
   return result(t, pmpy_emit(t, PM_OP_BITCAST, &x->val, 1, &to, NULL, 0), false);
 }
 

@@ -249,6 +249,7 @@ pm_val pmpy_arg_as(pmpy_trace *t, pmpy_arg *x, pm_dtype dtype) {
     x->val = pmpy_number(t, &x->type, number);
   } else if (x->type.dtype != dtype && dtype == PM_BOOL) {
     if (x->type.dtype == PM_E8M0 && !pmpy_arg_as(t, x, PM_F32)) return 0; /* it has no zero */
+    if (pm_dtypes[x->type.dtype].bits < 8 && !pmpy_arg_as(t, x, PM_I32)) return 0;
     pm_val zero = int_number(t, x->type.dtype, 0);
     x->val = zero ? pmpy_emit(t, PM_OP_NE, (pm_val[]){x->val, zero}, 2, NULL, NULL, 0) : 0;
   } else if (x->type.dtype != dtype) {
@@ -437,6 +438,22 @@ static int check_width(const char *name, pm_opcode code, pm_dtype d, const pmpy_
   return 0;
 }
 
+static pm_val as_dtype(pmpy_trace *t, pm_val v, pm_dtype d) {
+  pm_type to = *pm_typeof(t->g, v);
+  to.dtype = (uint8_t)d;
+  return pmpy_emit(t, PM_OP_CONVERT, &v, 1, &to, NULL, 0);
+}
+
+/* Of 4 bits: in int32, wrapped at the end; bits are counted among the low four. */
+static pm_val small_unary(pmpy_trace *t, pm_opcode code, pm_val x, pm_dtype d) {
+  const bool counts = code == PM_OP_CLZ || code == PM_OP_POPCOUNT;
+  x = as_dtype(t, x, PM_I32);
+  if (counts) x = two(t, PM_OP_AND, x, int_number(t, PM_I32, 15));
+  x = one(t, code, x);
+  if (code == PM_OP_CLZ) x = two(t, PM_OP_SUB, x, int_number(t, PM_I32, 28));
+  return x ? as_dtype(t, x, d) : 0;
+}
+
 static PyObject *result(pmpy_trace *t, pm_val v, bool weak) {
   return v ? pmpy_traced_new(t, v, weak) : NULL;
 }
@@ -467,6 +484,10 @@ static PyObject *power(pmpy_trace *t, pmpy_arg *args) {
     weak = false;
   }
   if (check_width("power", PM_OP_MUL, d, args, 2)) return NULL;
+  if (pm_dtypes[d].bits < 8) {
+    return pmpy_fail(PM_E_NOT_IMPLEMENTED, "power of %s; convert it first: x.astype(jnp.int32)",
+                     pm_dtypes[d].text);
+  }
   bool integral = !y->val && (!pm_is_float(y->type.dtype) || y->number.f == rint(y->number.f));
   double exponent = y->val ? 0 : pm_is_float(y->type.dtype) ? y->number.f : (double)y->number.i;
   if (!y->val && pm_is_float(d) && fabs(exponent) == 0.5) {
@@ -535,6 +556,11 @@ PyObject *pmpy_binary(pmpy_binop how, pm_opcode code, const char *name, PyObject
   if (check_width(name, code, d, args, 2)) return NULL;
   if (!pmpy_arg_as(t, &args[0], d) || !pmpy_arg_as(t, &args[1], d)) return NULL;
   if (pmpy_broadcast(t, name, args, 2)) return NULL;
+  const pm_dtype whole = d;
+  if (pm_dtypes[d].bits < 8) { /* computed in int32, wrapped at the end */
+    d = PM_I32;
+    if (!pmpy_arg_as(t, &args[0], d) || !pmpy_arg_as(t, &args[1], d)) return NULL;
+  }
   pm_val v;
   if (how == PMPY_FLOOR_DIVIDE) {
     v = floor_divide(t, divisor_of(t, args[0].val, args[1].val, d));
@@ -543,6 +569,7 @@ PyObject *pmpy_binary(pmpy_binop how, pm_opcode code, const char *name, PyObject
   } else {
     v = two(t, code, args[0].val, args[1].val);
   }
+  if (v && whole != d && how != PMPY_COMPARE) v = as_dtype(t, v, whole);
   return result(t, v, weak && how != PMPY_COMPARE);
 }
 
@@ -566,6 +593,7 @@ PyObject *pmpy_unary(pm_opcode code, PyObject *o) {
   if (check_width(name, code, d, &x, 1) || !pmpy_arg_as(t, &x, d)) return NULL;
   bool identity = (rounds(code) && !pm_is_float(d)) ||
                   (code == PM_OP_ABS && (d == PM_BOOL || pm_dtypes[d].class == PM_CLASS_UINT));
+  if (pm_dtypes[d].bits < 8 && !identity) return result(t, small_unary(t, code, x.val, d), weak);
   return result(t, identity ? x.val : one(t, code, x.val), weak);
 }
 

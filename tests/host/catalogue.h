@@ -212,6 +212,15 @@ FN T to_int(f32 x) {
   return (double)x >= top ? (T)(i64)top : (double)x <= bottom ? (T)(i64)bottom : (T)(i64)x;
 }
 
+/* 4 bits, in an i8 or u8; two share a byte, the first has the low half */
+FN i8 wrap_s4(u32 x) { return (i8)(x % 16 < 8 ? (int)(x % 16) : (int)(x % 16) - 16); }
+FN u8 wrap_u4(u32 x) { return (u8)(x % 16); }
+FN i8 to_s4(f32 x) { return x != x ? 0 : (i8)fmaxf(-8, fminf(7, truncf(x))); }
+FN u8 to_u4(f32 x) { return x != x ? 0 : (u8)fmaxf(0, fminf(15, truncf(x))); }
+FN void unpack_s4(i8 *d, u8 x) { d[0] = wrap_s4(x), d[1] = wrap_s4(x / 16); }
+FN void unpack_u4(u8 *d, u8 x) { d[0] = x % 16, d[1] = x / 16; }
+FN u8 pack_4(u32 lo, u32 hi) { return (u8)(lo % 16 + hi % 16 * 16); }
+
 FN u32 bits_of(f32 x) { return float_bits(x); }
 FN u32 bits_of(f16 x) { return x.bits; }
 FN u32 bits_of(bf16 x) { return x.bits; }

@@ -139,6 +139,29 @@ template <typename T> FN T to_int(f32 x) {
   }
 }
 
+//! wrap_s4
+// 4 bits in an i8 or u8
+FN i8 wrap_s4(u32 x) { return (i8)((i32)(x << 28) >> 28); }
+
+//! wrap_u4
+FN u8 wrap_u4(u32 x) { return (u8)(x & 15); }
+
+//! to_s4
+FN i8 to_s4(f32 x) { return (i8)max(-8, min(7, __float2int_rz(x))); }
+
+//! to_u4
+FN u8 to_u4(f32 x) { return (u8)min(15u, __float2uint_rz(x)); }
+
+//! unpack_s4
+// two elements of 4 bits share a byte, the first has the low half
+FN void unpack_s4(i8* d, u8 x) { d[0] = wrap_s4(x); d[1] = (i8)((i8)x >> 4); }
+
+//! unpack_u4
+FN void unpack_u4(u8* d, u8 x) { d[0] = x & 15; d[1] = x >> 4; }
+
+//! pack_4
+FN u8 pack_4(u32 lo, u32 hi) { return (u8)((lo & 15) | hi << 4); }
+
 //! bits_of
 FN u32 bits_of(f32 x) { return __float_as_uint(x); }
 template <typename T> FN u32 bits_of(T x) {
