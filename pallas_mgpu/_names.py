@@ -195,7 +195,7 @@ LAX_MISSING = {
     "use jnp.sort, jnp.argsort": "sort_key_val top_k",
     "use lax.fori_loop": "associative_scan map cumlogsumexp reduce_xor",
     "use plgpu.wgmma": "conv conv_general_dilated ragged_dot",
-    "each block its own output": "all_gather all_to_all pmax pmean pmin ppermute psum psum_scatter",
+    "each block its own output": "all_gather all_to_all pmax pmean pmin ppermute psum_scatter",
     "pass the data as operands": "rng_bit_generator rng_uniform",
 }
 

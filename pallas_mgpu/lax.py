@@ -4,6 +4,7 @@ Unlike `jax.lax`, dtypes promote as in `pallas_mgpu.numpy`: a superset of what `
 Functions of floats (`exp`, `rsqrt` ...) refuse integers, as there."""
 
 import builtins
+import enum
 import math
 
 from . import _core, _lax_moves
@@ -136,7 +137,15 @@ _define(
     _binary,
 )
 
-AWAY_FROM_ZERO, TO_NEAREST_EVEN = "away", "even"
+
+class RoundingMethod(enum.IntEnum):
+    """Where halves go."""
+
+    AWAY_FROM_ZERO = 0
+    TO_NEAREST_EVEN = 1
+
+
+AWAY_FROM_ZERO, TO_NEAREST_EVEN = RoundingMethod.AWAY_FROM_ZERO, RoundingMethod.TO_NEAREST_EVEN
 
 
 def round(x, rounding_method=AWAY_FROM_ZERO):  # noqa: A001
@@ -356,6 +365,26 @@ del _name
 def stop_gradient(x):
     """Identity."""
     return x
+
+
+def pvary(x, axis_name):
+    """Identity: there is one device."""
+    return x
+
+
+def reshard(x, sharding):
+    """Identity: there is one device."""
+    return x
+
+
+def psum(x, axis_name):
+    """The size of the axis times a Python number; sums over blocks are not offered."""
+    if isinstance(x, (int, float)):
+        return x * axis_size(axis_name)
+    raise NotImplementedError(
+        "Unimplemented primitive in Pallas Mosaic GPU lowering: psum of other than Python numbers;"
+        " give each block its own output"
+    )
 
 
 _find = finder(

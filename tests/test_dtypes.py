@@ -1,6 +1,8 @@
 """Conversions among all dtypes, exhaustive from those of 16 bits and fewer; floats of 8 bits in
 memory, copies and comparisons; what is refused; dtype functions of the host."""
 
+import warnings
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -267,6 +269,59 @@ def test_small_integers_refused():
         lower(lambda r: r[...] & jnp.int8(3))
 
 
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "int4"])
+def test_values_of_small_dtypes(run, rng, dtype):
+    """Loops, branches, layout casts, reshapes, slices, broadcasts, iotas, any and all, swap."""
+    shape = (64, 128)
+    bits = rng.integers(0, 16 if dtype == "int4" else 120, shape)
+    x = converted(bits, "int4") if dtype == "int4" else bits.astype(np.uint8).view(as_dtype(dtype))
+
+    def body(x_ref, loop_ref, branch_ref, cast_ref, fold_ref, part_ref, row_ref, iota_ref,
+             any_ref, all_ref, swap_ref, smem):  # fmt: skip
+        x = x_ref[...]
+        loop_ref[...] = lax.fori_loop(0, 3, lambda i, c: jnp.where(c == c, x, c), x)
+        first = lax.axis_index("i") == 0
+        branch_ref[...] = lax.cond(first, lambda: x, lambda: jnp.zeros(x.shape, x.dtype))
+        strided = plgpu.Layout.WG_STRIDED(shape, 2)
+        cast_ref[...] = plgpu.layout_cast(plgpu.layout_cast(x, plgpu.Layout.WGMMA), strided)
+        fold_ref[...] = x.reshape(128, 64)
+        part_ref[...] = x[:, 64:128]
+        row_ref[...] = lax.broadcast_in_dim(x_ref[3], shape, (1,))
+        iota_ref[...] = lax.broadcasted_iota(dtype, shape, 1)
+        any_ref[...], all_ref[...] = jnp.any(x, axis=0), (x == x).all()
+        smem[...] = x
+        swap_ref[...] = smem.swap(x_ref[...])
+
+    flags = np.zeros(128, bool), np.zeros((), bool)
+    outs = (x, x, x, x.reshape(128, 64), x[:, 64:].copy(), x, x, *flags, x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # casts through shared memory are meant
+        got = run(
+            body, outs, x, scratch_types=[plgpu.SMEM(shape, dtype)], grid=(1,), grid_names=("i",)
+        )
+    index = np.broadcast_to(np.arange(128), shape)
+    wide = x.astype(np.float32)
+    row = np.broadcast_to(x[3], shape)
+    want = [x, x, x, outs[3], outs[4], row, converted(index, dtype), (wide != 0).any(0)]
+    for have, reference in zip(got, [*want, np.array(True), x], strict=True):
+        assert_same(have, np.asarray(reference))
+
+
+def test_scalars_of_four_bits(run):
+    """Arithmetic wraps; comparisons are of the wrapped numbers."""
+
+    def body(x_ref, o_ref):
+        a = x_ref[0].astype(jnp.int4)
+        b = x_ref[1].astype(jnp.int4)
+        found = (a + b, a * b, a - b, -a, a // b, a % b, jnp.maximum(a, b), a << 1, a >> 1, abs(b),
+                 ~a, a < b, a == 21, jnp.int4(7) + a, x_ref[0].astype(jnp.uint4) - 7)  # fmt: skip
+        for k, v in enumerate(found):
+            o_ref[k] = v.astype(jnp.int32)
+
+    got = run(body, np.zeros(15, np.int32), np.array([5, -6], np.int32))
+    np.testing.assert_array_equal(got, [-1, 2, -5, -5, -1, -1, 5, -6, 2, 6, -6, 0, 1, -4, 14])
+
+
 def test_scalars(run):
     """Arithmetic of 8-bit scalars, which arrays do not have; abs of arrays; sums in float32."""
     x = np.array([1.5, -2.5, 3, 0.25], ml_dtypes.float8_e4m3fn)
@@ -321,6 +376,17 @@ def test_refused_on_arrays():
 
 
 def test_functions_of_the_host():
+    for name in INT4:
+        dtype = jnp.dtype(name)
+        assert dtype == as_dtype(name) and getattr(jnp, name) == name and dtype.itemsize == 1
+        assert jnp.itemsize_bits(name) == 4 and jnp.iinfo(dtype).bits == 4
+        assert jnp.issubdtype(dtype, jnp.signedinteger) == (name == "int4")
+        assert jnp.issubdtype(dtype, jnp.unsignedinteger) == (name == "uint4")
+        assert jnp.result_type(dtype, 3) == dtype == jnp.promote_types("bool", dtype)
+        for other in ("int8", "float32", "uint32", 1.5, *FLOAT8, *(set(INT4) - {name})):
+            with pytest.raises(plgpu.TypePromotionError, match="no available implicit"):
+                jnp.result_type(dtype, other if isinstance(other, float) else jnp.dtype(other))
+    assert jnp.itemsize_bits(jnp.bfloat16) == 16 and jnp.itemsize_bits("bool") == 8
     for name in FLOAT8:
         dtype = jnp.dtype(name)
         assert dtype == as_dtype(name) and dtype.itemsize == 1 and dtype.name == name

@@ -463,3 +463,33 @@ def test_choices(run, rng):
     np.testing.assert_array_equal(n, x * (np.clip(x, 0, 2) + 1))
     np.testing.assert_array_equal(hot, x[:, None] == np.arange(5))
     np.testing.assert_allclose(gated, y[:, :64] * sigmoid(y[:, 64:]), 1e-5, 1e-6)
+
+
+SHAPES = [(1,), (3,), (127,), (129,), (7, 33), (3, 5, 9), (2, 1, 3, 5), (128, 1), (65, 8)]
+
+
+@pytest.mark.parametrize("dtype", [f32, f16, bf16], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_odd_shapes(run, rng, shape, dtype):
+    """Some of the functions on every shape, with rows broadcast over it."""
+    names = rng.choice(list(UNARY), 3, replace=False)
+    pairs = rng.choice(list(BINARY), 3, replace=False)
+    x = rng.uniform(2.5, 4, shape).astype(dtype)
+    y = rng.uniform(2.5, 4, shape[-1:]).astype(dtype)
+
+    def body(x_ref, y_ref, *out_refs):
+        x, y = x_ref[...], y_ref[...]
+        for k, name in enumerate(names):
+            out_refs[k][...] = UNARY[name][0](x)
+        for k, name in enumerate(pairs):
+            out_refs[k + 3][...] = BINARY[name][0](x, y)
+
+    got = run(body, (x,) * 6, x, y)
+    w, v = x.astype(np.float64), np.broadcast_to(y, shape).astype(np.float64)
+    for k, name in enumerate([*names, *pairs]):
+        f = UNARY[name][1](w.reshape(-1)) if k < 3 else BINARY[name][1](w, v)
+        bound = UNARY[name][2] if k < 3 else BINARY[name][2]
+        steps = 16 if name in IN_STEPS or "log" in name or name == "hypot" else 1
+        inside = UNARY[name][3] if k < 3 else ALL
+        d = errors(got[k], f.reshape(shape), w, inside)
+        assert d.max() <= (bound if dtype == f32 else steps), (name, d.max())

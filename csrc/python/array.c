@@ -622,6 +622,7 @@ static PyMethodDef array_methods[] = {
     {"__round__", array_dunder_round, METH_VARARGS, "Halves to even."},
     {"view", array_view, METH_O, "view(dtype): the same bits; equal widths only."},
     {"conj", array_conj, METH_NOARGS, "The array itself."},
+    {"conjugate", array_conj, METH_NOARGS, "The array itself."},
     {"item", array_item, METH_NOARGS, "Raises: the value is not known."},
     {"tolist", array_item, METH_NOARGS, "Raises: the value is not known."},
     {"block_until_ready", array_item, METH_NOARGS, "Raises: the value is not known."},
