@@ -65,7 +65,7 @@ def _ignore(args, kwargs, value):
 
 def itemsize_bits(dtype):
     """Bits of an element in the memory of kernels: 4 for int4."""
-    return 4 if dtype.name in ("int4", "uint4") else 8 * dtype.itemsize
+    return 4 if dtype.name in ("int4", "uint4", "float4_e2m1fn") else 8 * dtype.itemsize
 
 
 def is_integer(dtype):

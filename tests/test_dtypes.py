@@ -13,7 +13,8 @@ from pallas_mgpu import numpy as jnp
 
 INTS = ("int8", "int16", "int32", "uint8", "uint16", "uint32")
 FLOAT8 = ("float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu")
-FLOATS = (*FLOAT8, "float16", "bfloat16", "float32")
+FLOAT4 = "float4_e2m1fn"
+FLOATS = (FLOAT4, *FLOAT8, "float16", "bfloat16", "float32")
 INT4 = ("int4", "uint4")
 ALL = ("bool", *INTS, *INT4, *FLOATS)
 GREATEST = {"float8_e4m3fn": 448, "float8_e5m2": 57344, "float8_e8m0fnu": 2.0**127}
@@ -42,6 +43,8 @@ def every(name):
         return bits[: len(bits) // 32 * 32].view(dtype)
     if name == "bool":
         return np.array([False, True] * 16)
+    if name == FLOAT4:
+        return np.resize(np.arange(16).astype(np.uint8).view(dtype), 512)
     if name in INT4:
         return np.resize(np.arange(16).astype(dtype), 512)
     words = {1: np.uint8, 2: np.uint16}[dtype.itemsize]
@@ -62,6 +65,9 @@ def converted(x, to):
     if to in INT4:
         low = x.astype(np.int64) & 15
         return (low - 16 * (low > 7) if to == "int4" else low).astype(dtype)
+    if to == FLOAT4:
+        wide = np.nan_to_num(x.astype(np.float32), nan=6)
+        return np.clip(wide, -6, 6).astype(dtype)
     if to in FLOAT8:
         wide = x.astype(np.float32)
         if to == "float8_e8m0fnu":
@@ -269,16 +275,19 @@ def test_small_integers_refused():
         lower(lambda r: r[...] & jnp.int8(3))
 
 
-@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "int4"])
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "int4", FLOAT4])
 def test_values_of_small_dtypes(run, rng, dtype):
     """Loops, branches, layout casts, reshapes, slices, broadcasts, iotas, any and all, swap."""
     shape = (64, 128)
-    bits = rng.integers(0, 16 if dtype == "int4" else 120, shape)
+    bits = rng.integers(0, 120 if dtype == "float8_e4m3fn" else 16, shape)
     x = converted(bits, "int4") if dtype == "int4" else bits.astype(np.uint8).view(as_dtype(dtype))
 
     def body(x_ref, loop_ref, branch_ref, cast_ref, fold_ref, part_ref, row_ref, iota_ref,
              any_ref, all_ref, swap_ref, smem):  # fmt: skip
         x = x_ref[...]
+        if dtype != "float8_e4m3fn":
+            twice = lax.bitcast_convert_type(lax.bitcast_convert_type(x, "int4"), "uint4")
+            x = lax.bitcast_convert_type(twice, dtype)
         loop_ref[...] = lax.fori_loop(0, 3, lambda i, c: jnp.where(c == c, x, c), x)
         first = lax.axis_index("i") == 0
         branch_ref[...] = lax.cond(first, lambda: x, lambda: jnp.zeros(x.shape, x.dtype))
@@ -362,7 +371,7 @@ def test_refused_on_arrays():
         for f in (jnp.exp, lambda x: x + 1, lambda x: x < 1, lambda x: -x, lambda x: x**2):
             with pytest.raises(NotImplementedError, match="on 8-bit types are unsupported"):
                 trace(lambda x, y, f=f: f(x), dtype)
-        for other in (jnp.float32, jnp.bfloat16, jnp.float16, *FLOAT8):
+        for other in (jnp.float32, jnp.bfloat16, jnp.float16, FLOAT4, *FLOAT8):
             if other != dtype:
                 with pytest.raises(plgpu.TypePromotionError, match="no available implicit dtype"):
                     trace(lambda x, y: x + y, dtype, other)
@@ -370,6 +379,8 @@ def test_refused_on_arrays():
             trace(lambda x, y: jnp.where(x == x, x, y), dtype)
         with pytest.raises(TypeError, match="and does not accept"):
             trace(lambda x, y: x & x, dtype)
+    with pytest.raises(NotImplementedError, match="on 4-bit types .* x.astype.jnp.float32"):
+        trace(lambda x, y: x * 2, FLOAT4)
     for op in (jnp.add, jnp.left_shift, jnp.less, jnp.maximum):
         with pytest.raises(NotImplementedError, match="x.astype.jnp.int32"):
             trace(op, "int8", "int8")
@@ -386,6 +397,8 @@ def test_functions_of_the_host():
         for other in ("int8", "float32", "uint32", 1.5, *FLOAT8, *(set(INT4) - {name})):
             with pytest.raises(plgpu.TypePromotionError, match="no available implicit"):
                 jnp.result_type(dtype, other if isinstance(other, float) else jnp.dtype(other))
+    assert jnp.itemsize_bits(FLOAT4) == 4 and float(jnp.finfo(FLOAT4).max) == 6
+    assert jnp.issubdtype(FLOAT4, jnp.floating) and jnp.promote_types(FLOAT4, "int8") == FLOAT4
     assert jnp.itemsize_bits(jnp.bfloat16) == 16 and jnp.itemsize_bits("bool") == 8
     for name in FLOAT8:
         dtype = jnp.dtype(name)

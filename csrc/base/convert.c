@@ -156,6 +156,7 @@ static void to_float(pm_dtype from, const void *src, float *dst, size_t n) {
     case PM_F16: widen_f16(src, dst, n); break;
     case PM_BF16: widen_bf16(src, dst, n); break;
     case PM_F32: memcpy(dst, src, n * sizeof *dst); break;
+    case PM_E2M1:
     case PM_E4M3:
     case PM_E5M2:
     case PM_E8M0:
@@ -169,6 +170,7 @@ static void from_float(pm_dtype to, const float *src, void *dst, size_t n) {
   switch (to) {
     case PM_F16: narrow_f16(src, dst, n); break;
     case PM_BF16: narrow_bf16(src, dst, n); break;
+    case PM_E2M1:
     case PM_E4M3:
     case PM_E5M2:
     case PM_E8M0:

@@ -111,8 +111,24 @@ static uint32_t f32_to_e8m0(float x) {
   return exponent + (rest != 0) > 0xfe ? 0xfe : exponent + (rest != 0);
 }
 
+/* 4 bits: a sign and one of eight numbers, between which halfway goes to the even one */
+static const float e2m1[8] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6};
+
+static float e2m1_to_f32(uint32_t x) { return copysignf(e2m1[x & 7], x & 8 ? -1.0f : 1.0f); }
+
+static uint32_t f32_to_e2m1(float x) {
+  uint32_t k = 0;
+  if (isnan(x)) return 7;
+  for (; k < 7; k++) {
+    const float halfway = (e2m1[k] + e2m1[k + 1]) / 2;
+    if (fabsf(x) < halfway || (fabsf(x) == halfway && k % 2 == 0)) break;
+  }
+  return k | (signbit(x) ? 8 : 0);
+}
+
 float pm_narrow_to_f32(pm_dtype t, uint16_t x) {
   switch (t) {
+    case PM_E2M1: return e2m1_to_f32(x);
     case PM_E4M3: return small_to_f32(e4m3, x);
     case PM_E5M2: return small_to_f32(e5m2, x);
     case PM_E8M0: return e8m0_to_f32(x);
@@ -123,6 +139,7 @@ float pm_narrow_to_f32(pm_dtype t, uint16_t x) {
 
 uint16_t pm_f32_to_narrow(pm_dtype t, float x) {
   switch (t) {
+    case PM_E2M1: return (uint16_t)f32_to_e2m1(x);
     case PM_E4M3: return (uint16_t)f32_to_small(e4m3, x);
     case PM_E5M2: return (uint16_t)f32_to_small(e5m2, x);
     case PM_E8M0: return (uint16_t)f32_to_e8m0(x);
@@ -159,6 +176,7 @@ pm_scalar pm_load_scalar(pm_dtype t, const void *p) {
     case PM_U8: return (pm_scalar){.i = x.u8};
     case PM_U16: return (pm_scalar){.i = x.u16};
     case PM_U32: return (pm_scalar){.i = x.u32};
+    case PM_E2M1:
     case PM_E4M3:
     case PM_E5M2:
     case PM_E8M0: return (pm_scalar){.f = pm_narrow_to_f32(t, x.u8)};

@@ -147,6 +147,7 @@ const char *pm_literal(pm_gen *e, pm_dtype t, pm_scalar v) {
     case PM_F32: return float_literal(e, v.f);
     case PM_F16:
     case PM_BF16:
+    case PM_E2M1:
     case PM_E4M3:
     case PM_E5M2:
     case PM_E8M0: {
@@ -248,7 +249,7 @@ static bool is_pair_convert(pm_gen *e, pm_opid op) {
   if (o->code != PM_OP_CONVERT) return false;
   const pm_dtype from = pm_typeof(e->g, pm_in(e->g, op, 0))->dtype;
   const pm_dtype to = pm_typeof(e->g, o->out)->dtype;
-  return from == PM_F32 && pm_is_narrow_float(to) && to != PM_E8M0 &&
+  return from == PM_F32 && pm_is_narrow_float(to) && to != PM_E8M0 && to != PM_E2M1 &&
          pm_regs_of(e, o->out) % 2 == 0;
 }
 

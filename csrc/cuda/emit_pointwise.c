@@ -210,7 +210,7 @@ pm_code pm_cuda_SELECT(pm_gen *e, pm_opid op) {
 const char *pm_convert_text(pm_gen *e, pm_dtype from, pm_dtype to, const char *x) {
   const char *cpp = pm_cpp_type(to);
   if (from == to) return x;
-  if (pm_dtypes[to].bits < 8) {
+  if (pm_is_small_int(to)) {
     if (pm_is_narrow_float(from)) x = pm_str(e, "to_f32(%s)", x);
     return pm_str(e, pm_is_float(from) ? "to_%s(%s)" : "wrap_%s((u32)(%s))",
                   pm_dtypes[to].short_name, x);

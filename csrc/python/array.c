@@ -292,16 +292,26 @@ static PyObject *array_astype(PyObject *self, PyObject *dtype) {
   return t ? pmpy_convert(t, &x, d, false) : NULL;
 }
 
+static pm_val retyped(pmpy_trace *t, pm_opcode code, pm_val x, pm_dtype d) {
+  pm_type to = *pm_typeof(t->g, x);
+  to.dtype = (uint8_t)d;
+  return pmpy_emit(t, code, &x, 1, &to, NULL, 0);
+}
+
+/* int4 lies sign-extended in registers, so its bits are those of the uint4 it converts to. */
 static PyObject *bits_as(pmpy_trace *t, const pmpy_arg *x, pm_dtype d) {
   if (x->type.dtype == d) return result(t, x->val, false);
   if (pm_dtypes[x->type.dtype].bits != pm_dtypes[d].bits) {
     return pmpy_fail(PM_E_NOT_IMPLEMENTED, "bitcast between different widths: %s to %s",
                      pmpy_type_text(&x->type), pm_dtypes[d].text);
   }
-  pm_type to = x->type;
-  to.dtype = (uint8_t)d;
-  if (pm_dtypes[d].bits < 8) return result(t, pmpy_emit(t, PM_OP_CONVERT, &x->val, 1, &to, NULL, 0), false);
-  return result(t, pmpy_emit(t, PM_OP_BITCAST, &x->val, 1, &to, NULL, 0), false);
+  pm_val v = x->val;
+  if (x->type.dtype == PM_INT4) v = retyped(t, PM_OP_CONVERT, v, PM_UINT4);
+  const pm_dtype from = x->type.dtype == PM_INT4 ? PM_UINT4 : x->type.dtype;
+  const pm_dtype to = d == PM_INT4 ? PM_UINT4 : d;
+  if (v && from != to) v = retyped(t, PM_OP_BITCAST, v, to);
+  if (v && d == PM_INT4) v = retyped(t, PM_OP_CONVERT, v, PM_INT4);
+  return result(t, v, false);
 }
 
 static PyObject *array_view(PyObject *self, PyObject *dtype) {

@@ -249,7 +249,7 @@ pm_val pmpy_arg_as(pmpy_trace *t, pmpy_arg *x, pm_dtype dtype) {
     x->val = pmpy_number(t, &x->type, number);
   } else if (x->type.dtype != dtype && dtype == PM_BOOL) {
     if (x->type.dtype == PM_E8M0 && !pmpy_arg_as(t, x, PM_F32)) return 0; /* it has no zero */
-    if (pm_dtypes[x->type.dtype].bits < 8 && !pmpy_arg_as(t, x, PM_I32)) return 0;
+    if (pm_is_small_int(x->type.dtype) && !pmpy_arg_as(t, x, PM_I32)) return 0;
     pm_val zero = int_number(t, x->type.dtype, 0);
     x->val = zero ? pmpy_emit(t, PM_OP_NE, (pm_val[]){x->val, zero}, 2, NULL, NULL, 0) : 0;
   } else if (x->type.dtype != dtype) {
@@ -484,7 +484,7 @@ static PyObject *power(pmpy_trace *t, pmpy_arg *args) {
     weak = false;
   }
   if (check_width("power", PM_OP_MUL, d, args, 2)) return NULL;
-  if (pm_dtypes[d].bits < 8) {
+  if (pm_is_small_int(d)) {
     return pmpy_fail(PM_E_NOT_IMPLEMENTED, "power of %s; convert it first: x.astype(jnp.int32)",
                      pm_dtypes[d].text);
   }
@@ -557,7 +557,7 @@ PyObject *pmpy_binary(pmpy_binop how, pm_opcode code, const char *name, PyObject
   if (!pmpy_arg_as(t, &args[0], d) || !pmpy_arg_as(t, &args[1], d)) return NULL;
   if (pmpy_broadcast(t, name, args, 2)) return NULL;
   const pm_dtype whole = d;
-  if (pm_dtypes[d].bits < 8) { /* computed in int32, wrapped at the end */
+  if (pm_is_small_int(d)) { /* computed in int32, wrapped at the end */
     d = PM_I32;
     if (!pmpy_arg_as(t, &args[0], d) || !pmpy_arg_as(t, &args[1], d)) return NULL;
   }
@@ -593,7 +593,7 @@ PyObject *pmpy_unary(pm_opcode code, PyObject *o) {
   if (check_width(name, code, d, &x, 1) || !pmpy_arg_as(t, &x, d)) return NULL;
   bool identity = (rounds(code) && !pm_is_float(d)) ||
                   (code == PM_OP_ABS && (d == PM_BOOL || pm_dtypes[d].class == PM_CLASS_UINT));
-  if (pm_dtypes[d].bits < 8 && !identity) return result(t, small_unary(t, code, x.val, d), weak);
+  if (pm_is_small_int(d) && !identity) return result(t, small_unary(t, code, x.val, d), weak);
   return result(t, identity ? x.val : one(t, code, x.val), weak);
 }
 

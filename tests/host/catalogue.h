@@ -133,6 +133,9 @@ struct bf16 {
   u16 bits;
 };
 
+struct e2m1 {
+  u8 bits;
+};
 struct e4m3 {
   u8 bits;
 };
@@ -179,6 +182,19 @@ FN e8m0 to_e8m0(f32 x) {
   exponent += 127 - (part <= 0.5f);
   return e8m0{(u8)(exponent < 0 ? 0 : exponent)};
 }
+FN f32 to_f32(e2m1 x) {
+  const f32 a = (x.bits & 6) == 0 ? 0.5f * (x.bits & 1)
+                                  : ldexpf(1 + 0.5f * (x.bits & 1), (x.bits >> 1 & 3) - 1);
+  return x.bits & 8 ? -a : a;
+}
+FN e2m1 to_e2m1(f32 x) {
+  const f32 a = x != x ? 6 : fminf(fabsf(x), 6);
+  const f32 unit = a < 2 ? 0.5f : a < 4 ? 1 : 2;
+  const f32 near = rintf(a / unit) * unit;
+  u8 k = 0;
+  while (to_f32(e2m1{k}) < near) k++;
+  return e2m1{(u8)(k | (x == x && signbit(x) ? 8 : 0))};
+}
 FN void to_e4m3x2(e4m3 *d, f32 lo, f32 hi) { d[0] = to_e4m3(lo), d[1] = to_e4m3(hi); }
 FN void to_e5m2x2(e5m2 *d, f32 lo, f32 hi) { d[0] = to_e5m2(lo), d[1] = to_e5m2(hi); }
 /* f32 has more than twice the digits and two: rounding sums and products of halves twice is
@@ -219,11 +235,13 @@ FN i8 to_s4(f32 x) { return x != x ? 0 : (i8)fmaxf(-8, fminf(7, truncf(x))); }
 FN u8 to_u4(f32 x) { return x != x ? 0 : (u8)fmaxf(0, fminf(15, truncf(x))); }
 FN void unpack_s4(i8 *d, u8 x) { d[0] = wrap_s4(x), d[1] = wrap_s4(x / 16); }
 FN void unpack_u4(u8 *d, u8 x) { d[0] = x % 16, d[1] = x / 16; }
+FN void unpack_e2m1(e2m1 *d, u8 x) { d[0] = e2m1{(u8)(x % 16)}, d[1] = e2m1{(u8)(x / 16)}; }
 FN u8 pack_4(u32 lo, u32 hi) { return (u8)(lo % 16 + hi % 16 * 16); }
 
 FN u32 bits_of(f32 x) { return float_bits(x); }
 FN u32 bits_of(f16 x) { return x.bits; }
 FN u32 bits_of(bf16 x) { return x.bits; }
+FN u32 bits_of(e2m1 x) { return x.bits; }
 FN u32 bits_of(e4m3 x) { return x.bits; }
 FN u32 bits_of(e5m2 x) { return x.bits; }
 FN u32 bits_of(e8m0 x) { return x.bits; }

@@ -183,7 +183,11 @@ def packed(x):
 
 def unpacked(x, dtype):
     halves = np.stack([x & 15, x >> 4], -1).reshape(*x.shape[:-1], -1)
-    return halves.astype(np.int8).astype(dtype)
+    return (
+        halves.view(dtype)
+        if dtype.name.startswith("float")
+        else halves.astype(np.int8).astype(dtype)
+    )
 
 
 def run(lowered, args, outs, seed=0):
@@ -193,7 +197,7 @@ def run(lowered, args, outs, seed=0):
     alias an operand begin as copies of it, all others as garbage). Returns what the kernel
     printed. Raises HostError for misuse of the hardware, a deadlock or a crash, naming the
     generated line."""
-    small = [x.dtype.name in ("int4", "uint4") for x in [*args, *outs]]
+    small = [x.dtype.name in ("int4", "uint4", "float4_e2m1fn") for x in [*args, *outs]]
     inner = [packed(x) if s else x for x, s in zip([*args, *outs], small)]
     printed = run_program(*program(lowered), inner[: len(args)], inner[len(args) :], seed)
     for x, y, s in zip(outs, inner[len(args) :], small[len(args) :]):

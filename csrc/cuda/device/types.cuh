@@ -93,6 +93,26 @@ FN e8m0 to_e8m0(f32 x) {
   return e8m0{(u8)(b << 1 <= 0x800000u ? 0 : min(up, 254u))};
 }
 
+//! e2m1
+// 4 bits: a sign and an index of 0, 0.5, 1, 1.5, 2, 3, 4, 6. Rounds to the nearest, halfway to the
+// even index, saturates; NaN becomes 6.
+struct e2m1 { u8 bits; };
+FN u32 bits_of(e2m1 x) { return x.bits; }
+FN void from_bits(e2m1& x, u32 b) { x.bits = (u8)(b & 15); }
+FN f32 to_f32(e2m1 x) { // its bits are those of an f16 with a greater exponent
+  return to_f32(f16{(u16)((x.bits & 8) << 12 | (x.bits & 7) << 9)}) * 16384.0f;
+}
+FN e2m1 to_e2m1(f32 x) {
+  const f32 a = x != x ? 6.0f : fabsf(x);
+  const i32 half_units = __float2int_rn(fminf(a, 6.0f) * 2.0f); // exact below 2
+  const i32 k = a < 2.0f ? half_units : a < 4.0f ? 2 + __float2int_rn(a)
+                                                 : 4 + __float2int_rn(fminf(a, 6.0f) * 0.5f);
+  return e2m1{(u8)(k | (x < 0.0f || __float_as_uint(x) == 0x80000000u ? 8 : 0))};
+}
+
+//! unpack_e2m1
+FN void unpack_e2m1(e2m1* d, u8 x) { d[0] = e2m1{(u8)(x & 15)}; d[1] = e2m1{(u8)(x >> 4)}; }
+
 //! to_e4m3x2
 FN void to_e4m3x2(e4m3* d, f32 lo, f32 hi) {
   u16 w; asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(w) : "f"(hi), "f"(lo));
