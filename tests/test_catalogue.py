@@ -226,6 +226,12 @@ INSTRUCTIONS = {
         ]
         for t in ("e4m3", "e5m2")
     },
+    **{
+        f"f16 d[2]; widen_{t}x2(d, {t}{{1}}, {t}{{2}}); out[0] = d[0].bits; out[1] = d[1].bits;": [
+            f"cvt.rn.f16x2.{t}x2 a, 513"
+        ]
+        for t in ("e4m3", "e5m2")
+    },
     "out[0] = bits_of(int_to_bf16((i32)u));": ["cvt.rn.bf16.s32 a, b"],
     "out[0] = bits_of(int_to_bf16(u));": ["cvt.rn.bf16.u32 a, b"],
     **{

@@ -197,6 +197,17 @@ FN e2m1 to_e2m1(f32 x) {
 }
 FN void to_e4m3x2(e4m3 *d, f32 lo, f32 hi) { d[0] = to_e4m3(lo), d[1] = to_e4m3(hi); }
 FN void to_e5m2x2(e5m2 *d, f32 lo, f32 hi) { d[0] = to_e5m2(lo), d[1] = to_e5m2(hi); }
+FN void widened(f32 *d, f32 x) { *d = x; }
+FN void widened(f16 *d, f32 x) { *d = to_f16(x); }
+FN void widened(bf16 *d, f32 x) { *d = to_bf16(x); }
+template <typename T>
+FN void widen_e4m3x2(T *d, e4m3 lo, e4m3 hi) {
+  widened(d, to_f32(lo)), widened(d + 1, to_f32(hi));
+}
+template <typename T>
+FN void widen_e5m2x2(T *d, e5m2 lo, e5m2 hi) {
+  widened(d, to_f32(lo)), widened(d + 1, to_f32(hi));
+}
 /* f32 has more than twice the digits and two: rounding sums and products of halves twice is
  * rounding them once. */
 FN f16 operator-(f16 x) { return f16{(u16)(x.bits ^ 0x8000)}; }

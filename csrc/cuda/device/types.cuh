@@ -138,6 +138,36 @@ FN void to_bf16x2(bf16* d, f32 lo, f32 hi) {
   d[0] = bf16{(u16)w}; d[1] = bf16{(u16)(w >> 16)};
 }
 
+//! widen_e4m3x2
+FN u32 e4m3_pair(e4m3 lo, e4m3 hi) {
+  u32 w; asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(w) : "h"((u16)(lo.bits | hi.bits << 8)));
+  return w;
+}
+FN void widen_e4m3x2(f16* d, e4m3 lo, e4m3 hi) {
+  const u32 w = e4m3_pair(lo, hi); d[0] = f16{(u16)w}; d[1] = f16{(u16)(w >> 16)};
+}
+FN void widen_e4m3x2(f32* d, e4m3 lo, e4m3 hi) {
+  const u32 w = e4m3_pair(lo, hi); d[0] = to_f32(f16{(u16)w}); d[1] = to_f32(f16{(u16)(w >> 16)});
+}
+FN void widen_e4m3x2(bf16* d, e4m3 lo, e4m3 hi) {
+  f32 f[2]; widen_e4m3x2(f, lo, hi); to_bf16x2(d, f[0], f[1]);
+}
+
+//! widen_e5m2x2
+FN u32 e5m2_pair(e5m2 lo, e5m2 hi) {
+  u32 w; asm("cvt.rn.f16x2.e5m2x2 %0, %1;" : "=r"(w) : "h"((u16)(lo.bits | hi.bits << 8)));
+  return w;
+}
+FN void widen_e5m2x2(f16* d, e5m2 lo, e5m2 hi) {
+  const u32 w = e5m2_pair(lo, hi); d[0] = f16{(u16)w}; d[1] = f16{(u16)(w >> 16)};
+}
+FN void widen_e5m2x2(f32* d, e5m2 lo, e5m2 hi) {
+  const u32 w = e5m2_pair(lo, hi); d[0] = to_f32(f16{(u16)w}); d[1] = to_f32(f16{(u16)(w >> 16)});
+}
+FN void widen_e5m2x2(bf16* d, e5m2 lo, e5m2 hi) {
+  f32 f[2]; widen_e5m2x2(f, lo, hi); to_bf16x2(d, f[0], f[1]);
+}
+
 //! int_to_bf16
 // through f32 it would be rounded twice
 FN bf16 int_to_bf16(i32 x) {
