@@ -243,6 +243,39 @@ def test_small_integers_in_parts(run, rng):
     np.testing.assert_array_equal(copy.astype(np.int64), a)
 
 
+def test_product_of_small_integers(run, rng):
+    """4-bit blocks of a pipeline, widened in registers where wgmma wants them: nothing moves
+    between lanes (that would warn)."""
+    x = rng.integers(-8, 8, (128, 256)).astype(ml_dtypes.int4)
+    y = rng.standard_normal((256, 64)).astype(ml_dtypes.bfloat16)
+
+    def body(x_ref, y_ref, o_ref):
+        i = lax.axis_index("i")
+
+        def product(acc):
+            def step(_, x_block, y_block):
+                plgpu.wgmma(acc, x_block[...].astype(jnp.bfloat16), y_block)
+                plgpu.wgmma_wait(0)
+
+            specs = [
+                plgpu.BlockSpec((64, 64), lambda k: (i, k)),
+                plgpu.BlockSpec((64, 64), lambda k: (k, 0)),
+            ]
+            plgpu.emit_pipeline(step, grid=(4,), in_specs=specs, max_concurrent_steps=2)(
+                x_ref, y_ref
+            )
+            return acc[...]
+
+        o_ref[pl.ds(i * 64, 64)] = pl.run_scoped(product, plgpu.ACC((64, 64), jnp.float32))
+
+    out = np.zeros((128, 64), np.float32)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        got = run(body, out, x, y, grid=(2,), grid_names=("i",))
+    want = x.astype(np.float64) @ y.astype(np.float64)
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-4)
+
+
 def test_small_integers_refused():
     """What would cut a byte, and what 4 bits do not have."""
 

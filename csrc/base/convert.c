@@ -1,8 +1,9 @@
 /* Conversion of contiguous arrays: one loop per pair of dtypes, made by macros.
  *
  * Floats of 16 and 8 bits are never the type of a loop: they are widened to, or narrowed from,
- * blocks of float on the stack. The two directions of f16 use F16C where the processor has it. i32 and u32 to bf16
- * go number by number, because a float on the way would round twice (f16 overflows before that). */
+ * blocks of float on the stack. The two directions of f16 use F16C where the processor has it. i32
+ * and u32 to bf16 go number by number, because a float on the way would round twice (f16 overflows
+ * before that). */
 #include "dtype.h"
 
 #if defined(__x86_64__) && defined(__GNUC__)

@@ -1,8 +1,8 @@
 /* The dtype table and conversions of single numbers.
  *
- * A number travels as int64 or double. Rounding a double to 16 or 8 bits goes through a float rounded to
- * odd: the float has more than two bits to spare, so the second rounding is as good as the only
- * one. */
+ * A number travels as int64 or double. Rounding a double to 16 or 8 bits goes through a float
+ * rounded to odd: the float has more than two bits to spare, so the second rounding is as good as
+ * the only one. */
 #include "dtype.h"
 
 #include <math.h>
@@ -99,9 +99,7 @@ static uint32_t f32_to_small(small_format s, float x) {
   return sign | (magnitude > s.greatest ? s.greatest : magnitude);
 }
 
-static float e8m0_to_f32(uint32_t x) {
-  return x == 0xff ? NAN : float_of(x ? x << 23 : 0x400000);
-}
+static float e8m0_to_f32(uint32_t x) { return x == 0xff ? NAN : float_of(x ? x << 23 : 0x400000); }
 
 /* up to a power of two; what is negative has none */
 static uint32_t f32_to_e8m0(float x) {

@@ -29,10 +29,10 @@ static inline bool pm_is_int(pm_dtype t) {
 static inline bool pm_is_narrow_float(pm_dtype t) {
   return pm_is_float(t) && pm_dtypes[t].bits < 32;
 }
-static inline bool pm_is_small_int(pm_dtype t) {
-  return !pm_is_float(t) && pm_dtypes[t].bits < 8;
+static inline bool pm_is_small_int(pm_dtype t) { return !pm_is_float(t) && pm_dtypes[t].bits < 8; }
+static inline bool pm_is_small_float(pm_dtype t) {
+  return pm_is_float(t) && pm_dtypes[t].bits < 16;
 }
-static inline bool pm_is_small_float(pm_dtype t) { return pm_is_float(t) && pm_dtypes[t].bits < 16; }
 /* Is it one that NumPy does not have itself, but ml_dtypes? */
 static inline bool pm_is_extended(pm_dtype t) {
   return pm_dtypes[t].bits < 8 || pm_dtypes[t].dlpack == 4 || pm_dtypes[t].dlpack > 6;

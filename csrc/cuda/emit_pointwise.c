@@ -1,8 +1,9 @@
 /* Element-wise ops: each leaves one C++ expression for element e->reg.
  *
  * f16 and bf16 have operators for + - * and unary -; everything else of theirs, and everything of
- * floats of 8 bits, is computed in f32 and rounded once. Integer + - * on scalars are plain C++ where the range is known to fit i32, so
- * that index arithmetic reads as such, and wrap_ functions elsewhere. */
+ * smaller floats, is computed in f32 and rounded once. Integer + - * on scalars are plain C++ where
+ * the range is known to fit i32, so that index arithmetic reads as such, and wrap_ functions
+ * elsewhere. */
 #include "gen.h"
 
 static pm_dtype in_dtype(pm_gen *e, pm_opid op) {
@@ -19,7 +20,8 @@ static pm_code leave(pm_gen *e, const char *expr) {
 
 /* operand k in f32, and an f32 result in the dtype of the op */
 static const char *arg_f32(pm_gen *e, pm_opid op, uint32_t k) {
-  return pm_is_narrow_float(in_dtype(e, op)) ? pm_str(e, "to_f32(%s)", arg(e, op, k)) : arg(e, op, k);
+  return pm_is_narrow_float(in_dtype(e, op)) ? pm_str(e, "to_f32(%s)", arg(e, op, k))
+                                             : arg(e, op, k);
 }
 static pm_code leave_f32(pm_gen *e, pm_opid op, const char *x) {
   const pm_dtype t = in_dtype(e, op);

@@ -122,12 +122,13 @@ pm_code pm_cuda_PACK(pm_gen *e, pm_opid op) {
   pm_note(e, op, "pack");
   const char *name = pm_declare(e, out, out);
   if (!pm_is_array(e, out)) {
-    pm_line(e, "%s = pack_4(bits_of(%s), bits_of(%s));", name, pm_at(e, in, "0"), pm_at(e, in, "0"));
+    pm_line(e, "%s = pack_4(bits_of(%s), bits_of(%s));", name, pm_at(e, in, "0"),
+            pm_at(e, in, "0"));
     return PM_OK;
   }
   pm_line(e, "#pragma unroll");
-  pm_line(e, "for (int r = 0; r < %lld; r++) %s[r] = pack_4(bits_of(%s), bits_of(%s));", (long long)n, name,
-          pm_at(e, in, "2 * r"), pm_at(e, in, "2 * r + 1"));
+  pm_line(e, "for (int r = 0; r < %lld; r++) %s[r] = pack_4(bits_of(%s), bits_of(%s));",
+          (long long)n, name, pm_at(e, in, "2 * r"), pm_at(e, in, "2 * r + 1"));
   return PM_OK;
 }
 

@@ -34,15 +34,17 @@ static pm_type bytes_of(pm_type t) {
 
 static void refuse(packer *p, pm_opid op, pm_val v, const char *why) {
   if (p->code) return;
-  p->code = pm_fail(p->err, PM_E_NOT_IMPLEMENTED, "%s of %s: %s", pm_ops[pm_get(p->g, op)->code].text,
-                    pm_type_text(p->g->arena, pm_typeof(p->g, v)), why);
+  p->code =
+      pm_fail(p->err, PM_E_NOT_IMPLEMENTED, "%s of %s: %s", pm_ops[pm_get(p->g, op)->code].text,
+              pm_type_text(p->g->arena, pm_typeof(p->g, v)), why);
   pm_err_op(p->err, p->g, op);
 }
 
 static pm_val constant(packer *p, pm_blk block, uint32_t at, int64_t i, pm_opid op) {
   const pm_type type = pm_scalar_type(PM_I32);
   const pm_attr_arg value = {.id = PM_ATTR_VALUE, .i = i};
-  return pm_get(p->g, pm_insert(p->g, block, at, PM_OP_CONST, NULL, 0, &type, 1, &value, 1, op))->out;
+  return pm_get(p->g, pm_insert(p->g, block, at, PM_OP_CONST, NULL, 0, &type, 1, &value, 1, op))
+      ->out;
 }
 
 /* Starts and sizes of the last dim, in bytes. Returns how many ops were put before. */
@@ -82,7 +84,8 @@ static void keep_last(packer *p, pm_opid op) {
   uint32_t n;
   const int64_t *dims = pm_attr_list(p->g, op, PM_ATTR_DIMS, &n);
   if (dims[n - 1] != n - 1) {
-    refuse(p, op, pm_in(p->g, op, 0), "two elements of the last dim share a byte; it must stay last");
+    refuse(p, op, pm_in(p->g, op, 0),
+           "two elements of the last dim share a byte; it must stay last");
   }
 }
 

@@ -74,8 +74,8 @@ static bool find_torch(PyObject *any, pm_dtype *out) {
 const char *pmpy_dtype_names(char *names) {
   size_t n = 0;
   for (int t = 0; t < PM_DTYPE_COUNT; t++)
-    n += (size_t)snprintf(names + n, PMPY_DTYPE_NAMES - n, "%s%s", t ? ", " : "",
-                          pm_dtypes[t].text);
+    n +=
+        (size_t)snprintf(names + n, PMPY_DTYPE_NAMES - n, "%s%s", t ? ", " : "", pm_dtypes[t].text);
   return names;
 }
 

@@ -3,8 +3,9 @@
  *
  * The lattice has a node for each dtype (strong) and weak int and weak float, which are int32 and
  * float32 once they are values. Promotion is the join of all operands. Integers below 8 bits and
- * floats below 16 have no way up: they meet bool and weak numbers, small floats all integers too. A Python or NumPy
- * number stays a number until the joint dtype is known and is rounded once, into that.
+ * floats below 16 have no way up: they meet bool and weak numbers, small floats all integers too.
+ * A Python or NumPy number stays a number until the joint dtype is known and is rounded once, into
+ * that.
  *
  * Floor division and modulo are composed of DIV, REM and SELECT; on operands that are provably not
  * negative they are one op, and with a power of two as divisor a shift or a mask. */
@@ -458,7 +459,7 @@ static PyObject *result(pmpy_trace *t, pm_val v, bool weak) {
   return v ? pmpy_traced_new(t, v, weak) : NULL;
 }
 
-/* x to the traced whole number y, 0 to 63 (its low six bits): squares, multiplied where y has a bit */
+/* x to the low six bits of a traced whole number: squares, multiplied where y has a bit */
 static pm_val integer_power(pmpy_trace *t, pmpy_arg *args, pm_dtype d) {
   pm_val one_ = 0, zero = 0, product = 0, square = pmpy_arg_as(t, &args[0], d);
   if (!square || !pmpy_arg_as(t, &args[1], d) || pmpy_broadcast(t, "power", args, 2)) return 0;

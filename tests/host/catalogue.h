@@ -534,9 +534,7 @@ FN void registers_down(LINE) {
 FN void barrier_init(u32 b, u32 count, LINE) { host_mbarrier_init(b, count, line); }
 FN void barrier_init_fence(LINE) { host_mbarrier_init_fence(line); }
 FN void barrier_wait(u32 b, u32 parity, LINE) { host_mbarrier_wait(b, parity, false, line); }
-FN void barrier_wait_cluster(u32 b, u32 parity, LINE) {
-  host_mbarrier_wait(b, parity, true, line);
-}
+FN void barrier_wait_cluster(u32 b, u32 parity, LINE) { host_mbarrier_wait(b, parity, true, line); }
 FN void barrier_arrive(u32 b, LINE) { host_mbarrier_arrive(b, 1, line); }
 template <int N>
 FN void barrier_arrive_n(u32 b, LINE) {
@@ -557,19 +555,19 @@ FN void barrier_arrive_tx(u32 b, u32 bytes, LINE) {
 }
 
 FN void tensor_map_prefetch(const TensorMap *m, LINE) { host_prefetch(m, line); }
-#define HOST_TMA(rank, parameters, ...)                                                    \
-  FN void tma_load_##rank##d(u32 dst, const TensorMap *m, u32 barrier, parameters, LINE) { \
-    const i32 c[] = {__VA_ARGS__};                                                         \
-    host_tma_load(dst, m, barrier, c, rank, line);                                         \
-  }                                                                                        \
-  FN void tma_multicast_##rank##d(u32 dst, const TensorMap *m, u32 barrier, u32 mask,      \
-                                  parameters, LINE) {                                      \
-    const i32 c[] = {__VA_ARGS__};                                                         \
-    host_tma_multicast(dst, m, barrier, mask, c, rank, line);                              \
-  }                                                                                        \
-  FN void tma_store_##rank##d(const TensorMap *m, u32 src, parameters, LINE) {             \
-    const i32 c[] = {__VA_ARGS__};                                                         \
-    host_tma_store(m, src, c, rank, line);                                                 \
+#define HOST_TMA(rank, parameters, ...)                                                           \
+  FN void tma_load_##rank##d(u32 dst, const TensorMap *m, u32 barrier, parameters, LINE) {        \
+    const i32 c[] = {__VA_ARGS__};                                                                \
+    host_tma_load(dst, m, barrier, c, rank, line);                                                \
+  }                                                                                               \
+  FN void tma_multicast_##rank##d(u32 dst, const TensorMap *m, u32 barrier, u32 mask, parameters, \
+                                  LINE) {                                                         \
+    const i32 c[] = {__VA_ARGS__};                                                                \
+    host_tma_multicast(dst, m, barrier, mask, c, rank, line);                                     \
+  }                                                                                               \
+  FN void tma_store_##rank##d(const TensorMap *m, u32 src, parameters, LINE) {                    \
+    const i32 c[] = {__VA_ARGS__};                                                                \
+    host_tma_store(m, src, c, rank, line);                                                        \
   }
 /* clang-format off */
 #define COMMA ,
@@ -610,16 +608,16 @@ FN u32 wgmma_address(u32 a, u32 leading) {
 }
 
 /* Functions named wgmma_m64n<N>k16_<D>_<A>_<major of A><major of B>; r: A in registers. */
-#define HOST_WGMMA_SMEM(N, d, half, in, is_bf16, ka, ta, kb, tb)                              \
-  FN void wgmma_m64n##N##k16_##d##_##in##_##ka##kb(HostRegister_##d *r, u32 a, u32 ah, u32 b, \
-                                                   u32 bh, LINE) {                            \
-    const HostWgmma w = {r, 0, a, ah, b, bh, N, half, is_bf16, ta, tb, false};                \
-    host_wgmma(&w, line);                                                                     \
-  }                                                                                           \
-  FN void wgmma_m64n##N##k16_##d##_##in##_##ka##kb##_fresh(HostRegister_##d *r, u32 a,        \
-                                                           u32 ah, u32 b, u32 bh, LINE) {     \
-    const HostWgmma w = {r, 0, a, ah, b, bh, N, half, is_bf16, ta, tb, true};                 \
-    host_wgmma(&w, line);                                                                     \
+#define HOST_WGMMA_SMEM(N, d, half, in, is_bf16, ka, ta, kb, tb)                               \
+  FN void wgmma_m64n##N##k16_##d##_##in##_##ka##kb(HostRegister_##d *r, u32 a, u32 ah, u32 b,  \
+                                                   u32 bh, LINE) {                             \
+    const HostWgmma w = {r, 0, a, ah, b, bh, N, half, is_bf16, ta, tb, false};                 \
+    host_wgmma(&w, line);                                                                      \
+  }                                                                                            \
+  FN void wgmma_m64n##N##k16_##d##_##in##_##ka##kb##_fresh(HostRegister_##d *r, u32 a, u32 ah, \
+                                                           u32 b, u32 bh, LINE) {              \
+    const HostWgmma w = {r, 0, a, ah, b, bh, N, half, is_bf16, ta, tb, true};                  \
+    host_wgmma(&w, line);                                                                      \
   }
 #define HOST_WGMMA_REGS(N, d, half, in, is_bf16, kb, tb)                                          \
   FN void wgmma_m64n##N##k16_##d##_##in##_r##kb(HostRegister_##d *r, const u32 *a, u32 b, u32 bh, \

@@ -60,7 +60,8 @@ struct e4m3 { u8 bits; };
 FN u32 bits_of(e4m3 x) { return x.bits; }
 FN void from_bits(e4m3& x, u32 b) { x.bits = (u8)b; }
 FN f32 to_f32(e4m3 x) {
-  u32 w; asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(w) : "h"((u16)x.bits)); return to_f32(f16{(u16)w});
+  u32 w; asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(w) : "h"((u16)x.bits));
+  return to_f32(f16{(u16)w});
 }
 FN e4m3 to_e4m3(f32 x) {
   u16 w; asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(w) : "f"(0.0f), "f"(x));
@@ -72,7 +73,8 @@ struct e5m2 { u8 bits; };
 FN u32 bits_of(e5m2 x) { return x.bits; }
 FN void from_bits(e5m2& x, u32 b) { x.bits = (u8)b; }
 FN f32 to_f32(e5m2 x) {
-  u32 w; asm("cvt.rn.f16x2.e5m2x2 %0, %1;" : "=r"(w) : "h"((u16)x.bits)); return to_f32(f16{(u16)w});
+  u32 w; asm("cvt.rn.f16x2.e5m2x2 %0, %1;" : "=r"(w) : "h"((u16)x.bits));
+  return to_f32(f16{(u16)w});
 }
 FN e5m2 to_e5m2(f32 x) {
   u16 w; asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(w) : "f"(0.0f), "f"(x));
