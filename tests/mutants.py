@@ -24,7 +24,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from mutant_lists import ALL, MUTANTS, ROOT, devices, generator, shapes  # noqa: F401 - they fill it
+from mutant_lists import ALL, MUTANTS, ROOT, devices, dtypes, generator, shapes  # noqa: F401
 
 LIMIT = 300  # seconds for the tests of one mutant
 # Of the tests that come first, those that have several ways go the one that sees most.
