@@ -106,7 +106,7 @@ pm_code pm_cuda_RESHAPE(pm_gen *e, pm_opid op) {
 pm_code pm_cuda_UNPACK(pm_gen *e, pm_opid op) {
   const pm_val in = pm_in(e->g, op, 0), out = pm_get(e->g, op)->out;
   const int64_t n = pm_regs_of(e, in);
-  if (!pm_is_array(e, in) || pm_regs_of(e, out) != 2 * n) return no_registers(e, op);
+  if (!pm_is_array(e, in) || pm_regs_of(e, out) != 2 * n) return pm_no_registers(e, op);
   pm_note(e, op, "unpack");
   const char *name = pm_declare(e, out, out);
   pm_line(e, "#pragma unroll");
@@ -118,7 +118,7 @@ pm_code pm_cuda_UNPACK(pm_gen *e, pm_opid op) {
 pm_code pm_cuda_PACK(pm_gen *e, pm_opid op) {
   const pm_val in = pm_in(e->g, op, 0), out = pm_get(e->g, op)->out;
   const int64_t n = pm_regs_of(e, out);
-  if (pm_wants_array(e, out) && pm_regs_of(e, in) != 2 * n) return no_registers(e, op);
+  if (pm_wants_array(e, out) && pm_regs_of(e, in) != 2 * n) return pm_no_registers(e, op);
   pm_note(e, op, "pack");
   const char *name = pm_declare(e, out, out);
   if (!pm_is_array(e, out)) {

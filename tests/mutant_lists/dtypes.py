@@ -22,7 +22,7 @@ breaks(
         "(void)half;",
     ),
     tiles_keep_their_elements=("tile[n - 1] /= 2;", "tile[n - 1] /= 1;"),
-    transposes_cut_bytes=("if (dims[n - 1] != n - 1) {", "if (n > 8) {"),
+    transposes_cut_bytes=("dims[n - 1] != n - 1", "dims[n - 1] > n"),
     odd_rows_are_cut=("t->dim[t->rank - 1] % 2 == 0", "t->dim[t->rank - 1] > 0"),
 )
 breaks(
