@@ -63,6 +63,16 @@ def _ignore(args, kwargs, value):
     """For `accepts`: a keyword of a sister type."""
 
 
+def itemsize_bits(dtype):
+    """Bits of an element in the memory of kernels: 4 for int4."""
+    return 4 if dtype.name in ("int4", "uint4", "float4_e2m1fn") else 8 * dtype.itemsize
+
+
+def is_integer(dtype):
+    """Is it a dtype of integers or bool, of NumPy or of ml_dtypes?"""
+    return dtype.kind in "iub" or dtype.name.lstrip("u").startswith("int")
+
+
 def ints(x, what):
     """A tuple of ints, from one or several."""
     try:
@@ -176,7 +186,7 @@ def split_transforms(transforms, shape, dtype, what):
                 raise ValueError(f"{what}: two swizzles given")
             swizzle = t.swizzle
             minor = (tiling or shape or (0,))[-1]
-            want = swizzle // np.dtype(dtype).itemsize
+            want = 8 * swizzle // itemsize_bits(np.dtype(dtype))
             if minor != want:
                 raise ValueError(
                     f"{what}: a swizzle of {swizzle} bytes needs a last dim of exactly {want}"

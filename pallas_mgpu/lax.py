@@ -4,13 +4,16 @@ Unlike `jax.lax`, dtypes promote as in `pallas_mgpu.numpy`: a superset of what `
 Functions of floats (`exp`, `rsqrt` ...) refuse integers, as there."""
 
 import builtins
+import enum
+import math
 
 from . import _core, _lax_moves
 from ._control import cond, fori_loop, scan, switch, while_loop
 from ._lax_moves import *  # noqa: F403 - what it lists in __all__
 from ._names import LAX_MISSING, finder, show
 from ._ops import axis_index, axis_size, optimization_barrier
-from .numpy import full_like
+from ._types import is_integer
+from .numpy import _composed, full_like
 
 __all__ = [
     "axis_index",
@@ -48,7 +51,7 @@ def _inexact(op, doc):
     unary = _unary(op, doc)
 
     def f(x, *, accuracy=None):
-        if hasattr(x, "dtype") and x.dtype.kind in "iub":
+        if hasattr(x, "dtype") and is_integer(x.dtype):
             raise TypeError(
                 f"lax.{op} does not accept dtype {x.dtype}; it accepts floating dtypes, convert"
                 " with x.astype(jnp.float32)"
@@ -71,24 +74,40 @@ _define(
     {
         "abs": ("abs", "|x|"),
         "bitwise_not": ("not", "Bitwise complement; logical on bool."),
-        "log1p": ("log1p", "log(1 + x), exact near 0."),
+        "clz": ("clz", "Number of leading zero bits."),
         "neg": ("neg", "-x."),
+        "population_count": ("popcount", "Number of bits that are set."),
         "sign": ("sign", "-1, 0 or 1."),
     },
     _unary,
 )
 _define(
     {
+        "acos": ("acos", "Inverse cosine."),
+        "acosh": ("acosh", "Inverse hyperbolic cosine."),
+        "asin": ("asin", "Inverse sine."),
+        "asinh": ("asinh", "Inverse hyperbolic sine."),
+        "atan": ("atan", "Inverse tangent."),
+        "atanh": ("atanh", "Inverse hyperbolic tangent."),
+        "cbrt": ("cbrt", "Cube root."),
         "ceil": ("ceil", "Smallest integer not below x."),
         "cos": ("cos", "Cosine."),
+        "cosh": ("cosh", "Hyperbolic cosine."),
         "erf": ("erf", "Error function."),
+        "erf_inv": ("erf_inv", "Inverse error function."),
+        "erfc": ("erfc", "1 - erf(x), exact where that is small."),
         "exp": ("exp", "e to the x."),
         "exp2": ("exp2", "2 to the x."),
+        "expm1": ("expm1", "exp(x) - 1, exact near 0."),
         "floor": ("floor", "Largest integer not above x."),
+        "lgamma": ("lgamma", "Logarithm of the magnitude of the gamma function."),
         "log": ("log", "Natural logarithm."),
+        "log1p": ("log1p", "log(1 + x), exact near 0."),
         "rsqrt": ("rsqrt", "1 / sqrt(x)."),
         "sin": ("sin", "Sine."),
+        "sinh": ("sinh", "Hyperbolic sine."),
         "sqrt": ("sqrt", "Square root."),
+        "tan": ("tan", "Tangent."),
         "tanh": ("tanh", "Hyperbolic tangent."),
     },
     _inexact,
@@ -96,6 +115,7 @@ _define(
 _define(
     {
         "add": ("add", "x + y."),
+        "atan2": ("atan2", "Angle of the point (y, x)."),
         "bitwise_and": ("and", "x & y."),
         "bitwise_or": ("or", "x | y."),
         "bitwise_xor": ("xor", "x ^ y."),
@@ -109,6 +129,7 @@ _define(
         "min": ("min", "The lesser; NaN propagates."),
         "mul": ("mul", "x * y."),
         "ne": ("ne", "x != y."),
+        "pow": ("pow", "x to the y; a static whole y by multiplication."),
         "rem": ("rem", "Remainder with the sign of the dividend."),
         "shift_left": ("shl", "x << y."),
         "sub": ("sub", "x - y."),
@@ -116,7 +137,15 @@ _define(
     _binary,
 )
 
-AWAY_FROM_ZERO, TO_NEAREST_EVEN = "away", "even"
+
+class RoundingMethod(enum.IntEnum):
+    """Where halves go."""
+
+    AWAY_FROM_ZERO = 0
+    TO_NEAREST_EVEN = 1
+
+
+AWAY_FROM_ZERO, TO_NEAREST_EVEN = RoundingMethod.AWAY_FROM_ZERO, RoundingMethod.TO_NEAREST_EVEN
 
 
 def round(x, rounding_method=AWAY_FROM_ZERO):  # noqa: A001
@@ -131,7 +160,7 @@ def round(x, rounding_method=AWAY_FROM_ZERO):  # noqa: A001
 
 def _shift(x, y, signed, what):
     x = _core.as_array(x)
-    if x.dtype.kind not in "iu":
+    if x.dtype == bool or not is_integer(x.dtype):
         raise TypeError(f"{what} does not accept dtype {x.dtype}")
     name = x.dtype.name
     other = name.lstrip("u") if signed else "u" + name.lstrip("u")
@@ -152,6 +181,31 @@ def shift_right_arithmetic(x, y):
     return _shift(x, y, True, "shift_right_arithmetic")
 
 
+def reduce_precision(operand, exponent_bits, mantissa_bits):
+    """Rounded to a float of that many bits, of the same dtype; what is below its normal numbers
+    becomes zero."""
+    if exponent_bits < 1 or mantissa_bits < 0:
+        raise ValueError(
+            "lax.reduce_precision: exponent_bits must be at least 1 and mantissa_bits 0, got"
+            f" {show(exponent_bits)} and {show(mantissa_bits)}"
+        )
+    x = _core.as_array(operand)
+    drop = 23 - mantissa_bits if mantissa_bits < 23 else 0
+    wide = _core.convert(x, "float32")
+    bits = _core.bitcast(wide, "int32")
+    if drop:
+        bits = (bits + (((bits >> drop) & 1) + ((1 << drop - 1) - 1))) & -(1 << drop)
+    out = _core.bitcast(bits, "float32")
+    if exponent_bits < 8:
+        bias = (1 << exponent_bits - 1) - 1
+        size = _core.unary("abs", out)
+        zero, infinite = (_core.binary("mul", out, v) for v in (0.0, math.inf))
+        out = _core.where(_core.binary("lt", size, 2.0 ** (1 - bias)), zero, out)
+        out = _core.where(_core.binary("ge", size, 2.0 ** (bias + 1)), infinite, out)
+    plain = _core.binary("lt", _core.unary("abs", wide), math.inf)
+    return _core.convert(_core.where(plain, out, wide), x.dtype)
+
+
 def integer_pow(x, y):
     """x to the static int y, by multiplication."""
     return x**y
@@ -168,10 +222,16 @@ def select(pred, on_true, on_false):
 
 
 def select_n(which, *cases):
-    """``cases[which]`` elementwise; two cases."""
-    if len(cases) != 2:
-        raise NotImplementedError(f"select_n: exactly two cases are supported, got {len(cases)}")
-    return _core.where(which, cases[1], cases[0])
+    """``cases[which]`` elementwise; ``which`` is bool (two cases) or int (clamped)."""
+    if not cases:
+        raise TypeError("select_n: at least one case must be given")
+    which = _core.as_array(which)
+    if which.dtype == bool and len(cases) > 2:
+        raise TypeError(f"select_n: a bool selects one of two cases, got {len(cases)}")
+    out = cases[0]
+    for k, case in enumerate(cases[1:], 1):
+        out = _core.where(which if which.dtype == bool else which >= k, case, out)
+    return out
 
 
 def clamp(lo, x, hi):
@@ -296,9 +356,35 @@ def reduce(operand, init_value, computation, dimensions):
     return computation(out, init_value)
 
 
+for _name in _composed.LAX_NAMES:
+    globals()[_name] = getattr(_composed, _name)
+    __all__.append(_name)
+del _name
+
+
 def stop_gradient(x):
     """Identity."""
     return x
+
+
+def pvary(x, axis_name):
+    """Identity: there is one device."""
+    return x
+
+
+def reshard(x, sharding):
+    """Identity: there is one device."""
+    return x
+
+
+def psum(x, axis_name):
+    """The size of the axis times a Python number; sums over blocks are not offered."""
+    if isinstance(x, (int, float)):
+        return x * axis_size(axis_name)
+    raise NotImplementedError(
+        "Unimplemented primitive in Pallas Mosaic GPU lowering: psum of other than Python numbers;"
+        " give each block its own output"
+    )
 
 
 _find = finder(

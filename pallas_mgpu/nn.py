@@ -1,10 +1,14 @@
 """Activation functions, composed from `pallas_mgpu.numpy`. Traced values and host arrays."""
 
 import math
+import operator
+
+import numpy as np
 
 from . import lax
 from . import numpy as jnp
 from ._names import finder
+from ._trace import Array
 
 
 def sigmoid(x):
@@ -41,11 +45,17 @@ def tanh(x):
 
 
 def gelu(x, approximate=True):
-    """Gaussian error linear unit: its tanh approximation, or by erf (traced values only)."""
+    """Gaussian error linear unit: its tanh approximation, or by erfc."""
     if not approximate:
-        return 0.5 * x * (1 + lax.erf(x * math.sqrt(0.5)))
+        return 0.5 * x * _erfc(-x * math.sqrt(0.5))
     c = math.sqrt(2 / math.pi)
     return 0.5 * x * (1 + jnp.tanh(c * (x + 0.044715 * (x * x * x))))
+
+
+def _erfc(x):
+    if isinstance(x, Array):
+        return lax.erfc(x)
+    return np.vectorize(math.erfc, [np.float64])(x).astype(np.asarray(x).dtype)
 
 
 def soft_sign(x):
@@ -58,13 +68,157 @@ def identity(x):
     return x
 
 
+def hard_tanh(x):
+    """x limited to [-1, 1]."""
+    return jnp.clip(x, -1, 1)
+
+
+def hard_sigmoid(x):
+    """relu6(x + 3) / 6."""
+    return relu6(x + 3) / 6
+
+
+def hard_silu(x):
+    """x * hard_sigmoid(x)."""
+    return x * hard_sigmoid(x)
+
+
+hard_swish = hard_silu
+
+
+def softplus(x):
+    """log(1 + exp(x))."""
+    return jnp.logaddexp(x, 0.0)
+
+
+def log_sigmoid(x):
+    """log(sigmoid(x))."""
+    return -softplus(-x)
+
+
+def mish(x):
+    """x * tanh(softplus(x))."""
+    return x * jnp.tanh(softplus(x))
+
+
+def sparse_plus(x):
+    """0 below -1, x above 1, (x + 1)**2 / 4 between."""
+    return jnp.where(x <= -1, 0.0, jnp.where(x >= 1, x, (x + 1) ** 2 / 4))
+
+
+def sparse_sigmoid(x):
+    """0 below -1, 1 above 1, (x + 1) / 2 between."""
+    return 0.5 * jnp.clip(x + 1, 0, 2)
+
+
+def squareplus(x, b=4):
+    """(x + sqrt(x**2 + b)) / 2."""
+    return 0.5 * (x + jnp.sqrt(x * x + b))
+
+
+def elu(x, alpha=1.0):
+    """x where positive, else alpha * (exp(x) - 1)."""
+    return jnp.where(x > 0, x, alpha * jnp.expm1(jnp.where(x > 0, 0, x)))
+
+
+def celu(x, alpha=1.0):
+    """max(x, 0) + min(alpha * (exp(x / alpha) - 1), 0)."""
+    return jnp.maximum(x, 0.0) + alpha * jnp.expm1(jnp.minimum(x, 0.0) / alpha)
+
+
+def selu(x):
+    """elu, scaled so that it keeps mean and variance."""
+    return 1.0507009873554805 * elu(x, 1.6732632423543772)
+
+
+def glu(x, axis=-1):
+    """First half along ``axis`` times the sigmoid of the second."""
+    axis = operator.index(axis)
+    if not -x.ndim <= axis < x.ndim:
+        raise ValueError(f"nn.glu: axis {axis} is out of bounds for rank {x.ndim}")
+    size = x.shape[axis]
+    if size % 2:
+        raise ValueError(f"nn.glu: the size along axis {axis} must be even, got {size}")
+    before = (slice(None),) * (axis % x.ndim)
+    return x[(*before, slice(0, size // 2))] * sigmoid(x[(*before, slice(size // 2, size))])
+
+
+# ---- over an axis --------------------------------------------------------------------------------
+
+
+def _shifted(x, axis, where):
+    """x less its greatest over axis, and that; 0 in place of a greatest that is infinite."""
+    top = jnp.max(x, axis=axis, keepdims=True, where=where, initial=-math.inf)
+    top = jnp.where(jnp.isfinite(top), top, 0)
+    return x - top, top
+
+
+def softmax(x, axis=-1, where=None):
+    """exp(x) over its sum along ``axis``; elements left out by ``where`` give 0."""
+    e = jnp.exp(_shifted(x, axis, where)[0])
+    if where is not None:
+        e = jnp.where(where, e, 0)
+    return e / jnp.sum(e, axis=axis, keepdims=True)
+
+
+def log_softmax(x, axis=-1, where=None):
+    """log(softmax(x)); elements left out by ``where`` give -inf."""
+    y = _shifted(x, axis, where)[0]
+    total = jnp.sum(jnp.exp(y), axis=axis, keepdims=True, where=where)
+    out = y - jnp.log(total)
+    return out if where is None else jnp.where(where, out, -math.inf)
+
+
+def logsumexp(a, axis=None, b=None, keepdims=False, return_sign=False, where=None):
+    """log(sum(b * exp(a))) along ``axis`` (all of them: None), without overflow on the way."""
+    y, top = _shifted(a, axis, where)
+    terms = jnp.exp(y) if b is None else b * jnp.exp(y)
+    total = jnp.sum(terms, axis=axis, keepdims=True, where=where)
+    sign = jnp.sign(total)
+    out = jnp.log(jnp.abs(total) if return_sign else total) + top
+    if not keepdims:
+        axes = tuple(range(a.ndim)) if axis is None else axis
+        out, sign = jnp.squeeze(out, axes), jnp.squeeze(sign, axes)
+    return (out, sign) if return_sign else out
+
+
+def standardize(x, axis=-1, mean=None, variance=None, epsilon=1e-5, where=None):
+    """(x - mean) / sqrt(variance + epsilon), both along ``axis`` unless given."""
+    if mean is None:
+        mean = _mean(x, axis, where)
+    if variance is None:  # as the definition says; mean(x**2) - mean**2 would cancel
+        variance = _mean(jnp.square(x - mean), axis, where)
+    return (x - mean) / jnp.sqrt(variance + epsilon)
+
+
+def _mean(x, axis, where):
+    if where is None:
+        return jnp.mean(x, axis=axis, keepdims=True)
+    chosen = jnp.broadcast_to(where, x.shape).astype(jnp.float32)
+    count = jnp.sum(chosen, axis=axis, keepdims=True)
+    total = jnp.sum(x.astype(jnp.float32), axis=axis, keepdims=True, where=where)
+    return (total / count).astype(x.dtype)
+
+
+def one_hot(x, num_classes, *, dtype=jnp.float32, axis=-1):
+    """A new dim ``axis`` of ``num_classes``: 1 where its index is x, else 0."""
+    num_classes = operator.index(num_classes)
+    rank = x.ndim + 1
+    if not -rank <= operator.index(axis) < rank:
+        raise ValueError(f"nn.one_hot: axis {axis} is out of bounds for rank {rank}")
+    axis %= rank
+    if not isinstance(x, Array):
+        classes = np.arange(num_classes).reshape((-1,) + (1,) * (rank - 1 - axis))
+        return (np.expand_dims(x, axis) == classes).astype(jnp.dtype(dtype))
+    shape = (*x.shape[:axis], num_classes, *x.shape[axis:])
+    kept = tuple(k for k in range(rank) if k != axis)
+    spread = lax.broadcast_in_dim(x, shape, kept)
+    return (spread == lax.broadcasted_iota(jnp.int32, shape, axis)).astype(dtype)
+
+
 _find = finder(
     "nn",
-    {
-        "write plain formulas with jnp": "celu elu glu hard_sigmoid hard_silu hard_swish hard_tanh"
-        " log_sigmoid log_softmax logsumexp mish normalize one_hot selu softmax softplus"
-        " sparse_plus sparse_sigmoid squareplus standardize",
-    },
+    {"write plain formulas with jnp": "dot_product_attention log1mexp normalize"},
     {},
 )
 

@@ -14,6 +14,8 @@ from . import _core, _dot, _shapes
 from . import tree as _tree
 from ._trace import Array, Ref, tracing
 from ._types import ints as _ints
+from ._types import is_integer as _is_integer
+from ._types import itemsize_bits as _itemsize_bits
 
 inf, nan, pi, e, newaxis = math.inf, math.nan, math.pi, math.e, None
 ndarray = Array
@@ -64,6 +66,13 @@ class _Scalar:
 bool_ = _Scalar(np.bool_)
 int8, int16, int32 = _Scalar(np.int8), _Scalar(np.int16), _Scalar(np.int32)
 uint8, uint16, uint32 = _Scalar(np.uint8), _Scalar(np.uint16), _Scalar(np.uint32)
+int4, uint4 = _Scalar(ml_dtypes.int4), _Scalar(ml_dtypes.uint4)
+float4_e2m1fn = _Scalar(ml_dtypes.float4_e2m1fn)
+float8_e4m3fn, float8_e5m2, float8_e8m0fnu = (
+    _Scalar(ml_dtypes.float8_e4m3fn),
+    _Scalar(ml_dtypes.float8_e5m2),
+    _Scalar(ml_dtypes.float8_e8m0fnu),
+)
 float16, float32, bfloat16 = _Scalar(np.float16), _Scalar(np.float32), _Scalar(ml_dtypes.bfloat16)
 
 
@@ -72,19 +81,38 @@ def dtype(x):
     return _core.as_dtype(x)
 
 
+def itemsize_bits(x):
+    """Bits of an element of a dtype in the memory of kernels: 4 for int4."""
+    return _itemsize_bits(_core.as_dtype(x))
+
+
 def issubdtype(a, b):
-    """Is dtype ``a`` of class or dtype ``b``? bfloat16 is floating."""
+    """Is dtype ``a`` of class or dtype ``b``? Those of ml_dtypes too."""
     if isinstance(a, str) and a == "barrier":
         return False
-    a = np.dtype(a)
-    if a == ml_dtypes.bfloat16 and isinstance(b, type) and issubclass(b, np.generic):
-        return issubclass(np.floating, b)
+    try:
+        a = np.dtype(a)
+    except TypeError:
+        a = _core.as_dtype(a)  # names that NumPy does not know
+    if (
+        a.isbuiltin == 2
+        and isinstance(b, type)
+        and issubclass(b, np.generic)
+        and b.__module__ == "numpy"
+    ):
+        return issubclass(_class_of(a), b)
     return np.issubdtype(a, b if isinstance(b, type) else getattr(b, "dtype", b))
+
+
+def _class_of(dtype):
+    if not _is_integer(dtype):
+        return np.floating
+    return np.unsignedinteger if dtype.name.startswith("u") else np.signedinteger
 
 
 def promote_types(a, b):
     """The dtype both promote to."""
-    return _core.promote_types([np.dtype(a), np.dtype(b)])[0]
+    return _core.promote_types([_core.as_dtype(a), _core.as_dtype(b)])[0]
 
 
 def result_type(*xs):
@@ -113,7 +141,7 @@ def _host(x):
 def _float_input(x):
     """Host operand of an inexact function: ints become float32."""
     x = _host(x)
-    return x.astype(np.float32) if x.dtype.kind in "iub" else x
+    return x.astype(np.float32) if _is_integer(x.dtype) else x
 
 
 def _export(name, f, doc):
@@ -125,7 +153,7 @@ def _export(name, f, doc):
 def _unary(op, host, inexact):
     def f(x):
         if _traced(x):
-            if inexact and isinstance(x, Array) and x.dtype.kind in "iub":
+            if inexact and isinstance(x, Array) and _is_integer(x.dtype):
                 x = _core.convert(x, "float32")
             return _core.unary(op, x)
         return _host(host(_float_input(x) if inexact else _host(x)))
@@ -149,10 +177,25 @@ def _binary(op, host):
 for _name, _op, _f, _inexact, _doc in (
     ("abs", "abs", np.abs, False, "|x|."),
     ("absolute", "abs", np.abs, False, "|x|."),
+    ("arccos", "acos", np.arccos, True, "Inverse cosine; integers become float32."),
+    ("acos", "acos", np.arccos, True, "Inverse cosine; integers become float32."),
+    ("arccosh", "acosh", np.arccosh, True, "Inverse hyperbolic cosine."),
+    ("acosh", "acosh", np.arccosh, True, "Inverse hyperbolic cosine."),
+    ("arcsin", "asin", np.arcsin, True, "Inverse sine; integers become float32."),
+    ("asin", "asin", np.arcsin, True, "Inverse sine; integers become float32."),
+    ("arcsinh", "asinh", np.arcsinh, True, "Inverse hyperbolic sine."),
+    ("asinh", "asinh", np.arcsinh, True, "Inverse hyperbolic sine."),
+    ("arctan", "atan", np.arctan, True, "Inverse tangent; integers become float32."),
+    ("atan", "atan", np.arctan, True, "Inverse tangent; integers become float32."),
+    ("arctanh", "atanh", np.arctanh, True, "Inverse hyperbolic tangent."),
+    ("atanh", "atanh", np.arctanh, True, "Inverse hyperbolic tangent."),
+    ("cbrt", "cbrt", np.cbrt, True, "Cube root; integers become float32."),
     ("ceil", "ceil", np.ceil, False, "Smallest integer not below x."),
     ("cos", "cos", np.cos, True, "Cosine."),
+    ("cosh", "cosh", np.cosh, True, "Hyperbolic cosine."),
     ("exp", "exp", np.exp, True, "e to the x; integers become float32."),
     ("exp2", "exp2", np.exp2, True, "2 to the x; integers become float32."),
+    ("expm1", "expm1", np.expm1, True, "exp(x) - 1, exact near 0; integers become float32."),
     ("floor", "floor", np.floor, False, "Largest integer not above x."),
     ("invert", "not", np.invert, False, "Bitwise complement; logical on bool."),
     ("bitwise_not", "not", np.invert, False, "Bitwise complement; logical on bool."),
@@ -163,15 +206,22 @@ for _name, _op, _f, _inexact, _doc in (
     ("rint", "rint", np.rint, True, "Nearest integer, halves to even."),
     ("sign", "sign", np.sign, False, "-1, 0 or 1."),
     ("sin", "sin", np.sin, True, "Sine."),
+    ("sinh", "sinh", np.sinh, True, "Hyperbolic sine."),
     ("sqrt", "sqrt", np.sqrt, True, "Square root."),
+    ("tan", "tan", np.tan, True, "Tangent; integers become float32."),
     ("tanh", "tanh", np.tanh, True, "Hyperbolic tangent."),
+    ("trunc", "trunc", np.trunc, False, "x without its fraction."),
 ):
     _export(_name, _unary(_op, _f, _inexact), _doc)
 
 for _name, _op, _host_f, _doc in (
     ("add", "add", np.add, "x + y."),
+    ("arctan2", "atan2", np.arctan2, "Angle of the point (y, x); integers become float32."),
+    ("atan2", "atan2", np.arctan2, "Angle of the point (y, x); integers become float32."),
     ("bitwise_and", "and", np.bitwise_and, "x & y."),
+    ("bitwise_left_shift", "shl", np.left_shift, "x << y."),
     ("bitwise_or", "or", np.bitwise_or, "x | y."),
+    ("bitwise_right_shift", "shr", np.right_shift, "x >> y."),
     ("bitwise_xor", "xor", np.bitwise_xor, "x ^ y."),
     ("divide", "true_divide", np.true_divide, "x / y; integers become float32."),
     ("true_divide", "true_divide", np.true_divide, "x / y; integers become float32."),
@@ -188,6 +238,8 @@ for _name, _op, _host_f, _doc in (
     ("remainder", "remainder", np.remainder, "x % y, with the sign of the divisor."),
     ("multiply", "mul", np.multiply, "x * y."),
     ("not_equal", "ne", np.not_equal, "x != y."),
+    ("pow", "power", np.power, "x to the y; a static whole y by multiplication."),
+    ("power", "power", np.power, "x to the y; a static whole y by multiplication."),
     ("right_shift", "shr", np.right_shift, "x >> y."),
     ("subtract", "sub", np.subtract, "x - y."),
 ):
@@ -235,6 +287,20 @@ def isfinite(x):
     return _core.binary("lt", _core.unary("abs", x), inf) if _traced(x) else np.isfinite(x)
 
 
+def bitwise_invert(x):
+    """Bitwise complement; logical on bool."""
+    return invert(x)  # noqa: F821 - made by the table above
+
+
+def bitwise_count(x):
+    """Number of bits set in the magnitude of x, as uint8."""
+    if not _traced(x):
+        x = _host(x)
+        x = np.abs(x)
+        return np.unpackbits(x[..., None].view(np.uint8), axis=-1).sum(-1, dtype=np.uint8)
+    return _core.convert(_core.unary("popcount", _core.unary("abs", x)), "uint8")
+
+
 def square(x):
     """x * x; bool becomes int32."""
     if _traced(x) and x.dtype == bool:
@@ -272,7 +338,7 @@ def round(x, decimals=0):  # noqa: A001
     """Nearest, halves to even."""
     if not _traced(x):
         return _host(np.round(x, decimals))
-    if _core.as_array(x).dtype.kind in "iub":
+    if _is_integer(_core.as_array(x).dtype):
         return x
     if decimals == 0:
         return _core.unary("rint", x)
@@ -298,7 +364,7 @@ def _axes(x, axis):
 def _identity(kind, dtype):
     if kind == "sum":
         return 0
-    if dtype.kind in "iu":
+    if _is_integer(dtype):
         info = iinfo(dtype)
         return info.min if kind == "max" else info.max
     return -inf if kind == "max" else inf
@@ -358,7 +424,7 @@ def mean(x, axis=None, dtype=None, keepdims=False):
         _core.as_dtype(dtype)
         if dtype is not None
         else x.dtype
-        if x.dtype.kind not in "iub"
+        if not _is_integer(x.dtype)
         else np.dtype("float32")
     )
     n = math.prod(x.shape[a] for a in _axes(x, axis))
@@ -555,3 +621,10 @@ def __getattr__(name):
 
     host_only.__name__ = name
     return host_only
+
+
+from . import _elementwise as _composed  # noqa: E402 - it is made of the functions above
+
+for _name in _composed.NUMPY_NAMES:
+    globals()[_name] = getattr(_composed, _name)
+del _name

@@ -120,6 +120,47 @@ def case_device_array():
     assert fake.fake_live_bytes() == 0
 
 
+def case_small_dtypes():
+    """On the device two elements of 4 bits share a byte; NumPy has a byte for each."""
+    n = 2 * N
+    for name in ("int4", "uint4"):
+        dtype = np.dtype(name)
+        low = np.arange(n) % 16
+        a = (low - 16 * (low > 7) if name == "int4" else low).astype(dtype)
+        packed = (low[::2] | low[1::2] << 4).astype(np.uint8)
+        d = plgpu.device_put(a)
+        assert (d.dtype, d.size, d.nbytes) == (dtype, n, N)
+        assert fake.fake_live_bytes() == N and (d.numpy() == a).all()
+        assert not hasattr(d, "__cuda_array_interface__")
+
+        def swap(params, record, packed=packed):
+            at = [ctypes.cast(params[i], ctypes.POINTER(ctypes.c_uint64))[0] for i in range(2)]
+            x, o = (np.ctypeslib.as_array((ctypes.c_uint8 * N).from_address(p)) for p in at)
+            assert (x == packed).all()
+            o[...] = x >> 4 | x << 4
+
+        keep = Callback(swap)
+        fake.fake_set_kernel(keep)
+
+        def body(x, o):
+            o[...] = x[...] ^ 1
+
+        f = plgpu.kernel(body, out_type=plgpu.ShapeDtypeStruct((n,), dtype))
+        want = a.reshape(-1, 2)[:, ::-1].reshape(-1)
+        y, z, out = f(a), f(d), np.zeros(n, dtype)
+        assert y.dtype == dtype and (y == want).all() and (z.numpy() == want).all()
+        assert f(d, out=_core.device_empty((n,), dtype)).nbytes == N
+        assert f(a, out=out) is out and (out == want).all()
+        del d, z
+        assert fake.fake_live_bytes() == 0
+    for name in ("float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu"):
+        a = np.arange(N).astype(np.uint8).view(getattr(ml_dtypes, name))
+        d = plgpu.device_put(a)
+        assert d.nbytes == N and (d.numpy().view(np.uint8) == a.view(np.uint8)).all()
+        refused(AttributeError, f"has no {name}: use __dlpack__", getattr, d,
+                "__cuda_array_interface__")  # fmt: skip
+
+
 class Producer:
     """A library of which only __dlpack__ is known."""
 

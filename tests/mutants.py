@@ -30,6 +30,7 @@ from mutant_lists import (  # noqa: F401 - they fill MUTANTS
     ROOT,
     calls,
     devices,
+    dtypes,
     generator,
     shapes,
 )

@@ -304,6 +304,11 @@ def test_promotion_table():
             x, y = (a, b) if i <= j else (b, a)
             want = JOIN.get((x, y), JOIN.get((y, x), y))
             assert jnp.promote_types(a, b).name == want, (a, b)
+    for small in ("float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu"):
+        for other in ("int8", "uint8", "int16", "uint16", "int32", "uint32", "bool", small):
+            assert jnp.promote_types(small, other).name == small
+            assert jnp.promote_types(other, small).name == small
+        assert jnp.result_type(jnp.dtype(small), 1, 2.5).name == small
 
 
 @pytest.mark.parametrize("shape", [(128, 64), (100, 50), (64, 8), (1, 129), (3, 7)])

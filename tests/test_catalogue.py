@@ -212,6 +212,26 @@ INSTRUCTIONS = {
     "bf16 d[2]; to_bf16x2(d, 1.0f, 2.0f); out[0] = d[0].bits;": [
         "cvt.rn.bf16x2.f32 a, 0f40000000, 0f3F800000"
     ],
+    **{
+        f"out[0] = bits_of(to_{t}(f));": [f"cvt.rn.satfinite.{t}x2.f32 a, 0f00000000, b"]
+        for t in ("e4m3", "e5m2")
+    },
+    **{
+        f"out[0] = bits_of(to_f32({t}{{(u8)5}}));": [f"cvt.rn.f16x2.{t}x2 a, 5", "cvt.f32.f16 b, c"]
+        for t in ("e4m3", "e5m2")
+    },
+    **{
+        f"{t} d[2]; to_{t}x2(d, 1.0f, 2.0f); out[0] = d[0].bits;": [
+            f"cvt.rn.satfinite.{t}x2.f32 a, 0f40000000, 0f3F800000"
+        ]
+        for t in ("e4m3", "e5m2")
+    },
+    **{
+        f"f16 d[2]; widen_{t}x2(d, {t}{{1}}, {t}{{2}}); out[0] = d[0].bits; out[1] = d[1].bits;": [
+            f"cvt.rn.f16x2.{t}x2 a, 513"
+        ]
+        for t in ("e4m3", "e5m2")
+    },
     "out[0] = bits_of(int_to_bf16((i32)u));": ["cvt.rn.bf16.s32 a, b"],
     "out[0] = bits_of(int_to_bf16(u));": ["cvt.rn.bf16.u32 a, b"],
     **{
@@ -279,6 +299,39 @@ NUMBERS = {
     "sign_int(-5)": 0xFFFFFFFF,
     "sign_int(0)": 0,
     "sign_int(7)": 1,
+    "wrap_s4(0x17)": 7,
+    "wrap_s4(0xf8)": 0xFFFFFFF8,
+    "wrap_u4(0xf8)": 8,
+    "pack_4(0xfffffff9, 3)": 0x39,
+    "leading_zeros(0)": 32,
+    "leading_zeros(255u)": 24,
+    "leading_zeros((i8)3)": 6,
+    "leading_zeros((i16)-1)": 0,
+    "leading_zeros((u16)0)": 16,
+    "bit_count(-1)": 32,
+    "bit_count((i8)-2)": 7,
+    "bit_count((u16)0x8001)": 2,
+    **{
+        f"bits_of(to_e8m0(f32_bits(0x{bits:08x}u)))": want
+        for bits, want in {
+            0: 0,
+            0x00400000: 0,
+            0x00400001: 1,
+            0x00800000: 1,
+            0x00800001: 2,
+            0x3F800000: 127,
+            0x3F800001: 128,
+            0x7F000000: 254,
+            0x7F7FFFFF: 254,
+            0x7F800000: 254,
+            0x7FC00000: 255,
+            0xBF800000: 255,
+            0x80000000: 0,
+        }.items()
+    },
+    "bits_of(to_f32(e8m0{0}))": 0x00400000,
+    "bits_of(to_f32(e8m0{1}))": 0x00800000,
+    "bits_of(to_f32(e8m0{127}))": 0x3F800000,
     "min_int(-5, 3)": 0xFFFFFFFB,
     "min_int(3u, 5u)": 3,
     "max_int(-5, 3)": 3,

@@ -1,8 +1,9 @@
 /* Conversion of contiguous arrays: one loop per pair of dtypes, made by macros.
  *
- * f16 and bf16 are never the type of a loop: they are widened to, or narrowed from, blocks of float
- * on the stack. The two directions of f16 use F16C where the processor has it. i32 and u32 to bf16
- * go number by number, because a float on the way would round twice (f16 overflows before that). */
+ * Floats of 16 and 8 bits are never the type of a loop: they are widened to, or narrowed from,
+ * blocks of float on the stack. The two directions of f16 use F16C where the processor has it. i32
+ * and u32 to bf16 go number by number, because a float on the way would round twice (f16 overflows
+ * before that). */
 #include "dtype.h"
 
 #if defined(__x86_64__) && defined(__GNUC__)
@@ -122,10 +123,11 @@ FROM_FLOAT(U8, uint8_t, 0.0f, 256.0f, UINT8_MAX)
 FROM_FLOAT(U16, uint16_t, 0.0f, 65536.0f, UINT16_MAX)
 FROM_FLOAT(U32, uint32_t, 0.0f, 0x1p32f, UINT32_MAX)
 
-#define INT_ROW(id)                                                                    \
-  [PM_##id] = {[PM_BOOL] = id##_to_bool, [PM_I8] = id##_to_8,   [PM_I16] = id##_to_16, \
-               [PM_I32] = id##_to_32,    [PM_U8] = id##_to_8,   [PM_U16] = id##_to_16, \
-               [PM_U32] = id##_to_32,    [PM_F32] = id##_to_f32}
+#define ROW(from, id)                                                                    \
+  [PM_##from] = {[PM_BOOL] = id##_to_bool, [PM_I8] = id##_to_8,   [PM_I16] = id##_to_16, \
+                 [PM_I32] = id##_to_32,    [PM_U8] = id##_to_8,   [PM_U16] = id##_to_16, \
+                 [PM_U32] = id##_to_32,    [PM_F32] = id##_to_f32}
+#define INT_ROW(id) ROW(id, id)
 static const loop loops[PM_DTYPE_COUNT][PM_DTYPE_COUNT] = {
     INT_ROW(BOOL),
     INT_ROW(I8),
@@ -134,6 +136,8 @@ static const loop loops[PM_DTYPE_COUNT][PM_DTYPE_COUNT] = {
     INT_ROW(U8),
     INT_ROW(U16),
     INT_ROW(U32),
+    ROW(INT4, I8),
+    ROW(UINT4, U8),
     [PM_F32] =
         {
             [PM_BOOL] = F32_to_BOOL,
@@ -153,6 +157,12 @@ static void to_float(pm_dtype from, const void *src, float *dst, size_t n) {
     case PM_F16: widen_f16(src, dst, n); break;
     case PM_BF16: widen_bf16(src, dst, n); break;
     case PM_F32: memcpy(dst, src, n * sizeof *dst); break;
+    case PM_E2M1:
+    case PM_E4M3:
+    case PM_E5M2:
+    case PM_E8M0:
+      for (size_t i = 0; i < n; i++) dst[i] = pm_narrow_to_f32(from, ((const uint8_t *)src)[i]);
+      break;
     default: loops[from][PM_F32](src, dst, n); break;
   }
 }
@@ -161,6 +171,12 @@ static void from_float(pm_dtype to, const float *src, void *dst, size_t n) {
   switch (to) {
     case PM_F16: narrow_f16(src, dst, n); break;
     case PM_BF16: narrow_bf16(src, dst, n); break;
+    case PM_E2M1:
+    case PM_E4M3:
+    case PM_E5M2:
+    case PM_E8M0:
+      for (size_t i = 0; i < n; i++) ((uint8_t *)dst)[i] = (uint8_t)pm_f32_to_narrow(to, src[i]);
+      break;
     default: loops[PM_F32][to](src, dst, n); break;
   }
 }
@@ -176,6 +192,8 @@ void pm_convert_array(pm_dtype from, pm_dtype to, const void *src, void *dst, si
     return;
   } else if (from == to) {
     memcpy(dst, src, n * pm_dtypes[to].bytes);
+  } else if (pm_dtypes[to].bits < 8) {
+    one_by_one(from, to, src, dst, n);
   } else if (loops[from][to]) {
     loops[from][to](src, dst, n);
   } else if (to == PM_F32) {

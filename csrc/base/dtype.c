@@ -1,15 +1,15 @@
 /* The dtype table and conversions of single numbers.
  *
- * A number travels as int64 or double. Rounding a double to 16 bits goes through a float rounded to
- * odd: the float has more than two bits to spare, so the second rounding is as good as the only
- * one. */
+ * A number travels as int64 or double. Rounding a double to 16 or 8 bits goes through a float
+ * rounded to odd: the float has more than two bits to spare, so the second rounding is as good as
+ * the only one. */
 #include "dtype.h"
 
 #include <math.h>
 
 const pm_dtype_info pm_dtypes[PM_DTYPE_COUNT] = {
 #define PM_DTYPE(id, text, bits, class, cuda, dlpack, short) \
-  {text, cuda, short, bits, bits / 8, PM_CLASS_##class, dlpack},
+  {text, cuda, short, bits, (bits + 7) / 8, PM_CLASS_##class, dlpack},
 #include "dtypes.def"
 #undef PM_DTYPE
 };
@@ -64,6 +64,88 @@ uint16_t pm_f32_to_bf16(float x) {
   return (uint16_t)((u + 0x7fff + (u >> 16 & 1)) >> 16);
 }
 
+/* ---- floats of 8 bits ---------------------------------------------------------------------
+ * A sign, an exponent, `digits` bits of mantissa; exponents count from `bias`. All numbers are
+ * floats, so a table would say no more. e8m0 is an exponent alone. */
+
+typedef struct small_format {
+  int digits, bias;
+  uint32_t greatest; /* the bits of its greatest finite number */
+} small_format;
+static const small_format e4m3 = {3, 7, 0x7e}, e5m2 = {2, 15, 0x7b};
+
+static float small_to_f32(small_format s, uint32_t x) {
+  const uint32_t sign = (x & 0x80) << 24, rest = x & 0x7f;
+  const bool infinite = s.greatest == 0x7b && rest == 0x7c;
+  if (rest > s.greatest) return float_of(sign | (infinite ? 0x7f800000 : 0x7fc00000));
+  if (rest >> s.digits == 0) {
+    const float unit = float_of((uint32_t)(128 - s.bias - s.digits) << 23);
+    return float_of(sign | bits_of((float)rest * unit));
+  }
+  return float_of(sign | ((rest << (23 - s.digits)) + ((uint32_t)(127 - s.bias) << 23)));
+}
+
+static uint32_t f32_to_small(small_format s, float x) {
+  const uint32_t u = bits_of(x), sign = u >> 24 & 0x80;
+  uint32_t magnitude = u & 0x7fffffff;
+  const int drop = 23 - s.digits;
+  if (magnitude > 0x7f800000) return 0x7f;
+  if (magnitude < (uint32_t)(128 - s.bias) << 23) { /* less than normal: a count of units */
+    const float units = float_of((uint32_t)(126 + s.bias + s.digits) << 23);
+    return sign | (uint32_t)nearbyintf(float_of(magnitude) * units);
+  }
+  magnitude += (1u << (drop - 1)) - 1 + (magnitude >> drop & 1);
+  magnitude = (magnitude >> drop) - ((uint32_t)(127 - s.bias) << s.digits);
+  return sign | (magnitude > s.greatest ? s.greatest : magnitude);
+}
+
+static float e8m0_to_f32(uint32_t x) { return x == 0xff ? NAN : float_of(x ? x << 23 : 0x400000); }
+
+/* up to a power of two; what is negative has none */
+static uint32_t f32_to_e8m0(float x) {
+  const uint32_t u = bits_of(x), exponent = u >> 23, rest = u & 0x7fffff;
+  if (isnan(x) || x < 0) return 0xff;
+  if (exponent == 0 || u >> 31) return !(u >> 31) && rest > 0x400000;
+  return exponent + (rest != 0) > 0xfe ? 0xfe : exponent + (rest != 0);
+}
+
+/* 4 bits: a sign and one of eight numbers, between which halfway goes to the even one */
+static const float e2m1[8] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6};
+
+static float e2m1_to_f32(uint32_t x) { return copysignf(e2m1[x & 7], x & 8 ? -1.0f : 1.0f); }
+
+static uint32_t f32_to_e2m1(float x) {
+  uint32_t k = 0;
+  if (isnan(x)) return 7;
+  for (; k < 7; k++) {
+    const float halfway = (e2m1[k] + e2m1[k + 1]) / 2;
+    if (fabsf(x) < halfway || (fabsf(x) == halfway && k % 2 == 0)) break;
+  }
+  return k | (signbit(x) ? 8 : 0);
+}
+
+float pm_narrow_to_f32(pm_dtype t, uint16_t x) {
+  switch (t) {
+    case PM_E2M1: return e2m1_to_f32(x);
+    case PM_E4M3: return small_to_f32(e4m3, x);
+    case PM_E5M2: return small_to_f32(e5m2, x);
+    case PM_E8M0: return e8m0_to_f32(x);
+    case PM_F16: return pm_f16_to_f32(x);
+    default: return pm_bf16_to_f32(x);
+  }
+}
+
+uint16_t pm_f32_to_narrow(pm_dtype t, float x) {
+  switch (t) {
+    case PM_E2M1: return (uint16_t)f32_to_e2m1(x);
+    case PM_E4M3: return (uint16_t)f32_to_small(e4m3, x);
+    case PM_E5M2: return (uint16_t)f32_to_small(e5m2, x);
+    case PM_E8M0: return (uint16_t)f32_to_e8m0(x);
+    case PM_F16: return pm_f32_to_f16(x);
+    default: return pm_f32_to_bf16(x);
+  }
+}
+
 static float round_to_odd(double x) {
   float f = (float)x;
   uint32_t u = bits_of(f);
@@ -84,14 +166,20 @@ pm_scalar pm_load_scalar(pm_dtype t, const void *p) {
   memcpy(&x, p, pm_dtypes[t].bytes);
   switch (t) {
     case PM_BOOL: return (pm_scalar){.i = x.u8 != 0};
+    case PM_INT4:
     case PM_I8: return (pm_scalar){.i = x.s8};
     case PM_I16: return (pm_scalar){.i = x.s16};
     case PM_I32: return (pm_scalar){.i = x.s32};
+    case PM_UINT4:
     case PM_U8: return (pm_scalar){.i = x.u8};
     case PM_U16: return (pm_scalar){.i = x.u16};
     case PM_U32: return (pm_scalar){.i = x.u32};
-    case PM_F16: return (pm_scalar){.f = pm_f16_to_f32(x.u16)};
-    case PM_BF16: return (pm_scalar){.f = pm_bf16_to_f32(x.u16)};
+    case PM_E2M1:
+    case PM_E4M3:
+    case PM_E5M2:
+    case PM_E8M0: return (pm_scalar){.f = pm_narrow_to_f32(t, x.u8)};
+    case PM_F16:
+    case PM_BF16: return (pm_scalar){.f = pm_narrow_to_f32(t, x.u16)};
     case PM_F32: return (pm_scalar){.f = x.f};
     case PM_DTYPE_COUNT: break;
   }
@@ -104,8 +192,12 @@ void pm_store_scalar(pm_dtype t, void *p, pm_scalar v) {
     memcpy(p, &f, 4);
   } else if (pm_is_float(t)) {
     float f = round_to_odd(v.f);
-    uint16_t u = t == PM_F16 ? pm_f32_to_f16(f) : pm_f32_to_bf16(f);
-    memcpy(p, &u, 2);
+    uint16_t u = pm_f32_to_narrow(t, f);
+    if (pm_dtypes[t].bytes == 1) *(uint8_t *)p = (uint8_t)u;
+    else memcpy(p, &u, 2);
+  } else if (pm_dtypes[t].bits < 8) {
+    const uint8_t low = v.i & 15;
+    *(uint8_t *)p = t == PM_INT4 ? (uint8_t)((low ^ 8) - 8) : low;
   } else if (t == PM_BOOL) {
     *(uint8_t *)p = v.i != 0;
   } else {
@@ -134,7 +226,23 @@ pm_scalar pm_convert_scalar(pm_dtype from, pm_dtype to, pm_scalar v) {
   uint32_t room;
   if (to == PM_BOOL) return (pm_scalar){.i = pm_is_float(from) ? v.f != 0 : v.i != 0};
   if (pm_is_float(from) && !pm_is_float(to)) return (pm_scalar){.i = to_int(to, v.f)};
-  if (!pm_is_float(from) && pm_is_float(to)) v.f = (double)v.i;
+  if (!pm_is_float(from) && pm_is_float(to))
+    v.f = pm_is_small_float(to) ? (double)(float)v.i : (double)v.i; /* to 8 bits through f32 */
   pm_store_scalar(to, &room, v);
   return pm_load_scalar(to, &room);
+}
+
+void pm_pack_bytes(const void *src, void *dst, size_t n) {
+  const uint8_t *s = src;
+  uint8_t *d = dst;
+  for (size_t i = 0; i < n / 2; i++) d[i] = (uint8_t)((s[2 * i] & 15) | s[2 * i + 1] << 4);
+}
+
+void pm_unpack_bytes(pm_dtype t, const void *src, void *dst, size_t n) {
+  const uint8_t *s = src, sign = t == PM_INT4 ? 8 : 0;
+  uint8_t *d = dst;
+  for (size_t i = 0; i < n; i++) {
+    const uint8_t low = i % 2 ? s[i / 2] >> 4 : s[i / 2] & 15;
+    d[i] = (uint8_t)((low ^ sign) - sign);
+  }
 }

@@ -25,6 +25,18 @@ static inline bool pm_is_float(pm_dtype t) { return pm_dtypes[t].class == PM_CLA
 static inline bool pm_is_int(pm_dtype t) {
   return pm_dtypes[t].class == PM_CLASS_INT || pm_dtypes[t].class == PM_CLASS_UINT;
 }
+/* Is it a float that is computed with as f32? */
+static inline bool pm_is_narrow_float(pm_dtype t) {
+  return pm_is_float(t) && pm_dtypes[t].bits < 32;
+}
+static inline bool pm_is_small_int(pm_dtype t) { return !pm_is_float(t) && pm_dtypes[t].bits < 8; }
+static inline bool pm_is_small_float(pm_dtype t) {
+  return pm_is_float(t) && pm_dtypes[t].bits < 16;
+}
+/* Is it one that NumPy does not have itself, but ml_dtypes? */
+static inline bool pm_is_extended(pm_dtype t) {
+  return pm_dtypes[t].bits < 8 || pm_dtypes[t].dlpack == 4 || pm_dtypes[t].dlpack > 6;
+}
 int pm_dtype_find(const char *text); /* -1: no such dtype */
 
 float pm_f16_to_f32(uint16_t x);
@@ -36,6 +48,9 @@ static inline float pm_bf16_to_f32(uint16_t x) {
   return f;
 }
 uint16_t pm_f32_to_bf16(float x);
+/* of the 16-bit and smaller floats; what overflows one of 8 bits becomes its greatest */
+float pm_narrow_to_f32(pm_dtype t, uint16_t x);
+uint16_t pm_f32_to_narrow(pm_dtype t, float x);
 
 /* Scalars travel as a double (floats, exact for all of them) or an int64 (all others). */
 typedef union pm_scalar {
@@ -45,6 +60,9 @@ typedef union pm_scalar {
 pm_scalar pm_load_scalar(pm_dtype t, const void *p);
 void pm_store_scalar(pm_dtype t, void *p, pm_scalar v); /* wraps ints, rounds floats once */
 pm_scalar pm_convert_scalar(pm_dtype from, pm_dtype to, pm_scalar v);
+/* n elements (an even number) of less than 8 bits, a byte for each, to and from two in a byte */
+void pm_pack_bytes(const void *src, void *dst, size_t n);
+void pm_unpack_bytes(pm_dtype t, const void *src, void *dst, size_t n);
 /* n elements, contiguous, no overlap */
 void pm_convert_array(pm_dtype from, pm_dtype to, const void *src, void *dst, size_t n);
 

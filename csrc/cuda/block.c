@@ -146,9 +146,13 @@ const char *pm_literal(pm_gen *e, pm_dtype t, pm_scalar v) {
     case PM_U32: return pm_str(e, "%lluu", (unsigned long long)(uint32_t)v.i);
     case PM_F32: return float_literal(e, v.f);
     case PM_F16:
-    case PM_BF16: {
-      const uint16_t bits = t == PM_F16 ? pm_f32_to_f16((float)v.f) : pm_f32_to_bf16((float)v.f);
-      return pm_str(e, "%s{0x%04x /* %g */}", cpp, bits, v.f);
+    case PM_BF16:
+    case PM_E2M1:
+    case PM_E4M3:
+    case PM_E5M2:
+    case PM_E8M0: {
+      const int bits = pm_f32_to_narrow(t, (float)v.f);
+      return pm_str(e, "%s{0x%0*x /* %g */}", cpp, pm_dtypes[t].bits / 4, bits, v.f);
     }
     default: return pm_str(e, "(%s)%lld", cpp, (long long)v.i);
   }
@@ -239,18 +243,26 @@ static bool makes_array(pm_gen *e, pm_opid op, const bool *in_run) {
   return false;
 }
 
-/* f32 to 16 bits, two at a time in one instruction: a loop of its own */
-static bool is_pair_convert(pm_gen *e, pm_opid op) {
+/* f32 to 16 or 8 bits, or 8 bits to more, two at a time in one instruction: a loop of its own. The
+ * device function, or NULL. */
+static const char *pair_convert(pm_gen *e, pm_opid op) {
   const pm_op *o = pm_get(e->g, op);
-  if (o->code != PM_OP_CONVERT) return false;
+  if (o->code != PM_OP_CONVERT || pm_regs_of(e, o->out) % 2) return NULL;
   const pm_dtype from = pm_typeof(e->g, pm_in(e->g, op, 0))->dtype;
   const pm_dtype to = pm_typeof(e->g, o->out)->dtype;
-  return from == PM_F32 && (to == PM_F16 || to == PM_BF16) && pm_regs_of(e, o->out) % 2 == 0;
+  const bool narrow = to == PM_F16 || to == PM_BF16 || to == PM_E4M3 || to == PM_E5M2;
+  const bool wide = to == PM_F16 || to == PM_BF16 || to == PM_F32;
+  if (from == PM_F32 && narrow) return pm_str(e, "to_%sx2", pm_cpp_type(to));
+  if ((from == PM_E4M3 || from == PM_E5M2) && wide)
+    return pm_str(e, "widen_%sx2", pm_cpp_type(from));
+  return NULL;
 }
+
+static bool is_pair_convert(pm_gen *e, pm_opid op) { return pair_convert(e, op) != NULL; }
 
 static void emit_pair_convert(pm_gen *e, pm_opid op) {
   const pm_val in = pm_in(e->g, op, 0), out = pm_get(e->g, op)->out;
-  const char *fn = pm_typeof(e->g, out)->dtype == PM_F16 ? "to_f16x2" : "to_bf16x2";
+  const char *fn = pair_convert(e, op);
   pm_note(e, op, "");
   const char *name = pm_declare(e, out, out);
   pm_line(e, "#pragma unroll");

@@ -1,8 +1,9 @@
 /* Element-wise ops: each leaves one C++ expression for element e->reg.
  *
- * f16 and bf16 have operators for + - * and unary -; everything else of theirs is computed in f32
- * and rounded once. Integer + - * on scalars are plain C++ where the range is known to fit i32, so
- * that index arithmetic reads as such, and wrap_ functions elsewhere. */
+ * f16 and bf16 have operators for + - * and unary -; everything else of theirs, and everything of
+ * smaller floats, is computed in f32 and rounded once. Integer + - * on scalars are plain C++ where
+ * the range is known to fit i32, so that index arithmetic reads as such, and wrap_ functions
+ * elsewhere. */
 #include "gen.h"
 
 static pm_dtype in_dtype(pm_gen *e, pm_opid op) {
@@ -11,7 +12,6 @@ static pm_dtype in_dtype(pm_gen *e, pm_opid op) {
 static const char *arg(pm_gen *e, pm_opid op, uint32_t k) {
   return pm_at(e, pm_in(e->g, op, k), e->reg);
 }
-static bool is_half(pm_dtype t) { return t == PM_F16 || t == PM_BF16; }
 
 static pm_code leave(pm_gen *e, const char *expr) {
   e->expr = expr;
@@ -20,11 +20,12 @@ static pm_code leave(pm_gen *e, const char *expr) {
 
 /* operand k in f32, and an f32 result in the dtype of the op */
 static const char *arg_f32(pm_gen *e, pm_opid op, uint32_t k) {
-  return is_half(in_dtype(e, op)) ? pm_str(e, "to_f32(%s)", arg(e, op, k)) : arg(e, op, k);
+  return pm_is_narrow_float(in_dtype(e, op)) ? pm_str(e, "to_f32(%s)", arg(e, op, k))
+                                             : arg(e, op, k);
 }
 static pm_code leave_f32(pm_gen *e, pm_opid op, const char *x) {
   const pm_dtype t = in_dtype(e, op);
-  return leave(e, is_half(t) ? pm_str(e, "to_%s(%s)", pm_cpp_type(t), x) : x);
+  return leave(e, pm_is_narrow_float(t) ? pm_str(e, "to_%s(%s)", pm_cpp_type(t), x) : x);
 }
 
 /* ---- one operand ------------------------------------------------------------------------- */
@@ -47,17 +48,33 @@ APPROX_FUNCTION(RSQRT, "rsqrtf", "rsqrt_approx")
 APPROX_FUNCTION(TANH, "tanhf", "tanh_approx")
 APPROX_FUNCTION(SIN, "sinf", "sin_approx")
 APPROX_FUNCTION(COS, "cosf", "cos_approx")
+FLOAT_FUNCTION(TAN, "tanf")
+FLOAT_FUNCTION(ASIN, "asinf")
+FLOAT_FUNCTION(ACOS, "acosf")
+FLOAT_FUNCTION(ATAN, "atanf")
+FLOAT_FUNCTION(SINH, "sinhf")
+FLOAT_FUNCTION(COSH, "coshf")
+FLOAT_FUNCTION(ASINH, "asinhf")
+FLOAT_FUNCTION(ACOSH, "acoshf")
+FLOAT_FUNCTION(ATANH, "atanhf")
 FLOAT_FUNCTION(ERF, "erff")
+FLOAT_FUNCTION(ERFC, "erfcf")
+FLOAT_FUNCTION(ERF_INV, "erfinvf")
+FLOAT_FUNCTION(LGAMMA, "lgammaf")
 FLOAT_FUNCTION(LOG1P, "log1pf")
+FLOAT_FUNCTION(EXPM1, "expm1f")
 FLOAT_FUNCTION(SQRT, "sqrtf")
+FLOAT_FUNCTION(CBRT, "cbrtf")
+FLOAT_FUNCTION(TRUNC, "truncf")
 FLOAT_FUNCTION(FLOOR, "floorf")
 FLOAT_FUNCTION(CEIL, "ceilf")
 FLOAT_FUNCTION(ROUND, "roundf")
 FLOAT_FUNCTION(RINT, "rintf")
 
 pm_code pm_cuda_NEG(pm_gen *e, pm_opid op) {
-  const char *x = arg(e, op, 0);
-  return leave(e, pm_str(e, pm_is_float(in_dtype(e, op)) ? "-(%s)" : "wrap_neg(%s)", x));
+  const pm_dtype t = in_dtype(e, op);
+  if (pm_is_small_float(t)) return call_f32(e, op, "-");
+  return leave(e, pm_str(e, pm_is_float(t) ? "-(%s)" : "wrap_neg(%s)", arg(e, op, 0)));
 }
 
 pm_code pm_cuda_ABS(pm_gen *e, pm_opid op) {
@@ -70,6 +87,14 @@ pm_code pm_cuda_ABS(pm_gen *e, pm_opid op) {
 pm_code pm_cuda_SIGN(pm_gen *e, pm_opid op) {
   if (pm_is_float(in_dtype(e, op))) return call_f32(e, op, "sign_f32");
   return leave(e, pm_str(e, "sign_int(%s)", arg(e, op, 0)));
+}
+
+pm_code pm_cuda_CLZ(pm_gen *e, pm_opid op) {
+  return leave(e, pm_str(e, "leading_zeros(%s)", arg(e, op, 0)));
+}
+
+pm_code pm_cuda_POPCOUNT(pm_gen *e, pm_opid op) {
+  return leave(e, pm_str(e, "bit_count(%s)", arg(e, op, 0)));
 }
 
 pm_code pm_cuda_NOT(pm_gen *e, pm_opid op) {
@@ -102,6 +127,10 @@ static pm_code call(pm_gen *e, pm_opid op, const char *fn) {
   return leave(e, pm_str(e, "%s(%s, %s)", fn, arg(e, op, 0), arg(e, op, 1)));
 }
 
+static pm_code call2_f32(pm_gen *e, pm_opid op, const char *fn) {
+  return leave_f32(e, op, pm_str(e, "%s(%s, %s)", fn, arg_f32(e, op, 0), arg_f32(e, op, 1)));
+}
+
 static bool fits_i32(pm_gen *e, pm_opid op) {
   int64_t lo, hi;
   const pm_val out = pm_get(e->g, op)->out;
@@ -113,6 +142,7 @@ static pm_code arithmetic(pm_gen *e, pm_opid op, const char *sign, const char *w
                           const char *on_bool) {
   const pm_dtype t = in_dtype(e, op);
   if (t == PM_BOOL) return infix(e, op, on_bool);
+  if (pm_is_small_float(t)) return infix_f32(e, op, sign);
   if (pm_is_float(t) || fits_i32(e, op)) return infix(e, op, sign);
   if (t == PM_U32) return infix(e, op, sign);
   return call(e, op, wrap);
@@ -141,14 +171,17 @@ pm_code pm_cuda_DIV(pm_gen *e, pm_opid op) {
 
 pm_code pm_cuda_REM(pm_gen *e, pm_opid op) {
   if (!pm_is_float(in_dtype(e, op))) return divide(e, op, "%", "rem_int");
-  return leave_f32(e, op, pm_str(e, "fmodf(%s, %s)", arg_f32(e, op, 0), arg_f32(e, op, 1)));
+  return call2_f32(e, op, "fmodf");
 }
+
+pm_code pm_cuda_POW(pm_gen *e, pm_opid op) { return call2_f32(e, op, "powf"); }
+pm_code pm_cuda_ATAN2(pm_gen *e, pm_opid op) { return call2_f32(e, op, "atan2f"); }
 
 static pm_code extremum(pm_gen *e, pm_opid op, const char *name, const char *on_bool) {
   const pm_dtype t = in_dtype(e, op);
   if (t == PM_BOOL) return infix(e, op, on_bool);
   if (!pm_is_float(t)) return call(e, op, pm_str(e, "%s_int", name));
-  return leave_f32(e, op, pm_str(e, "%s_f32(%s, %s)", name, arg_f32(e, op, 0), arg_f32(e, op, 1)));
+  return call2_f32(e, op, pm_str(e, "%s_f32", name));
 }
 
 pm_code pm_cuda_MIN(pm_gen *e, pm_opid op) { return extremum(e, op, "min", "&"); }
@@ -179,15 +212,20 @@ pm_code pm_cuda_SELECT(pm_gen *e, pm_opid op) {
 const char *pm_convert_text(pm_gen *e, pm_dtype from, pm_dtype to, const char *x) {
   const char *cpp = pm_cpp_type(to);
   if (from == to) return x;
+  if (pm_is_small_int(to)) {
+    if (pm_is_narrow_float(from)) x = pm_str(e, "to_f32(%s)", x);
+    return pm_str(e, pm_is_float(from) ? "to_%s(%s)" : "wrap_%s((u32)(%s))",
+                  pm_dtypes[to].short_name, x);
+  }
   if (pm_is_float(from)) {
-    const char *f = is_half(from) ? pm_str(e, "to_f32(%s)", x) : x;
+    const char *f = pm_is_narrow_float(from) ? pm_str(e, "to_f32(%s)", x) : x;
     if (to == PM_F32) return f;
     if (to == PM_BOOL) return pm_str(e, "%s != 0.0f", f);
-    return pm_str(e, is_half(to) ? "to_%s(%s)" : "to_int<%s>(%s)", cpp, f);
+    return pm_str(e, pm_is_narrow_float(to) ? "to_%s(%s)" : "to_int<%s>(%s)", cpp, f);
   }
   if (to == PM_BOOL) return pm_str(e, "%s != 0", x);
   if (to == PM_BF16 && (from == PM_I32 || from == PM_U32)) return pm_str(e, "int_to_bf16(%s)", x);
-  if (is_half(to)) return pm_str(e, "to_%s((f32)%s)", cpp, x);
+  if (pm_is_narrow_float(to)) return pm_str(e, "to_%s((f32)%s)", cpp, x);
   return pm_str(e, "(%s)%s", cpp, x);
 }
 

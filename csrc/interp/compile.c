@@ -374,8 +374,7 @@ void pm_vm_encode_pointwise(compiler *c, pm_opid op, const handler *h) {
     if (one && i.n > 1) i.flags |= (uint8_t)(SPLAT_X << k);
     i.dtype = pm_typeof(c->g, v)->dtype; /* of the last: SELECT's first is the predicate */
   }
-  bool half = i.dtype == PM_F16 || i.dtype == PM_BF16;
-  if (half && !h->kernels[i.dtype]) {
+  if (pm_is_narrow_float(i.dtype) && !h->kernels[i.dtype]) {
     i.flags |= WIDEN;
     if (i.out == i.dtype) i.flags |= NARROW;
     i.kernel = h->kernels[PM_F32];
@@ -568,8 +567,7 @@ void pm_vm_encode_reduce(compiler *c, pm_opid op, const handler *h) {
   const pm_type *t = pm_typeof(g, in);
   uint32_t n;
   const int64_t *dims = pm_attr_list(g, op, PM_ATTR_DIMS, &n);
-  bool half = t->dtype == PM_F16 || t->dtype == PM_BF16;
-  pm_dtype work = half ? PM_F32 : t->dtype;
+  pm_dtype work = pm_is_narrow_float(t->dtype) ? PM_F32 : t->dtype;
   reduction *r = PM_NEW(&c->m->arena, reduction, 1);
   r->kernel = pm_vm_handlers[reduce_codes[*pm_attr(g, op, PM_ATTR_REDUCE)]]->kernels[work];
   bool gone[PM_MAX_RANK] = {0};

@@ -1,9 +1,9 @@
 /* Pointwise ops, shapes, reductions; and the table of all ops.
  *
- * An op is one C expression for each class of dtypes; macros make a loop per dtype of it. f16 and
- * bf16 have no loops of their own: blocks are widened to f32, computed, and rounded once per op. A
- * scalar operand of an array op is spread over a block once. Integers wrap; division by zero and
- * shifts by the width or more give the values that hardware tends to give, never a trap.
+ * An op is one C expression for each class of dtypes; macros make a loop per dtype of it. Floats
+ * below 32 bits have no loops of their own: blocks are widened to f32, computed, and rounded once
+ * per op. A scalar operand of an array op is spread over a block once. Integers wrap; division by
+ * zero and shifts by the width or more give the values that hardware tends to give, never a trap.
  *
  * A reduction halves its group with the loop of its op until one is left, so sums are pairwise. */
 #include <math.h>
@@ -62,6 +62,7 @@ static step exec_pointwise(pm_machine *m, thread *t, const instr *i);
 
 /* floats only */
 #define FLOAT_UNARY(id, expr) KERNEL1(id, F32, F32, expr) HANDLER(id, ROW(id, F32))
+#define FLOAT_BINARY(id, expr) KERNEL2(id, F32, F32, expr) HANDLER(id, ROW(id, F32))
 /* all dtypes, an expression for each class */
 #define UNARY(id, on_bool, on_signed, on_unsigned, on_float) \
   KERNEL1(id, BOOL, BOOL, on_bool)                           \
@@ -105,6 +106,18 @@ static inline F32 greatest(F32 x, F32 y) {
   return x != x ? x : r;
 }
 
+/* Winitzki's estimate, then Newton's steps on erf or, where that is flat, on erfc. */
+static F32 erf_inverse(F32 y) {
+  const double a = fabs((double)y), l = log1p(-a * a), b = 2 / (M_PI * 0.147) + l / 2;
+  if (!(a < 1)) return a == 1 ? copysignf(INFINITY, y) : NAN;
+  double x = sqrt(sqrt(b * b - l / 0.147) - b);
+  for (int k = 0; k < 3; k++) {
+    const double high = a < 0.5 ? erf(x) - a : 1 - a - erfc(x);
+    x -= high / (M_2_SQRTPI * exp(-x * x));
+  }
+  return a == 0 ? y : copysignf((float)x, y);
+}
+
 #define WIDTH(x) (8 * sizeof(x))
 
 UNARY(NEG, x, 0u - (U32)x, 0u - x, -x)
@@ -117,12 +130,27 @@ FLOAT_UNARY(LOG2, log2f(x))
 FLOAT_UNARY(LOG1P, log1pf(x))
 FLOAT_UNARY(SQRT, sqrtf(x))
 FLOAT_UNARY(RSQRT, 1.0f / sqrtf(x))
+FLOAT_UNARY(EXPM1, expm1f(x))
+FLOAT_UNARY(CBRT, cbrtf(x))
 FLOAT_UNARY(TANH, tanhf(x))
+FLOAT_UNARY(SINH, sinhf(x))
+FLOAT_UNARY(COSH, coshf(x))
+FLOAT_UNARY(ASINH, asinhf(x))
+FLOAT_UNARY(ACOSH, acoshf(x))
+FLOAT_UNARY(ATANH, atanhf(x))
 FLOAT_UNARY(ERF, erff(x))
+FLOAT_UNARY(ERFC, erfcf(x))
+FLOAT_UNARY(ERF_INV, erf_inverse(x))
+FLOAT_UNARY(LGAMMA, lgammaf(x))
+FLOAT_UNARY(TAN, tanf(x))
+FLOAT_UNARY(ASIN, asinf(x))
+FLOAT_UNARY(ACOS, acosf(x))
+FLOAT_UNARY(ATAN, atanf(x))
 FLOAT_UNARY(SIN, sinf(x))
 FLOAT_UNARY(COS, cosf(x))
 FLOAT_UNARY(FLOOR, floorf(x))
 FLOAT_UNARY(CEIL, ceilf(x))
+FLOAT_UNARY(TRUNC, truncf(x))
 FLOAT_UNARY(ROUND, roundf(x))
 FLOAT_UNARY(RINT, rintf(x))
 
@@ -130,6 +158,13 @@ KERNEL1(NOT, BOOL, BOOL, !x)
 SIGNED(KERNEL1, NOT, ~x)
 UNSIGNED(KERNEL1, NOT, ~x)
 HANDLER(NOT, ROW(NOT, BOOL), INT_ROWS(NOT))
+
+/* the bits of x, none above its width */
+#define BITS_OF(x) ((U32)(x) & ~0u >> (32 - WIDTH(x)))
+#define INTEGER_UNARY(id, expr) \
+  SIGNED(KERNEL1, id, expr) UNSIGNED(KERNEL1, id, expr) HANDLER(id, INT_ROWS(id))
+INTEGER_UNARY(CLZ, x ? (U32)__builtin_clz(BITS_OF(x)) - (32 - WIDTH(x)) : WIDTH(x))
+INTEGER_UNARY(POPCOUNT, __builtin_popcount(BITS_OF(x)))
 
 BINARY(ADD, x | y, (U32)x + (U32)y, (U32)x + (U32)y, x + y)
 NUMBER(SUB, (U32)x - (U32)y, (U32)x - (U32)y, x - y)
@@ -140,6 +175,8 @@ NUMBER(DIV,
                  : (U32)(x / y),
        y == 0 ? (U32)-1 : x / y, x / y)
 NUMBER(REM, y == 0 ? x : y == -1 ? 0 : x % y, y == 0 ? x : x % y, fmodf(x, y))
+FLOAT_BINARY(POW, powf(x, y))
+FLOAT_BINARY(ATAN2, atan2f(x, y))
 BINARY(MIN, x &y, x < y ? x : y, x < y ? x : y, least(x, y))
 BINARY(MAX, x | y, x > y ? x : y, x > y ? x : y, greatest(x, y))
 BITS(AND, x &y)
@@ -170,9 +207,11 @@ COMPARISON(GE, >=)
 SELECT_KERNEL(U8)
 SELECT_KERNEL(U16)
 SELECT_KERNEL(U32)
-HANDLER(SELECT, [PM_BOOL] = SELECT_U8, [PM_I8] = SELECT_U8, [PM_U8] = SELECT_U8,
-        [PM_I16] = SELECT_U16, [PM_U16] = SELECT_U16, [PM_F16] = SELECT_U16, [PM_BF16] = SELECT_U16,
-        [PM_I32] = SELECT_U32, [PM_U32] = SELECT_U32, [PM_F32] = SELECT_U32)
+HANDLER(
+    SELECT, [PM_BOOL] = SELECT_U8, [PM_I8] = SELECT_U8, [PM_U8] = SELECT_U8, [PM_INT4] = SELECT_U8,
+    [PM_UINT4] = SELECT_U8, [PM_E2M1] = SELECT_U8, [PM_E4M3] = SELECT_U8, [PM_E5M2] = SELECT_U8,
+    [PM_E8M0] = SELECT_U8, [PM_I16] = SELECT_U16, [PM_U16] = SELECT_U16, [PM_F16] = SELECT_U16,
+    [PM_BF16] = SELECT_U16, [PM_I32] = SELECT_U32, [PM_U32] = SELECT_U32, [PM_F32] = SELECT_U32)
 
 /* ---- pointwise ---------------------------------------------------------------------------- */
 
@@ -180,8 +219,8 @@ enum { BLOCK = 512 };
 
 void pm_vm_widen(pm_dtype d, const void *src, float *dst, size_t n) {
   if (n == 1) {
-    uint16_t x = *(const uint16_t *)src;
-    *dst = d == PM_F16 ? pm_f16_to_f32(x) : pm_bf16_to_f32(x);
+    const bool byte = pm_dtypes[d].bytes == 1;
+    *dst = pm_narrow_to_f32(d, byte ? *(const uint8_t *)src : *(const uint16_t *)src);
   } else {
     pm_convert_array(d, PM_F32, src, dst, n);
   }
@@ -189,7 +228,9 @@ void pm_vm_widen(pm_dtype d, const void *src, float *dst, size_t n) {
 
 void pm_vm_narrow(pm_dtype d, const float *src, void *dst, size_t n) {
   if (n == 1) {
-    *(uint16_t *)dst = d == PM_F16 ? pm_f32_to_f16(*src) : pm_f32_to_bf16(*src);
+    const uint16_t x = pm_f32_to_narrow(d, *src);
+    if (pm_dtypes[d].bytes == 1) *(uint8_t *)dst = (uint8_t)x;
+    else *(uint16_t *)dst = x;
   } else {
     pm_convert_array(PM_F32, d, src, dst, n);
   }
@@ -248,6 +289,18 @@ static step exec_pointwise(pm_machine *m, thread *t, const instr *i) {
   (void)m;
   if (i->flags) return exec_in_blocks(t, i);
   i->kernel(slot_of(t, i->dst), slot_of(t, i->a), slot_of(t, i->b), slot_of(t, i->c), i->n);
+  return STEP_NEXT;
+}
+
+static step exec_unpack(pm_machine *m, thread *t, const instr *i) {
+  (void)m;
+  pm_unpack_bytes(i->out, slot_of(t, i->a), slot_of(t, i->dst), i->n);
+  return STEP_NEXT;
+}
+
+static step exec_pack(pm_machine *m, thread *t, const instr *i) {
+  (void)m;
+  pm_pack_bytes(slot_of(t, i->a), slot_of(t, i->dst), 2 * (size_t)i->n);
   return STEP_NEXT;
 }
 
@@ -345,6 +398,8 @@ static const handler pm_vm_BROADCAST = {pm_vm_encode_strided, pm_vm_strided, {0}
 static const handler pm_vm_RESHAPE = {pm_vm_encode_alias, NULL, {0}};
 static const handler pm_vm_SLICE = {pm_vm_encode_strided, pm_vm_strided, {0}};
 static const handler pm_vm_REDUCE = {pm_vm_encode_reduce, exec_reduce, {0}};
+static const handler pm_vm_UNPACK = {pm_vm_encode_plain, exec_unpack, {0}};
+static const handler pm_vm_PACK = {pm_vm_encode_plain, exec_pack, {0}};
 static const handler pm_vm_LAYOUT_CAST = {pm_vm_encode_alias, NULL, {0}};
 static const handler pm_vm_SET_MAX_REGISTERS = {pm_vm_encode_nothing, NULL, {0}};
 static const handler pm_vm_PRINT_LAYOUT = {pm_vm_encode_nothing, NULL, {0}};

@@ -539,6 +539,45 @@ pm_layid pm_layout_transpose(pm_graph *g, pm_layid id, const int64_t *perm, cons
   return finish(g, &m);
 }
 
+static void scale_digits(maker *m, const pm_layout *l, int dim, bool up) {
+  for (int where = WARP; where <= REG; where++) {
+    uint32_t n;
+    const pm_digit *d = digits(l, where, &n);
+    for (uint32_t k = 0; k < n; k++) {
+      const int64_t stride = d[k].stride;
+      const bool pair = !up && where == REG && k + 1 == n;
+      if (d[k].dim != dim) put(m, where, d[k].dim, d[k].size, stride);
+      else if (pair) put(m, where, dim, d[k].size / 2, 1);
+      else put(m, where, dim, d[k].size, up ? 2 * stride : stride / 2);
+      m->bad |= d[k].dim == dim && !up && !pair && stride % 2;
+    }
+  }
+}
+
+static pm_layid scaled(pm_graph *g, pm_layid id, const pm_type *to, bool up) {
+  const pm_layout *l = pm_layout_of(g, id);
+  if (l->kind == PM_SPLAT || !l->rank) return 0;
+  const int dim = l->kind == PM_FLAT ? 0 : l->rank - 1;
+  const pm_digit *pair = l->n_reg ? &l->reg[l->n_reg - 1] : NULL;
+  if (!up && (!pair || pair->dim != dim || pair->stride != 1 || pair->size % 2)) return 0;
+  if (!up && l->padded[dim] % 2) return 0;
+  maker m;
+  start_like(&m, l);
+  memcpy(m.l.shape, to->dim, sizeof to->dim[0] * to->rank);
+  m.l.padded[dim] = up ? 2 * l->padded[dim] : l->padded[dim] / 2;
+  scale_digits(&m, l, dim, up);
+  if (up) put(&m, REG, dim, 2, 1);
+  return finish(g, &m);
+}
+
+pm_layid pm_layout_doubled(pm_graph *g, pm_layid l, const pm_type *to) {
+  return scaled(g, l, to, true);
+}
+
+pm_layid pm_layout_halved(pm_graph *g, pm_layid l, const pm_type *to) {
+  return scaled(g, l, to, false);
+}
+
 /* How many values of each register digit of `dim` the elements start..start+size-1 take. The lowest
  * digits are taken whole, one in part, those above it for one value; false: not of this form. */
 static bool slice_digits(const pm_layout *l, int dim, int64_t start_at, int64_t size,

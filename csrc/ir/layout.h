@@ -77,6 +77,10 @@ pm_layid pm_layout_reduce(pm_graph *g, pm_layid l, const int64_t *dims, uint32_t
 pm_layid pm_layout_reshape(pm_graph *g, pm_layid l, const pm_type *to);
 /* The same elements in the same registers, dim k of the result being dim perm[k]; 0: none. */
 pm_layid pm_layout_transpose(pm_graph *g, pm_layid l, const int64_t *perm, const pm_type *to);
+/* Each element of the last dim becomes two neighbours, in neighbouring registers: register r those
+ * in 2r and 2r + 1; and back, if that is how they lie. 0: not of this form. */
+pm_layid pm_layout_doubled(pm_graph *g, pm_layid l, const pm_type *to);
+pm_layid pm_layout_halved(pm_graph *g, pm_layid l, const pm_type *to);
 /* Slice of the same rank where each lane keeps some of its registers, in order; 0: none. */
 pm_layid pm_layout_slice(pm_graph *g, pm_layid l, const int64_t *starts, const pm_type *to);
 /* The layout an operand must have so that broadcasting it (dims as in BROADCAST) costs nothing; 0:

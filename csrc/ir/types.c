@@ -254,6 +254,33 @@ static pm_code pm_type_reshape(const pm_typing *t, pm_type *out) {
   return PM_OK;
 }
 
+static pm_code pm_type_unpack(const pm_typing *t, pm_type *out) {
+  pm_code rc = need_given(t, PM_ARRAY);
+  if (rc) return rc;
+  const pm_type *from = type_in(t, 0);
+  pm_type want = *from;
+  want.dtype = t->given->dtype;
+  if (from->rank) want.dim[from->rank - 1] *= 2;
+  if (from->dtype != PM_U8 || !from->rank || pm_dtypes[want.dtype].bits != 4 ||
+      !pm_type_equal(&want, t->given)) {
+    FAIL(TYPE, "unpack: %s to %s; uint8 (..., n) becomes 4-bit integers (..., 2 * n)",
+         show_in(t, 0), pm_type_text(t->g->arena, t->given));
+  }
+  *out = want;
+  return PM_OK;
+}
+
+static pm_code pm_type_pack(const pm_typing *t, pm_type *out) {
+  const pm_type *from = type_in(t, 0);
+  if (!from->rank || pm_dtypes[from->dtype].bits != 4 || from->dim[from->rank - 1] % 2) {
+    FAIL(TYPE, "pack: %s; a 4-bit array with an even last dim is needed", show_in(t, 0));
+  }
+  *out = *from;
+  out->dtype = PM_U8;
+  out->dim[from->rank - 1] /= 2;
+  return PM_OK;
+}
+
 static pm_code pm_type_slice(const pm_typing *t, pm_type *out) {
   const pm_type *from = type_in(t, 0);
   uint32_t n_starts, n;

@@ -167,6 +167,9 @@ static void mark_op(pass *p, pm_opid op) {
     case PM_LAY_REDUCE:
       if (operand_varies(p, op) && pm_type_size(pm_typeof(p->g, o->out)) > 1) mark(p, o->out);
       break;
+    case PM_LAY_PACK: /* the halves of one byte differ */
+      if (o->code == PM_OP_UNPACK || operand_varies(p, op)) mark(p, o->out);
+      break;
     case PM_LAY_POINTWISE:
     case PM_LAY_BROADCAST:
     case PM_LAY_RESHAPE:
@@ -234,7 +237,8 @@ static void join_op(pass *p, pm_opid op) {
   } else if (rule == PM_LAY_CONTROL) {
     for (uint32_t k = 0; k < o->n_out; k++) each_name(p, op, k, join);
   } else if (rule == PM_LAY_REDUCE || rule == PM_LAY_BROADCAST || rule == PM_LAY_RESHAPE ||
-             rule == PM_LAY_SLICE || rule == PM_LAY_TRANSPOSE || rule == PM_LAY_FIXED) {
+             rule == PM_LAY_SLICE || rule == PM_LAY_TRANSPOSE || rule == PM_LAY_PACK ||
+             rule == PM_LAY_FIXED) {
     if (varies(p, pm_in(g, op, 0)) && varies(p, o->out)) pm_vec_push(g->arena, &p->related, op);
   }
 }
@@ -257,6 +261,14 @@ static void find_widths(pass *p) {
       widen(p, pm_in(p->g, op, k), pm_in(p->g, op, 0));
       if (o->n_out) widen(p, o->out, o->out);
     }
+  }
+  for (uint32_t k = 0; k < p->related.n; k++) { /* two elements for each byte */
+    pm_opid op = p->related.at[k];
+    if (rule_of(p->g, op) != PM_LAY_PACK) continue;
+    const bool unpack = pm_get(p->g, op)->code == PM_OP_UNPACK;
+    const pm_val in = pm_in(p->g, op, 0), out = pm_get(p->g, op)->out;
+    uint8_t *w = &p->widest[root(p, unpack ? in : out)];
+    *w = (uint8_t)pm_max(*w, 2 * p->widest[root(p, unpack ? out : in)]);
   }
 }
 
@@ -306,6 +318,15 @@ static pm_layid concat_piece(pm_graph *g, pm_opid op, uint32_t k, pm_layid out) 
   return pm_layout_slice(g, out, starts, &to);
 }
 
+/* PACK or UNPACK, from the layout of its operand or back from that of its result */
+static pm_layid repacked(pm_graph *g, pm_opid op, pm_layid l, bool back) {
+  const pm_op *o = pm_get(g, op);
+  const pm_type to = *pm_typeof(g, back ? pm_in(g, op, 0) : o->out);
+  if (o->code == PM_OP_PACK && is_splat(g, l)) return pm_layout_splat(g, &to);
+  return (o->code == PM_OP_UNPACK) != back ? pm_layout_doubled(g, l, &to)
+                                           : pm_layout_halved(g, l, &to);
+}
+
 /* The layout of the result that an op gives by itself for an operand of layout `in`. */
 static pm_layid natural(pm_graph *g, pm_opid op, pm_layid in) {
   switch (pm_get(g, op)->code) {
@@ -313,6 +334,8 @@ static pm_layid natural(pm_graph *g, pm_opid op, pm_layid in) {
     case PM_OP_RESHAPE: return reshaped(g, in, pm_get(g, op)->out);
     case PM_OP_SLICE: return sliced(g, op, in);
     case PM_OP_TRANSPOSE: return transposed(g, op, in, false);
+    case PM_OP_PACK:
+    case PM_OP_UNPACK: return repacked(g, op, in, false);
     default: return 0;
   }
 }
@@ -358,6 +381,8 @@ static pm_layid operand_for(pm_graph *g, pm_opid op, pm_layid out) {
     case PM_OP_BROADCAST: return broadcast_operand(g, op, out);
     case PM_OP_LAYOUT_CAST: return out;
     case PM_OP_TRANSPOSE: return transposed(g, op, out, true);
+    case PM_OP_PACK:
+    case PM_OP_UNPACK: return repacked(g, op, out, true);
     case PM_OP_RESHAPE:
       l = unless_wasteful(g, reshaped(g, out, in));
       return l && natural(g, op, l) == out ? l : 0;
@@ -603,6 +628,20 @@ static void prefer_sliced(pass *p) {
   }
 }
 
+/* Pairs of 4-bit elements in neighbouring registers, so that PACK and UNPACK move nothing. */
+static void prefer_packed(pass *p) {
+  for (uint32_t k = 0; k < p->ops.n; k++) {
+    pm_opid op = p->ops.at[k];
+    if (rule_of(p->g, op) != PM_LAY_PACK) continue;
+    const bool unpack = pm_get(p->g, op)->code == PM_OP_UNPACK;
+    const pm_val in = pm_in(p->g, op, 0), out = pm_get(p->g, op)->out, small = unpack ? out : in;
+    const pm_type whole = *pm_typeof(p->g, small);
+    const pm_layid bytes = strided_of_class(p, unpack ? in : out);
+    if (!varies(p, small) || layout_of_class(p, small)) continue;
+    if (settle(p, small, pm_layout_doubled(p->g, bytes, &whole))) relate(p);
+  }
+}
+
 static void settle_rest(pass *p) {
   for (uint32_t k = 0; k < p->ops.n; k++) {
     const pm_op *o = pm_get(p->g, p->ops.at[k]);
@@ -731,6 +770,13 @@ static pm_layid reduce_fallback(pm_graph *g, pm_opid op) {
   return matrix_for(g, in, pm_dtypes[pm_typeof(g, in)->dtype].bytes);
 }
 
+static pm_layid pack_fallback(pm_graph *g, pm_opid op) {
+  const bool unpack = pm_get(g, op)->code == PM_OP_UNPACK;
+  const pm_type bytes = *pm_typeof(g, unpack ? pm_in(g, op, 0) : pm_get(g, op)->out);
+  const pm_layid l = strided_for(g, bytes, 1);
+  return unpack ? l : repacked(g, op, l, true);
+}
+
 static pm_layid reshape_fallback(pm_graph *g, pm_opid op) {
   const pm_type t = *pm_typeof(g, pm_in(g, op, 0));
   return strided_for(g, t, pm_dtypes[t.dtype].bytes);
@@ -755,20 +801,21 @@ static void warn_scratch(pass *p, pm_opid op) {
 
 /* REDUCE, RESHAPE, SLICE, TRANSPOSE: the result follows from the operand. Convert the result if the
  * operand is in a layout that can be computed from; else make the operand again in one that gives
- * the result at once, or in the fallback. Elements of all but REDUCE can go through scratch. */
+ * the result at once, or in the fallback. Elements of all but REDUCE, PACK and UNPACK can go
+ * through scratch. */
 static void rewrite_derived(pass *p, pm_opid op, pm_layid (*fallback)(pm_graph *, pm_opid)) {
   pm_graph *g = p->g;
   pm_val out = pm_get(g, op)->out;
   pm_layid in = pm_value_of(g, pm_in(g, op, 0))->layout, l = natural(g, op, in);
-  const bool reduces = pm_get(g, op)->code == PM_OP_REDUCE;
-  if (!l && (reduces || can_be_made_again(g, pm_in(g, op, 0)))) {
+  const bool bound = pm_get(g, op)->code == PM_OP_REDUCE || rule_of(g, op) == PM_LAY_PACK;
+  if (!l && (bound || can_be_made_again(g, pm_in(g, op, 0)))) {
     pm_layid want = pm_value_of(g, out)->layout, better = operand_for(g, op, want);
     if (!better && fallback) better = fallback(g, op);
     l = better ? natural(g, op, better) : 0;
     if (l) set_operand(p, op, 0, better);
   }
   if (l) set_result(p, op, l);
-  else if (reduces) fail_layout(p, op, "no layout of the operand allows it");
+  else if (bound) fail_layout(p, op, "no layout of the operand allows it");
   else warn_scratch(p, op);
 }
 
@@ -895,6 +942,8 @@ static void rewrite(pass *p, pm_opid op) {
       if (is_array(g, o.out)) rewrite_derived(p, op, reduce_fallback);
       break;
     case PM_OP_RESHAPE: rewrite_reshape(p, op); break;
+    case PM_OP_PACK:
+    case PM_OP_UNPACK: rewrite_derived(p, op, pack_fallback); break;
     case PM_OP_SLICE:
       if (is_array(g, o.out)) rewrite_derived(p, op, slice_fallback);
       break;
@@ -971,6 +1020,7 @@ static bool op_agrees(pm_graph *g, pm_opid op) {
              is_splat(g, pm_value_of(g, pm_in(g, op, 0))->layout) ||
              agrees(g, pm_in(g, op, 0), broadcast_operand(g, op, out), false);
     case PM_LAY_REDUCE:
+    case PM_LAY_PACK:
       if (!is_array(g, pm_in(g, op, 0)) || !is_array(g, o->out)) return true;
       return natural(g, op, pm_value_of(g, pm_in(g, op, 0))->layout) == out;
     case PM_LAY_GATHER: return !is_array(g, o->out) || agrees(g, pm_in(g, op, 1), out, true);
@@ -1015,6 +1065,7 @@ static void infer(pass *p) {
   prefer_scan(p);
   prefer_broadcast(p);
   prefer_sliced(p);
+  prefer_packed(p);
   settle_rest(p);
 }
 

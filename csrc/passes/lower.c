@@ -18,6 +18,7 @@ typedef struct step {
 } step;
 
 static const step steps[] = {
+    {"pack_refs", pm_pack_refs, PM_TRACED},
     {"turn_refs", pm_turn_refs, PM_TRACED},
     {"simplify", simplify, PM_TRACED},
     {"check_registers", pm_check_registers, PM_TRACED},

@@ -15,6 +15,9 @@ typedef struct pm_target {
  * a dominating one, drop pure ops, allocations and empty regions nobody uses, inline IF on a
  * constant. */
 pm_code pm_simplify(pm_graph *g, pm_err *err);
+/* packed.c: refs of elements below 8 bits become refs of bytes; loads are followed by UNPACK,
+ * stores preceded by PACK. PM_E_NOT_IMPLEMENTED for views that would cut a byte. */
+pm_code pm_pack_refs(pm_graph *g, const pm_target *t, pm_err *err);
 /* transposes.c: transposes of arrays that come from SMEM or go there become views of the refs. */
 pm_code pm_turn_refs(pm_graph *g, const pm_target *t, pm_err *err);
 /* registers.c: PM_E_VALUE if the requests of set_max_registers provably exceed what an SM has. */

@@ -124,9 +124,7 @@ static pm_dtype sum_dtype(pm_dtype d) {
     case PM_I16: return PM_I32;
     case PM_U8:
     case PM_U16: return PM_U32;
-    case PM_F16:
-    case PM_BF16: return PM_F32;
-    default: return d;
+    default: return pm_is_narrow_float(d) ? PM_F32 : d;
   }
 }
 
@@ -152,10 +150,14 @@ static int reduce_over(pmpy_trace *t, pmpy_arg *x, int op, uint32_t set, bool ke
 
 static PyObject *reduce_value(pmpy_trace *t, const char *name, pmpy_arg *x, int op, bool upcast,
                               PyObject *axes, bool keepdims) {
-  pm_dtype d = x->type.dtype, wide = upcast ? sum_dtype(d) : d;
+  pm_dtype d = x->type.dtype, wide = upcast || pm_is_small_float(d) ? sum_dtype(d) : d;
   const bool logical = op == PM_REDUCE_ANY || op == PM_REDUCE_ALL;
   uint32_t set;
   if (axis_set(name, axes, x->type.rank, &set)) return NULL;
+  if (pm_dtypes[d].bits < 8 && !logical) {
+    return pmpy_fail(PM_E_NOT_IMPLEMENTED, "%s of %s; convert it first: x.astype(jnp.int32)", name,
+                     pmpy_type_text(&x->type));
+  }
   if (logical) d = wide = PM_BOOL;
   if (d == PM_BOOL && (op == PM_REDUCE_MAX || op == PM_REDUCE_MIN)) {
     return pmpy_fail(PM_E_NOT_IMPLEMENTED, "%s: bool arrays; convert first: x.astype(jnp.int32)",
@@ -290,15 +292,26 @@ static PyObject *array_astype(PyObject *self, PyObject *dtype) {
   return t ? pmpy_convert(t, &x, d, false) : NULL;
 }
 
+static pm_val retyped(pmpy_trace *t, pm_opcode code, pm_val x, pm_dtype d) {
+  pm_type to = *pm_typeof(t->g, x);
+  to.dtype = (uint8_t)d;
+  return pmpy_emit(t, code, &x, 1, &to, NULL, 0);
+}
+
+/* int4 lies sign-extended in registers, so its bits are those of the uint4 it converts to. */
 static PyObject *bits_as(pmpy_trace *t, const pmpy_arg *x, pm_dtype d) {
   if (x->type.dtype == d) return result(t, x->val, false);
   if (pm_dtypes[x->type.dtype].bits != pm_dtypes[d].bits) {
     return pmpy_fail(PM_E_NOT_IMPLEMENTED, "bitcast between different widths: %s to %s",
                      pmpy_type_text(&x->type), pm_dtypes[d].text);
   }
-  pm_type to = x->type;
-  to.dtype = (uint8_t)d;
-  return result(t, pmpy_emit(t, PM_OP_BITCAST, &x->val, 1, &to, NULL, 0), false);
+  pm_val v = x->val;
+  if (x->type.dtype == PM_INT4) v = retyped(t, PM_OP_CONVERT, v, PM_UINT4);
+  const pm_dtype from = x->type.dtype == PM_INT4 ? PM_UINT4 : x->type.dtype;
+  const pm_dtype to = d == PM_INT4 ? PM_UINT4 : d;
+  if (v && from != to) v = retyped(t, PM_OP_BITCAST, v, to);
+  if (v && d == PM_INT4) v = retyped(t, PM_OP_CONVERT, v, PM_INT4);
+  return result(t, v, false);
 }
 
 static PyObject *array_view(PyObject *self, PyObject *dtype) {
@@ -608,6 +621,7 @@ static PyMethodDef array_methods[] = {
     {"__round__", array_dunder_round, METH_VARARGS, "Halves to even."},
     {"view", array_view, METH_O, "view(dtype): the same bits; equal widths only."},
     {"conj", array_conj, METH_NOARGS, "The array itself."},
+    {"conjugate", array_conj, METH_NOARGS, "The array itself."},
     {"item", array_item, METH_NOARGS, "Raises: the value is not known."},
     {"tolist", array_item, METH_NOARGS, "Raises: the value is not known."},
     {"block_until_ready", array_item, METH_NOARGS, "Raises: the value is not known."},

@@ -99,23 +99,39 @@ static void dealloc(PyObject *self) {
 static int upload(pmpy_device_array *a, const void *from) {
   pm_err err = {0};
   pm_code code;
-  Py_BEGIN_ALLOW_THREADS code =
-      pm_copy_to_device(a->device, a->ptr, from, pmpy_bytes(&a->spec), NULL, &err);
+  const size_t n = pmpy_bytes(&a->spec);
+  void *packed = NULL;
+  if (pm_dtypes[a->spec.dtype].bits < 8) {
+    packed = pm_malloc(n + 1);
+    if (!packed) return PyErr_NoMemory(), -1;
+    pm_pack_bytes(from, packed, 2 * n);
+    from = packed;
+  }
+  Py_BEGIN_ALLOW_THREADS code = pm_copy_to_device(a->device, a->ptr, from, n, NULL, &err);
   if (!code) code = pm_synchronize(a->device, NULL, &err);
-  Py_END_ALLOW_THREADS return code ? fail(&err) : 0;
+  Py_END_ALLOW_THREADS pm_free(packed);
+  return code ? fail(&err) : 0;
 }
 
 /* New. The whole array on the host. */
 static PyObject *to_numpy(pmpy_device_array *a) {
   pm_err err = {0};
   pm_code code;
-  void *data;
+  void *data, *packed = NULL;
+  const size_t n = pmpy_bytes(&a->spec);
+  const bool small = pm_dtypes[a->spec.dtype].bits < 8;
   PyObject *host = pmpy_numpy_empty(&a->spec, &data);
+  if (host && small && !(packed = pm_malloc(n + 1))) {
+    PyErr_NoMemory();
+    Py_CLEAR(host);
+  }
   if (!host) return NULL;
   Py_BEGIN_ALLOW_THREADS code =
-      pm_copy_to_host(a->device, data, a->ptr, pmpy_bytes(&a->spec), NULL, &err);
+      pm_copy_to_host(a->device, small ? packed : data, a->ptr, n, NULL, &err);
   if (!code) code = pm_synchronize(a->device, NULL, &err);
-  Py_END_ALLOW_THREADS if (!code) return host;
+  if (!code && small) pm_unpack_bytes(a->spec.dtype, packed, data, 2 * n);
+  Py_END_ALLOW_THREADS pm_free(packed);
+  if (!code) return host;
   Py_DECREF(host);
   return pmpy_raise(&err);
 }
@@ -209,7 +225,7 @@ static PyObject *get_nbytes(PyObject *self, void *unused) {
 static PyObject *get_size(PyObject *self, void *unused) {
   (void)unused;
   const pmpy_spec *s = &DEVICE_ARRAY(self)->spec;
-  return PyLong_FromSize_t(pmpy_bytes(s) / pm_dtypes[s->dtype].bytes);
+  return PyLong_FromSize_t(pmpy_bytes(s) * 8 / pm_dtypes[s->dtype].bits);
 }
 
 static PyObject *get_device(PyObject *self, void *unused) {
@@ -224,9 +240,9 @@ static PyObject *get_interface(PyObject *self, void *unused) {
   const pmpy_device_array *a = DEVICE_ARRAY(self);
   const pm_dtype_info *t = &pm_dtypes[a->spec.dtype];
   char typestr[8];
-  if (a->spec.dtype == PM_BF16)
-    return PyErr_Format(PyExc_AttributeError,
-                        "__cuda_array_interface__ has no bfloat16: use __dlpack__");
+  if (pm_is_extended(a->spec.dtype))
+    return PyErr_Format(PyExc_AttributeError, "__cuda_array_interface__ has no %s: use __dlpack__",
+                        t->text);
   snprintf(typestr, sizeof typestr, "%c%c%d", t->bytes == 1 ? '|' : '<', class_letter[t->class],
            t->bytes);
   PyObject *shape = pmpy_spec_shape(&a->spec);

@@ -12,9 +12,9 @@ static PyObject *numpy_dtype(PyObject *spelling) {
   return dtype;
 }
 
-/* New: what numpy.dtype() takes for a dtype; ml_dtypes.bfloat16 is not known to NumPy by name. */
+/* New: what numpy.dtype() takes for a dtype; those of ml_dtypes are not known to NumPy by name. */
 static PyObject *spelling_of(pm_dtype t) {
-  if (t != PM_BF16) return PyUnicode_FromString(pm_dtypes[t].text);
+  if (!pm_is_extended(t)) return PyUnicode_FromString(pm_dtypes[t].text);
   PyObject *module = PyImport_ImportModule("ml_dtypes");
   PyObject *type = module ? PyObject_GetAttrString(module, pm_dtypes[t].text) : NULL;
   Py_XDECREF(module);
@@ -71,17 +71,22 @@ static bool find_torch(PyObject *any, pm_dtype *out) {
   return found;
 }
 
-static int refuse(PyObject *any) {
-  char names[256] = "";
+const char *pmpy_dtype_names(char *names) {
+  size_t n = 0;
   for (int t = 0; t < PM_DTYPE_COUNT; t++)
-    snprintf(names + strlen(names), sizeof names - strlen(names), "%s%s", t ? ", " : "",
-             pm_dtypes[t].text);
+    n +=
+        (size_t)snprintf(names + n, PMPY_DTYPE_NAMES - n, "%s%s", t ? ", " : "", pm_dtypes[t].text);
+  return names;
+}
+
+static int refuse(PyObject *any) {
+  char names[PMPY_DTYPE_NAMES];
   PyErr_Clear();
   PyObject *repr = PyObject_Repr(any);
   const char *text = repr ? PyUnicode_AsUTF8(repr) : NULL;
   if (!text) PyErr_Clear();
   pmpy_fail(PM_E_TYPE, "dtype: got %.200s; accepted are %s (64-bit ones become 32-bit)",
-            text ? text : Py_TYPE(any)->tp_name, names);
+            text ? text : Py_TYPE(any)->tp_name, pmpy_dtype_names(names));
   Py_XDECREF(repr);
   return -1;
 }

@@ -52,7 +52,7 @@ static PyObject *exception_of(PyObject *module, PyObject *builtins, const char *
 }
 
 int pmpy_init_errors(PyObject *module) {
-  PyObject *builtins = PyImport_ImportModule("builtins"), *promotion;
+  PyObject *builtins = PyImport_ImportModule("builtins");
   if (!builtins) return -1;
   for (int code = 1; code < PM_CODE_COUNT; code++) {
     pmpy.exceptions[code] =
@@ -65,11 +65,7 @@ int pmpy_init_errors(PyObject *module) {
     pmpy.tracer_error[i] = make_exception(module, tracer_errors[i].name, tracer_errors[i].doc,
                                           parent < 0 ? PyExc_TypeError : pmpy.tracer_error[parent]);
   }
-  if (PyErr_Occurred()) return -1;
-  promotion = make_exception(module, "pallas_mgpu.TypePromotionError",
-                             "Two dtypes have no common one", PyExc_ValueError);
-  Py_XDECREF(promotion);
-  return promotion ? 0 : -1;
+  return PyErr_Occurred() ? -1 : 0;
 }
 
 /* New: the line of the source without its indent, or NULL with no exception set. */

@@ -41,7 +41,7 @@ const char *pmpy_which(int which, char text[32]) {
 static int refuse(PyObject *type, int which, PyObject *o, const char *fmt, ...)
     __attribute__((format(printf, 4, 5)));
 static int refuse(PyObject *type, int which, PyObject *o, const char *fmt, ...) {
-  char name[32], text[512];
+  char name[32], text[768];
   va_list ap;
   va_start(ap, fmt);
   vsnprintf(text, sizeof text, fmt, ap);
@@ -51,11 +51,11 @@ static int refuse(PyObject *type, int which, PyObject *o, const char *fmt, ...) 
 }
 
 static int refuse_dtype(int which, PyObject *o, const char *dtype) {
+  char names[PMPY_DTYPE_NAMES];
   return refuse(PyExc_TypeError, which, o,
                 "has dtype %s, which kernels do not take: cast it explicitly, to a type of 32 bits "
-                "or less (bool, int8, int16, int32, uint8, uint16, uint32, float16, bfloat16, "
-                "float32)",
-                dtype);
+                "or less (%s)",
+                dtype, pmpy_dtype_names(names));
 }
 
 static int refuse_rank(int which, PyObject *o, int rank) {
@@ -74,20 +74,22 @@ static int refuse_read_only(int which, PyObject *o) {
 
 /* ---- NumPy -------------------------------------------------------------------------------- */
 
-/* NumPy's number for bfloat16, -1: not known (yet) */
-static int bfloat16_number(void) {
-  static atomic_int known = -1;
-  int n = atomic_load_explicit(&known, memory_order_relaxed);
-  if (n >= 0) return n;
-  PyObject *dtype = pmpy_dtype_object(PM_BF16);
-  if (!dtype) {
-    PyErr_Clear();
-    return -1;
+/* The dtype of ml_dtypes that has this number in NumPy; -1: none. */
+static int extended_dtype(int number) {
+  static atomic_int known[PM_DTYPE_COUNT]; /* 0: not known (yet) */
+  for (int t = PM_DTYPE_COUNT; t-- > 0;) {
+    if (!pm_is_extended(t)) continue;
+    int n = atomic_load_explicit(&known[t], memory_order_relaxed);
+    if (!n) {
+      PyObject *dtype = pmpy_dtype_object(t);
+      if (!dtype) PyErr_Clear(); /* ml_dtypes is too old for it */
+      n = dtype ? ((PyArray_Descr *)dtype)->type_num : -1;
+      Py_XDECREF(dtype);
+      atomic_store_explicit(&known[t], n, memory_order_relaxed);
+    }
+    if (n == number) return t;
   }
-  n = ((PyArray_Descr *)dtype)->type_num;
-  Py_DECREF(dtype);
-  atomic_store_explicit(&known, n, memory_order_relaxed);
-  return n;
+  return -1;
 }
 
 /* -1: none of ours */
@@ -103,8 +105,7 @@ static int dtype_of_descr(const PyArray_Descr *d) {
     case NPY_UINT: return PM_U32;
     case NPY_HALF: return PM_F16;
     case NPY_FLOAT: return PM_F32;
-    default:
-      return PyTypeNum_ISUSERDEF(d->type_num) && d->type_num == bfloat16_number() ? PM_BF16 : -1;
+    default: return PyTypeNum_ISUSERDEF(d->type_num) ? extended_dtype(d->type_num) : -1;
   }
 }
 
@@ -259,6 +260,11 @@ static bool is_dense(const DLTensor *t) {
 /* Fill b from a tensor. Its shape is copied. */
 static int read_tensor(PyObject *o, int which, const DLTensor *t, pmpy_buffer *b) {
   int dtype = dtype_of_dlpack(t->dtype);
+  if (dtype >= 0 && pm_dtypes[dtype].bits < 8 && t->device.device_type == kDLCPU) {
+    return refuse(PyExc_TypeError, which, o,
+                  "has packed elements of 4 bits on the host; pass a NumPy array of ml_dtypes.int4 "
+                  "or uint4");
+  }
   if (dtype < 0) {
     static const char *const kinds[] = {"int",    "uint",    "float", "handle",
                                         "bfloat", "complex", "bool"};

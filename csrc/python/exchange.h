@@ -70,10 +70,11 @@ typedef struct pmpy_spec {
   uint8_t dtype, rank;
   int64_t shape[PM_MAX_RANK];
 } pmpy_spec;
+/* In the memory of kernels, where two elements of 4 bits share a byte; in NumPy's they do not. */
 static inline size_t pmpy_bytes(const pmpy_spec *s) {
-  size_t n = pm_dtypes[s->dtype].bytes;
+  size_t n = 1;
   for (int i = 0; i < s->rank; i++) n *= (size_t)s->shape[i];
-  return n;
+  return pm_dtypes[s->dtype].bits < 8 ? n / 2 : n * pm_dtypes[s->dtype].bytes;
 }
 
 /* A fresh array for a result of a family, with its memory. On the device the families without an

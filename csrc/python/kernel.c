@@ -349,6 +349,7 @@ typedef struct run {
   size_t bytes[PMPY_MAX_PARAMS];
   bool there[PMPY_MAX_PARAMS];    /* the caller has it on the GPU */
   bool staged[PMPY_MAX_PARAMS];   /* ptr is a copy of ours */
+  uint8_t small[PMPY_MAX_PARAMS]; /* a dtype below 8 bits that the caller has unpacked; or 0 */
   bool replaced[PMPY_MAX_PARAMS]; /* an operand that is one of the outputs */
 } run;
 
@@ -357,15 +358,17 @@ static int32_t alias_of(const run *r, uint32_t i) {
   return r->c->plan->alias ? r->c->plan->alias[i - r->c->n_in] : -1;
 }
 
+static void *host(uint64_t address) { return (void *)(uintptr_t)address; }
+
 static pm_code take_memory(run *r, uint32_t i, pm_err *err) {
-  if (r->there[i] == r->on_gpu) {
+  if (r->there[i] == r->on_gpu && !r->small[i]) {
     r->ptr[i] = r->given[i];
     return PM_OK;
   }
   if (r->on_gpu) {
     if (pm_device_alloc(r->device, r->bytes[i], r->stream, &r->ptr[i], err)) return err->code;
   } else {
-    void *p = pm_malloc(r->bytes[i]);
+    void *p = pm_malloc(r->bytes[i] + 1);
     if (!p) return pm_fail(err, PM_E_MEMORY, "the host is out of memory (%zu bytes)", r->bytes[i]);
     r->ptr[i] = (uint64_t)(uintptr_t)p;
   }
@@ -373,13 +376,29 @@ static pm_code take_memory(run *r, uint32_t i, pm_err *err) {
   return PM_OK;
 }
 
-static void *host(uint64_t address) { return (void *)(uintptr_t)address; }
+/* Unpacked elements of the caller to memory of the kernel, or back. */
+static pm_code move_small(run *r, uint32_t i, uint64_t kernels, bool in, pm_err *err) {
+  const size_t n = r->bytes[i];
+  void *packed = r->on_gpu ? pm_malloc(n + 1) : host(kernels);
+  pm_code code = PM_OK;
+  if (!packed) return pm_fail(err, PM_E_MEMORY, "the host is out of memory (%zu bytes)", n);
+  if (in) pm_pack_bytes(host(r->given[i]), packed, 2 * n);
+  if (r->on_gpu) {
+    code = in ? pm_copy_to_device(r->device, kernels, packed, n, r->stream, err)
+              : pm_copy_to_host(r->device, packed, kernels, n, r->stream, err);
+    if (!code) code = pm_synchronize(r->device, r->stream, err);
+  }
+  if (!in && !code) pm_unpack_bytes(r->small[i], packed, host(r->given[i]), 2 * n);
+  if (r->on_gpu) pm_free(packed);
+  return code;
+}
 
 /* Contents of parameter `from`, as the caller has it, to where the kernel finds parameter `to`. */
 static pm_code move_in(run *r, uint32_t from, uint32_t to, pm_err *err) {
   uint64_t src = r->given[from], dst = r->ptr[to];
   size_t n = r->bytes[from];
   uint32_t value = 0;
+  if (r->small[from]) return move_small(r, from, dst, true, err);
   if (r->there[from])
     return r->on_gpu ? pm_copy_on_device(r->device, dst, src, n, r->stream, err)
                      : pm_copy_to_host(r->device, host(dst), src, n, r->stream, err);
@@ -440,6 +459,10 @@ static pm_code stage_out(run *r, pm_err *err) {
   for (uint32_t i = r->c->n_in; i < r->n; i++) {
     if (!r->staged[i]) continue;
     uint64_t to = r->given[i], from = r->ptr[i];
+    if (r->small[i]) {
+      if (move_small(r, i, from, false, err)) return err->code;
+      continue;
+    }
     wait = true;
     if (r->on_gpu ? pm_copy_to_host(r->device, host(to), from, r->bytes[i], r->stream, err)
                   : pm_copy_to_device(r->device, to, host(from), r->bytes[i], r->stream, err))
@@ -477,11 +500,14 @@ static void describe(run *r, const uint64_t *out) {
     r->given[i] = b->ptr;
     r->bytes[i] = pmpy_bytes(&s);
     r->there[i] = b->cuda;
+    if (pm_dtypes[b->dtype].bits < 8 && !b->cuda) r->small[i] = b->dtype;
   }
   for (uint32_t i = 0; i < c->plan->n_out; i++) {
     r->given[c->n_in + i] = out[i];
     r->bytes[c->n_in + i] = pmpy_bytes(&c->plan->out[i]);
     r->there[c->n_in + i] = c->cuda;
+    const uint8_t d = c->plan->out[i].dtype;
+    if (pm_dtypes[d].bits < 8 && !c->cuda) r->small[c->n_in + i] = d;
   }
 }
 

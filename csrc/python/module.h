@@ -17,7 +17,7 @@
 typedef struct pmpy_state {
   PyObject *exceptions[PM_CODE_COUNT]; /* by pm_code */
   PyObject *tracer_error[5];           /* enum pmpy_tracer_error */
-  PyObject *dtypes[PM_DTYPE_COUNT];    /* numpy dtype objects (ml_dtypes' for bfloat16), lazily */
+  PyObject *dtypes[PM_DTYPE_COUNT];    /* numpy dtype objects (of ml_dtypes too), lazily */
   PyTypeObject *graph_type, *trace_type, *array_type, *ref_type, *op_type; /* graph.c trace.c ... */
   PyTypeObject *device_array_type, *kernel_type;                           /* array.c, kernel.c */
 } pmpy_state;
@@ -44,6 +44,9 @@ PyObject *pmpy_dtype_object(pm_dtype t);
 /* Any spelling (numpy dtype, string, jnp.float32-like object with .dtype, Python bool/int/float;
  * 64-bit becomes 32-bit). 0, or -1 with TypeError that lists what is accepted. */
 int pmpy_dtype_from(PyObject *any, pm_dtype *out);
+/* All names, for messages; returns the buffer, which has PMPY_DTYPE_NAMES bytes. */
+enum { PMPY_DTYPE_NAMES = 32 * PM_DTYPE_COUNT };
+const char *pmpy_dtype_names(char *buffer);
 
 /* graph.c. A graph with its arena. Immutable once finished. */
 typedef struct pmpy_graph {

@@ -1,9 +1,11 @@
 /* Numbers and promotion: what a Python operand is, which dtype several of them meet in, and the
  * operators that are more than one op.
  *
- * The lattice has twelve nodes, the ten dtypes (strong) and weak int and weak float, which are
- * int32 and float32 once they are values. Promotion is the join of all operands. A Python or NumPy
- * number stays a number until the joint dtype is known and is rounded once, into that.
+ * The lattice has a node for each dtype (strong) and weak int and weak float, which are int32 and
+ * float32 once they are values. Promotion is the join of all operands. Integers below 8 bits and
+ * floats below 16 have no way up: they meet bool and weak numbers, small floats all integers too.
+ * A Python or NumPy number stays a number until the joint dtype is known and is rounded once, into
+ * that.
  *
  * Floor division and modulo are composed of DIV, REM and SELECT; on operands that are provably not
  * negative they are one op, and with a power of two as divisor a shift or a mask. */
@@ -20,22 +22,53 @@ enum { WI = PM_DTYPE_COUNT, WF, NODES };
 enum { B = PM_BOOL, I1 = PM_I8, I2 = PM_I16, I4 = PM_I32, U1 = PM_U8, U2 = PM_U16, U4 = PM_U32,
        H = PM_F16, BF = PM_BF16, F = PM_F32 };
 
+#define ROW(n, b, i1, i2, i4, u1, u2, u4, h, bf, f, wi, wf)                                    \
+  [n] = {[B] = b, [I1] = i1, [I2] = i2, [I4] = i4, [U1] = u1, [U2] = u2, [U4] = u4, [H] = h,  \
+         [BF] = bf, [F] = f, [WI] = wi, [WF] = wf}
 static const uint8_t join[NODES][NODES] = {
-    /*       B   I1  I2  I4  U1  U2  U4  H   BF  F   WI  WF */
-    [B] =  {B,  I1, I2, I4, U1, U2, U4, H,  BF, F,  WI, WF},
-    [I1] = {I1, I1, I2, I4, I2, I4, I4, H,  BF, F,  I1, WF},
-    [I2] = {I2, I2, I2, I4, I2, I4, I4, H,  BF, F,  I2, WF},
-    [I4] = {I4, I4, I4, I4, I4, I4, I4, H,  BF, F,  I4, WF},
-    [U1] = {U1, I2, I2, I4, U1, U2, U4, H,  BF, F,  U1, WF},
-    [U2] = {U2, I4, I4, I4, U2, U2, U4, H,  BF, F,  U2, WF},
-    [U4] = {U4, I4, I4, I4, U4, U4, U4, H,  BF, F,  U4, WF},
-    [H] =  {H,  H,  H,  H,  H,  H,  H,  H,  F,  F,  H,  H},
-    [BF] = {BF, BF, BF, BF, BF, BF, BF, F,  BF, F,  BF, BF},
-    [F] =  {F,  F,  F,  F,  F,  F,  F,  F,  F,  F,  F,  F},
-    [WI] = {WI, I1, I2, I4, U1, U2, U4, H,  BF, F,  WI, WF},
-    [WF] = {WF, WF, WF, WF, WF, WF, WF, H,  BF, F,  WF, WF},
+    /*      B   I1  I2  I4  U1  U2  U4  H   BF  F   WI  WF */
+    ROW(B,  B,  I1, I2, I4, U1, U2, U4, H,  BF, F,  WI, WF),
+    ROW(I1, I1, I1, I2, I4, I2, I4, I4, H,  BF, F,  I1, WF),
+    ROW(I2, I2, I2, I2, I4, I2, I4, I4, H,  BF, F,  I2, WF),
+    ROW(I4, I4, I4, I4, I4, I4, I4, I4, H,  BF, F,  I4, WF),
+    ROW(U1, U1, I2, I2, I4, U1, U2, U4, H,  BF, F,  U1, WF),
+    ROW(U2, U2, I4, I4, I4, U2, U2, U4, H,  BF, F,  U2, WF),
+    ROW(U4, U4, I4, I4, I4, U4, U4, U4, H,  BF, F,  U4, WF),
+    ROW(H,  H,  H,  H,  H,  H,  H,  H,  H,  F,  F,  H,  H),
+    ROW(BF, BF, BF, BF, BF, BF, BF, BF, F,  BF, F,  BF, BF),
+    ROW(F,  F,  F,  F,  F,  F,  F,  F,  F,  F,  F,  F,  F),
+    ROW(WI, WI, I1, I2, I4, U1, U2, U4, H,  BF, F,  WI, WF),
+    ROW(WF, WF, WF, WF, WF, WF, WF, WF, H,  BF, F,  WF, WF),
 };
 /* clang-format on */
+
+enum { NO_WAY = 255 };
+
+static bool is_small(uint8_t node) {
+  return node < WI && node != B && (pm_dtypes[node].bits < 8 || pm_is_small_float(node));
+}
+
+static uint8_t join_nodes(uint8_t x, uint8_t y) {
+  if (!is_small(x) && !is_small(y)) return join[x][y];
+  if (x == y || y == B) return x;
+  if (x == B) return y;
+  const uint8_t small = is_small(x) ? x : y, other = is_small(x) ? y : x;
+  if (is_small(other)) return NO_WAY;
+  if (other == WI) return small;
+  return pm_is_float(small) && (other == WF || pm_is_int(other)) ? small : NO_WAY;
+}
+
+static int no_way(uint8_t x, uint8_t y) {
+  const char *name[2];
+  const uint8_t node[2] = {x, y};
+  for (int k = 0; k < 2; k++)
+    name[k] = node[k] < WI ? pm_dtypes[node[k]].text : node[k] == WI ? "a Python int" : "a float";
+  pmpy_fail(PM_E_PROMOTION,
+            "Input dtypes %s and %s have no available implicit dtype promotion path; convert one "
+            "of them with x.astype(...)",
+            name[0], name[1]);
+  return -1;
+}
 
 static uint8_t node_of(pm_dtype d, bool weak) {
   if (!weak || d == PM_BOOL) return (uint8_t)d;
@@ -46,11 +79,16 @@ static pm_dtype dtype_of(uint8_t node) {
   return node == WI ? PM_I32 : node == WF ? PM_F32 : (pm_dtype)node;
 }
 
-void pmpy_promote(const pmpy_arg *args, uint32_t n, pm_dtype *dtype, bool *weak) {
+int pmpy_promote(const pmpy_arg *args, uint32_t n, pm_dtype *dtype, bool *weak) {
   uint8_t node = node_of(args[0].type.dtype, args[0].weak);
-  for (uint32_t k = 1; k < n; k++) node = join[node][node_of(args[k].type.dtype, args[k].weak)];
+  for (uint32_t k = 1; k < n; k++) {
+    const uint8_t next = node_of(args[k].type.dtype, args[k].weak), both = join_nodes(node, next);
+    if (both == NO_WAY) return no_way(node, next);
+    node = both;
+  }
   *dtype = dtype_of(node);
   *weak = node >= WI;
+  return 0;
 }
 
 /* ---- operands ------------------------------------------------------------------------------ */
@@ -211,6 +249,8 @@ pm_val pmpy_arg_as(pmpy_trace *t, pmpy_arg *x, pm_dtype dtype) {
     x->type.dtype = (uint8_t)dtype;
     x->val = pmpy_number(t, &x->type, number);
   } else if (x->type.dtype != dtype && dtype == PM_BOOL) {
+    if (x->type.dtype == PM_E8M0 && !pmpy_arg_as(t, x, PM_F32)) return 0; /* it has no zero */
+    if (pm_is_small_int(x->type.dtype) && !pmpy_arg_as(t, x, PM_I32)) return 0;
     pm_val zero = int_number(t, x->type.dtype, 0);
     x->val = zero ? pmpy_emit(t, PM_OP_NE, (pm_val[]){x->val, zero}, 2, NULL, NULL, 0) : 0;
   } else if (x->type.dtype != dtype) {
@@ -377,38 +417,77 @@ static pm_val floor_divide(pmpy_trace *t, divisor d) {
   return three(t, PM_OP_SELECT, wrong, two(t, PM_OP_SUB, q, int_number(t, d.dtype, 1)), q);
 }
 
-/* Arithmetic on arrays of 8-bit integers is not offered: widen first. Scalars are free. */
+/* Arithmetic on arrays of 8 bits or less is not offered: widen first. Scalars are free. */
 static int check_width(const char *name, pm_opcode code, pm_dtype d, const pmpy_arg *args,
                        uint32_t n) {
   if (pm_dtypes[d].bits > 8 || d == PM_BOOL) return 0;
   if (code == PM_OP_AND || code == PM_OP_OR || code == PM_OP_XOR || code == PM_OP_NOT ||
-      code == PM_OP_EQ || code == PM_OP_NE) {
+      code == PM_OP_EQ || code == PM_OP_NE || code == PM_OP_CLZ || code == PM_OP_POPCOUNT ||
+      (code == PM_OP_ABS && pm_is_float(d))) {
     return 0;
   }
   for (uint32_t k = 0; k < n; k++) {
     if (!args[k].type.rank) continue;
     pmpy_fail(PM_E_NOT_IMPLEMENTED,
-              "%s: Pointwise operations on 8-bit types are unsupported (except bitwise "
+              "%s: Pointwise operations on %d-bit types are unsupported (except bitwise "
               "operations), got %s; "
-              "convert it to a wider dtype first: x.astype(jnp.int32)",
-              name, pmpy_type_text(&args[k].type));
+              "convert it to a wider dtype first: x.astype(jnp.%s)",
+              name, pm_dtypes[d].bits, pmpy_type_text(&args[k].type),
+              pm_is_float(d) ? "float32" : "int32");
     return -1;
   }
   return 0;
+}
+
+static pm_val as_dtype(pmpy_trace *t, pm_val v, pm_dtype d) {
+  pm_type to = *pm_typeof(t->g, v);
+  to.dtype = (uint8_t)d;
+  return pmpy_emit(t, PM_OP_CONVERT, &v, 1, &to, NULL, 0);
+}
+
+/* Of 4 bits: in int32, wrapped at the end; bits are counted among the low four. */
+static pm_val small_unary(pmpy_trace *t, pm_opcode code, pm_val x, pm_dtype d) {
+  const bool counts = code == PM_OP_CLZ || code == PM_OP_POPCOUNT;
+  x = as_dtype(t, x, PM_I32);
+  if (counts) x = two(t, PM_OP_AND, x, int_number(t, PM_I32, 15));
+  x = one(t, code, x);
+  if (code == PM_OP_CLZ) x = two(t, PM_OP_SUB, x, int_number(t, PM_I32, 28));
+  return x ? as_dtype(t, x, d) : 0;
 }
 
 static PyObject *result(pmpy_trace *t, pm_val v, bool weak) {
   return v ? pmpy_traced_new(t, v, weak) : NULL;
 }
 
+/* x to the low six bits of a traced whole number: squares, multiplied where y has a bit */
+static pm_val integer_power(pmpy_trace *t, pmpy_arg *args, pm_dtype d) {
+  pm_val one_ = 0, zero = 0, product = 0, square = pmpy_arg_as(t, &args[0], d);
+  if (!square || !pmpy_arg_as(t, &args[1], d) || pmpy_broadcast(t, "power", args, 2)) return 0;
+  square = args[0].val, one_ = int_number(t, d, 1), zero = int_number(t, d, 0);
+  for (int k = 0; k < 6; k++) {
+    pm_val bit = two(t, PM_OP_AND, args[1].val, int_number(t, d, 1 << k));
+    pm_val factor = three(t, PM_OP_SELECT, two(t, PM_OP_NE, bit, zero), square, one_);
+    product = k ? two(t, PM_OP_MUL, product, factor) : factor;
+    if (k < 5) square = two(t, PM_OP_MUL, square, square);
+    if (!product || !square) return 0;
+  }
+  return product;
+}
+
+/* A whole exponent that is known becomes multiplications, 0.5 and -0.5 roots. */
 static PyObject *power(pmpy_trace *t, pmpy_arg *args) {
   pmpy_arg *x = &args[0], *y = &args[1];
   pm_dtype d;
   bool weak;
-  pmpy_promote(args, 2, &d, &weak);
+  if (pmpy_promote(args, 2, &d, &weak)) return NULL;
   if (d == PM_BOOL || (x->val && x->type.dtype == PM_BOOL && d == PM_I32)) {
     d = PM_I32;
     weak = false;
+  }
+  if (check_width("power", PM_OP_MUL, d, args, 2)) return NULL;
+  if (pm_is_small_int(d)) {
+    return pmpy_fail(PM_E_NOT_IMPLEMENTED, "power of %s; convert it first: x.astype(jnp.int32)",
+                     pm_dtypes[d].text);
   }
   bool integral = !y->val && (!pm_is_float(y->type.dtype) || y->number.f == rint(y->number.f));
   double exponent = y->val ? 0 : pm_is_float(y->type.dtype) ? y->number.f : (double)y->number.i;
@@ -417,18 +496,20 @@ static PyObject *power(pmpy_trace *t, pmpy_arg *args) {
   }
   double base = x->val ? 0 : pm_is_float(x->type.dtype) ? x->number.f : (double)x->number.i;
   if (base == 2 && pm_is_float(d)) return result(t, one(t, PM_OP_EXP2, pmpy_arg_as(t, y, d)), weak);
-  if (!integral || fabs(exponent) > 1024) {
-    return pmpy_fail(PM_E_NOT_IMPLEMENTED,
-                     "power: the exponent must be a Python int (or 0.5 or -0.5); for others write "
-                     "jnp.exp2(y * jnp.log2(x))");
+  if (pm_is_float(d) && (!integral || fabs(exponent) > 1024)) {
+    if (!pmpy_arg_as(t, x, d) || !pmpy_arg_as(t, y, d) || pmpy_broadcast(t, "power", args, 2)) {
+      return NULL;
+    }
+    return result(t, two(t, PM_OP_POW, x->val, y->val), weak);
   }
+  if (y->val) return result(t, integer_power(t, args, d), weak);
   int64_t n = (int64_t)exponent, left = n < 0 ? -n : n;
   if (n < 0 && !pm_is_float(d)) {
     return pmpy_fail(PM_E_TYPE,
                      "power: Integers cannot be raised to negative powers, got %s ** %lld",
                      pm_dtypes[d].text, (long long)n);
   }
-  if (check_width("power", PM_OP_MUL, d, x, 1) || !pmpy_arg_as(t, x, d)) return NULL;
+  if (!pmpy_arg_as(t, x, d)) return NULL;
   pm_type type = x->type;
   pm_val product = 0, square = x->val;
   for (; left; left >>= 1) {
@@ -461,8 +542,11 @@ PyObject *pmpy_binary(pmpy_binop how, pm_opcode code, const char *name, PyObject
   if (how == PMPY_POW) return power(t, args);
   pm_dtype d;
   bool weak;
-  pmpy_promote(args, 2, &d, &weak);
-  if (how == PMPY_TRUE_DIVIDE && !pm_is_float(d)) d = PM_F32;
+  if (pmpy_promote(args, 2, &d, &weak)) return NULL;
+  if ((how == PMPY_TRUE_DIVIDE || how == PMPY_FLOAT) && !pm_is_float(d)) {
+    weak = weak && how == PMPY_TRUE_DIVIDE;
+    d = PM_F32;
+  }
   bool counts =
       how == PMPY_FLOOR_DIVIDE || how == PMPY_MOD || code == PM_OP_SHL || code == PM_OP_SHR;
   if (counts && d == PM_BOOL) d = PM_I32;
@@ -473,6 +557,11 @@ PyObject *pmpy_binary(pmpy_binop how, pm_opcode code, const char *name, PyObject
   if (check_width(name, code, d, args, 2)) return NULL;
   if (!pmpy_arg_as(t, &args[0], d) || !pmpy_arg_as(t, &args[1], d)) return NULL;
   if (pmpy_broadcast(t, name, args, 2)) return NULL;
+  const pm_dtype whole = d;
+  if (pm_is_small_int(d)) { /* computed in int32, wrapped at the end */
+    d = PM_I32;
+    if (!pmpy_arg_as(t, &args[0], d) || !pmpy_arg_as(t, &args[1], d)) return NULL;
+  }
   pm_val v;
   if (how == PMPY_FLOOR_DIVIDE) {
     v = floor_divide(t, divisor_of(t, args[0].val, args[1].val, d));
@@ -481,6 +570,7 @@ PyObject *pmpy_binary(pmpy_binop how, pm_opcode code, const char *name, PyObject
   } else {
     v = two(t, code, args[0].val, args[1].val);
   }
+  if (v && whole != d && how != PMPY_COMPARE) v = as_dtype(t, v, whole);
   return result(t, v, weak && how != PMPY_COMPARE);
 }
 
@@ -504,6 +594,7 @@ PyObject *pmpy_unary(pm_opcode code, PyObject *o) {
   if (check_width(name, code, d, &x, 1) || !pmpy_arg_as(t, &x, d)) return NULL;
   bool identity = (rounds(code) && !pm_is_float(d)) ||
                   (code == PM_OP_ABS && (d == PM_BOOL || pm_dtypes[d].class == PM_CLASS_UINT));
+  if (pm_is_small_int(d) && !identity) return result(t, small_unary(t, code, x.val, d), weak);
   return result(t, identity ? x.val : one(t, code, x.val), weak);
 }
 
@@ -515,7 +606,7 @@ PyObject *pmpy_select(pmpy_trace *t, pmpy_arg *cond, pmpy_arg *x, pmpy_arg *y) {
   pmpy_arg args[3] = {*x, *y, *cond};
   pm_dtype d;
   bool weak;
-  pmpy_promote(args, 2, &d, &weak);
+  if (pmpy_promote(args, 2, &d, &weak)) return NULL;
   if (!pmpy_arg_as(t, &args[0], d) || !pmpy_arg_as(t, &args[1], d) ||
       !pmpy_arg_as(t, &args[2], PM_BOOL) || pmpy_broadcast(t, "where", args, 3)) {
     return NULL;
@@ -540,6 +631,7 @@ static const struct {
     {"power", PMPY_POW, PM_OP_MUL},
     {"div", PMPY_SIMPLE, PM_OP_DIV},
     {"rem", PMPY_SIMPLE, PM_OP_REM},
+    {"atan2", PMPY_FLOAT, PM_OP_ATAN2},
     {"min", PMPY_SIMPLE, PM_OP_MIN},
     {"max", PMPY_SIMPLE, PM_OP_MAX},
     {"minimum", PMPY_SIMPLE, PM_OP_MIN},
@@ -668,7 +760,9 @@ static int join_all(PyObject *const *items, Py_ssize_t n, uint8_t *node) {
   for (Py_ssize_t k = 0; k < n; k++) {
     uint8_t next;
     if (node_from(items[k], &next)) return -1;
-    *node = k ? join[*node][next] : next;
+    const uint8_t both = k ? join_nodes(*node, next) : next;
+    if (both == NO_WAY) return no_way(*node, next);
+    *node = both;
   }
   return 0;
 }

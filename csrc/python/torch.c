@@ -30,8 +30,9 @@ static pthread_once_t once = PTHREAD_ONCE_INIT;
 enum { TORCH_CPU = 0, TORCH_CUDA = 1 };
 /* torch's numbers of dtypes, which files and compiled models contain */
 static const int8_t dtype_number[PM_DTYPE_COUNT] = {
-    [PM_U8] = 0,  [PM_I8] = 1,    [PM_I16] = 2,   [PM_I32] = 3,  [PM_F16] = 5,
-    [PM_F32] = 6, [PM_BOOL] = 11, [PM_BF16] = 15, [PM_U16] = 27, [PM_U32] = 28};
+    [PM_U8] = 0,    [PM_I8] = 1,    [PM_I16] = 2,   [PM_I32] = 3,   [PM_F16] = 5,
+    [PM_F32] = 6,   [PM_E5M2] = 23, [PM_E4M3] = 24, [PM_E8M0] = 44, [PM_BOOL] = 11,
+    [PM_BF16] = 15, [PM_U16] = 27,  [PM_U32] = 28};
 
 static void look(void) {
   void *cpu = dlopen("libtorch_cpu.so", RTLD_LAZY | RTLD_NOLOAD);
@@ -102,6 +103,7 @@ PyObject *pmpy_torch_empty(const DLPackExchangeAPI *api, const pmpy_spec *spec, 
   int64_t strides[PM_MAX_RANK], stride = 1;
   void *tensor = NULL, *data = NULL;
   PyObject *made = NULL;
+  if (pm_dtypes[spec->dtype].bits < 8) return NULL; /* torch has none of two in a byte */
   for (int i = spec->rank - 1; i >= 0; i--) {
     strides[i] = stride;
     stride *= pm_max(spec->shape[i], 1);

@@ -105,7 +105,8 @@ int pmpy_arg_from(pmpy_trace *t, PyObject *o, pmpy_arg *out);
 int pmpy_arg_need(pmpy_trace *t, const char *op, PyObject *o, pmpy_arg *out);
 /* The same where a dtype is asked for: a Python int need fit in that one only. */
 int pmpy_arg_for(pmpy_trace *t, const char *op, PyObject *o, pm_dtype dtype, pmpy_arg *out);
-void pmpy_promote(const pmpy_arg *args, uint32_t n, pm_dtype *dtype, bool *weak);
+/* -1: they have no common dtype */
+int pmpy_promote(const pmpy_arg *args, uint32_t n, pm_dtype *dtype, bool *weak);
 /* Into the graph with this dtype (by value). The val, or 0. */
 pm_val pmpy_arg_as(pmpy_trace *t, pmpy_arg *x, pm_dtype dtype);
 /* Shapes made equal (rank 0 stays, it meets anything); all have a val already. */
@@ -122,6 +123,7 @@ typedef enum pmpy_binop {
   PMPY_SIMPLE,
   PMPY_COMPARE,
   PMPY_TRUE_DIVIDE,
+  PMPY_FLOAT, /* integers become float32 */
   PMPY_FLOOR_DIVIDE,
   PMPY_MOD,
   PMPY_POW

@@ -137,7 +137,22 @@ struct bf16 {
   u16 bits;
 };
 
+struct e2m1 {
+  u8 bits;
+};
+struct e4m3 {
+  u8 bits;
+};
+struct e5m2 {
+  u8 bits;
+};
+struct e8m0 {
+  u8 bits;
+};
+
 extern "C" {
+f32 host_from_fp8(u8 x, int digits, int bias);
+u8 host_to_fp8(f32 x, int digits, int bias, f32 greatest);
 f32 host_from_f16(u16 x);
 u16 host_to_f16(f32 x);
 }
@@ -153,6 +168,50 @@ FN f16 to_f16(f32 x) { return f16{host_to_f16(x)}; }
 FN bf16 to_bf16(f32 x) { return bf16{host_to_bf16(x)}; }
 FN void to_f16x2(f16 *d, f32 lo, f32 hi) { d[0] = to_f16(lo), d[1] = to_f16(hi); }
 FN void to_bf16x2(bf16 *d, f32 lo, f32 hi) { d[0] = to_bf16(lo), d[1] = to_bf16(hi); }
+FN f32 to_f32(e4m3 x) { return (x.bits & 0x7f) == 0x7f ? NAN : host_from_fp8(x.bits, 3, 7); }
+FN f32 to_f32(e5m2 x) {
+  const u8 a = x.bits & 0x7f;
+  const f32 special = a == 0x7c ? INFINITY : NAN;
+  return a >= 0x7c ? copysignf(special, x.bits & 0x80 ? -1 : 1) : host_from_fp8(x.bits, 2, 15);
+}
+FN f32 to_f32(e8m0 x) { return x.bits == 255 ? NAN : ldexpf(1, x.bits - 127); }
+FN e4m3 to_e4m3(f32 x) { return e4m3{x != x ? (u8)0x7f : host_to_fp8(x, 3, 7, 448)}; }
+FN e5m2 to_e5m2(f32 x) { return e5m2{x != x ? (u8)0x7f : host_to_fp8(x, 2, 15, 57344)}; }
+FN e8m0 to_e8m0(f32 x) {
+  int exponent;
+  if (!(x >= 0)) return e8m0{255};
+  if (x > 0x1p127f) return e8m0{254};
+  const f32 part = frexpf(x, &exponent); /* of [0.5, 1), and 0.5 is a power of two */
+  if (x == 0) exponent = -126;
+  exponent += 127 - (part <= 0.5f);
+  return e8m0{(u8)(exponent < 0 ? 0 : exponent)};
+}
+FN f32 to_f32(e2m1 x) {
+  const f32 a = (x.bits & 6) == 0 ? 0.5f * (x.bits & 1)
+                                  : ldexpf(1 + 0.5f * (x.bits & 1), (x.bits >> 1 & 3) - 1);
+  return x.bits & 8 ? -a : a;
+}
+FN e2m1 to_e2m1(f32 x) {
+  const f32 a = x != x ? 6 : fminf(fabsf(x), 6);
+  const f32 unit = a < 2 ? 0.5f : a < 4 ? 1 : 2;
+  const f32 near = rintf(a / unit) * unit;
+  u8 k = 0;
+  while (to_f32(e2m1{k}) < near) k++;
+  return e2m1{(u8)(k | (x == x && signbit(x) ? 8 : 0))};
+}
+FN void to_e4m3x2(e4m3 *d, f32 lo, f32 hi) { d[0] = to_e4m3(lo), d[1] = to_e4m3(hi); }
+FN void to_e5m2x2(e5m2 *d, f32 lo, f32 hi) { d[0] = to_e5m2(lo), d[1] = to_e5m2(hi); }
+FN void widened(f32 *d, f32 x) { *d = x; }
+FN void widened(f16 *d, f32 x) { *d = to_f16(x); }
+FN void widened(bf16 *d, f32 x) { *d = to_bf16(x); }
+template <typename T>
+FN void widen_e4m3x2(T *d, e4m3 lo, e4m3 hi) {
+  widened(d, to_f32(lo)), widened(d + 1, to_f32(hi));
+}
+template <typename T>
+FN void widen_e5m2x2(T *d, e5m2 lo, e5m2 hi) {
+  widened(d, to_f32(lo)), widened(d + 1, to_f32(hi));
+}
 /* f32 has more than twice the digits and two: rounding sums and products of halves twice is
  * rounding them once. */
 FN f16 operator-(f16 x) { return f16{(u16)(x.bits ^ 0x8000)}; }
@@ -184,9 +243,23 @@ FN T to_int(f32 x) {
   return (double)x >= top ? (T)(i64)top : (double)x <= bottom ? (T)(i64)bottom : (T)(i64)x;
 }
 
+/* 4 bits, in an i8 or u8; two share a byte, the first has the low half */
+FN i8 wrap_s4(u32 x) { return (i8)(x % 16 < 8 ? (int)(x % 16) : (int)(x % 16) - 16); }
+FN u8 wrap_u4(u32 x) { return (u8)(x % 16); }
+FN i8 to_s4(f32 x) { return x != x ? 0 : (i8)fmaxf(-8, fminf(7, truncf(x))); }
+FN u8 to_u4(f32 x) { return x != x ? 0 : (u8)fmaxf(0, fminf(15, truncf(x))); }
+FN void unpack_s4(i8 *d, u8 x) { d[0] = wrap_s4(x), d[1] = wrap_s4(x / 16); }
+FN void unpack_u4(u8 *d, u8 x) { d[0] = x % 16, d[1] = x / 16; }
+FN void unpack_e2m1(e2m1 *d, u8 x) { d[0] = e2m1{(u8)(x % 16)}, d[1] = e2m1{(u8)(x / 16)}; }
+FN u8 pack_4(u32 lo, u32 hi) { return (u8)(lo % 16 + hi % 16 * 16); }
+
 FN u32 bits_of(f32 x) { return float_bits(x); }
 FN u32 bits_of(f16 x) { return x.bits; }
 FN u32 bits_of(bf16 x) { return x.bits; }
+FN u32 bits_of(e2m1 x) { return x.bits; }
+FN u32 bits_of(e4m3 x) { return x.bits; }
+FN u32 bits_of(e5m2 x) { return x.bits; }
+FN u32 bits_of(e8m0 x) { return x.bits; }
 FN u32 bits_of(bool x) { return x; }
 template <typename T>
 FN u32 bits_of(T x) {
@@ -261,6 +334,22 @@ template <typename T>
 FN T max_int(T a, T b) {
   return a > b ? a : b;
 }
+template <typename T>
+FN T leading_zeros(T x) {
+  const int bits = 8 * (int)sizeof(T);
+  int n = 0;
+  while (n < bits && !((u64)x >> (bits - 1 - n) & 1)) n++;
+  return (T)n;
+}
+template <typename T>
+FN T bit_count(T x) {
+  int n = 0;
+  for (int k = 0; k < 8 * (int)sizeof(T); k++) n += (int)((u64)x >> k & 1);
+  return (T)n;
+}
+/* by bisection */
+extern "C" f32 host_erf_inv(f32 y);
+FN f32 erfinvf(f32 y) { return host_erf_inv(y); }
 FN f32 sign_f32(f32 x) { return x == 0 ? 0.0f : copysignf(1, x); }
 /* NaN propagates as the canonical one; -0 < +0 */
 FN f32 min_f32(f32 a, f32 b) {

@@ -480,6 +480,25 @@ extern "C" f32 host_from_f16(u16 x) {
   return sign ? -r : r;
 }
 
+/* floats of 8 bits: finite numbers as multiples of the unit of their exponent */
+extern "C" f32 host_from_fp8(u8 x, int digits, int bias) {
+  const int exponent = (x & 0x7f) >> digits, rest = x & ((1 << digits) - 1);
+  const int whole = exponent ? rest + (1 << digits) : rest;
+  const f32 r = ldexpf((f32)whole, (exponent ? exponent : 1) - bias - digits);
+  return x & 0x80 ? -r : r;
+}
+
+extern "C" u8 host_to_fp8(f32 x, int digits, int bias, f32 greatest) {
+  const f32 a = fminf(fabsf(x), 2 * greatest);
+  const int exponent = a > 0 && ilogbf(a) > 1 - bias ? ilogbf(a) : 1 - bias;
+  const f32 near = ldexpf(rintf(ldexpf(a, digits - exponent)), exponent - digits);
+  const f32 r = fminf(near, greatest);
+  u8 bits = 0;
+  for (int k = 0; k < 128; k++) /* the numbers are in the order of their bits */
+    if (host_from_fp8((u8)k, digits, bias) <= r) bits = (u8)k;
+  return bits | (signbit(x) ? 0x80 : 0);
+}
+
 /* to nearest, ties to even */
 extern "C" u16 host_to_f16(f32 x) {
   const u32 b = float_bits(x), sign = b >> 16 & 0x8000, a = b & 0x7fffffff;
@@ -493,6 +512,19 @@ extern "C" u16 host_to_f16(f32 x) {
 
 /* A double that is exact or odd in its last digit rounds to bf16 once. Sums of two bf16 may need
  * more digits than 53; then the last digit says "and something more". */
+extern "C" f32 host_erf_inv(f32 y) {
+  const double a = fabs((double)y);
+  double low = 0, high = 8;
+  if (a == 1) return copysignf(INFINITY, y);
+  if (!(a < 1)) return NAN;
+  if (a < 1e-5) return (f32)(y * 0.88622692545275801); /* half the root of pi */
+  for (int k = 0; k < 80; k++) {
+    const double middle = (low + high) / 2;
+    (a < 0.5 ? erf(middle) < a : erfc(middle) > 1 - a) ? low = middle : high = middle;
+  }
+  return copysignf((f32)low, y);
+}
+
 extern "C" u16 host_bf16_of_double(double x) {
   f32 f = (f32)x;
   if ((double)f != x && x == x && f - f == 0) { /* to odd */

@@ -175,6 +175,21 @@ def tensor_map(m, base, element):
     return out
 
 
+def packed(x):
+    """Two elements of 4 bits to a byte, the first in the low half."""
+    low = x.view(np.uint8) & 15
+    return np.ascontiguousarray(low[..., ::2] | low[..., 1::2] << 4)
+
+
+def unpacked(x, dtype):
+    halves = np.stack([x & 15, x >> 4], -1).reshape(*x.shape[:-1], -1)
+    return (
+        halves.view(dtype)
+        if dtype.name.startswith("float")
+        else halves.astype(np.int8).astype(dtype)
+    )
+
+
 def run(lowered, args, outs, seed=0):
     """Run a lowered kernel (kernel.lower(...), or a lowered _core.Graph) on NumPy arrays.
 
@@ -182,7 +197,13 @@ def run(lowered, args, outs, seed=0):
     alias an operand begin as copies of it, all others as garbage). Returns what the kernel
     printed. Raises HostError for misuse of the hardware, a deadlock or a crash, naming the
     generated line."""
-    return run_program(*program(lowered), args, outs, seed)
+    small = [x.dtype.name in ("int4", "uint4", "float4_e2m1fn") for x in [*args, *outs]]
+    inner = [packed(x) if s else x for x, s in zip([*args, *outs], small)]
+    printed = run_program(*program(lowered), inner[: len(args)], inner[len(args) :], seed)
+    for x, y, s in zip(outs, inner[len(args) :], small[len(args) :]):
+        if s:
+            x[...] = unpacked(y, x.dtype)
+    return printed
 
 
 def run_program(text, info, args, outs, seed=0):

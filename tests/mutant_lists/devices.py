@@ -521,7 +521,7 @@ breaks(
         'asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(w) : "f"(hi), "f"(lo));',
         'asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(w) : "f"(lo), "f"(hi));',
     ),
-    integers_are_rounded=("__float2int_rz", "__float2int_rn"),
+    integers_are_rounded=("min((i32)top, __float2int_rz(x))", "min((i32)top, __float2int_rn(x))"),
 )
 breaks(f"{DEVICE}/math.cuh", CATALOGUE, minimum_drops_nan=("min.NaN.f32", "min.f32"))
 

@@ -549,8 +549,8 @@ breaks(
         "if (to == PM_BF16 && from == PM_BOOL) return",
     ),
     floats_to_integers_wrap=(
-        'is_half(to) ? "to_%s(%s)" : "to_int<%s>(%s)"',
-        'is_half(to) ? "to_%s(%s)" : "(%s)(i64)(%s)"',
+        'pm_is_narrow_float(to) ? "to_%s(%s)" : "to_int<%s>(%s)"',
+        'pm_is_narrow_float(to) ? "to_%s(%s)" : "(%s)(i64)(%s)"',
     ),
     division_by_minus_one_traps=("y.i && y.i != -1)", "y.i)"),
     scalars_never_overflow=(

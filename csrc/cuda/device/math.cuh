@@ -49,6 +49,17 @@ template <typename T> FN T sign_int(T a) { return (T)((a > 0) - (a < 0)); }
 // zero of either sign gives +0; NaN gives 1 with its own sign
 FN f32 sign_f32(f32 x) { return x == 0.0f ? 0.0f : copysignf(1.0f, x); }
 
+//! leading_zeros
+template <typename T> FN T leading_zeros(T x) {
+  constexpr int unused = 32 - 8 * (int)sizeof(T);
+  return (T)(__clz((int)((u32)x & 0xffffffffu >> unused)) - unused);
+}
+
+//! bit_count
+template <typename T> FN T bit_count(T x) {
+  return (T)__popc((u32)x & 0xffffffffu >> (32 - 8 * (int)sizeof(T)));
+}
+
 //! min_int
 template <typename T> FN T min_int(T a, T b) { return b < a ? b : a; }
 

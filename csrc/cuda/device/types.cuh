@@ -53,6 +53,80 @@ FN bf16 operator*(bf16 a, bf16 b) {
   bf16 r; asm("mul.rn.bf16 %0, %1, %2;" : "=h"(r.bits) : "h"(a.bits), "h"(b.bits)); return r;
 }
 
+//! e4m3
+// Conversions come in pairs, the lower one first in memory and last in the statement. They
+// saturate, and NaN is 0x7f.
+struct e4m3 { u8 bits; };
+FN u32 bits_of(e4m3 x) { return x.bits; }
+FN void from_bits(e4m3& x, u32 b) { x.bits = (u8)b; }
+FN f32 to_f32(e4m3 x) {
+  u32 w; asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(w) : "h"((u16)x.bits));
+  return to_f32(f16{(u16)w});
+}
+FN e4m3 to_e4m3(f32 x) {
+  u16 w; asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(w) : "f"(0.0f), "f"(x));
+  return e4m3{(u8)w};
+}
+
+//! e5m2
+struct e5m2 { u8 bits; };
+FN u32 bits_of(e5m2 x) { return x.bits; }
+FN void from_bits(e5m2& x, u32 b) { x.bits = (u8)b; }
+FN f32 to_f32(e5m2 x) {
+  u32 w; asm("cvt.rn.f16x2.e5m2x2 %0, %1;" : "=r"(w) : "h"((u16)x.bits));
+  return to_f32(f16{(u16)w});
+}
+FN e5m2 to_e5m2(f32 x) {
+  u16 w; asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(w) : "f"(0.0f), "f"(x));
+  return e5m2{(u8)w};
+}
+
+//! e8m0
+// 2 to the (bits - 127), NaN is 0xff. Rounds up and saturates; what is negative becomes NaN.
+struct e8m0 { u8 bits; };
+FN u32 bits_of(e8m0 x) { return x.bits; }
+FN void from_bits(e8m0& x, u32 b) { x.bits = (u8)b; }
+FN f32 to_f32(e8m0 x) {
+  return __uint_as_float(x.bits == 255 ? 0x7fffffffu : x.bits ? (u32)x.bits << 23 : 0x400000u);
+}
+FN e8m0 to_e8m0(f32 x) {
+  const u32 b = __float_as_uint(x), up = (b + 0x7fffffu) >> 23; // the exponent, rounded up
+  if (!(x >= 0.0f)) return e8m0{255};
+  return e8m0{(u8)(b << 1 <= 0x800000u ? 0 : min(up, 254u))};
+}
+
+//! e2m1
+// 4 bits: a sign and an index of 0, 0.5, 1, 1.5, 2, 3, 4, 6. Rounds to the nearest, halfway to the
+// even index, saturates; NaN becomes 6.
+struct e2m1 { u8 bits; };
+FN u32 bits_of(e2m1 x) { return x.bits; }
+FN void from_bits(e2m1& x, u32 b) { x.bits = (u8)(b & 15); }
+FN f32 to_f32(e2m1 x) { // its bits are those of an f16 with a greater exponent
+  return to_f32(f16{(u16)((x.bits & 8) << 12 | (x.bits & 7) << 9)}) * 16384.0f;
+}
+FN e2m1 to_e2m1(f32 x) {
+  const f32 a = x != x ? 6.0f : fabsf(x);
+  const i32 half_units = __float2int_rn(fminf(a, 6.0f) * 2.0f); // exact below 2
+  const i32 k = a < 2.0f ? half_units : a < 4.0f ? 2 + __float2int_rn(a)
+                                                 : 4 + __float2int_rn(fminf(a, 6.0f) * 0.5f);
+  return e2m1{(u8)(k | (x < 0.0f || __float_as_uint(x) == 0x80000000u ? 8 : 0))};
+}
+
+//! unpack_e2m1
+FN void unpack_e2m1(e2m1* d, u8 x) { d[0] = e2m1{(u8)(x & 15)}; d[1] = e2m1{(u8)(x >> 4)}; }
+
+//! to_e4m3x2
+FN void to_e4m3x2(e4m3* d, f32 lo, f32 hi) {
+  u16 w; asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(w) : "f"(hi), "f"(lo));
+  d[0] = e4m3{(u8)w}; d[1] = e4m3{(u8)(w >> 8)};
+}
+
+//! to_e5m2x2
+FN void to_e5m2x2(e5m2* d, f32 lo, f32 hi) {
+  u16 w; asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(w) : "f"(hi), "f"(lo));
+  d[0] = e5m2{(u8)w}; d[1] = e5m2{(u8)(w >> 8)};
+}
+
 //! to_f16x2
 // two conversions in one instruction
 FN void to_f16x2(f16* d, f32 lo, f32 hi) {
@@ -64,6 +138,36 @@ FN void to_f16x2(f16* d, f32 lo, f32 hi) {
 FN void to_bf16x2(bf16* d, f32 lo, f32 hi) {
   u32 w; asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(w) : "f"(hi), "f"(lo));
   d[0] = bf16{(u16)w}; d[1] = bf16{(u16)(w >> 16)};
+}
+
+//! widen_e4m3x2
+FN u32 e4m3_pair(e4m3 lo, e4m3 hi) {
+  u32 w; asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(w) : "h"((u16)(lo.bits | hi.bits << 8)));
+  return w;
+}
+FN void widen_e4m3x2(f16* d, e4m3 lo, e4m3 hi) {
+  const u32 w = e4m3_pair(lo, hi); d[0] = f16{(u16)w}; d[1] = f16{(u16)(w >> 16)};
+}
+FN void widen_e4m3x2(f32* d, e4m3 lo, e4m3 hi) {
+  const u32 w = e4m3_pair(lo, hi); d[0] = to_f32(f16{(u16)w}); d[1] = to_f32(f16{(u16)(w >> 16)});
+}
+FN void widen_e4m3x2(bf16* d, e4m3 lo, e4m3 hi) {
+  f32 f[2]; widen_e4m3x2(f, lo, hi); to_bf16x2(d, f[0], f[1]);
+}
+
+//! widen_e5m2x2
+FN u32 e5m2_pair(e5m2 lo, e5m2 hi) {
+  u32 w; asm("cvt.rn.f16x2.e5m2x2 %0, %1;" : "=r"(w) : "h"((u16)(lo.bits | hi.bits << 8)));
+  return w;
+}
+FN void widen_e5m2x2(f16* d, e5m2 lo, e5m2 hi) {
+  const u32 w = e5m2_pair(lo, hi); d[0] = f16{(u16)w}; d[1] = f16{(u16)(w >> 16)};
+}
+FN void widen_e5m2x2(f32* d, e5m2 lo, e5m2 hi) {
+  const u32 w = e5m2_pair(lo, hi); d[0] = to_f32(f16{(u16)w}); d[1] = to_f32(f16{(u16)(w >> 16)});
+}
+FN void widen_e5m2x2(bf16* d, e5m2 lo, e5m2 hi) {
+  f32 f[2]; widen_e5m2x2(f, lo, hi); to_bf16x2(d, f[0], f[1]);
 }
 
 //! int_to_bf16
@@ -86,6 +190,29 @@ template <typename T> FN T to_int(f32 x) {
     return (T)min(top, __float2uint_rz(x));
   }
 }
+
+//! wrap_s4
+// 4 bits in an i8 or u8
+FN i8 wrap_s4(u32 x) { return (i8)((i32)(x << 28) >> 28); }
+
+//! wrap_u4
+FN u8 wrap_u4(u32 x) { return (u8)(x & 15); }
+
+//! to_s4
+FN i8 to_s4(f32 x) { return (i8)max(-8, min(7, __float2int_rz(x))); }
+
+//! to_u4
+FN u8 to_u4(f32 x) { return (u8)min(15u, __float2uint_rz(x)); }
+
+//! unpack_s4
+// two elements of 4 bits share a byte, the first has the low half
+FN void unpack_s4(i8* d, u8 x) { d[0] = wrap_s4(x); d[1] = (i8)((i8)x >> 4); }
+
+//! unpack_u4
+FN void unpack_u4(u8* d, u8 x) { d[0] = x & 15; d[1] = x >> 4; }
+
+//! pack_4
+FN u8 pack_4(u32 lo, u32 hi) { return (u8)((lo & 15) | hi << 4); }
 
 //! bits_of
 FN u32 bits_of(f32 x) { return __float_as_uint(x); }

@@ -1,0 +1,450 @@
+"""Conversions among all dtypes, exhaustive from those of 16 bits and fewer; floats of 8 bits in
+memory, copies and comparisons; what is refused; dtype functions of the host."""
+
+import warnings
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import pallas_mgpu as plgpu
+from pallas_mgpu import lax, pl
+from pallas_mgpu import numpy as jnp
+
+INTS = ("int8", "int16", "int32", "uint8", "uint16", "uint32")
+FLOAT8 = ("float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu")
+FLOAT4 = "float4_e2m1fn"
+FLOATS = (FLOAT4, *FLOAT8, "float16", "bfloat16", "float32")
+INT4 = ("int4", "uint4")
+ALL = ("bool", *INTS, *INT4, *FLOATS)
+GREATEST = {"float8_e4m3fn": 448, "float8_e5m2": 57344, "float8_e8m0fnu": 2.0**127}
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+
+def as_dtype(name):
+    return np.dtype(getattr(ml_dtypes, name, name))
+
+
+def every(name):
+    """All numbers of a dtype, or edges and random ones of it."""
+    dtype = as_dtype(name)
+    if dtype.itemsize == 4:
+        rng = np.random.default_rng(4)
+        bits = rng.integers(0, 1 << 32, 3000, dtype=np.uint32)
+        if name == "float32":  # those that the others can hold, and halfway between them
+            near = rng.integers(0x2F000000, 0x50000000, 3000, dtype=np.uint32) & 0xFFF80000
+            extra = np.array([448, 449, 464, 465, 57344, 61440, 65504, 65520, 1e9, 2.0**31,
+                              2.0**32, -2.0**31, 0.5, 0, -0.0, np.inf, -np.inf, np.nan, 1e-40,
+                              2.0**-127, 6e-39, 2.0**-10, 3 * 2.0**-10, 2.0**-9, 2.0**-17],
+                             np.float32).view(np.uint32)  # fmt: skip
+            bits = np.concatenate([bits, near, near | 0x80000000, extra])
+        bits = np.concatenate([bits, np.array([0, 1, 2**31 - 1, 2**31, 2**32 - 1], np.uint32)])
+        return bits[: len(bits) // 32 * 32].view(dtype)
+    if name == "bool":
+        return np.array([False, True] * 16)
+    if name == FLOAT4:
+        return np.resize(np.arange(16).astype(np.uint8).view(dtype), 512)
+    if name in INT4:
+        return np.resize(np.arange(16).astype(dtype), 512)
+    words = {1: np.uint8, 2: np.uint16}[dtype.itemsize]
+    return np.arange(1 << 8 * dtype.itemsize).astype(words).view(dtype)
+
+
+def converted(x, to):
+    """What `x.astype(to)` gives in a kernel, by NumPy and ml_dtypes."""
+    dtype, is_float = as_dtype(to), x.dtype.name in FLOATS
+    if to == "bool":
+        return x.astype(np.float64) != 0
+    if is_float and to in (*INTS, *INT4):
+        info, wide = ml_dtypes.iinfo(dtype), x.astype(np.float64)
+        whole = np.where(np.isnan(wide), 0, np.trunc(wide))
+        return np.clip(whole, info.min, info.max).astype(np.int64).astype(dtype)
+    if to in INTS:
+        return x.astype(np.int64).astype(dtype)
+    if to in INT4:
+        low = x.astype(np.int64) & 15
+        return (low - 16 * (low > 7) if to == "int4" else low).astype(dtype)
+    if to == FLOAT4:
+        wide = np.nan_to_num(x.astype(np.float32), nan=6)
+        return np.clip(wide, -6, 6).astype(dtype)
+    if to in FLOAT8:
+        wide = x.astype(np.float32)
+        if to == "float8_e8m0fnu":
+            low, high = np.float32(2.0**-127), np.float32(2.0**127)
+            mantissa, exponent = np.frexp(np.clip(wide, low, high).astype(np.float64))
+            up = np.ldexp(1.0, exponent - (mantissa == 0.5))
+            return np.where(wide >= 0, np.clip(up, low, high), np.nan).astype(dtype)
+        return np.clip(wide, -GREATEST[to], GREATEST[to]).astype(dtype)
+    if to == "bfloat16" and not is_float:  # once, not by way of float32
+        wide = x.astype(np.float64)
+        m, e = np.frexp(wide)
+        return np.ldexp(np.rint(m * 256), e - 8).astype(np.float32).astype(dtype)
+    return x.astype(np.float64).astype(np.float32).astype(dtype)
+
+
+def assert_same(got, want):
+    """Equal numbers and signs, NaN where NaN is expected."""
+    assert got.dtype == want.dtype
+    if got.dtype.name not in FLOATS:
+        np.testing.assert_array_equal(got, want)
+        return
+    got, want = got.astype(np.float32), want.astype(np.float32)
+    np.testing.assert_array_equal(got, want)
+    ok = ~np.isnan(want)
+    np.testing.assert_array_equal(np.signbit(got[ok]), np.signbit(want[ok]))
+
+
+@pytest.mark.parametrize("source", ALL)
+def test_conversions(run, source):
+    """Every number of 8 and 16 bits to every dtype; rounding, saturation, NaN."""
+    x = every(source)
+    n = len(x) // 16 if len(x) < 30000 else len(x) // 64
+    targets = [t for t in ALL if t != source]
+
+    def body(x_ref, *out_refs):
+        part = pl.ds(lax.axis_index("i") * n, n)
+        for t, out_ref in zip(targets, out_refs, strict=True):
+            out_ref[part] = x_ref[part].astype(t)
+
+    outs = [np.zeros(x.shape, as_dtype(t)) for t in targets]
+    got = run(body, tuple(outs), x, grid=(len(x) // n,), grid_names=("i",))
+    for t, y in zip(targets, got, strict=True):
+        assert_same(y, converted(x, t))
+
+
+@pytest.mark.parametrize("dtype", FLOAT8)
+@pytest.mark.parametrize("shape", [(1,), (7,), (1000,), (33, 48), (3, 5, 7)], ids=str)
+def test_memory(run, rng, dtype, shape):
+    """Loads, stores and scalars keep bits; select, comparisons, constants."""
+    words = np.resize(rng.permutation(256).astype(np.uint8), shape)
+    x, y = words.view(as_dtype(dtype)), np.roll(words, 1).view(as_dtype(dtype))
+
+    def body(x_ref, y_ref, copy_ref, bits_ref, chosen_ref, eq_ref, ne_ref, full_ref, back_ref):
+        x, y = x_ref[...], y_ref[...]
+        copy_ref[...] = x
+        bits_ref[...] = lax.bitcast_convert_type(x, jnp.uint8)
+        chosen_ref[...] = jnp.where(x == y, x, y)
+        eq_ref[...], ne_ref[...] = x == y, x != y
+        full_ref[...] = jnp.full(shape, 2.0, dtype)
+        back_ref[...] = lax.bitcast_convert_type(lax.bitcast_convert_type(x, "int8"), dtype)
+
+    flag = np.zeros(shape, bool)
+    got = run(body, (x, words, x, flag, flag, x, x), x, y)
+    np.testing.assert_array_equal(got[0].view(np.uint8), words)
+    np.testing.assert_array_equal(got[1], words)
+    np.testing.assert_array_equal(got[2].view(np.uint8), np.where(x == y, x, y).view(np.uint8))
+    np.testing.assert_array_equal(got[3], x == y)
+    np.testing.assert_array_equal(got[4], x != y)
+    assert np.all(got[5].astype(np.float32) == 2)
+    np.testing.assert_array_equal(got[6].view(np.uint8), words)
+
+
+@pytest.mark.parametrize("dtype", FLOAT8)
+def test_copies(run, rng, dtype):
+    """Through tiled SMEM by TMA, and through plain SMEM at an odd width."""
+    for shape, transforms in [
+        ((64, 128), (plgpu.TilingTransform((8, 128)), plgpu.SwizzleTransform(128))),
+        ((16, 33), ()),
+    ]:
+        words = rng.integers(0, 256, shape).astype(np.uint8)
+        words[words == 127] = 0
+        x = words.view(as_dtype(dtype))
+
+        def body(x_ref, o_ref, smem, barrier):
+            plgpu.copy_gmem_to_smem(x_ref, smem, barrier)
+            plgpu.barrier_wait(barrier)
+            smem[...] = smem[...].astype(jnp.float32).astype(dtype)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(smem, o_ref)
+            plgpu.wait_smem_to_gmem(0)
+
+        smem = plgpu.SMEM(shape, as_dtype(dtype), transforms=transforms)
+        got = run(body, x, x, scratch_types=[smem, plgpu.Barrier()])
+        assert_same(got, x if dtype != "float8_e5m2" else converted(x.astype(np.float32), dtype))
+
+
+@pytest.mark.parametrize("dtype", INT4)
+@pytest.mark.parametrize("shape", [(2,), (6,), (256,), (1000,), (3, 34), (2, 3, 10), (64, 128)],
+                         ids=str)  # fmt: skip
+def test_small_integers(run, rng, dtype, shape):
+    """Loads, bitwise functions, choices and stores of what shares bytes, at any even row."""
+    x, y = (converted(rng.integers(0, 16, shape), dtype) for _ in range(2))
+
+    def body(x_ref, y_ref, f_ref, bits_ref, chosen_ref, full_ref, zeros_ref, other_ref, eq_ref):
+        x, y = x_ref[...], y_ref[...]
+        f_ref[...] = x.astype(jnp.float32)
+        bits_ref[...] = (x & ~y) ^ 5
+        chosen_ref[...] = jnp.where(y.astype(jnp.int32) > 2, x, y)
+        full_ref[...] = jnp.full(shape, 3, dtype)
+        zeros_ref[...] = lax.clz(x).astype(jnp.int8)
+        other_ref[...] = lax.bitcast_convert_type(x, "uint4" if dtype == "int4" else "int4")
+        eq_ref[...] = x == y
+
+    other = as_dtype("uint4" if dtype == "int4" else "int4")
+    outs = (np.zeros(shape, np.float32), x, x, x, np.zeros(shape, np.int8), np.zeros(shape, other))
+    got = run(body, (*outs, np.zeros(shape, bool)), x, y)
+    a, b = x.astype(int), y.astype(int)
+    np.testing.assert_array_equal(got[0], a)
+    assert_same(got[1], converted((a & ~b) ^ 5, dtype))
+    assert_same(got[2], np.where(b > 2, x, y))
+    assert_same(got[3], np.full(shape, 3).astype(x.dtype))
+    np.testing.assert_array_equal(got[4], np.array([4, 3, 2, 2, *[1] * 4, *[0] * 8])[a & 15])
+    assert_same(got[5], converted(a, other.name))
+    np.testing.assert_array_equal(got[6], a == b)
+
+
+def test_small_integers_in_parts(run, rng):
+    """Slices at even places, static, traced and in loops; views; SMEM, tiled and not, by TMA."""
+    x = rng.integers(-8, 8, (64, 512)).astype(ml_dtypes.int4)
+    tiled = (plgpu.TilingTransform((8, 256)), plgpu.SwizzleTransform(128))
+
+    def body(x_ref, part_ref, row_ref, sum_ref, copy_ref, w_ref, plain, swizzled, barrier):
+        part_ref[...] = x_ref[3:7, 10:30].astype(jnp.int8)
+        k = lax.axis_index("i")
+        row_ref[...] = x_ref.at[2 * k + 1].reshape(8, 64)[1:3].astype(jnp.int32)
+
+        def add(j, total):
+            start = pl.multiple_of(j * 64, 64)
+            return total + x_ref[:, pl.ds(start, 64)].astype(jnp.float32)
+
+        sum_ref[...] = lax.fori_loop(0, 8, add, jnp.zeros((64, 64)))
+        plgpu.copy_gmem_to_smem(x_ref, swizzled, barrier)
+        plgpu.barrier_wait(barrier)
+        plain[...] = swizzled[:, 256:]
+        x = plgpu.layout_cast(plain[...], plgpu.Layout.WGMMA)
+        w_ref[...] = x.astype(jnp.bfloat16)
+        swizzled[:, 256:] = (x.astype(jnp.int32) + 3).astype(jnp.int4)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(swizzled, copy_ref)
+        plgpu.wait_smem_to_gmem(0)
+
+    outs = (
+        np.zeros((4, 20), np.int8),
+        np.zeros((2, 64), np.int32),
+        np.zeros((64, 64), np.float32),
+        x,
+        np.zeros((64, 256), ml_dtypes.bfloat16),
+    )
+    scratch = [
+        plgpu.SMEM((64, 256), "int4"),
+        plgpu.SMEM((64, 512), "int4", transforms=tiled),
+        plgpu.Barrier(),
+    ]
+    part, row, total, copy, wide = run(
+        body, outs, x, scratch_types=scratch, grid=(1,), grid_names=("i",)
+    )
+    a = x.astype(np.int64)
+    np.testing.assert_array_equal(part, a[3:7, 10:30])
+    np.testing.assert_array_equal(row, a[1].reshape(8, 64)[1:3])
+    np.testing.assert_array_equal(total, a.reshape(64, 8, 64).sum(1))
+    np.testing.assert_array_equal(wide.astype(np.float32), a[:, 256:])
+    a[:, 256:] = (a[:, 256:] + 3 + 8) % 16 - 8
+    np.testing.assert_array_equal(copy.astype(np.int64), a)
+
+
+def test_product_of_small_integers(run, rng):
+    """4-bit blocks of a pipeline, widened in registers where wgmma wants them: nothing moves
+    between lanes (that would warn)."""
+    x = rng.integers(-8, 8, (128, 256)).astype(ml_dtypes.int4)
+    y = rng.standard_normal((256, 64)).astype(ml_dtypes.bfloat16)
+
+    def body(x_ref, y_ref, o_ref):
+        i = lax.axis_index("i")
+
+        def product(acc):
+            def step(_, x_block, y_block):
+                plgpu.wgmma(acc, x_block[...].astype(jnp.bfloat16), y_block)
+                plgpu.wgmma_wait(0)
+
+            specs = [
+                plgpu.BlockSpec((64, 64), lambda k: (i, k)),
+                plgpu.BlockSpec((64, 64), lambda k: (k, 0)),
+            ]
+            plgpu.emit_pipeline(step, grid=(4,), in_specs=specs, max_concurrent_steps=2)(
+                x_ref, y_ref
+            )
+            return acc[...]
+
+        o_ref[pl.ds(i * 64, 64)] = pl.run_scoped(product, plgpu.ACC((64, 64), jnp.float32))
+
+    out = np.zeros((128, 64), np.float32)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        got = run(body, out, x, y, grid=(2,), grid_names=("i",))
+    want = x.astype(np.float64) @ y.astype(np.float64)
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-4)
+
+
+def test_small_integers_refused():
+    """What would cut a byte, and what 4 bits do not have."""
+
+    def lower(f, shape=(64, 128)):
+        def body(x_ref, o_ref):
+            f(x_ref)
+
+        plgpu.kernel(body, out_type=plgpu.ShapeDtypeStruct((1,), "float32"), grid=(4,),
+                     grid_names=("i",)).lower(plgpu.ShapeDtypeStruct(shape, "int4"))  # fmt: skip
+
+    def use(v):
+        pl.debug_print("{}", v.astype(jnp.int32).sum())
+
+    even = "must begin and end at even indices"
+    for what, f in [
+        (even, lambda r: use(r[:, 1:3])),
+        (even, lambda r: use(r[:, 0:3])),
+        (even, lambda r: use(r[:, pl.ds(lax.axis_index("i"), 2)])),
+        (even, lambda r: use(r[:, 5])),
+        ("must stay last", lambda r: use(r.T[...])),
+        ("on 4-bit types are unsupported", lambda r: use(r[...] + 1)),
+        ("on 4-bit types are unsupported", lambda r: use(r[...] < 1)),
+        ("sum of int4.64,128.; convert", lambda r: r[...].sum()),
+    ]:
+        with pytest.raises(NotImplementedError, match=what):
+            lower(f)
+    with pytest.raises(NotImplementedError, match="size must be even"):
+        lower(lambda r: use(r[...]), (4, 3))
+    with pytest.raises(plgpu.TypePromotionError, match="int4 and int8 have no"):
+        lower(lambda r: r[...] & jnp.int8(3))
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "int4", FLOAT4])
+def test_values_of_small_dtypes(run, rng, dtype):
+    """Loops, branches, layout casts, reshapes, slices, broadcasts, iotas, any and all, swap."""
+    shape = (64, 128)
+    bits = rng.integers(0, 120 if dtype == "float8_e4m3fn" else 16, shape)
+    x = converted(bits, "int4") if dtype == "int4" else bits.astype(np.uint8).view(as_dtype(dtype))
+
+    def body(x_ref, loop_ref, branch_ref, cast_ref, fold_ref, part_ref, row_ref, iota_ref,
+             any_ref, all_ref, swap_ref, smem):  # fmt: skip
+        x = x_ref[...]
+        if dtype != "float8_e4m3fn":
+            twice = lax.bitcast_convert_type(lax.bitcast_convert_type(x, "int4"), "uint4")
+            x = lax.bitcast_convert_type(twice, dtype)
+        loop_ref[...] = lax.fori_loop(0, 3, lambda i, c: jnp.where(c == c, x, c), x)
+        first = lax.axis_index("i") == 0
+        branch_ref[...] = lax.cond(first, lambda: x, lambda: jnp.zeros(x.shape, x.dtype))
+        strided = plgpu.Layout.WG_STRIDED(shape, 2)
+        cast_ref[...] = plgpu.layout_cast(plgpu.layout_cast(x, plgpu.Layout.WGMMA), strided)
+        fold_ref[...] = x.reshape(128, 64)
+        part_ref[...] = x[:, 64:128]
+        row_ref[...] = lax.broadcast_in_dim(x_ref[3], shape, (1,))
+        iota_ref[...] = lax.broadcasted_iota(dtype, shape, 1)
+        any_ref[...], all_ref[...] = jnp.any(x, axis=0), (x == x).all()
+        smem[...] = x
+        swap_ref[...] = smem.swap(x_ref[...])
+
+    flags = np.zeros(128, bool), np.zeros((), bool)
+    outs = (x, x, x, x.reshape(128, 64), x[:, 64:].copy(), x, x, *flags, x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # casts through shared memory are meant
+        got = run(
+            body, outs, x, scratch_types=[plgpu.SMEM(shape, dtype)], grid=(1,), grid_names=("i",)
+        )
+    index = np.broadcast_to(np.arange(128), shape)
+    wide = x.astype(np.float32)
+    row = np.broadcast_to(x[3], shape)
+    want = [x, x, x, outs[3], outs[4], row, converted(index, dtype), (wide != 0).any(0)]
+    for have, reference in zip(got, [*want, np.array(True), x], strict=True):
+        assert_same(have, np.asarray(reference))
+
+
+def test_scalars_of_four_bits(run):
+    """Arithmetic wraps; comparisons are of the wrapped numbers."""
+
+    def body(x_ref, o_ref):
+        a = x_ref[0].astype(jnp.int4)
+        b = x_ref[1].astype(jnp.int4)
+        found = (a + b, a * b, a - b, -a, a // b, a % b, jnp.maximum(a, b), a << 1, a >> 1, abs(b),
+                 ~a, a < b, a == 21, jnp.int4(7) + a, x_ref[0].astype(jnp.uint4) - 7)  # fmt: skip
+        for k, v in enumerate(found):
+            o_ref[k] = v.astype(jnp.int32)
+
+    got = run(body, np.zeros(15, np.int32), np.array([5, -6], np.int32))
+    np.testing.assert_array_equal(got, [-1, 2, -5, -5, -1, -1, 5, -6, 2, 6, -6, 0, 1, -4, 14])
+
+
+def test_scalars(run):
+    """Arithmetic of 8-bit scalars, which arrays do not have; abs of arrays; sums in float32."""
+    x = np.array([1.5, -2.5, 3, 0.25], ml_dtypes.float8_e4m3fn)
+    y = np.array([2, 5, -7, 100], np.int8)
+
+    def body(x_ref, y_ref, f_ref, i_ref, a_ref, s_ref):
+        a, b = x_ref[0], x_ref[1]
+        for k, v in enumerate((a + b, a * b, -a, a / b, a + 1, jnp.maximum(a, b), abs(b))):
+            f_ref[k] = v
+        i, j = y_ref[0], y_ref[2]
+        for k, v in enumerate((i + j, i * j, -j, j // i, j % i, y_ref[3] + y_ref[3], i << 3)):
+            i_ref[k] = v
+        a_ref[...] = jnp.abs(x_ref[...])
+        s_ref[...] = x_ref[...].sum()
+
+    outs = np.zeros(7, x.dtype), np.zeros(7, np.int8), x, np.zeros((), x.dtype)
+    f, i, a, s = run(body, outs, x, y)
+    want = [-1, -3.75, -1.5, -0.6, 2.5, 1.5, 2.5]
+    np.testing.assert_array_equal(f, np.array(want, np.float32).astype(x.dtype))
+    np.testing.assert_array_equal(i, [-5, -14, 7, -4, 1, -56, 16])
+    np.testing.assert_array_equal(a, np.abs(x))
+    assert s == 2.25
+
+
+def test_refused_on_arrays():
+    """Pointwise arithmetic of 8-bit arrays, and pairs of dtypes that have no common one."""
+
+    def trace(f, dtype, other=jnp.float32):
+        def body(x_ref, y_ref, o_ref):
+            f(x_ref[...], y_ref[...])
+
+        shape = (128,)
+        plgpu.kernel(body, out_type=plgpu.ShapeDtypeStruct(shape, jnp.float32)).lower(
+            plgpu.ShapeDtypeStruct(shape, dtype), plgpu.ShapeDtypeStruct(shape, other)
+        )
+
+    for dtype in FLOAT8:
+        for f in (jnp.exp, lambda x: x + 1, lambda x: x < 1, lambda x: -x, lambda x: x**2):
+            with pytest.raises(NotImplementedError, match="on 8-bit types are unsupported"):
+                trace(lambda x, y, f=f: f(x), dtype)
+        for other in (jnp.float32, jnp.bfloat16, jnp.float16, FLOAT4, *FLOAT8):
+            if other != dtype:
+                with pytest.raises(plgpu.TypePromotionError, match="no available implicit dtype"):
+                    trace(lambda x, y: x + y, dtype, other)
+        with pytest.raises(ValueError, match=f"{dtype} and float32 have no .* x.astype"):
+            trace(lambda x, y: jnp.where(x == x, x, y), dtype)
+        with pytest.raises(TypeError, match="and does not accept"):
+            trace(lambda x, y: x & x, dtype)
+    with pytest.raises(NotImplementedError, match="on 4-bit types .* x.astype.jnp.float32"):
+        trace(lambda x, y: x * 2, FLOAT4)
+    for op in (jnp.add, jnp.left_shift, jnp.less, jnp.maximum):
+        with pytest.raises(NotImplementedError, match="x.astype.jnp.int32"):
+            trace(op, "int8", "int8")
+
+
+def test_functions_of_the_host():
+    for name in INT4:
+        dtype = jnp.dtype(name)
+        assert dtype == as_dtype(name) and getattr(jnp, name) == name and dtype.itemsize == 1
+        assert jnp.itemsize_bits(name) == 4 and jnp.iinfo(dtype).bits == 4
+        assert jnp.issubdtype(dtype, jnp.signedinteger) == (name == "int4")
+        assert jnp.issubdtype(dtype, jnp.unsignedinteger) == (name == "uint4")
+        assert jnp.result_type(dtype, 3) == dtype == jnp.promote_types("bool", dtype)
+        for other in ("int8", "float32", "uint32", 1.5, *FLOAT8, *(set(INT4) - {name})):
+            with pytest.raises(plgpu.TypePromotionError, match="no available implicit"):
+                jnp.result_type(dtype, other if isinstance(other, float) else jnp.dtype(other))
+    assert jnp.itemsize_bits(FLOAT4) == 4 and float(jnp.finfo(FLOAT4).max) == 6
+    assert jnp.issubdtype(FLOAT4, jnp.floating) and jnp.promote_types(FLOAT4, "int8") == FLOAT4
+    assert jnp.itemsize_bits(jnp.bfloat16) == 16 and jnp.itemsize_bits("bool") == 8
+    for name in FLOAT8:
+        dtype = jnp.dtype(name)
+        assert dtype == as_dtype(name) and dtype.itemsize == 1 and dtype.name == name
+        assert jnp.dtype(getattr(jnp, name)) == dtype and getattr(jnp, name) == name
+        assert float(jnp.finfo(dtype).max) == GREATEST[name] and jnp.finfo(dtype).bits == 8
+        assert jnp.issubdtype(dtype, jnp.floating) and not jnp.issubdtype(dtype, jnp.integer)
+        assert jnp.promote_types(name, "int32") == dtype
+        assert jnp.result_type(dtype, 1.5) == dtype
+        with pytest.raises(plgpu.TypePromotionError, match="no available implicit"):
+            jnp.promote_types(name, "float32")
+        assert plgpu.ShapeDtypeStruct((2,), name) == plgpu.ShapeDtypeStruct((2,), dtype)
+    assert jnp.issubdtype(jnp.bfloat16, jnp.floating) and jnp.issubdtype("uint8", jnp.integer)
+    assert jnp.finfo(jnp.bfloat16).bits == 16 and jnp.iinfo(jnp.int8).min == -128
+    with pytest.raises(TypeError, match="accepted are bool, int8.*float8_e4m3fn"):
+        jnp.dtype("float8_e3m4")
