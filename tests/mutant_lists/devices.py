@@ -40,7 +40,7 @@ breaks(
     f"{MEMORY}::test_producer_and_consumers",
     SPECIALISED,
     one_lane_of_each_warp_copies=(
-        'pm_begin(e, "if (warp == 0 && elect_one()) {");',
+        'pm_begin(e, "%s {", pm_elected(e));',
         'pm_begin(e, "if (elect_one()) {");',
     ),
     all_lanes_copy=(
