@@ -91,6 +91,21 @@ def test_a_producer_is_one_lane(run, rng, how):
     np.testing.assert_array_equal(run(body, x, x, **ring()), 2 * x)
 
 
+def test_lanes_that_go_on_wait_themselves(run, rng):
+    """One lane starts the copy, but all of them wait for it: a meeting behind costs more."""
+
+    def body(x, o, s, bar):
+        plgpu.copy_gmem_to_smem(x, s, bar)
+        plgpu.barrier_wait(bar)
+        o[...] = s[...] * 2
+
+    x = rng.standard_normal(N).astype(f32)
+    options = dict(scratch_types=[plgpu.SMEM((N,), f32), plgpu.Barrier()])
+    text = text_of(run, body, x, x, **options)
+    assert "barrier_wait" in text and not any("barrier_wait" in r for r in alone(text))
+    np.testing.assert_array_equal(run(body, x, x, **options), 2 * x)
+
+
 @pytest.mark.parametrize("slots", [1, 2, 3])
 @pytest.mark.parametrize("known", ["all", "one side", "some"])
 def test_waits_that_know_their_phase(run, rng, slots, known):

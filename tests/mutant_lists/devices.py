@@ -38,6 +38,7 @@ breaks(
     f"{CUDA}/lane.c",
     f"{MEMORY}::test_many_copies_on_one_barrier",
     f"{MEMORY}::test_producer_and_consumers",
+    f"{SPECIALISED}::test_lanes_that_go_on_wait_themselves",
     SPECIALISED,
     one_lane_of_each_warp_copies=(
         'pm_begin(e, "%s {", pm_elected(e));',
