@@ -67,12 +67,10 @@ static void put_instruction(pm_text *t, const pm_wgmma *w, int regs) {
 
 const char *pm_family_wgmma(pm_gen *e, const pm_wgmma *w) {
   const int regs = (int)(w->acc == PM_F32 ? w->n / 2 : w->n / 4);
-  const char *name = pm_str(e, "wgmma_m64n%lldk16_%s_%s_%c%c%s", (long long)w->n,
-                            pm_cpp_type(w->acc), pm_cpp_type(w->type),
-                            w->a_in_registers ? 'r'
-                            : w->transpose_a  ? 'm'
-                                              : 'k',
-                            w->transpose_b ? 'n' : 'k', w->fresh ? "_fresh" : "");
+  const char *name =
+      pm_str(e, "wgmma_m64n%lldk16_%s_%s_%c%c%s", (long long)w->n, pm_cpp_type(w->acc),
+             pm_cpp_type(w->type), w->a_in_registers ? 'r' : w->transpose_a ? 'm' : 'k',
+             w->transpose_b ? 'n' : 'k', w->fresh ? "_fresh" : "");
   if (find(e, name)) return name;
   pm_text t;
   pm_text_init(&t, e->arena);

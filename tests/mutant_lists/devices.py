@@ -45,7 +45,7 @@ breaks(
         'pm_begin(e, "if (elect_one()) {");',
     ),
     all_lanes_copy=(
-        'pm_begin(e, "if (warp == 0 && elect_one()) {");',
+        'pm_begin(e, "%s {", pm_elected(e));',
         'pm_begin(e, "if (warp == 0) {");',
     ),
     regions_keep_what_others_need=(
@@ -57,8 +57,8 @@ breaks(
         "if (plain < end && !is_last(g, block, end, true)) end -= plain > end;",
     ),
     a_barrier_is_awaited_in_two_ways=(
-        "if (!(w.inside[v] & w.outside[v])) continue;",
-        "if (!(w.inside[v] & w.outside[v] & 0x80000000)) continue;",
+        "if (!e->lane_barrier[v] || !(w.inside[v] & w.outside[v])) continue;",
+        "if (!e->lane_barrier[v] || !(w.inside[v] & w.outside[v] & 0x80000000)) continue;",
     ),
 )
 breaks(
@@ -112,8 +112,8 @@ breaks(
         "    (void)made;\n",
     ),
     rest_of_a_loop_is_the_rest=(
-        "if (code == PM_OP_FOR || code == PM_OP_WHILE) return false;\n    for (uint32_t wg",
-        "if (code == PM_OP_WHILE) return false;\n    for (uint32_t wg",
+        "if (code == PM_OP_FOR || code == PM_OP_WHILE || code == PM_OP_WARP_MAP) return false;",
+        "if (code == PM_OP_WHILE || code == PM_OP_WARP_MAP) return false;",
     ),
 )
 breaks(
@@ -254,8 +254,21 @@ breaks(
         'counters[%lld]);", x, n * 0);\n  if (e->lane)',
     ),
     registers_go_the_other_way=('INCREASE) ? "up" : "down"', 'INCREASE) ? "down" : "up"'),
-    all_lanes_print=('e->lane ? "" : "if (tid == 0) ", format.at', '"", format.at'),
+)
+breaks(
+    f"{CUDA}/emit_print.c",
+    f"{MEMORY}::test_debug_print",
+    "test_print.py",
+    all_lanes_print=("pm_first_lane(e), format, args.at", '"true", format, args.at'),
     percent_signs_are_formats=('pm_put(&format, "%%");', 'pm_put(&format, "%");'),
+    copies_are_printed=(
+        "const char *first = pm_first_copy(e, l), *stem",
+        "const char *first = NULL, *stem",
+    ),
+    padding_is_printed=(
+        "const char *valid = pm_valid(e, l, stem, i);",
+        "const char *valid = NULL;",
+    ),
 )
 breaks(
     f"{CUDA}/emit_async.c",
@@ -713,4 +726,81 @@ breaks(
         "  if (!best || !pm_layout_is_padded(pm_layout_of(g, best))) return best;",
         "  if (best) return best;",
     ),
+)
+
+# ---- masks, atomics, views, warps ----------------------------------------------------------------
+
+MASKS, REFS, WARPS = "test_masks.py", "test_refs.py", "test_warps.py"
+
+breaks(
+    f"{CUDA}/access.c",
+    MASKS,
+    vectors_ask_their_first_element=("*parts = !mask_is_whole(a, mask);", "*parts = false;"),
+    masks_of_parts_are_forgotten=(
+        'pm_line(e, "whole = whole && %s;", pm_at(e, mask, of_vector(a, "k")));',
+        'pm_line(e, "whole = whole || %s;", pm_at(e, mask, of_vector(a, "k")));',
+    ),
+    each_copy_is_added=(
+        "  const char *first = pm_first_copy(e, l), *type = pm_cpp_type(v->dtype);\n  plan(&a);\n"
+        '  if (first) pm_begin(e, "if (%s) {", first);',
+        "  const char *first = NULL, *type = pm_cpp_type(v->dtype);\n  plan(&a);\n"
+        '  if (first) pm_begin(e, "if (%s) {", first);',
+    ),
+)
+breaks(
+    "csrc/ir/grain.c",
+    MASKS,
+    bounds_need_not_divide=("base = pm_gcd(base, pm_divisor(w->g, y));", "base = base;"),
+    a_sum_begins_anywhere=("*base = pm_gcd(*base, pm_divisor(w->g, y));", "*base = *base;"),
+    at_most_is_less=("base = pm_gcd(base, c.i + 1);", "base = pm_gcd(base, c.i);"),
+)
+breaks(
+    f"{CUDA}/emit_memory.c",
+    MASKS,
+    scalar_masks_are_true=(
+        'pm_begin(e, "if (%s) {", pm_at(e, mask, "0"));',
+        'pm_begin(e, "if (%s || true) {", pm_at(e, mask, "0"));',
+    ),
+    other_lanes_keep_no_result=("  if (!x) return;\n  pm_line(e, PM_LANES_SYNC);", "  return;"),
+)
+breaks(
+    "csrc/ir/view.c",
+    REFS,
+    strides_are_one=("    d.inner *= stride;\n", ""),
+    strided_starts_are_counted_once=(
+        "v->start[d.base_dim] += start * d.step;",
+        "v->start[d.base_dim] += start;",
+    ),
+    tiles_are_unfolded_densely=(
+        "out[k].tile = left, out[k].outer = outer;",
+        "out[k].outer = outer;",
+    ),
+)
+breaks(
+    f"{PASSES}/smem.c",
+    REFS,
+    unions_end_with_their_last_group=(
+        "p->overlay.end[r] = pm_max(p->overlay.end[r], p->top[r]);",
+        "p->overlay.end[r] = p->top[r] * 0;",
+    ),
+)
+breaks(
+    f"{PASSES}/sync.c",
+    REFS,
+    MASKS,
+    WARPS,
+    groups_of_a_union_are_apart=(
+        "if (n && other[0] == u[0]) return",
+        "if (n && other[0] < 0) return",
+    ),
+    nobody_meets_behind_warps=("  if (!by_user) place_behind(p, block, k);\n}", "}"),
+)
+breaks(
+    f"{CUDA}/emit_async.c",
+    WARPS,
+    flips_of_other_warps_are_lost=(
+        "(flips[0] | flips[1] | flips[2] | flips[3])",
+        "flips[1]",
+    ),
+    lanes_of_a_warp_copy_a_quarter=("e->warps ? 32 : 128);", "128);"),
 )

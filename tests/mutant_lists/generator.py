@@ -160,12 +160,12 @@ breaks(
         "pm_term_text(e, &v.term[k], 16, false)",
     ),
     arrival_without_meeting=(
-        '    pm_line(e, PM_LANES_SYNC);\n    pm_line(e, "if (tid == 0) barrier_arrive',
-        '    pm_line(e, "if (tid == 0) barrier_arrive',
+        '    pm_line(e, "%s", pm_meet(e));\n    pm_line(e, "if (%s) barrier_arrive',
+        '    pm_line(e, "if (%s) barrier_arrive',
     ),
     arrival_of_all_for_one=(
-        '"%sbarrier_arrive(%s);", e->lane ? "" : "if (tid == 0) ",',
-        '"%sbarrier_arrive(%s);", e->lane ? "" : "if (tid < 32) ",',
+        '      pm_line(e, "if (%s) barrier_arrive(%s);", pm_first_lane(e), b.address);',
+        '      pm_line(e, "if (tid < 32) barrier_arrive(%s);", b.address);',
     ),
     too_many_bytes_are_expected=(
         '"barrier_arrive_tx(%s, %lld);", b.address, (long long)p->bytes);',
@@ -220,28 +220,28 @@ breaks(
         "",
     ),
     plain_loads_without_proxy_fence=(
-        '    pm_line(e, "async_proxy_fence();");\n    pm_line(e, PM_LANES_SYNC);',
-        "    pm_line(e, PM_LANES_SYNC);",
+        '    pm_line(e, "async_proxy_fence();");\n    pm_line(e, "%s", pm_meet(e));',
+        '    pm_line(e, "%s", pm_meet(e));',
     ),
     another_lane_waits_for_stores=(
-        'e->lane ? "" : PM_ONE_LANE " ", read, n);',
-        'e->lane ? "" : "if (warp == 1 && elect_one()) ", read, n);',
+        'e->lane ? "" : pm_elected(e), e->lane',
+        'e->lane ? "" : "if (warp == 1 && elect_one())", e->lane',
     ),
-    one_group_more_may_be_pending=('PM_ONE_LANE " ", read, n);', 'PM_ONE_LANE " ", read, n + 1);'),
+    one_group_more_may_be_pending=("          read, n);\n", "          read, n + 1);\n"),
     nobody_waits_for_writes=(
         '*pm_attr(e->g, op, PM_ATTR_READ_ONLY) ? "_read" : ""',
         '*pm_attr(e->g, op, PM_ATTR_READ_ONLY) ? "_read" : "_read"',
     ),
     nobody_meets_behind_a_wait_for_stores=(
-        'PM_ONE_LANE " ", read, n);\n  meet(e);',
-        'PM_ONE_LANE " ", read, n);',
+        "          read, n);\n  meet(e);",
+        "          read, n);",
     ),
     commit_smem_without_fence=(
         '  pm_note(e, op, "commit_smem");\n  pm_line(e, "async_proxy_fence();");\n',
         '  pm_note(e, op, "commit_smem");\n',
     ),
     commit_smem_without_meeting=(
-        '  pm_line(e, "async_proxy_fence();");\n  pm_line(e, PM_LANES_SYNC);\n',
+        '  pm_line(e, "async_proxy_fence();");\n  pm_line(e, "%s", pm_meet(e));\n',
         '  pm_line(e, "async_proxy_fence();");\n',
     ),
     stores_to_gmem_without_proxy_fence=("  return s.found;", "  return false;"),
@@ -330,7 +330,7 @@ breaks(
     starts_of_merged_axes_may_be_outside=("return lo >= 0 && hi < a->size;", "return lo >= 0;"),
     merged_axes_keep_their_terms=("slow->term[k].mul *= n;", "slow->term[k].mul *= 1;"),
     merged_rows_may_lie_apart_in_smem=(
-        "  if (ds && df && ds->smem != df->smem * df->size) return;\n",
+        "  if (ds && df && (ds->smem != df->smem * df->size || ds->step != 1)) return;\n",
         "",
     ),
     bulk_copies_of_gaps=(
