@@ -175,8 +175,6 @@ PL_MISSING = {
     "make the array with NumPy and pass it as out=": "empty empty_like empty_ref_like",
     "pass max_concurrent_steps to the pipeline": "Buffered RevisitMode",
     "use an int, pl.Element or None": "BoundedSlice Indirect",
-    "write 1 / x": "reciprocal",
-    "use jnp.broadcast_to": "broadcast_to",
     "use pl.when": "select_ref",
 }
 

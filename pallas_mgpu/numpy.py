@@ -525,6 +525,55 @@ def arange(start, stop=None, step=1, dtype=None):
     return out + start if start != 0 else out
 
 
+def _below(shape, k):
+    """Is the column not more than ``k`` right of the row? bool[..., M, N]"""
+    rows, cols = (_core.iota(np.dtype("int32"), shape, len(shape) + d) for d in (-2, -1))
+    return rows + k >= cols if k else rows >= cols
+
+
+def tri(N, M=None, k=0, dtype=None):  # noqa: N803 - NumPy's names
+    """(N, M), ones where the column is not more than ``k`` right of the row, zeros elsewhere."""
+    dtype = _core.as_dtype("float32" if dtype is None else dtype)
+    shape = _ints((N, N if M is None else M), "jnp.tri: the shape")
+    if not tracing():
+        return np.tri(*shape, k, dtype)
+    return _core.convert(_below(shape, k), dtype)
+
+
+def eye(N, M=None, k=0, dtype=None):  # noqa: N803
+    """(N, M), ones on the ``k``-th diagonal, zeros elsewhere."""
+    dtype = _core.as_dtype("float32" if dtype is None else dtype)
+    shape = _ints((N, N if M is None else M), "jnp.eye: the shape")
+    if not tracing():
+        return np.eye(*shape, k, dtype)
+    return _core.convert(_below(shape, k) ^ _below(shape, k - 1), dtype)
+
+
+def _triangle(name, x, k, lower):
+    if not _traced(x):
+        return _host((np.tril if lower else np.triu)(x, k))
+    if x.ndim < 2:
+        raise ValueError(f"jnp.{name}: an array of at least 2 dims is needed, got {x.shape}")
+    zero = _core.convert(_core.as_array(0), x.dtype)
+    kept, rest = (x, zero) if lower else (zero, x)
+    return _core.where(_below(x.shape, k if lower else k - 1), kept, rest)
+
+
+def tril(x, k=0):
+    """``x`` with zeros more than ``k`` right of the diagonal (of the last two dims)."""
+    return _triangle("tril", x, k, True)
+
+
+def triu(x, k=0):
+    """``x`` with zeros left of the ``k``-th diagonal (of the last two dims)."""
+    return _triangle("triu", x, k, False)
+
+
+def copy(x):
+    """The same values; in kernels arrays do not change, and it is ``x`` itself."""
+    return asarray(x) if _traced(x) else _host(np.copy(x))
+
+
 # ---- shape ---------------------------------------------------------------------------------------
 
 

@@ -1,6 +1,6 @@
 """The `pl` namespace: generic helpers of kernel bodies."""
 
-from . import _core, _types, tree
+from . import _core, _types, numpy, tree
 from ._call import CompilerParams, CostEstimate, GridSpec, no_block_spec, pallas_call
 from ._control import loop, run_scoped, run_state, when, with_scoped
 from ._memory import WITH_INDEX, atomic_cas, load, store, swap
@@ -32,6 +32,7 @@ __all__ = [
     "Slice",
     "Squeezed",
     "align_to",
+    "broadcast_to",
     "atomic_add",
     "atomic_and",
     "atomic_cas",
@@ -54,6 +55,7 @@ __all__ = [
     "num_programs",
     "pallas_call",
     "program_id",
+    "reciprocal",
     "run_scoped",
     "run_state",
     "squeezed",
@@ -160,6 +162,16 @@ def next_power_of_2(x):
     if x < 0:
         raise ValueError(f"next_power_of_2: x must not be negative, got {x}")
     return 1 if x == 0 else 1 << (x - 1).bit_length()
+
+
+def reciprocal(x, *, approx=False, full_range=False):
+    """1 / x. ``approx`` and ``full_range`` are accepted: the division is correctly rounded."""
+    return numpy.reciprocal(x)
+
+
+def broadcast_to(a, shape):
+    """``jnp.broadcast_to``."""
+    return numpy.broadcast_to(a, shape)
 
 
 def strides_from_shape(shape):

@@ -700,3 +700,31 @@ def test_misuse_of_vmap():
     )
     with pytest.raises(NotImplementedError, match="next_tile is not supported under plgpu.vmap"):
         plgpu.vmap(counter)(X)
+
+
+# ---- triangles -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("k", [-2, 0, 1])
+@pytest.mark.parametrize("shape", [(5, 9), (33, 33), (2, 7, 3)], ids=str)
+def test_triangles(run, rng, shape, k):
+    """tril, triu, tri and eye in kernels, diagonals beside the main one, NaN where zeros go; the
+    spellings of pl."""
+    x = rng.standard_normal(shape).astype(F32)
+    x.flat[::5] = np.nan
+
+    def body(x_ref, low_ref, high_ref, ones_ref, other_ref):
+        x = jnp.copy(x_ref[...])
+        low_ref[...] = jnp.tril(x, k)
+        high_ref[...] = jnp.triu(x, k)
+        ones_ref[...] = jnp.tri(*shape[-2:], k) + 4 * jnp.eye(*shape[-2:], k)
+        other_ref[...] = pl.reciprocal(pl.broadcast_to(jnp.float32(3) + x * 0, shape))
+
+    square = np.zeros(shape[-2:], F32)
+    low, high, ones, other = call(run, body, [x, x, square, x], x)
+    np.testing.assert_array_equal(low, np.tril(x, k))
+    np.testing.assert_array_equal(high, np.triu(x, k))
+    np.testing.assert_array_equal(ones, np.tri(*shape[-2:], k) + 4 * np.eye(*shape[-2:], k))
+    np.testing.assert_array_equal(other, np.where(np.isnan(x), x, F32(1) / F32(3)))
+    np.testing.assert_array_equal(jnp.tril(x, k), np.tril(x, k))
+    assert jnp.eye(3).dtype == jnp.tri(3).dtype == F32

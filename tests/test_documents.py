@@ -266,7 +266,6 @@ def test_mosaic_kernel_of_the_pallas_page(run):
     "use, error, right",
     [
         (lambda: pl.core_map(None), TypeError, "plgpu.Mesh"),
-        (lambda: plgpu.WarpMesh(axis_name="warp"), NotImplementedError, "thread axis"),
         (lambda: plgpu.try_cluster_cancel(None, None), NotImplementedError, "dynamic_scheduling"),
         (lambda: plgpu.SemaphoreType.REGULAR, NotImplementedError, "Barrier"),
         (lambda: plgpu.tcgen05_mma(1, 2, 3), NotImplementedError, "Blackwell"),

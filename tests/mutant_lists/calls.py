@@ -11,10 +11,6 @@ breaks(
         "e.programs = tuple(next(it) if i is None else i for i in ids)",
         "e.programs = tuple(steps[-1] if i is None else i for i in ids)",
     ),
-    index_maps_see_the_step_that_runs=(
-        "            e.programs = tuple(next(it) if i is None else i for i in ids)\n",
-        "            e.programs = before or tuple(next(it) if i is None else i for i in ids)\n",
-    ),
     parallel_axes_count_from_the_first=(
         '_core.axis_index("grid", e.leading + k)',
         '_core.axis_index("grid", k)',
