@@ -584,8 +584,11 @@ static pm_layid scan_layout(pm_graph *g, pm_opid op) {
 static void prefer_scan(pass *p) {
   for (uint32_t k = 0; k < p->ops.n; k++) {
     pm_opid op = p->ops.at[k];
-    if (pm_get(p->g, op)->code != PM_OP_SCAN || !varies(p, pm_in(p->g, op, 0))) continue;
-    if (settle(p, pm_in(p->g, op, 0), scan_layout(p->g, op))) relate(p);
+    if (pm_get(p->g, op)->code != PM_OP_SCAN || !varies(p, pm_get(p->g, op)->out)) continue;
+    const pm_layid l = scan_layout(p->g, op);
+    const pm_val in = pm_in(p->g, op, 0);
+    if (varies(p, in) && settle(p, in, l)) relate(p);
+    if (settle(p, pm_get(p->g, op)->out, unless_wasteful(p->g, l))) relate(p);
   }
 }
 
