@@ -107,7 +107,10 @@ def _sign_mask(bits):
 def signbit(x):
     """Is the sign of x set (also of -0.0 and NaN)?"""
     x = _core.as_array(x)
-    return x < 0 if is_integer(x.dtype) else _bits(x) < 0
+    if is_integer(x.dtype):
+        return x < 0
+    bits = _bits(x)
+    return (bits & _sign_mask(bits)) != 0
 
 
 @on_host

@@ -276,6 +276,21 @@ def test_product_of_small_integers(run, rng):
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-4)
 
 
+def test_printing_small_dtypes(capsys):
+    """Scalars and arrays, by the interpreter."""
+
+    def body(x_ref, y_ref, o_ref):
+        pl.debug_print("x {}", x_ref[0])
+        pl.debug_print("y {}", y_ref[...])
+        o_ref[...] = x_ref[...]
+
+    x = np.array([96, 1.625], ml_dtypes.float8_e4m3fn)
+    y = np.array([-8, 7], ml_dtypes.int4)
+    out = plgpu.ShapeDtypeStruct((2,), x.dtype)
+    plgpu.kernel(body, out_type=out, interpret=True)(x, y)
+    assert capsys.readouterr().out == "x 96.0\ny [0]: -8\ny [1]: 7\n"
+
+
 def test_small_integers_refused():
     """What would cut a byte, and what 4 bits do not have."""
 
@@ -295,6 +310,9 @@ def test_small_integers_refused():
         (even, lambda r: use(r[:, 0:3])),
         (even, lambda r: use(r[:, pl.ds(lax.axis_index("i"), 2)])),
         (even, lambda r: use(r[:, 5])),
+        (even, lambda r: use(r[:, ::2])),
+        ("accessed one by one", lambda r: use(pl.load(r, ..., mask=r[...] == r[...]))),
+        ("scan of int4", lambda r: use(lax.cummax(r[...], axis=1))),
         ("must stay last", lambda r: use(r.T[...])),
         ("on 4-bit types are unsupported", lambda r: use(r[...] + 1)),
         ("on 4-bit types are unsupported", lambda r: use(r[...] < 1)),

@@ -381,7 +381,7 @@ void pm_vm_encode_pointwise(compiler *c, pm_opid op, const handler *h) {
   } else {
     i.kernel = h->kernels[i.dtype];
   }
-  if (!i.kernel && h->kernels[PM_F32]) {
+  if (!i.kernel) {
     fail(c, op, PM_E_NOT_IMPLEMENTED,
          pm_printf(c->temp, "%s of %s is not in the interpreter; convert to a wider dtype first",
                    pm_ops[o->code].text, pm_dtypes[i.dtype].text));
@@ -541,7 +541,7 @@ void pm_vm_encode_scan(compiler *c, pm_opid op, const handler *h) {
   const pm_val in = pm_in(g, op, 0);
   const pm_type *t = pm_typeof(g, in);
   const int64_t dim = *pm_attr(g, op, PM_ATTR_DIM);
-  const bool half = t->dtype == PM_F16 || t->dtype == PM_BF16;
+  const bool half = pm_is_narrow_float(t->dtype);
   reduction *r = PM_NEW(&c->m->arena, reduction, 1);
   r->kernel = pm_vm_handlers[reduce_codes[*pm_attr(g, op, PM_ATTR_REDUCE)]]
                   ->kernels[half ? PM_F32 : t->dtype];

@@ -542,7 +542,8 @@ static void print_float(char *buf, size_t n, pm_dtype d, double x) {
     snprintf(buf, n, "%s", isnan(x) ? "nan" : x < 0 ? "-inf" : "inf");
     return;
   }
-  for (int digits = 1; digits <= 9; digits++) { /* the shortest text that reads back as x */
+  /* the shortest text that reads back as x; of 8 bits that would be far from it */
+  for (int digits = pm_is_small_float(d) ? 6 : 1; digits <= 9; digits++) {
     uint32_t bits = 0, same = 0;
     snprintf(buf, n, "%.*g", digits, x);
     pm_store_scalar(d, &bits, (pm_scalar){.f = strtod(buf, NULL)});

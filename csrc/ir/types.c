@@ -328,6 +328,8 @@ static pm_code pm_type_reduce(const pm_typing *t, pm_type *out) {
   if (!logical && from->dtype == PM_BOOL) {
     FAIL(TYPE, "reduce does not accept dtype bool; it accepts integer and floating-point dtypes");
   }
+  if (!logical && pm_is_small_int(from->dtype))
+    FAIL(NOT_IMPLEMENTED, "reduce of %s; convert it to int32 first", show(t, from));
   if (!n) FAIL(VALUE, "reduce: no dimensions are given");
   if (op == PM_REDUCE_ANY_IN_WARP && n != from->rank) {
     FAIL(VALUE, "reduce: any_in_warp is over all dimensions");
@@ -394,6 +396,8 @@ static pm_code pm_type_scan(const pm_typing *t, pm_type *out) {
     FAIL(TYPE, "scan: %s of %s; it is add, mul, max or min of numbers",
          pm_enum_text(PM_FAMILY_REDUCE, word(t, PM_ATTR_REDUCE)), show(t, out));
   }
+  if (pm_is_small_int(out->dtype))
+    FAIL(NOT_IMPLEMENTED, "scan of %s; convert it to int32 first", show(t, out));
   return PM_OK;
 }
 

@@ -50,8 +50,9 @@ static pm_val constant(packer *p, pm_blk block, uint32_t at, int64_t i, pm_opid 
 /* Starts and sizes of the last dim, in bytes. Returns how many ops were put before. */
 static uint32_t halve_index(packer *p, pm_opid op, pm_blk block, uint32_t at) {
   static const char even[] =
-      "two elements share a byte, so a slice of the last dim must begin and end at even indices "
-      "(a traced start: pl.multiple_of(start, 2)), and an int index of it is not supported; load "
+      "two elements share a byte, so a slice of the last dim must begin and end at even indices, "
+      "without a stride (a traced start: pl.multiple_of(start, 2)), and an int index of it is not "
+      "supported; load "
       "the row, or convert the array to int8";
   pm_graph *g = p->g;
   uint32_t n;
@@ -60,10 +61,13 @@ static uint32_t halve_index(packer *p, pm_opid op, pm_blk block, uint32_t at) {
   memcpy(starts, from_list, sizeof(int64_t) * n);
   from_list = pm_attr_list(g, op, PM_ATTR_SIZES, &n);
   memcpy(sizes, from_list, sizeof(int64_t) * n);
+  uint32_t n_strides;
+  const int64_t *strides = pm_attr_list(g, op, PM_ATTR_STRIDES, &n_strides);
+  const bool spread = n_strides && strides[n - 1] != 1;
   const pm_val from = pm_in(g, op, 0);
   const bool traced = starts[n - 1] == PM_DYNAMIC;
   const uint32_t last = pm_get(g, op)->n_in - 1;
-  if (sizes[n - 1] == PM_DROPPED || sizes[n - 1] % 2 || (!traced && starts[n - 1] % 2) ||
+  if (spread || sizes[n - 1] == PM_DROPPED || sizes[n - 1] % 2 || (!traced && starts[n - 1] % 2) ||
       (traced && pm_divisor(g, pm_in(g, op, last)) % 2)) {
     refuse(p, op, from, even);
     return 0;
@@ -130,6 +134,11 @@ static void split_store(packer *p, pm_opid op, pm_blk block, uint32_t at) {
   g->operands.at[pm_get(g, op)->in + 1] = pm_get(g, made)->out;
 }
 
+/* Accesses of single elements cannot leave the other half of a byte alone. */
+static bool takes_bytes(int code) {
+  return code != PM_OP_MASKED_LOAD && code != PM_OP_MASKED_STORE && code != PM_OP_ATOMIC;
+}
+
 /* Returns the position behind the op and what was made for it. */
 static uint32_t visit(packer *p, pm_opid op, pm_blk block, uint32_t at) {
   pm_graph *g = p->g;
@@ -143,6 +152,11 @@ static uint32_t visit(packer *p, pm_opid op, pm_blk block, uint32_t at) {
   const int code = pm_get(g, op)->code;
   if (code == PM_OP_ALLOC_SMEM && is_packed_ref(g, pm_get(g, op)->out)) halve_tiling(p, op);
   if (!small) return at + 1;
+  if (!takes_bytes(code)) {
+    refuse(p, op, pm_in(g, op, 0),
+           "two elements share a byte, so they cannot be accessed one by one; load and store whole "
+           "rows, or convert the array to int8");
+  }
   switch (code) {
     case PM_OP_INDEX: return at + 1 + halve_index(p, op, block, at);
     case PM_OP_TRANSPOSE_REF: keep_last(p, op); return at + 1;
