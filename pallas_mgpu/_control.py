@@ -328,24 +328,6 @@ def switch(index, branches, *operands):
     return _branches("switch", index, tuple(lambda f=f: f(*operands) for f in branches), "switch")
 
 
-def scan(f, init, xs=None, length=None, reverse=False, unroll=1):
-    """The loop form only: ``xs=None`` and ``f(carry, None) -> (carry, None)``."""
-    if xs is not None or reverse:
-        raise NotImplementedError(
-            "scan: only xs=None without reverse is supported in kernels; use lax.fori_loop and refs"
-        )
-    if length is None:
-        raise ValueError("scan: length must be given when xs is None")
-
-    def body(_, carry):
-        carry, y = f(carry, None)
-        if y is not None:
-            raise NotImplementedError("scan: f must return (carry, None) in kernels")
-        return carry
-
-    return fori_loop(0, length, body, init, unroll=None if unroll == 1 else unroll), None
-
-
 def when(condition):
     """``@pl.when(cond)`` runs the function below it if ``cond``. A Python bool decides while
     tracing; a traced scalar makes a branch. The function returns None."""

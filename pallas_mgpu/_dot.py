@@ -6,6 +6,7 @@ padded with zeros. float8 becomes
 float16, which holds it exactly. Other dtypes are computed by the lanes, as outer products of a
 column and a row of operands in shared memory. Vectors are multiplied and summed."""
 
+import enum
 import math
 
 import numpy as np
@@ -17,6 +18,52 @@ from ._trace import Array, Ref, env
 from ._types import REGS, SMEM, WGMMAAccumulatorRef
 
 _MOST_COLUMNS = 256
+
+
+class Precision(enum.Enum):
+    """How exact products are, at the least."""
+
+    DEFAULT = 0
+    HIGH = 1
+    HIGHEST = 2
+
+
+DotAlgorithmPreset = enum.Enum(
+    "DotAlgorithmPreset",
+    "DEFAULT ANY_F8_ANY_F8_F32 ANY_F8_ANY_F8_F32_FAST_ACCUM ANY_F8_ANY_F8_ANY"
+    " ANY_F8_ANY_F8_ANY_FAST_ACCUM F16_F16_F16 F16_F16_F32 BF16_BF16_BF16 BF16_BF16_F32"
+    " BF16_BF16_F32_X3 BF16_BF16_F32_X6 BF16_BF16_F32_X9 TF32_TF32_F32 TF32_TF32_F32_X3"
+    " F32_F32_F32 F64_F64_F64",
+    module=__name__,
+    start=0,
+)
+DotAlgorithmPreset.__doc__ = "Dtypes of the operands and of the sum of products."
+_ROUNDED = {
+    DotAlgorithmPreset.F16_F16_F16: "float16",
+    DotAlgorithmPreset.F16_F16_F32: "float16",
+    DotAlgorithmPreset.BF16_BF16_BF16: "bfloat16",
+    DotAlgorithmPreset.BF16_BF16_F32: "bfloat16",
+}
+
+
+def _rounded_to(precision, what):
+    """The dtype that ``precision`` wants of float32 operands; None: as they are."""
+    given = precision if isinstance(precision, tuple) else (precision,)
+    for p in given:
+        if p is None or isinstance(p, (Precision, DotAlgorithmPreset)) and len(given) <= 2:
+            continue
+        names = [*Precision.__members__, *DotAlgorithmPreset.__members__, "FASTEST", "FLOAT32"]
+        if not isinstance(p, str) or p.upper() not in [*names, "BFLOAT16", "TENSORFLOAT32"]:
+            raise ValueError(
+                f"{what}: precision must be None, a lax.Precision or two of them, a"
+                f" lax.DotAlgorithmPreset or the name of one, got {show(precision)}"
+            )
+    p = given[0]
+    if isinstance(p, str):
+        p = DotAlgorithmPreset.__members__.get(p.upper())
+    if p is DotAlgorithmPreset.F64_F64_F64:
+        raise NotImplementedError(f"{what}: there is no float64; use F32_F32_F32")
+    return _ROUNDED.get(p)
 
 
 def _load(x, what):
@@ -149,6 +196,7 @@ def dot_general(
     """Products summed over contracted dims: ((of lhs, of rhs), (batch of lhs, of rhs)). The result
     has the batch dims, then what is left of lhs and of rhs."""
     what = "dot_general"
+    rounded = _rounded_to(precision, what)
     (ca, cb), (ba, bb) = dimension_numbers
     for x in (lhs, rhs):
         if not isinstance(x, (Array, Ref)):
@@ -172,7 +220,13 @@ def dot_general(
         math.prod(s)
         for s in (sizes[2], [lhs.shape[d] for d in fa], sizes[0], [rhs.shape[d] for d in fb])
     )
-    if lhs.ndim == 2 and rhs.ndim == 2 and not ba:
+    if rounded:
+        dtype = _core.promote_types([lhs.dtype, rhs.dtype])[0]
+        if dtype == "float32":
+            if preferred_element_type is None:
+                preferred_element_type = dtype
+            lhs, rhs = (_core.convert(_load(x, what), rounded) for x in (lhs, rhs))
+    if lhs.ndim == 2 and rhs.ndim == 2 and len(ca) == 1 and not ba:
         if isinstance(lhs, Ref):
             left = lhs if fa == [0] else lhs.T
         else:
@@ -184,12 +238,12 @@ def dot_general(
         return _product(left, right, preferred_element_type, what)
     left = transpose(_load(lhs, what), (*ba, *fa, *ca)).reshape((b, m, k))
     right = transpose(_load(rhs, what), (*bb, *cb, *fb)).reshape((b, k, n))
-    if b > 16:
-        raise NotImplementedError(f"{what}: {b} products in a batch; loop over them with refs")
     if m == 1 and n == 1:
         _, work, out = _dtypes(left, right, preferred_element_type, what)
         x, y = (_core.convert(v, work).reshape((b, k)) for v in (left, right))
         return _core.convert(_core.reduce("add", x * y, (1,)), out).reshape(shape)
+    if b > 16:
+        raise NotImplementedError(f"{what}: {b} products in a batch; loop over them with refs")
     parts = [_product(left[i], right[i], preferred_element_type, what) for i in range(b)]
     return (parts[0] if b == 1 else stack(parts)).reshape(shape)
 
@@ -215,7 +269,7 @@ def matmul(a, b, *, precision=None, preferred_element_type=None, out_sharding=No
         if not x.ndim:
             raise ValueError("matmul: operands must have at least one dimension; use *")
     if a.ndim <= 2 and b.ndim <= 2:
-        return dot(a, b, preferred_element_type=preferred_element_type)
+        return dot(a, b, precision=precision, preferred_element_type=preferred_element_type)
     batch = max(a.ndim, b.ndim) - 2
     if a.ndim != b.ndim or a.shape[:batch] != b.shape[:batch]:
         raise NotImplementedError(
@@ -240,7 +294,8 @@ def tensordot(a, b, axes=2, *, precision=None, preferred_element_type=None):
 def vdot(a, b, *, precision=None, preferred_element_type=None):
     """The inner product of all elements."""
     a, b = _load(a, "vdot"), _load(b, "vdot")
-    return dot(a.reshape((-1,)), b.reshape((-1,)), preferred_element_type=preferred_element_type)
+    a, b = a.reshape((-1,)), b.reshape((-1,))
+    return dot(a, b, precision=precision, preferred_element_type=preferred_element_type)
 
 
 def outer(a, b):

@@ -24,6 +24,7 @@ LAX_NAMES: tuple[str, ...] = (
     "reciprocal",
 )
 NUMPY_NAMES: tuple[str, ...] = (
+    "choose",
     "conj",
     "conjugate",
     "copysign",
@@ -48,6 +49,7 @@ NUMPY_NAMES: tuple[str, ...] = (
     "modf",
     "nan_to_num",
     "nextafter",
+    "piecewise",
     "positive",
     "rad2deg",
     "radians",
@@ -283,6 +285,68 @@ def select(condlist, choicelist, default=0):
     for condition, choice in zip(reversed(condlist), reversed(choicelist)):
         out = jnp.where(condition, choice, out)
     return out
+
+
+def piecewise(x, condlist, funclist, *args, **kw):
+    """In the dtype of x the function (called with x and what follows) or number of the last
+    condition that holds; one more in ``funclist`` where none holds, else 0. Every function is
+    computed for all of x."""
+    if not isinstance(condlist, (list, tuple)):
+        condlist = [condlist]
+    n = len(condlist)
+    if not n or len(funclist) not in (n, n + 1):
+        raise ValueError(
+            f"jnp.piecewise: with {n} conditions there must be {n} or {n + 1} functions, got"
+            f" {len(funclist)}"
+        )
+    if not _traced(x, *condlist):
+        return jnp._host(np.piecewise(jnp._host(x), condlist, funclist, *args, **kw))
+    x = _core.as_array(x)
+    if len(funclist) > n:
+        *funclist, default = funclist
+    else:
+        default = 0
+    out = jnp.full(x.shape, 0, x.dtype)
+    for k, f in enumerate([default, *funclist]):
+        y = f(x, *args, **kw) if callable(f) else f
+        y = _core.convert(_core.as_array(y), x.dtype)
+        if y.shape not in ((), x.shape):
+            raise ValueError(
+                f"jnp.piecewise: function {k} gives shape {y.shape} for an array of {x.shape}"
+            )
+        out = jnp.where(condlist[k - 1], y, out) if k else jnp.broadcast_to(y, x.shape)
+    return out
+
+
+def choose(a, choices, out=None, mode="raise"):
+    """``choices[a]`` elementwise, arrays that broadcast; numbers out of range are limited to it
+    (``mode="clip"``) or taken modulo ("wrap"), one of which kernels need."""
+    if mode not in ("raise", "clip", "wrap"):
+        raise ValueError(f"jnp.choose: mode must be 'clip' or 'wrap', got {mode!r}")
+    if not _traced(a, choices, *(choices if isinstance(choices, (list, tuple)) else ())):
+        return jnp._host(np.choose(a, choices, out, mode))
+    if out is not None:
+        raise NotImplementedError("jnp.choose: out= is not supported")
+    if mode == "raise":
+        raise _core.ConcretizationTypeError(
+            "jnp.choose: numbers are known only at run time; pass mode='clip' or mode='wrap'"
+        )
+    a = _core.as_array(a)
+    if not is_integer(a.dtype):
+        raise TypeError(f"jnp.choose: numbers must be integers, got {a.dtype}")
+    if not isinstance(choices, (list, tuple)):
+        choices = [choices[k] for k in range(choices.shape[0])]
+    if not choices:
+        raise ValueError("jnp.choose: choices must not be empty")
+    a = _core.convert(a, "int32")
+    a = a % len(choices) if mode == "wrap" else a
+    dtype, weak = _core.promote_types(list(choices))
+    choices = [_core.convert(_core.as_array(c), dtype, weak=weak) for c in choices]
+    a, *choices = jnp.broadcast_arrays(a, *choices)
+    value = choices[0]
+    for k, c in enumerate(choices[1:], 1):
+        value = jnp.where(a >= k, c, value)
+    return value
 
 
 # ---- of one argument -----------------------------------------------------------------------------

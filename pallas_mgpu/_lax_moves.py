@@ -13,12 +13,14 @@ from ._shapes import (
     rev,
     slice_in_dim,
 )
+from ._types import is_integer
 
 __all__ = [
     "argmax",
     "argmin",
     "batch_matmul",
     "concatenate",
+    "cumlogsumexp",
     "cummax",
     "cummin",
     "cumprod",
@@ -39,6 +41,7 @@ __all__ = [
     "slice_in_dim",
     "sort",
     "split",
+    "top_k",
     "transpose",
 ]
 
@@ -119,6 +122,25 @@ cummax = _cumulative("max", "cummax", "The greatest of the elements up to each."
 cummin = _cumulative("min", "cummin", "The least of the elements up to each.")
 
 
+def cumlogsumexp(operand, axis=0, reverse=False):
+    """log(sum(exp(x))) of the elements up to each, without overflow, computed in float32."""
+    from . import numpy as jnp
+    from ._loops import associative_scan
+
+    x = _shapes._value(operand, "cumlogsumexp")
+    if x.dtype == bool or is_integer(x.dtype):
+        raise TypeError(f"lax.cumlogsumexp does not accept dtype {x.dtype}; convert to a float")
+    axis = _shapes.axis_of(axis, x.ndim, "cumlogsumexp")
+    out = associative_scan(jnp.logaddexp, _core.convert(x, "float32"), reverse, axis)
+    return _core.convert(out, x.dtype)
+
+
+def top_k(operand, k, *, axis=-1):
+    """The k greatest elements along a dim in falling order, NaN first, and their int32 indices; of
+    equal ones the first. At most 4096 elements along the dim."""
+    return _shapes.top_k(operand, k, axis)
+
+
 def reduce_prod(x, axes):
     """Product over axes in the dtype of x."""
     x = _core.as_array(x)
@@ -145,4 +167,4 @@ def batch_matmul(lhs, rhs, precision=None):
     """Products of matrices, of equal leading dims."""
     if lhs.ndim != rhs.ndim or lhs.ndim < 2:
         raise TypeError(f"lax.batch_matmul: shapes {show(lhs.shape)} and {show(rhs.shape)}")
-    return matmul(lhs, rhs)
+    return matmul(lhs, rhs, precision=precision)

@@ -171,8 +171,6 @@ PL_MISSING = {
     "pass an operand": "get_global",
     "use pl.debug_print": "debug_check enable_debug_checks debug_checks_enabled",
     "leave it out": "delay",
-    "use plgpu.wgmma": "dot",
-    "make the array with NumPy and pass it as out=": "empty empty_like empty_ref_like",
     "pass max_concurrent_steps to the pipeline": "Buffered RevisitMode",
     "use an int, pl.Element or None": "BoundedSlice Indirect",
     "use pl.when": "select_ref",
@@ -181,8 +179,7 @@ PL_MISSING = {
 LAX_MISSING = {
     "write plain formulas": "betainc igamma igammac polygamma zeta",
     "use jnp.take, x[...] or x.at[...].set": "gather index_take scatter scatter_add",
-    "use jnp.sort, jnp.argsort": "sort_key_val top_k",
-    "use lax.fori_loop": "associative_scan map cumlogsumexp reduce_xor",
+    "use jnp.argsort and jnp.take_along_axis": "sort_key_val",
     "use plgpu.wgmma": "conv conv_general_dilated ragged_dot",
     "each block its own output": "all_gather all_to_all pmax pmean pmin ppermute psum_scatter",
     "pass the data as operands": "rng_bit_generator rng_uniform",

@@ -14,6 +14,7 @@ from . import _core
 from ._names import show
 from ._trace import Array, Ref
 from ._types import ints as _ints
+from ._types import is_integer
 
 _as_array = _core.as_array
 
@@ -680,6 +681,18 @@ def count_nonzero(x, axis=None, keepdims=False):
     return _core.reduce("sum", hit, axes_of(axis, x.ndim, "count_nonzero"), keepdims)
 
 
+def fold(op, x, axes, what):
+    """Over axes by an op that is associative and commutative: halves of each dim are combined."""
+    axes = axes_of(axes, x.ndim, what)
+    for a in axes:
+        lead = (slice(None),) * a
+        while (n := x.shape[a]) > 1:
+            half = n // 2
+            both = _core.binary(op, x[(*lead, slice(0, half))], x[(*lead, slice(half, 2 * half))])
+            x = concatenate([both, x[(*lead, slice(n - 1, n))]], a) if n % 2 else both
+    return x.reshape(tuple(n for k, n in enumerate(x.shape) if k not in axes))
+
+
 # ---- scans and sorting ---------------------------------------------------------------------------
 
 
@@ -714,11 +727,12 @@ def _cumulative(kind, name):
 cumsum, cumprod = _cumulative("add", "cumsum"), _cumulative("mul", "cumprod")
 
 
-def _before(a, b, i, j):
+def _before(a, b, i, j, falling):
     """Does (a, i) stand before (b, j)? NaN is the greatest; i and j differ."""
-    less, equal = a < b, a == b
+    less, equal = a > b if falling else a < b, a == b
     if a.dtype.kind not in "iu":
-        less = less | ((b != b) & (a == a))
+        one, other = (b, a) if falling else (a, b)
+        less = less | ((other != other) & (one == one))
         equal = equal | ((a != a) & (b != b))
     return less | (equal & (i < j))
 
@@ -726,23 +740,35 @@ def _before(a, b, i, j):
 _MOST_SORTED = 4096
 
 
-def _sorted(x, axis, what):
-    """Sorted elements and their indices. Bitonic: in step (k, j) each element meets the one whose
-    number differs in bit j."""
+def _extreme(dtype, least):
+    """The number that sorts last, or the least one (which also sorts last, falling)."""
+    if is_integer(dtype):
+        info = ml_dtypes.iinfo(dtype)
+        return info.min if least else info.max
+    if not least:
+        return math.nan
+    low = float(np.asarray(-math.inf).astype(dtype))
+    return float(ml_dtypes.finfo(dtype).min) if math.isnan(low) else low
+
+
+def _sorted(x, axis, what, falling=False):
+    """Sorted elements and their indices, equal ones in their order. Bitonic: in step (k, j) each
+    element meets the one whose number differs in bit j. Narrow dtypes are sorted in 32 bits."""
     from ._control import fori_loop
 
     x = _value(x, what)
     if axis is None:
         x, axis = x.reshape((-1,)), 0
     axis = axis_of(axis, x.ndim, what)
-    truth = x.dtype == bool
-    x = _core.convert(x, "int32") if truth else x
+    to = x.dtype
+    if to.itemsize == 1:
+        x = _core.convert(x, "int32" if is_integer(to) else "float32")
     n = x.shape[axis]
     full = 1 << (n - 1).bit_length()
     if full > _MOST_SORTED:
         raise NotImplementedError(f"{what}: {n} elements along the axis, at most {_MOST_SORTED}")
     if full != n:
-        last = math.nan if x.dtype.kind not in "iu" else ml_dtypes.iinfo(x.dtype).max
+        last = _extreme(x.dtype, falling)
         config = [(0, full - n if k == axis else 0, 0) for k in range(x.ndim)]
         x = pad_with(x, _core.full((), last, x.dtype), config)
     stride = _strides(x.shape)[axis]
@@ -755,7 +781,7 @@ def _sorted(x, axis, what):
         low, rising = (at & j) == 0, (at & k) == 0
         partner = _core.where(low, numbers + j * stride, numbers - j * stride)
         y, other = _core.gather(x, partner), _core.gather(order, partner)
-        keep = _before(x, y, order, other) == (low == rising)
+        keep = _before(x, y, order, other, falling) == (low == rising)
         return _core.where(keep, x, y), _core.where(keep, order, other)
 
     def phase(p, values):
@@ -764,8 +790,7 @@ def _sorted(x, axis, what):
 
     x, order = fori_loop(1, full.bit_length(), phase, (x, at)) if full > 1 else (x, at)
     cut = tuple(slice(0, n) if d == axis else slice(None) for d in range(x.ndim))
-    x = x[cut]
-    return (_core.convert(x, "bool") if truth else x), order[cut]
+    return _core.convert(x[cut], to), order[cut]
 
 
 def sort(x, axis=-1):
@@ -776,6 +801,39 @@ def sort(x, axis=-1):
 def argsort(x, axis=-1):
     """int32 indices that sort along ``axis``; equal elements keep their order."""
     return _sorted(x, axis, "argsort")[1]
+
+
+def top_k(x, k, axis):
+    """The k greatest, NaN before all, and their indices; equal elements in their order."""
+    x = _value(x, "top_k")
+    if not x.ndim:
+        raise ValueError("top_k: a scalar has no dimension to search; at least rank 1 is needed")
+    axis = axis_of(axis, x.ndim, "top_k")
+    (k,) = _ints(k, "top_k: k")
+    if not 1 <= k <= x.shape[axis]:
+        raise ValueError(f"top_k: k must be 1..{x.shape[axis]}, got {k}")
+    cut = (*(slice(None),) * axis, slice(0, k))
+    values, order = _sorted(x, axis, "top_k", True)
+    return values[cut], order[cut]
+
+
+def median(x, axis=None, out=None, overwrite_input=False, keepdims=False):
+    """The middle element over axes, of an even number the mean of two; NaN if there is one.
+    Integers become float32; at most 4096 elements."""
+    x = _value(x, "median")
+    if out is not None:
+        raise NotImplementedError("jnp.median: out= is not supported")
+    axes = axes_of(axis, x.ndim, "median")
+    to = np.dtype("float32") if is_integer(x.dtype) else x.dtype
+    rest = [n for k, n in enumerate(x.shape) if k not in axes]
+    order = (*(k for k in range(x.ndim) if k not in axes), *axes)
+    n = math.prod(x.shape[k] for k in axes)
+    shape = [1 if k in axes else n for k, n in enumerate(x.shape)] if keepdims else rest
+    x = _sorted(transpose(x, order).reshape((*rest, n)), -1, "median")[0]
+    low, high = (_core.convert(x[..., k], "float32") for k in ((n - 1) // 2, n // 2))
+    middle = low if n % 2 else low * 0.5 + high * 0.5
+    middle = _core.where(x[..., n - 1] != x[..., n - 1], math.nan, middle)
+    return _core.convert(middle, to).reshape(tuple(shape))
 
 
 # ---- members of arrays ---------------------------------------------------------------------------

@@ -7,20 +7,26 @@ import builtins
 import enum
 import math
 
-from . import _core, _lax_moves
-from ._control import cond, fori_loop, scan, switch, while_loop
+from . import _core, _lax_moves, _shapes
+from ._control import cond, fori_loop, switch, while_loop
+from ._dot import DotAlgorithmPreset, Precision
 from ._lax_moves import *  # noqa: F403 - what it lists in __all__
+from ._loops import associative_scan, map, scan
 from ._names import LAX_MISSING, finder, show
 from ._ops import axis_index, axis_size, optimization_barrier
 from ._types import is_integer
 from .numpy import _composed, full_like
 
 __all__ = [
+    "DotAlgorithmPreset",
+    "Precision",
+    "associative_scan",
     "axis_index",
     "axis_size",
     "cond",
     "fori_loop",
     "full_like",
+    "map",
     "optimization_barrier",
     "scan",
     "switch",
@@ -317,43 +323,51 @@ _define(
 )
 
 
-def _logical_reduction(kind, doc):
+def _bit_reduction(op, kind, doc):
     def f(x, axes):
         x = _core.as_array(x)
-        if x.dtype != bool:
-            raise NotImplementedError(
-                f"lax.{f.__name__}: only bool arrays, got {x.dtype}; compare first: x != 0"
-            )
-        return _core.reduce(kind, x, tuple(axes) if isinstance(axes, (tuple, list)) else (axes,))
+        axes = tuple(axes) if isinstance(axes, (tuple, list)) else (axes,)
+        if x.dtype == bool and kind:
+            return _core.reduce(kind, x, axes)
+        return _shapes.fold(op, x, axes, f"lax.{f.__name__}")
 
     f.__doc__ = doc
     return f
 
 
-_define(
-    {
-        "reduce_or": ("any", "Is any element of a bool array true?"),
-        "reduce_and": ("all", "Are all elements of a bool array true?"),
-    },
-    _logical_reduction,
-)
+for _name, _args in {
+    "reduce_or": ("or", "any", "Bitwise or over axes; of bool arrays: is any element true?"),
+    "reduce_and": ("and", "all", "Bitwise and over axes; of bool arrays: are all elements true?"),
+    "reduce_xor": ("xor", None, "Bitwise exclusive or over axes."),
+}.items():
+    _f = _bit_reduction(*_args)
+    _f.__name__ = _f.__qualname__ = _name
+    globals()[_name] = _f
+    __all__.append(_name)
+del _name, _args, _f
+
+
+_COMBINED_BY = {
+    "add": "reduce_sum",
+    "mul": "reduce_prod",
+    "max": "reduce_max",
+    "min": "reduce_min",
+    "bitwise_or": "reduce_or",
+    "bitwise_and": "reduce_and",
+    "bitwise_xor": "reduce_xor",
+}
 
 
 def reduce(operand, init_value, computation, dimensions):
-    """``operand`` combined over dims, then with ``init_value``: by lax.add, max or min, of bool
-    arrays by bitwise_or or bitwise_and."""
-    ops = {"add": "add", "max": "max", "min": "min", "bitwise_or": "any", "bitwise_and": "all"}
+    """``operand`` combined over dims, then with ``init_value``: by lax.add, mul, max, min,
+    bitwise_or, bitwise_and or bitwise_xor."""
     name = getattr(computation, "__name__", None)
-    if name not in ops or globals()[name] is not computation:
+    if name not in _COMBINED_BY or globals()[name] is not computation:
         raise NotImplementedError(
-            f"lax.reduce: computation must be one of {', '.join(f'lax.{k}' for k in ops)}, got"
-            f" {show(computation)}"
+            f"lax.reduce: computation must be one of {', '.join(f'lax.{k}' for k in _COMBINED_BY)},"
+            f" got {show(computation)}"
         )
-    if name.startswith("bitwise"):
-        out = _logical_reduction(ops[name], None)(operand, tuple(dimensions))
-    else:
-        out = _core.reduce(ops[name], _core.as_array(operand), tuple(dimensions))
-    return computation(out, init_value)
+    return computation(globals()[_COMBINED_BY[name]](operand, tuple(dimensions)), init_value)
 
 
 for _name in _composed.LAX_NAMES:

@@ -10,7 +10,7 @@ from builtins import any as _any
 import ml_dtypes
 import numpy as np
 
-from . import _core, _dot, _shapes
+from . import _core, _dot, _einsum, _shapes
 from . import tree as _tree
 from ._trace import Array, Ref, tracing
 from ._types import ints as _ints
@@ -481,6 +481,11 @@ def ones_like(x, dtype=None, shape=None):
     return full_like(x, 1, dtype, shape)
 
 
+def empty_like(x, dtype=None, shape=None):
+    """Zeros, with shape and dtype of ``x``: contents are not promised."""
+    return zeros_like(x, dtype, shape)
+
+
 def array(x, dtype=None):
     """A scalar constant in kernels, a NumPy array on the host."""
     return asarray(x, dtype)
@@ -621,6 +626,10 @@ def expand_dims(x, axis):
     return x.reshape((*x.shape[:axis], 1, *x.shape[axis:]))
 
 
+def _is_operand(x):
+    return isinstance(x, (np.ndarray, np.generic))
+
+
 def _moved(f):
     """``f`` on traced arrays, NumPy's function of the same name on others."""
 
@@ -630,6 +639,11 @@ def _moved(f):
             return f(*args, **kwargs)
         if f is _shapes.matrix_transpose:
             return np.swapaxes(args[0], -1, -2)
+        to = kwargs.pop("preferred_element_type", None)
+        if to is not None:  # of products: their sums are in it
+            args = tuple(np.asarray(x, _core.as_dtype(to)) if _is_operand(x) else x for x in args)
+        for k in ("precision", "out_sharding"):
+            kwargs.pop(k, None)
         out = getattr(np, f.__name__)(*args, **kwargs)
         return _host(out) if isinstance(out, (np.ndarray, np.generic)) else out
 
@@ -642,8 +656,8 @@ for _move in (
     *(_shapes.broadcast_arrays, _shapes.tile, _shapes.repeat, _shapes.flip, _shapes.roll),
     *(_shapes.pad, _shapes.take, _shapes.take_along_axis, _shapes.prod, _shapes.var),
     *(_shapes.std, _shapes.argmax, _shapes.argmin, _shapes.count_nonzero, _shapes.cumsum),
-    *(_shapes.cumprod, _shapes.sort, _shapes.argsort),
-    *(_dot.dot, _dot.matmul, _dot.tensordot, _dot.vdot, _dot.outer),
+    *(_shapes.cumprod, _shapes.sort, _shapes.argsort, _shapes.median),
+    *(_dot.dot, _dot.matmul, _dot.tensordot, _dot.vdot, _dot.outer, _einsum.einsum),
 ):
     globals()[_move.__name__] = _moved(_move)
 del _move

@@ -1,14 +1,17 @@
 """The `pl` namespace: generic helpers of kernel bodies."""
 
+import numpy as np
+
 from . import _core, _types, numpy, tree
 from ._call import CompilerParams, CostEstimate, GridSpec, no_block_spec, pallas_call
 from ._control import loop, run_scoped, run_state, when, with_scoped
+from ._dot import Precision, dot_general
 from ._memory import WITH_INDEX, atomic_cas, load, store, swap
-from ._names import NOT_SPECIFIED, PL_MISSING, PL_WRONG, finder, show
+from ._names import NOT_SPECIFIED, PL_MISSING, PL_WRONG, deprecated, finder, show
 from ._ops import debug_print, num_programs, program_id
-from ._state import core_map
+from ._state import core_map, new_ref
 from ._state import mesh_kernel as kernel
-from ._trace import Array
+from ._trace import Array, tracing
 from ._types import Blocked, Element, MemoryRef, Squeezed, squeezed
 
 BlockSpec, MemorySpace = _types.GenericBlockSpec, _types.GenericMemorySpace
@@ -46,6 +49,9 @@ __all__ = [
     "debug_print",
     "ds",
     "dslice",
+    "empty",
+    "empty_like",
+    "empty_ref_like",
     "kernel",
     "load",
     "loop",
@@ -174,6 +180,56 @@ def broadcast_to(a, shape):
     return numpy.broadcast_to(a, shape)
 
 
+def _dot(a, b, trans_a=False, trans_b=False, allow_tf32=None, precision=None):
+    """The product of matrices, of ``a.T`` with ``trans_a`` and ``b.T`` with ``trans_b``, in float32
+    (int32 of integers). An older spelling of ``jnp.dot``."""
+    if a.ndim != 2 or b.ndim != 2:
+        raise ValueError(f"pl.dot: a and b must be matrices, got shapes {a.shape} and {b.shape}")
+    if allow_tf32 is not None:
+        if precision is not None:
+            raise ValueError("pl.dot: only one of allow_tf32 and precision can be specified")
+        precision = Precision.HIGH if allow_tf32 else Precision.HIGHEST
+    dtype = _core.promote_types([a.dtype, b.dtype])[0]
+    dims = (((0 if trans_a else 1,), (1 if trans_b else 0,)), ((), ()))
+    out = "int32" if _types.is_integer(dtype) else "float32"
+    return dot_general(a, b, dims, precision, out)
+
+
+_dot.__name__ = _dot.__qualname__ = "dot"
+
+
+def _on_host(what):
+    if tracing():
+        raise NotImplementedError(
+            f"Unimplemented primitive in Pallas Mosaic GPU lowering: {what}; in a kernel use"
+            " jnp.zeros, or pl.run_scoped for memory"
+        )
+
+
+def empty(shape, dtype, *, out_sharding=None):
+    """A host array whose contents are not promised, to pass to kernels."""
+    _on_host("empty")
+    return np.empty(_types.ints(shape, "pl.empty: shape"), _core.as_dtype(dtype))
+
+
+def empty_like(x):
+    """``pl.empty`` for each leaf of a pytree of arrays or ``plgpu.ShapeDtypeStruct``."""
+    _on_host("empty_like")
+    return tree.map(_empty_like, x)
+
+
+def _empty_like(x):
+    if not hasattr(x, "shape") or not hasattr(x, "dtype"):
+        raise TypeError(f"pl.empty_like: leaves must have a shape and a dtype, got {show(x)}")
+    return empty(tuple(x.shape), x.dtype)
+
+
+def empty_ref_like(x):
+    """A mutable array (``plgpu.new_ref``) for each leaf; contents are not promised."""
+    _on_host("empty_ref_like")
+    return tree.map(lambda leaf: new_ref(_empty_like(leaf)), x)
+
+
 def strides_from_shape(shape):
     """Row-major strides in elements."""
     out, step = [], 1
@@ -193,4 +249,7 @@ _find = finder("pl", PL_MISSING, PL_WRONG)
 
 
 def __getattr__(name):
+    if name == "dot":
+        deprecated("pl.dot is an older spelling; use jnp.dot or lax.dot_general", 2)
+        return _dot
     return _find(name)

@@ -570,7 +570,8 @@ CONTROL = {
         "1 to 65535 are supported",
         run(lambda x, o: lax.switch(x[0].astype("int32"), [int] * 70000)),
     ),
-    "scan": (NIE, "xs=None", run(lambda x, o: lax.scan(lambda c, y: (c, None), 0, xs=x[...]))),
+    "scan": (VE, "length must be given", run(lambda x, o: lax.scan(lambda c, y: (c, None), 0))),
+    "scan ref": (TE, "load it first", run(lambda x, o: lax.scan(lambda c, y: (c, None), 0, x))),
     "when array": (
         TE,
         "pl.when: the predicate must be a scalar",

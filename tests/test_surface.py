@@ -159,7 +159,7 @@ LATER = {
     " TryClusterCancelResult wait_load_tmem Semaphore tcgen05_commit"
     " TryCancelResultRef TRY_CLUSTER_CANCEL_RESULT",
     pl: "debug_check debug_checks_enabled delay DeviceIdType"
-    " dot empty empty_like empty_ref_like enable_debug_checks get_global"
+    " enable_debug_checks get_global"
     " semaphore semaphore_read semaphore_signal semaphore_wait",
 }
 ALL_SIGNATURES = [(m, name, text) for m, t in SIGNATURES.items() for name, text in t.items()]
