@@ -19,6 +19,8 @@ def _interleaved(operands):
     """The subscripts of einsum(a, [0, 1], b, [1, 2], [0, 2]) and its operands."""
 
     def text(labels):
+        if not isinstance(labels, (list, tuple)):
+            raise TypeError(f"{WHAT}: labels must be a list of ints, got {show(labels)}")
         numbers = [k for k in labels if k is not Ellipsis]
         if any(not 0 <= k < 52 for k in ints(numbers, f"{WHAT}: labels")):
             raise ValueError(f"{WHAT}: labels must be 0..51, got {show(labels)}")

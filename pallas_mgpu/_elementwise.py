@@ -11,6 +11,7 @@ import numpy as np
 
 from . import _core
 from . import numpy as jnp
+from ._names import show
 from ._trace import Array, Ref
 from ._types import is_integer
 
@@ -293,6 +294,8 @@ def piecewise(x, condlist, funclist, *args, **kw):
     computed for all of x."""
     if not isinstance(condlist, (list, tuple)):
         condlist = [condlist]
+    if not isinstance(funclist, (list, tuple)):
+        raise TypeError(f"jnp.piecewise: funclist must be a list, got {show(funclist)}")
     n = len(condlist)
     if not n or len(funclist) not in (n, n + 1):
         raise ValueError(
@@ -322,7 +325,7 @@ def choose(a, choices, out=None, mode="raise"):
     """``choices[a]`` elementwise, arrays that broadcast; numbers out of range are limited to it
     (``mode="clip"``) or taken modulo ("wrap"), one of which kernels need."""
     if mode not in ("raise", "clip", "wrap"):
-        raise ValueError(f"jnp.choose: mode must be 'clip' or 'wrap', got {mode!r}")
+        raise ValueError(f"jnp.choose: mode must be 'clip' or 'wrap', got {show(mode)}")
     if not _traced(a, choices, *(choices if isinstance(choices, (list, tuple)) else ())):
         return jnp._host(np.choose(a, choices, out, mode))
     if out is not None:

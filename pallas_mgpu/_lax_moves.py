@@ -137,7 +137,7 @@ def cumlogsumexp(operand, axis=0, reverse=False):
 
 def top_k(operand, k, *, axis=-1):
     """The k greatest elements along a dim in falling order, NaN first, and their int32 indices; of
-    equal ones the first. At most 4096 elements along the dim."""
+    equal ones the first. More than 16 of more than 4096 elements take a step each."""
     return _shapes.top_k(operand, k, axis)
 
 

@@ -803,6 +803,37 @@ def argsort(x, axis=-1):
     return _sorted(x, axis, "argsort")[1]
 
 
+_FEW = 16
+
+
+def _selected(x, k, axis):
+    """``top_k`` in k steps: each takes the first of the greatest that stand behind the last."""
+    from . import numpy as jnp
+    from ._loops import scan
+
+    to = x.dtype
+    if to.itemsize < 4:
+        x = _core.convert(x, "int32" if is_integer(to) else "float32")
+    low = _core.full((), _extreme(x.dtype, True), x.dtype)
+
+    def step(last, _):
+        value, at = (jnp.broadcast_to(jnp.expand_dims(v, axis), x.shape) for v in last)
+        number = _core.iota("int32", x.shape, axis)
+        left = (at < 0) | _before(value, x, at, number, True)
+        best = _core.reduce("max", _core.where(left, x, low), (axis,), True)
+        same = x == best
+        if not is_integer(x.dtype):
+            same = same | ((x != x) & (best != best))
+        first = _core.where(left & same, number, np.int32(2**31 - 1))
+        found = best.squeeze(axis), _core.reduce("min", first, (axis,))
+        return found, found
+
+    rest = tuple(n for d, n in enumerate(x.shape) if d != axis)
+    start = _core.full(rest, 0, x.dtype), _core.full(rest, -1, "int32")
+    values, order = (moveaxis(v, 0, axis) for v in scan(step, start, length=k)[1])
+    return _core.convert(values, to), order
+
+
 def top_k(x, k, axis):
     """The k greatest, NaN before all, and their indices; equal elements in their order."""
     x = _value(x, "top_k")
@@ -812,6 +843,8 @@ def top_k(x, k, axis):
     (k,) = _ints(k, "top_k: k")
     if not 1 <= k <= x.shape[axis]:
         raise ValueError(f"top_k: k must be 1..{x.shape[axis]}, got {k}")
+    if k <= _FEW or x.shape[axis] > _MOST_SORTED:
+        return _selected(x, k, axis)
     cut = (*(slice(None),) * axis, slice(0, k))
     values, order = _sorted(x, axis, "top_k", True)
     return values[cut], order[cut]

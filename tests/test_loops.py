@@ -166,6 +166,8 @@ ELEMENTS = {
     ),
     "cumlogsumexp": (TypeError, "int32", lambda x: lax.cumlogsumexp(x.astype(i32))),
     "top_k": (ValueError, r"k must be 1\.\.8", lambda x: lax.top_k(x, 9)),
+    "piecewise list": (TypeError, "a list", lambda x: jnp.piecewise(x, [x > 0], 3)),
+    "einsum labels": (TypeError, "a list of ints", lambda x: jnp.einsum(x, 3)),
     "top_k k": (TypeError, "k", lambda x: lax.top_k(x, 1.5)),
     "median": (ValueError, "out of bounds", lambda x: jnp.median(x, axis=3)),
     "xor": (TypeError, "float32", lambda x: lax.reduce_xor(x, (0,))),
@@ -225,6 +227,19 @@ def test_top_k(run, rng, shape, k, axis, dtype):
     np.testing.assert_array_equal(indices, order)
     want = np.take_along_axis(x, order, axis)
     np.testing.assert_array_equal(values.astype(f32), want.astype(f32))
+
+
+def test_top_k_of_a_router(run, rng):
+    """Few of many, more than sorts take; no spills where sorts have some."""
+    x, y = data(rng, (32, 256)), data(rng, (2, 5000), np.int16)
+
+    def body(x_ref, y_ref, o_ref, p_ref):
+        o_ref[...] = lax.top_k(x_ref[...], 8)[1]
+        p_ref[...] = lax.top_k(y_ref[...], 3)[1]
+
+    want = tuple(np.argsort(-v, 1, kind="stable")[:, :k].astype(i32) for v, k in ((x, 8), (y, 3)))
+    for got, w in zip(run(body, want, x, y), want):
+        np.testing.assert_array_equal(got, w)
 
 
 @pytest.mark.parametrize("axis, keepdims", [(None, False), (0, True), (1, False), ((0, 2), True)])
