@@ -169,7 +169,6 @@ PL_MISSING = {
     "use plgpu.Barrier inside a block, or two kernels": "semaphore semaphore_read semaphore_signal"
     " semaphore_wait DeviceIdType",
     "pass an operand": "get_global",
-    "use pl.debug_print": "debug_check enable_debug_checks debug_checks_enabled",
     "leave it out": "delay",
     "pass max_concurrent_steps to the pipeline": "Buffered RevisitMode",
     "use an int, pl.Element or None": "BoundedSlice Indirect",

@@ -356,6 +356,60 @@ def debug_print(fmt, *args, **kwargs):
     _core.effect("debug_print", tuple(values), format=text)
 
 
+class _DebugChecks:
+    """The flag that turns :func:`debug_check` on: ``pl.enable_debug_checks(True)`` sets it, as a
+    context manager until its end. Kernels are compiled for each state."""
+
+    value = False
+
+    def __call__(self, on):
+        if not isinstance(on, bool):
+            raise TypeError(f"enable_debug_checks: expected a bool, got {show(on)}")
+        before = self.value
+        self._set(on)
+        return _Restored(self, before)
+
+    def _set(self, on):
+        self.value = on
+        _core.set_debug_checks(on)
+
+    def __repr__(self):
+        return f"<pl.enable_debug_checks: {self.value}>"
+
+
+class _Restored:
+    def __init__(self, flag, before):
+        self.flag, self.before = flag, before
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self.flag._set(self.before)
+
+
+enable_debug_checks = _DebugChecks()
+
+
+def debug_check(condition, message):
+    """Nothing unless ``pl.enable_debug_checks`` is on while the kernel is traced. Then the kernel
+    fails where a bool scalar is false: with AssertionError on the interpreter; on a GPU by a device
+    assertion, after which the process cannot use that GPU."""
+    if not isinstance(message, str) or "\0" in message:
+        raise TypeError(f"debug_check: message must be text, got {show(message)}")
+    if not tracing():
+        raise NotImplementedError("debug_check: only in the body of a kernel; use assert")
+    if not enable_debug_checks.value:
+        return
+    condition = as_array(condition, "debug_check: condition")
+    if condition.shape != () or condition.dtype != bool:
+        raise TypeError(
+            f"debug_check: condition must be a bool scalar, got {type_text(condition)}; reduce"
+            " arrays by jnp.all"
+        )
+    _core.effect("debug_check", (condition,), format=message)
+
+
 def print_layout(fmt, x):
     """Print ``fmt.format(description)`` once, when the kernel is lowered: of an array the register
     layout that it has there (``WGMMA``, ``WGMMA_ROW``, ``WG_STRIDED((64, 64), 8)``), of an SMEM ref

@@ -8,7 +8,7 @@ from ._control import loop, run_scoped, run_state, when, with_scoped
 from ._dot import Precision, dot_general
 from ._memory import WITH_INDEX, atomic_cas, load, store, swap
 from ._names import NOT_SPECIFIED, PL_MISSING, PL_WRONG, deprecated, finder, show
-from ._ops import debug_print, num_programs, program_id
+from ._ops import debug_check, debug_print, enable_debug_checks, num_programs, program_id
 from ._state import core_map, new_ref
 from ._state import mesh_kernel as kernel
 from ._trace import Array, tracing
@@ -46,12 +46,14 @@ __all__ = [
     "atomic_xor",
     "cdiv",
     "core_map",
+    "debug_check",
     "debug_print",
     "ds",
     "dslice",
     "empty",
     "empty_like",
     "empty_ref_like",
+    "enable_debug_checks",
     "kernel",
     "load",
     "loop",
@@ -195,6 +197,11 @@ def _dot(a, b, trans_a=False, trans_b=False, allow_tf32=None, precision=None):
     return dot_general(a, b, dims, precision, out)
 
 
+def _debug_checks_enabled():
+    """``pl.enable_debug_checks.value``"""
+    return enable_debug_checks.value
+
+
 _dot.__name__ = _dot.__qualname__ = "dot"
 
 
@@ -252,4 +259,7 @@ def __getattr__(name):
     if name == "dot":
         deprecated("pl.dot is an older spelling; use jnp.dot or lax.dot_general", 2)
         return _dot
+    if name == "debug_checks_enabled":
+        deprecated(f"pl.{name} is an older spelling; use pl.enable_debug_checks.value", 2)
+        return _debug_checks_enabled
     return _find(name)

@@ -3,6 +3,7 @@
 import ml_dtypes
 import numpy as np
 import pytest
+from host import run as host
 
 import pallas_mgpu as plgpu
 from pallas_mgpu import lax, pl
@@ -445,3 +446,63 @@ def test_on_host_arrays(rng):
     got = jnp.dot(k.astype(np.int8), k.T.astype(np.int8), preferred_element_type=jnp.float32)
     assert got.dtype == f32
     np.testing.assert_array_equal(got, k @ k.T)
+
+
+# ---- checks --------------------------------------------------------------------------------------
+
+
+def test_debug_check(rng):
+    """Off: no code. On: the first false condition ends the kernel, with the message and the line;
+    a kernel that ran before is compiled again."""
+    x = data(rng, (8,))
+
+    def body(x_ref, o_ref):
+        top = jnp.max(x_ref[...])
+        pl.debug_check(top < 100, 'x is "large": 100% {}')
+        o_ref[...] = x_ref[...] * 2
+
+    kernel = plgpu.kernel(body, out_type=plgpu.ShapeDtypeStruct((8,), f32), interpret=True)
+    large = x + 1000
+    np.testing.assert_array_equal(kernel(large), large * 2)
+    assert not pl.enable_debug_checks.value
+    assert "check_failed" not in kernel.lower(x).as_text("cuda")
+    with pl.enable_debug_checks(True):
+        assert pl.enable_debug_checks.value
+        np.testing.assert_array_equal(kernel(x), x * 2)
+        with pytest.raises(AssertionError, match='x is "large": 100% {}') as e:
+            kernel(large)
+        assert "pl.debug_check(top < 100" in str(e.value)
+        low = kernel.lower(x)
+        assert low.resources()["spill_bytes"] == 0  # NVRTC takes it
+        assert "check_failed" in low.as_text("cuda")
+        out = np.empty_like(x)
+        host.run(low, [x], [out])
+        np.testing.assert_array_equal(out, x * 2)
+        with pytest.raises(host.HostError, match='x is "large": 100% {}'):
+            host.run(low, [large], [out])
+    assert not pl.enable_debug_checks.value
+    np.testing.assert_array_equal(kernel(large), large * 2)
+    with pytest.raises(NotImplementedError, match="use assert"):
+        pl.debug_check(True, "x")
+    with pytest.warns(DeprecationWarning):
+        assert pl.debug_checks_enabled() is False
+    with pytest.raises(TypeError, match="expected a bool"):
+        pl.enable_debug_checks("yes")
+
+
+CHECKS = {
+    "array": (r"float32\[8\]", lambda x: pl.debug_check(x, "m")),
+    "message": ("message must be text", lambda x: pl.debug_check(True, 3)),
+    "number": ("bool scalar", lambda x: pl.debug_check(1, "m")),
+}
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_debug_check_errors(name):
+    text, f = CHECKS[name]
+
+    def body(x_ref, o_ref):
+        f(x_ref[...])
+
+    with pl.enable_debug_checks(True), pytest.raises(TypeError, match=text):
+        lower(body, np.zeros((8,), f32))

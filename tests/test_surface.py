@@ -158,9 +158,7 @@ LATER = {
     " SemaphoreType tcgen05_commit_arrive tcgen05_mma TMEMLayout try_cluster_cancel"
     " TryClusterCancelResult wait_load_tmem Semaphore tcgen05_commit"
     " TryCancelResultRef TRY_CLUSTER_CANCEL_RESULT",
-    pl: "debug_check debug_checks_enabled delay DeviceIdType"
-    " enable_debug_checks get_global"
-    " semaphore semaphore_read semaphore_signal semaphore_wait",
+    pl: "delay DeviceIdType get_global semaphore semaphore_read semaphore_signal semaphore_wait",
 }
 ALL_SIGNATURES = [(m, name, text) for m, t in SIGNATURES.items() for name, text in t.items()]
 

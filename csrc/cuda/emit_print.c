@@ -1,4 +1,4 @@
-/* Printing: of scalars by one lane, of arrays by the lanes that hold the elements. */
+/* Printing and checks: of scalars by one lane, of arrays by the lanes that hold the elements. */
 #include "gen.h"
 
 /* text of a number for printf, whose format is *spec */
@@ -10,6 +10,25 @@ static const char *print_arg(pm_gen *e, pm_dtype t, const char *x, const char **
   const bool is_signed = pm_dtypes[t].class == PM_CLASS_INT;
   *spec = is_signed ? "%lld" : "%llu";
   return pm_str(e, "(%s)%s", is_signed ? "i64" : "u64", x);
+}
+
+/* A character of a C string. */
+static void put_char(pm_text *out, char c) {
+  if (c == '"' || c == '\\') {
+    pm_putf(out, "\\%c", c);
+  } else if ((unsigned char)c < ' ') {
+    pm_putf(out, "\\%03o", (unsigned)(unsigned char)c);
+  } else {
+    pm_putn(out, &c, 1);
+  }
+}
+
+static const char *c_string(pm_gen *e, const char *s) {
+  pm_text out;
+  pm_text_init(&out, e->arena);
+  pm_put(&out, "");
+  for (; *s; s++) put_char(&out, *s);
+  return out.at;
 }
 
 /* The format as printf has it, in a C string; `specs` stand for the fields. */
@@ -26,12 +45,8 @@ static const char *print_format(pm_gen *e, const char *s, const char *const *spe
       pm_putn(&format, s++, 1);
     } else if (*s == '%') {
       pm_put(&format, "%%");
-    } else if (*s == '"' || *s == '\\') {
-      pm_putf(&format, "\\%c", *s);
-    } else if ((unsigned char)*s < ' ') {
-      pm_putf(&format, "\\%03o", (unsigned)(unsigned char)*s);
     } else {
-      pm_putn(&format, s, 1);
+      put_char(&format, *s);
     }
   }
   return format.at;
@@ -95,6 +110,18 @@ pm_code pm_cuda_DEBUG_PRINT(pm_gen *e, pm_opid op) {
   } else {
     pm_line(e, "if (%s) printf(\"%s\\n\"%s);", pm_first_lane(e), format, args.at);
   }
+  return PM_OK;
+}
+
+pm_code pm_cuda_DEBUG_CHECK(pm_gen *e, pm_opid op) {
+  const pm_op *o = pm_get(e->g, op);
+  const char *message = e->g->strings.at[*pm_attr(e->g, op, PM_ATTR_FORMAT)];
+  const char *file = o->file ? e->g->strings.at[o->file] : "";
+  const char *holds = pm_scalar_of(e, pm_in(e->g, op, 0));
+  const char *who = e->lane ? "" : pm_str(e, "%s && ", pm_first_lane(e));
+  pm_note(e, op, "debug_check");
+  pm_line(e, "if (%s!%s) check_failed(\"%s\", \"%s\", %u);", who, holds,
+          c_string(e, message), c_string(e, file), o->line);
   return PM_OK;
 }
 

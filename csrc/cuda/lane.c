@@ -124,6 +124,7 @@ static bool lane_op(const pm_gen *e, pm_opid op, traits *t) {
     case PM_OP_PDL_WAIT: t->sticky = true; return true;
     case PM_OP_PDL_LAUNCH:
     case PM_OP_DEBUG_PRINT:
+    case PM_OP_DEBUG_CHECK:
       for (uint32_t k = 0; k < o->n_in; k++) {
         if (!is_scalar(e, pm_in(g, op, k))) return false;
       }

@@ -604,6 +604,12 @@ static step exec_print(pm_machine *m, thread *t, const instr *i) {
   return STEP_NEXT;
 }
 
+static step exec_check(pm_machine *m, thread *t, const instr *i) {
+  const printing *p = i->printing;
+  if (*(const uint8_t *)slot_of(t, p->arg[0].slot)) return STEP_NEXT;
+  return pm_vm_fail(m, t, i->op, PM_E_ASSERTION, "debug_check: %s", p->format);
+}
+
 const handler pm_vm_SCOPE = {pm_vm_encode_scope, exec_enter, {0}};
 const handler pm_vm_WARP_MAP = {pm_vm_encode_warp_map, exec_warp_map, {0}};
 const handler pm_vm_FOR = {pm_vm_encode_for, exec_for, {0}};
@@ -617,6 +623,7 @@ const handler pm_vm_HAND_TILE = {pm_vm_encode_plain, exec_hand_tile, {0}};
 const handler pm_vm_TAKE_TURN = {pm_vm_encode_plain, exec_take_turn, {0}};
 const handler pm_vm_PASS_TURN = {pm_vm_encode_plain, exec_pass_turn, {0}};
 const handler pm_vm_DEBUG_PRINT = {pm_vm_encode_print, exec_print, {0}};
+const handler pm_vm_DEBUG_CHECK = {pm_vm_encode_print, exec_check, {0}};
 
 /* ---- deadlock ----------------------------------------------------------------------------- */
 

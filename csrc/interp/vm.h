@@ -401,7 +401,7 @@ void pm_vm_encode_switch(compiler *c, pm_opid op, const handler *h);
 /* Handlers of the ops that are not tile ops, each beside its functions. */
 extern const handler pm_vm_SCOPE, pm_vm_WARP_MAP, pm_vm_FOR, pm_vm_WHILE, pm_vm_IF, pm_vm_SWITCH,
     pm_vm_YIELD, pm_vm_ARRIVE, pm_vm_WAIT, pm_vm_HAND_TILE, pm_vm_TAKE_TURN, pm_vm_PASS_TURN,
-    pm_vm_DEBUG_PRINT;                                                    /* machine.c */
+    pm_vm_DEBUG_PRINT, pm_vm_DEBUG_CHECK;                                 /* machine.c */
 extern const handler pm_vm_MASKED_LOAD, pm_vm_MASKED_STORE, pm_vm_ATOMIC; /* masked.c */
 extern const handler pm_vm_LOAD, pm_vm_STORE, pm_vm_ALLOC_SMEM, pm_vm_ALLOC_BARRIER,
     pm_vm_ALLOC_ACC, pm_vm_INDEX, pm_vm_TRANSPOSE_REF, pm_vm_RESHAPE_REF, pm_vm_BITCAST_REF,

@@ -154,10 +154,18 @@ done:
   return out;
 }
 
+static PyObject *set_debug_checks(PyObject *Py_UNUSED(self), PyObject *on) {
+  int truth = PyObject_IsTrue(on);
+  if (truth < 0) return NULL;
+  pmpy.debug_checks = truth;
+  Py_RETURN_NONE;
+}
+
 static PyMethodDef functions[] = {
     {"as_dtype", as_dtype, METH_O, "NumPy dtype of any spelling; 64-bit ones become 32-bit."},
     {"depends", (PyCFunction)(void (*)(void))depends, METH_FASTCALL,
      "depends(values, on): does any of the traced values depend on any of the others?"},
+    {"set_debug_checks", set_debug_checks, METH_O, "Are kernels traced with checks from now on?"},
     {"system_info", system_info, METH_NOARGS,
      "Devices, NVRTC, cache directory and backend, as a dict."},
     {NULL, NULL, 0, NULL},

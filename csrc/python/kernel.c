@@ -159,6 +159,7 @@ static uint32_t make_key(const call *c, int64_t *key) {
     key[n++] = b->dtype | b->rank << 8;
     for (int d = 0; d < b->rank; d++) key[n++] = b->shape[d];
   }
+  key[n++] = pmpy.debug_checks;
   return n;
 }
 
@@ -239,7 +240,7 @@ static pmpy_plan *trace(const call *c, bool keep_text) {
 
 static int find_plan(call *c) {
   int64_t few[PMPY_FEW * 4], *key = few, *many = NULL;
-  size_t most = c->n_in * (size_t)(PM_MAX_RANK + 1);
+  size_t most = c->n_in * (size_t)(PM_MAX_RANK + 1) + 1;
   if (most > PM_COUNT(few)) key = many = PyMem_Malloc(most * sizeof *key);
   if (!key) return PyErr_NoMemory(), -1;
   uint32_t n = make_key(c, key);

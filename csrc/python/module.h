@@ -20,6 +20,7 @@ typedef struct pmpy_state {
   PyObject *dtypes[PM_DTYPE_COUNT];    /* numpy dtype objects (of ml_dtypes too), lazily */
   PyTypeObject *graph_type, *trace_type, *array_type, *ref_type, *op_type; /* graph.c trace.c ... */
   PyTypeObject *device_array_type, *kernel_type;                           /* array.c, kernel.c */
+  int debug_checks; /* are checks traced? A part of the key of plans */
 } pmpy_state;
 extern pmpy_state pmpy;
 

@@ -483,6 +483,9 @@ FN void warp_sync(LINE) { host_warp_sync(~0u, line); }
 FN void block_sync(LINE) { host_bar_sync(0, 0, line); }
 FN void cluster_sync(LINE) { host_cluster_sync(line); }
 FN u32 cluster_rank() { return host_cluster_rank(); }
+FN void check_failed(const char *message, const char *, u32 line) {
+  host_fail(int(line), "debug_check: %s", message);
+}
 FN void grid_wait() {}
 FN void grid_launch_dependents() {}
 FN i32 next_tile(u32 *counter, LINE) { return (i32)host_atomic_add(counter, 1, line); }

@@ -126,6 +126,13 @@ FN void grid_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 //! grid_launch_dependents
 FN void grid_launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
+//! check_failed
+// ends the launch; the driver prints the message and the line
+extern "C" __device__ void __assertfail(const char *, const char *, u32, const char *, size_t);
+FN void check_failed(const char *message, const char *file, u32 line) {
+  __assertfail(message, file, line, "debug_check", 1);
+}
+
 //! next_tile
 // the count before, of all blocks
 FN i32 next_tile(u32* counter) {
