@@ -2,14 +2,14 @@
 
 import numpy as np
 
-from . import _core, _types, numpy, tree
+from . import _core, _names, _state, _types, numpy, tree
+from . import _dot as _products
 from ._call import CompilerParams, CostEstimate, GridSpec, no_block_spec, pallas_call
 from ._control import loop, run_scoped, run_state, when, with_scoped
-from ._dot import Precision, dot_general
 from ._memory import WITH_INDEX, atomic_cas, load, store, swap
-from ._names import NOT_SPECIFIED, PL_MISSING, PL_WRONG, deprecated, finder, show
+from ._names import NOT_SPECIFIED, PL_MISSING, PL_WRONG, finder, show
 from ._ops import debug_check, debug_print, enable_debug_checks, num_programs, program_id
-from ._state import core_map, new_ref
+from ._state import core_map
 from ._state import mesh_kernel as kernel
 from ._trace import Array, tracing
 from ._types import Blocked, Element, MemoryRef, Squeezed, squeezed
@@ -190,11 +190,11 @@ def _dot(a, b, trans_a=False, trans_b=False, allow_tf32=None, precision=None):
     if allow_tf32 is not None:
         if precision is not None:
             raise ValueError("pl.dot: only one of allow_tf32 and precision can be specified")
-        precision = Precision.HIGH if allow_tf32 else Precision.HIGHEST
+        precision = _products.Precision["HIGH" if allow_tf32 else "HIGHEST"]
     dtype = _core.promote_types([a.dtype, b.dtype])[0]
     dims = (((0 if trans_a else 1,), (1 if trans_b else 0,)), ((), ()))
     out = "int32" if _types.is_integer(dtype) else "float32"
-    return dot_general(a, b, dims, precision, out)
+    return _products.dot_general(a, b, dims, precision, out)
 
 
 def _debug_checks_enabled():
@@ -234,7 +234,7 @@ def _empty_like(x):
 def empty_ref_like(x):
     """A mutable array (``plgpu.new_ref``) for each leaf; contents are not promised."""
     _on_host("empty_ref_like")
-    return tree.map(lambda leaf: new_ref(_empty_like(leaf)), x)
+    return tree.map(lambda leaf: _state.new_ref(_empty_like(leaf)), x)
 
 
 def strides_from_shape(shape):
@@ -257,9 +257,9 @@ _find = finder("pl", PL_MISSING, PL_WRONG)
 
 def __getattr__(name):
     if name == "dot":
-        deprecated("pl.dot is an older spelling; use jnp.dot or lax.dot_general", 2)
+        _names.deprecated("pl.dot is an older spelling; use jnp.dot or lax.dot_general", 2)
         return _dot
     if name == "debug_checks_enabled":
-        deprecated(f"pl.{name} is an older spelling; use pl.enable_debug_checks.value", 2)
+        _names.deprecated(f"pl.{name} is an older spelling; use pl.enable_debug_checks.value", 2)
         return _debug_checks_enabled
     return _find(name)
