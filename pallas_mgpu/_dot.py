@@ -48,12 +48,14 @@ _ROUNDED = {
 
 def _rounded_to(precision, what):
     """The dtype that ``precision`` wants of float32 operands; None: as they are."""
-    given = precision if isinstance(precision, tuple) else (precision,)
-    for p in given:
-        if p is None or isinstance(p, (Precision, DotAlgorithmPreset)) and len(given) <= 2:
-            continue
-        names = [*Precision.__members__, *DotAlgorithmPreset.__members__, "FASTEST", "FLOAT32"]
-        if not isinstance(p, str) or p.upper() not in [*names, "BFLOAT16", "TENSORFLOAT32"]:
+    pair = isinstance(precision, tuple)
+    given = precision if pair else (precision,)
+    names = [*Precision.__members__, *DotAlgorithmPreset.__members__, "FASTEST", "FLOAT32"]
+    names += ["BFLOAT16", "TENSORFLOAT32"]
+    for p in given or (precision,):
+        known = p is None or isinstance(p, (Precision, DotAlgorithmPreset))
+        known = known or isinstance(p, str) and p.upper() in names
+        if not known or pair and len(given) != 2:
             raise ValueError(
                 f"{what}: precision must be None, a lax.Precision or two of them, a"
                 f" lax.DotAlgorithmPreset or the name of one, got {show(precision)}"

@@ -182,6 +182,7 @@ ELEMENTS = {
     "einsum letter": (ValueError, "not a letter", lambda x: jnp.einsum("i1->i", x)),
     "einsum array": (TypeError, "got 'x'|str", lambda x: jnp.einsum("ij,j->i", x, "x")),
     "precision": (ValueError, "lax.Precision", lambda x: jnp.dot(x, x.T, precision="exact")),
+    "no precision": (ValueError, "two of them", lambda x: jnp.dot(x, x.T, precision=())),
     "double": (
         NotImplementedError,
         "float64",
