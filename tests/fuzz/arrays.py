@@ -384,9 +384,11 @@ class Arrays:
                 continue
             n = max(1, d + self.rng.choice((-d // 2, -1, 0, 1, 8, d)))
             s = self.name("n")
-            multiple = self.rng.choice((1, 1, 8))
-            start = self.start(0, n // multiple * multiple, multiple)
-            self.emit(Node(f"{s} = {{}} + jnp.int32(0)", start, keep=True))
+            if self.chance(0.7):
+                start = self.dynamic(0, n)
+            else:
+                start = Node("pl.multiple_of({} * 8, 8)", self.dynamic(0, n // 8))
+            self.emit(Node(f"{s} = {{}}", start, keep=True))
             source.append(n)
             where.append(f"pl.ds({s}, {d})")
             starts.append(s)
