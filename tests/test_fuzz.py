@@ -47,10 +47,11 @@ def test_every_pattern_is_made():
     for seed in range(FIRST, FIRST + COUNT):
         made |= generate.generate(seed).features
     missing = {
-        "acc store", "broadcast", "cond", "copy", "copy out", "exchange", "fori", "layout", "loop",
-        "math", "multicast", "overhang", "own parts", "pipeline", "producer", "reduce", "ring",
-        "smem", "specialised", "store groups", "swizzle", "switch", "threads", "wgmma", "when",
-        "while",
+        "acc store", "any", "at", "atomic", "broadcast", "concatenate", "cond", "copy", "copy out",
+        "dot", "exchange", "fori", "gather", "layout", "loop", "masked", "masked store", "math",
+        "move", "multicast", "narrow", "overhang", "own parts", "pad", "phase", "pipeline", "prod",
+        "producer", "reduce", "ring", "scan", "search", "smem", "sort", "specialised",
+        "store groups", "swizzle", "switch", "threads", "transpose", "wgmma", "when", "while",
     } - made  # fmt: skip
     assert not missing
 
