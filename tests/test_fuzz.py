@@ -66,13 +66,13 @@ def test_the_shrinker_keeps_what_fails(monkeypatch):
     real = kernels.check
 
     def broken(case, expected=None, ways=(), seeds=()):
-        if ".sum(" in case.source or "jnp.sum(" in case.source:
+        if ".sum(" in case.source:
             raise kernels.Failure("interpret: wrong result", "a sum")
         return real(case, expected, ways=("interpret",), seeds=(0,))
 
     monkeypatch.setattr(kernels, "check", broken)
-    seed = next(s for s in range(1000) if "sum(" in generate.generate(s).source())
+    seed = next(s for s in range(1000) if ".sum(" in generate.generate(s).source())
     program = generate.generate(seed)
     small = kernels.shrink(program, ("interpret",), (0,), budget=300)
-    assert "sum(" in small.source()
+    assert ".sum(" in small.source()
     assert len(small.source()) < 0.7 * len(program.source())
