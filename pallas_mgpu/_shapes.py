@@ -185,9 +185,11 @@ def tile(x, reps):
     reps = _ints(reps, "tile: reps")
     reps = (1,) * (x.ndim - len(reps)) + reps
     shape = (1,) * (len(reps) - x.ndim) + x.shape
-    wide = [n for pair in zip(reps, shape) for n in pair]
-    kept = tuple(2 * k + 1 for k in range(len(shape)))
-    out = _core.broadcast_in_dim(x.reshape(shape), wide, kept)
+    wide, kept = [], []
+    for r, n in zip(reps, shape):
+        wide += [r, n] if r != 1 else [n]
+        kept.append(len(wide) - 1)
+    out = _core.broadcast_in_dim(x.reshape(shape), wide, tuple(kept))
     return out.reshape(tuple(r * n for r, n in zip(reps, shape)))
 
 

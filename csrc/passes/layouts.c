@@ -154,9 +154,11 @@ static void mark_op(pass *p, pm_opid op) {
   const pm_op *o = pm_get(p->g, op);
   switch (rule_of(p->g, op)) {
     case PM_LAY_LOAD:
-    case PM_LAY_MASKED:
     case PM_LAY_FREE:
       if (o->n_out && source_varies(p, op)) mark(p, o->out);
+      break;
+    case PM_LAY_MASKED: /* a mask of one element may have a layout that the user gave */
+      if (o->n_out && (source_varies(p, op) || operand_varies(p, op))) mark(p, o->out);
       break;
     case PM_LAY_ACC:
       if (o->n_out) mark(p, o->out);

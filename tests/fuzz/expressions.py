@@ -8,6 +8,7 @@ ref that has it, through slices, integers, transposes and reshapes."""
 
 import random
 
+from .arrays import Arrays
 from .kernels import Block, Node, Program
 
 FLOATS = ("float32", "float16", "bfloat16")
@@ -46,7 +47,7 @@ class Val:
         self.name, self.shape, self.dtype, self.kind = name, shape, dtype, kind
 
 
-class Expressions:
+class Expressions(Arrays):
     def __init__(self, seed, attempt):
         self.rng = random.Random(f"{seed}/{attempt}")
         self.p = Program(seed)
@@ -469,6 +470,7 @@ class Expressions:
             "switch": 0.4 if self.nesting < 3 else 0,
             "smem": 0.7 if self.nesting < 4 and shape else 0,
             "let": 1.5,
+            **self.array_productions(shape, dtype, kind),
         }
         return getattr(self, "make_" + self.pick_swarm(table))(shape, dtype, kind)
 
@@ -575,6 +577,14 @@ class Expressions:
                             "jnp.maximum({}, {})": 2, "jnp.minimum({}, {})": 2,
                             "lax.max({}, {})": 1, "lax.rem({}, {})": 0.5})  # fmt: skip
             a, b = two()
+            if shape and self.chance(0.1):
+                op = self.rng.choice(("jnp.fmax({}, {})", "jnp.fmin({}, {})",
+                                      "jnp.copysign({}, {})"))  # fmt: skip
+                return Node(op, self.value(shape, dtype, kind), self.value(shape, dtype, kind))
+            if shape and self.chance(0.1):
+                return Node(
+                    self.rng.choice(("({} - {})", "({} + {})")), self.literal(dtype, kind), a
+                )
             if op == "({} * {})" and self.chance(0.7):
                 return Node("lax.optimization_barrier({} * {})", a, b)
             return Node(op, a, b)
@@ -600,6 +610,9 @@ class Expressions:
         op = self.pick({"({} + {})": 3, "({} - {})": 3, "({} * {})": 2, "({} & {})": 1,
                         "({} | {})": 1, "({} ^ {})": 1, "jnp.maximum({}, {})": 1,
                         "jnp.minimum({}, {})": 1, "lax.add({}, {})": 0.5})  # fmt: skip
+        if shape and self.chance(0.1):  # a weak number comes first
+            op = self.rng.choice(("({} - {})", "({} * {})", "({} ^ {})"))
+            return Node(op, self.literal(dtype, kind), self.value(shape, dtype, kind))
         return Node(op, *two())
 
     def second(self, shape, dtype, kind):
@@ -623,7 +636,7 @@ class Expressions:
         if dtype in FLOATS:
             if kind == "norm":
                 ops = ("(-{})", "jnp.abs({})", "jnp.round({})", "jnp.floor({})", "jnp.ceil({})",
-                       "lax.round({})")  # fmt: skip
+                       "lax.round({})", "jnp.trunc({})")  # fmt: skip
             else:
                 ops = ("(-{})", "jnp.abs({})", "jnp.floor({})", "jnp.ceil({})", "jnp.round({})",
                        "lax.round({})", "jnp.sqrt(jnp.abs({}))", "lax.neg({})", "jnp.square({})",
@@ -631,7 +644,7 @@ class Expressions:
                        "(1.0 / {})")  # fmt: skip
             return Node(self.rng.choice(ops), x)
         ops = ["(-{})", "(~{})", "jnp.square({})", "({} ** 2)", "jnp.abs({})"]
-        ops += ["jnp.sign({})", "jnp.clip({}, 2, 77)"]
+        ops += ["jnp.sign({})", "jnp.clip({}, 2, 77)", "lax.clz({})", "lax.population_count({})"]
         return Node(self.rng.choice(ops), x)
 
     def make_where(self, shape, dtype, kind):
@@ -652,6 +665,8 @@ class Expressions:
         if self.chance(0.1):
             f = self.rng.choice(("jnp.isnan({})", "jnp.isfinite({})", "jnp.isinf({})"))
             return Node(f, self.value(shape, self.rng.choice(FLOATS)))
+        if self.chance(0.05):
+            return Node("jnp.signbit({})", self.value(shape, self.rng.choice(FLOATS), "norm"))
         if self.chance(0.15):
             return Node("({} != {})", self.value(shape, b := self.rng.choice(BYTES)),
                         self.value(shape, b))  # fmt: skip

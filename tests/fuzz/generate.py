@@ -74,6 +74,8 @@ class Gen(Expressions):
             return self.store_inexact(shape, dtype)
         if self.chance(0.25):
             return self.store_by_copy(shape, dtype)
+        if self.chance(0.1) and 0 < len(shape) < 4:
+            return self.store_masked(shape, dtype)
         return self.store(shape, dtype)
 
     def store_inexact(self, shape, dtype):
@@ -90,6 +92,13 @@ class Gen(Expressions):
         if self.chance(0.3):
             return self.store_by_copy(shape, dtype, x)
         self.store(shape, dtype, value=x)
+
+    def phase(self, number):
+        """Perhaps the argument that says which phase a wait is for."""
+        if self.chance(0.5):
+            return ""
+        self.feature("phase")
+        return f", phase={number}"
 
     # ---- segments --------------------------------------------------------------------------------
 
@@ -129,8 +138,12 @@ class Gen(Expressions):
         o = self.name("r")
         self.emit(Node(f"{o} = {{}}", self.target(shape, dtype)))
         self.emit(Node(f"{o}[...] = {{}}", self.value(shape, dtype)))
-        form = self.rng.randrange(3)
-        if form == 0:
+        form = self.rng.randrange(5)
+        if form > 2 and dtype != "float32":
+            old = self.change_atomically(o, shape, dtype)
+            if old:
+                self.store(shape, dtype, value=old)
+        elif form == 0:
             self.emit(Node(f"{o}[...] += {{}}", self.value(shape, dtype)))
         elif form == 1:
             old = self.name("v")
@@ -641,7 +654,8 @@ class Gen(Expressions):
             self.emit(fetch(str(k)))
         self.push()
         self.ints[-1].append((i, 0, steps - 1))
-        self.emit(Node(f"plgpu.barrier_wait({b}.at[{i} % {slots}])"))
+        phase = self.phase(f"{i} // {slots}")
+        self.emit(Node(f"plgpu.barrier_wait({b}.at[{i} % {slots}]{phase})"))
         v = self.name("v")
         self.emit(Node(f"{v} = {s}[{i} % {slots}]"))
         self.values[-1].append(Val(v, shape, dtype, kind))
@@ -884,7 +898,8 @@ class Gen(Expressions):
                 f"@pl.loop(0, {steps})\ndef {fl}({i}):\n"
                 f"    @pl.when({i} >= {slots})\n"
                 f"    def {fw}():\n"
-                f"        plgpu.barrier_wait({empty}.at[{i} % {slots}])\n"
+                f"        plgpu.barrier_wait({empty}.at[{i} % {slots}]"
+                f"{self.phase(f'{i} // {slots} - 1')})\n"
                 f"    plgpu.copy_gmem_to_smem({x}.at[{i}], {s}.at[{i} % {slots}],"
                 f" {full}.at[{i} % {slots}])",
                 keep=True,
@@ -892,14 +907,18 @@ class Gen(Expressions):
         )
         for k in range(max(0, steps - slots), steps):
             producer.statements.append(
-                Node(f"plgpu.barrier_wait({empty}.at[{k % slots}])", keep=True)
+                Node(
+                    f"plgpu.barrier_wait({empty}.at[{k % slots}]{self.phase(k // slots)})",
+                    keep=True,
+                )  # fmt: skip
             )
         self.emit(Node(f"@pl.when(t == 0)\ndef {fp}():\n{{}}", producer, keep=True))
         self.push()  # the consumers' branch
         self.push()  # its loop
         self.ints[-1].append((j, 0, steps - 1))
         v = self.name("v")
-        self.emit(Node(f"plgpu.barrier_wait({full}.at[{j} % {slots}])", keep=True))
+        phase = self.phase(f"{j} // {slots}")
+        self.emit(Node(f"plgpu.barrier_wait({full}.at[{j} % {slots}]{phase})", keep=True))
         self.emit(Node(f"{v} = {s}[{j} % {slots}]"))
         self.values[-1].append(Val(v, shape, dtype, kind))
         early = self.chance(0.5)

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from . import array_model
 from .values import (
     _INEXACT,
     BOOL,
@@ -501,9 +502,11 @@ def barrier_arrive(barrier):
     barrier.one().arrive()
 
 
-def barrier_wait(barrier):
-    bar, t = barrier.one(), here()
+def barrier_wait(barrier, phase=None):
+    bar, given = barrier.one(), phase
+    t = here()
     phase = bar.waits.setdefault(t.index, 0)
+    need(given is None or scalar(given) == phase, "another phase is waited for")
     t.machine.wait_until(lambda: bar.done > phase, t.index)
     bar.waits[t.index] = phase + 1
     for landed in bar.release.pop(phase, ()):
@@ -1083,7 +1086,10 @@ def _barrier_identity(x):
     return tree_map(lambda v: as_array(v).like(as_array(v).v, flags=as_array(v).flags & FUSED), x)
 
 
+_MASKED = array_model.masked(load, store)
+
 plgpu = types.SimpleNamespace(
+    **array_model.whole_atomics(_MASKED),
     SMEM=SMEM,
     GMEM="gmem",
     ACC=make_acc_type(),
@@ -1115,6 +1121,7 @@ plgpu = types.SimpleNamespace(
 )
 
 pl = types.SimpleNamespace(
+    **_MASKED,
     ds=lambda start, size: Slice(start, size),
     when=when,
     loop=loop,
@@ -1136,6 +1143,7 @@ def _multiple_of(x, n):
 
 
 lax = types.SimpleNamespace(
+    **array_model.LAX,
     axis_index=axis_index,
     axis_size=axis_size,
     fori_loop=fori_loop,
@@ -1173,6 +1181,7 @@ lax = types.SimpleNamespace(
 )  # fmt: skip
 
 jnp = types.SimpleNamespace(
+    **array_model.JNP,
     **{
         n: _Scalar(as_dtype(n))
         for n in "int8 int16 int32 uint8 uint16 uint32 float16 bfloat16 float32".split()
@@ -1212,6 +1221,10 @@ jnp = types.SimpleNamespace(
     remainder=_binary("mod"),
     maximum=_binary("max"),
     minimum=_binary("min"),
+    copysign=_binary("copysign"),
+    fmax=_binary("fmax"),
+    fmin=_binary("fmin"),
+    signbit=lambda x: unary("signbit", x),
     bitwise_and=_binary("and"),
     bitwise_or=_binary("or"),
     bitwise_xor=_binary("xor"),

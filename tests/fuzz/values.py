@@ -93,8 +93,29 @@ def _int_to_half(x, to):
         return f.astype(to)
 
 
+INT4 = {np.dtype(ml_dtypes.int4): (-8, 7), np.dtype(ml_dtypes.uint4): (0, 15)}
+NARROW = {np.dtype(ml_dtypes.float8_e4m3fn): 448, np.dtype(ml_dtypes.float8_e5m2): 57344, **INT4}
+
+
+def _to_narrow(v, to):
+    """Saturated from floats; integers keep their low bits in int4, and reach floats by float32."""
+    if to not in INT4:
+        return np.clip(widen(v).astype(f32), -NARROW[to], NARROW[to]).astype(to)
+    low, high = INT4[to]
+    if is_float(v.dtype):
+        w = np.trunc(widen(v).astype(np.float64))
+        return np.where(np.isnan(w), 0, np.clip(w, low, high)).astype(np.int8).astype(to)
+    return ((v.astype(np.int64) - low) % 16 + low).astype(np.int8).astype(to)
+
+
 def convert(v, to):
     """A NumPy array in another dtype, by the rules of the language."""
+    if v.dtype == to:
+        return v
+    if v.dtype in NARROW:
+        v = v.astype(i32 if v.dtype in INT4 else f32)
+    if to in NARROW:
+        return _to_narrow(v, to)
     if v.dtype == to:
         return v
     if to == BOOL:
@@ -150,16 +171,6 @@ class A:
 
     def view(self, dtype):
         return bitcast(self, dtype)
-
-    def __getitem__(self, idx):
-        idx = idx if isinstance(idx, tuple) else (idx,)
-        need(not any(isinstance(i, A) for i in idx), "traced index of an array")
-        try:
-            out = self.v[idx]
-        except IndexError as e:
-            raise Invalid(str(e)) from None
-        need(out.size, "empty slice")
-        return self.like(out)
 
     def __bool__(self):
         raise TypeError("bool() of a traced value")
@@ -270,6 +281,11 @@ def _shift(f):
     return g
 
 
+def _copysign(x, y):
+    need(not np.isnan(y).any(), "sign of NaN")
+    return np.copysign(x, y)
+
+
 _MAX = _zero_aware(np.maximum, lambda u, w: u & w)
 _MIN = _zero_aware(np.minimum, lambda u, w: u | w)
 _BITWISE = {"and", "or", "xor", "eq", "ne"}
@@ -283,6 +299,9 @@ _BINARY = {
     "mod": _mod,
     "max": lambda x, y: x | y if x.dtype == BOOL else _MAX(x, y),
     "min": lambda x, y: x & y if x.dtype == BOOL else _MIN(x, y),
+    "copysign": _copysign,
+    "fmax": lambda x, y: np.where(np.isnan(x), y, np.where(np.isnan(y), x, _MAX(x, y))),
+    "fmin": lambda x, y: np.where(np.isnan(x), y, np.where(np.isnan(y), x, _MIN(x, y))),
     "and": lambda x, y: x & y,
     "or": lambda x, y: x | y,
     "xor": lambda x, y: x ^ y,
@@ -352,7 +371,27 @@ def _sign(x):
     return np.where(x == 0, f32.type(0), np.copysign(f32.type(1), x))
 
 
+def _signbit(x):
+    need(not np.isnan(x).any(), "sign of NaN")
+    return np.signbit(x)
+
+
+def _bits(x):
+    """Each number's bits along a new last dim, the highest first."""
+    width = 8 * x.dtype.itemsize
+    return (x.view(f"u{x.dtype.itemsize}")[..., None] >> np.arange(width)[::-1]) & 1
+
+
+def _clz(x):
+    bits = _bits(x)
+    return np.where(bits.any(-1), bits.argmax(-1), bits.shape[-1])
+
+
+_BITS = {"clz": _clz, "popcount": lambda x: _bits(x).sum(-1)}
 _UNARY = {
+    "trunc": np.trunc,
+    "signbit": _signbit,
+    **_BITS,
     "neg": lambda x: -x,
     "abs": np.abs,
     "sign": _sign,
@@ -393,6 +432,9 @@ def unary(op, x):
         pass
     else:
         exact(x)
+    if op in _BITS:
+        need(is_int(d), "{} of {}", op, d)
+        return x.like(_BITS[op](np.asarray(x.v)).astype(d))
     need(is_float(d) or op in ("neg", "abs", "sign", "not"), "{} of {}", op, d)
     need(op != "not" or not is_float(d), "~ of a float")
     eight = d.itemsize == 1 and d != BOOL and x.shape != ()
@@ -401,7 +443,7 @@ def unary(op, x):
     if op == "abs" and d.kind == "u":
         return x
     with np.errstate(all="ignore"):
-        r = _UNARY[op](widen(x.v)).astype(d)
+        r = _UNARY[op](widen(x.v)).astype(BOOL if op == "signbit" else d)
     keep = PRODUCT | FUSED if op in ("neg", "abs") else FUSED
     return x.like(r, flags=x.flags & keep)
 
