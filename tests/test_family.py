@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import pallas_mgpu as plgpu
-from pallas_mgpu import nn
+from pallas_mgpu import nn, pl
 
 f16, f32 = np.float16, np.float32
 
@@ -199,3 +199,21 @@ def test_it_is_a_function():
 
 def test_core_count():
     assert plgpu.core_count() > 0
+
+
+def test_checks_that_come_and_go():
+    """A kernel that was found without checks does not serve a call with them, nor the other way."""
+
+    @plgpu.kernel_family
+    def half(x):
+        def body(x_ref, o_ref):
+            pl.debug_check(x_ref[0] < 100, "large")
+            o_ref[...] = x_ref[...] / 2
+
+        return plgpu.kernel(body, out_type=x, interpret=True)
+
+    x = np.full(4, 200, f32)
+    for _ in range(2):
+        np.testing.assert_array_equal(half(x), x / 2)
+        with pl.enable_debug_checks(True), pytest.raises(AssertionError, match="large"):
+            half(x)

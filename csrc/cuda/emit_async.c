@@ -1,8 +1,9 @@
 /* Barriers, copies by engines, and what orders them.
  *
  * A wait takes its parity from a word of phase bits, one for each barrier of the allocation, that
- * every lane keeps and flips; or from its operand, if all waits on the allocation have one. One lane arrives for all of a thread; passes/sync.c has the lanes
- * meet before where that is needed. An arrival on a cluster barrier is one for each block that it
+ * every lane keeps and flips; or from its operand, if all waits on the allocation have one. One
+ * lane arrives for all of a thread; passes/sync.c has the lanes meet before where that is needed.
+ * An arrival on a cluster barrier is one for each block that it
  * signals: lane k arrives at the k-th of them. A copy by an engine is issued by one elected lane of
  * warp 0 (lane.c), always the same (elect.sync with all lanes gives the same one), so that this
  * lane's bulk groups are those of the thread. It arrives, with the bytes to expect, before it
