@@ -1,11 +1,11 @@
 /* Family: a function of arrays and options that finds its kernel by their types and values.
  *
  * A call's arrays, by position or by name, are operands; everything else given by name is an
- * option. The key of a call is where the arrays lie, their dtypes, shapes and alignment, whether
- * checks are traced, and the names and values of the options in the order given. A hit is one pass
- * over the arguments, one hash, and the kernel's own call from there on (call.h); no Python code
- * runs. A miss asks `make`, which binds the arguments to the signature and knows the kernels made
- * for other spellings of the same call.
+ * option. The key of a call is where the arrays lie, their dtypes, shapes and alignment, and the
+ * names and values of the options in the order given. A hit is one pass over the arguments, one
+ * hash, and the kernel's own call from there on (call.h); no Python code runs. A miss asks `make`,
+ * which binds the arguments to the signature and knows the kernels made for other spellings of the
+ * same call.
  *
  * Entries are never removed, so that they can be used without a lock: options are things of which
  * a program has few. */
@@ -85,14 +85,13 @@ static bool is_misaligned(const pmpy_buffer *b) { return b->cuda && b->ptr % ALI
 /* The key, and its hash; 0 or -1. */
 static int make_key(const family *f, request *r) {
   const pmpy_call *c = &r->c;
-  size_t most = 3 + c->n_in * (size_t)(PM_MAX_RANK + 1) + r->n_values;
+  size_t most = 2 + c->n_in * (size_t)(PM_MAX_RANK + 1) + r->n_values;
   r->ints = r->few;
   if (most > FEW_INTS) r->ints = r->many = PyMem_Malloc(most * sizeof *r->ints);
   if (!r->ints) return PyErr_NoMemory(), -1;
   int64_t *at = r->ints;
   *at++ = c->cuda ? c->device : -1;
   *at++ = r->n_args;
-  *at++ = pmpy.debug_checks;
   for (uint32_t i = 0; i < c->n_in; i++) {
     const pmpy_buffer *b = &c->in[i];
     *at++ = b->dtype | b->rank << 8 | is_misaligned(b) << 16;
