@@ -558,3 +558,19 @@ def test_limits_of_moves():
 
 def x_type(x):
     return plgpu.ShapeDtypeStruct(x.shape, x.dtype)
+
+
+def test_pieces_are_joined_in_registers(run, rng):
+    """Where the layouts allow it nothing goes through memory, and each piece has its place."""
+    wgmma = plgpu.Layout.WGMMA
+
+    def body(x, y, o):
+        parts = [plgpu.load(r, layout=wgmma) for r in (x, y)]
+        o[...] = plgpu.layout_cast(jnp.concatenate(parts, axis=1), wgmma)
+
+    x, y = rng.standard_normal((2, 64, 32)).astype(np.float32)
+    want = np.concatenate([x, y], axis=1)
+    np.testing.assert_array_equal(run(body, want, x, y), want)
+    text = run.kernel(body, want).lower(x, y).as_text("cuda")
+    entry = text[text.index('extern "C"') :]
+    assert "concat" in entry and "_shared<" not in entry
