@@ -508,44 +508,62 @@ F16, BF16, F32 = np.float16, ml_dtypes.bfloat16, np.float32
 def test_products(a_turned, b_turned, registers, acc, dtype):
     """A before B, low words before high ones; scale-d is true but in the first product of a fresh
     accumulator, both scales of the inputs are 1, and then come the bits that say which operands are
-    not contiguous along K."""
+    not contiguous along K. Step k begins where its 16 columns of A and rows of B are."""
     text = product(a_turned, b_turned, registers, acc, dtype).as_text("cuda")
-    found = re.findall(r"FN void (wgmma_m64n16k16_\w+)\(([^)]*)\) {\n  asm volatile\((.*?)\);\n}",
-                       text, re.S)  # fmt: skip
-    names = [name for name, _, _ in found]
-    assert [name.endswith("_fresh") for name in names] == [True, False]
+    found = re.findall(r"FN void (wgmma_m64n16k16_\w+)\(([^)]*)\) {\n#define D \"(.*?)\"\n"
+                       r"  asm volatile\((.*?)\);\n#undef D\n}", text, re.S)  # fmt: skip
+    ((name, _, registers_of_d, statement),) = found
+    assert "_x4_fresh" in name
     n = 8 if acc is F32 else 4
     types = {F16: "f16", BF16: "bf16", F32: "f32"}
-    d = ",".join(f"%{k}" for k in range(n))
-    tail = f"mb, p, 1, 1, {int(not b_turned)}; }}"
-    if registers:
-        a = "{" + ",".join(f"%{n + k}" for k in range(4)) + "}, " + tail
-        moves = f"mov.b64 mb, {{%{n + 4}, %{n + 5}}};"
-        inputs = [f"a[{k}]" for k in range(4)]
-    else:
-        a = "ma, " + tail.replace("1, 1, ", f"1, 1, {int(a_turned)}, ")
-        moves = f"mov.b64 ma, {{%{n}, %{n + 1}}}; mov.b64 mb, {{%{n + 2}, %{n + 3}}};"
-        inputs = ["a", "a_high"]
-    for name, _, statement in found:
-        code, *operands = re.split(r"\s:\s+", re.sub(r"\s+", " ", statement))
-        code = re.sub(r"\s+", " ", re.sub(r'\\n|"', "", code)).replace("{ %", "{%")
-        add, way = ("ne", "=") if name.endswith("_fresh") else ("eq", "+")
-        assert code.strip() == (
-            f"{{ .reg .pred p; .reg .b64 ma, mb; setp.{add}.b32 p, 0, 0; {moves} wgmma.mma_async"
-            f".sync.aligned.m64n16k16.{types[acc]}.{types[dtype]}.{types[dtype]} {{{d}}}, {a}"
-        )
-        letter = "f" if acc is F32 else "r"
-        assert operands[0] == ", ".join(f'"{way}{letter}"(d[{k}])' for k in range(n))
-        assert operands[1] == ", ".join(f'"r"({x})' for x in [*inputs, "b", "b_high"])
-        assert operands[2] == '"memory"'
-    issued = re.findall(r"  (wgmma_m64n16k16_\w+)\((.*)\);", text)
-    assert [name for name, _ in issued] == names  # the second one in a loop
-    calls = [call for _, call in issued]
-    highs = {x for call in calls for x in re.findall(r"0x[0-9a-f]+u", call)}
+    assert registers_of_d == "{" + ",".join(f"%{k}" for k in range(n)) + "}"
+    code, *operands = re.split(r"\s:\s+", re.sub(r"\s+", " ", statement))
+    code = re.sub(r"\s+", " ", re.sub(r'\\n|"', "", code))
+    opening, rest = code.split("; setp.ne", 1)
+    assert opening.strip() == "{ .reg .pred p; .reg .b64 ma, mb; .reg .b32 t"
+    steps = ("setp.ne" + rest).rstrip(" }").split(" D , ")
+    swizzle = 128 if b_turned else 32
+
+    def begins(k, turned, rows):
+        """In units of 16 bytes; tiles of all rows by the bytes of the swizzle follow each other."""
+        if turned:
+            return k * 16 * swizzle // 16
+        tile, inside = divmod(k, swizzle // 32)
+        return tile * rows * swizzle // 16 + inside * 2
+
+    a_at = [begins(k, a_turned, 64) for k in range(4)]
+    b_at = [begins(k, not b_turned, 16) for k in range(4)]
+
+    def descriptor(which, low, at):
+        move = f"add.u32 t, %{low}, {at}; " if at else ""
+        return f"{move}mov.b64 {which}, {{{'t' if at else f'%{low}'}, %{low + 1}}}; "
+
+    want, b = [], n + (16 if registers else 2)
+    for k in range(4):
+        step = {0: "setp.ne.b32 p, 0, 0; ", 1: "setp.eq.b32 p, 0, 0; "}.get(k, "")
+        if not registers:
+            step += descriptor("ma", n, a_at[k])
+        step += descriptor("mb", b, b_at[k])
+        t = types[dtype]
+        want.append(f"{step}wgmma.mma_async.sync.aligned.m64n16k16.{types[acc]}.{t}.{t}")
+        a = "{" + ",".join(f"%{n + 4 * k + i}" for i in range(4)) + "}, mb, p, 1, 1, "
+        tail = a if registers else f"ma, mb, p, 1, 1, {int(a_turned)}, "
+        want.append(f"{tail}{int(not b_turned)};")
+    got = [
+        x.strip()
+        for step in steps
+        for x in re.split(r"(?<=, p, 1, 1, [01];) |(?<=, p, 1, 1, [01], [01];) ", step)
+    ]
+    assert [x for x in got if x] == want
+    letter = "f" if acc is F32 else "r"
+    inputs = [f"a[{k}]" for k in range(16)] if registers else ["a", "a_high"]
+    assert operands[0] == ", ".join(f'"={letter}"(d[{k}])' for k in range(n))
+    assert operands[1] == ", ".join(f'"r"({x})' for x in [*inputs, "b", "b_high"])
+    assert operands[2] == '"memory"'
+    (call,) = re.findall(rf"  {name}\((.*)\);", text)
     # 1 << 30: 128 bytes, 3 << 30: 32 bytes; groups of 8 rows lie 1024 or 256 bytes apart
     b_high = "0x40000040u" if b_turned else "0xc0000010u"
-    assert highs == {b_high}
-    assert calls and all(call.endswith(b_high) for call in calls)
+    assert set(re.findall(r"0x[0-9a-f]+u", call)) == {b_high} and call.endswith(b_high)
 
 
 def test_pins_name_every_register():

@@ -31,6 +31,7 @@ typedef struct access {
   int vec_dim;                /* dimension of the layout along which vectors run, -1: none */
   int matrix;                 /* 1, 2: ldmatrix / stmatrix, plain or transposed */
   bool split;                 /* the swizzle can be split */
+  bool words;                 /* registers are pairs of 16-bit elements */
   const char *stem, *i, *address, *valid; /* i: number of the vector */
 } access;
 
@@ -62,6 +63,12 @@ const char *pm_sum_text(pm_gen *e, const pm_sum *s, const char *number, int64_t 
     if (p.mul * scale != 1) pm_putf(&t, " * %lld", (long long)(p.mul * scale));
   }
   return t.n ? t.at : "0";
+}
+
+int64_t pm_sum_at(const pm_sum *s, int64_t number) {
+  int64_t r = 0;
+  for (uint32_t k = 0; k < s->n; k++) r += number / s->at[k].div % s->at[k].size * s->at[k].mul;
+  return r;
 }
 
 static int64_t sum_max(const pm_sum *s) {
@@ -639,6 +646,7 @@ static bool plan_matrix(access *a) {
 /* ---- arrays ------------------------------------------------------------------------------ */
 
 static const char *element(access *a, const char *x) {
+  if (a->words) return a->n == 1 ? x : pm_str(a->e, "&%s[i * %lld]", x, (long long)(a->vec / 2));
   if (a->vec == 1 || a->n == 1) return pm_str(a->e, "&%s[%s]", x, a->i);
   return pm_str(a->e, "&%s[i * %lld]", x, (long long)a->vec);
 }
@@ -647,8 +655,13 @@ const char *pm_space_of(const pm_view *v) {
   return v->space == PM_GMEM ? "global" : v->cluster_val ? "cluster" : "shared";
 }
 
-void pm_load_array(pm_gen *e, const pm_layout *l, const pm_view *v, const char *x) {
-  access a = {.e = e, .l = l, .v = v};
+bool pm_is_matrix(pm_gen *e, const pm_layout *l, const pm_view *v, bool store) {
+  access a = {.e = e, .l = l, .v = v, .store = store};
+  return plan_matrix(&a);
+}
+
+void pm_load_array(pm_gen *e, const pm_layout *l, const pm_view *v, const char *x, bool words) {
+  access a = {.e = e, .l = l, .v = v, .words = words};
   const char *type = pm_cpp_type(v->dtype);
   if (!plan_matrix(&a)) plan(&a);
   begin_access(&a);
@@ -715,8 +728,8 @@ static void store(access *a, const char *what) {
   }
 }
 
-void pm_store_array(pm_gen *e, const pm_layout *l, const pm_view *v, const char *x) {
-  access a = {.e = e, .l = l, .v = v, .store = true};
+void pm_store_array(pm_gen *e, const pm_layout *l, const pm_view *v, const char *x, bool words) {
+  access a = {.e = e, .l = l, .v = v, .store = true, .words = words};
   const char *first = pm_first_copy(e, l);
   if (!plan_matrix(&a)) plan(&a);
   if (first) pm_begin(e, "if (%s) {", first);

@@ -194,6 +194,10 @@ int64_t pm_regs_of(const pm_gen *e, pm_val v) {
 }
 
 const char *pm_declare(pm_gen *e, pm_val v, pm_val named_like) {
+  if (e->into[v]) {
+    pm_bind(e, v, e->into[v], PM_FORM_ARRAY);
+    return e->into[v];
+  }
   const char *name = pm_name_of(e, named_like);
   const char *type = pm_cpp_type(pm_typeof(e->g, v)->dtype);
   if (pm_wants_array(e, v)) {
@@ -264,6 +268,14 @@ static void emit_pair_convert(pm_gen *e, pm_opid op) {
   const pm_val in = pm_in(e->g, op, 0), out = pm_get(e->g, op)->out;
   const char *fn = pair_convert(e, op);
   pm_note(e, op, "");
+  if (e->only_words[out]) {
+    const char *words = pm_declare_words(e, out);
+    pm_line(e, "#pragma unroll");
+    pm_line(e, "for (int r = 0; r < %lld; r += 2) %s[r / 2] = pair_%s(%s, %s);",
+            (long long)pm_regs_of(e, out), words, pm_cpp_type(pm_typeof(e->g, out)->dtype),
+            pm_at(e, in, "r"), pm_at(e, in, "r + 1"));
+    return;
+  }
   const char *name = pm_declare(e, out, out);
   pm_line(e, "#pragma unroll");
   pm_line(e, "for (int r = 0; r < %lld; r += 2) %s(&%s[r], %s, %s);", (long long)pm_regs_of(e, out),
@@ -277,14 +289,26 @@ static bool is_array_barrier(pm_gen *e, pm_opid op) {
          pm_dtypes[pm_typeof(e->g, o->out)->dtype].bits == 32;
 }
 
+/* Is this the only use of an array that was made in the same block? */
+static bool ends_here(const pm_gen *e, pm_opid op, pm_val v) {
+  const pm_opid def = pm_value_of(e->g, v)->def;
+  return def && e->uses[v] == 1 && pm_is_array(e, v) &&
+         pm_get(e->g, def)->parent == pm_get(e->g, op)->parent;
+}
+
 static void emit_array_barrier(pm_gen *e, pm_opid op) {
   enum { MOST = 128 };
-  const pm_val out = pm_get(e->g, op)->out;
+  const pm_val out = pm_get(e->g, op)->out, in = pm_in(e->g, op, 0);
   const pm_dtype t = pm_typeof(e->g, out)->dtype;
   const int64_t n = pm_regs_of(e, out);
   pm_note(e, op, "optimization_barrier");
-  const char *name = pm_declare(e, out, out);
-  pm_assign(e, out, pm_in(e->g, op, 0));
+  if (ends_here(e, op, in)) {
+    pm_alias(e, out, in);
+  } else {
+    pm_declare(e, out, out);
+    pm_assign(e, out, in);
+  }
+  const char *name = e->slot[out].text;
   for (int64_t k = 0; k < n; k += MOST) {
     const char *pin = pm_family_pin(e, t, pm_min(MOST, n - k));
     pm_line(e, "%s(&%s[%lld]);", pin, name, (long long)k);

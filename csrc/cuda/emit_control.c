@@ -2,11 +2,7 @@
  *
  * What a region carries or returns is a C++ variable declared in front of it; region arguments and
  * results of the op share its slot. A YIELD assigns; where it permutes carries, those read after
- * they were written are saved first.
- *
- * Arrays of narrow elements are carried as 32-bit words: the compiler would keep each element in a
- * register of its own wherever branches meet. In a region, and behind it, they are arrays again;
- * where only words are wanted, as by wgmma, nothing remains of that. */
+ * they were written are saved first. Arrays of narrow elements are carried as words (words.c). */
 #include "gen.h"
 
 static pm_code check_carries(pm_gen *e, pm_opid op) {
@@ -39,51 +35,20 @@ static const char *copy_of(pm_gen *e, pm_val v) {
   return name;
 }
 
-/* ---- words ------------------------------------------------------------------------------- */
-
-static bool is_packed(const pm_gen *e, pm_val v) {
-  const pm_dtype t = pm_typeof(e->g, v)->dtype;
-  const int bytes = pm_dtypes[t].bytes;
-  return pm_wants_array(e, v) && t != PM_BOOL && bytes < 4 && pm_regs_of(e, v) * bytes % 4 == 0;
-}
-
 /* Names of the words that results of an op are carried in, NULL for the others. */
 static const char **declare_words(pm_gen *e, pm_opid op) {
   const pm_op *o = pm_get(e->g, op);
   const char **words = PM_NEW(e->arena, const char *, o->n_out + 1);
   for (uint32_t k = 0; k < o->n_out; k++) {
-    if (!is_packed(e, o->out + k)) continue;
-    const int bytes = pm_dtypes[pm_typeof(e->g, o->out + k)->dtype].bytes;
-    words[k] = pm_unique(e, "words");
-    pm_line(e, "u32 %s[%lld];", words[k], (long long)pm_regs_of(e, o->out + k) * bytes / 4);
+    if (pm_is_packed(e, o->out + k)) words[k] = pm_new_words(e, o->out + k, "words");
   }
   return words;
-}
-
-static void pack(pm_gen *e, const char *words, pm_val like, pm_val v) {
-  const char *type = pm_cpp_type(pm_typeof(e->g, like)->dtype);
-  const int64_t n = pm_regs_of(e, like);
-  pm_at(e, v, "0");
-  const char *from = e->slot[v].text;
-  if (!pm_is_array(e, v)) {
-    from = pm_unique(e, "same");
-    pm_line(e, "%s %s[%lld];", type, from, (long long)n);
-    if (n > 1) pm_line(e, "#pragma unroll");
-    pm_line(e, "for (int r = 0; r < %lld; r++) %s[r] = %s;", (long long)n, from, e->slot[v].text);
-  }
-  pm_line(e, "pack<%s, %lld>(%s, %s);", type, (long long)n, words, from);
-}
-
-static void unpack(pm_gen *e, const char *words, pm_val v, pm_val named_like) {
-  const char *name = pm_declare(e, v, named_like);
-  pm_line(e, "unpack<%s, %lld>(%s, %s);", pm_cpp_type(pm_typeof(e->g, v)->dtype),
-          (long long)pm_regs_of(e, v), name, words);
 }
 
 static void unpack_results(pm_gen *e, pm_opid op, const char **words) {
   const pm_op *o = pm_get(e->g, op);
   for (uint32_t k = 0; k < o->n_out; k++) {
-    if (words[k]) unpack(e, words[k], o->out + k, o->out + k);
+    if (words[k]) pm_unpack(e, words[k], o->out + k, o->out + k);
   }
 }
 
@@ -100,6 +65,10 @@ static void emit_yield(pm_gen *e, pm_blk block, pm_val first, const char **words
     pm_at(e, v, "0");
     from[k] = e->slot[v];
     for (uint32_t j = 0; j < k; j++) { /* a variable that is written before it is read here */
+      if (words[k] && words[j] && words[j] == from[k].text && from[j].text != from[k].text) {
+        from[k].text = pm_copy_words(e, v);
+        break;
+      }
       if (words[j] || words[k]) continue;
       if (e->slot[first + j].text == from[k].text && from[j].text != from[k].text) {
         from[k].text = copy_of(e, v);
@@ -109,14 +78,14 @@ static void emit_yield(pm_gen *e, pm_blk block, pm_val first, const char **words
   }
   for (uint32_t k = 0; k < n; k++) {
     const pm_val v = pm_in(e->g, y, k);
-    if (words[k]) {
-      pack(e, words[k], first + k, v);
-      continue;
-    }
-    if (from[k].text == e->slot[first + k].text) continue;
+    if (from[k].text == (words[k] ? words[k] : e->slot[first + k].text)) continue;
     const pm_slot keep = e->slot[v];
     e->slot[v] = from[k];
-    pm_assign(e, first + k, v);
+    if (words[k]) {
+      pm_pack(e, words[k], first + k, v);
+    } else {
+      pm_assign(e, first + k, v);
+    }
     e->slot[v] = keep;
   }
 }
@@ -128,7 +97,7 @@ static const char **declare_carries(pm_gen *e, pm_opid op, uint32_t skip, pm_val
     const pm_val init = pm_in(e->g, op, skip + k);
     pm_at(e, init, "0");
     if (words[k]) {
-      pack(e, words[k], o->out + k, init);
+      pm_pack(e, words[k], o->out + k, init);
       continue;
     }
     pm_declare(e, o->out + k, named(e, o->out + k, args ? args + k : 0));
@@ -148,7 +117,7 @@ static void share_carries(pm_gen *e, pm_opid op, pm_val args, const char **words
 static void unpack_carries(pm_gen *e, pm_opid op, pm_val args, const char **words) {
   const pm_op *o = pm_get(e->g, op);
   for (uint32_t k = 0; k < o->n_out; k++) {
-    if (words[k]) unpack(e, words[k], args + k, named(e, o->out + k, args + k));
+    if (words[k]) pm_unpack(e, words[k], args + k, named(e, o->out + k, args + k));
   }
 }
 
@@ -202,6 +171,17 @@ pm_code pm_cuda_WHILE(pm_gen *e, pm_opid op) {
   return PM_OK;
 }
 
+/* Arrays that a region without carries ends with are made in the variables of the results. */
+static void make_in_place(pm_gen *e, pm_blk block, pm_val first, const char **words) {
+  const pm_opid y = pm_terminator(e->g, block);
+  for (uint32_t k = 0; k < pm_get(e->g, y)->n_in; k++) {
+    const pm_val v = pm_in(e->g, y, k);
+    if (!words[k] && pm_is_array(e, first + k) && pm_wants_array(e, v) && !e->into[v]) {
+      e->into[v] = e->slot[first + k].text;
+    }
+  }
+}
+
 static const char **declare_results(pm_gen *e, pm_opid op) {
   const pm_op *o = pm_get(e->g, op);
   const char **words = declare_words(e, op);
@@ -214,6 +194,7 @@ static const char **declare_results(pm_gen *e, pm_opid op) {
 static pm_code emit_branch(pm_gen *e, pm_opid op, uint32_t region, const char **words) {
   const pm_blk b = pm_region(e->g, op, region);
   const int64_t registers = e->registers;
+  make_in_place(e, b, pm_get(e->g, op)->out, words);
   PM_TRY(pm_gen_block(e, b));
   emit_yield(e, b, pm_get(e->g, op)->out, words);
   e->registers = registers;

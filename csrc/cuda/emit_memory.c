@@ -41,9 +41,13 @@ pm_code pm_cuda_LOAD(pm_gen *e, pm_opid op) {
   pm_view v;
   PM_TRY(view_of(e, op, pm_in(e->g, op, 0), &v));
   pm_note(e, op, "load");
+  if (e->only_words[out]) {
+    pm_load_array(e, pm_value_layout(e->g, out), &v, pm_declare_words(e, out), true);
+    return PM_OK;
+  }
   const char *name = pm_declare(e, out, out);
   if (pm_is_array(e, out)) {
-    pm_load_array(e, pm_value_layout(e->g, out), &v, name);
+    pm_load_array(e, pm_value_layout(e->g, out), &v, name, false);
     return PM_OK;
   }
   if (pm_type_size(pm_typeof(e->g, out)) > 1) {
@@ -62,8 +66,9 @@ pm_code pm_cuda_STORE(pm_gen *e, pm_opid op) {
   PM_TRY(view_of(e, op, pm_in(e->g, op, 0), &v));
   pm_note(e, op, "store");
   const char *x = pm_at(e, in, "0");
-  if (pm_is_array(e, in)) {
-    pm_store_array(e, pm_value_layout(e->g, in), &v, e->slot[in].text);
+  const bool words = e->slot[in].form == PM_FORM_WORDS;
+  if (words || pm_is_array(e, in)) {
+    pm_store_array(e, pm_value_layout(e->g, in), &v, e->slot[in].text, words);
     return PM_OK;
   }
   if (pm_type_size(pm_typeof(e->g, in)) > 1) {

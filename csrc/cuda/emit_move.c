@@ -40,7 +40,7 @@ static int64_t bytes_of(const pm_gen *e, pm_val v) {
 
 static void put_array(pm_gen *e, pm_val v, const pm_view *view) {
   pm_at(e, v, "0");
-  if (pm_is_array(e, v)) pm_store_array(e, pm_layout_in(e, v), view, e->slot[v].text);
+  if (pm_is_array(e, v)) pm_store_array(e, pm_layout_in(e, v), view, e->slot[v].text, false);
   else pm_store_splat(e, view, pm_at(e, v, "0"));
 }
 
@@ -50,7 +50,7 @@ static void take_result(pm_gen *e, pm_opid op, const pm_view *view) {
   pm_line(e, PM_LANES_SYNC);
   const char *name = pm_declare(e, out, out);
   if (pm_is_array(e, out)) {
-    pm_load_array(e, pm_layout_in(e, out), view, name);
+    pm_load_array(e, pm_layout_in(e, out), view, name, false);
   } else {
     pm_line(e, "ld_shared<%s, 1>(&%s, %s);", pm_cpp_type(view->dtype), name,
             pm_view_address(e, view));

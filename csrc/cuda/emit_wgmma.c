@@ -74,7 +74,7 @@ static void write_registers(pm_gen *e, const part *p, const char *x, const char 
 }
 
 static pm_code check_wgmma_layout(pm_gen *e, pm_opid op, pm_val array) {
-  if (pm_is_array(e, array) && !pm_is_wgmma(pm_value_layout(e->g, array))) {
+  if (e->slot[array].form != PM_FORM_SCALAR && !pm_is_wgmma(pm_value_layout(e->g, array))) {
     return pm_gen_fail(e, op, PM_E_INTERNAL, "its array is not in the WGMMA layout");
   }
   return PM_OK;
@@ -225,25 +225,14 @@ static uint32_t high_word(const operand *o) {
   return (uint32_t)(o->stride >> 4) | mode << 30;
 }
 
-/* Low word of the descriptor for step k and row block m, texts of their numbers. */
-static const char *low_word(pm_gen *e, const char *name, const operand *o, const char *k,
-                            const char *m) {
-  k = strcmp(k, "0") ? pm_sum_text(e, &o->k, k, 1) : "0";
-  m = strcmp(m, "0") ? pm_sum_text(e, &o->m, m, 1) : "0";
-  const bool has_k = strcmp(k, "0"), has_m = strcmp(m, "0");
-  if (has_k && has_m) return pm_str(e, "%s + (%s + %s)", name, k, m);
-  if (has_k || has_m) return pm_str(e, "%s + (%s)", name, has_k ? k : m);
-  return name;
-}
-
 /* A in registers: pairs of 16-bit values as words in the order of the layout, all of them in front
  * of the first product. */
 static void pack_a(pm_gen *e, pm_val a) {
   const int64_t words = pm_regs_of(e, a) / 2;
   const char *type = pm_cpp_type(pm_typeof(e->g, a)->dtype);
   pm_line(e, "u32 a[%lld];", (long long)words);
-  if (pm_is_array(e, a)) {
-    pm_line(e, "pack<%s, %lld>(a, %s);", type, (long long)(words * 2), e->slot[a].text);
+  if (e->slot[a].form != PM_FORM_SCALAR) {
+    pm_pack(e, "a", a, a);
   } else {
     pm_line(e, "const %s x[2] = {%s, %s};", type, pm_at(e, a, "0"), pm_at(e, a, "0"));
     pm_line(e, "#pragma unroll");
@@ -252,31 +241,37 @@ static void pack_a(pm_gen *e, pm_val a) {
   pm_line(e, "%s(a);", pm_family_pin(e, PM_F16, words));
 }
 
-typedef struct product {
-  const part *acc;
-  const operand *a, *b; /* a NULL: in registers */
-  int64_t k_steps;      /* of the whole product */
-} product;
+/* address, index or offset, as text */
+static const char *moved(pm_gen *e, const char *name, const char *m, int64_t m_step, int64_t by) {
+  if (*m != '0' && by)
+    return pm_str(e, "%s + %s * %lld + %lld", name, m, (long long)m_step, (long long)by);
+  if (*m != '0') return pm_str(e, "%s + %s * %lld", name, m, (long long)m_step);
+  return by ? pm_str(e, "%s + %lld", name, (long long)by) : name;
+}
 
-/* Steps first to end - 1 along K, for all row blocks. */
-static void issue_steps(pm_gen *e, const product *x, const char *fn, int64_t first, int64_t end) {
-  const part *p = x->acc;
-  const int64_t words = p->half ? 4 : 2, m_steps = p->rows / 64;
-  const char *k = "0";
-  if (end - first > 1 || first) {
-    k = "k";
-    pm_line(e, "#pragma unroll");
-    pm_begin(e, "for (int k = %lld; k < %lld; k++) {", (long long)first, (long long)end);
-  }
+/* Steps of 16 along K that one statement takes. Where a step begins repeats itself after 4. */
+enum { MOST_STEPS = 8 };
+
+/* The product, for one row block of 64 after the other. a NULL: in registers */
+static void issue_steps(pm_gen *e, const part *p, const operand *a, const operand *b,
+                        int64_t k_steps, pm_wgmma *kind) {
+  const int64_t per_word = p->half ? 4 : 2, m_steps = p->rows / 64;
   const char *m = pm_begin_unrolled(e, "m", m_steps, 1);
-  const char *d = pm_str(e, "&%s[%s * %lld + %lld]", e->slot[p->view.base].text, m,
-                         (long long)(p->base_columns / words), (long long)(p->first * 2 / words));
-  const char *a = pm_str(e, "&a[%s * %lld + %s * 4]", m, (long long)(x->k_steps * 4), k);
-  if (x->a) a = pm_str(e, "%s, 0x%08xu", low_word(e, "a", x->a, k, m), high_word(x->a));
-  pm_line(e, "%s(%s, %s, %s, 0x%08xu);", fn, d, a, low_word(e, "b", x->b, k, "0"),
-          high_word(x->b));
+  const char *d =
+      moved(e, e->slot[p->view.base].text, m, p->base_columns / per_word, p->first * 2 / per_word);
+  for (int64_t k = 0; k < k_steps; k += MOST_STEPS) {
+    kind->steps = pm_min(k_steps - k, MOST_STEPS);
+    const char *fn = pm_family_wgmma(e, kind);
+    const char *x = moved(e, "a", m, k_steps * 4, k * 4);
+    if (a) {
+      x = pm_str(e, "%s, 0x%08xu", moved(e, "a", m, pm_sum_at(&a->m, 1), pm_sum_at(&a->k, k)),
+                 high_word(a));
+    }
+    pm_line(e, "%s(%s, %s, %s, 0x%08xu);", fn, d, x, moved(e, "b", "0", 0, pm_sum_at(&b->k, k)),
+            high_word(b));
+    kind->fresh = false;
+  }
   pm_end_unrolled(e, m_steps, 1);
-  if (*k == 'k') pm_end(e);
 }
 
 pm_code pm_cuda_WGMMA(pm_gen *e, pm_opid op) {
@@ -287,9 +282,14 @@ pm_code pm_cuda_WGMMA(pm_gen *e, pm_opid op) {
   PM_TRY(part_of(e, op, pm_in(e->g, op, 0), &p));
   PM_TRY(operand_of(e, op, in_b, 0, &b));
   if (!registers) PM_TRY(operand_of(e, op, in_a, 1, &a));
-  const product x = {&p, registers ? NULL : &a, &b, pm_typeof(e->g, in_a)->dim[1] / 16};
-  pm_wgmma kind = {p.columns, p.half ? PM_F16 : PM_F32, (pm_dtype)b.view.dtype, registers,
-                   !registers && !a.k_contiguous, !b.k_contiguous, e->fresh[p.view.base]};
+  pm_wgmma kind = {.n = p.columns,
+                   .acc = p.half ? PM_F16 : PM_F32,
+                   .type = (pm_dtype)b.view.dtype,
+                   .transpose_a = !registers && !a.k_contiguous,
+                   .transpose_b = !b.k_contiguous,
+                   .fresh = e->fresh[p.view.base],
+                   .a = registers ? NULL : &a.k,
+                   .b = &b.k};
   pm_note(e, op, "wgmma");
   pm_begin(e, "{");
   if (registers) {
@@ -303,10 +303,7 @@ pm_code pm_cuda_WGMMA(pm_gen *e, pm_opid op) {
   pm_line(e, "const u32 b = wgmma_address(%s, %lld);", pm_view_address(e, &b.view),
           (long long)b.leading);
   pm_line(e, "wgmma_fence();");
-  if (kind.fresh) issue_steps(e, &x, pm_family_wgmma(e, &kind), 0, 1);
-  kind.fresh = false;
-  const int64_t first = e->fresh[p.view.base] ? 1 : 0;
-  if (first < x.k_steps) issue_steps(e, &x, pm_family_wgmma(e, &kind), first, x.k_steps);
+  issue_steps(e, &p, registers ? NULL : &a, &b, pm_typeof(e->g, in_a)->dim[1] / 16, &kind);
   e->fresh[p.view.base] = false;
   pm_line(e, "wgmma_commit();");
   pm_end(e);

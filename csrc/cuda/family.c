@@ -18,6 +18,11 @@ static const char *add(pm_gen *e, const char *name, const char *text) {
   return name;
 }
 
+/* Another catalogue has its own. */
+static const char *add_own(pm_gen *e, const char *name, const char *text) {
+  return add(e, name, e->options->entry_only ? NULL : text);
+}
+
 /* "+f"(d[0]), "+f"(d[1]), ... */
 static void put_registers(pm_text *t, const char *constraint, int64_t n) {
   for (int64_t k = 0; k < n; k++) {
@@ -35,63 +40,106 @@ const char *pm_family_pin(pm_gen *e, pm_dtype acc, int64_t n) {
   pm_put(&t, "  asm volatile(\"\" :\n    ");
   put_registers(&t, acc == PM_F32 ? "+f" : "+r", n);
   pm_put(&t, "\n    :: \"memory\");\n}\n");
-  return add(e, name, t.at);
+  return add_own(e, name, t.at);
 }
 
-/* Predicate p says whether what d held is added. */
-static void put_instruction(pm_text *t, const pm_wgmma *w, int regs) {
+/* ---- products ----------------------------------------------------------------------------- */
+
+/* All steps along K are one statement: each would otherwise take all registers of the accumulator
+ * through the compiler, which is most of what a product costs it. Predicate p says whether what d
+ * held is added. */
+
+/* The descriptors of step k: low words move on, high words stay. */
+static void put_descriptor(pm_text *t, const char *name, const pm_sum *at, int64_t k, int operand) {
+  const int64_t offset = pm_sum_at(at, k);
+  if (offset) {
+    pm_putf(t, "add.u32 t, %%%d, %lld; mov.b64 %s, {t, %%%d}; ", operand, (long long)offset, name,
+            operand + 1);
+  } else {
+    pm_putf(t, "mov.b64 %s, {%%%d, %%%d}; ", name, operand, operand + 1);
+  }
+}
+
+static void put_step(pm_text *t, const pm_wgmma *w, int64_t k, int regs) {
   const char *in = pm_cpp_type(w->type), *out = pm_cpp_type(w->acc);
-  int next = regs;
-  pm_putf(t, "  asm volatile(\"{ .reg .pred p; .reg .b64 ma, mb; setp.%s.b32 p, 0, 0;\\n\"\n",
-          w->fresh ? "ne" : "eq");
-  if (w->a_in_registers) {
-    next += 4;
+  const int a = regs + (w->a ? 0 : (int)k * 4), b = regs + (w->a ? 2 : (int)w->steps * 4);
+  pm_put(t, "    \"");
+  if (k < 2) pm_putf(t, "setp.%s.b32 p, 0, 0; ", w->fresh && !k ? "ne" : "eq");
+  if (w->a) put_descriptor(t, "ma", w->a, k, a);
+  put_descriptor(t, "mb", w->b, k, b);
+  pm_putf(t, "\\n\"\n    \"wgmma.mma_async.sync.aligned.m64n%lldk16.%s.%s.%s \" D \", ",
+          (long long)w->n, out, in, in);
+  if (w->a) {
+    pm_putf(t, "ma, mb, p, 1, 1, %d, %d;", w->transpose_a, w->transpose_b);
   } else {
-    pm_putf(t, "    \"mov.b64 ma, {%%%d, %%%d};\\n\"\n", next, next + 1);
-    next += 2;
+    pm_putf(t, "{%%%d,%%%d,%%%d,%%%d}, mb, p, 1, 1, %d;", a, a + 1, a + 2, a + 3, w->transpose_b);
   }
-  pm_putf(t, "    \"mov.b64 mb, {%%%d, %%%d};\\n\"\n", next, next + 1);
-  pm_putf(t, "    \"wgmma.mma_async.sync.aligned.m64n%lldk16.%s.%s.%s {\"\n", (long long)w->n, out,
-          in, in);
-  for (int k = 0; k < regs; k++) {
-    pm_putf(t, "%s%%%d%s", k % 16 ? "" : "    \"", k, k + 1 < regs ? "," : "}, \"\n");
-    if (k % 16 == 15 && k + 1 < regs) pm_put(t, "\"\n");
+  pm_putf(t, "%s\n", k + 1 < w->steps ? "\\n\"" : " }\"");
+}
+
+static void put_statement(pm_text *t, const pm_wgmma *w, int regs) {
+  pm_put(t, "#define D \"{");
+  for (int k = 0; k < regs; k++) pm_putf(t, "%%%d%s", k, k + 1 < regs ? "," : "}\"\n");
+  pm_put(t, "  asm volatile(\"{ .reg .pred p; .reg .b64 ma, mb; .reg .b32 t;\\n\"\n");
+  for (int64_t k = 0; k < w->steps; k++) put_step(t, w, k, regs);
+  pm_put(t, "    : ");
+  const char letter = w->acc == PM_F32 ? 'f' : 'r', constraint[3] = {w->fresh ? '=' : '+', letter};
+  put_registers(t, constraint, regs);
+  pm_put(t, "\n    : ");
+  for (int64_t k = 0; !w->a && k < w->steps * 4; k++) pm_putf(t, "\"r\"(a[%lld]), ", (long long)k);
+  if (w->a) pm_put(t, "\"r\"(a), \"r\"(a_high), ");
+  pm_put(t, "\"r\"(b), \"r\"(b_high)\n    : \"memory\");\n#undef D\n}\n");
+}
+
+/* For another catalogue, which has functions of one step. */
+static void put_calls(pm_text *t, const pm_wgmma *w, const char *one) {
+  for (int64_t k = 0; k < w->steps; k++) {
+    pm_putf(t, "  %s%s(d, ", one, w->fresh && !k ? "_fresh" : "");
+    if (w->a) {
+      pm_putf(t, "a + %lld, a_high, ", (long long)pm_sum_at(w->a, k));
+    } else {
+      pm_putf(t, "a + %lld, ", (long long)(k * 4));
+    }
+    pm_putf(t, "b + %lld, b_high, line);\n", (long long)pm_sum_at(w->b, k));
   }
-  if (w->a_in_registers) {
-    pm_putf(t, "    \"{%%%d,%%%d,%%%d,%%%d}, mb, p, 1, 1, %d; }\"\n    : ", regs, regs + 1,
-            regs + 2, regs + 3, w->transpose_b);
-  } else {
-    pm_putf(t, "    \"ma, mb, p, 1, 1, %d, %d; }\"\n    : ", w->transpose_a, w->transpose_b);
-  }
+  pm_put(t, "}\n");
 }
 
 const char *pm_family_wgmma(pm_gen *e, const pm_wgmma *w) {
   const int regs = (int)(w->acc == PM_F32 ? w->n / 2 : w->n / 4);
-  const char *name =
-      pm_str(e, "wgmma_m64n%lldk16_%s_%s_%c%c%s", (long long)w->n, pm_cpp_type(w->acc),
-             pm_cpp_type(w->type), w->a_in_registers ? 'r' : w->transpose_a ? 'm' : 'k',
-             w->transpose_b ? 'n' : 'k', w->fresh ? "_fresh" : "");
-  if (find(e, name)) return name;
+  const bool calls = e->options->entry_only;
+  const char *one = pm_str(e, "wgmma_m64n%lldk16_%s_%s_%c%c", (long long)w->n, pm_cpp_type(w->acc),
+                           pm_cpp_type(w->type),
+                           !w->a            ? 'r'
+                           : w->transpose_a ? 'm'
+                                            : 'k',
+                           w->transpose_b ? 'n' : 'k');
+  pm_text name;
+  pm_text_init(&name, e->arena);
+  pm_putf(&name, "%s_x%lld%s", one, (long long)w->steps, w->fresh ? "_fresh" : "");
+  /* what distinguishes tiles of other extents */
+  for (int64_t k = 1; k < w->steps; k *= 2) {
+    pm_putf(&name, "_%lld", (long long)pm_sum_at(w->b, k));
+    if (w->a) pm_putf(&name, "_%lld", (long long)pm_sum_at(w->a, k));
+  }
+  if (find(e, name.at)) return name.at;
   pm_text t;
   pm_text_init(&t, e->arena);
-  pm_putf(&t, "// d %s A B; %s, B in shared memory, contiguous along %s\n", w->fresh ? "=" : "+=",
-          w->a_in_registers ? "A in registers"
-          : w->transpose_a  ? "A in shared memory, contiguous along M"
-                            : "A in shared memory, contiguous along K",
+  pm_putf(&t, "// d %s A B, %lld times 16 along K; %s, B in shared memory, contiguous along %s\n",
+          w->fresh ? "=" : "+=", (long long)w->steps,
+          !w->a            ? "A in registers"
+          : w->transpose_a ? "A in shared memory, contiguous along M"
+                           : "A in shared memory, contiguous along K",
           w->transpose_b ? "N" : "K");
-  pm_putf(&t, "FN void %s(%s* d, %s, u32 b, u32 b_high) {\n", name,
-          w->acc == PM_F32 ? "f32" : "u32",
-          w->a_in_registers ? "const u32* a" : "u32 a, u32 a_high");
-  put_instruction(&t, w, regs);
-  put_registers(&t, pm_str(e, "%s%c", w->fresh ? "=" : "+", w->acc == PM_F32 ? 'f' : 'r'), regs);
-  pm_put(&t, "\n    : ");
-  if (w->a_in_registers) {
-    pm_put(&t, "\"r\"(a[0]), \"r\"(a[1]), \"r\"(a[2]), \"r\"(a[3]), ");
+  pm_putf(&t, "FN void %s(%s* d, %s, u32 b, u32 b_high%s) {\n", name.at,
+          w->acc == PM_F32 ? "f32" : "u32", w->a ? "u32 a, u32 a_high" : "const u32* a",
+          calls ? ", LINE" : "");
+  if (calls) {
+    put_calls(&t, w, one);
   } else {
-    pm_put(&t, "\"r\"(a), \"r\"(a_high), ");
+    put_statement(&t, w, regs);
   }
-  pm_put(&t, "\"r\"(b), \"r\"(b_high)\n    : \"memory\");\n}\n");
-  return add(e, name, t.at);
+  return add(e, name.at, t.at);
 }
 
 /* ---- atomics ----------------------------------------------------------------------------- */
@@ -157,5 +205,5 @@ const char *pm_family_atomic(pm_gen *e, int64_t kind, pm_dtype d, const char *sp
     if (returns && !half && !as_is) pm_putf(&t, "  %s y; from_bits(y, r); return y;\n", type);
   }
   pm_put(&t, "}\n");
-  return add(e, name, t.at);
+  return add_own(e, name, t.at);
 }

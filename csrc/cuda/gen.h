@@ -12,7 +12,8 @@
 #include "cuda.h"
 #include "device.h"
 
-typedef enum pm_form { PM_FORM_NONE, PM_FORM_SCALAR, PM_FORM_ARRAY } pm_form;
+/* WORDS: 16-bit elements, two in each u32 */
+typedef enum pm_form { PM_FORM_NONE, PM_FORM_SCALAR, PM_FORM_ARRAY, PM_FORM_WORDS } pm_form;
 
 typedef struct pm_slot {
   const char *text;
@@ -38,6 +39,8 @@ typedef struct pm_gen {
   pm_slot *slot;        /* per value */
   uint32_t *uses;       /* per value: operands that are it */
   bool *barred;         /* per value: it goes through an OPT_BARRIER */
+  bool *only_words;     /* per value: it has the form WORDS (words.c) */
+  const char **into;    /* per value: the variable of an outer scope that it will end in */
   uint32_t next_name;
   const char *reg;  /* text of the register of which element-wise ops speak */
   const char *expr; /* what the emitter of an element-wise op leaves */
@@ -111,6 +114,15 @@ const char *pm_declare(pm_gen *e, pm_val v, pm_val named_like);
 void pm_assign(pm_gen *e, pm_val to, pm_val from); /* to must be declared */
 const char *pm_convert_text(pm_gen *e, pm_dtype from, pm_dtype to, const char *x);
 
+/* words.c */
+void pm_find_words(pm_gen *e);
+bool pm_is_packed(const pm_gen *e, pm_val v); /* loops and branches carry it as words */
+const char *pm_new_words(pm_gen *e, pm_val v, const char *stem);
+const char *pm_declare_words(pm_gen *e, pm_val v); /* binds v as WORDS */
+const char *pm_copy_words(pm_gen *e, pm_val v);
+void pm_pack(pm_gen *e, const char *words, pm_val like, pm_val v);
+void pm_unpack(pm_gen *e, const char *words, pm_val v, pm_val named_like);
+
 bool pm_is_elementwise(const pm_graph *g, pm_opid op);
 bool pm_is_view(const pm_graph *g, pm_opid op);
 pm_code pm_gen_block(pm_gen *e, pm_blk block); /* all ops but the YIELD */
@@ -181,6 +193,7 @@ typedef struct pm_sum {
 } pm_sum;
 /* "0" if it is empty */
 const char *pm_sum_text(pm_gen *e, const pm_sum *s, const char *number, int64_t scale);
+int64_t pm_sum_at(const pm_sum *s, int64_t number);
 
 /* Coordinates of a layout's registers along its dims (FLAT: the linear index is dim 0): thread part
  * as text, register part as a sum over the register's number. */
@@ -212,8 +225,10 @@ const char *pm_view_peer(pm_gen *e, const pm_view *v);
 const char *pm_view_address(pm_gen *e, const pm_view *v);
 const char *pm_term_text(pm_gen *e, const pm_term *t, int64_t scale, bool wide); /* scaled by mul */
 /* Loads into, or stores from, the C++ array or scalar `x` in layout l. */
-void pm_load_array(pm_gen *e, const pm_layout *l, const pm_view *v, const char *x);
-void pm_store_array(pm_gen *e, const pm_layout *l, const pm_view *v, const char *x);
+void pm_load_array(pm_gen *e, const pm_layout *l, const pm_view *v, const char *x, bool words);
+void pm_store_array(pm_gen *e, const pm_layout *l, const pm_view *v, const char *x, bool words);
+/* does ldmatrix or stmatrix do it? x may then be an array of words */
+bool pm_is_matrix(pm_gen *e, const pm_layout *l, const pm_view *v, bool store);
 void pm_store_splat(pm_gen *e, const pm_view *v, const char *x);
 /* Only where the mask is true; loads give `other` elsewhere. */
 void pm_load_masked(pm_gen *e, const pm_layout *l, const pm_view *v, const char *x, pm_val mask,
@@ -231,8 +246,10 @@ void pm_need_alignment(pm_gen *e, const pm_view *v, int64_t bytes);
 typedef struct pm_wgmma {
   int64_t n;
   pm_dtype acc, type; /* acc: F32 or F16 */
-  bool a_in_registers, transpose_a, transpose_b;
-  bool fresh; /* d = A B: what the accumulator held does not matter */
+  bool transpose_a, transpose_b;
+  bool fresh;          /* d = A B: what the accumulator held does not matter */
+  int64_t steps;       /* of 16 along K */
+  const pm_sum *a, *b; /* where step k begins, in units of 16 bytes; a NULL: in registers */
 } pm_wgmma;
 
 /* Names of the functions, which are printed with the program. */

@@ -406,6 +406,12 @@ static void print_entry(pm_gen *e, pm_text *out) {
   }
 }
 
+static void print_families(pm_gen *e, pm_text *out) {
+  for (uint32_t k = 0; k < e->n_families; k++) {
+    if (e->families[k].text) pm_putf(out, "%s\n", e->families[k].text);
+  }
+}
+
 /* The device functions that the program uses, then the families. */
 static void print_functions(pm_gen *e, catalogue *c, const pm_text *head) {
   read_catalogue(c);
@@ -415,7 +421,7 @@ static void print_functions(pm_gen *e, catalogue *c, const pm_text *head) {
   }
   print_used(c, head->at, head->n);
   if (e->out.n) print_used(c, e->out.at, e->out.n);
-  for (uint32_t k = 0; k < e->n_families; k++) pm_putf(c->out, "%s\n", e->families[k].text);
+  print_families(e, c->out);
 }
 
 static void assemble(pm_gen *e) {
@@ -427,7 +433,11 @@ static void assemble(pm_gen *e) {
   catalogue c = {.arena = e->arena, .out = &text};
   pm_putf(&text, "// %s: grid %u x %u x %u, block %u, %u bytes of dynamic shared memory\n\n",
           p->entry, p->grid[0], p->grid[1], p->grid[2], p->block, p->smem_bytes);
-  if (!e->options->entry_only) print_functions(e, &c, &head);
+  if (e->options->entry_only) {
+    print_families(e, &text);
+  } else {
+    print_functions(e, &c, &head);
+  }
   pm_putn(&text, head.at, head.n);
   if (e->out.n) pm_putn(&text, e->out.at, e->out.n);
   pm_put(&text, "}\n");
@@ -443,6 +453,8 @@ pm_code pm_generate_cuda(const pm_graph *g, const pm_target *t, const pm_cuda_op
   e.slot = PM_NEW(g->arena, pm_slot, g->values.n + 1);
   e.uses = PM_NEW(g->arena, uint32_t, g->values.n + 1);
   e.barred = PM_NEW(g->arena, bool, g->values.n + 1);
+  e.only_words = PM_NEW(g->arena, bool, g->values.n + 1);
+  e.into = PM_NEW(g->arena, const char *, g->values.n + 1);
   e.phase = PM_NEW(g->arena, const char *, g->values.n + 1);
   e.lane_barrier = PM_NEW(g->arena, bool, g->values.n + 1);
   e.made = PM_NEW(g->arena, bool, g->values.n + 1);
@@ -453,6 +465,7 @@ pm_code pm_generate_cuda(const pm_graph *g, const pm_target *t, const pm_cuda_op
   PM_TRY(set_geometry(&e));
   out->entry = entry_name(&e);
   count_uses(&e);
+  pm_find_words(&e);
   PM_TRY(print_body(&e));
   assemble(&e);
   return PM_OK;

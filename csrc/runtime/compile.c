@@ -95,8 +95,8 @@ static void read_figures(pm_cubin *c) {
 }
 
 void pm_remarks(const char *log, char *out, size_t size) {
-  static const char *const codes[] = {"C7504", "C7508", "C7509", "C7510",
-                                      "C7511", "C7512", "C7517", "C7520"};
+  static const char *const codes[] = {"C7504", "C7508", "C7509", "C7510", "C7511",
+                                      "C7512", "C7514", "C7517", "C7520"};
   size_t n = 0;
   if (size) out[0] = 0;
   for (size_t i = 0; i < PM_COUNT(codes); i++)

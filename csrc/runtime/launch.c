@@ -1,9 +1,10 @@
 /* A cubin loaded on one device, and its launch.
  *
  * Everything that does not depend on pointers is made once by pm_kernel_load: launch attributes,
- * the recipes of tensor maps in the driver's terms, the addresses' alignment. A launch encodes the
- * maps on its own stack, so kernels are immutable and free of locks, but for the table of who has
- * which counters. */
+ * the recipes of tensor maps in the driver's terms, the addresses' alignment. A launch has its maps
+ * on its own stack, so kernels are immutable and free of locks, but for the table of who has which
+ * counters, and for the maps of the launch before: of the same addresses they need not be encoded
+ * again. A launch that finds another one at them encodes its own. */
 #include "counters.h"
 
 #include <pthread.h>
@@ -11,6 +12,14 @@
 #include <stdio.h>
 
 enum { MAX_ARGS = 128, MAX_MAPS = 64, MAX_PORTABLE_CLUSTER = 8 };
+
+typedef struct kept_maps {
+  atomic_flag busy;
+  struct {
+    uint64_t ptr;
+    unsigned char map[sizeof(cu_tensor_map)];
+  } at[];
+} kept_maps;
 
 struct pm_kernel {
   const pm_device *device;
@@ -25,6 +34,7 @@ struct pm_kernel {
   pm_tensor_map maps[MAX_MAPS];
   const char *name;
   pm_counters *counters; /* NULL: it has none */
+  kept_maps *kept;       /* NULL: it has no maps, or there was no memory */
 };
 
 const char *_Atomic pm_last_kernel;
@@ -74,6 +84,14 @@ static pm_code check_program(const pm_program *p, pm_err *err) {
   return PM_OK;
 }
 
+static kept_maps *keep_none(uint32_t n) {
+  kept_maps *kept = n ? pm_malloc(sizeof *kept + n * sizeof kept->at[0]) : NULL;
+  if (!kept) return NULL;
+  atomic_flag_clear(&kept->busy);
+  for (uint32_t i = 0; i < n; i++) kept->at[i].ptr = UINT64_MAX; /* no array lies there */
+  return kept;
+}
+
 static void prepare(pm_kernel *k, const pm_program *p) {
   uint32_t n = 0, cluster = p->cluster[0] * p->cluster[1] * p->cluster[2];
   k->n_args = p->n_args;
@@ -85,6 +103,7 @@ static void prepare(pm_kernel *k, const pm_program *p) {
     k->param_name[i] = intern(p->names[i]);
   }
   if (p->n_maps) memcpy(k->maps, p->maps, p->n_maps * sizeof *p->maps);
+  k->kept = keep_none(p->n_maps);
   k->name = intern(p->entry);
   if (cluster > 1) {
     k->attrs[n].id = CU_LAUNCH_CLUSTER;
@@ -177,6 +196,7 @@ void pm_kernel_free(pm_kernel *k) {
     pm_cu.cuModuleUnload(k->module);
     pm_leave(pushed);
   }
+  pm_free(k->kept);
   pm_free(k);
 }
 
@@ -215,6 +235,30 @@ static cu_result encode(const pm_tensor_map *m, uint64_t ptr, cu_tensor_map *out
                                       swizzle, CU_MAP_L2_128B, CU_MAP_OOB_ZEROS);
 }
 
+static cu_result make_maps(const pm_kernel *k, const uint64_t *pointers, cu_tensor_map *maps,
+                           pm_err *err) {
+  cu_result r = CU_OK;
+  kept_maps *kept = k->kept;
+  if (kept && atomic_flag_test_and_set_explicit(&kept->busy, memory_order_acquire)) kept = NULL;
+  for (uint32_t i = 0; i < k->n_maps && !r; i++) {
+    const pm_tensor_map *m = &k->maps[i];
+    const uint64_t ptr = pointers[m->param];
+    if (kept && kept->at[i].ptr == ptr) {
+      memcpy(&maps[i], kept->at[i].map, sizeof maps[i]);
+      continue;
+    }
+    r = encode(m, ptr, &maps[i]);
+    if (r) {
+      encode_failed(k, m, ptr, r, err);
+    } else if (kept) {
+      memcpy(kept->at[i].map, &maps[i], sizeof maps[i]);
+      kept->at[i].ptr = ptr;
+    }
+  }
+  if (kept) atomic_flag_clear_explicit(&kept->busy, memory_order_release);
+  return r;
+}
+
 static pm_code launch_failed(const pm_kernel *k, cu_result r, pm_err *err) {
   const cu_launch_config *c = &k->config;
   const unsigned *cl = k->attrs[0].value.cluster;
@@ -231,7 +275,6 @@ pm_code pm_kernel_launch(const pm_kernel *k, const uint64_t *pointers, void *str
   cu_tensor_map maps[MAX_MAPS];
   void *params[MAX_ARGS];
   bool pushed;
-  cu_result r = CU_OK;
   cu_ptr counters = 0;
   for (uint32_t i = 0; i < k->n_params; i++)
     if (pointers[i] & (uint64_t)(k->align[i] - 1)) return misaligned(k, i, pointers[i], err);
@@ -240,11 +283,7 @@ pm_code pm_kernel_launch(const pm_kernel *k, const uint64_t *pointers, void *str
     pm_leave(pushed);
     return err->code;
   }
-  for (uint32_t i = 0; i < k->n_maps && !r; i++) {
-    const pm_tensor_map *m = &k->maps[i];
-    r = encode(m, pointers[m->param], &maps[i]);
-    if (r) encode_failed(k, m, pointers[m->param], r, err);
-  }
+  cu_result r = make_maps(k, pointers, maps, err);
   if (!r) {
     for (uint32_t i = 0; i < k->n_args; i++) {
       const struct pm_program_arg *a = &k->args[i];

@@ -49,7 +49,8 @@ pm_code pm_compile_ptx(const pm_program *p, char **ptx, size_t *size, pm_err *er
 /* Write one file of a dump: dir/name.extension, or stdout if dir is "-". Failures are ignored. */
 void pm_dump(const char *dir, const char *name, const char *extension, const void *data,
              size_t size);
-/* Comma list of the serious ptxas remarks (C7504, C7508-C7512, C7517, C7520) in a log, "" if none.
+/* Comma list of the serious ptxas remarks (C7504, C7508-C7512, C7514, C7517, C7520) in a log, ""
+ * if there are none.
  */
 void pm_remarks(const char *log, char *out, size_t size);
 

@@ -146,25 +146,30 @@ def _kernel(shape, keys, kv_heads, dtype, causal, scale, want_lse, cfg, cores, i
             count = blocks_of(tile)
             row = tile * rows + me * 64
 
-            def masked(s, j):
+            def mask(s, j):
                 """Scores of key block count - 1 - j, those outside are _MASKED."""
-                first = (count - 1 - j) * block
+                col = lax.broadcasted_iota(np.int32, s.shape, 1) + (count - 1 - j) * block
+                keep = col < keys
+                if causal:
+                    at = lax.broadcasted_iota(np.int32, s.shape, 0) + row
+                    keep = col <= at if keys >= queries else keep & (col <= at)
+                return jnp.where(keep, s, f32(_MASKED))
+
+            def mask_last(s):
+                if causal and block % rows == 0:
+                    return mask(s, 0)
                 if not causal and keys % block == 0:
                     return s
-                if causal:
-                    full = first + block <= jnp.minimum(row + 1, keys)
-                else:
-                    full = first + block <= keys
+                # A branch, so that which columns are there is not kept in registers.
+                whole = count * block <= (jnp.minimum(row + 1, keys) if causal else keys)
+                return lax.cond(whole, lambda s: s, lambda s: mask(s, 0), s)
 
-                def mask(s):
-                    col = lax.broadcasted_iota(np.int32, s.shape, 1) + first
-                    keep = col < keys
-                    if causal:
-                        at = lax.broadcasted_iota(np.int32, s.shape, 0) + row
-                        keep = col <= at if keys >= queries else keep & (col <= at)
-                    return jnp.where(keep, s, f32(_MASKED))
-
-                return lax.cond(full, lambda s: s, mask, s)
+            def mask_other(s, j):
+                """For j > 0: whole blocks of keys, and most of them come before all rows."""
+                if not causal or block % rows == 0:
+                    return s
+                behind = (count - j) * block
+                return lax.cond(behind <= row + 1, lambda s: s, lambda s: mask(s, j), s)
 
             def scaled(m):
                 """What is subtracted from scaled scores; a row may be masked entirely."""
@@ -191,7 +196,7 @@ def _kernel(shape, keys, kv_heads, dtype, causal, scale, want_lse, cfg, cores, i
 
                 s = pl.run_scoped(first_scores, plgpu.ACC((64, block)))
                 plgpu.barrier_arrive(k_empty.at[it % stages])
-                s = masked(s, 0)
+                s = mask_last(s)
                 m = jnp.max(s, axis=1)
                 p = jnp.exp2(s * f32(c) - rows_of(scaled(m), block))
                 sums = partial_sums(p)
@@ -218,7 +223,7 @@ def _kernel(shape, keys, kv_heads, dtype, causal, scale, want_lse, cfg, cores, i
 
                     s = pl.run_scoped(scores, plgpu.ACC((64, block)))
                     plgpu.barrier_arrive(k_empty.at[slot])
-                    s = masked(s, j)
+                    s = mask_other(s, j)
                     new = jnp.maximum(m, jnp.max(s, axis=1))
                     if cfg.lazy:
                         grown = (new - m) * f32(c) > f32(_LAZY)

@@ -166,6 +166,8 @@ FN f32 to_f32(f16 x) { return host_from_f16(x.bits); }
 FN f32 to_f32(bf16 x) { return f32_bits((u32)x.bits << 16); }
 FN f16 to_f16(f32 x) { return f16{host_to_f16(x)}; }
 FN bf16 to_bf16(f32 x) { return bf16{host_to_bf16(x)}; }
+FN u32 pair_f16(f32 lo, f32 hi) { return (u32)host_to_f16(hi) << 16 | host_to_f16(lo); }
+FN u32 pair_bf16(f32 lo, f32 hi) { return (u32)host_to_bf16(hi) << 16 | host_to_bf16(lo); }
 FN void to_f16x2(f16 *d, f32 lo, f32 hi) { d[0] = to_f16(lo), d[1] = to_f16(hi); }
 FN void to_bf16x2(bf16 *d, f32 lo, f32 hi) { d[0] = to_bf16(lo), d[1] = to_bf16(hi); }
 FN f32 to_f32(e4m3 x) { return (x.bits & 0x7f) == 0x7f ? NAN : host_from_fp8(x.bits, 3, 7); }
@@ -449,22 +451,22 @@ FN void st_global(T *p, const T *s, LINE) {
 }
 template <typename T>
 FN void ld_matrix4(T *d, u32 a, LINE) {
-  static_assert(sizeof(T) == 2, "elements of a matrix have 16 bits");
+  static_assert(sizeof(T) == 2 || sizeof(T) == 4, "elements of 16 bits, or pairs of them");
   host_load_matrix(d, a, false, line);
 }
 template <typename T>
 FN void ld_matrix4_trans(T *d, u32 a, LINE) {
-  static_assert(sizeof(T) == 2, "elements of a matrix have 16 bits");
+  static_assert(sizeof(T) == 2 || sizeof(T) == 4, "elements of 16 bits, or pairs of them");
   host_load_matrix(d, a, true, line);
 }
 template <typename T>
 FN void st_matrix4(u32 a, const T *s, LINE) {
-  static_assert(sizeof(T) == 2, "elements of a matrix have 16 bits");
+  static_assert(sizeof(T) == 2 || sizeof(T) == 4, "elements of 16 bits, or pairs of them");
   host_store_matrix(a, s, false, line);
 }
 template <typename T>
 FN void st_matrix4_trans(u32 a, const T *s, LINE) {
-  static_assert(sizeof(T) == 2, "elements of a matrix have 16 bits");
+  static_assert(sizeof(T) == 2 || sizeof(T) == 4, "elements of 16 bits, or pairs of them");
   host_store_matrix(a, s, true, line);
 }
 

@@ -679,14 +679,24 @@ breaks(
     f"{CUDA}/emit_control.c",
     CONTROL,
     *FUZZ,
-    yields_of_words_are_lost=("      pack(e, words[k], first + k, v);\n", ""),
-    words_begin_with_anything=("      pack(e, words[k], o->out + k, init);\n", ""),
+    yields_of_words_are_lost=("      pm_pack(e, words[k], first + k, v);\n", ""),
+    words_begin_with_anything=("      pm_pack(e, words[k], o->out + k, init);\n", ""),
     words_of_for_are_unpacked_once=(BEGIN_FOR + UNPACK_FOR, UNPACK_FOR + BEGIN_FOR),
     words_of_while_are_unpacked_once=(BEGIN_WHILE + UNPACK_WHILE, UNPACK_WHILE + BEGIN_WHILE),
+)
+breaks(
+    f"{CUDA}/words.c",
+    CONTROL,
+    *FUZZ,
     odd_arrays_are_words=(" && pm_regs_of(e, v) * bytes % 4 == 0;", ";"),
     one_splat_element_is_packed=(
         '%s[r] = %s;", (long long)n, from, e',
         '%s[0] = %s;", (long long)n, from, e',
+    ),
+    words_of_loads_are_elements=("is_matrix_access(e, val->def, v, false)", "true"),
+    words_are_taken_by_any_store=(
+        "k == 1 && is_matrix_access(e, op, pm_in(e->g, op, 1), true)",
+        "true",
     ),
 )
 breaks(

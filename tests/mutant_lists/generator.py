@@ -604,8 +604,8 @@ breaks(
         "(pm_piece){1, m_steps, chunk};",
     ),
     products_without_fence=(
-        '  pm_line(e, "wgmma_fence();");\n  if (kind.fresh)',
-        "  if (kind.fresh)",
+        '  pm_line(e, "wgmma_fence();");\n  issue_steps',
+        "  issue_steps",
     ),
     products_are_not_committed=('  pm_line(e, "wgmma_commit();");\n', ""),
     one_product_more_may_be_pending=(
@@ -617,14 +617,22 @@ breaks(
         '"wgmma_wait<%lld>();", (long long)n + 1);',
     ),
     b_is_transposed_the_other_way=(
-        "!a.k_contiguous, !b.k_contiguous, e->fresh",
-        "!a.k_contiguous, b.k_contiguous, e->fresh",
+        ".transpose_b = !b.k_contiguous,",
+        ".transpose_b = b.k_contiguous,",
     ),
-    registers_of_a_step_by_2=('"&a[%s * %lld + %s * 4]"', '"&a[%s * %lld + %s * 2]"'),
+    registers_of_a_step_by_2=('"a", m, k_steps * 4, k * 4);', '"a", m, k_steps * 4, k * 2);'),
+    row_blocks_of_a_are_half_as_far=(
+        '"a", m, k_steps * 4, k * 4);',
+        '"a", m, k_steps * 2, k * 4);',
+    ),
+    later_steps_begin_where_the_first_does=(
+        'moved(e, "b", "0", 0, pm_sum_at(&b->k, k)),',
+        'moved(e, "b", "0", 0, 0),',
+    ),
     slices_of_accumulators_are_twice_as_far=("+ v->start[1] / 2;", "+ v->start[1];"),
     halves_of_accumulators_take_a_word=(
-        "const int64_t words = p->half ? 4 : 2, m_steps",
-        "const int64_t words = 2, m_steps",
+        "const int64_t per_word = p->half ? 4 : 2, m_steps",
+        "const int64_t per_word = 2, m_steps",
     ),
     accumulators_are_not_pinned=(
         "  pin(e, &p);\n  const char *name = pm_declare(e, out, out)",
@@ -645,14 +653,7 @@ breaks(
         "    if (mentions(g, op, acc)) {",
         "    if (mentions(g, op, acc) && !pm_get(g, op)->n_regions) {",
     ),
-    all_steps_overwrite=(
-        "if (kind.fresh) issue_steps(e, &x, pm_family_wgmma(e, &kind), 0, 1);",
-        "if (kind.fresh) issue_steps(e, &x, pm_family_wgmma(e, &kind), 0, x.k_steps);",
-    ),
-    the_first_step_is_added_twice=(
-        "const int64_t first = e->fresh[p.view.base] ? 1 : 0;",
-        "const int64_t first = 0;",
-    ),
+    all_steps_overwrite=("    kind->fresh = false;\n", ""),
     accumulators_stay_fresh=("  e->fresh[p.view.base] = false;\n", ""),
     nothing_is_fresh_and_nothing_zero=(
         "    e->fresh[o->out] = true;\n",
@@ -671,12 +672,13 @@ breaks(
     f"{CUDA}/family.c",
     CATALOGUE,
     transposes_are_exchanged=(
-        "w->transpose_a, w->transpose_b);\n  }\n}",
-        "w->transpose_b, w->transpose_a);\n  }\n}",
+        '%d, %d;", w->transpose_a, w->transpose_b);',
+        '%d, %d;", w->transpose_b, w->transpose_a);',
     ),
-    b_is_negated=("mb, p, 1, 1, %d; }", "mb, p, 1, -1, %d; }"),
+    b_is_negated=("mb, p, 1, 1, %d;", "mb, p, 1, -1, %d;"),
+    descriptors_stay_at_the_first_step=("  if (offset) {", "  if (offset > 1 << 20) {"),
     words_of_b_are_exchanged=('(b), \\"r\\"(b_high)', '(b_high), \\"r\\"(b)'),
-    products_forget_the_accumulator=('w->fresh ? "ne" : "eq");', 'w->fresh ? "ne" : "ne");'),
+    products_forget_the_accumulator=('w->fresh && !k ? "ne" : "eq");', 'w->fresh ? "ne" : "eq");'),
     pins_leave_out_the_last=(
         'put_registers(&t, acc == PM_F32 ? "+f" : "+r", n);',
         'put_registers(&t, acc == PM_F32 ? "+f" : "+r", n - 1);',
@@ -689,17 +691,21 @@ breaks(
     f"{PIPES}::test_wgmma_forms",
     CATALOGUE,
     overwriting_products_have_the_same_name=('w->fresh ? "_fresh" : "");', '"");'),
-    all_products_overwrite=('w->fresh ? "=" : "+", w->acc', '"=", w->acc'),
-    names_forget_which_way_b_lies=("w->transpose_b ? 'n' : 'k', w->fresh", "'k', w->fresh"),
-    names_forget_which_way_a_lies=("w->transpose_a ? 'm' : 'k',\n", "'k',\n"),
-    registers_of_a_take_two_operands=("    next += 4;\n", "    next += 2;\n"),
+    all_products_overwrite=("{w->fresh ? '=' : '+', letter}", "{'=', letter}"),
+    names_forget_which_way_b_lies=("w->transpose_b ? 'n' : 'k');", "'k');"),
+    names_forget_which_way_a_lies=("w->transpose_a ? 'm'", "w->transpose_a ? 'k'"),
+    names_forget_how_far_steps_are=(
+        'pm_putf(&name, "_%lld", (long long)pm_sum_at(w->b, k));',
+        'pm_putf(&name, "_%lld", (long long)k);',
+    ),
+    registers_of_a_take_two_operands=("(w->a ? 2 : (int)w->steps * 4);", "2;"),
     halves_have_as_many_registers=(
         "w->acc == PM_F32 ? w->n / 2 : w->n / 4);",
         "w->acc == PM_F32 ? w->n / 2 : w->n / 2);",
     ),
     words_of_registers_are_read_in_reverse=(
-        '\\"r\\"(a[0]), \\"r\\"(a[1]), \\"r\\"(a[2]), \\"r\\"(a[3]), ',
-        '\\"r\\"(a[0]), \\"r\\"(a[2]), \\"r\\"(a[1]), \\"r\\"(a[3]), ',
+        "a, a + 1, a + 2, a + 3,",
+        "a, a + 2, a + 1, a + 3,",
     ),
 )
 

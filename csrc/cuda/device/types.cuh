@@ -127,16 +127,26 @@ FN void to_e5m2x2(e5m2* d, f32 lo, f32 hi) {
   d[0] = e5m2{(u8)w}; d[1] = e5m2{(u8)(w >> 8)};
 }
 
-//! to_f16x2
+//! pair_f16
 // two conversions in one instruction
+FN u32 pair_f16(f32 lo, f32 hi) {
+  u32 w; asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(w) : "f"(hi), "f"(lo)); return w;
+}
+
+//! to_f16x2
 FN void to_f16x2(f16* d, f32 lo, f32 hi) {
-  u32 w; asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(w) : "f"(hi), "f"(lo));
+  const u32 w = pair_f16(lo, hi);
   d[0] = f16{(u16)w}; d[1] = f16{(u16)(w >> 16)};
+}
+
+//! pair_bf16
+FN u32 pair_bf16(f32 lo, f32 hi) {
+  u32 w; asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(w) : "f"(hi), "f"(lo)); return w;
 }
 
 //! to_bf16x2
 FN void to_bf16x2(bf16* d, f32 lo, f32 hi) {
-  u32 w; asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(w) : "f"(hi), "f"(lo));
+  const u32 w = pair_bf16(lo, hi);
   d[0] = bf16{(u16)w}; d[1] = bf16{(u16)(w >> 16)};
 }
 

@@ -1,0 +1,129 @@
+/* Arrays of narrow elements as 32-bit words.
+ *
+ * Loops and branches carry them so: the compiler would keep each element in a register of its own
+ * wherever branches meet. Behind that they are arrays of elements again, but for those of 16 bits
+ * of which only words are wanted: by products, by stores of matrices, by loops. They are never
+ * taken apart, which spares the compiler to see that nothing remains of it. */
+#include "gen.h"
+
+bool pm_is_packed(const pm_gen *e, pm_val v) {
+  const pm_dtype t = pm_typeof(e->g, v)->dtype;
+  const int bytes = pm_dtypes[t].bytes;
+  return pm_wants_array(e, v) && t != PM_BOOL && bytes < 4 && pm_regs_of(e, v) * bytes % 4 == 0;
+}
+
+static int64_t words_of(const pm_gen *e, pm_val v) {
+  return pm_regs_of(e, v) * pm_dtypes[pm_typeof(e->g, v)->dtype].bytes / 4;
+}
+
+/* ---- which ------------------------------------------------------------------------------- */
+
+static bool is_matrix_access(pm_gen *e, pm_opid op, pm_val array, bool store) {
+  pm_view v;
+  pm_err ignored;
+  if (pm_view_of(e->g, pm_in(e->g, op, 0), true, &v, &ignored)) return false;
+  return pm_is_matrix(e, pm_value_layout(e->g, array), &v, store);
+}
+
+/* Can the op that makes v make words? */
+static bool makes_words(pm_gen *e, pm_val v) {
+  const pm_value *val = pm_value_of(e->g, v);
+  if (!val->def) { /* an argument of a region */
+    const pm_opid op = e->g->blocks.at[val->block].parent;
+    return op && pm_get(e->g, op)->code == PM_OP_FOR;
+  }
+  switch (pm_get(e->g, val->def)->code) {
+    case PM_OP_FOR:
+    case PM_OP_IF:
+    case PM_OP_SWITCH: return true;
+    case PM_OP_LOAD: return is_matrix_access(e, val->def, v, false);
+    case PM_OP_CONVERT: return pm_typeof(e->g, pm_in(e->g, val->def, 0))->dtype == PM_F32;
+    default: return false;
+  }
+}
+
+static bool takes_words(pm_gen *e, pm_opid op, uint32_t k) {
+  const pm_op *o = pm_get(e->g, op);
+  const pm_opid parent = e->g->blocks.at[o->parent].parent;
+  switch (o->code) {
+    case PM_OP_WGMMA: return k == 1;
+    case PM_OP_FOR: return k >= 2 && pm_is_packed(e, o->out + k - 2);
+    case PM_OP_STORE: return k == 1 && is_matrix_access(e, op, pm_in(e->g, op, 1), true);
+    case PM_OP_YIELD: {
+      const int code = parent ? pm_get(e->g, parent)->code : PM_OP_YIELD;
+      return (code == PM_OP_FOR || code == PM_OP_IF || code == PM_OP_SWITCH) &&
+             pm_is_packed(e, pm_get(e->g, parent)->out + k);
+    }
+    default: return false;
+  }
+}
+
+void pm_find_words(pm_gen *e) {
+  const pm_graph *g = e->g;
+  for (pm_val v = 1; v < g->values.n; v++) {
+    const pm_dtype t = pm_typeof(g, v)->dtype;
+    e->only_words[v] = pm_typeof(g, v)->kind == PM_ARRAY && (t == PM_F16 || t == PM_BF16) &&
+                       pm_is_packed(e, v) && e->uses[v] && makes_words(e, v);
+  }
+  for (pm_opid op = 1; op < g->ops.n; op++) {
+    for (uint32_t k = 0; k < pm_get(g, op)->n_in; k++) {
+      const pm_val v = pm_in(g, op, k);
+      if (e->only_words[v] && !takes_words(e, op, k)) e->only_words[v] = false;
+    }
+  }
+}
+
+/* ---- text -------------------------------------------------------------------------------- */
+
+const char *pm_new_words(pm_gen *e, pm_val v, const char *stem) {
+  const char *name = pm_unique(e, stem);
+  pm_line(e, "u32 %s[%lld];", name, (long long)words_of(e, v));
+  return name;
+}
+
+const char *pm_declare_words(pm_gen *e, pm_val v) {
+  const char *name = pm_name_of(e, v);
+  pm_line(e, "u32 %s[%lld]; // %s", name, (long long)words_of(e, v),
+          pm_type_text(e->arena, pm_typeof(e->g, v)));
+  pm_bind(e, v, name, PM_FORM_WORDS);
+  return name;
+}
+
+static void copy(pm_gen *e, const char *to, const char *from, int64_t n) {
+  if (n > 1) pm_line(e, "#pragma unroll");
+  pm_line(e, "for (int r = 0; r < %lld; r++) %s[r] = %s[r];", (long long)n, to, from);
+}
+
+const char *pm_copy_words(pm_gen *e, pm_val v) {
+  const char *name = pm_new_words(e, v, "old");
+  copy(e, name, e->slot[v].text, words_of(e, v));
+  return name;
+}
+
+void pm_pack(pm_gen *e, const char *words, pm_val like, pm_val v) {
+  const char *type = pm_cpp_type(pm_typeof(e->g, like)->dtype);
+  const int64_t n = pm_regs_of(e, like);
+  pm_at(e, v, "0");
+  const char *from = e->slot[v].text;
+  if (e->slot[v].form == PM_FORM_WORDS) {
+    copy(e, words, from, words_of(e, like));
+    return;
+  }
+  if (!pm_is_array(e, v)) {
+    from = pm_unique(e, "same");
+    pm_line(e, "%s %s[%lld];", type, from, (long long)n);
+    if (n > 1) pm_line(e, "#pragma unroll");
+    pm_line(e, "for (int r = 0; r < %lld; r++) %s[r] = %s;", (long long)n, from, e->slot[v].text);
+  }
+  pm_line(e, "pack<%s, %lld>(%s, %s);", type, (long long)n, words, from);
+}
+
+void pm_unpack(pm_gen *e, const char *words, pm_val v, pm_val named_like) {
+  if (e->only_words[v]) {
+    pm_bind(e, v, words, PM_FORM_WORDS);
+    return;
+  }
+  const char *name = pm_declare(e, v, named_like);
+  pm_line(e, "unpack<%s, %lld>(%s, %s);", pm_cpp_type(pm_typeof(e->g, v)->dtype),
+          (long long)pm_regs_of(e, v), name, words);
+}
