@@ -11,7 +11,7 @@ import pathlib
 import statistics
 import subprocess
 import tempfile
-import time
+import timeit
 
 import numpy as np
 import torch
@@ -35,11 +35,8 @@ def c_loop():
     return f
 
 
-def per_call(f):
-    start = time.perf_counter()
-    for _ in range(BURST):
-        f()
-    took = time.perf_counter() - start
+def per_call(timer):
+    took = timer.timeit(BURST)
     torch.cuda.synchronize()
     return took / BURST * 1e9
 
@@ -86,17 +83,18 @@ def c_contestant(loop, low, pointers):
     return run
 
 
-def table(title, c_time, contestants):
+def table(title, c_time, contestants, scope):
+    """contestants: statements by name; timeit puts them into the loop itself."""
     base = "C loop of cuLaunchKernelEx"
     samples = {base: []} | {name: [] for name in contestants}
-    for f in contestants.values():
-        for _ in range(20):
-            f()
+    timers = {name: timeit.Timer(f, globals=scope) for name, f in contestants.items()}
+    for timer in timers.values():
+        timer.timeit(20)
     torch.cuda.synchronize()
     for _ in range(ROUNDS):
         samples[base].append(c_time())
-        for name, f in contestants.items():
-            samples[name].append(per_call(f))
+        for name, timer in timers.items():
+            samples[name].append(per_call(timer))
     median = statistics.median(samples[base])
     print(f"\n### {title}\n")
     print("| what | us per launch (median) | quartiles | above the C loop, us |")
@@ -118,12 +116,12 @@ def three_arrays(loop):
     assert np.array_equal(dout.numpy(), (a + b).cpu().numpy())
     assert torch.equal(kernel(a, b), a + b)
     contestants = {
-        "pallas_mgpu, DeviceArray, out=": lambda: kernel(da, db, out=dout),
-        "pallas_mgpu, DeviceArray, new result": lambda: kernel(da, db),
-        "pallas_mgpu, torch, out=": lambda: kernel(a, b, out=out),
-        "pallas_mgpu, torch, new result": lambda: kernel(a, b),
-        "torch a + b": lambda: a + b,
-        "torch.add(out=)": lambda: torch.add(a, b, out=out),
+        "pallas_mgpu, DeviceArray, out=": "kernel(da, db, out=dout)",
+        "pallas_mgpu, DeviceArray, new result": "kernel(da, db)",
+        "pallas_mgpu, torch, out=": "kernel(a, b, out=out)",
+        "pallas_mgpu, torch, new result": "kernel(a, b)",
+        "torch a + b": "a + b",
+        "torch.add(out=)": "torch.add(a, b, out=out)",
     }
     try:
         import cupy
@@ -134,7 +132,7 @@ def three_arrays(loop):
             f"{{ int i = threadIdx.x; for (; i < {N}; i += 128) o[i] = a[i] + b[i]; }}",
             "k",
         )
-        contestants["CuPy RawKernel"] = lambda: raw((1,), (128,), (ca, cb, co))
+        contestants["CuPy RawKernel"] = "raw((1,), (128,), (ca, cb, co))"
     except Exception as e:  # noqa: BLE001
         print(f"CuPy: {e}")
     try:
@@ -146,7 +144,7 @@ def three_arrays(loop):
             i = tl.arange(0, N)
             tl.store(o + i, tl.load(a + i) + tl.load(b + i))
 
-        contestants["Triton"] = lambda: triton_add[(1,)](a, b, out, N)
+        contestants["Triton"] = "triton_add[(1,)](a, b, out, N)"
     except Exception as e:  # noqa: BLE001
         print(f"Triton: {e}")
     try:
@@ -155,12 +153,12 @@ def three_arrays(loop):
 
         ja, jb = jax.dlpack.from_dlpack(a), jax.dlpack.from_dlpack(b)
         jk = jax.jit(jplgpu.kernel(add, out_type=jax.ShapeDtypeStruct((N,), np.float32)))
-        contestants["JAX's Pallas, jit"] = lambda: jk(ja, jb)
+        contestants["JAX's Pallas, jit"] = "jk(ja, jb)"
     except Exception as e:  # noqa: BLE001
         print(f"JAX: {type(e).__name__}: {e}")
 
     c_time = c_contestant(loop, kernel.lower(da, db), [x.data_ptr() for x in (a, b, out)])
-    table(f"Three arrays of {N} float32", c_time, contestants)
+    table(f"Three arrays of {N} float32", c_time, contestants, {**globals(), **locals()})
 
 
 def product(loop):
@@ -174,11 +172,11 @@ def product(loop):
         assert float((got.float() - want).norm() / want.norm()) < 3e-3
 
     contestants = {
-        "ops.matmul, DeviceArray, out=": lambda: matmul(da, db, out=dout),
-        "ops.matmul, torch, out=": lambda: matmul(a, b, out=out),
-        "ops.matmul, torch, new result": lambda: matmul(a, b),
-        "torch.matmul(out=)": lambda: torch.matmul(a, b, out=out),
-        "torch.matmul": lambda: torch.matmul(a, b),
+        "ops.matmul, DeviceArray, out=": "matmul(da, db, out=dout)",
+        "ops.matmul, torch, out=": "matmul(a, b, out=out)",
+        "ops.matmul, torch, new result": "matmul(a, b)",
+        "torch.matmul(out=)": "torch.matmul(a, b, out=out)",
+        "torch.matmul": "torch.matmul(a, b)",
     }
     check(matmul(a, b))
     try:
@@ -186,7 +184,7 @@ def product(loop):
 
         ca, cb = (cupy.asarray(x.half()) for x in (a, b))
         co = cupy.empty_like(ca)
-        contestants["CuPy matmul(out=), float16"] = lambda: cupy.matmul(ca, cb, out=co)
+        contestants["CuPy matmul(out=), float16"] = "cupy.matmul(ca, cb, out=co)"
     except Exception as e:  # noqa: BLE001
         print(f"CuPy: {e}")
     try:
@@ -201,7 +199,7 @@ def product(loop):
 
         triton_dot[(1,)](a, b, out, n)
         check(out)
-        contestants["Triton"] = lambda: triton_dot[(1,)](a, b, out, n)
+        contestants["Triton"] = "triton_dot[(1,)](a, b, out, n)"
     except Exception as e:  # noqa: BLE001
         print(f"Triton: {e}")
     try:
@@ -210,11 +208,16 @@ def product(loop):
         ja, jb = jax.dlpack.from_dlpack(a), jax.dlpack.from_dlpack(b)
         dot = jax.jit(jax.numpy.matmul)
         check(torch.from_dlpack(dot(ja, jb)))
-        contestants["JAX, jit of matmul"] = lambda: dot(ja, jb)
+        contestants["JAX, jit of matmul"] = "dot(ja, jb)"
     except Exception as e:  # noqa: BLE001
         print(f"JAX: {type(e).__name__}: {e}")
     c_time = c_contestant(loop, kernel.lower(a, b), [x.data_ptr() for x in (a, b, out)])
-    table(f"Product of {n} x {n} bfloat16, three tensor maps", c_time, contestants)
+    table(
+        f"Product of {n} x {n} bfloat16, three tensor maps",
+        c_time,
+        contestants,
+        {**globals(), **locals()},
+    )
     check(out)
 
 
