@@ -411,6 +411,36 @@ class Gen(Expressions):
         ]
         self.scoped([*types, Node("plgpu.Barrier(2)")], block, [a, b, bar])
 
+    def seg_mma(self):
+        """A product with all operands in registers."""
+        self.feature("mma")
+        dtype, acc, low = self.rng.choice(
+            (
+                ("float16", "float32", (-8, 8)),
+                ("bfloat16", "float32", (-8, 8)),
+                ("float8_e4m3fn", "float32", (-2, 2)),
+                ("float8_e5m2", "float32", (-2, 2)),
+                ("int8", "int32", (-128, 127)),
+                ("uint8", "int32", (0, 255)),
+            )
+        )
+        step = 16 if dtype.endswith("float16") else 32
+        m, n = self.pick({64: 4, 128: 1}), 8 * self.rng.randint(1, 4)
+        k = step * self.rng.randint(1, 2)
+        layout = f"plgpu.Layout.MMA_LHS(jnp.{dtype})"
+        a, c = self.operand((m, k), dtype, low), self.operand((m, n), acc, (-9, 9))
+        turned = self.chance(0.5)
+        b = self.operand((n, k) if turned else (k, n), dtype, low)
+        a = (
+            f"plgpu.load({a}, layout={layout}, optimized=False)"
+            if self.chance(0.5)
+            else f"{a}[...]"
+        )
+        c = f"jnp.zeros({tup((m, n))}, jnp.{acc})" if self.chance(0.3) else f"{c}[...]"
+        v = self.name("v")
+        self.emit(Node(f"{v} = plgpu.mma({c}, {a}, {b}{'.T' * turned}[...])", keep=True))
+        self.epilogue(v, (m, n), acc, True)
+
     def seg_wgmma(self):
         if self.chance(0.3):
             return self.seg_wgmma_of_others()
@@ -1133,6 +1163,7 @@ class Gen(Expressions):
                 "compute": 5,
                 "pipeline": 3,
                 "wgmma": 2,
+                "mma": 0.8,
                 "matmul": 1,
                 "ring": 1.2,
                 "stores": 1,

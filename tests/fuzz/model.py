@@ -556,6 +556,23 @@ def wgmma(acc, a, b):
     here().products.append(done)
 
 
+def mma(acc, a, b):
+    """Exact: the generator keeps numbers small."""
+    acc, a, b = (as_array(x) for x in (acc, a, b))
+    need(all(x.tol is None and not x.flags for x in (acc, a, b)), "mma of inexact values")
+    need(a.dtype == b.dtype and (a.dtype, b.dtype, acc.dtype) in PRODUCTS, "dtypes of mma")
+    need(a.dtype != f32 and acc.dtype != f16, "dtypes of mma")
+    (m, n), (m2, k), (k2, n2) = acc.shape, a.shape, b.shape
+    step = 32 // a.dtype.itemsize
+    need((m, k, n) == (m2, k2, n2) and not (m % 64 or n % 8 or k % step), "shapes of mma")
+    x, y, c = (v.v.astype(np.float64) for v in (a, b, acc))
+    need(all(np.isfinite(v).all() and _integers(v) for v in (x, y, c)), "numbers of mma")
+    size = (np.abs(x) @ np.abs(y) + np.abs(c)).max()
+    bits = 31 if acc.dtype == I32 else 13 if a.dtype.itemsize == 1 else 24
+    need(size < 2.0**bits, "sums of mma")
+    return A((x @ y + c).astype(acc.dtype))
+
+
 def _integers(x):
     return (x == np.rint(x)).all()
 
@@ -1122,6 +1139,7 @@ plgpu = types.SimpleNamespace(
     wait_smem_to_gmem=wait_smem_to_gmem,
     barrier_arrive=barrier_arrive,
     barrier_wait=barrier_wait,
+    mma=mma,
     wgmma=wgmma,
     wgmma_wait=wgmma_wait,
     wgmma_accumulator_load=wgmma_accumulator_load,
