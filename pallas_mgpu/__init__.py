@@ -49,6 +49,7 @@ from ._ops import (
     griddepcontrol_wait,
     layout_cast,
     load,
+    mma,
     planar_snake,
     print_layout,
     set_max_registers,

@@ -136,7 +136,6 @@ PLGPU_MISSING = {
     "use barrier_wait": "barrier_test",
     "let every block copy what it needs": "CopyPartition",
     "use the array functions": "inline_mgpu RefType",
-    "use wgmma": "mma",
     "one GPU is supported": "remote_ref multicast_ref PeerMemRef multimem_store"
     " multimem_load_reduce",
     "it needs Blackwell (sm_100a); on Hopper accumulate by wgmma in plgpu.ACC": "TMEMLayout"

@@ -334,8 +334,8 @@ GMEM, SMEM, TMEM, REGS = MemorySpace.GMEM, MemorySpace.SMEM, MemorySpace.TMEM, M
 class WGMMAAccumulatorRef(_Frozen):
     """A wgmma accumulator in registers (Hopper), zero-filled at scope entry.
 
-    ``shape`` is (M, N) with M a multiple of 64 and N of 8; dtype float32 or float16. Allocate it
-    with ``pl.run_scoped(f, plgpu.ACC((m, n)))``, never collectively.
+    ``shape`` is (M, N) with M a multiple of 64 and N of 8; dtype float32, float16 or int32.
+    Allocate it with ``pl.run_scoped(f, plgpu.ACC((m, n)))``, never collectively.
     """
 
     __slots__ = ("shape", "dtype", "initial")
@@ -347,12 +347,10 @@ class WGMMAAccumulatorRef(_Frozen):
             raise ValueError(
                 f"plgpu.ACC: shape must be (M, N), M a multiple of 64, N of 8, got {shape}"
             )
-        if dtype.name == "int32":
-            raise NotImplementedError(
-                "plgpu.ACC: int8 products are not supported yet; use float32 or float16"
+        if dtype.name not in ("float32", "float16", "int32"):
+            raise ValueError(
+                f"plgpu.ACC: dtype must be float32, float16 or int32, got {dtype.name}"
             )
-        if dtype.name not in ("float32", "float16"):
-            raise ValueError(f"plgpu.ACC: dtype must be float32 or float16, got {dtype.name}")
         self._set(shape=shape, dtype=dtype, initial=_init)
 
     @classmethod
@@ -794,8 +792,7 @@ def _tiled(tiling, warp_dims, lane_dims, vector_dim):
 
 def _mma_operand(name, dtype):
     """MMA_LHS, MMA_RHS and MMA_ACC: operands of mma.sync."""
-    bits = 4 if getattr(dtype, "name", dtype) in ("int4", "uint4") else 0
-    bits = bits or 8 * _core.as_dtype(dtype).itemsize
+    bits = itemsize_bits(_core.as_dtype(dtype))
     if name == "MMA_ACC":
         return Layout.WGMMA.value_spec
     if bits > 16:

@@ -32,6 +32,7 @@ from mutant_lists import (  # noqa: F401 - they fill MUTANTS
     devices,
     dtypes,
     generator,
+    products,
     shapes,
 )
 

@@ -16,7 +16,7 @@ import pallas_mgpu as plgpu
 from pallas_mgpu import _core
 
 DEVICE = Path(__file__).parent.parent / "csrc" / "cuda" / "device"
-ORDER = ["types", "thread", "math", "memory", "barrier", "tma", "wgmma"]
+ORDER = ["types", "thread", "math", "memory", "barrier", "tma", "wgmma", "widen"]
 ENTRY = 'extern "C" __global__ void %s(u32* out, f32 f, u32 u) {\n  %s\n}\n'
 
 

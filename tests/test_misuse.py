@@ -789,7 +789,8 @@ HARDWARE = {
         "a has dtype float16, b bfloat16",
         product(dtypes=(HALF, ml_dtypes.bfloat16)),
     ),
-    "product f32": (NIE, "operands of dtype float32", product(dtypes=(np.float32, np.float32))),
+    "product f32": (VE, "b is contiguous along N", product(dtypes=(np.float32, np.float32))),
+    "product int16": (NIE, "operands of dtype int16", product(dtypes=(np.int16, np.int16))),
     "product bf16 in f16": (
         NIE,
         "use a float32 accumulator",

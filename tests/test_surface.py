@@ -151,7 +151,7 @@ LATER = {
     plgpu: "as_torch_kernel async_copy_scales_to_tmem async_copy_smem_to_tmem"
     " async_copy_sparse_metadata_to_tmem async_load_tmem async_prefetch async_store_smem"
     " async_store_tmem barrier_test commit_tmem CopyPartition"
-    " format_tcgen05_sparse_metadata inline_mgpu mma multicast_ref"
+    " format_tcgen05_sparse_metadata inline_mgpu multicast_ref"
     " multimem_load_reduce multimem_store PeerMemRef"
     " query_cluster_cancel RefType remote_ref semaphore_signal"
     " semaphore_signal_multicast semaphore_signal_parallel semaphore_wait SemaphoreSignal"
@@ -549,7 +549,7 @@ def test_accumulators_and_layouts():
         with pytest.raises(ValueError, match="multiple of 64"):
             plgpu.ACC(shape)
     for dtype in (jnp.uint32, jnp.bfloat16):
-        with pytest.raises(ValueError, match="float32 or float16"):
+        with pytest.raises(ValueError, match="float32, float16 or int32"):
             plgpu.ACC((64, 8), dtype)
     assert plgpu.Layout.WG_SPLAT() == plgpu.Layout.WG_SPLAT
     assert plgpu.Layout.WGMMA.reduce(0) == plgpu.Layout.WGMMA.reduce((0,))

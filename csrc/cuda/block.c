@@ -247,39 +247,72 @@ static bool makes_array(pm_gen *e, pm_opid op, const bool *in_run) {
   return false;
 }
 
-/* f32 to 16 or 8 bits, or 8 bits to more, two at a time in one instruction: a loop of its own. The
- * device function, or NULL. */
-static const char *pair_convert(pm_gen *e, pm_opid op) {
-  const pm_op *o = pm_get(e->g, op);
-  if (o->code != PM_OP_CONVERT || pm_regs_of(e, o->out) % 2) return NULL;
-  const pm_dtype from = pm_typeof(e->g, pm_in(e->g, op, 0))->dtype;
-  const pm_dtype to = pm_typeof(e->g, o->out)->dtype;
-  const bool narrow = to == PM_F16 || to == PM_BF16 || to == PM_E4M3 || to == PM_E5M2;
-  const bool wide = to == PM_F16 || to == PM_BF16 || to == PM_F32;
-  if (from == PM_F32 && narrow) return pm_str(e, "to_%sx2", pm_cpp_type(to));
-  if ((from == PM_E4M3 || from == PM_E5M2) && wide)
-    return pm_str(e, "widen_%sx2", pm_cpp_type(from));
-  return NULL;
+/* Conversions of several elements in a few instructions: loops of their own. */
+typedef struct group_convert {
+  const char *fn;  /* the device function; NULL: element by element */
+  int64_t n, from; /* elements of a call; registers of `in` for them */
+  pm_val in;
+} group_convert;
+
+/* The bytes that hold the elements of 4 bits in array v, two each; 0: they lie elsewhere, too. */
+static pm_val packed_source(pm_gen *e, pm_val v) {
+  const pm_opid def = pm_value_of(e->g, v)->def;
+  return def && pm_get(e->g, def)->code == PM_OP_UNPACK ? pm_in(e->g, def, 0) : 0;
 }
 
-static bool is_pair_convert(pm_gen *e, pm_opid op) { return pair_convert(e, op) != NULL; }
+/* f32 to 16 or 8 bits, and 8 bits to more, two at a time in one instruction; small integers by
+ * words (device/widen.cuh). */
+static group_convert find_group_convert(pm_gen *e, pm_opid op) {
+  const pm_op *o = pm_get(e->g, op);
+  group_convert c = {0};
+  if (o->code != PM_OP_CONVERT) return c;
+  c.in = pm_in(e->g, op, 0);
+  const pm_dtype from = pm_typeof(e->g, c.in)->dtype, to = pm_typeof(e->g, o->out)->dtype;
+  const char *short_name = pm_dtypes[from].short_name;
+  const bool half = to == PM_F16 || to == PM_BF16, wide = half || to == PM_F32;
+  const char *fn = NULL;
+  if (from == PM_F32 && (half || to == PM_E4M3 || to == PM_E5M2)) {
+    fn = pm_str(e, "to_%sx2", pm_cpp_type(to));
+    c.n = c.from = 2;
+  } else if ((from == PM_E4M3 || from == PM_E5M2) && wide) {
+    fn = pm_str(e, "widen_%sx2", short_name);
+    c.n = c.from = 2;
+  } else if ((from == PM_I8 || from == PM_U8) && wide) {
+    fn = pm_str(e, "widen_%sx4", short_name);
+    c.n = c.from = 4;
+  } else if ((from == PM_INT4 || from == PM_UINT4) && half && packed_source(e, c.in)) {
+    fn = pm_str(e, "widen_%sx8", short_name);
+    c.in = packed_source(e, c.in);
+    c.n = 8;
+    c.from = 4;
+  }
+  if (fn && pm_regs_of(e, o->out) % c.n == 0) c.fn = fn;
+  return c;
+}
 
-static void emit_pair_convert(pm_gen *e, pm_opid op) {
-  const pm_val in = pm_in(e->g, op, 0), out = pm_get(e->g, op)->out;
-  const char *fn = pair_convert(e, op);
+static bool is_group_convert(pm_gen *e, pm_opid op) { return find_group_convert(e, op).fn != NULL; }
+
+static void emit_group_convert(pm_gen *e, pm_opid op) {
+  const pm_val out = pm_get(e->g, op)->out;
+  const group_convert c = find_group_convert(e, op);
+  const long long n = pm_regs_of(e, out), by = c.n, from = c.from;
   pm_note(e, op, "");
   if (e->only_words[out]) {
     const char *words = pm_declare_words(e, out);
     pm_line(e, "#pragma unroll");
-    pm_line(e, "for (int r = 0; r < %lld; r += 2) %s[r / 2] = pair_%s(%s, %s);",
-            (long long)pm_regs_of(e, out), words, pm_cpp_type(pm_typeof(e->g, out)->dtype),
-            pm_at(e, in, "r"), pm_at(e, in, "r + 1"));
+    pm_line(e, "for (int r = 0; r < %lld; r += 2) %s[r / 2] = pair_%s(%s, %s);", n, words,
+            pm_cpp_type(pm_typeof(e->g, out)->dtype), pm_at(e, c.in, "r"), pm_at(e, c.in, "r + 1"));
     return;
   }
   const char *name = pm_declare(e, out, out);
   pm_line(e, "#pragma unroll");
-  pm_line(e, "for (int r = 0; r < %lld; r += 2) %s(&%s[r], %s, %s);", (long long)pm_regs_of(e, out),
-          fn, name, pm_at(e, in, "r"), pm_at(e, in, "r + 1"));
+  if (by == 2) {
+    pm_line(e, "for (int r = 0; r < %lld; r += 2) %s(&%s[r], %s, %s);", n, c.fn, name,
+            pm_at(e, c.in, "r"), pm_at(e, c.in, "r + 1"));
+  } else {
+    pm_line(e, "for (int r = 0; r < %lld; r += %lld) %s(&%s[r], &%s);", n, by, c.fn, name,
+            pm_at(e, c.in, from == by ? "r" : "r / 2"));
+  }
 }
 
 /* Words of an array that nothing may move across: one statement takes them all. */
@@ -353,7 +386,7 @@ static pm_code emit_run(pm_gen *e, pm_blk block, uint32_t first, uint32_t *next)
       PM_TRY(pm_gen_scalar(e, op));
       continue;
     }
-    if (!pm_is_elementwise(g, op) || is_pair_convert(e, op) || is_array_barrier(e, op)) break;
+    if (!pm_is_elementwise(g, op) || is_group_convert(e, op) || is_array_barrier(e, op)) break;
     if (pm_get(g, op)->code == PM_OP_BROADCAST && in_run[pm_in(g, op, 0)]) break;
     if (pm_regs_of(e, pm_get(g, op)->out) != n) break;
     pm_vec_push(e->arena, &run, op);
@@ -424,8 +457,8 @@ pm_code pm_gen_block(pm_gen *e, pm_blk block) {
     } else if (is_array_barrier(e, op)) {
       emit_array_barrier(e, op);
       k++;
-    } else if (is_pair_convert(e, op)) {
-      emit_pair_convert(e, op);
+    } else if (is_group_convert(e, op)) {
+      emit_group_convert(e, op);
       k++;
     } else {
       PM_TRY(emit_run(e, block, k, &k));

@@ -85,12 +85,97 @@ static const char *source_lane(pm_gen *e, const pm_relayout *plan) {
   return t.at;
 }
 
+/* Words of four bytes each, `index` (of a byte) counted from word `first`: "w[k + 1]" */
+static const char *word_text(pm_gen *e, const char *k, int64_t byte) {
+  if (!strcmp(k, "0")) return pm_str(e, "w[%lld]", (long long)(byte / 4));
+  return byte < 4 ? pm_str(e, "w[%s]", k) : pm_str(e, "w[%s + %lld]", k, (long long)(byte / 4));
+}
+
+/* Bytes 0 to n - 1 of a word, n of them those of registers map[0], map[1] ..., from two words. */
+static const char *pick_two(pm_gen *e, const char *k, const int32_t *map, int n) {
+  int32_t words[2] = {-1, -1};
+  unsigned selector = 0;
+  for (int i = 0; i < n; i++) {
+    const int32_t from = map[i] < 0 ? 0 : map[i];
+    int at = 0;
+    while (at < 2 && words[at] >= 0 && words[at] != from / 4) at++;
+    if (at == 2) return NULL;
+    words[at] = from / 4;
+    selector |= (unsigned)(at * 4 + from % 4) << (4 * i);
+  }
+  if (n == 4 && selector == 0x3210) return word_text(e, k, 4 * (int64_t)words[0]);
+  return pm_str(e, "pick_bytes(%s, %s, 0x%04x)", word_text(e, k, 4 * (int64_t)words[0]),
+                words[1] < 0 ? "0" : word_text(e, k, 4 * (int64_t)words[1]), selector);
+}
+
+static const char *pick_word(pm_gen *e, const char *k, const int32_t *map) {
+  const char *whole = pick_two(e, k, map, 4);
+  if (whole) return whole;
+  return pm_str(e, "pick_bytes(%s, %s, 0x5410)", pick_two(e, k, map, 2),
+                pick_two(e, k, map + 2, 2));
+}
+
+/* Every so many words the map of bytes repeats. */
+static int64_t map_period(const int32_t *map, int64_t n) {
+  for (int64_t p = 4; p < n; p += 4) {
+    bool same = n % p == 0;
+    for (int64_t r = p; r < n && same; r++) same = map[r] == map[r - p] + p;
+    for (int64_t r = 0; r < p && same; r++) same = map[r] >= 0;
+    if (same) return p / 4;
+  }
+  return n / 4;
+}
+
+/* Do four bytes stay in a word all the way? */
+static bool moves_words(const pm_relayout *plan) {
+  if (plan->n_regs % 8 || plan->permutes) return false;
+  for (uint32_t k = 0; k < plan->n_swaps; k++) {
+    if (plan->swap[k].step > 2 && plan->swap[k].step % 4) return false;
+  }
+  return true;
+}
+
+static pm_code bytes_by_shuffles(pm_gen *e, pm_opid op, const pm_relayout *plan) {
+  const pm_val in = pm_in(e->g, op, 0), out = pm_get(e->g, op)->out;
+  const char *type = pm_cpp_type(pm_typeof(e->g, in)->dtype);
+  const long long n = plan->n_regs, words = n / 4;
+  const char *name = pm_declare(e, out, out);
+  pm_begin(e, "{");
+  pm_line(e, "u32 w[%lld], moved[%lld];", words, words);
+  pm_line(e, "pack<%s, %lld>(w, %s);", type, n, e->slot[in].text);
+  for (uint32_t k = 0; k < plan->n_swaps; k++) {
+    const int mask = 1 << plan->swap[k].lane_bit;
+    const long long step = plan->swap[k].step, apart = step / 4;
+    pm_line(e, "#pragma unroll");
+    if (apart) {
+      pm_begin(e, "for (int k = 0; k < %lld; k++) {", words);
+      pm_line(e, "if (k %% %lld < %lld) swap_lanes<1, 1>(&w[k], &w[k + %lld], lane & %d, %d);",
+              2 * apart, apart, apart, mask, mask);
+    } else {
+      pm_begin(e, "for (int k = 0; k < %lld; k += 2) {", words);
+      pm_line(e, "swap_bytes<%lld>(&w[k], &w[k + 1], lane & %d, %d);", step, mask, mask);
+    }
+    pm_end(e);
+  }
+  const int64_t period = map_period(plan->map, n);
+  const char *k = pm_begin_unrolled(e, "k", words, period);
+  for (int64_t j = 0; j < period; j++) {
+    const char *to = j ? pm_str(e, "%s + %lld", k, (long long)j) : k;
+    pm_line(e, "moved[%s] = %s;", to, pick_word(e, k, plan->map + 4 * j));
+  }
+  pm_end_unrolled(e, words, period);
+  pm_line(e, "unpack<%s, %lld>(%s, moved);", type, n, name);
+  pm_end(e);
+  return PM_OK;
+}
+
 pm_code pm_by_shuffles(pm_gen *e, pm_opid op, const pm_relayout *plan) {
   const pm_val in = pm_in(e->g, op, 0), out = pm_get(e->g, op)->out;
   const pm_dtype d = pm_typeof(e->g, in)->dtype;
   const int64_t n_regs = plan->n_regs, bytes = pm_dtypes[d].bytes;
   int64_t n, apart;
   pm_note(e, op, "layout_cast, by shuffles");
+  if (bytes == 1 && moves_words(plan)) return bytes_by_shuffles(e, op, plan);
   const char *name = pm_declare(e, out, out), *moved = pm_unique(e, "moved");
   pm_begin(e, "{");
   pm_line(e, "%s %s[%lld];", pm_cpp_type(d), moved, (long long)n_regs);

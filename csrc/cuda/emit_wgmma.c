@@ -1,16 +1,16 @@
 /* Accumulators and wgmma.
  *
- * An accumulator (M, N) is one C++ array of M / 64 * N / 2 f32 registers (for f16: half as many
- * words of two) in the order of the WGMMA layout, which is the instruction's. It changes in place.
- * One whose first use is a wgmma of all of it, in the same block, is never filled with zeros: the
- * first step of that product overwrites it.
+ * An accumulator (M, N) is one C++ array of M / 64 * N / 2 f32 or i32 registers (for f16: half as
+ * many words of two) in the order of the WGMMA layout, which is the instruction's. It changes in
+ * place. One whose first use is a wgmma of all of it, in the same block, is never filled with
+ * zeros: the first step of that product overwrites it.
  * Before registers that plain code wrote reach a wgmma, and before plain code reads what a wait has
  * completed, an empty asm statement takes them as operands ("pin"), so that nothing moves across.
  *
  * Operands in SMEM are [chunks][rows][S]: chunks of S elements (one swizzle row) of the contiguous
  * dimension. Descriptors are split in a low word, address and leading distance, and a constant high
- * word. With K contiguous a step of 16 is 32 bytes in a chunk, or the next chunk; with M or N
- * contiguous it is 16 rows, and the leading distance is that of chunks. */
+ * word. With K contiguous a step is 32 bytes in a chunk, or the next chunk; with M or N contiguous
+ * (16-bit types only) it is 16 rows, and the leading distance is that of chunks. */
 #include "gen.h"
 
 typedef struct part {
@@ -53,7 +53,7 @@ static const char *register_text(pm_gen *e, const part *p) {
 static void pin(pm_gen *e, const part *p) {
   const char *acc = e->slot[p->view.base].text;
   const int64_t words = p->half ? p->base_columns / 4 : p->base_columns / 2;
-  const char *fn = pm_family_pin(e, p->half ? PM_F16 : PM_F32, words);
+  const char *fn = pm_family_pin(e, (pm_dtype)p->view.dtype, words);
   const int64_t tiles = p->view.base_shape[0] / 64;
   for (int64_t m = 0; m < tiles; m++) pm_line(e, "%s(&%s[%lld]);", fn, acc, (long long)(m * words));
 }
@@ -78,6 +78,14 @@ static pm_code check_wgmma_layout(pm_gen *e, pm_opid op, pm_val array) {
     return pm_gen_fail(e, op, PM_E_INTERNAL, "its array is not in the WGMMA layout");
   }
   return PM_OK;
+}
+
+/* A in registers */
+static pm_code check_a_layout(pm_gen *e, pm_opid op, pm_val array) {
+  if (pm_dtypes[pm_typeof(e->g, array)->dtype].bits != 8) return check_wgmma_layout(e, op, array);
+  const char *name = pm_layout_name(e->arena, pm_value_layout(e->g, array));
+  if (!pm_is_array(e, array) || (name && !strcmp(name, "wgmma_8bit"))) return PM_OK;
+  return pm_gen_fail(e, op, PM_E_INTERNAL, "its array is not in the layout WGMMA_8BIT");
 }
 
 static bool mentions(const pm_graph *g, pm_opid op, pm_val v) {
@@ -117,7 +125,8 @@ pm_code pm_cuda_ALLOC_ACC(pm_gen *e, pm_opid op) {
   PM_TRY(part_of(e, op, o->out, &p));
   const int64_t n = p.rows * p.columns / 128;
   pm_note(e, op, pm_str(e, "accumulator %s", pm_type_text(e->arena, t)));
-  pm_line(e, "%s %s[%lld];", p.half ? "u32" : "f32", name, (long long)(p.half ? n / 2 : n));
+  pm_line(e, "%s %s[%lld];", p.half ? "u32" : pm_cpp_type(t->dtype), name,
+          (long long)(p.half ? n / 2 : n));
   pm_bind(e, o->out, name, PM_FORM_SCALAR);
   if (o->n_in) {
     const pm_val init = pm_in(e->g, op, 0);
@@ -128,7 +137,7 @@ pm_code pm_cuda_ALLOC_ACC(pm_gen *e, pm_opid op) {
     e->fresh[o->out] = true;
     return PM_OK;
   } else {
-    const char *zero = p.half ? "f16{0}" : "0.0f";
+    const char *zero = pm_literal(e, t->dtype, (pm_scalar){0});
     write_registers(e, &p, zero, zero);
   }
   pin(e, &p);
@@ -182,7 +191,7 @@ typedef struct operand {
   pm_view view;
   bool k_contiguous;
   int64_t leading, stride; /* bytes */
-  pm_sum k, m;             /* steps of 16 along K, of 64 along M, in units of 16 bytes */
+  pm_sum k, m;             /* steps along K, of 64 along M, in units of 16 bytes */
 } operand;
 
 static pm_code operand_of(pm_gen *e, pm_opid op, pm_val ref, int k_dim, operand *o) {
@@ -202,13 +211,14 @@ static pm_code operand_of(pm_gen *e, pm_opid op, pm_val ref, int k_dim, operand 
                        (long long)s, v->swizzle);
   }
   const int64_t chunk = fast->size > s ? fast->outer * bytes / 16 : 0;
-  const int64_t row = v->swizzle / 16, k_steps = k->size / 16, m_steps = mn->size / 64;
+  const int64_t step = pm_product_step((pm_dtype)v->dtype);
+  const int64_t row = v->swizzle / 16, k_steps = k->size / step, m_steps = mn->size / 64;
   o->stride = 8 * v->swizzle;
   o->leading = o->k_contiguous || !chunk ? 16 : chunk * 16;
   o->k = (pm_sum){.total = k_steps};
   o->m = (pm_sum){.total = m_steps};
   if (o->k_contiguous) {
-    const int64_t inside = pm_min(s / 16, k_steps);
+    const int64_t inside = pm_min(s / step, k_steps);
     o->k.at[o->k.n++] = (pm_piece){1, inside, 2};
     if (k_steps > inside) o->k.at[o->k.n++] = (pm_piece){inside, k_steps / inside, chunk};
     o->m.at[o->m.n++] = (pm_piece){1, m_steps, 64 * row};
@@ -225,18 +235,21 @@ static uint32_t high_word(const operand *o) {
   return (uint32_t)(o->stride >> 4) | mode << 30;
 }
 
-/* A in registers: pairs of 16-bit values as words in the order of the layout, all of them in front
- * of the first product. */
+/* A in registers: words of two or four values in the order of the layout, all of them in front of
+ * the first product. */
 static void pack_a(pm_gen *e, pm_val a) {
-  const int64_t words = pm_regs_of(e, a) / 2;
-  const char *type = pm_cpp_type(pm_typeof(e->g, a)->dtype);
+  const pm_type *t = pm_typeof(e->g, a);
+  const int64_t of_word = 4 / pm_dtypes[t->dtype].bytes, words = pm_type_size(t) / 128 / of_word;
   pm_line(e, "u32 a[%lld];", (long long)words);
   if (e->slot[a].form != PM_FORM_SCALAR) {
     pm_pack(e, "a", a, a);
   } else {
-    pm_line(e, "const %s x[2] = {%s, %s};", type, pm_at(e, a, "0"), pm_at(e, a, "0"));
+    const char *type = pm_cpp_type(t->dtype), *x = pm_at(e, a, "0");
+    if (of_word == 4) x = pm_str(e, "%s, %s", x, x);
+    pm_line(e, "const %s x[%lld] = {%s, %s};", type, (long long)of_word, x, x);
     pm_line(e, "#pragma unroll");
-    pm_line(e, "for (int r = 0; r < %lld; r++) pack<%s, 2>(&a[r], x);", (long long)words, type);
+    pm_line(e, "for (int r = 0; r < %lld; r++) pack<%s, %lld>(&a[r], x);", (long long)words, type,
+            (long long)of_word);
   }
   pm_line(e, "%s(a);", pm_family_pin(e, PM_F16, words));
 }
@@ -249,7 +262,7 @@ static const char *moved(pm_gen *e, const char *name, const char *m, int64_t m_s
   return by ? pm_str(e, "%s + %lld", name, (long long)by) : name;
 }
 
-/* Steps of 16 along K that one statement takes. Where a step begins repeats itself after 4. */
+/* Steps along K that one statement takes. Where a step begins repeats itself after 4. */
 enum { MOST_STEPS = 8 };
 
 /* The product, for one row block of 64 after the other. a NULL: in registers */
@@ -282,9 +295,11 @@ pm_code pm_cuda_WGMMA(pm_gen *e, pm_opid op) {
   PM_TRY(part_of(e, op, pm_in(e->g, op, 0), &p));
   PM_TRY(operand_of(e, op, in_b, 0, &b));
   if (!registers) PM_TRY(operand_of(e, op, in_a, 1, &a));
+  const pm_type *ta = pm_typeof(e->g, in_a);
   pm_wgmma kind = {.n = p.columns,
-                   .acc = p.half ? PM_F16 : PM_F32,
-                   .type = (pm_dtype)b.view.dtype,
+                   .acc = (pm_dtype)p.view.dtype,
+                   .type_a = (pm_dtype)ta->dtype,
+                   .type_b = (pm_dtype)b.view.dtype,
                    .transpose_a = !registers && !a.k_contiguous,
                    .transpose_b = !b.k_contiguous,
                    .fresh = e->fresh[p.view.base],
@@ -294,7 +309,7 @@ pm_code pm_cuda_WGMMA(pm_gen *e, pm_opid op) {
   pm_begin(e, "{");
   if (registers) {
     pm_at(e, in_a, "0");
-    PM_TRY(check_wgmma_layout(e, op, in_a));
+    PM_TRY(check_a_layout(e, op, in_a));
     pack_a(e, in_a);
   } else {
     pm_line(e, "const u32 a = wgmma_address(%s, %lld);", pm_view_address(e, &a.view),
@@ -303,7 +318,7 @@ pm_code pm_cuda_WGMMA(pm_gen *e, pm_opid op) {
   pm_line(e, "const u32 b = wgmma_address(%s, %lld);", pm_view_address(e, &b.view),
           (long long)b.leading);
   pm_line(e, "wgmma_fence();");
-  issue_steps(e, &p, registers ? NULL : &a, &b, pm_typeof(e->g, in_a)->dim[1] / 16, &kind);
+  issue_steps(e, &p, registers ? NULL : &a, &b, ta->dim[1] / pm_product_step(ta->dtype), &kind);
   e->fresh[p.view.base] = false;
   pm_line(e, "wgmma_commit();");
   pm_end(e);

@@ -60,21 +60,36 @@ static void put_descriptor(pm_text *t, const char *name, const pm_sum *at, int64
   }
 }
 
+/* Operands as PTX names them. */
+static const char *operand_name(pm_dtype t) {
+  return t == PM_F32 ? "tf32" : pm_dtypes[t].short_name;
+}
+
+/* Behind the predicate: factors 1 of A and B, of floats; then which operands are transposed, of 16
+ * bits. */
+static void put_immediates(pm_text *t, const pm_wgmma *w) {
+  if (w->acc != PM_I32) pm_put(t, ", 1, 1");
+  if (pm_dtypes[w->type_a].bits != 16) return;
+  if (w->a) pm_putf(t, ", %d", w->transpose_a);
+  pm_putf(t, ", %d", w->transpose_b);
+}
+
 static void put_step(pm_text *t, const pm_wgmma *w, int64_t k, int regs) {
-  const char *in = pm_cpp_type(w->type), *out = pm_cpp_type(w->acc);
   const int a = regs + (w->a ? 0 : (int)k * 4), b = regs + (w->a ? 2 : (int)w->steps * 4);
   pm_put(t, "    \"");
   if (k < 2) pm_putf(t, "setp.%s.b32 p, 0, 0; ", w->fresh && !k ? "ne" : "eq");
   if (w->a) put_descriptor(t, "ma", w->a, k, a);
   put_descriptor(t, "mb", w->b, k, b);
-  pm_putf(t, "\\n\"\n    \"wgmma.mma_async.sync.aligned.m64n%lldk16.%s.%s.%s \" D \", ",
-          (long long)w->n, out, in, in);
+  pm_putf(t, "\\n\"\n    \"wgmma.mma_async.sync.aligned.m64n%lldk%lld.%s.%s.%s \" D \", ",
+          (long long)w->n, (long long)pm_product_step(w->type_a), pm_dtypes[w->acc].short_name,
+          operand_name(w->type_a), operand_name(w->type_b));
   if (w->a) {
-    pm_putf(t, "ma, mb, p, 1, 1, %d, %d;", w->transpose_a, w->transpose_b);
+    pm_put(t, "ma, mb, p");
   } else {
-    pm_putf(t, "{%%%d,%%%d,%%%d,%%%d}, mb, p, 1, 1, %d;", a, a + 1, a + 2, a + 3, w->transpose_b);
+    pm_putf(t, "{%%%d,%%%d,%%%d,%%%d}, mb, p", a, a + 1, a + 2, a + 3);
   }
-  pm_putf(t, "%s\n", k + 1 < w->steps ? "\\n\"" : " }\"");
+  put_immediates(t, w);
+  pm_putf(t, ";%s\n", k + 1 < w->steps ? "\\n\"" : " }\"");
 }
 
 static void put_statement(pm_text *t, const pm_wgmma *w, int regs) {
@@ -106,10 +121,13 @@ static void put_calls(pm_text *t, const pm_wgmma *w, const char *one) {
 }
 
 const char *pm_family_wgmma(pm_gen *e, const pm_wgmma *w) {
-  const int regs = (int)(w->acc == PM_F32 ? w->n / 2 : w->n / 4);
+  const int regs = (int)(w->acc == PM_F16 ? w->n / 4 : w->n / 2);
   const bool calls = e->options->entry_only;
-  const char *one = pm_str(e, "wgmma_m64n%lldk16_%s_%s_%c%c", (long long)w->n, pm_cpp_type(w->acc),
-                           pm_cpp_type(w->type),
+  const long long depth = pm_product_step(w->type_a);
+  const char *types = operand_name(w->type_a);
+  if (w->type_a != w->type_b) types = pm_str(e, "%s_%s", types, operand_name(w->type_b));
+  const char *one = pm_str(e, "wgmma_m64n%lldk%lld_%s_%s_%c%c", (long long)w->n, depth,
+                           pm_dtypes[w->acc].short_name, types,
                            !w->a            ? 'r'
                            : w->transpose_a ? 'm'
                                             : 'k',
@@ -125,21 +143,40 @@ const char *pm_family_wgmma(pm_gen *e, const pm_wgmma *w) {
   if (find(e, name.at)) return name.at;
   pm_text t;
   pm_text_init(&t, e->arena);
-  pm_putf(&t, "// d %s A B, %lld times 16 along K; %s, B in shared memory, contiguous along %s\n",
-          w->fresh ? "=" : "+=", (long long)w->steps,
+  pm_putf(&t, "// d %s A B, %lld times %lld along K; %s, B in shared memory, contiguous along %s\n",
+          w->fresh ? "=" : "+=", (long long)w->steps, depth,
           !w->a            ? "A in registers"
           : w->transpose_a ? "A in shared memory, contiguous along M"
                            : "A in shared memory, contiguous along K",
           w->transpose_b ? "N" : "K");
   pm_putf(&t, "FN void %s(%s* d, %s, u32 b, u32 b_high%s) {\n", name.at,
-          w->acc == PM_F32 ? "f32" : "u32", w->a ? "u32 a, u32 a_high" : "const u32* a",
-          calls ? ", LINE" : "");
+          w->acc == PM_F16 ? "u32" : pm_cpp_type(w->acc),
+          w->a ? "u32 a, u32 a_high" : "const u32* a", calls ? ", LINE" : "");
   if (calls) {
     put_calls(&t, w, one);
   } else {
     put_statement(&t, w, regs);
   }
   return add(e, name.at, t.at);
+}
+
+const char *pm_family_mma(pm_gen *e, pm_dtype operands, pm_dtype acc) {
+  const char *in = operand_name(operands), *out = pm_dtypes[acc].short_name;
+  const char *shape = pm_str(e, "m16n8k%lld", (long long)pm_product_step(operands));
+  const char *name = pm_str(e, "mma_%s_%s_%s", shape, out, in), *c = acc == PM_F32 ? "f" : "r";
+  if (find(e, name)) return name;
+  pm_text t;
+  pm_text_init(&t, e->arena);
+  pm_putf(&t, "// d += A B\nFN void %s(%s* d, const u32* a, const u32* b) {\n", name,
+          pm_cpp_type(acc));
+  pm_putf(&t, "  asm volatile(\"mma.sync.aligned.%s.row.col.%s.%s.%s.%s \"\n", shape, out, in, in,
+          out);
+  pm_put(&t, "    \"{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};\"\n    : ");
+  put_registers(&t, pm_str(e, "+%s", c), 4);
+  pm_put(&t,
+         "\n    : \"r\"(a[0]), \"r\"(a[1]), \"r\"(a[2]), \"r\"(a[3]), \"r\"(b[0]), "
+         "\"r\"(b[1]));\n}\n");
+  return add_own(e, name, t.at);
 }
 
 /* ---- atomics ----------------------------------------------------------------------------- */

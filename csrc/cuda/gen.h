@@ -245,15 +245,16 @@ void pm_need_alignment(pm_gen *e, const pm_view *v, int64_t bytes);
 
 typedef struct pm_wgmma {
   int64_t n;
-  pm_dtype acc, type; /* acc: F32 or F16 */
+  pm_dtype acc, type_a, type_b;
   bool transpose_a, transpose_b;
   bool fresh;          /* d = A B: what the accumulator held does not matter */
-  int64_t steps;       /* of 16 along K */
+  int64_t steps;       /* along K */
   const pm_sum *a, *b; /* where step k begins, in units of 16 bytes; a NULL: in registers */
 } pm_wgmma;
 
 /* Names of the functions, which are printed with the program. */
 const char *pm_family_wgmma(pm_gen *e, const pm_wgmma *kind);
+const char *pm_family_mma(pm_gen *e, pm_dtype operands, pm_dtype acc);
 const char *pm_family_atomic(pm_gen *e, int64_t kind, pm_dtype t, const char *space, bool returns);
 const char *pm_family_pin(pm_gen *e, pm_dtype t, int64_t n); /* n registers of 32 bits; F16: u32 */
 

@@ -350,7 +350,7 @@ static step exec_wgmma(pm_machine *m, thread *t, const instr *i) {
 
 static void run_mma(pm_machine *m, thread *t) {
   task *k = t->mma_first;
-  pm_vm_matmul(m->pack, &k->acc, &k->lhs, k->buffer, &k->rhs, k->i->dtype);
+  pm_vm_matmul(m->pack, &k->acc, &k->lhs, k->buffer, &k->rhs, k->i->out, k->i->dtype);
   t->mma_first = k->next;
   if (!k->next) t->mma_last = NULL;
   t->n_mma--;

@@ -421,12 +421,18 @@ void pm_vm_encode_plain(compiler *c, pm_opid op, const handler *h) {
     if (pm_has_attr(g, op, flag_attrs[k])) i.flags = (uint8_t)*pm_attr(g, op, flag_attrs[k]);
   }
   if (pm_has_attr(g, op, PM_ATTR_N)) i.to = (uint32_t)*pm_attr(g, op, PM_ATTR_N);
-  if (o->code == PM_OP_WGMMA) {
+  if (o->code == PM_OP_WGMMA || o->code == PM_OP_MMA) {
     const pm_type *acc = pm_typeof(g, pm_in(g, op, 0));
     const pm_type *b = pm_typeof(g, pm_in(g, op, 2));
     size_t bytes = pm_vm_pack_bytes(acc->dim[0], acc->dim[1], b->dim[0]);
     if (bytes > c->m->pack_bytes) c->m->pack_bytes = bytes;
     i.dtype = b->dtype;
+    if (o->code == PM_OP_MMA) {
+      i.depth = b->dim[0];
+      i.to = (uint32_t)b->dim[1];
+    } else {
+      i.out = pm_typeof(g, pm_in(g, op, 1))->dtype;
+    }
   }
   pm_vec_push(c->temp, &c->code, i);
 }

@@ -1,11 +1,13 @@
-/* acc += a @ b for one wgmma.
+/* acc += a @ b for one wgmma or mma.
  *
  * Both operands are widened to f32 and packed into panels: for each run of rows of
  * a (columns of b) as wide as the register block, all of K in order. A microkernel keeps one block
  * of acc in vector registers over the whole K. It is one function, written with vector extensions
  * and compiled for three instruction sets; the block's size is chosen to fill their registers.
  *
- * An f16 accumulator is rounded once per wgmma. */
+ * An f16 accumulator is rounded once per product. f32 operands lose the bits that tf32 has not.
+ * Integers are multiplied by the same code, so many steps along K at a time that f32 holds every
+ * sum exactly, and added to the accumulator as integers. */
 #include "vm.h"
 
 enum { MAX_ROWS = 8, MAX_COLS = 32 };
@@ -66,16 +68,32 @@ size_t pm_vm_pack_bytes(int64_t m, int64_t n, int64_t k) {
 typedef struct operand {
   const char *at;
   int64_t major, k, step, k_step;
+  pm_dtype dtype;
 } operand;
+
+/* the hardware ignores the low 13 bits */
+static void cut_to_tf32(float *x, int64_t n) {
+  for (int64_t i = 0; i < n; i++) {
+    uint32_t bits;
+    memcpy(&bits, &x[i], sizeof bits);
+    bits &= 0xffffe000u;
+    memcpy(&x[i], &bits, sizeof bits);
+  }
+}
+
+static void widen(const operand *x, const char *from, float *to, int64_t n) {
+  pm_convert_array(x->dtype, PM_F32, from, to, (size_t)n);
+  if (x->dtype == PM_F32) cut_to_tf32(to, n);
+}
 
 /* Panels of `width` majors, padded with zeros, each [K][width]. `line` holds one row of the source.
  */
-static void pack(pm_dtype d, operand x, int64_t width, float *line, float *dst) {
-  uint8_t bytes = pm_dtypes[d].bytes;
+static void pack(operand x, int64_t width, float *line, float *dst) {
+  uint8_t bytes = pm_dtypes[x.dtype].bytes;
   int64_t padded = pm_round_up(x.major, width);
   if (x.step == 1) {
     for (int64_t p = 0; p < x.k; p++) {
-      pm_convert_array(d, PM_F32, x.at + p * x.k_step * bytes, line, (size_t)x.major);
+      widen(&x, x.at + p * x.k_step * bytes, line, x.major);
       for (int64_t i = 0; i < padded; i += width) {
         float *to = dst + i * x.k + p * width;
         int64_t n = pm_min(width, x.major - i);
@@ -91,20 +109,21 @@ static void pack(pm_dtype d, operand x, int64_t width, float *line, float *dst) 
     if (i >= x.major) {
       memset(line, 0, (size_t)x.k * sizeof *line);
     } else if (x.k_step == 1) {
-      pm_convert_array(d, PM_F32, from, line, (size_t)x.k);
+      widen(&x, from, line, x.k);
     } else {
       for (int64_t p = 0; p < x.k; p++) {
-        pm_convert_array(d, PM_F32, from + p * x.k_step * bytes, line + p, 1);
+        widen(&x, from + p * x.k_step * bytes, line + p, 1);
       }
     }
     for (int64_t p = 0; p < x.k; p++) to[p * width] = line[p];
   }
 }
 
-static operand operand_of(const spot *s, const void *array, int64_t major, int64_t k,
-                          int major_dim) {
-  if (!s->mem) return (operand){array, major, k, k, 1}; /* a, row-major */
-  return (operand){s->at, major, k, s->mem->stride[major_dim], s->mem->stride[1 - major_dim]};
+static operand operand_of(const spot *s, const void *array, int64_t major, int64_t k, int major_dim,
+                          pm_dtype dtype) {
+  if (!s->mem) return (operand){array, major, k, k, 1, dtype}; /* a, row-major */
+  return (operand){s->at, major, k, s->mem->stride[major_dim], s->mem->stride[1 - major_dim],
+                   dtype};
 }
 
 /* ---- products ----------------------------------------------------------------------------- */
@@ -132,25 +151,69 @@ static void multiply(block_shape block, int64_t m, int64_t n, int64_t k, const f
   }
 }
 
-void pm_vm_matmul(char *pack_buffer, const spot *acc, const spot *lhs, const void *lhs_array,
-                  const spot *rhs, pm_dtype dtype) {
-  int64_t m = acc->mem->dim[0], n = acc->mem->dim[1], k = rhs->mem->dim[0],
-          ldc = acc->mem->stride[0];
-  operand a = operand_of(lhs, lhs_array, m, k, 0), b = operand_of(rhs, NULL, n, k, 1);
-  float *c = (float *)pack_buffer, *line = c + m * n, *pa = line + pm_max(pm_max(m, n), k);
+/* Rows of an accumulator, ldc elements apart. */
+typedef struct target {
+  char *at;
+  int64_t m, n, ldc;
+  pm_dtype dtype;
+} target;
+
+static void product(char *buffer, const target *acc, operand a, operand b) {
+  const int64_t m = acc->m, n = acc->n, k = a.k;
+  float *c = (float *)buffer, *line = c + m * n, *pa = line + pm_max(pm_max(m, n), k);
   block_shape block = choose_block();
   float *pb = pa + pm_round_up(m, block.rows) * k;
-  pack(dtype, a, block.rows, line, pa);
-  pack(dtype, b, block.cols, line, pb);
-  if (acc->mem->dtype == PM_F32) {
-    multiply(block, m, n, k, pa, pb, (float *)acc->at, ldc);
+  pack(a, block.rows, line, pa);
+  pack(b, block.cols, line, pb);
+  if (acc->dtype == PM_F32) {
+    multiply(block, m, n, k, pa, pb, (float *)acc->at, acc->ldc);
     return;
   }
   for (int64_t i = 0; i < m; i++) {
-    pm_convert_array(acc->mem->dtype, PM_F32, acc->at + i * ldc * 2, c + i * n, (size_t)n);
+    if (acc->dtype == PM_I32) memset(c + i * n, 0, (size_t)n * sizeof *c);
+    else pm_convert_array(acc->dtype, PM_F32, acc->at + i * acc->ldc * 2, c + i * n, (size_t)n);
   }
   multiply(block, m, n, k, pa, pb, c, n);
   for (int64_t i = 0; i < m; i++) {
-    pm_convert_array(PM_F32, acc->mem->dtype, c + i * n, acc->at + i * ldc * 2, (size_t)n);
+    if (acc->dtype == PM_I32) {
+      uint32_t *to = (uint32_t *)acc->at + i * acc->ldc;
+      for (int64_t j = 0; j < n; j++) to[j] += (uint32_t)(int32_t)c[i * n + j];
+    } else {
+      pm_convert_array(PM_F32, acc->dtype, c + i * n, acc->at + i * acc->ldc * 2, (size_t)n);
+    }
   }
 }
+
+/* 256 products of uint8 are below 2^24 */
+static void whole_product(char *buffer, const target *acc, operand a, operand b) {
+  enum { MOST = 256 };
+  const int64_t k = a.k, step = acc->dtype == PM_I32 ? MOST : k;
+  for (int64_t at = 0; at < k; at += step) {
+    a.k = b.k = pm_min(step, k - at);
+    product(buffer, acc, a, b);
+    a.at += step * a.k_step * pm_dtypes[a.dtype].bytes;
+    b.at += step * b.k_step * pm_dtypes[b.dtype].bytes;
+  }
+}
+
+void pm_vm_matmul(char *buffer, const spot *acc, const spot *lhs, const void *lhs_array,
+                  const spot *rhs, pm_dtype a, pm_dtype b) {
+  const access *c = acc->mem;
+  const int64_t k = rhs->mem->dim[0];
+  const target to = {acc->at, c->dim[0], c->dim[1], c->stride[0], (pm_dtype)c->dtype};
+  whole_product(buffer, &to, operand_of(lhs, lhs_array, to.m, k, 0, a),
+                operand_of(rhs, NULL, to.n, k, 1, b));
+}
+
+/* n elements of the result, `to` columns of it, dtype of the operands */
+static step exec_mma(pm_machine *m, thread *t, const instr *i) {
+  const pm_dtype d = (pm_dtype)i->dtype;
+  const int64_t k = i->depth, n = i->to;
+  const target to = {slot_of(t, i->dst), i->n / n, n, n, (pm_dtype)i->out};
+  memcpy(to.at, slot_of(t, i->a), i->n * pm_dtypes[to.dtype].bytes);
+  whole_product(m->pack, &to, (operand){slot_of(t, i->b), to.m, k, k, 1, d},
+                (operand){slot_of(t, i->c), n, k, 1, n, d});
+  return STEP_NEXT;
+}
+
+const handler pm_vm_MMA = {pm_vm_encode_plain, exec_mma, {0}};

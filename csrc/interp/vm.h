@@ -45,6 +45,7 @@ struct instr {
     const uint32_t *targets;
     const struct reduction *reduction;
     const struct rows *rows;
+    int64_t depth; /* of an MMA: K */
   };
   const struct access *mem2, *mem3;
   uint32_t dst, a, b, c; /* slots; 0: none */
@@ -359,7 +360,7 @@ void pm_vm_narrow(pm_dtype d, const float *src, void *dst, size_t n);
 /* matmul.c */
 size_t pm_vm_pack_bytes(int64_t m, int64_t n, int64_t k);
 void pm_vm_matmul(char *pack, const spot *acc, const spot *lhs, const void *lhs_array,
-                  const spot *rhs, pm_dtype dtype);
+                  const spot *rhs, pm_dtype a, pm_dtype b);
 
 /* ---- compiling ------------------------------------------------------------------------------ */
 
@@ -409,6 +410,7 @@ extern const handler pm_vm_LOAD, pm_vm_STORE, pm_vm_ALLOC_SMEM, pm_vm_ALLOC_BARR
 extern const handler pm_vm_COPY_G2S, pm_vm_COPY_S2G, pm_vm_COMMIT_GROUP, pm_vm_WAIT_S2G,
     pm_vm_COMMIT_SMEM, pm_vm_WGMMA, pm_vm_WGMMA_WAIT, pm_vm_ACC_LOAD, pm_vm_ACC_STORE; /* async.c */
 extern const handler pm_vm_TRANSPOSE, pm_vm_CONCAT, pm_vm_GATHER, pm_vm_SCATTER,
-    pm_vm_SCAN; /* moves.c */
+    pm_vm_SCAN;                 /* moves.c */
+extern const handler pm_vm_MMA; /* matmul.c */
 
 #endif

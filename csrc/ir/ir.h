@@ -61,7 +61,7 @@ typedef enum pm_layout_rule {
   PM_LAY_NONE, PM_LAY_POINTWISE, PM_LAY_SPLAT, PM_LAY_FREE, PM_LAY_FIXED, PM_LAY_LOAD, PM_LAY_STORE,
   PM_LAY_MASKED,
   PM_LAY_REDUCE, PM_LAY_BROADCAST, PM_LAY_RESHAPE, PM_LAY_SLICE, PM_LAY_TRANSPOSE, PM_LAY_CONCAT,
-  PM_LAY_GATHER, PM_LAY_SCATTER, PM_LAY_SCAN, PM_LAY_PACK, PM_LAY_ACC, PM_LAY_CONTROL
+  PM_LAY_GATHER, PM_LAY_SCATTER, PM_LAY_SCAN, PM_LAY_PACK, PM_LAY_ACC, PM_LAY_MMA, PM_LAY_CONTROL
 } pm_layout_rule;
 /* clang-format on */
 typedef enum pm_part { PM_PART_EACH, PM_PART_WARPGROUP, PM_PART_LANE } pm_part;
@@ -233,6 +233,8 @@ static inline bool pm_makes_view(int code) {
   return code == PM_OP_INDEX || code == PM_OP_TRANSPOSE_REF || code == PM_OP_RESHAPE_REF ||
          code == PM_OP_BITCAST_REF || code == PM_OP_CLUSTER_REF;
 }
+/* Elements along K that one instruction of the tensor cores multiplies: 32 bytes of a row. */
+static inline int64_t pm_product_step(pm_dtype t) { return 256 / pm_dtypes[t].bits; }
 /* Elements of a dimension from the first to the last of a slice, both included. `strides`: the list
  * of an INDEX, n of them. */
 static inline int64_t pm_slice_extent(int64_t size, const int64_t *strides, uint32_t n,

@@ -688,11 +688,9 @@ static pm_code check_alloc_acc(const pm_typing *t) {
   if (type->dim[0] % 64 || type->dim[1] % 8) {
     FAIL(VALUE, "ACC: shape %s; m must be a multiple of 64 and n of 8", show_shape(t, type));
   }
-  if (type->dtype == PM_I32) {
-    FAIL(NOT_IMPLEMENTED, "ACC: int32 accumulators; use float32");
-  }
-  if (type->dtype != PM_F32 && type->dtype != PM_F16) {
-    FAIL(VALUE, "ACC: dtype %s; float32 and float16 are accepted", pm_dtypes[type->dtype].text);
+  if (type->dtype != PM_F32 && type->dtype != PM_F16 && type->dtype != PM_I32) {
+    FAIL(VALUE, "ACC: dtype %s; float32, float16 and int32 are accepted",
+         pm_dtypes[type->dtype].text);
   }
   if (t->n_in && (!same_shape(type_in(t, 0), type) || type_in(t, 0)->dtype != type->dtype)) {
     FAIL(VALUE, "ACC: the initial value is %s, the accumulator %s", show_in(t, 0), show(t, type));
@@ -868,21 +866,82 @@ static pm_code pm_type_hand_tile(const pm_typing *t, pm_type *out) {
   return PM_OK;
 }
 
-static pm_code wgmma_dtypes(const pm_typing *t) {
-  pm_dtype acc = type_in(t, 0)->dtype, a = type_in(t, 1)->dtype, b = type_in(t, 2)->dtype;
-  if (a != b) {
-    FAIL(VALUE, "wgmma: a has dtype %s, b %s; they must be equal", pm_dtypes[a].text,
-         pm_dtypes[b].text);
+/* ---- products of the tensor cores ----------------------------------------------------------- */
+
+static const struct product {
+  uint8_t a, b, acc;
+  bool wgmma, mma;
+} products[] = {
+#define PM_PRODUCT(a, b, acc, wgmma, mma) {PM_##a, PM_##b, PM_##acc, wgmma, mma},
+#include "products.def"
+#undef PM_PRODUCT
+};
+
+static bool has_product(const pm_typing *t, const struct product *p) {
+  return t->code == PM_OP_WGMMA ? p->wgmma : p->mma;
+}
+
+/* "float16, bfloat16 ...": the operands that the op takes */
+static const char *operand_dtypes(const pm_typing *t) {
+  pm_text out;
+  pm_dtype last = PM_BOOL;
+  pm_text_init(&out, t->g->arena);
+  for (size_t k = 0; k < PM_COUNT(products); k++) {
+    if (!has_product(t, &products[k]) || products[k].a == last) continue;
+    last = (pm_dtype)products[k].a;
+    pm_putf(&out, "%s%s", out.n ? ", " : "", pm_dtypes[last].text);
   }
-  if (a != PM_F16 && a != PM_BF16) {
-    FAIL(NOT_IMPLEMENTED, "wgmma: operands of dtype %s; float16 and bfloat16 are available",
-         pm_dtypes[a].text);
+  return out.at;
+}
+
+static pm_code product_dtypes(const pm_typing *t) {
+  const pm_dtype acc = type_in(t, 0)->dtype, a = type_in(t, 1)->dtype, b = type_in(t, 2)->dtype;
+  const char *takes = NULL;
+  bool known = false;
+  for (size_t k = 0; k < PM_COUNT(products); k++) {
+    const struct product *p = &products[k];
+    if (!has_product(t, p)) continue;
+    known |= p->a == a || p->b == b;
+    if (p->a != a || p->b != b) continue;
+    if (p->acc == acc) return PM_OK;
+    if (!takes) takes = pm_dtypes[p->acc].text;
   }
-  if (acc != PM_F32 && !(acc == PM_F16 && a == PM_F16)) {
-    FAIL(NOT_IMPLEMENTED, "wgmma: %s operands into a %s accumulator; use a float32 accumulator",
-         pm_dtypes[a].text, pm_dtypes[acc].text);
+  if (a != b && !takes) {
+    pm_fail(t->err, t->code == PM_OP_WGMMA ? PM_E_VALUE : PM_E_TYPE,
+            "%s: a has dtype %s, b %s; they must be equal%s", name(t), pm_dtypes[a].text,
+            pm_dtypes[b].text,
+            t->code == PM_OP_WGMMA ? " (float8_e4m3fn and float8_e5m2 may mix)" : "");
+    return t->err->code;
+  }
+  if (!known) {
+    FAIL(NOT_IMPLEMENTED, "%s: operands of dtype %s; available are %s", name(t), pm_dtypes[a].text,
+         operand_dtypes(t));
+  }
+  FAIL(NOT_IMPLEMENTED, "%s: %s operands into a %s accumulator; use a %s accumulator", name(t),
+       pm_dtypes[a].text, pm_dtypes[acc].text, takes);
+}
+
+static pm_code product_shapes(const pm_typing *t) {
+  const pm_type *acc = type_in(t, 0), *a = type_in(t, 1), *b = type_in(t, 2);
+  if (acc->rank != 2 || a->rank != 2 || b->rank != 2 || a->dim[0] != acc->dim[0] ||
+      b->dim[1] != acc->dim[1] || a->dim[1] != b->dim[0]) {
+    FAIL(VALUE, "%s: acc has shape %s, a %s, b %s; they must be (M, N), (M, K), (K, N)", name(t),
+         show_shape(t, acc), show_shape(t, a), show_shape(t, b));
+  }
+  const bool narrow = t->code == PM_OP_WGMMA; /* one instruction has all columns */
+  if (acc->dim[0] % 64 || acc->dim[1] % 8 || (narrow && acc->dim[1] > 256)) {
+    FAIL(VALUE, "%s: acc has shape %s; M must be a multiple of 64, N a multiple of 8%s", name(t),
+         show_shape(t, acc), narrow ? " and at most 256" : "");
   }
   return PM_OK;
+}
+
+static pm_code product_depth(const pm_typing *t) {
+  const pm_type *a = type_in(t, 1);
+  const int64_t step = pm_product_step((pm_dtype)a->dtype);
+  if (a->dim[1] % step == 0) return PM_OK;
+  FAIL(VALUE, "%s: K is %" PRId64 "; it must be a multiple of %" PRId64 " for %s", name(t),
+       a->dim[1], step, pm_dtypes[a->dtype].text);
 }
 
 static pm_code pm_type_wgmma(const pm_typing *t, pm_type *out) {
@@ -894,23 +953,31 @@ static pm_code pm_type_wgmma(const pm_typing *t, pm_type *out) {
     FAIL(VALUE, "wgmma: a is %s, b is %s; refs must be in SMEM", show(t, a), show(t, b));
   }
   pm_code rc = own_block(t, 1, "a");
-  if (rc || (rc = own_block(t, 2, "b"))) return rc;
-  if (acc->rank != 2 || a->rank != 2 || b->rank != 2 || a->dim[0] != acc->dim[0] ||
-      b->dim[1] != acc->dim[1] || a->dim[1] != b->dim[0]) {
-    FAIL(VALUE, "wgmma: acc has shape %s, a %s, b %s; they must be (M, N), (M, K), (K, N)",
-         show_shape(t, acc), show_shape(t, a), show_shape(t, b));
+  if (!rc) rc = own_block(t, 2, "b");
+  if (!rc) rc = product_shapes(t);
+  if (!rc) rc = product_dtypes(t);
+  if (!rc) rc = product_depth(t);
+  if (rc) return rc;
+  if (a->kind == PM_ARRAY && a->dtype == PM_F32) {
+    FAIL(NOT_IMPLEMENTED,
+         "wgmma: a is %s, in registers; float32 operands are read from SMEM: store it to a ref, "
+         "commit_smem(), and pass the ref",
+         show(t, a));
   }
-  if (acc->dim[0] % 64 || acc->dim[1] % 8 || acc->dim[1] > 256) {
-    FAIL(VALUE,
-         "wgmma: acc has shape %s; M must be a multiple of 64, N a multiple of 8 and at most 256",
-         show_shape(t, acc));
-  }
-  if ((rc = wgmma_dtypes(t))) return rc;
-  if (a->dim[1] % 16) {
-    FAIL(VALUE, "wgmma: K is %" PRId64 "; it must be a multiple of 16 for %s", a->dim[1],
-         pm_dtypes[a->dtype].text);
+  const int64_t n = acc->dim[1];
+  if (acc->dtype == PM_I32 && n % 16 && n != 8 && n != 24) {
+    FAIL(VALUE, "wgmma: acc has shape %s; for %s operands N must be a multiple of 16, or 8, or 24",
+         show_shape(t, acc), pm_dtypes[a->dtype].text);
   }
   return PM_OK;
+}
+
+static pm_code pm_type_mma(const pm_typing *t, pm_type *out) {
+  pm_code rc = product_shapes(t);
+  if (!rc) rc = product_dtypes(t);
+  if (!rc) rc = product_depth(t);
+  if (!rc) *out = *type_in(t, 0);
+  return rc;
 }
 
 static pm_code pm_type_none(const pm_typing *t, pm_type *out) {
@@ -1116,6 +1183,7 @@ static const char *operand_text(const pm_typing *t, uint32_t k) {
       {PM_OP_COPY_G2S, {"src", "dst", "barrier", "predicate"}},
       {PM_OP_COPY_S2G, {"src", "dst", "predicate"}},
       {PM_OP_WGMMA, {"acc", "a", "b"}},
+      {PM_OP_MMA, {"acc", "a", "b"}},
       {PM_OP_ARRIVE, {"barrier"}},
       {PM_OP_WAIT, {"barrier", "phase"}},
       {PM_OP_CLUSTER_REF, {"ref", "index"}},

@@ -161,6 +161,7 @@ static void mark_op(pass *p, pm_opid op) {
       if (o->n_out && (source_varies(p, op) || operand_varies(p, op))) mark(p, o->out);
       break;
     case PM_LAY_ACC:
+    case PM_LAY_MMA:
       if (o->n_out) mark(p, o->out);
       break;
     case PM_LAY_FIXED:
@@ -460,20 +461,41 @@ static pm_layid wgmma_of(pm_graph *g, pm_val v) {
   return pm_layout_wgmma(g, &t);
 }
 
-/* The array that an op demands in the WGMMA layout; 0: none. */
-static pm_val demanded(const pm_graph *g, pm_opid op) {
+static pm_layid named(pm_graph *g, const char *name, pm_val v) {
+  const pm_type t = *pm_typeof(g, v);
+  const char *text = pm_printf(g->arena, "%s(%d)", name, pm_dtypes[t.dtype].bits);
+  return pm_layout_by_name(g, text, strlen(text), &t);
+}
+
+/* The layout that an op demands of operand k, or of its result where k is their number; 0: none.
+ */
+static pm_layid demanded(pm_graph *g, pm_opid op, uint32_t k) {
+  static const char bytes[] = "wgmma_8bit";
   const pm_op *o = pm_get(g, op);
-  pm_val v = 0;
-  if (o->code == PM_OP_ACC_LOAD) v = o->out;
-  if (o->code == PM_OP_ALLOC_ACC && o->n_in) v = pm_in(g, op, 0);
-  if (o->code == PM_OP_ACC_STORE || o->code == PM_OP_WGMMA) v = pm_in(g, op, 1);
-  return v && is_array(g, v) ? v : 0;
+  const pm_val v = k < o->n_in ? pm_in(g, op, k) : o->n_out ? o->out : 0;
+  if (!v || !is_array(g, v)) return 0;
+  const pm_type t = *pm_typeof(g, v);
+  switch (o->code) {
+    case PM_OP_ACC_LOAD:
+    case PM_OP_ALLOC_ACC:
+    case PM_OP_ACC_STORE: return wgmma_of(g, v);
+    case PM_OP_WGMMA: /* A in registers */
+      if (pm_dtypes[t.dtype].bits == 8) return pm_layout_by_name(g, bytes, sizeof bytes - 1, &t);
+      return wgmma_of(g, v);
+    case PM_OP_MMA:
+      return k == 1 ? named(g, "mma_lhs", v) : k == 2 ? named(g, "mma_rhs", v) : wgmma_of(g, v);
+    default: return 0;
+  }
 }
 
 static void seed_demands(pass *p) {
-  for (uint32_t k = 0; k < p->ops.n && !p->code; k++) {
-    pm_val v = demanded(p->g, p->ops.at[k]);
-    if (v && varies(p, v)) settle(p, v, wgmma_of(p->g, v));
+  for (uint32_t i = 0; i < p->ops.n; i++) {
+    const pm_op *o = pm_get(p->g, p->ops.at[i]);
+    for (uint32_t k = 0; k <= o->n_in; k++) {
+      const pm_layid l = demanded(p->g, p->ops.at[i], k);
+      const pm_val v = k < o->n_in ? pm_in(p->g, p->ops.at[i], k) : o->out;
+      if (l && varies(p, v)) settle(p, v, l);
+    }
   }
 }
 
@@ -937,8 +959,11 @@ static void warn_cast(pass *p, pm_opid op) {
 static void rewrite(pass *p, pm_opid op) {
   pm_graph *g = p->g;
   const pm_op o = *pm_get(g, op);
-  pm_val v = demanded(g, op);
-  if (v && v != o.out) set_operand(p, op, o.code == PM_OP_ALLOC_ACC ? 0 : 1, wgmma_of(g, v));
+  for (uint32_t k = 0; k <= o.n_in; k++) {
+    const pm_layid l = demanded(g, op, k);
+    if (l && k < o.n_in) set_operand(p, op, k, l);
+    else if (l) set_result(p, op, l);
+  }
   if (o.n_out == 1 && is_array(g, o.out) && given_layout(g, op)) {
     *pm_attr(g, op, PM_ATTR_LAYOUT) = pm_value_of(g, o.out)->layout;
   }
@@ -1005,8 +1030,10 @@ static bool op_agrees(pm_graph *g, pm_opid op) {
     if (!is_array(g, o->out + k)) continue;
     if (!l || !fits(pm_layout_of(g, l), pm_typeof(g, o->out + k))) return false;
   }
-  pm_val v = demanded(g, op);
-  if (v && pm_value_of(g, v)->layout != wgmma_of(g, v)) return false;
+  for (uint32_t k = 0; k <= o->n_in; k++) {
+    const pm_layid l = demanded(g, op, k);
+    if (l && pm_value_of(g, k < o->n_in ? pm_in(g, op, k) : o->out)->layout != l) return false;
+  }
   pm_layid out = o->n_out ? pm_value_of(g, o->out)->layout : 0;
   switch (rule_of(g, op)) {
     case PM_LAY_POINTWISE:

@@ -134,6 +134,27 @@ static void split_store(packer *p, pm_opid op, pm_blk block, uint32_t at) {
   g->operands.at[pm_get(g, op)->in + 1] = pm_get(g, made)->out;
 }
 
+/* A layout_cast of unpacked elements becomes one of their bytes, half as many, where the layout
+ * keeps them in pairs. */
+static uint32_t move_bytes(packer *p, pm_opid op, pm_blk block, uint32_t at) {
+  pm_graph *g = p->g;
+  const pm_opid def = pm_value_of(g, pm_in(g, op, 0))->def;
+  if (!def || pm_get(g, def)->code != PM_OP_UNPACK) return 0;
+  const pm_val in = pm_in(g, def, 0), out = pm_get(g, op)->out;
+  const pm_type whole = *pm_typeof(g, out), bytes = *pm_typeof(g, in);
+  const pm_attr_arg layout = {
+      .id = PM_ATTR_LAYOUT,
+      .i = pm_layout_halved(g, (pm_layid)*pm_attr(g, op, PM_ATTR_LAYOUT), &bytes)};
+  if (!layout.i) return 0;
+  const pm_opid moved =
+      pm_insert(g, block, at, PM_OP_LAYOUT_CAST, &in, 1, &bytes, 1, &layout, 1, op);
+  const pm_val cast = pm_get(g, moved)->out;
+  const pm_opid made = pm_insert(g, block, at + 1, PM_OP_UNPACK, &cast, 1, &whole, 1, NULL, 0, op);
+  p->now[out] = pm_get(g, made)->out;
+  pm_value_of(g, p->now[out])->name = pm_value_of(g, out)->name;
+  return 2; /* nobody uses the op itself any more */
+}
+
 /* Accesses of single elements cannot leave the other half of a byte alone. */
 static bool takes_bytes(int code) {
   return code != PM_OP_MASKED_LOAD && code != PM_OP_MASKED_STORE && code != PM_OP_ATOMIC;
@@ -151,6 +172,7 @@ static uint32_t visit(packer *p, pm_opid op, pm_blk block, uint32_t at) {
   }
   const int code = pm_get(g, op)->code;
   if (code == PM_OP_ALLOC_SMEM && is_packed_ref(g, pm_get(g, op)->out)) halve_tiling(p, op);
+  if (code == PM_OP_LAYOUT_CAST) return at + 1 + move_bytes(p, op, block, at);
   if (!small) return at + 1;
   if (!takes_bytes(code)) {
     refuse(p, op, pm_in(g, op, 0),

@@ -52,9 +52,13 @@ static void count_allocs(pm_graph *g, pm_opid op, void *ctx) {
   if (pm_get(g, op)->code == PM_OP_ALLOC_SMEM) p->index[op] = p->n++;
 }
 
+/* In WGMMA, or in a layout of narrow elements that goes with it. */
 static bool is_wgmma_laid(pm_graph *g, pm_val array) {
   const pm_value v = *pm_value_of(g, array);
-  return v.type.rank >= 2 && v.layout && pm_layout_wgmma(g, &v.type) == v.layout;
+  if (v.type.rank < 2 || !v.layout) return false;
+  if (pm_layout_wgmma(g, &v.type) == v.layout) return true;
+  const char *name = pm_layout_name(g->arena, pm_layout_of(g, v.layout));
+  return name && (!strcmp(name, "wgmma_8bit") || !strcmp(name, "wgmma_upcast_2x"));
 }
 
 static void collect(pm_graph *g, pm_opid op, void *ctx) {
@@ -251,12 +255,41 @@ static void check_views(pm_graph *g, pm_opid op, void *ctx) {
   }
 }
 
+/* Of 16 bits either dimension of an operand may be the contiguous one; else it is K. */
+static void check_majors(pm_graph *g, pm_opid op, void *ctx) {
+  static const char *const names[] = {"", "a", "b"}, *const outer[] = {"", "M", "N"};
+  pass *p = ctx;
+  if (p->code || pm_get(g, op)->code != PM_OP_WGMMA) return;
+  for (uint32_t k = 1; k < 3; k++) {
+    const pm_type *t = pm_typeof(g, pm_in(g, op, k));
+    pm_view v;
+    if (t->kind != PM_REF || pm_dtypes[t->dtype].bits == 16) continue;
+    if (pm_view_of(g, pm_in(g, op, k), true, &v, p->err)) {
+      p->code = p->err->code;
+    } else if (v.dim[2 - k].inner != 1) {
+      p->code = pm_fail(
+          p->err, PM_E_VALUE,
+          "wgmma: Only f16 WGMMA supports transposes: %s is contiguous along %s, and "
+          "of %s operands the tensor cores read rows along K. Keep it in SMEM as %s; or turn "
+          "it there: turned[...] = ref[...].T, then plgpu.commit_smem()",
+          names[k], outer[k], pm_dtypes[t->dtype].text,
+          k == 1 ? "(M, K) and pass the ref" : "(N, K) and pass the transposed ref, b.T");
+    }
+    if (p->code) {
+      pm_err_op(p->err, g, op);
+      return;
+    }
+  }
+}
+
 pm_code pm_force_transforms(pm_graph *g, const pm_target *t, pm_err *err) {
   pass p;
   start(&p, g, t, err);
   for (uint32_t k = 0; k < p.n; k++) {
     if (pm_check_transforms(g, p.buffers[k].alloc, err)) return err->code;
   }
+  pm_walk(g, 1, check_majors, &p);
+  if (p.code) return p.code;
   pm_walk(g, 1, join, &p);
   for (uint32_t k = 0; k < p.n; k++) {
     if (p.buffers[k].wgmma && find(&p, k) == k && force_group(&p, k)) return err->code;

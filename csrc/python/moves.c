@@ -1,5 +1,5 @@
-/* Functions that move elements of arrays: transpose, concat, gather, scatter, scan. Names, axes and
- * defaults of the language are composed of these in pallas_mgpu/_shapes.py. */
+/* Functions that move elements of arrays (transpose, concat, gather, scatter, scan), and mma.
+ * Names, axes and defaults of the language are composed of these in pallas_mgpu/_shapes.py. */
 #include "../ir/relayout.h"
 #include "trace.h"
 
@@ -79,6 +79,22 @@ static PyObject *scatter(PyObject *module, PyObject *const *args, Py_ssize_t n) 
   }
   pm_val in[] = {x.val, index.val, value.val};
   return result(t, pmpy_emit(t, PM_OP_SCATTER, in, 3, NULL, NULL, 0), x.weak);
+}
+
+static PyObject *mma(PyObject *module, PyObject *const *args, Py_ssize_t n) {
+  (void)module;
+  pmpy_arg x[3];
+  pm_val in[3];
+  if (n != 3) return pmpy_fail(PM_E_TYPE, "mma: expected acc, a and b");
+  pmpy_trace *t = begin("mma", args[0], &x[0]);
+  for (int k = 0; k < 3; k++) {
+    if (!t || (k && (pmpy_arg_need(t, "mma", args[k], &x[k]) ||
+                     !pmpy_arg_as(t, &x[k], x[k].type.dtype)))) {
+      return NULL;
+    }
+    in[k] = x[k].val;
+  }
+  return result(t, pmpy_emit(t, PM_OP_MMA, in, 3, NULL, NULL, 0), false);
 }
 
 static PyObject *scan(PyObject *module, PyObject *args) {
@@ -199,6 +215,7 @@ static PyObject *layout_elements(PyObject *module, PyObject *args) {
 PyMethodDef pmpy_move_functions[] = {
     {"transpose", FAST(transpose), "transpose(x, dims) -> Array: result dim k is dim dims[k]"},
     {"concat", FAST(concat), "concat(dim, *arrays) -> Array"},
+    {"mma", FAST(mma), "mma(acc, a, b) -> Array: acc + a @ b by mma.sync"},
     {"gather", FAST(gather), "gather(x, indices) -> Array: elements by their row-major numbers"},
     {"scatter", FAST(scatter), "scatter(x, indices, values) -> Array"},
     {"scan", scan, METH_VARARGS, "scan(kind, x, dim) -> Array; kind is add, mul, max or min"},

@@ -373,7 +373,77 @@ class Gen(Expressions):
 
     # ---- tensor cores ----------------------------------------------------------------------------
 
+    def seg_wgmma_of_others(self):
+        """A product of fp8, integers or float32: rows along K, numbers whose sums are exact."""
+        a_type, b_type, acc, low = self.rng.choice(
+            (
+                ("float8_e4m3fn", "float8_e4m3fn", "float32", (-2, 2)),
+                ("float8_e4m3fn", "float8_e5m2", "float32", (-2, 2)),
+                ("float8_e5m2", "float8_e4m3fn", "float16", (-2, 2)),
+                ("int8", "int8", "int32", (-128, 127)),
+                ("uint8", "uint8", "int32", (0, 255)),
+                ("float32", "float32", "float32", (-8, 8)),
+            )
+        )
+        self.feature("wgmma of others")
+        size = 4 if a_type == "float32" else 1
+        m = self.pick({64: 5, 128: 3})
+        n = self.rng.choice((8, 16, 24, 32, 48, 64, 96, 128))
+        sw = self.rng.choice((32, 64, 128))
+        s = sw // size
+        steps = self.pick({1: 3, 2: 2, 3: 1})
+        k = s * self.rng.choice((1, 1, 2)) if sw < 128 or size == 4 else s
+        given = f"(plgpu.TilingTransform((8, {s})), plgpu.SwizzleTransform({sw}))"
+        given = f", transforms={given}" if self.chance(0.5) else ""
+        a, b, bar = self.name("s"), self.name("s"), self.name("b")
+        shapes = (m, k * steps), (n, k * steps)
+        self.push()
+        for ref, shape, dtype in zip((a, b), shapes, (a_type, b_type), strict=True):
+            src = self.operand(shape, dtype, low)
+            self.emit(Node(f"plgpu.copy_gmem_to_smem({src}, {ref}, {bar})", keep=True))
+        self.emit(Node(f"plgpu.barrier_wait({bar})", keep=True))
+        result = self.product(a, b, (m, n, k, steps), (False, True), acc, "exact")
+        self.epilogue(result, (m, n), acc, True)
+        block = self.pop()
+        types = [
+            self.smem_type(shape, dtype, given)
+            for shape, dtype in zip(shapes, (a_type, b_type), strict=True)
+        ]
+        self.scoped([*types, Node("plgpu.Barrier(2)")], block, [a, b, bar])
+
+    def seg_mma(self):
+        """A product with all operands in registers."""
+        self.feature("mma")
+        dtype, acc, low = self.rng.choice(
+            (
+                ("float16", "float32", (-8, 8)),
+                ("bfloat16", "float32", (-8, 8)),
+                ("float8_e4m3fn", "float32", (-2, 2)),
+                ("float8_e5m2", "float32", (-2, 2)),
+                ("int8", "int32", (-128, 127)),
+                ("uint8", "int32", (0, 255)),
+            )
+        )
+        step = 16 if dtype.endswith("float16") else 32
+        m, n = self.pick({64: 4, 128: 1}), 8 * self.rng.randint(1, 4)
+        k = step * self.rng.randint(1, 2)
+        layout = f"plgpu.Layout.MMA_LHS(jnp.{dtype})"
+        a, c = self.operand((m, k), dtype, low), self.operand((m, n), acc, (-9, 9))
+        turned = self.chance(0.5)
+        b = self.operand((n, k) if turned else (k, n), dtype, low)
+        a = (
+            f"plgpu.load({a}, layout={layout}, optimized=False)"
+            if self.chance(0.5)
+            else f"{a}[...]"
+        )
+        c = f"jnp.zeros({tup((m, n))}, jnp.{acc})" if self.chance(0.3) else f"{c}[...]"
+        v = self.name("v")
+        self.emit(Node(f"{v} = plgpu.mma({c}, {a}, {b}{'.T' * turned}[...])", keep=True))
+        self.epilogue(v, (m, n), acc, True)
+
     def seg_wgmma(self):
+        if self.chance(0.3):
+            return self.seg_wgmma_of_others()
         self.feature("wgmma")
         dtype = self.rng.choice(("float16", "bfloat16"))
         acc = "float16" if dtype == "float16" and self.chance(0.2) else "float32"
@@ -1093,6 +1163,7 @@ class Gen(Expressions):
                 "compute": 5,
                 "pipeline": 3,
                 "wgmma": 2,
+                "mma": 0.8,
                 "matmul": 1,
                 "ring": 1.2,
                 "stores": 1,

@@ -22,6 +22,7 @@ import threading
 import types
 from dataclasses import dataclass
 
+import ml_dtypes
 import numpy as np
 
 from . import array_model
@@ -513,12 +514,19 @@ def barrier_wait(barrier, phase=None):
         landed()
 
 
+F8 = [np.dtype(getattr(ml_dtypes, n)) for n in ("float8_e4m3fn", "float8_e5m2")]
+I8, U8, I32 = (np.dtype(n) for n in ("int8", "uint8", "int32"))
+PRODUCTS = {(a, b, acc) for a in F8 for b in F8 for acc in (f32, f16)}
+PRODUCTS |= {(f16, f16, f32), (f16, f16, f16), (bf16, bf16, f32), (f32, f32, f32)}
+PRODUCTS |= {(I8, I8, I32), (U8, U8, I32)}
+
+
 def wgmma(acc, a, b):
     need(isinstance(acc, Acc) and isinstance(a, Ref) and isinstance(b, Ref), "wgmma operands")
     (m, n), (m2, k), (k2, n2) = acc.shape, a.shape, b.shape
-    need((m, k, n) == (m2, k2, n2) and n <= 256 and k % 16 == 0, "shapes of wgmma")
-    need(a.dtype == b.dtype and a.dtype in (f16, bf16), "dtypes of wgmma")
-    need(acc.dtype == f32 or a.dtype == f16, "dtype of the accumulator")
+    width = a.dtype.itemsize
+    need((m, k, n) == (m2, k2, n2) and n <= 256 and k % (32 // width) == 0, "shapes of wgmma")
+    need((a.dtype, b.dtype, acc.dtype) in PRODUCTS, "dtypes of wgmma")
     for r in (a, b):
         need(r.buf.space == "smem" and (r.idx >= 0).all(), "wgmma operand")
         need(r.buf.mask[r.idx].all(), "product of undefined memory")
@@ -529,8 +537,10 @@ def wgmma(acc, a, b):
     need(np.isfinite(x).all() and np.isfinite(y).all(), "product of infinities")
     size = np.abs(x) @ np.abs(y) + np.abs(acc.v.astype(np.float64))
     total = x @ y + acc.v.astype(np.float64)
-    precision = 24 if acc.dtype == f32 else 11
-    if not (_integers(x) and _integers(y) and _integers(acc.v) and size.max() <= 2.0**precision):
+    precision = 11 if acc.dtype == f16 else 13 if width == 1 else 24
+    if acc.dtype == np.int32:
+        need(size.max() < 2.0**31, "a product that wraps")
+    elif not (_integers(x) and _integers(y) and _integers(acc.v) and size.max() <= 2.0**precision):
         old = acc.tol[0] or (0.0, 0.0)
         acc.tol[0] = (2.0**-precision * 8, old[1] + float(size.max()) * 2.0 ** (5 - precision))
     acc.v[...] = total.astype(acc.dtype)
@@ -544,6 +554,23 @@ def wgmma(acc, a, b):
             r.buf.products[r.idx] -= 1
 
     here().products.append(done)
+
+
+def mma(acc, a, b):
+    """Exact: the generator keeps numbers small."""
+    acc, a, b = (as_array(x) for x in (acc, a, b))
+    need(all(x.tol is None and not x.flags for x in (acc, a, b)), "mma of inexact values")
+    need(a.dtype == b.dtype and (a.dtype, b.dtype, acc.dtype) in PRODUCTS, "dtypes of mma")
+    need(a.dtype != f32 and acc.dtype != f16, "dtypes of mma")
+    (m, n), (m2, k), (k2, n2) = acc.shape, a.shape, b.shape
+    step = 32 // a.dtype.itemsize
+    need((m, k, n) == (m2, k2, n2) and not (m % 64 or n % 8 or k % step), "shapes of mma")
+    x, y, c = (v.v.astype(np.float64) for v in (a, b, acc))
+    need(all(np.isfinite(v).all() and _integers(v) for v in (x, y, c)), "numbers of mma")
+    size = (np.abs(x) @ np.abs(y) + np.abs(c)).max()
+    bits = 31 if acc.dtype == I32 else 13 if a.dtype.itemsize == 1 else 24
+    need(size < 2.0**bits, "sums of mma")
+    return A((x @ y + c).astype(acc.dtype))
 
 
 def _integers(x):
@@ -1112,6 +1139,7 @@ plgpu = types.SimpleNamespace(
     wait_smem_to_gmem=wait_smem_to_gmem,
     barrier_arrive=barrier_arrive,
     barrier_wait=barrier_wait,
+    mma=mma,
     wgmma=wgmma,
     wgmma_wait=wgmma_wait,
     wgmma_accumulator_load=wgmma_accumulator_load,

@@ -54,12 +54,32 @@ struct alignas(64) TensorMap {
 };
 static_assert(sizeof(TensorMap) == 128, "a tensor map has 128 bytes");
 
+/* Elements of operands and accumulators of the tensor cores. */
+enum : u8 {
+  HOST_f32,
+  HOST_f16,
+  HOST_s32,
+  HOST_bf16,
+  HOST_tf32,
+  HOST_e4m3,
+  HOST_e5m2,
+  HOST_s8,
+  HOST_u8,
+  HOST_s4,
+  HOST_u4
+};
+struct HostMma {
+  void *d; /* four accumulators */
+  const u32 *a, *b;
+  u8 acc, type;
+};
 struct HostWgmma {
   void *d;
   const u32 *a; /* registers, or NULL */
   u32 a_low, a_high, b_low, b_high;
   u16 n;
-  bool half, bf16, transpose_a, transpose_b;
+  u8 acc, type_a, type_b; /* HOST_f32 ... */
+  bool transpose_a, transpose_b;
   bool fresh; /* scale-d is 0: what the accumulator held does not count */
 };
 
@@ -107,6 +127,7 @@ void host_group_wait(u32 n, bool read, int line);
 void host_prefetch(const TensorMap *m, int line);
 void host_proxy_fence(bool global, int line);
 void host_wgmma(const HostWgmma *w, int line);
+void host_mma(const HostMma *x, int line);
 void host_wgmma_fence(int line);
 void host_wgmma_commit(int line);
 void host_wgmma_wait(u32 n, int line);
@@ -214,6 +235,22 @@ template <typename T>
 FN void widen_e5m2x2(T *d, e5m2 lo, e5m2 hi) {
   widened(d, to_f32(lo)), widened(d + 1, to_f32(hi));
 }
+template <typename T>
+FN void widen_s8x4(T *d, const i8 *x) {
+  for (int k = 0; k < 4; k++) widened(d + k, x[k]);
+}
+template <typename T>
+FN void widen_u8x4(T *d, const u8 *x) {
+  for (int k = 0; k < 4; k++) widened(d + k, x[k]);
+}
+template <typename T>
+FN void widen_s4x8(T *d, const u8 *x) {
+  for (int k = 0; k < 8; k++) widened(d + k, (f32)((i8)(x[k / 2] << (k % 2 ? 0 : 4)) >> 4));
+}
+template <typename T>
+FN void widen_u4x8(T *d, const u8 *x) {
+  for (int k = 0; k < 8; k++) widened(d + k, (f32)(x[k / 2] >> (k % 2 ? 4 : 0) & 15));
+}
 /* f32 has more than twice the digits and two: rounding sums and products of halves twice is
  * rounding them once. */
 FN f16 operator-(f16 x) { return f16{(u16)(x.bits ^ 0x8000)}; }
@@ -253,6 +290,11 @@ FN u8 to_u4(f32 x) { return x != x ? 0 : (u8)fmaxf(0, fminf(15, truncf(x))); }
 FN void unpack_s4(i8 *d, u8 x) { d[0] = wrap_s4(x), d[1] = wrap_s4(x / 16); }
 FN void unpack_u4(u8 *d, u8 x) { d[0] = x % 16, d[1] = x / 16; }
 FN void unpack_e2m1(e2m1 *d, u8 x) { d[0] = e2m1{(u8)(x % 16)}, d[1] = e2m1{(u8)(x / 16)}; }
+template <typename T>
+FN void pack_nibbles(u32 *w, const T *x) {
+  *w = 0;
+  for (int k = 0; k < 8; k++) *w |= (u32)(x[k] & 15) << 4 * k;
+}
 FN u8 pack_4(u32 lo, u32 hi) { return (u8)(lo % 16 + hi % 16 * 16); }
 
 FN u32 bits_of(f32 x) { return float_bits(x); }
@@ -522,6 +564,28 @@ FN void swap_lanes(T *a, T *b, bool high, int mask, LINE) {
   memcpy(words, &w, 4);
   for (int k = 0; k < N; k++) gives[k * apart] = words[k];
 }
+FN u32 pick_bytes(u32 a, u32 b, u32 selector) {
+  u32 r = 0;
+  for (int k = 0; k < 4; k++) {
+    const u32 from = selector >> 4 * k & 7;
+    r |= ((from < 4 ? a : b) >> from % 4 * 8 & 255) << 8 * k;
+  }
+  return r;
+}
+template <int step>
+FN void swap_bytes(u32 *x, u32 *y, bool high, int mask, LINE) {
+  u8 b[8], gives[4], *at = gives;
+  memcpy(b, x, 4), memcpy(b + 4, y, 4);
+  for (int k = 0; k < 8; k++)
+    if (!(k & step) == high) *at++ = b[k];
+  u32 w;
+  memcpy(&w, gives, 4);
+  w = host_shuffle(w, lane_number() ^ (u32)mask, ~0u, line);
+  memcpy(at = gives, &w, 4);
+  for (int k = 0; k < 8; k++)
+    if (!(k & step) == high) b[k] = *at++;
+  memcpy(x, b, 4), memcpy(y, b + 4, 4);
+}
 template <int N, typename T>
 FN void shuffle_from(T *x, u32 from, LINE) {
   u32 w = 0;
@@ -663,54 +727,80 @@ FN u32 wgmma_address(u32 a, u32 leading) {
   return (a & 0x3ffff) >> 4 | (leading & 0x3ffff) >> 4 << 16;
 }
 
-/* Functions named wgmma_m64n<N>k16_<D>_<A>_<major of A><major of B>; r: A in registers. */
-#define HOST_WGMMA_SMEM(N, d, half, in, is_bf16, ka, ta, kb, tb)                               \
-  FN void wgmma_m64n##N##k16_##d##_##in##_##ka##kb(HostRegister_##d *r, u32 a, u32 ah, u32 b,  \
-                                                   u32 bh, LINE) {                             \
-    const HostWgmma w = {r, 0, a, ah, b, bh, N, half, is_bf16, ta, tb, false};                 \
-    host_wgmma(&w, line);                                                                      \
-  }                                                                                            \
-  FN void wgmma_m64n##N##k16_##d##_##in##_##ka##kb##_fresh(HostRegister_##d *r, u32 a, u32 ah, \
-                                                           u32 b, u32 bh, LINE) {              \
-    const HostWgmma w = {r, 0, a, ah, b, bh, N, half, is_bf16, ta, tb, true};                  \
-    host_wgmma(&w, line);                                                                      \
+/* Functions named wgmma_m64n<N>k<K>_<D>_<A>[_<B>]_<major of A><major of B>; r: A in registers. */
+#define HOST_WGMMA_SMEM(name, N, d, ia, ib, ta, tb)                                             \
+  FN void name(HostRegister_##d *r, u32 a, u32 ah, u32 b, u32 bh, LINE) {                       \
+    const HostWgmma w = {r, 0, a, ah, b, bh, N, HOST_##d, HOST_##ia, HOST_##ib, ta, tb, false}; \
+    host_wgmma(&w, line);                                                                       \
+  }                                                                                             \
+  FN void name##_fresh(HostRegister_##d *r, u32 a, u32 ah, u32 b, u32 bh, LINE) {               \
+    const HostWgmma w = {r, 0, a, ah, b, bh, N, HOST_##d, HOST_##ia, HOST_##ib, ta, tb, true};  \
+    host_wgmma(&w, line);                                                                       \
   }
-#define HOST_WGMMA_REGS(N, d, half, in, is_bf16, kb, tb)                                          \
-  FN void wgmma_m64n##N##k16_##d##_##in##_r##kb(HostRegister_##d *r, const u32 *a, u32 b, u32 bh, \
-                                                LINE) {                                           \
-    const HostWgmma w = {r, a, 0, 0, b, bh, N, half, is_bf16, false, tb, false};                  \
+#define HOST_WGMMA_REGS(name, N, d, ia, ib, tb)                                                   \
+  FN void name(HostRegister_##d *r, const u32 *a, u32 b, u32 bh, LINE) {                          \
+    const HostWgmma w = {r, a, 0, 0, b, bh, N, HOST_##d, HOST_##ia, HOST_##ib, false, tb, false}; \
     host_wgmma(&w, line);                                                                         \
   }                                                                                               \
-  FN void wgmma_m64n##N##k16_##d##_##in##_r##kb##_fresh(HostRegister_##d *r, const u32 *a, u32 b, \
-                                                        u32 bh, LINE) {                           \
-    const HostWgmma w = {r, a, 0, 0, b, bh, N, half, is_bf16, false, tb, true};                   \
+  FN void name##_fresh(HostRegister_##d *r, const u32 *a, u32 b, u32 bh, LINE) {                  \
+    const HostWgmma w = {r, a, 0, 0, b, bh, N, HOST_##d, HOST_##ia, HOST_##ib, false, tb, true};  \
     host_wgmma(&w, line);                                                                         \
   }
-#define HOST_WGMMA_TYPE(N, d, half, in, is_bf16)               \
-  HOST_WGMMA_SMEM(N, d, half, in, is_bf16, k, false, k, false) \
-  HOST_WGMMA_SMEM(N, d, half, in, is_bf16, k, false, n, true)  \
-  HOST_WGMMA_SMEM(N, d, half, in, is_bf16, m, true, k, false)  \
-  HOST_WGMMA_SMEM(N, d, half, in, is_bf16, m, true, n, true)   \
-  HOST_WGMMA_REGS(N, d, half, in, is_bf16, k, false)           \
-  HOST_WGMMA_REGS(N, d, half, in, is_bf16, n, true)
-#define HOST_WGMMA(N)                        \
-  HOST_WGMMA_TYPE(N, f32, false, f16, false) \
-  HOST_WGMMA_TYPE(N, f32, false, bf16, true) \
-  HOST_WGMMA_TYPE(N, f16, true, f16, false)
+#define HOST_WGMMA_HALF(N, d, in)                                                 \
+  HOST_WGMMA_SMEM(wgmma_m64n##N##k16_##d##_##in##_kk, N, d, in, in, false, false) \
+  HOST_WGMMA_SMEM(wgmma_m64n##N##k16_##d##_##in##_kn, N, d, in, in, false, true)  \
+  HOST_WGMMA_SMEM(wgmma_m64n##N##k16_##d##_##in##_mk, N, d, in, in, true, false)  \
+  HOST_WGMMA_SMEM(wgmma_m64n##N##k16_##d##_##in##_mn, N, d, in, in, true, true)   \
+  HOST_WGMMA_REGS(wgmma_m64n##N##k16_##d##_##in##_rk, N, d, in, in, false)        \
+  HOST_WGMMA_REGS(wgmma_m64n##N##k16_##d##_##in##_rn, N, d, in, in, true)
+#define HOST_WGMMA_BYTE(N, d, in)                                                 \
+  HOST_WGMMA_SMEM(wgmma_m64n##N##k32_##d##_##in##_kk, N, d, in, in, false, false) \
+  HOST_WGMMA_REGS(wgmma_m64n##N##k32_##d##_##in##_rk, N, d, in, in, false)
+#define HOST_WGMMA_MIXED(N, d, a, b)                                                 \
+  HOST_WGMMA_SMEM(wgmma_m64n##N##k32_##d##_##a##_##b##_kk, N, d, a, b, false, false) \
+  HOST_WGMMA_REGS(wgmma_m64n##N##k32_##d##_##a##_##b##_rk, N, d, a, b, false)
+#define HOST_WGMMA(N)                                                              \
+  HOST_WGMMA_HALF(N, f32, f16)                                                     \
+  HOST_WGMMA_HALF(N, f32, bf16)                                                    \
+  HOST_WGMMA_HALF(N, f16, f16)                                                     \
+  HOST_WGMMA_SMEM(wgmma_m64n##N##k8_f32_tf32_kk, N, f32, tf32, tf32, false, false) \
+  HOST_WGMMA_BYTE(N, f32, e4m3)                                                    \
+  HOST_WGMMA_BYTE(N, f32, e5m2)                                                    \
+  HOST_WGMMA_BYTE(N, f16, e4m3)                                                    \
+  HOST_WGMMA_BYTE(N, f16, e5m2)                                                    \
+  HOST_WGMMA_MIXED(N, f32, e4m3, e5m2)                                             \
+  HOST_WGMMA_MIXED(N, f32, e5m2, e4m3)                                             \
+  HOST_WGMMA_MIXED(N, f16, e4m3, e5m2)                                             \
+  HOST_WGMMA_MIXED(N, f16, e5m2, e4m3)
+/* the instruction of integers has fewer sizes */
+#define HOST_WGMMA_INT(N) HOST_WGMMA_BYTE(N, s32, s8) HOST_WGMMA_BYTE(N, s32, u8)
+#define HOST_MMA(K, d, in)                                                                    \
+  FN void mma_m16n8k##K##_##d##_##in(HostRegister_##d *r, const u32 *a, const u32 *b, LINE) { \
+    const HostMma x = {r, a, b, HOST_##d, HOST_##in};                                         \
+    host_mma(&x, line);                                                                       \
+  }
 #define HOST_PIN(N)                                               \
   FN void pin_f32_##N(f32 *d, LINE) { host_pin(d, N * 4, line); } \
   FN void pin_u32_##N(u32 *d, LINE) { host_pin(d, N * 4, line); } \
   FN void pin_i32_##N(i32 *d, LINE) { host_pin(d, N * 4, line); }
 typedef f32 HostRegister_f32;
 typedef u32 HostRegister_f16;
+typedef i32 HostRegister_s32;
+HOST_MMA(16, f32, f16)
+HOST_MMA(16, f32, bf16) HOST_MMA(32, f32, e4m3) HOST_MMA(32, f32, e5m2) HOST_MMA(32, s32, s8)
+    HOST_MMA(32, s32, u8) HOST_MMA(64, s32, s4) HOST_MMA(64, s32, u4)
 
-/* clang-format off */
+    /* clang-format off */
 HOST_WGMMA(8) HOST_WGMMA(16) HOST_WGMMA(24) HOST_WGMMA(32) HOST_WGMMA(40) HOST_WGMMA(48)
 HOST_WGMMA(56) HOST_WGMMA(64) HOST_WGMMA(72) HOST_WGMMA(80) HOST_WGMMA(88) HOST_WGMMA(96)
 HOST_WGMMA(104) HOST_WGMMA(112) HOST_WGMMA(120) HOST_WGMMA(128) HOST_WGMMA(136) HOST_WGMMA(144)
 HOST_WGMMA(152) HOST_WGMMA(160) HOST_WGMMA(168) HOST_WGMMA(176) HOST_WGMMA(184) HOST_WGMMA(192)
 HOST_WGMMA(200) HOST_WGMMA(208) HOST_WGMMA(216) HOST_WGMMA(224) HOST_WGMMA(232) HOST_WGMMA(240)
 HOST_WGMMA(248) HOST_WGMMA(256)
+HOST_WGMMA_INT(8) HOST_WGMMA_INT(16) HOST_WGMMA_INT(24) HOST_WGMMA_INT(32) HOST_WGMMA_INT(48)
+HOST_WGMMA_INT(64) HOST_WGMMA_INT(80) HOST_WGMMA_INT(96) HOST_WGMMA_INT(112) HOST_WGMMA_INT(128)
+HOST_WGMMA_INT(144) HOST_WGMMA_INT(160) HOST_WGMMA_INT(176) HOST_WGMMA_INT(192)
+HOST_WGMMA_INT(208) HOST_WGMMA_INT(224) HOST_WGMMA_INT(240) HOST_WGMMA_INT(256)
 HOST_PIN(1) HOST_PIN(2) HOST_PIN(3) HOST_PIN(4) HOST_PIN(5) HOST_PIN(6) HOST_PIN(7) HOST_PIN(8)
 HOST_PIN(9) HOST_PIN(10) HOST_PIN(11) HOST_PIN(12) HOST_PIN(13) HOST_PIN(14) HOST_PIN(15)
 HOST_PIN(16) HOST_PIN(17) HOST_PIN(18) HOST_PIN(19) HOST_PIN(20) HOST_PIN(21) HOST_PIN(22)

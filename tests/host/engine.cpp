@@ -492,64 +492,58 @@ struct Product : Operation {
   u32 group = 0, when; /* group 0: not committed */
   bool done = false;
   bool step() override;
-  void gather(u32 low, u32 high, bool transposed, u32 first, u32 count, f32 *to);
+  void gather(u32 low, u32 high, bool transposed, u8 type, u32 first, u32 count, f32 *to);
   void multiply();
 };
 
-static f32 half_to_float(u16 x, bool is_bf16) {
-  return is_bf16 ? f32_bits((u32)x << 16) : host_from_f16(x);
-}
-
-/* Elements [first, first + count) of M or N, all 16 of K, as to[k][mn]. The layouts, in bytes, T 16
- * bytes, S the bytes of the swizzle:
- *   K-major:   none: ((8, m), (T, 2)) : ((T, SBO), (1, LBO)); else ((8, m), 32) : ((S, SBO), 1)
- *   MN-major:  none: ((T, m), (8, k)) : ((1, SBO), (T, LBO)); else ((S, m), (8, k)) : ((1, LBO),
- * (S, SBO)) and then the swizzle of the address. */
-void Product::gather(u32 low, u32 high, bool transposed, u32 first, u32 count, f32 *to) {
+/* Rows of 16 bytes along K, or along M or N, all 32 bytes of K, as to[k][mn]. The layouts, in
+ * bytes, T 16 bytes, S the bytes of the swizzle: K-major:   none: ((8, m), (T, 2)) : ((T, SBO), (1,
+ * LBO)); else ((8, m), 32) : ((S, SBO), 1) MN-major:  none: ((T, m), (8, k)) : ((1, SBO), (T,
+ * LBO)); else ((S, m), (8, k)) : ((1, LBO), (S, SBO)) and then the swizzle of the address. Only
+ * elements of 16 bits may be MN-major. */
+void Product::gather(u32 low, u32 high, bool transposed, u8 type, u32 first, u32 count, f32 *to) {
   static const u32 spans[] = {16, 128, 64, 32};
   const u32 start = (low & 0x3fff) << 4, lbo = (low >> 16 & 0x3fff) << 4;
   const Stamp s = {warp->agent, when, line, &clock};
   const u32 sbo = (high & 0x3fff) << 4, mode = high >> 30, span = spans[mode];
-  for (u32 k = 0; k < 16; k += transposed ? 1 : 8)
-    for (u32 mn = first; mn < first + count; mn += transposed ? 8 : 1) {
+  const u32 bits = host_element_bits(type), row = 128 / bits;
+  for (u32 k = 0; k < 2 * row; k += transposed ? 1 : row)
+    for (u32 mn = first; mn < first + count; mn += transposed ? row : 1) {
       u32 at;
       if (!transposed) {
-        at = mn % 8 * span + mn / 8 * sbo + (mode ? k * 2 : k / 8 * lbo);
+        at = mn % 8 * span + mn / 8 * sbo + k / row * (mode ? 16 : lbo);
       } else if (mode) {
         at = mn * 2 % span + mn * 2 / span * lbo + k % 8 * span + k / 8 * sbo;
       } else {
         at = mn / 8 * sbo + k % 8 * 16 + k / 8 * lbo;
       }
-      u16 x[8];
+      u32 x[4];
       const size_t from =
           shared_offset(*block, swizzled(start + at, mode ? span : 0), 16, 16, "wgmma", line);
       engine_reads(block->shared, from, 16, s, x);
-      for (u32 i = 0; i < 8; i++) {
+      for (u32 i = 0; i < row; i++) {
         const u32 kk = transposed ? k : k + i, n = (transposed ? mn + i : mn) - first;
-        to[kk * count + n] = half_to_float(x[i], w.bf16);
+        to[kk * count + n] = host_element(type, x, i);
       }
     }
 }
 
 /* Register i of lane l: row l / 4 (+ 8 if i / 2 is odd), column i / 4 * 8 + l % 4 * 2 + i % 2. */
 void Product::multiply() {
-  f32 a[16 * 16], b[16 * 256], sum[16 * 256];
+  f32 a[32 * 16], b[32 * 256], sum[16 * 256];
   if (w.fresh) std::fill(flight->value.begin(), flight->value.end(), 0);
   const u32 n = w.n, row = (u32)(warp - &block->warps[0]) % 4 * 16;
+  const u32 depth = 256 / host_element_bits(w.type_a);
   if (w.a) {
-    for (u32 l = 0; l < 32; l++)
-      for (u32 e = 0; e < 8; e++) { /* register e / 2: rows and K in the order of its bits */
-        const u32 r = l / 4 + e / 2 % 2 * 8, k = l % 4 * 2 + e % 2 + e / 4 * 8;
-        a[k * 16 + r] = half_to_float((u16)(this->a[l][e / 2] >> e % 2 * 16), w.bf16);
-      }
+    for (u32 l = 0; l < 32; l++) host_fragment_a(w.type_a, this->a[l], l, a);
   } else {
-    gather(w.a_low, w.a_high, w.transpose_a, row, 16, a);
+    gather(w.a_low, w.a_high, w.transpose_a, w.type_a, row, 16, a);
   }
-  gather(w.b_low, w.b_high, w.transpose_b, 0, n, b);
+  gather(w.b_low, w.b_high, w.transpose_b, w.type_b, 0, n, b);
   for (u32 r = 0; r < 16; r++) {
     f32 *s = sum + r * n;
     for (u32 c = 0; c < n; c++) s[c] = 0;
-    for (u32 k = 0; k < 16; k++) {
+    for (u32 k = 0; k < depth; k++) {
       const f32 x = a[k * 16 + r];
       const f32 *y = b + k * n;
       for (u32 c = 0; c < n; c++) s[c] += x * y[c];
@@ -558,15 +552,7 @@ void Product::multiply() {
   for (u32 l = 0; l < 32; l++)
     for (u32 i = 0; i < n / 2; i++) {
       const f32 s = sum[(l / 4 + i / 2 % 2 * 8) * n + i / 4 * 8 + l % 4 * 2 + i % 2];
-      if (w.half) {
-        u32 &d = flight->value[l * flight->words + i / 2];
-        const u32 shift = i % 2 * 16;
-        const u16 x = host_to_f16(host_from_f16((u16)(d >> shift)) + s);
-        d = (d & ~(0xffffu << shift)) | (u32)x << shift;
-      } else {
-        u32 &d = flight->value[l * flight->words + i];
-        d = float_bits(f32_bits(d) + s);
-      }
+      host_accumulate(w.acc, &flight->value[l * flight->words], i, s);
     }
 }
 
@@ -603,7 +589,7 @@ static void check_fenced(Thread *t, const void *registers, u32 bytes, const char
 }
 
 static std::shared_ptr<Flight> flight_of(Warp &w, const HostWgmma *first, int line) {
-  const u32 words = first->n / (first->half ? 4 : 2);
+  const u32 words = first->n / (first->acc == HOST_f16 ? 4 : 2);
   for (auto &f : w.flights) {
     if (f->registers[0] == first->d && f->words == words) return f;
     if (overlap(f->registers[0], f->words, first->d, words))

@@ -240,6 +240,12 @@ u16 host_new_agent();
 u32 host_when(u64 n);
 u32 host_release(Thread *t); /* its clock; what it does from now on comes after */
 
+/* tensor.cpp */
+u32 host_element_bits(u8 type);
+f32 host_element(u8 type, const u32 *words, u32 i);
+void host_fragment_a(u8 type, const u32 *registers, u32 l, f32 *a);
+void host_accumulate(u8 acc, u32 *d, u32 i, f32 s);
+
 static inline Thread *host_thread() { return m.self; }
 
 #endif

@@ -4,12 +4,20 @@ from . import CUDA, DEVICE, PASSES, breaks
 
 MOVES, LAYOUTS = "test_shapes.py", "test_layouts.py"
 
+SWAPPED = (
+    "const u32 w = __shfl_xor_sync(0xffffffffu, high ? %s, mask);\n"
+    "  first = high ? w : first;\n  second = high ? second : w;\n  #pragma"
+)
+
 breaks(
     f"{DEVICE}/thread.cuh",
     "test_catalogue.py",
     scans_take_the_lane_above=("__shfl_up_sync(", "__shfl_down_sync("),
-    swaps_send_what_stays=("bits_of(high ? a[k * apart] : b", "bits_of(high ? b[k * apart] : a"),
-    swaps_take_into_the_other=("if (high) a[k * apart] = x;", "if (!high) a[k * apart] = x;"),
+    swaps_send_what_stays=(SWAPPED % "first : second", SWAPPED % "second : first"),
+    swaps_take_into_the_other=(
+        "second = high ? second : w;\n  #pragma",
+        "second = high ? w : second;\n  #pragma",
+    ),
     shuffles_read_their_own_lane=(
         "w = __shfl_sync(0xffffffffu, w, from);",
         "w = __shfl_sync(0xffffffffu, w, threadIdx.x & 31);",

@@ -85,17 +85,36 @@ template <typename T> FN T shuffle_up(T x, u32 d) {
 // the lane where that bit is clear (low) has both a afterwards, the other one both b. What it has
 // of its own stays in place.
 template <int N, int apart, typename T> FN void swap_lanes(T* a, T* b, bool high, int mask) {
-  u32 w = 0;
-  #pragma unroll
-  for (int k = 0; k < N; k++)
-    w |= bits_of(high ? a[k * apart] : b[k * apart]) << (k * 8 * (int)sizeof(T) % 32);
-  w = __shfl_xor_sync(0xffffffffu, w, mask);
+  u32 first = 0, second = 0;
   #pragma unroll
   for (int k = 0; k < N; k++) {
-    T x; from_bits(x, w >> (k * 8 * (int)sizeof(T) % 32));
-    if (high) a[k * apart] = x;
-    else b[k * apart] = x;
+    first |= bits_of(a[k * apart]) << (k * 8 * (int)sizeof(T) % 32);
+    second |= bits_of(b[k * apart]) << (k * 8 * (int)sizeof(T) % 32);
   }
+  const u32 w = __shfl_xor_sync(0xffffffffu, high ? first : second, mask);
+  first = high ? w : first;
+  second = high ? second : w;
+  #pragma unroll
+  for (int k = 0; k < N; k++) {
+    from_bits(a[k * apart], first >> (k * 8 * (int)sizeof(T) % 32));
+    from_bits(b[k * apart], second >> (k * 8 * (int)sizeof(T) % 32));
+  }
+}
+
+//! pick_bytes
+// byte k of the result is number `selector >> 4 * k & 7` of the eight of a and b
+FN u32 pick_bytes(u32 a, u32 b, u32 selector) { return __byte_perm(a, b, selector); }
+
+//! swap_bytes
+// as swap_lanes, of words: the bytes whose number has the bit `step` clear are those of a, others b
+template <int step> FN void swap_bytes(u32* x, u32* y, bool high, int mask) {
+  u32 first = pick_bytes(*x, *y, step == 1 ? 0x6420 : 0x5410);
+  u32 second = pick_bytes(*x, *y, step == 1 ? 0x7531 : 0x7632);
+  const u32 w = __shfl_xor_sync(0xffffffffu, high ? first : second, mask);
+  first = high ? w : first;
+  second = high ? second : w;
+  *x = pick_bytes(first, second, step == 1 ? 0x5140 : 0x5410);
+  *y = pick_bytes(first, second, step == 1 ? 0x7362 : 0x7632);
 }
 
 //! shuffle_from

@@ -230,6 +230,14 @@ template <typename T> FN u32 bits_of(T x) {
   return sizeof(T) == 1 ? (u8)x : sizeof(T) == 2 ? (u16)x : (u32)x;
 }
 
+//! pack_nibbles
+// eight of 4 bits to a word
+template <typename T> FN void pack_nibbles(u32* w, const T* x) {
+  *w = 0;
+  #pragma unroll
+  for (int k = 0; k < 8; k++) *w |= (bits_of(x[k]) & 15) << (4 * k);
+}
+
 //! from_bits
 FN void from_bits(f32& x, u32 b) { x = __uint_as_float(b); }
 template <typename T> FN void from_bits(T& x, u32 b) { x = (T)(sizeof(T) == 1 ? (u8)b : b); }

@@ -1,0 +1,113 @@
+// Small integers to floats, a word of them at a time, without conversion instructions, which are
+// slow: the bits of an integer n go below those of a power of two P whose last digit counts 1, and
+// that is P + n; then P is subtracted. All of it is exact. What is signed is made positive first:
+// its highest bit is turned, which adds half the range.
+
+//! bits_under
+// (x & mask) ^ one, in one instruction
+FN u32 bits_under(u32 x, u32 mask, u32 one) {
+  u32 r; asm("lop3.b32 %0, %1, %2, %3, 0x6a;" : "=r"(r) : "r"(x), "r"(mask), "r"(one)); return r;
+}
+
+//! widen_s8x4
+// f16: 1024 + (x + 128)
+FN void widen_s8x4(f16* d, const i8* x) {
+  u32 w, r[2];
+  pack<i8, 4>(&w, x);
+  w ^= 0x80808080u;
+  const u32 p[2] = {__byte_perm(w, 0x64646464u, 0x4140), __byte_perm(w, 0x64646464u, 0x4342)};
+  #pragma unroll
+  for (int k = 0; k < 2; k++)
+    asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(r[k]) : "r"(p[k]), "r"(0x64806480u));
+  unpack<f16, 4>(d, r);
+}
+// bf16 has 7 bits below the 1: 128 + (the low bits), less 128 + (the sign bit)
+FN void widen_s8x4(bf16* d, const i8* x) {
+  u32 w, r[2];
+  pack<i8, 4>(&w, x);
+  #pragma unroll
+  for (int k = 0; k < 2; k++) {
+    const u32 p = __byte_perm(w, 0, k ? 0x4342 : 0x4140);
+    asm("sub.rn.bf16x2 %0, %1, %2;"
+        : "=r"(r[k]) : "r"(bits_under(p, 0x007f007fu, 0x43004300u)),
+          "r"(bits_under(p, 0x00800080u, 0x43004300u)));
+  }
+  unpack<bf16, 4>(d, r);
+}
+// f32: 2^23 + (x + 128)
+FN void widen_s8x4(f32* d, const i8* x) {
+  u32 w;
+  pack<i8, 4>(&w, x);
+  w ^= 0x80808080u;
+  #pragma unroll
+  for (int k = 0; k < 4; k++)
+    d[k] = __uint_as_float(__byte_perm(w, 0x4b000000u, 0x7650 | k)) - 8388736.0f;
+}
+
+//! widen_u8x4
+FN void widen_u8x4(f16* d, const u8* x) {
+  u32 w, r[2];
+  pack<u8, 4>(&w, x);
+  const u32 p[2] = {__byte_perm(w, 0x64646464u, 0x4140), __byte_perm(w, 0x64646464u, 0x4342)};
+  #pragma unroll
+  for (int k = 0; k < 2; k++)
+    asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(r[k]) : "r"(p[k]), "r"(0x64006400u));
+  unpack<f16, 4>(d, r);
+}
+// 128 + (the low bits) - 256, plus 128 + (the highest bit)
+FN void widen_u8x4(bf16* d, const u8* x) {
+  u32 w, r[2];
+  pack<u8, 4>(&w, x);
+  #pragma unroll
+  for (int k = 0; k < 2; k++) {
+    const u32 p = __byte_perm(w, 0, k ? 0x4342 : 0x4140);
+    asm("{ .reg .b32 t; sub.rn.bf16x2 t, %1, %3; add.rn.bf16x2 %0, t, %2; }"
+        : "=r"(r[k])
+        : "r"(bits_under(p, 0x007f007fu, 0x43004300u)),
+          "r"(bits_under(p, 0x00800080u, 0x43004300u)), "r"(0x43804380u));
+  }
+  unpack<bf16, 4>(d, r);
+}
+FN void widen_u8x4(f32* d, const u8* x) {
+  u32 w;
+  pack<u8, 4>(&w, x);
+  #pragma unroll
+  for (int k = 0; k < 4; k++)
+    d[k] = __uint_as_float(__byte_perm(w, 0x4b000000u, 0x7650 | k)) - 8388608.0f;
+}
+
+//! widen_4x8
+// Four bytes x of two elements each; `turn` is 8 if they are signed, 0 if not.
+// f16: the low half of a byte counts 1 above 1024, the high half 16: 1024 + n and 1024 + 16 n
+FN void widen_4x8(f16* d, const u8* x, u32 turn) {
+  u32 w, r[4];
+  pack<u8, 4>(&w, x);
+  const u32 add = turn ? 0xd480e408u : 0xd400e400u; // -(1024 + turn) and -(64 + turn)
+  #pragma unroll
+  for (int k = 0; k < 4; k++) {
+    const u32 p = __byte_perm(w, 0, 0x4040 | k | k << 8);
+    asm("fma.rn.f16x2 %0, %1, %2, %3;" // times 1 and 1 / 16
+        : "=r"(r[k])
+        : "r"(bits_under(p, 0x00f0000fu, 0x64006400u | turn | turn << 20)), "r"(0x2c003c00u),
+          "r"(add));
+  }
+  unpack<f16, 8>(d, r);
+}
+// bf16: 128 + n of both
+FN void widen_4x8(bf16* d, const u8* x, u32 turn) {
+  u32 w, r[4];
+  pack<u8, 4>(&w, x);
+  const u32 high = w >> 4, one = 0x43004300u | turn | turn << 16;
+  #pragma unroll
+  for (int k = 0; k < 4; k++) {
+    const u32 p = __byte_perm(w, high, 0x0400 | k * 0x0101);
+    asm("sub.rn.bf16x2 %0, %1, %2;" : "=r"(r[k]) : "r"(bits_under(p, 0x000f000fu, one)), "r"(one));
+  }
+  unpack<bf16, 8>(d, r);
+}
+
+//! widen_s4x8
+template <typename T> FN void widen_s4x8(T* d, const u8* x) { widen_4x8(d, x, 8); }
+
+//! widen_u4x8
+template <typename T> FN void widen_u4x8(T* d, const u8* x) { widen_4x8(d, x, 0); }

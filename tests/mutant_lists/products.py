@@ -1,0 +1,83 @@
+"""Products of every type, and narrow operands that become wide."""
+
+from . import CUDA, DEVICE, PASSES, breaks
+
+PRODUCTS, WIDENING = "test_products.py", "test_widening.py"
+
+breaks(
+    f"{DEVICE}/widen.cuh",
+    WIDENING,
+    signed_bytes_keep_half_the_range=('"r"(p[k]), "r"(0x64806480u)', '"r"(p[k]), "r"(0x64006400u)'),
+    unsigned_bytes_lose_their_last_bit=('"r"(0x43804380u)', '"r"(0x43004300u)'),
+    bytes_widen_in_another_order=("0x7650 | k)) - 8388736.0f", "0x7650 | (3 - k))) - 8388736.0f"),
+    high_halves_are_not_divided=('"r"(0x2c003c00u)', '"r"(0x3c003c00u)'),
+    both_halves_are_the_low_one=("const u32 high = w >> 4,", "const u32 high = w,"),
+    bits_are_joined_by_and=(
+        'asm("lop3.b32 %0, %1, %2, %3, 0x6a;"',
+        'asm("lop3.b32 %0, %1, %2, %3, 0x80;"',
+    ),
+)
+breaks(
+    f"{DEVICE}/thread.cuh",
+    WIDENING,
+    odd_bytes_are_even=(
+        "step == 1 ? 0x7531 : 0x7632);\n  const",
+        "step == 1 ? 0x6420 : 0x7632);\n  const",
+    ),
+    words_come_back_swapped=(
+        "*x = pick_bytes(first, second, step == 1 ? 0x5140 : 0x5410);",
+        "*x = pick_bytes(second, first, step == 1 ? 0x5140 : 0x5410);",
+    ),
+)
+breaks(
+    f"{DEVICE}/types.cuh",
+    WIDENING,
+    nibbles_are_bytes_apart=("(bits_of(x[k]) & 15) << (4 * k)", "(bits_of(x[k]) & 15) << (8 * k)"),
+)
+breaks(
+    f"{CUDA}/emit_mma.c",
+    f"{PRODUCTS}::test_mma",
+    rows_of_a_are_steps=("&a[(%s * %lld + %s) * 4]", "&a[(%s * %lld + %s) * 2]"),
+)
+breaks(
+    f"{CUDA}/emit_wgmma.c",
+    f"{PRODUCTS}::test_wgmma_of_fp8",
+    f"{PRODUCTS}::test_wgmma_of_integers",
+    steps_are_always_16=("k_steps = k->size / step,", "k_steps = k->size / 16,"),
+)
+breaks(
+    f"{CUDA}/emit_move.c",
+    f"{PRODUCTS}::test_wgmma_of_widened_operands",
+    whole_words_are_halves=(
+        "const long long step = plan->swap[k].step, apart = step / 4;",
+        "const long long step = plan->swap[k].step, apart = step / 8;",
+    ),
+)
+breaks(
+    f"{CUDA}/block.c",
+    f"{PRODUCTS}::test_conversions_of_all_numbers",
+    packed_elements_begin_elsewhere=('from == by ? "r" : "r / 2"', 'from == by ? "r" : "r"'),
+)
+breaks(
+    f"{PASSES}/layouts.c",
+    f"{PRODUCTS}::test_wgmma_of_fp8",
+    bytes_of_a_lie_as_halves=(
+        "if (pm_dtypes[t.dtype].bits == 8) return pm_layout_by_name",
+        "if (pm_dtypes[t.dtype].bits == 99) return pm_layout_by_name",
+    ),
+)
+breaks(
+    f"{PASSES}/transforms.c",
+    f"{PRODUCTS}::test_refused",
+    bytes_may_lie_along_n=(
+        "} else if (v.dim[2 - k].inner != 1) {",
+        "} else if (v.dim[2 - k].inner < 1) {",
+    ),
+)
+breaks(
+    "csrc/interp/matmul.c",
+    f"{PRODUCTS}::test_wgmma_of_float32",
+    f"{PRODUCTS}::test_wgmma_of_integers",
+    tf32_keeps_all_bits=("bits &= 0xffffe000u;", "bits &= 0xffffffffu;"),
+    long_sums_are_rounded=("enum { MOST = 256 };", "enum { MOST = 1 << 20 };"),
+)

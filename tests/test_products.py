@@ -1,0 +1,447 @@
+"""Products of the tensor cores: every type of wgmma and of mma, and small integers and floats that
+become operands in registers.
+
+Sums of products of fp8 are rounded by the hardware to about 14 bits in each step along K, so
+results are compared within 2**-9 of the sum of magnitudes; integers and conversions are exact."""
+
+import itertools
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import pallas_mgpu as plgpu
+from pallas_mgpu import numpy as jnp
+from pallas_mgpu import pl
+
+E4M3, E5M2 = np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.float8_e5m2)
+BF16, F16, F32 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16), np.dtype(np.float32)
+I8, U8, I32 = np.dtype(np.int8), np.dtype(np.uint8), np.dtype(np.int32)
+INT4, UINT4 = np.dtype(ml_dtypes.int4), np.dtype(ml_dtypes.uint4)
+LIMITS = {I8: (-128, 128), U8: (0, 256), INT4: (-8, 8), UINT4: (0, 16)}
+L = plgpu.Layout
+
+
+def values(rng, shape, dtype):
+    if dtype in LIMITS:
+        return rng.integers(*LIMITS[dtype], shape).astype(dtype)
+    return rng.standard_normal(shape).astype(np.float32).astype(dtype)
+
+
+def close(out, a, b, tolerance, start=0):
+    """Of a @ b, in units of the sum of magnitudes."""
+    a, b = a.astype(np.float64), b.astype(np.float64)
+    error = np.abs(out.astype(np.float64) - (start + a @ b))
+    bound = tolerance * (np.abs(start) + np.abs(a) @ np.abs(b)) + 1e-6
+    assert np.all(error <= bound), np.max(error / bound) * tolerance
+
+
+def staged(body, *types):
+    """body(refs in SMEM) behind copies of the first len(types) operands to SMEM."""
+
+    def kernel(*refs):
+        def scope(*smem):
+            *smem, barrier = smem
+            for g, s in zip(refs, smem, strict=False):
+                plgpu.copy_gmem_to_smem(g, s, barrier)
+            plgpu.barrier_wait(barrier)
+            body(*smem, *refs[len(types) :])
+
+        pl.run_scoped(scope, *types, plgpu.Barrier(num_arrivals=len(types)))
+
+    return kernel
+
+
+def product(m, n, k, a, b, acc, registers=False, transforms=()):
+    """out = A @ B.T in one wgmma, A in SMEM or registers, B in SMEM with rows along K."""
+
+    def body(a_smem, b_smem, out):
+        def accumulate(c):
+            plgpu.wgmma(c, a_smem[...] if registers else a_smem, b_smem.T)
+            return c[...]
+
+        out[...] = pl.run_scoped(accumulate, plgpu.ACC((m, n), acc))
+
+    return staged(
+        body,
+        plgpu.SMEM((m, k), a, transforms=transforms),
+        plgpu.SMEM((n, k), b, transforms=transforms),
+    )
+
+
+FP8 = [
+    (64, 8, 32, E4M3, E4M3, F32, False),
+    (128, 72, 96, E5M2, E4M3, F32, False),
+    (64, 24, 160, E4M3, E5M2, F32, True),
+    (192, 40, 64, E5M2, E5M2, F32, True),
+    (64, 248, 128, E4M3, E4M3, F32, True),
+    (64, 16, 64, E4M3, E4M3, F16, False),
+    (128, 40, 32, E5M2, E5M2, F16, True),
+    (64, 24, 96, E4M3, E5M2, F16, False),
+    (64, 8, 288, E5M2, E4M3, F16, True),
+]
+
+
+@pytest.mark.parametrize("m, n, k, a, b, acc, registers", FP8)
+def test_wgmma_of_fp8(run, rng, m, n, k, a, b, acc, registers):
+    """Each pair of types and accumulators, A in SMEM and in registers, by every swizzle: types,
+    descriptors, the order of registers."""
+    x, y = values(rng, (m, k), a), values(rng, (n, k), b)
+    out = run(product(m, n, k, a, b, acc, registers), plgpu.ShapeDtypeStruct((m, n), acc), x, y)
+    close(out, x, y.T, 2**-9 if acc == F32 else 2**-8)
+
+
+@pytest.mark.parametrize("registers", [False, True])
+def test_wgmma_of_fp8_is_exact_where_it_can_be(run, rng, registers):
+    """Small whole numbers: whatever the hardware rounds, every sum fits. A wrong element shows."""
+    x = rng.integers(-4, 5, (128, 128)).astype(E4M3)
+    y = rng.integers(-4, 5, (48, 128)).astype(E5M2)
+    out = run(
+        product(128, 48, 128, E4M3, E5M2, F32, registers),
+        plgpu.ShapeDtypeStruct((128, 48), F32),
+        x,
+        y,
+    )
+    np.testing.assert_array_equal(out, x.astype(np.float32) @ y.astype(np.float32).T)
+
+
+@pytest.mark.parametrize(
+    "m, n, k, dtype, registers",
+    [
+        (64, 8, 32, I8, False),
+        (128, 24, 96, I8, True),
+        (64, 176, 128, I8, True),
+        (64, 48, 64, U8, False),
+        (192, 16, 320, U8, True),
+    ],
+)
+def test_wgmma_of_integers(run, rng, m, n, k, dtype, registers):
+    """Exact, signed and unsigned."""
+    x, y = values(rng, (m, k), dtype), values(rng, (n, k), dtype)
+    out = run(
+        product(m, n, k, dtype, dtype, I32, registers), plgpu.ShapeDtypeStruct((m, n), I32), x, y
+    )
+    np.testing.assert_array_equal(out, x.astype(np.int32) @ y.astype(np.int32).T)
+
+
+def test_wgmma_of_integers_wraps(run, rng):
+    """An int32 accumulator that is given, and overflows."""
+    x, y = values(rng, (64, 64), I8), values(rng, (32, 64), I8)
+    start = rng.integers(-(2**31), 2**31, (64, 32)).astype(np.int32)
+
+    def body(a, b, c, out):
+        def accumulate(acc):
+            plgpu.wgmma(acc, a, b.T)
+
+        out[...] = pl.run_state(accumulate)(plgpu.ACC.init(c[...]))
+
+    body = staged(body, plgpu.SMEM((64, 64), I8), plgpu.SMEM((32, 64), I8))
+    out = run(body, plgpu.ShapeDtypeStruct((64, 32), I32), x, y, start)
+    whole = start.astype(np.int64) + x.astype(np.int64) @ y.astype(np.int64).T
+    np.testing.assert_array_equal(out, whole.astype(np.int32))
+
+
+@pytest.mark.parametrize("m, n, k", [(64, 8, 8), (128, 40, 24), (64, 120, 64)])
+def test_wgmma_of_float32(run, rng, m, n, k):
+    """As tf32: exact operands of 10 bits, then some that lose theirs."""
+    x, y = values(rng, (m, k), F32), values(rng, (n, k), F32)
+    cut = [(z.view(np.uint32) & 0xFFFFE000).view(np.float32) for z in (x, y)]
+    kernel = product(m, n, k, F32, F32, F32)
+    out = run(kernel, plgpu.ShapeDtypeStruct((m, n), F32), *cut)
+    close(out, cut[0], cut[1].T, 1e-6 if run.way != "cuda" else 2e-5)
+    out = run(kernel, plgpu.ShapeDtypeStruct((m, n), F32), x, y)
+    if run.way != "cuda":
+        close(out, cut[0], cut[1].T, 1e-6)
+    close(out, x, y.T, 2**-9)
+
+
+def test_wgmma_of_fp8_in_steps(run, rng):
+    """Several products into parts of one accumulator, with the user's transforms and dynamic
+    slices: descriptors of the second and later steps."""
+    m, n, k, step = 128, 96, 512, 128
+    x, y = values(rng, (m, k), E4M3), values(rng, (n, k), E4M3)
+    tiles = (plgpu.TilingTransform((8, 128)), plgpu.SwizzleTransform(128))
+
+    def body(a, b, out):
+        def accumulate(acc):
+            @pl.loop(0, k // step)
+            def _(i):
+                part = pl.ds(pl.multiple_of(i * step, step), step)
+                plgpu.wgmma(acc.at[:, :32], a.at[:, part], b.at[:32, part].T)
+                plgpu.wgmma(acc.at[:, 32:], a.at[:, part], b.at[32:, part].T)
+
+            return acc[...]
+
+        out[...] = pl.run_scoped(accumulate, plgpu.ACC((m, n)))
+
+    body = staged(
+        body,
+        plgpu.SMEM((m, k), E4M3, transforms=tiles),
+        plgpu.SMEM((n, k), E4M3, transforms=tiles),
+    )
+    close(run(body, plgpu.ShapeDtypeStruct((m, n), F32), x, y), x, y.T, 2**-9)
+
+
+def test_wgmma_of_a_result(run, rng):
+    """An accumulator that becomes fp8 and the A operand of the next product: from its layout to
+    that of bytes."""
+    x, y, z = (values(rng, (64, 64), E4M3) for _ in range(3))
+
+    def body(a, b, c, out):
+        def first(acc):
+            plgpu.wgmma(acc, a, b.T)
+            return (acc[...] * 0.125).astype(E4M3)
+
+        inner = pl.run_scoped(first, plgpu.ACC((64, 64)))
+
+        def second(acc):
+            plgpu.wgmma(acc, inner, c.T)
+            return acc[...]
+
+        out[...] = pl.run_scoped(second, plgpu.ACC((64, 64)))
+
+    body = staged(body, *(plgpu.SMEM((64, 64), E4M3) for _ in range(3)))
+    out = run(body, plgpu.ShapeDtypeStruct((64, 64), F32), x, y, z)
+    exact = (x.astype(np.float32) @ y.astype(np.float32).T * 0.125).astype(E4M3)
+    magnitude = np.abs(exact.astype(np.float32)) @ np.abs(z.astype(np.float32)).T
+    error = np.abs(out - exact.astype(np.float32) @ z.astype(np.float32).T)
+    assert np.all(error <= 2**-4 * magnitude)  # an ulp of e4m3, where the first sum is rounded
+    assert np.mean(error / magnitude) < 2**-8
+
+
+@pytest.mark.parametrize("dtype, acc", [(E4M3, F32), (I8, I32), (F32, F32)])
+def test_wgmma_of_turned_operands(run, rng, dtype, acc):
+    """b along N, turned in SMEM as the error says."""
+    x, y = (rng.integers(-4, 5, shape).astype(dtype) for shape in ((64, 64), (64, 32)))
+
+    def body(a, b, out):
+        def scope(turned, c):
+            turned[...] = b[...].T
+            plgpu.commit_smem()
+            plgpu.wgmma(c, a, turned.T)
+            return c[...]
+
+        out[...] = pl.run_scoped(scope, plgpu.SMEM((32, 64), dtype), plgpu.ACC((64, 32), acc))
+
+    body = staged(body, plgpu.SMEM((64, 64), dtype), plgpu.SMEM((64, 32), dtype))
+    out = run(body, plgpu.ShapeDtypeStruct((64, 32), acc), x, y)
+    np.testing.assert_array_equal(out, x.astype(np.float32) @ y.astype(np.float32))
+
+
+def test_wgmma_of_equal_elements(run, rng):
+    """A in registers that is one number, of bytes."""
+    y = values(rng, (32, 64), E4M3)
+
+    def body(b, out):
+        def accumulate(acc):
+            plgpu.wgmma(acc, jnp.full((64, 64), 0.5, E4M3), b.T)
+            return acc[...]
+
+        out[...] = pl.run_scoped(accumulate, plgpu.ACC((64, 32)))
+
+    out = run(staged(body, plgpu.SMEM((32, 64), E4M3)), plgpu.ShapeDtypeStruct((64, 32), F32), y)
+    close(out, np.full((64, 64), 0.5), y.T, 2**-9)
+
+
+# ---- mma ---------------------------------------------------------------------------------------
+
+MMA = [
+    (64, 8, 16, F16, F32),
+    (128, 24, 48, BF16, F32),
+    (64, 40, 64, E4M3, F32),
+    (128, 8, 32, E5M2, F32),
+    (64, 16, 96, I8, I32),
+    (64, 24, 32, U8, I32),
+    (128, 16, 64, INT4, I32),
+    (64, 8, 128, UINT4, I32),
+]
+
+
+@pytest.mark.filterwarnings("ignore:.*through shared memory")
+@pytest.mark.parametrize("m, n, k, dtype, acc", MMA)
+def test_mma(run, rng, m, n, k, dtype, acc):
+    """Every type, several instructions along each dimension; a loaded in the layout that it has,
+    b by what inference makes of it."""
+    x, y = values(rng, (m, k), dtype), values(rng, (k, n), dtype)
+    c = values(rng, (m, n), I8).astype(acc)
+
+    def body(a_ref, b_ref, c_ref, out):
+        a = plgpu.load(a_ref, layout=L.MMA_LHS(dtype), optimized=False)
+        out[...] = plgpu.mma(c_ref[...], a, b_ref[...])
+
+    out = run(body, plgpu.ShapeDtypeStruct((m, n), acc), x, y, c)
+    if acc == I32:
+        np.testing.assert_array_equal(out, c + x.astype(np.int32) @ y.astype(np.int32))
+    else:
+        close(out, x, y, 2**-9 if dtype in (E4M3, E5M2) else 1e-5, c)
+
+
+def test_mma_from_smem_in_a_chain(run, rng):
+    """Results that are accumulators and, rounded, operands of others; equal elements."""
+    x, y = values(rng, (64, 32), BF16), values(rng, (32, 32), BF16)
+
+    def body(a, b, out):
+        c = plgpu.mma(jnp.zeros((64, 32), F32), a[...], b[...])
+        c = plgpu.mma(c, jnp.full((64, 32), 2, BF16), b[...])
+        out[...] = plgpu.mma(c, c.astype(BF16), b.T[...])
+
+    body = staged(body, plgpu.SMEM((64, 32), BF16), plgpu.SMEM((32, 32), BF16))
+    out = run(body, plgpu.ShapeDtypeStruct((64, 32), F32), x, y)
+    x, y = x.astype(np.float32), y.astype(np.float32)
+    c = x @ y + np.full((64, 32), 2, np.float32) @ y
+    close(out, c, y.T, 2**-7, c)
+
+
+# ---- narrow operands that become wide -----------------------------------------------------------
+
+NARROW = {
+    I8: L.WGMMA_UPCAST_2X,
+    U8: L.WGMMA_UPCAST_2X,
+    E4M3: L.WGMMA_UPCAST_2X,
+    E5M2: L.WGMMA_UPCAST_2X,
+    INT4: L.WGMMA_UPCAST_4X,
+    UINT4: L.WGMMA_UPCAST_4X,
+}
+
+
+@pytest.mark.parametrize("dtype", NARROW)
+def test_conversions_of_all_numbers(run, dtype):
+    """Every number of a narrow type as float16, bfloat16 and float32, bit for bit."""
+    bits = dtype.itemsize * 8 if dtype not in (INT4, UINT4) else 4
+    x = np.tile(np.arange(2**bits, dtype=np.uint8), 64 * 128 // 2**bits).reshape(64, 128)
+    if dtype == INT4:
+        x = x.astype(np.int8) - 16 * (x > 7)
+    x = x.astype(dtype) if bits == 4 else x.view(dtype)
+    types = (F16, BF16, F32)
+
+    def body(ref, *outs):
+        v = plgpu.load(ref, layout=NARROW[dtype], optimized=False)
+        for out, to in zip(outs, types, strict=True):
+            out[...] = v.astype(to)
+
+    outs = run(body, tuple(plgpu.ShapeDtypeStruct(x.shape, to) for to in types), x)
+    for out, to in zip(outs, types, strict=True):
+        want = x.astype(np.float32).astype(to)
+        same = (out.view(f"u{to.itemsize}") == want.view(f"u{to.itemsize}")) | (
+            np.isnan(out.astype(np.float32)) & np.isnan(want.astype(np.float32))
+        )
+        assert np.all(same), (to, x[~same][:4], out[~same][:4])
+
+
+@pytest.mark.parametrize(
+    "dtype, to, how",
+    [
+        *itertools.product(NARROW, (BF16,), ("cast",)),
+        (I8, F16, "cast"),
+        (E4M3, F16, "plain"),
+        (INT4, F16, "after"),
+        (INT4, BF16, "plain"),
+        (U8, BF16, "after"),
+    ],
+)
+def test_wgmma_of_widened_operands(run, rng, dtype, to, how):
+    """A narrow A from SMEM becomes bf16 or f16 in registers: in an UPCAST layout that is cast to
+    WGMMA before or after, or as inference has it. Nothing goes through shared memory."""
+    m, n, k = 128, 40, 96
+    x, y = values(rng, (m, k), dtype), values(rng, (n, k), to)
+
+    def body(a, b, out):
+        v = a[...] if how == "plain" else plgpu.load(a, layout=NARROW[dtype])
+        if how == "cast":
+            v = plgpu.layout_cast(v, L.WGMMA)
+        v = v.astype(to)
+        if how == "after":
+            v = plgpu.layout_cast(v, L.WGMMA)
+
+        def accumulate(acc):
+            plgpu.wgmma(acc, v, b.T)
+            return acc[...]
+
+        out[...] = pl.run_scoped(accumulate, plgpu.ACC((m, n)))
+
+    body = staged(body, plgpu.SMEM((m, k), dtype), plgpu.SMEM((n, k), to))
+    out_type = plgpu.ShapeDtypeStruct((m, n), F32)
+    close(run(body, out_type, x, y), x, y.T, 1e-5)
+    if run.way == "interpret":
+        text = run.kernel(body, out_type).lower(x, y).as_text("cuda")
+        assert "through shared memory" not in text
+        if dtype not in (E4M3, E5M2):
+            assert "widen_" in text
+
+
+# ---- what is refused -----------------------------------------------------------------------------
+
+
+def refused(kernel, a, b, acc, shapes=((64, 64), (64, 64), (64, 64))):
+    outs = plgpu.ShapeDtypeStruct(shapes[2], acc)
+    return plgpu.kernel(kernel, out_type=outs, interpret=True).lower(
+        np.zeros(shapes[0], a), np.zeros(shapes[1], b)
+    )
+
+
+def plain_product(a, b, acc, registers=False, n=64, b_is_turned=True):
+    def body(a_ref, b_ref, out):
+        def accumulate(c):
+            plgpu.wgmma(c, a_ref[...] if registers else a_ref, b_ref.T if b_is_turned else b_ref)
+            return c[...]
+
+        out[...] = pl.run_scoped(accumulate, plgpu.ACC((64, n), acc))
+
+    kernel = staged(
+        body, plgpu.SMEM((64, 64), a), plgpu.SMEM((n, 64) if b_is_turned else (64, n), b)
+    )
+    shape = (n, 64) if b_is_turned else (64, n)
+    return lambda: refused(kernel, a, b, acc, ((64, 64), shape, (64, n)))
+
+
+def plain_mma(a, b, acc, shapes=((64, 64), (64, 64), (64, 64))):
+    def body(a_ref, b_ref, out):
+        out[...] = plgpu.mma(jnp.zeros(shapes[2], acc), a_ref[...], b_ref[...])
+
+    return lambda: refused(body, a, b, acc, shapes)
+
+
+def a_turned():
+    def body(a_ref, b_ref, out):
+        def accumulate(c):
+            plgpu.wgmma(c, a_ref.T, b_ref.T)
+            return c[...]
+
+        out[...] = pl.run_scoped(accumulate, plgpu.ACC((64, 64)))
+
+    kernel = staged(body, plgpu.SMEM((64, 64), E4M3), plgpu.SMEM((64, 64), E4M3))
+    return refused(kernel, E4M3, E4M3, F32)
+
+
+REFUSED = {
+    "b along N": (
+        ValueError,
+        "Keep it in SMEM as",
+        plain_product(E4M3, E4M3, F32, b_is_turned=False),
+    ),
+    "b of int8 along N": (ValueError, "b.T", plain_product(I8, I8, I32, b_is_turned=False)),
+    "b of f32 along N": (ValueError, "b.T", plain_product(F32, F32, F32, b_is_turned=False)),
+    "a along M": (ValueError, "a is contiguous along M", a_turned),
+    "types differ": (ValueError, "must be equal", plain_product(E4M3, I8, F32)),
+    "f16 and bf16": (ValueError, "must be equal", plain_product(F16, BF16, F32)),
+    "f32 in registers": (NotImplementedError, "from SMEM", plain_product(F32, F32, F32, True)),
+    "fp8 into int32": (NotImplementedError, "float32 accumulator", plain_product(E4M3, E4M3, I32)),
+    "int8 into f32": (NotImplementedError, "int32 accumulator", plain_product(I8, I8, F32)),
+    "int32": (NotImplementedError, "available are float16", plain_product(I32, I32, I32)),
+    "N of integers": (ValueError, "multiple of 16", plain_product(I8, I8, I32, n=40)),
+    "mma types differ": (TypeError, "must be equal", plain_mma(F16, BF16, F32)),
+    "mma of f32": (NotImplementedError, "available are", plain_mma(F32, F32, F32)),
+    "mma into f16": (NotImplementedError, "float32 accumulator", plain_mma(F16, F16, F16)),
+    "mma of int8 into f32": (NotImplementedError, "int32", plain_mma(I8, I8, F32)),
+    "mma M": (ValueError, "multiple of 64", plain_mma(F16, F16, F32, ((32, 16), (16, 8), (32, 8)))),
+    "mma K": (ValueError, "multiple of 32", plain_mma(I8, I8, I32, ((64, 16), (16, 8), (64, 8)))),
+    "mma shapes": (ValueError, r"\(M, N\)", plain_mma(I8, I8, I32, ((64, 32), (64, 8), (64, 8)))),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_refused(what):
+    """What the tensor cores do not take names the operand and what to do."""
+    error, text, call = REFUSED[what]
+    with pytest.raises(error, match=text):
+        call()
