@@ -37,6 +37,7 @@ from ._memory import OF_REF
 from ._names import PLGPU_MISSING, PLGPU_WRONG, finder
 from ._ops import (
     barrier_arrive,
+    barrier_test,
     barrier_wait,
     broadcasted_iota,
     cluster_ref,
@@ -62,6 +63,12 @@ from ._ops import (
 )
 from ._pipeline import emit_pipeline
 from ._schedule import NDLoopInfo, dynamic_scheduling_loop, nd_loop, next_tile
+from ._semaphores import (
+    SemaphoreSignal,
+    semaphore_signal,
+    semaphore_signal_parallel,
+    semaphore_wait,
+)
 from ._state import freeze, new_ref
 from ._types import (
     ACC,
@@ -81,6 +88,7 @@ from ._types import (
     OOBFillMode,
     RefUnion,
     Replicated,
+    SemaphoreType,
     ShapeDtypeStruct,
     SwizzleTransform,
     Tiling,

@@ -207,6 +207,23 @@ def barrier_wait(barrier, *, phase=None):
     _core.effect(what, (_barrier(barrier, what), phase))
 
 
+def barrier_test(barrier):
+    """Is the next phase that this thread has not seen complete (Hopper)? A bool scalar.
+
+    Where it is True the thread has seen the phase, as behind :func:`barrier_wait`; else nothing has
+    changed. NotImplementedError for a :class:`ClusterBarrier`."""
+    return _core.effect("barrier_test", (_barrier(barrier, "barrier_test"),))
+
+
+def delay(nanos):
+    """Let this thread sleep for about ``nanos`` nanoseconds, an int or an integer scalar. Nothing
+    on the interpreter."""
+    nanos = as_array(nanos, "delay: nanos")
+    if nanos.shape != () or nanos.dtype.kind not in "iu":
+        raise TypeError(f"delay: nanos must be an integer scalar, got {type_text(nanos)}")
+    _core.effect("delay", (_core.convert(nanos, "int32"),))
+
+
 def _transposed_b(args, kwargs, value):
     """For `accepts`: wgmma's rhs_transpose."""
     if value:

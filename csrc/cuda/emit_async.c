@@ -67,6 +67,25 @@ pm_code pm_cuda_WAIT(pm_gen *e, pm_opid op) {
   return PM_OK;
 }
 
+/* Of lanes that arrived before, the last one finds the phase complete. The others wait for it then,
+ * which acquires what it releases. */
+pm_code pm_cuda_BARRIER_TEST(pm_gen *e, pm_opid op) {
+  const pm_val out = pm_get(e->g, op)->out;
+  barrier b;
+  PM_TRY(barrier_of(e, op, pm_in(e->g, op, 0), &b));
+  pm_note(e, op, "barrier_test");
+  const char *x = pm_declare(e, out, out), *index = b.index ? b.index : "0";
+  const char *parity = b.index ? pm_str(e, "%s >> (%s) & 1", b.phase, index) : b.phase;
+  const char *test = pm_str(e, "barrier_test(%s, %s)", b.address, parity);
+  if (!e->lane) test = pm_str(e, e->warps ? "warp_any(%s)" : "lanes_any(wg, %s)", test);
+  pm_line(e, "%s = %s;", x, test);
+  pm_begin(e, "if (%s) {", x);
+  if (!e->lane) pm_line(e, "barrier_wait(%s, %s);", b.address, parity);
+  pm_line(e, "%s ^= 1u << (%s);", b.phase, index);
+  pm_end(e);
+  return PM_OK;
+}
+
 static void arrive_in_cluster(pm_gen *e, const barrier *b, bool relaxed) {
   const long long n = pm_cluster_targets(e->g, b->groups, b->n_groups);
   const char *k = e->lane ? "k" : "tid";
@@ -378,23 +397,26 @@ static int64_t argument_of(const pm_graph *g, pm_val v) {
 
 typedef struct search {
   int64_t argument;
+  bool engines; /* also what engines of other blocks have stored */
   bool found;
 } search;
 
 static void find_store(pm_graph *g, pm_opid op, void *ctx) {
   search *s = ctx;
   const int code = pm_get(g, op)->code;
-  const bool plain_copy =
-      code == PM_OP_COPY_S2G && *pm_attr(g, op, PM_ATTR_ENGINE) == PM_ENGINE_PLAIN;
+  const bool copies = code == PM_OP_COPY_S2G &&
+                      (s->engines || *pm_attr(g, op, PM_ATTR_ENGINE) == PM_ENGINE_PLAIN);
   const bool store = code == PM_OP_STORE || code == PM_OP_MASKED_STORE || code == PM_OP_ATOMIC;
-  if (!store && !plain_copy) return;
-  s->found = s->found || argument_of(g, pm_in(g, op, plain_copy)) == s->argument;
+  if (!store && !copies) return;
+  s->found = s->found || argument_of(g, pm_in(g, op, copies)) == s->argument;
 }
 
-/* Does an engine meet, in the GMEM of the copy, what lanes have stored? */
+/* Does an engine meet, in the GMEM of the copy, what lanes have stored, or what lanes have heard of
+ * another block to be stored? */
 static bool meets_stores(pm_gen *e, pm_opid op) {
   const uint32_t gmem = pm_get(e->g, op)->code == PM_OP_COPY_S2G;
-  search s = {.argument = argument_of(e->g, pm_in(e->g, op, gmem))};
+  search s = {.argument = argument_of(e->g, pm_in(e->g, op, gmem)),
+              .engines = e->program->meets_blocks};
   pm_walk((pm_graph *)e->g, 1, find_store, &s); /* the visitor changes nothing */
   return s.found;
 }
@@ -585,7 +607,9 @@ pm_code pm_cuda_SET_MAX_REGISTERS(pm_gen *e, pm_opid op) {
 
 static void note_waited(pm_graph *g, pm_opid op, void *ctx) {
   bool *waited = ctx;
-  if (pm_get(g, op)->code == PM_OP_WAIT) waited[pm_view_base(g, pm_in(g, op, 0))] = true;
+  const int code = pm_get(g, op)->code;
+  if (code != PM_OP_WAIT && code != PM_OP_BARRIER_TEST) return;
+  waited[pm_view_base(g, pm_in(g, op, 0))] = true;
 }
 
 /* A warp flips its own copies of phase bits. Behind the region all lanes get the flips of all

@@ -56,8 +56,9 @@ typedef struct pm_gen {
   bool *released; /* per value: cluster barriers with an arrival that releases memory */
   bool *fresh;    /* per value: accumulators without contents, the next product overwrites them */
   PM_VEC(pm_head_var) head_vars;
-  uint32_t n_counters; /* of NEXT_TILE and TAKE_TILE */
-  bool asks;           /* there is a NEXT_TILE */
+  uint32_t n_counters; /* words: of NEXT_TILE and TAKE_TILE, then semaphores of the launch */
+  uint32_t first_semaphore; /* among them */
+  bool asks;                /* there is a NEXT_TILE or such a semaphore */
   uint32_t n_turns;    /* threads that take turns, 0: none do */
   struct family {
     const char *name, *text;

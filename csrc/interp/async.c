@@ -61,6 +61,7 @@ static task *new_task(pm_machine *m, thread *t, const instr *i, task_kind kind) 
   k->next = k->prev = NULL;
   k->read = false;
   k->index = n;
+  t->block->cluster->n_tasks++;
   m->tasks[kind].at[n] = k;
   m->tasks[kind].n = n + 1;
   return k;
@@ -68,6 +69,7 @@ static task *new_task(pm_machine *m, thread *t, const instr *i, task_kind kind) 
 
 /* The caller has taken it out of its thread's list. */
 static void end_task(pm_machine *m, task *k) {
+  k->owner->block->cluster->n_tasks--;
   task *last = m->tasks[k->kind].at[--m->tasks[k->kind].n];
   last->index = k->index;
   m->tasks[k->kind].at[k->index] = last;
@@ -99,22 +101,23 @@ void pm_vm_free_tasks(pm_machine *m) {
 
 /* ---- collective copies -------------------------------------------------------------------- */
 
-static uint32_t bit_of(const pm_machine *m, const block *b) { return 1u << (b - m->blocks); }
+static uint32_t bit_of(const block *b) { return 1u << (b - b->cluster->blocks); }
 
 static uint32_t group_of(const pm_machine *m, const block *b, uint32_t axes) {
   uint32_t set = 0;
-  for (const block *u = m->blocks; u < m->blocks + m->n_blocks; u++) {
-    if (pm_vm_same_but(m, b, u, axes)) set |= bit_of(m, u);
+  for (const block *u = b->cluster->blocks; u < b->cluster->blocks + m->n_blocks; u++) {
+    if (pm_vm_same_but(m, b, u, axes)) set |= bit_of(u);
   }
   return set;
 }
 
-static const char *blocks_text(const pm_machine *m, uint32_t set, char *buf, size_t n) {
+static const char *blocks_text(const pm_machine *m, const cluster *c, uint32_t set, char *buf,
+                               size_t n) {
   char one[64];
   size_t at = 0;
   buf[0] = 0;
-  for (const block *b = m->blocks; b < m->blocks + m->n_blocks && at < n; b++) {
-    if (!(set & bit_of(m, b))) continue;
+  for (const block *b = c->blocks; b < c->blocks + m->n_blocks && at < n; b++) {
+    if (!(set & bit_of(b))) continue;
     at += (size_t)snprintf(buf + at, n - at, "%sblock %s", at ? ", " : "",
                            pm_vm_block(m, b, one, sizeof one));
   }
@@ -141,7 +144,7 @@ static step match_copy(pm_machine *m, thread *t, const shared_copy *x) {
   for (uint32_t k = 0; k < m->open_copies.n; k++) {
     shared_copy *c = &m->open_copies.at[k];
     if (c->i != x->i || c->thread != x->thread || c->ordinal != x->ordinal ||
-        c->group != x->group) {
+        c->group != x->group || c->cluster != x->cluster) {
       continue;
     }
     const char *what = difference(c, x);
@@ -150,7 +153,7 @@ static step match_copy(pm_machine *m, thread *t, const shared_copy *x) {
                         "copy_gmem_to_smem with collective_axes: %s differs between this block and "
                         "%s. All blocks that differ only along the collective axes must issue the "
                         "same copies in the same order",
-                        what, blocks_text(m, c->seen, others, sizeof others));
+                        what, blocks_text(m, c->cluster, c->seen, others, sizeof others));
     }
     c->seen |= x->seen;
     if (c->seen == c->group) *c = m->open_copies.at[--m->open_copies.n];
@@ -173,11 +176,12 @@ size_t pm_vm_missing_parts(const pm_machine *m, const barrier *b, char *buf, siz
   buf[0] = 0;
   for (uint32_t k = 0; k < m->open_copies.n && at < n; k++) {
     const shared_copy *c = &m->open_copies.at[k];
-    if (!(c->seen & bit_of(m, b->block)) || b->block->bars + c->barrier != b) continue;
+    if (c->cluster != b->block->cluster || !(c->seen & bit_of(b->block))) continue;
+    if (b->block->bars + c->barrier != b) continue;
     at += (size_t)snprintf(buf + at, n - at,
                            "; the collective copy%s lacks the part of %s, which has not issued it",
                            pm_vm_place(m, c->i->op, place, sizeof place),
-                           blocks_text(m, c->group & ~c->seen, others, sizeof others));
+                           blocks_text(m, c->cluster, c->group & ~c->seen, others, sizeof others));
   }
   return pm_min(at, n);
 }
@@ -195,7 +199,8 @@ static step locate_copy_in(pm_machine *m, thread *t, const instr *i, spot *gmem,
 /* This block's part of a collective copy, to every block of the group. */
 static step issue_parts(pm_machine *m, thread *t, const instr *i, barrier *b, bool off) {
   block *own = t->block;
-  shared_copy x = {.i = i, .thread = t->index, .seen = bit_of(m, own), .off = off};
+  shared_copy x = {.i = i, .thread = t->index, .seen = bit_of(own), .off = off};
+  x.cluster = own->cluster;
   x.ordinal = own->n_parts[i->to * m->n_threads + t->index]++;
   x.group = group_of(m, own, i->n);
   x.barrier = (uint32_t)(b - own->bars);
@@ -204,8 +209,9 @@ static step issue_parts(pm_machine *m, thread *t, const instr *i, barrier *b, bo
   uint32_t part = (uint32_t)__builtin_popcount(x.group & (x.seen - 1));
   if (parts > 1 && match_copy(m, t, &x) == STEP_FAIL) return STEP_FAIL;
   if (pm_vm_arrive(m, t, i->op, b, off ? 0 : (int32_t)parts) == STEP_FAIL) return STEP_FAIL;
-  for (block *u = m->blocks; u < m->blocks + m->n_blocks && !off; u++) {
-    if (!(x.group & bit_of(m, u))) continue;
+  block *first = own->cluster->blocks;
+  for (block *u = first; u < first + m->n_blocks && !off; u++) {
+    if (!(x.group & bit_of(u))) continue;
     task *k = new_task(m, t, i, TASK_LOAD);
     if (!k) return STEP_FAIL;
     k->barrier = u->bars + x.barrier;
@@ -382,6 +388,7 @@ static step exec_acc_store(pm_machine *m, thread *t, const instr *i) {
 }
 
 step pm_vm_run_task(pm_machine *m, task *k) {
+  pm_vm_progress(m);
   if (k->kind == TASK_LOAD) return run_copy_in(m, k);
   if (k->kind == TASK_STORE) return run_copy_out(m, k);
   run_mma(m, k->owner);

@@ -121,6 +121,11 @@ typedef struct scope {
     int64_t n;
   } * smem;
   uint32_t *bars; /* numbers of barrier_info */
+  uint32_t n_sems;
+  struct semaphore_alloc {
+    const char *name;
+    uint32_t first, count; /* among those of the block */
+  } * sems;
 } scope;
 
 typedef struct barrier_info {
@@ -170,6 +175,13 @@ typedef struct rows {
 
 typedef struct block block;
 
+/* A cluster that runs, or may. */
+typedef struct cluster {
+  block *blocks;
+  int64_t point[PM_MAX_RANK], number; /* of the grid; among the clusters of the launch */
+  uint32_t n_live, n_tasks;           /* agents that have not ended; pending tasks of theirs */
+} cluster;
+
 typedef struct barrier {
   const barrier_info *info;
   block *block;
@@ -182,7 +194,9 @@ typedef struct barrier {
 } barrier;
 
 struct block {
+  cluster *cluster;
   char *smem;
+  uint32_t *semaphores;
   barrier *bars;
   int64_t coord[3];
   uint32_t n_entering, n_done;
@@ -196,6 +210,7 @@ struct block {
 /* A collective copy that some blocks have issued their part of, and others not yet. */
 typedef struct shared_copy {
   const instr *i;
+  const cluster *cluster;
   uint32_t thread, ordinal; /* the how manyth of this instruction by this thread */
   uint32_t group, seen;     /* sets of blocks */
   bool off;                 /* its predicate is false */
@@ -208,6 +223,7 @@ typedef enum thread_state {
   THREAD_AT_BARRIER,
   THREAD_AT_SCOPE,
   THREAD_AT_TURN,
+  THREAD_AT_SEMAPHORE,
   THREAD_AT_WARPS, /* its warps run a WARP_MAP, each as an agent of its own */
   THREAD_DONE
 } thread_state;
@@ -223,6 +239,9 @@ struct thread {
   thread_state state;
   block *block;
   barrier *waits_for;
+  const uint32_t *waits_at; /* a semaphore */
+  uint64_t polled;          /* tests in vain since the epoch */
+  uint64_t epoch;
   task *mma_first, *mma_last; /* pending, oldest first */
   uint32_t n_mma;
   task *stores;        /* pending, any order */
@@ -260,6 +279,8 @@ struct pm_machine {
   const char *name;
   int64_t grid[PM_MAX_RANK], cluster[3];
   uint32_t n_grid, n_cluster, n_threads, n_blocks; /* blocks of a cluster */
+  uint32_t n_clusters;                             /* that run at once */
+  uint32_t n_semaphores, n_block_semaphores;       /* of the launch, of a block */
   bool shares_grid, has_warps;
   instr *code;
   place *places; /* per op */
@@ -275,7 +296,10 @@ struct pm_machine {
   /* of the run */
   bool allocated;
   thread *threads;
+  cluster *clusters, *last; /* last: that of whom ran last */
   block *blocks;
+  uint32_t *semaphores;
+  uint64_t epoch, polls; /* polls: tests in vain in this epoch, in which nothing else happened */
   char *pack;
   thread **ready;
   uint32_t n_ready, n_live;
@@ -289,7 +313,7 @@ struct pm_machine {
     uint32_t n, cap;
   } open_copies;
   uint64_t random;
-  int64_t point[PM_MAX_RANK], points_done, points; /* points: clusters launched */
+  int64_t points_begun, points_done, points; /* points: clusters launched */
   int64_t grid_size;
   uint32_t ticks;
   int64_t next_report;               /* nanoseconds */
@@ -313,6 +337,16 @@ step pm_vm_transfer_done(pm_machine *m, thread *t, pm_opid op, barrier *b);
 barrier *pm_vm_barrier(pm_machine *m, thread *t, const instr *i,
                        const access *mem); /* NULL: failed */
 uint64_t pm_vm_random(pm_machine *m);
+step pm_vm_block_on(pm_machine *m, thread *t, thread_state why);
+/* Threads that wait for this semaphore look at it again. */
+void pm_vm_wake_at(pm_machine *m, const uint32_t *semaphore);
+/* The thread found what it looks for to be false, and may look again and again. */
+step pm_vm_poll(pm_machine *m, thread *t);
+/* Something happened that another thread may look for. */
+static inline void pm_vm_progress(pm_machine *m) {
+  m->epoch++;
+  m->polls = 0;
+}
 /* "(0, 1)", the coordinates of a block in its cluster */
 const char *pm_vm_block(const pm_machine *m, const block *b, char *buf, size_t n);
 /* Do the blocks differ along these axes only (bit k: axis k)? */
@@ -348,6 +382,11 @@ size_t pm_vm_missing_parts(const pm_machine *m, const barrier *b, char *buf, siz
 void pm_vm_drain_mma(pm_machine *m, thread *t, uint32_t n);
 void pm_vm_drop_tasks(pm_machine *m); /* after a failure */
 void pm_vm_free_tasks(pm_machine *m);
+
+/* semaphores.c */
+step pm_vm_check_semaphores(pm_machine *m, thread *t, pm_opid op, const scope *s);
+/* For a thread that waits at a semaphore: how far it is. */
+size_t pm_vm_semaphore_text(pm_machine *m, thread *t, const instr *i, char *buf, size_t n);
 
 /* moves.c */
 step pm_vm_strided(pm_machine *m, thread *t, const instr *i); /* a walk over a slot */
@@ -402,6 +441,9 @@ void pm_vm_encode_switch(compiler *c, pm_opid op, const handler *h);
 extern const handler pm_vm_SCOPE, pm_vm_WARP_MAP, pm_vm_FOR, pm_vm_WHILE, pm_vm_IF, pm_vm_SWITCH,
     pm_vm_YIELD, pm_vm_ARRIVE, pm_vm_WAIT, pm_vm_HAND_TILE, pm_vm_TAKE_TURN, pm_vm_PASS_TURN,
     pm_vm_DEBUG_PRINT, pm_vm_DEBUG_CHECK;                                 /* machine.c */
+extern const handler pm_vm_BARRIER_TEST;
+extern const handler pm_vm_ALLOC_SEMAPHORE, pm_vm_GLOBAL_SEMAPHORE, pm_vm_SIGNAL, pm_vm_AWAIT,
+    pm_vm_READ_SEMAPHORE, pm_vm_DELAY; /* semaphores.c */
 extern const handler pm_vm_MASKED_LOAD, pm_vm_MASKED_STORE, pm_vm_ATOMIC; /* masked.c */
 extern const handler pm_vm_LOAD, pm_vm_STORE, pm_vm_ALLOC_SMEM, pm_vm_ALLOC_BARRIER,
     pm_vm_ALLOC_ACC, pm_vm_INDEX, pm_vm_TRANSPOSE_REF, pm_vm_RESHAPE_REF, pm_vm_BITCAST_REF,

@@ -17,7 +17,8 @@ enum { MAX_ARRAY = 1 << 24, MAX_BARRIERS = 32, MAX_ARRIVALS = (1 << 20) - 1 };
 bool pm_type_equal(const pm_type *a, const pm_type *b) {
   if (a->kind != b->kind || a->rank != b->rank) return false;
   if (a->kind != PM_BARRIER && a->dtype != b->dtype) return false;
-  if (a->kind == PM_REF && a->space != b->space) return false;
+  const bool placed = a->kind == PM_REF || a->kind == PM_SEMAPHORE;
+  if (placed && a->space != b->space) return false;
   return !memcmp(a->dim, b->dim, sizeof(int64_t) * a->rank);
 }
 
@@ -27,12 +28,17 @@ int64_t pm_type_size(const pm_type *t) {
   return n;
 }
 
+const char *pm_element_text(const pm_type *t) {
+  if (t->kind == PM_BARRIER) return "barrier";
+  return t->kind == PM_SEMAPHORE ? "semaphore" : pm_dtypes[t->dtype].text;
+}
+
 const char *pm_type_text(pm_arena *a, const pm_type *t) {
   static const char *const spaces[] = {"acc ", "gmem ", "smem "};
   pm_text out;
   pm_text_init(&out, a);
-  if (t->kind == PM_REF) pm_put(&out, spaces[t->space]);
-  pm_put(&out, t->kind == PM_BARRIER ? "barrier" : pm_dtypes[t->dtype].text);
+  if (t->kind == PM_REF || t->kind == PM_SEMAPHORE) pm_put(&out, spaces[t->space]);
+  pm_put(&out, pm_element_text(t));
   pm_put(&out, "[");
   for (int k = 0; k < t->rank; k++) pm_putf(&out, "%s%" PRId64, k ? "," : "", t->dim[k]);
   pm_put(&out, "]");
@@ -44,7 +50,7 @@ static bool same_shape(const pm_type *a, const pm_type *b) {
 }
 
 pm_code pm_type_check(const pm_graph *g, const pm_type *t, const char *what, pm_err *err) {
-  if (t->kind < PM_ARRAY || t->kind > PM_BARRIER || t->dtype >= PM_DTYPE_COUNT ||
+  if (t->kind < PM_ARRAY || t->kind > PM_SEMAPHORE || t->dtype >= PM_DTYPE_COUNT ||
       t->space > PM_SMEM || t->rank > PM_MAX_RANK) {
     return pm_fail(err, PM_E_INTERNAL, "%s has a malformed type", what);
   }
@@ -700,6 +706,19 @@ static pm_code check_alloc_acc(const pm_typing *t) {
   return PM_OK;
 }
 
+static pm_code check_semaphores(const pm_typing *t) {
+  const bool global = t->code == PM_OP_GLOBAL_SEMAPHORE;
+  const int64_t first = global ? word(t, PM_ATTR_N) : 0;
+  if (t->given->space != (global ? PM_GMEM : PM_SMEM) || t->given->dtype != PM_I32 || first < 0) {
+    FAIL(INTERNAL, "%s: its type is %s", name(t), show(t, t->given));
+  }
+  if (pm_type_size(t->given) > PM_MAX_SEMAPHORES - pm_min(first, PM_MAX_SEMAPHORES)) {
+    FAIL(VALUE, "SemaphoreType.REGULAR: a kernel has at most %d semaphores, not %" PRId64,
+         PM_MAX_SEMAPHORES, first + pm_type_size(t->given));
+  }
+  return PM_OK;
+}
+
 static pm_code pm_type_given(const pm_typing *t, pm_type *out) {
   static const struct {
     uint8_t code, kind;
@@ -714,6 +733,8 @@ static pm_code pm_type_given(const pm_typing *t, pm_type *out) {
       {PM_OP_ALLOC_SMEM, PM_REF, check_alloc_smem},
       {PM_OP_ALLOC_BARRIER, PM_BARRIER, check_alloc_barrier},
       {PM_OP_ALLOC_ACC, PM_REF, check_alloc_acc},
+      {PM_OP_ALLOC_SEMAPHORE, PM_SEMAPHORE, check_semaphores},
+      {PM_OP_GLOBAL_SEMAPHORE, PM_SEMAPHORE, check_semaphores},
   };
   for (size_t k = 0; k < PM_COUNT(rows); k++) {
     if (rows[k].code != t->code) continue;
@@ -851,6 +872,27 @@ static pm_code pm_type_copy(const pm_typing *t, pm_type *out) {
 static pm_code pm_type_barrier(const pm_typing *t, pm_type *out) {
   (void)out;
   return single_barrier(t, 0);
+}
+
+static pm_code pm_type_barrier_test(const pm_typing *t, pm_type *out) {
+  if (is_cluster_barrier(t->g, t->in[0])) {
+    FAIL(NOT_IMPLEMENTED, "barrier_test: a ClusterBarrier cannot be tested; use barrier_wait");
+  }
+  *out = pm_scalar_type(PM_BOOL);
+  return single_barrier(t, 0);
+}
+
+static pm_code pm_type_semaphore(const pm_typing *t, pm_type *out) {
+  const pm_type *s = type_in(t, 0);
+  (void)out;
+  if (pm_type_size(s) == 1) return PM_OK;
+  FAIL(VALUE, "%s: the semaphore is an array of %" PRId64 " semaphores; index it with .at[i]",
+       name(t), pm_type_size(s));
+}
+
+static pm_code pm_type_semaphore_read(const pm_typing *t, pm_type *out) {
+  *out = pm_scalar_type(PM_I32);
+  return pm_type_semaphore(t, out);
 }
 
 static pm_code pm_type_hand_tile(const pm_typing *t, pm_type *out) {
@@ -1084,6 +1126,7 @@ static bool fits(char letter, const pm_type *t) {
     case 'm': return ref && t->space == PM_SMEM;
     case 'c': return ref && t->space == PM_REGS;
     case 'b': return t->kind == PM_BARRIER;
+    case 'h': return t->kind == PM_SEMAPHORE;
     default: return letter == 'v';
   }
 }
@@ -1099,6 +1142,7 @@ static const char *letter_text(char letter) {
       "ma ref in SMEM",
       "can accumulator ref (ACC)",
       "ba barrier",
+      "ha semaphore",
       "va value",
   };
   for (size_t k = 0; k < PM_COUNT(texts); k++) {
@@ -1118,6 +1162,11 @@ static const char *operand_text(const pm_typing *t, uint32_t k) {
       {PM_OP_WGMMA, {"acc", "a", "b"}},
       {PM_OP_ARRIVE, {"barrier"}},
       {PM_OP_WAIT, {"barrier", "phase"}},
+      {PM_OP_BARRIER_TEST, {"barrier"}},
+      {PM_OP_SIGNAL, {"semaphore", "inc"}},
+      {PM_OP_AWAIT, {"semaphore", "value"}},
+      {PM_OP_READ_SEMAPHORE, {"semaphore"}},
+      {PM_OP_DELAY, {"nanos"}},
       {PM_OP_CLUSTER_REF, {"ref", "index"}},
       {PM_OP_LOAD, {"ref"}},
       {PM_OP_STORE, {"ref", "value"}},

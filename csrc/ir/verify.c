@@ -231,6 +231,7 @@ static pm_code check_special(checker *c, pm_opid op) {
     case PM_OP_AXIS: return check_axis(c, op);
     case PM_OP_ALLOC_SMEM:
     case PM_OP_ALLOC_BARRIER:
+    case PM_OP_ALLOC_SEMAPHORE:
     case PM_OP_ALLOC_ACC: return check_alloc(c, op);
     case PM_OP_TAKE_TILE: return check_take(c, op);
     case PM_OP_NEXT_TILE: return check_counter(c, op);

@@ -19,6 +19,9 @@
  * There is a way without: the barrier counts WARPS, and each warp arrives when its own lanes have
  * come so far. It is taken for barriers of one block that no copy arrives at.
  *
+ * A SIGNAL is made by one lane for all too, and needs the SYNC always. Behind an AWAIT the lanes
+ * meet.
+ *
  * An ARRIVE on a cluster barrier is RELAXED if memory that another block of the cluster can reach
  * is accessed in this kernel by asynchronous engines alone, because a release would cost a lot and
  * orders nothing that matters then. Such memory is SMEM that a collective copy fills or a
@@ -371,7 +374,7 @@ static void summarise(pm_graph *g, pm_opid op, void *ctx) {
   summary *s = ctx;
   const uint16_t code = pm_get(g, op)->code;
   s->arrives |= code == PM_OP_ARRIVE && !warp_barrier(s->p, op);
-  s->waits |= code == PM_OP_WAIT;
+  s->waits |= code == PM_OP_WAIT || code == PM_OP_BARRIER_TEST;
   s->touches |= writes(code);
   s->touches |= reads(code) && !is_constant(s->p, pm_in(g, op, 0));
 }
@@ -462,11 +465,16 @@ static void visit_op(placer *p, pm_blk block, uint32_t *k) {
     case PM_OP_WGMMA:
     case PM_OP_WGMMA_WAIT:
     case PM_OP_ACC_LOAD: visit_memory(p, op); break;
+    case PM_OP_BARRIER_TEST:
     case PM_OP_WAIT: visit_wait(p); break;
     case PM_OP_ARRIVE: visit_arrive(p, block, k); break;
+    case PM_OP_SIGNAL:
+      if (p->touched || p->waited) place(p, block, k);
+      break;
     case PM_OP_COMMIT_SMEM:
     case PM_OP_WAIT_S2G:
     case PM_OP_TAKE_TURN:
+    case PM_OP_AWAIT:
     case PM_OP_SYNC: met(p); break;
     case PM_OP_SCOPE: visit_scope(p, op); break;
     case PM_OP_WARP_MAP: visit_warps(p, block, k); break;

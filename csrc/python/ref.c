@@ -261,6 +261,12 @@ int pmpy_indexed_type(const pmpy_index *index, const pm_type *from, pm_type *to)
   return 0;
 }
 
+/* of what is no ref in memory */
+static const char *kind_text(const pmpy_traced *r) {
+  if (r->type.kind == PM_SEMAPHORE) return "a semaphore";
+  return r->type.kind == PM_BARRIER ? "a barrier" : "an accumulator";
+}
+
 /* ---- views --------------------------------------------------------------------------------- */
 
 static pmpy_trace *begin_ref(const char *what, PyObject *self) {
@@ -276,8 +282,7 @@ static pm_val view_of(pmpy_trace *t, const pmpy_traced *r, PyObject *idx, pm_typ
   *type = r->type;
   if (index.full) return r->val;
   if (index.n_new && (r->type.kind != PM_REF || r->type.space == PM_REGS)) {
-    pmpy_fail(PM_E_VALUE, "index: None is for refs in memory, not for %s",
-              r->type.kind == PM_BARRIER ? "barriers" : "accumulators");
+    pmpy_fail(PM_E_VALUE, "index: None is for refs in memory, not for %s", kind_text(r));
     return 0;
   }
   memcpy(in + 1, index.dyn, sizeof index.dyn);
@@ -303,8 +308,7 @@ static PyObject *at_index(PyObject *self, PyObject *idx) {
 
 static bool is_view_base(const pmpy_traced *r, const char *what) {
   if (r->type.kind == PM_REF && r->type.space != PM_REGS) return true;
-  pmpy_fail(PM_E_VALUE, "%s: %s has no such view", what,
-            r->type.kind == PM_BARRIER ? "a barrier" : "an accumulator");
+  pmpy_fail(PM_E_VALUE, "%s: %s has no such view", what, kind_text(r));
   return false;
 }
 
@@ -350,6 +354,12 @@ static PyObject *ref_reshape(PyObject *self, PyObject *const *args, Py_ssize_t n
 
 static bool can_access(const pmpy_traced *r) {
   if (r->type.kind == PM_REF) return true;
+  if (r->type.kind == PM_SEMAPHORE) {
+    pmpy_fail(PM_E_VALUE,
+              "a semaphore cannot be read or written; use pl.semaphore_read, semaphore_signal and "
+              "semaphore_wait, and .at[i] for one of several");
+    return false;
+  }
   pmpy_fail(PM_E_VALUE,
             "a barrier cannot be read or written; use barrier_arrive and barrier_wait, and .at[i] "
             "for one of several");
@@ -546,8 +556,8 @@ static PyObject *get_shape(PyObject *self, void *c) {
 static PyObject *get_dtype(PyObject *self, void *c) {
   const pm_type *type = &self_of(self)->type;
   (void)c;
-  return type->kind == PM_BARRIER ? PyUnicode_FromString("barrier")
-                                  : pmpy_dtype_object(type->dtype);
+  return type->kind == PM_REF ? pmpy_dtype_object(type->dtype)
+                              : PyUnicode_FromString(pm_element_text(type));
 }
 
 static PyObject *get_ndim(PyObject *self, void *c) {
@@ -567,7 +577,9 @@ static PyObject *get_space(PyObject *self, void *c) {
   (void)c;
   PyObject *types = PyImport_ImportModule("pallas_mgpu._types");
   PyObject *space = types ? PyObject_GetAttrString(
-                                types, spaces[type->kind == PM_BARRIER ? PM_SMEM : type->space])
+                                types, spaces[type->kind == PM_BARRIER     ? PM_SMEM
+                                              : type->kind == PM_SEMAPHORE ? PM_GMEM
+                                                                           : type->space])
                           : NULL;
   Py_XDECREF(types);
   return space;
@@ -600,7 +612,7 @@ static Py_ssize_t ref_length(PyObject *self) {
 static PyObject *ref_repr(PyObject *self) {
   static const char *const spaces[] = {[PM_REGS] = "regs", [PM_GMEM] = "gmem", [PM_SMEM] = "smem"};
   const pm_type *type = &self_of(self)->type;
-  if (type->kind == PM_BARRIER) return PyUnicode_FromFormat("Ref<%s>", pmpy_type_text(type));
+  if (type->kind != PM_REF) return PyUnicode_FromFormat("Ref<%s>", pmpy_type_text(type));
   return PyUnicode_FromFormat("Ref<%s, %s>", pmpy_type_text(type), spaces[type->space]);
 }
 
@@ -752,8 +764,7 @@ static PyObject *store(PyObject *module, PyObject *const *args, Py_ssize_t n) {
 
 static bool in_memory(const char *what, const pmpy_traced *r) {
   if (r->type.kind == PM_REF && r->type.space != PM_REGS) return true;
-  pmpy_fail(PM_E_VALUE, "%s: a ref in GMEM or SMEM is needed, got %s", what,
-            r->type.kind == PM_BARRIER ? "a barrier" : "an accumulator");
+  pmpy_fail(PM_E_VALUE, "%s: a ref in GMEM or SMEM is needed, got %s", what, kind_text(r));
   return false;
 }
 
@@ -905,6 +916,28 @@ static PyObject *alloc_barrier(PyObject *module, PyObject *args, PyObject *kw) {
   return allocated(t, pmpy_emit(t, PM_OP_ALLOC_BARRIER, NULL, 0, &type, attrs, 2), name);
 }
 
+/* first < 0: of the block, else the place of the first one among those of the launch */
+static PyObject *alloc_semaphore(PyObject *module, PyObject *args, PyObject *kw) {
+  static char *names[] = {"shape", "first", "name", NULL};
+  (void)module;
+  PyObject *shape;
+  long long first;
+  const char *name = NULL;
+  if (!PyArg_ParseTupleAndKeywords(args, kw, "OL|z:alloc_semaphore", names, &shape, &first, &name))
+    return NULL;
+  const bool global = first >= 0;
+  const char *what = "SemaphoreType.REGULAR";
+  pm_type type = {
+      .kind = PM_SEMAPHORE, .dtype = PM_I32, .space = (uint8_t)(global ? PM_GMEM : PM_SMEM)};
+  pmpy_trace *t = global ? pmpy_begin(what, NULL) : begin_alloc(what);
+  if (!t || pmpy_shape(shape, what, &type)) return NULL;
+  pm_attr_arg attr = {.id = PM_ATTR_N, .i = first};
+  return allocated(t,
+                   pmpy_emit(t, global ? PM_OP_GLOBAL_SEMAPHORE : PM_OP_ALLOC_SEMAPHORE, NULL, 0,
+                             &type, &attr, global),
+                   name);
+}
+
 static PyObject *cluster_ref(PyObject *module, PyObject *const *args, Py_ssize_t n) {
   (void)module;
   pmpy_arg index;
@@ -961,6 +994,9 @@ PyMethodDef pmpy_ref_functions[] = {
      "alloc_smem(shape, dtype, tiling=None, swizzle=0, given=False, name=None, union=None) -> Ref"},
     {"alloc_barrier", KEYWORDS(alloc_barrier),
      "alloc_barrier(shape, arrivals, name=None, cluster=None) -> Ref"},
+    {"alloc_semaphore", KEYWORDS(alloc_semaphore),
+     "alloc_semaphore(shape, first, name=None) -> Ref; first < 0: of the block, else of the "
+     "launch, where its first word is"},
     {"cluster_ref", (PyCFunction)(void (*)(void))cluster_ref, METH_FASTCALL,
      "cluster_ref(ref, axis, index) -> Ref: the same SMEM in another block"},
     {"alloc_acc", KEYWORDS(alloc_acc), "alloc_acc(shape, dtype, init=None, name=None) -> Ref"},

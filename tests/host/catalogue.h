@@ -92,6 +92,11 @@ void host_registers(u32 n, bool up, int line);
 void host_mbarrier_init(u32 b, u32 count, int line);
 void host_mbarrier_init_fence(int line);
 void host_mbarrier_wait(u32 b, u32 parity, bool cluster, int line);
+bool host_mbarrier_test(u32 b, u32 parity, int line);
+void host_semaphore_signal(void *p, u32 a, u32 n, int line); /* p NULL: shared memory at a */
+void host_semaphore_wait(void *p, u32 a, u32 n, bool take, int line);
+u32 host_semaphore_read(void *p, u32 a, int line);
+void host_yield_poll();
 void host_mbarrier_expect(u32 b, u32 bytes, int line);
 void host_mbarrier_arrive(u32 b, u32 n, int line);
 void host_mbarrier_arrive_remote(u32 b, u32 rank, bool release, int line);
@@ -495,6 +500,39 @@ FN void counters_done(u32 *counters, u32 n, u32 callers, LINE) {
   if (host_atomic_add(counters + n, 1, line) != callers - 1) return;
   for (u32 k = 0; k <= n; k++) counters[k] = 0;
 }
+FN void counters_done_by_warp(u32 *counters, u32 n, u32 callers, LINE) {
+  host_warp_sync(~0u, line);
+  const u32 r = threadIdx.x % 32 ? 0 : host_atomic_add(counters + n, 1, line);
+  if (host_shuffle(r, 0, ~0u, line) != callers - 1) return;
+  for (u32 k = threadIdx.x % 32; k <= n; k += 32) counters[k] = 0;
+}
+template <bool SYSTEM>
+FN void semaphore_signal(u32 *s, u32 n, LINE) {
+  host_semaphore_signal(s, 0, n, line);
+}
+template <bool SYSTEM>
+FN void semaphore_wait(u32 *s, u32 n, LINE) {
+  host_semaphore_wait(s, 0, n, false, line);
+}
+template <bool SYSTEM>
+FN void semaphore_take(u32 *s, u32 n, LINE) {
+  host_semaphore_wait(s, 0, n, true, line);
+}
+template <bool SYSTEM>
+FN i32 semaphore_read(u32 *s, LINE) {
+  return (i32)host_semaphore_read(s, 0, line);
+}
+FN void block_semaphore_init(u32 s, u32 n, LINE) {
+  const u32 zero = 0;
+  for (u32 k = 0; k < n; k++) host_store_shared(s + 4 * k, &zero, 4, line);
+}
+FN void block_semaphore_signal(u32 s, u32 n, LINE) { host_semaphore_signal(nullptr, s, n, line); }
+FN void block_semaphore_wait(u32 s, u32 n, LINE) {
+  host_semaphore_wait(nullptr, s, n, false, line);
+}
+FN void block_semaphore_take(u32 s, u32 n, LINE) { host_semaphore_wait(nullptr, s, n, true, line); }
+FN i32 block_semaphore_read(u32 s, LINE) { return (i32)host_semaphore_read(nullptr, s, line); }
+FN void delay(i32) { host_yield_poll(); }
 FN i32 cluster_index_x() { return (i32)host_self->cluster_index.x; }
 FN i32 cluster_index_y() { return (i32)host_self->cluster_index.y; }
 FN i32 cluster_index_z() { return (i32)host_self->cluster_index.z; }
@@ -591,6 +629,7 @@ FN void barrier_init(u32 b, u32 count, LINE) { host_mbarrier_init(b, count, line
 FN void barrier_init_fence(LINE) { host_mbarrier_init_fence(line); }
 FN void barrier_wait(u32 b, u32 parity, LINE) { host_mbarrier_wait(b, parity, false, line); }
 FN void barrier_wait_cluster(u32 b, u32 parity, LINE) { host_mbarrier_wait(b, parity, true, line); }
+FN bool barrier_test(u32 b, u32 parity, LINE) { return host_mbarrier_test(b, parity, line); }
 FN void barrier_arrive(u32 b, LINE) { host_mbarrier_arrive(b, 1, line); }
 template <int N>
 FN void barrier_arrive_n(u32 b, LINE) {

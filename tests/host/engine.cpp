@@ -153,6 +153,62 @@ extern "C" void host_mbarrier_wait(u32 a, u32 parity, bool cluster, int line) {
   host_yield();
 }
 
+extern "C" bool host_mbarrier_test(u32 a, u32 parity, int line) {
+  u32 at;
+  Mbarrier &x = mbarrier_at(a, "mbarrier.test_wait", line, &at);
+  if (parity > 1) host_fail(line, "mbarrier.test_wait.parity with parity %u", parity);
+  if ((x.phase & 1) == parity) {
+    host_yield_poll();
+    return false;
+  }
+  host_mbarrier_wait(a, parity, false, line);
+  return true;
+}
+
+/* ---- semaphores ---------------------------------------------------------------------------- */
+
+static u32 *word_at(void *p, u32 a, int line) {
+  return (u32 *)(p ? host_atomic_global(p, 4, line) : host_atomic_shared(a, 4, line));
+}
+
+extern "C" void host_semaphore_signal(void *p, u32 a, u32 n, int line) {
+  u32 *w = word_at(p, a, line);
+  Semaphore &s = m.semaphores[w];
+  Thread *t = m.self;
+  if (s.released.seen.empty()) s.released = t->clock;
+  s.released.join(t->clock);
+  host_release(t);
+  *w += n;
+  for (Thread *o : s.waiters) host_wake(o);
+  s.waiters.clear();
+  host_yield();
+}
+
+static u32 *acquire(void *p, u32 a, int line) {
+  u32 *w = word_at(p, a, line);
+  const Semaphore &s = m.semaphores[w];
+  if (!s.released.seen.empty()) m.self->clock.join(s.released);
+  return w;
+}
+
+extern "C" void host_semaphore_wait(void *p, u32 a, u32 n, bool take, int line) {
+  u32 *w = word_at(p, a, line);
+  m.self->line = line;
+  while (*w < n) {
+    m.semaphores[w].waiters.push_back(m.self);
+    host_sleep("a semaphore to be %u, which is %u", n, *w);
+  }
+  if (take) *w -= n;
+  acquire(p, a, line);
+  host_yield();
+}
+
+extern "C" u32 host_semaphore_read(void *p, u32 a, int line) {
+  const u32 r = *acquire(p, a, line);
+  host_yield_poll();
+  return r;
+}
+
 static void complete_bytes(Block &b, u32 at, u32 bytes, int line) {
   Mbarrier &x = b.mbarriers.at(at);
   x.tx -= bytes;

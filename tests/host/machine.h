@@ -207,8 +207,17 @@ struct Operation {
   virtual ~Operation() {}
 };
 
+/* a counter that threads signal and wait for */
+struct Semaphore {
+  Clock released; /* of the signals so far */
+  std::vector<Thread *> waiters;
+};
+
 struct Machine {
   HostIndex grid, cluster;
+  bool together; /* blocks wait for each other: all of them run at once */
+  bool polled;   /* a thread looks again and again: engines must move too */
+  std::map<const void *, Semaphore> semaphores; /* by their word */
   u32 block_threads, shared_bytes, n_clock; /* entries of a clock */
   u64 random;
   u32 eagerness;    /* an engine moves in one of so many turns; 0: only when it must */
@@ -230,6 +239,7 @@ void host_finish(Operation *op); /* now */
 void host_sleep(const char *format, ...) __attribute__((format(__printf__, 1, 2)));
 void host_wake(Thread *t);
 void host_yield();
+extern "C" void host_yield_poll();
 /* All lanes of `mask` meet. The last one calls `act` for all, then everyone goes on. */
 void host_meet(Request *r, void (*act)(Warp &));
 void host_same(Warp &w, const char *what, int line);

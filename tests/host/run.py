@@ -256,6 +256,7 @@ def launch(text, info, library, arrays, same, n_args, memory, seed):
         (ctypes.c_uint32 * 3)(*grid),
         (ctypes.c_uint32 * 3)(*info["cluster"]),
         ctypes.c_uint32(info["block"]),
+        ctypes.c_uint32(info.get("meets_blocks", 0)),
         ctypes.c_uint32(info["smem_bytes"]),
         buffers,
         ctypes.c_uint32(len(buffers)),

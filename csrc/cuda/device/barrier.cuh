@@ -16,6 +16,16 @@ FN void barrier_wait(u32 b, u32 parity) {
                "@p bra D;\nbra W;\nD: }" :: "r"(b), "r"(parity) : "memory");
 }
 
+//! barrier_test
+// the same without waiting: is the phase complete?
+FN bool barrier_test(u32 b, u32 parity) {
+  u32 r;
+  asm volatile("{ .reg .pred p;\n"
+               "mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+               "selp.u32 %0, 1, 0, p; }" : "=r"(r) : "r"(b), "r"(parity) : "memory");
+  return r != 0;
+}
+
 //! barrier_arrive
 FN void barrier_arrive(u32 b) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(b) : "memory");
