@@ -123,6 +123,9 @@ def copy_gmem_to_smem(
     )
 
 
+_REDUCTIONS = tuple("add min max umin umax smin smax inc dec and or xor".split())
+
+
 def copy_smem_to_gmem(
     src, dst, predicate=None, *, commit_group=True, reduction_op=None, engine=None
 ):
@@ -131,14 +134,20 @@ def copy_smem_to_gmem(
     Publish generic writes to ``src`` with :func:`commit_smem` first. Parts out of range are not
     written. ``commit_group`` closes a group that :func:`wait_smem_to_gmem` counts. ``engine``: as
     of :func:`copy_gmem_to_smem`.
+
+    ``reduction_op`` combines each element with the one in ``dst``, atomically: "add" (float16,
+    bfloat16, float32, int32, uint32), "min", "max" (float16, bfloat16), and of int32 and uint32
+    "umin", "umax", "smin", "smax" (as unsigned, as signed), "and", "or", "xor", "inc" (plus 1, 0 if
+    it was ``src`` or more) and "dec" (less 1, ``src`` if it was 0 or more than ``src``). ValueError
+    for others.
     """
     what = "copy_smem_to_gmem"
     _ref(src, what, "src", SMEM)
     _ref(dst, what, "dst", GMEM)
     _same(src, dst, what, "src", "dst")
-    if reduction_op is not None:
-        raise NotImplementedError(
-            f"{what}: reduction_op is not supported yet; load, combine and store"
+    if reduction_op is not None and reduction_op not in _REDUCTIONS:
+        raise ValueError(
+            f"{what}: reduction_op must be one of {_REDUCTIONS} or None, got {show(reduction_op)}"
         )
     pred = _predicate(predicate, what)
     _core.effect(
@@ -146,6 +155,7 @@ def copy_smem_to_gmem(
         (src, dst, *pred),
         commit=int(bool(commit_group)),
         predicated=len(pred),
+        reduction_op=reduction_op or "none",
         engine=_engine(engine, what),
     )
 

@@ -182,7 +182,10 @@ static void issue_tma(pm_gen *e, pm_opid op, const pm_copy_plan *p, const char *
             bar);
     if (share) pm_putf(&t, ", %s", pm_cluster_mask(e, axes, n_axes));
   } else {
-    pm_putf(&t, "tma_store_%dd(&%s, %s", p->map.rank, map, smem);
+    const int64_t combine = *pm_attr(e->g, op, PM_ATTR_COMBINE);
+    const char *fn =
+        combine ? pm_tma_combine(e, combine, p->map.rank) : pm_str(e, "tma_store_%dd", p->map.rank);
+    pm_putf(&t, "%s(&%s, %s", fn, map, smem);
   }
   for (int d = 0; d < p->map.rank; d++) pm_putf(&t, ", %s", coord_text(e, p, d, share));
   pm_line(e, "%s);", t.at);
@@ -199,7 +202,9 @@ static void issue(pm_gen *e, pm_opid op, const pm_copy_plan *p, const char *bar)
   if (bar) {
     pm_line(e, "bulk_load(%s, %s, %lld, %s);", smem, gmem, (long long)p->bytes, bar);
   } else {
-    pm_line(e, "bulk_store(%s, %s, %lld);", gmem, smem, (long long)p->bytes);
+    const int64_t combine = *pm_attr(e->g, op, PM_ATTR_COMBINE);
+    const char *fn = combine ? pm_bulk_combine(e, combine, p->gmem.dtype) : "bulk_store";
+    pm_line(e, "%s(%s, %s, %lld);", fn, gmem, smem, (long long)p->bytes);
   }
 }
 
@@ -315,7 +320,20 @@ static const char *chunk_address(pm_gen *e, const pm_view *v) {
 
 enum { FEW_REGISTERS = 64 }; /* of a lane: more chunks in flight would spill */
 
-static void copy_chunks(pm_gen *e, const pm_copy_plan *p, bool load) {
+/* Elements x[0 .. n - 1] are combined with those from `at` on. */
+static void combine_chunk(pm_gen *e, int64_t combine, pm_dtype d, const char *at, const char *valid,
+                          int64_t n) {
+  const char *type, *fn = pm_lane_combine(e, combine, d, &type);
+  if (valid) pm_begin(e, "if (%s) {", valid);
+  pm_line(e, "%s* const to = (%s*)(%s);", type, type, at);
+  if (n > 1) pm_line(e, "#pragma unroll");
+  pm_line(e, "for (int k = 0; k < %lld; k++) %s(to + k, bitcast<%s>(x[k]));", (long long)n, fn,
+          type);
+  if (valid) pm_end(e);
+}
+
+/* combine: of a store, 0: it overwrites what is there */
+static void copy_chunks(pm_gen *e, const pm_copy_plan *p, bool load, int64_t combine) {
   const pm_view *g = &p->gmem, *s = &p->smem;
   const int64_t bytes = pm_dtypes[g->dtype].bytes;
   int64_t n = 16 / bytes, chunks = 1, below = 1;
@@ -348,8 +366,10 @@ static void copy_chunks(pm_gen *e, const pm_copy_plan *p, bool load) {
     pm_line(e, "st_shared<%s, %lld>(%s, x);", cpp, (long long)n, at_s);
   } else {
     pm_line(e, "ld_shared<%s, %lld>(x, %s);", cpp, (long long)n, at_s);
-    pm_line(e, "%s%s%sst_global<%s, %lld>(%s, x);", valid ? "if (" : "", valid ? valid : "",
-            valid ? ") " : "", cpp, (long long)n, at_g);
+    if (combine) combine_chunk(e, combine, g->dtype, at_g, valid, n);
+    else
+      pm_line(e, "%s%s%sst_global<%s, %lld>(%s, x);", valid ? "if (" : "", valid ? valid : "",
+              valid ? ") " : "", cpp, (long long)n, at_g);
   }
   pm_end(e);
 }
@@ -359,7 +379,7 @@ static pm_code copy_by_lanes(pm_gen *e, pm_opid op, const pm_copy_plan *p) {
   const char *when = predicate(e, op);
   pm_note(e, op, pm_str(e, "%s by all lanes", pm_ops[pm_get(e->g, op)->code].text));
   if (when) pm_begin(e, "if (%s) {", when);
-  copy_chunks(e, p, load);
+  copy_chunks(e, p, load, load ? 0 : *pm_attr(e->g, op, PM_ATTR_COMBINE));
   if (when) pm_end(e);
   if (load) {
     barrier b;
@@ -404,8 +424,8 @@ typedef struct search {
 static void find_store(pm_graph *g, pm_opid op, void *ctx) {
   search *s = ctx;
   const int code = pm_get(g, op)->code;
-  const bool copies = code == PM_OP_COPY_S2G &&
-                      (s->engines || *pm_attr(g, op, PM_ATTR_ENGINE) == PM_ENGINE_PLAIN);
+  const bool copies =
+      code == PM_OP_COPY_S2G && (s->engines || *pm_attr(g, op, PM_ATTR_ENGINE) == PM_ENGINE_PLAIN);
   const bool store = code == PM_OP_STORE || code == PM_OP_MASKED_STORE || code == PM_OP_ATOMIC;
   if (!store && !copies) return;
   s->found = s->found || argument_of(g, pm_in(g, op, copies)) == s->argument;

@@ -190,7 +190,7 @@ typedef struct survey {
   PM_VEC(pm_opid) barriers;
   PM_VEC(pm_opid) semaphores; /* of the block */
   uint32_t n_words;           /* semaphores of the launch */
-  bool *keeps_phase; /* by value: barrier allocations with a wait that does not know its phase */
+  bool *keeps_phase;  /* by value: barrier allocations with a wait that does not know its phase */
   bool meets_cluster; /* a block uses the memory of another one of its cluster */
 } survey;
 
@@ -219,8 +219,7 @@ static void look(pm_graph *g, pm_opid op, void *ctx) {
   } else if (code == PM_OP_ALLOC_SEMAPHORE) {
     pm_vec_push(s->e->arena, &s->semaphores, op);
   } else if (code == PM_OP_GLOBAL_SEMAPHORE) {
-    const int64_t end =
-        *pm_attr(g, op, PM_ATTR_N) + pm_type_size(pm_typeof(g, pm_get(g, op)->out));
+    const int64_t end = *pm_attr(g, op, PM_ATTR_N) + pm_type_size(pm_typeof(g, pm_get(g, op)->out));
     s->n_words = (uint32_t)pm_max(s->n_words, end);
     s->e->asks = s->e->program->meets_blocks = true;
   } else if (code == PM_OP_BARRIER_TEST) {
@@ -242,7 +241,8 @@ static void look(pm_graph *g, pm_opid op, void *ctx) {
   }
 }
 
-/* Counts of all barriers, zeros in semaphores, a word of phase bits for those allocations that need one. */
+/* Counts of all barriers, zeros in semaphores, a word of phase bits for those allocations that need
+ * one. */
 static pm_code print_barriers(pm_gen *e, const survey *s) {
   if (!s->barriers.n && !s->semaphores.n) return PM_OK;
   for (uint32_t k = 0; k < s->barriers.n; k++) {
@@ -293,10 +293,10 @@ static pm_code print_counters_done(pm_gen *e) {
   if (p->shares_grid) { /* as many as there are */
     const char *threads = e->asks && e->g->n_threads > 1 ? pm_str(e, " * %u", e->g->n_threads) : "";
     const char *all = "gridDim.x * gridDim.y * gridDim.z";
-    if (!e->asks) all = p->cluster[0] > 1 ? pm_str(e, "gridDim.x / %u", p->cluster[0])
-                                          : "gridDim.x";
-    pm_line(e, "%s %s(counters, %u, %s%s);", e->asks ? who : pm_taker(e, true), done,
-            e->n_counters, all, threads);
+    if (!e->asks)
+      all = p->cluster[0] > 1 ? pm_str(e, "gridDim.x / %u", p->cluster[0]) : "gridDim.x";
+    pm_line(e, "%s %s(counters, %u, %s%s);", e->asks ? who : pm_taker(e, true), done, e->n_counters,
+            all, threads);
     return PM_OK;
   }
   if (callers > UINT32_MAX) {
@@ -416,8 +416,7 @@ static void print_entry(pm_gen *e, pm_text *out) {
                                      : "  const u32 wg = warp_uniform(threadIdx.x >> 7);\n");
   }
   if (is_used(e, "tid")) pm_put(out, "  const u32 tid = threadIdx.x & 127;\n");
-  if (is_used(e, "warp"))
-    pm_put(out, "  const u32 warp = warp_uniform(threadIdx.x >> 5 & 3);\n");
+  if (is_used(e, "warp")) pm_put(out, "  const u32 warp = warp_uniform(threadIdx.x >> 5 & 3);\n");
   if (is_used(e, "lane")) pm_put(out, "  const u32 lane = threadIdx.x & 31;\n");
   for (uint32_t k = 0; k < e->maps.n; k++) {
     pm_putf(out, "  if (threadIdx.x == 0) tensor_map_prefetch(&%s);\n", e->map_names.at[k]);

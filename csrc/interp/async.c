@@ -288,18 +288,47 @@ static step exec_copy_out(pm_machine *m, thread *t, const instr *i) {
   return STEP_PAUSE;
 }
 
+/* What was there, combined with what the copy brings. `old` holds the latter where it is outside.
+ */
+static char *combined(const task *k, size_t bytes) {
+  char *old = k->buffer + bytes;
+  const access *mem = k->gmem.mem;
+  pm_dtype as;
+  const int kind = pm_combine_atomic(k->i->to, mem->dtype, &as);
+  memcpy(old, k->buffer, bytes);
+  if (k->gmem.inside) {
+    pm_vm_gather(&k->gmem, old);
+  } else {
+    pm_vm_gather_inside(&k->gmem, false, old);
+  }
+  for (size_t at = 0; at < bytes; at += mem->bytes) {
+    uint32_t x, y;
+    if (kind >= 0) {
+      pm_vm_combine(as, kind, old + at, k->buffer + at, NULL);
+      continue;
+    }
+    memcpy(&x, old + at, 4);
+    memcpy(&y, k->buffer + at, 4);
+    x = k->i->to == PM_COMBINE_INC ? (x >= y ? 0 : x + 1) : (!x || x > y ? y : x - 1);
+    memcpy(old + at, &x, 4);
+  }
+  return old;
+}
+
 static step run_copy_out(pm_machine *m, task *k) {
   const access *from = k->smem.mem;
+  const size_t bytes = (size_t)from->n * from->bytes;
   if (!k->read) {
-    if (!want_buffer(k, (size_t)from->n * from->bytes)) return no_memory(m, k);
+    if (!want_buffer(k, k->i->to ? 2 * bytes : bytes)) return no_memory(m, k);
     pm_vm_gather(&k->smem, k->buffer);
     k->read = true;
     return STEP_NEXT;
   }
+  const char *data = k->i->to ? combined(k, bytes) : k->buffer;
   if (k->gmem.inside) {
-    pm_vm_scatter(&k->gmem, k->buffer);
+    pm_vm_scatter(&k->gmem, data);
   } else {
-    pm_vm_scatter_inside(&k->gmem, k->buffer);
+    pm_vm_scatter_inside(&k->gmem, data);
   }
   if (k->next) k->next->prev = k->prev;
   *(k->prev ? &k->prev->next : &k->owner->stores) = k->next;
@@ -396,7 +425,7 @@ step pm_vm_run_task(pm_machine *m, task *k) {
 }
 
 const handler pm_vm_COPY_G2S = {pm_vm_encode_copy_in, exec_copy_in, {0}};
-const handler pm_vm_COPY_S2G = {pm_vm_encode_plain, exec_copy_out, {0}};
+const handler pm_vm_COPY_S2G = {pm_vm_encode_copy_out, exec_copy_out, {0}};
 const handler pm_vm_COMMIT_GROUP = {pm_vm_encode_plain, exec_commit_group, {0}};
 const handler pm_vm_WAIT_S2G = {pm_vm_encode_plain, exec_wait_copies_out, {0}};
 const handler pm_vm_COMMIT_SMEM = {pm_vm_encode_plain, exec_commit_smem, {0}};

@@ -459,6 +459,13 @@ void pm_vm_encode_copy_in(compiler *c, pm_opid op, const handler *h) {
   if (n) i->to = c->m->n_shared_copies++;
 }
 
+/* to: how it combines with what is there */
+void pm_vm_encode_copy_out(compiler *c, pm_opid op, const handler *h) {
+  pm_vm_encode_plain(c, op, h);
+  if (c->status) return;
+  c->code.at[c->code.n - 1].to = (uint32_t)*pm_attr(c->g, op, PM_ATTR_COMBINE);
+}
+
 /* BROADCAST, SLICE and TRANSPOSE: a strided walk over the operand. */
 void pm_vm_encode_strided(compiler *c, pm_opid op, const handler *h) {
   const pm_graph *g = c->g;

@@ -2,7 +2,8 @@
  *
  * Clusters run one after the other in row-major order of the grid; all blocks of a cluster at once.
  * Where blocks may wait for others of the launch (semaphores), many clusters run at once, as many
- * as a GPU may have room for. Of a kernel that hands out its grid only a few run, so that they have something to take.
+ * as a GPU may have room for. Of a kernel that hands out its grid only a few run, so that they have
+ * something to take.
  * What blocks reach in each other - cluster barriers, the destinations and barriers of collective
  * copies, refs made into cluster_refs - is set up before any of them runs and checked when all have
  * ended; the rest when a block enters and leaves its scope.
@@ -719,8 +720,9 @@ static step deadlock(pm_machine *m) {
       continue;
     }
     if (t->state == THREAD_READY) {
-      at += (size_t)snprintf(text + at, room - at,
-                             "\n  %s: looks again and again%s for what nobody changes", agent, place);
+      at +=
+          (size_t)snprintf(text + at, room - at,
+                           "\n  %s: looks again and again%s for what nobody changes", agent, place);
       continue;
     }
     if (t->state == THREAD_AT_SEMAPHORE) {

@@ -383,6 +383,9 @@ void pm_vm_drain_mma(pm_machine *m, thread *t, uint32_t n);
 void pm_vm_drop_tasks(pm_machine *m); /* after a failure */
 void pm_vm_free_tasks(pm_machine *m);
 
+/* masked.c: *at becomes what a PM_ATOMIC makes of it and of value; compare: of CAS, else NULL */
+void pm_vm_combine(pm_dtype d, int64_t kind, char *at, const char *value, const char *compare);
+
 /* semaphores.c */
 step pm_vm_check_semaphores(pm_machine *m, thread *t, pm_opid op, const scope *s);
 /* For a thread that waits at a semaphore: how far it is. */
@@ -416,6 +419,7 @@ void pm_vm_encode_pointwise(compiler *c, pm_opid op, const handler *h);
 void pm_vm_encode_plain(compiler *c, pm_opid op,
                         const handler *h); /* a, b, c, dst; memory operands */
 void pm_vm_encode_masked(compiler *c, pm_opid op, const handler *h);
+void pm_vm_encode_copy_out(compiler *c, pm_opid op, const handler *h);
 void pm_vm_encode_copy_in(compiler *c, pm_opid op, const handler *h);
 void pm_vm_encode_alias(compiler *c, pm_opid op, const handler *h); /* the result is the operand */
 void pm_vm_encode_nothing(compiler *c, pm_opid op, const handler *h);
@@ -440,10 +444,10 @@ void pm_vm_encode_switch(compiler *c, pm_opid op, const handler *h);
 /* Handlers of the ops that are not tile ops, each beside its functions. */
 extern const handler pm_vm_SCOPE, pm_vm_WARP_MAP, pm_vm_FOR, pm_vm_WHILE, pm_vm_IF, pm_vm_SWITCH,
     pm_vm_YIELD, pm_vm_ARRIVE, pm_vm_WAIT, pm_vm_HAND_TILE, pm_vm_TAKE_TURN, pm_vm_PASS_TURN,
-    pm_vm_DEBUG_PRINT, pm_vm_DEBUG_CHECK;                                 /* machine.c */
+    pm_vm_DEBUG_PRINT, pm_vm_DEBUG_CHECK; /* machine.c */
 extern const handler pm_vm_BARRIER_TEST;
 extern const handler pm_vm_ALLOC_SEMAPHORE, pm_vm_GLOBAL_SEMAPHORE, pm_vm_SIGNAL, pm_vm_AWAIT,
-    pm_vm_READ_SEMAPHORE, pm_vm_DELAY; /* semaphores.c */
+    pm_vm_READ_SEMAPHORE, pm_vm_DELAY;                                    /* semaphores.c */
 extern const handler pm_vm_MASKED_LOAD, pm_vm_MASKED_STORE, pm_vm_ATOMIC; /* masked.c */
 extern const handler pm_vm_LOAD, pm_vm_STORE, pm_vm_ALLOC_SMEM, pm_vm_ALLOC_BARRIER,
     pm_vm_ALLOC_ACC, pm_vm_INDEX, pm_vm_TRANSPOSE_REF, pm_vm_RESHAPE_REF, pm_vm_BITCAST_REF,

@@ -19,9 +19,9 @@
 #include "../base/dtype.h"
 
 #define PM_MAX_RANK 8
-#define PM_DYNAMIC INT64_MIN /* in STARTS: the next operand gives the start */
-#define PM_DROPPED (-1)      /* in SIZES: an int index, the dimension goes */
-#define PM_MAX_COUNTERS 32   /* numbers that NEXT_TILE may have */
+#define PM_DYNAMIC INT64_MIN        /* in STARTS: the next operand gives the start */
+#define PM_DROPPED (-1)             /* in SIZES: an int index, the dimension goes */
+#define PM_MAX_COUNTERS 32          /* numbers that NEXT_TILE may have */
 #define PM_MAX_SEMAPHORES (1 << 20) /* of a launch, or of a block */
 
 typedef uint32_t pm_val, pm_opid, pm_blk, pm_layid;
@@ -247,6 +247,10 @@ int64_t *pm_attr(const pm_graph *g, pm_opid op, pm_attr_id id);
 bool pm_has_attr(const pm_graph *g, pm_opid op, pm_attr_id id);
 const int64_t *pm_attr_list(const pm_graph *g, pm_opid op, pm_attr_id id, uint32_t *n);
 void pm_set_list(pm_graph *g, pm_opid op, pm_attr_id id, const int64_t *list, uint32_t n);
+
+/* What a copy with reduction_op does to elements of dtype d: a PM_ATOMIC on elements of *as, which
+ * are as wide. -1 for INC and DEC, which are on uint32. */
+int pm_combine_atomic(int64_t combine, pm_dtype d, pm_dtype *as);
 
 /* Arrivals that complete a phase of an ALLOC_BARRIER: those it was allocated with, from each of the
  * blocks that signal it (those whose coordinates differ in at most one of its groups of axes). */

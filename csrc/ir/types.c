@@ -845,6 +845,44 @@ static pm_code single_barrier(const pm_typing *t, uint32_t k) {
        n);
 }
 
+int pm_combine_atomic(int64_t combine, pm_dtype d, pm_dtype *as) {
+  const bool minmax = combine >= PM_COMBINE_UMIN && combine <= PM_COMBINE_SMAX;
+  *as = d == PM_I32 ? PM_U32 : d;
+  if (minmax && combine >= PM_COMBINE_SMIN) *as = PM_I32;
+  switch (combine) {
+    case PM_COMBINE_ADD: return PM_ATOMIC_ADD;
+    case PM_COMBINE_MIN:
+    case PM_COMBINE_UMIN:
+    case PM_COMBINE_SMIN: return PM_ATOMIC_MIN;
+    case PM_COMBINE_MAX:
+    case PM_COMBINE_UMAX:
+    case PM_COMBINE_SMAX: return PM_ATOMIC_MAX;
+    case PM_COMBINE_AND: return PM_ATOMIC_AND;
+    case PM_COMBINE_OR: return PM_ATOMIC_OR;
+    case PM_COMBINE_XOR: return PM_ATOMIC_XOR;
+    default: return -1;
+  }
+}
+
+static pm_code check_combine(const pm_typing *t) {
+  const int64_t combine = word(t, PM_ATTR_COMBINE);
+  const pm_dtype d = type_in(t, 0)->dtype;
+  const bool half = d == PM_F16 || d == PM_BF16, whole = d == PM_I32 || d == PM_U32;
+  const char *fits = "int32 and uint32";
+  bool ok = whole;
+  if (combine == PM_COMBINE_NONE) return PM_OK;
+  if (combine == PM_COMBINE_ADD) {
+    fits = "float16, bfloat16, float32, int32 and uint32";
+    ok = whole || half || d == PM_F32;
+  } else if (combine == PM_COMBINE_MIN || combine == PM_COMBINE_MAX) {
+    fits = "float16 and bfloat16 (of integers: umin, umax, smin, smax)";
+    ok = half;
+  }
+  if (ok) return PM_OK;
+  FAIL(VALUE, "%s: reduction_op '%s' of %s; it is for %s", name(t),
+       pm_enum_text(PM_FAMILY_COMBINE, combine), pm_dtypes[d].text, fits);
+}
+
 static pm_code pm_type_copy(const pm_typing *t, pm_type *out) {
   const pm_type *src = type_in(t, 0), *dst = type_in(t, 1);
   (void)out;
@@ -861,7 +899,7 @@ static pm_code pm_type_copy(const pm_typing *t, pm_type *out) {
     FAIL(INTERNAL, "%s: attribute predicated does not fit the operands", name(t));
   }
   pm_code rc = own_block(t, fixed == 3, fixed == 3 ? "dst" : "src");
-  if (rc || fixed == 2) return rc;
+  if (rc || fixed == 2) return rc ? rc : check_combine(t);
   if ((rc = single_barrier(t, 2)) || (rc = cluster_axes(t, false))) return rc;
   if (is_cluster_barrier(t->g, t->in[2])) {
     FAIL(VALUE, "%s: the barrier is a ClusterBarrier; copies complete on a Barrier", name(t));
@@ -1221,6 +1259,7 @@ static bool attr_ok(const pm_graph *g, uint8_t form, int64_t word) {
     case PM_FORM_ENUM_ATOMIC: return word >= 0 && word < PM_ATOMIC_COUNT;
     case PM_FORM_ENUM_OOB: return word >= 0 && word < PM_OOB_COUNT;
     case PM_FORM_ENUM_ENGINE: return word >= 0 && word < PM_ENGINE_COUNT;
+    case PM_FORM_ENUM_COMBINE: return word >= 0 && word < PM_COMBINE_COUNT;
     default: return true;
   }
 }

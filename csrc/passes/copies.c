@@ -395,6 +395,14 @@ static const char *try_tma(trial *t, pm_copy_plan *p, bool merge, int64_t parts,
   return why ? why : check_inner_start(t, p);
 }
 
+/* Integers are unsigned in a map that combines them, but for the signed least and greatest. */
+static void set_map_dtype(const pm_graph *g, pm_opid op, pm_copy_plan *p) {
+  pm_dtype as;
+  if (pm_get(g, op)->code != PM_OP_COPY_S2G || !*pm_attr(g, op, PM_ATTR_COMBINE)) return;
+  pm_combine_atomic(*pm_attr(g, op, PM_ATTR_COMBINE), p->map.dtype, &as);
+  p->map.dtype = (uint8_t)as;
+}
+
 static const char *plan_tma(const pm_graph *g, pm_copy_plan *p, int64_t parts) {
   trial t = {.g = g, .gmem = &p->gmem, .smem = &p->smem};
   t.bytes = pm_dtypes[p->gmem.dtype].bytes;
@@ -500,7 +508,10 @@ static pm_code plan(const pm_graph *g, pm_opid op, pm_copy_plan *p, pm_err *err)
   }
   if (engine != PM_ENGINE_BULK) {
     p->engine = PM_ENGINE_TMA;
-    if (!(why = plan_tma(g, p, 1)) && (load || !(why = check_store_start(g, p)))) return PM_OK;
+    if (!(why = plan_tma(g, p, 1)) && (load || !(why = check_store_start(g, p)))) {
+      set_map_dtype(g, op, p);
+      return PM_OK;
+    }
   }
   if (engine != PM_ENGINE_AUTO) {
     return pm_fail(err, PM_E_VALUE, "%s: the engine %s cannot do this copy: %s",

@@ -247,7 +247,10 @@ static void note_reach(pm_graph *g, pm_opid op, void *ctx) {
   const bool plain = *pm_attr(g, op, PM_ATTR_ENGINE) == PM_ENGINE_PLAIN;
   of[base_of(g, pm_in(g, op, 0))] |= READ | (plain ? GENERIC : 0);
   of[base_of(g, pm_in(g, op, 1))] |= WRITTEN | (plain ? GENERIC : 0);
-  if (code == PM_OP_COPY_S2G) return;
+  if (code == PM_OP_COPY_S2G) {
+    if (*pm_attr(g, op, PM_ATTR_COMBINE)) of[base_of(g, pm_in(g, op, 1))] |= READ;
+    return;
+  }
   pm_attr_list(g, op, PM_ATTR_CLUSTER, &n);
   if (n) of[base_of(g, pm_in(g, op, 1))] |= REMOTE;
 }

@@ -237,9 +237,10 @@ static PyObject *graph_cuda(PyObject *o, PyObject *args, PyObject *kw) {
                        PyUnicode_DecodeUTF8(p->text, (Py_ssize_t)p->size, "replace"), "entry",
                        p->entry, "grid", u32_tuple(p->grid, 3), "cluster", u32_tuple(p->cluster, 3),
                        "shares_grid", p->shares_grid ? Py_True : Py_False, "meets_blocks",
-                       p->meets_blocks ? Py_True : Py_False, "block", p->block, "smem_bytes", p->smem_bytes, "counters", p->n_counters, "arch", p->arch,
-                       "args", list_of(p, p->n_args, arg_info), "maps",
-                       list_of(p, p->n_maps, map_info), "params", params_info(j.g, p));
+                       p->meets_blocks ? Py_True : Py_False, "block", p->block, "smem_bytes",
+                       p->smem_bytes, "counters", p->n_counters, "arch", p->arch, "args",
+                       list_of(p, p->n_args, arg_info), "maps", list_of(p, p->n_maps, map_info),
+                       "params", params_info(j.g, p));
 }
 
 /* ---- interpreter --------------------------------------------------------------------------- */

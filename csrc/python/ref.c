@@ -576,11 +576,11 @@ static PyObject *get_space(PyObject *self, void *c) {
   const pm_type *type = &self_of(self)->type;
   (void)c;
   PyObject *types = PyImport_ImportModule("pallas_mgpu._types");
-  PyObject *space = types ? PyObject_GetAttrString(
-                                types, spaces[type->kind == PM_BARRIER     ? PM_SMEM
-                                              : type->kind == PM_SEMAPHORE ? PM_GMEM
-                                                                           : type->space])
-                          : NULL;
+  PyObject *space =
+      types ? PyObject_GetAttrString(types, spaces[type->kind == PM_BARRIER     ? PM_SMEM
+                                                   : type->kind == PM_SEMAPHORE ? PM_GMEM
+                                                                                : type->space])
+            : NULL;
   Py_XDECREF(types);
   return space;
 }

@@ -893,6 +893,7 @@ enum { F_INT, F_BITS, F_LIST, F_STR, F_LAYOUT, F_ENUM };
 #define F_ENUM_ATOMIC F_ENUM
 #define F_ENUM_OOB F_ENUM
 #define F_ENUM_ENGINE F_ENUM
+#define F_ENUM_COMBINE F_ENUM
 static const uint8_t attr_form[PM_ATTR_COUNT] = {
 #define PM_ATTR(id, text, kind) [PM_ATTR_##id] = F_##kind,
 #include "../ir/attrs.def"
@@ -966,7 +967,8 @@ int pmpy_enum_value(pm_attr_id id, const char *text, int64_t *out) {
                              : id == PM_ATTR_REDUCE ? names_REDUCE
                              : id == PM_ATTR_ATOMIC ? names_ATOMIC
                              : id == PM_ATTR_OOB    ? names_OOB
-                                                    : names_ENGINE;
+                             : id == PM_ATTR_ENGINE ? names_ENGINE
+                                                    : names_COMBINE;
   for (int k = 0; names[k]; k++) {
     if (!strcmp(names[k], text)) {
       *out = k;

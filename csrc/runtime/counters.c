@@ -26,7 +26,7 @@ typedef struct chunk {
 struct pm_counters {
   const pm_device *device;
   size_t slot_bytes;
-  uint32_t n_slots; /* of a chunk */
+  uint32_t n_slots;     /* of a chunk */
   pthread_mutex_t lock; /* to add a chunk */
   chunk *_Atomic first;
 };

@@ -51,8 +51,22 @@ struct alignas(64) TensorMap {
   u64 base, dim[5], stride[4]; /* innermost first; stride[k] in bytes, of dim k + 1 */
   u32 box[5];
   u8 rank, element, swizzle, is_map;
+  u64 type; /* HostType of the elements, for copies that combine */
 };
 static_assert(sizeof(TensorMap) == 128, "a tensor map has 128 bytes");
+
+enum HostType : u64 { HOST_OTHER, HOST_u32, HOST_i32, HOST_f16, HOST_bf16, HOST_f32 };
+enum HostCombine : u32 {
+  HOST_STORE,
+  HOST_add,
+  HOST_min,
+  HOST_max,
+  HOST_inc,
+  HOST_dec,
+  HOST_and,
+  HOST_or,
+  HOST_xor
+};
 
 struct HostWgmma {
   void *d;
@@ -105,6 +119,9 @@ void host_tma_load(u32 dst, const TensorMap *m, u32 barrier, const i32 *c, u32 r
 void host_tma_multicast(u32 dst, const TensorMap *m, u32 barrier, u32 mask, const i32 *c, u32 rank,
                         int line);
 void host_tma_store(const TensorMap *m, u32 src, const i32 *c, u32 rank, int line);
+void host_tma_combine(const TensorMap *m, u32 src, const i32 *c, u32 rank, HostCombine how,
+                      int line);
+void host_bulk_combine(void *dst, u32 src, u32 bytes, HostCombine how, HostType type, int line);
 void host_bulk_load(u32 dst, const void *src, u32 bytes, u32 barrier, int line);
 void host_bulk_store(void *dst, u32 src, u32 bytes, int line);
 void host_group_commit(int line);
@@ -615,6 +632,8 @@ FN void registers_down(LINE) {
 #define HOST_CAS_ALL(T) HOST_CAS(T, global, T *) HOST_CAS(T, shared, u32) HOST_CAS(T, cluster, u32)
 HOST_INT_ATOMICS(i32)
 HOST_INT_ATOMICS(u32)
+HOST_ATOMIC(inc, u32, global, u32 *, old >= x ? 0 : old + 1)
+HOST_ATOMIC(dec, u32, global, u32 *, !old || old > x ? x : old - 1)
 HOST_ATOMICS(add, f32, old + x)
 HOST_ATOMICS(xchg, f32, x)
 HOST_HALF_ATOMICS(f16)
@@ -664,16 +683,39 @@ FN void tensor_map_prefetch(const TensorMap *m, LINE) { host_prefetch(m, line); 
     const i32 c[] = {__VA_ARGS__};                                                                \
     host_tma_store(m, src, c, rank, line);                                                        \
   }
+#define HOST_TMA_COMBINE(op, rank, parameters, ...)                             \
+  FN void tma_##op##_##rank##d(const TensorMap *m, u32 src, parameters, LINE) { \
+    const i32 c[] = {__VA_ARGS__};                                              \
+    host_tma_combine(m, src, c, rank, HOST_##op, line);                         \
+  }
+#define HOST_BULK_COMBINE(op, type)                                   \
+  FN void bulk_##op##_##type(void *dst, u32 src, u32 bytes, LINE) {   \
+    host_bulk_combine(dst, src, bytes, HOST_##op, HOST_##type, line); \
+  }
 /* clang-format off */
 #define COMMA ,
+#define HOST_TMA_COMBINES(op) \
+  HOST_TMA_COMBINE(op, 1, i32 a, a) \
+  HOST_TMA_COMBINE(op, 2, i32 a COMMA i32 b, a, b) \
+  HOST_TMA_COMBINE(op, 3, i32 a COMMA i32 b COMMA i32 c_, a, b, c_) \
+  HOST_TMA_COMBINE(op, 4, i32 a COMMA i32 b COMMA i32 c_ COMMA i32 d, a, b, c_, d) \
+  HOST_TMA_COMBINE(op, 5, i32 a COMMA i32 b COMMA i32 c_ COMMA i32 d COMMA i32 e, a, b, c_, d, e)
+HOST_TMA_COMBINES(add) HOST_TMA_COMBINES(min) HOST_TMA_COMBINES(max) HOST_TMA_COMBINES(inc)
+HOST_TMA_COMBINES(dec) HOST_TMA_COMBINES(and) HOST_TMA_COMBINES(or) HOST_TMA_COMBINES(xor)
+HOST_BULK_COMBINE(add, u32) HOST_BULK_COMBINE(add, f16) HOST_BULK_COMBINE(add, bf16)
+HOST_BULK_COMBINE(add, f32) HOST_BULK_COMBINE(min, u32) HOST_BULK_COMBINE(min, i32)
+HOST_BULK_COMBINE(min, f16) HOST_BULK_COMBINE(min, bf16) HOST_BULK_COMBINE(max, u32)
+HOST_BULK_COMBINE(max, i32) HOST_BULK_COMBINE(max, f16) HOST_BULK_COMBINE(max, bf16)
+HOST_BULK_COMBINE(inc, u32) HOST_BULK_COMBINE(dec, u32) HOST_BULK_COMBINE(and, u32)
+HOST_BULK_COMBINE(or, u32) HOST_BULK_COMBINE(xor, u32)
 HOST_TMA(1, i32 a, a)
 HOST_TMA(2, i32 a COMMA i32 b, a, b)
 HOST_TMA(3, i32 a COMMA i32 b COMMA i32 c_, a, b, c_)
 HOST_TMA(4, i32 a COMMA i32 b COMMA i32 c_ COMMA i32 d, a, b, c_, d)
 HOST_TMA(5, i32 a COMMA i32 b COMMA i32 c_ COMMA i32 d COMMA i32 e, a, b, c_, d, e)
-/* clang-format on */
+    /* clang-format on */
 
-FN void bulk_load(u32 dst, const void *src, u32 bytes, u32 barrier, LINE) {
+    FN void bulk_load(u32 dst, const void *src, u32 bytes, u32 barrier, LINE) {
   host_bulk_load(dst, src, bytes, barrier, line);
 }
 FN void bulk_store(void *dst, u32 src, u32 bytes, LINE) { host_bulk_store(dst, src, bytes, line); }

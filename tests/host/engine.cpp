@@ -248,6 +248,8 @@ struct Copy : Operation {
   u16 reader, writer; /* agents, and the number among their operations */
   u32 when;
   std::vector<u8> data;
+  HostCombine how = HOST_STORE;
+  HostType type = HOST_OTHER;
   bool step() override;
   void read();
   void write();
@@ -271,6 +273,70 @@ void Copy::read() {
   }
 }
 
+template <typename T>
+static T of_ints(T old, T x, HostCombine how) {
+  switch (how) {
+    case HOST_add: return (T)((u32)old + (u32)x);
+    case HOST_min: return old < x ? old : x;
+    case HOST_max: return old > x ? old : x;
+    case HOST_inc: return old >= x ? 0 : old + 1;
+    case HOST_dec: return old == 0 || old > x ? x : old - 1;
+    case HOST_and: return old & x;
+    case HOST_or: return old | x;
+    default: return old ^ x;
+  }
+}
+
+template <typename T>
+static T of_floats(T old, T x, HostCombine how) {
+  return how == HOST_min ? min_f32(old, x) : how == HOST_max ? max_f32(old, x) : old + x;
+}
+
+static f16 of_floats(f16 old, f16 x, HostCombine how) {
+  return how == HOST_add ? old + x : to_f16(of_floats(to_f32(old), to_f32(x), how));
+}
+static bf16 of_floats(bf16 old, bf16 x, HostCombine how) {
+  return how == HOST_add ? old + x : to_bf16(of_floats(to_f32(old), to_f32(x), how));
+}
+
+template <typename T, typename F>
+static void each(u8 *x, const u8 *old, u32 bytes, F f) {
+  for (u32 k = 0; k < bytes; k += sizeof(T)) {
+    T a, b;
+    memcpy(&a, old + k, sizeof a);
+    memcpy(&b, x + k, sizeof b);
+    a = f(a, b);
+    memcpy(x + k, &a, sizeof a);
+  }
+}
+
+/* x becomes what is written over old */
+static void combine(u8 *x, const u8 *old, u32 bytes, HostCombine how, HostType type) {
+  switch (type) {
+    case HOST_u32:
+      each<u32>(x, old, bytes, [=](u32 a, u32 b) { return of_ints(a, b, how); });
+      break;
+    case HOST_i32:
+      each<i32>(x, old, bytes, [=](i32 a, i32 b) { return of_ints(a, b, how); });
+      break;
+    case HOST_f16:
+      each<f16>(x, old, bytes, [=](f16 a, f16 b) { return of_floats(a, b, how); });
+      break;
+    case HOST_bf16:
+      each<bf16>(x, old, bytes, [=](bf16 a, bf16 b) { return of_floats(a, b, how); });
+      break;
+    default: each<f32>(x, old, bytes, [=](f32 a, f32 b) { return of_floats(a, b, how); });
+  }
+}
+
+/* What cp.reduce.async.bulk is defined for. */
+static void check_combine(HostCombine how, HostType type, int line) {
+  const bool half = type == HOST_f16 || type == HOST_bf16;
+  const bool whole = type == HOST_u32 || (type == HOST_i32 && (how == HOST_min || how == HOST_max));
+  const bool ok = whole || (half && how <= HOST_max) || (type == HOST_f32 && how == HOST_add);
+  if (!ok) host_fail(line, "a copy that combines by %u elements of type %u", how, (u32)type);
+}
+
 void Copy::write() {
   const Stamp s = {writer, when, line, &clock};
   size_t n = 0;
@@ -280,7 +346,8 @@ void Copy::write() {
       size_t at;
       Region &r = global_region(p.global, p.bytes, 1, "a bulk store", line, &at);
       if (r.read_only) host_fail(line, "a bulk store to an operand");
-      engine_writes(r, at, &data[n], p.bytes, s);
+      if (how) combine(&data[n], r.bytes + at, p.bytes, how, type);
+      engine_writes(r, at, &data[n], p.bytes, s, how != HOST_STORE);
     } else if (!store) {
       const size_t at = shared_offset(*block, p.shared, p.bytes, 1, "a bulk load", line);
       engine_writes(block->shared, at, &data[n], p.bytes, s);
@@ -458,13 +525,21 @@ extern "C" void host_tma_multicast(u32 dst, const TensorMap *map, u32 barrier, u
   host_yield();
 }
 
-extern "C" void host_tma_store(const TensorMap *map, u32 src, const i32 *c, u32 rank, int line) {
+extern "C" void host_tma_combine(const TensorMap *map, u32 src, const i32 *c, u32 rank,
+                                 HostCombine how, int line) {
   check_map(map, src, c, rank, line);
   for (u32 k = 0; k < rank; k++) /* seen on an H200: an illegal instruction */
     if (c[k] < 0) host_fail(line, "a store that begins before the array, at %d", c[k]);
   std::shared_ptr<Copy> copy = new_copy(true, line);
+  copy->how = how;
+  copy->type = (HostType)map->type;
+  if (how) check_combine(how, copy->type, line);
   add_box(*copy, map, src, c);
   issue_store(copy);
+}
+
+extern "C" void host_tma_store(const TensorMap *map, u32 src, const i32 *c, u32 rank, int line) {
+  host_tma_combine(map, src, c, rank, HOST_STORE, line);
 }
 
 static void check_bulk(u32 shared, const void *global, u32 bytes, int line) {
@@ -487,8 +562,16 @@ extern "C" void host_bulk_load(u32 dst, const void *src, u32 bytes, u32 barrier,
 }
 
 extern "C" void host_bulk_store(void *dst, u32 src, u32 bytes, int line) {
+  host_bulk_combine(dst, src, bytes, HOST_STORE, HOST_OTHER, line);
+}
+
+extern "C" void host_bulk_combine(void *dst, u32 src, u32 bytes, HostCombine how, HostType type,
+                                  int line) {
   check_bulk(src, dst, bytes, line);
   std::shared_ptr<Copy> copy = new_copy(true, line);
+  copy->how = how;
+  copy->type = type;
+  if (how) check_combine(how, type, line);
   add_row(*copy, src, dst, bytes);
   issue_store(copy);
 }

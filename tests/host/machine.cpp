@@ -505,9 +505,7 @@ extern "C" void host_warp_sync(u32 mask, int line) {
   host_meet(&r, meet_lanes);
 }
 
-extern "C" u32 host_cluster_rank() {
-  return m.together ? 0 : m.self->rank / m.block_threads;
-}
+extern "C" u32 host_cluster_rank() { return m.together ? 0 : m.self->rank / m.block_threads; }
 
 /* arrive.relaxed, wait.acquire: no memory is ordered but mbarriers behind their fence */
 extern "C" void host_cluster_sync(int line) {
@@ -681,8 +679,8 @@ struct HostBuffer {
 /* Launch the kernel of a library. buffers: memory that is shared with a child. args: for each
  * parameter its address, of a pointer or a tensor map. Returns 0, or 1 with the error. */
 extern "C" int host_run(const char *library, const u32 grid[3], const u32 cluster[3], u32 threads,
-                        u32 together, u32 shared_bytes, const HostBuffer *buffers, u32 n_buffers, void **args,
-                        u64 seed, char *error, u32 error_size, int *line, char *text,
+                        u32 together, u32 shared_bytes, const HostBuffer *buffers, u32 n_buffers,
+                        void **args, u64 seed, char *error, u32 error_size, int *line, char *text,
                         u32 text_size) {
   report = (Report *)mmap(nullptr, sizeof *report, PROT_READ | PROT_WRITE,
                           MAP_SHARED | MAP_ANONYMOUS, -1, 0);

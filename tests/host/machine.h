@@ -91,7 +91,9 @@ struct Stamp {
   const Clock *known;
 };
 void engine_reads(Region &r, size_t at, size_t n, const Stamp &s, void *to);
-void engine_writes(Region &r, size_t at, const void *from, size_t n, const Stamp &s);
+/* update: it may come in any order with other updates and atomics */
+void engine_writes(Region &r, size_t at, const void *from, size_t n, const Stamp &s,
+                   bool update = false);
 /* offset in the block's shared memory of an access */
 size_t shared_offset(Block &b, u32 a, size_t bytes, size_t align, const char *what, int line);
 Region &global_region(const void *p, size_t bytes, size_t align, const char *what, int line,
@@ -218,7 +220,7 @@ struct Machine {
   bool together; /* blocks wait for each other: all of them run at once */
   bool polled;   /* a thread looks again and again: engines must move too */
   std::map<const void *, Semaphore> semaphores; /* by their word */
-  u32 block_threads, shared_bytes, n_clock; /* entries of a clock */
+  u32 block_threads, shared_bytes, n_clock;     /* entries of a clock */
   u64 random;
   u32 eagerness;    /* an engine moves in one of so many turns; 0: only when it must */
   u32 clock;        /* all clocks of this cluster began after it */
