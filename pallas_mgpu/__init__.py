@@ -36,6 +36,7 @@ from ._kernel import kernel
 from ._memory import OF_REF
 from ._names import PLGPU_MISSING, PLGPU_WRONG, finder
 from ._ops import (
+    async_prefetch,
     barrier_arrive,
     barrier_test,
     barrier_wait,

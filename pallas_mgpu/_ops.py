@@ -160,6 +160,21 @@ def copy_smem_to_gmem(
     )
 
 
+def async_prefetch(ref, *, collective_axes=None, leader_tracked=None):
+    """Bring the GMEM view ``ref`` to the L2 cache (Hopper). Nothing tells when it is there, and
+    nothing waits. NotImplementedError with ``collective_axes``."""
+    what = "async_prefetch"
+    _ref(ref, what, "ref", GMEM)
+    if leader_tracked is not None and collective_axes is None:
+        raise ValueError(f"{what}: leader_tracked needs collective_axes")
+    if collective_axes is not None:
+        raise NotImplementedError(
+            f"{what}: collective prefetches are not supported; let one block prefetch, L2 is common"
+            " to all"
+        )
+    _core.effect(what, (ref,))
+
+
 def commit_smem_to_gmem_group():
     """Close a group of the copies started with ``commit_group=False`` (Hopper)."""
     _core.effect("commit_smem_to_gmem_group", ())

@@ -162,3 +162,70 @@ def test_what_cannot_be_combined(dtype, op, match):
     )
     with pytest.raises(ValueError, match=match):
         kernel.lower(np.zeros(128, dtype))
+
+
+# ---- prefetches ----------------------------------------------------------------------------------
+
+
+def test_prefetch(run, rng):
+    """Parts of all kinds come to L2: boxes, contiguous bytes, what overhangs, what no engine can
+    do. What is read is what is there; without a box or a way to wait, nothing else can be seen."""
+    x = rng.integers(-99, 99, (96, 160), dtype=np.int32)
+    y = rng.integers(-99, 99, (33, 37), dtype=np.int8)
+
+    def body(x_ref, y_ref, o_ref, p_ref):
+        def step(i, _):
+            plgpu.async_prefetch(x_ref.at[pl.ds(i * 32, 32), 32:64])
+            plgpu.async_prefetch(x_ref.at[i])
+            plgpu.async_prefetch(x_ref.at[pl.ds(i * 64, 64), 64:])
+
+        lax.fori_loop(0, 3, step, None)
+        plgpu.async_prefetch(y_ref.at[pl.ds(3, 9), 5:30])
+        plgpu.async_prefetch(y_ref.at[:, 3])
+        o_ref[...] = x_ref[...] + 1
+        p_ref[...] = y_ref[...]
+
+    kernel = run.kernel(body, [shape(x.shape, np.int32), shape(y.shape, np.int8)])
+    got = run.call(kernel, x, y)
+    np.testing.assert_array_equal(got[0], x + 1)
+    np.testing.assert_array_equal(got[1], y)
+    text = kernel.lower(x, y).as_text("cuda")
+    for name in ("tma_prefetch_2d(&", "bulk_prefetch(x", "prefetch_global("):
+        assert text.count(name) >= 1, name
+
+
+def test_a_producer_prefetches(run, rng):
+    """Between the copies of one lane, and by a warp: the lane stays elected."""
+    x = rng.integers(-99, 99, (4, 64, 64), dtype=np.int32)
+
+    def body(x_ref, o_ref, smem, bar):
+        def step(i, _):
+            plgpu.async_prefetch(x_ref.at[jnp.minimum(i + 1, 3)])
+            plgpu.copy_gmem_to_smem(x_ref.at[i], smem, bar)
+            plgpu.barrier_wait(bar)
+            o_ref[i] = smem[...]
+
+        lax.fori_loop(0, 4, step, None)
+
+        @plgpu.warp_map
+        def _(warp):
+            pl.when(warp == 2)(lambda: plgpu.async_prefetch(x_ref.at[warp]))
+
+    scratch = [plgpu.SMEM((64, 64), jnp.int32), plgpu.Barrier()]
+    np.testing.assert_array_equal(run(body, shape(x.shape, np.int32), x, scratch_types=scratch), x)
+
+
+def test_prefetch_errors():
+    def raises(error, match, **options):
+        def body(x_ref, o_ref, smem):
+            plgpu.async_prefetch(smem if "smem" in options else x_ref, **options.get("with_", {}))
+
+        kernel = plgpu.kernel(
+            body, out_type=shape((128,), np.int32), scratch_types=[plgpu.SMEM((128,), jnp.int32)]
+        )
+        with pytest.raises(error, match=match):
+            kernel.lower(np.zeros(128, np.int32))
+
+    raises(ValueError, "must be a GMEM ref", smem=True)
+    raises(NotImplementedError, "collective", with_={"collective_axes": "c"})
+    raises(ValueError, "needs collective_axes", with_={"leader_tracked": 1})

@@ -168,16 +168,19 @@ static void issue_tma(pm_gen *e, pm_opid op, const pm_copy_plan *p, const char *
   pm_text t;
   pm_text_init(&t, e->arena);
   uint32_t n_axes = 0;
+  const bool prefetch = pm_get(e->g, op)->code == PM_OP_PREFETCH;
   const int64_t *axes = bar ? pm_attr_list(e->g, op, PM_ATTR_CLUSTER, &n_axes) : NULL;
   const char *share = p->share.count > 1 ? pm_cluster_share(e, axes, n_axes) : NULL;
   const char *map = map_name(e, &p->map);
-  const char *smem = pm_view_address(e, &p->smem);
+  const char *smem = prefetch ? "" : pm_view_address(e, &p->smem);
   if (share) smem = pm_str(e, "%s + %s * %lld", smem, share, (long long)p->share.smem_step);
   for (uint32_t k = 0; k < p->n_loops; k++) {
     smem = pm_str(e, "%s + b%u * %lld", smem, k, (long long)p->loop[k].smem_step);
     pm_begin(e, "for (int b%u = 0; b%u < %lld; b%u++) {", k, k, (long long)p->loop[k].count, k);
   }
-  if (bar) {
+  if (prefetch) {
+    pm_putf(&t, "tma_prefetch_%dd(&%s", p->map.rank, map);
+  } else if (bar) {
     pm_putf(&t, "tma_%s_%dd(%s, &%s, %s", share ? "multicast" : "load", p->map.rank, smem, map,
             bar);
     if (share) pm_putf(&t, ", %s", pm_cluster_mask(e, axes, n_axes));
@@ -332,8 +335,10 @@ static void combine_chunk(pm_gen *e, int64_t combine, pm_dtype d, const char *at
   if (valid) pm_end(e);
 }
 
+typedef enum chunks { STORE_CHUNKS, LOAD_CHUNKS, PREFETCH_CHUNKS } chunks;
+
 /* combine: of a store, 0: it overwrites what is there */
-static void copy_chunks(pm_gen *e, const pm_copy_plan *p, bool load, int64_t combine) {
+static void copy_chunks(pm_gen *e, const pm_copy_plan *p, chunks what, int64_t combine) {
   const pm_view *g = &p->gmem, *s = &p->smem;
   const int64_t bytes = pm_dtypes[g->dtype].bytes;
   int64_t n = 16 / bytes, chunks = 1, below = 1;
@@ -357,9 +362,16 @@ static void copy_chunks(pm_gen *e, const pm_copy_plan *p, bool load, int64_t com
     below *= size;
   }
   const char *valid = in_bounds(e, g), *cpp = pm_cpp_type(g->dtype);
-  const char *at_g = chunk_address(e, g), *at_s = chunk_address(e, s);
+  const char *at_g = chunk_address(e, g);
+  if (what == PREFETCH_CHUNKS) {
+    pm_line(e, "%s%s%sprefetch_global(%s);", valid ? "if (" : "", valid ? valid : "",
+            valid ? ") " : "", at_g);
+    pm_end(e);
+    return;
+  }
+  const char *at_s = chunk_address(e, s);
   pm_line(e, "%s x[%lld];", cpp, (long long)n);
-  if (load) {
+  if (what == LOAD_CHUNKS) {
     if (valid) pm_line(e, "zero<%s, %lld>(x);", cpp, (long long)n);
     pm_line(e, "%s%s%sld_global<%s, %lld>(x, %s);", valid ? "if (" : "", valid ? valid : "",
             valid ? ") " : "", cpp, (long long)n, at_g);
@@ -379,7 +391,8 @@ static pm_code copy_by_lanes(pm_gen *e, pm_opid op, const pm_copy_plan *p) {
   const char *when = predicate(e, op);
   pm_note(e, op, pm_str(e, "%s by all lanes", pm_ops[pm_get(e->g, op)->code].text));
   if (when) pm_begin(e, "if (%s) {", when);
-  copy_chunks(e, p, load, load ? 0 : *pm_attr(e->g, op, PM_ATTR_COMBINE));
+  copy_chunks(e, p, load ? LOAD_CHUNKS : STORE_CHUNKS,
+              load ? 0 : *pm_attr(e->g, op, PM_ATTR_COMBINE));
   if (when) pm_end(e);
   if (load) {
     barrier b;
@@ -457,6 +470,30 @@ pm_code pm_cuda_COPY_S2G(pm_gen *e, pm_opid op) { return copy(e, op, store_by_la
 pm_code pm_cuda_COMMIT_GROUP(pm_gen *e, pm_opid op) {
   pm_place(e, op);
   pm_line(e, "store_group_commit();");
+  return PM_OK;
+}
+
+static void prefetch_by_lanes(pm_gen *e, const pm_copy_plan *p) {
+  if (p->gmem.reshaped && !pm_view_in_bounds(e->g, &p->gmem)) return;
+  copy_chunks(e, p, PREFETCH_CHUNKS, 0);
+}
+
+pm_code pm_cuda_PREFETCH(pm_gen *e, pm_opid op) {
+  pm_copy_plan *p = PM_NEW(e->arena, pm_copy_plan, 1);
+  PM_TRY(pm_plan_copy(e->g, op, e->target, p, e->err));
+  if (p->engine == PM_ENGINE_PLAIN) {
+    pm_note(e, op, "async_prefetch by all lanes");
+    prefetch_by_lanes(e, p);
+    return PM_OK;
+  }
+  if (!e->lane) return pm_gen_fail(e, op, PM_E_INTERNAL, "no lane was elected for it");
+  pm_place(e, op);
+  if (p->engine == PM_ENGINE_TMA) {
+    issue_tma(e, op, p, NULL);
+  } else {
+    pm_need_alignment(e, &p->gmem, 16);
+    pm_line(e, "bulk_prefetch(%s, %lld);", pm_view_address(e, &p->gmem), (long long)p->bytes);
+  }
   return PM_OK;
 }
 

@@ -111,6 +111,7 @@ static bool lane_op(const pm_gen *e, pm_opid op, traits *t) {
   switch (o->code) {
     case PM_OP_COPY_G2S:
     case PM_OP_COPY_S2G:
+    case PM_OP_PREFETCH:
       t->issues = true;
       return *pm_attr(g, op, PM_ATTR_ENGINE) != PM_ENGINE_PLAIN;
     case PM_OP_COMMIT_GROUP: t->issues = true; return true;

@@ -426,6 +426,7 @@ step pm_vm_run_task(pm_machine *m, task *k) {
 
 const handler pm_vm_COPY_G2S = {pm_vm_encode_copy_in, exec_copy_in, {0}};
 const handler pm_vm_COPY_S2G = {pm_vm_encode_copy_out, exec_copy_out, {0}};
+const handler pm_vm_PREFETCH = {pm_vm_encode_nothing, NULL, {0}};
 const handler pm_vm_COMMIT_GROUP = {pm_vm_encode_plain, exec_commit_group, {0}};
 const handler pm_vm_WAIT_S2G = {pm_vm_encode_plain, exec_wait_copies_out, {0}};
 const handler pm_vm_COMMIT_SMEM = {pm_vm_encode_plain, exec_commit_smem, {0}};

@@ -1197,6 +1197,7 @@ static const char *operand_text(const pm_typing *t, uint32_t k) {
   } rows[] = {
       {PM_OP_COPY_G2S, {"src", "dst", "barrier", "predicate"}},
       {PM_OP_COPY_S2G, {"src", "dst", "predicate"}},
+      {PM_OP_PREFETCH, {"ref"}},
       {PM_OP_WGMMA, {"acc", "a", "b"}},
       {PM_OP_ARRIVE, {"barrier"}},
       {PM_OP_WAIT, {"barrier", "phase"}},

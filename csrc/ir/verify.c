@@ -238,6 +238,7 @@ static pm_code check_special(checker *c, pm_opid op) {
     case PM_OP_MASKED_STORE:
     case PM_OP_ATOMIC:
     case PM_OP_STORE: return check_written(c, op, 0);
+    case PM_OP_PREFETCH:
     case PM_OP_COPY_G2S: return check_copy(c, op);
     case PM_OP_COPY_S2G: {
       pm_code rc = check_written(c, op, 1);

@@ -124,6 +124,8 @@ void host_tma_combine(const TensorMap *m, u32 src, const i32 *c, u32 rank, HostC
 void host_bulk_combine(void *dst, u32 src, u32 bytes, HostCombine how, HostType type, int line);
 void host_bulk_load(u32 dst, const void *src, u32 bytes, u32 barrier, int line);
 void host_bulk_store(void *dst, u32 src, u32 bytes, int line);
+void host_tma_prefetch(const TensorMap *m, const i32 *c, u32 rank, int line);
+void host_bulk_prefetch(const void *p, u32 bytes, int line);
 void host_group_commit(int line);
 void host_group_wait(u32 n, bool read, int line);
 void host_prefetch(const TensorMap *m, int line);
@@ -679,6 +681,10 @@ FN void tensor_map_prefetch(const TensorMap *m, LINE) { host_prefetch(m, line); 
     const i32 c[] = {__VA_ARGS__};                                                                \
     host_tma_multicast(dst, m, barrier, mask, c, rank, line);                                     \
   }                                                                                               \
+  FN void tma_prefetch_##rank##d(const TensorMap *m, parameters, LINE) {                          \
+    const i32 c[] = {__VA_ARGS__};                                                                \
+    host_tma_prefetch(m, c, rank, line);                                                          \
+  }                                                                                               \
   FN void tma_store_##rank##d(const TensorMap *m, u32 src, parameters, LINE) {                    \
     const i32 c[] = {__VA_ARGS__};                                                                \
     host_tma_store(m, src, c, rank, line);                                                        \
@@ -719,6 +725,8 @@ HOST_TMA(5, i32 a COMMA i32 b COMMA i32 c_ COMMA i32 d COMMA i32 e, a, b, c_, d,
   host_bulk_load(dst, src, bytes, barrier, line);
 }
 FN void bulk_store(void *dst, u32 src, u32 bytes, LINE) { host_bulk_store(dst, src, bytes, line); }
+FN void bulk_prefetch(const void *p, u32 bytes, LINE) { host_bulk_prefetch(p, bytes, line); }
+FN void prefetch_global(const void *) {}
 FN void store_group_commit(LINE) { host_group_commit(line); }
 template <int N>
 FN void store_group_wait(LINE) {

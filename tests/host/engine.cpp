@@ -580,6 +580,16 @@ extern "C" void host_prefetch(const TensorMap *map, int line) {
   if (!map->is_map) host_fail(line, "prefetch.tensormap of something else");
 }
 
+extern "C" void host_tma_prefetch(const TensorMap *map, const i32 *c, u32 rank, int line) {
+  check_map(map, 0, c, rank, line);
+}
+
+extern "C" void host_bulk_prefetch(const void *p, u32 bytes, int line) {
+  size_t at;
+  check_bulk(0, p, bytes, line);
+  global_region(p, bytes, 16, "cp.async.bulk.prefetch", line, &at);
+}
+
 extern "C" void host_group_commit(int line) {
   Thread *t = m.self;
   t->line = line;

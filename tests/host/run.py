@@ -172,7 +172,7 @@ TYPES = ["", "uint32", "int32", "float16", "bfloat16", "float32"]  # HostType
 
 
 def tensor_map(m, base, element):
-    type = TYPES.index(m["dtype"]) if m["dtype"] in TYPES else 0
+    type = TYPES.index(m.get("dtype")) if m.get("dtype") in TYPES else 0
     out = TensorMap(
         type=type, base=base, rank=len(m["dim"]), element=element, swizzle=m["swizzle"], is_map=1
     )
