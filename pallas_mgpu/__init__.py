@@ -32,6 +32,7 @@ from . import _shapes, lax, nn, numpy, pl, tree
 from ._batch import vmap
 from ._control import in_turn, lazy_where, warp_map
 from ._family import Operand, core_count, kernel_family
+from ._inline import inline_cuda
 from ._kernel import kernel
 from ._memory import OF_REF
 from ._names import PLGPU_MISSING, PLGPU_WRONG, finder
@@ -87,6 +88,7 @@ from ._types import (
     MemorySpace,
     Mesh,
     OOBFillMode,
+    RefType,
     RefUnion,
     Replicated,
     SemaphoreType,

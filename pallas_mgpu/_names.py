@@ -131,7 +131,7 @@ PLGPU_MISSING = {
     "leave it out: kernels take torch tensors as they are": "as_torch_kernel",
     "exchange data through GMEM": "async_store_smem",
     "let every block copy what it needs": "CopyPartition",
-    "use the array functions": "inline_mgpu RefType",
+    "use plgpu.inline_cuda, which takes CUDA C++": "inline_mgpu",
     "use wgmma": "mma",
     "one GPU is supported": "remote_ref multicast_ref PeerMemRef multimem_store"
     " multimem_load_reduce semaphore_signal_multicast",

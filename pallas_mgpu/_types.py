@@ -884,6 +884,16 @@ class LoweringSemantics(enum.Enum):
     Warpgroup = 2
 
 
+class RefType(_Frozen):
+    """An argument of :func:`inline_cuda` that is a ref, and how it lies in SMEM: the transforms
+    that it was, or will be, allocated with."""
+
+    __slots__ = ("transforms",)
+
+    def __init__(self, transforms=()):
+        self._set(transforms=tuple(transforms))
+
+
 class Semaphores(_Frozen):
     """Semaphores to allocate: ``SemaphoreType.REGULAR``, or ``REGULAR(shape)`` for several."""
 

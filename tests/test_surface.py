@@ -42,6 +42,7 @@ SIGNATURES = {
         " thread_name=None, kernel_name=None)",
         "NDLoopInfo": "(index, local_index, num_local_steps)",
         "REGS": SPACE,
+        "RefType": "(transforms=())",
         "RefUnion": "(*groups)",
         "Replicated": "(times)",
         "SemaphoreSignal": "(ref, *, device_id, inc=1)",
@@ -78,6 +79,7 @@ SIGNATURES = {
         "find_swizzle": "(minor_dim_bits, what='')",
         "griddepcontrol_launch_dependents": "()",
         "griddepcontrol_wait": "()",
+        "inline_cuda": "(source, *, arg_types=(), return_type=None)",  # ours
         "kernel": "(body=NotSpecified(), out_shape=NotSpecified(), *, out_type=NotSpecified(),"
         " scratch_types=NotSpecified(), scratch_shapes=NotSpecified(), compiler_params=None,"
         " grid=(), grid_names=(), cluster=(), cluster_names=(), num_threads=None,"
@@ -166,7 +168,7 @@ LATER = {
     " async_store_tmem commit_tmem CopyPartition"
     " format_tcgen05_sparse_metadata inline_mgpu mma multicast_ref"
     " multimem_load_reduce multimem_store PeerMemRef"
-    " query_cluster_cancel RefType remote_ref"
+    " query_cluster_cancel remote_ref"
     " semaphore_signal_multicast"
     " tcgen05_commit_arrive tcgen05_mma TMEMLayout try_cluster_cancel"
     " TryClusterCancelResult wait_load_tmem tcgen05_commit"

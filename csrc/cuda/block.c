@@ -229,7 +229,8 @@ void pm_assign(pm_gen *e, pm_val to, pm_val from) {
 
 bool pm_is_elementwise(const pm_graph *g, pm_opid op) {
   const int code = pm_get(g, op)->code, rule = pm_ops[code].layout;
-  if (rule == PM_LAY_SPLAT && pm_ops[code].effects) return false; /* no expression: NEXT_TILE ... */
+  const bool source = rule == PM_LAY_SPLAT || rule == PM_LAY_FREE;
+  if (source && pm_ops[code].effects) return false; /* no expression: NEXT_TILE ... */
   return rule == PM_LAY_POINTWISE || rule == PM_LAY_SPLAT || rule == PM_LAY_FREE ||
          rule == PM_LAY_BROADCAST;
 }

@@ -440,6 +440,10 @@ static void find_store(pm_graph *g, pm_opid op, void *ctx) {
   const bool copies =
       code == PM_OP_COPY_S2G && (s->engines || *pm_attr(g, op, PM_ATTR_ENGINE) == PM_ENGINE_PLAIN);
   const bool store = code == PM_OP_STORE || code == PM_OP_MASKED_STORE || code == PM_OP_ATOMIC;
+  for (uint32_t k = 0; code == PM_OP_INLINE && k < pm_get(g, op)->n_in; k++) {
+    const pm_val v = pm_in(g, op, k);
+    s->found = s->found || (pm_typeof(g, v)->kind == PM_REF && argument_of(g, v) == s->argument);
+  }
   if (!store && !copies) return;
   s->found = s->found || argument_of(g, pm_in(g, op, copies)) == s->argument;
 }

@@ -64,6 +64,7 @@ typedef struct pm_gen {
     const char *name, *text;
   } * families;
   uint32_t n_families, cap_families;
+  pm_text inlines; /* functions of the user's */
   bool *param_used;
 } pm_gen;
 

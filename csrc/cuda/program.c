@@ -440,6 +440,7 @@ static void print_functions(pm_gen *e, catalogue *c, const pm_text *head) {
   for (uint32_t k = 0; k < e->n_families; k++) {
     print_used(c, e->families[k].text, strlen(e->families[k].text));
   }
+  print_used(c, e->inlines.at, e->inlines.n);
   print_used(c, head->at, head->n);
   if (e->out.n) print_used(c, e->out.at, e->out.n);
   print_families(e, c->out);
@@ -459,6 +460,7 @@ static void assemble(pm_gen *e) {
   } else {
     print_functions(e, &c, &head);
   }
+  pm_put(&text, e->inlines.at);
   pm_putn(&text, head.at, head.n);
   if (e->out.n) pm_putn(&text, e->out.at, e->out.n);
   pm_put(&text, "}\n");
@@ -471,6 +473,8 @@ pm_code pm_generate_cuda(const pm_graph *g, const pm_target *t, const pm_cuda_op
   pm_gen e = {.g = g, .target = t, .options = o, .program = out, .err = err, .arena = g->arena};
   memset(out, 0, sizeof *out);
   pm_text_init(&e.out, g->arena);
+  pm_text_init(&e.inlines, g->arena);
+  pm_put(&e.inlines, "");
   e.slot = PM_NEW(g->arena, pm_slot, g->values.n + 1);
   e.uses = PM_NEW(g->arena, uint32_t, g->values.n + 1);
   e.barred = PM_NEW(g->arena, bool, g->values.n + 1);

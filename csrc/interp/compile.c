@@ -320,6 +320,13 @@ static const access *make_access(compiler *c, pm_opid op, pm_val ref) {
 
 void pm_vm_encode_nothing(compiler *c, pm_opid op, const handler *h) { (void)c, (void)op, (void)h; }
 
+void pm_vm_encode_inline(compiler *c, pm_opid op, const handler *h) {
+  (void)h;
+  fail(c, op, PM_E_NOT_IMPLEMENTED,
+       "inline_cuda: CUDA source cannot run on the interpreter; call the kernel with arrays of a "
+       "GPU, or write this part in the language");
+}
+
 void pm_vm_encode_alias(compiler *c, pm_opid op, const handler *h) {
   (void)h;
   pm_val in = pm_in(c->g, op, 0), out = pm_get(c->g, op)->out;

@@ -1032,6 +1032,26 @@ static pm_code pm_type_print(const pm_typing *t, pm_type *out) {
   return PM_OK;
 }
 
+static pm_code pm_type_inline(const pm_typing *t, pm_type *out) {
+  for (uint32_t k = 0; k < t->n_in; k++) {
+    const pm_type *x = type_in(t, k);
+    if (x->kind == PM_REF && x->space == PM_REGS) {
+      FAIL(VALUE, "inline_cuda: argument %u is an accumulator; read it first: acc[...]", k);
+    }
+    if (x->kind == PM_SEMAPHORE) {
+      FAIL(VALUE, "inline_cuda: argument %u is a semaphore; arrays, refs and barriers are accepted",
+           k);
+    }
+    if (x->kind == PM_BARRIER && pm_type_size(x) != 1) return single_barrier(t, k);
+  }
+  if (t->given && t->given->rank && !word(t, PM_ATTR_LAYOUT)) {
+    FAIL(INTERNAL, "inline_cuda: the layout of its result must be given");
+  }
+  pm_code rc = need_given(t, PM_ARRAY);
+  if (!rc) *out = *t->given;
+  return rc;
+}
+
 /* ---- control ------------------------------------------------------------------------------ */
 
 static pm_code pm_type_control(const pm_typing *t, pm_type *out) {

@@ -938,6 +938,10 @@ static void rewrite(pass *p, pm_opid op) {
   pm_graph *g = p->g;
   const pm_op o = *pm_get(g, op);
   pm_val v = demanded(g, op);
+  if (o.code == PM_OP_INLINE) { /* its result is where its text puts it */
+    if (varies(p, o.out)) set_result(p, op, given_layout(g, op));
+    return;
+  }
   if (v && v != o.out) set_operand(p, op, o.code == PM_OP_ALLOC_ACC ? 0 : 1, wgmma_of(g, v));
   if (o.n_out == 1 && is_array(g, o.out) && given_layout(g, op)) {
     *pm_attr(g, op, PM_ATTR_LAYOUT) = pm_value_of(g, o.out)->layout;

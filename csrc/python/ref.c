@@ -938,6 +938,74 @@ static PyObject *alloc_semaphore(PyObject *module, PyObject *args, PyObject *kw)
                    name);
 }
 
+/* For text that must know how a ref lies in SMEM: what the user gave, else this from now on. */
+static PyObject *fix_transforms(PyObject *module, PyObject *const *args, Py_ssize_t n) {
+  (void)module;
+  int64_t tile[PM_MAX_RANK], swizzle;
+  if (n != 3 || !PMPY_IS_REF(args[0])) {
+    return pmpy_fail(PM_E_TYPE, "fix_transforms: expected a ref, a tiling and a swizzle");
+  }
+  pmpy_trace *t = begin_ref("inline_cuda", args[0]);
+  const int n_tile = t ? pmpy_ints(args[1], "tiling", tile, PM_MAX_RANK) : -1;
+  if (n_tile < 0 || pmpy_ints(args[2], "swizzle", &swizzle, 1) != 1) return NULL;
+  pm_graph *g = t->g;
+  const pm_opid alloc = pm_value_of(g, pm_view_base(g, self_of(args[0])->val))->def;
+  const bool smem = alloc && pm_get(g, alloc)->code == PM_OP_ALLOC_SMEM;
+  uint32_t n_given = 0;
+  const int64_t *given = smem ? pm_attr_list(g, alloc, PM_ATTR_TILING, &n_given) : NULL;
+  const int64_t swizzled = smem ? *pm_attr(g, alloc, PM_ATTR_SWIZZLE) : 0;
+  if (smem && !*pm_attr(g, alloc, PM_ATTR_GIVEN)) {
+    pm_set_list(g, alloc, PM_ATTR_TILING, tile, (uint32_t)n_tile);
+    *pm_attr(g, alloc, PM_ATTR_SWIZZLE) = swizzle;
+    *pm_attr(g, alloc, PM_ATTR_GIVEN) = 1;
+    Py_RETURN_NONE;
+  }
+  if (n_given == (uint32_t)n_tile && swizzled == swizzle &&
+      !memcmp(given ? given : tile, tile, n_given * sizeof *tile)) {
+    Py_RETURN_NONE;
+  }
+  return pmpy_fail(PM_E_VALUE,
+                   "inline_cuda: the transforms of a ref are not those of its RefType; it was "
+                   "allocated with a tiling of %u dimensions and a swizzle of %lld bytes",
+                   n_given, (long long)swizzled);
+}
+
+/* inline_cuda(source, args, shape, dtype, layout) */
+static PyObject *inline_cuda(PyObject *module, PyObject *const *args, Py_ssize_t n) {
+  (void)module;
+  pm_val in[64];
+  pm_type type = {.kind = PM_ARRAY, .space = PM_REGS};
+  pm_dtype d;
+  const char *what = "inline_cuda";
+  const char *source = n == 5 && PyUnicode_Check(args[0]) ? PyUnicode_AsUTF8(args[0]) : NULL;
+  if (!source || !PyTuple_Check(args[1])) {
+    return PyErr_Occurred() ? NULL : pmpy_fail(PM_E_TYPE, "inline_cuda: expected five arguments");
+  }
+  const Py_ssize_t n_in = PyTuple_GET_SIZE(args[1]);
+  pmpy_trace *t = pmpy_begin(what, NULL);
+  if (!t || pmpy_shape(args[2], what, &type) || pmpy_dtype_from(args[3], &d)) return NULL;
+  if (n_in > (Py_ssize_t)PM_COUNT(in)) {
+    return pmpy_fail(PM_E_NOT_IMPLEMENTED, "inline_cuda: at most %d arguments, got %zd",
+                     (int)PM_COUNT(in), n_in);
+  }
+  type.dtype = (uint8_t)d;
+  for (Py_ssize_t k = 0; k < n_in; k++) {
+    PyObject *o = PyTuple_GET_ITEM(args[1], k);
+    if (PMPY_IS_REF(o)) {
+      if (pmpy_check_open(t, self_of(o))) return NULL;
+      in[k] = self_of(o)->val;
+      continue;
+    }
+    pmpy_arg x;
+    if (pmpy_arg_need(t, what, o, &x) || !(in[k] = pmpy_arg_as(t, &x, x.type.dtype))) return NULL;
+  }
+  pm_attr_arg attrs[2] = {{.id = PM_ATTR_FORMAT, .i = pm_intern(t->g, source)},
+                          {.id = PM_ATTR_LAYOUT}};
+  if (type.rank && !(attrs[1].i = pmpy_layout(t, args[4], &type))) return NULL;
+  pm_val v = pmpy_emit(t, PM_OP_INLINE, in, (uint32_t)n_in, &type, attrs, 2);
+  return v ? pmpy_traced_new(t, v, false) : NULL;
+}
+
 static PyObject *cluster_ref(PyObject *module, PyObject *const *args, Py_ssize_t n) {
   (void)module;
   pmpy_arg index;
@@ -994,6 +1062,10 @@ PyMethodDef pmpy_ref_functions[] = {
      "alloc_smem(shape, dtype, tiling=None, swizzle=0, given=False, name=None, union=None) -> Ref"},
     {"alloc_barrier", KEYWORDS(alloc_barrier),
      "alloc_barrier(shape, arrivals, name=None, cluster=None) -> Ref"},
+    {"fix_transforms", (PyCFunction)(void (*)(void))fix_transforms, METH_FASTCALL,
+     "fix_transforms(ref, tiling, swizzle): how it lies in SMEM; ValueError if it was given"},
+    {"inline_cuda", (PyCFunction)(void (*)(void))inline_cuda, METH_FASTCALL,
+     "inline_cuda(source, args, shape, dtype, layout) -> Array"},
     {"alloc_semaphore", KEYWORDS(alloc_semaphore),
      "alloc_semaphore(shape, first, name=None) -> Ref; first < 0: of the block, else of the "
      "launch, where its first word is"},
