@@ -38,6 +38,7 @@ from ._memory import OF_REF
 from ._names import PLGPU_MISSING, PLGPU_WRONG, finder
 from ._ops import (
     async_prefetch,
+    async_store_smem,
     barrier_arrive,
     barrier_test,
     barrier_wait,

@@ -129,7 +129,6 @@ def finder(namespace, missing, wrong, text="{namespace}.{name} is not supported 
 
 PLGPU_MISSING = {
     "leave it out: kernels take torch tensors as they are": "as_torch_kernel",
-    "exchange data through GMEM": "async_store_smem",
     "let every block copy what it needs": "CopyPartition",
     "use plgpu.inline_cuda, which takes CUDA C++": "inline_mgpu",
     "use wgmma": "mma",

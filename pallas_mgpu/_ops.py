@@ -175,6 +175,30 @@ def async_prefetch(ref, *, collective_axes=None, leader_tracked=None):
     _core.effect(what, (ref,))
 
 
+def async_store_smem(src, ref, barrier, *, cluster_idx, cluster_dim, optimized=True, atomic=None):
+    """Store the array ``src`` in the SMEM view ``ref`` of another block of the cluster (Hopper).
+
+    That block has index ``cluster_idx`` on the cluster axis ``cluster_dim``, and the caller's on
+    the others. Counts as one arrival on its ``barrier``, which it waits for before it reads.
+    ``atomic``: "add", "max", "min", "and", "or" or "xor" combines each element with the one there
+    (int32 and uint32). ``optimized`` has no effect. TypeError where shapes or dtypes differ.
+    """
+    what = "async_store_smem"
+    _ref(ref, what, "ref", SMEM)
+    _ref(barrier, what, "barrier")
+    if barrier.dtype == "barrier" and barrier.size != 1:
+        raise TypeError(f"{what}: needs one barrier, got {barrier.size}; index it with .at[i]")
+    if atomic not in (None, "add", "max", "min", "and", "or", "xor"):
+        raise ValueError(
+            f"{what}: atomic must be None, add, max, min, and, or or xor, got {show(atomic)}"
+        )
+    src = as_array(src, f"{what}: src")
+    to = _core.cluster_ref(ref, cluster_axis(cluster_dim, what), cluster_idx)
+    minmax = "s" if src.dtype == "int32" else "u"
+    op = minmax + atomic if atomic in ("max", "min") else atomic or "none"
+    _core.effect(what, (to, src, _barrier(barrier, what)), reduction_op=op)
+
+
 def commit_smem_to_gmem_group():
     """Close a group of the copies started with ``commit_group=False`` (Hopper)."""
     _core.effect("commit_smem_to_gmem_group", ())

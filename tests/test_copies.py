@@ -229,3 +229,130 @@ def test_prefetch_errors():
     raises(ValueError, "must be a GMEM ref", smem=True)
     raises(NotImplementedError, "collective", with_={"collective_axes": "c"})
     raises(ValueError, "needs collective_axes", with_={"leader_tracked": 1})
+
+
+# ---- stores to other blocks ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, np.int8, np.uint32])
+@pytest.mark.parametrize("kind", ["rows", "wgmma"])
+def test_store_to_another_block(run, rng, dtype, kind):
+    """Each block hands a tile to the next one, round and round; nobody reads before its barrier
+    has all bytes. Plain SMEM, or tiled and swizzled SMEM from the layout of accumulators."""
+    n, dims = 4, (64, 64)
+    if kind == "wgmma" and np.dtype(dtype).itemsize != 4:
+        transforms, layout = (), plgpu.Layout.WG_STRIDED(dims, 8)
+    elif kind == "wgmma":
+        transforms = (plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128))
+        layout = plgpu.Layout.WGMMA
+    else:
+        transforms, layout = (), None
+    x = rng.integers(0, 99, (n, *dims)).astype(dtype)
+
+    def body(x_ref, o_ref, smem, bar, free):
+        i = lax.axis_index("c")
+        mine = plgpu.load(x_ref.at[i], layout=layout)
+
+        def step(k, _):
+            plgpu.async_store_smem(
+                mine, smem.at[k % 2], bar.at[k % 2], cluster_idx=(i + 1) % n, cluster_dim="c"
+            )
+            plgpu.barrier_wait(bar.at[k % 2])
+            o_ref[i] = smem[k % 2]
+            plgpu.barrier_arrive(free)
+            plgpu.barrier_wait(free)
+
+        lax.fori_loop(0, 3, step, None)
+
+    scratch = [
+        plgpu.SMEM((2, *dims), dtype, transforms=transforms),
+        plgpu.Barrier(num_barriers=2),
+        plgpu.ClusterBarrier(collective_axes=("c",)),
+    ]
+    got = run(
+        body,
+        shape(x.shape, dtype),
+        x,
+        cluster=(n,),
+        cluster_names=("c",),
+        scratch_types=scratch,
+    )
+    np.testing.assert_array_equal(got, np.roll(x, 1, 0))
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.uint32])
+def test_atomics_to_another_block(run, rng, dtype):
+    """All blocks combine into the SMEM of the first one, their own included, each element at
+    once; one number for all elements too."""
+    n, w, ops = 4, 192, ["add", "max", "min", "and", "or", "xor"]
+    x = rng.integers(0, 2**32, (n, len(ops), w), dtype=np.uint64).astype(np.uint32).view(dtype)
+
+    def body(x_ref, o_ref, smem, bar, ready):
+        i = lax.axis_index("c")
+        smem[...] = jnp.full((len(ops), w), 77, dtype)
+        plgpu.barrier_arrive(ready)
+        plgpu.barrier_wait(ready)
+        for k, op in enumerate(ops):
+            plgpu.async_store_smem(
+                x_ref[i, k], smem.at[k], bar, cluster_idx=0, cluster_dim="c", atomic=op
+            )
+        one = jnp.full((w,), 3, dtype)
+        plgpu.async_store_smem(one, smem.at[0], bar, cluster_idx=0, cluster_dim="c", atomic="add")
+
+        @pl.when(i == 0)
+        def _():
+            plgpu.barrier_wait(bar)
+            o_ref[...] = smem[...]
+
+        plgpu.barrier_arrive(ready)
+        plgpu.barrier_wait(ready)
+
+    scratch = [
+        plgpu.SMEM((len(ops), w), dtype),
+        plgpu.Barrier(num_arrivals=n * (len(ops) + 1)),
+        plgpu.ClusterBarrier(collective_axes=("c",)),
+    ]
+    options = {"cluster": (n,), "cluster_names": ("c",), "scratch_types": scratch}
+    got = run(body, shape((len(ops), w), dtype), x, **options)
+    want = np.full((len(ops), w), 77, dtype)
+    for k, op in enumerate(ops):
+        for i in range(n):
+            least = {"max": np.maximum, "min": np.minimum}
+            want[k] = least[op](want[k], x[i, k]) if op in least else COMBINES[op](want[k], x[i, k])
+    want[0] += dtype(3 * n)
+    np.testing.assert_array_equal(got, want)
+
+
+def test_store_to_another_block_errors():
+    def raises(error, match, src, bar=0, **options):
+        def body(x_ref, o_ref, smem, bars, far):
+            barrier = bars.at[0] if bar == 0 else bars if bar == 1 else far
+            src_ = {"row": x_ref, "scalar": x_ref.at[0], "half": x_ref.at[:64]}[src][...]
+            to = smem.at[0] if src == "scalar" else smem
+            plgpu.async_store_smem(
+                src_, to, barrier, **{"cluster_idx": 1, "cluster_dim": "c", **options}
+            )
+
+        scratch = [
+            plgpu.SMEM((128,), jnp.float32),
+            plgpu.Barrier(num_barriers=2),
+            plgpu.ClusterBarrier(collective_axes=("c",)),
+        ]
+        kernel = plgpu.kernel(
+            body,
+            out_type=shape((128,), np.float32),
+            scratch_types=scratch,
+            cluster=(2,),
+            cluster_names=("c",),
+        )
+        with pytest.raises(error, match=match):
+            kernel.lower(np.zeros(128, np.float32))
+
+    raises(TypeError, "shapes and dtypes", "half")
+    raises(TypeError, "needs one barrier", "row", 1)
+    raises(ValueError, "a Barrier is needed", "row", 2)
+    raises(NotImplementedError, "scalars", "scalar")
+    raises(NotImplementedError, "int32 and uint32", "row", atomic="add")
+    raises(ValueError, "atomic must be", "row", atomic="mul")
+    raises(ValueError, "not a cluster axis", "row", cluster_dim="d")
+    raises(ValueError, "out of bounds", "row", cluster_idx=2)

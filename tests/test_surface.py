@@ -56,6 +56,8 @@ SIGNATURES = {
         "WGMMAAccumulatorRef": ACC,
         **{f"atomic_{k}": "(ref, val)" for k in ("add", "max", "min", "and", "or", "xor")},
         "async_prefetch": "(ref, *, collective_axes=None, leader_tracked=None)",
+        "async_store_smem": "(src, ref, barrier, *, cluster_idx, cluster_dim, optimized=True,"
+        " atomic=None)",
         "barrier_arrive": "(barrier)",
         "barrier_test": "(barrier)",
         "barrier_wait": "(barrier, *, phase=None)",  # phase is ours
@@ -164,7 +166,7 @@ MEMBERS = {
 }
 LATER = {
     plgpu: "as_torch_kernel async_copy_scales_to_tmem async_copy_smem_to_tmem"
-    " async_copy_sparse_metadata_to_tmem async_load_tmem async_store_smem"
+    " async_copy_sparse_metadata_to_tmem async_load_tmem"
     " async_store_tmem commit_tmem CopyPartition"
     " format_tcgen05_sparse_metadata inline_mgpu mma multicast_ref"
     " multimem_load_reduce multimem_store PeerMemRef"

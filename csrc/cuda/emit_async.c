@@ -50,10 +50,15 @@ static pm_code barrier_of(pm_gen *e, pm_opid op, pm_val ref, barrier *b) {
   return PM_OK;
 }
 
+static const char *wait_function(const pm_gen *e, const barrier *b) {
+  const bool far = (b->n_groups && e->released[b->base]) || e->sent[b->base];
+  return far ? "barrier_wait_cluster" : "barrier_wait";
+}
+
 pm_code pm_cuda_WAIT(pm_gen *e, pm_opid op) {
   barrier b;
   PM_TRY(barrier_of(e, op, pm_in(e->g, op, 0), &b));
-  const char *wait = b.n_groups && e->released[b.base] ? "barrier_wait_cluster" : "barrier_wait";
+  const char *wait = wait_function(e, &b);
   pm_note(e, op, "barrier_wait");
   if (!b.phase) {
     pm_line(e, "%s(%s, %s & 1);", wait, b.address, pm_scalar_of(e, pm_in(e->g, op, 1)));
@@ -80,7 +85,7 @@ pm_code pm_cuda_BARRIER_TEST(pm_gen *e, pm_opid op) {
   if (!e->lane) test = pm_str(e, e->warps ? "warp_any(%s)" : "lanes_any(wg, %s)", test);
   pm_line(e, "%s = %s;", x, test);
   pm_begin(e, "if (%s) {", x);
-  if (!e->lane) pm_line(e, "barrier_wait(%s, %s);", b.address, parity);
+  pm_line(e, "%s(%s, %s);", wait_function(e, &b), b.address, parity);
   pm_line(e, "%s ^= 1u << (%s);", b.phase, index);
   pm_end(e);
   return PM_OK;
@@ -499,6 +504,41 @@ pm_code pm_cuda_PREFETCH(pm_gen *e, pm_opid op) {
     pm_line(e, "bulk_prefetch(%s, %lld);", pm_view_address(e, &p->gmem), (long long)p->bytes);
   }
   return PM_OK;
+}
+
+/* One lane arrives in the other block and says how many bytes all lanes bring. */
+pm_code pm_cuda_ASYNC_STORE(pm_gen *e, pm_opid op) {
+  const pm_val x = pm_in(e->g, op, 1);
+  const pm_type *t = pm_typeof(e->g, x);
+  const int64_t combine = *pm_attr(e->g, op, PM_ATTR_COMBINE);
+  const long long bytes = pm_type_size(t) * pm_dtypes[t->dtype].bytes;
+  barrier b;
+  pm_view v;
+  PM_TRY(barrier_of(e, op, pm_in(e->g, op, 2), &b));
+  if (pm_view_of(e->g, pm_in(e->g, op, 0), true, &v, e->err)) {
+    pm_err_op(e->err, e->g, op);
+    return e->err->code;
+  }
+  pm_note(e, op, "async_store_smem");
+  const char *value = pm_at(e, x, "0"), *to = pm_unique(e, "barrier");
+  pm_begin(e, "{");
+  const char *peer = pm_view_peer(e, &v);
+  pm_line(e, "const u32 %s = %s + %s;", to, b.address, peer);
+  pm_line(e, "if (%s) barrier_arrive_tx_cluster(%s, %lld);", pm_first_lane(e), to, bytes);
+  e->async.barrier = to;
+  e->async.combine = combine ? pm_async_combine(e, combine, t->dtype) : NULL;
+  e->async.narrow = false;
+  if (pm_is_array(e, x)) {
+    pm_store_array(e, pm_value_layout(e->g, x), &v, e->slot[x].text);
+  } else {
+    pm_store_splat(e, &v, value);
+  }
+  e->async.barrier = e->async.combine = NULL;
+  pm_end(e);
+  if (!e->async.narrow) return PM_OK;
+  return pm_gen_fail(e, op, PM_E_NOT_IMPLEMENTED,
+                     "async_store_smem: lanes would store less than 32 bits at once; give the "
+                     "array a layout with neighbours in one lane, or use a wider dtype");
 }
 
 /* ---- order ------------------------------------------------------------------------------- */

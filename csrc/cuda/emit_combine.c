@@ -70,3 +70,18 @@ const char *pm_lane_combine(pm_gen *e, int64_t combine, pm_dtype d, const char *
                                        : "less one, and x behind zero or where it is above x",
              name, op));
 }
+
+const char *pm_async_combine(pm_gen *e, int64_t combine, pm_dtype d) {
+  const char *op = op_text(combine), *type = pm_cpp_type(d);
+  const char *as = combine >= PM_COMBINE_AND ? "b32" : pm_dtypes[d].short_name;
+  const char *name = pm_str(e, "red_async_%s_%s", op, type);
+  return pm_family(
+      e, name,
+      pm_str(e,
+             "// one element in a block of the cluster, as 4 bytes for the barrier there\n"
+             "FN void %s(u32 a, %s x, u32 b) {\n"
+             "  asm volatile(\"red.async.relaxed.cluster.shared::cluster.mbarrier::complete_tx"
+             "::bytes.%s.%s [%%0], %%1, [%%2];\"\n"
+             "               :: \"r\"(a), \"r\"(x), \"r\"(b) : \"memory\");\n}\n",
+             name, type, op, as));
+}

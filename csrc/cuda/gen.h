@@ -53,6 +53,7 @@ typedef struct pm_gen {
   bool *lane_barrier; /* per value: barriers that may be waited for there */
   bool *made;         /* lane.c's own, as uses_inside */
   uint32_t *uses_inside;
+  bool *sent;     /* per value: barriers that other blocks' stores complete */
   bool *released; /* per value: cluster barriers with an arrival that releases memory */
   bool *fresh;    /* per value: accumulators without contents, the next product overwrites them */
   PM_VEC(pm_head_var) head_vars;
@@ -64,7 +65,11 @@ typedef struct pm_gen {
     const char *name, *text;
   } * families;
   uint32_t n_families, cap_families;
-  pm_text inlines; /* functions of the user's */
+  pm_text inlines;                 /* functions of the user's */
+  struct {                         /* while an ASYNC_STORE is printed */
+    const char *barrier, *combine; /* in the other block, NULL: a usual store; its function */
+    bool narrow;                   /* it would need stores of less than 32 bits */
+  } async;
   bool *param_used;
 } pm_gen;
 
@@ -248,6 +253,8 @@ void pm_need_alignment(pm_gen *e, const pm_view *v, int64_t bytes);
 /* Names of the functions: (&map, smem, coordinates...), (gmem, smem, bytes), (gmem, value). */
 const char *pm_tma_combine(pm_gen *e, int64_t combine, int rank);
 const char *pm_bulk_combine(pm_gen *e, int64_t combine, pm_dtype d);
+const char *pm_async_combine(pm_gen *e, int64_t combine,
+                             pm_dtype d); /* (address, value, barrier) */
 const char *pm_lane_combine(pm_gen *e, int64_t combine, pm_dtype d, const char **type);
 
 /* ---- functions whose operand count varies (family.c) ------------------------------------- */

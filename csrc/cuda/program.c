@@ -222,6 +222,8 @@ static void look(pm_graph *g, pm_opid op, void *ctx) {
     const int64_t end = *pm_attr(g, op, PM_ATTR_N) + pm_type_size(pm_typeof(g, pm_get(g, op)->out));
     s->n_words = (uint32_t)pm_max(s->n_words, end);
     s->e->asks = s->e->program->meets_blocks = true;
+  } else if (code == PM_OP_ASYNC_STORE) {
+    s->e->sent[pm_view_base(g, pm_in(g, op, 2))] = true;
   } else if (code == PM_OP_BARRIER_TEST) {
     s->keeps_phase[pm_view_base(g, pm_in(g, op, 0))] = true;
   } else if (code == PM_OP_WAIT) {
@@ -485,6 +487,7 @@ pm_code pm_generate_cuda(const pm_graph *g, const pm_target *t, const pm_cuda_op
   e.made = PM_NEW(g->arena, bool, g->values.n + 1);
   e.uses_inside = PM_NEW(g->arena, uint32_t, g->values.n + 1);
   e.released = PM_NEW(g->arena, bool, g->values.n + 1);
+  e.sent = PM_NEW(g->arena, bool, g->values.n + 1);
   e.fresh = PM_NEW(g->arena, bool, g->values.n + 1);
   e.param_used = PM_NEW(g->arena, bool, g->n_operands + g->n_outputs + 1);
   PM_TRY(set_geometry(&e));

@@ -246,8 +246,51 @@ static step exec_copy_in(pm_machine *m, thread *t, const instr *i) {
   return locate_copy_in(m, t, i, &k->gmem, &k->smem) == STEP_FAIL ? STEP_FAIL : STEP_PAUSE;
 }
 
+/* To SMEM of another block, whose barrier waits for it. The data are those of now. */
+static step exec_async_store(pm_machine *m, thread *t, const instr *i) {
+  spot s;
+  pm_vm_locate(m, t, i->mem, &s);
+  if (!s.inside) return pm_vm_outside(m, t, i->op, &s, "async_store_smem");
+  const barrier *own = pm_vm_barrier(m, t, i, i->mem2);
+  if (!own) return STEP_FAIL;
+  block *to = t->block->cluster->blocks;
+  while (to->smem + i->mem->base != s.base) to++;
+  barrier *b = to->bars + (own - t->block->bars);
+  if (pm_vm_arrive(m, t, i->op, b, 1) == STEP_FAIL) return STEP_FAIL;
+  task *k = new_task(m, t, i, TASK_LOAD);
+  const size_t bytes = (size_t)i->n * i->mem->bytes;
+  if (!k || !want_buffer(k, 2 * bytes)) return k ? no_memory(m, k) : STEP_FAIL;
+  memcpy(k->buffer, slot_of(t, i->a), bytes);
+  k->barrier = b;
+  k->smem = s;
+  k->gmem.mem = NULL;
+  return STEP_PAUSE;
+}
+
+static step run_async_store(pm_machine *m, task *k) {
+  const access *mem = k->smem.mem;
+  const size_t bytes = (size_t)mem->n * mem->bytes;
+  char *data = k->buffer;
+  if (k->i->to) {
+    pm_dtype as;
+    const int kind = pm_combine_atomic(k->i->to, mem->dtype, &as);
+    data += bytes;
+    pm_vm_gather(&k->smem, data);
+    for (size_t at = 0; at < bytes; at += mem->bytes) {
+      pm_vm_combine(mem->dtype, kind, data + at, k->buffer + at, NULL);
+    }
+  }
+  pm_vm_scatter(&k->smem, data);
+  thread *t = k->owner;
+  const pm_opid op = k->i->op;
+  barrier *b = k->barrier;
+  end_task(m, k);
+  return pm_vm_transfer_done(m, t, op, b);
+}
+
 static step run_copy_in(pm_machine *m, task *k) {
   const access *to = k->smem.mem;
+  if (!k->gmem.mem) return run_async_store(m, k);
   bool whole = k->to - k->from == to->n;
   if (k->gmem.inside && to->contiguous && whole) {
     pm_vm_gather(&k->gmem, k->smem.at);
@@ -426,6 +469,7 @@ step pm_vm_run_task(pm_machine *m, task *k) {
 
 const handler pm_vm_COPY_G2S = {pm_vm_encode_copy_in, exec_copy_in, {0}};
 const handler pm_vm_COPY_S2G = {pm_vm_encode_copy_out, exec_copy_out, {0}};
+const handler pm_vm_ASYNC_STORE = {pm_vm_encode_copy_out, exec_async_store, {0}};
 const handler pm_vm_PREFETCH = {pm_vm_encode_nothing, NULL, {0}};
 const handler pm_vm_COMMIT_GROUP = {pm_vm_encode_plain, exec_commit_group, {0}};
 const handler pm_vm_WAIT_S2G = {pm_vm_encode_plain, exec_wait_copies_out, {0}};

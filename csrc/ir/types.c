@@ -948,6 +948,33 @@ static pm_code pm_type_hand_tile(const pm_typing *t, pm_type *out) {
   return PM_OK;
 }
 
+static pm_code pm_type_async_store(const pm_typing *t, pm_type *out) {
+  const pm_type *to = type_in(t, 0), *x = type_in(t, 1);
+  const int64_t combine = word(t, PM_ATTR_COMBINE);
+  (void)out;
+  if (!pm_view_cluster(t->g, t->in[0])) FAIL(INTERNAL, "async_store_smem: no cluster_ref");
+  if (x->dtype != to->dtype || !same_shape(x, to)) {
+    FAIL(TYPE, "async_store_smem: src is %s, ref %s; shapes and dtypes must be equal", show(t, x),
+         show(t, to));
+  }
+  if (!x->rank) FAIL(NOT_IMPLEMENTED, "async_store_smem: scalars; store an array");
+  if (pm_dtypes[x->dtype].bits < 8) {
+    FAIL(NOT_IMPLEMENTED, "async_store_smem: %s, whose elements share bytes",
+         pm_dtypes[x->dtype].text);
+  }
+  const bool bits32 = x->dtype == PM_I32 || x->dtype == PM_U32;
+  if (combine && !bits32) {
+    FAIL(NOT_IMPLEMENTED,
+         "async_store_smem: atomic '%s' of %s; add, max, min, and, or, xor of int32 and uint32 are "
+         "available",
+         pm_enum_text(PM_FAMILY_COMBINE, combine), pm_dtypes[x->dtype].text);
+  }
+  if (is_cluster_barrier(t->g, t->in[2])) {
+    FAIL(VALUE, "async_store_smem: the barrier is a ClusterBarrier; a Barrier is needed");
+  }
+  return single_barrier(t, 2);
+}
+
 static pm_code wgmma_dtypes(const pm_typing *t) {
   pm_dtype acc = type_in(t, 0)->dtype, a = type_in(t, 1)->dtype, b = type_in(t, 2)->dtype;
   if (a != b) {
@@ -1229,6 +1256,7 @@ static const char *operand_text(const pm_typing *t, uint32_t k) {
       {PM_OP_CLUSTER_REF, {"ref", "index"}},
       {PM_OP_LOAD, {"ref"}},
       {PM_OP_STORE, {"ref", "value"}},
+      {PM_OP_ASYNC_STORE, {"ref", "src", "barrier"}},
       {PM_OP_MASKED_LOAD, {"ref", "mask", "other"}},
       {PM_OP_MASKED_STORE, {"ref", "value", "mask"}},
       {PM_OP_ATOMIC, {"ref", "value", "mask", "compare"}},

@@ -236,7 +236,9 @@ static void note_arrival(pm_graph *g, pm_opid op, void *ctx) {
 static void note_copied(pm_graph *g, pm_opid op, void *ctx) {
   bool *of = ctx;
   if (pm_get(g, op)->code == PM_OP_WARP_MAP) pm_walk(g, pm_region(g, op, 0), note_arrival, of);
-  if (pm_get(g, op)->code == PM_OP_COPY_G2S) of[base_of(g, pm_in(g, op, 2))] = true;
+  const uint16_t code = pm_get(g, op)->code;
+  const bool copies = code == PM_OP_COPY_G2S || code == PM_OP_ASYNC_STORE;
+  if (copies) of[base_of(g, pm_in(g, op, 2))] = true;
 }
 
 static void note_reach(pm_graph *g, pm_opid op, void *ctx) {
@@ -245,6 +247,7 @@ static void note_reach(pm_graph *g, pm_opid op, void *ctx) {
   uint32_t n;
   if (reads(code)) of[base_of(g, pm_in(g, op, 0))] |= READ | GENERIC;
   if (writes(code)) of[base_of(g, pm_in(g, op, 0))] |= WRITTEN | GENERIC;
+  if (code == PM_OP_ASYNC_STORE) of[base_of(g, pm_in(g, op, 0))] |= WRITTEN;
   if (code == PM_OP_CLUSTER_REF) of[base_of(g, pm_in(g, op, 0))] |= REMOTE;
   for (uint32_t k = 0; code == PM_OP_INLINE && k < pm_get(g, op)->n_in; k++) {
     if (pm_typeof(g, pm_in(g, op, k))->kind != PM_REF) continue;
@@ -493,6 +496,7 @@ static void visit_op(placer *p, pm_blk block, uint32_t *k) {
     case PM_OP_BARRIER_TEST:
     case PM_OP_WAIT: visit_wait(p); break;
     case PM_OP_ARRIVE: visit_arrive(p, block, k); break;
+    case PM_OP_ASYNC_STORE:
     case PM_OP_SIGNAL:
       if (p->touched || p->waited) place(p, block, k);
       break;

@@ -114,6 +114,9 @@ void host_yield_poll();
 void host_mbarrier_expect(u32 b, u32 bytes, int line);
 void host_mbarrier_arrive(u32 b, u32 n, int line);
 void host_mbarrier_arrive_remote(u32 b, u32 rank, bool release, int line);
+void host_mbarrier_arrive_tx_cluster(u32 b, u32 bytes, int line);
+void host_st_async(u32 a, const void *s, u32 bytes, u32 b, int line);
+void host_red_async(u32 a, u32 x, u32 b, HostCombine how, HostType type, int line);
 void host_store_async(u32 a, u32 word, u32 b, u32 rank, int line);
 void host_tma_load(u32 dst, const TensorMap *m, u32 barrier, const i32 *c, u32 rank, int line);
 void host_tma_multicast(u32 dst, const TensorMap *m, u32 barrier, u32 mask, const i32 *c, u32 rank,
@@ -665,6 +668,27 @@ FN void barrier_arrive_release(u32 b, u32 block, LINE) {
 FN void store_async(u32 a, i32 x, u32 b, u32 block, LINE) {
   host_store_async(a, (u32)x, b, block, line);
 }
+FN void barrier_arrive_tx_cluster(u32 b, u32 bytes, LINE) {
+  host_mbarrier_arrive_tx_cluster(b, bytes, line);
+}
+template <typename T, int N>
+FN void st_async(u32 a, const T *s, u32 b, LINE) {
+  static_assert(N * sizeof(T) == 4 || N * sizeof(T) == 8 || N * sizeof(T) == 16,
+                "32, 64, 128 bits");
+  HostVector<T, N> v;
+  pack<T, N>(v.w, s);
+  host_st_async(a, v.w, N * sizeof(T), b, line);
+}
+#define HOST_RED_ASYNC(op, T)                                \
+  FN void red_async_##op##_##T(u32 a, T x, u32 b, LINE) {    \
+    host_red_async(a, (u32)x, b, HOST_##op, HOST_##T, line); \
+  }
+#define HOST_RED_ASYNCS(T)                                                                   \
+  HOST_RED_ASYNC(add, T)                                                                     \
+  HOST_RED_ASYNC(min, T) HOST_RED_ASYNC(max, T) HOST_RED_ASYNC(and, T) HOST_RED_ASYNC(or, T) \
+      HOST_RED_ASYNC(xor, T)
+HOST_RED_ASYNCS(i32)
+HOST_RED_ASYNCS(u32)
 FN void barrier_arrive_tx(u32 b, u32 bytes, LINE) {
   host_mbarrier_expect(b, bytes, line);
   host_mbarrier_arrive(b, 1, line);

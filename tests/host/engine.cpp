@@ -419,12 +419,15 @@ static void issue_store(std::shared_ptr<Copy> c) {
 /* A word on its way to another block, or this one, and its bytes for the mbarrier there. It is no
  * access of the async proxy. */
 struct Word : Operation {
-  u32 at, barrier, word;
+  u32 at, barrier, word[4], bytes = 4;
+  HostCombine how = HOST_STORE;
+  HostType type = HOST_OTHER;
   bool step() override {
     Mbarrier &x = block->mbarriers.at(barrier);
     const Stamp s = {x.agent, host_when(x.phase + 1), line, &clock};
-    engine_writes(block->shared, at, (const u8 *)&word, 4, s);
-    complete_bytes(*block, barrier, 4, line);
+    if (how) combine((u8 *)word, block->shared.bytes + at, bytes, how, type);
+    engine_writes(block->shared, at, (const u8 *)word, bytes, s, how != HOST_STORE);
+    complete_bytes(*block, barrier, bytes, line);
     return true;
   }
 };
@@ -435,7 +438,7 @@ extern "C" void host_store_async(u32 a, u32 word, u32 b, u32 rank, int line) {
   Block &to = block_of(rank, "st.async", line);
   mbarrier_of(to, b, "st.async", line, &w->barrier).shared = true;
   w->at = (u32)shared_offset(*t->block, a, 4, 4, "st.async", line);
-  w->word = word;
+  w->word[0] = word;
   w->line = t->line = line;
   w->block = &to;
   w->clock = t->clock;
@@ -443,6 +446,53 @@ extern "C" void host_store_async(u32 a, u32 word, u32 b, u32 rank, int line) {
   host_release(t);
   host_issue(w);
   host_yield();
+}
+
+/* An address of the window of the cluster has the number of the block, plus one, in the top byte.
+ */
+static Block &block_at(u32 a, const char *what, int line) {
+  return block_of((a >> 24) - 1, what, line);
+}
+
+static void send(u32 a, const void *s, u32 bytes, u32 b, HostCombine how, HostType type, int line) {
+  Thread *t = m.self;
+  std::shared_ptr<Word> w = std::make_shared<Word>();
+  Block &to = block_at(a, "st.async", line);
+  if (a >> 24 != b >> 24) host_fail(line, "st.async whose mbarrier is in another block");
+  if (!to.alive) host_fail(line, "st.async: the other block has ended");
+  mbarrier_of(to, (b & 0xffffff) - to.shared.base + t->block->shared.base, "st.async", line,
+              &w->barrier)
+      .shared = true;
+  w->at = (u32)shared_offset(to, a & 0xffffff, bytes, bytes, "st.async", line);
+  memcpy(w->word, s, bytes);
+  w->bytes = bytes;
+  w->how = how;
+  w->type = type;
+  w->line = t->line = line;
+  w->block = &to;
+  w->clock = t->clock;
+  w->clock.fence(false);
+  host_release(t);
+  host_issue(w);
+  host_yield();
+}
+
+extern "C" void host_st_async(u32 a, const void *s, u32 bytes, u32 b, int line) {
+  send(a, s, bytes, b, HOST_STORE, HOST_OTHER, line);
+}
+
+extern "C" void host_red_async(u32 a, u32 x, u32 b, HostCombine how, HostType type, int line) {
+  send(a, &x, 4, b, how, type, line);
+}
+
+extern "C" void host_mbarrier_arrive_tx_cluster(u32 a, u32 bytes, int line) {
+  u32 at;
+  Block &to = block_at(a, "mbarrier.arrive.expect_tx", line);
+  const u32 own = (a & 0xffffff) - to.shared.base + m.self->block->shared.base;
+  Mbarrier &x = mbarrier_of(to, own, "mbarrier.arrive.expect_tx", line, &at);
+  x.shared = x.has_bytes = true;
+  x.tx += bytes;
+  arrived(to, x, at, 1, line);
 }
 
 /* What cuTensorMapEncodeTiled and the instruction demand. */

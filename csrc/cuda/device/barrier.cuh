@@ -59,6 +59,32 @@ FN void barrier_arrive_remote(u32 b, u32 block) {
                "mbarrier.arrive.shared::cluster.b64 _, [r]; }" :: "r"(b), "r"(block) : "memory");
 }
 
+//! barrier_arrive_tx_cluster
+// barrier_arrive_tx() at an address that leads to a block of the cluster
+FN void barrier_arrive_tx_cluster(u32 b, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cluster.b64 _, [%0], %1;"
+               :: "r"(b), "r"(bytes) : "memory");
+}
+
+//! st_async
+// N elements to a block of the cluster, as bytes for the barrier there
+template <typename T, int N> FN void st_async(u32 a, const T* s, u32 b) {
+  constexpr int bytes = N * (int)sizeof(T);
+  u32 w[4];
+  pack<T, N>(w, s);
+  if constexpr (bytes == 16) {
+    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32"
+                 " [%0], {%1,%2,%3,%4}, [%5];"
+                 :: "r"(a), "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3]), "r"(b) : "memory");
+  } else if constexpr (bytes == 8) {
+    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.b32"
+                 " [%0], {%1,%2}, [%3];" :: "r"(a), "r"(w[0]), "r"(w[1]), "r"(b) : "memory");
+  } else {
+    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32"
+                 " [%0], %1, [%2];" :: "r"(a), "r"(w[0]), "r"(b) : "memory");
+  }
+}
+
 //! store_async
 // one word to the same place in a block of the cluster, as 4 bytes for the barrier there
 FN void store_async(u32 a, i32 x, u32 b, u32 block) {
