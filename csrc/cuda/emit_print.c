@@ -120,8 +120,8 @@ pm_code pm_cuda_DEBUG_CHECK(pm_gen *e, pm_opid op) {
   const char *holds = pm_scalar_of(e, pm_in(e->g, op, 0));
   const char *who = e->lane ? "" : pm_str(e, "%s && ", pm_first_lane(e));
   pm_note(e, op, "debug_check");
-  pm_line(e, "if (%s!%s) check_failed(\"%s\", \"%s\", %u);", who, holds, c_string(e, message),
-          c_string(e, file), o->line);
+  pm_line(e, "if (%s!%s) check_failed(\"%s\", \"%s\", %u);", who, holds,
+          c_string(e, message), c_string(e, file), o->line);
   return PM_OK;
 }
 

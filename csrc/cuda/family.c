@@ -209,5 +209,5 @@ const char *pm_family_atomic(pm_gen *e, int64_t kind, pm_dtype d, const char *sp
 }
 
 const char *pm_family(pm_gen *e, const char *name, const char *text) {
-  return find(e, name) ? name : add(e, name, text);
+  return find(e, name) ? name : add_own(e, name, text);
 }
