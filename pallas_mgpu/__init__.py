@@ -32,11 +32,15 @@ from . import _shapes, lax, nn, numpy, pl, tree
 from ._batch import vmap
 from ._control import in_turn, lazy_where, warp_map
 from ._family import Operand, core_count, kernel_family
+from ._inline import inline_cuda
 from ._kernel import kernel
 from ._memory import OF_REF
 from ._names import PLGPU_MISSING, PLGPU_WRONG, finder
 from ._ops import (
+    async_prefetch,
+    async_store_smem,
     barrier_arrive,
+    barrier_test,
     barrier_wait,
     broadcasted_iota,
     cluster_ref,
@@ -63,6 +67,12 @@ from ._ops import (
 )
 from ._pipeline import emit_pipeline
 from ._schedule import NDLoopInfo, dynamic_scheduling_loop, nd_loop, next_tile
+from ._semaphores import (
+    SemaphoreSignal,
+    semaphore_signal,
+    semaphore_signal_parallel,
+    semaphore_wait,
+)
 from ._state import freeze, new_ref
 from ._types import (
     ACC,
@@ -80,8 +90,10 @@ from ._types import (
     MemorySpace,
     Mesh,
     OOBFillMode,
+    RefType,
     RefUnion,
     Replicated,
+    SemaphoreType,
     ShapeDtypeStruct,
     SwizzleTransform,
     Tiling,

@@ -23,6 +23,8 @@ from ._types import (
     MemoryRef,
     MemorySpace,
     RefUnion,
+    Semaphores,
+    SemaphoreType,
     WGMMAAccumulatorRef,
     ints,
     split_transforms,
@@ -404,7 +406,7 @@ def loop(lower, upper, *, init_carry=None, step=1, unroll=None):
 
 
 def _is_descriptor(x):
-    kinds = (MemoryRef, Barrier, ClusterBarrier, WGMMAAccumulatorRef, RefUnion)
+    kinds = (MemoryRef, Barrier, ClusterBarrier, WGMMAAccumulatorRef, RefUnion, SemaphoreType)
     return isinstance(x, kinds) or hasattr(x, "memory_space")
 
 
@@ -469,16 +471,21 @@ def _allocate(x, collective, name, what, union=None):
         if x.initial is not None:
             raise ValueError(f"{what}: a preinitialised ACC is only for pl.run_state")
         return _core.alloc_acc(x.shape, x.dtype, name=name)
-    if not isinstance(x, (MemoryRef, Barrier, ClusterBarrier)):
+    if isinstance(x, SemaphoreType):
+        x = x()
+    if not isinstance(x, (MemoryRef, Barrier, ClusterBarrier, Semaphores)):
         raise TypeError(
             f"{what}: cannot allocate {show(x)}; accepted are plgpu.SMEM(shape, dtype),"
-            " plgpu.ACC(shape), plgpu.Barrier(...), plgpu.RefUnion(...) and pytrees of them"
+            " plgpu.ACC(shape), plgpu.Barrier(...), plgpu.SemaphoreType.REGULAR(shape),"
+            " plgpu.RefUnion(...) and pytrees of them"
         )
     if e.thread_name is not None and collective != (e.thread_name,):
         raise NotImplementedError(
             "Only thread-collective allocations are supported in kernels with threads: pass"
             f" collective_axes={e.thread_name!r} to {what}"
         )
+    if isinstance(x, Semaphores):
+        return _core.alloc_semaphore(x.shape, -1, name=name)
     if isinstance(x, (Barrier, ClusterBarrier)):
         n = 1
         for d in x.num_barriers:

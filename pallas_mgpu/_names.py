@@ -128,16 +128,11 @@ def finder(namespace, missing, wrong, text="{namespace}.{name} is not supported 
 
 
 PLGPU_MISSING = {
-    "use a Barrier inside a block, or two kernels": "Semaphore SemaphoreType SemaphoreSignal"
-    " semaphore_signal semaphore_signal_multicast semaphore_signal_parallel semaphore_wait",
     "leave it out: kernels take torch tensors as they are": "as_torch_kernel",
-    "leave it out": "async_prefetch",
-    "exchange data through GMEM": "async_store_smem",
-    "use barrier_wait": "barrier_test",
     "let every block copy what it needs": "CopyPartition",
-    "use the array functions": "inline_mgpu RefType",
+    "use plgpu.inline_cuda, which takes CUDA C++": "inline_mgpu",
     "one GPU is supported": "remote_ref multicast_ref PeerMemRef multimem_store"
-    " multimem_load_reduce",
+    " multimem_load_reduce semaphore_signal_multicast",
     "it needs Blackwell (sm_100a); on Hopper accumulate by wgmma in plgpu.ACC": "TMEMLayout"
     " async_copy_scales_to_tmem async_copy_smem_to_tmem async_copy_sparse_metadata_to_tmem"
     " async_load_tmem async_store_tmem commit_tmem format_tcgen05_sparse_metadata"
@@ -147,6 +142,7 @@ PLGPU_MISSING = {
 }
 
 PLGPU_WRONG = {
+    "Semaphore": "the right form is plgpu.SemaphoreType.REGULAR",
     "Registers": "the right form is plgpu.REGS; arrays in registers come from ref[...]",
     "TransposeTransform": "the right form is ref.transpose(permutation) or plgpu.transpose_ref",
     "async_copy_gmem_to_smem": "the right form is plgpu.copy_gmem_to_smem(src, dst, barrier)",
@@ -165,10 +161,6 @@ PLGPU_WRONG = {
 
 PL_MISSING = {
     "count the operations by hand: pl.CostEstimate": "estimate_cost",
-    "use plgpu.Barrier inside a block, or two kernels": "semaphore semaphore_read semaphore_signal"
-    " semaphore_wait DeviceIdType",
-    "pass an operand": "get_global",
-    "leave it out": "delay",
     "pass max_concurrent_steps to the pipeline": "Buffered RevisitMode",
     "use an int, pl.Element or None": "BoundedSlice Indirect",
     "use pl.when": "select_ref",

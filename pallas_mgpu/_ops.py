@@ -123,6 +123,9 @@ def copy_gmem_to_smem(
     )
 
 
+_REDUCTIONS = tuple("add min max umin umax smin smax inc dec and or xor".split())
+
+
 def copy_smem_to_gmem(
     src, dst, predicate=None, *, commit_group=True, reduction_op=None, engine=None
 ):
@@ -131,14 +134,20 @@ def copy_smem_to_gmem(
     Publish generic writes to ``src`` with :func:`commit_smem` first. Parts out of range are not
     written. ``commit_group`` closes a group that :func:`wait_smem_to_gmem` counts. ``engine``: as
     of :func:`copy_gmem_to_smem`.
+
+    ``reduction_op`` combines each element with the one in ``dst``, atomically: "add" (float16,
+    bfloat16, float32, int32, uint32), "min", "max" (float16, bfloat16), and of int32 and uint32
+    "umin", "umax", "smin", "smax" (as unsigned, as signed), "and", "or", "xor", "inc" (plus 1, 0 if
+    it was ``src`` or more) and "dec" (less 1, ``src`` if it was 0 or more than ``src``). ValueError
+    for others.
     """
     what = "copy_smem_to_gmem"
     _ref(src, what, "src", SMEM)
     _ref(dst, what, "dst", GMEM)
     _same(src, dst, what, "src", "dst")
-    if reduction_op is not None:
-        raise NotImplementedError(
-            f"{what}: reduction_op is not supported yet; load, combine and store"
+    if reduction_op is not None and reduction_op not in _REDUCTIONS:
+        raise ValueError(
+            f"{what}: reduction_op must be one of {_REDUCTIONS} or None, got {show(reduction_op)}"
         )
     pred = _predicate(predicate, what)
     _core.effect(
@@ -146,8 +155,48 @@ def copy_smem_to_gmem(
         (src, dst, *pred),
         commit=int(bool(commit_group)),
         predicated=len(pred),
+        reduction_op=reduction_op or "none",
         engine=_engine(engine, what),
     )
+
+
+def async_prefetch(ref, *, collective_axes=None, leader_tracked=None):
+    """Bring the GMEM view ``ref`` to the L2 cache (Hopper). Nothing tells when it is there, and
+    nothing waits. NotImplementedError with ``collective_axes``."""
+    what = "async_prefetch"
+    _ref(ref, what, "ref", GMEM)
+    if leader_tracked is not None and collective_axes is None:
+        raise ValueError(f"{what}: leader_tracked needs collective_axes")
+    if collective_axes is not None:
+        raise NotImplementedError(
+            f"{what}: collective prefetches are not supported; let one block prefetch, L2 is common"
+            " to all"
+        )
+    _core.effect(what, (ref,))
+
+
+def async_store_smem(src, ref, barrier, *, cluster_idx, cluster_dim, optimized=True, atomic=None):
+    """Store the array ``src`` in the SMEM view ``ref`` of another block of the cluster (Hopper).
+
+    That block has index ``cluster_idx`` on the cluster axis ``cluster_dim``, and the caller's on
+    the others. Counts as one arrival on its ``barrier``, which it waits for before it reads.
+    ``atomic``: "add", "max", "min", "and", "or" or "xor" combines each element with the one there
+    (int32 and uint32). ``optimized`` has no effect. TypeError where shapes or dtypes differ.
+    """
+    what = "async_store_smem"
+    _ref(ref, what, "ref", SMEM)
+    _ref(barrier, what, "barrier")
+    if barrier.dtype == "barrier" and barrier.size != 1:
+        raise TypeError(f"{what}: needs one barrier, got {barrier.size}; index it with .at[i]")
+    if atomic not in (None, "add", "max", "min", "and", "or", "xor"):
+        raise ValueError(
+            f"{what}: atomic must be None, add, max, min, and, or or xor, got {show(atomic)}"
+        )
+    src = as_array(src, f"{what}: src")
+    to = _core.cluster_ref(ref, cluster_axis(cluster_dim, what), cluster_idx)
+    minmax = "s" if src.dtype == "int32" else "u"
+    op = minmax + atomic if atomic in ("max", "min") else atomic or "none"
+    _core.effect(what, (to, src, _barrier(barrier, what)), reduction_op=op)
 
 
 def commit_smem_to_gmem_group():
@@ -205,6 +254,23 @@ def barrier_wait(barrier, *, phase=None):
         if phase.shape != () or phase.dtype != "int32":
             raise TypeError(f"{what}: phase must be an int32 scalar, got {type_text(phase)}")
     _core.effect(what, (_barrier(barrier, what), phase))
+
+
+def barrier_test(barrier):
+    """Is the next phase that this thread has not seen complete (Hopper)? A bool scalar.
+
+    Where it is True the thread has seen the phase, as behind :func:`barrier_wait`; else nothing has
+    changed. NotImplementedError for a :class:`ClusterBarrier`."""
+    return _core.effect("barrier_test", (_barrier(barrier, "barrier_test"),))
+
+
+def delay(nanos):
+    """Let this thread sleep for about ``nanos`` nanoseconds, an int or an integer scalar. Nothing
+    on the interpreter."""
+    nanos = as_array(nanos, "delay: nanos")
+    if nanos.shape != () or nanos.dtype.kind not in "iu":
+        raise TypeError(f"delay: nanos must be an integer scalar, got {type_text(nanos)}")
+    _core.effect("delay", (_core.convert(nanos, "int32"),))
 
 
 def _transposed_b(args, kwargs, value):

@@ -20,11 +20,11 @@ def next_tile(counter=0):
     thread of a block asks and tells the others; whoever asks after the last tile was given away
     sees a number beyond it.
     """
-    _not_batched("next_tile")
+    not_batched("next_tile")
     return _core.next_tile(counter)
 
 
-def _not_batched(what):
+def not_batched(what):
     """A counter of the launch is one for all elements of a batch."""
     if env(what).leading:
         raise NotImplementedError(
@@ -119,7 +119,7 @@ def dynamic_scheduling_loop(grid_names, thread_axis=None, cluster_axes=(), init_
     """
     what = "dynamic_scheduling_loop"
     e = env(what)
-    _not_batched(what)
+    not_batched(what)
     names = (grid_names,) if isinstance(grid_names, str) else tuple(grid_names)
     sizes = {n: size for n, (family, _, size) in e.axes.items() if family == "grid"}
     for n in names:

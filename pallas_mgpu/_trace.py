@@ -34,6 +34,7 @@ class Env:
         "thread_name",
         "cluster_names",
         "counters",
+        "semaphores",
         "unions",
     )
 
@@ -50,6 +51,7 @@ class Env:
         self.n_threads = mesh.num_threads or 1
         self.unions = 0  # allocated so far
         self.counters = 0  # of the launch, given out to loops
+        self.semaphores = 0  # of the launch, given out by get_global
         self.thread_name = mesh.thread_name
         self.cluster_names = mesh.cluster_names
 

@@ -881,6 +881,49 @@ class LoweringSemantics(enum.Enum):
     Warpgroup = 2
 
 
+class RefType(_Frozen):
+    """An argument of :func:`inline_cuda` that is a ref, and how it lies in SMEM: the transforms
+    that it was, or will be, allocated with."""
+
+    __slots__ = ("transforms",)
+
+    def __init__(self, transforms=()):
+        self._set(transforms=tuple(transforms))
+
+
+class Semaphores(_Frozen):
+    """Semaphores to allocate: ``SemaphoreType.REGULAR``, or ``REGULAR(shape)`` for several."""
+
+    __slots__ = ("shape",)
+    dtype, memory_space = "semaphore", GMEM
+
+    def __init__(self, shape=()):
+        shape = ints(shape, "SemaphoreType: shape")
+        if min(shape, default=1) < 1:
+            raise ValueError(f"SemaphoreType: dimensions must be positive, got {shape}")
+        self._set(shape=shape)
+
+    def __repr__(self):
+        return f"SemaphoreType.REGULAR({self.shape})"
+
+
+class SemaphoreType(enum.Enum):
+    """Kinds of semaphores: int32 counters that are 0 when they are allocated, for
+    :func:`semaphore_signal` and :func:`semaphore_wait`. In ``scratch_types`` and
+    ``pl.run_scoped``: of the block, 0 again at the end. By ``pl.get_global``: of the launch, the
+    same for all blocks. ``BARRIER`` cannot be allocated."""
+
+    REGULAR = "regular"
+    BARRIER = "barrier"
+
+    def __call__(self, shape=()):
+        if self is SemaphoreType.BARRIER:
+            raise NotImplementedError(
+                "SemaphoreType.BARRIER cannot be allocated on a GPU; use SemaphoreType.REGULAR"
+            )
+        return Semaphores(shape)
+
+
 class TraceScope(enum.Enum):
     """Scope of one trace of the on-device profiler."""
 

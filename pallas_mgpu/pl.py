@@ -8,7 +8,10 @@ from ._call import CompilerParams, CostEstimate, GridSpec, no_block_spec, pallas
 from ._control import loop, run_scoped, run_state, when, with_scoped
 from ._memory import WITH_INDEX, atomic_cas, load, store, swap
 from ._names import NOT_SPECIFIED, PL_MISSING, PL_WRONG, finder, show
-from ._ops import debug_check, debug_print, enable_debug_checks, num_programs, program_id
+from ._ops import debug_check, debug_print, delay, enable_debug_checks, num_programs, program_id
+from ._semaphores import DeviceIdType, get_global, semaphore, semaphore_read
+from ._semaphores import generic_signal as semaphore_signal
+from ._semaphores import generic_wait as semaphore_wait
 from ._state import core_map
 from ._state import mesh_kernel as kernel
 from ._trace import Array, tracing
@@ -28,6 +31,7 @@ __all__ = [
     "Blocked",
     "CompilerParams",
     "CostEstimate",
+    "DeviceIdType",
     "Element",
     "GridSpec",
     "MemoryRef",
@@ -48,12 +52,14 @@ __all__ = [
     "core_map",
     "debug_check",
     "debug_print",
+    "delay",
     "ds",
     "dslice",
     "empty",
     "empty_like",
     "empty_ref_like",
     "enable_debug_checks",
+    "get_global",
     "kernel",
     "load",
     "loop",
@@ -66,6 +72,10 @@ __all__ = [
     "reciprocal",
     "run_scoped",
     "run_state",
+    "semaphore",
+    "semaphore_read",
+    "semaphore_signal",
+    "semaphore_wait",
     "squeezed",
     "store",
     "strides_from_shape",

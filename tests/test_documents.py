@@ -267,7 +267,6 @@ def test_mosaic_kernel_of_the_pallas_page(run):
     [
         (lambda: pl.core_map(None), TypeError, "plgpu.Mesh"),
         (lambda: plgpu.try_cluster_cancel(None, None), NotImplementedError, "dynamic_scheduling"),
-        (lambda: plgpu.SemaphoreType.REGULAR, NotImplementedError, "Barrier"),
         (lambda: plgpu.tcgen05_mma(1, 2, 3), NotImplementedError, "Blackwell"),
         (lambda: plgpu.TMEM((128, 128), F32, collective=True), NotImplementedError, "Blackwell"),
         (lambda: pl.atomic_add(None, 0, 1), TypeError, "must be a ref"),

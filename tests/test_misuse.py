@@ -729,9 +729,9 @@ HARDWARE = {
         copying(lambda x, o, s, b: plgpu.copy_smem_to_gmem(s, x)),
     ),
     "copy reduction": (
-        NIE,
-        "reduction_op",
-        copying(lambda x, o, s, b: plgpu.copy_smem_to_gmem(s, o, reduction_op="add")),
+        VE,
+        "reduction_op must be one of",
+        copying(lambda x, o, s, b: plgpu.copy_smem_to_gmem(s, o, reduction_op="mul")),
     ),
     "copy unwaited": (VE, "Wait for all of them", copying(lambda x, o, s, b: load(x, s, b))),
     "copy unread": (

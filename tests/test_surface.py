@@ -42,8 +42,10 @@ SIGNATURES = {
         " thread_name=None, kernel_name=None)",
         "NDLoopInfo": "(index, local_index, num_local_steps)",
         "REGS": SPACE,
+        "RefType": "(transforms=())",
         "RefUnion": "(*groups)",
         "Replicated": "(times)",
+        "SemaphoreSignal": "(ref, *, device_id, inc=1)",
         "SMEM": SPACE,
         # layout has a default: JAX has two types of this name, this one serves for both
         "ShapeDtypeStruct": "(shape, dtype, layout=None)",
@@ -53,7 +55,11 @@ SIGNATURES = {
         "TilingTransform": "(tiling)",
         "WGMMAAccumulatorRef": ACC,
         **{f"atomic_{k}": "(ref, val)" for k in ("add", "max", "min", "and", "or", "xor")},
+        "async_prefetch": "(ref, *, collective_axes=None, leader_tracked=None)",
+        "async_store_smem": "(src, ref, barrier, *, cluster_idx, cluster_dim, optimized=True,"
+        " atomic=None)",
         "barrier_arrive": "(barrier)",
+        "barrier_test": "(barrier)",
         "barrier_wait": "(barrier, *, phase=None)",  # phase is ours
         "broadcasted_iota": "(dtype, shape, dimension, *, layout=None)",
         "cluster_ref": "(ref, block_id)",
@@ -75,6 +81,7 @@ SIGNATURES = {
         "find_swizzle": "(minor_dim_bits, what='')",
         "griddepcontrol_launch_dependents": "()",
         "griddepcontrol_wait": "()",
+        "inline_cuda": "(source, *, arg_types=(), return_type=None)",  # ours
         "kernel": "(body=NotSpecified(), out_shape=NotSpecified(), *, out_type=NotSpecified(),"
         " scratch_types=NotSpecified(), scratch_shapes=NotSpecified(), compiler_params=None,"
         " grid=(), grid_names=(), cluster=(), cluster_names=(), num_threads=None,"
@@ -84,6 +91,9 @@ SIGNATURES = {
         "nd_loop": "(grid, *, collective_axes, tiling=None, init_carry=None)",
         "planar_snake": "(lin_idx, shape, minor_dim, tile_width)",
         "print_layout": "(fmt, x)",
+        "semaphore_signal": "(semaphore, inc=1, *, device_id=None, memory_scope='sys')",
+        "semaphore_signal_parallel": "(*signals)",
+        "semaphore_wait": "(semaphore, value=1, *, decrement=True, memory_scope='sys')",
         "set_max_registers": "(n, *, action)",
         "transform_ref": "(ref, transform)",
         "transpose_ref": "(ref, permutation)",
@@ -110,8 +120,10 @@ SIGNATURES = {
         "core_map": "(mesh, *, compiler_params=None, interpret=False, debug=False,"
         " cost_estimate=None, name=None, metadata=None, scratch_shapes=())",
         "debug_print": "(fmt, *args)",
+        "delay": "(nanos)",
         "ds": "(start, size=NotSpecified(), stride=None)",
         "dslice": "(start, size=NotSpecified(), stride=None)",
+        "get_global": "(what)",
         "kernel": "(body=NotSpecified(), out_type=(), *, mesh, scratch_types=(),"
         " compiler_params=None, interpret=False, cost_estimate=None, debug=False, name=None,"
         " metadata=None)",
@@ -125,6 +137,10 @@ SIGNATURES = {
         "program_id": "(axis)",
         "run_scoped": "(f, *types, collective_axes=(), **kw_types)",
         "run_state": "(f)",
+        "semaphore_read": "(sem_or_view)",
+        "semaphore_signal": "(sem_or_view, inc=1, *, device_id=None,"
+        " device_id_type=DeviceIdType.MESH, core_index=None)",
+        "semaphore_wait": "(sem_or_view, value=1, *, decrement=True)",
         "strides_from_shape": "(shape)",
         "when": "(condition)",
         "with_scoped": "(*types, collective_axes=(), **kw_types)",
@@ -134,6 +150,7 @@ MEMBERS = {
     plgpu.LoweringSemantics: {"Lane": 1, "Warpgroup": 2},
     plgpu.MemorySpace: {"GMEM": "gmem", "SMEM": "smem", "TMEM": "tmem", "REGS": "regs"},
     plgpu.OOBFillMode: {"UNDEFINED": 0, "PROMISE_IN_BOUNDS": 1, "ZEROS": 2},
+    plgpu.SemaphoreType: {"REGULAR": "regular", "BARRIER": "barrier"},
     plgpu.PipelinePipeline: {"START": 0, "STEADY": 1, "STOP": 2},
     plgpu.TraceScope: {"WARP": "warp", "WARPGROUP": "warpgroup"},
     pl.MemorySpace: {k: k.lower() for k in ("ANY", "DEFAULT", "ERROR", "INDEX", "KEY")},
@@ -149,16 +166,16 @@ MEMBERS = {
 }
 LATER = {
     plgpu: "as_torch_kernel async_copy_scales_to_tmem async_copy_smem_to_tmem"
-    " async_copy_sparse_metadata_to_tmem async_load_tmem async_prefetch async_store_smem"
-    " async_store_tmem barrier_test commit_tmem CopyPartition"
+    " async_copy_sparse_metadata_to_tmem async_load_tmem"
+    " async_store_tmem commit_tmem CopyPartition"
     " format_tcgen05_sparse_metadata inline_mgpu multicast_ref"
     " multimem_load_reduce multimem_store PeerMemRef"
-    " query_cluster_cancel RefType remote_ref semaphore_signal"
-    " semaphore_signal_multicast semaphore_signal_parallel semaphore_wait SemaphoreSignal"
-    " SemaphoreType tcgen05_commit_arrive tcgen05_mma TMEMLayout try_cluster_cancel"
-    " TryClusterCancelResult wait_load_tmem Semaphore tcgen05_commit"
+    " query_cluster_cancel remote_ref"
+    " semaphore_signal_multicast"
+    " tcgen05_commit_arrive tcgen05_mma TMEMLayout try_cluster_cancel"
+    " TryClusterCancelResult wait_load_tmem tcgen05_commit"
     " TryCancelResultRef TRY_CLUSTER_CANCEL_RESULT",
-    pl: "delay DeviceIdType get_global semaphore semaphore_read semaphore_signal semaphore_wait",
+    pl: "BoundedSlice Buffered RevisitMode estimate_cost select_ref",
 }
 ALL_SIGNATURES = [(m, name, text) for m, t in SIGNATURES.items() for name, text in t.items()]
 

@@ -717,9 +717,25 @@ const char *pm_first_copy(pm_gen *e, const pm_layout *l) {
   return t.n ? t.at : NULL;
 }
 
+/* To another block, as bytes for its barrier. */
+static void store_async(access *a, const char *what) {
+  pm_gen *e = a->e;
+  const char *valid = a->valid ? pm_str(e, "if (%s) ", a->valid) : "";
+  if (a->vec * a->bytes < 4) e->async.narrow = true;
+  if (e->async.combine) {
+    pm_line(e, "%sfor (int k = 0; k < %lld; k++) %s(%s + k * 4, (%s)[k], %s);", valid,
+            (long long)a->vec, e->async.combine, a->address, what, e->async.barrier);
+  } else {
+    pm_line(e, "%sst_async<%s, %lld>(%s, %s, %s);", valid, pm_cpp_type(a->v->dtype),
+            (long long)a->vec, a->address, what, e->async.barrier);
+  }
+}
+
 static void store(access *a, const char *what) {
   pm_gen *e = a->e;
-  if (a->matrix) {
+  if (e->async.barrier) {
+    store_async(a, what);
+  } else if (a->matrix) {
     pm_line(e, "st_matrix4%s(%s, %s);", a->matrix == 2 ? "_trans" : "", a->address, what);
   } else {
     pm_line(e, "%s%s%sst_%s<%s, %lld>(%s, %s);", a->valid ? "if (" : "", a->valid ? a->valid : "",

@@ -229,8 +229,8 @@ void pm_assign(pm_gen *e, pm_val to, pm_val from) {
 
 bool pm_is_elementwise(const pm_graph *g, pm_opid op) {
   const int code = pm_get(g, op)->code, rule = pm_ops[code].layout;
-  const bool counted = code == PM_OP_NEXT_TILE || code == PM_OP_TAKE_TILE;
-  if (counted || code == PM_OP_SHARE_TILE) return false; /* a splat, but no expression */
+  const bool source = rule == PM_LAY_SPLAT || rule == PM_LAY_FREE;
+  if (source && pm_ops[code].effects) return false; /* no expression: NEXT_TILE ... */
   return rule == PM_LAY_POINTWISE || rule == PM_LAY_SPLAT || rule == PM_LAY_FREE ||
          rule == PM_LAY_BROADCAST;
 }

@@ -19,7 +19,8 @@ typedef struct pm_program {
   bool pdl;
   int arch; /* 90: compile for sm_90a */
   uint32_t n_counters;
-  uint32_t n_args; /* kernel parameters in order: tensor maps, pointers, counters */
+  bool meets_blocks; /* blocks of the launch wait for each other */
+  uint32_t n_args;   /* kernel parameters in order: tensor maps, pointers, counters */
   struct pm_program_arg {
     uint8_t kind;  /* pm_arg_kind */
     int32_t param; /* kernel argument (operands, then outputs); COUNTERS: -1 */

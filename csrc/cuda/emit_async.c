@@ -50,10 +50,15 @@ static pm_code barrier_of(pm_gen *e, pm_opid op, pm_val ref, barrier *b) {
   return PM_OK;
 }
 
+static const char *wait_function(const pm_gen *e, const barrier *b) {
+  const bool far = (b->n_groups && e->released[b->base]) || e->sent[b->base];
+  return far ? "barrier_wait_cluster" : "barrier_wait";
+}
+
 pm_code pm_cuda_WAIT(pm_gen *e, pm_opid op) {
   barrier b;
   PM_TRY(barrier_of(e, op, pm_in(e->g, op, 0), &b));
-  const char *wait = b.n_groups && e->released[b.base] ? "barrier_wait_cluster" : "barrier_wait";
+  const char *wait = wait_function(e, &b);
   pm_note(e, op, "barrier_wait");
   if (!b.phase) {
     pm_line(e, "%s(%s, %s & 1);", wait, b.address, pm_scalar_of(e, pm_in(e->g, op, 1)));
@@ -64,6 +69,25 @@ pm_code pm_cuda_WAIT(pm_gen *e, pm_opid op) {
     pm_line(e, "%s(%s, %s);", wait, b.address, b.phase);
     pm_line(e, "%s ^= 1;", b.phase);
   }
+  return PM_OK;
+}
+
+/* Of lanes that arrived before, the last one finds the phase complete. The others wait for it then,
+ * which acquires what it releases. */
+pm_code pm_cuda_BARRIER_TEST(pm_gen *e, pm_opid op) {
+  const pm_val out = pm_get(e->g, op)->out;
+  barrier b;
+  PM_TRY(barrier_of(e, op, pm_in(e->g, op, 0), &b));
+  pm_note(e, op, "barrier_test");
+  const char *x = pm_declare(e, out, out), *index = b.index ? b.index : "0";
+  const char *parity = b.index ? pm_str(e, "%s >> (%s) & 1", b.phase, index) : b.phase;
+  const char *test = pm_str(e, "barrier_test(%s, %s)", b.address, parity);
+  if (!e->lane) test = pm_str(e, e->warps ? "warp_any(%s)" : "lanes_any(wg, %s)", test);
+  pm_line(e, "%s = %s;", x, test);
+  pm_begin(e, "if (%s) {", x);
+  pm_line(e, "%s(%s, %s);", wait_function(e, &b), b.address, parity);
+  pm_line(e, "%s ^= 1u << (%s);", b.phase, index);
+  pm_end(e);
   return PM_OK;
 }
 
@@ -149,21 +173,27 @@ static void issue_tma(pm_gen *e, pm_opid op, const pm_copy_plan *p, const char *
   pm_text t;
   pm_text_init(&t, e->arena);
   uint32_t n_axes = 0;
+  const bool prefetch = pm_get(e->g, op)->code == PM_OP_PREFETCH;
   const int64_t *axes = bar ? pm_attr_list(e->g, op, PM_ATTR_CLUSTER, &n_axes) : NULL;
   const char *share = p->share.count > 1 ? pm_cluster_share(e, axes, n_axes) : NULL;
   const char *map = map_name(e, &p->map);
-  const char *smem = pm_view_address(e, &p->smem);
+  const char *smem = prefetch ? "" : pm_view_address(e, &p->smem);
   if (share) smem = pm_str(e, "%s + %s * %lld", smem, share, (long long)p->share.smem_step);
   for (uint32_t k = 0; k < p->n_loops; k++) {
     smem = pm_str(e, "%s + b%u * %lld", smem, k, (long long)p->loop[k].smem_step);
     pm_begin(e, "for (int b%u = 0; b%u < %lld; b%u++) {", k, k, (long long)p->loop[k].count, k);
   }
-  if (bar) {
+  if (prefetch) {
+    pm_putf(&t, "tma_prefetch_%dd(&%s", p->map.rank, map);
+  } else if (bar) {
     pm_putf(&t, "tma_%s_%dd(%s, &%s, %s", share ? "multicast" : "load", p->map.rank, smem, map,
             bar);
     if (share) pm_putf(&t, ", %s", pm_cluster_mask(e, axes, n_axes));
   } else {
-    pm_putf(&t, "tma_store_%dd(&%s, %s", p->map.rank, map, smem);
+    const int64_t combine = *pm_attr(e->g, op, PM_ATTR_COMBINE);
+    const char *fn =
+        combine ? pm_tma_combine(e, combine, p->map.rank) : pm_str(e, "tma_store_%dd", p->map.rank);
+    pm_putf(&t, "%s(&%s, %s", fn, map, smem);
   }
   for (int d = 0; d < p->map.rank; d++) pm_putf(&t, ", %s", coord_text(e, p, d, share));
   pm_line(e, "%s);", t.at);
@@ -180,7 +210,9 @@ static void issue(pm_gen *e, pm_opid op, const pm_copy_plan *p, const char *bar)
   if (bar) {
     pm_line(e, "bulk_load(%s, %s, %lld, %s);", smem, gmem, (long long)p->bytes, bar);
   } else {
-    pm_line(e, "bulk_store(%s, %s, %lld);", gmem, smem, (long long)p->bytes);
+    const int64_t combine = *pm_attr(e->g, op, PM_ATTR_COMBINE);
+    const char *fn = combine ? pm_bulk_combine(e, combine, p->gmem.dtype) : "bulk_store";
+    pm_line(e, "%s(%s, %s, %lld);", fn, gmem, smem, (long long)p->bytes);
   }
 }
 
@@ -296,7 +328,22 @@ static const char *chunk_address(pm_gen *e, const pm_view *v) {
 
 enum { FEW_REGISTERS = 64 }; /* of a lane: more chunks in flight would spill */
 
-static void copy_chunks(pm_gen *e, const pm_copy_plan *p, bool load) {
+/* Elements x[0 .. n - 1] are combined with those from `at` on. */
+static void combine_chunk(pm_gen *e, int64_t combine, pm_dtype d, const char *at, const char *valid,
+                          int64_t n) {
+  const char *type, *fn = pm_lane_combine(e, combine, d, &type);
+  if (valid) pm_begin(e, "if (%s) {", valid);
+  pm_line(e, "%s* const to = (%s*)(%s);", type, type, at);
+  if (n > 1) pm_line(e, "#pragma unroll");
+  pm_line(e, "for (int k = 0; k < %lld; k++) %s(to + k, bitcast<%s>(x[k]));", (long long)n, fn,
+          type);
+  if (valid) pm_end(e);
+}
+
+typedef enum chunks { STORE_CHUNKS, LOAD_CHUNKS, PREFETCH_CHUNKS } chunks;
+
+/* combine: of a store, 0: it overwrites what is there */
+static void copy_chunks(pm_gen *e, const pm_copy_plan *p, chunks what, int64_t combine) {
   const pm_view *g = &p->gmem, *s = &p->smem;
   const int64_t bytes = pm_dtypes[g->dtype].bytes;
   int64_t n = 16 / bytes, chunks = 1, below = 1;
@@ -320,17 +367,26 @@ static void copy_chunks(pm_gen *e, const pm_copy_plan *p, bool load) {
     below *= size;
   }
   const char *valid = in_bounds(e, g), *cpp = pm_cpp_type(g->dtype);
-  const char *at_g = chunk_address(e, g), *at_s = chunk_address(e, s);
+  const char *at_g = chunk_address(e, g);
+  if (what == PREFETCH_CHUNKS) {
+    pm_line(e, "%s%s%sprefetch_global(%s);", valid ? "if (" : "", valid ? valid : "",
+            valid ? ") " : "", at_g);
+    pm_end(e);
+    return;
+  }
+  const char *at_s = chunk_address(e, s);
   pm_line(e, "%s x[%lld];", cpp, (long long)n);
-  if (load) {
+  if (what == LOAD_CHUNKS) {
     if (valid) pm_line(e, "zero<%s, %lld>(x);", cpp, (long long)n);
     pm_line(e, "%s%s%sld_global<%s, %lld>(x, %s);", valid ? "if (" : "", valid ? valid : "",
             valid ? ") " : "", cpp, (long long)n, at_g);
     pm_line(e, "st_shared<%s, %lld>(%s, x);", cpp, (long long)n, at_s);
   } else {
     pm_line(e, "ld_shared<%s, %lld>(x, %s);", cpp, (long long)n, at_s);
-    pm_line(e, "%s%s%sst_global<%s, %lld>(%s, x);", valid ? "if (" : "", valid ? valid : "",
-            valid ? ") " : "", cpp, (long long)n, at_g);
+    if (combine) combine_chunk(e, combine, g->dtype, at_g, valid, n);
+    else
+      pm_line(e, "%s%s%sst_global<%s, %lld>(%s, x);", valid ? "if (" : "", valid ? valid : "",
+              valid ? ") " : "", cpp, (long long)n, at_g);
   }
   pm_end(e);
 }
@@ -340,7 +396,8 @@ static pm_code copy_by_lanes(pm_gen *e, pm_opid op, const pm_copy_plan *p) {
   const char *when = predicate(e, op);
   pm_note(e, op, pm_str(e, "%s by all lanes", pm_ops[pm_get(e->g, op)->code].text));
   if (when) pm_begin(e, "if (%s) {", when);
-  copy_chunks(e, p, load);
+  copy_chunks(e, p, load ? LOAD_CHUNKS : STORE_CHUNKS,
+              load ? 0 : *pm_attr(e->g, op, PM_ATTR_COMBINE));
   if (when) pm_end(e);
   if (load) {
     barrier b;
@@ -378,23 +435,30 @@ static int64_t argument_of(const pm_graph *g, pm_val v) {
 
 typedef struct search {
   int64_t argument;
+  bool engines; /* also what engines of other blocks have stored */
   bool found;
 } search;
 
 static void find_store(pm_graph *g, pm_opid op, void *ctx) {
   search *s = ctx;
   const int code = pm_get(g, op)->code;
-  const bool plain_copy =
-      code == PM_OP_COPY_S2G && *pm_attr(g, op, PM_ATTR_ENGINE) == PM_ENGINE_PLAIN;
+  const bool copies =
+      code == PM_OP_COPY_S2G && (s->engines || *pm_attr(g, op, PM_ATTR_ENGINE) == PM_ENGINE_PLAIN);
   const bool store = code == PM_OP_STORE || code == PM_OP_MASKED_STORE || code == PM_OP_ATOMIC;
-  if (!store && !plain_copy) return;
-  s->found = s->found || argument_of(g, pm_in(g, op, plain_copy)) == s->argument;
+  for (uint32_t k = 0; code == PM_OP_INLINE && k < pm_get(g, op)->n_in; k++) {
+    const pm_val v = pm_in(g, op, k);
+    s->found = s->found || (pm_typeof(g, v)->kind == PM_REF && argument_of(g, v) == s->argument);
+  }
+  if (!store && !copies) return;
+  s->found = s->found || argument_of(g, pm_in(g, op, copies)) == s->argument;
 }
 
-/* Does an engine meet, in the GMEM of the copy, what lanes have stored? */
+/* Does an engine meet, in the GMEM of the copy, what lanes have stored, or what lanes have heard of
+ * another block to be stored? */
 static bool meets_stores(pm_gen *e, pm_opid op) {
   const uint32_t gmem = pm_get(e->g, op)->code == PM_OP_COPY_S2G;
-  search s = {.argument = argument_of(e->g, pm_in(e->g, op, gmem))};
+  search s = {.argument = argument_of(e->g, pm_in(e->g, op, gmem)),
+              .engines = e->program->meets_blocks};
   pm_walk((pm_graph *)e->g, 1, find_store, &s); /* the visitor changes nothing */
   return s.found;
 }
@@ -416,6 +480,65 @@ pm_code pm_cuda_COMMIT_GROUP(pm_gen *e, pm_opid op) {
   pm_place(e, op);
   pm_line(e, "store_group_commit();");
   return PM_OK;
+}
+
+static void prefetch_by_lanes(pm_gen *e, const pm_copy_plan *p) {
+  if (p->gmem.reshaped && !pm_view_in_bounds(e->g, &p->gmem)) return;
+  copy_chunks(e, p, PREFETCH_CHUNKS, 0);
+}
+
+pm_code pm_cuda_PREFETCH(pm_gen *e, pm_opid op) {
+  pm_copy_plan *p = PM_NEW(e->arena, pm_copy_plan, 1);
+  PM_TRY(pm_plan_copy(e->g, op, e->target, p, e->err));
+  if (p->engine == PM_ENGINE_PLAIN) {
+    pm_note(e, op, "async_prefetch by all lanes");
+    prefetch_by_lanes(e, p);
+    return PM_OK;
+  }
+  if (!e->lane) return pm_gen_fail(e, op, PM_E_INTERNAL, "no lane was elected for it");
+  pm_place(e, op);
+  if (p->engine == PM_ENGINE_TMA) {
+    issue_tma(e, op, p, NULL);
+  } else {
+    pm_need_alignment(e, &p->gmem, 16);
+    pm_line(e, "bulk_prefetch(%s, %lld);", pm_view_address(e, &p->gmem), (long long)p->bytes);
+  }
+  return PM_OK;
+}
+
+/* One lane arrives in the other block and says how many bytes all lanes bring. */
+pm_code pm_cuda_ASYNC_STORE(pm_gen *e, pm_opid op) {
+  const pm_val x = pm_in(e->g, op, 1);
+  const pm_type *t = pm_typeof(e->g, x);
+  const int64_t combine = *pm_attr(e->g, op, PM_ATTR_COMBINE);
+  const long long bytes = pm_type_size(t) * pm_dtypes[t->dtype].bytes;
+  barrier b;
+  pm_view v;
+  PM_TRY(barrier_of(e, op, pm_in(e->g, op, 2), &b));
+  if (pm_view_of(e->g, pm_in(e->g, op, 0), true, &v, e->err)) {
+    pm_err_op(e->err, e->g, op);
+    return e->err->code;
+  }
+  pm_note(e, op, "async_store_smem");
+  const char *value = pm_at(e, x, "0"), *to = pm_unique(e, "barrier");
+  pm_begin(e, "{");
+  const char *peer = pm_view_peer(e, &v);
+  pm_line(e, "const u32 %s = %s + %s;", to, b.address, peer);
+  pm_line(e, "if (%s) barrier_arrive_tx_cluster(%s, %lld);", pm_first_lane(e), to, bytes);
+  e->async.barrier = to;
+  e->async.combine = combine ? pm_async_combine(e, combine, t->dtype) : NULL;
+  e->async.narrow = false;
+  if (pm_is_array(e, x)) {
+    pm_store_array(e, pm_value_layout(e->g, x), &v, e->slot[x].text);
+  } else {
+    pm_store_splat(e, &v, value);
+  }
+  e->async.barrier = e->async.combine = NULL;
+  pm_end(e);
+  if (!e->async.narrow) return PM_OK;
+  return pm_gen_fail(e, op, PM_E_NOT_IMPLEMENTED,
+                     "async_store_smem: lanes would store less than 32 bits at once; give the "
+                     "array a layout with neighbours in one lane, or use a wider dtype");
 }
 
 /* ---- order ------------------------------------------------------------------------------- */
@@ -585,7 +708,9 @@ pm_code pm_cuda_SET_MAX_REGISTERS(pm_gen *e, pm_opid op) {
 
 static void note_waited(pm_graph *g, pm_opid op, void *ctx) {
   bool *waited = ctx;
-  if (pm_get(g, op)->code == PM_OP_WAIT) waited[pm_view_base(g, pm_in(g, op, 0))] = true;
+  const int code = pm_get(g, op)->code;
+  if (code != PM_OP_WAIT && code != PM_OP_BARRIER_TEST) return;
+  waited[pm_view_base(g, pm_in(g, op, 0))] = true;
 }
 
 /* A warp flips its own copies of phase bits. Behind the region all lanes get the flips of all

@@ -244,3 +244,7 @@ const char *pm_family_atomic(pm_gen *e, int64_t kind, pm_dtype d, const char *sp
   pm_put(&t, "}\n");
   return add_own(e, name, t.at);
 }
+
+const char *pm_family(pm_gen *e, const char *name, const char *text) {
+  return find(e, name) ? name : add_own(e, name, text);
+}

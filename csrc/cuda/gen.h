@@ -53,16 +53,23 @@ typedef struct pm_gen {
   bool *lane_barrier; /* per value: barriers that may be waited for there */
   bool *made;         /* lane.c's own, as uses_inside */
   uint32_t *uses_inside;
+  bool *sent;     /* per value: barriers that other blocks' stores complete */
   bool *released; /* per value: cluster barriers with an arrival that releases memory */
   bool *fresh;    /* per value: accumulators without contents, the next product overwrites them */
   PM_VEC(pm_head_var) head_vars;
-  uint32_t n_counters; /* of NEXT_TILE and TAKE_TILE */
-  bool asks;           /* there is a NEXT_TILE */
-  uint32_t n_turns;    /* threads that take turns, 0: none do */
+  uint32_t n_counters;      /* words: of NEXT_TILE and TAKE_TILE, then semaphores of the launch */
+  uint32_t first_semaphore; /* among them */
+  bool asks;                /* there is a NEXT_TILE or such a semaphore */
+  uint32_t n_turns;         /* threads that take turns, 0: none do */
   struct family {
     const char *name, *text;
   } * families;
   uint32_t n_families, cap_families;
+  pm_text inlines;                 /* functions of the user's */
+  struct {                         /* while an ASYNC_STORE is printed */
+    const char *barrier, *combine; /* in the other block, NULL: a usual store; its function */
+    bool narrow;                   /* it would need stores of less than 32 bits */
+  } async;
   bool *param_used;
 } pm_gen;
 
@@ -241,6 +248,15 @@ void pm_atomic_array(pm_gen *e, const pm_layout *l, const pm_view *v, const char
 /* the widest vector that one row of digits allows; raises the alignment of a GMEM parameter */
 void pm_need_alignment(pm_gen *e, const pm_view *v, int64_t bytes);
 
+/* ---- copies that combine (emit_combine.c) ------------------------------------------------ */
+
+/* Names of the functions: (&map, smem, coordinates...), (gmem, smem, bytes), (gmem, value). */
+const char *pm_tma_combine(pm_gen *e, int64_t combine, int rank);
+const char *pm_bulk_combine(pm_gen *e, int64_t combine, pm_dtype d);
+const char *pm_async_combine(pm_gen *e, int64_t combine,
+                             pm_dtype d); /* (address, value, barrier) */
+const char *pm_lane_combine(pm_gen *e, int64_t combine, pm_dtype d, const char **type);
+
 /* ---- functions whose operand count varies (family.c) ------------------------------------- */
 
 typedef struct pm_wgmma {
@@ -256,6 +272,7 @@ typedef struct pm_wgmma {
 const char *pm_family_wgmma(pm_gen *e, const pm_wgmma *kind);
 const char *pm_family_mma(pm_gen *e, pm_dtype operands, pm_dtype acc);
 const char *pm_family_atomic(pm_gen *e, int64_t kind, pm_dtype t, const char *space, bool returns);
+const char *pm_family(pm_gen *e, const char *name, const char *text); /* any other: its text */
 const char *pm_family_pin(pm_gen *e, pm_dtype t, int64_t n); /* n registers of 32 bits; F16: u32 */
 
 #endif

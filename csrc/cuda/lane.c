@@ -111,16 +111,22 @@ static bool lane_op(const pm_gen *e, pm_opid op, traits *t) {
   switch (o->code) {
     case PM_OP_COPY_G2S:
     case PM_OP_COPY_S2G:
+    case PM_OP_PREFETCH:
       t->issues = true;
       return *pm_attr(g, op, PM_ATTR_ENGINE) != PM_ENGINE_PLAIN;
     case PM_OP_COMMIT_GROUP: t->issues = true; return true;
+    case PM_OP_BARRIER_TEST:
     case PM_OP_WAIT: t->sticky = true; return e->lane_barrier[pm_view_base(g, pm_in(g, op, 0))];
+    case PM_OP_DELAY:
+    case PM_OP_SIGNAL:
     case PM_OP_ARRIVE: return true;
     case PM_OP_SYNC: t->syncs = true; return true;
     case PM_OP_LOAD: t->sticky = true; return is_scalar(e, o->out);
     case PM_OP_STORE: t->sticky = true; return is_scalar(e, pm_in(g, op, 1));
     case PM_OP_WAIT_S2G:
     case PM_OP_NEXT_TILE:
+    case PM_OP_AWAIT:
+    case PM_OP_READ_SEMAPHORE:
     case PM_OP_PDL_WAIT: t->sticky = true; return true;
     case PM_OP_PDL_LAUNCH:
     case PM_OP_DEBUG_PRINT:
@@ -130,6 +136,8 @@ static bool lane_op(const pm_gen *e, pm_opid op, traits *t) {
       }
       return true;
     case PM_OP_ALLOC_SMEM:
+    case PM_OP_ALLOC_SEMAPHORE:
+    case PM_OP_GLOBAL_SEMAPHORE:
     case PM_OP_ALLOC_BARRIER: return true;
     case PM_OP_SCOPE:
       if (*pm_attr(g, op, PM_ATTR_COLLECTIVE) && g->n_threads > 1) return false;
@@ -272,7 +280,7 @@ static void note_waits(waits *w, pm_blk block);
 static void note_wait(waits *w, pm_opid op) {
   const pm_graph *g = w->e->g;
   const pm_op *o = pm_get(g, op);
-  if (o->code == PM_OP_WAIT) {
+  if (o->code == PM_OP_WAIT || o->code == PM_OP_BARRIER_TEST) {
     const pm_val barrier = pm_view_base(g, pm_in(g, op, 0));
     const uint32_t threads = threads_of(g, op);
     if (w->in_region || w->in_warps) w->inside[barrier] |= threads;

@@ -188,7 +188,9 @@ static void count_uses(pm_gen *e) {
 typedef struct survey {
   pm_gen *e;
   PM_VEC(pm_opid) barriers;
-  bool *keeps_phase; /* by value: barrier allocations with a wait that does not know its phase */
+  PM_VEC(pm_opid) semaphores; /* of the block */
+  uint32_t n_words;           /* semaphores of the launch */
+  bool *keeps_phase;  /* by value: barrier allocations with a wait that does not know its phase */
   bool meets_cluster; /* a block uses the memory of another one of its cluster */
 } survey;
 
@@ -214,6 +216,16 @@ static void look(pm_graph *g, pm_opid op, void *ctx) {
     if (pm_cluster_size(g, axes, n) > 1) s->meets_cluster = true;
   } else if (code == PM_OP_CLUSTER_REF) {
     s->meets_cluster = true;
+  } else if (code == PM_OP_ALLOC_SEMAPHORE) {
+    pm_vec_push(s->e->arena, &s->semaphores, op);
+  } else if (code == PM_OP_GLOBAL_SEMAPHORE) {
+    const int64_t end = *pm_attr(g, op, PM_ATTR_N) + pm_type_size(pm_typeof(g, pm_get(g, op)->out));
+    s->n_words = (uint32_t)pm_max(s->n_words, end);
+    s->e->asks = s->e->program->meets_blocks = true;
+  } else if (code == PM_OP_ASYNC_STORE) {
+    s->e->sent[pm_view_base(g, pm_in(g, op, 2))] = true;
+  } else if (code == PM_OP_BARRIER_TEST) {
+    s->keeps_phase[pm_view_base(g, pm_in(g, op, 0))] = true;
   } else if (code == PM_OP_WAIT) {
     s->keeps_phase[pm_view_base(g, pm_in(g, op, 0))] |= pm_get(g, op)->n_in == 1;
   } else if (code == PM_OP_ARRIVE && !*pm_attr(g, op, PM_ATTR_RELAXED)) {
@@ -231,9 +243,10 @@ static void look(pm_graph *g, pm_opid op, void *ctx) {
   }
 }
 
-/* Counts of all barriers, a word of phase bits for those allocations that need one. */
+/* Counts of all barriers, zeros in semaphores, a word of phase bits for those allocations that need
+ * one. */
 static pm_code print_barriers(pm_gen *e, const survey *s) {
-  if (!s->barriers.n) return PM_OK;
+  if (!s->barriers.n && !s->semaphores.n) return PM_OK;
   for (uint32_t k = 0; k < s->barriers.n; k++) {
     const pm_op *o = pm_get(e->g, s->barriers.at[k]);
     const int64_t n = pm_type_size(pm_typeof(e->g, o->out));
@@ -261,7 +274,13 @@ static pm_code print_barriers(pm_gen *e, const survey *s) {
               (long long)n, at, (long long)count);
     }
   }
-  pm_line(e, "barrier_init_fence();");
+  for (uint32_t k = 0; k < s->semaphores.n; k++) {
+    const pm_opid op = s->semaphores.at[k];
+    const long long n = pm_type_size(pm_typeof(e->g, pm_get(e->g, op)->out));
+    const long long at = *pm_attr(e->g, op, PM_ATTR_OFFSET);
+    pm_line(e, "block_semaphore_init(smem + %lld, %lld);", at, n);
+  }
+  if (s->barriers.n) pm_line(e, "barrier_init_fence();");
   pm_end(e);
   return PM_OK;
 }
@@ -270,23 +289,25 @@ static pm_code print_barriers(pm_gen *e, const survey *s) {
 static pm_code print_counters_done(pm_gen *e) {
   const pm_program *p = e->program;
   const uint64_t callers = (uint64_t)p->grid[0] * p->grid[1] * p->grid[2] * e->g->n_threads;
+  const char *who = PM_ONE_LANE, *done = "counters_done";
   if (!e->n_counters) return PM_OK;
+  if (e->n_counters > e->first_semaphore) who = "if (warp == 0)", done = "counters_done_by_warp";
   if (p->shares_grid) { /* as many as there are */
     const char *threads = e->asks && e->g->n_threads > 1 ? pm_str(e, " * %u", e->g->n_threads) : "";
     const char *all = "gridDim.x * gridDim.y * gridDim.z";
-    if (!e->asks) all = p->cluster[0] > 1 ? pm_str(e, "gridDim.x / %u", p->cluster[0])
-                                          : "gridDim.x";
-    pm_line(e, "%s counters_done(counters, %u, %s%s);", e->asks ? PM_ONE_LANE : pm_taker(e, true),
-            e->n_counters, all, threads);
+    if (!e->asks)
+      all = p->cluster[0] > 1 ? pm_str(e, "gridDim.x / %u", p->cluster[0]) : "gridDim.x";
+    pm_line(e, "%s %s(counters, %u, %s%s);", e->asks ? who : pm_taker(e, true), done, e->n_counters,
+            all, threads);
     return PM_OK;
   }
   if (callers > UINT32_MAX) {
     return pm_fail(e->err, PM_E_NOT_IMPLEMENTED,
-                   "next_tile: %llu threads of all blocks are too many; use a smaller grid and "
-                   "let each block take more tiles",
+                   "next_tile, get_global: %llu threads of all blocks are too many; use a smaller "
+                   "grid and let each block take more tiles",
                    (unsigned long long)callers);
   }
-  pm_line(e, PM_ONE_LANE " counters_done(counters, %u, %uu);", e->n_counters, (unsigned)callers);
+  pm_line(e, "%s %s(counters, %u, %uu);", who, done, e->n_counters, (unsigned)callers);
   return PM_OK;
 }
 
@@ -295,6 +316,8 @@ static pm_code print_body(pm_gen *e) {
   survey s = {.e = e, .keeps_phase = PM_NEW(e->arena, bool, g->values.n)};
   pm_walk((pm_graph *)g, 1, look, &s); /* the visitor changes nothing */
   e->indent = 1;
+  e->first_semaphore = e->n_counters;
+  e->n_counters += s.n_words;
   for (uint32_t k = 0; k < e->program->n_params; k++) {
     const pm_val v = g->blocks.at[1].arg + k;
     pm_bind(e, v, pm_name_of(e, v), PM_FORM_SCALAR);
@@ -303,7 +326,8 @@ static pm_code print_body(pm_gen *e) {
   /* no block signals another one before its barriers are there */
   if (s.meets_cluster) {
     pm_line(e, "cluster_sync();");
-  } else if (s.barriers.n) {
+    if (s.semaphores.n) pm_line(e, "block_sync();"); /* the other one orders barriers alone */
+  } else if (s.barriers.n || s.semaphores.n) {
     pm_line(e, "block_sync();");
   }
   if (e->n_turns) pm_line(e, "if (wg == %u) turn_pass(%u);", e->n_turns - 1, g->n_threads + 1);
@@ -394,8 +418,7 @@ static void print_entry(pm_gen *e, pm_text *out) {
                                      : "  const u32 wg = warp_uniform(threadIdx.x >> 7);\n");
   }
   if (is_used(e, "tid")) pm_put(out, "  const u32 tid = threadIdx.x & 127;\n");
-  if (is_used(e, "warp"))
-    pm_put(out, "  const u32 warp = warp_uniform(threadIdx.x >> 5 & 3);\n");
+  if (is_used(e, "warp")) pm_put(out, "  const u32 warp = warp_uniform(threadIdx.x >> 5 & 3);\n");
   if (is_used(e, "lane")) pm_put(out, "  const u32 lane = threadIdx.x & 31;\n");
   for (uint32_t k = 0; k < e->maps.n; k++) {
     pm_putf(out, "  if (threadIdx.x == 0) tensor_map_prefetch(&%s);\n", e->map_names.at[k]);
@@ -419,6 +442,7 @@ static void print_functions(pm_gen *e, catalogue *c, const pm_text *head) {
   for (uint32_t k = 0; k < e->n_families; k++) {
     print_used(c, e->families[k].text, strlen(e->families[k].text));
   }
+  print_used(c, e->inlines.at, e->inlines.n);
   print_used(c, head->at, head->n);
   if (e->out.n) print_used(c, e->out.at, e->out.n);
   print_families(e, c->out);
@@ -438,6 +462,7 @@ static void assemble(pm_gen *e) {
   } else {
     print_functions(e, &c, &head);
   }
+  pm_put(&text, e->inlines.at);
   pm_putn(&text, head.at, head.n);
   if (e->out.n) pm_putn(&text, e->out.at, e->out.n);
   pm_put(&text, "}\n");
@@ -450,6 +475,8 @@ pm_code pm_generate_cuda(const pm_graph *g, const pm_target *t, const pm_cuda_op
   pm_gen e = {.g = g, .target = t, .options = o, .program = out, .err = err, .arena = g->arena};
   memset(out, 0, sizeof *out);
   pm_text_init(&e.out, g->arena);
+  pm_text_init(&e.inlines, g->arena);
+  pm_put(&e.inlines, "");
   e.slot = PM_NEW(g->arena, pm_slot, g->values.n + 1);
   e.uses = PM_NEW(g->arena, uint32_t, g->values.n + 1);
   e.barred = PM_NEW(g->arena, bool, g->values.n + 1);
@@ -460,6 +487,7 @@ pm_code pm_generate_cuda(const pm_graph *g, const pm_target *t, const pm_cuda_op
   e.made = PM_NEW(g->arena, bool, g->values.n + 1);
   e.uses_inside = PM_NEW(g->arena, uint32_t, g->values.n + 1);
   e.released = PM_NEW(g->arena, bool, g->values.n + 1);
+  e.sent = PM_NEW(g->arena, bool, g->values.n + 1);
   e.fresh = PM_NEW(g->arena, bool, g->values.n + 1);
   e.param_used = PM_NEW(g->arena, bool, g->n_operands + g->n_outputs + 1);
   PM_TRY(set_geometry(&e));

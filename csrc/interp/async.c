@@ -61,6 +61,7 @@ static task *new_task(pm_machine *m, thread *t, const instr *i, task_kind kind) 
   k->next = k->prev = NULL;
   k->read = false;
   k->index = n;
+  t->block->cluster->n_tasks++;
   m->tasks[kind].at[n] = k;
   m->tasks[kind].n = n + 1;
   return k;
@@ -68,6 +69,7 @@ static task *new_task(pm_machine *m, thread *t, const instr *i, task_kind kind) 
 
 /* The caller has taken it out of its thread's list. */
 static void end_task(pm_machine *m, task *k) {
+  k->owner->block->cluster->n_tasks--;
   task *last = m->tasks[k->kind].at[--m->tasks[k->kind].n];
   last->index = k->index;
   m->tasks[k->kind].at[k->index] = last;
@@ -99,22 +101,23 @@ void pm_vm_free_tasks(pm_machine *m) {
 
 /* ---- collective copies -------------------------------------------------------------------- */
 
-static uint32_t bit_of(const pm_machine *m, const block *b) { return 1u << (b - m->blocks); }
+static uint32_t bit_of(const block *b) { return 1u << (b - b->cluster->blocks); }
 
 static uint32_t group_of(const pm_machine *m, const block *b, uint32_t axes) {
   uint32_t set = 0;
-  for (const block *u = m->blocks; u < m->blocks + m->n_blocks; u++) {
-    if (pm_vm_same_but(m, b, u, axes)) set |= bit_of(m, u);
+  for (const block *u = b->cluster->blocks; u < b->cluster->blocks + m->n_blocks; u++) {
+    if (pm_vm_same_but(m, b, u, axes)) set |= bit_of(u);
   }
   return set;
 }
 
-static const char *blocks_text(const pm_machine *m, uint32_t set, char *buf, size_t n) {
+static const char *blocks_text(const pm_machine *m, const cluster *c, uint32_t set, char *buf,
+                               size_t n) {
   char one[64];
   size_t at = 0;
   buf[0] = 0;
-  for (const block *b = m->blocks; b < m->blocks + m->n_blocks && at < n; b++) {
-    if (!(set & bit_of(m, b))) continue;
+  for (const block *b = c->blocks; b < c->blocks + m->n_blocks && at < n; b++) {
+    if (!(set & bit_of(b))) continue;
     at += (size_t)snprintf(buf + at, n - at, "%sblock %s", at ? ", " : "",
                            pm_vm_block(m, b, one, sizeof one));
   }
@@ -141,7 +144,7 @@ static step match_copy(pm_machine *m, thread *t, const shared_copy *x) {
   for (uint32_t k = 0; k < m->open_copies.n; k++) {
     shared_copy *c = &m->open_copies.at[k];
     if (c->i != x->i || c->thread != x->thread || c->ordinal != x->ordinal ||
-        c->group != x->group) {
+        c->group != x->group || c->cluster != x->cluster) {
       continue;
     }
     const char *what = difference(c, x);
@@ -150,7 +153,7 @@ static step match_copy(pm_machine *m, thread *t, const shared_copy *x) {
                         "copy_gmem_to_smem with collective_axes: %s differs between this block and "
                         "%s. All blocks that differ only along the collective axes must issue the "
                         "same copies in the same order",
-                        what, blocks_text(m, c->seen, others, sizeof others));
+                        what, blocks_text(m, c->cluster, c->seen, others, sizeof others));
     }
     c->seen |= x->seen;
     if (c->seen == c->group) *c = m->open_copies.at[--m->open_copies.n];
@@ -173,11 +176,12 @@ size_t pm_vm_missing_parts(const pm_machine *m, const barrier *b, char *buf, siz
   buf[0] = 0;
   for (uint32_t k = 0; k < m->open_copies.n && at < n; k++) {
     const shared_copy *c = &m->open_copies.at[k];
-    if (!(c->seen & bit_of(m, b->block)) || b->block->bars + c->barrier != b) continue;
+    if (c->cluster != b->block->cluster || !(c->seen & bit_of(b->block))) continue;
+    if (b->block->bars + c->barrier != b) continue;
     at += (size_t)snprintf(buf + at, n - at,
                            "; the collective copy%s lacks the part of %s, which has not issued it",
                            pm_vm_place(m, c->i->op, place, sizeof place),
-                           blocks_text(m, c->group & ~c->seen, others, sizeof others));
+                           blocks_text(m, c->cluster, c->group & ~c->seen, others, sizeof others));
   }
   return pm_min(at, n);
 }
@@ -195,7 +199,8 @@ static step locate_copy_in(pm_machine *m, thread *t, const instr *i, spot *gmem,
 /* This block's part of a collective copy, to every block of the group. */
 static step issue_parts(pm_machine *m, thread *t, const instr *i, barrier *b, bool off) {
   block *own = t->block;
-  shared_copy x = {.i = i, .thread = t->index, .seen = bit_of(m, own), .off = off};
+  shared_copy x = {.i = i, .thread = t->index, .seen = bit_of(own), .off = off};
+  x.cluster = own->cluster;
   x.ordinal = own->n_parts[i->to * m->n_threads + t->index]++;
   x.group = group_of(m, own, i->n);
   x.barrier = (uint32_t)(b - own->bars);
@@ -204,8 +209,9 @@ static step issue_parts(pm_machine *m, thread *t, const instr *i, barrier *b, bo
   uint32_t part = (uint32_t)__builtin_popcount(x.group & (x.seen - 1));
   if (parts > 1 && match_copy(m, t, &x) == STEP_FAIL) return STEP_FAIL;
   if (pm_vm_arrive(m, t, i->op, b, off ? 0 : (int32_t)parts) == STEP_FAIL) return STEP_FAIL;
-  for (block *u = m->blocks; u < m->blocks + m->n_blocks && !off; u++) {
-    if (!(x.group & bit_of(m, u))) continue;
+  block *first = own->cluster->blocks;
+  for (block *u = first; u < first + m->n_blocks && !off; u++) {
+    if (!(x.group & bit_of(u))) continue;
     task *k = new_task(m, t, i, TASK_LOAD);
     if (!k) return STEP_FAIL;
     k->barrier = u->bars + x.barrier;
@@ -240,8 +246,51 @@ static step exec_copy_in(pm_machine *m, thread *t, const instr *i) {
   return locate_copy_in(m, t, i, &k->gmem, &k->smem) == STEP_FAIL ? STEP_FAIL : STEP_PAUSE;
 }
 
+/* To SMEM of another block, whose barrier waits for it. The data are those of now. */
+static step exec_async_store(pm_machine *m, thread *t, const instr *i) {
+  spot s;
+  pm_vm_locate(m, t, i->mem, &s);
+  if (!s.inside) return pm_vm_outside(m, t, i->op, &s, "async_store_smem");
+  const barrier *own = pm_vm_barrier(m, t, i, i->mem2);
+  if (!own) return STEP_FAIL;
+  block *to = t->block->cluster->blocks;
+  while (to->smem + i->mem->base != s.base) to++;
+  barrier *b = to->bars + (own - t->block->bars);
+  if (pm_vm_arrive(m, t, i->op, b, 1) == STEP_FAIL) return STEP_FAIL;
+  task *k = new_task(m, t, i, TASK_LOAD);
+  const size_t bytes = (size_t)i->n * i->mem->bytes;
+  if (!k || !want_buffer(k, 2 * bytes)) return k ? no_memory(m, k) : STEP_FAIL;
+  memcpy(k->buffer, slot_of(t, i->a), bytes);
+  k->barrier = b;
+  k->smem = s;
+  k->gmem.mem = NULL;
+  return STEP_PAUSE;
+}
+
+static step run_async_store(pm_machine *m, task *k) {
+  const access *mem = k->smem.mem;
+  const size_t bytes = (size_t)mem->n * mem->bytes;
+  char *data = k->buffer;
+  if (k->i->to) {
+    pm_dtype as;
+    const int kind = pm_combine_atomic(k->i->to, mem->dtype, &as);
+    data += bytes;
+    pm_vm_gather(&k->smem, data);
+    for (size_t at = 0; at < bytes; at += mem->bytes) {
+      pm_vm_combine(mem->dtype, kind, data + at, k->buffer + at, NULL);
+    }
+  }
+  pm_vm_scatter(&k->smem, data);
+  thread *t = k->owner;
+  const pm_opid op = k->i->op;
+  barrier *b = k->barrier;
+  end_task(m, k);
+  return pm_vm_transfer_done(m, t, op, b);
+}
+
 static step run_copy_in(pm_machine *m, task *k) {
   const access *to = k->smem.mem;
+  if (!k->gmem.mem) return run_async_store(m, k);
   bool whole = k->to - k->from == to->n;
   if (k->gmem.inside && to->contiguous && whole) {
     pm_vm_gather(&k->gmem, k->smem.at);
@@ -282,18 +331,47 @@ static step exec_copy_out(pm_machine *m, thread *t, const instr *i) {
   return STEP_PAUSE;
 }
 
+/* What was there, combined with what the copy brings. `old` holds the latter where it is outside.
+ */
+static char *combined(const task *k, size_t bytes) {
+  char *old = k->buffer + bytes;
+  const access *mem = k->gmem.mem;
+  pm_dtype as;
+  const int kind = pm_combine_atomic(k->i->to, mem->dtype, &as);
+  memcpy(old, k->buffer, bytes);
+  if (k->gmem.inside) {
+    pm_vm_gather(&k->gmem, old);
+  } else {
+    pm_vm_gather_inside(&k->gmem, false, old);
+  }
+  for (size_t at = 0; at < bytes; at += mem->bytes) {
+    uint32_t x, y;
+    if (kind >= 0) {
+      pm_vm_combine(as, kind, old + at, k->buffer + at, NULL);
+      continue;
+    }
+    memcpy(&x, old + at, 4);
+    memcpy(&y, k->buffer + at, 4);
+    x = k->i->to == PM_COMBINE_INC ? (x >= y ? 0 : x + 1) : (!x || x > y ? y : x - 1);
+    memcpy(old + at, &x, 4);
+  }
+  return old;
+}
+
 static step run_copy_out(pm_machine *m, task *k) {
   const access *from = k->smem.mem;
+  const size_t bytes = (size_t)from->n * from->bytes;
   if (!k->read) {
-    if (!want_buffer(k, (size_t)from->n * from->bytes)) return no_memory(m, k);
+    if (!want_buffer(k, k->i->to ? 2 * bytes : bytes)) return no_memory(m, k);
     pm_vm_gather(&k->smem, k->buffer);
     k->read = true;
     return STEP_NEXT;
   }
+  const char *data = k->i->to ? combined(k, bytes) : k->buffer;
   if (k->gmem.inside) {
-    pm_vm_scatter(&k->gmem, k->buffer);
+    pm_vm_scatter(&k->gmem, data);
   } else {
-    pm_vm_scatter_inside(&k->gmem, k->buffer);
+    pm_vm_scatter_inside(&k->gmem, data);
   }
   if (k->next) k->next->prev = k->prev;
   *(k->prev ? &k->prev->next : &k->owner->stores) = k->next;
@@ -382,6 +460,7 @@ static step exec_acc_store(pm_machine *m, thread *t, const instr *i) {
 }
 
 step pm_vm_run_task(pm_machine *m, task *k) {
+  pm_vm_progress(m);
   if (k->kind == TASK_LOAD) return run_copy_in(m, k);
   if (k->kind == TASK_STORE) return run_copy_out(m, k);
   run_mma(m, k->owner);
@@ -389,7 +468,9 @@ step pm_vm_run_task(pm_machine *m, task *k) {
 }
 
 const handler pm_vm_COPY_G2S = {pm_vm_encode_copy_in, exec_copy_in, {0}};
-const handler pm_vm_COPY_S2G = {pm_vm_encode_plain, exec_copy_out, {0}};
+const handler pm_vm_COPY_S2G = {pm_vm_encode_copy_out, exec_copy_out, {0}};
+const handler pm_vm_ASYNC_STORE = {pm_vm_encode_copy_out, exec_async_store, {0}};
+const handler pm_vm_PREFETCH = {pm_vm_encode_nothing, NULL, {0}};
 const handler pm_vm_COMMIT_GROUP = {pm_vm_encode_plain, exec_commit_group, {0}};
 const handler pm_vm_WAIT_S2G = {pm_vm_encode_plain, exec_wait_copies_out, {0}};
 const handler pm_vm_COMMIT_SMEM = {pm_vm_encode_plain, exec_commit_smem, {0}};

@@ -57,7 +57,7 @@ struct compiler {
   struct open_scope {
     struct open_scope *outer;
     scope *scope;
-    uint32_t smem_cap, bar_cap;
+    uint32_t smem_cap, bar_cap, sem_cap;
     uint32_t first_acc;
     bool has_memory;
   } * open, *whole;
@@ -221,6 +221,7 @@ static const char *ref_name(compiler *c, const pm_view *view) {
   if (name) return pm_strdup(&c->m->arena, g->strings.at[name], strlen(g->strings.at[name]));
   if (view->param < 0) {
     uint8_t kind = pm_typeof(g, view->base)->kind;
+    if (kind == PM_SEMAPHORE) return "semaphore";
     return kind == PM_BARRIER ? "barrier" : view->space == PM_REGS ? "accumulator" : "smem";
   }
   uint32_t k = (uint32_t)view->param;
@@ -319,6 +320,13 @@ static const access *make_access(compiler *c, pm_opid op, pm_val ref) {
 
 void pm_vm_encode_nothing(compiler *c, pm_opid op, const handler *h) { (void)c, (void)op, (void)h; }
 
+void pm_vm_encode_inline(compiler *c, pm_opid op, const handler *h) {
+  (void)h;
+  fail(c, op, PM_E_NOT_IMPLEMENTED,
+       "inline_cuda: CUDA source cannot run on the interpreter; call the kernel with arrays of a "
+       "GPU, or write this part in the language");
+}
+
 void pm_vm_encode_alias(compiler *c, pm_opid op, const handler *h) {
   (void)h;
   pm_val in = pm_in(c->g, op, 0), out = pm_get(c->g, op)->out;
@@ -416,7 +424,8 @@ void pm_vm_encode_plain(compiler *c, pm_opid op, const handler *h) {
     i.out = pm_typeof(g, o->out)->dtype;
     i.n = (uint32_t)pm_type_size(pm_typeof(g, o->out));
   }
-  static const uint8_t flag_attrs[] = {PM_ATTR_OOB, PM_ATTR_COMMIT, PM_ATTR_READ_ONLY};
+  static const uint8_t flag_attrs[] = {PM_ATTR_OOB, PM_ATTR_COMMIT, PM_ATTR_READ_ONLY,
+                                       PM_ATTR_DECREMENT};
   for (uint32_t k = 0; k < PM_COUNT(flag_attrs); k++) {
     if (pm_has_attr(g, op, flag_attrs[k])) i.flags = (uint8_t)*pm_attr(g, op, flag_attrs[k]);
   }
@@ -461,6 +470,13 @@ void pm_vm_encode_copy_in(compiler *c, pm_opid op, const handler *h) {
   i->n = 0;
   for (uint32_t k = 0; k < n; k++) i->n |= 1u << axes[k];
   if (n) i->to = c->m->n_shared_copies++;
+}
+
+/* to: how it combines with what is there */
+void pm_vm_encode_copy_out(compiler *c, pm_opid op, const handler *h) {
+  pm_vm_encode_plain(c, op, h);
+  if (c->status) return;
+  c->code.at[c->code.n - 1].to = (uint32_t)*pm_attr(c->g, op, PM_ATTR_COMBINE);
 }
 
 /* BROADCAST, SLICE and TRANSPOSE: a strided walk over the operand. */
@@ -623,6 +639,7 @@ void pm_vm_encode_print(compiler *c, pm_opid op, const handler *h) {
 
 /* What other blocks reach lies behind all else, as a block that runs ahead fills it. */
 enum { SHARED_SMEM = 256 << 10 };
+enum { MOST_BLOCKS = 1024 }; /* that run at once */
 
 /* What other blocks reach has contents and phases before this block enters its scope, and after. */
 static struct open_scope *scope_for(compiler *c, pm_val v) {
@@ -644,6 +661,7 @@ static void note_shared(pm_graph *g, pm_opid op, void *ctx) {
       c->shared[pm_view_base(g, pm_in(g, op, 1))] |= n > 0;
       c->shared[pm_view_base(g, pm_in(g, op, 2))] |= n > 0;
       break;
+    case PM_OP_ASYNC_STORE: c->shared[pm_view_base(g, pm_in(g, op, 2))] = true; break;
     case PM_OP_HAND_TILE:
       c->shared[pm_view_base(g, pm_in(g, op, 1))] |= c->m->n_blocks > 1;
       c->shared[pm_view_base(g, pm_in(g, op, 2))] |= c->m->n_blocks > 1;
@@ -732,10 +750,32 @@ static void alloc_barrier(compiler *c, pm_opid op, pm_val v, const pm_type *t) {
   s->bars[s->n_bars++] = c->bars.n - 1;
 }
 
+static void alloc_semaphore(compiler *c, pm_val v, const pm_type *t) {
+  struct open_scope *o = c->open;
+  scope *s = o->scope;
+  const uint32_t name = pm_value_of(c->g, v)->name, n = (uint32_t)pm_type_size(t);
+  const char *text = name ? c->g->strings.at[name] : "semaphore";
+  o->has_memory = true;
+  if (s->n_sems == o->sem_cap) {
+    s->sems =
+        pm_vec_grow(&c->m->arena, s->sems, s->n_sems, &o->sem_cap, sizeof *s->sems, s->n_sems + 1);
+  }
+  c->alloc[v] = c->m->n_block_semaphores;
+  s->sems[s->n_sems++] = (struct semaphore_alloc){pm_strdup(&c->m->arena, text, strlen(text)),
+                                                  c->m->n_block_semaphores, n};
+  c->m->n_block_semaphores += n;
+}
+
 void pm_vm_encode_alloc(compiler *c, pm_opid op, const handler *h) {
   const pm_op *o = pm_get(c->g, op);
   const pm_type *t = pm_typeof(c->g, o->out);
-  if (o->code == PM_OP_ALLOC_SMEM) {
+  if (o->code == PM_OP_ALLOC_SEMAPHORE) {
+    alloc_semaphore(c, o->out, t);
+  } else if (o->code == PM_OP_GLOBAL_SEMAPHORE) {
+    const int64_t first = *pm_attr(c->g, op, PM_ATTR_N), end = first + pm_type_size(t);
+    c->alloc[o->out] = (uint32_t)first;
+    c->m->n_semaphores = (uint32_t)pm_max(c->m->n_semaphores, end);
+  } else if (o->code == PM_OP_ALLOC_SMEM) {
     alloc_smem(c, o->out, t);
   } else if (o->code == PM_OP_ALLOC_BARRIER) {
     alloc_barrier(c, op, o->out, t);
@@ -1107,6 +1147,10 @@ static pm_code compile(void *ctx, pm_err *err) {
   m->bars = c->bars.at;
   m->n_bars = c->bars.n;
   m->n_barriers = c->n_barriers;
+  m->n_clusters = 1; /* else as many as may wait for each other */
+  if (m->n_semaphores) {
+    m->n_clusters = (uint32_t)pm_min(m->grid_size, pm_max(1, MOST_BLOCKS / m->n_blocks));
+  }
   return PM_OK;
 }
 

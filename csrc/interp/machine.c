@@ -1,7 +1,9 @@
 /* The virtual machine: scheduler, scopes, barriers, control, printing.
  *
  * Clusters run one after the other in row-major order of the grid; all blocks of a cluster at once.
- * Of a kernel that hands out its grid only a few run, so that they have something to take.
+ * Where blocks may wait for others of the launch (semaphores), many clusters run at once, as many
+ * as a GPU may have room for. Of a kernel that hands out its grid only a few run, so that they have
+ * something to take.
  * What blocks reach in each other - cluster barriers, the destinations and barriers of collective
  * copies, refs made into cluster_refs - is set up before any of them runs and checked when all have
  * ended; the rest when a block enters and leaves its scope.
@@ -21,6 +23,7 @@
 
 enum { THREAD_WEIGHT = 256, LATE = 1, EVEN = 64, EARLY = 16384, SLICE = 64 };
 enum { REPORT_NS = 3000000 };
+enum { MANY_POLLS = 1 << 18, SOME_POLLS = 1 << 8 }; /* tests in vain: of all, of each */
 enum { MOST_SHARING = 4 }; /* clusters of a kernel that hands out its grid */
 
 uint64_t pm_vm_random(pm_machine *m) { /* splitmix64 */
@@ -73,7 +76,7 @@ static const char *agent_text(const pm_machine *m, const thread *t, char *buf, s
   buf[0] = 0;
   if (m->n_grid) {
     at += snprintf(buf, n, "grid point ");
-    at += put_tuple(buf + at, n - (size_t)at, m->point, m->n_grid);
+    at += put_tuple(buf + at, n - (size_t)at, t->block->cluster->point, m->n_grid);
   }
   if (m->n_cluster) {
     at += snprintf(buf + at, n - (size_t)at, "%sblock ", at ? ", " : "");
@@ -121,13 +124,15 @@ static const char *barrier_text(const pm_machine *m, const thread *t, const barr
 
 /* ---- ready threads ------------------------------------------------------------------------ */
 
+static step deadlock(pm_machine *m);
+
 static void make_ready(pm_machine *m, thread *t) {
   t->state = THREAD_READY;
   t->ready = m->n_ready;
   m->ready[m->n_ready++] = t;
 }
 
-static step block_on(pm_machine *m, thread *t, thread_state why) {
+step pm_vm_block_on(pm_machine *m, thread *t, thread_state why) {
   t->state = why;
   m->ready[t->ready] = m->ready[--m->n_ready];
   m->ready[t->ready]->ready = t->ready;
@@ -139,11 +144,12 @@ enum { WARPS = 4 };
 static uint32_t n_seers(const pm_machine *m) {
   return m->n_threads * (m->has_warps ? 1 + WARPS : 1);
 }
-static uint32_t n_agents(const pm_machine *m) { return m->n_blocks * n_seers(m); }
+static uint32_t all_blocks(const pm_machine *m) { return m->n_clusters * m->n_blocks; }
+static uint32_t n_agents(const pm_machine *m) { return all_blocks(m) * n_seers(m); }
 
 /* All threads come first, then all warps, in their order. */
 static thread *warps_of(const pm_machine *m, const thread *t) {
-  const size_t n = (size_t)m->n_blocks * m->n_threads;
+  const size_t n = (size_t)all_blocks(m) * m->n_threads;
   return m->threads + n + (size_t)(t - m->threads) * WARPS;
 }
 
@@ -160,6 +166,29 @@ static void wake(pm_machine *m, block *b, thread_state why, const barrier *waits
   if (m->has_warps) wake_some(m, warps_of(m, t), m->n_threads * WARPS, why, waits_for);
 }
 
+void pm_vm_wake_at(pm_machine *m, const uint32_t *semaphore) {
+  for (thread *t = m->threads; t < m->threads + n_agents(m); t++) {
+    if (t->state == THREAD_AT_SEMAPHORE && t->waits_at == semaphore) make_ready(m, t);
+  }
+}
+
+/* Threads that wait by looking again are never blocked. Where all of those that are ready do
+ * nothing else for very long, and nothing is in flight, it is a deadlock. */
+step pm_vm_poll(pm_machine *m, thread *t) {
+  if (t->epoch != m->epoch) t->polled = 0;
+  t->epoch = m->epoch;
+  t->polled++;
+  if (++m->polls < MANY_POLLS || m->polls % MANY_POLLS) return STEP_PAUSE;
+  for (uint32_t k = 0; k < m->n_ready; k++) {
+    const thread *r = m->ready[k];
+    if (r->epoch != m->epoch || r->polled < SOME_POLLS) return STEP_PAUSE;
+  }
+  for (int k = 0; k < TASK_KINDS; k++) {
+    if (m->tasks[k].n) return STEP_PAUSE;
+  }
+  return deadlock(m);
+}
+
 /* Phases that thread k of the barrier's block observed: by any of its warps, while they run. */
 static int64_t seen_by(const pm_machine *m, const barrier *b, uint32_t k) {
   const thread *t = &m->threads[(size_t)(b->block - m->blocks) * m->n_threads + k];
@@ -174,6 +203,7 @@ static int64_t seen_by(const pm_machine *m, const barrier *b, uint32_t k) {
 
 static step complete(pm_machine *m, thread *t, pm_opid op, barrier *b) {
   char name[768], place[600];
+  pm_vm_progress(m);
   if (b->arrivals < b->info->arrivals || b->pending) return STEP_NEXT;
   b->arrivals = 0;
   b->phase++;
@@ -257,7 +287,8 @@ static step exec_arrive(pm_machine *m, thread *t, const instr *i) {
     return pm_vm_arrive(m, t, i->op, b, 0) == STEP_FAIL ? STEP_FAIL : STEP_PAUSE;
   }
   int64_t at = b - b->block->bars;
-  for (block *u = m->blocks; u < m->blocks + m->n_blocks; u++) {
+  block *first = t->block->cluster->blocks;
+  for (block *u = first; u < first + m->n_blocks; u++) {
     if (!signals(m, b->info, t->block, u)) continue;
     if (pm_vm_arrive(m, t, i->op, u->bars + at, 0) == STEP_FAIL) return STEP_FAIL;
   }
@@ -273,17 +304,17 @@ static step exec_hand_tile(pm_machine *m, thread *t, const instr *i) {
   pm_vm_locate(m, t, i->mem, &s);
   if (!s.inside) return pm_vm_outside(m, t, i->op, &s, "hand_tile");
   const int64_t at = s.at - t->block->smem, bar = b - b->block->bars;
-  for (block *u = m->blocks; t->block == m->blocks && u < m->blocks + m->n_blocks; u++) {
+  block *first = t->block->cluster->blocks;
+  for (block *u = first; t->block == first && u < first + m->n_blocks; u++) {
     memcpy(u->smem + at, slot_of(t, i->a), sizeof(int32_t));
     if (pm_vm_transfer_done(m, t, i->op, u->bars + bar) == STEP_FAIL) return STEP_FAIL;
   }
   return pm_vm_arrive(m, t, i->op, b, 1) == STEP_FAIL ? STEP_FAIL : STEP_PAUSE;
 }
 
-static step exec_wait(pm_machine *m, thread *t, const instr *i) {
+/* What is wrong with a wait of the thread for its next phase, if anything. */
+static step check_wait(pm_machine *m, thread *t, const instr *i, barrier *b) {
   char name[768], place[600];
-  barrier *b = pm_vm_barrier(m, t, i, i->mem);
-  if (!b) return STEP_FAIL;
   int64_t *seen = &b->seen[t->seer];
   if (*seen < 0 && b->phase > 1) {
     return pm_vm_fail(
@@ -295,6 +326,34 @@ static step exec_wait(pm_machine *m, thread *t, const instr *i) {
         pm_vm_place(m, b->last_completion, place, sizeof place));
   }
   if (*seen < 0) *seen = 0;
+  if (*seen + 1 < b->phase) {
+    return pm_vm_fail(m, t, i->op, PM_E_VALUE,
+                      "this thread waits for phase %" PRId64 " of barrier %s, but %" PRId64
+                      " phases "
+                      "are complete already, the last one%s. A phase may complete only after all "
+                      "waiters observed the one before",
+                      *seen + 1, barrier_text(m, t, b, name, sizeof name), b->phase,
+                      pm_vm_place(m, b->last_completion, place, sizeof place));
+  }
+  return STEP_NEXT;
+}
+
+static step exec_test(pm_machine *m, thread *t, const instr *i) {
+  barrier *b = pm_vm_barrier(m, t, i, i->mem);
+  if (!b || check_wait(m, t, i, b) == STEP_FAIL) return STEP_FAIL;
+  int64_t *seen = &b->seen[t->seer];
+  const bool done = *seen < b->phase;
+  *(uint8_t *)slot_of(t, i->dst) = done;
+  if (!done) return pm_vm_poll(m, t);
+  ++*seen;
+  return STEP_PAUSE;
+}
+
+static step exec_wait(pm_machine *m, thread *t, const instr *i) {
+  char name[768];
+  barrier *b = pm_vm_barrier(m, t, i, i->mem);
+  if (!b || check_wait(m, t, i, b) == STEP_FAIL) return STEP_FAIL;
+  int64_t *seen = &b->seen[t->seer];
   if (i->n && *(int32_t *)slot_of(t, i->a) != *seen) {
     return pm_vm_fail(m, t, i->op, PM_E_VALUE,
                       "barrier_wait: phase is %" PRId32 ", but this thread waited for %" PRId64
@@ -305,16 +364,7 @@ static step exec_wait(pm_machine *m, thread *t, const instr *i) {
   if (*seen == b->phase) {
     t->waits_for = b;
     t->pc--;
-    return block_on(m, t, THREAD_AT_BARRIER);
-  }
-  if (*seen + 1 < b->phase) {
-    return pm_vm_fail(m, t, i->op, PM_E_VALUE,
-                      "this thread waits for phase %" PRId64 " of barrier %s, but %" PRId64
-                      " phases "
-                      "are complete already, the last one%s. A phase may complete only after all "
-                      "waiters observed the one before",
-                      *seen + 1, barrier_text(m, t, b, name, sizeof name), b->phase,
-                      pm_vm_place(m, b->last_completion, place, sizeof place));
+    return pm_vm_block_on(m, t, THREAD_AT_BARRIER);
   }
   ++*seen;
   return STEP_PAUSE;
@@ -335,7 +385,7 @@ static step exec_take_turn(pm_machine *m, thread *t, const instr *i) {
   if (b->turn_taken && b->turn == t->index) return turn_fail(m, t, i, "has its turn already");
   if (b->turn_taken || b->turn != t->index) {
     t->pc--;
-    return block_on(m, t, THREAD_AT_TURN);
+    return pm_vm_block_on(m, t, THREAD_AT_TURN);
   }
   b->turn_taken = true;
   return STEP_PAUSE;
@@ -366,6 +416,9 @@ static void init_scope(pm_machine *m, block *b, const scope *s) {
       for (uint32_t j = 0; j < n_seers(m); j++) seen[j] = -1;
     }
   }
+  for (uint32_t k = 0; k < s->n_sems; k++) {
+    memset(b->semaphores + s->sems[k].first, 0, s->sems[k].count * sizeof *b->semaphores);
+  }
   b->n_left[s->index] = 0;
 }
 
@@ -373,6 +426,7 @@ static void init_scope(pm_machine *m, block *b, const scope *s) {
  * cluster, else the others. */
 static step check_scope(pm_machine *m, thread *t, pm_opid op, const scope *s, bool shared) {
   char name[768], place[600];
+  if (!shared && pm_vm_check_semaphores(m, t, op, s) == STEP_FAIL) return STEP_FAIL;
   for (uint32_t k = 0; k < s->n_bars; k++) {
     const barrier_info *info = &m->bars[s->bars[k]];
     if (info->shared != shared) continue;
@@ -407,7 +461,7 @@ static step exec_enter(pm_machine *m, thread *t, const instr *i) {
   block *b = t->block;
   const scope *s = i->scope;
   if (!s->collective || m->n_threads == 1) {
-    if (s->n_smem || s->n_bars) init_scope(m, b, s);
+    if (s->n_smem || s->n_bars || s->n_sems) init_scope(m, b, s);
     return STEP_NEXT;
   }
   if (b->n_entering && b->entering != s) {
@@ -418,7 +472,7 @@ static step exec_enter(pm_machine *m, thread *t, const instr *i) {
         "order");
   }
   b->entering = s;
-  if (++b->n_entering < m->n_threads) return block_on(m, t, THREAD_AT_SCOPE);
+  if (++b->n_entering < m->n_threads) return pm_vm_block_on(m, t, THREAD_AT_SCOPE);
   b->n_entering = 0;
   init_scope(m, b, s);
   wake(m, b, THREAD_AT_SCOPE, NULL);
@@ -440,8 +494,10 @@ step pm_vm_end(pm_machine *m, thread *t, const instr *i) {
                       "wait_smem_to_gmem(0) after the last copy to GMEM");
   }
   t->block->n_done++;
+  t->block->cluster->n_live--;
   m->n_live--;
-  block_on(m, t, THREAD_DONE);
+  pm_vm_progress(m);
+  pm_vm_block_on(m, t, THREAD_DONE);
   if (t->block->n_done < m->n_threads) return STEP_PAUSE;
   if (t->block->turn || t->block->turn_taken) {
     return pm_vm_fail(
@@ -467,12 +523,13 @@ static step exec_warp_map(pm_machine *m, thread *t, const instr *i) {
       int64_t *seen = t->block->bars[k].seen;
       seen[w->seer] = seen[t->seer];
     }
+    t->block->cluster->n_live++;
     m->n_live++;
     make_ready(m, w);
   }
   t->n_warps = WARPS;
   t->pc = i->to;
-  return block_on(m, t, THREAD_AT_WARPS);
+  return pm_vm_block_on(m, t, THREAD_AT_WARPS);
 }
 
 /* The thread goes on behind its last warp; it has seen what any of them saw. */
@@ -488,8 +545,9 @@ step pm_vm_warp_end(pm_machine *m, thread *t, const instr *i) {
     int64_t *seen = t->block->bars[k].seen;
     seen[of->seer] = pm_max(seen[of->seer], seen[t->seer]);
   }
+  t->block->cluster->n_live--;
   m->n_live--;
-  block_on(m, t, THREAD_DONE);
+  pm_vm_block_on(m, t, THREAD_DONE);
   if (!--of->n_warps) make_ready(m, of);
   return STEP_PAUSE;
 }
@@ -619,6 +677,7 @@ const handler pm_vm_SWITCH = {pm_vm_encode_switch, exec_switch, {0}};
 const handler pm_vm_YIELD = {pm_vm_encode_nothing, NULL, {0}};
 const handler pm_vm_ARRIVE = {pm_vm_encode_plain, exec_arrive, {0}};
 const handler pm_vm_WAIT = {pm_vm_encode_plain, exec_wait, {0}};
+const handler pm_vm_BARRIER_TEST = {pm_vm_encode_plain, exec_test, {0}};
 const handler pm_vm_HAND_TILE = {pm_vm_encode_plain, exec_hand_tile, {0}};
 const handler pm_vm_TAKE_TURN = {pm_vm_encode_plain, exec_take_turn, {0}};
 const handler pm_vm_PASS_TURN = {pm_vm_encode_plain, exec_pass_turn, {0}};
@@ -636,9 +695,9 @@ static step deadlock(pm_machine *m) {
   char text[sizeof err->text];
   at += (size_t)snprintf(text, room, "deadlock: no thread of the kernel '%s' can go on", m->name);
   for (thread *t = m->threads; t < m->threads + n_agents(m); t++) {
-    if (t->state == THREAD_READY || t->state == THREAD_DONE || t->state == THREAD_AT_WARPS)
-      continue;
-    const instr *i = &m->code[t->state == THREAD_AT_SCOPE ? t->pc - 1 : t->pc];
+    if (t->state == THREAD_DONE || t->state == THREAD_AT_WARPS) continue;
+    const bool behind = t->state == THREAD_AT_SCOPE || t->state == THREAD_READY;
+    const instr *i = &m->code[behind && t->pc ? t->pc - 1 : t->pc];
     blocked++;
     if (at + 3072 > room) continue;
     listed++;
@@ -658,6 +717,17 @@ static step deadlock(pm_machine *m) {
       at += (size_t)snprintf(text + at, room - at,
                              "\n  %s: in_turn%s waits; it is the turn of thread %u", agent, place,
                              t->block->turn);
+      continue;
+    }
+    if (t->state == THREAD_READY) {
+      at +=
+          (size_t)snprintf(text + at, room - at,
+                           "\n  %s: looks again and again%s for what nobody changes", agent, place);
+      continue;
+    }
+    if (t->state == THREAD_AT_SEMAPHORE) {
+      at += (size_t)snprintf(text + at, room - at, "\n  %s: semaphore_wait%s", agent, place);
+      at += pm_vm_semaphore_text(m, t, i, text + at, room - at);
       continue;
     }
     const barrier *b = t->waits_for;
@@ -695,6 +765,7 @@ static step report(pm_machine *m) {
 
 static step run_thread(pm_machine *m, thread *t) {
   uint32_t budget = m->n_live > 1 ? 1 + below(m, SLICE) : SLICE;
+  m->last = t->block->cluster;
   step s;
   do {
     const instr *i = &m->code[t->pc++];
@@ -716,43 +787,50 @@ static step choose(pm_machine *m) {
   if (m->n_ready == 1 && !tasks) return run_thread(m, m->ready[0]);
   uint64_t x = below(m, total);
   for (int k = 0; k < TASK_KINDS; k++) {
-    if (x < weight[k]) return pm_vm_run_task(m, m->tasks[k].at[below(m, m->tasks[k].n)]);
+    if (x < weight[k]) {
+      task *chosen = m->tasks[k].at[below(m, m->tasks[k].n)];
+      m->last = chosen->owner->block->cluster;
+      return pm_vm_run_task(m, chosen);
+    }
     x -= weight[k];
   }
   return run_thread(m, m->ready[x / THREAD_WEIGHT]);
 }
 
-static step check_cluster(pm_machine *m) {
-  for (uint32_t k = 0; k < m->n_blocks; k++) {
-    thread *t = &m->threads[k * m->n_threads];
+static step check_cluster(pm_machine *m, const cluster *c) {
+  for (block *b = c->blocks; b < c->blocks + m->n_blocks; b++) {
+    thread *t = &m->threads[(size_t)(b - m->blocks) * m->n_threads];
     if (check_scope(m, t, 0, m->scopes[0], true) == STEP_FAIL) return STEP_FAIL;
   }
   return STEP_NEXT;
 }
 
-static step run_cluster(pm_machine *m) {
-  for (block *b = m->blocks; b < m->blocks + m->n_blocks; b++) {
+/* The next point of the grid, if one is left. */
+static void begin_cluster(pm_machine *m, cluster *c) {
+  int64_t rest = m->points_begun;
+  if (m->points_begun == m->points) return;
+  c->number = m->points_begun++;
+  for (uint32_t d = m->n_grid; d-- > 0; rest /= m->grid[d]) c->point[d] = rest % m->grid[d];
+  for (block *b = c->blocks; b < c->blocks + m->n_blocks; b++) {
     b->n_entering = b->n_done = b->turn = 0;
     b->turn_taken = false;
     memset(b->n_parts, 0, m->n_shared_copies * m->n_threads * sizeof *b->n_parts);
     init_scope(m, b, m->scopes[0]);
   }
-  m->open_copies.n = 0;
-  uint32_t n = m->n_blocks * m->n_threads;
-  m->n_live = n;
-  m->n_ready = 0;
-  for (thread *t = m->threads + n; t < m->threads + n_agents(m); t++) t->state = THREAD_DONE;
-  for (thread *t = m->threads; t < m->threads + n; t++) {
+  for (uint32_t k = m->open_copies.n; k-- > 0;) {
+    if (m->open_copies.at[k].cluster == c) {
+      m->open_copies.at[k] = m->open_copies.at[--m->open_copies.n];
+    }
+  }
+  const uint32_t n = m->n_blocks * m->n_threads;
+  thread *first = m->threads + (size_t)(c->blocks - m->blocks) * m->n_threads;
+  c->n_live = n;
+  m->n_live += n;
+  for (thread *t = first; t < first + n; t++) {
     t->pc = 0;
     t->groups = t->groups_read = 0;
     t->last_group = -1;
     make_ready(m, t);
-  }
-  for (;;) {
-    bool pending = m->tasks[TASK_LOAD].n || m->tasks[TASK_STORE].n || m->tasks[TASK_MMA].n;
-    if (!m->n_live && !pending) return check_cluster(m);
-    if (choose(m) == STEP_FAIL) return STEP_FAIL;
-    if (m->options.progress && !(++m->ticks & 3) && report(m) == STEP_FAIL) return STEP_FAIL;
   }
 }
 
@@ -766,10 +844,18 @@ static void set_weights(pm_machine *m) {
 static step run_grid(pm_machine *m) {
   m->points = m->grid_size;
   if (m->shares_grid) m->points = 1 + below(m, (uint64_t)pm_min(m->grid_size, MOST_SHARING));
-  for (m->points_done = 0; m->points_done < m->points; m->points_done++) {
-    int64_t rest = m->points_done;
-    for (uint32_t d = m->n_grid; d-- > 0; rest /= m->grid[d]) m->point[d] = rest % m->grid[d];
-    if (run_cluster(m) == STEP_FAIL) return STEP_FAIL;
+  m->points_begun = m->points_done = 0;
+  m->n_live = m->n_ready = m->open_copies.n = 0;
+  pm_vm_progress(m);
+  for (thread *t = m->threads; t < m->threads + n_agents(m); t++) t->state = THREAD_DONE;
+  for (uint32_t k = 0; k < m->n_clusters; k++) begin_cluster(m, &m->clusters[k]);
+  while (m->points_done < m->points) {
+    if (choose(m) == STEP_FAIL) return STEP_FAIL;
+    if (m->options.progress && !(++m->ticks & 3) && report(m) == STEP_FAIL) return STEP_FAIL;
+    if (m->last->n_live || m->last->n_tasks) continue;
+    if (check_cluster(m, m->last) == STEP_FAIL) return STEP_FAIL;
+    m->points_done++;
+    begin_cluster(m, m->last);
   }
   return STEP_NEXT;
 }
@@ -784,15 +870,18 @@ static void *zeroed(size_t bytes) {
 
 static void free_run(pm_machine *m) {
   for (uint32_t k = 0; m->threads && k < n_agents(m); k++) pm_free(m->threads[k].frame);
-  for (uint32_t k = 0; m->blocks && k < m->n_blocks; k++) {
+  for (uint32_t k = 0; m->blocks && k < all_blocks(m); k++) {
     if (m->blocks[k].bars) pm_free(m->blocks[k].bars[0].seen);
     pm_free(m->blocks[k].bars);
     pm_free(m->blocks[k].smem);
+    pm_free(m->blocks[k].semaphores);
     pm_free(m->blocks[k].n_left);
     pm_free(m->blocks[k].n_parts);
   }
   pm_free(m->threads);
   pm_free(m->blocks);
+  pm_free(m->clusters);
+  pm_free(m->semaphores);
   pm_free(m->ready);
   pm_free(m->pack);
   pm_free(m->open_copies.at);
@@ -803,6 +892,7 @@ static void free_run(pm_machine *m) {
 
 static bool allocate_block(pm_machine *m, block *b) {
   b->smem = zeroed(m->smem_bytes);
+  b->semaphores = zeroed(m->n_block_semaphores * sizeof *b->semaphores);
   b->n_left = zeroed(m->n_scopes * sizeof *b->n_left);
   b->n_parts = zeroed(m->n_shared_copies * m->n_threads * sizeof *b->n_parts);
   b->bars = zeroed((m->n_barriers + 1) * sizeof *b->bars);
@@ -812,16 +902,20 @@ static bool allocate_block(pm_machine *m, block *b) {
     return false;
   }
   for (uint32_t k = 0; k <= m->n_barriers; k++) b->bars[k].seen = seen + k * n_seers(m);
-  return b->smem && b->n_left && b->n_parts;
+  return b->smem && b->semaphores && b->n_left && b->n_parts;
 }
 
 static bool allocate(pm_machine *m) {
-  const uint32_t n = m->n_blocks * m->n_threads, agents = n_agents(m);
+  const uint32_t n = all_blocks(m) * m->n_threads, agents = n_agents(m);
   m->threads = zeroed(agents * sizeof *m->threads);
-  m->blocks = zeroed(m->n_blocks * sizeof *m->blocks);
+  m->blocks = zeroed(all_blocks(m) * sizeof *m->blocks);
+  m->clusters = zeroed(m->n_clusters * sizeof *m->clusters);
+  m->semaphores = zeroed(m->n_semaphores * sizeof *m->semaphores);
   m->ready = zeroed(agents * sizeof *m->ready);
   m->pack = zeroed(m->pack_bytes);
-  if (!m->threads || !m->blocks || !m->ready || !m->pack) return false;
+  if (!m->threads || !m->blocks || !m->ready || !m->pack || !m->clusters || !m->semaphores) {
+    return false;
+  }
   for (uint32_t k = 0; k < agents; k++) {
     thread *t = &m->threads[k];
     const uint32_t at = k < n ? k : (k - n) / WARPS; /* the thread, of its warps, too */
@@ -836,8 +930,10 @@ static bool allocate(pm_machine *m) {
     if (!t->frame) return false;
     memcpy(t->frame, m->image, m->image_bytes);
   }
-  for (uint32_t k = 0; k < m->n_blocks; k++) {
-    int64_t rest = k;
+  for (uint32_t k = 0; k < all_blocks(m); k++) {
+    int64_t rest = k % m->n_blocks;
+    m->blocks[k].cluster = &m->clusters[k / m->n_blocks];
+    if (!rest) m->blocks[k].cluster->blocks = &m->blocks[k];
     for (uint32_t d = m->n_cluster; d-- > 0; rest /= m->cluster[d]) {
       m->blocks[k].coord[d] = rest % m->cluster[d];
     }
@@ -860,11 +956,14 @@ pm_code pm_interp_run(pm_machine *m, void *const *buffers, const pm_interp_optio
     free_run(m);
     m->threads = NULL;
     m->blocks = NULL;
+    m->clusters = NULL;
+    m->semaphores = NULL;
     m->ready = NULL;
     m->pack = NULL;
     return pm_fail(err, PM_E_MEMORY, "no memory to interpret kernel '%s'", m->name);
   }
   m->allocated = true;
+  memset(m->semaphores, 0, m->n_semaphores * sizeof *m->semaphores);
   set_weights(m);
   if (run_grid(m) != STEP_FAIL) return PM_OK;
   pm_vm_drop_tasks(m);

@@ -93,7 +93,7 @@ static double combined_float(int64_t kind, double x, double y) {
   return (kind == PM_ATOMIC_MIN) == less ? x : y;
 }
 
-static void combine(pm_dtype d, int64_t kind, char *at, const char *value, const char *compare) {
+void pm_vm_combine(pm_dtype d, int64_t kind, char *at, const char *value, const char *compare) {
   const size_t bytes = pm_dtypes[d].bytes;
   pm_scalar x = pm_load_scalar(d, at), y = pm_load_scalar(d, value);
   if (kind == PM_ATOMIC_CAS && memcmp(at, compare, bytes)) return;
@@ -123,7 +123,7 @@ static step exec_atomic(pm_machine *m, thread *t, const instr *i) {
     if (!at) return pm_vm_outside(m, t, i->op, &s, "atomic");
     memcpy(x, at, bytes);
     const char *compare = i->flags == PM_ATOMIC_CAS ? operand(t, &w, i->c, 2, bytes) : NULL;
-    combine(i->mem->dtype, i->flags, at, operand(t, &w, i->a, 0, bytes), compare);
+    pm_vm_combine(i->mem->dtype, i->flags, at, operand(t, &w, i->a, 0, bytes), compare);
   } while (next(&w));
   return STEP_PAUSE;
 }

@@ -318,7 +318,8 @@ static step exec_convert(pm_machine *m, thread *t, const instr *i) {
 /* ---- the rest ----------------------------------------------------------------------------- */
 
 static step exec_axis(pm_machine *m, thread *t, const instr *i) {
-  int64_t v = i->flags == PM_AXIS_GRID      ? m->point[i->to]
+  (void)m;
+  int64_t v = i->flags == PM_AXIS_GRID      ? t->block->cluster->point[i->to]
               : i->flags == PM_AXIS_CLUSTER ? t->block->coord[i->to]
               : i->flags == PM_AXIS_WARP    ? t->warp
                                             : t->index;
@@ -369,13 +370,14 @@ static step exec_nothing(pm_machine *m, thread *t, const instr *i) {
 }
 
 static step exec_first_tile(pm_machine *m, thread *t, const instr *i) {
-  *(int32_t *)slot_of(t, i->dst) = (int32_t)m->points_done;
+  (void)m;
+  *(int32_t *)slot_of(t, i->dst) = (int32_t)t->block->cluster->number;
   return STEP_NEXT;
 }
 
 /* Others than the taker get a number that must not matter. */
 static step exec_take_tile(pm_machine *m, thread *t, const instr *i) {
-  const bool taker = t->index + 1 == m->n_threads && t->block == m->blocks;
+  const bool taker = t->index + 1 == m->n_threads && t->block == t->block->cluster->blocks;
   int64_t number = taker ? m->grid_size : INT32_MIN;
   if (taker && m->shares_grid) number = m->points + m->counters[i->to]++;
   *(int32_t *)slot_of(t, i->dst) = (int32_t)number;
@@ -402,6 +404,7 @@ static const handler pm_vm_UNPACK = {pm_vm_encode_plain, exec_unpack, {0}};
 static const handler pm_vm_PACK = {pm_vm_encode_plain, exec_pack, {0}};
 static const handler pm_vm_LAYOUT_CAST = {pm_vm_encode_alias, NULL, {0}};
 static const handler pm_vm_SET_MAX_REGISTERS = {pm_vm_encode_nothing, NULL, {0}};
+static const handler pm_vm_INLINE = {pm_vm_encode_inline, NULL, {0}};
 static const handler pm_vm_PRINT_LAYOUT = {pm_vm_encode_nothing, NULL, {0}};
 static const handler pm_vm_SYNC = {pm_vm_encode_plain, exec_nothing, {0}};
 static const handler pm_vm_PDL_WAIT = {pm_vm_encode_plain, exec_nothing, {0}};

@@ -122,6 +122,11 @@ typedef struct scope {
     int64_t n;
   } * smem;
   uint32_t *bars; /* numbers of barrier_info */
+  uint32_t n_sems;
+  struct semaphore_alloc {
+    const char *name;
+    uint32_t first, count; /* among those of the block */
+  } * sems;
 } scope;
 
 typedef struct barrier_info {
@@ -171,6 +176,13 @@ typedef struct rows {
 
 typedef struct block block;
 
+/* A cluster that runs, or may. */
+typedef struct cluster {
+  block *blocks;
+  int64_t point[PM_MAX_RANK], number; /* of the grid; among the clusters of the launch */
+  uint32_t n_live, n_tasks;           /* agents that have not ended; pending tasks of theirs */
+} cluster;
+
 typedef struct barrier {
   const barrier_info *info;
   block *block;
@@ -183,7 +195,9 @@ typedef struct barrier {
 } barrier;
 
 struct block {
+  cluster *cluster;
   char *smem;
+  uint32_t *semaphores;
   barrier *bars;
   int64_t coord[3];
   uint32_t n_entering, n_done;
@@ -197,6 +211,7 @@ struct block {
 /* A collective copy that some blocks have issued their part of, and others not yet. */
 typedef struct shared_copy {
   const instr *i;
+  const cluster *cluster;
   uint32_t thread, ordinal; /* the how manyth of this instruction by this thread */
   uint32_t group, seen;     /* sets of blocks */
   bool off;                 /* its predicate is false */
@@ -209,6 +224,7 @@ typedef enum thread_state {
   THREAD_AT_BARRIER,
   THREAD_AT_SCOPE,
   THREAD_AT_TURN,
+  THREAD_AT_SEMAPHORE,
   THREAD_AT_WARPS, /* its warps run a WARP_MAP, each as an agent of its own */
   THREAD_DONE
 } thread_state;
@@ -224,6 +240,9 @@ struct thread {
   thread_state state;
   block *block;
   barrier *waits_for;
+  const uint32_t *waits_at; /* a semaphore */
+  uint64_t polled;          /* tests in vain since the epoch */
+  uint64_t epoch;
   task *mma_first, *mma_last; /* pending, oldest first */
   uint32_t n_mma;
   task *stores;        /* pending, any order */
@@ -261,6 +280,8 @@ struct pm_machine {
   const char *name;
   int64_t grid[PM_MAX_RANK], cluster[3];
   uint32_t n_grid, n_cluster, n_threads, n_blocks; /* blocks of a cluster */
+  uint32_t n_clusters;                             /* that run at once */
+  uint32_t n_semaphores, n_block_semaphores;       /* of the launch, of a block */
   bool shares_grid, has_warps;
   instr *code;
   place *places; /* per op */
@@ -276,7 +297,10 @@ struct pm_machine {
   /* of the run */
   bool allocated;
   thread *threads;
+  cluster *clusters, *last; /* last: that of whom ran last */
   block *blocks;
+  uint32_t *semaphores;
+  uint64_t epoch, polls; /* polls: tests in vain in this epoch, in which nothing else happened */
   char *pack;
   thread **ready;
   uint32_t n_ready, n_live;
@@ -290,7 +314,7 @@ struct pm_machine {
     uint32_t n, cap;
   } open_copies;
   uint64_t random;
-  int64_t point[PM_MAX_RANK], points_done, points; /* points: clusters launched */
+  int64_t points_begun, points_done, points; /* points: clusters launched */
   int64_t grid_size;
   uint32_t ticks;
   int64_t next_report;               /* nanoseconds */
@@ -314,6 +338,16 @@ step pm_vm_transfer_done(pm_machine *m, thread *t, pm_opid op, barrier *b);
 barrier *pm_vm_barrier(pm_machine *m, thread *t, const instr *i,
                        const access *mem); /* NULL: failed */
 uint64_t pm_vm_random(pm_machine *m);
+step pm_vm_block_on(pm_machine *m, thread *t, thread_state why);
+/* Threads that wait for this semaphore look at it again. */
+void pm_vm_wake_at(pm_machine *m, const uint32_t *semaphore);
+/* The thread found what it looks for to be false, and may look again and again. */
+step pm_vm_poll(pm_machine *m, thread *t);
+/* Something happened that another thread may look for. */
+static inline void pm_vm_progress(pm_machine *m) {
+  m->epoch++;
+  m->polls = 0;
+}
 /* "(0, 1)", the coordinates of a block in its cluster */
 const char *pm_vm_block(const pm_machine *m, const block *b, char *buf, size_t n);
 /* Do the blocks differ along these axes only (bit k: axis k)? */
@@ -350,6 +384,14 @@ void pm_vm_drain_mma(pm_machine *m, thread *t, uint32_t n);
 void pm_vm_drop_tasks(pm_machine *m); /* after a failure */
 void pm_vm_free_tasks(pm_machine *m);
 
+/* masked.c: *at becomes what a PM_ATOMIC makes of it and of value; compare: of CAS, else NULL */
+void pm_vm_combine(pm_dtype d, int64_t kind, char *at, const char *value, const char *compare);
+
+/* semaphores.c */
+step pm_vm_check_semaphores(pm_machine *m, thread *t, pm_opid op, const scope *s);
+/* For a thread that waits at a semaphore: how far it is. */
+size_t pm_vm_semaphore_text(pm_machine *m, thread *t, const instr *i, char *buf, size_t n);
+
 /* moves.c */
 step pm_vm_strided(pm_machine *m, thread *t, const instr *i); /* a walk over a slot */
 
@@ -378,9 +420,11 @@ void pm_vm_encode_pointwise(compiler *c, pm_opid op, const handler *h);
 void pm_vm_encode_plain(compiler *c, pm_opid op,
                         const handler *h); /* a, b, c, dst; memory operands */
 void pm_vm_encode_masked(compiler *c, pm_opid op, const handler *h);
+void pm_vm_encode_copy_out(compiler *c, pm_opid op, const handler *h);
 void pm_vm_encode_copy_in(compiler *c, pm_opid op, const handler *h);
 void pm_vm_encode_alias(compiler *c, pm_opid op, const handler *h); /* the result is the operand */
 void pm_vm_encode_nothing(compiler *c, pm_opid op, const handler *h);
+void pm_vm_encode_inline(compiler *c, pm_opid op, const handler *h); /* fails */
 void pm_vm_encode_const(compiler *c, pm_opid op, const handler *h);
 void pm_vm_encode_iota(compiler *c, pm_opid op, const handler *h);
 void pm_vm_encode_axis(compiler *c, pm_opid op, const handler *h);
@@ -402,12 +446,15 @@ void pm_vm_encode_switch(compiler *c, pm_opid op, const handler *h);
 /* Handlers of the ops that are not tile ops, each beside its functions. */
 extern const handler pm_vm_SCOPE, pm_vm_WARP_MAP, pm_vm_FOR, pm_vm_WHILE, pm_vm_IF, pm_vm_SWITCH,
     pm_vm_YIELD, pm_vm_ARRIVE, pm_vm_WAIT, pm_vm_HAND_TILE, pm_vm_TAKE_TURN, pm_vm_PASS_TURN,
-    pm_vm_DEBUG_PRINT, pm_vm_DEBUG_CHECK;                                 /* machine.c */
+    pm_vm_DEBUG_PRINT, pm_vm_DEBUG_CHECK; /* machine.c */
+extern const handler pm_vm_BARRIER_TEST;
+extern const handler pm_vm_ALLOC_SEMAPHORE, pm_vm_GLOBAL_SEMAPHORE, pm_vm_SIGNAL, pm_vm_AWAIT,
+    pm_vm_READ_SEMAPHORE, pm_vm_DELAY;                                    /* semaphores.c */
 extern const handler pm_vm_MASKED_LOAD, pm_vm_MASKED_STORE, pm_vm_ATOMIC; /* masked.c */
 extern const handler pm_vm_LOAD, pm_vm_STORE, pm_vm_ALLOC_SMEM, pm_vm_ALLOC_BARRIER,
     pm_vm_ALLOC_ACC, pm_vm_INDEX, pm_vm_TRANSPOSE_REF, pm_vm_RESHAPE_REF, pm_vm_BITCAST_REF,
     pm_vm_CLUSTER_REF; /* memory.c */
-extern const handler pm_vm_COPY_G2S, pm_vm_COPY_S2G, pm_vm_COMMIT_GROUP, pm_vm_WAIT_S2G,
+extern const handler pm_vm_COPY_G2S, pm_vm_COPY_S2G, pm_vm_ASYNC_STORE, pm_vm_PREFETCH, pm_vm_COMMIT_GROUP, pm_vm_WAIT_S2G,
     pm_vm_COMMIT_SMEM, pm_vm_WGMMA, pm_vm_WGMMA_WAIT, pm_vm_ACC_LOAD, pm_vm_ACC_STORE; /* async.c */
 extern const handler pm_vm_TRANSPOSE, pm_vm_CONCAT, pm_vm_GATHER, pm_vm_SCATTER,
     pm_vm_SCAN;                 /* moves.c */

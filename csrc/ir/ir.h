@@ -19,9 +19,10 @@
 #include "../base/dtype.h"
 
 #define PM_MAX_RANK 8
-#define PM_DYNAMIC INT64_MIN /* in STARTS: the next operand gives the start */
-#define PM_DROPPED (-1)      /* in SIZES: an int index, the dimension goes */
-#define PM_MAX_COUNTERS 32   /* numbers that NEXT_TILE may have */
+#define PM_DYNAMIC INT64_MIN        /* in STARTS: the next operand gives the start */
+#define PM_DROPPED (-1)             /* in SIZES: an int index, the dimension goes */
+#define PM_MAX_COUNTERS 32          /* numbers that NEXT_TILE may have */
+#define PM_MAX_SEMAPHORES (1 << 20) /* of a launch, or of a block */
 
 typedef uint32_t pm_val, pm_opid, pm_blk, pm_layid;
 
@@ -93,7 +94,8 @@ int pm_op_find(const char *text, size_t n); /* 0: no such op */
 
 /* ---- the graph ---------------------------------------------------------------------------- */
 
-typedef enum pm_kind { PM_NO_TYPE, PM_ARRAY, PM_REF, PM_BARRIER } pm_kind;
+/* A semaphore in GMEM is one of the launch, in SMEM one of the block. */
+typedef enum pm_kind { PM_NO_TYPE, PM_ARRAY, PM_REF, PM_BARRIER, PM_SEMAPHORE } pm_kind;
 typedef enum pm_space { PM_REGS, PM_GMEM, PM_SMEM } pm_space; /* REGS: an accumulator, if a ref */
 
 typedef struct pm_type {
@@ -168,6 +170,7 @@ static inline pm_type pm_scalar_type(pm_dtype d) {
 bool pm_type_equal(const pm_type *a, const pm_type *b);
 int64_t pm_type_size(const pm_type *t); /* elements */
 const char *pm_type_text(pm_arena *a, const pm_type *t);
+const char *pm_element_text(const pm_type *t); /* "int32", "barrier" */
 
 /* Append an argument to a block that has no op yet (kernel operands and outputs: block 1). */
 pm_val pm_add_arg(pm_graph *g, pm_blk block, const pm_type *type);
@@ -246,6 +249,10 @@ int64_t *pm_attr(const pm_graph *g, pm_opid op, pm_attr_id id);
 bool pm_has_attr(const pm_graph *g, pm_opid op, pm_attr_id id);
 const int64_t *pm_attr_list(const pm_graph *g, pm_opid op, pm_attr_id id, uint32_t *n);
 void pm_set_list(pm_graph *g, pm_opid op, pm_attr_id id, const int64_t *list, uint32_t n);
+
+/* What a copy with reduction_op does to elements of dtype d: a PM_ATOMIC on elements of *as, which
+ * are as wide. -1 for INC and DEC, which are on uint32. */
+int pm_combine_atomic(int64_t combine, pm_dtype d, pm_dtype *as);
 
 /* Arrivals that complete a phase of an ALLOC_BARRIER: those it was allocated with, from each of the
  * blocks that signal it (those whose coordinates differ in at most one of its groups of axes). */

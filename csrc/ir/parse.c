@@ -318,6 +318,10 @@ static pm_code read_type(parser *p, pm_type *t) {
   }
   if (t->kind == PM_ARRAY && is_text(word, "barrier")) {
     t->kind = PM_BARRIER;
+    t->space = PM_SMEM;
+  } else if (t->kind == PM_REF && is_text(word, "semaphore")) {
+    t->kind = PM_SEMAPHORE;
+    t->dtype = PM_I32;
   } else {
     int dtype = word.n < 16 ? pm_dtype_find(pm_strdup(p->g->arena, word.at, word.n)) : -1;
     if (dtype < 0) FAIL(p, word.n ? word.at : from, "expected a type");

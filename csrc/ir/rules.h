@@ -15,6 +15,7 @@ typedef enum pm_attr_form {
   PM_FORM_ENUM_ATOMIC,
   PM_FORM_ENUM_OOB,
   PM_FORM_ENUM_ENGINE,
+  PM_FORM_ENUM_COMBINE,
 } pm_attr_form;
 extern const uint8_t pm_attr_forms[PM_ATTR_COUNT];
 

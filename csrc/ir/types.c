@@ -17,7 +17,8 @@ enum { MAX_ARRAY = 1 << 24, MAX_BARRIERS = 32, MAX_ARRIVALS = (1 << 20) - 1 };
 bool pm_type_equal(const pm_type *a, const pm_type *b) {
   if (a->kind != b->kind || a->rank != b->rank) return false;
   if (a->kind != PM_BARRIER && a->dtype != b->dtype) return false;
-  if (a->kind == PM_REF && a->space != b->space) return false;
+  const bool placed = a->kind == PM_REF || a->kind == PM_SEMAPHORE;
+  if (placed && a->space != b->space) return false;
   return !memcmp(a->dim, b->dim, sizeof(int64_t) * a->rank);
 }
 
@@ -27,12 +28,17 @@ int64_t pm_type_size(const pm_type *t) {
   return n;
 }
 
+const char *pm_element_text(const pm_type *t) {
+  if (t->kind == PM_BARRIER) return "barrier";
+  return t->kind == PM_SEMAPHORE ? "semaphore" : pm_dtypes[t->dtype].text;
+}
+
 const char *pm_type_text(pm_arena *a, const pm_type *t) {
   static const char *const spaces[] = {"acc ", "gmem ", "smem "};
   pm_text out;
   pm_text_init(&out, a);
-  if (t->kind == PM_REF) pm_put(&out, spaces[t->space]);
-  pm_put(&out, t->kind == PM_BARRIER ? "barrier" : pm_dtypes[t->dtype].text);
+  if (t->kind == PM_REF || t->kind == PM_SEMAPHORE) pm_put(&out, spaces[t->space]);
+  pm_put(&out, pm_element_text(t));
   pm_put(&out, "[");
   for (int k = 0; k < t->rank; k++) pm_putf(&out, "%s%" PRId64, k ? "," : "", t->dim[k]);
   pm_put(&out, "]");
@@ -44,7 +50,7 @@ static bool same_shape(const pm_type *a, const pm_type *b) {
 }
 
 pm_code pm_type_check(const pm_graph *g, const pm_type *t, const char *what, pm_err *err) {
-  if (t->kind < PM_ARRAY || t->kind > PM_BARRIER || t->dtype >= PM_DTYPE_COUNT ||
+  if (t->kind < PM_ARRAY || t->kind > PM_SEMAPHORE || t->dtype >= PM_DTYPE_COUNT ||
       t->space > PM_SMEM || t->rank > PM_MAX_RANK) {
     return pm_fail(err, PM_E_INTERNAL, "%s has a malformed type", what);
   }
@@ -698,6 +704,19 @@ static pm_code check_alloc_acc(const pm_typing *t) {
   return PM_OK;
 }
 
+static pm_code check_semaphores(const pm_typing *t) {
+  const bool global = t->code == PM_OP_GLOBAL_SEMAPHORE;
+  const int64_t first = global ? word(t, PM_ATTR_N) : 0;
+  if (t->given->space != (global ? PM_GMEM : PM_SMEM) || t->given->dtype != PM_I32 || first < 0) {
+    FAIL(INTERNAL, "%s: its type is %s", name(t), show(t, t->given));
+  }
+  if (pm_type_size(t->given) > PM_MAX_SEMAPHORES - pm_min(first, PM_MAX_SEMAPHORES)) {
+    FAIL(VALUE, "SemaphoreType.REGULAR: a kernel has at most %d semaphores, not %" PRId64,
+         PM_MAX_SEMAPHORES, first + pm_type_size(t->given));
+  }
+  return PM_OK;
+}
+
 static pm_code pm_type_given(const pm_typing *t, pm_type *out) {
   static const struct {
     uint8_t code, kind;
@@ -712,6 +731,8 @@ static pm_code pm_type_given(const pm_typing *t, pm_type *out) {
       {PM_OP_ALLOC_SMEM, PM_REF, check_alloc_smem},
       {PM_OP_ALLOC_BARRIER, PM_BARRIER, check_alloc_barrier},
       {PM_OP_ALLOC_ACC, PM_REF, check_alloc_acc},
+      {PM_OP_ALLOC_SEMAPHORE, PM_SEMAPHORE, check_semaphores},
+      {PM_OP_GLOBAL_SEMAPHORE, PM_SEMAPHORE, check_semaphores},
   };
   for (size_t k = 0; k < PM_COUNT(rows); k++) {
     if (rows[k].code != t->code) continue;
@@ -822,6 +843,44 @@ static pm_code single_barrier(const pm_typing *t, uint32_t k) {
        n);
 }
 
+int pm_combine_atomic(int64_t combine, pm_dtype d, pm_dtype *as) {
+  const bool minmax = combine >= PM_COMBINE_UMIN && combine <= PM_COMBINE_SMAX;
+  *as = d == PM_I32 ? PM_U32 : d;
+  if (minmax && combine >= PM_COMBINE_SMIN) *as = PM_I32;
+  switch (combine) {
+    case PM_COMBINE_ADD: return PM_ATOMIC_ADD;
+    case PM_COMBINE_MIN:
+    case PM_COMBINE_UMIN:
+    case PM_COMBINE_SMIN: return PM_ATOMIC_MIN;
+    case PM_COMBINE_MAX:
+    case PM_COMBINE_UMAX:
+    case PM_COMBINE_SMAX: return PM_ATOMIC_MAX;
+    case PM_COMBINE_AND: return PM_ATOMIC_AND;
+    case PM_COMBINE_OR: return PM_ATOMIC_OR;
+    case PM_COMBINE_XOR: return PM_ATOMIC_XOR;
+    default: return -1;
+  }
+}
+
+static pm_code check_combine(const pm_typing *t) {
+  const int64_t combine = word(t, PM_ATTR_COMBINE);
+  const pm_dtype d = type_in(t, 0)->dtype;
+  const bool half = d == PM_F16 || d == PM_BF16, whole = d == PM_I32 || d == PM_U32;
+  const char *fits = "int32 and uint32";
+  bool ok = whole;
+  if (combine == PM_COMBINE_NONE) return PM_OK;
+  if (combine == PM_COMBINE_ADD) {
+    fits = "float16, bfloat16, float32, int32 and uint32";
+    ok = whole || half || d == PM_F32;
+  } else if (combine == PM_COMBINE_MIN || combine == PM_COMBINE_MAX) {
+    fits = "float16 and bfloat16 (of integers: umin, umax, smin, smax)";
+    ok = half;
+  }
+  if (ok) return PM_OK;
+  FAIL(VALUE, "%s: reduction_op '%s' of %s; it is for %s", name(t),
+       pm_enum_text(PM_FAMILY_COMBINE, combine), pm_dtypes[d].text, fits);
+}
+
 static pm_code pm_type_copy(const pm_typing *t, pm_type *out) {
   const pm_type *src = type_in(t, 0), *dst = type_in(t, 1);
   (void)out;
@@ -838,7 +897,7 @@ static pm_code pm_type_copy(const pm_typing *t, pm_type *out) {
     FAIL(INTERNAL, "%s: attribute predicated does not fit the operands", name(t));
   }
   pm_code rc = own_block(t, fixed == 3, fixed == 3 ? "dst" : "src");
-  if (rc || fixed == 2) return rc;
+  if (rc || fixed == 2) return rc ? rc : check_combine(t);
   if ((rc = single_barrier(t, 2)) || (rc = cluster_axes(t, false))) return rc;
   if (is_cluster_barrier(t->g, t->in[2])) {
     FAIL(VALUE, "%s: the barrier is a ClusterBarrier; copies complete on a Barrier", name(t));
@@ -849,6 +908,27 @@ static pm_code pm_type_copy(const pm_typing *t, pm_type *out) {
 static pm_code pm_type_barrier(const pm_typing *t, pm_type *out) {
   (void)out;
   return single_barrier(t, 0);
+}
+
+static pm_code pm_type_barrier_test(const pm_typing *t, pm_type *out) {
+  if (is_cluster_barrier(t->g, t->in[0])) {
+    FAIL(NOT_IMPLEMENTED, "barrier_test: a ClusterBarrier cannot be tested; use barrier_wait");
+  }
+  *out = pm_scalar_type(PM_BOOL);
+  return single_barrier(t, 0);
+}
+
+static pm_code pm_type_semaphore(const pm_typing *t, pm_type *out) {
+  const pm_type *s = type_in(t, 0);
+  (void)out;
+  if (pm_type_size(s) == 1) return PM_OK;
+  FAIL(VALUE, "%s: the semaphore is an array of %" PRId64 " semaphores; index it with .at[i]",
+       name(t), pm_type_size(s));
+}
+
+static pm_code pm_type_semaphore_read(const pm_typing *t, pm_type *out) {
+  *out = pm_scalar_type(PM_I32);
+  return pm_type_semaphore(t, out);
 }
 
 static pm_code pm_type_hand_tile(const pm_typing *t, pm_type *out) {
@@ -864,6 +944,33 @@ static pm_code pm_type_hand_tile(const pm_typing *t, pm_type *out) {
     FAIL(VALUE, "hand_tile: the barrier is a ClusterBarrier; it completes on a Barrier");
   }
   return PM_OK;
+}
+
+static pm_code pm_type_async_store(const pm_typing *t, pm_type *out) {
+  const pm_type *to = type_in(t, 0), *x = type_in(t, 1);
+  const int64_t combine = word(t, PM_ATTR_COMBINE);
+  (void)out;
+  if (!pm_view_cluster(t->g, t->in[0])) FAIL(INTERNAL, "async_store_smem: no cluster_ref");
+  if (x->dtype != to->dtype || !same_shape(x, to)) {
+    FAIL(TYPE, "async_store_smem: src is %s, ref %s; shapes and dtypes must be equal", show(t, x),
+         show(t, to));
+  }
+  if (!x->rank) FAIL(NOT_IMPLEMENTED, "async_store_smem: scalars; store an array");
+  if (pm_dtypes[x->dtype].bits < 8) {
+    FAIL(NOT_IMPLEMENTED, "async_store_smem: %s, whose elements share bytes",
+         pm_dtypes[x->dtype].text);
+  }
+  const bool bits32 = x->dtype == PM_I32 || x->dtype == PM_U32;
+  if (combine && !bits32) {
+    FAIL(NOT_IMPLEMENTED,
+         "async_store_smem: atomic '%s' of %s; add, max, min, and, or, xor of int32 and uint32 are "
+         "available",
+         pm_enum_text(PM_FAMILY_COMBINE, combine), pm_dtypes[x->dtype].text);
+  }
+  if (is_cluster_barrier(t->g, t->in[2])) {
+    FAIL(VALUE, "async_store_smem: the barrier is a ClusterBarrier; a Barrier is needed");
+  }
+  return single_barrier(t, 2);
 }
 
 /* ---- products of the tensor cores ----------------------------------------------------------- */
@@ -1019,6 +1126,26 @@ static pm_code pm_type_print(const pm_typing *t, pm_type *out) {
   return PM_OK;
 }
 
+static pm_code pm_type_inline(const pm_typing *t, pm_type *out) {
+  for (uint32_t k = 0; k < t->n_in; k++) {
+    const pm_type *x = type_in(t, k);
+    if (x->kind == PM_REF && x->space == PM_REGS) {
+      FAIL(VALUE, "inline_cuda: argument %u is an accumulator; read it first: acc[...]", k);
+    }
+    if (x->kind == PM_SEMAPHORE) {
+      FAIL(VALUE, "inline_cuda: argument %u is a semaphore; arrays, refs and barriers are accepted",
+           k);
+    }
+    if (x->kind == PM_BARRIER && pm_type_size(x) != 1) return single_barrier(t, k);
+  }
+  if (t->given && t->given->rank && !word(t, PM_ATTR_LAYOUT)) {
+    FAIL(INTERNAL, "inline_cuda: the layout of its result must be given");
+  }
+  pm_code rc = need_given(t, PM_ARRAY);
+  if (!rc) *out = *t->given;
+  return rc;
+}
+
 /* ---- control ------------------------------------------------------------------------------ */
 
 static pm_code pm_type_control(const pm_typing *t, pm_type *out) {
@@ -1151,6 +1278,7 @@ static bool fits(char letter, const pm_type *t) {
     case 'm': return ref && t->space == PM_SMEM;
     case 'c': return ref && t->space == PM_REGS;
     case 'b': return t->kind == PM_BARRIER;
+    case 'h': return t->kind == PM_SEMAPHORE;
     default: return letter == 'v';
   }
 }
@@ -1166,6 +1294,7 @@ static const char *letter_text(char letter) {
       "ma ref in SMEM",
       "can accumulator ref (ACC)",
       "ba barrier",
+      "ha semaphore",
       "va value",
   };
   for (size_t k = 0; k < PM_COUNT(texts); k++) {
@@ -1182,13 +1311,20 @@ static const char *operand_text(const pm_typing *t, uint32_t k) {
   } rows[] = {
       {PM_OP_COPY_G2S, {"src", "dst", "barrier", "predicate"}},
       {PM_OP_COPY_S2G, {"src", "dst", "predicate"}},
+      {PM_OP_PREFETCH, {"ref"}},
       {PM_OP_WGMMA, {"acc", "a", "b"}},
       {PM_OP_MMA, {"acc", "a", "b"}},
       {PM_OP_ARRIVE, {"barrier"}},
       {PM_OP_WAIT, {"barrier", "phase"}},
+      {PM_OP_BARRIER_TEST, {"barrier"}},
+      {PM_OP_SIGNAL, {"semaphore", "inc"}},
+      {PM_OP_AWAIT, {"semaphore", "value"}},
+      {PM_OP_READ_SEMAPHORE, {"semaphore"}},
+      {PM_OP_DELAY, {"nanos"}},
       {PM_OP_CLUSTER_REF, {"ref", "index"}},
       {PM_OP_LOAD, {"ref"}},
       {PM_OP_STORE, {"ref", "value"}},
+      {PM_OP_ASYNC_STORE, {"ref", "src", "barrier"}},
       {PM_OP_MASKED_LOAD, {"ref", "mask", "other"}},
       {PM_OP_MASKED_STORE, {"ref", "value", "mask"}},
       {PM_OP_ATOMIC, {"ref", "value", "mask", "compare"}},
@@ -1240,6 +1376,7 @@ static bool attr_ok(const pm_graph *g, uint8_t form, int64_t word) {
     case PM_FORM_ENUM_ATOMIC: return word >= 0 && word < PM_ATOMIC_COUNT;
     case PM_FORM_ENUM_OOB: return word >= 0 && word < PM_OOB_COUNT;
     case PM_FORM_ENUM_ENGINE: return word >= 0 && word < PM_ENGINE_COUNT;
+    case PM_FORM_ENUM_COMBINE: return word >= 0 && word < PM_COMBINE_COUNT;
     default: return true;
   }
 }

@@ -231,12 +231,14 @@ static pm_code check_special(checker *c, pm_opid op) {
     case PM_OP_AXIS: return check_axis(c, op);
     case PM_OP_ALLOC_SMEM:
     case PM_OP_ALLOC_BARRIER:
+    case PM_OP_ALLOC_SEMAPHORE:
     case PM_OP_ALLOC_ACC: return check_alloc(c, op);
     case PM_OP_TAKE_TILE: return check_take(c, op);
     case PM_OP_NEXT_TILE: return check_counter(c, op);
     case PM_OP_MASKED_STORE:
     case PM_OP_ATOMIC:
     case PM_OP_STORE: return check_written(c, op, 0);
+    case PM_OP_PREFETCH:
     case PM_OP_COPY_G2S: return check_copy(c, op);
     case PM_OP_COPY_S2G: {
       pm_code rc = check_written(c, op, 1);

@@ -120,7 +120,9 @@ static pm_code resolve_base(const pm_graph *g, pm_val ref, bool physical, pm_vie
       apply_tiling(g, v);
       return PM_OK;
     case PM_OP_ALLOC_ACC:
-    case PM_OP_ALLOC_BARRIER: return PM_OK;
+    case PM_OP_ALLOC_BARRIER:
+    case PM_OP_ALLOC_SEMAPHORE:
+    case PM_OP_GLOBAL_SEMAPHORE: return PM_OK;
     default:
       return pm_fail(err, PM_E_NOT_IMPLEMENTED, "a ref that comes from the op %s is not available",
                      pm_ops[pm_get(g, val->def)->code].text);

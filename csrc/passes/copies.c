@@ -395,6 +395,14 @@ static const char *try_tma(trial *t, pm_copy_plan *p, bool merge, int64_t parts,
   return why ? why : check_inner_start(t, p);
 }
 
+/* Integers are unsigned in a map that combines them, but for the signed least and greatest. */
+static void set_map_dtype(const pm_graph *g, pm_opid op, pm_copy_plan *p) {
+  pm_dtype as;
+  if (pm_get(g, op)->code != PM_OP_COPY_S2G || !*pm_attr(g, op, PM_ATTR_COMBINE)) return;
+  pm_combine_atomic(*pm_attr(g, op, PM_ATTR_COMBINE), p->map.dtype, &as);
+  p->map.dtype = (uint8_t)as;
+}
+
 static const char *plan_tma(const pm_graph *g, pm_copy_plan *p, int64_t parts) {
   trial t = {.g = g, .gmem = &p->gmem, .smem = &p->smem};
   t.bytes = pm_dtypes[p->gmem.dtype].bytes;
@@ -500,7 +508,10 @@ static pm_code plan(const pm_graph *g, pm_opid op, pm_copy_plan *p, pm_err *err)
   }
   if (engine != PM_ENGINE_BULK) {
     p->engine = PM_ENGINE_TMA;
-    if (!(why = plan_tma(g, p, 1)) && (load || !(why = check_store_start(g, p)))) return PM_OK;
+    if (!(why = plan_tma(g, p, 1)) && (load || !(why = check_store_start(g, p)))) {
+      set_map_dtype(g, op, p);
+      return PM_OK;
+    }
   }
   if (engine != PM_ENGINE_AUTO) {
     return pm_fail(err, PM_E_VALUE, "%s: the engine %s cannot do this copy: %s",
@@ -517,10 +528,36 @@ static pm_code plan(const pm_graph *g, pm_opid op, pm_copy_plan *p, pm_err *err)
   return PM_OK;
 }
 
+/* As a copy to dense SMEM, of which nothing but the boxes counts. */
+static pm_code plan_prefetch(const pm_graph *g, pm_opid op, pm_copy_plan *p, pm_err *err) {
+  const int engine = (int)*pm_attr(g, op, PM_ATTR_ENGINE);
+  int64_t n = 1;
+  memset(p, 0, sizeof *p);
+  if (pm_view_of(g, pm_in(g, op, 0), true, &p->gmem, err)) return err->code;
+  p->smem = (pm_view){.space = PM_SMEM,
+                      .dtype = p->gmem.dtype,
+                      .rank = p->gmem.rank,
+                      .param = -1,
+                      .cluster_dim = -1};
+  for (int k = p->gmem.rank - 1; k >= 0; k--) {
+    p->smem.dim[k] = (pm_view_dim){.size = p->gmem.dim[k].size, .inner = n, .step = 1};
+    n *= p->gmem.dim[k].size;
+  }
+  p->bytes = n * pm_dtypes[p->gmem.dtype].bytes;
+  p->share.count = 1;
+  p->engine = PM_ENGINE_BULK;
+  if (engine != PM_ENGINE_PLAIN && !plan_bulk(g, p, false)) return PM_OK;
+  p->engine = PM_ENGINE_TMA;
+  if (engine != PM_ENGINE_PLAIN && !plan_tma(g, p, 1) && !check_store_start(g, p)) return PM_OK;
+  p->engine = PM_ENGINE_PLAIN;
+  return PM_OK;
+}
+
 pm_code pm_plan_copy(const pm_graph *g, pm_opid op, const pm_target *t, pm_copy_plan *out,
                      pm_err *err) {
   (void)t;
-  const pm_code code = plan(g, op, out, err);
+  const bool prefetch = pm_get(g, op)->code == PM_OP_PREFETCH;
+  const pm_code code = prefetch ? plan_prefetch(g, op, out, err) : plan(g, op, out, err);
   if (code) pm_err_op(err, g, op);
   return code;
 }
@@ -540,7 +577,8 @@ static void plan_one(pm_graph *g, pm_opid op, void *ctx) {
   pass *s = ctx;
   pm_copy_plan p;
   const int code = pm_get(g, op)->code;
-  if (s->code || (code != PM_OP_COPY_G2S && code != PM_OP_COPY_S2G)) return;
+  if (s->code) return;
+  if (code != PM_OP_COPY_G2S && code != PM_OP_COPY_S2G && code != PM_OP_PREFETCH) return;
   s->code = pm_plan_copy(g, op, s->target, &p, s->err);
   if (s->code) return;
   *pm_attr(g, op, PM_ATTR_ENGINE) = p.engine;

@@ -959,6 +959,10 @@ static void warn_cast(pass *p, pm_opid op) {
 static void rewrite(pass *p, pm_opid op) {
   pm_graph *g = p->g;
   const pm_op o = *pm_get(g, op);
+  if (o.code == PM_OP_INLINE) { /* its result is where its text puts it */
+    if (varies(p, o.out)) set_result(p, op, given_layout(g, op));
+    return;
+  }
   for (uint32_t k = 0; k <= o.n_in; k++) {
     const pm_layid l = demanded(g, op, k);
     if (l && k < o.n_in) set_operand(p, op, k, l);

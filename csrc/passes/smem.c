@@ -1,6 +1,6 @@
 /* Where everything in shared memory lies.
  *
- *   [remote allocations][others][scratch of reductions and conversions][mbarriers]
+ *   [remote allocations][others][scratch of reductions and conversions][mbarriers, semaphores]
  *
  * Allocations are a stack that follows the nesting of regions: an allocation takes the next
  * multiple of 1024 bytes, the end of a region gives back what was taken in it. So sibling scopes
@@ -10,11 +10,12 @@
  * other blocks of the cluster reach has a stack of its own: a block that runs ahead fills its
  * peers' memory while they may still be in the scope before. The stacks as they were at the deepest
  * point are kept for the message of a kernel that is too large. Scratch is as large as the op that
- * needs most of it, once for each Pallas thread. Barriers are never shared: each allocation has
- * slots of its own, which keep their phase when a scope is entered again. */
+ * needs most of it, once for each Pallas thread. Barriers and
+ * semaphores are never shared: each allocation has slots of its own, which keep their phase or
+ * value when a scope is entered again. */
 #include "passes.h"
 
-enum { SMEM_ALIGN = 1024, SCRATCH_ALIGN = 16, BARRIER_BYTES = 8 };
+enum { SMEM_ALIGN = 1024, SCRATCH_ALIGN = 16, BARRIER_BYTES = 8, SEMAPHORE_BYTES = 4 };
 
 typedef PM_VEC(pm_opid) op_list;
 
@@ -78,20 +79,21 @@ static void enter_union(plan *p, pm_opid alloc) {
 
 static void place_alloc(plan *p, pm_opid op) {
   pm_graph *g = p->g;
-  const bool barrier = pm_get(g, op)->code == PM_OP_ALLOC_BARRIER;
+  const bool memory = pm_get(g, op)->code == PM_OP_ALLOC_SMEM;
   if (g->n_threads > 1 && is_private(g, op)) {
     p->code =
         pm_fail(p->err, PM_E_NOT_IMPLEMENTED,
                 "Only thread-collective allocations of %s are available in a kernel with several "
                 "threads: pass the name of the thread axis as collective_axes to run_scoped",
-                barrier ? "barriers" : "SMEM");
+                memory ? "SMEM" : "barriers and semaphores");
     pm_err_op(p->err, g, op);
     return;
   }
-  if (barrier) {
+  if (!memory) {
+    const bool barrier = pm_get(g, op)->code == PM_OP_ALLOC_BARRIER;
     const int64_t n = pm_type_size(pm_typeof(g, pm_get(g, op)->out));
     *pm_attr(g, op, PM_ATTR_OFFSET) = p->barriers;
-    p->barriers += n * BARRIER_BYTES;
+    p->barriers += barrier ? n * BARRIER_BYTES : pm_round_up(n * SEMAPHORE_BYTES, BARRIER_BYTES);
     return;
   }
   const int r = p->remote[pm_get(g, op)->out];
@@ -118,7 +120,8 @@ static void place_block(plan *p, pm_blk block) {
     if (pm_get(g, op)->code != PM_OP_ALLOC_SMEM) close_union(p);
     switch (pm_get(g, op)->code) {
       case PM_OP_ALLOC_SMEM:
-      case PM_OP_ALLOC_BARRIER: place_alloc(p, op); break;
+      case PM_OP_ALLOC_BARRIER:
+      case PM_OP_ALLOC_SEMAPHORE: place_alloc(p, op); break;
       case PM_OP_LAYOUT_CAST: p->scratch = pm_max(p->scratch, pm_layout_cast_scratch(g, op)); break;
       case PM_OP_RESHAPE:
       case PM_OP_SLICE:
@@ -130,6 +133,7 @@ static void place_block(plan *p, pm_blk block) {
       case PM_OP_ATOMIC:
         if (pm_type_size(pm_typeof(g, pm_get(g, op)->out)) > 1) break;
         /* fall through */
+      case PM_OP_READ_SEMAPHORE:
       case PM_OP_WARP_MAP:
       case PM_OP_SHARE_TILE:
       case PM_OP_NEXT_TILE: p->scratch = pm_max(p->scratch, SCRATCH_ALIGN); break;
@@ -157,7 +161,7 @@ static void find_remote(pm_graph *g, pm_opid op, void *ctx) {
 static void move(pm_graph *g, pm_opid op, void *ctx) {
   const plan *p = ctx;
   const pm_op *o = pm_get(g, op);
-  if (o->code == PM_OP_ALLOC_BARRIER) {
+  if (o->code == PM_OP_ALLOC_BARRIER || o->code == PM_OP_ALLOC_SEMAPHORE) {
     *pm_attr(g, op, PM_ATTR_OFFSET) += g->scratch_offset + g->scratch_bytes;
   } else if (o->code == PM_OP_ALLOC_SMEM && !p->remote[o->out]) {
     *pm_attr(g, op, PM_ATTR_OFFSET) += p->deepest[1];

@@ -19,6 +19,9 @@
  * There is a way without: the barrier counts WARPS, and each warp arrives when its own lanes have
  * come so far. It is taken for barriers of one block that no copy arrives at.
  *
+ * A SIGNAL is made by one lane for all too, and needs the SYNC always. Behind an AWAIT the lanes
+ * meet.
+ *
  * An ARRIVE on a cluster barrier is RELAXED if memory that another block of the cluster can reach
  * is accessed in this kernel by asynchronous engines alone, because a release would cost a lot and
  * orders nothing that matters then. Such memory is SMEM that a collective copy fills or a
@@ -212,6 +215,9 @@ static bool overwrites_dirt(const placer *p, pm_opid copy) {
 static void note_op(pm_graph *g, pm_opid op, void *ctx) {
   const pm_op *o = pm_get(g, op);
   if (reads(o->code) || writes(o->code)) note(ctx, pm_in(g, op, 0));
+  for (uint32_t k = 0; o->code == PM_OP_INLINE && k < o->n_in; k++) {
+    if (pm_typeof(g, pm_in(g, op, k))->kind == PM_REF) note(ctx, pm_in(g, op, k));
+  }
   for (uint32_t k = 1; o->code == PM_OP_WGMMA && k < 3; k++) {
     if (pm_typeof(g, pm_in(g, op, k))->kind == PM_REF) note(ctx, pm_in(g, op, k));
   }
@@ -230,7 +236,9 @@ static void note_arrival(pm_graph *g, pm_opid op, void *ctx) {
 static void note_copied(pm_graph *g, pm_opid op, void *ctx) {
   bool *of = ctx;
   if (pm_get(g, op)->code == PM_OP_WARP_MAP) pm_walk(g, pm_region(g, op, 0), note_arrival, of);
-  if (pm_get(g, op)->code == PM_OP_COPY_G2S) of[base_of(g, pm_in(g, op, 2))] = true;
+  const uint16_t code = pm_get(g, op)->code;
+  const bool copies = code == PM_OP_COPY_G2S || code == PM_OP_ASYNC_STORE;
+  if (copies) of[base_of(g, pm_in(g, op, 2))] = true;
 }
 
 static void note_reach(pm_graph *g, pm_opid op, void *ctx) {
@@ -239,12 +247,20 @@ static void note_reach(pm_graph *g, pm_opid op, void *ctx) {
   uint32_t n;
   if (reads(code)) of[base_of(g, pm_in(g, op, 0))] |= READ | GENERIC;
   if (writes(code)) of[base_of(g, pm_in(g, op, 0))] |= WRITTEN | GENERIC;
+  if (code == PM_OP_ASYNC_STORE) of[base_of(g, pm_in(g, op, 0))] |= WRITTEN;
   if (code == PM_OP_CLUSTER_REF) of[base_of(g, pm_in(g, op, 0))] |= REMOTE;
+  for (uint32_t k = 0; code == PM_OP_INLINE && k < pm_get(g, op)->n_in; k++) {
+    if (pm_typeof(g, pm_in(g, op, k))->kind != PM_REF) continue;
+    of[base_of(g, pm_in(g, op, k))] |= READ | WRITTEN | GENERIC;
+  }
   if (code != PM_OP_COPY_G2S && code != PM_OP_COPY_S2G) return;
   const bool plain = *pm_attr(g, op, PM_ATTR_ENGINE) == PM_ENGINE_PLAIN;
   of[base_of(g, pm_in(g, op, 0))] |= READ | (plain ? GENERIC : 0);
   of[base_of(g, pm_in(g, op, 1))] |= WRITTEN | (plain ? GENERIC : 0);
-  if (code == PM_OP_COPY_S2G) return;
+  if (code == PM_OP_COPY_S2G) {
+    if (*pm_attr(g, op, PM_ATTR_COMBINE)) of[base_of(g, pm_in(g, op, 1))] |= READ;
+    return;
+  }
   pm_attr_list(g, op, PM_ATTR_CLUSTER, &n);
   if (n) of[base_of(g, pm_in(g, op, 1))] |= REMOTE;
 }
@@ -329,6 +345,20 @@ static void visit_memory(placer *p, pm_opid op) {
 
 static void visit_block(placer *p, pm_blk block);
 
+/* Text that may do anything with its refs. */
+static void visit_inline(placer *p, pm_blk block, uint32_t *k) {
+  const pm_graph *g = p->g;
+  const pm_opid op = g->blocks.at[block].ops.at[*k];
+  for (uint32_t i = 0; i < pm_get(g, op)->n_in; i++) {
+    int64_t from, to;
+    const bool ref = pm_typeof(g, pm_in(g, op, i))->kind == PM_REF;
+    if (ref && bytes_of(g, pm_in(g, op, i), &from, &to)) soil(&p->dirty, from, to);
+  }
+  if (!g->no_auto_barriers && p->at != ORDERED) place(p, block, k);
+  p->touched = p->waited = true;
+  if (!g->no_auto_barriers) place_behind(p, block, k);
+}
+
 static void note_regions(placer *p, pm_opid op) {
   for (uint32_t r = 0; r < pm_get(p->g, op)->n_regions; r++) {
     pm_walk(p->g, pm_region(p->g, op, r), note_op, p);
@@ -371,8 +401,8 @@ static void summarise(pm_graph *g, pm_opid op, void *ctx) {
   summary *s = ctx;
   const uint16_t code = pm_get(g, op)->code;
   s->arrives |= code == PM_OP_ARRIVE && !warp_barrier(s->p, op);
-  s->waits |= code == PM_OP_WAIT;
-  s->touches |= writes(code);
+  s->waits |= code == PM_OP_WAIT || code == PM_OP_BARRIER_TEST;
+  s->touches |= writes(code) || code == PM_OP_INLINE;
   s->touches |= reads(code) && !is_constant(s->p, pm_in(g, op, 0));
 }
 
@@ -462,11 +492,18 @@ static void visit_op(placer *p, pm_blk block, uint32_t *k) {
     case PM_OP_WGMMA:
     case PM_OP_WGMMA_WAIT:
     case PM_OP_ACC_LOAD: visit_memory(p, op); break;
+    case PM_OP_INLINE: visit_inline(p, block, k); break;
+    case PM_OP_BARRIER_TEST:
     case PM_OP_WAIT: visit_wait(p); break;
     case PM_OP_ARRIVE: visit_arrive(p, block, k); break;
+    case PM_OP_ASYNC_STORE:
+    case PM_OP_SIGNAL:
+      if (p->touched || p->waited) place(p, block, k);
+      break;
     case PM_OP_COMMIT_SMEM:
     case PM_OP_WAIT_S2G:
     case PM_OP_TAKE_TURN:
+    case PM_OP_AWAIT:
     case PM_OP_SYNC: met(p); break;
     case PM_OP_SCOPE: visit_scope(p, op); break;
     case PM_OP_WARP_MAP: visit_warps(p, block, k); break;

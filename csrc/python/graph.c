@@ -233,13 +233,14 @@ static PyObject *graph_cuda(PyObject *o, PyObject *args, PyObject *kw) {
   clear_err(&err);
   if (pm_protect(cuda_body, &j, &err)) return pmpy_raise(&err);
   const pm_program *p = &j.program;
-  return Py_BuildValue("(N{s:s,s:N,s:N,s:O,s:I,s:I,s:I,s:i,s:N,s:N,s:N})",
+  return Py_BuildValue("(N{s:s,s:N,s:N,s:O,s:O,s:I,s:I,s:I,s:i,s:N,s:N,s:N})",
                        PyUnicode_DecodeUTF8(p->text, (Py_ssize_t)p->size, "replace"), "entry",
                        p->entry, "grid", u32_tuple(p->grid, 3), "cluster", u32_tuple(p->cluster, 3),
-                       "shares_grid", p->shares_grid ? Py_True : Py_False, "block", p->block,
-                       "smem_bytes", p->smem_bytes, "counters", p->n_counters, "arch", p->arch,
-                       "args", list_of(p, p->n_args, arg_info), "maps",
-                       list_of(p, p->n_maps, map_info), "params", params_info(j.g, p));
+                       "shares_grid", p->shares_grid ? Py_True : Py_False, "meets_blocks",
+                       p->meets_blocks ? Py_True : Py_False, "block", p->block, "smem_bytes",
+                       p->smem_bytes, "counters", p->n_counters, "arch", p->arch, "args",
+                       list_of(p, p->n_args, arg_info), "maps", list_of(p, p->n_maps, map_info),
+                       "params", params_info(j.g, p));
 }
 
 /* ---- interpreter --------------------------------------------------------------------------- */

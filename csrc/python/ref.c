@@ -261,6 +261,12 @@ int pmpy_indexed_type(const pmpy_index *index, const pm_type *from, pm_type *to)
   return 0;
 }
 
+/* of what is no ref in memory */
+static const char *kind_text(const pmpy_traced *r) {
+  if (r->type.kind == PM_SEMAPHORE) return "a semaphore";
+  return r->type.kind == PM_BARRIER ? "a barrier" : "an accumulator";
+}
+
 /* ---- views --------------------------------------------------------------------------------- */
 
 static pmpy_trace *begin_ref(const char *what, PyObject *self) {
@@ -276,8 +282,7 @@ static pm_val view_of(pmpy_trace *t, const pmpy_traced *r, PyObject *idx, pm_typ
   *type = r->type;
   if (index.full) return r->val;
   if (index.n_new && (r->type.kind != PM_REF || r->type.space == PM_REGS)) {
-    pmpy_fail(PM_E_VALUE, "index: None is for refs in memory, not for %s",
-              r->type.kind == PM_BARRIER ? "barriers" : "accumulators");
+    pmpy_fail(PM_E_VALUE, "index: None is for refs in memory, not for %s", kind_text(r));
     return 0;
   }
   memcpy(in + 1, index.dyn, sizeof index.dyn);
@@ -303,8 +308,7 @@ static PyObject *at_index(PyObject *self, PyObject *idx) {
 
 static bool is_view_base(const pmpy_traced *r, const char *what) {
   if (r->type.kind == PM_REF && r->type.space != PM_REGS) return true;
-  pmpy_fail(PM_E_VALUE, "%s: %s has no such view", what,
-            r->type.kind == PM_BARRIER ? "a barrier" : "an accumulator");
+  pmpy_fail(PM_E_VALUE, "%s: %s has no such view", what, kind_text(r));
   return false;
 }
 
@@ -350,6 +354,12 @@ static PyObject *ref_reshape(PyObject *self, PyObject *const *args, Py_ssize_t n
 
 static bool can_access(const pmpy_traced *r) {
   if (r->type.kind == PM_REF) return true;
+  if (r->type.kind == PM_SEMAPHORE) {
+    pmpy_fail(PM_E_VALUE,
+              "a semaphore cannot be read or written; use pl.semaphore_read, semaphore_signal and "
+              "semaphore_wait, and .at[i] for one of several");
+    return false;
+  }
   pmpy_fail(PM_E_VALUE,
             "a barrier cannot be read or written; use barrier_arrive and barrier_wait, and .at[i] "
             "for one of several");
@@ -546,8 +556,8 @@ static PyObject *get_shape(PyObject *self, void *c) {
 static PyObject *get_dtype(PyObject *self, void *c) {
   const pm_type *type = &self_of(self)->type;
   (void)c;
-  return type->kind == PM_BARRIER ? PyUnicode_FromString("barrier")
-                                  : pmpy_dtype_object(type->dtype);
+  return type->kind == PM_REF ? pmpy_dtype_object(type->dtype)
+                              : PyUnicode_FromString(pm_element_text(type));
 }
 
 static PyObject *get_ndim(PyObject *self, void *c) {
@@ -566,9 +576,11 @@ static PyObject *get_space(PyObject *self, void *c) {
   const pm_type *type = &self_of(self)->type;
   (void)c;
   PyObject *types = PyImport_ImportModule("pallas_mgpu._types");
-  PyObject *space = types ? PyObject_GetAttrString(
-                                types, spaces[type->kind == PM_BARRIER ? PM_SMEM : type->space])
-                          : NULL;
+  PyObject *space =
+      types ? PyObject_GetAttrString(types, spaces[type->kind == PM_BARRIER     ? PM_SMEM
+                                                   : type->kind == PM_SEMAPHORE ? PM_GMEM
+                                                                                : type->space])
+            : NULL;
   Py_XDECREF(types);
   return space;
 }
@@ -600,7 +612,7 @@ static Py_ssize_t ref_length(PyObject *self) {
 static PyObject *ref_repr(PyObject *self) {
   static const char *const spaces[] = {[PM_REGS] = "regs", [PM_GMEM] = "gmem", [PM_SMEM] = "smem"};
   const pm_type *type = &self_of(self)->type;
-  if (type->kind == PM_BARRIER) return PyUnicode_FromFormat("Ref<%s>", pmpy_type_text(type));
+  if (type->kind != PM_REF) return PyUnicode_FromFormat("Ref<%s>", pmpy_type_text(type));
   return PyUnicode_FromFormat("Ref<%s, %s>", pmpy_type_text(type), spaces[type->space]);
 }
 
@@ -752,8 +764,7 @@ static PyObject *store(PyObject *module, PyObject *const *args, Py_ssize_t n) {
 
 static bool in_memory(const char *what, const pmpy_traced *r) {
   if (r->type.kind == PM_REF && r->type.space != PM_REGS) return true;
-  pmpy_fail(PM_E_VALUE, "%s: a ref in GMEM or SMEM is needed, got %s", what,
-            r->type.kind == PM_BARRIER ? "a barrier" : "an accumulator");
+  pmpy_fail(PM_E_VALUE, "%s: a ref in GMEM or SMEM is needed, got %s", what, kind_text(r));
   return false;
 }
 
@@ -905,6 +916,96 @@ static PyObject *alloc_barrier(PyObject *module, PyObject *args, PyObject *kw) {
   return allocated(t, pmpy_emit(t, PM_OP_ALLOC_BARRIER, NULL, 0, &type, attrs, 2), name);
 }
 
+/* first < 0: of the block, else the place of the first one among those of the launch */
+static PyObject *alloc_semaphore(PyObject *module, PyObject *args, PyObject *kw) {
+  static char *names[] = {"shape", "first", "name", NULL};
+  (void)module;
+  PyObject *shape;
+  long long first;
+  const char *name = NULL;
+  if (!PyArg_ParseTupleAndKeywords(args, kw, "OL|z:alloc_semaphore", names, &shape, &first, &name))
+    return NULL;
+  const bool global = first >= 0;
+  const char *what = "SemaphoreType.REGULAR";
+  pm_type type = {
+      .kind = PM_SEMAPHORE, .dtype = PM_I32, .space = (uint8_t)(global ? PM_GMEM : PM_SMEM)};
+  pmpy_trace *t = global ? pmpy_begin(what, NULL) : begin_alloc(what);
+  if (!t || pmpy_shape(shape, what, &type)) return NULL;
+  pm_attr_arg attr = {.id = PM_ATTR_N, .i = first};
+  return allocated(t,
+                   pmpy_emit(t, global ? PM_OP_GLOBAL_SEMAPHORE : PM_OP_ALLOC_SEMAPHORE, NULL, 0,
+                             &type, &attr, global),
+                   name);
+}
+
+/* For text that must know how a ref lies in SMEM: what the user gave, else this from now on. */
+static PyObject *fix_transforms(PyObject *module, PyObject *const *args, Py_ssize_t n) {
+  (void)module;
+  int64_t tile[PM_MAX_RANK], swizzle;
+  if (n != 3 || !PMPY_IS_REF(args[0])) {
+    return pmpy_fail(PM_E_TYPE, "fix_transforms: expected a ref, a tiling and a swizzle");
+  }
+  pmpy_trace *t = begin_ref("inline_cuda", args[0]);
+  const int n_tile = t ? pmpy_ints(args[1], "tiling", tile, PM_MAX_RANK) : -1;
+  if (n_tile < 0 || pmpy_ints(args[2], "swizzle", &swizzle, 1) != 1) return NULL;
+  pm_graph *g = t->g;
+  const pm_opid alloc = pm_value_of(g, pm_view_base(g, self_of(args[0])->val))->def;
+  const bool smem = alloc && pm_get(g, alloc)->code == PM_OP_ALLOC_SMEM;
+  uint32_t n_given = 0;
+  const int64_t *given = smem ? pm_attr_list(g, alloc, PM_ATTR_TILING, &n_given) : NULL;
+  const int64_t swizzled = smem ? *pm_attr(g, alloc, PM_ATTR_SWIZZLE) : 0;
+  if (smem && !*pm_attr(g, alloc, PM_ATTR_GIVEN)) {
+    pm_set_list(g, alloc, PM_ATTR_TILING, tile, (uint32_t)n_tile);
+    *pm_attr(g, alloc, PM_ATTR_SWIZZLE) = swizzle;
+    *pm_attr(g, alloc, PM_ATTR_GIVEN) = 1;
+    Py_RETURN_NONE;
+  }
+  if (n_given == (uint32_t)n_tile && swizzled == swizzle &&
+      !memcmp(given ? given : tile, tile, n_given * sizeof *tile)) {
+    Py_RETURN_NONE;
+  }
+  return pmpy_fail(PM_E_VALUE,
+                   "inline_cuda: the transforms of a ref are not those of its RefType; it was "
+                   "allocated with a tiling of %u dimensions and a swizzle of %lld bytes",
+                   n_given, (long long)swizzled);
+}
+
+/* inline_cuda(source, args, shape, dtype, layout) */
+static PyObject *inline_cuda(PyObject *module, PyObject *const *args, Py_ssize_t n) {
+  (void)module;
+  pm_val in[64];
+  pm_type type = {.kind = PM_ARRAY, .space = PM_REGS};
+  pm_dtype d;
+  const char *what = "inline_cuda";
+  const char *source = n == 5 && PyUnicode_Check(args[0]) ? PyUnicode_AsUTF8(args[0]) : NULL;
+  if (!source || !PyTuple_Check(args[1])) {
+    return PyErr_Occurred() ? NULL : pmpy_fail(PM_E_TYPE, "inline_cuda: expected five arguments");
+  }
+  const Py_ssize_t n_in = PyTuple_GET_SIZE(args[1]);
+  pmpy_trace *t = pmpy_begin(what, NULL);
+  if (!t || pmpy_shape(args[2], what, &type) || pmpy_dtype_from(args[3], &d)) return NULL;
+  if (n_in > (Py_ssize_t)PM_COUNT(in)) {
+    return pmpy_fail(PM_E_NOT_IMPLEMENTED, "inline_cuda: at most %d arguments, got %zd",
+                     (int)PM_COUNT(in), n_in);
+  }
+  type.dtype = (uint8_t)d;
+  for (Py_ssize_t k = 0; k < n_in; k++) {
+    PyObject *o = PyTuple_GET_ITEM(args[1], k);
+    if (PMPY_IS_REF(o)) {
+      if (pmpy_check_open(t, self_of(o))) return NULL;
+      in[k] = self_of(o)->val;
+      continue;
+    }
+    pmpy_arg x;
+    if (pmpy_arg_need(t, what, o, &x) || !(in[k] = pmpy_arg_as(t, &x, x.type.dtype))) return NULL;
+  }
+  pm_attr_arg attrs[2] = {{.id = PM_ATTR_FORMAT, .i = pm_intern(t->g, source)},
+                          {.id = PM_ATTR_LAYOUT}};
+  if (type.rank && !(attrs[1].i = pmpy_layout(t, args[4], &type))) return NULL;
+  pm_val v = pmpy_emit(t, PM_OP_INLINE, in, (uint32_t)n_in, &type, attrs, 2);
+  return v ? pmpy_traced_new(t, v, false) : NULL;
+}
+
 static PyObject *cluster_ref(PyObject *module, PyObject *const *args, Py_ssize_t n) {
   (void)module;
   pmpy_arg index;
@@ -961,6 +1062,13 @@ PyMethodDef pmpy_ref_functions[] = {
      "alloc_smem(shape, dtype, tiling=None, swizzle=0, given=False, name=None, union=None) -> Ref"},
     {"alloc_barrier", KEYWORDS(alloc_barrier),
      "alloc_barrier(shape, arrivals, name=None, cluster=None) -> Ref"},
+    {"fix_transforms", (PyCFunction)(void (*)(void))fix_transforms, METH_FASTCALL,
+     "fix_transforms(ref, tiling, swizzle): how it lies in SMEM; ValueError if it was given"},
+    {"inline_cuda", (PyCFunction)(void (*)(void))inline_cuda, METH_FASTCALL,
+     "inline_cuda(source, args, shape, dtype, layout) -> Array"},
+    {"alloc_semaphore", KEYWORDS(alloc_semaphore),
+     "alloc_semaphore(shape, first, name=None) -> Ref; first < 0: of the block, else of the "
+     "launch, where its first word is"},
     {"cluster_ref", (PyCFunction)(void (*)(void))cluster_ref, METH_FASTCALL,
      "cluster_ref(ref, axis, index) -> Ref: the same SMEM in another block"},
     {"alloc_acc", KEYWORDS(alloc_acc), "alloc_acc(shape, dtype, init=None, name=None) -> Ref"},

@@ -164,8 +164,7 @@ PyObject *pmpy_tracer_fail(enum pmpy_tracer_error which, const char *fmt, ...) {
 
 const char *pmpy_type_text(const pm_type *type) {
   static _Thread_local char text[256];
-  int n = snprintf(text, sizeof text, "%s[",
-                   type->kind == PM_BARRIER ? "barrier" : pm_dtypes[type->dtype].text);
+  int n = snprintf(text, sizeof text, "%s[", pm_element_text(type));
   for (int k = 0; k < type->rank; k++) {
     n += snprintf(text + n, sizeof text - (size_t)n, k ? ",%lld" : "%lld", (long long)type->dim[k]);
   }
@@ -817,8 +816,8 @@ static void name_results(pmpy_trace *t) {
       done = false;
     }
     /* an allocation bears its parameter's name; its line is that of the call that made it */
-    bool alloc =
-        o->code == PM_OP_ALLOC_SMEM || o->code == PM_OP_ALLOC_BARRIER || o->code == PM_OP_ALLOC_ACC;
+    bool alloc = o->code == PM_OP_ALLOC_SMEM || o->code == PM_OP_ALLOC_BARRIER ||
+                 o->code == PM_OP_ALLOC_ACC || o->code == PM_OP_ALLOC_SEMAPHORE;
     if (done || alloc || (!o->n_out && !o->n_regions)) continue;
     done = true;
     if (o->n_out != 1) continue; /* no one name is right for several results */
@@ -894,6 +893,7 @@ enum { F_INT, F_BITS, F_LIST, F_STR, F_LAYOUT, F_ENUM };
 #define F_ENUM_ATOMIC F_ENUM
 #define F_ENUM_OOB F_ENUM
 #define F_ENUM_ENGINE F_ENUM
+#define F_ENUM_COMBINE F_ENUM
 static const uint8_t attr_form[PM_ATTR_COUNT] = {
 #define PM_ATTR(id, text, kind) [PM_ATTR_##id] = F_##kind,
 #include "../ir/attrs.def"
@@ -967,7 +967,8 @@ int pmpy_enum_value(pm_attr_id id, const char *text, int64_t *out) {
                              : id == PM_ATTR_REDUCE ? names_REDUCE
                              : id == PM_ATTR_ATOMIC ? names_ATOMIC
                              : id == PM_ATTR_OOB    ? names_OOB
-                                                    : names_ENGINE;
+                             : id == PM_ATTR_ENGINE ? names_ENGINE
+                                                    : names_COMBINE;
   for (int k = 0; names[k]; k++) {
     if (!strcmp(names[k], text)) {
       *out = k;
@@ -1041,14 +1042,16 @@ static PyObject *effect(PyObject *module, PyObject *const *args, Py_ssize_t n, P
   call c;
   if (!t) return NULL;
   bool ok = !begin_call(t, &c, args, n, 2, kwnames);
-  if (ok && (pm_ops[c.code].out || pm_ops[c.code].regions)) {
+  if (ok && (pm_ops[c.code].out > 1 || pm_ops[c.code].regions)) {
     pmpy_fail(PM_E_TYPE, "%s has results or regions; effect() makes ops without",
               pm_ops[c.code].text);
     ok = false;
   }
-  ok = ok && pmpy_emit(t, c.code, c.in, c.n_in, NULL, c.attrs, c.n_attrs);
+  const pm_val v = ok ? pmpy_emit(t, c.code, c.in, c.n_in, NULL, c.attrs, c.n_attrs) : 0;
+  const bool out = ok && pm_ops[c.code].out;
   end_call(&c);
-  if (!ok) return NULL;
+  if (!v) return NULL;
+  if (out) return pmpy_traced_new(t, v, false);
   Py_RETURN_NONE;
 }
 
@@ -1331,7 +1334,7 @@ static PyObject *current_trace(PyObject *module, PyObject *none) {
 PyMethodDef pmpy_trace_functions[] = {
     {"current_trace", current_trace, METH_NOARGS, "The thread's current Trace, or None."},
     {"effect", (PyCFunction)(void (*)(void))effect, METH_FASTCALL | METH_KEYWORDS,
-     "effect(name, operands, **attrs): add an op that has no result."},
+     "effect(name, operands, **attrs): add an op without regions; its result, or None."},
     {"open", (PyCFunction)(void (*)(void))open_op, METH_FASTCALL | METH_KEYWORDS,
      "open(name, operands, n_regions, **attrs) -> Op: add an op with regions."},
     {"first_tile", first_tile, METH_NOARGS, "first_tile(): number of this cluster in the launch."},

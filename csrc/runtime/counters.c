@@ -11,7 +11,7 @@
 #include <pthread.h>
 #include <stdatomic.h>
 
-enum { SLOTS = 128, SLOT_BYTES = 128 };
+enum { SLOTS = 128, FEW_SLOTS = 8, SLOT_BYTES = 128, CHUNK_BYTES = 1 << 22 };
 #define NOBODY ((uintptr_t)0)
 #define A_GRAPH UINTPTR_MAX
 #define LEGACY_STREAM ((cu_stream)1)
@@ -26,13 +26,14 @@ typedef struct chunk {
 struct pm_counters {
   const pm_device *device;
   size_t slot_bytes;
+  uint32_t n_slots;     /* of a chunk */
   pthread_mutex_t lock; /* to add a chunk */
   chunk *_Atomic first;
 };
 
 /* In the device's context. */
 static pm_code new_chunk(pm_counters *c, chunk **out, pm_err *err) {
-  const size_t bytes = SLOTS * c->slot_bytes;
+  const size_t bytes = c->n_slots * c->slot_bytes;
   chunk *k = pm_malloc(sizeof *k);
   if (!k) return pm_fail(err, PM_E_MEMORY, "the host is out of memory");
   memset(k, 0, sizeof *k);
@@ -60,6 +61,7 @@ pm_code pm_counters_new(const pm_device *d, uint32_t words, pm_counters **out, p
   memset(c, 0, sizeof *c);
   c->device = d;
   c->slot_bytes = (size_t)pm_round_up((int64_t)words * 4, SLOT_BYTES);
+  c->n_slots = (uint32_t)pm_max(FEW_SLOTS, pm_min(SLOTS, CHUNK_BYTES / c->slot_bytes));
   if (new_chunk(c, &first, err)) {
     pm_free(c);
     return err->code;
@@ -82,10 +84,10 @@ void pm_counters_free(pm_counters *c) {
 }
 
 /* The owner's slot in a chunk, which it takes if it has none; -1: there is none left. */
-static int find_slot(chunk *k, uintptr_t owner) {
-  const uint32_t from = (uint32_t)(owner / 16 ^ owner) % SLOTS;
-  for (uint32_t n = 0; n < SLOTS; n++) {
-    const uint32_t i = (from + n) % SLOTS;
+static int find_slot(const pm_counters *c, chunk *k, uintptr_t owner) {
+  const uint32_t from = (uint32_t)(owner / 16 ^ owner) % c->n_slots;
+  for (uint32_t n = 0; n < c->n_slots; n++) {
+    const uint32_t i = (from + n) % c->n_slots;
     uintptr_t found = atomic_load_explicit(&k->owner[i], memory_order_acquire);
     if (found == NOBODY && atomic_compare_exchange_strong(&k->owner[i], &found, owner))
       return (int)i;
@@ -104,7 +106,7 @@ static pm_code next_chunk(pm_counters *c, chunk *last, bool capturing, chunk **o
                    "a kernel with counters was captured too often: %d launches and streams have "
                    "counters of their own, and no memory can be allocated during a capture. "
                    "Launch it on one more stream outside of a capture, and try again",
-                   SLOTS);
+                   (int)c->n_slots);
   } else if (!*out && !(code = new_chunk(c, out, err))) {
     atomic_store(&last->next, *out);
   }
@@ -129,7 +131,7 @@ pm_code pm_counters_of(pm_counters *c, cu_stream stream, cu_ptr *out, pm_err *er
   const bool capturing = is_capturing(stream);
   const uintptr_t owner = capturing ? A_GRAPH : owner_of(stream);
   chunk *k = atomic_load_explicit(&c->first, memory_order_acquire);
-  while ((slot = find_slot(k, owner)) < 0) {
+  while ((slot = find_slot(c, k, owner)) < 0) {
     if (next_chunk(c, k, capturing, &k, err)) return err->code;
   }
   *out = k->words + (size_t)slot * c->slot_bytes;

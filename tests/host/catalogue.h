@@ -51,6 +51,7 @@ struct alignas(64) TensorMap {
   u64 base, dim[5], stride[4]; /* innermost first; stride[k] in bytes, of dim k + 1 */
   u32 box[5];
   u8 rank, element, swizzle, is_map;
+  u64 type; /* HostType of the elements, for copies that combine */
 };
 static_assert(sizeof(TensorMap) == 128, "a tensor map has 128 bytes");
 
@@ -73,6 +74,26 @@ struct HostMma {
   const u32 *a, *b;
   u8 acc, type;
 };
+enum HostType : u64 {
+  HOST_OTHER,
+  HOST_AS_u32,
+  HOST_AS_i32,
+  HOST_AS_f16,
+  HOST_AS_bf16,
+  HOST_AS_f32
+};
+enum HostCombine : u32 {
+  HOST_STORE,
+  HOST_add,
+  HOST_min,
+  HOST_max,
+  HOST_inc,
+  HOST_dec,
+  HOST_and,
+  HOST_or,
+  HOST_xor
+};
+
 struct HostWgmma {
   void *d;
   const u32 *a; /* registers, or NULL */
@@ -112,16 +133,29 @@ void host_registers(u32 n, bool up, int line);
 void host_mbarrier_init(u32 b, u32 count, int line);
 void host_mbarrier_init_fence(int line);
 void host_mbarrier_wait(u32 b, u32 parity, bool cluster, int line);
+bool host_mbarrier_test(u32 b, u32 parity, int line);
+void host_semaphore_signal(void *p, u32 a, u32 n, int line); /* p NULL: shared memory at a */
+void host_semaphore_wait(void *p, u32 a, u32 n, bool take, int line);
+u32 host_semaphore_read(void *p, u32 a, int line);
+void host_yield_poll();
 void host_mbarrier_expect(u32 b, u32 bytes, int line);
 void host_mbarrier_arrive(u32 b, u32 n, int line);
 void host_mbarrier_arrive_remote(u32 b, u32 rank, bool release, int line);
+void host_mbarrier_arrive_tx_cluster(u32 b, u32 bytes, int line);
+void host_st_async(u32 a, const void *s, u32 bytes, u32 b, int line);
+void host_red_async(u32 a, u32 x, u32 b, HostCombine how, HostType type, int line);
 void host_store_async(u32 a, u32 word, u32 b, u32 rank, int line);
 void host_tma_load(u32 dst, const TensorMap *m, u32 barrier, const i32 *c, u32 rank, int line);
 void host_tma_multicast(u32 dst, const TensorMap *m, u32 barrier, u32 mask, const i32 *c, u32 rank,
                         int line);
 void host_tma_store(const TensorMap *m, u32 src, const i32 *c, u32 rank, int line);
+void host_tma_combine(const TensorMap *m, u32 src, const i32 *c, u32 rank, HostCombine how,
+                      int line);
+void host_bulk_combine(void *dst, u32 src, u32 bytes, HostCombine how, HostType type, int line);
 void host_bulk_load(u32 dst, const void *src, u32 bytes, u32 barrier, int line);
 void host_bulk_store(void *dst, u32 src, u32 bytes, int line);
+void host_tma_prefetch(const TensorMap *m, const i32 *c, u32 rank, int line);
+void host_bulk_prefetch(const void *p, u32 bytes, int line);
 void host_group_commit(int line);
 void host_group_wait(u32 n, bool read, int line);
 void host_prefetch(const TensorMap *m, int line);
@@ -537,6 +571,39 @@ FN void counters_done(u32 *counters, u32 n, u32 callers, LINE) {
   if (host_atomic_add(counters + n, 1, line) != callers - 1) return;
   for (u32 k = 0; k <= n; k++) counters[k] = 0;
 }
+FN void counters_done_by_warp(u32 *counters, u32 n, u32 callers, LINE) {
+  host_warp_sync(~0u, line);
+  const u32 r = threadIdx.x % 32 ? 0 : host_atomic_add(counters + n, 1, line);
+  if (host_shuffle(r, 0, ~0u, line) != callers - 1) return;
+  for (u32 k = threadIdx.x % 32; k <= n; k += 32) counters[k] = 0;
+}
+template <bool SYSTEM>
+FN void semaphore_signal(u32 *s, u32 n, LINE) {
+  host_semaphore_signal(s, 0, n, line);
+}
+template <bool SYSTEM>
+FN void semaphore_wait(u32 *s, u32 n, LINE) {
+  host_semaphore_wait(s, 0, n, false, line);
+}
+template <bool SYSTEM>
+FN void semaphore_take(u32 *s, u32 n, LINE) {
+  host_semaphore_wait(s, 0, n, true, line);
+}
+template <bool SYSTEM>
+FN i32 semaphore_read(u32 *s, LINE) {
+  return (i32)host_semaphore_read(s, 0, line);
+}
+FN void block_semaphore_init(u32 s, u32 n, LINE) {
+  const u32 zero = 0;
+  for (u32 k = 0; k < n; k++) host_store_shared(s + 4 * k, &zero, 4, line);
+}
+FN void block_semaphore_signal(u32 s, u32 n, LINE) { host_semaphore_signal(nullptr, s, n, line); }
+FN void block_semaphore_wait(u32 s, u32 n, LINE) {
+  host_semaphore_wait(nullptr, s, n, false, line);
+}
+FN void block_semaphore_take(u32 s, u32 n, LINE) { host_semaphore_wait(nullptr, s, n, true, line); }
+FN i32 block_semaphore_read(u32 s, LINE) { return (i32)host_semaphore_read(nullptr, s, line); }
+FN void delay(i32) { host_yield_poll(); }
 FN i32 cluster_index_x() { return (i32)host_self->cluster_index.x; }
 FN i32 cluster_index_y() { return (i32)host_self->cluster_index.y; }
 FN i32 cluster_index_z() { return (i32)host_self->cluster_index.z; }
@@ -641,6 +708,8 @@ FN void registers_down(LINE) {
 #define HOST_CAS_ALL(T) HOST_CAS(T, global, T *) HOST_CAS(T, shared, u32) HOST_CAS(T, cluster, u32)
 HOST_INT_ATOMICS(i32)
 HOST_INT_ATOMICS(u32)
+HOST_ATOMIC(inc, u32, global, u32 *, old >= x ? 0 : old + 1)
+HOST_ATOMIC(dec, u32, global, u32 *, !old || old > x ? x : old - 1)
 HOST_ATOMICS(add, f32, old + x)
 HOST_ATOMICS(xchg, f32, x)
 HOST_HALF_ATOMICS(f16)
@@ -655,6 +724,7 @@ FN void barrier_init(u32 b, u32 count, LINE) { host_mbarrier_init(b, count, line
 FN void barrier_init_fence(LINE) { host_mbarrier_init_fence(line); }
 FN void barrier_wait(u32 b, u32 parity, LINE) { host_mbarrier_wait(b, parity, false, line); }
 FN void barrier_wait_cluster(u32 b, u32 parity, LINE) { host_mbarrier_wait(b, parity, true, line); }
+FN bool barrier_test(u32 b, u32 parity, LINE) { return host_mbarrier_test(b, parity, line); }
 FN void barrier_arrive(u32 b, LINE) { host_mbarrier_arrive(b, 1, line); }
 template <int N>
 FN void barrier_arrive_n(u32 b, LINE) {
@@ -669,6 +739,27 @@ FN void barrier_arrive_release(u32 b, u32 block, LINE) {
 FN void store_async(u32 a, i32 x, u32 b, u32 block, LINE) {
   host_store_async(a, (u32)x, b, block, line);
 }
+FN void barrier_arrive_tx_cluster(u32 b, u32 bytes, LINE) {
+  host_mbarrier_arrive_tx_cluster(b, bytes, line);
+}
+template <typename T, int N>
+FN void st_async(u32 a, const T *s, u32 b, LINE) {
+  static_assert(N * sizeof(T) == 4 || N * sizeof(T) == 8 || N * sizeof(T) == 16,
+                "32, 64, 128 bits");
+  HostVector<T, N> v;
+  pack<T, N>(v.w, s);
+  host_st_async(a, v.w, N * sizeof(T), b, line);
+}
+#define HOST_RED_ASYNC(op, T)                                \
+  FN void red_async_##op##_##T(u32 a, T x, u32 b, LINE) {    \
+    host_red_async(a, (u32)x, b, HOST_##op, HOST_##T, line); \
+  }
+#define HOST_RED_ASYNCS(T) \
+  HOST_RED_ASYNC(add, T)   \
+  HOST_RED_ASYNC(min, T)   \
+  HOST_RED_ASYNC(max, T) HOST_RED_ASYNC(and, T) HOST_RED_ASYNC(or, T) HOST_RED_ASYNC(xor, T)
+HOST_RED_ASYNCS(i32)
+HOST_RED_ASYNCS(u32)
 FN void barrier_arrive_tx(u32 b, u32 bytes, LINE) {
   host_mbarrier_expect(b, bytes, line);
   host_mbarrier_arrive(b, 1, line);
@@ -685,23 +776,52 @@ FN void tensor_map_prefetch(const TensorMap *m, LINE) { host_prefetch(m, line); 
     const i32 c[] = {__VA_ARGS__};                                                                \
     host_tma_multicast(dst, m, barrier, mask, c, rank, line);                                     \
   }                                                                                               \
+  FN void tma_prefetch_##rank##d(const TensorMap *m, parameters, LINE) {                          \
+    const i32 c[] = {__VA_ARGS__};                                                                \
+    host_tma_prefetch(m, c, rank, line);                                                          \
+  }                                                                                               \
   FN void tma_store_##rank##d(const TensorMap *m, u32 src, parameters, LINE) {                    \
     const i32 c[] = {__VA_ARGS__};                                                                \
     host_tma_store(m, src, c, rank, line);                                                        \
   }
+#define HOST_TMA_COMBINE(op, rank, parameters, ...)                             \
+  FN void tma_##op##_##rank##d(const TensorMap *m, u32 src, parameters, LINE) { \
+    const i32 c[] = {__VA_ARGS__};                                              \
+    host_tma_combine(m, src, c, rank, HOST_##op, line);                         \
+  }
+#define HOST_BULK_COMBINE(op, type)                                   \
+  FN void bulk_##op##_##type(void *dst, u32 src, u32 bytes, LINE) {   \
+    host_bulk_combine(dst, src, bytes, HOST_##op, HOST_##type, line); \
+  }
 /* clang-format off */
 #define COMMA ,
+#define HOST_TMA_COMBINES(op) \
+  HOST_TMA_COMBINE(op, 1, i32 a, a) \
+  HOST_TMA_COMBINE(op, 2, i32 a COMMA i32 b, a, b) \
+  HOST_TMA_COMBINE(op, 3, i32 a COMMA i32 b COMMA i32 c_, a, b, c_) \
+  HOST_TMA_COMBINE(op, 4, i32 a COMMA i32 b COMMA i32 c_ COMMA i32 d, a, b, c_, d) \
+  HOST_TMA_COMBINE(op, 5, i32 a COMMA i32 b COMMA i32 c_ COMMA i32 d COMMA i32 e, a, b, c_, d, e)
+HOST_TMA_COMBINES(add) HOST_TMA_COMBINES(min) HOST_TMA_COMBINES(max) HOST_TMA_COMBINES(inc)
+HOST_TMA_COMBINES(dec) HOST_TMA_COMBINES(and) HOST_TMA_COMBINES(or) HOST_TMA_COMBINES(xor)
+HOST_BULK_COMBINE(add, u32) HOST_BULK_COMBINE(add, f16) HOST_BULK_COMBINE(add, bf16)
+HOST_BULK_COMBINE(add, f32) HOST_BULK_COMBINE(min, u32) HOST_BULK_COMBINE(min, i32)
+HOST_BULK_COMBINE(min, f16) HOST_BULK_COMBINE(min, bf16) HOST_BULK_COMBINE(max, u32)
+HOST_BULK_COMBINE(max, i32) HOST_BULK_COMBINE(max, f16) HOST_BULK_COMBINE(max, bf16)
+HOST_BULK_COMBINE(inc, u32) HOST_BULK_COMBINE(dec, u32) HOST_BULK_COMBINE(and, u32)
+HOST_BULK_COMBINE(or, u32) HOST_BULK_COMBINE(xor, u32)
 HOST_TMA(1, i32 a, a)
 HOST_TMA(2, i32 a COMMA i32 b, a, b)
 HOST_TMA(3, i32 a COMMA i32 b COMMA i32 c_, a, b, c_)
 HOST_TMA(4, i32 a COMMA i32 b COMMA i32 c_ COMMA i32 d, a, b, c_, d)
 HOST_TMA(5, i32 a COMMA i32 b COMMA i32 c_ COMMA i32 d COMMA i32 e, a, b, c_, d, e)
-/* clang-format on */
+    /* clang-format on */
 
-FN void bulk_load(u32 dst, const void *src, u32 bytes, u32 barrier, LINE) {
+    FN void bulk_load(u32 dst, const void *src, u32 bytes, u32 barrier, LINE) {
   host_bulk_load(dst, src, bytes, barrier, line);
 }
 FN void bulk_store(void *dst, u32 src, u32 bytes, LINE) { host_bulk_store(dst, src, bytes, line); }
+FN void bulk_prefetch(const void *p, u32 bytes, LINE) { host_bulk_prefetch(p, bytes, line); }
+FN void prefetch_global(const void *) {}
 FN void store_group_commit(LINE) { host_group_commit(line); }
 template <int N>
 FN void store_group_wait(LINE) {
@@ -787,8 +907,9 @@ typedef f32 HostRegister_f32;
 typedef u32 HostRegister_f16;
 typedef i32 HostRegister_s32;
 HOST_MMA(16, f32, f16)
-HOST_MMA(16, f32, bf16) HOST_MMA(32, f32, e4m3) HOST_MMA(32, f32, e5m2) HOST_MMA(32, s32, s8)
-    HOST_MMA(32, s32, u8) HOST_MMA(64, s32, s4) HOST_MMA(64, s32, u4)
+HOST_MMA(16, f32, bf16)
+HOST_MMA(32, f32, e4m3) HOST_MMA(32, f32, e5m2) HOST_MMA(32, s32, s8) HOST_MMA(32, s32, u8)
+    HOST_MMA(64, s32, s4) HOST_MMA(64, s32, u4)
 
     /* clang-format off */
 HOST_WGMMA(8) HOST_WGMMA(16) HOST_WGMMA(24) HOST_WGMMA(32) HOST_WGMMA(40) HOST_WGMMA(48)

@@ -153,6 +153,62 @@ extern "C" void host_mbarrier_wait(u32 a, u32 parity, bool cluster, int line) {
   host_yield();
 }
 
+extern "C" bool host_mbarrier_test(u32 a, u32 parity, int line) {
+  u32 at;
+  Mbarrier &x = mbarrier_at(a, "mbarrier.test_wait", line, &at);
+  if (parity > 1) host_fail(line, "mbarrier.test_wait.parity with parity %u", parity);
+  if ((x.phase & 1) == parity) {
+    host_yield_poll();
+    return false;
+  }
+  host_mbarrier_wait(a, parity, false, line);
+  return true;
+}
+
+/* ---- semaphores ---------------------------------------------------------------------------- */
+
+static u32 *word_at(void *p, u32 a, int line) {
+  return (u32 *)(p ? host_atomic_global(p, 4, line) : host_atomic_shared(a, 4, line));
+}
+
+extern "C" void host_semaphore_signal(void *p, u32 a, u32 n, int line) {
+  u32 *w = word_at(p, a, line);
+  Semaphore &s = m.semaphores[w];
+  Thread *t = m.self;
+  if (s.released.seen.empty()) s.released = t->clock;
+  s.released.join(t->clock);
+  host_release(t);
+  *w += n;
+  for (Thread *o : s.waiters) host_wake(o);
+  s.waiters.clear();
+  host_yield();
+}
+
+static u32 *acquire(void *p, u32 a, int line) {
+  u32 *w = word_at(p, a, line);
+  const Semaphore &s = m.semaphores[w];
+  if (!s.released.seen.empty()) m.self->clock.join(s.released);
+  return w;
+}
+
+extern "C" void host_semaphore_wait(void *p, u32 a, u32 n, bool take, int line) {
+  u32 *w = word_at(p, a, line);
+  m.self->line = line;
+  while (*w < n) {
+    m.semaphores[w].waiters.push_back(m.self);
+    host_sleep("a semaphore to be %u, which is %u", n, *w);
+  }
+  if (take) *w -= n;
+  acquire(p, a, line);
+  host_yield();
+}
+
+extern "C" u32 host_semaphore_read(void *p, u32 a, int line) {
+  const u32 r = *acquire(p, a, line);
+  host_yield_poll();
+  return r;
+}
+
 static void complete_bytes(Block &b, u32 at, u32 bytes, int line) {
   Mbarrier &x = b.mbarriers.at(at);
   x.tx -= bytes;
@@ -192,6 +248,8 @@ struct Copy : Operation {
   u16 reader, writer; /* agents, and the number among their operations */
   u32 when;
   std::vector<u8> data;
+  HostCombine how = HOST_STORE;
+  HostType type = HOST_OTHER;
   bool step() override;
   void read();
   void write();
@@ -215,6 +273,71 @@ void Copy::read() {
   }
 }
 
+template <typename T>
+static T of_ints(T old, T x, HostCombine how) {
+  switch (how) {
+    case HOST_add: return (T)((u32)old + (u32)x);
+    case HOST_min: return old < x ? old : x;
+    case HOST_max: return old > x ? old : x;
+    case HOST_inc: return old >= x ? 0 : old + 1;
+    case HOST_dec: return old == 0 || old > x ? x : old - 1;
+    case HOST_and: return old & x;
+    case HOST_or: return old | x;
+    default: return old ^ x;
+  }
+}
+
+template <typename T>
+static T of_floats(T old, T x, HostCombine how) {
+  return how == HOST_min ? min_f32(old, x) : how == HOST_max ? max_f32(old, x) : old + x;
+}
+
+static f16 of_floats(f16 old, f16 x, HostCombine how) {
+  return how == HOST_add ? old + x : to_f16(of_floats(to_f32(old), to_f32(x), how));
+}
+static bf16 of_floats(bf16 old, bf16 x, HostCombine how) {
+  return how == HOST_add ? old + x : to_bf16(of_floats(to_f32(old), to_f32(x), how));
+}
+
+template <typename T, typename F>
+static void each(u8 *x, const u8 *old, u32 bytes, F f) {
+  for (u32 k = 0; k < bytes; k += sizeof(T)) {
+    T a, b;
+    memcpy(&a, old + k, sizeof a);
+    memcpy(&b, x + k, sizeof b);
+    a = f(a, b);
+    memcpy(x + k, &a, sizeof a);
+  }
+}
+
+/* x becomes what is written over old */
+static void combine(u8 *x, const u8 *old, u32 bytes, HostCombine how, HostType type) {
+  switch (type) {
+    case HOST_AS_u32:
+      each<u32>(x, old, bytes, [=](u32 a, u32 b) { return of_ints(a, b, how); });
+      break;
+    case HOST_AS_i32:
+      each<i32>(x, old, bytes, [=](i32 a, i32 b) { return of_ints(a, b, how); });
+      break;
+    case HOST_AS_f16:
+      each<f16>(x, old, bytes, [=](f16 a, f16 b) { return of_floats(a, b, how); });
+      break;
+    case HOST_AS_bf16:
+      each<bf16>(x, old, bytes, [=](bf16 a, bf16 b) { return of_floats(a, b, how); });
+      break;
+    default: each<f32>(x, old, bytes, [=](f32 a, f32 b) { return of_floats(a, b, how); });
+  }
+}
+
+/* What cp.reduce.async.bulk is defined for. */
+static void check_combine(HostCombine how, HostType type, int line) {
+  const bool half = type == HOST_AS_f16 || type == HOST_AS_bf16;
+  const bool whole =
+      type == HOST_AS_u32 || (type == HOST_AS_i32 && (how == HOST_min || how == HOST_max));
+  const bool ok = whole || (half && how <= HOST_max) || (type == HOST_AS_f32 && how == HOST_add);
+  if (!ok) host_fail(line, "a copy that combines by %u elements of type %u", how, (u32)type);
+}
+
 void Copy::write() {
   const Stamp s = {writer, when, line, &clock};
   size_t n = 0;
@@ -224,7 +347,8 @@ void Copy::write() {
       size_t at;
       Region &r = global_region(p.global, p.bytes, 1, "a bulk store", line, &at);
       if (r.read_only) host_fail(line, "a bulk store to an operand");
-      engine_writes(r, at, &data[n], p.bytes, s);
+      if (how) combine(&data[n], r.bytes + at, p.bytes, how, type);
+      engine_writes(r, at, &data[n], p.bytes, s, how != HOST_STORE);
     } else if (!store) {
       const size_t at = shared_offset(*block, p.shared, p.bytes, 1, "a bulk load", line);
       engine_writes(block->shared, at, &data[n], p.bytes, s);
@@ -296,12 +420,15 @@ static void issue_store(std::shared_ptr<Copy> c) {
 /* A word on its way to another block, or this one, and its bytes for the mbarrier there. It is no
  * access of the async proxy. */
 struct Word : Operation {
-  u32 at, barrier, word;
+  u32 at, barrier, word[4], bytes = 4;
+  HostCombine how = HOST_STORE;
+  HostType type = HOST_OTHER;
   bool step() override {
     Mbarrier &x = block->mbarriers.at(barrier);
     const Stamp s = {x.agent, host_when(x.phase + 1), line, &clock};
-    engine_writes(block->shared, at, (const u8 *)&word, 4, s);
-    complete_bytes(*block, barrier, 4, line);
+    if (how) combine((u8 *)word, block->shared.bytes + at, bytes, how, type);
+    engine_writes(block->shared, at, (const u8 *)word, bytes, s, how != HOST_STORE);
+    complete_bytes(*block, barrier, bytes, line);
     return true;
   }
 };
@@ -312,7 +439,7 @@ extern "C" void host_store_async(u32 a, u32 word, u32 b, u32 rank, int line) {
   Block &to = block_of(rank, "st.async", line);
   mbarrier_of(to, b, "st.async", line, &w->barrier).shared = true;
   w->at = (u32)shared_offset(*t->block, a, 4, 4, "st.async", line);
-  w->word = word;
+  w->word[0] = word;
   w->line = t->line = line;
   w->block = &to;
   w->clock = t->clock;
@@ -320,6 +447,53 @@ extern "C" void host_store_async(u32 a, u32 word, u32 b, u32 rank, int line) {
   host_release(t);
   host_issue(w);
   host_yield();
+}
+
+/* An address of the window of the cluster has the number of the block, plus one, in the top byte.
+ */
+static Block &block_at(u32 a, const char *what, int line) {
+  return block_of((a >> 24) - 1, what, line);
+}
+
+static void send(u32 a, const void *s, u32 bytes, u32 b, HostCombine how, HostType type, int line) {
+  Thread *t = m.self;
+  std::shared_ptr<Word> w = std::make_shared<Word>();
+  Block &to = block_at(a, "st.async", line);
+  if (a >> 24 != b >> 24) host_fail(line, "st.async whose mbarrier is in another block");
+  if (!to.alive) host_fail(line, "st.async: the other block has ended");
+  mbarrier_of(to, (b & 0xffffff) - to.shared.base + t->block->shared.base, "st.async", line,
+              &w->barrier)
+      .shared = true;
+  w->at = (u32)shared_offset(to, a & 0xffffff, bytes, bytes, "st.async", line);
+  memcpy(w->word, s, bytes);
+  w->bytes = bytes;
+  w->how = how;
+  w->type = type;
+  w->line = t->line = line;
+  w->block = &to;
+  w->clock = t->clock;
+  w->clock.fence(false);
+  host_release(t);
+  host_issue(w);
+  host_yield();
+}
+
+extern "C" void host_st_async(u32 a, const void *s, u32 bytes, u32 b, int line) {
+  send(a, s, bytes, b, HOST_STORE, HOST_OTHER, line);
+}
+
+extern "C" void host_red_async(u32 a, u32 x, u32 b, HostCombine how, HostType type, int line) {
+  send(a, &x, 4, b, how, type, line);
+}
+
+extern "C" void host_mbarrier_arrive_tx_cluster(u32 a, u32 bytes, int line) {
+  u32 at;
+  Block &to = block_at(a, "mbarrier.arrive.expect_tx", line);
+  const u32 own = (a & 0xffffff) - to.shared.base + m.self->block->shared.base;
+  Mbarrier &x = mbarrier_of(to, own, "mbarrier.arrive.expect_tx", line, &at);
+  x.shared = x.has_bytes = true;
+  x.tx += bytes;
+  arrived(to, x, at, 1, line);
 }
 
 /* What cuTensorMapEncodeTiled and the instruction demand. */
@@ -402,13 +576,21 @@ extern "C" void host_tma_multicast(u32 dst, const TensorMap *map, u32 barrier, u
   host_yield();
 }
 
-extern "C" void host_tma_store(const TensorMap *map, u32 src, const i32 *c, u32 rank, int line) {
+extern "C" void host_tma_combine(const TensorMap *map, u32 src, const i32 *c, u32 rank,
+                                 HostCombine how, int line) {
   check_map(map, src, c, rank, line);
   for (u32 k = 0; k < rank; k++) /* seen on an H200: an illegal instruction */
     if (c[k] < 0) host_fail(line, "a store that begins before the array, at %d", c[k]);
   std::shared_ptr<Copy> copy = new_copy(true, line);
+  copy->how = how;
+  copy->type = (HostType)map->type;
+  if (how) check_combine(how, copy->type, line);
   add_box(*copy, map, src, c);
   issue_store(copy);
+}
+
+extern "C" void host_tma_store(const TensorMap *map, u32 src, const i32 *c, u32 rank, int line) {
+  host_tma_combine(map, src, c, rank, HOST_STORE, line);
 }
 
 static void check_bulk(u32 shared, const void *global, u32 bytes, int line) {
@@ -431,14 +613,32 @@ extern "C" void host_bulk_load(u32 dst, const void *src, u32 bytes, u32 barrier,
 }
 
 extern "C" void host_bulk_store(void *dst, u32 src, u32 bytes, int line) {
+  host_bulk_combine(dst, src, bytes, HOST_STORE, HOST_OTHER, line);
+}
+
+extern "C" void host_bulk_combine(void *dst, u32 src, u32 bytes, HostCombine how, HostType type,
+                                  int line) {
   check_bulk(src, dst, bytes, line);
   std::shared_ptr<Copy> copy = new_copy(true, line);
+  copy->how = how;
+  copy->type = type;
+  if (how) check_combine(how, type, line);
   add_row(*copy, src, dst, bytes);
   issue_store(copy);
 }
 
 extern "C" void host_prefetch(const TensorMap *map, int line) {
   if (!map->is_map) host_fail(line, "prefetch.tensormap of something else");
+}
+
+extern "C" void host_tma_prefetch(const TensorMap *map, const i32 *c, u32 rank, int line) {
+  check_map(map, 0, c, rank, line);
+}
+
+extern "C" void host_bulk_prefetch(const void *p, u32 bytes, int line) {
+  size_t at;
+  check_bulk(0, p, bytes, line);
+  global_region(p, bytes, 16, "cp.async.bulk.prefetch", line, &at);
 }
 
 extern "C" void host_group_commit(int line) {

@@ -198,6 +198,12 @@ void host_yield() {
   leave();
 }
 
+extern "C" void host_yield_poll() {
+  m.polled = true;
+  host_wake(m.self);
+  leave();
+}
+
 static void thread_ends(Thread *t) {
   if (!t->open_group.ops.empty())
     host_fail(t->open_group.ops[0]->line, "the thread ends with bulk stores that no group holds");
@@ -285,7 +291,10 @@ static void run_cluster() {
   u32 alive = 0;
   for (Block &b : m.blocks) alive += b.alive;
   while (alive) {
-    if (!m.pending.empty() && (m.ready.empty() || (m.eagerness && !host_random(m.eagerness)))) {
+    const bool polled = m.polled && !host_random(4);
+    if (!m.pending.empty() &&
+        (m.ready.empty() || polled || (m.eagerness && !host_random(m.eagerness)))) {
+      m.polled = false;
       advance(host_random((u32)m.pending.size()));
       continue;
     }
@@ -496,7 +505,7 @@ extern "C" void host_warp_sync(u32 mask, int line) {
   host_meet(&r, meet_lanes);
 }
 
-extern "C" u32 host_cluster_rank() { return m.self->rank / m.block_threads; }
+extern "C" u32 host_cluster_rank() { return m.together ? 0 : m.self->rank / m.block_threads; }
 
 /* arrive.relaxed, wait.acquire: no memory is ordered but mbarriers behind their fence */
 extern "C" void host_cluster_sync(int line) {
@@ -549,8 +558,8 @@ static void make_thread(Block &b, u32 k, u32 rank) {
 }
 
 static void make_block(Block &b, HostIndex first, u32 number) {
-  b.in_cluster = {number % m.cluster.x, number / m.cluster.x % m.cluster.y,
-                  number / m.cluster.x / m.cluster.y};
+  const u32 k = m.together ? 0 : number;
+  b.in_cluster = {k % m.cluster.x, k / m.cluster.x % m.cluster.y, k / m.cluster.x / m.cluster.y};
   b.index = {first.x + b.in_cluster.x, first.y + b.in_cluster.y, first.z + b.in_cluster.z};
   b.shared.name = "shared memory";
   b.shared.base = 1024 * (1 + host_random(4));
@@ -570,7 +579,7 @@ static void make_block(Block &b, HostIndex first, u32 number) {
     w.registers = registers;
   }
   b.threads.resize(m.block_threads);
-  for (u32 k = 0; k < m.block_threads; k++) make_thread(b, k, number * m.block_threads + k);
+  for (u32 i = 0; i < m.block_threads; i++) make_thread(b, i, number * m.block_threads + i);
   b.alive = m.block_threads;
 }
 
@@ -596,6 +605,21 @@ static void end_block(Block &b) {
   }
 }
 
+/* Clusters are blocks; in the order in which they are given. */
+static void run_together(const std::vector<u32> &order, HostIndex n) {
+  const u32 count = (u32)order.size();
+  m.n_clock = count * m.block_threads + MAX_ENGINES;
+  m.blocks.resize(count);
+  m.engines = 0;
+  for (u32 k = 0; k < count; k++) {
+    const u32 c = order[k];
+    make_block(m.blocks[k], {c % n.x, c / n.x % n.y, c / n.x / n.y}, k);
+  }
+  run_cluster();
+  while (!m.pending.empty()) advance(host_random((u32)m.pending.size()));
+  for (Block &b : m.blocks) end_block(b);
+}
+
 static void launch(u64 seed) {
   m.random = seed * 0x9e3779b97f4a7c15u + 0x1234567;
   for (int k = 0; k < 8; k++) host_random(2);
@@ -609,6 +633,13 @@ static void launch(u64 seed) {
     const u32 at = host_random(k + 1);
     order[k] = order[at];
     order[at] = k;
+  }
+  if (m.together) {
+    if (size > 1) host_fail(0, "blocks that wait for each other and have clusters: not emulated");
+    if ((u64)clusters * m.block_threads > MANY / 2)
+      host_fail(0, "%u blocks that wait for each other are too many", clusters);
+    run_together(order, n);
+    return;
   }
   m.n_clock = size * m.block_threads + MAX_ENGINES;
   m.blocks.resize(size);
@@ -648,8 +679,8 @@ struct HostBuffer {
 /* Launch the kernel of a library. buffers: memory that is shared with a child. args: for each
  * parameter its address, of a pointer or a tensor map. Returns 0, or 1 with the error. */
 extern "C" int host_run(const char *library, const u32 grid[3], const u32 cluster[3], u32 threads,
-                        u32 shared_bytes, const HostBuffer *buffers, u32 n_buffers, void **args,
-                        u64 seed, char *error, u32 error_size, int *line, char *text,
+                        u32 together, u32 shared_bytes, const HostBuffer *buffers, u32 n_buffers,
+                        void **args, u64 seed, char *error, u32 error_size, int *line, char *text,
                         u32 text_size) {
   report = (Report *)mmap(nullptr, sizeof *report, PROT_READ | PROT_WRITE,
                           MAP_SHARED | MAP_ANONYMOUS, -1, 0);
@@ -663,6 +694,7 @@ extern "C" int host_run(const char *library, const u32 grid[3], const u32 cluste
     m.grid = {grid[0], grid[1], grid[2]};
     m.cluster = {cluster[0], cluster[1], cluster[2]};
     m.block_threads = threads;
+    m.together = together;
     m.shared_bytes = shared_bytes;
     m.global.resize(n_buffers);
     for (u32 k = 0; k < n_buffers; k++) {

@@ -91,7 +91,9 @@ struct Stamp {
   const Clock *known;
 };
 void engine_reads(Region &r, size_t at, size_t n, const Stamp &s, void *to);
-void engine_writes(Region &r, size_t at, const void *from, size_t n, const Stamp &s);
+/* update: it may come in any order with other updates and atomics */
+void engine_writes(Region &r, size_t at, const void *from, size_t n, const Stamp &s,
+                   bool update = false);
 /* offset in the block's shared memory of an access */
 size_t shared_offset(Block &b, u32 a, size_t bytes, size_t align, const char *what, int line);
 Region &global_region(const void *p, size_t bytes, size_t align, const char *what, int line,
@@ -207,9 +209,18 @@ struct Operation {
   virtual ~Operation() {}
 };
 
+/* a counter that threads signal and wait for */
+struct Semaphore {
+  Clock released; /* of the signals so far */
+  std::vector<Thread *> waiters;
+};
+
 struct Machine {
   HostIndex grid, cluster;
-  u32 block_threads, shared_bytes, n_clock; /* entries of a clock */
+  bool together; /* blocks wait for each other: all of them run at once */
+  bool polled;   /* a thread looks again and again: engines must move too */
+  std::map<const void *, Semaphore> semaphores; /* by their word */
+  u32 block_threads, shared_bytes, n_clock;     /* entries of a clock */
   u64 random;
   u32 eagerness;    /* an engine moves in one of so many turns; 0: only when it must */
   u32 clock;        /* all clocks of this cluster began after it */
@@ -230,6 +241,7 @@ void host_finish(Operation *op); /* now */
 void host_sleep(const char *format, ...) __attribute__((format(__printf__, 1, 2)));
 void host_wake(Thread *t);
 void host_yield();
+extern "C" void host_yield_poll();
 /* All lanes of `mask` meet. The last one calls `act` for all, then everyone goes on. */
 void host_meet(Request *r, void (*act)(Warp &));
 void host_same(Warp &w, const char *what, int line);

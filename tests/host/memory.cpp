@@ -252,7 +252,7 @@ void engine_reads(Region &r, size_t at, size_t n, const Stamp &s, void *to) {
   if (to) memcpy(to, r.bytes + at, n);
 }
 
-void engine_writes(Region &r, size_t at, const void *from, size_t n, const Stamp &s) {
+void engine_writes(Region &r, size_t at, const void *from, size_t n, const Stamp &s, bool update) {
   const Clock &c = *s.known;
   const std::vector<u32> &fenced = c.fenced[r.global];
   Mark *marks = marks_of(r);
@@ -266,7 +266,9 @@ void engine_writes(Region &r, size_t at, const void *from, size_t n, const Stamp
     } else if (b.reader != NOBODY && c.seen[b.reader] < b.read) {
       unordered(r, k, 1, "read", b.reader, b.read_line, s.line);
     }
-    if (b.writer == MANY) {
+    if (update && b.writer == NOBODY && !r.born_written) uninitialised(r, k, s.line);
+    if (update && b.atomic) {
+    } else if (b.writer == MANY) {
       if (!all_seen(crowd_of(r, k).write, c.seen, ~0u))
         unordered(r, k, 1, "write", MANY, b.write_line, s.line);
     } else if (b.writer != NOBODY) {
@@ -276,7 +278,7 @@ void engine_writes(Region &r, size_t at, const void *from, size_t n, const Stamp
     b.writer = s.who;
     b.write = s.when;
     b.write_line = (u16)s.line;
-    b.atomic = 0;
+    b.atomic = update;
     b.reader = NOBODY;
   }
   memcpy(r.bytes + at, from, n);

@@ -95,7 +95,8 @@ class TensorMap(ctypes.Structure):
         ("element", ctypes.c_uint8),
         ("swizzle", ctypes.c_uint8),
         ("is_map", ctypes.c_uint8),
-        ("rest", ctypes.c_uint64 * 3),
+        ("type", ctypes.c_uint64),
+        ("rest", ctypes.c_uint64 * 2),
     ]
 
 
@@ -167,8 +168,14 @@ def raw(x):
     return x.reshape(-1).view(np.uint8) if x.size else np.zeros(0, np.uint8)
 
 
+TYPES = ["", "uint32", "int32", "float16", "bfloat16", "float32"]  # HostType
+
+
 def tensor_map(m, base, element):
-    out = TensorMap(base=base, rank=len(m["dim"]), element=element, swizzle=m["swizzle"], is_map=1)
+    type = TYPES.index(m.get("dtype")) if m.get("dtype") in TYPES else 0
+    out = TensorMap(
+        type=type, base=base, rank=len(m["dim"]), element=element, swizzle=m["swizzle"], is_map=1
+    )
     out.dim[: out.rank] = m["dim"]
     out.stride[: out.rank - 1] = m["stride"][1:]
     out.box[: out.rank] = m["box"]
@@ -256,6 +263,7 @@ def launch(text, info, library, arrays, same, n_args, memory, seed):
         (ctypes.c_uint32 * 3)(*grid),
         (ctypes.c_uint32 * 3)(*info["cluster"]),
         ctypes.c_uint32(info["block"]),
+        ctypes.c_uint32(info.get("meets_blocks", 0)),
         ctypes.c_uint32(info["smem_bytes"]),
         buffers,
         ctypes.c_uint32(len(buffers)),

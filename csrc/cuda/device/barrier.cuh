@@ -16,6 +16,16 @@ FN void barrier_wait(u32 b, u32 parity) {
                "@p bra D;\nbra W;\nD: }" :: "r"(b), "r"(parity) : "memory");
 }
 
+//! barrier_test
+// the same without waiting: is the phase complete?
+FN bool barrier_test(u32 b, u32 parity) {
+  u32 r;
+  asm volatile("{ .reg .pred p;\n"
+               "mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+               "selp.u32 %0, 1, 0, p; }" : "=r"(r) : "r"(b), "r"(parity) : "memory");
+  return r != 0;
+}
+
 //! barrier_arrive
 FN void barrier_arrive(u32 b) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(b) : "memory");
@@ -47,6 +57,32 @@ FN void barrier_wait_cluster(u32 b, u32 parity) {
 FN void barrier_arrive_remote(u32 b, u32 block) {
   asm volatile("{ .reg .b32 r;\nmapa.shared::cluster.u32 r, %0, %1;\n"
                "mbarrier.arrive.shared::cluster.b64 _, [r]; }" :: "r"(b), "r"(block) : "memory");
+}
+
+//! barrier_arrive_tx_cluster
+// barrier_arrive_tx() at an address that leads to a block of the cluster
+FN void barrier_arrive_tx_cluster(u32 b, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cluster.b64 _, [%0], %1;"
+               :: "r"(b), "r"(bytes) : "memory");
+}
+
+//! st_async
+// N elements to a block of the cluster, as bytes for the barrier there
+template <typename T, int N> FN void st_async(u32 a, const T* s, u32 b) {
+  constexpr int bytes = N * (int)sizeof(T);
+  u32 w[4];
+  pack<T, N>(w, s);
+  if constexpr (bytes == 16) {
+    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32"
+                 " [%0], {%1,%2,%3,%4}, [%5];"
+                 :: "r"(a), "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3]), "r"(b) : "memory");
+  } else if constexpr (bytes == 8) {
+    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.b32"
+                 " [%0], {%1,%2}, [%3];" :: "r"(a), "r"(w[0]), "r"(w[1]), "r"(b) : "memory");
+  } else {
+    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32"
+                 " [%0], %1, [%2];" :: "r"(a), "r"(w[0]), "r"(b) : "memory");
+  }
 }
 
 //! store_async

@@ -152,3 +152,43 @@ FN void async_proxy_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: 
 //! async_proxy_fence_global
 // what lanes that this one has met wrote to global memory becomes visible to TMA
 FN void async_proxy_fence_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
+
+//! tma_prefetch_1d
+// a box comes to L2
+FN void tma_prefetch_1d(const TensorMap* m, i32 c0) {
+  asm volatile("cp.async.bulk.prefetch.tensor.1d.L2.global.tile [%0, {%1}];"
+               :: "l"(m), "r"(c0) : "memory");
+}
+
+//! tma_prefetch_2d
+FN void tma_prefetch_2d(const TensorMap* m, i32 c0, i32 c1) {
+  asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global.tile [%0, {%1,%2}];"
+               :: "l"(m), "r"(c0), "r"(c1) : "memory");
+}
+
+//! tma_prefetch_3d
+FN void tma_prefetch_3d(const TensorMap* m, i32 c0, i32 c1, i32 c2) {
+  asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global.tile [%0, {%1,%2,%3}];"
+               :: "l"(m), "r"(c0), "r"(c1), "r"(c2) : "memory");
+}
+
+//! tma_prefetch_4d
+FN void tma_prefetch_4d(const TensorMap* m, i32 c0, i32 c1, i32 c2, i32 c3) {
+  asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global.tile [%0, {%1,%2,%3,%4}];"
+               :: "l"(m), "r"(c0), "r"(c1), "r"(c2), "r"(c3) : "memory");
+}
+
+//! tma_prefetch_5d
+FN void tma_prefetch_5d(const TensorMap* m, i32 c0, i32 c1, i32 c2, i32 c3, i32 c4) {
+  asm volatile("cp.async.bulk.prefetch.tensor.5d.L2.global.tile [%0, {%1,%2,%3,%4,%5}];"
+               :: "l"(m), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4) : "memory");
+}
+
+//! bulk_prefetch
+FN void bulk_prefetch(const void* src, u32 bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" :: "l"(src), "r"(bytes) : "memory");
+}
+
+//! prefetch_global
+// what is near this address comes to L2
+FN void prefetch_global(const void* a) { asm volatile("prefetch.global.L2 [%0];" :: "l"(a)); }

@@ -1,0 +1,89 @@
+/* Semaphores and sleeping.
+ *
+ * Semaphores of a block are words of shared memory, behind the mbarriers; they are zero when the
+ * kernel begins (program.c). Those of the launch are words of its counters, behind those of
+ * NEXT_TILE. One lane signals or waits for the thread, or for the warp in a WARP_MAP. A launch that
+ * may begin before the one in front of it ends must await that before it touches them, as the
+ * counters are that one's too. */
+#include "gen.h"
+
+pm_code pm_cuda_ALLOC_SEMAPHORE(pm_gen *e, pm_opid op) { return pm_cuda_ALLOC_BARRIER(e, op); }
+
+pm_code pm_cuda_GLOBAL_SEMAPHORE(pm_gen *e, pm_opid op) {
+  const long long first = *pm_attr(e->g, op, PM_ATTR_N) + e->first_semaphore;
+  const char *at = first ? pm_str(e, "counters + %lld", first) : "counters";
+  pm_bind(e, pm_get(e->g, op)->out, at, PM_FORM_SCALAR);
+  return PM_OK;
+}
+
+typedef struct semaphore {
+  const char *address, *prefix, *scope; /* of the names of its functions; template argument */
+} semaphore;
+
+static pm_code semaphore_of(pm_gen *e, pm_opid op, semaphore *s) {
+  pm_view v;
+  pm_text t;
+  if (pm_view_of(e->g, pm_in(e->g, op, 0), true, &v, e->err)) {
+    pm_err_op(e->err, e->g, op);
+    return e->err->code;
+  }
+  const bool global = v.space == PM_GMEM;
+  const int scale = global ? 1 : 4;
+  pm_text_init(&t, e->arena);
+  pm_put(&t, e->slot[v.base].text);
+  for (uint32_t k = 0; k < v.n_terms; k++) {
+    pm_putf(&t, " + %s", pm_term_text(e, &v.term[k], scale, false));
+  }
+  if (v.offset) pm_putf(&t, " + %lld", (long long)(v.offset * scale));
+  s->address = t.at;
+  s->prefix = global ? "" : "block_";
+  s->scope = !global ? "" : *pm_attr(e->g, op, PM_ATTR_SYSTEM) ? "<true>" : "<false>";
+  if (global && e->program->pdl) pm_line(e, "grid_wait();");
+  return PM_OK;
+}
+
+static const char *by_one(pm_gen *e) { return e->lane ? "" : pm_str(e, "%s ", pm_elected(e)); }
+
+pm_code pm_cuda_SIGNAL(pm_gen *e, pm_opid op) {
+  semaphore s;
+  pm_note(e, op, "semaphore_signal");
+  PM_TRY(semaphore_of(e, op, &s));
+  pm_line(e, "%s%ssemaphore_signal%s(%s, %s);", by_one(e), s.prefix, s.scope, s.address,
+          pm_scalar_of(e, pm_in(e->g, op, 1)));
+  return PM_OK;
+}
+
+pm_code pm_cuda_AWAIT(pm_gen *e, pm_opid op) {
+  const char *how = *pm_attr(e->g, op, PM_ATTR_DECREMENT) ? "take" : "wait";
+  semaphore s;
+  pm_note(e, op, "semaphore_wait");
+  PM_TRY(semaphore_of(e, op, &s));
+  pm_line(e, "%s%ssemaphore_%s%s(%s, %s);", by_one(e), s.prefix, how, s.scope, s.address,
+          pm_scalar_of(e, pm_in(e->g, op, 1)));
+  if (!e->lane) pm_line(e, "%s", pm_meet(e));
+  return PM_OK;
+}
+
+/* One lane reads; the others get the number from scratch. */
+pm_code pm_cuda_READ_SEMAPHORE(pm_gen *e, pm_opid op) {
+  const pm_val out = pm_get(e->g, op)->out;
+  semaphore s;
+  pm_note(e, op, "semaphore_read");
+  PM_TRY(semaphore_of(e, op, &s));
+  const char *x = pm_declare(e, out, out);
+  if (!e->lane) pm_begin(e, PM_ONE_LANE " {");
+  pm_line(e, "%s = %ssemaphore_read%s(%s);", x, s.prefix, s.scope, s.address);
+  if (e->lane) return PM_OK;
+  pm_line(e, "st_shared<i32, 1>(%s, &%s);", pm_scratch(e), x);
+  pm_end(e);
+  pm_line(e, PM_LANES_SYNC);
+  pm_line(e, "ld_shared<i32, 1>(&%s, %s);", x, pm_scratch(e));
+  pm_line(e, PM_LANES_SYNC);
+  return PM_OK;
+}
+
+pm_code pm_cuda_DELAY(pm_gen *e, pm_opid op) {
+  pm_note(e, op, "delay");
+  pm_line(e, "delay(%s);", pm_scalar_of(e, pm_in(e->g, op, 0)));
+  return PM_OK;
+}

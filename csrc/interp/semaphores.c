@@ -1,0 +1,82 @@
+/* Semaphores: counters of the launch, or of a block. Who waits for one that is too low is blocked
+ * until somebody signals it. */
+#include <inttypes.h>
+#include <stdio.h>
+
+#include "vm.h"
+
+/* NULL: failed */
+static uint32_t *semaphore_at(pm_machine *m, thread *t, const instr *i) {
+  spot s;
+  pm_vm_locate(m, t, i->mem, &s);
+  if (!s.inside) {
+    pm_vm_outside(m, t, i->op, &s, "semaphore");
+    return NULL;
+  }
+  return (i->mem->space == PM_GMEM ? m->semaphores : t->block->semaphores) + i->mem->base +
+         s.offset;
+}
+
+static step exec_signal(pm_machine *m, thread *t, const instr *i) {
+  uint32_t *s = semaphore_at(m, t, i);
+  if (!s) return STEP_FAIL;
+  *s += (uint32_t)slot_i32(t, i->a);
+  pm_vm_progress(m);
+  pm_vm_wake_at(m, s);
+  return STEP_PAUSE;
+}
+
+static step exec_await(pm_machine *m, thread *t, const instr *i) {
+  uint32_t *s = semaphore_at(m, t, i);
+  const uint32_t least = (uint32_t)slot_i32(t, i->a);
+  if (!s) return STEP_FAIL;
+  if (*s < least) {
+    t->waits_at = s;
+    t->pc--;
+    return pm_vm_block_on(m, t, THREAD_AT_SEMAPHORE);
+  }
+  if (i->flags) *s -= least;
+  return STEP_PAUSE;
+}
+
+static step exec_read(pm_machine *m, thread *t, const instr *i) {
+  const uint32_t *s = semaphore_at(m, t, i);
+  if (!s) return STEP_FAIL;
+  *(int32_t *)slot_of(t, i->dst) = (int32_t)*s;
+  return pm_vm_poll(m, t);
+}
+
+static step exec_delay(pm_machine *m, thread *t, const instr *i) {
+  (void)m, (void)t, (void)i;
+  return STEP_PAUSE;
+}
+
+size_t pm_vm_semaphore_text(pm_machine *m, thread *t, const instr *i, char *buf, size_t n) {
+  const uint32_t least = (uint32_t)slot_i32(t, i->a);
+  (void)m;
+  const int len = snprintf(buf, n, " on '%s' for %" PRIu32 " or more; it is %" PRIu32, i->mem->name,
+                           least, *t->waits_at);
+  return len < 0 ? 0 : pm_min((size_t)len, n);
+}
+
+step pm_vm_check_semaphores(pm_machine *m, thread *t, pm_opid op, const scope *s) {
+  for (uint32_t k = 0; k < s->n_sems; k++) {
+    for (uint32_t j = 0; j < s->sems[k].count; j++) {
+      const uint32_t left = t->block->semaphores[s->sems[k].first + j];
+      if (!left) continue;
+      return pm_vm_fail(m, t, op, PM_E_VALUE,
+                        "the scope of semaphore '%s' ends while number %" PRIu32
+                        " of it is %" PRIu32
+                        "; wait for all signals with decrement=True, so that it is 0 again",
+                        s->sems[k].name, j, left);
+    }
+  }
+  return STEP_NEXT;
+}
+
+const handler pm_vm_ALLOC_SEMAPHORE = {pm_vm_encode_alloc, NULL, {0}};
+const handler pm_vm_GLOBAL_SEMAPHORE = {pm_vm_encode_alloc, NULL, {0}};
+const handler pm_vm_SIGNAL = {pm_vm_encode_plain, exec_signal, {0}};
+const handler pm_vm_AWAIT = {pm_vm_encode_plain, exec_await, {0}};
+const handler pm_vm_READ_SEMAPHORE = {pm_vm_encode_plain, exec_read, {0}};
+const handler pm_vm_DELAY = {pm_vm_encode_plain, exec_delay, {0}};

@@ -1,0 +1,150 @@
+"""Semaphores: int32 counters that threads signal and wait for, of one block or of the launch."""
+
+import enum
+
+from . import _core
+from ._names import show
+from ._schedule import not_batched
+from ._trace import Array, Ref, as_array, env, type_text
+from ._types import Semaphores, SemaphoreType
+
+
+class semaphore:
+    """The class of the dtype of semaphore refs: ``jnp.issubdtype(ref.dtype, pl.semaphore)``."""
+
+
+class DeviceIdType(enum.Enum):
+    """How ``device_id`` names a device; kernels run on one device."""
+
+    MESH = "mesh"
+    LOGICAL = "logical"
+
+
+def get_global(what):
+    """Semaphores of the launch: the same ones for all blocks, 0 when the kernel begins.
+
+    ``what``: ``plgpu.SemaphoreType.REGULAR`` or ``REGULAR(shape)``; NotImplementedError for
+    anything else. Each call gives semaphores of its own. They may have any value when the kernel
+    ends.
+    """
+    e = env("get_global")
+    if isinstance(what, SemaphoreType):
+        what = what()
+    if not isinstance(what, Semaphores):
+        raise NotImplementedError(
+            f"get_global: only semaphores, plgpu.SemaphoreType.REGULAR, are shared by all blocks,"
+            f" got {show(what)}; pass an operand for memory"
+        )
+    not_batched("get_global")
+    first, n = e.semaphores, 1
+    for d in what.shape:
+        n *= d
+    e.semaphores += n
+    return _core.alloc_semaphore(what.shape, first)
+
+
+def _one(x, what):
+    if not isinstance(x, Ref):
+        raise TypeError(f"{what}: semaphore must be a ref, got {show(x)}")
+    if x.dtype != "semaphore":
+        raise ValueError(f"{what}: semaphore must be a semaphore ref, got {type_text(x)}")
+    if x.shape != ():
+        raise ValueError(
+            f"{what}: needs one semaphore, got an array of shape {x.shape}; index it with .at[i]"
+        )
+    return x
+
+
+def _count(x, what):
+    if not isinstance(x, Array):
+        x = as_array(x, what)
+    if x.shape != () or x.dtype.kind not in "iu" or x.dtype.itemsize > 4:
+        raise TypeError(f"{what} must be an int32 scalar, got {type_text(x)}")
+    return _core.convert(x, "int32")
+
+
+def _scope(memory_scope, device_id, what):
+    if memory_scope not in ("sys", "gpu"):
+        raise ValueError(f"{what}: memory_scope must be 'sys' or 'gpu', got {show(memory_scope)}")
+    if device_id is None:
+        return int(memory_scope == "sys")
+    if memory_scope == "gpu":
+        raise ValueError(f"{what}: device_id needs memory_scope='sys'")
+    raise NotImplementedError(f"{what}: device_id: one GPU is supported; leave it out")
+
+
+def semaphore_signal(semaphore, inc=1, *, device_id=None, memory_scope="sys"):
+    """Add ``inc``, an int32 scalar, to a semaphore.
+
+    What this thread did before is visible to who waits for it. ``memory_scope``: "gpu" is enough
+    among the blocks of one GPU.
+    """
+    what = "semaphore_signal"
+    system = _scope(memory_scope, device_id, what)
+    _core.effect(what, (_one(semaphore, what), _count(inc, f"{what}: inc")), system=system)
+
+
+def semaphore_wait(semaphore, value=1, *, decrement=True, memory_scope="sys"):
+    """Wait until a semaphore is at least ``value``, an int32 scalar (compared as unsigned). With
+    ``decrement`` it is less by ``value`` then."""
+    what = "semaphore_wait"
+    if not isinstance(decrement, bool):
+        raise TypeError(f"{what}: decrement must be a bool, got {show(decrement)}")
+    _core.effect(
+        what,
+        (_one(semaphore, what), _count(value, f"{what}: value")),
+        system=_scope(memory_scope, None, what),
+        decrement=int(decrement),
+    )
+
+
+def semaphore_read(sem_or_view):
+    """The value of a semaphore, an int32 scalar. Acquires what was signalled."""
+    what = "semaphore_read"
+    return _core.effect(what, (_one(sem_or_view, what),), system=1)
+
+
+def generic_signal(
+    sem_or_view, inc=1, *, device_id=None, device_id_type=DeviceIdType.MESH, core_index=None
+):
+    """``plgpu.semaphore_signal`` for an ``inc`` that is known while tracing; NotImplementedError
+    for others, and for ``core_index``."""
+    what = "semaphore_signal"
+    if core_index is not None:
+        raise NotImplementedError(f"{what}: core_index is not for GPUs; leave it out")
+    if not isinstance(device_id_type, DeviceIdType):
+        raise TypeError(f"{what}: device_id_type must be pl.DeviceIdType, got {device_id_type!r}")
+    if isinstance(inc, Array):
+        raise NotImplementedError(
+            f"{what}: inc must be known while tracing; use plgpu.semaphore_signal for a traced one"
+        )
+    semaphore_signal(sem_or_view, inc, device_id=device_id)
+
+
+def generic_wait(sem_or_view, value=1, *, decrement=True):
+    """``plgpu.semaphore_wait``."""
+    semaphore_wait(sem_or_view, value, decrement=decrement)
+
+
+generic_signal.__name__ = generic_signal.__qualname__ = "semaphore_signal"
+generic_wait.__name__ = generic_wait.__qualname__ = "semaphore_wait"
+
+
+class SemaphoreSignal:
+    """One signal of :func:`semaphore_signal_parallel`. ``device_id``: None, this GPU."""
+
+    __slots__ = ("device_id", "inc", "ref")
+
+    def __init__(self, ref, *, device_id, inc=1):
+        self.ref, self.device_id, self.inc = ref, device_id, inc
+
+
+def semaphore_signal_parallel(*signals):
+    """Several signals, in any order among themselves; each as :func:`semaphore_signal`."""
+    for s in signals:
+        if not isinstance(s, SemaphoreSignal):
+            raise TypeError(
+                f"semaphore_signal_parallel: expected plgpu.SemaphoreSignal, got {show(s)}"
+            )
+    for s in signals:
+        semaphore_signal(s.ref, s.inc, device_id=s.device_id)

@@ -1,0 +1,358 @@
+"""Copies between GMEM and SMEM: what each engine does, and that all do the same."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import pallas_mgpu as plgpu
+from pallas_mgpu import lax, pl
+from pallas_mgpu import numpy as jnp
+
+BF16 = ml_dtypes.bfloat16
+
+
+def shape(dims, dtype):
+    return plgpu.ShapeDtypeStruct(dims, dtype)
+
+
+# ---- copies that combine -------------------------------------------------------------------------
+
+COMBINES = {
+    "add": lambda a, b: (a + b).astype(a.dtype),
+    "min": np.minimum,
+    "max": np.maximum,
+    "umin": lambda a, b: np.minimum(a.view(np.uint32), b.view(np.uint32)).view(a.dtype),
+    "umax": lambda a, b: np.maximum(a.view(np.uint32), b.view(np.uint32)).view(a.dtype),
+    "smin": lambda a, b: np.minimum(a.view(np.int32), b.view(np.int32)).view(a.dtype),
+    "smax": lambda a, b: np.maximum(a.view(np.int32), b.view(np.int32)).view(a.dtype),
+    "inc": lambda a, b: np.where(
+        a.view(np.uint32) >= b.view(np.uint32), 0, a.view(np.uint32) + 1
+    ).view(a.dtype),
+    "dec": lambda a, b: np.where(
+        (a.view(np.uint32) == 0) | (a.view(np.uint32) > b.view(np.uint32)),
+        b.view(np.uint32),
+        a.view(np.uint32) - 1,
+    ).view(a.dtype),
+    "and": np.bitwise_and,
+    "or": np.bitwise_or,
+    "xor": np.bitwise_xor,
+}
+INTS = [op for op in COMBINES if op not in ("min", "max")]
+LEGAL = {
+    np.int32: INTS,
+    np.uint32: INTS,
+    np.float32: ["add"],
+    np.float16: ["add", "min", "max"],
+    BF16: ["add", "min", "max"],
+}
+
+
+def numbers(rng, dims, dtype):
+    if np.dtype(dtype).kind in "iu":
+        x = rng.integers(-(2**31), 2**31, dims).astype(np.int32).view(dtype)
+        x[..., ::3] = np.abs(x[..., ::3].view(np.int32)) % 3  # for inc and dec
+        return x.view(dtype)
+    return (rng.integers(-64, 64, dims) / 8).astype(dtype)
+
+
+@pytest.mark.parametrize("dtype", LEGAL, ids=lambda d: np.dtype(d).name)
+@pytest.mark.parametrize("engine", ["tma", "bulk", "lanes"])
+def test_a_store_combines(run, rng, dtype, engine):
+    """Every operation of a dtype by each engine: what was there and what comes make what is
+    there, twice. Plain stores of the same kernel come first."""
+    dims = (len(LEGAL[dtype]), 12, 64)
+    x, y = numbers(rng, dims, dtype), numbers(rng, dims, dtype)
+    y[:, ::2] = x[:, ::2]
+
+    def body(x_ref, y_ref, o_ref, smem):
+        smem[...] = y_ref[...]
+        o_ref[...] = x_ref[...]
+        plgpu.commit_smem()
+        for k, op in enumerate(LEGAL[dtype]):
+            for _ in range(2):
+                to = o_ref.at[k]
+                plgpu.copy_smem_to_gmem(smem.at[k], to, reduction_op=op, engine=engine)
+                plgpu.wait_smem_to_gmem(0)
+
+    got = run(body, shape(dims, dtype), x, y, scratch_types=[plgpu.SMEM(dims, dtype)])
+    for k, op in enumerate(LEGAL[dtype]):
+        want = COMBINES[op](COMBINES[op](x[k], y[k]), y[k])
+        assert got[k].tobytes() == want.astype(dtype).tobytes(), op
+
+
+@pytest.mark.parametrize("width", [96, 92], ids=["tma", "lanes"])
+def test_combining_clips(run, rng, width):
+    """A box that overhangs the array: what is inside is combined, nothing else is touched. Tiled
+    and swizzled SMEM, starts that are traced; rows that no engine can do are done by lanes."""
+    rows = 70
+    x = rng.integers(-9, 9, (rows, width)).astype(np.float32)
+    y = rng.integers(-9, 9, (128, 128)).astype(np.float32)
+
+    def body(x_ref, y_ref, o_ref, smem):
+        smem[...] = y_ref[...]
+        o_ref[...] = x_ref[...]
+        plgpu.commit_smem()
+
+        def step(i, _):
+            at = o_ref.at[pl.ds(i * 32, 64), pl.ds(i * 32, 64)]
+            plgpu.copy_smem_to_gmem(smem.at[:64, :64], at, reduction_op="add")
+
+        lax.fori_loop(0, 3, step, None)
+        plgpu.wait_smem_to_gmem(0)
+
+    transforms = (plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128))
+    smem = plgpu.SMEM((128, 128), np.float32, transforms=transforms)
+    got = run(body, shape((rows, width), np.float32), x, y, scratch_types=[smem])
+    want = np.pad(x, ((0, 128), (0, 128)))
+    for i in range(3):
+        want[i * 32 : i * 32 + 64, i * 32 : i * 32 + 64] += y[:64, :64]
+    np.testing.assert_array_equal(got, want[:rows, :width])
+
+
+def test_blocks_combine_into_one(run, rng):
+    """All blocks add to one array in any order; each element is added at once. The first one
+    writes what is there before, and says so."""
+    n, w = 4, 256
+    x = rng.integers(-1000, 1000, (n, w), dtype=np.int32)
+
+    def body(x_ref, o_ref, smem):
+        ready = pl.get_global(plgpu.SemaphoreType.REGULAR)
+        i = lax.axis_index("i")
+        smem[...] = x_ref[i]
+        plgpu.commit_smem()
+
+        @pl.when(i == 0)
+        def _():
+            o_ref[...] = jnp.full((w,), 5, jnp.int32)
+            plgpu.semaphore_signal(ready)
+
+        plgpu.semaphore_wait(ready, 1, decrement=False)
+        plgpu.copy_smem_to_gmem(smem, o_ref, reduction_op="add")
+        plgpu.copy_smem_to_gmem(smem, o_ref, reduction_op="add", predicate=i == 2)
+        plgpu.wait_smem_to_gmem(0)
+
+    got = run(
+        body,
+        shape((w,), np.int32),
+        x,
+        grid=(n,),
+        grid_names=("i",),
+        scratch_types=[plgpu.SMEM((w,), jnp.int32)],
+    )
+    np.testing.assert_array_equal(got, x.sum(0) + x[2] + 5)
+
+
+@pytest.mark.parametrize(
+    "dtype, op, match",
+    [
+        (np.float32, "max", "for float16 and bfloat16"),
+        (np.int32, "max", "umax, smin, smax"),
+        (np.float16, "xor", "int32 and uint32"),
+        (np.float32, "smin", "int32 and uint32"),
+        (np.int8, "add", "float32, int32 and uint32"),
+        (np.float32, "mul", "must be one of"),
+    ],
+)
+def test_what_cannot_be_combined(dtype, op, match):
+    def body(x_ref, o_ref, smem):
+        plgpu.copy_smem_to_gmem(smem, o_ref, reduction_op=op)
+
+    kernel = plgpu.kernel(
+        body, out_type=shape((128,), dtype), scratch_types=[plgpu.SMEM((128,), dtype)]
+    )
+    with pytest.raises(ValueError, match=match):
+        kernel.lower(np.zeros(128, dtype))
+
+
+# ---- prefetches ----------------------------------------------------------------------------------
+
+
+def test_prefetch(run, rng):
+    """Parts of all kinds come to L2: boxes, contiguous bytes, what overhangs, what no engine can
+    do. What is read is what is there; without a box or a way to wait, nothing else can be seen."""
+    x = rng.integers(-99, 99, (96, 160), dtype=np.int32)
+    y = rng.integers(-99, 99, (33, 37), dtype=np.int8)
+
+    def body(x_ref, y_ref, o_ref, p_ref):
+        def step(i, _):
+            plgpu.async_prefetch(x_ref.at[pl.ds(i * 32, 32), 32:64])
+            plgpu.async_prefetch(x_ref.at[i])
+            plgpu.async_prefetch(x_ref.at[pl.ds(i * 64, 64), 64:])
+
+        lax.fori_loop(0, 3, step, None)
+        plgpu.async_prefetch(y_ref.at[pl.ds(3, 9), 5:30])
+        plgpu.async_prefetch(y_ref.at[:, 3])
+        o_ref[...] = x_ref[...] + 1
+        p_ref[...] = y_ref[...]
+
+    kernel = run.kernel(body, [shape(x.shape, np.int32), shape(y.shape, np.int8)])
+    got = run.call(kernel, x, y)
+    np.testing.assert_array_equal(got[0], x + 1)
+    np.testing.assert_array_equal(got[1], y)
+    text = kernel.lower(x, y).as_text("cuda")
+    for name in ("tma_prefetch_2d(&", "bulk_prefetch(x", "prefetch_global("):
+        assert text.count(name) >= 1, name
+
+
+def test_a_producer_prefetches(run, rng):
+    """Between the copies of one lane, and by a warp: the lane stays elected."""
+    x = rng.integers(-99, 99, (4, 64, 64), dtype=np.int32)
+
+    def body(x_ref, o_ref, smem, bar):
+        def step(i, _):
+            plgpu.async_prefetch(x_ref.at[jnp.minimum(i + 1, 3)])
+            plgpu.copy_gmem_to_smem(x_ref.at[i], smem, bar)
+            plgpu.barrier_wait(bar)
+            o_ref[i] = smem[...]
+
+        lax.fori_loop(0, 4, step, None)
+
+        @plgpu.warp_map
+        def _(warp):
+            pl.when(warp == 2)(lambda: plgpu.async_prefetch(x_ref.at[warp]))
+
+    scratch = [plgpu.SMEM((64, 64), jnp.int32), plgpu.Barrier()]
+    np.testing.assert_array_equal(run(body, shape(x.shape, np.int32), x, scratch_types=scratch), x)
+
+
+def test_prefetch_errors():
+    def raises(error, match, **options):
+        def body(x_ref, o_ref, smem):
+            plgpu.async_prefetch(smem if "smem" in options else x_ref, **options.get("with_", {}))
+
+        kernel = plgpu.kernel(
+            body, out_type=shape((128,), np.int32), scratch_types=[plgpu.SMEM((128,), jnp.int32)]
+        )
+        with pytest.raises(error, match=match):
+            kernel.lower(np.zeros(128, np.int32))
+
+    raises(ValueError, "must be a GMEM ref", smem=True)
+    raises(NotImplementedError, "collective", with_={"collective_axes": "c"})
+    raises(ValueError, "needs collective_axes", with_={"leader_tracked": 1})
+
+
+# ---- stores to other blocks ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, np.int8, np.uint32])
+@pytest.mark.parametrize("kind", ["rows", "wgmma"])
+def test_store_to_another_block(run, rng, dtype, kind):
+    """Each block hands a tile to the next one, round and round; nobody reads before its barrier
+    has all bytes. Plain SMEM, or tiled and swizzled SMEM from the layout of accumulators."""
+    n, dims = 4, (64, 64)
+    if kind == "wgmma" and np.dtype(dtype).itemsize != 4:
+        transforms, layout = (), plgpu.Layout.WG_STRIDED(dims, 8)
+    elif kind == "wgmma":
+        transforms = (plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128))
+        layout = plgpu.Layout.WGMMA
+    else:
+        transforms, layout = (), None
+    x = rng.integers(0, 99, (n, *dims)).astype(dtype)
+
+    def body(x_ref, o_ref, smem, bar, free):
+        i = lax.axis_index("c")
+        mine = plgpu.load(x_ref.at[i], layout=layout)
+
+        def step(k, _):
+            plgpu.async_store_smem(
+                mine, smem.at[k % 2], bar.at[k % 2], cluster_idx=(i + 1) % n, cluster_dim="c"
+            )
+            plgpu.barrier_wait(bar.at[k % 2])
+            o_ref[i] = smem[k % 2]
+            plgpu.barrier_arrive(free)
+            plgpu.barrier_wait(free)
+
+        lax.fori_loop(0, 3, step, None)
+
+    scratch = [
+        plgpu.SMEM((2, *dims), dtype, transforms=transforms),
+        plgpu.Barrier(num_barriers=2),
+        plgpu.ClusterBarrier(collective_axes=("c",)),
+    ]
+    got = run(
+        body,
+        shape(x.shape, dtype),
+        x,
+        cluster=(n,),
+        cluster_names=("c",),
+        scratch_types=scratch,
+    )
+    np.testing.assert_array_equal(got, np.roll(x, 1, 0))
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.uint32])
+def test_atomics_to_another_block(run, rng, dtype):
+    """All blocks combine into the SMEM of the first one, their own included, each element at
+    once; one number for all elements too."""
+    n, w, ops = 4, 192, ["add", "max", "min", "and", "or", "xor"]
+    x = rng.integers(0, 2**32, (n, len(ops), w), dtype=np.uint64).astype(np.uint32).view(dtype)
+
+    def body(x_ref, o_ref, smem, bar, ready):
+        i = lax.axis_index("c")
+        smem[...] = jnp.full((len(ops), w), 77, dtype)
+        plgpu.barrier_arrive(ready)
+        plgpu.barrier_wait(ready)
+        for k, op in enumerate(ops):
+            plgpu.async_store_smem(
+                x_ref[i, k], smem.at[k], bar, cluster_idx=0, cluster_dim="c", atomic=op
+            )
+        one = jnp.full((w,), 3, dtype)
+        plgpu.async_store_smem(one, smem.at[0], bar, cluster_idx=0, cluster_dim="c", atomic="add")
+
+        @pl.when(i == 0)
+        def _():
+            plgpu.barrier_wait(bar)
+            o_ref[...] = smem[...]
+
+        plgpu.barrier_arrive(ready)
+        plgpu.barrier_wait(ready)
+
+    scratch = [
+        plgpu.SMEM((len(ops), w), dtype),
+        plgpu.Barrier(num_arrivals=n * (len(ops) + 1)),
+        plgpu.ClusterBarrier(collective_axes=("c",)),
+    ]
+    options = {"cluster": (n,), "cluster_names": ("c",), "scratch_types": scratch}
+    got = run(body, shape((len(ops), w), dtype), x, **options)
+    want = np.full((len(ops), w), 77, dtype)
+    for k, op in enumerate(ops):
+        for i in range(n):
+            least = {"max": np.maximum, "min": np.minimum}
+            want[k] = least[op](want[k], x[i, k]) if op in least else COMBINES[op](want[k], x[i, k])
+    want[0] += dtype(3 * n)
+    np.testing.assert_array_equal(got, want)
+
+
+def test_store_to_another_block_errors():
+    def raises(error, match, src, bar=0, **options):
+        def body(x_ref, o_ref, smem, bars, far):
+            barrier = bars.at[0] if bar == 0 else bars if bar == 1 else far
+            src_ = {"row": x_ref, "scalar": x_ref.at[0], "half": x_ref.at[:64]}[src][...]
+            to = smem.at[0] if src == "scalar" else smem
+            plgpu.async_store_smem(
+                src_, to, barrier, **{"cluster_idx": 1, "cluster_dim": "c", **options}
+            )
+
+        scratch = [
+            plgpu.SMEM((128,), jnp.float32),
+            plgpu.Barrier(num_barriers=2),
+            plgpu.ClusterBarrier(collective_axes=("c",)),
+        ]
+        kernel = plgpu.kernel(
+            body,
+            out_type=shape((128,), np.float32),
+            scratch_types=scratch,
+            cluster=(2,),
+            cluster_names=("c",),
+        )
+        with pytest.raises(error, match=match):
+            kernel.lower(np.zeros(128, np.float32))
+
+    raises(TypeError, "shapes and dtypes", "half")
+    raises(TypeError, "needs one barrier", "row", 1)
+    raises(ValueError, "a Barrier is needed", "row", 2)
+    raises(NotImplementedError, "scalars", "scalar")
+    raises(NotImplementedError, "int32 and uint32", "row", atomic="add")
+    raises(ValueError, "atomic must be", "row", atomic="mul")
+    raises(ValueError, "not a cluster axis", "row", cluster_dim="d")
+    raises(ValueError, "out of bounds", "row", cluster_idx=2)
