@@ -15,7 +15,7 @@ os.environ["PALLAS_MGPU_NVRTC_OPTIONS"] = "--no-cache"
 
 import pallas_mgpu as plgpu  # noqa: E402
 from pallas_mgpu import numpy as jnp  # noqa: E402
-from pallas_mgpu.ops import attention, matmul  # noqa: E402
+from pallas_mgpu.ops import attention, layer_norm, matmul, rms_norm, softmax  # noqa: E402
 
 
 def product(m, n, k, nt=False, **options):
@@ -31,6 +31,13 @@ def attend(length, heads, kv_heads, dim, causal):
     return lambda: attention.kernel(q, k, k, causal=causal).lower(q, k, k)
 
 
+def norm(f, columns):
+    shapes = ((65536, columns), (columns,), (columns,))
+    count = {"softmax": 1, "rms_norm": 2, "layer_norm": 3}[f.__name__]
+    spec = [plgpu.ShapeDtypeStruct(x, jnp.bfloat16) for x in shapes[:count]]
+    return lambda: f.kernel(*spec).lower(*spec)
+
+
 KERNELS = {
     "matmul 8192 x 8192 x 8192": product(8192, 8192, 8192),
     "matmul 4096 x 8192 x 4096, gelu": product(4096, 8192, 4096, activation="gelu"),
@@ -44,6 +51,9 @@ KERNELS = {
     "attention 4096, dim 128, causal": attend(4096, 16, 16, 128, True),
     "attention 4096, dim 128, causal, 4 heads of K": attend(4096, 16, 4, 128, True),
     "attention 4096, dim 256, causal": attend(4096, 8, 8, 256, True),
+    "softmax 16384": norm(softmax, 16384),
+    "rms_norm 4096": norm(rms_norm, 4096),
+    "layer_norm 65536": norm(layer_norm, 65536),
 }
 
 
