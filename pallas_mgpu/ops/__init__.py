@@ -3,15 +3,19 @@
 from .attention import AttentionConfig, attention
 from .matmul import FewRowsConfig, MatmulConfig, matmul
 from .norms import NormConfig, layer_norm, rms_norm, softmax
+from .ragged import RaggedConfig, ragged_dot, transposed_ragged_dot
 
 __all__ = [
     "AttentionConfig",
     "FewRowsConfig",
     "MatmulConfig",
     "NormConfig",
+    "RaggedConfig",
     "attention",
     "layer_norm",
     "matmul",
+    "ragged_dot",
     "rms_norm",
     "softmax",
+    "transposed_ragged_dot",
 ]
