@@ -79,25 +79,24 @@ def transposed(run, rng, m, n, k, sizes, dtype=F16, spoil=True, **options):
 
 
 SIZES = {
-    "uneven": (300, [100, 0, 150, 50]),
-    "a row each": (5, [1, 1, 1, 1, 1]),
-    "one group": (200, [200]),
-    "rows of no group": (260, [0, 70, 65, 0]),
-    "all empty": (70, [0, 0, 0]),
-    "whole tiles": (384, [128, 256, 0]),
-    "too many": (150, [100, 100, 100]),
-    "negative": (150, [-5, 64, -(2**31), 2**31 - 1]),
+    "uneven": [70, 0, 60, 30],
+    "a row each": [1, 1, 1, 1],
+    "one group": [0, 160, 0, 0],
+    "rows of no group": [0, 70, 5, 0],
+    "all empty": [0, 0, 0, 0],
+    "whole tiles": [64, 0, 64, 32],
+    "too many": [100, 1, 100, 100],
+    "negative": [-5, 64, -(2**31), 2**31 - 1],
 }
 
 
 @pytest.mark.parametrize("case", SIZES)
 def test_sizes(run, rng, case):
-    m, sizes = SIZES[case]
-    forward(run, rng, m, 136, 72, sizes)
-    transposed(run, rng, m, 136, 72, sizes)
+    forward(run, rng, 160, 72, 72, SIZES[case])
+    transposed(run, rng, 160, 72, 72, SIZES[case])
 
 
-@pytest.mark.parametrize("m, n, k", [(77, 61, 33), (130, 8, 1), (65, 1, 130), (200, 300, 129)])
+@pytest.mark.parametrize("m, n, k", [(77, 61, 33), (70, 8, 1), (65, 1, 130)])
 def test_odd_extents(run, rng, m, n, k):
     """Padded operands, results that TMA cannot store."""
     sizes = [m // 3, 0, m // 2]
@@ -105,33 +104,32 @@ def test_odd_extents(run, rng, m, n, k):
     transposed(run, rng, m, n, k, sizes, BF16)
 
 
-@pytest.mark.parametrize("dtype, out_dtype", [(BF16, BF16), (F16, F32), (BF16, F16)], ids=str)
+@pytest.mark.parametrize("dtype, out_dtype", [(BF16, BF16), (F16, F32)], ids=str)
 def test_dtypes(run, rng, dtype, out_dtype):
-    sizes = [70, 10, 66]
-    forward(run, rng, 150, 72, 80, sizes, dtype, out_dtype=out_dtype)
-    forward(run, rng, 150, 72, 80, sizes, dtype, tb=True, out_dtype=out_dtype)
-    transposed(run, rng, 150, 72, 80, sizes, dtype, out_dtype=out_dtype)
+    sizes = [40, 5, 20]
+    forward(run, rng, 70, 72, 80, sizes, dtype, tb=True, out_dtype=out_dtype)
+    transposed(run, rng, 70, 72, 80, sizes, dtype, out_dtype=out_dtype)
 
 
-CONFIGS = [
-    C(1, 64, 2, 1, 1, 1),
-    C(2, 64, 2, 2, 1, 2),  # several bands of tiles
-    C(2, 128, 3, 1, 2, 3),
-    C(1, 192, 0, 2),
-    C(2, 256, 2, 2),
-]
+CONFIGS = {  # with extents m, n, k
+    C(1, 64, 2, 1, 1, 1): (150, 200, 72),  # bands of one tile
+    C(2, 64, 2, 2, 1, 2): (300, 260, 136),  # rings that go round, several bands
+    C(2, 128, 3, 1, 2, 3): (150, 200, 200),
+    C(1, 192, 0, 2): (70, 200, 72),  # the last columns belong to nobody
+    C(2, 256, 2, 2): (150, 264, 72),
+}
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=repr)
-@pytest.mark.parametrize("tb", [False, True])
-def test_configurations(run, rng, config, tb):
-    """Several tiles a block, in rings that go round; the last columns belong to nobody."""
-    forward(run, rng, 450, 200, 200, [300, 1, 149], tb=tb, config=config)
+def test_configurations(run, rng, config):
+    m, n, k = CONFIGS[config]
+    forward(run, rng, m, n, k, [m // 2, 1, m // 3], tb=config.stages == 2, config=config)
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=repr)
 def test_transposed_configurations(run, rng, config):
-    transposed(run, rng, 600, 200, 200, [300, 1, 0, 64, 200], config=config)
+    m, n, k = CONFIGS[config]
+    transposed(run, rng, m, n, k, [64, 1, 0, m // 2], config=config)
 
 
 def test_neighbours_are_not_touched(run, rng):
@@ -155,7 +153,7 @@ def test_neighbours_are_not_touched(run, rng):
 def test_many_groups(run, rng):
     """More groups than lanes, most of them empty."""
     sizes = rng.integers(0, 3, 300) * (rng.random(300) < 0.1)
-    forward(run, rng, 100, 64, 64, sizes)
+    forward(run, rng, 40, 64, 64, sizes)
 
 
 def test_what_callers_get(rng):
@@ -176,11 +174,7 @@ def test_chosen_configurations():
     assert choose(64, 14336, 8).consumers == 1
     assert choose_transposed(14336, 4096, 64)[:2] == (2, 256)
     spec = plgpu.ShapeDtypeStruct
-    for m, n, k, groups in (
-        (32768, 14336, 4096, 64),
-        (256, 4096, 14336, 8),
-        (4096, 512, 512, 2000),
-    ):
+    for m, n, k, groups in ((32768, 14336, 4096, 64), (256, 512, 512, 2000)):
         lhs, rhs = spec((m, k), BF16), spec((groups, k, n), BF16)
         sizes, right = spec((groups,), np.int32), spec((m, n), BF16)
         for f, given in (
