@@ -15,7 +15,15 @@ os.environ["PALLAS_MGPU_NVRTC_OPTIONS"] = "--no-cache"
 
 import pallas_mgpu as plgpu  # noqa: E402
 from pallas_mgpu import numpy as jnp  # noqa: E402
-from pallas_mgpu.ops import attention, layer_norm, matmul, rms_norm, softmax  # noqa: E402
+from pallas_mgpu.ops import (  # noqa: E402
+    attention,
+    layer_norm,
+    matmul,
+    ragged_dot,
+    rms_norm,
+    softmax,
+    transposed_ragged_dot,
+)
 
 
 def product(m, n, k, nt=False, **options):
@@ -38,6 +46,13 @@ def norm(f, columns):
     return lambda: f.kernel(*spec).lower(*spec)
 
 
+def grouped(f, m, n, k, groups):
+    shapes = ((m, k), (groups, k, n) if f is ragged_dot else (m, n))
+    spec = [plgpu.ShapeDtypeStruct(x, jnp.bfloat16) for x in shapes]
+    spec.append(plgpu.ShapeDtypeStruct((groups,), jnp.int32))
+    return lambda: f.kernel(*spec).lower(*spec)
+
+
 KERNELS = {
     "matmul 8192 x 8192 x 8192": product(8192, 8192, 8192),
     "matmul 4096 x 8192 x 4096, gelu": product(4096, 8192, 4096, activation="gelu"),
@@ -54,6 +69,8 @@ KERNELS = {
     "softmax 16384": norm(softmax, 16384),
     "rms_norm 4096": norm(rms_norm, 4096),
     "layer_norm 65536": norm(layer_norm, 65536),
+    "ragged_dot 32768 x 14336 x 4096, 64 groups": grouped(ragged_dot, 32768, 14336, 4096, 64),
+    "transposed_ragged_dot, the same": grouped(transposed_ragged_dot, 32768, 14336, 4096, 64),
 }
 
 
