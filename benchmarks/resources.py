@@ -19,6 +19,7 @@ from pallas_mgpu.ops import (  # noqa: E402
     attention,
     layer_norm,
     matmul,
+    mixed_matmul,
     ragged_dot,
     rms_norm,
     softmax,
@@ -53,6 +54,15 @@ def grouped(f, m, n, k, groups):
     return lambda: f.kernel(*spec).lower(*spec)
 
 
+def mixed(m, n, k, weights, groups):
+    spec = [
+        plgpu.ShapeDtypeStruct((m, k), jnp.bfloat16),
+        plgpu.ShapeDtypeStruct((n, k), weights),
+        plgpu.ShapeDtypeStruct((groups, n), jnp.bfloat16),
+    ]
+    return lambda: mixed_matmul.kernel(*spec).lower(*spec)
+
+
 KERNELS = {
     "matmul 8192 x 8192 x 8192": product(8192, 8192, 8192),
     "matmul 4096 x 8192 x 4096, gelu": product(4096, 8192, 4096, activation="gelu"),
@@ -70,6 +80,8 @@ KERNELS = {
     "rms_norm 4096": norm(rms_norm, 4096),
     "layer_norm 65536": norm(layer_norm, 65536),
     "ragged_dot 32768 x 14336 x 4096, 64 groups": grouped(ragged_dot, 32768, 14336, 4096, 64),
+    "mixed_matmul 16 x 8192 x 8192, int4": mixed(16, 8192, 8192, jnp.int4, 64),
+    "mixed_matmul 4096 x 8192 x 8192, int4": mixed(4096, 8192, 8192, jnp.int4, 64),
     "transposed_ragged_dot, the same": grouped(transposed_ragged_dot, 32768, 14336, 4096, 64),
 }
 

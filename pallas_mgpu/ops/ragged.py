@@ -22,6 +22,7 @@ import pallas_mgpu as plgpu
 from pallas_mgpu import lax, pl
 from pallas_mgpu import numpy as jnp
 
+from ._ring import Ring, roles, store
 from .matmul import _SMEM, _needs_padding, _Padded, _padding, _swizzled
 
 _STEP = 64  # elements of the summed dim in a slot
@@ -58,7 +59,7 @@ class _Plan:
         most = min((_SMEM - used) // slot - edge, 8)
         self.stages = min(cfg.stages or most, most)
         # more accumulators than an even share of the registers has room for
-        self.registers = cfg.consumers > 1 and self.cols > 128
+        self.registers = (40, 232) if cfg.consumers > 1 and self.cols > 128 else None
 
 
 def _make_table(sizes, table, m, rows):
@@ -84,94 +85,6 @@ def _place(t, tiles_m, tiles_n, band):
 def _to_and_fro(s, steps, w):
     """Every second tile goes backwards: the end of what it shares is still in the L2."""
     return lax.select(w % 2 == 1, steps - 1 - s, s)
-
-
-class _Ring:
-    """What both kernels do with the ring. Made while tracing, from the refs of the body."""
-
-    def __init__(self, stages, a, b, full, empty):
-        self.stages, self.a, self.b, self.full, self.empty = stages, a, b, full, empty
-
-    def fetch(self, first, steps, it, copy):
-        """Thread that fetches: copy(s, slot of a, slot of b, barrier) for the steps from the first
-        on; `it` steps were before all of them."""
-
-        def one(s, _):
-            now = it + s
-            slot = now % self.stages
-
-            @pl.when(now >= self.stages)
-            def _():
-                plgpu.barrier_wait(self.empty.at[slot], phase=now // self.stages - 1)
-
-            copy(s, self.a.at[slot], self.b.at[slot], self.full.at[slot])
-
-        lax.fori_loop(first, steps, one, None)
-
-    def drain(self, done):
-        """Every release is waited for, also those of other blocks."""
-        for s in range(self.stages):
-            last = (done - s - 1) // self.stages
-            pl.when(done > s)(lambda s=s, n=last: plgpu.barrier_wait(self.empty.at[s], phase=n))
-
-    def multiply(self, acc, steps, it, factors):
-        """Consumer: acc += the product of factors(a, b) of each slot; all but the last slot are
-        released."""
-
-        def one(s, _):
-            now = it + s
-            slot = now % self.stages
-            plgpu.barrier_wait(self.full.at[slot], phase=now // self.stages)
-            plgpu.wgmma(acc, *factors(self.a.at[slot], self.b.at[slot]))
-            plgpu.wgmma_wait(1)
-
-            @pl.when(s > 0)
-            def _():
-                plgpu.barrier_arrive(self.empty.at[(now - 1) % self.stages])
-
-        lax.fori_loop(0, steps, one, None)
-
-    def release_last(self, steps, it):
-        plgpu.barrier_arrive(self.empty.at[(it + (steps - 1)) % self.stages])
-
-    def skip(self, steps, it):
-        """Consumer without rows: release what comes."""
-
-        def one(s, _):
-            slot = (it + s) % self.stages
-            plgpu.barrier_wait(self.full.at[slot], phase=(it + s) // self.stages)
-            plgpu.barrier_arrive(self.empty.at[slot])
-
-        lax.fori_loop(0, steps, one, None)
-
-
-def _store(p, value, buffers, out_dtype, target, engine=None):
-    """value through the buffers, by TMA; target(c): where chunk c goes."""
-    for c in range(p.chunks):
-        part = value[:, c * p.chunk : (c + 1) * p.chunk]
-        buffer = buffers.at[c % p.buffers]
-        plgpu.wait_smem_to_gmem(p.buffers - 1, wait_read_only=True)
-        buffer[...] = part.astype(out_dtype)
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(buffer, target(c), engine=engine)
-
-
-def _roles(p, cfg, fetch, consume):
-    """fetch() in the last thread, consume(me) in the others."""
-    me = lax.axis_index("wg")
-
-    @pl.when(me == cfg.consumers)
-    def _():
-        if p.registers:
-            plgpu.set_max_registers(40, action="decrease")
-        fetch()
-
-    @pl.when(me < cfg.consumers)
-    def _():
-        if p.registers:
-            plgpu.set_max_registers(232, action="increase")
-        consume(me)
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
 def _scratch(p, cfg, groups, a_tile, b_tile, dtype, out_dtype, edge):
@@ -248,7 +161,7 @@ def _grouped(m, n, k, groups, dtype, out_dtype, tb, cfg, sms, interpret):
 
     def body(a, b, sizes, o, *, a_smem, b_smem, o_smem, table, table_ready, full, empty):
         _begin(sizes, table, table_ready, m, rows)
-        ring = _Ring(p.stages, a_smem, b_smem, full, empty)
+        ring = Ring(p.stages, a_smem, b_smem, full, empty)
         cid = lax.axis_index("tile")
         rank = lax.axis_index("c") if shared else 0
 
@@ -332,7 +245,7 @@ def _grouped(m, n, k, groups, dtype, out_dtype, tb, cfg, sms, interpret):
                         def target(c):
                             return o.at[pl.ds(row, 64), pl.ds(col + c * p.chunk, p.chunk)]
 
-                        _store(p, value, o_smem.at[me], out_dtype, target)
+                        store(p, value, o_smem.at[me], out_dtype, target)
 
                     @pl.when(left < 64)
                     def _():
@@ -359,7 +272,7 @@ def _grouped(m, n, k, groups, dtype, out_dtype, tb, cfg, sms, interpret):
 
             lax.fori_loop(0, (jnp.maximum(m - first, 0) + stride - 1) // stride, zero_row, None)
 
-        _roles(p, cfg, fetch, consume)
+        roles(cfg.consumers, p.registers, fetch, consume)
 
     b_tile = (cols, _STEP) if tb else (_STEP, cols)
     return plgpu.kernel(
@@ -406,7 +319,7 @@ def _summed(m, n, k, groups, dtype, out_dtype, cfg, sms, interpret):
         edge_empty,
     ):
         _begin(sizes, table, table_ready, m, _STEP)
-        ring = _Ring(p.stages, a_smem, b_smem, full, empty)
+        ring = Ring(p.stages, a_smem, b_smem, full, empty)
         cid = lax.axis_index("tile")
         rank = lax.axis_index("c") if shared else 0
 
@@ -505,11 +418,11 @@ def _summed(m, n, k, groups, dtype, out_dtype, cfg, sms, interpret):
                     at = (pl.ds(row + me * 64, 64), pl.ds(col + c * p.chunk, p.chunk))
                     return o.at[(g, *at)]
 
-                _store(p, value, o_smem.at[me], out_dtype, target, None if by_tma else "lanes")
+                store(p, value, o_smem.at[me], out_dtype, target, None if by_tma else "lanes")
 
             for_tiles(tile)
 
-        _roles(p, cfg, fetch, consume)
+        roles(cfg.consumers, p.registers, fetch, consume)
 
     return plgpu.kernel(
         body,
