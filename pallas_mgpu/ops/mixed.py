@@ -124,31 +124,37 @@ def _product(
                 """Of the rows of the weights."""
                 rows = pl.ds(col, 64)
                 if n % p.rows == 0:
-                    return scales[0][group, rows].astype(f32)
+                    return scales[0][group, rows]
                 keep = jnp.arange(64) < n - col
-                return pl.load(scales[0], (group, rows), mask=keep, other=0.0).astype(f32)
+                return pl.load(scales[0], (group, rows), mask=keep, other=0.0)
 
-            def sums_of(group, it, col):
-                if scales:  # early: it takes a while
-                    number = rank * p.groups + group if scale_groups > 1 else 0
-                    s = scales_of(number, col)
-
+            def product(it):
                 def with_sums(acc):
                     ring.multiply(acc, p.steps, it, factors, late=False)
                     return acc[...]
 
-                part = pl.run_scoped(with_sums, plgpu.ACC((64, tile)))
-                return part * lax.broadcast_in_dim(s, part.shape, [0]) if scales else part
+                return pl.run_scoped(with_sums, plgpu.ACC((64, tile)))
+
+            def scaled(value, s):
+                if not scales:
+                    return value
+                return value * lax.broadcast_in_dim(s.astype(f32), value.shape, [0])
 
             def sums(it, col):
+                first = rank * p.groups if scale_groups > 1 else 0
+                s = scales_of(first, col) if scales else None
                 if p.groups == 1:
-                    return sums_of(0, it, col)
+                    return scaled(product(it), s)
 
-                def one(group, total):
-                    return total + sums_of(group, it + group * p.steps, col)
+                def one(group, carry):
+                    total, s = carry
+                    # a group ahead: it takes a while
+                    following = scales_of(first + jnp.minimum(group + 1, p.groups - 1), col)
+                    part = product(it + group * p.steps)
+                    return total + scaled(part, s), following
 
                 zeros = plgpu.layout_cast(jnp.zeros((64, tile), f32), plgpu.Layout.WGMMA)
-                return lax.fori_loop(0, p.groups, one, zeros)
+                return lax.fori_loop(0, p.groups, one, (zeros, s))[0]
 
             def store(value, row, col):
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
