@@ -26,6 +26,7 @@ from ._ring import Ring, roles, store
 from .matmul import _SMEM, _needs_padding, _Padded, _padding, _swizzled
 
 _STEP = 64  # elements of the summed dim in a slot
+_GRAIN = 16  # of those that one instruction of the tensor cores sums
 
 
 class RaggedConfig(NamedTuple):
@@ -383,7 +384,8 @@ def _summed(m, n, k, groups, dtype, out_dtype, cfg, sms, interpret):
                                 ref, (pl.ds(i * 8, 8), slice(None)), zeros, mask=at >= left - i * 8
                             )
 
-                    lax.fori_loop(left // 8, _STEP // 8, zero, None)
+                    used = (left + (_GRAIN - 1)) // _GRAIN * _GRAIN
+                    lax.fori_loop(left // 8, used // 8, zero, None)
                     plgpu.commit_smem()
                     plgpu.barrier_arrive(edge_full)
 
@@ -405,7 +407,12 @@ def _summed(m, n, k, groups, dtype, out_dtype, cfg, sms, interpret):
                     @pl.when(size > 0)
                     def _():
                         plgpu.barrier_wait(edge_full, phase=edges)
-                        plgpu.wgmma(acc, *factors(a_edge, b_edge))
+                        for i in range(0, _STEP, _GRAIN):
+
+                            @pl.when(size - steps * _STEP > i)
+                            def _(i=i):
+                                here = pl.ds(i, _GRAIN)
+                                plgpu.wgmma(acc, *factors(a_edge.at[here], b_edge.at[here]))
 
                     value = acc[...]
                     pl.when(steps > 0)(lambda: ring.release_last(steps, it))
