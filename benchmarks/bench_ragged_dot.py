@@ -198,7 +198,7 @@ def bench(problem, args, known):
     try:
         contestants["torch._grouped_mm"] = problem.of_torch()
     except Exception as e:  # noqa: BLE001
-        print(f"torch._grouped_mm: {type(e).__name__}: {str(e).splitlines()[0][:160]}")
+        print(f"torch._grouped_mm: {type(e).__name__}: {str(e)[:160]}")
     if not args.no_jax:
         found = best_of_jax(problem, known, 3 if args.quick else 6)
         if found:

@@ -151,6 +151,8 @@ def test_out(rng):
     out = np.empty_like(x)
     assert rms_norm(x, weight=w, out=out, interpret=True) is out
     np.testing.assert_array_equal(out, want)
+    assert rms_norm(x, w, out=x, interpret=True) is x  # in place
+    np.testing.assert_array_equal(x, want)
     assert rms_norm.kernel(x, w) is rms_norm.kernel(x, weight=w, eps=1e-6)
 
 
