@@ -1,15 +1,16 @@
-"""Softmax and RMSNorm of rows by pl.pallas_call (examples/), against the bandwidth of copies.
+"""ops.softmax, rms_norm, layer_norm, and those of examples/, against the bandwidth of copies.
 
-    python benchmarks/bench_norms.py [--only softmax|rms_norm] [--columns N ...] [--rows N]
-        [--megabytes M] [--tune] [--no-jax] [--no-compile] [--quick]
+    python benchmarks/bench_norms.py [--only softmax|rms_norm|layer_norm] [--columns N ...]
+        [--rows N] [--megabytes M] [--tune] [--no-jax] [--no-compile] [--quick]
 
 bfloat16, random normal; arrays of M = 128 MB, several times the L2 cache. Every contestant is
 checked against float32 in the same process, its output poisoned before. Bandwidth counts each array
 once (read or written); "of copy" is relative to the fastest copy in the same table, which moves the
 same bytes. Beside: torch, torch.compile, Triton, JAX's Pallas on Triton and on Mosaic GPU, where
-they run. --tune adds other block sizes and depths."""
+they run. --tune adds other configurations, block sizes and depths. A short table comes last."""
 
 import argparse
+import functools
 import runpy
 from pathlib import Path
 
@@ -18,7 +19,8 @@ from timing import all_ways
 
 import pallas_mgpu as plgpu
 from pallas_mgpu import numpy as jnp
-from pallas_mgpu import pl
+from pallas_mgpu import ops, pl
+from pallas_mgpu.ops import NormConfig
 
 try:
     import triton
@@ -30,6 +32,7 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 SOFTMAX = runpy.run_path(str(EXAMPLES / "fused_softmax.py"))
 NORM = runpy.run_path(str(EXAMPLES / "rms_norm.py"))
 EPSILON = NORM["EPSILON"]
+OPS = ("softmax", "rms_norm", "layer_norm")
 COLUMNS = (1024, 2048, 4096, 8192, 16384, 65536)
 LONG = 32768  # columns from which on a row goes by in chunks
 
@@ -60,7 +63,31 @@ def copies(x, out):
 
 
 def ours(op, shape, tune):
-    """The kernels of the examples, by name."""
+    """Functions of arrays and out, by name."""
+    f = getattr(ops, op)
+    yield "ops", f
+    if tune:
+        for config in configs(op, shape[1]):
+            yield f"ops {tuple(config)}", functools.partial(f, config=config)
+    if op != "layer_norm":
+        yield from examples(op, shape, tune)
+
+
+def configs(op, columns):
+    for height in (1, 2, 4, 8):
+        if 1024 <= height * columns <= 16384:
+            for part in (0, 4096) if columns > 4096 else (0,):
+                yield NormConfig(height, 1, part)
+    for cluster in (2, 4, 8):
+        width = columns // cluster
+        if 2048 <= width <= 32768:
+            for part in (0, 4096):
+                if part < width and (part or width <= 16384):
+                    yield NormConfig(1, cluster, part)
+
+
+def examples(op, shape, tune):
+    """The kernels of the examples."""
     make, make_long = (
         (SOFTMAX["make_softmax"], SOFTMAX["make_long_softmax"])
         if op == "softmax"
@@ -68,19 +95,25 @@ def ours(op, shape, tune):
     )
     dtype = jnp.bfloat16
     if shape[1] >= LONG:
-        yield "pallas_mgpu", make_long(shape, dtype)
+        yield "example", make_long(shape, dtype)
         if tune:
             for chunk, steps in ((4096, 4), (4096, 8), (8192, 2), (8192, 6), (16384, 2)):
                 yield (
-                    f"pallas_mgpu, chunks of {chunk}, {steps} steps",
+                    f"example, chunks of {chunk}, {steps} steps",
                     make_long(shape, dtype, chunk=chunk, steps=steps),
                 )
         return
-    yield "pallas_mgpu", make(shape, dtype)
+    yield "example", make(shape, dtype)
     if tune:
         for elements in (2048, 4096, 16384):
             if max(elements, shape[1]) != max(8192, shape[1]):
-                yield f"pallas_mgpu, {elements} elements", make(shape, dtype, elements)
+                yield f"example, {elements} elements", make(shape, dtype, elements)
+
+
+REFERENCE = {
+    "rms_norm": torch.nn.functional.rms_norm,
+    "layer_norm": torch.nn.functional.layer_norm,
+}
 
 
 def of_torch(op, x, w, compiled):
@@ -93,7 +126,7 @@ def of_torch(op, x, w, compiled):
     else:
 
         def f(x, w):
-            return torch.nn.functional.rms_norm(x, (x.shape[1],), w, EPSILON)
+            return REFERENCE[op](x, (x.shape[1],), w, eps=EPSILON)
 
         args = (x, w)
     yield "torch", lambda: f(*args)
@@ -121,6 +154,16 @@ if triton:
         g = tl.load(w + at, mask=at < n, other=0.0).to(tl.float32)
         tl.store(o + row * n + at, (v * scale * g).to(tl.bfloat16), mask=at < n)
 
+    @triton.jit
+    def _triton_layer(x, w, o, n, eps, BLOCK: tl.constexpr):
+        row = tl.program_id(0).to(tl.int64)
+        at = tl.arange(0, BLOCK)
+        v = tl.load(x + row * n + at, mask=at < n, other=0.0).to(tl.float32)
+        v = tl.where(at < n, v - tl.sum(v, axis=0) / n, 0.0)
+        scale = tl.rsqrt(tl.sum(v * v, axis=0) / n + eps)
+        g = tl.load(w + at, mask=at < n, other=0.0).to(tl.float32)
+        tl.store(o + row * n + at, (v * scale * g).to(tl.bfloat16), mask=at < n)
+
 
 def of_triton(op, x, w, out):
     if not triton:
@@ -136,8 +179,8 @@ def of_triton(op, x, w, out):
 
         else:
 
-            def f(warps=warps):
-                _triton_norm[(rows,)](x, w, out, n, EPSILON, BLOCK=block, num_warps=warps)
+            def f(warps=warps, kernel=_triton_norm if op == "rms_norm" else _triton_layer):
+                kernel[(rows,)](x, w, out, n, EPSILON, BLOCK=block, num_warps=warps)
                 return out
 
         yield f"Triton, {warps} warps", f
@@ -158,6 +201,8 @@ def of_jax(op, x, w):
 
     def norm(x_ref, w_ref, o_ref):
         x = x_ref[...].astype(jnp.float32)
+        if op == "layer_norm":
+            x = x - jnp.sum(x, axis=1, keepdims=True) / n
         scale = jax.lax.rsqrt(jnp.sum(x * x, axis=1, keepdims=True) / n + EPSILON)
         o_ref[...] = (x * scale * w_ref[...].astype(jnp.float32)[None]).astype(o_ref.dtype)
 
@@ -210,7 +255,7 @@ def expected(op, x, w):
         if op == "softmax":
             yield torch.softmax(y, -1)
         else:
-            yield torch.nn.functional.rms_norm(y, (x.shape[1],), w.float(), EPSILON)
+            yield REFERENCE[op](y, (x.shape[1],), w.float(), eps=EPSILON)
 
 
 def error(op, got, x, w):
@@ -233,8 +278,11 @@ def run(op, shape, args):
     copied = dict(copies(x, out))
     todo = dict(copied)
     arrays = (x,) if op == "softmax" else (x, w)
+    # the epsilon of ops is an option
+    options = {} if op == "softmax" else {"eps": EPSILON}
     for name, kernel in ours(op, shape, args.tune):
-        todo[name] = lambda kernel=kernel: kernel(*arrays, out=out)
+        given = options if name.startswith("ops") else {}
+        todo[name] = functools.partial(kernel, *arrays, out=out, **given)
     todo.update(of_torch(op, x, w, not args.no_compile))
     todo.update(of_triton(op, x, w, out))
     good, errors = {}, {}
@@ -287,13 +335,47 @@ def run(op, shape, args):
             cells.append(f"{rate[0]:.0f} ({rate[1]:.0f} to {rate[2]:.0f}) | {best / middle:.3f}")
         print(f"| {name} | " + " | ".join(cells) + f" | {errors[name]:.1e} |")
     print(flush=True)
+    return {way: shares(times[way], [c for c in copied if c in good]) for way in ways}
+
+
+# of the short table: beginning of a name, whether it is the whole name
+GROUPS = {
+    "ops": True,
+    "ops (": False,  # the best of --tune
+    "example": True,
+    "torch": True,
+    "torch.compile": True,
+    "Triton": False,
+    "JAX": False,
+}
+
+
+def shares(times, copied):
+    """Of the bandwidth of the fastest copy: the fastest of each group, NaN where there is none."""
+    copy = min(times[c][0] for c in copied)
+    found = {}
+    for start, whole in GROUPS.items():
+        t = [v[0] for n, v in times.items() if (n == start if whole else n.startswith(start))]
+        found[start] = copy / min(t) if t else float("nan")
+    return found
+
+
+def summary(rows):
+    way = "queued" if "queued" in next(iter(rows.values())) else "burst"
+    names = list(GROUPS)
+    print(f"### Summary: bandwidth / that of the fastest copy, {way}\n")
+    print("| what | " + " | ".join(names) + " |")
+    print("|---|" + "---:|" * len(names))
+    for title, row in rows.items():
+        cells = ["-" if row[way][n] != row[way][n] else f"{row[way][n]:.3f}" for n in names]
+        print(f"| {title} | " + " | ".join(cells) + " |")
 
 
 def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", default="", choices=["", "softmax", "rms_norm"])
+    parser.add_argument("--only", default="", choices=["", *OPS])
     parser.add_argument("--columns", type=int, nargs="*", default=COLUMNS)
     parser.add_argument("--rows", type=int, help="instead of as many as the megabytes hold")
     parser.add_argument("--megabytes", type=int, default=128)
@@ -303,11 +385,14 @@ def main():
     parser.add_argument("--quick", action="store_true")
     args = parser.parse_args()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}\n")
-    for op in ("softmax", "rms_norm"):
+    rows = {}
+    for op in OPS:
         for columns in args.columns:
-            rows = args.rows or args.megabytes * 2**20 // 2 // columns
+            height = args.rows or args.megabytes * 2**20 // 2 // columns
             if args.only in ("", op):
-                run(op, (rows, columns), args)
+                rows[f"{op} {columns}"] = run(op, (height, columns), args)
+    summary(rows)
 
 
-main()
+if __name__ == "__main__":
+    main()

@@ -15,7 +15,16 @@ os.environ["PALLAS_MGPU_NVRTC_OPTIONS"] = "--no-cache"
 
 import pallas_mgpu as plgpu  # noqa: E402
 from pallas_mgpu import numpy as jnp  # noqa: E402
-from pallas_mgpu.ops import attention, matmul  # noqa: E402
+from pallas_mgpu.ops import (  # noqa: E402
+    attention,
+    layer_norm,
+    matmul,
+    mixed_matmul,
+    ragged_dot,
+    rms_norm,
+    softmax,
+    transposed_ragged_dot,
+)
 
 
 def product(m, n, k, nt=False, **options):
@@ -31,6 +40,29 @@ def attend(length, heads, kv_heads, dim, causal):
     return lambda: attention.kernel(q, k, k, causal=causal).lower(q, k, k)
 
 
+def norm(f, columns):
+    shapes = ((65536, columns), (columns,), (columns,))
+    count = {"softmax": 1, "rms_norm": 2, "layer_norm": 3}[f.__name__]
+    spec = [plgpu.ShapeDtypeStruct(x, jnp.bfloat16) for x in shapes[:count]]
+    return lambda: f.kernel(*spec).lower(*spec)
+
+
+def grouped(f, m, n, k, groups):
+    shapes = ((m, k), (groups, k, n) if f is ragged_dot else (m, n))
+    spec = [plgpu.ShapeDtypeStruct(x, jnp.bfloat16) for x in shapes]
+    spec.append(plgpu.ShapeDtypeStruct((groups,), jnp.int32))
+    return lambda: f.kernel(*spec).lower(*spec)
+
+
+def mixed(m, n, k, weights, groups):
+    spec = [
+        plgpu.ShapeDtypeStruct((m, k), jnp.bfloat16),
+        plgpu.ShapeDtypeStruct((n, k), weights),
+        plgpu.ShapeDtypeStruct((groups, n), jnp.bfloat16),
+    ]
+    return lambda: mixed_matmul.kernel(*spec).lower(*spec)
+
+
 KERNELS = {
     "matmul 8192 x 8192 x 8192": product(8192, 8192, 8192),
     "matmul 4096 x 8192 x 4096, gelu": product(4096, 8192, 4096, activation="gelu"),
@@ -44,6 +76,13 @@ KERNELS = {
     "attention 4096, dim 128, causal": attend(4096, 16, 16, 128, True),
     "attention 4096, dim 128, causal, 4 heads of K": attend(4096, 16, 4, 128, True),
     "attention 4096, dim 256, causal": attend(4096, 8, 8, 256, True),
+    "softmax 16384": norm(softmax, 16384),
+    "rms_norm 4096": norm(rms_norm, 4096),
+    "layer_norm 65536": norm(layer_norm, 65536),
+    "ragged_dot 32768 x 14336 x 4096, 64 groups": grouped(ragged_dot, 32768, 14336, 4096, 64),
+    "mixed_matmul 16 x 8192 x 8192, int4": mixed(16, 8192, 8192, jnp.int4, 64),
+    "mixed_matmul 4096 x 8192 x 8192, int4": mixed(4096, 8192, 8192, jnp.int4, 64),
+    "transposed_ragged_dot, the same": grouped(transposed_ragged_dot, 32768, 14336, 4096, 64),
 }
 
 

@@ -183,6 +183,18 @@ def test_estimate_against_measurements(shape):
     assert min(estimates) == estimates[0]
 
 
+@pytest.mark.parametrize("aligned", [False, True])
+def test_operands_that_begin_anywhere(aligned):
+    """They are copied first, by accesses that no address is too odd for."""
+    a, b = plgpu.Operand((64, 64), f16, aligned=aligned), plgpu.Operand((64, 64), f16)
+    f = matmul.__wrapped__(a, b, interpret=True)
+    assert hasattr(f, "pads") != aligned
+    if not aligned:
+        assert f.pads[1] is None
+        text = f.pads[0].lower(a).as_text("cuda")
+        assert "ld_global<f16, 1>" in text and "st_global<f16, 8>" in text
+
+
 def test_out_and_spellings(rng):
     a, b = operands(rng, 64, 64, 64)
     out = np.empty((64, 64), f16)

@@ -18,6 +18,7 @@ cannot address (a pitch that is no multiple of 16 bytes) are first copied to pad
 
 import functools
 import itertools
+import math
 from typing import NamedTuple
 
 import pallas_mgpu as plgpu
@@ -465,11 +466,12 @@ _WIDTH = 4096  # elements that a block copies
 
 
 @functools.cache
-def _padding(rows, cols, dtype, interpret):
+def _padding(shape, dtype, aligned, interpret):
     """Kernel: a copy with rows of a multiple of 16 bytes, filled up with zeros.
 
     Blocks take a few rows, or a part of one. The last ones begin earlier where it does not come out
     even, and copy once more what others copy too."""
+    rows, cols = math.prod(shape[:-1]), shape[-1]
     padded = pl.cdiv(cols, 8) * 8
     width = min(cols, _WIDTH)
     height = min(rows, max(_WIDTH // width, 1))
@@ -479,8 +481,12 @@ def _padding(rows, cols, dtype, interpret):
         plgpu.griddepcontrol_wait()
         r = jnp.minimum(lax.axis_index("row") * height, rows - height)
         c = jnp.minimum(lax.axis_index("col") * width, cols - width)
-        at = (pl.ds(r, height), pl.ds(c, width))
-        o[at] = x[at]
+        x, o = x.reshape((rows, cols)), o.reshape((rows, padded))
+        from_ = c
+        if not aligned:  # no vectors: the compiler cannot know that this is zero
+            from_ = c + lax.optimization_barrier(jnp.int32(0))
+        part = x[pl.ds(r, height), pl.ds(from_, width)]
+        o[pl.ds(r, height), pl.ds(c, width)] = part
 
         @pl.when(lax.axis_index("col") == 0)
         def _():
@@ -489,7 +495,7 @@ def _padding(rows, cols, dtype, interpret):
 
     return plgpu.kernel(
         body,
-        out_type=plgpu.ShapeDtypeStruct((rows, padded), dtype),
+        out_type=plgpu.ShapeDtypeStruct((*shape[:-1], padded), dtype),
         grid=(pl.cdiv(rows, height), pl.cdiv(cols, width)),
         grid_names=("row", "col"),
         interpret=interpret,
@@ -498,8 +504,7 @@ def _padding(rows, cols, dtype, interpret):
 
 
 def _needs_padding(x):
-    rows, cols = x.shape
-    return not x.aligned or (rows > 1 and cols % 8 != 0)
+    return not x.aligned or (math.prod(x.shape[:-1]) > 1 and x.shape[-1] % 8 != 0)
 
 
 class _Padded:
@@ -674,7 +679,7 @@ def matmul(
     operands = (a, b) if bias is None else (a, b, bias)
     one_column = few_rows and ta  # a is read as one row
     pads = [
-        _padding(*x.shape, dtype, interpret)
+        _padding(x.shape, dtype, x.aligned, interpret)
         if x.ndim == 2 and _needs_padding(x) and not (x is a and one_column)
         else None
         for x in operands

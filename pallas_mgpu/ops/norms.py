@@ -1,0 +1,457 @@
+"""Softmax, RMS norm and layer norm of the rows of an array: each element is read once.
+
+A block works on a tile of whole rows, about 2048 elements, so that many blocks fit on an SM and the
+copies of some run under the arithmetic of others. TMA brings the tile to SMEM, the result takes its
+place there, and leaves by TMA. Short rows stay in registers between their statistics and their
+result; longer ones are read from SMEM again, in parts that take few registers.
+
+Rows too long for that are shared by the blocks of a cluster: each makes the statistics of its
+segment, sends them to all through the SMEM of the cluster, and every block puts them together in
+the same order. Results repeat bit for bit.
+
+Where TMA cannot go (a pitch that is no multiple of 16 bytes, an axis that is not the last) the
+lanes load and store the tile themselves; what registers do not hold they read from memory again."""
+
+import functools
+import math
+from typing import NamedTuple
+
+import pallas_mgpu as plgpu
+from pallas_mgpu import lax, pl
+from pallas_mgpu import numpy as jnp
+
+_FLOATS = ("float16", "bfloat16", "float32")
+_BLOCK_BYTES = 32768  # of a segment of a row, as long as the cluster can grow
+_STAGED_BYTES = 98304  # of a segment in SMEM: two blocks on an SM
+_HELD = 8192  # elements of softmax that a block keeps in registers as float32
+_PART = 4096  # elements in registers at a time otherwise
+_COLUMNS = 64  # of a tile along another axis than the last
+
+
+class NormConfig(NamedTuple):
+    """How softmax, rms_norm and layer_norm are tiled.
+
+    ``height``: rows of a tile (columns, along another axis than the last). ``cluster``: blocks that
+    share a row, with one row a tile. ``part``: elements of a row in registers at a time; 0: all of
+    the block's. ``staged``: through SMEM by TMA.
+    """
+
+    height: int = 1
+    cluster: int = 1
+    part: int = 0
+    staged: bool = True
+
+
+# What each function needs of a row: `local` the statistics of the segment that the block has,
+# `joined` those of the row from those of all segments, `alone` from one segment that is the row,
+# `result` an element. `fill` stands behind the end of the row.
+
+
+class _Softmax:
+    fill = -math.inf
+
+    def local(self, tile):
+        most = tile.most(tile.each(lambda acc, x, _: jnp.maximum(acc, x), -math.inf))
+        # a segment of -inf alone adds nothing to others; a row of them gives NaN
+        base = jnp.where(most == -math.inf, 0.0, most) if tile.shared else most
+        self.base = base
+        if tile.held is not None:
+            tile.held = jnp.exp(tile.held - base)
+            return most, tile.total(tile.held)
+        return most, tile.total(tile.each(lambda acc, x, _: acc + jnp.exp(x - base), 0.0))
+
+    def joined(self, tile, segments):
+        most = functools.reduce(jnp.maximum, [m for m, _ in segments])
+        total = sum(s * jnp.exp(m - most) for m, s in segments)
+        self.scale = jnp.exp(self.base - most) * (1 / total)
+
+    def alone(self, tile, most, total):
+        self.scale = 1 / total
+
+    def result(self, tile, x):
+        return (x if tile.held is not None else jnp.exp(x - self.base)) * self.scale
+
+
+class _RMSNorm:
+    fill = 0.0
+
+    def __init__(self, eps):
+        self.eps = eps
+
+    def local(self, tile):
+        return (tile.total(tile.each(lambda acc, x, _: acc + x * x, 0.0)),)
+
+    def joined(self, tile, segments):
+        self.alone(tile, sum(s for (s,) in segments))
+
+    def alone(self, tile, squares):
+        self.scale = lax.rsqrt(squares * (1 / tile.n) + self.eps)
+
+    def result(self, tile, x):
+        return x * self.scale
+
+
+class _LayerNorm(_RMSNorm):
+    def local(self, tile):
+        """Mean and sum of squared differences from it."""
+        mean = tile.total(tile.each(lambda acc, x, _: acc + x, 0.0)) * tile.share
+
+        def squares(acc, x, valid):
+            d = x - mean
+            return acc + (d * d if valid is None else jnp.where(valid, d * d, 0.0))
+
+        return mean, tile.total(tile.each(squares, 0.0))
+
+    def joined(self, tile, segments):
+        sizes = [max(min(tile.n - j * tile.width, tile.width), 0) for j in range(len(segments))]
+        mean = sum(m * (c / tile.n) for (m, _), c in zip(segments, sizes))
+        squares = sum(s for _, s in segments)
+        squares += sum(jnp.square(m - mean) * float(c) for (m, _), c in zip(segments, sizes))
+        self.alone(tile, mean, squares)
+
+    def alone(self, tile, mean, squares):
+        self.mean = mean
+        self.scale = lax.rsqrt(squares * (1 / tile.n) + self.eps)
+
+    def result(self, tile, x):
+        return (x - self.mean) * self.scale
+
+
+class _Tile:
+    """The block's part of a tile, as float32 parts. Built while tracing."""
+
+    def __init__(self, plan, read, valid, offset):
+        self.n, self.width, self.parts, self.axis = plan.n, plan.width, plan.parts, plan.axis
+        self.shape, self.shared = plan.part_shape, plan.cluster > 1
+        self.read, self.valid = read, valid
+        # masked accesses beyond the row need a start that is not known to lie there
+        self.rolled = plan.parts > 4 or plan.parts > 1 and plan.padded
+        # 1 / elements of the segment
+        self.share = 1 / plan.n
+        if self.shared:
+            mine = jnp.clip(plan.n - offset, 1, plan.width)
+            self.share = 1 / mine.astype(jnp.float32)
+        self.held = read(0) if plan.parts == 1 else None
+
+    def each(self, f, start):
+        """f(acc, part, which elements are there or None) over the parts."""
+        if self.held is not None:
+            valid = self.valid(0)
+            return f(jnp.full(self.shape, start, jnp.float32), self.held, valid)
+
+        def step(k, acc):
+            return f(acc, self.read(k), self.valid(k))
+
+        return self.loop(step, jnp.full(self.shape, start, jnp.float32))
+
+    def loop(self, step, carry):
+        if self.rolled:
+            return lax.fori_loop(0, self.parts, step, carry)
+        for k in range(self.parts):
+            carry = step(k, carry)
+        return carry
+
+    def most(self, x):
+        return x.max(axis=self.axis, keepdims=True)
+
+    def total(self, x):
+        return x.sum(axis=self.axis, keepdims=True)
+
+
+class _Plan:
+    """Numbers that follow from the shape and the configuration. The array is seen as [outer, n,
+    inner]; inner is 1 for the last axis, whose tiles are rows of [outer, n]."""
+
+    def __init__(self, outer, n, inner, cfg):
+        self.outer, self.n, self.inner, self.cluster = outer, n, inner, cfg.cluster
+        self.axis = 0 if inner > 1 else 1  # of a tile, that is reduced
+        across = inner if inner > 1 else outer
+        self.height = min(cfg.height, across)
+        self.width = n
+        if cfg.cluster > 1:
+            self.width = pl.cdiv(pl.cdiv(n, cfg.cluster), 8) * 8
+        part = min(cfg.part or self.width, self.width)
+        self.parts = pl.cdiv(self.width, part)
+        if self.parts > 1:
+            # whole vectors for every lane; a segment is a number of parts
+            grain = 1024 if inner == 1 else 1
+            part = pl.cdiv(pl.cdiv(self.width, self.parts), grain) * grain
+            self.parts = pl.cdiv(self.width, part)
+            self.width = part * self.parts
+        self.part = part
+        self.part_shape = (part, self.height) if inner > 1 else (self.height, part)
+        self.padded = self.width * cfg.cluster != n
+        self.ragged = across % self.height != 0
+        self.tiles = pl.cdiv(across, self.height)
+        self.grid = self.tiles * (outer if inner > 1 else 1)
+
+
+@functools.cache
+def _kernel(name, eps, shape, axis, dtype, out_dtype, vectors, aligned, cfg, interpret):
+    """vectors: dtypes of weight and bias, None for one that is not there; aligned: whether the
+    lanes may assume so, of x, weight and bias."""
+    n = shape[axis]
+    outer, inner = math.prod(shape[:axis]), math.prod(shape[axis + 1 :])
+    p = _Plan(outer, n, inner, cfg)
+    last = inner == 1
+    flat = (outer, n) if last else (outer, n, inner)
+    # the result takes the place of the tile where it can
+    in_place = dtype == out_dtype
+
+    def body(x, *refs):
+        given = iter(refs[: sum(v is not None for v in vectors)])
+        weights = [None if v is None else next(given) for v in vectors]
+        o, x_smem, o_smem, stats, ready, met = refs[-6:]
+        o_smem = x_smem if in_place else o_smem
+        plgpu.griddepcontrol_launch_dependents()
+        plgpu.griddepcontrol_wait()
+        x, o = x.reshape(flat), o.reshape(flat)
+        t = lax.axis_index("tile")
+        rank = lax.axis_index("c") if p.cluster > 1 else 0
+        offset = rank * p.width  # of the segment
+        across = (t if last else t % p.tiles) * p.height
+
+        def place(k, is_aligned=True):
+            start = offset + k * p.part
+            if not is_aligned:  # no vectors: the compiler cannot know that this is zero
+                start = start + lax.optimization_barrier(jnp.int32(0))
+            along, other = pl.ds(start, p.part), pl.ds(across, p.height)
+            return (other, along) if last else (t // p.tiles, along, other)
+
+        def inside(k):
+            """Which elements of part k lie in the row; None: all."""
+            if not p.padded:
+                return None
+            at = lax.broadcasted_iota(jnp.int32, p.part_shape, p.axis)
+            return at < n - (offset + k * p.part)
+
+        def mask(k):
+            found = inside(k)
+            if p.ragged:
+                at = lax.broadcasted_iota(jnp.int32, p.part_shape, 1 - p.axis)
+                there = at < (outer if last else inner) - across
+                found = there if found is None else found & there
+            return found
+
+        op = _OPS[name](*eps)
+
+        def read(k):
+            if cfg.staged:
+                value = x_smem[:, pl.ds(k * p.part, p.part)].astype(jnp.float32)
+                valid = inside(k)
+                if valid is None or op.fill == 0.0:  # TMA reads zeros outside
+                    return value
+                return jnp.where(valid, value, op.fill)
+            keep = mask(k)
+            if keep is None:
+                value = x[place(k, aligned[0])].astype(jnp.float32)
+            else:
+                value = pl.load(x, place(k, aligned[0]), mask=keep, other=0.0).astype(jnp.float32)
+            valid = inside(k)
+            return value if valid is None else jnp.where(valid, value, op.fill)
+
+        if cfg.staged:
+            where = (pl.ds(across, p.height), pl.ds(offset, p.width))
+            plgpu.copy_gmem_to_smem(x.at[where], x_smem, ready)
+            plgpu.barrier_wait(ready)
+        tile = _Tile(p, read, inside, offset)
+        mine = op.local(tile)
+        if p.cluster > 1:
+            for j in range(p.cluster):
+                box = plgpu.cluster_ref(stats, {"c": j})
+                for i, value in enumerate(mine):
+                    box[rank, i] = value.reshape(())
+            plgpu.barrier_arrive(met)
+            plgpu.barrier_wait(met)
+            segments = [[stats[j, i] for i in range(len(mine))] for j in range(p.cluster)]
+            op.joined(tile, segments)
+        else:
+            op.alone(tile, *mine)
+
+        def write(k, carry):
+            value = tile.held if tile.held is not None else read(k)
+            value = op.result(tile, value)
+            for i, (ref, is_aligned) in enumerate(zip(weights, aligned[1:])):
+                if ref is None:
+                    continue
+                at = place(k, is_aligned)[1]
+                if p.padded:
+                    valid = jnp.arange(p.part) < n - (offset + k * p.part)
+                    w = pl.load(ref, at, mask=valid, other=0.0)
+                else:
+                    w = ref[at]
+                w = lax.broadcast_in_dim(w.astype(jnp.float32), p.part_shape, [1])
+                value = value * w if i == 0 else value + w
+            value = value.astype(out_dtype)
+            if cfg.staged:
+                o_smem[:, pl.ds(k * p.part, p.part)] = value
+            else:
+                keep = mask(k)
+                if keep is None:
+                    o[place(k, aligned[-1])] = value
+                else:
+                    pl.store(o, place(k, aligned[-1]), value, mask=keep)
+            return carry
+
+        tile.loop(write, None)
+        if cfg.staged:
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(o_smem, o.at[where])
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    buffer = (p.height, p.width)
+    return plgpu.kernel(
+        body,
+        out_type=plgpu.ShapeDtypeStruct(shape, out_dtype),
+        scratch_types=[
+            plgpu.SMEM(buffer, dtype) if cfg.staged else None,
+            plgpu.SMEM(buffer, out_dtype) if cfg.staged and not in_place else None,
+            plgpu.SMEM((p.cluster, 2), jnp.float32) if p.cluster > 1 else None,
+            plgpu.Barrier() if cfg.staged else None,
+            plgpu.ClusterBarrier(collective_axes=("c",)) if p.cluster > 1 else None,
+        ],
+        grid=(p.grid,),
+        grid_names=("tile",),
+        cluster=(p.cluster,) if p.cluster > 1 else (),
+        cluster_names=("c",) if p.cluster > 1 else (),
+        compiler_params=plgpu.CompilerParams(approx_math=out_dtype.itemsize == 2),
+        interpret=interpret,
+        kernel_name=name,
+    )
+
+
+_OPS = {"softmax": _Softmax, "rms_norm": _RMSNorm, "layer_norm": _LayerNorm}
+
+
+# ---- the choice ---------------------------------------------------------------------------------
+
+
+def choose(name, outer, n, inner=1, itemsize=2, staged=True):
+    """The configuration for an array seen as [outer, n, inner]; `staged`: TMA can address it."""
+    if inner > 1:
+        height = min(_COLUMNS, inner)
+        return NormConfig(height, 1, max(_PART // height, 1), False)
+    height = max(1, min(2048 // n, outer))
+    if not staged:
+        return NormConfig(height, _blocks(n, _PART), _PART, False)
+    # softmax keeps the row in registers, or it would compute each exponential twice
+    held = name == "softmax"
+    cluster = 1
+    if n > 16384 or n * itemsize > _BLOCK_BYTES:
+        cluster = _blocks(n, _HELD if held else _BLOCK_BYTES // itemsize)
+    width = pl.cdiv(n, cluster)
+    if width * itemsize > _STAGED_BYTES:
+        return NormConfig(1, cluster, _PART, False)
+    return NormConfig(height, cluster, 0 if held and width <= 2 * _HELD else _PART)
+
+
+def _blocks(n, most):
+    """Blocks of a cluster, so that each has up to that many elements, or the most there are."""
+    cluster = 1
+    while cluster < 8 and n > cluster * most:
+        cluster *= 2
+    return cluster
+
+
+# ---- the functions ------------------------------------------------------------------------------
+
+
+def _make(name, x, vectors, axis, eps, out_dtype, config, interpret):
+    """The kernel of a call, after checks. vectors: by name, None for one that is not there."""
+    for what, v in (("x", x), *vectors.items()):
+        if v is not None and v.dtype.name not in _FLOATS:
+            raise TypeError(f"{name}: {what} must be float16, bfloat16 or float32, got {v.dtype}")
+    if x.ndim == 0 or 0 in x.shape:
+        raise ValueError(f"{name}: x must have a dim and elements, got shape {x.shape}")
+    if not isinstance(axis, int) or not -x.ndim <= axis < x.ndim:
+        raise ValueError(
+            f"{name}: axis must be an int from {-x.ndim} to {x.ndim - 1}, got {axis!r}"
+        )
+    axis %= x.ndim
+    n = x.shape[axis]
+    for what, v in vectors.items():
+        if v is not None and v.shape != (n,):
+            raise ValueError(f"{name}: {what} must have the shape ({n},), got {v.shape}")
+    out_dtype = x.dtype if out_dtype is None else jnp.dtype(out_dtype)
+    if out_dtype.name not in _FLOATS:
+        raise TypeError(f"{name}: out_dtype must be float16, bfloat16 or float32, got {out_dtype}")
+    outer, inner = math.prod(x.shape[:axis]), math.prod(x.shape[axis + 1 :])
+    pitches = n * x.dtype.itemsize | n * out_dtype.itemsize
+    by_tma = inner == 1 and x.aligned and (pitches % 16 == 0)
+    size = max(x.dtype.itemsize, out_dtype.itemsize)
+    if config is None:
+        config = choose(name, outer, n, inner, size, by_tma)
+    _check(name, config, inner, by_tma)
+    given = list(vectors.values())
+    aligned = (x.aligned, *(v is None or v.aligned for v in given), x.aligned)
+    dtypes = tuple(None if v is None else v.dtype for v in given)
+    eps = () if eps is None else (float(eps),)
+    return _kernel(name, eps, x.shape, axis, x.dtype, out_dtype, dtypes, aligned, config, interpret)
+
+
+def _check(name, config, inner, by_tma):
+    if not isinstance(config, NormConfig):
+        raise TypeError(f"{name}: config must be a NormConfig, got {config!r}")
+    height, cluster, part, staged = config
+    if height < 1 or part < 0 or cluster not in (1, 2, 4, 8):
+        raise ValueError(
+            f"{name}: a NormConfig has a height from 1, a cluster of 1, 2, 4 or 8, and a part from"
+            f" 0, got {config}"
+        )
+    if cluster > 1 and (height > 1 or inner > 1):
+        raise ValueError(
+            f"{name}: blocks of a cluster share one row of the last axis, got {config}"
+        )
+    if staged and not by_tma:
+        raise ValueError(
+            f"{name}: TMA takes the last axis of arrays that begin at, and have rows of, a multiple"
+            f" of 16 bytes; staged must be False, got {config}"
+        )
+
+
+@plgpu.kernel_family
+def softmax(x, *, axis=-1, out_dtype=None, config=None, interpret=None):
+    """``exp(x - max(x)) / sum(exp(x - max(x)))`` along an axis, computed in float32 (Hopper).
+
+    x: float16, bfloat16 or float32, any number of dims from 1, any extents from 1. axis: an int;
+    the last one is fastest. out_dtype: one of the same dtypes, that of ``x`` by default. config: a
+    :class:`NormConfig`; chosen from the shape by default. out: a preallocated result, which may be
+    ``x``.
+
+    A row of -inf alone gives NaN. Returns the shape of ``x``, of the caller's kind of array.
+    TypeError, ValueError for other dtypes and shapes.
+    """
+    return _make("softmax", x, {}, axis, None, out_dtype, config, interpret)
+
+
+@plgpu.kernel_family
+def rms_norm(x, weight=None, *, eps=1e-6, out_dtype=None, config=None, interpret=None):
+    """``x / sqrt(mean(x * x) + eps) * weight`` of the rows of the last axis, computed in float32
+    (Hopper).
+
+    x: float16, bfloat16 or float32, any number of dims from 1, any extents from 1. weight: one
+    number for each element of a row, any of these dtypes; None for ones. out_dtype: one of these
+    dtypes, that of ``x`` by default. config: a :class:`NormConfig`; chosen from the shape by
+    default. out: a preallocated result, which may be ``x``.
+
+    Returns the shape of ``x``, of the caller's kind of array. TypeError, ValueError for other
+    dtypes and shapes.
+    """
+    return _make("rms_norm", x, {"weight": weight}, -1, eps, out_dtype, config, interpret)
+
+
+@plgpu.kernel_family
+def layer_norm(x, weight=None, bias=None, *, eps=1e-5, out_dtype=None, config=None, interpret=None):
+    """``(x - mean(x)) / sqrt(var(x) + eps) * weight + bias`` of the rows of the last axis, computed
+    in float32 (Hopper).
+
+    x: float16, bfloat16 or float32, any number of dims from 1, any extents from 1. weight, bias:
+    one number for each element of a row, any of these dtypes; None for ones and zeros. out_dtype:
+    one of these dtypes, that of ``x`` by default. config: a :class:`NormConfig`; chosen from the
+    shape by default. out: a preallocated result, which may be ``x``.
+
+    The variance is the mean of squared differences from the mean. Returns the shape of ``x``, of
+    the caller's kind of array. TypeError, ValueError for other dtypes and shapes.
+    """
+    vectors = {"weight": weight, "bias": bias}
+    return _make("layer_norm", x, vectors, -1, eps, out_dtype, config, interpret)

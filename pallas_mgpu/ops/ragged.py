@@ -1,0 +1,587 @@
+"""Grouped matrix products on Hopper's tensor cores: the rows of an array come in groups of sizes
+that only the GPU knows.
+
+Both kernels are built as `matmul`: persistent blocks, whose last thread fetches into a ring by TMA
+and whose other threads, the consumers, own 64 rows of the tile each. At the start every block makes
+a table of where groups begin; whatever the sizes are, what is read and written lies in the arrays.
+
+`ragged_dot` multiplies each group of rows with a matrix of its own. Tiles begin where a group does,
+so no tile has rows of two groups; at its end the last one has fewer rows than there is room for,
+and is stored from registers under a mask. Consumers without rows multiply nothing. The blocks of a
+cluster lie side by side and share the rows.
+
+`transposed_ragged_dot` sums over the rows of a group. Its last 1 to 64 rows lie in a slot of their
+own, the edge, where rows of the next group come too. It is fetched early and multiplied last; in
+between the thread that fetches has time to overwrite those rows with zeros. The blocks of a cluster
+lie one above the other and share the right operand."""
+
+import functools
+from typing import NamedTuple
+
+import pallas_mgpu as plgpu
+from pallas_mgpu import lax, pl
+from pallas_mgpu import numpy as jnp
+
+from ._ring import Ring, roles, store
+from .matmul import _SMEM, _needs_padding, _Padded, _padding, _swizzled
+
+_STEP = 64  # elements of the summed dim in a slot
+_GRAIN = 16  # of those that one instruction of the tensor cores sums
+
+
+class RaggedConfig(NamedTuple):
+    """How a grouped product is tiled.
+
+    ``consumers``: threads that multiply, 64 rows of a tile each, 1 or 2. ``tile_n``: columns of a
+    tile, 64, 128, 192 or 256. ``stages``: slots of the ring; 0: as many as fit. ``cluster``: blocks
+    that share an operand, 1 or 2. ``buffers``: store buffers per consumer. ``group``: rows of tiles
+    worked on together, for the L2.
+    """
+
+    consumers: int = 2
+    tile_n: int = 256
+    stages: int = 0
+    cluster: int = 2
+    buffers: int = 2
+    group: int = 16
+
+
+class _Plan:
+    """Numbers that follow from a shape and a configuration; `edge`: with a slot for the edge."""
+
+    def __init__(self, groups, out_bytes, cfg, edge):
+        self.rows, self.cols = 64 * cfg.consumers, cfg.tile_n
+        self.chunk = min(128 // out_bytes, self.cols)  # columns of a store buffer
+        self.chunks = self.cols // self.chunk
+        self.buffers = max(b for b in range(1, cfg.buffers + 1) if self.chunks % b == 0)
+        used = cfg.consumers * self.buffers * 64 * self.chunk * out_bytes
+        used += 8 * (groups + 1) + 1024
+        slot = (self.rows + self.cols) * _STEP * 2
+        most = min((_SMEM - used) // slot - edge, 8)
+        self.stages = min(cfg.stages or most, most)
+        # more accumulators than an even share of the registers has room for
+        self.registers = (40, 232) if cfg.consumers > 1 and self.cols > 128 else None
+
+
+def _make_table(sizes, table, m, rows):
+    """The first row of each group, and the number of row tiles before it; an entry more for the
+    end. No group reaches beyond the array, whatever the sizes are."""
+    groups = sizes.shape[0]
+    ends = jnp.minimum(jnp.cumsum(jnp.clip(sizes[...], 0, m)), m)
+    table[0, 0], table[1, 0] = 0, 0
+    table[0, pl.ds(1, groups)] = ends
+    starts = table[0, pl.ds(0, groups)]
+    table[1, pl.ds(1, groups)] = jnp.cumsum((ends - starts + (rows - 1)) // rows)
+
+
+def _place(t, tiles_m, tiles_n, band):
+    """Tile number t as row and column of tiles: bands of rows, column by column."""
+    if isinstance(tiles_m, int) and tiles_m <= band:
+        return t % tiles_m, t // tiles_m
+    number, inside = t // (band * tiles_n), t % (band * tiles_n)
+    height = jnp.maximum(jnp.minimum(tiles_m - number * band, band), 1)
+    return number * band + lax.rem(inside, height), lax.div(inside, height)
+
+
+def _to_and_fro(s, steps, w):
+    """Every second tile goes backwards: the end of what it shares is still in the L2."""
+    return lax.select(w % 2 == 1, steps - 1 - s, s)
+
+
+def _scratch(p, cfg, groups, a_tile, b_tile, dtype, out_dtype, edge):
+    """Scratch types by name."""
+    tiled = _swizzled(64, dtype)
+    slots = {"num_barriers": p.stages}
+    if cfg.cluster > 1:
+        empty = plgpu.ClusterBarrier(collective_axes=("c",), num_arrivals=cfg.consumers, **slots)
+    else:
+        empty = plgpu.Barrier(num_arrivals=cfg.consumers, **slots)
+    found = {
+        "a_smem": plgpu.SMEM((p.stages, *a_tile), dtype, transforms=tiled),
+        "b_smem": plgpu.SMEM((p.stages, *b_tile), dtype, transforms=tiled),
+        "o_smem": plgpu.SMEM(
+            (cfg.consumers, p.buffers, 64, p.chunk),
+            out_dtype,
+            transforms=_swizzled(p.chunk, out_dtype),
+        ),
+        "table": plgpu.SMEM((2, groups + 1), jnp.int32),
+        "table_ready": plgpu.Barrier(),
+        "full": plgpu.Barrier(num_arrivals=2, **slots),
+        "empty": empty,
+    }
+    if edge:
+        found |= {
+            "a_edge": plgpu.SMEM(a_tile, dtype, transforms=tiled),
+            "b_edge": plgpu.SMEM(b_tile, dtype, transforms=tiled),
+            "edge_loaded": plgpu.Barrier(num_arrivals=2),
+            "edge_full": plgpu.Barrier(),
+            "edge_empty": plgpu.Barrier(num_arrivals=cfg.consumers),
+        }
+    return found
+
+
+def _begin(sizes, table, table_ready, m, rows):
+    """What all threads of a block begin with."""
+    # the next kernel may begin; nothing is touched before the kernels before are done
+    plgpu.griddepcontrol_launch_dependents()
+    plgpu.griddepcontrol_wait()
+
+    @pl.when(lax.axis_index("wg") == 0)
+    def _():
+        _make_table(sizes, table, m, rows)
+        plgpu.barrier_arrive(table_ready)
+
+    plgpu.barrier_wait(table_ready)
+
+
+def _launch(cfg, clusters):
+    """Options of the kernel."""
+    return dict(
+        grid=(clusters,),
+        grid_names=("tile",),
+        cluster=(cfg.cluster,) if cfg.cluster > 1 else (),
+        cluster_names=("c",) if cfg.cluster > 1 else (),
+        num_threads=cfg.consumers + 1,
+        thread_name="wg",
+    )
+
+
+# ---- a matrix for each group ---------------------------------------------------------------------
+
+
+@functools.cache
+def _grouped(m, n, k, groups, dtype, out_dtype, tb, cfg, sms, interpret):
+    p = _Plan(groups, out_dtype.itemsize, cfg, False)
+    rows, cols = p.rows, p.cols
+    shared = cfg.cluster > 1
+    steps = pl.cdiv(k, _STEP)
+    tiles_n = pl.cdiv(n, cols * cfg.cluster)
+    clusters = min(max(sms // cfg.cluster, 1), (pl.cdiv(m, rows) + groups) * tiles_n)
+    by_tma = m == 1 or n * out_dtype.itemsize % 16 == 0  # the result
+    width = min(n, 2048)  # of what is zeroed at a time
+
+    def body(a, b, sizes, o, *, a_smem, b_smem, o_smem, table, table_ready, full, empty):
+        _begin(sizes, table, table_ready, m, rows)
+        ring = Ring(p.stages, a_smem, b_smem, full, empty)
+        cid = lax.axis_index("tile")
+        rank = lax.axis_index("c") if shared else 0
+
+        def for_tiles(work):
+            """work(group, row, col, rows left in the group, number, steps before) for each of this
+            cluster's tiles; all steps."""
+
+            def of_group(g, it):
+                start, end = jnp.clip(table[0, g], 0, m), table[0, g + 1]
+                first = jnp.maximum(table[1, g], 0) * tiles_n
+                count = table[1, g + 1] * tiles_n - first
+                # the first tile of the group that is this cluster's
+                mine = (cid + (clusters - first % clusters)) % clusters
+                trips = (jnp.maximum(count - mine, 0) + (clusters - 1)) // clusters
+                height = (end - start + (rows - 1)) // rows
+
+                def one(w, it):
+                    i, j = _place(mine + w * clusters, height, tiles_n, cfg.group)
+                    row, col = i * rows, (j * cfg.cluster + rank) * cols
+                    work(g, start + row, col, end - start - row, w, it)
+                    return it + steps
+
+                return lax.fori_loop(0, trips, one, it)
+
+            return lax.fori_loop(0, groups, of_group, jnp.int32(0))
+
+        def fetch():
+            def tile(g, row, col, left, w, it):
+                def copy(s, a_slot, b_slot, barrier):
+                    along_k = pl.ds(_to_and_fro(s, steps, w) * _STEP, _STEP)
+                    along_n = pl.ds(col, cols)
+                    plgpu.copy_gmem_to_smem(
+                        a.at[pl.ds(row, rows), along_k],
+                        a_slot,
+                        barrier,
+                        collective_axes="c" if shared else None,
+                    )
+                    at = (along_n, along_k) if tb else (along_k, along_n)
+                    plgpu.copy_gmem_to_smem(b.at[(g, *at)], b_slot, barrier)
+
+                ring.fetch(0, steps, it, copy)
+
+            ring.drain(for_tiles(tile))
+
+        def consume(me):
+            def factors(a_slot, b_slot):
+                return a_slot.at[pl.ds(me * 64, 64)], b_slot.T if tb else b_slot
+
+            def product(it):
+                def with_sums(acc):
+                    ring.multiply(acc, steps, it, factors)
+                    value = acc[...]
+                    ring.release_last(steps, it)
+                    return value
+
+                return pl.run_scoped(with_sums, plgpu.ACC((64, cols)))
+
+            def masked(value, row, col, left):
+                """What lies in the group and in the array."""
+                for c in range(p.chunks):
+                    at = col + c * p.chunk
+                    shape = (64, p.chunk)
+                    keep = lax.broadcasted_iota(jnp.int32, shape, 0) < left
+                    if n % (cols * cfg.cluster):
+                        keep &= lax.broadcasted_iota(jnp.int32, shape, 1) < n - at
+                    part = value[:, c * p.chunk : (c + 1) * p.chunk].astype(out_dtype)
+                    pl.store(o, (pl.ds(row, 64), pl.ds(at, p.chunk)), part, mask=keep)
+
+            def tile(g, row, col, left, w, it):
+                row, left = row + me * 64, left - me * 64
+
+                @pl.when(left > 0)
+                def _():
+                    value = product(it)
+                    if not by_tma:
+                        masked(value, row, col, left)
+                        return
+
+                    @pl.when(left >= 64)
+                    def _():
+                        def target(c):
+                            return o.at[pl.ds(row, 64), pl.ds(col + c * p.chunk, p.chunk)]
+
+                        store(p, value, o_smem.at[me], out_dtype, target)
+
+                    @pl.when(left < 64)
+                    def _():
+                        masked(value, row, col, left)
+
+                if cfg.consumers > 1:
+
+                    @pl.when(left <= 0)
+                    def _():
+                        ring.skip(steps, it)
+
+            for_tiles(tile)
+            # rows of no group
+            first = jnp.clip(table[0, groups], 0, m)
+            first += (cid * cfg.cluster + rank) * cfg.consumers + me
+            stride = clusters * cfg.cluster * cfg.consumers
+
+            def zero_row(i, _):
+                def zero(c, _):
+                    at = jnp.minimum(c * width, n - width)
+                    o[first + i * stride, pl.ds(at, width)] = jnp.zeros((width,), out_dtype)
+
+                lax.fori_loop(0, pl.cdiv(n, width), zero, None)
+
+            lax.fori_loop(0, (jnp.maximum(m - first, 0) + stride - 1) // stride, zero_row, None)
+
+        roles(cfg.consumers, p.registers, fetch, consume)
+
+    b_tile = (cols, _STEP) if tb else (_STEP, cols)
+    return plgpu.kernel(
+        body,
+        out_type=plgpu.ShapeDtypeStruct((m, n), out_dtype),
+        scratch_types=_scratch(p, cfg, groups, (rows, _STEP), b_tile, dtype, out_dtype, edge=False),
+        interpret=interpret,
+        kernel_name="ragged_dot",
+        **_launch(cfg, clusters),
+    )
+
+
+# ---- a sum for each group ------------------------------------------------------------------------
+
+
+@functools.cache
+def _summed(m, n, k, groups, dtype, out_dtype, cfg, sms, interpret):
+    """[m, k], [m, n] -> [groups, k, n]."""
+    p = _Plan(groups, out_dtype.itemsize, cfg, True)
+    rows, cols = p.rows, p.cols
+    shared = cfg.cluster > 1
+    tiles_m, tiles_n = pl.cdiv(k, rows * cfg.cluster), pl.cdiv(n, cols)
+    tiles = tiles_m * tiles_n  # of a group
+    clusters = min(max(sms // cfg.cluster, 1), groups * tiles)
+    by_tma = k == 1 or n * out_dtype.itemsize % 16 == 0  # the result
+
+    def body(
+        a,
+        b,
+        sizes,
+        o,
+        *,
+        a_smem,
+        b_smem,
+        o_smem,
+        table,
+        table_ready,
+        full,
+        empty,
+        a_edge,
+        b_edge,
+        edge_loaded,
+        edge_full,
+        edge_empty,
+    ):
+        _begin(sizes, table, table_ready, m, _STEP)
+        ring = Ring(p.stages, a_smem, b_smem, full, empty)
+        cid = lax.axis_index("tile")
+        rank = lax.axis_index("c") if shared else 0
+
+        def for_tiles(work):
+            """work(group, row, col, first row of the group, its size, its steps, number, steps and
+            edges before) for each of this cluster's tiles; all steps and edges. A step is 64 rows
+            of the group, what is left is the edge: 1 to 64 rows."""
+            trips = (groups * tiles - cid + (clusters - 1)) // clusters
+
+            def one(w, carry):
+                it, edges = carry
+                t = cid + w * clusters
+                g = t // tiles
+                i, j = _place(t % tiles, tiles_m, tiles_n, cfg.group)
+                start = jnp.clip(table[0, g], 0, m)
+                size = jnp.maximum(table[0, g + 1] - start, 0)
+                steps = jnp.maximum(size - 1, 0) // _STEP
+                row, col = (i * cfg.cluster + rank) * rows, j * cols
+                work(g, row, col, start, size, steps, w, it, edges)
+                return it + steps, edges + jnp.minimum(size, 1)
+
+            return lax.fori_loop(0, trips, one, (jnp.int32(0), jnp.int32(0)))
+
+        def fetch():
+            def tile(g, row, col, start, size, steps, w, it, edges):
+                def copy(s, a_slot, b_slot, barrier, axis=None):
+                    here = pl.ds(start + s * _STEP, _STEP)
+                    plgpu.copy_gmem_to_smem(a.at[here, pl.ds(row, rows)], a_slot, barrier)
+                    plgpu.copy_gmem_to_smem(
+                        b.at[here, pl.ds(col, cols)], b_slot, barrier, collective_axes=axis
+                    )
+
+                def step(s, *where):
+                    copy(_to_and_fro(s, steps, w), *where, axis="c" if shared else None)
+
+                # as far as there are slots before the edge, whose slot the tile before still has
+                ahead = jnp.minimum(steps, p.stages)
+                ring.fetch(0, ahead, it, step)
+
+                @pl.when(size > 0)
+                def _():
+                    @pl.when(edges > 0)
+                    def _():
+                        plgpu.barrier_wait(edge_empty, phase=edges - 1)
+
+                    # not shared: releases of slots that plain stores reach would need fences
+                    copy(steps, a_edge, b_edge, edge_loaded)
+
+                ring.fetch(ahead, steps, it, step)
+
+                @pl.when(size > 0)
+                def _():
+                    left = size - steps * _STEP
+                    plgpu.barrier_wait(edge_loaded, phase=edges)
+
+                    def zero(i, _):
+                        for ref in (a_edge, b_edge):
+                            zeros = jnp.zeros((8, ref.shape[1]), dtype)
+                            at = lax.broadcasted_iota(jnp.int32, zeros.shape, 0)
+                            pl.store(
+                                ref, (pl.ds(i * 8, 8), slice(None)), zeros, mask=at >= left - i * 8
+                            )
+
+                    used = (left + (_GRAIN - 1)) // _GRAIN * _GRAIN
+                    lax.fori_loop(left // 8, used // 8, zero, None)
+                    plgpu.commit_smem()
+                    plgpu.barrier_arrive(edge_full)
+
+            done, edges = for_tiles(tile)
+            ring.drain(done)
+
+            @pl.when(edges > 0)
+            def _():
+                plgpu.barrier_wait(edge_empty, phase=edges - 1)
+
+        def consume(me):
+            def factors(a_slot, b_slot):
+                return a_slot.at[:, pl.ds(me * 64, 64)].T, b_slot
+
+            def tile(g, row, col, start, size, steps, w, it, edges):
+                def product(acc):
+                    ring.multiply(acc, steps, it, factors)
+
+                    @pl.when(size > 0)
+                    def _():
+                        plgpu.barrier_wait(edge_full, phase=edges)
+                        for i in range(0, _STEP, _GRAIN):
+
+                            @pl.when(size - steps * _STEP > i)
+                            def _(i=i):
+                                here = pl.ds(i, _GRAIN)
+                                plgpu.wgmma(acc, *factors(a_edge.at[here], b_edge.at[here]))
+
+                    value = acc[...]
+                    pl.when(steps > 0)(lambda: ring.release_last(steps, it))
+                    pl.when(size > 0)(lambda: plgpu.barrier_arrive(edge_empty))
+                    return value
+
+                value = pl.run_scoped(product, plgpu.ACC((64, cols)))
+
+                def target(c):
+                    at = (pl.ds(row + me * 64, 64), pl.ds(col + c * p.chunk, p.chunk))
+                    return o.at[(g, *at)]
+
+                store(p, value, o_smem.at[me], out_dtype, target, None if by_tma else "lanes")
+
+            for_tiles(tile)
+
+        roles(cfg.consumers, p.registers, fetch, consume)
+
+    return plgpu.kernel(
+        body,
+        out_type=plgpu.ShapeDtypeStruct((groups, k, n), out_dtype),
+        scratch_types=_scratch(
+            p, cfg, groups, (_STEP, rows), (_STEP, cols), dtype, out_dtype, edge=True
+        ),
+        interpret=interpret,
+        kernel_name="transposed_ragged_dot",
+        **_launch(cfg, clusters),
+    )
+
+
+# ---- the choice ---------------------------------------------------------------------------------
+
+
+def _fitting(rows_of, n, sms):
+    """Columns of a tile: as many as leave two tiles for every SM. rows_of: row tiles."""
+    return next((w for w in (256, 128, 64) if w < 2 * n and rows_of * (n / w) >= 2 * sms), 64)
+
+
+def choose(m, n, groups, sms=132):
+    """The configuration of ragged_dot for a shape, on a GPU with that many SMs."""
+    consumers = 2 if m > 64 * groups else 1
+    tile_n = _fitting(m / (64 * consumers) + groups / 2, n, sms)
+    tiles = pl.cdiv(n, tile_n)
+    cluster = 2 if tiles % 2 == 0 or tiles > 16 else 1
+    return RaggedConfig(consumers, tile_n, 0, cluster, 2, 16)
+
+
+def choose_transposed(n, k, groups, sms=132):
+    """The configuration of transposed_ragged_dot."""
+    consumers = 2 if k > 64 else 1
+    tiles = pl.cdiv(k, 64 * consumers)
+    tile_n = _fitting(groups * tiles, n, sms)
+    cluster = 2 if tiles % 2 == 0 or tiles > 16 else 1
+    return RaggedConfig(consumers, tile_n, 0, cluster, 2, 8)
+
+
+# ---- the functions ------------------------------------------------------------------------------
+
+
+def _check(name, lhs, rhs, rhs_ndim, sizes, out_dtype, config):
+    dtype = lhs.dtype
+    if dtype.name not in ("float16", "bfloat16") or rhs.dtype != dtype:
+        raise TypeError(
+            f"{name}: lhs and rhs must both be float16 or bfloat16, got {lhs.dtype} and {rhs.dtype}"
+        )
+    if lhs.ndim != 2 or rhs.ndim != rhs_ndim:
+        raise ValueError(
+            f"{name}: lhs must have two dims and rhs {rhs_ndim}, got {lhs.shape} and {rhs.shape}"
+        )
+    if sizes.dtype != jnp.dtype("int32"):
+        raise TypeError(f"{name}: group_sizes must be int32, got {sizes.dtype}")
+    if sizes.ndim != 1:
+        raise ValueError(f"{name}: group_sizes must have one dim, got shape {sizes.shape}")
+    if 0 in (*lhs.shape, *rhs.shape, *sizes.shape):
+        raise ValueError(f"{name}: empty operands, {lhs.shape}, {rhs.shape} and {sizes.shape}")
+    out_dtype = dtype if out_dtype is None else jnp.dtype(out_dtype)
+    if out_dtype.name not in ("float16", "bfloat16", "float32"):
+        raise TypeError(f"{name}: out_dtype must be a float dtype, got {out_dtype}")
+    if config is not None:
+        _check_config(name, config)
+    return out_dtype
+
+
+def _check_config(name, config):
+    if not isinstance(config, RaggedConfig):
+        raise TypeError(f"{name}: config must be a RaggedConfig, got {config!r}")
+    c = config
+    if (
+        c.consumers not in (1, 2)
+        or c.tile_n not in (64, 128, 192, 256)
+        or c.cluster not in (1, 2)
+        or c.stages < 0
+        or c.buffers < 1
+        or c.group < 1
+    ):
+        raise ValueError(
+            f"{name}: a RaggedConfig has 1 or 2 consumers, a tile_n of 64, 128, 192 or 256, a"
+            f" cluster of 1 or 2, stages from 0, buffers and a group from 1; got {config}"
+        )
+
+
+def _check_ring(name, groups, out_dtype, config, edge):
+    if _Plan(groups, out_dtype.itemsize, config, edge).stages < 2:
+        raise ValueError(
+            f"{name}: two slots of the ring do not fit into SMEM with {groups} groups and {config}"
+        )
+
+
+def _padded(product, operands, sizes, interpret):
+    pads = [
+        _padding(x.shape, x.dtype, x.aligned, interpret) if _needs_padding(x) else None
+        for x in operands
+    ]
+    return _Padded(product, [*pads, None]) if any(pads) else product
+
+
+@plgpu.kernel_family
+def ragged_dot(
+    lhs, rhs, group_sizes, *, transpose_rhs=False, out_dtype=None, config=None, interpret=None
+):
+    """``lhs[rows of group g] @ rhs[g]`` for each g, with float32 accumulation (Hopper).
+
+    lhs: (M, K); rhs: (G, K, N), or (G, N, K) with ``transpose_rhs``; float16 or bfloat16,
+    row-major, any extents. group_sizes: (G,) int32, on the device: the first group_sizes[0] rows of
+    ``lhs`` are group 0, the next ones group 1 and so on. Sizes may be 0; negative ones count as 0,
+    and no group reaches beyond M. Rows of no group give zeros. out_dtype: float16, bfloat16 or
+    float32; that of ``lhs`` by default. config: a :class:`RaggedConfig`; chosen from the shape by
+    default. out: a preallocated result.
+
+    Returns (M, N) of the caller's kind of array. Fastest with groups of some hundred rows: of the
+    last 64 rows of each group the tensor cores compute all. TypeError, ValueError for other dtypes
+    and shapes.
+    """
+    out_dtype = _check("ragged_dot", lhs, rhs, 3, group_sizes, out_dtype, config)
+    m, k = lhs.shape
+    groups, n, k2 = rhs.shape if transpose_rhs else (rhs.shape[0], *rhs.shape[:0:-1])
+    if k != k2:
+        raise ValueError(f"ragged_dot: the inner dims differ, {k} and {k2}")
+    if group_sizes.shape != (groups,):
+        raise ValueError(
+            f"ragged_dot: group_sizes must have the shape ({groups},), got {group_sizes.shape}"
+        )
+    sms = plgpu.core_count(lhs.device)
+    config = config or choose(m, n, groups, sms)
+    _check_ring("ragged_dot", groups, out_dtype, config, False)
+    shape = (m, n, k, groups, lhs.dtype, out_dtype, bool(transpose_rhs), config, sms)
+    return _padded(_grouped(*shape, interpret), (lhs, rhs), group_sizes, interpret)
+
+
+@plgpu.kernel_family
+def transposed_ragged_dot(lhs, rhs, group_sizes, *, out_dtype=None, config=None, interpret=None):
+    """``lhs[rows of group g].T @ rhs[rows of group g]`` for each g, with float32 accumulation
+    (Hopper): the gradient of :func:`ragged_dot` by its matrices.
+
+    lhs: (M, K); rhs: (M, N); float16 or bfloat16, row-major, any extents. group_sizes: (G,) int32,
+    on the device, as for :func:`ragged_dot`; groups without rows give zeros, rows of no group are
+    left out. out_dtype: float16, bfloat16 or float32; that of ``lhs`` by default. config: a
+    :class:`RaggedConfig`; chosen from the shape by default. out: a preallocated result.
+
+    Returns (G, K, N) of the caller's kind of array. TypeError, ValueError for other dtypes and
+    shapes.
+    """
+    name = "transposed_ragged_dot"
+    out_dtype = _check(name, lhs, rhs, 2, group_sizes, out_dtype, config)
+    (m, k), (m2, n), groups = lhs.shape, rhs.shape, group_sizes.shape[0]
+    if m != m2:
+        raise ValueError(f"{name}: lhs and rhs must have the same rows, got {m} and {m2}")
+    sms = plgpu.core_count(lhs.device)
+    config = config or choose_transposed(n, k, groups, sms)
+    _check_ring(name, groups, out_dtype, config, True)
+    shape = (m, n, k, groups, lhs.dtype, out_dtype, config, sms)
+    return _padded(_summed(*shape, interpret), (lhs, rhs), group_sizes, interpret)

@@ -1,0 +1,141 @@
+"""ops.mixed_matmul beside NumPy's float32 product: weights of 8 and 4 bits, groups of scales, odd
+extents, configurations."""
+
+import warnings
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import pallas_mgpu as plgpu
+from pallas_mgpu.ops import MixedConfig, mixed_matmul
+from pallas_mgpu.ops.mixed import choose
+
+F16, F32, BF16 = np.dtype(np.float16), np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)
+I8, I4 = np.dtype(np.int8), np.dtype(ml_dtypes.int4)
+UNIT = {F16: 2**-11, BF16: 2**-8, F32: 2**-22}  # of the rounding of a result
+C = MixedConfig
+
+
+@pytest.fixture(autouse=True)
+def few_programs(monkeypatch):
+    """Blocks do several tiles; no warnings."""
+    monkeypatch.setattr(plgpu, "core_count", lambda device: 6)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+
+
+def operands(rng, m, n, k, groups, weights=I4, dtype=BF16, scales=F32):
+    x = rng.standard_normal((m, k)).astype(dtype)
+    info = ml_dtypes.iinfo(weights)
+    w = rng.integers(info.min, info.max + 1, (n, k)).astype(weights)  # also the least number
+    if not groups:
+        return x, w
+    return x, w, (rng.random((groups, n)) + 0.5).astype(scales)
+
+
+def check(run, given, **options):
+    x, w, *scales = given
+    full = w.astype(np.float64)
+    if scales:
+        full *= np.repeat(scales[0].astype(np.float64), x.shape[1] // len(scales[0]), 0).T
+    want = x.astype(np.float64) @ full.T
+    interpret = None if run.way == "cuda" else True
+    kernel = mixed_matmul.kernel(*given, **options, interpret=interpret)
+    if hasattr(kernel, "pad"):
+        given = (run.call(kernel.pad, x), *given[1:])
+        kernel = kernel.product
+    got = run.call(kernel, *given)
+    assert got.dtype == np.dtype(options.get("out_dtype", x.dtype)) and got.shape == want.shape
+    # sums of float32
+    close = 2e-6 * np.sqrt(x.shape[1]) * np.abs(full).max()
+    np.testing.assert_allclose(got.astype(np.float64), want, rtol=UNIT[got.dtype], atol=close)
+
+
+@pytest.mark.parametrize("weights", [I8, I4], ids=str)
+@pytest.mark.parametrize("groups", [0, 1, 3])
+def test_groups(run, rng, weights, groups):
+    check(run, operands(rng, 5, 128, 384, groups, weights))
+
+
+@pytest.mark.parametrize(
+    "dtype, scales, out_dtype", [(F16, F16, F32), (BF16, BF16, F16), (F16, F32, F16)], ids=str
+)
+def test_dtypes(run, rng, dtype, scales, out_dtype):
+    check(run, operands(rng, 7, 64, 128, 2, I8, dtype, scales), out_dtype=out_dtype)
+
+
+@pytest.mark.parametrize("m, n, k, groups", [(1, 1, 64, 0), (17, 77, 192, 3), (130, 200, 128, 2)])
+def test_odd_extents(run, rng, m, n, k, groups):
+    """Results that TMA cannot store, scales that end within a tile."""
+    check(run, operands(rng, m, n, k, groups))
+
+
+CONFIGS = {  # with extents m, n, k, groups of scales
+    C(1, 16, 4, 2, 64): (3, 130, 512, 4),
+    C(1, 32, 2, 0, 128): (40, 64, 640, 0),  # a part of K that lies outside
+    C(3, 48, 1, 2, 64, 2): (150, 200, 256, 2),  # rings that go round, several bands
+    C(2, 128, 1, 2, 128, 1): (140, 260, 256, 1),
+}
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=repr)
+@pytest.mark.parametrize("weights", [I8, I4], ids=str)
+def test_configurations(run, rng, config, weights):
+    m, n, k, groups = CONFIGS[config]
+    check(run, operands(rng, m, n, k, groups, weights), config=config)
+
+
+def test_what_callers_get(rng):
+    x, w, s = operands(rng, 4, 64, 64, 1)
+    out = np.empty((4, 64), BF16)
+    assert mixed_matmul(x, w, s, out=out, interpret=True) is out
+    again = mixed_matmul(weights=w, scales=s, x=x, interpret=True)
+    np.testing.assert_array_equal(again, out)
+
+
+@pytest.mark.parametrize("m", [16, 64, 256, 4096])
+def test_chosen_configurations(m):
+    """No spills, and tensor cores that nothing serialises."""
+    spec = plgpu.ShapeDtypeStruct
+    for weights, groups in ((I4, 64), (I8, 0)):
+        given = [spec((m, 8192), BF16), spec((8192, 8192), weights)]
+        given += [spec((groups, 8192), BF16)] if groups else []
+        config = choose(m, 8192, 8192, max(groups, 1))
+        assert config.tile_m == min(m, 128) and config.split == (2 if m == 16 else 1)
+        used = mixed_matmul.kernel(*given, config=config).lower(*given).resources()
+        assert (used["spill_bytes"], used["stack_bytes"], used["remarks"]) == (0, 0, ""), used
+
+
+@pytest.mark.parametrize(
+    "change, error, words",
+    [
+        (dict(x=np.zeros((4, 128), F32)), TypeError, "x must be float16 or bfloat16, got float32"),
+        (dict(weights=np.zeros((8, 128), F16)), TypeError, "weights must be int8 or int4"),
+        (dict(weights=np.zeros((8, 64), I8)), ValueError, "differ in K"),
+        (dict(weights=np.zeros(128, I8)), ValueError, "two dims"),
+        (dict(x=np.zeros((0, 128), F16)), ValueError, "empty operands"),
+        (dict(scales=np.zeros((2, 8), np.int32)), TypeError, "scales must be of a float dtype"),
+        (dict(scales=np.zeros((2, 9), F16)), ValueError, r"must have the shape \(G, 8\)"),
+        (dict(scales=np.zeros((4, 8), F16)), ValueError, "4 groups of a multiple of 64"),
+        (dict(out_dtype="int32"), TypeError, "out_dtype must be a float dtype"),
+        (dict(config=2), TypeError, "must be a MixedConfig"),
+        (dict(config=C(4)), ValueError, "has 1 to 3 consumers"),
+        (dict(config=C(step=128)), ValueError, "multiple of the step"),
+    ],
+)
+def test_errors(change, error, words):
+    given = {
+        "x": np.zeros((4, 128), F16),
+        "weights": np.zeros((8, 128), I8),
+        "scales": np.zeros((2, 8), F16),
+        **change,
+    }
+    with pytest.raises(error, match=words):
+        mixed_matmul(interpret=True, **given)
+
+
+def test_k_that_does_not_fit():
+    with pytest.raises(ValueError, match="K must be a multiple of 64, got 72; pad both"):
+        mixed_matmul(np.zeros((4, 72), F16), np.zeros((8, 72), I8), interpret=True)

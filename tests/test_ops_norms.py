@@ -1,0 +1,246 @@
+"""ops.softmax, rms_norm, layer_norm against float64: any shape, dtype and configuration; and that
+they move data as they should: once, in words of 16 bytes, several blocks on an SM."""
+
+import re
+import warnings
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import pallas_mgpu as plgpu
+from pallas_mgpu.ops import NormConfig, layer_norm, rms_norm, softmax
+from pallas_mgpu.ops.norms import choose
+
+BF16, F16, F32 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16), np.dtype(np.float32)
+# of the last place of a result, and of the functions for 16 bits
+TOLERANCE = {BF16: 2**-8 + 1e-5, F16: 2**-11 + 1e-5, F32: 2e-6}
+FUNCTIONS = {"softmax": softmax, "rms_norm": rms_norm, "layer_norm": layer_norm}
+
+
+@pytest.fixture(autouse=True)
+def no_warnings():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+
+
+def reference(name, x, weight=None, bias=None, axis=-1, eps=None):
+    x, *vectors = (None if v is None else v.astype(np.float64) for v in (x, weight, bias))
+    if name == "softmax":
+        e = np.exp(x - x.max(axis, keepdims=True))
+        return e / e.sum(axis, keepdims=True)
+    y = x - x.mean(-1, keepdims=True) if name == "layer_norm" else x
+    eps = {"rms_norm": 1e-6, "layer_norm": 1e-5}[name] if eps is None else eps
+    y = y / np.sqrt((y * y).mean(-1, keepdims=True) + eps)
+    y = y if vectors[0] is None else y * vectors[0]
+    return y if vectors[1] is None else y + vectors[1]
+
+
+def arrays(rng, name, shape, dtype=BF16, vector_dtype=None):
+    count = {"softmax": 0, "rms_norm": 1, "layer_norm": 2}[name]
+    x = (rng.standard_normal(shape) * 3 + 0.5).astype(dtype)
+    return x, *rng.standard_normal((count, shape[-1])).astype(vector_dtype or dtype)
+
+
+def check(run, name, given, **options):
+    interpret = None if run.way == "cuda" else True
+    named = dict(zip(("x", "weight", "bias"), given))
+    named = {k: v for k, v in named.items() if v is not None}
+    kernel = FUNCTIONS[name].kernel(**named, **options, interpret=interpret)
+    got = run.call(kernel, *named.values())
+    want_dtype = np.dtype(options.pop("out_dtype", given[0].dtype))
+    options.pop("config", None)
+    want = reference(name, *given, **options)
+    assert got.dtype == want_dtype and got.shape == given[0].shape
+    unit = TOLERANCE[want_dtype]
+    floor = 1e-6 if want_dtype == F32 else 6e-8  # where terms cancel; subnormal numbers
+    np.testing.assert_allclose(got.astype(np.float64), want, rtol=unit, atol=floor + unit / 100)
+
+
+SHAPES = [(1,), (3, 7), (130, 127), (9, 1000), (5, 3, 64), (13, 1024), (2, 5000), (2, 2, 8192)]
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_shapes(run, rng, name, shape):
+    check(run, name, arrays(rng, name, shape))
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("n", [20000, 20001])
+def test_rows_of_a_cluster(run, rng, name, n):
+    """The last segment ends with the row; TMA and lanes."""
+    check(run, name, arrays(rng, name, (1, n)))
+
+
+@pytest.mark.parametrize("n", [131072, 131071])
+def test_long_rows(rng, n):
+    """Eight blocks a row."""
+    for name, f in FUNCTIONS.items():
+        given = arrays(rng, name, (1, n))
+        got = f(*given, interpret=True).astype(np.float64)
+        np.testing.assert_allclose(got, reference(name, *given), rtol=2**-8, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize(
+    "dtype, out_dtype, vectors", [(F32, F32, BF16), (F16, F32, F16), (F32, BF16, F32)], ids=str
+)
+def test_dtypes(run, rng, name, dtype, out_dtype, vectors):
+    check(run, name, arrays(rng, name, (5, 520), dtype, vectors), out_dtype=out_dtype)
+
+
+C = NormConfig
+CONFIGS = [
+    ((5, 3000), C(2, 1, 1024)),  # parts, the last one overhangs
+    ((3, 7003), C(2, 1, 1024, False)),  # the same by the lanes, in a loop
+    ((1, 3000), C(1, 4, 512)),  # parts of a cluster, which is longer than the row
+    ((3, 130), C(1, 2, 0, False)),
+    ((1, 24), C(1, 4, 0)),  # a segment without elements
+    ((70, 24), C(64, 1, 0)),  # the last tile overhangs
+]
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("shape, config", CONFIGS, ids=str)
+def test_configurations(run, rng, name, shape, config):
+    check(run, name, arrays(rng, name, shape), config=config)
+
+
+@pytest.mark.parametrize("shape, axis", [((3, 50, 7), 1), ((300, 64), 0), ((2, 9, 70, 3), -3)])
+def test_axis(run, rng, shape, axis):
+    check(run, "softmax", arrays(rng, "softmax", shape), axis=axis)
+
+
+def test_without_weights(run, rng):
+    x = arrays(rng, "softmax", (3, 200))
+    check(run, "rms_norm", x, eps=0.5)
+    check(run, "layer_norm", x, eps=0.25)
+    check(run, "layer_norm", (*x, None, rng.standard_normal(200).astype(BF16)))
+
+
+@pytest.mark.parametrize("config", [None, C(1, 4), C(1, 2, 1024)], ids=str)
+def test_softmax_of_special_values(run, rng, config):
+    """Segments of -inf alone, rows of -inf, NaN, what would overflow."""
+    x = rng.standard_normal((5, 2048)).astype(np.float32) * 100 + 1000
+    x[0, :1500] = -np.inf
+    x[1, 700] = np.nan
+    x[2] = -np.inf
+    x[3, 5] = np.inf
+    with np.errstate(invalid="ignore"):
+        want = reference("softmax", x)
+    interpret = None if run.way == "cuda" else True
+    got = run.call(softmax.kernel(x, config=config, interpret=interpret), x)
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-30)
+    assert np.isnan(got[1]).all() and np.isnan(got[2]).all() and (got[0, :1500] == 0).all()
+
+
+@pytest.mark.parametrize("config", [None, C(1, 4), C(1, 1, 1024)], ids=str)
+def test_variance_of_a_small_spread(run, rng, config):
+    """Squares are of differences from the mean: float32 has no digits left otherwise."""
+    x = (rng.standard_normal((3, 3000)) + 5000).astype(np.float32)
+    interpret = None if run.way == "cuda" else True
+    got = run.call(layer_norm.kernel(x, config=config, interpret=interpret), x)
+    np.testing.assert_allclose(got, reference("layer_norm", x), atol=4e-3)
+
+
+def test_out(rng):
+    x, w = arrays(rng, "rms_norm", (7, 300))
+    want = rms_norm(x, w, interpret=True)
+    out = np.empty_like(x)
+    assert rms_norm(x, weight=w, out=out, interpret=True) is out
+    np.testing.assert_array_equal(out, want)
+    assert rms_norm(x, w, out=x, interpret=True) is x  # in place
+    np.testing.assert_array_equal(x, want)
+    assert rms_norm.kernel(x, w) is rms_norm.kernel(x, weight=w, eps=1e-6)
+
+
+def test_arrays_that_begin_anywhere():
+    """No access is wider than an element where the address is no multiple of 16 bytes."""
+    for aligned, want in (
+        ((False, True), ["1", "8", "1"]),  # x, weight, result
+        ((True, False), ["1"]),  # weight; TMA does the rest
+        ((False, False), ["1", "1", "1"]),
+    ):
+        x, w = (plgpu.Operand(s, BF16, aligned=a) for s, a in zip(((64, 1024), (1024,)), aligned))
+        text = rms_norm.__wrapped__(x, w, interpret=True).lower(x, w).as_text("cuda")
+        words = re.findall(r"(?:ld|st)_global<\w+, (\d+)>", text[text.index("__global__") :])
+        assert words == want
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_misaligned_and_in_place(rng, name):
+    torch = pytest.importorskip("torch")
+    given = arrays(rng, name, (33, 256), F32)
+    want = reference(name, *given)
+    given = [torch.from_numpy(a).cuda() for a in given]
+    shifted = [torch.cat([a.new_zeros(1), a.reshape(-1)])[1:].view(a.shape) for a in given]
+    for args in (given, shifted):
+        got = FUNCTIONS[name](*args)
+        np.testing.assert_allclose(got.cpu().numpy(), want, rtol=2e-6, atol=2e-6)
+        assert FUNCTIONS[name](*args, out=args[0]) is args[0]
+        np.testing.assert_array_equal(args[0].cpu().numpy(), got.cpu().numpy())
+
+
+# ---- how they do it ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("n", [1024, 2048, 4096, 8192, 16384, 65536, 131072])
+def test_how_they_move_data(name, n):
+    """Each array goes through one bulk copy a block, registers and SMEM see words of 16 bytes, and
+    at least three blocks have room on an SM."""
+    x, w = (plgpu.ShapeDtypeStruct(s, BF16) for s in ((4099, n), (n,)))
+    given = (x, w, w)[: {"softmax": 1, "rms_norm": 2, "layer_norm": 3}[name]]
+    low = FUNCTIONS[name].kernel(*given).lower(*given)
+    text, used = low.as_text("cuda"), low.resources()
+    text = text[text.index("__global__") :]
+    copies = re.findall(r"\b(?:bulk|tma)_(load|store)\w*\(", text)
+    assert copies == ["load", "store"]
+    assert set(re.findall(r"(?:ld|st)_\w+<bf16, (\d+)>", text)) == {"8"}
+    assert used["spill_bytes"] == used["stack_bytes"] == 0
+    blocks = min(65536 // (128 * used["registers"]), 227 * 1024 // (used["smem_bytes"] + 1024))
+    assert blocks >= 3, used
+
+
+def test_chosen_configurations():
+    """Something for every extent, that fits: no spills where rows are longest or oddest."""
+    for n in (1, 2, 63, 2047, 4097, 16385, 40000, 131071, 131072, 400000, 10**6):
+        for staged in (False, True):
+            for itemsize in (2, 4):
+                config = choose("softmax", 10, n, 1, itemsize, staged)
+                assert config.height <= 10 and config.cluster in (1, 2, 4, 8)
+                assert staged or not config.staged
+                segment = -(-n // config.cluster) * itemsize
+                assert not config.staged or segment <= 3 * 65536
+    assert choose("softmax", 10**6, 16).height == 128
+    assert choose("rms_norm", 100, 65536).cluster == 4
+    for n in (131071, 10**6):
+        x = plgpu.ShapeDtypeStruct((3, n), BF16)
+        assert softmax.kernel(x).lower(x).resources()["spill_bytes"] == 0
+
+
+@pytest.mark.parametrize(
+    "call, error, words",
+    [
+        (lambda x: softmax(x.astype(np.int32)), TypeError, "x must be float16.*got int32"),
+        (lambda x: softmax(x, axis=2), ValueError, "axis must be an int from -2 to 1, got 2"),
+        (lambda x: softmax(x[:, :0]), ValueError, "elements, got shape"),
+        (lambda x: softmax(x[0, 0]), ValueError, "must have a dim"),
+        (lambda x: softmax(x, out_dtype=np.int8), TypeError, "out_dtype must be"),
+        (lambda x: rms_norm(x, x), ValueError, r"weight must have the shape \(8,\)"),
+        (lambda x: rms_norm(x, x[0, :4]), ValueError, "weight must have"),
+        (lambda x: layer_norm(x, x[0], x[:, 0]), ValueError, "bias must have"),
+        (lambda x: layer_norm(x, x[0].astype(np.int8)), TypeError, "weight must be"),
+        (lambda x: softmax(x, config=3), TypeError, "must be a NormConfig"),
+        (lambda x: softmax(x, config=C(0)), ValueError, "a height from 1"),
+        (lambda x: softmax(x, config=C(2, 2)), ValueError, "share one row"),
+        (lambda x: softmax(x[:, :7], config=C()), ValueError, "staged must be False"),
+    ],
+)
+def test_errors(rng, call, error, words):
+    x = rng.standard_normal((4, 8)).astype(np.float32)
+    with pytest.raises(error, match=words):
+        call(x)

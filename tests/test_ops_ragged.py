@@ -1,0 +1,226 @@
+"""ops.ragged_dot and transposed_ragged_dot beside a loop over groups in float32: sizes that only
+the arrays know, odd extents, what other groups hold, schedules."""
+
+import warnings
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import pallas_mgpu as plgpu
+from pallas_mgpu.ops import RaggedConfig, ragged_dot, transposed_ragged_dot
+from pallas_mgpu.ops.ragged import choose, choose_transposed
+
+F16, F32, BF16 = np.dtype(np.float16), np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)
+UNIT = {F16: 1e-3, BF16: 8e-3, F32: 1e-5}  # of the rounding of a result, roughly
+C = RaggedConfig
+
+
+@pytest.fixture(autouse=True)
+def few_programs(monkeypatch):
+    """Blocks do several tiles; no warnings."""
+    monkeypatch.setattr(plgpu, "core_count", lambda device: 4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+
+
+def parts(sizes, m):
+    """Slices of the groups, by the definition: negative sizes are 0, none reaches beyond m."""
+    ends = np.minimum(np.cumsum(np.maximum(np.asarray(sizes, np.int64), 0)), m)
+    return [slice(a, b) for a, b in zip((0, *ends[:-1]), ends)]
+
+
+def run_padded(run, kernel, *arrays):
+    """Step by step where it takes more than one kernel."""
+    if hasattr(kernel, "pads"):
+        arrays = [x if pad is None else run.call(pad, x) for x, pad in zip(arrays, kernel.pads)]
+        kernel = kernel.product
+    return run.call(kernel, *arrays)
+
+
+def close(got, want, depth):
+    unit = UNIT[got.dtype]
+    np.testing.assert_allclose(
+        got.astype(np.float32), want, rtol=2 * unit, atol=unit * np.sqrt(depth + 1)
+    )
+
+
+def forward(run, rng, m, n, k, sizes, dtype=F16, tb=False, **options):
+    groups = len(sizes)
+    lhs = (rng.standard_normal((m, k)) / 4).astype(dtype)
+    rhs = (rng.standard_normal((groups, n, k) if tb else (groups, k, n)) / 4).astype(dtype)
+    sizes = np.array(sizes, np.int32)
+    options |= {"transpose_rhs": True} if tb else {}
+    interpret = None if run.way == "cuda" else True
+    kernel = ragged_dot.kernel(lhs, rhs, sizes, interpret=interpret, **options)
+    got = run_padded(run, kernel, lhs, rhs, sizes)
+    want = np.zeros((m, n), np.float32)  # rows of no group
+    for g, rows in enumerate(parts(sizes, m)):
+        b = rhs[g].astype(np.float32)
+        want[rows] = lhs[rows].astype(np.float32) @ (b.T if tb else b)
+    assert got.dtype == np.dtype(options.get("out_dtype", dtype))
+    close(got, want, k)
+
+
+def transposed(run, rng, m, n, k, sizes, dtype=F16, spoil=True, **options):
+    lhs, rhs = ((rng.standard_normal((m, c)) / 4).astype(dtype) for c in (k, n))
+    sizes = np.array(sizes, np.int32)
+    rows_of = parts(sizes, m)
+    if spoil:  # rows of no group may hold anything, also 0 times it
+        lhs[rows_of[-1].stop :] = np.nan
+        rhs[rows_of[-1].stop :] = np.inf
+    interpret = None if run.way == "cuda" else True
+    kernel = transposed_ragged_dot.kernel(lhs, rhs, sizes, interpret=interpret, **options)
+    got = run_padded(run, kernel, lhs, rhs, sizes)
+    want = [lhs[r].astype(np.float32).T @ rhs[r].astype(np.float32) for r in rows_of]
+    assert got.dtype == np.dtype(options.get("out_dtype", dtype))
+    close(got, np.stack(want), max(r.stop - r.start for r in rows_of))
+
+
+SIZES = {
+    "uneven": [70, 0, 60, 30],
+    "a row each": [1, 1, 1, 1],
+    "one group": [0, 160, 0, 0],
+    "rows of no group": [0, 70, 5, 0],
+    "all empty": [0, 0, 0, 0],
+    "whole tiles": [64, 0, 64, 32],
+    "too many": [100, 1, 100, 100],
+    "negative": [-5, 64, -(2**31), 2**31 - 1],
+}
+
+
+@pytest.mark.parametrize("case", SIZES)
+def test_sizes(run, rng, case):
+    forward(run, rng, 160, 72, 72, SIZES[case])
+    transposed(run, rng, 160, 72, 72, SIZES[case])
+
+
+@pytest.mark.parametrize("m, n, k", [(77, 61, 33), (70, 8, 1), (65, 1, 130)])
+def test_odd_extents(run, rng, m, n, k):
+    """Padded operands, results that TMA cannot store."""
+    sizes = [m // 3, 0, m // 2]
+    forward(run, rng, m, n, k, sizes, BF16)
+    transposed(run, rng, m, n, k, sizes, BF16)
+
+
+@pytest.mark.parametrize("dtype, out_dtype", [(BF16, BF16), (F16, F32)], ids=str)
+def test_dtypes(run, rng, dtype, out_dtype):
+    sizes = [40, 5, 20]
+    forward(run, rng, 70, 72, 80, sizes, dtype, tb=True, out_dtype=out_dtype)
+    transposed(run, rng, 70, 72, 80, sizes, dtype, out_dtype=out_dtype)
+
+
+CONFIGS = {  # with extents m, n, k
+    C(1, 64, 2, 1, 1, 1): (150, 200, 72),  # bands of one tile
+    C(2, 64, 2, 2, 1, 2): (300, 260, 136),  # rings that go round, several bands
+    C(2, 128, 3, 1, 2, 3): (150, 200, 200),
+    C(1, 192, 0, 2): (70, 200, 72),  # the last columns belong to nobody
+    C(2, 256, 2, 2): (150, 264, 72),
+}
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=repr)
+def test_configurations(run, rng, config):
+    m, n, k = CONFIGS[config]
+    forward(run, rng, m, n, k, [m // 2, 1, m // 3], tb=config.stages == 2, config=config)
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=repr)
+def test_transposed_configurations(run, rng, config):
+    m, n, k = CONFIGS[config]
+    transposed(run, rng, m, n, k, [64, 1, 0, m // 2], config=config)
+
+
+def test_neighbours_are_not_touched(run, rng):
+    """NaN in a group stays there: none of its rows counts in the next group, or the one before."""
+    m, sizes = 200, np.array([30, 70, 100], np.int32)
+    lhs, rhs = ((rng.standard_normal((m, 72))).astype(F16) for _ in range(2))
+    matrices = rng.standard_normal((3, 72, 72)).astype(F16)
+    bad = parts(sizes, m)[1]
+    lhs[bad], rhs[bad] = np.nan, np.inf
+    interpret = None if run.way == "cuda" else True
+    got = run.call(
+        ragged_dot.kernel(lhs, matrices, sizes, interpret=interpret), lhs, matrices, sizes
+    )
+    assert np.isnan(got[bad]).all()
+    assert not np.isnan(np.delete(got, np.r_[bad], axis=0)).any()
+    kernel = transposed_ragged_dot.kernel(lhs, rhs, sizes, interpret=interpret)
+    got = run.call(kernel, lhs, rhs, sizes)
+    assert np.isnan(got[1]).all() and not np.isnan(got[[0, 2]]).any()
+
+
+def test_many_groups(run, rng):
+    """More groups than lanes, most of them empty."""
+    sizes = rng.integers(0, 3, 300) * (rng.random(300) < 0.1)
+    forward(run, rng, 40, 64, 64, sizes)
+
+
+def test_what_callers_get(rng):
+    lhs = rng.standard_normal((40, 24)).astype(F16)
+    rhs = rng.standard_normal((2, 24, 16)).astype(F16)
+    sizes = np.array([25, 15], np.int32)
+    out = np.empty((40, 16), F16)
+    assert ragged_dot(lhs, rhs, sizes, out=out, interpret=True) is out
+    named = ragged_dot(group_sizes=sizes, rhs=rhs, lhs=lhs, interpret=True)
+    np.testing.assert_array_equal(named, out)
+    got = transposed_ragged_dot(lhs, named, sizes, interpret=True)
+    assert got.shape == (2, 24, 16) and got.dtype == F16
+
+
+def test_chosen_configurations():
+    """The flagship sizes neither spill nor make ptxas serialise products; all sizes get a ring."""
+    assert choose(32768, 14336, 64)[:2] == (2, 256)
+    assert choose(64, 14336, 8).consumers == 1
+    assert choose_transposed(14336, 4096, 64)[:2] == (2, 256)
+    spec = plgpu.ShapeDtypeStruct
+    for m, n, k, groups in ((32768, 14336, 4096, 64), (256, 512, 512, 2000)):
+        lhs, rhs = spec((m, k), BF16), spec((groups, k, n), BF16)
+        sizes, right = spec((groups,), np.int32), spec((m, n), BF16)
+        for f, given in (
+            (ragged_dot, (lhs, rhs, sizes)),
+            (transposed_ragged_dot, (lhs, right, sizes)),
+        ):
+            low = f.kernel(*given).lower(*given)
+            used = low.resources()
+            assert (used["spill_bytes"], used["stack_bytes"], used["remarks"]) == (0, 0, ""), used
+            text = low.as_text("cuda")
+            text = text[text.index("__global__") :]
+            assert "barrier_arrive_release" not in text  # releases without fences
+
+
+@pytest.mark.parametrize(
+    "change, error, words",
+    [
+        (dict(lhs=np.zeros((4, 8), F32)), TypeError, "both be float16 or bfloat16, got float32"),
+        (dict(rhs=np.zeros((2, 8, 8), BF16)), TypeError, "got float16 and bfloat16"),
+        (dict(rhs=np.zeros((8, 8), F16)), ValueError, "rhs 3, got"),
+        (dict(rhs=np.zeros((2, 9, 8), F16)), ValueError, "inner dims differ, 8 and 9"),
+        (dict(group_sizes=np.zeros(2, np.float32)), TypeError, "group_sizes must be int32"),
+        (dict(group_sizes=np.zeros((2, 1), np.int32)), ValueError, "must have one dim"),
+        (dict(group_sizes=np.zeros(3, np.int32)), ValueError, r"must have the shape \(2,\)"),
+        (dict(lhs=np.zeros((0, 8), F16)), ValueError, "empty operands"),
+        (dict(out_dtype="int32"), TypeError, "out_dtype must be a float dtype"),
+        (dict(config=3), TypeError, "must be a RaggedConfig"),
+        (dict(config=C(3)), ValueError, "has 1 or 2 consumers"),
+    ],
+)
+def test_errors(change, error, words):
+    given = {
+        "lhs": np.zeros((4, 8), F16),
+        "rhs": np.zeros((2, 8, 8), F16),
+        "group_sizes": np.zeros(2, np.int32),
+        **change,
+    }
+    with pytest.raises(error, match=words):
+        ragged_dot(interpret=True, **given)
+
+
+def test_transposed_errors():
+    lhs, sizes = np.zeros((4, 8), F16), np.zeros(2, np.int32)
+    with pytest.raises(ValueError, match="the same rows, got 4 and 5"):
+        transposed_ragged_dot(lhs, np.zeros((5, 8), F16), sizes, interpret=True)
+    with pytest.raises(ValueError, match="rhs 2, got"):
+        transposed_ragged_dot(lhs, np.zeros((4, 8, 1), F16), sizes, interpret=True)
+    with pytest.raises(ValueError, match="do not fit into SMEM"):
+        transposed_ragged_dot(lhs, lhs, np.zeros(30000, np.int32), interpret=True)
