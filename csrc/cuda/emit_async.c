@@ -529,7 +529,7 @@ pm_code pm_cuda_ASYNC_STORE(pm_gen *e, pm_opid op) {
   e->async.combine = combine ? pm_async_combine(e, combine, t->dtype) : NULL;
   e->async.narrow = false;
   if (pm_is_array(e, x)) {
-    pm_store_array(e, pm_value_layout(e->g, x), &v, e->slot[x].text);
+    pm_store_array(e, pm_value_layout(e->g, x), &v, e->slot[x].text, false);
   } else {
     pm_store_splat(e, &v, value);
   }

@@ -752,7 +752,7 @@ FN void st_async(u32 a, const T *s, u32 b, LINE) {
 }
 #define HOST_RED_ASYNC(op, T)                                \
   FN void red_async_##op##_##T(u32 a, T x, u32 b, LINE) {    \
-    host_red_async(a, (u32)x, b, HOST_##op, HOST_##T, line); \
+    host_red_async(a, (u32)x, b, HOST_##op, HOST_AS_##T, line); \
   }
 #define HOST_RED_ASYNCS(T) \
   HOST_RED_ASYNC(add, T)   \
@@ -791,7 +791,7 @@ FN void tensor_map_prefetch(const TensorMap *m, LINE) { host_prefetch(m, line); 
   }
 #define HOST_BULK_COMBINE(op, type)                                   \
   FN void bulk_##op##_##type(void *dst, u32 src, u32 bytes, LINE) {   \
-    host_bulk_combine(dst, src, bytes, HOST_##op, HOST_##type, line); \
+    host_bulk_combine(dst, src, bytes, HOST_##op, HOST_AS_##type, line); \
   }
 /* clang-format off */
 #define COMMA ,

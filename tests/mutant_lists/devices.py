@@ -84,8 +84,8 @@ breaks(
         "    case PM_OP_WAIT: return",
     ),
     one_lane_takes_tiles_for_all=(
-        "    case PM_OP_NEXT_TILE:\n    case PM_OP_PDL_WAIT: t->sticky = true; return true;",
-        "    case PM_OP_NEXT_TILE:\n    case PM_OP_PDL_WAIT: return true;",
+        "    case PM_OP_PDL_WAIT: t->sticky = true; return true;",
+        "    case PM_OP_PDL_WAIT: return true;",
     ),
     one_lane_enters_collective_scopes=(
         "if (*pm_attr(g, op, PM_ATTR_COLLECTIVE) && g->n_threads > 1) return false;",
