@@ -77,7 +77,7 @@ static void put_immediates(pm_text *t, const pm_wgmma *w) {
 static void put_step(pm_text *t, const pm_wgmma *w, int64_t k, int regs) {
   const int a = regs + (w->a ? 0 : (int)k * 4), b = regs + (w->a ? 2 : (int)w->steps * 4);
   pm_put(t, "    \"");
-  if (k < 2) pm_putf(t, "setp.%s.b32 p, 0, 0; ", w->fresh && !k ? "ne" : "eq");
+  if (!k || (k == 1 && w->fresh)) pm_putf(t, "setp.%s.b32 p, 0, 0; ", w->fresh && !k ? "ne" : "eq");
   if (w->a) put_descriptor(t, "ma", w->a, k, a);
   put_descriptor(t, "mb", w->b, k, b);
   pm_putf(t, "\\n\"\n    \"wgmma.mma_async.sync.aligned.m64n%lldk%lld.%s.%s.%s \" D \", ",
