@@ -197,8 +197,8 @@ breaks(
         "p->grid[2];",
     ),
     all_lanes_are_done=(
-        'PM_ONE_LANE " counters_done(counters',
-        '" counters_done(counters',
+        '*who = PM_ONE_LANE,',
+        '*who = "",',
     ),
     the_last_counter_is_not_there=(
         "s->e->n_counters = counter + 1;",
