@@ -43,7 +43,7 @@ breaks(
     f"{CUDA}/emit_wgmma.c",
     f"{PRODUCTS}::test_wgmma_of_fp8",
     f"{PRODUCTS}::test_wgmma_of_integers",
-    steps_are_always_16=("k_steps = k->size / step,", "k_steps = k->size / 16,"),
+    chunks_have_steps_of_16=("pm_min(s / step, k_steps)", "pm_min(s / 16, k_steps)"),
 )
 breaks(
     f"{CUDA}/emit_move.c",
