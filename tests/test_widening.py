@@ -141,6 +141,16 @@ def test_bytes_change_lanes(step):
     np.testing.assert_array_equal(got, want)
 
 
+def test_words_change_lanes():
+    """The lane with the bit set gives its first word for the second one of the other."""
+    x, y = np.arange(32, dtype=np.uint32), np.arange(100, 132, dtype=np.uint32)
+    code = "u32 y = out[0]; swap_lanes<1, 1>(&u, &y, out[2] != 0, 8); out[0] = u; out[1] = y;"
+    lane = np.arange(32)
+    stored = Ptx(code, x, [y, None, lane & 8]).stored
+    np.testing.assert_array_equal(stored[0], np.where(lane & 8, y[lane ^ 8], x))
+    np.testing.assert_array_equal(stored[1], np.where(lane & 8, y, x[lane ^ 8]))
+
+
 def test_nibbles_of_a_word():
     stored = Ptx("i8 x[8] = {1, 2, 3, 4, 5, 6, 7, -8}; pack_nibbles(out, x);", [0]).stored
     assert stored[0][0] == 0x87654321

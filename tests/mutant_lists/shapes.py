@@ -12,6 +12,7 @@ SWAPPED = (
 breaks(
     f"{DEVICE}/thread.cuh",
     "test_catalogue.py",
+    "test_widening.py",
     scans_take_the_lane_above=("__shfl_up_sync(", "__shfl_down_sync("),
     swaps_send_what_stays=(SWAPPED % "first : second", SWAPPED % "second : first"),
     swaps_take_into_the_other=(
