@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import pallas_mgpu as plgpu
+from pallas_mgpu import lax, pl
 from pallas_mgpu import numpy as jnp
-from pallas_mgpu import pl
 
 E4M3, E5M2 = np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.float8_e5m2)
 BF16, F16, F32 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16), np.dtype(np.float32)
@@ -367,6 +367,26 @@ def test_wgmma_of_widened_operands(run, rng, dtype, to, how):
         assert "through shared memory" not in text
         if dtype not in (E4M3, E5M2):
             assert "widen_" in text
+
+
+BYTES = {name: getattr(L, name) for name in ("WGMMA", "WGMMA_8BIT", "WGMMA_UPCAST_2X")}
+BYTES["WGMMA_UPCAST_4X"] = L.WGMMA_UPCAST_4X
+
+
+@pytest.mark.parametrize("start", BYTES)
+def test_casts_of_bytes(run, rng, start):
+    """Bytes go from each of these layouts to each other by words, in parts of words and whole."""
+    others = [b for name, b in BYTES.items() if name != start]
+    x = values(rng, (128, 96), I8)
+
+    def body(x_ref, *outs):
+        v = plgpu.load(x_ref, layout=BYTES[start], optimized=False)
+        for out, layout in zip(outs, others, strict=True):
+            out[...] = plgpu.layout_cast(lax.optimization_barrier(v), layout)
+
+    outs = tuple(plgpu.ShapeDtypeStruct(x.shape, I8) for _ in others)
+    for got in run(body, outs, x):
+        np.testing.assert_array_equal(got, x)
 
 
 # ---- what is refused -----------------------------------------------------------------------------

@@ -47,10 +47,10 @@ breaks(
 )
 breaks(
     f"{CUDA}/emit_move.c",
-    "test_layouts.py::test_casts_between_any_two",
-    whole_words_are_halves=(
-        "const long long step = plan->swap[k].step, apart = step / 4;",
-        "const long long step = plan->swap[k].step, apart = step / 8;",
+    f"{PRODUCTS}::test_wgmma_of_widened_operands",
+    bytes_swap_in_other_pairs=(
+        'lane & %d, %d);", step, mask, mask);\n    }\n    pm_end(e);',
+        'lane & %d, %d);", 3 - step, mask, mask);\n    }\n    pm_end(e);',
     ),
 )
 breaks(
