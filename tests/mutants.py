@@ -29,6 +29,7 @@ from mutant_lists import (  # noqa: F401 - they fill MUTANTS
     MUTANTS,
     ROOT,
     calls,
+    copies,
     devices,
     dtypes,
     generator,

@@ -16,7 +16,7 @@ import pallas_mgpu as plgpu
 from pallas_mgpu import _core
 
 DEVICE = Path(__file__).parent.parent / "csrc" / "cuda" / "device"
-ORDER = ["types", "thread", "math", "memory", "barrier", "tma", "wgmma", "widen"]
+ORDER = "types thread math memory barrier tma wgmma widen semaphore".split()
 ENTRY = 'extern "C" __global__ void %s(u32* out, f32 f, u32 u) {\n  %s\n}\n'
 
 
@@ -88,6 +88,7 @@ def words(n, form="u32 w[{n}] = {{{list}}};"):
 LOAD = "cp.async.bulk.tensor.%dd.shared::cluster.global.mbarrier::complete_tx::bytes"
 STORE = "cp.async.bulk.tensor.%dd.global.shared::cta.bulk_group"
 MAP = "(const TensorMap*)8192"
+SEND = "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes"
 
 # C++ -> the statements of asm that are left of it, by the PTX ISA.
 INSTRUCTIONS = {
@@ -104,6 +105,36 @@ INSTRUCTIONS = {
         ".reg .b32 r", "mapa.shared::cluster.u32 r, 64, 3",
         "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [r]",
     ],
+    "out[0] = barrier_test(64, 1);": [
+        ".reg .pred p", "mbarrier.test_wait.parity.shared::cta.b64 p, [64], 1",
+        "selp.u32 a, 1, 0, p",
+    ],
+    "barrier_arrive_tx_cluster(64, 512);": [
+        "mbarrier.arrive.expect_tx.shared::cluster.b64 _, [64], 512"
+    ],
+    f"{words(1)} st_async<u32, 1>(64, w, 128);": [f"{SEND}.b32 [64], 1, [128]"],
+    f"{words(2)} st_async<u32, 2>(64, w, 128);": [f"{SEND}.v2.b32 [64], {{1,2}}, [128]"],
+    f"{words(4)} st_async<u32, 4>(64, w, 128);": [f"{SEND}.v4.b32 [64], {{1,2,3,4}}, [128]"],
+    **{
+        f"tma_prefetch_{n}d({MAP}, {', '.join(map(str, range(1, n + 1)))});": [
+            f"cp.async.bulk.prefetch.tensor.{n}d.L2.global.tile"
+            f" [8192, {{{','.join(map(str, range(1, n + 1)))}}}]"
+        ]
+        for n in range(1, 6)
+    },
+    "bulk_prefetch((void*)8192, 512);": ["cp.async.bulk.prefetch.L2.global [8192], 512"],
+    "prefetch_global((void*)8192);": ["prefetch.global.L2 [8192]"],
+    "semaphore_signal<true>((u32*)8192, 3);": ["red.release.sys.global.add.u32 [8192], 3"],
+    "semaphore_signal<false>((u32*)8192, 3);": ["red.release.gpu.global.add.u32 [8192], 3"],
+    "out[0] = semaphore_read<true>((u32*)8192);": [
+        "ld.relaxed.sys.global.u32 a, [8192]", "fence.acq_rel.sys",
+    ],
+    "out[0] = semaphore_read<false>((u32*)8192);": [
+        "ld.relaxed.gpu.global.u32 a, [8192]", "fence.acq_rel.gpu",
+    ],
+    "block_semaphore_signal(64, 3);": ["red.release.cta.shared::cta.add.u32 [64], 3"],
+    "out[0] = block_semaphore_read(64);": ["ld.acquire.cta.shared::cta.u32 a, [64]"],
+    "delay(100);": ["nanosleep.u32 100"],
     "store_async(64, 7, 128, 3);": [
         ".reg .b32 p, q", "mapa.shared::cluster.u32 p, 64, 3", "mapa.shared::cluster.u32 q, 128, 3",
         "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [p], 7, [q]",
@@ -384,6 +415,47 @@ def test_the_last_caller_clears_the_counters():
     (test,) = (k for k, x in enumerate(asm) if x.startswith("setp"))
     assert re.fullmatch(r"setp\.ne\.[su]32 r, r, 9;", asm[test])
     assert asm[test + 1].startswith("@r bra") and test < asm.index(stored[0])
+
+
+def test_semaphores_wait():
+    """Again and again until the counter is at least n, as unsigned; then the fence. With _take it
+    goes down by n in the same step, from no less than what was seen."""
+    sync = "fence.acq_rel.gpu;"
+    for code, access in (
+        ("semaphore_wait<false>((u32*)8192, u);", "ld.relaxed.gpu.global.u32"),
+        ("semaphore_take<false>((u32*)8192, u);", "atom.relaxed.gpu.global.cas.b32"),
+        ("block_semaphore_wait(64, u);", "ld.acquire.cta.shared::cta.u32"),
+        ("block_semaphore_take(64, u);", "atom.acquire.cta.shared::cta.cas.b32"),
+    ):
+        text = ptx_of(catalogue() + ENTRY % ("wait", code))
+        text = text[text.index(".entry wait") :]
+        lines = [re.sub(r"\s+", " ", x).strip() for x in text.splitlines()]
+        (at,) = (k for k, x in enumerate(lines) if x.startswith(access))
+        label = [x[:-1] for x in lines[:at] if re.fullmatch(r"\$L\w+:", x)][-1]
+        back = [k for k, x in enumerate(lines) if x.startswith("@") and f"bra {label}" in x]
+        assert label and back and back[0] > at, code
+        compare = next(x for x in lines[at + 1 : back[0]] if x.startswith("setp"))
+        if "cas" in access:
+            assert re.match(r"setp\.(ne|eq)\.[sub]32", compare), compare
+            assert any(x.startswith("sub.s32") for x in lines[:at]), code
+            assert any(x.startswith("max.u32") for x in lines[:at]), code
+        else:
+            assert re.match(r"setp\.(lt|ge)\.u32", compare), compare
+        if "gpu" in access:
+            assert lines.index(sync) > back[0]
+
+
+def test_the_last_warp_clears_the_counters():
+    """All of them and the count of those who are done, when it is the last."""
+    text = ptx_of(catalogue() + ENTRY % ("clear", "counters_done_by_warp((u32*)8192, 70, 10);"))
+    text = text[text.index(".entry clear") :]
+    asm = [re.sub(r"\s+", " ", x).strip() for x in text.splitlines()]
+    atom = next(k for k, x in enumerate(asm) if x.startswith("atom.acq_rel.gpu.global.add.u32"))
+    shuffle = next(k for k, x in enumerate(asm) if x.startswith("shfl.sync.idx"))
+    stores = [k for k, x in enumerate(asm) if x.startswith("st.global.u32")]
+    assert atom < shuffle < stores[0]
+    assert any(re.match(r"setp\.ne\.[su]32 %\w+, %\w+, 9;", x) for x in asm[shuffle : stores[0]])
+    assert any(re.match(r"setp\.(gt|lt)\.u32 %\w+, %\w+, 71;", x) for x in asm[shuffle:])
 
 
 @pytest.mark.parametrize("name,how", [("", ""), ("_cluster", ".acquire.cluster")])

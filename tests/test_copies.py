@@ -164,6 +164,44 @@ def test_what_cannot_be_combined(dtype, op, match):
         kernel.lower(np.zeros(128, dtype))
 
 
+# ---- every rank and dtype ------------------------------------------------------------------------
+
+DTYPES = [np.bool_, np.int16, np.float32, BF16, ml_dtypes.float8_e4m3fn, ml_dtypes.int4]
+
+
+@pytest.mark.parametrize("rank", range(1, 9))
+def test_every_rank(run, rng, rank):
+    """Slices at traced offsets along the first and the last dimension, there and back: contiguous
+    ones, boxes of up to 5 dimensions, and loops over boxes where there are more. They cover all."""
+    dims = (3, 2, 3, 2, 3, 2, 4, 64)[8 - rank :]
+    first = (2,) if rank > 1 else ()
+    box = (*first, *dims[1:-1], 32)
+    dims = (*(3 for _ in first), *dims[1:-1], 64)
+    xs = [rng.integers(0, 2, dims).astype(t) for t in DTYPES]
+
+    def body(*refs):
+        n = len(DTYPES)
+        inputs, outputs, buffers, bar = refs[:n], refs[n : 2 * n], refs[2 * n : 3 * n], refs[3 * n]
+
+        def step(i, _):
+            column = pl.ds(pl.multiple_of(i % 2 * 32, 32), 32)
+            at = (*(pl.ds(i // 2, 2) for _ in first), *(slice(None) for _ in dims[1:-1]), column)
+            for x, smem in zip(inputs, buffers):
+                plgpu.copy_gmem_to_smem(x.at[at], smem, bar)
+            plgpu.barrier_wait(bar)
+            for o, smem in zip(outputs, buffers):
+                plgpu.copy_smem_to_gmem(smem, o.at[at], commit_group=False)
+            plgpu.commit_smem_to_gmem_group()
+            plgpu.wait_smem_to_gmem(0)
+
+        lax.fori_loop(0, 4, step, None)
+
+    scratch = [*(plgpu.SMEM(box, t) for t in DTYPES), plgpu.Barrier(num_arrivals=len(DTYPES))]
+    got = run(body, [shape(dims, t) for t in DTYPES], *xs, scratch_types=scratch)
+    for x, y in zip(xs, got):
+        assert x.tobytes() == np.asarray(y).tobytes(), x.dtype
+
+
 # ---- prefetches ----------------------------------------------------------------------------------
 
 

@@ -639,7 +639,8 @@ void pm_vm_encode_print(compiler *c, pm_opid op, const handler *h) {
 
 /* What other blocks reach lies behind all else, as a block that runs ahead fills it. */
 enum { SHARED_SMEM = 256 << 10 };
-enum { MOST_BLOCKS = 1024 }; /* that run at once */
+/* Blocks that run at once: as many as memory allows, but not fewer than a GPU runs. */
+enum { FEW_BLOCKS = 132, MOST_BLOCKS = 1024, MOST_MEMORY = 1 << 28 };
 
 /* What other blocks reach has contents and phases before this block enters its scope, and after. */
 static struct open_scope *scope_for(compiler *c, pm_val v) {
@@ -1149,7 +1150,9 @@ static pm_code compile(void *ctx, pm_err *err) {
   m->n_barriers = c->n_barriers;
   m->n_clusters = 1; /* else as many as may wait for each other */
   if (m->n_semaphores) {
-    m->n_clusters = (uint32_t)pm_min(m->grid_size, pm_max(1, MOST_BLOCKS / m->n_blocks));
+    const size_t each = m->smem_bytes + m->n_threads * m->frame_bytes;
+    const size_t room = pm_min(MOST_BLOCKS, pm_max(FEW_BLOCKS, MOST_MEMORY / each));
+    m->n_clusters = (uint32_t)pm_min(m->grid_size, pm_max(1, (int64_t)room / m->n_blocks));
   }
   return PM_OK;
 }

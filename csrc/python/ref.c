@@ -45,7 +45,8 @@ static int traced_start(const parser *p, int k, PyObject *o, int64_t size) {
   if (pmpy_arg_need(p->t, "index", o, &x)) return -1;
   if (x.type.rank) {
     pmpy_fail(PM_E_NOT_IMPLEMENTED,
-              "index: arrays as indices (%s) are not available; use scalars and pl.ds",
+              "index: arrays as indices (%s) are not available; use scalars and pl.ds (TMA gathers "
+              "rows on Blackwell only)",
               pmpy_type_text(&x.type));
     return -1;
   }
@@ -177,7 +178,8 @@ static int one_index(const parser *p, int k, PyObject *o) {
   }
   if (is_array_index(o)) {
     pmpy_fail(PM_E_NOT_IMPLEMENTED,
-              "index: arrays as indices (a %s) are not available; use scalars and pl.ds",
+              "index: arrays as indices (a %s) are not available; use scalars and pl.ds (TMA "
+              "gathers rows on Blackwell only)",
               Py_TYPE(o)->tp_name);
     return -1;
   }

@@ -51,8 +51,31 @@ class Gen(Expressions):
             self.emit(Node("plgpu.wait_smem_to_gmem(0)"))
         else:
             self.emit(Node("plgpu.wait_smem_to_gmem(0)"))
+        if dtype in ("int32", "uint32") and not predicate and self.chance(0.4):
+            self.combine_by_copy(s, ref, shape, dtype)
         block = self.pop()
         self.scoped([self.smem_type(shape, dtype, transforms)], block, [s])
+
+    def combine_by_copy(self, s, ref, shape, dtype):
+        """A copy onto what another one has brought there."""
+        self.feature("combining copy")
+        ops = "add umin umax smin smax inc dec and or xor".split()
+        if self.chance(0.5):
+            self.emit(Node(f"{s}[...] = {{}}", self.value(shape, dtype, "wild")))
+            self.emit(Node("plgpu.commit_smem()"))
+        for _ in range(self.rng.randint(1, 2)):
+            op = self.rng.choice(ops)
+            self.emit(Node(f"plgpu.copy_smem_to_gmem({s}, {{}}, reduction_op='{op}')", ref))
+            self.emit(Node("plgpu.wait_smem_to_gmem(0)"))
+
+    def wait_for(self, barrier):
+        """A wait, or tests until one is true."""
+        if self.chance(0.75):
+            return self.emit(Node(f"plgpu.barrier_wait({barrier})", keep=True))
+        self.feature("barrier test")
+        d, test = self.name("d"), f"plgpu.barrier_test({barrier})"
+        loop = f"lax.while_loop(lambda {d}: jnp.logical_not({d}), lambda {d}: {test}, {test})"
+        self.emit(Node(loop, keep=True))
 
     def overhang_target(self, shape, dtype):
         """A slice of an output that may reach out of it."""
@@ -873,24 +896,33 @@ class Gen(Expressions):
         self.scoped(types, block, [s, b])
 
     def seg_turns(self):
-        """Threads change one buffer in turns; a barrier of each says whose turn it is."""
+        """Threads change one buffer in turns; a barrier of each says whose turn it is, or a
+        semaphore."""
         self.feature("turns")
+        counts = self.chance(0.4)
+        if counts:
+            self.feature("semaphores")
         t = self.threads
         dtype = self.rng.choice(("int32", "uint32", "float32", "int16"))
         shape = self.shape(limit=1024)[-2:]
         s, b, i, f, g, h, v = (self.name(c) for c in "sbifffv")
         rounds = self.rng.randint(1, 3)
+        signal = "plgpu.semaphore_signal" if counts else "plgpu.barrier_arrive"
+        wait = "plgpu.semaphore_wait" if counts else "plgpu.barrier_wait"
         self.push()
         first = Block(
             [
                 Node(f"{s}[...] = {{}}", self.leaf(shape, dtype, "wild"), keep=True),
-                Node(f"plgpu.barrier_arrive({b}.at[0])", keep=True),
+                Node(f"{signal}({b}.at[0])", keep=True),
             ]
         )
         self.emit(Node(f"@pl.when(t == 0)\ndef {f}():\n{{}}", first, keep=True))
         self.push()
         self.ints[-1].append((i, 0, rounds - 1))
-        self.emit(Node(f"plgpu.barrier_wait({b}.at[t])", keep=True))
+        if counts:
+            self.emit(Node(f"{wait}({b}.at[t])", keep=True))
+        else:
+            self.wait_for(f"{b}.at[t]")
         self.emit(Node(f"{v} = {s}[...]"))
         self.values[-1].append(Val(v, shape, dtype, "wild"))
         self.emit(Node(f"{s}[...] = jnp.maximum({v}, {{}})", self.value(shape, dtype)))
@@ -901,17 +933,16 @@ class Gen(Expressions):
             target = self.target(shape, dtype, copy=True)
             self.emit(Node(f"plgpu.copy_smem_to_gmem({s}, {{}})", target))
             self.emit(Node("plgpu.wait_smem_to_gmem(0)", keep=True))
-        self.emit(Node(f"plgpu.barrier_arrive({b}.at[(t + 1) % {t}])", keep=True))
+        self.emit(Node(f"{signal}({b}.at[(t + 1) % {t}])", keep=True))
         if self.chance(0.3):
             self.store(shape, dtype)
         self.tags = tags
         loop = self.pop()
         self.emit(Node(f"@pl.loop(0, {rounds})\ndef {g}({i}):\n{{}}", loop, keep=True))
-        self.emit(
-            Node(f"@pl.when(t == 0)\ndef {h}():\n    plgpu.barrier_wait({b}.at[0])", keep=True)
-        )
+        self.emit(Node(f"@pl.when(t == 0)\ndef {h}():\n    {wait}({b}.at[0])", keep=True))
         block = self.pop()
-        types = [self.smem_type(shape, dtype), Node(f"plgpu.Barrier(num_barriers={t})")]
+        turns = f"SemaphoreType.REGULAR(({t},))" if counts else f"Barrier(num_barriers={t})"
+        types = [self.smem_type(shape, dtype), Node(f"plgpu.{turns}")]
         self.scoped(types, block, [s, b])
 
     def seg_own(self):
@@ -924,8 +955,11 @@ class Gen(Expressions):
         transforms, _ = self.transforms(shape, dtype)
         self.push()
         src = self.gmem_view(shape, dtype, "norm", copy=True)
+        if self.chance(0.2):
+            self.feature("prefetch")
+            self.emit(Node("plgpu.async_prefetch({})", src))
         self.emit(Node(f"plgpu.copy_gmem_to_smem({{}}, {s}.at[t], {b}.at[t])", src, keep=True))
-        self.emit(Node(f"plgpu.barrier_wait({b}.at[t])", keep=True))
+        self.wait_for(f"{b}.at[t]")
         v = self.name("v")
         self.emit(Node(f"{v} = {s}[t]"))
         self.values[-1].append(Val(v, shape, dtype, "norm"))

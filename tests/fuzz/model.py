@@ -453,7 +453,31 @@ def copy_gmem_to_smem(src, dst, barrier, *, predicate=None, oob_mode=None):
 _predicate = predicate
 
 
-def copy_smem_to_gmem(src, dst, predicate=None, *, commit_group=True):
+def _unsigned(f, x, y):
+    return f(x.view(np.uint32), y.view(np.uint32)).view(x.dtype)
+
+
+def _signed(f, x, y):
+    return f(x.view(np.int32), y.view(np.int32)).view(x.dtype)
+
+
+COMBINE = {
+    "add": lambda x, y: _unsigned(np.add, x, y),
+    "umin": lambda x, y: _unsigned(np.minimum, x, y),
+    "umax": lambda x, y: _unsigned(np.maximum, x, y),
+    "smin": lambda x, y: _signed(np.minimum, x, y),
+    "smax": lambda x, y: _signed(np.maximum, x, y),
+    "inc": lambda x, y: _unsigned(lambda a, b: np.where(a >= b, np.uint32(0), a + 1), x, y),
+    "dec": lambda x, y: _unsigned(
+        lambda a, b: np.where((a == 0) | (a > b), b, a - np.uint32(1)), x, y
+    ),
+    "and": np.bitwise_and,
+    "or": np.bitwise_or,
+    "xor": np.bitwise_xor,
+}
+
+
+def copy_smem_to_gmem(src, dst, predicate=None, *, commit_group=True, reduction_op=None):
     need(src.buf.space == "smem" and dst.buf.space == "gmem", "spaces of a copy")
     need(src.shape == dst.shape and src.dtype == dst.dtype, "types of a copy")
     t = here()
@@ -467,7 +491,12 @@ def copy_smem_to_gmem(src, dst, predicate=None, *, commit_group=True):
         to = d[inside]
         need(not b.writing[to].any(), "two copies write one place at a time")
         _claim(b, to)
-        b.data[to] = a.data[s][inside]
+        data = a.data[s][inside]
+        if reduction_op:
+            need(a.dtype in (np.int32, np.uint32), "dtype of a copy that combines")
+            need(b.mask[to].all(), "copy combined with undefined memory")
+            data = COMBINE[reduction_op](b.data[to], data)
+        b.data[to] = data
         b.mask[to] = True
         b.writing[to] = True
         b.note(a.tol, a.flags)
@@ -519,6 +548,35 @@ I8, U8, I32 = (np.dtype(n) for n in ("int8", "uint8", "int32"))
 PRODUCTS = {(a, b, acc) for a in F8 for b in F8 for acc in (f32, f16)}
 PRODUCTS |= {(f16, f16, f32), (f16, f16, f16), (bf16, bf16, f32), (f32, f32, f32)}
 PRODUCTS |= {(I8, I8, I32), (U8, U8, I32)}
+
+
+def barrier_test(barrier):
+    """Until it is true, the other threads go on."""
+    bar, t = barrier.one(), here()
+    phase = bar.waits.setdefault(t.index, 0)
+    tick()
+    if bar.done <= phase:
+        need(len(t.machine.alive) > 1, "a test that is never true")
+        t.machine.pass_on(t.index)
+        t.machine.await_turn(t.index)
+        return A(np.asarray(False))
+    barrier_wait(barrier)
+    return A(np.asarray(True))
+
+
+class Semaphore:
+    def __init__(self):
+        self.count = 0
+
+
+def semaphore_signal(sem, inc=1, *, memory_scope="sys"):
+    sem.one().count += scalar(inc)
+
+
+def semaphore_wait(sem, value=1, *, decrement=True, memory_scope="sys"):
+    one, n, t = sem.one(), scalar(value), here()
+    t.machine.wait_until(lambda: one.count >= n, t.index)
+    one.count -= n if decrement else 0
 
 
 def wgmma(acc, a, b):
@@ -696,6 +754,11 @@ class BarrierType:
 
 
 @dataclass
+class SemaphoresType:
+    shape: tuple = ()
+
+
+@dataclass
 class AccType:
     shape: tuple
     dtype: object = f32
@@ -733,7 +796,7 @@ def SMEM(shape, dtype, transforms=()):  # noqa: N802 - the name in the language
 
 
 def _is_type(x):
-    return isinstance(x, (SmemType, BarrierType, AccType))
+    return isinstance(x, (SmemType, BarrierType, SemaphoresType, AccType))
 
 
 def _allocate(t):
@@ -749,6 +812,11 @@ def _allocate(t):
         for k in np.ndindex(*shape):
             bars[k] = Bar(t.num_arrivals)
         return BarRef(bars)
+    if isinstance(t, SemaphoresType):
+        sems = np.empty(t.shape, object)
+        for k in np.ndindex(*t.shape):
+            sems[k] = Semaphore()
+        return BarRef(sems)
     b = Buffer("smem", t.shape, t.dtype)
     m = here().machine
     m.shared[id(b)] = b
@@ -765,6 +833,9 @@ def _close(refs):
             m.shared.pop(id(r.buf), None)
         elif isinstance(r, BarRef):
             for bar in r.bars.ravel():
+                if isinstance(bar, Semaphore):
+                    need(bar.count == 0, "a semaphore does not end at 0")
+                    continue
                 need(bar.count == 0, "a barrier ends in the middle of a phase")
                 need(all(n == bar.done for n in bar.waits.values()), "a barrier ends unseen")
                 need(bar.waits or not bar.done, "a barrier ends unseen")
@@ -1140,6 +1211,11 @@ plgpu = types.SimpleNamespace(
     barrier_arrive=barrier_arrive,
     barrier_wait=barrier_wait,
     mma=mma,
+    barrier_test=barrier_test,
+    async_prefetch=lambda ref: None,
+    semaphore_signal=semaphore_signal,
+    semaphore_wait=semaphore_wait,
+    SemaphoreType=types.SimpleNamespace(REGULAR=SemaphoresType),
     wgmma=wgmma,
     wgmma_wait=wgmma_wait,
     wgmma_accumulator_load=wgmma_accumulator_load,

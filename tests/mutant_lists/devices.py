@@ -197,7 +197,7 @@ breaks(
         "p->grid[2];",
     ),
     all_lanes_are_done=(
-        '*who = PM_ONE_LANE,',
+        "*who = PM_ONE_LANE,",
         '*who = "",',
     ),
     the_last_counter_is_not_there=(
@@ -281,8 +281,8 @@ breaks(
     CLUSTER,
     collective_loads_stay_at_home=('share ? "multicast" : "load"', '"load"'),
     acquires_of_cluster_barriers_are_forgotten=(
-        'e->released[b.base] ? "barrier_wait_cluster"',
-        'e->released[b.base] ? "barrier_wait"',
+        'return far ? "barrier_wait_cluster"',
+        'return far ? "barrier_wait"',
     ),
     releases_of_cluster_barriers_are_forgotten=(
         'relaxed ? "remote" : "release"',
@@ -444,7 +444,10 @@ breaks(
 breaks(
     f"{DEVICE}/barrier.cuh",
     CATALOGUE,
-    arrival_forgets_the_bytes=("mbarrier.arrive.expect_tx.shared", "mbarrier.arrive.shared"),
+    arrival_forgets_the_bytes=(
+        "mbarrier.arrive.expect_tx.shared::cta",
+        "mbarrier.arrive.shared::cta",
+    ),
     wait_tries_once=(
         '.parity.shared::cta.b64 p, [%0], %1;\\n"\n               "@p bra D;\\nbra W;',
         '.parity.shared::cta.b64 p, [%0], %1;\\n"\n               "@p bra D;',
@@ -649,8 +652,8 @@ breaks(
     f"{CUDA}/program.c",
     SCHEDULE,
     clusters_are_done_as_blocks=(
-        "if (!e->asks) all = p->cluster[0] > 1 ?",
-        "if (!e->asks) all = p->cluster[0] > 99 ?",
+        "all = p->cluster[0] > 1 ?",
+        "all = p->cluster[0] > 99 ?",
     ),
 )
 breaks(

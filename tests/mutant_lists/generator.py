@@ -146,7 +146,10 @@ breaks(
     f"{PIPES}::test_slots_and_steps",
     *FUZZ,
     phase_never_flips=('    pm_line(e, "%s ^= 1;", b.phase);\n', ""),
-    phase_of_the_next_barrier_flips=('"%s ^= 1u << (%s);"', '"%s ^= 2u << (%s);"'),
+    phase_of_the_next_barrier_flips=(
+        '    pm_line(e, "%s ^= 1u << (%s);", b.phase, b.index);',
+        '    pm_line(e, "%s ^= 2u << (%s);", b.phase, b.index);',
+    ),
     known_phase_is_the_next=(
         '"%s(%s, %s & 1);", wait, b.address, pm_scalar_of',
         '"%s(%s, %s + 1 & 1);", wait, b.address, pm_scalar_of',
@@ -245,7 +248,10 @@ breaks(
         '  pm_line(e, "async_proxy_fence();");\n',
     ),
     stores_to_gmem_without_proxy_fence=("  return s.found;", "  return false;"),
-    bulk_copies_from_anywhere=("  pm_need_alignment(e, &p->gmem, 16);\n", ""),
+    bulk_copies_from_anywhere=(
+        "  pm_need_alignment(e, &p->gmem, 16);\n  if (bar) {",
+        "  if (bar) {",
+    ),
     tensor_maps_of_anything=(
         "pm_max(e->program->align[m->param], 16);",
         "pm_max(e->program->align[m->param], 4);",
@@ -267,7 +273,10 @@ breaks(
     ),
     phases_begin_again_with_the_scope=("|= in_loop(g, op);", "|= in_loop(g, op) && false;"),
     waits_forget_who_needs_the_phase=("|= pm_get(g, op)->n_in == 1;", "|= false;"),
-    barriers_without_fence=('  pm_line(e, "barrier_init_fence();");\n', ""),
+    barriers_without_fence=(
+        'if (s->barriers.n) pm_line(e, "barrier_init_fence();");',
+        "",
+    ),
     nobody_meets_behind_the_barriers=('    pm_line(e, "block_sync();");\n', ""),
     warps_are_counted_in_the_block=(
         "warp_uniform(threadIdx.x >> 5 & 3)",
@@ -385,8 +394,8 @@ breaks(
         "*pm_attr(g, op, PM_ATTR_OFFSET) += 0;",
     ),
     barriers_overlap=(
-        "p->barriers += n * BARRIER_BYTES;",
-        "p->barriers += (n > 0) * BARRIER_BYTES;",
+        "barrier ? n * BARRIER_BYTES :",
+        "barrier ? BARRIER_BYTES :",
     ),
 )
 breaks(
