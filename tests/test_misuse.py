@@ -235,7 +235,7 @@ ARRAYS = {
     "index float": (VE, "float is no index", index(1.5)),
     "index bool": (VE, "a bool is no index", index(True)),
     "index list": (VE, "list is no index", index([1, 2])),
-    "index array": (NIE, "arrays as indices", index(np.array([1, 2]))),
+    "index array": (VE, "pass the indices as an operand", index(np.array([1, 2]))),
     "index 2**70": (VE, "more than 64 bits", index(2**70)),
     "index high": (VE, "index 128 is out of bounds for dimension 0", index(128)),
     "index low": (VE, "index -129 is out of bounds", index(-129)),
@@ -720,8 +720,8 @@ HARDWARE = {
     ),
     "copy gather": (
         NIE,
-        "arrays as indices",
-        copying(lambda x, o, s, b: load(x.at[np.arange(128)], s, b)),
+        "src is indexed by arrays.*Blackwell",
+        copying(lambda x, o, s, b: load(x.at[jnp.arange(128)], s, b)),
     ),
     "copy to operand": (
         VE,

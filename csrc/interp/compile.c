@@ -274,6 +274,25 @@ static void set_dims(compiler *c, pm_opid op, access *mem, const pm_view *view) 
 }
 
 /* The use of a ref or barrier by the op whose instruction comes next; NULL on failure. */
+static const indexing *make_indexing(compiler *c, pm_opid op) {
+  const pm_graph *g = c->g;
+  const pm_op *o = pm_get(g, op);
+  uint32_t n = 0;
+  const int64_t *dims = pm_is_masked(o->code) ? pm_attr_list(g, op, PM_ATTR_DIMS, &n) : NULL;
+  if (!n) return NULL;
+  const int64_t kind = o->code == PM_OP_ATOMIC ? *pm_attr(g, op, PM_ATTR_ATOMIC) : 0;
+  const uint32_t first = pm_n_beside(o->code, kind);
+  const pm_type *shape = pm_typeof(g, pm_in(g, op, first));
+  indexing *by = PM_NEW(&c->m->arena, indexing, 1);
+  by->rank = shape->rank;
+  by->size = pm_type_size(shape);
+  memcpy(by->dim, shape->dim, sizeof by->dim);
+  for (uint32_t d = 0; d < n; d++) by->from[d] = (int8_t)dims[d];
+  for (uint32_t k = first; k < o->n_in; k++)
+    use_outside(c, &by->slot[by->n++], full(c, pm_in(g, op, k)));
+  return by;
+}
+
 static const access *make_access(compiler *c, pm_opid op, pm_val ref) {
   pm_view view;
   pm_code code = pm_view_of(c->g, ref, false, &view, c->err);
@@ -285,6 +304,7 @@ static const access *make_access(compiler *c, pm_opid op, pm_val ref) {
   access *mem = PM_NEW(&c->m->arena, access, 1);
   const pm_type *base = pm_typeof(c->g, view.base);
   mem->name = ref_name(c, &view);
+  mem->by = make_indexing(c, op);
   mem->kind = base->kind;
   mem->space = view.space;
   mem->dtype = view.dtype;
@@ -408,6 +428,7 @@ void pm_vm_encode_plain(compiler *c, pm_opid op, const handler *h) {
   for (uint32_t k = 0; k < o->n_in; k++) {
     pm_val v = pm_in(g, op, k);
     const pm_type *t = pm_typeof(g, v);
+    if (i.mem && i.mem->by && k >= o->n_in - i.mem->by->n) break;
     if (t->kind == PM_ARRAY) {
       *slots[n_slots++] = use(c, full(c, v));
       i.n = (uint32_t)pm_type_size(t);

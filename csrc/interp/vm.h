@@ -78,8 +78,17 @@ typedef struct start_check {
   uint16_t step, dim;
 } start_check;
 
+/* Array indices of a masked access. */
+typedef struct indexing {
+  uint8_t rank, n;
+  int64_t size, dim[PM_MAX_RANK]; /* of the access */
+  int8_t from[PM_MAX_RANK];       /* by dimension of the view: DIMS */
+  uint32_t slot[PM_MAX_RANK];
+} indexing;
+
 typedef struct access {
   const char *name;
+  const indexing *by; /* NULL: none */
   uint8_t kind, space, dtype, bytes; /* kind: enum pm_kind; PM_ARRAY: a slot of the frame */
   uint8_t rank, base_rank, n_loops;
   bool contiguous;
