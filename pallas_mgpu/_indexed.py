@@ -1,9 +1,9 @@
 """Refs indexed by arrays: ``ref[rows]``, ``ref[i, :, j]`` with integer arrays.
 
-NumPy's rule: the arrays broadcast against each other; their dims stand where the arrays stood, or in
-front where a slice stood between them. Everything plain is cut off first as a view, whose dims then
-go along a dim of the result or get their index, element by element, from an array. Indices are not
-checked and do not wrap (the interpreter finds those outside). Where several elements of a store
+NumPy's rule: the arrays broadcast against each other; their dims stand where the arrays stood, or
+in front where a slice stood between them. Everything plain is cut off first as a view, whose dims
+then go along a dim of the result or get their index, element by element, from an array. Indices are
+not checked and do not wrap (the interpreter finds those outside). Where several elements of a store
 name one place, one of them stays.
 """
 

@@ -435,17 +435,48 @@ class _At:
     def _change(self, values, combine):
         from . import numpy as jnp
 
-        numbers, arrays = numbers_at(self._x, self._idx, True)
-        if combine and arrays:
-            raise NotImplementedError(
-                "x.at[idx]: only set() takes integer arrays, whose elements may be equal; use"
-                " atomics on a ref"
-            )
         values = _core.convert(_value(values, "x.at[idx]"), self._x.dtype)
+        if isinstance(self._idx, Array) and self._idx.dtype == bool and self._idx.ndim:
+            return self._change_masked(values, combine)
+        numbers, arrays = numbers_at(self._x, self._idx, True)
         values = jnp.broadcast_to(values, numbers.shape)
+        if combine and arrays and numbers.size > 1:
+            return self._one_by_one(numbers, values, combine)
         if combine:
             values = combine(_core.gather(self._x, numbers), values)
         return _core.scatter(self._x, numbers, values)
+
+    def _change_masked(self, values, combine):
+        """A mask of the first dims; what goes into its elements is the same for each."""
+        from . import numpy as jnp
+
+        x, mask = self._x, self._idx
+        rest = x.shape[mask.ndim :]
+        if mask.shape != x.shape[: mask.ndim]:
+            raise IndexError(f"x.at[mask]: the mask has shape {mask.shape}, the array {x.shape}")
+        if values.ndim > len(rest):
+            raise ValueError(
+                f"x.at[mask]: values of shape {values.shape}; how many elements a mask names is"
+                f" known only at run time, so they must broadcast to {rest}; use jnp.where"
+            )
+        values = jnp.broadcast_to(jnp.broadcast_to(values, rest), x.shape)
+        if rest:
+            mask = _core.broadcast_in_dim(mask, x.shape, tuple(range(mask.ndim)))
+        return _core.where(mask, combine(x, values) if combine else values, x)
+
+    def _one_by_one(self, numbers, values, combine):
+        """In order, as elements may be named several times."""
+        from ._control import fori_loop
+
+        n = numbers.size
+        numbers, values = numbers.reshape((n,)), values.reshape((n,))
+        mine = _numbers(self._x.shape, _strides(self._x.shape))
+
+        def step(k, x):
+            at, value = (_core.gather(v, k) for v in (numbers, values))
+            return _core.where(mine == at, combine(x, value), x)
+
+        return fori_loop(0, n, step, self._x)
 
     def get(self):
         """``x[idx]``."""

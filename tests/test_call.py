@@ -550,6 +550,36 @@ def test_vmap_of_a_function(rng):
         np.testing.assert_allclose(got[i, j], want, rtol=1e-5, atol=1e-6)
 
 
+def test_vmap_into_given_arrays(rng):
+    """out= of a mapped kernel, and in a mapped function, where it is an argument mapped along an
+    axis of its own, once and twice."""
+    kernel = pl.pallas_call(
+        lambda x_ref, o_ref: o_ref.set(x_ref[...] * 2),
+        out_shape=plgpu.ShapeDtypeStruct((7, 5), F32),
+        interpret=True,
+    )
+    x = rng.standard_normal((2, 3, 7, 5)).astype(F32)
+    out = np.zeros((3, 7, 5), F32)
+    assert plgpu.vmap(kernel)(x[0], out=out) is out
+    np.testing.assert_array_equal(out, x[0] * 2)
+
+    def f(x, o):
+        assert kernel(x, out=o) is o
+        return kernel(x)
+
+    into = np.zeros((7, 3, 5), F32)
+    got = plgpu.vmap(f, in_axes=(0, 1))(x[1], into)
+    np.testing.assert_array_equal(got, x[1] * 2)
+    np.testing.assert_array_equal(into.transpose(1, 0, 2), x[1] * 2)
+    into = np.zeros((2, 7, 3, 5), F32)
+    plgpu.vmap(plgpu.vmap(f, in_axes=(0, 1)))(x, into)
+    np.testing.assert_array_equal(into.transpose(0, 2, 1, 3), x * 2)
+    with pytest.raises(NotImplementedError, match="mapped along axis 1"):
+        plgpu.vmap(lambda x, o: kernel(x, out=o), in_axes=(0, 1))(x[1], into[0])
+    with pytest.raises(TypeError, match="given as out= must be mapped"):
+        plgpu.vmap(lambda x: kernel(x, out=into[0, :, 0]))(x[1])
+
+
 def test_vmap_of_a_family(rng, monkeypatch):
     """ops.matmul finds its kernel by the types that the map leaves."""
     monkeypatch.setenv("PALLAS_MGPU_BACKEND", "interpret")

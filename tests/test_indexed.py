@@ -1,5 +1,5 @@
-"""Refs indexed by arrays of integers, in all memories and layouts, against NumPy: which elements are
-loaded, stored and updated, where the dims of the arrays stand, and that nothing else is touched."""
+"""Refs indexed by arrays of integers, in all memories and layouts, against NumPy: which elements
+are loaded, stored and updated, where the dims of the arrays stand, and what stays untouched."""
 
 import ml_dtypes
 import numpy as np

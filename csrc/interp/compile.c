@@ -43,6 +43,7 @@ struct compiler {
   uint32_t *slot;  /* per value: its storage, 0: none yet */
   uint32_t *splat; /* per value: the storage of the one number in every element, 0: not constant */
   uint32_t *alloc; /* per value, SMEM: byte offset; barriers: first barrier */
+  uint32_t *apart; /* of SMEM: see access */
   bool *shared;    /* per value: an allocation that other blocks of the cluster reach */
   const char **files; /* per interned string: the machine's copy */
   PM_VEC(instr) code;
@@ -59,13 +60,13 @@ struct compiler {
     scope *scope;
     uint32_t smem_cap, bar_cap, sem_cap;
     uint32_t first_acc;
-    bool has_memory;
   } * open, *whole;
   struct {
     int64_t number, group; /* 0: no union is open */
     size_t start[2], end[2];
   } overlay;
   size_t smem_top[2]; /* of what this block alone reaches, of what others do, too */
+  size_t own_top;     /* of what each thread has for itself */
   uint32_t n_barriers;
 };
 
@@ -320,6 +321,7 @@ static const access *make_access(compiler *c, pm_opid op, pm_val ref) {
     use_outside(c, &mem->base, c->slot[view.base]);
   } else {
     mem->base = c->alloc[view.base];
+    mem->apart = c->apart[view.base];
   }
   if (view.cluster_val) {
     mem->cluster_dim = (uint8_t)view.cluster_dim;
@@ -658,13 +660,13 @@ void pm_vm_encode_print(compiler *c, pm_opid op, const handler *h) {
 
 /* ---- allocations and scopes ----------------------------------------------------------------- */
 
-/* What other blocks reach lies behind all else, as a block that runs ahead fills it. */
-enum { SHARED_SMEM = 256 << 10 };
+/* What other blocks reach lies behind what only this one does, as a block that runs ahead fills it;
+ * behind that what each thread has for itself, where nothing overlaps. */
+enum { SHARED_SMEM = 256 << 10, OWN_SMEM = 512 << 10 };
 enum { MOST_BLOCKS = 1024 }; /* that run at once */
 
 /* What other blocks reach has contents and phases before this block enters its scope, and after. */
 static struct open_scope *scope_for(compiler *c, pm_val v) {
-  c->open->has_memory = true;
   return c->shared[v] ? c->whole : c->open;
 }
 
@@ -723,16 +725,19 @@ static void alloc_smem(compiler *c, pm_val v, const pm_type *t) {
   struct open_scope *o = scope_for(c, v);
   enter_union(c, pm_value_of(c->g, v)->def);
   scope *s = o->scope;
-  size_t *top = &c->smem_top[c->shared[v]];
+  const bool own = c->m->n_threads > 1 && !s->collective;
+  const size_t bytes = (size_t)pm_round_up((int64_t)bytes_of(t), 64);
+  size_t *top = own ? &c->own_top : &c->smem_top[c->shared[v]];
   size_t at = (size_t)pm_round_up((int64_t)*top, 64);
   c->alloc[v] = (uint32_t)at;
-  *top = at + bytes_of(t);
+  c->apart[v] = own ? (uint32_t)bytes : 0;
+  *top = at + (own ? bytes * c->m->n_threads : bytes_of(t));
   if (*top > c->m->smem_bytes) c->m->smem_bytes = *top;
   if (s->n_smem == o->smem_cap) {
     s->smem =
         pm_vec_grow(&c->m->arena, s->smem, s->n_smem, &o->smem_cap, sizeof *s->smem, s->n_smem + 1);
   }
-  s->smem[s->n_smem++] = (struct smem_alloc){(uint32_t)at, t->dtype, pm_type_size(t)};
+  s->smem[s->n_smem++] = (struct smem_alloc){(uint32_t)at, c->apart[v], t->dtype, pm_type_size(t)};
 }
 
 static void set_groups(compiler *c, pm_opid op, barrier_info *info) {
@@ -825,12 +830,11 @@ static scope *open_scope(compiler *c, bool collective) {
 
 static void close_scope(compiler *c, pm_opid op) {
   struct open_scope *o = c->open;
-  const scope *s = o->scope;
-  if (c->m->n_threads > 1 && !s->collective && o->has_memory) {
-    fail(
-        c, op, PM_E_NOT_IMPLEMENTED,
-        "SMEM and barriers of a kernel with several threads must be allocated in a scope of all of "
-        "them; give run_scoped collective_axes=<the thread axis>");
+  const bool shared = o->scope->n_bars || o->scope->n_sems;
+  if (c->m->n_threads > 1 && !o->scope->collective && shared) {
+    fail(c, op, PM_E_NOT_IMPLEMENTED,
+         "barriers and semaphores of a kernel with several threads must be allocated in a scope of "
+         "all of them; give run_scoped collective_axes=<the thread axis>");
   }
   while (c->accs.n > o->first_acc) use(c, c->accs.at[--c->accs.n]);
   c->open = o->outer;
@@ -1150,6 +1154,8 @@ static pm_code compile(void *ctx, pm_err *err) {
   c->shared = PM_NEW(c->temp, bool, g->values.n + 1);
   pm_walk((pm_graph *)g, 1, note_shared, c);
   c->smem_top[1] = SHARED_SMEM;
+  c->own_top = OWN_SMEM;
+  c->apart = PM_NEW(c->temp, uint32_t, g->values.n + 1);
   m->image_bytes = 64; /* offset 0 is no slot */
   new_storage(c, 0);
   copy_places(c);

@@ -94,6 +94,7 @@ typedef struct access {
   bool contiguous;
   uint32_t
       base; /* GMEM: kernel argument; SMEM: byte in the block; REGS: slot; barriers: first one */
+  uint32_t apart;        /* SMEM that each thread has for itself: bytes from one's to the next's */
   uint32_t cluster_slot; /* of the coordinate on cluster_dim of the block meant, 0: its own */
   uint8_t cluster_dim;
   int64_t n; /* elements */
@@ -126,7 +127,7 @@ typedef struct scope {
   uint32_t index;
   uint32_t n_smem, n_bars;
   struct smem_alloc {
-    uint32_t at;
+    uint32_t at, apart;
     uint8_t dtype;
     int64_t n;
   } * smem;
