@@ -241,6 +241,9 @@ class Array:
     sort: Any
     swapaxes: Any
     argsort: Any
+    diagonal: Any
+    searchsorted: Any
+    trace: Any
     cumprod: Any
     copy: Any
     def item(self) -> NoReturn: ...

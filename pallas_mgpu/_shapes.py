@@ -917,6 +917,7 @@ def _copy(self):
 
 def add_members():
     """The members of Array that are composed here."""
+    from ._derived import diagonal, searchsorted, trace
     from ._dot import matmul
 
     Array.T = property(transpose, doc="Dims reversed.")
@@ -928,5 +929,7 @@ def add_members():
     Array.__rmatmul__ = lambda self, other: matmul(other, self)
     Array.dot = matmul
     for f in (swapaxes, prod, var, std, argmax, argmin, cumsum, cumprod, take, repeat, sort):
+        setattr(Array, f.__name__, f)
+    for f in (diagonal, searchsorted, trace):
         setattr(Array, f.__name__, f)
     Array.argsort = argsort

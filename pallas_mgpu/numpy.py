@@ -690,4 +690,12 @@ from . import _elementwise as _composed  # noqa: E402 - it is made of the functi
 
 for _name in _composed.NUMPY_NAMES:
     globals()[_name] = getattr(_composed, _name)
+
+from . import _derived  # noqa: E402 - so is this
+
+for _name in _derived.NAMES:
+    globals()[_name] = _moved(getattr(_derived, _name))
+for _name in _derived.MAKE_ARRAYS:
+    globals()[_name] = getattr(_derived, _name)
+around = round
 del _name
