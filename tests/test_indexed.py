@@ -26,6 +26,7 @@ def numbers(rng, n, shape, dtype=np.int32):
 LOADS = {  # what, of a ref (6, 50, 33), rows (3, 5), cols (5,)
     "rows": lambda x, i, j: x[2, i],
     "rows, part": lambda x, i, j: x[2, i, 5:30:3],
+    "rows, 32 of 33": lambda x, i, j: x[2, i, :32],
     "cols": lambda x, i, j: x[1, :, j],
     "middle": lambda x, i, j: x[:4, i[:2] + 1, 20:],
     "both": lambda x, i, j: x[3, i, j],

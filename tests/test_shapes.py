@@ -9,7 +9,7 @@ import pytest
 import test_layouts
 
 import pallas_mgpu as plgpu
-from pallas_mgpu import lax, pl
+from pallas_mgpu import _core, lax, pl
 from pallas_mgpu import numpy as jnp
 
 f32, bf16 = np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)
@@ -532,6 +532,23 @@ def test_one_at_a_time(rng, name):
     kernel = plgpu.kernel(body, out_type=plgpu.ShapeDtypeStruct((1,), f32), interpret=True)
     used = kernel.lower(x).resources()
     assert used["spill_bytes"] == 0 and used["stack_bytes"] == 0, used
+
+
+def test_scatters_beyond_the_end(run, rng):
+    """The number behind the last element names none: a barrier lies there."""
+    x = data(rng, (128,))
+    want = x.copy()
+    want[126:] = 7
+
+    def body(x_ref, o_ref, smem, ready):
+        x = x_ref[...]
+        out = _core.scatter(x, jnp.arange(4) + 126, jnp.full((4,), 7, f32))
+        plgpu.copy_gmem_to_smem(x_ref, smem, ready)
+        plgpu.barrier_wait(ready)
+        o_ref[...] = out + 0 * smem[...]
+
+    got = run(body, want, x, scratch_types=[plgpu.SMEM((128,), f32), plgpu.Barrier()])
+    np.testing.assert_array_equal(got, want)
 
 
 def test_limits_of_moves():

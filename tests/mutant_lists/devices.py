@@ -745,7 +745,7 @@ MASKS, REFS, WARPS = "test_masks.py", "test_refs.py", "test_warps.py"
 breaks(
     f"{CUDA}/access.c",
     MASKS,
-    vectors_ask_their_first_element=("*parts = !mask_is_whole(a, mask);", "*parts = false;"),
+    vectors_ask_their_first_element=("*parts = !is_whole(a, mask, a->vec);", "*parts = false;"),
     masks_of_parts_are_forgotten=(
         'pm_line(e, "whole = whole && %s;", pm_at(e, mask, of_vector(a, "k")));',
         'pm_line(e, "whole = whole || %s;", pm_at(e, mask, of_vector(a, "k")));',
