@@ -458,6 +458,29 @@ def test_input_output_aliases(run, rng, staged):
     np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-6)
 
 
+def test_nested_results(run, rng):
+    """Specs are nested as arguments and results are, also where the result is one dict."""
+    t = {"p": rng.standard_normal((8, 9)).astype(F32), "q": rng.standard_normal((4,)).astype(F32)}
+    rows, whole = pl.BlockSpec((3, 9), lambda i: (i, 0)), pl.BlockSpec((4,), lambda i: 0)
+
+    def body(t_ref, o_ref):
+        (twice,) = o_ref["m"]
+        o_ref["s"][...] = t_ref["p"][...] + 1
+        twice[...] = t_ref["q"][...] * 2
+
+    kernel = make(
+        run,
+        body,
+        {"s": shaped(t["p"]), "m": (shaped(t["q"]),)},
+        grid=3,
+        in_specs=[{"p": rows, "q": whole}],
+        out_specs={"s": rows, "m": (whole,)},
+    )
+    got = run.call(kernel, t)
+    np.testing.assert_array_equal(got["s"], t["p"] + 1)
+    np.testing.assert_array_equal(got["m"][0], t["q"] * 2)
+
+
 # ---- vmap ----------------------------------------------------------------------------------------
 
 

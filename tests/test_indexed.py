@@ -248,3 +248,66 @@ def test_attention_over_pages(run, rng):
     np.testing.assert_allclose(
         run(body, np.float32(want).reshape(()), q, pages, table), want, rtol=1e-5
     )
+
+
+def test_rows_for_the_tensor_cores(run, rng):
+    """Rows that are gathered into swizzled memory, multiplied, and scattered under a mask."""
+    x, w = random(rng, (200, 64), np.float16) / 16, random(rng, (64, 32), np.float16) / 16
+    i, to = numbers(rng, 200, (64,)), rng.permutation(100)[:64].astype(np.int32)
+    to[5:20] = -1
+    want = np.zeros((100, 32), np.float32)
+    want[to[to >= 0]] = (x[i].astype(np.float32) @ w.astype(np.float32))[to >= 0]
+
+    def body(x_ref, w_ref, i_ref, to_ref, o_ref, a_smem, b_smem):
+        a_smem[...], b_smem[...] = x_ref[i_ref[...]], w_ref[...]
+        o_ref[...] = jnp.zeros((100, 32))
+        plgpu.commit_smem()
+
+        def product(acc):
+            plgpu.wgmma(acc, a_smem, b_smem)
+            return acc[...]
+
+        out, to = pl.run_scoped(product, plgpu.ACC((64, 32))), to_ref[...]
+        pl.store(o_ref, (to, slice(None)), out, mask=(to >= 0)[:, None])
+
+    scratch = [plgpu.SMEM(a.shape, np.float16) for a in (x[:64], w)]
+    got = run(body, want, x, w, i, to, scratch_types=scratch)
+    np.testing.assert_allclose(got, want, rtol=1e-2, atol=1e-2)
+
+
+def test_memory_of_another_block(run, rng):
+    """Indices into SMEM of the other block of a cluster."""
+    x, i = random(rng, (64,), np.float32), numbers(rng, 32, (20,))
+
+    def body(x_ref, i_ref, o_ref, smem, met):
+        c = lax.axis_index("c")
+        smem[...] = x_ref[pl.ds(c * 32, 32)]
+        plgpu.barrier_arrive(met)
+        plgpu.barrier_wait(met)
+        o_ref[c] = plgpu.cluster_ref(smem, {"c": 1 - c})[i_ref[...]]
+        plgpu.barrier_arrive(met)
+        plgpu.barrier_wait(met)
+
+    want = np.stack([x[32:][i], x[:32][i]])
+    scratch = [plgpu.SMEM((32,), np.float32), plgpu.ClusterBarrier(collective_axes=("c",))]
+    options = {"cluster": (2,), "cluster_names": ("c",), "scratch_types": scratch}
+    np.testing.assert_array_equal(run(body, want, x, i, **options), want)
+
+
+def test_bags_of_rows(run, rng):
+    """Indices of a block that a pipeline fetches, into a table that stays in GMEM."""
+    table, i = random(rng, (100, 64), np.float32), numbers(rng, 100, (30, 4))
+
+    def body(table_ref, i_ref, o_ref):
+        def step(_, i_smem, o_smem):
+            o_smem[...] = sum(table_ref[i_smem[:, k]] for k in range(4))
+
+        plgpu.emit_pipeline(
+            step,
+            grid=(4,),
+            in_specs=[plgpu.BlockSpec((8, 4), lambda k: (k, 0))],
+            out_specs=[plgpu.BlockSpec((8, 64), lambda k: (k, 0))],
+            max_concurrent_steps=2,
+        )(i_ref, o_ref)
+
+    np.testing.assert_allclose(run(body, table[:30], table, i), table[i].sum(1), rtol=1e-4)

@@ -295,7 +295,7 @@ ARRAYS = {
         value(lambda v: range(v[0].astype("int32"))),
     ),
     "np.sin": (plgpu.TracerArrayConversionError, "pallas_mgpu.numpy", value(np.sin)),
-    "iter": (NIE, "iteration over a traced array", value(list)),
+    "iter": (NIE, "at most 1024", value(lambda v: list(jnp.zeros((1025,))))),
     "iter 0-d": (TE, "iteration over a 0-d array", value(lambda v: list(v[0]))),
     "len 0-d": (TE, "0-d", value(lambda v: len(v[0]))),
     "assign": (TE, "immutable", value(lambda v: v.__setitem__(0, 1))),

@@ -577,6 +577,30 @@ def x_type(x):
     return plgpu.ShapeDtypeStruct(x.shape, x.dtype)
 
 
+def test_iteration_and_sequences(run, rng):
+    """Python walks the rows of an array, unpacks them, and makes arrays of sequences of values."""
+    x = data(rng, (4, 5))
+    wants = (
+        sum(k * r for k, r in enumerate(x)),
+        x[0] + x[3],
+        np.array([[x[0, 0], 2], [x[1, 1], x[2, 2]]], f32),
+        np.array([1, 2.5, x[0, 1]], f32),
+        x[[2, 0]].astype(bf16),
+    )
+
+    def body(x_ref, a_ref, b_ref, c_ref, d_ref, e_ref):
+        x = x_ref[...]
+        a_ref[...] = sum(k * r for k, r in enumerate(x))
+        first, _, _, last = x
+        b_ref[...] = first + last
+        c_ref[...] = jnp.array([[x[0, 0], 2], [x_ref[1, 1], x[2, 2]]])
+        d_ref[...] = jnp.asarray((1, 2.5, x[0, 1]))
+        e_ref[...] = jnp.array([x[2], first], dtype=bf16)
+
+    for got, want in zip(run(body, wants, x), wants):
+        np.testing.assert_allclose(got.astype(f32), want.astype(f32), rtol=1e-6)
+
+
 # ---- products in kernels with threads ------------------------------------------------------------
 
 
