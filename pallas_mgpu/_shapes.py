@@ -358,8 +358,8 @@ def _static_bound(b):
 
 
 def numbers_at(x, idx, drop):
-    """Row-major numbers of the elements that ``x[idx]`` names. Traced indices out of range are
-    limited to it, or with ``drop`` give -1."""
+    """Row-major numbers of the elements that ``x[idx]`` names, and which of their dims are those of
+    arrays in the index. Traced indices out of range are limited to it, or with ``drop`` give -1."""
     from . import numpy as jnp
 
     strides, dim = _strides(x.shape), 0
@@ -413,7 +413,7 @@ def numbers_at(x, idx, drop):
         inside = spread[1] if inside is None else inside & spread[1]
     if drop and inside is not None:
         numbers = _core.where(inside, numbers, -1)
-    return numbers, any(a.ndim for a, _ in advanced)
+    return numbers, dims
 
 
 def index(x, idx):
@@ -438,10 +438,10 @@ class _At:
         values = _core.convert(_value(values, "x.at[idx]"), self._x.dtype)
         if isinstance(self._idx, Array) and self._idx.dtype == bool and self._idx.ndim:
             return self._change_masked(values, combine)
-        numbers, arrays = numbers_at(self._x, self._idx, True)
+        numbers, dims = numbers_at(self._x, self._idx, True)
         values = jnp.broadcast_to(values, numbers.shape)
-        if combine and arrays and numbers.size > 1:
-            return self._one_by_one(numbers, values, combine)
+        if combine and math.prod(numbers.shape[d] for d in dims) > 1:
+            return self._one_by_one(numbers, values, dims, combine)
         if combine:
             values = combine(_core.gather(self._x, numbers), values)
         return _core.scatter(self._x, numbers, values)
@@ -464,17 +464,22 @@ class _At:
             mask = _core.broadcast_in_dim(mask, x.shape, tuple(range(mask.ndim)))
         return _core.where(mask, combine(x, values) if combine else values, x)
 
-    def _one_by_one(self, numbers, values, combine):
-        """In order, as elements may be named several times."""
+    def _one_by_one(self, numbers, values, dims, combine):
+        """For each index of the arrays, in order, as they may be equal: what one names differs."""
         from ._control import fori_loop
 
-        n = numbers.size
-        numbers, values = numbers.reshape((n,)), values.reshape((n,))
+        n = math.prod(numbers.shape[d] for d in dims)
+        rest = numbers.size // n
+        numbers, values = (
+            moveaxis(v, dims, tuple(range(len(dims)))).reshape((n, rest)) for v in (numbers, values)
+        )
         mine = _numbers(self._x.shape, _strides(self._x.shape))
 
         def step(k, x):
-            at, value = (_core.gather(v, k) for v in (numbers, values))
-            return _core.where(mine == at, combine(x, value), x)
+            at, value = (index(v, k) for v in (numbers, values))
+            if rest > 1:
+                return _core.scatter(x, at, combine(_core.gather(x, at), value))
+            return _core.where(mine == at.reshape(()), combine(x, value.reshape(())), x)
 
         return fori_loop(0, n, step, self._x)
 

@@ -239,6 +239,31 @@ def test_new_dims(run, rng):
     np.testing.assert_array_equal(got, x[2:4, 8:24])
 
 
+def test_copies_of_slices_of_strided_views(run, rng):
+    """A slice of every other row begins at twice its start, also where a tensor map says so."""
+    x = rng.standard_normal((64, 32)).astype(np.float32)
+    want = np.zeros((2, 32, 32), np.float32)
+    for g in range(2):
+        want[g, 1::2][3:11] = x[::2][4 + 8 * g : 12 + 8 * g]
+
+    def body(x_ref, o_ref, smem, ready):
+        g = lax.axis_index("g")
+        o_ref[g] = jnp.zeros((32, 32))
+        rows = pl.ds(4 + 8 * g, 8) if traced else slice(4, 12)
+        plgpu.copy_gmem_to_smem(x_ref.at[::2].at[rows], smem, ready)
+        plgpu.barrier_wait(ready)
+        plgpu.copy_smem_to_gmem(smem, o_ref.at[g, 1::2].at[3:11])
+        plgpu.wait_smem_to_gmem(0)
+
+    scratch = [plgpu.SMEM((8, 32), np.float32), plgpu.Barrier()]
+    for traced in (True, False):
+        options = {"grid": (1 + traced,), "grid_names": ("g",), "scratch_types": scratch}
+        got = run(body, want[: 1 + traced], x, **options)
+        np.testing.assert_array_equal(got, want[: 1 + traced])
+    graph = run.kernel(body, want[:1], **options).lower(x).as_text("graph")
+    assert graph.count("engine = tma") == 2, graph
+
+
 def test_strided_slices_outside():
     """Static ones when they are traced, traced ones when the interpreter meets them."""
 

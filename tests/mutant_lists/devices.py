@@ -267,7 +267,7 @@ breaks(
     ),
     padding_is_printed=(
         "const char *valid = pm_valid(e, l, stem, i);",
-        "const char *valid = NULL;",
+        "const char *valid = stem ? NULL : NULL;",
     ),
 )
 breaks(
@@ -801,7 +801,7 @@ breaks(
     WARPS,
     groups_of_a_union_are_apart=(
         "if (n && other[0] == u[0]) return",
-        "if (n && other[0] < 0) return",
+        "if (n && other[0] == u[0] + 1) return",
     ),
     nobody_meets_behind_warps=("  if (!by_user) place_behind(p, block, k);\n}", "}"),
 )
