@@ -239,6 +239,21 @@ def test_new_dims(run, rng):
     np.testing.assert_array_equal(got, x[2:4, 8:24])
 
 
+def test_groups_of_a_union_are_one_memory(run, rng):
+    """A store of one element to a group waits for the lanes that load another group."""
+    x = rng.standard_normal((512,)).astype(np.float32)
+
+    def body(x_ref, o_ref, union):
+        first, second = union
+        first[...] = x_ref[...]
+        v = first[...]
+        second[300] = 5.0
+        o_ref[...] = v
+
+    union = plgpu.RefUnion(plgpu.SMEM((512,), np.float32), plgpu.SMEM((512,), np.float32))
+    np.testing.assert_array_equal(run(body, x, x, scratch_types=[union]), x)
+
+
 def test_copies_of_slices_of_strided_views(run, rng):
     """A slice of every other row begins at twice its start, also where a tensor map says so."""
     x = rng.standard_normal((64, 32)).astype(np.float32)

@@ -797,6 +797,7 @@ breaks(
 breaks(
     f"{PASSES}/sync.c",
     REFS,
+    f"{REFS}::test_groups_of_a_union_are_one_memory",
     MASKS,
     WARPS,
     groups_of_a_union_are_apart=(
