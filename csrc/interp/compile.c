@@ -781,7 +781,6 @@ static void alloc_semaphore(compiler *c, pm_val v, const pm_type *t) {
   scope *s = o->scope;
   const uint32_t name = pm_value_of(c->g, v)->name, n = (uint32_t)pm_type_size(t);
   const char *text = name ? c->g->strings.at[name] : "semaphore";
-  o->has_memory = true;
   if (s->n_sems == o->sem_cap) {
     s->sems =
         pm_vec_grow(&c->m->arena, s->sems, s->n_sems, &o->sem_cap, sizeof *s->sems, s->n_sems + 1);
