@@ -138,18 +138,34 @@ class Batched:
 
 def call_batched(definition, args, leaves, out):
     """A kernel called with arguments some of which are `Batched`."""
-    if out is not None:
-        raise TypeError(f"vmap of {definition.who} {definition.name}: out= is not supported")
     level = max(x.level for x in leaves if isinstance(x, Batched))
     mine = [isinstance(x, Batched) and x.level == level for x in leaves]
     axes = _PerLeaf(x.axis if m else None for x, m in zip(leaves, mine))
     structure = tree.structure(args)
-    key = axes, structure
+    into, out_axes = _outputs(definition, out, level)
+    key = axes, structure, out_axes
     kernel = definition.batched.get(key)
     if kernel is None:
-        kernel = definition.batched[key] = definition.mapped(axes, 0).make()
+        kernel = definition.batched[key] = definition.mapped(axes, out_axes).make()
     inner = tree.unflatten(structure, [x.value if m else x for x, m in zip(leaves, mine)])
+    if out is not None:
+        kernel(*inner, out=into)
+        return out
     return tree.map(lambda x: Batched(x, 0, level), kernel(*inner))
+
+
+def _outputs(definition, out, level):
+    """``out=`` of a kernel as whole arrays, and the axis of each."""
+    if out is None:
+        return None, 0
+    leaves, structure = tree.flatten(out)
+    if not all(isinstance(x, Batched) and x.level == level for x in leaves):
+        raise TypeError(
+            f"vmap of {definition.who} {definition.name}: what is given as out= must be mapped over"
+            " too, as an argument of the function under vmap"
+        )
+    axes = tuple(x.axis for x in leaves)
+    return tree.unflatten(structure, [x.value for x in leaves]), axes
 
 
 class _Depth(threading.local):
@@ -171,6 +187,11 @@ def _map_function(f, in_axes, out_axes):
             raise TypeError(
                 f"vmap: the function must return results of the kernels that it calls with its"
                 f" arguments, got {show(x)}"
+            )
+        if x.axis:
+            raise NotImplementedError(
+                f"vmap: the function returns an argument that is mapped along axis {x.axis};"
+                " results are stacked along axis 0"
             )
         return x.value
 

@@ -175,6 +175,9 @@ class _Call(Definition):
             specs = (specs,)
         if isinstance(specs, list):
             specs = tuple(specs)
+        row = isinstance(specs, tuple) and not hasattr(specs, "_fields")
+        if what == "out_specs" and self.wrapped and not row:  # as out_shape was
+            specs = (specs,)
         leaves, given = tree.flatten(specs, is_leaf=_is_spec)
         for s in leaves:
             if not _is_spec(s):

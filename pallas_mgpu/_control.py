@@ -457,8 +457,9 @@ def _allocate_union(x, collective, name, what):
     return UnionRefs(groups)
 
 
-def _allocate(x, collective, name, what, union=None):
-    """The ref of one descriptor; ``union``: its number and that of the group."""
+def _allocate(x, collective, name, what, union=None, own=False):
+    """The ref of one descriptor; ``union``: its number and that of the group; ``own``: SMEM of one
+    thread may be meant."""
     e = env(what)
     if isinstance(x, RefUnion):
         return _allocate_union(x, collective, name, what)
@@ -479,7 +480,7 @@ def _allocate(x, collective, name, what, union=None):
             " plgpu.ACC(shape), plgpu.Barrier(...), plgpu.SemaphoreType.REGULAR(shape),"
             " plgpu.RefUnion(...) and pytrees of them"
         )
-    if e.thread_name is not None and collective != (e.thread_name,):
+    if e.thread_name is not None and collective != (e.thread_name,) and not own:
         raise NotImplementedError(
             "Only thread-collective allocations are supported in kernels with threads: pass"
             f" collective_axes={e.thread_name!r} to {what}"
@@ -521,7 +522,7 @@ def run_scoped(f, *types, collective_axes=(), **kw_types):
     return scoped(f, types, kw_types, parameter_names(f), collective_axes)
 
 
-def scoped(f, types, kw_types, names, collective_axes):
+def scoped(f, types, kw_types, names, collective_axes, own=False):
     """:func:`run_scoped` with the names of the positional allocations, for the generated text."""
     what = "run_scoped"
     e = env(what)
@@ -535,7 +536,9 @@ def scoped(f, types, kw_types, names, collective_axes):
     def allocate(t, name):
         if not _is_descriptor(t):
             name = None
-        return tree.map(lambda x: _allocate(x, axes, name, what), t, is_leaf=_is_descriptor)
+        return tree.map(
+            lambda x: _allocate(x, axes, name, what, own=own), t, is_leaf=_is_descriptor
+        )
 
     op = _core.open("scope", (), 1, collective=1 if axes else 0)
     try:
@@ -555,6 +558,11 @@ def scoped(f, types, kw_types, names, collective_axes):
         op.abandon()
         raise
     return tree.unflatten(structure, [next(results) if isinstance(x, Array) else x for x in leaves])
+
+
+def own_scope(f, *types):
+    """:func:`run_scoped` by one Pallas thread, whatever others do, for SMEM of its own."""
+    return scoped(f, types, {}, (), (), own=True)
 
 
 def _each_warp(f, what, name, args):

@@ -14,7 +14,7 @@ import numpy as np
 from . import _core
 from ._names import show
 from ._shapes import axes_of, concatenate, pad_with, stack, transpose
-from ._trace import Array, Ref, env
+from ._trace import Array, Ref
 from ._types import REGS, SMEM, WGMMAAccumulatorRef
 
 _MOST_COLUMNS = 256
@@ -87,17 +87,6 @@ def _dtypes(a, b, preferred, what):
     return dtype, out if out.kind in "iu" else np.dtype("int32"), out
 
 
-def _scoped(body, *types):
-    from ._control import run_scoped
-
-    if env("dot").n_threads > 1:
-        raise NotImplementedError(
-            "dot: in a kernel with several threads operands cannot be staged in shared memory; use"
-            " plgpu.wgmma with refs that run_scoped allocated for all of them"
-        )
-    return run_scoped(body, *types)
-
-
 def _is_operand(x, rows, columns):
     """May wgmma read the ref itself?"""
     return (
@@ -116,6 +105,7 @@ def _padded(x, rows, columns, dtype):
 
 def _on_tensor_cores(a, b, dtype):
     """(M, K) @ (K, N) of float16 or bfloat16 in float32."""
+    from ._control import own_scope
     from ._ops import commit_smem, wgmma
 
     m, n = a.shape[0], b.shape[1]
@@ -128,7 +118,7 @@ def _on_tensor_cores(a, b, dtype):
             wgmma(acc, a, b)
             return acc[...]
 
-        out = _scoped(product, WGMMAAccumulatorRef((a.shape[0], n), np.float32))
+        out = own_scope(product, WGMMAAccumulatorRef((a.shape[0], n), np.float32))
         return out if out.shape[0] == m else out[:m]
     pieces = []
     b = _padded(b, 16, 16, dtype)
@@ -142,14 +132,14 @@ def _on_tensor_cores(a, b, dtype):
             return acc[...]
 
         acc = WGMMAAccumulatorRef((a.shape[0], part.shape[1]), np.float32)
-        pieces.append(_scoped(staged, acc, SMEM(part.shape, dtype)))
+        pieces.append(own_scope(staged, acc, SMEM(part.shape, dtype)))
     out = concatenate(pieces, 1)
     return out if out.shape == (m, n) else out[:m, :n]
 
 
 def _by_lanes(a, b, work):
     """(M, K) @ (K, N), accumulated in `work`."""
-    from ._control import fori_loop
+    from ._control import fori_loop, own_scope
 
     (m, k), n = a.shape, b.shape[1]
     a, b = (_core.convert(_load(x, "dot"), work) for x in (a, b))
@@ -166,7 +156,7 @@ def _by_lanes(a, b, work):
 
         return fori_loop(0, k, step, _core.full((m, n), 0, work))
 
-    return _scoped(product, SMEM((m, k), work), SMEM((k, n), work))
+    return own_scope(product, SMEM((m, k), work), SMEM((k, n), work))
 
 
 def _product(a, b, preferred, what):

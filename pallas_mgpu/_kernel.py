@@ -6,6 +6,7 @@ one `_core.Kernel` per structure."""
 
 import copy
 import functools
+import sys
 from collections.abc import Mapping
 
 from . import _core, _trace, tree
@@ -40,6 +41,10 @@ def _checked(x, what):
     if x.size > 2**46:
         raise ValueError(f"{what} has shape {x.shape}, {x.size} elements; at most 2**46")
     return x
+
+
+def is_mutable(x):
+    return getattr(x, "is_mutable_array", False)
 
 
 class Definition:
@@ -118,6 +123,12 @@ class Definition:
         kernel = _core.Kernel(self.name, functools.partial(self.trace, structure), options)
         kernel.definition = self
         return kernel
+
+    def with_closure(self):
+        """The callable if the body closes over mutable arrays, else None."""
+        state = sys.modules.get(f"{__package__}._state")
+        refs = state.closed_over(self.body) if state else []
+        return state.RefKernel(self, refs) if refs else None
 
     def mapped(self, in_axes, out_axes):
         """This, once more mapped over an axis of its arrays."""
@@ -226,6 +237,7 @@ class _Structured:
     def __init__(self, definition):
         self.definition = definition
         self.kernels = {}
+        self.refs = None  # for calls with mutable arrays
 
     def _find(self, args):
         leaves, structure = tree.flatten(args)
@@ -235,6 +247,12 @@ class _Structured:
         return kernel, leaves
 
     def call(self, args, out):
+        if any(is_mutable(x) for x in tree.leaves(args)):
+            from ._state import RefKernel
+
+            if self.refs is None:
+                self.refs = RefKernel(self.definition)
+            return self.refs(*args, out=out)
         kernel, leaves = self._find(args)
         if any(isinstance(x, Batched) for x in leaves):
             return call_batched(self.definition, args, leaves, out)
@@ -320,6 +338,7 @@ def kernel(
     )
 
     def wrap(f):
-        return Definition(f, outs, scratch, compiler_params, mesh, interpret, debug).make()
+        definition = Definition(f, outs, scratch, compiler_params, mesh, interpret, debug)
+        return definition.with_closure() or definition.make()
 
     return wrap if body is NOT_SPECIFIED else wrap(body)

@@ -1,6 +1,10 @@
 """The functions of `lax` that move, join, scan and multiply arrays: their argument orders over
 `_shapes` and `_dot`."""
 
+import math
+
+import numpy as np
+
 from . import _core, _shapes
 from ._dot import dot_general, matmul
 from ._names import show
@@ -19,6 +23,9 @@ __all__ = [
     "argmax",
     "argmin",
     "batch_matmul",
+    "broadcast_shapes",
+    "broadcast_to_rank",
+    "collapse",
     "concatenate",
     "cumlogsumexp",
     "cummax",
@@ -44,6 +51,29 @@ __all__ = [
     "top_k",
     "transpose",
 ]
+
+
+def broadcast_shapes(*shapes):
+    """The shape that arrays of these shapes broadcast to."""
+    return np.broadcast_shapes(*shapes)
+
+
+def broadcast_to_rank(x, rank):
+    """New dims in front, up to ``rank``."""
+    if rank < x.ndim:
+        raise ValueError(f"lax.broadcast_to_rank: rank {rank} of an array of rank {x.ndim}")
+    return x.reshape((1,) * (rank - x.ndim) + tuple(x.shape))
+
+
+def collapse(operand, start_dimension, stop_dimension=None):
+    """The dims from start to before stop as one."""
+    shape = tuple(operand.shape)
+    a, b, _ = slice(start_dimension, stop_dimension).indices(len(shape))
+    if b <= a:
+        raise ValueError(
+            f"lax.collapse: dims {start_dimension} to {stop_dimension} of rank {len(shape)}"
+        )
+    return operand.reshape((*shape[:a], math.prod(shape[a:b]), *shape[b:]))
 
 
 def transpose(x, permutation):

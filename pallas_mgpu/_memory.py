@@ -7,6 +7,7 @@ the mask is true: others may lie outside of the array.
 import numpy as np
 
 from . import _core
+from ._indexed import IndexedRef, MaskedRef
 from ._names import show
 from ._trace import Array, Ref, as_array, type_text
 
@@ -24,7 +25,25 @@ def _view(what, ref, idx, options):
             )
         if name not in _OPTIONS:
             raise TypeError(f"{what}: unexpected argument {name!r}")
-    return ref.at[idx]
+    view = ref.at[idx]
+    if isinstance(view, MaskedRef):
+        raise IndexError(f"{what}: a bool array is no index here; pass it as mask=")
+    return view
+
+
+def _place(view):
+    """The ref, and how arrays index it."""
+    return (view.ref, view.by) if isinstance(view, IndexedRef) else (view, ())
+
+
+def _load(view, mask, other):
+    ref, by = _place(view)
+    return _core.masked_load(ref, mask, other, *by)
+
+
+def _store(view, value, mask):
+    ref, by = _place(view)
+    _core.masked_store(ref, value, mask, *by)
 
 
 def _beside(what, x, view):
@@ -72,7 +91,7 @@ def load(ref, idx, *, mask=None, other=None, **options):
         return view[...]
     zero = False if view.dtype == bool else 0
     filler = zero if other is None else _value(f"{what}: other", other, view)
-    return _core.masked_load(view, _mask(what, mask, view), filler)
+    return _load(view, _mask(what, mask, view), filler)
 
 
 def store(ref, idx, val, *, mask=None, **options):
@@ -83,7 +102,7 @@ def store(ref, idx, val, *, mask=None, **options):
     if mask is None:
         view[...] = val
     else:
-        _core.masked_store(view, val, _mask(what, mask, view))
+        _store(view, val, _mask(what, mask, view))
 
 
 def swap(ref, idx, val, *, mask=None, **options):
@@ -94,18 +113,19 @@ def swap(ref, idx, val, *, mask=None, **options):
     if mask is None:
         return view.swap(val)
     mask = _mask(what, mask, view)
-    old = _core.masked_load(view, mask, False if view.dtype == bool else 0)
-    _core.masked_store(view, val, mask)
+    old = _load(view, mask, False if view.dtype == bool else 0)
+    _store(view, val, mask)
     return old
 
 
 # ---- atomics -------------------------------------------------------------------------------------
 
 
-def _atomic(kind, what, view, value, mask, *compare):
+def _atomic(kind, what, view, value, mask, compare=0):
+    ref, by = _place(view)
     mask = True if mask is None else _mask(what, mask, view)
-    more = [_value(f"{what}: the value to compare with", x, view) for x in compare]
-    return _core.atomic(kind, view, _value(f"{what}: the value", value, view), mask, *more)
+    compare = _value(f"{what}: the value to compare with", compare, view)
+    return _core.atomic(kind, ref, _value(f"{what}: the value", value, view), mask, compare, *by)
 
 
 def _with_index(kind, does):
@@ -127,7 +147,7 @@ def _with_index(kind, does):
 def _of_ref(kind, does):
     def atomic(ref, val):
         what = f"atomic_{kind}"
-        if not isinstance(ref, Ref):
+        if not isinstance(ref, (Ref, IndexedRef)):
             raise TypeError(f"{what}: ref must be a ref, got {show(ref)}")
         value = val if isinstance(val, Array) else as_array(val, f"{what}: val")
         if value.shape != ref.shape:

@@ -7,6 +7,7 @@ import string
 
 from . import _core
 from ._control import cluster_axis
+from ._indexed import IndexedRef
 from ._names import NOT_SPECIFIED, accepts, deprecated, show, shown_as
 from ._trace import Array, Ref, as_array, env, tracing, type_text
 from ._types import (
@@ -22,6 +23,11 @@ from ._types import (
 
 
 def _ref(x, what, name, space=None):
+    if isinstance(x, IndexedRef):
+        raise NotImplementedError(
+            f"{what}: {name} is indexed by arrays; copies that gather need Blackwell. Load with"
+            " ref[idx], store with ref[idx] = value"
+        )
     if not isinstance(x, Ref):
         raise TypeError(f"{what}: {name} must be a ref, got {show(x)}")
     if space is not None and x.memory_space is not space:
@@ -349,10 +355,13 @@ def layout_cast(x, new_layout):
 def load(src, idx=NOT_SPECIFIED, *, layout=None, optimized=True):
     """``src[...]``, in register layout ``layout`` if given. ``idx`` is deprecated:
     ``load(src.at[idx])``."""
-    _ref(src, "load", "src")
+    if not isinstance(src, IndexedRef):
+        _ref(src, "load", "src")
     if idx is not NOT_SPECIFIED:
         deprecated("load: idx is deprecated; use load(src.at[idx])", 2)
         src = src.at[idx]
+    if isinstance(src, IndexedRef):
+        return src[...] if layout is None else layout_cast(src[...], layout)
     if src.memory_space is REGS:
         return _core.acc_load(src, 0)
     return _core.load(src, None if layout is None else layout_spec(layout), bool(optimized))

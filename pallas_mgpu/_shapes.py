@@ -358,8 +358,8 @@ def _static_bound(b):
 
 
 def numbers_at(x, idx, drop):
-    """Row-major numbers of the elements that ``x[idx]`` names. Traced indices out of range are
-    limited to it, or with ``drop`` give -1."""
+    """Row-major numbers of the elements that ``x[idx]`` names, and which of their dims are those of
+    arrays in the index. Traced indices out of range are limited to it, or with ``drop`` give -1."""
     from . import numpy as jnp
 
     strides, dim = _strides(x.shape), 0
@@ -413,7 +413,7 @@ def numbers_at(x, idx, drop):
         inside = spread[1] if inside is None else inside & spread[1]
     if drop and inside is not None:
         numbers = _core.where(inside, numbers, -1)
-    return numbers, any(a.ndim for a, _ in advanced)
+    return numbers, dims
 
 
 def index(x, idx):
@@ -435,17 +435,53 @@ class _At:
     def _change(self, values, combine):
         from . import numpy as jnp
 
-        numbers, arrays = numbers_at(self._x, self._idx, True)
-        if combine and arrays:
-            raise NotImplementedError(
-                "x.at[idx]: only set() takes integer arrays, whose elements may be equal; use"
-                " atomics on a ref"
-            )
         values = _core.convert(_value(values, "x.at[idx]"), self._x.dtype)
+        if isinstance(self._idx, Array) and self._idx.dtype == bool and self._idx.ndim:
+            return self._change_masked(values, combine)
+        numbers, dims = numbers_at(self._x, self._idx, True)
         values = jnp.broadcast_to(values, numbers.shape)
+        if combine and math.prod(numbers.shape[d] for d in dims) > 1:
+            return self._one_by_one(numbers, values, dims, combine)
         if combine:
             values = combine(_core.gather(self._x, numbers), values)
         return _core.scatter(self._x, numbers, values)
+
+    def _change_masked(self, values, combine):
+        """A mask of the first dims; what goes into its elements is the same for each."""
+        from . import numpy as jnp
+
+        x, mask = self._x, self._idx
+        rest = x.shape[mask.ndim :]
+        if mask.shape != x.shape[: mask.ndim]:
+            raise IndexError(f"x.at[mask]: the mask has shape {mask.shape}, the array {x.shape}")
+        if values.ndim > len(rest):
+            raise ValueError(
+                f"x.at[mask]: values of shape {values.shape}; how many elements a mask names is"
+                f" known only at run time, so they must broadcast to {rest}; use jnp.where"
+            )
+        values = jnp.broadcast_to(jnp.broadcast_to(values, rest), x.shape)
+        if rest:
+            mask = _core.broadcast_in_dim(mask, x.shape, tuple(range(mask.ndim)))
+        return _core.where(mask, combine(x, values) if combine else values, x)
+
+    def _one_by_one(self, numbers, values, dims, combine):
+        """For each index of the arrays, in order, as they may be equal: what one names differs."""
+        from ._control import fori_loop
+
+        n = math.prod(numbers.shape[d] for d in dims)
+        rest = numbers.size // n
+        numbers, values = (
+            moveaxis(v, dims, tuple(range(len(dims)))).reshape((n, rest)) for v in (numbers, values)
+        )
+        mine = _numbers(self._x.shape, _strides(self._x.shape))
+
+        def step(k, x):
+            at, value = (index(v, k) for v in (numbers, values))
+            if rest > 1:
+                return _core.scatter(x, at, combine(_core.gather(x, at), value))
+            return _core.where(mine == at.reshape(()), combine(x, value.reshape(())), x)
+
+        return fori_loop(0, n, step, self._x)
 
     def get(self):
         """``x[idx]``."""
@@ -886,6 +922,7 @@ def _copy(self):
 
 def add_members():
     """The members of Array that are composed here."""
+    from ._derived import diagonal, searchsorted, trace
     from ._dot import matmul
 
     Array.T = property(transpose, doc="Dims reversed.")
@@ -897,5 +934,7 @@ def add_members():
     Array.__rmatmul__ = lambda self, other: matmul(other, self)
     Array.dot = matmul
     for f in (swapaxes, prod, var, std, argmax, argmin, cumsum, cumprod, take, repeat, sort):
+        setattr(Array, f.__name__, f)
+    for f in (diagonal, searchsorted, trace):
         setattr(Array, f.__name__, f)
     Array.argsort = argsort

@@ -35,9 +35,12 @@ class MutableArray:
     over it in :func:`pl.core_map`. ``ref[...]`` is its value."""
 
     __slots__ = ("_value", "__weakref__")
+    is_mutable_array = True
+    made = False  # any, ever
 
     def __init__(self, value):
         self._value = value
+        MutableArray.made = True
 
     shape = property(lambda self: tuple(self._value.shape))
     dtype = property(lambda self: self._value.dtype)
@@ -141,6 +144,102 @@ def _names_of(code):
         if isinstance(c, types.CodeType):
             names |= _names_of(c)
     return names
+
+
+def closed_over(f):
+    """The mutable arrays that a function can reach."""
+    if not MutableArray.made:
+        return []
+    finder = _Rebuilder()
+    finder.value(f)
+    return finder.found
+
+
+# ---- kernels that change their arguments ---------------------------------------------------------
+
+
+class RefKernel:
+    """A kernel with mutable arrays among its arguments, or in the closure of its body.
+
+    They are outputs of another kernel, into which the body is wrapped: written in place where it
+    has no other outputs, else new arrays that begin as copies and take their place."""
+
+    def __init__(self, definition, closed=()):
+        self.definition, self.closed, self.kernels = definition, list(closed), {}
+        what = f"{definition.who} {definition.name}"
+        if type(definition) is not Definition or definition.levels:
+            raise NotImplementedError(
+                f"{what}: mutable arrays as arguments of pl.pallas_call or under vmap; use"
+                " plgpu.kernel, or input_output_aliases"
+            )
+
+    def _prepare(self, args):
+        """The kernel, its operands, and the mutable arrays."""
+        leaves, structure = tree.flatten(args)
+        passed = [x for x in leaves if isinstance(x, MutableArray)]
+        refs = [*passed, *self.closed]
+        if len({id(r) for r in refs}) < len(refs):
+            raise NotImplementedError(
+                f"kernel {self.definition.name}: the same mutable array twice, as arguments or in"
+                " the closure"
+            )
+        is_ref = tuple(isinstance(x, MutableArray) for x in leaves)
+        types = tuple((r.shape, _dtype_of(r)) for r in refs)
+        key = structure, is_ref, types
+        if key not in self.kernels:
+            self.kernels[key] = self._make(structure, is_ref, types)
+        operands = [x for x, r in zip(leaves, is_ref) if not r]
+        return self.kernels[key], operands, refs
+
+    def _make(self, structure, is_ref, types):
+        inner = self.definition
+        n_plain, n_refs, n_outs = is_ref.count(False), len(types), len(inner.outs)
+        in_place = not n_outs
+
+        def body(*given, **scratch):
+            plain = iter(given[:n_plain])
+            refs = given[n_plain : n_plain + n_refs]
+            passed = iter(refs)
+            args = [next(passed if r else plain) for r in is_ref]
+            begin = n_plain + (0 if in_place else n_refs)
+            outs = tree.unflatten(inner.out_structure, given[begin : begin + n_outs])
+            rest = given[begin + n_outs + n_refs :]
+            put = {id(r): x for r, x in zip(self.closed, passed)}
+            f = _Rebuilder(put).value(inner.body) if put else inner.body
+            return f(*tree.unflatten(structure, args), *outs, *rest, **scratch)
+
+        body.__name__ = inner.name
+        outs = tuple(inner.outs) + tuple(ShapeDtypeStruct(*t) for t in types)
+        interpret = inner.interpret
+        outer = Definition(
+            body, outs, inner.scratch, inner.params, inner.mesh, interpret, inner.debug
+        )
+        if not in_place:
+            outer.aliases = {n_plain + k: n_outs + k for k in range(n_refs)}
+        return outer.make()
+
+    def __call__(self, *args, out=None):
+        if out is not None:
+            raise NotImplementedError(
+                f"kernel {self.definition.name}: out= together with mutable arrays; make the"
+                " outputs mutable arrays as well"
+            )
+        kernel, operands, refs = self._prepare(args)
+        values = [r._value for r in refs]
+        n = len(self.definition.outs)
+        if not n:
+            kernel(*operands, out=tuple(values))
+            return self.definition.unflatten([])
+        results = kernel(*operands, *values)
+        for r, x in zip(refs, results[n:]):
+            r._value = x
+        return self.definition.unflatten(results[:n])
+
+    def lower(self, *args, **options):
+        """As of other kernels."""
+        kernel, operands, refs = self._prepare(args)
+        in_place = not self.definition.outs
+        return kernel.lower(*operands, *(() if in_place else [r._value for r in refs]), **options)
 
 
 # ---- meshes --------------------------------------------------------------------------------------

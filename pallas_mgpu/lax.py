@@ -7,6 +7,8 @@ import builtins
 import enum
 import math
 
+import numpy as np
+
 from . import _core, _lax_moves, _shapes
 from ._control import cond, fori_loop, switch, while_loop
 from ._dot import DotAlgorithmPreset, Precision
@@ -47,6 +49,13 @@ def _unary(op, doc):
 
 def _binary(op, doc):
     def f(x, y):
+        shapes = [tuple(getattr(v, "shape", ())) for v in (x, y)]
+        try:
+            np.broadcast_shapes(*shapes)
+        except ValueError:
+            raise TypeError(
+                f"{op} got incompatible shapes for broadcasting: {shapes[0]}, {shapes[1]}"
+            ) from None
         return _core.binary(op, x, y)
 
     f.__doc__ = doc

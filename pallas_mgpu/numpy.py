@@ -487,12 +487,23 @@ def empty_like(x, dtype=None, shape=None):
 
 
 def array(x, dtype=None):
-    """A scalar constant in kernels, a NumPy array on the host."""
+    """As asarray; on the host a copy."""
     return asarray(x, dtype)
 
 
+def _stacked(x):
+    """Nested sequences of scalars and arrays as one array."""
+    if isinstance(x, (list, tuple)):
+        return _shapes.stack([_stacked(y) for y in x])
+    return _core.as_array(x)
+
+
 def asarray(x, dtype=None):
-    """``x`` as an array, converted to ``dtype`` if given."""
+    """``x`` as an array, converted to ``dtype`` if given. Sequences that hold traced values are
+    stacked; in kernels those of numbers alone would be constants that are not scalars, which a
+    kernel cannot capture: ValueError."""
+    if isinstance(x, (list, tuple)) and _traced(*_tree.leaves(x)):
+        x = _stacked(x)
     if _traced(x):
         x = _core.as_array(x)
         return x if dtype is None else _core.convert(x, _core.as_dtype(dtype))
@@ -690,4 +701,12 @@ from . import _elementwise as _composed  # noqa: E402 - it is made of the functi
 
 for _name in _composed.NUMPY_NAMES:
     globals()[_name] = getattr(_composed, _name)
+
+from . import _derived  # noqa: E402 - so is this
+
+for _name in _derived.NAMES:
+    globals()[_name] = _moved(getattr(_derived, _name))
+for _name in _derived.MAKE_ARRAYS:
+    globals()[_name] = getattr(_derived, _name)
+around = round
 del _name

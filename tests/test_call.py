@@ -458,6 +458,29 @@ def test_input_output_aliases(run, rng, staged):
     np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-6)
 
 
+def test_nested_results(run, rng):
+    """Specs are nested as arguments and results are, also where the result is one dict."""
+    t = {"p": rng.standard_normal((8, 9)).astype(F32), "q": rng.standard_normal((4,)).astype(F32)}
+    rows, whole = pl.BlockSpec((3, 9), lambda i: (i, 0)), pl.BlockSpec((4,), lambda i: 0)
+
+    def body(t_ref, o_ref):
+        (twice,) = o_ref["m"]
+        o_ref["s"][...] = t_ref["p"][...] + 1
+        twice[...] = t_ref["q"][...] * 2
+
+    kernel = make(
+        run,
+        body,
+        {"s": shaped(t["p"]), "m": (shaped(t["q"]),)},
+        grid=3,
+        in_specs=[{"p": rows, "q": whole}],
+        out_specs={"s": rows, "m": (whole,)},
+    )
+    got = run.call(kernel, t)
+    np.testing.assert_array_equal(got["s"], t["p"] + 1)
+    np.testing.assert_array_equal(got["m"][0], t["q"] * 2)
+
+
 # ---- vmap ----------------------------------------------------------------------------------------
 
 
@@ -548,6 +571,36 @@ def test_vmap_of_a_function(rng):
     for i, j in itertools.product(range(2), range(3)):
         want = scaled_by_numpy(scaled_by_numpy(x[i, :, :, j], s[i]), s[i])
         np.testing.assert_allclose(got[i, j], want, rtol=1e-5, atol=1e-6)
+
+
+def test_vmap_into_given_arrays(rng):
+    """out= of a mapped kernel, and in a mapped function, where it is an argument mapped along an
+    axis of its own, once and twice."""
+    kernel = pl.pallas_call(
+        lambda x_ref, o_ref: o_ref.set(x_ref[...] * 2),
+        out_shape=plgpu.ShapeDtypeStruct((7, 5), F32),
+        interpret=True,
+    )
+    x = rng.standard_normal((2, 3, 7, 5)).astype(F32)
+    out = np.zeros((3, 7, 5), F32)
+    assert plgpu.vmap(kernel)(x[0], out=out) is out
+    np.testing.assert_array_equal(out, x[0] * 2)
+
+    def f(x, o):
+        assert kernel(x, out=o) is o
+        return kernel(x)
+
+    into = np.zeros((7, 3, 5), F32)
+    got = plgpu.vmap(f, in_axes=(0, 1))(x[1], into)
+    np.testing.assert_array_equal(got, x[1] * 2)
+    np.testing.assert_array_equal(into.transpose(1, 0, 2), x[1] * 2)
+    into = np.zeros((2, 7, 3, 5), F32)
+    plgpu.vmap(plgpu.vmap(f, in_axes=(0, 1)))(x, into)
+    np.testing.assert_array_equal(into.transpose(0, 2, 1, 3), x * 2)
+    with pytest.raises(NotImplementedError, match="mapped along axis 1"):
+        plgpu.vmap(lambda x, o: kernel(x, out=o), in_axes=(0, 1))(x[1], into[0])
+    with pytest.raises(TypeError, match="given as out= must be mapped"):
+        plgpu.vmap(lambda x: kernel(x, out=into[0, :, 0]))(x[1])
 
 
 def test_vmap_of_a_family(rng, monkeypatch):

@@ -159,6 +159,8 @@ def lowered(body, outs, *args, **options):
         (lambda i: ~(lax.iota(jnp.int32, 2048) >= pl.multiple_of(i, 16)), True),
         (lambda i: lax.iota(jnp.int32, 2048) < i, False),
         (lambda i: lax.iota(jnp.int32, 2048) < 1001, False),
+        (lambda i: lax.iota(jnp.int32, 2048) + 3 < 1000, False),
+        (lambda i: lax.iota(jnp.int32, 2048) + i * 4 < 1000, False),
         (lambda i: lax.iota(jnp.int32, 2048) % 2 == 0, False),
     ],
 )

@@ -239,6 +239,46 @@ def test_new_dims(run, rng):
     np.testing.assert_array_equal(got, x[2:4, 8:24])
 
 
+def test_groups_of_a_union_are_one_memory(run, rng):
+    """A store of one element to a group waits for the lanes that load another group."""
+    x = rng.standard_normal((512,)).astype(np.float32)
+
+    def body(x_ref, o_ref, union):
+        first, second = union
+        first[...] = x_ref[...]
+        v = first[...]
+        second[300] = 5.0
+        o_ref[...] = v
+
+    union = plgpu.RefUnion(plgpu.SMEM((512,), np.float32), plgpu.SMEM((512,), np.float32))
+    np.testing.assert_array_equal(run(body, x, x, scratch_types=[union]), x)
+
+
+def test_copies_of_slices_of_strided_views(run, rng):
+    """A slice of every other row begins at twice its start, also where a tensor map says so."""
+    x = rng.standard_normal((64, 32)).astype(np.float32)
+    want = np.zeros((2, 32, 32), np.float32)
+    for g in range(2):
+        want[g, 1::2][3:11] = x[::2][4 + 8 * g : 12 + 8 * g]
+
+    def body(x_ref, o_ref, smem, ready):
+        g = lax.axis_index("g")
+        o_ref[g] = jnp.zeros((32, 32))
+        rows = pl.ds(4 + 8 * g, 8) if traced else slice(4, 12)
+        plgpu.copy_gmem_to_smem(x_ref.at[::2].at[rows], smem, ready)
+        plgpu.barrier_wait(ready)
+        plgpu.copy_smem_to_gmem(smem, o_ref.at[g, 1::2].at[3:11])
+        plgpu.wait_smem_to_gmem(0)
+
+    scratch = [plgpu.SMEM((8, 32), np.float32), plgpu.Barrier()]
+    for traced in (True, False):
+        options = {"grid": (1 + traced,), "grid_names": ("g",), "scratch_types": scratch}
+        got = run(body, want[: 1 + traced], x, **options)
+        np.testing.assert_array_equal(got, want[: 1 + traced])
+    graph = run.kernel(body, want[:1], **options).lower(x).as_text("graph")
+    assert graph.count("engine = tma") == 2, graph
+
+
 def test_strided_slices_outside():
     """Static ones when they are traced, traced ones when the interpreter meets them."""
 
@@ -269,8 +309,15 @@ def test_strided_slices_outside():
         (lambda r: r[None, 0, 0], ValueError, "too many indices, 2"),
         (lambda r: r.bitcast(jnp.int16), NotImplementedError, "float32 as int16.*RefUnion"),
         (lambda r: r.bitcast(bool), NotImplementedError, "must have the same width"),
-        (lambda r: r[np.array([1, 2])], NotImplementedError, "arrays as indices"),
-        (lambda r: r[jnp.arange(2)], NotImplementedError, "arrays as indices"),
+        (lambda r: r[np.array([1, 2])], ValueError, "pass the indices as an operand"),
+        (lambda r: r[jnp.arange(2) * 1.0], IndexError, "must be integers, got float32"),
+        (lambda r: r.reshape(4, 2)[jnp.arange(2), jnp.arange(3)], ValueError, "do not broadcast"),
+        (lambda r: r[r], TypeError, "load it first"),
+        (lambda r: r[r[...] > 0], IndexError, "known only at run time"),
+        (lambda r: r[r[0:4] > 0], IndexError, "a mask stands alone"),
+        (lambda r: r.at[jnp.arange(2)].T, NotImplementedError, "T: no views"),
+        (lambda r: r.at[jnp.arange(2)][0], NotImplementedError, "index by arrays once"),
+        (lambda r: pl.load(r, r[...] > 0), IndexError, "pass it as mask="),
         (lambda r: r[True], ValueError, "a bool is no index"),
         (lambda r: plgpu.transform_ref(3, plgpu.TilingTransform((4,))), TypeError, "must be a ref"),
         (lambda r: plgpu.transform_ref(r, plgpu.TilingTransform((3,))), ValueError, "not divide"),

@@ -9,7 +9,7 @@ import pytest
 import test_layouts
 
 import pallas_mgpu as plgpu
-from pallas_mgpu import lax, pl
+from pallas_mgpu import _core, lax, pl
 from pallas_mgpu import numpy as jnp
 
 f32, bf16 = np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)
@@ -534,6 +534,23 @@ def test_one_at_a_time(rng, name):
     assert used["spill_bytes"] == 0 and used["stack_bytes"] == 0, used
 
 
+def test_scatters_beyond_the_end(run, rng):
+    """The number behind the last element names none: a barrier lies there."""
+    x = data(rng, (128,))
+    want = x.copy()
+    want[126:] = 7
+
+    def body(x_ref, o_ref, smem, ready):
+        x = x_ref[...]
+        out = _core.scatter(x, jnp.arange(4) + 126, jnp.full((4,), 7, f32))
+        plgpu.copy_gmem_to_smem(x_ref, smem, ready)
+        plgpu.barrier_wait(ready)
+        o_ref[...] = out + 0 * smem[...]
+
+    got = run(body, want, x, scratch_types=[plgpu.SMEM((128,), f32), plgpu.Barrier()])
+    np.testing.assert_array_equal(got, want)
+
+
 def test_limits_of_moves():
     """What the registers or the kernel's threads do not allow says what to do."""
     x = np.zeros((1 << 17,), np.float32)
@@ -548,16 +565,142 @@ def test_limits_of_moves():
     def threads(x_ref, o_ref):
         o_ref[...] = jnp.dot(x_ref[...], x_ref[...])
 
-    x = np.zeros((64, 64), np.float16)
+    x = np.zeros((256, 256), np.float16)
     kernel = plgpu.kernel(
         threads, out_type=x_type(x), num_threads=2, thread_name="t", interpret=True
     )
-    with pytest.raises(NotImplementedError, match="several threads"):
+    with pytest.raises(ValueError, match="262144  .what 2 threads have for themselves"):
         kernel.lower(x)
 
 
 def x_type(x):
     return plgpu.ShapeDtypeStruct(x.shape, x.dtype)
+
+
+def test_iteration_and_sequences(run, rng):
+    """Python walks the rows of an array, unpacks them, and makes arrays of sequences of values."""
+    x = data(rng, (4, 5))
+    wants = (
+        sum(k * r for k, r in enumerate(x)),
+        x[0] + x[3],
+        np.array([[x[0, 0], 2], [x[1, 1], x[2, 2]]], f32),
+        np.array([1, 2.5, x[0, 1]], f32),
+        x[[2, 0]].astype(bf16),
+    )
+
+    def body(x_ref, a_ref, b_ref, c_ref, d_ref, e_ref):
+        x = x_ref[...]
+        a_ref[...] = sum(k * r for k, r in enumerate(x))
+        first, _, _, last = x
+        b_ref[...] = first + last
+        c_ref[...] = jnp.array([[x[0, 0], 2], [x_ref[1, 1], x[2, 2]]])
+        d_ref[...] = jnp.asarray((1, 2.5, x[0, 1]))
+        e_ref[...] = jnp.array([x[2], first], dtype=bf16)
+
+    for got, want in zip(run(body, wants, x), wants):
+        np.testing.assert_allclose(got.astype(f32), want.astype(f32), rtol=1e-6)
+
+
+# ---- products in kernels with threads ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.int8], ids=str)
+def test_products_of_threads(run, rng, dtype):
+    """Each thread stages operands in shared memory of its own: none waits for the others."""
+    a, b = data(rng, (3, 70, 48), dtype), data(rng, (3, 48, 40), dtype)
+    to = np.int32 if dtype is np.int8 else np.float32
+    want = (a.astype(np.float64) @ b.astype(np.float64)).astype(to)
+
+    def body(a_ref, b_ref, o_ref):
+        t = lax.axis_index("t")
+        o_ref[t] = jnp.dot(a_ref[t], b_ref[t], preferred_element_type=to)
+
+    got = run(body, want, a, b, num_threads=3, thread_name="t")
+    np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-3)
+
+
+def test_products_of_threads_that_go_apart(run, rng):
+    """One thread multiplies in a loop, another once, two products of other shapes at that, a third
+    not at all; memory that they share stands beside."""
+    a, b = data(rng, (4, 64, 32), np.float16), data(rng, (4, 32, 24), np.float16)
+    f = np.float32
+    want = np.zeros((3, 64, 24), f)
+    want[0] = sum(x.astype(f) @ y.astype(f) for x, y in zip(a, b))
+    want[1] = (a[1].astype(f) @ b[1].astype(f)).astype(np.float16).astype(f) @ np.ones((24, 24))
+    want[2] = 5
+
+    def body(a_ref, b_ref, o_ref, shared):
+        t = lax.axis_index("t")
+
+        def add(k, total):
+            return total + jnp.dot(a_ref[k], b_ref[k], preferred_element_type=f)
+
+        @pl.when(t == 0)
+        def _():
+            o_ref[0] = lax.fori_loop(0, 4, add, jnp.zeros((64, 24)))
+
+        @pl.when(t == 1)
+        def _():
+            once = jnp.dot(a_ref[1], b_ref[1])
+            o_ref[1] = jnp.dot(once, jnp.ones((24, 24), "float16"), preferred_element_type=f)
+
+        @pl.when(t == 2)
+        def _():
+            shared[...] = jnp.full((64, 24), 5.0)
+            o_ref[2] = shared[...]
+
+    options = {"num_threads": 3, "thread_name": "t", "scratch_types": [plgpu.SMEM((64, 24), f)]}
+    np.testing.assert_allclose(run(body, want, a, b, **options), want, rtol=1e-2, atol=1e-2)
+
+
+# ---- x.at[idx] with arrays of indices and masks --------------------------------------------------
+
+UPDATES = {"add": np.add, "subtract": np.subtract, "multiply": np.multiply}
+UPDATES |= {"min": np.minimum, "max": np.maximum}
+
+
+@pytest.mark.parametrize("name", UPDATES)
+def test_updates_of_equal_elements(run, rng, name):
+    """Every one of equal indices counts; those outside change nothing."""
+    x, v = data(rng, (7, 33)), data(rng, (5,))
+    n, w = rng.integers(-9, 9, (40,)).astype(np.int32), data(rng, (3, 33), bf16)
+    i, j = (rng.integers(-d, d, (5,)).astype(np.int32) for d in x.shape)
+    i[2], j[2] = i[0], j[0]
+    rows = np.array([2, 2, 5], np.int32)
+    wants = [x.copy(), x.astype(bf16), n.copy()]
+    UPDATES[name].at(wants[0], (i, j), v)
+    for k in range(3):
+        wants[1][rows[k]] = UPDATES[name](wants[1][rows[k]], w[k])
+    UPDATES[name].at(wants[2], n % 7, n)
+
+    def body(x_ref, v_ref, n_ref, w_ref, i_ref, j_ref, rows_ref, a_ref, b_ref, c_ref):
+        x, n = x_ref[...], n_ref[...]
+        a = getattr(x.at[i_ref[...], j_ref[...]], name)(v_ref[...])
+        a_ref[...] = getattr(a.at[i_ref[...] + 100, 3], name)(5.0)
+        b_ref[...] = getattr(x.astype(bf16).at[rows_ref[...]], name)(w_ref[...])
+        c_ref[...] = getattr(n.at[n % 7], name)(n)
+
+    for got, want in zip(run(body, tuple(wants), x, v, n, w, i, j, rows), wants):
+        np.testing.assert_allclose(got.astype(np.float64), want.astype(np.float64), rtol=1e-5)
+
+
+def test_updates_by_mask(run, rng):
+    """Where the mask of all or of the first dims is true."""
+    x, row = data(rng, (7, 33)), data(rng, (33,))
+    mask = rng.random((7, 33)) < 0.5
+    wants = [x.copy() for _ in range(3)]
+    wants[0][mask] = 3
+    wants[1][mask[:, 0]] += row
+    wants[2][mask] *= 2
+
+    def body(x_ref, row_ref, mask_ref, a_ref, b_ref, c_ref):
+        x, mask = x_ref[...], mask_ref[...]
+        a_ref[...] = x.at[mask].set(3)
+        b_ref[...] = x.at[mask[:, 0]].add(row_ref[...])
+        c_ref[...] = x.at[mask].multiply(2)
+
+    for got, want in zip(run(body, tuple(wants), x, row, mask), wants):
+        np.testing.assert_array_equal(got, want)
 
 
 def test_pieces_are_joined_in_registers(run, rng):

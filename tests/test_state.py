@@ -161,3 +161,73 @@ def test_core_map_on_the_gpu(rng):
         got = plgpu.freeze(ref)
         got = got.numpy() if isinstance(got, plgpu.DeviceArray) else got
         np.testing.assert_array_equal(got, x + 1)
+
+
+# ---- mutable arrays and plgpu.kernel -------------------------------------------------------------
+
+
+def test_arguments_are_changed(rng):
+    """A mutable array is read and written where it stands in the arguments; without other outputs
+    in its own memory."""
+    x = rng.standard_normal((64,)).astype(np.float32)
+
+    def body(state, scale, o_ref, s_ref):
+        s_ref[...] = state["a"][...]
+        state["b"][...] = s_ref[...] * scale[...]
+        state["a"][3] = 7.0
+        if o_ref is not None:
+            o_ref[...] = state["b"][...] + 1
+
+    for out in (F32, None):
+        a, b = plgpu.new_ref(x), plgpu.new_ref(np.zeros_like(x))
+        memory = plgpu.freeze(b)
+        kernel = plgpu.kernel(
+            body if out else functools.partial(lambda f, s, c, m: f(s, c, None, m), body),
+            out_type=out or (),
+            scratch_types=[plgpu.SMEM((64,), np.float32)],
+            interpret=True,
+        )
+        for _ in range(2):  # the second call finds the kernel of the first
+            got = kernel({"a": a, "b": b}, np.float32(2))
+        want = np.where(np.arange(64) == 3, 7, x)
+        np.testing.assert_array_equal(a[...], want)
+        np.testing.assert_array_equal(b[...], want * 2)
+        if out:
+            np.testing.assert_array_equal(got, want * 2 + 1)
+        else:
+            assert got == () and plgpu.freeze(b) is memory
+
+
+def test_closures_are_changed(rng):
+    """As core_map, with arguments and results beside; also with one passed."""
+    x, y = rng.standard_normal((2, 64)).astype(np.float32)
+    total, last = plgpu.new_ref(x), plgpu.new_ref(np.zeros_like(x))
+
+    @plgpu.kernel(out_type=F32, interpret=True)
+    def f(y_ref, passed, o_ref):
+        o_ref[...] = total[...]
+        total[...] = total[...] + y_ref[...]
+        passed[...] = y_ref[...]
+
+    np.testing.assert_array_equal(f(y, last), x)
+    np.testing.assert_array_equal(f(y, last), x + y)
+    np.testing.assert_array_equal(total[...], x + y + y)
+    np.testing.assert_array_equal(last[...], y)
+    assert "out(" in f.lower(y, last).as_text("graph")  # operands that are outputs
+
+
+def test_mutable_arguments_that_are_refused():
+    a = plgpu.new_ref(np.zeros(64, np.float32))
+    copy = plgpu.kernel(lambda x, o: o.set(x[...]), out_type=F32, interpret=True)
+    both = plgpu.kernel(lambda x, y: y.set(x[...]), out_type=(), interpret=True)
+    closed = plgpu.kernel(lambda x: a.set(x[...]), out_type=(), interpret=True)
+    blocks = pl.pallas_call(lambda x, o: o.set(x[...]), out_shape=F32, interpret=True)
+    for call, text in [
+        (lambda: both(a, a), "the same mutable array twice"),
+        (lambda: closed(a), "the same mutable array twice"),
+        (lambda: blocks(a), "pallas_call anonymous.*input_output_aliases"),
+        (lambda: plgpu.vmap(copy)(a), "under vmap"),
+        (lambda: copy(a, out=np.zeros(64, np.float32)), "out= together"),
+    ]:
+        with pytest.raises(NotImplementedError, match=text):
+            call()

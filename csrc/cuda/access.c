@@ -357,6 +357,50 @@ static bool linear_sums(access *a) {
   return true;
 }
 
+/* ---- array indices ----------------------------------------------------------------------- */
+
+static const char *dim_text(pm_gen *e, const pm_view_dim *d, const char *x, int64_t scale) {
+  pm_text t;
+  pm_text_init(&t, e->arena);
+  if (d->tile) {
+    plus(&t, pm_str(e, "%s / %lld * %lld", x, (long long)d->tile, (long long)(d->outer * scale)));
+    x = pm_str(e, "%s %% %lld", x, (long long)d->tile);
+  }
+  plus(&t, d->inner * scale == 1 ? x : pm_str(e, "%s * %lld", x, (long long)(d->inner * scale)));
+  return t.at;
+}
+
+const char *pm_add_indices(pm_gen *e, const pm_view *v, const char *address, const char *reg) {
+  const bool gmem = v->space == PM_GMEM;
+  for (uint32_t k = 0; k < v->n_index; k++) {
+    const char *x = pm_str(e, gmem ? "(i64)%s" : "%s", pm_at(e, v->index[k].val, reg));
+    const int64_t scale = gmem ? 1 : pm_dtypes[v->dtype].bytes;
+    address = pm_str(e, "%s + %s", address, dim_text(e, &v->index[k].dim, x, scale));
+  }
+  return address;
+}
+
+/* Register k (a text) of vector i. */
+static const char *of_vector(access *a, const char *k) {
+  if (a->vec == 1) return a->i;
+  if (a->n == 1) return k;
+  return pm_str(a->e, "i * %lld + %s", (long long)a->vec, k);
+}
+
+/* Has the array one value for all elements of each vector? */
+static bool is_whole(access *a, pm_val v, int64_t vec) {
+  int dim = a->vec_dim;
+  if (vec == 1 || !pm_is_array(a->e, v)) return true;
+  if (a->l->kind == PM_FLAT) {
+    int64_t above = 1;
+    dim = a->l->rank - 1;
+    while (dim > 0 && a->l->shape[dim] == 1) dim--;
+    for (int d = 0; d < dim; d++) above *= a->l->shape[d];
+    if (above > 1 && a->l->shape[dim] % vec) return false;
+  }
+  return pm_grain(a->e->g, v, dim) >= vec;
+}
+
 /* ---- vectors ----------------------------------------------------------------------------- */
 
 /* Elements that the fastest register digits hold densely along one dimension of the layout. */
@@ -389,6 +433,10 @@ static bool sum_is_multiple(const pm_sum *s, int64_t of) {
 static bool vector_fits(access *a, int64_t vec) {
   const pm_layout *l = a->l;
   if (pm_view_divisor(a->e->g, a->v) % vec) return false;
+  for (uint32_t k = 0; k < a->v->n_index; k++) {
+    const pm_view_dim *vd = &a->v->index[k].dim;
+    if (vd->inner % vec || vd->outer % vec || !is_whole(a, a->v->index[k].val, vec)) return false;
+  }
   if (is_padded(l, a->vec_dim) && extent(l, a->vec_dim) % vec) return false;
   for (int part = 0; part < N_PARTS; part++) {
     uint32_t n;
@@ -468,7 +516,7 @@ static int64_t low_bits(pm_sum *s, int64_t bytes) {
 }
 
 static void split_swizzle(access *a) {
-  if (!a->v->swizzle || !a->linear) return;
+  if (!a->v->swizzle || !a->linear || a->v->n_index) return;
   if (pm_view_divisor(a->e->g, a->v) * a->bytes % PATTERN) return;
   pm_sum part[N_PARTS];
   int64_t bits = (a->vec * a->bytes - 1) & (PATTERN - 1);
@@ -533,6 +581,7 @@ static void begin_linear(access *a) {
     a->address = split_text(a);
   } else {
     a->address = a->part[REG].n ? pm_str(e, "p + %s", regs) : "p";
+    a->address = pm_add_indices(e, a->v, a->address, of_vector(a, "0"));
     if (a->v->swizzle) a->address = pm_str(e, "swizzle<%d>(%s)", a->v->swizzle, a->address);
   }
 }
@@ -552,7 +601,10 @@ static void begin_coords(access *a) {
     const pm_view_dim *vd = &a->v->dim[d];
     const int from = l->kind == PM_FLAT ? 0 : d;
     pm_sum s;
-    if (vd->size == 1) continue;
+    if (vd->size == 1 || (!vd->inner && !vd->outer)) {
+      below *= vd->size;
+      continue;
+    }
     coord_sum(l, REG, from, &s);
     count_vectors(&s, a->vec);
     const char *c = coord_name(e, a->stem, from);
@@ -563,16 +615,9 @@ static void begin_coords(access *a) {
       below *= vd->size;
     }
     pm_line(e, "const i32 c%d = %s;", d, c);
-    const char *x = pm_str(e, gmem ? "(i64)c%d" : "c%d", d);
-    if (vd->tile) {
-      plus(&t,
-           pm_str(e, "%s / %lld * %lld", x, (long long)vd->tile, (long long)(vd->outer * scale)));
-      x = pm_str(e, "%s %% %lld", x, (long long)vd->tile);
-    }
-    plus(&t,
-         vd->inner * scale == 1 ? x : pm_str(e, "%s * %lld", x, (long long)(vd->inner * scale)));
+    plus(&t, dim_text(e, vd, pm_str(e, gmem ? "(i64)c%d" : "c%d", d), scale));
   }
-  a->address = t.n ? pm_str(e, "p + %s", t.at) : "p";
+  a->address = pm_add_indices(e, a->v, t.n ? pm_str(e, "p + %s", t.at) : "p", of_vector(a, "0"));
   if (a->v->swizzle) a->address = pm_str(e, "swizzle<%d>(%s)", a->v->swizzle, a->address);
 }
 
@@ -780,35 +825,15 @@ void pm_store_splat(pm_gen *e, const pm_view *v, const char *x) {
 
 /* ---- masks ------------------------------------------------------------------------------- */
 
-/* Register k (a text) of vector i. */
-static const char *of_vector(access *a, const char *k) {
-  if (a->vec == 1) return a->i;
-  if (a->n == 1) return k;
-  return pm_str(a->e, "i * %lld + %s", (long long)a->vec, k);
-}
-
-/* Has the mask one value for all elements of each vector? */
-static bool mask_is_whole(access *a, pm_val mask) {
-  int dim = a->vec_dim;
-  if (a->vec == 1 || !pm_is_array(a->e, mask)) return true;
-  if (a->l->kind == PM_FLAT) {
-    int64_t above = 1;
-    dim = a->l->rank - 1;
-    while (dim > 0 && a->l->shape[dim] == 1) dim--;
-    for (int d = 0; d < dim; d++) above *= a->l->shape[d];
-    if (above > 1 && a->l->shape[dim] % a->vec) return false;
-  }
-  return pm_grain(a->e->g, mask, dim) >= a->vec;
-}
-
 static const char *both(pm_gen *e, const char *x, const char *y) {
+  if (x && !strcmp(y, "true")) return x;
   return x ? pm_str(e, "%s && %s", x, y) : y;
 }
 
 /* The condition for vector i as a whole; *parts: if it does not hold, elements have to be asked. */
 static const char *begin_masked(access *a, pm_val mask, bool *parts) {
   pm_gen *e = a->e;
-  *parts = !mask_is_whole(a, mask);
+  *parts = !is_whole(a, mask, a->vec);
   if (!*parts) return both(e, a->valid, pm_at(e, mask, of_vector(a, "0")));
   pm_line(e, "bool whole = %s;", a->valid ? a->valid : "true");
   pm_begin_unrolled(e, "k", a->vec, 1);
@@ -837,9 +862,15 @@ void pm_load_masked(pm_gen *e, const pm_layout *l, const pm_view *v, const char 
   begin_access(&a);
   const char *whole = begin_masked(&a, mask, &parts);
   const char *k = of_vector(&a, "k");
+  const char *all = pm_str(e, "ld_%s<%s, %lld>(%s, %s);", pm_space_of(v), type, (long long)a.vec,
+                           element(&a, x), a.address);
+  if (!strcmp(whole, "true")) {
+    pm_line(e, "%s", all);
+    end_access(&a);
+    return;
+  }
   pm_begin(e, "if (%s) {", whole);
-  pm_line(e, "ld_%s<%s, %lld>(%s, %s);", pm_space_of(v), type, (long long)a.vec, element(&a, x),
-          a.address);
+  pm_line(e, "%s", all);
   e->indent--;
   pm_begin(e, "} else {");
   pm_begin_unrolled(e, "k", a.vec, 1);
@@ -893,7 +924,7 @@ void pm_atomic_array(pm_gen *e, const pm_layout *l, const pm_view *v, const char
   if (first) pm_begin(e, "if (%s) {", first);
   begin_access(&a);
   const char *arguments = pm_at(e, value, a.i);
-  if (pm_get(e->g, op)->n_in > 3)
+  if (*pm_attr(e->g, op, PM_ATTR_ATOMIC) == PM_ATOMIC_CAS)
     arguments = pm_str(e, "%s, %s", pm_at(e, pm_in(e->g, op, 3), a.i), arguments);
   pm_line(e, "if (%s) %s%s(%s, %s);", both(e, a.valid, pm_at(e, mask, a.i)),
           x ? pm_str(e, "%s[%s] = ", x, a.i) : "", fn, a.address, arguments);

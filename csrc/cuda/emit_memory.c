@@ -12,9 +12,12 @@ static pm_code bind_address(pm_gen *e, pm_opid op) {
   const pm_val out = pm_get(e->g, op)->out;
   const int64_t offset = *pm_attr(e->g, op, PM_ATTR_OFFSET);
   if (offset < 0) return pm_gen_fail(e, op, PM_E_INTERNAL, "it has no place in SMEM");
-  const char *name = pm_name_of(e, out);
+  const char *name = pm_name_of(e, out), *own = "";
+  const bool smem = pm_get(e->g, op)->code == PM_OP_ALLOC_SMEM;
+  const int64_t apart = smem ? *pm_attr(e->g, op, PM_ATTR_APART) : 0;
+  if (apart) own = pm_str(e, " + wg * %lld", (long long)apart);
   pm_place(e, op);
-  pm_line(e, "const u32 %s = smem + %lld; // %s", name, (long long)offset,
+  pm_line(e, "const u32 %s = smem + %lld%s; // %s", name, (long long)offset, own,
           pm_type_text(e->arena, pm_typeof(e->g, out)));
   pm_bind(e, out, name, PM_FORM_SCALAR);
   return PM_OK;
@@ -23,8 +26,8 @@ static pm_code bind_address(pm_gen *e, pm_opid op) {
 pm_code pm_cuda_ALLOC_SMEM(pm_gen *e, pm_opid op) { return bind_address(e, op); }
 pm_code pm_cuda_ALLOC_BARRIER(pm_gen *e, pm_opid op) { return bind_address(e, op); }
 
-static pm_code view_of(pm_gen *e, pm_opid op, pm_val ref, pm_view *v) {
-  const pm_code code = pm_view_of(e->g, ref, true, v, e->err);
+static pm_code view_of(pm_gen *e, pm_opid op, pm_view *v) {
+  const pm_code code = pm_view_of_access(e->g, op, true, v, e->err);
   if (code) pm_err_op(e->err, e->g, op);
   return code;
 }
@@ -32,6 +35,7 @@ static pm_code view_of(pm_gen *e, pm_opid op, pm_val ref, pm_view *v) {
 /* One element, by all lanes. */
 static const char *element_address(pm_gen *e, const pm_view *v) {
   const char *a = pm_view_address(e, v), *peer = pm_view_peer(e, v);
+  a = pm_add_indices(e, v, a, "0");
   if (v->swizzle) a = pm_str(e, "swizzle<%d>(%s)", v->swizzle, a);
   return peer ? pm_str(e, "%s + %s", a, peer) : a;
 }
@@ -39,7 +43,7 @@ static const char *element_address(pm_gen *e, const pm_view *v) {
 pm_code pm_cuda_LOAD(pm_gen *e, pm_opid op) {
   const pm_val out = pm_get(e->g, op)->out;
   pm_view v;
-  PM_TRY(view_of(e, op, pm_in(e->g, op, 0), &v));
+  PM_TRY(view_of(e, op, &v));
   pm_note(e, op, "load");
   if (e->only_words[out]) {
     pm_load_array(e, pm_value_layout(e->g, out), &v, pm_declare_words(e, out), true);
@@ -63,7 +67,7 @@ pm_code pm_cuda_LOAD(pm_gen *e, pm_opid op) {
 pm_code pm_cuda_STORE(pm_gen *e, pm_opid op) {
   const pm_val in = pm_in(e->g, op, 1);
   pm_view v;
-  PM_TRY(view_of(e, op, pm_in(e->g, op, 0), &v));
+  PM_TRY(view_of(e, op, &v));
   pm_note(e, op, "store");
   const char *x = pm_at(e, in, "0");
   const bool words = e->slot[in].form == PM_FORM_WORDS;
@@ -93,7 +97,7 @@ static bool all_scalar(pm_gen *e, pm_opid op) {
 pm_code pm_cuda_MASKED_LOAD(pm_gen *e, pm_opid op) {
   const pm_val out = pm_get(e->g, op)->out, mask = pm_in(e->g, op, 1), other = pm_in(e->g, op, 2);
   pm_view v;
-  PM_TRY(view_of(e, op, pm_in(e->g, op, 0), &v));
+  PM_TRY(view_of(e, op, &v));
   pm_note(e, op, "masked load");
   const char *name = pm_declare(e, out, out);
   if (pm_is_array(e, out)) {
@@ -108,17 +112,19 @@ pm_code pm_cuda_MASKED_LOAD(pm_gen *e, pm_opid op) {
 }
 
 pm_code pm_cuda_MASKED_STORE(pm_gen *e, pm_opid op) {
-  const pm_val ref = pm_in(e->g, op, 0), value = pm_in(e->g, op, 1), mask = pm_in(e->g, op, 2);
+  const pm_val value = pm_in(e->g, op, 1), mask = pm_in(e->g, op, 2);
+  int64_t size = 1;
   pm_view v;
-  PM_TRY(view_of(e, op, ref, &v));
+  PM_TRY(view_of(e, op, &v));
   pm_note(e, op, "masked store");
   if (!all_scalar(e, op)) {
     const pm_layout *l = pm_value_layout(e->g, pm_masked_shared(e->g, op));
     pm_store_masked(e, l, &v, value, mask);
     return PM_OK;
   }
+  for (int d = 0; d < v.rank; d++) size *= v.dim[d].size;
   pm_begin(e, "if (%s) {", pm_at(e, mask, "0"));
-  if (pm_type_size(pm_typeof(e->g, ref)) > 1) {
+  if (size > 1) {
     pm_store_splat(e, &v, pm_at(e, value, "0"));
   } else {
     pm_line(e, "const %s x = %s;", pm_cpp_type(v.dtype), pm_at(e, value, "0"));
@@ -132,7 +138,7 @@ pm_code pm_cuda_MASKED_STORE(pm_gen *e, pm_opid op) {
 /* One element: one lane does it, the others get the result from scratch. */
 static void atomic_scalar(pm_gen *e, pm_opid op, const pm_view *v, const char *fn, const char *x) {
   const char *type = pm_cpp_type(v->dtype), *arguments = pm_at(e, pm_in(e->g, op, 1), "0");
-  if (pm_get(e->g, op)->n_in > 3)
+  if (*pm_attr(e->g, op, PM_ATTR_ATOMIC) == PM_ATOMIC_CAS)
     arguments = pm_str(e, "%s, %s", pm_at(e, pm_in(e->g, op, 3), "0"), arguments);
   const char *at = element_address(e, v);
   pm_begin(e, PM_ONE_LANE " {");
@@ -152,7 +158,7 @@ pm_code pm_cuda_ATOMIC(pm_gen *e, pm_opid op) {
   const int64_t kind = *pm_attr(e->g, op, PM_ATTR_ATOMIC);
   const bool needed = kind >= PM_ATOMIC_XCHG, used = e->uses[out] > 0;
   pm_view v;
-  PM_TRY(view_of(e, op, pm_in(e->g, op, 0), &v));
+  PM_TRY(view_of(e, op, &v));
   pm_note(e, op, pm_str(e, "atomic_%s", pm_enum_text(PM_FAMILY_ATOMIC, kind)));
   const char *fn = pm_family_atomic(e, kind, v.dtype, pm_space_of(&v), used || needed);
   const char *x = used ? pm_declare(e, out, out) : NULL;

@@ -238,6 +238,8 @@ void pm_store_array(pm_gen *e, const pm_layout *l, const pm_view *v, const char 
 bool pm_is_matrix(pm_gen *e, const pm_layout *l, const pm_view *v, bool store);
 void pm_store_splat(pm_gen *e, const pm_view *v, const char *x);
 /* Only where the mask is true; loads give `other` elsewhere. */
+/* The address with what the array indices of register `reg` add to it. */
+const char *pm_add_indices(pm_gen *e, const pm_view *v, const char *address, const char *reg);
 void pm_load_masked(pm_gen *e, const pm_layout *l, const pm_view *v, const char *x, pm_val mask,
                     pm_val other);
 void pm_store_masked(pm_gen *e, const pm_layout *l, const pm_view *v, pm_val value, pm_val mask);

@@ -43,6 +43,7 @@ struct compiler {
   uint32_t *slot;  /* per value: its storage, 0: none yet */
   uint32_t *splat; /* per value: the storage of the one number in every element, 0: not constant */
   uint32_t *alloc; /* per value, SMEM: byte offset; barriers: first barrier */
+  uint32_t *apart; /* of SMEM: see access */
   bool *shared;    /* per value: an allocation that other blocks of the cluster reach */
   const char **files; /* per interned string: the machine's copy */
   PM_VEC(instr) code;
@@ -59,13 +60,13 @@ struct compiler {
     scope *scope;
     uint32_t smem_cap, bar_cap, sem_cap;
     uint32_t first_acc;
-    bool has_memory;
   } * open, *whole;
   struct {
     int64_t number, group; /* 0: no union is open */
     size_t start[2], end[2];
   } overlay;
   size_t smem_top[2]; /* of what this block alone reaches, of what others do, too */
+  size_t own_top;     /* of what each thread has for itself */
   uint32_t n_barriers;
 };
 
@@ -274,6 +275,25 @@ static void set_dims(compiler *c, pm_opid op, access *mem, const pm_view *view) 
 }
 
 /* The use of a ref or barrier by the op whose instruction comes next; NULL on failure. */
+static const indexing *make_indexing(compiler *c, pm_opid op) {
+  const pm_graph *g = c->g;
+  const pm_op *o = pm_get(g, op);
+  uint32_t n = 0;
+  const int64_t *dims = pm_is_masked(o->code) ? pm_attr_list(g, op, PM_ATTR_DIMS, &n) : NULL;
+  if (!n) return NULL;
+  const int64_t kind = o->code == PM_OP_ATOMIC ? *pm_attr(g, op, PM_ATTR_ATOMIC) : 0;
+  const uint32_t first = pm_n_beside(o->code, kind);
+  const pm_type *shape = pm_typeof(g, pm_in(g, op, first));
+  indexing *by = PM_NEW(&c->m->arena, indexing, 1);
+  by->rank = shape->rank;
+  by->size = pm_type_size(shape);
+  memcpy(by->dim, shape->dim, sizeof by->dim);
+  for (uint32_t d = 0; d < n; d++) by->from[d] = (int8_t)dims[d];
+  for (uint32_t k = first; k < o->n_in; k++)
+    use_outside(c, &by->slot[by->n++], full(c, pm_in(g, op, k)));
+  return by;
+}
+
 static const access *make_access(compiler *c, pm_opid op, pm_val ref) {
   pm_view view;
   pm_code code = pm_view_of(c->g, ref, false, &view, c->err);
@@ -285,6 +305,7 @@ static const access *make_access(compiler *c, pm_opid op, pm_val ref) {
   access *mem = PM_NEW(&c->m->arena, access, 1);
   const pm_type *base = pm_typeof(c->g, view.base);
   mem->name = ref_name(c, &view);
+  mem->by = make_indexing(c, op);
   mem->kind = base->kind;
   mem->space = view.space;
   mem->dtype = view.dtype;
@@ -300,6 +321,7 @@ static const access *make_access(compiler *c, pm_opid op, pm_val ref) {
     use_outside(c, &mem->base, c->slot[view.base]);
   } else {
     mem->base = c->alloc[view.base];
+    mem->apart = c->apart[view.base];
   }
   if (view.cluster_val) {
     mem->cluster_dim = (uint8_t)view.cluster_dim;
@@ -408,6 +430,7 @@ void pm_vm_encode_plain(compiler *c, pm_opid op, const handler *h) {
   for (uint32_t k = 0; k < o->n_in; k++) {
     pm_val v = pm_in(g, op, k);
     const pm_type *t = pm_typeof(g, v);
+    if (i.mem && i.mem->by && k >= o->n_in - i.mem->by->n) break;
     if (t->kind == PM_ARRAY) {
       *slots[n_slots++] = use(c, full(c, v));
       i.n = (uint32_t)pm_type_size(t);
@@ -637,14 +660,14 @@ void pm_vm_encode_print(compiler *c, pm_opid op, const handler *h) {
 
 /* ---- allocations and scopes ----------------------------------------------------------------- */
 
-/* What other blocks reach lies behind all else, as a block that runs ahead fills it. */
-enum { SHARED_SMEM = 256 << 10 };
+/* What other blocks reach lies behind what only this one does, as a block that runs ahead fills it;
+ * behind that what each thread has for itself, where nothing overlaps. */
+enum { SHARED_SMEM = 256 << 10, OWN_SMEM = 512 << 10 };
 /* Blocks that run at once: as many as memory allows, but not fewer than a GPU runs. */
 enum { FEW_BLOCKS = 132, MOST_BLOCKS = 1024, MOST_MEMORY = 1 << 28 };
 
 /* What other blocks reach has contents and phases before this block enters its scope, and after. */
 static struct open_scope *scope_for(compiler *c, pm_val v) {
-  c->open->has_memory = true;
   return c->shared[v] ? c->whole : c->open;
 }
 
@@ -703,16 +726,19 @@ static void alloc_smem(compiler *c, pm_val v, const pm_type *t) {
   struct open_scope *o = scope_for(c, v);
   enter_union(c, pm_value_of(c->g, v)->def);
   scope *s = o->scope;
-  size_t *top = &c->smem_top[c->shared[v]];
+  const bool own = c->m->n_threads > 1 && !s->collective;
+  const size_t bytes = (size_t)pm_round_up((int64_t)bytes_of(t), 64);
+  size_t *top = own ? &c->own_top : &c->smem_top[c->shared[v]];
   size_t at = (size_t)pm_round_up((int64_t)*top, 64);
   c->alloc[v] = (uint32_t)at;
-  *top = at + bytes_of(t);
+  c->apart[v] = own ? (uint32_t)bytes : 0;
+  *top = at + (own ? bytes * c->m->n_threads : bytes_of(t));
   if (*top > c->m->smem_bytes) c->m->smem_bytes = *top;
   if (s->n_smem == o->smem_cap) {
     s->smem =
         pm_vec_grow(&c->m->arena, s->smem, s->n_smem, &o->smem_cap, sizeof *s->smem, s->n_smem + 1);
   }
-  s->smem[s->n_smem++] = (struct smem_alloc){(uint32_t)at, t->dtype, pm_type_size(t)};
+  s->smem[s->n_smem++] = (struct smem_alloc){(uint32_t)at, c->apart[v], t->dtype, pm_type_size(t)};
 }
 
 static void set_groups(compiler *c, pm_opid op, barrier_info *info) {
@@ -756,7 +782,6 @@ static void alloc_semaphore(compiler *c, pm_val v, const pm_type *t) {
   scope *s = o->scope;
   const uint32_t name = pm_value_of(c->g, v)->name, n = (uint32_t)pm_type_size(t);
   const char *text = name ? c->g->strings.at[name] : "semaphore";
-  o->has_memory = true;
   if (s->n_sems == o->sem_cap) {
     s->sems =
         pm_vec_grow(&c->m->arena, s->sems, s->n_sems, &o->sem_cap, sizeof *s->sems, s->n_sems + 1);
@@ -805,12 +830,11 @@ static scope *open_scope(compiler *c, bool collective) {
 
 static void close_scope(compiler *c, pm_opid op) {
   struct open_scope *o = c->open;
-  const scope *s = o->scope;
-  if (c->m->n_threads > 1 && !s->collective && o->has_memory) {
-    fail(
-        c, op, PM_E_NOT_IMPLEMENTED,
-        "SMEM and barriers of a kernel with several threads must be allocated in a scope of all of "
-        "them; give run_scoped collective_axes=<the thread axis>");
+  const bool shared = o->scope->n_bars || o->scope->n_sems;
+  if (c->m->n_threads > 1 && !o->scope->collective && shared) {
+    fail(c, op, PM_E_NOT_IMPLEMENTED,
+         "barriers and semaphores of a kernel with several threads must be allocated in a scope of "
+         "all of them; give run_scoped collective_axes=<the thread axis>");
   }
   while (c->accs.n > o->first_acc) use(c, c->accs.at[--c->accs.n]);
   c->open = o->outer;
@@ -1130,6 +1154,8 @@ static pm_code compile(void *ctx, pm_err *err) {
   c->shared = PM_NEW(c->temp, bool, g->values.n + 1);
   pm_walk((pm_graph *)g, 1, note_shared, c);
   c->smem_top[1] = SHARED_SMEM;
+  c->own_top = OWN_SMEM;
+  c->apart = PM_NEW(c->temp, uint32_t, g->values.n + 1);
   m->image_bytes = 64; /* offset 0 is no slot */
   new_storage(c, 0);
   copy_places(c);

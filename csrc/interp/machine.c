@@ -404,9 +404,12 @@ static step exec_pass_turn(pm_machine *m, thread *t, const instr *i) {
 
 /* ---- scopes ------------------------------------------------------------------------------- */
 
-static void init_scope(pm_machine *m, block *b, const scope *s) {
+/* `number`: of the thread that enters, for memory that each has for itself. */
+static void init_scope(pm_machine *m, block *b, const scope *s, uint32_t number) {
   for (uint32_t k = 0; k < s->n_smem; k++) {
-    pm_interp_fill(s->smem[k].dtype, m->options.zero_fill, b->smem + s->smem[k].at, s->smem[k].n);
+    const struct smem_alloc *x = &s->smem[k];
+    pm_interp_fill(x->dtype, m->options.zero_fill, b->smem + x->at + (size_t)x->apart * number,
+                   x->n);
   }
   for (uint32_t k = 0; k < s->n_bars; k++) {
     const barrier_info *info = &m->bars[s->bars[k]];
@@ -461,7 +464,7 @@ static step exec_enter(pm_machine *m, thread *t, const instr *i) {
   block *b = t->block;
   const scope *s = i->scope;
   if (!s->collective || m->n_threads == 1) {
-    if (s->n_smem || s->n_bars || s->n_sems) init_scope(m, b, s);
+    if (s->n_smem || s->n_bars || s->n_sems) init_scope(m, b, s, t->index);
     return STEP_NEXT;
   }
   if (b->n_entering && b->entering != s) {
@@ -474,7 +477,7 @@ static step exec_enter(pm_machine *m, thread *t, const instr *i) {
   b->entering = s;
   if (++b->n_entering < m->n_threads) return pm_vm_block_on(m, t, THREAD_AT_SCOPE);
   b->n_entering = 0;
-  init_scope(m, b, s);
+  init_scope(m, b, s, 0);
   wake(m, b, THREAD_AT_SCOPE, NULL);
   return STEP_PAUSE;
 }
@@ -815,7 +818,7 @@ static void begin_cluster(pm_machine *m, cluster *c) {
     b->n_entering = b->n_done = b->turn = 0;
     b->turn_taken = false;
     memset(b->n_parts, 0, m->n_shared_copies * m->n_threads * sizeof *b->n_parts);
-    init_scope(m, b, m->scopes[0]);
+    init_scope(m, b, m->scopes[0], 0);
   }
   for (uint32_t k = m->open_copies.n; k-- > 0;) {
     if (m->open_copies.at[k].cluster == c) {

@@ -3,6 +3,8 @@
  * An element whose mask is false is neither touched nor looked for: it may lie outside. One whose
  * mask is true must lie inside of the view and of all that it was cut from. Other agents see all of
  * an instruction or nothing of it. */
+#include <inttypes.h>
+
 #include "vm.h"
 
 /* An instruction's elements in order. */
@@ -14,11 +16,26 @@ typedef struct walker {
 
 static bool next(walker *w) {
   const access *mem = w->s->mem;
-  for (uint32_t d = mem->rank; d-- > 0;) {
-    if (++w->index[d] < mem->dim[d]) break;
+  const indexing *by = mem->by;
+  const int64_t *dim = by ? by->dim : mem->dim;
+  for (uint32_t d = by ? by->rank : mem->rank; d-- > 0;) {
+    if (++w->index[d] < dim[d]) break;
     w->index[d] = 0;
   }
-  return ++w->k < mem->n;
+  return ++w->k < (by ? by->size : mem->n);
+}
+
+/* Where array indices put the element in the view; the dimension that has none such, -1: all do. */
+static int indexed(thread *t, const walker *w, int64_t *out) {
+  const access *mem = w->s->mem;
+  int outside = -1;
+  for (int d = mem->rank - 1; d >= 0; d--) {
+    const int from = mem->by->from[d];
+    out[d] = w->index[from < 0 ? 0 : from];
+    if (from < 0) out[d] = ((const int32_t *)slot_of(t, mem->by->slot[-1 - from]))[w->k];
+    if (out[d] < 0 || out[d] >= mem->dim[d]) outside = d;
+  }
+  return outside;
 }
 
 /* Of the operand in `slot`, the n-th behind the ref. */
@@ -26,10 +43,23 @@ static char *operand(thread *t, const walker *w, uint32_t slot, uint32_t n, size
   return (char *)slot_of(t, slot) + (w->i->to >> n & 1 ? 0 : (size_t)w->k * bytes);
 }
 
-static char *place_of(const walker *w) {
+static char *place_of(thread *t, const walker *w) {
   const access *mem = w->s->mem;
+  int64_t at[PM_MAX_RANK];
+  if (mem->by) return indexed(t, w, at) < 0 ? pm_vm_element(w->s, true, at) : NULL;
   if (w->s->inside && mem->contiguous) return w->s->at + w->k * mem->bytes;
   return pm_vm_element(w->s, true, w->index);
+}
+
+static step outside(pm_machine *m, thread *t, const walker *w, const char *what) {
+  const access *mem = w->s->mem;
+  int64_t at[PM_MAX_RANK];
+  const int d = w->s->base && mem->by ? indexed(t, w, at) : -1;
+  if (d < 0) return pm_vm_outside(m, t, w->i->op, w->s, what);
+  return pm_vm_fail(m, t, w->i->op, PM_E_INDEX,
+                    "%s out of bounds: index %" PRId64 " of an array of indices, for dimension %d "
+                    "of %s'%s', which has size %" PRId64,
+                    what, at[d], d, mem->n_steps ? "a view of " : "", mem->name, mem->dim[d]);
 }
 
 static bool is_true(thread *t, const walker *w, uint32_t slot, uint32_t n) {
@@ -48,9 +78,9 @@ static step exec_masked_load(pm_machine *m, thread *t, const instr *i) {
       memcpy(x, operand(t, &w, i->b, 1, bytes), bytes);
       continue;
     }
-    const char *at = s.base ? place_of(&w) : NULL;
+    const char *at = s.base ? place_of(t, &w) : NULL;
     if (!at && (m->options.oob_raise || !s.base))
-      return pm_vm_outside(m, t, i->op, &s, "masked load");
+      return outside(m, t, &w, i->mem->by ? "load" : "masked load");
     if (at) {
       memcpy(x, at, bytes);
     } else {
@@ -67,8 +97,8 @@ static step exec_masked_store(pm_machine *m, thread *t, const instr *i) {
   const size_t bytes = i->mem->bytes;
   do {
     if (!is_true(t, &w, i->b, 1)) continue;
-    char *at = s.base ? place_of(&w) : NULL;
-    if (!at) return pm_vm_outside(m, t, i->op, &s, "masked store");
+    char *at = s.base ? place_of(t, &w) : NULL;
+    if (!at) return outside(m, t, &w, i->mem->by ? "store" : "masked store");
     memcpy(at, operand(t, &w, i->a, 0, bytes), bytes);
   } while (next(&w));
   return STEP_PAUSE;
@@ -119,8 +149,8 @@ static step exec_atomic(pm_machine *m, thread *t, const instr *i) {
     char *x = old + (size_t)w.k * bytes;
     memset(x, 0, bytes);
     if (!is_true(t, &w, i->b, 1)) continue;
-    char *at = s.base ? place_of(&w) : NULL;
-    if (!at) return pm_vm_outside(m, t, i->op, &s, "atomic");
+    char *at = s.base ? place_of(t, &w) : NULL;
+    if (!at) return outside(m, t, &w, "atomic");
     memcpy(x, at, bytes);
     const char *compare = i->flags == PM_ATOMIC_CAS ? operand(t, &w, i->c, 2, bytes) : NULL;
     pm_vm_combine(i->mem->dtype, i->flags, at, operand(t, &w, i->a, 0, bytes), compare);

@@ -42,7 +42,8 @@ static char *base_of(pm_machine *m, thread *t, const access *mem) {
   if (mem->space == PM_GMEM) return m->buffers[mem->base];
   const block *b = t->block;
   if (mem->cluster_slot) b = peer(m, b, mem->cluster_dim, slot_i32(t, mem->cluster_slot));
-  return b ? b->smem + mem->base : NULL;
+  const uint32_t number = (t->of ? t->of : t)->index;
+  return b ? b->smem + mem->base + (size_t)mem->apart * number : NULL;
 }
 
 static bool passes(const start_check *c, const int32_t *starts) {

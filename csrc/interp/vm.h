@@ -78,13 +78,23 @@ typedef struct start_check {
   uint16_t step, dim;
 } start_check;
 
+/* Array indices of a masked access. */
+typedef struct indexing {
+  uint8_t rank, n;
+  int64_t size, dim[PM_MAX_RANK]; /* of the access */
+  int8_t from[PM_MAX_RANK];       /* by dimension of the view: DIMS */
+  uint32_t slot[PM_MAX_RANK];
+} indexing;
+
 typedef struct access {
   const char *name;
+  const indexing *by; /* NULL: none */
   uint8_t kind, space, dtype, bytes; /* kind: enum pm_kind; PM_ARRAY: a slot of the frame */
   uint8_t rank, base_rank, n_loops;
   bool contiguous;
   uint32_t
       base; /* GMEM: kernel argument; SMEM: byte in the block; REGS: slot; barriers: first one */
+  uint32_t apart;        /* SMEM that each thread has for itself: bytes from one's to the next's */
   uint32_t cluster_slot; /* of the coordinate on cluster_dim of the block meant, 0: its own */
   uint8_t cluster_dim;
   int64_t n; /* elements */
@@ -117,7 +127,7 @@ typedef struct scope {
   uint32_t index;
   uint32_t n_smem, n_bars;
   struct smem_alloc {
-    uint32_t at;
+    uint32_t at, apart;
     uint8_t dtype;
     int64_t n;
   } * smem;

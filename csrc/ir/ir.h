@@ -78,7 +78,7 @@ typedef enum pm_opcode {
   PM_OP_COUNT
 } pm_opcode;
 
-#define PM_MAX_ATTRS 6
+#define PM_MAX_ATTRS 7
 #define PM_VARIABLE 255
 typedef struct pm_op_info {
   const char *text, *in, *doc;
@@ -238,6 +238,17 @@ static inline bool pm_makes_view(int code) {
 }
 /* Elements along K that one instruction of the tensor cores multiplies: 32 bytes of a row. */
 static inline int64_t pm_product_step(pm_dtype t) { return 256 / pm_dtypes[t].bits; }
+/* Operands of a MASKED_LOAD, MASKED_STORE or ATOMIC in front of its array indices.
+ *
+ * With such indices DIMS has a number for each dimension of the ref: the dimension of the access
+ * that it goes along, or -1 - k: the k-th index, an int32 array in the shape of the access, says
+ * where each element is. Empty: no indices, the access is the ref. */
+static inline uint32_t pm_n_beside(uint16_t code, int64_t atomic) {
+  return code == PM_OP_ATOMIC && atomic == PM_ATOMIC_CAS ? 4 : 3;
+}
+static inline bool pm_is_masked(int code) {
+  return code == PM_OP_MASKED_LOAD || code == PM_OP_MASKED_STORE || code == PM_OP_ATOMIC;
+}
 /* Elements of a dimension from the first to the last of a slice, both included. `strides`: the list
  * of an INDEX, n of them. */
 static inline int64_t pm_slice_extent(int64_t size, const int64_t *strides, uint32_t n,

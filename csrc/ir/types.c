@@ -772,12 +772,44 @@ static pm_code pm_type_store(const pm_typing *t, pm_type *out) {
   return PM_OK;
 }
 
-/* Operand k goes with the elements of the ref: its shape or rank 0. */
+/* What a masked op accesses: the shape of the ref or of the array indices. */
+static pm_code accessed(const pm_typing *t, pm_type *out) {
+  uint32_t n;
+  const int64_t *dims = list_of(t, PM_ATTR_DIMS, &n);
+  const uint32_t first = pm_n_beside(t->code, word(t, PM_ATTR_ATOMIC));
+  const pm_type *ref = type_in(t, 0);
+  *out = *ref;
+  out->kind = PM_ARRAY;
+  out->space = PM_REGS;
+  if (t->n_in < first || (t->n_in > first) != (n > 0) || (n && n != ref->rank)) {
+    FAIL(INTERNAL, "%s: %u operands and %u dims", name(t), t->n_in, n);
+  }
+  if (!n) return PM_OK;
+  const pm_type *shape = type_in(t, first);
+  out->rank = shape->rank;
+  memcpy(out->dim, shape->dim, sizeof out->dim);
+  for (uint32_t k = first; k < t->n_in; k++) {
+    if (type_in(t, k)->dtype != PM_I32 || !same_shape(shape, type_in(t, k))) {
+      FAIL(INTERNAL, "%s: index %u is %s", name(t), k - first, show_in(t, k));
+    }
+  }
+  for (uint32_t d = 0; d < n; d++) {
+    const bool along = dims[d] >= 0 && dims[d] < out->rank && out->dim[dims[d]] == ref->dim[d];
+    const bool by_index = dims[d] < 0 && -1 - dims[d] < t->n_in - first;
+    if (!along && !by_index) FAIL(INTERNAL, "%s: dimension %u of the ref", name(t), d);
+  }
+  return PM_OK;
+}
+
+/* Operand k goes with the elements accessed: their shape or rank 0. */
 static pm_code beside_ref(const pm_typing *t, uint32_t k, const char *what) {
-  const pm_type *ref = type_in(t, 0), *x = type_in(t, k);
-  if (!x->rank || same_shape(ref, x)) return PM_OK;
+  const pm_type *x = type_in(t, k);
+  pm_type shape;
+  pm_code rc = accessed(t, &shape);
+  if (rc) return rc;
+  if (!x->rank || same_shape(&shape, x)) return PM_OK;
   FAIL(VALUE, "%s: %s has shape %s, the ref %s; they must be equal", name(t), what,
-       show_shape(t, x), show_shape(t, ref));
+       show_shape(t, x), show_shape(t, &shape));
 }
 
 static pm_code like_ref(const pm_typing *t, uint32_t k, const char *what) {
@@ -799,7 +831,7 @@ static pm_code is_mask(const pm_typing *t, uint32_t k) {
 static pm_code pm_type_masked_load(const pm_typing *t, pm_type *out) {
   pm_code rc = is_mask(t, 1);
   if (!rc) rc = like_ref(t, 2, "other");
-  return rc ? rc : pm_type_load(t, out);
+  return rc ? rc : accessed(t, out);
 }
 
 static pm_code pm_type_masked_store(const pm_typing *t, pm_type *out) {
@@ -827,13 +859,10 @@ static pm_code pm_type_atomic(const pm_typing *t, pm_type *out) {
          "float32, add, max and min on float16 and bfloat16",
          what, pm_dtypes[d].text);
   }
-  if ((kind == PM_ATOMIC_CAS) != (t->n_in == 4)) {
-    FAIL(INTERNAL, "atomic_%s: %u operands", what, t->n_in);
-  }
   pm_code rc = like_ref(t, 1, "the value");
   if (!rc) rc = is_mask(t, 2);
-  if (!rc && t->n_in == 4) rc = like_ref(t, 3, "the value to compare with");
-  return rc ? rc : pm_type_load(t, out);
+  if (!rc && kind == PM_ATOMIC_CAS) rc = like_ref(t, 3, "the value to compare with");
+  return rc ? rc : accessed(t, out);
 }
 
 static pm_code single_barrier(const pm_typing *t, uint32_t k) {

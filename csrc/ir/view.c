@@ -445,6 +445,33 @@ pm_code pm_view_of(const pm_graph *g, pm_val ref, bool physical, pm_view *out, p
   return code;
 }
 
+pm_code pm_view_of_access(const pm_graph *g, pm_opid op, bool physical, pm_view *out,
+                          pm_err *err) {
+  const pm_op *o = pm_get(g, op);
+  uint32_t n = 0;
+  pm_code rc = pm_view_of(g, pm_in(g, op, 0), physical, out, err);
+  if (rc) return rc;
+  const int64_t *dims = pm_is_masked(o->code) ? pm_attr_list(g, op, PM_ATTR_DIMS, &n) : NULL;
+  if (!n) return PM_OK;
+  const int64_t kind = o->code == PM_OP_ATOMIC ? *pm_attr(g, op, PM_ATTR_ATOMIC) : 0;
+  const uint32_t first = pm_n_beside(o->code, kind);
+  const pm_type *shape = pm_typeof(g, pm_in(g, op, first));
+  pm_view_dim along[PM_MAX_RANK];
+  memset(along, 0, sizeof along);
+  for (int k = 0; k < shape->rank; k++) along[k].size = shape->dim[k];
+  for (uint32_t d = 0; d < n; d++) {
+    if (dims[d] >= 0) {
+      along[dims[d]] = out->dim[d];
+      continue;
+    }
+    out->index[out->n_index].val = pm_in(g, op, first + (uint32_t)(-1 - dims[d]));
+    out->index[out->n_index++].dim = out->dim[d];
+  }
+  memcpy(out->dim, along, sizeof along);
+  out->rank = shape->rank;
+  return PM_OK;
+}
+
 /* ---- what can be proved ---------------------------------------------------------------------- */
 
 int64_t pm_view_divisor(const pm_graph *g, const pm_view *v) {

@@ -47,6 +47,13 @@ typedef struct pm_view {
    * cluster_val and whose others are the caller's. 0 (and dim -1): the block's own. */
   pm_val cluster_val;
   int8_t cluster_dim;
+  /* An access by array indices: the element also lies at(dim, its index) for each of them. Then the
+   * view's own dims are those of the access; one that no dim of the ref goes along has stride 0. */
+  uint8_t n_index;
+  struct {
+    pm_val val;
+    pm_view_dim dim;
+  } index[PM_MAX_RANK];
   int64_t offset; /* static part, elements */
   uint32_t n_terms;
   pm_term term[PM_MAX_TERMS]; /* dynamic part: offset += val / div * mul */
@@ -72,6 +79,8 @@ static inline int64_t pm_view_extent(const pm_view_dim *d) { return (d->size - 1
  * checks before inference). Errors are those of api/plgpu.md 4.4 (slices not aligned to tiles ...).
  */
 pm_code pm_view_of(const pm_graph *g, pm_val ref, bool physical, pm_view *out, pm_err *err);
+/* Of the ref of an op, with its array indices if it is a masked one. */
+pm_code pm_view_of_access(const pm_graph *g, pm_opid op, bool physical, pm_view *out, pm_err *err);
 /* The value at the root of the chain of views: a kernel argument or the result of an allocation. */
 pm_val pm_view_base(const pm_graph *g, pm_val ref);
 /* The CLUSTER_REF in the chain of views; 0: none, the memory is the block's own. */

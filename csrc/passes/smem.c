@@ -1,12 +1,14 @@
 /* Where everything in shared memory lies.
  *
- *   [remote allocations][others][scratch of reductions and conversions][mbarriers, semaphores]
+ *   [remote allocations][others][own ones][scratch of reductions and conversions]
+ *   [mbarriers, semaphores]
  *
  * Allocations are a stack that follows the nesting of regions: an allocation takes the next
  * multiple of 1024 bytes, the end of a region gives back what was taken in it. So sibling scopes
  * overlap, nested ones add, and the deepest point is the size. The groups of a union begin at one
  * place, and what follows it begins behind the largest. (In a kernel of several Pallas
- * threads all of them enter a scope together, behind a barrier of the block.) What
+ * threads all of them enter a scope together, behind a barrier of the block.) A scope that a thread
+ * enters alone has its own part for each thread, and a stack of its own in it. What
  * other blocks of the cluster reach has a stack of its own: a block that runs ahead fills its
  * peers' memory while they may still be in the scope before. The stacks as they were at the deepest
  * point are kept for the message of a kernel that is too large. Scratch is as large as the op that
@@ -25,6 +27,7 @@ typedef struct plan {
   pm_code code;
   int64_t top[2], deepest[2]; /* of the stacks: others, remote */
   int64_t most;               /* of their sum */
+  int64_t own_top, own_deepest; /* of the stack that each thread has for itself */
   struct {
     int64_t number, group; /* 0: no union is open */
     int64_t start[2], end[2];
@@ -77,18 +80,32 @@ static void enter_union(plan *p, pm_opid alloc) {
   p->overlay.group = u[1];
 }
 
+/* Of one thread alone; false: there is no such thing. */
+static bool place_own(plan *p, pm_opid op) {
+  pm_graph *g = p->g;
+  uint32_t n;
+  if (pm_get(g, op)->code != PM_OP_ALLOC_SMEM || p->remote[pm_get(g, op)->out]) return false;
+  pm_attr_list(g, op, PM_ATTR_UNION, &n);
+  if (n) return false;
+  *pm_attr(g, op, PM_ATTR_OFFSET) = p->own_top;
+  p->own_top = pm_min(p->own_top + pm_round_up(alloc_bytes(g, op), SMEM_ALIGN), INT64_MAX / 64);
+  p->own_deepest = pm_max(p->own_deepest, p->own_top);
+  return true;
+}
+
 static void place_alloc(plan *p, pm_opid op) {
   pm_graph *g = p->g;
   const bool memory = pm_get(g, op)->code == PM_OP_ALLOC_SMEM;
-  if (g->n_threads > 1 && is_private(g, op)) {
+  const bool own = g->n_threads > 1 && is_private(g, op);
+  if (own && !place_own(p, op)) {
     p->code =
         pm_fail(p->err, PM_E_NOT_IMPLEMENTED,
                 "Only thread-collective allocations of %s are available in a kernel with several "
                 "threads: pass the name of the thread axis as collective_axes to run_scoped",
                 memory ? "SMEM" : "barriers and semaphores");
     pm_err_op(p->err, g, op);
-    return;
   }
+  if (own) return;
   if (!memory) {
     const bool barrier = pm_get(g, op)->code == PM_OP_ALLOC_BARRIER;
     const int64_t n = pm_type_size(pm_typeof(g, pm_get(g, op)->out));
@@ -113,7 +130,7 @@ static void place_alloc(plan *p, pm_opid op) {
 
 static void place_block(plan *p, pm_blk block) {
   pm_graph *g = p->g;
-  const int64_t top[2] = {p->top[0], p->top[1]};
+  const int64_t top[2] = {p->top[0], p->top[1]}, own_top = p->own_top;
   const uint32_t live = p->live.n;
   for (uint32_t k = 0; k < g->blocks.at[block].ops.n && !p->code; k++) {
     const pm_opid op = g->blocks.at[block].ops.at[k];
@@ -144,6 +161,7 @@ static void place_block(plan *p, pm_blk block) {
   }
   p->overlay.number = 0;
   memcpy(p->top, top, sizeof top);
+  p->own_top = own_top;
   p->live.n = live;
 }
 
@@ -163,6 +181,9 @@ static void move(pm_graph *g, pm_opid op, void *ctx) {
   const pm_op *o = pm_get(g, op);
   if (o->code == PM_OP_ALLOC_BARRIER || o->code == PM_OP_ALLOC_SEMAPHORE) {
     *pm_attr(g, op, PM_ATTR_OFFSET) += g->scratch_offset + g->scratch_bytes;
+  } else if (o->code == PM_OP_ALLOC_SMEM && g->n_threads > 1 && is_private(g, op)) {
+    *pm_attr(g, op, PM_ATTR_OFFSET) += p->deepest[0] + p->deepest[1];
+    *pm_attr(g, op, PM_ATTR_APART) = p->own_deepest;
   } else if (o->code == PM_OP_ALLOC_SMEM && !p->remote[o->out]) {
     *pm_attr(g, op, PM_ATTR_OFFSET) += p->deepest[1];
   }
@@ -184,6 +205,10 @@ static pm_code too_large(plan *p, int64_t limit) {
             pm_get(g, op)->line);
   }
   if (n > MAX_ROWS) pm_putf(&t, "  ... and %u more\n", n - MAX_ROWS);
+  if (p->own_deepest) {
+    pm_putf(&t, "  %12lld  (what %u threads have for themselves: operands of products)\n",
+            (long long)(p->own_deepest * g->n_threads), g->n_threads);
+  }
   if (g->scratch_bytes) {
     pm_putf(&t, "  %12lld  (scratch of reductions and layout conversions)\n",
             (long long)g->scratch_bytes);
@@ -203,7 +228,7 @@ pm_code pm_plan_smem(pm_graph *g, const pm_target *t, pm_err *err) {
   pm_walk(g, 1, find_remote, &p);
   place_block(&p, 1);
   if (p.code) return p.code;
-  g->scratch_offset = p.deepest[0] + p.deepest[1];
+  g->scratch_offset = p.deepest[0] + p.deepest[1] + p.own_deepest * g->n_threads;
   g->scratch_bytes = pm_round_up(p.scratch, SCRATCH_ALIGN) * g->n_threads;
   g->smem_bytes = g->scratch_offset + g->scratch_bytes + p.barriers;
   if (g->smem_bytes > t->smem_limit) return too_large(&p, t->smem_limit);

@@ -426,10 +426,29 @@ static Py_ssize_t array_length(PyObject *self) {
 
 static PyObject *array_iter(PyObject *self) {
   const pmpy_traced *x = self_of(self);
+  enum { MOST = 1024 };
   if (!x->type.rank) return pmpy_fail(PM_E_TYPE, "iteration over a 0-d array");
-  return pmpy_fail(PM_E_NOT_IMPLEMENTED,
-                   "iteration over a traced array (%s): index the ref with a loop variable instead",
-                   pmpy_type_text(&x->type));
+  const int64_t n = x->type.dim[0];
+  if (n > MOST) {
+    return pmpy_fail(PM_E_NOT_IMPLEMENTED,
+                     "iteration over a traced array (%s) makes code for each of its rows, at most "
+                     "%d; use pl.loop and index the ref",
+                     pmpy_type_text(&x->type), MOST);
+  }
+  PyObject *rows = PyTuple_New((Py_ssize_t)n);
+  for (int64_t k = 0; rows && k < n; k++) {
+    PyObject *index = PyLong_FromLongLong(k);
+    PyObject *row = index ? PyObject_GetItem(self, index) : NULL;
+    Py_XDECREF(index);
+    if (row) {
+      PyTuple_SET_ITEM(rows, (Py_ssize_t)k, row);
+    } else {
+      Py_CLEAR(rows);
+    }
+  }
+  PyObject *iter = rows ? PyObject_GetIter(rows) : NULL;
+  Py_XDECREF(rows);
+  return iter;
 }
 
 static int array_assign(PyObject *self, PyObject *idx, PyObject *value) {

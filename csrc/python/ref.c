@@ -301,7 +301,28 @@ static pm_val view_of(pmpy_trace *t, const pmpy_traced *r, PyObject *idx, pm_typ
   return v;
 }
 
+/* Array indices: what they name is no view of a few strides. It is an object of _indexed.py; NULL
+ * with no error where all indices are plain. */
+static PyObject *by_arrays(PyObject *self, PyObject *idx) {
+  const pm_type *type = &self_of(self)->type;
+  const bool tuple = PyTuple_Check(idx);
+  const Py_ssize_t n = tuple ? PyTuple_GET_SIZE(idx) : 1;
+  bool found = false;
+  if (type->kind != PM_REF || type->space == PM_REGS) return NULL;
+  for (Py_ssize_t k = 0; k < n; k++) {
+    PyObject *o = tuple ? PyTuple_GET_ITEM(idx, k) : idx;
+    found |= PMPY_IS_ARRAY(o) ? self_of(o)->type.rank > 0 : is_array_index(o);
+  }
+  if (!found) return NULL;
+  PyObject *module = PyImport_ImportModule("pallas_mgpu._indexed");
+  PyObject *out = module ? PyObject_CallMethod(module, "at", "OO", self, idx) : NULL;
+  Py_XDECREF(module);
+  return out;
+}
+
 static PyObject *at_index(PyObject *self, PyObject *idx) {
+  PyObject *indexed = by_arrays(self, idx);
+  if (indexed || PyErr_Occurred()) return indexed;
   pmpy_trace *t = begin_ref("index", self);
   pm_type type;
   pm_val v = t ? view_of(t, self_of(self), idx, &type) : 0;
@@ -392,6 +413,12 @@ static PyObject *ref_subscript(PyObject *self, PyObject *idx) {
     Py_DECREF(all);
     return part;
   }
+  PyObject *indexed = by_arrays(self, idx);
+  if (indexed || PyErr_Occurred()) {
+    PyObject *out = indexed ? PyObject_GetItem(indexed, Py_Ellipsis) : NULL;
+    Py_XDECREF(indexed);
+    return out;
+  }
   pm_val v = view_of(t, r, idx, &type);
   if (v) v = load_view(t, v, 0, true);
   return v ? pmpy_traced_new(t, v, false) : NULL;
@@ -467,6 +494,12 @@ static int ref_assign(PyObject *self, PyObject *idx, PyObject *value) {
   pm_type type;
   if (!t || !can_access(r)) return -1;
   if (r->type.space == PM_REGS) return acc_store(t, r, idx, value);
+  PyObject *indexed = by_arrays(self, idx);
+  if (indexed || PyErr_Occurred()) {
+    const int rc = indexed ? PyObject_SetItem(indexed, Py_Ellipsis, value) : -1;
+    Py_XDECREF(indexed);
+    return rc;
+  }
   pm_val view = view_of(t, r, idx, &type);
   return view ? store_view(t, view, &type, value) : -1;
 }
@@ -788,44 +821,95 @@ static pm_val mask_value(pmpy_trace *t, PyObject *o) {
   return pmpy_arg_need(t, "mask", o, &x) ? 0 : pmpy_arg_as(t, &x, x.type.dtype);
 }
 
+/* An access under construction: operands in order, behind the others the array indices. */
+typedef struct masked_op {
+  pmpy_trace *t;
+  pm_type type; /* of what is accessed, with the ref's dtype */
+  pm_val in[5 + PM_MAX_RANK];
+  uint32_t n;
+  int64_t dims[PM_MAX_RANK], kind;
+  uint32_t n_dims;
+  pm_val index[PM_MAX_RANK];
+  uint32_t n_index;
+} masked_op;
+
+/* `by`: nothing, or DIMS and the arrays. */
+static int begin_masked(masked_op *a, const char *what, PyObject *ref, PyObject *const *by,
+                        Py_ssize_t n) {
+  pmpy_arg x;
+  memset(a, 0, sizeof *a);
+  a->t = pmpy_begin(what, ref);
+  pmpy_traced *r = a->t ? need_ref(a->t, what, ref) : NULL;
+  if (!r || !in_memory(what, r)) return -1;
+  a->type = r->type;
+  a->in[a->n++] = r->val;
+  if (n < 2) return 0;
+  const int rank = pmpy_ints(by[0], what, a->dims, PM_MAX_RANK);
+  if (rank < 0 || n - 1 > PM_MAX_RANK) return -1;
+  a->n_dims = (uint32_t)rank;
+  for (Py_ssize_t k = 1; k < n; k++) {
+    if (pmpy_arg_need(a->t, what, by[k], &x) || !pmpy_arg_as(a->t, &x, PM_I32)) return -1;
+    a->index[a->n_index++] = x.val;
+    a->type.rank = x.type.rank;
+    memcpy(a->type.dim, x.type.dim, sizeof a->type.dim);
+  }
+  return 0;
+}
+
+static int add_operand(masked_op *a, pm_val v) {
+  a->in[a->n++] = v;
+  return v ? 0 : -1;
+}
+
+static pm_val end_masked(masked_op *a, pm_opcode code) {
+  const pm_attr_arg attrs[] = {{.id = PM_ATTR_DIMS, .list = a->dims, .n = a->n_dims},
+                               {.id = PM_ATTR_ATOMIC, .i = a->kind}};
+  for (uint32_t k = 0; k < a->n_index; k++) a->in[a->n++] = a->index[k];
+  return pmpy_emit(a->t, code, a->in, a->n, NULL, attrs, code == PM_OP_ATOMIC ? 2 : 1);
+}
+
 static PyObject *masked_load(PyObject *module, PyObject *const *args, Py_ssize_t n) {
   (void)module;
-  if (n != 3) return pmpy_fail(PM_E_TYPE, "masked_load: expected a ref, a mask and other");
-  pmpy_trace *t = pmpy_begin("load", args[0]);
-  pmpy_traced *r = t ? need_ref(t, "load", args[0]) : NULL;
-  if (!r || !in_memory("load with a mask", r)) return NULL;
-  pm_val in[3] = {r->val, mask_value(t, args[1]), 0};
-  if (in[1]) in[2] = filler(t, "load: other", &r->type, args[2]);
-  pm_val v = in[2] ? pmpy_emit(t, PM_OP_MASKED_LOAD, in, 3, NULL, NULL, 0) : 0;
-  return v ? pmpy_traced_new(t, v, false) : NULL;
+  masked_op a;
+  if (n < 3) return pmpy_fail(PM_E_TYPE, "masked_load: expected a ref, a mask and other");
+  if (begin_masked(&a, "load", args[0], args + 3, n - 3) ||
+      add_operand(&a, mask_value(a.t, args[1])) ||
+      add_operand(&a, filler(a.t, "load: other", &a.type, args[2]))) {
+    return NULL;
+  }
+  pm_val v = end_masked(&a, PM_OP_MASKED_LOAD);
+  return v ? pmpy_traced_new(a.t, v, false) : NULL;
 }
 
 static PyObject *masked_store(PyObject *module, PyObject *const *args, Py_ssize_t n) {
   (void)module;
-  if (n != 3) return pmpy_fail(PM_E_TYPE, "masked_store: expected a ref, a value and a mask");
-  pmpy_trace *t = pmpy_begin("store", args[0]);
-  pmpy_traced *r = t ? need_ref(t, "store", args[0]) : NULL;
-  if (!r || !in_memory("store with a mask", r)) return NULL;
-  pm_val in[3] = {r->val, stored_value(t, &r->type, args[1]), 0};
-  if (in[1]) in[2] = mask_value(t, args[2]);
-  if (!in[2] || !pmpy_emit(t, PM_OP_MASKED_STORE, in, 3, NULL, NULL, 0)) return NULL;
+  masked_op a;
+  if (n < 3) return pmpy_fail(PM_E_TYPE, "masked_store: expected a ref, a value and a mask");
+  if (begin_masked(&a, "store", args[0], args + 3, n - 3) ||
+      add_operand(&a, stored_value(a.t, &a.type, args[1])) ||
+      add_operand(&a, mask_value(a.t, args[2])) || !end_masked(&a, PM_OP_MASKED_STORE)) {
+    return NULL;
+  }
   Py_RETURN_NONE;
 }
 
 static PyObject *atomic(PyObject *module, PyObject *const *args, Py_ssize_t n) {
   (void)module;
-  const char *kind = n >= 4 && PyUnicode_Check(args[0]) ? PyUnicode_AsUTF8(args[0]) : NULL;
-  if (!kind || n > 5) return pmpy_fail(PM_E_TYPE, "atomic: expected kind, ref, value, mask");
-  pmpy_trace *t = pmpy_begin("atomic", args[1]);
-  pmpy_traced *r = t ? need_ref(t, "atomic", args[1]) : NULL;
-  pm_attr_arg attr = {.id = PM_ATTR_ATOMIC};
-  if (!r || !in_memory("atomic", r) || pmpy_enum_value(attr.id, kind, &attr.i)) return NULL;
-  pm_val in[4] = {r->val, filler(t, "atomic: the value", &r->type, args[2]), 0, 0};
-  if (in[1]) in[2] = mask_value(t, args[3]);
-  if (in[2] && n == 5) in[3] = filler(t, "atomic: the value to compare with", &r->type, args[4]);
-  if (!in[2] || (n == 5 && !in[3])) return NULL;
-  pm_val v = pmpy_emit(t, PM_OP_ATOMIC, in, (uint32_t)n - 1, NULL, &attr, 1);
-  return v ? pmpy_traced_new(t, v, false) : NULL;
+  masked_op a;
+  const char *kind = n >= 5 && PyUnicode_Check(args[0]) ? PyUnicode_AsUTF8(args[0]) : NULL;
+  if (!kind) return pmpy_fail(PM_E_TYPE, "atomic: expected kind, ref, value, mask, compare");
+  if (begin_masked(&a, "atomic", args[1], args + 5, n - 5) ||
+      pmpy_enum_value(PM_ATTR_ATOMIC, kind, &a.kind) ||
+      add_operand(&a, filler(a.t, "atomic: the value", &a.type, args[2])) ||
+      add_operand(&a, mask_value(a.t, args[3]))) {
+    return NULL;
+  }
+  if (a.kind == PM_ATOMIC_CAS &&
+      add_operand(&a, filler(a.t, "atomic: the value to compare with", &a.type, args[4]))) {
+    return NULL;
+  }
+  pm_val v = end_masked(&a, PM_OP_ATOMIC);
+  return v ? pmpy_traced_new(a.t, v, false) : NULL;
 }
 
 static PyObject *acc_load(PyObject *module, PyObject *const *args, Py_ssize_t n) {
@@ -1053,11 +1137,11 @@ PyMethodDef pmpy_ref_functions[] = {
     {"load", KEYWORDS(load), "load(ref, layout=None, optimized=True) -> Array"},
     {"store", (PyCFunction)(void (*)(void))store, METH_FASTCALL, "store(ref, value)"},
     {"masked_load", (PyCFunction)(void (*)(void))masked_load, METH_FASTCALL,
-     "masked_load(ref, mask, other) -> Array"},
+     "masked_load(ref, mask, other, *by) -> Array"},
     {"masked_store", (PyCFunction)(void (*)(void))masked_store, METH_FASTCALL,
-     "masked_store(ref, value, mask)"},
+     "masked_store(ref, value, mask, *by)"},
     {"atomic", (PyCFunction)(void (*)(void))atomic, METH_FASTCALL,
-     "atomic(kind, ref, value, mask, compare=none) -> Array of what was there"},
+     "atomic(kind, ref, value, mask, compare, *by) -> Array of what was there"},
     {"acc_load", (PyCFunction)(void (*)(void))acc_load, METH_FASTCALL,
      "acc_load(acc, wait_n=0) -> Array"},
     {"alloc_smem", KEYWORDS(alloc_smem),

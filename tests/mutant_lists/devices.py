@@ -267,7 +267,7 @@ breaks(
     ),
     padding_is_printed=(
         "const char *valid = pm_valid(e, l, stem, i);",
-        "const char *valid = NULL;",
+        "const char *valid = stem ? NULL : NULL;",
     ),
 )
 breaks(
@@ -748,7 +748,7 @@ MASKS, REFS, WARPS = "test_masks.py", "test_refs.py", "test_warps.py"
 breaks(
     f"{CUDA}/access.c",
     MASKS,
-    vectors_ask_their_first_element=("*parts = !mask_is_whole(a, mask);", "*parts = false;"),
+    vectors_ask_their_first_element=("*parts = !is_whole(a, mask, a->vec);", "*parts = false;"),
     masks_of_parts_are_forgotten=(
         'pm_line(e, "whole = whole && %s;", pm_at(e, mask, of_vector(a, "k")));',
         'pm_line(e, "whole = whole || %s;", pm_at(e, mask, of_vector(a, "k")));',
@@ -800,11 +800,12 @@ breaks(
 breaks(
     f"{PASSES}/sync.c",
     REFS,
+    f"{REFS}::test_groups_of_a_union_are_one_memory",
     MASKS,
     WARPS,
     groups_of_a_union_are_apart=(
         "if (n && other[0] == u[0]) return",
-        "if (n && other[0] < 0) return",
+        "if (n && other[0] == u[0] + 1) return",
     ),
     nobody_meets_behind_warps=("  if (!by_user) place_behind(p, block, k);\n}", "}"),
 )

@@ -378,15 +378,15 @@ breaks(
     f"{DOCUMENTS}::test_idiom_masks_and_row_statistics",
     *FUZZ,
     allocations_overlap=(
-        "pm_round_up(alloc_bytes(g, op), SMEM_ALIGN)",
-        "alloc_bytes(g, op) / SMEM_ALIGN * SMEM_ALIGN",
+        "p->top[r] + pm_round_up(alloc_bytes(g, op), SMEM_ALIGN)",
+        "p->top[r] + alloc_bytes(g, op) / SMEM_ALIGN * SMEM_ALIGN",
     ),
     live_scopes_overlap=(
         "place_block(p, pm_region(g, op, r));\n",
         "{\n      p->top = 0;\n      place_block(p, pm_region(g, op, r));\n    }\n",
     ),
     scratch_overlaps_allocations=(
-        "g->scratch_offset = p.deepest[0] + p.deepest[1];",
+        "g->scratch_offset = p.deepest[0] + p.deepest[1] + p.own_deepest * g->n_threads;",
         "g->scratch_offset = p.deepest[0];",
     ),
     others_overlap_what_peers_reach=(

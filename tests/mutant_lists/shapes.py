@@ -2,7 +2,7 @@
 
 from . import CUDA, DEVICE, PASSES, breaks
 
-MOVES, LAYOUTS = "test_shapes.py", "test_layouts.py"
+MOVES, LAYOUTS, INDEXED = "test_shapes.py", "test_layouts.py", "test_indexed.py"
 
 SWAPPED = (
     "const u32 w = __shfl_xor_sync(0xffffffffu, high ? %s, mask);\n"
@@ -29,6 +29,7 @@ breaks(
     f"{MOVES}::test_moves_in_loops_and_threads",
     f"{MOVES}::test_scans",
     f"{MOVES}::test_traced_indices",
+    f"{MOVES}::test_scatters_beyond_the_end",
     f"{LAYOUTS}::test_casts_between_any_two",
     result_is_taken_without_meeting=(
         "  const pm_val out = pm_get(e->g, op)->out;\n  pm_line(e, PM_LANES_SYNC);\n",
@@ -75,5 +76,44 @@ breaks(
     pieces_follow_without_a_start=(
         "for (uint32_t i = 0; i < k; i++) starts[dim] +=",
         "for (uint32_t i = 0; i < k; i++) starts[dim] =",
+    ),
+)
+breaks(
+    f"{CUDA}/access.c",
+    INDEXED,
+    indices_count_bytes_as_elements=(
+        "const int64_t scale = gmem ? 1 : pm_dtypes[v->dtype].bytes;\n    address",
+        "const int64_t scale = 1;\n    address",
+    ),
+    swizzles_are_split_before_indices=(
+        "!a->linear || a->v->n_index) return;",
+        "!a->linear) return;",
+    ),
+    indices_are_those_of_the_first_vector=(
+        '"p", of_vector(a, "0"))',
+        '"p", "0")',
+    ),
+    vectors_begin_at_any_index=("if (vd->inner % vec ||", "if (vd->inner < 0 ||"),
+)
+breaks(
+    "csrc/ir/view.c",
+    INDEXED,
+    dims_of_indexed_refs_keep_their_places=(
+        "along[dims[d]] = out->dim[d];",
+        "along[d] = out->dim[d];",
+    ),
+)
+breaks(
+    f"{PASSES}/smem.c",
+    f"{MOVES}::test_products_of_threads",
+    f"{MOVES}::test_products_of_threads_that_go_apart",
+    threads_share_what_is_their_own=(
+        "*pm_attr(g, op, PM_ATTR_APART) = p->own_deepest;",
+        "*pm_attr(g, op, PM_ATTR_APART) = 0;",
+    ),
+    scratch_overlaps_what_threads_own=("+ p.own_deepest * g->n_threads;", "+ p.own_deepest;"),
+    own_memory_overlaps_that_of_all=(
+        "*pm_attr(g, op, PM_ATTR_OFFSET) += p->deepest[0] + p->deepest[1];",
+        "*pm_attr(g, op, PM_ATTR_OFFSET) += p->deepest[1];",
     ),
 )
