@@ -27,7 +27,8 @@ def run(way, body, out, *args, **options):
     outs = [out] if isinstance(out, plgpu.ShapeDtypeStruct) else list(out)
     kernel = plgpu.kernel(body, out_type=outs, **options)
     if way == "cuda":
-        return [x.numpy() for x in kernel(*[plgpu.device_put(a) for a in args])]
+        found = kernel(*[plgpu.device_put(a) for a in args])
+        return [x.numpy() if isinstance(x, plgpu.DeviceArray) else x for x in found]
     lowered = kernel.lower(*args)
     used = lowered.resources()
     assert used["spill_bytes"] == 0 and used["stack_bytes"] == 0, used

@@ -408,8 +408,12 @@ breaks(
         "(long long)pm_scratch_bytes(e) * 0);",
     ),
     pairs_are_converted_in_reverse=(
-        'fn, name, pm_at(e, in, "r"), pm_at(e, in, "r + 1"));',
-        'fn, name, pm_at(e, in, "r + 1"), pm_at(e, in, "r"));',
+        'c.fn, name,\n            pm_at(e, c.in, "r"), pm_at(e, c.in, "r + 1"));',
+        'c.fn, name,\n            pm_at(e, c.in, "r + 1"), pm_at(e, c.in, "r"));',
+    ),
+    words_are_converted_in_reverse=(
+        'pm_typeof(e->g, out)->dtype), pm_at(e, c.in, "r"), pm_at(e, c.in, "r + 1"));',
+        'pm_typeof(e->g, out)->dtype), pm_at(e, c.in, "r + 1"), pm_at(e, c.in, "r"));',
     ),
 )
 breaks(
@@ -681,10 +685,10 @@ breaks(
     f"{CUDA}/family.c",
     CATALOGUE,
     transposes_are_exchanged=(
-        '%d, %d;", w->transpose_a, w->transpose_b);',
-        '%d, %d;", w->transpose_b, w->transpose_a);',
+        'pm_putf(t, ", %d", w->transpose_a);',
+        'pm_putf(t, ", %d", w->transpose_b);',
     ),
-    b_is_negated=("mb, p, 1, 1, %d;", "mb, p, 1, -1, %d;"),
+    b_is_negated=('pm_put(t, ", 1, 1");', 'pm_put(t, ", 1, -1");'),
     descriptors_stay_at_the_first_step=("  if (offset) {", "  if (offset > 1 << 20) {"),
     words_of_b_are_exchanged=('(b), \\"r\\"(b_high)', '(b_high), \\"r\\"(b)'),
     products_forget_the_accumulator=('w->fresh && !k ? "ne" : "eq");', 'w->fresh ? "ne" : "eq");'),
@@ -709,12 +713,12 @@ breaks(
     ),
     registers_of_a_take_two_operands=("(w->a ? 2 : (int)w->steps * 4);", "2;"),
     halves_have_as_many_registers=(
-        "w->acc == PM_F32 ? w->n / 2 : w->n / 4);",
-        "w->acc == PM_F32 ? w->n / 2 : w->n / 2);",
+        "w->acc == PM_F16 ? w->n / 4 : w->n / 2);",
+        "w->acc == PM_F16 ? w->n / 2 : w->n / 2);",
     ),
     words_of_registers_are_read_in_reverse=(
-        "a, a + 1, a + 2, a + 3,",
-        "a, a + 2, a + 1, a + 3,",
+        "a, a + 1, a + 2, a + 3);",
+        "a, a + 2, a + 1, a + 3);",
     ),
 )
 
