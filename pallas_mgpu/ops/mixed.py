@@ -154,7 +154,9 @@ def _product(
                     return total + scaled(part, s), following
 
                 zeros = plgpu.layout_cast(jnp.zeros((64, tile), f32), plgpu.Layout.WGMMA)
-                return lax.fori_loop(0, p.groups, one, (zeros, s))[0]
+                # NVRTC 13.0 takes the last step apart and then unrolls what it knows the count of
+                count = lax.optimization_barrier(jnp.int32(p.groups))
+                return lax.fori_loop(0, count, one, (zeros, s))[0]
 
             def store(value, row, col):
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)

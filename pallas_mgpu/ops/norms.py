@@ -23,7 +23,7 @@ from pallas_mgpu import numpy as jnp
 _FLOATS = ("float16", "bfloat16", "float32")
 _BLOCK_BYTES = 32768  # of a segment of a row, as long as the cluster can grow
 _STAGED_BYTES = 98304  # of a segment in SMEM: two blocks on an SM
-_HELD = 8192  # elements of softmax that a block keeps in registers as float32
+_HELD = 8192  # elements of a row that a block of a cluster keeps in registers; alone, twice as many
 _PART = 4096  # elements in registers at a time otherwise
 _COLUMNS = 64  # of a tile along another axis than the last
 
@@ -334,7 +334,8 @@ def choose(name, outer, n, inner=1, itemsize=2, staged=True):
     height = max(1, min(2048 // n, outer))
     if not staged:
         return NormConfig(height, _blocks(n, _PART), _PART, False)
-    # softmax keeps the row in registers, or it would compute each exponential twice
+    # softmax keeps the row in registers, or it would compute each exponential twice; the others
+    # where one block has the row, which is faster than reading SMEM again (but not in clusters)
     held = name == "softmax"
     cluster = 1
     if n > 16384 or n * itemsize > _BLOCK_BYTES:
@@ -342,7 +343,8 @@ def choose(name, outer, n, inner=1, itemsize=2, staged=True):
     width = pl.cdiv(n, cluster)
     if width * itemsize > _STAGED_BYTES:
         return NormConfig(1, cluster, _PART, False)
-    return NormConfig(height, cluster, 0 if held and width <= 2 * _HELD else _PART)
+    whole = (held or cluster == 1) and width <= 2 * _HELD
+    return NormConfig(height, cluster, 0 if whole else _PART)
 
 
 def _blocks(n, most):
