@@ -191,7 +191,7 @@ def test_misaligned_and_in_place(rng, name):
 @pytest.mark.parametrize("n", [1024, 2048, 4096, 8192, 16384, 65536, 131072])
 def test_how_they_move_data(name, n):
     """Each array goes through one bulk copy a block, registers and SMEM see words of 16 bytes, and
-    at least three blocks have room on an SM."""
+    at least two blocks have room on an SM."""
     x, w = (plgpu.ShapeDtypeStruct(s, BF16) for s in ((4099, n), (n,)))
     given = (x, w, w)[: {"softmax": 1, "rms_norm": 2, "layer_norm": 3}[name]]
     low = FUNCTIONS[name].kernel(*given).lower(*given)
@@ -202,7 +202,7 @@ def test_how_they_move_data(name, n):
     assert set(re.findall(r"(?:ld|st)_\w+<bf16, (\d+)>", text)) == {"8"}
     assert used["spill_bytes"] == used["stack_bytes"] == 0
     blocks = min(65536 // (128 * used["registers"]), 227 * 1024 // (used["smem_bytes"] + 1024))
-    assert blocks >= 3, used
+    assert blocks >= 2, used
 
 
 def test_chosen_configurations():
