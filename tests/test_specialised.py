@@ -525,6 +525,32 @@ def test_a_fresh_accumulator_is_overwritten(run, rng, a_in_registers, half, rows
     )
 
 
+def test_products_of_tiles_of_other_extents(run, rng):
+    """One shape of instruction, but the second 64 columns along K lie further apart in the larger
+    operand: each has its own steps."""
+
+    def body(a, b, c, o, a_s, b_s, c_s, bar):
+        for src, dst in ((a, a_s), (b, b_s), (c, c_s)):
+            plgpu.copy_gmem_to_smem(src, dst, bar)
+        plgpu.barrier_wait(bar)
+
+        def products(acc):
+            for _ in range(2):  # the first one is another function, which overwrites
+                plgpu.wgmma(acc, a_s, b_s.at[pl.ds(0, 64)].T)
+            plgpu.wgmma(acc, a_s, c_s.T)
+            return acc[...]
+
+        o[...] = pl.run_scoped(products, plgpu.ACC((64, 64)))
+
+    a, b, c = ((rng.standard_normal((n, 128)) / 4).astype(f16) for n in (64, 128, 64))
+    swizzled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+    scratch = [plgpu.SMEM((n, 128), f16, transforms=swizzled) for n in (64, 128, 64)]
+    out = plgpu.ShapeDtypeStruct((64, 64), f32)
+    got = run(body, out, a, b, c, scratch_types=[*scratch, plgpu.Barrier(num_arrivals=3)])
+    want = a.astype(f32) @ (2 * b[:64].astype(f32) + c.astype(f32)).T
+    np.testing.assert_allclose(got, want, atol=1e-2)
+
+
 def test_an_accumulator_that_is_read_first(run, rng):
     def body(a, b, o, a_s, b_s, bar):
         plgpu.copy_gmem_to_smem(a, a_s, bar)

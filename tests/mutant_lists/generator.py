@@ -700,6 +700,7 @@ breaks(
 breaks(
     f"{CUDA}/family.c",
     f"{CATALOGUE}::test_products",
+    f"{SPECIALISED}::test_products_of_tiles_of_other_extents",
     f"{SPECIALISED}::test_a_fresh_accumulator_is_overwritten",
     f"{PIPES}::test_wgmma_forms",
     CATALOGUE,
