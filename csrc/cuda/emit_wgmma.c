@@ -7,6 +7,11 @@
  * Before registers that plain code wrote reach a wgmma, and before plain code reads what a wait has
  * completed, an empty asm statement takes them as operands ("pin"), so that nothing moves across.
  *
+ * Operands of asm statements are dear: they were a third of the time that a large product takes to
+ * compile. So an accumulator that only products write is no array but registers of PTX, which the
+ * entry declares, and which statements name. Code that reads it copies them to an array. One that
+ * plain code writes too stays an array, as ptxas schedules what rescales it better so.
+ *
  * Operands in SMEM are [chunks][rows][S]: chunks of S elements (one swizzle row) of the contiguous
  * dimension. Descriptors are split in a low word, address and leading distance, and a constant high
  * word. With K contiguous a step is 32 bytes in a chunk, or the next chunk; with M or N contiguous
@@ -56,6 +61,22 @@ static void pin(pm_gen *e, const part *p) {
   const char *fn = pm_family_pin(e, (pm_dtype)p->view.dtype, words);
   const int64_t tiles = p->view.base_shape[0] / 64;
   for (int64_t m = 0; m < tiles; m++) pm_line(e, "%s(&%s[%lld]);", fn, acc, (long long)(m * words));
+}
+
+static bool is_written(const pm_graph *g, pm_val acc) {
+  for (pm_opid op = 1; op < g->ops.n; op++) {
+    pm_view v;
+    pm_err err = {0};
+    if (g->ops.at[op].code != PM_OP_ACC_STORE) continue;
+    if (pm_view_of(g, pm_in(g, op, 0), true, &v, &err) || v.base == acc) return true;
+  }
+  return false;
+}
+
+/* Another catalogue has no PTX, and registers of two halves are read with arithmetic. */
+static bool is_in_ptx(const pm_gen *e, pm_opid alloc, const part *p) {
+  return !e->options->entry_only && !p->half && !pm_get(e->g, alloc)->n_in &&
+         !is_written(e->g, pm_get(e->g, alloc)->out);
 }
 
 /* acc[...] = x, for every register of the slice */
@@ -125,9 +146,17 @@ pm_code pm_cuda_ALLOC_ACC(pm_gen *e, pm_opid op) {
   PM_TRY(part_of(e, op, o->out, &p));
   const int64_t n = p.rows * p.columns / 128;
   pm_note(e, op, pm_str(e, "accumulator %s", pm_type_text(e->arena, t)));
+  pm_bind(e, o->out, name, PM_FORM_SCALAR);
+  if (is_in_ptx(e, op, &p)) {
+    e->in_ptx[o->out] = true;
+    e->fresh[o->out] = is_overwritten(e->g, op);
+    pm_putf(&e->registers_of_ptx, "  asm volatile(\".reg .%s %s_<%lld>;\");\n",
+            pm_dtypes[t->dtype].short_name, name, (long long)n);
+    if (!e->fresh[o->out]) pm_line(e, "%s();", pm_family_zero(e, name, t->dtype, n));
+    return PM_OK;
+  }
   pm_line(e, "%s %s[%lld];", p.half ? "u32" : pm_cpp_type(t->dtype), name,
           (long long)(p.half ? n / 2 : n));
-  pm_bind(e, o->out, name, PM_FORM_SCALAR);
   if (o->n_in) {
     const pm_val init = pm_in(e->g, op, 0);
     pm_at(e, init, "0");
@@ -144,6 +173,18 @@ pm_code pm_cuda_ALLOC_ACC(pm_gen *e, pm_opid op) {
   return PM_OK;
 }
 
+/* The slice of an accumulator in PTX into an array. */
+static void read_ptx(pm_gen *e, const part *p, const char *array) {
+  const char *acc = e->slot[p->view.base].text;
+  const bool whole = p->columns == p->base_columns;
+  const int64_t parts = whole ? 1 : p->rows / 64, n = p->rows * p->columns / 128 / parts;
+  for (int64_t m = 0; m < parts; m++) {
+    const char *fn = pm_family_read(e, acc, (pm_dtype)p->view.dtype,
+                                    p->first + m * p->base_columns / 2, n);
+    pm_line(e, m ? "%s(&%s[%lld]);" : "%s(%s);", fn, array, (long long)(m * n));
+  }
+}
+
 pm_code pm_cuda_ACC_LOAD(pm_gen *e, pm_opid op) {
   const pm_val out = pm_get(e->g, op)->out;
   const int64_t n = *pm_attr(e->g, op, PM_ATTR_N);
@@ -151,10 +192,15 @@ pm_code pm_cuda_ACC_LOAD(pm_gen *e, pm_opid op) {
   PM_TRY(part_of(e, op, pm_in(e->g, op, 0), &p));
   pm_note(e, op, "accumulator to array");
   if (n >= 0) pm_line(e, "wgmma_wait<%lld>();", (long long)n);
-  pin(e, &p);
+  const bool in_ptx = e->in_ptx[p.view.base];
+  if (!in_ptx) pin(e, &p);
   const char *name = pm_declare(e, out, out), *acc = e->slot[p.view.base].text;
   if (!pm_is_array(e, out)) return check_wgmma_layout(e, op, out);
   PM_TRY(check_wgmma_layout(e, op, out));
+  if (in_ptx) {
+    read_ptx(e, &p, name);
+    return PM_OK;
+  }
   const int64_t regs = pm_regs_of(e, out);
   const char *from = register_text(e, &p);
   pm_line(e, "#pragma unroll");
@@ -265,16 +311,12 @@ static const char *moved(pm_gen *e, const char *name, const char *m, int64_t m_s
 /* Steps along K that one statement takes. Where a step begins repeats itself after 4. */
 enum { MOST_STEPS = 8 };
 
-/* The product, for one row block of 64 after the other. a NULL: in registers */
-static void issue_steps(pm_gen *e, const part *p, const operand *a, const operand *b,
-                        int64_t k_steps, pm_wgmma *kind) {
-  const int64_t per_word = p->half ? 4 : 2, m_steps = p->rows / 64;
-  const char *m = pm_begin_unrolled(e, "m", m_steps, 1);
-  const char *d =
-      moved(e, e->slot[p->view.base].text, m, p->base_columns / per_word, p->first * 2 / per_word);
+/* The product of row block m, which is a text. a NULL: in registers */
+static void issue_row(pm_gen *e, const char *d, const char *m, const operand *a, const operand *b,
+                      int64_t k_steps, pm_wgmma kind) {
   for (int64_t k = 0; k < k_steps; k += MOST_STEPS) {
-    kind->steps = pm_min(k_steps - k, MOST_STEPS);
-    const char *fn = pm_family_wgmma(e, kind);
+    kind.steps = pm_min(k_steps - k, MOST_STEPS);
+    const char *fn = pm_family_wgmma(e, &kind);
     const char *x = moved(e, "a", m, k_steps * 4, k * 4);
     if (a) {
       x = pm_str(e, "%s, 0x%08xu", moved(e, "a", m, pm_sum_at(&a->m, 1), pm_sum_at(&a->k, k)),
@@ -282,8 +324,22 @@ static void issue_steps(pm_gen *e, const part *p, const operand *a, const operan
     }
     pm_line(e, "%s(%s, %s, %s, 0x%08xu);", fn, d, x, moved(e, "b", "0", 0, pm_sum_at(&b->k, k)),
             high_word(b));
-    kind->fresh = false;
+    kind.fresh = false;
   }
+}
+
+static void issue_rows(pm_gen *e, const part *p, const operand *a, const operand *b,
+                       int64_t k_steps, const pm_wgmma *kind) {
+  const int64_t per_word = p->half ? 4 : 2, m_steps = p->rows / 64;
+  const int64_t of_row = p->base_columns / per_word;
+  const char *acc = e->slot[p->view.base].text;
+  for (int64_t m = 0; kind->in_ptx && m < m_steps; m++) {
+    const char *d = pm_family_list(e, acc, p->first + m * of_row, p->columns / 2);
+    issue_row(e, d, pm_str(e, "%lld", (long long)m), a, b, k_steps, *kind);
+  }
+  if (kind->in_ptx) return;
+  const char *m = pm_begin_unrolled(e, "m", m_steps, 1);
+  issue_row(e, moved(e, acc, m, of_row, p->first * 2 / per_word), m, a, b, k_steps, *kind);
   pm_end_unrolled(e, m_steps, 1);
 }
 
@@ -303,6 +359,7 @@ pm_code pm_cuda_WGMMA(pm_gen *e, pm_opid op) {
                    .transpose_a = !registers && !a.k_contiguous,
                    .transpose_b = !b.k_contiguous,
                    .fresh = e->fresh[p.view.base],
+                   .in_ptx = e->in_ptx[p.view.base],
                    .a = registers ? NULL : &a.k,
                    .b = &b.k};
   pm_note(e, op, "wgmma");
@@ -318,7 +375,7 @@ pm_code pm_cuda_WGMMA(pm_gen *e, pm_opid op) {
   pm_line(e, "const u32 b = wgmma_address(%s, %lld);", pm_view_address(e, &b.view),
           (long long)b.leading);
   pm_line(e, "wgmma_fence();");
-  issue_steps(e, &p, registers ? NULL : &a, &b, ta->dim[1] / pm_product_step(ta->dtype), &kind);
+  issue_rows(e, &p, registers ? NULL : &a, &b, ta->dim[1] / pm_product_step(ta->dtype), &kind);
   e->fresh[p.view.base] = false;
   pm_line(e, "wgmma_commit();");
   pm_end(e);

@@ -43,11 +43,72 @@ const char *pm_family_pin(pm_gen *e, pm_dtype acc, int64_t n) {
   return add_own(e, name, t.at);
 }
 
+/* ---- accumulators that are registers of PTX --------------------------------------------------- */
+
+/* Of an accumulator acc they are acc_0, acc_1, ...; asm volatile keeps its order. */
+
+static const char *part_name(pm_gen *e, const char *acc, const char *what, int64_t first,
+                             int64_t n) {
+  return pm_str(e, "%s_%s_%lld_%lld", acc, what, (long long)first, (long long)n);
+}
+
+const char *pm_family_list(pm_gen *e, const char *acc, int64_t first, int64_t n) {
+  const char *name = part_name(e, acc, "list", first, n);
+  if (find(e, name)) return name;
+  pm_text t;
+  pm_text_init(&t, e->arena);
+  pm_putf(&t, "#define %s \"{", name);
+  for (int64_t k = 0; k < n; k++) {
+    pm_putf(&t, "%s_%lld%s", acc, (long long)(first + k), k + 1 < n ? "," : "}\"\n");
+  }
+  return add_own(e, name, t.at);
+}
+
+const char *pm_family_read(pm_gen *e, const char *acc, pm_dtype d, int64_t first, int64_t n) {
+  enum { AT_ONCE = 16 }; /* the compiler's time grows with the square of the operands */
+  const char *name = part_name(e, acc, "read", first, n), *type = pm_dtypes[d].short_name;
+  if (find(e, name)) return name;
+  pm_text t;
+  pm_text_init(&t, e->arena);
+  pm_putf(&t, "FN void %s(%s* d) {\n", name, pm_cpp_type(d));
+  for (int64_t from = 0; from < n; from += AT_ONCE) {
+    const int64_t count = pm_min(n - from, AT_ONCE);
+    pm_put(&t, "  asm volatile(\"");
+    for (int64_t k = 0; k < count; k++) {
+      pm_putf(&t, "%smov.%s %%%lld, %s_%lld;", !k ? "" : k % 4 ? " " : "\"\n    \"", type,
+              (long long)k, acc, (long long)(first + from + k));
+    }
+    pm_put(&t, "\"\n    : ");
+    for (int64_t k = 0; k < count; k++) {
+      pm_putf(&t, "%s\"=%s\"(d[%lld])", k ? ", " : "", d == PM_F32 ? "f" : "r",
+              (long long)(from + k));
+    }
+    pm_put(&t, ");\n");
+  }
+  pm_put(&t, "}\n");
+  return add_own(e, name, t.at);
+}
+
+const char *pm_family_zero(pm_gen *e, const char *acc, pm_dtype d, int64_t n) {
+  const char *name = pm_str(e, "%s_zero", acc);
+  if (find(e, name)) return name;
+  pm_text t;
+  pm_text_init(&t, e->arena);
+  pm_putf(&t, "FN void %s() {\n  asm volatile(\"", name);
+  for (int64_t k = 0; k < n; k++) {
+    pm_putf(&t, "%smov.%s %s_%lld, %s;", !k ? "" : k % 4 ? " " : "\"\n    \"",
+            pm_dtypes[d].short_name, acc, (long long)k, d == PM_F32 ? "0f00000000" : "0");
+  }
+  pm_put(&t, "\");\n}\n");
+  return add_own(e, name, t.at);
+}
+
 /* ---- products ----------------------------------------------------------------------------- */
 
 /* All steps along K are one statement: each would otherwise take all registers of the accumulator
- * through the compiler, which is most of what a product costs it. Predicate p says whether what d
- * held is added. */
+ * through the compiler, which is most of what a product costs it. With registers of PTX none does;
+ * then the statement is a macro, as names in it are those of one accumulator. Predicate p says
+ * whether what d held is added. */
 
 /* The descriptors of step k: low words move on, high words stay. */
 static void put_descriptor(pm_text *t, const char *name, const pm_sum *at, int64_t k, int operand) {
@@ -92,18 +153,41 @@ static void put_step(pm_text *t, const pm_wgmma *w, int64_t k, int regs) {
   pm_putf(t, ";%s\n", k + 1 < w->steps ? "\\n\"" : " }\"");
 }
 
+/* The asm statement behind the definition of D, the registers. */
 static void put_statement(pm_text *t, const pm_wgmma *w, int regs) {
-  pm_put(t, "#define D \"{");
-  for (int k = 0; k < regs; k++) pm_putf(t, "%%%d%s", k, k + 1 < regs ? "," : "}\"\n");
+  const int before = w->in_ptx ? 0 : regs; /* operands */
   pm_put(t, "  asm volatile(\"{ .reg .pred p; .reg .b64 ma, mb; .reg .b32 t;\\n\"\n");
-  for (int64_t k = 0; k < w->steps; k++) put_step(t, w, k, regs);
+  for (int64_t k = 0; k < w->steps; k++) put_step(t, w, k, before);
   pm_put(t, "    : ");
   const char letter = w->acc == PM_F32 ? 'f' : 'r', constraint[3] = {w->fresh ? '=' : '+', letter};
-  put_registers(t, constraint, regs);
+  put_registers(t, constraint, before);
   pm_put(t, "\n    : ");
-  for (int64_t k = 0; !w->a && k < w->steps * 4; k++) pm_putf(t, "\"r\"(a[%lld]), ", (long long)k);
+  for (int64_t k = 0; !w->a && k < w->steps * 4; k++) {
+    pm_putf(t, w->in_ptx ? "\"r\"((a)[%lld]), " : "\"r\"(a[%lld]), ", (long long)k);
+  }
   if (w->a) pm_put(t, "\"r\"(a), \"r\"(a_high), ");
-  pm_put(t, "\"r\"(b), \"r\"(b_high)\n    : \"memory\");\n#undef D\n}\n");
+  pm_put(t, "\"r\"(b), \"r\"(b_high)\n    : \"memory\")");
+}
+
+static void put_function(pm_text *t, const pm_wgmma *w, int regs) {
+  pm_put(t, "#define D \"{");
+  for (int k = 0; k < regs; k++) pm_putf(t, "%%%d%s", k, k + 1 < regs ? "," : "}\"\n");
+  put_statement(t, w, regs);
+  pm_put(t, ";\n#undef D\n}\n");
+}
+
+static void put_macro(pm_gen *e, pm_text *t, const pm_wgmma *w, const char *name) {
+  pm_text text;
+  pm_text_init(&text, e->arena);
+  put_statement(&text, w, 0);
+  pm_putf(t, "#define %s(D, a, %sb, b_high) \\\n", name, w->a ? "a_high, " : "");
+  for (const char *line = text.at, *end; *line; line = end) {
+    end = strchr(line, '\n');
+    const size_t n = end ? (size_t)(end++ - line) : strlen(line);
+    if (!end) end = line + n;
+    pm_putn(t, line, n);
+    pm_put(t, *end ? " \\\n" : "\n");
+  }
 }
 
 /* For another catalogue, which has functions of one step. */
@@ -134,7 +218,8 @@ const char *pm_family_wgmma(pm_gen *e, const pm_wgmma *w) {
                            w->transpose_b ? 'n' : 'k');
   pm_text name;
   pm_text_init(&name, e->arena);
-  pm_putf(&name, "%s_x%lld%s", one, (long long)w->steps, w->fresh ? "_fresh" : "");
+  pm_putf(&name, "%s_x%lld%s%s", one, (long long)w->steps, w->fresh ? "_fresh" : "",
+          w->in_ptx ? "_ptx" : "");
   /* what distinguishes tiles of other extents */
   for (int64_t k = 1; k < w->steps; k *= 2) {
     pm_putf(&name, "_%lld", (long long)pm_sum_at(w->b, k));
@@ -149,13 +234,17 @@ const char *pm_family_wgmma(pm_gen *e, const pm_wgmma *w) {
           : w->transpose_a ? "A in shared memory, contiguous along M"
                            : "A in shared memory, contiguous along K",
           w->transpose_b ? "N" : "K");
+  if (w->in_ptx) {
+    put_macro(e, &t, w, name.at);
+    return add(e, name.at, t.at);
+  }
   pm_putf(&t, "FN void %s(%s* d, %s, u32 b, u32 b_high%s) {\n", name.at,
           w->acc == PM_F16 ? "u32" : pm_cpp_type(w->acc),
           w->a ? "u32 a, u32 a_high" : "const u32* a", calls ? ", LINE" : "");
   if (calls) {
     put_calls(&t, w, one);
   } else {
-    put_statement(&t, w, regs);
+    put_function(&t, w, regs);
   }
   return add(e, name.at, t.at);
 }

@@ -56,6 +56,8 @@ typedef struct pm_gen {
   bool *sent;     /* per value: barriers that other blocks' stores complete */
   bool *released; /* per value: cluster barriers with an arrival that releases memory */
   bool *fresh;    /* per value: accumulators without contents, the next product overwrites them */
+  bool *in_ptx;   /* per value: accumulators that C++ does not see (emit_wgmma.c) */
+  pm_text registers_of_ptx; /* their declarations */
   PM_VEC(pm_head_var) head_vars;
   uint32_t n_counters;      /* words: of NEXT_TILE and TAKE_TILE, then semaphores of the launch */
   uint32_t first_semaphore; /* among them */
@@ -266,6 +268,7 @@ typedef struct pm_wgmma {
   pm_dtype acc, type_a, type_b;
   bool transpose_a, transpose_b;
   bool fresh;          /* d = A B: what the accumulator held does not matter */
+  bool in_ptx;         /* d is a list of PTX's names, and the function a macro */
   int64_t steps;       /* along K */
   const pm_sum *a, *b; /* where step k begins, in units of 16 bytes; a NULL: in registers */
 } pm_wgmma;
@@ -276,5 +279,10 @@ const char *pm_family_mma(pm_gen *e, pm_dtype operands, pm_dtype acc);
 const char *pm_family_atomic(pm_gen *e, int64_t kind, pm_dtype t, const char *space, bool returns);
 const char *pm_family(pm_gen *e, const char *name, const char *text); /* any other: its text */
 const char *pm_family_pin(pm_gen *e, pm_dtype t, int64_t n); /* n registers of 32 bits; F16: u32 */
+/* Of n registers of an accumulator in PTX, from the first on: a macro that lists them; functions,
+ * f(d) that copies them to an array and f() that makes them zero. */
+const char *pm_family_list(pm_gen *e, const char *acc, int64_t first, int64_t n);
+const char *pm_family_read(pm_gen *e, const char *acc, pm_dtype t, int64_t first, int64_t n);
+const char *pm_family_zero(pm_gen *e, const char *acc, pm_dtype t, int64_t n);
 
 #endif

@@ -427,6 +427,7 @@ static void print_entry(pm_gen *e, pm_text *out) {
     const pm_head_var *v = &e->head_vars.at[k];
     pm_putf(out, "  const u32 %s = %s;\n", v->name, v->text);
   }
+  pm_put(out, e->registers_of_ptx.at);
 }
 
 static void print_families(pm_gen *e, pm_text *out) {
@@ -477,6 +478,8 @@ pm_code pm_generate_cuda(const pm_graph *g, const pm_target *t, const pm_cuda_op
   pm_text_init(&e.out, g->arena);
   pm_text_init(&e.inlines, g->arena);
   pm_put(&e.inlines, "");
+  pm_text_init(&e.registers_of_ptx, g->arena);
+  pm_put(&e.registers_of_ptx, "");
   e.slot = PM_NEW(g->arena, pm_slot, g->values.n + 1);
   e.uses = PM_NEW(g->arena, uint32_t, g->values.n + 1);
   e.barred = PM_NEW(g->arena, bool, g->values.n + 1);
@@ -489,6 +492,7 @@ pm_code pm_generate_cuda(const pm_graph *g, const pm_target *t, const pm_cuda_op
   e.released = PM_NEW(g->arena, bool, g->values.n + 1);
   e.sent = PM_NEW(g->arena, bool, g->values.n + 1);
   e.fresh = PM_NEW(g->arena, bool, g->values.n + 1);
+  e.in_ptx = PM_NEW(g->arena, bool, g->values.n + 1);
   e.param_used = PM_NEW(g->arena, bool, g->n_operands + g->n_outputs + 1);
   PM_TRY(set_geometry(&e));
   out->entry = entry_name(&e);
