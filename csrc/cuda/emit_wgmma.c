@@ -8,9 +8,10 @@
  * completed, an empty asm statement takes them as operands ("pin"), so that nothing moves across.
  *
  * Operands of asm statements are dear: they were a third of the time that a large product takes to
- * compile. So an accumulator that only products write is no array but registers of PTX, which the
- * entry declares, and which statements name. Code that reads it copies them to an array. One that
- * plain code writes too stays an array, as ptxas schedules what rescales it better so.
+ * compile. So an accumulator that begins as zeros and that only products write is no array but
+ * registers of PTX, which the entry declares, and which statements name. Code that reads it copies
+ * them to an array. Others stay arrays: ptxas schedules better what rescales them, and spills less
+ * around those that live for one product.
  *
  * Operands in SMEM are [chunks][rows][S]: chunks of S elements (one swizzle row) of the contiguous
  * dimension. Descriptors are split in a low word, address and leading distance, and a constant high
@@ -61,22 +62,6 @@ static void pin(pm_gen *e, const part *p) {
   const char *fn = pm_family_pin(e, (pm_dtype)p->view.dtype, words);
   const int64_t tiles = p->view.base_shape[0] / 64;
   for (int64_t m = 0; m < tiles; m++) pm_line(e, "%s(&%s[%lld]);", fn, acc, (long long)(m * words));
-}
-
-static bool is_written(const pm_graph *g, pm_val acc) {
-  for (pm_opid op = 1; op < g->ops.n; op++) {
-    pm_view v;
-    pm_err err = {0};
-    if (g->ops.at[op].code != PM_OP_ACC_STORE) continue;
-    if (pm_view_of(g, pm_in(g, op, 0), true, &v, &err) || v.base == acc) return true;
-  }
-  return false;
-}
-
-/* Another catalogue has no PTX, and registers of two halves are read with arithmetic. */
-static bool is_in_ptx(const pm_gen *e, pm_opid alloc, const part *p) {
-  return !e->options->entry_only && !p->half && !pm_get(e->g, alloc)->n_in &&
-         !is_written(e->g, pm_get(e->g, alloc)->out);
 }
 
 /* acc[...] = x, for every register of the slice */
@@ -138,6 +123,22 @@ static bool is_overwritten(const pm_graph *g, pm_opid alloc) {
   return false;
 }
 
+static bool is_written(const pm_graph *g, pm_val acc) {
+  for (pm_opid op = 1; op < g->ops.n; op++) {
+    pm_view v;
+    pm_err err = {0};
+    if (g->ops.at[op].code != PM_OP_ACC_STORE) continue;
+    if (pm_view_of(g, pm_in(g, op, 0), true, &v, &err) || v.base == acc) return true;
+  }
+  return false;
+}
+
+/* Another catalogue has no PTX, and registers of two halves are read with arithmetic. */
+static bool is_in_ptx(const pm_gen *e, pm_opid alloc, const part *p) {
+  return !e->options->entry_only && !p->half && !pm_get(e->g, alloc)->n_in &&
+         !is_overwritten(e->g, alloc) && !is_written(e->g, pm_get(e->g, alloc)->out);
+}
+
 pm_code pm_cuda_ALLOC_ACC(pm_gen *e, pm_opid op) {
   const pm_op *o = pm_get(e->g, op);
   const pm_type *t = pm_typeof(e->g, o->out);
@@ -149,10 +150,9 @@ pm_code pm_cuda_ALLOC_ACC(pm_gen *e, pm_opid op) {
   pm_bind(e, o->out, name, PM_FORM_SCALAR);
   if (is_in_ptx(e, op, &p)) {
     e->in_ptx[o->out] = true;
-    e->fresh[o->out] = is_overwritten(e->g, op);
     pm_putf(&e->registers_of_ptx, "  asm volatile(\".reg .%s %s_<%lld>;\");\n",
             pm_dtypes[t->dtype].short_name, name, (long long)n);
-    if (!e->fresh[o->out]) pm_line(e, "%s();", pm_family_zero(e, name, t->dtype, n));
+    pm_line(e, "%s();", pm_family_zero(e, name, t->dtype, n));
     return PM_OK;
   }
   pm_line(e, "%s %s[%lld];", p.half ? "u32" : pm_cpp_type(t->dtype), name,

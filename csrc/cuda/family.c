@@ -218,8 +218,10 @@ const char *pm_family_wgmma(pm_gen *e, const pm_wgmma *w) {
                            w->transpose_b ? 'n' : 'k');
   pm_text name;
   pm_text_init(&name, e->arena);
-  pm_putf(&name, "%s_x%lld%s%s", one, (long long)w->steps, w->fresh ? "_fresh" : "",
-          w->in_ptx ? "_ptx" : "");
+  pm_putf(&name, "%s_x%lld%s", one, (long long)w->steps,
+          w->fresh    ? "_fresh"
+          : w->in_ptx ? "_ptx"
+                      : "");
   /* what distinguishes tiles of other extents */
   for (int64_t k = 1; k < w->steps; k *= 2) {
     pm_putf(&name, "_%lld", (long long)pm_sum_at(w->b, k));

@@ -2,6 +2,7 @@
 
 import pallas_mgpu as plgpu
 from pallas_mgpu import lax, pl
+from pallas_mgpu import numpy as jnp
 
 
 class Ring:
@@ -64,6 +65,67 @@ class Ring:
             plgpu.barrier_arrive(self.empty.at[slot])
 
         lax.fori_loop(0, steps, one, None)
+
+
+# ---- tiles from a counter of the launch ----------------------------------------------------------
+
+
+def told_scratch(consumers):
+    """Tile numbers on their way from the thread that fetches to the consumers, two at a time."""
+    return [
+        plgpu.SMEM((2,), jnp.int32),
+        plgpu.Barrier(num_barriers=2),
+        plgpu.Barrier(num_arrivals=consumers, num_barriers=2),
+    ]
+
+
+def hand_out(told_refs, first, programs, total, work, carry, some=True):
+    """Thread that fetches: carry = work(tile, carry) for the first tile, then for whichever is next
+    of all blocks; the consumers are told each, and in the end one beyond the last. some: the first
+    is one for sure."""
+    tile_s, told, heard = told_refs
+
+    def tell(w, t):
+        @pl.when(w > 1)
+        def _():
+            plgpu.barrier_wait(heard.at[w % 2])
+
+        tile_s[w % 2] = t
+        plgpu.barrier_arrive(told.at[w % 2])
+
+    def step(x):
+        w, t, carry = x
+        tell(w, t)
+        following = plgpu.next_tile() + programs
+        return w + 1, following, work(t, carry)
+
+    w, t, carry = lax.while_loop(lambda x: x[1] < total, step, (jnp.int32(0), first, carry))
+    tell(w, t)
+    plgpu.barrier_wait(heard.at[w % 2])
+    if some:
+        plgpu.barrier_wait(heard.at[(w + 1) % 2])
+    else:
+        pl.when(w > 0)(lambda: plgpu.barrier_wait(heard.at[(w + 1) % 2]))
+    return carry
+
+
+def for_told(told_refs, total, work, carry):
+    """Consumer: carry = work(tile, carry) for each tile that it is told."""
+    tile_s, told, heard = told_refs
+
+    def hear(w):
+        plgpu.barrier_wait(told.at[w % 2])
+        t = tile_s[w % 2]
+        plgpu.barrier_arrive(heard.at[w % 2])
+        return t
+
+    def step(x):
+        w, t, carry = x
+        carry = work(t, carry)
+        return w + 1, hear(w + 1), carry
+
+    start = (jnp.int32(0), hear(jnp.int32(0)), carry)
+    return lax.while_loop(lambda x: x[1] < total, step, start)[2]
 
 
 def store(p, value, buffers, out_dtype, target, engine=None):

@@ -24,6 +24,8 @@ import pallas_mgpu as plgpu
 from pallas_mgpu import lax, pl
 from pallas_mgpu import numpy as jnp
 
+from ._ring import for_told, hand_out, told_scratch
+
 _MASKED = -3.0e38  # a score that is not there; stays finite in arithmetic
 _LAZY = 8.0  # log2 of what a maximum may grow by before O is rescaled
 _L2_BYTES = 32 << 20
@@ -284,52 +286,14 @@ def _kernel(shape, keys, kv_heads, dtype, causal, scale, want_lse, cfg, cores, i
             trips = (total - sm + (programs - 1)) // programs
             return lax.fori_loop(0, trips, lambda w, x: work(sm + w * programs, x), carry)
 
-        def told_tiles(carry):
-            """Consumers: tiles as the producer tells them."""
-            tile_s, told, heard = ring
-
-            def hear(w):
-                plgpu.barrier_wait(told.at[w % 2])
-                t = tile_s[w % 2]
-                plgpu.barrier_arrive(heard.at[w % 2])
-                return t
-
-            def step(x):
-                w, t, it = x
-                it = attend(t, it)
-                return w + 1, hear(w + 1), it
-
-            lax.while_loop(lambda x: x[1] < total, step, (jnp.int32(0), hear(jnp.int32(0)), carry))
-
-        def handed_tiles(carry):
-            """Producer: the own tile first, then whichever is next."""
-            tile_s, told, heard = ring
-
-            def tell(w, t):
-                @pl.when(w > 1)
-                def _():
-                    plgpu.barrier_wait(heard.at[w % 2])
-
-                tile_s[w % 2] = t
-                plgpu.barrier_arrive(told.at[w % 2])
-
-            def step(x):
-                w, t, carry = x
-                tell(w, t)
-                following = plgpu.next_tile() + programs
-                return w + 1, following, produce(t, carry)
-
-            w, t, carry = lax.while_loop(lambda x: x[1] < total, step, (jnp.int32(0), sm, carry))
-            tell(w, t)
-            plgpu.barrier_wait(heard.at[w % 2])
-            plgpu.barrier_wait(heard.at[(w + 1) % 2])
-            return carry
-
         @pl.when(me == me_count)
         def _():
             give_registers(40 if me_count < 3 else 32, "decrease")
             start = (jnp.int32(0), jnp.int32(0))
-            tiles, it = handed_tiles(start) if dynamic else static_tiles(produce, start)
+            if dynamic:
+                tiles, it = hand_out(ring, sm, programs, total, produce, start)
+            else:
+                tiles, it = static_tiles(produce, start)
             plgpu.barrier_wait(q_empty, phase=tiles - 1)
             for s in range(stages):  # every release is waited for
 
@@ -342,7 +306,7 @@ def _kernel(shape, keys, kv_heads, dtype, causal, scale, want_lse, cfg, cores, i
         def _():
             give_registers(232 if me_count < 3 else 160, "increase")
             if dynamic:
-                told_tiles(jnp.int32(0))
+                for_told(ring, total, attend, jnp.int32(0))
             else:
                 static_tiles(attend, jnp.int32(0))
             plgpu.wait_smem_to_gmem(0)
@@ -355,11 +319,6 @@ def _kernel(shape, keys, kv_heads, dtype, causal, scale, want_lse, cfg, cores, i
     outs = plgpu.ShapeDtypeStruct(shape, dtype)
     if want_lse:
         outs = (outs, plgpu.ShapeDtypeStruct((batch, heads, queries), f32))
-    ring = [
-        plgpu.SMEM((2,), np.int32),
-        plgpu.Barrier(num_barriers=2),
-        plgpu.Barrier(num_barriers=2, num_arrivals=me_count),
-    ]
     return plgpu.kernel(
         body,
         out_type=outs,
@@ -375,7 +334,7 @@ def _kernel(shape, keys, kv_heads, dtype, causal, scale, want_lse, cfg, cores, i
             empty,
             full,
             empty,
-            *(ring if dynamic else []),
+            *(told_scratch(me_count) if dynamic else []),
         ],
         grid=(programs,),
         grid_names=("sm",),

@@ -222,6 +222,9 @@ def choose(m, n, k, scale_groups=1, sms=132):
     tile = next((t for t in (16, 32, 64) if m <= t), 128)
     step = 128 if k // scale_groups % 128 == 0 else 64
     consumers = 2 if n > 64 else 1
+    if tile == 128 and pl.cdiv(m, tile) * pl.cdiv(n, 192) >= 4 * sms:
+        # with sums of groups there are no registers for more
+        return MixedConfig(3, 112 if scale_groups > 1 else 128, 1, 0, step)
     split = 1
     if tile <= 32:
         tiles = pl.cdiv(n, 64 * consumers)

@@ -7,8 +7,11 @@ a table of where groups begin; whatever the sizes are, what is read and written 
 
 `ragged_dot` multiplies each group of rows with a matrix of its own. Tiles begin where a group does,
 so no tile has rows of two groups; at its end the last one has fewer rows than there is room for,
-and is stored from registers under a mask. Consumers without rows multiply nothing. The blocks of a
-cluster lie side by side and share the rows.
+and is stored from registers under a mask. Consumers without rows multiply nothing. Such tiles take
+half the time, so blocks soon do not work in step; a counter hands the tiles out, and those that
+multiply with the same columns still begin nearly at once and find them in the L2. With a fixed
+share for every block they drift apart, and the memory sends the matrices several times. The blocks
+of a cluster, if there are two, lie side by side and share the rows; their tiles are a fixed share.
 
 `transposed_ragged_dot` sums over the rows of a group. Its last 1 to 64 rows lie in a slot of their
 own, the edge, where rows of the next group come too. It is fetched early and multiplied last; in
@@ -22,7 +25,7 @@ import pallas_mgpu as plgpu
 from pallas_mgpu import lax, pl
 from pallas_mgpu import numpy as jnp
 
-from ._ring import Ring, roles, store
+from ._ring import Ring, for_told, hand_out, roles, store, told_scratch
 from .matmul import _SMEM, _needs_padding, _Padded, _padding, _swizzled
 
 _STEP = 64  # elements of the summed dim in a slot
@@ -160,34 +163,55 @@ def _grouped(m, n, k, groups, dtype, out_dtype, tb, cfg, sms, interpret):
     by_tma = m == 1 or n * out_dtype.itemsize % 16 == 0  # the result
     width = min(n, 2048)  # of what is zeroed at a time
 
-    def body(a, b, sizes, o, *, a_smem, b_smem, o_smem, table, table_ready, full, empty):
+    def body(a, b, sizes, o, *, a_smem, b_smem, o_smem, table, table_ready, full, empty, told=None):
         _begin(sizes, table, table_ready, m, rows)
         ring = Ring(p.stages, a_smem, b_smem, full, empty)
         cid = lax.axis_index("tile")
         rank = lax.axis_index("c") if shared else 0
 
-        def for_tiles(work):
-            """work(group, row, col, rows left in the group, number, steps before) for each of this
-            cluster's tiles; all steps."""
+        def tile_of(work, g, t, it):
+            """Tile t of those of group g."""
+            start, end = jnp.clip(table[0, g], 0, m), table[0, g + 1]
+            height = (end - start + (rows - 1)) // rows
+            i, j = _place(t, height, tiles_n, cfg.group)
+            row, col = i * rows, (j * cfg.cluster + rank) * cols
+            work(g, start + row, col, end - start - row, j, it)
+            return it + steps
+
+        def own_tiles(work):
+            """Every so many-th tile of each group; all steps."""
 
             def of_group(g, it):
-                start, end = jnp.clip(table[0, g], 0, m), table[0, g + 1]
                 first = jnp.maximum(table[1, g], 0) * tiles_n
                 count = table[1, g + 1] * tiles_n - first
                 # the first tile of the group that is this cluster's
                 mine = (cid + (clusters - first % clusters)) % clusters
                 trips = (jnp.maximum(count - mine, 0) + (clusters - 1)) // clusters
-                height = (end - start + (rows - 1)) // rows
-
-                def one(w, it):
-                    i, j = _place(mine + w * clusters, height, tiles_n, cfg.group)
-                    row, col = i * rows, (j * cfg.cluster + rank) * cols
-                    work(g, start + row, col, end - start - row, w, it)
-                    return it + steps
-
+                one = lambda w, it: tile_of(work, g, mine + w * clusters, it)  # noqa: E731
                 return lax.fori_loop(0, trips, one, it)
 
             return lax.fori_loop(0, groups, of_group, jnp.int32(0))
+
+        def handed(work):
+            """work for what a counter hands out: a tile number of all, the group of the one before
+            and the steps before."""
+
+            def one(t, carry):
+                g, it = carry
+                g = lax.while_loop(lambda g: table[1, g + 1] * tiles_n <= t, lambda g: g + 1, g)
+                return g, tile_of(work, g, t - jnp.maximum(table[1, g], 0) * tiles_n, it)
+
+            return one
+
+        def for_tiles(work, fetches=False):
+            """work(group, row, col, rows left in the group, column of tiles, steps before) for each
+            of this cluster's tiles; all steps."""
+            if shared:
+                return own_tiles(work)
+            total, start = table[1, groups] * tiles_n, (jnp.int32(0), jnp.int32(0))
+            if fetches:
+                return hand_out(told, cid, clusters, total, handed(work), start, some=False)[1]
+            return for_told(told, total, handed(work), start)[1]
 
         def fetch():
             def tile(g, row, col, left, w, it):
@@ -205,7 +229,7 @@ def _grouped(m, n, k, groups, dtype, out_dtype, tb, cfg, sms, interpret):
 
                 ring.fetch(0, steps, it, copy)
 
-            ring.drain(for_tiles(tile))
+            ring.drain(for_tiles(tile, fetches=True))
 
         def consume(me):
             def factors(a_slot, b_slot):
@@ -276,10 +300,13 @@ def _grouped(m, n, k, groups, dtype, out_dtype, tb, cfg, sms, interpret):
         roles(cfg.consumers, p.registers, fetch, consume)
 
     b_tile = (cols, _STEP) if tb else (_STEP, cols)
+    scratch = _scratch(p, cfg, groups, (rows, _STEP), b_tile, dtype, out_dtype, edge=False)
+    if not shared:
+        scratch["told"] = told_scratch(cfg.consumers)
     return plgpu.kernel(
         body,
         out_type=plgpu.ShapeDtypeStruct((m, n), out_dtype),
-        scratch_types=_scratch(p, cfg, groups, (rows, _STEP), b_tile, dtype, out_dtype, edge=False),
+        scratch_types=scratch,
         interpret=interpret,
         kernel_name="ragged_dot",
         **_launch(cfg, clusters),
@@ -455,9 +482,7 @@ def choose(m, n, groups, sms=132):
     """The configuration of ragged_dot for a shape, on a GPU with that many SMs."""
     consumers = 2 if m > 64 * groups else 1
     tile_n = _fitting(m / (64 * consumers) + groups / 2, n, sms)
-    tiles = pl.cdiv(n, tile_n)
-    cluster = 2 if tiles % 2 == 0 or tiles > 16 else 1
-    return RaggedConfig(consumers, tile_n, 0, cluster, 2, 16)
+    return RaggedConfig(consumers, tile_n, 0, 1, 2, 16)
 
 
 def choose_transposed(n, k, groups, sms=132):
