@@ -25,7 +25,7 @@ UNIT = {F16: 2**-11, BF16: 2**-8, F32: 2**-23}  # of the rounding of a result
 @pytest.fixture(autouse=True)
 def few_programs(monkeypatch):
     """Blocks do several tiles; no warnings."""
-    monkeypatch.setattr(plgpu, "core_count", lambda device: 6)
+    monkeypatch.setattr(plgpu, "core_count", lambda device: 2)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         yield
@@ -154,7 +154,7 @@ def test_scales(run, rng, form):
 C, F = MatmulConfig, FewRowsConfig
 CONFIGS = {  # extents, configuration, options
     "B is shared": ((140, 136, 144), C(1, 128, 2, 2, step=128), {"bias": F32}),
-    "A is shared": ((40, 136, 144), C(1, 64, 0, 1, 2, 8, 2, step=128), {"bias": BF16}),
+    "A is shared": ((40, 260, 144), C(1, 128, 0, 1, 2, 8, 2, step=128), {"bias": BF16}),
     "K in two": ((70, 72, 392), C(1, 128, 0, 1, 2, 8, 1, 2, 128), {"bias": F16}),
     "K in four, few rows": ((3, 40, 600), C(1, 64, 0, 1, 2, 8, 1, 4, 128), {}),
     "two consumers": ((150, 150, 272), C(2, 128, 2, 1, step=128), {}),
@@ -189,6 +189,16 @@ def test_orders_with_blocks(run, rng):
     """Scales of blocks do not change their shapes with the order of the operands."""
     m, n, k = 40, 136, 272
     check(run, rng, m, n, k, blocks_of(m, n, k), ta=True, tb=False)
+
+
+def test_infinite_scales_of_the_last_block(run, rng):
+    """Parts of K that lie outside multiply no scale."""
+    a, b = np.ones((3, 600), E4M3), np.ones((8, 600), E4M3)
+    scale_a, scale_b = (powers(rng, s) for s in blocks_of(3, 8, 600))
+    scale_b[0, -1] = np.inf
+    config = CONFIGS["K in four, few rows"][1]
+    got = product(run, a, b, transpose_b=True, scale_a=scale_a, scale_b=scale_b, config=config)
+    assert np.all(got == np.inf)
 
 
 def test_few_columns_of_blocks(run, rng):

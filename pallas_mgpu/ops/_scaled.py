@@ -124,20 +124,23 @@ class Epilogue:
 class Blocks:
     """Sums of products with scales of blocks. Made by a consumer while tracing.
 
-    ``a`` (M, K / 128), ``b`` (N / 128, K / 128): refs in GMEM. ``tile``: rows and columns that a
-    block works on. ``overhang``: whether there are tiles beyond N, or steps beyond K."""
+    ``a`` (M, K / 128), ``b`` (N / 128, K / 128): refs in GMEM. ``tile``: rows and columns that are
+    worked on at a time, rows of all blocks of a cluster. ``reach``: columns of all tiles, elements
+    of K of all steps."""
 
-    def __init__(self, a, b, m, tile, overhang):
-        self.a, self.b, self.m, self.cols, self.overhang = a, b, m, tile[1], overhang
+    def __init__(self, a, b, m, tile, reach):
+        self.a, self.b, self.m, self.cols = a, b, m, tile[1]
         self.ragged = m % tile[0] != 0
+        self.beyond_n, self.beyond_k = (x > y * BLOCK for x, y in zip(reach, b.shape))
 
     def load(self, row, col, block):
         """For 64 rows from `row` on and the columns from `col` on."""
         inside, at = None, col // BLOCK
-        if self.overhang:  # the operands are zeros there
+        if self.beyond_n:  # the operands are zeros there
+            at = jnp.minimum(at, self.b.shape[0] - 1)
+        if self.beyond_k:
             inside = block < self.a.shape[1]
             block = jnp.minimum(block, self.a.shape[1] - 1)
-            at = jnp.minimum(at, self.b.shape[0] - 1)
         rows = pl.ds(row, 64)
         if self.ragged:
             keep = jnp.arange(64) < self.m - row

@@ -300,8 +300,8 @@ def _product(
             ring = a_smem, b_smem, full, empty
             scales = epilogue = None
             if forms.blocks:
-                overhang = n % (cols * cfg.cluster_n) or k % (step * split)
-                scales = Blocks(scale_a, scale_b, m, (rows, cols), overhang)
+                reach = p.tiles_n * cfg.cluster_n * cols, p.steps * split * step
+                scales = Blocks(scale_a, scale_b, m, (rows * cfg.cluster, cols), reach)
             elif forms != UNSCALED:
                 mine = cols_smem and cols_smem.at[me]
                 epilogue = Epilogue(forms, scale_a, scale_b, m, rows * cfg.cluster, mine)
@@ -614,8 +614,11 @@ def candidates(m, n, k, sms=132, in_bytes=2, blocks=False):
             p = _Plan(m, n, k, 4, cfg, sms, in_bytes)
             if tile_n == 192 and not (p.single and split == 1):
                 continue  # only where it makes one wave of what were nearly two
-            if p.stages >= 2:
-                found.append(cfg)
+            if p.stages < 2:
+                continue
+            if in_bytes == 1:  # a power of two: slots are then counted by masks and shifts
+                cfg = cfg._replace(stages=1 << p.stages.bit_length() - 1)
+            found.append(cfg)
     return found
 
 
@@ -635,6 +638,8 @@ def _cycles(m, n, k, cfg, sms, in_bytes=2):
     # sharing hardly helps there (equal requests of neighbours are answered at once), but in power
     tensor, l2 = p.rows * p.cols * line / 3656, slot * active / 9670
     way = (281 if cfg.consumers == 1 else 355) * line / 128
+    if in_bytes == 1:  # what one SM takes in, at most
+        l2 = max(l2, slot / 55)
     step = max(tensor, l2, way) + 32 + fetched * active / 250e3
     epilogue = 57 + 3.6 * p.width
     if cfg.split > 1:  # the sums travel
