@@ -11,7 +11,8 @@ part j of the columns of its sum to block j, through the SMEM of the cluster, an
 up its part, in the order of the blocks: results repeat bit for bit.
 
 One or two rows leave the tensor cores idle: another kernel then streams B through SMEM and
-multiplies on the lanes.
+multiplies on the lanes. 8-bit floats have their scales, and a pass that turns operands, in
+_scaled.py.
 
 Ragged edges need nothing: TMA reads zeros outside and does not write there. Arrays whose rows TMA
 cannot address (a pitch that is no multiple of 16 bytes) are first copied to padded rows."""
@@ -40,8 +41,8 @@ class MatmulConfig(NamedTuple):
     of a column of tiles that share B. ``buffers``: store buffers per consumer. ``group``: rows of
     cluster tiles worked on together, for the L2. ``cluster_n``: blocks of a row that share A.
     ``split``: blocks that divide K among them; then every tile has a cluster of its own. ``step``:
-    elements of K per slot, 64 or 128. ``lag``: products in flight while the next one is issued, 0
-    or 1.
+    elements of K per slot, 64 or 128, for 8-bit floats also 256. ``lag``: products in flight while
+    the next one is issued, 0 or 1.
     """
 
     consumers: int = 2
