@@ -118,6 +118,13 @@ CASES = {  # shape, ta, tb, configuration, options
     "two rows of tiles": ((200, 300, 200), False, True, C(1, 128, 0, 1, 1), {"bias": True}),
     "A is shared": ((200, 130, 72), True, False, C(2, 64, 0, 2, 2, 8, 2), {}),
     "K in two": ((100, 150, 328), False, False, C(2, 128, 0, 1, 2, 8, 1, 2), {"bias": True}),
+    "K in two, few rows": (
+        (40, 72, 200),
+        False,
+        False,
+        C(1, 128, 0, 1, 2, 8, 1, 2),
+        {"bias": True, "out_dtype": "float32"},
+    ),
     "K in four, few rows": ((3, 72, 600), False, False, C(1, 64, 0, 1, 2, 8, 1, 4), {}),
     "K in two, all shared": (
         (100, 80, 200),

@@ -155,7 +155,7 @@ C, F = MatmulConfig, FewRowsConfig
 CONFIGS = {  # extents, configuration, options
     "B is shared": ((140, 136, 144), C(1, 128, 2, 2, step=128), {"bias": F32}),
     "A is shared": ((40, 260, 144), C(1, 128, 0, 1, 2, 8, 2, step=128), {"bias": BF16}),
-    "K in two": ((70, 72, 392), C(1, 128, 0, 1, 2, 8, 1, 2, 128), {"bias": F16}),
+    "K in two": ((40, 72, 392), C(1, 128, 0, 1, 2, 8, 1, 2, 128), {"bias": F16}),
     "K in four, few rows": ((3, 40, 600), C(1, 64, 0, 1, 2, 8, 1, 4, 128), {}),
     "two consumers": ((150, 150, 272), C(2, 128, 2, 1, step=128), {}),
     "three consumers": ((200, 40, 272), C(3, 32, 2, 1, step=128), {}),

@@ -3,7 +3,7 @@
 Scales of a tensor, of rows of A and of columns of B multiply the sums in the end. Scales of blocks
 change along K: the tensor cores then sum 128 elements of K at a time into accumulators of their
 own, which go into float32 sums with one multiplication each; meanwhile they work for the other
-consumer. The scales of a step are loaded by the lanes one step ahead.
+consumer. The lanes load the scales of a step while its product is under way.
 
 The tensor cores take 8-bit operands only with K contiguous; others are turned by a pass of their
 own, tile by tile through SMEM."""
@@ -154,24 +154,23 @@ class Blocks:
         """wait(s): until the operands of step s are there, which it returns. release(s): they are
         no longer needed."""
 
-        def one(s, carry):
-            total, (of_rows, of_columns) = carry
-            following = self.load(row, col, block_of(jnp.minimum(s + 1, steps - 1)))
+        def one(s, total):
             a, b = wait(s)
 
             def product(acc):
                 plgpu.wgmma(acc, a, b)
-                return acc[...]
+                # under the product, and not before: ptxas would wait for them in front of it
+                of_rows, of_columns = self.load(row, col, block_of(s))
+                return acc[...], of_rows * of_columns
 
-            value = pl.run_scoped(product, plgpu.ACC((64, self.cols)))
+            value, by = pl.run_scoped(product, plgpu.ACC((64, self.cols)))
             release(s)
-            by = of_rows * of_columns
-            return total + value * lax.broadcast_in_dim(by, value.shape, [0]), following
+            return total + value * lax.broadcast_in_dim(by, value.shape, [0])
 
         zeros = plgpu.layout_cast(jnp.zeros((64, self.cols), jnp.float32), plgpu.Layout.WGMMA)
         # NVRTC 13.0 takes the last step apart and then unrolls what it knows the count of
         count = lax.optimization_barrier(jnp.int32(steps))
-        return lax.fori_loop(0, count, one, (zeros, self.load(row, col, block_of(0))))[0]
+        return lax.fori_loop(0, count, one, zeros)
 
 
 # ---- K contiguous -------------------------------------------------------------------------------

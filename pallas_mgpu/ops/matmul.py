@@ -121,6 +121,9 @@ def _product(
         registers = {2: (40, 232), 3: (32, 160)}.get(consumers)
     row_copies = [has_bias, forms.b == "each"].count(True)  # of what goes along rows
 
+    # parts of a layout for whole rows would need another one beside what goes along rows or columns
+    by_chunks = split > 1 and p.sent < 64 and (has_bias or forms.a == "each" or forms.b == "each")
+
     part = (p.sent, p.width)
     rows_of_lanes = None
     if split > 1 and p.sent * p.width % 512 == 0:
@@ -253,14 +256,20 @@ def _product(
             plgpu.cluster_ref(inbox, {"ck": j})[me, rank("ck")] = part
         plgpu.barrier_arrive(arrived.at[me])
         plgpu.barrier_wait(arrived.at[me])
-        total = inbox[me, 0]
-        for j in range(1, split):
-            total = total + inbox[me, j]
-        return total
+
+        def summed(*columns):
+            total = inbox[(me, 0, *columns)]
+            for j in range(1, split):
+                total = total + inbox[(me, j, *columns)]
+            return total
+
+        if by_chunks:
+            return [summed(slice(None), pl.ds(c * p.chunk, p.chunk)) for c in range(p.chunks)]
+        return summed()
 
     def store(me, value, row, col, o, o_smem, bias_smem, scaled):
         for c in range(p.chunks):
-            part = value[:, c * p.chunk : (c + 1) * p.chunk]
+            part = value[c] if by_chunks else value[:, c * p.chunk : (c + 1) * p.chunk]
             if scaled is not None:
                 part = scaled(part, c * p.chunk)
             if has_bias:
