@@ -168,9 +168,7 @@ class Blocks:
             return total + value * lax.broadcast_in_dim(by, value.shape, [0])
 
         zeros = plgpu.layout_cast(jnp.zeros((64, self.cols), jnp.float32), plgpu.Layout.WGMMA)
-        # NVRTC 13.0 takes the last step apart and then unrolls what it knows the count of
-        count = lax.optimization_barrier(jnp.int32(steps))
-        return lax.fori_loop(0, count, one, zeros)
+        return lax.fori_loop(0, steps, one, zeros)
 
 
 # ---- K contiguous -------------------------------------------------------------------------------
