@@ -228,6 +228,7 @@ def test_out_and_spellings(rng):
         (dict(out_dtype="int32"), TypeError, "out_dtype must be a float dtype"),
         (dict(out=np.zeros((4, 9), f16)), ValueError, r"out\[0\] must be"),
         (dict(config=F(), transpose_a=True), ValueError, "up to 8 rows, with transpose_a for 1"),
+        (dict(config=C(2, 64, 1)), ValueError, "1 slots, MatmulConfig.* needs 2 of them"),
         (dict(config=F(100)), ValueError, "tile_n of a FewRowsConfig must be 64, 128 or 256"),
     ],
 )

@@ -158,7 +158,7 @@ CONFIGS = {  # extents, configuration, options
     "K in two": ((40, 72, 392), C(1, 128, 0, 1, 2, 8, 1, 2, 128), {"bias": F16}),
     "K in four, few rows": ((3, 40, 600), C(1, 64, 0, 1, 2, 8, 1, 4, 128), {}),
     "two consumers": ((150, 150, 272), C(2, 128, 2, 1, step=128), {}),
-    "three consumers": ((200, 40, 272), C(3, 32, 2, 1, step=128), {}),
+    "three consumers": ((200, 40, 272), C(3, 32, 2, 1, step=128, lag=0), {}),
 }
 
 
@@ -189,6 +189,12 @@ def test_orders_with_blocks(run, rng):
     """Scales of blocks do not change their shapes with the order of the operands."""
     m, n, k = 40, 136, 272
     check(run, rng, m, n, k, blocks_of(m, n, k), ta=True, tb=False)
+
+
+@pytest.mark.parametrize("k", [100, 256])
+def test_few_blocks(run, rng, k):
+    """One step, and one pair of steps."""
+    check(run, rng, 40, 136, k, blocks_of(40, 136, k))
 
 
 def test_infinite_scales_of_the_last_block(run, rng):
@@ -309,6 +315,7 @@ def zeros(*shape):
         (dict(bias=np.zeros(9, F16)), ValueError, r"of shape \(8,\), got float16 \(9,\)"),
         (dict(out_dtype=E4M3), TypeError, "out_dtype must be a float dtype, got float8_e4m3fn"),
         (dict(config=F()), ValueError, "must be a MatmulConfig for 8-bit floats, got FewRows"),
+        (dict(config=C(2, 64, 1, step=128)), ValueError, "1 slots, MatmulConfig.* needs 2 of them"),
         (dict(config=C(step=32)), ValueError, "step of 8-bit floats is 64, 128 or 256"),
         (
             dict(a=np.zeros((4, 48), F16), b=np.zeros((48, 8), F16), scale_b=zeros(1)),

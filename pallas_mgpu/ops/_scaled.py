@@ -2,8 +2,9 @@
 
 Scales of a tensor, of rows of A and of columns of B multiply the sums in the end. Scales of blocks
 change along K: the tensor cores then sum 128 elements of K at a time into accumulators of their
-own, which go into float32 sums with one multiplication each; meanwhile they work for the other
-consumer. The lanes load the scales of a step while its product is under way.
+own, which go into float32 sums with one multiplication each; meanwhile they work on the next
+product, or for the other consumer. The lanes load the scales of a step while its product is under
+way.
 
 The tensor cores take 8-bit operands only with K contiguous; others are turned by a pass of their
 own, tile by tile through SMEM."""
@@ -150,25 +151,50 @@ class Blocks:
         of_columns = self.b[at, block]
         return of_rows, of_columns if inside is None else lax.select(inside, of_columns, 0.0)
 
-    def sums(self, steps, block_of, row, col, wait, release):
+    def sums(self, steps, block_of, row, col, wait, release, late):
         """wait(s): until the operands of step s are there, which it returns. release(s): they are
-        no longer needed."""
+        no longer needed. Late: steps go in pairs, the second product is under way while the first
+        one is added."""
+        accumulators = plgpu.ACC((64, self.cols))
+
+        def issue(acc, s):
+            plgpu.wgmma(acc, *wait(s))
+            # under the product, and not before: ptxas would wait for them in front of it
+            return self.load(row, col, block_of(s))
+
+        def add(total, value, scales):
+            of_rows, of_columns = scales
+            return total + value * lax.broadcast_in_dim(of_rows * of_columns, value.shape, [0])
 
         def one(s, total):
-            a, b = wait(s)
-
             def product(acc):
-                plgpu.wgmma(acc, a, b)
-                # under the product, and not before: ptxas would wait for them in front of it
-                of_rows, of_columns = self.load(row, col, block_of(s))
-                return acc[...], of_rows * of_columns
+                scales = issue(acc, s)
+                return acc[...], scales
 
-            value, by = pl.run_scoped(product, plgpu.ACC((64, self.cols)))
+            value, scales = pl.run_scoped(product, accumulators)
             release(s)
-            return total + value * lax.broadcast_in_dim(by, value.shape, [0])
+            return add(total, value, scales)
 
-        zeros = plgpu.layout_cast(jnp.zeros((64, self.cols), jnp.float32), plgpu.Layout.WGMMA)
-        return lax.fori_loop(0, steps, one, zeros)
+        def two(pair, total):
+            s = 2 * pair
+
+            def products(first, second):
+                scales, following = issue(first, s), issue(second, s + 1)
+                value = plgpu.wgmma_accumulator_load(first, wait_n=1)
+                release(s)
+                # now, before the second is there
+                sums = lax.optimization_barrier(add(total, value, scales))
+                value = second[...]
+                release(s + 1)
+                return add(sums, value, following)
+
+            return pl.run_scoped(products, accumulators, accumulators)
+
+        total = plgpu.layout_cast(jnp.zeros((64, self.cols), jnp.float32), plgpu.Layout.WGMMA)
+        if not late:
+            return lax.fori_loop(0, steps, one, total)
+        total = lax.fori_loop(0, steps // 2, two, total)
+        return one(steps - 1, total) if steps % 2 else total
 
 
 # ---- K contiguous -------------------------------------------------------------------------------

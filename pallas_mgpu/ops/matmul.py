@@ -42,7 +42,7 @@ class MatmulConfig(NamedTuple):
     cluster tiles worked on together, for the L2. ``cluster_n``: blocks of a row that share A.
     ``split``: blocks that divide K among them; then every tile has a cluster of its own. ``step``:
     elements of K per slot, 64 or 128, for 8-bit floats also 256. ``lag``: products in flight while
-    the next one is issued, 0 or 1.
+    the next one is issued, 0 or 1; with scales of blocks those under way while sums are scaled.
     """
 
     consumers: int = 2
@@ -114,6 +114,8 @@ def _product(
     axes = {name: size for name, size in axes.items() if size > 1}
     share_a, share_b = ("cn" if "cn" in axes else None), ("cm" if "cm" in axes else None)
     late = bool(cfg.lag)
+    if p.stages < 1 + late:
+        raise ValueError(f"matmul: {max(p.stages, 0)} slots, {cfg} needs {1 + late} of them")
     by_tma = m == 1 or n * out_dtype.itemsize % 16 == 0  # the result
     # more accumulators than an even share has room for
     registers = None
@@ -244,7 +246,7 @@ def _product(
         def release(s):
             plgpu.barrier_arrive(empty.at[slot(s)])
 
-        return scales.sums(p.steps, block_of, row + me * 64, col, wait, release)
+        return scales.sums(p.steps, block_of, row + me * 64, col, wait, release, late)
 
     def gather(me, value, inbox, outbox, arrived):
         """This block's part of the columns, summed over the blocks that divide K."""
