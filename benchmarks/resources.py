@@ -35,6 +35,16 @@ def product(m, n, k, nt=False, **options):
     return lambda: matmul.kernel(*spec, **options).lower(*spec)
 
 
+def of_8_bits(size, blocks):
+    shapes = [(size, size)] * 2
+    shapes += [(size, size // 128), (size // 128,) * 2] if blocks else [(size, 1), (1, size)]
+    types = [jnp.float8_e4m3fn] * 2 + [jnp.float32] * 2
+    spec = [plgpu.ShapeDtypeStruct(*x) for x in zip(shapes, types)]
+    a, b, scale_a, scale_b = spec
+    options = dict(transpose_b=True, scale_a=scale_a, scale_b=scale_b)
+    return lambda: matmul.kernel(a, b, **options).lower(*spec)
+
+
 def attend(length, heads, kv_heads, dim, causal):
     q, k = (plgpu.ShapeDtypeStruct((4, length, h, dim), jnp.bfloat16) for h in (heads, kv_heads))
     return lambda: attention.kernel(q, k, k, causal=causal).lower(q, k, k)
@@ -71,6 +81,8 @@ KERNELS = {
     "matmul 64 x 4096 x 4096": product(64, 4096, 4096),
     "matmul 1 x 4096 x 4096": product(1, 4096, 4096),
     "matmul 1 x 4096 x 4096, B transposed": product(1, 4096, 4096, nt=True),
+    "matmul 8192 x 8192 x 8192, float8, scales of rows": of_8_bits(8192, False),
+    "matmul 8192 x 8192 x 8192, float8, scales of blocks": of_8_bits(8192, True),
     "attention 4096, dim 64": attend(4096, 32, 32, 64, False),
     "attention 4096, dim 128": attend(4096, 16, 16, 128, False),
     "attention 4096, dim 128, causal": attend(4096, 16, 16, 128, True),

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import pallas_mgpu as plgpu
-from pallas_mgpu import lax, pl
+from pallas_mgpu import lax, ops, pl
 from pallas_mgpu import numpy as jnp
 from pallas_mgpu._matmul import matmul_kernel
 
@@ -159,6 +159,28 @@ def test_matmul_is_right_at_size(rng):
             ).float()
             want = a.float() @ b.float()
             assert (got - want).norm() / want.norm() < bound
+
+
+def test_products_of_8_bit_floats_of_torch():
+    """Tensors of torch as they are, beside its own function; operands that are turned."""
+    torch = pytest.importorskip("torch")
+    m, n, k = 384, 512, 1024
+    for types in (("e4m3fn", "e4m3fn"), ("e5m2", "e4m3fn")):
+        a_type, b_type = (getattr(torch, f"float8_{t}") for t in types)
+        a = torch.randn(m, k, device="cuda").to(a_type)
+        b = torch.randn(n, k, device="cuda").to(b_type)
+        scale_a = torch.rand(m, 1, device="cuda") + 0.5
+        scale_b = torch.rand(1, n, device="cuda") + 0.5
+        want = a.float() @ b.float().T * scale_a * scale_b
+        got = ops.matmul(a, b, transpose_b=True, scale_a=scale_a, scale_b=scale_b)
+        assert got.dtype == torch.bfloat16 and got.device == a.device
+        assert (got.float() - want).norm() / want.norm() < 1e-2
+        turned = ops.matmul(a, b.view(torch.uint8).T.contiguous().view(b_type), scale_a=scale_a)
+        assert (turned.float() * scale_b - want).norm() / want.norm() < 1e-2
+    far_a, far_b = torch.rand(m + 1, device="cuda")[1:], torch.rand(n + 3, device="cuda")[3:]
+    got = ops.matmul(a, b, transpose_b=True, scale_a=far_a, scale_b=far_b)  # 4-byte aligned only
+    want = a.float() @ b.float().T * far_a[:, None] * far_b
+    assert (got.float() - want).norm() / want.norm() < 1e-2
 
 
 def test_sass_is_shown_where_nvdisasm_is_found():

@@ -118,6 +118,13 @@ CASES = {  # shape, ta, tb, configuration, options
     "two rows of tiles": ((200, 300, 200), False, True, C(1, 128, 0, 1, 1), {"bias": True}),
     "A is shared": ((200, 130, 72), True, False, C(2, 64, 0, 2, 2, 8, 2), {}),
     "K in two": ((100, 150, 328), False, False, C(2, 128, 0, 1, 2, 8, 1, 2), {"bias": True}),
+    "K in two, few rows": (
+        (40, 72, 200),
+        False,
+        False,
+        C(1, 128, 0, 1, 2, 8, 1, 2),
+        {"bias": True, "out_dtype": "float32"},
+    ),
     "K in four, few rows": ((3, 72, 600), False, False, C(1, 64, 0, 1, 2, 8, 1, 4), {}),
     "K in two, all shared": (
         (100, 80, 200),
@@ -221,6 +228,7 @@ def test_out_and_spellings(rng):
         (dict(out_dtype="int32"), TypeError, "out_dtype must be a float dtype"),
         (dict(out=np.zeros((4, 9), f16)), ValueError, r"out\[0\] must be"),
         (dict(config=F(), transpose_a=True), ValueError, "up to 8 rows, with transpose_a for 1"),
+        (dict(config=C(2, 64, 1)), ValueError, "1 slots, MatmulConfig.* needs 2 of them"),
         (dict(config=F(100)), ValueError, "tile_n of a FewRowsConfig must be 64, 128 or 256"),
     ],
 )

@@ -11,7 +11,8 @@ part j of the columns of its sum to block j, through the SMEM of the cluster, an
 up its part, in the order of the blocks: results repeat bit for bit.
 
 One or two rows leave the tensor cores idle: another kernel then streams B through SMEM and
-multiplies on the lanes.
+multiplies on the lanes. 8-bit floats have their scales, and a pass that turns operands, in
+_scaled.py.
 
 Ragged edges need nothing: TMA reads zeros outside and does not write there. Arrays whose rows TMA
 cannot address (a pitch that is no multiple of 16 bytes) are first copied to padded rows."""
@@ -25,7 +26,10 @@ import pallas_mgpu as plgpu
 from pallas_mgpu import lax, nn, pl
 from pallas_mgpu import numpy as jnp
 
+from ._scaled import BLOCK, FP8, UNSCALED, Blocks, Epilogue, forms_of, turning
+
 _ACTIVATIONS = {"relu": nn.relu, "silu": nn.silu, "gelu": nn.gelu, "tanh": nn.tanh}
+_FLOATS = ("float16", "bfloat16", "float32")
 _SMEM = 232448 - 1024  # bytes of a block that buffers may take
 
 
@@ -37,8 +41,8 @@ class MatmulConfig(NamedTuple):
     of a column of tiles that share B. ``buffers``: store buffers per consumer. ``group``: rows of
     cluster tiles worked on together, for the L2. ``cluster_n``: blocks of a row that share A.
     ``split``: blocks that divide K among them; then every tile has a cluster of its own. ``step``:
-    elements of K per slot, 64 or 128. ``lag``: products in flight while the next one is issued, 0
-    or 1.
+    elements of K per slot, 64 or 128, for 8-bit floats also 256. ``lag``: products in flight while
+    the next one is issued, 0 or 1; with scales of blocks those under way while sums are scaled.
     """
 
     consumers: int = 2
@@ -56,7 +60,8 @@ class MatmulConfig(NamedTuple):
 class _Plan:
     """Numbers that follow from a shape and a configuration."""
 
-    def __init__(self, m, n, k, out_bytes, cfg, sms):
+    def __init__(self, m, n, k, out_bytes, cfg, sms, in_bytes=2, along=2):
+        """along: bytes of what goes along the columns, bias and scales."""
         self.rows, self.cols = 64 * cfg.consumers, cfg.tile_n
         self.tiles_m = pl.cdiv(m, self.rows * cfg.cluster)
         self.tiles_n = pl.cdiv(n, self.cols * cfg.cluster_n)
@@ -74,10 +79,10 @@ class _Plan:
         # rows of sums that are sent, if there are no more
         self.sent = min(64, pl.cdiv(m, 8) * 8) if cfg.consumers == 1 else 64
         used = cfg.consumers * self.buffers * 64 * self.chunk * out_bytes
-        used += cfg.consumers * self.cols * 2
+        used += cfg.consumers * self.cols * along
         if cfg.split > 1:
             used += cfg.consumers * self.sent * (self.cols + self.width) * 4
-        slot = (self.rows + self.cols) * cfg.step * 2
+        slot = (self.rows + self.cols) * cfg.step * in_bytes
         most = min((_SMEM - used) // slot, 12)
         self.stages = min(cfg.stages or most, most)
         if self.single:
@@ -93,8 +98,15 @@ def _swizzled(row, dtype):
 
 
 @functools.cache
-def _product(m, n, k, dtype, out_dtype, ta, tb, has_bias, activation, cfg, sms, interpret):
-    p = _Plan(m, n, k, out_dtype.itemsize, cfg, sms)
+def _product(
+    m, n, k, dtypes, out_dtype, ta, tb, bias_dtype, activation, cfg, sms, interpret, forms
+):
+    """dtypes: of a and b. bias_dtype: None without bias. forms: of the scales."""
+    has_bias, in_bytes = bias_dtype is not None, dtypes[0].itemsize
+    along = 2
+    if in_bytes == 1:
+        along = (bias_dtype.itemsize if has_bias else 0) + (4 if forms.b == "each" else 0)
+    p = _Plan(m, n, k, out_dtype.itemsize, cfg, sms, in_bytes, along)
     rows, cols, step, split, consumers = p.rows, p.cols, cfg.step, cfg.split, cfg.consumers
     group = min(cfg.group, p.tiles_m)
     shared = [a for a, size in (("cm", cfg.cluster), ("cn", cfg.cluster_n)) if size > 1]
@@ -102,8 +114,17 @@ def _product(m, n, k, dtype, out_dtype, ta, tb, has_bias, activation, cfg, sms, 
     axes = {name: size for name, size in axes.items() if size > 1}
     share_a, share_b = ("cn" if "cn" in axes else None), ("cm" if "cm" in axes else None)
     late = bool(cfg.lag)
+    if p.stages < 1 + late:
+        raise ValueError(f"matmul: {max(p.stages, 0)} slots, {cfg} needs {1 + late} of them")
     by_tma = m == 1 or n * out_dtype.itemsize % 16 == 0  # the result
-    registers = consumers > 1 and cols > 128  # more accumulators than an even share has room for
+    # more accumulators than an even share has room for
+    registers = None
+    if cols > 128 or forms.blocks and cols == 128:
+        registers = {2: (40, 232), 3: (32, 160)}.get(consumers)
+    row_copies = [has_bias, forms.b == "each"].count(True)  # of what goes along rows
+
+    # parts of a layout for whole rows would need another one beside what goes along rows or columns
+    by_chunks = split > 1 and p.sent < 64 and (has_bias or forms.a == "each" or forms.b == "each")
 
     part = (p.sent, p.width)
     rows_of_lanes = None
@@ -208,6 +229,25 @@ def _product(m, n, k, dtype, out_dtype, ta, tb, has_bias, activation, cfg, sms, 
 
         return pl.run_scoped(product, plgpu.ACC((64, cols)))
 
+    def multiply_blocks(me, it0, row, col, scales, a_smem, b_smem, full, empty):
+        """The same with scales that change along K."""
+        odd = it0 // p.steps % 2 == 1  # as they are fetched
+
+        def block_of(s):
+            return rank("ck") * p.steps + lax.select(odd, p.steps - 1 - s, s)
+
+        def slot(s):
+            return (it0 + s) % p.stages
+
+        def wait(s):
+            plgpu.barrier_wait(full.at[slot(s)], phase=(it0 + s) // p.stages)
+            return a_smem.at[slot(s), pl.ds(me * 64, 64)], b_smem.at[slot(s)].T
+
+        def release(s):
+            plgpu.barrier_arrive(empty.at[slot(s)])
+
+        return scales.sums(p.steps, block_of, row + me * 64, col, wait, release, late)
+
     def gather(me, value, inbox, outbox, arrived):
         """This block's part of the columns, summed over the blocks that divide K."""
         for j in range(split):
@@ -218,14 +258,22 @@ def _product(m, n, k, dtype, out_dtype, ta, tb, has_bias, activation, cfg, sms, 
             plgpu.cluster_ref(inbox, {"ck": j})[me, rank("ck")] = part
         plgpu.barrier_arrive(arrived.at[me])
         plgpu.barrier_wait(arrived.at[me])
-        total = inbox[me, 0]
-        for j in range(1, split):
-            total = total + inbox[me, j]
-        return total
 
-    def store(me, value, row, col, o, o_smem, bias_smem):
+        def summed(*columns):
+            total = inbox[(me, 0, *columns)]
+            for j in range(1, split):
+                total = total + inbox[(me, j, *columns)]
+            return total
+
+        if by_chunks:
+            return [summed(slice(None), pl.ds(c * p.chunk, p.chunk)) for c in range(p.chunks)]
+        return summed()
+
+    def store(me, value, row, col, o, o_smem, bias_smem, scaled):
         for c in range(p.chunks):
-            part = value[:, c * p.chunk : (c + 1) * p.chunk]
+            part = value[c] if by_chunks else value[:, c * p.chunk : (c + 1) * p.chunk]
+            if scaled is not None:
+                part = scaled(part, c * p.chunk)
             if has_bias:
                 b_part = bias_smem[me, pl.ds(c * p.chunk, p.chunk)].astype(jnp.float32)
                 part = part + lax.broadcast_in_dim(b_part, part.shape, [1])
@@ -242,7 +290,10 @@ def _product(m, n, k, dtype, out_dtype, ta, tb, has_bias, activation, cfg, sms, 
 
     def body(a, b, *refs):
         bias, refs = (refs[0], refs[1:]) if has_bias else (None, refs)
-        o, a_smem, b_smem, o_smem, bias_smem, inbox, outbox, full, empty, bias_ready, arrived = refs
+        scale_a, refs = (refs[0], refs[1:]) if forms.a else (None, refs)
+        scale_b, refs = (refs[0], refs[1:]) if forms.b else (None, refs)
+        o, a_smem, b_smem, o_smem, bias_smem, cols_smem, inbox, outbox, *refs = refs
+        full, empty, row_ready, arrived = refs
         # the next kernel may begin; nothing is touched before the kernels before are done
         plgpu.griddepcontrol_launch_dependents()
         plgpu.griddepcontrol_wait()
@@ -251,34 +302,53 @@ def _product(m, n, k, dtype, out_dtype, ta, tb, has_bias, activation, cfg, sms, 
         @pl.when(me == consumers)
         def producer():
             if registers:
-                plgpu.set_max_registers(40, action="decrease")
+                plgpu.set_max_registers(registers[0], action="decrease")
             fetch(a, b, a_smem, b_smem, full, empty)
 
         @pl.when(me < consumers)
         def consumer():
             if registers:
-                plgpu.set_max_registers(232, action="increase")
+                plgpu.set_max_registers(registers[1], action="increase")
+            ring = a_smem, b_smem, full, empty
+            scales = epilogue = None
+            if forms.blocks:
+                reach = p.tiles_n * cfg.cluster_n * cols, p.steps * split * step
+                scales = Blocks(scale_a, scale_b, m, (rows * cfg.cluster, cols), reach)
+            elif forms != UNSCALED:
+                mine = cols_smem and cols_smem.at[me]
+                epilogue = Epilogue(forms, scale_a, scale_b, m, rows * cfg.cluster, mine)
 
             def tile(t, it):
                 row, col = origin(t)
                 col_of_block = col + rank("ck") * p.width
+                along_row = pl.ds(col_of_block, p.width)
                 if has_bias:
-                    plgpu.copy_gmem_to_smem(
-                        bias.at[pl.ds(col_of_block, p.width)], bias_smem.at[me], bias_ready.at[me]
-                    )
-                value = multiply(me, it, a_smem, b_smem, full, empty)
+                    plgpu.copy_gmem_to_smem(bias.at[along_row], bias_smem.at[me], row_ready.at[me])
+                if forms.b == "each":
+                    of_columns = scale_b.reshape((scale_b.size,)).at[along_row]
+                    plgpu.copy_gmem_to_smem(of_columns, cols_smem.at[me], row_ready.at[me])
+                scaled = None
+                if epilogue:
+                    of_rows = epilogue.of_rows(row + me * 64, p.sent if split > 1 else 64)
+                    scaled = functools.partial(epilogue, rows=of_rows)
+                if scales:
+                    value = multiply_blocks(me, it, row, col, scales, *ring)
+                else:
+                    value = multiply(me, it, *ring)
                 if split > 1:
                     value = gather(me, value, inbox, outbox, arrived)
-                if has_bias:
-                    plgpu.barrier_wait(bias_ready.at[me])
-                store(me, value, row, col_of_block, o, o_smem, bias_smem)
+                if row_copies:
+                    plgpu.barrier_wait(row_ready.at[me])
+                store(me, value, row, col_of_block, o, o_smem, bias_smem, scaled)
 
             for_tiles(tile)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     a_tile = (step, rows) if ta else (rows, step)
     b_tile = (cols, step) if tb else (step, cols)
-    tiled = _swizzled(64 if tb else min(64, cols), dtype)  # the same for both, as wgmma wants
+    chunk = min(128 // in_bytes, step)
+    # the same for both, as wgmma wants
+    tiled = [_swizzled(chunk if tb else min(chunk, cols), dtype) for dtype in dtypes]
     slots = {"num_barriers": p.stages}
     if shared:
         empty = plgpu.ClusterBarrier(collective_axes=shared, num_arrivals=consumers, **slots)
@@ -289,19 +359,20 @@ def _product(m, n, k, dtype, out_dtype, ta, tb, has_bias, activation, cfg, sms, 
         body,
         out_type=plgpu.ShapeDtypeStruct((m, n), out_dtype),
         scratch_types=[
-            plgpu.SMEM((p.stages, *a_tile), dtype, transforms=tiled),
-            plgpu.SMEM((p.stages, *b_tile), dtype, transforms=tiled),
+            plgpu.SMEM((p.stages, *a_tile), dtypes[0], transforms=tiled[0]),
+            plgpu.SMEM((p.stages, *b_tile), dtypes[1], transforms=tiled[1]),
             plgpu.SMEM(
                 (consumers, p.buffers, 64, p.chunk),
                 out_dtype,
                 transforms=_swizzled(p.chunk, out_dtype),
             ),
-            plgpu.SMEM((consumers, p.width), dtype) if has_bias else None,
+            plgpu.SMEM((consumers, p.width), bias_dtype) if has_bias else None,
+            plgpu.SMEM((consumers, p.width), jnp.float32) if forms.b == "each" else None,
             plgpu.SMEM(sums, jnp.float32) if split > 1 else None,
             plgpu.SMEM((consumers, *part), jnp.float32) if rows_of_lanes else None,
             plgpu.Barrier(num_arrivals=2, **slots),
             empty,
-            plgpu.Barrier(num_barriers=consumers) if has_bias else None,
+            plgpu.Barrier(num_barriers=consumers, num_arrivals=row_copies) if row_copies else None,
             plgpu.ClusterBarrier(collective_axes=("ck",), num_barriers=consumers)
             if split > 1
             else None,
@@ -472,7 +543,8 @@ def _padding(shape, dtype, aligned, interpret):
     Blocks take a few rows, or a part of one. The last ones begin earlier where it does not come out
     even, and copy once more what others copy too."""
     rows, cols = math.prod(shape[:-1]), shape[-1]
-    padded = pl.cdiv(cols, 8) * 8
+    whole = 16 // dtype.itemsize
+    padded = pl.cdiv(cols, whole) * whole
     width = min(cols, _WIDTH)
     height = min(rows, max(_WIDTH // width, 1))
 
@@ -504,7 +576,13 @@ def _padding(shape, dtype, aligned, interpret):
 
 
 def _needs_padding(x):
-    return not x.aligned or (math.prod(x.shape[:-1]) > 1 and x.shape[-1] % 8 != 0)
+    return not x.aligned or (
+        math.prod(x.shape[:-1]) > 1 and x.shape[-1] * x.dtype.itemsize % 16 != 0
+    )
+
+
+def _padding_of(x, interpret):
+    return _padding(x.shape, x.dtype, x.aligned, interpret) if _needs_padding(x) else None
 
 
 class _Padded:
@@ -529,41 +607,51 @@ _TILES = ((2, 256), (2, 192), (2, 128), (1, 256), (1, 192), (1, 128), (2, 64), (
 _CLUSTERS = ((2, 1, 1), (1, 2, 1), (1, 1, 1), (1, 1, 2), (1, 1, 4), (1, 1, 8))
 
 
-def candidates(m, n, k, sms=132):
-    """Configurations that make sense for a shape, roughly from large tiles to small ones."""
-    found = []
+def candidates(m, n, k, sms=132, in_bytes=2, blocks=False):
+    """Configurations that make sense for a shape, roughly from large tiles to small ones.
+
+    in_bytes: of an element of a or b. blocks: with scales of blocks."""
+    found, step = [], 128 // in_bytes
     for consumers, tile_n in _TILES:
         if consumers == 2 and m <= 64 or tile_n >= max(2 * n, 64):
             continue
         for cluster, cluster_n, split in _CLUSTERS:
-            if tile_n % (8 * split) or pl.cdiv(k, 64) < split:
+            if tile_n % (8 * split) or pl.cdiv(k, step) < split:
+                continue
+            if blocks and BLOCK % tile_n:
                 continue
             if cluster > 1 and m <= 64 * consumers or cluster_n > 1 and n <= tile_n:
                 continue
-            cfg = MatmulConfig(consumers, tile_n, 0, cluster, 2, 8, cluster_n, split)
-            p = _Plan(m, n, k, 4, cfg, sms)
+            cfg = MatmulConfig(consumers, tile_n, 0, cluster, 2, 8, cluster_n, split, step)
+            p = _Plan(m, n, k, 4, cfg, sms, in_bytes)
             if tile_n == 192 and not (p.single and split == 1):
                 continue  # only where it makes one wave of what were nearly two
-            if p.stages >= 2:
-                found.append(cfg)
+            if p.stages < 2:
+                continue
+            if in_bytes == 1:  # a power of two: slots are then counted by masks and shifts
+                cfg = cfg._replace(stages=1 << p.stages.bit_length() - 1)
+            found.append(cfg)
     return found
 
 
-def _cycles(m, n, k, cfg, sms):
+def _cycles(m, n, k, cfg, sms, in_bytes=2):
     """An estimate of the time of a product, in cycles of an SM.
 
     Its numbers were fitted to times measured on an H200, of all candidates on 14 shapes and of some
     on 4 large ones (bench_ops_matmul.py). What it chooses took at most 1.035 of the best, on
     128 x 4096 x 4096 1.175."""
-    p = _Plan(m, n, k, 2, cfg, sms)
+    p = _Plan(m, n, k, 2, cfg, sms, in_bytes)
     waves = pl.cdiv(p.total, max(sms // p.cluster, 1))
     active = p.total * p.cluster / waves
-    slot = (p.rows + p.cols) * cfg.step * 2
-    fetched = (p.rows / cfg.cluster_n + p.cols / cfg.cluster) * cfg.step * 2
+    line = cfg.step * in_bytes
+    slot = (p.rows + p.cols) * line
+    fetched = (p.rows / cfg.cluster_n + p.cols / cfg.cluster) * line
     # a step takes what limits it: the tensor cores, the L2, or the way from barrier to barrier;
     # sharing hardly helps there (equal requests of neighbours are answered at once), but in power
-    tensor, l2 = p.rows * p.cols * cfg.step / 1828, slot * active / 9670
-    way = (281 if cfg.consumers == 1 else 355) * cfg.step / 64
+    tensor, l2 = p.rows * p.cols * line / 3656, slot * active / 9670
+    way = (281 if cfg.consumers == 1 else 355) * line / 128
+    if in_bytes == 1:  # what one SM takes in, at most
+        l2 = max(l2, slot / 55)
     step = max(tensor, l2, way) + 32 + fetched * active / 250e3
     epilogue = 57 + 3.6 * p.width
     if cfg.split > 1:  # the sums travel
@@ -574,7 +662,7 @@ def _cycles(m, n, k, cfg, sms):
     if p.cluster > 2:
         time *= 1.37
     fill = min(p.stages, p.steps) * slot * active / 18400
-    memory = (m * k + k * n + m * n) * 2 / 2190
+    memory = ((m * k + k * n) * in_bytes + m * n * 2) / 2190
     return max(time, memory) + fill + 1820
 
 
@@ -606,10 +694,27 @@ def _choose_few_rows(m, n, k, transpose_b, sms):
 
 
 def choose(m, n, k, sms=132, transpose_a=False, transpose_b=False):
-    """The configuration for a shape on a GPU with that many SMs."""
+    """The configuration for a shape on a GPU with that many SMs, for 16-bit floats."""
     if m == 1 or m == 2 and not transpose_a:
         return _choose_few_rows(m, n, k, transpose_b, sms)
     return min(candidates(m, n, k, sms), key=lambda cfg: _cycles(m, n, k, cfg, sms))
+
+
+def choose_fp8(m, n, k, sms=132, blocks=False):
+    """The same for 8-bit floats. blocks: with scales of blocks."""
+    found = candidates(m, n, k, sms, 1, blocks)
+    return min(found, key=lambda cfg: _cycles(m, n, k, cfg, sms, 1))
+
+
+def _check_fp8_config(config, forms):
+    if not isinstance(config, MatmulConfig):
+        raise ValueError(f"matmul: config must be a MatmulConfig for 8-bit floats, got {config}")
+    if config.step not in (64, 128, 256):
+        raise ValueError(f"matmul: the step of 8-bit floats is 64, 128 or 256, got {config}")
+    if forms.blocks and (config.step != BLOCK or BLOCK % config.tile_n):
+        raise ValueError(
+            f"matmul: with scales of blocks step must be {BLOCK} and tile_n divide it, got {config}"
+        )
 
 
 # ---- the function -------------------------------------------------------------------------------
@@ -625,23 +730,38 @@ def matmul(
     out_dtype=None,
     transpose_a=False,
     transpose_b=False,
+    scale_a=None,
+    scale_b=None,
     config=None,
     interpret=None,
 ):
     """``activation(a @ b + bias)`` with float32 accumulation (Hopper).
 
-    a: (M, K), or (K, M) with ``transpose_a``; b: (K, N), or (N, K) with ``transpose_b``; float16
-    or bfloat16, row-major, any M, N, K. bias: (N,), dtype of ``a``. activation: a function of a
-    float32 array, or "relu", "silu", "gelu", "tanh". out_dtype: float16, bfloat16 or float32;
-    that of ``a`` by default. config: a :class:`MatmulConfig` or, for up to 8 rows, a
-    :class:`FewRowsConfig`; chosen from the shape by default. out: a preallocated result.
+    a: (M, K), or (K, M) with ``transpose_a``; b: (K, N), or (N, K) with ``transpose_b``; row-major,
+    any M, N, K; both float16 or bfloat16, or both 8-bit floats, float8_e4m3fn or float8_e5m2, also
+    mixed. bias: (N,), dtype of ``a``, for 8-bit floats any 16- or 32-bit float. activation: a
+    function of a float32 array, or "relu", "silu", "gelu", "tanh". out_dtype: float16, bfloat16 or
+    float32; that of ``a`` by default, for 8-bit floats bfloat16. config: a :class:`MatmulConfig`
+    or, for up to 8 rows of 16-bit floats, a :class:`FewRowsConfig`; chosen from the shape by
+    default. out: a preallocated result.
+
+    scale_a, scale_b: float32 arrays that 8-bit operands are multiplied with, None for ones. One
+    number, of shape (), (1,) or (1, 1); or one for each row of the product, (M,) or (M, 1), and
+    each column, (N,) or (1, N); or, both together, (M, ceil(K / 128)) and
+    (ceil(N / 128), ceil(K / 128)): a number for a row of A and 128 elements of K, and for 128
+    columns of B and 128 of K. Shapes do not depend on ``transpose_a`` and ``transpose_b``.
+
+    The tensor cores sum products of 8-bit floats with about 14 bits, along all of K without
+    scales of blocks ("fast accumulation"), along 128 elements with them. 8-bit operands whose K is
+    not contiguous (``transpose_a``, no ``transpose_b``) are turned by a kernel before.
 
     Returns (M, N) of the caller's kind of array. TypeError, ValueError for other dtypes and shapes.
     """
-    dtype = a.dtype
-    if dtype.name not in ("float16", "bfloat16") or b.dtype != dtype:
+    fp8 = a.dtype.name in FP8 and b.dtype.name in FP8
+    if not fp8 and (a.dtype.name not in ("float16", "bfloat16") or b.dtype != a.dtype):
         raise TypeError(
-            f"matmul: a and b must both be float16 or bfloat16, got {a.dtype} and {b.dtype}"
+            f"matmul: a and b must both be float16 or bfloat16, got {a.dtype} and {b.dtype};"
+            f" or {' or '.join(FP8)} each"
         )
     if a.ndim != 2 or b.ndim != 2:
         raise ValueError(f"matmul: a and b must have two dims, got {a.shape} and {b.shape}")
@@ -649,9 +769,11 @@ def matmul(
     n, k2 = b.shape if transpose_b else b.shape[::-1]
     if k != k2:
         raise ValueError(f"matmul: the inner dims differ, {k} and {k2}")
-    if bias is not None and (bias.shape != (n,) or bias.dtype != dtype):
+    bias_dtypes = _FLOATS if fp8 else (a.dtype.name,)
+    if bias is not None and (bias.shape != (n,) or bias.dtype.name not in bias_dtypes):
         raise ValueError(
-            f"matmul: bias must be {dtype} of shape ({n},), got {bias.dtype} {bias.shape}"
+            f"matmul: bias must be {' or '.join(bias_dtypes)} of shape ({n},), got {bias.dtype}"
+            f" {bias.shape}"
         )
     if isinstance(activation, str):
         if activation not in _ACTIVATIONS:
@@ -659,13 +781,35 @@ def matmul(
                 f"matmul: activation must be one of {sorted(_ACTIVATIONS)}, got {activation!r}"
             )
         activation = _ACTIVATIONS[activation]
-    out_dtype = dtype if out_dtype is None else jnp.dtype(out_dtype)
-    if out_dtype.name not in ("float16", "bfloat16", "float32"):
+    if out_dtype is None:
+        out_dtype = jnp.dtype(jnp.bfloat16) if fp8 else a.dtype
+    out_dtype = jnp.dtype(out_dtype)
+    if out_dtype.name not in _FLOATS:
         raise TypeError(f"matmul: out_dtype must be a float dtype, got {out_dtype}")
     sms = plgpu.core_count(a.device)
-    ta, tb, has_bias = bool(transpose_a), bool(transpose_b), bias is not None
+    ta, tb, bias_dtype = bool(transpose_a), bool(transpose_b), bias and bias.dtype
+    if fp8:
+        forms = forms_of(scale_a, scale_b, m, n, k)
+        config = config or choose_fp8(m, n, k, sms, forms.blocks)
+        _check_fp8_config(config, forms)
+        dtypes = (a.dtype, b.dtype)
+        shape = (m, n, k, dtypes, out_dtype, False, True, bias_dtype, activation, config)
+        product = _product(*shape, sms, interpret, forms)
+        pads = [
+            turning(a.shape, a.dtype, a.aligned, interpret) if ta else _padding_of(a, interpret),
+            _padding_of(b, interpret) if tb else turning(b.shape, b.dtype, b.aligned, interpret),
+        ]
+        pads += [] if bias is None else [_padding_of(bias, interpret)]
+        pads += [] if scale_a is None else [None]
+        if scale_b is not None:
+            pads.append(_padding_of(scale_b, interpret) if forms.b == "each" else None)
+        return _Padded(product, pads) if any(pads) else product
+    for name, scale in (("scale_a", scale_a), ("scale_b", scale_b)):
+        if scale is not None:
+            raise ValueError(
+                f"matmul: {name} is for 8-bit floats, a and b are {a.dtype}; multiply the result"
+            )
     config = config or choose(m, n, k, sms, ta, tb)
-    shape = (m, n, k, dtype, out_dtype, ta, tb, has_bias, activation, config)
     few_rows = isinstance(config, FewRowsConfig)
     if few_rows:
         if m > 8 or (ta and m > 1):
@@ -673,13 +817,15 @@ def matmul(
                 "matmul: a FewRowsConfig is for up to 8 rows, with transpose_a for 1;"
                 f" got {m}{', transposed' if ta else ''}"
             )
+        shape = (m, n, k, a.dtype, out_dtype, ta, tb, bias is not None, activation, config)
         product = _few_rows(*shape, interpret)
     else:
-        product = _product(*shape, sms, interpret)
+        shape = (m, n, k, (a.dtype, a.dtype), out_dtype, ta, tb, bias_dtype, activation, config)
+        product = _product(*shape, sms, interpret, UNSCALED)
     operands = (a, b) if bias is None else (a, b, bias)
     one_column = few_rows and ta  # a is read as one row
     pads = [
-        _padding(x.shape, dtype, x.aligned, interpret)
+        _padding(x.shape, a.dtype, x.aligned, interpret)
         if x.ndim == 2 and _needs_padding(x) and not (x is a and one_column)
         else None
         for x in operands

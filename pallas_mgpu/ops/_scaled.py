@@ -1,0 +1,245 @@
+"""What `matmul` does for 8-bit floats alone: scales, and turning operands.
+
+Scales of a tensor, of rows of A and of columns of B multiply the sums in the end. Scales of blocks
+change along K: the tensor cores then sum 128 elements of K at a time into accumulators of their
+own, which go into float32 sums with one multiplication each; meanwhile they work on the next
+product, or for the other consumer. The lanes load the scales of a step while its product is under
+way.
+
+The tensor cores take 8-bit operands only with K contiguous; others are turned by a pass of their
+own, tile by tile through SMEM."""
+
+import functools
+from typing import NamedTuple
+
+import pallas_mgpu as plgpu
+from pallas_mgpu import lax, pl
+from pallas_mgpu import numpy as jnp
+
+FP8 = ("float8_e4m3fn", "float8_e5m2")
+BLOCK = 128  # elements along K, and columns of B, that share a scale
+
+
+class Forms(NamedTuple):
+    """Of the scales of a and of b: None, "one", "each" (row of A, column of B) or "blocks"."""
+
+    a: str | None
+    b: str | None
+
+    @property
+    def blocks(self):
+        return self.a == "blocks"
+
+
+UNSCALED = Forms(None, None)
+
+
+def _possible(name, x, forms):
+    """The names in forms, a list of (name, shape, words), whose shape is that of x."""
+    if x is None:
+        return [None]
+    is_array = isinstance(x, plgpu.Operand)
+    if not is_array or x.dtype.name != "float32":
+        got = x.dtype if is_array else repr(x)
+        raise TypeError(f"matmul: {name} must be a float32 array or None, got {got}")
+    found = [form for form, shape, _ in forms if x.shape == shape]
+    if not found:
+        words = ", ".join(f"{shape} ({what})" for _, shape, what in forms)
+        raise ValueError(f"matmul: {name} must have one of the shapes {words}; got {x.shape}")
+    return found
+
+
+def forms_of(scale_a, scale_b, m, n, k):
+    """Forms; TypeError, ValueError for scales that do not fit."""
+    blocks_n, blocks_k = pl.cdiv(n, BLOCK), pl.cdiv(k, BLOCK)
+    one = [("one", shape, "one") for shape in ((), (1,), (1, 1))]
+    of_a = _possible(
+        "scale_a",
+        scale_a,
+        [
+            *one,
+            ("each", (m,), "per row"),
+            ("each", (m, 1), "per row"),
+            ("blocks", (m, blocks_k), f"per row and {BLOCK} of K"),
+        ],
+    )
+    of_b = _possible(
+        "scale_b",
+        scale_b,
+        [
+            *one,
+            ("each", (n,), "per column"),
+            ("each", (1, n), "per column"),
+            ("blocks", (blocks_n, blocks_k), f"per {BLOCK} columns and {BLOCK} of K"),
+        ],
+    )
+    if ["blocks"] in (of_a, of_b):  # a shape that means nothing else
+        if "blocks" not in of_a or "blocks" not in of_b:
+            shapes = [None if x is None else x.shape for x in (scale_a, scale_b)]
+            raise ValueError(
+                "matmul: scales of blocks go together, scale_a of shape"
+                f" {(m, blocks_k)} and scale_b of {(blocks_n, blocks_k)}; got {shapes[0]} and"
+                f" {shapes[1]}"
+            )
+        return Forms("blocks", "blocks")
+    return Forms(of_a[0], of_b[0])
+
+
+class Epilogue:
+    """Scales that multiply the sums of a tile. Made by a consumer while tracing.
+
+    ``a``, ``b``: refs of the scales in GMEM or None; ``columns``: where those of the columns of
+    the tile lie in SMEM."""
+
+    def __init__(self, forms, a, b, m, tile_rows, columns):
+        self.forms, self.a, self.m, self.columns = forms, a, m, columns
+        self.ragged = m % tile_rows != 0
+        self.one = None
+        for form, ref in zip(forms, (a, b)):
+            if form == "one":
+                x = ref[...] if not ref.shape else ref.reshape((1,))[0]
+                self.one = x if self.one is None else self.one * x
+
+    def of_rows(self, row, height):
+        """Of that many rows from `row` on; loaded now."""
+        if self.forms.a != "each":
+            return None
+        scales, rows = self.a.reshape((self.a.size,)), pl.ds(row, height)
+        if not self.ragged:
+            return scales[rows]
+        return pl.load(scales, (rows,), mask=jnp.arange(height) < self.m - row, other=0.0)
+
+    def __call__(self, part, first, rows):
+        """part: columns from `first` on; rows: of_rows()."""
+        if rows is not None:
+            by = rows if self.one is None else rows * self.one
+            part = part * lax.broadcast_in_dim(by, part.shape, [0])
+        elif self.one is not None:
+            part = part * self.one
+        if self.forms.b == "each":
+            by = self.columns[pl.ds(first, part.shape[1])]
+            part = part * lax.broadcast_in_dim(by, part.shape, [1])
+        return part
+
+
+class Blocks:
+    """Sums of products with scales of blocks. Made by a consumer while tracing.
+
+    ``a`` (M, K / 128), ``b`` (N / 128, K / 128): refs in GMEM. ``tile``: rows and columns that are
+    worked on at a time, rows of all blocks of a cluster. ``reach``: columns of all tiles, elements
+    of K of all steps."""
+
+    def __init__(self, a, b, m, tile, reach):
+        self.a, self.b, self.m, self.cols = a, b, m, tile[1]
+        self.ragged = m % tile[0] != 0
+        self.beyond_n, self.beyond_k = (x > y * BLOCK for x, y in zip(reach, b.shape))
+
+    def load(self, row, col, block):
+        """For 64 rows from `row` on and the columns from `col` on."""
+        inside, at = None, col // BLOCK
+        if self.beyond_n:  # the operands are zeros there
+            at = jnp.minimum(at, self.b.shape[0] - 1)
+        if self.beyond_k:
+            inside = block < self.a.shape[1]
+            block = jnp.minimum(block, self.a.shape[1] - 1)
+        rows = pl.ds(row, 64)
+        if self.ragged:
+            keep = jnp.arange(64) < self.m - row
+            of_rows = pl.load(self.a, (rows, block), mask=keep, other=0.0)
+        else:
+            of_rows = self.a[rows, block]
+        of_columns = self.b[at, block]
+        return of_rows, of_columns if inside is None else lax.select(inside, of_columns, 0.0)
+
+    def sums(self, steps, block_of, row, col, wait, release, late):
+        """wait(s): until the operands of step s are there, which it returns. release(s): they are
+        no longer needed. Late: steps go in pairs, the second product is under way while the first
+        one is added."""
+        accumulators = plgpu.ACC((64, self.cols))
+
+        def issue(acc, s):
+            plgpu.wgmma(acc, *wait(s))
+            # under the product, and not before: ptxas would wait for them in front of it
+            return self.load(row, col, block_of(s))
+
+        def add(total, value, scales):
+            of_rows, of_columns = scales
+            return total + value * lax.broadcast_in_dim(of_rows * of_columns, value.shape, [0])
+
+        def one(s, total):
+            def product(acc):
+                scales = issue(acc, s)
+                return acc[...], scales
+
+            value, scales = pl.run_scoped(product, accumulators)
+            release(s)
+            return add(total, value, scales)
+
+        def two(pair, total):
+            s = 2 * pair
+
+            def products(first, second):
+                scales, following = issue(first, s), issue(second, s + 1)
+                value = plgpu.wgmma_accumulator_load(first, wait_n=1)
+                release(s)
+                # now, before the second is there
+                sums = lax.optimization_barrier(add(total, value, scales))
+                value = second[...]
+                release(s + 1)
+                return add(sums, value, following)
+
+            return pl.run_scoped(products, accumulators, accumulators)
+
+        total = plgpu.layout_cast(jnp.zeros((64, self.cols), jnp.float32), plgpu.Layout.WGMMA)
+        if not late:
+            return lax.fori_loop(0, steps, one, total)
+        total = lax.fori_loop(0, steps // 2, two, total)
+        return one(steps - 1, total) if steps % 2 else total
+
+
+# ---- K contiguous -------------------------------------------------------------------------------
+
+_TILE = 128
+
+
+@functools.cache
+def turning(shape, dtype, aligned, interpret):
+    """Kernel: the transpose of an array of 8-bit floats, with rows of a multiple of 16 bytes,
+    filled up with zeros."""
+    rows, cols = shape
+    padded = pl.cdiv(rows, 16) * 16
+    by_tma = aligned and (cols % 16 == 0 or rows == 1)
+
+    def body(x, o, *, tile, turned, ready):
+        plgpu.griddepcontrol_launch_dependents()
+        plgpu.griddepcontrol_wait()
+        row, col = lax.axis_index("row") * _TILE, lax.axis_index("col") * _TILE
+        from_ = col
+        if not aligned:  # no vectors: the compiler cannot know that this is zero
+            from_ = col + lax.optimization_barrier(jnp.int32(0))
+        plgpu.copy_gmem_to_smem(
+            x.at[pl.ds(row, _TILE), pl.ds(from_, _TILE)],
+            tile,
+            ready,
+            engine=None if by_tma else "lanes",
+        )
+        plgpu.barrier_wait(ready)
+        turned[...] = tile[...].T
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(turned, o.at[pl.ds(col, _TILE), pl.ds(row, _TILE)])
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    smem = plgpu.SMEM(
+        (_TILE, _TILE),
+        dtype,
+        transforms=(plgpu.TilingTransform((8, _TILE)), plgpu.SwizzleTransform(_TILE)),
+    )
+    return plgpu.kernel(
+        body,
+        out_type=plgpu.ShapeDtypeStruct((cols, padded), dtype),
+        scratch_types={"tile": smem, "turned": smem, "ready": plgpu.Barrier()},
+        grid=(pl.cdiv(rows, _TILE), pl.cdiv(cols, _TILE)),
+        grid_names=("row", "col"),
+        interpret=interpret,
+        kernel_name="matmul_turning",
+    )
