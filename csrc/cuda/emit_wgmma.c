@@ -150,8 +150,7 @@ pm_code pm_cuda_ALLOC_ACC(pm_gen *e, pm_opid op) {
   pm_bind(e, o->out, name, PM_FORM_SCALAR);
   if (is_in_ptx(e, op, &p)) {
     e->in_ptx[o->out] = true;
-    pm_putf(&e->registers_of_ptx, "  asm volatile(\".reg .%s %s_<%lld>;\");\n",
-            pm_dtypes[t->dtype].short_name, name, (long long)n);
+    pm_putf(&e->registers_of_ptx, "  %s();\n", pm_family_declare(e, name, t->dtype, n));
     pm_line(e, "%s();", pm_family_zero(e, name, t->dtype, n));
     return PM_OK;
   }

@@ -52,6 +52,12 @@ static const char *part_name(pm_gen *e, const char *acc, const char *what, int64
   return pm_str(e, "%s_%s_%lld_%lld", acc, what, (long long)first, (long long)n);
 }
 
+const char *pm_family_declare(pm_gen *e, const char *acc, pm_dtype d, int64_t n) {
+  return add_own(e, pm_str(e, "%s_declare", acc),
+                 pm_str(e, "FN void %s_declare() { asm volatile(\".reg .%s %s_<%lld>;\"); }\n", acc,
+                        pm_dtypes[d].short_name, acc, (long long)n));
+}
+
 const char *pm_family_list(pm_gen *e, const char *acc, int64_t first, int64_t n) {
   const char *name = part_name(e, acc, "list", first, n);
   if (find(e, name)) return name;

@@ -280,7 +280,8 @@ const char *pm_family_atomic(pm_gen *e, int64_t kind, pm_dtype t, const char *sp
 const char *pm_family(pm_gen *e, const char *name, const char *text); /* any other: its text */
 const char *pm_family_pin(pm_gen *e, pm_dtype t, int64_t n); /* n registers of 32 bits; F16: u32 */
 /* Of n registers of an accumulator in PTX, from the first on: a macro that lists them; functions,
- * f(d) that copies them to an array and f() that makes them zero. */
+ * f(d) that copies them to an array, f() that declares them or makes them zero. */
+const char *pm_family_declare(pm_gen *e, const char *acc, pm_dtype t, int64_t n);
 const char *pm_family_list(pm_gen *e, const char *acc, int64_t first, int64_t n);
 const char *pm_family_read(pm_gen *e, const char *acc, pm_dtype t, int64_t first, int64_t n);
 const char *pm_family_zero(pm_gen *e, const char *acc, pm_dtype t, int64_t n);

@@ -33,19 +33,16 @@ class Ring:
             last = (done - s - 1) // self.stages
             pl.when(done > s)(lambda s=s, n=last: plgpu.barrier_wait(self.empty.at[s], phase=n))
 
-    def multiply(self, acc, steps, it, factors, late=True):
-        """Consumer: acc += the product of factors(a, b) of each slot. Late: one product is in
-        flight while the next one is issued, and the last slot is yet to be released."""
+    def multiply(self, acc, steps, it, factors):
+        """Consumer: acc += the product of factors(a, b) of each slot. One product is in flight
+        while the next one is issued, and the last slot is yet to be released."""
 
         def one(s, _):
             now = it + s
             slot = now % self.stages
             plgpu.barrier_wait(self.full.at[slot], phase=now // self.stages)
             plgpu.wgmma(acc, *factors(self.a.at[slot], self.b.at[slot]))
-            plgpu.wgmma_wait(1 if late else 0)
-            if not late:
-                plgpu.barrier_arrive(self.empty.at[slot])
-                return
+            plgpu.wgmma_wait(1)
 
             @pl.when(s > 0)
             def _():

@@ -8,7 +8,9 @@ sums with one multiplication. That is exact, and few operations where x has few 
 
 Persistent blocks: the last thread fetches into a ring by TMA, each of the others owns 64 rows of
 the weights, for `tile_m` rows of x. Where x has few rows the memory is the limit: then blocks of a
-cluster divide K, so that all SMs fetch, and the first one adds up their sums in a fixed order."""
+cluster divide K, so that all SMs fetch, and the first one adds up their sums in a fixed order. In
+a block two threads then take the slots of the same rows in turn, as one would wait most of the time
+for its weights to become floats and for its product."""
 
 import functools
 from typing import NamedTuple
@@ -29,7 +31,9 @@ class MixedConfig(NamedTuple):
     ``consumers``: threads that multiply, 64 rows of the weights each, 1 to 3. ``tile_m``: rows of x
     of a tile, a multiple of 16 up to 128. ``split``: blocks of a cluster that divide K, 1, 2, 4 or
     8; from 2 on for tile_m up to 32. ``stages``: slots of the ring; 0: as many as fit. ``step``:
-    elements of K per slot, 64 or 128. ``group``: tiles of x worked on together, for the L2.
+    elements of K per slot, 64 or 128. ``group``: tiles of x worked on together,
+    for the L2. ``turns``: threads that take the slots of the same rows in turn, 1 or 2; 2 for
+    tile_m up to 32 and up to 2 consumers.
     """
 
     consumers: int = 2
@@ -38,6 +42,7 @@ class MixedConfig(NamedTuple):
     stages: int = 0
     step: int = 128
     group: int = 8
+    turns: int = 1
 
 
 class _Plan:
@@ -54,12 +59,20 @@ class _Plan:
         else:
             self.groups, self.steps = 1, pl.cdiv(steps, cfg.split)
         used = cfg.consumers * cfg.tile_m * 64 * out_bytes + 2048
-        if cfg.split > 1:
-            used += cfg.split * cfg.consumers * 64 * cfg.tile_m * 4
+        self.parts = cfg.split * cfg.turns  # of sums
+        if self.parts > 1:
+            used += self.parts * cfg.consumers * 64 * cfg.tile_m * 4
         slot = (self.rows * bits // 8 + cfg.tile_m * 2) * cfg.step
         most = min((_SMEM - used) // slot, 16)
         self.stages = min(cfg.stages or most, most, max(self.groups * self.steps, 2))
-        self.clusters = self.total if cfg.split > 1 else min(self.total, sms)
+        if cfg.turns > 1:  # a slot always has the same thread, which sees every phase of it
+            round_ = cfg.turns * (self.steps if scale_groups > 1 else 1)
+            if round_ > most:
+                raise ValueError(
+                    f"mixed_matmul: {round_} slots, for 2 turns of a group, do not fit; got {cfg}"
+                )
+            self.stages = max(self.stages // round_, 1) * round_
+        self.clusters = self.total if self.parts > 1 else min(self.total, sms)
         self.registers = {2: (40, 232), 3: (32, 160)}.get(cfg.consumers)
         if cfg.tile_m <= 64:
             self.registers = None
@@ -73,6 +86,7 @@ def _product(
     bits = _BITS[weight_dtype.name]
     p = _Plan(m, n, k, scale_groups, bits, out_dtype.itemsize, cfg, sms)
     tile, split, step, consumers = cfg.tile_m, cfg.split, cfg.step, cfg.consumers
+    turns = cfg.turns
     steps = p.groups * p.steps  # of a block
     by_tma = m == 1 or n * out_dtype.itemsize % 16 == 0
     f32 = jnp.float32
@@ -113,12 +127,12 @@ def _product(
 
             ring.drain(for_tiles(one))
 
-        def consume(me):
-            def factors(w_slot, x_slot):
-                words = plgpu.load(
-                    w_slot.at[pl.ds(me * 64, 64)], layout=plgpu.Layout.WGMMA_UPCAST_4X
-                )
-                return plgpu.layout_cast(words, plgpu.Layout.WGMMA).astype(dtype), x_slot.T
+        def consume(thread):
+            me, turn = (thread % consumers, thread // consumers) if turns > 1 else (thread, 0)
+
+            def mine(count):
+                """How many of so many it is this thread's turn to take."""
+                return count // turns if count % turns == 0 else (count - turn + turns - 1) // turns
 
             def scales_of(group, col):
                 """Of the rows of the weights."""
@@ -128,9 +142,23 @@ def _product(
                 keep = jnp.arange(64) < n - col
                 return pl.load(scales[0], (group, rows), mask=keep, other=0.0)
 
-            def product(it):
+            def product(first, count, every):
+                """The sums of so many steps, from the first on."""
+
                 def with_sums(acc):
-                    ring.multiply(acc, p.steps, it, factors, late=False)
+                    def one(i, _):
+                        now = first + i * every
+                        slot = now % p.stages
+                        plgpu.barrier_wait(full.at[slot], phase=now // p.stages)
+                        words = plgpu.load(
+                            w_smem.at[slot, pl.ds(me * 64, 64)], layout=plgpu.Layout.WGMMA_UPCAST_4X
+                        )
+                        weights = plgpu.layout_cast(words, plgpu.Layout.WGMMA).astype(dtype)
+                        plgpu.wgmma(acc, weights, x_smem.at[slot].T)
+                        plgpu.wgmma_wait(0)
+                        plgpu.barrier_arrive(empty.at[slot])
+
+                    lax.fori_loop(0, count, one, None)
                     return acc[...]
 
                 return pl.run_scoped(with_sums, plgpu.ACC((64, tile)))
@@ -142,20 +170,21 @@ def _product(
 
             def sums(it, col):
                 first = rank * p.groups if scale_groups > 1 else 0
-                s = scales_of(first, col) if scales else None
+                s = scales_of(first + (turn if p.groups > 1 else 0), col) if scales else None
                 if p.groups == 1:
-                    return scaled(product(it), s)
+                    return scaled(product(it + turn, mine(p.steps), turns), s)
 
-                def one(group, carry):
+                def one(i, carry):
                     total, s = carry
-                    # a group ahead: it takes a while
-                    following = scales_of(first + jnp.minimum(group + 1, p.groups - 1), col)
-                    part = product(it + group * p.steps)
+                    group = turn + i * turns
+                    # one ahead: it takes a while
+                    following = scales_of(first + jnp.minimum(group + turns, p.groups - 1), col)
+                    part = product(it + group * p.steps, p.steps, 1)
                     return total + scaled(part, s), following
 
                 zeros = plgpu.layout_cast(jnp.zeros((64, tile), f32), plgpu.Layout.WGMMA)
                 # NVRTC 13.0 takes the last step apart and then unrolls what it knows the count of
-                count = lax.optimization_barrier(jnp.int32(p.groups))
+                count = lax.optimization_barrier(jnp.int32(mine(p.groups)))
                 return lax.fori_loop(0, count, one, (zeros, s))[0]
 
             def store(value, row, col):
@@ -168,23 +197,24 @@ def _product(
             def one(row, col, it):
                 col = col + me * 64
                 value = sums(it, col)
-                if split == 1:
+                if p.parts == 1:
                     store(value, row, col)
                     return
-                plgpu.cluster_ref(inbox, {"ck": 0})[rank, me] = value
+                part = rank * turns + turn
+                (plgpu.cluster_ref(inbox, {"ck": 0}) if split > 1 else inbox)[part, me] = value
                 plgpu.barrier_arrive(arrived.at[me])
                 plgpu.barrier_wait(arrived.at[me])
 
-                @pl.when(rank == 0)
+                @pl.when(part == 0)
                 def _():
                     total = plgpu.load(inbox.at[0, me], layout=plgpu.Layout.WGMMA)
-                    for j in range(1, split):
+                    for j in range(1, p.parts):
                         total = total + plgpu.load(inbox.at[j, me], layout=plgpu.Layout.WGMMA)
                     store(total, row, col)
 
             for_tiles(one)
 
-        roles(consumers, p.registers, fetch, consume)
+        roles(consumers * turns, p.registers, fetch, consume)
 
     bytes_ = step * bits // 8
     tiled = (plgpu.TilingTransform((8, step)), plgpu.SwizzleTransform(bytes_))
@@ -196,9 +226,14 @@ def _product(
         "full": plgpu.Barrier(num_arrivals=2, **slots),
         "empty": plgpu.Barrier(num_arrivals=consumers, **slots),
     }
-    if split > 1:
-        scratch["inbox"] = plgpu.SMEM((split, consumers, 64, tile), f32)
-        scratch["arrived"] = plgpu.ClusterBarrier(collective_axes=("ck",), num_barriers=consumers)
+    if p.parts > 1:
+        scratch["inbox"] = plgpu.SMEM((p.parts, consumers, 64, tile), f32)
+        arrivals = {"num_arrivals": turns, "num_barriers": consumers}
+        scratch["arrived"] = (
+            plgpu.ClusterBarrier(collective_axes=("ck",), **arrivals)
+            if split > 1
+            else plgpu.Barrier(**arrivals)
+        )
     return plgpu.kernel(
         body,
         out_type=plgpu.ShapeDtypeStruct((m, n), out_dtype),
@@ -207,7 +242,7 @@ def _product(
         grid_names=("tile",),
         cluster=(split,) if split > 1 else (),
         cluster_names=("ck",) if split > 1 else (),
-        num_threads=consumers + 1,
+        num_threads=consumers * turns + 1,
         thread_name="wg",
         interpret=interpret,
         kernel_name="mixed_matmul",
@@ -225,13 +260,15 @@ def choose(m, n, k, scale_groups=1, sms=132):
     if tile == 128 and pl.cdiv(m, tile) * pl.cdiv(n, 192) >= 4 * sms:
         # with sums of groups there are no registers for more
         return MixedConfig(3, 112 if scale_groups > 1 else 128, 1, 0, step)
-    split = 1
-    if tile <= 32:
-        tiles = pl.cdiv(n, 64 * consumers)
-        parts = scale_groups if scale_groups > 1 else pl.cdiv(k, step)
-        while split < 8 and 2 * split * tiles <= sms and parts % (2 * split) == 0:
-            split *= 2
-    return MixedConfig(consumers, tile, split, 0, step)
+    if tile > 32:
+        return MixedConfig(consumers, tile, 1, 0, step)
+    split, tiles = 1, pl.cdiv(n, 64 * consumers)
+    parts = scale_groups if scale_groups > 1 else pl.cdiv(k, step)
+    while split < 8 and 2 * split * tiles <= sms and parts % (2 * split) == 0:
+        split *= 2
+    if scale_groups > 1 and k // scale_groups > 4 * step:
+        return MixedConfig(consumers, tile, split, 0, step)
+    return MixedConfig(consumers, tile, split, 8, step, turns=2)
 
 
 # ---- the function -------------------------------------------------------------------------------
@@ -250,11 +287,15 @@ def _check_config(config, k, scale_groups):
         or c.step not in (64, 128)
         or c.stages < 0
         or c.group < 1
+        or c.turns not in (1, 2)
+        or c.turns == 2
+        and (c.tile_m > 32 or c.consumers == 3)
     ):
         raise ValueError(
             "mixed_matmul: a MixedConfig has 1 to 3 consumers, a tile_m that is a multiple of 16 up"
             " to 128 (to 32 with a split), a split of 1, 2, 4 or 8, stages from 0, a step of 64 or"
-            f" 128 and a group from 1; got {config}"
+            " 128, a group from 1 and 1 or 2 turns (2 with a tile_m up to 32 and 1 or 2 consumers);"
+            f" got {config}"
         )
     if scale_groups > 1 and (k // scale_groups % c.step or scale_groups % c.split):
         raise ValueError(
