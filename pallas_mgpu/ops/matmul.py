@@ -726,15 +726,13 @@ def _check_config(config, shape, ta, tb, out_dtype, sms):
         fits = tile % 4 == 0 and step == 256 if tb else tile in (64, 128, 256) and step % 16 == 0
         if not fits or min(tile, step, config.stages) < 1 or config.split not in range(1, 9):
             raise ValueError(
-                "matmul: tile_n of a FewRowsConfig must be 64, 128 or 256 and step a multiple of 16,"
-                " with transpose_b a multiple of 4 and 256, stages at least 1 and split 1 to 8;"
-                f" got {config}"
+                "matmul: tile_n of a FewRowsConfig must be 64, 128 or 256 and step a multiple of"
+                " 16, with transpose_b a multiple of 4 and 256, stages at least 1 and split 1 to"
+                f" 8; got {config}"
             )
         return
     if not isinstance(config, MatmulConfig):
-        raise TypeError(
-            f"matmul: config must be a MatmulConfig or a FewRowsConfig, got {config!r}"
-        )
+        raise TypeError(f"matmul: config must be a MatmulConfig or a FewRowsConfig, got {config!r}")
     c = config
     if (
         c.consumers not in (1, 2, 3)
@@ -750,15 +748,15 @@ def _check_config(config, shape, ta, tb, out_dtype, sms):
         or c.lag not in (0, 1)
     ):
         raise ValueError(
-            "matmul: a MatmulConfig has 1 to 3 consumers, a tile_n of 16, 32, 64, 128, 192 or 256 (to"
-            " 128 with 3), a split that leaves a multiple of 8 columns, up to 8 blocks a cluster"
-            " (cluster * cluster_n * split), stages from 0, buffers and a group from 1, a step of 64"
-            f" or 128 and a lag of 0 or 1; got {config}"
+            "matmul: a MatmulConfig has 1 to 3 consumers, a tile_n of 16, 32, 64, 128, 192 or 256"
+            " (to 128 with 3), a split that leaves a multiple of 8 columns, up to 8 blocks a"
+            " cluster (cluster * cluster_n * split), stages from 0, buffers and a group from 1, a"
+            f" step of 64 or 128 and a lag of 0 or 1; got {config}"
         )
     if _Plan(*shape, out_dtype.itemsize, config, sms).stages < 1 + c.lag:
         raise ValueError(
-            f"matmul: the ring needs {1 + c.lag} slots, more than {config} asks for or than fit into"
-            " SMEM"
+            f"matmul: the ring needs {1 + c.lag} slots, more than {config} asks for or than fit"
+            " into SMEM"
         )
 
 

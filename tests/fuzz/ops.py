@@ -483,7 +483,8 @@ def main():
         if time.time() - begin > 20:
             print(f"{call}: {time.time() - begin:.0f} s", flush=True)
     print(", ".join(f"{n} {k}" for k, n in counts.items()))
-    print(f"{sum(counts.values())} calls, {failed} failed, {unfit} do not fit, {time.time() - start:.0f} s")
+    calls, seconds = sum(counts.values()), time.time() - start
+    print(f"{calls} calls, {failed} failed, {unfit} do not fit, {seconds:.0f} s")
     return 1 if failed else 0
 
 
