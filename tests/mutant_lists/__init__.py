@@ -33,13 +33,7 @@ def breaks(file, *tests, **mutants):
 # Texts around those that are there more than once.
 LEAVE = "  return PM_OK;\n}\n\n"
 ONE_LANE = '  if (!e->lane) pm_begin(e, PM_ONE_LANE " {");\n'
-NEXT_TILE = """\
-  if (e->lane) return PM_OK;
-  pm_line(e, "st_shared<i32, 1>(%s, &%s);", pm_scratch(e), x);
-  pm_end(e);
-"""
-SHARE_TILE = """\
-  pm_line(e, "%s = %s;", x, behind_first(e, in));
+FROM_ONE_LANE = """\
   pm_line(e, "st_shared<i32, 1>(%s, &%s);", pm_scratch(e), x);
   pm_end(e);
 """
