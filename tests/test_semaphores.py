@@ -1,5 +1,7 @@
 """Semaphores, barrier_test and delay: what threads and blocks tell each other."""
 
+import re
+
 import numpy as np
 import pytest
 
@@ -195,6 +197,21 @@ def test_wait_is_at_least(run):
 
     for _ in range(2):
         np.testing.assert_array_equal(run(body, shape(6)), [3, 3, 7, 1, 0, 13])
+
+
+def test_delays_are_made():
+    """In nanoseconds, known while tracing or not."""
+
+    def body(x_ref, o_ref):
+        pl.delay(100)
+        pl.delay(x_ref[0])
+        o_ref[0] = 1
+
+    lowered = plgpu.kernel(body, out_type=shape(1)).lower(shape(1))
+    text = lowered.as_text("cuda")
+    assert re.findall(r"^ +delay\((\w+)\);", text, re.M)[0] == "100"
+    assert len(re.findall(r"^ +delay\(", text, re.M)) == 2
+    assert lowered.resources()["spill_bytes"] == 0
 
 
 def test_many_semaphores_are_zeroed(run):

@@ -13,7 +13,6 @@ from . import (
     DOCUMENTS,
     FUZZ,
     HOST,
-    LEAVE,
     MEMORY,
     ONE_LANE,
     PASSES,
