@@ -258,6 +258,7 @@ def _norm_config(c, x, axis, out):
         need(n // cluster <= 16384 or part)
         height = 1 if cluster > 1 else c.pick(1, 2, 3, 16, 64)
         need(height * min(n, part or n) <= 8192)
+        need(x.size // n * cluster <= 200 * height)  # blocks, which the host runs one by one
         staged = inner == 1 and c.chance(0.5)
         staged &= n * x.dtype.itemsize % 16 == 0 == n * out.itemsize % 16
         need(not staged or height * n // cluster * (x.itemsize + out.itemsize) < 200_000)

@@ -31,7 +31,6 @@ def breaks(file, *tests, **mutants):
 
 
 # Texts around those that are there more than once.
-LEAVE = "  return PM_OK;\n}\n\n"
 ONE_LANE = '  if (!e->lane) pm_begin(e, PM_ONE_LANE " {");\n'
 FROM_ONE_LANE = """\
   pm_line(e, "st_shared<i32, 1>(%s, &%s);", pm_scratch(e), x);
