@@ -1225,8 +1225,8 @@ class Gen(Hopper, Expressions):
                 "copy": 1.5,
                 "big": 1.5,
                 "widened": 0.7,
-                "cluster": 2 if "cluster" in self.p.features else 0,
-                "launch": 0.5 if self.p.options.get("grid") else 0,
+                "cluster": 3 if "cluster" in self.p.features else 0,
+                "launch": 1 if self.p.options.get("grid") else 0,
             }
         for _ in range(self.pick({1: 5, 2: 3, 3: 1})):
             form = self.pick_swarm(table)
