@@ -132,6 +132,7 @@ INSTRUCTIONS = {
     "out[0] = semaphore_read<false>((u32*)8192);": [
         "ld.relaxed.gpu.global.u32 a, [8192]", "fence.acq_rel.gpu",
     ],
+    "block_semaphore_init(64, 2);": ["st.shared.u32 [64], 0", "st.shared.u32 [68], 0"],
     "block_semaphore_signal(64, 3);": ["red.release.cta.shared::cta.add.u32 [64], 3"],
     "out[0] = block_semaphore_read(64);": ["ld.acquire.cta.shared::cta.u32 a, [64]"],
     "delay(100);": ["nanosleep.u32 100"],

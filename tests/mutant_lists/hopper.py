@@ -114,16 +114,16 @@ breaks(
 breaks(
     f"{CUDA}/emit_combine.c",
     FAMILIES,
-    signs_stay_in_names=("return signs ? text + 1 : text;", "return text;"),
-    small_halves_are_flushed=('half && combine == PM_COMBINE_ADD ? ".noftz"', 'false ? ".noftz"'),
+    signs_stay_in_names=("return signs ? text + 1 : text;", "return signs ? text : text;"),
+    small_halves_are_flushed=(
+        'half && combine == PM_COMBINE_ADD ? ".noftz"',
+        'half && combine == PM_COMBINE_MIN ? ".noftz"',
+    ),
     bits_of_other_blocks_have_a_sign=(
         'const char *as = combine >= PM_COMBINE_AND ? "b32"',
         'const char *as = combine >= PM_COMBINE_AND ? "s32"',
     ),
-    counters_are_other_things=(
-        "red.relaxed.gpu.global.%s.u32 [%%0]",
-        "red.relaxed.gpu.global.add.u32 [%%0]",
-    ),
+    counters_are_of_the_block=("red.relaxed.gpu.global.%s.u32", "red.relaxed.cta.global.%s.u32"),
 )
 breaks(
     f"{CUDA}/family.c",
