@@ -471,7 +471,7 @@ class Expressions(Arrays):
             "switch": 0.4 if self.nesting < 3 else 0,
             "smem": 0.7 if self.nesting < 4 and shape else 0,
             "let": 1.5,
-            "indexed": 1 if 0 < len(shape) < 3 else 0,
+            "indexed": 1.5 if 0 < len(shape) < 3 else 0,
             **self.array_productions(shape, dtype, kind),
         }
         return getattr(self, "make_" + self.pick_swarm(table))(shape, dtype, kind)

@@ -104,7 +104,7 @@ class Gen(Hopper, Expressions):
             return self.store_by_copy(shape, dtype)
         if self.chance(0.1) and 0 < len(shape) < 4:
             return self.store_masked(shape, dtype)
-        if self.chance(0.05) and 0 < len(shape) < 4:
+        if self.chance(0.15) and 0 < len(shape) < 4:
             return self.store_indexed(shape, dtype)
         return self.store(shape, dtype)
 
@@ -976,7 +976,7 @@ class Gen(Hopper, Expressions):
         transforms, _ = self.transforms(shape, dtype)
         self.push()
         src = self.gmem_view(shape, dtype, "norm", copy=True)
-        if self.chance(0.2):
+        if self.chance(0.5):
             self.feature("prefetch")
             self.emit(Node("plgpu.async_prefetch({})", src))
         self.emit(Node(f"plgpu.copy_gmem_to_smem({{}}, {s}.at[t], {b}.at[t])", src, keep=True))
