@@ -202,3 +202,18 @@ def test_functions():
     assert len(compiled()) > 80
     for name, (got, want) in compiled().items():
         assert got == [want], name
+
+
+def test_least_of_halves():
+    """No instruction: compare-and-swap until nobody else was there."""
+    name = "atom_min_f16_global"
+    text = function(atomic(F16, "min", "global", True).as_text("cuda"), name)
+    call = f"out[0] = {name}((f16*)8192, f16{{1}}).bits;"
+    ptx = [x.strip() for x in ptx_of(catalogue() + text + ENTRY % ("least", call)).splitlines()]
+    first = next(k for k, x in enumerate(ptx) if "ld.relaxed.gpu.global.b16" in x)
+    swap = next(k for k, x in enumerate(ptx) if "atom.relaxed.gpu.global.cas.b16" in x)
+    assert first < swap
+    (seen,) = re.findall(r"cas\.b16 (%\w+), \[%?\w+\], %\w+, %\w+;", ptx[swap])
+    after = [x for x in ptx[swap:] if re.match(r"setp\.(ne|eq)\.\w16", x)]
+    assert after and seen in after[0]
+    assert any(re.match(r"@!?%p\d+ bra", x) for x in ptx[swap:])

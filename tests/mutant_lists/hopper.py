@@ -139,8 +139,8 @@ breaks(
 )
 breaks(
     f"{CUDA}/family.c",
+    FAMILIES,
     MASKS,
-    "test_indexed.py",
     atomics_of_halves_are_tried_once=("} while (seen != old);\\n", "} while (false);\\n"),
 )
 breaks(
