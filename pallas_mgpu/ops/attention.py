@@ -385,8 +385,8 @@ def _check_config(config):
     blocks = range(16, 257, 16)
     if c.consumers not in (1, 2, 3) or c.block not in blocks or c.stages < 1 or c.programs < 0:
         raise ValueError(
-            "attention: an AttentionConfig has 1 to 3 consumers, a block that is a multiple of 16 up"
-            f" to 256, stages from 1 and programs from 0; got {config}"
+            "attention: an AttentionConfig has 1 to 3 consumers, a block that is a multiple of 16"
+            f" up to 256, stages from 1 and programs from 0; got {config}"
         )
 
 
