@@ -51,7 +51,7 @@ def test_every_pattern_is_made():
         "combining copy", "combining floats", "concatenate", "cond", "copy", "copy out", "delay",
         "dot", "exchange", "fori", "gather", "indexed", "indexed store", "launch", "layout",
         "loop", "masked", "masked store", "math", "mma", "move", "multicast", "narrow",
-        "overhang", "own parts", "pad", "peers", "phase", "pipeline", "prefetch", "prod",
+        "overhang", "own parts", "pad", "peers", "phase", "pipeline", "points", "prefetch", "prod",
         "producer", "reduce", "ring", "scan", "search", "semaphores", "smem", "sort",
         "specialised", "store groups", "switch", "swizzle", "threads", "transpose", "wgmma",
         "wgmma of others", "when", "while", "widened",

@@ -145,6 +145,7 @@ class Gen(Hopper, Expressions):
             "cond": 0 if deep else 0.4,
             "update": 0.7,
             "delay": 0.1,
+            "points": 1 if self.axis_names and not self.nesting else 0,
             "segment": 0.5 if self.threads == 1 and 0 < self.nesting < 3 else 0,
         })  # fmt: skip
         getattr(self, "do_" + form)()

@@ -115,6 +115,31 @@ class Hopper:
         types += [self.smem_type((m, k), narrow)] if s else []
         self.scoped(types, block, [b, bar, *([s] if s else [])])
 
+    # ---- points ----------------------------------------------------------------------------------
+
+    def do_points(self):
+        """Points that programs share; each is done once."""
+        axes = [n for n, _ in self.tags if n in self.axis_names]
+        if not axes or len(axes) != len(self.tags) or self.nesting:
+            return self.store_any()
+        self.feature("points")
+        names = self.rng.sample(axes, self.rng.randint(1, len(axes)))
+        grid = [self.rng.randint(1, 4) for _ in range(self.rng.randint(1, 3))]
+        f, info, k = self.name("f"), self.name("n"), self.name("k")
+        index = [self.name("i") for _ in grid]
+        self.push()
+        self.emit(Node(f"{', '.join(index)}, = {info}.index", keep=True))
+        self.emit(Node(f"{k} = {info}.local_index", keep=True))
+        self.ints[-1] += [(i, 0, n - 1) for i, n in zip(index, grid)] + [(k, 0, prod(grid))]
+        tags = self.tags
+        self.tags = [t for t in tags if t[0] not in names] + list(zip(index, grid))
+        self.statements(self.rng.randint(1, 2))
+        self.tags = tags
+        block = self.pop()
+        given = repr(names[0] if len(names) == 1 and self.chance(0.5) else tuple(names))
+        call = f"@plgpu.nd_loop({tup(grid)}, collective_axes={given})"
+        self.emit(Node(f"{call}\ndef {f}({info}):\n{{}}", block, keep=True))
+
     # ---- blocks ----------------------------------------------------------------------------------
 
     def seg_cluster(self):

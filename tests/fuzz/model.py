@@ -456,6 +456,23 @@ def when(condition):
     return wrap
 
 
+def nd_loop(grid, *, collective_axes):
+    """This program's share of the points."""
+    sizes = tuple(scalar(n) for n in grid)
+
+    def wrap(body):
+        mine = range(
+            scalar(axis_index(collective_axes)), math.prod(sizes), axis_size(collective_axes)
+        )
+        for k, number in enumerate(mine):
+            tick()
+            index = tuple(A(np.asarray(i, i32)) for i in np.unravel_index(number, sizes))
+            info = types.SimpleNamespace(index=index, local_index=A(np.asarray(k, i32)))
+            need(body(info) is None, "nd_loop returns a value")
+
+    return wrap
+
+
 def loop(lower, upper, *, init_carry=None, step=1, unroll=None):
     def wrap(body):
         lo, hi, by = scalar(lower), scalar(upper), scalar(step)
@@ -645,8 +662,8 @@ def run_scoped(f, *types_, collective_axes=(), **kw):
         if entry[2] == m.n_threads:
             _close([list(entry[0]), entry[1]])
         return out
-    need(m.n_threads == 1 or all(isinstance(x, AccType) for x in flatten([types_, kw])),
-         "SMEM of one thread")  # fmt: skip
+    own = all(isinstance(x, AccType) for x in flatten([types_, kw]))
+    need(m.n_threads == 1 or own, "SMEM of one thread")
     _enter(f)
     refs, kw_refs = tree_map(_allocate, types_), tree_map(_allocate, kw)
     out = f(*refs, **kw_refs)
@@ -1013,6 +1030,7 @@ plgpu = types.SimpleNamespace(
     wgmma_wait=wgmma_wait,
     wgmma_accumulator_load=wgmma_accumulator_load,
     set_max_registers=lambda n, action: None,
+    nd_loop=nd_loop,
     transpose_ref=lambda ref, perm: ref.transpose(perm),
     CompilerParams=lambda **kw: kw,
 )
