@@ -1227,7 +1227,7 @@ class Gen(Hopper, Expressions):
                 "big": 1.5,
                 "widened": 0.7,
                 "cluster": 3 if "cluster" in self.p.features else 0,
-                "launch": 1 if self.p.options.get("grid") else 0,
+                "launch": 1 if "grid" in self.p.options and "cluster" not in self.p.features else 0,
             }
         for _ in range(self.pick({1: 5, 2: 3, 3: 1})):
             form = self.pick_swarm(table)
