@@ -190,10 +190,6 @@ breaks(
         "if (k->i->to) {\n    pm_dtype as;",
         "if (false) {\n    pm_dtype as;",
     ),
-    interpreted_combines_leave_the_sign=(
-        "const int kind = pm_combine_atomic(k->i->to, mem->dtype, &as);\n    data",
-        "const int kind = pm_combine_atomic(k->i->to, PM_U32, &as);\n    data",
-    ),
 )
 breaks(
     f"{INTERP}/matmul.c",
