@@ -36,11 +36,12 @@ _SMEM = 232448 - 1024  # bytes of a block that buffers may take
 class MatmulConfig(NamedTuple):
     """How a product is tiled.
 
-    ``consumers``: threads that multiply, 64 rows each. ``tile_n``: columns of a tile, 16, 32 or a
-    multiple of 64 up to 256. ``stages``: slots of the ring; 0: as many as fit. ``cluster``: blocks
-    of a column of tiles that share B. ``buffers``: store buffers per consumer. ``group``: rows of
-    cluster tiles worked on together, for the L2. ``cluster_n``: blocks of a row that share A.
-    ``split``: blocks that divide K among them; then every tile has a cluster of its own. ``step``:
+    ``consumers``: threads that multiply, 64 rows each, 1 to 3. ``tile_n``: columns of a tile, 16,
+    32 or a multiple of 64 up to 256, with 3 consumers 128. ``stages``: slots of the ring; 0: as
+    many as fit. ``cluster``: blocks of a column of tiles that share B. ``buffers``: store buffers
+    per consumer. ``group``: rows of cluster tiles worked on together, for the L2. ``cluster_n``:
+    blocks of a row that share A. ``split``: blocks that divide K among them, so that each has a
+    multiple of 8 columns; then every tile has a cluster of its own, of up to 8 blocks. ``step``:
     elements of K per slot, 64 or 128, for 8-bit floats also 256. ``lag``: products in flight while
     the next one is issued, 0 or 1; with scales of blocks those under way while sums are scaled.
     """
@@ -705,6 +706,8 @@ def _check_fp8_config(config, forms):
         raise ValueError(f"matmul: config must be a MatmulConfig for 8-bit floats, got {config}")
     if config.step not in (64, 128, 256):
         raise ValueError(f"matmul: the step of 8-bit floats is 64, 128 or 256, got {config}")
+    if config.stages < 0 or config.stages == 1 and config.lag:
+        raise ValueError(f"matmul: the ring needs {1 + config.lag} slots, got {config}")
     if forms.blocks and (config.step != BLOCK or BLOCK % config.tile_n):
         raise ValueError(
             f"matmul: with scales of blocks step must be {BLOCK} and tile_n divide it, got {config}"
