@@ -633,7 +633,6 @@ breaks(
         ".transpose_b = !b.k_contiguous,",
         ".transpose_b = b.k_contiguous,",
     ),
-    registers_of_a_step_by_2=('"a", m, k_steps * 4, k * 4);', '"a", m, k_steps * 4, k * 2);'),
     row_blocks_of_a_are_half_as_far=(
         '"a", m, k_steps * 4, k * 4);',
         '"a", m, k_steps * 2, k * 4);',
