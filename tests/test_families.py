@@ -217,3 +217,44 @@ def test_least_of_halves():
     after = [x for x in ptx[swap:] if re.match(r"setp\.(ne|eq)\.\w16", x)]
     assert after and seen in after[0]
     assert any(re.match(r"@!?%p\d+ bra", x) for x in ptx[swap:])
+
+
+def test_registers_of_ptx():
+    """Element k of what is read of an accumulator is its register first + k; all begin at zero
+    where a product does not overwrite them."""
+
+    def body(a, b, o, p, a_smem, b_smem, bar):
+        plgpu.copy_gmem_to_smem(a, a_smem, bar)
+        plgpu.copy_gmem_to_smem(b, b_smem, bar)
+        plgpu.barrier_wait(bar)
+
+        def product(acc):
+            @pl.loop(0, 3)
+            def _(_):
+                plgpu.wgmma(acc, a_smem, b_smem.T)
+
+            return acc[...], plgpu.wgmma_accumulator_load(acc.at[:, 64:128])
+
+        o[...], p[...] = pl.run_scoped(product, plgpu.ACC((128, 136)))
+
+    given = shape((128, 64), F16), shape((136, 64), F16)
+    scratch = [plgpu.SMEM(x.shape, F16) for x in given] + [plgpu.Barrier(num_arrivals=2)]
+    outs = [shape((128, 136), F32), shape((128, 64), F32)]
+    text = plgpu.kernel(body, out_type=outs, scratch_types=scratch).lower(*given).as_text("cuda")
+    reads = re.findall(r"FN void (\w+)_read_(\d+)_(\d+)\(f32\* d\) {(.*?)\n}", text, re.S)
+    assert sorted((int(first), int(n)) for _, first, n, _ in reads) == [
+        (0, 136),
+        (32, 32),
+        (100, 32),
+    ]
+    for acc, first, n, code in reads:
+        seen = []
+        for statement in code.split("asm volatile")[1:]:
+            moves = re.findall(rf"mov\.f32 %(\d+), {acc}_(\d+);", statement)
+            outputs = re.findall(r'"=f"\(d\[(\d+)\]\)', statement)
+            assert [int(k) for k, _ in moves] == list(range(len(outputs)))
+            seen += [(int(d), int(r)) for d, (_, r) in zip(outputs, moves, strict=True)]
+        assert seen == [(k, int(first) + k) for k in range(int(n))]
+    (zero,) = re.findall(r"FN void \w+_zero\(\) {(.*?)\n}", text, re.S)
+    found = re.findall(rf"mov\.f32 {acc}_(\d+), 0f00000000;", zero)
+    assert found == [str(k) for k in range(136)]

@@ -128,6 +128,11 @@ breaks(
 breaks(
     f"{CUDA}/family.c",
     FAMILIES,
+    parts_of_ptx_are_read_from_the_first=("(first + from + k));", "(first + k));"),
+    the_last_of_ptx_is_not_zero=(
+        '  for (int64_t k = 0; k < n; k++) {\n    pm_putf(&t, "%smov.%s %s_%lld, %s;"',
+        '  for (int64_t k = 0; k < n - 1; k++) {\n    pm_putf(&t, "%smov.%s %s_%lld, %s;"',
+    ),
     words_of_a_are_swapped=("{%4,%5,%6,%7}, {%8,%9}", "{%4,%6,%5,%7}, {%8,%9}"),
     atomics_are_of_the_block=('return "gpu.global";', 'return "cta.global";'),
     atomics_of_clusters_are_of_the_block=('"cta.shared" : "cluster.', '"cta.shared" : "cta.'),
