@@ -703,7 +703,10 @@ breaks(
     f"{SPECIALISED}::test_a_fresh_accumulator_is_overwritten",
     f"{PIPES}::test_wgmma_forms",
     CATALOGUE,
-    overwriting_products_have_the_same_name=('w->fresh ? "_fresh" : "",', '"",'),
+    overwriting_products_have_the_same_name=(
+        'w->fresh    ? "_fresh"',
+        'w->fresh    ? ""',
+    ),
     all_products_overwrite=("{w->fresh ? '=' : '+', letter}", "{'=', letter}"),
     names_forget_which_way_b_lies=("w->transpose_b ? 'n' : 'k');", "'k');"),
     names_forget_which_way_a_lies=("w->transpose_a ? 'm'", "w->transpose_a ? 'k'"),
