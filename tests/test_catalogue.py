@@ -539,7 +539,7 @@ def test_shared_memory_begins_at_1024():
 
 def product(a_turned, b_turned, registers, acc, dtype, written=True, begun=False):
     """The program of a product of 64x64 and 64x16. written: by plain code too, so that the
-    accumulator is an array. begun: before the product."""
+    accumulator is an array; else several products add up. begun: before the product."""
 
     def body(a_gmem, b_gmem, o_ref, a_smem, b_smem, barrier):
         plgpu.copy_gmem_to_smem(a_gmem, a_smem, barrier)
@@ -550,7 +550,12 @@ def product(a_turned, b_turned, registers, acc, dtype, written=True, begun=False
             a = plgpu.load(a_smem, layout=plgpu.Layout.WGMMA) if registers else a_smem
             if begun:
                 acc_ref[...] = plgpu.numpy.full((64, 16), 3, acc)
-            plgpu.wgmma(acc_ref, a_smem.T if a_turned else a, b_smem.T if b_turned else b_smem)
+
+            @plgpu.pl.loop(0, 1 if written else 2)
+            def _(_):
+                b = b_smem.T if b_turned else b_smem
+                plgpu.wgmma(acc_ref, a_smem.T if a_turned else a, b)
+
             value = acc_ref[...]
             if written:
                 acc_ref[...] = value
@@ -608,16 +613,17 @@ def test_products(a_turned, b_turned, registers, acc, dtype, in_ptx):
                            r"  asm volatile\((.*?)\);\n#undef D\n}", text, re.S)  # fmt: skip
         ((name, _, registers_of_d, statement),) = found
         assert registers_of_d == "{" + ",".join(f"%{k}" for k in range(n)) + "}"
-    assert "_x4_fresh" in name
+    assert ("_x4_ptx" if in_ptx else "_x4_fresh") in name
     types = {F16: "f16", BF16: "bf16", F32: "f32"}
     code, *operands = re.split(r"\s:(?:\s+|(?=:))", re.sub(r"\s+", " ", statement))
     if in_ptx:
         operands = ["", operands[0].lstrip(": "), *operands[1:]]
         n = 0  # of the operands
     code = re.sub(r"\s+", " ", re.sub(r'\\n|"', "", code))
-    opening, rest = code.split("; setp.ne", 1)
+    first = "setp.eq" if in_ptx else "setp.ne"
+    opening, rest = code.split(f"; {first}", 1)
     assert opening.strip() == "{ .reg .pred p; .reg .b64 ma, mb; .reg .b32 t"
-    steps = ("setp.ne" + rest).rstrip(" }").split(" D , ")
+    steps = (first + rest).rstrip(" }").split(" D , ")
     swizzle = 128 if b_turned else 32
 
     def begins(k, turned, rows):
@@ -636,7 +642,10 @@ def test_products(a_turned, b_turned, registers, acc, dtype, in_ptx):
 
     want, b = [], n + (16 if registers else 2)
     for k in range(4):
-        step = {0: "setp.ne.b32 p, 0, 0; ", 1: "setp.eq.b32 p, 0, 0; "}.get(k, "")
+        begin = {0: "setp.eq.b32 p, 0, 0; "}
+        if not in_ptx:
+            begin = {0: "setp.ne.b32 p, 0, 0; ", 1: "setp.eq.b32 p, 0, 0; "}
+        step = begin.get(k, "")
         if not registers:
             step += descriptor("ma", n, a_at[k])
         step += descriptor("mb", b, b_at[k])
