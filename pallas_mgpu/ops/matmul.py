@@ -706,8 +706,6 @@ def _check_fp8_config(config, forms):
         raise ValueError(f"matmul: config must be a MatmulConfig for 8-bit floats, got {config}")
     if config.step not in (64, 128, 256):
         raise ValueError(f"matmul: the step of 8-bit floats is 64, 128 or 256, got {config}")
-    if config.stages < 0 or config.stages == 1 and config.lag:
-        raise ValueError(f"matmul: the ring needs {1 + config.lag} slots, got {config}")
     if forms.blocks and (config.step != BLOCK or BLOCK % config.tile_n):
         raise ValueError(
             f"matmul: with scales of blocks step must be {BLOCK} and tile_n divide it, got {config}"
@@ -717,9 +715,8 @@ def _check_fp8_config(config, forms):
 # ---- the function -------------------------------------------------------------------------------
 
 
-def _check_config(config, shape, ta, tb, out_dtype, sms):
+def _check_config(config, m, ta, tb):
     if isinstance(config, FewRowsConfig):
-        m = shape[0]
         if m > 8 or (ta and m > 1):
             raise ValueError(
                 "matmul: a FewRowsConfig is for up to 8 rows, with transpose_a for 1;"
@@ -755,11 +752,6 @@ def _check_config(config, shape, ta, tb, out_dtype, sms):
             " (to 128 with 3), a split that leaves a multiple of 8 columns, up to 8 blocks a"
             " cluster (cluster * cluster_n * split), stages from 0, buffers and a group from 1, a"
             f" step of 64 or 128 and a lag of 0 or 1; got {config}"
-        )
-    if _Plan(*shape, out_dtype.itemsize, config, sms).stages < 1 + c.lag:
-        raise ValueError(
-            f"matmul: the ring needs {1 + c.lag} slots, more than {config} asks for or than fit"
-            " into SMEM"
         )
 
 
@@ -853,7 +845,7 @@ def matmul(
                 f"matmul: {name} is for 8-bit floats, a and b are {a.dtype}; multiply the result"
             )
     config = config or choose(m, n, k, sms, ta, tb)
-    _check_config(config, (m, n, k), ta, tb, out_dtype, sms)
+    _check_config(config, m, ta, tb)
     few_rows = isinstance(config, FewRowsConfig)
     if few_rows:
         shape = (m, n, k, a.dtype, out_dtype, ta, tb, bias is not None, activation, config)

@@ -436,7 +436,9 @@ def check(call, ways=("interpret", "host")):
         try:
             got = f(*positional, **options, interpret=True)
         except ValueError as e:
-            if "config" in options and re.search("into SMEM|available shared memory", str(e)):
+            if "config" in options and re.search(
+                "of them|into SMEM|available shared memory", str(e)
+            ):
                 raise Unfit(str(e)) from None
             raise
         if "interpret" in ways:

@@ -179,7 +179,7 @@ static void join_writers(Region &r, Mark &b, size_t at, Thread *t) {
 }
 
 /* Are the words that hold byte k float32 NaN? The hardware has one NaN for results of arithmetic,
- * the CPU here passes on that of an operand, so lanes that add up the same can differ in its bits. */
+ * the CPU here passes on that of an operand: lanes that add up the same can differ in its bits. */
 static bool both_nan(const Region &r, size_t at, size_t k, const void *from, size_t n) {
   const size_t word = k & ~(size_t)3;
   if (at % 4 || n % 4) return false;
