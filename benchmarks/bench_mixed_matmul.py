@@ -11,12 +11,9 @@ copy, timed by the clock of the host. A short table comes last."""
 
 import argparse
 import functools
-import importlib
 import itertools
 import os
-import sys
 import time
-import types
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
@@ -108,30 +105,11 @@ class Problem:
         return run
 
 
-def jax_module():
-    import jax  # noqa: F401
-
-    # it imports test helpers, which need absl, and does not use them
-    sys.modules.setdefault("jax._src.test_util", types.ModuleType("jax._src.test_util"))
-    return importlib.import_module("jax.experimental.pallas.ops.gpu.hopper_mixed_type_matmul_mgpu")
-
-
-def best_of_jax(problem, seconds):
-    """Thunk and configuration, or None."""
-    from timing import estimate
-
-    try:
-        module = jax_module()
-    except Exception as e:  # noqa: BLE001 - any failure means: no JAX
-        print(f"JAX: {type(e).__name__}: {str(e)[:200]}")
-        return None
-    tokens, dim = problem.shape[0], module.MatmulDimension
-    start, best, why = time.perf_counter(), None, "no tiling was tried"
+def tilings(module, tokens):
+    dim = module.MatmulDimension
     tiles = [(m, n) for m in (128, 64, 256) for n in (128, 64, 16) if n <= tokens]
     for (tile_m, tile_n), wg, tile_k in itertools.product(tiles[:4], (dim.M, dim.N), (64, 128)):
-        if time.perf_counter() - start > seconds:
-            break
-        config = module.TuningConfig(
+        yield module.TuningConfig(
             tile_m=tile_m,
             tile_n=tile_n,
             tile_k=tile_k,
@@ -142,18 +120,17 @@ def best_of_jax(problem, seconds):
             grid_tile_width=8,
             wg_dimension=wg,
         )
-        try:
-            run = problem.of_jax(module, config)
-        except Exception as e:  # noqa: BLE001 - a tiling that this shape does not take
-            why = f"{type(e).__name__}: {e}".splitlines()[0][:160]
-            continue
-        t = min(estimate(run) for _ in range(3))
-        if best is None or t < best[0]:
-            best = (t, run, config)
-    if best is None:
-        print(f"JAX, {problem.title}: {why}")
+
+
+def best_of_jax(problem, seconds):
+    """Thunk and configuration, or None."""
+    from jax_search import fastest, kernels
+
+    module = kernels("hopper_mixed_type_matmul_mgpu")
+    if module is None:
         return None
-    return best[1:]
+    make = functools.partial(problem.of_jax, module)
+    return fastest(problem.title, tilings(module, problem.shape[0]), make, seconds, samples=3)
 
 
 def configs(m):

@@ -11,11 +11,8 @@ number of groups. --configs times other configurations of ops. A short table com
 
 import argparse
 import functools
-import importlib
 import os
-import sys
 import time
-import types
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
@@ -114,15 +111,6 @@ class Problem:
         return run
 
 
-def jax_module(transposed):
-    import jax  # noqa: F401
-
-    # it imports test helpers, which need absl, and does not use them
-    sys.modules.setdefault("jax._src.test_util", types.ModuleType("jax._src.test_util"))
-    name = "transposed_ragged_dot_mgpu" if transposed else "ragged_dot_mgpu"
-    return importlib.import_module(f"jax.experimental.pallas.ops.gpu.{name}")
-
-
 def tilings(transposed):
     """The likely ones of JAX's own search, best guesses first."""
     steps = (1,) if transposed else (4, 6)
@@ -139,32 +127,18 @@ def tilings(transposed):
 
 def best_of_jax(problem, known, seconds):
     """(thunk, tiling) or None. known: tilings found before, by whether transposed."""
-    from timing import estimate
+    from jax_search import fastest, kernels
 
-    try:
-        module = jax_module(problem.transposed)
-    except Exception as e:  # noqa: BLE001 - any failure means: no JAX
-        print(f"JAX: {type(e).__name__}: {str(e)[:200]}")
+    transposed = problem.transposed
+    module = kernels("transposed_ragged_dot_mgpu" if transposed else "ragged_dot_mgpu")
+    if module is None:
         return None
-    start, best, why = time.perf_counter(), None, "no tiling was tried"
-    for tiling in (
-        [known[problem.transposed]] if problem.transposed in known else tilings(problem.transposed)
-    ):
-        if best and time.perf_counter() - start > seconds:
-            break
-        try:
-            run = problem.of_jax(module, tiling)
-        except Exception as e:  # noqa: BLE001 - a tiling that this shape does not take
-            why = f"{type(e).__name__}: {e}".splitlines()[0][:160]
-            continue
-        t = min(estimate(run) for _ in range(2))
-        if best is None or t < best[0]:
-            best = (t, run, tiling)
-    if best is None:
-        print(f"JAX, {problem.title}: {why}")
-        return None
-    known[problem.transposed] = best[2]
-    return best[1:]
+    given = [known[transposed]] if transposed in known else tilings(transposed)
+    make = functools.partial(problem.of_jax, module)
+    found = fastest(problem.title, given, make, seconds, samples=2)
+    if found:
+        known[transposed] = found[1]
+    return found
 
 
 def configs(problem):

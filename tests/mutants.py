@@ -33,6 +33,7 @@ from mutant_lists import (  # noqa: F401 - they fill MUTANTS
     devices,
     dtypes,
     generator,
+    hopper,
     products,
     shapes,
 )
@@ -40,6 +41,7 @@ from mutant_lists import (  # noqa: F401 - they fill MUTANTS
 LIMIT = 300  # seconds for the tests of one mutant
 # Of the tests that come first, those that have several ways go the one that sees most.
 FIRST_WAY = ["-k", "not interpret"]
+INTERPRETED = ["-k", "not host"]
 CRASH = "or one behind it: signal"
 PYTEST = "-m pytest -q --no-header -p no:cacheprovider --tb=no -rfE -m".split() + ["not gpu"]
 
@@ -132,7 +134,8 @@ def attempt(name, tree):
     try:
         path.write_text(original.replace(old, new))
         build(tree)
-        for group, more in ((tests, FIRST_WAY), (ALL, ())):
+        first = INTERPRETED if file.startswith("csrc/interp") else FIRST_WAY
+        for group, more in ((tests, first), (ALL, ())):
             by, why = first_failure(tree, group, LIMIT, *more)
             if by or why:
                 return by, why, time.time() - start

@@ -120,6 +120,22 @@ def test_errors(rng, change, error, words):
     assert attention(q, k, v, interpret=True).shape == q.shape
 
 
+@pytest.mark.parametrize(
+    "config,error,words",
+    [
+        ((2, 128), TypeError, "config must be an AttentionConfig, got .2, 128"),
+        (AttentionConfig(4), ValueError, "1 to 3 consumers"),
+        (AttentionConfig(2, 24), ValueError, "multiple of 16 up to 256"),
+        (AttentionConfig(stages=0), ValueError, "stages from 1"),
+        (AttentionConfig(programs=-1), ValueError, "programs from 0"),
+    ],
+)
+def test_config_errors(rng, config, error, words):
+    qkv = operands(rng, 1, 20, 30, 2, 2, 64)
+    with pytest.raises(error, match=words):
+        attention(*qkv, config=config, interpret=True)
+
+
 @pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("causal", [False, True])
 def test_resources(dim, causal):

@@ -132,6 +132,7 @@ INSTRUCTIONS = {
     "out[0] = semaphore_read<false>((u32*)8192);": [
         "ld.relaxed.gpu.global.u32 a, [8192]", "fence.acq_rel.gpu",
     ],
+    "block_semaphore_init(64, 2);": ["st.shared.u32 [64], 0", "st.shared.u32 [68], 0"],
     "block_semaphore_signal(64, 3);": ["red.release.cta.shared::cta.add.u32 [64], 3"],
     "out[0] = block_semaphore_read(64);": ["ld.acquire.cta.shared::cta.u32 a, [64]"],
     "delay(100);": ["nanosleep.u32 100"],
@@ -536,8 +537,9 @@ def test_shared_memory_begins_at_1024():
 # ---- products, which csrc/cuda/family.c prints ---------------------------------------------------
 
 
-def product(a_turned, b_turned, registers, acc, dtype):
-    """The program of a product of 64x64 and 64x16."""
+def product(a_turned, b_turned, registers, acc, dtype, written=True, begun=False):
+    """The program of a product of 64x64 and 64x16. written: by plain code too, so that the
+    accumulator is an array; else several products add up. begun: before the product."""
 
     def body(a_gmem, b_gmem, o_ref, a_smem, b_smem, barrier):
         plgpu.copy_gmem_to_smem(a_gmem, a_smem, barrier)
@@ -546,8 +548,18 @@ def product(a_turned, b_turned, registers, acc, dtype):
 
         def scoped(acc_ref):
             a = plgpu.load(a_smem, layout=plgpu.Layout.WGMMA) if registers else a_smem
-            plgpu.wgmma(acc_ref, a_smem.T if a_turned else a, b_smem.T if b_turned else b_smem)
-            return acc_ref[...]
+            if begun:
+                acc_ref[...] = plgpu.numpy.full((64, 16), 3, acc)
+
+            @plgpu.pl.loop(0, 1 if written else 2)
+            def _(_):
+                b = b_smem.T if b_turned else b_smem
+                plgpu.wgmma(acc_ref, a_smem.T if a_turned else a, b)
+
+            value = acc_ref[...]
+            if written:
+                acc_ref[...] = value
+            return value
 
         o_ref[...] = plgpu.pl.run_scoped(scoped, plgpu.ACC((64, 16), acc))
 
@@ -577,23 +589,41 @@ F16, BF16, F32 = np.float16, ml_dtypes.bfloat16, np.float32
         (False, True, True, F16, F16),
     ],
 )
-def test_products(a_turned, b_turned, registers, acc, dtype):
+@pytest.mark.parametrize("in_ptx", [False, True])
+def test_products(a_turned, b_turned, registers, acc, dtype, in_ptx):
     """A before B, low words before high ones; scale-d is true but in the first product of a fresh
     accumulator, both scales of the inputs are 1, and then come the bits that say which operands are
-    not contiguous along K. Step k begins where its 16 columns of A and rows of B are."""
-    text = product(a_turned, b_turned, registers, acc, dtype).as_text("cuda")
-    found = re.findall(r"FN void (wgmma_m64n16k16_\w+)\(([^)]*)\) {\n#define D \"(.*?)\"\n"
-                       r"  asm volatile\((.*?)\);\n#undef D\n}", text, re.S)  # fmt: skip
-    ((name, _, registers_of_d, statement),) = found
-    assert "_x4_fresh" in name
+    not contiguous along K. Step k begins where its 16 columns of A and rows of B are. The
+    accumulator is an array, all of whose elements are operands, or registers of PTX."""
+    if in_ptx and acc is F16:
+        pytest.skip("halves are not kept there")
+    text = product(a_turned, b_turned, registers, acc, dtype, not in_ptx).as_text("cuda")
     n = 8 if acc is F32 else 4
+    if in_ptx:
+        found = re.findall(r"#define (wgmma_m64n16k16_\w+)\((D, [^)]*)\) \\\n"
+                           r"  asm volatile\((.*?: \"memory\")\)\n", text, re.S)  # fmt: skip
+        ((name, _, statement),) = found
+        statement = statement.replace("\\\n", "\n").replace("(a)[", "a[")
+        (listed,) = re.findall(r'#define \w+_list_0_8 "{(.*?)}"', text)
+        whose = listed.split("_0,")[0]
+        assert listed == ",".join(f"{whose}_{k}" for k in range(n))
+        assert f'".reg .f32 {whose}_<{n}>;"' in text
+    else:
+        found = re.findall(r"FN void (wgmma_m64n16k16_\w+)\(([^)]*)\) {\n#define D \"(.*?)\"\n"
+                           r"  asm volatile\((.*?)\);\n#undef D\n}", text, re.S)  # fmt: skip
+        ((name, _, registers_of_d, statement),) = found
+        assert registers_of_d == "{" + ",".join(f"%{k}" for k in range(n)) + "}"
+    assert ("_x4_ptx" if in_ptx else "_x4_fresh") in name
     types = {F16: "f16", BF16: "bf16", F32: "f32"}
-    assert registers_of_d == "{" + ",".join(f"%{k}" for k in range(n)) + "}"
-    code, *operands = re.split(r"\s:\s+", re.sub(r"\s+", " ", statement))
+    code, *operands = re.split(r"\s:(?:\s+|(?=:))", re.sub(r"\s+", " ", statement))
+    if in_ptx:
+        operands = ["", operands[0].lstrip(": "), *operands[1:]]
+        n = 0  # of the operands
     code = re.sub(r"\s+", " ", re.sub(r'\\n|"', "", code))
-    opening, rest = code.split("; setp.ne", 1)
+    first = "setp.eq" if in_ptx else "setp.ne"
+    opening, rest = code.split(f"; {first}", 1)
     assert opening.strip() == "{ .reg .pred p; .reg .b64 ma, mb; .reg .b32 t"
-    steps = ("setp.ne" + rest).rstrip(" }").split(" D , ")
+    steps = (first + rest).rstrip(" }").split(" D , ")
     swizzle = 128 if b_turned else 32
 
     def begins(k, turned, rows):
@@ -612,7 +642,10 @@ def test_products(a_turned, b_turned, registers, acc, dtype):
 
     want, b = [], n + (16 if registers else 2)
     for k in range(4):
-        step = {0: "setp.ne.b32 p, 0, 0; ", 1: "setp.eq.b32 p, 0, 0; "}.get(k, "")
+        begin = {0: "setp.eq.b32 p, 0, 0; "}
+        if not in_ptx:
+            begin = {0: "setp.ne.b32 p, 0, 0; ", 1: "setp.eq.b32 p, 0, 0; "}
+        step = begin.get(k, "")
         if not registers:
             step += descriptor("ma", n, a_at[k])
         step += descriptor("mb", b, b_at[k])
@@ -636,6 +669,16 @@ def test_products(a_turned, b_turned, registers, acc, dtype):
     # 1 << 30: 128 bytes, 3 << 30: 32 bytes; groups of 8 rows lie 1024 or 256 bytes apart
     b_high = "0x40000040u" if b_turned else "0xc0000010u"
     assert set(re.findall(r"0x[0-9a-f]+u", call)) == {b_high} and call.endswith(b_high)
+
+
+@pytest.mark.parametrize("acc, letter, n", [(F32, "f", 8), (F16, "r", 4)])
+def test_accumulators_that_go_on_are_read(acc, letter, n):
+    text = product(False, False, False, acc, F16, begun=True).as_text("cuda")
+    (statement,) = re.findall(
+        r"FN void wgmma_m64n16k16_.*?asm volatile\((.*?)\);\n#undef", text, re.S
+    )
+    assert re.findall(r'"(\S)\w"\(d\[(\d+)\]\)', statement) == [("+", str(k)) for k in range(n)]
+    assert f'"+{letter}"(d[0])' in statement and "_fresh" not in text
 
 
 def test_pins_name_every_register():

@@ -63,6 +63,20 @@ def test_loads(run, rng, space, dtype, names):
         np.testing.assert_array_equal(a, b, err_msg=name)
 
 
+@pytest.mark.filterwarnings("ignore:.*through shared memory")
+@pytest.mark.parametrize("width", [33, 36])
+def test_rows_in_vectors(run, rng, width):
+    """Where the layout has neighbours in a lane: vectors only where all rows begin at multiples."""
+    x, i = random(rng, (50, width), np.float32), numbers(rng, 50, (16,))
+
+    def body(x_ref, i_ref, o_ref):
+        layout = plgpu.Layout.WG_STRIDED((16, 32), 4)
+        o_ref[...] = plgpu.layout_cast(x_ref[i_ref[...], :32], layout)
+
+    want = np.ascontiguousarray(x[i, :32])
+    np.testing.assert_array_equal(run(body, want, x, i), want)
+
+
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.uint32], ids=str)
 def test_index_dtypes(run, rng, dtype):
     """Any integer dtype is an index, also a computed one of a loop."""

@@ -375,6 +375,33 @@ def test_layouts_of_atomics(run, rng):
     np.testing.assert_array_equal(old, rows)
 
 
+@pytest.mark.parametrize("layout", ["WGMMA", "WGMMA_TRANSPOSED", "rows"])
+def test_atomics_of_one_element(run, rng, layout):
+    """Only one lane holds the element, or several do; with a mask, with a result that is used."""
+    x = random(rng, (1, 1), np.int32) | 1
+
+    def body(x_ref, m_ref, o_ref, old_ref):
+        for k in range(5):
+            o_ref[k] = jnp.full((1, 1), 5, jnp.int32)
+        at = lax.broadcasted_iota(jnp.int32, (1, 1), 1) + x_ref[...]
+        if layout == "rows":  # copies in four lanes
+            rows = plgpu.load(x_ref.reshape(1), layout=plgpu.Layout.WGMMA.reduce(1))
+            v = lax.broadcast_in_dim(rows, (1, 1), (0,))
+        else:
+            v = plgpu.layout_cast(at, getattr(plgpu.Layout, layout))
+        plgpu.atomic_add(o_ref.at[0], v)
+        pl.atomic_xor(o_ref, 1, v, mask=m_ref[0:1])
+        pl.atomic_xor(o_ref, 2, v, mask=m_ref[1:2])
+        old_ref[0] = pl.atomic_max(o_ref, 3, v)
+        old_ref[1] = pl.atomic_cas(o_ref, 4, jnp.full((1, 1), 5, jnp.int32), v)
+
+    outs = np.zeros((5, 1, 1), np.int32), np.zeros((2, 1, 1), np.int32)
+    got, old = run(body, outs, x, np.array([[True], [False]]))
+    v = x[0, 0]
+    np.testing.assert_array_equal(got.ravel(), [5 + v, 5 ^ v, 5, max(5, v), v])
+    np.testing.assert_array_equal(old.ravel(), [5, 5])
+
+
 def test_unused_results_are_reductions():
     """No result is asked of the memory where nobody wants one."""
 

@@ -135,6 +135,13 @@ CASES = {  # shape, ta, tb, configuration, options
     ),
     "narrow": ((70, 30, 200), False, False, C(1, 32, 0, 1), {}),
     "in three chunks": ((130, 200, 200), False, False, C(2, 192, 0, 2, lag=0), {"bias": True}),
+    "parts that store buffers do not divide": (
+        (70, 193, 130),
+        False,
+        True,
+        C(1, 192, 0, 1, 1, 8, 1, 4),
+        {"out_dtype": "float32"},
+    ),
     "long steps": ((130, 100, 300), False, False, C(2, 64, 0, 1, step=128), {}),
     "few rows": ((1, 200, 300), False, False, F(64, 2, 2), {"bias": True, "activation": "relu"}),
     "few rows, K in eight": ((3, 136, 900), False, False, F(128, 8, 2), {"bias": True}),
@@ -230,6 +237,12 @@ def test_out_and_spellings(rng):
         (dict(config=F(), transpose_a=True), ValueError, "up to 8 rows, with transpose_a for 1"),
         (dict(config=C(2, 64, 1)), ValueError, "1 slots, MatmulConfig.* needs 2 of them"),
         (dict(config=F(100)), ValueError, "tile_n of a FewRowsConfig must be 64, 128 or 256"),
+        (dict(config=F(split=9)), ValueError, "split 1 to 8"),
+        (dict(config=3), TypeError, "must be a MatmulConfig or a FewRowsConfig, got 3"),
+        (dict(config=C(4)), ValueError, "1 to 3 consumers"),
+        (dict(config=C(tile_n=64, split=16)), ValueError, "leaves a multiple of 8 columns"),
+        (dict(config=C(1, 64, cluster=4, split=4)), ValueError, "up to 8 blocks a cluster"),
+        (dict(config=C(2, 256, cluster=1, split=2, step=128)), ValueError, "0 slots, .* needs 2"),
     ],
 )
 def test_errors(change, exception, match):

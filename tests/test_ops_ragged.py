@@ -96,7 +96,7 @@ def test_sizes(run, rng, case):
     transposed(run, rng, 160, 72, 72, SIZES[case])
 
 
-@pytest.mark.parametrize("m, n, k", [(77, 61, 33), (70, 8, 1), (65, 1, 130)])
+@pytest.mark.parametrize("m, n, k", [(77, 61, 33), (70, 8, 1), (65, 1, 130), (66, 7, 1)])
 def test_odd_extents(run, rng, m, n, k):
     """Padded operands, results that TMA cannot store."""
     sizes = [m // 3, 0, m // 2]
@@ -203,6 +203,7 @@ def test_chosen_configurations():
         (dict(out_dtype="int32"), TypeError, "out_dtype must be a float dtype"),
         (dict(config=3), TypeError, "must be a RaggedConfig"),
         (dict(config=C(3)), ValueError, "has 1 or 2 consumers"),
+        (dict(config=C(stages=1)), ValueError, "needs two slots, which RaggedConfig.*asks? for"),
     ],
 )
 def test_errors(change, error, words):

@@ -1,5 +1,7 @@
 """Semaphores, barrier_test and delay: what threads and blocks tell each other."""
 
+import re
+
 import numpy as np
 import pytest
 
@@ -113,6 +115,65 @@ def test_threads_of_a_block(run, rng):
     np.testing.assert_array_equal(out, x * 3)
 
 
+def test_all_lanes_have_read_before_a_signal(run, rng):
+    """A slot is given back right behind the load of it: whoever gets it may write there."""
+    w, rounds = 128, 6
+    x = rng.integers(-1000, 1000, (rounds, w), dtype=np.int32)
+
+    def body(x_ref, o_ref, smem, full, free):
+        @pl.when(lax.axis_index("t") == 0)
+        def _():
+            def step(k, _):
+                smem[...] = x_ref[k]
+                plgpu.semaphore_signal(full)
+                plgpu.semaphore_wait(free)
+
+            lax.fori_loop(0, rounds, step, None)
+
+        @pl.when(lax.axis_index("t") == 1)
+        def _():
+            def step(k, total):
+                plgpu.semaphore_wait(full)
+                row = smem[...]
+                plgpu.semaphore_signal(free)
+                return total * 3 + row
+
+            o_ref[...] = lax.fori_loop(0, rounds, step, jnp.zeros((w,), I32))
+
+    scratch = [plgpu.SMEM((w,), I32), REGULAR, REGULAR]
+    out = run(body, shape(w), x, scratch_types=scratch, num_threads=2, thread_name="t")
+    want = np.zeros(w, np.int32)
+    for row in x:
+        want = want * 3 + row
+    np.testing.assert_array_equal(out, want)
+
+
+def test_semaphores_lie_behind_counters_of_tiles(run, rng):
+    """A launch that takes tiles from a counter, too: signals do not change which are taken."""
+    tiles, w = 7, 128
+    x = rng.integers(-1000, 1000, (tiles, w), dtype=np.int32)
+
+    def body(x_ref, o_ref, n_ref):
+        done = pl.get_global(REGULAR)
+
+        @plgpu.dynamic_scheduling_loop(("i",))
+        def tile(info):
+            (i,) = info.index
+            o_ref[i] = x_ref[i] + 1
+            plgpu.semaphore_signal(done, 5)
+
+            @pl.when(i == tiles - 1)
+            def _():
+                plgpu.semaphore_wait(done, 5 * tiles)
+                n_ref[0] = pl.semaphore_read(done)
+
+    kernel = run.kernel(body, [shape(tiles, w), shape(1)], grid=(tiles,), grid_names=("i",))
+    for _ in range(2):
+        out, left = run.call(kernel, x)
+        np.testing.assert_array_equal(out, x + 1)
+        assert left[0] == 0
+
+
 def test_wait_is_at_least(run):
     """A wait is for at least a value, and takes away what it waited for, or nothing."""
 
@@ -136,6 +197,21 @@ def test_wait_is_at_least(run):
 
     for _ in range(2):
         np.testing.assert_array_equal(run(body, shape(6)), [3, 3, 7, 1, 0, 13])
+
+
+def test_delays_are_made():
+    """In nanoseconds, known while tracing or not."""
+
+    def body(x_ref, o_ref):
+        pl.delay(100)
+        pl.delay(x_ref[0])
+        o_ref[0] = 1
+
+    lowered = plgpu.kernel(body, out_type=shape(1)).lower(shape(1))
+    text = lowered.as_text("cuda")
+    assert re.findall(r"^ +delay\((\w+)\);", text, re.M)[0] == "100"
+    assert len(re.findall(r"^ +delay\(", text, re.M)) == 2
+    assert lowered.resources()["spill_bytes"] == 0
 
 
 def test_many_semaphores_are_zeroed(run):

@@ -304,6 +304,20 @@ def test_transposes_beside_shared_memory(run, rng):
     np.testing.assert_array_equal(p, (y + 1) * 2)
 
 
+def test_a_transpose_of_what_was_loaded_before(run, rng):
+    """What is turned is what was there when it was loaded."""
+    x = data(rng, (48, 33))
+
+    def body(x_ref, o_ref, smem):
+        smem[...] = x_ref[...]
+        before = smem[...]
+        smem[...] = before * 2
+        o_ref[...] = before.T
+
+    out = run(body, np.ascontiguousarray(x.T), x, scratch_types=[plgpu.SMEM(x.shape, jnp.float32)])
+    np.testing.assert_array_equal(out, x.T)
+
+
 # ---- in kernels ----------------------------------------------------------------------------------
 
 

@@ -476,3 +476,11 @@ const char *pm_scratch(pm_gen *e) {
   return pm_str(e, "smem + %lld + wg * %lld", (long long)e->g->scratch_offset,
                 (long long)pm_scratch_bytes(e));
 }
+
+void pm_end_of_one_lane(pm_gen *e, const char *x) {
+  pm_line(e, "st_shared<i32, 1>(%s, &%s);", pm_scratch(e), x);
+  pm_end(e);
+  pm_line(e, PM_LANES_SYNC);
+  pm_line(e, "ld_shared<i32, 1>(&%s, %s);", x, pm_scratch(e));
+  pm_line(e, PM_LANES_SYNC);
+}

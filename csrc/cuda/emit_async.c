@@ -596,11 +596,7 @@ pm_code pm_cuda_NEXT_TILE(pm_gen *e, pm_opid op) {
   if (e->program->pdl) pm_line(e, "grid_wait();");
   pm_line(e, "%s = next_tile(&counters[%lld]);", x, n);
   if (e->lane) return PM_OK;
-  pm_line(e, "st_shared<i32, 1>(%s, &%s);", pm_scratch(e), x);
-  pm_end(e);
-  pm_line(e, PM_LANES_SYNC);
-  pm_line(e, "ld_shared<i32, 1>(&%s, %s);", x, pm_scratch(e));
-  pm_line(e, PM_LANES_SYNC);
+  pm_end_of_one_lane(e, x);
   return PM_OK;
 }
 
@@ -673,11 +669,7 @@ pm_code pm_cuda_SHARE_TILE(pm_gen *e, pm_opid op) {
   const char *x = pm_declare(e, out, out);
   pm_begin(e, PM_ONE_LANE " {");
   pm_line(e, "%s = %s;", x, behind_first(e, in));
-  pm_line(e, "st_shared<i32, 1>(%s, &%s);", pm_scratch(e), x);
-  pm_end(e);
-  pm_line(e, PM_LANES_SYNC);
-  pm_line(e, "ld_shared<i32, 1>(&%s, %s);", x, pm_scratch(e));
-  pm_line(e, PM_LANES_SYNC);
+  pm_end_of_one_lane(e, x);
   return PM_OK;
 }
 

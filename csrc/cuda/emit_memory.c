@@ -162,7 +162,9 @@ pm_code pm_cuda_ATOMIC(pm_gen *e, pm_opid op) {
   pm_note(e, op, pm_str(e, "atomic_%s", pm_enum_text(PM_FAMILY_ATOMIC, kind)));
   const char *fn = pm_family_atomic(e, kind, v.dtype, pm_space_of(&v), used || needed);
   const char *x = used ? pm_declare(e, out, out) : NULL;
-  if (pm_type_size(pm_typeof(e->g, out)) > 1) {
+  /* one element of a layout has its lane, which need not be the one that is elected */
+  const bool spread = !all_scalar(e, op) || (used && pm_is_array(e, out));
+  if (spread || pm_type_size(pm_typeof(e->g, out)) > 1) {
     pm_atomic_array(e, pm_value_layout(e->g, out), &v, fn, op, x);
   } else {
     atomic_scalar(e, op, &v, fn, x);

@@ -74,11 +74,7 @@ pm_code pm_cuda_READ_SEMAPHORE(pm_gen *e, pm_opid op) {
   if (!e->lane) pm_begin(e, PM_ONE_LANE " {");
   pm_line(e, "%s = %ssemaphore_read%s(%s);", x, s.prefix, s.scope, s.address);
   if (e->lane) return PM_OK;
-  pm_line(e, "st_shared<i32, 1>(%s, &%s);", pm_scratch(e), x);
-  pm_end(e);
-  pm_line(e, PM_LANES_SYNC);
-  pm_line(e, "ld_shared<i32, 1>(&%s, %s);", x, pm_scratch(e));
-  pm_line(e, PM_LANES_SYNC);
+  pm_end_of_one_lane(e, x);
   return PM_OK;
 }
 

@@ -378,6 +378,18 @@ def _check(q, k, v):
         raise ValueError(f"attention: empty operands, {q.shape} and {k.shape}")
 
 
+def _check_config(config):
+    if not isinstance(config, AttentionConfig):
+        raise TypeError(f"attention: config must be an AttentionConfig, got {config!r}")
+    c = config
+    blocks = range(16, 257, 16)
+    if c.consumers not in (1, 2, 3) or c.block not in blocks or c.stages < 1 or c.programs < 0:
+        raise ValueError(
+            "attention: an AttentionConfig has 1 to 3 consumers, a block that is a multiple of 16"
+            f" up to 256, stages from 1 and programs from 0; got {config}"
+        )
+
+
 @plgpu.kernel_family
 def attention(q, k, v, *, causal=False, scale=None, return_lse=False, config=None, interpret=None):
     """``softmax(scale * q @ k.T) @ v`` for each head, accumulated in float32 (Hopper).
@@ -395,6 +407,8 @@ def attention(q, k, v, *, causal=False, scale=None, return_lse=False, config=Non
     """
     _check(q, k, v)
     queries, dim = q.shape[1], q.shape[3]
+    config = config or choose(queries, dim, bool(causal))
+    _check_config(config)
     return _kernel(
         q.shape,
         k.shape[1],
@@ -403,7 +417,7 @@ def attention(q, k, v, *, causal=False, scale=None, return_lse=False, config=Non
         bool(causal),
         float(dim**-0.5 if scale is None else scale),
         bool(return_lse),
-        config or choose(queries, dim, bool(causal)),
+        config,
         plgpu.core_count(q.device),
         interpret,
     )

@@ -36,11 +36,12 @@ _SMEM = 232448 - 1024  # bytes of a block that buffers may take
 class MatmulConfig(NamedTuple):
     """How a product is tiled.
 
-    ``consumers``: threads that multiply, 64 rows each. ``tile_n``: columns of a tile, 16, 32 or a
-    multiple of 64 up to 256. ``stages``: slots of the ring; 0: as many as fit. ``cluster``: blocks
-    of a column of tiles that share B. ``buffers``: store buffers per consumer. ``group``: rows of
-    cluster tiles worked on together, for the L2. ``cluster_n``: blocks of a row that share A.
-    ``split``: blocks that divide K among them; then every tile has a cluster of its own. ``step``:
+    ``consumers``: threads that multiply, 64 rows each, 1 to 3. ``tile_n``: columns of a tile, 16,
+    32 or a multiple of 64 up to 256, with 3 consumers 128. ``stages``: slots of the ring; 0: as
+    many as fit. ``cluster``: blocks of a column of tiles that share B. ``buffers``: store buffers
+    per consumer. ``group``: rows of cluster tiles worked on together, for the L2. ``cluster_n``:
+    blocks of a row that share A. ``split``: blocks that divide K among them, so that each has a
+    multiple of 8 columns; then every tile has a cluster of its own, of up to 8 blocks. ``step``:
     elements of K per slot, 64 or 128, for 8-bit floats also 256. ``lag``: products in flight while
     the next one is issued, 0 or 1; with scales of blocks those under way while sums are scaled.
     """
@@ -73,7 +74,7 @@ class _Plan:
         self.steps = pl.cdiv(pl.cdiv(k, cfg.step), cfg.split)
         # the result of a block: all columns of the tile, or its part of them
         self.width = self.cols // cfg.split
-        self.chunk = min(128 // out_bytes, self.width)  # columns of a store buffer
+        self.chunk = math.gcd(128 // out_bytes, self.width)  # columns of a store buffer
         self.chunks = self.width // self.chunk
         self.buffers = max(b for b in range(1, cfg.buffers + 1) if self.chunks % b == 0)
         # rows of sums that are sent, if there are no more
@@ -412,12 +413,6 @@ def _few_rows(m, n, k, dtype, out_dtype, ta, tb, has_bias, activation, cfg, inte
     B streams through SMEM once. Lanes hold 8 neighbours of B and add up products in float32; the
     lanes' sums meet in the end, then those of the blocks that divide K, in their order."""
     width, split, step, f32 = cfg.tile_n, cfg.split, cfg.step, jnp.float32
-    fits = width % 4 == 0 and step == 256 if tb else width in (64, 128, 256) and step % 16 == 0
-    if not fits:
-        raise ValueError(
-            "matmul: tile_n of a FewRowsConfig must be 64, 128 or 256 and step a multiple of 16,"
-            f" with transpose_b a multiple of 4 and 256; got {cfg}"
-        )
     steps = pl.cdiv(pl.cdiv(k, step), split)
     stages = min(cfg.stages, steps)
     # a pass: what the lanes take at once, 8 elements each
@@ -720,6 +715,46 @@ def _check_fp8_config(config, forms):
 # ---- the function -------------------------------------------------------------------------------
 
 
+def _check_config(config, m, ta, tb):
+    if isinstance(config, FewRowsConfig):
+        if m > 8 or (ta and m > 1):
+            raise ValueError(
+                "matmul: a FewRowsConfig is for up to 8 rows, with transpose_a for 1;"
+                f" got {m}{', transposed' if ta else ''}"
+            )
+        tile, step = config.tile_n, config.step
+        fits = tile % 4 == 0 and step == 256 if tb else tile in (64, 128, 256) and step % 16 == 0
+        if not fits or min(tile, step, config.stages) < 1 or config.split not in range(1, 9):
+            raise ValueError(
+                "matmul: tile_n of a FewRowsConfig must be 64, 128 or 256 and step a multiple of"
+                " 16, with transpose_b a multiple of 4 and 256, stages at least 1 and split 1 to"
+                f" 8; got {config}"
+            )
+        return
+    if not isinstance(config, MatmulConfig):
+        raise TypeError(f"matmul: config must be a MatmulConfig or a FewRowsConfig, got {config!r}")
+    c = config
+    if (
+        c.consumers not in (1, 2, 3)
+        or c.tile_n not in (16, 32, 64, 128, 192, 256)
+        or c.consumers == 3
+        and c.tile_n > 128
+        or min(c.cluster, c.cluster_n, c.split) < 1
+        or c.tile_n % (8 * c.split)
+        or c.cluster * c.cluster_n * c.split > 8
+        or c.stages < 0
+        or min(c.buffers, c.group) < 1
+        or c.step not in (64, 128)
+        or c.lag not in (0, 1)
+    ):
+        raise ValueError(
+            "matmul: a MatmulConfig has 1 to 3 consumers, a tile_n of 16, 32, 64, 128, 192 or 256"
+            " (to 128 with 3), a split that leaves a multiple of 8 columns, up to 8 blocks a"
+            " cluster (cluster * cluster_n * split), stages from 0, buffers and a group from 1, a"
+            f" step of 64 or 128 and a lag of 0 or 1; got {config}"
+        )
+
+
 @plgpu.kernel_family
 def matmul(
     a,
@@ -810,13 +845,9 @@ def matmul(
                 f"matmul: {name} is for 8-bit floats, a and b are {a.dtype}; multiply the result"
             )
     config = config or choose(m, n, k, sms, ta, tb)
+    _check_config(config, m, ta, tb)
     few_rows = isinstance(config, FewRowsConfig)
     if few_rows:
-        if m > 8 or (ta and m > 1):
-            raise ValueError(
-                "matmul: a FewRowsConfig is for up to 8 rows, with transpose_a for 1;"
-                f" got {m}{', transposed' if ta else ''}"
-            )
         shape = (m, n, k, a.dtype, out_dtype, ta, tb, bias is not None, activation, config)
         product = _few_rows(*shape, interpret)
     else:

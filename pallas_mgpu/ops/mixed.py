@@ -274,10 +274,10 @@ def choose(m, n, k, scale_groups=1, sms=132):
 # ---- the function -------------------------------------------------------------------------------
 
 
-def _check_config(config, k, scale_groups):
+def _check_config(config, shape, scale_groups, bits, out_dtype, sms):
     if not isinstance(config, MixedConfig):
         raise TypeError(f"mixed_matmul: config must be a MixedConfig, got {config!r}")
-    c = config
+    c, k = config, shape[2]
     if (
         c.consumers not in (1, 2, 3)
         or c.tile_m not in range(16, 129, 16)
@@ -302,6 +302,8 @@ def _check_config(config, k, scale_groups):
             f"mixed_matmul: {scale_groups} groups of {k // scale_groups} elements must be a"
             f" multiple of the split, and a multiple of the step each; got {config}"
         )
+    if _Plan(*shape, scale_groups, bits, out_dtype.itemsize, config, sms).stages < 1:
+        raise ValueError(f"mixed_matmul: no slot of the ring fits into SMEM; got {config}")
 
 
 class _Padded:
@@ -364,7 +366,8 @@ def mixed_matmul(x, weights, scales=None, *, out_dtype=None, config=None, interp
         raise TypeError(f"{name}: out_dtype must be a float dtype, got {out_dtype}")
     sms = plgpu.core_count(x.device)
     config = config or choose(m, n, k, groups, sms)
-    _check_config(config, k, groups)
+    bits = _BITS[weights.dtype.name]
+    _check_config(config, (m, n, k), groups, bits, out_dtype, sms)
     product = _product(
         m,
         n,

@@ -325,7 +325,7 @@ def _summed(m, n, k, groups, dtype, out_dtype, cfg, sms, interpret):
     tiles_m, tiles_n = pl.cdiv(k, rows * cfg.cluster), pl.cdiv(n, cols)
     tiles = tiles_m * tiles_n  # of a group
     clusters = min(max(sms // cfg.cluster, 1), groups * tiles)
-    by_tma = k == 1 or n * out_dtype.itemsize % 16 == 0  # the result
+    by_tma = groups * k == 1 or n * out_dtype.itemsize % 16 == 0  # the result
 
     def body(
         a,
@@ -540,9 +540,10 @@ def _check_config(name, config):
 
 
 def _check_ring(name, groups, out_dtype, config, edge):
-    if _Plan(groups, out_dtype.itemsize, config, edge).stages < 2:
+    if config.stages == 1 or _Plan(groups, out_dtype.itemsize, config, edge).stages < 2:
         raise ValueError(
-            f"{name}: two slots of the ring do not fit into SMEM with {groups} groups and {config}"
+            f"{name}: the ring needs two slots, which {config} does not ask for or which do not fit"
+            f" into SMEM with {groups} groups"
         )
 
 

@@ -135,7 +135,7 @@ def _places(shape, idx):
             i = np.where(i < 0, i + n, i)
             inside = (i >= 0) & (i < n)
             picks.append(np.clip(i, 0, n - 1))
-            oks.append(inside)
+            oks.append(np.asarray(inside))
         else:
             need(-n <= w < n, "index out of bounds")
             picks.append(w)

@@ -59,6 +59,7 @@ class Expressions(Arrays):
         self.swarm = {}
         self.budget = self.rng.choice((12, 20, 30, 45, 70))
         self.sizes = [self.rng.choice(EXTENTS) for _ in range(4)]
+        self.tf32 = set()  # operands of products that only SMEM can hold
         self.threads = 1
         self.depth = 0
         self.nesting = 0
@@ -470,6 +471,7 @@ class Expressions(Arrays):
             "switch": 0.4 if self.nesting < 3 else 0,
             "smem": 0.7 if self.nesting < 4 and shape else 0,
             "let": 1.5,
+            "indexed": 1.5 if 0 < len(shape) < 3 else 0,
             **self.array_productions(shape, dtype, kind),
         }
         return getattr(self, "make_" + self.pick_swarm(table))(shape, dtype, kind)

@@ -7,10 +7,11 @@ is left to chance is judged by the model, and a program that it refuses is throw
 
 from . import kernels, model
 from .expressions import COMMON, EVERY, FLOATS, MAX_SIZE, Expressions, Val, itemsize, prod, tup
+from .hopper import Hopper
 from .kernels import Block, Node
 
 
-class Gen(Expressions):
+class Gen(Hopper, Expressions):
     # ---- stores ----------------------------------------------------------------------------------
 
     def store(self, shape, dtype, kind="wild", value=None):
@@ -30,6 +31,8 @@ class Gen(Expressions):
         if self.threads > 1 or dtype == "bool" or not shape:
             return self.store(shape, dtype, kind, value)
         self.feature("copy out")
+        whole = value is None and dtype in FLOATS and self.chance(0.15)
+        kind = "small" if whole else kind
         value = self.value(shape, dtype, kind) if value is None else value
         s = self.name("s")
         transforms, tile = self.transforms(shape, dtype)
@@ -53,6 +56,8 @@ class Gen(Expressions):
             self.emit(Node("plgpu.wait_smem_to_gmem(0)"))
         if dtype in ("int32", "uint32") and not predicate and self.chance(0.4):
             self.combine_by_copy(s, ref, shape, dtype)
+        if whole and not predicate:
+            self.combine_floats(s, ref, shape, dtype)
         block = self.pop()
         self.scoped([self.smem_type(shape, dtype, transforms)], block, [s])
 
@@ -99,6 +104,8 @@ class Gen(Expressions):
             return self.store_by_copy(shape, dtype)
         if self.chance(0.1) and 0 < len(shape) < 4:
             return self.store_masked(shape, dtype)
+        if self.chance(0.15) and 0 < len(shape) < 4:
+            return self.store_indexed(shape, dtype)
         return self.store(shape, dtype)
 
     def store_inexact(self, shape, dtype):
@@ -137,6 +144,8 @@ class Gen(Expressions):
             "when": 0 if deep else 1,
             "cond": 0 if deep else 0.4,
             "update": 0.7,
+            "delay": 0.1,
+            "points": 1 if self.axis_names and not self.nesting else 0,
             "segment": 0.5 if self.threads == 1 and 0 < self.nesting < 3 else 0,
         })  # fmt: skip
         getattr(self, "do_" + form)()
@@ -153,6 +162,10 @@ class Gen(Expressions):
 
     def do_store(self):
         self.store_any()
+
+    def do_delay(self):
+        self.feature("delay")
+        self.emit(Node("pl.delay({})", self.dynamic(0, 500)))
 
     def do_update(self):
         """A store, and a change of what was stored."""
@@ -425,6 +438,8 @@ class Gen(Expressions):
             src = self.operand(shape, dtype, low)
             self.emit(Node(f"plgpu.copy_gmem_to_smem({src}, {ref}, {bar})", keep=True))
         self.emit(Node(f"plgpu.barrier_wait({bar})", keep=True))
+        if size == 4:
+            self.tf32.add(a)
         result = self.product(a, b, (m, n, k, steps), (False, True), acc, "exact")
         self.epilogue(result, (m, n), acc, True)
         block = self.pop()
@@ -445,14 +460,16 @@ class Gen(Expressions):
                 ("float8_e5m2", "float32", (-2, 2)),
                 ("int8", "int32", (-128, 127)),
                 ("uint8", "int32", (0, 255)),
+                ("int4", "int32", (-8, 7)),
+                ("uint4", "int32", (0, 15)),
             )
         )
-        step = 16 if dtype.endswith("float16") else 32
+        step = 16 if dtype.endswith("float16") else 64 if dtype.endswith("int4") else 32
         m, n = self.pick({64: 4, 128: 1}), 8 * self.rng.randint(1, 4)
         k = step * self.rng.randint(1, 2)
         layout = f"plgpu.Layout.MMA_LHS(jnp.{dtype})"
         a, c = self.operand((m, k), dtype, low), self.operand((m, n), acc, (-9, 9))
-        turned = self.chance(0.5)
+        turned = self.chance(0.5) and step < 64
         b = self.operand((n, k) if turned else (k, n), dtype, low)
         a = (
             f"plgpu.load({a}, layout={layout}, optimized=False)"
@@ -638,7 +655,7 @@ class Gen(Expressions):
         def one(at):
             x = part(a, 0 if ta else 1, at)
             y = part(b, 1 if tb else 0, at)
-            x = Node("{}.T", x) if ta else x
+            x = Node("{}.T", x) if ta else Node(held, x) if held else x
             y = Node("{}.T", y) if tb else y
             halves = n % 16 == 0 and n >= 32 and self.sub and not tb
             if not halves:
@@ -650,6 +667,10 @@ class Gen(Expressions):
                 self.emit(Node(f"plgpu.wgmma({acc}.at[:, {lo}:{hi}], {{}}, {{}})", x, y2))
 
         self.sub = self.chance(0.3) and (n // 2) % 64 == 0
+        held = None
+        if not ta and self.chance(0.25) and getattr(a, "text", a) not in self.tf32:
+            self.feature("a in registers")
+            held = self.rng.choice(("{}[...]", "plgpu.load({}, layout=plgpu.Layout.WGMMA)"))
         self.push()
         if acc_dtype == "float32" and self.chance(0.2) and kind == "small":
             self.feature("acc store")
@@ -909,18 +930,19 @@ class Gen(Expressions):
         rounds = self.rng.randint(1, 3)
         signal = "plgpu.semaphore_signal" if counts else "plgpu.barrier_arrive"
         wait = "plgpu.semaphore_wait" if counts else "plgpu.barrier_wait"
+        many = ", 3" if counts and self.chance(0.3) else ""
         self.push()
         first = Block(
             [
                 Node(f"{s}[...] = {{}}", self.leaf(shape, dtype, "wild"), keep=True),
-                Node(f"{signal}({b}.at[0])", keep=True),
+                Node(f"{signal}({b}.at[0]{many})", keep=True),
             ]
         )
         self.emit(Node(f"@pl.when(t == 0)\ndef {f}():\n{{}}", first, keep=True))
         self.push()
         self.ints[-1].append((i, 0, rounds - 1))
         if counts:
-            self.emit(Node(f"{wait}({b}.at[t])", keep=True))
+            self.emit(Node(f"{wait}({b}.at[t]{many})", keep=True))
         else:
             self.wait_for(f"{b}.at[t]")
         self.emit(Node(f"{v} = {s}[...]"))
@@ -933,13 +955,13 @@ class Gen(Expressions):
             target = self.target(shape, dtype, copy=True)
             self.emit(Node(f"plgpu.copy_smem_to_gmem({s}, {{}})", target))
             self.emit(Node("plgpu.wait_smem_to_gmem(0)", keep=True))
-        self.emit(Node(f"{signal}({b}.at[(t + 1) % {t}])", keep=True))
+        self.emit(Node(f"{signal}({b}.at[(t + 1) % {t}]{many})", keep=True))
         if self.chance(0.3):
             self.store(shape, dtype)
         self.tags = tags
         loop = self.pop()
         self.emit(Node(f"@pl.loop(0, {rounds})\ndef {g}({i}):\n{{}}", loop, keep=True))
-        self.emit(Node(f"@pl.when(t == 0)\ndef {h}():\n    {wait}({b}.at[0])", keep=True))
+        self.emit(Node(f"@pl.when(t == 0)\ndef {h}():\n    {wait}({b}.at[0]{many})", keep=True))
         block = self.pop()
         turns = f"SemaphoreType.REGULAR(({t},))" if counts else f"Barrier(num_barriers={t})"
         types = [self.smem_type(shape, dtype), Node(f"plgpu.{turns}")]
@@ -955,7 +977,7 @@ class Gen(Expressions):
         transforms, _ = self.transforms(shape, dtype)
         self.push()
         src = self.gmem_view(shape, dtype, "norm", copy=True)
-        if self.chance(0.2):
+        if self.chance(0.5):
             self.feature("prefetch")
             self.emit(Node("plgpu.async_prefetch({})", src))
         self.emit(Node(f"plgpu.copy_gmem_to_smem({{}}, {s}.at[t], {b}.at[t])", src, keep=True))
@@ -1203,6 +1225,9 @@ class Gen(Expressions):
                 "stores": 1,
                 "copy": 1.5,
                 "big": 1.5,
+                "widened": 0.7,
+                "cluster": 3 if "cluster" in self.p.features else 0,
+                "launch": 1 if "grid" in self.p.options and "cluster" not in self.p.features else 0,
             }
         for _ in range(self.pick({1: 5, 2: 3, 3: 1})):
             form = self.pick_swarm(table)

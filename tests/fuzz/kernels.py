@@ -202,7 +202,8 @@ def difference(got, want, on_gpu=False):
         return None
     if model.is_float(g.dtype):
         same = g.view(f"u{g.dtype.itemsize}") == w.view(f"u{g.dtype.itemsize}")
-        a, b = g.astype(np.float64), w.astype(np.float64)
+        with np.errstate(invalid="ignore"):  # signalling NaN
+            a, b = g.astype(np.float64), w.astype(np.float64)
         same |= np.isnan(a) & np.isnan(b)
         if want.tol is not None:
             rtol, atol = want.tol

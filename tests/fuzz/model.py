@@ -1,4 +1,5 @@
-"""The language in NumPy: what a kernel means, one Pallas thread after the other.
+"""The language in NumPy: what a kernel means, one Pallas thread after the other. Blocks come one
+after the other too, unless they tell each other something: then their threads take turns as well.
 
 `run(make, operands, outs)` executes a kernel written over the four namespaces that `make` is
 given and returns an `Expected` per output. It shares no code with the package. Arrays are NumPy
@@ -18,7 +19,6 @@ GPU's compiler may have made one fma of a multiplication and an addition."""
 import functools
 import itertools
 import math
-import threading
 import types
 from dataclasses import dataclass
 
@@ -26,6 +26,23 @@ import ml_dtypes
 import numpy as np
 
 from . import array_model
+from .machine import (
+    Acc,
+    Bar,
+    BarRef,
+    Block,
+    Buffer,
+    Machine,
+    Ref,
+    Slice,
+    claim,
+    here,
+    load,
+    predicate,
+    scalar,
+    store,
+    tick,
+)
 from .values import (
     _INEXACT,
     BOOL,
@@ -53,373 +70,6 @@ from .values import (
     where,
 )
 
-# ---- machine: blocks, threads, memory ------------------------------------------------------------
-
-
-class Slice:
-    def __init__(self, start, size):
-        self.start, self.size = start, size
-
-
-class Buffer:
-    def __init__(self, space, shape, dtype):
-        n = math.prod(shape)
-        self.space, self.dtype = space, dtype
-        self.data = np.zeros(n, dtype)
-        self.mask = np.zeros(n, bool)  # was written
-        self.writer = np.full(n, -1, np.int32)  # GMEM: which block and thread wrote
-        self.writing = np.zeros(n, bool)  # by an asynchronous copy in flight
-        self.reading = np.zeros(n, np.int16)  # by so many asynchronous operations
-        self.products = np.zeros(n, np.int16)  # so many of them on tensor cores
-        self.dirty = np.zeros(n, bool)  # generic writes the async proxy has not seen
-        self.tol, self.flags = None, 0
-
-    def note(self, tol, flags):
-        if tol is not None:
-            self.tol = tuple(map(max, self.tol, tol)) if self.tol else tol
-        self.flags |= flags & FUSED
-
-
-class Ref:
-    """A view of a buffer."""
-
-    def __init__(self, buf, idx, cut=()):
-        self.buf, self.idx = buf, idx
-        self.cut = cut or (False,) * idx.ndim  # was the dim sliced already?
-
-    shape = property(lambda self: self.idx.shape)
-    ndim = property(lambda self: self.idx.ndim)
-    size = property(lambda self: self.idx.size)
-    dtype = property(lambda self: self.buf.dtype)
-    T = property(lambda self: self.transpose(tuple(range(self.ndim))[::-1]))
-    at = property(lambda self: _At(self.view))
-
-    def transpose(self, perm):
-        return Ref(self.buf, self.idx.transpose(perm), tuple(self.cut[p] for p in perm))
-
-    def reshape(self, *shape):
-        shape = shape[0] if len(shape) == 1 and isinstance(shape[0], tuple) else shape
-        out = self.idx.reshape(shape)
-        need(self._folds(out.shape), "reshape of a view that does not fold")
-        return Ref(self.buf, out, (True,) * len(out.shape))
-
-    def _folds(self, shape):
-        """Do the elements lie so that the reshape moves none?"""
-        idx = self.idx
-        steps = [
-            int(idx.take(1, d).flat[0] - idx.flat[0]) if n > 1 else 0
-            for d, n in enumerate(idx.shape)
-        ]
-        view = np.lib.stride_tricks.as_strided(np.zeros(1, np.int8), idx.shape, steps)
-        try:
-            view.shape = shape
-        except AttributeError:
-            return False
-        return True
-
-    def view(self, where):
-        where = where if isinstance(where, tuple) else (where,)
-        dots = [k for k, w in enumerate(where) if w is Ellipsis]
-        n = len(where) - len(dots)
-        need(n <= self.ndim and len(dots) < 2, "too many indices")
-        at = dots[0] if dots else len(where)
-        rest = [slice(None)] * (self.ndim - n)
-        where = [*where[:at], *rest, *where[at + 1 :]]
-        idx, dim, cut = self.idx, 0, []
-        for k, w in enumerate(where):
-            size = idx.shape[dim]
-            if isinstance(w, slice):
-                need(w.step is None, "strided slice")
-                part = range(*w.indices(size))
-                need(len(part), "empty slice")
-                idx = idx.take(part, axis=dim)
-                cut.append(self.cut[k] or len(part) != size)
-                dim += 1
-                continue
-            start, n = (w.start, w.size) if isinstance(w, Slice) else (w, None)
-            dynamic = isinstance(start, A)
-            start = scalar(start)
-            if start < 0 and not dynamic and n is None:
-                start += size
-            count = 1 if n is None else n
-            picks = np.arange(start, start + count)
-            outside = (picks < 0) | (picks >= size)
-            need(not outside.any() or not self.cut[k], "a slice of a slice is out of range")
-            idx = idx.take(np.where(outside, 0, picks), axis=dim)
-            if outside.any():
-                shape = [-1 if d == dim else 1 for d in range(idx.ndim)]
-                idx = np.where(outside.reshape(shape), -1, idx)
-            if n is None:
-                idx = idx.squeeze(dim)
-            else:
-                cut.append(True)
-                dim += 1
-        return Ref(self.buf, idx, tuple(cut))
-
-    def __getitem__(self, where):
-        return load(self.view(where))
-
-    def __setitem__(self, where, value):
-        store(self.view(where), value)
-
-    def swap(self, value, idx=Ellipsis):
-        old = load(self.view(idx))
-        store(self.view(idx), value)
-        return old
-
-
-class _At:
-    def __init__(self, view):
-        self.view = view
-
-    def __getitem__(self, where):
-        return self.view(where)
-
-
-def load(ref):
-    if isinstance(ref, Acc):
-        return ref[...]
-    b, idx = ref.buf, ref.idx
-    need((idx >= 0).all(), "load out of range")
-    need(b.mask[idx].all(), "load of undefined memory")
-    need(not b.writing[idx].any(), "load while a copy writes")
-    if b.space == "gmem":
-        w = b.writer[idx]
-        need(((w < 0) | (w == here().writer)).all(), "load of what another block writes")
-    return A(b.data[idx], tol=b.tol, flags=b.flags)
-
-
-def store(ref, value):
-    b, idx = ref.buf, ref.idx
-    x = as_array(value)
-    need(x.shape == idx.shape, "store of {} into {}", x.shape, idx.shape)
-    need((idx >= 0).all(), "store out of range")
-    same = x.dtype == b.dtype or is_int(x.dtype) and is_int(b.dtype)
-    same |= x.weak and is_float(x.dtype) and is_float(b.dtype)
-    need(same, "store of {} into {}", x.dtype, b.dtype)
-    need(not b.writing[idx].any() and not b.reading[idx].any(), "store while a copy is in flight")
-    _claim(b, idx)
-    weak_tol = x if x.dtype == b.dtype else to_dtype(x, b.dtype)
-    b.data[idx] = weak_tol.v
-    b.mask[idx] = True
-    b.dirty[idx] = b.space == "smem"
-    b.note(weak_tol.tol, x.flags)
-
-
-def _claim(b, idx):
-    """GMEM elements belong to the thread that first writes them."""
-    if b.space != "gmem":
-        return
-    need(b.writer[idx].max(initial=-1) >= -1, "store to an operand")
-    me = here().writer
-    w = b.writer[idx]
-    need(((w == -1) | (w == me)).all(), "two blocks or threads write one element")
-    b.writer[idx] = me
-
-
-class Bar:
-    """One mbarrier."""
-
-    def __init__(self, arrivals):
-        self.arrivals, self.count, self.done = arrivals, 0, 0
-        self.waits = {}  # thread -> phases it has seen
-        self.pending, self.release = [], {}
-
-    def arrive(self, undo=None):
-        if undo:
-            self.pending.append(undo)
-        self.count += 1
-        if self.count == self.arrivals:
-            need(all(n >= self.done for n in self.waits.values()), "a phase completes unseen")
-            self.release[self.done] = self.pending
-            self.count, self.pending = 0, []
-            self.done += 1
-
-
-class BarRef:
-    space = "barrier"
-
-    def __init__(self, bars):
-        self.bars = bars  # object array
-
-    shape = property(lambda self: self.bars.shape)
-    at = property(lambda self: _At(self.view))
-
-    def view(self, where):
-        where = where if isinstance(where, tuple) else (where,)
-        where = tuple(scalar(w) for w in where)
-        need(all(0 <= w < n for w, n in zip(where, self.bars.shape)), "barrier index")
-        out = self.bars[where]
-        return BarRef(out if isinstance(out, np.ndarray) else np.array(out, dtype=object))
-
-    def one(self):
-        need(self.bars.size == 1, "one barrier is needed")
-        return self.bars.ravel()[0]
-
-
-class Acc:
-    """An accumulator, or a column slice of one."""
-
-    def __init__(self, shape, dtype):
-        self.v = np.zeros(shape, dtype)
-        self.tol = [None]
-        self.whole = self
-
-    shape = property(lambda self: self.v.shape)
-    dtype = property(lambda self: self.v.dtype)
-    at = property(lambda self: _At(self._part))
-
-    def _part(self, where):
-        out = Acc.__new__(Acc)
-        out.v, out.tol, out.whole = self.v[where], self.tol, self.whole
-        need(out.v.ndim == 2 and out.v.size and np.shares_memory(out.v, self.v), "acc slice")
-        need(out.shape[1] % 8 == 0 and out.shape[0] % 64 == 0, "acc slice")
-        return out
-
-    def __getitem__(self, where):
-        here().wgmma_wait(0)
-        return A(self.v.copy(), tol=self.tol[0])[where]
-
-    def __setitem__(self, where, value):
-        need(where is Ellipsis and self.whole is self, "store to a part of an accumulator")
-        value = as_array(value)
-        need(value.shape == self.shape and value.dtype == self.dtype, "store to an accumulator")
-        here().wgmma_wait(0)
-        self.v[...] = value.v
-        self.tol[0] = value.tol
-        need(not value.flags & FUSED, "a fused accumulator")
-
-
-class Thread:
-    """One Pallas thread of a block."""
-
-    def __init__(self, machine, block, index):
-        self.machine, self.block, self.index = machine, block, index
-        self.writer = machine.block_number * 16 + index
-        self.open, self.groups, self.unread = [], [], []  # bulk groups
-        self.products = []
-        self.scopes = 0
-
-    def wgmma_wait(self, n):
-        while len(self.products) > n:
-            self.products.pop(0)()
-
-    def wait_stores(self, n, read_only):
-        k = 0
-        while len(self.groups) - k > n:
-            for release_source, _ in self.groups[k]:
-                release_source()
-            k += 1
-        done, self.groups = self.groups[:k], self.groups[k:]
-        if read_only:
-            self.unread += done
-        else:
-            for group in self.unread + done:
-                for _, release_target in group:
-                    release_target()
-            self.unread = []
-
-
-class Machine:
-    """Runs one kernel: blocks one after the other, threads of a block in turns."""
-
-    def __init__(self):
-        self.lock = threading.Condition()
-        self.turn = 0
-        self.alive = []
-        self.failure = None
-        self.block_number = 0
-        self.axes = {}
-        self.shared = {}
-        self.steps = 0
-
-    # threads take turns: one runs until it waits for a barrier or ends
-    def pass_on(self, me):
-        k = self.alive.index(me)
-        self.turn = self.alive[(k + 1) % len(self.alive)]
-        self.lock.notify_all()
-
-    def wait_until(self, ready, me):
-        """Blocks thread `me` until ready()."""
-        spins = 0
-        while not ready():
-            need(len(self.alive) > 1, "deadlock")
-            spins += 1
-            need(spins < 10000, "deadlock")
-            self.pass_on(me)
-            self.await_turn(me)
-
-    def await_turn(self, me):
-        while self.turn != me and not self.failure:
-            self.lock.wait()
-        if self.failure:
-            raise Invalid("another thread failed")
-
-    def run_block(self, body, n_threads):
-        self.shared = {}
-        self.alive = list(range(n_threads))
-        self.turn, self.failure = 0, None
-        if n_threads == 1:
-            _local.thread = Thread(self, None, 0)
-            self._one(body, _local.thread)
-            return
-        workers = [
-            threading.Thread(target=self._worker, args=(body, k), daemon=True)
-            for k in range(n_threads)
-        ]
-        for w in workers:
-            w.start()
-        for w in workers:
-            w.join()
-        if self.failure:
-            raise self.failure
-
-    def _one(self, body, thread):
-        body()
-        need(not thread.open, "copies without a group at the end")
-        thread.wgmma_wait(0)
-
-    def _worker(self, body, k):
-        _local.thread = Thread(self, None, k)
-        with self.lock:
-            try:
-                self.await_turn(k)
-                self._one(body, _local.thread)
-                if len(self.alive) > 1:
-                    self.pass_on(k)
-                self.alive.remove(k)
-            except BaseException as e:
-                if not self.failure:
-                    self.failure = e
-                self.lock.notify_all()
-
-
-_local = threading.local()
-
-
-def here():
-    return _local.thread
-
-
-def scalar(x):
-    if isinstance(x, A):
-        need(x.shape == () and is_int(x.dtype) and x.tol is None and not x.flags, "index scalar")
-        return int(x.v)
-    return x.__index__()
-
-
-def predicate(p):
-    p = as_array(p)
-    need(p.shape == () and p.tol is None and not p.flags & FUSED, "predicate")
-    return bool(p.v != 0)
-
-
-def tick():
-    m = here().machine
-    m.steps += 1
-    need(m.steps < 200_000, "runs too long")
-
-
 # ---- copies, barriers, products ------------------------------------------------------------------
 
 
@@ -434,7 +84,8 @@ def copy_gmem_to_smem(src, dst, barrier, *, predicate=None, oob_mode=None):
     inside = s >= 0
     need((d >= 0).all(), "copy out of range of SMEM")
     need(src.buf.mask[s[inside]].all(), "copy of undefined memory")
-    need((src.buf.writer[s[inside]] < 0).all(), "copy of an output")
+    known = (src.buf.writer[s[inside]] < 0) | src.buf.shown[s[inside]]
+    need(known.all(), "copy of an output")
     b = dst.buf
     need(not b.writing[d].any() and not b.reading[d].any(), "copy onto a copy in flight")
     need(not b.dirty[d].any(), "copy onto generic writes that were not committed")
@@ -477,6 +128,19 @@ COMBINE = {
 }
 
 
+def _combined(op, old, new):
+    if is_float(old.dtype):
+        need(op == "add" or old.dtype != f32 and op in ("min", "max"), "a copy that combines")
+        need(np.isfinite(old).all() and np.isfinite(new).all(), "infinities that are combined")
+        a, b = old.astype(np.float64), new.astype(np.float64)
+        need(not any((np.signbit(v) & (v == 0)).any() for v in (a, b)), "signs of zeros")
+        r = {"add": np.add, "min": np.minimum, "max": np.maximum}[op](a, b)
+        need((r.astype(old.dtype).astype(np.float64) == r).all(), "a rounded sum")
+        return r.astype(old.dtype)
+    need(old.dtype in (np.int32, np.uint32), "dtype of a copy that combines")
+    return COMBINE[op](old, new)
+
+
 def copy_smem_to_gmem(src, dst, predicate=None, *, commit_group=True, reduction_op=None):
     need(src.buf.space == "smem" and dst.buf.space == "gmem", "spaces of a copy")
     need(src.shape == dst.shape and src.dtype == dst.dtype, "types of a copy")
@@ -490,12 +154,11 @@ def copy_smem_to_gmem(src, dst, predicate=None, *, commit_group=True, reduction_
         need(not a.dirty[s].any(), "copy of generic writes that were not committed")
         to = d[inside]
         need(not b.writing[to].any(), "two copies write one place at a time")
-        _claim(b, to)
+        claim(b, to)
         data = a.data[s][inside]
         if reduction_op:
-            need(a.dtype in (np.int32, np.uint32), "dtype of a copy that combines")
             need(b.mask[to].all(), "copy combined with undefined memory")
-            data = COMBINE[reduction_op](b.data[to], data)
+            data = _combined(reduction_op, b.data[to], data)
         b.data[to] = data
         b.mask[to] = True
         b.writing[to] = True
@@ -524,7 +187,7 @@ def wait_smem_to_gmem(n, wait_read_only=False):
 
 
 def commit_smem():
-    for b in here().machine.shared.values():
+    for b in here().block.shared.values():
         b.dirty[:] = False
 
 
@@ -535,10 +198,10 @@ def barrier_arrive(barrier):
 def barrier_wait(barrier, phase=None):
     bar, given = barrier.one(), phase
     t = here()
-    phase = bar.waits.setdefault(t.index, 0)
+    phase = bar.waits.setdefault(t.agent, 0)
     need(given is None or scalar(given) == phase, "another phase is waited for")
-    t.machine.wait_until(lambda: bar.done > phase, t.index)
-    bar.waits[t.index] = phase + 1
+    t.machine.wait_until(lambda: bar.done > phase, t.agent)
+    bar.waits[t.agent] = phase + 1
     for landed in bar.release.pop(phase, ()):
         landed()
 
@@ -548,50 +211,120 @@ I8, U8, I32 = (np.dtype(n) for n in ("int8", "uint8", "int32"))
 PRODUCTS = {(a, b, acc) for a in F8 for b in F8 for acc in (f32, f16)}
 PRODUCTS |= {(f16, f16, f32), (f16, f16, f16), (bf16, bf16, f32), (f32, f32, f32)}
 PRODUCTS |= {(I8, I8, I32), (U8, U8, I32)}
+NIBBLES = {np.dtype(ml_dtypes.int4), np.dtype(ml_dtypes.uint4)}  # of mma
 
 
 def barrier_test(barrier):
     """Until it is true, the other threads go on."""
     bar, t = barrier.one(), here()
-    phase = bar.waits.setdefault(t.index, 0)
+    phase = bar.waits.setdefault(t.agent, 0)
     tick()
     if bar.done <= phase:
         need(len(t.machine.alive) > 1, "a test that is never true")
-        t.machine.pass_on(t.index)
-        t.machine.await_turn(t.index)
+        t.machine.pass_on(t.agent)
+        t.machine.await_turn(t.agent)
         return A(np.asarray(False))
     barrier_wait(barrier)
     return A(np.asarray(True))
 
 
 class Semaphore:
-    def __init__(self):
-        self.count = 0
+    def __init__(self, of_the_launch=False):
+        self.count, self.of_the_launch = 0, of_the_launch
 
 
 def semaphore_signal(sem, inc=1, *, memory_scope="sys"):
-    sem.one().count += scalar(inc)
+    one, t = sem.one(), here()
+    one.count += scalar(inc)
+    if one.of_the_launch:
+        need(not any(t.groups) and not t.open, "a signal while copies are in flight")
+        for b in t.machine.outputs:
+            b.shown |= b.writer == t.writer
 
 
 def semaphore_wait(sem, value=1, *, decrement=True, memory_scope="sys"):
     one, n, t = sem.one(), scalar(value), here()
-    t.machine.wait_until(lambda: one.count >= n, t.index)
+    t.machine.wait_until(lambda: one.count >= n, t.agent)
     one.count -= n if decrement else 0
 
 
+def semaphore_read(sem):
+    """The generator asks where nobody signals."""
+    return A(np.asarray(sem.one().count, i32))
+
+
+def get_global(type_):
+    t = here()
+    k, t.block.semaphores = t.block.semaphores, t.block.semaphores + 1
+    made = t.machine.semaphores
+    need(k <= len(made), "semaphores of the launch")
+    if k == len(made):
+        made.append(_semaphores(type_.shape, True))
+    return made[k]
+
+
+# ---- blocks of a cluster -------------------------------------------------------------------------
+
+
+def _peer(number, where):
+    """What a block of this cluster made as allocation `number`, once it has."""
+    m, t = here().machine, here()
+    n = len(m.grid)
+    key = (t.block.where[:n], number, where)
+    m.wait_until(lambda: key in m.peers, t.agent)
+    return m.peers[key]
+
+
+def _place(ref, along):
+    """(number of the allocation of a ref, place in the cluster of the block that is meant)"""
+    m, t = here().machine, here()
+    n, where = len(m.grid), list(t.block.where[len(m.grid) :])
+    for name, at in along.items():
+        k = m.axes[name][0] - n
+        need(0 <= scalar(at) < m.cluster[k], "a block outside of the cluster")
+        where[k] = scalar(at)
+    return ref.number, tuple(where)
+
+
+def cluster_ref(ref, along):
+    buf = _peer(*_place(ref.buf, along))
+    return Ref(buf, ref.idx, ref.cut)
+
+
+def async_store_smem(x, ref, barrier, *, cluster_idx, cluster_dim, atomic=None):
+    """It has arrived when it is sent; nobody looks before the barrier says so."""
+    x, along = as_array(x), {cluster_dim: cluster_idx}
+    need(x.dtype.itemsize == 4 and x.shape == ref.shape and x.dtype == ref.dtype, "async store")
+    to = cluster_ref(ref, along)
+    bars = _peer(*_place(barrier, along))
+    if atomic:
+        need(to.buf.mask[to.idx].all() and is_int(x.dtype), "async atomic")
+        old = A(to.buf.data[to.idx])
+        x = binary(atomic, old, x)
+    to.buf.data[to.idx] = x.v
+    to.buf.mask[to.idx] = True
+    to.buf.dirty[to.idx] = True
+    to.buf.note(x.tol, x.flags)
+    bars.one().arrive()
+
+
 def wgmma(acc, a, b):
-    need(isinstance(acc, Acc) and isinstance(a, Ref) and isinstance(b, Ref), "wgmma operands")
+    need(isinstance(acc, Acc) and isinstance(a, (Ref, A)) and isinstance(b, Ref), "wgmma operands")
+    held = isinstance(a, A)  # in registers
+    if held:
+        need(a.tol is None and not a.flags and a.dtype != f32, "a of wgmma in registers")
     (m, n), (m2, k), (k2, n2) = acc.shape, a.shape, b.shape
     width = a.dtype.itemsize
     need((m, k, n) == (m2, k2, n2) and n <= 256 and k % (32 // width) == 0, "shapes of wgmma")
     need((a.dtype, b.dtype, acc.dtype) in PRODUCTS, "dtypes of wgmma")
-    for r in (a, b):
+    refs = (b,) if held else (a, b)
+    for r in refs:
         need(r.buf.space == "smem" and (r.idx >= 0).all(), "wgmma operand")
         need(r.buf.mask[r.idx].all(), "product of undefined memory")
         need(not r.buf.writing[r.idx].any(), "product of a copy in flight")
         need(not r.buf.dirty[r.idx].any(), "product of generic writes that were not committed")
         need(r.buf.tol is None and not r.buf.flags, "product of inexact values")
-    x, y = (r.buf.data[r.idx].astype(np.float64) for r in (a, b))
+    x, y = ((r.v if r is a and held else r.buf.data[r.idx]).astype(np.float64) for r in (a, b))
     need(np.isfinite(x).all() and np.isfinite(y).all(), "product of infinities")
     size = np.abs(x) @ np.abs(y) + np.abs(acc.v.astype(np.float64))
     total = x @ y + acc.v.astype(np.float64)
@@ -602,12 +335,12 @@ def wgmma(acc, a, b):
         old = acc.tol[0] or (0.0, 0.0)
         acc.tol[0] = (2.0**-precision * 8, old[1] + float(size.max()) * 2.0 ** (5 - precision))
     acc.v[...] = total.astype(acc.dtype)
-    for r in (a, b):
+    for r in refs:
         r.buf.reading[r.idx] += 1
         r.buf.products[r.idx] += 1
 
     def done():
-        for r in (a, b):
+        for r in refs:
             r.buf.reading[r.idx] -= 1
             r.buf.products[r.idx] -= 1
 
@@ -618,10 +351,12 @@ def mma(acc, a, b):
     """Exact: the generator keeps numbers small."""
     acc, a, b = (as_array(x) for x in (acc, a, b))
     need(all(x.tol is None and not x.flags for x in (acc, a, b)), "mma of inexact values")
-    need(a.dtype == b.dtype and (a.dtype, b.dtype, acc.dtype) in PRODUCTS, "dtypes of mma")
+    small = a.dtype in NIBBLES and acc.dtype == I32
+    known = small or (a.dtype, b.dtype, acc.dtype) in PRODUCTS
+    need(a.dtype == b.dtype and known, "dtypes of mma")
     need(a.dtype != f32 and acc.dtype != f16, "dtypes of mma")
     (m, n), (m2, k), (k2, n2) = acc.shape, a.shape, b.shape
-    step = 32 // a.dtype.itemsize
+    step = 64 if small else 32 // a.dtype.itemsize
     need((m, k, n) == (m2, k2, n2) and not (m % 64 or n % 8 or k % step), "shapes of mma")
     x, y, c = (v.v.astype(np.float64) for v in (a, b, acc))
     need(all(np.isfinite(v).all() and _integers(v) for v in (x, y, c)), "numbers of mma")
@@ -721,6 +456,23 @@ def when(condition):
     return wrap
 
 
+def nd_loop(grid, *, collective_axes):
+    """This program's share of the points."""
+    sizes = tuple(scalar(n) for n in grid)
+
+    def wrap(body):
+        mine = range(
+            scalar(axis_index(collective_axes)), math.prod(sizes), axis_size(collective_axes)
+        )
+        for k, number in enumerate(mine):
+            tick()
+            index = tuple(A(np.asarray(i, i32)) for i in np.unravel_index(number, sizes))
+            info = types.SimpleNamespace(index=index, local_index=A(np.asarray(k, i32)))
+            need(body(info) is None, "nd_loop returns a value")
+
+    return wrap
+
+
 def loop(lower, upper, *, init_carry=None, step=1, unroll=None):
     def wrap(body):
         lo, hi, by = scalar(lower), scalar(upper), scalar(step)
@@ -749,6 +501,13 @@ class SmemType:
 
 @dataclass
 class BarrierType:
+    num_arrivals: int = 1
+    num_barriers: object = 1
+
+
+@dataclass
+class ClusterBarrierType:
+    collective_axes: tuple = ()
     num_arrivals: int = 1
     num_barriers: object = 1
 
@@ -796,7 +555,7 @@ def SMEM(shape, dtype, transforms=()):  # noqa: N802 - the name in the language
 
 
 def _is_type(x):
-    return isinstance(x, (SmemType, BarrierType, SemaphoresType, AccType))
+    return isinstance(x, (SmemType, BarrierType, ClusterBarrierType, SemaphoresType, AccType))
 
 
 def _allocate(t):
@@ -805,6 +564,19 @@ def _allocate(t):
         if t.initial is not None:
             acc.v[...] = t.initial.v
         return acc
+    block, m = here().block, here().machine
+    number, block.made = (block.scope, block.made), block.made + 1
+    made = _make(t, number)
+    made.number = number
+    n = len(m.grid)
+    kept = made.buf if isinstance(made, Ref) else made
+    m.peers[block.where[:n], number, block.where[n:]] = kept
+    return made
+
+
+def _make(t, number):
+    if isinstance(t, ClusterBarrierType):
+        return _cluster_barrier(t, number)
     if isinstance(t, BarrierType):
         shape = (t.num_barriers,) if isinstance(t.num_barriers, int) else tuple(t.num_barriers)
         need(math.prod(shape) <= 32, "too many barriers")
@@ -813,26 +585,49 @@ def _allocate(t):
             bars[k] = Bar(t.num_arrivals)
         return BarRef(bars)
     if isinstance(t, SemaphoresType):
-        sems = np.empty(t.shape, object)
-        for k in np.ndindex(*t.shape):
-            sems[k] = Semaphore()
-        return BarRef(sems)
+        return _semaphores(t.shape)
     b = Buffer("smem", t.shape, t.dtype)
-    m = here().machine
-    m.shared[id(b)] = b
+    b.number = number
+    here().block.shared[id(b)] = b
     return Ref(b, np.arange(b.data.size, dtype=np.int32).reshape(t.shape))
 
 
+def _semaphores(shape, of_the_launch=False):
+    sems = np.empty(shape, object)
+    for k in np.ndindex(*shape):
+        sems[k] = Semaphore(of_the_launch)
+    return BarRef(sems)
+
+
+def _cluster_barrier(t, number):
+    """One for all blocks along the axes: what arrives at one of them arrives at all."""
+    m, block = here().machine, here().block
+    axes = t.collective_axes if isinstance(t.collective_axes, tuple) else (t.collective_axes,)
+    need(isinstance(t.num_barriers, int), "number of cluster barriers")
+    along = {m.axes[name][0] for name in axes}
+    key = number, tuple(-1 if k in along else i for k, i in enumerate(block.where))
+    if key not in m.peers:
+        arrivals = t.num_arrivals * math.prod(m.axes[name][1] for name in axes)
+        bars = np.empty((t.num_barriers,), object)
+        for k in range(t.num_barriers):
+            bars[k] = Bar(arrivals)
+            bars[k].of_a_cluster = True
+        m.peers[key] = BarRef(bars)
+    return m.peers[key]
+
+
 def _close(refs):
-    m = here().machine
+    shared = here().block.shared
     for r in flatten(refs):
         if isinstance(r, Ref):
             # products may still read: pipelines of them end so, and the accumulator waits
             used = r.buf.writing.any() or (r.buf.reading > r.buf.products).any()
             need(not used, "memory freed while in use")
-            m.shared.pop(id(r.buf), None)
+            shared.pop(id(r.buf), None)
         elif isinstance(r, BarRef):
             for bar in r.bars.ravel():
+                if getattr(bar, "of_a_cluster", False):
+                    continue
                 if isinstance(bar, Semaphore):
                     need(bar.count == 0, "a semaphore does not end at 0")
                     continue
@@ -843,22 +638,33 @@ def _close(refs):
             here().wgmma_wait(0)
 
 
+def _enter(f):
+    """What is made next belongs to that scope: blocks of a cluster know it by the same number."""
+    block, code = here().block, getattr(f, "__code__", None)
+    site = code and (code.co_name, code.co_firstlineno)
+    block.visits[site] = block.visits.get(site, 0) + 1
+    block.scope, block.made = (site, block.visits[site]), 0
+
+
 def run_scoped(f, *types_, collective_axes=(), **kw):
     t = here()
     m = t.machine
     if collective_axes and m.n_threads > 1:
         t.scopes += 1
         key = t.scopes
-        if key not in m.collective:
-            m.collective[key] = [tree_map(_allocate, types_), tree_map(_allocate, kw), 0]
-        entry = m.collective[key]
+        if key not in t.block.collective:
+            _enter(f)
+            made = [tree_map(_allocate, types_), tree_map(_allocate, kw), 0]
+            t.block.collective[key] = made
+        entry = t.block.collective[key]
         out = f(*entry[0], **entry[1])
         entry[2] += 1
         if entry[2] == m.n_threads:
             _close([list(entry[0]), entry[1]])
         return out
-    need(m.n_threads == 1 or all(isinstance(x, AccType) for x in flatten([types_, kw])),
-         "SMEM of one thread")  # fmt: skip
+    own = all(isinstance(x, AccType) for x in flatten([types_, kw]))
+    need(m.n_threads == 1 or own, "SMEM of one thread")
+    _enter(f)
     refs, kw_refs = tree_map(_allocate, types_), tree_map(_allocate, kw)
     out = f(*refs, **kw_refs)
     _close([list(refs), kw_refs])
@@ -1215,11 +1021,16 @@ plgpu = types.SimpleNamespace(
     async_prefetch=lambda ref: None,
     semaphore_signal=semaphore_signal,
     semaphore_wait=semaphore_wait,
+    semaphore_read=semaphore_read,
+    cluster_ref=cluster_ref,
+    async_store_smem=async_store_smem,
+    ClusterBarrier=ClusterBarrierType,
     SemaphoreType=types.SimpleNamespace(REGULAR=SemaphoresType),
     wgmma=wgmma,
     wgmma_wait=wgmma_wait,
     wgmma_accumulator_load=wgmma_accumulator_load,
     set_max_registers=lambda n, action: None,
+    nd_loop=nd_loop,
     transpose_ref=lambda ref, perm: ref.transpose(perm),
     CompilerParams=lambda **kw: kw,
 )
@@ -1235,6 +1046,9 @@ pl = types.SimpleNamespace(
     program_id=lambda k: here().machine.program_id(k),
     num_programs=lambda k: here().machine.grid[k],
     cdiv=lambda a, b: -(-a // b),
+    delay=lambda nanos: None,
+    get_global=get_global,
+    semaphore_read=semaphore_read,
     Element=Element,
     squeezed=None,
 )
@@ -1363,9 +1177,8 @@ class _Run(Machine):
         self.grid = tuple(options.get("grid", ()))
         self.grid_names = tuple(options.get("grid_names", ()))
         self.cluster = tuple(options.get("cluster", ()))
+        self.outputs = []
         self.n_threads = options.get("num_threads") or 1
-        self.collective = {}
-        self.where = ()
         for k, n in enumerate(self.grid_names):
             self.axes[n] = (k, self.grid[k])
         for k, n in enumerate(options.get("cluster_names", ())):
@@ -1375,10 +1188,16 @@ class _Run(Machine):
 
     def axis(self, name):
         k, _ = self.axes[name]
-        return here().index if k is None else self.where[k]
+        return here().index if k is None else here().block.where[k]
 
     def program_id(self, k):
-        return A(np.asarray(self.where[k], i32))
+        return A(np.asarray(here().block.where[k], i32))
+
+
+def _names(code):
+    """What a function and those in it use."""
+    inner = [_names(c) for c in code.co_consts if isinstance(c, types.CodeType)]
+    return set(code.co_names).union(*inner)
 
 
 def run(make, operands, outs):
@@ -1397,6 +1216,7 @@ def run(make, operands, outs):
     for shape, dtype in outs:
         b = Buffer("gmem", shape, as_dtype(dtype))
         results.append(b)
+        machine.outputs.append(b)
         refs.append(Ref(b, np.arange(b.data.size, dtype=np.int32).reshape(shape)))
     scratch = options.get("scratch_types", ())
 
@@ -1412,10 +1232,11 @@ def run(make, operands, outs):
 
     with np.errstate(all="ignore"):
         axes = [*machine.grid, *machine.cluster]
-        for k, where_ in enumerate(itertools.product(*map(range, axes))):
-            machine.block_number, machine.where, machine.collective = k, where_, {}
+        blocks = [Block(k, at) for k, at in enumerate(itertools.product(*map(range, axes)))]
+        together = _names(make.__code__) & {"get_global", "ClusterBarrier"}
+        for some in [blocks] if together else [[b] for b in blocks]:
             try:
-                machine.run_block(block, machine.n_threads)
+                machine.run_blocks(block, some, machine.n_threads)
             except (ValueError, IndexError, TypeError, KeyError, NameError, AttributeError) as e:
                 raise Invalid(f"{type(e).__name__}: {e}") from e
     approximate = options.get("compiler_params", {}).get("approx_math")

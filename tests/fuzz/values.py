@@ -288,6 +288,14 @@ def _copysign(x, y):
 
 _MAX = _zero_aware(np.maximum, lambda u, w: u & w)
 _MIN = _zero_aware(np.minimum, lambda u, w: u | w)
+
+
+def _of_numbers(pick, x, y):
+    """Of two zeros it may be either."""
+    need(not ((x == 0) & (y == 0) & (np.signbit(x) != np.signbit(y))).any(), "zeros of either sign")
+    return np.where(np.isnan(x), y, np.where(np.isnan(y), x, pick(x, y)))
+
+
 _BITWISE = {"and", "or", "xor", "eq", "ne"}
 _BINARY = {
     "add": lambda x, y: x | y if x.dtype == BOOL else x + y,
@@ -300,8 +308,8 @@ _BINARY = {
     "max": lambda x, y: x | y if x.dtype == BOOL else _MAX(x, y),
     "min": lambda x, y: x & y if x.dtype == BOOL else _MIN(x, y),
     "copysign": _copysign,
-    "fmax": lambda x, y: np.where(np.isnan(x), y, np.where(np.isnan(y), x, _MAX(x, y))),
-    "fmin": lambda x, y: np.where(np.isnan(x), y, np.where(np.isnan(y), x, _MIN(x, y))),
+    "fmax": lambda x, y: _of_numbers(_MAX, x, y),
+    "fmin": lambda x, y: _of_numbers(_MIN, x, y),
     "and": lambda x, y: x & y,
     "or": lambda x, y: x | y,
     "xor": lambda x, y: x ^ y,

@@ -16,7 +16,7 @@ ATTENTION, WS_PIPELINE = "test_attention.py", "test_ws_pipeline.py"
 FUZZ = [f"test_fuzz.py::test_random_kernels[{1_000_000 + 10 * k}]" for k in range(6)]
 ALL = [MEMORY, ARRAYS, PIPES, TEXT, *FUZZ, CLUSTER, SPECIALISED, WS, CONTROL, DOCUMENTS, CATALOGUE]
 ALL += ["test_call.py", "test_norms.py"]
-ALL += ["test_copies.py", "test_inline.py", "test_semaphores.py"]
+ALL += ["test_copies.py", "test_inline.py", "test_semaphores.py", "test_families.py"]
 ALL += [HOST, ERRORS, SURFACE, RUNTIME, TURNS, SCHEDULE, ATTENTION, WS_PIPELINE]
 
 # name: (file, text, what replaces it, tests that come first)
@@ -31,15 +31,8 @@ def breaks(file, *tests, **mutants):
 
 
 # Texts around those that are there more than once.
-LEAVE = "  return PM_OK;\n}\n\n"
 ONE_LANE = '  if (!e->lane) pm_begin(e, PM_ONE_LANE " {");\n'
-NEXT_TILE = """\
-  if (e->lane) return PM_OK;
-  pm_line(e, "st_shared<i32, 1>(%s, &%s);", pm_scratch(e), x);
-  pm_end(e);
-"""
-SHARE_TILE = """\
-  pm_line(e, "%s = %s;", x, behind_first(e, in));
+FROM_ONE_LANE = """\
   pm_line(e, "st_shared<i32, 1>(%s, &%s);", pm_scratch(e), x);
   pm_end(e);
 """

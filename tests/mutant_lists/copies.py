@@ -88,6 +88,7 @@ breaks(
 )
 breaks(
     f"{CUDA}/emit_combine.c",
+    "test_families.py",
     COPIES,
     bits_have_a_sign=(
         'return bits ? "b32" : pm_dtypes[as].short_name;',

@@ -13,14 +13,11 @@ from . import (
     DOCUMENTS,
     FUZZ,
     HOST,
-    LEAVE,
     MEMORY,
-    NEXT_TILE,
     ONE_LANE,
     PASSES,
     PIPES,
     SCHEDULE,
-    SHARE_TILE,
     SPECIALISED,
     SURFACE,
     TAKER,
@@ -227,10 +224,6 @@ breaks(
         "share, (long long)p->share.coord_step[d] * 0);",
     ),
     the_first_blocks_are_signalled_only=('"if (tid < %lld)", n);', '"if (tid < %lld)", n - 1);'),
-    next_tile_without_meeting=(
-        f"{NEXT_TILE}  pm_line(e, PM_LANES_SYNC);\n",
-        NEXT_TILE,
-    ),
 )
 breaks(
     f"{CUDA}/emit_async.c",
@@ -241,10 +234,6 @@ breaks(
     TEXT,
     SURFACE,
     DOCUMENTS,
-    next_tile_scratch_is_left_early=(
-        f"pm_scratch(e));\n  pm_line(e, PM_LANES_SYNC);\n{LEAVE}const char *pm_taker",
-        f"pm_scratch(e));\n{LEAVE}const char *pm_taker",
-    ),
     next_tile_ignores_the_launch_before=(
         f'{ONE_LANE}  if (e->program->pdl) pm_line(e, "grid_wait();");\n',
         ONE_LANE,
@@ -639,14 +628,6 @@ breaks(
     ),
     all_blocks_hand_tiles_to_all=("k < %u && cluster_rank() == 0; k++", "k < %u; k++"),
     tiles_come_unexpected=('"barrier_arrive_tx(%s, 4);"', '"barrier_arrive(%s);"'),
-    shared_tiles_are_read_without_meeting=(
-        f"{SHARE_TILE}  pm_line(e, PM_LANES_SYNC);\n",
-        SHARE_TILE,
-    ),
-    shared_tiles_are_left_early=(
-        f"  pm_line(e, PM_LANES_SYNC);\n{LEAVE}/* Named barriers",
-        f"{LEAVE}/* Named barriers",
-    ),
 )
 breaks(
     f"{CUDA}/program.c",

@@ -617,8 +617,8 @@ breaks(
         "(pm_piece){1, m_steps, chunk};",
     ),
     products_without_fence=(
-        '  pm_line(e, "wgmma_fence();");\n  issue_steps',
-        "  issue_steps",
+        '  pm_line(e, "wgmma_fence();");\n  issue_rows',
+        "  issue_rows",
     ),
     products_are_not_committed=('  pm_line(e, "wgmma_commit();");\n', ""),
     one_product_more_may_be_pending=(
@@ -633,7 +633,6 @@ breaks(
         ".transpose_b = !b.k_contiguous,",
         ".transpose_b = b.k_contiguous,",
     ),
-    registers_of_a_step_by_2=('"a", m, k_steps * 4, k * 4);', '"a", m, k_steps * 4, k * 2);'),
     row_blocks_of_a_are_half_as_far=(
         '"a", m, k_steps * 4, k * 4);',
         '"a", m, k_steps * 2, k * 4);',
@@ -648,7 +647,7 @@ breaks(
         "const int64_t per_word = 2, m_steps",
     ),
     accumulators_are_not_pinned=(
-        "  pin(e, &p);\n  const char *name = pm_declare(e, out, out)",
+        "  if (!in_ptx) pin(e, &p);\n  const char *name = pm_declare(e, out, out)",
         "  const char *name = pm_declare(e, out, out)",
     ),
 )
@@ -666,7 +665,7 @@ breaks(
         "    if (mentions(g, op, acc)) {",
         "    if (mentions(g, op, acc) && !pm_get(g, op)->n_regions) {",
     ),
-    all_steps_overwrite=("    kind->fresh = false;\n", ""),
+    all_steps_overwrite=("    kind.fresh = false;\n", ""),
     accumulators_stay_fresh=("  e->fresh[p.view.base] = false;\n", ""),
     nothing_is_fresh_and_nothing_zero=(
         "    e->fresh[o->out] = true;\n",
@@ -704,7 +703,10 @@ breaks(
     f"{SPECIALISED}::test_a_fresh_accumulator_is_overwritten",
     f"{PIPES}::test_wgmma_forms",
     CATALOGUE,
-    overwriting_products_have_the_same_name=('w->fresh ? "_fresh" : "");', '"");'),
+    overwriting_products_have_the_same_name=(
+        'w->fresh    ? "_fresh"',
+        'w->fresh    ? ""',
+    ),
     all_products_overwrite=("{w->fresh ? '=' : '+', letter}", "{'=', letter}"),
     names_forget_which_way_b_lies=("w->transpose_b ? 'n' : 'k');", "'k');"),
     names_forget_which_way_a_lies=("w->transpose_a ? 'm'", "w->transpose_a ? 'k'"),

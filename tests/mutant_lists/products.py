@@ -44,6 +44,7 @@ breaks(
     f"{PRODUCTS}::test_wgmma_of_fp8",
     f"{PRODUCTS}::test_wgmma_of_integers",
     chunks_have_steps_of_16=("pm_min(s / step, k_steps)", "pm_min(s / 16, k_steps)"),
+    registers_of_a_step_by_2=('"a", m, k_steps * 4, k * 4);', '"a", m, k_steps * 4, k * 2);'),
 )
 breaks(
     f"{CUDA}/emit_move.c",

@@ -1,0 +1,53 @@
+"""Random calls of `pallas_mgpu.ops` (fuzz/ops.py): odd shapes, dtypes, options, configurations and
+addresses, beside NumPy. `python tests/fuzz/ops.py` runs more."""
+
+import pytest
+from fuzz import ops
+
+FIRST = 1_000_000  # seeds of the long runs begin at 0
+
+
+def agree(seeds, way):
+    """The functions that were called."""
+    called = set()
+    for seed in seeds:
+        call = ops.Call(seed)
+        try:
+            ops.check(call, (way,))
+        except ops.Unfit:
+            continue
+        except Exception as e:
+            pytest.fail(f"{call}\n{type(e).__name__}: {e}", pytrace=False)
+        called.add(call.name)
+    return called
+
+
+@pytest.mark.parametrize("first", range(FIRST, FIRST + 160, 40))
+def test_interpreted(first):
+    assert agree(range(first, first + 40), "interpret") == set(ops.MAKERS)
+
+
+@pytest.mark.parametrize("first", range(FIRST, FIRST + 12, 3))
+def test_generated(first):
+    """The generated programs, on the CPU."""
+    assert agree(range(first, first + 3), "host")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("first", range(FIRST, FIRST + 120, 20))
+def test_on_a_gpu(first):
+    assert agree(range(first, first + 20), "cuda")
+
+
+def test_a_wrong_result_is_noticed():
+    """One bit of one element of an exact product, and of one that is rounded."""
+    for exact in (True, False):
+        call = next(
+            c
+            for c in map(ops.Call, range(1000))
+            if c.name == "matmul" and (c.close is None) == exact and c.want.size > 3
+        )
+        ops.check(call, ("interpret",))
+        call.want.flat[-1] += call.want.dtype.type(1)
+        with pytest.raises(ops.Wrong, match="1 of"):
+            ops.check(call, ("interpret",))
