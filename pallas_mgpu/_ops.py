@@ -296,7 +296,7 @@ def wgmma(acc, a, b):
     array in registers; ``b``: SMEM ref (K, N). float16 into float32 or float16, bfloat16 into
     float32, either major (``ref.T``); K contiguous in both (``b_ref.T`` of a (N, K) ref):
     float8_e4m3fn and float8_e5m2, also mixed, into float32 or float16, int8 or uint8 into int32,
-    float32 (as tf32, from SMEM only) into float32. K is a multiple of 32 bytes. One group per call,
+    float32 (as tf32) into float32. K is a multiple of 32 bytes. One group per call,
     awaited by :func:`wgmma_wait` or by reading ``acc``; operands must stay until then.
     """
     if not isinstance(acc, Ref) or acc.memory_space is not REGS:
@@ -312,10 +312,10 @@ def wgmma(acc, a, b):
 def mma(acc, a, b, /):
     """``acc + a @ b`` on the tensor cores, at once, with everything in registers.
 
-    ``acc`` (M, N), ``a`` (M, K), ``b`` (K, N): M a multiple of 64, N of 8, K of 16 (16-bit types),
-    32 (8-bit) or 64 (4-bit). a and b have one dtype: float16, bfloat16, float8_e4m3fn or
-    float8_e5m2 with a float32 ``acc``; int8, uint8, int4 or uint4 with an int32 one. They are
-    loaded in the layouts ``MMA_LHS(dtype)``, ``MMA_RHS(dtype)`` and ``MMA_ACC(dtype)``.
+    ``acc`` (M, N), ``a`` (M, K), ``b`` (K, N): M a multiple of 64, N of 8, K of 8 (float32), 16
+    (16-bit types), 32 (8-bit) or 64 (4-bit). a and b have one dtype: float32 (as tf32), float16,
+    bfloat16, float8_e4m3fn or float8_e5m2 with a float32 ``acc``; int8, uint8, int4 or uint4 with
+    an int32 one. They are loaded in the layouts ``MMA_LHS(dtype)``, ``MMA_RHS(dtype)`` and ``MMA_ACC(dtype)``.
     """
     operands = [as_array(x, f"mma: {name}") for name, x in (("acc", acc), ("a", a), ("b", b))]
     return _core.mma(*operands)

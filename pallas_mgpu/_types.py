@@ -795,8 +795,6 @@ def _mma_operand(name, dtype):
     bits = itemsize_bits(_core.as_dtype(dtype))
     if name == "MMA_ACC":
         return Layout.WGMMA.value_spec
-    if bits > 16:
-        raise ValueError(f"Layout.{name}: dtype must have 16 bits or fewer, got {show(dtype)}")
     return _LayoutValue(("named", name.lower(), bits), f"{name}({bits})")
 
 

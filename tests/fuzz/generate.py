@@ -441,13 +441,14 @@ class Gen(Expressions):
             (
                 ("float16", "float32", (-8, 8)),
                 ("bfloat16", "float32", (-8, 8)),
+                ("float32", "float32", (-8, 8)),
                 ("float8_e4m3fn", "float32", (-2, 2)),
                 ("float8_e5m2", "float32", (-2, 2)),
                 ("int8", "int32", (-128, 127)),
                 ("uint8", "int32", (0, 255)),
             )
         )
-        step = 16 if dtype.endswith("float16") else 32
+        step = {"float32": 8, "float16": 16, "bfloat16": 16}.get(dtype, 32)
         m, n = self.pick({64: 4, 128: 1}), 8 * self.rng.randint(1, 4)
         k = step * self.rng.randint(1, 2)
         layout = f"plgpu.Layout.MMA_LHS(jnp.{dtype})"
