@@ -131,9 +131,14 @@ def lower(f, **options):
     "f, error, text",
     [
         (lambda o, s, b, v, w: s[...], ValueError, "Can only load scalars"),
-        (lambda o, s, b, v, w: s.set(v), NotImplementedError, "Can only store scalars"),
-        (lambda o, s, b, v, w: s.set(v.sum(), 0), NotImplementedError, "reduce: Unimplemented"),
-        (lambda o, s, b, v, w: s.set((v + w)[0], 0), NotImplementedError, "Non-scalar|slice"),
+        (
+            lambda o, s, b, v, w: s.set(jnp.full(s.shape, o[0])),
+            NotImplementedError,
+            "Can only store scalars|broadcast",
+        ),
+        (lambda o, s, b, v, w: s.set(v), plgpu.LoweringError, r"closes over the array float32\["),
+        (lambda o, s, b, v, w: s.set(v.sum(), 0), plgpu.LoweringError, "reduce: .*closes over"),
+        (lambda o, s, b, v, w: s.set((v + w)[0], 0), plgpu.LoweringError, "closes over the array"),
         (lambda o, s, b, v, w: plgpu.commit_smem(), NotImplementedError, "commit_smem: Unimp"),
         (lambda o, s, b, v, w: plgpu.atomic_add(o.at[0], 1.0), NotImplementedError, "atomic: Un"),
         (
