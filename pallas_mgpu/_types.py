@@ -12,6 +12,7 @@ import numpy as np
 
 from . import _core
 from ._names import accepts, deprecated, show
+from ._tiling import TilingMethods
 
 
 def _restore(cls, fields):
@@ -635,7 +636,7 @@ class Replicated(_Frozen):
         self._set(times=int(times))
 
 
-class Tiling(_Frozen):
+class Tiling(_Frozen, TilingMethods):
     """A sequence of tiles, each cutting the trailing dims left by the one before."""
 
     __slots__ = ("tiles",)
@@ -877,6 +878,32 @@ class LoweringSemantics(enum.Enum):
 
     Lane = 1
     Warpgroup = 2
+
+
+class _Partitioned(_Frozen):
+    """``CopyPartition.PARTITIONED(axis)``: each block gets its part along ``axis``."""
+
+    __slots__ = ("axis",)
+
+    def __init__(self, axis):
+        (axis,) = ints(axis, "CopyPartition.PARTITIONED: axis")
+        self._set(axis=axis)
+
+
+class _Replicated(_Frozen):
+    """``CopyPartition.REPLICATED``: both blocks get all."""
+
+    __slots__ = ()
+
+    def __init__(self):
+        pass
+
+
+class CopyPartition:
+    """What the two blocks of a leader-tracked copy get, which Blackwell has: copies refuse it."""
+
+    PARTITIONED = _Partitioned
+    REPLICATED = _Replicated()
 
 
 class RefType(_Frozen):
