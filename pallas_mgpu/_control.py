@@ -493,8 +493,12 @@ def _allocate(x, collective, name, what, union=None, own=False):
             n *= d
         if n > 32:
             raise NotImplementedError(f"{what}: at most 32 barriers in one allocation, got {n}")
-        groups = cluster_groups(x, what) if isinstance(x, ClusterBarrier) else None
-        return _core.alloc_barrier(x.num_barriers, x.num_arrivals, name=name, cluster=groups)
+        groups, leader = None, 0
+        if isinstance(x, ClusterBarrier):
+            groups, leader = cluster_groups(x, what), int(x.leader_tracked)
+        return _core.alloc_barrier(
+            x.num_barriers, x.num_arrivals, name=name, cluster=groups, leader=leader
+        )
     if x.memory_space is not MemorySpace.SMEM:
         raise NotImplementedError(
             f"{what}: {x.memory_space} cannot be allocated in a kernel; pass an operand"

@@ -410,10 +410,11 @@ class ClusterBarrier(_Frozen):
     ``collective_axes``: names of cluster axes; an element may be a tuple of names, taken as one
     axis. ``barrier_arrive`` signals every block that differs from the caller's in at most one of
     them, its own too; ``barrier_wait`` waits for the own instance. ``num_arrivals``: threads of
-    each block that arrive. ValueError for ``num_arrivals < 1``.
+    each block that arrive. ``leader_tracked``, of one axis: arrivals count in the block with index
+    0 on it alone, and only that one may wait. ValueError for ``num_arrivals < 1``.
     """
 
-    __slots__ = ("collective_axes", "num_barriers", "num_arrivals")
+    __slots__ = ("collective_axes", "num_barriers", "num_arrivals", "leader_tracked")
 
     def __init__(
         self,
@@ -424,20 +425,25 @@ class ClusterBarrier(_Frozen):
         orders_tensor_core=False,
         leader_tracked=False,
     ):
-        if orders_tensor_core or leader_tracked:
+        if orders_tensor_core:
             raise NotImplementedError(
-                "ClusterBarrier: orders_tensor_core and leader_tracked are for Blackwell, which is"
-                " not supported yet"
+                "ClusterBarrier: orders_tensor_core is for Blackwell's tcgen05, which is not"
+                " supported yet"
             )
         if num_arrivals < 1:
             raise ValueError(f"ClusterBarrier: num_arrivals must be at least 1, got {num_arrivals}")
         axes = (collective_axes,) if isinstance(collective_axes, str) else tuple(collective_axes)
         if not axes:
             raise ValueError("ClusterBarrier: collective_axes must name a cluster axis")
+        if leader_tracked and (len(axes) > 1 or isinstance(axes[0], tuple)):
+            raise NotImplementedError(
+                f"ClusterBarrier: leader_tracked needs one cluster axis, not grouped, got {axes}"
+            )
         self._set(
             collective_axes=axes,
             num_barriers=_shape(num_barriers, "ClusterBarrier: num_barriers"),
             num_arrivals=int(num_arrivals),
+            leader_tracked=bool(leader_tracked),
         )
 
     shape = property(lambda self: self.num_barriers)

@@ -501,6 +501,70 @@ def test_a_block_does_not_end_before_its_memory_is_read(run):
     assert (got == 9).all()
 
 
+@pytest.mark.parametrize(
+    "cluster, axis", [((2,), "cx"), ((3, 2), "cx"), ((2, 2, 2), "cy")], ids=str
+)
+def test_leader_waits(run, cluster, axis):
+    """Arrivals of both threads of all blocks along an axis count in the first of them alone, which
+    reads what they wrote to it; phases of two barriers go on."""
+    names, k = NAMES[: len(cluster)], NAMES.index(axis)
+    size, rounds, n = cluster[k], 5, int(np.prod(cluster))
+
+    def body(o_ref, inbox, full, free):
+        me, thread = lax.axis_index(axis), lax.axis_index("t")
+        every = lax.axis_index(names)
+
+        @pl.loop(0, rounds)
+        def _(i):
+            plgpu.cluster_ref(inbox, {axis: 0})[thread, me] = i * 1000 + every * 10 + thread
+            plgpu.barrier_arrive(full.at[i % 2])
+
+            @pl.when(me == 0)
+            def _():
+                plgpu.barrier_wait(full.at[i % 2])
+                o_ref[every, i, thread] = inbox[thread]
+
+            meet(free)
+
+    got = run(
+        body,
+        np.zeros((n, rounds, 2, size), np.int32),
+        cluster=cluster,
+        cluster_names=names,
+        num_threads=2,
+        thread_name="t",
+        scratch_types=[
+            plgpu.SMEM((2, size), np.int32),
+            plgpu.ClusterBarrier(
+                collective_axes=(axis,), num_barriers=2, num_arrivals=2, leader_tracked=True
+            ),
+            plgpu.ClusterBarrier(collective_axes=(names,), num_arrivals=2),
+        ],
+    )
+    rank = np.arange(n).reshape(cluster)
+    for at in np.ndindex(*cluster):
+        if at[k]:
+            continue
+        peers = np.take(
+            rank[tuple(slice(None) if d == k else at[d] for d in range(rank.ndim))], range(size)
+        )
+        for i, thread in itertools.product(range(rounds), range(2)):
+            np.testing.assert_array_equal(got[rank[at], i, thread], i * 1000 + peers * 10 + thread)
+
+
+def test_others_than_the_leader_wait_in_vain():
+    def body(o_ref, bar):
+        plgpu.barrier_arrive(bar)
+        plgpu.barrier_wait(bar)
+
+    bar = plgpu.ClusterBarrier(collective_axes="cx", leader_tracked=True)
+    with pytest.raises(plgpu.DeadlockError, match=r"block \(1,\).*barrier_wait"):
+        interpreted(body, ((128,), f32), scratch_types=[bar])
+    for axes in (("cx", "cy"), (("cx", "cy"),)):
+        with pytest.raises(NotImplementedError, match="one cluster axis, not grouped"):
+            plgpu.ClusterBarrier(collective_axes=axes, leader_tracked=True)
+
+
 def test_cluster_ref_out_of_bounds():
     def body(o_ref, smem, bar):
         smem[...] = jnp.zeros(128, jnp.float32)

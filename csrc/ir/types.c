@@ -673,6 +673,9 @@ static pm_code check_alloc_barrier(const pm_typing *t) {
   }
   pm_code rc = cluster_axes(t, true);
   if (rc) return rc;
+  if (word(t, PM_ATTR_LEADER) && t->g->lists.at[word(t, PM_ATTR_CLUSTER)] != 2) {
+    FAIL(NOT_IMPLEMENTED, "ClusterBarrier: leader_tracked needs one cluster axis, not grouped");
+  }
   int64_t of_phase = senders(t->g, &t->g->lists.at[word(t, PM_ATTR_CLUSTER)]);
   if (arrivals > MAX_ARRIVALS / of_phase) {
     FAIL(VALUE, "Barrier: num_arrivals is %" PRId64 "; at most %" PRId64 " are accepted", arrivals,

@@ -983,23 +983,24 @@ static PyObject *alloc_smem(PyObject *module, PyObject *args, PyObject *kw) {
 }
 
 static PyObject *alloc_barrier(PyObject *module, PyObject *args, PyObject *kw) {
-  static char *names[] = {"shape", "arrivals", "name", "cluster", NULL};
+  static char *names[] = {"shape", "arrivals", "name", "cluster", "leader", NULL};
   (void)module;
   PyObject *shape, *cluster = Py_None;
   int64_t groups[2 * PM_MAX_RANK];
-  int arrivals;
+  int arrivals, leader = 0;
   const char *name = NULL;
   pm_type type = {.kind = PM_BARRIER, .space = PM_SMEM};
-  if (!PyArg_ParseTupleAndKeywords(args, kw, "Oi|zO:alloc_barrier", names, &shape, &arrivals, &name,
-                                   &cluster))
+  if (!PyArg_ParseTupleAndKeywords(args, kw, "Oi|zOi:alloc_barrier", names, &shape, &arrivals,
+                                   &name, &cluster, &leader))
     return NULL;
   pmpy_trace *t = begin_alloc("Barrier");
   if (!t || pmpy_shape(shape, "Barrier", &type)) return NULL;
   int n = cluster == Py_None ? 0 : pmpy_ints(cluster, "ClusterBarrier", groups, PM_COUNT(groups));
   if (n < 0) return NULL;
-  pm_attr_arg attrs[2] = {{.id = PM_ATTR_ARRIVALS, .i = arrivals},
-                          {.id = PM_ATTR_CLUSTER, .list = groups, .n = (uint32_t)n}};
-  return allocated(t, pmpy_emit(t, PM_OP_ALLOC_BARRIER, NULL, 0, &type, attrs, 2), name);
+  pm_attr_arg attrs[] = {{.id = PM_ATTR_ARRIVALS, .i = arrivals},
+                         {.id = PM_ATTR_CLUSTER, .list = groups, .n = (uint32_t)n},
+                         {.id = PM_ATTR_LEADER, .i = leader}};
+  return allocated(t, pmpy_emit(t, PM_OP_ALLOC_BARRIER, NULL, 0, &type, attrs, 3), name);
 }
 
 /* first < 0: of the block, else the place of the first one among those of the launch */
@@ -1147,7 +1148,7 @@ PyMethodDef pmpy_ref_functions[] = {
     {"alloc_smem", KEYWORDS(alloc_smem),
      "alloc_smem(shape, dtype, tiling=None, swizzle=0, given=False, name=None, union=None) -> Ref"},
     {"alloc_barrier", KEYWORDS(alloc_barrier),
-     "alloc_barrier(shape, arrivals, name=None, cluster=None) -> Ref"},
+     "alloc_barrier(shape, arrivals, name=None, cluster=None, leader=0) -> Ref"},
     {"fix_transforms", (PyCFunction)(void (*)(void))fix_transforms, METH_FASTCALL,
      "fix_transforms(ref, tiling, swizzle): how it lies in SMEM; ValueError if it was given"},
     {"inline_cuda", (PyCFunction)(void (*)(void))inline_cuda, METH_FASTCALL,
