@@ -960,7 +960,7 @@ static void warn_cast(pass *p, pm_opid op) {
 static void rewrite(pass *p, pm_opid op) {
   pm_graph *g = p->g;
   const pm_op o = *pm_get(g, op);
-  if (o.code == PM_OP_INLINE) { /* its result is where its text puts it */
+  if (o.code == PM_OP_INLINE || o.code == PM_OP_INLINE_RESULT) { /* where the text puts it */
     if (varies(p, o.out)) set_result(p, op, given_layout(g, op));
     return;
   }

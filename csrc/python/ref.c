@@ -1093,6 +1093,21 @@ static PyObject *inline_cuda(PyObject *module, PyObject *const *args, Py_ssize_t
   return v ? pmpy_traced_new(t, v, false) : NULL;
 }
 
+/* inline_result(shape, dtype, layout): the next one */
+static PyObject *inline_result(PyObject *module, PyObject *const *args, Py_ssize_t n) {
+  (void)module;
+  pm_type type = {.kind = PM_ARRAY, .space = PM_REGS};
+  pm_attr_arg attr = {.id = PM_ATTR_LAYOUT};
+  pm_dtype d;
+  if (n != 3) return pmpy_fail(PM_E_TYPE, "inline_result: expected three arguments");
+  pmpy_trace *t = pmpy_begin("inline_cuda", NULL);
+  if (!t || pmpy_shape(args[0], "inline_cuda", &type) || pmpy_dtype_from(args[1], &d)) return NULL;
+  type.dtype = (uint8_t)d;
+  if (type.rank && !(attr.i = pmpy_layout(t, args[2], &type))) return NULL;
+  pm_val v = pmpy_emit(t, PM_OP_INLINE_RESULT, NULL, 0, &type, &attr, 1);
+  return v ? pmpy_traced_new(t, v, false) : NULL;
+}
+
 static PyObject *cluster_ref(PyObject *module, PyObject *const *args, Py_ssize_t n) {
   (void)module;
   pmpy_arg index;
@@ -1153,6 +1168,8 @@ PyMethodDef pmpy_ref_functions[] = {
      "fix_transforms(ref, tiling, swizzle): how it lies in SMEM; ValueError if it was given"},
     {"inline_cuda", (PyCFunction)(void (*)(void))inline_cuda, METH_FASTCALL,
      "inline_cuda(source, args, shape, dtype, layout) -> Array"},
+    {"inline_result", (PyCFunction)(void (*)(void))inline_result, METH_FASTCALL,
+     "inline_result(shape, dtype, layout) -> Array, a further one of the inline_cuda before"},
     {"alloc_semaphore", KEYWORDS(alloc_semaphore),
      "alloc_semaphore(shape, first, name=None) -> Ref; first < 0: of the block, else of the "
      "launch, where its first word is"},
