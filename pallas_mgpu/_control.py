@@ -26,6 +26,7 @@ from ._types import (
     Semaphores,
     SemaphoreType,
     WGMMAAccumulatorRef,
+    axis_names,
     ints,
     split_transforms,
 )
@@ -424,8 +425,7 @@ def cluster_groups(x, what):
     """Groups of axis numbers, each ended by -1."""
     out = []
     for group in x.collective_axes:
-        names = (group,) if isinstance(group, str) else tuple(group)
-        out += [*(cluster_axis(n, what) for n in names), -1]
+        out += [*(cluster_axis(n, what) for n in axis_names(group)), -1]
     return out
 
 
@@ -530,7 +530,7 @@ def scoped(f, types, kw_types, names, collective_axes, own=False):
     """:func:`run_scoped` with the names of the positional allocations, for the generated text."""
     what = "run_scoped"
     e = env(what)
-    axes = (collective_axes,) if isinstance(collective_axes, str) else tuple(collective_axes or ())
+    axes = axis_names(collective_axes)
     if axes and axes != (e.thread_name,):
         accepted = "empty: this kernel has no thread axis"
         if e.thread_name is not None:

@@ -29,8 +29,9 @@ def inline_cuda(source, *, arg_types=(), return_type=None):
     The leaves of the arguments are ``a0``, ``a1`` ... in ``source``: of an array the registers of
     this lane, ``const T*``; a scalar's value; of a GMEM ref a pointer to its first element, of an
     SMEM ref and a barrier the 32-bit shared address. The result goes to ``r0[0]``, ``r0[1]`` ...,
-    of several the second one to ``r1[0]`` and so on. All 128 lanes of the thread come there together, and meet before and behind. The text may use
-    the device functions of generated programs. Never left out or moved.
+    of several the second one to ``r1[0]`` and so on. All 128 lanes of the thread come there
+    together, and meet before and behind. The text may use the device functions of generated
+    programs. Never left out or moved.
     """
     what = "inline_cuda"
     if not isinstance(source, str) or "\0" in source:

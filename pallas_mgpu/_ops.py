@@ -19,6 +19,7 @@ from ._types import (
     TilingTransform,
     _Partitioned,
     _Replicated,
+    axis_names,
     check_oob_fill_mode,
     ints,
     layout_spec,
@@ -124,10 +125,7 @@ def copy_gmem_to_smem(
     _check_leader(leader_tracked, collective_axes, what)
     if leader_tracked is not None:
         raise NotImplementedError(_LEADER)
-    axes = ()
-    if collective_axes is not None:
-        names = (collective_axes,) if isinstance(collective_axes, str) else tuple(collective_axes)
-        axes = tuple(cluster_axis(n, what) for n in names)
+    axes = tuple(cluster_axis(n, what) for n in axis_names(collective_axes))
     oob = OOBFillMode.ZEROS
     if oob_mode is not None:
         oob = check_oob_fill_mode(oob_mode, f"{what}: oob_mode")
@@ -577,6 +575,8 @@ def planar_snake(lin_idx, shape, minor_dim, tile_width):
         traced = isinstance(x, Array) or isinstance(high, Array)
         return _core.binary("min", x, high) if traced else min(x, high)
 
+    if isinstance(tile_width, int) and tile_width < 1:
+        raise ValueError(f"planar_snake: tile_width must be at least 1, got {tile_width}")
     per_tile = tile_width * major_size
     full, rest = minor_size // tile_width, minor_size % tile_width
     tile = lin_idx // per_tile

@@ -6,7 +6,7 @@ import dataclasses
 import enum
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -67,6 +67,14 @@ def _ignore(args, kwargs, value):
 def itemsize_bits(dtype):
     """Bits of an element in the memory of kernels: 4 for int4."""
     return 4 if dtype.name in ("int4", "uint4", "float4_e2m1fn") else 8 * dtype.itemsize
+
+
+def axis_names(names):
+    """Names of axes: one, or several in a tuple or its like; None: none. A name is a str or
+    anything hashable that has no elements."""
+    if names is None:
+        return ()
+    return (names,) if isinstance(names, str) or not hasattr(names, "__iter__") else tuple(names)
 
 
 def is_integer(dtype):
@@ -432,7 +440,7 @@ class ClusterBarrier(_Frozen):
             )
         if num_arrivals < 1:
             raise ValueError(f"ClusterBarrier: num_arrivals must be at least 1, got {num_arrivals}")
-        axes = (collective_axes,) if isinstance(collective_axes, str) else tuple(collective_axes)
+        axes = axis_names(collective_axes)
         if not axes:
             raise ValueError("ClusterBarrier: collective_axes must name a cluster axis")
         if leader_tracked and (len(axes) > 1 or isinstance(axes[0], tuple)):
@@ -622,11 +630,9 @@ class BlockSpec(GenericBlockSpec):
             raise ValueError(
                 f"BlockSpec: delay_release must be an int of at least 0, got {show(delay_release)}"
             )
-        if isinstance(collective_axes, str):
-            collective_axes = (collective_axes,)
         self.transforms = transforms
         self.delay_release = delay_release
-        self.collective_axes = collective_axes or None
+        self.collective_axes = axis_names(collective_axes) or None
         self.oob_fill_mode = check_oob_fill_mode(oob_fill_mode, "BlockSpec: oob_fill_mode")
 
 
@@ -1010,12 +1016,27 @@ class CompilerParams(_Frozen):
             raise ValueError("CompilerParams: profile_space and profile_dir go together")
         if profile_space:
             raise NotImplementedError("CompilerParams: the on-device profiler is not supported yet")
+        semantics = dimension_semantics
+        if semantics is not None:
+            if isinstance(semantics, str) or not isinstance(semantics, Sequence):
+                raise TypeError(
+                    "CompilerParams: dimension_semantics must be a tuple of 'parallel' and"
+                    f" 'sequential', one for each grid axis, got {show(semantics)}"
+                )
+            semantics = tuple(semantics)
+        (steps,) = ints(max_concurrent_steps, "CompilerParams: max_concurrent_steps")
+        (scratch,) = ints(reduction_scratch_bytes, "CompilerParams: reduction_scratch_bytes")
+        if steps < 1 or scratch < 0:
+            raise ValueError(
+                "CompilerParams: max_concurrent_steps must be at least 1, reduction_scratch_bytes"
+                f" at least 0, got {steps} and {scratch}"
+            )
         self._set(
             approx_math=bool(approx_math),
-            dimension_semantics=dimension_semantics,
-            max_concurrent_steps=max_concurrent_steps,
+            dimension_semantics=semantics,
+            max_concurrent_steps=steps,
             unsafe_no_auto_barriers=bool(unsafe_no_auto_barriers),
-            reduction_scratch_bytes=reduction_scratch_bytes,
+            reduction_scratch_bytes=scratch,
             profile_space=profile_space,
             profile_dir=profile_dir,
             profile_trace_scope=profile_trace_scope,

@@ -552,6 +552,45 @@ def test_leader_waits(run, cluster, axis):
             np.testing.assert_array_equal(got[rank[at], i, thread], i * 1000 + peers * 10 + thread)
 
 
+def test_axes_named_by_anything(run):
+    """Names of axes are any hashable, 0 too, wherever one or several are taken."""
+    grid, block, thread = 0, 1, 2
+
+    def body(x_ref, o_ref, done):
+        def scope(smem, bar):
+            plgpu.copy_gmem_to_smem(x_ref, smem, bar, collective_axes=block)
+            plgpu.barrier_wait(bar)
+            return smem[0]
+
+        extra = pl.run_scoped(
+            scope,
+            plgpu.SMEM((64,), np.int32),
+            plgpu.Barrier(num_arrivals=2),
+            collective_axes=thread,
+        )
+        meet(done)
+
+        @plgpu.nd_loop((3,), collective_axes=(grid, block))
+        def _(info):
+            at = lax.axis_index((grid, block, thread))
+            o_ref[at, info.local_index] = info.index[0] + lax.axis_size(block) + extra
+
+    got = run(
+        body,
+        np.zeros((8, 4), np.int32),
+        np.arange(5, 69, dtype=np.int32),
+        grid=(2,),
+        grid_names=(grid,),
+        cluster=(2,),
+        cluster_names=(block,),
+        num_threads=2,
+        thread_name=thread,
+        scratch_types=[plgpu.ClusterBarrier(collective_axes=block, num_arrivals=2)],
+    )
+    rank = np.arange(8) // 2
+    np.testing.assert_array_equal(got[:6, 0], rank[:6] + 7)
+
+
 def test_others_than_the_leader_wait_in_vain():
     def body(o_ref, bar):
         plgpu.barrier_arrive(bar)

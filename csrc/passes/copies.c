@@ -592,7 +592,8 @@ static void plan_one(pm_graph *g, pm_opid op, void *ctx) {
     const pm_op *o = pm_get(g, op);
     pm_vec_push(
         g->arena, &g->warnings,
-        pm_printf(g->arena, "%s:%u: %s of %lld bytes is done by loads and stores of all lanes%s: %s",
+        pm_printf(g->arena,
+                  "%s:%u: %s of %lld bytes is done by loads and stores of all lanes%s: %s",
                   g->strings.at[o->file], o->line, pm_ops[code].text, (long long)p.bytes,
                   p.alone ? " of each block" : "", p.why));
   }
