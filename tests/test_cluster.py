@@ -558,14 +558,17 @@ def test_axes_named_by_anything(run):
 
     def body(x_ref, o_ref, done):
         def scope(smem, bar):
-            plgpu.copy_gmem_to_smem(x_ref, smem, bar, collective_axes=block)
+            @pl.when(lax.axis_index(thread) == 0)
+            def _():
+                plgpu.copy_gmem_to_smem(x_ref, smem, bar, collective_axes=block)
+
             plgpu.barrier_wait(bar)
             return smem[0]
 
         extra = pl.run_scoped(
             scope,
             plgpu.SMEM((64,), np.int32),
-            plgpu.Barrier(num_arrivals=2),
+            plgpu.Barrier(),
             collective_axes=thread,
         )
         meet(done)
