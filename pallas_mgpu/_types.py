@@ -6,7 +6,7 @@ import dataclasses
 import enum
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 
@@ -1016,27 +1016,14 @@ class CompilerParams(_Frozen):
             raise ValueError("CompilerParams: profile_space and profile_dir go together")
         if profile_space:
             raise NotImplementedError("CompilerParams: the on-device profiler is not supported yet")
-        semantics = dimension_semantics
-        if semantics is not None:
-            if isinstance(semantics, str) or not isinstance(semantics, Sequence):
-                raise TypeError(
-                    "CompilerParams: dimension_semantics must be a tuple of 'parallel' and"
-                    f" 'sequential', one for each grid axis, got {show(semantics)}"
-                )
-            semantics = tuple(semantics)
-        (steps,) = ints(max_concurrent_steps, "CompilerParams: max_concurrent_steps")
-        (scratch,) = ints(reduction_scratch_bytes, "CompilerParams: reduction_scratch_bytes")
-        if steps < 1 or scratch < 0:
-            raise ValueError(
-                "CompilerParams: max_concurrent_steps must be at least 1, reduction_scratch_bytes"
-                f" at least 0, got {steps} and {scratch}"
-            )
+        if isinstance(dimension_semantics, list):
+            dimension_semantics = tuple(dimension_semantics)
         self._set(
             approx_math=bool(approx_math),
-            dimension_semantics=semantics,
-            max_concurrent_steps=steps,
+            dimension_semantics=dimension_semantics,
+            max_concurrent_steps=max_concurrent_steps,
             unsafe_no_auto_barriers=bool(unsafe_no_auto_barriers),
-            reduction_scratch_bytes=scratch,
+            reduction_scratch_bytes=reduction_scratch_bytes,
             profile_space=profile_space,
             profile_dir=profile_dir,
             profile_trace_scope=profile_trace_scope,

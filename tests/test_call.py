@@ -658,11 +658,7 @@ def params(**fields):
             ValueError,
             "must return integers",
         ),
-        (
-            {"compiler_params": params(dimension_semantics=(PARALLEL,) * 3)},
-            ValueError,
-            "one entry for each",
-        ),
+        ({"compiler_params": params(dimension_semantics=3)}, ValueError, "one entry for each"),
         ({"in_specs": [pl.BlockSpec((8, 0), lambda i: (i, 0))]}, ValueError, "positive, got 0"),
         (
             {"in_specs": [pl.BlockSpec((8, pl.Element(8, (1, 0))), lambda i: (i, 0))]},

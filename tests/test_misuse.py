@@ -168,22 +168,6 @@ DEFINITIONS = {
     "tiling 0": (VE, "tiles must be positive", lambda: plgpu.TilingTransform((0, 8))),
     "layout shape": (VE, "multiple of 128", lambda: plgpu.Layout.WG_STRIDED((100,), 1)),
     "layout vec": (VE, "vec_size must be positive", lambda: plgpu.Layout.WG_STRIDED((128,), 0)),
-    "params steps": (
-        VE,
-        "max_concurrent_steps must be at least 1",
-        lambda: plgpu.CompilerParams(max_concurrent_steps=0),
-    ),
-    "params steps type": (TE, "ints", lambda: plgpu.CompilerParams(max_concurrent_steps="2")),
-    "params scratch": (
-        VE,
-        "reduction_scratch_bytes at least 0",
-        lambda: plgpu.CompilerParams(reduction_scratch_bytes=-1),
-    ),
-    "params semantics": (
-        TE,
-        "must be a tuple of 'parallel'",
-        lambda: plgpu.CompilerParams(dimension_semantics="parallel"),
-    ),
     "snake of no width": (VE, "tile_width must be", lambda: plgpu.planar_snake(0, (3, 3), 0, 0)),
     "layout tiled": (TE, "must be a plgpu.Tiling", lambda: plgpu.Layout.TILED(1, 2, 3, 4)),
     "layout reduce": (TE, "axes must be ints", lambda: plgpu.Layout.WGMMA.reduce("a")),
