@@ -356,7 +356,7 @@ def test_index_maps_of_other_grids(rng):
         plgpu.emit_pipeline(lambda _, s: None, grid=(2,), in_specs=[spec])(x_ref)
 
     kernel = plgpu.kernel(body, out_type=plgpu.ShapeDtypeStruct((8,), np.float32))
-    text = r"the index map of in_specs\[0\] is .*\(i, j\), and it gets one index for each of the 1 grid"
+    text = r"the index map of in_specs\[0\] is .*\(i, j\), and it gets one index for each of the 1"
     with pytest.raises(TypeError, match=text):
         kernel.lower(np.zeros((16, 64), np.float32))
     params = plgpu.CompilerParams(dimension_semantics=["parallel"])
