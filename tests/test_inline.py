@@ -139,7 +139,7 @@ def test_constants_and_swizzles(way, rng):
 @pytest.mark.filterwarnings("ignore:.*is converted from layout")
 def test_several_results(way, rng):
     """A pytree of arrays of other shapes, types and layouts and of scalars, of which some are not
-    used; two calls, one of them in a loop, keep theirs apart."""
+    used; three calls, one of them in a loop, keep theirs apart."""
     x = rng.standard_normal((64, 32)).astype(F32)
     source = """
       #pragma unroll
@@ -162,17 +162,18 @@ def test_several_results(way, rng):
     def body(x_ref, o_ref, n_ref, c_ref):
         v = x_ref[...]
         first = f(v, 3.0)
+        second = f(first["a"], first["b"][0])
 
         def step(i, c):
             out = f(c, first["b"][0])
             return out["a"] + out["b"][0]
 
-        o_ref[...] = plgpu.layout_cast(lax.fori_loop(0, 2, step, first["a"]), WGMMA)
+        o_ref[...] = plgpu.layout_cast(lax.fori_loop(0, 2, step, second["a"]), WGMMA)
         n_ref[0] = jnp.sum(first["b"][1][0].astype(jnp.int32))
-        c_ref[...] = first["c"]
+        c_ref[...] = second["c"]
 
     got, n, c = run(way, body, [shape(x.shape), shape((1,), np.int32), shape((256,), np.int32)], x)
-    want = x * 3
+    want = x * 3 * 4
     for _ in range(2):
         want = want * 4 + 5
     np.testing.assert_allclose(got, want, rtol=1e-6)
