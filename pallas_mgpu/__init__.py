@@ -33,7 +33,7 @@ from ._batch import vmap
 from ._control import in_turn, lazy_where, warp_map
 from ._family import Operand, core_count, kernel_family
 from ._inline import inline_cuda
-from ._kernel import kernel
+from ._kernel import as_torch_kernel, kernel
 from ._memory import OF_REF
 from ._names import PLGPU_MISSING, PLGPU_WRONG, finder
 from ._ops import (
@@ -54,6 +54,7 @@ from ._ops import (
     layout_cast,
     load,
     mma,
+    named_scope,
     planar_snake,
     print_layout,
     set_max_registers,
@@ -84,6 +85,7 @@ from ._types import (
     BlockSpec,
     ClusterBarrier,
     CompilerParams,
+    CopyPartition,
     InterpretParams,
     Layout,
     LoweringSemantics,

@@ -26,6 +26,7 @@ from ._types import (
     Semaphores,
     SemaphoreType,
     WGMMAAccumulatorRef,
+    axis_names,
     ints,
     split_transforms,
 )
@@ -424,8 +425,7 @@ def cluster_groups(x, what):
     """Groups of axis numbers, each ended by -1."""
     out = []
     for group in x.collective_axes:
-        names = (group,) if isinstance(group, str) else tuple(group)
-        out += [*(cluster_axis(n, what) for n in names), -1]
+        out += [*(cluster_axis(n, what) for n in axis_names(group)), -1]
     return out
 
 
@@ -493,8 +493,12 @@ def _allocate(x, collective, name, what, union=None, own=False):
             n *= d
         if n > 32:
             raise NotImplementedError(f"{what}: at most 32 barriers in one allocation, got {n}")
-        groups = cluster_groups(x, what) if isinstance(x, ClusterBarrier) else None
-        return _core.alloc_barrier(x.num_barriers, x.num_arrivals, name=name, cluster=groups)
+        groups, leader = None, 0
+        if isinstance(x, ClusterBarrier):
+            groups, leader = cluster_groups(x, what), int(x.leader_tracked)
+        return _core.alloc_barrier(
+            x.num_barriers, x.num_arrivals, name=name, cluster=groups, leader=leader
+        )
     if x.memory_space is not MemorySpace.SMEM:
         raise NotImplementedError(
             f"{what}: {x.memory_space} cannot be allocated in a kernel; pass an operand"
@@ -526,7 +530,7 @@ def scoped(f, types, kw_types, names, collective_axes, own=False):
     """:func:`run_scoped` with the names of the positional allocations, for the generated text."""
     what = "run_scoped"
     e = env(what)
-    axes = (collective_axes,) if isinstance(collective_axes, str) else tuple(collective_axes or ())
+    axes = axis_names(collective_axes)
     if axes and axes != (e.thread_name,):
         accepted = "empty: this kernel has no thread axis"
         if e.thread_name is not None:

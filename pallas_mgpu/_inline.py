@@ -24,13 +24,14 @@ def inline_cuda(source, *, arg_types=(), return_type=None):
 
     ``arg_types``: a pytree like the arguments, with ``plgpu.RefType(transforms)`` for a ref or a
     barrier and a ``plgpu.Layout`` for an array, which comes in it; ``Layout.WG_SPLAT`` for a
-    scalar. ``return_type``: ``plgpu.ShapeDtypeStruct(shape, dtype, layout)``, or None.
+    scalar. ``return_type``: a pytree of ``plgpu.ShapeDtypeStruct(shape, dtype, layout)``, or None.
 
     The leaves of the arguments are ``a0``, ``a1`` ... in ``source``: of an array the registers of
     this lane, ``const T*``; a scalar's value; of a GMEM ref a pointer to its first element, of an
-    SMEM ref and a barrier the 32-bit shared address. The result goes to ``r0[0]``, ``r0[1]`` ...
-    All 128 lanes of the thread come there together, and meet before and behind. The text may use
-    the device functions of generated programs. Never left out or moved.
+    SMEM ref and a barrier the 32-bit shared address. The result goes to ``r0[0]``, ``r0[1]`` ...,
+    of several the second one to ``r1[0]`` and so on. All 128 lanes of the thread come there
+    together, and meet before and behind. The text may use the device functions of generated
+    programs. Never left out or moved.
     """
     what = "inline_cuda"
     if not isinstance(source, str) or "\0" in source:
@@ -42,14 +43,16 @@ def inline_cuda(source, *, arg_types=(), return_type=None):
             raise ValueError(
                 f"{what}: leaves of arg_types are plgpu.RefType or plgpu.Layout, got {show(t)}"
             )
-    if return_type is not None:
-        if not isinstance(return_type, ShapeDtypeStruct):
-            raise NotImplementedError(
-                f"{what}: return_type must be one plgpu.ShapeDtypeStruct or None, got"
-                f" {show(return_type)}; write other results to refs"
+    results, results_structure = tree.flatten(
+        return_type, is_leaf=lambda x: isinstance(x, ShapeDtypeStruct)
+    )
+    for out in results:
+        if not isinstance(out, ShapeDtypeStruct):
+            raise ValueError(
+                f"{what}: leaves of return_type are plgpu.ShapeDtypeStruct, got {show(out)}"
             )
-        if return_type.shape and not _is_layout(return_type.layout):
-            raise ValueError(f"{what}: return_type needs a layout, got {show(return_type.layout)}")
+        if out.shape and not _is_layout(out.layout):
+            raise ValueError(f"{what}: return_type needs a layout, got {show(out.layout)}")
 
     def call(*args):
         env(what)
@@ -60,10 +63,13 @@ def inline_cuda(source, *, arg_types=(), return_type=None):
                 f" {tree.describe(structure)}"
             )
         values = tuple(_argument(x, t, k) for k, (x, t) in enumerate(zip(leaves, types)))
-        out = return_type or ShapeDtypeStruct((), "int32")
-        layout = layout_spec(out.layout) if out.shape else None
-        result = _core.inline_cuda(source, values, out.shape, out.dtype, layout)
-        return None if return_type is None else result
+        first, *others = [
+            (out.shape, out.dtype, layout_spec(out.layout) if out.shape else None)
+            for out in results or [ShapeDtypeStruct((), "int32")]
+        ]
+        given = [_core.inline_cuda(source, values, *first)]
+        given += [_core.inline_result(*out) for out in others]
+        return tree.unflatten(results_structure, given if results else [])
 
     return call
 

@@ -342,3 +342,11 @@ def kernel(
         return definition.with_closure() or definition.make()
 
     return wrap if body is NOT_SPECIFIED else wrap(body)
+
+
+def as_torch_kernel(fn):
+    """A function of torch tensors that calls a kernel. Kernels take and give torch tensors as they
+    are, on the caller's current stream, so that this is ``fn`` itself; scripts may keep it."""
+    if not callable(fn):
+        raise TypeError(f"as_torch_kernel: fn must be a function or a kernel, got {show(fn)}")
+    return fn

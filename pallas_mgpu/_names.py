@@ -128,8 +128,6 @@ def finder(namespace, missing, wrong, text="{namespace}.{name} is not supported 
 
 
 PLGPU_MISSING = {
-    "leave it out: kernels take torch tensors as they are": "as_torch_kernel",
-    "let every block copy what it needs": "CopyPartition",
     "use plgpu.inline_cuda, which takes CUDA C++": "inline_mgpu",
     "one GPU is supported": "remote_ref multicast_ref PeerMemRef multimem_store"
     " multimem_load_reduce semaphore_signal_multicast",

@@ -3,6 +3,7 @@
 Each function checks its arguments as docs/reference.md says and adds one
 op to the graph."""
 
+import contextlib
 import string
 
 from . import _core
@@ -16,6 +17,9 @@ from ._types import (
     SMEM,
     OOBFillMode,
     TilingTransform,
+    _Partitioned,
+    _Replicated,
+    axis_names,
     check_oob_fill_mode,
     ints,
     layout_spec,
@@ -74,13 +78,26 @@ def _engine(x, what):
     return _ENGINES[x]
 
 
-@accepts(
-    impl=None,
-    partitioned_axis=NotImplementedError(
-        "copy_gmem_to_smem: collective copies are not supported yet; let every block copy what it"
-        " needs"
-    ),
+def _check_leader(leader_tracked, collective_axes, what):
+    if leader_tracked is None:
+        return
+    if collective_axes is None:
+        raise ValueError(f"{what}: leader_tracked needs collective_axes")
+    if not isinstance(leader_tracked, (_Partitioned, _Replicated)):
+        raise TypeError(
+            f"{what}: leader_tracked must be plgpu.CopyPartition.PARTITIONED(axis), REPLICATED or"
+            f" None, got {show(leader_tracked)}"
+        )
+
+
+_LEADER = (
+    "copy_gmem_to_smem: leader-tracked copies are for the pairs of blocks of Blackwell's"
+    " tcgen05_mma; on Hopper leave leader_tracked out: with collective_axes each block gets all of"
+    " src, and its own barrier tells"
 )
+
+
+@accepts(impl=None, partitioned_axis=NotImplementedError(_LEADER))
 def copy_gmem_to_smem(
     src,
     dst,
@@ -105,16 +122,10 @@ def copy_gmem_to_smem(
     if barrier is None:
         raise ValueError(f"{what}: barrier is required on Hopper; pass plgpu.Barrier() scratch")
     _same(src, dst, what, "src", "dst")
-    if leader_tracked is not None and collective_axes is None:
-        raise ValueError(f"{what}: leader_tracked needs collective_axes")
+    _check_leader(leader_tracked, collective_axes, what)
     if leader_tracked is not None:
-        raise NotImplementedError(
-            f"{what}: leader-tracked copies need Blackwell, which is not supported yet"
-        )
-    axes = ()
-    if collective_axes is not None:
-        names = (collective_axes,) if isinstance(collective_axes, str) else tuple(collective_axes)
-        axes = tuple(cluster_axis(n, what) for n in names)
+        raise NotImplementedError(_LEADER)
+    axes = tuple(cluster_axis(n, what) for n in axis_names(collective_axes))
     oob = OOBFillMode.ZEROS
     if oob_mode is not None:
         oob = check_oob_fill_mode(oob_mode, f"{what}: oob_mode")
@@ -171,8 +182,7 @@ def async_prefetch(ref, *, collective_axes=None, leader_tracked=None):
     nothing waits. NotImplementedError with ``collective_axes``."""
     what = "async_prefetch"
     _ref(ref, what, "ref", GMEM)
-    if leader_tracked is not None and collective_axes is None:
-        raise ValueError(f"{what}: leader_tracked needs collective_axes")
+    _check_leader(leader_tracked, collective_axes, what)
     if collective_axes is not None:
         raise NotImplementedError(
             f"{what}: collective prefetches are not supported; let one block prefetch, L2 is common"
@@ -296,7 +306,7 @@ def wgmma(acc, a, b):
     array in registers; ``b``: SMEM ref (K, N). float16 into float32 or float16, bfloat16 into
     float32, either major (``ref.T``); K contiguous in both (``b_ref.T`` of a (N, K) ref):
     float8_e4m3fn and float8_e5m2, also mixed, into float32 or float16, int8 or uint8 into int32,
-    float32 (as tf32, from SMEM only) into float32. K is a multiple of 32 bytes. One group per call,
+    float32 (as tf32) into float32. K is a multiple of 32 bytes. One group per call,
     awaited by :func:`wgmma_wait` or by reading ``acc``; operands must stay until then.
     """
     if not isinstance(acc, Ref) or acc.memory_space is not REGS:
@@ -312,10 +322,11 @@ def wgmma(acc, a, b):
 def mma(acc, a, b, /):
     """``acc + a @ b`` on the tensor cores, at once, with everything in registers.
 
-    ``acc`` (M, N), ``a`` (M, K), ``b`` (K, N): M a multiple of 64, N of 8, K of 16 (16-bit types),
-    32 (8-bit) or 64 (4-bit). a and b have one dtype: float16, bfloat16, float8_e4m3fn or
-    float8_e5m2 with a float32 ``acc``; int8, uint8, int4 or uint4 with an int32 one. They are
-    loaded in the layouts ``MMA_LHS(dtype)``, ``MMA_RHS(dtype)`` and ``MMA_ACC(dtype)``.
+    ``acc`` (M, N), ``a`` (M, K), ``b`` (K, N): M a multiple of 64, N of 8, K of 8 (float32), 16
+    (16-bit types), 32 (8-bit) or 64 (4-bit). a and b have one dtype: float32 (as tf32), float16,
+    bfloat16, float8_e4m3fn or float8_e5m2 with a float32 ``acc``; int8, uint8, int4 or uint4 with
+    an int32 one. They are loaded in the layouts ``MMA_LHS(dtype)``, ``MMA_RHS(dtype)`` and
+    ``MMA_ACC(dtype)``.
     """
     operands = [as_array(x, f"mma: {name}") for name, x in (("acc", acc), ("a", a), ("b", b))]
     return _core.mma(*operands)
@@ -400,6 +411,22 @@ def griddepcontrol_wait():
 def griddepcontrol_launch_dependents():
     """Let the next grid of the stream start (Hopper)."""
     _core.effect("griddepcontrol_launch_dependents", ())
+
+
+class named_scope(contextlib.ContextDecorator):
+    """``with named_scope(name):``, or a decorator: names a part of a kernel's body. It changes
+    nothing in the generated code; scopes may nest. TypeError for a name that is no text."""
+
+    def __init__(self, name):
+        if not isinstance(name, str):
+            raise TypeError(f"named_scope: name must be text, got {show(name)}")
+        self.name = name
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        return False
 
 
 @shown_as(lambda fmt, *args: None)
@@ -548,6 +575,8 @@ def planar_snake(lin_idx, shape, minor_dim, tile_width):
         traced = isinstance(x, Array) or isinstance(high, Array)
         return _core.binary("min", x, high) if traced else min(x, high)
 
+    if isinstance(tile_width, int) and tile_width < 1:
+        raise ValueError(f"planar_snake: tile_width must be at least 1, got {tile_width}")
     per_tile = tile_width * major_size
     full, rest = minor_size // tile_width, minor_size % tile_width
     tile = lin_idx // per_tile

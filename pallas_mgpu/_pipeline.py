@@ -102,6 +102,13 @@ class Operand:
         """Block indices at a step, one per block dim."""
         if self.spec.index_map is None:
             return (0,) * len(self.dims)
+        gets = f"one index for each of the {len(indices)} grid axes"
+        check_arity(
+            self.spec.index_map,
+            f"{self.who}: the index map of {self.what}",
+            gets,
+            len(indices),
+        )
         out = self.spec.index_map(*indices)
         out = tuple(out) if isinstance(out, (tuple, list)) else (out,)
         if len(out) != len(self.dims):

@@ -8,7 +8,7 @@ from ._control import fori_loop, scoped, when, while_loop
 from ._names import show
 from ._ops import axis_index, axis_size, barrier_arrive, barrier_wait
 from ._trace import env
-from ._types import SMEM, Barrier, ClusterBarrier
+from ._types import SMEM, Barrier, ClusterBarrier, axis_names
 
 _MOST_POINTS = 1 << 30  # of a grid that is handed out: counters do not overflow
 
@@ -120,7 +120,7 @@ def dynamic_scheduling_loop(grid_names, thread_axis=None, cluster_axes=(), init_
     what = "dynamic_scheduling_loop"
     e = env(what)
     not_batched(what)
-    names = (grid_names,) if isinstance(grid_names, str) else tuple(grid_names)
+    names = axis_names(grid_names)
     sizes = {n: size for n, (family, _, size) in e.axes.items() if family == "grid"}
     for n in names:
         if n not in sizes:
@@ -136,7 +136,7 @@ def dynamic_scheduling_loop(grid_names, thread_axis=None, cluster_axes=(), init_
             f" {show(thread_axis)}"
         )
     clusters = {n: size for n, (family, _, size) in e.axes.items() if family == "cluster"}
-    given = (cluster_axes,) if isinstance(cluster_axes, str) else tuple(cluster_axes or ())
+    given = axis_names(cluster_axes)
     wide = [n for n, size in clusters.items() if size > 1]
     if any(n not in clusters for n in given) or any(n not in given for n in wide):
         raise ValueError(

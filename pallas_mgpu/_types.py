@@ -12,6 +12,7 @@ import numpy as np
 
 from . import _core
 from ._names import accepts, deprecated, show
+from ._tiling import TilingMethods
 
 
 def _restore(cls, fields):
@@ -66,6 +67,14 @@ def _ignore(args, kwargs, value):
 def itemsize_bits(dtype):
     """Bits of an element in the memory of kernels: 4 for int4."""
     return 4 if dtype.name in ("int4", "uint4", "float4_e2m1fn") else 8 * dtype.itemsize
+
+
+def axis_names(names):
+    """Names of axes: one, or several in a tuple or its like; None: none. A name is a str or
+    anything hashable that has no elements."""
+    if names is None:
+        return ()
+    return (names,) if isinstance(names, str) or not hasattr(names, "__iter__") else tuple(names)
 
 
 def is_integer(dtype):
@@ -409,10 +418,11 @@ class ClusterBarrier(_Frozen):
     ``collective_axes``: names of cluster axes; an element may be a tuple of names, taken as one
     axis. ``barrier_arrive`` signals every block that differs from the caller's in at most one of
     them, its own too; ``barrier_wait`` waits for the own instance. ``num_arrivals``: threads of
-    each block that arrive. ValueError for ``num_arrivals < 1``.
+    each block that arrive. ``leader_tracked``, of one axis: arrivals count in the block with index
+    0 on it alone, and only that one may wait. ValueError for ``num_arrivals < 1``.
     """
 
-    __slots__ = ("collective_axes", "num_barriers", "num_arrivals")
+    __slots__ = ("collective_axes", "num_barriers", "num_arrivals", "leader_tracked")
 
     def __init__(
         self,
@@ -423,20 +433,25 @@ class ClusterBarrier(_Frozen):
         orders_tensor_core=False,
         leader_tracked=False,
     ):
-        if orders_tensor_core or leader_tracked:
+        if orders_tensor_core:
             raise NotImplementedError(
-                "ClusterBarrier: orders_tensor_core and leader_tracked are for Blackwell, which is"
-                " not supported yet"
+                "ClusterBarrier: orders_tensor_core is for Blackwell's tcgen05, which is not"
+                " supported yet"
             )
         if num_arrivals < 1:
             raise ValueError(f"ClusterBarrier: num_arrivals must be at least 1, got {num_arrivals}")
-        axes = (collective_axes,) if isinstance(collective_axes, str) else tuple(collective_axes)
+        axes = axis_names(collective_axes)
         if not axes:
             raise ValueError("ClusterBarrier: collective_axes must name a cluster axis")
+        if leader_tracked and (len(axes) > 1 or isinstance(axes[0], tuple)):
+            raise NotImplementedError(
+                f"ClusterBarrier: leader_tracked needs one cluster axis, not grouped, got {axes}"
+            )
         self._set(
             collective_axes=axes,
             num_barriers=_shape(num_barriers, "ClusterBarrier: num_barriers"),
             num_arrivals=int(num_arrivals),
+            leader_tracked=bool(leader_tracked),
         )
 
     shape = property(lambda self: self.num_barriers)
@@ -615,11 +630,9 @@ class BlockSpec(GenericBlockSpec):
             raise ValueError(
                 f"BlockSpec: delay_release must be an int of at least 0, got {show(delay_release)}"
             )
-        if isinstance(collective_axes, str):
-            collective_axes = (collective_axes,)
         self.transforms = transforms
         self.delay_release = delay_release
-        self.collective_axes = collective_axes or None
+        self.collective_axes = axis_names(collective_axes) or None
         self.oob_fill_mode = check_oob_fill_mode(oob_fill_mode, "BlockSpec: oob_fill_mode")
 
 
@@ -635,7 +648,7 @@ class Replicated(_Frozen):
         self._set(times=int(times))
 
 
-class Tiling(_Frozen):
+class Tiling(_Frozen, TilingMethods):
     """A sequence of tiles, each cutting the trailing dims left by the one before."""
 
     __slots__ = ("tiles",)
@@ -795,8 +808,6 @@ def _mma_operand(name, dtype):
     bits = itemsize_bits(_core.as_dtype(dtype))
     if name == "MMA_ACC":
         return Layout.WGMMA.value_spec
-    if bits > 16:
-        raise ValueError(f"Layout.{name}: dtype must have 16 bits or fewer, got {show(dtype)}")
     return _LayoutValue(("named", name.lower(), bits), f"{name}({bits})")
 
 
@@ -879,6 +890,32 @@ class LoweringSemantics(enum.Enum):
 
     Lane = 1
     Warpgroup = 2
+
+
+class _Partitioned(_Frozen):
+    """``CopyPartition.PARTITIONED(axis)``: each block gets its part along ``axis``."""
+
+    __slots__ = ("axis",)
+
+    def __init__(self, axis):
+        (axis,) = ints(axis, "CopyPartition.PARTITIONED: axis")
+        self._set(axis=axis)
+
+
+class _Replicated(_Frozen):
+    """``CopyPartition.REPLICATED``: both blocks get all."""
+
+    __slots__ = ()
+
+    def __init__(self):
+        pass
+
+
+class CopyPartition:
+    """What the two blocks of a leader-tracked copy get, which Blackwell has: copies refuse it."""
+
+    PARTITIONED = _Partitioned
+    REPLICATED = _Replicated()
 
 
 class RefType(_Frozen):
@@ -979,6 +1016,8 @@ class CompilerParams(_Frozen):
             raise ValueError("CompilerParams: profile_space and profile_dir go together")
         if profile_space:
             raise NotImplementedError("CompilerParams: the on-device profiler is not supported yet")
+        if isinstance(dimension_semantics, list):
+            dimension_semantics = tuple(dimension_semantics)
         self._set(
             approx_math=bool(approx_math),
             dimension_semantics=dimension_semantics,

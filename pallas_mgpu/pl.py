@@ -8,7 +8,15 @@ from ._call import CompilerParams, CostEstimate, GridSpec, no_block_spec, pallas
 from ._control import loop, run_scoped, run_state, when, with_scoped
 from ._memory import WITH_INDEX, atomic_cas, load, store, swap
 from ._names import NOT_SPECIFIED, PL_MISSING, PL_WRONG, finder, show
-from ._ops import debug_check, debug_print, delay, enable_debug_checks, num_programs, program_id
+from ._ops import (
+    debug_check,
+    debug_print,
+    delay,
+    enable_debug_checks,
+    named_scope,
+    num_programs,
+    program_id,
+)
 from ._semaphores import DeviceIdType, get_global, semaphore, semaphore_read
 from ._semaphores import generic_signal as semaphore_signal
 from ._semaphores import generic_wait as semaphore_wait
@@ -64,6 +72,7 @@ __all__ = [
     "load",
     "loop",
     "multiple_of",
+    "named_scope",
     "next_power_of_2",
     "no_block_spec",
     "num_programs",

@@ -1,6 +1,7 @@
 """What the documents show runs: the README's blocks, the examples, the program of the package, and
 the examples of the documents that the language comes from."""
 
+import contextlib
 import functools
 import math
 import pathlib
@@ -304,6 +305,81 @@ def test_every_name_of_the_reference_index():
 
 
 # ---- idioms of the API reference ---------------------------------------------------------------
+
+
+def test_named_scopes(run, rng):
+    """Around parts of a body and of functions, nested: the generated code is the same without."""
+    x = rng.standard_normal((4, 128)).astype(np.float32)
+
+    def make(scope):
+        @scope("twice")
+        def twice(v):
+            return v * 2
+
+        def body(x_ref, o_ref):
+            with scope("load"), scope("inner"):
+                v = x_ref[...]
+
+            @pl.when(v[0, 0] < 1e9)
+            @scope("store")
+            def _():
+                o_ref[...] = twice(v)
+
+        return run.kernel(body, x)
+
+    kernel = make(plgpu.named_scope)
+    np.testing.assert_array_equal(run.call(kernel, x), 2 * x)
+    plain = make(
+        lambda name: contextlib.nullcontext() if name in ("load", "inner") else lambda f: f
+    )
+    assert make(pl.named_scope).lower(x).as_text("cuda") == plain.lower(x).as_text("cuda")
+    with pytest.raises(TypeError, match="name must be text, got 3"):
+        plgpu.named_scope(3)
+
+
+def test_scripts_for_torch():
+    """as_torch_kernel may stay where it stands in them."""
+
+    @plgpu.as_torch_kernel
+    @plgpu.kernel(out_type=plgpu.ShapeDtypeStruct((128,), np.float32), interpret=True)
+    def add(x_ref, y_ref, o_ref):
+        o_ref[...] = x_ref[...] + y_ref[...]
+
+    x = np.arange(128, dtype=np.float32)
+    np.testing.assert_array_equal(add(x, x), 2 * x)
+    with pytest.raises(TypeError, match="as_torch_kernel: fn must be"):
+        plgpu.as_torch_kernel(x)
+
+
+@pytest.mark.parametrize(
+    "options, error, right",
+    [
+        (
+            {"leader_tracked": plgpu.CopyPartition.PARTITIONED(0), "collective_axes": "c"},
+            NotImplementedError,
+            "leave leader_tracked out",
+        ),
+        (
+            {"leader_tracked": plgpu.CopyPartition.REPLICATED, "collective_axes": "c"},
+            NotImplementedError,
+            "with collective_axes each block gets all",
+        ),
+        ({"partitioned_axis": 0, "collective_axes": "c"}, NotImplementedError, "leader_tracked"),
+        ({"leader_tracked": plgpu.CopyPartition.REPLICATED}, ValueError, "needs collective_axes"),
+        ({"leader_tracked": 1, "collective_axes": "c"}, TypeError, "CopyPartition.PARTITIONED"),
+    ],
+)
+def test_copies_of_pairs_of_blocks(options, error, right):
+    """They are Blackwell's: refused with what Hopper has, at the user's line."""
+
+    def body(x_ref, s, b):
+        plgpu.copy_gmem_to_smem(x_ref, s, b, **options)
+
+    scratch = [plgpu.SMEM((8, 128), np.float32), plgpu.Barrier()]
+    kernel = plgpu.kernel(body, scratch_types=scratch, cluster=(2,), cluster_names=("c",))
+    with pytest.raises(error, match=right):
+        kernel.lower(np.zeros((8, 128), np.float32))
+    assert plgpu.CopyPartition.PARTITIONED(1) == plgpu.CopyPartition.PARTITIONED(axis=1)
 
 
 def test_idiom_scopes_of_threads(run):

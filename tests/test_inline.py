@@ -136,6 +136,51 @@ def test_constants_and_swizzles(way, rng):
     np.testing.assert_array_equal(got, x + 7)
 
 
+@pytest.mark.filterwarnings("ignore:.*is converted from layout")
+def test_several_results(way, rng):
+    """A pytree of arrays of other shapes, types and layouts and of scalars, of which some are not
+    used; three calls, one of them in a loop, keep theirs apart."""
+    x = rng.standard_normal((64, 32)).astype(F32)
+    source = """
+      #pragma unroll
+      for (int k = 0; k < 16; k++) r0[k] = a0[k] * a1, r2[k] = a0[k] < 0.f;
+      *r1 = a1 + 1.f;
+      r3[0] = (i32)(threadIdx.x & 127) * 2;
+      r3[1] = r3[0] + 1;
+    """
+    of_x = STRIDED((64, 32), 4)
+    f = plgpu.inline_cuda(
+        source,
+        arg_types=(of_x, SPLAT),
+        return_type={
+            "a": shape((64, 32), F32, of_x),
+            "b": (shape((), F32), [shape((64, 32), np.bool_, of_x)]),
+            "c": shape((256,), np.int32, STRIDED((256,), 2)),
+        },
+    )
+
+    def body(x_ref, o_ref, n_ref, c_ref):
+        v = x_ref[...]
+        first = f(v, 3.0)
+        second = f(first["a"], first["b"][0])
+
+        def step(i, c):
+            out = f(c, first["b"][0])
+            return out["a"] + out["b"][0]
+
+        o_ref[...] = plgpu.layout_cast(lax.fori_loop(0, 2, step, second["a"]), WGMMA)
+        n_ref[0] = jnp.sum(first["b"][1][0].astype(jnp.int32))
+        c_ref[...] = second["c"]
+
+    got, n, c = run(way, body, [shape(x.shape), shape((1,), np.int32), shape((256,), np.int32)], x)
+    want = x * 3 * 4
+    for _ in range(2):
+        want = want * 4 + 5
+    np.testing.assert_allclose(got, want, rtol=1e-6)
+    assert n[0] == np.sum(x < 0)
+    np.testing.assert_array_equal(c, np.arange(256))
+
+
 def test_what_is_refused():
     f = plgpu.inline_cuda("", arg_types=(SPLAT, plgpu.RefType()))
 
@@ -163,8 +208,8 @@ def test_what_is_refused():
         plgpu.inline_cuda("", arg_types=(np.float32,))
     with pytest.raises(ValueError, match="needs a layout"):
         plgpu.inline_cuda("", return_type=shape((128,)))
-    with pytest.raises(NotImplementedError, match="return_type must be one"):
-        plgpu.inline_cuda("", return_type=(shape(()), shape(())))
+    with pytest.raises(ValueError, match="leaves of return_type are"):
+        plgpu.inline_cuda("", return_type=(shape(()), np.float32))
     with pytest.raises(TypeError, match="source must be text"):
         plgpu.inline_cuda(1)
     with pytest.raises(RuntimeError, match="inside the body of a kernel"):

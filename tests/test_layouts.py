@@ -71,9 +71,8 @@ def test_places_of_elements():
             warp(i), i % 8 // 2 * 8 + j % 2 * 4 + j % 8 // 2, block(i, j, 8, 2, i % 2)
         ),
     }  # fmt: skip
-    for bits in (16, 8):
-        e = 32 // bits
-        dtype = {16: jnp.bfloat16, 8: jnp.int8}[bits]
+    for dtype in (jnp.float32, jnp.bfloat16, jnp.int8):
+        e = 4 // np.dtype(dtype).itemsize
         tables[L.MMA_LHS(dtype)] = lambda i, k, e=e: (
             warp(i),
             i % 8 * 4 + k % (4 * e) // e,
@@ -247,7 +246,6 @@ def test_errors_of_layouts():
     """What cannot be is refused where it is written."""
     for make, error, text in (
         (lambda: L.MMA_LHS.value_spec, ValueError, "needs arguments"),
-        (lambda: L.MMA_LHS(jnp.float32), ValueError, "16 bits or fewer"),
         (lambda: L.WGMMA_8BIT(3), ValueError, "takes no arguments"),
         (lambda: L.SMEM_GMEM_COPY((64, 64), jnp.float32, 16), ValueError, "swizzle must be"),
         (lambda: L.SMEM_GMEM_COPY((60, 64), jnp.float32, 64), ValueError, "not a multiple"),
@@ -256,3 +254,51 @@ def test_errors_of_layouts():
     ):
         with pytest.raises(error, match=text):
             make()
+
+
+def test_what_tilings_do(rng):
+    """Shapes, strides and indices of tiled arrays, against reshapes and transposes of NumPy."""
+    tiling = plgpu.Tiling(((4, 6), (2, 6), (3,)))
+    x = np.arange(5 * 8 * 12, dtype=np.int32).reshape(5, 8, 12)
+    tiled = x.reshape(5, 2, 4, 2, 6).transpose(0, 1, 3, 2, 4)  # 5, 2, 2, 4, 6
+    tiled = tiled.reshape(5, 2, 2, 2, 2, 1, 6).transpose(0, 1, 2, 3, 5, 4, 6)
+    tiled = tiled.reshape(5, 2, 2, 2, 1, 2, 2, 3)
+    assert tiling.tile_shape(x.shape) == tiled.shape
+    assert tiling.untile_shape(tiled.shape) == x.shape
+    strides = tiling.tile_strides((96, 12, 1))
+    again = np.lib.stride_tricks.as_strided(x, tiled.shape, [4 * s for s in strides])
+    np.testing.assert_array_equal(again, tiled)
+    shape, strides = tiling.tile_nested_shape_strides(
+        ((5,), (2, 4), (2, 6)), ((96,), (48, 6), (24, 1))
+    )  # of an array that lies in tiles of (4, 6)
+    assert [int(np.prod(s)) for s in shape] == list(tiled.shape)
+    assert shape[1] == (2,) and strides[1] == (48,) and shape[6:] == ((2,), (3,))
+    assert strides[3] == (12,) and strides[5:] == ((6,), (3,), (1,))
+    for at in rng.integers(0, x.shape, (20, 3)):
+        at = tuple(int(k) for k in at)
+        where = tiling.tile_indices(at)
+        assert tiled[where] == x[at] and tiling.untile_indices(where) == at
+    assert tiling.tile_dimension(0) == (True, False, True, False, True, False, False)
+    assert tiling.tile_dimension(1) == (False, True, False, True, False, True, True)
+    assert tiling.remove_dimension(0) == plgpu.Tiling(((6,), (6,), (3,)))
+    assert tiling.remove_dimension(0).canonicalize() == plgpu.Tiling(((6,), (3,)))
+    assert tiling.canonicalize() == tiling
+    long = plgpu.Tiling(((1, 8), (1, 8), (1, 4), (1, 1)))
+    assert long.canonicalize() == plgpu.Tiling(((1, 8), (4,), (1,)))
+
+
+def test_errors_of_tilings():
+    tiling = plgpu.Tiling(((4, 6), (3,)))
+    for use, text in (
+        (lambda: tiling.tile_shape((8, 13)), "13 is not divisible by the tile's 6"),
+        (lambda: tiling.tile_shape((12,)), "more dims than"),
+        (lambda: tiling.untile_shape((2, 2, 4, 2, 5)), "has size 5, expected 3"),
+        (lambda: tiling.untile_indices((1,)), "too few dims"),
+        (lambda: tiling.tile_dimension(2), "dim must be 0 to 1, got 2"),
+        (lambda: tiling.tile_nested_shape_strides(((8,), (12,)), ((1,), (1, 2))), "structure"),
+        (lambda: tiling.tile_nested_shape_strides(((8,), (9, 4)), ((9, 1), (9, 1))), "structure"),
+        (lambda: tiling.tile_nested_shape_strides(((8,), (9, 4)), ((9,), (9, 1))), "begins inside"),
+        (lambda: tiling.tile_nested_shape_strides(((8,), (3,)), ((9,), (9,))), "not divisible"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            use()

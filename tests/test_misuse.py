@@ -168,6 +168,7 @@ DEFINITIONS = {
     "tiling 0": (VE, "tiles must be positive", lambda: plgpu.TilingTransform((0, 8))),
     "layout shape": (VE, "multiple of 128", lambda: plgpu.Layout.WG_STRIDED((100,), 1)),
     "layout vec": (VE, "vec_size must be positive", lambda: plgpu.Layout.WG_STRIDED((128,), 0)),
+    "snake of no width": (VE, "tile_width must be", lambda: plgpu.planar_snake(0, (3, 3), 0, 0)),
     "layout tiled": (TE, "must be a plgpu.Tiling", lambda: plgpu.Layout.TILED(1, 2, 3, 4)),
     "layout reduce": (TE, "axes must be ints", lambda: plgpu.Layout.WGMMA.reduce("a")),
     "call nothing": (TE, r"the body is add_one\(x, o\), and it gets 0 operands, 1 outputs", call()),

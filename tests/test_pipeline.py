@@ -348,6 +348,21 @@ def test_operands_written_by_the_kernel(run, rng):
     np.testing.assert_allclose(o, np.exp(y - y.max(1, keepdims=True)), rtol=2e-2, atol=2e-2)
 
 
+def test_index_maps_of_other_grids(rng):
+    """An index map that takes another number of indices is named, with the user's line."""
+
+    def body(x_ref, o_ref):
+        spec = plgpu.BlockSpec((8, 64), lambda i, j: (i, j))
+        plgpu.emit_pipeline(lambda _, s: None, grid=(2,), in_specs=[spec])(x_ref)
+
+    kernel = plgpu.kernel(body, out_type=plgpu.ShapeDtypeStruct((8,), np.float32))
+    text = r"the index map of in_specs\[0\] is .*\(i, j\), and it gets one index for each of the 1"
+    with pytest.raises(TypeError, match=text):
+        kernel.lower(np.zeros((16, 64), np.float32))
+    params = plgpu.CompilerParams(dimension_semantics=["parallel"])
+    assert params.dimension_semantics == ("parallel",)
+
+
 def test_every_schedule_agrees(rng):
     """Asynchronous completion at adversarial moments never changes a correct kernel's result."""
     a, b = (rng.standard_normal(s).astype(f16) for s in ((128, 256), (256, 128)))

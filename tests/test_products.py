@@ -141,12 +141,16 @@ def test_wgmma_of_integers_wraps(run, rng):
     np.testing.assert_array_equal(out, whole.astype(np.int32))
 
 
-@pytest.mark.parametrize("m, n, k", [(64, 8, 8), (128, 40, 24), (64, 120, 64)])
-def test_wgmma_of_float32(run, rng, m, n, k):
-    """As tf32: exact operands of 10 bits, then some that lose theirs."""
+@pytest.mark.parametrize(
+    "m, n, k, registers",
+    [(64, 8, 8, False), (128, 40, 24, False), (64, 120, 64, False), (128, 24, 104, True)],
+)
+def test_wgmma_of_float32(run, rng, m, n, k, registers):
+    """As tf32: exact operands of 10 bits, then some that lose theirs. A in SMEM and, of several
+    blocks of rows and more steps than a statement has, in registers."""
     x, y = values(rng, (m, k), F32), values(rng, (n, k), F32)
     cut = [(z.view(np.uint32) & 0xFFFFE000).view(np.float32) for z in (x, y)]
-    kernel = product(m, n, k, F32, F32, F32)
+    kernel = product(m, n, k, F32, F32, F32, registers)
     out = run(kernel, plgpu.ShapeDtypeStruct((m, n), F32), *cut)
     close(out, cut[0], cut[1].T, 1e-6 if run.way != "cuda" else 2e-5)
     out = run(kernel, plgpu.ShapeDtypeStruct((m, n), F32), x, y)
@@ -228,19 +232,47 @@ def test_wgmma_of_turned_operands(run, rng, dtype, acc):
     np.testing.assert_array_equal(out, x.astype(np.float32) @ y.astype(np.float32))
 
 
-def test_wgmma_of_equal_elements(run, rng):
-    """A in registers that is one number, of bytes."""
-    y = values(rng, (32, 64), E4M3)
+@pytest.mark.parametrize("dtype", [E4M3, F32])
+def test_wgmma_of_equal_elements(run, rng, dtype):
+    """A in registers that is one number, of bytes and of words."""
+    y = rng.integers(-4, 5, (32, 64)).astype(dtype)
 
     def body(b, out):
         def accumulate(acc):
-            plgpu.wgmma(acc, jnp.full((64, 64), 0.5, E4M3), b.T)
+            plgpu.wgmma(acc, jnp.full((64, 64), 0.5, dtype), b.T)
             return acc[...]
 
         out[...] = pl.run_scoped(accumulate, plgpu.ACC((64, 32)))
 
-    out = run(staged(body, plgpu.SMEM((32, 64), E4M3)), plgpu.ShapeDtypeStruct((64, 32), F32), y)
-    close(out, np.full((64, 64), 0.5), y.T, 2**-9)
+    out = run(staged(body, plgpu.SMEM((32, 64), dtype)), plgpu.ShapeDtypeStruct((64, 32), F32), y)
+    np.testing.assert_array_equal(out, np.full((64, 64), 0.5) @ y.T.astype(np.float64))
+
+
+def test_wgmma_of_a_float32_result(run, rng):
+    """A result that is the A operand of the next product: from the accumulator's layout to that of
+    32-bit operands, by shuffles."""
+    x, y, z = (rng.integers(-4, 5, (64, 64)).astype(F32) for _ in range(3))
+
+    def body(a, b, c, out):
+        def first(acc):
+            plgpu.wgmma(acc, a, b.T)
+            return acc[...]
+
+        inner = pl.run_scoped(first, plgpu.ACC((64, 64))) * 0.25
+
+        def second(acc):
+            plgpu.wgmma(acc, inner, c.T)
+            return acc[...]
+
+        out[...] = pl.run_scoped(second, plgpu.ACC((64, 64)))
+
+    body = staged(body, *(plgpu.SMEM((64, 64), F32) for _ in range(3)))
+    out_type = plgpu.ShapeDtypeStruct((64, 64), F32)
+    out = run(body, out_type, x, y, z)
+    np.testing.assert_array_equal(out, (x @ y.T * 0.25) @ z.T)
+    if run.way == "interpret":
+        text = run.kernel(body, out_type).lower(x, y, z).as_text("cuda")
+        assert "through shared memory" not in text
 
 
 # ---- mma ---------------------------------------------------------------------------------------
@@ -248,6 +280,8 @@ def test_wgmma_of_equal_elements(run, rng):
 MMA = [
     (64, 8, 16, F16, F32),
     (128, 24, 48, BF16, F32),
+    (64, 8, 8, F32, F32),
+    (128, 40, 24, F32, F32),
     (64, 40, 64, E4M3, F32),
     (128, 8, 32, E5M2, F32),
     (64, 16, 96, I8, I32),
@@ -273,7 +307,9 @@ def test_mma(run, rng, m, n, k, dtype, acc):
     if acc == I32:
         np.testing.assert_array_equal(out, c + x.astype(np.int32) @ y.astype(np.int32))
     else:
-        close(out, x, y, 2**-9 if dtype in (E4M3, E5M2) else 1e-5, c)
+        close(out, x, y, 2**-9 if dtype in (E4M3, E5M2, F32) else 1e-5, c)
+    if dtype == F32 and run.way != "cuda":  # what tf32 has not is cut off
+        close(out, *((z.view(np.uint32) & 0xFFFFE000).view(F32) for z in (x, y)), 1e-6, c)
 
 
 def test_mma_from_smem_in_a_chain(run, rng):
@@ -444,13 +480,12 @@ REFUSED = {
     "a along M": (ValueError, "a is contiguous along M", a_turned),
     "types differ": (ValueError, "must be equal", plain_product(E4M3, I8, F32)),
     "f16 and bf16": (ValueError, "must be equal", plain_product(F16, BF16, F32)),
-    "f32 in registers": (NotImplementedError, "from SMEM", plain_product(F32, F32, F32, True)),
     "fp8 into int32": (NotImplementedError, "float32 accumulator", plain_product(E4M3, E4M3, I32)),
     "int8 into f32": (NotImplementedError, "int32 accumulator", plain_product(I8, I8, F32)),
     "int32": (NotImplementedError, "available are float16", plain_product(I32, I32, I32)),
     "N of integers": (ValueError, "multiple of 16", plain_product(I8, I8, I32, n=40)),
     "mma types differ": (TypeError, "must be equal", plain_mma(F16, BF16, F32)),
-    "mma of f32": (NotImplementedError, "available are", plain_mma(F32, F32, F32)),
+    "mma of int16": (NotImplementedError, "available are", plain_mma(np.int16, np.int16, I32)),
     "mma into f16": (NotImplementedError, "float32 accumulator", plain_mma(F16, F16, F16)),
     "mma of int8 into f32": (NotImplementedError, "int32", plain_mma(I8, I8, F32)),
     "mma M": (ValueError, "multiple of 64", plain_mma(F16, F16, F32, ((32, 16), (16, 8), (32, 8)))),

@@ -262,6 +262,30 @@ def test_warps_signal_and_wait(run, rng):
     np.testing.assert_array_equal(out, np.cumsum(x[::-1])[::-1])
 
 
+def test_the_last_thing_warps_do(run):
+    """Semaphores of the launch in warps, and nothing behind: who clears them for the next launch
+    waits for all warps."""
+
+    def body(o_ref):
+        sem = pl.get_global(REGULAR)
+
+        @plgpu.warp_map
+        def _(warp):
+            @pl.when(warp == 2)
+            def _():
+                o_ref[0] = jnp.int32(3)
+                plgpu.semaphore_signal(sem)
+
+            @pl.when(warp == 1)
+            def _():
+                plgpu.semaphore_wait(sem)
+                o_ref[1] = o_ref[0] + 1
+
+    kernel = run.kernel(body, shape(2))
+    for _ in range(3):
+        np.testing.assert_array_equal(run.call(kernel), [3, 4])
+
+
 @pytest.mark.parametrize("where", ["thread", "warp", "several"])
 def test_barrier_test(run, rng, where):
     """A test in vain changes nothing, one that is not in vain is the wait; phases go on with waits

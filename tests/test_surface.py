@@ -165,9 +165,9 @@ MEMBERS = {
     },
 }
 LATER = {
-    plgpu: "as_torch_kernel async_copy_scales_to_tmem async_copy_smem_to_tmem"
+    plgpu: "async_copy_scales_to_tmem async_copy_smem_to_tmem"
     " async_copy_sparse_metadata_to_tmem async_load_tmem"
-    " async_store_tmem commit_tmem CopyPartition"
+    " async_store_tmem commit_tmem"
     " format_tcgen05_sparse_metadata inline_mgpu multicast_ref"
     " multimem_load_reduce multimem_store PeerMemRef"
     " query_cluster_cancel remote_ref"

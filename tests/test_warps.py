@@ -131,9 +131,14 @@ def lower(f, **options):
     "f, error, text",
     [
         (lambda o, s, b, v, w: s[...], ValueError, "Can only load scalars"),
-        (lambda o, s, b, v, w: s.set(v), NotImplementedError, "Can only store scalars"),
-        (lambda o, s, b, v, w: s.set(v.sum(), 0), NotImplementedError, "reduce: Unimplemented"),
-        (lambda o, s, b, v, w: s.set((v + w)[0], 0), NotImplementedError, "Non-scalar|slice"),
+        (
+            lambda o, s, b, v, w: s.set(jnp.full(s.shape, o[0])),
+            NotImplementedError,
+            "Can only store scalars|broadcast",
+        ),
+        (lambda o, s, b, v, w: s.set(v), plgpu.LoweringError, r"closes over the array float32\["),
+        (lambda o, s, b, v, w: s.set(v.sum(), 0), plgpu.LoweringError, "reduce: .*closes over"),
+        (lambda o, s, b, v, w: s.set((v + w)[0], 0), plgpu.LoweringError, "closes over the array"),
         (lambda o, s, b, v, w: plgpu.commit_smem(), NotImplementedError, "commit_smem: Unimp"),
         (lambda o, s, b, v, w: plgpu.atomic_add(o.at[0], 1.0), NotImplementedError, "atomic: Un"),
         (
@@ -201,3 +206,37 @@ def test_names():
 
     with pytest.raises(NameError, match="unbound axis name"):
         plgpu.kernel(gone, out_type=F32, interpret=True)()
+
+
+def test_scalars_of_other_blocks(run):
+    """A warp loads from and stores to the SMEM of its cluster's other block."""
+
+    def body(o_ref, s, t, bar):
+        me = lax.axis_index("c")
+        s[0] = me * 10 + 1
+
+        def meet():
+            plgpu.barrier_arrive(bar)
+            plgpu.barrier_wait(bar)
+
+        meet()
+
+        @plgpu.warp_map
+        def _(warp):
+            @pl.when(warp == 1)
+            def _():
+                o_ref[me, 0] = plgpu.cluster_ref(s, {"c": 1 - me})[0]
+                plgpu.cluster_ref(t, {"c": 1 - me})[me] = me + 5
+
+        meet()
+        o_ref[me, 1] = t[1 - me]
+
+    smem = plgpu.SMEM((2,), np.int32)
+    got = run(
+        body,
+        np.zeros((2, 2), np.int32),
+        cluster=(2,),
+        cluster_names=("c",),
+        scratch_types=[smem, smem, plgpu.ClusterBarrier(collective_axes=("c",))],
+    )
+    np.testing.assert_array_equal(got, [[11, 6], [1, 5]])

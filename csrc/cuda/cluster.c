@@ -135,6 +135,11 @@ const char *pm_cluster_target(pm_gen *e, const int64_t *groups, uint32_t n, cons
   return strcmp(k, "tid") || !strcmp(t.at, "tid") ? t.at : once(e, "target", t.at);
 }
 
+const char *pm_cluster_leader(pm_gen *e, int64_t axis) {
+  if (is_whole(e->g, &axis, 1)) return "0";
+  return once(e, "leader", pm_str(e, "cluster_rank() - (%s)", own_part(e, &axis, 1, true)));
+}
+
 const char *pm_cluster_peer(pm_gen *e, int axis, const char *at) {
   const int64_t a = axis;
   if (is_whole(e->g, &a, 1)) return pm_str(e, "(u32)(%s)", at);

@@ -21,7 +21,8 @@ typedef struct barrier {
   pm_val base;
   const int64_t *groups; /* of a cluster barrier that signals other blocks */
   uint32_t n_groups;
-  bool warps; /* each warp arrives */
+  bool leader; /* of them only the one with index 0 */
+  bool warps;  /* each warp arrives */
 } barrier;
 
 static pm_code barrier_of(pm_gen *e, pm_opid op, pm_val ref, barrier *b) {
@@ -45,6 +46,7 @@ static pm_code barrier_of(pm_gen *e, pm_opid op, pm_val ref, barrier *b) {
   b->phase = e->phase[v.base];
   b->base = v.base;
   b->warps = *pm_attr(e->g, v.alloc, PM_ATTR_WARPS);
+  b->leader = *pm_attr(e->g, v.alloc, PM_ATTR_LEADER);
   b->groups = pm_attr_list(e->g, v.alloc, PM_ATTR_CLUSTER, &b->n_groups);
   if (pm_cluster_targets(e->g, b->groups, b->n_groups) == 1) b->n_groups = 0;
   return PM_OK;
@@ -94,8 +96,11 @@ pm_code pm_cuda_BARRIER_TEST(pm_gen *e, pm_opid op) {
 static void arrive_in_cluster(pm_gen *e, const barrier *b, bool relaxed) {
   const long long n = pm_cluster_targets(e->g, b->groups, b->n_groups);
   const char *k = e->lane ? "k" : "tid";
-  const char *target = pm_cluster_target(e, b->groups, b->n_groups, k);
-  if (e->lane) {
+  const char *target = b->leader ? pm_cluster_leader(e, b->groups[0])
+                                 : pm_cluster_target(e, b->groups, b->n_groups, k);
+  if (b->leader) {
+    if (!e->lane) pm_line(e, "if (%s)", pm_first_lane(e));
+  } else if (e->lane) {
     pm_line(e, "for (u32 k = 0; k < %lld; k++)", n);
   } else {
     pm_line(e, "if (tid < %lld)", n);

@@ -2,7 +2,8 @@
  *
  * An array is what this lane has of it, in the order of its layout; a scalar is its value. A ref in
  * GMEM is a pointer to its first element, one in SMEM the shared address of that, as a barrier is
- * of the mbarrier. r0 points at the registers of the result. */
+ * of the mbarrier. r0 points at the registers of the result, r1 ... at those of the INLINE_RESULTs
+ * behind, which effects keep in their order. */
 #include "gen.h"
 
 typedef struct parameter {
@@ -66,6 +67,28 @@ static void of_array(pm_gen *e, pm_val v, parameter *p) {
   p->text = name;
 }
 
+/* The op and the INLINE_RESULTs behind it, as parameters r0 ... */
+static void put_results(pm_gen *e, pm_opid op, pm_text *fn, pm_text *call) {
+  const pm_block *b = &e->g->blocks.at[pm_get(e->g, op)->parent];
+  uint32_t k = 0, n = 0;
+  while (b->ops.at[k] != op) k++;
+  for (; k < b->ops.n; k++) {
+    const pm_op *o = pm_get(e->g, b->ops.at[k]);
+    if (o->code == PM_OP_INLINE && n) break;
+    if (o->code != PM_OP_INLINE && o->code != PM_OP_INLINE_RESULT) continue;
+    const pm_type *t = pm_typeof(e->g, o->out);
+    const char *name = pm_declare(e, o->out, o->out), *sep = call->n ? ", " : "";
+    pm_putf(fn, "%s%s* r%u /* %s */", sep, pm_cpp_type(t->dtype), n++, pm_type_text(e->arena, t));
+    pm_putf(call, "%s%s%s", sep, pm_is_array(e, o->out) ? "" : "&", name);
+  }
+}
+
+/* Its INLINE has made it. */
+pm_code pm_cuda_INLINE_RESULT(pm_gen *e, pm_opid op) {
+  if (e->slot[pm_get(e->g, op)->out].text) return PM_OK;
+  return pm_gen_fail(e, op, PM_E_INTERNAL, "there is no inline_cuda in front of it");
+}
+
 pm_code pm_cuda_INLINE(pm_gen *e, pm_opid op) {
   const pm_op *o = pm_get(e->g, op);
   const char *source = e->g->strings.at[*pm_attr(e->g, op, PM_ATTR_FORMAT)];
@@ -74,7 +97,6 @@ pm_code pm_cuda_INLINE(pm_gen *e, pm_opid op) {
   pm_text_init(&fn, e->arena);
   pm_text_init(&call, e->arena);
   pm_note(e, op, "inline_cuda");
-  const char *out = pm_declare(e, o->out, o->out);
   pm_putf(&fn, "// of the user: %s:%u\nFN void %s(", e->g->strings.at[o->file], o->line, name);
   for (uint32_t k = 0; k < o->n_in; k++, sep = ", ") {
     const pm_val v = pm_in(e->g, op, k);
@@ -90,12 +112,10 @@ pm_code pm_cuda_INLINE(pm_gen *e, pm_opid op) {
     pm_putf(&fn, "%s%s a%u /* %s */", sep, p.type, k, pm_type_text(e->arena, pm_typeof(e->g, v)));
     pm_putf(&call, "%s%s", sep, p.text);
   }
-  const pm_type *result = pm_typeof(e->g, o->out);
-  pm_putf(&fn, "%s%s* r0 /* %s */) {\n%s\n}\n", sep, pm_cpp_type(result->dtype),
-          pm_type_text(e->arena, result), source);
+  put_results(e, op, &fn, &call);
+  pm_putf(&fn, ") {\n%s\n}\n", source);
   pm_put(&e->inlines, fn.at);
   pm_put(&e->inlines, "\n");
-  pm_line(e, "%s(%s%s%s%s);", name, call.n ? call.at : "", sep, pm_is_array(e, o->out) ? "" : "&",
-          out);
+  pm_line(e, "%s(%s);", name, call.at);
   return PM_OK;
 }

@@ -88,10 +88,12 @@ static pm_code check_wgmma_layout(pm_gen *e, pm_opid op, pm_val array) {
 
 /* A in registers */
 static pm_code check_a_layout(pm_gen *e, pm_opid op, pm_val array) {
-  if (pm_dtypes[pm_typeof(e->g, array)->dtype].bits != 8) return check_wgmma_layout(e, op, array);
+  const int bits = pm_dtypes[pm_typeof(e->g, array)->dtype].bits;
+  const char *wanted = bits == 8 ? "wgmma_8bit" : "mma_lhs(32)";
+  if (bits == 16) return check_wgmma_layout(e, op, array);
   const char *name = pm_layout_name(e->arena, pm_value_layout(e->g, array));
-  if (!pm_is_array(e, array) || (name && !strcmp(name, "wgmma_8bit"))) return PM_OK;
-  return pm_gen_fail(e, op, PM_E_INTERNAL, "its array is not in the layout WGMMA_8BIT");
+  if (!pm_is_array(e, array) || (name && !strcmp(name, wanted))) return PM_OK;
+  return pm_gen_fail(e, op, PM_E_INTERNAL, "its array is not in the layout %s", wanted);
 }
 
 static bool mentions(const pm_graph *g, pm_opid op, pm_val v) {
@@ -280,8 +282,8 @@ static uint32_t high_word(const operand *o) {
   return (uint32_t)(o->stride >> 4) | mode << 30;
 }
 
-/* A in registers: words of two or four values in the order of the layout, all of them in front of
- * the first product. */
+/* A in registers: words of one, two or four values in the order of the layout, all of them in front
+ * of the first product. */
 static void pack_a(pm_gen *e, pm_val a) {
   const pm_type *t = pm_typeof(e->g, a);
   const int64_t of_word = 4 / pm_dtypes[t->dtype].bytes, words = pm_type_size(t) / 128 / of_word;
@@ -291,7 +293,8 @@ static void pack_a(pm_gen *e, pm_val a) {
   } else {
     const char *type = pm_cpp_type(t->dtype), *x = pm_at(e, a, "0");
     if (of_word == 4) x = pm_str(e, "%s, %s", x, x);
-    pm_line(e, "const %s x[%lld] = {%s, %s};", type, (long long)of_word, x, x);
+    if (of_word > 1) x = pm_str(e, "%s, %s", x, x);
+    pm_line(e, "const %s x[%lld] = {%s};", type, (long long)of_word, x);
     pm_line(e, "#pragma unroll");
     pm_line(e, "for (int r = 0; r < %lld; r++) pack<%s, %lld>(&a[r], x);", (long long)words, type,
             (long long)of_word);

@@ -187,6 +187,8 @@ uint32_t pm_blocks(const pm_graph *g); /* of a cluster */
 /* Blocks that an arrival signals: how many, and the rank of the k-th. groups: as the attribute. */
 int64_t pm_cluster_targets(const pm_graph *g, const int64_t *groups, uint32_t n);
 const char *pm_cluster_target(pm_gen *e, const int64_t *groups, uint32_t n, const char *k);
+/* The rank of the block with index 0 on the axis, and this block's on the others. */
+const char *pm_cluster_leader(pm_gen *e, int64_t axis);
 /* Rank of the block with coordinate `at` on one axis, else those of this block. */
 const char *pm_cluster_peer(pm_gen *e, int axis, const char *at);
 

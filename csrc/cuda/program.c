@@ -192,6 +192,7 @@ typedef struct survey {
   uint32_t n_words;           /* semaphores of the launch */
   bool *keeps_phase;  /* by value: barrier allocations with a wait that does not know its phase */
   bool meets_cluster; /* a block uses the memory of another one of its cluster */
+  bool in_warps;      /* warps go ways of their own */
 } survey;
 
 static bool in_loop(const pm_graph *g, pm_opid op) {
@@ -240,6 +241,8 @@ static void look(pm_graph *g, pm_opid op, void *ctx) {
     s->e->asks |= code == PM_OP_NEXT_TILE;
   } else if (code == PM_OP_HAND_TILE) {
     s->meets_cluster |= pm_blocks(g) > 1;
+  } else if (code == PM_OP_WARP_MAP) {
+    s->in_warps = true;
   }
 }
 
@@ -285,13 +288,17 @@ static pm_code print_barriers(pm_gen *e, const survey *s) {
   return PM_OK;
 }
 
-/* Behind the body, where a thread has taken its last tile. */
-static pm_code print_counters_done(pm_gen *e) {
+/* Behind the body, where a thread has taken its last tile. Warp 0 speaks for its thread, so other
+ * warps that may still signal or wait are awaited. */
+static pm_code print_counters_done(pm_gen *e, bool in_warps) {
   const pm_program *p = e->program;
   const uint64_t callers = (uint64_t)p->grid[0] * p->grid[1] * p->grid[2] * e->g->n_threads;
   const char *who = PM_ONE_LANE, *done = "counters_done";
   if (!e->n_counters) return PM_OK;
-  if (e->n_counters > e->first_semaphore) who = "if (warp == 0)", done = "counters_done_by_warp";
+  if (e->n_counters > e->first_semaphore) {
+    who = "if (warp == 0)", done = "counters_done_by_warp";
+    if (in_warps) pm_line(e, PM_LANES_SYNC);
+  }
   if (p->shares_grid) { /* as many as there are */
     const char *threads = e->asks && e->g->n_threads > 1 ? pm_str(e, " * %u", e->g->n_threads) : "";
     const char *all = "gridDim.x * gridDim.y * gridDim.z";
@@ -335,7 +342,7 @@ static pm_code print_body(pm_gen *e) {
   PM_TRY(pm_gen_block(e, 1));
   /* the barrier that thread 0 would wait for is left at rest */
   if (e->n_turns) pm_line(e, "if (wg == 0) turn_take(%u);", g->n_threads + 1);
-  PM_TRY(print_counters_done(e));
+  PM_TRY(print_counters_done(e, s.in_warps));
   /* no block may end while another one of its cluster can still reach its shared memory */
   if (s.meets_cluster) pm_line(e, "cluster_sync();");
   return PM_OK;

@@ -763,6 +763,7 @@ static void alloc_barrier(compiler *c, pm_opid op, pm_val v, const pm_type *t) {
                        .count = (uint32_t)pm_type_size(t),
                        .arrivals = (uint32_t)pm_barrier_arrivals(c->g, op),
                        .shared = c->shared[v],
+                       .leader = *pm_attr(c->g, op, PM_ATTR_LEADER),
                        .rank = t->rank,
                        .op = op};
   set_groups(c, op, &info);

@@ -275,6 +275,7 @@ static bool signals(const pm_machine *m, const barrier_info *info, const block *
                     const block *to) {
   uint32_t differ = 0; /* bit g: they differ in group g */
   for (uint32_t d = 0; d < m->n_cluster; d++) {
+    if (info->leader && info->group[d] && to->coord[d]) return false;
     if (from->coord[d] != to->coord[d]) differ |= 1u << info->group[d];
   }
   return !(differ & 1) && !(differ & (differ - 1));

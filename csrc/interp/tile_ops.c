@@ -405,6 +405,7 @@ static const handler pm_vm_PACK = {pm_vm_encode_plain, exec_pack, {0}};
 static const handler pm_vm_LAYOUT_CAST = {pm_vm_encode_alias, NULL, {0}};
 static const handler pm_vm_SET_MAX_REGISTERS = {pm_vm_encode_nothing, NULL, {0}};
 static const handler pm_vm_INLINE = {pm_vm_encode_inline, NULL, {0}};
+static const handler pm_vm_INLINE_RESULT = {pm_vm_encode_inline, NULL, {0}};
 static const handler pm_vm_PRINT_LAYOUT = {pm_vm_encode_nothing, NULL, {0}};
 static const handler pm_vm_SYNC = {pm_vm_encode_plain, exec_nothing, {0}};
 static const handler pm_vm_PDL_WAIT = {pm_vm_encode_plain, exec_nothing, {0}};

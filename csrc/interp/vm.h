@@ -145,6 +145,7 @@ typedef struct barrier_info {
   bool shared;      /* other blocks reach it: it lives as long as the cluster */
   uint8_t n_groups; /* of a cluster barrier */
   uint8_t group[3]; /* per cluster axis, from 1; 0: not collective */
+  bool leader;      /* only blocks with index 0 on its axis are signalled */
   uint8_t rank;
   int64_t dim[PM_MAX_RANK];
   pm_opid op;

@@ -244,23 +244,6 @@ static pm_code split(tiled_shape *s, const int64_t *tile, uint32_t n, pm_err *er
   return PM_OK;
 }
 
-static pm_code check_canonical(const tiled_shape *s, const int64_t *tile, uint32_t n, pm_err *err) {
-  bool same = true, ones = true;
-  for (uint32_t k = 0; k < n; k++) {
-    same = same && tile[k] == s->at[s->n - n + k].size;
-    ones = ones && tile[k] == 1;
-  }
-  if (same) {
-    return pm_fail(err, PM_E_VALUE,
-                   "Tiling: not canonical: a tile equals the dimensions it splits");
-  }
-  if (tile[0] == 1 && n > 1) {
-    return pm_fail(err, PM_E_VALUE, "Tiling: not canonical: %s",
-                   ones ? "a tile of ones is written (1,)" : "a tile begins with 1");
-  }
-  return PM_OK;
-}
-
 /* Give the dims to the warps (4 of them) or lanes (32). */
 static pm_code assign(maker *m, tiled_shape *s, int where, const int64_t *dims, uint32_t n,
                       pm_err *err) {
@@ -322,7 +305,6 @@ pm_code pm_layout_tiled(pm_graph *g, const pm_type *array, const int64_t *const 
                      "Tiling: tile %u has rank %u, but the shape it splits has %u dimensions", k,
                      tile_rank[k], before);
     }
-    if (k && (code = check_canonical(&s, tiles[k], tile_rank[k], err))) return code;
     if ((code = split(&s, tiles[k], tile_rank[k], err))) return code;
     before = tile_rank[k];
   }

@@ -55,8 +55,9 @@ pm_code pm_layout_tiled(pm_graph *g, const pm_type *array, const int64_t *const 
                         const uint32_t *tile_rank, uint32_t n_tiles, const int64_t *warp_dims,
                         uint32_t n_warp, const int64_t *lane_dims, uint32_t n_lane,
                         int64_t vector_dim, pm_layid *out, pm_err *err);
-/* The same in one piece. */
+/* The same in one piece. One that a user gives must be canonical, which names need not be. */
 typedef struct pm_tiling {
+  bool named;
   uint32_t n, rank[PM_MAX_TILES], n_warp, n_lane;
   int64_t tile[PM_MAX_TILES][PM_MAX_RANK], warp[PM_MAX_RANK], lane[PM_MAX_RANK], vector;
 } pm_tiling;

@@ -37,6 +37,7 @@ static bool has_width(const struct named *l) { return strchr(l->tiles, 'e') != N
 
 static void read_tiling(const struct named *l, int64_t bits, pm_tiling *out) {
   memset(out, 0, sizeof *out);
+  out->named = true;
   for (const char *at = l->tiles; *at; out->n++) {
     for (; *at && *at != '/'; out->rank[out->n]++) {
       out->tile[out->n][out->rank[out->n]] = read_number(&at, bits ? 32 / bits : 1);
@@ -51,17 +52,39 @@ static void read_tiling(const struct named *l, int64_t bits, pm_tiling *out) {
 bool pm_layout_named(const char *text, size_t n, int64_t bits, pm_tiling *out) {
   for (size_t k = 0; k < PM_COUNT(named); k++) {
     if (strlen(named[k].text) != n || memcmp(named[k].text, text, n)) continue;
-    if (has_width(&named[k]) != (bits == 4 || bits == 8 || bits == 16)) return false;
+    if (has_width(&named[k]) != (bits == 4 || bits == 8 || bits == 16 || bits == 32)) return false;
     read_tiling(&named[k], bits, out);
     return true;
   }
   return false;
 }
 
+/* Each tile against the dims that it splits: those of the tile before. */
+static pm_code check_canonical(const pm_tiling *t, pm_err *err) {
+  for (uint32_t k = 1; k < t->n; k++) {
+    const uint32_t n = t->rank[k], before = t->rank[k - 1];
+    bool same = n > 0 && n <= before, ones = true;
+    for (uint32_t i = 0; i < n; i++) {
+      same = same && t->tile[k][i] == t->tile[k - 1][before - n + i];
+      ones = ones && t->tile[k][i] == 1;
+    }
+    if (same) {
+      return pm_fail(err, PM_E_VALUE,
+                     "Tiling: not canonical: a tile equals the dimensions it splits");
+    }
+    if (n > 1 && t->tile[k][0] == 1) {
+      return pm_fail(err, PM_E_VALUE, "Tiling: not canonical: %s",
+                     ones ? "a tile of ones is written (1,)" : "a tile begins with 1");
+    }
+  }
+  return PM_OK;
+}
+
 pm_code pm_layout_of_tiling(pm_graph *g, const pm_type *array, const pm_tiling *t, pm_layid *out,
                             pm_err *err) {
   const int64_t *tiles[PM_MAX_TILES];
   for (uint32_t k = 0; k < t->n; k++) tiles[k] = t->tile[k];
+  if (!t->named && check_canonical(t, err)) return err->code;
   return pm_layout_tiled(g, array, tiles, t->rank, t->n, t->warp, t->n_warp, t->lane, t->n_lane,
                          t->vector, out, err);
 }
@@ -85,7 +108,7 @@ static pm_layid make(pm_graph *g, const pm_type *array, const pm_tiling *t, int 
 }
 
 const char *pm_layout_name(pm_arena *a, const pm_layout *l) {
-  static const uint8_t widths[] = {16, 8, 4};
+  static const uint8_t widths[] = {32, 16, 8, 4};
   pm_graph g; /* somewhere to intern */
   memset(&g, 0, sizeof g);
   g.arena = a;

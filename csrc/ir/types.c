@@ -673,6 +673,9 @@ static pm_code check_alloc_barrier(const pm_typing *t) {
   }
   pm_code rc = cluster_axes(t, true);
   if (rc) return rc;
+  if (word(t, PM_ATTR_LEADER) && t->g->lists.at[word(t, PM_ATTR_CLUSTER)] != 2) {
+    FAIL(NOT_IMPLEMENTED, "ClusterBarrier: leader_tracked needs one cluster axis, not grouped");
+  }
   int64_t of_phase = senders(t->g, &t->g->lists.at[word(t, PM_ATTR_CLUSTER)]);
   if (arrivals > MAX_ARRIVALS / of_phase) {
     FAIL(VALUE, "Barrier: num_arrivals is %" PRId64 "; at most %" PRId64 " are accepted", arrivals,
@@ -1094,12 +1097,6 @@ static pm_code pm_type_wgmma(const pm_typing *t, pm_type *out) {
   if (!rc) rc = product_dtypes(t);
   if (!rc) rc = product_depth(t);
   if (rc) return rc;
-  if (a->kind == PM_ARRAY && a->dtype == PM_F32) {
-    FAIL(NOT_IMPLEMENTED,
-         "wgmma: a is %s, in registers; float32 operands are read from SMEM: store it to a ref, "
-         "commit_smem(), and pass the ref",
-         show(t, a));
-  }
   const int64_t n = acc->dim[1];
   if (acc->dtype == PM_I32 && n % 16 && n != 8 && n != 24) {
     FAIL(VALUE, "wgmma: acc has shape %s; for %s operands N must be a multiple of 16, or 8, or 24",

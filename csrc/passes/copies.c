@@ -16,7 +16,8 @@
  *
  * The blocks that share a collective copy take equal parts of one digit, the slowest one that can
  * be cut so: chunks of columns first, then rows. The number of the part is a digit of its own,
- * which is neither in the box nor a loop.
+ * which is neither in the box nor a loop. Where no tensor map fits at all (pitches), each block
+ * copies all for itself, which leaves the same behind.
  *
  * Axes stay as they are if that is legal; else neighbours that are taken whole are merged, which
  * lowers the rank and makes pitches legal that are not multiples of 16 bytes. */
@@ -498,7 +499,11 @@ static pm_code plan(const pm_graph *g, pm_opid op, pm_copy_plan *p, pm_err *err)
   for (int k = 0; k < p->smem.rank; k++) p->bytes *= p->smem.dim[k].size;
   p->engine = engine;
   p->share.count = 1;
-  if (sharers(g, op) > 1) return plan_collective(g, op, p, sharers(g, op), err);
+  const int64_t parts = sharers(g, op);
+  if (parts > 1) {
+    p->alone = engine == PM_ENGINE_AUTO && plan_tma(g, p, 1);
+    if (!p->alone) return plan_collective(g, op, p, parts, err);
+  }
   if (engine == PM_ENGINE_PLAIN) return PM_OK;
   const char *why;
   if (engine != PM_ENGINE_TMA) {
@@ -582,12 +587,15 @@ static void plan_one(pm_graph *g, pm_opid op, void *ctx) {
   s->code = pm_plan_copy(g, op, s->target, &p, s->err);
   if (s->code) return;
   *pm_attr(g, op, PM_ATTR_ENGINE) = p.engine;
+  if (p.alone) pm_set_list(g, op, PM_ATTR_CLUSTER, NULL, 0);
   if (p.why && p.bytes >= WORTH_A_WARNING) {
     const pm_op *o = pm_get(g, op);
     pm_vec_push(
         g->arena, &g->warnings,
-        pm_printf(g->arena, "%s:%u: %s of %lld bytes is done by loads and stores of all lanes: %s",
-                  g->strings.at[o->file], o->line, pm_ops[code].text, (long long)p.bytes, p.why));
+        pm_printf(g->arena,
+                  "%s:%u: %s of %lld bytes is done by loads and stores of all lanes%s: %s",
+                  g->strings.at[o->file], o->line, pm_ops[code].text, (long long)p.bytes,
+                  p.alone ? " of each block" : "", p.why));
   }
 }
 

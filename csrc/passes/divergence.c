@@ -17,6 +17,7 @@ typedef struct checker {
   pm_err *err;
   pm_code code;
   int64_t turns;
+  pm_opid warps; /* the WARP_MAP that is looked into */
 } checker;
 
 static void fail(checker *c, pm_graph *g, pm_opid op, const char *why) {
@@ -72,11 +73,30 @@ static void fail_in_warp(checker *c, pm_graph *g, pm_opid op, pm_code code, cons
   pm_err_op(c->err, g, op);
 }
 
+/* The array from outside of the WARP_MAP that the op uses; NULL: none. */
+static const pm_type *captured(const pm_graph *g, pm_opid op, pm_opid warps) {
+  for (uint32_t k = 0; k < pm_get(g, op)->n_in; k++) {
+    const pm_value *v = pm_value_of(g, pm_in(g, op, k));
+    if (v->type.kind != PM_ARRAY || !v->type.rank) continue;
+    pm_opid around = g->blocks.at[v->def ? pm_get(g, v->def)->parent : v->block].parent;
+    while (around && around != warps) around = g->blocks.at[pm_get(g, around)->parent].parent;
+    if (!around && !(v->def && pm_get(g, v->def)->code == PM_OP_CONST)) return &v->type;
+  }
+  return NULL;
+}
+
 static void check_in_warp(pm_graph *g, pm_opid op, void *ctx) {
+  const checker *c = ctx;
   const pm_op *o = pm_get(g, op);
-  const pm_type *array = array_of(g, op);
+  const pm_type *array = array_of(g, op), *from_outside = captured(g, op, c->warps);
   uint32_t n = 0;
-  if (o->code == PM_OP_WARP_MAP) {
+  if (from_outside) {
+    fail_in_warp(ctx, g, op, PM_E_LOWERING,
+                 pm_printf(g->arena,
+                           "warp-level code (plgpu.warp_map, WarpMesh) closes over the array %s; "
+                           "only refs and scalars can be used there",
+                           pm_type_text(g->arena, from_outside)));
+  } else if (o->code == PM_OP_WARP_MAP) {
     fail_in_warp(ctx, g, op, PM_E_LOWERING, "warp_map and WarpMesh cannot be nested");
   } else if (o->code == PM_OP_LOAD && array) {
     fail_in_warp(ctx, g, op, PM_E_VALUE, "Can only load scalars in warp-level code");
@@ -101,7 +121,10 @@ static void check_in_warp(pm_graph *g, pm_opid op, void *ctx) {
 
 static void check_op(pm_graph *g, pm_opid op, void *ctx) {
   checker *c = ctx;
-  if (pm_get(g, op)->code == PM_OP_WARP_MAP) pm_walk(g, pm_region(g, op, 0), check_in_warp, c);
+  if (pm_get(g, op)->code == PM_OP_WARP_MAP) {
+    c->warps = op;
+    pm_walk(g, pm_region(g, op, 0), check_in_warp, c);
+  }
   const pm_op *o = pm_get(g, op);
   if (o->code == PM_OP_TAKE_TURN || o->code == PM_OP_PASS_TURN) check_turn(c, g, op);
   for (uint32_t k = 0; k < o->n_in; k++) {

@@ -470,7 +470,7 @@ static pm_layid named(pm_graph *g, const char *name, pm_val v) {
 /* The layout that an op demands of operand k, or of its result where k is their number; 0: none.
  */
 static pm_layid demanded(pm_graph *g, pm_opid op, uint32_t k) {
-  static const char bytes[] = "wgmma_8bit";
+  const char *bytes = "wgmma_8bit";
   const pm_op *o = pm_get(g, op);
   const pm_val v = k < o->n_in ? pm_in(g, op, k) : o->n_out ? o->out : 0;
   if (!v || !is_array(g, v)) return 0;
@@ -480,7 +480,8 @@ static pm_layid demanded(pm_graph *g, pm_opid op, uint32_t k) {
     case PM_OP_ALLOC_ACC:
     case PM_OP_ACC_STORE: return wgmma_of(g, v);
     case PM_OP_WGMMA: /* A in registers */
-      if (pm_dtypes[t.dtype].bits == 8) return pm_layout_by_name(g, bytes, sizeof bytes - 1, &t);
+      if (t.dtype == PM_F32) return named(g, "mma_lhs", v);
+      if (pm_dtypes[t.dtype].bits == 8) return pm_layout_by_name(g, bytes, strlen(bytes), &t);
       return wgmma_of(g, v);
     case PM_OP_MMA:
       return k == 1 ? named(g, "mma_lhs", v) : k == 2 ? named(g, "mma_rhs", v) : wgmma_of(g, v);
@@ -959,7 +960,7 @@ static void warn_cast(pass *p, pm_opid op) {
 static void rewrite(pass *p, pm_opid op) {
   pm_graph *g = p->g;
   const pm_op o = *pm_get(g, op);
-  if (o.code == PM_OP_INLINE) { /* its result is where its text puts it */
+  if (o.code == PM_OP_INLINE || o.code == PM_OP_INLINE_RESULT) { /* where the text puts it */
     if (varies(p, o.out)) set_result(p, op, given_layout(g, op));
     return;
   }

@@ -120,6 +120,7 @@ typedef struct pm_box_loop {
 typedef struct pm_copy_plan {
   int engine;         /* PM_ENGINE_TMA, BULK or PLAIN */
   const char *why;    /* PLAIN: why no engine can do it, for warnings and dumps */
+  bool alone;         /* a collective copy that each block does for itself: no tensor map fits */
   pm_view gmem, smem; /* physical views of both sides */
   int64_t bytes;      /* that arrive in SMEM (or leave it): all boxes, out-of-range parts too */
   pm_tensor_map map;

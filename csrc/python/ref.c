@@ -983,23 +983,24 @@ static PyObject *alloc_smem(PyObject *module, PyObject *args, PyObject *kw) {
 }
 
 static PyObject *alloc_barrier(PyObject *module, PyObject *args, PyObject *kw) {
-  static char *names[] = {"shape", "arrivals", "name", "cluster", NULL};
+  static char *names[] = {"shape", "arrivals", "name", "cluster", "leader", NULL};
   (void)module;
   PyObject *shape, *cluster = Py_None;
   int64_t groups[2 * PM_MAX_RANK];
-  int arrivals;
+  int arrivals, leader = 0;
   const char *name = NULL;
   pm_type type = {.kind = PM_BARRIER, .space = PM_SMEM};
-  if (!PyArg_ParseTupleAndKeywords(args, kw, "Oi|zO:alloc_barrier", names, &shape, &arrivals, &name,
-                                   &cluster))
+  if (!PyArg_ParseTupleAndKeywords(args, kw, "Oi|zOi:alloc_barrier", names, &shape, &arrivals,
+                                   &name, &cluster, &leader))
     return NULL;
   pmpy_trace *t = begin_alloc("Barrier");
   if (!t || pmpy_shape(shape, "Barrier", &type)) return NULL;
   int n = cluster == Py_None ? 0 : pmpy_ints(cluster, "ClusterBarrier", groups, PM_COUNT(groups));
   if (n < 0) return NULL;
-  pm_attr_arg attrs[2] = {{.id = PM_ATTR_ARRIVALS, .i = arrivals},
-                          {.id = PM_ATTR_CLUSTER, .list = groups, .n = (uint32_t)n}};
-  return allocated(t, pmpy_emit(t, PM_OP_ALLOC_BARRIER, NULL, 0, &type, attrs, 2), name);
+  pm_attr_arg attrs[] = {{.id = PM_ATTR_ARRIVALS, .i = arrivals},
+                         {.id = PM_ATTR_CLUSTER, .list = groups, .n = (uint32_t)n},
+                         {.id = PM_ATTR_LEADER, .i = leader}};
+  return allocated(t, pmpy_emit(t, PM_OP_ALLOC_BARRIER, NULL, 0, &type, attrs, 3), name);
 }
 
 /* first < 0: of the block, else the place of the first one among those of the launch */
@@ -1092,6 +1093,21 @@ static PyObject *inline_cuda(PyObject *module, PyObject *const *args, Py_ssize_t
   return v ? pmpy_traced_new(t, v, false) : NULL;
 }
 
+/* inline_result(shape, dtype, layout): the next one */
+static PyObject *inline_result(PyObject *module, PyObject *const *args, Py_ssize_t n) {
+  (void)module;
+  pm_type type = {.kind = PM_ARRAY, .space = PM_REGS};
+  pm_attr_arg attr = {.id = PM_ATTR_LAYOUT};
+  pm_dtype d;
+  if (n != 3) return pmpy_fail(PM_E_TYPE, "inline_result: expected three arguments");
+  pmpy_trace *t = pmpy_begin("inline_cuda", NULL);
+  if (!t || pmpy_shape(args[0], "inline_cuda", &type) || pmpy_dtype_from(args[1], &d)) return NULL;
+  type.dtype = (uint8_t)d;
+  if (type.rank && !(attr.i = pmpy_layout(t, args[2], &type))) return NULL;
+  pm_val v = pmpy_emit(t, PM_OP_INLINE_RESULT, NULL, 0, &type, &attr, 1);
+  return v ? pmpy_traced_new(t, v, false) : NULL;
+}
+
 static PyObject *cluster_ref(PyObject *module, PyObject *const *args, Py_ssize_t n) {
   (void)module;
   pmpy_arg index;
@@ -1147,11 +1163,13 @@ PyMethodDef pmpy_ref_functions[] = {
     {"alloc_smem", KEYWORDS(alloc_smem),
      "alloc_smem(shape, dtype, tiling=None, swizzle=0, given=False, name=None, union=None) -> Ref"},
     {"alloc_barrier", KEYWORDS(alloc_barrier),
-     "alloc_barrier(shape, arrivals, name=None, cluster=None) -> Ref"},
+     "alloc_barrier(shape, arrivals, name=None, cluster=None, leader=0) -> Ref"},
     {"fix_transforms", (PyCFunction)(void (*)(void))fix_transforms, METH_FASTCALL,
      "fix_transforms(ref, tiling, swizzle): how it lies in SMEM; ValueError if it was given"},
     {"inline_cuda", (PyCFunction)(void (*)(void))inline_cuda, METH_FASTCALL,
      "inline_cuda(source, args, shape, dtype, layout) -> Array"},
+    {"inline_result", (PyCFunction)(void (*)(void))inline_result, METH_FASTCALL,
+     "inline_result(shape, dtype, layout) -> Array, a further one of the inline_cuda before"},
     {"alloc_semaphore", KEYWORDS(alloc_semaphore),
      "alloc_semaphore(shape, first, name=None) -> Ref; first < 0: of the block, else of the "
      "launch, where its first word is"},

@@ -456,6 +456,7 @@ class Gen(Hopper, Expressions):
             (
                 ("float16", "float32", (-8, 8)),
                 ("bfloat16", "float32", (-8, 8)),
+                ("float32", "float32", (-8, 8)),
                 ("float8_e4m3fn", "float32", (-2, 2)),
                 ("float8_e5m2", "float32", (-2, 2)),
                 ("int8", "int32", (-128, 127)),
@@ -464,7 +465,8 @@ class Gen(Hopper, Expressions):
                 ("uint4", "int32", (0, 15)),
             )
         )
-        step = 16 if dtype.endswith("float16") else 64 if dtype.endswith("int4") else 32
+        depths = {"float32": 8, "float16": 16, "bfloat16": 16, "int4": 64, "uint4": 64}
+        step = depths.get(dtype, 32)
         m, n = self.pick({64: 4, 128: 1}), 8 * self.rng.randint(1, 4)
         k = step * self.rng.randint(1, 2)
         layout = f"plgpu.Layout.MMA_LHS(jnp.{dtype})"

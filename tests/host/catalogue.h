@@ -884,6 +884,7 @@ FN u32 wgmma_address(u32 a, u32 leading) {
   HOST_WGMMA_HALF(N, f32, bf16)                                                    \
   HOST_WGMMA_HALF(N, f16, f16)                                                     \
   HOST_WGMMA_SMEM(wgmma_m64n##N##k8_f32_tf32_kk, N, f32, tf32, tf32, false, false) \
+  HOST_WGMMA_REGS(wgmma_m64n##N##k8_f32_tf32_rk, N, f32, tf32, tf32, false)        \
   HOST_WGMMA_BYTE(N, f32, e4m3)                                                    \
   HOST_WGMMA_BYTE(N, f32, e5m2)                                                    \
   HOST_WGMMA_BYTE(N, f16, e4m3)                                                    \
@@ -906,6 +907,7 @@ FN u32 wgmma_address(u32 a, u32 leading) {
 typedef f32 HostRegister_f32;
 typedef u32 HostRegister_f16;
 typedef i32 HostRegister_s32;
+HOST_MMA(8, f32, tf32)
 HOST_MMA(16, f32, f16)
 HOST_MMA(16, f32, bf16)
 HOST_MMA(32, f32, e4m3) HOST_MMA(32, f32, e5m2) HOST_MMA(32, s32, s8) HOST_MMA(32, s32, u8)

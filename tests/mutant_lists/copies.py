@@ -127,3 +127,32 @@ breaks(
         'for (int r = 0; r < %lld; r++) %s[0] = %s;", n, name, p->text',
     ),
 )
+breaks(
+    f"{CUDA}/program.c",
+    f"{SEMAPHORES}::test_the_last_thing_warps_do",
+    counters_are_cleared_before_all_warps=(
+        "    if (in_warps) pm_line(e, PM_LANES_SYNC);\n",
+        "    (void)in_warps;\n",
+    ),
+)
+breaks(
+    f"{CUDA}/emit_inline.c",
+    f"{INLINE}::test_several_results",
+    all_results_are_the_first=("pm_cpp_type(t->dtype), n++,", "pm_cpp_type(t->dtype), n,"),
+)
+breaks(
+    f"{PASSES}/copies.c",
+    "test_cluster.py::test_multicast_of_any_pitch",
+    copies_alone_are_shared_too=(
+        "  if (p.alone) pm_set_list(g, op, PM_ATTR_CLUSTER, NULL, 0);\n",
+        "",
+    ),
+)
+breaks(
+    f"{CUDA}/cluster.c",
+    "test_cluster.py::test_leader_waits",
+    the_leader_is_this_block=(
+        'once(e, "leader", pm_str(e, "cluster_rank() - (%s)",',
+        'once(e, "leader", pm_str(e, "cluster_rank() - 0 * (%s)",',
+    ),
+)

@@ -75,3 +75,11 @@ breaks(
         "} else if (v.dim[2 - k].inner < 1) {",
     ),
 )
+breaks(
+    f"{PASSES}/layouts.c",
+    f"{PRODUCTS}::test_wgmma_of_float32",
+    words_of_a_lie_as_halves=(
+        'if (t.dtype == PM_F32) return named(g, "mma_lhs", v);',
+        'if (t.dtype == PM_BOOL) return named(g, "mma_lhs", v);',
+    ),
+)
