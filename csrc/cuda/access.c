@@ -530,14 +530,33 @@ static void split_swizzle(access *a) {
   a->split = true;
 }
 
-/* "(p ^ low) + high" for vector i */
+/* The pieces of a sum, with those that go beyond 16 bytes in two: the part inside and the rest. */
+static pm_sum split_chunks(const pm_sum *s, int64_t bytes) {
+  enum { CHUNK = 16 };
+  pm_sum out = {.total = s->total};
+  for (uint32_t k = 0; k < s->n; k++) {
+    const pm_piece p = s->at[k];
+    const int64_t inside = p.mul * bytes < CHUNK ? CHUNK / (p.mul * bytes) : 0;
+    if (inside && inside < p.size && p.size % inside == 0) {
+      add_piece(&out, p.div, inside, p.mul);
+      add_piece(&out, p.div * inside, p.size / inside, p.mul * inside);
+    } else {
+      add_piece(&out, p.div, p.size, p.mul);
+    }
+  }
+  return out;
+}
+
+/* "(p ^ low) + high" for vector i. What lies inside of a chunk of 16 bytes is high too: the pattern
+ * does not touch it, and as part of an address it costs nothing. */
 static const char *split_text(access *a) {
   pm_gen *e = a->e;
-  pm_sum low = {.total = a->part[REG].total}, high = low;
+  const pm_sum sum = split_chunks(&a->part[REG], a->bytes);
+  pm_sum low = {.total = sum.total}, high = low;
   bool rows = false;
-  for (uint32_t k = 0; k < a->part[REG].n; k++) {
-    const pm_piece p = a->part[REG].at[k];
-    const bool is_low = p.mul * a->bytes < PATTERN;
+  for (uint32_t k = 0; k < sum.n; k++) {
+    const pm_piece p = sum.at[k];
+    const bool is_low = p.mul * a->bytes < PATTERN && (p.size - 1) * p.mul * a->bytes >= 16;
     pm_sum *s = is_low ? &low : &high;
     s->at[s->n++] = p;
     rows = rows || (is_low && (p.size - 1) * p.mul * a->bytes >= 128);

@@ -1,8 +1,9 @@
 """Product of an array of 16-bit floats with weights of 8 or 4 bits, on Hopper's tensor cores.
 
 The transposed product is computed: out.T = weights @ x.T. So the weights are the left operand,
-which tensor cores take from registers: a consumer loads its 64 rows of a slot as they are, brings
-them into order as bytes, and only then makes floats of them. Scales are not multiplied with weights
+which tensor cores take from registers: a consumer loads its 64 rows of a slot, each lane the bytes
+that it needs, and makes floats of them. (Wider loads and shuffles between lanes take more of the
+integer units, which are the limit.) Scales are not multiplied with weights
 but with sums: the products of a group of K add up in accumulators of their own, and go into float32
 sums with one multiplication. That is exact, and few operations where x has few rows.
 
@@ -130,7 +131,7 @@ def _product(
         def consume(thread):
             me, turn = (thread % consumers, thread // consumers) if turns > 1 else (thread, 0)
 
-            def mine(count):
+            def share(count):
                 """How many of so many it is this thread's turn to take."""
                 return count // turns if count % turns == 0 else (count - turn + turns - 1) // turns
 
@@ -150,10 +151,9 @@ def _product(
                         now = first + i * every
                         slot = now % p.stages
                         plgpu.barrier_wait(full.at[slot], phase=now // p.stages)
-                        words = plgpu.load(
-                            w_smem.at[slot, pl.ds(me * 64, 64)], layout=plgpu.Layout.WGMMA_UPCAST_4X
-                        )
-                        weights = plgpu.layout_cast(words, plgpu.Layout.WGMMA).astype(dtype)
+                        mine = w_smem.at[slot, pl.ds(me * 64, 64)]
+                        weights = plgpu.load(mine, layout=plgpu.Layout.WGMMA, optimized=False)
+                        weights = weights.astype(dtype)
                         plgpu.wgmma(acc, weights, x_smem.at[slot].T)
                         plgpu.wgmma_wait(0)
                         plgpu.barrier_arrive(empty.at[slot])
@@ -172,7 +172,7 @@ def _product(
                 first = rank * p.groups if scale_groups > 1 else 0
                 s = scales_of(first + (turn if p.groups > 1 else 0), col) if scales else None
                 if p.groups == 1:
-                    return scaled(product(it + turn, mine(p.steps), turns), s)
+                    return scaled(product(it + turn, share(p.steps), turns), s)
 
                 def one(i, carry):
                     total, s = carry
@@ -184,7 +184,7 @@ def _product(
 
                 zeros = plgpu.layout_cast(jnp.zeros((64, tile), f32), plgpu.Layout.WGMMA)
                 # NVRTC 13.0 takes the last step apart and then unrolls what it knows the count of
-                count = lax.optimization_barrier(jnp.int32(mine(p.groups)))
+                count = lax.optimization_barrier(jnp.int32(share(p.groups)))
                 return lax.fori_loop(0, count, one, (zeros, s))[0]
 
             def store(value, row, col):
