@@ -23,6 +23,10 @@ static const char *add_own(pm_gen *e, const char *name, const char *text) {
   return add(e, name, e->options->entry_only ? NULL : text);
 }
 
+/* Registers that one statement takes where it need not take all: the compiler's time grows with the
+ * square of the operands. (With fewer in a pin, ptxas made attention 1 % slower.) */
+enum { PINNED_AT_ONCE = 32, READ_AT_ONCE = 16 };
+
 /* "+f"(d[0]), "+f"(d[1]), ... */
 static void put_registers(pm_text *t, const char *constraint, int64_t n) {
   for (int64_t k = 0; k < n; k++) {
@@ -37,13 +41,19 @@ const char *pm_family_pin(pm_gen *e, pm_dtype acc, int64_t n) {
   pm_text t;
   pm_text_init(&t, e->arena);
   pm_putf(&t, "// no access to these registers moves across\nFN void %s(%s* d) {\n", name, type);
-  pm_put(&t, "  asm volatile(\"\" :\n    ");
-  put_registers(&t, acc == PM_F32 ? "+f" : "+r", n);
-  pm_put(&t, "\n    :: \"memory\");\n}\n");
+  for (int64_t from = 0; from < n; from += PINNED_AT_ONCE) {
+    pm_put(&t, "  asm volatile(\"\" : ");
+    for (int64_t k = from; k < pm_min(n, from + PINNED_AT_ONCE); k++) {
+      pm_putf(&t, "%s\"+%s\"(d[%lld])", k > from ? ", " : "", acc == PM_F32 ? "f" : "r",
+              (long long)k);
+    }
+    pm_put(&t, " :: \"memory\");\n");
+  }
+  pm_put(&t, "}\n");
   return add_own(e, name, t.at);
 }
 
-/* ---- accumulators that are registers of PTX --------------------------------------------------- */
+/* ---- accumulators that are registers of PTX ------------------------------------------------ */
 
 /* Of an accumulator acc they are acc_0, acc_1, ...; asm volatile keeps its order. */
 
@@ -71,14 +81,13 @@ const char *pm_family_list(pm_gen *e, const char *acc, int64_t first, int64_t n)
 }
 
 const char *pm_family_read(pm_gen *e, const char *acc, pm_dtype d, int64_t first, int64_t n) {
-  enum { AT_ONCE = 16 }; /* the compiler's time grows with the square of the operands */
   const char *name = part_name(e, acc, "read", first, n), *type = pm_dtypes[d].short_name;
   if (find(e, name)) return name;
   pm_text t;
   pm_text_init(&t, e->arena);
   pm_putf(&t, "FN void %s(%s* d) {\n", name, pm_cpp_type(d));
-  for (int64_t from = 0; from < n; from += AT_ONCE) {
-    const int64_t count = pm_min(n - from, AT_ONCE);
+  for (int64_t from = 0; from < n; from += READ_AT_ONCE) {
+    const int64_t count = pm_min(n - from, READ_AT_ONCE);
     pm_put(&t, "  asm volatile(\"");
     for (int64_t k = 0; k < count; k++) {
       pm_putf(&t, "%smov.%s %%%lld, %s_%lld;", !k ? "" : k % 4 ? " " : "\"\n    \"", type,
