@@ -53,7 +53,7 @@ const char *pm_family_pin(pm_gen *e, pm_dtype acc, int64_t n) {
   return add_own(e, name, t.at);
 }
 
-/* ---- accumulators that are registers of PTX ------------------------------------------------ */
+/* ---- accumulators that are registers of PTX ----------------------------------------------- */
 
 /* Of an accumulator acc they are acc_0, acc_1, ...; asm volatile keeps its order. */
 

@@ -692,8 +692,8 @@ breaks(
     words_of_b_are_exchanged=('(b), \\"r\\"(b_high)', '(b_high), \\"r\\"(b)'),
     products_forget_the_accumulator=('w->fresh && !k ? "ne" : "eq");', 'w->fresh ? "ne" : "eq");'),
     pins_leave_out_the_last=(
-        'put_registers(&t, acc == PM_F32 ? "+f" : "+r", n);',
-        'put_registers(&t, acc == PM_F32 ? "+f" : "+r", n - 1);',
+        "k < pm_min(n, from + PINNED_AT_ONCE)",
+        "k < pm_min(n - 1, from + PINNED_AT_ONCE)",
     ),
 )
 breaks(
