@@ -30,6 +30,7 @@ from pallas_mgpu import ops
 
 F16, F32, BF16 = np.dtype(np.float16), np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)
 I8, I4 = np.dtype(np.int8), np.dtype(ml_dtypes.int4)
+F8 = np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.float8_e5m2)
 UNIT = {F16: 2**-10, BF16: 2**-7, F32: 2**-20}  # of the last place, and of sums of float32
 EXTENTS = (1, 2, 3, 5, 7, 8, 13, 16, 17, 31, 32, 33, 48, 61, 63, 64, 65, 72, 96, 100, 127, 128)
 EXTENTS += (129, 131, 160, 191, 192, 193, 200, 255, 256, 257, 264, 300, 320, 385)
@@ -42,13 +43,14 @@ class Call:
     def __init__(self, seed):
         self.rng, self.numbers = random.Random(seed), np.random.default_rng(seed)
         self.seed, self.cores, self.options, self.close = seed, self.pick(1, 2, 3, 6, 132), {}, None
+        self.names = ()  # of the last arrays, as arguments
         self.name = self.pick(*MAKERS)
         while True:
             try:
                 self.arrays, self.want = MAKERS[self.name](self)
                 break
             except Again:
-                self.options = {}
+                self.options, self.names = {}, ()
         self.arrays = [self.anywhere(x) for x in self.arrays]
 
     def __repr__(self):
@@ -132,6 +134,7 @@ def _matmul(c):
     arrays = [a, b]
     if c.chance(0.4):
         arrays.append(c.factor((n,), dtype, exact))
+        c.names = ("bias",)
         want = want + arrays[2].astype(np.float64)
     if c.chance(0.3):
         c.options["activation"] = "relu"
@@ -156,6 +159,49 @@ def _matmul(c):
     return arrays, c.rounded(want, out, exact, k)
 
 
+def _matmul_of_8_bits(c):
+    """All exact: the tensor cores' sums have about 14 bits."""
+    m, n, k = c.extent(), c.extent(), c.pick(c.extent(), 130, 300)
+    need(m * n * k <= WORK)
+    ta, tb, blocks = c.chance(0.3), c.chance(0.6), c.chance(0.4)
+
+    def factor(shape):
+        return c.numbers.integers(-4, 5, shape).astype(np.float32).astype(c.pick(*F8))
+
+    def scale(*shape):
+        return c.numbers.choice([0.5, 1, 2], shape).astype(np.float32)
+
+    a, b = factor((k, m) if ta else (m, k)), factor((n, k) if tb else (k, n))
+    c.options |= {"transpose_a": True} if ta else {}
+    c.options |= {"transpose_b": True} if tb else {}
+    out, arrays, names = c.out_dtype(BF16), [a, b], []
+    left, right = (a.T if ta else a).astype(np.float64), (b.T if tb else b).astype(np.float64)
+    bias = c.numbers.integers(-9, 10, n).astype(c.pick(F16, BF16, F32)) if c.chance(0.3) else None
+    if bias is not None:
+        arrays.append(bias)
+        names.append("bias")
+    parts = -(-k // 128)
+    if blocks:
+        scales = {"scale_a": scale(m, parts), "scale_b": scale(-(-n // 128), parts)}
+        left = left * np.repeat(scales["scale_a"], 128, 1)[:, :k]
+        right = right * np.repeat(np.repeat(scales["scale_b"], 128, 0)[:n], 128, 1)[:, :k].T
+    else:
+        forms_a, forms_b = ((), (1,), (1, 1), (m,), (m, 1)), ((), (1,), (1, 1), (n,), (1, n))
+        forms = {"scale_a": c.pick(None, *forms_a), "scale_b": c.pick(None, *forms_b)}
+        scales = {name: scale(*form) for name, form in forms.items() if form is not None}
+        left = left * scales.get("scale_a", np.ones(1)).reshape(-1, 1)
+        right = right * scales.get("scale_b", np.ones(1)).reshape(1, -1)
+    arrays += scales.values()
+    c.names = (*names, *scales)
+    want = multiplied(left, right) + (0 if bias is None else bias.astype(np.float64))
+    need(np.abs(want).max() < 6e4)
+    if not blocks and c.chance(0.4):
+        c.options["config"] = ops.MatmulConfig(
+            c.pick(1, 2), c.pick(64, 128, 256), c.pick(0, 2, 3), c.pick(1, 2), step=128
+        )
+    return arrays, c.rounded(want, out, True)
+
+
 def _mixed(c):
     step = c.pick(64, 128)
     groups = c.pick(0, 1, 2, 3, 4)
@@ -176,9 +222,11 @@ def _mixed(c):
     if c.chance(0.5):
         split = c.pick(*(s for s in (1, 2, 4, 8) if groups < 2 or groups % s == 0))
         tile = c.pick(16, 32) if split > 1 else 16 * c.rng.randint(1, 8)
+        consumers = c.rng.randint(1, 3)
         c.options["config"] = ops.MixedConfig(
-            c.rng.randint(1, 3), tile, split, c.pick(0, 2, 3), step, c.rng.randint(1, 3)
-        )
+            consumers, tile, split, c.pick(0, 2, 3), step, c.rng.randint(1, 3),
+            c.pick(1, 2) if tile <= 32 and consumers < 3 else 1,
+        )  # fmt: skip
     want = c.rounded(multiplied(x, factors.T), out, exact)
     if not exact:
         c.close = UNIT[out], 2e-6 * math.sqrt(k) * np.abs(factors).max()
@@ -343,6 +391,7 @@ def _attention(c):
 
 MAKERS = {
     "matmul": _matmul,
+    "matmul of 8 bits": _matmul_of_8_bits,
     "mixed_matmul": _mixed,
     "ragged_dot": _ragged,
     "transposed_ragged_dot": _transposed_ragged,
@@ -424,11 +473,10 @@ def compiled(kernel, arrays, spills):
 def check(call, ways=("interpret", "host")):
     """Runs a call in some ways. Raises Wrong, or what the call raises; returns the bytes that
     registers of its kernels spill."""
-    spills, f = [], getattr(ops, call.name)
+    spills, f = [], getattr(ops, call.name.split()[0])
     arrays, options = list(call.arrays), dict(call.options)
-    if call.name == "matmul" and len(arrays) == 3:
-        options["bias"] = arrays[2]
-    positional = arrays[:2] if call.name == "matmul" else arrays
+    positional = arrays[: len(arrays) - len(call.names)]
+    options |= zip(call.names, arrays[len(positional) :])
     with on_cores(call.cores), warnings.catch_warnings():
         warnings.simplefilter("error")
         if "config" in options:  # odd ones may be slow
@@ -452,8 +500,7 @@ def check(call, ways=("interpret", "host")):
             step_by_step(target, arrays, lambda k, a: compiled(k, a, spills))
         if "cuda" in ways:
             on_gpu = [plgpu.device_put(x) for x in arrays]
-            if "bias" in options:
-                options["bias"] = on_gpu[2]
+            options |= zip(call.names, on_gpu[len(positional) :])
             got = f(*on_gpu[: len(positional)], **options)
             got = tuple(x.numpy() for x in got) if isinstance(got, tuple) else got.numpy()
             compare("cuda", call, got)
