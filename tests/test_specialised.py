@@ -518,6 +518,8 @@ def test_a_fresh_accumulator_is_overwritten(run, rng, a_in_registers, half, rows
     ]
     text = text_of(run, body, out, a, b, scratch_types=scratch)
     assert len(re.findall(r"_fresh\w*\(", text)) == 1 and not re.search(r"acc_\d+\[r\] = 0", text)
+    # no reading of the registers moves up across the wait
+    assert re.search(r"wgmma_wait<0>\(\);\s+pin_[fu]32_\d+\(&acc_\d+\[0\]\);", text)
     np.testing.assert_allclose(
         run(body, out, a, b, scratch_types=scratch),
         4 * (a.astype(f32) @ b.astype(f32)),
