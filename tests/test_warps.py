@@ -46,12 +46,12 @@ def test_scalars(run, form):
     np.testing.assert_array_equal(got, [0, -1, 20, 30, 10, 20, 0, 0])
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.int8])
-def test_producer_and_consumer(run, rng, dtype):
+@pytest.mark.parametrize("dtype, n", [(np.float32, 24), (np.int8, 24), (np.int8, 161)])
+def test_producer_and_consumer(run, rng, dtype, n):
     """One warp fetches, another one reads: through one slot, in step. Behind it the thread goes on
-    with the same barriers, so all its lanes know their phases. Rows of 1 x 24 int8 are no multiples
-    of 16 bytes: lanes of the warp copy them."""
-    steps, n = 5, 24
+    with the same barriers, so all its lanes know their phases. Rows of int8 are no multiples of 16
+    bytes: lanes of the warp copy them, 161 of them in several rounds."""
+    steps = 5
     x = rng.integers(0, 100, (steps + 1, n)).astype(dtype)
 
     def body(x_ref, o_ref, last_ref, smem, ready, free):
