@@ -187,7 +187,10 @@ def _grouped(m, n, k, groups, dtype, out_dtype, tb, cfg, sms, interpret):
                 # the first tile of the group that is this cluster's
                 mine = (cid + (clusters - first % clusters)) % clusters
                 trips = (jnp.maximum(count - mine, 0) + (clusters - 1)) // clusters
-                one = lambda w, it: tile_of(work, g, mine + w * clusters, it)  # noqa: E731
+
+                def one(w, it):
+                    return tile_of(work, g, mine + w * clusters, it)
+
                 return lax.fori_loop(0, trips, one, it)
 
             return lax.fori_loop(0, groups, of_group, jnp.int32(0))
