@@ -192,7 +192,11 @@ def next_power_of_2(x):
 
 
 def reciprocal(x, *, approx=False, full_range=False):
-    """1 / x. ``approx`` and ``full_range`` are accepted: the division is correctly rounded."""
+    """1 / x, correctly rounded. ``approx``: of floats in one instruction, to 1 ulp of float32;
+    subnormals count as 0 there, unless ``full_range``, which divides."""
+    traced = isinstance(x, Array) and numpy.issubdtype(x.dtype, np.inexact)
+    if approx and not full_range and traced:
+        return _core.unary("rcp_approx", x)
     return numpy.reciprocal(x)
 
 

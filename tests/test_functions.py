@@ -493,3 +493,28 @@ def test_odd_shapes(run, rng, shape, dtype):
         inside = UNARY[name][3] if k < 3 else ALL
         d = errors(got[k], f.reshape(shape), w, inside)
         assert d.max() <= (bound if dtype == f32 else steps), (name, d.max())
+
+
+@pytest.mark.parametrize("dtype", [f32, f16, bf16], ids=str)
+def test_approximate_reciprocal(run, rng, dtype):
+    """To 1 ulp of float32, then rounded; zeros and infinities; full_range and integers divide."""
+    x = np.exp(rng.uniform(-9, 9, 1024)) * rng.choice([-1, 1], 1024)
+    x[:4] = 0.0, -0.0, np.inf, -np.inf
+    x = x.astype(dtype)
+
+    def body(x_ref, o_ref, full_ref, int_ref):
+        x = x_ref[...]
+        o_ref[...] = pl.reciprocal(x, approx=True)
+        full_ref[...] = pl.reciprocal(x, approx=True, full_range=True)
+        int_ref[...] = pl.reciprocal(jnp.full(x.shape, 3), approx=True)
+
+    got, full, third = run(body, (x, x, np.zeros(1024, f32)), x)
+    want = 1 / x.astype(np.float64)
+    exact = (1 / x.astype(f32)).astype(dtype)
+    np.testing.assert_array_equal(full, exact)
+    np.testing.assert_array_equal(third, np.float32(1) / np.float32(3))
+    step = np.abs(exact.astype(np.float64)) * float(ml_dtypes.finfo(dtype).eps)
+    finite = np.isfinite(want)
+    error = np.abs(got.astype(np.float64) - want)[finite]
+    assert (error <= (1 if dtype == f32 else 0.51) * step[finite]).all()
+    np.testing.assert_array_equal(got[~finite], exact[~finite])

@@ -4,8 +4,9 @@
  * many words of two) in the order of the WGMMA layout, which is the instruction's. It changes in
  * place. One whose first use is a wgmma of all of it, in the same block, is never filled with
  * zeros: the first step of that product overwrites it.
- * Before registers that plain code wrote reach a wgmma, and before plain code reads what a wait has
- * completed, an empty asm statement takes them as operands ("pin"), so that nothing moves across.
+ * Registers that plain code wrote are operands of the statement that begins with the fence. Before
+ * plain code reads what a wait has completed, an empty asm statement takes it as operands ("pin"),
+ * so that nothing moves across.
  *
  * Operands of asm statements are dear: they were a third of the time that a large product takes to
  * compile. So an accumulator that begins as zeros and that only products write is no array but
@@ -170,7 +171,6 @@ pm_code pm_cuda_ALLOC_ACC(pm_gen *e, pm_opid op) {
     const char *zero = pm_literal(e, t->dtype, (pm_scalar){0});
     write_registers(e, &p, zero, zero);
   }
-  pin(e, &p);
   return PM_OK;
 }
 
@@ -222,7 +222,6 @@ pm_code pm_cuda_ACC_STORE(pm_gen *e, pm_opid op) {
   pm_at(e, in, "0");
   PM_TRY(check_wgmma_layout(e, op, in));
   write_registers(e, &p, pm_at(e, in, "r"), pm_at(e, in, "r + 1"));
-  pin(e, &p);
   return PM_OK;
 }
 
@@ -282,8 +281,7 @@ static uint32_t high_word(const operand *o) {
   return (uint32_t)(o->stride >> 4) | mode << 30;
 }
 
-/* A in registers: words of one, two or four values in the order of the layout, all of them in front
- * of the first product. */
+/* A in registers: words of one, two or four values in the order of the layout. */
 static void pack_a(pm_gen *e, pm_val a) {
   const pm_type *t = pm_typeof(e->g, a);
   const int64_t of_word = 4 / pm_dtypes[t->dtype].bytes, words = pm_type_size(t) / 128 / of_word;
@@ -299,7 +297,6 @@ static void pack_a(pm_gen *e, pm_val a) {
     pm_line(e, "for (int r = 0; r < %lld; r++) pack<%s, %lld>(&a[r], x);", (long long)words, type,
             (long long)of_word);
   }
-  pm_line(e, "%s(a);", pm_family_pin(e, PM_F16, words));
 }
 
 /* address, index or offset, as text */
@@ -376,7 +373,6 @@ pm_code pm_cuda_WGMMA(pm_gen *e, pm_opid op) {
   }
   pm_line(e, "const u32 b = wgmma_address(%s, %lld);", pm_view_address(e, &b.view),
           (long long)b.leading);
-  pm_line(e, "wgmma_fence();");
   issue_rows(e, &p, registers ? NULL : &a, &b, ta->dim[1] / pm_product_step(ta->dtype), &kind);
   e->fresh[p.view.base] = false;
   pm_line(e, "wgmma_commit();");

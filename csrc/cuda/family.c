@@ -121,7 +121,8 @@ const char *pm_family_zero(pm_gen *e, const char *acc, pm_dtype d, int64_t n) {
 /* ---- products ----------------------------------------------------------------------------- */
 
 /* All steps along K are one statement: each would otherwise take all registers of the accumulator
- * through the compiler, which is most of what a product costs it. With registers of PTX none does;
+ * through the compiler, which is most of what a product costs it. It begins with the fence that
+ * registers need which others wrote: they are its operands, so no compiler writes one behind it. With registers of PTX none does;
  * then the statement is a macro, as names in it are those of one accumulator. Predicate p says
  * whether what d held is added. */
 
@@ -172,6 +173,7 @@ static void put_step(pm_text *t, const pm_wgmma *w, int64_t k, int regs) {
 static void put_statement(pm_text *t, const pm_wgmma *w, int regs) {
   const int before = w->in_ptx ? 0 : regs; /* operands */
   pm_put(t, "  asm volatile(\"{ .reg .pred p; .reg .b64 ma, mb; .reg .b32 t;\\n\"\n");
+  pm_put(t, "    \"wgmma.fence.sync.aligned;\\n\"\n");
   for (int64_t k = 0; k < w->steps; k++) put_step(t, w, k, before);
   pm_put(t, "    : ");
   const char letter = w->acc == PM_F32 ? 'f' : 'r', constraint[3] = {w->fresh ? '=' : '+', letter};
@@ -207,6 +209,7 @@ static void put_macro(pm_gen *e, pm_text *t, const pm_wgmma *w, const char *name
 
 /* For another catalogue, which has functions of one step. */
 static void put_calls(pm_text *t, const pm_wgmma *w, const char *one) {
+  pm_put(t, "  wgmma_fence(line);\n");
   for (int64_t k = 0; k < w->steps; k++) {
     pm_putf(t, "  %s%s(d, ", one, w->fresh && !k ? "_fresh" : "");
     if (w->a) {

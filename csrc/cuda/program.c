@@ -270,8 +270,10 @@ static pm_code print_barriers(pm_gen *e, const survey *s) {
     const int64_t unit = *pm_attr(e->g, op, PM_ATTR_WARPS) ? 4 : 1;
     const int64_t count = pm_barrier_arrivals(e->g, op) * unit;
     const long long at = *pm_attr(e->g, op, PM_ATTR_OFFSET);
-    if (n == 1) {
-      pm_line(e, "barrier_init(smem + %lld, %lld);", at, (long long)count);
+    if (n <= 8) { /* unrolling a loop takes the compiler longer */
+      for (int64_t i = 0; i < n; i++) {
+        pm_line(e, "barrier_init(smem + %lld, %lld);", at + (long long)i * 8, (long long)count);
+      }
     } else {
       pm_line(e, "for (int k = 0; k < %lld; k++) barrier_init(smem + %lld + k * 8, %lld);",
               (long long)n, at, (long long)count);

@@ -33,15 +33,17 @@ class Ring:
             last = (done - s - 1) // self.stages
             pl.when(done > s)(lambda s=s, n=last: plgpu.barrier_wait(self.empty.at[s], phase=n))
 
-    def multiply(self, acc, steps, it, factors):
+    def multiply(self, acc, steps, it, factors, beside=lambda s: None):
         """Consumer: acc += the product of factors(a, b) of each slot. One product is in flight
-        while the next one is issued, and the last slot is yet to be released."""
+        while the next one is issued, and the last slot is yet to be released. beside(s): what else
+        is done while step s multiplies."""
 
         def one(s, _):
             now = it + s
             slot = now % self.stages
             plgpu.barrier_wait(self.full.at[slot], phase=now // self.stages)
             plgpu.wgmma(acc, *factors(self.a.at[slot], self.b.at[slot]))
+            beside(s)
             plgpu.wgmma_wait(1)
 
             @pl.when(s > 0)
@@ -125,15 +127,19 @@ def for_told(told_refs, total, work, carry):
     return lax.while_loop(lambda x: x[1] < total, step, start)[2]
 
 
+def store_chunk(p, part, buffer, target, engine=None):
+    """part through one of p.buffers, by TMA."""
+    plgpu.wait_smem_to_gmem(p.buffers - 1, wait_read_only=True)
+    buffer[...] = part
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(buffer, target, engine=engine)
+
+
 def store(p, value, buffers, out_dtype, target, engine=None):
     """value through the buffers, by TMA; target(c): where chunk c goes."""
     for c in range(p.chunks):
-        part = value[:, c * p.chunk : (c + 1) * p.chunk]
-        buffer = buffers.at[c % p.buffers]
-        plgpu.wait_smem_to_gmem(p.buffers - 1, wait_read_only=True)
-        buffer[...] = part.astype(out_dtype)
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(buffer, target(c), engine=engine)
+        part = value[:, c * p.chunk : (c + 1) * p.chunk].astype(out_dtype)
+        store_chunk(p, part, buffers.at[c % p.buffers], target(c), engine)
 
 
 def roles(consumers, registers, fetch, consume):

@@ -267,7 +267,7 @@ def _kernel(shape, keys, kv_heads, dtype, causal, scale, want_lse, cfg, cores, i
 
             value, m, sums = pl.run_scoped(with_output, plgpu.ACC((64, dim)))
             out = o_s if cfg.own_output else q_s
-            value = (value * rows_of(1.0 / sums, dim)).astype(dtype)
+            value = (value * rows_of(pl.reciprocal(sums, approx=True), dim)).astype(dtype)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             out[me] = value
             if want_lse:

@@ -15,8 +15,10 @@ of a cluster, if there are two, lie side by side and share the rows; their tiles
 
 `transposed_ragged_dot` sums over the rows of a group. Its last 1 to 64 rows lie in a slot of their
 own, the edge, where rows of the next group come too. It is fetched early and multiplied last; in
-between the thread that fetches has time to overwrite those rows with zeros. The blocks of a cluster
-lie one above the other and share the right operand."""
+between the thread that fetches has time to overwrite those rows with zeros. Groups of few hundred
+rows make more bytes of result than of operands: a tile is kept in 16 bits and stored, part by part,
+while the next one is multiplied. The blocks of a cluster lie one above the other and share the
+right operand."""
 
 import functools
 from typing import NamedTuple
@@ -25,11 +27,12 @@ import pallas_mgpu as plgpu
 from pallas_mgpu import lax, pl
 from pallas_mgpu import numpy as jnp
 
-from ._ring import Ring, for_told, hand_out, roles, store, told_scratch
+from ._ring import Ring, for_told, hand_out, roles, store, store_chunk, told_scratch
 from .matmul import _SMEM, _needs_padding, _Padded, _padding, _swizzled
 
 _STEP = 64  # elements of the summed dim in a slot
 _GRAIN = 16  # of those that one instruction of the tensor cores sums
+_APART = 2  # steps between stores of a tile that run under the next one
 
 
 class RaggedConfig(NamedTuple):
@@ -221,12 +224,20 @@ def _grouped(m, n, k, groups, dtype, out_dtype, tb, cfg, sms, interpret):
                 def copy(s, a_slot, b_slot, barrier):
                     along_k = pl.ds(_to_and_fro(s, steps, w) * _STEP, _STEP)
                     along_n = pl.ds(col, cols)
-                    plgpu.copy_gmem_to_smem(
-                        a.at[pl.ds(row, rows), along_k],
-                        a_slot,
-                        barrier,
-                        collective_axes="c" if shared else None,
-                    )
+
+                    def rows_of_a(count):
+                        plgpu.copy_gmem_to_smem(
+                            a.at[pl.ds(row, count), along_k],
+                            a_slot.at[pl.ds(0, count)],
+                            barrier,
+                            collective_axes="c" if shared else None,
+                        )
+
+                    if cfg.consumers == 1 or shared:
+                        rows_of_a(rows)
+                    else:  # what one consumer alone multiplies is limited by what comes in
+                        pl.when(left > 64)(lambda: rows_of_a(rows))
+                        pl.when(left <= 64)(lambda: rows_of_a(64))
                     at = (along_n, along_k) if tb else (along_k, along_n)
                     plgpu.copy_gmem_to_smem(b.at[(g, *at)], b_slot, barrier)
 
@@ -329,6 +340,8 @@ def _summed(m, n, k, groups, dtype, out_dtype, cfg, sms, interpret):
     tiles = tiles_m * tiles_n  # of a group
     clusters = min(max(sms // cfg.cluster, 1), groups * tiles)
     by_tma = groups * k == 1 or n * out_dtype.itemsize % 16 == 0  # the result
+    engine = None if by_tma else "lanes"
+    late = out_dtype.itemsize == 2  # there are registers for a tile that is stored under the next
 
     def body(
         a,
@@ -354,14 +367,14 @@ def _summed(m, n, k, groups, dtype, out_dtype, cfg, sms, interpret):
         cid = lax.axis_index("tile")
         rank = lax.axis_index("c") if shared else 0
 
-        def for_tiles(work):
-            """work(group, row, col, first row of the group, its size, its steps, number, steps and
-            edges before) for each of this cluster's tiles; all steps and edges. A step is 64 rows
-            of the group, what is left is the edge: 1 to 64 rows."""
+        def for_tiles(work, kept):
+            """kept = work(kept, group, row, col, first row of the group, its size, its steps,
+            number, steps and edges before) for each of this cluster's tiles; all steps, all edges,
+            kept. A step is 64 rows of the group, what is left is the edge: 1 to 64 rows."""
             trips = (groups * tiles - cid + (clusters - 1)) // clusters
 
             def one(w, carry):
-                it, edges = carry
+                it, edges, kept = carry
                 t = cid + w * clusters
                 g = t // tiles
                 i, j = _place(t % tiles, tiles_m, tiles_n, cfg.group)
@@ -369,13 +382,13 @@ def _summed(m, n, k, groups, dtype, out_dtype, cfg, sms, interpret):
                 size = jnp.maximum(table[0, g + 1] - start, 0)
                 steps = jnp.maximum(size - 1, 0) // _STEP
                 row, col = (i * cfg.cluster + rank) * rows, j * cols
-                work(g, row, col, start, size, steps, w, it, edges)
-                return it + steps, edges + jnp.minimum(size, 1)
+                kept = work(kept, g, row, col, start, size, steps, w, it, edges)
+                return it + steps, edges + jnp.minimum(size, 1), kept
 
-            return lax.fori_loop(0, trips, one, (jnp.int32(0), jnp.int32(0)))
+            return lax.fori_loop(0, trips, one, (jnp.int32(0), jnp.int32(0), kept))
 
         def fetch():
-            def tile(g, row, col, start, size, steps, w, it, edges):
+            def tile(_, g, row, col, start, size, steps, w, it, edges):
                 def copy(s, a_slot, b_slot, barrier, axis=None):
                     here = pl.ds(start + s * _STEP, _STEP)
                     plgpu.copy_gmem_to_smem(a.at[here, pl.ds(row, rows)], a_slot, barrier)
@@ -419,7 +432,7 @@ def _summed(m, n, k, groups, dtype, out_dtype, cfg, sms, interpret):
                     plgpu.commit_smem()
                     plgpu.barrier_arrive(edge_full)
 
-            done, edges = for_tiles(tile)
+            done, edges, _ = for_tiles(tile, None)
             ring.drain(done)
 
             @pl.when(edges > 0)
@@ -430,9 +443,26 @@ def _summed(m, n, k, groups, dtype, out_dtype, cfg, sms, interpret):
             def factors(a_slot, b_slot):
                 return a_slot.at[:, pl.ds(me * 64, 64)].T, b_slot
 
-            def tile(g, row, col, start, size, steps, w, it, edges):
+            def put(c, kept):
+                """Stores chunk c of the tile that was kept."""
+                value, g, row, col = kept
+                part = value[:, c * p.chunk : (c + 1) * p.chunk]
+                col = pl.multiple_of(col, p.chunk) + c * p.chunk  # it went round a loop
+                at = (g, pl.ds(row, 64), pl.ds(col, p.chunk))
+                store_chunk(p, part, o_smem.at[me, c % p.buffers], o.at[at], engine)
+
+            def put_any(c, kept):
+                for i in range(p.chunks):
+                    pl.when(c == i)(lambda i=i: put(i, kept))
+
+            def tile(kept, g, row, col, start, size, steps, w, it, edges):
+                def beside(s):
+                    if late:
+                        due = (s % _APART == 0) & (s < p.chunks * _APART) & (w > 0)
+                        pl.when(due)(lambda: put_any(s // _APART, kept))
+
                 def product(acc):
-                    ring.multiply(acc, steps, it, factors)
+                    ring.multiply(acc, steps, it, factors, beside)
 
                     @pl.when(size > 0)
                     def _():
@@ -444,20 +474,33 @@ def _summed(m, n, k, groups, dtype, out_dtype, cfg, sms, interpret):
                                 here = pl.ds(i, _GRAIN)
                                 plgpu.wgmma(acc, *factors(a_edge.at[here], b_edge.at[here]))
 
+                    if late:
+
+                        @pl.when(w > 0)
+                        def _():
+                            begun = jnp.minimum((steps + _APART - 1) // _APART, p.chunks)
+                            lax.fori_loop(begun, p.chunks, lambda c, _: put_any(c, kept), None)
+
                     value = acc[...]
                     pl.when(steps > 0)(lambda: ring.release_last(steps, it))
                     pl.when(size > 0)(lambda: plgpu.barrier_arrive(edge_empty))
-                    return value
+                    return value.astype(out_dtype)
 
                 value = pl.run_scoped(product, plgpu.ACC((64, cols)))
+                new = value, g, row + me * 64, col
+                if late:
+                    return new
+                for c in range(p.chunks):
+                    put(c, new)
+                return kept
 
-                def target(c):
-                    at = (pl.ds(row + me * 64, 64), pl.ds(col + c * p.chunk, p.chunk))
-                    return o.at[(g, *at)]
-
-                store(p, value, o_smem.at[me], out_dtype, target, None if by_tma else "lanes")
-
-            for_tiles(tile)
+            if late:
+                zero = jnp.int32(0)
+                kept = jnp.zeros((64, cols), out_dtype), zero, zero, zero
+                kept = for_tiles(tile, kept)[2]
+                lax.fori_loop(0, p.chunks, lambda c, _: put_any(c, kept), None)
+            else:
+                for_tiles(tile, None)
 
         roles(cfg.consumers, p.registers, fetch, consume)
 
@@ -494,7 +537,7 @@ def choose_transposed(n, k, groups, sms=132):
     tiles = pl.cdiv(k, 64 * consumers)
     tile_n = _fitting(groups * tiles, n, sms)
     cluster = 2 if tiles % 2 == 0 or tiles > 16 else 1
-    return RaggedConfig(consumers, tile_n, 0, cluster, 2, 8)
+    return RaggedConfig(consumers, tile_n, 0, cluster, 2, 16)
 
 
 # ---- the functions ------------------------------------------------------------------------------

@@ -447,6 +447,7 @@ FN f32 log_approx(f32 x) { return log2_approx(x) * 0.6931471805599453f; }
 FN f32 sin_approx(f32 x) { return sinf(x); }
 FN f32 cos_approx(f32 x) { return cosf(x); }
 FN f32 tanh_approx(f32 x) { return tanhf(x); }
+FN f32 rcp_approx(f32 x) { return 1 / x; }
 FN f32 rsqrt_approx(f32 x) { return 1 / sqrtf(x); }
 FN f32 rsqrtf(f32 x) { return (f32)(1 / sqrt((double)x)); }
 

@@ -616,10 +616,6 @@ breaks(
         "(pm_piece){1, m_steps, 64 / s * chunk};",
         "(pm_piece){1, m_steps, chunk};",
     ),
-    products_without_fence=(
-        '  pm_line(e, "wgmma_fence();");\n  issue_rows',
-        "  issue_rows",
-    ),
     products_are_not_committed=('  pm_line(e, "wgmma_commit();");\n', ""),
     one_product_more_may_be_pending=(
         '"wgmma_wait<%lld>();", (long long)*pm_attr(e->g, op, PM_ATTR_N));',
@@ -691,6 +687,7 @@ breaks(
     descriptors_stay_at_the_first_step=("  if (offset) {", "  if (offset > 1 << 20) {"),
     words_of_b_are_exchanged=('(b), \\"r\\"(b_high)', '(b_high), \\"r\\"(b)'),
     products_forget_the_accumulator=('w->fresh && !k ? "ne" : "eq");', 'w->fresh ? "ne" : "eq");'),
+    statements_begin_without_the_fence=('"wgmma.fence.sync.aligned;', '"'),
     pins_leave_out_the_last=(
         "k < pm_min(n, from + PINNED_AT_ONCE)",
         "k < pm_min(n - 1, from + PINNED_AT_ONCE)",
@@ -723,6 +720,7 @@ breaks(
         "a, a + 1, a + 2, a + 3);",
         "a, a + 2, a + 1, a + 3);",
     ),
+    products_elsewhere_without_fence=('  pm_put(t, "  wgmma_fence(line);\\n");\n', ""),
 )
 
 # ---- the pipeline --------------------------------------------------------------------------------

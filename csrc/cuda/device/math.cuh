@@ -101,6 +101,10 @@ FN f32 tanh_approx(f32 x) { f32 r; asm("tanh.approx.f32 %0, %1;" : "=f"(r) : "f"
 //! rsqrt_approx
 FN f32 rsqrt_approx(f32 x) { f32 r; asm("rsqrt.approx.f32 %0, %1;" : "=f"(r) : "f"(x)); return r; }
 
+//! rcp_approx
+// to 1 ulp; subnormals count as 0
+FN f32 rcp_approx(f32 x) { f32 r; asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x)); return r; }
+
 //! opaque
 // the same value, but the compiler cannot see that nor move the computation across
 FN u32 opaque_bits(u32 x) { asm volatile("" : "+r"(x) : : "memory"); return x; }

@@ -1,9 +1,5 @@
 // Matrix products of a warpgroup. The products themselves are printed by family.c.
 
-//! wgmma_fence
-// registers of accumulators that were written before are seen by the products behind
-FN void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-
 //! wgmma_commit
 FN void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 
