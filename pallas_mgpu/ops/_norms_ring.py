@@ -1,15 +1,15 @@
 """Long rows for norms.py: a ring of chunks of rows in SMEM that is filled without a pause.
 
 One persistent block an SM takes every `programs`-th row. Its last thread fetches the row's chunks,
-one behind the other, into slots; the consumers take the chunks in turns. Each gathers statistics
-as its chunks arrive, for every place of a lane its own; at the end of the row lanes and then
-consumers put theirs together, in a fixed order. Then each consumer goes through its chunks once
-more, writes the result in their place, and has it stored from there. A slot is free again when the
-store of the consumer's next chunk has been issued and its own has read SMEM.
+one behind the other, for the consumers in turns, each of which has slots of its own. A consumer
+gathers statistics as its chunks arrive, for every place of a lane its own; at the end of the row
+lanes and then consumers put theirs together, in a fixed order. Then each consumer goes through its
+chunks once more, writes the result in their place, and has it stored from there. A slot is free
+again when the store of the consumer's next chunk has been issued and its own has read SMEM.
 
-A row lies in SMEM as a whole, so there are at least as many slots as it has chunks. What is left
-takes chunks of the next row while this one waits for its statistics; `stages >= 2 * consumers`,
-as a consumer keeps its last slot until it has seen a chunk of the next row."""
+A row lies in SMEM as a whole, so a consumer has at least as many slots as chunks of a row. What is
+left takes chunks of the next row while this one waits for its statistics. It has two or more, as
+it keeps its last slot until it has seen a chunk of the next row."""
 
 import functools
 import math
@@ -20,7 +20,6 @@ from pallas_mgpu import numpy as jnp
 
 from ._ring import roles
 
-CONSUMERS = 2
 SLOTS = 32  # barriers of an array
 SMEM = 232448 - 2048  # bytes for slots
 
@@ -28,27 +27,30 @@ SMEM = 232448 - 2048  # bytes for slots
 class Plan:
     """Numbers that follow from the shape and the length of a chunk."""
 
-    def __init__(self, rows, n, itemsize, chunk, programs):
-        self.n, self.chunk = n, chunk
+    def __init__(self, rows, n, itemsize, chunk, consumers, programs):
+        self.n, self.chunk, self.consumers = n, chunk, consumers
         self.grain = 2048 // itemsize  # 16 bytes for every lane
         self.whole, self.tail = divmod(n, chunk)
         self.chunks = self.whole + (self.tail > 0)
-        self.stages = min(SMEM // (chunk * itemsize), SLOTS)
+        self.stages = min(SMEM // (chunk * itemsize), SLOTS) // consumers  # of a consumer
         self.programs = min(programs, rows)
         # elements of each consumer
         self.sizes = [
-            sum(min(n - k * chunk, chunk) for k in range(c, self.chunks, CONSUMERS))
-            for c in range(CONSUMERS)
+            sum(min(n - k * chunk, chunk) for k in range(c, self.chunks, consumers))
+            for c in range(consumers)
         ]
+
+    def chunks_of(self, consumer):
+        return (self.chunks - consumer + (self.consumers - 1)) // self.consumers
 
     def why_not(self):
         """What is wrong with the chunks, or None."""
         if self.chunk % self.grain:
             return f"the chunk must be a multiple of {self.grain} elements"
-        if self.whole < CONSUMERS:
-            return f"a row must have {CONSUMERS} whole chunks or more"
-        if self.stages < max(self.chunks, 2 * CONSUMERS):
-            return f"SMEM has room for {self.stages} chunks, less than a row has"
+        if self.whole < self.consumers:
+            return "a row must have a whole chunk for each consumer"
+        if self.stages < max(self.chunks_of(0), 2):
+            return f"a consumer has {self.stages} slots, less than chunks of a row, or than 2"
         return None
 
 
@@ -61,9 +63,10 @@ class Segment:
         self.n, self.sizes, self.shape = p.n, p.sizes, (1, p.grain)
         self.p, self.me = p, me
         # chunks of the consumer, without the one that ends the row
-        self.mine = (p.whole - me + (CONSUMERS - 1)) // CONSUMERS
-        self.has_tail = me == p.whole % CONSUMERS
-        self.share = jnp.where(me == 0, *(jnp.float32(1 / c) for c in p.sizes))
+        self.mine = (p.whole - me + (p.consumers - 1)) // p.consumers
+        self.has_tail = me == p.whole % p.consumers
+        elements = self.mine * p.chunk + jnp.where(self.has_tail, p.tail, 0)
+        self.share = 1 / elements.astype(jnp.float32)
 
     def counts(self):
         """How many elements each place of a lane has seen, float32."""
@@ -83,11 +86,11 @@ class Segment:
         return x.sum(axis=1, keepdims=True)
 
 
-def choose(rows, n, itemsize, programs):
+def choose(rows, n, itemsize, consumers, programs):
     """The length of a chunk: consumers have about the same, in few chunks."""
 
     def cost(chunk):
-        p = Plan(rows, n, itemsize, chunk, programs)
+        p = Plan(rows, n, itemsize, chunk, consumers, programs)
         if p.why_not():
             return math.inf
         return max(p.sizes) + p.chunks * p.grain // 4
@@ -97,10 +100,12 @@ def choose(rows, n, itemsize, programs):
 
 
 @functools.cache
-def kernel(name, make, eps, shape, dtype, vectors, aligned, chunk, programs, interpret):
-    """make(*eps): the statistics and the result of a row; vectors, aligned: as in norms.py."""
+def kernel(name, make, eps, shape, dtype, vectors, aligned, ring, interpret):
+    """make(*eps): the statistics and the result of a row; vectors, aligned: as in norms.py; ring:
+    chunk, consumers, programs."""
     rows, n = math.prod(shape[:-1]), shape[-1]
-    p = Plan(rows, n, dtype.itemsize, chunk, programs)
+    p = Plan(rows, n, dtype.itemsize, *ring)
+    chunk, consumers = p.chunk, p.consumers
 
     def body(x, *refs):
         given = iter(refs[: sum(v is not None for v in vectors)])
@@ -117,21 +122,23 @@ def kernel(name, make, eps, shape, dtype, vectors, aligned, chunk, programs, int
             row = jnp.minimum(sm + w * p.programs, rows - 1)  # known to lie inside
             return pl.ds(row, 1), pl.ds(jnp.minimum(k * chunk, n - size), size)
 
-        def slot_of(it, size=chunk):
-            return slots.at[it % p.stages, :, pl.ds(0, size)]
+        def slot_of(c, it, size=chunk):
+            return slots.at[c, it % p.stages, :, pl.ds(0, size)]
 
         def fetch():
             def one(w, k, size):
-                it = w * p.chunks + k
+                c = k % consumers
+                it = w * p.chunks_of(c) + k // consumers
+                slot = c, it % p.stages
 
                 @pl.when(it >= p.stages)
                 def _():
-                    plgpu.barrier_wait(empty.at[it % p.stages], phase=it // p.stages - 1)
+                    plgpu.barrier_wait(empty.at[slot], phase=it // p.stages - 1)
 
                 plgpu.copy_gmem_to_smem(
                     x.at[place(w, k, size)],
-                    slot_of(it, size),
-                    full.at[it % p.stages],
+                    slot_of(c, it, size),
+                    full.at[slot],
                     oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,
                 )
 
@@ -141,6 +148,16 @@ def kernel(name, make, eps, shape, dtype, vectors, aligned, chunk, programs, int
                     one(w, p.whole, p.tail)
 
             lax.fori_loop(0, trips, row, None)
+            for c in range(consumers):  # every release is waited for
+                done = trips * p.chunks_of(c)
+
+                def drain(s, _, c=c, done=done):
+                    @pl.when(done > s)
+                    def _():
+                        phase = (done - s - 1) // p.stages
+                        plgpu.barrier_wait(empty.at[c, s], phase=phase)
+
+                lax.fori_loop(0, p.stages, drain, None)
 
         def inside(g, size):
             """Which elements of the group exist; None: all."""
@@ -161,7 +178,7 @@ def kernel(name, make, eps, shape, dtype, vectors, aligned, chunk, programs, int
                 """carry = step(j, number of the chunk in the row, its elements, carry)."""
 
                 def one(j, carry, size=chunk):
-                    return step(j, me + j * CONSUMERS, size, carry)
+                    return step(j, me + j * consumers, size, carry)
 
                 carry = lax.fori_loop(0, segment.mine, one, carry)
                 if p.tail:
@@ -172,16 +189,17 @@ def kernel(name, make, eps, shape, dtype, vectors, aligned, chunk, programs, int
                     carry = lax.cond(segment.has_tail, end, lambda carry: carry, carry)
                 return carry
 
-            def release(w, k):
-                plgpu.barrier_arrive(empty.at[(w * p.chunks + k) % p.stages])
+            def release(it):
+                plgpu.barrier_arrive(empty.at[me, it % p.stages])
 
-            def row(w, _):
+            def row(w, it0):
+                """it0: chunks of this consumer before this row."""
                 op, segment = make(*eps), Segment(p, me)
 
                 def gather(j, k, size, stats):
-                    it = w * p.chunks + k
-                    plgpu.barrier_wait(full.at[it % p.stages], phase=it // p.stages)
-                    ref, parts = slot_of(it), []
+                    it = it0 + j
+                    plgpu.barrier_wait(full.at[me, it % p.stages], phase=it // p.stages)
+                    ref, parts = slot_of(me, it), []
                     for g in groups(size):
                         valid = inside(g, size)
                         parts.append((read(ref, g, valid, op.fill), valid))
@@ -190,8 +208,7 @@ def kernel(name, make, eps, shape, dtype, vectors, aligned, chunk, programs, int
                     @pl.when((j == 0) & (w > 0))
                     def _():
                         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                        last = (p.chunks - 1 - me) // CONSUMERS * CONSUMERS + me
-                        release(w - 1, last)
+                        release(it - 1)
 
                     return stats
 
@@ -201,11 +218,11 @@ def kernel(name, make, eps, shape, dtype, vectors, aligned, chunk, programs, int
                     box[me, i] = value.reshape(())
                 plgpu.barrier_arrive(met)
                 plgpu.barrier_wait(met, phase=w)
-                of_all = [[box[c, i] for i in range(len(mine))] for c in range(CONSUMERS)]
+                of_all = [[box[c, i] for i in range(len(mine))] for c in range(consumers)]
                 op.joined(segment, of_all)
 
                 def write(j, k, size, _):
-                    ref = slot_of(w * p.chunks + k)
+                    ref = slot_of(me, it0 + j)
                     results = []  # all are read before any is written, for one sync
                     for g in groups(size):
                         valid = inside(g, size)
@@ -215,17 +232,20 @@ def kernel(name, make, eps, shape, dtype, vectors, aligned, chunk, programs, int
                     for g, value in enumerate(results):
                         ref[:, pl.ds(g * p.grain, p.grain)] = value
                     plgpu.commit_smem()
-                    source = slot_of(w * p.chunks + k, size)
+                    source = slot_of(me, it0 + j, size)
                     plgpu.copy_smem_to_gmem(source, o.at[place(w, k, size)])
 
                     @pl.when(j > 0)
                     def _():
                         plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-                        release(w, k - CONSUMERS)
+                        release(it0 + (j - 1))
 
                 each(segment, write, None)
+                return it0 + p.chunks_of(me)
 
-            lax.fori_loop(0, trips, row, None)
+            done = lax.fori_loop(0, trips, row, 0)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            release(done - 1)
 
         def weighted(value, valid, start):
             for i, (ref, is_aligned) in enumerate(zip(weights, aligned[1:])):
@@ -242,21 +262,21 @@ def kernel(name, make, eps, shape, dtype, vectors, aligned, chunk, programs, int
                 value = value * v if i == 0 else value + v
             return value
 
-        roles(CONSUMERS, None, fetch, consume)
+        roles(consumers, None, fetch, consume)
 
     return plgpu.kernel(
         body,
         out_type=plgpu.ShapeDtypeStruct(shape, dtype),
         scratch_types=[
-            plgpu.SMEM((p.stages, 1, chunk), dtype),
-            plgpu.SMEM((2, CONSUMERS, 2), jnp.float32),
-            plgpu.Barrier(num_barriers=p.stages),
-            plgpu.Barrier(num_barriers=p.stages),
-            plgpu.Barrier(num_arrivals=CONSUMERS),
+            plgpu.SMEM((consumers, p.stages, 1, chunk), dtype),
+            plgpu.SMEM((2, consumers, 2), jnp.float32),
+            plgpu.Barrier(num_barriers=(consumers, p.stages)),
+            plgpu.Barrier(num_barriers=(consumers, p.stages)),
+            plgpu.Barrier(num_arrivals=consumers),
         ],
         grid=(p.programs,),
         grid_names=("sm",),
-        num_threads=CONSUMERS + 1,
+        num_threads=consumers + 1,
         thread_name="wg",
         compiler_params=plgpu.CompilerParams(approx_math=dtype.itemsize == 2),
         interpret=interpret,

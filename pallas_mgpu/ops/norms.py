@@ -38,7 +38,7 @@ class NormConfig(NamedTuple):
     share a row, with one row a tile. ``part``: elements of a row in registers at a time; 0: all of
     the block's. ``staged``: through SMEM by TMA. ``ring``: elements of a chunk, where chunks of
     rows go through a ring in SMEM, and what is said above does not matter; 0: no ring.
-    ``programs``: blocks of a ring; 0: one an SM.
+    ``consumers``: threads of a block that compute on them. ``programs``: blocks; 0: one an SM.
     """
 
     height: int = 1
@@ -46,6 +46,7 @@ class NormConfig(NamedTuple):
     part: int = 0
     staged: bool = True
     ring: int = 0
+    consumers: int = 2
     programs: int = 0
 
 
@@ -395,7 +396,9 @@ def choose(name, outer, n, inner=1, itemsize=2, staged=True, in_place=True, sms=
     cluster = 1
     if n > 16384 or n * itemsize > _BLOCK_BYTES:
         if in_place and outer >= 2 * sms and n * itemsize <= _RING_BYTES:
-            return NormConfig(ring=_norms_ring.choose(outer, n, itemsize, sms))
+            consumers = 2
+            chunk = _norms_ring.choose(outer, n, itemsize, consumers, sms)
+            return NormConfig(ring=chunk, consumers=consumers)
         cluster = _blocks(n, _HELD if held else _BLOCK_BYTES // itemsize)
     width = pl.cdiv(n, cluster)
     if width * itemsize > _STAGED_BYTES:
@@ -447,14 +450,14 @@ def _make(name, x, vectors, axis, eps, out_dtype, config, interpret):
     dtypes = tuple(None if v is None else v.dtype for v in given)
     eps = () if eps is None else (float(eps),)
     if config.ring:
-        ring = config.ring, config.programs or sms
+        ring = config.ring, config.consumers, config.programs or sms
         p = _norms_ring.Plan(outer, n, x.dtype.itemsize, *ring)
         why_not = p.why_not() if in_place else f"the result must have the dtype of x, {x.dtype}"
         if why_not:
             raise ValueError(
                 f"{name}: no ring for rows of {n} elements: {why_not}; got {config} and {out_dtype}"
             )
-        given = (x.shape, x.dtype, dtypes, aligned, *ring, interpret)
+        given = (x.shape, x.dtype, dtypes, aligned, ring, interpret)
         return _norms_ring.kernel(name, _OPS[name], eps, *given)
     return _kernel(name, eps, x.shape, axis, x.dtype, out_dtype, dtypes, aligned, config, interpret)
 
@@ -462,12 +465,14 @@ def _make(name, x, vectors, axis, eps, out_dtype, config, interpret):
 def _check(name, config, inner, by_tma):
     if not isinstance(config, NormConfig):
         raise TypeError(f"{name}: config must be a NormConfig, got {config!r}")
-    height, cluster, part, staged, ring, programs = config
+    height, cluster, part, staged, ring, consumers, programs = config
     if height < 1 or cluster not in (1, 2, 4, 8) or min(part, ring, programs) < 0:
         raise ValueError(
             f"{name}: a NormConfig has a height from 1, a cluster of 1, 2, 4 or 8, and a part, ring"
             f" and programs from 0, got {config}"
         )
+    if ring and consumers not in (1, 2, 3, 4):
+        raise ValueError(f"{name}: a ring has 1 to 4 consumers, got {config}")
     if ring and not staged:
         raise ValueError(f"{name}: TMA fills the ring; staged must be True, got {config}")
     if (cluster > 1 or ring) and (height > 1 or inner > 1):
