@@ -123,7 +123,7 @@ def kernel(name, make, eps, shape, dtype, vectors, aligned, ring, interpret):
             return pl.ds(row, 1), pl.ds(jnp.minimum(k * chunk, n - size), size)
 
         def slot_of(c, it, size=chunk):
-            return slots.at[c, it % p.stages, :, pl.ds(0, size)]
+            return slots.at[c, it % p.stages].reshape((1, chunk)).at[:, pl.ds(0, size)]
 
         def fetch():
             def one(w, k, size):
@@ -169,7 +169,7 @@ def kernel(name, make, eps, shape, dtype, vectors, aligned, ring, interpret):
             return range(pl.cdiv(size, p.grain))
 
         def read(ref, g, valid, fill):
-            at = slice(None), pl.ds(g * p.grain, p.grain)
+            at = pl.ds(g, 1), slice(None)
             part = ref[at] if valid is None else pl.load(ref, at, mask=valid, other=fill)
             return part.astype(jnp.float32)
 
@@ -199,7 +199,7 @@ def kernel(name, make, eps, shape, dtype, vectors, aligned, ring, interpret):
                 def gather(j, k, size, stats):
                     it = it0 + j
                     plgpu.barrier_wait(full.at[me, it % p.stages], phase=it // p.stages)
-                    ref, parts = slot_of(me, it), []
+                    ref, parts = slots.at[me, it % p.stages], []
                     for g in groups(size):
                         valid = inside(g, size)
                         parts.append((read(ref, g, valid, op.fill), valid))
@@ -222,15 +222,13 @@ def kernel(name, make, eps, shape, dtype, vectors, aligned, ring, interpret):
                 op.joined(segment, of_all)
 
                 def write(j, k, size, _):
-                    ref = slot_of(me, it0 + j)
-                    results = []  # all are read before any is written, for one sync
+                    ref, results = slots.at[me, (it0 + j) % p.stages], []
                     for g in groups(size):
                         valid = inside(g, size)
                         value = op.result(segment, read(ref, g, valid, op.fill))
                         value = weighted(value, valid, k * chunk + g * p.grain)
                         results.append(value.astype(dtype))
-                    for g, value in enumerate(results):
-                        ref[:, pl.ds(g * p.grain, p.grain)] = value
+                    ref[: len(results)] = jnp.concatenate(results)  # one store: one sync
                     plgpu.commit_smem()
                     source = slot_of(me, it0 + j, size)
                     plgpu.copy_smem_to_gmem(source, o.at[place(w, k, size)])
@@ -268,7 +266,7 @@ def kernel(name, make, eps, shape, dtype, vectors, aligned, ring, interpret):
         body,
         out_type=plgpu.ShapeDtypeStruct(shape, dtype),
         scratch_types=[
-            plgpu.SMEM((consumers, p.stages, 1, chunk), dtype),
+            plgpu.SMEM((consumers, p.stages, chunk // p.grain, p.grain), dtype),
             plgpu.SMEM((2, consumers, 2), jnp.float32),
             plgpu.Barrier(num_barriers=(consumers, p.stages)),
             plgpu.Barrier(num_barriers=(consumers, p.stages)),

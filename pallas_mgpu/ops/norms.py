@@ -7,7 +7,8 @@ result; longer ones are read from SMEM again, in parts that take few registers.
 
 Rows too long for that are shared by the blocks of a cluster: each makes the statistics of its
 segment, sends them to all through the SMEM of the cluster, and every block puts them together in
-the same order. Results repeat bit for bit.
+the same order. Where there are many of them, and a row fits into the SMEM of an SM, a ring that
+is filled without a pause is faster: _norms_ring.py. Results repeat bit for bit.
 
 Where TMA cannot go (a pitch that is no multiple of 16 bytes, an axis that is not the last) the
 lanes load and store the tile themselves; what registers do not hold they read from memory again."""
