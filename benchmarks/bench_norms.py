@@ -84,6 +84,12 @@ def configs(op, columns):
             for part in (0, 4096):
                 if part < width and (part or width <= 16384):
                     yield NormConfig(1, cluster, part)
+    if 32768 < 2 * columns <= 180224:
+        for consumers in (2, 3, 4):
+            for ring in (8192, 4096, 2048):
+                slots = min(230400 // (2 * ring), 32) // consumers
+                if consumers * ring <= columns <= slots * consumers * ring:
+                    yield NormConfig(ring=ring, consumers=consumers)
 
 
 def examples(op, shape, tune):

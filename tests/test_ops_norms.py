@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import pallas_mgpu as plgpu
-from pallas_mgpu.ops import NormConfig, layer_norm, rms_norm, softmax
+from pallas_mgpu.ops import NormConfig, _norms_ring, layer_norm, rms_norm, softmax
 from pallas_mgpu.ops.norms import choose
 
 BF16, F16, F32 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16), np.dtype(np.float32)
@@ -108,6 +108,62 @@ def test_configurations(run, rng, name, shape, config):
     check(run, name, arrays(rng, name, shape), config=config)
 
 
+RINGS = [
+    ((5, 8192), BF16, C(ring=2048, programs=2)),  # whole chunks; slots go round
+    ((7, 7016), BF16, C(ring=2048, programs=3)),  # the last chunk is a part, and is a lane's part
+    ((2, 3, 6144), F16, C(ring=1024, consumers=4, programs=1)),  # 2 chunks and 1 for a consumer
+    ((3, 3004), F32, C(ring=512, consumers=3)),  # a block each
+    ((4, 16392), BF16, C(ring=4096, consumers=1, programs=3)),  # 8 elements behind whole chunks
+    ((2, 40008), BF16, C(ring=8192, programs=1)),
+]
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("shape, dtype, config", RINGS, ids=str)
+def test_rings(run, rng, name, shape, dtype, config):
+    """Chunks that go through SMEM, of more rows than blocks and of fewer."""
+    vectors = F32 if shape[-1] == 7016 else None
+    check(run, name, arrays(rng, name, shape, dtype, vectors), config=config)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_rings_repeat(run, rng, name):
+    """A row has the same result wherever it lies, whichever block and slots it gets."""
+    config = C(ring=2048, programs=2)
+    x, *vectors = arrays(rng, name, (2, 10248))
+    given = np.concatenate([x] * 3 + [x[:1]]), *vectors
+    interpret = None if run.way == "cuda" else True
+    kernel = FUNCTIONS[name].kernel(*given, config=config, interpret=interpret)
+    first, second = run.call(kernel, *given), run.call(kernel, *given)
+    assert first.tobytes() == second.tobytes()
+    for k in range(7):
+        assert first[k].tobytes() == first[k % 2].tobytes()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("n, dtype", [(65536, BF16), (40008, BF16), (90000, F16), (20004, F32)])
+def test_long_rows_in_a_ring(rng, name, n, dtype):
+    """The configuration chosen on a GPU, in place, several times with the same bits."""
+    torch = pytest.importorskip("torch")
+    rows = 2 * plgpu.core_count() + 7
+    given = arrays(rng, name, (rows, n), dtype)
+    assert choose(name, rows, n, 1, dtype.itemsize, sms=plgpu.core_count()).ring
+    if dtype == BF16:
+        on_gpu = [torch.from_numpy(a.view(np.int16)).cuda().view(torch.bfloat16) for a in given]
+    else:
+        on_gpu = [torch.from_numpy(a).cuda() for a in given]
+    got = FUNCTIONS[name](*on_gpu)
+    want = reference(name, *given)
+    unit = TOLERANCE[dtype]
+    floor = (1e-6 if dtype == F32 else 6e-8) + unit / 100
+    np.testing.assert_allclose(got.double().cpu().numpy(), want, rtol=unit, atol=floor)
+    for _ in range(20):
+        assert torch.equal(FUNCTIONS[name](*on_gpu), got)
+    assert FUNCTIONS[name](*on_gpu, out=on_gpu[0]) is on_gpu[0]
+    assert torch.equal(on_gpu[0], got)
+
+
 @pytest.mark.parametrize("shape, axis", [((3, 50, 7), 1), ((300, 64), 0), ((2, 9, 70, 3), -3)])
 def test_axis(run, rng, shape, axis):
     check(run, "softmax", arrays(rng, "softmax", shape), axis=axis)
@@ -120,7 +176,10 @@ def test_without_weights(run, rng):
     check(run, "layer_norm", (*x, None, rng.standard_normal(200).astype(BF16)))
 
 
-@pytest.mark.parametrize("config", [None, C(1, 4), C(1, 2, 1024)], ids=str)
+CONFIGS = [None, C(1, 4), C(1, 2, 1024), C(ring=512, programs=2), C(ring=1024, consumers=1)]
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
 def test_softmax_of_special_values(run, rng, config):
     """Segments of -inf alone, rows of -inf, NaN, what would overflow."""
     x = rng.standard_normal((5, 2048)).astype(np.float32) * 100 + 1000
@@ -136,7 +195,7 @@ def test_softmax_of_special_values(run, rng, config):
     assert np.isnan(got[1]).all() and np.isnan(got[2]).all() and (got[0, :1500] == 0).all()
 
 
-@pytest.mark.parametrize("config", [None, C(1, 4), C(1, 1, 1024)], ids=str)
+@pytest.mark.parametrize("config", [None, C(1, 4), C(1, 1, 1024), C(ring=512)], ids=str)
 def test_variance_of_a_small_spread(run, rng, config):
     """Squares are of differences from the mean: float32 has no digits left otherwise."""
     x = (rng.standard_normal((3, 3000)) + 5000).astype(np.float32)
@@ -190,8 +249,8 @@ def test_misaligned_and_in_place(rng, name):
 @pytest.mark.parametrize("name", FUNCTIONS)
 @pytest.mark.parametrize("n", [1024, 2048, 4096, 8192, 16384, 65536, 131072])
 def test_how_they_move_data(name, n):
-    """Each array goes through one bulk copy a block, registers and SMEM see words of 16 bytes, and
-    at least two blocks have room on an SM."""
+    """Each array goes through one bulk copy a block (or a chunk of a ring), registers and SMEM see
+    words of 16 bytes, and at least two blocks have room on an SM (or one with three threads)."""
     x, w = (plgpu.ShapeDtypeStruct(s, BF16) for s in ((4099, n), (n,)))
     given = (x, w, w)[: {"softmax": 1, "rms_norm": 2, "layer_norm": 3}[name]]
     low = FUNCTIONS[name].kernel(*given).lower(*given)
@@ -201,8 +260,11 @@ def test_how_they_move_data(name, n):
     assert copies == ["load", "store"]
     assert set(re.findall(r"(?:ld|st)_\w+<bf16, (\d+)>", text)) == {"8"}
     assert used["spill_bytes"] == used["stack_bytes"] == 0
-    blocks = min(65536 // (128 * used["registers"]), 227 * 1024 // (used["smem_bytes"] + 1024))
-    assert blocks >= 2, used
+    blocks = min(
+        65536 // (used["threads"] * used["registers"]), 227 * 1024 // (used["smem_bytes"] + 1024)
+    )
+    assert blocks >= (1 if n == 65536 else 2), used
+    assert used["threads"] == (384 if n == 65536 else 128)
 
 
 def test_chosen_configurations():
@@ -216,6 +278,14 @@ def test_chosen_configurations():
                 segment = -(-n // config.cluster) * itemsize
                 assert not config.staged or segment <= 3 * 65536
     assert choose("softmax", 10**6, 16).height == 128
+    for n, itemsize in ((8200, 4), (16392, 2), (20000, 2), (32768, 4), (65536, 2), (90112, 2)):
+        ring = choose("rms_norm", 264, n, 1, itemsize)[4:6]
+        p = _norms_ring.Plan(264, n, itemsize, *ring, 132)
+        assert p.why_not() is None and 2 * p.stages * p.chunk >= 1.2 * n
+        assert max(p.sizes) <= 0.55 * n  # of two consumers
+        assert not choose("rms_norm", 263, n, 1, itemsize).ring
+        assert not choose("rms_norm", 264, n, 1, itemsize, in_place=False).ring
+    assert not choose("rms_norm", 10**6, 90120).ring
     assert choose("rms_norm", 100, 65536).cluster == 4
     for n in (131071, 10**6):
         x = plgpu.ShapeDtypeStruct((3, n), BF16)
@@ -236,8 +306,24 @@ def test_chosen_configurations():
         (lambda x: layer_norm(x, x[0].astype(np.int8)), TypeError, "weight must be"),
         (lambda x: softmax(x, config=3), TypeError, "must be a NormConfig"),
         (lambda x: softmax(x, config=C(0)), ValueError, "a height from 1"),
-        (lambda x: softmax(x, config=C(2, 2)), ValueError, "share one row"),
+        (lambda x: softmax(x, config=C(2, 2)), ValueError, "for single rows"),
         (lambda x: softmax(x[:, :7], config=C()), ValueError, "staged must be False"),
+        (lambda x: softmax(x, config=C(ring=512, staged=False)), ValueError, "must be True"),
+        (lambda x: softmax(x, config=C(ring=512, consumers=5)), ValueError, "1 to 4 consumers"),
+        (lambda x: softmax(x, config=C(2, ring=512)), ValueError, "for single rows"),
+        (lambda x: softmax(x, config=C(ring=-1)), ValueError, "ring and programs from 0"),
+        (lambda x: softmax(x, config=C(ring=500)), ValueError, "a multiple of 512 elements"),
+        (lambda x: softmax(x, config=C(ring=512)), ValueError, "a whole chunk for each"),
+        (
+            lambda x: softmax(x[:1].repeat(10000, 1), config=C(ring=512)),
+            ValueError,
+            "has 16 slots",
+        ),
+        (
+            lambda x: softmax(x[:1].repeat(200, 1), config=C(ring=512), out_dtype=np.float16),
+            ValueError,
+            "dtype of x, float32",
+        ),
     ],
 )
 def test_errors(rng, call, error, words):

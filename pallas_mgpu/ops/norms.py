@@ -7,7 +7,8 @@ result; longer ones are read from SMEM again, in parts that take few registers.
 
 Rows too long for that are shared by the blocks of a cluster: each makes the statistics of its
 segment, sends them to all through the SMEM of the cluster, and every block puts them together in
-the same order. Results repeat bit for bit.
+the same order. Where there are many of them, and a row fits into the SMEM of an SM, a ring that
+is filled without a pause is faster: _norms_ring.py. Results repeat bit for bit.
 
 Where TMA cannot go (a pitch that is no multiple of 16 bytes, an axis that is not the last) the
 lanes load and store the tile themselves; what registers do not hold they read from memory again."""
@@ -20,8 +21,11 @@ import pallas_mgpu as plgpu
 from pallas_mgpu import lax, pl
 from pallas_mgpu import numpy as jnp
 
+from . import _norms_ring
+
 _FLOATS = ("float16", "bfloat16", "float32")
 _BLOCK_BYTES = 32768  # of a segment of a row, as long as the cluster can grow
+_RING_BYTES = 180224  # of a row: more slots than it takes
 _STAGED_BYTES = 98304  # of a segment in SMEM: two blocks on an SM
 _HELD = 8192  # elements of a row that a block of a cluster keeps in registers; alone, twice as many
 _PART = 4096  # elements in registers at a time otherwise
@@ -33,13 +37,18 @@ class NormConfig(NamedTuple):
 
     ``height``: rows of a tile (columns, along another axis than the last). ``cluster``: blocks that
     share a row, with one row a tile. ``part``: elements of a row in registers at a time; 0: all of
-    the block's. ``staged``: through SMEM by TMA.
+    the block's. ``staged``: through SMEM by TMA. ``ring``: elements of a chunk, where chunks of
+    rows go through a ring in SMEM, and what is said above does not matter; 0: no ring.
+    ``consumers``: threads of a block that compute on them. ``programs``: blocks; 0: one an SM.
     """
 
     height: int = 1
     cluster: int = 1
     part: int = 0
     staged: bool = True
+    ring: int = 0
+    consumers: int = 2
+    programs: int = 0
 
 
 # What each function needs of a row: `local` the statistics of the segment that the block has,
@@ -68,6 +77,21 @@ class _Softmax:
     def alone(self, tile, most, total):
         self.scale = 1 / total
 
+    def none(self, tile):
+        return jnp.full(tile.shape, -math.inf, jnp.float32), jnp.zeros(tile.shape, jnp.float32)
+
+    def gather(self, stats, parts, first):
+        most, total = stats
+        new = functools.reduce(jnp.maximum, [x for x, _ in parts], most)
+        base = jnp.where(new == -math.inf, 0.0, new)
+        total = total * jnp.exp(most - base)
+        return new, functools.reduce(lambda t, x: t + jnp.exp(x[0] - base), parts, total)
+
+    def gathered(self, tile, stats):
+        most = tile.most(stats[0])
+        self.base = jnp.where(most == -math.inf, 0.0, most)
+        return most, tile.total(stats[1] * jnp.exp(stats[0] - self.base))
+
     def result(self, tile, x):
         return (x if tile.held is not None else jnp.exp(x - self.base)) * self.scale
 
@@ -83,6 +107,15 @@ class _RMSNorm:
 
     def joined(self, tile, segments):
         self.alone(tile, sum(s for (s,) in segments))
+
+    def none(self, tile):
+        return (jnp.zeros(tile.shape, jnp.float32),)
+
+    def gather(self, stats, parts, first):
+        return (functools.reduce(lambda acc, x: acc + x[0] * x[0], parts, stats[0]),)
+
+    def gathered(self, tile, stats):
+        return (tile.total(stats[0]),)
 
     def alone(self, tile, squares):
         self.scale = lax.rsqrt(squares * (1 / tile.n) + self.eps)
@@ -103,11 +136,31 @@ class _LayerNorm(_RMSNorm):
         return mean, tile.total(tile.each(squares, 0.0))
 
     def joined(self, tile, segments):
-        sizes = [max(min(tile.n - j * tile.width, tile.width), 0) for j in range(len(segments))]
-        mean = sum(m * (c / tile.n) for (m, _), c in zip(segments, sizes))
+        mean = sum(m * (c / tile.n) for (m, _), c in zip(segments, tile.sizes))
         squares = sum(s for _, s in segments)
-        squares += sum(jnp.square(m - mean) * float(c) for (m, _), c in zip(segments, sizes))
+        squares += sum(jnp.square(m - mean) * float(c) for (m, _), c in zip(segments, tile.sizes))
         self.alone(tile, mean, squares)
+
+    def none(self, tile):
+        """Of each place its first element, and sums of differences from it and of their squares:
+        the mean may be much larger than they are."""
+        return (jnp.zeros(tile.shape, jnp.float32),) * 3
+
+    def gather(self, stats, parts, first):
+        base, total, squares = stats
+        base = jnp.where(first, parts[0][0], base)
+        for x, valid in parts:
+            d = x - base if valid is None else jnp.where(valid, x - base, 0.0)
+            total, squares = total + d, squares + d * d
+        return base, total, squares
+
+    def gathered(self, tile, stats):
+        base, total, squares = stats
+        count = tile.counts()
+        off = total / count
+        squares = squares - total * off
+        mean = tile.total((base + off) * count) * tile.share
+        return mean, tile.total(squares + jnp.square(base + off - mean) * count)
 
     def alone(self, tile, mean, squares):
         self.mean = mean
@@ -126,6 +179,9 @@ class _Tile:
         self.read, self.valid = read, valid
         # masked accesses beyond the row need a start that is not known to lie there
         self.rolled = plan.parts > 4 or plan.parts > 1 and plan.padded
+        if self.shared:  # elements of the segments
+            begins = range(0, plan.cluster * plan.width, plan.width)
+            self.sizes = [max(min(plan.n - at, plan.width), 0) for at in begins]
         # 1 / elements of the segment
         self.share = 1 / plan.n
         if self.shared:
@@ -326,8 +382,9 @@ _OPS = {"softmax": _Softmax, "rms_norm": _RMSNorm, "layer_norm": _LayerNorm}
 # ---- the choice ---------------------------------------------------------------------------------
 
 
-def choose(name, outer, n, inner=1, itemsize=2, staged=True):
-    """The configuration for an array seen as [outer, n, inner]; `staged`: TMA can address it."""
+def choose(name, outer, n, inner=1, itemsize=2, staged=True, in_place=True, sms=132):
+    """The configuration for an array seen as [outer, n, inner]; `staged`: TMA can address it;
+    `in_place`: the result has its dtype."""
     if inner > 1:
         height = min(_COLUMNS, inner)
         return NormConfig(height, 1, max(_PART // height, 1), False)
@@ -339,6 +396,10 @@ def choose(name, outer, n, inner=1, itemsize=2, staged=True):
     held = name == "softmax"
     cluster = 1
     if n > 16384 or n * itemsize > _BLOCK_BYTES:
+        if in_place and outer >= 2 * sms and n * itemsize <= _RING_BYTES:
+            consumers = 2
+            chunk = _norms_ring.choose(outer, n, itemsize, consumers, sms)
+            return NormConfig(ring=chunk, consumers=consumers)
         cluster = _blocks(n, _HELD if held else _BLOCK_BYTES // itemsize)
     width = pl.cdiv(n, cluster)
     if width * itemsize > _STAGED_BYTES:
@@ -381,28 +442,43 @@ def _make(name, x, vectors, axis, eps, out_dtype, config, interpret):
     pitches = n * x.dtype.itemsize | n * out_dtype.itemsize
     by_tma = inner == 1 and x.aligned and (pitches % 16 == 0)
     size = max(x.dtype.itemsize, out_dtype.itemsize)
+    in_place, sms = x.dtype == out_dtype, plgpu.core_count(x.device)
     if config is None:
-        config = choose(name, outer, n, inner, size, by_tma)
+        config = choose(name, outer, n, inner, size, by_tma, in_place, sms)
     _check(name, config, inner, by_tma)
     given = list(vectors.values())
     aligned = (x.aligned, *(v is None or v.aligned for v in given), x.aligned)
     dtypes = tuple(None if v is None else v.dtype for v in given)
     eps = () if eps is None else (float(eps),)
+    if config.ring:
+        ring = config.ring, config.consumers, config.programs or sms
+        p = _norms_ring.Plan(outer, n, x.dtype.itemsize, *ring)
+        why_not = p.why_not() if in_place else f"the result must have the dtype of x, {x.dtype}"
+        if why_not:
+            raise ValueError(
+                f"{name}: no ring for rows of {n} elements: {why_not}; got {config} and {out_dtype}"
+            )
+        given = (x.shape, x.dtype, dtypes, aligned, ring, interpret)
+        return _norms_ring.kernel(name, _OPS[name], eps, *given)
     return _kernel(name, eps, x.shape, axis, x.dtype, out_dtype, dtypes, aligned, config, interpret)
 
 
 def _check(name, config, inner, by_tma):
     if not isinstance(config, NormConfig):
         raise TypeError(f"{name}: config must be a NormConfig, got {config!r}")
-    height, cluster, part, staged = config
-    if height < 1 or part < 0 or cluster not in (1, 2, 4, 8):
+    height, cluster, part, staged, ring, consumers, programs = config
+    if height < 1 or cluster not in (1, 2, 4, 8) or min(part, ring, programs) < 0:
         raise ValueError(
-            f"{name}: a NormConfig has a height from 1, a cluster of 1, 2, 4 or 8, and a part from"
-            f" 0, got {config}"
+            f"{name}: a NormConfig has a height from 1, a cluster of 1, 2, 4 or 8, and a part, ring"
+            f" and programs from 0, got {config}"
         )
-    if cluster > 1 and (height > 1 or inner > 1):
+    if ring and consumers not in (1, 2, 3, 4):
+        raise ValueError(f"{name}: a ring has 1 to 4 consumers, got {config}")
+    if ring and not staged:
+        raise ValueError(f"{name}: TMA fills the ring; staged must be True, got {config}")
+    if (cluster > 1 or ring) and (height > 1 or inner > 1):
         raise ValueError(
-            f"{name}: blocks of a cluster share one row of the last axis, got {config}"
+            f"{name}: clusters and rings are for single rows of the last axis, got {config}"
         )
     if staged and not by_tma:
         raise ValueError(

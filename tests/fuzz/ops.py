@@ -300,7 +300,15 @@ def _rows(c, last):
 
 def _norm_config(c, x, axis, out):
     inner, n = math.prod(x.shape[axis + 1 :]), x.shape[axis]
-    if c.chance(0.5):
+    grain = 2048 // x.itemsize
+    by_tma = inner == 1 and n * x.itemsize % 16 == 0
+    if by_tma and out == x.dtype and n >= grain and c.chance(0.5):
+        ring, consumers = grain * c.pick(1, 1, 2), c.pick(1, 2, 2, 3, 4)
+        need(n >= ring * consumers)
+        programs = c.pick(0, 1, 2, 5)
+        given = {"ring": ring, "consumers": consumers, "programs": programs}
+        c.options["config"] = ops.NormConfig(**given)
+    elif c.chance(0.5):
         cluster = c.pick(1, 1, 2, 4, 8) if inner == 1 else 1
         part = c.pick(0, 0, 64, 100, 1024, 3000)
         need(n // cluster <= 16384 or part)

@@ -1,0 +1,282 @@
+"""Long rows for norms.py: a ring of chunks of rows in SMEM that is filled without a pause.
+
+One persistent block an SM takes every `programs`-th row. Its last thread fetches the row's chunks,
+one behind the other, for the consumers in turns, each of which has slots of its own. A consumer
+gathers statistics as its chunks arrive, for every place of a lane its own; at the end of the row
+lanes and then consumers put theirs together, in a fixed order. Then each consumer goes through its
+chunks once more, writes the result in their place, and has it stored from there. A slot is free
+again when the store of the consumer's next chunk has been issued and its own has read SMEM.
+
+A row lies in SMEM as a whole, so a consumer has at least as many slots as chunks of a row. What is
+left takes chunks of the next row while this one waits for its statistics. It has two or more, as
+it keeps its last slot until it has seen a chunk of the next row."""
+
+import functools
+import math
+
+import pallas_mgpu as plgpu
+from pallas_mgpu import lax, pl
+from pallas_mgpu import numpy as jnp
+
+from ._ring import roles
+
+SLOTS = 32  # barriers of an array
+SMEM = 232448 - 2048  # bytes for slots
+
+
+class Plan:
+    """Numbers that follow from the shape and the length of a chunk."""
+
+    def __init__(self, rows, n, itemsize, chunk, consumers, programs):
+        self.n, self.chunk, self.consumers = n, chunk, consumers
+        self.grain = 2048 // itemsize  # 16 bytes for every lane
+        self.whole, self.tail = divmod(n, chunk)
+        self.chunks = self.whole + (self.tail > 0)
+        self.stages = min(SMEM // (chunk * itemsize), SLOTS) // consumers  # of a consumer
+        self.programs = min(programs, rows)
+        # elements of each consumer
+        self.sizes = [
+            sum(min(n - k * chunk, chunk) for k in range(c, self.chunks, consumers))
+            for c in range(consumers)
+        ]
+
+    def chunks_of(self, consumer):
+        return (self.chunks - consumer + (self.consumers - 1)) // self.consumers
+
+    def why_not(self):
+        """What is wrong with the chunks, or None."""
+        if self.chunk % self.grain:
+            return f"the chunk must be a multiple of {self.grain} elements"
+        if self.whole < self.consumers:
+            return "a row must have a whole chunk for each consumer"
+        if self.stages < max(self.chunks_of(0), 2):
+            return f"a consumer has {self.stages} slots, less than chunks of a row, or than 2"
+        return None
+
+
+class Segment:
+    """A consumer's chunks of a row, as the functions of norms.py want a tile."""
+
+    shared, held = True, None
+
+    def __init__(self, p, me):
+        self.n, self.sizes, self.shape = p.n, p.sizes, (1, p.grain)
+        self.p, self.me = p, me
+        # chunks of the consumer, without the one that ends the row
+        self.mine = (p.whole - me + (p.consumers - 1)) // p.consumers
+        self.has_tail = me == p.whole % p.consumers
+        elements = self.mine * p.chunk + jnp.where(self.has_tail, p.tail, 0)
+        self.share = 1 / elements.astype(jnp.float32)
+
+    def counts(self):
+        """How many elements each place of a lane has seen, float32."""
+        p = self.p
+        count = (self.mine * (p.chunk // p.grain)).astype(jnp.float32)
+        if not p.tail:
+            return count
+        at = lax.broadcasted_iota(jnp.int32, self.shape, 1)
+        groups, rest = divmod(p.tail, p.grain)
+        more = jnp.where(at < rest, groups + 1.0, float(groups))
+        return count + jnp.where(self.has_tail, more, 0.0)
+
+    def most(self, x):
+        return x.max(axis=1, keepdims=True)
+
+    def total(self, x):
+        return x.sum(axis=1, keepdims=True)
+
+
+def choose(rows, n, itemsize, consumers, programs):
+    """The length of a chunk: consumers have about the same, in few chunks."""
+
+    def cost(chunk):
+        p = Plan(rows, n, itemsize, chunk, consumers, programs)
+        if p.why_not():
+            return math.inf
+        return max(p.sizes) + p.chunks * p.grain // 4
+
+    grain = 2048 // itemsize
+    return min(range(8 * grain, grain, -grain), key=cost)
+
+
+@functools.cache
+def kernel(name, make, eps, shape, dtype, vectors, aligned, ring, interpret):
+    """make(*eps): the statistics and the result of a row; vectors, aligned: as in norms.py; ring:
+    chunk, consumers, programs."""
+    rows, n = math.prod(shape[:-1]), shape[-1]
+    p = Plan(rows, n, dtype.itemsize, *ring)
+    chunk, consumers = p.chunk, p.consumers
+
+    def body(x, *refs):
+        given = iter(refs[: sum(v is not None for v in vectors)])
+        weights = [None if v is None else next(given) for v in vectors]
+        o, slots, stats_s, full, empty, met = refs[-6:]
+        plgpu.griddepcontrol_launch_dependents()
+        plgpu.griddepcontrol_wait()
+        x, o = x.reshape((rows, n)), o.reshape((rows, n))
+        sm = lax.axis_index("sm")
+        trips = (rows - sm + (p.programs - 1)) // p.programs
+
+        def place(w, k, size):
+            """Chunk k of the block's row w, of which size elements are there."""
+            row = jnp.minimum(sm + w * p.programs, rows - 1)  # known to lie inside
+            return pl.ds(row, 1), pl.ds(jnp.minimum(k * chunk, n - size), size)
+
+        def slot_of(c, it, size=chunk):
+            return slots.at[c, it % p.stages].reshape((1, chunk)).at[:, pl.ds(0, size)]
+
+        def fetch():
+            def one(w, k, size):
+                c = k % consumers
+                it = w * p.chunks_of(c) + k // consumers
+                slot = c, it % p.stages
+
+                @pl.when(it >= p.stages)
+                def _():
+                    plgpu.barrier_wait(empty.at[slot], phase=it // p.stages - 1)
+
+                plgpu.copy_gmem_to_smem(
+                    x.at[place(w, k, size)],
+                    slot_of(c, it, size),
+                    full.at[slot],
+                    oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,
+                )
+
+            def row(w, _):
+                lax.fori_loop(0, p.whole, lambda k, _: one(w, k, chunk), None)
+                if p.tail:
+                    one(w, p.whole, p.tail)
+
+            lax.fori_loop(0, trips, row, None)
+            for c in range(consumers):  # every release is waited for
+                done = trips * p.chunks_of(c)
+
+                def drain(s, _, c=c, done=done):
+                    @pl.when(done > s)
+                    def _():
+                        phase = (done - s - 1) // p.stages
+                        plgpu.barrier_wait(empty.at[c, s], phase=phase)
+
+                lax.fori_loop(0, p.stages, drain, None)
+
+        def inside(g, size):
+            """Which elements of the group exist; None: all."""
+            if (g + 1) * p.grain <= size:
+                return None
+            return lax.broadcasted_iota(jnp.int32, (1, p.grain), 1) < size - g * p.grain
+
+        def groups(size):
+            return range(pl.cdiv(size, p.grain))
+
+        def read(ref, g, valid, fill):
+            at = pl.ds(g, 1), slice(None)
+            part = ref[at] if valid is None else pl.load(ref, at, mask=valid, other=fill)
+            return part.astype(jnp.float32)
+
+        def consume(me):
+            def each(segment, step, carry):
+                """carry = step(j, number of the chunk in the row, its elements, carry)."""
+
+                def one(j, carry, size=chunk):
+                    return step(j, me + j * consumers, size, carry)
+
+                carry = lax.fori_loop(0, segment.mine, one, carry)
+                if p.tail:
+
+                    def end(carry):
+                        return one(segment.mine, carry, p.tail)
+
+                    carry = lax.cond(segment.has_tail, end, lambda carry: carry, carry)
+                return carry
+
+            def release(it):
+                plgpu.barrier_arrive(empty.at[me, it % p.stages])
+
+            def row(w, it0):
+                """it0: chunks of this consumer before this row."""
+                op, segment = make(*eps), Segment(p, me)
+
+                def gather(j, k, size, stats):
+                    it = it0 + j
+                    plgpu.barrier_wait(full.at[me, it % p.stages], phase=it // p.stages)
+                    ref, parts = slots.at[me, it % p.stages], []
+                    for g in groups(size):
+                        valid = inside(g, size)
+                        parts.append((read(ref, g, valid, op.fill), valid))
+                    stats = op.gather(stats, parts, j == 0)
+
+                    @pl.when((j == 0) & (w > 0))
+                    def _():
+                        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                        release(it - 1)
+
+                    return stats
+
+                mine = op.gathered(segment, each(segment, gather, op.none(segment)))
+                box = stats_s.at[w % 2]
+                for i, value in enumerate(mine):
+                    box[me, i] = value.reshape(())
+                plgpu.barrier_arrive(met)
+                plgpu.barrier_wait(met, phase=w)
+                of_all = [[box[c, i] for i in range(len(mine))] for c in range(consumers)]
+                op.joined(segment, of_all)
+
+                def write(j, k, size, _):
+                    ref, results = slots.at[me, (it0 + j) % p.stages], []
+                    for g in groups(size):
+                        valid = inside(g, size)
+                        value = op.result(segment, read(ref, g, valid, op.fill))
+                        value = weighted(value, valid, k * chunk + g * p.grain)
+                        results.append(value.astype(dtype))
+                    ref[: len(results)] = jnp.concatenate(results)  # one store: one sync
+                    plgpu.commit_smem()
+                    source = slot_of(me, it0 + j, size)
+                    plgpu.copy_smem_to_gmem(source, o.at[place(w, k, size)])
+
+                    @pl.when(j > 0)
+                    def _():
+                        plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+                        release(it0 + (j - 1))
+
+                each(segment, write, None)
+                return it0 + p.chunks_of(me)
+
+            done = lax.fori_loop(0, trips, row, 0)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            release(done - 1)
+
+        def weighted(value, valid, start):
+            for i, (ref, is_aligned) in enumerate(zip(weights, aligned[1:])):
+                if ref is None:
+                    continue
+                if not is_aligned:  # no vectors: the compiler cannot know that this is zero
+                    start = start + lax.optimization_barrier(jnp.int32(0))
+                at = pl.ds(start, p.grain)
+                if valid is None:
+                    v = ref[at]
+                else:
+                    v = pl.load(ref, at, mask=valid.reshape((p.grain,)), other=0.0)
+                v = lax.broadcast_in_dim(v.astype(jnp.float32), value.shape, [1])
+                value = value * v if i == 0 else value + v
+            return value
+
+        roles(consumers, None, fetch, consume)
+
+    return plgpu.kernel(
+        body,
+        out_type=plgpu.ShapeDtypeStruct(shape, dtype),
+        scratch_types=[
+            plgpu.SMEM((consumers, p.stages, chunk // p.grain, p.grain), dtype),
+            plgpu.SMEM((2, consumers, 2), jnp.float32),
+            plgpu.Barrier(num_barriers=(consumers, p.stages)),
+            plgpu.Barrier(num_barriers=(consumers, p.stages)),
+            plgpu.Barrier(num_arrivals=consumers),
+        ],
+        grid=(p.programs,),
+        grid_names=("sm",),
+        num_threads=consumers + 1,
+        thread_name="wg",
+        compiler_params=plgpu.CompilerParams(approx_math=dtype.itemsize == 2),
+        interpret=interpret,
+        kernel_name=name,
+    )
