@@ -85,10 +85,10 @@ def configs(op, columns):
                 if part < width and (part or width <= 16384):
                     yield NormConfig(1, cluster, part)
     if 32768 < 2 * columns <= 180224:
-        for consumers in (2, 3, 4):
+        for consumers in (1, 2, 3):
             for ring in (8192, 4096, 2048):
                 slots = min(230400 // (2 * ring), 32) // consumers
-                if consumers * ring <= columns <= slots * consumers * ring:
+                if consumers * ring <= columns <= (slots - 1) * consumers * ring:
                     yield NormConfig(ring=ring, consumers=consumers)
 
 

@@ -1,15 +1,16 @@
 """Long rows for norms.py: a ring of chunks of rows in SMEM that is filled without a pause.
 
 One persistent block an SM takes every `programs`-th row. Its last thread fetches the row's chunks,
-one behind the other, for the consumers in turns, each of which has slots of its own. A consumer
-gathers statistics as its chunks arrive, for every place of a lane its own; at the end of the row
-lanes and then consumers put theirs together, in a fixed order. Then each consumer goes through its
-chunks once more, writes the result in their place, and has it stored from there. A slot is free
-again when the store of the consumer's next chunk has been issued and its own has read SMEM.
+one behind the other, for pairs of threads in turns, each of which has slots of its own. The first
+of a pair gathers statistics as chunks arrive, for every place of a lane its own; at the end of the
+row lanes put theirs together, and then pairs, in a fixed order. The second, behind it, goes through
+the chunks once more, writes the result in their place, and has it stored from there. A slot is free
+again when the store of the pair's next chunk has been issued and its own has read SMEM.
 
-A row lies in SMEM as a whole, so a consumer has at least as many slots as chunks of a row. What is
-left takes chunks of the next row while this one waits for its statistics. It has two or more, as
-it keeps its last slot until it has seen a chunk of the next row."""
+So while a row is written, the next one arrives in the slots that become free, and is gathered. A
+row lies in SMEM as a whole, and its last slot is kept until a chunk of the next one is stored: a
+pair has more slots than chunks of a row. Statistics of two rows have room; `met` says that those of
+all pairs are there, `seen` that all have read them."""
 
 import functools
 import math
@@ -49,8 +50,8 @@ class Plan:
             return f"the chunk must be a multiple of {self.grain} elements"
         if self.whole < self.consumers:
             return "a row must have a whole chunk for each consumer"
-        if self.stages < max(self.chunks_of(0), 2):
-            return f"a consumer has {self.stages} slots, less than chunks of a row, or than 2"
+        if self.stages <= self.chunks_of(0):
+            return f"a consumer has {self.stages} slots, no more than chunks of a row"
         return None
 
 
@@ -110,7 +111,7 @@ def kernel(name, make, eps, shape, dtype, vectors, aligned, ring, interpret):
     def body(x, *refs):
         given = iter(refs[: sum(v is not None for v in vectors)])
         weights = [None if v is None else next(given) for v in vectors]
-        o, slots, stats_s, full, empty, met = refs[-6:]
+        o, slots, stats_s, full, empty, met, seen = refs[-7:]
         plgpu.griddepcontrol_launch_dependents()
         plgpu.griddepcontrol_wait()
         x, o = x.reshape((rows, n)), o.reshape((rows, n))
@@ -189,11 +190,8 @@ def kernel(name, make, eps, shape, dtype, vectors, aligned, ring, interpret):
                     carry = lax.cond(segment.has_tail, end, lambda carry: carry, carry)
                 return carry
 
-            def release(it):
-                plgpu.barrier_arrive(empty.at[me, it % p.stages])
-
-            def row(w, it0):
-                """it0: chunks of this consumer before this row."""
+            def gather_row(w, it0):
+                """it0: chunks of this pair before this row."""
                 op, segment = make(*eps), Segment(p, me)
 
                 def gather(j, k, size, stats):
@@ -203,26 +201,30 @@ def kernel(name, make, eps, shape, dtype, vectors, aligned, ring, interpret):
                     for g in groups(size):
                         valid = inside(g, size)
                         parts.append((read(ref, g, valid, op.fill), valid))
-                    stats = op.gather(stats, parts, j == 0)
-
-                    @pl.when((j == 0) & (w > 0))
-                    def _():
-                        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                        release(it - 1)
-
-                    return stats
+                    return op.gather(stats, parts, j == 0)
 
                 mine = op.gathered(segment, each(segment, gather, op.none(segment)))
-                box = stats_s.at[w % 2]
+
+                @pl.when(w > 1)
+                def _():
+                    plgpu.barrier_wait(seen.at[w % 2], phase=w // 2 - 1)
+
                 for i, value in enumerate(mine):
-                    box[me, i] = value.reshape(())
-                plgpu.barrier_arrive(met)
-                plgpu.barrier_wait(met, phase=w)
-                of_all = [[box[c, i] for i in range(len(mine))] for c in range(consumers)]
+                    stats_s[w % 2, me, i] = value.reshape(())
+                plgpu.barrier_arrive(met.at[w % 2])
+                return it0 + p.chunks_of(me)
+
+            def write_row(w, it0):
+                op, segment = make(*eps), Segment(p, me)
+                plgpu.barrier_wait(met.at[w % 2], phase=w // 2)
+                box, count = stats_s.at[w % 2], len(op.none(segment)[:2])
+                of_all = [[box[c, i] for i in range(count)] for c in range(consumers)]
+                plgpu.barrier_arrive(seen.at[w % 2])
                 op.joined(segment, of_all)
 
                 def write(j, k, size, _):
-                    ref, results = slots.at[me, (it0 + j) % p.stages], []
+                    it = it0 + j
+                    ref, results = slots.at[me, it % p.stages], []
                     for g in groups(size):
                         valid = inside(g, size)
                         value = op.result(segment, read(ref, g, valid, op.fill))
@@ -233,17 +235,26 @@ def kernel(name, make, eps, shape, dtype, vectors, aligned, ring, interpret):
                     source = slot_of(me, it0 + j, size)
                     plgpu.copy_smem_to_gmem(source, o.at[place(w, k, size)])
 
-                    @pl.when(j > 0)
+                    @pl.when(it > 0)
                     def _():
                         plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-                        release(it0 + (j - 1))
+                        plgpu.barrier_arrive(empty.at[me, (it - 1) % p.stages])
 
                 each(segment, write, None)
                 return it0 + p.chunks_of(me)
 
-            done = lax.fori_loop(0, trips, row, 0)
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            release(done - 1)
+            @pl.when(lax.axis_index("wg") < consumers)
+            def _():
+                lax.fori_loop(0, trips, gather_row, 0)
+                for s in range(2):  # all that the writers say is waited for
+                    last = (trips - 1 - s) // 2
+                    pl.when(trips > s)(lambda s=s, n=last: plgpu.barrier_wait(seen.at[s], phase=n))
+
+            @pl.when(lax.axis_index("wg") >= consumers)
+            def _():
+                done = lax.fori_loop(0, trips, write_row, 0)
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                plgpu.barrier_arrive(empty.at[me, (done - 1) % p.stages])
 
         def weighted(value, valid, start):
             for i, (ref, is_aligned) in enumerate(zip(weights, aligned[1:])):
@@ -260,7 +271,7 @@ def kernel(name, make, eps, shape, dtype, vectors, aligned, ring, interpret):
                 value = value * v if i == 0 else value + v
             return value
 
-        roles(consumers, None, fetch, consume)
+        roles(2 * consumers, None, fetch, lambda thread: consume(thread % consumers))
 
     return plgpu.kernel(
         body,
@@ -270,11 +281,12 @@ def kernel(name, make, eps, shape, dtype, vectors, aligned, ring, interpret):
             plgpu.SMEM((2, consumers, 2), jnp.float32),
             plgpu.Barrier(num_barriers=(consumers, p.stages)),
             plgpu.Barrier(num_barriers=(consumers, p.stages)),
-            plgpu.Barrier(num_arrivals=consumers),
+            plgpu.Barrier(num_arrivals=consumers, num_barriers=2),
+            plgpu.Barrier(num_arrivals=consumers, num_barriers=2),
         ],
         grid=(p.programs,),
         grid_names=("sm",),
-        num_threads=consumers + 1,
+        num_threads=2 * consumers + 1,
         thread_name="wg",
         compiler_params=plgpu.CompilerParams(approx_math=dtype.itemsize == 2),
         interpret=interpret,

@@ -39,7 +39,8 @@ class NormConfig(NamedTuple):
     share a row, with one row a tile. ``part``: elements of a row in registers at a time; 0: all of
     the block's. ``staged``: through SMEM by TMA. ``ring``: elements of a chunk, where chunks of
     rows go through a ring in SMEM, and what is said above does not matter; 0: no ring.
-    ``consumers``: threads of a block that compute on them. ``programs``: blocks; 0: one an SM.
+    ``consumers``: pairs of threads of a block that compute on them, 1 to 3. ``programs``: blocks;
+    0: one an SM.
     """
 
     height: int = 1
@@ -72,6 +73,8 @@ class _Softmax:
     def joined(self, tile, segments):
         most = functools.reduce(jnp.maximum, [m for m, _ in segments])
         total = sum(s * jnp.exp(m - most) for m, s in segments)
+        if tile.held is None:
+            self.base = jnp.where(most == -math.inf, 0.0, most)
         self.scale = jnp.exp(self.base - most) * (1 / total)
 
     def alone(self, tile, most, total):
@@ -472,8 +475,8 @@ def _check(name, config, inner, by_tma):
             f"{name}: a NormConfig has a height from 1, a cluster of 1, 2, 4 or 8, and a part, ring"
             f" and programs from 0, got {config}"
         )
-    if ring and consumers not in (1, 2, 3, 4):
-        raise ValueError(f"{name}: a ring has 1 to 4 consumers, got {config}")
+    if ring and consumers not in (1, 2, 3):
+        raise ValueError(f"{name}: a ring has 1 to 3 consumers, got {config}")
     if ring and not staged:
         raise ValueError(f"{name}: TMA fills the ring; staged must be True, got {config}")
     if (cluster > 1 or ring) and (height > 1 or inner > 1):

@@ -283,7 +283,7 @@ def _transposed_ragged(c):
 
 def _rows(c, last):
     """An array whose rows are normalised, the axis and the dtype of the result."""
-    rank = c.pick(1, 2, 2, 3, 4)
+    rank = c.pick(1, 2, 2, 3)
     n = c.pick(c.extent(), c.extent(), 8 * c.extent(), c.rng.randint(400, 9000))
     shape = [c.extent(9) for _ in range(rank)]
     if c.chance(0.2):
