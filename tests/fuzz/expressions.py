@@ -471,6 +471,9 @@ class Expressions(Arrays):
             "switch": 0.4 if self.nesting < 3 else 0,
             "smem": 0.7 if self.nesting < 4 and shape else 0,
             "let": 1.5,
+            "seen": 0.4 if kind == "wild" and shape else 0,
+            "nn": 0.4 if dtype in FLOATS else 0,
+            "source": (1.5 if dtype == "uint32" else 0.3) if shape and dtype != "bool" else 0,
             "indexed": 1.5 if 0 < len(shape) < 3 else 0,
             **self.array_productions(shape, dtype, kind),
         }
@@ -642,7 +645,7 @@ class Expressions(Arrays):
             else:
                 ops = ("(-{})", "jnp.abs({})", "jnp.floor({})", "jnp.ceil({})", "jnp.round({})",
                        "lax.round({})", "jnp.sqrt(jnp.abs({}))", "lax.neg({})", "jnp.square({})",
-                       "jnp.clip({}, -2.5, 3.0)", "lax.clamp(-1.0, {}, 1.0)",
+                       "jnp.clip({}, -2.5, 3.0)", "jnp.trunc({})", "lax.clamp(-1.0, {}, 1.0)",
                        "(1.0 / {})")  # fmt: skip
             return Node(self.rng.choice(ops), x)
         ops = ["(-{})", "(~{})", "jnp.square({})", "({} ** 2)", "jnp.abs({})"]
