@@ -46,6 +46,10 @@ breaks(
     less_one_is_forgotten=('FLOAT_FUNCTION(EXPM1, "expm1f")', 'FLOAT_FUNCTION(EXPM1, "expf")'),
     areas_are_angles=('FLOAT_FUNCTION(ASINH, "asinhf")', 'FLOAT_FUNCTION(ASINH, "asinf")'),
     quadrants_are_quotients=('call2_f32(e, op, "atan2f")', 'call2_f32(e, op, "fmodf")'),
+)
+breaks(
+    f"{CUDA}/emit_pointwise.c",
+    WARPS,
     warps_have_each_others_numbers=(
         'return leave(e, "(i32)warp");',
         'return leave(e, "(i32)(warp ^ 1)");',
@@ -62,10 +66,6 @@ breaks(
 breaks(
     f"{CUDA}/emit_inline.c",
     INLINE,
-    scalars_of_source_are_addresses=(
-        'is_array(e, o->out) ? "" : "&"',
-        'is_array(e, o->out) ? "" : "0*&"',
-    ),
     source_gets_the_first_of_its_barriers=(
         "  for (uint32_t k = 0; k < view.n_terms; k++) {\n"
         '    pm_putf(&t, " + %s", pm_term_text(e, &view.term[k], 8, false));\n  }\n',
