@@ -50,13 +50,15 @@ PATTERNS = {
     "bitcast of a ref", "bitcast of a target", "broadcast", "check", "combining copy",
     "combining floats", "concatenate", "cond", "copy", "copy out", "delay", "dependent launches",
     "dot", "dynamic loop", "exchange", "fori", "gather", "indexed", "indexed store", "launch",
-    "layout", "loop", "many points", "masked", "masked store", "math", "math of two", "mma",
+    "layout", "lazy", "loop", "many points", "masked", "masked store", "math", "math of two", "mma",
     "move", "multicast", "narrow", "narrow store", "nn", "overhang", "own parts", "pad", "peers",
     "phase", "pipeline", "points", "prefetch", "prod", "producer", "reduce", "ring", "scan",
+    "scope",
     "search", "semaphore read", "semaphores", "smem", "softmax", "sort", "source",
     "source in warps", "source of refs", "source of several results", "specialised",
     "store groups", "switch",
-    "swizzle", "threads", "tiles", "transpose", "turns in a ring", "union", "warps",
+    "swizzle", "threads", "tiles", "transpose", "turns in a ring", "union", "upcast", "warps",
+    "warps and memory",
     "warps in step", "wgmma", "wgmma of others", "when", "while", "widened",
 }  # fmt: skip
 OPS = pathlib.Path(__file__).parent.parent / "csrc/ir/ops.def"

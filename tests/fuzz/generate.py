@@ -139,6 +139,7 @@ class Gen(Hopper, Sharing, Warps, Functions, Expressions):
             "update": 0.7,
             "delay": 0.1,
             "check": 0.1,
+            "scope": 0.1,
             "warps": 0.5,
             "points": 1 if self.axis_names and not self.nesting else 0,
             "segment": 0.5 if self.threads == 1 and 0 < self.nesting < 3 else 0,
@@ -161,6 +162,14 @@ class Gen(Hopper, Sharing, Warps, Functions, Expressions):
     def do_delay(self):
         self.feature("delay")
         self.emit(Node("pl.delay({})", self.dynamic(0, 500)))
+
+    def do_scope(self):
+        """A name for a part of the body, whose values are those of the whole."""
+        self.feature("scope")
+        self.blocks.append(Block())
+        self.statement()
+        block = self.blocks.pop()
+        self.emit(Node(f"with plgpu.named_scope('{self.name('part')}'):\n{{}}", block))
 
     def do_check(self):
         """What is true; the interpreter looks under one of its schedules."""
@@ -1224,6 +1233,7 @@ class Gen(Hopper, Sharing, Warps, Functions, Expressions):
                 "turns": 1.5,
                 "specialised": 2,
                 "warps": 1,
+                "warps_memory": 0.7,
                 "source": 0.5,
                 "ring_of_turns": 1.5,
                 "functions": 0.5,
@@ -1243,6 +1253,7 @@ class Gen(Hopper, Sharing, Warps, Functions, Expressions):
                 "big": 1.5,
                 "widened": 0.7,
                 "warps": 0.8,
+                "warps_memory": 0.6,
                 "source": 0.4,
                 "union": 0.8,
                 "functions": 1,

@@ -262,19 +262,30 @@ def _attempt(way, f):
 MANY_REGISTERS = 48  # of one array, of the 256 of a lane: a kernel that has such a one may spill
 
 
+COPIES = {  # of an element, over the lanes
+    "wgmma.reduce(0)": 32,
+    "wgmma.reduce(1)": 4,
+    "wgmma_transposed.reduce(0)": 16,
+    "wgmma_transposed.reduce(1)": 8,
+    "tma_indices": 32,
+    "tma_indices_4": 128,
+}
+
+
 def most_registers(graph):
     """Registers per lane of the widest array of a lowered graph, by its text."""
     most = 0
     for shape, layout in re.findall(r": \w+\[([\d,]*)\] @(\S+)", graph):
         dims = [int(d) for d in shape.split(",") if d]
-        if layout == "wgmma":
-            dims[-2:] = -(-dims[-2] // 64) * 64, -(-dims[-1] // 8) * 8
+        if layout.startswith(("wgmma", "mma")) and "reduce" not in layout:
+            columns = 8 if layout.startswith("wgmma") and "x" not in layout else 32
+            dims[-2:] = -(-dims[-2] // 64) * 64, -(-dims[-1] // columns) * columns
         size = int(np.prod(dims))
         digits = re.match(r"(?:tiled|flat)\([^;]*;[^;]*;[^;]*;([^)]*)\)", layout)
         if digits:
             n = int(np.prod([int(d.split(":")[1]) for d in digits[1].split(",") if d]))
         else:
-            copies = {"wgmma.reduce(0)": 32, "wgmma.reduce(1)": 4}.get(layout, 1)
+            copies = COPIES.get(layout, 4 if layout.startswith("mma_rhs") else 1)
             n = 0 if layout == "splat" else -(-size * copies // 128)
         most = max(most, n)
     return most

@@ -16,6 +16,7 @@ Values that are not exact by the language carry what may differ: `tol`, a relati
 absolute bound (transcendental functions; float products of tensor cores), and FUSED, where a
 GPU's compiler may have made one fma of a multiplication and an addition."""
 
+import contextlib
 import functools
 import itertools
 import math
@@ -1063,6 +1064,8 @@ plgpu = types.SimpleNamespace(
     next_tile=hopper_model.next_tile,
     dynamic_scheduling_loop=hopper_model.dynamic_scheduling_loop,
     griddepcontrol_wait=lambda: None,
+    lazy_where=lambda mask, f, other: where(mask, f(), other),
+    named_scope=lambda name: contextlib.nullcontext(),
     griddepcontrol_launch_dependents=lambda: None,
 )
 

@@ -186,6 +186,50 @@ class Warps:
         self.emit(Node(f"@pl.when({choice})\ndef {f}():\n{{}}", copy, keep=True))
         self.emit_map(w, self.pop_warp(kept))
 
+    def seg_warps_memory(self):
+        """Warps read what the thread has stored, and store what it reads behind them."""
+        self.feature("warps and memory")
+        t, dtype = self.threads, self.rng.choice((*COMMON, *SCALARS))
+        n, m = self.rng.choice((4, 40, 129, 512)), 4 * self.rng.choice((1, 3, 16))
+        s, r, v, old = (self.name(c) for c in "ssvv")
+        mine = "t, " if t > 1 else ""
+        lead = "t" if t > 1 else "..."
+        i, f, tags = self.name("i"), self.name("f"), self.tags
+        rounds, before = self.rng.randint(1, 3), self.chance(0.5)
+        self.push()
+        if before:
+            self.emit(Node(f"{r}[{lead}] = {{}}", self.value((m,), dtype), keep=True))
+        self.push()
+        self.ints[-1].append((i, 0, rounds - 1))
+        self.tags = [*tags, (i, rounds)]
+        self.emit(Node(f"{s}[{lead}] = {{}}", self.value((n,), dtype), keep=True))
+        if before:
+            self.emit(Node(f"{old} = {r}[{lead}]", keep=True))
+        w, kept = self.push_warp()
+        for _ in range(self.rng.randint(1, 2)):
+            value = Node(f"{s}[{mine}{{}}]", self.dynamic(0, n - 1))
+            self.store_to(self.target((), dtype), value)
+        k, g = self.name("k"), self.name("f")
+        self.push()
+        self.ints[-1].append((k, 0, m // 4 - 1))
+        at = self.rng.choice((f"{k} * 4 + {w}", f"{w} * {m // 4} + {k}"))
+        value = Node(f"{s}[{mine}{{}}]", self.dynamic(0, n - 1))
+        value = value if self.chance(0.5) else self.scalar(dtype)
+        self.emit(Node(f"{r}[{mine}{at}] = {{}}", value, keep=True))
+        self.emit(Node(f"@pl.loop(0, {m // 4})\ndef {g}({k}):\n{{}}", self.pop(), keep=True))
+        self.emit_map(w, self.pop_warp(kept))
+        self.emit(Node(f"{v} = {r}[{lead}]", keep=True))
+        self.store((m,), dtype, value=v)
+        if before:
+            self.store((m,), dtype, value=old)
+        self.tags = tags
+        loop = self.pop()
+        self.emit(Node(f"@pl.loop(0, {rounds})\ndef {f}({i}):\n{{}}", loop, keep=True))
+        block = self.pop()
+        own = (t,) if t > 1 else ()
+        types = [self.smem_type((*own, n), dtype), self.smem_type((*own, m), dtype)]
+        self.scoped(types, block, [s, r])
+
     # ---- CUDA source -----------------------------------------------------------------------------
 
     def emit_source(self, source, given, results):
@@ -266,7 +310,8 @@ class Warps:
         self.feature("source of refs")
         n = self.rng.choice((1, 33, 128, 200, 256))
         t, dtype = self.threads, "uint32"
-        x, s, v = self.operand((n,), dtype, "wild"), self.name("s"), self.name("v")
+        x, s = self.operand((n,), dtype, "wild"), self.name("s")
+        v, old = self.name("v"), self.name("v")
         op, c = self.rng.choice("+-*^&|"), self.rng.randint(1, 99)
         text = (
             f"// a1 = ((a1 {op} a0) + {c}) * a2\n"
@@ -284,8 +329,10 @@ class Warps:
         self.push()
         self.emit(Node(f"{mine}[...] = {{}}", self.value((n,), dtype), keep=True))
         scalar = Node("{}.astype(jnp.uint32)", self.dynamic(0, 99))
+        self.emit(Node(f"{old} = {mine}[...]", keep=True))
         self.emit(Node(f"{f}({x}, {mine}, {{}})", scalar, keep=True))
         self.emit(Node(f"{v} = {mine}[...]", keep=True))
         self.store((n,), dtype, value=v)
+        self.store((n,), dtype, value=old)
         block = self.pop()
         self.scoped([self.smem_type((*lead, n), dtype)], block, [s])

@@ -49,7 +49,7 @@ breaks(
 )
 breaks(
     f"{CUDA}/emit_pointwise.c",
-    WARPS,
+    INLINE,
     warps_have_each_others_numbers=(
         'return leave(e, "(i32)warp");',
         'return leave(e, "(i32)(warp ^ 1)");',
