@@ -1141,10 +1141,19 @@ class Gen(Hopper, Sharing, Warps, Functions, Expressions):
         self.push()
         self.emit(Node(f"{i}, = {index}", keep=True))
         self.ints[-1].append((i, 0, steps - 1))
-        for n, (shape, kind) in zip(names, blocks):
+        by_hand = self.chance(0.25), self.chance(0.25)  # waits, releases
+        waits, releases = ([self.name("b") for _ in blocks] if x else [] for x in by_hand)
+        for k, (n, (shape, kind)) in enumerate(zip(names, blocks)):
             v = self.name("v")
+            if waits:
+                self.emit(Node(f"plgpu.barrier_wait({waits[k]})", keep=True))
             self.emit(Node(f"{v} = {n}[...]"))
             self.values[-1].append(Val(v, shape, dtype, kind))
+        if releases:
+            arrive = "\n".join(f"    plgpu.barrier_arrive({b})" for b in releases)
+            self.emit(
+                Node(f"@pl.when({i} >= {delay})\ndef {self.name('f')}():\n{arrive}", keep=True)
+            )
         if carry:
             self.values[-1].append(Val(c, *c_type))
         self.budget += 8
@@ -1157,9 +1166,13 @@ class Gen(Hopper, Sharing, Warps, Functions, Expressions):
         if carry:
             self.emit(Node("return {}", self.value(*c_type), keep=True))
         block = self.pop()
-        arguments = [index, *names, *([c] if carry else [])]
+        arguments = [index, *names, *waits, *releases, *([c] if carry else [])]
         self.emit(Node(f"def {f}({', '.join(arguments)}):\n{{}}", block, keep=True))
         context = ""
+        if waits or releases:
+            self.feature("pipeline by hand")
+            context += ", manual_ready_barriers=True" if waits else ""
+            context += ", manual_consumed_barriers=True" if releases else ""
         if carry:
             v = self.name("v")
             self.push()
@@ -1167,15 +1180,23 @@ class Gen(Hopper, Sharing, Warps, Functions, Expressions):
             self.values[-1].append(Val(v, *c_type))
             self.store(c_type[0], c_type[1])
             self.emit(Node(f"def {g}({pipe}):\n{{}}", self.pop(), keep=True))
-            context = f", compute_context={g}"
+            context += f", compute_context={g}"
         out_specs = f", out_specs=[{', '.join(outs)}]" if outs else ""
-        self.emit(
-            Node(
-                f"plgpu.emit_pipeline_warp_specialized({f}, grid=({steps},), memory_registers=40,"
-                f" in_specs=[{', '.join(specs)}]{out_specs}, max_concurrent_steps={slots},"
-                f' wg_axis="t", num_compute_wgs={compute}{context})({", ".join(refs)})'
-            )
+        call = (
+            f"plgpu.emit_pipeline_warp_specialized({f}, grid=({steps},), memory_registers=40,"
+            f" in_specs=[{', '.join(specs)}]{out_specs}, max_concurrent_steps={slots},"
+            f' wg_axis="t", num_compute_wgs={compute}{context})'
         )
+        if self.chance(0.7):
+            return self.emit(Node(f"{call}({', '.join(refs)})"))
+        self.feature("pipeline in given memory")  # perhaps once more
+        whole, a, h, given = self.name("p"), self.name("s"), self.name("f"), ", ".join(refs)
+        run = Node(f"{whole}({given}, allocations={a})", keep=True)
+        self.emit(Node(f"{whole} = {call}", keep=True))
+        block = Block([run] * self.rng.randint(1, 2))
+        self.emit(Node(f"def {h}({a}):\n{{}}", block, keep=True))
+        types = f"{whole}.get_allocations({given})"
+        self.emit(Node(f'pl.run_scoped({h}, {types}, collective_axes="t")', keep=True))
 
     # ---- the whole -------------------------------------------------------------------------------
 
