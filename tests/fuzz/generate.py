@@ -1025,7 +1025,8 @@ class Gen(Hopper, Sharing, Warps, Functions, Expressions):
         s, full, empty, i, j = (self.name(c) for c in "sbbii")
         fp, fc, fl, fw, fe = (self.name("f") for _ in range(5))
         transforms, _ = self.transforms(shape, dtype)
-        registers = self.chance(0.3)
+        # registers that are given away do not come back in the next round of a loop
+        registers = self.chance(0.3) and not self.nesting
         self.push()
         producer = Block()
         if registers:

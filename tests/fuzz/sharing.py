@@ -94,6 +94,7 @@ class Sharing:
         names = o["grid_names"] = tuple(f"g{k}" for k in range(len(o["grid"])))
         self.feature("many points") if prod(o["grid"]) > 100 else None
         order = self.rng.sample(names, len(names))
+        table = {**table, "specialised": 0}
         self.push()
         self.emit(Node(f"{', '.join(order)}, = {info}.index", keep=True))
         tags = self.tags
