@@ -403,6 +403,19 @@ def test_instructions(code):
     assert bodies(ALL)[code].asm == INSTRUCTIONS[code]
 
 
+def test_approximate_bases():
+    """The exponential and the logarithm are those of base e: log2(e) before one, log(2) behind the
+    other."""
+    for name, factor, order in (
+        ("exp", np.log2(np.e), ["mul.f32", "ex2.approx.ftz.f32"]),
+        ("log", np.log(2), ["lg2.approx.ftz.f32", "mul.f32"]),
+    ):
+        text = ptx_of(catalogue() + ENTRY % ("entry", f"out[0] = bits_of({name}_approx(f));"))
+        found = re.findall(r"\b(mul[.\w]*f32|\w+\.approx\.ftz\.f32)\b(.*)", text)
+        assert [x for x, _ in found] == order
+        assert f"0f{np.float32(factor).view(np.uint32):08X};" in dict(found)["mul.f32"]
+
+
 def test_the_last_caller_clears_the_counters():
     """Both tiles and the count of those who are done, which stands behind them."""
     text = ptx_of(catalogue() + ENTRY % ("clear", "counters_done((u32*)8192, 1, 10);"))

@@ -97,6 +97,61 @@ def test_refs_and_barriers(way, rng):
     np.testing.assert_array_equal(rest, (x * F32(3))[:, ::-1])
 
 
+def test_one_of_several_barriers(way):
+    """A barrier, and a part of SMEM, that only the running kernel knows."""
+    source = """
+      const u32 k = threadIdx.x & 127, x = k * 3 + 1;
+      st_shared<u32, 1>(a0 + k * 4, &x);
+      if (k == 0) barrier_arrive(a1);
+    """
+    f = plgpu.inline_cuda(source, arg_types=(plgpu.RefType(), plgpu.RefType()))
+
+    def body(o_ref, smem, bars):
+        def step(i, _):
+            k = (i * 2 + 1) % 3
+            f(smem.at[k], bars.at[k])
+            plgpu.barrier_wait(bars.at[k])
+            o_ref[i] = smem[k]
+
+        lax.fori_loop(0, 6, step, None)
+
+    scratch = [plgpu.SMEM((3, 128), np.uint32), plgpu.Barrier(num_barriers=3)]
+    (got,) = run(way, body, shape((6, 128), np.uint32), scratch_types=scratch)
+    np.testing.assert_array_equal(got, np.tile(np.arange(128) * 3 + 1, (6, 1)))
+
+
+def test_lanes_meet_around_source(way, rng):
+    """It reads what other lanes have stored, and stores what other lanes read before it and behind
+    it, time and again."""
+    x = rng.integers(0, 1000, (6, 128)).astype(np.uint32)
+    source = """
+      const u32 k = threadIdx.x & 127;
+      u32 x;
+      ld_shared<u32, 1>(&x, a0 + (127 - k) * 4);
+      st_shared<u32, 1>(a1 + (k ^ 32) * 4, &x);
+    """
+    f = plgpu.inline_cuda(source, arg_types=(plgpu.RefType(), plgpu.RefType()))
+
+    def body(x_ref, o_ref, p_ref, a, b):
+        b[...] = x_ref[0]
+
+        def step(i, _):
+            a[...] = x_ref[i]
+            before = b[...]
+            f(a, b)
+            behind = b[...]
+            o_ref[i] = behind
+            p_ref[i] = before
+
+        lax.fori_loop(0, 6, step, None)
+
+    scratch = [plgpu.SMEM((128,), np.uint32)] * 2
+    got, before = run(way, body, [shape(x.shape, np.uint32)] * 2, x, scratch_types=scratch)
+    want = x[:, ::-1][:, np.arange(128) ^ 32]
+    np.testing.assert_array_equal(got, want)
+    np.testing.assert_array_equal(before, np.stack([x[0], *want[:-1]]))
+
+
 def test_warps(way):
     """In a warp_map: scalars in and out."""
     source = "r0[0] = a0 * 10 + (i32)(threadIdx.x >> 5);"

@@ -101,6 +101,28 @@ def test_joining_and_cutting(run, rng, shape):
     check_all(run, cases, x, y)
 
 
+LAYOUTS = ["WGMMA", "WGMMA_8BIT", "WGMMA_UPCAST_4X", "WGMMA_TRANSPOSED"]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("shape", [(1, 5, 33), (2, 5, 3), (1, 9, 1), (1, 64, 17)], ids=str)
+def test_joins_of_padded_parts(run, rng, layout, shape):
+    """Registers of a part that no lane has an element in overwrite nothing of the others."""
+    x, y, z = (data(rng, shape) for _ in range(3))
+    given = getattr(plgpu.Layout, layout)
+
+    def body(x_ref, y_ref, z_ref, o_ref):
+        parts = [plgpu.load(r, layout=given, optimized=False) for r in (x_ref, y_ref, z_ref)]
+        whole = jnp.concatenate([parts[0], parts[1] * 2, parts[2]])
+        o_ref[...] = plgpu.layout_cast(whole, given) + 1
+
+    want = np.concatenate([x, y * 2, z]) + 1
+    kernel = run.kernel(body, want)
+    found = moves(kernel.lower(x, y, z))
+    assert "concat" not in found
+    np.testing.assert_array_equal(run.call(kernel, x, y, z), want)
+
+
 def test_pieces_of_wgmma_stay_in_registers(run, rng):
     """Tile-aligned slices and joins of WGMMA arrays move nothing between lanes."""
     x = data(rng, (64, 128))

@@ -280,6 +280,34 @@ def test_what_one_lane_has_waited_for_is_there(run, rng):
     np.testing.assert_array_equal(run(body, x, x, **options), x)
 
 
+@pytest.mark.parametrize("branch", [False, True])
+def test_the_end_of_a_step_is_not_the_end(run, rng, branch):
+    """What the end of a loop's body waits for, the next step reads, also where nothing comes
+    behind the loop and where only one thread takes it."""
+    n = 4
+
+    def loop(x, o, s, bar):
+        @pl.loop(0, n + 1)
+        def _(i):
+            @pl.when(i > 0)
+            def _():
+                o[i - 1] = s[...]
+
+            plgpu.copy_gmem_to_smem(x.at[i % n], s, bar)
+            plgpu.barrier_wait(bar)
+
+    def body(*refs):
+        pl.when(lax.axis_index("wg") == 0)(lambda: loop(*refs)) if branch else loop(*refs)
+
+    x = rng.standard_normal((n, 8 * N)).astype(f32)
+    options = dict(scratch_types=[plgpu.SMEM((8 * N,), f32), plgpu.Barrier()])
+    if branch:
+        options |= dict(num_threads=2, thread_name="wg")
+    for region in alone(text_of(run, body, x, x, **options)):
+        assert "barrier_wait" not in region
+    np.testing.assert_array_equal(run(body, x, x, **options), x)
+
+
 def test_lanes_that_need_what_one_waited_for(run, rng):
     """A wait that is not the last thing a thread does is done by all lanes; loops of copies alone
     need one election."""

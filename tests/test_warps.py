@@ -96,6 +96,40 @@ def test_producer_and_consumer(run, rng, dtype, n):
     np.testing.assert_array_equal(last, x[steps])
 
 
+def test_memory_of_the_thread(run, rng):
+    """Warps read what all lanes have stored, and store what all lanes read before and behind: the
+    lanes meet in front of the map and behind it, without more."""
+    x = rng.integers(0, 1000, (3, 512)).astype(np.int32)
+
+    def body(x_ref, o_ref, p_ref, q_ref, smem, back):
+        back[...] = jnp.zeros((64,), jnp.int32)
+
+        @pl.loop(0, 3)
+        def _(i):
+            smem[...] = x_ref[i]
+            before = back[...]
+
+            @plgpu.warp_map
+            def _(w):
+                @pl.loop(0, 16)
+                def _(k):  # elements that lanes of other warps have stored
+                    o_ref[i, w, k] = smem[(w * 128 + k * 29 + 64) % 512]
+                    back[k * 4 + w] = k * w + i
+
+            behind = back[...]
+            p_ref[i] = behind
+            q_ref[i] = before
+
+    read = (np.arange(4)[:, None] * 128 + np.arange(16) * 29 + 64) % 512
+    want = x[:, read]
+    behind = np.outer(np.arange(16), np.arange(4)).reshape(64) + np.arange(3)[:, None]
+    before = np.stack([np.zeros(64, int), *behind[:-1]])
+    all_three = want, behind.astype(np.int32), before.astype(np.int32)
+    types = [plgpu.SMEM((512,), np.int32), plgpu.SMEM((64,), np.int32)]
+    for got, expected in zip(run(body, all_three, x, scratch_types=types), all_three, strict=True):
+        np.testing.assert_array_equal(got, expected)
+
+
 def test_stores_of_warps(run, rng):
     """Two warps of each of two threads copy to GMEM and wait for their own groups."""
     x = rng.standard_normal((2, 2, 64)).astype(np.float32)

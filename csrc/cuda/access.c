@@ -237,8 +237,8 @@ const char *pm_map_text(pm_gen *e, const pm_layout *dst, const int32_t *map, int
 }
 
 /* Lane 0 has the least index of each register, so what is padding there is so in all lanes. */
-const char *pm_reg_map(pm_gen *e, const pm_layout *src, const pm_layout *dst, pm_project fn,
-                       const void *ctx, const char *reg) {
+const int64_t *pm_reg_list(pm_gen *e, const pm_layout *src, const pm_layout *dst, pm_project fn,
+                           const void *ctx) {
   const int64_t n = pm_layout_regs(dst);
   int64_t *map = PM_NEW(e->arena, int64_t, n), at[PM_MAX_RANK], want[PM_MAX_RANK];
   int64_t last = -1;
@@ -261,7 +261,13 @@ const char *pm_reg_map(pm_gen *e, const pm_layout *src, const pm_layout *dst, pm
       if (!same_index(got, want, src->rank)) return NULL;
     }
   }
-  return map_text(e, dst, map, n, pm_layout_regs(src), reg);
+  return map;
+}
+
+const char *pm_reg_map(pm_gen *e, const pm_layout *src, const pm_layout *dst, pm_project fn,
+                       const void *ctx, const char *reg) {
+  const int64_t *map = pm_reg_list(e, src, dst, fn, ctx);
+  return map ? map_text(e, dst, map, pm_layout_regs(dst), pm_layout_regs(src), reg) : NULL;
 }
 
 /* ---- addresses --------------------------------------------------------------------------- */

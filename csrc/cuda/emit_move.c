@@ -247,7 +247,18 @@ pm_code pm_cuda_TRANSPOSE(pm_gen *e, pm_opid op) {
   return PM_OK;
 }
 
-/* Registers of one operand into those of the result. */
+/* A table of n small numbers; the text of its entry k. */
+static const char *table(pm_gen *e, const char *stem, const int64_t *x, int64_t n, const char *k) {
+  const char *name = pm_unique(e, stem);
+  pm_text t;
+  pm_text_init(&t, e->arena);
+  for (int64_t j = 0; j < n; j++) pm_putf(&t, "%s%lld", j ? ", " : "", (long long)x[j]);
+  pm_line(e, "constexpr u16 %s[] = {%s};", name, t.at);
+  return pm_str(e, "%s[%s]", name, k);
+}
+
+/* Registers of one operand into those of the result, but for those that are padding: what they
+ * would overwrite might be another part's. */
 static pm_code concat_registers(pm_gen *e, pm_opid op, uint32_t k, int64_t start,
                                 const char *name) {
   const pm_val in = pm_in(e->g, op, k), out = pm_get(e->g, op)->out;
@@ -264,12 +275,24 @@ static pm_code concat_registers(pm_gen *e, pm_opid op, uint32_t k, int64_t start
     part = pm_layout_of(
         e->g, pm_layout_slice((pm_graph *)e->g, pm_value_of(e->g, out)->layout, starts, t));
   }
-  const int64_t n = pm_layout_regs(part);
-  const char *map = pm_reg_map(e, whole, part, project_shift, &f, n > 1 ? "r" : "0");
-  if (!map) return pm_no_registers(e, op);
-  const char *r = pm_begin_unrolled(e, "r", n, 1);
-  pm_line(e, "%s[%s] = %s;", name, map, pm_at(e, in, r));
-  pm_end_unrolled(e, n, 1);
+  const int64_t n = pm_layout_regs(part), *list = pm_reg_list(e, whole, part, project_shift, &f);
+  if (!list) return pm_no_registers(e, op);
+  int64_t *from = PM_NEW(e->arena, int64_t, n), *to = PM_NEW(e->arena, int64_t, n), used = 0;
+  for (int64_t r = 0; r < n; r++) {
+    if (list[r] < 0) continue;
+    from[used] = r;
+    to[used++] = list[r];
+  }
+  const char *at = used > 1 ? "r" : "0", *source = at, *map;
+  if (used == n) {
+    map = pm_reg_map(e, whole, part, project_shift, &f, at);
+  } else {
+    source = table(e, "from", from, used, at);
+    map = table(e, "to", to, used, at);
+  }
+  pm_begin_unrolled(e, "r", used, 1);
+  pm_line(e, "%s[%s] = %s;", name, map, pm_at(e, in, source));
+  pm_end_unrolled(e, used, 1);
   return PM_OK;
 }
 

@@ -107,6 +107,8 @@ class Arrays:
         at = self.rng.choice((axis, axis - len(shape)))
         if form < 0.2 and n <= 4:
             parts = [self.operand_value(put(()), dtype, kind) for _ in range(n)]
+            if len(shape) == 1:  # numbers of the host would be stacked by NumPy
+                parts[0] = Node("jnp.where(jnp.full((), True), {}, {})", parts[0], parts[0])
             return Node(f"jnp.stack([{', '.join(['{}'] * n)}], axis={at})", *parts)
         divisors = [d for d in (2, 3, 4) if n % d == 0]
         if form < 0.3 and divisors:

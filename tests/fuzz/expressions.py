@@ -471,6 +471,11 @@ class Expressions(Arrays):
             "switch": 0.4 if self.nesting < 3 else 0,
             "smem": 0.7 if self.nesting < 4 and shape else 0,
             "let": 1.5,
+            "lazy": 0.4 if shape and self.nesting < 4 else 0,
+            "upcast": 0.5 if len(shape) == 2 and dtype in FLOATS and kind != "small" else 0,
+            "seen": 0.4 if kind == "wild" and shape else 0,
+            "nn": 0.4 if dtype in FLOATS else 0,
+            "source": (1.5 if dtype == "uint32" else 0.3) if shape and dtype != "bool" else 0,
             "indexed": 1.5 if 0 < len(shape) < 3 else 0,
             **self.array_productions(shape, dtype, kind),
         }
@@ -642,7 +647,7 @@ class Expressions(Arrays):
             else:
                 ops = ("(-{})", "jnp.abs({})", "jnp.floor({})", "jnp.ceil({})", "jnp.round({})",
                        "lax.round({})", "jnp.sqrt(jnp.abs({}))", "lax.neg({})", "jnp.square({})",
-                       "jnp.clip({}, -2.5, 3.0)", "lax.clamp(-1.0, {}, 1.0)",
+                       "jnp.clip({}, -2.5, 3.0)", "jnp.trunc({})", "lax.clamp(-1.0, {}, 1.0)",
                        "(1.0 / {})")  # fmt: skip
             return Node(self.rng.choice(ops), x)
         ops = ["(-{})", "(~{})", "jnp.square({})", "({} ** 2)", "jnp.abs({})"]
@@ -811,12 +816,20 @@ class Expressions(Arrays):
         # these pad to (64, 8)
         if len(shape) == 2 and -(-shape[0] // 64) * 64 * -(-shape[1] // 8) * 8 <= MAX_SIZE:
             options += [f"{L}.WGMMA", f"{L}.WGMMA_TRANSPOSED"]
+            if -(-shape[0] // 64) * 64 * -(-shape[1] // 32) * 32 <= 2 * MAX_SIZE:
+                others = ("WGMMA_8BIT", "WGMMA_UPCAST_2X", "WGMMA_UPCAST_4X", "MMA_LHS(jnp.int8)",
+                          "MMA_LHS(jnp.float16)", "MMA_RHS(jnp.float16)")  # fmt: skip
+                options.append(f"{L}.{self.rng.choice(others)}")
             if shape[0] % 64 == 0 and shape[1] % 8 == 0:
                 options += [
                     f"{L}.TILED(plgpu.Tiling(((64, 8), (16, 8), (8, 8), (2,))), (-7,), (-3, -2),"
                     f" -1)"
                 ]
         if len(shape) == 1:
+            if n <= 64:
+                options.append(f"{L}.TMA_INDICES")
+            if n <= 32:
+                options.append(f"{L}.TMA_INDICES_4")
             # the layout of columns is 32 copies, that of rows 4
             for axis in (0, 1) if n <= 64 else (1,):
                 options += [f"{L}.WGMMA.reduce({axis})", f"{L}.WGMMA_TRANSPOSED.reduce({axis})"]

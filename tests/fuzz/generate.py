@@ -7,11 +7,14 @@ is left to chance is judged by the model, and a program that it refuses is throw
 
 from . import kernels, model
 from .expressions import COMMON, EVERY, FLOATS, MAX_SIZE, Expressions, Val, itemsize, prod, tup
+from .functions import Functions
 from .hopper import Hopper
 from .kernels import Block, Node
+from .sharing import SAME_WIDTH, Sharing
+from .warps import Warps
 
 
-class Gen(Hopper, Expressions):
+class Gen(Hopper, Sharing, Warps, Functions, Expressions):
     # ---- stores ----------------------------------------------------------------------------------
 
     def store(self, shape, dtype, kind="wild", value=None):
@@ -75,7 +78,8 @@ class Gen(Hopper, Expressions):
 
     def wait_for(self, barrier):
         """A wait, or tests until one is true."""
-        if self.chance(0.75):
+        together = self.threads * prod(self.p.options.get("cluster", ()))
+        if together > 4 or self.chance(0.75):  # of many that ask, few come further
             return self.emit(Node(f"plgpu.barrier_wait({barrier})", keep=True))
         self.feature("barrier test")
         d, test = self.name("d"), f"plgpu.barrier_test({barrier})"
@@ -98,30 +102,19 @@ class Gen(Hopper, Expressions):
     def store_any(self):
         dtype = self.rng.choice((*COMMON, *EVERY))
         shape = self.shape(rank=0) if self.chance(0.08) else self.shape()
-        if self.chance(0.1) and dtype in FLOATS:
-            return self.store_inexact(shape, dtype)
+        if self.chance(0.2) and dtype in FLOATS:
+            return self.stores_inexact(shape, dtype)
         if self.chance(0.25):
             return self.store_by_copy(shape, dtype)
         if self.chance(0.1) and 0 < len(shape) < 4:
             return self.store_masked(shape, dtype)
         if self.chance(0.15) and 0 < len(shape) < 4:
             return self.store_indexed(shape, dtype)
+        if self.chance(0.08) and 0 < len(shape) < 4:
+            return self.store_narrow(shape)
+        if self.chance(0.08) and dtype in SAME_WIDTH:
+            return self.store_seen(shape, dtype)
         return self.store(shape, dtype)
-
-    def store_inexact(self, shape, dtype):
-        """A transcendental function of tame numbers; only moved about afterwards."""
-        self.feature("math")
-        f = self.rng.choice(("exp", "exp2", "log", "log2", "tanh", "sin", "cos", "rsqrt"))
-        space = "lax" if f == "rsqrt" else "jnp"
-        x = Node("jnp.clip({}, 0.0625, 1.5)", self.leaf(shape, dtype, "norm"))
-        if f in ("log", "log2"):
-            x = Node("({} + 1.25)", x)
-        x = Node(f"{space}.{f}({{}})", x)
-        if self.chance(0.3) and self.layout(shape):
-            x = Node(f"plgpu.layout_cast({{}}, {self.layout(shape)})", x)
-        if self.chance(0.3):
-            return self.store_by_copy(shape, dtype, x)
-        self.store(shape, dtype, value=x)
 
     def phase(self, number):
         """Perhaps the argument that says which phase a wait is for."""
@@ -145,6 +138,9 @@ class Gen(Hopper, Expressions):
             "cond": 0 if deep else 0.4,
             "update": 0.7,
             "delay": 0.1,
+            "check": 0.1,
+            "scope": 0.1,
+            "warps": 0.5,
             "points": 1 if self.axis_names and not self.nesting else 0,
             "segment": 0.5 if self.threads == 1 and 0 < self.nesting < 3 else 0,
         })  # fmt: skip
@@ -166,6 +162,22 @@ class Gen(Hopper, Expressions):
     def do_delay(self):
         self.feature("delay")
         self.emit(Node("pl.delay({})", self.dynamic(0, 500)))
+
+    def do_scope(self):
+        """A name for a part of the body, whose values are those of the whole."""
+        self.feature("scope")
+        self.blocks.append(Block())
+        self.statement()
+        block = self.blocks.pop()
+        self.emit(Node(f"with plgpu.named_scope('{self.name('part')}'):\n{{}}", block))
+
+    def do_check(self):
+        """What is true; the interpreter looks under one of its schedules."""
+        self.feature("check")
+        high = self.rng.randint(0, 5)
+        self.emit(
+            Node(f'pl.debug_check({{}} <= {high}, "more than {high}")', self.dynamic(-2, high))
+        )
 
     def do_update(self):
         """A store, and a change of what was stored."""
@@ -1013,7 +1025,8 @@ class Gen(Hopper, Expressions):
         s, full, empty, i, j = (self.name(c) for c in "sbbii")
         fp, fc, fl, fw, fe = (self.name("f") for _ in range(5))
         transforms, _ = self.transforms(shape, dtype)
-        registers = self.chance(0.3)
+        # registers that are given away do not come back in the next round of a loop
+        registers = self.chance(0.3) and not self.nesting
         self.push()
         producer = Block()
         if registers:
@@ -1129,10 +1142,19 @@ class Gen(Hopper, Expressions):
         self.push()
         self.emit(Node(f"{i}, = {index}", keep=True))
         self.ints[-1].append((i, 0, steps - 1))
-        for n, (shape, kind) in zip(names, blocks):
+        by_hand = self.chance(0.25), self.chance(0.25)  # waits, releases
+        waits, releases = ([self.name("b") for _ in blocks] if x else [] for x in by_hand)
+        for k, (n, (shape, kind)) in enumerate(zip(names, blocks)):
             v = self.name("v")
+            if waits:
+                self.emit(Node(f"plgpu.barrier_wait({waits[k]})", keep=True))
             self.emit(Node(f"{v} = {n}[...]"))
             self.values[-1].append(Val(v, shape, dtype, kind))
+        if releases:
+            arrive = "\n".join(f"    plgpu.barrier_arrive({b})" for b in releases)
+            self.emit(
+                Node(f"@pl.when({i} >= {delay})\ndef {self.name('f')}():\n{arrive}", keep=True)
+            )
         if carry:
             self.values[-1].append(Val(c, *c_type))
         self.budget += 8
@@ -1145,9 +1167,13 @@ class Gen(Hopper, Expressions):
         if carry:
             self.emit(Node("return {}", self.value(*c_type), keep=True))
         block = self.pop()
-        arguments = [index, *names, *([c] if carry else [])]
+        arguments = [index, *names, *waits, *releases, *([c] if carry else [])]
         self.emit(Node(f"def {f}({', '.join(arguments)}):\n{{}}", block, keep=True))
         context = ""
+        if waits or releases:
+            self.feature("pipeline by hand")
+            context += ", manual_ready_barriers=True" if waits else ""
+            context += ", manual_consumed_barriers=True" if releases else ""
         if carry:
             v = self.name("v")
             self.push()
@@ -1155,15 +1181,23 @@ class Gen(Hopper, Expressions):
             self.values[-1].append(Val(v, *c_type))
             self.store(c_type[0], c_type[1])
             self.emit(Node(f"def {g}({pipe}):\n{{}}", self.pop(), keep=True))
-            context = f", compute_context={g}"
+            context += f", compute_context={g}"
         out_specs = f", out_specs=[{', '.join(outs)}]" if outs else ""
-        self.emit(
-            Node(
-                f"plgpu.emit_pipeline_warp_specialized({f}, grid=({steps},), memory_registers=40,"
-                f" in_specs=[{', '.join(specs)}]{out_specs}, max_concurrent_steps={slots},"
-                f' wg_axis="t", num_compute_wgs={compute}{context})({", ".join(refs)})'
-            )
+        call = (
+            f"plgpu.emit_pipeline_warp_specialized({f}, grid=({steps},), memory_registers=40,"
+            f" in_specs=[{', '.join(specs)}]{out_specs}, max_concurrent_steps={slots},"
+            f' wg_axis="t", num_compute_wgs={compute}{context})'
         )
+        if self.chance(0.7):
+            return self.emit(Node(f"{call}({', '.join(refs)})"))
+        self.feature("pipeline in given memory")  # perhaps once more
+        whole, a, h, given = self.name("p"), self.name("s"), self.name("f"), ", ".join(refs)
+        run = Node(f"{whole}({given}, allocations={a})", keep=True)
+        self.emit(Node(f"{whole} = {call}", keep=True))
+        block = Block([run] * self.rng.randint(1, 2))
+        self.emit(Node(f"def {h}({a}):\n{{}}", block, keep=True))
+        types = f"{whole}.get_allocations({given})"
+        self.emit(Node(f'pl.run_scoped({h}, {types}, collective_axes="t")', keep=True))
 
     # ---- the whole -------------------------------------------------------------------------------
 
@@ -1190,7 +1224,7 @@ class Gen(Hopper, Expressions):
                 for k, n in enumerate(sizes):
                     axes.append((f"c{k}", f'lax.axis_index("c{k}")', n))
         if self.chance(0.2):
-            self.threads = self.pick({2: 4, 3: 2, 4: 1})
+            self.threads = 2 if "cluster" in o else self.pick({2: 4, 3: 2, 4: 1})
             o["num_threads"], o["thread_name"] = self.threads, "t"
             axes.append(("t", 'lax.axis_index("t")', self.threads))
             self.feature("threads")
@@ -1200,7 +1234,12 @@ class Gen(Hopper, Expressions):
             self.tags.append((n, size))
 
     def program(self):
-        self.segments = 0
+        self.segments = self.counters = 0
+        if self.chance(0.05):
+            self.feature("dependent launches")
+            self.emit(Node("plgpu.griddepcontrol_wait()", keep=True))
+            if self.chance(0.7):
+                self.emit(Node("plgpu.griddepcontrol_launch_dependents()"))
         self.launch()
         if self.chance(0.08):
             self.feature("approx math")
@@ -1215,6 +1254,13 @@ class Gen(Hopper, Expressions):
                 "together": 1.5,
                 "turns": 1.5,
                 "specialised": 2,
+                "warps": 1,
+                "warps_memory": 0.7,
+                "source": 0.5,
+                "ring_of_turns": 1.5,
+                "functions": 0.5,
+                "counts": 0.5,
+                "tiles": 0.4,
             }
         else:
             table = {
@@ -1228,20 +1274,33 @@ class Gen(Hopper, Expressions):
                 "copy": 1.5,
                 "big": 1.5,
                 "widened": 0.7,
+                "warps": 0.8,
+                "warps_memory": 0.6,
+                "source": 0.4,
+                "union": 0.8,
+                "functions": 1,
+                "counts": 0.4,
+                "tiles": 0.4,
                 "cluster": 3 if "cluster" in self.p.features else 0,
                 "launch": 1 if "grid" in self.p.options and "cluster" not in self.p.features else 0,
             }
+        if "grid" not in self.p.options and self.chance(0.12):
+            self.in_a_dynamic_loop(table)
+            return self.p
         for _ in range(self.pick({1: 5, 2: 3, 3: 1})):
-            form = self.pick_swarm(table)
-            if form == "compute":
-                self.statements(self.rng.randint(1, 3))
-            elif form == "copy":
-                self.store_by_copy(self.shape(), self.rng.choice(COMMON))
-            else:
-                getattr(self, "seg_" + form)()
+            self.segment(table)
             if self.p.features & {"registers", "specialised"}:
                 break  # a thread has given its registers away
         return self.p
+
+    def segment(self, table):
+        form = self.pick_swarm(table)
+        if form == "compute":
+            self.statements(self.rng.randint(1, 3))
+        elif form == "copy":
+            self.store_by_copy(self.shape(), self.rng.choice(COMMON))
+        else:
+            getattr(self, "seg_" + form)()
 
 
 def generate(seed):

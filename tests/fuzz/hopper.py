@@ -39,6 +39,30 @@ class Hopper:
         where = ", ".join("{}" if k == axis else ":" for k in range(rank))
         return self.name_it(Node(f"{x}[{where}]", self.inside((d,), n)), shape)
 
+    def make_upcast(self, shape, dtype, kind):
+        """Narrow elements that become floats in registers, in a layout fit for it."""
+        if -(-shape[0] // 64) * 64 * -(-shape[1] // 32) * 32 > 4096:
+            return self.leaf(shape, dtype, kind)
+        narrow = self.rng.choice([n for n in WIDE if shape[1] % 2 == 0 or n not in BITS4])
+        self.feature("upcast")
+        layout = LAYOUTS[narrow in BITS4 or self.chance(0.3)]
+        x = self.operand(shape, narrow, SMALL.get(narrow, (-8, 7)))
+        x = f"plgpu.load({x}, layout=plgpu.Layout.{layout}, optimized=False)"
+        if self.chance(0.4):
+            x = f"plgpu.layout_cast({x}, plgpu.Layout.WGMMA)"
+        return f"{x}.astype(jnp.{dtype})"
+
+    def make_lazy(self, shape, dtype, kind):
+        """A choice whose first part is only computed by warps that need it."""
+        self.feature("lazy")
+        x = self.name_it(self.value(shape, dtype, kind), shape)
+        y = self.name_it(self.value(shape, dtype, kind), shape)
+        forms = [f"lambda: {x}", f"lambda: jnp.where({x} == {y}, {y}, {x})"]
+        if dtype not in ("bool", "int8", "uint8"):
+            forms += [f"lambda: jnp.maximum({x}, {y})", f"lambda: -{x}"]
+        return Node(f"plgpu.lazy_where({{}}, {self.rng.choice(forms)}, {y})",
+                    self.value(shape, "bool"))  # fmt: skip
+
     def inside(self, shape, n):
         """An int array of that shape, of numbers in [0, n)."""
         if self.chance(0.5):

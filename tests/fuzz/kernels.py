@@ -24,11 +24,12 @@ import numpy as np
 
 if __package__ in (None, ""):
     sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-    from fuzz import model
+    from fuzz import hopper_model, model
 else:
-    from . import model
+    from . import hopper_model, model
 
 bf16 = np.dtype(ml_dtypes.bfloat16)
+EIGHTS = [np.dtype(getattr(ml_dtypes, n)) for n in ("float8_e4m3fn", "float8_e5m2")]
 
 
 class Node:
@@ -114,6 +115,19 @@ class Program:
         return "\n".join(lines) + "\n"
 
 
+class _Interpreted:
+    """The names of the package, with what CUDA source says in place of it."""
+
+    def __init__(self, package, where):
+        self.package, self.where = package, where
+
+    def __getattr__(self, name):
+        return getattr(self.package, name)
+
+    def inline_cuda(self, source, **types):
+        return hopper_model.described(source, self.where)
+
+
 class Case:
     """A kernel ready to run: what a printed source defines."""
 
@@ -138,7 +152,8 @@ class Case:
         from pallas_mgpu import lax, pl
         from pallas_mgpu import numpy as jnp
 
-        body, own = self.make(plgpu, pl, lax, jnp)
+        names = _Interpreted(plgpu, jnp.where) if "interpret" in options else plgpu
+        body, own = self.make(names, pl, lax, jnp)
         outs = tuple(plgpu.ShapeDtypeStruct(s, d) for s, d in self.outputs)
         return plgpu.kernel(body, out_type=outs, kernel_name="fuzz", **own, **options)
 
@@ -200,7 +215,7 @@ def difference(got, want, on_gpu=False):
     g, w = got[want.mask], want.value[want.mask]
     if not g.size:
         return None
-    if model.is_float(g.dtype):
+    if model.is_float(g.dtype) or g.dtype in EIGHTS:
         same = g.view(f"u{g.dtype.itemsize}") == w.view(f"u{g.dtype.itemsize}")
         with np.errstate(invalid="ignore"):  # signalling NaN
             a, b = g.astype(np.float64), w.astype(np.float64)
@@ -247,19 +262,30 @@ def _attempt(way, f):
 MANY_REGISTERS = 48  # of one array, of the 256 of a lane: a kernel that has such a one may spill
 
 
+COPIES = {  # of an element, over the lanes
+    "wgmma.reduce(0)": 32,
+    "wgmma.reduce(1)": 4,
+    "wgmma_transposed.reduce(0)": 16,
+    "wgmma_transposed.reduce(1)": 8,
+    "tma_indices": 32,
+    "tma_indices_4": 128,
+}
+
+
 def most_registers(graph):
     """Registers per lane of the widest array of a lowered graph, by its text."""
     most = 0
     for shape, layout in re.findall(r": \w+\[([\d,]*)\] @(\S+)", graph):
         dims = [int(d) for d in shape.split(",") if d]
-        if layout == "wgmma":
-            dims[-2:] = -(-dims[-2] // 64) * 64, -(-dims[-1] // 8) * 8
+        if layout.startswith(("wgmma", "mma")) and "reduce" not in layout:
+            columns = 8 if layout.startswith("wgmma") and "x" not in layout else 32
+            dims[-2:] = -(-dims[-2] // 64) * 64, -(-dims[-1] // columns) * columns
         size = int(np.prod(dims))
         digits = re.match(r"(?:tiled|flat)\([^;]*;[^;]*;[^;]*;([^)]*)\)", layout)
         if digits:
             n = int(np.prod([int(d.split(":")[1]) for d in digits[1].split(",") if d]))
         else:
-            copies = {"wgmma.reduce(0)": 32, "wgmma.reduce(1)": 4}.get(layout, 1)
+            copies = COPIES.get(layout, 4 if layout.startswith("mma_rhs") else 1)
             n = 0 if layout == "splat" else -(-size * copies // 128)
         most = max(most, n)
     return most
@@ -295,11 +321,13 @@ def _round_trip(lowered):
 def _ways(case, expected, ways, seeds, ran):
     """Runs one way after the other, and yields in between; ends where there is a gap."""
     import pallas_mgpu as plgpu
+    from pallas_mgpu import pl
 
     if "interpret" in ways:
         for seed in seeds:
             kernel = case.kernel(interpret=plgpu.InterpretParams(seed=seed))
-            got = _attempt("interpret", lambda k=kernel: k(*case.operands))
+            with pl.enable_debug_checks(seed == seeds[-1]):
+                got = _attempt("interpret", lambda k=kernel: k(*case.operands))
             if got is None:
                 return
             _compare("interpret", got, expected)

@@ -11,6 +11,7 @@ from .values import (
     A,
     Invalid,
     as_array,
+    as_dtype,
     is_float,
     is_int,
     need,
@@ -38,6 +39,13 @@ class Buffer:
         self.dirty = np.zeros(n, bool)  # generic writes the async proxy has not seen
         self.shown = np.zeros(n, bool)  # GMEM: whoever wrote it has signalled a semaphore since
         self.tol, self.flags = None, 0
+        self.others = ()  # buffers at the same place
+
+    def overwrite(self):
+        """What is written here is no longer there in the others."""
+        for o in self.others:
+            need(not (o.writing.any() or o.reading.any()), "a place whose copies are in flight")
+            o.mask[:] = False
 
     def note(self, tol, flags):
         if tol is not None:
@@ -48,23 +56,30 @@ class Buffer:
 class Ref:
     """A view of a buffer."""
 
-    def __init__(self, buf, idx, cut=()):
-        self.buf, self.idx = buf, idx
+    def __init__(self, buf, idx, cut=(), seen=None):
+        self.buf, self.idx, self.seen = buf, idx, seen  # seen: as another dtype
         self.cut = cut or (False,) * idx.ndim  # was the dim sliced already?
+        self.scattered = False
 
     shape = property(lambda self: self.idx.shape)
     ndim = property(lambda self: self.idx.ndim)
     size = property(lambda self: self.idx.size)
-    dtype = property(lambda self: self.buf.dtype)
+    dtype = property(lambda self: self.seen or self.buf.dtype)
+    memory_space = property(lambda self: self.buf.space)
     T = property(lambda self: self.transpose(tuple(range(self.ndim))[::-1]))
     at = property(lambda self: _At(self.view))
 
+    def bitcast(self, dtype):
+        return Ref(self.buf, self.idx, self.cut, as_dtype(dtype))
+
     def transpose(self, perm):
+        need(self.seen is None, "a view of a bitcast")
         return Ref(self.buf, self.idx.transpose(perm), tuple(self.cut[p] for p in perm))
 
     def reshape(self, *shape):
         shape = shape[0] if len(shape) == 1 and isinstance(shape[0], tuple) else shape
         out = self.idx.reshape(shape)
+        need(self.seen is None, "a view of a bitcast")
         need(self._folds(out.shape), "reshape of a view that does not fold")
         return Ref(self.buf, out, (True,) * len(out.shape))
 
@@ -90,6 +105,8 @@ class Ref:
         at = dots[0] if dots else len(where)
         rest = [slice(None)] * (self.ndim - n)
         where = [*where[:at], *rest, *where[at + 1 :]]
+        if any(isinstance(w, A) and w.shape for w in where):
+            return self.by_arrays(where)
         idx, dim, cut = self.idx, 0, []
         for k, w in enumerate(where):
             size = idx.shape[dim]
@@ -119,7 +136,21 @@ class Ref:
             else:
                 cut.append(True)
                 dim += 1
-        return Ref(self.buf, idx, tuple(cut))
+        return Ref(self.buf, idx, tuple(cut), self.seen)
+
+    def by_arrays(self, where):
+        """Some indices are arrays: as in NumPy, but that they do not wrap."""
+        picks = []
+        for w, n in zip(where, self.shape, strict=True):
+            if isinstance(w, A):
+                need(is_int(w.dtype) and w.tol is None and not w.flags, "index array")
+                w = w.v.astype(np.int64)
+                need(((w >= 0) & (w < n)).all(), "an index array is out of range")
+            picks.append(w)
+        out = self.idx[tuple(picks)]
+        ref = Ref(self.buf, out, (True,) * out.ndim, self.seen)
+        ref.scattered = True
+        return ref
 
     def __getitem__(self, where):
         return load(self.view(where))
@@ -152,6 +183,9 @@ def load(ref):
         w = b.writer[idx]
         known = (w < 0) | (w == here().writer) | b.shown[idx]
         need(known.all(), "load of what another block writes")
+    if ref.seen is not None:
+        need(b.space == "gmem" and (w == -2).all(), "a bitcast of what was computed")
+        return A(b.data[idx].view(ref.seen))
     return A(b.data[idx], tol=b.tol, flags=b.flags)
 
 
@@ -160,13 +194,19 @@ def store(ref, value):
     x = as_array(value)
     need(x.shape == idx.shape, "store of {} into {}", x.shape, idx.shape)
     need((idx >= 0).all(), "store out of range")
-    same = x.dtype == b.dtype or is_int(x.dtype) and is_int(b.dtype)
-    same |= x.weak and is_float(x.dtype) and is_float(b.dtype)
-    need(same, "store of {} into {}", x.dtype, b.dtype)
+    need(not ref.scattered or np.unique(idx).size == idx.size, "two values for one element")
+    d = ref.dtype
+    same = x.dtype == d or is_int(x.dtype) and is_int(d)
+    same |= x.weak and is_float(x.dtype) and is_float(d)
+    need(same, "store of {} into {}", x.dtype, d)
     need(not b.writing[idx].any() and not b.reading[idx].any(), "store while a copy is in flight")
     claim(b, idx)
-    weak_tol = x if x.dtype == b.dtype else to_dtype(x, b.dtype)
-    b.data[idx] = weak_tol.v
+    b.overwrite()
+    weak_tol = x if x.dtype == d else to_dtype(x, d)
+    if ref.seen is not None:
+        need(x.tol is None and not x.flags & FUSED, "bits of an inexact value")
+        need(not is_float(d) or not np.isnan(weak_tol.v.astype(np.float32)).any(), "bits of NaN")
+    b.data[idx] = weak_tol.v if ref.seen is None else weak_tol.v.view(b.dtype)
     b.mask[idx] = True
     b.dirty[idx] = b.space == "smem"
     b.note(weak_tol.tol, x.flags)
@@ -181,6 +221,8 @@ def claim(b, idx):
     w = b.writer[idx]
     need(((w == -1) | (w == me)).all(), "two blocks or threads write one element")
     b.writer[idx] = me
+    if here().warp is not None:
+        here().claims.append((b, idx))
 
 
 class Bar:
@@ -188,7 +230,8 @@ class Bar:
 
     def __init__(self, arrivals):
         self.arrivals, self.count, self.done = arrivals, 0, 0
-        self.waits = {}  # thread -> phases it has seen
+        self.waits = {}  # agent -> phases it has seen
+        self.before = {}  # thread whose warps wait -> phases it has seen
         self.pending, self.release = [], {}
 
     def arrive(self, undo=None):
@@ -263,15 +306,18 @@ class Block:
         self.number, self.where = number, where
         self.shared, self.collective = {}, {}
         self.semaphores = 0  # pl.get_global
+        self.bars, self.ring, self.turns = [], None, 0
         self.visits, self.scope, self.made = {}, None, 0  # of scopes; the last one; what it made
 
 
 class Thread:
-    """One Pallas thread of a block; agent: its number among those that take turns."""
+    """One Pallas thread of a block, or a warp of it; agent: who takes turns."""
 
     def __init__(self, machine, block, index, agent=0):
         self.machine, self.block, self.index, self.agent = machine, block, index, agent
-        self.writer = block.number * 16 + index
+        self.writer = block.number * 32 + index
+        self.warp = self.warp_axis = None
+        self.claims = []  # what a warp wrote is the thread's behind the map
         self.open, self.groups, self.unread = [], [], []  # bulk groups
         self.products = []
         self.scopes = 0
@@ -300,20 +346,31 @@ class Machine:
     """Runs one kernel: some blocks after others, their threads in turns."""
 
     def __init__(self):
-        self.lock = threading.Condition()
+        self.lock = threading.RLock()
+        self.doors = {}  # agent -> where it waits for its turn
         self.turn = 0
         self.alive = []
         self.failure = None
         self.axes = {}
         self.steps = 0
         self.semaphores = []  # of the launch
+        self.counters = {}
         self.peers = {}  # (cluster, number of the allocation, place in the cluster): what was made
 
     # threads take turns: one runs until it waits for a barrier or ends
     def pass_on(self, me):
         k = self.alive.index(me)
         self.turn = self.alive[(k + 1) % len(self.alive)]
-        self.lock.notify_all()
+        self.door(self.turn).notify()
+
+    def door(self, agent):
+        return self.doors.setdefault(agent, threading.Condition(self.lock))
+
+    def fail(self, e):
+        """The first failure ends all."""
+        self.failure = self.failure or e
+        for door in self.doors.values():
+            door.notify()
 
     def wait_until(self, ready, me):
         """Blocks thread `me` until ready()."""
@@ -327,7 +384,7 @@ class Machine:
 
     def await_turn(self, me):
         while self.turn != me and not self.failure:
-            self.lock.wait()
+            self.door(me).wait()
         if self.failure:
             raise Invalid("another thread failed")
 
@@ -366,9 +423,7 @@ class Machine:
                     self.pass_on(agent)
                 self.alive.remove(agent)
             except BaseException as e:
-                if not self.failure:
-                    self.failure = e
-                self.lock.notify_all()
+                self.fail(e)
 
 
 _local = threading.local()

@@ -410,32 +410,11 @@ _UNARY = {
     "rint": np.rint,
     "round": _round_away,
 }
-# function, and a test of the domain in which it is well conditioned
-_INEXACT = {
-    "exp": (np.exp, lambda x: np.abs(x) <= 64),
-    "exp2": (np.exp2, lambda x: np.abs(x) <= 64),
-    "log": (np.log, lambda x: (x >= 1e-3) & (np.abs(x - 1) > 1e-2) | (x == 1)),
-    "log2": (np.log2, lambda x: (x >= 1e-3) & (np.abs(x - 1) > 1e-2) | (x == 1)),
-    "tanh": (np.tanh, lambda x: np.abs(x) <= 64),
-    "sin": (np.sin, lambda x: np.abs(x) <= 1.5),
-    "cos": (np.cos, lambda x: np.abs(x) <= 1.5),
-    "rsqrt": (lambda x: 1 / np.sqrt(x), lambda x: (x >= 1e-3) & (x < 1e30)),
-}
 
 
 def unary(op, x):
     x = as_array(x)
     d = x.dtype
-    if op in _INEXACT:
-        exact(x)
-        need(is_float(d), "{} of {}", op, d)
-        f, domain = _INEXACT[op]
-        wide = widen(x.v).astype(np.float64)
-        need(domain(wide).all(), "{} outside its tame domain", op)
-        need(not x.flags & FUSED, "{} of a fused value", op)
-        r = convert(f(wide).astype(f32), d)
-        eps = float(ml_dtypes.finfo(d).eps)
-        return x.like(r, tol=(eps * (4 if d == f32 else 1.01), 1e-30), flags=0)
     if op in ("neg", "abs") and x.tol is not None:
         pass
     else:
