@@ -4,9 +4,9 @@
  * many words of two) in the order of the WGMMA layout, which is the instruction's. It changes in
  * place. One whose first use is a wgmma of all of it, in the same block, is never filled with
  * zeros: the first step of that product overwrites it.
- * Registers that plain code wrote are operands of the statement that begins with the fence. Before
- * plain code reads what a wait has completed, an empty asm statement takes it as operands ("pin"),
- * so that nothing moves across.
+ * A product is a statement that begins with the fence; registers are its operands. Where plain code
+ * has written accumulators, and before it reads what a wait has completed, an empty asm statement
+ * takes them as operands ("pin"), so that nothing moves across: into products of others in flight.
  *
  * Operands of asm statements are dear: they were a third of the time that a large product takes to
  * compile. So an accumulator that begins as zeros and that only products write is no array but
@@ -171,6 +171,7 @@ pm_code pm_cuda_ALLOC_ACC(pm_gen *e, pm_opid op) {
     const char *zero = pm_literal(e, t->dtype, (pm_scalar){0});
     write_registers(e, &p, zero, zero);
   }
+  pin(e, &p);
   return PM_OK;
 }
 
@@ -222,6 +223,7 @@ pm_code pm_cuda_ACC_STORE(pm_gen *e, pm_opid op) {
   pm_at(e, in, "0");
   PM_TRY(check_wgmma_layout(e, op, in));
   write_registers(e, &p, pm_at(e, in, "r"), pm_at(e, in, "r + 1"));
+  pin(e, &p);
   return PM_OK;
 }
 
@@ -281,8 +283,12 @@ static uint32_t high_word(const operand *o) {
   return (uint32_t)(o->stride >> 4) | mode << 30;
 }
 
-/* A in registers: words of one, two or four values in the order of the layout. */
-static void pack_a(pm_gen *e, pm_val a) {
+/* Steps along K that one statement takes. Where a step begins repeats itself after 4. */
+enum { MOST_STEPS = 8 };
+
+/* A in registers: words of one, two or four values in the order of the layout; all of them in front
+ * of the first statement, if there are several. */
+static void pack_a(pm_gen *e, pm_val a, bool several) {
   const pm_type *t = pm_typeof(e->g, a);
   const int64_t of_word = 4 / pm_dtypes[t->dtype].bytes, words = pm_type_size(t) / 128 / of_word;
   pm_line(e, "u32 a[%lld];", (long long)words);
@@ -297,6 +303,7 @@ static void pack_a(pm_gen *e, pm_val a) {
     pm_line(e, "for (int r = 0; r < %lld; r++) pack<%s, %lld>(&a[r], x);", (long long)words, type,
             (long long)of_word);
   }
+  if (several) pm_line(e, "%s(a);", pm_family_pin(e, PM_F16, words));
 }
 
 /* address, index or offset, as text */
@@ -306,9 +313,6 @@ static const char *moved(pm_gen *e, const char *name, const char *m, int64_t m_s
   if (*m != '0') return pm_str(e, "%s + %s * %lld", name, m, (long long)m_step);
   return by ? pm_str(e, "%s + %lld", name, (long long)by) : name;
 }
-
-/* Steps along K that one statement takes. Where a step begins repeats itself after 4. */
-enum { MOST_STEPS = 8 };
 
 /* The product of row block m, which is a text. a NULL: in registers */
 static void issue_row(pm_gen *e, const char *d, const char *m, const operand *a, const operand *b,
@@ -361,19 +365,20 @@ pm_code pm_cuda_WGMMA(pm_gen *e, pm_opid op) {
                    .in_ptx = e->in_ptx[p.view.base],
                    .a = registers ? NULL : &a.k,
                    .b = &b.k};
+  const int64_t k_steps = ta->dim[1] / pm_product_step(ta->dtype);
   pm_note(e, op, "wgmma");
   pm_begin(e, "{");
   if (registers) {
     pm_at(e, in_a, "0");
     PM_TRY(check_a_layout(e, op, in_a));
-    pack_a(e, in_a);
+    pack_a(e, in_a, p.rows > 64 || k_steps > MOST_STEPS);
   } else {
     pm_line(e, "const u32 a = wgmma_address(%s, %lld);", pm_view_address(e, &a.view),
             (long long)a.leading);
   }
   pm_line(e, "const u32 b = wgmma_address(%s, %lld);", pm_view_address(e, &b.view),
           (long long)b.leading);
-  issue_rows(e, &p, registers ? NULL : &a, &b, ta->dim[1] / pm_product_step(ta->dtype), &kind);
+  issue_rows(e, &p, registers ? NULL : &a, &b, k_steps, &kind);
   e->fresh[p.view.base] = false;
   pm_line(e, "wgmma_commit();");
   pm_end(e);
