@@ -29,7 +29,8 @@ def _argument(name, x, low, high):
 
 
 def _function(name, f):
-    def call(x):
+    def call(x, **options):
+        need(options == eval(f"dict({f.options[2:]})"), "options of {}", name)
         x, wide = _argument(name, x, f.low, f.high)
         return _rounded(x, f.of(wide), f.ulp)
 

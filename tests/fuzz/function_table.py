@@ -14,6 +14,7 @@ class Function(NamedTuple):
     low: float  # arguments, where it is well conditioned
     high: float
     ulp: int = 2
+    options: str = ""  # behind the argument
 
 
 _vector = np.vectorize
@@ -34,6 +35,7 @@ FUNCTIONS = {
     "log2": Function("jnp", np.log2, 1.25, 60),
     "log1p": Function("jnp", np.log1p, 0.0625, 60),
     "rsqrt": Function("lax", lambda x: 1 / np.sqrt(x), 0.0625, 60),
+    "reciprocal": Function("pl", lambda x: 1 / x, 0.0625, 60, 1, ", approx=True"),
     "cbrt": Function("jnp", np.cbrt, 0.0625, 60, 1),
     "sin": Function("jnp", np.sin, 0.0625, 1.5),
     "cos": Function("jnp", np.cos, -1.5, 1.5),

@@ -25,7 +25,7 @@ class Functions:
             self.feature("math")
             f = self.rng.choice(list(FUNCTIONS))
             t = FUNCTIONS[f]
-            x = Node(f"{t.space}.{f}({{}})", self.tame(shape, dtype, t.low, t.high))
+            x = Node(f"{t.space}.{f}({{}}{t.options})", self.tame(shape, dtype, t.low, t.high))
         elif form < 0.7:
             self.feature("math of two")
             f = self.rng.choice(list(PAIRS))

@@ -1086,6 +1086,7 @@ plgpu = types.SimpleNamespace(
 
 pl = types.SimpleNamespace(
     **_MASKED,
+    **function_model.of("pl"),
     ds=lambda start, size: Slice(start, size),
     when=when,
     loop=loop,
