@@ -500,3 +500,31 @@ def test_refused(what):
     error, text, call = REFUSED[what]
     with pytest.raises(error, match=text):
         call()
+
+
+@pytest.mark.parametrize("form", ["rows", "columns", "stored"])
+def test_what_is_written_before_several_statements(run, rng, form):
+    """Zeros and stored values stay in front of the first one: nothing waits between them, which
+    NVRTC would remark."""
+    m, n, k = (64, 256, 64) if form == "columns" else (128, 72, 128)
+    x, y = (rng.integers(-4, 5, (s, k)).astype(np.float16) for s in (m, n))
+
+    def body(x_ref, y_ref, o_ref, a, b, bar):
+        plgpu.copy_gmem_to_smem(x_ref, a, bar)
+        plgpu.copy_gmem_to_smem(y_ref, b, bar)
+        plgpu.barrier_wait(bar)
+
+        def products(acc):
+            if form == "stored":
+                acc[...] = jnp.full((m, n), 3.0)
+            if form == "columns":
+                for half in (slice(0, 128), slice(128, 256)):
+                    plgpu.wgmma(acc.at[:, half], a, b.at[half].T)
+            else:
+                plgpu.wgmma(acc, a, b.T)
+
+        o_ref[...] = pl.run_state(products)(plgpu.ACC.init(jnp.zeros((m, n))))
+
+    want = x.astype(np.float32) @ y.astype(np.float32).T + 3 * (form == "stored")
+    scratch = [plgpu.SMEM(x.shape, x.dtype), plgpu.SMEM(y.shape, y.dtype), plgpu.Barrier(2)]
+    np.testing.assert_array_equal(run(body, want, x, y, scratch_types=scratch), want)
