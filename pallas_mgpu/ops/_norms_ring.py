@@ -217,8 +217,8 @@ def kernel(name, make, eps, shape, dtype, vectors, aligned, ring, interpret):
             def write_row(w, it0):
                 op, segment = make(*eps), Segment(p, me)
                 plgpu.barrier_wait(met.at[w % 2], phase=w // 2)
-                box, count = stats_s.at[w % 2], len(op.none(segment)[:2])
-                of_all = [[box[c, i] for i in range(count)] for c in range(consumers)]
+                box = stats_s.at[w % 2]
+                of_all = [[box[c, i] for i in range(op.numbers)] for c in range(consumers)]
                 plgpu.barrier_arrive(seen.at[w % 2])
                 op.joined(segment, of_all)
 
@@ -232,8 +232,7 @@ def kernel(name, make, eps, shape, dtype, vectors, aligned, ring, interpret):
                         results.append(value.astype(dtype))
                     ref[: len(results)] = jnp.concatenate(results)  # one store: one sync
                     plgpu.commit_smem()
-                    source = slot_of(me, it0 + j, size)
-                    plgpu.copy_smem_to_gmem(source, o.at[place(w, k, size)])
+                    plgpu.copy_smem_to_gmem(slot_of(me, it, size), o.at[place(w, k, size)])
 
                     @pl.when(it > 0)
                     def _():

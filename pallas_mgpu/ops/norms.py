@@ -54,11 +54,12 @@ class NormConfig(NamedTuple):
 
 # What each function needs of a row: `local` the statistics of the segment that the block has,
 # `joined` those of the row from those of all segments, `alone` from one segment that is the row,
-# `result` an element. `fill` stands behind the end of the row.
+# `result` an element. `fill` stands behind the end of the row; statistics are so many `numbers`.
 
 
 class _Softmax:
     fill = -math.inf
+    numbers = 2
 
     def local(self, tile):
         most = tile.most(tile.each(lambda acc, x, _: jnp.maximum(acc, x), -math.inf))
@@ -101,6 +102,7 @@ class _Softmax:
 
 class _RMSNorm:
     fill = 0.0
+    numbers = 1
 
     def __init__(self, eps):
         self.eps = eps
@@ -128,6 +130,8 @@ class _RMSNorm:
 
 
 class _LayerNorm(_RMSNorm):
+    numbers = 2
+
     def local(self, tile):
         """Mean and sum of squared differences from it."""
         mean = tile.total(tile.each(lambda acc, x, _: acc + x, 0.0)) * tile.share
