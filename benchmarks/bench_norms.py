@@ -20,7 +20,7 @@ from timing import all_ways
 import pallas_mgpu as plgpu
 from pallas_mgpu import numpy as jnp
 from pallas_mgpu import ops, pl
-from pallas_mgpu.ops import NormConfig
+from pallas_mgpu.ops import NormConfig, _norms_ring
 
 try:
     import triton
@@ -84,12 +84,10 @@ def configs(op, columns):
             for part in (0, 4096):
                 if part < width and (part or width <= 16384):
                     yield NormConfig(1, cluster, part)
-    if 32768 < 2 * columns <= 180224:
-        for consumers in (1, 2, 3):
-            for ring in (8192, 4096, 2048):
-                slots = min(230400 // (2 * ring), 32) // consumers
-                if consumers * ring <= columns <= (slots - 1) * consumers * ring:
-                    yield NormConfig(ring=ring, consumers=consumers)
+    for consumers in (1, 2, 3) if columns > 16384 else ():
+        for ring in (8192, 4096, 2048):
+            if not _norms_ring.Plan(1, columns, 2, ring, consumers, 1).why_not():
+                yield NormConfig(ring=ring, consumers=consumers)
 
 
 def examples(op, shape, tune):

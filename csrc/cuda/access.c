@@ -203,6 +203,17 @@ static int64_t find_reg(const pm_layout *src, const int64_t *index, int64_t gues
   return -1;
 }
 
+const char *pm_table(pm_gen *e, const char *stem, const int64_t *x, int64_t n, const char *k) {
+  const char *name = pm_unique(e, stem);
+  pm_text t;
+  pm_text_init(&t, e->arena);
+  for (int64_t j = 0; j < n; j++) {
+    pm_putf(&t, "%s%lld", j ? ", " : "", (long long)pm_max(x[j], 0));
+  }
+  pm_line(e, "constexpr u16 %s[] = {%s};", name, t.at);
+  return pm_str(e, "%s[%s]", name, k);
+}
+
 /* The map as a sum over the digits of dst's registers, or as a table. -1: any of the n_src that
  * there are. */
 static const char *map_text(pm_gen *e, const pm_layout *dst, const int64_t *map, int64_t n,
@@ -221,13 +232,7 @@ static const char *map_text(pm_gen *e, const pm_layout *dst, const int64_t *map,
   }
   if (fits && !map[0]) return pm_sum_text(e, &s, reg, 1);
   if (fits) return pm_str(e, "%s + %lld", pm_sum_text(e, &s, reg, 1), (long long)map[0]);
-  const char *name = pm_unique(e, "register");
-  pm_text t;
-  pm_text_init(&t, e->arena);
-  for (int64_t r = 0; r < n; r++)
-    pm_putf(&t, "%s%lld", r ? ", " : "", (long long)pm_max(map[r], 0));
-  pm_line(e, "constexpr u16 %s[] = {%s};", name, t.at);
-  return pm_str(e, "%s[%s]", name, reg);
+  return pm_table(e, "register", map, n, reg);
 }
 
 const char *pm_map_text(pm_gen *e, const pm_layout *dst, const int32_t *map, int64_t n) {
@@ -264,10 +269,15 @@ const int64_t *pm_reg_list(pm_gen *e, const pm_layout *src, const pm_layout *dst
   return map;
 }
 
+const char *pm_list_text(pm_gen *e, const pm_layout *src, const pm_layout *dst, const int64_t *list,
+                         const char *reg) {
+  return map_text(e, dst, list, pm_layout_regs(dst), pm_layout_regs(src), reg);
+}
+
 const char *pm_reg_map(pm_gen *e, const pm_layout *src, const pm_layout *dst, pm_project fn,
                        const void *ctx, const char *reg) {
-  const int64_t *map = pm_reg_list(e, src, dst, fn, ctx);
-  return map ? map_text(e, dst, map, pm_layout_regs(dst), pm_layout_regs(src), reg) : NULL;
+  const int64_t *list = pm_reg_list(e, src, dst, fn, ctx);
+  return list ? pm_list_text(e, src, dst, list, reg) : NULL;
 }
 
 /* ---- addresses --------------------------------------------------------------------------- */

@@ -247,16 +247,6 @@ pm_code pm_cuda_TRANSPOSE(pm_gen *e, pm_opid op) {
   return PM_OK;
 }
 
-/* A table of n small numbers; the text of its entry k. */
-static const char *table(pm_gen *e, const char *stem, const int64_t *x, int64_t n, const char *k) {
-  const char *name = pm_unique(e, stem);
-  pm_text t;
-  pm_text_init(&t, e->arena);
-  for (int64_t j = 0; j < n; j++) pm_putf(&t, "%s%lld", j ? ", " : "", (long long)x[j]);
-  pm_line(e, "constexpr u16 %s[] = {%s};", name, t.at);
-  return pm_str(e, "%s[%s]", name, k);
-}
-
 /* Registers of one operand into those of the result, but for those that are padding: what they
  * would overwrite might be another part's. */
 static pm_code concat_registers(pm_gen *e, pm_opid op, uint32_t k, int64_t start,
@@ -285,10 +275,10 @@ static pm_code concat_registers(pm_gen *e, pm_opid op, uint32_t k, int64_t start
   }
   const char *at = used > 1 ? "r" : "0", *source = at, *map;
   if (used == n) {
-    map = pm_reg_map(e, whole, part, project_shift, &f, at);
+    map = pm_list_text(e, whole, part, list, at);
   } else {
-    source = table(e, "from", from, used, at);
-    map = table(e, "to", to, used, at);
+    source = pm_table(e, "from", from, used, at);
+    map = pm_table(e, "to", to, used, at);
   }
   pm_begin_unrolled(e, "r", used, 1);
   pm_line(e, "%s[%s] = %s;", name, map, pm_at(e, in, source));

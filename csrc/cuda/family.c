@@ -122,9 +122,9 @@ const char *pm_family_zero(pm_gen *e, const char *acc, pm_dtype d, int64_t n) {
 
 /* All steps along K are one statement: each would otherwise take all registers of the accumulator
  * through the compiler, which is most of what a product costs it. It begins with the fence that
- * registers need which others wrote: they are its operands, so no compiler writes one behind it. With registers of PTX none does;
- * then the statement is a macro, as names in it are those of one accumulator. Predicate p says
- * whether what d held is added. */
+ * registers need which others wrote: they are its operands, so no compiler writes one behind it.
+ * With registers of PTX none is an operand; then the statement is a macro, as names in it are those
+ * of one accumulator. Predicate p says whether what d held is added. */
 
 /* The descriptors of step k: low words move on, high words stay. */
 static void put_descriptor(pm_text *t, const char *name, const pm_sum *at, int64_t k, int operand) {

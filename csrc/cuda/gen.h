@@ -221,9 +221,13 @@ bool pm_is_wgmma(const pm_layout *l);
 typedef void (*pm_project)(const void *ctx, const int64_t *dst, int64_t *src);
 const char *pm_reg_map(pm_gen *e, const pm_layout *src, const pm_layout *dst, pm_project fn,
                        const void *ctx, const char *reg);
-/* the same as numbers; -1 where a register of dst is padding */
+/* the same as numbers, -1 where a register of dst is padding; and their text */
 const int64_t *pm_reg_list(pm_gen *e, const pm_layout *src, const pm_layout *dst, pm_project fn,
                            const void *ctx);
+const char *pm_list_text(pm_gen *e, const pm_layout *src, const pm_layout *dst, const int64_t *list,
+                         const char *reg);
+/* prints a table of n small numbers, negative ones as 0; the text of its entry k */
+const char *pm_table(pm_gen *e, const char *stem, const int64_t *x, int64_t n, const char *k);
 
 /* the text of a map of the n registers of dst, of register r */
 const char *pm_map_text(pm_gen *e, const pm_layout *dst, const int32_t *map, int64_t n);

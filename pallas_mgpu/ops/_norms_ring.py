@@ -20,9 +20,10 @@ from pallas_mgpu import lax, pl
 from pallas_mgpu import numpy as jnp
 
 from ._ring import roles
+from .matmul import _SMEM
 
 SLOTS = 32  # barriers of an array
-SMEM = 232448 - 2048  # bytes for slots
+SMEM = _SMEM - 1024  # bytes for slots; barriers and statistics have the rest
 
 
 class Plan:

@@ -135,11 +135,11 @@ def store_chunk(p, part, buffer, target, engine=None):
     plgpu.copy_smem_to_gmem(buffer, target, engine=engine)
 
 
-def store(p, value, buffers, out_dtype, target, engine=None):
+def store(p, value, buffers, out_dtype, target):
     """value through the buffers, by TMA; target(c): where chunk c goes."""
     for c in range(p.chunks):
         part = value[:, c * p.chunk : (c + 1) * p.chunk].astype(out_dtype)
-        store_chunk(p, part, buffers.at[c % p.buffers], target(c), engine)
+        store_chunk(p, part, buffers.at[c % p.buffers], target(c))
 
 
 def roles(consumers, registers, fetch, consume):
