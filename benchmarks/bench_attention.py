@@ -33,21 +33,15 @@ SHAPES = [
 
 
 def candidates(dim, causal):
-    if dim == 64:
-        for block in (112, 128):
-            for late in (False, True):
-                yield AttentionConfig(3, block, 4, lazy=False, late=late)
-        yield AttentionConfig(3, 128, 4, lazy=False, late=False, q_registers=True)
-        yield AttentionConfig(3, 128, 4, lazy=True, late=True)
-    elif dim == 128:
+    consumers, block, stages = (3, 128, 4) if dim == 64 else (2, 64 if dim == 256 else 128, 2)
+    for lazy in (False, True):
         for late in (False, True):
-            for q_registers in (False, True):
-                yield AttentionConfig(2, 128, lazy=late, late=late, q_registers=q_registers)
+            for hold in (False, True):
+                yield AttentionConfig(consumers, block, stages, lazy, late, hold, dim == 128)
+    if dim == 128:
+        yield AttentionConfig(2, 128, 2)
     else:
-        for lazy in (False, True):
-            for late in (False, True):
-                yield AttentionConfig(2, 64, 2, lazy=lazy, late=late, own_output=False)
-        yield AttentionConfig(2, 80, 2, own_output=False)
+        yield AttentionConfig(consumers, 112 if dim == 64 else 48, stages)
 
 
 def expected(q, k, v, causal):

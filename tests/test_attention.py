@@ -76,8 +76,10 @@ def test_growing_maxima(run, rng, spread):
     [
         AttentionConfig(1, 64, 3),
         AttentionConfig(2, 96, 2, lazy=False, late=False),
-        AttentionConfig(3, 80, 2, lazy=True, late=True, own_output=False),
+        AttentionConfig(3, 80, 2, lazy=True, late=True, hold=True),
         AttentionConfig(2, 48, 3, lazy=False, late=True, q_registers=True),
+        AttentionConfig(1, 64, 1, lazy=True, late=True, hold=True),
+        AttentionConfig(2, 64, 1, lazy=False, late=False, q_registers=True),
     ],
     ids=repr,
 )
@@ -89,6 +91,24 @@ def test_tiles_are_done_once_in_any_order(run, rng, monkeypatch):
     """Heads that do not divide into groups of the schedule, more blocks than tiles of a head."""
     monkeypatch.setattr(implementation, "_L2_BYTES", 128 * 64 * 4 * 2)  # groups of two heads
     check(run, operands(rng, 1, 128, 128, 5, 5, 64), causal=True, programs=3)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("what", [np.inf, np.nan])
+def test_what_is_not_finite_stays_where_it_is(run, rng, what, causal):
+    """Tiles share their accumulators, and the first begins with a product that nobody wants: what
+    is not finite in V or Q reaches only the rows and columns that it belongs to."""
+    q, k, v = operands(rng, 1, 200, 200, 3, 3, 64)
+    v[0, 0, 1, 7] = what
+    q[0, 3, 2, 5] = np.nan
+    config = implementation.choose(200, 64, causal)._replace(programs=2)
+    options = dict(causal=causal, config=config, interpret=None if run.way == "cuda" else True)
+    o = np.asarray(run.call(attention.kernel(q, k, v, **options), q, k, v))
+    good = np.ones(o.shape, bool)
+    good[0, :, 1, 7] = False
+    good[0, 3, 2] = False
+    assert np.isfinite(o[good]).all() and np.isnan(o[0, 3, 2]).all()
+    np.testing.assert_array_equal(o[0, :, 1, 7], o.dtype.type(what))
 
 
 def test_what_callers_get(rng):

@@ -78,10 +78,10 @@ def told_scratch(consumers):
     ]
 
 
-def hand_out(told_refs, first, programs, total, work, carry, some=True):
+def hand_out(told_refs, first, programs, total, work, carry, some=True, beyond=False):
     """Thread that fetches: carry = work(tile, carry) for the first tile, then for whichever is next
     of all blocks; the consumers are told each, and in the end one beyond the last. some: the first
-    is one for sure."""
+    is one for sure. beyond: work for the one beyond, too."""
     tile_s, told, heard = told_refs
 
     def tell(w, t):
@@ -100,6 +100,8 @@ def hand_out(told_refs, first, programs, total, work, carry, some=True):
 
     w, t, carry = lax.while_loop(lambda x: x[1] < total, step, (jnp.int32(0), first, carry))
     tell(w, t)
+    if beyond:
+        carry = work(t, carry)
     plgpu.barrier_wait(heard.at[w % 2])
     if some:
         plgpu.barrier_wait(heard.at[(w + 1) % 2])
@@ -108,22 +110,24 @@ def hand_out(told_refs, first, programs, total, work, carry, some=True):
     return carry
 
 
+def hear(told_refs, w):
+    """Consumer: tile w of those that it is told."""
+    tile_s, told, heard = told_refs
+    plgpu.barrier_wait(told.at[w % 2])
+    t = tile_s[w % 2]
+    plgpu.barrier_arrive(heard.at[w % 2])
+    return t
+
+
 def for_told(told_refs, total, work, carry):
     """Consumer: carry = work(tile, carry) for each tile that it is told."""
-    tile_s, told, heard = told_refs
-
-    def hear(w):
-        plgpu.barrier_wait(told.at[w % 2])
-        t = tile_s[w % 2]
-        plgpu.barrier_arrive(heard.at[w % 2])
-        return t
 
     def step(x):
         w, t, carry = x
         carry = work(t, carry)
-        return w + 1, hear(w + 1), carry
+        return w + 1, hear(told_refs, w + 1), carry
 
-    start = (jnp.int32(0), hear(jnp.int32(0)), carry)
+    start = (jnp.int32(0), hear(told_refs, jnp.int32(0)), carry)
     return lax.while_loop(lambda x: x[1] < total, step, start)[2]
 
 

@@ -6,6 +6,11 @@ one. Per block of keys a consumer issues S = Q K, then O += P V of the block bef
 alone, and computes its softmax while O is still in the making. Consumers take turns at issuing, so
 that the softmax of one runs under the products of the other, whatever the instruction order.
 
+The steps of all tiles are one loop: with the first S of a tile goes the last P V of the tile
+before, whose result leaves then. So each product stands once in the kernel, which compiles in
+three quarters of the time. Before the first block comes a P V that nobody wants, behind the last an
+S. What happens once in a tile stands in one branch, which most steps jump over.
+
 Row maxima are stale on purpose: O is rescaled only when a maximum grew by more than 2^8, which
 float16 probabilities still hold. Row sums are kept per column modulo 8 and meet in the end.
 
@@ -24,11 +29,13 @@ import pallas_mgpu as plgpu
 from pallas_mgpu import lax, pl
 from pallas_mgpu import numpy as jnp
 
-from ._ring import for_told, hand_out, told_scratch
+from ._ring import hand_out, hear, told_scratch
+from .matmul import _SMEM
 
 _MASKED = -3.0e38  # a score that is not there; stays finite in arithmetic
 _LAZY = 8.0  # log2 of what a maximum may grow by before O is rescaled
 _L2_BYTES = 32 << 20
+_OUT = 128  # columns of O that leave at a time
 
 
 class AttentionConfig(typing.NamedTuple):
@@ -36,8 +43,8 @@ class AttentionConfig(typing.NamedTuple):
 
     ``consumers``: threads of 64 query rows each. ``block``: keys per step, a multiple of 16.
     ``stages``: slots of the rings of K and V. ``lazy``: rescale only when needed. ``late``: wait
-    for the next K behind the softmax. ``own_output``: SMEM for O besides that of Q.
-    ``q_registers``: keep Q in registers. ``programs``: blocks, 0: one for each SM.
+    for P V and the next K behind the softmax. ``hold``: release K there, too. ``q_registers``: keep
+    Q in registers. ``programs``: blocks, 0: one for each SM.
     """
 
     consumers: int = 2
@@ -45,7 +52,7 @@ class AttentionConfig(typing.NamedTuple):
     stages: int = 2
     lazy: bool = True
     late: bool = True
-    own_output: bool = True
+    hold: bool = False
     q_registers: bool = False
     programs: int = 0
 
@@ -54,10 +61,11 @@ def choose(queries, head_dim, causal):
     """The configuration for a number of queries and a head size."""
     most = pl.cdiv(queries, 64)
     if head_dim == 64:
-        return AttentionConfig(min(3, most), 128, 4, lazy=not causal, late=False)
+        full = not causal
+        return AttentionConfig(min(3, most), 128, 4, lazy=full, late=False, hold=full)
     if head_dim == 128:
-        return AttentionConfig(min(2, most), 128, 2, causal, causal, q_registers=True)
-    return AttentionConfig(min(2, most), 64, 2, own_output=False)
+        return AttentionConfig(min(2, most), 128, 2, q_registers=True)
+    return AttentionConfig(min(2, most), 64, 2)
 
 
 @functools.cache
@@ -74,10 +82,14 @@ def _kernel(shape, keys, kv_heads, dtype, causal, scale, want_lse, cfg, cores, i
     dynamic = causal and total > programs
     c = scale * math.log2(math.e)  # exp(x) is exp2(x log2 e)
     f32 = np.float32
+    # The next queries are fetched while these are in use, where there is room.
+    used = 2 * (2 * rows * dim + 2 * stages * block * dim + rows * min(dim, _OUT))
+    q_slots = 2 if not cfg.q_registers and used + 2048 <= _SMEM else 1
+    q_ahead = cfg.q_registers or q_slots > 1
 
     def tile_of(t):
         """Tile of queries, head and batch of tile number t."""
-        t = jnp.clip(t, 0, total - 1)  # it is, but came through memory
+        t = jnp.clip(t, 0, total - 1)  # there is one beyond
         band, inside = t // (group * q_tiles), t % (group * q_tiles)
         width = jnp.int32(group)
         if all_heads % group:
@@ -87,10 +99,12 @@ def _kernel(shape, keys, kv_heads, dtype, causal, scale, want_lse, cfg, cores, i
             tile = jnp.maximum(q_tiles - 1 - tile, 0)  # longest first
         return tile, head % heads, head // heads
 
-    def blocks_of(tile):
-        if not causal:
-            return lax.optimization_barrier(jnp.int32(key_blocks))  # one step stays a loop
-        return jnp.minimum(((tile + 1) * rows + block - 1) // block, key_blocks)
+    def blocks_of(t, tile):
+        """Key blocks of a tile; the one beyond has one."""
+        count = jnp.int32(key_blocks)
+        if causal:
+            count = jnp.minimum(((tile + 1) * rows + block - 1) // block, count)
+        return lax.select(t < total, count, jnp.int32(1))
 
     def body(q, k, v, o, *refs):
         lse, refs = (refs[0], refs[1:]) if want_lse else (None, refs)
@@ -101,221 +115,234 @@ def _kernel(shape, keys, kv_heads, dtype, causal, scale, want_lse, cfg, cores, i
             if me_count > 1:  # two threads have 256 each as it is
                 plgpu.set_max_registers(n, action=action)
 
+        def wait(barriers, it, slots=stages):
+            """For the use number it of the slots of a ring."""
+            plgpu.barrier_wait(barriers.at[it % slots], phase=it // slots)
+
         def produce(t, carry):
-            """Fetch what tile t needs. carry: tiles and key blocks so far."""
-            tiles, it = carry
+            """Fetch what tile t needs. carry: tiles and key blocks so far, the place of the last
+            block: V comes a step behind K."""
+            tiles, it, place = carry
             tile, head, b = tile_of(t)
-            count = blocks_of(tile)
+            count = blocks_of(t, tile)
             kv_head = head // (heads // kv_heads)
-
-            @pl.when(tiles > 0)
-            def _():
-                plgpu.barrier_wait(q_empty, phase=tiles - 1)
-
+            pl.when(tiles >= q_slots)(lambda: wait(q_empty, tiles - q_slots, q_slots))
+            slot = tiles % q_slots
             for w in range(me_count):
                 at = (b, pl.ds(tile * rows + w * 64, 64), head)
-                plgpu.copy_gmem_to_smem(q.at[at], q_s.at[w], q_full)
+                plgpu.copy_gmem_to_smem(q.at[at], q_s.at[slot, w], q_full.at[slot])
 
-            def fetch(src, dst, full, empty, it, which):
+            def fetch(src, dst, full, empty, it, place):
+                pl.when(it >= stages)(lambda: wait(empty, it - stages))
                 slot = it % stages
-
-                @pl.when(it >= stages)
-                def _():
-                    plgpu.barrier_wait(empty.at[slot], phase=it // stages - 1)
-
-                at = (b, pl.ds((count - 1 - which) * block, block), kv_head)
+                b, row, head = place
+                at = (b, pl.ds(pl.multiple_of(row, block), block), head)
                 plgpu.copy_gmem_to_smem(src.at[at], dst.at[slot], full.at[slot])
 
-            def step(j, _):
-                @pl.when(j < count)
-                def _():
-                    fetch(k, k_s, k_full, k_empty, it + j, j)
+            def step(j, carry):
+                it, before = carry
+                place = b, (count - 1 - j) * block, kv_head
+                fetch(k, k_s, k_full, k_empty, it, place)
+                fetch(v, v_s, v_full, v_empty, it, before)
+                return it + 1, place
 
-                @pl.when(j > 0)
-                def _():
-                    fetch(v, v_s, v_full, v_empty, it + j - 1, j - 1)
+            it, place = lax.fori_loop(0, count, step, (it, place))
+            return tiles + 1, it, place
 
-            lax.fori_loop(0, count + 1, step, None)
-            return tiles + 1, it + count
+        def rows_of(x, width):
+            return lax.broadcast_in_dim(x, (64, width), [0])
 
-        def wait(ring, it):
-            """For what key block number it brings into its slot of the ring."""
-            plgpu.barrier_wait(ring.at[it % stages], phase=it // stages)
+        def scaled(m):
+            """What is subtracted from scaled scores; a row may be masked entirely."""
+            return jnp.where(m == f32(_MASKED), f32(0), m * f32(c))
 
-        def attend(t, it):
-            """One tile of a consumer. it: key blocks so far."""
+        def mask(s, row, end):
+            """Scores of the keys before `end`, those outside are _MASKED."""
+            col = lax.broadcasted_iota(np.int32, s.shape, 1) + (end - block)
+            keep = col < keys
+            if causal:
+                at = lax.broadcasted_iota(np.int32, s.shape, 0) + row
+                keep = col <= at if keys >= queries else keep & (col <= at)
+            return jnp.where(keep, s, f32(_MASKED))
+
+        def finish(t, value, m, sums):
+            """Stores a consumer's rows of tile t."""
             tile, head, b = tile_of(t)
-            count = blocks_of(tile)
-            row = tile * rows + me * 64
-
-            def mask(s, j):
-                """Scores of key block count - 1 - j, those outside are _MASKED."""
-                col = lax.broadcasted_iota(np.int32, s.shape, 1) + (count - 1 - j) * block
-                keep = col < keys
-                if causal:
-                    at = lax.broadcasted_iota(np.int32, s.shape, 0) + row
-                    keep = col <= at if keys >= queries else keep & (col <= at)
-                return jnp.where(keep, s, f32(_MASKED))
-
-            def mask_last(s):
-                if causal and block % rows == 0:
-                    return mask(s, 0)
-                if not causal and keys % block == 0:
-                    return s
-                # A branch, so that which columns are there is not kept in registers.
-                whole = count * block <= (jnp.minimum(row + 1, keys) if causal else keys)
-                return lax.cond(whole, lambda s: s, lambda s: mask(s, 0), s)
-
-            def mask_other(s, j):
-                """For j > 0: whole blocks of keys, and most of them come before all rows."""
-                if not causal or block % rows == 0:
-                    return s
-                behind = (count - j) * block
-                return lax.cond(behind <= row + 1, lambda s: s, lambda s: mask(s, j), s)
-
-            def scaled(m):
-                """What is subtracted from scaled scores; a row may be masked entirely."""
-                return jnp.where(m == f32(_MASKED), f32(0), m * f32(c))
-
-            def rows_of(x, width):
-                return lax.broadcast_in_dim(x, (64, width), [0])
-
-            def partial_sums(p):
-                return p.reshape(64, block // 8, 8).sum(axis=1)
-
-            plgpu.barrier_wait(q_full)
-            mine = q_s.at[me]
-            if cfg.q_registers:
-                mine = plgpu.load(mine, layout=plgpu.Layout.WGMMA)
-
-            def with_output(o_acc):
-                wait(k_full, it)
-
-                def first_scores(s_acc):
-                    with plgpu.in_turn(me_count):
-                        plgpu.wgmma(s_acc, mine, k_s.at[it % stages].T)
-                    return s_acc[...]
-
-                s = pl.run_scoped(first_scores, plgpu.ACC((64, block)))
-                plgpu.barrier_arrive(k_empty.at[it % stages])
-                s = mask_last(s)
-                m = jnp.max(s, axis=1)
-                p = jnp.exp2(s * f32(c) - rows_of(scaled(m), block))
-                sums = partial_sums(p)
-
-                if cfg.late:
-
-                    @pl.when(count > 1)
-                    def _():
-                        wait(k_full, it + 1)
-
-                def step(j, carry):
-                    m, sums, p = carry
-                    now = it + j
-                    slot, before = now % stages, (now - 1) % stages
-                    if not cfg.late:
-                        wait(k_full, now)
-
-                    def scores(s_acc):
-                        with plgpu.in_turn(me_count):
-                            plgpu.wgmma(s_acc, mine, k_s.at[slot].T)
-                            wait(v_full, now - 1)
-                            plgpu.wgmma(o_acc, p, v_s.at[before])
-                        return plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
-
-                    s = pl.run_scoped(scores, plgpu.ACC((64, block)))
-                    plgpu.barrier_arrive(k_empty.at[slot])
-                    s = mask_other(s, j)
-                    new = jnp.maximum(m, jnp.max(s, axis=1))
-                    if cfg.lazy:
-                        grown = (new - m) * f32(c) > f32(_LAZY)
-                        new = jnp.where(grown, new, m)
-                    base = scaled(new)
-                    alpha = jnp.exp2(m * f32(c) - base)
-                    s = jnp.exp2(s * f32(c) - rows_of(base, block))
-                    sums = sums * rows_of(alpha, 8) + partial_sums(s)
-                    if cfg.late:
-                        # Its loop ends the basic block: without it ptxas moves the wait for the
-                        # products up, in front of the exponentials.
-                        s, alpha, sums = lax.optimization_barrier((s, alpha, sums))
-
-                        @pl.when(j + 1 < count)
-                        def _():
-                            wait(k_full, now + 1)
-
-                    plgpu.wgmma_wait(0)
-                    plgpu.barrier_arrive(v_empty.at[before])
-                    value = plgpu.wgmma_accumulator_load(o_acc, wait_n=None)
-                    if cfg.lazy:
-                        o_acc[...] = plgpu.lazy_where(
-                            rows_of(grown, dim), lambda: value * rows_of(alpha, dim), value
-                        )
-                    else:
-                        o_acc[...] = value * rows_of(alpha, dim)
-                    return new, sums, s.astype(dtype)
-
-                m, sums, p = lax.fori_loop(1, count, step, (m, sums, p.astype(dtype)))
-                if cfg.own_output:
-                    plgpu.barrier_arrive(q_empty)
-                last = (it + count - 1) % stages
-                wait(v_full, it + count - 1)
-                plgpu.wgmma(o_acc, p, v_s.at[last])
-                sums = jnp.sum(sums, axis=1)
-                value = o_acc[...]
-                plgpu.barrier_arrive(v_empty.at[last])
-                return value, m, sums
-
-            value, m, sums = pl.run_scoped(with_output, plgpu.ACC((64, dim)))
-            out = o_s if cfg.own_output else q_s
+            at = pl.ds(tile * rows + me * 64, 64)
+            sums = jnp.sum(sums, axis=1)
             value = (value * rows_of(pl.reciprocal(sums, approx=True), dim)).astype(dtype)
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            out[me] = value
+            for c in range(0, dim, _OUT):
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                o_s[me] = value[:, c : c + _OUT]
+                plgpu.commit_smem()
+                there = o.at[b, at, head, pl.ds(c, min(dim, _OUT))]
+                plgpu.copy_smem_to_gmem(o_s.at[me], there)
             if want_lse:
                 lse_s[me] = (scaled(m) + jnp.log2(sums)) * f32(math.log(2))
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(out.at[me], o.at[b, pl.ds(row, 64), head])
-            if want_lse:
-                where = lse.at[b, head, pl.ds(row, 64)]
-                plgpu.copy_smem_to_gmem(lse_s.at[me], where, engine="lanes")
-            if not cfg.own_output:
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                plgpu.barrier_arrive(q_empty)
-            return it + count
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(lse_s.at[me], lse.at[b, head, at], engine="lanes")
 
-        def static_tiles(work, carry):
-            trips = (total - sm + (programs - 1)) // programs
-            return lax.fori_loop(0, trips, lambda w, x: work(sm + w * programs, x), carry)
+        def attend(o_acc, hear):
+            """All tiles of a consumer; hear(w): its tile number w."""
+
+            def begin(w):
+                """Number, first row and keys of tile w."""
+                t = hear(w)
+                tile, _, _ = tile_of(t)
+                return t, tile * rows + me * 64, blocks_of(t, tile) * block
+
+            def load_queries(w):
+                wait(q_full, w, q_slots)
+                if not cfg.q_registers:
+                    return jnp.int32(0)
+                mine = plgpu.load(q_s.at[0, me], layout=plgpu.Layout.WGMMA)
+                plgpu.barrier_arrive(q_empty.at[0])
+                return mine
+
+            def step(carry):
+                """The key block before key `end` of tile t, whose first row is `row`; `ended`: the
+                tile before, if this is the first block of t (`total`: there is none), or -1.
+                w: tiles, it: blocks so far.
+                m, sums: maxima and sums of the rows; p: the probabilities of the block before."""
+                w, t, row, end, ended, it, m, sums, p, mine = carry
+                slot = it % stages
+                first, last = ended != -1, end == block
+                rare = first | last
+                if causal:
+                    rare |= end > row + 1
+                if keys % block:
+                    rare |= end > keys
+                if not cfg.q_registers:
+                    mine_s = q_s.at[w % q_slots, me]
+                    if not q_ahead:
+                        pl.when(first)(lambda: wait(q_full, w, 1))
+                if not cfg.late:
+                    wait(k_full, it)
+
+                def scores(s_acc):
+                    with plgpu.in_turn(me_count):
+                        plgpu.wgmma(s_acc, mine if cfg.q_registers else mine_s, k_s.at[slot].T)
+                        wait(v_full, it)
+                        plgpu.wgmma(o_acc, p, v_s.at[slot])
+                    return plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
+
+                s = pl.run_scoped(scores, plgpu.ACC((64, block)))
+                if not cfg.hold:
+                    plgpu.barrier_arrive(k_empty.at[slot])
+
+                def turn_over(m, sums):
+                    """The tile before ends, and there is nothing yet of this one."""
+                    plgpu.wgmma_wait(0)
+                    value = plgpu.wgmma_accumulator_load(o_acc, wait_n=None)
+                    pl.when(ended < total)(lambda: finish(ended, value, m, sums))
+                    o_acc[...] = jnp.zeros_like(value)
+                    return jnp.full_like(m, f32(_MASKED)), jnp.zeros_like(sums)
+
+                def same(mine):
+                    return w, t, row, end - block, mine
+
+                def following(mine):
+                    """The next tile; its queries, where they have a place of their own."""
+                    if q_ahead:
+                        mine = load_queries(w + 1)
+                    return w + 1, *begin(w + 1), mine
+
+                def rarely(s, m, sums, mine):
+                    m, sums = lax.cond(first, turn_over, lambda m, sums: (m, sums), m, sums)
+                    if causal or keys % block:
+                        outside = end > (jnp.minimum(row + 1, keys) if causal else keys)
+                        s = lax.cond(outside, lambda s: mask(s, row, end), lambda s: s, s)
+                    if not cfg.q_registers:
+                        pl.when(last)(lambda: plgpu.barrier_arrive(q_empty.at[w % q_slots]))
+                    now_ended = lax.select(last, t, -1)
+                    return (
+                        s,
+                        m,
+                        sums,
+                        now_ended,
+                        *lax.cond(last & (t < total), following, same, mine),
+                    )
+
+                def mostly(s, m, sums, mine):
+                    return s, m, sums, jnp.int32(-1), *same(mine)
+
+                s, m, sums, ended, w, t, row, end, mine = lax.cond(
+                    rare, rarely, mostly, s, m, sums, mine
+                )
+                new = jnp.maximum(m, jnp.max(s, axis=1))
+                if cfg.lazy:
+                    grown = (new - m) * f32(c) > f32(_LAZY)
+                    new = jnp.where(grown, new, m)
+                base = scaled(new)
+                alpha = jnp.exp2(m * f32(c) - base)
+                s = jnp.exp2(s * f32(c) - rows_of(base, block))
+                partial = s.reshape(64, block // 8, 8).sum(axis=1)
+                sums = sums * rows_of(alpha, 8) + partial
+                if cfg.hold:
+                    plgpu.barrier_arrive(k_empty.at[slot])
+                if cfg.late:
+                    # Its loop ends the basic block: without it ptxas moves the wait for the
+                    # products up, in front of the exponentials.
+                    s, alpha, sums = lax.optimization_barrier((s, alpha, sums))
+                    pl.when(end > 0)(lambda: wait(k_full, it + 1))
+                plgpu.wgmma_wait(0)
+                plgpu.barrier_arrive(v_empty.at[slot])
+                value = plgpu.wgmma_accumulator_load(o_acc, wait_n=None)
+                if cfg.lazy:
+                    o_acc[...] = plgpu.lazy_where(
+                        rows_of(grown, dim), lambda: value * rows_of(alpha, dim), value
+                    )
+                else:
+                    o_acc[...] = value * rows_of(alpha, dim)
+                return w, t, row, end, ended, it + 1, new, sums, s.astype(dtype), mine
+
+            def full(shape, x, layout=plgpu.Layout.WGMMA):
+                return plgpu.layout_cast(jnp.full(shape, x), layout)
+
+            none = jnp.int32(0)
+            mine = load_queries(none) if q_ahead else none
+            if cfg.late:
+                wait(k_full, none)
+            m = full((64,), f32(_MASKED), plgpu.Layout.WGMMA.reduce(1))
+            sums, p = full((64, 8), f32(0)), full((64, block), np.zeros((), dtype))
+            start = none, *begin(none), none + total, none, m, sums, p, mine
+            lax.while_loop(lambda x: x[3] > 0, step, start)
 
         @pl.when(me == me_count)
         def _():
-            give_registers(40 if me_count < 3 else 32, "decrease")
-            start = (jnp.int32(0), jnp.int32(0))
+            give_registers(24 if me_count < 3 else 32, "decrease")
+            none = jnp.int32(0)
+            _, head, b = tile_of(sm)
+            start = none, none, (b, none, head // (heads // kv_heads))
             if dynamic:
-                tiles, it = hand_out(ring, sm, programs, total, produce, start)
+                end = hand_out(ring, sm, programs, total, produce, start, beyond=True)
             else:
-                tiles, it = static_tiles(produce, start)
-            plgpu.barrier_wait(q_empty, phase=tiles - 1)
-            for s in range(stages):  # every release is waited for
+                trips = (total - sm + (programs - 1)) // programs
+                end = lax.fori_loop(0, trips + 1, lambda w, x: produce(sm + w * programs, x), start)
+            tiles, it, _ = end
+            for s in range(q_slots):  # every release is waited for
+                wait(q_empty, tiles - 1 - s, q_slots)
+            for s in range(stages):
 
                 @pl.when(it > s)
                 def _(s=s):
-                    plgpu.barrier_wait(k_empty.at[s], phase=(it - s - 1) // stages)
-                    plgpu.barrier_wait(v_empty.at[s], phase=(it - s - 1) // stages)
+                    wait(k_empty, it - 1 - s)
+                    wait(v_empty, it - 1 - s)
 
         @pl.when(me < me_count)
         def _():
-            give_registers(232 if me_count < 3 else 160, "increase")
-            if dynamic:
-                for_told(ring, total, attend, jnp.int32(0))
-            else:
-                static_tiles(attend, jnp.int32(0))
+            give_registers(240 if me_count < 3 else 160, "increase")
+            told = functools.partial(hear, ring) if dynamic else lambda w: sm + w * programs
+            pl.run_scoped(lambda acc: attend(acc, told), plgpu.ACC((64, dim)))
             plgpu.wait_smem_to_gmem(0)
 
-    swizzled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
-    per_thread = plgpu.SMEM((me_count, 64, dim), dtype, transforms=swizzled)
-    slots = plgpu.SMEM((stages, block, dim), dtype, transforms=swizzled)
-    full = plgpu.Barrier(num_barriers=stages)
-    empty = plgpu.Barrier(num_barriers=stages, num_arrivals=me_count)
+    def smem(*shape):
+        transforms = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+        return plgpu.SMEM(shape, dtype, transforms=transforms)
+
+    def barriers(slots, arrivals=1):
+        return plgpu.Barrier(num_barriers=slots, num_arrivals=arrivals)
+
     outs = plgpu.ShapeDtypeStruct(shape, dtype)
     if want_lse:
         outs = (outs, plgpu.ShapeDtypeStruct((batch, heads, queries), f32))
@@ -323,17 +350,17 @@ def _kernel(shape, keys, kv_heads, dtype, causal, scale, want_lse, cfg, cores, i
         body,
         out_type=outs,
         scratch_types=[
-            per_thread,
-            slots,
-            slots,
-            per_thread if cfg.own_output else None,
+            smem(q_slots, me_count, 64, dim),
+            smem(stages, block, dim),
+            smem(stages, block, dim),
+            smem(me_count, 64, min(dim, _OUT)),
             plgpu.SMEM((me_count, 64), f32) if want_lse else None,
-            plgpu.Barrier(num_arrivals=me_count),
-            plgpu.Barrier(num_arrivals=me_count),
-            full,
-            empty,
-            full,
-            empty,
+            barriers(q_slots, me_count),
+            barriers(q_slots, me_count),
+            barriers(stages),
+            barriers(stages, me_count),
+            barriers(stages),
+            barriers(stages, me_count),
             *(told_scratch(me_count) if dynamic else []),
         ],
         grid=(programs,),

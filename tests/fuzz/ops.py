@@ -374,13 +374,12 @@ def _attention(c):
     c.options |= {} if scale is None else {"scale": scale}
     if c.chance(0.5):
         block = 16 * c.rng.randint(1, 8)
-        own = dim < 256 and c.chance(0.7)
-        size = 64 * dim * 2 * (2 if own else 1), block * dim * 4
+        size = 64 * (dim + min(dim, 128)) * 2, block * dim * 4
         consumers, stages = c.pick(1, 2, 3) if dim == 64 else c.pick(1, 2), c.pick(1, 2, 3)
         need(consumers * size[0] + stages * size[1] < 215_000)
         c.options["config"] = ops.AttentionConfig(
-            consumers, block, stages, c.chance(0.5), c.chance(0.5), own, c.chance(0.3),
-            c.pick(0, 0, 1, 2),
+            consumers, block, stages, c.chance(0.5), c.chance(0.5), c.chance(0.5),
+            c.chance(0.3), c.pick(0, 0, 1, 2),
         )  # fmt: skip
     q2, k2, v2 = (x.astype(np.float64) for x in (q, *(np.repeat(x, share, 2) for x in (k, v))))
     s = np.einsum("bqhd,bkhd->bhqk", q2, k2) * (dim**-0.5 if scale is None else scale)
