@@ -249,7 +249,8 @@ def test_misaligned_and_in_place(rng, name):
 @pytest.mark.parametrize("name", FUNCTIONS)
 @pytest.mark.parametrize("n", [1024, 2048, 4096, 8192, 16384, 65536, 131072])
 def test_how_they_move_data(name, n):
-    """Each array goes through one bulk copy a block (or a chunk of a ring), registers and SMEM see
+    """Each array goes through one bulk copy a block (or a chunk of a ring, whose last one stands
+    behind the loop), registers and SMEM see
     words of 16 bytes, and at least two blocks have room on an SM (or one with five threads)."""
     x, w = (plgpu.ShapeDtypeStruct(s, BF16) for s in ((4099, n), (n,)))
     given = (x, w, w)[: {"softmax": 1, "rms_norm": 2, "layer_norm": 3}[name]]
@@ -257,11 +258,11 @@ def test_how_they_move_data(name, n):
     text, used = low.as_text("cuda"), low.resources()
     text = text[text.index("__global__") :]
     copies = re.findall(r"\b(?:bulk|tma)_(load|store)\w*\(", text)
-    assert copies == ["load", "store"]
+    assert copies == (["load", "load", "store"] if n == 65536 else ["load", "store"])
     assert set(re.findall(r"(?:ld|st)_\w+<bf16, (\d+)>", text)) == {"8"}
     assert used["spill_bytes"] == used["stack_bytes"] == 0
     blocks = min(
-        65536 // (used["threads"] * used["registers"]), 227 * 1024 // (used["smem_bytes"] + 1024)
+        65536 // (used["threads"] * used["registers"]), 228 * 1024 // (used["smem_bytes"] + 1024)
     )
     assert blocks >= (1 if n == 65536 else 2), used
     assert used["threads"] == (640 if n == 65536 else 128)

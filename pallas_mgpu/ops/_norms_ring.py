@@ -1,8 +1,9 @@
 """Long rows for norms.py: a ring of chunks of rows in SMEM that is filled without a pause.
 
-One persistent block an SM takes every `programs`-th row. Its last thread fetches the row's chunks,
-one behind the other, for pairs of threads in turns, each of which has slots of its own. The first
-of a pair gathers statistics as chunks arrive, for every place of a lane its own; at the end of the
+One persistent block an SM takes rows from a counter: SMs do not get the same share of the bandwidth
+of memory, and those that are ahead do more rows. Its last thread takes a row when it has fetched
+the one before but for a chunk, and tells the others. It fetches the row's chunks, one behind the other, for pairs
+of threads in turns, each of which has slots of its own. The first of a pair gathers statistics as chunks arrive, for every place of a lane its own; at the end of the
 row lanes put theirs together, and then pairs, in a fixed order. The second, behind it, goes through
 the chunks once more, writes the result in their place, and has it stored from there. A slot is free
 again when the store of the pair's next chunk has been issued and its own has read SMEM.
@@ -10,7 +11,7 @@ again when the store of the pair's next chunk has been issued and its own has re
 So while a row is written, the next one arrives in the slots that become free, and is gathered. A
 row lies in SMEM as a whole, and its last slot is kept until a chunk of the next one is stored: a
 pair has more slots than chunks of a row. Statistics of two rows have room; `met` says that those of
-all pairs are there, `seen` that all have read them."""
+all pairs are there, `seen` that all have read them. Who computes a row does not matter to its bits."""
 
 import functools
 import math
@@ -19,7 +20,7 @@ import pallas_mgpu as plgpu
 from pallas_mgpu import lax, pl
 from pallas_mgpu import numpy as jnp
 
-from ._ring import roles
+from ._ring import for_told, hand_out, roles, told_scratch
 from .matmul import _SMEM
 
 SLOTS = 32  # barriers of an array
@@ -36,6 +37,8 @@ class Plan:
         self.chunks = self.whole + (self.tail > 0)
         self.stages = min(SMEM // (chunk * itemsize), SLOTS) // consumers  # of a consumer
         self.programs = min(programs, rows)
+        # rows that are told at a time: no wait of the thread that fetches but for slots
+        self.ahead = min(max(pl.cdiv(self.stages - 1, self.chunks_of(0)), 2), SLOTS)
         # elements of each consumer
         self.sizes = [
             sum(min(n - k * chunk, chunk) for k in range(c, self.chunks, consumers))
@@ -112,23 +115,22 @@ def kernel(name, make, eps, shape, dtype, vectors, aligned, ring, interpret):
     def body(x, *refs):
         given = iter(refs[: sum(v is not None for v in vectors)])
         weights = [None if v is None else next(given) for v in vectors]
-        o, slots, stats_s, full, empty, met, seen = refs[-7:]
+        o, slots, stats_s, full, empty, met, seen, *told = refs[-10:]
         plgpu.griddepcontrol_launch_dependents()
         plgpu.griddepcontrol_wait()
         x, o = x.reshape((rows, n)), o.reshape((rows, n))
         sm = lax.axis_index("sm")
-        trips = (rows - sm + (p.programs - 1)) // p.programs
 
-        def place(w, k, size):
-            """Chunk k of the block's row w, of which size elements are there."""
-            row = jnp.minimum(sm + w * p.programs, rows - 1)  # known to lie inside
+        def place(row, k, size):
+            """Chunk k of a row, of which size elements are there; known to lie inside."""
+            row = jnp.clip(row, 0, rows - 1)
             return pl.ds(row, 1), pl.ds(jnp.minimum(k * chunk, n - size), size)
 
         def slot_of(c, it, size=chunk):
             return slots.at[c, it % p.stages].reshape((1, chunk)).at[:, pl.ds(0, size)]
 
         def fetch():
-            def one(w, k, size):
+            def one(row, w, k, size):
                 c = k % consumers
                 it = w * p.chunks_of(c) + k // consumers
                 slot = c, it % p.stages
@@ -138,18 +140,21 @@ def kernel(name, make, eps, shape, dtype, vectors, aligned, ring, interpret):
                     plgpu.barrier_wait(empty.at[slot], phase=it // p.stages - 1)
 
                 plgpu.copy_gmem_to_smem(
-                    x.at[place(w, k, size)],
+                    x.at[place(row, k, size)],
                     slot_of(c, it, size),
                     full.at[slot],
                     oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,
                 )
 
-            def row(w, _):
-                lax.fori_loop(0, p.whole, lambda k, _: one(w, k, chunk), None)
-                if p.tail:
-                    one(w, p.whole, p.tail)
+            def chunks(row, w, ask):
+                """w: rows of this block before."""
+                last = p.chunks - 1
+                lax.fori_loop(0, last, lambda k, _: one(row, w, k, chunk), None)
+                taken = ask()  # the answer comes while this waits for a slot
+                one(row, w, last, p.tail or chunk)
+                return w + 1, taken
 
-            lax.fori_loop(0, trips, row, None)
+            trips = hand_out(told, sm, p.programs, rows, chunks, jnp.int32(0), asks=True)
             for c in range(consumers):  # every release is waited for
                 done = trips * p.chunks_of(c)
 
@@ -191,9 +196,9 @@ def kernel(name, make, eps, shape, dtype, vectors, aligned, ring, interpret):
                     carry = lax.cond(segment.has_tail, end, lambda carry: carry, carry)
                 return carry
 
-            def gather_row(w, it0):
-                """it0: chunks of this pair before this row."""
-                op, segment = make(*eps), Segment(p, me)
+            def gather_row(row, w):
+                """w: rows of this block before."""
+                op, segment, it0 = make(*eps), Segment(p, me), w * p.chunks_of(me)
 
                 def gather(j, k, size, stats):
                     it = it0 + j
@@ -213,10 +218,10 @@ def kernel(name, make, eps, shape, dtype, vectors, aligned, ring, interpret):
                 for i, value in enumerate(mine):
                     stats_s[w % 2, me, i] = value.reshape(())
                 plgpu.barrier_arrive(met.at[w % 2])
-                return it0 + p.chunks_of(me)
+                return w + 1
 
-            def write_row(w, it0):
-                op, segment = make(*eps), Segment(p, me)
+            def write_row(row, w):
+                op, segment, it0 = make(*eps), Segment(p, me), w * p.chunks_of(me)
                 plgpu.barrier_wait(met.at[w % 2], phase=w // 2)
                 box = stats_s.at[w % 2]
                 of_all = [[box[c, i] for i in range(op.numbers)] for c in range(consumers)]
@@ -233,7 +238,7 @@ def kernel(name, make, eps, shape, dtype, vectors, aligned, ring, interpret):
                         results.append(value.astype(dtype))
                     ref[: len(results)] = jnp.concatenate(results)  # one store: one sync
                     plgpu.commit_smem()
-                    plgpu.copy_smem_to_gmem(slot_of(me, it, size), o.at[place(w, k, size)])
+                    plgpu.copy_smem_to_gmem(slot_of(me, it, size), o.at[place(row, k, size)])
 
                     @pl.when(it > 0)
                     def _():
@@ -241,20 +246,20 @@ def kernel(name, make, eps, shape, dtype, vectors, aligned, ring, interpret):
                         plgpu.barrier_arrive(empty.at[me, (it - 1) % p.stages])
 
                 each(segment, write, None)
-                return it0 + p.chunks_of(me)
+                return w + 1
 
             @pl.when(lax.axis_index("wg") < consumers)
             def _():
-                lax.fori_loop(0, trips, gather_row, 0)
+                trips = for_told(told, rows, gather_row, jnp.int32(0))
                 for s in range(2):  # all that the writers say is waited for
                     last = (trips - 1 - s) // 2
                     pl.when(trips > s)(lambda s=s, n=last: plgpu.barrier_wait(seen.at[s], phase=n))
 
             @pl.when(lax.axis_index("wg") >= consumers)
             def _():
-                done = lax.fori_loop(0, trips, write_row, 0)
+                trips = for_told(told, rows, write_row, jnp.int32(0))
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                plgpu.barrier_arrive(empty.at[me, (done - 1) % p.stages])
+                plgpu.barrier_arrive(empty.at[me, (trips * p.chunks_of(me) - 1) % p.stages])
 
         def weighted(value, valid, start):
             for i, (ref, is_aligned) in enumerate(zip(weights, aligned[1:])):
@@ -283,6 +288,7 @@ def kernel(name, make, eps, shape, dtype, vectors, aligned, ring, interpret):
             plgpu.Barrier(num_barriers=(consumers, p.stages)),
             plgpu.Barrier(num_arrivals=consumers, num_barriers=2),
             plgpu.Barrier(num_arrivals=consumers, num_barriers=2),
+            *told_scratch(2 * consumers, p.ahead),
         ],
         grid=(p.programs,),
         grid_names=("sm",),

@@ -69,53 +69,68 @@ class Ring:
 # ---- tiles from a counter of the launch ----------------------------------------------------------
 
 
-def told_scratch(consumers):
-    """Tile numbers on their way from the thread that fetches to the consumers, two at a time."""
+def told_scratch(consumers, ahead=2):
+    """Tile numbers on their way from the thread that fetches to the consumers, `ahead` at a time."""
     return [
-        plgpu.SMEM((2,), jnp.int32),
-        plgpu.Barrier(num_barriers=2),
-        plgpu.Barrier(num_arrivals=consumers, num_barriers=2),
+        plgpu.SMEM((ahead,), jnp.int32),
+        plgpu.Barrier(num_barriers=ahead),
+        plgpu.Barrier(num_arrivals=consumers, num_barriers=ahead),
     ]
 
 
-def hand_out(told_refs, first, programs, total, work, carry, some=True, beyond=False):
+def hand_out(told_refs, first, programs, total, work, carry, some=True, asks=False, beyond=False):
     """Thread that fetches: carry = work(tile, carry) for the first tile, then for whichever is next
     of all blocks; the consumers are told each, and in the end one beyond the last. some: the first
-    is one for sure. beyond: work for the one beyond, too."""
+    is one for sure. asks: not when the work begins, but when work(tile, carry, ask) does ask(), the
+    next tile is taken; it returns (carry, what it was told). beyond: work for the one beyond, too.
+    """
     tile_s, told, heard = told_refs
+    ahead = tile_s.shape[0]
 
     def tell(w, t):
-        @pl.when(w > 1)
+        @pl.when(w > ahead - 1)
         def _():
-            plgpu.barrier_wait(heard.at[w % 2])
+            plgpu.barrier_wait(heard.at[w % ahead])
 
-        tile_s[w % 2] = t
-        plgpu.barrier_arrive(told.at[w % 2])
+        tile_s[w % ahead] = t
+        plgpu.barrier_arrive(told.at[w % ahead])
+
+    def take(t):
+        try:
+            return plgpu.next_tile()
+        except NotImplementedError:  # vmap, whose elements would share the counter: a fixed share
+            return t
 
     def step(x):
         w, t, carry = x
         tell(w, t)
-        following = plgpu.next_tile() + programs
+        if asks:
+            carry, taken = work(t, carry, lambda: take(t))
+            return w + 1, taken + programs, carry
+        following = take(t) + programs
         return w + 1, following, work(t, carry)
 
     w, t, carry = lax.while_loop(lambda x: x[1] < total, step, (jnp.int32(0), first, carry))
     tell(w, t)
     if beyond:
         carry = work(t, carry)
-    plgpu.barrier_wait(heard.at[w % 2])
-    if some:
-        plgpu.barrier_wait(heard.at[(w + 1) % 2])
-    else:
-        pl.when(w > 0)(lambda: plgpu.barrier_wait(heard.at[(w + 1) % 2]))
+    plgpu.barrier_wait(heard.at[w % ahead])
+    for k in range(1, ahead):
+
+        def await_heard(k=k):
+            plgpu.barrier_wait(heard.at[(w + (ahead - k)) % ahead])
+
+        pl.when(some and k == 1 or w > k - 1)(await_heard)
     return carry
 
 
 def hear(told_refs, w):
     """Consumer: tile w of those that it is told."""
     tile_s, told, heard = told_refs
-    plgpu.barrier_wait(told.at[w % 2])
-    t = tile_s[w % 2]
-    plgpu.barrier_arrive(heard.at[w % 2])
+    ahead = tile_s.shape[0]
+    plgpu.barrier_wait(told.at[w % ahead])
+    t = tile_s[w % ahead]
+    plgpu.barrier_arrive(heard.at[w % ahead])
     return t
 
 
