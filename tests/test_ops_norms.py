@@ -115,6 +115,8 @@ RINGS = [
     ((3, 3004), F32, C(ring=512, consumers=3)),  # a block each
     ((4, 16392), BF16, C(ring=4096, consumers=1, programs=3)),  # 8 elements behind whole chunks
     ((2, 40008), BF16, C(ring=8192, programs=1)),
+    ((1, 4104), F16, C(ring=1024)),  # one row
+    ((18, 2048), BF16, C(ring=1024, programs=1)),  # more rows than are told at a time
 ]
 
 
@@ -138,6 +140,39 @@ def test_rings_repeat(run, rng, name):
     assert first.tobytes() == second.tobytes()
     for k in range(7):
         assert first[k].tobytes() == first[k % 2].tobytes()
+
+
+def test_vmap_of_a_ring(rng):
+    """Elements share a launch, whose counter cannot be that of each: rows have fixed blocks."""
+    x, w = arrays(rng, "rms_norm", (2, 7, 3080))
+    kernel = rms_norm.kernel(x[0], w, config=C(ring=1024, programs=3), interpret=True)
+    assert "next_tile(" in kernel.lower(x[0], w).as_text("cuda")
+    got = plgpu.vmap(kernel, in_axes=(0, None))(x, w)
+    for a, b in zip(got, x, strict=True):
+        assert a.tobytes() == kernel(b, w).tobytes()
+
+
+@pytest.mark.gpu
+def test_launches_in_turn(rng):
+    """Every launch does every row: its counter begins at 0 while the launch before it ends, which
+    may be of another number of rows. Results are poisoned, so that a row left out shows."""
+    torch = pytest.importorskip("torch")
+    sms = plgpu.core_count()
+    calls = []
+    for rows, n in ((5 * sms + 3, 2048), (sms - 1, 2048), (1, 4096), (9 * sms, 4096)):
+        x = torch.from_numpy(rng.standard_normal((rows, n)).astype(np.float32)).cuda().bfloat16()
+        f = softmax.kernel(x, config=C(ring=1024))
+        outs = [torch.full_like(x, torch.nan) for _ in range(40)]
+        calls.append((f, x, outs))
+    torch.cuda.synchronize()
+    for k in range(0, 40, 2):
+        for f, x, outs in calls:
+            f(x, out=outs[k])
+            f(x, out=outs[k + 1])  # behind a launch of the same kernel
+    for _, x, outs in calls:
+        want = torch.softmax(x.float(), -1)
+        torch.testing.assert_close(outs[0].float(), want, rtol=2**-8, atol=1e-6)
+        assert all(torch.equal(o, outs[0]) for o in outs)
 
 
 @pytest.mark.gpu
@@ -249,9 +284,9 @@ def test_misaligned_and_in_place(rng, name):
 @pytest.mark.parametrize("name", FUNCTIONS)
 @pytest.mark.parametrize("n", [1024, 2048, 4096, 8192, 16384, 65536, 131072])
 def test_how_they_move_data(name, n):
-    """Each array goes through one bulk copy a block (or a chunk of a ring, whose last one stands
-    behind the loop), registers and SMEM see
-    words of 16 bytes, and at least two blocks have room on an SM (or one with five threads)."""
+    """Each array goes through one bulk copy a block (or a chunk of a ring; the last one of a row
+    stands behind the loop), registers and SMEM see words of 16 bytes, and at least two blocks have
+    room on an SM (or one with five threads)."""
     x, w = (plgpu.ShapeDtypeStruct(s, BF16) for s in ((4099, n), (n,)))
     given = (x, w, w)[: {"softmax": 1, "rms_norm": 2, "layer_norm": 3}[name]]
     low = FUNCTIONS[name].kernel(*given).lower(*given)

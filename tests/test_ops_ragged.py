@@ -156,6 +156,17 @@ def test_many_groups(run, rng):
     forward(run, rng, 40, 64, 64, sizes)
 
 
+def test_vmap(rng):
+    """Elements share a launch, whose counter cannot be that of each: tiles have fixed blocks."""
+    lhs = rng.standard_normal((2, 300, 64)).astype(F16)
+    rhs = rng.standard_normal((2, 3, 64, 256)).astype(F16)
+    sizes = np.array([[100, 0, 200], [7, 250, 11]], np.int32)
+    kernel = ragged_dot.kernel(lhs[0], rhs[0], sizes[0], interpret=True)
+    assert "next_tile(" in kernel.lower(lhs[0], rhs[0], sizes[0]).as_text("cuda")
+    for k, got in enumerate(plgpu.vmap(kernel)(lhs, rhs, sizes)):
+        assert got.tobytes() == kernel(lhs[k], rhs[k], sizes[k]).tobytes()
+
+
 def test_what_callers_get(rng):
     lhs = rng.standard_normal((40, 24)).astype(F16)
     rhs = rng.standard_normal((2, 24, 16)).astype(F16)

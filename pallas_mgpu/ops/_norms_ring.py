@@ -1,17 +1,20 @@
 """Long rows for norms.py: a ring of chunks of rows in SMEM that is filled without a pause.
 
-One persistent block an SM takes rows from a counter: SMs do not get the same share of the bandwidth
-of memory, and those that are ahead do more rows. Its last thread takes a row when it has fetched
-the one before but for a chunk, and tells the others. It fetches the row's chunks, one behind the other, for pairs
-of threads in turns, each of which has slots of its own. The first of a pair gathers statistics as chunks arrive, for every place of a lane its own; at the end of the
-row lanes put theirs together, and then pairs, in a fixed order. The second, behind it, goes through
-the chunks once more, writes the result in their place, and has it stored from there. A slot is free
-again when the store of the pair's next chunk has been issued and its own has read SMEM.
+One persistent block an SM takes rows from a counter: SMs get unequal shares of the bandwidth, and
+those that are ahead do more rows, else all would wait for the slowest. The last thread asks for the
+next row before it fetches the last chunk of a row, and tells the others.
+
+It fetches the row's chunks, one behind the other, for pairs of threads in turns, each of which has
+slots of its own. The first of a pair gathers statistics as chunks arrive, for every place of a lane
+its own; at the end of the row lanes put theirs together, and then pairs, in a fixed order. The
+second, behind it, goes through the chunks once more, writes the result in their place, and has it
+stored from there. A slot is free again when the store of the pair's next chunk has been issued and
+its own has read SMEM. The bits of a row do not depend on the block that has it.
 
 So while a row is written, the next one arrives in the slots that become free, and is gathered. A
 row lies in SMEM as a whole, and its last slot is kept until a chunk of the next one is stored: a
 pair has more slots than chunks of a row. Statistics of two rows have room; `met` says that those of
-all pairs are there, `seen` that all have read them. Who computes a row does not matter to its bits."""
+all pairs are there, `seen` that all have read them."""
 
 import functools
 import math
@@ -126,13 +129,17 @@ def kernel(name, make, eps, shape, dtype, vectors, aligned, ring, interpret):
             row = jnp.clip(row, 0, rows - 1)
             return pl.ds(row, 1), pl.ds(jnp.minimum(k * chunk, n - size), size)
 
+        def before(w, c):
+            """Chunks of pair c before the block's row w; known to be no less than 0."""
+            return jnp.clip(w, 0, rows) * p.chunks_of(c)
+
         def slot_of(c, it, size=chunk):
             return slots.at[c, it % p.stages].reshape((1, chunk)).at[:, pl.ds(0, size)]
 
         def fetch():
             def one(row, w, k, size):
                 c = k % consumers
-                it = w * p.chunks_of(c) + k // consumers
+                it = before(w, c) + k // consumers
                 slot = c, it % p.stages
 
                 @pl.when(it >= p.stages)
@@ -156,7 +163,7 @@ def kernel(name, make, eps, shape, dtype, vectors, aligned, ring, interpret):
 
             trips = hand_out(told, sm, p.programs, rows, chunks, jnp.int32(0), asks=True)
             for c in range(consumers):  # every release is waited for
-                done = trips * p.chunks_of(c)
+                done = before(trips, c)
 
                 def drain(s, _, c=c, done=done):
                     @pl.when(done > s)
@@ -198,7 +205,7 @@ def kernel(name, make, eps, shape, dtype, vectors, aligned, ring, interpret):
 
             def gather_row(row, w):
                 """w: rows of this block before."""
-                op, segment, it0 = make(*eps), Segment(p, me), w * p.chunks_of(me)
+                op, segment, it0 = make(*eps), Segment(p, me), before(w, me)
 
                 def gather(j, k, size, stats):
                     it = it0 + j
@@ -221,7 +228,7 @@ def kernel(name, make, eps, shape, dtype, vectors, aligned, ring, interpret):
                 return w + 1
 
             def write_row(row, w):
-                op, segment, it0 = make(*eps), Segment(p, me), w * p.chunks_of(me)
+                op, segment, it0 = make(*eps), Segment(p, me), before(w, me)
                 plgpu.barrier_wait(met.at[w % 2], phase=w // 2)
                 box = stats_s.at[w % 2]
                 of_all = [[box[c, i] for i in range(op.numbers)] for c in range(consumers)]
@@ -259,7 +266,7 @@ def kernel(name, make, eps, shape, dtype, vectors, aligned, ring, interpret):
             def _():
                 trips = for_told(told, rows, write_row, jnp.int32(0))
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                plgpu.barrier_arrive(empty.at[me, (trips * p.chunks_of(me) - 1) % p.stages])
+                plgpu.barrier_arrive(empty.at[me, (before(trips, me) - 1) % p.stages])
 
         def weighted(value, valid, start):
             for i, (ref, is_aligned) in enumerate(zip(weights, aligned[1:])):

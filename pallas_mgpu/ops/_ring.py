@@ -70,7 +70,7 @@ class Ring:
 
 
 def told_scratch(consumers, ahead=2):
-    """Tile numbers on their way from the thread that fetches to the consumers, `ahead` at a time."""
+    """Tile numbers on their way from the thread that fetches to the consumers: `ahead` of them."""
     return [
         plgpu.SMEM((ahead,), jnp.int32),
         plgpu.Barrier(num_barriers=ahead),
