@@ -151,14 +151,14 @@ def configs(m, n, k, form):
     C = functools.partial(MatmulConfig, step=128)
     if blocks:
         return [
+            C(2, 256, 4, 2),
+            C(2, 256, 4, 1),
+            C(2, 256, 4, 1, cluster_n=2),
+            C(2, 256, 3, 2),
+            C(2, 256, 4, 2, group=4),
+            C(2, 256, 4, 2, group=16),
             C(2, 128, 4, 2),
-            C(2, 128, 4, 2, lag=0),
             C(2, 128, 4, 1),
-            C(2, 128, 4, 1, cluster_n=2),
-            C(2, 128, 6, 2),
-            C(3, 128, 4, 2, lag=0),
-            C(3, 128, 4, 1, lag=0),
-            C(2, 128, 4, 2, group=16),
         ]
     return [
         C(2, 256, 4, 2),

@@ -549,9 +549,9 @@ def test_shared_memory_begins_at_1024():
 # ---- products, which csrc/cuda/family.c prints ---------------------------------------------------
 
 
-def product(a_turned, b_turned, registers, acc, dtype, written=True, begun=False):
+def product(a_turned, b_turned, registers, acc, dtype, written=True, begun=None):
     """The program of a product of 64x64 and 64x16. written: by plain code too, so that the
-    accumulator is an array; else several products add up. begun: before the product."""
+    accumulator is an array; else several products add up. begun: what is stored before, if any."""
 
     def body(a_gmem, b_gmem, o_ref, a_smem, b_smem, barrier):
         plgpu.copy_gmem_to_smem(a_gmem, a_smem, barrier)
@@ -560,8 +560,8 @@ def product(a_turned, b_turned, registers, acc, dtype, written=True, begun=False
 
         def scoped(acc_ref):
             a = plgpu.load(a_smem, layout=plgpu.Layout.WGMMA) if registers else a_smem
-            if begun:
-                acc_ref[...] = plgpu.numpy.full((64, 16), 3, acc)
+            if begun is not None:
+                acc_ref[...] = plgpu.numpy.full((64, 16), begun, acc)
 
             @plgpu.pl.loop(0, 1 if written else 2)
             def _(_):
@@ -601,16 +601,18 @@ F16, BF16, F32 = np.float16, ml_dtypes.bfloat16, np.float32
         (False, True, True, F16, F16),
     ],
 )
-@pytest.mark.parametrize("in_ptx", [False, True])
-def test_products(a_turned, b_turned, registers, acc, dtype, in_ptx):
+@pytest.mark.parametrize("contents", ["fresh", "held", "ptx"])
+def test_products(a_turned, b_turned, registers, acc, dtype, contents):
     """The fence stands first. A before B, low words before high ones; scale-d is true but in the
-    first product of a fresh accumulator, both scales of the inputs are 1, and then come the bits
-    that say which operands are not contiguous along K. Step k begins where its 16 columns of A and
-    rows of B are. The accumulator is an array, all of whose elements are operands, or registers of
-    PTX."""
+    first product of a fresh accumulator, or into zeros, both scales of the inputs are 1, and then
+    come the bits that say which operands are not contiguous along K. Step k begins where its 16
+    columns of A and rows of B are. The accumulator is an array, all of whose elements are operands,
+    which are read where there were zeros, or registers of PTX."""
+    in_ptx = contents == "ptx"
     if in_ptx and acc is F16:
         pytest.skip("halves are not kept there")
-    text = product(a_turned, b_turned, registers, acc, dtype, not in_ptx).as_text("cuda")
+    begun = 0 if contents == "held" else None
+    text = product(a_turned, b_turned, registers, acc, dtype, not in_ptx, begun).as_text("cuda")
     n = 8 if acc is F32 else 4
     if in_ptx:
         found = re.findall(r"#define (wgmma_m64n16k16_\w+)\((D, [^)]*)\) \\\n"
@@ -626,7 +628,7 @@ def test_products(a_turned, b_turned, registers, acc, dtype, in_ptx):
                            r"  asm volatile\((.*?)\);\n#undef D\n}", text, re.S)  # fmt: skip
         ((name, _, registers_of_d, statement),) = found
         assert registers_of_d == "{" + ",".join(f"%{k}" for k in range(n)) + "}"
-    assert ("_x4_ptx" if in_ptx else "_x4_fresh") in name
+    assert f"_x4_{contents}" in name
     types = {F16: "f16", BF16: "bf16", F32: "f32"}
     code, *operands = re.split(r"\s:(?:\s+|(?=:))", re.sub(r"\s+", " ", statement))
     if in_ptx:
@@ -676,7 +678,8 @@ def test_products(a_turned, b_turned, registers, acc, dtype, in_ptx):
     assert [x for x in got if x] == want
     letter = "f" if acc is F32 else "r"
     inputs = [f"a[{k}]" for k in range(16)] if registers else ["a", "a_high"]
-    assert operands[0] == ", ".join(f'"={letter}"(d[{k}])' for k in range(n))
+    access = "+" if contents == "held" else "="
+    assert operands[0] == ", ".join(f'"{access}{letter}"(d[{k}])' for k in range(n))
     assert operands[1] == ", ".join(f'"r"({x})' for x in [*inputs, "b", "b_high"])
     assert operands[2] == '"memory"'
     (call,) = re.findall(rf"  {name}\((.*)\);", text)
@@ -687,7 +690,7 @@ def test_products(a_turned, b_turned, registers, acc, dtype, in_ptx):
 
 @pytest.mark.parametrize("acc, letter, n", [(F32, "f", 8), (F16, "r", 4)])
 def test_accumulators_that_go_on_are_read(acc, letter, n):
-    text = product(False, False, False, acc, F16, begun=True).as_text("cuda")
+    text = product(False, False, False, acc, F16, begun=3).as_text("cuda")
     (statement,) = re.findall(
         r"FN void wgmma_m64n16k16_.*?asm volatile\((.*?)\);\n#undef", text, re.S
     )

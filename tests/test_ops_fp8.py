@@ -159,6 +159,9 @@ CONFIGS = {  # extents, configuration, options
     "K in four, few rows": ((3, 40, 600), C(1, 64, 0, 1, 2, 8, 1, 4, 128), {}),
     "two consumers": ((150, 150, 272), C(2, 128, 2, 1, step=128), {}),
     "three consumers": ((200, 40, 272), C(3, 32, 2, 1, step=128, lag=0), {}),
+    "256 columns": ((150, 410, 400), C(2, 256, 2, 1, step=128), {"bias": F32}),
+    "256 columns, B is shared": ((300, 136, 144), C(2, 256, 2, 2, 1, step=128), {}),
+    "256 columns, A is shared": ((40, 530, 272), C(2, 256, 2, 1, 2, 8, 2, step=128), {}),
 }
 
 
@@ -193,8 +196,18 @@ def test_orders_with_blocks(run, rng):
 
 @pytest.mark.parametrize("k", [100, 256])
 def test_few_blocks(run, rng, k):
-    """One step, and one pair of steps."""
+    """One step, and one pair of steps; and in turns."""
     check(run, rng, 40, 136, k, blocks_of(40, 136, k))
+    config = C(2, 256, 2, 1, step=128)
+    check(run, rng, 70, 136, k, blocks_of(70, 136, k), config=config)
+
+
+def test_random_numbers_in_turns(run, rng):
+    """The consumers' sums and scales of blocks, where nothing is a small whole number."""
+    m, n, k = 150, 410, 520
+    config = C(2, 256, 2, 1, step=128)
+    scales = blocks_of(m, n, k)
+    check(run, rng, m, n, k, scales, config=config, values=normal, out_dtype=None)
 
 
 def test_infinite_scales_of_the_last_block(run, rng):
@@ -271,13 +284,16 @@ def test_chosen_configurations():
     for m, n, k in itertools.product((1, 3, 100, 1000, 4097), repeat=3):
         for blocks in (False, True):
             got = choose_fp8(m, n, k, 132, blocks)
-            assert got.step == 128 and (not blocks or 128 % got.tile_n == 0)
+            assert got.step == 128
+            assert not blocks or 128 % got.tile_n == 0 or got[:2] == (2, 256) and got.split == 1
     assert choose_fp8(8192, 8192, 8192)[:2] == (2, 256)
-    assert choose_fp8(8192, 8192, 8192, blocks=True)[:2] == (2, 128)
+    for size, tile in ((8192, 256), (4096, 256), (2048, 256), (1024, 64)):
+        assert choose_fp8(size, size, size, blocks=True)[:2] == (2, tile)
     assert choose_fp8(8192, 8192, 8192) in candidates(8192, 8192, 8192, in_bytes=1)
     spec, size = plgpu.ShapeDtypeStruct, 8192
     a = spec((size, size), E4M3)
-    for scales in (((size, 1), (1, size)), blocks_of(size, size, size)):
+    of_blocks = blocks_of(size, size, size)
+    for scales in (((size, 1), (1, size)), of_blocks):
         scale_a, scale_b = (spec(s, F32) for s in scales)
         f = matmul.kernel(a, a, transpose_b=True, scale_a=scale_a, scale_b=scale_b)
         low = f.lower(a, a, scale_a, scale_b)
@@ -285,7 +301,10 @@ def test_chosen_configurations():
         assert (used["spill_bytes"], used["stack_bytes"], used["remarks"]) == (0, 0, ""), used
         text = text[text.index("__global__") :]
         assert "barrier_arrive_release" not in text  # releases without fences
-        assert "_f32_e4m3_kk_x4" in text
+        # two products a step into one accumulator, which stays where it is
+        product, times = ("m64n128k32", 2) if scales is of_blocks else ("m64n256k32", 1)
+        contents = "held" if scales is of_blocks else "ptx"
+        assert text.count(f"wgmma_{product}_f32_e4m3_kk_x4_{contents}") == times
 
 
 def zeros(*shape):
@@ -330,7 +349,16 @@ def test_errors(change, error, words):
         matmul(interpret=True, **given)
 
 
-@pytest.mark.parametrize("config", [C(1, 64, step=64), C(1, 192, step=128)])
+@pytest.mark.parametrize(
+    "config",
+    [
+        C(1, 64, step=64),
+        C(1, 192, step=128),
+        C(1, 256, step=128),
+        C(3, 256, step=128),
+        C(2, 256, split=2, cluster=1, step=128),
+    ],
+)
 def test_configurations_that_blocks_do_not_take(config):
     scale_a, scale_b = zeros(4, 2), zeros(1, 2)
     a, b = np.zeros((4, 200), E4M3), np.zeros((200, 8), E4M3)

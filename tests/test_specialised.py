@@ -673,6 +673,53 @@ def test_an_accumulator_begins_with_an_array(run, rng, dtype, how):
     np.testing.assert_allclose(got, a.astype(f32) @ b.astype(f32) + c, atol=0.2)
 
 
+@pytest.mark.parametrize("dtype", [f16, f32], ids=["f16", "f32"])
+@pytest.mark.parametrize("how", ["zeros", "cast", "ones", "slice", "branch", "read", "read slice"])
+def test_zeros_in_front_of_a_product(run, rng, how, dtype):
+    """The product of all overwrites what earlier steps left, in the same registers. Ones are
+    written, and so are zeros that are read, or that a product of a part or in a branch follows."""
+
+    def body(a, b, o, a_s, b_s, bar):
+        plgpu.copy_gmem_to_smem(a, a_s, bar)
+        plgpu.copy_gmem_to_smem(b, b_s, bar)
+        plgpu.barrier_wait(bar)
+
+        def product(acc):
+            def step(i, total):
+                left = acc.at[:, 0:32]
+                start = jnp.full((64, 64), how == "ones", dtype)
+                if how == "cast":
+                    start = plgpu.layout_cast(start, plgpu.Layout.WGMMA)
+                acc[...] = start
+                if how == "read":
+                    total = total + acc[...].astype(f32)
+                if how == "read slice":
+                    total = total + jnp.sum(left[...].astype(f32))
+                if how == "slice":
+                    plgpu.wgmma(left, a_s, b_s.at[:, 0:32])
+                    plgpu.wgmma_wait(0)
+                if how == "branch":
+                    pl.when(i != 1)(lambda: plgpu.wgmma(acc, a_s, b_s))
+                else:
+                    plgpu.wgmma(acc, a_s, b_s)
+                return total + acc[...].astype(f32)
+
+            plgpu.wgmma(acc, a_s, b_s)  # there is something
+            return lax.fori_loop(0, 3, step, acc[...].astype(f32))
+
+        o[...] = pl.run_scoped(product, plgpu.ACC((64, 64), dtype))
+
+    a, b = ((rng.standard_normal((64, 64)) / 4).astype(f16) for _ in range(2))
+    out = plgpu.ShapeDtypeStruct((64, 64), f32)
+    scratch = [plgpu.SMEM((64, 64), f16)] * 2 + [plgpu.Barrier(num_arrivals=2)]
+    text = text_of(run, body, out, a, b, scratch_types=scratch)
+    assert len(re.findall(r"_held\w*\(", text)) == (how in ("zeros", "cast"))
+    one, left = a.astype(f32) @ b.astype(f32), np.arange(64) < 32
+    want = one * {"slice": 4 + 3 * left, "branch": 3}.get(how, 4) + 3 * (how == "ones")
+    got = run(body, out, a, b, scratch_types=scratch)
+    np.testing.assert_allclose(got, want, atol=0.2 if dtype is f16 else 1e-2)
+
+
 def test_optimization_barrier_holds_an_array_at_once(run, rng):
     def body(x, y, o):
         a = lax.optimization_barrier(plgpu.load(x, layout=plgpu.Layout.WGMMA) + 1.0)

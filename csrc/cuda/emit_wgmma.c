@@ -3,7 +3,10 @@
  * An accumulator (M, N) is one C++ array of M / 64 * N / 2 f32 or i32 registers (for f16: half as
  * many words of two) in the order of the WGMMA layout, which is the instruction's. It changes in
  * place. One whose first use is a wgmma of all of it, in the same block, is never filled with
- * zeros: the first step of that product overwrites it.
+ * zeros: the first step of that product overwrites it. Neither is one into which zeros are stored
+ * for a product of all of it: that product overwrites it, but takes its registers as operands that
+ * are read ("held"). As an output alone it would get other registers each time, which spilled where
+ * products follow each other and their sums fill what is left.
  * A product is a statement that begins with the fence; registers are its operands. Where plain code
  * has written accumulators, and before it reads what a wait has completed, an empty asm statement
  * takes them as operands ("pin"), so that nothing moves across: into products of others in flight.
@@ -97,10 +100,11 @@ static pm_code check_a_layout(pm_gen *e, pm_opid op, pm_val array) {
   return pm_gen_fail(e, op, PM_E_INTERNAL, "its array is not in the layout %s", wanted);
 }
 
+/* v, or a slice of it */
 static bool mentions(const pm_graph *g, pm_opid op, pm_val v) {
   const pm_op *o = pm_get(g, op);
   for (uint32_t k = 0; k < o->n_in; k++) {
-    if (pm_in(g, op, k) == v) return true;
+    if (pm_view_base(g, pm_in(g, op, k)) == v) return true;
   }
   for (uint32_t r = 0; r < o->n_regions; r++) {
     const pm_block *b = &g->blocks.at[pm_region(g, op, r)];
@@ -111,12 +115,11 @@ static bool mentions(const pm_graph *g, pm_opid op, pm_val v) {
   return false;
 }
 
-/* Is the first use of the accumulator a product into all of it? */
-static bool is_overwritten(const pm_graph *g, pm_opid alloc) {
-  const pm_val acc = pm_get(g, alloc)->out;
-  const pm_block *b = &g->blocks.at[pm_get(g, alloc)->parent];
+/* Is the first use of the accumulator behind `after` a product into all of it? */
+static bool is_overwritten(const pm_graph *g, pm_opid after, pm_val acc) {
+  const pm_block *b = &g->blocks.at[pm_get(g, after)->parent];
   uint32_t k = 0;
-  while (b->ops.at[k] != alloc) k++;
+  while (b->ops.at[k] != after) k++;
   for (k++; k < b->ops.n; k++) {
     const pm_opid op = b->ops.at[k];
     if (mentions(g, op, acc)) {
@@ -138,8 +141,9 @@ static bool is_written(const pm_graph *g, pm_val acc) {
 
 /* Another catalogue has no PTX, and registers of two halves are read with arithmetic. */
 static bool is_in_ptx(const pm_gen *e, pm_opid alloc, const part *p) {
+  const pm_val acc = pm_get(e->g, alloc)->out;
   return !e->options->entry_only && !p->half && !pm_get(e->g, alloc)->n_in &&
-         !is_overwritten(e->g, alloc) && !is_written(e->g, pm_get(e->g, alloc)->out);
+         !is_overwritten(e->g, alloc, acc) && !is_written(e->g, acc);
 }
 
 pm_code pm_cuda_ALLOC_ACC(pm_gen *e, pm_opid op) {
@@ -164,8 +168,8 @@ pm_code pm_cuda_ALLOC_ACC(pm_gen *e, pm_opid op) {
     pm_at(e, init, "0");
     PM_TRY(check_wgmma_layout(e, op, init));
     write_registers(e, &p, pm_at(e, init, "r"), pm_at(e, init, "r + 1"));
-  } else if (is_overwritten(e->g, op)) {
-    e->fresh[o->out] = true;
+  } else if (is_overwritten(e->g, op, o->out)) {
+    e->contents[o->out] = PM_FRESH;
     return PM_OK;
   } else {
     const char *zero = pm_literal(e, t->dtype, (pm_scalar){0});
@@ -215,10 +219,24 @@ pm_code pm_cuda_ACC_LOAD(pm_gen *e, pm_opid op) {
   return PM_OK;
 }
 
+static bool is_zeros(const pm_graph *g, pm_val array) {
+  pm_opid def = pm_value_of(g, array)->def;
+  while (def && pm_get(g, def)->code == PM_OP_LAYOUT_CAST) {
+    array = pm_in(g, def, 0);
+    def = pm_value_of(g, array)->def;
+  }
+  pm_scalar x;
+  return pm_constant(g, array, &x) && !x.i;
+}
+
 pm_code pm_cuda_ACC_STORE(pm_gen *e, pm_opid op) {
   const pm_val in = pm_in(e->g, op, 1);
-  part p;
+  part p; /* all of it: stores take nothing else */
   PM_TRY(part_of(e, op, pm_in(e->g, op, 0), &p));
+  if (is_zeros(e->g, in) && is_overwritten(e->g, op, p.view.base)) {
+    e->contents[p.view.base] = PM_HELD;
+    return PM_OK;
+  }
   pm_note(e, op, "array to accumulator");
   pm_at(e, in, "0");
   PM_TRY(check_wgmma_layout(e, op, in));
@@ -327,7 +345,7 @@ static void issue_row(pm_gen *e, const char *d, const char *m, const operand *a,
     }
     pm_line(e, "%s(%s, %s, %s, 0x%08xu);", fn, d, x, moved(e, "b", "0", 0, pm_sum_at(&b->k, k)),
             high_word(b));
-    kind.fresh = false;
+    kind.contents = PM_ADDED_TO;
   }
 }
 
@@ -361,7 +379,7 @@ pm_code pm_cuda_WGMMA(pm_gen *e, pm_opid op) {
                    .type_b = (pm_dtype)b.view.dtype,
                    .transpose_a = !registers && !a.k_contiguous,
                    .transpose_b = !b.k_contiguous,
-                   .fresh = e->fresh[p.view.base],
+                   .contents = e->contents[p.view.base],
                    .in_ptx = e->in_ptx[p.view.base],
                    .a = registers ? NULL : &a.k,
                    .b = &b.k};
@@ -379,7 +397,7 @@ pm_code pm_cuda_WGMMA(pm_gen *e, pm_opid op) {
   pm_line(e, "const u32 b = wgmma_address(%s, %lld);", pm_view_address(e, &b.view),
           (long long)b.leading);
   issue_rows(e, &p, registers ? NULL : &a, &b, k_steps, &kind);
-  e->fresh[p.view.base] = false;
+  e->contents[p.view.base] = PM_ADDED_TO;
   pm_line(e, "wgmma_commit();");
   pm_end(e);
   return PM_OK;

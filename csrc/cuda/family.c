@@ -154,7 +154,10 @@ static void put_immediates(pm_text *t, const pm_wgmma *w) {
 static void put_step(pm_text *t, const pm_wgmma *w, int64_t k, int regs) {
   const int a = regs + (w->a ? 0 : (int)k * 4), b = regs + (w->a ? 2 : (int)w->steps * 4);
   pm_put(t, "    \"");
-  if (!k || (k == 1 && w->fresh)) pm_putf(t, "setp.%s.b32 p, 0, 0; ", w->fresh && !k ? "ne" : "eq");
+  const bool overwrites = w->contents != PM_ADDED_TO;
+  if (!k || (k == 1 && overwrites)) {
+    pm_putf(t, "setp.%s.b32 p, 0, 0; ", overwrites && !k ? "ne" : "eq");
+  }
   if (w->a) put_descriptor(t, "ma", w->a, k, a);
   put_descriptor(t, "mb", w->b, k, b);
   pm_putf(t, "\\n\"\n    \"wgmma.mma_async.sync.aligned.m64n%lldk%lld.%s.%s.%s \" D \", ",
@@ -176,7 +179,8 @@ static void put_statement(pm_text *t, const pm_wgmma *w, int regs) {
   pm_put(t, "    \"wgmma.fence.sync.aligned;\\n\"\n");
   for (int64_t k = 0; k < w->steps; k++) put_step(t, w, k, before);
   pm_put(t, "    : ");
-  const char letter = w->acc == PM_F32 ? 'f' : 'r', constraint[3] = {w->fresh ? '=' : '+', letter};
+  const char letter = w->acc == PM_F32 ? 'f' : 'r';
+  const char constraint[3] = {w->contents == PM_FRESH ? '=' : '+', letter};
   put_registers(t, constraint, before);
   pm_put(t, "\n    : ");
   for (int64_t k = 0; !w->a && k < w->steps * 4; k++) {
@@ -211,7 +215,7 @@ static void put_macro(pm_gen *e, pm_text *t, const pm_wgmma *w, const char *name
 static void put_calls(pm_text *t, const pm_wgmma *w, const char *one) {
   pm_put(t, "  wgmma_fence(line);\n");
   for (int64_t k = 0; k < w->steps; k++) {
-    pm_putf(t, "  %s%s(d, ", one, w->fresh && !k ? "_fresh" : "");
+    pm_putf(t, "  %s%s(d, ", one, w->contents != PM_ADDED_TO && !k ? "_fresh" : "");
     if (w->a) {
       pm_putf(t, "a + %lld, a_high, ", (long long)pm_sum_at(w->a, k));
     } else {
@@ -237,9 +241,10 @@ const char *pm_family_wgmma(pm_gen *e, const pm_wgmma *w) {
   pm_text name;
   pm_text_init(&name, e->arena);
   pm_putf(&name, "%s_x%lld%s", one, (long long)w->steps,
-          w->fresh    ? "_fresh"
-          : w->in_ptx ? "_ptx"
-                      : "");
+          w->contents == PM_FRESH  ? "_fresh"
+          : w->contents == PM_HELD ? "_held"
+          : w->in_ptx              ? "_ptx"
+                                   : "");
   /* what distinguishes tiles of other extents */
   for (int64_t k = 1; k < w->steps; k *= 2) {
     pm_putf(&name, "_%lld", (long long)pm_sum_at(w->b, k));
@@ -249,7 +254,7 @@ const char *pm_family_wgmma(pm_gen *e, const pm_wgmma *w) {
   pm_text t;
   pm_text_init(&t, e->arena);
   pm_putf(&t, "// d %s A B, %lld times %lld along K; %s, B in shared memory, contiguous along %s\n",
-          w->fresh ? "=" : "+=", (long long)w->steps, depth,
+          w->contents == PM_ADDED_TO ? "+=" : "=", (long long)w->steps, depth,
           !w->a            ? "A in registers"
           : w->transpose_a ? "A in shared memory, contiguous along M"
                            : "A in shared memory, contiguous along K",

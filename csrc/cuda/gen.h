@@ -20,6 +20,11 @@ typedef struct pm_slot {
   uint8_t form;
 } pm_slot;
 
+/* What the next product finds in an accumulator: sums that it adds to; registers that nothing was
+ * written to; registers that hold nothing either, but that it is to stay in (emit_wgmma.c). It
+ * overwrites the last two. */
+typedef enum pm_contents { PM_ADDED_TO, PM_FRESH, PM_HELD } pm_contents;
+
 /* a u32 in front of the body */
 typedef struct pm_head_var {
   const char *name, *text;
@@ -53,10 +58,10 @@ typedef struct pm_gen {
   bool *lane_barrier; /* per value: barriers that may be waited for there */
   bool *made;         /* lane.c's own, as uses_inside */
   uint32_t *uses_inside;
-  bool *sent;     /* per value: barriers that other blocks' stores complete */
-  bool *released; /* per value: cluster barriers with an arrival that releases memory */
-  bool *fresh;    /* per value: accumulators without contents, the next product overwrites them */
-  bool *in_ptx;   /* per value: accumulators that C++ does not see (emit_wgmma.c) */
+  bool *sent;               /* per value: barriers that other blocks' stores complete */
+  bool *released;           /* per value: cluster barriers with an arrival that releases memory */
+  pm_contents *contents;    /* per value: of accumulators */
+  bool *in_ptx;             /* per value: accumulators that C++ does not see (emit_wgmma.c) */
   pm_text registers_of_ptx; /* their declarations */
   PM_VEC(pm_head_var) head_vars;
   uint32_t n_counters;      /* words: of NEXT_TILE and TAKE_TILE, then semaphores of the launch */
@@ -277,10 +282,10 @@ typedef struct pm_wgmma {
   int64_t n;
   pm_dtype acc, type_a, type_b;
   bool transpose_a, transpose_b;
-  bool fresh;          /* d = A B: what the accumulator held does not matter */
-  bool in_ptx;         /* d is a list of PTX's names, and the function a macro */
-  int64_t steps;       /* along K */
-  const pm_sum *a, *b; /* where step k begins, in units of 16 bytes; a NULL: in registers */
+  pm_contents contents; /* of d */
+  bool in_ptx;          /* d is a list of PTX's names, and the function a macro */
+  int64_t steps;        /* along K */
+  const pm_sum *a, *b;  /* where step k begins, in units of 16 bytes; a NULL: in registers */
 } pm_wgmma;
 
 /* Names of the functions, which are printed with the program. */

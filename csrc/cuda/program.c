@@ -500,7 +500,7 @@ pm_code pm_generate_cuda(const pm_graph *g, const pm_target *t, const pm_cuda_op
   e.uses_inside = PM_NEW(g->arena, uint32_t, g->values.n + 1);
   e.released = PM_NEW(g->arena, bool, g->values.n + 1);
   e.sent = PM_NEW(g->arena, bool, g->values.n + 1);
-  e.fresh = PM_NEW(g->arena, bool, g->values.n + 1);
+  e.contents = PM_NEW(g->arena, pm_contents, g->values.n + 1);
   e.in_ptx = PM_NEW(g->arena, bool, g->values.n + 1);
   e.param_used = PM_NEW(g->arena, bool, g->n_operands + g->n_outputs + 1);
   PM_TRY(set_geometry(&e));

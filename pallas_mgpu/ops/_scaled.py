@@ -1,10 +1,13 @@
 """What `matmul` does for 8-bit floats alone: scales, and turning operands.
 
-Scales of a tensor, of rows of A and of columns of B multiply the sums in the end. Scales of blocks
-change along K: the tensor cores then sum 128 elements of K at a time into accumulators of their
-own, which go into float32 sums with one multiplication each; meanwhile they work on the next
-product, or for the other consumer. The lanes load the scales of a step while its product is under
-way.
+Scales of a tensor, of rows of A and of columns of B multiply the sums in the end; those of rows and
+columns are loaded under the last product of a tile. Scales of blocks change along K: the tensor
+cores then sum 128 elements of K at a time into accumulators of their own, which go into float32
+sums with one multiplication each; meanwhile they work on the next product, or for the other
+consumer. There are two ways. A tile of 256 columns leaves registers for the accumulator of 128: a
+step is two products, one after the other, the consumers issue theirs in turn, and the lanes load
+scales a step ahead. A consumer of up to 128 columns has two accumulators and multiplies a step
+while it adds the one before; the lanes load the scales of a step under its product.
 
 The tensor cores take 8-bit operands only with K contiguous; others are turned by a pass of their
 own, tile by tile through SMEM."""
@@ -86,7 +89,8 @@ def forms_of(scale_a, scale_b, m, n, k):
 
 
 class Epilogue:
-    """Scales that multiply the sums of a tile. Made by a consumer while tracing.
+    """Scales that multiply the sums of a tile. Made by a consumer while tracing. ``load_...``: now,
+    for a tile.
 
     ``a``, ``b``: refs of the scales in GMEM or None; ``columns``: where those of the columns of
     the tile lie in SMEM."""
@@ -100,26 +104,37 @@ class Epilogue:
                 x = ref[...] if not ref.shape else ref.reshape((1,))[0]
                 self.one = x if self.one is None else self.one * x
 
-    def of_rows(self, row, height):
-        """Of that many rows from `row` on; loaded now."""
+    def load_rows(self, rows):
+        """rows: a pl.ds"""
         if self.forms.a != "each":
             return None
-        scales, rows = self.a.reshape((self.a.size,)), pl.ds(row, height)
+        scales = self.a.reshape((self.a.size,))
         if not self.ragged:
             return scales[rows]
-        return pl.load(scales, (rows,), mask=jnp.arange(height) < self.m - row, other=0.0)
+        mask = jnp.arange(rows.size) < self.m - rows.start
+        return pl.load(scales, (rows,), mask=mask, other=0.0)
 
-    def __call__(self, part, first, rows):
-        """part: columns from `first` on; rows: of_rows()."""
+    def load_columns(self, chunk, chunks):
+        """A list, of each part of the tile."""
+        if self.forms.b != "each":
+            return [None] * chunks
+        return [self.columns[pl.ds(c * chunk, chunk)] for c in range(chunks)]
+
+    def __call__(self, loaded, c, part):
+        """Part c of the columns. loaded: load_rows(), load_columns()."""
+        rows, columns = loaded[0], loaded[1][c]
         if rows is not None:
             by = rows if self.one is None else rows * self.one
             part = part * lax.broadcast_in_dim(by, part.shape, [0])
         elif self.one is not None:
             part = part * self.one
-        if self.forms.b == "each":
-            by = self.columns[pl.ds(first, part.shape[1])]
-            part = part * lax.broadcast_in_dim(by, part.shape, [1])
+        if columns is not None:
+            part = part * lax.broadcast_in_dim(columns, part.shape, [1])
         return part
+
+
+def _added(total, value, of_rows, of_columns):
+    return total + value * lax.broadcast_in_dim(of_rows * of_columns, value.shape, [0])
 
 
 class Blocks:
@@ -127,18 +142,21 @@ class Blocks:
 
     ``a`` (M, K / 128), ``b`` (N / 128, K / 128): refs in GMEM. ``tile``: rows and columns that are
     worked on at a time, rows of all blocks of a cluster. ``reach``: columns of all tiles, elements
-    of K of all steps."""
+    of K of all steps. ``consumers``: of a block."""
 
-    def __init__(self, a, b, m, tile, reach):
-        self.a, self.b, self.m, self.cols = a, b, m, tile[1]
+    def __init__(self, a, b, m, tile, reach, consumers):
+        self.a, self.b, self.m, self.consumers = a, b, m, consumers
+        self.cols = min(tile[1], BLOCK)  # of a product
+        self.products = tile[1] // self.cols
         self.ragged = m % tile[0] != 0
         self.beyond_n, self.beyond_k = (x > y * BLOCK for x, y in zip(reach, b.shape))
 
     def load(self, row, col, block):
-        """For 64 rows from `row` on and the columns from `col` on."""
-        inside, at = None, col // BLOCK
+        """For 64 rows from `row` on, and for the columns from `col` on a list, of each product."""
+        inside, at = None, [col // BLOCK]
+        at += [at[0] + i for i in range(1, self.products)]
         if self.beyond_n:  # the operands are zeros there
-            at = jnp.minimum(at, self.b.shape[0] - 1)
+            at = [jnp.minimum(x, self.b.shape[0] - 1) for x in at]
         if self.beyond_k:
             inside = block < self.a.shape[1]
             block = jnp.minimum(block, self.a.shape[1] - 1)
@@ -148,23 +166,62 @@ class Blocks:
             of_rows = pl.load(self.a, (rows, block), mask=keep, other=0.0)
         else:
             of_rows = self.a[rows, block]
-        of_columns = self.b[at, block]
-        return of_rows, of_columns if inside is None else lax.select(inside, of_columns, 0.0)
+        of_columns = [self.b[x, block] for x in at]
+        if inside is not None:
+            of_columns = [lax.select(inside, x, 0.0) for x in of_columns]
+        return of_rows, of_columns
+
+    def zeros(self):
+        return plgpu.layout_cast(jnp.zeros((64, self.cols), jnp.float32), plgpu.Layout.WGMMA)
 
     def sums(self, steps, block_of, row, col, wait, release, late):
-        """wait(s): until the operands of step s are there, which it returns. release(s): they are
-        no longer needed. Late: steps go in pairs, the second product is under way while the first
-        one is added."""
+        """Of 64 rows from `row` on, for each product of a step: a list.
+
+        wait(s): until the operands of step s are there, which it returns, a part of A and a list of
+        parts of B. release(s): they are no longer needed. Late, where there is one product a step:
+        steps go in pairs, the second product is under way while the first one is added."""
+
+        def load(s):
+            return self.load(row, col, block_of(s))
+
+        if self.products > 1:
+            return self.in_turns(steps, load, wait, release)
+        return [self.in_pairs(steps, load, wait, release, late)]
+
+    def in_turns(self, steps, load, wait, release):
+        def with_accumulator(acc):
+            def step(s, carry):
+                totals, (of_rows, of_columns) = carry
+                a, parts = wait(s)
+                sums, following = [], None
+                for total, b, of_part in zip(totals, parts, of_columns):
+                    with plgpu.in_turn(self.consumers):
+                        acc[...] = jnp.zeros(acc.shape, jnp.float32)
+                        plgpu.wgmma(acc, a, b)
+                    if following is None:  # under the first product
+                        following = load(jnp.minimum(s + 1, steps - 1))
+                    value = acc[...]
+                    if len(sums) == self.products - 1:
+                        release(s)
+                    total = _added(total, value, of_rows, of_part)
+                    # now: the next product needs the accumulator
+                    sums.append(lax.optimization_barrier(total))
+                return sums, following
+
+            totals = [self.zeros() for _ in range(self.products)]
+            return lax.fori_loop(0, steps, step, (totals, load(0)))[0]
+
+        return pl.run_scoped(with_accumulator, plgpu.ACC((64, self.cols)))
+
+    def in_pairs(self, steps, load, wait, release, late):
         accumulators = plgpu.ACC((64, self.cols))
 
         def issue(acc, s):
-            plgpu.wgmma(acc, *wait(s))
+            a, (b,) = wait(s)
+            plgpu.wgmma(acc, a, b)
             # under the product, and not before: ptxas would wait for them in front of it
-            return self.load(row, col, block_of(s))
-
-        def add(total, value, scales):
-            of_rows, of_columns = scales
-            return total + value * lax.broadcast_in_dim(of_rows * of_columns, value.shape, [0])
+            of_rows, (of_columns,) = load(s)
+            return of_rows, of_columns
 
         def one(s, total):
             def product(acc):
@@ -173,7 +230,7 @@ class Blocks:
 
             value, scales = pl.run_scoped(product, accumulators)
             release(s)
-            return add(total, value, scales)
+            return _added(total, value, *scales)
 
         def two(pair, total):
             s = 2 * pair
@@ -183,17 +240,16 @@ class Blocks:
                 value = plgpu.wgmma_accumulator_load(first, wait_n=1)
                 release(s)
                 # now, before the second is there
-                sums = lax.optimization_barrier(add(total, value, scales))
+                sums = lax.optimization_barrier(_added(total, value, *scales))
                 value = second[...]
                 release(s + 1)
-                return add(sums, value, following)
+                return _added(sums, value, *following)
 
             return pl.run_scoped(products, accumulators, accumulators)
 
-        total = plgpu.layout_cast(jnp.zeros((64, self.cols), jnp.float32), plgpu.Layout.WGMMA)
         if not late:
-            return lax.fori_loop(0, steps, one, total)
-        total = lax.fori_loop(0, steps // 2, two, total)
+            return lax.fori_loop(0, steps, one, self.zeros())
+        total = lax.fori_loop(0, steps // 2, two, self.zeros())
         return one(steps - 1, total) if steps % 2 else total
 
 

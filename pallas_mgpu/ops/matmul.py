@@ -43,7 +43,8 @@ class MatmulConfig(NamedTuple):
     blocks of a row that share A. ``split``: blocks that divide K among them, so that each has a
     multiple of 8 columns; then every tile has a cluster of its own, of up to 8 blocks. ``step``:
     elements of K per slot, 64 or 128, for 8-bit floats also 256. ``lag``: products in flight while
-    the next one is issued, 0 or 1; with scales of blocks those under way while sums are scaled.
+    the next one is issued, 0 or 1; with scales of blocks and up to 128 columns those under way
+    while sums are scaled.
     """
 
     consumers: int = 2
@@ -202,8 +203,9 @@ def _product(
             last = (done - s - 1) // p.stages
             pl.when(done > s)(lambda s=s, n=last: plgpu.barrier_wait(empty.at[s], phase=n))
 
-    def multiply(me, it0, a_smem, b_smem, full, empty):
-        """This consumer's part of the tile, float32 in registers."""
+    def multiply(me, it0, under, a_smem, b_smem, full, empty):
+        """This consumer's part of the tile, float32 in registers, in a list; and what under()
+        returns, which is called under the last product."""
 
         def product(acc):
             def one(s, _):
@@ -223,15 +225,16 @@ def _product(
                     plgpu.barrier_arrive(empty.at[slot])
 
             lax.fori_loop(0, p.steps, one, None)
+            loaded = under and under()
             value = acc[...]
             if late:
                 plgpu.barrier_arrive(empty.at[(it0 + (p.steps - 1)) % p.stages])
-            return value
+            return [value], loaded
 
         return pl.run_scoped(product, plgpu.ACC((64, cols)))
 
     def multiply_blocks(me, it0, row, col, scales, a_smem, b_smem, full, empty):
-        """The same with scales that change along K."""
+        """The same with scales that change along K; in parts of 128 columns if there are more."""
         odd = it0 // p.steps % 2 == 1  # as they are fetched
 
         def block_of(s):
@@ -242,7 +245,8 @@ def _product(
 
         def wait(s):
             plgpu.barrier_wait(full.at[slot(s)], phase=(it0 + s) // p.stages)
-            return a_smem.at[slot(s), pl.ds(me * 64, 64)], b_smem.at[slot(s)].T
+            of_b = [b_smem.at[slot(s), pl.ds(j, scales.cols)].T for j in range(0, cols, BLOCK)]
+            return a_smem.at[slot(s), pl.ds(me * 64, 64)], of_b
 
         def release(s):
             plgpu.barrier_arrive(empty.at[slot(s)])
@@ -268,13 +272,16 @@ def _product(
 
         if by_chunks:
             return [summed(slice(None), pl.ds(c * p.chunk, p.chunk)) for c in range(p.chunks)]
-        return summed()
+        return [summed()]
 
-    def store(me, value, row, col, o, o_smem, bias_smem, scaled):
+    def store(me, values, row, col, o, o_smem, bias_smem, scaled):
+        """values: one or more parts of the columns."""
+        of_value = p.width // len(values)
         for c in range(p.chunks):
-            part = value[c] if by_chunks else value[:, c * p.chunk : (c + 1) * p.chunk]
+            i, first = divmod(c * p.chunk, of_value)
+            part = values[i][:, first : first + p.chunk]
             if scaled is not None:
-                part = scaled(part, c * p.chunk)
+                part = scaled(c, part)
             if has_bias:
                 b_part = bias_smem[me, pl.ds(c * p.chunk, p.chunk)].astype(jnp.float32)
                 part = part + lax.broadcast_in_dim(b_part, part.shape, [1])
@@ -314,7 +321,8 @@ def _product(
             scales = epilogue = None
             if forms.blocks:
                 reach = p.tiles_n * cfg.cluster_n * cols, p.steps * split * step
-                scales = Blocks(scale_a, scale_b, m, (rows * cfg.cluster, cols), reach)
+                tile_shape = rows * cfg.cluster, cols
+                scales = Blocks(scale_a, scale_b, m, tile_shape, reach, consumers)
             elif forms != UNSCALED:
                 mine = cols_smem and cols_smem.at[me]
                 epilogue = Epilogue(forms, scale_a, scale_b, m, rows * cfg.cluster, mine)
@@ -328,19 +336,27 @@ def _product(
                 if forms.b == "each":
                     of_columns = scale_b.reshape((scale_b.size,)).at[along_row]
                     plgpu.copy_gmem_to_smem(of_columns, cols_smem.at[me], row_ready.at[me])
-                scaled = None
+
                 if epilogue:
-                    of_rows = epilogue.of_rows(row + me * 64, p.sent if split > 1 else 64)
-                    scaled = functools.partial(epilogue, rows=of_rows)
+                    of_rows = pl.ds(row + me * 64, p.sent if split > 1 else 64)
+
+                def load_scales():
+                    rows_loaded = epilogue.load_rows(of_rows)
+                    if forms.b == "each":
+                        plgpu.barrier_wait(row_ready.at[me])
+                    return rows_loaded, epilogue.load_columns(p.chunk, p.chunks)
+
+                scaled = None
                 if scales:
-                    value = multiply_blocks(me, it, row, col, scales, *ring)
+                    values = multiply_blocks(me, it, row, col, scales, *ring)
                 else:
-                    value = multiply(me, it, *ring)
+                    values, loaded = multiply(me, it, epilogue and load_scales, *ring)
+                    scaled = epilogue and functools.partial(epilogue, loaded)
                 if split > 1:
-                    value = gather(me, value, inbox, outbox, arrived)
-                if row_copies:
+                    values = gather(me, *values, inbox, outbox, arrived)
+                if has_bias and forms.b != "each":
                     plgpu.barrier_wait(row_ready.at[me])
-                store(me, value, row, col_of_block, o, o_smem, bias_smem, scaled)
+                store(me, values, row, col_of_block, o, o_smem, bias_smem, scaled)
 
             for_tiles(tile)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -613,7 +629,7 @@ def candidates(m, n, k, sms=132, in_bytes=2, blocks=False):
         for cluster, cluster_n, split in _CLUSTERS:
             if tile_n % (8 * split) or pl.cdiv(k, step) < split:
                 continue
-            if blocks and BLOCK % tile_n:
+            if blocks and not _blocks_take(consumers, tile_n, split):
                 continue
             if cluster > 1 and m <= 64 * consumers or cluster_n > 1 and n <= tile_n:
                 continue
@@ -701,14 +717,21 @@ def choose_fp8(m, n, k, sms=132, blocks=False):
     return min(found, key=lambda cfg: _cycles(m, n, k, cfg, sms, 1))
 
 
+def _blocks_take(consumers, tile_n, split):
+    """Is there a kernel for such tiles with scales of blocks? Two blocks wide take turns."""
+    return BLOCK % tile_n == 0 or tile_n == 2 * BLOCK and consumers == 2 and split == 1
+
+
 def _check_fp8_config(config, forms):
     if not isinstance(config, MatmulConfig):
         raise ValueError(f"matmul: config must be a MatmulConfig for 8-bit floats, got {config}")
     if config.step not in (64, 128, 256):
         raise ValueError(f"matmul: the step of 8-bit floats is 64, 128 or 256, got {config}")
-    if forms.blocks and (config.step != BLOCK or BLOCK % config.tile_n):
+    fits = _blocks_take(config.consumers, config.tile_n, config.split)
+    if forms.blocks and (config.step != BLOCK or not fits):
         raise ValueError(
-            f"matmul: with scales of blocks step must be {BLOCK} and tile_n divide it, got {config}"
+            f"matmul: with scales of blocks step must be {BLOCK} and tile_n divide it, or be"
+            f" {2 * BLOCK} with 2 consumers and a split of 1, got {config}"
         )
 
 

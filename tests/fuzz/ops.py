@@ -195,9 +195,10 @@ def _matmul_of_8_bits(c):
     c.names = (*names, *scales)
     want = multiplied(left, right) + (0 if bias is None else bias.astype(np.float64))
     need(np.abs(want).max() < 6e4)
-    if not blocks and c.chance(0.4):
+    if c.chance(0.4):
+        consumers, tile = (2, 256) if blocks else (c.pick(1, 2), c.pick(64, 128, 256))
         c.options["config"] = ops.MatmulConfig(
-            c.pick(1, 2), c.pick(64, 128, 256), c.pick(0, 2, 3), c.pick(1, 2), step=128
+            consumers, tile, c.pick(0, 2, 3), c.pick(1, 2), step=128
         )
     return arrays, c.rounded(want, out, True)
 

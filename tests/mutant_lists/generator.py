@@ -661,10 +661,10 @@ breaks(
         "    if (mentions(g, op, acc)) {",
         "    if (mentions(g, op, acc) && !pm_get(g, op)->n_regions) {",
     ),
-    all_steps_overwrite=("    kind.fresh = false;\n", ""),
-    accumulators_stay_fresh=("  e->fresh[p.view.base] = false;\n", ""),
+    all_steps_overwrite=("    kind.contents = PM_ADDED_TO;\n", ""),
+    accumulators_stay_fresh=("  e->contents[p.view.base] = PM_ADDED_TO;\n", ""),
     nothing_is_fresh_and_nothing_zero=(
-        "    e->fresh[o->out] = true;\n",
+        "    e->contents[o->out] = PM_FRESH;\n",
         "",
     ),
     halves_are_unpacked_from_the_next=(
@@ -677,6 +677,32 @@ breaks(
     ),
 )
 breaks(
+    f"{CUDA}/emit_wgmma.c",
+    f"{SPECIALISED}::test_zeros_in_front_of_a_product",
+    f"{SPECIALISED}::test_an_accumulator_begins_with_an_array",
+    f"{SPECIALISED}::test_an_accumulator_that_is_used_inside_first",
+    "test_ops_fp8.py",
+    what_products_overwrite_is_not_written=(
+        "is_zeros(e->g, in) && is_overwritten(",
+        "(is_zeros(e->g, in) | true) && is_overwritten(",
+    ),
+    zeros_are_never_written=(" && is_overwritten(e->g, op, p.view.base)) {", ") {"),
+    all_numbers_are_zero=("pm_constant(g, array, &x) && !x.i;", "pm_constant(g, array, &x);"),
+    zeros_in_a_layout_are_written=(
+        "while (def && pm_get(g, def)->code == PM_OP_LAYOUT_CAST) {",
+        "while (false) {",
+    ),
+    slices_are_no_use_of_an_accumulator=(
+        "if (pm_view_base(g, pm_in(g, op, k)) == v) return true;",
+        "if (pm_in(g, op, k) == v) return true;",
+    ),
+    zeros_leave_old_sums=("    e->contents[p.view.base] = PM_HELD;\n", ""),
+    products_behind_zeros_get_other_registers=(
+        "e->contents[p.view.base] = PM_HELD;",
+        "e->contents[p.view.base] = PM_FRESH;",
+    ),
+)
+breaks(
     f"{CUDA}/family.c",
     CATALOGUE,
     transposes_are_exchanged=(
@@ -686,7 +712,14 @@ breaks(
     b_is_negated=('pm_put(t, ", 1, 1");', 'pm_put(t, ", 1, -1");'),
     descriptors_stay_at_the_first_step=("  if (offset) {", "  if (offset > 1 << 20) {"),
     words_of_b_are_exchanged=('(b), \\"r\\"(b_high)', '(b_high), \\"r\\"(b)'),
-    products_forget_the_accumulator=('w->fresh && !k ? "ne" : "eq");', 'w->fresh ? "ne" : "eq");'),
+    products_forget_the_accumulator=(
+        'overwrites && !k ? "ne" : "eq");',
+        'overwrites ? "ne" : "eq");',
+    ),
+    registers_of_zeros_are_not_read=(
+        "w->contents == PM_FRESH ? '=' : '+'",
+        "w->contents != PM_ADDED_TO ? '=' : '+'",
+    ),
     statements_begin_without_the_fence=('"wgmma.fence.sync.aligned;', '"'),
     pins_leave_out_the_last=(
         "k < pm_min(n, from + PINNED_AT_ONCE)",
@@ -701,10 +734,10 @@ breaks(
     f"{PIPES}::test_wgmma_forms",
     CATALOGUE,
     overwriting_products_have_the_same_name=(
-        'w->fresh    ? "_fresh"',
-        'w->fresh    ? ""',
+        'w->contents == PM_FRESH  ? "_fresh"',
+        'w->contents == PM_FRESH  ? ""',
     ),
-    all_products_overwrite=("{w->fresh ? '=' : '+', letter}", "{'=', letter}"),
+    all_products_overwrite=("{w->contents == PM_FRESH ? '=' : '+', letter}", "{'=', letter}"),
     names_forget_which_way_b_lies=("w->transpose_b ? 'n' : 'k');", "'k');"),
     names_forget_which_way_a_lies=("w->transpose_a ? 'm'", "w->transpose_a ? 'k'"),
     names_forget_how_far_steps_are=(
