@@ -119,6 +119,13 @@ def _kernel(shape, keys, kv_heads, dtype, causal, scale, want_lse, cfg, cores, i
             """For the use number it of the slots of a ring."""
             plgpu.barrier_wait(barriers.at[it % slots], phase=it // slots)
 
+        def fetch(src, dst, full, empty, it, place):
+            pl.when(it >= stages)(lambda: wait(empty, it - stages))
+            slot = it % stages
+            b, row, head = place
+            at = (b, pl.ds(pl.multiple_of(row, block), block), head)
+            plgpu.copy_gmem_to_smem(src.at[at], dst.at[slot], full.at[slot])
+
         def produce(t, carry):
             """Fetch what tile t needs. carry: tiles and key blocks so far, the place of the last
             block: V comes a step behind K."""
@@ -131,13 +138,6 @@ def _kernel(shape, keys, kv_heads, dtype, causal, scale, want_lse, cfg, cores, i
             for w in range(me_count):
                 at = (b, pl.ds(tile * rows + w * 64, 64), head)
                 plgpu.copy_gmem_to_smem(q.at[at], q_s.at[slot, w], q_full.at[slot])
-
-            def fetch(src, dst, full, empty, it, place):
-                pl.when(it >= stages)(lambda: wait(empty, it - stages))
-                slot = it % stages
-                b, row, head = place
-                at = (b, pl.ds(pl.multiple_of(row, block), block), head)
-                plgpu.copy_gmem_to_smem(src.at[at], dst.at[slot], full.at[slot])
 
             def step(j, carry):
                 it, before = carry
@@ -248,10 +248,10 @@ def _kernel(shape, keys, kv_heads, dtype, causal, scale, want_lse, cfg, cores, i
                     return w + 1, *begin(w + 1), mine
 
                 def rarely(s, m, sums, mine):
-                    m, sums = lax.cond(first, turn_over, lambda m, sums: (m, sums), m, sums)
                     if causal or keys % block:
                         outside = end > (jnp.minimum(row + 1, keys) if causal else keys)
                         s = lax.cond(outside, lambda s: mask(s, row, end), lambda s: s, s)
+                    m, sums = lax.cond(first, turn_over, lambda m, sums: (m, sums), m, sums)
                     if not cfg.q_registers:
                         pl.when(last)(lambda: plgpu.barrier_arrive(q_empty.at[w % q_slots]))
                     now_ended = lax.select(last, t, -1)
@@ -284,7 +284,7 @@ def _kernel(shape, keys, kv_heads, dtype, causal, scale, want_lse, cfg, cores, i
                     # Its loop ends the basic block: without it ptxas moves the wait for the
                     # products up, in front of the exponentials.
                     s, alpha, sums = lax.optimization_barrier((s, alpha, sums))
-                    pl.when(end > 0)(lambda: wait(k_full, it + 1))
+                    wait(k_full, it + 1)
                 plgpu.wgmma_wait(0)
                 plgpu.barrier_arrive(v_empty.at[slot])
                 value = plgpu.wgmma_accumulator_load(o_acc, wait_n=None)
@@ -319,14 +319,17 @@ def _kernel(shape, keys, kv_heads, dtype, causal, scale, want_lse, cfg, cores, i
             else:
                 trips = (total - sm + (programs - 1)) // programs
                 end = lax.fori_loop(0, trips + 1, lambda w, x: produce(sm + w * programs, x), start)
-            tiles, it, _ = end
+            tiles, it, place = end
+            if cfg.late:  # the last step waits for it, too
+                fetch(k, k_s, k_full, k_empty, it, place)
             for s in range(q_slots):  # every release is waited for
                 wait(q_empty, tiles - 1 - s, q_slots)
             for s in range(stages):
 
                 @pl.when(it > s)
                 def _(s=s):
-                    wait(k_empty, it - 1 - s)
+                    if not cfg.late or s < stages - 1:
+                        wait(k_empty, it - 1 - s)
                     wait(v_empty, it - 1 - s)
 
         @pl.when(me < me_count)
