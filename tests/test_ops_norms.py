@@ -117,6 +117,7 @@ RINGS = [
     ((2, 40008), BF16, C(ring=8192, programs=1)),
     ((1, 4104), F16, C(ring=1024)),  # one row
     ((18, 2048), BF16, C(ring=1024, programs=1)),  # more rows than are told at a time
+    ((3, 26632), F16, C(ring=8192, programs=2)),  # registers keep weights, not all of float32
 ]
 
 
@@ -124,7 +125,7 @@ RINGS = [
 @pytest.mark.parametrize("shape, dtype, config", RINGS, ids=str)
 def test_rings(run, rng, name, shape, dtype, config):
     """Chunks that go through SMEM, of more rows than blocks and of fewer."""
-    vectors = F32 if shape[-1] == 7016 else None
+    vectors = F32 if shape[-1] in (7016, 26632) else None
     check(run, name, arrays(rng, name, shape, dtype, vectors), config=config)
 
 
@@ -285,15 +286,17 @@ def test_misaligned_and_in_place(rng, name):
 @pytest.mark.parametrize("n", [1024, 2048, 4096, 8192, 16384, 65536, 131072])
 def test_how_they_move_data(name, n):
     """Each array goes through one bulk copy a block (or a chunk of a ring; the last one of a row
-    stands behind the loop), registers and SMEM see words of 16 bytes, and at least two blocks have
-    room on an SM (or one with five threads)."""
+    stands behind the loop, and with weights the loop of the writers is unrolled), registers and
+    SMEM see words of 16 bytes, and at least two blocks have room on an SM (or one with five
+    threads)."""
     x, w = (plgpu.ShapeDtypeStruct(s, BF16) for s in ((4099, n), (n,)))
     given = (x, w, w)[: {"softmax": 1, "rms_norm": 2, "layer_norm": 3}[name]]
     low = FUNCTIONS[name].kernel(*given).lower(*given)
     text, used = low.as_text("cuda"), low.resources()
     text = text[text.index("__global__") :]
     copies = re.findall(r"\b(?:bulk|tma)_(load|store)\w*\(", text)
-    assert copies == (["load", "load", "store"] if n == 65536 else ["load", "store"])
+    stores = 4 if n == 65536 and name != "softmax" else 1
+    assert copies == ["load"] * (1 + (n == 65536)) + ["store"] * stores
     assert set(re.findall(r"(?:ld|st)_\w+<bf16, (\d+)>", text)) == {"8"}
     assert used["spill_bytes"] == used["stack_bytes"] == 0
     blocks = min(
@@ -301,6 +304,19 @@ def test_how_they_move_data(name, n):
     )
     assert blocks >= (1 if n == 65536 else 2), used
     assert used["threads"] == (640 if n == 65536 else 128)
+
+
+@pytest.mark.parametrize("n, loads", [(65536, (32, 32)), (32768, (32, 0)), (90112, None)])
+def test_weights_of_a_ring_stay_in_registers(n, loads):
+    """Weight and bias, or one of them, are loaded in front of all rows where registers have room:
+    loads of a lane there, and in the loop."""
+    given = [plgpu.ShapeDtypeStruct(s, BF16) for s in ((264, n), (n,), (n,))]
+    text = layer_norm.kernel(*given).lower(*given).as_text("cuda")
+    text = text[text.index("__global__") :]
+    assert ("registers_up<" in text) == (loads is not None)
+    if loads:
+        front, rows = text[text.index("registers_up<") :].split("// while", 1)
+        assert (front.count("ld_global<bf16, 8>"), rows.count("ld_global<bf16, 8>")) == loads
 
 
 def test_chosen_configurations():

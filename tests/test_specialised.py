@@ -729,6 +729,7 @@ def test_optimization_barrier_holds_an_array_at_once(run, rng):
     y = rng.standard_normal((64, 128)).astype(f16)
     text = text_of(run, body, x, x, y)
     assert text.count("pin_f32_64(") == 1
+    assert text.count("pin_pairs<f16, 64>(") == 1  # two in a register
     np.testing.assert_allclose(run(body, x, x, y), (x + 1) * y.astype(f32), rtol=1e-6)
 
 

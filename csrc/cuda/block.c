@@ -318,8 +318,9 @@ static void emit_group_convert(pm_gen *e, pm_opid op) {
 /* Words of an array that nothing may move across: one statement takes them all. */
 static bool is_array_barrier(pm_gen *e, pm_opid op) {
   const pm_op *o = pm_get(e->g, op);
-  return o->code == PM_OP_OPT_BARRIER && pm_wants_array(e, o->out) &&
-         pm_dtypes[pm_typeof(e->g, o->out)->dtype].bits == 32;
+  if (o->code != PM_OP_OPT_BARRIER || !pm_wants_array(e, o->out)) return false;
+  const int bits = (int)pm_dtypes[pm_typeof(e->g, o->out)->dtype].bits;
+  return bits == 32 || (bits == 16 && pm_regs_of(e, o->out) % 2 == 0);
 }
 
 /* Is this the only use of an array that was made in the same block? */
@@ -342,6 +343,10 @@ static void emit_array_barrier(pm_gen *e, pm_opid op) {
     pm_assign(e, out, in);
   }
   const char *name = e->slot[out].text;
+  if (pm_dtypes[t].bits == 16) {
+    pm_line(e, "pin_pairs<%s, %lld>(%s);", pm_cpp_type(t), (long long)n, name);
+    return;
+  }
   for (int64_t k = 0; k < n; k += MOST) {
     const char *pin = pm_family_pin(e, t, pm_min(MOST, n - k));
     pm_line(e, "%s(&%s[%lld]);", pin, name, (long long)k);

@@ -14,7 +14,11 @@ its own has read SMEM. The bits of a row do not depend on the block that has it.
 So while a row is written, the next one arrives in the slots that become free, and is gathered. A
 row lies in SMEM as a whole, and its last slot is kept until a chunk of the next one is stored: a
 pair has more slots than chunks of a row. Statistics of two rows have room; `met` says that those of
-all pairs are there, `seen` that all have read them."""
+all pairs are there, `seen` that all have read them.
+
+The second of a pair writes the same chunks of each row, and keeps their weights in registers, as
+many as it has room for: the gatherers and the thread that fetches need few. Its loop over the
+chunks of a row is unrolled then, since registers have no index."""
 
 import functools
 import math
@@ -27,6 +31,7 @@ from ._ring import for_told, hand_out, roles, told_scratch
 from .matmul import _SMEM
 
 SLOTS = 32  # barriers of an array
+FETCH_REGISTERS, GATHER_REGISTERS = 24, 64  # of a lane, at least, where writers keep weights
 SMEM = _SMEM - 1024  # bytes for slots; barriers and statistics have the rest
 
 
@@ -40,6 +45,11 @@ class Plan:
         self.chunks = self.whole + (self.tail > 0)
         self.stages = min(SMEM // (chunk * itemsize), SLOTS) // consumers  # of a consumer
         self.programs = min(programs, rows)
+        threads = 2 * consumers + 1
+        launched = 512 // threads // 8 * 8
+        of_pair = (threads * launched - FETCH_REGISTERS) // consumers
+        self.write_registers = min((of_pair - GATHER_REGISTERS) // 8 * 8, 232)
+        self.gather_registers = min((of_pair - self.write_registers) // 8 * 8, launched)
         # rows that are told at a time: no wait of the thread that fetches but for slots
         self.ahead = min(max(pl.cdiv(self.stages - 1, self.chunks_of(0)), 2), SLOTS)
         # elements of each consumer
@@ -50,6 +60,19 @@ class Plan:
 
     def chunks_of(self, consumer):
         return (self.chunks - consumer + (self.consumers - 1)) // self.consumers
+
+    def kept(self, vectors, aligned):
+        """Numbers of the vectors, weight and bias, that the writers keep in registers."""
+        elements = pl.cdiv(self.whole, self.consumers) * self.chunk // 128  # of a lane
+        room, found = self.write_registers - 32, []  # the rest is for the work itself
+        for i, v in enumerate(vectors):
+            if v is None or not aligned[1 + i]:
+                continue
+            words = elements * v.itemsize // 4
+            if words <= room:
+                found.append(i)
+                room -= words
+        return found
 
     def why_not(self):
         """What is wrong with the chunks, or None."""
@@ -113,7 +136,12 @@ def kernel(name, make, eps, shape, dtype, vectors, aligned, ring, interpret):
     chunk, consumers, programs."""
     rows, n = math.prod(shape[:-1]), shape[-1]
     p = Plan(rows, n, dtype.itemsize, *ring)
+    kept = p.kept(vectors, aligned)
     chunk, consumers = p.chunk, p.consumers
+    # groups that are stored together: each store is a sync, but results and loads take registers
+    at_once = chunk // p.grain
+    if kept:
+        at_once = 2 if p.tail or sum(v is not None for v in vectors) > 1 else 4
 
     def body(x, *refs):
         given = iter(refs[: sum(v is not None for v in vectors)])
@@ -137,6 +165,9 @@ def kernel(name, make, eps, shape, dtype, vectors, aligned, ring, interpret):
             return slots.at[c, it % p.stages].reshape((1, chunk)).at[:, pl.ds(0, size)]
 
         def fetch():
+            if kept:
+                plgpu.set_max_registers(FETCH_REGISTERS, action="decrease")
+
             def one(row, w, k, size):
                 c = k % consumers
                 it = before(w, c) + k // consumers
@@ -188,13 +219,21 @@ def kernel(name, make, eps, shape, dtype, vectors, aligned, ring, interpret):
             return part.astype(jnp.float32)
 
         def consume(me):
-            def each(segment, step, carry):
+            def each(segment, step, carry, unroll=False):
                 """carry = step(j, number of the chunk in the row, its elements, carry)."""
 
                 def one(j, carry, size=chunk):
                     return step(j, me + j * consumers, size, carry)
 
-                carry = lax.fori_loop(0, segment.mine, one, carry)
+                if unroll:
+                    of_all, more = divmod(p.whole, consumers)
+                    for j in range(of_all):
+                        carry = one(j, carry)
+                    if more:
+                        there = segment.mine > of_all
+                        carry = lax.cond(there, lambda c: one(of_all, c), lambda c: c, carry)
+                else:
+                    carry = lax.fori_loop(0, segment.mine, one, carry)
                 if p.tail:
 
                     def end(carry):
@@ -227,7 +266,7 @@ def kernel(name, make, eps, shape, dtype, vectors, aligned, ring, interpret):
                 plgpu.barrier_arrive(met.at[w % 2])
                 return w + 1
 
-            def write_row(row, w):
+            def write_row(row, w, held):
                 op, segment, it0 = make(*eps), Segment(p, me), before(w, me)
                 plgpu.barrier_wait(met.at[w % 2], phase=w // 2)
                 box = stats_s.at[w % 2]
@@ -237,13 +276,17 @@ def kernel(name, make, eps, shape, dtype, vectors, aligned, ring, interpret):
 
                 def write(j, k, size, _):
                     it = it0 + j
-                    ref, results = slots.at[me, it % p.stages], []
-                    for g in groups(size):
+                    ref, results, stored = slots.at[me, it % p.stages], [], 0
+                    parts = groups(size)
+                    for g in parts:
                         valid = inside(g, size)
                         value = op.result(segment, read(ref, g, valid, op.fill))
-                        value = weighted(value, valid, k * chunk + g * p.grain)
+                        have = held[j][g] if held and size == chunk else {}
+                        value = weighted(value, valid, k * chunk + g * p.grain, have)
                         results.append(value.astype(dtype))
-                    ref[: len(results)] = jnp.concatenate(results)  # one store: one sync
+                        if len(results) == at_once or g == parts[-1]:  # one store: one sync
+                            ref[stored : g + 1] = jnp.concatenate(results)
+                            stored, results = g + 1, []
                     plgpu.commit_smem()
                     plgpu.copy_smem_to_gmem(slot_of(me, it, size), o.at[place(row, k, size)])
 
@@ -252,11 +295,13 @@ def kernel(name, make, eps, shape, dtype, vectors, aligned, ring, interpret):
                         plgpu.wait_smem_to_gmem(1, wait_read_only=True)
                         plgpu.barrier_arrive(empty.at[me, (it - 1) % p.stages])
 
-                each(segment, write, None)
+                each(segment, write, None, unroll=bool(kept))
                 return w + 1
 
             @pl.when(lax.axis_index("wg") < consumers)
             def _():
+                if kept:
+                    plgpu.set_max_registers(p.gather_registers, action="decrease")
                 trips = for_told(told, rows, gather_row, jnp.int32(0))
                 for s in range(2):  # all that the writers say is waited for
                     last = (trips - 1 - s) // 2
@@ -264,21 +309,35 @@ def kernel(name, make, eps, shape, dtype, vectors, aligned, ring, interpret):
 
             @pl.when(lax.axis_index("wg") >= consumers)
             def _():
-                trips = for_told(told, rows, write_row, jnp.int32(0))
+                held = []
+                if kept:
+                    plgpu.set_max_registers(p.write_registers, action="increase")
+                    held = [keep(me, j) for j in range(pl.cdiv(p.whole, consumers))]
+                work = functools.partial(write_row, held=held)
+                trips = for_told(told, rows, work, jnp.int32(0))
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 plgpu.barrier_arrive(empty.at[me, (before(trips, me) - 1) % p.stages])
 
-        def weighted(value, valid, start):
-            for i, (ref, is_aligned) in enumerate(zip(weights, aligned[1:])):
+        def load(i, start, valid=None):
+            """A group of weight or bias."""
+            if not aligned[1 + i]:  # no vectors: the compiler cannot know that this is zero
+                start = start + lax.optimization_barrier(jnp.int32(0))
+            at = pl.ds(start, p.grain)
+            if valid is None:
+                return weights[i][at]
+            return pl.load(weights[i], at, mask=valid.reshape((p.grain,)), other=0.0)
+
+        def keep(me, j):
+            """What registers keep for the consumer's chunk j: of each group, by vector."""
+            k = jnp.minimum(me + j * consumers, p.whole - 1)
+            return [{i: load(i, k * chunk + g * p.grain) for i in kept} for g in groups(chunk)]
+
+        def weighted(value, valid, start, held):
+            for i, ref in enumerate(weights):
                 if ref is None:
                     continue
-                if not is_aligned:  # no vectors: the compiler cannot know that this is zero
-                    start = start + lax.optimization_barrier(jnp.int32(0))
-                at = pl.ds(start, p.grain)
-                if valid is None:
-                    v = ref[at]
-                else:
-                    v = pl.load(ref, at, mask=valid.reshape((p.grain,)), other=0.0)
+                # behind the barrier it is as it was loaded: float32 would take twice the registers
+                v = lax.optimization_barrier(held[i]) if i in held else load(i, start, valid)
                 v = lax.broadcast_in_dim(v.astype(jnp.float32), value.shape, [1])
                 value = value * v if i == 0 else value + v
             return value

@@ -364,6 +364,10 @@ template <typename T>
 FN T opaque(T x) {
   return x;
 }
+template <typename T, int N>
+FN void pin_pairs(T *) {
+  static_assert(N % 2 == 0 && sizeof(T) == 2, "pairs of 16 bits");
+}
 
 FN f32 mul_rn(f32 a, f32 b) { return a * b; }
 template <typename T>

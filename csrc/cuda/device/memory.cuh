@@ -34,6 +34,16 @@ template <typename T, int N> FN void unpack(T* d, const u32* w) {
     from_bits(d[i], w[i * (int)sizeof(T) / 4] >> (i * (int)sizeof(T) % 4 * 8));
 }
 
+//! pin_pairs
+// no access to these registers, each with two elements, moves across
+template <typename T, int N> FN void pin_pairs(T* d) {
+  u32 w[N / 2];
+  pack<T, N>(w, d);
+  #pragma unroll
+  for (int k = 0; k < N / 2; k++) asm volatile("" : "+r"(w[k]) :: "memory");
+  unpack<T, N>(d, w);
+}
+
 //! ld_shared
 template <typename T, int N> FN void ld_shared(T* d, u32 a) {
   constexpr int bytes = N * (int)sizeof(T);
