@@ -262,6 +262,11 @@ def test_arrays_that_begin_anywhere():
         text = rms_norm.__wrapped__(x, w, interpret=True).lower(x, w).as_text("cuda")
         words = re.findall(r"(?:ld|st)_global<\w+, (\d+)>", text[text.index("__global__") :])
         assert words == want
+    x, w = (plgpu.Operand(s, BF16, aligned=a) for s, a in (((3, 2048), True), ((2048,), False)))
+    text = rms_norm.__wrapped__(x, w, config=C(ring=1024), interpret=True).lower(x, w)
+    text = text.as_text("cuda")
+    words = re.findall(r"(?:ld|st)_global<\w+, (\d+)>", text[text.index("__global__") :])
+    assert set(words) == {"1"} and "registers_up<" not in text  # of a ring: nor kept
 
 
 @pytest.mark.gpu
