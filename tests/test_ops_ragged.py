@@ -132,6 +132,24 @@ def test_transposed_configurations(run, rng, config):
     transposed(run, rng, m, n, k, [64, 1, 0, m // 2], config=config)
 
 
+RINGS = {  # of 3, 5 and 7 slots; results that are stored at once, clusters
+    "a tile at once": (C(2, 64, 5, 1, 2, 4), F32),
+    "all slots": (C(2, 256, 0, 2, 2, 4), F16),
+    "one consumer": (C(1, 64, 3, 2, 4, 4), BF16),
+}
+
+
+@pytest.mark.parametrize("case", RINGS)
+def test_random_sizes(run, rng, case):
+    """Groups that are empty, below a step or a whole number of them, rings that go round between
+    tiles at any slot: nobody waits for what never comes, no slot is multiplied too early."""
+    config, out_dtype = RINGS[case]
+    dtype = BF16 if out_dtype == BF16 else F16
+    cases = [rng.integers(0, 100, 5) * (rng.random(5) < 0.7) for _ in range(2)]
+    for sizes in (*cases, [3, 15, 0, 32, 33], [97, 0, 130, 1, 64]):
+        transposed(run, rng, 300, 72, 136, sizes, dtype, out_dtype=out_dtype, config=config)
+
+
 def test_neighbours_are_not_touched(run, rng):
     """NaN in a group stays there: none of its rows counts in the next group, or the one before."""
     m, sizes = 200, np.array([30, 70, 100], np.int32)

@@ -6,26 +6,38 @@ from pallas_mgpu import numpy as jnp
 
 
 class Ring:
-    """Slots of two operands and their barriers, refs of the body. Made while tracing."""
+    """Slots of two operands and their barriers, refs of the body. Made while tracing.
+
+    Loops carry the slot of a step, and how often the ring went round before it (the turn): dividing
+    the number of a step by a count that is no power of two would make each step longer."""
 
     def __init__(self, stages, a, b, full, empty):
         self.stages, self.a, self.b, self.full, self.empty = stages, a, b, full, empty
 
-    def fetch(self, first, steps, it, copy):
+    def at(self, it):
+        """Slot and turn of step `it` of all."""
+        return it % self.stages, it // self.stages
+
+    def next(self, slot, turn):
+        """The same of the step behind."""
+        last = slot == self.stages - 1
+        return lax.select(last, jnp.int32(0), slot + 1), turn + last.astype(jnp.int32)
+
+    def fetch(self, first, steps, at, copy):
         """Thread that fetches: copy(s, slot of a, slot of b, barrier) for the steps from the first
-        on; `it` steps were before all of them."""
+        on, from slot and turn `at` on. Returns those behind the steps."""
 
-        def one(s, _):
-            now = it + s
-            slot = now % self.stages
+        def one(s, at):
+            slot, turn = at
 
-            @pl.when(now >= self.stages)
+            @pl.when(turn > 0)
             def _():
-                plgpu.barrier_wait(self.empty.at[slot], phase=now // self.stages - 1)
+                plgpu.barrier_wait(self.empty.at[slot], phase=turn - 1)
 
             copy(s, self.a.at[slot], self.b.at[slot], self.full.at[slot])
+            return self.next(slot, turn)
 
-        lax.fori_loop(first, steps, one, None)
+        return lax.fori_loop(first, steps, one, at)
 
     def drain(self, done):
         """Every release is waited for, also those of other blocks."""
@@ -33,37 +45,37 @@ class Ring:
             last = (done - s - 1) // self.stages
             pl.when(done > s)(lambda s=s, n=last: plgpu.barrier_wait(self.empty.at[s], phase=n))
 
-    def multiply(self, acc, steps, it, factors, beside=lambda s: None):
-        """Consumer: acc += the product of factors(a, b) of each slot. One product is in flight
-        while the next one is issued, and the last slot is yet to be released. beside(s): what else
-        is done while step s multiplies."""
+    def multiply(self, acc, steps, at, factors, beside=lambda s, carry: carry, carry=None):
+        """Consumer: acc += the product of factors(a, b) of each slot, from slot and turn `at` on.
+        One product is in flight while the next one is issued. carry = beside(s, carry): what else
+        is done while step s multiplies. Returns the carry, slot and turn behind the steps, and the
+        slot of the last one, which is yet to be released (-1 without steps)."""
 
-        def one(s, _):
-            now = it + s
-            slot = now % self.stages
-            plgpu.barrier_wait(self.full.at[slot], phase=now // self.stages)
+        def one(s, state):
+            carry, slot, turn, before = state
+            plgpu.barrier_wait(self.full.at[slot], phase=turn)
             plgpu.wgmma(acc, *factors(self.a.at[slot], self.b.at[slot]))
-            beside(s)
+            carry = beside(s, carry)
             plgpu.wgmma_wait(1)
+            pl.when(before >= 0)(lambda: self.release(before))
+            return carry, *self.next(slot, turn), slot
 
-            @pl.when(s > 0)
-            def _():
-                plgpu.barrier_arrive(self.empty.at[(now - 1) % self.stages])
+        carry, slot, turn, last = lax.fori_loop(0, steps, one, (carry, *at, jnp.int32(-1)))
+        return carry, (slot, turn), last
 
-        lax.fori_loop(0, steps, one, None)
-
-    def release_last(self, steps, it):
-        plgpu.barrier_arrive(self.empty.at[(it + (steps - 1)) % self.stages])
+    def release(self, slot):
+        plgpu.barrier_arrive(self.empty.at[slot])
 
     def skip(self, steps, it):
         """Consumer without rows: release what comes."""
 
-        def one(s, _):
-            slot = (it + s) % self.stages
-            plgpu.barrier_wait(self.full.at[slot], phase=(it + s) // self.stages)
-            plgpu.barrier_arrive(self.empty.at[slot])
+        def one(s, at):
+            slot, turn = at
+            plgpu.barrier_wait(self.full.at[slot], phase=turn)
+            self.release(slot)
+            return self.next(slot, turn)
 
-        lax.fori_loop(0, steps, one, None)
+        lax.fori_loop(0, steps, one, self.at(it))
 
 
 # ---- tiles from a counter of the launch ----------------------------------------------------------

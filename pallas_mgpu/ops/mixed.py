@@ -124,7 +124,7 @@ def _product(
                     plgpu.copy_gmem_to_smem(w.at[pl.ds(col, p.rows), along_k], w_slot, barrier)
                     plgpu.copy_gmem_to_smem(x.at[pl.ds(row, tile), along_k], x_slot, barrier)
 
-                ring.fetch(0, steps, it, copy)
+                ring.fetch(0, steps, ring.at(it), copy)
 
             ring.drain(for_tiles(one))
 

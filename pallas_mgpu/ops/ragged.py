@@ -13,7 +13,7 @@ multiply with the same columns still begin nearly at once and find them in the L
 share for every block they drift apart, and the memory sends the matrices several times. The blocks
 of a cluster, if there are two, lie side by side and share the rows; their tiles are a fixed share.
 
-`transposed_ragged_dot` sums over the rows of a group. Its last 1 to 64 rows lie in a slot of their
+`transposed_ragged_dot` sums over the rows of a group. Its last 1 to 32 rows lie in a slot of their
 own, the edge, where rows of the next group come too. It is fetched early and multiplied last; in
 between the thread that fetches has time to overwrite those rows with zeros. Groups of few hundred
 rows make more bytes of result than of operands: a tile is kept in 16 bits and stored, part by part,
@@ -31,17 +31,21 @@ from ._ring import Ring, for_told, hand_out, roles, store, store_chunk, told_scr
 from .matmul import _SMEM, _needs_padding, _Padded, _padding, _swizzled
 
 _STEP = 64  # elements of the summed dim in a slot
+# Rows of a group in a slot of sums. With half a _STEP the slot for the edge takes half of the room:
+# beside tiles of 256 columns the ring holds 224 rows instead of 192.
+_SUM_STEP = 32
 _GRAIN = 16  # of those that one instruction of the tensor cores sums
-_APART = 2  # steps between stores of a tile that run under the next one
+_APART = 4  # steps between stores of a tile that run under the next one
 
 
 class RaggedConfig(NamedTuple):
     """How a grouped product is tiled.
 
     ``consumers``: threads that multiply, 64 rows of a tile each, 1 or 2. ``tile_n``: columns of a
-    tile, 64, 128, 192 or 256. ``stages``: slots of the ring; 0: as many as fit. ``cluster``: blocks
-    that share an operand, 1 or 2. ``buffers``: store buffers per consumer. ``group``: rows of tiles
-    worked on together, for the L2.
+    tile, 64, 128, 192 or 256. ``stages``: slots of the ring, of 64 elements of the summed dim, or
+    of 32 rows for :func:`transposed_ragged_dot`; 0: as many as fit. ``cluster``: blocks that share
+    an operand, 1 or 2. ``buffers``: store buffers per consumer. ``group``: rows of tiles worked on
+    together, for the L2.
     """
 
     consumers: int = 2
@@ -53,17 +57,19 @@ class RaggedConfig(NamedTuple):
 
 
 class _Plan:
-    """Numbers that follow from a shape and a configuration; `edge`: with a slot for the edge."""
+    """Numbers that follow from a shape and a configuration; `edge`: sums over groups, with a slot
+    for the edge."""
 
     def __init__(self, groups, out_bytes, cfg, edge):
+        self.step = _SUM_STEP if edge else _STEP
         self.rows, self.cols = 64 * cfg.consumers, cfg.tile_n
         self.chunk = min(128 // out_bytes, self.cols)  # columns of a store buffer
         self.chunks = self.cols // self.chunk
         self.buffers = max(b for b in range(1, cfg.buffers + 1) if self.chunks % b == 0)
         used = cfg.consumers * self.buffers * 64 * self.chunk * out_bytes
         used += 8 * (groups + 1) + 1024
-        slot = (self.rows + self.cols) * _STEP * 2
-        most = min((_SMEM - used) // slot - edge, 8)
+        slot = (self.rows + self.cols) * self.step * 2
+        most = min((_SMEM - used) // slot - edge, 512 // self.step)
         self.stages = min(cfg.stages or most, most)
         # more accumulators than an even share of the registers has room for
         self.registers = (40, 232) if cfg.consumers > 1 and self.cols > 128 else None
@@ -241,7 +247,7 @@ def _grouped(m, n, k, groups, dtype, out_dtype, tb, cfg, sms, interpret):
                     at = (along_n, along_k) if tb else (along_k, along_n)
                     plgpu.copy_gmem_to_smem(b.at[(g, *at)], b_slot, barrier)
 
-                ring.fetch(0, steps, it, copy)
+                ring.fetch(0, steps, ring.at(it), copy)
 
             ring.drain(for_tiles(tile, fetches=True))
 
@@ -251,9 +257,9 @@ def _grouped(m, n, k, groups, dtype, out_dtype, tb, cfg, sms, interpret):
 
             def product(it):
                 def with_sums(acc):
-                    ring.multiply(acc, steps, it, factors)
+                    last = ring.multiply(acc, steps, ring.at(it), factors)[2]
                     value = acc[...]
-                    ring.release_last(steps, it)
+                    ring.release(last)
                     return value
 
                 return pl.run_scoped(with_sums, plgpu.ACC((64, cols)))
@@ -334,7 +340,7 @@ def _grouped(m, n, k, groups, dtype, out_dtype, tb, cfg, sms, interpret):
 def _summed(m, n, k, groups, dtype, out_dtype, cfg, sms, interpret):
     """[m, k], [m, n] -> [groups, k, n]."""
     p = _Plan(groups, out_dtype.itemsize, cfg, True)
-    rows, cols = p.rows, p.cols
+    rows, cols, step = p.rows, p.cols, p.step
     shared = cfg.cluster > 1
     tiles_m, tiles_n = pl.cdiv(k, rows * cfg.cluster), pl.cdiv(n, cols)
     tiles = tiles_m * tiles_n  # of a group
@@ -362,46 +368,52 @@ def _summed(m, n, k, groups, dtype, out_dtype, cfg, sms, interpret):
         edge_full,
         edge_empty,
     ):
-        _begin(sizes, table, table_ready, m, _STEP)
+        _begin(sizes, table, table_ready, m, step)
         ring = Ring(p.stages, a_smem, b_smem, full, empty)
         cid = lax.axis_index("tile")
         rank = lax.axis_index("c") if shared else 0
 
+        def place(w):
+            """Of this cluster's tile number w: group, row and column of tiles, first row of the
+            group, its size, its steps. A step is `step` rows of the group, what is left is the
+            edge: 1 to `step` rows."""
+            t = jnp.minimum(cid + w * clusters, groups * tiles - 1)  # also behind the last one
+            g = t // tiles
+            i, j = _place(t % tiles, tiles_m, tiles_n, cfg.group)
+            start = jnp.clip(table[0, g], 0, m)
+            size = jnp.maximum(table[0, g + 1] - start, 0)
+            return g, i * cfg.cluster + rank, j, start, size, jnp.maximum(size - 1, 0) // step
+
         def for_tiles(work, kept):
-            """kept = work(kept, group, row, col, first row of the group, its size, its steps,
-            number, steps and edges before) for each of this cluster's tiles; all steps, all edges,
-            kept. A step is 64 rows of the group, what is left is the edge: 1 to 64 rows."""
+            """at, kept = work(kept, group, row, col, first row of the group, its size, its steps,
+            number, slot and turn, edges before) for each of this cluster's tiles; slot and turn
+            behind them, all edges, kept. The loop carries the place of a tile."""
             trips = (groups * tiles - cid + (clusters - 1)) // clusters
 
             def one(w, carry):
-                it, edges, kept = carry
-                t = cid + w * clusters
-                g = t // tiles
-                i, j = _place(t % tiles, tiles_m, tiles_n, cfg.group)
-                start = jnp.clip(table[0, g], 0, m)
-                size = jnp.maximum(table[0, g + 1] - start, 0)
-                steps = jnp.maximum(size - 1, 0) // _STEP
-                row, col = (i * cfg.cluster + rank) * rows, j * cols
-                kept = work(kept, g, row, col, start, size, steps, w, it, edges)
-                return it + steps, edges + jnp.minimum(size, 1), kept
+                at, edges, (g, i, j, start, size, steps), kept = carry
+                at, kept = work(kept, g, i * rows, j * cols, start, size, steps, w, at, edges)
+                return at, edges + jnp.minimum(size, 1), place(w + 1), kept
 
-            return lax.fori_loop(0, trips, one, (jnp.int32(0), jnp.int32(0), kept))
+            zero = jnp.int32(0)
+            at, edges, _, kept = lax.fori_loop(0, trips, one, (ring.at(zero), zero, place(0), kept))
+            return at, edges, kept
 
         def fetch():
-            def tile(_, g, row, col, start, size, steps, w, it, edges):
+            def tile(_, g, row, col, start, size, steps, w, at, edges):
                 def copy(s, a_slot, b_slot, barrier, axis=None):
-                    here = pl.ds(start + s * _STEP, _STEP)
+                    here = pl.ds(start + s * step, step)
                     plgpu.copy_gmem_to_smem(a.at[here, pl.ds(row, rows)], a_slot, barrier)
                     plgpu.copy_gmem_to_smem(
                         b.at[here, pl.ds(col, cols)], b_slot, barrier, collective_axes=axis
                     )
 
-                def step(s, *where):
+                def one(s, *where):
                     copy(_to_and_fro(s, steps, w), *where, axis="c" if shared else None)
 
                 # as far as there are slots before the edge, whose slot the tile before still has
                 ahead = jnp.minimum(steps, p.stages)
-                ring.fetch(0, ahead, it, step)
+                at = ring.fetch(0, ahead, at, one)
 
                 @pl.when(size > 0)
                 def _():
@@ -412,11 +424,11 @@ def _summed(m, n, k, groups, dtype, out_dtype, cfg, sms, interpret):
                     # not shared: releases of slots that plain stores reach would need fences
                     copy(steps, a_edge, b_edge, edge_loaded)
 
-                ring.fetch(ahead, steps, it, step)
+                at = ring.fetch(ahead, steps, at, one)
 
                 @pl.when(size > 0)
                 def _():
-                    left = size - steps * _STEP
+                    left = size - steps * step
                     plgpu.barrier_wait(edge_loaded, phase=edges)
 
                     def zero(i, _):
@@ -432,8 +444,10 @@ def _summed(m, n, k, groups, dtype, out_dtype, cfg, sms, interpret):
                     plgpu.commit_smem()
                     plgpu.barrier_arrive(edge_full)
 
-            done, edges, _ = for_tiles(tile, None)
-            ring.drain(done)
+                return at, None
+
+            (slot, turn), edges, _ = for_tiles(tile, None)
+            ring.drain(turn * p.stages + slot)
 
             @pl.when(edges > 0)
             def _():
@@ -455,44 +469,45 @@ def _summed(m, n, k, groups, dtype, out_dtype, cfg, sms, interpret):
                 for i in range(p.chunks):
                     pl.when(c == i)(lambda i=i: put(i, kept))
 
-            def tile(kept, g, row, col, start, size, steps, w, it, edges):
-                def beside(s):
-                    if late:
-                        due = (s % _APART == 0) & (s < p.chunks * _APART) & (w > 0)
-                        pl.when(due)(lambda: put_any(s // _APART, kept))
+            def tile(kept, g, row, col, start, size, steps, w, at, edges):
+                def beside(s, carry):
+                    """A store, if it is time."""
+                    if not late:
+                        return carry
+                    c, due_at = carry
+                    due = s == due_at
+                    pl.when(due)(lambda: put_any(c, kept))
+                    return c + due.astype(jnp.int32), due_at + lax.select(due, _APART, 0)
 
                 def product(acc):
-                    ring.multiply(acc, steps, it, factors, beside)
+                    # the next chunk of the tile before that is stored, and the step for it
+                    begun = lax.select(w > 0, jnp.int32(0), p.chunks), jnp.int32(0)
+                    begun, behind, last = ring.multiply(acc, steps, at, factors, beside, begun)
 
                     @pl.when(size > 0)
                     def _():
                         plgpu.barrier_wait(edge_full, phase=edges)
-                        for i in range(0, _STEP, _GRAIN):
+                        for i in range(0, step, _GRAIN):
 
-                            @pl.when(size - steps * _STEP > i)
+                            @pl.when(size - steps * step > i)
                             def _(i=i):
                                 here = pl.ds(i, _GRAIN)
                                 plgpu.wgmma(acc, *factors(a_edge.at[here], b_edge.at[here]))
 
                     if late:
-
-                        @pl.when(w > 0)
-                        def _():
-                            begun = jnp.minimum((steps + _APART - 1) // _APART, p.chunks)
-                            lax.fori_loop(begun, p.chunks, lambda c, _: put_any(c, kept), None)
-
+                        lax.fori_loop(begun[0], p.chunks, lambda c, _: put_any(c, kept), None)
                     value = acc[...]
-                    pl.when(steps > 0)(lambda: ring.release_last(steps, it))
+                    pl.when(steps > 0)(lambda: ring.release(last))
                     pl.when(size > 0)(lambda: plgpu.barrier_arrive(edge_empty))
-                    return value.astype(out_dtype)
+                    return value.astype(out_dtype), behind
 
-                value = pl.run_scoped(product, plgpu.ACC((64, cols)))
+                value, behind = pl.run_scoped(product, plgpu.ACC((64, cols)))
                 new = value, g, row + me * 64, col
                 if late:
-                    return new
+                    return behind, new
                 for c in range(p.chunks):
                     put(c, new)
-                return kept
+                return behind, kept
 
             if late:
                 zero = jnp.int32(0)
@@ -508,7 +523,7 @@ def _summed(m, n, k, groups, dtype, out_dtype, cfg, sms, interpret):
         body,
         out_type=plgpu.ShapeDtypeStruct((groups, k, n), out_dtype),
         scratch_types=_scratch(
-            p, cfg, groups, (_STEP, rows), (_STEP, cols), dtype, out_dtype, edge=True
+            p, cfg, groups, (step, rows), (step, cols), dtype, out_dtype, edge=True
         ),
         interpret=interpret,
         kernel_name="transposed_ragged_dot",

@@ -245,7 +245,7 @@ def _sizes(c, groups, m):
 def _ragged_config(c):
     if c.chance(0.5):
         c.options["config"] = ops.RaggedConfig(
-            c.pick(1, 2), c.pick(64, 128, 192, 256), c.pick(0, 2, 3), c.pick(1, 2), c.pick(1, 2),
+            c.pick(1, 2), c.pick(64, 128, 192, 256), c.pick(0, 2, 3, 5), c.pick(1, 2), c.pick(1, 2),
             c.rng.randint(1, 4),
         )  # fmt: skip
 
