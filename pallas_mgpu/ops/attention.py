@@ -201,9 +201,9 @@ def _kernel(shape, keys, kv_heads, dtype, causal, scale, want_lse, cfg, cores, i
 
             def step(carry):
                 """The key block before key `end` of tile t, whose first row is `row`; `ended`: the
-                tile before, if this is the first block of t (`total`: there is none), or -1.
-                w: tiles, it: blocks so far.
-                m, sums: maxima and sums of the rows; p: the probabilities of the block before."""
+                tile before, if this is the first block of t (`total`: there is none), or -1. w:
+                tiles, it: blocks so far. m, sums: maxima and sums of the rows; p: probabilities of
+                the block before; mine: queries, where registers have them."""
                 w, t, row, end, ended, it, m, sums, p, mine = carry
                 slot = it % stages
                 first, last = ended != -1, end == block
