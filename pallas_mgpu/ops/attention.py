@@ -7,9 +7,9 @@ alone, and computes its softmax while O is still in the making. Consumers take t
 that the softmax of one runs under the products of the other, whatever the instruction order.
 
 The steps of all tiles are one loop: with the first S of a tile goes the last P V of the tile
-before, whose result leaves then. So each product stands once in the kernel, which compiles in
-three quarters of the time. Before the first block comes a P V that nobody wants, behind the last an
-S. What happens once in a tile stands in one branch, which most steps jump over.
+before, whose result leaves then. So each product stands once in the kernel, which compiles in four
+fifths of the time. Before the first block comes a P V that nobody wants, behind the last an S.
+What happens once in a tile stands in one branch, which most steps jump over.
 
 Row maxima are stale on purpose: O is rescaled only when a maximum grew by more than 2^8, which
 float16 probabilities still hold. Row sums are kept per column modulo 8 and meet in the end.
