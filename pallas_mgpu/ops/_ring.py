@@ -45,19 +45,24 @@ class Ring:
             last = (done - s - 1) // self.stages
             pl.when(done > s)(lambda s=s, n=last: plgpu.barrier_wait(self.empty.at[s], phase=n))
 
-    def multiply(self, acc, steps, at, factors, beside=lambda s, carry: carry, carry=None):
+    def multiply(
+        self, acc, steps, at, factors, beside=lambda s, carry: carry, carry=None, before=None
+    ):
         """Consumer: acc += the product of factors(a, b) of each slot, from slot and turn `at` on.
         One product is in flight while the next one is issued. carry = beside(s, carry): what else
         is done while step s multiplies. Returns the carry, slot and turn behind the steps, and the
-        slot of the last one, which is yet to be released (-1 without steps)."""
+        slot of the last one, which is yet to be released (-1 without steps). before(): when the
+        products issued before the first step are done, if there are steps."""
 
         def one(s, state):
-            carry, slot, turn, before = state
+            carry, slot, turn, last = state
             plgpu.barrier_wait(self.full.at[slot], phase=turn)
             plgpu.wgmma(acc, *factors(self.a.at[slot], self.b.at[slot]))
             carry = beside(s, carry)
             plgpu.wgmma_wait(1)
-            pl.when(before >= 0)(lambda: self.release(before))
+            pl.when(last >= 0)(lambda: self.release(last))
+            if before:
+                pl.when(last < 0)(before)
             return carry, *self.next(slot, turn), slot
 
         carry, slot, turn, last = lax.fori_loop(0, steps, one, (carry, *at, jnp.int32(-1)))

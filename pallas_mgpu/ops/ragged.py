@@ -13,14 +13,16 @@ multiply with the same columns still begin nearly at once and find them in the L
 share for every block they drift apart, and the memory sends the matrices several times. The blocks
 of a cluster, if there are two, lie side by side and share the rows; their tiles are a fixed share.
 
-`transposed_ragged_dot` sums over the rows of a group. Its last 1 to 32 rows lie in a slot of their
-own, the edge, where rows of the next group come too. It is fetched early and multiplied last; in
-between the thread that fetches has time to overwrite those rows with zeros. Groups of few hundred
-rows make more bytes of result than of operands: a tile is kept in 16 bits and stored, part by part,
-while the next one is multiplied. The blocks of a cluster lie one above the other and share the
-right operand."""
+`transposed_ragged_dot` sums over the rows of a group. Its last 1 to 32 rows (all 0 of an empty one)
+lie in a slot of their own, the edge, where rows of the next group come too; the thread that fetches
+overwrites those with zeros. It is multiplied first: its slot is free for the next tile during most
+of this one, every tile has one, and its product is what an accumulator begins with, not zeros.
+Groups of few hundred rows make more bytes of result than of operands: a tile is kept in 16 bits and
+stored, half by half, while the next one is multiplied, by one consumer when the other does not. The
+blocks of a cluster lie one above the other and share the right operand."""
 
 import functools
+import math
 from typing import NamedTuple
 
 import pallas_mgpu as plgpu
@@ -35,7 +37,7 @@ _STEP = 64  # elements of the summed dim in a slot
 # beside tiles of 256 columns the ring holds 224 rows instead of 192.
 _SUM_STEP = 32
 _GRAIN = 16  # of those that one instruction of the tensor cores sums
-_APART = 4  # steps between stores of a tile that run under the next one
+_EARLY = 3  # steps that are fetched before the rest of the edge is overwritten
 
 
 class RaggedConfig(NamedTuple):
@@ -44,8 +46,9 @@ class RaggedConfig(NamedTuple):
     ``consumers``: threads that multiply, 64 rows of a tile each, 1 or 2. ``tile_n``: columns of a
     tile, 64, 128, 192 or 256. ``stages``: slots of the ring, of 64 elements of the summed dim, or
     of 32 rows for :func:`transposed_ragged_dot`; 0: as many as fit. ``cluster``: blocks that share
-    an operand, 1 or 2. ``buffers``: store buffers per consumer. ``group``: rows of tiles worked on
-    together, for the L2.
+    an operand, 1 or 2. ``buffers``: store buffers per consumer (16-bit results of
+    :func:`transposed_ragged_dot` always have one). ``group``: rows of tiles worked on together, for
+    the L2.
     """
 
     consumers: int = 2
@@ -63,9 +66,13 @@ class _Plan:
     def __init__(self, groups, out_bytes, cfg, edge):
         self.step = _SUM_STEP if edge else _STEP
         self.rows, self.cols = 64 * cfg.consumers, cfg.tile_n
-        self.chunk = min(128 // out_bytes, self.cols)  # columns of a store buffer
+        # A tile in 16 bits is stored under the next one: registers have room for it, and one wide
+        # store costs the products less than two.
+        self.late = edge and out_bytes == 2
+        width, most = (256, 1) if self.late else (128, cfg.buffers)
+        self.chunk = math.gcd(width // out_bytes, self.cols)  # columns of a store buffer
         self.chunks = self.cols // self.chunk
-        self.buffers = max(b for b in range(1, cfg.buffers + 1) if self.chunks % b == 0)
+        self.buffers = max(b for b in range(1, most + 1) if self.chunks % b == 0)
         used = cfg.consumers * self.buffers * 64 * self.chunk * out_bytes
         used += 8 * (groups + 1) + 1024
         slot = (self.rows + self.cols) * self.step * 2
@@ -114,7 +121,7 @@ def _scratch(p, cfg, groups, a_tile, b_tile, dtype, out_dtype, edge):
         "o_smem": plgpu.SMEM(
             (cfg.consumers, p.buffers, 64, p.chunk),
             out_dtype,
-            transforms=_swizzled(p.chunk, out_dtype),
+            transforms=_swizzled(min(p.chunk, 128 // out_dtype.itemsize), out_dtype),
         ),
         "table": plgpu.SMEM((2, groups + 1), jnp.int32),
         "table_ready": plgpu.Barrier(),
@@ -347,7 +354,6 @@ def _summed(m, n, k, groups, dtype, out_dtype, cfg, sms, interpret):
     clusters = min(max(sms // cfg.cluster, 1), groups * tiles)
     by_tma = groups * k == 1 or n * out_dtype.itemsize % 16 == 0  # the result
     engine = None if by_tma else "lanes"
-    late = out_dtype.itemsize == 2  # there are registers for a tile that is stored under the next
 
     def body(
         a,
@@ -376,7 +382,7 @@ def _summed(m, n, k, groups, dtype, out_dtype, cfg, sms, interpret):
         def place(w):
             """Of this cluster's tile number w: group, row and column of tiles, first row of the
             group, its size, its steps. A step is `step` rows of the group, what is left is the
-            edge: 1 to `step` rows."""
+            edge: up to `step` rows."""
             t = jnp.minimum(cid + w * clusters, groups * tiles - 1)  # also behind the last one
             g = t // tiles
             i, j = _place(t % tiles, tiles_m, tiles_n, cfg.group)
@@ -384,74 +390,64 @@ def _summed(m, n, k, groups, dtype, out_dtype, cfg, sms, interpret):
             size = jnp.maximum(table[0, g + 1] - start, 0)
             return g, i * cfg.cluster + rank, j, start, size, jnp.maximum(size - 1, 0) // step
 
+        trips = (groups * tiles - cid + (clusters - 1)) // clusters  # tiles of this cluster
+
         def for_tiles(work, kept):
-            """at, kept = work(kept, group, row, col, first row of the group, its size, its steps,
-            number, slot and turn, edges before) for each of this cluster's tiles; slot and turn
-            behind them, all edges, kept. The loop carries the place of a tile."""
-            trips = (groups * tiles - cid + (clusters - 1)) // clusters
+            """at, following, kept = work(number, place, slot and turn, following, kept) for each of
+            this cluster's tiles; slot and turn behind them, kept. following(): the place of the
+            next tile, which work asks for when nobody waits for it."""
 
             def one(w, carry):
-                at, edges, (g, i, j, start, size, steps), kept = carry
-                at, kept = work(kept, g, i * rows, j * cols, start, size, steps, w, at, edges)
-                return at, edges + jnp.minimum(size, 1), place(w + 1), kept
+                at, (g, i, j, *group), kept = carry
+                here = g, i * rows, j * cols, *group  # known to be multiples
+                return work(w, here, at, lambda: place(w + 1), kept)
 
-            zero = jnp.int32(0)
-            at, edges, _, kept = lax.fori_loop(0, trips, one, (ring.at(zero), zero, place(0), kept))
-            return at, edges, kept
+            at, _, kept = lax.fori_loop(0, trips, one, (ring.at(jnp.int32(0)), place(0), kept))
+            return at, kept
 
         def fetch():
-            def tile(_, g, row, col, start, size, steps, w, at, edges):
+            def tile(w, here, at, following, _):
+                _, row, col, start, size, steps = here
+
                 def copy(s, a_slot, b_slot, barrier, axis=None):
-                    here = pl.ds(start + s * step, step)
-                    plgpu.copy_gmem_to_smem(a.at[here, pl.ds(row, rows)], a_slot, barrier)
+                    along = pl.ds(start + s * step, step)
+                    plgpu.copy_gmem_to_smem(a.at[along, pl.ds(row, rows)], a_slot, barrier)
                     plgpu.copy_gmem_to_smem(
-                        b.at[here, pl.ds(col, cols)], b_slot, barrier, collective_axes=axis
+                        b.at[along, pl.ds(col, cols)], b_slot, barrier, collective_axes=axis
                     )
 
                 def one(s, *where):
                     copy(_to_and_fro(s, steps, w), *where, axis="c" if shared else None)
 
-                # as far as there are slots before the edge, whose slot the tile before still has
-                ahead = jnp.minimum(steps, p.stages)
-                at = ring.fetch(0, ahead, at, one)
-
-                @pl.when(size > 0)
+                @pl.when(w > 0)
                 def _():
-                    @pl.when(edges > 0)
-                    def _():
-                        plgpu.barrier_wait(edge_empty, phase=edges - 1)
+                    plgpu.barrier_wait(edge_empty, phase=w - 1)
 
-                    # not shared: releases of slots that plain stores reach would need fences
-                    copy(steps, a_edge, b_edge, edge_loaded)
+                # not shared: releases of slots that plain stores reach would need fences
+                copy(steps, a_edge, b_edge, edge_loaded)
+                # the edge comes while slots become free
+                early = jnp.minimum(steps, min(_EARLY, p.stages))
+                at = ring.fetch(0, early, at, one)
+                plgpu.barrier_wait(edge_loaded, phase=w)
+                left = size - steps * step
 
-                at = ring.fetch(ahead, steps, at, one)
+                def zero(i, _):
+                    for ref in (a_edge, b_edge):
+                        zeros = jnp.zeros((8, ref.shape[1]), dtype)
+                        at = lax.broadcasted_iota(jnp.int32, zeros.shape, 0)
+                        pl.store(
+                            ref, (pl.ds(i * 8, 8), slice(None)), zeros, mask=at >= left - i * 8
+                        )
 
-                @pl.when(size > 0)
-                def _():
-                    left = size - steps * step
-                    plgpu.barrier_wait(edge_loaded, phase=edges)
+                used = jnp.maximum((left + (_GRAIN - 1)) // _GRAIN * _GRAIN, _GRAIN)
+                lax.fori_loop(left // 8, used // 8, zero, None)
+                plgpu.commit_smem()
+                plgpu.barrier_arrive(edge_full)
+                return ring.fetch(early, steps, at, one), following(), None
 
-                    def zero(i, _):
-                        for ref in (a_edge, b_edge):
-                            zeros = jnp.zeros((8, ref.shape[1]), dtype)
-                            at = lax.broadcasted_iota(jnp.int32, zeros.shape, 0)
-                            pl.store(
-                                ref, (pl.ds(i * 8, 8), slice(None)), zeros, mask=at >= left - i * 8
-                            )
-
-                    used = (left + (_GRAIN - 1)) // _GRAIN * _GRAIN
-                    lax.fori_loop(left // 8, used // 8, zero, None)
-                    plgpu.commit_smem()
-                    plgpu.barrier_arrive(edge_full)
-
-                return at, None
-
-            (slot, turn), edges, _ = for_tiles(tile, None)
+            (slot, turn), _ = for_tiles(tile, None)
             ring.drain(turn * p.stages + slot)
-
-            @pl.when(edges > 0)
-            def _():
-                plgpu.barrier_wait(edge_empty, phase=edges - 1)
+            plgpu.barrier_wait(edge_empty, phase=trips - 1)
 
         def consume(me):
             def factors(a_slot, b_slot):
@@ -469,50 +465,56 @@ def _summed(m, n, k, groups, dtype, out_dtype, cfg, sms, interpret):
                 for i in range(p.chunks):
                     pl.when(c == i)(lambda i=i: put(i, kept))
 
-            def tile(kept, g, row, col, start, size, steps, w, at, edges):
+            def tile(w, here, at, following, kept):
+                g, row, col, _, size, steps = here
+                apart = jnp.maximum(steps // p.chunks, 1)  # from store to store
+
                 def beside(s, carry):
                     """A store, if it is time."""
-                    if not late:
+                    if not p.late:
                         return carry
                     c, due_at = carry
                     due = s == due_at
                     pl.when(due)(lambda: put_any(c, kept))
-                    return c + due.astype(jnp.int32), due_at + lax.select(due, _APART, 0)
+                    return c + due.astype(jnp.int32), due_at + lax.select(due, apart, 0)
+
+                def release_edge():
+                    plgpu.barrier_arrive(edge_empty)
 
                 def product(acc):
-                    # the next chunk of the tile before that is stored, and the step for it
-                    begun = lax.select(w > 0, jnp.int32(0), p.chunks), jnp.int32(0)
-                    begun, behind, last = ring.multiply(acc, steps, at, factors, beside, begun)
+                    plgpu.barrier_wait(edge_full, phase=w)
+                    for i in range(0, step, _GRAIN):
 
-                    @pl.when(size > 0)
-                    def _():
-                        plgpu.barrier_wait(edge_full, phase=edges)
-                        for i in range(0, step, _GRAIN):
+                        def grain(i=i):
+                            part = pl.ds(i, _GRAIN)
+                            plgpu.wgmma(acc, *factors(a_edge.at[part], b_edge.at[part]))
 
-                            @pl.when(size - steps * step > i)
-                            def _(i=i):
-                                here = pl.ds(i, _GRAIN)
-                                plgpu.wgmma(acc, *factors(a_edge.at[here], b_edge.at[here]))
-
-                    if late:
+                        grain() if i == 0 else pl.when(size - steps * step > i)(grain)
+                    # the chunk of the tile before that is stored next, and the step for it
+                    begun = lax.select(w > 0, jnp.int32(0), p.chunks), 1 + apart // 2 * me
+                    begun, at_end, last = ring.multiply(
+                        acc, steps, at, factors, beside, begun, release_edge
+                    )
+                    then = following()  # while the last product runs
+                    if p.late:
                         lax.fori_loop(begun[0], p.chunks, lambda c, _: put_any(c, kept), None)
                     value = acc[...]
                     pl.when(steps > 0)(lambda: ring.release(last))
-                    pl.when(size > 0)(lambda: plgpu.barrier_arrive(edge_empty))
-                    return value.astype(out_dtype), behind
+                    pl.when(steps == 0)(release_edge)
+                    return value.astype(out_dtype), at_end, then
 
-                value, behind = pl.run_scoped(product, plgpu.ACC((64, cols)))
+                value, at, then = pl.run_scoped(product, plgpu.ACC((64, cols)))
                 new = value, g, row + me * 64, col
-                if late:
-                    return behind, new
+                if p.late:
+                    return at, then, new
                 for c in range(p.chunks):
                     put(c, new)
-                return behind, kept
+                return at, then, kept
 
-            if late:
+            if p.late:
                 zero = jnp.int32(0)
                 kept = jnp.zeros((64, cols), out_dtype), zero, zero, zero
-                kept = for_tiles(tile, kept)[2]
+                kept = for_tiles(tile, kept)[1]
                 lax.fori_loop(0, p.chunks, lambda c, _: put_any(c, kept), None)
             else:
                 for_tiles(tile, None)
