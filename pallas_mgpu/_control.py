@@ -343,9 +343,16 @@ def when(condition):
         if isinstance(condition, bool):
             if condition:
                 run()
-        else:
-            branches = (run, lambda: None)
-            _branches("if", _predicate(condition, "pl.when"), branches, "pl.when")
+            return
+        written, here = [], _core.region()
+
+        def writes():
+            _, written[:] = _writes_of(run, here)
+            return [new for _, _, new in written]
+
+        branches = (writes, lambda: [old for _, old, _ in written])
+        results = _branches("if", _predicate(condition, "pl.when"), branches, "pl.when")
+        _hold(written, results)
 
     return wrap
 
@@ -544,6 +551,7 @@ def scoped(f, types, kw_types, names, collective_axes, own=False):
             lambda x: _allocate(x, axes, name, what, own=own), t, is_leaf=_is_descriptor
         )
 
+    here = _core.region()
     op = _core.open("scope", (), 1, collective=1 if axes else 0)
     try:
         op.enter(0)
@@ -551,16 +559,19 @@ def scoped(f, types, kw_types, names, collective_axes, own=False):
         refs = [allocate(t, name) for t, name in zip(types, names)]
         kw_refs = {k: allocate(t, k) for k, t in kw_types.items()}
         own = tree.leaves([refs, kw_refs])
-        leaves, structure = tree.flatten(f(*refs, **kw_refs))
+        out, written = _writes_of(lambda: f(*refs, **kw_refs), here)
+        leaves, structure = tree.flatten(out)
         for x in leaves:  # an accumulator that is a carry of a pipeline lives outside of it
             if isinstance(x, Ref) and (x.is_view or any(x is r for r in own)):
                 raise ValueError(f"{what}: a ref cannot leave its scope; return its contents")
         arrays = [x for x in leaves if isinstance(x, Array)]
-        op.leave(arrays)
-        results = iter(op.close())
+        op.leave([*arrays, *(new for _, _, new in written)])
+        results = op.close()
     except BaseException:
         op.abandon()
         raise
+    _hold(written, results[len(arrays) :])
+    results = iter(results)
     return tree.unflatten(structure, [next(results) if isinstance(x, Array) else x for x in leaves])
 
 
@@ -625,13 +636,79 @@ def with_scoped(*types, collective_axes=(), **kw_types):
     return wrap
 
 
+class _Held:
+    """Ref of :func:`run_state` to an array in registers: what is written takes its place."""
+
+    def __init__(self, value):
+        self.value, self.region = value, _core.region()
+
+    shape = property(lambda self: self.value.shape)
+    dtype = property(lambda self: self.value.dtype)
+    ndim = property(lambda self: self.value.ndim)
+    size = property(lambda self: self.value.size)
+
+    def __getitem__(self, idx):
+        return self.value[idx]
+
+    def __setitem__(self, idx, value):
+        if _core.region() != self.region:
+            raise NotImplementedError(
+                "run_state: a ref to an array in registers is written in a loop or a lax.cond; let"
+                " that carry or return the value, and write it behind"
+            )
+        new, part = as_array(value, "store"), self.value[idx]
+        if new.shape != part.shape:
+            raise ValueError(
+                f"Invalid shape for `swap`. Ref shape: {part.shape}. Value shape: {new.shape}"
+            )
+        kinds = new.dtype.kind, part.dtype.kind
+        weak = new.weak_type and kinds[0] == kinds[1]
+        if new.dtype != part.dtype and not weak and not set(kinds) <= set("iu"):
+            raise ValueError(
+                f"Invalid dtype for `swap`. Ref dtype: {part.dtype}. Value dtype: {new.dtype}"
+            )
+        new = _core.convert(new, part.dtype)
+        self.value = new if part.shape == self.shape else self.value.at[idx].set(new)
+
+
+def _writes_of(f, outside):
+    """f() in the region that was just entered: what it returns, and of the refs of run_state that
+    may be written in the region outside, those that it wrote, with the array before and the one
+    behind. They hold the former until :func:`_hold` gives them what comes out of the region."""
+    held = [(x, x.value) for x in env("run_state").held if x.region == outside]
+    for x, _ in held:
+        x.region = _core.region()
+    out = f()
+    written = [(x, old, x.value) for x, old in held if x.value is not old]
+    for x, old in held:
+        x.value, x.region = old, outside
+    return out, written
+
+
+def _hold(written, results):
+    for (x, _, _), value in zip(written, results, strict=True):
+        x.value = value
+
+
+def _state_ref(leaf):
+    if isinstance(leaf, WGMMAAccumulatorRef) and leaf.initial is not None:
+        return _core.alloc_acc(leaf.shape, leaf.dtype, init=leaf.initial)
+    if isinstance(leaf, Ref) or _is_descriptor(leaf):
+        raise NotImplementedError(
+            f"run_state: in a kernel leaves are plgpu.ACC.init(array) and arrays, got {show(leaf)}"
+        )
+    return _Held(as_array(leaf, "run_state"))
+
+
 def run_state(f):
     """``run_state(f)(state)``: ``f`` gets refs that begin as the leaves of the pytree and returns
     None; the result is what they hold at the end.
 
-    In a kernel leaves are ``ACC.init(array)``, accumulators; their values are those after all
-    outstanding wgmmas (NotImplementedError for others). On the host leaves are arrays, and the
-    refs are mutable arrays for :func:`pl.core_map`.
+    In a kernel leaves are ``ACC.init(array)``, accumulators, whose values are those after all
+    outstanding wgmmas, and arrays, which stay in registers: their refs are read and written by
+    index, also in :func:`pl.when` and scopes (in loops and :func:`lax.cond`: NotImplementedError
+    for a write). On the host leaves are arrays, and the refs are mutable arrays for
+    :func:`pl.core_map`.
     """
 
     def inner(state):
@@ -640,23 +717,30 @@ def run_state(f):
 
             return run_state_on_host(f)(state)
         leaves, structure = tree.flatten(state, is_leaf=_is_descriptor)
-        if not leaves or not all(
-            isinstance(x, WGMMAAccumulatorRef) and x.initial is not None for x in leaves
-        ):
-            raise NotImplementedError(
-                "run_state: in a kernel only ACC.init(array) leaves are supported"
-            )
+        e = env("run_state")
+        outer, here = e.held, _core.region()
         op = _core.open("scope", (), 1, collective=0)
         try:
             op.enter(0)
-            refs = [_core.alloc_acc(x.shape, x.dtype, init=x.initial) for x in leaves]
-            if f(tree.unflatten(structure, refs)) is not None:
+            refs = [_state_ref(x) for x in leaves]
+
+            def call():
+                e.held = outer + [r for r in refs if isinstance(r, _Held)]
+                return f(tree.unflatten(structure, refs))
+
+            out, written = _writes_of(call, here)
+            if out is not None:
                 raise ValueError("run_state: the function must return None")
-            op.leave([_core.acc_load(r, 0) for r in refs])
+            values = [r.value if isinstance(r, _Held) else _core.acc_load(r, 0) for r in refs]
+            op.leave([*values, *(new for _, _, new in written)])
             results = op.close()
         except BaseException:
             op.abandon()
             raise
+        finally:
+            e.held = outer
+        _hold(written, results[len(refs) :])
+        results = results[: len(refs)]
         return tree.unflatten(structure, results)
 
     return inner

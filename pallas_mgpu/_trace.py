@@ -36,6 +36,7 @@ class Env:
         "counters",
         "semaphores",
         "unions",
+        "held",
     )
 
     def __init__(self, mesh, leading=0):
@@ -50,6 +51,7 @@ class Env:
         self.grid = mesh.grid
         self.n_threads = mesh.num_threads or 1
         self.unions = 0  # allocated so far
+        self.held = []  # refs of run_state to arrays in registers
         self.counters = 0  # of the launch, given out to loops
         self.semaphores = 0  # of the launch, given out by get_global
         self.thread_name = mesh.thread_name

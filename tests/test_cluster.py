@@ -762,7 +762,7 @@ def test_multicast_of_any_pitch(run, rng, shape, size, dtype, transforms, start,
     [
         ((33, 128), 256, f32, (), None),  # columns are cut instead
         ((3, 40), 256, f32, (), "multiples of 128 bytes"),
-        ((8, 64), 256, f16, SWIZZLED, "swizzle pattern"),
+        ((8, 64), 256, f16, SWIZZLED, None),  # parts of half a swizzle pattern
     ],
 )
 def test_what_cannot_be_shared(shape, pitch, dtype, transforms, why):

@@ -1,5 +1,7 @@
 """Loops and branches: carries, static and traced bounds, weak types, nesting."""
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -66,6 +68,61 @@ def test_array_carries(run, rng):
     np.testing.assert_allclose(got[0], a, rtol=1e-6)
     np.testing.assert_allclose(got[1], b, rtol=1e-6)
     np.testing.assert_allclose(got[2], x.sum((0, 2)), rtol=1e-4, atol=1e-4)
+
+
+def test_state_in_registers(run, rng):
+    """Refs of run_state to arrays: read and written by index, in branches and nested states; a
+    branch that is not taken leaves what was there."""
+    x = rng.standard_normal((3, 64, 32)).astype(np.float32)
+
+    def body(x_ref, flag_ref, o_ref, n_ref):
+        flags = [flag_ref[i] > 0 for i in range(3)]
+
+        def f(state):
+            a, (b, n) = state["a"], state["rest"]
+            a[...] += x_ref[1]
+
+            @pl.when(flags[0])
+            def _():
+                a[...] = a[...] * 2
+                n[...] += 1
+
+                @pl.when(flags[1])
+                def _():
+                    b[...] = a[...] - b[...]
+                    n[...] += 10
+
+            def inner(c):
+                c[8:16] = jnp.zeros((8, 32), jnp.float32)
+                a[...] = a[...] + c[...]
+                n[...] = n[()] * 2
+
+            b[...] = pl.run_state(inner)(b[...])
+            pl.when(flags[2])(lambda: a.__setitem__(..., jnp.sqrt(jnp.abs(a[...]))))
+            assert a.shape == (64, 32) and n.dtype == jnp.int32
+
+        out = pl.run_state(f)({"a": x_ref[0], "rest": (x_ref[2], 5)})
+        o_ref[0], (o_ref[1], n_ref[0]) = out["a"], out["rest"]
+
+    for flags in itertools.product((0, 1), repeat=3):
+        got, count = run(
+            body,
+            (np.zeros((2, 64, 32), np.float32), np.zeros(1, np.int32)),
+            x,
+            np.array(flags, np.int32),
+        )
+        a, b, n = x[0] + x[1], x[2].copy(), 5
+        if flags[0]:
+            a, n = a * 2, n + 1
+            if flags[1]:
+                b, n = a - b, n + 10
+        b[8:16] = 0
+        a, n = a + b, n * 2
+        if flags[2]:
+            a = np.sqrt(np.abs(a))
+        np.testing.assert_allclose(got[0], a, rtol=1e-6)
+        np.testing.assert_allclose(got[1], b, rtol=1e-6)
+        assert count[0] == n, flags
 
 
 def test_weak_init_takes_the_bodys_type(run):

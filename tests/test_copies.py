@@ -202,6 +202,89 @@ def test_every_rank(run, rng, rank):
         assert x.tobytes() == np.asarray(y).tobytes(), x.dtype
 
 
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.int8])
+@pytest.mark.parametrize("width", [128, 64, 32])
+def test_boxes_begin_inside_of_a_swizzle_pattern(run, rng, width, dtype):
+    """TMA permutes by address: what it brings to row 3 of a swizzled buffer other copies and loads
+    find there, and the other way round."""
+    row = width // np.dtype(dtype).itemsize
+    unit = 128 // width  # rows that make 128 bytes
+    rows, cols, n = 56, 2 * row, 12
+    x = rng.integers(-100, 100, (rows, cols)).astype(dtype)
+
+    def body(x_ref, loaded, stored, bounced, smem, other, bar):
+        i = lax.axis_index("g") * unit
+        for buffer in (smem, other):
+            buffer[...] = jnp.zeros((rows, cols), dtype)
+        plgpu.commit_smem()
+        here = pl.ds(i + 3 * unit, n)
+        plgpu.copy_gmem_to_smem(x_ref.at[pl.ds(5, n)], smem.at[here], bar, engine="tma")
+        plgpu.barrier_wait(bar)
+        loaded[pl.program_id(0)] = smem[...]
+        other[...] = x_ref[...]
+        plgpu.commit_smem()
+        for buffer, out in ((other, stored), (smem, bounced)):
+            out = out.at[pl.program_id(0)]
+            plgpu.copy_smem_to_gmem(buffer.at[here], out.at[pl.ds(2, n)], engine="tma")
+        plgpu.wait_smem_to_gmem(0)
+
+    transforms = (plgpu.TilingTransform((8, row)), plgpu.SwizzleTransform(width))
+    buffer = plgpu.SMEM((rows, cols), dtype, transforms=transforms)
+    grid = 9
+    loaded, stored, bounced = run(
+        body,
+        (np.zeros((grid, rows, cols), dtype),) + (np.zeros((grid, n + 3, cols), dtype),) * 2,
+        x,
+        grid=(grid,),
+        grid_names=("g",),
+        scratch_types=[buffer, buffer, plgpu.Barrier()],
+    )
+    for g in range(grid):
+        at = (g + 3) * unit
+        want = np.zeros_like(x)
+        want[at : at + n] = x[5 : 5 + n]
+        np.testing.assert_array_equal(loaded[g], want[: len(want)])
+        np.testing.assert_array_equal(stored[g, 2 : 2 + n], x[at : at + n])
+        np.testing.assert_array_equal(bounced[g, 2 : 2 + n], x[5 : 5 + n])
+
+
+def test_ladder_of_rows(run, rng):
+    """A tile of the WGMMA layout whose rows leave in powers of two, from any row on: TMA takes them
+    from a buffer that is swizzled for the lanes."""
+    x = rng.standard_normal((9, 64, 128)).astype(np.float16)
+    sizes = np.array([[5, 20], [0, 64], [63, 1], [1, 63], [17, 33], [3, 0]], np.int32)
+
+    def body(x_ref, sizes_ref, o_ref, smem):
+        i = lax.axis_index("g")
+        smem[...] = plgpu.load(x_ref.at[i], layout=plgpu.Layout.WGMMA)
+        plgpu.commit_smem()
+        start, left = sizes_ref[i, 0], sizes_ref[i, 1]
+        for n in (64, 32, 16, 8, 4, 2, 1):
+            part = left & n
+
+            @pl.when(part != 0)
+            def _(n=n, start=start):
+                rows = pl.ds(start, n)
+                plgpu.copy_smem_to_gmem(smem.at[rows], o_ref.at[i, rows])
+
+            start += part
+        plgpu.wait_smem_to_gmem(0)
+
+    grid = len(sizes)
+    kernel = run.kernel(
+        body,
+        shape((grid, 64, 128), np.float16),
+        grid=(grid,),
+        grid_names=("g",),
+        scratch_types=[plgpu.SMEM((64, 128), np.float16)],
+    )
+    got = run.call(kernel, x, sizes)
+    for g, (start, count) in enumerate(sizes):
+        np.testing.assert_array_equal(got[g, start : start + count], x[g, start : start + count])
+    text = kernel.lower(x, sizes).as_text("cuda")
+    assert "swizzle<128>" in text and text.count("tma_store_") >= 7
+
+
 # ---- prefetches ----------------------------------------------------------------------------------
 
 

@@ -54,6 +54,10 @@ def check(error, pattern, f, placed):
     still_works()
 
 
+def in_a_loop(f):
+    return lambda ref: lax.fori_loop(0, 3, lambda i, _: f(ref), None)
+
+
 def run(f, *args, out=F32, **options):
     """f is the body; its output is written, so that it alone is at fault."""
 
@@ -640,7 +644,35 @@ CONTROL = {
         "only for pl.run_state",
         run(lambda x, o: pl.run_scoped(len, plgpu.ACC.init(jnp.zeros((64, 64))))),
     ),
-    "run_state": (NIE, "only ACC.init", run(lambda x, o: pl.run_state(len)(x[...]))),
+    "run_state of a ref": (
+        NIE,
+        "leaves are plgpu.ACC.init",
+        run(lambda x, o: pl.run_state(len)(x)),
+    ),
+    "run_state in a loop": (
+        NIE,
+        "written in a loop",
+        run(lambda x, o: pl.run_state(in_a_loop(lambda r: r.__setitem__(..., 2.0)))(1.0)),
+    ),
+    "run_state in a branch of a loop": (
+        NIE,
+        "written in a loop",
+        run(
+            lambda x, o: pl.run_state(
+                in_a_loop(lambda r: pl.when(x[0] > 0)(lambda: r.__setitem__(..., 2.0)))
+            )(1.0)
+        ),
+    ),
+    "run_state shape": (
+        VE,
+        "Invalid shape for `swap`",
+        run(lambda x, o: pl.run_state(lambda r: r.__setitem__(..., 1.0))(x[...])),
+    ),
+    "run_state dtype": (
+        VE,
+        "Invalid dtype for `swap`",
+        run(lambda x, o: pl.run_state(lambda r: r.__setitem__(..., r[...] > 0))(x[...])),
+    ),
     "accumulator of threads": (
         VE,
         "private to a thread",

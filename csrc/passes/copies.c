@@ -6,6 +6,9 @@
  * and a step along one axis of the GMEM tensor. Sorted by their SMEM stride, fastest first, the
  * digits are the image that an engine must leave.
  *
+ * A box begins at any multiple of 128 bytes, also inside of a swizzle pattern: which chunks that
+ * permutes is a matter of their addresses, not of where the box begins.
+ *
  * TMA writes a box densely, so the longest dense run of digits from the fastest on becomes the box
  * and the others become loops over boxes. Each axis of the tensor is a dimension of the map. Two
  * digits of one axis can only be in one box if the map sees the axis cut in two, which clips
@@ -23,7 +26,8 @@
  * lowers the rank and makes pitches legal that are not multiples of 16 bytes. */
 #include "passes.h"
 
-enum { MAX_DIGITS = 4 * PM_MAX_RANK + 2, MAX_BOX = 256, MAX_COORD_TERMS = 6, LINE = 128 };
+enum { MAX_DIGITS = 4 * PM_MAX_RANK + 2, MAX_BOX = 256, MAX_COORD_TERMS = 6 };
+enum { LINE = 128 }; /* bytes; a box in SMEM begins at a multiple */
 
 typedef struct digit {
   int64_t size;
@@ -47,7 +51,7 @@ typedef struct axis {
 typedef struct trial {
   const pm_graph *g;
   const pm_view *gmem, *smem;
-  int64_t bytes, align; /* of an element; of a box in SMEM */
+  int64_t bytes; /* of an element */
   axis axis[PM_MAX_RANK];
   int n_axes;
   digit digit[MAX_DIGITS];
@@ -193,9 +197,8 @@ static const char *share_digit(trial *t, int k, int64_t parts) {
   if (d->size % parts) return indivisible;
   if (k == 0 && t->smem->swizzle) return "it would cut the swizzled dimension";
   const int64_t c = d->size / parts;
-  if (c * d->smem * t->bytes % t->align) {
-    return t->smem->swizzle ? "the parts of the blocks would not be whole swizzle patterns (8 rows)"
-                            : "the parts of the blocks would not be multiples of 128 bytes";
+  if (c * d->smem * t->bytes % LINE) {
+    return "the parts of the blocks would not be multiples of 128 bytes";
   }
   split_digit(t, k, c, true);
   t->digit[k + 1].share = true;
@@ -214,7 +217,7 @@ static const char *cut_large(trial *t, int k) {
     for (int64_t c = MAX_BOX; c > 0; c--) {
       if (d->size % c || (k == 0 && c * t->bytes % 16)) continue;
       if (pass == 0 && (count > 1 || d->step != 1 || d->size / c > MAX_BOX)) continue;
-      if (pass == 0 ? !may_cut_axis(t, &t->axis[d->axis], c) : c * d->smem * t->bytes % t->align) {
+      if (pass == 0 ? !may_cut_axis(t, &t->axis[d->axis], c) : c * d->smem * t->bytes % LINE) {
         continue;
       }
       split_digit(t, k, c, pass == 1);
@@ -345,7 +348,7 @@ static const char *add_loops(trial *t, pm_copy_plan *p, int first) {
       return "it would take more than 3 nested loops of boxes";
     }
     if (d->step % cut) return "a loop over boxes would not stop at whole tiles";
-    if (step % t->align) return "the boxes would not be aligned in SMEM";
+    if (step % LINE) return "the boxes would not be aligned in SMEM";
     pm_box_loop *l = d->share ? &p->share : &p->loop[p->n_loops++];
     l->count = d->size;
     l->smem_step = step;
@@ -407,12 +410,9 @@ static void set_map_dtype(const pm_graph *g, pm_opid op, pm_copy_plan *p) {
 static const char *plan_tma(const pm_graph *g, pm_copy_plan *p, int64_t parts) {
   trial t = {.g = g, .gmem = &p->gmem, .smem = &p->smem};
   t.bytes = pm_dtypes[p->gmem.dtype].bytes;
-  t.align = p->smem.swizzle ? pm_max(LINE, 8 * p->smem.swizzle) : LINE;
   if (p->gmem.reshaped || p->gmem.shifted) return "the GMEM view is a reshaped part of an array";
-  if (pm_view_divisor(g, &p->smem) * t.bytes % t.align) {
-    return p->smem.swizzle
-               ? "the SMEM view does not provably start at a whole swizzle pattern (8 rows)"
-               : "the SMEM view does not provably start at a multiple of 128 bytes";
+  if (pm_view_divisor(g, &p->smem) * t.bytes % LINE) {
+    return "the SMEM view does not provably start at a multiple of 128 bytes";
   }
   const char *first = NULL;
   for (int k = 0; k < (parts > 1 ? 4 * MAX_DIGITS : 4); k++) {

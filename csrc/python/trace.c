@@ -1331,8 +1331,15 @@ static PyObject *current_trace(PyObject *module, PyObject *none) {
   return Py_NewRef((PyObject *)current);
 }
 
+static PyObject *region(PyObject *module, PyObject *none) {
+  (void)module, (void)none;
+  const pmpy_trace *t = pmpy_begin("region", NULL);
+  return t ? PyLong_FromUnsignedLong(t->region[t->depth - 1].serial) : NULL;
+}
+
 PyMethodDef pmpy_trace_functions[] = {
     {"current_trace", current_trace, METH_NOARGS, "The thread's current Trace, or None."},
+    {"region", region, METH_NOARGS, "region() -> int: number of the innermost open region."},
     {"effect", (PyCFunction)(void (*)(void))effect, METH_FASTCALL | METH_KEYWORDS,
      "effect(name, operands, **attrs): add an op without regions; its result, or None."},
     {"open", (PyCFunction)(void (*)(void))open_op, METH_FASTCALL | METH_KEYWORDS,
