@@ -5,6 +5,7 @@ Sums of products of fp8 are rounded by the hardware to about 14 bits in each ste
 results are compared within 2**-9 of the sum of magnitudes; integers and conversions are exact."""
 
 import itertools
+import re
 
 import ml_dtypes
 import numpy as np
@@ -403,6 +404,38 @@ def test_wgmma_of_widened_operands(run, rng, dtype, to, how):
         assert "through shared memory" not in text
         if dtype not in (E4M3, E5M2):
             assert "widen_" in text
+
+
+@pytest.mark.parametrize("dtype", [INT4, UINT4, I8, U8])
+@pytest.mark.parametrize("to", [BF16, F16])
+def test_slices_of_narrow_operands(run, rng, dtype, to):
+    """Parts of a narrow array along K, made wide and scaled by rows one after the other: whole
+    words are converted and multiplied, and nothing goes through shared memory."""
+    m, n, k = 64, 24, 128
+    x, y = values(rng, (m, k), dtype), values(rng, (n, k), to)
+    scale = (2.0 ** rng.integers(-3, 3, m)).astype(to)
+
+    def body(a, b, scales, out):
+        v = a[...]
+        by_row = plgpu.load(scales, layout=L.WGMMA.reduce(1))
+
+        def accumulate(acc):
+            for at in range(0, k, 64):
+                part = v[:, at : at + 64].astype(to)
+                part = part * lax.broadcast_in_dim(by_row, part.shape, [0])
+                plgpu.wgmma(acc, part, b.at[:, at : at + 64].T)
+            return acc[...]
+
+        out[...] = pl.run_scoped(accumulate, plgpu.ACC((m, n)))
+
+    body = staged(body, plgpu.SMEM((m, k), dtype), plgpu.SMEM((n, k), to), plgpu.SMEM((m,), to))
+    out_type = plgpu.ShapeDtypeStruct((m, n), F32)
+    want = x.astype(F32) * scale.astype(F32)[:, None]
+    close(run(body, out_type, x, y, scale), want, y.T, 1e-5)
+    if run.way == "interpret":
+        text = run.kernel(body, out_type).lower(x, y, scale).as_text("cuda")
+        assert "through shared memory" not in text and "by shuffles" not in text
+        assert len(re.findall(r"widen_\w+\(&", text)) == len(re.findall(r"mul_x2\(&", text)) == 2
 
 
 BYTES = {name: getattr(L, name) for name in ("WGMMA", "WGMMA_8BIT", "WGMMA_UPCAST_2X")}

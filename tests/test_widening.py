@@ -62,7 +62,8 @@ class Ptx:
         name, kind = op.split(".")[0], op.split(".")[-1].removesuffix("x2")
         if kind in HALVES:
             a, b, *c = (pairs(kind, v).astype(np.float64) for v in x)
-            return rounded(kind, a * b + c[0] if c else a - b if name == "sub" else a + b)
+            of_two = {"sub": a - b, "mul": a * b}.get(name, a + b)
+            return rounded(kind, a * b + c[0] if c else of_two)
         if op == "add.f32":
             return (x[0].view(np.float32) + x[1].view(np.float32)).view(np.uint32)
         if name == "prmt":
@@ -149,6 +150,17 @@ def test_words_change_lanes():
     stored = Ptx(code, x, [y, None, lane & 8]).stored
     np.testing.assert_array_equal(stored[0], np.where(lane & 8, y[lane ^ 8], x))
     np.testing.assert_array_equal(stored[1], np.where(lane & 8, y, x[lane ^ 8]))
+
+
+@pytest.mark.parametrize("kind", HALVES)
+@pytest.mark.parametrize("name, f", [("add", np.add), ("sub", np.subtract), ("mul", np.multiply)])
+def test_two_at_a_time(rng, name, f, kind):
+    """Each half of a word with its own of the other, rounded as alone."""
+    x, y = rng.standard_normal((2, 512)).astype(HALVES[kind])
+    code = f"{kind} a[2], b[2], d[2]; unpack<{kind}, 2>(a, &u); unpack<{kind}, 2>(b, out);"
+    code += f" {name}_x2(d, a[0], a[1], b[0], b[1]); pack<{kind}, 2>(out, d);"
+    stored = Ptx(code, x.view(np.uint32), [y.view(np.uint32)]).stored[0]
+    np.testing.assert_array_equal(stored.view(HALVES[kind]), f(x, y))
 
 
 def test_nibbles_of_a_word():

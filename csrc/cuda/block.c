@@ -249,9 +249,9 @@ static bool makes_array(pm_gen *e, pm_opid op, const bool *in_run) {
 
 /* Conversions of several elements in a few instructions: loops of their own. */
 typedef struct group_convert {
-  const char *fn;  /* the device function; NULL: element by element */
-  int64_t n, from; /* elements of a call; registers of `in` for them */
-  pm_val in;
+  const char *fn;   /* the device function; NULL: element by element */
+  int64_t n, from;  /* elements of a call; registers of `in`, or bytes, for them */
+  pm_val in, bytes; /* elements of 4 bits: the array of their bytes, if there is one */
 } group_convert;
 
 /* The bytes that hold the elements of 4 bits in array v, two each; 0: they lie elsewhere, too. */
@@ -280,9 +280,9 @@ static group_convert find_group_convert(pm_gen *e, pm_opid op) {
   } else if ((from == PM_I8 || from == PM_U8) && wide) {
     fn = pm_str(e, "widen_%sx4", short_name);
     c.n = c.from = 4;
-  } else if ((from == PM_INT4 || from == PM_UINT4) && half && packed_source(e, c.in)) {
+  } else if ((from == PM_INT4 || from == PM_UINT4) && half) {
     fn = pm_str(e, "widen_%sx8", short_name);
-    c.in = packed_source(e, c.in);
+    c.bytes = packed_source(e, c.in);
     c.n = 8;
     c.from = 4;
   }
@@ -304,15 +304,49 @@ static void emit_group_convert(pm_gen *e, pm_opid op) {
             pm_cpp_type(pm_typeof(e->g, out)->dtype), pm_at(e, c.in, "r"), pm_at(e, c.in, "r + 1"));
     return;
   }
+  const char *bytes = NULL;
+  if (from < by && !c.bytes) { /* the compiler finds those that they were taken from */
+    bytes = pm_unique(e, "bytes");
+    pm_line(e, "u8 %s[%lld];", bytes, n / 2);
+    pm_line(e, "#pragma unroll");
+    pm_line(e, "for (int r = 0; r < %lld; r++) %s[r] = pack_4(bits_of(%s), bits_of(%s));", n / 2,
+            bytes, pm_at(e, c.in, "2 * r"), pm_at(e, c.in, "2 * r + 1"));
+  }
   const char *name = pm_declare(e, out, out);
   pm_line(e, "#pragma unroll");
-  if (by == 2) {
+  if (bytes) {
+    pm_line(e, "for (int r = 0; r < %lld; r += %lld) %s(&%s[r], &%s[r / 2]);", n, by, c.fn, name,
+            bytes);
+  } else if (by == 2) {
     pm_line(e, "for (int r = 0; r < %lld; r += 2) %s(&%s[r], %s, %s);", n, c.fn, name,
             pm_at(e, c.in, "r"), pm_at(e, c.in, "r + 1"));
   } else {
     pm_line(e, "for (int r = 0; r < %lld; r += %lld) %s(&%s[r], &%s);", n, by, c.fn, name,
-            pm_at(e, c.in, from == by ? "r" : "r / 2"));
+            from == by ? pm_at(e, c.in, "r") : pm_at(e, c.bytes, "r / 2"));
   }
+}
+
+/* Sums and products of floats of 16 bits: the function that makes two at a time, or NULL. */
+static const char *pair_function(pm_gen *e, pm_opid op) {
+  const pm_op *o = pm_get(e->g, op);
+  const char *name = o->code == PM_OP_ADD   ? "add_x2"
+                     : o->code == PM_OP_SUB ? "sub_x2"
+                     : o->code == PM_OP_MUL ? "mul_x2"
+                                            : NULL;
+  if (!name || !pm_wants_array(e, o->out) || pm_regs_of(e, o->out) % 2) return NULL;
+  const pm_dtype t = pm_typeof(e->g, o->out)->dtype;
+  return t == PM_F16 || t == PM_BF16 ? name : NULL;
+}
+
+static void emit_pairs(pm_gen *e, pm_opid op) {
+  const pm_op *o = pm_get(e->g, op);
+  const pm_val x = pm_in(e->g, op, 0), y = pm_in(e->g, op, 1);
+  pm_note(e, op, "");
+  const char *name = pm_declare(e, o->out, o->out);
+  pm_line(e, "#pragma unroll");
+  pm_line(e, "for (int r = 0; r < %lld; r += 2)", (long long)pm_regs_of(e, o->out));
+  pm_line(e, "  %s(&%s[r], %s, %s, %s, %s);", pair_function(e, op), name, pm_at(e, x, "r"),
+          pm_at(e, x, "r + 1"), pm_at(e, y, "r"), pm_at(e, y, "r + 1"));
 }
 
 /* Words of an array that nothing may move across: one statement takes them all. */
@@ -392,6 +426,7 @@ static pm_code emit_run(pm_gen *e, pm_blk block, uint32_t first, uint32_t *next)
       continue;
     }
     if (!pm_is_elementwise(g, op) || is_group_convert(e, op) || is_array_barrier(e, op)) break;
+    if (pair_function(e, op)) break;
     if (pm_get(g, op)->code == PM_OP_BROADCAST && in_run[pm_in(g, op, 0)]) break;
     if (pm_regs_of(e, pm_get(g, op)->out) != n) break;
     pm_vec_push(e->arena, &run, op);
@@ -464,6 +499,9 @@ pm_code pm_gen_block(pm_gen *e, pm_blk block) {
       k++;
     } else if (is_group_convert(e, op)) {
       emit_group_convert(e, op);
+      k++;
+    } else if (pair_function(e, op)) {
+      emit_pairs(e, op);
       k++;
     } else {
       PM_TRY(emit_run(e, block, k, &k));

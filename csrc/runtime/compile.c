@@ -27,6 +27,7 @@ static void make_options(pm_options *o, const char *what, int arch, bool lineinf
                    arch >= 90 ? "a" : "");
   add_option(o, o->buffer);
   add_option(o, "--std=c++17");
+  add_option(o, "--prec-div=false"); /* float32: div.full, 2 ulp; exact is twice as long */
   if (!strcmp(what, "sm")) add_option(o, "--ptxas-options=-v");
   if (lineinfo) add_option(o, "-lineinfo");
   char *user = o->buffer + n + 1;

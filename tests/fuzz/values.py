@@ -327,6 +327,8 @@ _BINARY = {
 def _fusing(op, x, y, d, r):
     """Flags of a float32 result: products that a later addition could absorb."""
     flags = (x.flags | y.flags) & FUSED
+    if op == "div" and is_float(d):  # there to 2 ulp
+        return flags | FUSED
     if d != f32:
         return flags
     if op == "mul":

@@ -303,6 +303,22 @@ FN bf16 operator-(bf16 a, bf16 b) {
 FN bf16 operator*(bf16 a, bf16 b) {
   return bf16{host_bf16_of_double((double)to_f32(a) * to_f32(b))};
 }
+template <typename T>
+FN u32 pair(T lo, T hi) {
+  return bits_of(lo) | bits_of(hi) << 16;
+}
+template <typename T>
+FN void add_x2(T *d, T a0, T a1, T b0, T b1) {
+  d[0] = a0 + b0, d[1] = a1 + b1;
+}
+template <typename T>
+FN void sub_x2(T *d, T a0, T a1, T b0, T b1) {
+  d[0] = a0 - b0, d[1] = a1 - b1;
+}
+template <typename T>
+FN void mul_x2(T *d, T a0, T a1, T b0, T b1) {
+  d[0] = a0 * b0, d[1] = a1 * b1;
+}
 FN bf16 int_to_bf16(i32 x) { return bf16{host_bf16_of_double(x)}; }
 FN bf16 int_to_bf16(u32 x) { return bf16{host_bf16_of_double(x)}; }
 

@@ -303,10 +303,7 @@ breaks(
         "if (aligned && p->share.coord_step[0] % e == 0) return NULL;",
         "if (e) return NULL;",
     ),
-    boxes_begin_inside_of_a_swizzle=(
-        "p->smem.swizzle ? pm_max(LINE, 8 * p->smem.swizzle) : LINE;",
-        "16;",
-    ),
+    boxes_begin_at_any_chunk=("enum { LINE = 128 };", "enum { LINE = 16 };"),
     bulk_copies_out_of_bounds=(
         "if (!promised && !pm_view_in_bounds(g, &p->gmem)) {",
         "if (promised && !pm_view_in_bounds(g, &p->gmem)) {",
@@ -330,7 +327,7 @@ breaks(
     f"{MEMORY}::test_copy_swizzled_blocks",
     MEMORY,
     *FUZZ,
-    shares_cut_swizzle_patterns=("  if (c * d->smem * t->bytes % t->align) {", "  if (false) {"),
+    shares_begin_anywhere=("  if (c * d->smem * t->bytes % LINE) {", "  if (false) {"),
     shares_need_not_be_equal=("  if (d->size % parts) return indivisible;\n", ""),
     stores_begin_before_the_array=(
         "if (lo < 0 && lo > INT32_MIN / 2) return",
@@ -360,13 +357,13 @@ breaks(
     ),
     loops_of_cut_axes_count_elements=("= d->step / cut;", "= d->step;"),
     boxes_lie_anywhere_in_smem=(
-        '    if (step % t->align) return "the boxes would not be aligned in SMEM";\n',
+        '    if (step % LINE) return "the boxes would not be aligned in SMEM";\n',
         "",
     ),
     pitches_are_any_number=('    if (pitch % 16) return "rows', '    if (pitch % 4) return "rows'),
     terms_of_cut_axes_are_not_divided=("a->term[k].mul / by, div / by", "a->term[k].mul, div / by"),
     views_begin_anywhere=(
-        "if (pm_view_divisor(g, &p->smem) * t.bytes % t.align) {",
+        "if (pm_view_divisor(g, &p->smem) * t.bytes % LINE) {",
         "if (false) {",
     ),
 )

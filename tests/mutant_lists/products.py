@@ -33,6 +33,15 @@ breaks(
     f"{DEVICE}/types.cuh",
     WIDENING,
     nibbles_are_bytes_apart=("(bits_of(x[k]) & 15) << (4 * k)", "(bits_of(x[k]) & 15) << (8 * k)"),
+    pairs_are_joined_in_reverse=(
+        "return bits_of(lo) | bits_of(hi) << 16;",
+        "return bits_of(hi) | bits_of(lo) << 16;",
+    ),
+    differences_of_pairs_are_sums=('asm("sub.rn.bf16x2', 'asm("add.rn.bf16x2'),
+    products_of_pairs_are_squares=(
+        'asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(w) : "r"(pair(a0, a1)), "r"(pair(b0, b1)));',
+        'asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(w) : "r"(pair(a0, a1)), "r"(pair(a0, a1)));',
+    ),
 )
 breaks(
     f"{CUDA}/emit_mma.c",
@@ -57,7 +66,10 @@ breaks(
 breaks(
     f"{CUDA}/block.c",
     f"{PRODUCTS}::test_conversions_of_all_numbers",
-    packed_elements_begin_elsewhere=('from == by ? "r" : "r / 2"', 'from == by ? "r" : "r"'),
+    packed_elements_begin_elsewhere=(
+        'pm_at(e, c.bytes, "r / 2")',
+        'pm_at(e, c.bytes, "r")',
+    ),
 )
 breaks(
     f"{PASSES}/layouts.c",

@@ -20,10 +20,12 @@ template <int B> FN u32 swizzle(u32 a) { return a ^ (((a >> 7) & (B / 16 - 1)) <
 template <typename T, int N> FN void pack(u32* w, const T* s) {
   #pragma unroll
   for (int i = 0; i < (N * (int)sizeof(T) + 3) / 4; i++) {
-    w[i] = 0;
+    u32 half[2] = {0, 0}; // bytes that were loaded two at a time are found together again
     #pragma unroll
     for (int k = 0; k < 4 / (int)sizeof(T) && i * 4 / (int)sizeof(T) + k < N; k++)
-      w[i] |= bits_of(s[i * 4 / (int)sizeof(T) + k]) << (k * (int)sizeof(T) * 8);
+      half[k * (int)sizeof(T) / 2 % 2] |= bits_of(s[i * 4 / (int)sizeof(T) + k])
+                                          << (k * (int)sizeof(T) * 8 % 16);
+    w[i] = half[0] | half[1] << 16;
   }
 }
 

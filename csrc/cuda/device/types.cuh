@@ -150,6 +150,40 @@ FN void to_bf16x2(bf16* d, f32 lo, f32 hi) {
   d[0] = bf16{(u16)w}; d[1] = bf16{(u16)(w >> 16)};
 }
 
+//! pair
+template <typename T> FN u32 pair(T lo, T hi) { return bits_of(lo) | bits_of(hi) << 16; }
+
+//! add_x2
+// Two neighbours in one instruction: ptxas would pair others, and take those apart again.
+FN void add_x2(f16* d, f16 a0, f16 a1, f16 b0, f16 b1) {
+  u32 w; asm("add.rn.f16x2 %0, %1, %2;" : "=r"(w) : "r"(pair(a0, a1)), "r"(pair(b0, b1)));
+  d[0] = f16{(u16)w}; d[1] = f16{(u16)(w >> 16)};
+}
+FN void add_x2(bf16* d, bf16 a0, bf16 a1, bf16 b0, bf16 b1) {
+  u32 w; asm("add.rn.bf16x2 %0, %1, %2;" : "=r"(w) : "r"(pair(a0, a1)), "r"(pair(b0, b1)));
+  d[0] = bf16{(u16)w}; d[1] = bf16{(u16)(w >> 16)};
+}
+
+//! sub_x2
+FN void sub_x2(f16* d, f16 a0, f16 a1, f16 b0, f16 b1) {
+  u32 w; asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(w) : "r"(pair(a0, a1)), "r"(pair(b0, b1)));
+  d[0] = f16{(u16)w}; d[1] = f16{(u16)(w >> 16)};
+}
+FN void sub_x2(bf16* d, bf16 a0, bf16 a1, bf16 b0, bf16 b1) {
+  u32 w; asm("sub.rn.bf16x2 %0, %1, %2;" : "=r"(w) : "r"(pair(a0, a1)), "r"(pair(b0, b1)));
+  d[0] = bf16{(u16)w}; d[1] = bf16{(u16)(w >> 16)};
+}
+
+//! mul_x2
+FN void mul_x2(f16* d, f16 a0, f16 a1, f16 b0, f16 b1) {
+  u32 w; asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(w) : "r"(pair(a0, a1)), "r"(pair(b0, b1)));
+  d[0] = f16{(u16)w}; d[1] = f16{(u16)(w >> 16)};
+}
+FN void mul_x2(bf16* d, bf16 a0, bf16 a1, bf16 b0, bf16 b1) {
+  u32 w; asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(w) : "r"(pair(a0, a1)), "r"(pair(b0, b1)));
+  d[0] = bf16{(u16)w}; d[1] = bf16{(u16)(w >> 16)};
+}
+
 //! widen_e4m3x2
 FN u32 e4m3_pair(e4m3 lo, e4m3 hi) {
   u32 w; asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(w) : "h"((u16)(lo.bits | hi.bits << 8)));
