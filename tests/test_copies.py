@@ -248,6 +248,21 @@ def test_boxes_begin_inside_of_a_swizzle_pattern(run, rng, width, dtype):
         np.testing.assert_array_equal(bounced[g, 2 : 2 + n], x[5 : 5 + n])
 
 
+def test_boxes_are_aligned(run, rng):
+    """Two column chunks of 192 bytes, which are not those of the array: the second box of TMA would
+    not begin at a multiple of 128 bytes, so the lanes copy."""
+    x = rng.standard_normal((4, 28)).astype(np.float32)
+
+    def body(x_ref, o_ref, smem, bar):
+        plgpu.copy_gmem_to_smem(x_ref.at[:, pl.ds(0, 24)], smem, bar)
+        plgpu.barrier_wait(bar)
+        o_ref[...] = smem[...]
+
+    buffer = plgpu.SMEM((4, 24), np.float32, transforms=(plgpu.TilingTransform((4, 12)),))
+    got = run(body, shape((4, 24), np.float32), x, scratch_types=[buffer, plgpu.Barrier()])
+    np.testing.assert_array_equal(got, x[:, :24])
+
+
 def test_ladder_of_rows(run, rng):
     """A tile of the WGMMA layout whose rows leave in powers of two, from any row on: TMA takes them
     from a buffer that is swizzled for the lanes."""

@@ -438,6 +438,47 @@ def test_slices_of_narrow_operands(run, rng, dtype, to):
         assert len(re.findall(r"widen_\w+\(&", text)) == len(re.findall(r"mul_x2\(&", text)) == 2
 
 
+@pytest.mark.parametrize("form, waits", [("waited", None), ("last", 0), ("behind", 1), ("if", 0)])
+def test_registers_of_a_product_in_flight(run, rng, form, waits):
+    """No turn of a loop ends with a product in flight that reads registers, which the next turn may
+    write: it waits for that one, if the kernel has not, and not for those behind it."""
+    m, n, k, steps = 128, 64, 64, 24
+    x, y = values(rng, (2, m, k), F16), values(rng, (2, n, k), F16)
+
+    def body(a, b, out, other):
+        def accumulate(acc, acc2):
+            def step(s, _):
+                factor = (s % 3 - 1).astype(F16)
+                slot = s % 2
+
+                def product():
+                    plgpu.wgmma(acc, a[slot] * factor, b.at[slot].T)
+
+                product() if form != "if" else pl.when(s % 3 != 1)(product)
+                if form == "behind":
+                    plgpu.wgmma(acc2, a.at[slot], b.at[slot].T)
+                plgpu.wgmma_wait({"waited": 0, "last": 1, "if": 1, "behind": 2}[form])
+
+            lax.fori_loop(0, steps, step, None)
+            return acc[...], acc2[...]
+
+        accs = plgpu.ACC((m, n)), plgpu.ACC((m, n))
+        out[...], other[...] = pl.run_scoped(accumulate, *accs)
+
+    body = staged(body, plgpu.SMEM(x.shape, F16), plgpu.SMEM(y.shape, F16))
+    outs = (plgpu.ShapeDtypeStruct((m, n), F32),) * 2
+    products = [x[i].astype(F32) @ y[i].astype(F32).T for i in range(2)]
+    want = sum((s % 3 - 1) * products[s % 2] for s in range(steps))
+    got, other = run(body, outs, x, y)
+    np.testing.assert_allclose(got, want, atol=1e-2)
+    want = sum(products) * (steps // 2 * (form == "behind"))
+    np.testing.assert_allclose(other, want, rtol=1e-4, atol=1e-2)
+    if run.way == "interpret":
+        text = run.kernel(body, outs).lower(x, y).as_text("cuda")
+        found = re.findall(r"wgmma_wait<(\d)>\(\); // A in registers", text)
+        assert found == [str(waits)] * (waits is not None)
+
+
 BYTES = {name: getattr(L, name) for name in ("WGMMA", "WGMMA_8BIT", "WGMMA_UPCAST_2X")}
 BYTES["WGMMA_UPCAST_4X"] = L.WGMMA_UPCAST_4X
 

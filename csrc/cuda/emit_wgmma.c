@@ -17,6 +17,8 @@
  * them to an array. Others stay arrays: ptxas schedules better what rescales them, and spills less
  * around those that live for one product.
  *
+ * At the end of a loop's body products with A in registers are waited for (pm_end_turn).
+ *
  * Operands in SMEM are [chunks][rows][S]: chunks of S elements (one swizzle row) of the contiguous
  * dimension. Descriptors are split in a low word, address and leading distance, and a constant high
  * word. With K contiguous a step is 32 bytes in a chunk, or the next chunk; with M or N contiguous
@@ -185,8 +187,8 @@ static void read_ptx(pm_gen *e, const part *p, const char *array) {
   const bool whole = p->columns == p->base_columns;
   const int64_t parts = whole ? 1 : p->rows / 64, n = p->rows * p->columns / 128 / parts;
   for (int64_t m = 0; m < parts; m++) {
-    const char *fn = pm_family_read(e, acc, (pm_dtype)p->view.dtype,
-                                    p->first + m * p->base_columns / 2, n);
+    const char *fn =
+        pm_family_read(e, acc, (pm_dtype)p->view.dtype, p->first + m * p->base_columns / 2, n);
     pm_line(e, m ? "%s(&%s[%lld]);" : "%s(%s);", fn, array, (long long)(m * n));
   }
 }
@@ -362,6 +364,43 @@ static void issue_rows(pm_gen *e, const part *p, const operand *a, const operand
   const char *m = pm_begin_unrolled(e, "m", m_steps, 1);
   issue_row(e, moved(e, acc, m, of_row, p->first * 2 / per_word), m, a, b, k_steps, *kind);
   pm_end_unrolled(e, m_steps, 1);
+}
+
+/* ---- registers of products in flight -------------------------------------------------------
+ * As long as a product is in flight the tensor cores read A from its registers. ptxas leaves those
+ * alone until the wait, but not across the end of a loop: the next turn writes what it likes there.
+ */
+
+enum { NONE = -1 }; /* no product with A in registers is in flight */
+
+/* The products begun for sure behind the last one with A in registers that may be in flight. */
+static int64_t behind_last(const pm_graph *g, pm_blk block, int64_t behind) {
+  for (uint32_t k = 0; k < g->blocks.at[block].ops.n; k++) {
+    const pm_opid op = g->blocks.at[block].ops.at[k];
+    const pm_op *o = pm_get(g, op);
+    if (o->code == PM_OP_WGMMA) {
+      const bool registers = pm_typeof(g, pm_in(g, op, 1))->kind == PM_ARRAY;
+      if (registers || behind != NONE) behind = registers ? 0 : behind + 1;
+    } else if (o->code == PM_OP_WGMMA_WAIT || o->code == PM_OP_ACC_LOAD) {
+      const int64_t n = *pm_attr(g, op, PM_ATTR_N);
+      if (n >= 0 && n <= behind) behind = NONE;
+    } else if (o->code == PM_OP_SCOPE) {
+      behind = behind_last(g, pm_region(g, op, 0), behind);
+    } else {
+      for (uint32_t r = 0; r < o->n_regions; r++) { /* which may or may not run */
+        const int64_t found = behind_last(g, pm_region(g, op, r), behind);
+        const bool loop = o->code == PM_OP_FOR || o->code == PM_OP_WHILE;
+        if (loop || found == NONE) continue; /* a loop waits for its own */
+        behind = behind == NONE ? found : pm_min(behind, found);
+      }
+    }
+  }
+  return behind;
+}
+
+void pm_end_turn(pm_gen *e, pm_blk body) {
+  const int64_t n = behind_last(e->g, body, NONE);
+  if (n != NONE) pm_line(e, "wgmma_wait<%lld>(); // A in registers", (long long)n);
 }
 
 pm_code pm_cuda_WGMMA(pm_gen *e, pm_opid op) {

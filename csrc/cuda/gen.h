@@ -220,6 +220,8 @@ void pm_coord_regs(const pm_layout *l, int dim, pm_sum *out);
 const char *pm_coord_lines(pm_gen *e, const pm_layout *l); /* consts of the padded dims; stem */
 const char *pm_valid(pm_gen *e, const pm_layout *l, const char *stem, const char *reg);
 bool pm_is_wgmma(const pm_layout *l);
+/* At the end of a loop's body: wait for products that read registers. */
+void pm_end_turn(pm_gen *e, pm_blk body);
 
 /* Text that gives for register `reg` of `dst` the register of `src` that holds the element whose
  * index is project(index in dst); NULL: it lies in other lanes. */

@@ -56,6 +56,17 @@ breaks(
     registers_of_a_step_by_2=('"a", m, k_steps * 4, k * 4);', '"a", m, k_steps * 4, k * 2);'),
 )
 breaks(
+    f"{CUDA}/emit_wgmma.c",
+    f"{PRODUCTS}::test_registers_of_a_product_in_flight",
+    turns_end_with_products_in_flight=("if (n != NONE) pm_line", "if (false) pm_line"),
+    turns_wait_for_all_products=("behind = registers ? 0 : behind + 1;", "behind = 0;"),
+    products_in_branches_are_over=(
+        "if (loop || found == NONE) continue;",
+        "if (loop || found >= NONE) continue;",
+    ),
+    waits_for_others_are_enough=("if (n >= 0 && n <= behind) behind", "if (n >= 0) behind"),
+)
+breaks(
     f"{CUDA}/emit_move.c",
     f"{PRODUCTS}::test_wgmma_of_widened_operands",
     bytes_swap_in_other_pairs=(
