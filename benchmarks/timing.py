@@ -95,12 +95,18 @@ def _behind_sleep(f, count, host):
 def burst(contestants, rounds, seconds=4e-3):
     """In turns of 4 ms without a pause: all at one warm clock."""
     count = {n: max(1, round(seconds / estimate(f))) for n, f in contestants.items()}
-    out, names = {n: [] for n in contestants}, list(contestants)
-    for r in range(rounds):
-        k = r % len(names)
-        for n in names[k:] + names[:k]:
+    out = {n: [] for n in contestants}
+    for names in _orders(list(contestants), rounds):
+        for n in names:
             out[n].append(_between(contestants[n], count[n], lead=1))
     return out
+
+
+def _orders(names, rounds):
+    """Every one at every place, behind both neighbours: what ran before leaves its heat."""
+    for r in range(rounds):
+        k = r // 2 % len(names)
+        yield (names[k:] + names[:k])[:: -1 if r % 2 else 1]
 
 
 def queued(contestants, rounds, seconds=4e-4):
@@ -137,11 +143,8 @@ def sustained(contestants, rounds, seconds=0.15):
     names = list(contestants)
     out = {n: [] for n in names}
     count = {n: max(6, int(seconds / estimate(f))) for n, f in contestants.items()}
-    for r in range(rounds):
-        # every one at every place, behind both neighbours: what ran before leaves its heat
-        k = r // 2 % len(names)
-        order = names[k:] + names[:k]
-        for n in order[:: -1 if r % 2 else 1]:
+    for order in _orders(names, rounds):
+        for n in order:
             lead = count[n] // 3
             out[n].append(_between(contestants[n], count[n] - lead, lead=lead))
     return out
