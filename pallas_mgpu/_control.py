@@ -668,7 +668,11 @@ class _Held:
                 f"Invalid dtype for `swap`. Ref dtype: {part.dtype}. Value dtype: {new.dtype}"
             )
         new = _core.convert(new, part.dtype)
-        self.value = new if part.shape == self.shape else self.value.at[idx].set(new)
+        whole = all(
+            i is Ellipsis or isinstance(i, slice) and i == slice(None)
+            for i in (idx if isinstance(idx, tuple) else (idx,))
+        )
+        self.value = new if whole else self.value.at[idx].set(new)
 
 
 def _writes_of(f, outside):

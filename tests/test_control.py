@@ -94,6 +94,7 @@ def test_state_in_registers(run, rng):
 
             def inner(c):
                 c[8:16] = jnp.zeros((8, 32), jnp.float32)
+                c[::-1] = c[:, :]
                 a[...] = a[...] + c[...]
                 n[...] = n[()] * 2
 
@@ -117,6 +118,7 @@ def test_state_in_registers(run, rng):
             if flags[1]:
                 b, n = a - b, n + 10
         b[8:16] = 0
+        b = b[::-1]
         a, n = a + b, n * 2
         if flags[2]:
             a = np.sqrt(np.abs(a))
