@@ -387,11 +387,10 @@ static int64_t behind_last(const pm_graph *g, pm_blk block, int64_t behind) {
     } else if (o->code == PM_OP_SCOPE) {
       behind = behind_last(g, pm_region(g, op, 0), behind);
     } else {
-      for (uint32_t r = 0; r < o->n_regions; r++) { /* which may or may not run */
+      const bool loop = o->code == PM_OP_FOR || o->code == PM_OP_WHILE; /* waits for its own */
+      for (uint32_t r = 0; r < o->n_regions && !loop; r++) { /* which may or may not run */
         const int64_t found = behind_last(g, pm_region(g, op, r), behind);
-        const bool loop = o->code == PM_OP_FOR || o->code == PM_OP_WHILE;
-        if (loop || found == NONE) continue; /* a loop waits for its own */
-        behind = behind == NONE ? found : pm_min(behind, found);
+        if (found != NONE) behind = behind == NONE ? found : pm_min(behind, found);
       }
     }
   }

@@ -60,10 +60,7 @@ breaks(
     f"{PRODUCTS}::test_registers_of_a_product_in_flight",
     turns_end_with_products_in_flight=("if (n != NONE) pm_line", "if (false) pm_line"),
     turns_wait_for_all_products=("behind = registers ? 0 : behind + 1;", "behind = 0;"),
-    products_in_branches_are_over=(
-        "if (loop || found == NONE) continue;",
-        "if (loop || found >= NONE) continue;",
-    ),
+    products_in_branches_are_over=("if (found != NONE) behind", "if (found < NONE) behind"),
     waits_for_others_are_enough=("if (n >= 0 && n <= behind) behind", "if (n >= 0) behind"),
 )
 breaks(
