@@ -656,18 +656,7 @@ class _Held:
                 "run_state: a ref to an array in registers is written in a loop or a lax.cond; let"
                 " that carry or return the value, and write it behind"
             )
-        new, part = as_array(value, "store"), self.value[idx]
-        if new.shape != part.shape:
-            raise ValueError(
-                f"Invalid shape for `swap`. Ref shape: {part.shape}. Value shape: {new.shape}"
-            )
-        kinds = new.dtype.kind, part.dtype.kind
-        weak = new.weak_type and kinds[0] == kinds[1]
-        if new.dtype != part.dtype and not weak and not set(kinds) <= set("iu"):
-            raise ValueError(
-                f"Invalid dtype for `swap`. Ref dtype: {part.dtype}. Value dtype: {new.dtype}"
-            )
-        new = _core.convert(new, part.dtype)
+        new = _core.stored(self.value[idx], value)
         whole = all(
             i is Ellipsis or isinstance(i, slice) and i == slice(None)
             for i in (idx if isinstance(idx, tuple) else (idx,))

@@ -467,6 +467,16 @@ static pm_val stored_value(pmpy_trace *t, const pm_type *ref, PyObject *value) {
   return pmpy_arg_as(t, &x, ref->dtype);
 }
 
+static PyObject *stored(PyObject *module, PyObject *const *args, Py_ssize_t n) {
+  (void)module;
+  if (n != 2 || !PMPY_IS_ARRAY(args[0])) {
+    return pmpy_fail(PM_E_TYPE, "stored: expected an array and a value");
+  }
+  pmpy_trace *t = pmpy_begin("store", args[0]);
+  const pm_val v = t ? stored_value(t, &self_of(args[0])->type, args[1]) : 0;
+  return v ? pmpy_traced_new(t, v, false) : NULL;
+}
+
 static int store_view(pmpy_trace *t, pm_val view, const pm_type *type, PyObject *value) {
   pm_val v = stored_value(t, type, value);
   return v && pmpy_emit(t, PM_OP_STORE, (pm_val[]){view, v}, 2, NULL, NULL, 0) ? 0 : -1;
@@ -1152,6 +1162,8 @@ static PyObject *alloc_acc(PyObject *module, PyObject *args, PyObject *kw) {
 PyMethodDef pmpy_ref_functions[] = {
     {"load", KEYWORDS(load), "load(ref, layout=None, optimized=True) -> Array"},
     {"store", (PyCFunction)(void (*)(void))store, METH_FASTCALL, "store(ref, value)"},
+    {"stored", (PyCFunction)(void (*)(void))stored, METH_FASTCALL,
+     "stored(part, value) -> Array: the value as a ref that holds part takes it"},
     {"masked_load", (PyCFunction)(void (*)(void))masked_load, METH_FASTCALL,
      "masked_load(ref, mask, other, *by) -> Array"},
     {"masked_store", (PyCFunction)(void (*)(void))masked_store, METH_FASTCALL,

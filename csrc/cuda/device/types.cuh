@@ -127,6 +127,12 @@ FN void to_e5m2x2(e5m2* d, f32 lo, f32 hi) {
   d[0] = e5m2{(u8)w}; d[1] = e5m2{(u8)(w >> 8)};
 }
 
+//! pair
+template <typename T> FN u32 pair(T lo, T hi) { return bits_of(lo) | bits_of(hi) << 16; }
+
+//! unpair
+template <typename T> FN void unpair(T* d, u32 w) { from_bits(d[0], w); from_bits(d[1], w >> 16); }
+
 //! pair_f16
 // two conversions in one instruction
 FN u32 pair_f16(f32 lo, f32 hi) {
@@ -136,7 +142,7 @@ FN u32 pair_f16(f32 lo, f32 hi) {
 //! to_f16x2
 FN void to_f16x2(f16* d, f32 lo, f32 hi) {
   const u32 w = pair_f16(lo, hi);
-  d[0] = f16{(u16)w}; d[1] = f16{(u16)(w >> 16)};
+  unpair(d, w);
 }
 
 //! pair_bf16
@@ -147,41 +153,38 @@ FN u32 pair_bf16(f32 lo, f32 hi) {
 //! to_bf16x2
 FN void to_bf16x2(bf16* d, f32 lo, f32 hi) {
   const u32 w = pair_bf16(lo, hi);
-  d[0] = bf16{(u16)w}; d[1] = bf16{(u16)(w >> 16)};
+  unpair(d, w);
 }
-
-//! pair
-template <typename T> FN u32 pair(T lo, T hi) { return bits_of(lo) | bits_of(hi) << 16; }
 
 //! add_x2
 // Two neighbours in one instruction: ptxas would pair others, and take those apart again.
 FN void add_x2(f16* d, f16 a0, f16 a1, f16 b0, f16 b1) {
   u32 w; asm("add.rn.f16x2 %0, %1, %2;" : "=r"(w) : "r"(pair(a0, a1)), "r"(pair(b0, b1)));
-  d[0] = f16{(u16)w}; d[1] = f16{(u16)(w >> 16)};
+  unpair(d, w);
 }
 FN void add_x2(bf16* d, bf16 a0, bf16 a1, bf16 b0, bf16 b1) {
   u32 w; asm("add.rn.bf16x2 %0, %1, %2;" : "=r"(w) : "r"(pair(a0, a1)), "r"(pair(b0, b1)));
-  d[0] = bf16{(u16)w}; d[1] = bf16{(u16)(w >> 16)};
+  unpair(d, w);
 }
 
 //! sub_x2
 FN void sub_x2(f16* d, f16 a0, f16 a1, f16 b0, f16 b1) {
   u32 w; asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(w) : "r"(pair(a0, a1)), "r"(pair(b0, b1)));
-  d[0] = f16{(u16)w}; d[1] = f16{(u16)(w >> 16)};
+  unpair(d, w);
 }
 FN void sub_x2(bf16* d, bf16 a0, bf16 a1, bf16 b0, bf16 b1) {
   u32 w; asm("sub.rn.bf16x2 %0, %1, %2;" : "=r"(w) : "r"(pair(a0, a1)), "r"(pair(b0, b1)));
-  d[0] = bf16{(u16)w}; d[1] = bf16{(u16)(w >> 16)};
+  unpair(d, w);
 }
 
 //! mul_x2
 FN void mul_x2(f16* d, f16 a0, f16 a1, f16 b0, f16 b1) {
   u32 w; asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(w) : "r"(pair(a0, a1)), "r"(pair(b0, b1)));
-  d[0] = f16{(u16)w}; d[1] = f16{(u16)(w >> 16)};
+  unpair(d, w);
 }
 FN void mul_x2(bf16* d, bf16 a0, bf16 a1, bf16 b0, bf16 b1) {
   u32 w; asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(w) : "r"(pair(a0, a1)), "r"(pair(b0, b1)));
-  d[0] = bf16{(u16)w}; d[1] = bf16{(u16)(w >> 16)};
+  unpair(d, w);
 }
 
 //! widen_e4m3x2
@@ -190,7 +193,7 @@ FN u32 e4m3_pair(e4m3 lo, e4m3 hi) {
   return w;
 }
 FN void widen_e4m3x2(f16* d, e4m3 lo, e4m3 hi) {
-  const u32 w = e4m3_pair(lo, hi); d[0] = f16{(u16)w}; d[1] = f16{(u16)(w >> 16)};
+  const u32 w = e4m3_pair(lo, hi); unpair(d, w);
 }
 FN void widen_e4m3x2(f32* d, e4m3 lo, e4m3 hi) {
   const u32 w = e4m3_pair(lo, hi); d[0] = to_f32(f16{(u16)w}); d[1] = to_f32(f16{(u16)(w >> 16)});
@@ -205,7 +208,7 @@ FN u32 e5m2_pair(e5m2 lo, e5m2 hi) {
   return w;
 }
 FN void widen_e5m2x2(f16* d, e5m2 lo, e5m2 hi) {
-  const u32 w = e5m2_pair(lo, hi); d[0] = f16{(u16)w}; d[1] = f16{(u16)(w >> 16)};
+  const u32 w = e5m2_pair(lo, hi); unpair(d, w);
 }
 FN void widen_e5m2x2(f32* d, e5m2 lo, e5m2 hi) {
   const u32 w = e5m2_pair(lo, hi); d[0] = to_f32(f16{(u16)w}); d[1] = to_f32(f16{(u16)(w >> 16)});
