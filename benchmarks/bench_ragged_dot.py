@@ -151,11 +151,11 @@ def configs(problem):
         yield RaggedConfig(2, 128, 0, 2, 2, 8)
     else:
         yield RaggedConfig(2, 256, 0, 1, 2, 16)
-        yield RaggedConfig(2, 256, 0, 2, 2, 8)
+        yield RaggedConfig(2, 256, 0, 2, 2, 4)
         yield RaggedConfig(2, 256, 0, 2, 2, 32)
         yield RaggedConfig(2, 256, 0, 2, 1, 16)
+        yield RaggedConfig(2, 192, 0, 2, 2, 16)
         yield RaggedConfig(2, 128, 0, 2, 2, 16)
-        yield RaggedConfig(1, 256, 0, 2, 2, 32)
 
 
 def bench(problem, args, known):

@@ -67,7 +67,7 @@ from ._ops import (
     wgmma_wait,
 )
 from ._pipeline import emit_pipeline
-from ._schedule import NDLoopInfo, dynamic_scheduling_loop, nd_loop, next_tile
+from ._schedule import NDLoopInfo, dynamic_scheduling_loop, hand_tile, nd_loop, next_tile
 from ._semaphores import (
     SemaphoreSignal,
     semaphore_signal,

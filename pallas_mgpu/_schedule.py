@@ -7,7 +7,7 @@ from . import _core
 from ._control import fori_loop, scoped, when, while_loop
 from ._names import show
 from ._ops import axis_index, axis_size, barrier_arrive, barrier_wait
-from ._trace import env
+from ._trace import Ref, env, type_text
 from ._types import SMEM, Barrier, ClusterBarrier, axis_names
 
 _MOST_POINTS = 1 << 30  # of a grid that is handed out: counters do not overflow
@@ -22,6 +22,48 @@ def next_tile(counter=0):
     """
     not_batched("next_tile")
     return _core.next_tile(counter)
+
+
+def hand_tile(tile, k, tiles, ready, read, free=None):
+    """Tell a number to all blocks of a cluster: ``tile`` of its first block (Hopper).
+
+    For schedules of one's own beside :func:`next_tile`. The last thread of each block calls it, for
+    step ``k`` = 0, 1, 2 ..., an int32 scalar. Slot ``k % n`` of ``tiles``, ``SMEM((n,), int32)``,
+    of every block gets the number, and that of ``ready``, ``Barrier(num_barriers=n)``, completes
+    there. Whoever needs it waits for that, reads the slot and arrives on the slot of ``read``,
+    ``Barrier(num_arrivals=readers, num_barriers=n)``, which the call n steps later waits for.
+    ``free``: ``ClusterBarrier(collective_axes=(axes,), num_barriers=n)`` of all axes of the
+    cluster, where it has more than one block; the last thread may itself read the slot, without an
+    arrival. ValueError for arguments of other shapes, or without ``free`` in a cluster.
+    """
+    what = "hand_tile"
+
+    def shown(x):
+        return type_text(x) if isinstance(x, Ref) else show(x)
+
+    if not isinstance(tiles, Ref) or tiles.ndim != 1:
+        raise ValueError(f"{what}: tiles must be a ref of one dim in SMEM, got {shown(tiles)}")
+    ahead = tiles.shape[0]
+    given = {"ready": ready, "read": read, "free": free}
+    in_cluster = any(f == "cluster" and size > 1 for f, _, size in env(what).axes.values())
+    if not in_cluster:
+        del given["free"]
+    for name, x in given.items():
+        if not isinstance(x, Ref) or x.dtype != "barrier" or x.shape != (ahead,):
+            raise ValueError(
+                f"{what}: {name} must be {ahead} barriers, one for each slot of tiles; got"
+                f" {shown(x)}"
+            )
+    slot = k % ahead
+
+    @when(k >= ahead)
+    def _():
+        barrier_wait(read.at[slot])
+        if in_cluster:
+            _core.effect("barrier_arrive", (free.at[slot],), relaxed=2)
+            barrier_wait(free.at[slot])
+
+    _core.effect("hand_tile", (tile, tiles.at[slot], ready.at[slot]))
 
 
 def not_batched(what):
@@ -187,26 +229,14 @@ def dynamic_scheduling_loop(grid_names, thread_axis=None, cluster_axes=(), init_
             return loop(alone)[2]
 
         def together(tiles, ready, read, free):
-            # The tile of step k + 1 is handed on in slot k % 2. The last thread sees that all have
-            # read what it will overwrite, and in a cluster tells the others so.
+            # The tile of step k + 1 is handed on in slot k % 2.
             last = axis_index(thread_axis) == e.n_threads - 1 if thread_axis else True
-
-            def await_readers(k):
-                barrier_wait(read.at[k % 2])
-                if free is not None:
-                    _core.effect("barrier_arrive", (free.at[k % 2],), relaxed=2)
-                    barrier_wait(free.at[k % 2])
 
             def work(run, k):
                 taken = _core.take_tile(counter)
                 run()
-
-                @when(last)
-                def _():
-                    when(k > 1)(lambda: await_readers(k))
-
+                when(last)(lambda: hand_tile(taken, k, tiles, ready, read, free))
                 slot = k % 2
-                _core.effect("hand_tile", (taken, tiles.at[slot], ready.at[slot]))
                 barrier_wait(ready.at[slot])
                 following = tiles[slot]
                 barrier_arrive(read.at[slot])

@@ -537,6 +537,100 @@ def test_too_many_points():
         kernel.lower().as_text("cuda")
 
 
+@pytest.mark.parametrize(
+    "count, ahead, blocks, threads", [(9, 2, 2, 2), (20, 3, 4, 3), (7, 1, 2, 2), (11, 2, 1, 3)]
+)
+def test_a_schedule_of_ones_own(run, count, ahead, blocks, threads):
+    """hand_tile: what the first block of a cluster took, all readers of all its blocks get, each
+    number once; a slot is not overwritten before they have read it."""
+
+    def body(o, tiles, ready, read, free):
+        wg, rank = lax.axis_index("t"), lax.axis_index("c")
+
+        def hear(k):
+            plgpu.barrier_wait(ready.at[k % ahead])
+            return tiles[k % ahead]
+
+        def take(k):
+            taken = lax.cond(rank == 0, plgpu.next_tile, lambda: jnp.int32(-1))
+            plgpu.hand_tile(taken, k, tiles, ready, read, free)
+            return hear(k)
+
+        def each(f):
+            start = jnp.int32(0), jnp.int32(0)
+            return lax.while_loop(lambda c: c[1] < count, lambda c: (c[0] + 1, f(c[0])), start)[0]
+
+        @pl.when(wg == threads - 1)
+        def _():
+            k = each(take)
+            for s in range(ahead):
+                pl.when(k > s)(lambda s=s: plgpu.barrier_wait(read.at[(k - 1 - s) % ahead]))
+
+        @pl.when(wg < threads - 1)
+        def _():
+            def work(k):
+                tile = hear(k)
+                plgpu.barrier_arrive(read.at[k % ahead])
+
+                @pl.when(tile < count)
+                def _():
+                    o[tile, rank, wg] = 10 * tile
+
+                return tile
+
+            each(work)
+
+    scratch = [
+        plgpu.SMEM((ahead,), i32),
+        plgpu.Barrier(num_barriers=ahead),
+        plgpu.Barrier(num_arrivals=threads - 1, num_barriers=ahead),
+        plgpu.ClusterBarrier(collective_axes=("c",), num_barriers=ahead) if blocks > 1 else None,
+    ]
+    out = plgpu.ShapeDtypeStruct((count, blocks, threads - 1), i32)
+    options = dict(grid=(3,), grid_names=("g",), num_threads=threads, thread_name="t")
+    options |= dict(cluster=(blocks,), cluster_names=("c",), scratch_types=scratch)
+    want = np.broadcast_to(10 * np.arange(count)[:, None, None], out.shape)
+    np.testing.assert_array_equal(run(body, out, **options), want)
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (dict(tiles=3), "tiles must be a ref of one dim in SMEM, got 3"),
+        (dict(ready=None), "ready must be 2 barriers, one for each slot of tiles; got None"),
+        (dict(read="ready", ready="one"), "ready must be 2 barriers"),
+        (dict(free=None), "free must be 2 barriers"),
+        (dict(ready="free"), "the barrier is a ClusterBarrier"),
+        (dict(tiles="floats"), "one int32 in SMEM is needed"),
+    ],
+)
+def test_hand_tile_errors(change, words):
+    def body(o, tiles, ready, read, free, one, floats):
+        refs = dict(tiles=tiles, ready=ready, read=read, free=free)
+        names = refs | dict(one=one, floats=floats)
+        plgpu.hand_tile(0, 0, **refs | {k: names.get(v, v) for k, v in change.items()})
+
+    scratch = [
+        plgpu.SMEM((2,), i32),
+        plgpu.Barrier(num_barriers=2),
+        plgpu.Barrier(num_barriers=2),
+        plgpu.ClusterBarrier(collective_axes=("c",), num_barriers=2),
+        plgpu.Barrier(num_barriers=1),
+        plgpu.SMEM((2,), f32),
+    ]
+    kernel = plgpu.kernel(
+        body,
+        out_type=plgpu.ShapeDtypeStruct((4,), f32),
+        scratch_types=scratch,
+        cluster=(2,),
+        cluster_names=("c",),
+        interpret=True,
+    )
+    with pytest.raises(ValueError, match=words) as caught:
+        kernel()
+    assert "hand_tile" in str(caught.value)
+
+
 TAKEN = """\
 kernel "take" grid [5] cluster [] threads 1 stage traced {
   args out %o_1: gmem int32[5]

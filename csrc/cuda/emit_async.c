@@ -609,13 +609,16 @@ const char *pm_taker(pm_gen *e, bool first_block) {
   const pm_graph *g = e->g;
   const char *thread = g->n_threads > 1 ? pm_str(e, "wg == %u && ", g->n_threads - 1) : "";
   const char *rank = first_block && pm_blocks(g) > 1 ? "cluster_rank() == 0 && " : "";
-  return pm_str(e, "if (%s%swarp == 0 && elect_one())", rank, thread);
+  const char *lane = e->lane ? "true" : "warp == 0 && elect_one()";
+  return pm_str(e, "if (%s%s%s)", rank, thread, lane);
 }
 
 /* Clusters of the launch have tiles by their number; what the counter says comes behind. */
 static const char *behind_first(pm_gen *e, pm_val taken) {
   const uint32_t x = e->program->cluster[0];
-  if (!e->program->shares_grid) return pm_scalar_of(e, taken);
+  const pm_opid def = pm_value_of(e->g, taken)->def;
+  const bool bare = !def || pm_get(e->g, def)->code != PM_OP_TAKE_TILE;
+  if (bare || !e->program->shares_grid) return pm_scalar_of(e, taken);
   return pm_str(e, x > 1 ? "%s + (i32)(gridDim.x / %u)" : "%s + (i32)gridDim.x",
                 pm_scalar_of(e, taken), x);
 }

@@ -119,6 +119,7 @@ static bool lane_op(const pm_gen *e, pm_opid op, traits *t) {
     case PM_OP_WAIT: t->sticky = true; return e->lane_barrier[pm_view_base(g, pm_in(g, op, 0))];
     case PM_OP_DELAY:
     case PM_OP_SIGNAL:
+    case PM_OP_HAND_TILE:
     case PM_OP_ARRIVE: return true;
     case PM_OP_SYNC: t->syncs = true; return true;
     case PM_OP_LOAD: t->sticky = true; return is_scalar(e, o->out);

@@ -218,7 +218,8 @@ static pm_code check_ticket(checker *c, pm_opid op) {
   const bool hands = code == PM_OP_HAND_TILE || code == PM_OP_SHARE_TILE;
   for (uint32_t k = 0; k < pm_get(g, op)->n_in; k++) {
     const bool ticket = code_of(g, pm_in(g, op, k)) == PM_OP_TAKE_TILE;
-    if (ticket != (hands && !k)) BAD("%s: operand %u and take_tile", text_of(c, op), k);
+    const bool wanted = code == PM_OP_SHARE_TILE;
+    if (ticket ? !hands || k : wanted) BAD("%s: operand %u and take_tile", text_of(c, op), k);
   }
   bool alone = g->n_threads == 1;
   for (uint32_t k = 0; k < g->n_cluster; k++) alone &= g->cluster[k] == 1;

@@ -19,8 +19,8 @@
  * There is a way without: the barrier counts WARPS, and each warp arrives when its own lanes have
  * come so far. It is taken for barriers of one block that no copy arrives at.
  *
- * A SIGNAL is made by one lane for all too, and needs the SYNC always. Behind an AWAIT the lanes
- * meet.
+ * A SIGNAL or HAND_TILE is made by one lane for all too, and needs the SYNC always. Behind an AWAIT
+ * the lanes meet.
  *
  * An ARRIVE on a cluster barrier is RELAXED if memory that another block of the cluster can reach
  * is accessed in this kernel by asynchronous engines alone, because a release would cost a lot and
@@ -497,6 +497,7 @@ static void visit_op(placer *p, pm_blk block, uint32_t *k) {
     case PM_OP_WAIT: visit_wait(p); break;
     case PM_OP_ARRIVE: visit_arrive(p, block, k); break;
     case PM_OP_ASYNC_STORE:
+    case PM_OP_HAND_TILE:
     case PM_OP_SIGNAL:
       if (p->touched || p->waited) place(p, block, k);
       break;

@@ -146,7 +146,7 @@ def kernel(name, make, eps, shape, dtype, vectors, aligned, ring, interpret):
     def body(x, *refs):
         given = iter(refs[: sum(v is not None for v in vectors)])
         weights = [None if v is None else next(given) for v in vectors]
-        o, slots, stats_s, full, empty, met, seen, *told = refs[-10:]
+        o, slots, stats_s, full, empty, met, seen, told = refs[-8:]
         plgpu.griddepcontrol_launch_dependents()
         plgpu.griddepcontrol_wait()
         x, o = x.reshape((rows, n)), o.reshape((rows, n))
@@ -354,7 +354,7 @@ def kernel(name, make, eps, shape, dtype, vectors, aligned, ring, interpret):
             plgpu.Barrier(num_barriers=(consumers, p.stages)),
             plgpu.Barrier(num_arrivals=consumers, num_barriers=2),
             plgpu.Barrier(num_arrivals=consumers, num_barriers=2),
-            *told_scratch(2 * consumers, p.ahead),
+            told_scratch(2 * consumers, p.ahead),
         ],
         grid=(p.programs,),
         grid_names=("sm",),

@@ -86,49 +86,55 @@ class Ring:
 # ---- tiles from a counter of the launch ----------------------------------------------------------
 
 
-def told_scratch(consumers, ahead=2):
-    """Tile numbers on their way from the thread that fetches to the consumers: `ahead` of them."""
+def told_scratch(consumers, ahead=2, axes=None):
+    """Tile numbers on their way from the thread that fetches to the consumers: `ahead` of them.
+    axes: those of the cluster, if its blocks get the same tiles."""
     return [
         plgpu.SMEM((ahead,), jnp.int32),
         plgpu.Barrier(num_barriers=ahead),
         plgpu.Barrier(num_arrivals=consumers, num_barriers=ahead),
+        plgpu.ClusterBarrier(collective_axes=(axes,), num_barriers=ahead) if axes else None,
     ]
 
 
-def hand_out(told_refs, first, programs, total, work, carry, some=True, asks=False, beyond=False):
+def hand_out(
+    told_refs, first, programs, total, work, carry, some=True, asks=False, beyond=False, rank=0
+):
     """Thread that fetches: carry = work(tile, carry) for the first tile, then for whichever is next
     of all blocks; the consumers are told each, and in the end one beyond the last. some: the first
     is one for sure. asks: not when the work begins, but when work(tile, carry, ask) does ask(), the
     next tile is taken; it returns (carry, what it was told). beyond: work for the one beyond, too.
+    rank: of the block in the cluster, whose blocks all get what the first one takes.
     """
-    tile_s, told, heard = told_refs
+    tile_s, told, heard, free = told_refs
     ahead = tile_s.shape[0]
 
     def tell(w, t):
-        @pl.when(w > ahead - 1)
-        def _():
-            plgpu.barrier_wait(heard.at[w % ahead])
-
-        tile_s[w % ahead] = t
-        plgpu.barrier_arrive(told.at[w % ahead])
+        plgpu.hand_tile(t, w, tile_s, told, heard, free)
+        if free is None:
+            return t
+        plgpu.barrier_wait(told.at[w % ahead])
+        return tile_s[w % ahead]
 
     def take(t):
         try:
-            return plgpu.next_tile()
+            if free is None:
+                return plgpu.next_tile()
+            return lax.cond(rank == 0, plgpu.next_tile, lambda: jnp.int32(0))
         except NotImplementedError:  # vmap, whose elements would share the counter: a fixed share
             return t
 
     def step(x):
         w, t, carry = x
-        tell(w, t)
         if asks:
             carry, taken = work(t, carry, lambda: take(t))
-            return w + 1, taken + programs, carry
-        following = take(t) + programs
-        return w + 1, following, work(t, carry)
+        else:
+            taken = take(t)
+            carry = work(t, carry)
+        return w + 1, tell(w + 1, taken + programs), carry
 
-    w, t, carry = lax.while_loop(lambda x: x[1] < total, step, (jnp.int32(0), first, carry))
-    tell(w, t)
+    start = jnp.int32(0), tell(jnp.int32(0), first), carry
+    w, t, carry = lax.while_loop(lambda x: x[1] < total, step, start)
     if beyond:
         carry = work(t, carry)
     plgpu.barrier_wait(heard.at[w % ahead])
@@ -143,7 +149,7 @@ def hand_out(told_refs, first, programs, total, work, carry, some=True, asks=Fal
 
 def hear(told_refs, w):
     """Consumer: tile w of those that it is told."""
-    tile_s, told, heard = told_refs
+    tile_s, told, heard, _ = told_refs
     ahead = tile_s.shape[0]
     plgpu.barrier_wait(told.at[w % ahead])
     t = tile_s[w % ahead]
@@ -169,13 +175,6 @@ def store_chunk(p, part, buffer, target, engine=None):
     buffer[...] = part
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(buffer, target, engine=engine)
-
-
-def store(p, value, buffers, out_dtype, target):
-    """value through the buffers, by TMA; target(c): where chunk c goes."""
-    for c in range(p.chunks):
-        part = value[:, c * p.chunk : (c + 1) * p.chunk].astype(out_dtype)
-        store_chunk(p, part, buffers.at[c % p.buffers], target(c))
 
 
 def roles(consumers, registers, fetch, consume):

@@ -108,7 +108,7 @@ def _kernel(shape, keys, kv_heads, dtype, causal, scale, want_lse, cfg, cores, i
 
     def body(q, k, v, o, *refs):
         lse, refs = (refs[0], refs[1:]) if want_lse else (None, refs)
-        q_s, k_s, v_s, o_s, lse_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, *ring = refs
+        q_s, k_s, v_s, o_s, lse_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, *told = refs
         me, sm = lax.axis_index("wg"), lax.axis_index("sm")
 
         def give_registers(n, action):
@@ -315,7 +315,7 @@ def _kernel(shape, keys, kv_heads, dtype, causal, scale, want_lse, cfg, cores, i
             _, head, b = tile_of(sm)
             start = none, none, (b, none, head // (heads // kv_heads))
             if dynamic:
-                end = hand_out(ring, sm, programs, total, produce, start, beyond=True)
+                end = hand_out(told[0], sm, programs, total, produce, start, beyond=True)
             else:
                 trips = (total - sm + (programs - 1)) // programs
                 end = lax.fori_loop(0, trips + 1, lambda w, x: produce(sm + w * programs, x), start)
@@ -335,8 +335,8 @@ def _kernel(shape, keys, kv_heads, dtype, causal, scale, want_lse, cfg, cores, i
         @pl.when(me < me_count)
         def _():
             give_registers(240 if me_count < 3 else 160, "increase")
-            told = functools.partial(hear, ring) if dynamic else lambda w: sm + w * programs
-            pl.run_scoped(lambda acc: attend(acc, told), plgpu.ACC((64, dim)))
+            of_tile = functools.partial(hear, told[0]) if dynamic else lambda w: sm + w * programs
+            pl.run_scoped(lambda acc: attend(acc, of_tile), plgpu.ACC((64, dim)))
             plgpu.wait_smem_to_gmem(0)
 
     def smem(*shape):
@@ -364,7 +364,7 @@ def _kernel(shape, keys, kv_heads, dtype, causal, scale, want_lse, cfg, cores, i
             barriers(stages, me_count),
             barriers(stages),
             barriers(stages, me_count),
-            *(told_scratch(me_count) if dynamic else []),
+            *([told_scratch(me_count)] if dynamic else []),
         ],
         grid=(programs,),
         grid_names=("sm",),

@@ -5,13 +5,15 @@ Both kernels are built as `matmul`: persistent blocks, whose last thread fetches
 and whose other threads, the consumers, own 64 rows of the tile each. At the start every block makes
 a table of where groups begin; whatever the sizes are, what is read and written lies in the arrays.
 
-`ragged_dot` multiplies each group of rows with a matrix of its own. Tiles begin where a group does,
-so no tile has rows of two groups; at its end the last one has fewer rows than there is room for,
-and is stored from registers under a mask. Consumers without rows multiply nothing. Such tiles take
-half the time, so blocks soon do not work in step; a counter hands the tiles out, and those that
-multiply with the same columns still begin nearly at once and find them in the L2. With a fixed
-share for every block they drift apart, and the memory sends the matrices several times. The blocks
-of a cluster, if there are two, lie side by side and share the rows; their tiles are a fixed share.
+`ragged_dot` multiplies each group of rows with a matrix of its own. The tensor cores take the
+matrix as their left operand, of which they multiply 64 columns at a time, and the rows as the right
+one, of which they multiply any number; so a tile is as narrow as its group asks for, in steps of an
+eighth, and the result is transposed on its way into SMEM. Tiles begin where a group does and share
+its rows evenly, and what is stored ends where the group ends: in boxes of TMA, whose rows are
+powers of two. Narrow tiles take less time, so blocks soon do not work in step; a counter hands the
+tiles out, and those that multiply with the same columns still begin nearly at once and find them in
+the L2. With a fixed share for every block they drift apart, and the memory sends the matrices
+several times. The blocks of a cluster lie side by side and share the rows.
 
 `transposed_ragged_dot` sums over the rows of a group. Its last 1 to 32 rows (all 0 of an empty one)
 lie in a slot of their own, the edge, where rows of the next group come too; the thread that fetches
@@ -29,7 +31,7 @@ import pallas_mgpu as plgpu
 from pallas_mgpu import lax, pl
 from pallas_mgpu import numpy as jnp
 
-from ._ring import Ring, for_told, hand_out, roles, store, store_chunk, told_scratch
+from ._ring import Ring, for_told, hand_out, roles, store_chunk, told_scratch
 from .matmul import _SMEM, _needs_padding, _Padded, _padding, _swizzled
 
 _STEP = 64  # elements of the summed dim in a slot
@@ -43,16 +45,17 @@ _EARLY = 3  # steps that are fetched before the rest of the edge is overwritten
 class RaggedConfig(NamedTuple):
     """How a grouped product is tiled.
 
-    ``consumers``: threads that multiply, 64 rows of a tile each, 1 or 2. ``tile_n``: columns of a
-    tile, 64, 128, 192 or 256. ``stages``: slots of the ring, of 64 elements of the summed dim, or
-    of 32 rows for :func:`transposed_ragged_dot`; 0: as many as fit. ``cluster``: blocks that share
-    an operand, 1 or 2. ``buffers``: store buffers per consumer (16-bit results of
-    :func:`transposed_ragged_dot` always have one). ``group``: rows of tiles worked on together, for
-    the L2.
+    ``consumers``: threads that multiply, 1 or 2, 64 columns of a tile each, or 64 rows for
+    :func:`transposed_ragged_dot`. ``tile``: its rows, at most, or columns for
+    :func:`transposed_ragged_dot`; 64, 128, 192 or 256. ``stages``: slots of the ring, of 64
+    elements of the summed dim, or of 32 rows for :func:`transposed_ragged_dot`; 0: as many as fit.
+    ``cluster``: blocks that share an operand, 1 or 2. ``buffers``: store buffers per consumer
+    (16-bit results of :func:`transposed_ragged_dot` always have one). ``group``: rows of tiles
+    worked on together, for the L2.
     """
 
     consumers: int = 2
-    tile_n: int = 256
+    tile: int = 256
     stages: int = 0
     cluster: int = 2
     buffers: int = 2
@@ -65,21 +68,21 @@ class _Plan:
 
     def __init__(self, groups, out_bytes, cfg, edge):
         self.step = _SUM_STEP if edge else _STEP
-        self.rows, self.cols = 64 * cfg.consumers, cfg.tile_n
+        wide = 64 * cfg.consumers
         # A tile in 16 bits is stored under the next one: registers have room for it, and one wide
         # store costs the products less than two.
         self.late = edge and out_bytes == 2
         width, most = (256, 1) if self.late else (128, cfg.buffers)
-        self.chunk = math.gcd(width // out_bytes, self.cols)  # columns of a store buffer
-        self.chunks = self.cols // self.chunk
+        self.chunk = math.gcd(width // out_bytes, cfg.tile)  # a store buffer's part of the tile
+        self.chunks = cfg.tile // self.chunk
         self.buffers = max(b for b in range(1, most + 1) if self.chunks % b == 0)
         used = cfg.consumers * self.buffers * 64 * self.chunk * out_bytes
         used += 8 * (groups + 1) + 1024
-        slot = (self.rows + self.cols) * self.step * 2
+        slot = (wide + cfg.tile) * self.step * 2
         most = min((_SMEM - used) // slot - edge, 512 // self.step)
         self.stages = min(cfg.stages or most, most)
         # more accumulators than an even share of the registers has room for
-        self.registers = (40, 232) if cfg.consumers > 1 and self.cols > 128 else None
+        self.registers = (40, 232) if cfg.consumers > 1 and cfg.tile > 128 else None
 
 
 def _make_table(sizes, table, m, rows):
@@ -102,6 +105,15 @@ def _place(t, tiles_m, tiles_n, band):
     return number * band + lax.rem(inside, height), lax.div(inside, height)
 
 
+def _widths(rows):
+    """What tiles of up to that many rows may measure: as few as keep what is multiplied for nothing
+    small, since each costs instructions, and above the half, where most tiles are, twice as many.
+    """
+    grain = 8 * pl.cdiv(rows, 128)  # the instruction takes multiples of 8
+    half = rows // 2
+    return [*range(2 * grain, half, 2 * grain), *range(half, rows + 1, grain)]
+
+
 def _to_and_fro(s, steps, w):
     """Every second tile goes backwards: the end of what it shares is still in the L2."""
     return lax.select(w % 2 == 1, steps - 1 - s, s)
@@ -111,6 +123,7 @@ def _scratch(p, cfg, groups, a_tile, b_tile, dtype, out_dtype, edge):
     """Scratch types by name."""
     tiled = _swizzled(64, dtype)
     slots = {"num_barriers": p.stages}
+    part = (64, p.chunk) if edge else (p.chunk, 64)
     if cfg.cluster > 1:
         empty = plgpu.ClusterBarrier(collective_axes=("c",), num_arrivals=cfg.consumers, **slots)
     else:
@@ -119,9 +132,9 @@ def _scratch(p, cfg, groups, a_tile, b_tile, dtype, out_dtype, edge):
         "a_smem": plgpu.SMEM((p.stages, *a_tile), dtype, transforms=tiled),
         "b_smem": plgpu.SMEM((p.stages, *b_tile), dtype, transforms=tiled),
         "o_smem": plgpu.SMEM(
-            (cfg.consumers, p.buffers, 64, p.chunk),
+            (cfg.consumers, p.buffers, *part),
             out_dtype,
-            transforms=_swizzled(min(p.chunk, 128 // out_dtype.itemsize), out_dtype),
+            transforms=_swizzled(min(part[1], 128 // out_dtype.itemsize), out_dtype),
         ),
         "table": plgpu.SMEM((2, groups + 1), jnp.int32),
         "table_ready": plgpu.Barrier(),
@@ -171,70 +184,52 @@ def _launch(cfg, clusters):
 @functools.cache
 def _grouped(m, n, k, groups, dtype, out_dtype, tb, cfg, sms, interpret):
     p = _Plan(groups, out_dtype.itemsize, cfg, False)
-    rows, cols = p.rows, p.cols
-    shared = cfg.cluster > 1
+    rows, cols = cfg.tile, 64 * cfg.consumers  # rows: at most
+    widths = _widths(rows)
+    grain = math.gcd(*widths)
+    fetched = [next(w for w in widths if 4 * w >= quarter * rows) for quarter in (1, 2, 3, 4)]
     steps = pl.cdiv(k, _STEP)
+    shared = cfg.cluster > 1
+    axes = "c" if shared else None
     tiles_n = pl.cdiv(n, cols * cfg.cluster)
     clusters = min(max(sms // cfg.cluster, 1), (pl.cdiv(m, rows) + groups) * tiles_n)
     by_tma = m == 1 or n * out_dtype.itemsize % 16 == 0  # the result
+    engine = None if by_tma else "lanes"
     width = min(n, 2048)  # of what is zeroed at a time
 
-    def body(a, b, sizes, o, *, a_smem, b_smem, o_smem, table, table_ready, full, empty, told=None):
+    def body(a, b, sizes, o, *, a_smem, b_smem, o_smem, table, table_ready, full, empty, told):
         _begin(sizes, table, table_ready, m, rows)
         ring = Ring(p.stages, a_smem, b_smem, full, empty)
         cid = lax.axis_index("tile")
         rank = lax.axis_index("c") if shared else 0
-
-        def tile_of(work, g, t, it):
-            """Tile t of those of group g."""
-            start, end = jnp.clip(table[0, g], 0, m), table[0, g + 1]
-            height = (end - start + (rows - 1)) // rows
-            i, j = _place(t, height, tiles_n, cfg.group)
-            row, col = i * rows, (j * cfg.cluster + rank) * cols
-            work(g, start + row, col, end - start - row, j, it)
-            return it + steps
-
-        def own_tiles(work):
-            """Every so many-th tile of each group; all steps."""
-
-            def of_group(g, it):
-                first = jnp.maximum(table[1, g], 0) * tiles_n
-                count = table[1, g + 1] * tiles_n - first
-                # the first tile of the group that is this cluster's
-                mine = (cid + (clusters - first % clusters)) % clusters
-                trips = (jnp.maximum(count - mine, 0) + (clusters - 1)) // clusters
-
-                def one(w, it):
-                    return tile_of(work, g, mine + w * clusters, it)
-
-                return lax.fori_loop(0, trips, one, it)
-
-            return lax.fori_loop(0, groups, of_group, jnp.int32(0))
+        total = table[1, groups] * tiles_n
 
         def handed(work):
-            """work for what a counter hands out: a tile number of all, the group of the one before
-            and the steps before."""
+            """work(group, first row, rows, first column, steps before) for what a counter hands
+            out: a tile number of all, the group of the one before and the steps before."""
 
             def one(t, carry):
                 g, it = carry
                 g = lax.while_loop(lambda g: table[1, g + 1] * tiles_n <= t, lambda g: g + 1, g)
-                return g, tile_of(work, g, t - jnp.maximum(table[1, g], 0) * tiles_n, it)
+                start = jnp.clip(table[0, g], 0, m)
+                size = jnp.maximum(table[0, g + 1] - start, 0)
+                count = (size + (rows - 1)) // rows
+                i, j = _place(t - jnp.maximum(table[1, g], 0) * tiles_n, count, tiles_n, cfg.group)
+                # tiles of one height: they keep in step, and find in the L2 what they share
+                share = lax.div(size + (count * grain - 1), count * grain) * grain
+                row = i * share
+                height = jnp.minimum(share, size - row)
+                work(g, start + row, height, (j * cfg.cluster + rank) * cols, it)
+                return g, it + steps
 
             return one
 
-        def for_tiles(work, fetches=False):
-            """work(group, row, col, rows left in the group, column of tiles, steps before) for each
-            of this cluster's tiles; all steps."""
-            if shared:
-                return own_tiles(work)
-            total, start = table[1, groups] * tiles_n, (jnp.int32(0), jnp.int32(0))
-            if fetches:
-                return hand_out(told, cid, clusters, total, handed(work), start, some=False)[1]
-            return for_told(told, total, handed(work), start)[1]
+        start = jnp.int32(0), jnp.int32(0)
 
         def fetch():
-            def tile(g, row, col, left, w, it):
+            def tile(g, row, height, col, it):
                 def copy(s, a_slot, b_slot, barrier):
+                    w = col // (cols * cfg.cluster)
                     along_k = pl.ds(_to_and_fro(s, steps, w) * _STEP, _STEP)
                     along_n = pl.ds(col, cols)
 
@@ -243,73 +238,81 @@ def _grouped(m, n, k, groups, dtype, out_dtype, tb, cfg, sms, interpret):
                             a.at[pl.ds(row, count), along_k],
                             a_slot.at[pl.ds(0, count)],
                             barrier,
-                            collective_axes="c" if shared else None,
+                            collective_axes=axes,
                         )
 
-                    if cfg.consumers == 1 or shared:
-                        rows_of_a(rows)
-                    else:  # what one consumer alone multiplies is limited by what comes in
-                        pl.when(left > 64)(lambda: rows_of_a(rows))
-                        pl.when(left <= 64)(lambda: rows_of_a(64))
+                    # a narrow tile is limited by what comes in
+                    for less, count in zip((0, *fetched), fetched):
+                        fits = (height > less) & (height <= count)
+                        pl.when(fits)(functools.partial(rows_of_a, count))
                     at = (along_n, along_k) if tb else (along_k, along_n)
                     plgpu.copy_gmem_to_smem(b.at[(g, *at)], b_slot, barrier)
 
                 ring.fetch(0, steps, ring.at(it), copy)
 
-            ring.drain(for_tiles(tile, fetches=True))
+            it = hand_out(told, cid, clusters, total, handed(tile), start, some=False, rank=rank)[1]
+            ring.drain(it)
 
         def consume(me):
-            def factors(a_slot, b_slot):
-                return a_slot.at[pl.ds(me * 64, 64)], b_slot.T if tb else b_slot
+            def product(height, it):
+                which = sum((height > w).astype(jnp.int32) for w in widths[:-1])
 
-            def product(it):
                 def with_sums(acc):
-                    last = ring.multiply(acc, steps, ring.at(it), factors)[2]
+                    def of_width(count):
+                        part = pl.ds(0, count)
+
+                        def factors(a_slot, b_slot):
+                            mine = pl.ds(me * 64, 64)
+                            left = b_slot.at[mine] if tb else b_slot.at[:, mine].T
+                            return left, a_slot.at[part].T
+
+                        return ring.multiply(acc.at[:, part], steps, ring.at(it), factors)[2]
+
+                    last = lax.switch(which, [functools.partial(of_width, w) for w in widths])
                     value = acc[...]
                     ring.release(last)
                     return value
 
-                return pl.run_scoped(with_sums, plgpu.ACC((64, cols)))
+                return pl.run_scoped(with_sums, plgpu.ACC((64, rows)))
 
-            def masked(value, row, col, left):
-                """What lies in the group and in the array."""
+            def send(buffer, row, col, count):
+                plgpu.copy_smem_to_gmem(
+                    buffer, o.at[pl.ds(row, count), pl.ds(col, 64)], engine=engine
+                )
+
+            def tile(g, row, height, col, it):
+                col += me * 64
+                value = product(height, it)
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 for c in range(p.chunks):
-                    at = col + c * p.chunk
-                    shape = (64, p.chunk)
-                    keep = lax.broadcasted_iota(jnp.int32, shape, 0) < left
-                    if n % (cols * cfg.cluster):
-                        keep &= lax.broadcasted_iota(jnp.int32, shape, 1) < n - at
-                    part = value[:, c * p.chunk : (c + 1) * p.chunk].astype(out_dtype)
-                    pl.store(o, (pl.ds(row, 64), pl.ds(at, p.chunk)), part, mask=keep)
 
-            def tile(g, row, col, left, w, it):
-                row, left = row + me * 64, left - me * 64
+                    @pl.when(height > c * p.chunk)
+                    def _(c=c):
+                        buffer = o_smem.at[me, c % p.buffers]
+                        if c >= p.buffers:
+                            plgpu.wait_smem_to_gmem(p.buffers - 1, wait_read_only=True)
+                        part = value[:, c * p.chunk : (c + 1) * p.chunk]
+                        buffer.T[...] = part.astype(out_dtype)
+                        plgpu.commit_smem()
 
-                @pl.when(left > 0)
-                def _():
-                    value = product(it)
-                    if not by_tma:
-                        masked(value, row, col, left)
-                        return
+                        @pl.when(height >= (c + 1) * p.chunk)
+                        def _():
+                            send(buffer, row + c * p.chunk, col, p.chunk)
 
-                    @pl.when(left >= 64)
-                    def _():
-                        def target(c):
-                            return o.at[pl.ds(row, 64), pl.ds(col + c * p.chunk, p.chunk)]
+                # the rest in boxes of as many rows as its number has bits
+                c = height // p.chunk
+                count = p.chunk // 2
+                while count:
 
-                        store(p, value, o_smem.at[me], out_dtype, target)
+                    @pl.when(height & count != 0)
+                    def _(count=count):
+                        done = height % p.chunk // (2 * count) * (2 * count)
+                        buffer = o_smem.at[me, c % p.buffers, pl.ds(done, count)]
+                        send(buffer, row + c * p.chunk + done, col, count)
 
-                    @pl.when(left < 64)
-                    def _():
-                        masked(value, row, col, left)
+                    count //= 2
 
-                if cfg.consumers > 1:
-
-                    @pl.when(left <= 0)
-                    def _():
-                        ring.skip(steps, it)
-
-            for_tiles(tile)
+            for_told(told, total, handed(tile), start)
             # rows of no group
             first = jnp.clip(table[0, groups], 0, m)
             first += (cid * cfg.cluster + rank) * cfg.consumers + me
@@ -328,12 +331,10 @@ def _grouped(m, n, k, groups, dtype, out_dtype, tb, cfg, sms, interpret):
 
     b_tile = (cols, _STEP) if tb else (_STEP, cols)
     scratch = _scratch(p, cfg, groups, (rows, _STEP), b_tile, dtype, out_dtype, edge=False)
-    if not shared:
-        scratch["told"] = told_scratch(cfg.consumers)
     return plgpu.kernel(
         body,
         out_type=plgpu.ShapeDtypeStruct((m, n), out_dtype),
-        scratch_types=scratch,
+        scratch_types=scratch | {"told": told_scratch(cfg.consumers, axes=axes)},
         interpret=interpret,
         kernel_name="ragged_dot",
         **_launch(cfg, clusters),
@@ -347,7 +348,7 @@ def _grouped(m, n, k, groups, dtype, out_dtype, tb, cfg, sms, interpret):
 def _summed(m, n, k, groups, dtype, out_dtype, cfg, sms, interpret):
     """[m, k], [m, n] -> [groups, k, n]."""
     p = _Plan(groups, out_dtype.itemsize, cfg, True)
-    rows, cols, step = p.rows, p.cols, p.step
+    rows, cols, step = 64 * cfg.consumers, cfg.tile, p.step
     shared = cfg.cluster > 1
     tiles_m, tiles_n = pl.cdiv(k, rows * cfg.cluster), pl.cdiv(n, cols)
     tiles = tiles_m * tiles_n  # of a group
@@ -536,25 +537,32 @@ def _summed(m, n, k, groups, dtype, out_dtype, cfg, sms, interpret):
 # ---- the choice ---------------------------------------------------------------------------------
 
 
-def _fitting(rows_of, n, sms):
-    """Columns of a tile: as many as leave two tiles for every SM. rows_of: row tiles."""
-    return next((w for w in (256, 128, 64) if w < 2 * n and rows_of * (n / w) >= 2 * sms), 64)
+def _fitting(extent, tiles, sms):
+    """How far a tile extends: no further than needed, and as leaves two tiles for every SM.
+    tiles(w): how many there are."""
+    return next((w for w in (256, 128, 64) if w < 2 * extent and tiles(w) >= 2 * sms), 64)
+
+
+def _paired(tiles):
+    """The cluster: two blocks, unless one of them would often have nothing to do."""
+    return 2 if tiles % 2 == 0 or tiles > 16 else 1
 
 
 def choose(m, n, groups, sms=132):
     """The configuration of ragged_dot for a shape, on a GPU with that many SMs."""
-    consumers = 2 if m > 64 * groups else 1
-    tile_n = _fitting(m / (64 * consumers) + groups / 2, n, sms)
-    return RaggedConfig(consumers, tile_n, 0, 1, 2, 16)
+    consumers = 2 if n > 64 else 1
+    columns = pl.cdiv(n, 64 * consumers)
+    # twice the mean: groups may be uneven
+    tile = _fitting(2 * m / groups, lambda w: (m / w + groups / 2) * columns, sms)
+    return RaggedConfig(consumers, tile, 0, _paired(columns), 2, 16)
 
 
 def choose_transposed(n, k, groups, sms=132):
     """The configuration of transposed_ragged_dot."""
     consumers = 2 if k > 64 else 1
     tiles = pl.cdiv(k, 64 * consumers)
-    tile_n = _fitting(groups * tiles, n, sms)
-    cluster = 2 if tiles % 2 == 0 or tiles > 16 else 1
-    return RaggedConfig(consumers, tile_n, 0, cluster, 2, 16)
+    tile = _fitting(n, lambda w: groups * tiles * (n / w), sms)
+    return RaggedConfig(consumers, tile, 0, _paired(tiles), 2, 16)
 
 
 # ---- the functions ------------------------------------------------------------------------------
@@ -590,14 +598,14 @@ def _check_config(name, config):
     c = config
     if (
         c.consumers not in (1, 2)
-        or c.tile_n not in (64, 128, 192, 256)
+        or c.tile not in (64, 128, 192, 256)
         or c.cluster not in (1, 2)
         or c.stages < 0
         or c.buffers < 1
         or c.group < 1
     ):
         raise ValueError(
-            f"{name}: a RaggedConfig has 1 or 2 consumers, a tile_n of 64, 128, 192 or 256, a"
+            f"{name}: a RaggedConfig has 1 or 2 consumers, a tile of 64, 128, 192 or 256, a"
             f" cluster of 1 or 2, stages from 0, buffers and a group from 1; got {config}"
         )
 
@@ -631,9 +639,8 @@ def ragged_dot(
     float32; that of ``lhs`` by default. config: a :class:`RaggedConfig`; chosen from the shape by
     default. out: a preallocated result.
 
-    Returns (M, N) of the caller's kind of array. Fastest with groups of some hundred rows: of the
-    last 64 rows of each group the tensor cores compute all. TypeError, ValueError for other dtypes
-    and shapes.
+    Returns (M, N) of the caller's kind of array. TypeError, ValueError for other dtypes and
+    shapes.
     """
     out_dtype = _check("ragged_dot", lhs, rhs, 3, group_sizes, out_dtype, config)
     m, k = lhs.shape
