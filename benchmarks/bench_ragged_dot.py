@@ -6,8 +6,9 @@ grouped product and JAX's ragged_dot_mgpu and transposed_ragged_dot_mgpu.
 
 bfloat16, random normal; sizes of groups are random, one of them is 0, and they are the same for
 all. Every contestant is checked against float32, group by group, on a poisoned output before it is
-timed; contestants take turns, in bursts and cool (timing.py). JAX's tiling is searched at the first
-number of groups. --configs times other configurations of ops. A short table comes last."""
+timed; contestants take turns, in bursts, cool and sustained (timing.py). JAX's tiling is searched
+at the first number of groups. --configs times other configurations of ops. A short table comes
+last."""
 
 import argparse
 import functools
@@ -17,7 +18,7 @@ import time
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 BOUND = 3e-3  # of the relative error in the norm
-WAYS = ("burst", "cool")
+WAYS = ("burst", "cool", "sustained")
 
 
 def sizes_of(rows, groups, torch):

@@ -144,7 +144,14 @@ _REDUCTIONS = tuple("add min max umin umax smin smax inc dec and or xor".split()
 
 
 def copy_smem_to_gmem(
-    src, dst, predicate=None, *, commit_group=True, reduction_op=None, engine=None
+    src,
+    dst,
+    predicate=None,
+    *,
+    commit_group=True,
+    reduction_op=None,
+    engine=None,
+    evict_first=False,
 ):
     """Start an asynchronous copy of the SMEM view ``src`` to the GMEM view ``dst`` (Hopper).
 
@@ -156,7 +163,8 @@ def copy_smem_to_gmem(
     bfloat16, float32, int32, uint32), "min", "max" (float16, bfloat16), and of int32 and uint32
     "umin", "umax", "smin", "smax" (as unsigned, as signed), "and", "or", "xor", "inc" (plus 1, 0 if
     it was ``src`` or more) and "dec" (less 1, ``src`` if it was 0 or more than ``src``). ValueError
-    for others.
+    for others. ``evict_first``: a hint that nobody reads the result soon, for results larger than
+    the L2 cache: there it makes room before anything else does. Copies by all lanes do not heed it.
     """
     what = "copy_smem_to_gmem"
     _ref(src, what, "src", SMEM)
@@ -174,6 +182,7 @@ def copy_smem_to_gmem(
         predicated=len(pred),
         reduction_op=reduction_op or "none",
         engine=_engine(engine, what),
+        evict_first=int(bool(evict_first)),
     )
 
 

@@ -80,6 +80,30 @@ def test_a_store_combines(run, rng, dtype, engine):
         assert got[k].tobytes() == want.astype(dtype).tobytes(), op
 
 
+@pytest.mark.parametrize("op", [None, "add"])
+@pytest.mark.parametrize("engine", ["tma", "bulk", "lanes"])
+def test_stores_that_leave_the_cache_first(run, rng, engine, op):
+    """The same bytes arrive; engines are told so in the program."""
+    x = numbers(rng, (3, 70, 64), np.float32)
+
+    def body(x_ref, o_ref, smem):
+        for k in range(3):
+            smem[...] = x_ref[k]
+            o_ref[k] = smem[...]
+            plgpu.commit_smem()
+            to = o_ref.at[k]
+            plgpu.copy_smem_to_gmem(smem, to, reduction_op=op, engine=engine, evict_first=True)
+            plgpu.wait_smem_to_gmem(0)
+
+    out = shape(x.shape, x.dtype)
+    kernel = run.kernel(body, out, scratch_types=[plgpu.SMEM((70, 64), np.float32)])
+    low = kernel.lower(x)
+    assert ("_evict_first" in low.as_text("cuda")) == (engine != "lanes")
+    assert "evict_first = 1" in low.as_text("graph")
+    got = run.call(kernel, x)
+    np.testing.assert_array_equal(got, 2 * x if op else x)
+
+
 @pytest.mark.parametrize("width", [96, 92], ids=["tma", "lanes"])
 def test_combining_clips(run, rng, width):
     """A box that overhangs the array: what is inside is combined, nothing else is touched. Tiled

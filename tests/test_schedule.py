@@ -593,6 +593,36 @@ def test_a_schedule_of_ones_own(run, count, ahead, blocks, threads):
     np.testing.assert_array_equal(run(body, out, **options), want)
 
 
+def test_both_schedules(run):
+    """What is handed on beside a dynamic loop is the number itself, not one behind the grid."""
+
+    def body(o, p, tiles, ready, read):
+        wg = lax.axis_index("t")
+
+        @plgpu.dynamic_scheduling_loop("g", thread_axis="t")
+        def _(info):
+            o[info.index[0], wg] = 1
+
+        def each(k, _):
+            pl.when(wg == 1)(lambda: plgpu.hand_tile(7 + k, k, tiles, ready, read))
+
+            @pl.when(wg == 0)
+            def _():
+                plgpu.barrier_wait(ready.at[0])
+                p[k] = tiles[0]
+                plgpu.barrier_arrive(read.at[0])
+
+        lax.fori_loop(0, 5, each, None)
+        pl.when(wg == 1)(lambda: plgpu.barrier_wait(read.at[0]))
+
+    scratch = [plgpu.SMEM((1,), i32), plgpu.Barrier(), plgpu.Barrier()]
+    outs = plgpu.ShapeDtypeStruct((9, 2), i32), plgpu.ShapeDtypeStruct((5,), i32)
+    options = dict(grid=(9,), grid_names=("g",), num_threads=2, thread_name="t")
+    ones, told = run(body, outs, scratch_types=scratch, **options)
+    np.testing.assert_array_equal(ones, 1)
+    np.testing.assert_array_equal(told, 7 + np.arange(5))
+
+
 @pytest.mark.parametrize(
     "change, words",
     [

@@ -69,7 +69,7 @@ SIGNATURES = {
         "copy_gmem_to_smem": "(src, dst, barrier=None, *, collective_axes=None,"
         " leader_tracked=None, oob_mode=None, predicate=None, engine=None)",
         "copy_smem_to_gmem": "(src, dst, predicate=None, *, commit_group=True,"
-        " reduction_op=None, engine=None)",
+        " reduction_op=None, engine=None, evict_first=False)",
         "dynamic_scheduling_loop": "(grid_names, thread_axis=None, cluster_axes=(),"
         " init_carry=None)",
         "emit_pipeline": "(body, *, grid, in_specs=(), out_specs=(), max_concurrent_steps=1,"

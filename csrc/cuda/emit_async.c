@@ -196,9 +196,8 @@ static void issue_tma(pm_gen *e, pm_opid op, const pm_copy_plan *p, const char *
     if (share) pm_putf(&t, ", %s", pm_cluster_mask(e, axes, n_axes));
   } else {
     const int64_t combine = *pm_attr(e->g, op, PM_ATTR_COMBINE);
-    const char *fn =
-        combine ? pm_tma_combine(e, combine, p->map.rank) : pm_str(e, "tma_store_%dd", p->map.rank);
-    pm_putf(&t, "%s(&%s, %s", fn, map, smem);
+    const bool first = *pm_attr(e->g, op, PM_ATTR_EVICT_FIRST);
+    pm_putf(&t, "%s(&%s, %s", pm_tma_store(e, combine, first, p->map.rank), map, smem);
   }
   for (int d = 0; d < p->map.rank; d++) pm_putf(&t, ", %s", coord_text(e, p, d, share));
   pm_line(e, "%s);", t.at);
@@ -216,7 +215,8 @@ static void issue(pm_gen *e, pm_opid op, const pm_copy_plan *p, const char *bar)
     pm_line(e, "bulk_load(%s, %s, %lld, %s);", smem, gmem, (long long)p->bytes, bar);
   } else {
     const int64_t combine = *pm_attr(e->g, op, PM_ATTR_COMBINE);
-    const char *fn = combine ? pm_bulk_combine(e, combine, p->gmem.dtype) : "bulk_store";
+    const bool first = *pm_attr(e->g, op, PM_ATTR_EVICT_FIRST);
+    const char *fn = pm_bulk_store(e, combine, first, p->gmem.dtype);
     pm_line(e, "%s(%s, %s, %lld);", fn, gmem, smem, (long long)p->bytes);
   }
 }

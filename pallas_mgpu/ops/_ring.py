@@ -169,12 +169,12 @@ def for_told(told_refs, total, work, carry):
     return lax.while_loop(lambda x: x[1] < total, step, start)[2]
 
 
-def store_chunk(p, part, buffer, target, engine=None):
+def store_chunk(p, part, buffer, target, engine=None, evict_first=False):
     """part through one of p.buffers, by TMA."""
     plgpu.wait_smem_to_gmem(p.buffers - 1, wait_read_only=True)
     buffer[...] = part
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(buffer, target, engine=engine)
+    plgpu.copy_smem_to_gmem(buffer, target, engine=engine, evict_first=evict_first)
 
 
 def roles(consumers, registers, fetch, consume):

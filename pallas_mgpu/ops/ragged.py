@@ -39,6 +39,7 @@ _STEP = 64  # elements of the summed dim in a slot
 # beside tiles of 256 columns the ring holds 224 rows instead of 192.
 _SUM_STEP = 32
 _GRAIN = 16  # of those that one instruction of the tensor cores sums
+_CACHE = 64 << 20  # bytes; a larger result does not stay in the L2 until somebody reads it
 _EARLY = 3  # steps that are fetched before the rest of the edge is overwritten
 
 
@@ -106,12 +107,11 @@ def _place(t, tiles_m, tiles_n, band):
 
 
 def _widths(rows):
-    """What tiles of up to that many rows may measure: as few as keep what is multiplied for nothing
-    small, since each costs instructions, and above the half, where most tiles are, twice as many.
-    """
+    """What tiles of up to that many rows may measure. Each costs time to compile. Above the half,
+    where most tiles are, there are as many as keep small what is multiplied for nothing; below, the
+    matrix takes longer to come than to multiply."""
     grain = 8 * pl.cdiv(rows, 128)  # the instruction takes multiples of 8
-    half = rows // 2
-    return [*range(2 * grain, half, 2 * grain), *range(half, rows + 1, grain)]
+    return [rows // 4, *range(rows // 2, rows + 1, grain)]
 
 
 def _to_and_fro(s, steps, w):
@@ -187,7 +187,7 @@ def _grouped(m, n, k, groups, dtype, out_dtype, tb, cfg, sms, interpret):
     rows, cols = cfg.tile, 64 * cfg.consumers  # rows: at most
     widths = _widths(rows)
     grain = math.gcd(*widths)
-    fetched = [next(w for w in widths if 4 * w >= quarter * rows) for quarter in (1, 2, 3, 4)]
+    fetched = [rows // 4 * quarter for quarter in (1, 2, 3, 4)]
     steps = pl.cdiv(k, _STEP)
     shared = cfg.cluster > 1
     axes = "c" if shared else None
@@ -355,6 +355,7 @@ def _summed(m, n, k, groups, dtype, out_dtype, cfg, sms, interpret):
     clusters = min(max(sms // cfg.cluster, 1), groups * tiles)
     by_tma = groups * k == 1 or n * out_dtype.itemsize % 16 == 0  # the result
     engine = None if by_tma else "lanes"
+    large = groups * k * n * out_dtype.itemsize > _CACHE
 
     def body(
         a,
@@ -460,7 +461,7 @@ def _summed(m, n, k, groups, dtype, out_dtype, cfg, sms, interpret):
                 part = value[:, c * p.chunk : (c + 1) * p.chunk]
                 col = pl.multiple_of(col, p.chunk) + c * p.chunk  # it went round a loop
                 at = (g, pl.ds(row, 64), pl.ds(col, p.chunk))
-                store_chunk(p, part, o_smem.at[me, c % p.buffers], o.at[at], engine)
+                store_chunk(p, part, o_smem.at[me, c % p.buffers], o.at[at], engine, large)
 
             def put_any(c, kept):
                 for i in range(p.chunks):

@@ -49,6 +49,7 @@ class Gen(Hopper, Sharing, Warps, Functions, Expressions):
         predicate = Node(", predicate={}", self.boolean()) if self.chance(0.2) else ""
         group = self.chance(0.2)
         tail = ", commit_group=False" if group else ""
+        tail += ", evict_first=True" if self.chance(0.2) else ""
         self.emit(Node(f"plgpu.copy_smem_to_gmem({s}, {{}}{{}}{tail})", ref, predicate))
         if group:
             self.emit(Node("plgpu.commit_smem_to_gmem_group()"))

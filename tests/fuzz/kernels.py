@@ -203,6 +203,7 @@ GAPS = re.compile(
     r"|too many dynamic parts"
     r"|slice the ref instead"
     r"|which exceeds available shared memory"
+    r"|not emulated"  # by the CPU that runs the CUDA program
 )
 
 
@@ -253,7 +254,7 @@ def _attempt(way, f):
             return f()
     except Exception as e:
         text = str(e)
-        if isinstance(e, (NotImplementedError, ValueError)) and GAPS.search(text):
+        if isinstance(e, (RuntimeError, ValueError)) and GAPS.search(text):
             return None
         where = re.sub(r"0x[0-9a-f]+|\d+", "#", text.split("\n")[0])
         raise Failure(f"{way}: {type(e).__name__}: {where[:90]}", text) from e
@@ -343,8 +344,15 @@ def _ways(case, expected, ways, seeds, ran):
 
         for seed in seeds[:2]:
             outs = [np.zeros(s, d) for s, d in case.outputs]
-            _attempt("host", lambda s=seed, o=outs: host.run(lowered, case.operands, o, seed=s))
-            _compare("host", outs, expected)
+
+            def run(seed=seed, outs=outs):
+                host.run(lowered, case.operands, outs, seed=seed)
+                return outs
+
+            got = _attempt("host", run)
+            if got is None:
+                return
+            _compare("host", got, expected)
         yield ran.append("host")
     if "nvrtc" in ways:
         used = _attempt("nvrtc", lowered.resources)

@@ -143,7 +143,9 @@ def _combined(op, old, new):
     return COMBINE[op](old, new)
 
 
-def copy_smem_to_gmem(src, dst, predicate=None, *, commit_group=True, reduction_op=None):
+def copy_smem_to_gmem(
+    src, dst, predicate=None, *, commit_group=True, reduction_op=None, evict_first=False
+):
     need(src.buf.space == "smem" and dst.buf.space == "gmem", "spaces of a copy")
     need(src.shape == dst.shape and src.dtype == dst.dtype, "types of a copy")
     t = here()

@@ -804,14 +804,25 @@ FN void tensor_map_prefetch(const TensorMap *m, LINE) { host_prefetch(m, line); 
   FN void tma_store_##rank##d(const TensorMap *m, u32 src, parameters, LINE) {                    \
     const i32 c[] = {__VA_ARGS__};                                                                \
     host_tma_store(m, src, c, rank, line);                                                        \
+  }                                                                                               \
+  FN void tma_store_evict_first_##rank##d(const TensorMap *m, u32 src, parameters, LINE) {        \
+    const i32 c[] = {__VA_ARGS__};                                                                \
+    host_tma_store(m, src, c, rank, line);                                                        \
   }
 #define HOST_TMA_COMBINE(op, rank, parameters, ...)                             \
   FN void tma_##op##_##rank##d(const TensorMap *m, u32 src, parameters, LINE) { \
     const i32 c[] = {__VA_ARGS__};                                              \
     host_tma_combine(m, src, c, rank, HOST_##op, line);                         \
+  }                                                                             \
+  FN void tma_##op##_evict_first_##rank##d(const TensorMap *m, u32 src, parameters, LINE) { \
+    const i32 c[] = {__VA_ARGS__};                                              \
+    host_tma_combine(m, src, c, rank, HOST_##op, line);                         \
   }
 #define HOST_BULK_COMBINE(op, type)                                   \
   FN void bulk_##op##_##type(void *dst, u32 src, u32 bytes, LINE) {   \
+    host_bulk_combine(dst, src, bytes, HOST_##op, HOST_AS_##type, line); \
+  }                                                                     \
+  FN void bulk_##op##_evict_first_##type(void *dst, u32 src, u32 bytes, LINE) { \
     host_bulk_combine(dst, src, bytes, HOST_##op, HOST_AS_##type, line); \
   }
 /* clang-format off */
@@ -841,6 +852,9 @@ HOST_TMA(5, i32 a COMMA i32 b COMMA i32 c_ COMMA i32 d COMMA i32 e, a, b, c_, d,
   host_bulk_load(dst, src, bytes, barrier, line);
 }
 FN void bulk_store(void *dst, u32 src, u32 bytes, LINE) { host_bulk_store(dst, src, bytes, line); }
+FN void bulk_store_evict_first(void *dst, u32 src, u32 bytes, LINE) {
+  host_bulk_store(dst, src, bytes, line);
+}
 FN void bulk_prefetch(const void *p, u32 bytes, LINE) { host_bulk_prefetch(p, bytes, line); }
 FN void prefetch_global(const void *) {}
 FN void store_group_commit(LINE) { host_group_commit(line); }

@@ -95,6 +95,8 @@ breaks(
         'return bits ? "s32" : pm_dtypes[as].short_name;',
     ),
     coordinates_of_combining_boxes=("k + 2);", "k + 1);"),
+    what_leaves_the_cache_first_stays=("evict_first.b64 first", "evict_last.b64 first"),
+    no_policy_is_given=('", first; }"', '"; }"'),
 )
 breaks(
     "csrc/ir/types.c",

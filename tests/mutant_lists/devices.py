@@ -628,6 +628,15 @@ breaks(
     ),
     all_blocks_hand_tiles_to_all=("k < %u && cluster_rank() == 0; k++", "k < %u; k++"),
     tiles_come_unexpected=('"barrier_arrive_tx(%s, 4);"', '"barrier_arrive(%s);"'),
+    what_is_handed_on_stands_behind_the_grid=("if (bare || !e->program", "if (!e->program"),
+)
+breaks(
+    f"{PASSES}/sync.c",
+    SCHEDULE,
+    tiles_are_handed_on_while_lanes_wait=(
+        "    case PM_OP_HAND_TILE:\n    case PM_OP_SIGNAL:",
+        "    case PM_OP_SIGNAL:",
+    ),
 )
 breaks(
     f"{CUDA}/program.c",
@@ -640,11 +649,8 @@ breaks(
 breaks(
     "pallas_mgpu/_schedule.py",
     SCHEDULE,
-    tiles_overwrite_what_is_still_read=(
-        "when(k > 1)(lambda: await_readers(k))",
-        "when(k > 3)(lambda: await_readers(k))",
-    ),
-    other_blocks_may_still_read=("                    barrier_wait(free.at[k % 2])\n", ""),
+    tiles_overwrite_what_is_still_read=("@when(k >= ahead)", "@when(k >= ahead + 2)"),
+    other_blocks_may_still_read=("            barrier_wait(free.at[slot])\n", ""),
     tiles_have_one_slot=("slot = k % 2\n", "slot = k % 1\n"),
 )
 breaks(
