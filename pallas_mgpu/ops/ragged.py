@@ -2,8 +2,9 @@
 that only the GPU knows.
 
 Both kernels are built as `matmul`: persistent blocks, whose last thread fetches into a ring by TMA
-and whose other threads, the consumers, own 64 rows of the tile each. At the start every block makes
-a table of where groups begin; whatever the sizes are, what is read and written lies in the arrays.
+and whose other threads, the consumers, own 64 rows or columns of the tile each. At the start every
+block makes a table of where groups begin; whatever the sizes are, what is read and written lies in
+the arrays.
 
 `ragged_dot` multiplies each group of rows with a matrix of its own. The tensor cores take the
 matrix as their left operand, of which they multiply 64 columns at a time, and the rows as the right
