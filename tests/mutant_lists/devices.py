@@ -628,7 +628,10 @@ breaks(
     ),
     all_blocks_hand_tiles_to_all=("k < %u && cluster_rank() == 0; k++", "k < %u; k++"),
     tiles_come_unexpected=('"barrier_arrive_tx(%s, 4);"', '"barrier_arrive(%s);"'),
-    what_is_handed_on_stands_behind_the_grid=("if (bare || !e->program", "if (!e->program"),
+    what_is_handed_on_stands_behind_the_grid=(
+        "if (bare || !e->program",
+        "if ((bare && false) || !e->program",
+    ),
 )
 breaks(
     f"{PASSES}/sync.c",
