@@ -28,6 +28,7 @@ def cases(rng):
     """(title, module, call(module, *arrays), arrays)."""
     import numpy as np
 
+    tiles = dict(tile_n=128, tile_k=64, max_concurrent_steps=4, epi_tile_m=64, epi_tile_n=64)
     a, b = normal(rng, 4096, 4096), normal(rng, 4096, 8192)
     for title, cluster in (("", None), (", cluster of 2", "N")):
 
@@ -35,11 +36,7 @@ def cases(rng):
             dim = m.MatmulDimension
             config = m.TuningConfig(
                 tile_m=128,
-                tile_n=128,
-                tile_k=64,
-                max_concurrent_steps=4,
-                epi_tile_m=64,
-                epi_tile_n=64,
+                **tiles,
                 grid_minor_dim=dim.M,
                 grid_tile_width=16,
                 wg_dimension=dim.N,
@@ -70,11 +67,7 @@ def cases(rng):
     def mixed(m, w, x):
         config = m.TuningConfig(
             tile_m=64,
-            tile_n=128,
-            tile_k=64,
-            max_concurrent_steps=4,
-            epi_tile_m=64,
-            epi_tile_n=64,
+            **tiles,
             wg_dimension=m.MatmulDimension.M,
         )
         return m.mixed_matmul_kernel(w, x, out_dtype=x.dtype, config=config)

@@ -164,7 +164,8 @@ def copy_smem_to_gmem(
     "umin", "umax", "smin", "smax" (as unsigned, as signed), "and", "or", "xor", "inc" (plus 1, 0 if
     it was ``src`` or more) and "dec" (less 1, ``src`` if it was 0 or more than ``src``). ValueError
     for others. ``evict_first``: a hint that nobody reads the result soon, for results larger than
-    the L2 cache: there it makes room before anything else does. Copies by all lanes do not heed it.
+    the L2 cache: there it makes room before anything else does. Copies by all lanes, and with
+    ``reduction_op``, do not heed it.
     """
     what = "copy_smem_to_gmem"
     _ref(src, what, "src", SMEM)

@@ -87,6 +87,9 @@ def words(n, form="u32 w[{n}] = {{{list}}};"):
 
 LOAD = "cp.async.bulk.tensor.%dd.shared::cluster.global.mbarrier::complete_tx::bytes"
 STORE = "cp.async.bulk.tensor.%dd.global.shared::cta.bulk_group"
+EVICT_FIRST = [
+    ".reg .b64 first", "createpolicy.fractional.L2::evict_first.b64 first, 1.0",
+]  # fmt: skip
 MAP = "(const TensorMap*)8192"
 SEND = "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes"
 
@@ -148,6 +151,10 @@ INSTRUCTIONS = {
     ],
     "bulk_store((void*)8192, 64, 512);": [
         "cp.async.bulk.global.shared::cta.bulk_group [8192], [64], 512"
+    ],
+    "bulk_store_evict_first((void*)8192, 64, 512);": [
+        *EVICT_FIRST,
+        "cp.async.bulk.global.shared::cta.bulk_group.L2::cache_hint [8192], [64], 512, first",
     ],
     "store_group_commit();": ["cp.async.bulk.commit_group"],
     "store_group_wait<3>();": ["cp.async.bulk.wait_group 3"],
@@ -298,6 +305,14 @@ INSTRUCTIONS = {
     **{
         f"tma_store_{n}d({MAP}, 64{''.join(f', {k + 1}' for k in range(n))});": [
             f"{STORE % n} [8192, {{{','.join(str(k + 1) for k in range(n))}}}], [64]"
+        ]
+        for n in range(1, 6)
+    },
+    **{
+        f"tma_store_evict_first_{n}d({MAP}, 64{''.join(f', {k + 1}' for k in range(n))});": [
+            *EVICT_FIRST,
+            f"{STORE % n}.L2::cache_hint [8192, {{{','.join(str(k + 1) for k in range(n))}}}],"
+            " [64], first",
         ]
         for n in range(1, 6)
     },

@@ -25,13 +25,13 @@ def shape(dims, dtype):
     return plgpu.ShapeDtypeStruct(dims, dtype)
 
 
-def combining(dims, dtype, op, engine, **options):
+def combining(dims, dtype, op, engine):
     """By TMA a part of an array, whose dims remain."""
     whole = [2 * n if engine == "tma" else n for n in dims]
 
     def body(o_ref, smem):
         part = o_ref.at[tuple(slice(n) for n in dims)]
-        plgpu.copy_smem_to_gmem(smem, part, reduction_op=op, engine=engine, **options)
+        plgpu.copy_smem_to_gmem(smem, part, reduction_op=op, engine=engine)
 
     return plgpu.kernel(
         body, out_type=shape(whole, dtype), scratch_types=[plgpu.SMEM(dims, dtype)]
@@ -202,55 +202,6 @@ def test_functions():
     assert len(compiled()) > 80
     for name, (got, want) in compiled().items():
         assert got == [want], name
-
-
-def evicted_first():
-    """name of a function: (its program, a call of it, what the call is, without the policy)"""
-    made = {}
-    tma = "async.bulk.tensor.%dd.global.shared::cta%s.tile.bulk_group.L2::cache_hint"
-    tma += " [8192, {%s}], [64]"
-    for rank in range(1, 6):
-        at = ",".join(str(k + 1) for k in range(rank))
-        call = f"((const TensorMap*)8192, 64, {at.replace(',', ', ')});"
-        dims = (2, 2, 2, 2, 32)[-rank:]
-        made[f"tma_store_evict_first_{rank}d"] = (
-            dims,
-            None,
-            "tma",
-            call,
-            "cp." + tma % (rank, "", at),
-        )
-        made[f"tma_min_evict_first_{rank}d"] = (
-            *(dims, "smin", "tma", call),
-            "cp.reduce." + tma % (rank, ".min", at),
-        )
-    bulk = "async.bulk.global.shared::cta.bulk_group.L2::cache_hint%s [8192], [64], 32"
-    call = "((void*)8192, 64, 32);"
-    made["bulk_store_evict_first"] = (8, 32), None, "bulk", call, "cp." + bulk % ""
-    made["bulk_and_evict_first_u32"] = (
-        (8, 32),
-        "and",
-        "bulk",
-        call,
-        "cp.reduce." + bulk % ".and.b32",
-    )
-    return made
-
-
-def test_stores_that_leave_the_cache_first():
-    """Two instructions: a policy, and the copy that has it for its last operand."""
-    made, texts, entries = evicted_first(), [], []
-    for k, (name, (dims, op, engine, call, _)) in enumerate(made.items()):
-        low = combining(dims, np.int32, op, engine, evict_first=True)
-        texts.append(function(low.as_text("cuda"), name))
-        entries.append(ENTRY % (f"case_{k}_", name + call))
-    parts = re.split(r"\.entry case_\d+_", ptx_of(catalogue() + "".join(texts + entries)))[1:]
-    for (name, (*_, want)), part in zip(made.items(), parts, strict=True):
-        for register, number in re.findall(r"mov\.\w+ \t?(%\w+), (\d+);", part):
-            part = re.sub(rf"{register}\b", number, part)
-        got = re.findall(r"(createpolicy[^;]*|cp\.[^;]*);", part)
-        policy = "createpolicy.fractional.L2::evict_first.b64 first, 1.0"
-        assert got == [policy, f"{want}, first"], name
 
 
 def test_least_of_halves():

@@ -215,6 +215,8 @@ def test_chosen_configurations():
             assert (used["spill_bytes"], used["stack_bytes"], used["remarks"]) == (0, 0, ""), used
             text = low.as_text("cuda")
             text = text[text.index("__global__") :]
+            large = f is transposed_ragged_dot  # of both shapes: more than the L2 holds
+            assert ("_evict_first" in text) == large
             # slots are released without fences; the number of a tile takes one
             assert text.count("barrier_arrive_release") == (f is ragged_dot)
 

@@ -196,8 +196,10 @@ static void issue_tma(pm_gen *e, pm_opid op, const pm_copy_plan *p, const char *
     if (share) pm_putf(&t, ", %s", pm_cluster_mask(e, axes, n_axes));
   } else {
     const int64_t combine = *pm_attr(e->g, op, PM_ATTR_COMBINE);
-    const bool first = *pm_attr(e->g, op, PM_ATTR_EVICT_FIRST);
-    pm_putf(&t, "%s(&%s, %s", pm_tma_store(e, combine, first, p->map.rank), map, smem);
+    const char *hint = *pm_attr(e->g, op, PM_ATTR_EVICT_FIRST) ? "_evict_first" : "";
+    const char *fn = combine ? pm_tma_combine(e, combine, p->map.rank)
+                             : pm_str(e, "tma_store%s_%dd", hint, p->map.rank);
+    pm_putf(&t, "%s(&%s, %s", fn, map, smem);
   }
   for (int d = 0; d < p->map.rank; d++) pm_putf(&t, ", %s", coord_text(e, p, d, share));
   pm_line(e, "%s);", t.at);
@@ -215,8 +217,9 @@ static void issue(pm_gen *e, pm_opid op, const pm_copy_plan *p, const char *bar)
     pm_line(e, "bulk_load(%s, %s, %lld, %s);", smem, gmem, (long long)p->bytes, bar);
   } else {
     const int64_t combine = *pm_attr(e->g, op, PM_ATTR_COMBINE);
-    const bool first = *pm_attr(e->g, op, PM_ATTR_EVICT_FIRST);
-    const char *fn = pm_bulk_store(e, combine, first, p->gmem.dtype);
+    const char *hint = *pm_attr(e->g, op, PM_ATTR_EVICT_FIRST) ? "_evict_first" : "";
+    const char *fn =
+        combine ? pm_bulk_combine(e, combine, p->gmem.dtype) : pm_str(e, "bulk_store%s", hint);
     pm_line(e, "%s(%s, %s, %lld);", fn, gmem, smem, (long long)p->bytes);
   }
 }

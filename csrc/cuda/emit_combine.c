@@ -1,6 +1,5 @@
 /* Device functions of copies that combine what they bring with what is in global memory: one for
- * each operation that a program uses. An engine does each element at once; lanes use atomics. Those
- * of engines whose bytes leave the L2 first are here, too. */
+ * each operation that a program uses. An engine does each element at once; lanes use atomics. */
 #include "gen.h"
 
 /* "add", "min" ...: without the sign, which the type says */
@@ -10,35 +9,20 @@ static const char *op_text(int64_t combine) {
   return signs ? text + 1 : text;
 }
 
-/* What an instruction has before it, behind its name and behind its operands. */
-typedef struct hint {
-  const char *name, *before, *suffix, *operand;
-} hint;
-
-static hint hint_of(bool first) {
-  if (!first) return (hint){"", "", "", ";"};
-  return (hint){"_evict_first",
-                "{ .reg .b64 first; createpolicy.fractional.L2::evict_first.b64 first, 1.0;\"\n"
-                "               \" ",
-                ".L2::cache_hint", ", first; }"};
-}
-
-const char *pm_tma_store(pm_gen *e, int64_t combine, bool first, int rank) {
-  const char *op = combine ? op_text(combine) : "store";
-  const hint h = hint_of(first);
-  const char *name = pm_str(e, "tma_%s%s_%dd", op, h.name, rank);
-  if (!combine && !first) return name;
+const char *pm_tma_combine(pm_gen *e, int64_t combine, int rank) {
+  const char *op = op_text(combine);
+  const char *name = pm_str(e, "tma_%s_%dd", op, rank);
   pm_text t;
   pm_text_init(&t, e->arena);
-  if (combine) pm_putf(&t, "// a box is combined with the tensor: %s\n", op);
-  if (first) pm_put(&t, "// what is written leaves the L2 first\n");
+  pm_putf(&t, "// a box is combined with the tensor: %s\n", op);
   pm_putf(&t, "FN void %s(const TensorMap* m, u32 src", name);
   for (int k = 0; k < rank; k++) pm_putf(&t, ", i32 c%d", k);
-  pm_putf(&t, ") {\n  asm volatile(\"%scp.%sasync.bulk.tensor.%dd.global.shared::cta%s%s.tile",
-          h.before, combine ? "reduce." : "", rank, combine ? "." : "", combine ? op : "");
-  pm_putf(&t, ".bulk_group%s [%%0, {", h.suffix);
+  pm_putf(&t,
+          ") {\n  asm volatile(\"cp.reduce.async.bulk.tensor.%dd.global.shared::cta.%s.tile"
+          ".bulk_group [%%0, {",
+          rank, op);
   for (int k = 0; k < rank; k++) pm_putf(&t, "%s%%%d", k ? "," : "", k + 2);
-  pm_putf(&t, "}], [%%1]%s\"\n               :: \"l\"(m), \"r\"(src)", h.operand);
+  pm_put(&t, "}], [%1];\"\n               :: \"l\"(m), \"r\"(src)");
   for (int k = 0; k < rank; k++) pm_putf(&t, ", \"r\"(c%d)", k);
   pm_put(&t, " : \"memory\");\n}\n");
   return pm_family(e, name, t.at);
@@ -50,28 +34,20 @@ static const char *type_text(int64_t combine, pm_dtype as) {
   return bits ? "b32" : pm_dtypes[as].short_name;
 }
 
-const char *pm_bulk_store(pm_gen *e, int64_t combine, bool first, pm_dtype d) {
-  const hint h = hint_of(first);
-  const char *name = pm_str(e, "bulk_store%s", h.name), *how = "";
-  if (combine) {
-    const char *op = op_text(combine);
-    pm_dtype as;
-    pm_combine_atomic(combine, d, &as);
-    name = pm_str(e, "bulk_%s%s_%s", op, h.name, pm_cpp_type(as));
-    const bool half = pm_dtypes[as].bits == 16;
-    how = pm_str(e, ".%s%s.%s", op, half && combine == PM_COMBINE_ADD ? ".noftz" : "",
-                 type_text(combine, as));
-  } else if (!first) {
-    return name;
-  }
+const char *pm_bulk_combine(pm_gen *e, int64_t combine, pm_dtype d) {
+  const char *op = op_text(combine);
+  pm_dtype as;
+  pm_combine_atomic(combine, d, &as);
+  const char *name = pm_str(e, "bulk_%s_%s", op, pm_cpp_type(as));
+  const bool half = pm_dtypes[as].bits == 16;
   pm_text t;
   pm_text_init(&t, e->arena);
-  pm_putf(&t, "// contiguous elements%s%s\n", combine ? " are combined with what is there" : "",
-          first ? " leave the L2 first" : "");
+  pm_putf(&t, "// contiguous elements are combined with what is there: %s\n", op);
   pm_putf(&t, "FN void %s(void* dst, u32 src, u32 bytes) {\n", name);
-  pm_putf(&t, "  asm volatile(\"%scp.%sasync.bulk.global.shared::cta.bulk_group%s%s", h.before,
-          combine ? "reduce." : "", h.suffix, how);
-  pm_putf(&t, " [%%0], [%%1], %%2%s\"\n", h.operand);
+  pm_putf(&t,
+          "  asm volatile(\"cp.reduce.async.bulk.global.shared::cta.bulk_group.%s%s.%s"
+          " [%%0], [%%1], %%2;\"\n",
+          op, half && combine == PM_COMBINE_ADD ? ".noftz" : "", type_text(combine, as));
   pm_put(&t, "               :: \"l\"(dst), \"r\"(src), \"r\"(bytes) : \"memory\");\n}\n");
   return pm_family(e, name, t.at);
 }

@@ -271,10 +271,9 @@ void pm_need_alignment(pm_gen *e, const pm_view *v, int64_t bytes);
 
 /* ---- copies that combine (emit_combine.c) ------------------------------------------------ */
 
-/* Names of the functions: (&map, smem, coordinates...), (gmem, smem, bytes), (gmem, value). first:
- * what is written leaves the L2 first. */
-const char *pm_tma_store(pm_gen *e, int64_t combine, bool first, int rank);
-const char *pm_bulk_store(pm_gen *e, int64_t combine, bool first, pm_dtype d);
+/* Names of the functions: (&map, smem, coordinates...), (gmem, smem, bytes), (gmem, value). */
+const char *pm_tma_combine(pm_gen *e, int64_t combine, int rank);
+const char *pm_bulk_combine(pm_gen *e, int64_t combine, pm_dtype d);
 const char *pm_async_combine(pm_gen *e, int64_t combine,
                              pm_dtype d); /* (address, value, barrier) */
 const char *pm_lane_combine(pm_gen *e, int64_t combine, pm_dtype d, const char **type);

@@ -71,17 +71,6 @@ class Ring:
     def release(self, slot):
         plgpu.barrier_arrive(self.empty.at[slot])
 
-    def skip(self, steps, it):
-        """Consumer without rows: release what comes."""
-
-        def one(s, at):
-            slot, turn = at
-            plgpu.barrier_wait(self.full.at[slot], phase=turn)
-            self.release(slot)
-            return self.next(slot, turn)
-
-        lax.fori_loop(0, steps, one, self.at(it))
-
 
 # ---- tiles from a counter of the launch ----------------------------------------------------------
 

@@ -813,16 +813,9 @@ FN void tensor_map_prefetch(const TensorMap *m, LINE) { host_prefetch(m, line); 
   FN void tma_##op##_##rank##d(const TensorMap *m, u32 src, parameters, LINE) { \
     const i32 c[] = {__VA_ARGS__};                                              \
     host_tma_combine(m, src, c, rank, HOST_##op, line);                         \
-  }                                                                             \
-  FN void tma_##op##_evict_first_##rank##d(const TensorMap *m, u32 src, parameters, LINE) { \
-    const i32 c[] = {__VA_ARGS__};                                              \
-    host_tma_combine(m, src, c, rank, HOST_##op, line);                         \
   }
 #define HOST_BULK_COMBINE(op, type)                                   \
   FN void bulk_##op##_##type(void *dst, u32 src, u32 bytes, LINE) {   \
-    host_bulk_combine(dst, src, bytes, HOST_##op, HOST_AS_##type, line); \
-  }                                                                     \
-  FN void bulk_##op##_evict_first_##type(void *dst, u32 src, u32 bytes, LINE) { \
     host_bulk_combine(dst, src, bytes, HOST_##op, HOST_AS_##type, line); \
   }
 /* clang-format off */

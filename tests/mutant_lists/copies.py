@@ -49,6 +49,12 @@ breaks(
         "tensor.2d.L2.global.tile [%0, {%2,%1}];",
     ),
     prefetches_to_l1=('"prefetch.global.L2 [%0];"', '"prefetch.global.L1 [%0];"'),
+    what_leaves_first_in_one_dim=("[%0, {%2}], [%1], first", "[%0, {%1}], [%2], first"),
+    what_leaves_first_in_two_dims=("{%2,%3}], [%1], first", "{%3,%2}], [%1], first"),
+    what_leaves_first_in_three_dims=("{%2,%3,%4}], [%1], first", "{%4,%3,%2}], [%1], first"),
+    what_leaves_first_in_four_dims=("{%2,%3,%4,%5}], [%1], first", "{%2,%3,%5,%4}], [%1], first"),
+    what_leaves_first_in_five_dims=("%4,%5,%6}], [%1], first", "%4,%6,%5}], [%1], first"),
+    what_leaves_first_in_a_row=("[%0], [%1], %2, first", "[%0], [%2], %1, first"),
 )
 breaks(
     f"{CUDA}/emit_semaphore.c",
@@ -95,8 +101,6 @@ breaks(
         'return bits ? "s32" : pm_dtypes[as].short_name;',
     ),
     coordinates_of_combining_boxes=("k + 2);", "k + 1);"),
-    what_leaves_the_cache_first_stays=("evict_first.b64 first", "evict_last.b64 first"),
-    no_policy_is_given=('", first; }"', '"; }"'),
 )
 breaks(
     "csrc/ir/types.c",

@@ -117,6 +117,48 @@ FN void tma_store_5d(const TensorMap* m, u32 src, i32 c0, i32 c1, i32 c2, i32 c3
                :: "l"(m), "r"(src), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4) : "memory");
 }
 
+//! tma_store_evict_first_1d
+// what is written leaves the L2 before the rest
+FN void tma_store_evict_first_1d(const TensorMap* m, u32 src, i32 c0) {
+  asm volatile("{ .reg .b64 first; createpolicy.fractional.L2::evict_first.b64 first, 1.0;"
+               " cp.async.bulk.tensor.1d.global.shared::cta.bulk_group.L2::cache_hint"
+               " [%0, {%2}], [%1], first; }"
+               :: "l"(m), "r"(src), "r"(c0) : "memory");
+}
+
+//! tma_store_evict_first_2d
+FN void tma_store_evict_first_2d(const TensorMap* m, u32 src, i32 c0, i32 c1) {
+  asm volatile("{ .reg .b64 first; createpolicy.fractional.L2::evict_first.b64 first, 1.0;"
+               " cp.async.bulk.tensor.2d.global.shared::cta.bulk_group.L2::cache_hint"
+               " [%0, {%2,%3}], [%1], first; }"
+               :: "l"(m), "r"(src), "r"(c0), "r"(c1) : "memory");
+}
+
+//! tma_store_evict_first_3d
+FN void tma_store_evict_first_3d(const TensorMap* m, u32 src, i32 c0, i32 c1, i32 c2) {
+  asm volatile("{ .reg .b64 first; createpolicy.fractional.L2::evict_first.b64 first, 1.0;"
+               " cp.async.bulk.tensor.3d.global.shared::cta.bulk_group.L2::cache_hint"
+               " [%0, {%2,%3,%4}], [%1], first; }"
+               :: "l"(m), "r"(src), "r"(c0), "r"(c1), "r"(c2) : "memory");
+}
+
+//! tma_store_evict_first_4d
+FN void tma_store_evict_first_4d(const TensorMap* m, u32 src, i32 c0, i32 c1, i32 c2, i32 c3) {
+  asm volatile("{ .reg .b64 first; createpolicy.fractional.L2::evict_first.b64 first, 1.0;"
+               " cp.async.bulk.tensor.4d.global.shared::cta.bulk_group.L2::cache_hint"
+               " [%0, {%2,%3,%4,%5}], [%1], first; }"
+               :: "l"(m), "r"(src), "r"(c0), "r"(c1), "r"(c2), "r"(c3) : "memory");
+}
+
+//! tma_store_evict_first_5d
+FN void tma_store_evict_first_5d(const TensorMap* m, u32 src, i32 c0, i32 c1, i32 c2,
+                                 i32 c3, i32 c4) {
+  asm volatile("{ .reg .b64 first; createpolicy.fractional.L2::evict_first.b64 first, 1.0;"
+               " cp.async.bulk.tensor.5d.global.shared::cta.bulk_group.L2::cache_hint"
+               " [%0, {%2,%3,%4,%5,%6}], [%1], first; }"
+               :: "l"(m), "r"(src), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4) : "memory");
+}
+
 //! bulk_load
 FN void bulk_load(u32 dst, const void* src, u32 bytes, u32 barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
@@ -127,6 +169,14 @@ FN void bulk_load(u32 dst, const void* src, u32 bytes, u32 barrier) {
 //! bulk_store
 FN void bulk_store(void* dst, u32 src, u32 bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;"
+               :: "l"(dst), "r"(src), "r"(bytes) : "memory");
+}
+
+//! bulk_store_evict_first
+FN void bulk_store_evict_first(void* dst, u32 src, u32 bytes) {
+  asm volatile("{ .reg .b64 first; createpolicy.fractional.L2::evict_first.b64 first, 1.0;"
+               " cp.async.bulk.global.shared::cta.bulk_group.L2::cache_hint"
+               " [%0], [%1], %2, first; }"
                :: "l"(dst), "r"(src), "r"(bytes) : "memory");
 }
 
