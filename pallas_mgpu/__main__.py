@@ -1,9 +1,11 @@
 """``python -m pallas_mgpu``: a pipelined tensor-core matmul, run and checked. ``info``: what was
-found. ``layouts``: docs/layouts.md, the costs of layout conversions."""
+found. ``cache``: size of the compile cache on disk; ``cache clear`` empties it. ``layouts``:
+docs/layouts.md, the costs of layout conversions."""
 
 import argparse
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 
@@ -46,6 +48,27 @@ def info():
     print(f"NVRTC: {found['nvrtc']}")
     print(f"cache: {found['cache_dir']}")
     print(f"backend for host arrays: {found['backend']}")
+
+
+def cache(action):
+    """Print the size of the compile cache on disk, or empty it; exit status 1 if that failed."""
+    from . import _core
+
+    folder = Path(_core.system_info()["cache_dir"])
+    entries = [*folder.glob("*.cubin"), *folder.glob("tmp-*")]
+    size = sum(entry.stat().st_size for entry in entries)
+    what = f"{len(entries)} entries, {size / 2**20:.1f} MiB, in {folder}"
+    if action == "size":
+        print(what)
+        return 0
+    try:
+        for entry in entries:
+            entry.unlink(missing_ok=True)
+    except OSError as e:
+        print(f"error: {e}", file=sys.stderr)
+        return 1
+    print(f"removed {what}")
+    return 0
 
 
 def demo(size, dtype, seconds):
@@ -119,13 +142,21 @@ def demo(size, dtype, seconds):
 
 def main(argv=None):
     parser = argparse.ArgumentParser(prog="python -m pallas_mgpu", description=__doc__)
-    parser.add_argument("command", nargs="?", default="demo", choices=("demo", "info", "layouts"))
+    commands = ("demo", "info", "cache", "layouts")
+    parser.add_argument("command", nargs="?", default="demo", choices=commands)
+    parser.add_argument(
+        "action", nargs="?", choices=("size", "clear"), help="of cache; size by default"
+    )
     parser.add_argument(
         "--size", type=int, nargs=3, metavar=("M", "N", "K"), help="multiples of 128, 128 and 64"
     )
     parser.add_argument("--dtype", default="float16", choices=("float16", "bfloat16"))
     parser.add_argument("--seconds", type=float, default=1.0, help="how long to time on a GPU")
     args = parser.parse_args(argv)
+    if args.action and args.command != "cache":
+        parser.error(f"{args.command} takes no action, got {args.action!r}")
+    if args.command == "cache":
+        return cache(args.action or "size")
     if args.command == "info":
         info()
         return 0

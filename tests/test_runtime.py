@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import pallas_mgpu as plgpu
+from pallas_mgpu import _core
 
 HERE = Path(__file__).resolve().parent
 ROOT = Path(plgpu.__file__).parent.parent
@@ -286,3 +287,30 @@ def test_interpreter_after_a_fork():
     if child == 0:
         os._exit(0 if (k(x) == 2).all() and (k(x) == 2).all() else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_cache_command(cache, capsys):
+    from pallas_mgpu.__main__ import main
+
+    compile_one(), compile_one(256)
+    (cache / "other").write_text("not ours")
+    assert main(["cache"]) == 0 and "2 entries" in capsys.readouterr().out
+    assert main(["cache", "clear"]) == 0 and "removed 2 entries" in capsys.readouterr().out
+    assert [entry.name for entry in cache.iterdir()] == ["other"]
+    assert main(["cache", "size"]) == 0 and "0 entries" in capsys.readouterr().out
+    assert not compile_one()[0]["from_disk"]
+    with pytest.raises(SystemExit):
+        main(["info", "clear"])
+
+
+def test_cache_directory_follows_xdg(monkeypatch, tmp_path):
+    monkeypatch.delenv("PALLAS_MGPU_CACHE_DIR", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    cases = {
+        "": tmp_path / "home/.cache/pallas_mgpu",
+        "relative": tmp_path / "home/.cache/pallas_mgpu",
+        str(tmp_path / "xdg"): tmp_path / "xdg/pallas_mgpu",
+    }
+    for value, folder in cases.items():
+        monkeypatch.setenv("XDG_CACHE_HOME", value)
+        assert _core.system_info()["cache_dir"] == str(folder)

@@ -31,14 +31,23 @@ typedef void (*micro_fn)(int64_t k, const float *a, const float *b, float *c, in
       for (int v = 0; v < VECS; v++) *(name##_vec *)(c + r * ldc + v * LANES) = sum[r][v];       \
   }
 
+/* the build forbids contraction elsewhere */
+#ifdef __clang__
+#pragma clang fp contract(fast)
+#else
 #pragma GCC push_options
-#pragma GCC optimize("fp-contract=fast") /* the build forbids it elsewhere */
+#pragma GCC optimize("fp-contract=fast")
+#endif
 #if defined(__x86_64__)
 MICRO(micro_avx512, __attribute__((target("avx512f"))), 8, 2, 16)
 MICRO(micro_avx2, __attribute__((target("avx2,fma"))), 4, 2, 8)
 #endif
 MICRO(micro_plain, , 4, 2, 4)
+#ifdef __clang__
+#pragma clang fp contract(off)
+#else
 #pragma GCC pop_options
+#endif
 
 typedef struct block_shape {
   micro_fn micro;

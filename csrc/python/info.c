@@ -161,10 +161,20 @@ static PyObject *set_debug_checks(PyObject *Py_UNUSED(self), PyObject *on) {
   Py_RETURN_NONE;
 }
 
+/* For tests: see pm_fail_allocation. */
+static PyObject *fail_allocation(PyObject *Py_UNUSED(self), PyObject *number) {
+  const long n = PyLong_AsLong(number);
+  if (n == -1 && PyErr_Occurred()) return NULL;
+  pm_fail_allocation(n);
+  Py_RETURN_NONE;
+}
+
 static PyMethodDef functions[] = {
     {"as_dtype", as_dtype, METH_O, "NumPy dtype of any spelling; 64-bit ones become 32-bit."},
     {"depends", (PyCFunction)(void (*)(void))depends, METH_FASTCALL,
      "depends(values, on): does any of the traced values depend on any of the others?"},
+    {"fail_allocation", fail_allocation, METH_O,
+     "The n-th allocation of this thread from now on fails, once; 0: none."},
     {"set_debug_checks", set_debug_checks, METH_O, "Are kernels traced with checks from now on?"},
     {"system_info", system_info, METH_NOARGS,
      "Devices, NVRTC, cache directory and backend, as a dict."},

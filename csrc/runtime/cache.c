@@ -40,6 +40,11 @@ const char *pm_cache_dir(void) {
     snprintf(path, sizeof path, "%s", given);
     return path;
   }
+  const char *base = getenv("XDG_CACHE_HOME");
+  if (base && *base == '/') { /* the specification ignores relative paths */
+    snprintf(path, sizeof path, "%s/pallas_mgpu", base);
+    return path;
+  }
   const char *home = getenv("HOME");
   if (!home || !*home) {
     const struct passwd *pw = getpwuid(getuid());
