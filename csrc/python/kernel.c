@@ -1003,6 +1003,7 @@ static PyObject *kernel_copy(PyObject *self, PyObject *memo) {
 }
 
 static PyMethodDef methods[] = {
+    {"__class_getitem__", Py_GenericAlias, METH_O | METH_CLASS, "For annotations: Kernel[P, R]."},
     {"__copy__", kernel_copy, METH_NOARGS, "The kernel itself."},
     {"__deepcopy__", kernel_copy, METH_O, "The kernel itself."},
     {"lower", (PyCFunction)(void (*)(void))kernel_lower, METH_VARARGS | METH_KEYWORDS,

@@ -1,0 +1,805 @@
+import contextlib
+import enum
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import (
+    ClassVar,
+    Final,
+    Generic,
+    Literal,
+    ParamSpec,
+    Protocol,
+    TypeVar,
+    overload,
+)
+
+import numpy as np
+
+from . import lax as lax
+from . import nn as nn
+from . import numpy as numpy
+from . import ops as ops
+from . import pl as pl
+from . import tree as tree
+from ._core import Array as Array
+from ._core import CompileError as CompileError
+from ._core import ConcretizationTypeError as ConcretizationTypeError
+from ._core import DeadlockError as DeadlockError
+from ._core import DeviceArray as DeviceArray
+from ._core import DriverError as DriverError
+from ._core import InternalError as InternalError
+from ._core import LaunchError as LaunchError
+from ._core import Lowered as Lowered
+from ._core import LoweringError as LoweringError
+from ._core import NVRTCError as NVRTCError
+from ._core import OutOfMemoryError as OutOfMemoryError
+from ._core import Ref as Ref
+from ._core import TMADescriptorError as TMADescriptorError
+from ._core import TracerArrayConversionError as TracerArrayConversionError
+from ._core import TracerBoolConversionError as TracerBoolConversionError
+from ._core import TracerIntegerConversionError as TracerIntegerConversionError
+from ._core import TypePromotionError as TypePromotionError
+from ._core import UnexpectedTracerError as UnexpectedTracerError
+from ._core import device_put as device_put
+from ._core import synchronize as synchronize
+from ._typing import (
+    A,
+    AxisName,
+    Body,
+    CollectiveAxes,
+    Condition,
+    Descriptor,
+    DimensionSemantics,
+    DType,
+    Engine,
+    Family,
+    HasShape,
+    Index,
+    IndexMap,
+    InlineType,
+    Interpret,
+    KernelOfDict,
+    KernelOfList,
+    KernelOfOne,
+    KernelOfTuple,
+    LayoutLike,
+    LayoutValue,
+    MemoryRef,
+    MutableArray,
+    ReductionOp,
+    Scalar,
+    Scratch,
+    Semaphores,
+    Shape,
+    Specs,
+    Transforms,
+    Tree,
+    WarpSpecializedPipeline,
+)
+from ._typing import (
+    Operand as _Operand,
+)
+
+__version__: str
+
+_C = TypeVar("_C")
+_R = TypeVar("_R")
+_R_co = TypeVar("_R_co", covariant=True)
+_P = ParamSpec("_P")
+_F = TypeVar("_F", bound=Callable[..., object])
+
+# ---- descriptors ---------------------------------------------------------------------------------
+
+@dataclass(frozen=True, init=False)
+class ShapeDtypeStruct:
+    shape: tuple[int, ...]
+    dtype: np.dtype[np.generic]
+    layout: LayoutLike | None
+    def __init__(
+        self,
+        shape: Shape,
+        dtype: DType,
+        layout: LayoutLike | None = None,
+        *,
+        sharding: None = None,
+        weak_type: bool = False,
+    ) -> None: ...
+    @classmethod
+    def like(cls, x: HasShape) -> ShapeDtypeStruct: ...
+    @property
+    def ndim(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+
+@dataclass(frozen=True)
+class Transform: ...
+
+@dataclass(frozen=True, init=False)
+class TilingTransform(Transform):
+    tiling: tuple[int, ...]
+    def __init__(self, tiling: Sequence[int]) -> None: ...
+
+@dataclass(frozen=True, init=False)
+class SwizzleTransform(Transform):
+    swizzle: int
+    def __init__(self, swizzle: int) -> None: ...
+
+class MemorySpace(enum.Enum):
+    GMEM = "gmem"
+    SMEM = "smem"
+    TMEM = "tmem"
+    REGS = "regs"
+    def __call__(
+        self,
+        shape: Shape,
+        dtype: DType,
+        *,
+        transforms: Transforms = (),
+        packed: bool | None = None,
+        collective: bool | None = None,
+        layout: LayoutLike | None = None,
+    ) -> MemoryRef: ...
+    def like(self, shape_dtype_like: HasShape) -> MemoryRef: ...
+
+GMEM: Final = MemorySpace.GMEM
+SMEM: Final = MemorySpace.SMEM
+TMEM: Final = MemorySpace.TMEM
+REGS: Final = MemorySpace.REGS
+
+@dataclass(frozen=True, init=False)
+class WGMMAAccumulatorRef:
+    shape: tuple[int, ...]
+    dtype: np.dtype[np.generic]
+    def __init__(self, shape: Shape, dtype: DType = ..., _init: Array | None = None) -> None: ...
+    @classmethod
+    def init(cls, array: Array) -> WGMMAAccumulatorRef: ...
+
+ACC = WGMMAAccumulatorRef
+
+@dataclass(frozen=True, init=False)
+class Barrier:
+    num_arrivals: int
+    num_barriers: int
+    orders_tensor_core: bool
+    def __init__(
+        self, *, num_arrivals: int = 1, num_barriers: int = 1, orders_tensor_core: bool = False
+    ) -> None: ...
+
+@dataclass(frozen=True, init=False)
+class ClusterBarrier:
+    collective_axes: tuple[AxisName, ...]
+    num_barriers: int
+    num_arrivals: int
+    orders_tensor_core: bool
+    leader_tracked: bool
+    def __init__(
+        self,
+        *,
+        collective_axes: AxisName | tuple[AxisName, ...],
+        num_barriers: int = 1,
+        num_arrivals: int = 1,
+        orders_tensor_core: bool = False,
+        leader_tracked: bool = False,
+    ) -> None: ...
+
+class SemaphoreType(enum.Enum):
+    REGULAR = "regular"
+    BARRIER = "barrier"
+    def __call__(self, shape: Shape = ()) -> Semaphores: ...
+
+@dataclass(frozen=True, init=False)
+class RefUnion:
+    groups: tuple[Descriptor | tuple[Descriptor, ...], ...]
+    def __init__(self, *groups: Descriptor | Sequence[Descriptor]) -> None: ...
+
+class OOBFillMode(enum.IntEnum):
+    UNDEFINED = 0
+    PROMISE_IN_BOUNDS = 1
+    ZEROS = 2
+
+class BlockSpec(pl.BlockSpec):
+    transforms: tuple[Transform, ...]
+    delay_release: int
+    oob_fill_mode: OOBFillMode
+    def __init__(
+        self,
+        block_shape: Sequence[pl.BlockDim | None] | None = None,
+        index_map: IndexMap | None = None,
+        pipeline_mode: pl.Buffered | None = None,
+        transforms: Transforms = (),
+        delay_release: int = 0,
+        collective_axes: CollectiveAxes | None = None,
+        oob_fill_mode: OOBFillMode = ...,
+        *,
+        memory_space: MemorySpace | None = None,
+    ) -> None: ...
+
+@dataclass(frozen=True, init=False)
+class Mesh:
+    grid: tuple[int, ...]
+    grid_names: tuple[str, ...]
+    cluster: tuple[int, ...]
+    cluster_names: tuple[str, ...]
+    num_threads: int | None
+    thread_name: str | None
+    kernel_name: str | None
+    def __init__(
+        self,
+        *,
+        grid: Shape = (),
+        grid_names: str | Sequence[str] = (),
+        cluster: Shape = (),
+        cluster_names: str | Sequence[str] = (),
+        num_threads: int | None = None,
+        thread_name: str | None = None,
+        kernel_name: str | None = None,
+    ) -> None: ...
+    @property
+    def shape(self) -> Mapping[str, int]: ...
+
+@dataclass(frozen=True, init=False)
+class WarpMesh:
+    axis_name: str
+    def __init__(self, *, axis_name: str) -> None: ...
+
+class LoweringSemantics(enum.Enum):
+    Lane = 1
+    Warpgroup = 2
+
+class TraceScope(enum.Enum):
+    WARP = "warp"
+    WARPGROUP = "warpgroup"
+
+@dataclass(frozen=True, init=False)
+class CompilerParams:
+    approx_math: bool
+    dimension_semantics: tuple[DimensionSemantics, ...] | None
+    max_concurrent_steps: int
+    unsafe_no_auto_barriers: bool
+    reduction_scratch_bytes: int
+    profile_space: int
+    profile_dir: str
+    profile_trace_scope: TraceScope
+    profile_bounds_check: bool
+    lowering_semantics: LoweringSemantics
+    def __init__(
+        self,
+        *,
+        approx_math: bool = False,
+        dimension_semantics: Sequence[DimensionSemantics] | None = None,
+        max_concurrent_steps: int = 1,
+        unsafe_no_auto_barriers: bool = False,
+        reduction_scratch_bytes: int = 2048,
+        profile_space: int = 0,
+        profile_dir: str = "",
+        profile_trace_scope: TraceScope = ...,
+        profile_bounds_check: bool = False,
+        lowering_semantics: LoweringSemantics = ...,
+    ) -> None: ...
+
+@dataclass(frozen=True, init=False)
+class InterpretParams:
+    seed: int
+    out_of_bounds_reads: Literal["raise", "uninitialized"]
+    uninitialized_memory: Literal["nan", "zero"]
+    detect_races: bool
+    def __init__(
+        self,
+        *,
+        seed: int = 0,
+        out_of_bounds_reads: Literal["raise", "uninitialized"] = "raise",
+        uninitialized_memory: Literal["nan", "zero"] = "nan",
+        detect_races: bool = False,
+    ) -> None: ...
+
+# ---- register layouts ----------------------------------------------------------------------------
+
+class Layout(enum.Enum):
+    WGMMA = 1
+    WGMMA_8BIT = 2
+    WGMMA_UPCAST_2X = 3
+    WGMMA_UPCAST_4X = 4
+    WGMMA_TRANSPOSED = 5
+    WG_SPLAT = 6
+    WG_STRIDED = 7
+    TILED = 8
+    TCGEN05 = 9
+    TCGEN05_TRANSPOSED = 10
+    TCGEN05_M64_COLLECTIVE = 11
+    TCGEN05_TMEM_NATIVE = 12
+    TCGEN05_M64_COLLECTIVE_NATIVE = 13
+    SMEM_GMEM_COPY = 14
+    TMA_INDICES = 15
+    TMA_INDICES_4 = 16
+    MMA_LHS = 18
+    MMA_RHS = 19
+    MMA_ACC = 20
+    @overload
+    def __call__(self) -> LayoutValue: ...
+    @overload
+    def __call__(self, n: int, /) -> LayoutValue: ...
+    @overload
+    def __call__(self, dtype: DType) -> LayoutValue: ...
+    @overload
+    def __call__(self, shape: Shape, vec_size: int) -> LayoutValue: ...
+    @overload
+    def __call__(self, shape: Shape, dtype: DType, swizzle: int) -> LayoutValue: ...
+    @overload
+    def __call__(
+        self,
+        tiling: Tiling,
+        warp_dims: Sequence[int | Replicated] | int | Replicated,
+        lane_dims: Sequence[int | Replicated] | int | Replicated,
+        vector_dim: int,
+    ) -> LayoutValue: ...
+    def reduce(self, axes: int | Sequence[int]) -> LayoutValue: ...
+
+@dataclass(frozen=True, init=False)
+class Replicated:
+    times: int
+    def __init__(self, times: int) -> None: ...
+
+@dataclass(frozen=True, init=False)
+class Tiling:
+    tiles: tuple[tuple[int, ...], ...]
+    def __init__(self, tiles: Sequence[Sequence[int]]) -> None: ...
+    def tile_shape(self, shape: Sequence[int]) -> tuple[int, ...]: ...
+    def untile_shape(self, shape: Sequence[int]) -> tuple[int, ...]: ...
+    def tile_strides(self, strides: Sequence[int]) -> tuple[int, ...]: ...
+    def tile_indices(self, indices: Sequence[int]) -> tuple[int, ...]: ...
+    def untile_indices(self, indices: Sequence[int]) -> tuple[int, ...]: ...
+    def tile_dimension(self, dim: int) -> tuple[bool, ...]: ...
+    def remove_dimension(self, dim: int) -> Tiling: ...
+    def canonicalize(self) -> Tiling: ...
+
+class CopyPartition:
+    class PARTITIONED:
+        axis: int
+        def __init__(self, axis: int) -> None: ...
+
+    REPLICATED: ClassVar[object]
+
+@dataclass(frozen=True, init=False)
+class RefType:
+    transforms: tuple[Transform, ...]
+    def __init__(self, transforms: Transforms = ()) -> None: ...
+
+# ---- kernels -------------------------------------------------------------------------------------
+
+class Kernel(Generic[_P, _R_co]):
+    """A kernel that can be called: parameters P, result R."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def __name__(self) -> str: ...
+    def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _R_co: ...
+    def lower(self, *args: object, arch: int | str | None = None) -> Lowered: ...
+
+@overload
+def kernel(
+    body: Body,
+    *,
+    out_type: HasShape,
+    scratch_types: Scratch = (),
+    compiler_params: CompilerParams | None = None,
+    grid: Shape = (),
+    grid_names: str | Sequence[str] = (),
+    cluster: Shape = (),
+    cluster_names: str | Sequence[str] = (),
+    num_threads: int | None = None,
+    thread_name: str | None = None,
+    interpret: Interpret = None,
+    debug: bool = False,
+    kernel_name: str | None = None,
+) -> KernelOfOne: ...
+@overload
+def kernel(
+    *,
+    out_type: HasShape,
+    scratch_types: Scratch = (),
+    compiler_params: CompilerParams | None = None,
+    grid: Shape = (),
+    grid_names: str | Sequence[str] = (),
+    cluster: Shape = (),
+    cluster_names: str | Sequence[str] = (),
+    num_threads: int | None = None,
+    thread_name: str | None = None,
+    interpret: Interpret = None,
+    debug: bool = False,
+    kernel_name: str | None = None,
+) -> Callable[[Body], KernelOfOne]: ...
+@overload
+def kernel(
+    body: Body,
+    *,
+    out_type: tuple[HasShape, ...],
+    scratch_types: Scratch = (),
+    compiler_params: CompilerParams | None = None,
+    grid: Shape = (),
+    grid_names: str | Sequence[str] = (),
+    cluster: Shape = (),
+    cluster_names: str | Sequence[str] = (),
+    num_threads: int | None = None,
+    thread_name: str | None = None,
+    interpret: Interpret = None,
+    debug: bool = False,
+    kernel_name: str | None = None,
+) -> KernelOfTuple: ...
+@overload
+def kernel(
+    *,
+    out_type: tuple[HasShape, ...],
+    scratch_types: Scratch = (),
+    compiler_params: CompilerParams | None = None,
+    grid: Shape = (),
+    grid_names: str | Sequence[str] = (),
+    cluster: Shape = (),
+    cluster_names: str | Sequence[str] = (),
+    num_threads: int | None = None,
+    thread_name: str | None = None,
+    interpret: Interpret = None,
+    debug: bool = False,
+    kernel_name: str | None = None,
+) -> Callable[[Body], KernelOfTuple]: ...
+@overload
+def kernel(
+    body: Body,
+    *,
+    out_type: list[HasShape] | list[ShapeDtypeStruct],
+    scratch_types: Scratch = (),
+    compiler_params: CompilerParams | None = None,
+    grid: Shape = (),
+    grid_names: str | Sequence[str] = (),
+    cluster: Shape = (),
+    cluster_names: str | Sequence[str] = (),
+    num_threads: int | None = None,
+    thread_name: str | None = None,
+    interpret: Interpret = None,
+    debug: bool = False,
+    kernel_name: str | None = None,
+) -> KernelOfList: ...
+@overload
+def kernel(
+    *,
+    out_type: list[HasShape] | list[ShapeDtypeStruct],
+    scratch_types: Scratch = (),
+    compiler_params: CompilerParams | None = None,
+    grid: Shape = (),
+    grid_names: str | Sequence[str] = (),
+    cluster: Shape = (),
+    cluster_names: str | Sequence[str] = (),
+    num_threads: int | None = None,
+    thread_name: str | None = None,
+    interpret: Interpret = None,
+    debug: bool = False,
+    kernel_name: str | None = None,
+) -> Callable[[Body], KernelOfList]: ...
+@overload
+def kernel(
+    body: Body,
+    *,
+    out_type: Mapping[str, HasShape],
+    scratch_types: Scratch = (),
+    compiler_params: CompilerParams | None = None,
+    grid: Shape = (),
+    grid_names: str | Sequence[str] = (),
+    cluster: Shape = (),
+    cluster_names: str | Sequence[str] = (),
+    num_threads: int | None = None,
+    thread_name: str | None = None,
+    interpret: Interpret = None,
+    debug: bool = False,
+    kernel_name: str | None = None,
+) -> KernelOfDict: ...
+@overload
+def kernel(
+    *,
+    out_type: Mapping[str, HasShape],
+    scratch_types: Scratch = (),
+    compiler_params: CompilerParams | None = None,
+    grid: Shape = (),
+    grid_names: str | Sequence[str] = (),
+    cluster: Shape = (),
+    cluster_names: str | Sequence[str] = (),
+    num_threads: int | None = None,
+    thread_name: str | None = None,
+    interpret: Interpret = None,
+    debug: bool = False,
+    kernel_name: str | None = None,
+) -> Callable[[Body], KernelOfDict]: ...
+@overload
+def kernel(
+    body: Body,
+    out_shape: HasShape,
+    *,
+    scratch_types: Scratch = (),
+    scratch_shapes: Scratch = (),
+    compiler_params: CompilerParams | None = None,
+    grid: Shape = (),
+    grid_names: str | Sequence[str] = (),
+    cluster: Shape = (),
+    cluster_names: str | Sequence[str] = (),
+    num_threads: int | None = None,
+    thread_name: str | None = None,
+    interpret: Interpret = None,
+    debug: bool = False,
+    kernel_name: str | None = None,
+) -> KernelOfOne: ...
+@overload
+def kernel(
+    body: Body,
+    out_shape: tuple[HasShape, ...],
+    *,
+    scratch_types: Scratch = (),
+    scratch_shapes: Scratch = (),
+    compiler_params: CompilerParams | None = None,
+    grid: Shape = (),
+    grid_names: str | Sequence[str] = (),
+    cluster: Shape = (),
+    cluster_names: str | Sequence[str] = (),
+    num_threads: int | None = None,
+    thread_name: str | None = None,
+    interpret: Interpret = None,
+    debug: bool = False,
+    kernel_name: str | None = None,
+) -> KernelOfTuple: ...
+@overload
+def kernel(
+    body: Body,
+    out_shape: list[HasShape] | list[ShapeDtypeStruct],
+    *,
+    scratch_types: Scratch = (),
+    scratch_shapes: Scratch = (),
+    compiler_params: CompilerParams | None = None,
+    grid: Shape = (),
+    grid_names: str | Sequence[str] = (),
+    cluster: Shape = (),
+    cluster_names: str | Sequence[str] = (),
+    num_threads: int | None = None,
+    thread_name: str | None = None,
+    interpret: Interpret = None,
+    debug: bool = False,
+    kernel_name: str | None = None,
+) -> KernelOfList: ...
+@overload
+def kernel(
+    body: Body,
+    out_shape: Mapping[str, HasShape],
+    *,
+    scratch_types: Scratch = (),
+    scratch_shapes: Scratch = (),
+    compiler_params: CompilerParams | None = None,
+    grid: Shape = (),
+    grid_names: str | Sequence[str] = (),
+    cluster: Shape = (),
+    cluster_names: str | Sequence[str] = (),
+    num_threads: int | None = None,
+    thread_name: str | None = None,
+    interpret: Interpret = None,
+    debug: bool = False,
+    kernel_name: str | None = None,
+) -> KernelOfDict: ...
+
+class Operand(ShapeDtypeStruct):
+    """What the function below ``kernel_family`` sees of an array."""
+
+    device: int | None
+    aligned: bool
+    def __init__(
+        self, shape: Shape, dtype: DType, device: int | None = None, aligned: bool = True
+    ) -> None: ...
+
+def kernel_family(make: Callable[_P, Callable[..., object]]) -> Family[_P]: ...
+def as_torch_kernel(fn: _F) -> _F: ...
+def vmap(
+    f: Callable[_P, _R],
+    in_axes: int | None | Sequence[int | None] = 0,
+    out_axes: int | Sequence[int] = 0,
+) -> Callable[_P, _R]: ...
+def core_count(device: int | None = None) -> int: ...
+def new_ref(x: A, *, memory_space: MemorySpace | None = ...) -> MutableArray[A]: ...
+def freeze(ref: MutableArray[A]) -> A: ...
+
+# ---- loads, stores, copies -----------------------------------------------------------------------
+
+def load(
+    src: Ref, idx: Index = ..., *, layout: LayoutLike | None = None, optimized: bool = True
+) -> Array: ...
+def copy_gmem_to_smem(
+    src: Ref,
+    dst: Ref,
+    barrier: Ref | None = None,
+    *,
+    collective_axes: CollectiveAxes | None = None,
+    leader_tracked: object | None = None,
+    oob_mode: OOBFillMode | None = None,
+    predicate: Condition | None = None,
+    engine: Engine | None = None,
+) -> None: ...
+def copy_smem_to_gmem(
+    src: Ref,
+    dst: Ref,
+    predicate: Condition | None = None,
+    *,
+    commit_group: bool = True,
+    reduction_op: ReductionOp | None = None,
+    engine: Engine | None = None,
+    evict_first: bool = False,
+) -> None: ...
+def async_prefetch(
+    ref: Ref,
+    *,
+    collective_axes: CollectiveAxes | None = None,
+    leader_tracked: object | None = None,
+) -> None: ...
+def async_store_smem(
+    src: Array,
+    ref: Ref,
+    barrier: Ref,
+    *,
+    cluster_idx: Scalar,
+    cluster_dim: AxisName,
+    optimized: bool = True,
+    atomic: str | None = None,
+) -> None: ...
+def commit_smem() -> None: ...
+def commit_smem_to_gmem_group() -> None: ...
+def wait_gmem_to_smem(n: int) -> None: ...
+def wait_smem_to_gmem(n: int, wait_read_only: bool = False) -> None: ...
+def atomic_add(ref: Ref, val: _Operand) -> Array: ...
+def atomic_and(ref: Ref, val: _Operand) -> Array: ...
+def atomic_max(ref: Ref, val: _Operand) -> Array: ...
+def atomic_min(ref: Ref, val: _Operand) -> Array: ...
+def atomic_or(ref: Ref, val: _Operand) -> Array: ...
+def atomic_xor(ref: Ref, val: _Operand) -> Array: ...
+
+# ---- synchronisation -----------------------------------------------------------------------------
+
+def barrier_arrive(barrier: Ref) -> None: ...
+def barrier_wait(barrier: Ref, *, phase: Scalar | None = None) -> None: ...
+def barrier_test(barrier: Ref) -> Array: ...
+def semaphore_signal(
+    semaphore: Ref,
+    inc: Scalar = 1,
+    *,
+    device_id: object | None = None,
+    memory_scope: Literal["gpu", "sys"] = "sys",
+) -> None: ...
+def semaphore_wait(
+    semaphore: Ref,
+    value: Scalar = 1,
+    *,
+    decrement: bool = True,
+    memory_scope: Literal["gpu", "sys"] = "sys",
+) -> None: ...
+
+class SemaphoreSignal:
+    def __init__(self, ref: Ref, *, device_id: object | None, inc: Scalar = 1) -> None: ...
+
+def semaphore_signal_parallel(*signals: SemaphoreSignal) -> None: ...
+def griddepcontrol_wait() -> None: ...
+def griddepcontrol_launch_dependents() -> None: ...
+
+class in_turn(contextlib.AbstractContextManager[None, None]):
+    def __init__(self, num_threads: int) -> None: ...
+    def __exit__(self, *exc: object) -> None: ...
+
+def set_max_registers(n: int, *, action: Literal["increase", "decrease"]) -> None: ...
+
+# ---- tensor cores --------------------------------------------------------------------------------
+
+def wgmma(acc: Ref, a: Ref | Array, b: Ref) -> None: ...
+def wgmma_wait(n: int) -> None: ...
+def wgmma_accumulator_load(acc: Ref, *, wait_n: int | None = 0) -> Array: ...
+def mma(acc: Array, a: Array, b: Array, /) -> Array: ...
+
+# ---- arrays and refs -----------------------------------------------------------------------------
+
+def broadcasted_iota(
+    dtype: DType, shape: Shape, dimension: int, *, layout: LayoutLike | None = None
+) -> Array: ...
+def layout_cast(x: _Operand, new_layout: LayoutLike) -> Array: ...
+def print_layout(fmt: str, x: Array | Ref) -> None: ...
+def cluster_ref(ref: Ref, block_id: Mapping[str, Scalar]) -> Ref: ...
+def transform_ref(ref: Ref, transform: Transform) -> Ref: ...
+def transpose_ref(ref: Ref, permutation: Sequence[int]) -> Ref: ...
+def find_swizzle(minor_dim_bits: int, what: str = "") -> int: ...
+def lazy_where(mask: Array, on_true: Callable[[], _C], on_false: _C) -> _C: ...
+def warp_map(f: Callable[[Array], None]) -> None: ...
+
+class named_scope(contextlib.AbstractContextManager[None, None]):
+    def __init__(self, name: str) -> None: ...
+    def __exit__(self, *exc: object) -> None: ...
+
+def inline_cuda(
+    source: str,
+    *,
+    arg_types: InlineType | Sequence[InlineType | Sequence[InlineType]] = (),
+    return_type: ShapeDtypeStruct | Sequence[ShapeDtypeStruct] | None = None,
+) -> Callable[..., Array]: ...
+
+# ---- loops and pipelines -------------------------------------------------------------------------
+
+@dataclass(frozen=True)
+class NDLoopInfo:
+    index: tuple[Array, ...]
+    local_index: Array
+    num_local_steps: Array | None
+
+class _Loop(Protocol):
+    """Runs the function below it at once; its name is then the last carry."""
+
+    @overload
+    def __call__(self, body: Callable[[NDLoopInfo], None]) -> None: ...
+    @overload
+    def __call__(self, body: Callable[..., _C]) -> _C: ...
+
+def nd_loop(
+    grid: Sequence[Scalar],
+    *,
+    collective_axes: CollectiveAxes,
+    tiling: Sequence[int] | None = None,
+    init_carry: Tree | None = None,
+) -> _Loop: ...
+def dynamic_scheduling_loop(
+    grid_names: str | Sequence[str],
+    thread_axis: str | None = None,
+    cluster_axes: CollectiveAxes = (),
+    init_carry: Tree | None = None,
+) -> _Loop: ...
+def planar_snake(
+    lin_idx: Scalar, shape: tuple[int, int], minor_dim: int, tile_width: int
+) -> tuple[Array, Array]: ...
+def next_tile(counter: int = 0) -> Array: ...
+def hand_tile(
+    tile: Array,
+    k: Scalar,
+    tiles: Ref,
+    ready: Ref,
+    read: Callable[[], Array],
+    free: Ref | None = None,
+) -> Array: ...
+def emit_pipeline(
+    body: Callable[..., Tree | None],
+    *,
+    grid: Sequence[Scalar],
+    in_specs: Specs = (),
+    out_specs: Specs = (),
+    max_concurrent_steps: int = 1,
+    init_carry: _C = ...,
+) -> Callable[..., _C]: ...
+
+class PipelinePipeline(enum.IntEnum):
+    START = 0
+    STEADY = 1
+    STOP = 2
+
+def emit_pipeline_warp_specialized(
+    body: Callable[..., Tree | None],
+    *,
+    grid: Sequence[Scalar],
+    memory_registers: int,
+    in_specs: Specs = (),
+    out_specs: Specs = (),
+    max_concurrent_steps: int = 2,
+    wg_axis: str,
+    num_compute_wgs: int,
+    pipeline_state: PipelinePipeline | Array | None = None,
+    manual_ready_barriers: bool = False,
+    manual_consumed_barriers: bool = False,
+    compute_context: Callable[[Callable[[Tree], Tree]], None] | None = None,
+    memory_thread_idx: int | None = None,
+) -> WarpSpecializedPipeline: ...
+
+# ---- older spellings -----------------------------------------------------------------------------
+
+GPUBlockSpec = BlockSpec
+GPUCompilerParams = CompilerParams
+GPUMemorySpace = MemorySpace
+GPUMesh = Mesh
+GPUShapeDtypeStruct = ShapeDtypeStruct
+TileTransform = TilingTransform
+MemoryRefTransform = Transform
+ThreadSemantics = LoweringSemantics
+wait_barrier = barrier_wait

@@ -1,0 +1,278 @@
+from typing import Literal, NamedTuple, overload
+
+import numpy as np
+
+from .._typing import A, Activation, DType, Interpret
+
+class AttentionConfig(NamedTuple):
+    consumers: int = 2
+    block: int = 128
+    stages: int = 2
+    lazy: bool = True
+    late: bool = True
+    hold: bool = False
+    q_registers: bool = False
+    programs: int = 0
+
+class FewRowsConfig(NamedTuple):
+    tile_n: int = 128
+    split: int = 8
+    stages: int = 4
+    step: int = 64
+
+class MatmulConfig(NamedTuple):
+    consumers: int = 2
+    tile_n: int = 256
+    stages: int = 0
+    cluster: int = 2
+    buffers: int = 2
+    group: int = 8
+    cluster_n: int = 1
+    split: int = 1
+    step: int = 64
+    lag: int = 1
+
+class MixedConfig(NamedTuple):
+    consumers: int = 2
+    tile_m: int = 128
+    split: int = 1
+    stages: int = 0
+    step: int = 128
+    group: int = 8
+    turns: int = 1
+
+class NormConfig(NamedTuple):
+    height: int = 1
+    cluster: int = 1
+    part: int = 0
+    staged: bool = True
+    ring: int = 0
+    consumers: int = 2
+    programs: int = 0
+
+class RaggedConfig(NamedTuple):
+    consumers: int = 2
+    tile: int = 256
+    stages: int = 0
+    cluster: int = 2
+    buffers: int = 2
+    group: int = 16
+
+@overload
+def attention(
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    return_lse: Literal[False] = False,
+    config: AttentionConfig | None = None,
+    interpret: Interpret = None,
+    out: np.ndarray | None = None,
+) -> np.ndarray: ...
+@overload
+def attention(
+    q: A,
+    k: A,
+    v: A,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    return_lse: Literal[False] = False,
+    config: AttentionConfig | None = None,
+    interpret: Interpret = None,
+    out: A | None = None,
+) -> A: ...
+@overload
+def attention(
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    return_lse: Literal[True],
+    config: AttentionConfig | None = None,
+    interpret: Interpret = None,
+    out: tuple[np.ndarray, np.ndarray] | None = None,
+) -> tuple[np.ndarray, np.ndarray]: ...
+@overload
+def attention(
+    q: A,
+    k: A,
+    v: A,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    return_lse: Literal[True],
+    config: AttentionConfig | None = None,
+    interpret: Interpret = None,
+    out: tuple[A, A] | None = None,
+) -> tuple[A, A]: ...
+@overload
+def layer_norm(
+    x: np.ndarray,
+    weight: np.ndarray | None = None,
+    bias: np.ndarray | None = None,
+    *,
+    eps: float = 1e-5,
+    out_dtype: DType | None = None,
+    config: NormConfig | None = None,
+    interpret: Interpret = None,
+    out: np.ndarray | None = None,
+) -> np.ndarray: ...
+@overload
+def layer_norm(
+    x: A,
+    weight: A | None = None,
+    bias: A | None = None,
+    *,
+    eps: float = 1e-5,
+    out_dtype: DType | None = None,
+    config: NormConfig | None = None,
+    interpret: Interpret = None,
+    out: A | None = None,
+) -> A: ...
+@overload
+def rms_norm(
+    x: np.ndarray,
+    weight: np.ndarray | None = None,
+    *,
+    eps: float = 1e-6,
+    out_dtype: DType | None = None,
+    config: NormConfig | None = None,
+    interpret: Interpret = None,
+    out: np.ndarray | None = None,
+) -> np.ndarray: ...
+@overload
+def rms_norm(
+    x: A,
+    weight: A | None = None,
+    *,
+    eps: float = 1e-6,
+    out_dtype: DType | None = None,
+    config: NormConfig | None = None,
+    interpret: Interpret = None,
+    out: A | None = None,
+) -> A: ...
+@overload
+def softmax(
+    x: np.ndarray,
+    *,
+    axis: int = -1,
+    out_dtype: DType | None = None,
+    config: NormConfig | None = None,
+    interpret: Interpret = None,
+    out: np.ndarray | None = None,
+) -> np.ndarray: ...
+@overload
+def softmax(
+    x: A,
+    *,
+    axis: int = -1,
+    out_dtype: DType | None = None,
+    config: NormConfig | None = None,
+    interpret: Interpret = None,
+    out: A | None = None,
+) -> A: ...
+@overload
+def matmul(
+    a: np.ndarray,
+    b: np.ndarray,
+    *,
+    bias: np.ndarray | None = None,
+    activation: Activation | None = None,
+    out_dtype: DType | None = None,
+    transpose_a: bool = False,
+    transpose_b: bool = False,
+    scale_a: np.ndarray | None = None,
+    scale_b: np.ndarray | None = None,
+    config: MatmulConfig | FewRowsConfig | None = None,
+    interpret: Interpret = None,
+    out: np.ndarray | None = None,
+) -> np.ndarray: ...
+@overload
+def matmul(
+    a: A,
+    b: A,
+    *,
+    bias: A | None = None,
+    activation: Activation | None = None,
+    out_dtype: DType | None = None,
+    transpose_a: bool = False,
+    transpose_b: bool = False,
+    scale_a: A | None = None,
+    scale_b: A | None = None,
+    config: MatmulConfig | FewRowsConfig | None = None,
+    interpret: Interpret = None,
+    out: A | None = None,
+) -> A: ...
+@overload
+def mixed_matmul(
+    x: np.ndarray,
+    weights: np.ndarray,
+    scales: np.ndarray | None = None,
+    *,
+    out_dtype: DType | None = None,
+    config: MixedConfig | None = None,
+    interpret: Interpret = None,
+    out: np.ndarray | None = None,
+) -> np.ndarray: ...
+@overload
+def mixed_matmul(
+    x: A,
+    weights: A,
+    scales: A | None = None,
+    *,
+    out_dtype: DType | None = None,
+    config: MixedConfig | None = None,
+    interpret: Interpret = None,
+    out: A | None = None,
+) -> A: ...
+@overload
+def ragged_dot(
+    lhs: np.ndarray,
+    rhs: np.ndarray,
+    group_sizes: np.ndarray,
+    *,
+    transpose_rhs: bool = False,
+    out_dtype: DType | None = None,
+    config: RaggedConfig | None = None,
+    interpret: Interpret = None,
+    out: np.ndarray | None = None,
+) -> np.ndarray: ...
+@overload
+def ragged_dot(
+    lhs: A,
+    rhs: A,
+    group_sizes: A,
+    *,
+    transpose_rhs: bool = False,
+    out_dtype: DType | None = None,
+    config: RaggedConfig | None = None,
+    interpret: Interpret = None,
+    out: A | None = None,
+) -> A: ...
+@overload
+def transposed_ragged_dot(
+    lhs: np.ndarray,
+    rhs: np.ndarray,
+    group_sizes: np.ndarray,
+    *,
+    out_dtype: DType | None = None,
+    config: RaggedConfig | None = None,
+    interpret: Interpret = None,
+    out: np.ndarray | None = None,
+) -> np.ndarray: ...
+@overload
+def transposed_ragged_dot(
+    lhs: A,
+    rhs: A,
+    group_sizes: A,
+    *,
+    out_dtype: DType | None = None,
+    config: RaggedConfig | None = None,
+    interpret: Interpret = None,
+    out: A | None = None,
+) -> A: ...
