@@ -143,7 +143,10 @@ def control(x_ref: plgpu.Ref, o_ref: plgpu.Ref) -> None:
     total = lax.fori_loop(0, N, step, jnp.float32(0))
     count = lax.fori_loop(0, 3, lambda i, c: c + i, 0)
     small, large = lax.fori_loop(
-        0, N, lambda i, c: (jnp.minimum(c[0], x_ref[i]), jnp.maximum(c[1], x_ref[i])), (total, total)
+        0,
+        N,
+        lambda i, c: (jnp.minimum(c[0], x_ref[i]), jnp.maximum(c[1], x_ref[i])),
+        (total, total),
     )
     halved = lax.while_loop(lambda v: v > 1.0, lambda v: v / 2, jnp.abs(total))
     chosen = lax.cond(total > 0, lambda: large, lambda: small)
@@ -185,7 +188,8 @@ def arrays(x_ref: plgpu.Ref, o_ref: plgpu.Ref) -> None:
     best, where_best = lax.top_k(x, 1)
     y = y + best + where_best
     y = -y % 3.0 if rows else y // 2
-    y = y + jnp.dot(x.astype(jnp.bfloat16), x.astype(jnp.bfloat16), preferred_element_type=jnp.float32)
+    narrow = x.astype(jnp.bfloat16)
+    y = y + jnp.dot(narrow, narrow, preferred_element_type=jnp.float32)
     pl.debug_print("x[0, 0] = {}", x_ref[0, 0])
     o_ref[...] = jnp.minimum(y, jnp.finfo(jnp.float32).max)
 
