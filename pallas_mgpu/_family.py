@@ -7,6 +7,7 @@ import functools
 import inspect
 
 from . import _core
+from ._names import check_keywords
 from ._types import ShapeDtypeStruct
 
 
@@ -39,6 +40,8 @@ class _Maker:
         try:
             bound = self.signature.bind(*operands, **by_name, **options)
         except TypeError as e:
+            if not any(p.kind is p.VAR_KEYWORD for p in self.signature.parameters.values()):
+                check_keywords(self.name, [*self.signature.parameters], options | by_name)
             raise TypeError(f"{self.name}: {e}") from None
         bound.apply_defaults()
         values = []

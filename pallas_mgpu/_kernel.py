@@ -6,13 +6,14 @@ one `_core.Kernel` per structure."""
 
 import copy
 import functools
+import inspect
 import sys
 from collections.abc import Mapping
 
 from . import _core, _trace, tree
 from ._batch import Batch, Batched, call_batched
 from ._control import scoped
-from ._names import NOT_SPECIFIED, deprecated, show
+from ._names import NOT_SPECIFIED, check_keywords, deprecated, show
 from ._types import GMEM, CompilerParams, InterpretParams, Mesh, ShapeDtypeStruct
 
 
@@ -185,6 +186,7 @@ class Definition:
             done = True
         except Exception as e:
             _trace.add_place(e)
+            self._name_none(e, structure)
             raise
         finally:
             _trace.pop()
@@ -194,6 +196,16 @@ class Definition:
         if self.debug:
             print(graph.text())
         return graph, [(s, o.dtype) for s, o in zip(batch.out_shapes, self.outs)]
+
+    def _name_none(self, e, structure):
+        """Say which argument is None where that is what the body stumbled over."""
+        if structure is None or "NoneType" not in str(e) or len(e.args) != 1:
+            return
+        names = _trace.parameter_names(self.body)
+        for k, child in enumerate(structure[2]):
+            if child != tree.LEAF and child[0] == "none":
+                name = f" ({names[k]})" if k < len(names) else ""
+                e.args = (f"{e.args[0]}\n  argument {k}{name} of kernel {self.name} is None",)
 
     def _check_arity(self, n_args, n_scratch, keyword):
         """TypeError if the body cannot be called with that many refs."""
@@ -241,6 +253,13 @@ class _Structured:
 
     def _find(self, args):
         leaves, structure = tree.flatten(args)
+        for k, x in enumerate(args):
+            if isinstance(x, (list, tuple)) and x and all(isinstance(v, (int, float)) for v in x):
+                raise TypeError(
+                    f"{self.definition.who} {self.definition.name}: argument {k} is a"
+                    f" {type(x).__name__} of numbers, which would be {len(x)} arguments; pass an"
+                    " array: np.asarray(..., np.float32)"
+                )
         kernel = self.kernels.get(structure)
         if kernel is None:
             kernel = self.kernels[structure] = self.definition.make(structure)
@@ -318,13 +337,9 @@ def kernel(
     ``out=`` gives preallocated outputs. ``.lower(*args)`` gives the generated texts. ValueError,
     TypeError for misuse.
     """
-    for name in mesh_kwargs:
-        if name != "kernel_name":
-            raise TypeError(
-                f"kernel: unknown argument {name!r}; accepted are body, out_type, scratch_types,"
-                " compiler_params, grid, grid_names, cluster, cluster_names, num_threads,"
-                " thread_name, interpret, debug, kernel_name"
-            )
+    if not mesh_kwargs.keys() <= {"kernel_name"}:
+        names = [*inspect.signature(kernel).parameters][:-1]
+        check_keywords("kernel", [*names, "kernel_name"], mesh_kwargs)
     outs = _either(out_type, out_shape, "out_type", "out_shape")
     scratch = _either(scratch_types, scratch_shapes, "scratch_types", "scratch_shapes")
     mesh = Mesh(

@@ -1,9 +1,13 @@
 """Spellings of other versions of the language: keywords that were renamed, names that are not there
 yet, names that never were."""
 
+import difflib
 import functools
 import inspect
+import re
+import sys
 import warnings
+from types import ModuleType
 
 
 def show(x):
@@ -34,6 +38,62 @@ def deprecated(text, stacklevel):
     warnings.warn(text, DeprecationWarning, stacklevel + 1)
 
 
+_NAMESPACES = ("plgpu", "pl", "lax", "jnp", "nn", "ops", "tree")
+_MODULES = {"plgpu": "", "jnp": ".numpy"}  # of namespaces whose module has another name
+
+
+def _public(namespace):
+    """The names of a namespace that is loaded, with what they are."""
+    module = sys.modules.get(__package__ + _MODULES.get(namespace, f".{namespace}"))
+    found = vars(module) if module else {}
+    return {k: v for k, v in found.items() if k[0] != "_" and not isinstance(v, ModuleType)}
+
+
+def suggest(name, names):
+    """ ", did you mean 'x'?" of a misspelt name, "" where none is close."""
+    close = difflib.get_close_matches(name, names, 1, 0.7)
+    return f", did you mean {close[0]!r}?" if close else ""
+
+
+def _suggest_name(namespace, name):
+    """The same for a name of a namespace: it may stand in another one."""
+    for other in _NAMESPACES:
+        if other != namespace and name in _public(other):
+            return f", did you mean {other}.{name}?"
+    return suggest(name, _public(namespace))
+
+
+_KEYWORD_ERROR = re.compile(r"^(?:\w+\.)*(\w+)\(\) got an unexpected keyword argument '(\w+)'")
+
+
+def explain_keyword(text):
+    """Python's message of an unknown keyword of a public function, with what was probably meant;
+    None for any other message."""
+    found = _KEYWORD_ERROR.match(text)
+    if not found:
+        return None
+    for namespace in _NAMESPACES:
+        f = _public(namespace).get(found[1])
+        try:
+            names = [*inspect.signature(f).parameters] if callable(f) else []
+        except ValueError:
+            continue
+        if names:
+            accepted = "" if "Did you mean" in text else suggest(found[2], names)
+            return f"{text}{accepted or '; accepted are ' + ', '.join(names)}"
+    return None
+
+
+def check_keywords(name, names, given):
+    """TypeError for a keyword that is none of ``names``."""
+    for keyword in given:
+        if keyword not in names:
+            raise TypeError(
+                f"{name}: unknown argument {keyword!r}{suggest(keyword, names)}"
+                f"{'' if suggest(keyword, names) else '; accepted are ' + ', '.join(names)}"
+            )
+
+
 def shown_as(like):
     """Decorator: the signature that help() shows is that of ``like``; for a function that takes
     more only to refuse it with a better error."""
@@ -57,6 +117,9 @@ def accepts(*positional, **older):
     def wrap(f):
         name = f.__qualname__.removesuffix(".__init__")
         first = 1 if f.__name__ == "__init__" else 0  # self
+        parameters = inspect.signature(f).parameters
+        takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        names = [*parameters][first:]
 
         @functools.wraps(f)
         def call(*args, **kwargs):
@@ -83,6 +146,8 @@ def accepts(*positional, **older):
                     kwargs[new] = value
                     text = f"use {new}="
                 deprecated(f"{name}: {old}= is an older spelling; {text}", 2)
+            if not takes_all and not parameters.keys() >= kwargs.keys():
+                check_keywords(name, names, kwargs)
             return f(*args, **kwargs)
 
         return call
@@ -122,7 +187,10 @@ def finder(namespace, missing, wrong, text="{namespace}.{name} is not supported 
             return Missing(name, text.format(namespace=namespace, name=name, hint=hint))
         if name in wrong:
             raise AttributeError(f"{namespace} has no {name!r}; {wrong[name]}")
-        raise AttributeError(f"{namespace} has no {name!r}; docs/gaps.md lists what is missing")
+        meant = "" if name.startswith("__") else _suggest_name(namespace, name)
+        raise AttributeError(
+            f"{namespace} has no {name!r}{meant or '; docs/gaps.md lists what is missing'}"
+        )
 
     return find
 
@@ -140,6 +208,8 @@ PLGPU_MISSING = {
 }
 
 PLGPU_WRONG = {
+    "autotune": "functions of ops choose their configuration, and config= takes another one; time"
+    " your own kernels with the timer of your array library",
     "Semaphore": "the right form is plgpu.SemaphoreType.REGULAR",
     "Registers": "the right form is plgpu.REGS; arrays in registers come from ref[...]",
     "TransposeTransform": "the right form is ref.transpose(permutation) or plgpu.transpose_ref",

@@ -11,7 +11,7 @@ import numpy as np
 
 from . import _core, _ops
 from ._control import fori_loop, scoped, when
-from ._names import show
+from ._names import accepts, show
 from ._schedule import unravel
 from ._trace import Array, Ref, check_arity, env, parameter_names, type_text
 from ._types import (
@@ -170,6 +170,11 @@ def _grid_size(grid):
     return total
 
 
+@accepts(
+    delay_release=TypeError(
+        "emit_pipeline: delay_release belongs to plgpu.BlockSpec(delay_release=...)"
+    )
+)
 def emit_pipeline(
     body, *, grid, in_specs=(), out_specs=(), max_concurrent_steps=1, init_carry=None
 ):

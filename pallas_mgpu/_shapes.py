@@ -920,6 +920,15 @@ def _copy(self):
     return self
 
 
+def _format(x, spec):
+    if spec:
+        raise TypeError(
+            f"a traced value has no number to format with {spec!r} while the kernel is traced;"
+            ' print its number when the kernel runs: pl.debug_print("{}", x)'
+        )
+    return repr(x)
+
+
 def add_members():
     """The members of Array that are composed here."""
     from ._derived import diagonal, searchsorted, trace
@@ -930,6 +939,7 @@ def add_members():
     Array.at = property(_At, doc="x.at[idx].set(y) and so on: a new array.")
     Array.transpose = _transpose_method
     Array.copy = _copy
+    Array.__format__ = _format
     Array.__matmul__ = matmul
     Array.__rmatmul__ = lambda self, other: matmul(other, self)
     Array.dot = matmul

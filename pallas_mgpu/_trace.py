@@ -12,7 +12,7 @@ import sys
 import threading
 
 from . import _core, tree
-from ._names import show
+from ._names import explain_keyword, show
 
 Array, Ref = _core.Array, _core.Ref
 _PACKAGE = os.path.dirname(__file__) + os.sep
@@ -98,8 +98,13 @@ def add_place(e):
         elif not (inner and file.startswith(_STDLIB) and "-packages" not in file):
             user, inner = tb, False
         tb = tb.tb_next
-    if not inner or len(e.args) != 1 or not isinstance(e.args[0], str):
+    if len(e.args) != 1 or not isinstance(e.args[0], str):
         return
+    if not inner:  # raised by Python itself: is it about something of this package?
+        explained = explain_keyword(e.args[0]) if isinstance(e, TypeError) else None
+        if explained is None and __package__ not in e.args[0]:
+            return
+        e.args = (explained or e.args[0],)
     frame, line = (user.tb_frame, user.tb_lineno) if user else (sys._getframe(), 0)
     while frame and frame.f_code.co_filename.startswith(_PACKAGE):
         frame = frame.f_back

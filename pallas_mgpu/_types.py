@@ -1082,7 +1082,8 @@ class Mesh(_Frozen):
     """Names and sizes of the axes a kernel runs over.
 
     ``grid`` counts clusters; ``cluster`` (at most 3 axes) blocks of a cluster; ``num_threads``
-    Pallas threads (warpgroups) of a block, at most 16. A grid may be left unnamed.
+    Pallas threads (warpgroups) of a block, at most 8, which are 1,024 CUDA threads.
+    A grid may be left unnamed.
     """
 
     __slots__ = (
@@ -1152,12 +1153,10 @@ class Mesh(_Frozen):
             if isinstance(num_threads, bool) or not hasattr(num_threads, "__index__"):
                 raise TypeError(f"Mesh: num_threads must be an int, got {show(num_threads)}")
             num_threads = num_threads.__index__()
-            if not 1 <= num_threads <= 16:
-                raise ValueError(f"Mesh: num_threads must be 1 to 16, got {num_threads}")
-            if num_threads > 8:
+            if not 1 <= num_threads <= 8:
                 raise ValueError(
-                    f"Mesh: {num_threads} threads are {128 * num_threads} CUDA threads, a block has"
-                    " at most 1024"
+                    f"Mesh: num_threads must be 1 to 8, as a block has at most 1024 CUDA threads,"
+                    f" 128 for each; got {num_threads}"
                 )
         if not (kernel_name is None or isinstance(kernel_name, str) and kernel_name.isprintable()):
             raise TypeError(f"Mesh: kernel_name must be printable text, got {show(kernel_name)}")

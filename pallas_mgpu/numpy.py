@@ -12,6 +12,7 @@ import numpy as np
 
 from . import _core, _dot, _einsum, _shapes
 from . import tree as _tree
+from ._names import finder as _finder
 from ._trace import Array, Ref, tracing
 from ._types import ints as _ints
 from ._types import is_integer as _is_integer
@@ -675,11 +676,14 @@ del _move
 permute_dims = _moved(_shapes.transpose)
 
 
+_find = _finder("jnp", {}, {})
+
+
 def __getattr__(name):
     """Other names are NumPy's on host arrays and refuse traced ones."""
     f = getattr(np, name, None)
     if name.startswith("_") or f is None:
-        raise AttributeError(f"pallas_mgpu.numpy has no {name!r}; see docs/gaps.md")
+        return _find(name)
     if not callable(f) or isinstance(f, type):
         return f
 

@@ -190,6 +190,21 @@ pmpy_trace *pmpy_begin(const char *what, PyObject *x) {
   return t;
 }
 
+/* " made at FILE:LINE", or "" where that is not known any more. */
+static const char *made_at(const pmpy_traced *x) {
+  static _Thread_local char text[600];
+  for (uint32_t k = 0; x->file && k < PMPY_PLACES; k++) {
+    const pmpy_place *place = &x->trace->place[k];
+    if (!place->filename || place->file != x->file) continue;
+    const char *file = PyUnicode_AsUTF8(place->filename);
+    if (!file) break;
+    snprintf(text, sizeof text, ", made at %s:%u,", file, x->line);
+    return text;
+  }
+  PyErr_Clear();
+  return "";
+}
+
 int pmpy_check_open(const pmpy_trace *t, const pmpy_traced *x) {
   const char *why = "a loop, branch or scope that has ended: return it from there instead";
   if (x->trace == t) {
@@ -201,8 +216,8 @@ int pmpy_check_open(const pmpy_trace *t, const pmpy_traced *x) {
   } else {
     why = "another kernel, whose trace is not the current one";
   }
-  pmpy_tracer_fail(PMPY_UNEXPECTED_TRACER, "a traced value (%s) was used that belongs to %s",
-                   pmpy_type_text(&x->type), why);
+  pmpy_tracer_fail(PMPY_UNEXPECTED_TRACER, "a traced value (%s)%s was used that belongs to %s",
+                   pmpy_type_text(&x->type), made_at(x), why);
   return -1;
 }
 
@@ -257,6 +272,8 @@ PyObject *pmpy_traced_new(pmpy_trace *t, pm_val val, bool weak) {
   x->trace = (pmpy_trace *)Py_NewRef((PyObject *)t);
   x->val = val;
   x->serial = t->region[t->depth - 1].serial;
+  x->file = t->b.file;
+  x->line = t->b.line;
   x->weak = weak;
   x->type = *type;
   return (PyObject *)x;
@@ -657,14 +674,13 @@ static void drop(pmpy_trace *t) {
   Py_CLEAR(t->graph);
   t->g = t->b.g = NULL;
   t->depth = 0;
-  for (uint32_t k = 0; k < PMPY_PLACES; k++) Py_CLEAR(t->place[k].filename);
-  t->n_places = 0;
 }
 
 static void trace_dealloc(PyObject *self) {
   pmpy_trace *t = (pmpy_trace *)self;
   PyTypeObject *type = Py_TYPE(self);
   drop(t);
+  for (uint32_t k = 0; k < PMPY_PLACES; k++) Py_CLEAR(t->place[k].filename);
   PyMem_Free(t->region);
   type->tp_free(self);
   Py_DECREF(type);

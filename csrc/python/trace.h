@@ -43,6 +43,7 @@ typedef struct pmpy_traced {
   PyObject_HEAD pmpy_trace *trace; /* owned */
   pm_val val;
   uint32_t serial;
+  uint32_t file, line; /* where it was made, for messages; file: of trace->place */
   bool weak;
   pm_type type;
 } pmpy_traced;

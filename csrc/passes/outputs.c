@@ -1,0 +1,39 @@
+/* Outputs that no path of a kernel writes: a warning for each, since its contents are undefined.
+ *
+ * An output counts as written where an op that writes GMEM has a view of it among its operands,
+ * whether or not that op is reached; one that begins as an operand need not be written. */
+#include "passes.h"
+
+typedef struct seen {
+  pm_graph *g;
+  bool *written; /* by argument of block 1 */
+} seen;
+
+static void note(pm_graph *g, pm_opid op, void *ctx) {
+  seen *s = ctx;
+  if (!(pm_ops[pm_get(g, op)->code].effects & E_WG)) return;
+  for (uint32_t k = 0; k < pm_get(g, op)->n_in; k++) {
+    const pm_val v = pm_in(g, op, k);
+    const pm_type *t = pm_typeof(g, v);
+    if (t->kind != PM_REF || t->space != PM_GMEM) continue;
+    const pm_val argument = pm_view_base(g, v) - g->blocks.at[1].arg;
+    if (argument < g->n_operands + g->n_outputs) s->written[argument] = true;
+  }
+}
+
+pm_code pm_check_outputs(pm_graph *g, const pm_target *t, pm_err *err) {
+  (void)t;
+  (void)err;
+  seen s = {g, PM_NEW(g->arena, bool, g->n_operands + g->n_outputs + 1)};
+  pm_walk(g, 1, note, &s);
+  for (uint32_t k = 0; k < g->n_outputs; k++) {
+    if (s.written[g->n_operands + k] || (g->alias && g->alias[k] >= 0)) continue;
+    const pm_value *v = pm_value_of(g, g->blocks.at[1].arg + g->n_operands + k);
+    const char *name = v->name ? g->strings.at[v->name] : "";
+    pm_vec_push(g->arena, &g->warnings,
+                pm_printf(g->arena,
+                          "kernel %s: nothing writes output %u%s%s%s; its contents are undefined",
+                          g->name, k, *name ? " (" : "", name, *name ? ")" : ""));
+  }
+  return PM_OK;
+}
