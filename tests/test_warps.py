@@ -152,6 +152,144 @@ def test_stores_of_warps(run, rng):
     np.testing.assert_array_equal(got, x)
 
 
+def test_a_thread_waits_for_copies_of_its_warps(run, rng):
+    """All warps copy to GMEM and leave; then the thread waits and writes the SMEM again."""
+    x = rng.standard_normal((3, 2, 4, 2048)).astype(np.float32)
+
+    def body(x_ref, o_ref, smem):
+        t = lax.axis_index("t")
+
+        @pl.loop(0, 3)
+        def _(i):
+            for w in range(4):
+                smem[t, w] = x_ref[i, t, w]
+            plgpu.commit_smem()
+
+            @plgpu.warp_map
+            def _(w):
+                plgpu.copy_smem_to_gmem(smem.at[t, w], o_ref.at[i, t, w])
+
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            for w in range(4):
+                smem[t, w] = jnp.full((2048,), -1.0)
+
+    types = [plgpu.SMEM((2, 4, 2048), np.float32)]
+    got = run(body, x, x, scratch_types=types, num_threads=2, thread_name="t")
+    np.testing.assert_array_equal(got, x)
+
+
+def counted(x_ref, o_ref, smem, overwrite):
+    """Groups of warps, of the thread, and some that the thread closes for a warp. Row k of o is
+    copied from row k of smem, which is overwritten when at most two later groups are pending."""
+    n = x_ref.shape[0]
+    for k in range(n):
+        smem[k] = x_ref[k]
+    plgpu.commit_smem()
+
+    def copy(k, **options):
+        plgpu.copy_smem_to_gmem(smem.at[k], o_ref.at[k], **options)
+
+    @plgpu.warp_map
+    def _(w):
+        pl.when(w == 2)(lambda: copy(0))
+        pl.when(w == 3)(lambda: copy(1, commit_group=False))
+
+    plgpu.commit_smem_to_gmem_group()  # of all warps: row 1
+    copy(2)
+    plgpu.wait_smem_to_gmem(2, wait_read_only=True)
+    overwrite(0)
+    copy(3)
+    copy(4)
+    plgpu.wait_smem_to_gmem(2)
+    overwrite(1)
+    overwrite(2)
+
+    @plgpu.warp_map
+    def _(w):
+        @pl.when(w == 0)
+        def _():
+            plgpu.wait_smem_to_gmem(0)  # warp 0 issues the copies of its thread
+
+        @pl.when(w == 1)
+        def _():
+            copy(5)
+            copy(6)
+            plgpu.wait_smem_to_gmem(1)
+
+    overwrite(3)
+    overwrite(4)
+    overwrite(5)
+    plgpu.wait_smem_to_gmem(0)
+    overwrite(6)
+
+
+def test_groups_of_warps_and_of_their_thread(run, rng):
+    """wait_smem_to_gmem(n) counts, for each warp, its own groups and those of the thread."""
+    x = rng.standard_normal((7, 1024)).astype(np.float32)
+
+    def body(x_ref, o_ref, smem):
+        def overwrite(k):
+            smem[k] = jnp.full((1024,), -1.0)
+
+        counted(x_ref, o_ref, smem, overwrite)
+
+    options = [{}]
+    if run.way == "interpret":
+        options = [{"interpret": plgpu.InterpretParams(seed=k)} for k in range(8)]
+    for each in options:
+        got = run(body, x, x, scratch_types=[plgpu.SMEM(x.shape, x.dtype)], **each)
+        np.testing.assert_array_equal(got, x)
+
+
+@pytest.mark.parametrize(
+    "n, read_only, right", [(1, True, False), (0, True, True), (0, False, True)], ids=str
+)
+def test_what_a_wait_of_the_thread_leaves(n, read_only, right):
+    """The last copy of a warp may still read its SMEM if one group may be pending."""
+    x = np.arange(1024, dtype=np.float32)
+
+    def body(x_ref, o_ref, smem):
+        smem[...] = x_ref[...]
+        plgpu.commit_smem()
+        plgpu.warp_map(
+            lambda w: pl.when(w == 3)(lambda: plgpu.copy_smem_to_gmem(smem, o_ref) and None)
+        )
+        plgpu.wait_smem_to_gmem(n, wait_read_only=read_only)
+        smem[...] = -x_ref[...]
+
+    wrong = 0
+    for seed in range(32):
+        kernel = plgpu.kernel(
+            body,
+            out_type=plgpu.ShapeDtypeStruct(x.shape, x.dtype),
+            scratch_types=[plgpu.SMEM(x.shape, x.dtype)],
+            interpret=plgpu.InterpretParams(seed=seed),
+        )
+        wrong += not np.array_equal(kernel(x), x)
+    assert wrong == 0 if right else wrong > 8, wrong
+
+
+def test_waits_of_kernels_without_stores_in_warps():
+    """One lane of the thread waits; where warps store, one of each."""
+
+    def text(in_warp):
+        def body(o_ref, smem):
+            smem[...] = jnp.zeros(smem.shape)
+            plgpu.commit_smem()
+            if in_warp:
+                copy = lambda w: plgpu.copy_smem_to_gmem(smem, o_ref) and None  # noqa: E731
+                plgpu.warp_map(lambda w: pl.when(w == 1)(lambda: copy(w)))
+            else:
+                plgpu.copy_smem_to_gmem(smem, o_ref)
+            plgpu.wait_smem_to_gmem(0)
+
+        scratch = [plgpu.SMEM((64,), np.float32)]
+        return plgpu.kernel(body, out_type=F32, scratch_types=scratch).lower().as_text("cuda")
+
+    assert "  if (elect_one()) store_group_wait<0>();\n" in text(True)
+    assert "warp == 0 && elect_one()" in text(False) and "if (elect_one())" not in text(False)
+
+
 def lower(f, **options):
     def body(o_ref, smem, bar):
         o_ref[...] = jnp.zeros((64,))
@@ -212,14 +350,79 @@ def test_deadlock_names_the_warp():
         lower(f)()
 
 
-def test_copy_that_its_warp_leaves_behind():
-    def f(o, s, b, v, w):
-        @pl.when(w == 1)
-        def _():
-            plgpu.copy_smem_to_gmem(s, o)
+def test_warps_wait_equally_often_for_their_thread(run, rng):
+    """One, two or three warps wait for phases that the thread counts as its own then."""
+    x = rng.standard_normal((6, 256)).astype(np.float32)
 
-    with pytest.raises(ValueError, match="the warp ends while this copy"):
-        lower(f)()
+    def body(x_ref, o_ref, smem, bars):
+        def step(k, waiters, bar):
+            @plgpu.warp_map
+            def _(w):
+                @pl.when(w == 3)
+                def _():
+                    plgpu.copy_gmem_to_smem(x_ref.at[k], smem, bar)
+
+                @pl.when(w < waiters)
+                def _():
+                    plgpu.barrier_wait(bar)
+
+            o_ref[k] = smem[...]
+
+        @pl.loop(0, 2)
+        def _(i):
+            for k in range(3):
+                step(3 * i + k, k + 1, bars.at[1])
+            plgpu.barrier_arrive(bars.at[1])
+            plgpu.barrier_wait(bars.at[1])
+
+    scratch = [plgpu.SMEM((256,), np.float32), plgpu.Barrier(num_barriers=2)]
+    np.testing.assert_array_equal(run(body, x, x, scratch_types=scratch), x)
+
+
+@pytest.mark.parametrize("then", ["thread", "map", "test", "nothing", "another barrier"])
+def test_warps_that_wait_unequally_often(then):
+    """Refused at the next wait, with the line of the map; nothing is wrong before."""
+
+    def body(o_ref, bars, seen):
+        bar = bars.at[1]
+        plgpu.barrier_arrive(bar)
+
+        def uneven(w):
+            pl.when(w < 3)(lambda: plgpu.barrier_wait(bar) and None)
+            pl.when(w < 2)(lambda: plgpu.barrier_arrive(seen) and None)
+
+            @pl.when(w == 2)
+            def _():
+                plgpu.barrier_wait(seen)
+                plgpu.barrier_arrive(bar)
+                plgpu.barrier_wait(bar)
+
+        plgpu.warp_map(uneven)
+        if then == "thread":
+            plgpu.barrier_wait(bar)
+        elif then == "test":
+            plgpu.barrier_test(bar)
+        elif then == "map":
+            plgpu.warp_map(lambda w: pl.when(w == 0)(lambda: plgpu.barrier_wait(bar) and None))
+        elif then == "another barrier":
+            plgpu.barrier_arrive(bars.at[0])
+            plgpu.barrier_wait(bars.at[0])
+        o_ref[...] = jnp.zeros((64,))
+
+    for seed in range(4):
+        kernel = plgpu.kernel(
+            body,
+            out_type=F32,
+            scratch_types=[plgpu.Barrier(num_barriers=2), plgpu.Barrier(num_arrivals=2)],
+            interpret=plgpu.InterpretParams(seed=seed),
+        )
+        if then in ("nothing", "another barrier"):
+            kernel()
+            continue
+        with pytest.raises(
+            ValueError, match=r"'bars\[1\]'.*waited 1, 1, 2 and 0 times in the warp_"
+        ):
+            kernel()
 
 
 def test_names():

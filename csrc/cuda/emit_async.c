@@ -486,7 +486,7 @@ pm_code pm_cuda_COPY_S2G(pm_gen *e, pm_opid op) { return copy(e, op, store_by_la
 
 pm_code pm_cuda_COMMIT_GROUP(pm_gen *e, pm_opid op) {
   pm_place(e, op);
-  pm_line(e, "store_group_commit();");
+  pm_line(e, "%s%sstore_group_commit();", e->lane ? "" : pm_store_lanes(e), e->lane ? "" : " ");
   return PM_OK;
 }
 
@@ -560,8 +560,8 @@ pm_code pm_cuda_WAIT_S2G(pm_gen *e, pm_opid op) {
   const long long n = *pm_attr(e->g, op, PM_ATTR_N);
   const char *read = *pm_attr(e->g, op, PM_ATTR_READ_ONLY) ? "_read" : "";
   pm_note(e, op, "wait_smem_to_gmem");
-  pm_line(e, "%s%sstore_group_wait%s<%lld>();", e->lane ? "" : pm_elected(e), e->lane ? "" : " ",
-          read, n);
+  pm_line(e, "%s%sstore_group_wait%s<%lld>();", e->lane ? "" : pm_store_lanes(e),
+          e->lane ? "" : " ", read, n);
   meet(e);
   return PM_OK;
 }

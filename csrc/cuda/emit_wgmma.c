@@ -62,12 +62,15 @@ static const char *register_text(pm_gen *e, const part *p) {
   return p->first ? pm_str(e, "%s + %lld", r, (long long)p->first) : r;
 }
 
+/* The registers of the slice; products may be in flight to others. */
 static void pin(pm_gen *e, const part *p) {
   const char *acc = e->slot[p->view.base].text;
-  const int64_t words = p->half ? p->base_columns / 4 : p->base_columns / 2;
+  const int64_t per_word = p->half ? 4 : 2, words = p->columns / per_word;
   const char *fn = pm_family_pin(e, (pm_dtype)p->view.dtype, words);
-  const int64_t tiles = p->view.base_shape[0] / 64;
-  for (int64_t m = 0; m < tiles; m++) pm_line(e, "%s(&%s[%lld]);", fn, acc, (long long)(m * words));
+  for (int64_t m = 0; m < p->rows / 64; m++) {
+    const int64_t at = m * p->base_columns / per_word + p->first * 2 / per_word;
+    pm_line(e, "%s(&%s[%lld]);", fn, acc, (long long)at);
+  }
 }
 
 /* acc[...] = x, for every register of the slice */

@@ -54,6 +54,7 @@ typedef struct pm_gen {
   const char **phase; /* per value: word of phase bits, of barrier allocations */
   int64_t registers;  /* that set_max_registers left to this branch; 0: unknown */
   bool warps;         /* inside a WARP_MAP: each warp for itself */
+  bool warps_store;   /* there is a WARP_MAP with a store by an engine */
   bool lane;          /* inside a region that one elected lane runs (lane.c) */
   bool *lane_barrier; /* per value: barriers that may be waited for there */
   bool *made;         /* lane.c's own, as uses_inside */
@@ -160,6 +161,10 @@ static inline const char *pm_meet(const pm_gen *e) {
 }
 static inline const char *pm_elected(const pm_gen *e) {
   return e->warps ? "if (elect_one())" : PM_ONE_LANE;
+}
+/* The lanes whose bulk groups are those of the thread, or of the warp. */
+static inline const char *pm_store_lanes(const pm_gen *e) {
+  return e->warps || e->warps_store ? "if (elect_one())" : PM_ONE_LANE;
 }
 static inline const char *pm_first_lane(const pm_gen *e) {
   return e->warps ? "lane == 0" : "tid == 0";
@@ -268,6 +273,13 @@ void pm_atomic_array(pm_gen *e, const pm_layout *l, const pm_view *v, const char
                      const char *x);
 /* the widest vector that one row of digits allows; raises the alignment of a GMEM parameter */
 void pm_need_alignment(pm_gen *e, const pm_view *v, int64_t bytes);
+
+/* ---- regions of one lane (lane.c), bulk groups (groups.c) --------------------------------- */
+
+/* Is region r of a branch taken in thread wg? True where nothing is known. */
+bool pm_may_take(const pm_graph *g, pm_opid branch, uint32_t r, int64_t wg);
+/* At the end of the body: until engines have read what a thread did not wait for. */
+void pm_print_last_wait(pm_gen *e);
 
 /* ---- copies that combine (emit_combine.c) ------------------------------------------------ */
 

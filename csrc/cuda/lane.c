@@ -62,8 +62,7 @@ static bool thread_value(const pm_graph *g, pm_val v, int64_t wg, int64_t *out) 
   }
 }
 
-/* Is region r of a branch taken in thread wg? True where nothing is known. */
-static bool may_take(const pm_graph *g, pm_opid branch, uint32_t r, int64_t wg) {
+bool pm_may_take(const pm_graph *g, pm_opid branch, uint32_t r, int64_t wg) {
   const pm_op *o = pm_get(g, branch);
   int64_t x;
   if (o->code != PM_OP_IF && o->code != PM_OP_SWITCH) return true;
@@ -84,7 +83,7 @@ static uint32_t threads_of(const pm_graph *g, pm_opid op) {
   for (pm_blk b = pm_get(g, op)->parent; g->blocks.at[b].parent;) {
     const pm_opid parent = g->blocks.at[b].parent;
     for (uint32_t wg = 0; wg < g->n_threads; wg++) {
-      if (!may_take(g, parent, region_of(g, parent, b), wg)) mask &= ~(1u << wg);
+      if (!pm_may_take(g, parent, region_of(g, parent, b), wg)) mask &= ~(1u << wg);
     }
     b = pm_get(g, parent)->parent;
   }
@@ -104,6 +103,9 @@ static bool is_scalar(const pm_gen *e, pm_val v) {
   return t->kind != PM_ARRAY || !t->rank;
 }
 
+/* Bulk groups of a thread whose warps store: each has its lane. */
+static bool of_all_warps(const pm_gen *e) { return e->warps_store && !e->warps; }
+
 /* Can one lane do it for the thread? Adds to t. */
 static bool lane_op(const pm_gen *e, pm_opid op, traits *t) {
   const pm_graph *g = e->g;
@@ -114,7 +116,7 @@ static bool lane_op(const pm_gen *e, pm_opid op, traits *t) {
     case PM_OP_PREFETCH:
       t->issues = true;
       return *pm_attr(g, op, PM_ATTR_ENGINE) != PM_ENGINE_PLAIN;
-    case PM_OP_COMMIT_GROUP: t->issues = true; return true;
+    case PM_OP_COMMIT_GROUP: t->issues = true; return !of_all_warps(e);
     case PM_OP_BARRIER_TEST:
     case PM_OP_WAIT: t->sticky = true; return e->lane_barrier[pm_view_base(g, pm_in(g, op, 0))];
     case PM_OP_DELAY:
@@ -124,7 +126,7 @@ static bool lane_op(const pm_gen *e, pm_opid op, traits *t) {
     case PM_OP_SYNC: t->syncs = true; return true;
     case PM_OP_LOAD: t->sticky = true; return is_scalar(e, o->out);
     case PM_OP_STORE: t->sticky = true; return is_scalar(e, pm_in(g, op, 1));
-    case PM_OP_WAIT_S2G:
+    case PM_OP_WAIT_S2G: t->sticky = true; return !of_all_warps(e);
     case PM_OP_NEXT_TILE:
     case PM_OP_AWAIT:
     case PM_OP_READ_SEMAPHORE:
@@ -231,7 +233,7 @@ static bool is_last(const pm_graph *g, pm_blk block, uint32_t end, bool branches
     const int code = pm_get(g, parent)->code;
     if (code == PM_OP_FOR || code == PM_OP_WHILE || code == PM_OP_WARP_MAP) return false;
     for (uint32_t wg = 0; branches && wg < g->n_threads; wg++) {
-      if (!may_take(g, parent, region_of(g, parent, block), wg)) return true;
+      if (!pm_may_take(g, parent, region_of(g, parent, block), wg)) return true;
     }
     block = pm_get(g, parent)->parent;
     end = position(g, block, parent) + 1;

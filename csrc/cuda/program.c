@@ -195,13 +195,6 @@ typedef struct survey {
   bool in_warps;      /* warps go ways of their own */
 } survey;
 
-static bool in_loop(const pm_graph *g, pm_opid op) {
-  while ((op = g->blocks.at[pm_get(g, op)->parent].parent)) {
-    if (pm_get(g, op)->code == PM_OP_FOR || pm_get(g, op)->code == PM_OP_WHILE) return true;
-  }
-  return false;
-}
-
 static void look(pm_graph *g, pm_opid op, void *ctx) {
   survey *s = ctx;
   const int code = pm_get(g, op)->code;
@@ -209,7 +202,7 @@ static void look(pm_graph *g, pm_opid op, void *ctx) {
   if (code == PM_OP_ALLOC_BARRIER) {
     pm_vec_push(s->e->arena, &s->barriers, op);
     /* its phases go on where the scope comes again, those that the kernel counts do not */
-    s->keeps_phase[pm_get(g, op)->out] |= in_loop(g, op);
+    s->keeps_phase[pm_get(g, op)->out] |= pm_in_loop(g, op);
     const int64_t *groups = pm_attr_list(g, op, PM_ATTR_CLUSTER, &n);
     if (pm_cluster_targets(g, groups, n) > 1) s->meets_cluster = true;
   } else if (code == PM_OP_COPY_G2S) {
@@ -243,6 +236,7 @@ static void look(pm_graph *g, pm_opid op, void *ctx) {
     s->meets_cluster |= pm_blocks(g) > 1;
   } else if (code == PM_OP_WARP_MAP) {
     s->in_warps = true;
+    s->e->warps_store |= pm_warps_store(g, op);
   }
 }
 
@@ -342,6 +336,7 @@ static pm_code print_body(pm_gen *e) {
   if (e->n_turns) pm_line(e, "if (wg == %u) turn_pass(%u);", e->n_turns - 1, g->n_threads + 1);
   pm_find_lane_barriers(e);
   PM_TRY(pm_gen_block(e, 1));
+  pm_print_last_wait(e);
   /* the barrier that thread 0 would wait for is left at rest */
   if (e->n_turns) pm_line(e, "if (wg == 0) turn_take(%u);", g->n_threads + 1);
   PM_TRY(print_counters_done(e, s.in_warps));

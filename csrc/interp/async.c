@@ -67,29 +67,48 @@ static task *new_task(pm_machine *m, thread *t, const instr *i, task_kind kind) 
   return k;
 }
 
-/* The caller has taken it out of its thread's list. */
-static void end_task(pm_machine *m, task *k) {
+/* It is not pending any more. */
+static void finish_task(pm_machine *m, task *k) {
   k->owner->block->cluster->n_tasks--;
   task *last = m->tasks[k->kind].at[--m->tasks[k->kind].n];
   last->index = k->index;
   m->tasks[k->kind].at[k->index] = last;
+}
+
+static void free_task(pm_machine *m, task *k) {
   k->next = m->free_tasks;
   m->free_tasks = k;
 }
 
+/* The caller has taken it out of its thread's list. */
+static void end_task(pm_machine *m, task *k) {
+  finish_task(m, k);
+  free_task(m, k);
+}
+
+static void drop_products(pm_machine *m, thread *t) {
+  bool pending = false;
+  for (task *k = t->mma_first, *next; k; k = next) {
+    next = k->next;
+    pending |= k == t->mma_next;
+    if (pending) finish_task(m, k);
+    free_task(m, k);
+  }
+  t->mma_first = t->mma_last = t->mma_next = NULL;
+  t->n_mma = 0;
+}
+
 void pm_vm_drop_tasks(pm_machine *m) {
+  for (thread *t = m->threads; t < m->threads + pm_vm_agents(m); t++) {
+    drop_products(m, t);
+    t->stores = NULL;
+  }
   for (int kind = 0; kind < TASK_KINDS; kind++) {
-    while (m->tasks[kind].n) {
-      task *k = m->tasks[kind].at[0];
-      k->owner->stores = k->owner->mma_first = k->owner->mma_last = NULL;
-      k->owner->n_mma = 0;
-      end_task(m, k);
-    }
+    while (m->tasks[kind].n) end_task(m, m->tasks[kind].at[0]);
   }
 }
 
 void pm_vm_free_tasks(pm_machine *m) {
-  pm_vm_drop_tasks(m);
   while (m->free_tasks) {
     task *k = m->free_tasks;
     m->free_tasks = k->next;
@@ -314,20 +333,28 @@ static step run_copy_in(pm_machine *m, task *k) {
 
 /* ---- SMEM to GMEM ------------------------------------------------------------------------- */
 
+/* Whose copies these are: warp 0 issues those of its thread. */
+static thread *issuer(thread *t) { return t->of && !t->warp ? t->of : t; }
+
+/* A group that a thread closes is one of each of its warps. */
+static void close_group(pm_machine *m, thread *t) {
+  issuer(t)->groups++;
+  for (uint32_t w = 1; m->has_warps && !t->of && w < WARPS; w++) pm_vm_warps(m, t)[w].groups++;
+}
+
 static step exec_copy_out(pm_machine *m, thread *t, const instr *i) {
   if (!predicated_off(t, i)) {
-    task *k = new_task(m, t, i, TASK_STORE);
+    task *k = new_task(m, issuer(t), i, TASK_STORE);
     if (!k) return STEP_FAIL;
-    k->next = t->stores;
+    k->next = k->owner->stores;
     if (k->next) k->next->prev = k;
-    t->stores = k;
-    k->group = t->last_group = t->groups;
-    t->last_store = i->op;
+    k->owner->stores = k;
+    k->group = k->owner->groups;
     pm_vm_locate(m, t, i->mem, &k->smem);
     pm_vm_locate(m, t, i->mem2, &k->gmem);
     if (!k->smem.inside) return pm_vm_outside(m, t, i->op, &k->smem, "copy_smem_to_gmem");
   }
-  t->groups += i->flags;
+  if (i->flags) close_group(m, t);
   return STEP_PAUSE;
 }
 
@@ -380,12 +407,12 @@ static step run_copy_out(pm_machine *m, task *k) {
 }
 
 static step exec_commit_group(pm_machine *m, thread *t, const instr *i) {
-  (void)m, (void)i;
-  t->groups++;
+  (void)i;
+  close_group(m, t);
   return STEP_PAUSE;
 }
 
-static step exec_wait_copies_out(pm_machine *m, thread *t, const instr *i) {
+static step await_stores(pm_machine *m, const thread *t, const instr *i) {
   int64_t done = t->groups - (int64_t)i->to; /* groups below it */
   bool read_only = i->flags;
   for (task *k = t->stores, *next; k; k = next) {
@@ -394,8 +421,16 @@ static step exec_wait_copies_out(pm_machine *m, thread *t, const instr *i) {
     if (!k->read && run_copy_out(m, k) == STEP_FAIL) return STEP_FAIL;
     if (!read_only && run_copy_out(m, k) == STEP_FAIL) return STEP_FAIL;
   }
-  t->groups_read = pm_max(t->groups_read, done);
   return STEP_PAUSE;
+}
+
+/* A thread waits for those of all its warps. */
+static step exec_wait_copies_out(pm_machine *m, thread *t, const instr *i) {
+  step s = await_stores(m, issuer(t), i);
+  for (uint32_t w = 1; m->has_warps && !t->of && w < WARPS && s != STEP_FAIL; w++) {
+    s = await_stores(m, &pm_vm_warps(m, t)[w], i);
+  }
+  return s;
 }
 
 static step exec_commit_smem(pm_machine *m, thread *t, const instr *i) {
@@ -410,6 +445,7 @@ static step exec_wgmma(pm_machine *m, thread *t, const instr *i) {
   if (!k) return STEP_FAIL;
   *(t->mma_last ? &t->mma_last->next : &t->mma_first) = k;
   t->mma_last = k;
+  if (!t->mma_next) t->mma_next = k;
   t->n_mma++;
   pm_vm_locate(m, t, i->mem, &k->acc);
   pm_vm_locate(m, t, i->a ? i->mem2 : i->mem3, &k->rhs);
@@ -427,34 +463,76 @@ static step exec_wgmma(pm_machine *m, thread *t, const instr *i) {
 }
 
 static void run_mma(pm_machine *m, thread *t) {
-  task *k = t->mma_first;
+  task *k = t->mma_next;
   pm_vm_matmul(m->pack, &k->acc, &k->lhs, k->buffer, &k->rhs, k->i->out, k->i->dtype);
-  t->mma_first = k->next;
-  if (!k->next) t->mma_last = NULL;
-  t->n_mma--;
-  end_task(m, k);
+  t->mma_next = k->next;
+  finish_task(m, k);
 }
 
-void pm_vm_drain_mma(pm_machine *m, thread *t, uint32_t n) {
-  while (t->n_mma > n) run_mma(m, t);
+/* A product that has run stays in the thread's list until a wait covers it: it might be running. */
+static void await_mma(pm_machine *m, thread *t, uint32_t n) {
+  while (t->n_mma > n) {
+    task *k = t->mma_first;
+    if (k == t->mma_next) run_mma(m, t);
+    t->mma_first = k->next;
+    if (!k->next) t->mma_last = NULL;
+    t->n_mma--;
+    free_task(m, k);
+  }
+}
+
+/* Do two views of one accumulator, each a rectangle of it, have an element in common? */
+static bool overlap(const spot *a, const spot *b) {
+  const int64_t n = a->mem->base_dim[1];
+  const int64_t row = a->offset / n - b->offset / n, column = a->offset % n - b->offset % n;
+  return row < b->mem->dim[0] && -row < a->mem->dim[0] && column < b->mem->dim[1] &&
+         -column < a->mem->dim[1];
+}
+
+const task *pm_vm_writer_of(const thread *t, const spot *acc) {
+  const task *found = NULL;
+  for (const task *k = t->mma_first; k; k = k->next) {
+    if (k->acc.base == acc->base && overlap(&k->acc, acc)) found = k;
+  }
+  return found;
+}
+
+const task *pm_vm_writer_in(const thread *t, uint32_t slot) {
+  const task *found = NULL;
+  for (const task *k = t->mma_first; k; k = k->next) {
+    if (k->acc.base == t->frame + slot) found = k;
+  }
+  return found;
 }
 
 static step exec_wgmma_wait(pm_machine *m, thread *t, const instr *i) {
-  pm_vm_drain_mma(m, t, i->to);
+  await_mma(m, t, i->to);
   return STEP_PAUSE;
 }
 
+/* Where an accumulator is read or written by its thread, nothing else may write to it. */
+static step locate_idle(pm_machine *m, thread *t, const instr *i, const char *what, spot *s) {
+  char place[600];
+  pm_vm_locate(m, t, i->mem, s);
+  const task *k = pm_vm_writer_of(t, s);
+  if (!k) return STEP_NEXT;
+  return pm_vm_fail(m, t, i->op, PM_E_VALUE,
+                    "accumulator '%s' is %s while the wgmma%s may still write to it. Wait before: "
+                    "wgmma_wait(0), or wgmma_accumulator_load(acc, wait_n=0)",
+                    i->mem->name, what, pm_vm_place(m, k->i->op, place, sizeof place));
+}
+
 static step exec_acc_load(pm_machine *m, thread *t, const instr *i) {
-  if ((int32_t)i->to >= 0) pm_vm_drain_mma(m, t, i->to);
   spot s;
-  pm_vm_locate(m, t, i->mem, &s);
+  if ((int32_t)i->to >= 0) await_mma(m, t, i->to);
+  if (locate_idle(m, t, i, "read", &s) == STEP_FAIL) return STEP_FAIL;
   pm_vm_gather(&s, slot_of(t, i->dst));
   return STEP_PAUSE;
 }
 
 static step exec_acc_store(pm_machine *m, thread *t, const instr *i) {
   spot s;
-  pm_vm_locate(m, t, i->mem, &s);
+  if (locate_idle(m, t, i, "written", &s) == STEP_FAIL) return STEP_FAIL;
   pm_vm_scatter(&s, slot_of(t, i->a));
   return STEP_PAUSE;
 }

@@ -763,6 +763,7 @@ static void alloc_barrier(compiler *c, pm_opid op, pm_val v, const pm_type *t) {
                        .count = (uint32_t)pm_type_size(t),
                        .arrivals = (uint32_t)pm_barrier_arrivals(c->g, op),
                        .shared = c->shared[v],
+                       .again = pm_in_loop(c->g, op),
                        .leader = *pm_attr(c->g, op, PM_ATTR_LEADER),
                        .rank = t->rank,
                        .op = op};
@@ -810,7 +811,6 @@ void pm_vm_encode_alloc(compiler *c, pm_opid op, const handler *h) {
     uint32_t init = o->n_in ? use(c, full(c, pm_in(c->g, op, 0))) : 0;
     uint32_t slot = use(c, define(c, o->out));
     pm_vec_push(c->temp, &c->accs, slot);
-    c->open->scope->has_acc = true;
     instr *i = emit(c, op, h->exec);
     i->dst = slot;
     i->a = init;
@@ -837,7 +837,9 @@ static void close_scope(compiler *c, pm_opid op) {
          "barriers and semaphores of a kernel with several threads must be allocated in a scope of "
          "all of them; give run_scoped collective_axes=<the thread axis>");
   }
-  while (c->accs.n > o->first_acc) use(c, c->accs.at[--c->accs.n]);
+  scope *s = o->scope;
+  s->accs = PM_NEW(&c->m->arena, uint32_t, c->accs.n - o->first_acc + 1);
+  while (c->accs.n > o->first_acc) use_outside(c, &s->accs[s->n_accs++], c->accs.at[--c->accs.n]);
   c->open = o->outer;
 }
 

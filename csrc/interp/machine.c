@@ -139,16 +139,14 @@ step pm_vm_block_on(pm_machine *m, thread *t, thread_state why) {
   return STEP_PAUSE;
 }
 
-enum { WARPS = 4 };
-
 static uint32_t n_seers(const pm_machine *m) {
   return m->n_threads * (m->has_warps ? 1 + WARPS : 1);
 }
 static uint32_t all_blocks(const pm_machine *m) { return m->n_clusters * m->n_blocks; }
-static uint32_t n_agents(const pm_machine *m) { return all_blocks(m) * n_seers(m); }
+uint32_t pm_vm_agents(const pm_machine *m) { return all_blocks(m) * n_seers(m); }
 
 /* All threads come first, then all warps, in their order. */
-static thread *warps_of(const pm_machine *m, const thread *t) {
+thread *pm_vm_warps(const pm_machine *m, const thread *t) {
   const size_t n = (size_t)all_blocks(m) * m->n_threads;
   return m->threads + n + (size_t)(t - m->threads) * WARPS;
 }
@@ -163,11 +161,11 @@ static void wake_some(pm_machine *m, thread *t, uint32_t n, thread_state why,
 static void wake(pm_machine *m, block *b, thread_state why, const barrier *waits_for) {
   thread *t = m->threads + (size_t)(b - m->blocks) * m->n_threads;
   wake_some(m, t, m->n_threads, why, waits_for);
-  if (m->has_warps) wake_some(m, warps_of(m, t), m->n_threads * WARPS, why, waits_for);
+  if (m->has_warps) wake_some(m, pm_vm_warps(m, t), m->n_threads * WARPS, why, waits_for);
 }
 
 void pm_vm_wake_at(pm_machine *m, const uint32_t *semaphore) {
-  for (thread *t = m->threads; t < m->threads + n_agents(m); t++) {
+  for (thread *t = m->threads; t < m->threads + pm_vm_agents(m); t++) {
     if (t->state == THREAD_AT_SEMAPHORE && t->waits_at == semaphore) make_ready(m, t);
   }
 }
@@ -194,7 +192,7 @@ static int64_t seen_by(const pm_machine *m, const barrier *b, uint32_t k) {
   const thread *t = &m->threads[(size_t)(b->block - m->blocks) * m->n_threads + k];
   int64_t most = b->seen[k];
   for (uint32_t w = 0; t->state == THREAD_AT_WARPS && w < WARPS; w++) {
-    most = pm_max(most, b->seen[warps_of(m, t)[w].seer]);
+    most = pm_max(most, b->seen[pm_vm_warps(m, t)[w].seer]);
   }
   return most;
 }
@@ -252,6 +250,10 @@ step pm_vm_arrive(pm_machine *m, thread *t, pm_opid op, barrier *b, int32_t pend
   b->arrivals++;
   b->pending += pending;
   b->last_arrival = op;
+  if (pending) {
+    b->copied = b->phase + 1;
+    b->last_copy = op;
+  }
   return complete(m, t, op, b);
 }
 
@@ -317,6 +319,22 @@ static step exec_hand_tile(pm_machine *m, thread *t, const instr *i) {
 static step check_wait(pm_machine *m, thread *t, const instr *i, barrier *b) {
   char name[768], place[600];
   int64_t *seen = &b->seen[t->seer];
+  const uneven *u = &b->uneven[t->index];
+  if (u->map) {
+    return pm_vm_fail(m, t, i->op, PM_E_VALUE,
+                      "this thread waits on barrier %s, on which its warps 0 to 3 waited %d, %d, "
+                      "%d and %d times in the warp_map%s: which phase comes next is not known. "
+                      "The warps of a thread that wait on a barrier must wait equally often",
+                      barrier_text(m, t, b, name, sizeof name), u->waits[0], u->waits[1],
+                      u->waits[2], u->waits[3], pm_vm_place(m, u->map, place, sizeof place));
+  }
+  if (*seen == MISSED) {
+    return pm_vm_fail(m, t, i->op, PM_E_VALUE,
+                      "this thread waits on barrier %s, but when its scope was entered before, it "
+                      "did not: phases completed there that it has not observed. A thread that "
+                      "waits must wait for every phase",
+                      barrier_text(m, t, b, name, sizeof name));
+  }
   if (*seen < 0 && b->phase > 1) {
     return pm_vm_fail(
         m, t, i->op, PM_E_VALUE,
@@ -405,6 +423,17 @@ static step exec_pass_turn(pm_machine *m, thread *t, const instr *i) {
 
 /* ---- scopes ------------------------------------------------------------------------------- */
 
+static void reset_barrier(const pm_machine *m, barrier *x, const barrier_info *info, block *b) {
+  int64_t *seen = x->seen;
+  uneven *u = x->uneven;
+  for (uint32_t j = 0; j < n_seers(m); j++) {
+    const bool missed = seen[j] == MISSED || pm_max(seen[j], 0) < x->phase;
+    seen[j] = info->again && missed ? MISSED : NEVER;
+  }
+  memset(u, 0, m->n_threads * sizeof *u);
+  *x = (barrier){.info = info, .block = b, .seen = seen, .uneven = u};
+}
+
 /* `number`: of the thread that enters, for memory that each has for itself. */
 static void init_scope(pm_machine *m, block *b, const scope *s, uint32_t number) {
   for (uint32_t k = 0; k < s->n_smem; k++) {
@@ -415,9 +444,7 @@ static void init_scope(pm_machine *m, block *b, const scope *s, uint32_t number)
   for (uint32_t k = 0; k < s->n_bars; k++) {
     const barrier_info *info = &m->bars[s->bars[k]];
     for (barrier *x = b->bars + info->first; x < b->bars + info->first + info->count; x++) {
-      int64_t *seen = x->seen;
-      *x = (barrier){.info = info, .block = b, .seen = seen};
-      for (uint32_t j = 0; j < n_seers(m); j++) seen[j] = -1;
+      reset_barrier(m, x, info, b);
     }
   }
   for (uint32_t k = 0; k < s->n_sems; k++) {
@@ -426,39 +453,73 @@ static void init_scope(pm_machine *m, block *b, const scope *s, uint32_t number)
   b->n_left[s->index] = 0;
 }
 
-/* The last thread has left: its barriers must be at rest. `shared`: those that live as long as the
- * cluster, else the others. */
-static step check_scope(pm_machine *m, thread *t, pm_opid op, const scope *s, bool shared) {
+/* The last thread has left. Nothing may be in flight to what ends, and barriers of a scope that is
+ * entered again have no phase that somebody did not wait for: the device goes on with its number.
+ * Elsewhere nobody need see the last completions. */
+static step check_barrier(pm_machine *m, thread *t, pm_opid op, const barrier *b) {
   char name[768], place[600];
+  int64_t most = 0;
+  if (b->arrivals) {
+    return pm_vm_fail(m, t, op, PM_E_VALUE,
+                      "the scope of barrier %s ends with %u of %u arrivals of phase %" PRId64
+                      " made%s, the last one%s. Wait for all of them before",
+                      barrier_text(m, t, b, name, sizeof name), b->arrivals, b->info->arrivals,
+                      b->phase + 1, b->pending ? " and copies in flight" : "",
+                      pm_vm_place(m, b->last_arrival, place, sizeof place));
+  }
+  for (uint32_t j = 0; j < m->n_threads; j++) most = pm_max(most, b->seen[j]);
+  if (b->copied > most) {
+    return pm_vm_fail(m, t, op, PM_E_VALUE,
+                      "the scope of barrier %s ends while the copy%s may be in flight: no thread "
+                      "waited for phase %" PRId64 ", in which it arrives. Wait for it before",
+                      barrier_text(m, t, b, name, sizeof name),
+                      pm_vm_place(m, b->last_copy, place, sizeof place), b->copied);
+  }
+  for (uint32_t j = 0; b->info->again && j < m->n_threads; j++) {
+    if (b->seen[j] == b->phase || (b->seen[j] < 0 && most == b->phase)) continue;
+    return pm_vm_fail(m, t, op, PM_E_VALUE,
+                      "the scope of barrier %s ends with %" PRId64
+                      " phases complete, the last one%s, but thread %u observed only %" PRId64
+                      ". The scope is in a loop and can be entered again, with the barrier as it "
+                      "is: wait for every phase, or allocate the barrier outside of the loop",
+                      barrier_text(m, t, b, name, sizeof name), b->phase,
+                      pm_vm_place(m, b->last_completion, place, sizeof place), j,
+                      pm_max(b->seen[j], 0));
+  }
+  return STEP_NEXT;
+}
+
+/* Copies to SMEM that ends, with barriers that do not. */
+static step check_loads(pm_machine *m, thread *t, pm_opid op, const scope *s) {
+  char place[600];
+  for (uint32_t k = 0; k < m->tasks[TASK_LOAD].n; k++) {
+    const task *load = m->tasks[TASK_LOAD].at[k];
+    const char *at = load->smem.at;
+    for (uint32_t j = 0; j < s->n_smem; j++) {
+      const struct smem_alloc *x = &s->smem[j];
+      const char *from = t->block->smem + x->at + (size_t)x->apart * t->index;
+      if (at < from || at >= from + x->n * pm_dtypes[x->dtype].bytes) continue;
+      return pm_vm_fail(m, t, op, PM_E_VALUE,
+                        "the scope of '%s' ends while the copy%s may still write to it. Wait on "
+                        "the barrier of the copy before",
+                        load->smem.mem->name, pm_vm_place(m, load->i->op, place, sizeof place));
+    }
+  }
+  return STEP_NEXT;
+}
+
+/* `shared`: barriers that live as long as the cluster, else the others. */
+static step check_scope(pm_machine *m, thread *t, pm_opid op, const scope *s, bool shared) {
   if (!shared && pm_vm_check_semaphores(m, t, op, s) == STEP_FAIL) return STEP_FAIL;
   for (uint32_t k = 0; k < s->n_bars; k++) {
     const barrier_info *info = &m->bars[s->bars[k]];
     if (info->shared != shared) continue;
-    if (!m->places[op].file) op = info->op;
-    for (barrier *b = t->block->bars + info->first; b < t->block->bars + info->first + info->count;
-         b++) {
-      if (b->arrivals) {
-        return pm_vm_fail(m, t, op, PM_E_VALUE,
-                          "the scope of barrier %s ends with %u of %u arrivals of phase %" PRId64
-                          " made%s, the last one%s. Wait for all of them before",
-                          barrier_text(m, t, b, name, sizeof name), b->arrivals, info->arrivals,
-                          b->phase + 1, b->pending ? " and copies in flight" : "",
-                          pm_vm_place(m, b->last_arrival, place, sizeof place));
-      }
-      for (uint32_t j = 0; j < m->n_threads; j++) {
-        if (b->seen[j] < 0 || b->seen[j] == b->phase) continue;
-        return pm_vm_fail(m, t, op, PM_E_VALUE,
-                          "the scope of barrier %s ends with %" PRId64
-                          " phases complete, the last "
-                          "one%s, but thread %u observed only %" PRId64
-                          ". A thread that waits must "
-                          "wait for every phase",
-                          barrier_text(m, t, b, name, sizeof name), b->phase,
-                          pm_vm_place(m, b->last_completion, place, sizeof place), j, b->seen[j]);
-      }
+    barrier *first = t->block->bars + info->first;
+    for (barrier *b = first; b < first + info->count; b++) {
+      if (check_barrier(m, t, m->places[op].file ? op : info->op, b) == STEP_FAIL) return STEP_FAIL;
     }
   }
-  return STEP_NEXT;
+  return s->index ? check_loads(m, t, op, s) : STEP_NEXT;
 }
 
 static step exec_enter(pm_machine *m, thread *t, const instr *i) {
@@ -485,18 +546,21 @@ static step exec_enter(pm_machine *m, thread *t, const instr *i) {
 
 step pm_vm_leave(pm_machine *m, thread *t, const instr *i) {
   const scope *s = i->scope;
-  if (s->has_acc) pm_vm_drain_mma(m, t, 0); /* registers outlive no scope: ptxas would wait too */
+  char place[600];
+  for (uint32_t k = 0; k < s->n_accs; k++) {
+    const task *writer = pm_vm_writer_in(t, s->accs[k]);
+    if (!writer) continue;
+    return pm_vm_fail(m, t, i->op, PM_E_VALUE,
+                      "the scope of accumulator '%s' ends while the wgmma%s may still write to it. "
+                      "Read the accumulator or call wgmma_wait(0) before",
+                      writer->acc.mem->name, pm_vm_place(m, writer->i->op, place, sizeof place));
+  }
   bool shared = s->collective && m->n_threads > 1;
   if (shared && ++t->block->n_left[s->index] < m->n_threads) return STEP_PAUSE;
   return check_scope(m, t, i->op, s, false) == STEP_FAIL ? STEP_FAIL : STEP_PAUSE;
 }
 
 step pm_vm_end(pm_machine *m, thread *t, const instr *i) {
-  if (t->last_group >= t->groups_read) {
-    return pm_vm_fail(m, t, t->last_store, PM_E_VALUE,
-                      "the thread ends while this copy may still read its SMEM; call "
-                      "wait_smem_to_gmem(0) after the last copy to GMEM");
-  }
   t->block->n_done++;
   t->block->cluster->n_live--;
   m->n_live--;
@@ -517,12 +581,10 @@ step pm_vm_end(pm_machine *m, thread *t, const instr *i) {
 
 /* Each warp goes on with a copy of all that the thread has. */
 static step exec_warp_map(pm_machine *m, thread *t, const instr *i) {
-  thread *w = warps_of(m, t);
+  thread *w = pm_vm_warps(m, t);
   for (thread *end = w + WARPS; w < end; w++) {
     memcpy(w->frame, t->frame, m->frame_bytes);
     w->pc = t->pc;
-    w->groups = w->groups_read = 0;
-    w->last_group = -1;
     for (uint32_t k = 0; k < m->n_barriers; k++) {
       int64_t *seen = t->block->bars[k].seen;
       seen[w->seer] = seen[t->seer];
@@ -536,23 +598,31 @@ static step exec_warp_map(pm_machine *m, thread *t, const instr *i) {
   return pm_vm_block_on(m, t, THREAD_AT_WARPS);
 }
 
-/* The thread goes on behind its last warp; it has seen what any of them saw. */
+/* All warps of the thread have ended: it has seen what any of them saw. */
+static void join_waits(pm_machine *m, const thread *of, barrier *b, pm_opid map) {
+  const thread *w = pm_vm_warps(m, of);
+  const int64_t before = pm_max(b->seen[of->seer], 0);
+  int64_t least = INT64_MAX, most = 0;
+  uneven u = {.map = map};
+  for (uint32_t k = 0; k < WARPS; k++) {
+    const int64_t seen = b->seen[w[k].seer], n = pm_max(seen, 0) - before;
+    u.waits[k] = (int32_t)n;
+    if (n) least = pm_min(least, n);
+    most = pm_max(most, n);
+    b->seen[of->seer] = pm_max(b->seen[of->seer], seen);
+  }
+  if (most && least < most) b->uneven[of->index] = u;
+}
+
+/* The thread goes on after its last warp. */
 step pm_vm_warp_end(pm_machine *m, thread *t, const instr *i) {
   thread *of = t->of;
-  (void)i;
-  if (t->last_group >= t->groups_read) {
-    return pm_vm_fail(m, t, t->last_store, PM_E_VALUE,
-                      "the warp ends while this copy may still read its SMEM; call "
-                      "wait_smem_to_gmem(0) in the same warp, after its last copy to GMEM");
-  }
-  for (uint32_t k = 0; k < m->n_barriers; k++) {
-    int64_t *seen = t->block->bars[k].seen;
-    seen[of->seer] = pm_max(seen[of->seer], seen[t->seer]);
-  }
   t->block->cluster->n_live--;
   m->n_live--;
   pm_vm_block_on(m, t, THREAD_DONE);
-  if (!--of->n_warps) make_ready(m, of);
+  if (--of->n_warps) return STEP_PAUSE;
+  for (uint32_t k = 0; k < m->n_barriers; k++) join_waits(m, of, &of->block->bars[k], i->op);
+  make_ready(m, of);
   return STEP_PAUSE;
 }
 
@@ -698,7 +768,7 @@ static step deadlock(pm_machine *m) {
   uint32_t listed = 0, blocked = 0;
   char text[sizeof err->text];
   at += (size_t)snprintf(text, room, "deadlock: no thread of the kernel '%s' can go on", m->name);
-  for (thread *t = m->threads; t < m->threads + n_agents(m); t++) {
+  for (thread *t = m->threads; t < m->threads + pm_vm_agents(m); t++) {
     if (t->state == THREAD_DONE || t->state == THREAD_AT_WARPS) continue;
     const bool behind = t->state == THREAD_AT_SCOPE || t->state == THREAD_READY;
     const instr *i = &m->code[behind && t->pc ? t->pc - 1 : t->pc];
@@ -819,6 +889,10 @@ static void begin_cluster(pm_machine *m, cluster *c) {
     b->n_entering = b->n_done = b->turn = 0;
     b->turn_taken = false;
     memset(b->n_parts, 0, m->n_shared_copies * m->n_threads * sizeof *b->n_parts);
+    for (uint32_t k = 0; k < m->n_barriers; k++) {
+      b->bars[k].phase = 0;
+      for (uint32_t j = 0; j < n_seers(m); j++) b->bars[k].seen[j] = NEVER;
+    }
     init_scope(m, b, m->scopes[0], 0);
   }
   for (uint32_t k = m->open_copies.n; k-- > 0;) {
@@ -832,8 +906,8 @@ static void begin_cluster(pm_machine *m, cluster *c) {
   m->n_live += n;
   for (thread *t = first; t < first + n; t++) {
     t->pc = 0;
-    t->groups = t->groups_read = 0;
-    t->last_group = -1;
+    t->groups = 0;
+    for (uint32_t w = 0; m->has_warps && w < WARPS; w++) pm_vm_warps(m, t)[w].groups = 0;
     make_ready(m, t);
   }
 }
@@ -851,7 +925,7 @@ static step run_grid(pm_machine *m) {
   m->points_begun = m->points_done = 0;
   m->n_live = m->n_ready = m->open_copies.n = 0;
   pm_vm_progress(m);
-  for (thread *t = m->threads; t < m->threads + n_agents(m); t++) t->state = THREAD_DONE;
+  for (thread *t = m->threads; t < m->threads + pm_vm_agents(m); t++) t->state = THREAD_DONE;
   for (uint32_t k = 0; k < m->n_clusters; k++) begin_cluster(m, &m->clusters[k]);
   while (m->points_done < m->points) {
     if (choose(m) == STEP_FAIL) return STEP_FAIL;
@@ -873,9 +947,11 @@ static void *zeroed(size_t bytes) {
 }
 
 static void free_run(pm_machine *m) {
-  for (uint32_t k = 0; m->threads && k < n_agents(m); k++) pm_free(m->threads[k].frame);
+  pm_vm_free_tasks(m);
+  for (uint32_t k = 0; m->threads && k < pm_vm_agents(m); k++) pm_free(m->threads[k].frame);
   for (uint32_t k = 0; m->blocks && k < all_blocks(m); k++) {
     if (m->blocks[k].bars) pm_free(m->blocks[k].bars[0].seen);
+    if (m->blocks[k].bars) pm_free(m->blocks[k].bars[0].uneven);
     pm_free(m->blocks[k].bars);
     pm_free(m->blocks[k].smem);
     pm_free(m->blocks[k].semaphores);
@@ -891,7 +967,6 @@ static void free_run(pm_machine *m) {
   pm_free(m->open_copies.at);
   m->open_copies.at = NULL;
   m->open_copies.n = m->open_copies.cap = 0;
-  pm_vm_free_tasks(m);
 }
 
 static bool allocate_block(pm_machine *m, block *b) {
@@ -901,16 +976,21 @@ static bool allocate_block(pm_machine *m, block *b) {
   b->n_parts = zeroed(m->n_shared_copies * m->n_threads * sizeof *b->n_parts);
   b->bars = zeroed((m->n_barriers + 1) * sizeof *b->bars);
   int64_t *seen = zeroed((m->n_barriers + 1) * n_seers(m) * sizeof *seen);
-  if (!b->bars || !seen) {
+  uneven *u = zeroed((m->n_barriers + 1) * m->n_threads * sizeof *u);
+  if (!b->bars || !seen || !u) {
     pm_free(seen);
+    pm_free(u);
     return false;
   }
-  for (uint32_t k = 0; k <= m->n_barriers; k++) b->bars[k].seen = seen + k * n_seers(m);
+  for (uint32_t k = 0; k <= m->n_barriers; k++) {
+    b->bars[k].seen = seen + k * n_seers(m);
+    b->bars[k].uneven = u + k * m->n_threads;
+  }
   return b->smem && b->semaphores && b->n_left && b->n_parts;
 }
 
 static bool allocate(pm_machine *m) {
-  const uint32_t n = all_blocks(m) * m->n_threads, agents = n_agents(m);
+  const uint32_t n = all_blocks(m) * m->n_threads, agents = pm_vm_agents(m);
   m->threads = zeroed(agents * sizeof *m->threads);
   m->blocks = zeroed(all_blocks(m) * sizeof *m->blocks);
   m->clusters = zeroed(m->n_clusters * sizeof *m->clusters);

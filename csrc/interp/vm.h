@@ -58,7 +58,7 @@ struct instr {
 
 /* ---- memory ------------------------------------------------------------------------------- */
 
-enum { MAX_STARTS = PM_MAX_TERMS, MAX_LOOPS = 2 * PM_MAX_RANK };
+enum { WARPS = 4, MAX_STARTS = PM_MAX_TERMS, MAX_LOOPS = 2 * PM_MAX_RANK };
 
 /* One step from a view to the ref it is a view of. */
 typedef struct view_step {
@@ -88,7 +88,7 @@ typedef struct indexing {
 
 typedef struct access {
   const char *name;
-  const indexing *by; /* NULL: none */
+  const indexing *by;                /* NULL: none */
   uint8_t kind, space, dtype, bytes; /* kind: enum pm_kind; PM_ARRAY: a slot of the frame */
   uint8_t rank, base_rank, n_loops;
   bool contiguous;
@@ -123,15 +123,16 @@ typedef struct spot {
 } spot;
 
 typedef struct scope {
-  bool collective, has_acc;
+  bool collective;
   uint32_t index;
-  uint32_t n_smem, n_bars;
+  uint32_t n_smem, n_bars, n_accs;
   struct smem_alloc {
     uint32_t at, apart;
     uint8_t dtype;
     int64_t n;
   } * smem;
   uint32_t *bars; /* numbers of barrier_info */
+  uint32_t *accs; /* slots of the accumulators */
   uint32_t n_sems;
   struct semaphore_alloc {
     const char *name;
@@ -143,6 +144,7 @@ typedef struct barrier_info {
   const char *name;
   uint32_t first, count, arrivals;
   bool shared;      /* other blocks reach it: it lives as long as the cluster */
+  bool again;       /* its scope can be entered again, where the device keeps its phase */
   uint8_t n_groups; /* of a cluster barrier */
   uint8_t group[3]; /* per cluster axis, from 1; 0: not collective */
   bool leader;      /* only blocks with index 0 on its axis are signalled */
@@ -194,6 +196,16 @@ typedef struct cluster {
   uint32_t n_live, n_tasks;           /* agents that have not ended; pending tasks of theirs */
 } cluster;
 
+/* How often each warp of a thread waited for a barrier in one WARP_MAP, where they disagree. */
+typedef struct uneven {
+  pm_opid map; /* 0: they agree */
+  int32_t waits[WARPS];
+} uneven;
+
+/* Values of barrier.seen below 0. MISSED: not since its scope was entered, and before that phases
+ * completed that it never waited for. */
+enum { NEVER = -1, MISSED = -2 };
+
 typedef struct barrier {
   const barrier_info *info;
   block *block;
@@ -201,8 +213,10 @@ typedef struct barrier {
   uint32_t arrivals; /* of the open phase */
   int32_t pending;   /* transfers it waits for; below 0: parts came before this block asked */
   pm_opid last_arrival, last_completion;
-  int64_t
-      *seen; /* per thread of the block, then per warp: phases it observed, -1: it never waited */
+  int64_t copied; /* the last phase that transfers are a part of; 0: none */
+  pm_opid last_copy;
+  int64_t *seen;  /* per thread of the block, then per warp: phases it observed, or NEVER ... */
+  uneven *uneven; /* per thread of the block */
 } barrier;
 
 struct block {
@@ -254,13 +268,11 @@ struct thread {
   const uint32_t *waits_at; /* a semaphore */
   uint64_t polled;          /* tests in vain since the epoch */
   uint64_t epoch;
-  task *mma_first, *mma_last; /* pending, oldest first */
-  uint32_t n_mma;
-  task *stores;        /* pending, any order */
-  int64_t groups;      /* closed bulk groups */
-  int64_t groups_read; /* groups below it were waited for, reads at least */
-  int64_t last_group;  /* of the last store, -1: none */
-  pm_opid last_store;
+  task *mma_first, *mma_last; /* not waited for, oldest first */
+  task *mma_next;             /* the first of them that has not run */
+  uint32_t n_mma;             /* all of them */
+  task *stores;               /* pending, any order */
+  int64_t groups;             /* closed bulk groups */
 };
 
 typedef enum task_kind { TASK_LOAD, TASK_STORE, TASK_MMA, TASK_KINDS } task_kind;
@@ -350,6 +362,9 @@ barrier *pm_vm_barrier(pm_machine *m, thread *t, const instr *i,
                        const access *mem); /* NULL: failed */
 uint64_t pm_vm_random(pm_machine *m);
 step pm_vm_block_on(pm_machine *m, thread *t, thread_state why);
+uint32_t pm_vm_agents(const pm_machine *m); /* threads, then warps */
+/* The WARPS warps of a thread. */
+thread *pm_vm_warps(const pm_machine *m, const thread *t);
 /* Threads that wait for this semaphore look at it again. */
 void pm_vm_wake_at(pm_machine *m, const uint32_t *semaphore);
 /* The thread found what it looks for to be false, and may look again and again. */
@@ -391,7 +406,10 @@ void pm_vm_set_loops(access *mem, uint32_t rank, const int64_t *size, const int6
 step pm_vm_run_task(pm_machine *m, task *k); /* one step of it */
 /* For a thread that waits for `b`: which blocks owe it parts of a collective copy. */
 size_t pm_vm_missing_parts(const pm_machine *m, const barrier *b, char *buf, size_t n);
-void pm_vm_drain_mma(pm_machine *m, thread *t, uint32_t n);
+/* The wgmma that was not waited for and may write to these elements of an accumulator, or NULL. */
+const task *pm_vm_writer_of(const thread *t, const spot *acc);
+/* The same of any part of the accumulator in this slot. */
+const task *pm_vm_writer_in(const thread *t, uint32_t slot);
 void pm_vm_drop_tasks(pm_machine *m); /* after a failure */
 void pm_vm_free_tasks(pm_machine *m);
 

@@ -158,6 +158,15 @@ int64_t pm_divisor(const pm_graph *g, pm_val v) {
   return divisor(&f, v);
 }
 
+/* ---- control ------------------------------------------------------------------------------ */
+
+bool pm_in_loop(const pm_graph *g, pm_opid op) {
+  while ((op = g->blocks.at[pm_get(g, op)->parent].parent)) {
+    if (pm_get(g, op)->code == PM_OP_FOR || pm_get(g, op)->code == PM_OP_WHILE) return true;
+  }
+  return false;
+}
+
 /* ---- launch ------------------------------------------------------------------------------- */
 
 int64_t pm_grid_size(const pm_graph *g) {

@@ -285,6 +285,9 @@ bool pm_shares_grid(const pm_graph *g);
 /* Provable bounds of an int scalar (axis sizes, constants, loops); false: none known. */
 bool pm_range(const pm_graph *g, pm_val v, int64_t *lo, int64_t *hi);
 
+/* Is the op in a loop, at any depth? */
+bool pm_in_loop(const pm_graph *g, pm_opid op);
+
 /* Does any of the n values depend on any of `on`, by dataflow? Conservative through regions.
  * depends.c */
 bool pm_depends(const pm_graph *g, const pm_val *vals, uint32_t n, const pm_val *on, uint32_t n_on);

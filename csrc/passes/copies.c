@@ -590,17 +590,51 @@ static void plan_one(pm_graph *g, pm_opid op, void *ctx) {
   if (p.alone) pm_set_list(g, op, PM_ATTR_CLUSTER, NULL, 0);
   if (p.why && p.bytes >= WORTH_A_WARNING) {
     const pm_op *o = pm_get(g, op);
-    pm_vec_push(
-        g->arena, &g->warnings,
-        pm_printf(g->arena,
-                  "%s:%u: %s of %lld bytes is done by loads and stores of all lanes%s: %s",
-                  g->strings.at[o->file], o->line, pm_ops[code].text, (long long)p.bytes,
-                  p.alone ? " of each block" : "", p.why));
+    pm_vec_push(g->arena, &g->warnings,
+                pm_printf(g->arena,
+                          "%s:%u: %s of %lld bytes is done by loads and stores of all lanes%s: %s",
+                          g->strings.at[o->file], o->line, pm_ops[code].text, (long long)p.bytes,
+                          p.alone ? " of each block" : "", p.why));
+  }
+}
+
+static void note_store(pm_graph *g, pm_opid op, void *ctx) {
+  if (pm_get(g, op)->code != PM_OP_COPY_S2G) return;
+  *(bool *)ctx |= *pm_attr(g, op, PM_ATTR_ENGINE) != PM_ENGINE_PLAIN;
+}
+
+bool pm_warps_store(pm_graph *g, pm_opid map) {
+  bool found = false;
+  pm_walk(g, pm_region(g, map, 0), note_store, &found);
+  return found;
+}
+
+static void note_warps(pm_graph *g, pm_opid op, void *ctx) {
+  if (pm_get(g, op)->code == PM_OP_WARP_MAP) *(bool *)ctx |= pm_warps_store(g, op);
+}
+
+/* One lane issues the copies of a thread, but a group that the thread closes is one of each of its
+ * warps: where warps store too, closing it is an op of its own. */
+static void split_commits(pm_graph *g, pm_blk block) {
+  for (uint32_t k = 0; k < g->blocks.at[block].ops.n; k++) {
+    const pm_opid op = g->blocks.at[block].ops.at[k];
+    const int code = pm_get(g, op)->code;
+    if (code == PM_OP_COPY_S2G && *pm_attr(g, op, PM_ATTR_COMMIT)) {
+      *pm_attr(g, op, PM_ATTR_COMMIT) = 0;
+      pm_insert(g, block, ++k, PM_OP_COMMIT_GROUP, NULL, 0, NULL, 0, NULL, 0, op);
+    }
+    for (uint32_t r = 0; code != PM_OP_WARP_MAP && r < pm_get(g, op)->n_regions; r++) {
+      split_commits(g, pm_region(g, op, r));
+    }
   }
 }
 
 pm_code pm_plan_copies(pm_graph *g, const pm_target *t, pm_err *err) {
   pass s = {t, err, PM_OK};
+  bool warps_store = false;
   pm_walk(g, 1, plan_one, &s);
-  return s.code;
+  if (s.code) return s.code;
+  pm_walk(g, 1, note_warps, &warps_store);
+  if (warps_store) split_commits(g, 1);
+  return PM_OK;
 }

@@ -135,5 +135,7 @@ typedef struct pm_copy_plan {
  * (api/plgpu.md 6.1: never expressible) are PM_E_VALUE; those no engine can do fall to PLAIN. */
 pm_code pm_plan_copy(const pm_graph *g, pm_opid op, const pm_target *t, pm_copy_plan *out,
                      pm_err *err);
+/* Does a WARP_MAP store by an engine? Then each warp of a thread has bulk groups. */
+bool pm_warps_store(pm_graph *g, pm_opid map);
 
 #endif

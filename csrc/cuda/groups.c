@@ -1,0 +1,92 @@
+/* Stores of engines that nobody awaits.
+ *
+ * A block must not end while an engine may still read its shared memory, so a thread that can come
+ * to its end with such a store waits there. One forward walk for each Pallas thread finds out: it
+ * knows the branches that this thread takes and the loops that run for sure, and takes everything
+ * else to happen or not. A kernel that awaits its stores gets nothing. */
+#include "gen.h"
+
+/* OPEN: stores in no group yet; GROUPED: a group that may not have been read. */
+enum { OPEN = 1, GROUPED = 2 };
+
+typedef struct walk {
+  const pm_graph *g;
+  int64_t wg;
+} walk;
+
+static int after_block(const walk *w, pm_blk block, int state);
+
+static int close_group(int state) { return state & OPEN ? GROUPED : state; }
+
+static bool runs_for_sure(const pm_graph *g, pm_opid loop) {
+  pm_scalar low, high;
+  return pm_get(g, loop)->code == PM_OP_FOR && pm_constant(g, pm_in(g, loop, 0), &low) &&
+         pm_constant(g, pm_in(g, loop, 1), &high) && low.i < high.i;
+}
+
+static int after_loop(const walk *w, pm_opid op, int state) {
+  const bool sure = runs_for_sure(w->g, op);
+  int at_begin = state, end = state;
+  do {
+    at_begin |= end;
+    end = at_begin;
+    for (uint32_t r = 0; r < pm_get(w->g, op)->n_regions; r++) {
+      end = after_block(w, pm_region(w->g, op, r), end);
+    }
+  } while (end & ~at_begin);
+  return sure ? end : state | end;
+}
+
+static int after_op(const walk *w, pm_opid op, int state) {
+  const pm_graph *g = w->g;
+  const pm_op *o = pm_get(g, op);
+  int after = 0;
+  switch (o->code) {
+    case PM_OP_COPY_S2G:
+      if (*pm_attr(g, op, PM_ATTR_ENGINE) != PM_ENGINE_PLAIN) state |= OPEN;
+      return *pm_attr(g, op, PM_ATTR_COMMIT) ? close_group(state) : state;
+    case PM_OP_COMMIT_GROUP: return close_group(state);
+    case PM_OP_WAIT_S2G: return *pm_attr(g, op, PM_ATTR_N) ? state : state & ~GROUPED;
+    case PM_OP_FOR:
+    case PM_OP_WHILE: return after_loop(w, op, state);
+    case PM_OP_IF:
+    case PM_OP_SWITCH:
+      for (uint32_t r = 0; r < o->n_regions; r++) {
+        if (pm_may_take(g, op, r, w->wg)) after |= after_block(w, pm_region(g, op, r), state);
+      }
+      return after;
+    default:
+      for (uint32_t r = 0; r < o->n_regions; r++)
+        state = after_block(w, pm_region(g, op, r), state);
+      return state;
+  }
+}
+
+static int after_block(const walk *w, pm_blk block, int state) {
+  const pm_block *b = &w->g->blocks.at[block];
+  for (uint32_t k = 0; k < b->ops.n; k++) state = after_op(w, b->ops.at[k], state);
+  return state;
+}
+
+void pm_print_last_wait(pm_gen *e) {
+  const uint32_t n = e->g->n_threads;
+  uint32_t threads = 0;
+  int state = 0;
+  for (uint32_t wg = 0; wg < n; wg++) {
+    const walk w = {e->g, wg};
+    const int end = after_block(&w, 1, 0);
+    threads |= end ? 1u << wg : 0;
+    state |= end;
+  }
+  if (!state) return;
+  const char *who = "";
+  if (threads + 1 != 1u << n) {
+    who = threads & (threads - 1) ? pm_str(e, "if (0x%x >> wg & 1) ", threads)
+                                  : pm_str(e, "if (wg == %d) ", __builtin_ctz(threads));
+  }
+  pm_line(e, "// nobody awaits these copies to GMEM, which may still read shared memory");
+  pm_begin(e, "%s%s {", who, pm_store_lanes(e));
+  if (state & OPEN) pm_line(e, "store_group_commit();");
+  pm_line(e, "store_group_wait_read<0>();");
+  pm_end(e);
+}
