@@ -528,7 +528,8 @@ def run_scoped(f, *types, collective_axes=(), **kw_types):
 
     Types are pytrees of ``plgpu.SMEM``, ``plgpu.ACC``, ``plgpu.Barrier`` and None. In a kernel with
     threads SMEM and barriers need ``collective_axes=thread_name`` (all threads share them), ACC
-    none. SMEM is undefined on entry. Refs must not leave the scope.
+    none. SMEM is undefined on entry. Refs must not leave the scope. Its end waits for nothing: no
+    copy to its SMEM and no wgmma on its ACC may be in flight (ValueError on the interpreter).
     """
     return scoped(f, types, kw_types, parameter_names(f), collective_axes)
 
@@ -607,8 +608,9 @@ def warp_map(f):
 
     Executes at once, so that the decorated name is None. All lanes of the thread meet before and
     behind it. Warps go different ways (``pl.when(warp_id == 0)``), so there are scalars and refs
-    only, and no op that a whole thread does together. LoweringError for arrays and nesting,
-    NotImplementedError for such ops, when the kernel is lowered.
+    only, and no op that a whole thread does together. Warps that wait on one barrier in a map must
+    wait equally often; their thread has then seen those phases. LoweringError for arrays and
+    nesting, NotImplementedError for such ops, when the kernel is lowered.
     """
     _each_warp(f, "warp_map", object(), [lambda: _core.axis_index("warp", 0)])
 

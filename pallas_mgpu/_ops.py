@@ -242,9 +242,13 @@ def _count(n, what):
 
 @accepts(allow_groups="n")
 def wait_smem_to_gmem(n, wait_read_only=False):
-    """Wait until at most the ``n`` latest copy groups of this thread are in flight (Hopper).
+    """Wait until at most the ``n`` latest groups of copies to GMEM are in flight (Hopper).
 
-    ``wait_read_only``: only until their SMEM sources were read, so that they may be reused."""
+    In a thread: its own, and for each of its warps those that the warp started in a
+    :func:`warp_map`. In a warp: those of this warp; copies of the thread are those of warp 0.
+    ``wait_read_only``: only until their SMEM sources were read, so that they may be reused. A
+    kernel may end without a wait; to write a source again, or to read what was stored, needs one.
+    """
     n = _count(n, "wait_smem_to_gmem")
     _core.effect("wait_smem_to_gmem", (), n=n, read_only=int(bool(wait_read_only)))
 
@@ -349,7 +353,8 @@ def wgmma_wait(n):
 
 def wgmma_accumulator_load(acc, *, wait_n=0):
     """The accumulator's value after at most ``wait_n`` wgmma calls are in flight; None: without
-    waiting."""
+    waiting. Those still in flight must write to other accumulators, or other parts of this one: the
+    interpreter raises ValueError if not."""
     if not isinstance(acc, Ref) or acc.memory_space is not REGS:
         raise TypeError(f"wgmma_accumulator_load: acc must be an ACC ref, got {show(acc)}")
     return _core.acc_load(acc, -1 if wait_n is None else _count(wait_n, "wgmma_accumulator_load"))

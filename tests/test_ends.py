@@ -364,7 +364,8 @@ def test_last_releases_of_a_cluster(run, rng, collective):
 
 
 @pytest.mark.parametrize(
-    "form", ["grouped", "open", "loop", "branch", "one thread", "warps", "read only", "some"]
+        "form",
+    ["grouped", "open", "loop", "branch", "one thread", "warps", "read only", "some", "but one"],
 )
 def test_copies_that_nobody_awaits(run, rng, form):
     """The block waits at its end until they have read its memory."""
@@ -406,6 +407,8 @@ def test_copies_that_nobody_awaits(run, rng, form):
                 copy(k, commit_group=form != "open")
                 if form == "some" and k == 2:
                     plgpu.wait_smem_to_gmem(0)
+        if form == "but one":
+            plgpu.wait_smem_to_gmem(1)
         if form == "read only":
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 

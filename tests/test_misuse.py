@@ -769,10 +769,10 @@ HARDWARE = {
         copying(lambda x, o, s, b: plgpu.copy_smem_to_gmem(s, o, reduction_op="mul")),
     ),
     "copy unwaited": (VE, "Wait for all of them", copying(lambda x, o, s, b: load(x, s, b))),
-    "copy unread": (
+    "accumulator unread": (
         VE,
-        r"wait_smem_to_gmem\(0\)",
-        copying(lambda x, o, s, b: plgpu.copy_smem_to_gmem(s, o)),
+        "scope of accumulator '.*' ends while the wgmma",
+        product(b=(64, 64)),
     ),
     "wait twice": (
         plgpu.DeadlockError,

@@ -484,9 +484,13 @@ static pm_code copy(pm_gen *e, pm_opid op, by_lane emit) {
 pm_code pm_cuda_COPY_G2S(pm_gen *e, pm_opid op) { return copy(e, op, load_by_lane); }
 pm_code pm_cuda_COPY_S2G(pm_gen *e, pm_opid op) { return copy(e, op, store_by_lane); }
 
+static void on_store_lanes(pm_gen *e, const char *call) {
+  pm_line(e, "%s%s", e->lane ? "" : pm_str(e, "%s ", pm_store_lanes(e)), call);
+}
+
 pm_code pm_cuda_COMMIT_GROUP(pm_gen *e, pm_opid op) {
   pm_place(e, op);
-  pm_line(e, "%s%sstore_group_commit();", e->lane ? "" : pm_store_lanes(e), e->lane ? "" : " ");
+  on_store_lanes(e, "store_group_commit();");
   return PM_OK;
 }
 
@@ -560,8 +564,7 @@ pm_code pm_cuda_WAIT_S2G(pm_gen *e, pm_opid op) {
   const long long n = *pm_attr(e->g, op, PM_ATTR_N);
   const char *read = *pm_attr(e->g, op, PM_ATTR_READ_ONLY) ? "_read" : "";
   pm_note(e, op, "wait_smem_to_gmem");
-  pm_line(e, "%s%sstore_group_wait%s<%lld>();", e->lane ? "" : pm_store_lanes(e),
-          e->lane ? "" : " ", read, n);
+  on_store_lanes(e, pm_str(e, "store_group_wait%s<%lld>();", read, n));
   meet(e);
   return PM_OK;
 }

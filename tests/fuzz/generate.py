@@ -124,6 +124,13 @@ class Gen(Hopper, Sharing, Warps, Functions, Expressions):
         self.feature("phase")
         return f", phase={number}"
 
+    def sees_the_last(self):
+        """Must somebody wait for the last phases of barriers? Where a loop comes back to them."""
+        if self.nesting or self.chance(0.6):
+            return True
+        self.feature("phases that nobody sees")
+        return False
+
     # ---- segments --------------------------------------------------------------------------------
 
     def statements(self, n):
@@ -817,6 +824,7 @@ class Gen(Hopper, Sharing, Warps, Functions, Expressions):
         shape = self.shape(limit=1024)[-2:]
         s, i, g = (self.name(c) for c in "sif")
         transforms, _ = self.transforms(shape, dtype)
+        awaits = self.nesting or self.chance(0.7)
         self.push()
         self.push()
         self.ints[-1].append((i, 0, steps - 1))
@@ -834,7 +842,10 @@ class Gen(Hopper, Sharing, Warps, Functions, Expressions):
         )
         loop = self.pop()
         self.emit(Node(f"@pl.loop(0, {steps})\ndef {g}({i}):\n{{}}", loop))
-        self.emit(Node("plgpu.wait_smem_to_gmem(0)"))
+        if awaits:
+            self.emit(Node("plgpu.wait_smem_to_gmem(0)"))
+        else:
+            self.feature("copies that nobody awaits")
         block = self.pop()
         self.scoped([self.smem_type((slots, *shape), dtype, transforms)], block, [s])
 
@@ -1028,6 +1039,7 @@ class Gen(Hopper, Sharing, Warps, Functions, Expressions):
         transforms, _ = self.transforms(shape, dtype)
         # registers that are given away do not come back in the next round of a loop
         registers = self.chance(0.3) and not self.nesting
+        sees = self.sees_the_last()
         self.push()
         producer = Block()
         if registers:
@@ -1047,7 +1059,7 @@ class Gen(Hopper, Sharing, Warps, Functions, Expressions):
                 keep=True,
             )
         )
-        for k in range(max(0, steps - slots), steps):
+        for k in range(max(0, steps - slots), steps) if sees else ():
             producer.statements.append(
                 Node(
                     f"plgpu.barrier_wait({empty}.at[{k % slots}]{self.phase(k // slots)})",

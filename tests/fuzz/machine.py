@@ -308,6 +308,7 @@ class Block:
         self.semaphores = 0  # pl.get_global
         self.bars, self.ring, self.turns = [], None, 0
         self.visits, self.scope, self.made = {}, None, 0  # of scopes; the last one; what it made
+        self.freed = False  # memory that copies to GMEM may still read
 
 
 class Thread:
@@ -319,6 +320,7 @@ class Thread:
         self.warp = self.warp_axis = None
         self.claims = []  # what a warp wrote is the thread's behind the map
         self.open, self.groups, self.unread = [], [], []  # bulk groups
+        self.warps = []  # that left some behind
         self.products = []
         self.scopes = 0
 
@@ -327,6 +329,10 @@ class Thread:
             self.products.pop(0)()
 
     def wait_stores(self, n, read_only):
+        need(not n or not self.warps, "groups of warps are counted")
+        for warp in self.warps:
+            need(not warp.open, "a copy of a warp that no group holds")
+            warp.wait_stores(n, read_only)
         k = 0
         while len(self.groups) - k > n:
             for release_source, _ in self.groups[k]:
@@ -410,8 +416,7 @@ class Machine:
 
     def _one(self, body, thread):
         body()
-        need(not thread.open, "copies without a group at the end")
-        thread.wgmma_wait(0)
+        need(not thread.products, "products in flight at the end")
 
     def _worker(self, body, block, k, agent):
         _local.thread = Thread(self, block, k, agent)

@@ -604,6 +604,7 @@ def _make(t, number):
         return BarRef(bars)
     if isinstance(t, SemaphoresType):
         return _semaphores(t.shape)
+    need(not here().block.freed, "copies may still read memory that is used again")
     b = Buffer("smem", t.shape, t.dtype)
     b.number = number
     here().block.shared[id(b)] = b
@@ -639,8 +640,8 @@ def _close(refs):
     for r in flatten(refs):
         if isinstance(r, Ref):
             # products may still read: pipelines of them end so, and the accumulator waits
-            used = r.buf.writing.any() or (r.buf.reading > r.buf.products).any()
-            need(not used, "memory freed while in use")
+            need(not r.buf.writing.any(), "memory freed while it is written")
+            here().block.freed |= bool((r.buf.reading > r.buf.products).any())
             shared.pop(id(r.buf), None)
         elif isinstance(r, BarRef):
             for bar in r.bars.ravel():
@@ -650,10 +651,9 @@ def _close(refs):
                     need(bar.count == 0, "a semaphore does not end at 0")
                     continue
                 need(bar.count == 0, "a barrier ends in the middle of a phase")
-                need(all(n == bar.done for n in bar.waits.values()), "a barrier ends unseen")
-                need(bar.waits or not bar.done, "a barrier ends unseen")
+                need(not any(bar.release.values()), "a barrier ends while a copy is in flight")
         elif isinstance(r, Acc):
-            here().wgmma_wait(0)
+            need(not here().products, "an accumulator ends while products are in flight")
 
 
 def _enter(f):

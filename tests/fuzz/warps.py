@@ -120,6 +120,7 @@ class Warps:
         mine = "t, " if t > 1 else ""
         at = f"t * {slots} + " if t > 1 else ""
         readers = self.rng.sample((1, 2, 3), self.rng.randint(1, 3))
+        sees = self.sees_the_last()
         self.push()
         w, kept = self.push_warp()
         i, j, fp, fl, fw, fe, fc = (self.name(c) for c in "iifffff")
@@ -153,8 +154,8 @@ class Warps:
         if self.chance(0.5):
             self.warp_statement(1)
         self.emit_map(w, self.pop_warp(kept))
-        # the thread sees the last phases of the slots
-        for k in range(min(slots, steps)):
+        # the thread sees the last phases of the slots, or nobody
+        for k in range(min(slots, steps)) if sees else ():
             self.emit(Node(f"plgpu.barrier_wait({empty}.at[{at}{k}])", keep=True))
         self.copies_of_warps(out, mine, n, dtype)
         block = self.pop()
@@ -168,7 +169,7 @@ class Warps:
         self.scoped(types, block, [s, out, full, empty])
 
     def copies_of_warps(self, s, mine, n, dtype):
-        """Some warps copy rows to GMEM, and wait for their own."""
+        """Some warps copy rows to GMEM, and wait for their own, or the thread does."""
         who = self.rng.sample(range(4), self.rng.randint(1, 4))
         lead = f"{mine[:-2]}" if mine else "..."
         self.emit(Node(f"{s}[{lead}] = {{}}", self.value((4, n), dtype), keep=True))
@@ -176,15 +177,16 @@ class Warps:
         w, kept = self.push_warp()
         f = self.name("f")
         target = self.target((n,), dtype, copy=True)
-        copy = Block(
-            [
-                Node(f"plgpu.copy_smem_to_gmem({s}.at[{mine}{w}], {{}})", target, keep=True),
-                Node("plgpu.wait_smem_to_gmem(0)", keep=True),
-            ]
-        )
+        copy = [Node(f"plgpu.copy_smem_to_gmem({s}.at[{mine}{w}], {{}})", target, keep=True)]
+        wait = Node("plgpu.wait_smem_to_gmem(0)", keep=True)
+        together = self.chance(0.5)
         choice = " | ".join(f"({w} == {r})" for r in who)
-        self.emit(Node(f"@pl.when({choice})\ndef {f}():\n{{}}", copy, keep=True))
+        block = Block(copy if together else [*copy, wait])
+        self.emit(Node(f"@pl.when({choice})\ndef {f}():\n{{}}", block, keep=True))
         self.emit_map(w, self.pop_warp(kept))
+        if together:
+            self.feature("copies of warps that their thread awaits")
+            self.emit(wait)
 
     def seg_warps_memory(self):
         """Warps read what the thread has stored, and store what it reads behind them."""

@@ -227,17 +227,17 @@ breaks(
         '    pm_line(e, "%s", pm_meet(e));',
     ),
     another_lane_waits_for_stores=(
-        'e->lane ? "" : pm_elected(e), e->lane',
-        'e->lane ? "" : "if (warp == 1 && elect_one())", e->lane',
+        'e->lane ? "" : pm_str(e, "%s ", pm_store_lanes(e)), call',
+        'e->lane ? "" : "if (warp == 1 && elect_one()) ", call',
     ),
-    one_group_more_may_be_pending=("          read, n);\n", "          read, n + 1);\n"),
+    one_group_more_may_be_pending=(", read, n));\n", ", read, n + 1));\n"),
     nobody_waits_for_writes=(
         '*pm_attr(e->g, op, PM_ATTR_READ_ONLY) ? "_read" : ""',
         '*pm_attr(e->g, op, PM_ATTR_READ_ONLY) ? "_read" : "_read"',
     ),
     nobody_meets_behind_a_wait_for_stores=(
-        "          read, n);\n  meet(e);",
-        "          read, n);",
+        ", read, n));\n  meet(e);",
+        ", read, n));",
     ),
     commit_smem_without_fence=(
         '  pm_note(e, op, "commit_smem");\n  pm_line(e, "async_proxy_fence();");\n',
@@ -271,7 +271,7 @@ breaks(
         "pm_barrier_arrivals(e->g, op) * unit;",
         "pm_barrier_arrivals(e->g, op) * unit + 1;",
     ),
-    phases_begin_again_with_the_scope=("|= in_loop(g, op);", "|= in_loop(g, op) && false;"),
+    phases_begin_again_with_the_scope=("|= pm_in_loop(g, op);", "|= pm_in_loop(g, op) && false;"),
     waits_forget_who_needs_the_phase=("|= pm_get(g, op)->n_in == 1;", "|= false;"),
     barriers_without_fence=(
         'if (s->barriers.n) pm_line(e, "barrier_init_fence();");',

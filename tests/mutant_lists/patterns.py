@@ -3,7 +3,8 @@ warps, memory at one place, CUDA source, counters and grids of a launch."""
 
 from . import CATALOGUE, CUDA, DEVICE, FUZZ, PASSES, SCHEDULE, breaks
 
-FUNCTIONS, INLINE, REFS, WARPS = (
+ENDS, FUNCTIONS, INLINE, REFS, WARPS = (
+    "test_ends.py",
     "test_functions.py",
     "test_inline.py",
     "test_refs.py",
@@ -123,10 +124,78 @@ breaks(
     WARPS,
     interpreted_warps_have_seen_nothing=("seen[w->seer] = seen[t->seer];", "seen[w->seer] = 0;"),
     interpreted_threads_forget_what_warps_saw=(
-        "seen[of->seer] = pm_max(seen[of->seer], seen[t->seer]);",
-        "seen[of->seer] = pm_max(seen[of->seer], 0);",
+        "b->seen[of->seer] = pm_max(b->seen[of->seer], seen);",
+        "b->seen[of->seer] = pm_max(b->seen[of->seer], 0);",
     ),
+    interpreted_warps_may_wait_unequally_often=("if (most && least < most)", "if (!most)"),
     interpreted_threads_leave_a_warp_behind=("t->n_warps = WARPS;", "t->n_warps = WARPS - 1;"),
+)
+breaks(
+    "csrc/interp/machine.c",
+    ENDS,
+    everybody_must_see_the_last_phase=(
+        "for (uint32_t j = 0; b->info->again && j < m->n_threads; j++) {",
+        "for (uint32_t j = 0; j < m->n_threads; j++) {",
+    ),
+    scopes_may_end_while_copies_are_in_flight=("if (b->copied > most) {", "if (most < 0) {"),
+    phases_may_be_missed_before_a_scope_comes_again=(
+        "info->again && missed ? MISSED : NEVER",
+        "info->again && missed ? NEVER : NEVER",
+    ),
+    scopes_may_leave_accumulators_in_flight=("if (!writer) continue;", "continue;"),
+)
+breaks(
+    "csrc/interp/async.c",
+    ENDS,
+    WARPS,
+    accumulators_in_flight_may_be_read=(
+        "const task *k = pm_vm_writer_of(t, s);",
+        "const task *k = i->to > 4096 ? NULL : NULL;",
+    ),
+    a_half_in_flight_is_the_whole=(
+        "k->acc.base == acc->base && overlap(&k->acc, acc)",
+        "(k->acc.base == acc->base || overlap(&k->acc, acc))",
+    ),
+    interpreted_threads_wait_for_one_warp=(
+        "w < WARPS && s != STEP_FAIL; w++",
+        "w < 1 && s != STEP_FAIL; w++",
+    ),
+    interpreted_groups_of_threads_are_of_one_warp=(
+        "for (uint32_t w = 1; m->has_warps && !t->of && w < WARPS; w++) pm_vm_warps",
+        "for (uint32_t w = 1; m->has_warps && !t->of && w < 1; w++) pm_vm_warps",
+    ),
+)
+breaks(
+    f"{CUDA}/groups.c",
+    ENDS,
+    open_copies_stay_open=("if (state & OPEN) pm_line(e,", "if (state & 4) pm_line(e,"),
+    all_loops_run_for_sure=("low.i < high.i;", "low.i <= high.i;"),
+    a_wait_for_some_copies_is_for_all=(
+        "return *pm_attr(g, op, PM_ATTR_N) ? state : state & ~GROUPED;",
+        "return state & ~GROUPED;",
+    ),
+    all_threads_wait_at_the_end=("threads |= end ? 1u << wg : 0;", "threads |= 1u << wg;"),
+)
+breaks(
+    f"{PASSES}/copies.c",
+    WARPS,
+    threads_close_groups_of_one_warp=("if (warps_store) split", "if (warps_store && !g) split"),
+)
+breaks(
+    f"{CUDA}/lane.c",
+    WARPS,
+    one_lane_waits_for_copies_of_warps=(
+        "return e->warps_store && !e->warps;",
+        "return e->warps_store && e->warps;",
+    ),
+)
+breaks(
+    f"{CUDA}/emit_wgmma.c",
+    ENDS,
+    reads_pin_all_of_an_accumulator=(
+        "words = p->columns / per_word;",
+        "words = p->base_columns / per_word;",
+    ),
 )
 breaks(
     "csrc/interp/tile_ops.c",
