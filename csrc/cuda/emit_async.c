@@ -6,10 +6,11 @@
  * An arrival on a cluster barrier is one for each block that it
  * signals: lane k arrives at the k-th of them. A copy by an engine is issued by one elected lane of
  * warp 0 (lane.c), always the same (elect.sync with all lanes gives the same one), so that this
- * lane's bulk groups are those of the thread. It arrives, with the bytes to expect, before it
- * issues the copy. A collective copy loads this block's share and multicasts it; its barrier gets
- * the bytes of all shares. PLAIN copies are loads and stores of all lanes, then a proxy fence and
- * the arrival. */
+ * lane's bulk groups are those of the thread. Where warps of a WARP_MAP store too, each has such a
+ * lane: what the thread closes and waits for is that of all four. The elected lane arrives, with
+ * the bytes to expect, before it issues the copy. A collective copy loads this block's share and
+ * multicasts it; its barrier gets the bytes of all shares. PLAIN copies are loads and stores of all
+ * lanes, then a proxy fence and the arrival. */
 #include "gen.h"
 
 /* ---- barriers ---------------------------------------------------------------------------- */

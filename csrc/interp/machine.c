@@ -6,7 +6,8 @@
  * something to take.
  * What blocks reach in each other - cluster barriers, the destinations and barriers of collective
  * copies, refs made into cluster_refs - is set up before any of them runs and checked when all have
- * ended; the rest when a block enters and leaves its scope.
+ * ended; the rest when a block enters and leaves its scope. Leaving a scope waits for nothing: what
+ * must be at rest is checked, and the rest of what is in flight goes on.
  * The scheduler chooses at random, by the seed, among the ready threads and the pending tasks of
  * each kind. How likely the tasks of a kind are is drawn once a run: from "at once" to "not before
  * a wait needs it", so that a missing wait shows under most seeds. Seed 0 is always late.

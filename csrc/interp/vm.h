@@ -9,7 +9,9 @@
  * Agents. Threads have a program counter and run until an op that other agents can notice. A copy
  * or a wgmma becomes a `task` when issued, with all its addresses; what it reads and writes happens
  * when the scheduler chooses it, or when a wait forces it. A store is two steps: SMEM is read, then
- * GMEM is written. The wgmmas of one thread run in order; all else in any order.
+ * GMEM is written. The wgmmas of one thread run in order; all else in any order. A wgmma that has
+ * run stays with its thread until a wait covers it, so that its use too early is an error on every
+ * schedule.
  *
  * The order is a function of the seed alone. */
 #ifndef PM_VM_H
