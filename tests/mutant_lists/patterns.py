@@ -169,7 +169,7 @@ breaks(
     f"{CUDA}/groups.c",
     ENDS,
     open_copies_stay_open=("if (state & OPEN) pm_line(e,", "if (state & 4) pm_line(e,"),
-    all_loops_run_for_sure=("low.i < high.i;", "low.i <= high.i;"),
+    all_loops_run_for_sure=("return sure ? end : state | end;", "return sure ? end : end;"),
     a_wait_for_some_copies_is_for_all=(
         "return *pm_attr(g, op, PM_ATTR_N) ? state : state & ~GROUPED;",
         "return state & ~GROUPED;",
