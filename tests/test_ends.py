@@ -364,7 +364,7 @@ def test_last_releases_of_a_cluster(run, rng, collective):
 
 
 @pytest.mark.parametrize(
-        "form",
+    "form",
     ["grouped", "open", "loop", "branch", "one thread", "warps", "read only", "some", "but one"],
 )
 def test_copies_that_nobody_awaits(run, rng, form):
