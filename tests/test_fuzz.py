@@ -48,9 +48,9 @@ def test_random_kernels_on_a_gpu(first):
 PATTERNS = {
     "a in registers", "acc store", "activation", "any", "at", "atomic", "barrier test",
     "bitcast of a ref", "bitcast of a target", "broadcast", "check", "combining copy",
-    "combining floats", "concatenate", "cond",
-    "copies of warps that their thread awaits", "copies that nobody awaits", "copy",
-    "copy out", "delay", "dependent launches", "dot", "dynamic loop", "exchange", "fori", "gather", "indexed", "indexed store", "launch",
+    "combining floats", "concatenate", "cond", "copies of warps that their thread awaits",
+    "copies that nobody awaits", "copy", "copy out", "delay", "dependent launches", "dot",
+    "dynamic loop", "exchange", "fori", "gather", "indexed", "indexed store", "launch",
     "layout", "lazy", "loop", "many points", "masked", "masked store", "math", "math of two", "mma",
     "move", "multicast", "narrow", "narrow store", "nn", "overhang", "own parts", "pad", "peers",
     "phase", "phases that nobody sees", "pipeline", "points", "prefetch", "prod", "producer",
