@@ -68,7 +68,7 @@ class _Maker:
         return target, order
 
 
-def kernel_family(make):
+def kernel_family(make=None, *, in_place=True):
     """Decorator: a function of arrays that finds its kernel by their types.
 
     ``make(*operands, **options)`` gets an :class:`Operand` for each array and returns the kernel
@@ -77,12 +77,15 @@ def kernel_family(make):
     position only arrays are accepted; by name arrays, and options, which must be hashable. ``make``
     runs once for each combination of shapes, dtypes, devices, alignments and options; later calls
     cost about as much as calling the kernel. Use functions defined once as options, as each new one
-    is a new value.
+    is a new value. ``in_place=False``: the kernels read their operands while they write, so that
+    ``out=`` must not be one of the arrays (ValueError).
 
     ``f.kernel(*args, **kwargs)`` is what a call with such arguments runs; things with shape and
     dtype will do there. TypeError for arguments that do not fit the signature.
     """
-    family = _core.Family(make.__name__, _Maker(make, make.__name__))
+    if make is None:
+        return functools.partial(kernel_family, in_place=in_place)
+    family = _core.Family(make.__name__, _Maker(make, make.__name__), in_place)
     return functools.update_wrapper(family, make)
 
 

@@ -26,6 +26,7 @@ typedef struct pmpy_call {
   bool cuda;
   int device;
   bool has_array, mixed;
+  bool in_place; /* an output given may be an operand */
 } pmpy_call;
 
 /* Read operands and out (NULL: none); both must live as long as c. 1: done, 0: operand number n_in
@@ -35,6 +36,9 @@ int pmpy_call_read(pmpy_call *c, PyObject *name, PyObject *const *args, size_t n
 void pmpy_call_end(pmpy_call *c);
 /* Find out where the arrays lie and whose they are; 0 or -1. */
 int pmpy_call_locate(pmpy_call *c);
+/* ValueError where an output given shares memory with another one or with an operand; if in_place,
+ * it may be the whole of one. overlap.c */
+int pmpy_call_check_overlap(const pmpy_call *c);
 /* New: what the kernel returns for operands that were read and located. */
 PyObject *pmpy_call_run(pmpy_call *c, PyObject *kernel);
 /* TypeError for operand number n_in, which is no array. */

@@ -32,6 +32,7 @@ typedef struct family {
   PyObject *name, *make;
   entry **table; /* open addressing; a power of two, at most half full */
   uint32_t n_entries, capacity;
+  bool in_place; /* out= may be an operand */
 } family;
 
 static PyObject *out_names; /* ("out",) */
@@ -335,7 +336,9 @@ static PyObject *family_call(PyObject *self, PyObject *const *args, size_t nargs
   int code = begin(f, &r, args, PyVectorcall_NARGS(nargsf), names, false);
   entry *e = code > 0 ? look(f, &r) : NULL;
   if (!code) pmpy_call_refuse(&r.c);
-  else if (e) result = e->direct ? pmpy_call_run(&r.c, e->target) : call_target(&r, e);
+  r.c.in_place = f->in_place;
+  if (e && !e->direct && pmpy_call_check_overlap(&r.c) < 0) e = NULL;
+  if (e) result = e->direct ? pmpy_call_run(&r.c, e->target) : call_target(&r, e);
   end(&r);
   return result;
 }
@@ -355,14 +358,17 @@ static PyObject *family_kernel(PyObject *self, PyObject *const *args, Py_ssize_t
 /* ---- the type ----------------------------------------------------------------------------- */
 
 static PyObject *family_new(PyTypeObject *type, PyObject *args, PyObject *kw) {
-  static char *names[] = {"name", "make", NULL};
+  static char *names[] = {"name", "make", "in_place", NULL};
   PyObject *name, *make;
-  if (!PyArg_ParseTupleAndKeywords(args, kw, "UO:Family", names, &name, &make)) return NULL;
+  int in_place = 1;
+  if (!PyArg_ParseTupleAndKeywords(args, kw, "UO|p:Family", names, &name, &make, &in_place))
+    return NULL;
   family *f = (family *)type->tp_alloc(type, 0);
   if (!f) return NULL;
   f->vectorcall = family_call;
   f->name = Py_NewRef(name);
   f->make = Py_NewRef(make);
+  f->in_place = in_place;
   return (PyObject *)f;
 }
 

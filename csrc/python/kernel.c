@@ -291,7 +291,7 @@ static int check_outputs(const call *c) {
     Py_XDECREF(want);
     return -1;
   }
-  return 0;
+  return pmpy_call_check_overlap(c);
 }
 
 /* Fresh arrays for the outputs, with their addresses. On failure none is left. */
@@ -831,6 +831,7 @@ int pmpy_call_read(call *c, PyObject *name, PyObject *const *args, size_t n, PyO
   c->n_out_given = 0;
   c->many = NULL;
   c->cuda = c->has_array = c->mixed = false;
+  c->in_place = true;
   c->device = 0;
   c->args = args;
   c->n_in = (uint32_t)n;

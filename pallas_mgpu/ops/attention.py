@@ -420,7 +420,7 @@ def _check_config(config):
         )
 
 
-@plgpu.kernel_family
+@plgpu.kernel_family(in_place=False)
 def attention(q, k, v, *, causal=False, scale=None, return_lse=False, config=None, interpret=None):
     """``softmax(scale * q @ k.T) @ v`` for each head, accumulated in float32 (Hopper).
 

@@ -778,7 +778,7 @@ def _check_config(config, m, ta, tb):
         )
 
 
-@plgpu.kernel_family
+@plgpu.kernel_family(in_place=False)
 def matmul(
     a,
     b,

@@ -317,7 +317,7 @@ class _Padded:
         return self.product(x, *operands) if out is None else self.product(x, *operands, out=out)
 
 
-@plgpu.kernel_family
+@plgpu.kernel_family(in_place=False)
 def mixed_matmul(x, weights, scales=None, *, out_dtype=None, config=None, interpret=None):
     """``x @ (weights * scales).T`` with float32 accumulation, for weights of 8 or 4 bits (Hopper).
 

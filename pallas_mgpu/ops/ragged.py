@@ -628,7 +628,7 @@ def _padded(product, operands, sizes, interpret):
     return _Padded(product, [*pads, None]) if any(pads) else product
 
 
-@plgpu.kernel_family
+@plgpu.kernel_family(in_place=False)
 def ragged_dot(
     lhs, rhs, group_sizes, *, transpose_rhs=False, out_dtype=None, config=None, interpret=None
 ):
@@ -660,7 +660,7 @@ def ragged_dot(
     return _padded(_grouped(*shape, interpret), (lhs, rhs), group_sizes, interpret)
 
 
-@plgpu.kernel_family
+@plgpu.kernel_family(in_place=False)
 def transposed_ragged_dot(lhs, rhs, group_sizes, *, out_dtype=None, config=None, interpret=None):
     """``lhs[rows of group g].T @ rhs[rows of group g]`` for each g, with float32 accumulation
     (Hopper): the gradient of :func:`ragged_dot` by its matrices.
