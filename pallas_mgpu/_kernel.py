@@ -265,17 +265,17 @@ class _Structured:
             kernel = self.kernels[structure] = self.definition.make(structure)
         return kernel, leaves
 
-    def call(self, args, out):
+    def call(self, args, out, stream):
         if any(is_mutable(x) for x in tree.leaves(args)):
             from ._state import RefKernel
 
             if self.refs is None:
                 self.refs = RefKernel(self.definition)
-            return self.refs(*args, out=out)
+            return self.refs(*args, out=out, stream=stream)
         kernel, leaves = self._find(args)
         if any(isinstance(x, Batched) for x in leaves):
-            return call_batched(self.definition, args, leaves, out)
-        return kernel(*leaves) if out is None else kernel(*leaves, out=out)
+            return call_batched(self.definition, args, leaves, out, stream)
+        return kernel(*leaves, out=out, stream=stream)
 
     def lower(self, args, arch):
         kernel, leaves = self._find(args)

@@ -218,7 +218,7 @@ class RefKernel:
             outer.aliases = {n_plain + k: n_outs + k for k in range(n_refs)}
         return outer.make()
 
-    def __call__(self, *args, out=None):
+    def __call__(self, *args, out=None, stream=None):
         if out is not None:
             raise NotImplementedError(
                 f"kernel {self.definition.name}: out= together with mutable arrays; make the"
@@ -228,9 +228,9 @@ class RefKernel:
         values = [r._value for r in refs]
         n = len(self.definition.outs)
         if not n:
-            kernel(*operands, out=tuple(values))
+            kernel(*operands, out=tuple(values), stream=stream)
             return self.definition.unflatten([])
-        results = kernel(*operands, *values)
+        results = kernel(*operands, *values, stream=stream)
         for r, x in zip(refs, results[n:]):
             r._value = x
         return self.definition.unflatten(results[:n])

@@ -50,7 +50,7 @@ static struct {
   char failing[64];
   R failure;
   int fail_after;
-  int64_t allocated, live, copies, frees, events, modules, capturing;
+  int64_t allocated, live, copies, frees, events, modules, capturing, waits;
   int attribute[32]; /* of the function that was asked last */
 } S;
 
@@ -67,6 +67,8 @@ EXPORT int64_t fake_live_bytes(void) { return S.live; }
 EXPORT int64_t fake_copies(void) { return S.copies; }
 EXPORT int64_t fake_live_events(void) { return S.events; }
 EXPORT int64_t fake_live_modules(void) { return S.modules; }
+/* How often a stream was made to wait for another one. */
+EXPORT int64_t fake_waits(void) { return S.waits; }
 EXPORT int fake_attribute(int a) { return S.attribute[a]; }
 EXPORT void fake_set_capturing(int on) { S.capturing = on; }
 
@@ -346,6 +348,7 @@ static R cuStreamIsCapturing(void *s, int *v) {
 static R cuStreamWaitEvent(void *s, void *e, unsigned f) {
   (void)s, (void)e, (void)f;
   MAY_FAIL;
+  S.waits++;
   return 0;
 }
 static R cuEventCreate(void **e, unsigned f) {

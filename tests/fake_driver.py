@@ -23,7 +23,7 @@ from pallas_mgpu import _core, pl
 
 fake = ctypes.CDLL("libcuda.so.1")
 fake.fake_live_bytes.restype = fake.fake_live_modules.restype = ctypes.c_int64
-fake.fake_live_events.restype = ctypes.c_int64
+fake.fake_live_events.restype = fake.fake_waits.restype = ctypes.c_int64
 
 
 class Record(ctypes.Structure):
@@ -344,6 +344,88 @@ def case_attributes():
         last = fake.fake_last().contents
         assert last.pdl == 0 and list(last.grid) == [3 * size, 1, 1]
         assert list(last.cluster) == [size, 1, 1] and fake.fake_attribute(14) == (size > 8)
+
+
+class Stream:
+    """A stream as the protocol names it; as an attribute in its older form."""
+
+    def __init__(self, handle, version=0, call=True):
+        pair = (version, handle)
+        self.__cuda_stream__ = (lambda: pair) if call else pair
+
+
+class TorchStream:
+    cuda_stream = 8192
+
+
+class CupyStream:
+    ptr = 12288
+
+
+def case_streams():
+    """stream= names the stream of the launch, in every kind of call."""
+    k, d = plus_one(), plgpu.device_put(x)
+    out = plgpu.device_put(x)
+
+    def last():
+        return fake.fake_last().contents.stream or 0
+
+    for stream, handle in [
+        (Stream(4096), 4096),
+        (Stream(4096, call=False), 4096),
+        (TorchStream(), 8192),
+        (CupyStream(), 12288),
+        (16384, 16384),
+        (2, 2),
+        (0, 0),
+    ]:
+        assert (k(d, stream=stream).numpy() == x + 1).all() and last() == handle
+        assert k(d, out=out, stream=stream) is out and last() == handle
+        assert (k(x, stream=stream) == x + 1).all() and last() == handle
+        waits = fake.fake_waits()
+        k(d, stream=stream)  # the array and the result are used on the default stream
+        assert (fake.fake_waits() > waits) == (handle != 0)
+    waits = fake.fake_waits()
+    k(d, out=out, stream=None)
+    assert last() == 0 and fake.fake_waits() == waits
+    nested = kernel(lambda xs, o: o.__setitem__(..., xs[0][...] + 1))
+    nested([d], stream=4096)
+    assert last() == 4096
+    family = plgpu.kernel_family(lambda x: kernel())
+    family(d, out=out, stream=Stream(4096))
+    assert last() == 4096
+    family = plgpu.kernel_family(lambda x: lambda x, **given: (x, given))
+    assert family(d, out=out, stream=7) == (d, {"out": out, "stream": 7})
+    assert family(d, stream=7) == (d, {"stream": 7}) and family(d) == (d, {})
+    assert (kernel(interpret=True)(d, stream=4096).numpy() == x + 1).all()
+    d.__dlpack__(stream=Stream(4096))
+    for bad, error, text in [
+        ("4096", TypeError, "stream: got a str"),
+        (True, TypeError, "stream: got a bool"),
+        (-1, ValueError, "no handle"),
+        (1 << 64, ValueError, "no handle"),
+        (Stream(1, version=3), ValueError, "version 3"),
+        (Stream("no"), TypeError, "is an int, got a str"),
+        (type("S", (), {"__cuda_stream__": 5})(), TypeError, "gives .version, handle."),
+        (d, TypeError, "stream: got a"),
+    ]:
+        refused(error, text, k, d, stream=bad)
+        refused(error, text, k, x, stream=bad)
+        assert (k(d).numpy() == x + 1).all() and last() == 0
+    refused(TypeError, "unknown argument 'streams'", k, d, streams=0)
+    plgpu.synchronize()
+    k(d, stream=4096)
+    references = sys.getrefcount(d)
+    k(d, stream=4096)  # arrays held for the launch before go at the next one
+    assert sys.getrefcount(d) == references
+    fake.fake_set_capturing(1)
+    waits = fake.fake_waits()
+    assert k(d, out=out, stream=4096) is out and last() == 4096
+    assert fake.fake_waits() == waits and sys.getrefcount(d) == references
+    refused(RuntimeError, "as out=", k, d, stream=4096)
+    refused(RuntimeError, "arrays of the host", k, x, out=np.empty_like(x), stream=4096)
+    fake.fake_set_capturing(0)
+    assert (k(x) == x + 1).all() and fake.fake_context_depth() == 0
 
 
 def case_shared_grid():

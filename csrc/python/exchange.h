@@ -66,6 +66,9 @@ bool pmpy_is_array(PyObject *o, bool specs);
 /* The stream that the family computes on now (NULL: the legacy default stream). */
 int pmpy_current_stream(const pmpy_source *s, int device, void **stream);
 
+/* The handle of a stream object or an int: streams.c. */
+int pmpy_stream_from(PyObject *o, const char *who, void **stream);
+
 typedef struct pmpy_spec {
   uint8_t dtype, rank;
   int64_t shape[PM_MAX_RANK];

@@ -35,7 +35,7 @@ typedef struct family {
   bool in_place; /* out= may be an operand */
 } family;
 
-static PyObject *out_names; /* ("out",) */
+static PyObject *call_names[4]; /* of keywords: bit 0 out=, bit 1 stream= */
 
 /* ---- one call ----------------------------------------------------------------------------- */
 
@@ -44,7 +44,7 @@ typedef struct request {
   PyObject *const *args;
   Py_ssize_t n_args, n_kw;
   PyObject *names;                      /* borrowed: of the keywords, or NULL */
-  PyObject *out;                        /* borrowed, or NULL */
+  PyObject *out, *stream;               /* borrowed, or NULL */
   PyObject *operand[PMPY_MAX_PARAMS];   /* borrowed; used where arrays are given by name */
   PyObject *value[2 * PMPY_MAX_PARAMS]; /* names and values of options, NULL for arrays */
   uint32_t n_operands, n_values, n_ints;
@@ -63,11 +63,12 @@ static int sort(const family *f, request *r, bool specs) {
   if (r->n_args + r->n_kw > PMPY_MAX_PARAMS) return too_many(f);
   r->n_operands = (uint32_t)r->n_args;
   r->n_values = 0;
-  r->out = NULL;
+  r->out = r->stream = NULL;
   for (Py_ssize_t i = 0; i < r->n_kw; i++) {
     PyObject *name = PyTuple_GET_ITEM(r->names, i), *o = r->args[r->n_args + i];
-    if (!PyUnicode_CompareWithASCIIString(name, "out")) {
-      if (o != Py_None) r->out = o;
+    const pmpy_keyword what = pmpy_keyword_of(name);
+    if (what != PMPY_KW_OTHER) {
+      if (o != Py_None) *(what == PMPY_KW_OUT ? &r->out : &r->stream) = o;
       continue;
     }
     bool is_array = pmpy_is_array(o, specs);
@@ -130,7 +131,7 @@ static int begin(const family *f, request *r, PyObject *const *args, Py_ssize_t 
   PyObject *const *operands = r->n_operands == (uint32_t)n ? args : r->operand;
   int code = pmpy_call_read(&r->c, f->name, operands, r->n_operands, r->out, specs);
   if (code <= 0) return code;
-  return pmpy_call_locate(&r->c) < 0 || make_key(f, r) < 0 ? -1 : 1;
+  return pmpy_call_stream(&r->c, r->stream) < 0 || pmpy_call_locate(&r->c) < 0 || make_key(f, r) < 0 ? -1 : 1;
 }
 
 static void end(request *r) {
@@ -316,16 +317,18 @@ static entry *look(family *f, const request *r) {
 
 /* New: the target called as any function is. The request's arrays are released first. */
 static PyObject *call_target(request *r, const entry *e) {
-  PyObject *args[PMPY_MAX_PARAMS + 1];
+  PyObject *args[PMPY_MAX_PARAMS + 2];
   PyObject *const *given = r->n_operands == (uint32_t)r->n_args ? r->args : r->operand;
   for (uint32_t i = 0; i < e->n_order; i++) args[i] = given[e->order[i]];
-  args[e->n_order] = r->out;
+  const int names = (r->out ? 1 : 0) | (r->stream ? 2 : 0);
+  args[e->n_order] = r->out ? r->out : r->stream;
+  args[e->n_order + 1] = r->stream;
   pmpy_call_end(&r->c);
   r->c.n_in = r->c.n_out_given = 0;
   r->c.many = NULL;
   r->c.out_tuple = NULL;
   r->c.plan = NULL;
-  return PyObject_Vectorcall(e->target, args, e->n_order, r->out ? out_names : NULL);
+  return PyObject_Vectorcall(e->target, args, e->n_order, call_names[names]);
 }
 
 static PyObject *family_call(PyObject *self, PyObject *const *args, size_t nargsf,
@@ -457,8 +460,11 @@ static PyType_Spec type_spec = {.name = "pallas_mgpu.Family",
 
 int pmpy_init_family(PyObject *module) {
   PyObject *type = PyType_FromModuleAndSpec(module, &type_spec, NULL);
-  out_names = Py_BuildValue("(s)", "out");
-  int code = type && out_names ? PyModule_AddObjectRef(module, "Family", type) : -1;
+  call_names[1] = Py_BuildValue("(s)", "out");
+  call_names[2] = Py_BuildValue("(s)", "stream");
+  call_names[3] = Py_BuildValue("(ss)", "out", "stream");
+  const bool ok = type && call_names[1] && call_names[2] && call_names[3];
+  int code = ok ? PyModule_AddObjectRef(module, "Family", type) : -1;
   Py_XDECREF(type);
   return code;
 }

@@ -512,85 +512,7 @@ static void describe(run *r, const uint64_t *out) {
   }
 }
 
-/* ---- arrays that must outlive the launch ------------------------------------------------------
- */
-
-typedef struct pending {
-  struct pending *next;
-  void *mark;
-  int device;
-  pmpy_buffer held;
-} pending;
-static pending *pending_list;
-static pthread_mutex_t pending_lock = PTHREAD_MUTEX_INITIALIZER;
-
-/* Release what the device has passed. */
-static void sweep(void) {
-  pending *done = NULL;
-  pthread_mutex_lock(&pending_lock);
-  for (pending **at = &pending_list; *at;) {
-    pending *p = *at;
-    if (pm_mark_passed(p->device, p->mark)) {
-      *at = p->next;
-      p->next = done;
-      done = p;
-    } else {
-      at = &p->next;
-    }
-  }
-  pthread_mutex_unlock(&pending_lock);
-  while (done) {
-    pending *next = done->next;
-    pmpy_release(&done->held);
-    pm_free(done);
-    done = next;
-  }
-}
-
-/* Keep the arrays of producers that do not know our stream until the launch is over. */
-static int hold(call *c, void *stream) {
-  pm_err err = {0};
-  for (uint32_t i = 0; i < c->n_in + c->n_out_given; i++) {
-    pmpy_buffer *b = &c->in[i];
-    if (!b->cuda || (b->source->family != PMPY_JAX && b->source->family != PMPY_OTHER)) continue;
-    pending *p = pm_malloc(sizeof *p);
-    if (!p) return PyErr_NoMemory(), -1;
-    if (pm_mark(c->device, stream, &p->mark, &err)) {
-      pm_free(p);
-      pmpy_raise(&err);
-      return -1;
-    }
-    p->device = c->device;
-    p->held = *b;
-    if (!b->keep) p->held.keep = Py_NewRef(i < c->n_in ? c->args[i] : c->out_args[i - c->n_in]);
-    b->keep = NULL;
-    b->managed = NULL;
-    b->managed_old = NULL;
-    pthread_mutex_lock(&pending_lock);
-    p->next = pending_list;
-    pending_list = p;
-    pthread_mutex_unlock(&pending_lock);
-  }
-  return 0;
-}
-
 /* ---- the GPU ------------------------------------------------------------------------------ */
-
-/* Order `stream` and the streams of the other families: before the launch, and after it. */
-static int order(const call *c, void *stream, bool before) {
-  pm_err err = {0};
-  for (uint32_t i = 0; i < c->n_in + c->n_out_given; i++) {
-    const pmpy_buffer *b = &c->in[i];
-    void *other;
-    if (!b->cuda || b->source->family == c->home->family) continue;
-    if (pmpy_current_stream(b->source, c->device, &other) < 0) return -1;
-    if (!pm_stream_order(c->device, before ? other : stream, before ? stream : other, &err))
-      continue;
-    pmpy_raise(&err);
-    return -1;
-  }
-  return 0;
-}
 
 static int check_capture(const call *c, int device, void *stream) {
   if (device >= PMPY_MAX_DEVICES || c->plan->kernels[device] ||
@@ -639,39 +561,85 @@ static int launch(const call *c, pm_kernel *kernel, int device, void *stream, co
   return code ? -1 : 0;
 }
 
+/* With stream=: a capture allocates nothing of ours, and copies nothing of the host's. */
+static int check_captured_stream(const call *c) {
+  const char *why = NULL;
+  if (!c->cuda) why = "arrays of the host are copied and waited for. Pass arrays of the GPU";
+  else if (!c->out_arg && c->home->family != PMPY_TORCH)
+    why = "its results would need memory of the capture's own. Pass arrays for them as out=";
+  if (!why) return 0;
+  PyErr_Format(pmpy.exceptions[PM_E_RUNTIME], "kernel %U cannot be captured so: %s", c->name, why);
+  return -1;
+}
+
+/* What comes before and after a launch that other streams must know of. */
+typedef struct around {
+  bool order;      /* arrays that are used on other streams */
+  bool home;       /* fresh results: their memory may be in use on the home's stream */
+  bool hold;       /* arrays must outlive the launch */
+  bool to_default; /* results that are DeviceArrays for now are used on the default stream next */
+} around;
+
+static int plan_around(const call *c, int device, void *stream, PyObject *const *made, around *a) {
+  const uint32_t n = c->plan->n_out;
+  a->order = c->mixed;
+  a->hold = c->home->family >= PMPY_JAX || c->mixed;
+  a->to_default =
+      c->cuda && !c->out_arg && n && stream && Py_TYPE(made[0]) == pmpy.device_array_type;
+  a->home = false;
+  if (!c->has_stream) return 0;
+  if (pm_stream_is_capturing(device, stream)) {
+    *a = (around){0};
+    return check_captured_stream(c);
+  }
+  a->order = a->hold = c->cuda;
+  a->home = c->cuda && (!c->out_arg || c->mixed);
+  return 0;
+}
+
+static int launch_around(call *c, pm_kernel *kernel, int device, void *stream, const uint64_t *out,
+                         PyObject *const *made) {
+  pm_err err;
+  around a;
+  const uint32_t n_made = c->out_arg ? 0 : c->plan->n_out;
+  if (plan_around(c, device, stream, made, &a) < 0 ||
+      (a.home && pmpy_order_home(c, stream) < 0) || (a.order && pmpy_order(c, stream, true) < 0) ||
+      launch(c, kernel, device, stream, out) < 0 ||
+      (a.order && pmpy_order(c, stream, false) < 0) ||
+      (a.hold && pmpy_hold(c, stream, made, c->has_stream ? n_made : 0) < 0))
+    return -1;
+  err.code = PM_OK;
+  if (a.to_default && pm_stream_order(device, stream, NULL, &err)) {
+    pmpy_raise(&err);
+    return -1;
+  }
+  if (a.hold) pmpy_sweep();
+  return 0;
+}
+
+static int find_stream(const call *c, int device, void **stream) {
+  PMPY_ERR(err);
+  *stream = c->stream;
+  if (c->has_stream) return 0;
+  if (c->cuda) return pmpy_current_stream(c->home, device, stream);
+  if (!pm_private_stream(device, stream, &err)) return 0;
+  pmpy_raise(&err);
+  return -1;
+}
+
 static PyObject *call_gpu(call *c, int device) {
   PyObject *made[PMPY_MAX_PARAMS];
   uint64_t out[PMPY_MAX_PARAMS];
   void *stream = NULL;
-  PMPY_ERR(err);
   uint32_t n = c->plan->n_out;
-  if (c->cuda) {
-    if (pmpy_current_stream(c->home, device, &stream) < 0) return NULL;
-  } else if (pm_private_stream(device, &stream, &err)) {
-    return pmpy_raise(&err);
-  }
-  if (check_capture(c, device, stream) < 0) return NULL;
+  if (find_stream(c, device, &stream) < 0 || check_capture(c, device, stream) < 0) return NULL;
   pm_kernel *kernel = pmpy_plan_kernel(c->plan, device);
   if (!kernel) return NULL;
   if (c->out_arg)
     for (uint32_t i = 0; i < n; i++) out[i] = c->out[i].ptr;
   else if (make_outputs(c, stream, made, out) < 0) return NULL;
-  if (!all_empty(c->plan)) {
-    /* results that are DeviceArrays for now are used on the default stream next */
-    bool to_default =
-        c->cuda && !c->out_arg && n && stream && Py_TYPE(made[0]) == pmpy.device_array_type;
-    bool foreign = c->home->family >= PMPY_JAX || c->mixed;
-    if ((c->mixed && order(c, stream, true) < 0) || launch(c, kernel, device, stream, out) < 0 ||
-        (c->mixed && order(c, stream, false) < 0) || (foreign && hold(c, stream) < 0))
-      goto failed;
-    if (to_default && pm_stream_order(device, stream, NULL, &err)) {
-      pmpy_raise(&err);
-      goto failed;
-    }
-    if (foreign) sweep();
-  }
-  return finish(c, made);
-failed:
+  if (all_empty(c->plan) || !launch_around(c, kernel, device, stream, out, made))
+    return finish(c, made);
   for (uint32_t i = 0; i < n && !c->out_arg; i++) Py_DECREF(made[i]);
   return NULL;
 }
@@ -743,7 +711,9 @@ static PyObject *call_interpreter(call *c) {
   pm_code code;
   uint32_t n = c->plan->n_out;
   if (interp_options(c->k, &h, &options) < 0) return NULL;
-  if (c->cuda && pmpy_current_stream(c->home, c->device, &stream) < 0) return NULL;
+  if (c->cuda && (find_stream(c, c->device, &stream) < 0 ||
+                  (c->has_stream && pmpy_order_home(c, stream) < 0)))
+    return NULL;
   if (c->out_arg)
     for (uint32_t i = 0; i < n; i++) out[i] = c->out[i].ptr;
   else if (make_outputs(c, stream, made, out) < 0) return NULL;
@@ -798,12 +768,13 @@ static PyObject *dispatch(call *c) {
 }
 
 /* Arguments that are no arrays: nested ones are taken apart in Python. */
-static PyObject *call_structured(const kernel *k, const call *c, Py_ssize_t n) {
+static PyObject *call_structured(const kernel *k, const call *c, Py_ssize_t n, PyObject *stream) {
   PyObject *tuple = PyTuple_New(n), *result = NULL;
   if (!tuple) return NULL;
   for (Py_ssize_t i = 0; i < n; i++) PyTuple_SET_ITEM(tuple, i, Py_NewRef(c->args[i]));
   result =
-      PyObject_CallMethod(k->structured, "call", "OO", tuple, c->out_arg ? c->out_arg : Py_None);
+      PyObject_CallMethod(k->structured, "call", "OOO", tuple, c->out_arg ? c->out_arg : Py_None,
+                          stream ? stream : Py_None);
   Py_DECREF(tuple);
   return result;
 }
@@ -832,6 +803,7 @@ int pmpy_call_read(call *c, PyObject *name, PyObject *const *args, size_t n, PyO
   c->many = NULL;
   c->cuda = c->has_array = c->mixed = false;
   c->in_place = true;
+  c->has_stream = false;
   c->device = 0;
   c->args = args;
   c->n_in = (uint32_t)n;
@@ -852,17 +824,20 @@ static PyObject *kernel_call(PyObject *self, PyObject *const *args, size_t nargs
                              PyObject *kwnames) {
   kernel *k = (kernel *)self;
   Py_ssize_t n = PyVectorcall_NARGS(nargsf), n_kw = kwnames ? PyTuple_GET_SIZE(kwnames) : 0;
-  PyObject *out = NULL, *result = NULL;
+  PyObject *out = NULL, *stream = NULL, *result = NULL;
   for (Py_ssize_t i = 0; i < n_kw; i++) {
-    if (PyUnicode_CompareWithASCIIString(PyTuple_GET_ITEM(kwnames, i), "out"))
+    PyObject *name = PyTuple_GET_ITEM(kwnames, i), *value = args[n + i];
+    const pmpy_keyword what = pmpy_keyword_of(name);
+    if (what == PMPY_KW_OTHER)
       return PyErr_Format(PyExc_TypeError,
-                          "kernel %U: unknown argument %R; only out= is given by name", k->name,
-                          PyTuple_GET_ITEM(kwnames, i));
-    if (args[n + i] != Py_None) out = args[n + i];
+                          "kernel %U: unknown argument %R; only out= and stream= are given by name",
+                          k->name, name);
+    if (value != Py_None) *(what == PMPY_KW_OUT ? &out : &stream) = value;
   }
   call c;
   int code = pmpy_call_read(&c, k->name, args, (size_t)n, out, false);
-  if (!code) result = k->structured ? call_structured(k, &c, n) : pmpy_call_refuse(&c);
+  if (code >= 0 && pmpy_call_stream(&c, stream) < 0) code = -1;
+  if (!code) result = k->structured ? call_structured(k, &c, n, stream) : pmpy_call_refuse(&c);
   else if (code > 0 && pmpy_call_locate(&c) == 0) result = pmpy_call_run(&c, self);
   pmpy_call_end(&c);
   return result;
@@ -1047,6 +1022,7 @@ int pmpy_init_kernel(PyObject *module) {
   PyObject *type = PyType_FromModuleAndSpec(module, &type_spec, NULL);
   if (!type) return -1;
   pmpy.kernel_type = (PyTypeObject *)type;
+  if (pmpy_init_streams() < 0) return -1;
   if (PyModule_AddObjectRef(module, "Kernel", type) < 0) return -1;
   return pmpy_init_plan(module) < 0 ? -1 : pmpy_init_family(module);
 }
