@@ -32,6 +32,7 @@ from ._core import (
 )
 from . import _shapes, lax, nn, numpy, pl, tree
 from ._batch import vmap
+from ._caches import clear_caches
 from ._control import in_turn, lazy_where, warp_map
 from ._family import Operand, core_count, kernel_family
 from ._inline import inline_cuda

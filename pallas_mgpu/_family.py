@@ -7,6 +7,7 @@ import functools
 import inspect
 
 from . import _core
+from ._caches import KEPT, add_family
 from ._names import check_keywords
 from ._types import ShapeDtypeStruct
 
@@ -56,8 +57,10 @@ class _Maker:
         position = {id(x): k for k, x in enumerate(given)}
         order = tuple(position[id(x)] for x in values if id(x) in position)
         key = tuple((type(x), x) for x in (*sorted(bound.kwargs), *values))
-        target = self.made.get(key)
-        if target is None:
+        target = self.made.pop(key, None)
+        if target is not None:
+            self.made[key] = target  # the last one used is the last one in order
+        else:
             target = self.make(*bound.args, **bound.kwargs)
             if not callable(target):
                 raise TypeError(
@@ -65,7 +68,12 @@ class _Maker:
                     f" got {target!r}"
                 )
             target = self.made.setdefault(key, target)
+            for oldest in list(self.made)[: len(self.made) - KEPT] if len(self.made) > KEPT else ():
+                self.made.pop(oldest, None)
         return target, order
+
+    def forget(self):
+        self.made.clear()
 
 
 def kernel_family(make=None, *, in_place=True):
@@ -85,8 +93,11 @@ def kernel_family(make=None, *, in_place=True):
     """
     if make is None:
         return functools.partial(kernel_family, in_place=in_place)
-    family = _core.Family(make.__name__, _Maker(make, make.__name__), in_place)
-    return functools.update_wrapper(family, make)
+    maker = _Maker(make, make.__name__)
+    family = functools.update_wrapper(_core.Family(make.__name__, maker, in_place), make)
+    family.maker = maker
+    add_family(family)
+    return family
 
 
 def core_count(device=None):

@@ -50,7 +50,7 @@ static struct {
   char failing[64];
   R failure;
   int fail_after;
-  int64_t allocated, live, copies, frees, events, modules, capturing, waits;
+  int64_t allocated, live, copies, frees, events, modules, capturing, waits, calls;
   int attribute[32]; /* of the function that was asked last */
 } S;
 
@@ -72,7 +72,11 @@ EXPORT int64_t fake_waits(void) { return S.waits; }
 EXPORT int fake_attribute(int a) { return S.attribute[a]; }
 EXPORT void fake_set_capturing(int on) { S.capturing = on; }
 
+/* Calls of entry points that may fail, or change something. */
+EXPORT int64_t fake_calls(void) { return S.calls; }
+
 static R failing(const char *entry) {
+  S.calls++;
   if (!S.failing[0] || strcmp(S.failing, entry)) return 0;
   if (S.fail_after-- > 0) return 0;
   if (S.failure < 0) return -S.failure;
@@ -170,6 +174,7 @@ static R cuModuleLoadData(void **m, const void *image) {
   return 0;
 }
 static R cuModuleUnload(void *m) {
+  S.calls++;
   free(m);
   S.modules--;
   return 0;
@@ -340,6 +345,16 @@ static R cuStreamSynchronize(void *s) {
   MAY_FAIL;
   return 0;
 }
+static R cuStreamQuery(void *s) {
+  (void)s;
+  MAY_FAIL;
+  return 0;
+}
+static R cuThreadExchangeStreamCaptureMode(int *mode) {
+  S.calls++;
+  (void)mode;
+  return 0;
+}
 static R cuStreamIsCapturing(void *s, int *v) {
   (void)s;
   *v = (int)S.capturing;
@@ -369,6 +384,7 @@ static R cuEventQuery(void *e) {
   return 0;
 }
 static R cuEventDestroy(void *e) {
+  S.calls++;
   free(e);
   S.events--;
   return 0;

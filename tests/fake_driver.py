@@ -24,6 +24,7 @@ from pallas_mgpu import _core, pl
 fake = ctypes.CDLL("libcuda.so.1")
 fake.fake_live_bytes.restype = fake.fake_live_modules.restype = ctypes.c_int64
 fake.fake_live_events.restype = fake.fake_waits.restype = ctypes.c_int64
+fake.fake_calls.restype = ctypes.c_int64
 
 
 class Record(ctypes.Structure):
@@ -213,7 +214,7 @@ def case_refusals():
     refused(TypeError, "float64.*cast", k, x.astype(np.float64))
     refused(TypeError, "int64", k, np.arange(N))
     refused(TypeError, "argument 0 is a str", k, "abc")
-    refused(TypeError, "out= is given", k, x, other=1)
+    refused(TypeError, "unknown argument 'other'", k, x, other=1)
     refused(TypeError, "argument 0 and argument 1 lie on different sides", k2, x, d)
     refused(TypeError, "different libraries", k2, d, Producer(d))
     refused(TypeError, "out has 2 arrays", k, x, out=(x, x.copy()))
@@ -262,6 +263,7 @@ def case_failures():
     modules = fake.fake_live_modules()
     del fresh
     gc.collect()
+    plgpu.synchronize()
     assert fake.fake_live_modules() < modules
 
 
@@ -321,13 +323,18 @@ def case_counters():
     assert seen[-1] == own
     fake.fake_set_capturing(1)
     refused(RuntimeError, "captured too often", k, x)
-    del k, d
-    gc.collect()
-    assert fake.fake_live_bytes() == before
     fake.fake_set_capturing(0)
-    fake.fake_fail(b"cuMemAlloc", 2, 0)
+    del k
+    gc.collect()
+    plus_one()(d)  # what follows on the default stream shows that it has passed the kernel
+    plgpu.synchronize()
+    del d
+    assert fake.fake_live_bytes() == before
+    modules = fake.fake_live_modules()
+    fake.fake_fail(b"cuMemAllocFromPoolAsync", 2, 0)
     refused(plgpu.OutOfMemoryError, "counters", kernel(counted), x)
-    assert fake.fake_live_modules() == 0
+    plgpu.synchronize()
+    assert fake.fake_live_modules() == modules
 
 
 def case_attributes():
@@ -451,6 +458,60 @@ def case_shared_grid():
     fake.fake_fail(b"cuOccupancyMaxActiveClusters", 1, 0)
     refused(plgpu.LaunchError, "cannot be loaded", kernel(in_cluster, grid=(9, 9), **axes), x)
     assert fake.fake_context_depth() == 0
+
+
+def sizes(n):
+    """Kernels of n signatures as one function, each launched once."""
+    k = plgpu.kernel(
+        lambda x, o: o.__setitem__(..., x[x.shape[0] - 1]),
+        out_type=plgpu.ShapeDtypeStruct((), np.float32),
+    )
+    fake.fake_set_kernel(Callback())
+    return k, [plgpu.device_put(np.zeros(i + 1, np.float32)) for i in range(n)]
+
+
+def case_evicted_modules():
+    """Modules are unloaded once what followed them on the default stream is passed."""
+    os.environ["PALLAS_MGPU_PLAN_BYTES"] = "400000"
+    k, arrays = sizes(40)
+    for d in arrays:
+        k(d)
+    assert 1 <= _core.plan_memory()["plans"] < 20
+    assert 1 <= fake.fake_live_modules() < 20, fake.fake_live_modules()
+    for d in arrays:
+        k(d, stream=4096)
+    seen = fake.fake_live_modules()
+    assert seen >= 40  # each may be in a graph
+    for _ in range(3):
+        for d in arrays:
+            k(d, stream=4096)
+    assert fake.fake_live_modules() == seen  # those that were loaded serve again
+    assert fake.fake_context_depth() == 0
+
+
+def case_no_driver_while_evicting():
+    """Plans go without a call of the driver; modules in flight stay."""
+    k, arrays = sizes(3)
+    for d in arrays:
+        k(d)
+    events, modules = fake.fake_live_events(), fake.fake_live_modules()
+    fake.fake_fail(b"cuEventQuery", -600, 0)  # never passed
+    calls = fake.fake_calls()
+    plgpu.clear_caches()
+    assert fake.fake_calls() == calls
+    assert (_core.plan_memory()["plans"], fake.fake_live_modules()) == (0, modules)
+    k(arrays[0])
+    for d in arrays:
+        k(d)
+    plgpu.clear_caches()
+    plgpu.synchronize()
+    assert fake.fake_live_modules() == modules and fake.fake_live_events() == events + 1
+    fake.fake_fail(b"", 0, 0)
+    plus_one()(plgpu.device_put(x))
+    plgpu.synchronize()
+    plus_one()(plgpu.device_put(x))
+    plgpu.synchronize()
+    assert fake.fake_live_modules() <= 2 and fake.fake_live_events() <= events + 1
 
 
 def case_family():

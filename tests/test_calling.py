@@ -35,7 +35,8 @@ def test_out_that_overlaps_an_operand_partly(which, shift, rng):
     if which:
         args.reverse()
     before = memory.copy()
-    with pytest.raises(ValueError, match=rf"out\[0\] and argument {which} share {4 * (N - abs(shift))} bytes"):  # fmt: skip
+    shared = 4 * (N - abs(shift))
+    with pytest.raises(ValueError, match=rf"out\[0\] and argument {which} share {shared} bytes"):
         kernel()(*args, out=at)
     assert (memory == before).all()
 

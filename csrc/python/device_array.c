@@ -504,6 +504,7 @@ static PyObject *synchronize(PyObject *module, PyObject *args, PyObject *kw) {
   Py_BEGIN_ALLOW_THREADS code = pm_synchronize(ordinal, NULL, &err);
   if (!code) code = pm_private_stream(ordinal, &own, &err);
   if (!code) code = pm_synchronize(ordinal, own, &err);
+  if (!code) pm_modules_sweep();
   Py_END_ALLOW_THREADS if (code) return pmpy_raise(&err);
   Py_RETURN_NONE;
 }

@@ -26,8 +26,7 @@ typedef struct kernel {
   PyObject *interpret;                         /* borrowed: None, True or the parameters */
   PyObject *unflatten, *structured, *progress; /* borrowed, or NULL */
   container container;
-  pmpy_plan **table; /* open addressing; a power of two, at most half full */
-  uint32_t n_plans, capacity;
+  pmpy_plans plans;
 } kernel;
 
 /* ---- one call ----------------------------------------------------------------------------- */
@@ -163,55 +162,6 @@ static uint32_t make_key(const call *c, int64_t *key) {
   return n;
 }
 
-/* New, or NULL without an exception. */
-static pmpy_plan *find(kernel *k, uint64_t hash, const int64_t *key, uint32_t n) {
-  pmpy_plan *found = NULL;
-  Py_BEGIN_CRITICAL_SECTION(k);
-  for (uint32_t i = (uint32_t)hash; k->capacity; i++) {
-    pmpy_plan *p = k->table[i & (k->capacity - 1)];
-    if (!p) break;
-    if (p->hash == hash && p->n_key == n && !memcmp(p->key, key, n * sizeof *key)) {
-      found = (pmpy_plan *)Py_NewRef((PyObject *)p);
-      break;
-    }
-  }
-  Py_END_CRITICAL_SECTION();
-  return found;
-}
-
-static void place(pmpy_plan **table, uint32_t capacity, pmpy_plan *p) {
-  uint32_t i = (uint32_t)p->hash;
-  while (table[i & (capacity - 1)]) i++;
-  table[i & (capacity - 1)] = p;
-}
-
-/* Into the table, which takes a reference. Two threads may both add the same key: then the plan
- * that is found first serves, and both are right. */
-static int add(kernel *k, pmpy_plan *p) {
-  int code = 0;
-  Py_BEGIN_CRITICAL_SECTION(k);
-  if ((k->n_plans + 1) * 2 > k->capacity) {
-    uint32_t capacity = k->capacity ? k->capacity * 2 : 8;
-    pmpy_plan **table = PyMem_Calloc(capacity, sizeof *table);
-    if (table) {
-      for (uint32_t i = 0; i < k->capacity; i++)
-        if (k->table[i]) place(table, capacity, k->table[i]);
-      PyMem_Free(k->table);
-      k->table = table;
-      k->capacity = capacity;
-    } else {
-      code = -1;
-    }
-  }
-  if (!code) {
-    place(k->table, k->capacity, (pmpy_plan *)Py_NewRef((PyObject *)p));
-    k->n_plans++;
-  }
-  Py_END_CRITICAL_SECTION();
-  if (code) PyErr_NoMemory();
-  return code;
-}
-
 /* New: ((shape, dtype), ...) of the arguments */
 static PyObject *specs_of(const call *c) {
   PyObject *specs = PyTuple_New(c->n_in);
@@ -245,14 +195,14 @@ static int find_plan(call *c) {
   if (!key) return PyErr_NoMemory(), -1;
   uint32_t n = make_key(c, key);
   uint64_t hash = pm_hash(key, n * sizeof *key, 0);
-  c->plan = find(c->k, hash, key, n);
+  c->plan = pmpy_plans_find(&c->k->plans, hash, key, n);
   if (!c->plan && (c->plan = trace(c, false))) {
     c->plan->hash = hash;
     c->plan->n_key = n;
     c->plan->key = PyMem_Malloc((n + 1) * sizeof *key);
     if (c->plan->key) memcpy(c->plan->key, key, n * sizeof *key);
     else PyErr_NoMemory();
-    if (!c->plan->key || add(c->k, c->plan) < 0) Py_CLEAR(c->plan);
+    if (!c->plan->key || pmpy_plans_add(&c->k->plans, c->plan) < 0) Py_CLEAR(c->plan);
   }
   PyMem_Free(many);
   return c->plan ? 0 : -1;
@@ -602,9 +552,8 @@ static int launch_around(call *c, pm_kernel *kernel, int device, void *stream, c
   pm_err err;
   around a;
   const uint32_t n_made = c->out_arg ? 0 : c->plan->n_out;
-  if (plan_around(c, device, stream, made, &a) < 0 ||
-      (a.home && pmpy_order_home(c, stream) < 0) || (a.order && pmpy_order(c, stream, true) < 0) ||
-      launch(c, kernel, device, stream, out) < 0 ||
+  if (plan_around(c, device, stream, made, &a) < 0 || (a.home && pmpy_order_home(c, stream) < 0) ||
+      (a.order && pmpy_order(c, stream, true) < 0) || launch(c, kernel, device, stream, out) < 0 ||
       (a.order && pmpy_order(c, stream, false) < 0) ||
       (a.hold && pmpy_hold(c, stream, made, c->has_stream ? n_made : 0) < 0))
     return -1;
@@ -711,8 +660,8 @@ static PyObject *call_interpreter(call *c) {
   pm_code code;
   uint32_t n = c->plan->n_out;
   if (interp_options(c->k, &h, &options) < 0) return NULL;
-  if (c->cuda && (find_stream(c, c->device, &stream) < 0 ||
-                  (c->has_stream && pmpy_order_home(c, stream) < 0)))
+  if (c->cuda &&
+      (find_stream(c, c->device, &stream) < 0 || (c->has_stream && pmpy_order_home(c, stream) < 0)))
     return NULL;
   if (c->out_arg)
     for (uint32_t i = 0; i < n; i++) out[i] = c->out[i].ptr;
@@ -772,9 +721,8 @@ static PyObject *call_structured(const kernel *k, const call *c, Py_ssize_t n, P
   PyObject *tuple = PyTuple_New(n), *result = NULL;
   if (!tuple) return NULL;
   for (Py_ssize_t i = 0; i < n; i++) PyTuple_SET_ITEM(tuple, i, Py_NewRef(c->args[i]));
-  result =
-      PyObject_CallMethod(k->structured, "call", "OOO", tuple, c->out_arg ? c->out_arg : Py_None,
-                          stream ? stream : Py_None);
+  result = PyObject_CallMethod(k->structured, "call", "OOO", tuple,
+                               c->out_arg ? c->out_arg : Py_None, stream ? stream : Py_None);
   Py_DECREF(tuple);
   return result;
 }
@@ -956,8 +904,7 @@ static void kernel_dealloc(PyObject *self) {
   PyObject_GC_UnTrack(self);
   if (k->weakrefs) PyObject_ClearWeakRefs(self);
   kernel_clear(self);
-  for (uint32_t i = 0; i < k->capacity; i++) Py_XDECREF((PyObject *)k->table[i]);
-  PyMem_Free(k->table);
+  pmpy_plans_clear(&k->plans);
   Py_XDECREF(k->name);
   type->tp_free(self);
   Py_DECREF(type);
@@ -1018,11 +965,19 @@ static PyType_Spec type_spec = {.name = "pallas_mgpu.Kernel",
                                          Py_TPFLAGS_HAVE_VECTORCALL | Py_TPFLAGS_IMMUTABLETYPE,
                                 .slots = slots};
 
+static PyMethodDef functions[] = {
+    {"clear_plans", pmpy_plans_clear_all, METH_NOARGS,
+     "Drop all traced and compiled kernels; calls make them anew."},
+    {"plan_memory", pmpy_plans_size, METH_NOARGS,
+     "Number of traced kernels (plans), and bytes of host memory that they take."},
+    {NULL, NULL, 0, NULL}};
+
 int pmpy_init_kernel(PyObject *module) {
   PyObject *type = PyType_FromModuleAndSpec(module, &type_spec, NULL);
   if (!type) return -1;
   pmpy.kernel_type = (PyTypeObject *)type;
   if (pmpy_init_streams() < 0) return -1;
   if (PyModule_AddObjectRef(module, "Kernel", type) < 0) return -1;
+  if (PyModule_AddFunctions(module, functions) < 0) return -1;
   return pmpy_init_plan(module) < 0 ? -1 : pmpy_init_family(module);
 }

@@ -53,8 +53,7 @@ int pmpy_call_check_overlap(const pmpy_call *c) {
     for (uint32_t k = 0; k < i; k++) {
       const uint64_t shared = common(out, extent_of(&c->out[k]));
       if (shared)
-        return refuse(c, -(int)k - 1, -(int)i - 1, shared,
-                      "each output needs memory of its own");
+        return refuse(c, -(int)k - 1, -(int)i - 1, shared, "each output needs memory of its own");
     }
   }
   return 0;

@@ -95,12 +95,24 @@ static pm_code interpret(void *ctx, pm_err *err) {
   return pm_interp_run(p->machine, s->buffers, s->options, err);
 }
 
+/* The arena has the graph and the text of the program. */
+static void account(pmpy_plan *p) {
+  size_t bytes = sizeof *p + p->graph->arena.total + p->n_key * sizeof *p->key;
+  if (p->has_cubin) bytes += p->cubin.size + strlen(p->cubin.log);
+  if (p->machine) bytes += pm_interp_bytes(p->machine);
+  for (int i = 0; i < PMPY_MAX_DEVICES; i++)
+    if (p->kernels[i]) bytes += pm_kernel_bytes(p->kernels[i]);
+  atomic_store_explicit(&p->bytes, bytes, memory_order_relaxed);
+}
+
 /* Without the GIL. */
 static pm_code run_locked(pm_body body, step *s, pm_err *err) {
   if (pthread_mutex_lock(&s->p->lock) == EDEADLK)
     return pm_fail(err, PM_E_RUNTIME, "kernel %s was called by something that it called itself",
                    s->p->graph->g->name);
+  const bool known = body == interpret && s->p->machine;
   pm_code code = pm_protect(body, s, err);
+  if (!known) account(s->p);
   pthread_mutex_unlock(&s->p->lock);
   return code;
 }
