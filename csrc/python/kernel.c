@@ -34,7 +34,10 @@ typedef struct kernel {
 typedef pmpy_call call;
 
 void pmpy_call_end(call *c) {
-  for (uint32_t i = 0; i < c->n_in + c->n_out_given; i++) pmpy_release(&c->in[i]);
+  for (uint32_t i = 0; i < c->n_in + c->n_out_given; i++) {
+    pmpy_buffer *b = &c->in[i];
+    if (b->keep || b->managed || b->managed_old) pmpy_release(b);
+  }
   if (c->many) PyMem_Free(c->many);
   Py_XDECREF(c->out_tuple);
   Py_XDECREF((PyObject *)c->plan);

@@ -38,6 +38,7 @@ int pmpy_call_check_overlap(const pmpy_call *c) {
   for (uint32_t i = 0; i < c->n_out_given; i++) {
     const extent out = extent_of(&c->out[i]);
     for (uint32_t k = 0; k < c->n_in; k++) {
+      if (c->in[k].ptr >= out.end) continue;
       const extent in = extent_of(&c->in[k]);
       const uint64_t shared = common(out, in);
       if (!shared) continue;
