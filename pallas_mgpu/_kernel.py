@@ -10,7 +10,7 @@ import inspect
 import sys
 from collections.abc import Mapping
 
-from . import _core, _trace, tree
+from . import _core, _introspect, _trace, tree
 from ._batch import Batch, Batched, call_batched
 from ._control import scoped
 from ._names import NOT_SPECIFIED, check_keywords, deprecated, show
@@ -123,7 +123,13 @@ class Definition:
             options["structured"] = _Structured(self)
         kernel = _core.Kernel(self.name, functools.partial(self.trace, structure), options)
         kernel.definition = self
-        return kernel
+        return _introspect.dress(kernel, self.body)
+
+    def signature(self):
+        return _introspect.signature(self)
+
+    def describe(self):
+        return _introspect.describe(self)
 
     def with_closure(self):
         """The callable if the body closes over mutable arrays, else None."""

@@ -11,7 +11,7 @@ import types
 
 import numpy as np
 
-from . import _core, tree
+from . import _core, _introspect, tree
 from ._control import warp_mesh
 from ._kernel import Definition
 from ._names import NOT_SPECIFIED, show
@@ -166,12 +166,30 @@ class RefKernel:
 
     def __init__(self, definition, closed=()):
         self.definition, self.closed, self.kernels = definition, list(closed), {}
+        self.__name__ = definition.name
+        _introspect.dress(self, definition.body)
         what = f"{definition.who} {definition.name}"
         if type(definition) is not Definition or definition.levels:
             raise NotImplementedError(
                 f"{what}: mutable arrays as arguments of pl.pallas_call or under vmap; use"
                 " plgpu.kernel, or input_output_aliases"
             )
+
+    @property
+    def __signature__(self):
+        return _introspect.signature(self.definition)
+
+    def __repr__(self):
+        return _introspect.describe(self.definition)
+
+    def __reduce__(self):
+        return _introspect.reduce(self)
+
+    def __copy__(self):
+        return self
+
+    def __deepcopy__(self, memo):
+        return self
 
     def _prepare(self, args):
         """The kernel, its operands, and the mutable arrays."""

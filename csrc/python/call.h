@@ -76,6 +76,9 @@ int pmpy_init_streams(void);
 /* TypeError for operand number n_in, which is no array. */
 PyObject *pmpy_call_refuse(const pmpy_call *c);
 
+/* __reduce__ of kernels and families: by their place in a module. */
+PyObject *pmpy_reduce(PyObject *self, PyObject *unused);
+
 /* family.c: Family. */
 int pmpy_init_family(PyObject *module);
 

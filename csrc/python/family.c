@@ -479,7 +479,9 @@ static void family_dealloc(PyObject *self) {
 }
 
 static PyObject *family_repr(PyObject *self) {
-  return PyUnicode_FromFormat("<pallas_mgpu kernel family %U>", ((family *)self)->name);
+  family *f = (family *)self;
+  return PyUnicode_FromFormat("<pallas_mgpu kernel family %U, called in %u ways>", f->name,
+                              f->n_entries);
 }
 
 static PyObject *family_copy(PyObject *self, PyObject *memo) {
@@ -488,6 +490,7 @@ static PyObject *family_copy(PyObject *self, PyObject *memo) {
 }
 
 static PyMethodDef methods[] = {
+    {"__reduce__", pmpy_reduce, METH_NOARGS, "By the name that the family has in a module."},
     {"__copy__", family_copy, METH_NOARGS, "The family itself."},
     {"__deepcopy__", family_copy, METH_O, "The family itself."},
     {"forget", family_forget, METH_NOARGS, "Drop all kernels; calls make them anew."},

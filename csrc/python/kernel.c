@@ -913,13 +913,42 @@ static void kernel_dealloc(PyObject *self) {
   Py_DECREF(type);
 }
 
+/* New: definition.method(); NULL without an exception where there is no definition. */
+static PyObject *ask_definition(PyObject *self, const char *method) {
+  PyObject *dict = ((kernel *)self)->dict;
+  PyObject *definition = dict ? PyDict_GetItemString(dict, "definition") : NULL;
+  return definition ? PyObject_CallMethod(definition, method, NULL) : NULL;
+}
+
 static PyObject *kernel_repr(PyObject *self) {
+  PyObject *text = ask_definition(self, "describe");
+  if (text || PyErr_Occurred()) return text;
   return PyUnicode_FromFormat("<pallas_mgpu kernel %U>", ((kernel *)self)->name);
+}
+
+/* __signature__ is made when it is asked for: few kernels are. */
+static PyObject *kernel_getattr(PyObject *self, PyObject *name) {
+  PyObject *found = PyObject_GenericGetAttr(self, name);
+  if (found || PyUnicode_CompareWithASCIIString(name, "__signature__") ||
+      !PyErr_ExceptionMatches(PyExc_AttributeError))
+    return found;
+  PyErr_Clear();
+  found = ask_definition(self, "signature");
+  if (!found && !PyErr_Occurred()) PyErr_SetObject(PyExc_AttributeError, name);
+  return found;
 }
 
 static PyObject *get_name(PyObject *self, void *unused) {
   (void)unused;
   return Py_NewRef(((kernel *)self)->name);
+}
+
+PyObject *pmpy_reduce(PyObject *self, PyObject *unused) {
+  (void)unused;
+  PyObject *module = PyImport_ImportModule("pallas_mgpu._introspect");
+  PyObject *result = module ? PyObject_CallMethod(module, "reduce", "O", self) : NULL;
+  Py_XDECREF(module);
+  return result;
 }
 
 /* A kernel is a function: copies of what holds it share it. */
@@ -930,6 +959,7 @@ static PyObject *kernel_copy(PyObject *self, PyObject *memo) {
 
 static PyMethodDef methods[] = {
     {"__class_getitem__", Py_GenericAlias, METH_O | METH_CLASS, "For annotations: Kernel[P, R]."},
+    {"__reduce__", pmpy_reduce, METH_NOARGS, "By the name that the kernel has in a module."},
     {"__copy__", kernel_copy, METH_NOARGS, "The kernel itself."},
     {"__deepcopy__", kernel_copy, METH_O, "The kernel itself."},
     {"lower", (PyCFunction)(void (*)(void))kernel_lower, METH_VARARGS | METH_KEYWORDS,
@@ -956,6 +986,7 @@ static PyType_Slot slots[] = {{Py_tp_new, kernel_new},
                               {Py_tp_clear, kernel_clear},
                               {Py_tp_call, PyVectorcall_Call},
                               {Py_tp_repr, kernel_repr},
+                              {Py_tp_getattro, kernel_getattr},
                               {Py_tp_methods, methods},
                               {Py_tp_getset, getset},
                               {Py_tp_members, members},

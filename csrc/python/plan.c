@@ -149,19 +149,22 @@ static int need_cubin(pmpy_plan *p) {
   return run(compile, &s);
 }
 
-/* New. The graph as it is now. */
-static PyObject *graph_text(pmpy_plan *p) {
+/* New. What a step prints. */
+static PyObject *text_by(pm_body body, pmpy_plan *p) {
   pm_arena arena;
   pm_text text;
   step s = {.p = p, .text = &text};
   PyObject *result = NULL;
   pm_arena_init(&arena);
   pm_text_init(&text, &arena);
-  if (!run(print, &s))
+  if (!run(body, &s))
     result = PyUnicode_DecodeUTF8(text.n ? text.at : "", (Py_ssize_t)text.n, "replace");
   pm_arena_free(&arena);
   return result;
 }
+
+/* New. The graph as it is now. */
+static PyObject *graph_text(pmpy_plan *p) { return text_by(print, p); }
 
 /* ---- making ------------------------------------------------------------------------------- */
 
@@ -435,10 +438,38 @@ static PyObject *get_graph(PyObject *self, void *unused) {
   return Py_NewRef(((pmpy_plan *)self)->graph);
 }
 
-static PyObject *repr(PyObject *self) {
-  return PyUnicode_FromFormat("<pallas_mgpu kernel %s, lowered>",
-                              ((pmpy_plan *)self)->graph->g->name);
+static void put_types(pm_text *t, const pm_graph *g, uint32_t first, uint32_t n) {
+  for (uint32_t i = 0; i < n; i++) {
+    const pm_type *type = pm_typeof(g, g->blocks.at[1].arg + first + i);
+    pm_putf(t, "%s%s[", i ? ", " : "", pm_dtypes[type->dtype].text);
+    for (int d = 0; d < type->rank; d++)
+      pm_putf(t, "%s%lld", d ? "," : "", (long long)type->dim[d]);
+    pm_putf(t, "]");
+  }
 }
+
+static void put_axes(pm_text *t, const char *what, const int64_t *sizes, uint32_t n) {
+  if (n) pm_putf(t, ", %s ", what);
+  for (uint32_t i = 0; i < n; i++) pm_putf(t, "%s%lld", i ? " x " : "", (long long)sizes[i]);
+}
+
+static pm_code say(void *ctx, pm_err *err) {
+  step *s = ctx;
+  const pmpy_plan *p = s->p;
+  const pm_graph *g = p->graph->g;
+  (void)err;
+  pm_putf(s->text, "<pallas_mgpu kernel %s, lowered: (", g->name);
+  put_types(s->text, g, 0, p->n_in);
+  pm_putf(s->text, ") -> (");
+  put_types(s->text, g, p->n_in, p->n_out);
+  pm_putf(s->text, ")");
+  put_axes(s->text, "grid", g->grid, g->n_grid);
+  put_axes(s->text, "cluster", g->cluster, g->n_cluster);
+  pm_putf(s->text, ", %u lanes, %lld bytes of SMEM>", 128 * g->n_threads, (long long)g->smem_bytes);
+  return PM_OK;
+}
+
+static PyObject *repr(PyObject *self) { return text_by(say, (pmpy_plan *)self); }
 
 static PyMethodDef methods[] = {
     {"as_text", as_text, METH_VARARGS,
