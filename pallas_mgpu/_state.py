@@ -325,8 +325,14 @@ def core_map(
 
 def _dtype_of(r):
     """As NumPy's; PyTorch's are called torch.float32."""
-    known = isinstance(r.dtype, np.dtype)
-    return r.dtype if known else _core.as_dtype(str(r.dtype).split(".")[-1])
+    name = str(r.dtype).split(".")[-1]
+    dtype = _core.as_dtype(name)
+    if name in ("int64", "uint64", "float64"):
+        raise TypeError(
+            f"a mutable array has dtype {name}, and kernels, which change it in place, have no dtypes"
+            f" of 64 bits: cast it, for example new_ref(x.astype('{dtype}'))"
+        )
+    return dtype
 
 
 def mesh_kernel(

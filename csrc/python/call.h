@@ -26,6 +26,7 @@ typedef struct pmpy_call {
   bool cuda;
   int device;
   bool has_array, mixed;
+  bool converted;  /* an operand was, from 64 bits */
   bool in_place;   /* an output given may be an operand */
   bool has_stream; /* stream= was given */
   void *stream;

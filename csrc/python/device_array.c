@@ -179,7 +179,7 @@ static PyObject *from_any(PyObject *o, bool copy_host, int device) {
   void *stream = NULL;
   PyObject *made = NULL;
   if (Py_TYPE(o) == pmpy.device_array_type) return Py_NewRef(o);
-  int code = pmpy_read(o, 0, false, false, &b);
+  int code = pmpy_read(o, 0, PMPY_ARRAY, &b);
   if (code < 0) return NULL;
   if (!code)
     return PyErr_Format(PyExc_TypeError,

@@ -27,6 +27,7 @@ typedef struct kernel {
   PyObject *unflatten, *structured, *progress; /* borrowed, or NULL */
   container container;
   pmpy_plans plans;
+  bool has_warned; /* of operands that were converted */
 } kernel;
 
 /* ---- one call ----------------------------------------------------------------------------- */
@@ -137,12 +138,14 @@ static int read_all(call *c, bool specs) {
   uint32_t n_in = c->n_in, n_out = c->n_out_given;
   c->n_out_given = 0; /* what is read is what pmpy_call_end releases */
   for (c->n_in = 0; c->n_in < n_in; c->n_in++) {
-    int code = pmpy_read(c->args[c->n_in], (int)c->n_in, false, specs, &c->in[c->n_in]);
+    int code =
+        pmpy_read(c->args[c->n_in], (int)c->n_in, specs ? PMPY_SPEC : PMPY_INPUT, &c->in[c->n_in]);
     if (code <= 0) return code;
+    c->converted |= c->in[c->n_in].was != NULL;
   }
   for (; c->n_out_given < n_out; c->n_out_given++) {
     uint32_t i = c->n_out_given;
-    int code = pmpy_read(c->out_args[i], -(int)i - 1, true, false, &c->out[i]);
+    int code = pmpy_read(c->out_args[i], -(int)i - 1, PMPY_OUTPUT, &c->out[i]);
     if (code > 0) continue;
     if (!code)
       PyErr_Format(PyExc_TypeError, "kernel %U: out[%u] is a %s, which is no array", c->name, i,
@@ -754,7 +757,7 @@ int pmpy_call_read(call *c, PyObject *name, PyObject *const *args, size_t n, PyO
   c->many = NULL;
   c->cuda = c->has_array = c->mixed = false;
   c->in_place = true;
-  c->has_stream = false;
+  c->has_stream = c->converted = false;
   c->device = 0;
   c->args = args;
   c->n_in = (uint32_t)n;
@@ -765,8 +768,26 @@ int pmpy_call_read(call *c, PyObject *name, PyObject *const *args, size_t n, PyO
   return read_all(c, specs);
 }
 
+/* Once for each kernel. */
+static int warn_converted(const call *c) {
+  uint32_t i = 0;
+  char name[32];
+  if (c->k->has_warned) return 0;
+  while (!c->in[i].was) i++;
+  const int code = PyErr_WarnFormat(
+      PyExc_UserWarning, 1,
+      "kernel %U: %s of %s was converted to %s, as kernels have no dtypes of 64 bits. Cast it "
+      "before, for example by x.astype('%s'), to save the copy. Later calls of this kernel do not "
+      "say so again",
+      c->name, pmpy_which((int)i, name), c->in[i].was, pm_dtypes[c->in[i].dtype].text,
+      pm_dtypes[c->in[i].dtype].text);
+  c->k->has_warned = code == 0;
+  return code;
+}
+
 PyObject *pmpy_call_run(call *c, PyObject *k) {
   c->k = (kernel *)k;
+  if (c->converted && warn_converted(c) < 0) return NULL;
   if (find_plan(c) < 0 || check_outputs(c) < 0) return NULL;
   return dispatch(c);
 }
