@@ -329,8 +329,8 @@ def _dtype_of(r):
     dtype = _core.as_dtype(name)
     if name in ("int64", "uint64", "float64"):
         raise TypeError(
-            f"a mutable array has dtype {name}, and kernels, which change it in place, have no dtypes"
-            f" of 64 bits: cast it, for example new_ref(x.astype('{dtype}'))"
+            f"a mutable array has dtype {name}, and kernels, which change it in place, have no"
+            f" dtypes of 64 bits: cast it, for example new_ref(x.astype('{dtype}'))"
         )
     return dtype
 
