@@ -176,7 +176,6 @@ pm_code pm_kernel_load(int device, const pm_cubin *c, const pm_program *p, pm_ke
   if (!r && !code && p->shares_grid) r = fit_grid(k, p);
   if (r) code = load_failed(k, p, r, err);
   pm_leave(pushed);
-  pm_modules_sweep();
   if (code) goto failed;
   *out = k;
   return PM_OK;

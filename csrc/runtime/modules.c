@@ -11,9 +11,9 @@
  * Whatever is retired serves again when a kernel with the same cubin is loaded, so that modules
  * that stay are at most as many as there are different programs.
  *
- * Retiring calls no driver: kernels die at any time, also while a stream is being captured.
- * Unloading is for moments when a module is loaded or the user waits for the device; it waits for
- * nothing. */
+ * Retiring calls no driver: kernels die at any time, also while a stream is being captured. The
+ * driver lets an unloading, like a loading, wait until the device is idle. So modules are unloaded
+ * right after one was loaded, and where the user waits for the device. */
 #include "modules.h"
 
 #include <pthread.h>
@@ -185,5 +185,6 @@ pm_code pm_module_new(const pm_device *d, const pm_cubin *c, const char *entry, 
     return code;
   }
   *out = m;
+  pm_modules_sweep();
   return PM_OK;
 }

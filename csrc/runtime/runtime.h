@@ -68,7 +68,7 @@ pm_code pm_copy_to_host(int device, void *dst, uint64_t src, size_t bytes, void 
 pm_code pm_copy_on_device(int device, uint64_t dst, uint64_t src, size_t bytes, void *stream,
                           pm_err *err);
 pm_code pm_synchronize(int device, void *stream, pm_err *err);
-/* Unload modules that nothing can use any more; waits for nothing. modules.c */
+/* Unload modules that nothing can use any more. The driver may wait for the device. modules.c */
 void pm_modules_sweep(void);
 /* Work submitted to `after` from now on waits for what is in `before` now. */
 pm_code pm_stream_order(int device, void *before, void *after, pm_err *err);
