@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -220,14 +221,77 @@ def test_cache_hit_opens_no_nvrtc(cache):
     assert "from_disk False" in in_process()
 
 
+@pytest.mark.parametrize(
+    "name, value, wanted",
+    [
+        ("CACHE_BYTES", "abc", "a whole number of at least 0"),
+        ("CACHE_BYTES", "1G", "a whole number"),
+        ("CACHE_BYTES", "-1", "a whole number"),
+        ("CACHE_BYTES", "99999999999999999999", "a whole number"),
+        ("PLAN_BYTES", "1.5", "a whole number"),
+        ("NO_CACHE", "maybe", "0, 1, false, true"),
+        ("LINEINFO", "2", "0, 1, false, true"),
+        ("CACHE_DIR", "~/cache", "a path without ~"),
+        ("DUMP", "~", "a path without ~"),
+        ("BACKEND", "gpu", "auto, cuda and interpret"),
+    ],
+)
+def test_environment_variables_are_checked(name, value, wanted, monkeypatch, cache):
+    name = f"PALLAS_MGPU_{name}"
+    monkeypatch.setenv(name, value)
+    k = plgpu.kernel(add_one, out_type=plgpu.ShapeDtypeStruct((8,), np.float32))
+    x = np.zeros(8, np.float32)
+    with pytest.raises(ValueError, match=f"{name}.*{wanted}|{name}.*{re.escape(value)}.*{wanted}"):
+        k(x)
+    monkeypatch.setenv(name, "")  # as unset
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert (k(x) == 1).all()
+
+
+def test_many_options_of_nvrtc(cache, monkeypatch):
+    for n, accepted in [(100, True), (1000, False)]:
+        monkeypatch.setenv("PALLAS_MGPU_NVRTC_OPTIONS", "--fmad=true " * n)
+        if accepted:
+            compile_one()
+            continue
+        with pytest.raises(ValueError, match="NVRTC_OPTIONS has 12000 characters"):
+            compile_one()
+    monkeypatch.setenv("PALLAS_MGPU_NVRTC_OPTIONS", " \t--fmad=false\n ")
+    compile_one(256)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs to give a directory away")
+def test_cache_of_another_user(cache):
+    cache.mkdir()
+    os.chown(cache, 12345, 12345)
+    got = in_process()
+    assert "from_disk False" in got and got.count("belongs to another user") == 1
+    assert str(cache) in got and not list(cache.iterdir())
+    assert "belongs" not in in_process(PALLAS_MGPU_NO_CACHE="1")
+
+
+def test_home_that_cannot_be_written(tmp_path):
+    """As in containers: kernels are compiled and not kept, and that is said once."""
+    home = tmp_path / "home"
+    home.write_text("")  # a file, so that nothing can be made in it, even by root
+    got = in_process(HOME=str(home), PALLAS_MGPU_CACHE_DIR="", XDG_CACHE_HOME="")
+    assert "registers" in got and "from_disk False" in got
+    assert got.count("compiled kernels are not kept on disk") == 1, got
+    got = in_process(PALLAS_MGPU_CACHE_DIR=str(tmp_path / ("x" * 200) / ("y/" * 2500)))
+    assert "has too long a name" in got and not (tmp_path / ("x" * 200)).exists()
+
+
 def test_environment_variables(cache, tmp_path):
     in_process()
-    assert "from_disk True" in in_process(PALLAS_MGPU_CACHE_BYTES="nonsense")
-    assert "from_disk True" in in_process(PALLAS_MGPU_NO_CACHE="0")
-    for on in ("1", "yes"):
+    assert "from_disk True" in in_process(PALLAS_MGPU_CACHE_BYTES="")
+    for off in ("0", "false", "No", "OFF", ""):
+        assert "from_disk True" in in_process(PALLAS_MGPU_NO_CACHE=off)
+    for on in ("1", "yes", "true", "On"):
         assert "from_disk False" in in_process(PALLAS_MGPU_NO_CACHE=on)
     unwritable = in_process(PALLAS_MGPU_CACHE_DIR="/proc/nowhere")
     assert "registers" in unwritable and "from_disk False" in unwritable
+    assert "/proc/nowhere cannot be written" in unwritable
     got = in_process(PALLAS_MGPU_NVRTC_OPTIONS="--bogus")
     assert "CompileError" in got and "unrecognized option --bogus" in got
     (tmp_path / "text.so").write_text("no library")

@@ -132,10 +132,16 @@ pm_code pmpy_plan_interpret(pmpy_plan *p, void *const *buffers, const pm_interp_
   return run_locked(interpret, &s, err);
 }
 
+/* After a compilation: say once if the disk cache is of no use. */
+static int warn_cache(void) {
+  char text[8192];
+  return pm_cache_complaint(text, sizeof text) ? PyErr_WarnEx(PyExc_UserWarning, text, 1) : 0;
+}
+
 pm_kernel *pmpy_plan_load(pmpy_plan *p, int device) {
   step s = {.p = p, .device = device};
   pmpy_find_nvrtc();
-  return run(load, &s) < 0 ? NULL : p->kernels[device];
+  return run(load, &s) < 0 || warn_cache() < 0 ? NULL : p->kernels[device];
 }
 
 static int need_program(pmpy_plan *p) {
@@ -146,7 +152,7 @@ static int need_program(pmpy_plan *p) {
 static int need_cubin(pmpy_plan *p) {
   step s = {.p = p};
   pmpy_find_nvrtc();
-  return run(compile, &s);
+  return run(compile, &s) < 0 ? -1 : warn_cache();
 }
 
 /* New. What a step prints. */
@@ -247,6 +253,8 @@ static int print_layouts(pmpy_plan *p) {
 
 static int lower_and_warn(pmpy_plan *p, bool keep_text) {
   step s = {.p = p};
+  pm_err err = {0};
+  if (pm_env_check(&err)) return pmpy_raise(&err), -1;
   choose_dump_name(p);
   if (keep_text || p->dump_name[0]) {
     p->traced = graph_text(p);

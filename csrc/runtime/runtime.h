@@ -101,5 +101,7 @@ pm_code pm_kernel_launch(const pm_kernel *k, const uint64_t *pointers, void *str
 /* Path of the cache directory in use (PALLAS_MGPU_CACHE_DIR or the user's cache directory); static.
  */
 const char *pm_cache_dir(void);
+/* Once after a cubin could not be kept on disk, why; false: nothing new. */
+bool pm_cache_complaint(char *text, size_t size);
 
 #endif
