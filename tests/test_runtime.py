@@ -378,3 +378,17 @@ def test_cache_directory_follows_xdg(monkeypatch, tmp_path):
     for value, folder in cases.items():
         monkeypatch.setenv("XDG_CACHE_HOME", value)
         assert _core.system_info()["cache_dir"] == str(folder)
+
+
+@pytest.mark.parametrize("command", ["info", "layouts"])
+def test_readers_that_close_early(command):
+    """As in `python -m pallas_mgpu info | head -1`."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    code = f"import pallas_mgpu.__main__ as m, sys; sys.exit(m.main([{command!r}]))"
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=env, stdout=write, stderr=subprocess.PIPE
+    )
+    os.close(write)
+    assert done.returncode == 0 and not done.stderr, done.stderr

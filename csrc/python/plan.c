@@ -393,29 +393,20 @@ static PyObject *ptx(pmpy_plan *p) {
   return result;
 }
 
-/* Only the entry, for another catalogue of device functions (tests/host). */
-static PyObject *host(pmpy_plan *p) {
-  PyObject *both = PyObject_CallMethod((PyObject *)p->graph, "cuda", "iii", PMPY_ARCH, 0, 0);
-  PyObject *text = both ? Py_NewRef(PyTuple_GET_ITEM(both, 0)) : NULL;
-  Py_XDECREF(both);
-  return text;
-}
-
 static PyObject *traced(pmpy_plan *p) { return Py_NewRef(p->traced ? p->traced : Py_None); }
 
 static PyObject *as_text(PyObject *self, PyObject *args) {
   static const struct {
     const char *kind;
     PyObject *(*text)(pmpy_plan *);
-  } kinds[] = {{"graph", graph_text}, {"traced", traced}, {"cuda", cuda},
-               {"ptx", ptx},          {"sass", sass},     {"host", host}};
+  } kinds[] = {
+      {"graph", graph_text}, {"traced", traced}, {"cuda", cuda}, {"ptx", ptx}, {"sass", sass}};
   const char *kind = "graph";
   if (!PyArg_ParseTuple(args, "|s:as_text", &kind)) return NULL;
   for (size_t i = 0; i < PM_COUNT(kinds); i++)
     if (!strcmp(kind, kinds[i].kind)) return kinds[i].text((pmpy_plan *)self);
   return PyErr_Format(PyExc_ValueError,
-                      "as_text: got %.80s; graph, traced, cuda, ptx, sass and host are accepted",
-                      kind);
+                      "as_text: got %.80s; accepted are graph, traced, cuda, ptx, sass", kind);
 }
 
 static PyObject *resources(PyObject *self, PyObject *unused) {
@@ -481,8 +472,7 @@ static PyObject *repr(PyObject *self) { return text_by(say, (pmpy_plan *)self); 
 
 static PyMethodDef methods[] = {
     {"as_text", as_text, METH_VARARGS,
-     "as_text(kind='graph'): 'traced', 'graph' (lowered), 'cuda', 'ptx', 'sass', or 'host': the "
-     "entry alone, as the tests run it on the CPU. Needs no GPU."},
+     "as_text(kind='graph'): 'traced', 'graph' (lowered), 'cuda', 'ptx' or 'sass'. Needs no GPU."},
     {"resources", resources, METH_NOARGS,
      "Registers, spills, stack and shared memory, ptxas remarks and the log, as a dict."},
     {"cubin", cubin, METH_NOARGS, "The compiled program."},
