@@ -33,7 +33,7 @@ typedef struct {
 
 /* What the last launch was. */
 typedef struct {
-  unsigned grid[3], block[3], smem, cluster[3], pdl, launches;
+  unsigned grid[3], block[3], smem, cluster[3], pdl, launches, device;
   void *stream;
 } record;
 /* A tensor map as it was asked for; lies in the 128 bytes that the kernel gets. */
@@ -163,6 +163,11 @@ static R cuCtxSynchronize(void) {
   return 0;
 }
 EXPORT int fake_context_depth(void) { return depth; }
+/* Another library makes the device current, or none any more (-1). */
+EXPORT void fake_make_current(int device) {
+  if (device < 0) depth--;
+  else stack[depth++] = &contexts[device];
+}
 
 /* ---- modules, launch ---------------------------------------------------------------------- */
 
@@ -220,6 +225,7 @@ static R cuLaunchKernelEx(const config *c, void *f, void **params, void **extra)
   for (int i = 0; i < 3; i++)
     if (!c->grid[i] || !c->block[i]) return 1;
   r->launches++;
+  r->device = (unsigned)((char *)stack[depth - 1] - contexts);
   if (S.kernel) S.kernel(params, r);
   return 0;
 }

@@ -35,6 +35,7 @@ class Record(ctypes.Structure):
         ("cluster", ctypes.c_uint * 3),
         ("pdl", ctypes.c_uint),
         ("launches", ctypes.c_uint),
+        ("device", ctypes.c_uint),
         ("stream", ctypes.c_void_p),
     ]
 
@@ -749,6 +750,46 @@ def case_errors_do_not_stick():
             raise AssertionError("no error")
         assert (k(d).numpy() == x + 1).all() and (k(x) == x + 1).all()
     assert fake.fake_context_depth() == 0
+
+
+def case_second_device():
+    """Arrays on cuda:1 while device 0 is current."""
+    k = plus_one()
+    fake.fake_make_current(0)
+    for device in (1, 0, 1):
+        d = plgpu.device_put(x, device)
+        y = k(d)
+        assert y.device == f"cuda:{device}" and (y.numpy() == x + 1).all()
+        assert fake.fake_last().contents.device == device
+        assert fake.fake_context_depth() == 1
+    other = kernel(add)
+    refused(TypeError, "lie on different GPUs", other, plgpu.device_put(x, 0), d)
+    (k(x) == x + 1).all()
+    assert fake.fake_last().contents.device == 0 and fake.fake_context_depth() == 1
+    fake.fake_make_current(-1)
+
+
+def case_fork():
+    """As in workers of a data loader: the child has the interpreter, the parent the GPU."""
+    k, d = plus_one(), plgpu.device_put(x)
+    k(d), k(x)
+    child = os.fork()
+    if child == 0:
+        try:
+            refused(plgpu.DriverError, "forked.*spawn", k, d)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                assert (kernel()(x) == x + 1).all()
+            assert (kernel(interpret=True)(x) == x + 1).all()
+            plgpu.clear_caches()
+            del k, d
+            gc.collect()
+            os._exit(0)
+        except BaseException as e:
+            print(type(e).__name__, e, flush=True)
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert (k(d).numpy() == x + 1).all() and (k(x) == x + 1).all()
 
 
 def case_no_gpu():

@@ -17,7 +17,7 @@ from pallas_mgpu import _core
 HERE = Path(__file__).resolve().parent
 ROOT = Path(plgpu.__file__).parent.parent
 CASES = re.findall(r"^def case_(\w+)", (HERE / "fake_driver.py").read_text(), re.M)
-CASES = [c for c in CASES if c not in ("no_gpu", "other_gpu")]
+CASES = [c for c in CASES if c not in ("no_gpu", "other_gpu", "second_device")]
 
 
 @pytest.fixture(scope="session")
@@ -72,6 +72,10 @@ def test_launch_path(case, stand_in, tmp_path_factory):
 )
 def test_no_gpu(env, expected, stand_in, tmp_path):
     run_case("no_gpu", stand_in, tmp_path, EXPECTED=expected, **env)
+
+
+def test_second_device(stand_in, tmp_path):
+    run_case("second_device", stand_in, tmp_path, FAKE_CUDA_DEVICES="2")
 
 
 @pytest.mark.parametrize("arch", ["80", "100"])
