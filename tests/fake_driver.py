@@ -584,19 +584,6 @@ def case_threads():
     assert fake.fake_context_depth() == 0
 
 
-def case_fork():
-    k, d = plus_one(), plgpu.device_put(x)
-    child = os.fork()
-    if child == 0:
-        try:
-            refused(plgpu.DriverError, "forked", k, d)
-        except BaseException as e:
-            print(e)
-            os._exit(1)
-        os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-
-
 def launched(body, out, *args, **options):
     """What the driver was asked for, as (grid, block, cluster, smem), and the figures of it."""
     k = plgpu.kernel(body, out_type=out, **options)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import pallas_mgpu as plgpu
-from pallas_mgpu import _core
+from pallas_mgpu import _core, pl
 
 HERE = Path(__file__).resolve().parent
 ROOT = Path(plgpu.__file__).parent.parent
@@ -172,13 +172,49 @@ def test_lowered():
         )
 
 
+def beside_nvrtc():
+    """Is there an nvdisasm where the wheels put it?"""
+    path = plgpu._core.system_info()["nvrtc"]
+    return any(
+        (Path(p).parent.parent / "bin" / "nvdisasm").exists() for p in re.findall(r"/\S+", path)
+    )
+
+
 def test_sass_without_nvdisasm(monkeypatch):
     monkeypatch.setenv("PATH", "")
     monkeypatch.setenv("CUDA_HOME", "")
     if os.path.exists("/usr/local/cuda/bin/nvdisasm"):
         pytest.skip("a toolkit is installed")
+    if beside_nvrtc():
+        assert "add_one" in compile_one()[1].as_text("sass")
+        return
     with pytest.raises(RuntimeError, match="nvdisasm"):
         compile_one()[1].as_text("sass")
+
+
+def test_spills_by_line():
+    """The line whose values do not fit the registers is named; a small kernel needs no tool."""
+    assert compile_one()[1].spills() == []
+    if not (shutil.which("nvdisasm") or beside_nvrtc()):
+        pytest.skip("needs nvdisasm")
+    n = (256, 128)
+
+    def large(x, y, o):
+        a = x[...]
+        b = y[...]
+
+        @pl.loop(0, 10)
+        def _(i):
+            o[...] = o[...] + a * b
+
+    x = plgpu.ShapeDtypeStruct(n, np.float32)
+    low = plgpu.kernel(large, out_type=x).lower(x, x)
+    found = low.spills()
+    first = large.__code__.co_firstlineno
+    assert low.resources()["spill_bytes"] and found
+    assert all(file == __file__ and first < line <= first + 6 for file, line, _ in found[:3]), found
+    assert [n for _, _, n in found] == sorted((n for _, _, n in found), reverse=True)
+    assert sum(n for _, _, n in found) == pytest.approx(low.resources()["spill_bytes"], rel=0.3)
 
 
 def test_nvrtc_path_is_checked(tmp_path):

@@ -5,6 +5,7 @@
 #include "plan.h"
 
 #include <errno.h>
+#include <limits.h>
 #include <stdatomic.h>
 #include <unistd.h>
 
@@ -16,6 +17,7 @@ typedef struct step {
   pmpy_plan *p;
   int device;
   pm_text *text; /* for printing */
+  pm_cubin *cubin;
   void *const *buffers;
   const pm_interp_options *options;
 } step;
@@ -311,7 +313,19 @@ static void dealloc(PyObject *self) {
 
 /* ---- Lowered: texts ------------------------------------------------------------------------ */
 
-/* The path of nvdisasm: on PATH, or in a toolkit. */
+/* In bin/ beside the lib/ that NVRTC is in, as the wheels and toolkits have it. */
+static bool find_beside_nvrtc(char *path, size_t size) {
+  PMPY_ERR(ignored);
+  const char *nvrtc, *slash;
+  int major, minor;
+  if (pm_nvrtc_version(&major, &minor, &nvrtc, &ignored)) return false;
+  slash = strrchr(nvrtc, '/');
+  if (!slash) return false;
+  snprintf(path, size, "%.*s/../bin/nvdisasm", (int)(slash - nvrtc), nvrtc);
+  return !access(path, X_OK);
+}
+
+/* The path of nvdisasm: on PATH, in a toolkit, or beside NVRTC. */
 static bool find_nvdisasm(char *path, size_t size) {
   const char *list = getenv("PATH");
   while (list && *list) {
@@ -326,7 +340,7 @@ static bool find_nvdisasm(char *path, size_t size) {
     snprintf(path, size, "%s/bin/nvdisasm", homes[i]);
     if (!access(path, X_OK)) return true;
   }
-  return false;
+  return find_beside_nvrtc(path, size);
 }
 
 /* Everything that a command prints; NULL: it failed. PyMem_RawFree it. */
@@ -351,19 +365,20 @@ static char *output_of(const char *command, size_t *n) {
   return NULL;
 }
 
-static PyObject *sass(pmpy_plan *p) {
-  char tool[1024], command[2300], file[] = "/tmp/pallas_mgpu_XXXXXX";
-  if (need_cubin(p) < 0) return NULL;
+/* New: what nvdisasm says with these options. */
+static PyObject *disassemble(const pm_cubin *c, const char *options) {
+  char tool[PATH_MAX], command[PATH_MAX + 128], file[] = "/tmp/pallas_mgpu_XXXXXX";
   if (!find_nvdisasm(tool, sizeof tool) || strchr(tool, '\'')) {
     PyErr_SetString(pmpy.exceptions[PM_E_RUNTIME],
-                    "as_text('sass') needs nvdisasm, which was found neither on PATH nor in "
-                    "CUDA_HOME/bin: install the CUDA toolkit's nvdisasm, or disassemble .cubin()");
+                    "as_text('sass') and spills() need nvdisasm, which was found neither on PATH, "
+                    "nor in CUDA_HOME/bin, nor beside NVRTC: pip install nvidia-cuda-nvdisasm, or "
+                    "disassemble .cubin()");
     return NULL;
   }
   int fd = mkstemp(file);
-  bool ok = fd >= 0 && write(fd, p->cubin.image, p->cubin.size) == (ssize_t)p->cubin.size;
+  bool ok = fd >= 0 && write(fd, c->image, c->size) == (ssize_t)c->size;
   if (fd >= 0) close(fd);
-  snprintf(command, sizeof command, "'%s' -ndf -c '%s' 2>&1", tool, file);
+  snprintf(command, sizeof command, "'%s' %s '%s' 2>&1", tool, options, file);
   char *text = NULL;
   size_t n = 0;
   Py_BEGIN_ALLOW_THREADS if (ok) text = output_of(command, &n);
@@ -371,6 +386,57 @@ static PyObject *sass(pmpy_plan *p) {
   if (!text) return PyErr_Format(pmpy.exceptions[PM_E_RUNTIME], "%s failed", tool);
   PyObject *result = PyUnicode_DecodeUTF8(text, (Py_ssize_t)n, "replace");
   PyMem_RawFree(text);
+  return result;
+}
+
+static PyObject *sass(pmpy_plan *p) {
+  return need_cubin(p) < 0 ? NULL : disassemble(&p->cubin, "-ndf -c");
+}
+
+/* The program with every line of the entry's at the place that the last #line gave, not behind it:
+ * one line of Python is many of CUDA. */
+static void pin_lines(const char *text, size_t size, pm_text *out) {
+  unsigned long place = 0;
+  for (const char *end = text + size; text < end;) {
+    const char *eol = memchr(text, '\n', (size_t)(end - text));
+    const size_t n = eol ? (size_t)(eol - text) + 1 : (size_t)(end - text);
+    if (n > 6 && !strncmp(text, "#line ", 6)) place = strtoul(text + 6, NULL, 10);
+    else if (place) pm_putf(out, "#line %lu\n", place);
+    pm_putn(out, text, n);
+    text += n;
+  }
+}
+
+static pm_code compile_pinned(void *ctx, pm_err *err) {
+  step *s = ctx;
+  pm_program program = s->p->program;
+  const pm_compile_options options = {.use_disk_cache = !pm_env_is_on(PM_ENV_NO_CACHE),
+                                      .lineinfo = true};
+  pin_lines(program.text, program.size, s->text);
+  program.text = s->text->at;
+  program.size = s->text->n;
+  return pm_compile(&program, &options, s->cubin, err);
+}
+
+/* Compiled once more, with lines, if there is anything to tell. */
+static PyObject *spills(PyObject *self, PyObject *unused) {
+  pmpy_plan *p = (pmpy_plan *)self;
+  pm_cubin cubin = {0};
+  pm_arena arena;
+  pm_text program;
+  (void)unused;
+  if (need_cubin(p) < 0) return NULL;
+  if (!p->cubin.spill_bytes) return PyList_New(0);
+  pm_arena_init(&arena);
+  pm_text_init(&program, &arena);
+  step s = {.p = p, .text = &program, .cubin = &cubin};
+  PyObject *text = run(compile_pinned, &s) < 0 ? NULL : disassemble(&cubin, "-ndf -c -gi");
+  pm_arena_free(&arena);
+  pm_cubin_free(&cubin);
+  PyObject *module = text ? PyImport_ImportModule("pallas_mgpu._spills") : NULL;
+  PyObject *result = module ? PyObject_CallMethod(module, "by_line", "O", text) : NULL;
+  Py_XDECREF(module);
+  Py_XDECREF(text);
   return result;
 }
 
@@ -475,6 +541,10 @@ static PyMethodDef methods[] = {
      "as_text(kind='graph'): 'traced', 'graph' (lowered), 'cuda', 'ptx' or 'sass'. Needs no GPU."},
     {"resources", resources, METH_NOARGS,
      "Registers, spills, stack and shared memory, ptxas remarks and the log, as a dict."},
+    {"spills", spills, METH_NOARGS,
+     "spills(): [(file, line, bytes)] of the lines whose values the compiler keeps in local memory "
+     "for want of registers, the largest first: bytes that a lane stores and loads. Needs nvdisasm "
+     "where there are any."},
     {"cubin", cubin, METH_NOARGS, "The compiled program."},
     {NULL, NULL, 0, NULL}};
 
