@@ -84,6 +84,20 @@ static int refuse_strides(int which, PyObject *o) {
                 "is not contiguous in row-major order: pass a contiguous copy");
 }
 
+/* An array on the GPU that is not row-major: kernels take it by its strides (elements), if they are
+ * such as a tensor's are. */
+static int take_strides(PyObject *o, int which, const int64_t *stride, pmpy_buffer *b) {
+  if (!b->cuda || pm_dtypes[b->dtype].bits < 8) return refuse_strides(which, o);
+  for (int i = 0; i < b->rank; i++) {
+    b->stride[i] = b->shape[i] == 1 ? 0 : stride[i];
+    if (b->stride[i] < 0)
+      return refuse(PyExc_ValueError, which, o,
+                    "has a negative stride along dimension %d: pass a contiguous copy", i);
+  }
+  b->strided = true;
+  return 1;
+}
+
 static int refuse_read_only(int which, PyObject *o) {
   return refuse(PyExc_ValueError, which, o, "is read-only");
 }
@@ -313,13 +327,12 @@ static int read_tensor(PyObject *o, int which, const DLTensor *t, pmpy_buffer *b
                     "lies on a device of DLPack type %d; the host and CUDA devices are supported",
                     (int)t->device.device_type);
   }
-  if (!is_dense(t)) return refuse_strides(which, o);
   b->dtype = (uint8_t)dtype;
   b->rank = (uint8_t)t->ndim;
   b->device = b->cuda ? t->device.device_id : 0;
   b->ptr = (uint64_t)(uintptr_t)t->data + t->byte_offset;
   for (int i = 0; i < t->ndim; i++) b->shape[i] = t->shape[i];
-  return 1;
+  return is_dense(t) ? 1 : take_strides(o, which, t->strides, b);
 }
 
 static int read_dlpack_c(PyObject *o, int which, const DLPackExchangeAPI *api, pmpy_buffer *b) {
@@ -464,12 +477,12 @@ static int read_interface_dict(PyObject *o, int which, PyObject *d, pmpy_buffer 
   }
   if (PyErr_Occurred()) return -1;
   DLTensor dense = {.ndim = (int)rank, .shape = b->shape, .strides = strided ? stride : NULL};
-  if (!is_dense(&dense)) return refuse_strides(which, o);
   b->dtype = (uint8_t)dtype;
   b->rank = (uint8_t)rank;
   b->cuda = true;
   b->read_only = read_only;
   b->ptr = ptr;
+  if (!is_dense(&dense) && take_strides(o, which, stride, b) < 0) return -1;
   if (ptr && device_of(ptr, &b->device) < 0) return -1;
   return order_interface(PyDict_GetItemString(d, "stream"), b->device) < 0 ? -1 : 1;
 }
@@ -643,7 +656,10 @@ int pmpy_read(PyObject *o, int which, pmpy_purpose purpose, pmpy_buffer *b) {
   b->managed = NULL;
   b->managed_old = NULL;
   b->was = NULL;
+  b->strided = false;
   int code = read_as(o, which, purpose, b);
+  if (code == 1 && b->strided && purpose != PMPY_INPUT && purpose != PMPY_SPEC)
+    code = refuse_strides(which, o);
   if (code == 1 && writable && b->source->family == PMPY_JAX)
     code = refuse(PyExc_TypeError, which, o, "is immutable, as all JAX arrays are");
   if (code == 1 && writable && b->read_only)

@@ -48,6 +48,8 @@ typedef struct pmpy_buffer {
   DLManagedTensorVersioned *managed; /* owned, or NULL */
   DLManagedTensor *managed_old;      /* owned, or NULL */
   const char *was;                   /* the dtype that it was converted from, or NULL */
+  bool strided;                      /* not row-major: an operand on the GPU */
+  int64_t stride[PM_MAX_RANK];       /* in elements, if strided */
   uint32_t number;                   /* the memory of a Python number */
 } pmpy_buffer;
 

@@ -87,6 +87,14 @@ static int sort(const family *f, request *r, bool specs) {
 
 static bool is_misaligned(const pmpy_buffer *b) { return b->cuda && b->ptr % ALIGNMENT; }
 
+static int refuse_strided(const family *f, uint32_t i) {
+  char name[32];
+  PyErr_Format(PyExc_ValueError,
+               "%U: %s is not contiguous in row-major order: pass a contiguous copy", f->name,
+               pmpy_which((int)i, name));
+  return -1;
+}
+
 /* The key, and its hash; 0 or -1. */
 static int make_key(const family *f, request *r) {
   const pmpy_call *c = &r->c;
@@ -99,6 +107,7 @@ static int make_key(const family *f, request *r) {
   *at++ = r->n_args;
   for (uint32_t i = 0; i < c->n_in; i++) {
     const pmpy_buffer *b = &c->in[i];
+    if (b->strided) return refuse_strided(f, i);
     *at++ = b->dtype | b->rank << 8 | is_misaligned(b) << 16;
     for (int d = 0; d < b->rank; d++) *at++ = b->shape[d];
   }

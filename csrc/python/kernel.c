@@ -161,8 +161,9 @@ static uint32_t make_key(const call *c, int64_t *key) {
   uint32_t n = 0;
   for (uint32_t i = 0; i < c->n_in; i++) {
     const pmpy_buffer *b = &c->in[i];
-    key[n++] = b->dtype | b->rank << 8;
+    key[n++] = b->dtype | b->rank << 8 | b->strided << 16;
     for (int d = 0; d < b->rank; d++) key[n++] = b->shape[d];
+    for (int d = 0; b->strided && d < b->rank; d++) key[n++] = b->stride[d];
   }
   key[n++] = pmpy.debug_checks;
   return n;
@@ -188,7 +189,7 @@ static PyObject *specs_of(const call *c) {
 static pmpy_plan *trace(const call *c, bool keep_text) {
   PyObject *specs = specs_of(c);
   PyObject *traced = specs ? PyObject_CallOneArg(c->k->trace, specs) : NULL;
-  pmpy_plan *p = traced ? pmpy_plan_new(traced, c->n_in, keep_text) : NULL;
+  pmpy_plan *p = traced ? pmpy_plan_new(traced, c->in, c->n_in, keep_text) : NULL;
   Py_XDECREF(traced);
   Py_XDECREF(specs);
   return p;
@@ -196,7 +197,7 @@ static pmpy_plan *trace(const call *c, bool keep_text) {
 
 static int find_plan(call *c) {
   int64_t few[PMPY_FEW * 4], *key = few, *many = NULL;
-  size_t most = c->n_in * (size_t)(PM_MAX_RANK + 1) + 1;
+  size_t most = c->n_in * (size_t)(2 * PM_MAX_RANK + 1) + 1;
   if (most > PM_COUNT(few)) key = many = PyMem_Malloc(most * sizeof *key);
   if (!key) return PyErr_NoMemory(), -1;
   uint32_t n = make_key(c, key);
@@ -768,6 +769,22 @@ int pmpy_call_read(call *c, PyObject *name, PyObject *const *args, size_t n, PyO
   return read_all(c, specs);
 }
 
+/* The interpreter copies arrays to the host as they lie there. */
+static int check_strides(const call *c) {
+  PyObject *p = c->k->interpret;
+  if (!c->cuda || !p || p == Py_None || p == Py_False) return 0;
+  for (uint32_t i = 0; i < c->n_in; i++) {
+    char name[32];
+    if (!c->in[i].strided) continue;
+    PyErr_Format(PyExc_NotImplementedError,
+                 "kernel %U: %s is not contiguous in row-major order, and the interpreter takes no "
+                 "other arrays of a GPU: pass a contiguous copy",
+                 c->name, pmpy_which((int)i, name));
+    return -1;
+  }
+  return 0;
+}
+
 /* Once for each kernel. */
 static int warn_converted(const call *c) {
   uint32_t i = 0;
@@ -787,6 +804,7 @@ static int warn_converted(const call *c) {
 
 PyObject *pmpy_call_run(call *c, PyObject *k) {
   c->k = (kernel *)k;
+  if (check_strides(c) < 0) return NULL;
   if (c->converted && warn_converted(c) < 0) return NULL;
   if (find_plan(c) < 0 || check_outputs(c) < 0) return NULL;
   return dispatch(c);

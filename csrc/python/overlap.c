@@ -15,7 +15,10 @@ static inline extent extent_of(const pmpy_buffer *b) {
   const pm_dtype_info *t = &pm_dtypes[b->dtype];
   uint64_t n = t->bytes;
   if (b->source->family == PMPY_NONE || b->copied) return (extent){0, 0};
-  for (uint32_t d = 0; d < b->rank; d++) n *= (uint64_t)b->shape[d];
+  for (uint32_t d = 0; d < b->rank; d++) {
+    if (!b->strided || !b->shape[d]) n *= (uint64_t)b->shape[d];
+    else n += (uint64_t)(b->shape[d] - 1) * (uint64_t)b->stride[d] * t->bytes;
+  }
   if (t->bits < 8 && b->cuda) n /= 2; /* NumPy has a byte for each element of 4 bits */
   return (extent){b->ptr, b->ptr + n};
 }
@@ -42,7 +45,7 @@ int pmpy_call_check_overlap(const pmpy_call *c) {
       const extent in = extent_of(&c->in[k]);
       const uint64_t shared = common(out, in);
       if (!shared) continue;
-      if (out.begin != in.begin || out.end != in.end)
+      if (out.begin != in.begin || out.end != in.end || c->in[k].strided)
         return refuse(c, -(int)i - 1, (int)k, shared,
                       "what the kernel writes to one would be read through the other. Pass an "
                       "array that overlaps no operand, or exactly the operand to work in place");

@@ -276,7 +276,42 @@ static int lower_and_warn(pmpy_plan *p, bool keep_text) {
 
 static PyTypeObject *plan_type;
 
-pmpy_plan *pmpy_plan_new(PyObject *traced, uint32_t n_in, bool keep_text) {
+typedef struct strides_job {
+  pm_graph *g;
+  const pmpy_buffer *in;
+} strides_job;
+
+static pm_code give_strides(void *ctx, pm_err *err) {
+  const strides_job *j = ctx;
+  pm_graph *g = j->g;
+  (void)err;
+  for (uint32_t i = 0; i < g->n_operands; i++) {
+    if (!j->in[i].strided) continue;
+    if (!g->strides) g->strides = pm_alloc(g->arena, g->n_operands * sizeof *g->strides);
+    int64_t *s = pm_alloc(g->arena, sizeof j->in[i].stride);
+    memcpy(s, j->in[i].stride, sizeof j->in[i].stride);
+    g->strides[i] = s;
+  }
+  return PM_OK;
+}
+
+static int add_strides(pmpy_plan *p, const pmpy_buffer *in) {
+  pm_err err = {0};
+  strides_job job = {p->graph->g, in};
+  for (uint32_t i = 0; i < p->n_out; i++) {
+    if (!p->alias || p->alias[i] < 0 || !in[p->alias[i]].strided) continue;
+    PyErr_Format(PyExc_ValueError,
+                 "kernel %s: argument %d begins output %u, and is not contiguous in row-major "
+                 "order: pass a contiguous copy",
+                 p->graph->g->name, p->alias[i], i);
+    return -1;
+  }
+  if (!pm_protect(give_strides, &job, &err)) return 0;
+  pmpy_raise(&err);
+  return -1;
+}
+
+pmpy_plan *pmpy_plan_new(PyObject *traced, const pmpy_buffer *in, uint32_t n_in, bool keep_text) {
   PyObject *graph = traced;
   if (PyTuple_Check(traced) && PyTuple_GET_SIZE(traced) > 0) graph = PyTuple_GET_ITEM(traced, 0);
   if (Py_TYPE(graph) != pmpy.graph_type || !((pmpy_graph *)graph)->g) {
@@ -292,7 +327,8 @@ pmpy_plan *pmpy_plan_new(PyObject *traced, uint32_t n_in, bool keep_text) {
   pthread_mutexattr_settype(&a, PTHREAD_MUTEX_ERRORCHECK);
   p->has_lock = !pthread_mutex_init(&p->lock, &a);
   pthread_mutexattr_destroy(&a);
-  if (read_outputs(p, n_in) < 0 || lower_and_warn(p, keep_text) < 0) Py_CLEAR(p);
+  if (read_outputs(p, n_in) < 0 || add_strides(p, in) < 0 || lower_and_warn(p, keep_text) < 0)
+    Py_CLEAR(p);
   return p;
 }
 

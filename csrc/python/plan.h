@@ -36,8 +36,9 @@ typedef struct pmpy_plan {
 } pmpy_plan;
 
 /* New. `traced` is what the trace callback returned: a Graph, or a tuple that begins with one; it
- * is lowered, and warnings of the passes are raised. keep_text: for as_text("traced"). */
-pmpy_plan *pmpy_plan_new(PyObject *traced, uint32_t n_in, bool keep_text);
+ * is lowered for the strides of `in`, and warnings of the passes are raised. keep_text: for
+ * as_text("traced"). */
+pmpy_plan *pmpy_plan_new(PyObject *traced, const pmpy_buffer *in, uint32_t n_in, bool keep_text);
 
 /* The kernel on a device; NULL with an exception. No lock and no call where it is loaded already.
  */
