@@ -6,7 +6,7 @@ entry."""
 import functools
 import inspect
 
-from . import _core, _introspect
+from . import _core
 from ._caches import KEPT, add_family
 from ._names import check_keywords
 from ._types import ShapeDtypeStruct
@@ -95,7 +95,6 @@ def kernel_family(make=None, *, in_place=True):
         return functools.partial(kernel_family, in_place=in_place)
     maker = _Maker(make, make.__name__)
     family = functools.update_wrapper(_core.Family(make.__name__, maker, in_place), make)
-    family.__signature__ = _introspect.family_signature(maker.signature)
     family.maker = maker
     add_family(family)
     return family

@@ -45,16 +45,6 @@ def signature(definition):
     return inspect.Signature([*operands, *rest, *_KEYWORDS])
 
 
-def family_signature(made):
-    """Of a call of a family: the maker's, and ``out=`` and ``stream=``."""
-    parameters = list(made.parameters.values())
-    end = len(parameters)
-    if parameters and parameters[-1].kind is inspect.Parameter.VAR_KEYWORD:
-        end -= 1
-    more = [p for p in _KEYWORDS if p.name not in made.parameters]
-    return made.replace(parameters=[*parameters[:end], *more, *parameters[end:]])
-
-
 # ---- repr ----------------------------------------------------------------------------------------
 
 

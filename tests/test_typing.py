@@ -115,6 +115,8 @@ def test_stubs_have_the_parameters(module):
             for p in parameters
             if p.kind is not p.VAR_POSITIONAL and not p.name.startswith("_")
         ]
+        if module is ops:
+            typed = [name for name in typed if name not in ("out", "stream")]  # of every function
         if typed != there:
             differ[name] = typed, there
     assert not differ
