@@ -32,12 +32,13 @@ from ._core import (
 )
 from . import _shapes, lax, nn, numpy, pl, tree
 from ._batch import vmap
+from ._caches import clear_caches
 from ._control import in_turn, lazy_where, warp_map
 from ._family import Operand, core_count, kernel_family
 from ._inline import inline_cuda
 from ._kernel import as_torch_kernel, kernel
 from ._memory import OF_REF
-from ._names import PLGPU_MISSING, PLGPU_WRONG, finder
+from ._names import OLD_PIPELINES, PLGPU_MISSING, PLGPU_WRONG, finder
 from ._ops import (
     async_prefetch,
     async_store_smem,
@@ -138,7 +139,5 @@ _find = finder("plgpu", PLGPU_MISSING, PLGPU_WRONG)
 
 def __getattr__(name):
     if name == "pipelines":
-        import importlib
-
-        return importlib.import_module(".pipelines", __name__)
+        return OLD_PIPELINES
     return _find(name)

@@ -3,6 +3,7 @@ found. ``cache``: size of the compile cache on disk; ``cache clear`` empties it.
 docs/layouts.md, the costs of layout conversions."""
 
 import argparse
+import os
 import sys
 import time
 from pathlib import Path
@@ -140,7 +141,7 @@ def demo(size, dtype, seconds):
     return 0 if error < bound else 1
 
 
-def main(argv=None):
+def _run(argv):
     parser = argparse.ArgumentParser(prog="python -m pallas_mgpu", description=__doc__)
     commands = ("demo", "info", "cache", "layouts")
     parser.add_argument("command", nargs="?", default="demo", choices=commands)
@@ -170,6 +171,17 @@ def main(argv=None):
     except ValueError as e:
         print(f"error: {e}", file=sys.stderr)
         return 2
+
+
+def main(argv=None):
+    """Exit status of a command."""
+    try:
+        status = _run(argv)
+        sys.stdout.flush()
+    except BrokenPipeError:  # who reads has seen enough, as head has
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    return status
 
 
 if __name__ == "__main__":

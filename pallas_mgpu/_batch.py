@@ -136,7 +136,7 @@ class Batched:
         return f"<one of a batch, {self.dtype} of shape {self.shape}>"
 
 
-def call_batched(definition, args, leaves, out):
+def call_batched(definition, args, leaves, out, stream):
     """A kernel called with arguments some of which are `Batched`."""
     level = max(x.level for x in leaves if isinstance(x, Batched))
     mine = [isinstance(x, Batched) and x.level == level for x in leaves]
@@ -149,9 +149,9 @@ def call_batched(definition, args, leaves, out):
         kernel = definition.batched[key] = definition.mapped(axes, out_axes).make()
     inner = tree.unflatten(structure, [x.value if m else x for x, m in zip(leaves, mine)])
     if out is not None:
-        kernel(*inner, out=into)
+        kernel(*inner, out=into, stream=stream)
         return out
-    return tree.map(lambda x: Batched(x, 0, level), kernel(*inner))
+    return tree.map(lambda x: Batched(x, 0, level), kernel(*inner, stream=stream))
 
 
 def _outputs(definition, out, level):

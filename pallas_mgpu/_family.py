@@ -7,6 +7,7 @@ import functools
 import inspect
 
 from . import _core
+from ._caches import KEPT, add_family
 from ._names import check_keywords
 from ._types import ShapeDtypeStruct
 
@@ -56,8 +57,10 @@ class _Maker:
         position = {id(x): k for k, x in enumerate(given)}
         order = tuple(position[id(x)] for x in values if id(x) in position)
         key = tuple((type(x), x) for x in (*sorted(bound.kwargs), *values))
-        target = self.made.get(key)
-        if target is None:
+        target = self.made.pop(key, None)
+        if target is not None:
+            self.made[key] = target  # the last one used is the last one in order
+        else:
             target = self.make(*bound.args, **bound.kwargs)
             if not callable(target):
                 raise TypeError(
@@ -65,10 +68,15 @@ class _Maker:
                     f" got {target!r}"
                 )
             target = self.made.setdefault(key, target)
+            for oldest in list(self.made)[: len(self.made) - KEPT] if len(self.made) > KEPT else ():
+                self.made.pop(oldest, None)
         return target, order
 
+    def forget(self):
+        self.made.clear()
 
-def kernel_family(make):
+
+def kernel_family(make=None, *, in_place=True):
     """Decorator: a function of arrays that finds its kernel by their types.
 
     ``make(*operands, **options)`` gets an :class:`Operand` for each array and returns the kernel
@@ -77,13 +85,19 @@ def kernel_family(make):
     position only arrays are accepted; by name arrays, and options, which must be hashable. ``make``
     runs once for each combination of shapes, dtypes, devices, alignments and options; later calls
     cost about as much as calling the kernel. Use functions defined once as options, as each new one
-    is a new value.
+    is a new value. ``in_place=False``: the kernels read their operands while they write, so that
+    ``out=`` must not be one of the arrays (ValueError).
 
     ``f.kernel(*args, **kwargs)`` is what a call with such arguments runs; things with shape and
     dtype will do there. TypeError for arguments that do not fit the signature.
     """
-    family = _core.Family(make.__name__, _Maker(make, make.__name__))
-    return functools.update_wrapper(family, make)
+    if make is None:
+        return functools.partial(kernel_family, in_place=in_place)
+    maker = _Maker(make, make.__name__)
+    family = functools.update_wrapper(_core.Family(make.__name__, maker, in_place), make)
+    family.maker = maker
+    add_family(family)
+    return family
 
 
 def core_count(device=None):

@@ -10,7 +10,7 @@ import inspect
 import sys
 from collections.abc import Mapping
 
-from . import _core, _trace, tree
+from . import _core, _introspect, _trace, tree
 from ._batch import Batch, Batched, call_batched
 from ._control import scoped
 from ._names import NOT_SPECIFIED, check_keywords, deprecated, show
@@ -123,7 +123,13 @@ class Definition:
             options["structured"] = _Structured(self)
         kernel = _core.Kernel(self.name, functools.partial(self.trace, structure), options)
         kernel.definition = self
-        return kernel
+        return _introspect.dress(kernel, self.body)
+
+    def signature(self):
+        return _introspect.signature(self)
+
+    def describe(self):
+        return _introspect.describe(self)
 
     def with_closure(self):
         """The callable if the body closes over mutable arrays, else None."""
@@ -265,17 +271,17 @@ class _Structured:
             kernel = self.kernels[structure] = self.definition.make(structure)
         return kernel, leaves
 
-    def call(self, args, out):
+    def call(self, args, out, stream):
         if any(is_mutable(x) for x in tree.leaves(args)):
             from ._state import RefKernel
 
             if self.refs is None:
                 self.refs = RefKernel(self.definition)
-            return self.refs(*args, out=out)
+            return self.refs(*args, out=out, stream=stream)
         kernel, leaves = self._find(args)
         if any(isinstance(x, Batched) for x in leaves):
-            return call_batched(self.definition, args, leaves, out)
-        return kernel(*leaves) if out is None else kernel(*leaves, out=out)
+            return call_batched(self.definition, args, leaves, out, stream)
+        return kernel(*leaves, out=out, stream=stream)
 
     def lower(self, args, arch):
         kernel, leaves = self._find(args)

@@ -6,6 +6,7 @@ import functools
 import inspect
 import re
 import sys
+import types
 import warnings
 from types import ModuleType
 
@@ -226,6 +227,17 @@ PLGPU_WRONG = {
     "untile_ref": "the right form is to allocate a ref without transforms",
     "when": "the right form is pl.when(condition)",
 }
+
+
+def _no_pipeline_params(*args, **kwargs):
+    raise TypeError(
+        "pipelines.PipelineParams does not exist; for a pipeline inside a kernel use"
+        " plgpu.emit_pipeline(..., max_concurrent_steps=n), for pl.pallas_call pass"
+        " compiler_params=plgpu.CompilerParams(max_concurrent_steps=n)"
+    )
+
+
+OLD_PIPELINES = types.SimpleNamespace(PipelineParams=_no_pipeline_params)  # plgpu.pipelines
 
 PL_MISSING = {
     "count the operations by hand: pl.CostEstimate": "estimate_cost",

@@ -109,7 +109,11 @@ class Operand:
             gets,
             len(indices),
         )
-        out = self.spec.index_map(*indices)
+        try:
+            out = self.spec.index_map(*indices)
+        except Exception as e:
+            e.add_note(f"in the index map of {self.what} of {self.who}")
+            raise
         out = tuple(out) if isinstance(out, (tuple, list)) else (out,)
         if len(out) != len(self.dims):
             raise ValueError(

@@ -11,7 +11,7 @@ import types
 
 import numpy as np
 
-from . import _core, tree
+from . import _core, _introspect, tree
 from ._control import warp_mesh
 from ._kernel import Definition
 from ._names import NOT_SPECIFIED, show
@@ -166,12 +166,30 @@ class RefKernel:
 
     def __init__(self, definition, closed=()):
         self.definition, self.closed, self.kernels = definition, list(closed), {}
+        self.__name__ = definition.name
+        _introspect.dress(self, definition.body)
         what = f"{definition.who} {definition.name}"
         if type(definition) is not Definition or definition.levels:
             raise NotImplementedError(
                 f"{what}: mutable arrays as arguments of pl.pallas_call or under vmap; use"
                 " plgpu.kernel, or input_output_aliases"
             )
+
+    @property
+    def __signature__(self):
+        return _introspect.signature(self.definition)
+
+    def __repr__(self):
+        return _introspect.describe(self.definition)
+
+    def __reduce__(self):
+        return _introspect.reduce(self)
+
+    def __copy__(self):
+        return self
+
+    def __deepcopy__(self, memo):
+        return self
 
     def _prepare(self, args):
         """The kernel, its operands, and the mutable arrays."""
@@ -218,7 +236,7 @@ class RefKernel:
             outer.aliases = {n_plain + k: n_outs + k for k in range(n_refs)}
         return outer.make()
 
-    def __call__(self, *args, out=None):
+    def __call__(self, *args, out=None, stream=None):
         if out is not None:
             raise NotImplementedError(
                 f"kernel {self.definition.name}: out= together with mutable arrays; make the"
@@ -228,9 +246,9 @@ class RefKernel:
         values = [r._value for r in refs]
         n = len(self.definition.outs)
         if not n:
-            kernel(*operands, out=tuple(values))
+            kernel(*operands, out=tuple(values), stream=stream)
             return self.definition.unflatten([])
-        results = kernel(*operands, *values)
+        results = kernel(*operands, *values, stream=stream)
         for r, x in zip(refs, results[n:]):
             r._value = x
         return self.definition.unflatten(results[:n])
@@ -307,8 +325,14 @@ def core_map(
 
 def _dtype_of(r):
     """As NumPy's; PyTorch's are called torch.float32."""
-    known = isinstance(r.dtype, np.dtype)
-    return r.dtype if known else _core.as_dtype(str(r.dtype).split(".")[-1])
+    name = str(r.dtype).split(".")[-1]
+    dtype = _core.as_dtype(name)
+    if name in ("int64", "uint64", "float64"):
+        raise TypeError(
+            f"a mutable array has dtype {name}, and kernels, which change it in place, have no"
+            f" dtypes of 64 bits: cast it, for example new_ref(x.astype('{dtype}'))"
+        )
+    return dtype
 
 
 def mesh_kernel(

@@ -75,7 +75,6 @@ Nested: TypeAlias = (
     A | Number | None | tuple["Nested[A]", ...] | list["Nested[A]"] | dict[str, "Nested[A]"]
 )
 Body: TypeAlias = Callable[..., None]
-Stream: TypeAlias = object
 
 # ---- descriptors
 
@@ -125,49 +124,99 @@ class LayoutValue:
 
 LayoutLike: TypeAlias = Layout | LayoutValue
 
+class _CudaStream(Protocol):
+    """cuda.core's streams and others of the protocol."""
+
+    def __cuda_stream__(self) -> tuple[int, int]: ...
+
+class _TorchStream(Protocol):
+    @property
+    def cuda_stream(self) -> int: ...
+
+class _CupyStream(Protocol):
+    @property
+    def ptr(self) -> int: ...
+
+Stream: TypeAlias = int | _CudaStream | _TorchStream | _CupyStream
+
 # Results are arrays of the caller's own kind: NumPy arrays for NumPy arrays (of the dtype that
 # out_type says, which types do not express), tensors for tensors.
 class KernelOfOne(Kernel[..., np.ndarray]):
     @overload
-    def __call__(self, *args: Nested[np.ndarray], out: np.ndarray | None = None) -> np.ndarray: ...
+    def __call__(
+        self,
+        *args: Nested[np.ndarray],
+        out: np.ndarray | None = None,
+        stream: Stream | None = None,
+    ) -> np.ndarray: ...
     @overload
-    def __call__(self, *args: A | Number | None, out: A | None = None) -> A: ...
+    def __call__(
+        self, *args: A | Number | None, out: A | None = None, stream: Stream | None = None
+    ) -> A: ...
     @overload
-    def __call__(self, *args: Nested[A], out: A | None = None) -> A: ...
+    def __call__(
+        self, *args: Nested[A], out: A | None = None, stream: Stream | None = None
+    ) -> A: ...
 
 class KernelOfTuple(Kernel[..., tuple[np.ndarray, ...]]):
     @overload
     def __call__(
-        self, *args: Nested[np.ndarray], out: Sequence[np.ndarray] | None = None
+        self,
+        *args: Nested[np.ndarray],
+        out: Sequence[np.ndarray] | None = None,
+        stream: Stream | None = None,
     ) -> tuple[np.ndarray, ...]: ...
     @overload
     def __call__(
-        self, *args: A | Number | None, out: Sequence[A] | None = None
+        self,
+        *args: A | Number | None,
+        out: Sequence[A] | None = None,
+        stream: Stream | None = None,
     ) -> tuple[A, ...]: ...
     @overload
-    def __call__(self, *args: Nested[A], out: Sequence[A] | None = None) -> tuple[A, ...]: ...
+    def __call__(
+        self, *args: Nested[A], out: Sequence[A] | None = None, stream: Stream | None = None
+    ) -> tuple[A, ...]: ...
 
 class KernelOfList(Kernel[..., list[np.ndarray]]):
     @overload
     def __call__(
-        self, *args: Nested[np.ndarray], out: Sequence[np.ndarray] | None = None
+        self,
+        *args: Nested[np.ndarray],
+        out: Sequence[np.ndarray] | None = None,
+        stream: Stream | None = None,
     ) -> list[np.ndarray]: ...
     @overload
-    def __call__(self, *args: A | Number | None, out: Sequence[A] | None = None) -> list[A]: ...
+    def __call__(
+        self,
+        *args: A | Number | None,
+        out: Sequence[A] | None = None,
+        stream: Stream | None = None,
+    ) -> list[A]: ...
     @overload
-    def __call__(self, *args: Nested[A], out: Sequence[A] | None = None) -> list[A]: ...
+    def __call__(
+        self, *args: Nested[A], out: Sequence[A] | None = None, stream: Stream | None = None
+    ) -> list[A]: ...
 
 class KernelOfDict(Kernel[..., dict[str, np.ndarray]]):
     @overload
     def __call__(
-        self, *args: Nested[np.ndarray], out: Mapping[str, np.ndarray] | None = None
+        self,
+        *args: Nested[np.ndarray],
+        out: Mapping[str, np.ndarray] | None = None,
+        stream: Stream | None = None,
     ) -> dict[str, np.ndarray]: ...
     @overload
     def __call__(
-        self, *args: A | Number | None, out: Mapping[str, A] | None = None
+        self,
+        *args: A | Number | None,
+        out: Mapping[str, A] | None = None,
+        stream: Stream | None = None,
     ) -> dict[str, A]: ...
     @overload
-    def __call__(self, *args: Nested[A], out: Mapping[str, A] | None = None) -> dict[str, A]: ...
+    def __call__(
+        self, *args: Nested[A], out: Mapping[str, A] | None = None, stream: Stream | None = None
+    ) -> dict[str, A]: ...
 
 Interpret: TypeAlias = bool | InterpretParams | None
 
@@ -176,10 +225,20 @@ class Family(Generic[_P]):
 
     @overload
     def __call__(
-        self, *args: np.ndarray | None, out: np.ndarray | None = None, **kwargs: object
+        self,
+        *args: np.ndarray | None,
+        out: np.ndarray | None = None,
+        stream: Stream | None = None,
+        **kwargs: object,
     ) -> np.ndarray: ...
     @overload
-    def __call__(self, *args: A | None, out: A | None = None, **kwargs: object) -> A: ...
+    def __call__(
+        self,
+        *args: A | None,
+        out: A | None = None,
+        stream: Stream | None = None,
+        **kwargs: object,
+    ) -> A: ...
     def kernel(self, *args: HasShape, **kwargs: object) -> Callable[..., object]: ...
 
 class MutableArray(Generic[A]):

@@ -33,7 +33,7 @@ typedef struct {
 
 /* What the last launch was. */
 typedef struct {
-  unsigned grid[3], block[3], smem, cluster[3], pdl, launches;
+  unsigned grid[3], block[3], smem, cluster[3], pdl, launches, device;
   void *stream;
 } record;
 /* A tensor map as it was asked for; lies in the 128 bytes that the kernel gets. */
@@ -50,7 +50,7 @@ static struct {
   char failing[64];
   R failure;
   int fail_after;
-  int64_t allocated, live, copies, frees, events, modules, capturing;
+  int64_t allocated, live, copies, frees, events, modules, capturing, waits, calls;
   int attribute[32]; /* of the function that was asked last */
 } S;
 
@@ -67,10 +67,16 @@ EXPORT int64_t fake_live_bytes(void) { return S.live; }
 EXPORT int64_t fake_copies(void) { return S.copies; }
 EXPORT int64_t fake_live_events(void) { return S.events; }
 EXPORT int64_t fake_live_modules(void) { return S.modules; }
+/* How often a stream was made to wait for another one. */
+EXPORT int64_t fake_waits(void) { return S.waits; }
 EXPORT int fake_attribute(int a) { return S.attribute[a]; }
 EXPORT void fake_set_capturing(int on) { S.capturing = on; }
 
+/* Calls of entry points that may fail, or change something. */
+EXPORT int64_t fake_calls(void) { return S.calls; }
+
 static R failing(const char *entry) {
+  S.calls++;
   if (!S.failing[0] || strcmp(S.failing, entry)) return 0;
   if (S.fail_after-- > 0) return 0;
   if (S.failure < 0) return -S.failure;
@@ -157,6 +163,11 @@ static R cuCtxSynchronize(void) {
   return 0;
 }
 EXPORT int fake_context_depth(void) { return depth; }
+/* Another library makes the device current, or none any more (-1). */
+EXPORT void fake_make_current(int device) {
+  if (device < 0) depth--;
+  else stack[depth++] = &contexts[device];
+}
 
 /* ---- modules, launch ---------------------------------------------------------------------- */
 
@@ -168,6 +179,7 @@ static R cuModuleLoadData(void **m, const void *image) {
   return 0;
 }
 static R cuModuleUnload(void *m) {
+  S.calls++;
   free(m);
   S.modules--;
   return 0;
@@ -213,6 +225,7 @@ static R cuLaunchKernelEx(const config *c, void *f, void **params, void **extra)
   for (int i = 0; i < 3; i++)
     if (!c->grid[i] || !c->block[i]) return 1;
   r->launches++;
+  r->device = (unsigned)((char *)stack[depth - 1] - contexts);
   if (S.kernel) S.kernel(params, r);
   return 0;
 }
@@ -338,6 +351,16 @@ static R cuStreamSynchronize(void *s) {
   MAY_FAIL;
   return 0;
 }
+static R cuStreamQuery(void *s) {
+  (void)s;
+  MAY_FAIL;
+  return 0;
+}
+static R cuThreadExchangeStreamCaptureMode(int *mode) {
+  S.calls++;
+  (void)mode;
+  return 0;
+}
 static R cuStreamIsCapturing(void *s, int *v) {
   (void)s;
   *v = (int)S.capturing;
@@ -346,6 +369,7 @@ static R cuStreamIsCapturing(void *s, int *v) {
 static R cuStreamWaitEvent(void *s, void *e, unsigned f) {
   (void)s, (void)e, (void)f;
   MAY_FAIL;
+  S.waits++;
   return 0;
 }
 static R cuEventCreate(void **e, unsigned f) {
@@ -366,6 +390,7 @@ static R cuEventQuery(void *e) {
   return 0;
 }
 static R cuEventDestroy(void *e) {
+  S.calls++;
   free(e);
   S.events--;
   return 0;

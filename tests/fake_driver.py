@@ -23,7 +23,8 @@ from pallas_mgpu import _core, pl
 
 fake = ctypes.CDLL("libcuda.so.1")
 fake.fake_live_bytes.restype = fake.fake_live_modules.restype = ctypes.c_int64
-fake.fake_live_events.restype = ctypes.c_int64
+fake.fake_live_events.restype = fake.fake_waits.restype = ctypes.c_int64
+fake.fake_calls.restype = ctypes.c_int64
 
 
 class Record(ctypes.Structure):
@@ -34,6 +35,7 @@ class Record(ctypes.Structure):
         ("cluster", ctypes.c_uint * 3),
         ("pdl", ctypes.c_uint),
         ("launches", ctypes.c_uint),
+        ("device", ctypes.c_uint),
         ("stream", ctypes.c_void_p),
     ]
 
@@ -210,10 +212,15 @@ def case_exchange():
 
 def case_refusals():
     k, k2, d = plus_one(), kernel(add), plgpu.device_put(x)
-    refused(TypeError, "float64.*cast", k, x.astype(np.float64))
-    refused(TypeError, "int64", k, np.arange(N))
+    refused(TypeError, "float64.*x.astype.'float32'", k, x, out=x.astype(np.float64))
+    refused(TypeError, "int64.*x.astype.'int32'", k, x, out=np.arange(N))
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            assert (k(x.astype(np.float64)) == x + 1).all()
+    assert len(found) == 1 and "argument 0 of float64" in str(found[0].message), found
     refused(TypeError, "argument 0 is a str", k, "abc")
-    refused(TypeError, "out= is given", k, x, other=1)
+    refused(TypeError, "unknown argument 'other'", k, x, other=1)
     refused(TypeError, "argument 0 and argument 1 lie on different sides", k2, x, d)
     refused(TypeError, "different libraries", k2, d, Producer(d))
     refused(TypeError, "out has 2 arrays", k, x, out=(x, x.copy()))
@@ -262,6 +269,7 @@ def case_failures():
     modules = fake.fake_live_modules()
     del fresh
     gc.collect()
+    plgpu.synchronize()
     assert fake.fake_live_modules() < modules
 
 
@@ -321,13 +329,18 @@ def case_counters():
     assert seen[-1] == own
     fake.fake_set_capturing(1)
     refused(RuntimeError, "captured too often", k, x)
-    del k, d
-    gc.collect()
-    assert fake.fake_live_bytes() == before
     fake.fake_set_capturing(0)
-    fake.fake_fail(b"cuMemAlloc", 2, 0)
+    del k
+    gc.collect()
+    plus_one()(d)  # what follows on the default stream shows that it has passed the kernel
+    plgpu.synchronize()
+    del d
+    assert fake.fake_live_bytes() == before
+    modules = fake.fake_live_modules()
+    fake.fake_fail(b"cuMemAllocFromPoolAsync", 2, 0)
     refused(plgpu.OutOfMemoryError, "counters", kernel(counted), x)
-    assert fake.fake_live_modules() == 0
+    plgpu.synchronize()
+    assert fake.fake_live_modules() == modules
 
 
 def case_attributes():
@@ -344,6 +357,88 @@ def case_attributes():
         last = fake.fake_last().contents
         assert last.pdl == 0 and list(last.grid) == [3 * size, 1, 1]
         assert list(last.cluster) == [size, 1, 1] and fake.fake_attribute(14) == (size > 8)
+
+
+class Stream:
+    """A stream as the protocol names it; as an attribute in its older form."""
+
+    def __init__(self, handle, version=0, call=True):
+        pair = (version, handle)
+        self.__cuda_stream__ = (lambda: pair) if call else pair
+
+
+class TorchStream:
+    cuda_stream = 8192
+
+
+class CupyStream:
+    ptr = 12288
+
+
+def case_streams():
+    """stream= names the stream of the launch, in every kind of call."""
+    k, d = plus_one(), plgpu.device_put(x)
+    out = plgpu.device_put(x)
+
+    def last():
+        return fake.fake_last().contents.stream or 0
+
+    for stream, handle in [
+        (Stream(4096), 4096),
+        (Stream(4096, call=False), 4096),
+        (TorchStream(), 8192),
+        (CupyStream(), 12288),
+        (16384, 16384),
+        (2, 2),
+        (0, 0),
+    ]:
+        assert (k(d, stream=stream).numpy() == x + 1).all() and last() == handle
+        assert k(d, out=out, stream=stream) is out and last() == handle
+        assert (k(x, stream=stream) == x + 1).all() and last() == handle
+        waits = fake.fake_waits()
+        k(d, stream=stream)  # the array and the result are used on the default stream
+        assert (fake.fake_waits() > waits) == (handle != 0)
+    waits = fake.fake_waits()
+    k(d, out=out, stream=None)
+    assert last() == 0 and fake.fake_waits() == waits
+    nested = kernel(lambda xs, o: o.__setitem__(..., xs[0][...] + 1))
+    nested([d], stream=4096)
+    assert last() == 4096
+    family = plgpu.kernel_family(lambda x: kernel())
+    family(d, out=out, stream=Stream(4096))
+    assert last() == 4096
+    family = plgpu.kernel_family(lambda x: lambda x, **given: (x, given))
+    assert family(d, out=out, stream=7) == (d, {"out": out, "stream": 7})
+    assert family(d, stream=7) == (d, {"stream": 7}) and family(d) == (d, {})
+    assert (kernel(interpret=True)(d, stream=4096).numpy() == x + 1).all()
+    d.__dlpack__(stream=Stream(4096))
+    for bad, error, text in [
+        ("4096", TypeError, "stream: got a str"),
+        (True, TypeError, "stream: got a bool"),
+        (-1, ValueError, "no handle"),
+        (1 << 64, ValueError, "no handle"),
+        (Stream(1, version=3), ValueError, "version 3"),
+        (Stream("no"), TypeError, "is an int, got a str"),
+        (type("S", (), {"__cuda_stream__": 5})(), TypeError, "gives .version, handle."),
+        (d, TypeError, "stream: got a"),
+    ]:
+        refused(error, text, k, d, stream=bad)
+        refused(error, text, k, x, stream=bad)
+        assert (k(d).numpy() == x + 1).all() and last() == 0
+    refused(TypeError, "unknown argument 'streams'", k, d, streams=0)
+    plgpu.synchronize()
+    k(d, stream=4096)
+    references = sys.getrefcount(d)
+    k(d, stream=4096)  # arrays held for the launch before go at the next one
+    assert sys.getrefcount(d) == references
+    fake.fake_set_capturing(1)
+    waits = fake.fake_waits()
+    assert k(d, out=out, stream=4096) is out and last() == 4096
+    assert fake.fake_waits() == waits and sys.getrefcount(d) == references
+    refused(RuntimeError, "as out=", k, d, stream=4096)
+    refused(RuntimeError, "arrays of the host", k, x, out=np.empty_like(x), stream=4096)
+    fake.fake_set_capturing(0)
+    assert (k(x) == x + 1).all() and fake.fake_context_depth() == 0
 
 
 def case_shared_grid():
@@ -369,6 +464,60 @@ def case_shared_grid():
     fake.fake_fail(b"cuOccupancyMaxActiveClusters", 1, 0)
     refused(plgpu.LaunchError, "cannot be loaded", kernel(in_cluster, grid=(9, 9), **axes), x)
     assert fake.fake_context_depth() == 0
+
+
+def sizes(n):
+    """Kernels of n signatures as one function, each launched once."""
+    k = plgpu.kernel(
+        lambda x, o: o.__setitem__(..., x[x.shape[0] - 1]),
+        out_type=plgpu.ShapeDtypeStruct((), np.float32),
+    )
+    fake.fake_set_kernel(Callback())
+    return k, [plgpu.device_put(np.zeros(i + 1, np.float32)) for i in range(n)]
+
+
+def case_evicted_modules():
+    """Modules are unloaded once what followed them on the default stream is passed."""
+    os.environ["PALLAS_MGPU_PLAN_BYTES"] = "400000"
+    k, arrays = sizes(40)
+    for d in arrays:
+        k(d)
+    assert 1 <= _core.plan_memory()["plans"] < 20
+    assert 1 <= fake.fake_live_modules() < 20, fake.fake_live_modules()
+    for d in arrays:
+        k(d, stream=4096)
+    seen = fake.fake_live_modules()
+    assert seen >= 40  # each may be in a graph
+    for _ in range(3):
+        for d in arrays:
+            k(d, stream=4096)
+    assert fake.fake_live_modules() == seen  # those that were loaded serve again
+    assert fake.fake_context_depth() == 0
+
+
+def case_no_driver_while_evicting():
+    """Plans go without a call of the driver; modules in flight stay."""
+    k, arrays = sizes(3)
+    for d in arrays:
+        k(d)
+    events, modules = fake.fake_live_events(), fake.fake_live_modules()
+    fake.fake_fail(b"cuEventQuery", -600, 0)  # never passed
+    calls = fake.fake_calls()
+    plgpu.clear_caches()
+    assert fake.fake_calls() == calls
+    assert (_core.plan_memory()["plans"], fake.fake_live_modules()) == (0, modules)
+    k(arrays[0])
+    for d in arrays:
+        k(d)
+    plgpu.clear_caches()
+    plgpu.synchronize()
+    assert fake.fake_live_modules() == modules and fake.fake_live_events() == events + 1
+    fake.fake_fail(b"", 0, 0)
+    plus_one()(plgpu.device_put(x))
+    plgpu.synchronize()
+    plus_one()(plgpu.device_put(x))
+    plgpu.synchronize()
+    assert fake.fake_live_modules() <= 2 and fake.fake_live_events() <= events + 1
 
 
 def case_family():
@@ -433,19 +582,6 @@ def case_threads():
         t.join()
     assert not errors, errors
     assert fake.fake_context_depth() == 0
-
-
-def case_fork():
-    k, d = plus_one(), plgpu.device_put(x)
-    child = os.fork()
-    if child == 0:
-        try:
-            refused(plgpu.DriverError, "forked", k, d)
-        except BaseException as e:
-            print(e)
-            os._exit(1)
-        os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def launched(body, out, *args, **options):
@@ -563,7 +699,7 @@ def case_device_misuse():
     refused(ValueError, "9 dimensions", _core.device_empty, (1,) * 9, "int8")
     refused((TypeError, ValueError), "device", plgpu.device_put, x, "cuda:x")
     refused((TypeError, ValueError), "device", plgpu.device_put, x, -1)
-    refused(TypeError, "float64", plgpu.device_put, x.astype("f8"))
+    refused(TypeError, "float64.*astype", plgpu.device_put, x.astype("f8"))
     refused(TypeError, "", plgpu.device_put, "text")
     refused(BufferError, "device_put", plgpu.DeviceArray.from_dlpack, x)
     refused(AttributeError, "", setattr, d, "shape", (1,))
@@ -601,6 +737,46 @@ def case_errors_do_not_stick():
             raise AssertionError("no error")
         assert (k(d).numpy() == x + 1).all() and (k(x) == x + 1).all()
     assert fake.fake_context_depth() == 0
+
+
+def case_second_device():
+    """Arrays on cuda:1 while device 0 is current."""
+    k = plus_one()
+    fake.fake_make_current(0)
+    for device in (1, 0, 1):
+        d = plgpu.device_put(x, device)
+        y = k(d)
+        assert y.device == f"cuda:{device}" and (y.numpy() == x + 1).all()
+        assert fake.fake_last().contents.device == device
+        assert fake.fake_context_depth() == 1
+    other = kernel(add)
+    refused(TypeError, "lie on different GPUs", other, plgpu.device_put(x, 0), d)
+    (k(x) == x + 1).all()
+    assert fake.fake_last().contents.device == 0 and fake.fake_context_depth() == 1
+    fake.fake_make_current(-1)
+
+
+def case_fork():
+    """As in workers of a data loader: the child has the interpreter, the parent the GPU."""
+    k, d = plus_one(), plgpu.device_put(x)
+    k(d), k(x)
+    child = os.fork()
+    if child == 0:
+        try:
+            refused(plgpu.DriverError, "forked.*spawn", k, d)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                assert (kernel()(x) == x + 1).all()
+            assert (kernel(interpret=True)(x) == x + 1).all()
+            plgpu.clear_caches()
+            del k, d
+            gc.collect()
+            os._exit(0)
+        except BaseException as e:
+            print(type(e).__name__, e, flush=True)
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert (k(d).numpy() == x + 1).all() and (k(x) == x + 1).all()
 
 
 def case_no_gpu():

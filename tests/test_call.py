@@ -781,3 +781,20 @@ def test_triangles(run, rng, shape, k):
     np.testing.assert_array_equal(other, np.where(np.isnan(x), x, F32(1) / F32(3)))
     np.testing.assert_array_equal(jnp.tril(x, k), np.tril(x, k))
     assert jnp.eye(3).dtype == jnp.tri(3).dtype == F32
+
+
+def test_errors_in_index_maps_name_their_spec():
+    """Whatever is raised in one, with the spec that it belongs to."""
+    out = plgpu.ShapeDtypeStruct((64, 32), np.float32)
+    right = pl.BlockSpec((16, 32), lambda i: (i, 0))
+    x = np.zeros((64, 32), np.float32)
+    for k in range(2):
+        for f, error in [(lambda i: 1 // 0, ZeroDivisionError), (lambda i: [][3], IndexError)]:
+            specs = [right, right]
+            specs[k] = pl.BlockSpec((16, 32), f)
+            kernel = pl.pallas_call(
+                lambda x, y, o: None, out, grid=(4,), in_specs=specs, out_specs=right
+            )
+            with pytest.raises(error) as info:
+                kernel(x, x)
+            assert info.value.__notes__ == [f"in the index map of in_specs[{k}] of pallas_call"]

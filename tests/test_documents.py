@@ -52,6 +52,14 @@ def test_reference():
         exec(compile(block, f"<reference block {k}>", "exec"), names)  # noqa: S102
 
 
+def test_calling():
+    """The Python blocks about calls; those that need a GPU are marked py."""
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "calling.md").read_text(), re.S)
+    assert len(blocks) >= 2
+    for k, block in enumerate(blocks):
+        exec(compile(block, f"<calling block {k}>", "exec"), {})  # noqa: S102
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_program(dtype):
     """`python -m pallas_mgpu` runs its matmul, checks it and says where it ran."""

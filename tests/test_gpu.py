@@ -74,8 +74,10 @@ def test_torch(rng):
     for _ in range(50):
         want = want + b
     assert torch.equal(y, want)
+    wide = torch.randn(1000, 2, device="cuda")
+    assert torch.equal(k(wide[:, 0], b), wide[:, 0] + b)
     with pytest.raises(ValueError, match="contiguous"):
-        k(torch.randn(1000, 2, device="cuda")[:, 0], b)
+        k(a, b, out=wide[:, 0])
     with pytest.raises(TypeError):
         k(a, rng.standard_normal(1000).astype(np.float32))
     offset = torch.randn(1001, device="cuda")[1:]  # 4-byte aligned only

@@ -179,11 +179,10 @@ DEFINITIONS = {
     "call two": (TE, r"gets 2 operands, 1 outputs.*\n  at .*test_misuse.py:\d+", call(X, X)),
     "call keyword": (TE, "unknown argument 'x'; only out=", call(x=X)),
     "call text": (TE, "argument 0 is a str, which is no array", call("a")),
-    "call f64": (TE, "dtype float64, which kernels do not take: cast", call(X.astype("f8"))),
-    "call i64": (TE, "dtype int64", call(X.astype("i8"))),
+    "call i64": (OverflowError, "of int64. is converted to int32, and", call(np.full(128, 2**40))),
     "call big-endian": (TE, "dtype >f4", call(X.astype(">f4"))),
     "call object": (TE, "dtype object", call(X.astype(object))),
-    "call complex": (TE, "dtype complex64", call(X.astype("c8"))),
+    "call complex": (TE, "dtype complex64, which kernels do not take: cast", call(X.astype("c8"))),
     "call text array": (TE, "dtype <U32", call(X.astype("U"))),
     "call struct": (TE, "dtype", call(np.zeros(128, [("a", "f4")]))),
     "call fp8": (TE, "float8_e3m4", call(X.astype(ml_dtypes.float8_e3m4))),
@@ -1220,12 +1219,14 @@ def test_threads():
 def test_objects():
     """repr, copies, pickles, cycles and weak references of the objects a user can hold."""
     low = GOOD.lower(X)
-    assert repr(GOOD) == "<pallas_mgpu kernel add_one>"
-    assert repr(low) == "<pallas_mgpu kernel add_one, lowered>" and "add_one" in repr(low.graph)
+    assert "kernel add_one(" in repr(GOOD) and "add_one, lowered:" in repr(low)
+    assert "add_one" in repr(low.graph)
     assert copy.copy(GOOD) is GOOD and copy.deepcopy([GOOD])[0] is GOOD
-    for x in (GOOD, low, low.graph):
+    for x in (low, low.graph):
         with pytest.raises(TypeError, match="pickle"):
             pickle.dumps(x)
+    assert pickle.loads(pickle.dumps(GOOD)) is GOOD
+    for x in (GOOD, low, low.graph):
         with pytest.raises(TypeError):
             type(x)()
         assert hash(x) is not None and x == x

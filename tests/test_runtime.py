@@ -5,18 +5,19 @@ import re
 import shutil
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import pallas_mgpu as plgpu
-from pallas_mgpu import _core
+from pallas_mgpu import _core, pl
 
 HERE = Path(__file__).resolve().parent
 ROOT = Path(plgpu.__file__).parent.parent
 CASES = re.findall(r"^def case_(\w+)", (HERE / "fake_driver.py").read_text(), re.M)
-CASES = [c for c in CASES if c not in ("no_gpu", "other_gpu")]
+CASES = [c for c in CASES if c not in ("no_gpu", "other_gpu", "second_device")]
 
 
 @pytest.fixture(scope="session")
@@ -71,6 +72,10 @@ def test_launch_path(case, stand_in, tmp_path_factory):
 )
 def test_no_gpu(env, expected, stand_in, tmp_path):
     run_case("no_gpu", stand_in, tmp_path, EXPECTED=expected, **env)
+
+
+def test_second_device(stand_in, tmp_path):
+    run_case("second_device", stand_in, tmp_path, FAKE_CUDA_DEVICES="2")
 
 
 @pytest.mark.parametrize("arch", ["80", "100"])
@@ -167,13 +172,49 @@ def test_lowered():
         )
 
 
+def beside_nvrtc():
+    """Is there an nvdisasm where the wheels put it?"""
+    path = plgpu._core.system_info()["nvrtc"]
+    return any(
+        (Path(p).parent.parent / "bin" / "nvdisasm").exists() for p in re.findall(r"/\S+", path)
+    )
+
+
 def test_sass_without_nvdisasm(monkeypatch):
     monkeypatch.setenv("PATH", "")
     monkeypatch.setenv("CUDA_HOME", "")
     if os.path.exists("/usr/local/cuda/bin/nvdisasm"):
         pytest.skip("a toolkit is installed")
+    if beside_nvrtc():
+        assert "add_one" in compile_one()[1].as_text("sass")
+        return
     with pytest.raises(RuntimeError, match="nvdisasm"):
         compile_one()[1].as_text("sass")
+
+
+def test_spills_by_line():
+    """The line whose values do not fit the registers is named; a small kernel needs no tool."""
+    assert compile_one()[1].spills() == []
+    if not (shutil.which("nvdisasm") or beside_nvrtc()):
+        pytest.skip("needs nvdisasm")
+    n = (256, 128)
+
+    def large(x, y, o):
+        a = x[...]
+        b = y[...]
+
+        @pl.loop(0, 10)
+        def _(i):
+            o[...] = o[...] + a * b
+
+    x = plgpu.ShapeDtypeStruct(n, np.float32)
+    low = plgpu.kernel(large, out_type=x).lower(x, x)
+    found = low.spills()
+    first = large.__code__.co_firstlineno
+    assert low.resources()["spill_bytes"] and found
+    assert all(file == __file__ and first < line <= first + 6 for file, line, _ in found[:3]), found
+    assert [n for _, _, n in found] == sorted((n for _, _, n in found), reverse=True)
+    assert sum(n for _, _, n in found) == pytest.approx(low.resources()["spill_bytes"], rel=0.3)
 
 
 def test_nvrtc_path_is_checked(tmp_path):
@@ -220,14 +261,77 @@ def test_cache_hit_opens_no_nvrtc(cache):
     assert "from_disk False" in in_process()
 
 
+@pytest.mark.parametrize(
+    "name, value, wanted",
+    [
+        ("CACHE_BYTES", "abc", "a whole number of at least 0"),
+        ("CACHE_BYTES", "1G", "a whole number"),
+        ("CACHE_BYTES", "-1", "a whole number"),
+        ("CACHE_BYTES", "99999999999999999999", "a whole number"),
+        ("PLAN_BYTES", "1.5", "a whole number"),
+        ("NO_CACHE", "maybe", "0, 1, false, true"),
+        ("LINEINFO", "2", "0, 1, false, true"),
+        ("CACHE_DIR", "~/cache", "a path without ~"),
+        ("DUMP", "~", "a path without ~"),
+        ("BACKEND", "gpu", "auto, cuda and interpret"),
+    ],
+)
+def test_environment_variables_are_checked(name, value, wanted, monkeypatch, cache):
+    name = f"PALLAS_MGPU_{name}"
+    monkeypatch.setenv(name, value)
+    k = plgpu.kernel(add_one, out_type=plgpu.ShapeDtypeStruct((8,), np.float32))
+    x = np.zeros(8, np.float32)
+    with pytest.raises(ValueError, match=f"{name}.*{wanted}|{name}.*{re.escape(value)}.*{wanted}"):
+        k(x)
+    monkeypatch.setenv(name, "")  # as unset
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert (k(x) == 1).all()
+
+
+def test_many_options_of_nvrtc(cache, monkeypatch):
+    for n, accepted in [(100, True), (1000, False)]:
+        monkeypatch.setenv("PALLAS_MGPU_NVRTC_OPTIONS", "--fmad=true " * n)
+        if accepted:
+            compile_one()
+            continue
+        with pytest.raises(ValueError, match="NVRTC_OPTIONS has 12000 characters"):
+            compile_one()
+    monkeypatch.setenv("PALLAS_MGPU_NVRTC_OPTIONS", " \t--fmad=false\n ")
+    compile_one(256)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs to give a directory away")
+def test_cache_of_another_user(cache):
+    cache.mkdir()
+    os.chown(cache, 12345, 12345)
+    got = in_process()
+    assert "from_disk False" in got and got.count("belongs to another user") == 1
+    assert str(cache) in got and not list(cache.iterdir())
+    assert "belongs" not in in_process(PALLAS_MGPU_NO_CACHE="1")
+
+
+def test_home_that_cannot_be_written(tmp_path):
+    """As in containers: kernels are compiled and not kept, and that is said once."""
+    home = tmp_path / "home"
+    home.write_text("")  # a file, so that nothing can be made in it, even by root
+    got = in_process(HOME=str(home), PALLAS_MGPU_CACHE_DIR="", XDG_CACHE_HOME="")
+    assert "registers" in got and "from_disk False" in got
+    assert got.count("compiled kernels are not kept on disk") == 1, got
+    got = in_process(PALLAS_MGPU_CACHE_DIR=str(tmp_path / ("x" * 200) / ("y/" * 2500)))
+    assert "has too long a name" in got and not (tmp_path / ("x" * 200)).exists()
+
+
 def test_environment_variables(cache, tmp_path):
     in_process()
-    assert "from_disk True" in in_process(PALLAS_MGPU_CACHE_BYTES="nonsense")
-    assert "from_disk True" in in_process(PALLAS_MGPU_NO_CACHE="0")
-    for on in ("1", "yes"):
+    assert "from_disk True" in in_process(PALLAS_MGPU_CACHE_BYTES="")
+    for off in ("0", "false", "No", "OFF", ""):
+        assert "from_disk True" in in_process(PALLAS_MGPU_NO_CACHE=off)
+    for on in ("1", "yes", "true", "On"):
         assert "from_disk False" in in_process(PALLAS_MGPU_NO_CACHE=on)
     unwritable = in_process(PALLAS_MGPU_CACHE_DIR="/proc/nowhere")
     assert "registers" in unwritable and "from_disk False" in unwritable
+    assert "/proc/nowhere cannot be written" in unwritable
     got = in_process(PALLAS_MGPU_NVRTC_OPTIONS="--bogus")
     assert "CompileError" in got and "unrecognized option --bogus" in got
     (tmp_path / "text.so").write_text("no library")
@@ -314,3 +418,17 @@ def test_cache_directory_follows_xdg(monkeypatch, tmp_path):
     for value, folder in cases.items():
         monkeypatch.setenv("XDG_CACHE_HOME", value)
         assert _core.system_info()["cache_dir"] == str(folder)
+
+
+@pytest.mark.parametrize("command", ["info", "layouts"])
+def test_readers_that_close_early(command):
+    """As in `python -m pallas_mgpu info | head -1`."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    code = f"import pallas_mgpu.__main__ as m, sys; sys.exit(m.main([{command!r}]))"
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=env, stdout=write, stderr=subprocess.PIPE
+    )
+    os.close(write)
+    assert done.returncode == 0 and not done.stderr, done.stderr

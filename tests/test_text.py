@@ -237,3 +237,11 @@ def test_offsets_of_large_arrays_have_64_bits():
     assert len(loads) == 2 and all("+ (i64)" in x for x in loads), loads
     assert re.search(r"\(i64\)warp \* 1073741824\) \+ \(.*\(i64\)lane / 4 \* 67108864", loads[0])
     assert re.search(r"\(i64\)\w+ \* 67108864", loads[1])
+
+
+def test_no_line_directive_stands_before_another():
+    for name, kernel, args in kernels():
+        text = kernel.lower(*args).as_text("cuda")
+        assert "#line" in text and not re.search(r"^#line.*\n#line", text, re.M), name
+        named = re.findall(r'^#line \d+( ".*")?$', text, re.M)
+        assert named[0]  # the first one says in which file

@@ -78,12 +78,25 @@ void pm_note(pm_gen *e, pm_opid op, const char *what) {
   pm_place(e, op);
 }
 
+/* Takes a #line directive back that nothing follows; did it name the file? */
+static bool take_back(pm_gen *e) {
+  size_t at = e->out.n;
+  if (!at) return false;
+  while (--at > 0 && e->out.at[at - 1] != '\n') continue;
+  if (strncmp(e->out.at + at, "#line ", 6)) return false;
+  const bool named = e->out.at[e->out.n - 2] == '"';
+  e->out.n = at;
+  e->out.at[at] = 0;
+  return named;
+}
+
 void pm_place(pm_gen *e, pm_opid op) {
   const pm_op *o = pm_get(e->g, op);
   if (!e->options->line_directives || !o->line) return;
   const char *file = e->g->strings.at[o->file];
-  const bool same_file = e->file && !strcmp(e->file, file);
+  bool same_file = e->file && !strcmp(e->file, file);
   if (same_file && e->line == o->line) return;
+  if (take_back(e)) same_file = false;
   if (same_file) {
     pm_putf(&e->out, "#line %u\n", o->line);
   } else {

@@ -31,5 +31,7 @@ pm_code pm_interp_compile(const pm_graph *g, pm_machine **out, pm_err *err);
  */
 pm_code pm_interp_run(pm_machine *m, void *const *buffers, const pm_interp_options *o, pm_err *err);
 void pm_interp_free(pm_machine *m);
+/* Memory that it keeps between runs. */
+size_t pm_interp_bytes(const pm_machine *m);
 
 #endif

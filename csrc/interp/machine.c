@@ -1055,6 +1055,8 @@ pm_code pm_interp_run(pm_machine *m, void *const *buffers, const pm_interp_optio
   return err->code;
 }
 
+size_t pm_interp_bytes(const pm_machine *m) { return sizeof *m + m->arena.total; }
+
 void pm_interp_free(pm_machine *m) {
   if (!m) return;
   free_run(m);

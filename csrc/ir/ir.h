@@ -139,6 +139,7 @@ typedef struct pm_graph {
   uint32_t n_operands, n_outputs;        /* arguments of block 1 */
   uint32_t n_inout;                      /* outputs that alias operands (recorded in alias[]) */
   int32_t *alias;                        /* per output: operand index or -1 */
+  const int64_t **strides; /* per operand those of its array, in elements, NULL: row-major; or NULL */
   bool approx_math, no_auto_barriers;
   uint8_t stage;      /* enum pm_stage */
   int64_t smem_bytes; /* after passes/smem.c: dynamic SMEM with all reserves */

@@ -29,9 +29,10 @@ typedef struct parser {
   pm_graph *g;
   const char *text, *at, *end;
   pm_err *err;
-  PM_VEC(symbol) symbols; /* in order of definition; 0 is none */
-  PM_VEC(uint32_t) slots; /* hash table over symbols, a power of two */
-  PM_VEC(int32_t) alias;  /* per output */
+  PM_VEC(symbol) symbols;          /* in order of definition; 0 is none */
+  PM_VEC(uint32_t) slots;          /* hash table over symbols, a power of two */
+  PM_VEC(int32_t) alias;           /* per output */
+  PM_VEC(const int64_t *) strides; /* per operand and output */
   int depth;
 } parser;
 
@@ -692,8 +693,25 @@ static pm_code find_region_arg(parser *p, pm_blk block, uint32_t k, const pm_typ
        pm_type_text(p->g->arena, t));
 }
 
+/* Of an operand; NULL where there are none. */
+static pm_code read_strides(parser *p, const pm_type *t, const int64_t **out) {
+  const char *from = p->at;
+  *out = NULL;
+  if (!eat_word(p, "strides")) return PM_OK;
+  int64_t *s = pm_alloc(p->g->arena, PM_MAX_RANK * sizeof *s);
+  if (p->g->n_outputs || !t->rank) FAIL(p, from, "only operands with dimensions have strides");
+  for (int d = 0; d < t->rank; d++) {
+    TRY(expect(p, d ? ',' : '['));
+    TRY(read_int(p, &s[d]));
+    if (s[d] < 0) FAIL(p, from, "strides are not negative");
+  }
+  *out = s;
+  return expect(p, ']');
+}
+
 static pm_code parse_args(parser *p, pm_blk block) {
   uint32_t n = 0;
+  bool strided = false;
   do {
     int64_t alias = -2;
     slice label, layout;
@@ -707,8 +725,15 @@ static pm_code parse_args(parser *p, pm_blk block) {
     else TRY(find_region_arg(p, block, n, &t, label.at, &v));
     TRY(define(p, label, v));
     TRY(set_layout(p, v, layout));
+    if (block == 1) {
+      const int64_t *strides;
+      TRY(read_strides(p, &t, &strides));
+      pm_vec_push(p->g->arena, &p->strides, strides);
+      if (strides) strided = true;
+    }
     n++;
   } while (eat(p, ','));
+  if (strided) p->g->strides = p->strides.at;
   uint32_t n_args = p->g->blocks.at[block].n_args;
   if (n != n_args) FAIL(p, p->at, "the region has %u arguments, not %u", n_args, n);
   return PM_OK;

@@ -218,6 +218,17 @@ static void put_role(printer *p, pm_blk block, uint32_t index) {
   else pm_putf(p->out, "out(%d) ", (int)alias);
 }
 
+/* " strides [1, 64]" behind an operand that is not row-major */
+static void put_strides(printer *p, uint32_t index) {
+  const pm_graph *g = p->g;
+  const int64_t *s = g->strides && index < g->n_operands ? g->strides[index] : NULL;
+  if (!s) return;
+  const int rank = pm_typeof(g, g->blocks.at[1].arg + index)->rank;
+  for (int d = 0; d < rank; d++)
+    pm_putf(p->out, "%s%lld", d ? ", " : " strides [", (long long)s[d]);
+  pm_put(p->out, "]");
+}
+
 static void put_args(printer *p, pm_blk block, int indent) {
   const pm_block *b = &p->g->blocks.at[block];
   if (!b->n_args) return;
@@ -228,6 +239,7 @@ static void put_args(printer *p, pm_blk block, int indent) {
     define(p, b->arg + k);
     pm_put(p->out, ": ");
     put_type(p, b->arg + k);
+    if (block == 1) put_strides(p, k);
   }
   pm_put(p->out, "\n");
 }

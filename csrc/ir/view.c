@@ -1,11 +1,10 @@
 /* Views: the chain of INDEX, TRANSPOSE_REF, RESHAPE_REF and CLUSTER_REF ops above a ref, resolved
  * to its base.
  *
- * The base sets one stride (or a tile, an outer and an inner stride) per dimension; the ops of the
- * chain are then applied from the base outwards, each of them a change of the list of dimensions
- * and of the offset:
- *   index      offset grows by the starts, dimensions shrink, are strided or go
- *   transpose  dimensions are permuted
+ * The base sets one stride (or a tile, an outer and an inner stride) per dimension, row-major but
+ * for operands whose array is strided; the ops of the chain are then applied from the base
+ * outwards, each of them a change of the list of dimensions and of the offset: index      offset
+ * grows by the starts, dimensions shrink, are strided or go transpose  dimensions are permuted
  *   reshape    runs of dimensions are folded and unfolded where their strides allow it
  *   bitcast    the dtype changes, its width stays
  *
@@ -80,6 +79,10 @@ static void row_major(const pm_type *t, pm_view *v) {
   }
 }
 
+static void take_strides(const int64_t *stride, pm_view *v) {
+  for (uint32_t k = 0; k < v->rank; k++) v->dim[k].inner = v->base_stride[k] = stride[k];
+}
+
 /* [..., N / t1, M, t1]: a one-dimensional tiling is row-major already */
 static void apply_tiling(const pm_graph *g, pm_view *v) {
   uint32_t n;
@@ -111,6 +114,8 @@ static pm_code resolve_base(const pm_graph *g, pm_val ref, bool physical, pm_vie
                      "a ref that a loop or a branch carries is not available; use it from outside");
     }
     v->param = (int32_t)val->index;
+    if (g->strides && val->index < g->n_operands && g->strides[val->index])
+      take_strides(g->strides[val->index], v);
     return PM_OK;
   }
   switch (pm_get(g, val->def)->code) {
@@ -445,8 +450,7 @@ pm_code pm_view_of(const pm_graph *g, pm_val ref, bool physical, pm_view *out, p
   return code;
 }
 
-pm_code pm_view_of_access(const pm_graph *g, pm_opid op, bool physical, pm_view *out,
-                          pm_err *err) {
+pm_code pm_view_of_access(const pm_graph *g, pm_opid op, bool physical, pm_view *out, pm_err *err) {
   const pm_op *o = pm_get(g, op);
   uint32_t n = 0;
   pm_code rc = pm_view_of(g, pm_in(g, op, 0), physical, out, err);

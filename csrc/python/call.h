@@ -26,6 +26,10 @@ typedef struct pmpy_call {
   bool cuda;
   int device;
   bool has_array, mixed;
+  bool converted;  /* an operand was, from 64 bits */
+  bool in_place;   /* an output given may be an operand */
+  bool has_stream; /* stream= was given */
+  void *stream;
 } pmpy_call;
 
 /* Read operands and out (NULL: none); both must live as long as c. 1: done, 0: operand number n_in
@@ -35,10 +39,46 @@ int pmpy_call_read(pmpy_call *c, PyObject *name, PyObject *const *args, size_t n
 void pmpy_call_end(pmpy_call *c);
 /* Find out where the arrays lie and whose they are; 0 or -1. */
 int pmpy_call_locate(pmpy_call *c);
+/* ValueError where an output given shares memory with another one or with an operand; if in_place,
+ * it may be the whole of one. overlap.c */
+int pmpy_call_check_overlap(const pmpy_call *c);
 /* New: what the kernel returns for operands that were read and located. */
 PyObject *pmpy_call_run(pmpy_call *c, PyObject *kernel);
+/* What a call's keyword is. */
+typedef enum pmpy_keyword { PMPY_KW_OTHER, PMPY_KW_OUT, PMPY_KW_STREAM } pmpy_keyword;
+extern PyObject *pmpy_name_out, *pmpy_name_stream; /* interned, as names in calls are */
+static inline pmpy_keyword pmpy_keyword_of(PyObject *name) {
+  if (name == pmpy_name_out) return PMPY_KW_OUT;
+  if (name == pmpy_name_stream) return PMPY_KW_STREAM;
+  if (!PyUnicode_CompareWithASCIIString(name, "out")) return PMPY_KW_OUT;
+  return PyUnicode_CompareWithASCIIString(name, "stream") ? PMPY_KW_OTHER : PMPY_KW_STREAM;
+}
+/* stream= of a call that was read; NULL and None: not given. 0 or -1. */
+static inline int pmpy_call_stream(pmpy_call *c, PyObject *stream) {
+  if (!stream || stream == Py_None) return 0;
+  c->has_stream = true;
+  return pmpy_stream_from(stream, "stream", &c->stream);
+}
+
+/* ---- streams.c ----------------------------------------------------------------------------- */
+
+/* Order `stream` and the streams that arrays are used on, before the launch or after it: those of
+ * the libraries that are not the home, or with stream= those that have no stream of their own. */
+int pmpy_order(const pmpy_call *c, void *stream, bool before);
+/* What the home's current stream holds comes before `stream`. */
+int pmpy_order_home(const pmpy_call *c, void *stream);
+/* Keep what the stream's work may still use until it is done: arrays of producers that do not know
+ * our stream; with stream= all, and the results. */
+int pmpy_hold(pmpy_call *c, void *stream, PyObject *const *made, uint32_t n_made);
+/* Release what the device has passed. */
+void pmpy_sweep(void);
+int pmpy_init_streams(void);
+
 /* TypeError for operand number n_in, which is no array. */
 PyObject *pmpy_call_refuse(const pmpy_call *c);
+
+/* __reduce__ of kernels and families: by their place in a module. */
+PyObject *pmpy_reduce(PyObject *self, PyObject *unused);
 
 /* family.c: Family. */
 int pmpy_init_family(PyObject *module);

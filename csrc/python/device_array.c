@@ -179,7 +179,7 @@ static PyObject *from_any(PyObject *o, bool copy_host, int device) {
   void *stream = NULL;
   PyObject *made = NULL;
   if (Py_TYPE(o) == pmpy.device_array_type) return Py_NewRef(o);
-  int code = pmpy_read(o, 0, false, false, &b);
+  int code = pmpy_read(o, 0, PMPY_ARRAY, &b);
   if (code < 0) return NULL;
   if (!code)
     return PyErr_Format(PyExc_TypeError,
@@ -353,17 +353,21 @@ static PyObject *make_capsule(pmpy_device_array *a, bool versioned, bool is_copy
 static int order_for(pmpy_device_array *a, PyObject *stream) {
   pm_err err = {0};
   if (stream == Py_None) return 0;
-  long long n = PyLong_AsLongLong(stream);
-  if (n == -1 && PyErr_Occurred()) return -1;
-  if (n == 0) {
+  void *handle;
+  if (PyLong_Check(stream)) {
+    if (PyLong_AsLong(stream) == -1 && !PyErr_Occurred()) return 0;
+    PyErr_Clear();
+  }
+  if (pmpy_stream_from(stream, "__dlpack__: stream", &handle) < 0) return -1;
+  if (!handle && PyLong_Check(stream)) {
     PyErr_SetString(PyExc_ValueError,
                     "__dlpack__: stream 0 is ambiguous; 1 is the legacy default "
                     "stream, 2 the default stream of the thread");
     return -1;
   }
-  if (n == -1 || n == 1) return 0;
+  if (!handle || handle == (void *)1) return 0;
   a->foreign_stream = true;
-  return pm_stream_order(a->device, NULL, (void *)(intptr_t)n, &err) ? fail(&err) : 0;
+  return pm_stream_order(a->device, NULL, handle, &err) ? fail(&err) : 0;
 }
 
 static PyObject *to_host_capsule(pmpy_device_array *a, PyObject *max_version) {
@@ -500,6 +504,7 @@ static PyObject *synchronize(PyObject *module, PyObject *args, PyObject *kw) {
   Py_BEGIN_ALLOW_THREADS code = pm_synchronize(ordinal, NULL, &err);
   if (!code) code = pm_private_stream(ordinal, &own, &err);
   if (!code) code = pm_synchronize(ordinal, own, &err);
+  if (!code) pm_modules_sweep();
   Py_END_ALLOW_THREADS if (code) return pmpy_raise(&err);
   Py_RETURN_NONE;
 }

@@ -5,6 +5,8 @@
  * then __dlpack__; then __cuda_array_interface__; then numbers. Descriptions of types are never
  * removed, and the types they belong to are kept alive, so that readers need no lock.
  *
+ * NumPy's operands of 64 bits are converted (narrow.c).
+ *
  * Whatever comes out is dense and row-major. Host arrays of NumPy are copied where they are not;
  * every other array that is not is refused, since a copy of device memory should be the user's. */
 #include "exchange.h"
@@ -12,6 +14,7 @@
 #define NPY_NO_DEPRECATED_API NPY_2_0_API_VERSION
 #include <numpy/arrayobject.h>
 
+#include <math.h>
 #include <pthread.h>
 #include <stdatomic.h>
 
@@ -50,12 +53,25 @@ static int refuse(PyObject *type, int which, PyObject *o, const char *fmt, ...) 
   return -1;
 }
 
+static pmpy_family family_of(PyTypeObject *type);
+
+/* The cast that helps, as the library of the array spells it. */
 static int refuse_dtype(int which, PyObject *o, const char *dtype) {
-  char names[PMPY_DTYPE_NAMES];
+  static const struct {
+    const char *wide, *narrow;
+  } casts[] = {{"int64", "int32"}, {"uint64", "uint32"}, {"float64", "float32"},
+               {"<i8", "int32"},   {"<u8", "uint32"},    {"<f8", "float32"}};
+  char names[PMPY_DTYPE_NAMES], cast[64] = "";
+  for (size_t i = 0; i < PM_COUNT(casts) && !*cast; i++) {
+    if (strcmp(dtype, casts[i].wide)) continue;
+    const bool torch = family_of(Py_TYPE(o)) == PMPY_TORCH;
+    snprintf(cast, sizeof cast, torch ? "by x.to(torch.%s), " : "by x.astype('%s'), ",
+             casts[i].narrow);
+  }
   return refuse(PyExc_TypeError, which, o,
-                "has dtype %s, which kernels do not take: cast it explicitly, to a type of 32 bits "
-                "or less (%s)",
-                dtype, pmpy_dtype_names(names));
+                "has dtype %s, which kernels do not take: cast it explicitly, %sto a type of 32 "
+                "bits or less (%s)",
+                dtype, cast, pmpy_dtype_names(names));
 }
 
 static int refuse_rank(int which, PyObject *o, int rank) {
@@ -66,6 +82,20 @@ static int refuse_rank(int which, PyObject *o, int rank) {
 static int refuse_strides(int which, PyObject *o) {
   return refuse(PyExc_ValueError, which, o,
                 "is not contiguous in row-major order: pass a contiguous copy");
+}
+
+/* An array on the GPU that is not row-major: kernels take it by its strides (elements), if they are
+ * such as a tensor's are. */
+static int take_strides(PyObject *o, int which, const int64_t *stride, pmpy_buffer *b) {
+  if (!b->cuda || pm_dtypes[b->dtype].bits < 8) return refuse_strides(which, o);
+  for (int i = 0; i < b->rank; i++) {
+    b->stride[i] = b->shape[i] == 1 ? 0 : stride[i];
+    if (b->stride[i] < 0)
+      return refuse(PyExc_ValueError, which, o,
+                    "has a negative stride along dimension %d: pass a contiguous copy", i);
+  }
+  b->strided = true;
+  return 1;
 }
 
 static int refuse_read_only(int which, PyObject *o) {
@@ -117,18 +147,25 @@ static int refuse_descr(int which, PyObject *o, PyArray_Descr *d) {
   return -1;
 }
 
-static int read_numpy(PyObject *o, int which, bool writable, pmpy_buffer *b) {
+static int read_numpy(PyObject *o, int which, pmpy_purpose purpose, pmpy_buffer *b) {
   PyArrayObject *a = (PyArrayObject *)o;
   int dtype = dtype_of_descr(PyArray_DESCR(a)), rank = PyArray_NDIM(a);
-  if (dtype < 0) return refuse_descr(which, o, PyArray_DESCR(a));
   if (rank > PM_MAX_RANK) return refuse_rank(which, o, rank);
+  if (dtype < 0) {
+    pm_dtype to;
+    b->keep = purpose >= PMPY_INPUT ? pmpy_narrow_array(o, which, &to, &b->was) : NULL;
+    if (!b->keep) return PyErr_Occurred() ? -1 : refuse_descr(which, o, PyArray_DESCR(a));
+    b->copied = true;
+    a = (PyArrayObject *)b->keep;
+    dtype = (int)to;
+  }
   b->dtype = (uint8_t)dtype;
   b->rank = (uint8_t)rank;
   b->read_only = !PyArray_ISWRITEABLE(a);
   for (int i = 0; i < rank; i++) b->shape[i] = PyArray_DIM(a, i);
-  if (writable && b->read_only) return refuse_read_only(which, o);
+  if (purpose == PMPY_OUTPUT && b->read_only) return refuse_read_only(which, o);
   if (!PyArray_IS_C_CONTIGUOUS(a) || !PyArray_ISALIGNED(a)) {
-    if (writable) return refuse_strides(which, o);
+    if (purpose == PMPY_OUTPUT) return refuse_strides(which, o);
     b->keep = PyArray_NewCopy(a, NPY_CORDER);
     if (!b->keep) return -1;
     b->copied = true;
@@ -184,26 +221,31 @@ static int read_number(PyObject *o, int which, pmpy_buffer *b) {
   if (PyLong_Check(o)) return read_int(o, which, b);
   double v = PyFloat_AsDouble(o);
   if (v == -1 && PyErr_Occurred()) return -1;
+  if (isfinite(v) && !isfinite((float)v))
+    return refuse(PyExc_OverflowError, which, o, "does not fit float32");
   return keep_number(b, PM_F32, (pm_scalar){.f = v});
 }
 
-/* numpy.float16(3) and the like: of their own dtype, or as a Python int if that has 64 bits */
+/* numpy.float16(3) and the like: of their own dtype, or converted */
 static int read_numpy_number(PyObject *o, int which, pmpy_buffer *b) {
   PyArray_Descr *d = PyArray_DescrFromScalar(o);
   if (!d) return -1;
-  int dtype = dtype_of_descr(d), code;
+  int dtype = dtype_of_descr(d), code = 1;
+  pm_dtype to;
   if (dtype >= 0) {
     PyArray_ScalarAsCtype(o, &b->number);
-    b->dtype = (uint8_t)dtype;
-    b->rank = 0;
-    b->read_only = true;
-    b->ptr = (uint64_t)(uintptr_t)&b->number;
-    code = 1;
   } else {
-    code = PyTypeNum_ISINTEGER(d->type_num) ? read_int(o, which, b) : refuse_descr(which, o, d);
+    code = pmpy_narrow_scalar(o, which, &b->number, &to, &b->was);
+    if (!code) code = refuse_descr(which, o, d);
+    dtype = (int)to;
   }
   Py_DECREF(d);
-  return code;
+  if (code < 0) return -1;
+  b->dtype = (uint8_t)dtype;
+  b->rank = 0;
+  b->read_only = true;
+  b->ptr = (uint64_t)(uintptr_t)&b->number;
+  return 1;
 }
 
 /* Objects with shape and dtype, and no data: only where a description is enough. */
@@ -285,13 +327,12 @@ static int read_tensor(PyObject *o, int which, const DLTensor *t, pmpy_buffer *b
                     "lies on a device of DLPack type %d; the host and CUDA devices are supported",
                     (int)t->device.device_type);
   }
-  if (!is_dense(t)) return refuse_strides(which, o);
   b->dtype = (uint8_t)dtype;
   b->rank = (uint8_t)t->ndim;
   b->device = b->cuda ? t->device.device_id : 0;
   b->ptr = (uint64_t)(uintptr_t)t->data + t->byte_offset;
   for (int i = 0; i < t->ndim; i++) b->shape[i] = t->shape[i];
-  return 1;
+  return is_dense(t) ? 1 : take_strides(o, which, t->strides, b);
 }
 
 static int read_dlpack_c(PyObject *o, int which, const DLPackExchangeAPI *api, pmpy_buffer *b) {
@@ -436,12 +477,12 @@ static int read_interface_dict(PyObject *o, int which, PyObject *d, pmpy_buffer 
   }
   if (PyErr_Occurred()) return -1;
   DLTensor dense = {.ndim = (int)rank, .shape = b->shape, .strides = strided ? stride : NULL};
-  if (!is_dense(&dense)) return refuse_strides(which, o);
   b->dtype = (uint8_t)dtype;
   b->rank = (uint8_t)rank;
   b->cuda = true;
   b->read_only = read_only;
   b->ptr = ptr;
+  if (!is_dense(&dense) && take_strides(o, which, stride, b) < 0) return -1;
   if (ptr && device_of(ptr, &b->device) < 0) return -1;
   return order_interface(PyDict_GetItemString(d, "stream"), b->device) < 0 ? -1 : 1;
 }
@@ -515,7 +556,7 @@ static bool describe(PyObject *o, pmpy_source *s) {
     return true;
   }
   if (PyBool_Check(o) || PyLong_Check(o) || PyFloat_Check(o) || PyArray_CheckScalar(o)) {
-    s->how = PyArray_CheckScalar(o) && !PyFloat_Check(o) ? READ_NUMPY_NUMBER : READ_NUMBER;
+    s->how = PyArray_CheckScalar(o) ? READ_NUMPY_NUMBER : READ_NUMBER;
     return true;
   }
   s->api = exchange_api(type);
@@ -589,22 +630,23 @@ static int read_device_array(PyObject *o, int which, bool writable, pmpy_buffer 
   return 1;
 }
 
-static int read_as(PyObject *o, int which, bool writable, bool specs, pmpy_buffer *b) {
+static int read_as(PyObject *o, int which, pmpy_purpose purpose, pmpy_buffer *b) {
   switch ((enum how)b->source->how) {
-    case READ_DEVICE_ARRAY: return read_device_array(o, which, writable, b);
-    case READ_NUMPY: return read_numpy(o, which, writable, b);
+    case READ_DEVICE_ARRAY: return read_device_array(o, which, purpose == PMPY_OUTPUT, b);
+    case READ_NUMPY: return read_numpy(o, which, purpose, b);
     case READ_DLPACK_C: return read_dlpack_c(o, which, b->source->api, b);
     case READ_DLPACK: return read_dlpack(o, which, b);
     case READ_CUDA_INTERFACE: return read_interface(o, which, b);
     case READ_NUMBER: return read_number(o, which, b);
     case READ_NUMPY_NUMBER: return read_numpy_number(o, which, b);
-    case READ_SPEC: return specs ? read_spec(o, which, b) : 0;
+    case READ_SPEC: return purpose == PMPY_SPEC ? read_spec(o, which, b) : 0;
     case READ_NOTHING: break;
   }
   return 0;
 }
 
-int pmpy_read(PyObject *o, int which, bool writable, bool specs, pmpy_buffer *b) {
+int pmpy_read(PyObject *o, int which, pmpy_purpose purpose, pmpy_buffer *b) {
+  const bool writable = purpose == PMPY_OUTPUT;
   b->source = source_of(o);
   if (!b->source) return -1;
   b->ptr = 0;
@@ -613,7 +655,11 @@ int pmpy_read(PyObject *o, int which, bool writable, bool specs, pmpy_buffer *b)
   b->keep = NULL;
   b->managed = NULL;
   b->managed_old = NULL;
-  int code = read_as(o, which, writable, specs, b);
+  b->was = NULL;
+  b->strided = false;
+  int code = read_as(o, which, purpose, b);
+  if (code == 1 && b->strided && purpose != PMPY_INPUT && purpose != PMPY_SPEC)
+    code = refuse_strides(which, o);
   if (code == 1 && writable && b->source->family == PMPY_JAX)
     code = refuse(PyExc_TypeError, which, o, "is immutable, as all JAX arrays are");
   if (code == 1 && writable && b->read_only)
@@ -760,5 +806,5 @@ PyObject *pmpy_finish(const pmpy_source *s, PyObject *made, bool cuda) {
 
 int pmpy_init_exchange(PyObject *module) {
   import_array1(-1);
-  return pmpy_init_device_array(module);
+  return pmpy_init_narrow() < 0 ? -1 : pmpy_init_device_array(module);
 }

@@ -47,6 +47,9 @@ typedef struct pmpy_buffer {
   PyObject *keep;                    /* owned: what must live while ptr is used, or NULL */
   DLManagedTensorVersioned *managed; /* owned, or NULL */
   DLManagedTensor *managed_old;      /* owned, or NULL */
+  const char *was;                   /* the dtype that it was converted from, or NULL */
+  bool strided;                      /* not row-major: an operand on the GPU */
+  int64_t stride[PM_MAX_RANK];       /* in elements, if strided */
   uint32_t number;                   /* the memory of a Python number */
 } pmpy_buffer;
 
@@ -54,10 +57,20 @@ typedef struct pmpy_buffer {
  */
 const char *pmpy_which(int which, char text[32]);
 
-/* Read an object. 1: done, 0: no array (no exception), -1: exception naming the argument.
- * `writable`: no copies, no numbers, nothing read-only. `specs`: objects with shape and dtype alone
- * will do. */
-int pmpy_read(PyObject *o, int which, bool writable, bool specs, pmpy_buffer *out);
+/* What an object is read for. */
+typedef enum pmpy_purpose {
+  PMPY_ARRAY,  /* its memory as it is */
+  PMPY_OUTPUT, /* to be written: no copies, no numbers, nothing read-only */
+  PMPY_INPUT,  /* an operand: NumPy's 64 bits are converted */
+  PMPY_SPEC    /* an operand of which shape and dtype alone will do */
+} pmpy_purpose;
+/* Read an object. 1: done, 0: no array (no exception), -1: exception naming the argument. */
+int pmpy_read(PyObject *o, int which, pmpy_purpose purpose, pmpy_buffer *out);
+/* narrow.c: an array, or a scalar of NumPy, of 64 bits as one of 32. New, or NULL (0), with an
+ * exception or where the dtype is another one (none); a scalar: 1, -1 with an exception. */
+PyObject *pmpy_narrow_array(PyObject *array, int which, pm_dtype *to, const char **was);
+int pmpy_narrow_scalar(PyObject *scalar, int which, void *into, pm_dtype *to, const char **was);
+int pmpy_init_narrow(void);
 void pmpy_release(pmpy_buffer *b);
 /* Would pmpy_read take it, and not as a number? Objects with shape and dtype alone where `specs`.
  */
@@ -65,6 +78,9 @@ bool pmpy_is_array(PyObject *o, bool specs);
 
 /* The stream that the family computes on now (NULL: the legacy default stream). */
 int pmpy_current_stream(const pmpy_source *s, int device, void **stream);
+
+/* The handle of a stream object or an int: streams.c. */
+int pmpy_stream_from(PyObject *o, const char *who, void **stream);
 
 typedef struct pmpy_spec {
   uint8_t dtype, rank;

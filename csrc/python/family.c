@@ -7,21 +7,23 @@
  * which binds the arguments to the signature and knows the kernels made for other spellings of the
  * same call.
  *
- * Entries are never removed, so that they can be used without a lock: options are things of which
- * a program has few. */
+ * A family keeps so many entries at most; then those longest unused go. Whoever looks at an entry
+ * holds a reference to it, since another thread may remove it meanwhile. */
 #include "call.h"
 
 #include <stddef.h>
 #include <structmember.h>
 
-enum { FEW_INTS = 64, ALIGNMENT = 16 };
+enum { FEW_INTS = 64, ALIGNMENT = 16, MOST_ENTRIES = 1024 };
 
 typedef struct entry {
+  int refs; /* the table's, and of those that look at it */
   uint64_t hash;
   uint32_t n_ints, n_values, n_order;
   int64_t *ints;     /* owned */
   PyObject **values; /* owned, items too; NULL stands for an array */
   PyObject *target;  /* owned: a kernel, or a function of arrays */
+  uint64_t used;     /* the family's `now` at the last hit */
   bool direct;       /* a kernel whose operands are in the order of the call */
   uint8_t order[PMPY_MAX_PARAMS];
 } entry;
@@ -32,9 +34,11 @@ typedef struct family {
   PyObject *name, *make;
   entry **table; /* open addressing; a power of two, at most half full */
   uint32_t n_entries, capacity;
+  uint64_t now;  /* ticks with each miss */
+  bool in_place; /* out= may be an operand */
 } family;
 
-static PyObject *out_names; /* ("out",) */
+static PyObject *call_names[4]; /* of keywords: bit 0 out=, bit 1 stream= */
 
 /* ---- one call ----------------------------------------------------------------------------- */
 
@@ -43,7 +47,7 @@ typedef struct request {
   PyObject *const *args;
   Py_ssize_t n_args, n_kw;
   PyObject *names;                      /* borrowed: of the keywords, or NULL */
-  PyObject *out;                        /* borrowed, or NULL */
+  PyObject *out, *stream;               /* borrowed, or NULL */
   PyObject *operand[PMPY_MAX_PARAMS];   /* borrowed; used where arrays are given by name */
   PyObject *value[2 * PMPY_MAX_PARAMS]; /* names and values of options, NULL for arrays */
   uint32_t n_operands, n_values, n_ints;
@@ -62,11 +66,12 @@ static int sort(const family *f, request *r, bool specs) {
   if (r->n_args + r->n_kw > PMPY_MAX_PARAMS) return too_many(f);
   r->n_operands = (uint32_t)r->n_args;
   r->n_values = 0;
-  r->out = NULL;
+  r->out = r->stream = NULL;
   for (Py_ssize_t i = 0; i < r->n_kw; i++) {
     PyObject *name = PyTuple_GET_ITEM(r->names, i), *o = r->args[r->n_args + i];
-    if (!PyUnicode_CompareWithASCIIString(name, "out")) {
-      if (o != Py_None) r->out = o;
+    const pmpy_keyword what = pmpy_keyword_of(name);
+    if (what != PMPY_KW_OTHER) {
+      if (o != Py_None) *(what == PMPY_KW_OUT ? &r->out : &r->stream) = o;
       continue;
     }
     bool is_array = pmpy_is_array(o, specs);
@@ -82,6 +87,14 @@ static int sort(const family *f, request *r, bool specs) {
 
 static bool is_misaligned(const pmpy_buffer *b) { return b->cuda && b->ptr % ALIGNMENT; }
 
+static int refuse_strided(const family *f, uint32_t i) {
+  char name[32];
+  PyErr_Format(PyExc_ValueError,
+               "%U: %s is not contiguous in row-major order: pass a contiguous copy", f->name,
+               pmpy_which((int)i, name));
+  return -1;
+}
+
 /* The key, and its hash; 0 or -1. */
 static int make_key(const family *f, request *r) {
   const pmpy_call *c = &r->c;
@@ -94,6 +107,7 @@ static int make_key(const family *f, request *r) {
   *at++ = r->n_args;
   for (uint32_t i = 0; i < c->n_in; i++) {
     const pmpy_buffer *b = &c->in[i];
+    if (b->strided) return refuse_strided(f, i);
     *at++ = b->dtype | b->rank << 8 | is_misaligned(b) << 16;
     for (int d = 0; d < b->rank; d++) *at++ = b->shape[d];
   }
@@ -129,7 +143,9 @@ static int begin(const family *f, request *r, PyObject *const *args, Py_ssize_t 
   PyObject *const *operands = r->n_operands == (uint32_t)n ? args : r->operand;
   int code = pmpy_call_read(&r->c, f->name, operands, r->n_operands, r->out, specs);
   if (code <= 0) return code;
-  return pmpy_call_locate(&r->c) < 0 || make_key(f, r) < 0 ? -1 : 1;
+  return pmpy_call_stream(&r->c, r->stream) < 0 || pmpy_call_locate(&r->c) < 0 || make_key(f, r) < 0
+             ? -1
+             : 1;
 }
 
 static void end(request *r) {
@@ -139,8 +155,22 @@ static void end(request *r) {
 
 /* ---- entries ------------------------------------------------------------------------------ */
 
-static void free_entry(entry *e) {
+static entry *keep(entry *e) {
+#ifdef Py_GIL_DISABLED
+  __atomic_add_fetch(&e->refs, 1, __ATOMIC_RELAXED);
+#else
+  e->refs++;
+#endif
+  return e;
+}
+
+static void drop(entry *e) {
   if (!e) return;
+#ifdef Py_GIL_DISABLED
+  if (__atomic_sub_fetch(&e->refs, 1, __ATOMIC_ACQ_REL)) return;
+#else
+  if (--e->refs) return;
+#endif
   for (uint32_t i = 0; e->values && i < e->n_values; i++) Py_XDECREF(e->values[i]);
   Py_XDECREF(e->target);
   PyMem_Free(e->values);
@@ -160,20 +190,24 @@ static int same_values(const entry *e, const request *r) {
   return 1;
 }
 
-/* 1: *found, 0: there is none, -1: exception. Comparing runs code of the user, outside of the lock.
- */
+/* 1: *found, which is kept; 0: there is none, -1: exception. Comparing runs code of the user,
+ * outside of the lock. */
 static int find(family *f, const request *r, entry **found) {
   for (uint32_t i = (uint32_t)r->hash;; i++) {
     entry *e = NULL;
+    bool candidate = false;
     Py_BEGIN_CRITICAL_SECTION(f);
     if (f->capacity) e = f->table[i & (f->capacity - 1)];
+    candidate = e && e->hash == r->hash && e->n_ints == r->n_ints && e->n_values == r->n_values &&
+                !memcmp(e->ints, r->ints, r->n_ints * sizeof *r->ints);
+    if (candidate) keep(e)->used = f->now;
     Py_END_CRITICAL_SECTION();
     if (!e) return 0;
-    if (e->hash != r->hash || e->n_ints != r->n_ints || e->n_values != r->n_values ||
-        memcmp(e->ints, r->ints, r->n_ints * sizeof *r->ints))
-      continue;
-    int same = same_values(e, r);
+    if (!candidate) continue;
+    const int same = same_values(e, r);
     *found = e;
+    if (same > 0) return 1;
+    drop(e);
     if (same) return same;
   }
 }
@@ -184,30 +218,55 @@ static void place(entry **table, uint32_t capacity, entry *e) {
   table[i & (capacity - 1)] = e;
 }
 
-/* Into the table, which owns it then. Two threads may both add the same key: either serves. */
+static int by_use(const void *a, const void *b) {
+  const uint64_t x = (*(entry *const *)a)->used, y = (*(entry *const *)b)->used;
+  return x < y ? -1 : x > y;
+}
+
+/* Take up to n entries, those longest unused, out of a table; the rest is what it has then. */
+static entry **take_oldest(family *f, uint32_t n) {
+  entry **all = PyMem_Malloc(f->n_entries * sizeof *all);
+  uint32_t k = 0;
+  if (!all) return NULL;
+  for (uint32_t i = 0; i < f->capacity; i++)
+    if (f->table[i]) all[k++] = f->table[i];
+  qsort(all, k, sizeof *all, by_use);
+  memset(f->table, 0, f->capacity * sizeof *f->table);
+  for (uint32_t i = n; i < k; i++) place(f->table, f->capacity, all[i]);
+  f->n_entries = k - n;
+  return all;
+}
+
+static bool grow(family *f) {
+  uint32_t capacity = f->capacity ? f->capacity * 2 : 8;
+  entry **table = PyMem_Calloc(capacity, sizeof *table);
+  if (!table) return false;
+  for (uint32_t i = 0; i < f->capacity; i++)
+    if (f->table[i]) place(table, capacity, f->table[i]);
+  PyMem_Free(f->table);
+  f->table = table;
+  f->capacity = capacity;
+  return true;
+}
+
+/* Into the table, which gets a reference. Two threads may both add the same key: either serves. */
 static int add(family *f, entry *e) {
-  int code = 0;
+  bool ok = true;
+  entry **oldest = NULL;
+  const uint32_t n = MOST_ENTRIES / 4;
   Py_BEGIN_CRITICAL_SECTION(f);
-  if ((f->n_entries + 1) * 2 > f->capacity) {
-    uint32_t capacity = f->capacity ? f->capacity * 2 : 8;
-    entry **table = PyMem_Calloc(capacity, sizeof *table);
-    if (table) {
-      for (uint32_t i = 0; i < f->capacity; i++)
-        if (f->table[i]) place(table, capacity, f->table[i]);
-      PyMem_Free(f->table);
-      f->table = table;
-      f->capacity = capacity;
-    } else {
-      code = -1;
-    }
-  }
-  if (!code) {
-    place(f->table, f->capacity, e);
+  if (f->n_entries >= MOST_ENTRIES) oldest = take_oldest(f, n);
+  if ((f->n_entries + 1) * 2 > f->capacity) ok = grow(f);
+  if (ok) {
+    e->used = ++f->now;
+    place(f->table, f->capacity, keep(e));
     f->n_entries++;
   }
   Py_END_CRITICAL_SECTION();
-  if (code) PyErr_NoMemory();
-  return code;
+  for (uint32_t i = 0; oldest && i < n; i++) drop(oldest[i]);
+  PyMem_Free(oldest);
+  if (!ok) PyErr_NoMemory();
+  return ok ? 0 : -1;
 }
 
 /* ---- a miss ------------------------------------------------------------------------------- */
@@ -295,7 +354,7 @@ static int copy_key(const request *r, entry *e) {
   return 0;
 }
 
-/* Borrowed; NULL with an exception. */
+/* Kept; NULL with an exception. */
 static entry *look(family *f, const request *r) {
   entry *e = NULL;
   int code = find(f, r, &e);
@@ -303,8 +362,9 @@ static entry *look(family *f, const request *r) {
   PyObject *made = call_make(f, r);
   e = made ? PyMem_Calloc(1, sizeof *e) : NULL;
   if (made && !e) PyErr_NoMemory();
+  if (e) keep(e);
   if (e && (read_made(f, r, made, e) < 0 || copy_key(r, e) < 0 || add(f, e) < 0)) {
-    free_entry(e);
+    drop(e);
     e = NULL;
   }
   Py_XDECREF(made);
@@ -315,16 +375,18 @@ static entry *look(family *f, const request *r) {
 
 /* New: the target called as any function is. The request's arrays are released first. */
 static PyObject *call_target(request *r, const entry *e) {
-  PyObject *args[PMPY_MAX_PARAMS + 1];
+  PyObject *args[PMPY_MAX_PARAMS + 2];
   PyObject *const *given = r->n_operands == (uint32_t)r->n_args ? r->args : r->operand;
   for (uint32_t i = 0; i < e->n_order; i++) args[i] = given[e->order[i]];
-  args[e->n_order] = r->out;
+  const int names = (r->out ? 1 : 0) | (r->stream ? 2 : 0);
+  args[e->n_order] = r->out ? r->out : r->stream;
+  args[e->n_order + 1] = r->stream;
   pmpy_call_end(&r->c);
   r->c.n_in = r->c.n_out_given = 0;
   r->c.many = NULL;
   r->c.out_tuple = NULL;
   r->c.plan = NULL;
-  return PyObject_Vectorcall(e->target, args, e->n_order, r->out ? out_names : NULL);
+  return PyObject_Vectorcall(e->target, args, e->n_order, call_names[names]);
 }
 
 static PyObject *family_call(PyObject *self, PyObject *const *args, size_t nargsf,
@@ -335,7 +397,10 @@ static PyObject *family_call(PyObject *self, PyObject *const *args, size_t nargs
   int code = begin(f, &r, args, PyVectorcall_NARGS(nargsf), names, false);
   entry *e = code > 0 ? look(f, &r) : NULL;
   if (!code) pmpy_call_refuse(&r.c);
-  else if (e) result = e->direct ? pmpy_call_run(&r.c, e->target) : call_target(&r, e);
+  r.c.in_place = f->in_place;
+  if (e && e->direct) result = pmpy_call_run(&r.c, e->target);
+  else if (e && pmpy_call_check_overlap(&r.c) == 0) result = call_target(&r, e);
+  drop(e);
   end(&r);
   return result;
 }
@@ -348,6 +413,7 @@ static PyObject *family_kernel(PyObject *self, PyObject *const *args, Py_ssize_t
   entry *e = code > 0 ? look(f, &r) : NULL;
   if (!code) pmpy_call_refuse(&r.c);
   PyObject *result = e ? Py_NewRef(e->target) : NULL;
+  drop(e);
   end(&r);
   return result;
 }
@@ -355,14 +421,17 @@ static PyObject *family_kernel(PyObject *self, PyObject *const *args, Py_ssize_t
 /* ---- the type ----------------------------------------------------------------------------- */
 
 static PyObject *family_new(PyTypeObject *type, PyObject *args, PyObject *kw) {
-  static char *names[] = {"name", "make", NULL};
+  static char *names[] = {"name", "make", "in_place", NULL};
   PyObject *name, *make;
-  if (!PyArg_ParseTupleAndKeywords(args, kw, "UO:Family", names, &name, &make)) return NULL;
+  int in_place = 1;
+  if (!PyArg_ParseTupleAndKeywords(args, kw, "UO|p:Family", names, &name, &make, &in_place))
+    return NULL;
   family *f = (family *)type->tp_alloc(type, 0);
   if (!f) return NULL;
   f->vectorcall = family_call;
   f->name = Py_NewRef(name);
   f->make = Py_NewRef(make);
+  f->in_place = in_place;
   return (PyObject *)f;
 }
 
@@ -380,17 +449,31 @@ static int family_traverse(PyObject *self, visitproc visit, void *arg) {
   return 0;
 }
 
-static int family_clear(PyObject *self) {
-  family *f = (family *)self;
-  entry **table = f->table;
-  uint32_t capacity = f->capacity;
+static void forget_all(family *f) {
+  entry **table;
+  uint32_t capacity;
+  Py_BEGIN_CRITICAL_SECTION(f);
+  table = f->table;
+  capacity = f->capacity;
   f->table = NULL;
   f->capacity = f->n_entries = 0;
-  for (uint32_t i = 0; i < capacity; i++) free_entry(table[i]);
+  Py_END_CRITICAL_SECTION();
+  for (uint32_t i = 0; i < capacity; i++) drop(table[i]);
   PyMem_Free(table);
+}
+
+static int family_clear(PyObject *self) {
+  family *f = (family *)self;
+  forget_all(f);
   Py_CLEAR(f->dict);
   Py_CLEAR(f->make);
   return 0;
+}
+
+static PyObject *family_forget(PyObject *self, PyObject *unused) {
+  (void)unused;
+  forget_all((family *)self);
+  Py_RETURN_NONE;
 }
 
 static void family_dealloc(PyObject *self) {
@@ -405,7 +488,9 @@ static void family_dealloc(PyObject *self) {
 }
 
 static PyObject *family_repr(PyObject *self) {
-  return PyUnicode_FromFormat("<pallas_mgpu kernel family %U>", ((family *)self)->name);
+  family *f = (family *)self;
+  return PyUnicode_FromFormat("<pallas_mgpu kernel family %U, called in %u ways>", f->name,
+                              f->n_entries);
 }
 
 static PyObject *family_copy(PyObject *self, PyObject *memo) {
@@ -414,8 +499,10 @@ static PyObject *family_copy(PyObject *self, PyObject *memo) {
 }
 
 static PyMethodDef methods[] = {
+    {"__reduce__", pmpy_reduce, METH_NOARGS, "By the name that the family has in a module."},
     {"__copy__", family_copy, METH_NOARGS, "The family itself."},
     {"__deepcopy__", family_copy, METH_O, "The family itself."},
+    {"forget", family_forget, METH_NOARGS, "Drop all kernels; calls make them anew."},
     {"kernel", (PyCFunction)(void (*)(void))family_kernel, METH_FASTCALL | METH_KEYWORDS,
      "kernel(*args, **kwargs): what a call with such arguments runs, a kernel or a function of the "
      "arrays. They may be arrays or anything with shape and dtype."},
@@ -451,8 +538,11 @@ static PyType_Spec type_spec = {.name = "pallas_mgpu.Family",
 
 int pmpy_init_family(PyObject *module) {
   PyObject *type = PyType_FromModuleAndSpec(module, &type_spec, NULL);
-  out_names = Py_BuildValue("(s)", "out");
-  int code = type && out_names ? PyModule_AddObjectRef(module, "Family", type) : -1;
+  call_names[1] = Py_BuildValue("(s)", "out");
+  call_names[2] = Py_BuildValue("(s)", "stream");
+  call_names[3] = Py_BuildValue("(ss)", "out", "stream");
+  const bool ok = type && call_names[1] && call_names[2] && call_names[3];
+  int code = ok ? PyModule_AddObjectRef(module, "Family", type) : -1;
   Py_XDECREF(type);
   return code;
 }

@@ -26,8 +26,8 @@ typedef struct kernel {
   PyObject *interpret;                         /* borrowed: None, True or the parameters */
   PyObject *unflatten, *structured, *progress; /* borrowed, or NULL */
   container container;
-  pmpy_plan **table; /* open addressing; a power of two, at most half full */
-  uint32_t n_plans, capacity;
+  pmpy_plans plans;
+  bool has_warned; /* of operands that were converted */
 } kernel;
 
 /* ---- one call ----------------------------------------------------------------------------- */
@@ -35,7 +35,10 @@ typedef struct kernel {
 typedef pmpy_call call;
 
 void pmpy_call_end(call *c) {
-  for (uint32_t i = 0; i < c->n_in + c->n_out_given; i++) pmpy_release(&c->in[i]);
+  for (uint32_t i = 0; i < c->n_in + c->n_out_given; i++) {
+    pmpy_buffer *b = &c->in[i];
+    if (b->keep || b->managed || b->managed_old) pmpy_release(b);
+  }
   if (c->many) PyMem_Free(c->many);
   Py_XDECREF(c->out_tuple);
   Py_XDECREF((PyObject *)c->plan);
@@ -135,12 +138,14 @@ static int read_all(call *c, bool specs) {
   uint32_t n_in = c->n_in, n_out = c->n_out_given;
   c->n_out_given = 0; /* what is read is what pmpy_call_end releases */
   for (c->n_in = 0; c->n_in < n_in; c->n_in++) {
-    int code = pmpy_read(c->args[c->n_in], (int)c->n_in, false, specs, &c->in[c->n_in]);
+    int code =
+        pmpy_read(c->args[c->n_in], (int)c->n_in, specs ? PMPY_SPEC : PMPY_INPUT, &c->in[c->n_in]);
     if (code <= 0) return code;
+    c->converted |= c->in[c->n_in].was != NULL;
   }
   for (; c->n_out_given < n_out; c->n_out_given++) {
     uint32_t i = c->n_out_given;
-    int code = pmpy_read(c->out_args[i], -(int)i - 1, true, false, &c->out[i]);
+    int code = pmpy_read(c->out_args[i], -(int)i - 1, PMPY_OUTPUT, &c->out[i]);
     if (code > 0) continue;
     if (!code)
       PyErr_Format(PyExc_TypeError, "kernel %U: out[%u] is a %s, which is no array", c->name, i,
@@ -156,60 +161,12 @@ static uint32_t make_key(const call *c, int64_t *key) {
   uint32_t n = 0;
   for (uint32_t i = 0; i < c->n_in; i++) {
     const pmpy_buffer *b = &c->in[i];
-    key[n++] = b->dtype | b->rank << 8;
+    key[n++] = b->dtype | b->rank << 8 | b->strided << 16;
     for (int d = 0; d < b->rank; d++) key[n++] = b->shape[d];
+    for (int d = 0; b->strided && d < b->rank; d++) key[n++] = b->stride[d];
   }
   key[n++] = pmpy.debug_checks;
   return n;
-}
-
-/* New, or NULL without an exception. */
-static pmpy_plan *find(kernel *k, uint64_t hash, const int64_t *key, uint32_t n) {
-  pmpy_plan *found = NULL;
-  Py_BEGIN_CRITICAL_SECTION(k);
-  for (uint32_t i = (uint32_t)hash; k->capacity; i++) {
-    pmpy_plan *p = k->table[i & (k->capacity - 1)];
-    if (!p) break;
-    if (p->hash == hash && p->n_key == n && !memcmp(p->key, key, n * sizeof *key)) {
-      found = (pmpy_plan *)Py_NewRef((PyObject *)p);
-      break;
-    }
-  }
-  Py_END_CRITICAL_SECTION();
-  return found;
-}
-
-static void place(pmpy_plan **table, uint32_t capacity, pmpy_plan *p) {
-  uint32_t i = (uint32_t)p->hash;
-  while (table[i & (capacity - 1)]) i++;
-  table[i & (capacity - 1)] = p;
-}
-
-/* Into the table, which takes a reference. Two threads may both add the same key: then the plan
- * that is found first serves, and both are right. */
-static int add(kernel *k, pmpy_plan *p) {
-  int code = 0;
-  Py_BEGIN_CRITICAL_SECTION(k);
-  if ((k->n_plans + 1) * 2 > k->capacity) {
-    uint32_t capacity = k->capacity ? k->capacity * 2 : 8;
-    pmpy_plan **table = PyMem_Calloc(capacity, sizeof *table);
-    if (table) {
-      for (uint32_t i = 0; i < k->capacity; i++)
-        if (k->table[i]) place(table, capacity, k->table[i]);
-      PyMem_Free(k->table);
-      k->table = table;
-      k->capacity = capacity;
-    } else {
-      code = -1;
-    }
-  }
-  if (!code) {
-    place(k->table, k->capacity, (pmpy_plan *)Py_NewRef((PyObject *)p));
-    k->n_plans++;
-  }
-  Py_END_CRITICAL_SECTION();
-  if (code) PyErr_NoMemory();
-  return code;
 }
 
 /* New: ((shape, dtype), ...) of the arguments */
@@ -232,7 +189,7 @@ static PyObject *specs_of(const call *c) {
 static pmpy_plan *trace(const call *c, bool keep_text) {
   PyObject *specs = specs_of(c);
   PyObject *traced = specs ? PyObject_CallOneArg(c->k->trace, specs) : NULL;
-  pmpy_plan *p = traced ? pmpy_plan_new(traced, c->n_in, keep_text) : NULL;
+  pmpy_plan *p = traced ? pmpy_plan_new(traced, c->in, c->n_in, keep_text) : NULL;
   Py_XDECREF(traced);
   Py_XDECREF(specs);
   return p;
@@ -240,19 +197,19 @@ static pmpy_plan *trace(const call *c, bool keep_text) {
 
 static int find_plan(call *c) {
   int64_t few[PMPY_FEW * 4], *key = few, *many = NULL;
-  size_t most = c->n_in * (size_t)(PM_MAX_RANK + 1) + 1;
+  size_t most = c->n_in * (size_t)(2 * PM_MAX_RANK + 1) + 1;
   if (most > PM_COUNT(few)) key = many = PyMem_Malloc(most * sizeof *key);
   if (!key) return PyErr_NoMemory(), -1;
   uint32_t n = make_key(c, key);
   uint64_t hash = pm_hash(key, n * sizeof *key, 0);
-  c->plan = find(c->k, hash, key, n);
+  c->plan = pmpy_plans_find(&c->k->plans, hash, key, n);
   if (!c->plan && (c->plan = trace(c, false))) {
     c->plan->hash = hash;
     c->plan->n_key = n;
     c->plan->key = PyMem_Malloc((n + 1) * sizeof *key);
     if (c->plan->key) memcpy(c->plan->key, key, n * sizeof *key);
     else PyErr_NoMemory();
-    if (!c->plan->key || add(c->k, c->plan) < 0) Py_CLEAR(c->plan);
+    if (!c->plan->key || pmpy_plans_add(&c->k->plans, c->plan) < 0) Py_CLEAR(c->plan);
   }
   PyMem_Free(many);
   return c->plan ? 0 : -1;
@@ -291,7 +248,7 @@ static int check_outputs(const call *c) {
     Py_XDECREF(want);
     return -1;
   }
-  return 0;
+  return pmpy_call_check_overlap(c);
 }
 
 /* Fresh arrays for the outputs, with their addresses. On failure none is left. */
@@ -512,85 +469,7 @@ static void describe(run *r, const uint64_t *out) {
   }
 }
 
-/* ---- arrays that must outlive the launch ------------------------------------------------------
- */
-
-typedef struct pending {
-  struct pending *next;
-  void *mark;
-  int device;
-  pmpy_buffer held;
-} pending;
-static pending *pending_list;
-static pthread_mutex_t pending_lock = PTHREAD_MUTEX_INITIALIZER;
-
-/* Release what the device has passed. */
-static void sweep(void) {
-  pending *done = NULL;
-  pthread_mutex_lock(&pending_lock);
-  for (pending **at = &pending_list; *at;) {
-    pending *p = *at;
-    if (pm_mark_passed(p->device, p->mark)) {
-      *at = p->next;
-      p->next = done;
-      done = p;
-    } else {
-      at = &p->next;
-    }
-  }
-  pthread_mutex_unlock(&pending_lock);
-  while (done) {
-    pending *next = done->next;
-    pmpy_release(&done->held);
-    pm_free(done);
-    done = next;
-  }
-}
-
-/* Keep the arrays of producers that do not know our stream until the launch is over. */
-static int hold(call *c, void *stream) {
-  pm_err err = {0};
-  for (uint32_t i = 0; i < c->n_in + c->n_out_given; i++) {
-    pmpy_buffer *b = &c->in[i];
-    if (!b->cuda || (b->source->family != PMPY_JAX && b->source->family != PMPY_OTHER)) continue;
-    pending *p = pm_malloc(sizeof *p);
-    if (!p) return PyErr_NoMemory(), -1;
-    if (pm_mark(c->device, stream, &p->mark, &err)) {
-      pm_free(p);
-      pmpy_raise(&err);
-      return -1;
-    }
-    p->device = c->device;
-    p->held = *b;
-    if (!b->keep) p->held.keep = Py_NewRef(i < c->n_in ? c->args[i] : c->out_args[i - c->n_in]);
-    b->keep = NULL;
-    b->managed = NULL;
-    b->managed_old = NULL;
-    pthread_mutex_lock(&pending_lock);
-    p->next = pending_list;
-    pending_list = p;
-    pthread_mutex_unlock(&pending_lock);
-  }
-  return 0;
-}
-
 /* ---- the GPU ------------------------------------------------------------------------------ */
-
-/* Order `stream` and the streams of the other families: before the launch, and after it. */
-static int order(const call *c, void *stream, bool before) {
-  pm_err err = {0};
-  for (uint32_t i = 0; i < c->n_in + c->n_out_given; i++) {
-    const pmpy_buffer *b = &c->in[i];
-    void *other;
-    if (!b->cuda || b->source->family == c->home->family) continue;
-    if (pmpy_current_stream(b->source, c->device, &other) < 0) return -1;
-    if (!pm_stream_order(c->device, before ? other : stream, before ? stream : other, &err))
-      continue;
-    pmpy_raise(&err);
-    return -1;
-  }
-  return 0;
-}
 
 static int check_capture(const call *c, int device, void *stream) {
   if (device >= PMPY_MAX_DEVICES || c->plan->kernels[device] ||
@@ -639,39 +518,84 @@ static int launch(const call *c, pm_kernel *kernel, int device, void *stream, co
   return code ? -1 : 0;
 }
 
+/* With stream=: a capture allocates nothing of ours, and copies nothing of the host's. */
+static int check_captured_stream(const call *c) {
+  const char *why = NULL;
+  if (!c->cuda) why = "arrays of the host are copied and waited for. Pass arrays of the GPU";
+  else if (!c->out_arg && c->home->family != PMPY_TORCH)
+    why = "its results would need memory of the capture's own. Pass arrays for them as out=";
+  if (!why) return 0;
+  PyErr_Format(pmpy.exceptions[PM_E_RUNTIME], "kernel %U cannot be captured so: %s", c->name, why);
+  return -1;
+}
+
+/* What comes before and after a launch that other streams must know of. */
+typedef struct around {
+  bool order;      /* arrays that are used on other streams */
+  bool home;       /* fresh results: their memory may be in use on the home's stream */
+  bool hold;       /* arrays must outlive the launch */
+  bool to_default; /* results that are DeviceArrays for now are used on the default stream next */
+} around;
+
+static int plan_around(const call *c, int device, void *stream, PyObject *const *made, around *a) {
+  const uint32_t n = c->plan->n_out;
+  a->order = c->mixed;
+  a->hold = c->home->family >= PMPY_JAX || c->mixed;
+  a->to_default =
+      c->cuda && !c->out_arg && n && stream && Py_TYPE(made[0]) == pmpy.device_array_type;
+  a->home = false;
+  if (!c->has_stream) return 0;
+  if (pm_stream_is_capturing(device, stream)) {
+    *a = (around){0};
+    return check_captured_stream(c);
+  }
+  a->order = a->hold = c->cuda;
+  a->home = c->cuda && (!c->out_arg || c->mixed);
+  return 0;
+}
+
+static int launch_around(call *c, pm_kernel *kernel, int device, void *stream, const uint64_t *out,
+                         PyObject *const *made) {
+  pm_err err;
+  around a;
+  const uint32_t n_made = c->out_arg ? 0 : c->plan->n_out;
+  if (plan_around(c, device, stream, made, &a) < 0 || (a.home && pmpy_order_home(c, stream) < 0) ||
+      (a.order && pmpy_order(c, stream, true) < 0) || launch(c, kernel, device, stream, out) < 0 ||
+      (a.order && pmpy_order(c, stream, false) < 0) ||
+      (a.hold && pmpy_hold(c, stream, made, c->has_stream ? n_made : 0) < 0))
+    return -1;
+  err.code = PM_OK;
+  if (a.to_default && pm_stream_order(device, stream, NULL, &err)) {
+    pmpy_raise(&err);
+    return -1;
+  }
+  if (a.hold) pmpy_sweep();
+  return 0;
+}
+
+static int find_stream(const call *c, int device, void **stream) {
+  PMPY_ERR(err);
+  *stream = c->stream;
+  if (c->has_stream) return 0;
+  if (c->cuda) return pmpy_current_stream(c->home, device, stream);
+  if (!pm_private_stream(device, stream, &err)) return 0;
+  pmpy_raise(&err);
+  return -1;
+}
+
 static PyObject *call_gpu(call *c, int device) {
   PyObject *made[PMPY_MAX_PARAMS];
   uint64_t out[PMPY_MAX_PARAMS];
   void *stream = NULL;
-  PMPY_ERR(err);
   uint32_t n = c->plan->n_out;
-  if (c->cuda) {
-    if (pmpy_current_stream(c->home, device, &stream) < 0) return NULL;
-  } else if (pm_private_stream(device, &stream, &err)) {
-    return pmpy_raise(&err);
-  }
-  if (check_capture(c, device, stream) < 0) return NULL;
+  if (find_stream(c, device, &stream) < 0 || check_capture(c, device, stream) < 0) return NULL;
   pm_kernel *kernel = pmpy_plan_kernel(c->plan, device);
   if (!kernel) return NULL;
   if (c->out_arg)
     for (uint32_t i = 0; i < n; i++) out[i] = c->out[i].ptr;
   else if (make_outputs(c, stream, made, out) < 0) return NULL;
-  if (!all_empty(c->plan)) {
-    /* results that are DeviceArrays for now are used on the default stream next */
-    bool to_default =
-        c->cuda && !c->out_arg && n && stream && Py_TYPE(made[0]) == pmpy.device_array_type;
-    bool foreign = c->home->family >= PMPY_JAX || c->mixed;
-    if ((c->mixed && order(c, stream, true) < 0) || launch(c, kernel, device, stream, out) < 0 ||
-        (c->mixed && order(c, stream, false) < 0) || (foreign && hold(c, stream) < 0))
-      goto failed;
-    if (to_default && pm_stream_order(device, stream, NULL, &err)) {
-      pmpy_raise(&err);
-      goto failed;
-    }
-    if (foreign) sweep();
-  }
-  return finish(c, made);
-failed:
+  if (all_empty(c->plan) || !launch_around(c, kernel, device, stream, out, made))
+    return finish(c, made);
   for (uint32_t i = 0; i < n && !c->out_arg; i++) Py_DECREF(made[i]);
   return NULL;
 }
@@ -743,7 +667,9 @@ static PyObject *call_interpreter(call *c) {
   pm_code code;
   uint32_t n = c->plan->n_out;
   if (interp_options(c->k, &h, &options) < 0) return NULL;
-  if (c->cuda && pmpy_current_stream(c->home, c->device, &stream) < 0) return NULL;
+  if (c->cuda &&
+      (find_stream(c, c->device, &stream) < 0 || (c->has_stream && pmpy_order_home(c, stream) < 0)))
+    return NULL;
   if (c->out_arg)
     for (uint32_t i = 0; i < n; i++) out[i] = c->out[i].ptr;
   else if (make_outputs(c, stream, made, out) < 0) return NULL;
@@ -798,12 +724,12 @@ static PyObject *dispatch(call *c) {
 }
 
 /* Arguments that are no arrays: nested ones are taken apart in Python. */
-static PyObject *call_structured(const kernel *k, const call *c, Py_ssize_t n) {
+static PyObject *call_structured(const kernel *k, const call *c, Py_ssize_t n, PyObject *stream) {
   PyObject *tuple = PyTuple_New(n), *result = NULL;
   if (!tuple) return NULL;
   for (Py_ssize_t i = 0; i < n; i++) PyTuple_SET_ITEM(tuple, i, Py_NewRef(c->args[i]));
-  result =
-      PyObject_CallMethod(k->structured, "call", "OO", tuple, c->out_arg ? c->out_arg : Py_None);
+  result = PyObject_CallMethod(k->structured, "call", "OOO", tuple,
+                               c->out_arg ? c->out_arg : Py_None, stream ? stream : Py_None);
   Py_DECREF(tuple);
   return result;
 }
@@ -831,6 +757,8 @@ int pmpy_call_read(call *c, PyObject *name, PyObject *const *args, size_t n, PyO
   c->n_out_given = 0;
   c->many = NULL;
   c->cuda = c->has_array = c->mixed = false;
+  c->in_place = true;
+  c->has_stream = c->converted = false;
   c->device = 0;
   c->args = args;
   c->n_in = (uint32_t)n;
@@ -841,8 +769,43 @@ int pmpy_call_read(call *c, PyObject *name, PyObject *const *args, size_t n, PyO
   return read_all(c, specs);
 }
 
+/* The interpreter copies arrays to the host as they lie there. */
+static int check_strides(const call *c) {
+  PyObject *p = c->k->interpret;
+  if (!c->cuda || !p || p == Py_None || p == Py_False) return 0;
+  for (uint32_t i = 0; i < c->n_in; i++) {
+    char name[32];
+    if (!c->in[i].strided) continue;
+    PyErr_Format(PyExc_NotImplementedError,
+                 "kernel %U: %s is not contiguous in row-major order, and the interpreter takes no "
+                 "other arrays of a GPU: pass a contiguous copy",
+                 c->name, pmpy_which((int)i, name));
+    return -1;
+  }
+  return 0;
+}
+
+/* Once for each kernel. */
+static int warn_converted(const call *c) {
+  uint32_t i = 0;
+  char name[32];
+  if (c->k->has_warned) return 0;
+  while (!c->in[i].was) i++;
+  const int code = PyErr_WarnFormat(
+      PyExc_UserWarning, 1,
+      "kernel %U: %s of %s was converted to %s, as kernels have no dtypes of 64 bits. Cast it "
+      "before, for example by x.astype('%s'), to save the copy. Later calls of this kernel do not "
+      "say so again",
+      c->name, pmpy_which((int)i, name), c->in[i].was, pm_dtypes[c->in[i].dtype].text,
+      pm_dtypes[c->in[i].dtype].text);
+  c->k->has_warned = code == 0;
+  return code;
+}
+
 PyObject *pmpy_call_run(call *c, PyObject *k) {
   c->k = (kernel *)k;
+  if (check_strides(c) < 0) return NULL;
+  if (c->converted && warn_converted(c) < 0) return NULL;
   if (find_plan(c) < 0 || check_outputs(c) < 0) return NULL;
   return dispatch(c);
 }
@@ -851,17 +814,20 @@ static PyObject *kernel_call(PyObject *self, PyObject *const *args, size_t nargs
                              PyObject *kwnames) {
   kernel *k = (kernel *)self;
   Py_ssize_t n = PyVectorcall_NARGS(nargsf), n_kw = kwnames ? PyTuple_GET_SIZE(kwnames) : 0;
-  PyObject *out = NULL, *result = NULL;
+  PyObject *out = NULL, *stream = NULL, *result = NULL;
   for (Py_ssize_t i = 0; i < n_kw; i++) {
-    if (PyUnicode_CompareWithASCIIString(PyTuple_GET_ITEM(kwnames, i), "out"))
+    PyObject *name = PyTuple_GET_ITEM(kwnames, i), *value = args[n + i];
+    const pmpy_keyword what = pmpy_keyword_of(name);
+    if (what == PMPY_KW_OTHER)
       return PyErr_Format(PyExc_TypeError,
-                          "kernel %U: unknown argument %R; only out= is given by name", k->name,
-                          PyTuple_GET_ITEM(kwnames, i));
-    if (args[n + i] != Py_None) out = args[n + i];
+                          "kernel %U: unknown argument %R; only out= and stream= are given by name",
+                          k->name, name);
+    if (value != Py_None) *(what == PMPY_KW_OUT ? &out : &stream) = value;
   }
   call c;
   int code = pmpy_call_read(&c, k->name, args, (size_t)n, out, false);
-  if (!code) result = k->structured ? call_structured(k, &c, n) : pmpy_call_refuse(&c);
+  if (code >= 0 && pmpy_call_stream(&c, stream) < 0) code = -1;
+  if (!code) result = k->structured ? call_structured(k, &c, n, stream) : pmpy_call_refuse(&c);
   else if (code > 0 && pmpy_call_locate(&c) == 0) result = pmpy_call_run(&c, self);
   pmpy_call_end(&c);
   return result;
@@ -980,20 +946,48 @@ static void kernel_dealloc(PyObject *self) {
   PyObject_GC_UnTrack(self);
   if (k->weakrefs) PyObject_ClearWeakRefs(self);
   kernel_clear(self);
-  for (uint32_t i = 0; i < k->capacity; i++) Py_XDECREF((PyObject *)k->table[i]);
-  PyMem_Free(k->table);
+  pmpy_plans_clear(&k->plans);
   Py_XDECREF(k->name);
   type->tp_free(self);
   Py_DECREF(type);
 }
 
+/* New: definition.method(); NULL without an exception where there is no definition. */
+static PyObject *ask_definition(PyObject *self, const char *method) {
+  PyObject *dict = ((kernel *)self)->dict;
+  PyObject *definition = dict ? PyDict_GetItemString(dict, "definition") : NULL;
+  return definition ? PyObject_CallMethod(definition, method, NULL) : NULL;
+}
+
 static PyObject *kernel_repr(PyObject *self) {
+  PyObject *text = ask_definition(self, "describe");
+  if (text || PyErr_Occurred()) return text;
   return PyUnicode_FromFormat("<pallas_mgpu kernel %U>", ((kernel *)self)->name);
+}
+
+/* __signature__ is made when it is asked for: few kernels are. */
+static PyObject *kernel_getattr(PyObject *self, PyObject *name) {
+  PyObject *found = PyObject_GenericGetAttr(self, name);
+  if (found || PyUnicode_CompareWithASCIIString(name, "__signature__") ||
+      !PyErr_ExceptionMatches(PyExc_AttributeError))
+    return found;
+  PyErr_Clear();
+  found = ask_definition(self, "signature");
+  if (!found && !PyErr_Occurred()) PyErr_SetObject(PyExc_AttributeError, name);
+  return found;
 }
 
 static PyObject *get_name(PyObject *self, void *unused) {
   (void)unused;
   return Py_NewRef(((kernel *)self)->name);
+}
+
+PyObject *pmpy_reduce(PyObject *self, PyObject *unused) {
+  (void)unused;
+  PyObject *module = PyImport_ImportModule("pallas_mgpu._introspect");
+  PyObject *result = module ? PyObject_CallMethod(module, "reduce", "O", self) : NULL;
+  Py_XDECREF(module);
+  return result;
 }
 
 /* A kernel is a function: copies of what holds it share it. */
@@ -1004,6 +998,7 @@ static PyObject *kernel_copy(PyObject *self, PyObject *memo) {
 
 static PyMethodDef methods[] = {
     {"__class_getitem__", Py_GenericAlias, METH_O | METH_CLASS, "For annotations: Kernel[P, R]."},
+    {"__reduce__", pmpy_reduce, METH_NOARGS, "By the name that the kernel has in a module."},
     {"__copy__", kernel_copy, METH_NOARGS, "The kernel itself."},
     {"__deepcopy__", kernel_copy, METH_O, "The kernel itself."},
     {"lower", (PyCFunction)(void (*)(void))kernel_lower, METH_VARARGS | METH_KEYWORDS,
@@ -1030,6 +1025,7 @@ static PyType_Slot slots[] = {{Py_tp_new, kernel_new},
                               {Py_tp_clear, kernel_clear},
                               {Py_tp_call, PyVectorcall_Call},
                               {Py_tp_repr, kernel_repr},
+                              {Py_tp_getattro, kernel_getattr},
                               {Py_tp_methods, methods},
                               {Py_tp_getset, getset},
                               {Py_tp_members, members},
@@ -1042,10 +1038,19 @@ static PyType_Spec type_spec = {.name = "pallas_mgpu.Kernel",
                                          Py_TPFLAGS_HAVE_VECTORCALL | Py_TPFLAGS_IMMUTABLETYPE,
                                 .slots = slots};
 
+static PyMethodDef functions[] = {
+    {"clear_plans", pmpy_plans_clear_all, METH_NOARGS,
+     "Drop all traced and compiled kernels; calls make them anew."},
+    {"plan_memory", pmpy_plans_size, METH_NOARGS,
+     "Number of traced kernels (plans), and bytes of host memory that they take."},
+    {NULL, NULL, 0, NULL}};
+
 int pmpy_init_kernel(PyObject *module) {
   PyObject *type = PyType_FromModuleAndSpec(module, &type_spec, NULL);
   if (!type) return -1;
   pmpy.kernel_type = (PyTypeObject *)type;
+  if (pmpy_init_streams() < 0) return -1;
   if (PyModule_AddObjectRef(module, "Kernel", type) < 0) return -1;
+  if (PyModule_AddFunctions(module, functions) < 0) return -1;
   return pmpy_init_plan(module) < 0 ? -1 : pmpy_init_family(module);
 }

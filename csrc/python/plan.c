@@ -5,6 +5,7 @@
 #include "plan.h"
 
 #include <errno.h>
+#include <limits.h>
 #include <stdatomic.h>
 #include <unistd.h>
 
@@ -16,6 +17,7 @@ typedef struct step {
   pmpy_plan *p;
   int device;
   pm_text *text; /* for printing */
+  pm_cubin *cubin;
   void *const *buffers;
   const pm_interp_options *options;
 } step;
@@ -95,12 +97,24 @@ static pm_code interpret(void *ctx, pm_err *err) {
   return pm_interp_run(p->machine, s->buffers, s->options, err);
 }
 
+/* The arena has the graph and the text of the program. */
+static void account(pmpy_plan *p) {
+  size_t bytes = sizeof *p + p->graph->arena.total + p->n_key * sizeof *p->key;
+  if (p->has_cubin) bytes += p->cubin.size + strlen(p->cubin.log);
+  if (p->machine) bytes += pm_interp_bytes(p->machine);
+  for (int i = 0; i < PMPY_MAX_DEVICES; i++)
+    if (p->kernels[i]) bytes += pm_kernel_bytes(p->kernels[i]);
+  atomic_store_explicit(&p->bytes, bytes, memory_order_relaxed);
+}
+
 /* Without the GIL. */
 static pm_code run_locked(pm_body body, step *s, pm_err *err) {
   if (pthread_mutex_lock(&s->p->lock) == EDEADLK)
     return pm_fail(err, PM_E_RUNTIME, "kernel %s was called by something that it called itself",
                    s->p->graph->g->name);
+  const bool known = body == interpret && s->p->machine;
   pm_code code = pm_protect(body, s, err);
+  if (!known) account(s->p);
   pthread_mutex_unlock(&s->p->lock);
   return code;
 }
@@ -120,10 +134,16 @@ pm_code pmpy_plan_interpret(pmpy_plan *p, void *const *buffers, const pm_interp_
   return run_locked(interpret, &s, err);
 }
 
+/* After a compilation: say once if the disk cache is of no use. */
+static int warn_cache(void) {
+  char text[8192];
+  return pm_cache_complaint(text, sizeof text) ? PyErr_WarnEx(PyExc_UserWarning, text, 1) : 0;
+}
+
 pm_kernel *pmpy_plan_load(pmpy_plan *p, int device) {
   step s = {.p = p, .device = device};
   pmpy_find_nvrtc();
-  return run(load, &s) < 0 ? NULL : p->kernels[device];
+  return run(load, &s) < 0 || warn_cache() < 0 ? NULL : p->kernels[device];
 }
 
 static int need_program(pmpy_plan *p) {
@@ -134,22 +154,25 @@ static int need_program(pmpy_plan *p) {
 static int need_cubin(pmpy_plan *p) {
   step s = {.p = p};
   pmpy_find_nvrtc();
-  return run(compile, &s);
+  return run(compile, &s) < 0 ? -1 : warn_cache();
 }
 
-/* New. The graph as it is now. */
-static PyObject *graph_text(pmpy_plan *p) {
+/* New. What a step prints. */
+static PyObject *text_by(pm_body body, pmpy_plan *p) {
   pm_arena arena;
   pm_text text;
   step s = {.p = p, .text = &text};
   PyObject *result = NULL;
   pm_arena_init(&arena);
   pm_text_init(&text, &arena);
-  if (!run(print, &s))
+  if (!run(body, &s))
     result = PyUnicode_DecodeUTF8(text.n ? text.at : "", (Py_ssize_t)text.n, "replace");
   pm_arena_free(&arena);
   return result;
 }
+
+/* New. The graph as it is now. */
+static PyObject *graph_text(pmpy_plan *p) { return text_by(print, p); }
 
 /* ---- making ------------------------------------------------------------------------------- */
 
@@ -232,6 +255,8 @@ static int print_layouts(pmpy_plan *p) {
 
 static int lower_and_warn(pmpy_plan *p, bool keep_text) {
   step s = {.p = p};
+  pm_err err = {0};
+  if (pm_env_check(&err)) return pmpy_raise(&err), -1;
   choose_dump_name(p);
   if (keep_text || p->dump_name[0]) {
     p->traced = graph_text(p);
@@ -251,7 +276,42 @@ static int lower_and_warn(pmpy_plan *p, bool keep_text) {
 
 static PyTypeObject *plan_type;
 
-pmpy_plan *pmpy_plan_new(PyObject *traced, uint32_t n_in, bool keep_text) {
+typedef struct strides_job {
+  pm_graph *g;
+  const pmpy_buffer *in;
+} strides_job;
+
+static pm_code give_strides(void *ctx, pm_err *err) {
+  const strides_job *j = ctx;
+  pm_graph *g = j->g;
+  (void)err;
+  for (uint32_t i = 0; i < g->n_operands; i++) {
+    if (!j->in[i].strided) continue;
+    if (!g->strides) g->strides = pm_alloc(g->arena, g->n_operands * sizeof *g->strides);
+    int64_t *s = pm_alloc(g->arena, sizeof j->in[i].stride);
+    memcpy(s, j->in[i].stride, sizeof j->in[i].stride);
+    g->strides[i] = s;
+  }
+  return PM_OK;
+}
+
+static int add_strides(pmpy_plan *p, const pmpy_buffer *in) {
+  pm_err err = {0};
+  strides_job job = {p->graph->g, in};
+  for (uint32_t i = 0; i < p->n_out; i++) {
+    if (!p->alias || p->alias[i] < 0 || !in[p->alias[i]].strided) continue;
+    PyErr_Format(PyExc_ValueError,
+                 "kernel %s: argument %d begins output %u, and is not contiguous in row-major "
+                 "order: pass a contiguous copy",
+                 p->graph->g->name, p->alias[i], i);
+    return -1;
+  }
+  if (!pm_protect(give_strides, &job, &err)) return 0;
+  pmpy_raise(&err);
+  return -1;
+}
+
+pmpy_plan *pmpy_plan_new(PyObject *traced, const pmpy_buffer *in, uint32_t n_in, bool keep_text) {
   PyObject *graph = traced;
   if (PyTuple_Check(traced) && PyTuple_GET_SIZE(traced) > 0) graph = PyTuple_GET_ITEM(traced, 0);
   if (Py_TYPE(graph) != pmpy.graph_type || !((pmpy_graph *)graph)->g) {
@@ -267,7 +327,8 @@ pmpy_plan *pmpy_plan_new(PyObject *traced, uint32_t n_in, bool keep_text) {
   pthread_mutexattr_settype(&a, PTHREAD_MUTEX_ERRORCHECK);
   p->has_lock = !pthread_mutex_init(&p->lock, &a);
   pthread_mutexattr_destroy(&a);
-  if (read_outputs(p, n_in) < 0 || lower_and_warn(p, keep_text) < 0) Py_CLEAR(p);
+  if (read_outputs(p, n_in) < 0 || add_strides(p, in) < 0 || lower_and_warn(p, keep_text) < 0)
+    Py_CLEAR(p);
   return p;
 }
 
@@ -288,7 +349,19 @@ static void dealloc(PyObject *self) {
 
 /* ---- Lowered: texts ------------------------------------------------------------------------ */
 
-/* The path of nvdisasm: on PATH, or in a toolkit. */
+/* In bin/ beside the lib/ that NVRTC is in, as the wheels and toolkits have it. */
+static bool find_beside_nvrtc(char *path, size_t size) {
+  PMPY_ERR(ignored);
+  const char *nvrtc, *slash;
+  int major, minor;
+  if (pm_nvrtc_version(&major, &minor, &nvrtc, &ignored)) return false;
+  slash = strrchr(nvrtc, '/');
+  if (!slash) return false;
+  snprintf(path, size, "%.*s/../bin/nvdisasm", (int)(slash - nvrtc), nvrtc);
+  return !access(path, X_OK);
+}
+
+/* The path of nvdisasm: on PATH, in a toolkit, or beside NVRTC. */
 static bool find_nvdisasm(char *path, size_t size) {
   const char *list = getenv("PATH");
   while (list && *list) {
@@ -303,7 +376,7 @@ static bool find_nvdisasm(char *path, size_t size) {
     snprintf(path, size, "%s/bin/nvdisasm", homes[i]);
     if (!access(path, X_OK)) return true;
   }
-  return false;
+  return find_beside_nvrtc(path, size);
 }
 
 /* Everything that a command prints; NULL: it failed. PyMem_RawFree it. */
@@ -328,19 +401,20 @@ static char *output_of(const char *command, size_t *n) {
   return NULL;
 }
 
-static PyObject *sass(pmpy_plan *p) {
-  char tool[1024], command[2300], file[] = "/tmp/pallas_mgpu_XXXXXX";
-  if (need_cubin(p) < 0) return NULL;
+/* New: what nvdisasm says with these options. */
+static PyObject *disassemble(const pm_cubin *c, const char *options) {
+  char tool[PATH_MAX], command[PATH_MAX + 128], file[] = "/tmp/pallas_mgpu_XXXXXX";
   if (!find_nvdisasm(tool, sizeof tool) || strchr(tool, '\'')) {
     PyErr_SetString(pmpy.exceptions[PM_E_RUNTIME],
-                    "as_text('sass') needs nvdisasm, which was found neither on PATH nor in "
-                    "CUDA_HOME/bin: install the CUDA toolkit's nvdisasm, or disassemble .cubin()");
+                    "as_text('sass') and spills() need nvdisasm, which was found neither on PATH, "
+                    "nor in CUDA_HOME/bin, nor beside NVRTC: pip install nvidia-cuda-nvdisasm, or "
+                    "disassemble .cubin()");
     return NULL;
   }
   int fd = mkstemp(file);
-  bool ok = fd >= 0 && write(fd, p->cubin.image, p->cubin.size) == (ssize_t)p->cubin.size;
+  bool ok = fd >= 0 && write(fd, c->image, c->size) == (ssize_t)c->size;
   if (fd >= 0) close(fd);
-  snprintf(command, sizeof command, "'%s' -ndf -c '%s' 2>&1", tool, file);
+  snprintf(command, sizeof command, "'%s' %s '%s' 2>&1", tool, options, file);
   char *text = NULL;
   size_t n = 0;
   Py_BEGIN_ALLOW_THREADS if (ok) text = output_of(command, &n);
@@ -348,6 +422,57 @@ static PyObject *sass(pmpy_plan *p) {
   if (!text) return PyErr_Format(pmpy.exceptions[PM_E_RUNTIME], "%s failed", tool);
   PyObject *result = PyUnicode_DecodeUTF8(text, (Py_ssize_t)n, "replace");
   PyMem_RawFree(text);
+  return result;
+}
+
+static PyObject *sass(pmpy_plan *p) {
+  return need_cubin(p) < 0 ? NULL : disassemble(&p->cubin, "-ndf -c");
+}
+
+/* The program with every line of the entry's at the place that the last #line gave, not behind it:
+ * one line of Python is many of CUDA. */
+static void pin_lines(const char *text, size_t size, pm_text *out) {
+  unsigned long place = 0;
+  for (const char *end = text + size; text < end;) {
+    const char *eol = memchr(text, '\n', (size_t)(end - text));
+    const size_t n = eol ? (size_t)(eol - text) + 1 : (size_t)(end - text);
+    if (n > 6 && !strncmp(text, "#line ", 6)) place = strtoul(text + 6, NULL, 10);
+    else if (place) pm_putf(out, "#line %lu\n", place);
+    pm_putn(out, text, n);
+    text += n;
+  }
+}
+
+static pm_code compile_pinned(void *ctx, pm_err *err) {
+  step *s = ctx;
+  pm_program program = s->p->program;
+  const pm_compile_options options = {.use_disk_cache = !pm_env_is_on(PM_ENV_NO_CACHE),
+                                      .lineinfo = true};
+  pin_lines(program.text, program.size, s->text);
+  program.text = s->text->at;
+  program.size = s->text->n;
+  return pm_compile(&program, &options, s->cubin, err);
+}
+
+/* Compiled once more, with lines, if there is anything to tell. */
+static PyObject *spills(PyObject *self, PyObject *unused) {
+  pmpy_plan *p = (pmpy_plan *)self;
+  pm_cubin cubin = {0};
+  pm_arena arena;
+  pm_text program;
+  (void)unused;
+  if (need_cubin(p) < 0) return NULL;
+  if (!p->cubin.spill_bytes) return PyList_New(0);
+  pm_arena_init(&arena);
+  pm_text_init(&program, &arena);
+  step s = {.p = p, .text = &program, .cubin = &cubin};
+  PyObject *text = run(compile_pinned, &s) < 0 ? NULL : disassemble(&cubin, "-ndf -c -gi");
+  pm_arena_free(&arena);
+  pm_cubin_free(&cubin);
+  PyObject *module = text ? PyImport_ImportModule("pallas_mgpu._spills") : NULL;
+  PyObject *result = module ? PyObject_CallMethod(module, "by_line", "O", text) : NULL;
+  Py_XDECREF(module);
+  Py_XDECREF(text);
   return result;
 }
 
@@ -370,29 +495,20 @@ static PyObject *ptx(pmpy_plan *p) {
   return result;
 }
 
-/* Only the entry, for another catalogue of device functions (tests/host). */
-static PyObject *host(pmpy_plan *p) {
-  PyObject *both = PyObject_CallMethod((PyObject *)p->graph, "cuda", "iii", PMPY_ARCH, 0, 0);
-  PyObject *text = both ? Py_NewRef(PyTuple_GET_ITEM(both, 0)) : NULL;
-  Py_XDECREF(both);
-  return text;
-}
-
 static PyObject *traced(pmpy_plan *p) { return Py_NewRef(p->traced ? p->traced : Py_None); }
 
 static PyObject *as_text(PyObject *self, PyObject *args) {
   static const struct {
     const char *kind;
     PyObject *(*text)(pmpy_plan *);
-  } kinds[] = {{"graph", graph_text}, {"traced", traced}, {"cuda", cuda},
-               {"ptx", ptx},          {"sass", sass},     {"host", host}};
+  } kinds[] = {
+      {"graph", graph_text}, {"traced", traced}, {"cuda", cuda}, {"ptx", ptx}, {"sass", sass}};
   const char *kind = "graph";
   if (!PyArg_ParseTuple(args, "|s:as_text", &kind)) return NULL;
   for (size_t i = 0; i < PM_COUNT(kinds); i++)
     if (!strcmp(kind, kinds[i].kind)) return kinds[i].text((pmpy_plan *)self);
   return PyErr_Format(PyExc_ValueError,
-                      "as_text: got %.80s; graph, traced, cuda, ptx, sass and host are accepted",
-                      kind);
+                      "as_text: got %.80s; accepted are graph, traced, cuda, ptx, sass", kind);
 }
 
 static PyObject *resources(PyObject *self, PyObject *unused) {
@@ -423,17 +539,48 @@ static PyObject *get_graph(PyObject *self, void *unused) {
   return Py_NewRef(((pmpy_plan *)self)->graph);
 }
 
-static PyObject *repr(PyObject *self) {
-  return PyUnicode_FromFormat("<pallas_mgpu kernel %s, lowered>",
-                              ((pmpy_plan *)self)->graph->g->name);
+static void put_types(pm_text *t, const pm_graph *g, uint32_t first, uint32_t n) {
+  for (uint32_t i = 0; i < n; i++) {
+    const pm_type *type = pm_typeof(g, g->blocks.at[1].arg + first + i);
+    pm_putf(t, "%s%s[", i ? ", " : "", pm_dtypes[type->dtype].text);
+    for (int d = 0; d < type->rank; d++)
+      pm_putf(t, "%s%lld", d ? "," : "", (long long)type->dim[d]);
+    pm_putf(t, "]");
+  }
 }
+
+static void put_axes(pm_text *t, const char *what, const int64_t *sizes, uint32_t n) {
+  if (n) pm_putf(t, ", %s ", what);
+  for (uint32_t i = 0; i < n; i++) pm_putf(t, "%s%lld", i ? " x " : "", (long long)sizes[i]);
+}
+
+static pm_code say(void *ctx, pm_err *err) {
+  step *s = ctx;
+  const pmpy_plan *p = s->p;
+  const pm_graph *g = p->graph->g;
+  (void)err;
+  pm_putf(s->text, "<pallas_mgpu kernel %s, lowered: (", g->name);
+  put_types(s->text, g, 0, p->n_in);
+  pm_putf(s->text, ") -> (");
+  put_types(s->text, g, p->n_in, p->n_out);
+  pm_putf(s->text, ")");
+  put_axes(s->text, "grid", g->grid, g->n_grid);
+  put_axes(s->text, "cluster", g->cluster, g->n_cluster);
+  pm_putf(s->text, ", %u lanes, %lld bytes of SMEM>", 128 * g->n_threads, (long long)g->smem_bytes);
+  return PM_OK;
+}
+
+static PyObject *repr(PyObject *self) { return text_by(say, (pmpy_plan *)self); }
 
 static PyMethodDef methods[] = {
     {"as_text", as_text, METH_VARARGS,
-     "as_text(kind='graph'): 'traced', 'graph' (lowered), 'cuda', 'ptx', 'sass', or 'host': the "
-     "entry alone, as the tests run it on the CPU. Needs no GPU."},
+     "as_text(kind='graph'): 'traced', 'graph' (lowered), 'cuda', 'ptx' or 'sass'. Needs no GPU."},
     {"resources", resources, METH_NOARGS,
      "Registers, spills, stack and shared memory, ptxas remarks and the log, as a dict."},
+    {"spills", spills, METH_NOARGS,
+     "spills(): [(file, line, bytes)] of the lines whose values the compiler keeps in local memory "
+     "for want of registers, the largest first: bytes that a lane stores and loads. Needs nvdisasm "
+     "where there are any."},
     {"cubin", cubin, METH_NOARGS, "The compiled program."},
     {NULL, NULL, 0, NULL}};
 

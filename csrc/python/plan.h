@@ -6,6 +6,7 @@
 #include "exchange.h"
 
 #include <pthread.h>
+#include <stdatomic.h>
 
 enum { PMPY_MAX_PARAMS = 128, PMPY_MAX_DEVICES = 64, PMPY_ARCH = 90 };
 
@@ -27,11 +28,17 @@ typedef struct pmpy_plan {
   uint64_t hash; /* of the key, which is kernel.c's */
   uint32_t n_key;
   int64_t *key;
+  _Atomic size_t bytes; /* of memory, as far as it is known */
+  /* plan_cache.c */
+  _Atomic uint64_t used;
+  struct pmpy_plans *owner; /* NULL: in no table */
+  struct pmpy_plan *next, *previous;
 } pmpy_plan;
 
 /* New. `traced` is what the trace callback returned: a Graph, or a tuple that begins with one; it
- * is lowered, and warnings of the passes are raised. keep_text: for as_text("traced"). */
-pmpy_plan *pmpy_plan_new(PyObject *traced, uint32_t n_in, bool keep_text);
+ * is lowered for the strides of `in`, and warnings of the passes are raised. keep_text: for
+ * as_text("traced"). */
+pmpy_plan *pmpy_plan_new(PyObject *traced, const pmpy_buffer *in, uint32_t n_in, bool keep_text);
 
 /* The kernel on a device; NULL with an exception. No lock and no call where it is loaded already.
  */
@@ -46,5 +53,25 @@ pm_code pmpy_plan_interpret(pmpy_plan *p, void *const *buffers, const pm_interp_
                             pm_err *err);
 
 int pmpy_init_plan(PyObject *module);
+
+/* ---- plan_cache.c -------------------------------------------------------------------------- */
+
+/* The plans of one kernel, by their keys; all zero at first. Must not move. */
+typedef struct pmpy_plans {
+  pmpy_plan **table; /* open addressing; a power of two, at most half full */
+  uint32_t n, capacity;
+#ifdef Py_GIL_DISABLED
+  PyMutex lock;
+#endif
+} pmpy_plans;
+/* New, or NULL without an exception. */
+pmpy_plan *pmpy_plans_find(pmpy_plans *t, uint64_t hash, const int64_t *key, uint32_t n);
+/* Takes a reference; may release plans of any kernel. Two threads may both add the same key: then
+ * the plan that is found first serves, and both are right. 0, or -1 with an exception. */
+int pmpy_plans_add(pmpy_plans *t, pmpy_plan *p);
+void pmpy_plans_clear(pmpy_plans *t);
+/* Functions of Python. */
+PyObject *pmpy_plans_clear_all(PyObject *module, PyObject *unused);
+PyObject *pmpy_plans_size(PyObject *module, PyObject *unused);
 
 #endif

@@ -11,6 +11,7 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <limits.h>
+#include <pthread.h>
 #include <pwd.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -36,10 +37,7 @@ enum { STALE_SECONDS = 3600, MAX_ENTRY = 1 << 28 };
 const char *pm_cache_dir(void) {
   static _Thread_local char path[PATH_MAX];
   const char *given = pm_env(PM_ENV_CACHE_DIR);
-  if (*given) {
-    snprintf(path, sizeof path, "%s", given);
-    return path;
-  }
+  if (*given) return given;
   const char *base = getenv("XDG_CACHE_HOME");
   if (base && *base == '/') { /* the specification ignores relative paths */
     snprintf(path, sizeof path, "%s/pallas_mgpu", base);
@@ -54,19 +52,55 @@ const char *pm_cache_dir(void) {
   return path;
 }
 
+/* What went wrong, until it is told; then nothing more is. */
+static pthread_mutex_t complaint_lock = PTHREAD_MUTEX_INITIALIZER;
+static char complaint[PATH_MAX + 256];
+static bool has_complained;
+
+static bool complain(const char *dir, const char *why) {
+  pthread_mutex_lock(&complaint_lock);
+  if (!has_complained)
+    snprintf(complaint, sizeof complaint,
+             "compiled kernels are not kept on disk: the directory %s %s. Name another one in %s, "
+             "or set %s=1",
+             dir, why, pm_env_table[PM_ENV_CACHE_DIR].variable,
+             pm_env_table[PM_ENV_NO_CACHE].variable);
+  pthread_mutex_unlock(&complaint_lock);
+  return false;
+}
+
+bool pm_cache_complaint(char *text, size_t size) {
+  pthread_mutex_lock(&complaint_lock);
+  const bool some = complaint[0] && !has_complained;
+  if (some) snprintf(text, size, "%s", complaint);
+  has_complained |= some;
+  pthread_mutex_unlock(&complaint_lock);
+  return some;
+}
+
+static bool complain_errno(const char *dir) {
+  char why[256];
+  snprintf(why, sizeof why, "cannot be written (%s)", strerror(errno));
+  return complain(dir, why);
+}
+
 /* Make the directory and those above it. false: it is not there or not ours. */
 static bool make_dir(const char *dir) {
   char path[PATH_MAX];
   struct stat st;
-  if (snprintf(path, sizeof path, "%s", dir) >= (int)sizeof path) return false;
+  if (snprintf(path, sizeof path, "%s", dir) >= (int)sizeof path)
+    return complain("that is wanted", "has too long a name");
   for (char *p = path + 1; *p; p++)
     if (*p == '/') {
       *p = 0;
-      if (mkdir(path, 0700) && errno != EEXIST) return false;
+      if (mkdir(path, 0700) && errno != EEXIST && errno != EROFS && errno != EACCES)
+        return complain_errno(dir);
       *p = '/';
     }
-  if (mkdir(path, 0700) && errno != EEXIST) return false;
-  return !stat(path, &st) && S_ISDIR(st.st_mode) && st.st_uid == geteuid();
+  if (mkdir(path, 0700) && errno != EEXIST) return complain_errno(dir);
+  if (stat(path, &st)) return complain_errno(dir);
+  if (!S_ISDIR(st.st_mode)) return complain(dir, "is no directory");
+  return st.st_uid == geteuid() || complain(dir, "belongs to another user");
 }
 
 /* The checksum: chained over the parts, so that nothing is copied. */
@@ -217,13 +251,17 @@ void pm_cache_write(const uint64_t key[2], const pm_cubin *c) {
             .stack_bytes = c->stack_bytes};
   memcpy(h.magic, magic, sizeof magic);
   checksum(&h, c->image, c->log, h.check);
-  if (!entry_path(key, path, sizeof path) || !make_dir(dir)) return;
+  if (!make_dir(dir) || !entry_path(key, path, sizeof path)) return;
   if (snprintf(temporary, sizeof temporary, "%s/tmp-XXXXXX", dir) >= (int)sizeof temporary) return;
   int fd = mkostemp(temporary, O_CLOEXEC);
-  if (fd < 0) return;
+  if (fd < 0) {
+    complain_errno(dir);
+    return;
+  }
   bool ok = write_all(fd, &h, sizeof h) && write_all(fd, c->image, c->size) &&
             write_all(fd, c->log, h.log_size) && !fsync(fd);
   if (close(fd)) ok = false;
+  if (!ok) complain_errno(dir);
   if (!ok || rename(temporary, path)) unlink(temporary);
   else evict(dir);
 }

@@ -18,11 +18,14 @@
 
 static void add_option(pm_options *o, const char *text) {
   if (o->n < PM_MAX_OPTIONS) o->at[o->n++] = text;
+  else o->full = true;
 }
 
 /* `what`: "sm" for a cubin, "compute" for PTX alone */
-static void make_options(pm_options *o, const char *what, int arch, bool lineinfo) {
+static pm_code make_options(pm_options *o, const char *what, int arch, bool lineinfo, pm_err *err) {
+  const char *given = pm_env(PM_ENV_NVRTC_OPTIONS);
   o->n = 0;
+  o->full = false;
   int n = snprintf(o->buffer, sizeof o->buffer, "--gpu-architecture=%s_%d%s", what, arch,
                    arch >= 90 ? "a" : "");
   add_option(o, o->buffer);
@@ -31,9 +34,16 @@ static void make_options(pm_options *o, const char *what, int arch, bool lineinf
   if (!strcmp(what, "sm")) add_option(o, "--ptxas-options=-v");
   if (lineinfo) add_option(o, "-lineinfo");
   char *user = o->buffer + n + 1;
-  snprintf(user, sizeof o->buffer - (size_t)n - 1, "%s", pm_env(PM_ENV_NVRTC_OPTIONS));
-  for (char *save, *t = strtok_r(user, " ", &save); t; t = strtok_r(NULL, " ", &save))
+  const size_t room = sizeof o->buffer - (size_t)n - 1;
+  const bool fits = (size_t)snprintf(user, room, "%s", given) < room;
+  for (char *save, *t = strtok_r(user, " \t\n", &save); t; t = strtok_r(NULL, " \t\n", &save))
     add_option(o, t);
+  if (fits && !o->full) return PM_OK;
+  return pm_fail(
+      err, PM_E_VALUE,
+      "the environment variable %s has %zu characters; at most %zu, of about %d options, "
+      "are supported",
+      pm_env_table[PM_ENV_NVRTC_OPTIONS].variable, strlen(given), room - 1, PM_MAX_OPTIONS - 5);
 }
 
 /* ---- key ---------------------------------------------------------------------------------- */
@@ -170,7 +180,8 @@ pm_code pm_compile(const pm_program *p, const pm_compile_options *o, pm_cubin *o
   const char *dump = o->dump_dir && *o->dump_dir ? o->dump_dir : NULL;
   const char *name = o->dump_name ? o->dump_name : p->entry;
   *out = (pm_cubin){0};
-  make_options(&options, "sm", p->arch, o->lineinfo);
+  if (pm_env_check(err) || make_options(&options, "sm", p->arch, o->lineinfo, err))
+    return err->code;
   if (o->use_disk_cache) {
     if (make_key(p, &options, o->lineinfo, key, err)) return err->code;
     if (!dump && pm_cache_read(key, out)) return PM_OK; /* a dump needs the PTX */
@@ -196,7 +207,7 @@ pm_code pm_compile(const pm_program *p, const pm_compile_options *o, pm_cubin *o
 pm_code pm_compile_ptx(const pm_program *p, char **ptx, size_t *size, pm_err *err) {
   pm_options options;
   pm_nvrtc_result r;
-  make_options(&options, "compute", p->arch, false);
+  if (make_options(&options, "compute", p->arch, false, err)) return err->code;
   if (pm_nvrtc_run(p->text, p->entry, &options, false, true, &r, err)) return err->code;
   *ptx = r.ptx;
   *size = r.ptx_size;

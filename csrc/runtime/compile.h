@@ -10,11 +10,12 @@
  * library only where none of the places with a known path has one. */
 pm_code pm_nvrtc_identity(char *out, size_t size, pm_err *err);
 
-enum { PM_MAX_OPTIONS = 32 };
+enum { PM_MAX_OPTIONS = 256 };
 typedef struct pm_options {
   const char *at[PM_MAX_OPTIONS];
   int n;
-  char buffer[2048];
+  bool full; /* one more was to be added */
+  char buffer[8192];
 } pm_options;
 
 typedef struct pm_nvrtc_result {
@@ -33,7 +34,7 @@ void pm_nvrtc_result_free(pm_nvrtc_result *r);
 
 /* false: no usable entry. On success *out is filled. */
 bool pm_cache_read(const uint64_t key[2], pm_cubin *out);
-/* Best effort: failures leave no entry and no error. */
+/* Best effort: failures leave no entry, and a complaint (pm_cache_complaint). */
 void pm_cache_write(const uint64_t key[2], const pm_cubin *c);
 
 #endif

@@ -14,8 +14,6 @@
 enum { SLOTS = 128, FEW_SLOTS = 8, SLOT_BYTES = 128, CHUNK_BYTES = 1 << 22 };
 #define NOBODY ((uintptr_t)0)
 #define A_GRAPH UINTPTR_MAX
-#define LEGACY_STREAM ((cu_stream)1)
-#define PER_THREAD_STREAM ((cu_stream)2)
 
 typedef struct chunk {
   struct chunk *_Atomic next;
@@ -31,17 +29,28 @@ struct pm_counters {
   chunk *_Atomic first;
 };
 
+/* Memory of the pool is freed without waiting for the device. */
+static cu_result take_words(const pm_device *d, size_t bytes, cu_ptr *out) {
+  return d->pool ? pm_cu.cuMemAllocFromPoolAsync(out, bytes, d->pool, d->stream)
+                 : pm_cu.cuMemAlloc(out, bytes);
+}
+
+static void give_words(const pm_device *d, cu_ptr words) {
+  if (d->pool) pm_cu.cuMemFreeAsync(words, d->stream);
+  else pm_cu.cuMemFree(words);
+}
+
 /* In the device's context. */
 static pm_code new_chunk(pm_counters *c, chunk **out, pm_err *err) {
   const size_t bytes = c->n_slots * c->slot_bytes;
   chunk *k = pm_malloc(sizeof *k);
   if (!k) return pm_fail(err, PM_E_MEMORY, "the host is out of memory");
   memset(k, 0, sizeof *k);
-  cu_result r = pm_cu.cuMemAlloc(&k->words, bytes);
+  cu_result r = take_words(c->device, bytes, &k->words);
   if (!r) {
     r = pm_cu.cuMemsetD8Async(k->words, 0, bytes, c->device->stream);
     if (!r) r = pm_cu.cuStreamSynchronize(c->device->stream);
-    if (r) pm_cu.cuMemFree(k->words);
+    if (r) give_words(c->device, k->words);
   }
   if (r) {
     pm_free(k);
@@ -76,7 +85,7 @@ void pm_counters_free(pm_counters *c) {
   if (!c) return;
   for (chunk *k = atomic_load(&c->first), *next; k; k = next) {
     next = atomic_load(&k->next);
-    pm_cu.cuMemFree(k->words);
+    give_words(c->device, k->words);
     pm_free(k);
   }
   pthread_mutex_destroy(&c->lock);
@@ -116,13 +125,13 @@ static pm_code next_chunk(pm_counters *c, chunk *last, bool capturing, chunk **o
 
 static uintptr_t owner_of(cu_stream s) {
   static _Thread_local char this_thread;
-  if (s == PER_THREAD_STREAM) return (uintptr_t)&this_thread;
+  if (s == CU_STREAM_PER_THREAD) return (uintptr_t)&this_thread;
   return (uintptr_t)s + 1; /* the default stream is 0 */
 }
 
 static bool is_capturing(cu_stream s) {
   int status = 0;
-  if (!s || s == LEGACY_STREAM) return false; /* cannot be captured */
+  if (!s || s == CU_STREAM_LEGACY) return false; /* cannot be captured */
   return !pm_cu.cuStreamIsCapturing(s, &status) && status;
 }
 

@@ -51,6 +51,10 @@ enum {
   CU_POINTER_DEVICE = 9
 };
 
+enum { CU_CAPTURE_RELAXED = 2 };
+#define CU_STREAM_LEGACY ((cu_stream)1)
+#define CU_STREAM_PER_THREAD ((cu_stream)2)
+
 enum { CU_LAUNCH_CLUSTER = 4, CU_LAUNCH_PDL = 6 };
 
 typedef struct cu_launch_attr {

@@ -5,10 +5,9 @@
  * on its own stack, so kernels are immutable and free of locks, but for the table of who has which
  * counters, and for the maps of the launch before: of the same addresses they need not be encoded
  * again. A launch that finds another one at them encodes its own. */
-#include "counters.h"
+#include "modules.h"
 
 #include <pthread.h>
-#include <stdatomic.h>
 #include <stdio.h>
 
 enum { MAX_ARGS = 128, MAX_MAPS = 64, MAX_PORTABLE_CLUSTER = 8 };
@@ -23,8 +22,7 @@ typedef struct kept_maps {
 
 struct pm_kernel {
   const pm_device *device;
-  cu_module module;
-  cu_function function;
+  pm_module *module;
   cu_launch_config config;
   cu_launch_attr attrs[2];
   uint32_t n_args, n_maps, n_params;
@@ -33,8 +31,7 @@ struct pm_kernel {
   const char *param_name[MAX_ARGS]; /* interned, like name */
   pm_tensor_map maps[MAX_MAPS];
   const char *name;
-  pm_counters *counters; /* NULL: it has none */
-  kept_maps *kept;       /* NULL: it has no maps, or there was no memory */
+  kept_maps *kept; /* NULL: it has no maps, or there was no memory */
 };
 
 const char *_Atomic pm_last_kernel;
@@ -135,14 +132,13 @@ static pm_code load_failed(const pm_kernel *k, const pm_program *p, cu_result r,
                     d->ordinal);
 }
 
-static cu_result load(pm_kernel *k, const pm_cubin *c, const pm_program *p) {
+static cu_result set_attributes(pm_kernel *k, const pm_program *p) {
   uint32_t cluster = p->cluster[0] * p->cluster[1] * p->cluster[2];
-  cu_result r = pm_cu.cuModuleLoadData(&k->module, c->image);
-  if (!r) r = pm_cu.cuModuleGetFunction(&k->function, k->module, p->entry);
-  if (!r && p->smem_bytes)
-    r = pm_cu.cuFuncSetAttribute(k->function, CU_FUNC_DYNAMIC_SMEM, (int)p->smem_bytes);
+  cu_function f = k->module->function;
+  cu_result r = CU_OK;
+  if (p->smem_bytes) r = pm_cu.cuFuncSetAttribute(f, CU_FUNC_DYNAMIC_SMEM, (int)p->smem_bytes);
   if (!r && cluster > MAX_PORTABLE_CLUSTER)
-    r = pm_cu.cuFuncSetAttribute(k->function, CU_FUNC_NON_PORTABLE_CLUSTER, 1);
+    r = pm_cu.cuFuncSetAttribute(f, CU_FUNC_NON_PORTABLE_CLUSTER, 1);
   return r;
 }
 
@@ -152,9 +148,9 @@ static cu_result fit_grid(pm_kernel *k, const pm_program *p) {
   int n = 0;
   cu_result r;
   if (cluster > 1) {
-    r = pm_cu.cuOccupancyMaxActiveClusters(&n, k->function, &k->config);
+    r = pm_cu.cuOccupancyMaxActiveClusters(&n, k->module->function, &k->config);
   } else {
-    r = pm_cu.cuOccupancyMaxActiveBlocksPerMultiprocessor(&n, k->function, (int)p->block,
+    r = pm_cu.cuOccupancyMaxActiveBlocksPerMultiprocessor(&n, k->module->function, (int)p->block,
                                                           p->smem_bytes);
     n *= k->device->info.sm_count;
   }
@@ -174,12 +170,13 @@ pm_code pm_kernel_load(int device, const pm_cubin *c, const pm_program *p, pm_ke
   k->device = d;
   prepare(k, p);
   if (pm_enter(d, &pushed, err)) goto failed;
-  cu_result r = load(k, c, p);
-  if (!r && p->shares_grid) r = fit_grid(k, p);
-  if (r) load_failed(k, p, r, err);
-  else if (p->n_counters) pm_counters_new(d, p->n_counters + 1, &k->counters, err);
+  cu_result r;
+  pm_code code = pm_module_new(d, c, p->entry, p->n_counters, &k->module, &r, err);
+  if (!code) r = set_attributes(k, p);
+  if (!r && !code && p->shares_grid) r = fit_grid(k, p);
+  if (r) code = load_failed(k, p, r, err);
   pm_leave(pushed);
-  if (r || (p->n_counters && !k->counters)) goto failed;
+  if (code) goto failed;
   *out = k;
   return PM_OK;
 failed:
@@ -188,16 +185,14 @@ failed:
 }
 
 void pm_kernel_free(pm_kernel *k) {
-  PM_IGNORED(ignored);
-  bool pushed;
   if (!k) return;
-  if (k->module && !pm_driver_need(&ignored) && !pm_enter(k->device, &pushed, &ignored)) {
-    pm_counters_free(k->counters);
-    pm_cu.cuModuleUnload(k->module);
-    pm_leave(pushed);
-  }
+  pm_module_retire(k->module);
   pm_free(k->kept);
   pm_free(k);
+}
+
+size_t pm_kernel_bytes(const pm_kernel *k) {
+  return sizeof *k + sizeof *k->module + k->n_maps * sizeof k->kept->at[0];
 }
 
 /* ---- launch ------------------------------------------------------------------------------- */
@@ -279,7 +274,8 @@ pm_code pm_kernel_launch(const pm_kernel *k, const uint64_t *pointers, void *str
   for (uint32_t i = 0; i < k->n_params; i++)
     if (pointers[i] & (uint64_t)(k->align[i] - 1)) return misaligned(k, i, pointers[i], err);
   if (pm_driver_need(err) || pm_enter(k->device, &pushed, err)) return err->code;
-  if (k->counters && pm_counters_of(k->counters, stream, &counters, err)) {
+  pm_module_used(k->module, stream);
+  if (k->module->counters && pm_counters_of(k->module->counters, stream, &counters, err)) {
     pm_leave(pushed);
     return err->code;
   }
@@ -294,7 +290,7 @@ pm_code pm_kernel_launch(const pm_kernel *k, const uint64_t *pointers, void *str
     cu_launch_config config = k->config;
     config.stream = stream;
     atomic_store_explicit(&pm_last_kernel, k->name, memory_order_relaxed);
-    r = pm_cu.cuLaunchKernelEx(&config, k->function, params, NULL);
+    r = pm_cu.cuLaunchKernelEx(&config, k->module->function, params, NULL);
     if (r) launch_failed(k, r, err);
   }
   pm_leave(pushed);

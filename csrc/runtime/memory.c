@@ -79,13 +79,6 @@ pm_code pm_copy_on_device(int device, uint64_t dst, uint64_t src, size_t bytes, 
   return copied(device, r, "a copy", bytes, err);
 }
 
-pm_code pm_device_memset(int device, uint64_t dst, int byte, size_t bytes, void *stream,
-                         pm_err *err) {
-  if (!bytes) return PM_OK;
-  IN_CONTEXT(device, r, pm_cu.cuMemsetD8Async(dst, (unsigned char)byte, bytes, stream));
-  return copied(device, r, "a fill", bytes, err);
-}
-
 static cu_result store(cu_ptr dst, uint32_t value, size_t bytes, cu_stream s) {
   if (bytes == 1) return pm_cu.cuMemsetD8Async(dst, (unsigned char)value, 1, s);
   if (bytes == 2) return pm_cu.cuMemsetD16Async(dst, (unsigned short)value, 1, s);

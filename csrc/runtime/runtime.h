@@ -67,9 +67,9 @@ pm_code pm_copy_to_host(int device, void *dst, uint64_t src, size_t bytes, void 
                         pm_err *err);
 pm_code pm_copy_on_device(int device, uint64_t dst, uint64_t src, size_t bytes, void *stream,
                           pm_err *err);
-pm_code pm_device_memset(int device, uint64_t dst, int byte, size_t bytes, void *stream,
-                         pm_err *err);
 pm_code pm_synchronize(int device, void *stream, pm_err *err);
+/* Unload modules that nothing can use any more. The driver may wait for the device. modules.c */
+void pm_modules_sweep(void);
 /* Work submitted to `after` from now on waits for what is in `before` now. */
 pm_code pm_stream_order(int device, void *before, void *after, pm_err *err);
 /* A mark behind what is in the stream now, and whether the device has passed it (then it is gone).
@@ -91,7 +91,9 @@ bool pm_stream_is_capturing(int device, void *stream);
 typedef struct pm_kernel pm_kernel;
 pm_code pm_kernel_load(int device, const pm_cubin *c, const pm_program *p, pm_kernel **out,
                        pm_err *err);
+/* Calls no driver: its module is unloaded later, see modules.c. */
 void pm_kernel_free(pm_kernel *k);
+size_t pm_kernel_bytes(const pm_kernel *k); /* on the host, but for the driver's */
 /* pointers: device address per operand and output. Encodes tensor maps on the stack, launches,
  * returns. */
 pm_code pm_kernel_launch(const pm_kernel *k, const uint64_t *pointers, void *stream, pm_err *err);
@@ -99,5 +101,7 @@ pm_code pm_kernel_launch(const pm_kernel *k, const uint64_t *pointers, void *str
 /* Path of the cache directory in use (PALLAS_MGPU_CACHE_DIR or the user's cache directory); static.
  */
 const char *pm_cache_dir(void);
+/* Once after a cubin could not be kept on disk, why; false: nothing new. */
+bool pm_cache_complaint(char *text, size_t size);
 
 #endif

@@ -2,7 +2,7 @@ from typing import Literal, NamedTuple, overload
 
 import numpy as np
 
-from .._typing import A, Activation, DType, Interpret
+from .._typing import A, Activation, DType, Interpret, Stream
 
 class AttentionConfig(NamedTuple):
     consumers: int = 2
@@ -70,6 +70,7 @@ def attention(
     config: AttentionConfig | None = None,
     interpret: Interpret = None,
     out: np.ndarray | None = None,
+    stream: Stream | None = None,
 ) -> np.ndarray: ...
 @overload
 def attention(
@@ -83,6 +84,7 @@ def attention(
     config: AttentionConfig | None = None,
     interpret: Interpret = None,
     out: A | None = None,
+    stream: Stream | None = None,
 ) -> A: ...
 @overload
 def attention(
@@ -96,6 +98,7 @@ def attention(
     config: AttentionConfig | None = None,
     interpret: Interpret = None,
     out: tuple[np.ndarray, np.ndarray] | None = None,
+    stream: Stream | None = None,
 ) -> tuple[np.ndarray, np.ndarray]: ...
 @overload
 def attention(
@@ -109,6 +112,7 @@ def attention(
     config: AttentionConfig | None = None,
     interpret: Interpret = None,
     out: tuple[A, A] | None = None,
+    stream: Stream | None = None,
 ) -> tuple[A, A]: ...
 @overload
 def layer_norm(
@@ -121,6 +125,7 @@ def layer_norm(
     config: NormConfig | None = None,
     interpret: Interpret = None,
     out: np.ndarray | None = None,
+    stream: Stream | None = None,
 ) -> np.ndarray: ...
 @overload
 def layer_norm(
@@ -133,6 +138,7 @@ def layer_norm(
     config: NormConfig | None = None,
     interpret: Interpret = None,
     out: A | None = None,
+    stream: Stream | None = None,
 ) -> A: ...
 @overload
 def rms_norm(
@@ -144,6 +150,7 @@ def rms_norm(
     config: NormConfig | None = None,
     interpret: Interpret = None,
     out: np.ndarray | None = None,
+    stream: Stream | None = None,
 ) -> np.ndarray: ...
 @overload
 def rms_norm(
@@ -155,6 +162,7 @@ def rms_norm(
     config: NormConfig | None = None,
     interpret: Interpret = None,
     out: A | None = None,
+    stream: Stream | None = None,
 ) -> A: ...
 @overload
 def softmax(
@@ -165,6 +173,7 @@ def softmax(
     config: NormConfig | None = None,
     interpret: Interpret = None,
     out: np.ndarray | None = None,
+    stream: Stream | None = None,
 ) -> np.ndarray: ...
 @overload
 def softmax(
@@ -175,6 +184,7 @@ def softmax(
     config: NormConfig | None = None,
     interpret: Interpret = None,
     out: A | None = None,
+    stream: Stream | None = None,
 ) -> A: ...
 @overload
 def matmul(
@@ -191,6 +201,7 @@ def matmul(
     config: MatmulConfig | FewRowsConfig | None = None,
     interpret: Interpret = None,
     out: np.ndarray | None = None,
+    stream: Stream | None = None,
 ) -> np.ndarray: ...
 @overload
 def matmul(
@@ -207,6 +218,7 @@ def matmul(
     config: MatmulConfig | FewRowsConfig | None = None,
     interpret: Interpret = None,
     out: A | None = None,
+    stream: Stream | None = None,
 ) -> A: ...
 @overload
 def mixed_matmul(
@@ -218,6 +230,7 @@ def mixed_matmul(
     config: MixedConfig | None = None,
     interpret: Interpret = None,
     out: np.ndarray | None = None,
+    stream: Stream | None = None,
 ) -> np.ndarray: ...
 @overload
 def mixed_matmul(
@@ -229,6 +242,7 @@ def mixed_matmul(
     config: MixedConfig | None = None,
     interpret: Interpret = None,
     out: A | None = None,
+    stream: Stream | None = None,
 ) -> A: ...
 @overload
 def ragged_dot(
@@ -241,6 +255,7 @@ def ragged_dot(
     config: RaggedConfig | None = None,
     interpret: Interpret = None,
     out: np.ndarray | None = None,
+    stream: Stream | None = None,
 ) -> np.ndarray: ...
 @overload
 def ragged_dot(
@@ -253,6 +268,7 @@ def ragged_dot(
     config: RaggedConfig | None = None,
     interpret: Interpret = None,
     out: A | None = None,
+    stream: Stream | None = None,
 ) -> A: ...
 @overload
 def transposed_ragged_dot(
@@ -264,6 +280,7 @@ def transposed_ragged_dot(
     config: RaggedConfig | None = None,
     interpret: Interpret = None,
     out: np.ndarray | None = None,
+    stream: Stream | None = None,
 ) -> np.ndarray: ...
 @overload
 def transposed_ragged_dot(
@@ -275,4 +292,5 @@ def transposed_ragged_dot(
     config: RaggedConfig | None = None,
     interpret: Interpret = None,
     out: A | None = None,
+    stream: Stream | None = None,
 ) -> A: ...

@@ -26,6 +26,7 @@ import math
 import pallas_mgpu as plgpu
 from pallas_mgpu import lax, pl
 from pallas_mgpu import numpy as jnp
+from pallas_mgpu._caches import cached
 
 from ._ring import for_told, hand_out, roles, told_scratch
 from .matmul import _SMEM
@@ -130,7 +131,7 @@ def choose(rows, n, itemsize, consumers, programs):
     return min(range(8 * grain, grain, -grain), key=cost)
 
 
-@functools.cache
+@cached
 def kernel(name, make, eps, shape, dtype, vectors, aligned, ring, interpret):
     """make(*eps): the statistics and the result of a row; vectors, aligned: as in norms.py; ring:
     chunk, consumers, programs."""

@@ -12,12 +12,12 @@ while it adds the one before; the lanes load the scales of a step under its prod
 The tensor cores take 8-bit operands only with K contiguous; others are turned by a pass of their
 own, tile by tile through SMEM."""
 
-import functools
 from typing import NamedTuple
 
 import pallas_mgpu as plgpu
 from pallas_mgpu import lax, pl
 from pallas_mgpu import numpy as jnp
+from pallas_mgpu._caches import cached
 
 FP8 = ("float8_e4m3fn", "float8_e5m2")
 BLOCK = 128  # elements along K, and columns of B, that share a scale
@@ -258,7 +258,7 @@ class Blocks:
 _TILE = 128
 
 
-@functools.cache
+@cached
 def turning(shape, dtype, aligned, interpret):
     """Kernel: the transpose of an array of 8-bit floats, with rows of a multiple of 16 bytes,
     filled up with zeros."""

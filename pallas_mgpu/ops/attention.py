@@ -28,6 +28,7 @@ import numpy as np
 import pallas_mgpu as plgpu
 from pallas_mgpu import lax, pl
 from pallas_mgpu import numpy as jnp
+from pallas_mgpu._caches import cached
 
 from ._ring import hand_out, hear, told_scratch
 from .matmul import _SMEM
@@ -68,7 +69,7 @@ def choose(queries, head_dim, causal):
     return AttentionConfig(min(2, most), 64, 2)
 
 
-@functools.cache
+@cached
 def _kernel(shape, keys, kv_heads, dtype, causal, scale, want_lse, cfg, cores, interpret):
     batch, queries, heads, dim = shape
     rows, block, stages, me_count = cfg.consumers * 64, cfg.block, cfg.stages, cfg.consumers
@@ -420,7 +421,7 @@ def _check_config(config):
         )
 
 
-@plgpu.kernel_family
+@plgpu.kernel_family(in_place=False)
 def attention(q, k, v, *, causal=False, scale=None, return_lse=False, config=None, interpret=None):
     """``softmax(scale * q @ k.T) @ v`` for each head, accumulated in float32 (Hopper).
 

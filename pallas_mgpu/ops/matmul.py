@@ -25,6 +25,7 @@ from typing import NamedTuple
 import pallas_mgpu as plgpu
 from pallas_mgpu import lax, nn, pl
 from pallas_mgpu import numpy as jnp
+from pallas_mgpu._caches import cached
 
 from ._scaled import BLOCK, FP8, UNSCALED, Blocks, Epilogue, forms_of, turning
 
@@ -99,7 +100,7 @@ def _swizzled(row, dtype):
     return (plgpu.TilingTransform((8, row)), plgpu.SwizzleTransform(bytes_))
 
 
-@functools.cache
+@cached
 def _product(
     m, n, k, dtypes, out_dtype, ta, tb, bias_dtype, activation, cfg, sms, interpret, forms
 ):
@@ -422,7 +423,7 @@ class FewRowsConfig(NamedTuple):
     step: int = 64
 
 
-@functools.cache
+@cached
 def _few_rows(m, n, k, dtype, out_dtype, ta, tb, has_bias, activation, cfg, interpret):
     """Kernel for m <= 8. One thread per block, several blocks per SM, each with its own ring.
 
@@ -547,7 +548,7 @@ def _few_rows(m, n, k, dtype, out_dtype, ta, tb, has_bias, activation, cfg, inte
 _WIDTH = 4096  # elements that a block copies
 
 
-@functools.cache
+@cached
 def _padding(shape, dtype, aligned, interpret):
     """Kernel: a copy with rows of a multiple of 16 bytes, filled up with zeros.
 
@@ -778,7 +779,7 @@ def _check_config(config, m, ta, tb):
         )
 
 
-@plgpu.kernel_family
+@plgpu.kernel_family(in_place=False)
 def matmul(
     a,
     b,

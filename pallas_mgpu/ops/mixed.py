@@ -13,12 +13,12 @@ cluster divide K, so that all SMs fetch, and the first one adds up their sums in
 a block two threads then take the slots of the same rows in turn, as one would wait most of the time
 for its weights to become floats and for its product."""
 
-import functools
 from typing import NamedTuple
 
 import pallas_mgpu as plgpu
 from pallas_mgpu import lax, pl
 from pallas_mgpu import numpy as jnp
+from pallas_mgpu._caches import cached
 
 from ._ring import Ring, roles
 from .matmul import _SMEM, _needs_padding, _padding, _swizzled
@@ -79,7 +79,7 @@ class _Plan:
             self.registers = None
 
 
-@functools.cache
+@cached
 def _product(
     m, n, k, dtype, weight_dtype, scale_dtype, scale_groups, out_dtype, cfg, sms, interpret
 ):
@@ -317,7 +317,7 @@ class _Padded:
         return self.product(x, *operands) if out is None else self.product(x, *operands, out=out)
 
 
-@plgpu.kernel_family
+@plgpu.kernel_family(in_place=False)
 def mixed_matmul(x, weights, scales=None, *, out_dtype=None, config=None, interpret=None):
     """``x @ (weights * scales).T`` with float32 accumulation, for weights of 8 or 4 bits (Hopper).
 

@@ -20,6 +20,7 @@ from typing import NamedTuple
 import pallas_mgpu as plgpu
 from pallas_mgpu import lax, pl
 from pallas_mgpu import numpy as jnp
+from pallas_mgpu._caches import cached
 
 from . import _norms_ring
 
@@ -249,7 +250,7 @@ class _Plan:
         self.grid = self.tiles * (outer if inner > 1 else 1)
 
 
-@functools.cache
+@cached
 def _kernel(name, eps, shape, axis, dtype, out_dtype, vectors, aligned, cfg, interpret):
     """vectors: dtypes of weight and bias, None for one that is not there; aligned: whether the
     lanes may assume so, of x, weight and bias."""

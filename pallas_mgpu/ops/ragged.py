@@ -31,6 +31,7 @@ from typing import NamedTuple
 import pallas_mgpu as plgpu
 from pallas_mgpu import lax, pl
 from pallas_mgpu import numpy as jnp
+from pallas_mgpu._caches import cached
 
 from ._ring import Ring, for_told, hand_out, roles, store_chunk, told_scratch
 from .matmul import _SMEM, _needs_padding, _Padded, _padding, _swizzled
@@ -182,7 +183,7 @@ def _launch(cfg, clusters):
 # ---- a matrix for each group ---------------------------------------------------------------------
 
 
-@functools.cache
+@cached
 def _grouped(m, n, k, groups, dtype, out_dtype, tb, cfg, sms, interpret):
     p = _Plan(groups, out_dtype.itemsize, cfg, False)
     rows, cols = cfg.tile, 64 * cfg.consumers  # rows: at most
@@ -345,7 +346,7 @@ def _grouped(m, n, k, groups, dtype, out_dtype, tb, cfg, sms, interpret):
 # ---- a sum for each group ------------------------------------------------------------------------
 
 
-@functools.cache
+@cached
 def _summed(m, n, k, groups, dtype, out_dtype, cfg, sms, interpret):
     """[m, k], [m, n] -> [groups, k, n]."""
     p = _Plan(groups, out_dtype.itemsize, cfg, True)
@@ -628,7 +629,7 @@ def _padded(product, operands, sizes, interpret):
     return _Padded(product, [*pads, None]) if any(pads) else product
 
 
-@plgpu.kernel_family
+@plgpu.kernel_family(in_place=False)
 def ragged_dot(
     lhs, rhs, group_sizes, *, transpose_rhs=False, out_dtype=None, config=None, interpret=None
 ):
@@ -660,7 +661,7 @@ def ragged_dot(
     return _padded(_grouped(*shape, interpret), (lhs, rhs), group_sizes, interpret)
 
 
-@plgpu.kernel_family
+@plgpu.kernel_family(in_place=False)
 def transposed_ragged_dot(lhs, rhs, group_sizes, *, out_dtype=None, config=None, interpret=None):
     """``lhs[rows of group g].T @ rhs[rows of group g]`` for each g, with float32 accumulation
     (Hopper): the gradient of :func:`ragged_dot` by its matrices.
