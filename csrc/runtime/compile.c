@@ -150,7 +150,7 @@ static void dump_all(const char *dir, const char *name, const pm_program *p,
                      const pm_nvrtc_result *r) {
   pm_dump(dir, name, "cu", p->text, p->size);
   if (!r) return;
-  pm_dump(dir, name, "ptx", r->ptx, r->ptx_size);
+  pm_dump(dir, name, "ptx", r->ptx, strlen(r->ptx)); /* NVRTC counts the NUL */
   pm_dump(dir, name, "cubin", r->image, r->image_size);
   pm_dump(dir, name, "log", r->log, strlen(r->log));
 }
@@ -175,7 +175,7 @@ pm_code pm_compile(const pm_program *p, const pm_compile_options *o, pm_cubin *o
     if (make_key(p, &options, o->lineinfo, key, err)) return err->code;
     if (!dump && pm_cache_read(key, out)) return PM_OK; /* a dump needs the PTX */
   }
-  if (pm_nvrtc_run(p->text, p->entry, &options, true, dump != NULL, &r, err)) {
+  if (pm_nvrtc_run(p->text, p->entry, &options, true, true, &r, err)) {
     if (dump) {
       dump_all(dump, name, p, NULL);
       pm_dump(dump, name, "log", err->text, strlen(err->text));
@@ -183,6 +183,10 @@ pm_code pm_compile(const pm_program *p, const pm_compile_options *o, pm_cubin *o
     return err->code;
   }
   if (dump) dump_all(dump, name, p, &r);
+  if (pm_check_products(r.ptx, r.image, r.image_size, p->entry, err)) {
+    pm_nvrtc_result_free(&r);
+    return err->code;
+  }
   out->image = r.image;
   out->size = r.image_size;
   out->log = r.log;

@@ -871,6 +871,8 @@ FN void wgmma_wait(LINE) {
   host_wgmma_wait(N, line);
 }
 /* matrix-descriptor-encode of bits 0-13 and 16-29 */
+template <typename T, int N> FN void hold_operand(T *) {}
+
 FN u32 wgmma_address(u32 a, u32 leading) {
   return (a & 0x3ffff) >> 4 | (leading & 0x3ffff) >> 4 << 16;
 }
