@@ -423,10 +423,9 @@ PTX_PRODUCT = re.compile(r"(?<![\w.])(wgmma\.mma_async\.\S+|w?mma\.(?:mma\.|sp\S
 
 
 def asked(ptx):
-    """Names of the products of the PTX that are instructions on Hopper; of int4 and the like they are
-    calls."""
-    return [n for n in PTX_PRODUCT.findall(ptx)
-            if not re.search(r"\.([su]4|xor)\.", n + ".") and ("m8n8k4" not in n or "f64" in n)]  # fmt: skip
+    """Names of the products of the PTX. Those of int4 and the like are calls on Hopper."""
+    calls = re.compile(r"\.([su]4|xor)(\.|$)|\.m8n8k4\.(?!.*f64)")
+    return [n for n in PTX_PRODUCT.findall(ptx) if not calls.search(n)]
 
 
 def products(ptx):
