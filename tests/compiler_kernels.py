@@ -72,7 +72,7 @@ N = 512
 SCORES = (N, 64)
 
 
-def attend(step_of, dims=SCORES, dtype=F16, extra=()):
+def attend(step_of):
     """o = sum over j of what step_of(a)(j, acc, ...) adds; a: 64 rows of q, in registers."""
 
     def body(q, k, v, *rest):
@@ -80,7 +80,7 @@ def attend(step_of, dims=SCORES, dtype=F16, extra=()):
         step = step_of(q[mine], q, k, v, mine, *rest[:-1])
         rest[-1][mine] = lax.fori_loop(0, N // 64, step, jnp.zeros((64, 64), F32))
 
-    return plgpu.kernel(body, out_type=shape(dims, F32), grid=(N // 64,), grid_names=("i",))
+    return plgpu.kernel(body, out_type=shape(SCORES, F32), grid=(N // 64,), grid_names=("i",))
 
 
 def dot(a, b):
@@ -154,6 +154,20 @@ def computed():
     q, k, v = (numbers(N, 64, seed=i) / F16.type(4) for i in range(3))
     scores = ((q * F16.type(2) + F16.type(1)).astype(F32) @ k.astype(F32).T).astype(F16)
     return attend(step_of), (q, k, v, np.zeros(8, I32)), scores.astype(F32) @ v.astype(F32)
+
+
+def loaded():
+    """The loop loads A again and again, from the same place."""
+
+    def step_of(a, q, k, v, mine, flag):
+        def step(j, acc):
+            s = branch(dot(q[mine], k[rows(j)].T), j, flag)
+            return acc + dot(s.astype(F16), v[rows(j)])
+
+        return step
+
+    _, args, want = overwritten(branch)
+    return attend(step_of), args, want
 
 
 def nested():
@@ -311,6 +325,27 @@ def tall():
     return plgpu.kernel(body, out_type=shape(SCORES, F32), grid=(4,), grid_names=("i",)), args, want
 
 
+def stored():
+    """A comes from an accumulator that the loop does not touch."""
+
+    def body(q, k, v, flag, o):
+        mine = pl.ds(lax.axis_index("i") * 64, 64)
+
+        def scope(acc):
+            acc[...] = q[mine].astype(F32)
+
+            def step(j, total):
+                s = branch(dot(acc[...].astype(F16), k[rows(j)].T), j, flag)
+                return total + dot(s.astype(F16), v[rows(j)])
+
+            return lax.fori_loop(0, N // 64, step, jnp.zeros((64, 64), F32))
+
+        o[mine] = pl.run_scoped(scope, plgpu.ACC((64, 64), F32))
+
+    _, args, want = overwritten(branch)
+    return plgpu.kernel(body, out_type=shape(SCORES, F32), grid=(8,), grid_names=("i",)), args, want
+
+
 def in_mma():
     """The same with mma, whose operands are all in registers."""
 
@@ -346,6 +381,7 @@ CASES = {
     "branch": functools.partial(overwritten, branch),
     "branch, bfloat16": functools.partial(overwritten, branch, half=BF16),
     "computed in the loop": computed,
+    "loaded in the loop": loaded,
     "nested loops": nested,
     "in branches": in_branches,
     "carried": carried,
@@ -355,6 +391,7 @@ CASES = {
     "int8 in registers": functools.partial(of_8_bits, I8, I32),
     "float8 in registers": functools.partial(of_8_bits, E4M3, F32),
     "128 rows": tall,
+    "stored accumulator": stored,
     "mma": in_mma,
 }
 
@@ -364,7 +401,7 @@ def lower(make):
     return kernel.lower(*operands)
 
 
-def run_on(make, put, get):
+def run_on(make, put):
     """The largest error of the results, relative to the largest value that is right."""
     kernel, operands, want = make()
     results = kernel(*map(put, operands))
@@ -372,8 +409,8 @@ def run_on(make, put, get):
     results = results if isinstance(results, (list, tuple)) else (results,)
     errors = []
     for x, y in zip(results, want):
-        x, y = np.asarray(get(x)).astype(np.float64), np.asarray(y, np.float64)
-        x = x[:, : y.shape[1]]
-        error = np.abs(x - y).max() / np.abs(y).max()
+        x = x.numpy() if isinstance(x, plgpu.DeviceArray) else np.asarray(x)
+        x, y = x.astype(np.float64), np.asarray(y, np.float64)
+        error = np.abs(x[:, : y.shape[1]] - y).max() / np.abs(y).max()
         errors.append(error if np.isfinite(error) else np.inf)
     return max(errors)

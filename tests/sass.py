@@ -11,7 +11,7 @@
 
 Both texts become a list of instructions with the registers that each reads and writes. Loops are
 natural loops of the flow graph; definitions are followed backwards from the operand. Instructions
-are matched in order, if there are equally many of each shape, else by shape. `blocks_assign_once`
+are matched in order, those that look alike, if there are equally many. `blocks_assign_once`
 looks at inline assembly alone."""
 
 import functools
@@ -34,7 +34,6 @@ class Instruction:
         self.target = target  # label of a branch
         self.ends = ends  # the next instruction does not follow it
         self.a = None  # registers of A of a product
-        self.shape = None
         self.slot = None  # of a spill
 
 
@@ -269,7 +268,6 @@ def sass_instruction(text):
     ends = kind in ("BRA", "EXIT", "RET", "BRX")
     x = Instruction(text, name, writes, reads, guard, target, ends)
     if PRODUCT.match(name):
-        x.shape = re.sub(r"\.(SP|gsb\d)", "", name)
         a = operands[1] if len(operands) > 1 else ""
         if "GMMA" in name and re.match(r"R\d+", a):
             x.a = registers_from(re.match(r"R\d+", a)[0], 4)
@@ -339,11 +337,8 @@ def ptx_instruction(text, scope):
                     name.split(".")[0] in ("bra", "brx", "ret", "exit", "trap"))  # fmt: skip
     if name.startswith("wgmma.mma_async"):
         x.reads += x.writes
-        x.shape = re.search(r"m64n\w+", name)[0]
         if operands[1][0] == "{":
             x.a = regs(operands[1])
-    elif re.match(r"w?mma\.", name) and ".sync" in name and not re.match(r"wmma\.[ls]", name):
-        x.shape = re.search(r"m\d+n\w+", name)[0]
     return x
 
 
@@ -442,32 +437,39 @@ def counts(ptx, text):
     return found
 
 
+def look_of(x):
+    """What PTX and machine code both say of a wgmma with A in registers: columns, types, whether B
+    is transposed."""
+    if x.name[0] == "w":
+        of = re.match(r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k\d+\.\w+\.(\w+)", x.name)
+        halves = of[2] in ("f16", "bf16")
+        return of[1], of[2] == "bf16", halves and split_operands(x.text)[-1] == "1"
+    columns = re.match(r"[HIBQ]GMMA(?:\.SP)?\.64x(\d+)x", x.name)[1]
+    return columns, ".BF16" in x.name, ".tnspB" in x.text
+
+
 def overwritten(ptx, text):
     """Texts of machine instructions whose A a loop overwrites."""
-    want = [(f, k) for f in ptx_flow(ptx) for k, x in enumerate(f.code) if x.a]
-    have = [(f, k) for f in sass_flow(text) for k, x in enumerate(f.code) if x.a]
 
-    def changing(flow, k):
-        return [flow.changes(flow.code[k].a, k, loop) for loop in flow.around(k)]
+    def by_look(flows):
+        found = {}
+        for flow in flows:
+            for k, x in enumerate(flow.code):
+                if x.a:
+                    changing = [flow.changes(x.a, k, loop) for loop in flow.around(k)]
+                    found.setdefault(look_of(x), []).append((x.text, changing))
+        return found
 
-    def shape(flow, k):
-        return re.search(r"n(\d+)k|64x(\d+)x", flow.code[k].shape).group(1, 2)
-
-    def columns(which):
-        return [next(filter(None, shape(*x))) for x in which]
-
-    by_ptx = [changing(*x) for x in want]
-    in_order = columns(want) == columns(have)
-    faults = []
-    for n, (flow, k) in enumerate(have):
-        got = changing(flow, k)
-        if in_order and len(by_ptx[n]) == len(got):
-            bad = any(g and not w for g, w in zip(got, by_ptx[n], strict=True))
-        else:
-            alike = [w for w, c in zip(by_ptx, columns(want)) if c == columns([(flow, k)])[0]]
-            bad = any(got) and bool(alike) and not any(map(any, alike))
-        if bad:
-            faults.append(flow.code[k].text)
+    faults, want = [], by_look(ptx_flow(ptx))
+    for look, have in by_look(sass_flow(text)).items():
+        asked = [changing for _, changing in want.get(look, ())]
+        for n, (name, got) in enumerate(have):
+            if len(asked) == len(have) and len(asked[n]) == len(got):
+                bad = any(g and not w for g, w in zip(got, asked[n], strict=True))
+            else:
+                bad = any(got) and bool(asked) and not any(map(any, asked))
+            if bad:
+                faults.append(name)
     return faults
 
 

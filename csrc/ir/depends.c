@@ -5,7 +5,8 @@
  * them; a region argument on its op's operands too: that is more than strictly needed, never less.
  *
  * Is a value the same in every iteration of a loop? It changes if it leads to the loop's index, to
- * a carry that changes, or to an op of the loop that gives something else each time. */
+ * a carry that the loop computes from itself or from what changes, to memory that the loop writes,
+ * or to shared memory, which other threads write. */
 #include "view.h"
 
 typedef struct walker {
@@ -55,7 +56,7 @@ bool pm_depends(const pm_graph *g, const pm_val *vals, uint32_t n, const pm_val 
 typedef struct changes {
   const pm_graph *g;
   pm_opid loop;
-  uint8_t *seen; /* values */
+  uint8_t *seen; /* per value: 1 it is being looked at, 2 it does not change */
 } changes;
 
 static bool is_inside(const pm_graph *g, pm_blk block, pm_opid op) {
@@ -94,7 +95,10 @@ static bool argument_changes(changes *c, pm_opid op, uint32_t k) {
     return op == c->loop || changes_in(c, pm_in(c->g, op, 0)) || changes_in(c, pm_in(c->g, op, 1));
   if (op != c->loop && changes_in(c, pm_in(c->g, op, k + index))) return true;
   const pm_opid yield = pm_terminator(c->g, pm_region(c->g, op, o->n_regions - 1u));
-  return changes_in(c, pm_in(c->g, yield, k - index));
+  const pm_val next = pm_in(c->g, yield, k - index);
+  const pm_value *n = pm_value_of(c->g, next);
+  if (!n->def && n->index == k && c->g->blocks.at[n->block].parent == op) return false; /* itself */
+  return changes_in(c, next);
 }
 
 /* A result of an op with regions: what they yield, and what chooses between them. */
@@ -109,21 +113,34 @@ static bool region_changes(changes *c, pm_opid op, uint32_t k) {
          changes_in(c, pm_in(c->g, pm_terminator(c->g, pm_region(c->g, op, 0)), 0));
 }
 
-static bool changes_in(changes *c, pm_val v) {
+static bool result_changes(changes *c, pm_val v) {
   const pm_graph *g = c->g;
   const pm_value *value = pm_value_of(g, v);
-  if (!is_inside(g, value->block, c->loop)) return false;
-  if (c->seen[v]) return false;
-  c->seen[v] = 1;
-  if (!value->def) return argument_changes(c, g->blocks.at[value->block].parent, value->index);
   const pm_opid op = value->def;
+  if (!op) return argument_changes(c, g->blocks.at[value->block].parent, value->index);
   const int effects = pm_ops[pm_get(g, op)->code].effects;
   if (pm_get(g, op)->n_regions) return region_changes(c, op, value->index);
   if (pm_get(g, op)->code == PM_OP_INLINE) return any_changes(c, op); /* who knows what it reads */
-  if (effects & (E_B | E_ASYNC | E_WG | E_WS)) return true;           /* what comes next */
-  if (effects & (E_RG | E_RS | E_RR) && writes(g, c->loop, pm_view_base(g, pm_in(g, op, 0))))
-    return true;
+  if (effects & (E_B | E_ASYNC | E_WG | E_WS)) return true;
+  if (effects & (E_RG | E_RS | E_RR)) {
+    const pm_val ref = pm_in(g, op, 0);
+    if (pm_typeof(g, ref)->space == PM_SMEM || writes(g, c->loop, pm_view_base(g, ref)))
+      return true;
+  }
   return any_changes(c, op);
+}
+
+/* true ends the whole question, so that what does not change is all there is to remember. */
+static bool changes_in(changes *c, pm_val v) {
+  const pm_value *value = pm_value_of(c->g, v);
+  if (!is_inside(c->g, value->block, c->loop)) return false;
+  /* a carry that leads to itself; those of loops inside begin anew each time */
+  if (c->seen[v] == 1) return c->g->blocks.at[value->block].parent == c->loop;
+  if (c->seen[v]) return false;
+  c->seen[v] = 1;
+  if (result_changes(c, v)) return true;
+  c->seen[v] = 2;
+  return false;
 }
 
 bool pm_repeats(const pm_graph *g, pm_val v, pm_opid op) {

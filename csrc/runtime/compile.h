@@ -29,12 +29,6 @@ pm_code pm_nvrtc_run(const char *text, const char *entry, const pm_options *o, b
                      bool want_ptx, pm_nvrtc_result *out, pm_err *err);
 void pm_nvrtc_result_free(pm_nvrtc_result *r);
 
-/* ---- products.c --------------------------------------------------------------------------- */
-
-/* Has the machine code the tensor-core instructions that the PTX asks for? Fewer: PM_E_COMPILE. */
-pm_code pm_check_products(const char *ptx, const void *image, size_t size, const char *entry,
-                          pm_err *err);
-
 /* ---- cache.c ------------------------------------------------------------------------------ */
 
 /* false: no usable entry. On success *out is filled. */

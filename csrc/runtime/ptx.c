@@ -366,8 +366,7 @@ static uint64_t value_of(function *f, uint32_t r, int depth) {
   if (x->value) return x->value;
   x->value = pm_hash(&r, sizeof r, ++f->unique); /* if it leads to itself, too */
   const statement *s = &f->statements.at[x->writer];
-  const bool repeats = !begins(s->name, "ld") && !begins(s->name, "elect");
-  if (x->n_writers != 1 || !s->removable || s->guard != NO_REG || !repeats || depth > DEEPEST ||
+  if (x->n_writers != 1 || !s->removable || s->guard != NO_REG || depth > DEEPEST ||
       begins(s->name, "wgmma"))
     return x->value;
   const uint64_t value = statement_value(f, s, depth);
