@@ -4,6 +4,7 @@ back."""
 
 import functools
 import itertools
+import re
 
 import ml_dtypes
 import numpy as np
@@ -781,3 +782,25 @@ def test_triangles(run, rng, shape, k):
     np.testing.assert_array_equal(other, np.where(np.isnan(x), x, F32(1) / F32(3)))
     np.testing.assert_array_equal(jnp.tril(x, k), np.tril(x, k))
     assert jnp.eye(3).dtype == jnp.tri(3).dtype == F32
+
+
+def test_names_of_smem_behind_none():
+    """The table of what does not fit names the parameters, whatever stands between them."""
+
+    def body(first, none, pair, last, out):
+        out[...] = first[...] + pair["a"][...] + last[...]
+
+    def spec():
+        return pl.BlockSpec((128, 256), lambda i: (i, 0))
+
+    x = np.zeros((256, 256), F32)
+    out = plgpu.ShapeDtypeStruct((256, 256), F32)
+    specs = [spec(), None, {"a": spec()}, spec()]
+    kernel = pl.pallas_call(body, out, grid=(2,), in_specs=specs, out_specs=spec())
+    with pytest.raises(ValueError, match="exceeds available shared memory") as e:
+        kernel.lower(x, None, {"a": x}, x)
+    named = re.findall(r"^ +131072  (\S*) +smem float32\[1,128,256\]", str(e.value), re.M)
+    assert [n for n in named if n in ("first", "none", "pair", "last", "out")] == [
+        "first", "last", "out",
+    ]  # fmt: skip
+    assert len(named) == 4

@@ -147,6 +147,9 @@ INSTRUCTIONS = {
     "async_proxy_fence_global();": ["fence.proxy.async.global"],
     f"tensor_map_prefetch({MAP});": ["prefetch.tensormap [8192]"],
     "bulk_load(64, (void*)8192, 512, 16);": [
+        "cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes [64], [8192], 512, [16]"
+    ],
+    "bulk_load_cluster(64, (void*)8192, 512, 16);": [
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [64], [8192], 512, [16]"
     ],
     "bulk_store((void*)8192, 64, 512);": [

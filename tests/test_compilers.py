@@ -292,3 +292,33 @@ def test_dumped_ptx_is_text(tmp_path, monkeypatch):
     (dump,) = tmp_path.glob("*.ptx")
     text = dump.read_bytes()
     assert b"\0" not in text and text.rstrip().endswith(b"}")
+
+
+def test_ptx_with_line_info(monkeypatch):
+    """`.file` and `.loc` where profilers' lines are asked for, and not otherwise."""
+    low = compiler_kernels.lower(EVERY["by TMA"])
+    assert ".loc" not in low.as_text("ptx")
+    monkeypatch.setenv("PALLAS_MGPU_LINEINFO", "1")
+    text = low.as_text("ptx")
+    (file,) = re.findall(r'^\s*\.file\s+(\d+) ".*compiler_kernels\.py"', text, re.M)
+    source = open(compiler_kernels.__file__).read().splitlines()
+    lines = {int(k) for k in re.findall(rf"^\s*\.loc\s+{file} (\d+)", text, re.M)}
+    assert any("plgpu.copy_gmem_to_smem(a," in source[k - 1] for k in lines)
+
+
+def test_contiguous_copies_without_a_cluster():
+    """They name their own block's shared memory; in clusters the form for clusters stays."""
+
+    def body(x, o, smem, barrier):
+        plgpu.copy_gmem_to_smem(x, smem, barrier)
+        plgpu.barrier_wait(barrier)
+        o[...] = smem[...]
+
+    def ptx(**options):
+        out = plgpu.ShapeDtypeStruct((1000,), F32)
+        scratch = [plgpu.SMEM((1000,), F32), plgpu.Barrier()]
+        kernel = plgpu.kernel(body, out_type=out, scratch_types=scratch, **options)
+        return re.findall(r"cp\.async\.bulk\.shared::(\w+)", kernel.lower(out).as_text("ptx"))
+
+    assert ptx() == ["cta"]
+    assert ptx(cluster=(2,), cluster_names=("c",)) == ["cluster"]

@@ -197,10 +197,10 @@ pm_code pm_compile(const pm_program *p, const pm_compile_options *o, pm_cubin *o
   return PM_OK;
 }
 
-pm_code pm_compile_ptx(const pm_program *p, char **ptx, size_t *size, pm_err *err) {
+pm_code pm_compile_ptx(const pm_program *p, bool lineinfo, char **ptx, size_t *size, pm_err *err) {
   pm_options options;
   pm_nvrtc_result r;
-  make_options(&options, "compute", p->arch, false);
+  make_options(&options, "compute", p->arch, lineinfo);
   if (pm_nvrtc_run(p->text, p->entry, &options, false, true, &r, err)) return err->code;
   *ptx = r.ptx;
   *size = r.ptx_size;

@@ -48,8 +48,8 @@ void pm_cubin_free(pm_cubin *c);
  * pm_compile asks after each compilation. */
 pm_code pm_check_products(const char *ptx, const void *image, size_t size, const char *entry,
                           pm_err *err);
-/* PTX of a program; pm_free it. */
-pm_code pm_compile_ptx(const pm_program *p, char **ptx, size_t *size, pm_err *err);
+/* PTX of a program, with .file and .loc if asked; pm_free it. */
+pm_code pm_compile_ptx(const pm_program *p, bool lineinfo, char **ptx, size_t *size, pm_err *err);
 /* Write one file of a dump: dir/name.extension, or stdout if dir is "-". Failures are ignored. */
 void pm_dump(const char *dir, const char *name, const char *extension, const void *data,
              size_t size);

@@ -844,6 +844,9 @@ HOST_TMA(5, i32 a COMMA i32 b COMMA i32 c_ COMMA i32 d COMMA i32 e, a, b, c_, d,
     FN void bulk_load(u32 dst, const void *src, u32 bytes, u32 barrier, LINE) {
   host_bulk_load(dst, src, bytes, barrier, line);
 }
+FN void bulk_load_cluster(u32 dst, const void *src, u32 bytes, u32 barrier, LINE) {
+  host_bulk_load(dst, src, bytes, barrier, line);
+}
 FN void bulk_store(void *dst, u32 src, u32 bytes, LINE) { host_bulk_store(dst, src, bytes, line); }
 FN void bulk_store_evict_first(void *dst, u32 src, u32 bytes, LINE) {
   host_bulk_store(dst, src, bytes, line);
