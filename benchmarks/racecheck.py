@@ -25,7 +25,7 @@ def least():
         words, written, heard, _ = told_refs
         me = lax.axis_index("wg")
 
-        @pl.when(me == 0)
+        @pl.when(me == 1)
         def _():
             @pl.loop(0, ROUNDS)
             def _(k):
@@ -33,7 +33,7 @@ def least():
 
             plgpu.barrier_wait(heard.at[0])
 
-        @pl.when(me == 1)
+        @pl.when(me == 0)
         def _():
             step = lambda k, total: total + hear(told_refs, k)  # noqa: E731
             o[0] = lax.fori_loop(0, ROUNDS, step, jnp.int32(0))
