@@ -15,7 +15,8 @@
 
 #include "products.h"
 
-enum { NO_REG = UINT32_MAX, DEEPEST = 64 };
+#define NO_REG UINT32_MAX
+enum { DEEPEST = 64 }; /* computations followed for one value */
 
 typedef struct statement {
   const char *name, *end; /* of its text, from the opcode on */
