@@ -32,7 +32,7 @@ def info():
     """Print version, devices, NVRTC and cache."""
     import pallas_mgpu
 
-    from . import _core
+    from . import _compilers, _core
 
     print(
         f"pallas_mgpu {pallas_mgpu.__version__}, Python {sys.version.split()[0]}, NumPy"
@@ -46,7 +46,7 @@ def info():
         )
     if not found["devices"]:
         print(f"GPU: none ({found['no_gpu']})")
-    print(f"NVRTC: {found['nvrtc']}")
+    print(f"NVRTC: {_compilers.describe(found['nvrtc'])}")
     print(f"cache: {found['cache_dir']}")
     print(f"backend for host arrays: {found['backend']}")
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from . import _core, _types, tree
 from ._control import scoped
-from ._kernel import Definition
+from ._kernel import Definition, leaf_names
 from ._names import NotSpecified, accepts, show
 from ._pipeline import Operand, run_steps
 from ._schedule import unravel
@@ -291,8 +291,10 @@ class _Call(Definition):
                 self._check_result(result)
 
             grid = tuple(self._sequential())
-            names = parameter_names(self.body)
-            run_steps(step, grid, *operands, mcs, None, names, last=True)
+            given = iter(parameter_names(self.body))
+            parts = [*in_structure[2], *self.out_structure[2]]
+            of_leaves = leaf_names(parts, [next(given, None) for _ in parts])
+            run_steps(step, grid, *operands, mcs, None, of_leaves, last=True)
 
         positional, keyword = self.scratch, {}
         if isinstance(self.scratch, Mapping):

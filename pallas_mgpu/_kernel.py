@@ -172,10 +172,10 @@ class Definition:
         try:
             arg_names = [next(names, None) for _ in range(n)]
             if structure is not None:
-                arg_names = _leaf_names(structure[2], arg_names)
+                arg_names = leaf_names(structure[2], arg_names)
             refs = [t.operand(s, d, name) for (s, d), name in zip(specs, arg_names)]
             outs_of = self.out_structure[2]
-            out_names = _leaf_names(outs_of, [next(names, None) for _ in outs_of])
+            out_names = leaf_names(outs_of, [next(names, None) for _ in outs_of])
             begins_as = {o: i for i, o in self.aliases.items()}
             outs = [
                 t.output(shape, o.dtype, name, alias=begins_as.get(k, -1))
@@ -288,7 +288,7 @@ class _Structured:
         return kernel.lower(*leaves) if arch is None else kernel.lower(*leaves, arch=arch)
 
 
-def _leaf_names(structures, names):
+def leaf_names(structures, names):
     """The parameter's name for an argument that is a leaf, None for the leaves of a nested one."""
     out = []
     for s, name in zip(structures, names):

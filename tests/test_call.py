@@ -4,6 +4,7 @@ back."""
 
 import functools
 import itertools
+import re
 
 import ml_dtypes
 import numpy as np
@@ -798,3 +799,25 @@ def test_errors_in_index_maps_name_their_spec():
             with pytest.raises(error) as info:
                 kernel(x, x)
             assert info.value.__notes__ == [f"in the index map of in_specs[{k}] of pallas_call"]
+
+
+def test_names_of_smem_behind_none():
+    """The table of what does not fit names the parameters, whatever stands between them."""
+
+    def body(first, none, pair, last, out):
+        out[...] = first[...] + pair["a"][...] + last[...]
+
+    def spec():
+        return pl.BlockSpec((128, 256), lambda i: (i, 0))
+
+    x = np.zeros((256, 256), F32)
+    out = plgpu.ShapeDtypeStruct((256, 256), F32)
+    specs = [spec(), None, {"a": spec()}, spec()]
+    kernel = pl.pallas_call(body, out, grid=(2,), in_specs=specs, out_specs=spec())
+    with pytest.raises(ValueError, match="exceeds available shared memory") as e:
+        kernel.lower(x, None, {"a": x}, x)
+    named = re.findall(r"^ +131072  (\S*) +smem float32\[1,128,256\]", str(e.value), re.M)
+    assert [n for n in named if n in ("first", "none", "pair", "last", "out")] == [
+        "first", "last", "out",
+    ]  # fmt: skip
+    assert len(named) == 4

@@ -147,6 +147,9 @@ INSTRUCTIONS = {
     "async_proxy_fence_global();": ["fence.proxy.async.global"],
     f"tensor_map_prefetch({MAP});": ["prefetch.tensormap [8192]"],
     "bulk_load(64, (void*)8192, 512, 16);": [
+        "cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes [64], [8192], 512, [16]"
+    ],
+    "bulk_load_cluster(64, (void*)8192, 512, 16);": [
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [64], [8192], 512, [16]"
     ],
     "bulk_store((void*)8192, 64, 512);": [
@@ -618,11 +621,12 @@ F16, BF16, F32 = np.float16, ml_dtypes.bfloat16, np.float32
 )
 @pytest.mark.parametrize("contents", ["fresh", "held", "ptx"])
 def test_products(a_turned, b_turned, registers, acc, dtype, contents):
-    """The fence stands first. A before B, low words before high ones; scale-d is true but in the
-    first product of a fresh accumulator, or into zeros, both scales of the inputs are 1, and then
-    come the bits that say which operands are not contiguous along K. Step k begins where its 16
-    columns of A and rows of B are. The accumulator is an array, all of whose elements are operands,
-    which are read where there were zeros, or registers of PTX."""
+    """The fence stands first. Each register of a statement is assigned once. A before B, low words
+    before high ones; scale-d is true but in the first product of a fresh accumulator, or into
+    zeros, both scales of the inputs are 1, and then come the bits that say which operands are not
+    contiguous along K. Step k begins where its 16 columns of A and rows of B are. The accumulator
+    is an array, all of whose elements are operands, which are read where there were zeros, or
+    registers of PTX."""
     in_ptx = contents == "ptx"
     if in_ptx and acc is F16:
         pytest.skip("halves are not kept there")
@@ -653,7 +657,9 @@ def test_products(a_turned, b_turned, registers, acc, dtype, contents):
     first = "setp.eq" if in_ptx else "setp.ne"
     opening, rest = code.split(f"; {first}", 1)
     opening = opening.strip().split("; ")
-    assert opening[0] == "{ .reg .pred p" and opening[-1] == "wgmma.fence.sync.aligned"
+    assert opening[0] == "{ .reg .pred p<2>" and opening[-1] == "wgmma.fence.sync.aligned"
+    declared = [] if registers else [".reg .b64 ma<4>", ".reg .b32 ta<4>"]
+    assert opening[1:-1] == [*declared, ".reg .b64 mb<4>", ".reg .b32 tb<4>"]
     steps = (first + rest).rstrip(" }").split(" D , ")
     swizzle = 128 if b_turned else 32
 
@@ -667,28 +673,29 @@ def test_products(a_turned, b_turned, registers, acc, dtype, contents):
     a_at = [begins(k, a_turned, 64) for k in range(4)]
     b_at = [begins(k, not b_turned, 16) for k in range(4)]
 
-    def descriptor(which, low, at):
-        move = f"add.u32 t, %{low}, {at}; " if at else ""
-        return f"{move}mov.b64 {which}, {{{'t' if at else f'%{low}'}, %{low + 1}}}; "
+    def descriptor(which, k, low, at):
+        step = f"t{which}{k}"
+        move = f"add.u32 {step}, %{low}, {at}; " if at else ""
+        return f"{move}mov.b64 m{which}{k}, {{{step if at else f'%{low}'}, %{low + 1}}}; "
 
     want, b = [], n + (16 if registers else 2)
     for k in range(4):
-        begin = {0: "setp.eq.b32 p, 0, 0; "}
+        begin = {0: "setp.eq.b32 p1, 0, 0; "}
         if not in_ptx:
-            begin = {0: "setp.ne.b32 p, 0, 0; ", 1: "setp.eq.b32 p, 0, 0; "}
-        step = begin.get(k, "")
+            begin = {0: "setp.ne.b32 p0, 0, 0; ", 1: "setp.eq.b32 p1, 0, 0; "}
+        step, p = begin.get(k, ""), "p1" if in_ptx or k else "p0"
         if not registers:
-            step += descriptor("ma", n, a_at[k])
-        step += descriptor("mb", b, b_at[k])
+            step += descriptor("a", k, n, a_at[k])
+        step += descriptor("b", k, b, b_at[k])
         t = types[dtype]
         want.append(f"{step}wgmma.mma_async.sync.aligned.m64n16k16.{types[acc]}.{t}.{t}")
-        a = "{" + ",".join(f"%{n + 4 * k + i}" for i in range(4)) + "}, mb, p, 1, 1, "
-        tail = a if registers else f"ma, mb, p, 1, 1, {int(a_turned)}, "
+        a = "{" + ",".join(f"%{n + 4 * k + i}" for i in range(4)) + f"}}, mb{k}, {p}, 1, 1, "
+        tail = a if registers else f"ma{k}, mb{k}, {p}, 1, 1, {int(a_turned)}, "
         want.append(f"{tail}{int(not b_turned)};")
     got = [
         x.strip()
         for step in steps
-        for x in re.split(r"(?<=, p, 1, 1, [01];) |(?<=, p, 1, 1, [01], [01];) ", step)
+        for x in re.split(r"(?<=, p[01], 1, 1, [01];) |(?<=, p[01], 1, 1, [01], [01];) ", step)
     ]
     assert [x for x in got if x] == want
     letter = "f" if acc is F32 else "r"

@@ -215,7 +215,8 @@ static void issue(pm_gen *e, pm_opid op, const pm_copy_plan *p, const char *bar)
   const char *gmem = pm_view_address(e, &p->gmem), *smem = pm_view_address(e, &p->smem);
   pm_need_alignment(e, &p->gmem, 16);
   if (bar) {
-    pm_line(e, "bulk_load(%s, %s, %lld, %s);", smem, gmem, (long long)p->bytes, bar);
+    pm_line(e, "bulk_load%s(%s, %s, %lld, %s);", pm_blocks(e->g) > 1 ? "_cluster" : "", smem, gmem,
+            (long long)p->bytes, bar);
   } else {
     const int64_t combine = *pm_attr(e->g, op, PM_ATTR_COMBINE);
     const char *hint = *pm_attr(e->g, op, PM_ATTR_EVICT_FIRST) ? "_evict_first" : "";

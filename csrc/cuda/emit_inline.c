@@ -48,7 +48,8 @@ static void of_barrier(pm_gen *e, pm_val v, parameter *p) {
   p->text = t.at;
 }
 
-static void of_array(pm_gen *e, pm_val v, parameter *p) {
+/* `hold`: it is A of a product, perhaps, and a loop does not change it (emit_wgmma.c). */
+static void of_array(pm_gen *e, pm_val v, bool hold, parameter *p) {
   const pm_type *t = pm_typeof(e->g, v);
   const char *type = pm_cpp_type(t->dtype);
   p->type = type;
@@ -56,14 +57,17 @@ static void of_array(pm_gen *e, pm_val v, parameter *p) {
   if (!t->rank) return;
   const long long n = pm_regs_of(e, v);
   p->type = pm_str(e, "const %s*", type);
+  hold &= n * pm_dtypes[t->dtype].bytes % 4 == 0; /* words, as such an operand is */
   if (pm_is_array(e, v)) {
     p->text = e->slot[v].text;
+    if (hold) pm_line(e, "hold_operand<%s, %lld>(%s);", type, n, p->text);
     return;
   }
   const char *name = pm_unique(e, "same");
   pm_line(e, "%s %s[%lld];", type, name, n);
   if (n > 1) pm_line(e, "#pragma unroll");
   pm_line(e, "for (int r = 0; r < %lld; r++) %s[r] = %s;", n, name, p->text);
+  if (hold) pm_line(e, "hold_operand<%s, %lld>(%s);", type, n, name);
   p->text = name;
 }
 
@@ -93,6 +97,7 @@ pm_code pm_cuda_INLINE(pm_gen *e, pm_opid op) {
   const pm_op *o = pm_get(e->g, op);
   const char *source = e->g->strings.at[*pm_attr(e->g, op, PM_ATTR_FORMAT)];
   const char *name = pm_unique(e, "inline"), *sep = "";
+  const bool multiplies = strstr(source, "wgmma");
   pm_text fn, call;
   pm_text_init(&fn, e->arena);
   pm_text_init(&call, e->arena);
@@ -107,7 +112,7 @@ pm_code pm_cuda_INLINE(pm_gen *e, pm_opid op) {
     } else if (kind == PM_BARRIER) {
       of_barrier(e, v, &p);
     } else {
-      of_array(e, v, &p);
+      of_array(e, v, multiplies && pm_repeats(e->g, v, op), &p);
     }
     pm_putf(&fn, "%s%s a%u /* %s */", sep, p.type, k, pm_type_text(e->arena, pm_typeof(e->g, v)));
     pm_putf(&call, "%s%s", sep, p.text);

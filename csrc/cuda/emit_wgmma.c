@@ -310,8 +310,8 @@ static uint32_t high_word(const operand *o) {
 enum { MOST_STEPS = 8 };
 
 /* A in registers: words of one, two or four values in the order of the layout; all of them in front
- * of the first statement, if there are several. */
-static void pack_a(pm_gen *e, pm_val a, bool several) {
+ * of the first statement, if there are several. Held, where a loop does not change them. */
+static void pack_a(pm_gen *e, pm_opid op, pm_val a, bool several) {
   const pm_type *t = pm_typeof(e->g, a);
   const int64_t of_word = 4 / pm_dtypes[t->dtype].bytes, words = pm_type_size(t) / 128 / of_word;
   pm_line(e, "u32 a[%lld];", (long long)words);
@@ -326,6 +326,7 @@ static void pack_a(pm_gen *e, pm_val a, bool several) {
     pm_line(e, "for (int r = 0; r < %lld; r++) pack<%s, %lld>(&a[r], x);", (long long)words, type,
             (long long)of_word);
   }
+  if (pm_repeats(e->g, a, op)) pm_line(e, "hold_operand<u32, %lld>(a);", (long long)words);
   if (several) pm_line(e, "%s(a);", pm_family_pin(e, PM_F16, words));
 }
 
@@ -430,7 +431,7 @@ pm_code pm_cuda_WGMMA(pm_gen *e, pm_opid op) {
   if (registers) {
     pm_at(e, in_a, "0");
     PM_TRY(check_a_layout(e, op, in_a));
-    pack_a(e, in_a, p.rows > 64 || k_steps > MOST_STEPS);
+    pack_a(e, op, in_a, p.rows > 64 || k_steps > MOST_STEPS);
   } else {
     pm_line(e, "const u32 a = wgmma_address(%s, %lld);", pm_view_address(e, &a.view),
             (long long)a.leading);

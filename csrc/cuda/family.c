@@ -90,8 +90,11 @@ const char *pm_family_read(pm_gen *e, const char *acc, pm_dtype d, int64_t first
     const int64_t count = pm_min(n - from, READ_AT_ONCE);
     pm_put(&t, "  asm volatile(\"");
     for (int64_t k = 0; k < count; k++) {
-      pm_putf(&t, "%smov.%s %%%lld, %s_%lld;", !k ? "" : k % 4 ? " " : "\"\n    \"", type,
-              (long long)k, acc, (long long)(first + from + k));
+      pm_putf(&t, "%smov.%s %%%lld, %s_%lld;",
+              !k      ? ""
+              : k % 4 ? " "
+                      : "\"\n    \"",
+              type, (long long)k, acc, (long long)(first + from + k));
     }
     pm_put(&t, "\"\n    : ");
     for (int64_t k = 0; k < count; k++) {
@@ -111,7 +114,10 @@ const char *pm_family_zero(pm_gen *e, const char *acc, pm_dtype d, int64_t n) {
   pm_text_init(&t, e->arena);
   pm_putf(&t, "FN void %s() {\n  asm volatile(\"", name);
   for (int64_t k = 0; k < n; k++) {
-    pm_putf(&t, "%smov.%s %s_%lld, %s;", !k ? "" : k % 4 ? " " : "\"\n    \"",
+    pm_putf(&t, "%smov.%s %s_%lld, %s;",
+            !k      ? ""
+            : k % 4 ? " "
+                    : "\"\n    \"",
             pm_dtypes[d].short_name, acc, (long long)k, d == PM_F32 ? "0f00000000" : "0");
   }
   pm_put(&t, "\");\n}\n");
@@ -124,16 +130,19 @@ const char *pm_family_zero(pm_gen *e, const char *acc, pm_dtype d, int64_t n) {
  * through the compiler, which is most of what a product costs it. It begins with the fence that
  * registers need which others wrote: they are its operands, so no compiler writes one behind it.
  * With registers of PTX none is an operand; then the statement is a macro, as names in it are those
- * of one accumulator. Predicate p says whether what d held is added. */
+ * of one accumulator. The predicates say whether what d held is added: p0 no, p1 yes. */
+
+/* Every register of a block is assigned once: registers of its own for each step. Where steps
+ * shared them, ptxas 13.3 to 13.5 dropped products, so that runtime/count.c counts what is left. */
 
 /* The descriptors of step k: low words move on, high words stay. */
-static void put_descriptor(pm_text *t, const char *name, const pm_sum *at, int64_t k, int operand) {
-  const int64_t offset = pm_sum_at(at, k);
+static void put_descriptor(pm_text *t, char which, const pm_sum *at, int64_t k, int operand) {
+  const long long offset = pm_sum_at(at, k), step = k;
   if (offset) {
-    pm_putf(t, "add.u32 t, %%%d, %lld; mov.b64 %s, {t, %%%d}; ", operand, (long long)offset, name,
-            operand + 1);
+    pm_putf(t, "add.u32 t%c%lld, %%%d, %lld; mov.b64 m%c%lld, {t%c%lld, %%%d}; ", which, step,
+            operand, offset, which, step, which, step, operand + 1);
   } else {
-    pm_putf(t, "mov.b64 %s, {%%%d, %%%d}; ", name, operand, operand + 1);
+    pm_putf(t, "mov.b64 m%c%lld, {%%%d, %%%d}; ", which, step, operand, operand + 1);
   }
 }
 
@@ -153,21 +162,23 @@ static void put_immediates(pm_text *t, const pm_wgmma *w) {
 
 static void put_step(pm_text *t, const pm_wgmma *w, int64_t k, int regs) {
   const int a = regs + (w->a ? 0 : (int)k * 4), b = regs + (w->a ? 2 : (int)w->steps * 4);
-  pm_put(t, "    \"");
   const bool overwrites = w->contents != PM_ADDED_TO;
+  const int adds = !overwrites || k;
+  pm_put(t, "    \"");
   if (!k || (k == 1 && overwrites)) {
-    pm_putf(t, "setp.%s.b32 p, 0, 0; ", overwrites && !k ? "ne" : "eq");
+    pm_putf(t, "setp.%s.b32 p%d, 0, 0; ", adds ? "eq" : "ne", adds);
   }
-  if (w->a) put_descriptor(t, "ma", w->a, k, a);
-  put_descriptor(t, "mb", w->b, k, b);
+  if (w->a) put_descriptor(t, 'a', w->a, k, a);
+  put_descriptor(t, 'b', w->b, k, b);
   pm_putf(t, "\\n\"\n    \"wgmma.mma_async.sync.aligned.m64n%lldk%lld.%s.%s.%s \" D \", ",
           (long long)w->n, (long long)pm_product_step(w->type_a), pm_dtypes[w->acc].short_name,
           operand_name(w->type_a), operand_name(w->type_b));
   if (w->a) {
-    pm_put(t, "ma, mb, p");
+    pm_putf(t, "ma%lld", (long long)k);
   } else {
-    pm_putf(t, "{%%%d,%%%d,%%%d,%%%d}, mb, p", a, a + 1, a + 2, a + 3);
+    pm_putf(t, "{%%%d,%%%d,%%%d,%%%d}", a, a + 1, a + 2, a + 3);
   }
+  pm_putf(t, ", mb%lld, p%d", (long long)k, adds);
   put_immediates(t, w);
   pm_putf(t, ";%s\n", k + 1 < w->steps ? "\\n\"" : " }\"");
 }
@@ -175,7 +186,10 @@ static void put_step(pm_text *t, const pm_wgmma *w, int64_t k, int regs) {
 /* The asm statement behind the definition of D, the registers. */
 static void put_statement(pm_text *t, const pm_wgmma *w, int regs) {
   const int before = w->in_ptx ? 0 : regs; /* operands */
-  pm_put(t, "  asm volatile(\"{ .reg .pred p; .reg .b64 ma, mb; .reg .b32 t;\\n\"\n");
+  const long long n = w->steps;
+  pm_put(t, "  asm volatile(\"{ .reg .pred p<2>; ");
+  if (w->a) pm_putf(t, ".reg .b64 ma<%lld>; .reg .b32 ta<%lld>; ", n, n);
+  pm_putf(t, ".reg .b64 mb<%lld>; .reg .b32 tb<%lld>;\\n\"\n", n, n);
   pm_put(t, "    \"wgmma.fence.sync.aligned;\\n\"\n");
   for (int64_t k = 0; k < w->steps; k++) put_step(t, w, k, before);
   pm_put(t, "    : ");
@@ -285,11 +299,13 @@ const char *pm_family_mma(pm_gen *e, pm_dtype operands, pm_dtype acc) {
           pm_cpp_type(acc));
   pm_putf(&t, "  asm volatile(\"mma.sync.aligned.%s.row.col.%s.%s.%s.%s \"\n", shape, out, in, in,
           out);
-  pm_put(&t, "    \"{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};\"\n    : ");
-  put_registers(&t, pm_str(e, "+%s", c), 4);
+  pm_put(&t, "    \"{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%11,%12,%13};\"\n    : ");
+  put_registers(&t, pm_str(e, "=%s", c), 4);
   pm_put(&t,
          "\n    : \"r\"(a[0]), \"r\"(a[1]), \"r\"(a[2]), \"r\"(a[3]), \"r\"(b[0]), "
-         "\"r\"(b[1]));\n}\n");
+         "\"r\"(b[1]),\n      ");
+  put_registers(&t, c, 4);
+  pm_put(&t, ");\n}\n");
   return add_own(e, name, t.at);
 }
 

@@ -1,8 +1,13 @@
-/* Does a value depend on others? Dataflow backwards through operands. A result of an op with
- * regions depends on all that is used inside them; a region argument on its op's operands too: that
- * is more than strictly needed, never less. Loads depend on their refs, not on what is stored
- * there. */
-#include "ir.h"
+/* Two questions of dataflow, backwards through operands. Loads depend on their refs, not on what is
+ * stored there.
+ *
+ * Does a value depend on others? A result of an op with regions depends on all that is used inside
+ * them; a region argument on its op's operands too: that is more than strictly needed, never less.
+ *
+ * Is a value the same in every iteration of a loop? It changes if it leads to the loop's index, to
+ * a carry that the loop computes from itself or from what changes, to memory that the loop writes,
+ * or to shared memory, which other threads write. */
+#include "view.h"
 
 typedef struct walker {
   const pm_graph *g;
@@ -43,5 +48,108 @@ bool pm_depends(const pm_graph *g, const pm_val *vals, uint32_t n, const pm_val 
               PM_NEW(g->arena, uint8_t, g->ops.n)};
   for (uint32_t k = 0; k < n; k++)
     if (reaches(&w, vals[k])) return true;
+  return false;
+}
+
+/* ---- the same in every iteration ---------------------------------------------------------- */
+
+typedef struct changes {
+  const pm_graph *g;
+  pm_opid loop;
+  uint8_t *seen; /* per value: 1 it is being looked at, 2 it does not change */
+} changes;
+
+static bool is_inside(const pm_graph *g, pm_blk block, pm_opid op) {
+  pm_opid parent = g->blocks.at[block].parent;
+  while (parent && parent != op) parent = g->blocks.at[pm_get(g, parent)->parent].parent;
+  return parent == op;
+}
+
+/* Is what v is a view of written below the op? */
+static bool writes(const pm_graph *g, pm_opid op, pm_val base) {
+  const pm_op *o = pm_get(g, op);
+  const bool writer = pm_ops[o->code].effects & (E_WG | E_WS | E_WR);
+  for (uint32_t k = 0; writer && k < o->n_in; k++)
+    if (pm_view_base(g, pm_in(g, op, k)) == base) return true;
+  for (uint32_t r = 0; r < o->n_regions; r++) {
+    const pm_block *b = &g->blocks.at[pm_region(g, op, r)];
+    for (uint32_t k = 0; k < b->ops.n; k++)
+      if (writes(g, b->ops.at[k], base)) return true;
+  }
+  return false;
+}
+
+static bool changes_in(changes *c, pm_val v);
+
+static bool any_changes(changes *c, pm_opid op) {
+  for (uint32_t k = 0; k < pm_get(c->g, op)->n_in; k++)
+    if (changes_in(c, pm_in(c->g, op, k))) return true;
+  return false;
+}
+
+/* Argument k of a region: an index if it stands in front of the carries of a FOR. */
+static bool argument_changes(changes *c, pm_opid op, uint32_t k) {
+  const pm_op *o = pm_get(c->g, op);
+  const uint32_t index = o->code == PM_OP_FOR;
+  if (k < index) /* of a loop inside: it counts anew each time */
+    return op == c->loop || changes_in(c, pm_in(c->g, op, 0)) || changes_in(c, pm_in(c->g, op, 1));
+  if (op != c->loop && changes_in(c, pm_in(c->g, op, k + index))) return true;
+  const pm_opid yield = pm_terminator(c->g, pm_region(c->g, op, o->n_regions - 1u));
+  const pm_val next = pm_in(c->g, yield, k - index);
+  const pm_value *n = pm_value_of(c->g, next);
+  if (!n->def && n->index == k && c->g->blocks.at[n->block].parent == op) return false; /* itself */
+  return changes_in(c, next);
+}
+
+/* A result of an op with regions: what they yield, and what chooses between them. */
+static bool region_changes(changes *c, pm_opid op, uint32_t k) {
+  const pm_op *o = pm_get(c->g, op);
+  if (any_changes(c, op)) return true;
+  for (uint32_t r = o->code == PM_OP_WHILE; r < o->n_regions; r++) {
+    const pm_opid yield = pm_terminator(c->g, pm_region(c->g, op, r));
+    if (changes_in(c, pm_in(c->g, yield, k))) return true;
+  }
+  return o->code == PM_OP_WHILE &&
+         changes_in(c, pm_in(c->g, pm_terminator(c->g, pm_region(c->g, op, 0)), 0));
+}
+
+static bool result_changes(changes *c, pm_val v) {
+  const pm_graph *g = c->g;
+  const pm_value *value = pm_value_of(g, v);
+  const pm_opid op = value->def;
+  if (!op) return argument_changes(c, g->blocks.at[value->block].parent, value->index);
+  const int effects = pm_ops[pm_get(g, op)->code].effects;
+  if (pm_get(g, op)->n_regions) return region_changes(c, op, value->index);
+  if (pm_get(g, op)->code == PM_OP_INLINE) return any_changes(c, op); /* who knows what it reads */
+  if (effects & (E_B | E_ASYNC | E_WG | E_WS)) return true;
+  if (effects & (E_RG | E_RS | E_RR)) {
+    const pm_val ref = pm_in(g, op, 0);
+    if (pm_typeof(g, ref)->space == PM_SMEM || writes(g, c->loop, pm_view_base(g, ref)))
+      return true;
+  }
+  return any_changes(c, op);
+}
+
+/* true ends the whole question, so that what does not change is all there is to remember. */
+static bool changes_in(changes *c, pm_val v) {
+  const pm_value *value = pm_value_of(c->g, v);
+  if (!is_inside(c->g, value->block, c->loop)) return false;
+  /* a carry that leads to itself; those of loops inside begin anew each time */
+  if (c->seen[v] == 1) return c->g->blocks.at[value->block].parent == c->loop;
+  if (c->seen[v]) return false;
+  c->seen[v] = 1;
+  if (result_changes(c, v)) return true;
+  c->seen[v] = 2;
+  return false;
+}
+
+bool pm_repeats(const pm_graph *g, pm_val v, pm_opid op) {
+  changes c = {g, 0, PM_NEW(g->arena, uint8_t, g->values.n)};
+  while ((op = g->blocks.at[pm_get(g, op)->parent].parent)) {
+    if (pm_get(g, op)->code != PM_OP_FOR && pm_get(g, op)->code != PM_OP_WHILE) continue;
+    memset(c.seen, 0, g->values.n);
+    c.loop = op;
+    if (!changes_in(&c, v)) return true;
+  }
   return false;
 }

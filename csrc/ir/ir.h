@@ -292,6 +292,9 @@ bool pm_in_loop(const pm_graph *g, pm_opid op);
 /* Does any of the n values depend on any of `on`, by dataflow? Conservative through regions.
  * depends.c */
 bool pm_depends(const pm_graph *g, const pm_val *vals, uint32_t n, const pm_val *on, uint32_t n_on);
+/* Is there a loop around the op in which v is the same in every iteration, as far as one can see?
+ * depends.c */
+bool pm_repeats(const pm_graph *g, pm_val v, pm_opid op);
 
 /* ---- whole-graph services ------------------------------------------------------------------ */
 

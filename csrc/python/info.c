@@ -154,6 +154,16 @@ done:
   return out;
 }
 
+static PyObject *check_products(PyObject *Py_UNUSED(self), PyObject *args) {
+  const char *ptx, *image;
+  Py_ssize_t size;
+  pm_err err = {0};
+  if (!PyArg_ParseTuple(args, "sy#:check_products", &ptx, &image, &size)) return NULL;
+  pmpy_find_nvrtc();
+  if (pm_check_products(ptx, image, (size_t)size, "given", &err)) return pmpy_raise(&err);
+  Py_RETURN_NONE;
+}
+
 static PyObject *set_debug_checks(PyObject *Py_UNUSED(self), PyObject *on) {
   int truth = PyObject_IsTrue(on);
   if (truth < 0) return NULL;
@@ -175,6 +185,9 @@ static PyMethodDef functions[] = {
      "depends(values, on): does any of the traced values depend on any of the others?"},
     {"fail_allocation", fail_allocation, METH_O,
      "The n-th allocation of this thread from now on fails, once; 0: none."},
+    {"check_products", check_products, METH_VARARGS,
+     "check_products(ptx, cubin): CompileError if the machine code lacks products of the PTX, as "
+     "after every compilation."},
     {"set_debug_checks", set_debug_checks, METH_O, "Are kernels traced with checks from now on?"},
     {"system_info", system_info, METH_NOARGS,
      "Devices, NVRTC, cache directory and backend, as a dict."},

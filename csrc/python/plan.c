@@ -488,7 +488,8 @@ static PyObject *ptx(pmpy_plan *p) {
   pm_code code;
   if (need_program(p) < 0) return NULL;
   pmpy_find_nvrtc();
-  Py_BEGIN_ALLOW_THREADS code = pm_compile_ptx(&p->program, &text, &n, &err);
+  Py_BEGIN_ALLOW_THREADS code =
+      pm_compile_ptx(&p->program, pm_env_is_on(PM_ENV_LINEINFO), &text, &n, &err);
   Py_END_ALLOW_THREADS if (code) return pmpy_raise(&err);
   PyObject *result = PyUnicode_DecodeUTF8(text, (Py_ssize_t)strlen(text), "replace");
   pm_free(text);

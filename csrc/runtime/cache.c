@@ -29,7 +29,7 @@ typedef struct head {
   int32_t registers, spill_bytes, stack_bytes, reserved;
 } head;
 
-static const char magic[8] = "PMGPUC1";
+static const char magic[8] = "PMGPUC2";
 enum { STALE_SECONDS = 3600, MAX_ENTRY = 1 << 28 };
 
 /* ---- the directory ------------------------------------------------------------------------ */

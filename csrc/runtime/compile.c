@@ -160,7 +160,7 @@ static void dump_all(const char *dir, const char *name, const pm_program *p,
                      const pm_nvrtc_result *r) {
   pm_dump(dir, name, "cu", p->text, p->size);
   if (!r) return;
-  pm_dump(dir, name, "ptx", r->ptx, r->ptx_size);
+  pm_dump(dir, name, "ptx", r->ptx, strlen(r->ptx)); /* NVRTC counts the NUL */
   pm_dump(dir, name, "cubin", r->image, r->image_size);
   pm_dump(dir, name, "log", r->log, strlen(r->log));
 }
@@ -186,7 +186,7 @@ pm_code pm_compile(const pm_program *p, const pm_compile_options *o, pm_cubin *o
     if (make_key(p, &options, o->lineinfo, key, err)) return err->code;
     if (!dump && pm_cache_read(key, out)) return PM_OK; /* a dump needs the PTX */
   }
-  if (pm_nvrtc_run(p->text, p->entry, &options, true, dump != NULL, &r, err)) {
+  if (pm_nvrtc_run(p->text, p->entry, &options, true, true, &r, err)) {
     if (dump) {
       dump_all(dump, name, p, NULL);
       pm_dump(dump, name, "log", err->text, strlen(err->text));
@@ -194,6 +194,10 @@ pm_code pm_compile(const pm_program *p, const pm_compile_options *o, pm_cubin *o
     return err->code;
   }
   if (dump) dump_all(dump, name, p, &r);
+  if (pm_check_products(r.ptx, r.image, r.image_size, p->entry, err)) {
+    pm_nvrtc_result_free(&r);
+    return err->code;
+  }
   out->image = r.image;
   out->size = r.image_size;
   out->log = r.log;
@@ -204,10 +208,10 @@ pm_code pm_compile(const pm_program *p, const pm_compile_options *o, pm_cubin *o
   return PM_OK;
 }
 
-pm_code pm_compile_ptx(const pm_program *p, char **ptx, size_t *size, pm_err *err) {
+pm_code pm_compile_ptx(const pm_program *p, bool lineinfo, char **ptx, size_t *size, pm_err *err) {
   pm_options options;
   pm_nvrtc_result r;
-  if (make_options(&options, "compute", p->arch, false, err)) return err->code;
+  if (make_options(&options, "compute", p->arch, lineinfo, err)) return err->code;
   if (pm_nvrtc_run(p->text, p->entry, &options, false, true, &r, err)) return err->code;
   *ptx = r.ptx;
   *size = r.ptx_size;

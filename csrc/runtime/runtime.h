@@ -44,8 +44,12 @@ typedef struct pm_cubin {
  * setmaxnreg stay in the log and are listed by pm_remarks(). */
 pm_code pm_compile(const pm_program *p, const pm_compile_options *o, pm_cubin *out, pm_err *err);
 void pm_cubin_free(pm_cubin *c);
-/* PTX of a program; pm_free it. */
-pm_code pm_compile_ptx(const pm_program *p, char **ptx, size_t *size, pm_err *err);
+/* Has the machine code the tensor-core instructions that the PTX asks for? Fewer: PM_E_COMPILE.
+ * pm_compile asks after each compilation. */
+pm_code pm_check_products(const char *ptx, const void *image, size_t size, const char *entry,
+                          pm_err *err);
+/* PTX of a program, with .file and .loc if asked; pm_free it. */
+pm_code pm_compile_ptx(const pm_program *p, bool lineinfo, char **ptx, size_t *size, pm_err *err);
 /* Write one file of a dump: dir/name.extension, or stdout if dir is "-". Failures are ignored. */
 void pm_dump(const char *dir, const char *name, const char *extension, const void *data,
              size_t size);

@@ -844,6 +844,9 @@ HOST_TMA(5, i32 a COMMA i32 b COMMA i32 c_ COMMA i32 d COMMA i32 e, a, b, c_, d,
     FN void bulk_load(u32 dst, const void *src, u32 bytes, u32 barrier, LINE) {
   host_bulk_load(dst, src, bytes, barrier, line);
 }
+FN void bulk_load_cluster(u32 dst, const void *src, u32 bytes, u32 barrier, LINE) {
+  host_bulk_load(dst, src, bytes, barrier, line);
+}
 FN void bulk_store(void *dst, u32 src, u32 bytes, LINE) { host_bulk_store(dst, src, bytes, line); }
 FN void bulk_store_evict_first(void *dst, u32 src, u32 bytes, LINE) {
   host_bulk_store(dst, src, bytes, line);
@@ -871,6 +874,8 @@ FN void wgmma_wait(LINE) {
   host_wgmma_wait(N, line);
 }
 /* matrix-descriptor-encode of bits 0-13 and 16-29 */
+template <typename T, int N> FN void hold_operand(T *) {}
+
 FN u32 wgmma_address(u32 a, u32 leading) {
   return (a & 0x3ffff) >> 4 | (leading & 0x3ffff) >> 4 << 16;
 }

@@ -160,7 +160,19 @@ FN void tma_store_evict_first_5d(const TensorMap* m, u32 src, i32 c0, i32 c1, i3
 }
 
 //! bulk_load
+// of a block without a cluster; compilers before 12.8 know the form for clusters alone
 FN void bulk_load(u32 dst, const void* src, u32 bytes, u32 barrier) {
+#if __CUDACC_VER_MAJOR__ * 100 + __CUDACC_VER_MINOR__ < 1208
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
+#else
+  asm volatile("cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes"
+#endif
+               " [%0], [%1], %2, [%3];"
+               :: "r"(dst), "l"(src), "r"(bytes), "r"(barrier) : "memory");
+}
+
+//! bulk_load_cluster
+FN void bulk_load_cluster(u32 dst, const void* src, u32 bytes, u32 barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
                " [%0], [%1], %2, [%3];"
                :: "r"(dst), "l"(src), "r"(bytes), "r"(barrier) : "memory");

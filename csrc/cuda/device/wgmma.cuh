@@ -22,3 +22,19 @@ template <int N> FN void wgmma_wait() {
 //! wgmma_address
 // low word of a matrix descriptor: start of the matrix and distance of its leading dimension
 FN u32 wgmma_address(u32 a, u32 leading) { return ((a & 0x3ffff) >> 4) | (leading >> 4) << 16; }
+
+//! hold_operand
+// N elements that are A of a product and the same in each iteration of a loop. Before 13.1, ptxas
+// may give their registers to another product of the loop and not bring them back: what it makes
+// anew in front of each product has no registers to lose. Later versions need nothing.
+template <typename T, int N> FN void hold_operand(T* x) {
+#if __CUDACC_VER_MAJOR__ * 100 + __CUDACC_VER_MINOR__ < 1301
+  constexpr int n = N * (int)sizeof(T) / 4;
+  u32 w[n], held[n];
+  pack<T, N>(w, x);
+  #pragma unroll
+  for (int k = 0; k < n; k++)
+    asm volatile("prmt.b32 %0, %1, %1, 0x3210;" : "=r"(held[k]) : "r"(w[k]));
+  unpack<T, N>(x, held);
+#endif
+}

@@ -1,0 +1,140 @@
+/* Does the machine code hold every product that the PTX asks for?
+ *
+ * Two versions of ptxas left out wgmma instructions without a word (docs/compilers.md), so after
+ * every compilation the tensor-core instructions of each kind in the cubin's .text sections are
+ * counted by their opcodes, and those of the PTX by their names: one pass over each. One in PTX may
+ * become several; a loop that ptxas unrolls has more of them. Fewer are right only where results
+ * are not used or two products are the same one. So where the quick count finds fewer, ptx.c finds
+ * those that matter, and if some of them are missing, the cubin is refused. */
+#define _GNU_SOURCE /* memmem */
+#include "products.h"
+
+#include <ctype.h>
+#include <elf.h>
+
+#include "../base/env.h"
+#include "compile.h"
+
+static const struct {
+  const char *name;
+  uint32_t bits;
+} products[] = {
+#define PM_PRODUCT(name, bits) {#name, bits},
+    PM_PRODUCTS(PM_PRODUCT)
+#undef PM_PRODUCT
+};
+
+/* ---- PTX ---------------------------------------------------------------------------------- */
+
+/* Is `part`, which begins with a dot, one of the name's parts? The empty one is. */
+static bool has_part(const char *name, size_t size, const char *part) {
+  const size_t n = strlen(part);
+  if (!n) return true;
+  for (const char *at = name; (at = memmem(at, size - (size_t)(at - name), part, n)); at += n) {
+    if (at + n == name + size || at[n] == '.') return true;
+  }
+  return false;
+}
+
+/* By parts of the name: of wgmma, of mma. NONE: Hopper has no such instruction, and ptxas calls a
+ * function of its own, which has few. The first part that fits. */
+static const struct {
+  const char *part;
+  uint8_t of_wgmma, of_mma;
+} kinds[] = {
+    {".e4m3", PM_PRODUCT_QGMMA, PM_PRODUCT_HMMA}, {".e5m2", PM_PRODUCT_QGMMA, PM_PRODUCT_HMMA},
+    {".s8", PM_PRODUCT_IGMMA, PM_PRODUCT_IMMA},   {".u8", PM_PRODUCT_IGMMA, PM_PRODUCT_IMMA},
+    {".s4", PM_PRODUCT_NONE, PM_PRODUCT_NONE},    {".u4", PM_PRODUCT_NONE, PM_PRODUCT_NONE},
+    {".xor", PM_PRODUCT_NONE, PM_PRODUCT_NONE},   {".b1", PM_PRODUCT_BGMMA, PM_PRODUCT_BMMA},
+    {".f64", PM_PRODUCT_NONE, PM_PRODUCT_DMMA},   {".m8n8k4", PM_PRODUCT_NONE, PM_PRODUCT_NONE},
+    {"", PM_PRODUCT_HGMMA, PM_PRODUCT_HMMA}};
+
+pm_product pm_product_of(const char *name) {
+  const bool async = !strncmp(name, "wgmma.mma_async.", 16);
+  const size_t n = strcspn(name, " \t\n{;");
+  if (!async && strncmp(name, "mma.", 4) && strncmp(name, "wmma.mma.", 9)) return PM_PRODUCT_NONE;
+  size_t k = 0;
+  while (!has_part(name, n, kinds[k].part)) k++;
+  return async ? kinds[k].of_wgmma : kinds[k].of_mma;
+}
+
+/* All that look like products, in comments too. */
+static void count_names(const char *ptx, uint32_t n[PM_PRODUCT_COUNT]) {
+  for (const char *at = ptx; (at = strstr(at, "mma")); at += 3) {
+    const char *name = at;
+    while (name > ptx && isalnum((unsigned char)name[-1])) name--;
+    const pm_product kind = pm_product_of(name);
+    if (kind < PM_PRODUCT_COUNT) n[kind]++;
+  }
+}
+
+/* ---- machine code ------------------------------------------------------------------------- */
+
+/* Instructions of 16 bytes, the opcode in the lowest bits. */
+static void count_opcodes(const unsigned char *at, size_t size, uint32_t n[PM_PRODUCT_COUNT]) {
+  uint32_t seen[512] = {0};
+  for (size_t k = 0; k + 16 <= size; k += 16) seen[(at[k] | at[k + 1] << 8) & 511]++;
+  for (int k = 0; k < PM_PRODUCT_COUNT; k++) n[k] += seen[products[k].bits];
+}
+
+/* false: it is no ELF file of 64 bits. */
+static bool count_cubin(const void *image, size_t size, uint32_t n[PM_PRODUCT_COUNT]) {
+  const unsigned char *base = image;
+  Elf64_Ehdr head;
+  if (size < sizeof head) return false;
+  memcpy(&head, base, sizeof head);
+  if (memcmp(head.e_ident, ELFMAG, SELFMAG) || head.e_ident[EI_CLASS] != ELFCLASS64 ||
+      head.e_shentsize != sizeof(Elf64_Shdr) || head.e_shoff > size ||
+      (size - head.e_shoff) / sizeof(Elf64_Shdr) < head.e_shnum)
+    return false;
+  for (int k = 0; k < head.e_shnum; k++) {
+    Elf64_Shdr s;
+    memcpy(&s, base + head.e_shoff + (size_t)k * sizeof s, sizeof s);
+    if (s.sh_type != SHT_PROGBITS || !(s.sh_flags & SHF_EXECINSTR)) continue;
+    if (s.sh_offset > size || size - s.sh_offset < s.sh_size) return false;
+    count_opcodes(base + s.sh_offset, s.sh_size, n);
+  }
+  return true;
+}
+
+/* ---- the comparison ----------------------------------------------------------------------- */
+
+static int lacking(const uint32_t want[PM_PRODUCT_COUNT], const uint32_t have[PM_PRODUCT_COUNT]) {
+  for (int k = 0; k < PM_PRODUCT_COUNT; k++) {
+    if (have[k] < want[k]) return k;
+  }
+  return PM_PRODUCT_NONE;
+}
+
+typedef struct needed {
+  const char *ptx;
+  uint32_t n[PM_PRODUCT_COUNT];
+} needed;
+
+static pm_code find_needed(void *ctx, pm_err *err) {
+  needed *x = ctx;
+  (void)err;
+  pm_ptx_products(x->ptx, x->n);
+  return PM_OK;
+}
+
+pm_code pm_check_products(const char *ptx, const void *image, size_t size, const char *entry,
+                          pm_err *err) {
+  needed want = {.ptx = ptx};
+  uint32_t have[PM_PRODUCT_COUNT] = {0};
+  int major, minor;
+  const char *path;
+  count_names(ptx, want.n);
+  if (lacking(want.n, have) == PM_PRODUCT_NONE) return PM_OK; /* no products */
+  if (count_cubin(image, size, have) && lacking(want.n, have) == PM_PRODUCT_NONE) return PM_OK;
+  if (pm_protect(find_needed, &want, err)) return err->code;
+  const int k = lacking(want.n, have);
+  if (k == PM_PRODUCT_NONE || pm_nvrtc_version(&major, &minor, &path, err)) return err->code;
+  return pm_fail(err, PM_E_COMPILE,
+                 "NVRTC %d.%d lost tensor-core instructions of kernel %s: %u of its products must "
+                 "become %s, and the machine code has %u. Its results would be wrong, so it is not "
+                 "run. This is a bug of that compiler (%s). Use another version, such as 13.2: pip "
+                 "install 'nvidia-cuda-nvrtc==13.2.*', or name one in %s",
+                 major, minor, entry, want.n[k], products[k].name, have[k], path,
+                 pm_env_table[PM_ENV_NVRTC].variable);
+}
