@@ -38,7 +38,8 @@ from ._family import Operand, core_count, kernel_family
 from ._inline import inline_cuda
 from ._kernel import as_torch_kernel, kernel
 from ._memory import OF_REF
-from ._names import OLD_PIPELINES, PLGPU_MISSING, PLGPU_WRONG, finder
+from ._names import OLD_PIPELINES as _OLD_PIPELINES
+from ._names import PLGPU_MISSING, PLGPU_WRONG, finder
 from ._ops import (
     async_prefetch,
     async_store_smem,
@@ -139,5 +140,5 @@ _find = finder("plgpu", PLGPU_MISSING, PLGPU_WRONG)
 
 def __getattr__(name):
     if name == "pipelines":
-        return OLD_PIPELINES
+        return _OLD_PIPELINES
     return _find(name)
