@@ -42,3 +42,27 @@ breaks(
         "  uint8_t widest = 0 * p->widest[root(p, v)];\n",
     ),
 )
+breaks(
+    "csrc/ir/view.c",
+    "test_strides.py",
+    strides_of_operands_are_row_major=(
+        "    if (g->strides && val->index < g->n_operands && g->strides[val->index])\n",
+        "    if (0 && g->strides && val->index < g->n_operands && g->strides[val->index])\n",
+    ),
+    strides_matter_to_loads_alone=(
+        "v->dim[k].inner = v->base_stride[k] = stride[k];",
+        "v->dim[k].inner = stride[k];",
+    ),
+)
+breaks(
+    "csrc/cuda/block.c",
+    "test_text.py::test_no_line_directive_stands_before_another",
+    lines_stand_before_lines=(
+        "  if (take_back(e)) same_file = false;\n",
+        "",
+    ),
+    files_get_lost=(
+        "  if (take_back(e)) same_file = false;\n",
+        "  take_back(e);\n",
+    ),
+)
