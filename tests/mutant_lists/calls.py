@@ -61,8 +61,4 @@ breaks(
         "  if (take_back(e)) same_file = false;\n",
         "",
     ),
-    files_get_lost=(
-        "  if (take_back(e)) same_file = false;\n",
-        "  take_back(e);\n",
-    ),
 )
