@@ -283,6 +283,7 @@ INSTRUCTIONS = {
     "out[0] = rem_int(9u, 4u);": ["rem.u32 a, 9, 4"],
     "out[0] = bits_of(min_f32(f, f32_bits(u)));": ["min.NaN.f32 a, b, c"],
     "out[0] = bits_of(max_f32(f, f32_bits(u)));": ["max.NaN.f32 a, b, c"],
+    "out[0] = bits_of(div_rn(f, f32_bits(u)));": ["div.rn.f32 a, b, c"],
     "out[0] = bits_of(exp2_approx(f));": ["ex2.approx.ftz.f32 a, b"],
     "out[0] = bits_of(log2_approx(f));": ["lg2.approx.ftz.f32 a, b"],
     "out[0] = bits_of(sin_approx(f));": ["sin.approx.f32 a, b"],

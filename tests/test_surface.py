@@ -34,7 +34,8 @@ SIGNATURES = {
         "CompilerParams": "(*, approx_math=False, dimension_semantics=None,"
         " max_concurrent_steps=1, unsafe_no_auto_barriers=False, reduction_scratch_bytes=2048,"
         " profile_space=0, profile_dir='', profile_trace_scope=TraceScope.WARPGROUP,"
-        " profile_bounds_check=False, lowering_semantics=LoweringSemantics.Warpgroup)",
+        " profile_bounds_check=False, lowering_semantics=LoweringSemantics.Warpgroup,"
+        " exact_division=False)",
         "GMEM": SPACE,
         "Layout": "(*args, **kwargs)",
         "MemorySpace": SPACE,

@@ -386,6 +386,7 @@ FN void pin_pairs(T *) {
 }
 
 FN f32 mul_rn(f32 a, f32 b) { return a * b; }
+FN f32 div_rn(f32 a, f32 b) { return a / b; }
 template <typename T>
 FN T wrap_add(T a, T b) {
   return (T)((u64)a + (u64)b);
