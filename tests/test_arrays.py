@@ -629,7 +629,7 @@ EVERY_QUOTIENT = [
     (lambda x, y: pl.reciprocal(y), lambda x, y: 1 / y),
     (lambda x, y: y**-2, lambda x, y: 1 / (y * y)),
     (lambda x, y: lax.div(x, y), lambda x, y: x / y),
-    (lambda x, y: (x / y[3]), lambda x, y: x / y[3]),
+    (lambda x, y: x / y[3], lambda x, y: x / y[3]),
     (lambda x, y: x + jnp.mean(y[:128].at[1:].set(0.0)), lambda x, y: x + y[0] / F32(128)),
 ]
 

@@ -169,6 +169,8 @@ INSTRUCTIONS = {
     "lanes_sync(2);": ["bar.sync 3, 128"],
     "turn_take(5);": ["bar.sync 5, 256"],
     "turn_pass(5);": ["bar.arrive 5, 256"],
+    "named_barrier_sync(5, 96);": ["bar.sync 5, 96"],
+    "named_barrier_arrive(5, 96);": ["bar.arrive 5, 96"],
     "cluster_sync();": ["barrier.cluster.arrive.relaxed", "barrier.cluster.wait.acquire"],
     "out[0] = cluster_index_x();": ["mov.u32 a, %cluster_ctaid.x"],
     "out[0] = cluster_index_y();": ["mov.u32 a, %cluster_ctaid.y"],

@@ -483,6 +483,11 @@ void pm_vm_encode_masked(compiler *c, pm_opid op, const handler *h) {
   if (pm_has_attr(c->g, op, PM_ATTR_ATOMIC)) i->flags = (uint8_t)*pm_attr(c->g, op, PM_ATTR_ATOMIC);
 }
 
+void pm_vm_encode_turn(compiler *c, pm_opid op, const handler *h) {
+  c->m->n_turns = (uint32_t)*pm_attr(c->g, op, PM_ATTR_N);
+  pm_vm_encode_plain(c, op, h);
+}
+
 /* n: the axes it is multicast along, a bit each; to: its number among the collective copies */
 void pm_vm_encode_copy_in(compiler *c, pm_opid op, const handler *h) {
   uint32_t n;

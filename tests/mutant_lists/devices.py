@@ -14,6 +14,7 @@ from . import (
     FUZZ,
     HOST,
     MEMORY,
+    NAMED,
     ONE_LANE,
     PASSES,
     PIPES,
@@ -551,6 +552,36 @@ breaks(
         '  pm_line(e, "turn_take(%u + wg);", e->g->n_threads + 1);\n',
         "",
     ),
+)
+breaks(
+    f"{CUDA}/emit_async.c",
+    NAMED,
+    named_barriers_are_those_of_turns=(
+        "first = e->g->n_threads + 1 + e->n_turns;",
+        "first = e->g->n_threads + 1;",
+    ),
+    named_barriers_are_those_of_lanes=(
+        "first = e->g->n_threads + 1 + e->n_turns;",
+        "first = 1 + e->n_turns;",
+    ),
+    traced_numbers_are_one_off=('"%u + (u32)(%s)", first', '"%u + (u32)(%s)", first + 1'),
+    who_waits_only_arrives=(
+        'named(e, op, "named_barrier_sync")',
+        'named(e, op, "named_barrier_arrive")',
+    ),
+    who_arrives_waits=(
+        'named(e, op, "named_barrier_arrive")',
+        'named(e, op, "named_barrier_sync")',
+    ),
+)
+breaks(
+    f"{DEVICE}/thread.cuh",
+    CATALOGUE,
+    named_barriers_are_of_all_lanes=(
+        '"bar.sync %0, %1;" :: "r"(id), "r"(lanes)',
+        '"bar.sync %0;" :: "r"(id)',
+    ),
+    arrivals_at_named_barriers_wait=('"bar.arrive %0, %1;"', '"bar.sync %0, %1;"'),
 )
 breaks(
     f"{CUDA}/program.c",
