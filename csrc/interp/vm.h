@@ -47,6 +47,7 @@ struct instr {
     const uint32_t *targets;
     const struct reduction *reduction;
     const struct rows *rows;
+    const struct inlined *inlined;
     int64_t depth; /* of an MMA: K */
   };
   const struct access *mem2, *mem3;
@@ -182,6 +183,18 @@ typedef struct reduction {
   } group[PM_MAX_RANK];
   int64_t n_out;
 } reduction;
+
+/* An INLINE: operands, then results. */
+typedef struct inlined {
+  int64_t function;
+  uint32_t n_in, n_out;
+  struct inlined_value {
+    const access *mem; /* NULL: an array, in `slot` */
+    uint32_t slot;
+    int64_t bytes;
+    bool written;
+  } * value;
+} inlined;
 
 /* n rows of contiguous bytes go to `at`, at + step, at + 2 step ... */
 typedef struct rows {
@@ -501,7 +514,8 @@ extern const handler pm_vm_COPY_G2S, pm_vm_COPY_S2G, pm_vm_ASYNC_STORE, pm_vm_PR
     pm_vm_COMMIT_GROUP, pm_vm_WAIT_S2G, pm_vm_COMMIT_SMEM, pm_vm_WGMMA, pm_vm_WGMMA_WAIT,
     pm_vm_ACC_LOAD, pm_vm_ACC_STORE; /* async.c */
 extern const handler pm_vm_TRANSPOSE, pm_vm_CONCAT, pm_vm_GATHER, pm_vm_SCATTER,
-    pm_vm_SCAN;                 /* moves.c */
-extern const handler pm_vm_MMA; /* matmul.c */
+    pm_vm_SCAN;                    /* moves.c */
+extern const handler pm_vm_MMA;    /* matmul.c */
+extern const handler pm_vm_INLINE; /* inline.c */
 
 #endif
