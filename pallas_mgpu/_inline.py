@@ -36,12 +36,16 @@ class _Interpreted:
     """One use of source in a kernel: calls what stands for it with NumPy arrays."""
 
     def __init__(self, function, args, structure, results, results_structure):
-        self.function, self.structure, self.results_structure = function, structure, results_structure
+        self.function, self.structure, self.results_structure = (
+            function,
+            structure,
+            results_structure,
+        )
         self.args = [None if _is_barrier(x) else (tuple(x.shape), x.dtype) for x in args]
         self.is_ref = [isinstance(x, Ref) for x in args]
         self.results = [(tuple(x.shape), np.dtype(x.dtype)) for x in results]
 
-    def __call__(self, memory, where):
+    def __call__(self, memory, where, places):
         given = [
             _Barrier() if of is None else np.frombuffer(m, of[1]).reshape(of[0])
             for m, of in zip(memory, self.args)
@@ -89,7 +93,10 @@ def inline_cuda(source, *, arg_types=(), return_type=None, interpret=None):
     as NumPy arrays of their whole shapes, scalars as NumPy scalars, refs as arrays that it may
     write in place (those of inputs are read-only), barriers as objects with ``arrive()``, and
     returns NumPy arrays for ``return_type``. It is called once for each Pallas thread that comes
-    there, or warp in a warp_map. Without it the interpreter raises NotImplementedError.
+    there, or warp in a warp_map. Without it a source that is plain C++, with device functions that
+    concern one lane, is compiled for the CPU where a C++ compiler is found, and runs lane after
+    lane. NotImplementedError for all else on the interpreter: PTX, functions of several lanes, SMEM
+    with transforms, no compiler.
     """
     what = "inline_cuda"
     if not isinstance(source, str) or "\0" in source:
@@ -123,9 +130,10 @@ def inline_cuda(source, *, arg_types=(), return_type=None, interpret=None):
                 f" {tree.describe(structure)}"
             )
         values = tuple(_argument(x, t, k) for k, (x, t) in enumerate(zip(leaves, types)))
-        stands = interpret and _Interpreted(
-            interpret, values, structure, results, results_structure
-        )
+        if interpret:
+            stands = _Interpreted(interpret, values, structure, results, results_structure)
+        else:
+            stands = _host_source(source, values, types, results)
         first, *others = [
             (out.shape, out.dtype, layout_spec(out.layout) if out.shape else None)
             for out in results or [ShapeDtypeStruct((), "int32")]
@@ -135,6 +143,30 @@ def inline_cuda(source, *, arg_types=(), return_type=None, interpret=None):
         return tree.unflatten(results_structure, given if results else [])
 
     return call
+
+
+def _host_source(source, values, types, results):
+    """What runs the source as C++ on the interpreter, or says why it cannot."""
+    from ._inline_host import HostSource  # not at import: it needs modules that nothing else does
+
+    operands, why_not = [], None
+    for k, (x, t) in enumerate(zip(values, types)):
+        layout = None
+        if _is_barrier(x):
+            kind, why_not = "barrier", why_not or (x.shape and f"argument {k} is several barriers")
+        elif isinstance(x, Ref):
+            kind = "smem" if x.memory_space is SMEM else "gmem"
+            if t.transforms:
+                why_not = f"argument {k} is shared memory with transforms"
+        else:
+            kind = "array" if x.shape else "scalar"
+            layout = layout_spec(t) if x.shape else None
+        operands.append((kind, tuple(x.shape), str(x.dtype), layout))
+    outs = [
+        (tuple(x.shape), np.dtype(x.dtype).name, layout_spec(x.layout) if x.shape else None)
+        for x in results
+    ] or [((), "int32", None)]
+    return HostSource(source, operands, outs, why_not or None)
 
 
 def _is_type(x):

@@ -39,6 +39,11 @@ static step load(pm_machine *m, thread *t, const instr *i, const struct inlined_
   if (!(v->at = pm_malloc((size_t)x->bytes + 1)))
     return pm_vm_fail(m, t, i->op, PM_E_MEMORY, "no memory for an argument of inline_cuda");
   pm_vm_gather(s, v->at);
+  const bool smem = x->mem->space == PM_SMEM;
+  v->first = s->at;
+  v->low = smem ? t->block->smem : s->base;
+  v->extent = smem ? (int64_t)m->smem_bytes : x->mem->bytes;
+  for (uint32_t k = 0; !smem && k < x->mem->base_rank; k++) v->extent *= x->mem->base_dim[k];
   return STEP_NEXT;
 }
 
@@ -46,7 +51,7 @@ static step give_back(pm_machine *m, thread *t, const instr *i, const struct inl
                       const spot *s, const struct pm_inline_value *v) {
   if (!x->mem) return STEP_NEXT;
   if (x->mem->kind != PM_BARRIER) {
-    if (v->written) pm_vm_scatter(s, v->at);
+    if (v->written && v->arrivals >= 0) pm_vm_scatter(s, v->at);
     return STEP_NEXT;
   }
   barrier *b = pm_vm_barrier(m, t, i, x->mem);

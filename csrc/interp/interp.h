@@ -15,7 +15,10 @@ typedef struct pm_inline_call {
     void *at;
     int64_t bytes;
     bool written;
-    int32_t arrivals;
+    int32_t arrivals; /* of a ref, -1: it was written in place, nothing goes back */
+    /* of a ref: its first element, the memory that it lies in (of SMEM all of the block's) */
+    void *first, *low;
+    int64_t extent;
   } * value;
   uint32_t thread, warp;      /* warp: in a WARP_MAP, else 4 */
   uint32_t block[3], grid[3]; /* as the hardware counts them: x, y, z */

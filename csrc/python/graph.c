@@ -253,8 +253,16 @@ int64_t pmpy_graph_inlines(pmpy_graph *graph, PyObject *function) {
   return (int64_t)PyList_GET_SIZE(graph->inlined);
 }
 
-/* function(list of memory of operands and results, None for barriers; where) -> arrivals on each
- * operand */
+/* (first element, memory, its bytes, written) of a ref; None of all else */
+static PyObject *place_of(const struct pm_inline_value *v) {
+  if (!v->low) return Py_NewRef(Py_None);
+  return Py_BuildValue("(KKLO)", (unsigned long long)(uintptr_t)v->first,
+                       (unsigned long long)(uintptr_t)v->low, (long long)v->extent,
+                       v->written ? Py_True : Py_False);
+}
+
+/* function(list of memory of operands and results, None for barriers; where; places of operands)
+ * -> arrivals on each operand */
 int pmpy_call_inlined(const pmpy_graph *graph, pm_inline_call *call) {
   const uint32_t n = call->n_in + call->n_out;
   const Py_ssize_t known = graph->inlined ? PyList_GET_SIZE(graph->inlined) : 0;
@@ -271,11 +279,17 @@ int pmpy_call_inlined(const pmpy_graph *graph, pm_inline_call *call) {
     if (!o) Py_CLEAR(values);
     else PyList_SET_ITEM(values, k, o);
   }
+  PyObject *places = values ? PyList_New(call->n_in) : NULL;
+  for (uint32_t k = 0; places && k < call->n_in; k++) {
+    PyObject *place = place_of(&call->value[k]);
+    if (!place) Py_CLEAR(places);
+    else PyList_SET_ITEM(places, k, place);
+  }
   PyObject *function = Py_NewRef(PyList_GET_ITEM(graph->inlined, call->function - 1));
-  if (values) {
+  if (places) {
     const uint32_t *b = call->block, *g = call->grid;
-    arrivals = PyObject_CallFunction(function, "O(II(III)(III))", values, call->thread, call->warp,
-                                     b[0], b[1], b[2], g[0], g[1], g[2]);
+    arrivals = PyObject_CallFunction(function, "O(II(III)(III))O", values, call->thread, call->warp,
+                                     b[0], b[1], b[2], g[0], g[1], g[2], places);
   }
   bool ok = arrivals && PyList_Check(arrivals) && PyList_GET_SIZE(arrivals) == call->n_in;
   for (uint32_t k = 0; ok && k < call->n_in; k++) {
@@ -286,6 +300,7 @@ int pmpy_call_inlined(const pmpy_graph *graph, pm_inline_call *call) {
   if (!ok && !PyErr_Occurred()) fail(PM_E_INTERNAL, "inline_cuda: expected a list of arrivals");
   Py_XDECREF(arrivals);
   Py_DECREF(function);
+  Py_XDECREF(places);
   Py_XDECREF(values);
   return ok ? 0 : -1;
 }
