@@ -392,7 +392,7 @@ def test_functions_that_fail():
 def test_dtypes_as_plain_cpp(rng, dtype):
     """Registers of all kinds, arithmetic of floats of 16 bits rounded as on a GPU."""
     dtype = jnp.dtype(dtype)
-    cpp = {"float16": "f16", "bfloat16": "bf16"}.get(dtype.name)
+    line, cpp = STRIDED((256,), 2), {"float16": "f16", "bfloat16": "bf16"}.get(dtype.name)
     e = f"to_{cpp}(to_f32(a0[k]) / 3.f) + a0[k] * a0[k]" if cpp else "!a0[k]"
     source = f"for (int k = 0; k < 2; k++) r0[k] = {e};"
     f = plgpu.inline_cuda(source, arg_types=line, return_type=shape((256,), dtype, line))

@@ -82,7 +82,7 @@ SIGNATURES = {
         "find_swizzle": "(minor_dim_bits, what='')",
         "griddepcontrol_launch_dependents": "()",
         "griddepcontrol_wait": "()",
-        "inline_cuda": "(source, *, arg_types=(), return_type=None)",  # ours
+        "inline_cuda": "(source, *, arg_types=(), return_type=None, interpret=None)",  # ours
         "kernel": "(body=NotSpecified(), out_shape=NotSpecified(), *, out_type=NotSpecified(),"
         " scratch_types=NotSpecified(), scratch_shapes=NotSpecified(), compiler_params=None,"
         " grid=(), grid_names=(), cluster=(), cluster_names=(), num_threads=None,"

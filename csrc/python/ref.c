@@ -1181,7 +1181,7 @@ PyMethodDef pmpy_ref_functions[] = {
     {"fix_transforms", (PyCFunction)(void (*)(void))fix_transforms, METH_FASTCALL,
      "fix_transforms(ref, tiling, swizzle): how it lies in SMEM; ValueError if it was given"},
     {"inline_cuda", (PyCFunction)(void (*)(void))inline_cuda, METH_FASTCALL,
-     "inline_cuda(source, args, shape, dtype, layout) -> Array"},
+     "inline_cuda(source, args, shape, dtype, layout, stands_for_it) -> Array"},
     {"inline_result", (PyCFunction)(void (*)(void))inline_result, METH_FASTCALL,
      "inline_result(shape, dtype, layout) -> Array, a further one of the inline_cuda before"},
     {"alloc_semaphore", KEYWORDS(alloc_semaphore),
