@@ -110,6 +110,86 @@ def test_beside_turns(run, rng):
     np.testing.assert_array_equal(run(body, x, x, **options), x[[1, 2, 0]])
 
 
+def test_around_copies(run, rng):
+    """What one lane waited for is there for who waits for its thread."""
+    x = rng.standard_normal((8, 64, 64)).astype(F32)
+
+    def body(x_ref, o_ref, s, full):
+        me = lax.axis_index("wg")
+
+        @pl.when(me == 1)
+        def _():
+            def fill(i, _):
+                pl.when(i > 0)(lambda: sync(1, 2))
+                plgpu.copy_gmem_to_smem(x_ref.at[i], s, full)
+                plgpu.barrier_wait(full)
+                arrive(0, 2)
+
+            lax.fori_loop(0, 8, fill, None)
+
+        @pl.when(me == 0)
+        def _():
+            def use(i, _):
+                sync(0, 2)
+                o_ref[i] = s[...] * 2
+                pl.when(i < 7)(lambda: arrive(1, 2))
+
+            lax.fori_loop(0, 8, use, None)
+
+    got = run(
+        body,
+        x,
+        x,
+        scratch_types=[plgpu.SMEM((64, 64), F32), plgpu.Barrier()],
+        num_threads=2,
+        thread_name="wg",
+    )
+    np.testing.assert_array_equal(got, x * 2)
+
+
+def test_warps_of_the_only_thread(run):
+    """All four, round after round."""
+
+    def body(o_ref, s):
+        @plgpu.warp_map
+        def _(warp):
+            def step(i, _):
+                s[warp] = warp + i
+                sync(0, num_warps=4)
+                o_ref[i, warp] = s[(warp + 1) % 4]
+                sync(1, num_warps=4)
+
+            lax.fori_loop(0, 3, step, None)
+
+    got = run(
+        body, plgpu.ShapeDtypeStruct((3, 4), np.int32), scratch_types=[plgpu.SMEM((4,), np.int32)]
+    )
+    np.testing.assert_array_equal(got, (np.arange(4) + 1) % 4 + np.arange(3)[:, None])
+
+
+def test_blocks_have_their_own(run, rng):
+    """In a cluster, too."""
+    x = rng.standard_normal((2, 2, 128)).astype(F32)
+
+    def body(x_ref, o_ref, s):
+        me, c = lax.axis_index("wg"), lax.axis_index("c")
+        s[me] = x_ref[c, me]
+        sync(c, 2)
+        o_ref[c, me] = s[1 - me]
+
+    got = run(
+        body,
+        x,
+        x,
+        scratch_types=[plgpu.SMEM((2, 128), F32)],
+        num_threads=2,
+        thread_name="wg",
+        cluster=(2,),
+        cluster_names=("c",),
+    )
+    np.testing.assert_array_equal(got, x[:, ::-1])
+
+
 def lowered(body, n=2, **options):
     out = plgpu.ShapeDtypeStruct((4,), np.int32)
     return plgpu.kernel(body, out_type=out, num_threads=n, thread_name="wg", **options)
