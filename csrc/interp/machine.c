@@ -460,7 +460,7 @@ static step come_to(pm_machine *m, thread *t, const instr *i, bool waits) {
     return waits ? pm_vm_block_on(m, t, THREAD_AT_NAMED) : STEP_PAUSE;
   }
   b->come = 0;
-  for (thread *u = m->threads; u < m->threads + n_agents(m); u++) {
+  for (thread *u = m->threads; u < m->threads + pm_vm_agents(m); u++) {
     if (u->state == THREAD_AT_NAMED && u->waits_named == b) make_ready(m, u);
   }
   return STEP_PAUSE;
