@@ -30,7 +30,7 @@ from ._core import (
     TypePromotionError,
     UnexpectedTracerError,
 )
-from . import _shapes, lax, nn, numpy, pl, tree
+from . import _shapes, ext, lax, nn, numpy, pl, tree
 from ._batch import vmap
 from ._caches import clear_caches
 from ._control import in_turn, lazy_where, warp_map

@@ -15,6 +15,7 @@ from typing import (
 
 import numpy as np
 
+from . import ext as ext
 from . import lax as lax
 from . import nn as nn
 from . import numpy as numpy
@@ -262,6 +263,7 @@ class CompilerParams:
     profile_trace_scope: TraceScope
     profile_bounds_check: bool
     lowering_semantics: LoweringSemantics
+    exact_division: bool
     def __init__(
         self,
         *,
@@ -275,6 +277,7 @@ class CompilerParams:
         profile_trace_scope: TraceScope = ...,
         profile_bounds_check: bool = False,
         lowering_semantics: LoweringSemantics = ...,
+        exact_division: bool = False,
     ) -> None: ...
 
 @dataclass(frozen=True, init=False)
@@ -725,6 +728,7 @@ def inline_cuda(
     *,
     arg_types: InlineType | Sequence[InlineType | Sequence[InlineType]] = (),
     return_type: ShapeDtypeStruct | Sequence[ShapeDtypeStruct] | None = None,
+    interpret: Callable[..., object] | None = None,
 ) -> Callable[..., Array]: ...
 
 # ---- loops and pipelines -------------------------------------------------------------------------

@@ -1,4 +1,6 @@
-"""CUDA source in kernels."""
+"""CUDA source in kernels, and functions of Python that stand for it on the interpreter."""
+
+import numpy as np
 
 from . import _core, tree
 from ._names import show
@@ -19,8 +21,62 @@ def _is_layout(x):
     return isinstance(x, (Layout, _LayoutValue))
 
 
-def inline_cuda(source, *, arg_types=(), return_type=None):
-    """A function of kernel bodies that runs statements of CUDA C++ (no interpreter).
+class _Barrier:
+    """What stands for a barrier in functions that stand for CUDA source."""
+
+    def __init__(self):
+        self.arrivals = 0
+
+    def arrive(self):
+        """One arrival."""
+        self.arrivals += 1
+
+
+class _Interpreted:
+    """One use of source in a kernel: calls what stands for it with NumPy arrays."""
+
+    def __init__(self, function, args, structure, results, results_structure):
+        self.function, self.structure, self.results_structure = (
+            function,
+            structure,
+            results_structure,
+        )
+        self.args = [None if _is_barrier(x) else (tuple(x.shape), x.dtype) for x in args]
+        self.is_ref = [isinstance(x, Ref) for x in args]
+        self.results = [(tuple(x.shape), np.dtype(x.dtype)) for x in results]
+
+    def __call__(self, memory, where, places):
+        given = [
+            _Barrier() if of is None else np.frombuffer(m, of[1]).reshape(of[0])
+            for m, of in zip(memory, self.args)
+        ]
+        scalars = [not r and x.ndim == 0 for r, x in zip(self.is_ref, given)]
+        given = [x[()] if s else x for s, x in zip(scalars, given)]
+        found = self.function(*tree.unflatten(self.structure, given))
+        leaves, structure = tree.flatten(found)
+        if structure != self.results_structure:
+            raise ValueError(
+                f"inline_cuda: interpret returned the structure {tree.describe(structure)},"
+                f" return_type has {tree.describe(self.results_structure)}"
+            )
+        # without results there is one that nobody uses
+        for k, (x, m, (shape, dtype)) in enumerate(zip(leaves, memory[len(given) :], self.results)):
+            x = np.asarray(x)
+            if x.shape != shape:
+                raise ValueError(
+                    f"inline_cuda: result {k} of interpret has the shape {x.shape}, return_type"
+                    f" {shape}"
+                )
+            np.frombuffer(m, dtype).reshape(shape)[...] = x.astype(dtype, copy=False)
+        return [x.arrivals if isinstance(x, _Barrier) else 0 for x in given]
+
+
+def _is_barrier(x):
+    return isinstance(x, Ref) and x.dtype in ("barrier", "semaphore")
+
+
+def inline_cuda(source, *, arg_types=(), return_type=None, interpret=None):
+    """A function of kernel bodies that runs statements of CUDA C++.
 
     ``arg_types``: a pytree like the arguments, with ``plgpu.RefType(transforms)`` for a ref or a
     barrier and a ``plgpu.Layout`` for an array, which comes in it; ``Layout.WG_SPLAT`` for a
@@ -32,10 +88,21 @@ def inline_cuda(source, *, arg_types=(), return_type=None):
     of several the second one to ``r1[0]`` and so on. All 128 lanes of the thread come there
     together, and meet before and behind. The text may use the device functions of generated
     programs. Never left out or moved.
+
+    ``interpret``: a Python function that means the same, for the interpreter. It gets the arguments
+    as NumPy arrays of their whole shapes, scalars as NumPy scalars, refs as arrays that it may
+    write in place (those of inputs are read-only), barriers as objects with ``arrive()``, and
+    returns NumPy arrays for ``return_type``. It is called once for each Pallas thread that comes
+    there, or warp in a warp_map. Without it a source that is plain C++, with device functions that
+    concern one lane, is compiled for the CPU where a C++ compiler is found, and runs lane after
+    lane. NotImplementedError for all else on the interpreter: PTX, functions of several lanes, SMEM
+    with transforms, no compiler.
     """
     what = "inline_cuda"
     if not isinstance(source, str) or "\0" in source:
         raise TypeError(f"{what}: source must be text without zero bytes, got {show(source)}")
+    if interpret is not None and not callable(interpret):
+        raise TypeError(f"{what}: interpret must be a function or None, got {show(interpret)}")
     arg_types = (arg_types,) if _is_type(arg_types) else tuple(arg_types)
     types, structure = tree.flatten(arg_types, is_leaf=_is_type)
     for t in types:
@@ -63,15 +130,43 @@ def inline_cuda(source, *, arg_types=(), return_type=None):
                 f" {tree.describe(structure)}"
             )
         values = tuple(_argument(x, t, k) for k, (x, t) in enumerate(zip(leaves, types)))
+        if interpret:
+            stands = _Interpreted(interpret, values, structure, results, results_structure)
+        else:
+            stands = _host_source(source, values, types, results)
         first, *others = [
             (out.shape, out.dtype, layout_spec(out.layout) if out.shape else None)
             for out in results or [ShapeDtypeStruct((), "int32")]
         ]
-        given = [_core.inline_cuda(source, values, *first)]
+        given = [_core.inline_cuda(source, values, *first, stands)]
         given += [_core.inline_result(*out) for out in others]
         return tree.unflatten(results_structure, given if results else [])
 
     return call
+
+
+def _host_source(source, values, types, results):
+    """What runs the source as C++ on the interpreter, or says why it cannot."""
+    from ._inline_host import HostSource  # not at import: it needs modules that nothing else does
+
+    operands, why_not = [], None
+    for k, (x, t) in enumerate(zip(values, types)):
+        layout = None
+        if _is_barrier(x):
+            kind, why_not = "barrier", why_not or (x.shape and f"argument {k} is several barriers")
+        elif isinstance(x, Ref):
+            kind = "smem" if x.memory_space is SMEM else "gmem"
+            if t.transforms:
+                why_not = f"argument {k} is shared memory with transforms"
+        else:
+            kind = "array" if x.shape else "scalar"
+            layout = layout_spec(t) if x.shape else None
+        operands.append((kind, tuple(x.shape), str(x.dtype), layout))
+    outs = [
+        (tuple(x.shape), np.dtype(x.dtype).name, layout_spec(x.layout) if x.shape else None)
+        for x in results
+    ] or [((), "int32", None)]
+    return HostSource(source, operands, outs, why_not or None)
 
 
 def _is_type(x):

@@ -972,6 +972,7 @@ class CompilerParams(_Frozen):
     """Parameters of the compiler. Keyword only.
 
     ``approx_math``: fast approximate exp, exp2, log, sin, cos, tanh, rsqrt on float32.
+    ``exact_division``: correctly rounded quotients of floats (``lax.div(x, y, exact=True)`` each).
     ``unsafe_no_auto_barriers``: no lane barriers around loads and stores of arrays.
     ``max_concurrent_steps``, ``dimension_semantics``: for ``pl.pallas_call`` only.
     ``reduction_scratch_bytes``: accepted; the exact need is planned. ``lowering_semantics``:
@@ -989,6 +990,7 @@ class CompilerParams(_Frozen):
         "profile_trace_scope",
         "profile_bounds_check",
         "lowering_semantics",
+        "exact_division",
     )
 
     @accepts(
@@ -1011,6 +1013,7 @@ class CompilerParams(_Frozen):
         profile_trace_scope=TraceScope.WARPGROUP,
         profile_bounds_check=False,
         lowering_semantics=LoweringSemantics.Warpgroup,
+        exact_division=False,
     ):
         if bool(profile_space) != bool(profile_dir):
             raise ValueError("CompilerParams: profile_space and profile_dir go together")
@@ -1029,6 +1032,7 @@ class CompilerParams(_Frozen):
             profile_trace_scope=profile_trace_scope,
             profile_bounds_check=profile_bounds_check,
             lowering_semantics=lowering_semantics,
+            exact_division=bool(exact_division),
         )
 
 

@@ -26,6 +26,7 @@ __all__ = [
     "axis_index",
     "axis_size",
     "cond",
+    "div",
     "fori_loop",
     "full_like",
     "map",
@@ -47,16 +48,20 @@ def _unary(op, doc):
     return f
 
 
+def _two_operands(op, x, y, name):
+    shapes = [tuple(getattr(v, "shape", ())) for v in (x, y)]
+    try:
+        np.broadcast_shapes(*shapes)
+    except ValueError:
+        raise TypeError(
+            f"{name} got incompatible shapes for broadcasting: {shapes[0]}, {shapes[1]}"
+        ) from None
+    return _core.binary(op, x, y)
+
+
 def _binary(op, doc):
     def f(x, y):
-        shapes = [tuple(getattr(v, "shape", ())) for v in (x, y)]
-        try:
-            np.broadcast_shapes(*shapes)
-        except ValueError:
-            raise TypeError(
-                f"{op} got incompatible shapes for broadcasting: {shapes[0]}, {shapes[1]}"
-            ) from None
-        return _core.binary(op, x, y)
+        return _two_operands(op, x, y, op)
 
     f.__doc__ = doc
     return f
@@ -134,7 +139,6 @@ _define(
         "bitwise_and": ("and", "x & y."),
         "bitwise_or": ("or", "x | y."),
         "bitwise_xor": ("xor", "x ^ y."),
-        "div": ("div", "x / y; integers truncate toward zero."),
         "eq": ("eq", "x == y."),
         "ge": ("ge", "x >= y."),
         "gt": ("gt", "x > y."),
@@ -151,6 +155,15 @@ _define(
     },
     _binary,
 )
+
+
+def div(x, y, *, exact=False):
+    """x / y; integers truncate toward zero.
+
+    A quotient of floats is within 2 units in the last place on a GPU; with ``exact``, or under
+    ``CompilerParams(exact_division=True)``, it is correctly rounded, at two to three times the
+    cost. The interpreter always rounds correctly."""
+    return _two_operands("div_exact" if exact else "div", x, y, "div")
 
 
 class RoundingMethod(enum.IntEnum):

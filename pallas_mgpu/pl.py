@@ -192,8 +192,9 @@ def next_power_of_2(x):
 
 
 def reciprocal(x, *, approx=False, full_range=False):
-    """1 / x, correctly rounded. ``approx``: of floats in one instruction, to 1 ulp of float32;
-    subnormals count as 0 there, unless ``full_range``, which divides."""
+    """1 / x, to 1 ulp of float32; correctly rounded under ``CompilerParams(exact_division=True)``.
+    ``approx``: of floats in one instruction, also to 1 ulp, which takes subnormals as 0 (also in
+    the result); ``full_range`` divides all the same."""
     traced = isinstance(x, Array) and numpy.issubdtype(x.dtype, np.inexact)
     if approx and not full_range and traced:
         return _core.unary("rcp_approx", x)

@@ -2,6 +2,7 @@
 and promotions."""
 
 import math
+import re
 
 import ml_dtypes
 import numpy as np
@@ -14,6 +15,7 @@ from pallas_mgpu import numpy as jnp
 bf16 = np.dtype(ml_dtypes.bfloat16)
 SHAPES = [(128,), (1,), (3,), (127,), (129,), (1000,), (64, 64), (7, 33), (3, 5, 9), (128, 1)]
 FLOATS = [np.dtype(np.float32), np.dtype(np.float16), bf16]
+F32 = np.float32
 INTS = [np.dtype(d) for d in ("int8", "int16", "int32", "uint8", "uint16", "uint32")]
 
 
@@ -612,6 +614,79 @@ def test_approx_math(run, rng):
 
     got = run(body, x, x, compiler_params=plgpu.CompilerParams(approx_math=True))
     np.testing.assert_allclose(got, np.exp(x) + np.exp2(x) + np.tanh(x), rtol=1e-3, atol=1e-3)
+
+
+QUOTIENTS = [  # (quotient of floats x and y, the same in NumPy)
+    (lambda x, y: lax.div(x, y, exact=True), lambda x, y: x / y),
+    (lambda x, y: lax.div(x, -8, exact=True), lambda x, y: x / -8),
+    (lambda x, y: lax.div(3.0, y, exact=True), lambda x, y: 3 / y),
+    (lambda x, y: lax.div(x, 6.0, exact=True), lambda x, y: x / 6),
+]
+EVERY_QUOTIENT = [
+    (lambda x, y: x / y, lambda x, y: x / y),
+    (lambda x, y: 1 / y, lambda x, y: 1 / y),
+    (lambda x, y: jnp.divide(x, 1024), lambda x, y: x / 1024),
+    (lambda x, y: pl.reciprocal(y), lambda x, y: 1 / y),
+    (lambda x, y: y**-2, lambda x, y: 1 / (y * y)),
+    (lambda x, y: lax.div(x, y), lambda x, y: x / y),
+    (lambda x, y: x / y[3], lambda x, y: x / y[3]),
+    (lambda x, y: x + jnp.mean(y[:128].at[1:].set(0.0)), lambda x, y: x + y[0] / F32(128)),
+]
+
+
+@pytest.mark.filterwarnings("ignore:.*is converted from layout")
+@pytest.mark.parametrize("every", [False, True])
+@pytest.mark.parametrize("dtype", [F32, np.float16, bf16], ids=str)
+def test_exact_quotients(run, rng, dtype, every):
+    """Correctly rounded everywhere: subnormals, overflows and special values among them; by a
+    power of two, which is a product; scalars. One by one, and every quotient of a kernel."""
+    x, y = (np.exp2(rng.uniform(-148, 126, 896)) * rng.choice([-1, 1], 896) for _ in range(2))
+    if dtype == np.float16:
+        x, y = np.abs(x) ** 0.125 * np.sign(x), np.abs(y) ** 0.125 * np.sign(y)
+    special = [0.0, -0.0, np.inf, -np.inf, np.nan, 1.0, 2.0**-149, -(2.0**-126)]
+    x = np.concatenate([x, np.repeat(special, 16)]).astype(dtype)
+    y = np.concatenate([y, np.tile(special, 16)]).astype(dtype)
+    pairs = [(f, g) for f, g in QUOTIENTS + EVERY_QUOTIENT * every]
+    if dtype != F32:  # which round between steps, or in float32
+        pairs = pairs[: len(QUOTIENTS) + 4 * every]
+
+    def body(x_ref, y_ref, *o_refs):
+        a, b = x_ref[...], y_ref[...]
+        for (f, _), o_ref in zip(pairs, o_refs):
+            o_ref[...] = f(a, b).astype(dtype)
+
+    params = plgpu.CompilerParams(exact_division=True) if every else None
+    got = run(body, (x,) * len(pairs), x, y, compiler_params=params)
+    for k, ((_, g), found) in enumerate(zip(pairs, got)):
+        with np.errstate(all="ignore"):
+            want = np.asarray(g(x.astype(F32), y.astype(F32)), F32).astype(dtype)
+        same = (found == want) & (np.signbit(found) == np.signbit(want))
+        same |= np.isnan(found.astype(F32)) & np.isnan(want.astype(F32))
+        assert same.all(), (k, x[~same][:4], y[~same][:4], found[~same][:4], want[~same][:4])
+
+
+def test_quotients_are_exact_by_themselves(monkeypatch):
+    """What an exact quotient compiles to does not depend on options of the program, and makes no
+    other quotient exact; integers divide as ever."""
+
+    def body(x_ref, o_ref, p_ref, i_ref):
+        x = x_ref[...]
+        o_ref[...] = lax.div(x, x + 1, exact=True)
+        p_ref[...] = x / (x + 2)
+        i_ref[0] = lax.div(i_ref[1], i_ref[2], exact=True)
+
+    x = np.ones(128, F32)
+    out = [plgpu.ShapeDtypeStruct(s, d) for s, d in [((128,), F32)] * 2 + [((3,), np.int32)]]
+
+    def quotients(**options):
+        ptx = plgpu.kernel(body, out_type=out, **options).lower(x).as_text("ptx")
+        return sorted(re.findall(r"div\.\w+(?:\.\w+)?", ptx))
+
+    assert quotients() == ["div.full.f32", "div.rn.f32", "div.s32"]
+    params = plgpu.CompilerParams(exact_division=True)
+    assert quotients(compiler_params=params) == ["div.rn.f32", "div.rn.f32", "div.s32"]
+    monkeypatch.setenv("PALLAS_MGPU_NVRTC_OPTIONS", "--use_fast_math")
+    assert "div.rn.f32" in quotients()
 
 
 def test_scalar_arithmetic(run):

@@ -1,5 +1,8 @@
-"""inline_cuda: CUDA source in kernels. It runs on the CPU-run machine and on the GPU, and the
-interpreter refuses it."""
+"""inline_cuda: CUDA source in kernels. It runs on the CPU-run machine, on the GPU, and on the
+interpreter: there as plain C++ that a compiler makes, or by a Python function that stands for it.
+PTX and what needs other lanes are refused there."""
+
+import shutil
 
 import numpy as np
 import pytest
@@ -17,7 +20,16 @@ def shape(dims, dtype=F32, layout=None):
     return plgpu.ShapeDtypeStruct(dims, dtype, layout)
 
 
-@pytest.fixture(params=["host", pytest.param("cuda", marks=pytest.mark.gpu)])
+COMPILER = pytest.mark.skipif(not shutil.which("c++"), reason="needs a C++ compiler")
+
+
+@pytest.fixture(
+    params=[
+        "host",
+        pytest.param("interpret", marks=COMPILER),
+        pytest.param("cuda", marks=pytest.mark.gpu),
+    ]
+)
 def way(request):
     return request.param
 
@@ -25,6 +37,8 @@ def way(request):
 def run(way, body, out, *args, **options):
     """The results, as a list: on the CPU-run machine with several schedules."""
     outs = [out] if isinstance(out, plgpu.ShapeDtypeStruct) else list(out)
+    if way == "interpret":
+        return list(plgpu.kernel(body, out_type=outs, interpret=True, **options)(*args))
     kernel = plgpu.kernel(body, out_type=outs, **options)
     if way == "cuda":
         found = kernel(*[plgpu.device_put(a) for a in args])
@@ -187,7 +201,12 @@ def test_constants_and_swizzles(way, rng):
         f(jnp.full((256,), 7.0, jnp.float32), smem)
         o_ref[...] = smem[...]
 
-    (got,) = run(way, body, shape(x.shape), x, scratch_types=[plgpu.SMEM((8, 32), F32)])
+    options = dict(scratch_types=[plgpu.SMEM((8, 32), F32)])
+    if way == "interpret":
+        with pytest.raises(NotImplementedError, match="argument 1 is shared memory with transf"):
+            run(way, body, shape(x.shape), x, **options)
+        return
+    (got,) = run(way, body, shape(x.shape), x, **options)
     np.testing.assert_array_equal(got, x + 7)
 
 
@@ -273,11 +292,179 @@ def test_what_is_refused():
         lower(lambda x, o, s: plgpu.inline_cuda("no_such_function();")()).resources()
 
 
-def test_the_interpreter_refuses():
-    def body(o_ref):
-        plgpu.inline_cuda("")()
-        o_ref[0] = 1.0
+def interpreted(body, *args, out=None, **options):
+    out = out or shape((4, 128))
+    return plgpu.kernel(body, out_type=out, interpret=True, **options)(*args)
 
-    kernel = plgpu.kernel(body, out_type=shape((1,)), interpret=True)
-    with pytest.raises(NotImplementedError, match="cannot run on the interpreter"):
-        kernel()
+
+def test_a_function_stands_for_it(rng):
+    """It gets whole arrays, scalars, refs that it writes in place, barriers; returns a pytree. PTX
+    is not looked at. Each thread calls it."""
+    x = rng.standard_normal((4, 128)).astype(F32)
+    ref, line = plgpu.RefType(), STRIDED((128,), 1)
+    calls = []
+
+    def stand_in(value, factor, refs, bar):
+        calls.append(value.shape)
+        assert not refs["x"].flags.writeable and refs["x"].shape == (64,)
+        refs["o"][...] = value * factor
+        refs["s"][1] = refs["s"][0] + 1
+        refs["s"][0, ::2] = -1
+        bar.arrive()
+        return value[::-1].copy(), [value.sum(dtype=F32), value.astype(np.float16)]
+
+    f = plgpu.inline_cuda(
+        'asm volatile("nanosleep.u32 20;");',
+        arg_types=(line, SPLAT, {"o": ref, "x": ref, "s": ref}, ref),
+        return_type=(shape((128,), F32, line), [shape((), F32), shape((128,), np.float16, line)]),
+        interpret=stand_in,
+    )
+
+    def body(x_ref, o_ref, p_ref, smem, bars):
+        me = lax.axis_index("wg")
+
+        def step(i, total):
+            mine = smem.at[me]
+            mine[0] = x_ref[i]
+            refs = {"o": o_ref.at[me, i], "x": x_ref.at[i, ::2], "s": mine}
+            back, [one, half] = f(x_ref[i], 3 + i, refs, bars.at[me])
+            plgpu.barrier_wait(bars.at[me])
+            p_ref[me, i] = back + mine[0] + mine[1] + half.astype(F32)
+            return total + one
+
+        total = lax.fori_loop(0, 4, step, jnp.float32(0))
+        p_ref[me, 4] = jnp.full((128,), total)
+
+    o, p = interpreted(
+        body,
+        x,
+        out=[shape((2, 4, 128)), shape((2, 5, 128))],
+        scratch_types=[plgpu.SMEM((2, 2, 128), F32), plgpu.Barrier(num_barriers=2)],
+        num_threads=2,
+        thread_name="wg",
+    )
+    assert calls == [(128,)] * 8
+    assert np.array_equal(o, np.stack([x * (3 + np.arange(4, dtype=F32))[:, None]] * 2))
+    first = x.copy()
+    first[:, ::2] = -1
+    want = x[:, ::-1] + first + (x + 1) + x.astype(np.float16)
+    np.testing.assert_allclose(p[:, :4], np.stack([want] * 2), rtol=1e-6)
+    np.testing.assert_allclose(p[:, 4], x.sum(), rtol=1e-4)
+
+
+def test_functions_that_fail():
+    """Their exceptions come out of the call, wrong results are named, and the next call works."""
+    line = STRIDED((128,), 1)
+    answer = [None]
+
+    def stand_in(x):
+        return answer[0](x)
+
+    f = plgpu.inline_cuda(
+        "", arg_types=line, return_type=shape((128,), F32, line), interpret=stand_in
+    )
+
+    def body(x_ref, o_ref):
+        o_ref[0] = f(x_ref[...])
+
+    x = np.arange(128, dtype=F32)
+    kernel = plgpu.kernel(body, out_type=shape((1, 128)), interpret=True)
+    for error, match, wrong in [
+        (ZeroDivisionError, "division", lambda x: 1 // 0),
+        (
+            ValueError,
+            r"result 0 of interpret has the shape \(64,\), return_type \(128,\)",
+            lambda x: x[:64],
+        ),
+        (ValueError, "interpret returned the structure", lambda x: (x, x)),
+    ]:
+        answer[0] = wrong
+        with pytest.raises(error, match=match):
+            kernel(x)
+        answer[0] = lambda x: x * 2
+        np.testing.assert_array_equal(kernel(x)[0], x * 2)
+    with pytest.raises(TypeError, match="interpret must be a function or None, got 'f'"):
+        plgpu.inline_cuda("", interpret="f")
+
+
+@COMPILER
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "int8", "uint16", "bool"])
+def test_dtypes_as_plain_cpp(rng, dtype):
+    """Registers of all kinds, arithmetic of floats of 16 bits rounded as on a GPU."""
+    dtype = jnp.dtype(dtype)
+    line, cpp = STRIDED((256,), 2), {"float16": "f16", "bfloat16": "bf16"}.get(dtype.name)
+    e = f"to_{cpp}(to_f32(a0[k]) / 3.f) + a0[k] * a0[k]" if cpp else "!a0[k]"
+    source = f"for (int k = 0; k < 2; k++) r0[k] = {e};"
+    f = plgpu.inline_cuda(source, arg_types=line, return_type=shape((256,), dtype, line))
+
+    def body(x_ref, o_ref):
+        o_ref[...] = f(x_ref[...])
+
+    x = (rng.standard_normal(256) * np.exp2(rng.uniform(-12, 5, 256))).astype(dtype)
+    got = interpreted(body, x, out=shape((256,), dtype))
+    if cpp:
+        third = (x.astype(F32) / F32(3)).astype(dtype).astype(F32)
+        square = (x.astype(F32) * x.astype(F32)).astype(dtype).astype(F32)
+        want = (third + square).astype(dtype)
+    else:
+        want = np.logical_not(x).astype(dtype)
+    assert got.tobytes() == want.tobytes()
+
+
+@COMPILER
+def test_blocks_and_threads_as_plain_cpp():
+    """blockIdx, gridDim and threadIdx as the launch would have them."""
+    line = STRIDED((128,), 1)
+    source = (
+        "r0[0] = (i32)(blockIdx.x * 1000 + blockIdx.y * 100 + gridDim.y * 10000 + threadIdx.x);"
+    )
+    f = plgpu.inline_cuda(source, return_type=shape((128,), np.int32, line))
+
+    def body(o_ref):
+        o_ref[lax.axis_index("y"), lax.axis_index("x"), lax.axis_index("wg")] = f()
+
+    out = shape((2, 3, 2, 128), np.int32)
+    options = dict(grid=(2, 3), grid_names=("y", "x"), num_threads=2, thread_name="wg")
+    y, x, t, k = np.indices(out.shape)
+    want = x * 1000 + y * 100 + 20000 + t * 128 + k
+    np.testing.assert_array_equal(interpreted(body, out=out, **options), want)
+
+
+def test_what_the_interpreter_refuses(monkeypatch):
+    """Each says why, and what to do."""
+    line = STRIDED((128,), 1)
+
+    def raises(error, match, source, arg_types=(), *args):
+        f = plgpu.inline_cuda(source, arg_types=arg_types)
+
+        def body(x_ref, o_ref, smem):
+            f(*(dict(x=x_ref, v=x_ref[...], s=smem)[a] for a in args))
+            o_ref[0] = x_ref[...]
+
+        with pytest.raises(error, match=match):
+            interpreted(body, np.zeros(128, F32), scratch_types=[plgpu.SMEM((128,), F32)])
+
+    remedy = "give inline_cuda interpret=, or call the kernel with arrays of a GPU"
+    raises(NotImplementedError, rf"PTX \(asm\), which only a GPU runs; {remedy}", 'asm("");')
+    raises(NotImplementedError, remedy, '/* asm */ asm volatile ("mov.u32 x, y;");')
+    if shutil.which("c++"):
+        raises(NotImplementedError, "does not compile as plain C.*lanes_sync", "lanes_sync(0);")
+        ref = plgpu.RefType()
+        raises(IndexError, "an array: byte 512 of 512", "f32 x = a0[128]; (void)x;", ref, "x")
+        raises(IndexError, "an array: byte -4 of 512", "f32 x = *(a0 - 1); (void)x;", ref, "x")
+        raises(
+            IndexError,
+            "shared memory: byte",
+            "f32 x = 0; st_shared<f32, 1>(a0 + (1 << 20), &x);",
+            ref,
+            "s",
+        )
+        raises(NotImplementedError, "does not compile", "a0[0] = 1.f;", ref, "x")  # an input
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    raises(
+        NotImplementedError,
+        rf"no compiler was found \(CXX=no-such-compiler\); {remedy}",
+        "f32 never_compiled_before = a0[0]; (void)never_compiled_before;",
+        line,
+        "v",
+    )

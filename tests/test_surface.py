@@ -34,7 +34,8 @@ SIGNATURES = {
         "CompilerParams": "(*, approx_math=False, dimension_semantics=None,"
         " max_concurrent_steps=1, unsafe_no_auto_barriers=False, reduction_scratch_bytes=2048,"
         " profile_space=0, profile_dir='', profile_trace_scope=TraceScope.WARPGROUP,"
-        " profile_bounds_check=False, lowering_semantics=LoweringSemantics.Warpgroup)",
+        " profile_bounds_check=False, lowering_semantics=LoweringSemantics.Warpgroup,"
+        " exact_division=False)",
         "GMEM": SPACE,
         "Layout": "(*args, **kwargs)",
         "MemorySpace": SPACE,
@@ -81,7 +82,7 @@ SIGNATURES = {
         "find_swizzle": "(minor_dim_bits, what='')",
         "griddepcontrol_launch_dependents": "()",
         "griddepcontrol_wait": "()",
-        "inline_cuda": "(source, *, arg_types=(), return_type=None)",  # ours
+        "inline_cuda": "(source, *, arg_types=(), return_type=None, interpret=None)",  # ours
         "kernel": "(body=NotSpecified(), out_shape=NotSpecified(), *, out_type=NotSpecified(),"
         " scratch_types=NotSpecified(), scratch_shapes=NotSpecified(), compiler_params=None,"
         " grid=(), grid_names=(), cluster=(), cluster_names=(), num_threads=None,"

@@ -14,7 +14,7 @@ from types import ModuleType
 import pytest
 
 import pallas_mgpu as plgpu
-from pallas_mgpu import lax, nn, ops, pl, tree
+from pallas_mgpu import ext, lax, nn, ops, pl, tree
 from pallas_mgpu import numpy as jnp
 
 HERE = Path(__file__).parent / "typing"
@@ -30,6 +30,7 @@ STUBS = {
     jnp: "numpy",
     nn: "nn",
     tree: "tree",
+    ext: "ext",
     ops: "ops/__init__",
 }
 # helpers that modules import, and what only a stub can name

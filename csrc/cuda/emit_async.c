@@ -689,8 +689,8 @@ pm_code pm_cuda_SHARE_TILE(pm_gen *e, pm_opid op) {
   return PM_OK;
 }
 
-/* Named barriers: 0 is block_sync, then one for each thread's lanes_sync, then those of the turns.
- */
+/* Named barriers: 0 is block_sync, then one for each thread's lanes_sync, then those of the turns,
+ * then those that the kernel numbers itself. */
 pm_code pm_cuda_TAKE_TURN(pm_gen *e, pm_opid op) {
   pm_note(e, op, "take_turn");
   pm_line(e, "turn_take(%u + wg);", e->g->n_threads + 1);
@@ -703,6 +703,21 @@ pm_code pm_cuda_PASS_TURN(pm_gen *e, pm_opid op) {
   pm_line(e, "turn_pass(wg + 1 < %u ? %u + wg : %u);", e->n_turns, first + 1, first);
   return PM_OK;
 }
+
+static pm_code named(pm_gen *e, pm_opid op, const char *fn) {
+  const pm_val which = pm_in(e->g, op, 0);
+  const unsigned first = e->g->n_threads + 1 + e->n_turns;
+  pm_scalar number;
+  pm_note(e, op, fn);
+  const char *id = pm_constant(e->g, which, &number)
+                       ? pm_str(e, "%lld", (long long)(first + number.i))
+                       : pm_str(e, "%u + (u32)(%s)", first, pm_scalar_of(e, which));
+  pm_line(e, "%s(%s, %lld);", fn, id, (long long)*pm_attr(e->g, op, PM_ATTR_N));
+  return PM_OK;
+}
+
+pm_code pm_cuda_NAMED_SYNC(pm_gen *e, pm_opid op) { return named(e, op, "named_barrier_sync"); }
+pm_code pm_cuda_NAMED_ARRIVE(pm_gen *e, pm_opid op) { return named(e, op, "named_barrier_arrive"); }
 
 pm_code pm_cuda_SET_MAX_REGISTERS(pm_gen *e, pm_opid op) {
   pm_note(e, op, "set_max_registers");

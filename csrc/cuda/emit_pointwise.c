@@ -4,6 +4,8 @@
  * smaller floats, is computed in f32 and rounded once. Integer + - * on scalars are plain C++ where
  * the range is known to fit i32, so that index arithmetic reads as such, and wrap_ functions
  * elsewhere. */
+#include <math.h>
+
 #include "gen.h"
 
 static pm_dtype in_dtype(pm_gen *e, pm_opid op) {
@@ -165,9 +167,21 @@ static pm_code divide(pm_gen *e, pm_opid op, const char *sign, const char *fn) {
   return call(e, op, fn);
 }
 
+/* By a power of two an exact quotient is a product: both round the same real number. */
+static pm_code divide_exactly(pm_gen *e, pm_opid op) {
+  pm_scalar y;
+  int exponent;
+  if (!pm_constant(e->g, pm_in(e->g, op, 1), &y) || fabs(frexp(y.f, &exponent)) != 0.5 ||
+      exponent < -100 || exponent > 100) {
+    return call2_f32(e, op, "div_rn");
+  }
+  const char *inverse = pm_literal(e, PM_F32, (pm_scalar){.f = 1 / y.f});
+  return leave_f32(e, op, pm_str(e, "mul_rn(%s, %s)", arg_f32(e, op, 0), inverse));
+}
+
 pm_code pm_cuda_DIV(pm_gen *e, pm_opid op) {
-  if (pm_is_float(in_dtype(e, op))) return infix_f32(e, op, "/");
-  return divide(e, op, "/", "div_int");
+  if (!pm_is_float(in_dtype(e, op))) return divide(e, op, "/", "div_int");
+  return *pm_attr(e->g, op, PM_ATTR_EXACT) ? divide_exactly(e, op) : infix_f32(e, op, "/");
 }
 
 pm_code pm_cuda_REM(pm_gen *e, pm_opid op) {

@@ -342,13 +342,6 @@ static const access *make_access(compiler *c, pm_opid op, pm_val ref) {
 
 void pm_vm_encode_nothing(compiler *c, pm_opid op, const handler *h) { (void)c, (void)op, (void)h; }
 
-void pm_vm_encode_inline(compiler *c, pm_opid op, const handler *h) {
-  (void)h;
-  fail(c, op, PM_E_NOT_IMPLEMENTED,
-       "inline_cuda: CUDA source cannot run on the interpreter; call the kernel with arrays of a "
-       "GPU, or write this part in the language");
-}
-
 void pm_vm_encode_alias(compiler *c, pm_opid op, const handler *h) {
   (void)h;
   pm_val in = pm_in(c->g, op, 0), out = pm_get(c->g, op)->out;
@@ -481,6 +474,63 @@ void pm_vm_encode_masked(compiler *c, pm_opid op, const handler *h) {
     if (!pm_typeof(c->g, pm_in(c->g, op, k))->rank) i->to |= 1u << (k - 1);
   }
   if (pm_has_attr(c->g, op, PM_ATTR_ATOMIC)) i->flags = (uint8_t)*pm_attr(c->g, op, PM_ATTR_ATOMIC);
+}
+
+/* INLINE_RESULTs behind it, up to the next INLINE, belong to it. */
+static uint32_t n_results(const pm_graph *g, pm_opid op, pm_val *out) {
+  const pm_block *b = &g->blocks.at[pm_get(g, op)->parent];
+  uint32_t k = 0, n = 0;
+  while (b->ops.at[k] != op) k++;
+  for (; k < b->ops.n; k++) {
+    const pm_op *o = pm_get(g, b->ops.at[k]);
+    if (o->code == PM_OP_INLINE && n) break;
+    if (o->code != PM_OP_INLINE && o->code != PM_OP_INLINE_RESULT) continue;
+    if (out) out[n] = o->out;
+    n++;
+  }
+  return n;
+}
+
+/* May kernels write the memory? */
+static bool is_written(const pm_graph *g, const access *mem) {
+  if (mem->space != PM_GMEM || mem->base >= g->n_operands) return true;
+  for (uint32_t k = 0; k < g->n_outputs; k++) {
+    if (g->alias && g->alias[k] == (int32_t)mem->base) return true;
+  }
+  return false;
+}
+
+void pm_vm_encode_inline(compiler *c, pm_opid op, const handler *h) {
+  const pm_graph *g = c->g;
+  const pm_op *o = pm_get(g, op);
+  inlined *x = PM_NEW(&c->m->arena, inlined, 1);
+  x->function = *pm_attr(g, op, PM_ATTR_INTERPRET);
+  x->n_in = o->n_in;
+  x->n_out = n_results(g, op, NULL);
+  pm_val *out = PM_NEW(c->temp, pm_val, x->n_out);
+  n_results(g, op, out);
+  if (!x->function) {
+    fail(c, op, PM_E_NOT_IMPLEMENTED,
+         "inline_cuda: this source cannot run on the interpreter, it has no function to stand for "
+         "it; give inline_cuda interpret=, or call the kernel with arrays of a GPU");
+    return;
+  }
+  x->value = PM_NEW(&c->m->arena, struct inlined_value, x->n_in + x->n_out);
+  for (uint32_t k = 0; k < x->n_in + x->n_out; k++) {
+    struct inlined_value *v = &x->value[k];
+    const pm_val val = k < x->n_in ? pm_in(g, op, k) : out[k - x->n_in];
+    const pm_type *t = pm_typeof(g, val);
+    if (t->kind != PM_ARRAY && !(v->mem = make_access(c, op, val))) return;
+    if (t->kind != PM_BARRIER) v->bytes = pm_type_size(t) * pm_dtypes[t->dtype].bytes;
+    if (t->kind == PM_ARRAY) use_outside(c, &v->slot, k < x->n_in ? full(c, val) : define(c, val));
+    v->written = k >= x->n_in || (t->kind == PM_REF && is_written(g, v->mem));
+  }
+  emit(c, op, h->exec)->inlined = x;
+}
+
+void pm_vm_encode_turn(compiler *c, pm_opid op, const handler *h) {
+  c->m->n_turns = (uint32_t)*pm_attr(c->g, op, PM_ATTR_N);
+  pm_vm_encode_plain(c, op, h);
 }
 
 /* n: the axes it is multicast along, a bit each; to: its number among the collective copies */

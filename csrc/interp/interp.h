@@ -5,6 +5,25 @@
 #include "../ir/ir.h"
 #include "../ir/view.h"
 
+/* An INLINE that runs: memory of each operand, then of each result, row-major. Of a ref it is a
+ * copy, which goes back if `written`; of a barrier it is NULL, and the function says how many
+ * arrivals there are. */
+typedef struct pm_inline_call {
+  int64_t function; /* INTERPRET */
+  uint32_t n_in, n_out;
+  struct pm_inline_value {
+    void *at;
+    int64_t bytes;
+    bool written;
+    int32_t arrivals; /* of a ref, -1: it was written in place, nothing goes back */
+    /* of a ref: its first element, the memory that it lies in (of SMEM all of the block's) */
+    void *first, *low;
+    int64_t extent;
+  } * value;
+  uint32_t thread, warp;      /* warp: in a WARP_MAP, else 4 */
+  uint32_t block[3], grid[3]; /* as the hardware counts them: x, y, z */
+} pm_inline_call;
+
 typedef struct pm_interp_options {
   uint64_t seed;  /* of the schedule */
   bool oob_raise; /* else out-of-bounds reads give the fill */
@@ -16,6 +35,9 @@ typedef struct pm_interp_options {
    * (PM_E_RUNTIME) */
   int (*progress)(void *ctx, int64_t done, int64_t total);
   void *progress_ctx;
+  /* runs an INLINE that has a function; nonzero: it failed, and whoever set this knows why */
+  int (*inlined)(void *ctx, pm_inline_call *call);
+  void *inlined_ctx;
 } pm_interp_options;
 
 void pm_interp_defaults(pm_interp_options *o);

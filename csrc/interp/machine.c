@@ -422,6 +422,57 @@ static step exec_pass_turn(pm_machine *m, thread *t, const instr *i) {
   return STEP_PAUSE;
 }
 
+/* ---- named barriers ----------------------------------------------------------------------- */
+
+/* Who waits there goes on when the last lane has come. */
+static step come_to(pm_machine *m, thread *t, const instr *i, bool waits) {
+  const int32_t number = slot_i32(t, i->a);
+  const int32_t most = (int32_t)(NAMED_BARRIERS - 1 - m->n_threads - m->n_turns);
+  const uint32_t mine = t->of ? 1u << (t->index * WARPS + t->warp) : 15u << (t->index * WARPS);
+  char place[600];
+  if (number < 0 || number >= most) {
+    return pm_vm_fail(m, t, i->op, PM_E_INDEX,
+                      "barrier is %d; the kernel has the named barriers 0 to %d for itself", number,
+                      most - 1);
+  }
+  named_barrier *b = &t->block->named[number];
+  if (!b->come) *b = (named_barrier){.lanes = i->to, .first = i->op};
+  if (b->lanes != i->to) {
+    return pm_vm_fail(m, t, i->op, PM_E_VALUE, "named barrier %d is for %u lanes here and for %u%s",
+                      number, i->to, b->lanes, pm_vm_place(m, b->first, place, sizeof place));
+  }
+  if (b->come & mine) {
+    return pm_vm_fail(m, t, i->op, PM_E_VALUE,
+                      "this %s comes to named barrier %d again, and only %d of %u lanes have come "
+                      "since the round began%s",
+                      t->of ? "warp" : "thread", number, 32 * __builtin_popcount(b->come), b->lanes,
+                      pm_vm_place(m, b->first, place, sizeof place));
+  }
+  b->come |= mine;
+  const uint32_t come = 32 * (uint32_t)__builtin_popcount(b->come);
+  if (come > b->lanes) {
+    return pm_vm_fail(m, t, i->op, PM_E_VALUE, "%u lanes come to named barrier %d, which is for %u",
+                      come, number, b->lanes);
+  }
+  pm_vm_progress(m);
+  if (come < b->lanes) {
+    t->waits_named = b;
+    return waits ? pm_vm_block_on(m, t, THREAD_AT_NAMED) : STEP_PAUSE;
+  }
+  b->come = 0;
+  for (thread *u = m->threads; u < m->threads + pm_vm_agents(m); u++) {
+    if (u->state == THREAD_AT_NAMED && u->waits_named == b) make_ready(m, u);
+  }
+  return STEP_PAUSE;
+}
+
+static step exec_named_sync(pm_machine *m, thread *t, const instr *i) {
+  return come_to(m, t, i, true);
+}
+static step exec_named_arrive(pm_machine *m, thread *t, const instr *i) {
+  return come_to(m, t, i, false);
+}
+
 /* ---- scopes ------------------------------------------------------------------------------- */
 
 static void reset_barrier(const pm_machine *m, barrier *x, const barrier_info *info, block *b) {
@@ -754,8 +805,10 @@ const handler pm_vm_ARRIVE = {pm_vm_encode_plain, exec_arrive, {0}};
 const handler pm_vm_WAIT = {pm_vm_encode_plain, exec_wait, {0}};
 const handler pm_vm_BARRIER_TEST = {pm_vm_encode_plain, exec_test, {0}};
 const handler pm_vm_HAND_TILE = {pm_vm_encode_plain, exec_hand_tile, {0}};
-const handler pm_vm_TAKE_TURN = {pm_vm_encode_plain, exec_take_turn, {0}};
+const handler pm_vm_TAKE_TURN = {pm_vm_encode_turn, exec_take_turn, {0}};
 const handler pm_vm_PASS_TURN = {pm_vm_encode_plain, exec_pass_turn, {0}};
+const handler pm_vm_NAMED_SYNC = {pm_vm_encode_plain, exec_named_sync, {0}};
+const handler pm_vm_NAMED_ARRIVE = {pm_vm_encode_plain, exec_named_arrive, {0}};
 const handler pm_vm_DEBUG_PRINT = {pm_vm_encode_print, exec_print, {0}};
 const handler pm_vm_DEBUG_CHECK = {pm_vm_encode_print, exec_check, {0}};
 
@@ -771,7 +824,8 @@ static step deadlock(pm_machine *m) {
   at += (size_t)snprintf(text, room, "deadlock: no thread of the kernel '%s' can go on", m->name);
   for (thread *t = m->threads; t < m->threads + pm_vm_agents(m); t++) {
     if (t->state == THREAD_DONE || t->state == THREAD_AT_WARPS) continue;
-    const bool behind = t->state == THREAD_AT_SCOPE || t->state == THREAD_READY;
+    const bool behind =
+        t->state == THREAD_AT_SCOPE || t->state == THREAD_READY || t->state == THREAD_AT_NAMED;
     const instr *i = &m->code[behind && t->pc ? t->pc - 1 : t->pc];
     blocked++;
     if (at + 3072 > room) continue;
@@ -792,6 +846,15 @@ static step deadlock(pm_machine *m) {
       at += (size_t)snprintf(text + at, room - at,
                              "\n  %s: in_turn%s waits; it is the turn of thread %u", agent, place,
                              t->block->turn);
+      continue;
+    }
+    if (t->state == THREAD_AT_NAMED) {
+      const named_barrier *b = t->waits_named;
+      at += (size_t)snprintf(
+          text + at, room - at,
+          "\n  %s: named_barrier_sync%s on named barrier %d; %d of %u lanes have "
+          "come",
+          agent, place, (int)(b - t->block->named), 32 * __builtin_popcount(b->come), b->lanes);
       continue;
     }
     if (t->state == THREAD_READY) {
@@ -889,6 +952,7 @@ static void begin_cluster(pm_machine *m, cluster *c) {
   for (block *b = c->blocks; b < c->blocks + m->n_blocks; b++) {
     b->n_entering = b->n_done = b->turn = 0;
     b->turn_taken = false;
+    memset(b->named, 0, sizeof b->named);
     memset(b->n_parts, 0, m->n_shared_copies * m->n_threads * sizeof *b->n_parts);
     for (uint32_t k = 0; k < m->n_barriers; k++) {
       b->bars[k].phase = 0;

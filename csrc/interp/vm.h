@@ -47,6 +47,7 @@ struct instr {
     const uint32_t *targets;
     const struct reduction *reduction;
     const struct rows *rows;
+    const struct inlined *inlined;
     int64_t depth; /* of an MMA: K */
   };
   const struct access *mem2, *mem3;
@@ -60,6 +61,7 @@ struct instr {
 
 /* ---- memory ------------------------------------------------------------------------------- */
 
+enum { NAMED_BARRIERS = 16 }; /* of a block; one for the block and one for each thread are in use */
 enum { WARPS = 4, MAX_STARTS = PM_MAX_TERMS, MAX_LOOPS = 2 * PM_MAX_RANK };
 
 /* One step from a view to the ref it is a view of. */
@@ -182,6 +184,18 @@ typedef struct reduction {
   int64_t n_out;
 } reduction;
 
+/* An INLINE: operands, then results. */
+typedef struct inlined {
+  int64_t function;
+  uint32_t n_in, n_out;
+  struct inlined_value {
+    const access *mem; /* NULL: an array, in `slot` */
+    uint32_t slot;
+    int64_t bytes;
+    bool written;
+  } * value;
+} inlined;
+
 /* n rows of contiguous bytes go to `at`, at + step, at + 2 step ... */
 typedef struct rows {
   int64_t n, bytes, step, at;
@@ -221,6 +235,12 @@ typedef struct barrier {
   uneven *uneven; /* per thread of the block */
 } barrier;
 
+/* A named barrier of a block. Its warps are bits, four for each thread. */
+typedef struct named_barrier {
+  uint32_t lanes, come; /* lanes: of the round that is open */
+  pm_opid first;        /* who came first */
+} named_barrier;
+
 struct block {
   cluster *cluster;
   char *smem;
@@ -231,6 +251,7 @@ struct block {
   const scope *entering;
   uint32_t turn; /* thread that has it */
   bool turn_taken;
+  named_barrier named[NAMED_BARRIERS];
   uint32_t *n_left;  /* per scope: threads that left it */
   uint32_t *n_parts; /* per collective copy and thread: parts issued */
 };
@@ -251,6 +272,7 @@ typedef enum thread_state {
   THREAD_AT_BARRIER,
   THREAD_AT_SCOPE,
   THREAD_AT_TURN,
+  THREAD_AT_NAMED,
   THREAD_AT_SEMAPHORE,
   THREAD_AT_WARPS, /* its warps run a WARP_MAP, each as an agent of its own */
   THREAD_DONE
@@ -267,6 +289,7 @@ struct thread {
   thread_state state;
   block *block;
   barrier *waits_for;
+  const named_barrier *waits_named;
   const uint32_t *waits_at; /* a semaphore */
   uint64_t polled;          /* tests in vain since the epoch */
   uint64_t epoch;
@@ -307,6 +330,7 @@ struct pm_machine {
   uint32_t n_grid, n_cluster, n_threads, n_blocks; /* blocks of a cluster */
   uint32_t n_clusters;                             /* that run at once */
   uint32_t n_semaphores, n_block_semaphores;       /* of the launch, of a block */
+  uint32_t n_turns;                                /* threads that take turns */
   bool shares_grid, has_warps;
   instr *code;
   place *places; /* per op */
@@ -466,6 +490,7 @@ void pm_vm_encode_indexed(compiler *c, pm_opid op, const handler *h);
 void pm_vm_encode_scan(compiler *c, pm_opid op, const handler *h);
 void pm_vm_encode_reduce(compiler *c, pm_opid op, const handler *h);
 void pm_vm_encode_alloc(compiler *c, pm_opid op, const handler *h);
+void pm_vm_encode_turn(compiler *c, pm_opid op, const handler *h);
 void pm_vm_encode_print(compiler *c, pm_opid op, const handler *h);
 void pm_vm_encode_scope(compiler *c, pm_opid op, const handler *h);
 void pm_vm_encode_warp_map(compiler *c, pm_opid op, const handler *h);
@@ -477,7 +502,7 @@ void pm_vm_encode_switch(compiler *c, pm_opid op, const handler *h);
 /* Handlers of the ops that are not tile ops, each beside its functions. */
 extern const handler pm_vm_SCOPE, pm_vm_WARP_MAP, pm_vm_FOR, pm_vm_WHILE, pm_vm_IF, pm_vm_SWITCH,
     pm_vm_YIELD, pm_vm_ARRIVE, pm_vm_WAIT, pm_vm_HAND_TILE, pm_vm_TAKE_TURN, pm_vm_PASS_TURN,
-    pm_vm_DEBUG_PRINT, pm_vm_DEBUG_CHECK; /* machine.c */
+    pm_vm_NAMED_SYNC, pm_vm_NAMED_ARRIVE, pm_vm_DEBUG_PRINT, pm_vm_DEBUG_CHECK; /* machine.c */
 extern const handler pm_vm_BARRIER_TEST;
 extern const handler pm_vm_ALLOC_SEMAPHORE, pm_vm_GLOBAL_SEMAPHORE, pm_vm_SIGNAL, pm_vm_AWAIT,
     pm_vm_READ_SEMAPHORE, pm_vm_DELAY;                                    /* semaphores.c */
@@ -489,7 +514,8 @@ extern const handler pm_vm_COPY_G2S, pm_vm_COPY_S2G, pm_vm_ASYNC_STORE, pm_vm_PR
     pm_vm_COMMIT_GROUP, pm_vm_WAIT_S2G, pm_vm_COMMIT_SMEM, pm_vm_WGMMA, pm_vm_WGMMA_WAIT,
     pm_vm_ACC_LOAD, pm_vm_ACC_STORE; /* async.c */
 extern const handler pm_vm_TRANSPOSE, pm_vm_CONCAT, pm_vm_GATHER, pm_vm_SCATTER,
-    pm_vm_SCAN;                 /* moves.c */
-extern const handler pm_vm_MMA; /* matmul.c */
+    pm_vm_SCAN;                    /* moves.c */
+extern const handler pm_vm_MMA;    /* matmul.c */
+extern const handler pm_vm_INLINE; /* inline.c */
 
 #endif

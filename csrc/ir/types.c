@@ -1126,6 +1126,14 @@ static pm_code pm_type_none(const pm_typing *t, pm_type *out) {
   if (turn && (n < 2 || n > t->g->n_threads)) {
     FAIL(VALUE, "in_turn: %" PRId64 " threads take turns, the kernel has %u", n, t->g->n_threads);
   }
+  const bool named = t->code == PM_OP_NAMED_SYNC || t->code == PM_OP_NAMED_ARRIVE;
+  if (named && (n < 32 || n % 32 || n > 128 * (int64_t)t->g->n_threads)) {
+    FAIL(VALUE,
+         "%s: %" PRId64
+         " lanes; a multiple of 32 (a warp) up to %u (a thread is 128, the kernel "
+         "has %u) is needed",
+         name(t), n, 128 * t->g->n_threads, t->g->n_threads);
+  }
   if (t->code == PM_OP_YIELD) {
     for (uint32_t k = 0; k < t->n_in; k++) {
       if (type_in(t, k)->kind == PM_ARRAY) continue;
@@ -1347,6 +1355,8 @@ static const char *operand_text(const pm_typing *t, uint32_t k) {
       {PM_OP_AWAIT, {"semaphore", "value"}},
       {PM_OP_READ_SEMAPHORE, {"semaphore"}},
       {PM_OP_DELAY, {"nanos"}},
+      {PM_OP_NAMED_SYNC, {"barrier"}},
+      {PM_OP_NAMED_ARRIVE, {"barrier"}},
       {PM_OP_CLUSTER_REF, {"ref", "index"}},
       {PM_OP_LOAD, {"ref"}},
       {PM_OP_STORE, {"ref", "value"}},

@@ -6,6 +6,9 @@
  * Turns: all ops of a kernel speak of one ring, as the named barriers that make it are given out
  * once: 0 for the block, one for each thread, one for each place of the ring.
  *
+ * Named barriers of the kernel's own follow those. Their numbers may be traced: what is provable is
+ * checked here, the rest by the interpreter.
+ *
  * A reduction by any_in_warp may differ between the warps of a thread. So it may only decide IFs,
  * in which each lane does something with its own registers: no memory, no barriers, nothing that
  * the lanes of a thread do together. */
@@ -17,6 +20,8 @@ typedef struct checker {
   pm_err *err;
   pm_code code;
   int64_t turns;
+  int64_t named; /* the largest number of a named barrier of the kernel's own, -1: none */
+  pm_opid namer; /* where it is used */
   pm_opid warps; /* the WARP_MAP that is looked into */
 } checker;
 
@@ -39,6 +44,31 @@ static void check_turn(checker *c, pm_graph *g, pm_opid op) {
                    (long long)n, g->n_threads, NAMED_BARRIERS - 1));
   }
   c->turns = n;
+}
+
+static void check_named(checker *c, pm_graph *g, pm_opid op) {
+  int64_t lo, hi;
+  if (!pm_range(g, pm_in(g, op, 0), &lo, &hi)) return;
+  /* an IF may keep away what the range holds: only a constant is certain */
+  if (lo < 0 && lo == hi) {
+    fail(c, g, op,
+         pm_printf(g->arena, "%s: barrier is %lld; 0 or more is needed",
+                   pm_ops[pm_get(g, op)->code].text, (long long)lo));
+  }
+  if (lo != hi || lo <= c->named) return;
+  c->named = lo;
+  c->namer = op;
+}
+
+/* Once all turns are known. */
+static void check_named_count(checker *c, pm_graph *g) {
+  const int64_t most = NAMED_BARRIERS - 1 - g->n_threads - c->turns;
+  if (c->named < most) return;
+  fail(c, g, c->namer,
+       pm_printf(g->arena,
+                 "%s: barrier is %lld; a kernel of %u threads%s has %lld named barriers for itself",
+                 pm_ops[pm_get(g, c->namer)->code].text, (long long)c->named, g->n_threads,
+                 c->turns ? ", some of which take turns," : "", (long long)most));
 }
 
 static bool is_local(const pm_graph *g, pm_opid op) {
@@ -127,6 +157,7 @@ static void check_op(pm_graph *g, pm_opid op, void *ctx) {
   }
   const pm_op *o = pm_get(g, op);
   if (o->code == PM_OP_TAKE_TURN || o->code == PM_OP_PASS_TURN) check_turn(c, g, op);
+  if (o->code == PM_OP_NAMED_SYNC || o->code == PM_OP_NAMED_ARRIVE) check_named(c, g, op);
   for (uint32_t k = 0; k < o->n_in; k++) {
     const pm_opid def = pm_value_of(g, pm_in(g, op, k))->def;
     if (!def || pm_get(g, def)->code != PM_OP_REDUCE) continue;
@@ -141,7 +172,8 @@ static void check_op(pm_graph *g, pm_opid op, void *ctx) {
 
 pm_code pm_check_divergence(pm_graph *g, const pm_target *t, pm_err *err) {
   (void)t;
-  checker c = {.err = err};
+  checker c = {.err = err, .named = -1};
   pm_walk(g, 1, check_op, &c);
+  check_named_count(&c, g);
   return c.code;
 }

@@ -504,6 +504,7 @@ static void visit_op(placer *p, pm_blk block, uint32_t *k) {
     case PM_OP_COMMIT_SMEM:
     case PM_OP_WAIT_S2G:
     case PM_OP_TAKE_TURN:
+    case PM_OP_NAMED_SYNC:
     case PM_OP_AWAIT:
     case PM_OP_SYNC: met(p); break;
     case PM_OP_SCOPE: visit_scope(p, op); break;

@@ -26,12 +26,14 @@ pmpy_graph *pmpy_graph_new(void) {
   if (!self) return NULL;
   pm_arena_init(&self->arena);
   self->g = NULL;
+  self->inlined = NULL;
   return self;
 }
 
 static void graph_dealloc(PyObject *o) {
   PyTypeObject *type = Py_TYPE(o);
   pm_arena_free(&((pmpy_graph *)o)->arena);
+  Py_XDECREF(((pmpy_graph *)o)->inlined);
   PyObject_Free(o);
   Py_DECREF(type);
 }
@@ -243,6 +245,73 @@ static PyObject *graph_cuda(PyObject *o, PyObject *args, PyObject *kw) {
                        "params", params_info(j.g, p));
 }
 
+/* ---- functions that stand for CUDA source --------------------------------------------------- */
+
+int64_t pmpy_graph_inlines(pmpy_graph *graph, PyObject *function) {
+  if (!graph->inlined && !(graph->inlined = PyList_New(0))) return 0;
+  if (PyList_Append(graph->inlined, function) < 0) return 0;
+  return (int64_t)PyList_GET_SIZE(graph->inlined);
+}
+
+/* (first element, memory, its bytes, written) of a ref; None of all else */
+static PyObject *place_of(const struct pm_inline_value *v) {
+  if (!v->low) return Py_NewRef(Py_None);
+  return Py_BuildValue("(KKLO)", (unsigned long long)(uintptr_t)v->first,
+                       (unsigned long long)(uintptr_t)v->low, (long long)v->extent,
+                       v->written ? Py_True : Py_False);
+}
+
+/* function(list of memory of operands and results, None for barriers; where; places of operands)
+ * -> arrivals on each operand */
+int pmpy_call_inlined(const pmpy_graph *graph, pm_inline_call *call) {
+  const uint32_t n = call->n_in + call->n_out;
+  const Py_ssize_t known = graph->inlined ? PyList_GET_SIZE(graph->inlined) : 0;
+  if (call->function < 1 || call->function > known) {
+    fail(PM_E_NOT_IMPLEMENTED, "inline_cuda: this graph was parsed, its functions are not there");
+    return -1;
+  }
+  PyObject *values = PyList_New(n), *arrivals = NULL;
+  for (uint32_t k = 0; values && k < n; k++) {
+    const struct pm_inline_value *v = &call->value[k];
+    PyObject *o = v->at ? PyMemoryView_FromMemory(v->at, (Py_ssize_t)v->bytes,
+                                                  v->written ? PyBUF_WRITE : PyBUF_READ)
+                        : Py_NewRef(Py_None);
+    if (!o) Py_CLEAR(values);
+    else PyList_SET_ITEM(values, k, o);
+  }
+  PyObject *places = values ? PyList_New(call->n_in) : NULL;
+  for (uint32_t k = 0; places && k < call->n_in; k++) {
+    PyObject *place = place_of(&call->value[k]);
+    if (!place) Py_CLEAR(places);
+    else PyList_SET_ITEM(places, k, place);
+  }
+  PyObject *function = Py_NewRef(PyList_GET_ITEM(graph->inlined, call->function - 1));
+  if (places) {
+    const uint32_t *b = call->block, *g = call->grid;
+    arrivals = PyObject_CallFunction(function, "O(II(III)(III))O", values, call->thread, call->warp,
+                                     b[0], b[1], b[2], g[0], g[1], g[2], places);
+  }
+  bool ok = arrivals && PyList_Check(arrivals) && PyList_GET_SIZE(arrivals) == call->n_in;
+  for (uint32_t k = 0; ok && k < call->n_in; k++) {
+    const long x = PyLong_AsLong(PyList_GET_ITEM(arrivals, k));
+    call->value[k].arrivals = (int32_t)x;
+    ok = !(x == -1 && PyErr_Occurred());
+  }
+  if (!ok && !PyErr_Occurred()) fail(PM_E_INTERNAL, "inline_cuda: expected a list of arrivals");
+  Py_XDECREF(arrivals);
+  Py_DECREF(function);
+  Py_XDECREF(places);
+  Py_XDECREF(values);
+  return ok ? 0 : -1;
+}
+
+static int call_inlined(void *ctx, pm_inline_call *call) {
+  PyGILState_STATE gil = PyGILState_Ensure();
+  int rc = pmpy_call_inlined(ctx, call);
+  PyGILState_Release(gil);
+  return rc;
+}
+
 /* ---- interpreter --------------------------------------------------------------------------- */
 
 typedef struct run_job {
@@ -357,6 +426,8 @@ static PyObject *graph_interpret(PyObject *o, PyObject *args, PyObject *kw) {
   j.options.zero_fill = zero_fill;
   j.options.print = print_line;
   j.options.progress = check_signals;
+  j.options.inlined = call_inlined;
+  j.options.inlined_ctx = o;
   return run(&j, arrays);
 }
 

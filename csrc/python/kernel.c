@@ -603,8 +603,9 @@ static PyObject *call_gpu(call *c, int device) {
 /* ---- the interpreter ---------------------------------------------------------------------- */
 
 typedef struct hooks {
-  PyObject *progress; /* borrowed, or NULL */
-  bool failed;        /* an exception is set */
+  PyObject *progress;      /* borrowed, or NULL */
+  const pmpy_graph *graph; /* borrowed */
+  bool failed;             /* an exception is set */
 } hooks;
 
 static void print_line(void *ctx, const char *line) {
@@ -614,6 +615,14 @@ static void print_line(void *ctx, const char *line) {
   if (!h->failed && out && out != Py_None)
     h->failed = PyFile_WriteString(line, out) < 0 || PyFile_WriteString("\n", out) < 0;
   PyGILState_Release(gil);
+}
+
+static int on_inlined(void *ctx, pm_inline_call *call) {
+  hooks *h = ctx;
+  PyGILState_STATE gil = PyGILState_Ensure();
+  if (!h->failed) h->failed = pmpy_call_inlined(h->graph, call) < 0;
+  PyGILState_Release(gil);
+  return h->failed;
 }
 
 static int on_progress(void *ctx, int64_t done, int64_t total) {
@@ -642,7 +651,8 @@ static int interp_options(const kernel *k, hooks *h, pm_interp_options *o) {
   pm_interp_defaults(o);
   o->print = print_line;
   o->progress = on_progress;
-  o->print_ctx = o->progress_ctx = h;
+  o->inlined = on_inlined;
+  o->print_ctx = o->progress_ctx = o->inlined_ctx = h;
   h->progress = k->progress;
   PyObject *p = k->interpret;
   if (!p || p == Py_None || PyBool_Check(p)) return 0;
@@ -661,7 +671,7 @@ static PyObject *call_interpreter(call *c) {
   PyObject *made[PMPY_MAX_PARAMS];
   uint64_t out[PMPY_MAX_PARAMS];
   pm_interp_options options;
-  hooks h = {0};
+  hooks h = {.graph = c->plan->graph};
   void *stream = NULL;
   pm_err err = {0};
   pm_code code;

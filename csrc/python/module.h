@@ -53,9 +53,15 @@ const char *pmpy_dtype_names(char *buffer);
 typedef struct pmpy_graph {
   PyObject_HEAD pm_arena arena;
   pm_graph *g;
+  PyObject *inlined; /* owned: a list of the functions that stand for INLINEs, or NULL */
 } pmpy_graph;
 /* new; the caller then owns what it builds in ->arena */
 pmpy_graph *pmpy_graph_new(void);
+/* Number of a function that is to stand for an INLINE (INTERPRET); 0: an exception. */
+int64_t pmpy_graph_inlines(pmpy_graph *graph, PyObject *function);
+/* For pm_interp_options.inlined, with the GIL: 0, or -1 with an exception. */
+struct pm_inline_call;
+int pmpy_call_inlined(const pmpy_graph *graph, struct pm_inline_call *call);
 
 /* Each file adds its types and functions; 0 or -1. */
 int pmpy_init_graph(PyObject *module);    /* graph.c: Graph: parse, text, lower, cuda, interpret */

@@ -567,6 +567,9 @@ PyObject *pmpy_binary(pmpy_binop how, pm_opcode code, const char *name, PyObject
     v = floor_divide(t, divisor_of(t, args[0].val, args[1].val, d));
   } else if (how == PMPY_MOD) {
     v = modulo(t, divisor_of(t, args[0].val, args[1].val, d));
+  } else if (how == PMPY_EXACT) {
+    const pm_attr_arg exact = {.id = PM_ATTR_EXACT, .i = 1};
+    v = pmpy_emit(t, code, (pm_val[]){args[0].val, args[1].val}, 2, NULL, &exact, 1);
   } else {
     v = two(t, code, args[0].val, args[1].val);
   }
@@ -630,6 +633,7 @@ static const struct {
     {"pow", PMPY_POW, PM_OP_MUL},
     {"power", PMPY_POW, PM_OP_MUL},
     {"div", PMPY_SIMPLE, PM_OP_DIV},
+    {"div_exact", PMPY_EXACT, PM_OP_DIV},
     {"rem", PMPY_SIMPLE, PM_OP_REM},
     {"atan2", PMPY_FLOAT, PM_OP_ATAN2},
     {"min", PMPY_SIMPLE, PM_OP_MIN},

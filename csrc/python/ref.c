@@ -1067,16 +1067,16 @@ static PyObject *fix_transforms(PyObject *module, PyObject *const *args, Py_ssiz
                    n_given, (long long)swizzled);
 }
 
-/* inline_cuda(source, args, shape, dtype, layout) */
+/* inline_cuda(source, args, shape, dtype, layout, what stands for it or None) */
 static PyObject *inline_cuda(PyObject *module, PyObject *const *args, Py_ssize_t n) {
   (void)module;
   pm_val in[64];
   pm_type type = {.kind = PM_ARRAY, .space = PM_REGS};
   pm_dtype d;
   const char *what = "inline_cuda";
-  const char *source = n == 5 && PyUnicode_Check(args[0]) ? PyUnicode_AsUTF8(args[0]) : NULL;
+  const char *source = n == 6 && PyUnicode_Check(args[0]) ? PyUnicode_AsUTF8(args[0]) : NULL;
   if (!source || !PyTuple_Check(args[1])) {
-    return PyErr_Occurred() ? NULL : pmpy_fail(PM_E_TYPE, "inline_cuda: expected five arguments");
+    return PyErr_Occurred() ? NULL : pmpy_fail(PM_E_TYPE, "inline_cuda: expected six arguments");
   }
   const Py_ssize_t n_in = PyTuple_GET_SIZE(args[1]);
   pmpy_trace *t = pmpy_begin(what, NULL);
@@ -1096,10 +1096,12 @@ static PyObject *inline_cuda(PyObject *module, PyObject *const *args, Py_ssize_t
     pmpy_arg x;
     if (pmpy_arg_need(t, what, o, &x) || !(in[k] = pmpy_arg_as(t, &x, x.type.dtype))) return NULL;
   }
-  pm_attr_arg attrs[2] = {{.id = PM_ATTR_FORMAT, .i = pm_intern(t->g, source)},
-                          {.id = PM_ATTR_LAYOUT}};
+  pm_attr_arg attrs[3] = {{.id = PM_ATTR_FORMAT, .i = pm_intern(t->g, source)},
+                          {.id = PM_ATTR_LAYOUT},
+                          {.id = PM_ATTR_INTERPRET}};
+  if (args[5] != Py_None && !(attrs[2].i = pmpy_graph_inlines(t->graph, args[5]))) return NULL;
   if (type.rank && !(attrs[1].i = pmpy_layout(t, args[4], &type))) return NULL;
-  pm_val v = pmpy_emit(t, PM_OP_INLINE, in, (uint32_t)n_in, &type, attrs, 2);
+  pm_val v = pmpy_emit(t, PM_OP_INLINE, in, (uint32_t)n_in, &type, attrs, 3);
   return v ? pmpy_traced_new(t, v, false) : NULL;
 }
 
@@ -1179,7 +1181,7 @@ PyMethodDef pmpy_ref_functions[] = {
     {"fix_transforms", (PyCFunction)(void (*)(void))fix_transforms, METH_FASTCALL,
      "fix_transforms(ref, tiling, swizzle): how it lies in SMEM; ValueError if it was given"},
     {"inline_cuda", (PyCFunction)(void (*)(void))inline_cuda, METH_FASTCALL,
-     "inline_cuda(source, args, shape, dtype, layout) -> Array"},
+     "inline_cuda(source, args, shape, dtype, layout, stands_for_it) -> Array"},
     {"inline_result", (PyCFunction)(void (*)(void))inline_result, METH_FASTCALL,
      "inline_result(shape, dtype, layout) -> Array, a further one of the inline_cuda before"},
     {"alloc_semaphore", KEYWORDS(alloc_semaphore),

@@ -257,6 +257,8 @@ static pm_opid emit(emit_job *j) {
 
 pm_val pmpy_emit(pmpy_trace *t, pm_opcode code, const pm_val *in, uint32_t n_in,
                  const pm_type *given, const pm_attr_arg *attrs, uint32_t n_attrs) {
+  static const pm_attr_arg exact = {.id = PM_ATTR_EXACT, .i = 1};
+  if (code == PM_OP_DIV && t->exact_division && !n_attrs) attrs = &exact, n_attrs = 1;
   emit_job j = {&t->b, code, in, n_in, 0, given, attrs, n_attrs, 0};
   pm_opid op = emit(&j);
   if (!op) return 0;
@@ -630,14 +632,15 @@ static pm_code begin_body(void *ctx, pm_err *err) {
 }
 
 static PyObject *trace_new(PyTypeObject *type, PyObject *args, PyObject *kw) {
-  static char *names[] = {"name", "grid", "cluster", "n_threads", "approx_math", "no_auto_barriers",
-                          NULL};
+  static char *names[] = {"name",           "grid",        "cluster",
+                          "n_threads",      "approx_math", "no_auto_barriers",
+                          "exact_division", NULL};
   const char *name;
   PyObject *grid, *cluster;
-  int n_threads, approx_math = 0, no_auto_barriers = 0;
+  int n_threads, approx_math = 0, no_auto_barriers = 0, exact_division = 0;
   pm_type g = {0}, c = {0};
-  if (!PyArg_ParseTupleAndKeywords(args, kw, "sOOi|pp:Trace", names, &name, &grid, &cluster,
-                                   &n_threads, &approx_math, &no_auto_barriers)) {
+  if (!PyArg_ParseTupleAndKeywords(args, kw, "sOOi|ppp:Trace", names, &name, &grid, &cluster,
+                                   &n_threads, &approx_math, &no_auto_barriers, &exact_division)) {
     return NULL;
   }
   if (pmpy_shape(grid, "grid", &g) || pmpy_shape(cluster, "cluster", &c)) return NULL;
@@ -662,6 +665,7 @@ static PyObject *trace_new(PyTypeObject *type, PyObject *args, PyObject *kw) {
   t->g->n_threads = (uint32_t)n_threads;
   t->g->approx_math = approx_math;
   t->g->no_auto_barriers = no_auto_barriers;
+  t->exact_division = exact_division;
   t->b.g = t->g;
   if (push_region(t, 1)) goto fail;
   return (PyObject *)t;

@@ -30,7 +30,7 @@ typedef struct pmpy_trace {
   pm_graph *g;                     /* graph->g */
   pm_builder b;
   struct pmpy_trace *below; /* owned; the trace that was current before enter() */
-  bool entered;
+  bool entered, exact_division;
   uint32_t serials, depth, capacity;
   pmpy_region *region; /* stack of open regions; [0] is the kernel's body */
   pmpy_place place[PMPY_PLACES];
@@ -124,6 +124,7 @@ typedef enum pmpy_binop {
   PMPY_SIMPLE,
   PMPY_COMPARE,
   PMPY_TRUE_DIVIDE,
+  PMPY_EXACT, /* a quotient that is correctly rounded */
   PMPY_FLOAT, /* integers become float32 */
   PMPY_FLOOR_DIVIDE,
   PMPY_MOD,

@@ -30,6 +30,7 @@ from pallas_mgpu import lax, pl
 from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
 
+from ._promises import batch_invariance
 from ._ring import hand_out, hear, told_scratch
 from .matmul import _SMEM
 
@@ -422,7 +423,19 @@ def _check_config(config):
 
 
 @plgpu.kernel_family(in_place=False)
-def attention(q, k, v, *, causal=False, scale=None, return_lse=False, config=None, interpret=None):
+def attention(
+    q,
+    k,
+    v,
+    *,
+    causal=False,
+    scale=None,
+    return_lse=False,
+    config=None,
+    batch_invariant=False,
+    deterministic=False,
+    interpret=None,
+):
     """``softmax(scale * q @ k.T) @ v`` for each head, accumulated in float32 (Hopper).
 
     q: [batch, queries, heads, head_dim]; k, v: [batch, keys, kv_heads, head_dim]; float16 or
@@ -431,12 +444,15 @@ def attention(q, k, v, *, causal=False, scale=None, return_lse=False, config=Non
     ``head_dim ** -0.5`` by default. return_lse: also return the natural logarithm of the sum of
     exponentials of the scores, float32 [batch, heads, queries]. config: an
     :class:`AttentionConfig`; chosen from the shape by default. out: a preallocated result, or a
-    pair of them.
+    pair of them. batch_invariant: the bits of a query's result depend on that query, its keys and
+    values, the dtypes and options alone (for the same config, if one is given). deterministic: a
+    call repeats bit for bit. Both always hold; the options ask later versions to keep it so.
 
     Returns [batch, queries, heads, head_dim] of the caller's kind of array, or (that, lse).
     TypeError, ValueError for other dtypes and shapes, NotImplementedError for other head_dims.
     """
     _check(q, k, v)
+    batch_invariance("attention", batch_invariant, deterministic)  # the choice always is
     queries, dim = q.shape[1], q.shape[3]
     config = config or choose(queries, dim, bool(causal))
     _check_config(config)

@@ -10,6 +10,10 @@ Where there are fewer tiles than SMs, `split` blocks of a cluster divide K among
 part j of the columns of its sum to block j, through the SMEM of the cluster, and every block adds
 up its part, in the order of the blocks: results repeat bit for bit.
 
+The order of a sum over K depends on the tiling: K may be divided, and persistent blocks go through
+it backwards for every second tile. Batch-invariant products do neither, whatever their tiles: an
+element is then the sum of the same instructions of the tensor cores in the same order.
+
 One or two rows leave the tensor cores idle: another kernel then streams B through SMEM and
 multiplies on the lanes. 8-bit floats have their scales, and a pass that turns operands, in
 _scaled.py.
@@ -27,6 +31,7 @@ from pallas_mgpu import lax, nn, pl
 from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
 
+from ._promises import batch_invariance
 from ._scaled import BLOCK, FP8, UNSCALED, Blocks, Epilogue, forms_of, turning
 
 _ACTIVATIONS = {"relu": nn.relu, "silu": nn.silu, "gelu": nn.gelu, "tanh": nn.tanh}
@@ -45,7 +50,8 @@ class MatmulConfig(NamedTuple):
     multiple of 8 columns; then every tile has a cluster of its own, of up to 8 blocks. ``step``:
     elements of K per slot, 64 or 128, for 8-bit floats also 256. ``lag``: products in flight while
     the next one is issued, 0 or 1; with scales of blocks and up to 128 columns those under way
-    while sums are scaled.
+    while sums are scaled. ``serpentine``: every second tile of a block goes through K backwards,
+    and begins with what the L2 still holds.
     """
 
     consumers: int = 2
@@ -58,6 +64,7 @@ class MatmulConfig(NamedTuple):
     split: int = 1
     step: int = 64
     lag: int = 1
+    serpentine: bool = True
 
 
 class _Plan:
@@ -166,17 +173,24 @@ def _product(
 
         return lax.fori_loop(0, trips, one, 0)
 
+    def places(it0):
+        """Of the steps of a tile, along K, as a function; steps of all tiles before: it0."""
+        if not cfg.serpentine:
+            return lambda s: s
+        # every second tile backwards: the end of its rows of A is still in the L2
+        odd = it0 // p.steps % 2 == 1
+        return lambda s: lax.select(odd, p.steps - 1 - s, s)
+
     def fetch(a, b, a_smem, b_smem, full, empty):
         def tile(t, it0):
             row, col = origin(t)
             k00 = rank("ck") * (p.steps * step)
-            odd = it0 // p.steps % 2 == 1
+            place = places(it0)
 
             def one(s, _):
                 it = it0 + s
                 slot = it % p.stages
-                # every second tile backwards: the end of its rows of A is still in the L2
-                k0 = k00 + lax.select(odd, p.steps - 1 - s, s) * step
+                k0 = k00 + place(s) * step
 
                 @pl.when(it >= p.stages)
                 def _():
@@ -236,10 +250,10 @@ def _product(
 
     def multiply_blocks(me, it0, row, col, scales, a_smem, b_smem, full, empty):
         """The same with scales that change along K; in parts of 128 columns if there are more."""
-        odd = it0 // p.steps % 2 == 1  # as they are fetched
+        place = places(it0)  # as they are fetched
 
         def block_of(s):
-            return rank("ck") * p.steps + lax.select(odd, p.steps - 1 - s, s)
+            return rank("ck") * p.steps + place(s)
 
         def slot(s):
             return (it0 + s) % p.stages
@@ -718,6 +732,13 @@ def choose_fp8(m, n, k, sms=132, blocks=False):
     return min(found, key=lambda cfg: _cycles(m, n, k, cfg, sms, 1))
 
 
+def choose_invariant(m, n, k, sms=132, in_bytes=2, blocks=False):
+    """The fastest of those that sum over K in order. in_bytes, blocks: as for `candidates`."""
+    found = [cfg for cfg in candidates(m, n, k, sms, in_bytes, blocks) if cfg.split == 1]
+    found = min(found, key=lambda cfg: _cycles(m, n, k, cfg, sms, in_bytes))
+    return found._replace(serpentine=False)
+
+
 def _blocks_take(consumers, tile_n, split):
     """Is there a kernel for such tiles with scales of blocks? Two blocks wide take turns."""
     return BLOCK % tile_n == 0 or tile_n == 2 * BLOCK and consumers == 2 and split == 1
@@ -792,6 +813,8 @@ def matmul(
     scale_a=None,
     scale_b=None,
     config=None,
+    batch_invariant=False,
+    deterministic=False,
     interpret=None,
 ):
     """``activation(a @ b + bias)`` with float32 accumulation (Hopper).
@@ -813,6 +836,11 @@ def matmul(
     The tensor cores sum products of 8-bit floats with about 14 bits, along all of K without
     scales of blocks ("fast accumulation"), along 128 elements with them. 8-bit operands whose K is
     not contiguous (``transpose_a``, no ``transpose_b``) are turned by a kernel before.
+
+    batch_invariant: the bits of a row of the result depend on that row of ``a``, ``b``, the dtypes
+    and options alone, not on M or on other rows (for the same config, if one is given): K is never
+    divided, and a single row goes to the tensor cores, too, which takes longer where M and N are
+    small. deterministic: a call repeats bit for bit, which every call does.
 
     Returns (M, N) of the caller's kind of array. TypeError, ValueError for other dtypes and shapes.
     """
@@ -846,9 +874,14 @@ def matmul(
     if out_dtype.name not in _FLOATS:
         raise TypeError(f"matmul: out_dtype must be a float dtype, got {out_dtype}")
     sms = plgpu.core_count(a.device)
+    invariant = batch_invariance("matmul", batch_invariant, deterministic)
+    if invariant and isinstance(config, MatmulConfig):
+        config = config._replace(serpentine=False)
     ta, tb, bias_dtype = bool(transpose_a), bool(transpose_b), bias and bias.dtype
     if fp8:
         forms = forms_of(scale_a, scale_b, m, n, k)
+        if config is None and invariant:
+            config = choose_invariant(m, n, k, sms, 1, forms.blocks)
         config = config or choose_fp8(m, n, k, sms, forms.blocks)
         _check_fp8_config(config, forms)
         dtypes = (a.dtype, b.dtype)
@@ -868,6 +901,8 @@ def matmul(
             raise ValueError(
                 f"matmul: {name} is for 8-bit floats, a and b are {a.dtype}; multiply the result"
             )
+    if config is None and invariant:
+        config = choose_invariant(m, n, k, sms)
     config = config or choose(m, n, k, sms, ta, tb)
     _check_config(config, m, ta, tb)
     few_rows = isinstance(config, FewRowsConfig)

@@ -11,7 +11,11 @@ the same order. Where there are many of them, and a row fits into the SMEM of an
 is filled without a pause is faster: _norms_ring.py. Results repeat bit for bit.
 
 Where TMA cannot go (a pitch that is no multiple of 16 bytes, an axis that is not the last) the
-lanes load and store the tile themselves; what registers do not hold they read from memory again."""
+lanes load and store the tile themselves; what registers do not hold they read from memory again.
+
+The order of a sum follows from the tile and its register layout. Both depend on the number of rows,
+and on where the array begins, unless the call is batch invariant: then they are functions of the
+row alone, and the layout is prescribed (_layout)."""
 
 import functools
 import math
@@ -23,6 +27,7 @@ from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
 
 from . import _norms_ring
+from ._promises import batch_invariance
 
 _FLOATS = ("float16", "bfloat16", "float32")
 _BLOCK_BYTES = 32768  # of a segment of a row, as long as the cluster can grow
@@ -31,6 +36,7 @@ _STAGED_BYTES = 98304  # of a segment in SMEM: two blocks on an SM
 _HELD = 8192  # elements of a row that a block of a cluster keeps in registers; alone, twice as many
 _PART = 4096  # elements in registers at a time otherwise
 _COLUMNS = 64  # of a tile along another axis than the last
+_SHORT = 1024  # elements of a row that one warp has, in batch-invariant functions
 
 
 class NormConfig(NamedTuple):
@@ -183,7 +189,7 @@ class _Tile:
 
     def __init__(self, plan, read, valid, offset):
         self.n, self.width, self.parts, self.axis = plan.n, plan.width, plan.parts, plan.axis
-        self.shape, self.shared = plan.part_shape, plan.cluster > 1
+        self.shape, self.shared, self.layout = plan.part_shape, plan.cluster > 1, plan.layout
         self.read, self.valid = read, valid
         # masked accesses beyond the row need a start that is not known to lie there
         self.rolled = plan.parts > 4 or plan.parts > 1 and plan.padded
@@ -216,21 +222,57 @@ class _Tile:
         return carry
 
     def most(self, x):
-        return x.max(axis=self.axis, keepdims=True)
+        return self.fixed(x).max(axis=self.axis, keepdims=True)
 
     def total(self, x):
-        return x.sum(axis=self.axis, keepdims=True)
+        return self.fixed(x).sum(axis=self.axis, keepdims=True)
+
+    def fixed(self, x):
+        return x if self.layout is None else plgpu.layout_cast(x, self.layout)
+
+
+def _layout(columns, n, itemsize):
+    """What fixes the order in which batch-invariant functions reduce a tile. Columns: a warp takes
+    every fourth row of 64. Rows: a warp has short rows, several at once of those shorter than its
+    lanes reach; the four warps share long ones. A lane has vectors that any row is aligned to, or
+    pairs."""
+    vector = _vector(n, itemsize)
+    if columns:
+        tiles, warps, lanes = ((4, _COLUMNS), (2,)), -3, (-2,)
+    elif n > _SHORT:
+        tiles, warps, lanes = ((128 * vector,), (32 * vector,), (vector,)), -3, (-2,)
+    else:
+        of_row = _row_lanes(n, itemsize)
+        rows, width = 32 // of_row, of_row * vector
+        if rows == 1:
+            tiles, warps, lanes = ((4, width), (vector,)), -3, (-2,)
+        elif of_row == 1:
+            tiles, warps, lanes = ((128, width), (32, width)), -4, (-2,)
+        else:
+            tiles, warps, lanes = ((4 * rows, width), (rows, width), (vector,)), -5, (-3, -2)
+    return plgpu.Layout.TILED(plgpu.Tiling(tiles), (warps,), lanes, -1)
+
+
+def _vector(n, itemsize):
+    return max(math.gcd(n, 16 // itemsize), 2)
+
+
+def _row_lanes(n, itemsize):
+    """Lanes of a warp that share a short row."""
+    return min(32, pl.next_power_of_2(pl.cdiv(n, _vector(n, itemsize))))
 
 
 class _Plan:
     """Numbers that follow from the shape and the configuration. The array is seen as [outer, n,
-    inner]; inner is 1 for the last axis, whose tiles are rows of [outer, n]."""
+    inner]; its tiles are rows of [outer, n], where inner is 1, or columns of [n, inner]."""
 
-    def __init__(self, outer, n, inner, cfg):
+    def __init__(self, outer, n, inner, columns, cfg, itemsize=None):
+        """itemsize: of x, in a batch-invariant function; else None."""
         self.outer, self.n, self.inner, self.cluster = outer, n, inner, cfg.cluster
-        self.axis = 0 if inner > 1 else 1  # of a tile, that is reduced
-        across = inner if inner > 1 else outer
-        self.height = min(cfg.height, across)
+        self.axis = 0 if columns else 1  # of a tile, that is reduced
+        across = inner if columns else outer
+        # of full height: rows that are missing would change how a lane adds up its registers
+        self.height = cfg.height if itemsize else min(cfg.height, across)
         self.width = n
         if cfg.cluster > 1:
             self.width = pl.cdiv(pl.cdiv(n, cfg.cluster), 8) * 8
@@ -238,26 +280,27 @@ class _Plan:
         self.parts = pl.cdiv(self.width, part)
         if self.parts > 1:
             # whole vectors for every lane; a segment is a number of parts
-            grain = 1024 if inner == 1 else 1
+            grain = 1 if columns else 1024
             part = pl.cdiv(pl.cdiv(self.width, self.parts), grain) * grain
             self.parts = pl.cdiv(self.width, part)
             self.width = part * self.parts
         self.part = part
-        self.part_shape = (part, self.height) if inner > 1 else (self.height, part)
+        self.part_shape = (part, self.height) if columns else (self.height, part)
+        self.layout = _layout(columns, n, itemsize) if itemsize else None
         self.padded = self.width * cfg.cluster != n
         self.ragged = across % self.height != 0
         self.tiles = pl.cdiv(across, self.height)
-        self.grid = self.tiles * (outer if inner > 1 else 1)
+        self.grid = self.tiles * (outer if columns else 1)
 
 
 @cached
-def _kernel(name, eps, shape, axis, dtype, out_dtype, vectors, aligned, cfg, interpret):
+def _kernel(name, eps, shape, axis, dtype, out_dtype, vectors, aligned, cfg, invariant, interpret):
     """vectors: dtypes of weight and bias, None for one that is not there; aligned: whether the
-    lanes may assume so, of x, weight and bias."""
+    lanes may assume so, of x, weight and bias; invariant: of the batch."""
     n = shape[axis]
     outer, inner = math.prod(shape[:axis]), math.prod(shape[axis + 1 :])
-    p = _Plan(outer, n, inner, cfg)
-    last = inner == 1
+    last = not _by_columns(shape, axis, inner, invariant)
+    p = _Plan(outer, n, inner, not last, cfg, dtype.itemsize if invariant else None)
     flat = (outer, n) if last else (outer, n, inner)
     # the result takes the place of the tile where it can
     in_place = dtype == out_dtype
@@ -416,6 +459,23 @@ def choose(name, outer, n, inner=1, itemsize=2, staged=True, in_place=True, sms=
     return NormConfig(height, cluster, 0 if whole else _PART)
 
 
+def _by_columns(shape, axis, inner, invariant):
+    """Are tiles columns? One column is a row, too, but batches of columns are to agree with it."""
+    return inner > 1 or invariant and axis < len(shape) - 1
+
+
+def choose_invariant(name, n, columns, itemsize=2, staged=True):
+    """The configuration that makes a row's bits independent of the other rows, as `choose`;
+    `staged`: TMA can address the rows of arrays that begin where it wants."""
+    if columns:
+        return NormConfig(_COLUMNS, 1, _PART // _COLUMNS, False)
+    config = choose(name, 1, n, 1, itemsize, staged)
+    if n > _SHORT:
+        return config
+    at_once = 128 // _row_lanes(n, itemsize)  # rows of the four warps
+    return config._replace(height=max(2048 // n // at_once, 1) * at_once)
+
+
 def _blocks(n, most):
     """Blocks of a cluster, so that each has up to that many elements, or the most there are."""
     cluster = 1
@@ -427,8 +487,9 @@ def _blocks(n, most):
 # ---- the functions ------------------------------------------------------------------------------
 
 
-def _make(name, x, vectors, axis, eps, out_dtype, config, interpret):
-    """The kernel of a call, after checks. vectors: by name, None for one that is not there."""
+def _make(name, x, vectors, axis, eps, out_dtype, config, invariant, interpret):
+    """The kernel of a call, after checks. vectors: by name, None for one that is not there.
+    invariant: of the batch."""
     for what, v in (("x", x), *vectors.items()):
         if v is not None and v.dtype.name not in _FLOATS:
             raise TypeError(f"{name}: {what} must be float16, bfloat16 or float32, got {v.dtype}")
@@ -451,7 +512,11 @@ def _make(name, x, vectors, axis, eps, out_dtype, config, interpret):
     by_tma = inner == 1 and x.aligned and (pitches % 16 == 0)
     size = max(x.dtype.itemsize, out_dtype.itemsize)
     in_place, sms = x.dtype == out_dtype, plgpu.core_count(x.device)
-    if config is None:
+    if config is None and invariant:
+        columns = _by_columns(x.shape, axis, inner, True)
+        config = choose_invariant(name, n, columns, size, pitches % 16 == 0)
+        config = config._replace(staged=config.staged and by_tma)
+    elif config is None:
         config = choose(name, outer, n, inner, size, by_tma, in_place, sms)
     _check(name, config, inner, by_tma)
     given = list(vectors.values())
@@ -468,7 +533,8 @@ def _make(name, x, vectors, axis, eps, out_dtype, config, interpret):
             )
         given = (x.shape, x.dtype, dtypes, aligned, ring, interpret)
         return _norms_ring.kernel(name, _OPS[name], eps, *given)
-    return _kernel(name, eps, x.shape, axis, x.dtype, out_dtype, dtypes, aligned, config, interpret)
+    given = (x.shape, axis, x.dtype, out_dtype, dtypes, aligned, config, invariant, interpret)
+    return _kernel(name, eps, *given)
 
 
 def _check(name, config, inner, by_tma):
@@ -496,7 +562,16 @@ def _check(name, config, inner, by_tma):
 
 
 @plgpu.kernel_family
-def softmax(x, *, axis=-1, out_dtype=None, config=None, interpret=None):
+def softmax(
+    x,
+    *,
+    axis=-1,
+    out_dtype=None,
+    config=None,
+    batch_invariant=False,
+    deterministic=False,
+    interpret=None,
+):
     """``exp(x - max(x)) / sum(exp(x - max(x)))`` along an axis, computed in float32 (Hopper).
 
     x: float16, bfloat16 or float32, any number of dims from 1, any extents from 1. axis: an int;
@@ -504,40 +579,71 @@ def softmax(x, *, axis=-1, out_dtype=None, config=None, interpret=None):
     :class:`NormConfig`; chosen from the shape by default. out: a preallocated result, which may be
     ``x``.
 
+    batch_invariant: the bits of a row depend on the row, its length, the dtypes and options alone,
+    not on other rows, their number or where the array begins; some shapes then take longer.
+    deterministic: a call repeats bit for bit, which every call does.
+
     A row of -inf alone gives NaN. Returns the shape of ``x``, of the caller's kind of array.
     TypeError, ValueError for other dtypes and shapes.
     """
-    return _make("softmax", x, {}, axis, None, out_dtype, config, interpret)
+    invariant = batch_invariance("softmax", batch_invariant, deterministic)
+    return _make("softmax", x, {}, axis, None, out_dtype, config, invariant, interpret)
 
 
 @plgpu.kernel_family
-def rms_norm(x, weight=None, *, eps=1e-6, out_dtype=None, config=None, interpret=None):
+def rms_norm(
+    x,
+    weight=None,
+    *,
+    eps=1e-6,
+    out_dtype=None,
+    config=None,
+    batch_invariant=False,
+    deterministic=False,
+    interpret=None,
+):
     """``x / sqrt(mean(x * x) + eps) * weight`` of the rows of the last axis, computed in float32
     (Hopper).
 
     x: float16, bfloat16 or float32, any number of dims from 1, any extents from 1. weight: one
     number for each element of a row, any of these dtypes; None for ones. out_dtype: one of these
     dtypes, that of ``x`` by default. config: a :class:`NormConfig`; chosen from the shape by
-    default. out: a preallocated result, which may be ``x``.
+    default. out: a preallocated result, which may be ``x``. batch_invariant, deterministic: as for
+    :func:`softmax`.
 
     Returns the shape of ``x``, of the caller's kind of array. TypeError, ValueError for other
     dtypes and shapes.
     """
-    return _make("rms_norm", x, {"weight": weight}, -1, eps, out_dtype, config, interpret)
+    invariant = batch_invariance("rms_norm", batch_invariant, deterministic)
+    vectors = {"weight": weight}
+    return _make("rms_norm", x, vectors, -1, eps, out_dtype, config, invariant, interpret)
 
 
 @plgpu.kernel_family
-def layer_norm(x, weight=None, bias=None, *, eps=1e-5, out_dtype=None, config=None, interpret=None):
+def layer_norm(
+    x,
+    weight=None,
+    bias=None,
+    *,
+    eps=1e-5,
+    out_dtype=None,
+    config=None,
+    batch_invariant=False,
+    deterministic=False,
+    interpret=None,
+):
     """``(x - mean(x)) / sqrt(var(x) + eps) * weight + bias`` of the rows of the last axis, computed
     in float32 (Hopper).
 
     x: float16, bfloat16 or float32, any number of dims from 1, any extents from 1. weight, bias:
     one number for each element of a row, any of these dtypes; None for ones and zeros. out_dtype:
     one of these dtypes, that of ``x`` by default. config: a :class:`NormConfig`; chosen from the
-    shape by default. out: a preallocated result, which may be ``x``.
+    shape by default. out: a preallocated result, which may be ``x``. batch_invariant,
+    deterministic: as for :func:`softmax`.
 
     The variance is the mean of squared differences from the mean. Returns the shape of ``x``, of
     the caller's kind of array. TypeError, ValueError for other dtypes and shapes.
     """
+    invariant = batch_invariance("layer_norm", batch_invariant, deterministic)
     vectors = {"weight": weight, "bias": bias}
-    return _make("layer_norm", x, vectors, -1, eps, out_dtype, config, interpret)
+    return _make("layer_norm", x, vectors, -1, eps, out_dtype, config, invariant, interpret)

@@ -386,6 +386,7 @@ FN void pin_pairs(T *) {
 }
 
 FN f32 mul_rn(f32 a, f32 b) { return a * b; }
+FN f32 div_rn(f32 a, f32 b) { return a / b; }
 template <typename T>
 FN T wrap_add(T a, T b) {
   return (T)((u64)a + (u64)b);
@@ -575,6 +576,8 @@ FN bool elect_one(LINE) { return host_elect(~0u, line); }
 FN bool warp_any(bool x, LINE) { return host_vote_any(~0u, x, line); }
 FN void turn_take(u32 id, LINE) { host_bar_sync(id, 256, line); }
 FN void turn_pass(u32 id, LINE) { host_bar_arrive(id, 256, line); }
+FN void named_barrier_sync(u32 id, u32 lanes, LINE) { host_bar_sync(id, lanes, line); }
+FN void named_barrier_arrive(u32 id, u32 lanes, LINE) { host_bar_arrive(id, lanes, line); }
 FN void lanes_sync(u32 wg, LINE) { host_bar_sync(wg + 1, 128, line); }
 FN bool lanes_any(u32 wg, bool x, LINE) { return host_bar_red(wg + 1, 128, x, true, line); }
 FN bool lanes_all(u32 wg, bool x, LINE) { return host_bar_red(wg + 1, 128, x, false, line); }

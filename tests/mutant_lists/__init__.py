@@ -12,6 +12,7 @@ TEXT, CATALOGUE, ERRORS = "test_text.py", "test_catalogue.py", "test_errors.py"
 RUNTIME, SURFACE = "test_runtime.py", "test_surface.py"
 CLUSTER, SPECIALISED, WS = "test_cluster.py", "test_specialised.py", "test_ws_steps.py"
 TURNS, SCHEDULE = "test_turns.py", "test_schedule.py"
+NAMED = "test_named_barriers.py"
 ATTENTION, WS_PIPELINE = "test_attention.py", "test_ws_pipeline.py"
 FUZZ = [f"test_fuzz.py::test_random_kernels[{1_000_000 + 10 * k}]" for k in range(6)]
 ALL = [MEMORY, ARRAYS, PIPES, TEXT, *FUZZ, CLUSTER, SPECIALISED, WS, CONTROL, DOCUMENTS, CATALOGUE]

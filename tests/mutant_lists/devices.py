@@ -14,6 +14,7 @@ from . import (
     FUZZ,
     HOST,
     MEMORY,
+    NAMED,
     ONE_LANE,
     PASSES,
     PIPES,
@@ -551,6 +552,69 @@ breaks(
         '  pm_line(e, "turn_take(%u + wg);", e->g->n_threads + 1);\n',
         "",
     ),
+)
+breaks(
+    "pallas_mgpu/ops/norms.py",
+    "test_ops_batches.py::test_rows_of_norms[host-softmax-256]",
+    rows_are_reduced_as_they_lie=("return x if self.layout is None else", "return x if True else"),
+)
+breaks(
+    "pallas_mgpu/ops/norms.py",
+    "test_ops_batches.py::test_columns_of_softmax",
+    one_column_is_a_row=("return inner > 1 or invariant and", "return inner > 1 or False and"),
+)
+breaks(
+    "pallas_mgpu/ops/matmul.py",
+    "test_ops_batches.py::test_the_order_of_a_product_is_that_of_k",
+    every_second_tile_goes_backwards=("found._replace(serpentine=False)", "found"),
+    blocks_divide_k_in_batches=(
+        "in candidates(m, n, k, sms, in_bytes, blocks) if cfg.split == 1]",
+        "in candidates(m, n, k, sms, in_bytes, blocks)]",
+    ),
+)
+breaks(
+    f"{CUDA}/emit_pointwise.c",
+    "test_arrays.py::test_quotients_are_exact_by_themselves",
+    no_quotient_is_exact=("PM_ATTR_EXACT) ? divide", "PM_ATTR_EXACT) == 2 ? divide"),
+    every_quotient_is_exact=("PM_ATTR_EXACT) ? divide", "PM_ATTR_EXACT) < 2 ? divide"),
+)
+breaks(
+    f"{CUDA}/emit_pointwise.c",
+    "test_arrays.py::test_exact_quotients",
+    thirds_are_products=(
+        "&y) || fabs(frexp(y.f, &exponent)) != 0.5",
+        "&y) || !frexp(y.f, &exponent)",
+    ),
+)
+breaks(
+    f"{CUDA}/emit_async.c",
+    NAMED,
+    named_barriers_are_those_of_turns=(
+        "first = e->g->n_threads + 1 + e->n_turns;",
+        "first = e->g->n_threads + 1;",
+    ),
+    named_barriers_are_those_of_lanes=(
+        "first = e->g->n_threads + 1 + e->n_turns;",
+        "first = 1 + e->n_turns;",
+    ),
+    traced_numbers_are_one_off=('"%u + (u32)(%s)", first', '"%u + (u32)(%s)", first + 1'),
+    who_waits_only_arrives=(
+        'named(e, op, "named_barrier_sync")',
+        'named(e, op, "named_barrier_arrive")',
+    ),
+    who_arrives_waits=(
+        'named(e, op, "named_barrier_arrive")',
+        'named(e, op, "named_barrier_sync")',
+    ),
+)
+breaks(
+    f"{DEVICE}/thread.cuh",
+    CATALOGUE,
+    named_barriers_are_of_all_lanes=(
+        '"bar.sync %0, %1;" :: "r"(id), "r"(lanes)',
+        '"bar.sync %0;" :: "r"(id)',
+    ),
+    arrivals_at_named_barriers_wait=('"bar.arrive %0, %1;"', '"bar.sync %0, %1;"'),
 )
 breaks(
     f"{CUDA}/program.c",

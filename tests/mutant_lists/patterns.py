@@ -28,6 +28,7 @@ breaks(
 breaks(
     f"{DEVICE}/math.cuh",
     CATALOGUE,
+    exact_quotients_are_full_range=('"div.rn.f32 %0, %1, %2;"', '"div.full.f32 %0, %1, %2;"'),
     approximate_exponentials_are_of_two=("exp2_approx(x * 1.4426950408889634f)", "exp2_approx(x)"),
     approximate_logarithms_are_of_two=("log2_approx(x) * 0.6931471805599453f", "log2_approx(x)"),
     approximate_sines_are_cosines=('"sin.approx.f32 %0, %1;"', '"cos.approx.f32 %0, %1;"'),

@@ -7,6 +7,12 @@ template <typename T> FN T wrap_add(T a, T b) { return (T)((u32)a + (u32)b); }
 // a product that is rounded, whatever is added to it
 FN f32 mul_rn(f32 a, f32 b) { return __fmul_rn(a, b); }
 
+//! div_rn
+// correctly rounded, whatever the options of the program say of divisions
+FN f32 div_rn(f32 a, f32 b) {
+  f32 r; asm("div.rn.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b)); return r;
+}
+
 //! wrap_sub
 template <typename T> FN T wrap_sub(T a, T b) { return (T)((u32)a - (u32)b); }
 

@@ -68,6 +68,17 @@ FN void turn_take(u32 id) { asm volatile("bar.sync %0, 256;" :: "r"(id) : "memor
 //! turn_pass
 FN void turn_pass(u32 id) { asm volatile("bar.arrive %0, 256;" :: "r"(id) : "memory"); }
 
+//! named_barrier_sync
+// all lanes of a warp; until as many of the block have come to that barrier, by this or by arriving
+FN void named_barrier_sync(u32 id, u32 lanes) {
+  asm volatile("bar.sync %0, %1;" :: "r"(id), "r"(lanes) : "memory");
+}
+
+//! named_barrier_arrive
+FN void named_barrier_arrive(u32 id, u32 lanes) {
+  asm volatile("bar.arrive %0, %1;" :: "r"(id), "r"(lanes) : "memory");
+}
+
 //! shuffle_xor
 // x of the lane whose number differs in the bits of mask
 template <typename T> FN T shuffle_xor(T x, int mask) {

@@ -1,0 +1,94 @@
+/* CUDA source on the interpreter: a function of whoever runs the machine stands for it.
+ *
+ * It gets arrays as they are, row-major, and copies of what refs name; when it returns, those that
+ * kernels may write go back, and barriers get the arrivals that it tells of. All of that is one
+ * step: no other agent sees a part of it. */
+#include "vm.h"
+
+/* As the hardware counts: x is the last axis of the grid, y the one before, z all others. */
+static void place_of(const pm_machine *m, const thread *t, pm_inline_call *call) {
+  for (uint32_t k = 0; k < 3; k++) {
+    call->grid[k] = 1;
+    call->block[k] = 0;
+  }
+  for (uint32_t d = 0; d < m->n_grid; d++) {
+    const uint32_t axis = pm_min(m->n_grid - 1 - d, 2);
+    call->block[axis] =
+        call->block[axis] * (uint32_t)m->grid[d] + (uint32_t)t->block->cluster->point[d];
+    call->grid[axis] *= (uint32_t)m->grid[d];
+  }
+  for (uint32_t d = 0; d < m->n_cluster; d++) {
+    const uint32_t axis = m->n_cluster - 1 - d;
+    call->block[axis] = call->block[axis] * (uint32_t)m->cluster[d] + (uint32_t)t->block->coord[d];
+    call->grid[axis] *= (uint32_t)m->cluster[d];
+  }
+  call->thread = t->index;
+  call->warp = t->of ? t->warp : 4;
+}
+
+static step load(pm_machine *m, thread *t, const instr *i, const struct inlined_value *x, spot *s,
+                 struct pm_inline_value *v) {
+  *v = (struct pm_inline_value){.bytes = x->bytes, .written = x->written};
+  if (!x->mem) {
+    v->at = slot_of(t, x->slot);
+    return STEP_NEXT;
+  }
+  if (x->mem->kind == PM_BARRIER) return pm_vm_barrier(m, t, i, x->mem) ? STEP_NEXT : STEP_FAIL;
+  pm_vm_locate(m, t, x->mem, s);
+  if (!s->inside) return pm_vm_outside(m, t, i->op, s, "inline_cuda");
+  if (!(v->at = pm_malloc((size_t)x->bytes + 1)))
+    return pm_vm_fail(m, t, i->op, PM_E_MEMORY, "no memory for an argument of inline_cuda");
+  pm_vm_gather(s, v->at);
+  const bool smem = x->mem->space == PM_SMEM;
+  v->first = s->at;
+  v->low = smem ? t->block->smem : s->base;
+  v->extent = smem ? (int64_t)m->smem_bytes : x->mem->bytes;
+  for (uint32_t k = 0; !smem && k < x->mem->base_rank; k++) v->extent *= x->mem->base_dim[k];
+  return STEP_NEXT;
+}
+
+static step give_back(pm_machine *m, thread *t, const instr *i, const struct inlined_value *x,
+                      const spot *s, const struct pm_inline_value *v) {
+  if (!x->mem) return STEP_NEXT;
+  if (x->mem->kind != PM_BARRIER) {
+    if (v->written && v->arrivals >= 0) pm_vm_scatter(s, v->at);
+    return STEP_NEXT;
+  }
+  barrier *b = pm_vm_barrier(m, t, i, x->mem);
+  for (int32_t k = 0; b && k < v->arrivals; k++) {
+    if (pm_vm_arrive(m, t, i->op, b, 0) == STEP_FAIL) return STEP_FAIL;
+  }
+  return b ? STEP_NEXT : STEP_FAIL;
+}
+
+static step exec_inline(pm_machine *m, thread *t, const instr *i) {
+  const inlined *x = i->inlined;
+  const uint32_t n = x->n_in + x->n_out;
+  pm_inline_call call = {.function = x->function, .n_in = x->n_in, .n_out = x->n_out};
+  spot *s = pm_malloc((n + 1) * sizeof *s);
+  call.value = pm_malloc((n + 1) * sizeof *call.value);
+  step result = s && call.value ? STEP_NEXT : STEP_FAIL;
+  if (result == STEP_FAIL) pm_vm_fail(m, t, i->op, PM_E_MEMORY, "no memory for inline_cuda");
+  uint32_t loaded = 0;
+  place_of(m, t, &call);
+  for (; result != STEP_FAIL && loaded < n; loaded++) {
+    result = load(m, t, i, &x->value[loaded], &s[loaded], &call.value[loaded]);
+  }
+  if (result != STEP_FAIL && !m->options.inlined) {
+    result = pm_vm_fail(m, t, i->op, PM_E_NOT_IMPLEMENTED,
+                        "inline_cuda: nothing here can call the function that stands for it");
+  } else if (result != STEP_FAIL && m->options.inlined(m->options.inlined_ctx, &call)) {
+    result = pm_vm_fail(m, t, i->op, PM_E_RUNTIME, "inline_cuda: its function failed");
+  }
+  for (uint32_t k = 0; result != STEP_FAIL && k < n; k++) {
+    result = give_back(m, t, i, &x->value[k], &s[k], &call.value[k]);
+  }
+  for (uint32_t k = 0; k < loaded; k++) {
+    if (x->value[k].mem) pm_free(call.value[k].at);
+  }
+  pm_free(call.value);
+  pm_free(s);
+  return result == STEP_FAIL ? STEP_FAIL : STEP_PAUSE;
+}
+
+const handler pm_vm_INLINE = {pm_vm_encode_inline, exec_inline, {0}};
