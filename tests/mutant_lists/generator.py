@@ -711,8 +711,8 @@ breaks(
     descriptors_stay_at_the_first_step=("  if (offset) {", "  if (offset > 1 << 20) {"),
     words_of_b_are_exchanged=('(b), \\"r\\"(b_high)', '(b_high), \\"r\\"(b)'),
     products_forget_the_accumulator=(
-        'overwrites && !k ? "ne" : "eq");',
-        'overwrites ? "ne" : "eq");',
+        'adds ? "eq" : "ne", adds);',
+        'overwrites ? "ne" : "eq", adds);',
     ),
     registers_of_zeros_are_not_read=(
         "w->contents == PM_FRESH ? '=' : '+'",
