@@ -10,6 +10,7 @@ ARRAYS, CONTROL, MEMORY = "test_arrays.py", "test_control.py", "test_memory.py"
 PIPES, DOCUMENTS, HOST = "test_pipeline.py", "test_documents.py", "test_host.py"
 TEXT, CATALOGUE, ERRORS = "test_text.py", "test_catalogue.py", "test_errors.py"
 RUNTIME, SURFACE = "test_runtime.py", "test_surface.py"
+COMPILERS = "test_compilers.py"
 CLUSTER, SPECIALISED, WS = "test_cluster.py", "test_specialised.py", "test_ws_steps.py"
 TURNS, SCHEDULE = "test_turns.py", "test_schedule.py"
 NAMED = "test_named_barriers.py"
@@ -18,7 +19,7 @@ FUZZ = [f"test_fuzz.py::test_random_kernels[{1_000_000 + 10 * k}]" for k in rang
 ALL = [MEMORY, ARRAYS, PIPES, TEXT, *FUZZ, CLUSTER, SPECIALISED, WS, CONTROL, DOCUMENTS, CATALOGUE]
 ALL += ["test_call.py", "test_norms.py"]
 ALL += ["test_copies.py", "test_inline.py", "test_semaphores.py", "test_families.py"]
-ALL += [HOST, ERRORS, SURFACE, RUNTIME, TURNS, SCHEDULE, ATTENTION, WS_PIPELINE]
+ALL += [COMPILERS, HOST, ERRORS, SURFACE, RUNTIME, TURNS, SCHEDULE, ATTENTION, WS_PIPELINE]
 
 # name: (file, text, what replaces it, tests that come first)
 MUTANTS = {}

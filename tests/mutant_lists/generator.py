@@ -4,6 +4,7 @@ from . import (
     ARRAYS,
     CATALOGUE,
     CLUSTER,
+    COMPILERS,
     CONTROL,
     CUDA,
     DOCUMENTS,
@@ -710,8 +711,8 @@ breaks(
     descriptors_stay_at_the_first_step=("  if (offset) {", "  if (offset > 1 << 20) {"),
     words_of_b_are_exchanged=('(b), \\"r\\"(b_high)', '(b_high), \\"r\\"(b)'),
     products_forget_the_accumulator=(
-        'overwrites && !k ? "ne" : "eq");',
-        'overwrites ? "ne" : "eq");',
+        'adds ? "eq" : "ne", adds);',
+        'overwrites ? "ne" : "eq", adds);',
     ),
     registers_of_zeros_are_not_read=(
         "w->contents == PM_FRESH ? '=' : '+'",
@@ -879,4 +880,46 @@ breaks(
         'a["ready"][k if self.manual_ready_barriers else 0]',
         'a["ready"][0]',
     ),
+)
+
+# ---- what compilers lose and overwrite -----------------------------------------------------------
+
+breaks(
+    f"{CUDA}/emit_wgmma.c",
+    f"{COMPILERS}::test_what_is_held",
+    operands_of_loops_are_not_held=("  if (pm_repeats(e->g, a, op)) pm", "  if (!op) pm"),
+)
+breaks(
+    "csrc/ir/depends.c",
+    f"{COMPILERS}::test_what_is_held",
+    f"{COMPILERS}::test_ops_hold_nothing",
+    carries_never_change=(
+        "return c->g->blocks.at[value->block].parent == c->loop;",
+        "return false;",
+    ),
+    carries_that_stay_change=(
+        "parent == op) return false; /* itself */",
+        "parent == op + 1) return false;",
+    ),
+    shared_memory_stays=("pm_typeof(g, ref)->space == PM_SMEM ||", "false ||"),
+    accumulators_change_anyway=("writes(g, c->loop, pm_view_base(g, ref))", "true"),
+)
+breaks(
+    "csrc/runtime/products.c",
+    f"{COMPILERS}::test_every_missing_instruction_is_found",
+    f"{COMPILERS}::test_what_a_compiler_may_leave_out",
+    one_product_may_be_lost=(
+        "if (have[k] < want[k]) return k;",
+        "if (have[k] + 1 < want[k]) return k;",
+    ),
+    nothing_may_be_left_out=(
+        "  if (pm_protect(find_needed, &want, err)) return err->code;\n",
+        "  if (!want.ptx && pm_protect(find_needed, &want, err)) return err->code;\n",
+    ),
+)
+breaks(
+    "csrc/runtime/ptx.c",
+    f"{COMPILERS}::test_what_a_compiler_may_leave_out",
+    what_is_overwritten_is_needed=("async && !overwrites(f, s);", "async;"),
+    everything_has_a_value_of_its_own=("if (x->n_writers != 1 ||", "if (x->n_writers != 9 ||"),
 )
