@@ -13,6 +13,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <sys/stat.h>
+#include <time.h>
 
 #include "../base/env.h"
 #include "compile.h"
@@ -20,7 +21,9 @@
 
 typedef struct pm_nvrtc_table {
 #define PM_NVRTC(name, result, parameters) result(*name) parameters;
+#define PM_NVRTC_LATER PM_NVRTC
 #include "nvrtc.def"
+#undef PM_NVRTC_LATER
 #undef PM_NVRTC
 } pm_nvrtc_table;
 
@@ -130,6 +133,7 @@ static void open_builtins(void) {
 static pm_code open_found(pm_err *err) {
   void *lib = dlopen(found, RTLD_NOW | RTLD_LOCAL);
   if (!lib) return pm_fail(err, PM_E_NVRTC, "libnvrtc cannot be opened: %s", dlerror());
+#define PM_NVRTC_LATER(name, result, parameters) *(void **)&nvrtc.name = dlsym(lib, #name);
 #define PM_NVRTC(name, result, parameters)           \
   *(void **)&nvrtc.name = dlsym(lib, #name);         \
   if (!nvrtc.name)                                   \
@@ -140,6 +144,7 @@ static pm_code open_found(pm_err *err) {
                    found);
 #include "nvrtc.def"
 #undef PM_NVRTC
+#undef PM_NVRTC_LATER
   if (nvrtc.nvrtcVersion(&version_major, &version_minor))
     return pm_fail(err, PM_E_NVRTC, "%s does not tell its version", found);
   if (version_major < 12)
@@ -168,6 +173,46 @@ pm_code pm_nvrtc_version(int *major, int *minor, const char **path, pm_err *err)
   *minor = version_minor;
   *path = found;
   return PM_OK;
+}
+
+/* ---- the time limit ----------------------------------------------------------------------- */
+
+/* NVRTC asks a callback now and then whether to go on. How often depends on its version: 13.5 asks
+ * every few seconds at most while it optimises, 12.9 and 13.0 only before and after that phase, and
+ * none of them while ptxas runs, the last phase. So the limit may pass long before it is seen; what
+ * is complete by then is used. */
+typedef struct pm_deadline {
+  int64_t seconds; /* 0: none */
+  time_t start;
+} pm_deadline;
+
+static time_t seconds_now(void) {
+  struct timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return t.tv_sec;
+}
+
+static int is_over(void *payload, void *reserved) {
+  const pm_deadline *d = payload;
+  (void)reserved;
+  return seconds_now() - d->start >= d->seconds;
+}
+
+static void set_deadline(nvrtc_program p, pm_deadline *d) {
+  d->seconds = pm_env_number(PM_ENV_COMPILE_SECONDS);
+  d->start = seconds_now();
+  if (d->seconds && nvrtc.nvrtcSetFlowCallback) nvrtc.nvrtcSetFlowCallback(p, is_over, d);
+}
+
+static pm_code cancelled(const pm_deadline *d, const char *entry, pm_err *err) {
+  return pm_fail(
+      err, PM_E_COMPILE,
+      "kernel %s was not compiled: NVRTC %d.%d had taken %lld s when it looked at the clock, and "
+      "the limit is %lld s. Arrays of more than 255 registers a lane are the usual reason: work on "
+      "smaller parts in a loop (plgpu.kernel with a grid, pl.loop, emit_pipeline). %s sets another "
+      "limit, 0 none",
+      entry, version_major, version_minor, (long long)(seconds_now() - d->start),
+      (long long)d->seconds, pm_env_table[PM_ENV_COMPILE_SECONDS].variable);
 }
 
 /* ---- one compilation ---------------------------------------------------------------------- */
@@ -220,6 +265,7 @@ void pm_nvrtc_result_free(pm_nvrtc_result *r) {
 pm_code pm_nvrtc_run(const char *text, const char *entry, const pm_options *o, bool want_cubin,
                      bool want_ptx, pm_nvrtc_result *out, pm_err *err) {
   nvrtc_program p = NULL;
+  pm_deadline deadline;
   char name[256];
   size_t n;
   *out = (pm_nvrtc_result){0};
@@ -227,9 +273,12 @@ pm_code pm_nvrtc_run(const char *text, const char *entry, const pm_options *o, b
   snprintf(name, sizeof name, "%s.cu", entry);
   int r = nvrtc.nvrtcCreateProgram(&p, text, name, 0, NULL, NULL);
   if (r) return refused(r, entry, NULL, err);
+  set_deadline(p, &deadline);
   r = nvrtc.nvrtcCompileProgram(p, o->n, o->at);
   out->log = fetch(p, nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, &n);
-  if (r) {
+  if (r == NVRTC_CANCELLED) {
+    cancelled(&deadline, entry, err);
+  } else if (r) {
     refused(r, entry, out->log, err);
   } else {
     if (want_cubin)
