@@ -22,6 +22,12 @@ pm_code pm_pack_refs(pm_graph *g, const pm_target *t, pm_err *err);
 pm_code pm_turn_refs(pm_graph *g, const pm_target *t, pm_err *err);
 /* outputs.c: warns of outputs that nothing writes. */
 pm_code pm_check_outputs(pm_graph *g, const pm_target *t, pm_err *err);
+/* strips.c: stores of arrays too large for registers, computed from loads by element-wise ops
+ * alone, become loops over parts. */
+pm_code pm_loop_over_strips(pm_graph *g, const pm_target *t, pm_err *err);
+/* strips.c, of a graph with layouts: a warning for each line that makes an array of more registers
+ * a lane than there are. */
+pm_code pm_warn_large(pm_graph *g, const pm_target *t, pm_err *err);
 /* registers.c: PM_E_VALUE if the requests of set_max_registers provably exceed what an SM has. */
 pm_code pm_check_registers(pm_graph *g, const pm_target *t, pm_err *err);
 /* divergence.c: PM_E_VALUE for turns of two kinds, or for what lanes do together where only some
