@@ -2,6 +2,7 @@
 cannot warns with its line, and all of it compiles in seconds."""
 
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -231,7 +232,8 @@ f = plgpu.inline_cuda('''
   for (int k = 1; k < 3000; k++) a[k] = a[k] * a[k - 1] + a[(k * 7) % 3000];
   r0[0] = a[2999];
 ''', arg_types=(plgpu.Layout.WG_STRIDED((128,), 1),),
-    return_type=plgpu.ShapeDtypeStruct((128,), np.float32, layout=plgpu.Layout.WG_STRIDED((128,), 1)))
+    return_type=plgpu.ShapeDtypeStruct((128,), np.float32,
+                                       layout=plgpu.Layout.WG_STRIDED((128,), 1)))
 def body(x_ref, o_ref): o_ref[...] = f(x_ref[...])
 def small(x_ref, o_ref): o_ref[...] = x_ref[...] + 1
 start = time.perf_counter()
@@ -241,15 +243,56 @@ print("next", plgpu.kernel(small, out_type=x).lower(x).resources()["registers"])
 """
 
 
-def test_time_limit():
-    """A compilation that takes too long ends with a message; the next one works."""
+def slowly(text, **env):
     env = {
         **os.environ,
         "PYTHONPATH": str(Path(plgpu.__file__).parent.parent),
         "PALLAS_MGPU_COMPILE_SECONDS": "1",
         "PALLAS_MGPU_NO_CACHE": "1",
+        **env,
     }
-    done = subprocess.run([sys.executable, "-c", SLOW], env=env, text=True, capture_output=True)
-    assert "CompileError kernel body_kernel was not compiled" in done.stdout, done.stdout + done.stderr
+    return subprocess.run([sys.executable, "-c", text], env=env, text=True, capture_output=True)
+
+
+def test_time_limit():
+    """A compilation that takes too long ends with a message; the next one works."""
+    done = slowly(SLOW)
+    assert "CompileError kernel body_kernel was not compiled" in done.stdout, (
+        done.stdout + done.stderr
+    )
     assert "limit is 1 s" in done.stdout and "PALLAS_MGPU_COMPILE_SECONDS" in done.stdout
     assert "next " in done.stdout
+
+
+STAND_IN = """
+#include <stddef.h>
+#include <unistd.h>
+int nvrtcVersion(int *a, int *b) { *a = 12; *b = 0; return 0; }
+const char *nvrtcGetErrorString(int e) { return "no"; }
+int nvrtcCreateProgram(void **p, const char *t, const char *n, int h, const char *const *a,
+                       const char *const *b) { *p = 0; return 0; }
+int nvrtcDestroyProgram(void **p) { return 0; }
+int nvrtcCompileProgram(void *p, int n, const char *const *o) { usleep(2500000); return 7; }
+int nvrtcGetCUBINSize(void *p, size_t *n) { return 1; }
+int nvrtcGetCUBIN(void *p, char *c) { return 1; }
+int nvrtcGetPTXSize(void *p, size_t *n) { return 1; }
+int nvrtcGetPTX(void *p, char *c) { return 1; }
+int nvrtcGetProgramLogSize(void *p, size_t *n) { return 1; }
+int nvrtcGetProgramLog(void *p, char *c) { return 1; }
+"""
+
+
+def test_time_limit_of_a_compiler_that_cannot_be_stopped(tmp_path):
+    """An old library, or one that is in ptxas: a line on stderr when the limit has passed."""
+    cc = os.environ.get("CC", "gcc").split()
+    if not shutil.which(cc[0]):
+        pytest.skip("needs a C compiler")
+    (tmp_path / "nvrtc.c").write_text(STAND_IN)
+    library = tmp_path / "libnvrtc.so"
+    subprocess.run([*cc, "-shared", "-fPIC", "-o", library, tmp_path / "nvrtc.c"], check=True)
+    small = SLOW.replace("(body,", "(small,")
+    done = slowly(small, PALLAS_MGPU_NVRTC=str(library))
+    said = "NVRTC 12.0 still compiles kernel small_kernel after 1 s"
+    assert said in done.stderr and "cannot be stopped" in done.stderr, done.stdout + done.stderr
+    quiet = slowly(small, PALLAS_MGPU_NVRTC=str(library), PALLAS_MGPU_COMPILE_SECONDS="0")
+    assert "still compiles" not in quiet.stderr

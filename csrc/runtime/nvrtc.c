@@ -177,13 +177,18 @@ pm_code pm_nvrtc_version(int *major, int *minor, const char **path, pm_err *err)
 
 /* ---- the time limit ----------------------------------------------------------------------- */
 
-/* NVRTC asks a callback now and then whether to go on. How often depends on its version: 13.5 asks
- * every few seconds at most while it optimises, 12.9 and 13.0 only before and after that phase, and
- * none of them while ptxas runs, the last phase. So the limit may pass long before it is seen; what
- * is complete by then is used. */
+/* NVRTC asks a callback now and then whether to go on: 13.5 between the passes of its optimiser,
+ * 12.9 and 13.0 only before and after all of them, CUDA 12.0 never, and none of them while ptxas
+ * runs, which comes last. So the limit may pass long before it is seen. A thread says so then; what
+ * is complete in the end is used. */
 typedef struct pm_deadline {
+  const char *entry;
   int64_t seconds; /* 0: none */
   time_t start;
+  pthread_t watcher;
+  pthread_mutex_t lock;
+  pthread_cond_t ended;
+  bool over, watched;
 } pm_deadline;
 
 static time_t seconds_now(void) {
@@ -198,10 +203,47 @@ static int is_over(void *payload, void *reserved) {
   return seconds_now() - d->start >= d->seconds;
 }
 
-static void set_deadline(nvrtc_program p, pm_deadline *d) {
-  d->seconds = pm_env_number(PM_ENV_COMPILE_SECONDS);
+/* Waits until the compilation has ended, or a second after it should have been cancelled. */
+static void *watch(void *payload) {
+  pm_deadline *d = payload;
+  const struct timespec until = {.tv_sec = d->start + d->seconds + 1};
+  int late = 0;
+  pthread_mutex_lock(&d->lock);
+  while (!d->over && !late) late = pthread_cond_timedwait(&d->ended, &d->lock, &until);
+  if (!d->over)
+    fprintf(stderr,
+            "pallas_mgpu: NVRTC %d.%d still compiles kernel %s after %lld s, the limit (%s). In "
+            "this phase it cannot be stopped; what it gives in the end is used. Arrays of more "
+            "than 255 registers a lane are the usual reason\n",
+            version_major, version_minor, d->entry, (long long)d->seconds,
+            pm_env_table[PM_ENV_COMPILE_SECONDS].variable);
+  pthread_mutex_unlock(&d->lock);
+  return NULL;
+}
+
+static void set_deadline(nvrtc_program p, const char *entry, pm_deadline *d) {
+  pthread_condattr_t monotonic;
+  *d = (pm_deadline){.entry = entry, .seconds = pm_env_number(PM_ENV_COMPILE_SECONDS)};
   d->start = seconds_now();
-  if (d->seconds && nvrtc.nvrtcSetFlowCallback) nvrtc.nvrtcSetFlowCallback(p, is_over, d);
+  if (!d->seconds) return;
+  if (nvrtc.nvrtcSetFlowCallback) nvrtc.nvrtcSetFlowCallback(p, is_over, d);
+  pthread_mutex_init(&d->lock, NULL);
+  pthread_condattr_init(&monotonic);
+  pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
+  pthread_cond_init(&d->ended, &monotonic);
+  pthread_condattr_destroy(&monotonic);
+  d->watched = !pthread_create(&d->watcher, NULL, watch, d);
+}
+
+static void end_deadline(pm_deadline *d) {
+  if (!d->seconds) return;
+  pthread_mutex_lock(&d->lock);
+  d->over = true;
+  pthread_cond_signal(&d->ended);
+  pthread_mutex_unlock(&d->lock);
+  if (d->watched) pthread_join(d->watcher, NULL);
+  pthread_cond_destroy(&d->ended);
+  pthread_mutex_destroy(&d->lock);
 }
 
 static pm_code cancelled(const pm_deadline *d, const char *entry, pm_err *err) {
@@ -273,8 +315,9 @@ pm_code pm_nvrtc_run(const char *text, const char *entry, const pm_options *o, b
   snprintf(name, sizeof name, "%s.cu", entry);
   int r = nvrtc.nvrtcCreateProgram(&p, text, name, 0, NULL, NULL);
   if (r) return refused(r, entry, NULL, err);
-  set_deadline(p, &deadline);
+  set_deadline(p, entry, &deadline);
   r = nvrtc.nvrtcCompileProgram(p, o->n, o->at);
+  end_deadline(&deadline);
   out->log = fetch(p, nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, &n);
   if (r == NVRTC_CANCELLED) {
     cancelled(&deadline, entry, err);
