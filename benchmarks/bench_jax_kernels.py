@@ -26,17 +26,25 @@ def normal(rng, *shape):
 
 def cases(rng):
     """(title, module, call(module, *arrays), arrays)."""
+    import ml_dtypes
     import numpy as np
 
     tiles = dict(tile_n=128, tile_k=64, max_concurrent_steps=4, epi_tile_m=64, epi_tile_n=64)
     a, b = normal(rng, 4096, 4096), normal(rng, 4096, 8192)
-    for title, cluster in (("", None), (", cluster of 2", "N")):
+    variants = (
+        ("", None, 4),
+        (", clusters along N", "N", 4),
+        (", clusters along M", "M", 4),
+        (", 2 steps", None, 2),
+        (", clusters along M, 2 steps", "M", 2),
+    )
+    for title, cluster, steps in variants:
 
-        def matmul(m, a, b, cluster=cluster):
+        def matmul(m, a, b, cluster=cluster, steps=steps):
             dim = m.MatmulDimension
             config = m.TuningConfig(
                 tile_m=128,
-                **tiles,
+                **{**tiles, "max_concurrent_steps": steps},
                 grid_minor_dim=dim.M,
                 grid_tile_width=16,
                 wg_dimension=dim.N,
@@ -72,7 +80,9 @@ def cases(rng):
         )
         return m.mixed_matmul_kernel(w, x, out_dtype=x.dtype, config=config)
 
-    yield "mixed int8 4096x4096x4096", "hopper_mixed_type_matmul_mgpu", mixed, (w, a)
+    for x in (a, a.astype(ml_dtypes.bfloat16)):
+        title = f"mixed int8 x {x.dtype} 4096x4096x4096"
+        yield title, "hopper_mixed_type_matmul_mgpu", mixed, (w, x)
 
     rows, k, n, groups = 16384, 2048, 4096, 16
     ends = np.sort(rng.integers(0, rows, groups - 1))

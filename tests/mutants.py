@@ -34,6 +34,7 @@ from mutant_lists import (  # noqa: F401 - they fill MUTANTS
     dtypes,
     generator,
     hopper,
+    parts,
     patterns,
     products,
     shapes,

@@ -602,3 +602,29 @@ def test_what_is_written_before_several_statements(run, rng, form):
     want = x.astype(np.float32) @ y.astype(np.float32).T + 3 * (form == "stored")
     scratch = [plgpu.SMEM(x.shape, x.dtype), plgpu.SMEM(y.shape, y.dtype), plgpu.Barrier(2)]
     np.testing.assert_array_equal(run(body, want, x, y, scratch_types=scratch), want)
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("k, n", [(16, 16), (64, 48), (32, 128), (64, 24)])
+def test_right_operand_of_mma_from_smem(run, rng, dtype, k, n, turned):
+    """Loaded as matrices, from rows or from columns; 24 columns, by elements."""
+    a = rng.standard_normal((64, k)).astype(dtype)
+    b = rng.standard_normal((n, k) if turned else (k, n)).astype(dtype)
+
+    def body(a_ref, b_ref, o_ref, s_ref):
+        s_ref[...] = b_ref[...]
+        right = plgpu.load(s_ref.T if turned else s_ref, layout=plgpu.Layout.MMA_RHS(dtype))
+        left = plgpu.load(a_ref, layout=plgpu.Layout.MMA_LHS(dtype))
+        acc = plgpu.layout_cast(jnp.zeros((64, n), np.float32), plgpu.Layout.WGMMA)
+        o_ref[...] = plgpu.mma(acc, left, right)
+
+    out, scratch = np.zeros((64, n), np.float32), [plgpu.SMEM(b.shape, dtype)]
+    text = run.kernel(body, out, scratch_types=scratch).lower(a, b).as_text("cuda")
+    text = text[text.index('extern "C"') :]
+    assert ("ld_matrix4_trans(" in text) == (not turned and n % 16 == 0)
+    assert ("ld_matrix4(" in text) == (turned and n % 16 == 0)
+    wide = [x.astype(np.float32) for x in (a, b)]
+    want = wide[0] @ (wide[1].T if turned else wide[1])
+    got = run(body, out, a, b, scratch_types=scratch)
+    np.testing.assert_allclose(got, want, rtol=2e-3, atol=2e-3)

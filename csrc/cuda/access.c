@@ -687,39 +687,62 @@ static void plan(access *a) {
 
 /* ---- matrices: ldmatrix and stmatrix ----------------------------------------------------- */
 
+/* The right operand of mma.m16n8k16: lanes along 8 columns and 4 pairs of rows, the same in all
+ * warps; then registers along the other rows of 16 and along columns. */
+static bool is_mma_rhs(const pm_layout *l) {
+  if (l->kind != PM_TILED || l->rank != 2 || l->n_lane != 2 || l->n_reg < 3) return false;
+  for (uint32_t k = 0; k < l->n_warp; k++)
+    if (l->warp[k].dim >= 0) return false;
+  const pm_digit *r = l->reg + l->n_reg - 3, *lane = l->lane;
+  const pm_digit want[5] = {
+      {1, 8, 1}, {0, 4, 2}, {1, (int32_t)(l->padded[1] / 8), 8}, {0, 2, 8}, {0, 2, 1}};
+  const pm_digit have[5] = {lane[0], lane[1], r[0], r[1], r[2]};
+  for (int k = 0; k < 5; k++) {
+    if (have[k].dim != want[k].dim || have[k].size != want[k].size ||
+        have[k].stride != want[k].stride)
+      return false;
+  }
+  return l->n_reg == 3 || (l->n_reg == 4 && l->reg[0].dim == 0 && l->reg[0].stride == 16);
+}
+
 /* The rows of 8 elements that lane gives for an .x4 of 16-bit elements of the WGMMA layout: the two
- * halves of 8 rows of two neighbouring groups of 8 columns. Transposed, a lane gives a column. */
-static void matrix_rows(const pm_layout *l, bool transposed, pm_layout *out) {
+ * halves of 8 rows of two neighbouring groups of 8 columns. by_columns: a lane gives a column.
+ * `rows`: of the array, from one group of registers to the next. */
+static void matrix_rows(const pm_layout *l, bool by_columns, int32_t rows, pm_layout *out) {
   const int8_t i = (int8_t)(l->rank - 2), j = (int8_t)(i + 1);
   *out = *l;
   out->n_lane = out->n_reg = 0;
   out->lane[out->n_lane++] = (pm_digit){j, 2, 8};
   out->lane[out->n_lane++] = (pm_digit){i, 2, 8};
-  out->lane[out->n_lane++] = (pm_digit){transposed ? j : i, 8, 1};
+  out->lane[out->n_lane++] = (pm_digit){by_columns ? j : i, 8, 1};
   for (int d = 0; d < i; d++) {
     out->reg[out->n_reg++] = (pm_digit){(int8_t)d, (int32_t)l->padded[d], 1};
   }
-  out->reg[out->n_reg++] = (pm_digit){i, (int32_t)(l->padded[i] / 64), 64};
+  out->reg[out->n_reg++] = (pm_digit){i, (int32_t)(l->padded[i] / rows), rows};
   out->reg[out->n_reg++] = (pm_digit){j, (int32_t)(l->padded[j] / 16), 16};
-  out->reg[out->n_reg++] = (pm_digit){transposed ? i : j, 8, 1};
+  out->reg[out->n_reg++] = (pm_digit){by_columns ? i : j, 8, 1};
 }
 
-/* Plan it as matrices if rows are whole aligned 16 bytes; false: not possible. */
+/* Plan it as matrices if rows are whole aligned 16 bytes; false: not possible. A lane's pair of
+ * elements lies in a row of the WGMMA layout and in a column of the right operand of mma, which is
+ * only loaded so. */
 static bool plan_matrix(access *a) {
   const pm_layout *l = a->l;
   const int i = l->rank - 2;
-  if (pm_dtypes[a->v->dtype].bits != 16 || a->v->space != PM_SMEM || !pm_is_wgmma(l)) return false;
+  if (pm_dtypes[a->v->dtype].bits != 16 || a->v->space != PM_SMEM) return false;
+  const bool right = !a->store && is_mma_rhs(l);
+  if (!right && !pm_is_wgmma(l)) return false;
   if (a->v->cluster_val) return false;
   if (pm_layout_is_padded(l) || l->padded[i + 1] % 16) return false;
-  const bool transposed = a->v->dim[i].inner == 1 && a->v->dim[i + 1].inner != 1;
+  const bool by_columns = a->v->dim[i].inner == 1 && a->v->dim[i + 1].inner != 1;
   pm_layout *rows = PM_NEW(a->e->arena, pm_layout, 1);
-  matrix_rows(l, transposed, rows);
+  matrix_rows(l, by_columns, right ? 16 : 64, rows);
   access m = *a;
   m.l = rows;
   plan(&m);
   if (!m.linear || m.vec != 8) return false;
   *a = m;
-  a->matrix = transposed ? 2 : 1;
+  a->matrix = by_columns != right ? 2 : 1;
   return true;
 }
 

@@ -33,9 +33,17 @@ void pm_end(pm_gen *e) {
   pm_line(e, "}");
 }
 
+/* An array of more elements a lane lies in local memory however its loops are written, and the time
+ * of the compilers grows with the square of what is unrolled (48 s for 4096 elements). */
+enum { MOST_UNROLLED = 512 };
+
+void pm_unroll(pm_gen *e, int64_t n) {
+  if (n > 1) pm_line(e, n > MOST_UNROLLED ? "#pragma unroll 8" : "#pragma unroll");
+}
+
 const char *pm_begin_unrolled(pm_gen *e, const char *var, int64_t n, int64_t step) {
   if (n <= step) return "0";
-  pm_line(e, "#pragma unroll");
+  pm_unroll(e, n / step);
   if (step == 1) {
     pm_begin(e, "for (int %s = 0; %s < %lld; %s++) {", var, var, (long long)n, var);
   } else {
@@ -229,7 +237,7 @@ void pm_assign(pm_gen *e, pm_val to, pm_val from) {
     return;
   }
   const int64_t n = pm_regs_of(e, to);
-  if (n > 1) pm_line(e, "#pragma unroll");
+  pm_unroll(e, n);
   if (n > 1) {
     pm_line(e, "for (int r = 0; r < %lld; r++) %s[r] = %s;", (long long)n, e->slot[to].text,
             pm_at(e, from, "r"));
@@ -312,7 +320,7 @@ static void emit_group_convert(pm_gen *e, pm_opid op) {
   pm_note(e, op, "");
   if (e->only_words[out]) {
     const char *words = pm_declare_words(e, out);
-    pm_line(e, "#pragma unroll");
+    pm_unroll(e, n);
     pm_line(e, "for (int r = 0; r < %lld; r += 2) %s[r / 2] = pair_%s(%s, %s);", n, words,
             pm_cpp_type(pm_typeof(e->g, out)->dtype), pm_at(e, c.in, "r"), pm_at(e, c.in, "r + 1"));
     return;
@@ -321,12 +329,12 @@ static void emit_group_convert(pm_gen *e, pm_opid op) {
   if (from < by && !c.bytes) { /* the compiler finds those that they were taken from */
     bytes = pm_unique(e, "bytes");
     pm_line(e, "u8 %s[%lld];", bytes, n / 2);
-    pm_line(e, "#pragma unroll");
+    pm_unroll(e, n);
     pm_line(e, "for (int r = 0; r < %lld; r++) %s[r] = pack_4(bits_of(%s), bits_of(%s));", n / 2,
             bytes, pm_at(e, c.in, "2 * r"), pm_at(e, c.in, "2 * r + 1"));
   }
   const char *name = pm_declare(e, out, out);
-  pm_line(e, "#pragma unroll");
+  pm_unroll(e, n);
   if (bytes) {
     pm_line(e, "for (int r = 0; r < %lld; r += %lld) %s(&%s[r], &%s[r / 2]);", n, by, c.fn, name,
             bytes);
@@ -356,7 +364,7 @@ static void emit_pairs(pm_gen *e, pm_opid op) {
   const pm_val x = pm_in(e->g, op, 0), y = pm_in(e->g, op, 1);
   pm_note(e, op, "");
   const char *name = pm_declare(e, o->out, o->out);
-  pm_line(e, "#pragma unroll");
+  pm_unroll(e, pm_regs_of(e, o->out));
   pm_line(e, "for (int r = 0; r < %lld; r += 2)", (long long)pm_regs_of(e, o->out));
   pm_line(e, "  %s(&%s[r], %s, %s, %s, %s);", pair_function(e, op), name, pm_at(e, x, "r"),
           pm_at(e, x, "r + 1"), pm_at(e, y, "r"), pm_at(e, y, "r + 1"));

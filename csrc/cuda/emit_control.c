@@ -30,7 +30,7 @@ static const char *copy_of(pm_gen *e, pm_val v) {
   }
   const int64_t n = pm_regs_of(e, v);
   pm_line(e, "%s %s[%lld];", type, name, (long long)n);
-  if (n > 1) pm_line(e, "#pragma unroll");
+  pm_unroll(e, n);
   pm_line(e, "for (int r = 0; r < %lld; r++) %s[r] = %s;", (long long)n, name, pm_at(e, v, "r"));
   return name;
 }

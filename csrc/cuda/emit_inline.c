@@ -65,7 +65,7 @@ static void of_array(pm_gen *e, pm_val v, bool hold, parameter *p) {
   }
   const char *name = pm_unique(e, "same");
   pm_line(e, "%s %s[%lld];", type, name, n);
-  if (n > 1) pm_line(e, "#pragma unroll");
+  pm_unroll(e, n);
   pm_line(e, "for (int r = 0; r < %lld; r++) %s[r] = %s;", n, name, p->text);
   if (hold) pm_line(e, "hold_operand<%s, %lld>(%s);", type, n, name);
   p->text = name;

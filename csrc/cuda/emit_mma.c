@@ -22,7 +22,7 @@ static void put_words(pm_gen *e, const char *name, pm_val v) {
             halves ? "pack_nibbles" : pm_str(e, "pack<%s, %lld>", type, of_word), name);
     pm_end(e);
   } else if (halves) {
-    pm_line(e, "#pragma unroll");
+    pm_unroll(e, n);
     pm_line(e, "for (int r = 0; r < %lld; r++) pack_nibbles(&%s[r], &%s[r * 8]);", n / of_word,
             name, e->slot[v].text);
   } else {

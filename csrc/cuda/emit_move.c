@@ -146,7 +146,7 @@ static pm_code bytes_by_shuffles(pm_gen *e, pm_opid op, const pm_relayout *plan)
   for (uint32_t k = 0; k < plan->n_swaps; k++) {
     const int mask = 1 << plan->swap[k].lane_bit;
     const long long step = plan->swap[k].step, apart = step / 4;
-    pm_line(e, "#pragma unroll");
+    pm_unroll(e, n);
     if (apart) {
       pm_begin(e, "for (int k = 0; k < %lld; k++) {", words);
       pm_line(e, "if (k %% %lld < %lld) swap_lanes<1, 1>(&w[k], &w[k + %lld], lane & %d, %d);",
@@ -187,7 +187,7 @@ pm_code pm_by_shuffles(pm_gen *e, pm_opid op, const pm_relayout *plan) {
     const long long step = plan->swap[k].step;
     pm_relayout_words(plan, step, bytes, &n, &apart);
     const long long by = apart == 1 ? n : 1, group = apart == 1 ? 1 : n;
-    pm_line(e, "#pragma unroll");
+    pm_unroll(e, n_regs);
     pm_begin(e, "for (int r = 0; r < %lld; r += %lld) {", (long long)n_regs, by);
     pm_line(e,
             "if (r %% %lld < %lld) swap_lanes<%lld, %lld>(&%s[r], &%s[r + %lld], lane & %d, %d);",
@@ -198,7 +198,7 @@ pm_code pm_by_shuffles(pm_gen *e, pm_opid op, const pm_relayout *plan) {
   if (plan->permutes) {
     pm_relayout_words(plan, 0, bytes, &n, &apart);
     pm_line(e, "const u32 from = %s;", source_lane(e, plan));
-    pm_line(e, "#pragma unroll");
+    pm_unroll(e, n_regs);
     pm_line(e, "for (int r = 0; r < %lld; r += %lld) shuffle_from<%lld>(&%s[r], from);",
             (long long)n_regs, (long long)n, (long long)n, moved);
   }

@@ -38,7 +38,7 @@ void pm_bind_registers(pm_gen *e, pm_opid op, const char *map) {
   }
   pm_note(e, op, pm_ops[pm_get(e->g, op)->code].text);
   const char *name = pm_declare(e, out, out);
-  if (n > 1) pm_line(e, "#pragma unroll");
+  pm_unroll(e, n);
   pm_line(e, "for (int r = 0; r < %lld; r++) %s[r] = %s;", (long long)n, name, pm_at(e, in, map));
 }
 
@@ -109,7 +109,7 @@ pm_code pm_cuda_UNPACK(pm_gen *e, pm_opid op) {
   if (!pm_is_array(e, in) || pm_regs_of(e, out) != 2 * n) return pm_no_registers(e, op);
   pm_note(e, op, "unpack");
   const char *name = pm_declare(e, out, out);
-  pm_line(e, "#pragma unroll");
+  pm_unroll(e, n);
   pm_line(e, "for (int r = 0; r < %lld; r++) unpack_%s(&%s[2 * r], %s);", (long long)n,
           pm_dtypes[pm_typeof(e->g, out)->dtype].short_name, name, pm_at(e, in, "r"));
   return PM_OK;
@@ -126,7 +126,7 @@ pm_code pm_cuda_PACK(pm_gen *e, pm_opid op) {
             pm_at(e, in, "0"));
     return PM_OK;
   }
-  pm_line(e, "#pragma unroll");
+  pm_unroll(e, n);
   pm_line(e, "for (int r = 0; r < %lld; r++) %s[r] = pack_4(bits_of(%s), bits_of(%s));",
           (long long)n, name, pm_at(e, in, "2 * r"), pm_at(e, in, "2 * r + 1"));
   return PM_OK;

@@ -90,7 +90,7 @@ const char *pm_declare_words(pm_gen *e, pm_val v) {
 }
 
 static void copy(pm_gen *e, const char *to, const char *from, int64_t n) {
-  if (n > 1) pm_line(e, "#pragma unroll");
+  pm_unroll(e, n);
   pm_line(e, "for (int r = 0; r < %lld; r++) %s[r] = %s[r];", (long long)n, to, from);
 }
 
@@ -112,7 +112,7 @@ void pm_pack(pm_gen *e, const char *words, pm_val like, pm_val v) {
   if (!pm_is_array(e, v)) {
     from = pm_unique(e, "same");
     pm_line(e, "%s %s[%lld];", type, from, (long long)n);
-    if (n > 1) pm_line(e, "#pragma unroll");
+    pm_unroll(e, n);
     pm_line(e, "for (int r = 0; r < %lld; r++) %s[r] = %s;", (long long)n, from, e->slot[v].text);
   }
   pm_line(e, "pack<%s, %lld>(%s, %s);", type, (long long)n, words, from);

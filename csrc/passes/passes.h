@@ -22,8 +22,18 @@ pm_code pm_pack_refs(pm_graph *g, const pm_target *t, pm_err *err);
 pm_code pm_turn_refs(pm_graph *g, const pm_target *t, pm_err *err);
 /* outputs.c: warns of outputs that nothing writes. */
 pm_code pm_check_outputs(pm_graph *g, const pm_target *t, pm_err *err);
+/* roles.c: loops around IFs on the thread's index become loops inside of such an IF. */
+pm_code pm_split_roles(pm_graph *g, const pm_target *t, pm_err *err);
+/* strips.c: stores of arrays too large for registers, computed from loads by element-wise ops
+ * alone, become loops over parts. */
+pm_code pm_loop_over_strips(pm_graph *g, const pm_target *t, pm_err *err);
+/* strips.c, of a graph with layouts: a warning for each line that makes an array of more registers
+ * a lane than there are. */
+pm_code pm_warn_large(pm_graph *g, const pm_target *t, pm_err *err);
 /* registers.c: PM_E_VALUE if the requests of set_max_registers provably exceed what an SM has. */
 pm_code pm_check_registers(pm_graph *g, const pm_target *t, pm_err *err);
+/* registers.c: the value of an int or bool scalar in this thread, if its index decides it. */
+bool pm_value_for_thread(const pm_graph *g, pm_val v, int64_t thread, int64_t *out);
 /* divergence.c: PM_E_VALUE for turns of two kinds, or for what lanes do together where only some
  * warps go. */
 pm_code pm_check_divergence(pm_graph *g, const pm_target *t, pm_err *err);

@@ -84,6 +84,11 @@ static bool eval(const walker *w, pm_val v, int depth, int64_t *out) {
   return def && eval_op(w, def, depth, out);
 }
 
+bool pm_value_for_thread(const pm_graph *g, pm_val v, int64_t thread, int64_t *out) {
+  const walker w = {.g = g, .thread = thread};
+  return eval(&w, v, 0, out);
+}
+
 static void walk(walker *w, pm_blk block);
 
 /* The regions of a branch: the one that is taken, or all of them if that is not known. */

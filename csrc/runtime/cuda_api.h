@@ -100,6 +100,6 @@ typedef struct cu_pool_props {
 } cu_pool_props;
 
 typedef struct nvrtc_program_s *nvrtc_program;
-enum { NVRTC_OK = 0, NVRTC_COMPILATION = 6 };
+enum { NVRTC_OK = 0, NVRTC_COMPILATION = 6, NVRTC_CANCELLED = 16 };
 
 #endif

@@ -13,6 +13,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <sys/stat.h>
+#include <time.h>
 
 #include "../base/env.h"
 #include "compile.h"
@@ -20,7 +21,9 @@
 
 typedef struct pm_nvrtc_table {
 #define PM_NVRTC(name, result, parameters) result(*name) parameters;
+#define PM_NVRTC_LATER PM_NVRTC
 #include "nvrtc.def"
+#undef PM_NVRTC_LATER
 #undef PM_NVRTC
 } pm_nvrtc_table;
 
@@ -130,6 +133,7 @@ static void open_builtins(void) {
 static pm_code open_found(pm_err *err) {
   void *lib = dlopen(found, RTLD_NOW | RTLD_LOCAL);
   if (!lib) return pm_fail(err, PM_E_NVRTC, "libnvrtc cannot be opened: %s", dlerror());
+#define PM_NVRTC_LATER(name, result, parameters) *(void **)&nvrtc.name = dlsym(lib, #name);
 #define PM_NVRTC(name, result, parameters)           \
   *(void **)&nvrtc.name = dlsym(lib, #name);         \
   if (!nvrtc.name)                                   \
@@ -140,6 +144,7 @@ static pm_code open_found(pm_err *err) {
                    found);
 #include "nvrtc.def"
 #undef PM_NVRTC
+#undef PM_NVRTC_LATER
   if (nvrtc.nvrtcVersion(&version_major, &version_minor))
     return pm_fail(err, PM_E_NVRTC, "%s does not tell its version", found);
   if (version_major < 12)
@@ -168,6 +173,88 @@ pm_code pm_nvrtc_version(int *major, int *minor, const char **path, pm_err *err)
   *minor = version_minor;
   *path = found;
   return PM_OK;
+}
+
+/* ---- the time limit ----------------------------------------------------------------------- */
+
+/* NVRTC asks a callback now and then whether to go on: 13.5 between the passes of its optimiser,
+ * 12.9 and 13.0 only before and after all of them, CUDA 12.0 never, and none of them while ptxas
+ * runs, which comes last. So the limit may pass long before it is seen. A thread says so then; what
+ * is complete in the end is used. */
+typedef struct pm_deadline {
+  const char *entry;
+  int64_t seconds; /* 0: none */
+  time_t start;
+  pthread_t watcher;
+  pthread_mutex_t lock;
+  pthread_cond_t ended;
+  bool over, watched;
+} pm_deadline;
+
+static time_t seconds_now(void) {
+  struct timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return t.tv_sec;
+}
+
+static int is_over(void *payload, void *reserved) {
+  const pm_deadline *d = payload;
+  (void)reserved;
+  return seconds_now() - d->start >= d->seconds;
+}
+
+/* Waits until the compilation has ended, or a second after it should have been cancelled. */
+static void *watch(void *payload) {
+  pm_deadline *d = payload;
+  const struct timespec until = {.tv_sec = d->start + d->seconds + 1};
+  int late = 0;
+  pthread_mutex_lock(&d->lock);
+  while (!d->over && !late) late = pthread_cond_timedwait(&d->ended, &d->lock, &until);
+  if (!d->over)
+    fprintf(stderr,
+            "pallas_mgpu: NVRTC %d.%d still compiles kernel %s after %lld s, the limit (%s). In "
+            "this phase it cannot be stopped; what it gives in the end is used. Arrays of more "
+            "than 255 registers a lane are the usual reason\n",
+            version_major, version_minor, d->entry, (long long)d->seconds,
+            pm_env_table[PM_ENV_COMPILE_SECONDS].variable);
+  pthread_mutex_unlock(&d->lock);
+  return NULL;
+}
+
+static void set_deadline(nvrtc_program p, const char *entry, pm_deadline *d) {
+  pthread_condattr_t monotonic;
+  *d = (pm_deadline){.entry = entry, .seconds = pm_env_number(PM_ENV_COMPILE_SECONDS)};
+  d->start = seconds_now();
+  if (!d->seconds) return;
+  if (nvrtc.nvrtcSetFlowCallback) nvrtc.nvrtcSetFlowCallback(p, is_over, d);
+  pthread_mutex_init(&d->lock, NULL);
+  pthread_condattr_init(&monotonic);
+  pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
+  pthread_cond_init(&d->ended, &monotonic);
+  pthread_condattr_destroy(&monotonic);
+  d->watched = !pthread_create(&d->watcher, NULL, watch, d);
+}
+
+static void end_deadline(pm_deadline *d) {
+  if (!d->seconds) return;
+  pthread_mutex_lock(&d->lock);
+  d->over = true;
+  pthread_cond_signal(&d->ended);
+  pthread_mutex_unlock(&d->lock);
+  if (d->watched) pthread_join(d->watcher, NULL);
+  pthread_cond_destroy(&d->ended);
+  pthread_mutex_destroy(&d->lock);
+}
+
+static pm_code cancelled(const pm_deadline *d, const char *entry, pm_err *err) {
+  return pm_fail(
+      err, PM_E_COMPILE,
+      "kernel %s was not compiled: NVRTC %d.%d had taken %lld s when it looked at the clock, and "
+      "the limit is %lld s. Arrays of more than 255 registers a lane are the usual reason: work on "
+      "smaller parts in a loop (plgpu.kernel with a grid, pl.loop, emit_pipeline). %s sets another "
+      "limit, 0 none",
+      entry, version_major, version_minor, (long long)(seconds_now() - d->start),
+      (long long)d->seconds, pm_env_table[PM_ENV_COMPILE_SECONDS].variable);
 }
 
 /* ---- one compilation ---------------------------------------------------------------------- */
@@ -220,6 +307,7 @@ void pm_nvrtc_result_free(pm_nvrtc_result *r) {
 pm_code pm_nvrtc_run(const char *text, const char *entry, const pm_options *o, bool want_cubin,
                      bool want_ptx, pm_nvrtc_result *out, pm_err *err) {
   nvrtc_program p = NULL;
+  pm_deadline deadline;
   char name[256];
   size_t n;
   *out = (pm_nvrtc_result){0};
@@ -227,9 +315,13 @@ pm_code pm_nvrtc_run(const char *text, const char *entry, const pm_options *o, b
   snprintf(name, sizeof name, "%s.cu", entry);
   int r = nvrtc.nvrtcCreateProgram(&p, text, name, 0, NULL, NULL);
   if (r) return refused(r, entry, NULL, err);
+  set_deadline(p, entry, &deadline);
   r = nvrtc.nvrtcCompileProgram(p, o->n, o->at);
+  end_deadline(&deadline);
   out->log = fetch(p, nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, &n);
-  if (r) {
+  if (r == NVRTC_CANCELLED) {
+    cancelled(&deadline, entry, err);
+  } else if (r) {
     refused(r, entry, out->log, err);
   } else {
     if (want_cubin)

@@ -108,7 +108,7 @@ breaks(
         "  out->lane[out->n_lane++] = (pm_digit){j, 2, 8};\n",
     ),
     stmatrix_is_never_transposed=(
-        "a->matrix = transposed ? 2 : 1;",
+        "a->matrix = by_columns != right ? 2 : 1;",
         "a->matrix = 1;",
     ),
 )
