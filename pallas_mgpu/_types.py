@@ -417,7 +417,8 @@ class ClusterBarrier(_Frozen):
 
     ``collective_axes``: names of cluster axes; an element may be a tuple of names, taken as one
     axis. ``barrier_arrive`` signals every block that differs from the caller's in at most one of
-    them, its own too; ``barrier_wait`` waits for the own instance. ``num_arrivals``: threads of
+    them, its own too, without names only its own; ``barrier_wait`` waits for the own instance.
+    ``num_arrivals``: threads of
     each block that arrive. ``leader_tracked``, of one axis: arrivals count in the block with index
     0 on it alone, and only that one may wait. ValueError for ``num_arrivals < 1``.
     """
@@ -441,9 +442,7 @@ class ClusterBarrier(_Frozen):
         if num_arrivals < 1:
             raise ValueError(f"ClusterBarrier: num_arrivals must be at least 1, got {num_arrivals}")
         axes = axis_names(collective_axes)
-        if not axes:
-            raise ValueError("ClusterBarrier: collective_axes must name a cluster axis")
-        if leader_tracked and (len(axes) > 1 or isinstance(axes[0], tuple)):
+        if leader_tracked and (len(axes) != 1 or isinstance(axes[0], tuple)):
             raise NotImplementedError(
                 f"ClusterBarrier: leader_tracked needs one cluster axis, not grouped, got {axes}"
             )

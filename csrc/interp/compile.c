@@ -724,9 +724,10 @@ static void enter_union(compiler *c, pm_opid alloc) {
 
 static void alloc_smem(compiler *c, pm_val v, const pm_type *t) {
   struct open_scope *o = scope_for(c, v);
-  enter_union(c, pm_value_of(c->g, v)->def);
   scope *s = o->scope;
+  /* threads may be in different groups of a union of their own: there each group has its place */
   const bool own = c->m->n_threads > 1 && !s->collective;
+  if (!own) enter_union(c, pm_value_of(c->g, v)->def);
   const size_t bytes = (size_t)pm_round_up((int64_t)bytes_of(t), 64);
   size_t *top = own ? &c->own_top : &c->smem_top[c->shared[v]];
   size_t at = (size_t)pm_round_up((int64_t)*top, 64);
@@ -829,14 +830,8 @@ static scope *open_scope(compiler *c, bool collective) {
   return s;
 }
 
-static void close_scope(compiler *c, pm_opid op) {
+static void close_scope(compiler *c) {
   struct open_scope *o = c->open;
-  const bool shared = o->scope->n_bars || o->scope->n_sems;
-  if (c->m->n_threads > 1 && !o->scope->collective && shared) {
-    fail(c, op, PM_E_NOT_IMPLEMENTED,
-         "barriers and semaphores of a kernel with several threads must be allocated in a scope of "
-         "all of them; give run_scoped collective_axes=<the thread axis>");
-  }
   scope *s = o->scope;
   s->accs = PM_NEW(&c->m->arena, uint32_t, c->accs.n - o->first_acc + 1);
   while (c->accs.n > o->first_acc) use_outside(c, &s->accs[s->n_accs++], c->accs.at[--c->accs.n]);
@@ -863,7 +858,7 @@ void pm_vm_encode_scope(compiler *c, pm_opid op, const handler *h) {
   const pm_op *p = pm_get(c->g, op);
   pm_opid yield = pm_terminator(c->g, region);
   for (uint32_t k = 0; k < p->n_out; k++) c->slot[p->out + k] = full(c, pm_in(c->g, yield, k));
-  close_scope(c, op);
+  close_scope(c);
   emit(c, op, pm_vm_leave)->scope = s;
   close_union(c);
   memcpy(c->smem_top, top, sizeof top);
@@ -1166,7 +1161,7 @@ static pm_code compile(void *ctx, pm_err *err) {
   c->whole = c->open;
   encode_block(c, 1);
   if (c->status) return c->status;
-  close_scope(c, 0);
+  close_scope(c);
   emit(c, 0, pm_vm_end)->scope = whole;
   assign_frame(c);
   if (c->status) return c->status;

@@ -435,21 +435,32 @@ static void reset_barrier(const pm_machine *m, barrier *x, const barrier_info *i
   *x = (barrier){.info = info, .block = b, .seen = seen, .uneven = u};
 }
 
-/* `number`: of the thread that enters, for memory that each has for itself. */
-static void init_scope(pm_machine *m, block *b, const scope *s, uint32_t number) {
+/* Which of n barriers or semaphores of a scope belong to a thread: where the scope is not
+ * collective, a part for each thread lies behind the other. */
+uint32_t pm_vm_first_of(const pm_machine *m, const scope *s, const thread *t, uint32_t *n) {
+  if (s->collective || m->n_threads == 1) return 0;
+  *n /= m->n_threads;
+  return *n * t->index;
+}
+
+/* `t`: the thread that enters, for what each has for itself. */
+static void init_scope(pm_machine *m, block *b, const scope *s, const thread *t) {
   for (uint32_t k = 0; k < s->n_smem; k++) {
     const struct smem_alloc *x = &s->smem[k];
-    pm_interp_fill(x->dtype, m->options.zero_fill, b->smem + x->at + (size_t)x->apart * number,
+    pm_interp_fill(x->dtype, m->options.zero_fill, b->smem + x->at + (size_t)x->apart * t->index,
                    x->n);
   }
   for (uint32_t k = 0; k < s->n_bars; k++) {
     const barrier_info *info = &m->bars[s->bars[k]];
-    for (barrier *x = b->bars + info->first; x < b->bars + info->first + info->count; x++) {
+    uint32_t n = info->count;
+    barrier *x = b->bars + info->first + pm_vm_first_of(m, s, t, &n);
+    for (barrier *end = x + n; x < end; x++) {
       reset_barrier(m, x, info, b);
     }
   }
   for (uint32_t k = 0; k < s->n_sems; k++) {
-    memset(b->semaphores + s->sems[k].first, 0, s->sems[k].count * sizeof *b->semaphores);
+    uint32_t n = s->sems[k].count, first = s->sems[k].first + pm_vm_first_of(m, s, t, &n);
+    memset(b->semaphores + first, 0, n * sizeof *b->semaphores);
   }
   b->n_left[s->index] = 0;
 }
@@ -515,8 +526,9 @@ static step check_scope(pm_machine *m, thread *t, pm_opid op, const scope *s, bo
   for (uint32_t k = 0; k < s->n_bars; k++) {
     const barrier_info *info = &m->bars[s->bars[k]];
     if (info->shared != shared) continue;
-    barrier *first = t->block->bars + info->first;
-    for (barrier *b = first; b < first + info->count; b++) {
+    uint32_t n = info->count;
+    barrier *b = t->block->bars + info->first + pm_vm_first_of(m, s, t, &n);
+    for (barrier *end = b + n; b < end; b++) {
       if (check_barrier(m, t, m->places[op].file ? op : info->op, b) == STEP_FAIL) return STEP_FAIL;
     }
   }
@@ -527,7 +539,7 @@ static step exec_enter(pm_machine *m, thread *t, const instr *i) {
   block *b = t->block;
   const scope *s = i->scope;
   if (!s->collective || m->n_threads == 1) {
-    if (s->n_smem || s->n_bars || s->n_sems) init_scope(m, b, s, t->index);
+    if (s->n_smem || s->n_bars || s->n_sems) init_scope(m, b, s, t);
     return STEP_NEXT;
   }
   if (b->n_entering && b->entering != s) {
@@ -540,7 +552,7 @@ static step exec_enter(pm_machine *m, thread *t, const instr *i) {
   b->entering = s;
   if (++b->n_entering < m->n_threads) return pm_vm_block_on(m, t, THREAD_AT_SCOPE);
   b->n_entering = 0;
-  init_scope(m, b, s, 0);
+  init_scope(m, b, s, t);
   wake(m, b, THREAD_AT_SCOPE, NULL);
   return STEP_PAUSE;
 }
@@ -894,7 +906,7 @@ static void begin_cluster(pm_machine *m, cluster *c) {
       b->bars[k].phase = 0;
       for (uint32_t j = 0; j < n_seers(m); j++) b->bars[k].seen[j] = NEVER;
     }
-    init_scope(m, b, m->scopes[0], 0);
+    init_scope(m, b, m->scopes[0], &m->threads[(size_t)(b - m->blocks) * m->n_threads]);
   }
   for (uint32_t k = m->open_copies.n; k-- > 0;) {
     if (m->open_copies.at[k].cluster == c) {

@@ -61,7 +61,8 @@ size_t pm_vm_semaphore_text(pm_machine *m, thread *t, const instr *i, char *buf,
 
 step pm_vm_check_semaphores(pm_machine *m, thread *t, pm_opid op, const scope *s) {
   for (uint32_t k = 0; k < s->n_sems; k++) {
-    for (uint32_t j = 0; j < s->sems[k].count; j++) {
+    uint32_t n = s->sems[k].count, j = pm_vm_first_of(m, s, t, &n);
+    for (const uint32_t end = j + n; j < end; j++) {
       const uint32_t left = t->block->semaphores[s->sems[k].first + j];
       if (!left) continue;
       return pm_vm_fail(m, t, op, PM_E_VALUE,

@@ -419,6 +419,7 @@ void pm_vm_free_tasks(pm_machine *m);
 void pm_vm_combine(pm_dtype d, int64_t kind, char *at, const char *value, const char *compare);
 
 /* semaphores.c */
+uint32_t pm_vm_first_of(const pm_machine *m, const scope *s, const thread *t, uint32_t *n);
 step pm_vm_check_semaphores(pm_machine *m, thread *t, pm_opid op, const scope *s);
 /* For a thread that waits at a semaphore: how far it is. */
 size_t pm_vm_semaphore_text(pm_machine *m, thread *t, const instr *i, char *buf, size_t n);

@@ -463,6 +463,18 @@ static int array_assign(PyObject *self, PyObject *idx, PyObject *value) {
 
 /* ---- indexing ------------------------------------------------------------------------------ */
 
+/* A pl.ds of known start and unit stride; or what is no index at all, which the parser refuses. */
+static bool is_static_slice(PyObject *o) {
+  PyObject *start = PyObject_GetAttrString(o, "start"), *stride = NULL;
+  if (start) stride = PyObject_GetAttrString(o, "stride");
+  const bool is = !stride || (!PMPY_IS_ARRAY(start) && PyLong_Check(stride) &&
+                              PyLong_AsLong(stride) == 1);
+  Py_XDECREF(start);
+  Py_XDECREF(stride);
+  PyErr_Clear();
+  return is;
+}
+
 /* Ints, slices of unit stride, None and ...: what SLICE and RESHAPE do. */
 static bool is_plain_part(PyObject *o) {
   if (PySlice_Check(o)) {
@@ -472,7 +484,8 @@ static bool is_plain_part(PyObject *o) {
     return unit;
   }
   const bool host_array = PySequence_Check(o) && PyIndex_Check(o);
-  return !PMPY_IS_ARRAY(o) && !PyList_Check(o) && !host_array;
+  if (PMPY_IS_ARRAY(o) || PyList_Check(o) || host_array) return false;
+  return o == Py_None || o == Py_Ellipsis || PyIndex_Check(o) || is_static_slice(o);
 }
 
 static bool is_plain_index(PyObject *idx) {

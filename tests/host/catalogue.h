@@ -243,6 +243,8 @@ FN e8m0 to_e8m0(f32 x) {
   exponent += 127 - (part <= 0.5f);
   return e8m0{(u8)(exponent < 0 ? 0 : exponent)};
 }
+FN e8m0 mul_e8m0(e8m0 x, e8m0 y) { return to_e8m0(to_f32(x) * to_f32(y)); }
+FN e8m0 div_e8m0(e8m0 x, e8m0 y) { return to_e8m0(to_f32(x) / to_f32(y)); }
 FN f32 to_f32(e2m1 x) {
   const f32 a = (x.bits & 6) == 0 ? 0.5f * (x.bits & 1)
                                   : ldexpf(1 + 0.5f * (x.bits & 1), (x.bits >> 1 & 3) - 1);

@@ -94,6 +94,11 @@ FN e8m0 to_e8m0(f32 x) {
   if (!(x >= 0.0f)) return e8m0{255};
   return e8m0{(u8)(b << 1 <= 0x800000u ? 0 : min(up, 254u))};
 }
+FN e8m0 exponent_e8m0(e8m0 x, e8m0 y, i32 sum) {
+  return e8m0{(u8)(x.bits == 255 || y.bits == 255 ? 255 : min(max(sum, 0), 254))};
+}
+FN e8m0 mul_e8m0(e8m0 x, e8m0 y) { return exponent_e8m0(x, y, x.bits + y.bits - 127); }
+FN e8m0 div_e8m0(e8m0 x, e8m0 y) { return exponent_e8m0(x, y, x.bits - y.bits + 127); }
 
 //! e2m1
 // 4 bits: a sign and an index of 0, 0.5, 1, 1.5, 2, 3, 4, 6. Rounds to the nearest, halfway to the
