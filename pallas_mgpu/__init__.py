@@ -90,6 +90,7 @@ from ._types import (
     CompilerParams,
     CopyPartition,
     InterpretParams,
+    LoggingMode,
     Layout,
     LoweringSemantics,
     MemorySpace,

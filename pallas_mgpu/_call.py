@@ -17,7 +17,7 @@ from . import _core, _types, tree
 from ._control import scoped
 from ._kernel import Definition, leaf_names
 from ._names import NotSpecified, accepts, show
-from ._pipeline import Operand, run_steps
+from ._pipeline import Operand, check_slots, run_steps
 from ._schedule import unravel
 from ._trace import Array, check_arity, env, parameter_names
 from ._types import GMEM, GenericBlockSpec, GenericMemorySpace, Mesh, _Frozen, ints
@@ -271,12 +271,7 @@ class _Call(Definition):
             )
         ]
         mcs = self.params.max_concurrent_steps.__index__()
-        delay = max((o.spec.delay_release for o in operands[0]), default=0)
-        if mcs <= delay:
-            raise ValueError(
-                f"pallas_call: max_concurrent_steps must be greater than delay_release, got {mcs}"
-                f" and {delay}"
-            )
+        check_slots([o.spec for o in operands[0]], mcs, "pallas_call: ")
 
         def steps(*scratch, **named_scratch):
             def step(indices, *refs):

@@ -568,9 +568,7 @@ def scoped(f, types, kw_types, names, collective_axes):
     def allocate(t, name):
         if not _is_descriptor(t):
             name = None
-        return tree.map(
-            lambda x: _allocate(x, axes, name, what), t, is_leaf=_is_descriptor
-        )
+        return tree.map(lambda x: _allocate(x, axes, name, what), t, is_leaf=_is_descriptor)
 
     state = State()
     op = _core.open("scope", (), 1, collective=1 if axes else 0)

@@ -739,7 +739,8 @@ static void alloc_smem(compiler *c, pm_val v, const pm_type *t) {
     s->smem =
         pm_vec_grow(&c->m->arena, s->smem, s->n_smem, &o->smem_cap, sizeof *s->smem, s->n_smem + 1);
   }
-  s->smem[s->n_smem++] = (struct smem_alloc){(uint32_t)at, c->apart[v], t->dtype, pm_type_size(t)};
+  s->smem[s->n_smem++] = (struct smem_alloc){(uint32_t)at, c->apart[v], t->dtype,
+                                              pm_value_of(c->g, v)->def, pm_type_size(t)};
 }
 
 static void set_groups(compiler *c, pm_opid op, barrier_info *info) {
@@ -1089,6 +1090,21 @@ static void fill_image(compiler *c) {
   }
 }
 
+/* Before slots get their places. */
+static void note_skipped(compiler *c) {
+  for (uint32_t k = 0; k < c->code.n; k++) {
+    instr *i = &c->code.at[k];
+    const pm_val out = i->op ? pm_get(c->g, i->op)->out : 0;
+    i->skip = i->op ? (uint8_t)pm_vm_skips(c->g, i->op) : SKIP_NOTHING;
+    if (!i->skip || !i->dst || i->dst != c->slot[out]) {
+      i->skip = SKIP_NOTHING;
+      continue;
+    }
+    i->skip_dtype = pm_typeof(c->g, out)->dtype;
+    i->skip_bytes = (uint32_t)bytes_of(pm_typeof(c->g, out));
+  }
+}
+
 static void assign_frame(compiler *c) {
   extend_ranges(c);
   size_t top = (size_t)pm_round_up((int64_t)c->m->image_bytes, 64);
@@ -1163,6 +1179,7 @@ static pm_code compile(void *ctx, pm_err *err) {
   if (c->status) return c->status;
   close_scope(c);
   emit(c, 0, pm_vm_end)->scope = whole;
+  note_skipped(c);
   assign_frame(c);
   if (c->status) return c->status;
   m->code = PM_NEW(&m->arena, instr, c->code.n);

@@ -71,8 +71,7 @@ bool pm_vm_same_but(const pm_machine *m, const block *a, const block *b, uint32_
   return true;
 }
 
-/* "grid point (0, 1), block (1,), thread 2" */
-static const char *agent_text(const pm_machine *m, const thread *t, char *buf, size_t n) {
+const char *pm_vm_agent(const pm_machine *m, const thread *t, char *buf, size_t n) {
   int at = 0;
   buf[0] = 0;
   if (m->n_grid) {
@@ -94,7 +93,7 @@ step pm_vm_fail(pm_machine *m, const thread *t, pm_opid op, pm_code code, const 
   va_start(ap, fmt);
   vsnprintf(text, sizeof text, fmt, ap);
   va_end(ap);
-  pm_fail(m->err, code, "%s (%s)", text, agent_text(m, t, agent, sizeof agent));
+  pm_fail(m->err, code, "%s (%s)", text, pm_vm_agent(m, t, agent, sizeof agent));
   if (m->places[op].file) pm_err_at(m->err, m->places[op].file, m->places[op].line);
   return STEP_FAIL;
 }
@@ -206,6 +205,8 @@ static step complete(pm_machine *m, thread *t, pm_opid op, barrier *b) {
   if (b->arrivals < b->info->arrivals || b->pending) return STEP_NEXT;
   b->arrivals = 0;
   b->phase++;
+  LOG(m, t, op, PM_LOG_BARRIER, "phase %" PRId64 " of barrier %s is complete", b->phase,
+      barrier_text(m, t, b, name, sizeof name));
   bool waited = false;
   int64_t least = INT64_MAX;
   for (uint32_t k = 0; k < m->n_threads; k++) {
@@ -255,6 +256,8 @@ step pm_vm_arrive(pm_machine *m, thread *t, pm_opid op, barrier *b, int32_t pend
     b->copied = b->phase + 1;
     b->last_copy = op;
   }
+  LOG(m, t, op, PM_LOG_BARRIER, "arrival %u of %u of phase %" PRId64 " on barrier %s", b->arrivals,
+      b->info->arrivals, b->phase + 1, barrier_text(m, t, b, name, sizeof name));
   return complete(m, t, op, b);
 }
 
@@ -381,6 +384,9 @@ static step exec_wait(pm_machine *m, thread *t, const instr *i) {
                       *(int32_t *)slot_of(t, i->a), *seen,
                       barrier_text(m, t, b, name, sizeof name));
   }
+  LOG(m, t, i->op, PM_LOG_BARRIER, "%s phase %" PRId64 " of barrier %s",
+      *seen == b->phase ? "waits for" : "has seen", *seen + 1,
+      barrier_text(m, t, b, name, sizeof name));
   if (*seen == b->phase) {
     t->waits_for = b;
     t->pc--;
@@ -447,8 +453,10 @@ uint32_t pm_vm_first_of(const pm_machine *m, const scope *s, const thread *t, ui
 static void init_scope(pm_machine *m, block *b, const scope *s, const thread *t) {
   for (uint32_t k = 0; k < s->n_smem; k++) {
     const struct smem_alloc *x = &s->smem[k];
-    pm_interp_fill(x->dtype, m->options.zero_fill, b->smem + x->at + (size_t)x->apart * t->index,
-                   x->n);
+    const size_t at = x->at + (size_t)x->apart * t->index;
+    LOG(m, t, x->op, PM_LOG_SMEM, "%" PRId64 " elements of %s are allocated", x->n,
+        pm_dtypes[x->dtype].text);
+    pm_interp_fill(x->dtype, m->options.zero_fill, b->smem + at, x->n);
   }
   for (uint32_t k = 0; k < s->n_bars; k++) {
     const barrier_info *info = &m->bars[s->bars[k]];
@@ -735,11 +743,7 @@ static void print_line(pm_machine *m, thread *t, const printing *p, int64_t n) {
     f++;
   }
   line[at] = 0;
-  if (m->options.print) {
-    m->options.print(m->options.print_ctx, line);
-  } else {
-    puts(line);
-  }
+  pm_vm_line(m, line);
 }
 
 static step exec_print(pm_machine *m, thread *t, const instr *i) {
@@ -789,7 +793,7 @@ static step deadlock(pm_machine *m) {
     if (at + 3072 > room) continue;
     listed++;
     if (!first) first = i->op;
-    agent_text(m, t, agent, sizeof agent);
+    pm_vm_agent(m, t, agent, sizeof agent);
     place[0] = 0;
     if (m->places[i->op].file) pm_vm_place(m, i->op, place, sizeof place);
     if (t->state == THREAD_AT_SCOPE) {
@@ -856,7 +860,7 @@ static step run_thread(pm_machine *m, thread *t) {
   step s;
   do {
     const instr *i = &m->code[t->pc++];
-    s = i->exec(m, t, i);
+    s = m->options.skip_floats ? pm_vm_run_skipping(m, t, i) : i->exec(m, t, i);
   } while (s == STEP_NEXT && --budget);
   return s;
 }

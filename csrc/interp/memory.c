@@ -239,8 +239,15 @@ void pm_vm_scatter_inside(const spot *s, const void *src) {
 
 /* ---- ops ---------------------------------------------------------------------------------- */
 
+static void log_access(pm_machine *m, thread *t, const instr *i, const char *what) {
+  char text[400];
+  if (i->mem->space != PM_SMEM) return;
+  LOG(m, t, i->op, PM_LOG_SMEM, "%s %s", what, pm_vm_view_text(i->mem, text, sizeof text));
+}
+
 static step exec_load(pm_machine *m, thread *t, const instr *i) {
   spot s;
+  log_access(m, t, i, "loads");
   pm_vm_locate(m, t, i->mem, &s);
   if (s.inside) {
     pm_vm_gather(&s, slot_of(t, i->dst));
@@ -255,6 +262,7 @@ static step exec_load(pm_machine *m, thread *t, const instr *i) {
 
 static step exec_store(pm_machine *m, thread *t, const instr *i) {
   spot s;
+  log_access(m, t, i, "stores");
   pm_vm_locate(m, t, i->mem, &s);
   if (!s.inside) return pm_vm_outside(m, t, i->op, &s, "store");
   pm_vm_scatter(&s, slot_of(t, i->a));

@@ -21,6 +21,8 @@ static step exec_signal(pm_machine *m, thread *t, const instr *i) {
   uint32_t *s = semaphore_at(m, t, i);
   if (!s) return STEP_FAIL;
   *s += (uint32_t)slot_i32(t, i->a);
+  LOG(m, t, i->op, PM_LOG_SEMAPHORE, "adds %" PRId32 " to semaphore '%s', now %" PRIu32,
+      slot_i32(t, i->a), i->mem->name, *s);
   pm_vm_progress(m);
   pm_vm_wake_at(m, s);
   return STEP_PAUSE;
@@ -30,6 +32,8 @@ static step exec_await(pm_machine *m, thread *t, const instr *i) {
   uint32_t *s = semaphore_at(m, t, i);
   const uint32_t least = (uint32_t)slot_i32(t, i->a);
   if (!s) return STEP_FAIL;
+  LOG(m, t, i->op, PM_LOG_SEMAPHORE, "%s semaphore '%s' for %" PRIu32 " or more, it is %" PRIu32,
+      *s < least ? "waits on" : "passes", i->mem->name, least, *s);
   if (*s < least) {
     t->waits_at = s;
     t->pc--;

@@ -56,7 +56,12 @@ struct instr {
   pm_opid op;
   uint8_t dtype, out; /* of operands, of the result */
   uint8_t flags;
+  uint8_t skip, skip_dtype; /* enum skip; of the floats in dst */
+  uint32_t skip_bytes;
 };
+
+/* What a run without floating-point work does with an instruction. */
+typedef enum skip { SKIP_NOTHING, SKIP_RESULT, SKIP_ALL } skip;
 
 /* ---- memory ------------------------------------------------------------------------------- */
 
@@ -131,6 +136,7 @@ typedef struct scope {
   struct smem_alloc {
     uint32_t at, apart;
     uint8_t dtype;
+    pm_opid op;
     int64_t n;
   } * smem;
   uint32_t *bars; /* numbers of barrier_info */
@@ -376,6 +382,8 @@ static inline void pm_vm_progress(pm_machine *m) {
   m->epoch++;
   m->polls = 0;
 }
+/* "grid point (0, 1), block (1,), thread 2" */
+const char *pm_vm_agent(const pm_machine *m, const thread *t, char *buf, size_t n);
 /* "(0, 1)", the coordinates of a block in its cluster */
 const char *pm_vm_block(const pm_machine *m, const block *b, char *buf, size_t n);
 /* Do the blocks differ along these axes only (bit k: axis k)? */
@@ -386,6 +394,16 @@ step pm_vm_next(pm_machine *m, thread *t, const instr *i);     /* a FOR's increm
 step pm_vm_leave(pm_machine *m, thread *t, const instr *i);    /* end of a scope */
 step pm_vm_warp_end(pm_machine *m, thread *t, const instr *i); /* end of a WARP_MAP's region */
 step pm_vm_end(pm_machine *m, thread *t, const instr *i);      /* end of the program */
+
+/* observe.c */
+void pm_vm_line(pm_machine *m, const char *line); /* shown as DEBUG_PRINT's */
+void pm_vm_log(pm_machine *m, const thread *t, pm_opid op, int kind, const char *fmt, ...)
+    PM_PRINTF(5, 6);
+#define LOG(m, t, op, kind, ...) \
+  ((m)->options.log & (kind) ? pm_vm_log(m, t, op, kind, __VA_ARGS__) : (void)0)
+const char *pm_vm_view_text(const access *a, char *buf, size_t n);
+skip pm_vm_skips(const pm_graph *g, pm_opid op);
+step pm_vm_run_skipping(pm_machine *m, thread *t, const instr *i);
 
 /* memory.c */
 void pm_vm_locate(pm_machine *m, thread *t, const access *mem, spot *s);

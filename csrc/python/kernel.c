@@ -650,6 +650,14 @@ static int interp_options(const kernel *k, hooks *h, pm_interp_options *o) {
   if (seed) o->seed = PyLong_AsUnsignedLongLongMask(seed);
   else PyErr_Clear();
   Py_XDECREF(seed);
+  PyObject *log = PyObject_GetAttrString(p, "log");
+  if (log) o->log = (int)PyLong_AsLong(log);
+  else PyErr_Clear();
+  Py_XDECREF(log);
+  PyObject *skip = PyObject_GetAttrString(p, "skip_floating_point_ops");
+  o->skip_floats = skip == Py_True;
+  if (!skip) PyErr_Clear();
+  Py_XDECREF(skip);
   int oob = attribute_is(p, "out_of_bounds_reads", "uninitialized");
   int zero = attribute_is(p, "uninitialized_memory", "zero");
   o->oob_raise = !oob;
