@@ -237,7 +237,7 @@ class _Call(Definition):
     def _sequential(self):
         return [n for n, p in zip(self.grid, self.parallel) if not p]
 
-    def _run_body(self, args, names):
+    def _run_body(self, args, names, scratch):
         e = env(self.who)
         here = [_core.axis_index("grid", e.leading + k) for k in range(len(self.mesh.grid))]
         if self.folded:
@@ -291,9 +291,9 @@ class _Call(Definition):
             of_leaves = leaf_names(parts, [next(given, None) for _ in parts])
             run_steps(step, grid, *operands, mcs, None, of_leaves, last=True)
 
-        positional, keyword = self.scratch, {}
-        if isinstance(self.scratch, Mapping):
-            positional, keyword = (), self.scratch
+        positional, keyword = scratch, {}
+        if isinstance(scratch, Mapping):
+            positional, keyword = (), scratch
         self._check_arity(len(args), len(positional), keyword)
         if self.scratch:
             scoped(steps, positional, keyword, names, ())

@@ -487,6 +487,8 @@ def _allocate(x, collective, name, what, union=None):
     """The ref of one descriptor; ``union``: its number and that of the group. Without
     ``collective`` axes each thread has its own."""
     e = env(what)
+    if isinstance(x, Ref):  # GMEM scratch of the kernel
+        return x
     if isinstance(x, RefUnion):
         return _allocate_union(x, collective, name, what)
     if isinstance(x, WGMMAAccumulatorRef):
@@ -526,8 +528,8 @@ def _allocate(x, collective, name, what, union=None):
         return _part(barrier, alone)
     if x.memory_space is not MemorySpace.SMEM:
         raise NotImplementedError(
-            f"{what}: {x.memory_space} cannot be allocated in a kernel; pass an operand"
-            " or an output instead"
+            f"{what}: {x.memory_space} cannot be allocated in a kernel; give"
+            f" plgpu.{x.memory_space.name} as scratch_types, an operand or an output"
         )
     tiling, swizzle = split_transforms(x.transforms, x.shape, x.dtype, what)
     return _core.alloc_smem(

@@ -204,9 +204,12 @@ def run(lowered, args, outs, seed=0):
     alias an operand begin as copies of it, all others as garbage). Returns what the kernel
     printed. Raises HostError for misuse of the hardware, a deadlock or a crash, naming the
     generated line."""
+    text, info = program(lowered)
+    scratch = [np.empty(shape, dtype) for dtype, shape, *_ in info["params"][len(args) + len(outs) :]]
     small = [x.dtype.name in ("int4", "uint4", "float4_e2m1fn") for x in [*args, *outs]]
     inner = [packed(x) if s else x for x, s in zip([*args, *outs], small)]
-    printed = run_program(*program(lowered), inner[: len(args)], inner[len(args) :], seed)
+    results = [*inner[len(args) :], *scratch]
+    printed = run_program(text, info, inner[: len(args)], results, seed)
     for x, y, s in zip(outs, inner[len(args) :], small[len(args) :]):
         if s:
             x[...] = unpacked(y, x.dtype)
