@@ -174,6 +174,7 @@ class Definition:
             mesh.num_threads or 1,
             approx_math=self.params.approx_math,
             no_auto_barriers=self.params.unsafe_no_auto_barriers,
+            reduction_scratch=self.params.reduction_scratch_bytes,
         )
         names = iter(_trace.parameter_names(self.body))
         t.enter()

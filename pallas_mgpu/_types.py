@@ -1007,8 +1007,10 @@ class CompilerParams(_Frozen):
     ``approx_math``: fast approximate exp, exp2, log, sin, cos, tanh, rsqrt on float32.
     ``unsafe_no_auto_barriers``: no lane barriers around loads and stores of arrays.
     ``max_concurrent_steps``, ``dimension_semantics``: for ``pl.pallas_call`` only.
-    ``reduction_scratch_bytes``: accepted; the exact need is planned. ``lowering_semantics``:
-    ignored.
+    ``reduction_scratch_bytes``: the most SMEM that each Pallas thread may use to combine the parts
+    of a reduction that its warps hold. With less the reduction takes more steps, each with two
+    lane barriers, and gives the same bits; ValueError, when the kernel is lowered, where not even
+    one step fits. What is not needed is not allocated. ``lowering_semantics``: ignored.
     """
 
     __slots__ = (
@@ -1049,6 +1051,12 @@ class CompilerParams(_Frozen):
             raise ValueError("CompilerParams: profile_space and profile_dir go together")
         if profile_space:
             raise NotImplementedError("CompilerParams: the on-device profiler is not supported yet")
+        n = reduction_scratch_bytes
+        if not hasattr(n, "__index__") or isinstance(n, bool) or not 0 <= n.__index__() < 2**31:
+            raise ValueError(
+                "CompilerParams: reduction_scratch_bytes must be an int of at least 0, got"
+                f" {show(n)}"
+            )
         if isinstance(dimension_semantics, list):
             dimension_semantics = tuple(dimension_semantics)
         self._set(
@@ -1056,7 +1064,7 @@ class CompilerParams(_Frozen):
             dimension_semantics=dimension_semantics,
             max_concurrent_steps=max_concurrent_steps,
             unsafe_no_auto_barriers=bool(unsafe_no_auto_barriers),
-            reduction_scratch_bytes=reduction_scratch_bytes,
+            reduction_scratch_bytes=reduction_scratch_bytes.__index__(),
             profile_space=profile_space,
             profile_dir=profile_dir,
             profile_trace_scope=profile_trace_scope,

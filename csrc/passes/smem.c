@@ -122,6 +122,18 @@ static void place_alloc(plan *p, pm_opid op) {
   }
 }
 
+static void place_reduce(plan *p, pm_opid op) {
+  int64_t at_once;
+  const int64_t bytes = pm_reduce_scratch(p->g, op, &at_once);
+  p->scratch = pm_max(p->scratch, bytes);
+  if (at_once) return;
+  p->code = pm_fail(p->err, PM_E_VALUE,
+                    "Required reduction scratch size (%lld bytes) is larger than the available "
+                    "scratch size (%lld bytes); raise CompilerParams(reduction_scratch_bytes=)",
+                    (long long)bytes, (long long)p->g->reduction_scratch);
+  pm_err_op(p->err, p->g, op);
+}
+
 static void place_block(plan *p, pm_blk block) {
   pm_graph *g = p->g;
   int64_t top[N_STACKS];
@@ -149,7 +161,7 @@ static void place_block(plan *p, pm_blk block) {
       case PM_OP_WARP_MAP:
       case PM_OP_SHARE_TILE:
       case PM_OP_NEXT_TILE: p->scratch = pm_max(p->scratch, SCRATCH_ALIGN); break;
-      case PM_OP_REDUCE: p->scratch = pm_max(p->scratch, pm_reduce_scratch(g, op)); break;
+      case PM_OP_REDUCE: place_reduce(p, op); break;
       default: break;
     }
     for (uint32_t r = 0; r < pm_get(g, op)->n_regions; r++) place_block(p, pm_region(g, op, r));
