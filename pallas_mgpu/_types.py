@@ -66,6 +66,8 @@ def _ignore(args, kwargs, value):
 
 def itemsize_bits(dtype):
     """Bits of an element in the memory of kernels: 4 for int4."""
+    if dtype.name in ("int2", "uint2"):
+        return 2
     return 4 if dtype.name in ("int4", "uint4", "float4_e2m1fn") else 8 * dtype.itemsize
 
 

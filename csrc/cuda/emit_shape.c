@@ -119,16 +119,17 @@ pm_code pm_cuda_PACK(pm_gen *e, pm_opid op) {
   const pm_val in = pm_in(e->g, op, 0), out = pm_get(e->g, op)->out;
   const int64_t n = pm_regs_of(e, out);
   if (pm_wants_array(e, out) && pm_regs_of(e, in) != 2 * n) return pm_no_registers(e, op);
+  const int bits = pm_dtypes[pm_typeof(e->g, in)->dtype].bits;
   pm_note(e, op, "pack");
   const char *name = pm_declare(e, out, out);
   if (!pm_is_array(e, out)) {
-    pm_line(e, "%s = pack_4(bits_of(%s), bits_of(%s));", name, pm_at(e, in, "0"),
+    pm_line(e, "%s = pack_%d(bits_of(%s), bits_of(%s));", name, bits, pm_at(e, in, "0"),
             pm_at(e, in, "0"));
     return PM_OK;
   }
   pm_line(e, "#pragma unroll");
-  pm_line(e, "for (int r = 0; r < %lld; r++) %s[r] = pack_4(bits_of(%s), bits_of(%s));",
-          (long long)n, name, pm_at(e, in, "2 * r"), pm_at(e, in, "2 * r + 1"));
+  pm_line(e, "for (int r = 0; r < %lld; r++) %s[r] = pack_%d(bits_of(%s), bits_of(%s));",
+          (long long)n, name, bits, pm_at(e, in, "2 * r"), pm_at(e, in, "2 * r + 1"));
   return PM_OK;
 }
 

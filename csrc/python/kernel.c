@@ -343,13 +343,14 @@ static pm_code move_small(run *r, uint32_t i, uint64_t kernels, bool in, pm_err 
   void *packed = r->on_gpu ? pm_malloc(n + 1) : host(kernels);
   pm_code code = PM_OK;
   if (!packed) return pm_fail(err, PM_E_MEMORY, "the host is out of memory (%zu bytes)", n);
-  if (in) pm_pack_bytes(host(r->given[i]), packed, 2 * n);
+  const size_t elements = n * (8 / pm_dtypes[r->small[i]].bits);
+  if (in) pm_pack_bytes((pm_dtype)r->small[i], host(r->given[i]), packed, elements);
   if (r->on_gpu) {
     code = in ? pm_copy_to_device(r->device, kernels, packed, n, r->stream, err)
               : pm_copy_to_host(r->device, packed, kernels, n, r->stream, err);
     if (!code) code = pm_synchronize(r->device, r->stream, err);
   }
-  if (!in && !code) pm_unpack_bytes(r->small[i], packed, host(r->given[i]), 2 * n);
+  if (!in && !code) pm_unpack_bytes((pm_dtype)r->small[i], packed, host(r->given[i]), elements);
   if (r->on_gpu) pm_free(packed);
   return code;
 }

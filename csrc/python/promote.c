@@ -462,13 +462,14 @@ static pm_val as_dtype(pmpy_trace *t, pm_val v, pm_dtype d) {
   return pmpy_emit(t, PM_OP_CONVERT, &v, 1, &to, NULL, 0);
 }
 
-/* Of 4 bits: in int32, wrapped at the end; bits are counted among the low four. */
+/* Of 4 bits or less: in int32, wrapped at the end; bits are counted among the low ones. */
 static pm_val small_unary(pmpy_trace *t, pm_opcode code, pm_val x, pm_dtype d) {
   const bool counts = code == PM_OP_CLZ || code == PM_OP_POPCOUNT;
   x = as_dtype(t, x, PM_I32);
-  if (counts) x = two(t, PM_OP_AND, x, int_number(t, PM_I32, 15));
+  const int bits = pm_dtypes[d].bits;
+  if (counts) x = two(t, PM_OP_AND, x, int_number(t, PM_I32, (1 << bits) - 1));
   x = one(t, code, x);
-  if (code == PM_OP_CLZ) x = two(t, PM_OP_SUB, x, int_number(t, PM_I32, 28));
+  if (code == PM_OP_CLZ) x = two(t, PM_OP_SUB, x, int_number(t, PM_I32, 32 - bits));
   return x ? as_dtype(t, x, d) : 0;
 }
 

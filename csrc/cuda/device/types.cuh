@@ -250,6 +250,29 @@ FN i8 wrap_s4(u32 x) { return (i8)((i32)(x << 28) >> 28); }
 //! wrap_u4
 FN u8 wrap_u4(u32 x) { return (u8)(x & 15); }
 
+//! wrap_s2
+// 2 bits in an i8 or u8
+FN i8 wrap_s2(u32 x) { return (i8)((i32)(x << 30) >> 30); }
+
+//! wrap_u2
+FN u8 wrap_u2(u32 x) { return (u8)(x & 3); }
+
+//! to_s2
+FN i8 to_s2(f32 x) { return (i8)max(-2, min(1, __float2int_rz(x))); }
+
+//! to_u2
+FN u8 to_u2(f32 x) { return (u8)min(3u, __float2uint_rz(x)); }
+
+//! unpack_s2
+// two elements of 2 bits share the low half of a byte
+FN void unpack_s2(i8* d, u8 x) { d[0] = (i8)((i32)(x << 30) >> 30); d[1] = (i8)((i32)(x << 28) >> 30); }
+
+//! unpack_u2
+FN void unpack_u2(u8* d, u8 x) { d[0] = x & 3; d[1] = x >> 2 & 3; }
+
+//! pack_2
+FN u8 pack_2(u32 lo, u32 hi) { return (u8)((lo & 3) | (hi & 3) << 2); }
+
 //! to_s4
 FN i8 to_s4(f32 x) { return (i8)max(-8, min(7, __float2int_rz(x))); }
 
