@@ -752,8 +752,8 @@ def _state_ref(leaf):
 
 
 def run_state(f):
-    """``run_state(f)(state)``: ``f`` gets refs that begin as the leaves of the pytree. The result is
-    what they hold at the end, or, in a kernel, what ``f`` returns if that is not None.
+    """``run_state(f)(state)``: ``f`` gets refs that begin as the leaves of the pytree. The result
+    is what they hold at the end, or, in a kernel, what ``f`` returns if that is not None.
 
     In a kernel leaves are ``ACC.init(array)``, accumulators, whose values are those after all
     outstanding wgmmas, and arrays, which stay in registers: their refs are read and written by

@@ -159,8 +159,8 @@ class Definition:
         return out[0] if self.wrapped else self.out_container(out)
 
     def trace(self, structure, specs):
-        """``(graph, [(shape, dtype), ...], number of GMEM scratch refs)`` for arguments of the given
-        ``(shape, dtype)``."""
+        """``(graph, [(shape, dtype), ...], number of GMEM scratch refs)`` for arguments of the
+        given ``(shape, dtype)``."""
         mesh = self.mesh
         n = len(specs) if structure is None else len(structure[2])
         for k, (shape, dtype) in enumerate(specs):

@@ -31,8 +31,8 @@ def _copied(x):
 
 
 class MutableArray:
-    """An array on the host that kernels change in place: made by :func:`new_ref`, passed to a kernel
-    or closed over by its body. ``ref[...]`` is its value."""
+    """An array on the host that kernels change in place: made by :func:`new_ref`, passed to a
+    kernel or closed over by its body. ``ref[...]`` is its value."""
 
     __slots__ = ("_value", "__weakref__")
     is_mutable_array = True
@@ -285,8 +285,8 @@ def core_map(
     metadata=None,
     scratch_shapes=(),
 ):
-    """An older form of :func:`pl.kernel`, with a DeprecationWarning: ``@pl.core_map(mesh)`` runs the
-    function below it over a mesh, at once, as ``pl.kernel(f, mesh=mesh)()`` does.
+    """An older form of :func:`pl.kernel`, with a DeprecationWarning: ``@pl.core_map(mesh)`` runs
+    the function below it over a mesh, at once, as ``pl.kernel(f, mesh=mesh)()`` does.
 
     The function takes no arguments and returns None. On the host, with a :class:`plgpu.Mesh`, it
     works on the mutable arrays that it closes over (:func:`plgpu.new_ref`, or inside

@@ -537,8 +537,8 @@ class RevisitMode(enum.Enum):
 
 
 class Buffered(_Frozen):
-    """``pipeline_mode`` of a BlockSpec: ``buffer_count`` slots in SMEM for this operand, in place of
-    the pipeline's ``max_concurrent_steps``.
+    """``pipeline_mode`` of a BlockSpec: ``buffer_count`` slots in SMEM for this operand, in place
+    of the pipeline's ``max_concurrent_steps``.
 
     An input whose block is the same in all steps has one slot and is fetched once. ``revisit``: a
     :class:`RevisitMode` or None; it means nothing for inputs. ValueError for ``buffer_count < 1``,

@@ -824,7 +824,10 @@ def test_slices_of_arrays_that_are_refused():
         def body(x_ref, n_ref, o_ref):
             f(x_ref[...], n_ref[0])
 
-        shapes = [plgpu.ShapeDtypeStruct((8, 32), np.float32), plgpu.ShapeDtypeStruct((1,), "int32")]
+        shapes = [
+            plgpu.ShapeDtypeStruct((8, 32), np.float32),
+            plgpu.ShapeDtypeStruct((1,), "int32"),
+        ]
         plgpu.kernel(body, out_type=plgpu.ShapeDtypeStruct((1,), np.float32)).lower(*shapes)
 
     for f, text in [

@@ -354,7 +354,12 @@ def test_two_bits_in_parts(run, rng):
             laid = plgpu.load(x_ref.at[:, 0:128], layout=plgpu.Layout.WGMMA)
             laid_ref[...] = laid.astype(jnp.bfloat16).astype(jnp.float32)
 
-        outs = [np.zeros((32, 128), np.int32), x[:, 128:].copy(), x[:, :64].copy(), np.zeros((64, 128), np.float32)]
+        outs = [
+            np.zeros((32, 128), np.int32),
+            x[:, 128:].copy(),
+            x[:, :64].copy(),
+            np.zeros((64, 128), np.float32),
+        ]
         scratch = [plgpu.SMEM((64, 256), x.dtype), plgpu.Barrier()]
         got = run(body, tuple(outs), x, np.array([5], np.int32), scratch_types=scratch)
         a = x.astype(np.int32)
@@ -440,9 +445,14 @@ def test_small_integers_refused():
         ("accessed one by one", lambda r: use(pl.load(r, ..., mask=r[...] == r[...]))),
         ("scan of int4", lambda r: use(lax.cummax(r[...], axis=1))),
         ("and it is not last here", lambda r: use(r.T.reshape(128 * 64)[...])),
-        ("and it is not last here", lambda r: pl.run_scoped(
-            lambda s, b: plgpu.copy_gmem_to_smem(r.T, s, b),
-            plgpu.SMEM((128, 64), "int4"), plgpu.Barrier())),
+        (
+            "and it is not last here",
+            lambda r: pl.run_scoped(
+                lambda s, b: plgpu.copy_gmem_to_smem(r.T, s, b),
+                plgpu.SMEM((128, 64), "int4"),
+                plgpu.Barrier(),
+            ),
+        ),
         (even, lambda r: use(r.T[5])),
         ("on 4-bit types are unsupported", lambda r: use(r[...] + 1)),
         ("on 4-bit types are unsupported", lambda r: use(r[...] < 1)),

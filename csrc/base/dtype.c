@@ -190,7 +190,8 @@ pm_scalar pm_load_scalar(pm_dtype t, const void *p) {
 
 /* The low bits of x as a byte of the dtype, of less than 8 bits. */
 static uint8_t widened(pm_dtype t, uint8_t x) {
-  const int bits = pm_dtypes[t].bits, sign = pm_dtypes[t].class == PM_CLASS_INT ? 1 << (bits - 1) : 0;
+  const int bits = pm_dtypes[t].bits,
+            sign = pm_dtypes[t].class == PM_CLASS_INT ? 1 << (bits - 1) : 0;
   return (uint8_t)(((x & ((1 << bits) - 1)) ^ sign) - sign);
 }
 

@@ -740,7 +740,7 @@ static void alloc_smem(compiler *c, pm_val v, const pm_type *t) {
         pm_vec_grow(&c->m->arena, s->smem, s->n_smem, &o->smem_cap, sizeof *s->smem, s->n_smem + 1);
   }
   s->smem[s->n_smem++] = (struct smem_alloc){(uint32_t)at, c->apart[v], t->dtype,
-                                              pm_value_of(c->g, v)->def, pm_type_size(t)};
+                                             pm_value_of(c->g, v)->def, pm_type_size(t)};
 }
 
 static void set_groups(compiler *c, pm_opid op, barrier_info *info) {

@@ -8,9 +8,9 @@
 enum { PM_LOG_BARRIER = 1, PM_LOG_SEMAPHORE = 2, PM_LOG_SMEM = 4 };
 
 typedef struct pm_interp_options {
-  uint64_t seed;  /* of the schedule */
-  bool oob_raise; /* else out-of-bounds reads give the fill */
-  bool zero_fill; /* uninitialised memory reads as zeros; else NaN, integer maximum, true */
+  uint64_t seed;    /* of the schedule */
+  bool oob_raise;   /* else out-of-bounds reads give the fill */
+  bool zero_fill;   /* uninitialised memory reads as zeros; else NaN, integer maximum, true */
   bool skip_floats; /* floats are not computed: every result reads as +inf */
   int log;          /* PM_LOG_ flags: which events are shown, a line for each */
   /* receives each line of DEBUG_PRINT, without the newline; NULL: stdout */

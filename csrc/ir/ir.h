@@ -142,8 +142,8 @@ typedef struct pm_graph {
   const int64_t **strides; /* per operand those of its array, in elements, NULL: row-major; or NULL */
   bool approx_math, no_auto_barriers;
   int64_t reduction_scratch; /* most bytes that a REDUCE of one Pallas thread may take at a time */
-  uint8_t stage;      /* enum pm_stage */
-  int64_t smem_bytes; /* after passes/smem.c: dynamic SMEM with all reserves */
+  uint8_t stage;             /* enum pm_stage */
+  int64_t smem_bytes;        /* after passes/smem.c: dynamic SMEM with all reserves */
   /* reductions and layout conversions, inside smem_bytes; an equal part for each Pallas thread */
   int64_t scratch_offset, scratch_bytes;
   PM_VEC(pm_value) values;

@@ -195,8 +195,8 @@ static void divide_tiling(packer *p, pm_opid op) {
   pm_set_list(p->g, op, PM_ATTR_TILING, tile, n);
 }
 
-/* The load gives bytes; what it gave comes from UNPACKs, in the layout the user asked for. Through a
- * transpose it is that of the base, and what it gave is transposed. Returns how many ops were put
+/* The load gives bytes; what it gave comes from UNPACKs, in the layout the user asked for. Through
+ * a transpose it is that of the base, and what it gave is transposed. Returns how many ops were put
  * behind it. */
 static uint32_t split_load(packer *p, pm_opid op, pm_blk block, uint32_t at) {
   pm_graph *g = p->g;
@@ -361,7 +361,8 @@ pm_code pm_pack_refs(pm_graph *g, const pm_target *target, pm_err *err) {
   visit_block(&p, 1);
   for (pm_val v = 1; v < p.n_values && !p.code; v++) {
     if (!is_packed_ref(g, v)) continue;
-    if (turn_of(&p, v) && p.turned[v].base != v) { /* nobody uses it: any view of the base will do */
+    if (turn_of(&p, v) &&
+        p.turned[v].base != v) { /* nobody uses it: any view of the base will do */
       int64_t dims[PM_MAX_RANK];
       const pm_opid def = pm_value_of(g, v)->def;
       const pm_type type = *pm_typeof(g, p.turned[v].base);

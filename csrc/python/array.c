@@ -471,8 +471,8 @@ static int array_assign(PyObject *self, PyObject *idx, PyObject *value) {
 static bool is_static_slice(PyObject *o) {
   PyObject *start = PyObject_GetAttrString(o, "start"), *stride = NULL;
   if (start) stride = PyObject_GetAttrString(o, "stride");
-  const bool is = !stride || (!PMPY_IS_ARRAY(start) && PyLong_Check(stride) &&
-                              PyLong_AsLong(stride) == 1);
+  const bool is =
+      !stride || (!PMPY_IS_ARRAY(start) && PyLong_Check(stride) && PyLong_AsLong(stride) == 1);
   Py_XDECREF(start);
   Py_XDECREF(stride);
   PyErr_Clear();

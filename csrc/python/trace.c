@@ -630,8 +630,14 @@ static pm_code begin_body(void *ctx, pm_err *err) {
 }
 
 static PyObject *trace_new(PyTypeObject *type, PyObject *args, PyObject *kw) {
-  static char *names[] = {"name", "grid", "cluster", "n_threads", "approx_math", "no_auto_barriers",
-                          "reduction_scratch", NULL};
+  static char *names[] = {"name",
+                          "grid",
+                          "cluster",
+                          "n_threads",
+                          "approx_math",
+                          "no_auto_barriers",
+                          "reduction_scratch",
+                          NULL};
   const char *name;
   PyObject *grid, *cluster;
   int n_threads, approx_math = 0, no_auto_barriers = 0;

@@ -211,7 +211,9 @@ def run(lowered, args, outs, seed=0):
     printed. Raises HostError for misuse of the hardware, a deadlock or a crash, naming the
     generated line."""
     text, info = program(lowered)
-    scratch = [np.empty(shape, dtype) for dtype, shape, *_ in info["params"][len(args) + len(outs) :]]
+    scratch = [
+        np.empty(shape, dtype) for dtype, shape, *_ in info["params"][len(args) + len(outs) :]
+    ]
     small = [x.dtype.name in SMALL for x in [*args, *outs]]
     inner = [packed(x) if s else x for x, s in zip([*args, *outs], small)]
     results = [*inner[len(args) :], *scratch]
