@@ -350,7 +350,7 @@ def test_two_bits_in_parts(run, rng):
             plgpu.barrier_wait(ready)
             tma_ref[...] = tile[:, 128:]
             v = x_ref[:, 0:64]
-            loop_ref[...] = lax.fori_loop(0, 3, lambda i, a: ~(a ^ v), v)
+            loop_ref[...] = lax.fori_loop(0, 3, lambda i, c: ~(c ^ v), v)
             laid = plgpu.load(x_ref.at[:, 0:128], layout=plgpu.Layout.WGMMA)
             laid_ref[...] = laid.astype(jnp.bfloat16).astype(jnp.float32)
 
