@@ -383,8 +383,8 @@ breaks(
         "{\n      p->top = 0;\n      place_block(p, pm_region(g, op, r));\n    }\n",
     ),
     scratch_overlaps_allocations=(
-        "g->scratch_offset = p.deepest[OTHERS] + p.deepest[REMOTE] + p.deepest[OWN] * g->n_threads;",
-        "g->scratch_offset = p.deepest[OTHERS];",
+        "p.deepest[OTHERS] + p.deepest[REMOTE] + p.deepest[OWN] * g->n_threads;",
+        "p.deepest[OTHERS];",
     ),
     others_overlap_what_peers_reach=(
         "*pm_attr(g, op, PM_ATTR_OFFSET) += p->deepest[REMOTE];",
