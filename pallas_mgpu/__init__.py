@@ -91,6 +91,7 @@ from ._types import (
     CompilerParams,
     CopyPartition,
     InterpretParams,
+    LoggingMode,
     Layout,
     LoweringSemantics,
     MemorySpace,

@@ -280,11 +280,21 @@ class CompilerParams:
         exact_division: bool = False,
     ) -> None: ...
 
+class LoggingMode(enum.Flag):
+    BARRIER = 1
+    SEMAPHORE = 2
+    SHARED_MEMORY = 4
+
 @dataclass(frozen=True, init=False)
 class InterpretParams:
     seed: int
     out_of_bounds_reads: Literal["raise", "uninitialized"]
     uninitialized_memory: Literal["nan", "zero"]
+    skip_floating_point_ops: bool
+    num_cores_or_threads: int
+    vector_clock_size: None
+    num_tma_threads_per_device: int
+    logging_mode: LoggingMode | None
     detect_races: bool
     def __init__(
         self,
@@ -292,6 +302,11 @@ class InterpretParams:
         seed: int = 0,
         out_of_bounds_reads: Literal["raise", "uninitialized"] = "raise",
         uninitialized_memory: Literal["nan", "zero"] = "nan",
+        skip_floating_point_ops: bool = False,
+        num_cores_or_threads: int = 1,
+        vector_clock_size: None = None,
+        num_tma_threads_per_device: int = 5,
+        logging_mode: LoggingMode | None = None,
         detect_races: bool = False,
     ) -> None: ...
 

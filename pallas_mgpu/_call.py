@@ -17,7 +17,7 @@ from . import _core, _types, tree
 from ._control import scoped
 from ._kernel import Definition, leaf_names
 from ._names import NotSpecified, accepts, show
-from ._pipeline import Operand, run_steps
+from ._pipeline import Operand, check_slots, run_steps
 from ._schedule import unravel
 from ._trace import Array, check_arity, env, parameter_names
 from ._types import GMEM, GenericBlockSpec, GenericMemorySpace, Mesh, _Frozen, ints
@@ -237,7 +237,7 @@ class _Call(Definition):
     def _sequential(self):
         return [n for n, p in zip(self.grid, self.parallel) if not p]
 
-    def _run_body(self, args, names):
+    def _run_body(self, args, names, scratch):
         e = env(self.who)
         here = [_core.axis_index("grid", e.leading + k) for k in range(len(self.mesh.grid))]
         if self.folded:
@@ -271,12 +271,7 @@ class _Call(Definition):
             )
         ]
         mcs = self.params.max_concurrent_steps.__index__()
-        delay = max((o.spec.delay_release for o in operands[0]), default=0)
-        if mcs <= delay:
-            raise ValueError(
-                f"pallas_call: max_concurrent_steps must be greater than delay_release, got {mcs}"
-                f" and {delay}"
-            )
+        check_slots([o.spec for o in operands[0]], mcs, "pallas_call: ")
 
         def steps(*scratch, **named_scratch):
             def step(indices, *refs):
@@ -296,9 +291,9 @@ class _Call(Definition):
             of_leaves = leaf_names(parts, [next(given, None) for _ in parts])
             run_steps(step, grid, *operands, mcs, None, of_leaves, last=True)
 
-        positional, keyword = self.scratch, {}
-        if isinstance(self.scratch, Mapping):
-            positional, keyword = (), self.scratch
+        positional, keyword = scratch, {}
+        if isinstance(scratch, Mapping):
+            positional, keyword = (), scratch
         self._check_arity(len(args), len(positional), keyword)
         if self.scratch:
             scoped(steps, positional, keyword, names, ())

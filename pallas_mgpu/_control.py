@@ -2,6 +2,9 @@
 regions; bodies are traced once (twice where a weakly typed carry must first take its real
 dtype)."""
 
+import contextlib
+import math
+
 import numpy as np
 
 from . import _core, tree
@@ -131,16 +134,22 @@ def fori_loop(lower, upper, body_fun, init_val, *, unroll=None, _names=None):
     index, *carry = (_names if _names is not None else parameter_names(body_fun)) or (None,)
     alone = len(init.values) == 1 and init.structure == tree.LEAF
     names = [index, *(carry[:1] if alone else [None] * len(init.arrays()))]
+    state = State()
     while True:
-        op = _core.open("for", (lo, hi, *init.arrays()), 1, unroll=copies)
+        first = init.arrays()
+        op = _core.open("for", (lo, hi, *first, *state.values()), 1, unroll=copies)
         try:
-            weak = [static, *_weak(init.arrays())]
-            args = op.enter(0, weak=weak, names=names[: len(weak)])
-            result = body_fun(index_of(args[0]), init.rebuild(args[1:]))
+            weak = [static, *_weak(first)]
+            args = op.enter(0, weak=[*weak, *_weak(state.values())], names=names[: len(weak)])
+            n = len(weak)
+            result = state.run(
+                lambda a=args, n=n: body_fun(index_of(a[0]), init.rebuild(a[1:n])), args[n:]
+            )
             out = Leaves(result, "fori_loop: body_fun")
-            if not _compare(init, out, "fori_loop body"):
-                op.leave(out.arrays())
-                return init.rebuild(op.close())
+            repair = _compare(init, out, "fori_loop body")
+            if not repair and not state.grew:
+                op.leave([*out.arrays(), *state.written()])
+                return init.rebuild(state.take(op.close()))
         except BaseException:
             op.abandon()
             raise
@@ -172,11 +181,15 @@ def while_loop(cond_fun, body_fun, init_val):
     """``val = init_val; while cond_fun(val): val = body_fun(val)``. The condition is a bool
     scalar."""
     init = Leaves(init_val, "while_loop: init_val")
+    state = State()
     while True:
-        op = _core.open("while", tuple(init.arrays()), 2)
+        n = len(init.arrays())
+        first = (*init.arrays(), *state.values())
+        op = _core.open("while", first, 2)
         try:
-            weak = _weak(init.arrays())
-            pred = cond_fun(init.rebuild(op.enter(0, weak=weak)))
+            weak = _weak(first)
+            args = op.enter(0, weak=weak)
+            pred = state.read(lambda a=args, n=n: cond_fun(init.rebuild(a[:n])), args[n:])
             if not isinstance(pred, Array):
                 pred = as_array(pred, "while_loop: the result of cond_fun")
             if pred.shape != () or pred.dtype != bool:
@@ -184,10 +197,13 @@ def while_loop(cond_fun, body_fun, init_val):
                     f"while_loop: cond_fun must return a bool scalar, got {type_text(pred)}"
                 )
             op.leave([pred])
-            out = Leaves(body_fun(init.rebuild(op.enter(1, weak=weak))), "while_loop: body_fun")
-            if not _compare(init, out, "while_loop body"):
-                op.leave(out.arrays())
-                return init.rebuild(op.close())
+            args = op.enter(1, weak=weak)
+            result = state.run(lambda a=args, n=n: body_fun(init.rebuild(a[:n])), args[n:])
+            out = Leaves(result, "while_loop: body_fun")
+            repair = _compare(init, out, "while_loop body")
+            if not repair and not state.grew:
+                op.leave([*out.arrays(), *state.written()])
+                return init.rebuild(state.take(op.close()))
         except BaseException:
             op.abandon()
             raise
@@ -204,20 +220,21 @@ def _predicate(pred, what):
 
 def _branches(opname, selector, functions, what):
     """IF or SWITCH over ``functions`` without arguments; results agree up to weakness."""
-    dtypes = None
+    dtypes, state = None, State()
     while True:
         op = _core.open(opname, (selector,), len(functions))
         try:
-            outs = []
+            outs, again = [], False
             for k, f in enumerate(functions):
                 op.enter(k)
-                out = Leaves(f(), what)
+                out = Leaves(state.run(f), what)
+                again |= k > 0 and state.grew
                 if any(isinstance(v, Ref) for v in out.values):
                     raise ValueError(f"{what}: a branch cannot return a ref")
                 if dtypes is not None:
                     out.values = [_core.convert(v, d) for v, d in zip(out.values, dtypes)]
                 outs.append(out)
-                op.leave(out.values)
+                op.leave([*out.values, *state.written()])
             first = outs[0]
             for out in outs[1:]:
                 if out.structure != first.structure:
@@ -226,8 +243,8 @@ def _branches(opname, selector, functions, what):
                         f" {tree.describe(first.structure)} and {tree.describe(out.structure)}"
                     )
             columns = list(zip(*(o.values for o in outs)))
-            if all(same_type(col[0], v) for col in columns for v in col):
-                return tree.unflatten(first.structure, op.close())
+            if not again and all(same_type(col[0], v) for col in columns for v in col):
+                return tree.unflatten(first.structure, state.take(op.close()))
             wanted = []
             for k, col in enumerate(columns):
                 strong = {v.dtype for v in col if not v.weak_type}
@@ -285,7 +302,8 @@ def lazy_where(mask, on_true, on_false):
         return tree.map(lambda x, y: _core.where(mask, x, y), new, on_false)
 
     some = _core.reduce("any_in_warp", mask, tuple(range(len(mask.shape))), False)
-    return _branches("if", some, (compute, lambda: on_false), "lazy_where")
+    with _read_only():
+        return _branches("if", some, (compute, lambda: on_false), "lazy_where")
 
 
 class in_turn:
@@ -344,15 +362,7 @@ def when(condition):
             if condition:
                 run()
             return
-        written, here = [], _core.region()
-
-        def writes():
-            _, written[:] = _writes_of(run, here)
-            return [new for _, _, new in written]
-
-        branches = (writes, lambda: [old for _, old, _ in written])
-        results = _branches("if", _predicate(condition, "pl.when"), branches, "pl.when")
-        _hold(written, results)
+        _branches("if", _predicate(condition, "pl.when"), (run, lambda: None), "pl.when")
 
     return wrap
 
@@ -464,10 +474,21 @@ def _allocate_union(x, collective, name, what):
     return UnionRefs(groups)
 
 
-def _allocate(x, collective, name, what, union=None, own=False):
-    """The ref of one descriptor; ``union``: its number and that of the group; ``own``: SMEM of one
-    thread may be meant."""
+def _parts(shape, alone):
+    """Of barriers and semaphores that each thread has for itself: a part for each."""
+    return (env("run_scoped").n_threads, *shape) if alone else shape
+
+
+def _part(ref, alone):
+    return ref.at[_core.axis_index("thread", 0)] if alone else ref
+
+
+def _allocate(x, collective, name, what, union=None):
+    """The ref of one descriptor; ``union``: its number and that of the group. Without
+    ``collective`` axes each thread has its own."""
     e = env(what)
+    if isinstance(x, Ref):  # GMEM scratch of the kernel
+        return x
     if isinstance(x, RefUnion):
         return _allocate_union(x, collective, name, what)
     if isinstance(x, WGMMAAccumulatorRef):
@@ -487,29 +508,28 @@ def _allocate(x, collective, name, what, union=None, own=False):
             " plgpu.ACC(shape), plgpu.Barrier(...), plgpu.SemaphoreType.REGULAR(shape),"
             " plgpu.RefUnion(...) and pytrees of them"
         )
-    if e.thread_name is not None and collective != (e.thread_name,) and not own:
-        raise NotImplementedError(
-            "Only thread-collective allocations are supported in kernels with threads: pass"
-            f" collective_axes={e.thread_name!r} to {what}"
-        )
+    alone = e.n_threads > 1 and not collective
     if isinstance(x, Semaphores):
-        return _core.alloc_semaphore(x.shape, -1, name=name)
+        return _part(_core.alloc_semaphore(_parts(x.shape, alone), -1, name=name), alone)
     if isinstance(x, (Barrier, ClusterBarrier)):
-        n = 1
-        for d in x.num_barriers:
-            n *= d
+        shape = _parts(x.num_barriers, alone)
+        n = math.prod(shape)
         if n > 32:
-            raise NotImplementedError(f"{what}: at most 32 barriers in one allocation, got {n}")
+            whose = f", those of all {e.n_threads} threads" if alone else ""
+            raise NotImplementedError(
+                f"{what}: at most 32 barriers in one allocation, got {n}{whose}"
+            )
         groups, leader = None, 0
         if isinstance(x, ClusterBarrier):
             groups, leader = cluster_groups(x, what), int(x.leader_tracked)
-        return _core.alloc_barrier(
-            x.num_barriers, x.num_arrivals, name=name, cluster=groups, leader=leader
+        barrier = _core.alloc_barrier(
+            shape, x.num_arrivals, name=name, cluster=groups, leader=leader
         )
+        return _part(barrier, alone)
     if x.memory_space is not MemorySpace.SMEM:
         raise NotImplementedError(
-            f"{what}: {x.memory_space} cannot be allocated in a kernel; pass an operand"
-            " or an output instead"
+            f"{what}: {x.memory_space} cannot be allocated in a kernel; give"
+            f" plgpu.{x.memory_space.name} as scratch_types, an operand or an output"
         )
     tiling, swizzle = split_transforms(x.transforms, x.shape, x.dtype, what)
     return _core.alloc_smem(
@@ -526,15 +546,17 @@ def _allocate(x, collective, name, what, union=None, own=False):
 def run_scoped(f, *types, collective_axes=(), **kw_types):
     """Allocate ``types``, call ``f(*refs, **kw_refs)``, return its result.
 
-    Types are pytrees of ``plgpu.SMEM``, ``plgpu.ACC``, ``plgpu.Barrier`` and None. In a kernel with
-    threads SMEM and barriers need ``collective_axes=thread_name`` (all threads share them), ACC
-    none. SMEM is undefined on entry. Refs must not leave the scope. Its end waits for nothing: no
-    copy to its SMEM and no wgmma on its ACC may be in flight (ValueError on the interpreter).
+    Types are pytrees of ``plgpu.SMEM``, ``plgpu.ACC``, ``plgpu.Barrier``, semaphores and None. In a
+    kernel with threads, with ``collective_axes=thread_name``, all threads enter the scope together
+    and share what it allocates; without it each thread enters by itself and has its own. ACC is
+    always a thread's own. SMEM is undefined on entry. Refs must not leave the scope. Its end
+    waits for nothing: no copy to its SMEM and no wgmma on its ACC may be in flight (ValueError on
+    the interpreter). ValueError for other axes.
     """
     return scoped(f, types, kw_types, parameter_names(f), collective_axes)
 
 
-def scoped(f, types, kw_types, names, collective_axes, own=False):
+def scoped(f, types, kw_types, names, collective_axes):
     """:func:`run_scoped` with the names of the positional allocations, for the generated text."""
     what = "run_scoped"
     e = env(what)
@@ -548,11 +570,9 @@ def scoped(f, types, kw_types, names, collective_axes, own=False):
     def allocate(t, name):
         if not _is_descriptor(t):
             name = None
-        return tree.map(
-            lambda x: _allocate(x, axes, name, what, own=own), t, is_leaf=_is_descriptor
-        )
+        return tree.map(lambda x: _allocate(x, axes, name, what), t, is_leaf=_is_descriptor)
 
-    here = _core.region()
+    state = State()
     op = _core.open("scope", (), 1, collective=1 if axes else 0)
     try:
         op.enter(0)
@@ -560,25 +580,16 @@ def scoped(f, types, kw_types, names, collective_axes, own=False):
         refs = [allocate(t, name) for t, name in zip(types, names)]
         kw_refs = {k: allocate(t, k) for k, t in kw_types.items()}
         own = tree.leaves([refs, kw_refs])
-        out, written = _writes_of(lambda: f(*refs, **kw_refs), here)
-        leaves, structure = tree.flatten(out)
+        leaves, structure = tree.flatten(state.run(lambda: f(*refs, **kw_refs)))
         for x in leaves:  # an accumulator that is a carry of a pipeline lives outside of it
             if isinstance(x, Ref) and (x.is_view or any(x is r for r in own)):
                 raise ValueError(f"{what}: a ref cannot leave its scope; return its contents")
-        arrays = [x for x in leaves if isinstance(x, Array)]
-        op.leave([*arrays, *(new for _, _, new in written)])
-        results = op.close()
+        op.leave([*(x for x in leaves if isinstance(x, Array)), *state.written()])
+        results = iter(state.take(op.close()))
     except BaseException:
         op.abandon()
         raise
-    _hold(written, results[len(arrays) :])
-    results = iter(results)
     return tree.unflatten(structure, [next(results) if isinstance(x, Array) else x for x in leaves])
-
-
-def own_scope(f, *types):
-    """:func:`run_scoped` by one Pallas thread, whatever others do, for SMEM of its own."""
-    return scoped(f, types, {}, (), (), own=True)
 
 
 def _each_warp(f, what, name, args):
@@ -655,8 +666,8 @@ class _Held:
     def __setitem__(self, idx, value):
         if _core.region() != self.region:
             raise NotImplementedError(
-                "run_state: a ref to an array in registers is written in a loop or a lax.cond; let"
-                " that carry or return the value, and write it behind"
+                "run_state: a ref to an array in registers is written in plgpu.warp_map,"
+                " plgpu.lazy_where or the condition of a loop; write it before or after that"
             )
         new = _core.stored(self.value[idx], value)
         whole = all(
@@ -666,23 +677,68 @@ class _Held:
         self.value = new if whole else self.value.at[idx].set(new)
 
 
-def _writes_of(f, outside):
-    """f() in the region that was just entered: what it returns, and of the refs of run_state that
-    may be written in the region outside, those that it wrote, with the array before and the one
-    behind. They hold the former until :func:`_hold` gives them what comes out of the region."""
-    held = [(x, x.value) for x in env("run_state").held if x.region == outside]
-    for x, _ in held:
-        x.region = _core.region()
-    out = f()
-    written = [(x, old, x.value) for x, old in held if x.value is not old]
-    for x, old in held:
-        x.value, x.region = old, outside
-    return out, written
+class State:
+    """What the regions of one op do to the refs of run_state that may be written where it stands.
+
+    An array lives in one region. While a region is traced, such a ref holds the array of that
+    region, and the op yields those that were written: a loop carries them, branches return them.
+    Which they are is known afterwards, so ``grew`` says that the op must be traced once more."""
+
+    def __init__(self):
+        self._here = _core.region()
+        self._refs, self._new, self.grew = [], [], False
+
+    def values(self):
+        """What the refs hold outside of the op."""
+        return [x.value for x in self._refs]
+
+    def run(self, f, begin=()):
+        """f() in the region that was just entered, where the refs begin as ``begin``, if given."""
+        held = [(x, x.value) for x in env("run_state").held if x.region == self._here]
+        for x, _ in held:
+            x.region = _core.region()
+        for x, value in zip(self._refs, begin):
+            x.value = value
+        out = f()
+        more = [x for x, old in held if x.value is not old and not any(x is y for y in self._refs)]
+        self.grew = bool(more)
+        self._refs += more
+        self._new = self.values()
+        for x, old in held:
+            x.value, x.region = old, self._here
+        return out
+
+    def read(self, f, begin):
+        """f() in a region that cannot write them."""
+        old = self.values()
+        for x, value in zip(self._refs, begin):
+            x.value = value
+        out = f()
+        for x, value in zip(self._refs, old):
+            x.value = value
+        return out
+
+    def written(self):
+        """What they hold at the end of the region that :meth:`run` traced."""
+        return self._new
+
+    def take(self, results):
+        """Those of an op, less what the refs hold from here on."""
+        n = len(results) - len(self._refs)
+        for x, value in zip(self._refs, results[n:]):
+            x.value = value
+        return results[:n]
 
 
-def _hold(written, results):
-    for (x, _, _), value in zip(written, results, strict=True):
-        x.value = value
+@contextlib.contextmanager
+def _read_only():
+    """No ref of run_state can be written."""
+    e = env("run_state")
+    held, e.held = e.held, []
+    try:
+        yield
+    finally:
+        e.held = held
 
 
 def _state_ref(leaf):
@@ -696,24 +752,25 @@ def _state_ref(leaf):
 
 
 def run_state(f):
-    """``run_state(f)(state)``: ``f`` gets refs that begin as the leaves of the pytree and returns
-    None; the result is what they hold at the end.
+    """``run_state(f)(state)``: ``f`` gets refs that begin as the leaves of the pytree. The result
+    is what they hold at the end, or, in a kernel, what ``f`` returns if that is not None.
 
     In a kernel leaves are ``ACC.init(array)``, accumulators, whose values are those after all
     outstanding wgmmas, and arrays, which stay in registers: their refs are read and written by
-    index, also in :func:`pl.when` and scopes (in loops and :func:`lax.cond`: NotImplementedError
-    for a write). On the host leaves are arrays, and the refs are mutable arrays for
-    :func:`pl.core_map`.
+    index, also in loops, branches and scopes (NotImplementedError for a write in
+    :func:`plgpu.warp_map`, :func:`plgpu.lazy_where` and the condition of a loop). On the host
+    leaves are arrays, the refs are mutable arrays for kernels, and ``f`` returns None. ValueError
+    if a ref is returned.
     """
 
-    def inner(state):
+    def inner(args):
         if not tracing():
             from ._state import run_state_on_host
 
-            return run_state_on_host(f)(state)
-        leaves, structure = tree.flatten(state, is_leaf=_is_descriptor)
+            return run_state_on_host(f)(args)
+        leaves, structure = tree.flatten(args, is_leaf=_is_descriptor)
         e = env("run_state")
-        outer, here = e.held, _core.region()
+        outer, state = e.held, State()
         op = _core.open("scope", (), 1, collective=0)
         try:
             op.enter(0)
@@ -723,19 +780,22 @@ def run_state(f):
                 e.held = outer + [r for r in refs if isinstance(r, _Held)]
                 return f(tree.unflatten(structure, refs))
 
-            out, written = _writes_of(call, here)
-            if out is not None:
-                raise ValueError("run_state: the function must return None")
+            out = state.run(call)
             values = [r.value if isinstance(r, _Held) else _core.acc_load(r, 0) for r in refs]
-            op.leave([*values, *(new for _, _, new in written)])
-            results = op.close()
+            if out is None:
+                out = tree.unflatten(structure, values)
+            values, structure = tree.flatten(out)
+            if any(isinstance(x, Ref | _Held) for x in values):
+                raise ValueError("run_state: a ref cannot leave its scope; return its contents")
+            op.leave([*(x for x in values if isinstance(x, Array)), *state.written()])
+            results = iter(state.take(op.close()))
         except BaseException:
             op.abandon()
             raise
         finally:
             e.held = outer
-        _hold(written, results[len(refs) :])
-        results = results[: len(refs)]
-        return tree.unflatten(structure, results)
+        return tree.unflatten(
+            structure, [next(results) if isinstance(x, Array) else x for x in values]
+        )
 
     return inner

@@ -105,7 +105,7 @@ def _padded(x, rows, columns, dtype):
 
 def _on_tensor_cores(a, b, dtype):
     """(M, K) @ (K, N) of float16 or bfloat16 in float32."""
-    from ._control import own_scope
+    from ._control import run_scoped
     from ._ops import commit_smem, wgmma
 
     m, n = a.shape[0], b.shape[1]
@@ -118,7 +118,7 @@ def _on_tensor_cores(a, b, dtype):
             wgmma(acc, a, b)
             return acc[...]
 
-        out = own_scope(product, WGMMAAccumulatorRef((a.shape[0], n), np.float32))
+        out = run_scoped(product, WGMMAAccumulatorRef((a.shape[0], n), np.float32))
         return out if out.shape[0] == m else out[:m]
     pieces = []
     b = _padded(b, 16, 16, dtype)
@@ -132,14 +132,14 @@ def _on_tensor_cores(a, b, dtype):
             return acc[...]
 
         acc = WGMMAAccumulatorRef((a.shape[0], part.shape[1]), np.float32)
-        pieces.append(own_scope(staged, acc, SMEM(part.shape, dtype)))
+        pieces.append(run_scoped(staged, acc, SMEM(part.shape, dtype)))
     out = concatenate(pieces, 1)
     return out if out.shape == (m, n) else out[:m, :n]
 
 
 def _by_lanes(a, b, work):
     """(M, K) @ (K, N), accumulated in `work`."""
-    from ._control import fori_loop, own_scope
+    from ._control import fori_loop, run_scoped
 
     (m, k), n = a.shape, b.shape[1]
     a, b = (_core.convert(_load(x, "dot"), work) for x in (a, b))
@@ -156,7 +156,7 @@ def _by_lanes(a, b, work):
 
         return fori_loop(0, k, step, _core.full((m, n), 0, work))
 
-    return own_scope(product, SMEM((m, k), work), SMEM((k, n), work))
+    return run_scoped(product, SMEM((m, k), work), SMEM((k, n), work))
 
 
 def _product(a, b, preferred, what):

@@ -7,6 +7,7 @@ one `_core.Kernel` per structure."""
 import copy
 import functools
 import inspect
+import math
 import sys
 from collections.abc import Mapping
 
@@ -14,7 +15,15 @@ from . import _core, _introspect, _trace, tree
 from ._batch import Batch, Batched, call_batched
 from ._control import scoped
 from ._names import NOT_SPECIFIED, check_keywords, deprecated, show
-from ._types import GMEM, CompilerParams, InterpretParams, Mesh, ShapeDtypeStruct
+from ._types import (
+    GMEM,
+    CompilerParams,
+    InterpretParams,
+    MemoryRef,
+    Mesh,
+    RefUnion,
+    ShapeDtypeStruct,
+)
 
 
 def _either(new, old, new_name, old_name):
@@ -150,7 +159,8 @@ class Definition:
         return out[0] if self.wrapped else self.out_container(out)
 
     def trace(self, structure, specs):
-        """``(graph, [(shape, dtype), ...])`` for arguments of the given ``(shape, dtype)``."""
+        """``(graph, [(shape, dtype), ...], number of GMEM scratch refs)`` for arguments of the
+        given ``(shape, dtype)``."""
         mesh = self.mesh
         n = len(specs) if structure is None else len(structure[2])
         for k, (shape, dtype) in enumerate(specs):
@@ -165,6 +175,7 @@ class Definition:
             approx_math=self.params.approx_math,
             no_auto_barriers=self.params.unsafe_no_auto_barriers,
             exact_division=self.params.exact_division,
+            reduction_scratch=self.params.reduction_scratch_bytes,
         )
         names = iter(_trace.parameter_names(self.body))
         t.enter()
@@ -182,13 +193,14 @@ class Definition:
                 t.output(shape, o.dtype, name, alias=begins_as.get(k, -1))
                 for k, (shape, o, name) in enumerate(zip(batch.out_shapes, self.outs, out_names))
             ]
+            scratch, n_scratch = self._gmem_scratch(t, batch.sizes)
             refs = batch.views(refs, batch.in_axes)
             outs = batch.views(outs, batch.out_axes)
             for i, o in self.aliases.items():
                 refs[i] = outs[o]  # the same memory
             args = refs if structure is None else tree.unflatten(structure, refs)
             out_args = tree.unflatten(self.out_structure, outs)
-            self._run_body([*args, *out_args], tuple(names))
+            self._run_body([*args, *out_args], tuple(names), scratch)
             graph = t.finish()
             done = True
         except Exception as e:
@@ -202,7 +214,37 @@ class Definition:
                 t.abort()
         if self.debug:
             print(graph.text())
-        return graph, [(s, o.dtype) for s, o in zip(batch.out_shapes, self.outs)]
+        specs = [(s, o.dtype) for s, o in zip(batch.out_shapes, self.outs)]
+        return graph, specs, n_scratch
+
+    def _gmem_scratch(self, t, batch):
+        """The scratch types with refs in place of those in GMEM, and how many these are. Each is
+        one more output, whose first dim counts the blocks; a block sees its own part."""
+        sizes, count = (*batch, *self.mesh.grid, *self.mesh.cluster), 0
+
+        def replaced(x):
+            nonlocal count
+            if not (isinstance(x, MemoryRef) and x.memory_space is GMEM):
+                return x
+            if x.transforms:
+                raise ValueError(f"{self.who} {self.name}: {x}: transforms are for SMEM")
+            shape = (math.prod(sizes), *x.shape)
+            what = f"{self.who} {self.name}: {x} for each of {shape[0]} blocks"
+            _checked(ShapeDtypeStruct(shape, x.dtype), what)
+            count += 1
+            return t.output(shape, x.dtype, f"scratch{count}")
+
+        kinds = (MemoryRef, RefUnion)
+        is_leaf = lambda x: isinstance(x, kinds) or hasattr(x, "memory_space")  # noqa: E731
+        scratch = tree.map(replaced, self.scratch, is_leaf=is_leaf)
+        if not count:
+            return self.scratch, 0
+        block, n_grid = 0, len(sizes) - len(self.mesh.cluster)
+        for k, size in enumerate(sizes):
+            family = ("grid", k) if k < n_grid else ("cluster", k - n_grid)
+            block = block * size + _core.axis_index(*family)
+        own = lambda x: x.at[block] if isinstance(x, _trace.Ref) else x  # noqa: E731
+        return tree.map(own, scratch, is_leaf=is_leaf), count
 
     def _name_none(self, e, structure):
         """Say which argument is None where that is what the body stumbled over."""
@@ -224,13 +266,13 @@ class Definition:
         what = f"{self.who} {self.name}: the body"
         _trace.check_arity(self.body, what, gets, n_args + n_scratch, keyword)
 
-    def _run_body(self, args, names):
+    def _run_body(self, args, names, scratch):
         """Call the body inside the scope of its scratch, whose parameters have ``names``."""
-        positional, keyword = self.scratch, {}
-        if isinstance(self.scratch, Mapping):
-            positional, keyword = (), self.scratch
+        positional, keyword = scratch, {}
+        if isinstance(scratch, Mapping):
+            positional, keyword = (), scratch
         self._check_arity(len(args), len(positional), keyword)
-        if not self.scratch:
+        if not scratch:
             result = self.body(*args)
         else:
             result = scoped(
@@ -331,7 +373,8 @@ def kernel(
     out_type: pytree of things with shape and dtype; a tuple or list gives one output argument per
         element, anything else one. ``out_shape`` is the older name and the only positional form.
     scratch_types: tuple, list (positional) or dict (by keyword) of descriptors, allocated once per
-        block and shared by its threads. ``scratch_shapes`` is the older name.
+        block and shared by its threads; ``plgpu.GMEM(shape, dtype)`` too, in global memory that
+        lives as long as the call. ``scratch_shapes`` is the older name.
     grid, grid_names: how many clusters to launch; names for ``lax.axis_index``. May be unnamed.
     cluster, cluster_names: blocks of a cluster, at most 3 axes.
     num_threads, thread_name: Pallas threads (warpgroups of 128 lanes) of a block.

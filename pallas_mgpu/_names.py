@@ -241,7 +241,6 @@ OLD_PIPELINES = types.SimpleNamespace(PipelineParams=_no_pipeline_params)  # plg
 
 PL_MISSING = {
     "count the operations by hand: pl.CostEstimate": "estimate_cost",
-    "pass max_concurrent_steps to the pipeline": "Buffered RevisitMode",
     "use an int, pl.Element or None": "BoundedSlice Indirect",
     "use pl.when": "select_ref",
 }

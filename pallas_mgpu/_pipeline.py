@@ -1,8 +1,9 @@
 """Software pipelines inside a kernel: `emit_pipeline`.
 
-The pipeline is a loop over the steps of a grid. Step s works on slot s % max_concurrent_steps of
-one SMEM buffer per operand; inputs of the first steps are fetched up front, later ones when a
-slot is free again. The order of events is that of docs/reference.md, "Pipelines"; nothing here is
+The pipeline is a loop over the steps of a grid. Step s works on slot s % n of the SMEM buffer of an
+operand that has n slots; inputs of the first steps are fetched up front, later ones when a slot is
+free again. Inputs with equally many slots are a ring, whose slots have one barrier each. The order
+of events is that of docs/reference.md, "Pipelines"; nothing here is
 visible to the core, which sees copies, barriers and one loop."""
 
 import functools
@@ -23,10 +24,38 @@ from ._types import (
     GenericBlockSpec,
     GenericMemorySpace,
     MemoryRef,
+    RevisitMode,
     Squeezed,
     ints,
     split_transforms,
 )
+
+
+def slots_of(spec, max_concurrent_steps):
+    """How many slots an operand may have."""
+    mode = spec.pipeline_mode
+    return max_concurrent_steps if mode is None else mode.buffer_count
+
+
+def check_slots(specs, max_concurrent_steps, who):
+    """ValueError unless every input has more slots than steps that delay its release."""
+    for s in specs:
+        slots = slots_of(s, max_concurrent_steps)
+        if slots > s.delay_release:
+            continue
+        what = "max_concurrent_steps" if s.pipeline_mode is None else "buffer_count of pl.Buffered"
+        raise ValueError(
+            f"{who}{what} must be greater than all delay_release values, got {slots} and"
+            f" delay_release {s.delay_release}"
+        )
+
+
+def rings_of(operands):
+    """Inputs by their number of slots."""
+    rings = {}
+    for o in operands:
+        rings.setdefault(o.slots, []).append(o)
+    return rings
 
 
 def _is_squeezed(d):
@@ -80,11 +109,22 @@ class Operand:
                 raise NotImplementedError(f"{who}: {what}: unsupported block size type {show(d)}")
             if isinstance(d, (int, np.integer)) and d < 1:
                 raise ValueError(f"{who}: {what}: block sizes are positive, got {d}")
+        mode = spec.pipeline_mode
+        if mode is not None and mode.revisit is RevisitMode.ANY and what.startswith("out_specs"):
+            raise NotImplementedError(
+                f"{who}: {what}: RevisitMode.ANY is not supported: blocks are not read back; keep"
+                " the steps of one block together"
+            )
         self.dims = dims
         self.block = tuple(_size(d) for d in dims if not _is_squeezed(d))
         self.variant = (
             bool(grid) and spec.index_map is not None and self._depends_on_grid(len(grid))
         )
+
+    def set_slots(self, max_concurrent_steps, steps):
+        """``slots``: not more than there are steps."""
+        n = slots_of(self.spec, max_concurrent_steps)
+        self.slots = min(n, steps) if isinstance(steps, int) else n
 
     def _depends_on_grid(self, rank):
         """Does the index map use any of its arguments? By dataflow, on a trace that is thrown
@@ -146,9 +186,9 @@ class Operand:
                 where.append(_Slice(_core.as_array(start, "int32"), n))
         return self.ref.at[tuple(where)]
 
-    def buffer(self, slots):
+    def buffer(self):
         """The SMEM buffer: a slot dim in front of the block."""
-        shape = (slots, *self.block)
+        shape = (self.slots, *self.block)
         split_transforms(
             self.spec.transforms, self.block, self.ref.dtype, f"{self.who}: {self.what}"
         )
@@ -188,12 +228,13 @@ def emit_pipeline(
     ``body(indices, *in_refs, *out_refs)``, or ``body(..., carry) -> carry`` with ``init_carry``;
     the pipeline then returns the last carry. ``grid``: ints or int32 scalars, last axis fastest.
     ``in_specs``, ``out_specs``: flat sequences of BlockSpec, one per ref.
-    ``max_concurrent_steps``: SMEM slots per operand. An input slot is refilled after the body of
+    ``max_concurrent_steps``: SMEM slots per operand; ``BlockSpec(pipeline_mode=pl.Buffered(n))``
+    gives one operand n of them. An input slot is refilled after the body of
     its step; with asynchronous reads (wgmma) await them in the body, or give
     ``BlockSpec(delay_release=1)`` and ``wgmma_wait(1)``.
 
-    ValueError: a grid entry that is not positive; ``max_concurrent_steps`` not above every
-    ``delay_release``; ``collective_axes`` on an output.
+    ValueError: a grid entry that is not positive; not more slots than ``delay_release``;
+    ``collective_axes`` on an output.
     """
     grid = tuple(grid) if isinstance(grid, (tuple, list)) else (grid,)
     grid = tuple(_grid_entry(g) for g in grid)
@@ -229,12 +270,8 @@ def emit_pipeline(
             raise NotImplementedError(
                 "emit_pipeline: collective_axes need emit_pipeline_warp_specialized"
             )
-    delays = [s.delay_release for s in in_specs if isinstance(s, GenericBlockSpec)]
-    if delays and max_concurrent_steps <= max(delays):
-        raise ValueError(
-            "max_concurrent_steps must be greater than all delay_release values, got"
-            f" {max_concurrent_steps} and delay_release {max(delays)}"
-        )
+    specs = [s for s in in_specs if isinstance(s, GenericBlockSpec)]
+    check_slots(specs, max_concurrent_steps, "")
 
     def pipeline(*gmem_refs):
         if len(gmem_refs) != len(in_specs) + len(out_specs):
@@ -263,7 +300,6 @@ def run_steps(body, grid, ins, outs, max_concurrent_steps, init_carry, names, la
     kernel ends with it, so its stores need not be complete for the block to go on."""
     e = env("emit_pipeline")
     steps = _grid_size(grid)
-    slots = min(max_concurrent_steps, steps) if isinstance(steps, int) else max_concurrent_steps
     fetched = [o for o in ins if o.staged]
     staged = [o for o in ins + outs if o.staged]
     if staged and e.thread_name is not None:
@@ -273,27 +309,41 @@ def run_steps(body, grid, ins, outs, max_concurrent_steps, init_carry, names, la
             " allocates for one thread; use a kernel without threads, or write the producer and"
             " consumer branches with barriers"
         )
-    if fetched and slots > 32:
-        raise NotImplementedError(
-            f"{fetched[0].who}: at most 32 steps can be in flight, got {slots}"
-        )
-    barrier = Barrier(num_arrivals=len(fetched), num_barriers=slots) if fetched else None
+    for o in staged:
+        o.set_slots(max_concurrent_steps, steps)
+    once = [o for o in fetched if o.spec.pipeline_mode is not None and not o.variant]
+    for o in once:
+        o.slots = 1
+    rings = rings_of([o for o in fetched if o not in once])
+    for slots in rings:
+        if slots > 32:
+            raise NotImplementedError(
+                f"{fetched[0].who}: at most 32 steps can be in flight, got {slots}"
+            )
+    barriers = [Barrier(num_arrivals=len(r), num_barriers=n) for n, r in rings.items()]
+    barriers += [Barrier(num_arrivals=len(once))] if once else []
 
     def run(*refs):
         buffers = dict(zip(map(id, staged), refs))
-        result = _run(body, grid, steps, slots, ins, outs, buffers, refs[-1], init_carry)
+        bars = dict(zip([*rings, None], refs[len(staged) :]))
+        for o in once:
+            block = o.slice(o.index(unravel(_core.as_array(0, "int32"), grid)))
+            to = buffers[id(o)].at[0]
+            _ops.copy_gmem_to_smem(block, to, bars[None], oob_mode=o.spec.oob_fill_mode)
+        waits = [functools.partial(_ops.barrier_wait, bars[None])] if once else []
+        result = _run(body, grid, steps, ins, outs, buffers, rings, bars, waits, init_carry)
         if any(o.staged for o in outs):
             _ops.wait_smem_to_gmem(0, wait_read_only=last)
         return result
 
     named = dict(zip(map(id, ins + outs), names))
     names = [named.get(id(o)) for o in staged]
-    types = [*(o.buffer(slots) for o in staged), barrier]
-    return scoped(run, types, {}, [*names, "ready"], ())
+    types = [*(o.buffer() for o in staged), *(barriers or [None])]
+    return scoped(run, types, {}, [*names, *["ready"] * len(barriers)], ())
 
 
-def _run(body, grid, steps, slots, ins, outs, buffers, bars, init_carry):
-    fetched = [o for o in ins if o.staged]
+def _run(body, grid, steps, ins, outs, buffers, rings, bars, waits, init_carry):
+    """``rings``: inputs by number of slots; ``waits``: for what was fetched before."""
     stored = [o for o in outs if o.staged]
     variant = [o for o in stored if o.variant]
     invariant = [o for o in stored if not o.variant]
@@ -305,18 +355,20 @@ def _run(body, grid, steps, slots, ins, outs, buffers, bars, init_carry):
             _ops.copy_gmem_to_smem(
                 o.slice(o.index(indices)),
                 buffers[id(o)].at[slot],
-                bars.at[slot],
+                bars[o.slots].at[slot],
                 oob_mode=o.spec.oob_fill_mode,
             )
 
     # The first blocks.
-    if fetched:
-        for s in range(slots):
+    for n, ring in rings.items():
+        for s in range(n):
             step = _core.as_array(s, "int32")
             if static:
-                fetch(fetched, step, s)
+                fetch(ring, step, s)
             else:
-                when(steps > s)(lambda step=step, s=s: fetch(fetched, step, s))
+                when(steps > s)(lambda step=step, s=s, ring=ring: fetch(ring, step, s))
+    for wait in waits:
+        wait()
 
     def moved(o, now, s):
         """Did the block of an output change between steps s-1 and s?"""
@@ -325,13 +377,14 @@ def _run(body, grid, steps, slots, ins, outs, buffers, bars, init_carry):
         return functools.reduce(lambda x, y: x | y, changed)
 
     def one_step(s, carry):
-        slot = s % slots if slots > 1 else 0
+        counts = dict.fromkeys(o.slots for o in ins + outs if o.staged)
+        slot = {n: s % n if n > 1 else 0 for n in counts}
         indices = unravel(s, grid)
-        if fetched:
-            _ops.barrier_wait(bars.at[slot])
+        for n in rings:
+            _ops.barrier_wait(bars[n].at[slot[n]])
         if variant:
-            _ops.wait_smem_to_gmem(slots - 1, wait_read_only=True)
-        refs = [buffers[id(o)].at[slot] if o.staged else o.ref for o in ins + outs]
+            _ops.wait_smem_to_gmem(min(o.slots for o in variant) - 1, wait_read_only=True)
+        refs = [buffers[id(o)].at[slot[o.slots]] if o.staged else o.ref for o in ins + outs]
         if init_carry is None:
             body(indices, *refs)
         else:
@@ -342,30 +395,30 @@ def _run(body, grid, steps, slots, ins, outs, buffers, bars, init_carry):
                 now = o.index(indices)
                 first = (s == 0) | moved(o, now, s)
                 _ops.copy_smem_to_gmem(
-                    buffers[id(o)].at[slot], o.slice(now), first, commit_group=False
+                    buffers[id(o)].at[slot[o.slots]], o.slice(now), first, commit_group=False
                 )
             _ops.commit_smem_to_gmem_group()
-        for d in sorted({o.spec.delay_release for o in fetched}):
-            if static and steps <= slots:
-                continue  # everything was fetched up front
-            ahead = slots - d
-            level = [o for o in fetched if o.spec.delay_release == d]
-            more = s < steps - ahead
-            if d:
-                more = more & (s >= d)
+        for n, ring in rings.items():
+            for d in sorted({o.spec.delay_release for o in ring}):
+                if static and steps <= n:
+                    continue  # everything was fetched up front
+                level = [o for o in ring if o.spec.delay_release == d]
+                more = s < steps - (n - d)
+                if d:
+                    more = more & (s >= d)
 
-            @when(more)
-            def _(level=level, ahead=ahead, d=d):
-                fetch(level, s + ahead, (s - d) % slots if d else slot)
+                @when(more)
+                def _(level=level, n=n, d=d):
+                    fetch(level, s + (n - d), (s - d) % n if d else slot[n])
 
         return carry
 
     carry = fori_loop(0, steps, one_step, init_carry)
 
     def last_store(operands):
-        slot = (steps - 1) % slots
         indices = unravel(steps - 1, grid)
         for o in operands:
+            slot = (steps - 1) % o.slots
             _ops.copy_smem_to_gmem(
                 buffers[id(o)].at[slot], o.slice(o.index(indices)), commit_group=False
             )

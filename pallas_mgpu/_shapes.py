@@ -357,9 +357,29 @@ def _static_bound(b):
     return b
 
 
+def _slice_start(s, n):
+    """The start of a ``pl.ds`` in a dimension of n elements; a traced one is moved inside."""
+    from . import numpy as jnp
+
+    last = n - (s.size - 1) * s.stride - 1
+    if s.size < 1 or s.stride < 1 or last < 0:
+        raise IndexError(
+            f"index: pl.ds of {s.size} elements, stride {s.stride}, of a dimension of {n} elements"
+        )
+    if s.is_dynamic_start:
+        return jnp.clip(_check_index_array(s.start), 0, last)
+    if not 0 <= s.start <= last:
+        raise IndexError(
+            f"index: {s.size} elements from {s.start}, stride {s.stride}, are out of bounds for a"
+            f" dimension of {n} elements"
+        )
+    return s.start
+
+
 def numbers_at(x, idx, drop):
     """Row-major numbers of the elements that ``x[idx]`` names, and which of their dims are those of
-    arrays in the index. Traced indices out of range are limited to it, or with ``drop`` give -1."""
+    arrays in the index. Traced indices out of range are limited to it, or with ``drop`` give -1; a
+    ``pl.ds`` with a traced start is moved inside."""
     from . import numpy as jnp
 
     strides, dim = _strides(x.shape), 0
@@ -383,6 +403,11 @@ def numbers_at(x, idx, drop):
             shape.append(count)
             steps.append(step * stride)
             base = base + start * stride
+            continue
+        if hasattr(i, "is_dynamic_start"):
+            shape.append(i.size)
+            steps.append(i.stride * stride)
+            base = base + _slice_start(i, n) * stride
             continue
         i = _check_index_array(i)
         if isinstance(i, int) and not -n <= i < n:

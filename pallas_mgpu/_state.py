@@ -14,7 +14,7 @@ import numpy as np
 from . import _core, _introspect, tree
 from ._control import warp_mesh
 from ._kernel import Definition
-from ._names import NOT_SPECIFIED, show
+from ._names import NOT_SPECIFIED, deprecated, show
 from ._trace import tracing
 from ._types import GMEM, Mesh, ShapeDtypeStruct, WarpMesh
 
@@ -31,8 +31,8 @@ def _copied(x):
 
 
 class MutableArray:
-    """An array on the host that kernels change in place: made by :func:`new_ref`, used by closing
-    over it in :func:`pl.core_map`. ``ref[...]`` is its value."""
+    """An array on the host that kernels change in place: made by :func:`new_ref`, passed to a
+    kernel or closed over by its body. ``ref[...]`` is its value."""
 
     __slots__ = ("_value", "__weakref__")
     is_mutable_array = True
@@ -51,7 +51,7 @@ class MutableArray:
         if tracing():
             raise ValueError(
                 "a mutable array of the host cannot be used here: close over it directly in the"
-                " function below @pl.core_map, where the kernel's ref takes its place"
+                " body of the kernel, where the kernel's ref takes its place"
             )
 
     def __getitem__(self, index):
@@ -70,7 +70,7 @@ class MutableArray:
 def new_ref(x, *, memory_space=GMEM):
     """A mutable array that begins as a copy of ``x`` (NumPy, PyTorch, CuPy, JAX, DeviceArray).
 
-    For kernels that work on what they close over: :func:`pl.core_map`. It stays where ``x`` is.
+    For kernels that change their arguments or what they close over. It stays where ``x`` is.
     ValueError for a memory space other than GMEM.
     """
     if memory_space not in (None, GMEM):
@@ -285,7 +285,8 @@ def core_map(
     metadata=None,
     scratch_shapes=(),
 ):
-    """``@pl.core_map(mesh)`` runs the function below it over a mesh, at once.
+    """An older form of :func:`pl.kernel`, with a DeprecationWarning: ``@pl.core_map(mesh)`` runs
+    the function below it over a mesh, at once, as ``pl.kernel(f, mesh=mesh)()`` does.
 
     The function takes no arguments and returns None. On the host, with a :class:`plgpu.Mesh`, it
     works on the mutable arrays that it closes over (:func:`plgpu.new_ref`, or inside
@@ -296,6 +297,7 @@ def core_map(
     """
     what = "core_map"
     _only_mesh(what, mesh)
+    deprecated("pl.core_map is deprecated; use pl.kernel(f, mesh=mesh)() instead", 2)
     if scratch_shapes:
         raise NotImplementedError(f"{what}: scratch_shapes; allocate with pl.run_scoped")
 
@@ -348,7 +350,8 @@ def mesh_kernel(
     name=None,
     metadata=None,
 ):
-    """:func:`plgpu.kernel` over a mesh object.
+    """:func:`plgpu.kernel` over a mesh object. The body may close over mutable arrays
+    (:func:`plgpu.new_ref`), which it changes in place.
 
     With a :class:`plgpu.Mesh` a kernel of ``body(*operands, *outputs)``, whose result has the
     structure of ``out_type``; ``scratch_types`` must be empty (NotImplementedError; use
@@ -368,7 +371,7 @@ def mesh_kernel(
             return lambda *args: warp_mesh(functools.partial(f, *args), mesh.axis_name)
         over = mesh if name is None else mesh.replace(kernel_name=name)
         definition = Definition(f, out_type, (), compiler_params, over, interpret or None, debug)
-        return definition.make()
+        return definition.with_closure() or definition.make()
 
     return wrap if body is NOT_SPECIFIED else wrap(body)
 

@@ -66,6 +66,8 @@ def _ignore(args, kwargs, value):
 
 def itemsize_bits(dtype):
     """Bits of an element in the memory of kernels: 4 for int4."""
+    if dtype.name in ("int2", "uint2"):
+        return 2
     return 4 if dtype.name in ("int4", "uint4", "float4_e2m1fn") else 8 * dtype.itemsize
 
 
@@ -417,7 +419,8 @@ class ClusterBarrier(_Frozen):
 
     ``collective_axes``: names of cluster axes; an element may be a tuple of names, taken as one
     axis. ``barrier_arrive`` signals every block that differs from the caller's in at most one of
-    them, its own too; ``barrier_wait`` waits for the own instance. ``num_arrivals``: threads of
+    them, its own too, without names only its own; ``barrier_wait`` waits for the own instance.
+    ``num_arrivals``: threads of
     each block that arrive. ``leader_tracked``, of one axis: arrivals count in the block with index
     0 on it alone, and only that one may wait. ValueError for ``num_arrivals < 1``.
     """
@@ -441,9 +444,7 @@ class ClusterBarrier(_Frozen):
         if num_arrivals < 1:
             raise ValueError(f"ClusterBarrier: num_arrivals must be at least 1, got {num_arrivals}")
         axes = axis_names(collective_axes)
-        if not axes:
-            raise ValueError("ClusterBarrier: collective_axes must name a cluster axis")
-        if leader_tracked and (len(axes) > 1 or isinstance(axes[0], tuple)):
+        if leader_tracked and (len(axes) != 1 or isinstance(axes[0], tuple)):
             raise NotImplementedError(
                 f"ClusterBarrier: leader_tracked needs one cluster axis, not grouped, got {axes}"
             )
@@ -527,18 +528,52 @@ def _as_tuple(index_map):
     return functools.update_wrapper(call, index_map, updated=())
 
 
+class RevisitMode(enum.Enum):
+    """When a block of an output may come again: in the step after (``IMMEDIATE``), or at any time,
+    with what it held (``ANY``, not supported)."""
+
+    IMMEDIATE = "immediate"
+    ANY = "any"
+
+
+class Buffered(_Frozen):
+    """``pipeline_mode`` of a BlockSpec: ``buffer_count`` slots in SMEM for this operand, in place
+    of the pipeline's ``max_concurrent_steps``.
+
+    An input whose block is the same in all steps has one slot and is fetched once. ``revisit``: a
+    :class:`RevisitMode` or None; it means nothing for inputs. ValueError for ``buffer_count < 1``,
+    NotImplementedError for ``use_lookahead`` and, of an output, ``RevisitMode.ANY``.
+    """
+
+    __slots__ = ("buffer_count", "use_lookahead", "revisit")
+
+    def __init__(self, buffer_count, use_lookahead=False, revisit=None):
+        if not hasattr(buffer_count, "__index__") or isinstance(buffer_count, bool):
+            raise TypeError(f"Buffered: buffer_count must be an int, got {show(buffer_count)}")
+        if buffer_count.__index__() < 1:
+            raise ValueError(f"Buffered: buffer_count must be at least 1, got {buffer_count}")
+        if use_lookahead:
+            raise NotImplementedError(
+                "Buffered: use_lookahead is not supported; a larger buffer_count fetches further"
+                " ahead"
+            )
+        if not (revisit is None or isinstance(revisit, RevisitMode)):
+            raise TypeError(f"Buffered: revisit must be a pl.RevisitMode, got {show(revisit)}")
+        self._set(buffer_count=buffer_count.__index__(), use_lookahead=False, revisit=revisit)
+
+
 @dataclasses.dataclass(init=False)
 class GenericBlockSpec:
     """`pl.BlockSpec`: how an array is cut into blocks.
 
     ``block_shape``: per dim an int, ``Blocked``, ``Element``, ``None`` or ``Squeezed``; None: the
     whole array. ``index_map``: grid indices to block indices; None: zeros. ``memory_space``: SMEM
-    by default; GMEM passes the whole array. NotImplementedError for ``pipeline_mode``.
+    by default; GMEM passes the whole array. ``pipeline_mode``: :class:`pl.Buffered` or None.
     """
 
     block_shape: tuple | None
     index_map: Callable | None
-    pipeline_mode: None
+    pipeline_mode: Buffered | None
     memory_space: MemorySpace | GenericMemorySpace | None
 
     transforms = ()
@@ -547,10 +582,10 @@ class GenericBlockSpec:
     oob_fill_mode = OOBFillMode.ZEROS
 
     def __init__(self, block_shape=None, index_map=None, pipeline_mode=None, *, memory_space=None):
-        if pipeline_mode is not None:
-            raise NotImplementedError(
-                "BlockSpec: pipeline_mode is not supported on GPU; pass"
-                " max_concurrent_steps to the pipeline"
+        if not (pipeline_mode is None or isinstance(pipeline_mode, Buffered)):
+            raise TypeError(
+                f"BlockSpec: pipeline_mode must be pl.Buffered(n) or None, got"
+                f" {show(pipeline_mode)}"
             )
         if callable(block_shape) and not isinstance(block_shape, type):
             raise TypeError("BlockSpec: block_shape comes first, then index_map")
@@ -569,7 +604,7 @@ class GenericBlockSpec:
             )
         self.block_shape = None if block_shape is None else tuple(block_shape)
         self.index_map = None if index_map is None else _as_tuple(index_map)
-        self.pipeline_mode = None
+        self.pipeline_mode = pipeline_mode
         self.memory_space = memory_space
 
     def replace(self, **changes):
@@ -975,8 +1010,10 @@ class CompilerParams(_Frozen):
     ``exact_division``: correctly rounded quotients of floats (``lax.div(x, y, exact=True)`` each).
     ``unsafe_no_auto_barriers``: no lane barriers around loads and stores of arrays.
     ``max_concurrent_steps``, ``dimension_semantics``: for ``pl.pallas_call`` only.
-    ``reduction_scratch_bytes``: accepted; the exact need is planned. ``lowering_semantics``:
-    ignored.
+    ``reduction_scratch_bytes``: the most SMEM that each Pallas thread may use to combine the parts
+    of a reduction that its warps hold. With less the reduction takes more steps, each with two
+    lane barriers, and gives the same bits; ValueError, when the kernel is lowered, where not even
+    one step fits. What is not needed is not allocated. ``lowering_semantics``: ignored.
     """
 
     __slots__ = (
@@ -1019,6 +1056,12 @@ class CompilerParams(_Frozen):
             raise ValueError("CompilerParams: profile_space and profile_dir go together")
         if profile_space:
             raise NotImplementedError("CompilerParams: the on-device profiler is not supported yet")
+        n = reduction_scratch_bytes
+        if not hasattr(n, "__index__") or isinstance(n, bool) or not 0 <= n.__index__() < 2**31:
+            raise ValueError(
+                "CompilerParams: reduction_scratch_bytes must be an int of at least 0, got"
+                f" {show(n)}"
+            )
         if isinstance(dimension_semantics, list):
             dimension_semantics = tuple(dimension_semantics)
         self._set(
@@ -1026,7 +1069,7 @@ class CompilerParams(_Frozen):
             dimension_semantics=dimension_semantics,
             max_concurrent_steps=max_concurrent_steps,
             unsafe_no_auto_barriers=bool(unsafe_no_auto_barriers),
-            reduction_scratch_bytes=reduction_scratch_bytes,
+            reduction_scratch_bytes=reduction_scratch_bytes.__index__(),
             profile_space=profile_space,
             profile_dir=profile_dir,
             profile_trace_scope=profile_trace_scope,
@@ -1036,35 +1079,99 @@ class CompilerParams(_Frozen):
         )
 
 
-class InterpretParams(_Frozen):
-    """How ``interpret=`` runs a kernel on the CPU.
+class LoggingMode(enum.Flag):
+    """Events that ``InterpretParams(logging_mode=)`` shows; combine them with ``|``."""
 
-    ``seed``: of the schedule; the same seed gives the same interleaving. ``out_of_bounds_reads``:
-    "raise" (IndexError) or "uninitialized". ``uninitialized_memory``: "nan" or "zero".
-    Deadlocks and out-of-bounds accesses are always found. NotImplementedError for ``detect_races``.
+    BARRIER = 1
+    SEMAPHORE = 2
+    SHARED_MEMORY = 4
+
+
+class InterpretParams(_Frozen):
+    """How ``interpret=`` runs a kernel on the CPU. Keyword only.
+
+    ``seed``: of the schedule; the same seed gives the same interleaving.
+    ``out_of_bounds_reads``: "raise" (IndexError) or "uninitialized".
+    ``uninitialized_memory``: "nan" (NaN, the greatest integer, True) or "zero".
+    ``skip_floating_point_ops``: nothing is computed in floats, and every float that is loaded or
+    would be computed reads as +inf (constants stay); integers, branches and synchronisation are
+    as ever. For finding deadlocks fast.
+    ``logging_mode``: a :class:`LoggingMode`: prints a line for each of these events.
+    ``num_cores_or_threads``, ``num_tma_threads_per_device``: without effect: the kernel has its
+    ``num_threads``, and copies are not limited in number.
+    Deadlocks and out-of-bounds accesses are always found. ValueError for other values,
+    NotImplementedError for ``detect_races`` and other kinds of ``uninitialized_memory``.
     """
 
-    __slots__ = ("seed", "out_of_bounds_reads", "uninitialized_memory", "detect_races")
+    __slots__ = (
+        "detect_races",
+        "out_of_bounds_reads",
+        "uninitialized_memory",
+        "skip_floating_point_ops",
+        "num_cores_or_threads",
+        "vector_clock_size",
+        "num_tma_threads_per_device",
+        "logging_mode",
+        "seed",
+    )
 
     def __init__(
-        self, *, seed=0, out_of_bounds_reads="raise", uninitialized_memory="nan", detect_races=False
+        self,
+        *,
+        seed=0,
+        out_of_bounds_reads="raise",
+        uninitialized_memory="nan",
+        skip_floating_point_ops=False,
+        num_cores_or_threads=1,
+        vector_clock_size=None,
+        num_tma_threads_per_device=5,
+        logging_mode=None,
+        detect_races=False,
     ):
+        what = "InterpretParams"
         if detect_races:
             raise NotImplementedError(
-                "InterpretParams: detect_races is not supported yet; deadlocks and"
-                " out-of-bounds accesses are always found"
+                f"{what}: detect_races is not supported yet; deadlocks and out-of-bounds accesses"
+                " are always found"
+            )
+        if out_of_bounds_reads not in ("raise", "uninitialized"):
+            raise ValueError(
+                f"{what}: out_of_bounds_reads must be 'raise' or 'uninitialized', got"
+                f" {show(out_of_bounds_reads)}"
             )
         if uninitialized_memory not in ("nan", "zero"):
             raise NotImplementedError(
-                f"InterpretParams: uninitialized_memory must be 'nan' or 'zero',"
+                f"{what}: uninitialized_memory must be 'nan' or 'zero',"
                 f" got {show(uninitialized_memory)}"
+            )
+        counts = {
+            "num_cores_or_threads": num_cores_or_threads,
+            "num_tma_threads_per_device": num_tma_threads_per_device,
+        }
+        for name, n in counts.items():
+            if not hasattr(n, "__index__") or n.__index__() < 1:
+                raise ValueError(f"{what}: {name} must be an int of at least 1, got {show(n)}")
+        if vector_clock_size is not None:
+            raise ValueError(
+                f"{what}: vector_clock_size must be None on a GPU, got {show(vector_clock_size)}"
+            )
+        if not (logging_mode is None or isinstance(logging_mode, LoggingMode)):
+            raise TypeError(
+                f"{what}: logging_mode must be a plgpu.LoggingMode or None, got"
+                f" {show(logging_mode)}"
             )
         self._set(
             seed=int(seed),
             out_of_bounds_reads=out_of_bounds_reads,
             uninitialized_memory=uninitialized_memory,
+            skip_floating_point_ops=bool(skip_floating_point_ops),
+            vector_clock_size=None,
+            logging_mode=logging_mode,
             detect_races=False,
+            **{name: n.__index__() for name, n in counts.items()},
         )
+
+    log = property(lambda self: self.logging_mode.value if self.logging_mode else 0)
 
 
 def _split_axis_names(args, kwargs, names):

@@ -11,7 +11,7 @@ import functools
 
 from . import _core, _ops, tree
 from ._control import cond, fori_loop, scoped, when
-from ._pipeline import Operand, _grid_size
+from ._pipeline import Operand, _grid_size, check_slots, rings_of, slots_of
 from ._schedule import unravel
 from ._trace import Array, env
 from ._types import Barrier, ClusterBarrier, GenericBlockSpec
@@ -69,19 +69,16 @@ def _check(ins, outs, slots, num_compute_wgs, memory_thread_idx, state, grid):
             f"{_NAME}: inputs must have one delay_release, got {sorted(delays)}"
         )
     delay = delays.pop() if delays else 0
-    if slots <= delay:
-        raise ValueError(
-            f"{_NAME}: max_concurrent_steps must be greater than all delay_release values, got"
-            f" {slots} and {delay}"
-        )
+    check_slots(ins.leaves, slots, f"{_NAME}: ")
     if memory_thread_idx not in (None, num_compute_wgs):
         raise NotImplementedError(f"{_NAME}: memory_thread_idx must be the last thread")
     if state is not None:
         static = all(isinstance(g, int) for g in grid)
-        if not static or _grid_size(grid) % slots or delay:
+        equal = all(slots_of(s, slots) == slots for s in ins.leaves + outs.leaves)
+        if not static or _grid_size(grid) % slots or delay or not equal:
             raise NotImplementedError(
                 f"{_NAME}: pipeline_state needs a static grid, a number of steps divisible by"
-                " max_concurrent_steps, and delay_release=0"
+                " max_concurrent_steps, delay_release=0, and equally many slots for all blocks"
             )
     return delay
 
@@ -128,15 +125,21 @@ class _Pipeline:
             raise NotImplementedError(
                 f"{_NAME}: SMEM outputs need num_compute_wgs=1; store from the body instead"
             )
+        steps = _grid_size(self.grid)
+        for o in operands[0] + operands[1]:
+            o.set_slots(self.max_concurrent_steps, steps)
+        for o in operands[1]:
+            if not o.variant:
+                o.slots = 1
         return operands
 
-    def _slots(self):
-        steps = _grid_size(self.grid)
-        return (
-            min(self.max_concurrent_steps, steps)
-            if isinstance(steps, int)
-            else self.max_concurrent_steps
-        )
+    def _rings(self, ins, barriers):
+        """Of barriers made by get_allocations the number of slots of each."""
+        if len(barriers) == len(ins):
+            counts = [o.slots for o in ins]
+        else:
+            counts = list(rings_of(ins))
+        return list(zip(counts, barriers))
 
     def _axes(self):
         return sorted({a for s in self.ins.leaves for a in s.collective_axes or ()})
@@ -144,9 +147,9 @@ class _Pipeline:
     def get_allocations(self, *gmem_refs):
         """What to allocate, for ``run_scoped``; pass the result as ``allocations=``."""
         ins, outs = self._operands(gmem_refs)
-        slots, n, axes = self._slots(), self.num_compute_wgs, self._axes()
+        n, axes, rings = self.num_compute_wgs, self._axes(), rings_of(ins)
 
-        def consumed():
+        def consumed(slots):
             if axes:
                 return ClusterBarrier(
                     collective_axes=tuple(axes), num_arrivals=n, num_barriers=slots
@@ -156,15 +159,15 @@ class _Pipeline:
         if not ins and not self.manual_ready_barriers:
             raise ValueError(f"{_NAME}: at least one input is needed")
         if self.manual_ready_barriers:
-            ready = [Barrier(num_barriers=slots) for _ in ins]
+            ready = [Barrier(num_barriers=o.slots) for o in ins]
         else:
-            ready = [Barrier(num_arrivals=len(ins), num_barriers=slots)]
-        count = len(ins) if self.manual_consumed_barriers else 1
+            ready = [Barrier(num_arrivals=len(r), num_barriers=k) for k, r in rings.items()]
+        counts = [o.slots for o in ins] if self.manual_consumed_barriers else rings
         return {
-            "ins": [o.buffer(slots) for o in ins],
-            "outs": [o.buffer(slots if o.variant else 1) for o in outs],
+            "ins": [o.buffer() for o in ins],
+            "outs": [o.buffer() for o in outs],
             "ready": ready,
-            "consumed": [consumed() for _ in range(count)],
+            "consumed": [consumed(k) for k in counts],
         }
 
     def __call__(self, *gmem_refs, allocations=None):
@@ -225,8 +228,8 @@ class _Pipeline:
             _ops.wgmma_wait(0)
 
             def release(s, _):
-                for b in a["consumed"]:
-                    _ops.barrier_arrive(b.at[s % self._slots()])
+                for n, b in self._rings(ins, a["consumed"]):
+                    _ops.barrier_arrive(b.at[s % n])
 
             fori_loop(_not_below_zero(steps - late), steps, release, None)
         last = unravel(steps - 1, self.grid)
@@ -241,8 +244,10 @@ class _Pipeline:
             _ops.wait_smem_to_gmem(0)
 
     def _compute_loop(self, ins, outs, a, carry):
-        slots, d = self._slots(), self.delay
+        d = self.delay
         variant = [(o, b) for o, b in zip(outs, a["outs"]) if o.variant]
+        consumed = self._rings(ins, a["consumed"])
+        counts = dict.fromkeys(o.slots for o in [*ins, *(o for o, _ in variant)])
 
         def moved(o, now, s):
             past = o.index(unravel(s - 1, self.grid))
@@ -252,21 +257,23 @@ class _Pipeline:
             return functools.reduce(lambda x, y: x | y, changed, s == 0)
 
         def step(s, c):
-            slot = s % slots
-            released = (s + (slots - d)) % slots if d else slot
+            slot = {n: s % n for n in counts}
+            released = {n: (s + (n - d)) % n if d else slot[n] for n in counts}
             indices = unravel(s, self.grid)
             if not self.manual_ready_barriers:
-                _ops.barrier_wait(a["ready"][0].at[slot])
+                for n, b in self._rings(ins, a["ready"]):
+                    _ops.barrier_wait(b.at[slot[n]])
             if variant:
-                _ops.wait_smem_to_gmem(slots - 1, wait_read_only=True)
-            args = [*self.ins.rebuild([b.at[slot] for b in a["ins"]])]
+                fewest = min(o.slots for o, _ in variant)
+                _ops.wait_smem_to_gmem(fewest - 1, wait_read_only=True)
+            args = [*self.ins.rebuild([b.at[slot[o.slots]] for o, b in zip(ins, a["ins"])])]
             args += self.outs.rebuild(
-                [b.at[slot if o.variant else 0] for o, b in zip(outs, a["outs"])]
+                [b.at[slot[o.slots] if o.variant else 0] for o, b in zip(outs, a["outs"])]
             )
             if self.manual_ready_barriers:
-                args += self.ins.rebuild([b.at[slot] for b in a["ready"]])
+                args += self.ins.rebuild([b.at[slot[o.slots]] for o, b in zip(ins, a["ready"])])
             if self.manual_consumed_barriers:
-                args += self.ins.rebuild([b.at[released] for b in a["consumed"]])
+                args += self.ins.rebuild([b.at[released[n]] for n, b in consumed])
             if self.compute_context is not None:
                 c = self.body(indices, *args, c)
             elif self.body(indices, *args) is not None:
@@ -274,14 +281,15 @@ class _Pipeline:
                     f"{_NAME}: the body must return None without compute_context (carry mismatch)"
                 )
             if not self.manual_consumed_barriers:
-                release = functools.partial(_ops.barrier_arrive, a["consumed"][0].at[released])
-                when(s >= d)(release) if d else release()
+                for n, b in consumed:
+                    release = functools.partial(_ops.barrier_arrive, b.at[released[n]])
+                    when(s >= d)(release) if d else release()
             if variant:
                 _ops.commit_smem()
                 for o, b in variant:
                     now = o.index(indices)
                     _ops.copy_smem_to_gmem(
-                        b.at[slot], o.slice(now), moved(o, now, s), commit_group=False
+                        b.at[slot[o.slots]], o.slice(now), moved(o, now, s), commit_group=False
                     )
                 _ops.commit_smem_to_gmem_group()
             return c
@@ -292,52 +300,71 @@ class _Pipeline:
 
     def _memory(self, ins, a, late):
         _ops.set_max_registers(self.memory_registers, action="decrease")
-        slots, steps = self._slots(), _grid_size(self.grid)
+        steps, rings = _grid_size(self.grid), rings_of(ins)
         state, start = self.pipeline_state, PipelinePipeline.START
+        ready = a["ready"]
+        if not self.manual_ready_barriers:
+            by_ring = dict(zip(rings, ready))
+            ready = [by_ring[o.slots] for o in ins]
+        consumed = self._rings(ins, a["consumed"])
 
-        def fetch(step, slot):
+        def fetch(n, step, slot):
             indices = unravel(step, self.grid)
             for k, o in enumerate(ins):
-                ready = a["ready"][k if self.manual_ready_barriers else 0]
+                if o.slots != n:
+                    continue
                 _ops.copy_gmem_to_smem(
                     o.slice(o.index(indices)),
                     a["ins"][k].at[slot],
-                    ready.at[slot],
+                    ready[k].at[slot],
                     collective_axes=o.spec.collective_axes,
                     oob_mode=o.spec.oob_fill_mode,
                 )
 
         def prologue():
-            for k in range(slots):
-                step = _core.as_array(k, "int32")
-                if isinstance(steps, int):
-                    fetch(step, k)
-                else:
-                    when(steps > k)(lambda step=step, k=k: fetch(step, k))
+            for n in rings:
+                for k in range(n):
+                    step = _core.as_array(k, "int32")
+                    if isinstance(steps, int):
+                        fetch(n, step, k)
+                    else:
+                        when(steps > k)(lambda n=n, step=step, k=k: fetch(n, step, k))
 
-        def await_consumed(step):
-            for b in a["consumed"]:
-                _ops.barrier_wait(b.at[step % slots])
+        def await_consumed(n, step):
+            for count, b in consumed:
+                if count == n:
+                    _ops.barrier_wait(b.at[step % n])
 
-        first = slots
+        fewest = min(rings, default=1)
+        first = fewest
         if state is None or not isinstance(state, Array) and state == start:
             prologue()
         elif isinstance(state, Array):
             when(state == int(start))(prologue)
-            first = _core.where(state == int(start), slots, 0)
+            first = _core.where(state == int(start), fewest, 0)
         else:
             first = 0
 
+        def refill_ring(n, k):
+            await_consumed(n, k)
+            fetch(n, k, k % n)
+
         def refill(k, _):
-            await_consumed(k)
-            fetch(k, k % slots)
+            # rings of more slots are as many steps ahead of this one
+            for n in sorted(rings):
+                step = k if n == fewest else k + (n - fewest)
+                again = functools.partial(refill_ring, n, step)
+                again() if n == fewest else when(step < steps)(again)
 
         fori_loop(first, steps, refill, None)
 
         def quiesce():
             # what is left: the last slots, but for the steps whose release was delayed for ever
             hi = steps - self.delay + late
-            fori_loop(_not_below_zero(steps - slots), hi, lambda k, _: await_consumed(k), None)
+            for n in rings:
+                fori_loop(
+                    _not_below_zero(steps - n), hi, lambda k, _, n=n: await_consumed(n, k), None
+                )
 
         if state is None or not isinstance(state, Array) and state == PipelinePipeline.STOP:
             quiesce()

@@ -68,6 +68,7 @@ bool_ = _Scalar(np.bool_)
 int8, int16, int32 = _Scalar(np.int8), _Scalar(np.int16), _Scalar(np.int32)
 uint8, uint16, uint32 = _Scalar(np.uint8), _Scalar(np.uint16), _Scalar(np.uint32)
 int4, uint4 = _Scalar(ml_dtypes.int4), _Scalar(ml_dtypes.uint4)
+int2, uint2 = _Scalar(ml_dtypes.int2), _Scalar(ml_dtypes.uint2)
 float4_e2m1fn = _Scalar(ml_dtypes.float4_e2m1fn)
 float8_e4m3fn, float8_e5m2, float8_e8m0fnu = (
     _Scalar(ml_dtypes.float8_e4m3fn),

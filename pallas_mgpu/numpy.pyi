@@ -18,10 +18,12 @@ from ._typing import (
 _Sequences: TypeAlias = Operand | Sequence["_Sequences"]
 
 bool_: ScalarType
+int2: ScalarType
 int4: ScalarType
 int8: ScalarType
 int16: ScalarType
 int32: ScalarType
+uint2: ScalarType
 uint4: ScalarType
 uint8: ScalarType
 uint16: ScalarType

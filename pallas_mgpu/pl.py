@@ -23,7 +23,7 @@ from ._semaphores import generic_wait as semaphore_wait
 from ._state import core_map
 from ._state import mesh_kernel as kernel
 from ._trace import Array, tracing
-from ._types import Blocked, Element, MemoryRef, Squeezed, squeezed
+from ._types import Blocked, Buffered, Element, MemoryRef, RevisitMode, Squeezed, squeezed
 
 BlockSpec, MemorySpace = _types.GenericBlockSpec, _types.GenericMemorySpace
 ANY = MemorySpace.ANY
@@ -37,6 +37,7 @@ __all__ = [
     "BlockDim",
     "BlockSpec",
     "Blocked",
+    "Buffered",
     "CompilerParams",
     "CostEstimate",
     "DeviceIdType",
@@ -44,6 +45,7 @@ __all__ = [
     "GridSpec",
     "MemoryRef",
     "MemorySpace",
+    "RevisitMode",
     "Slice",
     "Squeezed",
     "align_to",

@@ -99,10 +99,18 @@ class Squeezed: ...
 squeezed: Squeezed
 BlockDim: TypeAlias = int | Blocked | Element | Squeezed
 
+class RevisitMode(enum.Enum):
+    IMMEDIATE = "immediate"
+    ANY = "any"
+
 @dataclass(frozen=True, init=False)
 class Buffered:
     buffer_count: int
-    def __init__(self, buffer_count: int = 2, use_lookahead: bool = False) -> None: ...
+    use_lookahead: bool
+    revisit: RevisitMode | None
+    def __init__(
+        self, buffer_count: int, use_lookahead: bool = False, revisit: RevisitMode | None = None
+    ) -> None: ...
 
 class MemorySpace(enum.Enum):
     ANY = "any"
@@ -365,7 +373,10 @@ def run_scoped(
 def with_scoped(
     *types: Descriptors, collective_axes: CollectiveAxes = (), **kw_types: Descriptors
 ) -> Callable[[Callable[..., _R]], _R]: ...
-def run_state(f: Callable[..., object]) -> Callable[[_T], _T]: ...
+@overload
+def run_state(f: Callable[..., None]) -> Callable[[_T], _T]: ...  # type: ignore[overload-overlap]
+@overload
+def run_state(f: Callable[..., _R]) -> Callable[[object], _R]: ...
 def when(condition: Condition) -> Callable[[Callable[[], None]], None]: ...
 
 class _Loop(Protocol):

@@ -843,3 +843,74 @@ def test_integers_to_bfloat16_are_rounded_once(run, dtype):
         o_ref[...] = x_ref[...].astype(bf16)
 
     np.testing.assert_array_equal(run(body, x.astype(bf16), x).astype(np.float32), want)
+
+
+# ---- slices of arrays with traced starts ---------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:.*through shared memory:UserWarning")
+def test_index_by_traced_slices(run, rng):
+    """array[i, pl.ds(...)]: traced ints beside slices, slices with traced starts and strides, new
+    dims; starts that would leave the array are moved inside, negative ints count from the end."""
+    x = rng.standard_normal((24, 32)).astype(np.float32)
+
+    def body(x_ref, n_ref, *outs):
+        x, (i, j, far) = x_ref[...], (n_ref[k] for k in range(3))
+        parts = [
+            x[i, pl.ds(8, 16)],
+            x[i, pl.ds(j, 16)],
+            x[pl.ds(i, 4), j],
+            x[pl.ds(i, 4), pl.ds(j, 8, 2)],
+            x[-i, pl.ds(far, 5)],
+            x[pl.ds(far - 200, 3), 1:9],
+            x[..., pl.ds(j, 16), None],
+            x[3, pl.ds(2, 4, 3)],
+            x[jnp.arange(4) * i, pl.ds(j, 8)],
+            x.at[i, pl.ds(j, 16)].set(1.0),
+            x.at[pl.ds(i, 2), pl.ds(0, 4, 8)].add(x[0, 0:4]),
+        ]
+        for o, part in zip(outs, parts, strict=True):
+            o[...] = part
+
+    i, j, far = 5, 11, 100
+    changed, added = x.copy(), x.copy()
+    changed[i, j : j + 16] = 1
+    added[i : i + 2, ::8] += x[0, 0:4]
+    wants = [
+        x[i, 8:24],
+        x[i, j : j + 16],
+        x[i : i + 4, j],
+        x[i : i + 4, j : j + 16 : 2],
+        x[-i, -5:],
+        x[:3, 1:9],
+        x[..., j : j + 16, None],
+        x[3, 2:12:3],
+        x[np.arange(4) * i, j : j + 8],
+        changed,
+        added,
+    ]
+    got = run(body, tuple(np.zeros_like(w) for w in wants), x, np.array([i, j, far], np.int32))
+    for g, w in zip(got, wants, strict=True):
+        np.testing.assert_allclose(g, w, rtol=1e-6)
+
+
+def test_slices_of_arrays_that_are_refused():
+    def lower(f):
+        def body(x_ref, n_ref, o_ref):
+            f(x_ref[...], n_ref[0])
+
+        shapes = [
+            plgpu.ShapeDtypeStruct((8, 32), np.float32),
+            plgpu.ShapeDtypeStruct((1,), "int32"),
+        ]
+        plgpu.kernel(body, out_type=plgpu.ShapeDtypeStruct((1,), np.float32)).lower(*shapes)
+
+    for f, text in [
+        (lambda x, i: x[i, pl.ds(i, 33)], "pl.ds of 33 elements"),
+        (lambda x, i: x[i, pl.ds(30, 4)], "4 elements from 30, stride 1, are out of bounds"),
+        (lambda x, i: x[i, pl.ds(i, 9, 4)], "stride 4, of a dimension of 32"),
+        (lambda x, i: x[i, pl.ds(1.0 * i, 4)], "must be integers"),
+        (lambda x, i: x[i, "a"], "must be integers"),
+    ]:
+        with pytest.raises((IndexError, TypeError), match=text):
+            lower(f)

@@ -70,6 +70,114 @@ def test_array_carries(run, rng):
     np.testing.assert_allclose(got[2], x.sum((0, 2)), rtol=1e-4, atol=1e-4)
 
 
+def test_state_gives_what_its_function_returns(run, rng):
+    """A pytree with arrays and other things; the final state where it returns None."""
+    x = rng.standard_normal((2, 64)).astype(np.float32)
+
+    def body(x_ref, o_ref):
+        def both(state):
+            state["a"][...] = state["a"][...] * 2
+            return {"sum": state["a"][...] + state["b"][...], "static": 3, "none": None}
+
+        def one(ref):
+            ref[...] += 1
+            return ref[...] * 10
+
+        out = pl.run_state(both)({"a": x_ref[0], "b": x_ref[1]})
+        assert out["static"] == 3 and out["none"] is None
+        o_ref[0] = out["sum"]
+        o_ref[1] = pl.run_state(one)(x_ref[0])
+        o_ref[2] = pl.run_state(lambda r: r.__setitem__(..., r[...] - 1))(x_ref[1])
+
+    got = run(body, np.zeros((3, 64), np.float32), x)
+    np.testing.assert_array_equal(got, [2 * x[0] + x[1], (x[0] + 1) * 10, x[1] - 1])
+
+
+def test_state_of_an_accumulator(run, rng):
+    """What is returned is read while products may be in flight; an array is held beside it."""
+    x = rng.standard_normal((64, 64)).astype(np.float16)
+
+    def body(x_ref, o_ref, tile):
+        tile[...] = x_ref[...]
+        plgpu.commit_smem()
+
+        def f(state):
+            for _ in range(2):
+                plgpu.wgmma(state["acc"], tile, tile)
+                state["n"][...] += 1
+            return state["acc"][...] * state["n"][...].astype(jnp.float32)
+
+        zeros = plgpu.layout_cast(jnp.zeros((64, 64), jnp.float32), plgpu.Layout.WGMMA)
+        o_ref[...] = pl.run_state(f)({"acc": plgpu.ACC.init(zeros), "n": 1})
+
+    out = np.zeros((64, 64), np.float32)
+    got = run(body, out, x, scratch_types=[plgpu.SMEM((64, 64), jnp.float16)])
+    y = x.astype(np.float32)
+    np.testing.assert_allclose(got, 6 * (y @ y), rtol=1e-3, atol=1e-2)
+
+
+def test_state_is_written_in_loops_and_branches(run, rng):
+    """for, while, scan, cond and switch, nested, and scopes in them; a branch or a loop that writes
+    nothing leaves what was there, a carry that is not used is no matter."""
+    x = rng.standard_normal((64,)).astype(np.float32)
+
+    def body(x_ref, k_ref, o_ref, n_ref):
+        def f(state):
+            a, n = state["a"], state["n"]
+
+            def step(i, carry):
+                a[...] = a[...] * 0.5 + carry
+                pl.when(i == k_ref[0])(lambda: n.__setitem__(..., n[...] + 100))
+                return carry + 1
+
+            last = lax.fori_loop(0, 3, step, 0)  # a weak carry: the body is traced twice
+            lax.while_loop(
+                lambda c: (c < 20) & (n[...] < 150),
+                lambda c: (n.__setitem__(..., n[...] + c), c + last)[1],
+                0,
+            )
+            lax.cond(k_ref[0] > 1, lambda: None, lambda: a.__setitem__(..., -a[...]))
+            lax.switch(
+                k_ref[0],
+                [
+                    lambda: n.__setitem__(..., n[...] * 2),
+                    lambda: a.__setitem__(3, 7.0),
+                    lambda: (a.__setitem__(4, 8.0), n.__setitem__(..., -n[...]))[1],
+                ],
+            )
+
+            def scanned(c, _):
+                def scope(tile):
+                    tile[...] = a[...]
+                    pl.loop(0, 2)(lambda _: a.__setitem__(..., a[...] + tile[...]))
+
+                pl.run_scoped(scope, plgpu.SMEM((64,), jnp.float32))
+                return c, None
+
+            lax.scan(scanned, None, None, length=2)
+
+        out = pl.run_state(f)({"a": x_ref[...], "n": 0})
+        o_ref[...], n_ref[0] = out["a"], out["n"]
+
+    for k in range(3):
+        outs = (np.zeros(64, np.float32), np.zeros(1, np.int32))
+        got, count = run(body, outs, x, np.array([k], np.int32))
+        a, n, c = x.copy(), 0, 0
+        for i in range(3):
+            a, n = a * np.float32(0.5) + i, n + 100 * (i == k)
+        while c < 20 and n < 150:
+            n, c = n + c, c + 3
+        a = a if k > 1 else -a
+        if k == 0:
+            n = n * 2
+        elif k == 1:
+            a[3] = 7
+        else:
+            a[4], n = 8, -n
+        np.testing.assert_allclose(got, a * 9, rtol=1e-5)
+        assert count[0] == n
+
+
 def test_state_in_registers(run, rng):
     """Refs of run_state to arrays: read and written by index, in branches and nested states; a
     branch that is not taken leaves what was there."""

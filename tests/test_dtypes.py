@@ -16,7 +16,9 @@ FLOAT8 = ("float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu")
 FLOAT4 = "float4_e2m1fn"
 FLOATS = (FLOAT4, *FLOAT8, "float16", "bfloat16", "float32")
 INT4 = ("int4", "uint4")
-ALL = ("bool", *INTS, *INT4, *FLOATS)
+INT2 = ("int2", "uint2")
+SMALL_INTS = {"int4": 4, "uint4": 4, "int2": 2, "uint2": 2}  # bits
+ALL = ("bool", *INTS, *SMALL_INTS, *FLOATS)
 GREATEST = {"float8_e4m3fn": 448, "float8_e5m2": 57344, "float8_e8m0fnu": 2.0**127}
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -40,13 +42,13 @@ def every(name):
                              np.float32).view(np.uint32)  # fmt: skip
             bits = np.concatenate([bits, near, near | 0x80000000, extra])
         bits = np.concatenate([bits, np.array([0, 1, 2**31 - 1, 2**31, 2**32 - 1], np.uint32)])
-        return bits[: len(bits) // 32 * 32].view(dtype)
+        return bits[: len(bits) // 64 * 64].view(dtype)
     if name == "bool":
-        return np.array([False, True] * 16)
+        return np.array([False, True] * 32)
     if name == FLOAT4:
         return np.resize(np.arange(16).astype(np.uint8).view(dtype), 512)
-    if name in INT4:
-        return np.resize(np.arange(16).astype(dtype), 512)
+    if name in SMALL_INTS:
+        return np.resize(converted(np.arange(16), name), 512)
     words = {1: np.uint8, 2: np.uint16}[dtype.itemsize]
     return np.arange(1 << 8 * dtype.itemsize).astype(words).view(dtype)
 
@@ -56,15 +58,16 @@ def converted(x, to):
     dtype, is_float = as_dtype(to), x.dtype.name in FLOATS
     if to == "bool":
         return x.astype(np.float64) != 0
-    if is_float and to in (*INTS, *INT4):
+    if is_float and to in (*INTS, *SMALL_INTS):
         info, wide = ml_dtypes.iinfo(dtype), x.astype(np.float64)
         whole = np.where(np.isnan(wide), 0, np.trunc(wide))
         return np.clip(whole, info.min, info.max).astype(np.int64).astype(dtype)
     if to in INTS:
         return x.astype(np.int64).astype(dtype)
-    if to in INT4:
-        low = x.astype(np.int64) & 15
-        return (low - 16 * (low > 7) if to == "int4" else low).astype(dtype)
+    if to in SMALL_INTS:
+        n = 1 << SMALL_INTS[to]
+        low = x.astype(np.int64) & n - 1
+        return (low if to[0] == "u" else low - n * (low >= n // 2)).astype(dtype)
     if to == FLOAT4:
         wide = np.nan_to_num(x.astype(np.float32), nan=6)
         return np.clip(wide, -6, 6).astype(dtype)
@@ -164,32 +167,36 @@ def test_copies(run, rng, dtype):
         assert_same(got, x if dtype != "float8_e5m2" else converted(x.astype(np.float32), dtype))
 
 
-@pytest.mark.parametrize("dtype", INT4)
-@pytest.mark.parametrize("shape", [(2,), (6,), (256,), (1000,), (3, 34), (2, 3, 10), (64, 128)],
+@pytest.mark.parametrize("dtype,shape", [
+    *((d, s) for d in INT4 for s in ((2,), (6,), (256,), (1000,), (3, 34), (2, 3, 10), (64, 128))),
+    *((d, s) for d in INT2 for s in ((4,), (12,), (1000,), (3, 36), (2, 3, 20), (64, 128)))],
                          ids=str)  # fmt: skip
 def test_small_integers(run, rng, dtype, shape):
-    """Loads, bitwise functions, choices and stores of what shares bytes, at any even row."""
+    """Loads, bitwise functions, choices and stores of what shares bytes, at any row of whole
+    bytes."""
     x, y = (converted(rng.integers(0, 16, shape), dtype) for _ in range(2))
 
     def body(x_ref, y_ref, f_ref, bits_ref, chosen_ref, full_ref, zeros_ref, other_ref, eq_ref):
         x, y = x_ref[...], y_ref[...]
         f_ref[...] = x.astype(jnp.float32)
-        bits_ref[...] = (x & ~y) ^ 5
-        chosen_ref[...] = jnp.where(y.astype(jnp.int32) > 2, x, y)
-        full_ref[...] = jnp.full(shape, 3, dtype)
+        bits_ref[...] = (x & ~y) ^ one
+        chosen_ref[...] = jnp.where(y.astype(jnp.int32) > 0, x, y)
+        full_ref[...] = jnp.full(shape, one, dtype)
         zeros_ref[...] = lax.clz(x).astype(jnp.int8)
-        other_ref[...] = lax.bitcast_convert_type(x, "uint4" if dtype == "int4" else "int4")
+        other_ref[...] = lax.bitcast_convert_type(x, other.name)
         eq_ref[...] = x == y
 
-    other = as_dtype("uint4" if dtype == "int4" else "int4")
+    bits, one = SMALL_INTS[dtype], 5 if dtype in INT4 else 1
+    other = as_dtype(dtype[1:] if dtype[0] == "u" else f"u{dtype}")
     outs = (np.zeros(shape, np.float32), x, x, x, np.zeros(shape, np.int8), np.zeros(shape, other))
     got = run(body, (*outs, np.zeros(shape, bool)), x, y)
     a, b = x.astype(int), y.astype(int)
     np.testing.assert_array_equal(got[0], a)
-    assert_same(got[1], converted((a & ~b) ^ 5, dtype))
-    assert_same(got[2], np.where(b > 2, x, y))
-    assert_same(got[3], np.full(shape, 3).astype(x.dtype))
-    np.testing.assert_array_equal(got[4], np.array([4, 3, 2, 2, *[1] * 4, *[0] * 8])[a & 15])
+    assert_same(got[1], converted((a & ~b) ^ one, dtype))
+    assert_same(got[2], np.where(b > 0, x, y))
+    assert_same(got[3], np.full(shape, one).astype(x.dtype))
+    zeros = converted(np.array([bits - k.bit_length() for k in range(1 << bits)]), dtype)
+    np.testing.assert_array_equal(got[4], zeros.astype(int)[a & (1 << bits) - 1])
     assert_same(got[5], converted(a, other.name))
     np.testing.assert_array_equal(got[6], a == b)
 
@@ -291,20 +298,144 @@ def test_printing_small_dtypes(capsys):
     assert capsys.readouterr().out == "x 96.0\ny [0]: -8\ny [1]: 7\n"
 
 
+def test_transposed_refs_of_small_dtypes(run, rng):
+    """Refs whose last dim is not the last in memory: loads and stores of all of them and of parts,
+    in GMEM and SMEM, with traced starts, dims that go, and a layout that is asked for."""
+    for name in (*SMALL_INTS, FLOAT4):
+        x = rng.integers(0, 16, (4, 32, 64)).astype(np.uint8)
+        x = converted(x, name) if name in SMALL_INTS else x.view(as_dtype(name))
+
+        def body(x_ref, n_ref, all_ref, part_ref, row_ref, back_ref, laid_ref, tile):
+            y = plgpu.transpose_ref(x_ref, (2, 0, 1))
+            all_ref[...] = y[...].astype(jnp.float32)
+            start = pl.multiple_of(n_ref[0] * 4, 4)
+            part = y.at[pl.ds(start, 32), 1:3, pl.ds(n_ref[0], 16)]
+            part_ref[...] = plgpu.transpose_ref(part, (2, 0, 1))[...].astype(jnp.float32)
+            row_ref[...] = y.at[8:40, n_ref[0]].at[:, 3][...].astype(jnp.float32)
+            tile[...] = x_ref[1]
+            turned = plgpu.transpose_ref(back_ref, (1, 2, 0))
+            turned[:, 0:32, 0] = x_ref[0, :, 0:32]
+            turned[:, 32:64, 0] = x_ref[0, :, 32:64]
+            turned[:, :, 1] = tile.T[...].T
+            laid = plgpu.load(x_ref.at[2].T, layout=plgpu.Layout.WGMMA)
+            laid_ref[...] = laid.astype(jnp.float32)
+
+        f32 = np.float32
+        outs = [np.zeros(s, f32) for s in ((64, 4, 32), (16, 32, 2), (32,))]
+        back = np.zeros((2, 32, 64), x.dtype)
+        got = run(
+            body,
+            (*outs, back, np.zeros((64, 32), f32)),
+            x,
+            np.array([3], np.int32),
+            scratch_types=[plgpu.SMEM((32, 64), x.dtype)],
+        )
+        y = x.astype(f32).transpose(2, 0, 1)
+        np.testing.assert_array_equal(got[0], y)
+        np.testing.assert_array_equal(got[1], y[12:44, 1:3, 3:19].transpose(2, 0, 1))
+        np.testing.assert_array_equal(got[2], y[8:40, 3, 3])
+        np.testing.assert_array_equal(got[3].astype(f32), x[:2].astype(f32))
+        np.testing.assert_array_equal(got[4], y[:, 2])
+
+
+def test_two_bits_in_parts(run, rng):
+    """Slices at whole bytes, static and traced; SMEM by TMA; bits by loops; layouts."""
+    for name in INT2:
+        x = converted(rng.integers(0, 4, (64, 256)), name)
+
+        def body(x_ref, n_ref, slice_ref, tma_ref, loop_ref, laid_ref, tile, ready):
+            start = pl.multiple_of(n_ref[0] * 4, 4)
+            slice_ref[...] = x_ref[pl.ds(n_ref[0], 32), pl.ds(start, 128)].astype(jnp.int32)
+            plgpu.copy_gmem_to_smem(x_ref, tile, ready)
+            plgpu.barrier_wait(ready)
+            tma_ref[...] = tile[:, 128:]
+            v = x_ref[:, 0:64]
+            loop_ref[...] = lax.fori_loop(0, 3, lambda i, c: ~(c ^ v), v)
+            laid = plgpu.load(x_ref.at[:, 0:128], layout=plgpu.Layout.WGMMA)
+            laid_ref[...] = laid.astype(jnp.bfloat16).astype(jnp.float32)
+
+        outs = [
+            np.zeros((32, 128), np.int32),
+            x[:, 128:].copy(),
+            x[:, :64].copy(),
+            np.zeros((64, 128), np.float32),
+        ]
+        scratch = [plgpu.SMEM((64, 256), x.dtype), plgpu.Barrier()]
+        got = run(body, tuple(outs), x, np.array([5], np.int32), scratch_types=scratch)
+        a = x.astype(np.int32)
+        np.testing.assert_array_equal(got[0], a[5:37, 20:148])
+        assert_same(got[1], x[:, 128:])
+        assert_same(got[2], np.full((64, 64), -1 if name == "int2" else 3).astype(x.dtype))
+        np.testing.assert_array_equal(got[3], a[:, :128])
+
+
+def test_arithmetic_of_exponents(run):
+    """float8_e8m0fnu: products, quotients and reciprocals are exact and saturate; sums round up to
+    a power of two; NaN stays."""
+    every_pair = np.arange(256, dtype=np.uint8)
+    x, y = np.repeat(every_pair, 256), np.tile(every_pair, 256)
+    e8m0 = as_dtype("float8_e8m0fnu")
+    a, b = x.view(e8m0), y.view(e8m0)
+    functions = {
+        "mul": lambda a, b: a * b,
+        "div": lambda a, b: a / b,
+        "laxdiv": lax.div,
+        "min": jnp.minimum,
+        "max": jnp.maximum,
+        "add": lambda a, b: a + b,
+        "reciprocal": lambda a, b: 1 / b,
+        "numpy": lambda a, b: jnp.reciprocal(b),
+        "approx": lambda a, b: pl.reciprocal(b, approx=True),
+        "square": lambda a, b: a**2,
+        "scaled": lambda a, b: a * 4,
+    }
+
+    def body(a_ref, b_ref, less_ref, at_least_ref, *out_refs):
+        part = pl.ds(lax.axis_index("i") * 2048, 2048)
+        a, b = a_ref[part], b_ref[part]
+        less_ref[part], at_least_ref[part] = a < b, a >= b
+        for f, out in zip(functions.values(), out_refs, strict=True):
+            out[part] = f(a, b)
+
+    flags = np.zeros(a.shape, bool)
+    outs = (flags, flags, *[a] * len(functions))
+    less, at_least, *got = run(body, outs, a, b, grid=(32,), grid_names=("i",))
+    got = dict(zip(functions, (g.view(np.uint8).astype(int) for g in got)))
+    p, q = x.astype(int), y.astype(int)
+    nan = (p == 255) | (q == 255)
+
+    def power(e, nan=nan):
+        return np.where(nan, 255, np.clip(e, 0, 254))
+
+    np.testing.assert_array_equal(less, ~nan & (p < q))
+    np.testing.assert_array_equal(at_least, ~nan & (p >= q))
+    np.testing.assert_array_equal(got["mul"], power(p + q - 127))
+    np.testing.assert_array_equal(got["div"], power(p - q + 127))
+    np.testing.assert_array_equal(got["laxdiv"], got["div"])
+    np.testing.assert_array_equal(got["min"], power(np.minimum(p, q)))
+    np.testing.assert_array_equal(got["max"], power(np.maximum(p, q)))
+    np.testing.assert_array_equal(got["square"], power(2 * p - 127, p == 255))
+    np.testing.assert_array_equal(got["scaled"], power(p + 2, p == 255))
+    for name in ("reciprocal", "numpy", "approx"):
+        np.testing.assert_array_equal(got[name], power(254 - q, q == 255))
+    seen = np.maximum(p, q) - np.minimum(p, q) <= 23  # else the lesser one is rounded away
+    np.testing.assert_array_equal(got["add"][seen], power(np.maximum(p, q) + 1)[seen])
+
+
 def test_small_integers_refused():
     """What would cut a byte, and what 4 bits do not have."""
 
-    def lower(f, shape=(64, 128)):
+    def lower(f, shape=(64, 128), dtype="int4"):
         def body(x_ref, o_ref):
             f(x_ref)
 
         plgpu.kernel(body, out_type=plgpu.ShapeDtypeStruct((1,), "float32"), grid=(4,),
-                     grid_names=("i",)).lower(plgpu.ShapeDtypeStruct(shape, "int4"))  # fmt: skip
+                     grid_names=("i",)).lower(plgpu.ShapeDtypeStruct(shape, dtype))  # fmt: skip
 
     def use(v):
         pl.debug_print("{}", v.astype(jnp.int32).sum())
 
-    even = "must begin and end at even indices"
+    even = "must begin and end at multiples of 2"
     for what, f in [
         (even, lambda r: use(r[:, 1:3])),
         (even, lambda r: use(r[:, 0:3])),
@@ -313,15 +444,28 @@ def test_small_integers_refused():
         (even, lambda r: use(r[:, ::2])),
         ("accessed one by one", lambda r: use(pl.load(r, ..., mask=r[...] == r[...]))),
         ("scan of int4", lambda r: use(lax.cummax(r[...], axis=1))),
-        ("must stay last", lambda r: use(r.T[...])),
+        ("and it is not last here", lambda r: use(r.T.reshape(128 * 64)[...])),
+        (
+            "and it is not last here",
+            lambda r: pl.run_scoped(
+                lambda s, b: plgpu.copy_gmem_to_smem(r.T, s, b),
+                plgpu.SMEM((128, 64), "int4"),
+                plgpu.Barrier(),
+            ),
+        ),
+        (even, lambda r: use(r.T[5])),
         ("on 4-bit types are unsupported", lambda r: use(r[...] + 1)),
         ("on 4-bit types are unsupported", lambda r: use(r[...] < 1)),
         ("sum of int4.64,128.; convert", lambda r: r[...].sum()),
     ]:
         with pytest.raises(NotImplementedError, match=what):
             lower(f)
-    with pytest.raises(NotImplementedError, match="size must be even"):
+    with pytest.raises(NotImplementedError, match="size must be a multiple of 2"):
         lower(lambda r: use(r[...]), (4, 3))
+    with pytest.raises(NotImplementedError, match="four elements .* must be a multiple of 4"):
+        lower(lambda r: use(r[...]), (4, 6), "int2")
+    with pytest.raises(NotImplementedError, match="on 2-bit types are unsupported"):
+        lower(lambda r: use(r[...] + 1), dtype="uint2")
     with pytest.raises(plgpu.TypePromotionError, match="int4 and int8 have no"):
         lower(lambda r: r[...] & jnp.int8(3))
 
@@ -419,7 +563,10 @@ def test_refused_on_arrays():
         )
 
     for dtype in FLOAT8:
-        for f in (jnp.exp, lambda x: x + 1, lambda x: x < 1, lambda x: -x, lambda x: x**2):
+        refused = [jnp.exp, lambda x: -x, jnp.sqrt, lambda x: x - x]
+        if dtype != "float8_e8m0fnu":
+            refused += [lambda x: x + 1, lambda x: x < 1, lambda x: x**2]
+        for f in refused:
             with pytest.raises(NotImplementedError, match="on 8-bit types are unsupported"):
                 trace(lambda x, y, f=f: f(x), dtype)
         for other in (jnp.float32, jnp.bfloat16, jnp.float16, FLOAT4, *FLOAT8):

@@ -229,12 +229,6 @@ def test_descriptors():
         plgpu.pipelines.PipelineParams(num_stages=3)
     with pytest.raises(AttributeError, match="plgpu.kernel"):
         plgpu.triton_call  # noqa: B018
-    with pytest.raises(NotImplementedError, match="collective_axes='t'"):
-
-        def body(x, o):
-            pl.run_scoped(lambda s: None, plgpu.SMEM((128,), np.float32))
-
-        plgpu.kernel(body, out_type=F32, num_threads=2, thread_name="t", interpret=True)(X)
     with pytest.raises(ValueError, match="private"):
         plgpu.kernel(
             lambda x, o, acc: None,

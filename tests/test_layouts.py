@@ -302,3 +302,45 @@ def test_errors_of_tilings():
     ):
         with pytest.raises(ValueError, match=text):
             use()
+
+
+@pytest.mark.parametrize("allowed", [1024, 200, 64])
+def test_scratch_of_reductions(run, rng, allowed):
+    """CompilerParams(reduction_scratch_bytes=) bounds the SMEM that warps exchange parts through;
+    with less of it a reduction takes more steps and gives the same bits."""
+    x = rng.standard_normal((64, 104)).astype(np.float32)
+
+    def body(x_ref, sum_ref, max_ref, all_ref):
+        v = plgpu.layout_cast(x_ref[...], L.WGMMA)
+        sum_ref[...], max_ref[...] = jnp.sum(v, 0), jnp.max(v, 0)
+        all_ref[...] = jnp.full((1,), jnp.sum(jnp.max(v, 1)))
+
+    outs = tuple(np.zeros(n, np.float32) for n in (104, 104, 1))
+    params = lambda n: plgpu.CompilerParams(reduction_scratch_bytes=n)  # noqa: E731
+    got = run(body, outs, x, compiler_params=params(allowed))
+    want = run(body, outs, x, compiler_params=params(1 << 20))
+    for g, w in zip(got, want, strict=True):
+        assert g.tobytes() == w.tobytes()
+    np.testing.assert_allclose(got[0], x.sum(0), rtol=1e-4, atol=1e-4)
+    shapes = [plgpu.ShapeDtypeStruct(o.shape, o.dtype) for o in outs]
+    low = plgpu.kernel(body, out_type=shapes, compiler_params=params(allowed)).lower(x)
+    assert low.resources()["smem_bytes"] <= max(allowed, 64)
+
+
+def test_scratch_of_reductions_that_is_too_small():
+    def lower(n, f=jnp.sum, axis=0):
+        def body(x_ref, o_ref):
+            o_ref[...] = jnp.full((1,), f(x_ref[...], axis).max().astype(np.float32))
+
+        params = plgpu.CompilerParams(reduction_scratch_bytes=n)
+        out = plgpu.ShapeDtypeStruct((1,), np.float32)
+        kernel = plgpu.kernel(body, out_type=out, compiler_params=params)
+        return kernel.lower(plgpu.ShapeDtypeStruct((64, 64), np.float32))
+
+    text = "Required reduction scratch size .* larger than the available scratch size .0 bytes"
+    with pytest.raises(ValueError, match=text + "(.|\n)*test_layouts.py"):
+        lower(0)
+    lower(64)
+    for n in (-1, 1.5, None, True):
+        with pytest.raises(ValueError, match="reduction_scratch_bytes must be an int"):
+            plgpu.CompilerParams(reduction_scratch_bytes=n)

@@ -54,8 +54,8 @@ def check(error, pattern, f, placed):
     still_works()
 
 
-def in_a_loop(f):
-    return lambda ref: lax.fori_loop(0, 3, lambda i, _: f(ref), None)
+def lazily(r, x):
+    plgpu.lazy_where(x > 0, lambda: (r.__setitem__(..., 2.0), x)[1], x)
 
 
 def run(f, *args, out=F32, **options):
@@ -628,11 +628,6 @@ CONTROL = {
         "gmem cannot be allocated",
         run(lambda x, o: pl.run_scoped(len, plgpu.GMEM((1,), HALF))),
     ),
-    "scope threads": (
-        NIE,
-        "pass collective_axes='t'",
-        run(lambda x, o: pl.run_scoped(len, SMEM), num_threads=2, thread_name="t"),
-    ),
     "scope huge": (
         VE,
         "exceeds available shared memory",
@@ -648,20 +643,30 @@ CONTROL = {
         "leaves are plgpu.ACC.init",
         run(lambda x, o: pl.run_state(len)(x)),
     ),
-    "run_state in a loop": (
+    "run_state in a warp": (
         NIE,
-        "written in a loop",
-        run(lambda x, o: pl.run_state(in_a_loop(lambda r: r.__setitem__(..., 2.0)))(1.0)),
+        "written in plgpu.warp_map",
+        run(
+            lambda x, o: pl.run_state(lambda r: plgpu.warp_map(lambda w: r.__setitem__(..., 2.0)))(
+                1.0
+            )
+        ),
     ),
-    "run_state in a branch of a loop": (
+    "run_state in lazy_where": (
         NIE,
-        "written in a loop",
+        "plgpu.lazy_where or the condition",
+        run(lambda x, o: pl.run_state(lambda r: lazily(r, x[...]))(1.0)),
+    ),
+    "run_state in a condition": (
+        NIE,
+        "the condition of a loop",
         run(
             lambda x, o: pl.run_state(
-                in_a_loop(lambda r: pl.when(x[0] > 0)(lambda: r.__setitem__(..., 2.0)))
+                lambda r: lax.while_loop(lambda c: r.__setitem__(..., 2.0), lambda c: c, 0)
             )(1.0)
         ),
     ),
+    "run_state ref": (VE, "ref cannot leave", run(lambda x, o: pl.run_state(lambda r: [r])(1.0))),
     "run_state shape": (
         VE,
         "Invalid shape for `swap`",

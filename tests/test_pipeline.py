@@ -204,6 +204,112 @@ def test_mixed_delays(run, rng):
     np.testing.assert_allclose(run(body, x[0], x), 6 * x.sum(0), rtol=1e-4, atol=1e-4)
 
 
+BUFFERED = [  # slots of a, of b, whose block never changes, of the output; of the others; delay
+    (None, None, None, 2, 0),
+    (3, 1, None, 2, 0),
+    (4, 2, 1, 3, 0),
+    (2, None, 3, 1, 0),
+    (1, 1, 1, 4, 0),
+    (9, 9, 9, 1, 0),
+    (3, 1, 1, 1, 2),
+]
+
+
+@pytest.mark.parametrize(
+    "counts,dynamic",
+    [*((c, False) for c in BUFFERED), (BUFFERED[1], True), (BUFFERED[6], True)],
+    ids=str,
+)
+def test_buffered(run, rng, counts, dynamic):
+    """Each operand has the slots that pl.Buffered gives it, the others max_concurrent_steps."""
+    of_a, of_b, of_o, others, delay = counts
+    a = rng.standard_normal((7 * 16, 64)).astype(np.float32)
+    b = rng.standard_normal((16, 64)).astype(np.float32)
+    mode = lambda n: None if n is None else pl.Buffered(n)  # noqa: E731
+
+    def body(a_ref, b_ref, n_ref, o_ref):
+        def step(_, a, b, c, o):
+            o[...] = a[...] * 2 + b[...] + c[...]
+
+        rows = plgpu.BlockSpec((16, 64), lambda i: (i, 0), mode(of_a), delay_release=delay)
+        plgpu.emit_pipeline(
+            step,
+            grid=(n_ref[0] if dynamic else 7,),
+            max_concurrent_steps=others,
+            in_specs=[
+                rows,
+                pl.BlockSpec((16, 64), lambda i: (0, 0), mode(of_b)),
+                pl.BlockSpec((16, 64), lambda i: (6 - i, 0)),
+            ],
+            out_specs=[pl.BlockSpec((16, 64), lambda i: (i, 0), pipeline_mode=mode(of_o))],
+        )(a_ref, b_ref, a_ref, o_ref)
+
+    got = run(body, a, a, b, np.array([7], np.int32))
+    turned = a.reshape(7, 16, 64)[::-1].reshape(a.shape)
+    np.testing.assert_allclose(got, a * 2 + np.tile(b, (7, 1)) + turned, rtol=1e-5, atol=1e-5)
+
+
+def test_buffered_input_is_fetched_once(rng):
+    """Where its block is always the same; SMEM is as large as the slots say."""
+    a, b = np.zeros((256, 64), np.float32), np.zeros((16, 64), np.float32)
+
+    def lowered(mode, others=4):
+        def body(a_ref, b_ref, o_ref):
+            def step(_, a, b, o):
+                o[...] = a[...] + b[...]
+
+            plgpu.emit_pipeline(
+                step,
+                grid=(16,),
+                max_concurrent_steps=others,
+                in_specs=[
+                    pl.BlockSpec((16, 64), lambda i: (i, 0)),
+                    pl.BlockSpec((16, 64), lambda i: (0, 0), mode),
+                ],
+                out_specs=[pl.BlockSpec((16, 64), lambda i: (i, 0))],
+            )(a_ref, b_ref, o_ref)
+
+        out = plgpu.ShapeDtypeStruct(a.shape, a.dtype)
+        return plgpu.kernel(body, out_type=out).lower(a, b)
+
+    once, often = lowered(pl.Buffered(1)), lowered(None)
+    loads = lambda low: low.as_text("graph").count("copy_gmem_to_smem")  # noqa: E731
+    assert loads(once) == 4 + 1 + 1 and loads(often) == 2 * 4 + 2
+    block = 16 * 64 * 4
+    smem = [low.resources()["smem_bytes"] // block for low in (once, often)]
+    assert smem == [4 + 1 + 4, 3 * 4]
+
+
+def test_buffered_blocks_of_pallas_call(run, rng):
+    """pipeline_mode by position and by name; the specs of inputs may say how blocks come again."""
+    a = rng.standard_normal((6 * 16, 64)).astype(np.float32)
+    b = rng.standard_normal((16, 64)).astype(np.float32)
+
+    def body(a_ref, b_ref, o_ref):
+        o_ref[...] = a_ref[...] + b_ref[...]
+
+    def call(revisit=None):
+        return pl.pallas_call(
+            body,
+            plgpu.ShapeDtypeStruct(a.shape, a.dtype),
+            grid=(6,),
+            in_specs=[
+                pl.BlockSpec((16, 64), lambda i: (i, 0), pipeline_mode=pl.Buffered(3)),
+                plgpu.BlockSpec(
+                    (16, 64), lambda i: (0, 0), pl.Buffered(1, revisit=pl.RevisitMode.ANY)
+                ),
+            ],
+            out_specs=pl.BlockSpec((16, 64), lambda i: (i, 0), pl.Buffered(2, revisit=revisit)),
+            compiler_params=plgpu.CompilerParams(dimension_semantics=["sequential"]),
+            interpret=run.way != "cuda",
+        )
+
+    got = run.call(call(pl.RevisitMode.IMMEDIATE), a, b)
+    np.testing.assert_array_equal(got, a + np.tile(b, (6, 1)))
+    with pytest.raises(NotImplementedError, match="out_specs.0.: RevisitMode.ANY"):
+        call(pl.RevisitMode.ANY).lower(a, b)
+
+
 def test_pipeline_errors():
     spec = plgpu.BlockSpec((128,), lambda i: (i,), delay_release=2)
     f = lambda *a: None  # noqa: E731
@@ -212,8 +318,19 @@ def test_pipeline_errors():
             plgpu.emit_pipeline(f, grid=grid)
     with pytest.raises(ValueError, match="greater than all delay_release"):
         plgpu.emit_pipeline(f, grid=(4,), in_specs=[spec], max_concurrent_steps=2)
-    with pytest.raises(NotImplementedError, match="pipeline_mode"):
+    with pytest.raises(TypeError, match="pipeline_mode must be pl.Buffered"):
         plgpu.BlockSpec((128,), lambda i: (i,), pipeline_mode=1)
+    few = plgpu.BlockSpec((128,), lambda i: (i,), pl.Buffered(2), delay_release=2)
+    with pytest.raises(ValueError, match="buffer_count of pl.Buffered must be greater .* got 2"):
+        plgpu.emit_pipeline(f, grid=(4,), in_specs=[few], max_concurrent_steps=4)
+    for n, error in ((0, ValueError), (1.5, TypeError), (True, TypeError)):
+        with pytest.raises(error, match="Buffered: buffer_count"):
+            pl.Buffered(n)
+    with pytest.raises(NotImplementedError, match="use_lookahead"):
+        pl.Buffered(2, use_lookahead=True)
+    with pytest.raises(TypeError, match="pl.RevisitMode"):
+        pl.Buffered(2, revisit="any")
+    assert pl.Buffered(2) == pl.Buffered(2, False, None) != pl.Buffered(3)
 
     def threaded(x_ref, o_ref):
         plgpu.emit_pipeline(

@@ -11,6 +11,7 @@ from pallas_mgpu import numpy as jnp
 
 MESH = plgpu.Mesh(grid=(4,), grid_names=("g",))
 F32 = plgpu.ShapeDtypeStruct((64,), np.float32)
+pytestmark = pytest.mark.filterwarnings("ignore:pl.core_map is deprecated")
 TABLE = plgpu.new_ref(np.zeros((4, 64), np.float32))
 
 
@@ -90,6 +91,53 @@ def test_kernel_over_a_mesh(rng):
     assert "both" in both.lower(x).as_text("graph").splitlines()[0]
     copy = pl.kernel(lambda x, o: o.set(x[1]), F32, mesh=plgpu.Mesh(), interpret=True)
     np.testing.assert_array_equal(copy(x), x[1])
+
+
+def test_core_map_is_deprecated():
+    """In favour of pl.kernel, at the user's line; in kernels too."""
+    ref = plgpu.new_ref(np.zeros(4, np.float32))
+    with pytest.warns(DeprecationWarning, match="use pl.kernel") as seen:
+        pl.core_map(MESH, interpret=True)(lambda: ref.at[0].set(1.0))
+    assert seen[0].filename == __file__
+
+    def body(o_ref):
+        pl.core_map(plgpu.WarpMesh(axis_name="w"))(lambda: o_ref.at[lax.axis_index("w")].set(1.0))
+
+    with pytest.warns(DeprecationWarning, match="use pl.kernel"):
+        plgpu.kernel(body, out_type=F32, interpret=True)()
+
+
+@pytest.mark.filterwarnings("error::DeprecationWarning")
+def test_kernel_over_a_mesh_closes_over_refs(rng):
+    """What core_map did: mutable arrays in the closure, with and without outputs, operands, in the
+    function of run_state."""
+    x = rng.standard_normal((4, 64)).astype(np.float32)
+    source, target = plgpu.new_ref(x), plgpu.new_ref(np.zeros_like(x))
+
+    def scale():
+        i = lax.axis_index("g")
+        target[i] = source[i] * 3
+
+    assert pl.kernel(scale, mesh=MESH, interpret=True)() == ()
+    np.testing.assert_array_equal(target[...], x * 3)
+
+    @pl.kernel(out_type=plgpu.ShapeDtypeStruct(x.shape, np.float32), mesh=MESH, interpret=True)
+    def both(y_ref, o_ref):
+        i = lax.axis_index("g")
+        o_ref[i] = source[i] + y_ref[i]
+        source[i] = jnp.zeros((64,))
+
+    np.testing.assert_array_equal(both(x), 2 * x)
+    assert not source[...].any()
+
+    def step(ref):
+        def twice():
+            i = lax.axis_index("g")
+            ref[i] = ref[i] * 2
+
+        pl.kernel(twice, mesh=MESH, interpret=True)()
+
+    np.testing.assert_array_equal(pl.run_state(step)(x), 2 * x)
 
 
 def mapped(f, mesh=MESH, **options):

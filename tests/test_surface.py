@@ -176,7 +176,7 @@ LATER = {
     " tcgen05_commit_arrive tcgen05_mma TMEMLayout try_cluster_cancel"
     " TryClusterCancelResult wait_load_tmem tcgen05_commit"
     " TryCancelResultRef TRY_CLUSTER_CANCEL_RESULT",
-    pl: "BoundedSlice Buffered RevisitMode estimate_cost select_ref",
+    pl: "BoundedSlice estimate_cost select_ref",
 }
 ALL_SIGNATURES = [(m, name, text) for m, t in SIGNATURES.items() for name, text in t.items()]
 
@@ -267,7 +267,7 @@ def test_wrong_forms_name_the_right_one():
         plgpu.BlockSpec(lambda i: (i,), (128,))
     with pytest.raises(TypeError, match="thead_name.*thread_name"):
         plgpu.kernel(lambda o: None, thead_name="t")
-    with pytest.raises(NotImplementedError, match="max_concurrent_steps"):
+    with pytest.raises(TypeError, match="pl.Buffered"):
         plgpu.BlockSpec((1,), None, "buffered")
 
 

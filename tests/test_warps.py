@@ -10,6 +10,7 @@ from pallas_mgpu import lax, pl
 from pallas_mgpu import numpy as jnp
 
 F32 = plgpu.ShapeDtypeStruct((64,), np.float32)
+pytestmark = pytest.mark.filterwarnings("ignore:pl.core_map is deprecated")
 
 
 @pytest.mark.parametrize("form", ["map", "mesh", "kernel"])
@@ -311,7 +312,6 @@ def lower(f, **options):
         (lambda o, s, b, v, w: s.set(v), plgpu.LoweringError, r"closes over the array float32\["),
         (lambda o, s, b, v, w: s.set(v.sum(), 0), plgpu.LoweringError, "reduce: .*closes over"),
         (lambda o, s, b, v, w: s.set((v + w)[0], 0), plgpu.LoweringError, "closes over the array"),
-        (lambda o, s, b, v, w: plgpu.commit_smem(), NotImplementedError, "commit_smem: Unimp"),
         (lambda o, s, b, v, w: plgpu.atomic_add(o.at[0], 1.0), NotImplementedError, "atomic: Un"),
         (
             lambda o, s, b, v, w: pl.run_scoped(

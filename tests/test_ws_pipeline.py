@@ -140,6 +140,56 @@ def test_compute_threads(run, rng, threads):
     assert "registers_down<40>" in text
 
 
+@pytest.mark.parametrize("counts,delay,ready,consumed,dynamic", [
+    ((4, 3, 2), 0, False, False, False), ((3, 5, None), 1, False, False, False),
+    ((9, 3, 1), 0, True, False, False), ((4, 3, 2), 0, False, True, False),
+    ((3, 5, 2), 0, True, True, True), ((4, 3, None), 2, False, False, True)])  # fmt: skip
+def test_buffered(run, rng, counts, delay, ready, consumed, dynamic):
+    """Operands with slots of their own: those with more are fetched further ahead."""
+    x = rng.standard_normal((7 * 8, 128)).astype(f32)
+    mode = lambda n: None if n is None else pl.Buffered(n)  # noqa: E731
+
+    def body(x_ref, n_ref, o_ref):
+        def step(indices, a, b, o, *bars):
+            if ready:
+                for bar in bars[:2]:
+                    plgpu.barrier_wait(bar)
+            o[...] = a[...] * 2 + b[...]
+            if consumed:
+                for bar in bars[-2:]:
+                    plgpu.barrier_arrive(bar)
+
+        spec = functools.partial(plgpu.BlockSpec, (8, 128), delay_release=delay)
+        emit(
+            step,
+            grid=(n_ref[0] if dynamic else 7,),
+            max_concurrent_steps=3,
+            manual_ready_barriers=ready,
+            manual_consumed_barriers=consumed,
+            in_specs=[
+                spec(lambda i: (i, 0), mode(counts[0])),
+                spec(lambda i: (6 - i, 0), mode(counts[1])),
+            ],
+            out_specs=[pl.BlockSpec((8, 128), lambda i: (i, 0), mode(counts[2]))],
+        )(x_ref, x_ref, o_ref)
+
+    got = run(body, x, x, np.array([7], i32), **THREADS)
+    turned = x.reshape(7, 8, 128)[::-1].reshape(x.shape)
+    np.testing.assert_allclose(got, x * 2 + turned, rtol=1e-6)
+
+
+def test_buffered_and_a_state_are_refused():
+    spec = plgpu.BlockSpec((8, 128), lambda i: (i, 0), pl.Buffered(4))
+    with pytest.raises(NotImplementedError, match="equally many slots for all blocks"):
+        emit(
+            print,
+            grid=(8,),
+            in_specs=[spec],
+            max_concurrent_steps=2,
+            pipeline_state=plgpu.PipelinePipeline.START,
+        )
+
+
 # ---- outputs -------------------------------------------------------------------------------------
 
 

@@ -136,6 +136,8 @@ static const loop loops[PM_DTYPE_COUNT][PM_DTYPE_COUNT] = {
     INT_ROW(U8),
     INT_ROW(U16),
     INT_ROW(U32),
+    ROW(INT2, I8),
+    ROW(UINT2, U8),
     ROW(INT4, I8),
     ROW(UINT4, U8),
     [PM_F32] =

@@ -166,10 +166,12 @@ pm_scalar pm_load_scalar(pm_dtype t, const void *p) {
   memcpy(&x, p, pm_dtypes[t].bytes);
   switch (t) {
     case PM_BOOL: return (pm_scalar){.i = x.u8 != 0};
+    case PM_INT2:
     case PM_INT4:
     case PM_I8: return (pm_scalar){.i = x.s8};
     case PM_I16: return (pm_scalar){.i = x.s16};
     case PM_I32: return (pm_scalar){.i = x.s32};
+    case PM_UINT2:
     case PM_UINT4:
     case PM_U8: return (pm_scalar){.i = x.u8};
     case PM_U16: return (pm_scalar){.i = x.u16};
@@ -186,6 +188,13 @@ pm_scalar pm_load_scalar(pm_dtype t, const void *p) {
   return (pm_scalar){0};
 }
 
+/* The low bits of x as a byte of the dtype, of less than 8 bits. */
+static uint8_t widened(pm_dtype t, uint8_t x) {
+  const int bits = pm_dtypes[t].bits,
+            sign = pm_dtypes[t].class == PM_CLASS_INT ? 1 << (bits - 1) : 0;
+  return (uint8_t)(((x & ((1 << bits) - 1)) ^ sign) - sign);
+}
+
 void pm_store_scalar(pm_dtype t, void *p, pm_scalar v) {
   if (t == PM_F32) {
     float f = (float)v.f;
@@ -196,8 +205,7 @@ void pm_store_scalar(pm_dtype t, void *p, pm_scalar v) {
     if (pm_dtypes[t].bytes == 1) *(uint8_t *)p = (uint8_t)u;
     else memcpy(p, &u, 2);
   } else if (pm_dtypes[t].bits < 8) {
-    const uint8_t low = v.i & 15;
-    *(uint8_t *)p = t == PM_INT4 ? (uint8_t)((low ^ 8) - 8) : low;
+    *(uint8_t *)p = widened(t, (uint8_t)v.i);
   } else if (t == PM_BOOL) {
     *(uint8_t *)p = v.i != 0;
   } else {
@@ -232,17 +240,22 @@ pm_scalar pm_convert_scalar(pm_dtype from, pm_dtype to, pm_scalar v) {
   return pm_load_scalar(to, &room);
 }
 
-void pm_pack_bytes(const void *src, void *dst, size_t n) {
+void pm_pack_bytes(pm_dtype t, const void *src, void *dst, size_t n) {
+  const size_t bits = pm_dtypes[t].bits, per = 8 / bits;
   const uint8_t *s = src;
   uint8_t *d = dst;
-  for (size_t i = 0; i < n / 2; i++) d[i] = (uint8_t)((s[2 * i] & 15) | s[2 * i + 1] << 4);
+  for (size_t i = 0; i < n / per; i++) {
+    uint8_t byte = 0;
+    for (size_t k = 0; k < per; k++) {
+      byte |= (uint8_t)((s[per * i + k] & ((1 << bits) - 1)) << (bits * k));
+    }
+    d[i] = byte;
+  }
 }
 
 void pm_unpack_bytes(pm_dtype t, const void *src, void *dst, size_t n) {
-  const uint8_t *s = src, sign = t == PM_INT4 ? 8 : 0;
+  const size_t bits = pm_dtypes[t].bits, per = 8 / bits;
+  const uint8_t *s = src;
   uint8_t *d = dst;
-  for (size_t i = 0; i < n; i++) {
-    const uint8_t low = i % 2 ? s[i / 2] >> 4 : s[i / 2] & 15;
-    d[i] = (uint8_t)((low ^ sign) - sign);
-  }
+  for (size_t i = 0; i < n; i++) d[i] = widened(t, (uint8_t)(s[i / per] >> (bits * (i % per))));
 }

@@ -60,8 +60,9 @@ typedef union pm_scalar {
 pm_scalar pm_load_scalar(pm_dtype t, const void *p);
 void pm_store_scalar(pm_dtype t, void *p, pm_scalar v); /* wraps ints, rounds floats once */
 pm_scalar pm_convert_scalar(pm_dtype from, pm_dtype to, pm_scalar v);
-/* n elements (an even number) of less than 8 bits, a byte for each, to and from two in a byte */
-void pm_pack_bytes(const void *src, void *dst, size_t n);
+/* n elements of less than 8 bits, a byte for each, to and from as many bytes as hold their bits; n
+ * is a multiple of how many share one */
+void pm_pack_bytes(pm_dtype t, const void *src, void *dst, size_t n);
 void pm_unpack_bytes(pm_dtype t, const void *src, void *dst, size_t n);
 /* n elements, contiguous, no overlap */
 void pm_convert_array(pm_dtype from, pm_dtype to, const void *src, void *dst, size_t n);

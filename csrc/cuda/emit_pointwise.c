@@ -50,7 +50,6 @@ APPROX_FUNCTION(RSQRT, "rsqrtf", "rsqrt_approx")
 APPROX_FUNCTION(TANH, "tanhf", "tanh_approx")
 APPROX_FUNCTION(SIN, "sinf", "sin_approx")
 APPROX_FUNCTION(COS, "cosf", "cos_approx")
-FLOAT_FUNCTION(RCP_APPROX, "rcp_approx")
 FLOAT_FUNCTION(TAN, "tanf")
 FLOAT_FUNCTION(ASIN, "asinf")
 FLOAT_FUNCTION(ACOS, "acosf")
@@ -73,6 +72,11 @@ FLOAT_FUNCTION(FLOOR, "floorf")
 FLOAT_FUNCTION(CEIL, "ceilf")
 FLOAT_FUNCTION(ROUND, "roundf")
 FLOAT_FUNCTION(RINT, "rintf")
+
+pm_code pm_cuda_RCP_APPROX(pm_gen *e, pm_opid op) {
+  if (in_dtype(e, op) != PM_E8M0) return call_f32(e, op, "rcp_approx");
+  return leave(e, pm_str(e, "div_e8m0(e8m0{127}, %s)", arg(e, op, 0)));
+}
 
 pm_code pm_cuda_NEG(pm_gen *e, pm_opid op) {
   const pm_dtype t = in_dtype(e, op);
@@ -156,6 +160,7 @@ pm_code pm_cuda_SUB(pm_gen *e, pm_opid op) { return arithmetic(e, op, "-", "wrap
 
 /* ptxas knows nothing of an OPT_BARRIER: it would make one operation of the product and a sum. */
 pm_code pm_cuda_MUL(pm_gen *e, pm_opid op) {
+  if (in_dtype(e, op) == PM_E8M0) return call(e, op, "mul_e8m0");
   const bool whole = e->barred[pm_get(e->g, op)->out] && in_dtype(e, op) == PM_F32;
   return whole ? call(e, op, "mul_rn") : arithmetic(e, op, "*", "wrap_mul", "&");
 }
@@ -180,6 +185,7 @@ static pm_code divide_exactly(pm_gen *e, pm_opid op) {
 }
 
 pm_code pm_cuda_DIV(pm_gen *e, pm_opid op) {
+  if (in_dtype(e, op) == PM_E8M0) return call(e, op, "div_e8m0");
   if (!pm_is_float(in_dtype(e, op))) return divide(e, op, "/", "div_int");
   return *pm_attr(e->g, op, PM_ATTR_EXACT) ? divide_exactly(e, op) : infix_f32(e, op, "/");
 }

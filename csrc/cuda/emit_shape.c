@@ -119,16 +119,17 @@ pm_code pm_cuda_PACK(pm_gen *e, pm_opid op) {
   const pm_val in = pm_in(e->g, op, 0), out = pm_get(e->g, op)->out;
   const int64_t n = pm_regs_of(e, out);
   if (pm_wants_array(e, out) && pm_regs_of(e, in) != 2 * n) return pm_no_registers(e, op);
+  const int bits = pm_dtypes[pm_typeof(e->g, in)->dtype].bits;
   pm_note(e, op, "pack");
   const char *name = pm_declare(e, out, out);
   if (!pm_is_array(e, out)) {
-    pm_line(e, "%s = pack_4(bits_of(%s), bits_of(%s));", name, pm_at(e, in, "0"),
+    pm_line(e, "%s = pack_%d(bits_of(%s), bits_of(%s));", name, bits, pm_at(e, in, "0"),
             pm_at(e, in, "0"));
     return PM_OK;
   }
   pm_unroll(e, n);
-  pm_line(e, "for (int r = 0; r < %lld; r++) %s[r] = pack_4(bits_of(%s), bits_of(%s));",
-          (long long)n, name, pm_at(e, in, "2 * r"), pm_at(e, in, "2 * r + 1"));
+  pm_line(e, "for (int r = 0; r < %lld; r++) %s[r] = pack_%d(bits_of(%s), bits_of(%s));",
+          (long long)n, name, bits, pm_at(e, in, "2 * r"), pm_at(e, in, "2 * r + 1"));
   return PM_OK;
 }
 
@@ -380,33 +381,37 @@ static int64_t distinct_lanes(const pm_layout *result, pm_sum *lane) {
   return n;
 }
 
-/* Scratch: 32-bit words [warp][lane part][register], as pm_reduce_scratch counts them. Lanes with
- * equal results write the same word. */
+/* Scratch: 32-bit words [warp][lane part][register], as pm_reduce_scratch counts them, which also
+ * says how many registers are combined at once. Lanes with equal results write the same word. */
 static pm_code combine_warps(reduction *r, pm_opid op) {
   pm_gen *e = r->e;
   pm_sum own, others, lane;
+  int64_t at_once;
   const int64_t n_warps = reduced_warps(r, &own, &others);
-  const int64_t row = distinct_lanes(pm_layout_in(e, pm_get(e->g, op)->out), &lane) * r->n * 4;
-  const char *cpp = pm_cpp_type(r->dtype);
+  const int64_t lanes = distinct_lanes(pm_layout_in(e, pm_get(e->g, op)->out), &lane);
   if (n_warps == 1) return PM_OK;
+  pm_reduce_scratch(e->g, op, &at_once);
+  const int64_t n = at_once, row = lanes * n * 4, steps = pm_cdiv(r->n, n);
+  const char *cpp = pm_cpp_type(r->dtype);
   if (4 * row > pm_scratch_bytes(e)) {
-    return pm_gen_fail(
-        e, op, PM_E_INTERNAL,
-        "Required reduction scratch size (%lld bytes) is larger than the available scratch size "
-        "(%lld bytes)",
-        (long long)(4 * row), (long long)pm_scratch_bytes(e));
+    return pm_gen_fail(e, op, PM_E_INTERNAL, "a reduction needs %lld bytes of scratch, not %lld",
+                       (long long)(4 * row), (long long)pm_scratch_bytes(e));
   }
+  const char *b = pm_begin_unrolled(e, "b", r->n, steps == 1 ? r->n : n);
   pm_begin(e, "{");
-  const char *part = pm_sum_text(e, &lane, "lane", r->n * 4);
+  const char *part = pm_sum_text(e, &lane, "lane", n * 4);
   const char *mine = pm_sum_text(e, &own, "warp", row);
   pm_line(e, "const u32 p = %s%s%s;", pm_scratch(e), lane.n ? " + " : "", lane.n ? part : "");
-  const char *k = pm_begin_unrolled(e, "k", r->n, 1);
-  pm_line(e, "st_shared<%s, 1>(p + %s * 4 + warp * %lld, &%s[%s]);", cpp, k, (long long)row,
-          r->name, k);
-  pm_end_unrolled(e, r->n, 1);
+  const char *k = pm_begin_unrolled(e, "k", n, 1);
+  const char *at = steps == 1 ? k : n == 1 ? b : pm_str(e, "b + %s", k);
+  const char *inside = r->n % n ? pm_str(e, "if (%s < %lld) ", at, (long long)r->n) : "";
+  pm_line(e, "%sst_shared<%s, 1>(p + %s * 4 + warp * %lld, &%s[%s]);", inside, cpp, k,
+          (long long)row, r->name, at);
+  pm_end_unrolled(e, n, 1);
   pm_line(e, PM_LANES_SYNC);
-  pm_begin_unrolled(e, "k", r->n, 1);
-  const char *to = pm_str(e, "%s[%s]", r->name, k);
+  pm_begin_unrolled(e, "k", n, 1);
+  const char *to = pm_str(e, "%s[%s]", r->name, at);
+  if (*inside) pm_line(e, "if (%s >= %lld) break;", at, (long long)r->n);
   pm_line(e, "%s = %s;", to, pm_identity(e, r->reduce, r->dtype));
   pm_begin_unrolled(e, "w", n_warps, 1);
   pm_line(e, "%s x;", cpp);
@@ -414,9 +419,10 @@ static pm_code combine_warps(reduction *r, pm_opid op) {
           pm_sum_text(e, &others, "w", row), own.n ? " + " : "", own.n ? mine : "");
   pm_line(e, "%s = %s;", to, pm_combine(e, r->reduce, r->dtype, to, "x"));
   pm_end(e);
-  pm_end_unrolled(e, r->n, 1);
+  pm_end_unrolled(e, n, 1);
   pm_line(e, PM_LANES_SYNC);
   pm_end(e);
+  pm_end_unrolled(e, r->n, steps == 1 ? r->n : n);
   return PM_OK;
 }
 

@@ -209,6 +209,8 @@ static step locate_copy_in(pm_machine *m, thread *t, const instr *i, spot *gmem,
   pm_vm_locate(m, t, i->mem, gmem);
   pm_vm_locate(m, t, i->mem2, smem);
   if (!smem->inside) return pm_vm_outside(m, t, i->op, smem, "copy_gmem_to_smem");
+  char text[400];
+  LOG(m, t, i->op, PM_LOG_SMEM, "begins a copy to %s", pm_vm_view_text(i->mem2, text, sizeof text));
   if (!gmem->inside && i->flags == PM_OOB_PROMISE) {
     return pm_vm_outside(m, t, i->op, gmem, "copy_gmem_to_smem, promised in bounds,");
   }
@@ -464,7 +466,9 @@ static step exec_wgmma(pm_machine *m, thread *t, const instr *i) {
 
 static void run_mma(pm_machine *m, thread *t) {
   task *k = t->mma_next;
-  pm_vm_matmul(m->pack, &k->acc, &k->lhs, k->buffer, &k->rhs, k->i->out, k->i->dtype);
+  if (!m->options.skip_floats || !pm_is_float((pm_dtype)k->acc.mem->dtype)) {
+    pm_vm_matmul(m->pack, &k->acc, &k->lhs, k->buffer, &k->rhs, k->i->out, k->i->dtype);
+  }
   t->mma_next = k->next;
   finish_task(m, k);
 }

@@ -774,9 +774,10 @@ static void enter_union(compiler *c, pm_opid alloc) {
 
 static void alloc_smem(compiler *c, pm_val v, const pm_type *t) {
   struct open_scope *o = scope_for(c, v);
-  enter_union(c, pm_value_of(c->g, v)->def);
   scope *s = o->scope;
+  /* threads may be in different groups of a union of their own: there each group has its place */
   const bool own = c->m->n_threads > 1 && !s->collective;
+  if (!own) enter_union(c, pm_value_of(c->g, v)->def);
   const size_t bytes = (size_t)pm_round_up((int64_t)bytes_of(t), 64);
   size_t *top = own ? &c->own_top : &c->smem_top[c->shared[v]];
   size_t at = (size_t)pm_round_up((int64_t)*top, 64);
@@ -788,7 +789,8 @@ static void alloc_smem(compiler *c, pm_val v, const pm_type *t) {
     s->smem =
         pm_vec_grow(&c->m->arena, s->smem, s->n_smem, &o->smem_cap, sizeof *s->smem, s->n_smem + 1);
   }
-  s->smem[s->n_smem++] = (struct smem_alloc){(uint32_t)at, c->apart[v], t->dtype, pm_type_size(t)};
+  s->smem[s->n_smem++] = (struct smem_alloc){(uint32_t)at, c->apart[v], t->dtype,
+                                             pm_value_of(c->g, v)->def, pm_type_size(t)};
 }
 
 static void set_groups(compiler *c, pm_opid op, barrier_info *info) {
@@ -879,14 +881,8 @@ static scope *open_scope(compiler *c, bool collective) {
   return s;
 }
 
-static void close_scope(compiler *c, pm_opid op) {
+static void close_scope(compiler *c) {
   struct open_scope *o = c->open;
-  const bool shared = o->scope->n_bars || o->scope->n_sems;
-  if (c->m->n_threads > 1 && !o->scope->collective && shared) {
-    fail(c, op, PM_E_NOT_IMPLEMENTED,
-         "barriers and semaphores of a kernel with several threads must be allocated in a scope of "
-         "all of them; give run_scoped collective_axes=<the thread axis>");
-  }
   scope *s = o->scope;
   s->accs = PM_NEW(&c->m->arena, uint32_t, c->accs.n - o->first_acc + 1);
   while (c->accs.n > o->first_acc) use_outside(c, &s->accs[s->n_accs++], c->accs.at[--c->accs.n]);
@@ -913,7 +909,7 @@ void pm_vm_encode_scope(compiler *c, pm_opid op, const handler *h) {
   const pm_op *p = pm_get(c->g, op);
   pm_opid yield = pm_terminator(c->g, region);
   for (uint32_t k = 0; k < p->n_out; k++) c->slot[p->out + k] = full(c, pm_in(c->g, yield, k));
-  close_scope(c, op);
+  close_scope(c);
   emit(c, op, pm_vm_leave)->scope = s;
   close_union(c);
   memcpy(c->smem_top, top, sizeof top);
@@ -1144,6 +1140,21 @@ static void fill_image(compiler *c) {
   }
 }
 
+/* Before slots get their places. */
+static void note_skipped(compiler *c) {
+  for (uint32_t k = 0; k < c->code.n; k++) {
+    instr *i = &c->code.at[k];
+    const pm_val out = i->op ? pm_get(c->g, i->op)->out : 0;
+    i->skip = i->op ? (uint8_t)pm_vm_skips(c->g, i->op) : SKIP_NOTHING;
+    if (!i->skip || !i->dst || i->dst != c->slot[out]) {
+      i->skip = SKIP_NOTHING;
+      continue;
+    }
+    i->skip_dtype = pm_typeof(c->g, out)->dtype;
+    i->skip_bytes = (uint32_t)bytes_of(pm_typeof(c->g, out));
+  }
+}
+
 static void assign_frame(compiler *c) {
   extend_ranges(c);
   size_t top = (size_t)pm_round_up((int64_t)c->m->image_bytes, 64);
@@ -1216,8 +1227,9 @@ static pm_code compile(void *ctx, pm_err *err) {
   c->whole = c->open;
   encode_block(c, 1);
   if (c->status) return c->status;
-  close_scope(c, 0);
+  close_scope(c);
   emit(c, 0, pm_vm_end)->scope = whole;
+  note_skipped(c);
   assign_frame(c);
   if (c->status) return c->status;
   m->code = PM_NEW(&m->arena, instr, c->code.n);

@@ -5,6 +5,8 @@
 #include "../ir/ir.h"
 #include "../ir/view.h"
 
+enum { PM_LOG_BARRIER = 1, PM_LOG_SEMAPHORE = 2, PM_LOG_SMEM = 4 };
+
 /* An INLINE that runs: memory of each operand, then of each result, row-major. Of a ref it is a
  * copy, which goes back if `written`; of a barrier it is NULL, and the function says how many
  * arrivals there are. */
@@ -25,9 +27,11 @@ typedef struct pm_inline_call {
 } pm_inline_call;
 
 typedef struct pm_interp_options {
-  uint64_t seed;  /* of the schedule */
-  bool oob_raise; /* else out-of-bounds reads give the fill */
-  bool zero_fill; /* uninitialised memory reads as zeros; else NaN, integer maximum, true */
+  uint64_t seed;    /* of the schedule */
+  bool oob_raise;   /* else out-of-bounds reads give the fill */
+  bool zero_fill;   /* uninitialised memory reads as zeros; else NaN, integer maximum, true */
+  bool skip_floats; /* floats are not computed: every result reads as +inf */
+  int log;          /* PM_LOG_ flags: which events are shown, a line for each */
   /* receives each line of DEBUG_PRINT, without the newline; NULL: stdout */
   void (*print)(void *ctx, const char *line);
   void *print_ctx;

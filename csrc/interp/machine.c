@@ -71,8 +71,7 @@ bool pm_vm_same_but(const pm_machine *m, const block *a, const block *b, uint32_
   return true;
 }
 
-/* "grid point (0, 1), block (1,), thread 2" */
-static const char *agent_text(const pm_machine *m, const thread *t, char *buf, size_t n) {
+const char *pm_vm_agent(const pm_machine *m, const thread *t, char *buf, size_t n) {
   int at = 0;
   buf[0] = 0;
   if (m->n_grid) {
@@ -94,7 +93,7 @@ step pm_vm_fail(pm_machine *m, const thread *t, pm_opid op, pm_code code, const 
   va_start(ap, fmt);
   vsnprintf(text, sizeof text, fmt, ap);
   va_end(ap);
-  pm_fail(m->err, code, "%s (%s)", text, agent_text(m, t, agent, sizeof agent));
+  pm_fail(m->err, code, "%s (%s)", text, pm_vm_agent(m, t, agent, sizeof agent));
   if (m->places[op].file) pm_err_at(m->err, m->places[op].file, m->places[op].line);
   return STEP_FAIL;
 }
@@ -206,6 +205,8 @@ static step complete(pm_machine *m, thread *t, pm_opid op, barrier *b) {
   if (b->arrivals < b->info->arrivals || b->pending) return STEP_NEXT;
   b->arrivals = 0;
   b->phase++;
+  LOG(m, t, op, PM_LOG_BARRIER, "phase %" PRId64 " of barrier %s is complete", b->phase,
+      barrier_text(m, t, b, name, sizeof name));
   bool waited = false;
   int64_t least = INT64_MAX;
   for (uint32_t k = 0; k < m->n_threads; k++) {
@@ -255,6 +256,8 @@ step pm_vm_arrive(pm_machine *m, thread *t, pm_opid op, barrier *b, int32_t pend
     b->copied = b->phase + 1;
     b->last_copy = op;
   }
+  LOG(m, t, op, PM_LOG_BARRIER, "arrival %u of %u of phase %" PRId64 " on barrier %s", b->arrivals,
+      b->info->arrivals, b->phase + 1, barrier_text(m, t, b, name, sizeof name));
   return complete(m, t, op, b);
 }
 
@@ -381,6 +384,9 @@ static step exec_wait(pm_machine *m, thread *t, const instr *i) {
                       *(int32_t *)slot_of(t, i->a), *seen,
                       barrier_text(m, t, b, name, sizeof name));
   }
+  LOG(m, t, i->op, PM_LOG_BARRIER, "%s phase %" PRId64 " of barrier %s",
+      *seen == b->phase ? "waits for" : "has seen", *seen + 1,
+      barrier_text(m, t, b, name, sizeof name));
   if (*seen == b->phase) {
     t->waits_for = b;
     t->pc--;
@@ -486,21 +492,34 @@ static void reset_barrier(const pm_machine *m, barrier *x, const barrier_info *i
   *x = (barrier){.info = info, .block = b, .seen = seen, .uneven = u};
 }
 
-/* `number`: of the thread that enters, for memory that each has for itself. */
-static void init_scope(pm_machine *m, block *b, const scope *s, uint32_t number) {
+/* Which of n barriers or semaphores of a scope belong to a thread: where the scope is not
+ * collective, a part for each thread lies behind the other. */
+uint32_t pm_vm_first_of(const pm_machine *m, const scope *s, const thread *t, uint32_t *n) {
+  if (s->collective || m->n_threads == 1) return 0;
+  *n /= m->n_threads;
+  return *n * t->index;
+}
+
+/* `t`: the thread that enters, for what each has for itself. */
+static void init_scope(pm_machine *m, block *b, const scope *s, const thread *t) {
   for (uint32_t k = 0; k < s->n_smem; k++) {
     const struct smem_alloc *x = &s->smem[k];
-    pm_interp_fill(x->dtype, m->options.zero_fill, b->smem + x->at + (size_t)x->apart * number,
-                   x->n);
+    const size_t at = x->at + (size_t)x->apart * t->index;
+    LOG(m, t, x->op, PM_LOG_SMEM, "%" PRId64 " elements of %s are allocated", x->n,
+        pm_dtypes[x->dtype].text);
+    pm_interp_fill(x->dtype, m->options.zero_fill, b->smem + at, x->n);
   }
   for (uint32_t k = 0; k < s->n_bars; k++) {
     const barrier_info *info = &m->bars[s->bars[k]];
-    for (barrier *x = b->bars + info->first; x < b->bars + info->first + info->count; x++) {
+    uint32_t n = info->count;
+    barrier *x = b->bars + info->first + pm_vm_first_of(m, s, t, &n);
+    for (barrier *end = x + n; x < end; x++) {
       reset_barrier(m, x, info, b);
     }
   }
   for (uint32_t k = 0; k < s->n_sems; k++) {
-    memset(b->semaphores + s->sems[k].first, 0, s->sems[k].count * sizeof *b->semaphores);
+    uint32_t n = s->sems[k].count, first = s->sems[k].first + pm_vm_first_of(m, s, t, &n);
+    memset(b->semaphores + first, 0, n * sizeof *b->semaphores);
   }
   b->n_left[s->index] = 0;
 }
@@ -566,8 +585,9 @@ static step check_scope(pm_machine *m, thread *t, pm_opid op, const scope *s, bo
   for (uint32_t k = 0; k < s->n_bars; k++) {
     const barrier_info *info = &m->bars[s->bars[k]];
     if (info->shared != shared) continue;
-    barrier *first = t->block->bars + info->first;
-    for (barrier *b = first; b < first + info->count; b++) {
+    uint32_t n = info->count;
+    barrier *b = t->block->bars + info->first + pm_vm_first_of(m, s, t, &n);
+    for (barrier *end = b + n; b < end; b++) {
       if (check_barrier(m, t, m->places[op].file ? op : info->op, b) == STEP_FAIL) return STEP_FAIL;
     }
   }
@@ -578,7 +598,7 @@ static step exec_enter(pm_machine *m, thread *t, const instr *i) {
   block *b = t->block;
   const scope *s = i->scope;
   if (!s->collective || m->n_threads == 1) {
-    if (s->n_smem || s->n_bars || s->n_sems) init_scope(m, b, s, t->index);
+    if (s->n_smem || s->n_bars || s->n_sems) init_scope(m, b, s, t);
     return STEP_NEXT;
   }
   if (b->n_entering && b->entering != s) {
@@ -591,7 +611,7 @@ static step exec_enter(pm_machine *m, thread *t, const instr *i) {
   b->entering = s;
   if (++b->n_entering < m->n_threads) return pm_vm_block_on(m, t, THREAD_AT_SCOPE);
   b->n_entering = 0;
-  init_scope(m, b, s, 0);
+  init_scope(m, b, s, t);
   wake(m, b, THREAD_AT_SCOPE, NULL);
   return STEP_PAUSE;
 }
@@ -774,11 +794,7 @@ static void print_line(pm_machine *m, thread *t, const printing *p, int64_t n) {
     f++;
   }
   line[at] = 0;
-  if (m->options.print) {
-    m->options.print(m->options.print_ctx, line);
-  } else {
-    puts(line);
-  }
+  pm_vm_line(m, line);
 }
 
 static step exec_print(pm_machine *m, thread *t, const instr *i) {
@@ -831,7 +847,7 @@ static step deadlock(pm_machine *m) {
     if (at + 3072 > room) continue;
     listed++;
     if (!first) first = i->op;
-    agent_text(m, t, agent, sizeof agent);
+    pm_vm_agent(m, t, agent, sizeof agent);
     place[0] = 0;
     if (m->places[i->op].file) pm_vm_place(m, i->op, place, sizeof place);
     if (t->state == THREAD_AT_SCOPE) {
@@ -907,7 +923,7 @@ static step run_thread(pm_machine *m, thread *t) {
   step s;
   do {
     const instr *i = &m->code[t->pc++];
-    s = i->exec(m, t, i);
+    s = m->options.skip_floats ? pm_vm_run_skipping(m, t, i) : i->exec(m, t, i);
   } while (s == STEP_NEXT && --budget);
   return s;
 }
@@ -958,7 +974,7 @@ static void begin_cluster(pm_machine *m, cluster *c) {
       b->bars[k].phase = 0;
       for (uint32_t j = 0; j < n_seers(m); j++) b->bars[k].seen[j] = NEVER;
     }
-    init_scope(m, b, m->scopes[0], 0);
+    init_scope(m, b, m->scopes[0], &m->threads[(size_t)(b - m->blocks) * m->n_threads]);
   }
   for (uint32_t k = m->open_copies.n; k-- > 0;) {
     if (m->open_copies.at[k].cluster == c) {

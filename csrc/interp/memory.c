@@ -14,7 +14,8 @@ void pm_interp_fill(pm_dtype d, bool zeros, void *p, int64_t n) {
       [PM_BOOL] = 1,      [PM_I8] = 0x7f,        [PM_I16] = 0x7fff, [PM_I32] = 0x7fffffff,
       [PM_U8] = 0xff,     [PM_U16] = 0xffff,     [PM_U32] = ~0u,    [PM_F16] = 0x7e00,
       [PM_BF16] = 0x7fc0, [PM_F32] = 0x7fc00000, [PM_E4M3] = 0x7f,  [PM_E5M2] = 0x7f,
-      [PM_E8M0] = 0xff,   [PM_INT4] = 7,         [PM_UINT4] = 15,   [PM_E2M1] = 7};
+      [PM_E8M0] = 0xff,   [PM_INT4] = 7,         [PM_UINT4] = 15,   [PM_E2M1] = 7,
+      [PM_INT2] = 1,      [PM_UINT2] = 3};
   uint32_t v = zeros ? 0 : patterns[d];
   uint8_t bytes = pm_dtypes[d].bytes;
   if (bytes == 1 || v == 0 || v == ~0u) {
@@ -239,8 +240,15 @@ void pm_vm_scatter_inside(const spot *s, const void *src) {
 
 /* ---- ops ---------------------------------------------------------------------------------- */
 
+static void log_access(pm_machine *m, thread *t, const instr *i, const char *what) {
+  char text[400];
+  if (i->mem->space != PM_SMEM) return;
+  LOG(m, t, i->op, PM_LOG_SMEM, "%s %s", what, pm_vm_view_text(i->mem, text, sizeof text));
+}
+
 static step exec_load(pm_machine *m, thread *t, const instr *i) {
   spot s;
+  log_access(m, t, i, "loads");
   pm_vm_locate(m, t, i->mem, &s);
   if (s.inside) {
     pm_vm_gather(&s, slot_of(t, i->dst));
@@ -255,6 +263,7 @@ static step exec_load(pm_machine *m, thread *t, const instr *i) {
 
 static step exec_store(pm_machine *m, thread *t, const instr *i) {
   spot s;
+  log_access(m, t, i, "stores");
   pm_vm_locate(m, t, i->mem, &s);
   if (!s.inside) return pm_vm_outside(m, t, i->op, &s, "store");
   pm_vm_scatter(&s, slot_of(t, i->a));

@@ -21,6 +21,8 @@ static step exec_signal(pm_machine *m, thread *t, const instr *i) {
   uint32_t *s = semaphore_at(m, t, i);
   if (!s) return STEP_FAIL;
   *s += (uint32_t)slot_i32(t, i->a);
+  LOG(m, t, i->op, PM_LOG_SEMAPHORE, "adds %" PRId32 " to semaphore '%s', now %" PRIu32,
+      slot_i32(t, i->a), i->mem->name, *s);
   pm_vm_progress(m);
   pm_vm_wake_at(m, s);
   return STEP_PAUSE;
@@ -30,6 +32,8 @@ static step exec_await(pm_machine *m, thread *t, const instr *i) {
   uint32_t *s = semaphore_at(m, t, i);
   const uint32_t least = (uint32_t)slot_i32(t, i->a);
   if (!s) return STEP_FAIL;
+  LOG(m, t, i->op, PM_LOG_SEMAPHORE, "%s semaphore '%s' for %" PRIu32 " or more, it is %" PRIu32,
+      *s < least ? "waits on" : "passes", i->mem->name, least, *s);
   if (*s < least) {
     t->waits_at = s;
     t->pc--;
@@ -61,7 +65,8 @@ size_t pm_vm_semaphore_text(pm_machine *m, thread *t, const instr *i, char *buf,
 
 step pm_vm_check_semaphores(pm_machine *m, thread *t, pm_opid op, const scope *s) {
   for (uint32_t k = 0; k < s->n_sems; k++) {
-    for (uint32_t j = 0; j < s->sems[k].count; j++) {
+    uint32_t n = s->sems[k].count, j = pm_vm_first_of(m, s, t, &n);
+    for (const uint32_t end = j + n; j < end; j++) {
       const uint32_t left = t->block->semaphores[s->sems[k].first + j];
       if (!left) continue;
       return pm_vm_fail(m, t, op, PM_E_VALUE,

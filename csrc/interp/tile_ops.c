@@ -208,11 +208,11 @@ COMPARISON(GE, >=)
 SELECT_KERNEL(U8)
 SELECT_KERNEL(U16)
 SELECT_KERNEL(U32)
-HANDLER(
-    SELECT, [PM_BOOL] = SELECT_U8, [PM_I8] = SELECT_U8, [PM_U8] = SELECT_U8, [PM_INT4] = SELECT_U8,
-    [PM_UINT4] = SELECT_U8, [PM_E2M1] = SELECT_U8, [PM_E4M3] = SELECT_U8, [PM_E5M2] = SELECT_U8,
-    [PM_E8M0] = SELECT_U8, [PM_I16] = SELECT_U16, [PM_U16] = SELECT_U16, [PM_F16] = SELECT_U16,
-    [PM_BF16] = SELECT_U16, [PM_I32] = SELECT_U32, [PM_U32] = SELECT_U32, [PM_F32] = SELECT_U32)
+HANDLER(SELECT, [PM_BOOL] = SELECT_U8, [PM_I8] = SELECT_U8, [PM_U8] = SELECT_U8,
+        [PM_INT4] = SELECT_U8, [PM_INT2] = SELECT_U8, [PM_UINT2] = SELECT_U8,
+        [PM_UINT4] = SELECT_U8, [PM_E2M1] = SELECT_U8, [PM_E4M3] = SELECT_U8, [PM_E5M2] = SELECT_U8,
+        [PM_E8M0] = SELECT_U8, [PM_I16] = SELECT_U16, [PM_U16] = SELECT_U16, [PM_F16] = SELECT_U16,
+        [PM_BF16] = SELECT_U16, [PM_I32] = SELECT_U32, [PM_U32] = SELECT_U32, [PM_F32] = SELECT_U32)
 
 /* ---- pointwise ---------------------------------------------------------------------------- */
 
@@ -293,15 +293,28 @@ static step exec_pointwise(pm_machine *m, thread *t, const instr *i) {
   return STEP_NEXT;
 }
 
+/* Each element of x is two of half its bits, the first one in the low half. */
 static step exec_unpack(pm_machine *m, thread *t, const instr *i) {
+  const uint8_t *x = slot_of(t, i->a);
+  uint8_t *d = slot_of(t, i->dst);
+  const int bits = pm_dtypes[i->out].bits;
   (void)m;
-  pm_unpack_bytes(i->out, slot_of(t, i->a), slot_of(t, i->dst), i->n);
+  for (uint32_t k = 0; k < i->n; k++) {
+    const pm_scalar half = {.i = x[k / 2] >> (k % 2 ? bits : 0)};
+    if (pm_is_float((pm_dtype)i->out)) d[k] = half.i & ((1 << bits) - 1);
+    else pm_store_scalar((pm_dtype)i->out, d + k, half);
+  }
   return STEP_NEXT;
 }
 
 static step exec_pack(pm_machine *m, thread *t, const instr *i) {
+  const uint8_t *x = slot_of(t, i->a);
+  uint8_t *d = slot_of(t, i->dst);
+  const int bits = pm_dtypes[i->dtype].bits, mask = (1 << bits) - 1;
   (void)m;
-  pm_pack_bytes(slot_of(t, i->a), slot_of(t, i->dst), 2 * (size_t)i->n);
+  for (uint32_t k = 0; k < i->n; k++) {
+    d[k] = (uint8_t)((x[2 * k] & mask) | (x[2 * k + 1] & mask) << bits);
+  }
   return STEP_NEXT;
 }
 

@@ -57,7 +57,12 @@ struct instr {
   pm_opid op;
   uint8_t dtype, out; /* of operands, of the result */
   uint8_t flags;
+  uint8_t skip, skip_dtype; /* enum skip; of the floats in dst */
+  uint32_t skip_bytes;
 };
+
+/* What a run without floating-point work does with an instruction. */
+typedef enum skip { SKIP_NOTHING, SKIP_RESULT, SKIP_ALL } skip;
 
 /* ---- memory ------------------------------------------------------------------------------- */
 
@@ -133,6 +138,7 @@ typedef struct scope {
   struct smem_alloc {
     uint32_t at, apart;
     uint8_t dtype;
+    pm_opid op;
     int64_t n;
   } * smem;
   uint32_t *bars; /* numbers of barrier_info */
@@ -400,6 +406,8 @@ static inline void pm_vm_progress(pm_machine *m) {
   m->epoch++;
   m->polls = 0;
 }
+/* "grid point (0, 1), block (1,), thread 2" */
+const char *pm_vm_agent(const pm_machine *m, const thread *t, char *buf, size_t n);
 /* "(0, 1)", the coordinates of a block in its cluster */
 const char *pm_vm_block(const pm_machine *m, const block *b, char *buf, size_t n);
 /* Do the blocks differ along these axes only (bit k: axis k)? */
@@ -410,6 +418,16 @@ step pm_vm_next(pm_machine *m, thread *t, const instr *i);     /* a FOR's increm
 step pm_vm_leave(pm_machine *m, thread *t, const instr *i);    /* end of a scope */
 step pm_vm_warp_end(pm_machine *m, thread *t, const instr *i); /* end of a WARP_MAP's region */
 step pm_vm_end(pm_machine *m, thread *t, const instr *i);      /* end of the program */
+
+/* observe.c */
+void pm_vm_line(pm_machine *m, const char *line); /* shown as DEBUG_PRINT's */
+void pm_vm_log(pm_machine *m, const thread *t, pm_opid op, int kind, const char *fmt, ...)
+    PM_PRINTF(5, 6);
+#define LOG(m, t, op, kind, ...) \
+  ((m)->options.log & (kind) ? pm_vm_log(m, t, op, kind, __VA_ARGS__) : (void)0)
+const char *pm_vm_view_text(const access *a, char *buf, size_t n);
+skip pm_vm_skips(const pm_graph *g, pm_opid op);
+step pm_vm_run_skipping(pm_machine *m, thread *t, const instr *i);
 
 /* memory.c */
 void pm_vm_locate(pm_machine *m, thread *t, const access *mem, spot *s);
@@ -443,6 +461,7 @@ void pm_vm_free_tasks(pm_machine *m);
 void pm_vm_combine(pm_dtype d, int64_t kind, char *at, const char *value, const char *compare);
 
 /* semaphores.c */
+uint32_t pm_vm_first_of(const pm_machine *m, const scope *s, const thread *t, uint32_t *n);
 step pm_vm_check_semaphores(pm_machine *m, thread *t, pm_opid op, const scope *s);
 /* For a thread that waits at a semaphore: how far it is. */
 size_t pm_vm_semaphore_text(pm_machine *m, thread *t, const instr *i, char *buf, size_t n);

@@ -141,8 +141,9 @@ typedef struct pm_graph {
   int32_t *alias;                        /* per output: operand index or -1 */
   const int64_t **strides; /* per operand those of its array, in elements, NULL: row-major; or NULL */
   bool approx_math, no_auto_barriers;
-  uint8_t stage;      /* enum pm_stage */
-  int64_t smem_bytes; /* after passes/smem.c: dynamic SMEM with all reserves */
+  int64_t reduction_scratch; /* most bytes that a REDUCE of one Pallas thread may take at a time */
+  uint8_t stage;             /* enum pm_stage */
+  int64_t smem_bytes;        /* after passes/smem.c: dynamic SMEM with all reserves */
   /* reductions and layout conversions, inside smem_bytes; an equal part for each Pallas thread */
   int64_t scratch_offset, scratch_bytes;
   PM_VEC(pm_value) values;
@@ -158,6 +159,7 @@ typedef struct pm_graph {
   PM_VEC(uint32_t) string_slots;      /* hash table over strings; pm_intern's own */
 } pm_graph;
 
+enum { PM_REDUCTION_SCRATCH = 2048 }; /* unless the user says otherwise */
 enum pm_stage { PM_TRACED, PM_LAID_OUT, PM_PLANNED, PM_SYNCED };
 
 /* ---- building (ir/build.c). Failures of memory leave through pm_protect. --------------------- */

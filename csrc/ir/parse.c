@@ -788,9 +788,10 @@ static pm_code read_clause(parser *p) {
   }
   if (is_text(word, "approx_math")) return g->approx_math = true, PM_OK;
   if (is_text(word, "no_auto_barriers")) return g->no_auto_barriers = true, PM_OK;
+  if (is_text(word, "reduction_scratch")) return read_int(p, &g->reduction_scratch);
   FAIL(p, word.at,
-       "expected grid, cluster, threads, approx_math, no_auto_barriers, smem, scratch, stage or "
-       "'{'");
+       "expected grid, cluster, threads, approx_math, no_auto_barriers, reduction_scratch, smem, "
+       "scratch, stage or '{'");
 }
 
 static pm_code parse_kernel(parser *p) {

@@ -268,6 +268,9 @@ static void put_head(printer *p) {
   pm_putf(p->out, " threads %u", g->n_threads);
   if (g->approx_math) pm_put(p->out, " approx_math");
   if (g->no_auto_barriers) pm_put(p->out, " no_auto_barriers");
+  if (g->reduction_scratch != PM_REDUCTION_SCRATCH) {
+    pm_putf(p->out, " reduction_scratch %" PRId64, g->reduction_scratch);
+  }
   if (g->smem_bytes) pm_putf(p->out, " smem %" PRId64, g->smem_bytes);
   if (g->scratch_offset || g->scratch_bytes) {
     pm_putf(p->out, " scratch %" PRId64 " %" PRId64, g->scratch_offset, g->scratch_bytes);

@@ -260,6 +260,11 @@ static pm_code pm_type_reshape(const pm_typing *t, pm_type *out) {
   return PM_OK;
 }
 
+/* What holds two elements of a small dtype; PM_BOOL: there is no such thing. */
+static pm_dtype pair_dtype(pm_dtype d) {
+  return pm_dtypes[d].bits == 4 ? PM_U8 : pm_dtypes[d].bits == 2 ? PM_UINT4 : PM_BOOL;
+}
+
 static pm_code pm_type_unpack(const pm_typing *t, pm_type *out) {
   pm_code rc = need_given(t, PM_ARRAY);
   if (rc) return rc;
@@ -267,9 +272,10 @@ static pm_code pm_type_unpack(const pm_typing *t, pm_type *out) {
   pm_type want = *from;
   want.dtype = t->given->dtype;
   if (from->rank) want.dim[from->rank - 1] *= 2;
-  if (from->dtype != PM_U8 || !from->rank || pm_dtypes[want.dtype].bits != 4 ||
-      !pm_type_equal(&want, t->given)) {
-    FAIL(TYPE, "unpack: %s to %s; uint8 (..., n) becomes 4-bit integers (..., 2 * n)",
+  if (!from->rank || from->dtype != pair_dtype(want.dtype) || !pm_type_equal(&want, t->given)) {
+    FAIL(TYPE,
+         "unpack: %s to %s; uint8 (..., n) becomes 4-bit elements (..., 2 * n), uint4 (..., n) "
+         "2-bit ones",
          show_in(t, 0), pm_type_text(t->g->arena, t->given));
   }
   *out = want;
@@ -278,11 +284,11 @@ static pm_code pm_type_unpack(const pm_typing *t, pm_type *out) {
 
 static pm_code pm_type_pack(const pm_typing *t, pm_type *out) {
   const pm_type *from = type_in(t, 0);
-  if (!from->rank || pm_dtypes[from->dtype].bits != 4 || from->dim[from->rank - 1] % 2) {
-    FAIL(TYPE, "pack: %s; a 4-bit array with an even last dim is needed", show_in(t, 0));
+  if (!from->rank || pair_dtype(from->dtype) == PM_BOOL || from->dim[from->rank - 1] % 2) {
+    FAIL(TYPE, "pack: %s; an array of 2 or 4 bits with an even last dim is needed", show_in(t, 0));
   }
   *out = *from;
-  out->dtype = PM_U8;
+  out->dtype = (uint8_t)pair_dtype(from->dtype);
   out->dim[from->rank - 1] /= 2;
   return PM_OK;
 }

@@ -1194,7 +1194,7 @@ int64_t pm_scan_scratch(const pm_graph *g, pm_opid scan) {
   return 4 * (pm_layout_regs(l) / run) * pm_dtypes[pm_typeof(g, o->out)->dtype].bytes;
 }
 
-int64_t pm_reduce_scratch(const pm_graph *g, pm_opid reduce) {
+int64_t pm_reduce_scratch(const pm_graph *g, pm_opid reduce, int64_t *at_once) {
   uint32_t n;
   const pm_op *o = pm_get(g, reduce);
   const int64_t *dims = pm_attr_list(g, reduce, PM_ATTR_DIMS, &n);
@@ -1205,10 +1205,12 @@ int64_t pm_reduce_scratch(const pm_graph *g, pm_opid reduce) {
     crosses |= all && l->warp[k].dim >= 0;
     for (uint32_t d = 0; d < n; d++) crosses |= l->warp[k].dim == dims[d];
   }
-  if (!crosses) return 0;
   const int64_t kind = *pm_attr(g, reduce, PM_ATTR_REDUCE);
-  if (all) return kind >= PM_REDUCE_ANY ? 0 : 4 * 4;
-  int64_t values = pm_layout_regs(r);
-  for (int k = 0; k < r->n_lane; k++) values *= r->lane[k].dim < 0 ? 1 : r->lane[k].size;
-  return 4 * values * 4;
+  *at_once = 1;
+  if (!crosses || (all && kind >= PM_REDUCE_ANY)) return 0;
+  int64_t one = 4 * 4, regs = all ? 1 : pm_layout_regs(r); /* one: of each warp a word */
+  for (int k = 0; !all && k < r->n_lane; k++) one *= r->lane[k].dim < 0 ? 1 : r->lane[k].size;
+  *at_once = pm_min(regs, g->reduction_scratch / one);
+  if (*at_once) *at_once = pm_cdiv(regs, pm_cdiv(regs, *at_once)); /* steps of equal size */
+  return one * pm_max(*at_once, 1);
 }

@@ -1,12 +1,14 @@
 /* Refs of elements below 8 bits become refs of bytes.
  *
- * In memory two neighbours of the last dim share a byte, the first of them in its low half. So a
- * ref (..., N) of them is one of uint8 (..., N / 2), and all that comes after this pass (copies,
- * layouts, both back ends) sees bytes. Values in registers stay what they were, one register for
- * each element: a load is followed by UNPACK, a store preceded by PACK.
+ * In memory two neighbours of the last dim share a byte, four where they have 2 bits, the first of
+ * them in its low bits. So a ref (..., N) of them is one of uint8 (..., N / 2), and all that comes
+ * after this pass (copies, layouts, both back ends) sees bytes. Values in registers stay what they
+ * were, one register for each element: a load is followed by UNPACK, a store preceded by PACK; of 2
+ * bits there are two of them, with uint4 in between.
  *
- * A byte is the least that memory has: the last dim stays last, and slices of it begin and end at
- * even indices. */
+ * A byte is the least that memory has: slices of the last dim begin and end where bytes do. A
+ * transpose that moves the last dim is put off: a view of it is the same view of what is
+ * transposed, which a load transposes in registers, and a store before it. Copies refuse it. */
 #include "passes.h"
 
 typedef struct packer {
@@ -14,6 +16,10 @@ typedef struct packer {
   pm_err *err;
   pm_code code;
   pm_val *now; /* by value: what its users read instead */
+  struct turn {
+    pm_val base; /* 0: it is no such view */
+    int64_t dims[PM_MAX_RANK];
+  } * turned; /* by value: a view whose dim k is dim dims[k] of base, the last dim moved */
   uint32_t n_values;
 } packer;
 
@@ -26,9 +32,19 @@ static bool is_packed_ref(const pm_graph *g, pm_val v) {
   return t->kind == PM_REF && t->space != PM_REGS && is_small(t);
 }
 
+/* Elements that share a byte. */
+static int64_t per_byte(const pm_type *t) { return 8 / pm_dtypes[t->dtype].bits; }
+
 static pm_type bytes_of(pm_type t) {
+  t.dim[t.rank - 1] /= per_byte(&t);
   t.dtype = PM_U8;
+  return t;
+}
+
+/* Two elements in one of twice as many bits. */
+static pm_type pairs_of(pm_type t) {
   t.dim[t.rank - 1] /= 2;
+  t.dtype = pm_dtypes[t.dtype].bits == 4 ? PM_U8 : PM_UINT4;
   return t;
 }
 
@@ -48,13 +64,15 @@ static pm_val constant(packer *p, pm_blk block, uint32_t at, int64_t i, pm_opid 
 }
 
 /* Starts and sizes of the last dim, in bytes. Returns how many ops were put before. */
-static uint32_t halve_index(packer *p, pm_opid op, pm_blk block, uint32_t at) {
-  static const char even[] =
-      "two elements share a byte, so a slice of the last dim must begin and end at even indices, "
-      "without a stride (a traced start: pl.multiple_of(start, 2)), and an int index of it is not "
-      "supported; load "
-      "the row, or convert the array to int8";
+static uint32_t divide_index(packer *p, pm_opid op, pm_blk block, uint32_t at) {
   pm_graph *g = p->g;
+  const int64_t per = per_byte(pm_typeof(g, pm_in(g, op, 0)));
+  const char *whole = pm_printf(
+      g->arena,
+      "%s elements share a byte, so a slice of the last dim must begin and end at multiples of %d, "
+      "without a stride (a traced start: pl.multiple_of(start, %d)), and an int index of it is not "
+      "supported; load the row, or convert the array to int8",
+      per == 2 ? "two" : "four", (int)per, (int)per);
   uint32_t n;
   int64_t starts[PM_MAX_RANK], sizes[PM_MAX_RANK];
   const int64_t *from_list = pm_attr_list(g, op, PM_ATTR_STARTS, &n);
@@ -67,71 +85,179 @@ static uint32_t halve_index(packer *p, pm_opid op, pm_blk block, uint32_t at) {
   const pm_val from = pm_in(g, op, 0);
   const bool traced = starts[n - 1] == PM_DYNAMIC;
   const uint32_t last = pm_get(g, op)->n_in - 1;
-  if (spread || sizes[n - 1] == PM_DROPPED || sizes[n - 1] % 2 || (!traced && starts[n - 1] % 2) ||
-      (traced && pm_divisor(g, pm_in(g, op, last)) % 2)) {
-    refuse(p, op, from, even);
+  if (spread || sizes[n - 1] == PM_DROPPED || sizes[n - 1] % per ||
+      (!traced && starts[n - 1] % per) || (traced && pm_divisor(g, pm_in(g, op, last)) % per)) {
+    refuse(p, op, from, whole);
     return 0;
   }
-  sizes[n - 1] /= 2;
-  if (!traced) starts[n - 1] /= 2;
+  sizes[n - 1] /= per;
+  if (!traced) starts[n - 1] /= per;
   pm_set_list(g, op, PM_ATTR_STARTS, starts, n);
   pm_set_list(g, op, PM_ATTR_SIZES, sizes, n);
   if (!traced) return 0;
   const pm_type type = pm_scalar_type(PM_I32);
-  const pm_val in[2] = {pm_in(g, op, last), constant(p, block, at, 2, op)};
+  const pm_val in[2] = {pm_in(g, op, last), constant(p, block, at, per, op)};
   const pm_opid half = pm_insert(g, block, at + 1, PM_OP_DIV, in, 2, &type, 1, NULL, 0, op);
   g->operands.at[pm_get(g, op)->in + last] = pm_get(g, half)->out;
   return 2;
 }
 
-static void keep_last(packer *p, pm_opid op) {
+static bool keeps_last(const pm_graph *g, pm_opid op) {
   uint32_t n;
-  const int64_t *dims = pm_attr_list(p->g, op, PM_ATTR_DIMS, &n);
-  if (dims[n - 1] != n - 1) {
-    refuse(p, op, pm_in(p->g, op, 0),
-           "two elements of the last dim share a byte; it must stay last");
-  }
+  const int64_t *dims = pm_attr_list(g, op, PM_ATTR_DIMS, &n);
+  return dims[n - 1] == n - 1;
 }
 
+/* ---- transposes of the last dim ------------------------------------------------------------ */
+
+static const struct turn *turn_of(const packer *p, pm_val v) {
+  return v < p->n_values && p->turned[v].base ? &p->turned[v] : NULL;
+}
+
+/* A transpose, perhaps of a transpose. */
+static void note_turn(packer *p, pm_opid op) {
+  uint32_t n;
+  const int64_t *dims = pm_attr_list(p->g, op, PM_ATTR_DIMS, &n);
+  const struct turn *before = turn_of(p, pm_in(p->g, op, 0));
+  struct turn *t = &p->turned[pm_get(p->g, op)->out];
+  t->base = before ? before->base : pm_in(p->g, op, 0);
+  for (uint32_t k = 0; k < n; k++) t->dims[k] = before ? before->dims[dims[k]] : dims[k];
+}
+
+/* An index of a transpose becomes one of what is transposed, and its result a transpose of that:
+ * the op gets the base as its operand, and its entries in the order of the base's dims. */
+static void turn_index(packer *p, pm_opid op) {
+  pm_graph *g = p->g;
+  const struct turn from = *turn_of(p, pm_in(g, op, 0));
+  const pm_val out = pm_get(g, op)->out;
+  struct turn *to = &p->turned[out];
+  int64_t starts[PM_MAX_RANK], sizes[PM_MAX_RANK], strides[PM_MAX_RANK], kept[PM_MAX_RANK];
+  pm_val in[PM_MAX_RANK] = {0}, traced[PM_MAX_RANK];
+  uint32_t n, n_strides, next = 1, n_kept = 0;
+  const int64_t *old_strides = pm_attr_list(g, op, PM_ATTR_STRIDES, &n_strides);
+  const int64_t *old_starts = pm_attr_list(g, op, PM_ATTR_STARTS, &n);
+  const int64_t *old_sizes = pm_attr_list(g, op, PM_ATTR_SIZES, &n);
+  for (uint32_t k = 0; k < n; k++) {
+    const int64_t d = from.dims[k];
+    starts[d] = old_starts[k];
+    sizes[d] = old_sizes[k];
+    strides[d] = n_strides ? old_strides[k] : 1;
+    if (starts[d] == PM_DYNAMIC) traced[d] = pm_in(g, op, next++);
+  }
+  pm_type type = *pm_typeof(g, out);
+  for (uint32_t d = 0; d < n; d++) { /* kept[d]: its place among the dims that stay */
+    kept[d] = n_kept;
+    n_kept += sizes[d] != PM_DROPPED;
+  }
+  uint32_t rank = 0;
+  for (uint32_t k = 0; k < n; k++) {
+    if (sizes[from.dims[k]] == PM_DROPPED) continue;
+    to->dims[rank] = kept[from.dims[k]];
+    type.dim[to->dims[rank]] = pm_typeof(g, out)->dim[rank];
+    rank++;
+  }
+  next = 1;
+  for (uint32_t d = 0; d < n; d++) {
+    if (starts[d] == PM_DYNAMIC) in[next++] = traced[d];
+  }
+  g->operands.at[pm_get(g, op)->in] = from.base;
+  for (uint32_t k = 1; k < next; k++) g->operands.at[pm_get(g, op)->in + k] = in[k];
+  pm_set_list(g, op, PM_ATTR_STARTS, starts, n);
+  pm_set_list(g, op, PM_ATTR_SIZES, sizes, n);
+  if (n_strides) pm_set_list(g, op, PM_ATTR_STRIDES, strides, n);
+  pm_value_of(g, out)->type = type;
+  bool same = true;
+  for (uint32_t k = 0; k < rank; k++) same &= to->dims[k] == k;
+  to->base = same ? 0 : out; /* the view before it is transposed */
+}
+
+/* The value before a store through a transpose, or the load's result behind it. */
+static pm_val transposed(packer *p, pm_val x, const int64_t *dims, pm_blk block, uint32_t at,
+                         pm_opid op) {
+  pm_graph *g = p->g;
+  pm_type type = *pm_typeof(g, x);
+  const uint32_t rank = (uint32_t)type.rank;
+  for (uint32_t k = 0; k < rank; k++) type.dim[k] = pm_typeof(g, x)->dim[dims[k]];
+  const pm_attr_arg attr = {.id = PM_ATTR_DIMS, .list = dims, .n = rank};
+  return pm_get(g, pm_insert(g, block, at, PM_OP_TRANSPOSE, &x, 1, &type, 1, &attr, 1, op))->out;
+}
+
+/* ---- allocations, loads, stores ------------------------------------------------------------- */
+
 /* A tile of 8 rows has a swizzle of bytes in each. */
-static void halve_tiling(packer *p, pm_opid op) {
+static void divide_tiling(packer *p, pm_opid op) {
   uint32_t n;
   int64_t tile[PM_MAX_RANK];
   const int64_t *tiling = pm_attr_list(p->g, op, PM_ATTR_TILING, &n);
   if (!n) return;
   memcpy(tile, tiling, sizeof(int64_t) * n);
-  tile[n - 1] /= 2;
+  tile[n - 1] /= per_byte(pm_typeof(p->g, pm_get(p->g, op)->out));
   pm_set_list(p->g, op, PM_ATTR_TILING, tile, n);
 }
 
-/* The load gives bytes; what it gave comes from an UNPACK, in the layout the user asked for. */
+/* The load gives bytes; what it gave comes from UNPACKs, in the layout the user asked for. Through
+ * a transpose it is that of the base, and what it gave is transposed. Returns how many ops were put
+ * behind it. */
 static uint32_t split_load(packer *p, pm_opid op, pm_blk block, uint32_t at) {
   pm_graph *g = p->g;
   const pm_val out = pm_get(g, op)->out;
-  const pm_type whole = *pm_typeof(g, out), bytes = bytes_of(whole);
+  const struct turn *turn = turn_of(p, pm_in(g, op, 0));
+  pm_type whole = *pm_typeof(g, out);
   const pm_layid wanted = (pm_layid)*pm_attr(g, op, PM_ATTR_LAYOUT);
-  const pm_layid half = wanted ? pm_layout_halved(g, wanted, &bytes) : 0;
+  if (turn) {
+    g->operands.at[pm_get(g, op)->in] = turn->base;
+    for (int k = 0; k < whole.rank; k++) {
+      whole.dim[turn->dims[k]] = pm_typeof(g, out)->dim[k];
+    }
+  }
+  const pm_type pairs = pairs_of(whole), bytes = bytes_of(whole);
+  const bool twice = pairs.dtype != PM_U8;
+  pm_layid half = wanted && !turn ? pm_layout_halved(g, wanted, &pairs) : 0;
+  if (half && twice) half = pm_layout_halved(g, half, &bytes);
   *pm_attr(g, op, PM_ATTR_LAYOUT) = half;
   pm_value_of(g, out)->type = bytes;
-  pm_opid made = pm_insert(g, block, at + 1, PM_OP_UNPACK, &out, 1, &whole, 1, NULL, 0, op);
-  uint32_t n = 1;
-  if (wanted && !half) {
-    const pm_val unpacked = pm_get(g, made)->out;
-    const pm_attr_arg layout = {.id = PM_ATTR_LAYOUT, .i = wanted};
-    made = pm_insert(g, block, at + 2, PM_OP_LAYOUT_CAST, &unpacked, 1, &whole, 1, &layout, 1, op);
-    n = 2;
+  uint32_t n = 0;
+  pm_val now = out;
+  if (twice) {
+    now = pm_get(g, pm_insert(g, block, at + ++n, PM_OP_UNPACK, &now, 1, &pairs, 1, NULL, 0, op))
+              ->out;
   }
-  p->now[out] = pm_get(g, made)->out;
-  pm_value_of(g, p->now[out])->name = pm_value_of(g, out)->name;
+  now =
+      pm_get(g, pm_insert(g, block, at + ++n, PM_OP_UNPACK, &now, 1, &whole, 1, NULL, 0, op))->out;
+  if (turn) {
+    now = transposed(p, now, turn->dims, block, at + ++n, op);
+  }
+  if (wanted && !half) {
+    const pm_type type = *pm_typeof(g, now);
+    const pm_attr_arg layout = {.id = PM_ATTR_LAYOUT, .i = wanted};
+    now = pm_get(g, pm_insert(g, block, at + ++n, PM_OP_LAYOUT_CAST, &now, 1, &type, 1, &layout, 1,
+                              op))
+              ->out;
+  }
+  p->now[out] = now;
+  pm_value_of(g, now)->name = pm_value_of(g, out)->name;
   return n;
 }
 
-static void split_store(packer *p, pm_opid op, pm_blk block, uint32_t at) {
+/* Returns how many ops were put before it. */
+static uint32_t split_store(packer *p, pm_opid op, pm_blk block, uint32_t at) {
   pm_graph *g = p->g;
-  const pm_val x = pm_in(g, op, 1);
-  const pm_type bytes = bytes_of(*pm_typeof(g, x));
-  const pm_opid made = pm_insert(g, block, at, PM_OP_PACK, &x, 1, &bytes, 1, NULL, 0, op);
-  g->operands.at[pm_get(g, op)->in + 1] = pm_get(g, made)->out;
+  const struct turn *turn = turn_of(p, pm_in(g, op, 0));
+  pm_val x = pm_in(g, op, 1);
+  uint32_t n = 0;
+  if (turn) {
+    int64_t back[PM_MAX_RANK];
+    for (int k = 0; k < pm_typeof(g, x)->rank; k++) back[turn->dims[k]] = k;
+    g->operands.at[pm_get(g, op)->in] = turn->base;
+    x = transposed(p, x, back, block, at + n++, op);
+  }
+  for (bool more = true; more;) {
+    const pm_type pairs = pairs_of(*pm_typeof(g, x));
+    x = pm_get(g, pm_insert(g, block, at + n++, PM_OP_PACK, &x, 1, &pairs, 1, NULL, 0, op))->out;
+    more = pairs.dtype != PM_U8;
+  }
+  g->operands.at[pm_get(g, op)->in + 1] = x;
+  return n;
 }
 
 /* A layout_cast of unpacked elements becomes one of their bytes, half as many, where the layout
@@ -142,6 +268,7 @@ static uint32_t move_bytes(packer *p, pm_opid op, pm_blk block, uint32_t at) {
   if (!def || pm_get(g, def)->code != PM_OP_UNPACK) return 0;
   const pm_val in = pm_in(g, def, 0), out = pm_get(g, op)->out;
   const pm_type whole = *pm_typeof(g, out), bytes = *pm_typeof(g, in);
+  if (bytes.dtype != PM_U8) return 0;
   const pm_attr_arg layout = {
       .id = PM_ATTR_LAYOUT,
       .i = pm_layout_halved(g, (pm_layid)*pm_attr(g, op, PM_ATTR_LAYOUT), &bytes)};
@@ -171,21 +298,33 @@ static uint32_t visit(packer *p, pm_opid op, pm_blk block, uint32_t at) {
     small |= is_packed_ref(g, *v);
   }
   const int code = pm_get(g, op)->code;
-  if (code == PM_OP_ALLOC_SMEM && is_packed_ref(g, pm_get(g, op)->out)) halve_tiling(p, op);
+  if (code == PM_OP_ALLOC_SMEM && is_packed_ref(g, pm_get(g, op)->out)) divide_tiling(p, op);
   if (code == PM_OP_LAYOUT_CAST) return at + 1 + move_bytes(p, op, block, at);
   if (!small) return at + 1;
   if (!takes_bytes(code)) {
     refuse(p, op, pm_in(g, op, 0),
-           "two elements share a byte, so they cannot be accessed one by one; load and store whole "
+           "elements share bytes, so they cannot be accessed one by one; load and store whole "
            "rows, or convert the array to int8");
   }
+  const struct turn *turn = turn_of(p, pm_in(g, op, 0));
   switch (code) {
-    case PM_OP_INDEX: return at + 1 + halve_index(p, op, block, at);
-    case PM_OP_TRANSPOSE_REF: keep_last(p, op); return at + 1;
+    case PM_OP_INDEX:
+      if (turn) turn_index(p, op);
+      return at + 1 + divide_index(p, op, block, at);
+    case PM_OP_TRANSPOSE_REF:
+      if (turn || !keeps_last(g, op)) note_turn(p, op);
+      return at + 1;
     case PM_OP_LOAD: return at + 1 + split_load(p, op, block, at);
-    case PM_OP_STORE: split_store(p, op, block, at); return at + 2;
-    default: return at + 1;
+    case PM_OP_STORE: return at + 1 + split_store(p, op, block, at);
+    default: break;
   }
+  for (uint32_t k = 0; k < n_in; k++) {
+    if (!turn_of(p, pm_in(g, op, k))) continue;
+    refuse(p, op, pm_in(g, op, k),
+           "elements of the last dim share bytes, and it is not last here; load and store the "
+           "transposed ref, or copy what is transposed");
+  }
+  return at + 1;
 }
 
 static void visit_block(packer *p, pm_blk block) {
@@ -200,12 +339,13 @@ static void visit_block(packer *p, pm_blk block) {
 
 static pm_code check_rows(packer *p, pm_val v) {
   const pm_type *t = pm_typeof(p->g, v);
-  if (t->rank && t->dim[t->rank - 1] % 2 == 0) return PM_OK;
+  const int64_t per = per_byte(t);
+  if (t->rank && t->dim[t->rank - 1] % per == 0) return PM_OK;
   const pm_opid def = pm_value_of(p->g, v)->def;
   pm_fail(p->err, PM_E_NOT_IMPLEMENTED,
-          "%s: two elements of the last dim share a byte, so its size must be even; pad it, or "
-          "convert the array to int8",
-          pm_type_text(p->g->arena, t));
+          "%s: %s elements of the last dim share a byte, so its size must be a multiple of %d; pad "
+          "it, or convert the array to int8",
+          pm_type_text(p->g->arena, t), per == 2 ? "two" : "four", (int)per);
   if (def) pm_err_op(p->err, p->g, def);
   return p->err->code;
 }
@@ -217,9 +357,21 @@ pm_code pm_pack_refs(pm_graph *g, const pm_target *target, pm_err *err) {
   for (pm_val v = 1; v < g->values.n; v++) any |= is_packed_ref(g, v);
   if (!any) return PM_OK;
   p.now = PM_NEW(g->arena, pm_val, g->values.n);
+  p.turned = PM_NEW(g->arena, struct turn, g->values.n);
   visit_block(&p, 1);
   for (pm_val v = 1; v < p.n_values && !p.code; v++) {
     if (!is_packed_ref(g, v)) continue;
+    if (turn_of(&p, v) &&
+        p.turned[v].base != v) { /* nobody uses it: any view of the base will do */
+      int64_t dims[PM_MAX_RANK];
+      const pm_opid def = pm_value_of(g, v)->def;
+      const pm_type type = *pm_typeof(g, p.turned[v].base);
+      for (int k = 0; k < type.rank; k++) dims[k] = k;
+      pm_set_list(g, def, PM_ATTR_DIMS, dims, (uint32_t)type.rank);
+      g->operands.at[pm_get(g, def)->in] = p.turned[v].base;
+      pm_value_of(g, v)->type = type;
+      continue;
+    }
     p.code = check_rows(&p, v);
     if (!p.code) pm_value_of(g, v)->type = bytes_of(*pm_typeof(g, v));
   }

@@ -77,8 +77,10 @@ int64_t pm_scan_scratch(const pm_graph *g, pm_opid scan);
  * dim, else 32-bit words [warp][value], value = lane part * registers of the result + register. The
  * lane part counts the lanes of a warp that hold different elements of the result: the mixed radix
  * number of the result's lane digits that are not replicated. A result that is a scalar or a
- * splat: one value, and all dims count as reduced; such a result of ANY or ALL needs no scratch. */
-int64_t pm_reduce_scratch(const pm_graph *g, pm_opid reduce);
+ * splat: one value, and all dims count as reduced; such a result of ANY or ALL needs no scratch.
+ * What the user allows may hold some registers at a time: *at_once of them, 0: not even one, and
+ * then the result is what one needs. */
+int64_t pm_reduce_scratch(const pm_graph *g, pm_opid reduce, int64_t *at_once);
 /* transforms.c: the remaining SMEM allocations, now that register layouts are known: WGMMA-laid
  * accesses get (8, S) and a swizzle (conflict-free, stmatrix), everything else stays row-major. */
 pm_code pm_choose_transforms(pm_graph *g, const pm_target *t, pm_err *err);

@@ -19,18 +19,19 @@
 
 enum { SMEM_ALIGN = 1024, SCRATCH_ALIGN = 16, BARRIER_BYTES = 8, SEMAPHORE_BYTES = 4 };
 
+enum { OTHERS, REMOTE, OWN, N_STACKS }; /* OWN: each thread has it for itself */
+
 typedef PM_VEC(pm_opid) op_list;
 
 typedef struct plan {
   pm_graph *g;
   pm_err *err;
   pm_code code;
-  int64_t top[2], deepest[2]; /* of the stacks: others, remote */
-  int64_t most;               /* of their sum */
-  int64_t own_top, own_deepest; /* of the stack that each thread has for itself */
+  int64_t top[N_STACKS], deepest[N_STACKS];
+  int64_t most; /* of the sum of those that the block has once */
   struct {
     int64_t number, group; /* 0: no union is open */
-    int64_t start[2], end[2];
+    int64_t start[N_STACKS], end[N_STACKS];
   } overlay;
   bool *remote;     /* by value: an allocation that other blocks reach */
   int64_t barriers; /* bytes */
@@ -57,7 +58,7 @@ static bool is_private(const pm_graph *g, pm_opid op) {
 }
 
 static void close_union(plan *p) {
-  for (int r = 0; r < 2 && p->overlay.number; r++) {
+  for (int r = 0; r < N_STACKS && p->overlay.number; r++) {
     p->top[r] = pm_max(p->top[r], p->overlay.end[r]);
   }
   p->overlay.number = 0;
@@ -74,53 +75,46 @@ static void enter_union(plan *p, pm_opid alloc) {
     memcpy(p->overlay.start, p->top, sizeof p->top);
     memcpy(p->overlay.end, p->top, sizeof p->top);
   } else if (u[1] != p->overlay.group) {
-    for (int r = 0; r < 2; r++) p->overlay.end[r] = pm_max(p->overlay.end[r], p->top[r]);
+    for (int r = 0; r < N_STACKS; r++) p->overlay.end[r] = pm_max(p->overlay.end[r], p->top[r]);
     memcpy(p->top, p->overlay.start, sizeof p->top);
   }
   p->overlay.group = u[1];
 }
 
-/* Of one thread alone; false: there is no such thing. */
-static bool place_own(plan *p, pm_opid op) {
-  pm_graph *g = p->g;
-  uint32_t n;
-  if (pm_get(g, op)->code != PM_OP_ALLOC_SMEM || p->remote[pm_get(g, op)->out]) return false;
-  pm_attr_list(g, op, PM_ATTR_UNION, &n);
-  if (n) return false;
-  *pm_attr(g, op, PM_ATTR_OFFSET) = p->own_top;
-  p->own_top = pm_min(p->own_top + pm_round_up(alloc_bytes(g, op), SMEM_ALIGN), INT64_MAX / 64);
-  p->own_deepest = pm_max(p->own_deepest, p->own_top);
-  return true;
+/* Barriers and semaphores of one thread have a part for each in their first dim. */
+static void refuse_own(plan *p, pm_opid op) {
+  const bool memory = pm_get(p->g, op)->code == PM_OP_ALLOC_SMEM;
+  const pm_type *t = pm_typeof(p->g, pm_get(p->g, op)->out);
+  if (memory ? !p->remote[pm_get(p->g, op)->out] : t->rank && t->dim[0] == p->g->n_threads) return;
+  p->code = pm_fail(
+      p->err, PM_E_NOT_IMPLEMENTED,
+      memory ? "SMEM that other blocks of the cluster reach must be allocated by all threads: pass "
+               "the name of the thread axis as collective_axes to run_scoped"
+             : "%s: in a scope of one thread the first dimension must be the %u threads",
+      pm_ops[pm_get(p->g, op)->code].text, p->g->n_threads);
+  pm_err_op(p->err, p->g, op);
 }
 
 static void place_alloc(plan *p, pm_opid op) {
   pm_graph *g = p->g;
-  const bool memory = pm_get(g, op)->code == PM_OP_ALLOC_SMEM;
   const bool own = g->n_threads > 1 && is_private(g, op);
-  if (own && !place_own(p, op)) {
-    p->code =
-        pm_fail(p->err, PM_E_NOT_IMPLEMENTED,
-                "Only thread-collective allocations of %s are available in a kernel with several "
-                "threads: pass the name of the thread axis as collective_axes to run_scoped",
-                memory ? "SMEM" : "barriers and semaphores");
-    pm_err_op(p->err, g, op);
-  }
-  if (own) return;
-  if (!memory) {
+  if (own) refuse_own(p, op);
+  if (pm_get(g, op)->code != PM_OP_ALLOC_SMEM) {
     const bool barrier = pm_get(g, op)->code == PM_OP_ALLOC_BARRIER;
     const int64_t n = pm_type_size(pm_typeof(g, pm_get(g, op)->out));
     *pm_attr(g, op, PM_ATTR_OFFSET) = p->barriers;
     p->barriers += barrier ? n * BARRIER_BYTES : pm_round_up(n * SEMAPHORE_BYTES, BARRIER_BYTES);
     return;
   }
-  const int r = p->remote[pm_get(g, op)->out];
+  const int r = own ? OWN : p->remote[pm_get(g, op)->out] ? REMOTE : OTHERS;
   enter_union(p, op);
   *pm_attr(g, op, PM_ATTR_OFFSET) = p->top[r];
-  p->top[r] = pm_min(p->top[r] + pm_round_up(alloc_bytes(g, op), SMEM_ALIGN), INT64_MAX / 8);
+  p->top[r] = pm_min(p->top[r] + pm_round_up(alloc_bytes(g, op), SMEM_ALIGN), INT64_MAX / 64);
   p->deepest[r] = pm_max(p->deepest[r], p->top[r]);
+  if (own) return;
   pm_vec_push(g->arena, &p->live, op);
-  if (p->top[0] + p->top[1] > p->most) {
-    p->most = p->top[0] + p->top[1];
+  if (p->top[OTHERS] + p->top[REMOTE] > p->most) {
+    p->most = p->top[OTHERS] + p->top[REMOTE];
     p->live_at_deepest.n = 0;
     for (uint32_t k = 0; k < p->live.n; k++) {
       pm_vec_push(g->arena, &p->live_at_deepest, p->live.at[k]);
@@ -128,10 +122,23 @@ static void place_alloc(plan *p, pm_opid op) {
   }
 }
 
+static void place_reduce(plan *p, pm_opid op) {
+  int64_t at_once;
+  const int64_t bytes = pm_reduce_scratch(p->g, op, &at_once);
+  p->scratch = pm_max(p->scratch, bytes);
+  if (at_once) return;
+  p->code = pm_fail(p->err, PM_E_VALUE,
+                    "Required reduction scratch size (%lld bytes) is larger than the available "
+                    "scratch size (%lld bytes); raise CompilerParams(reduction_scratch_bytes=)",
+                    (long long)bytes, (long long)p->g->reduction_scratch);
+  pm_err_op(p->err, p->g, op);
+}
+
 static void place_block(plan *p, pm_blk block) {
   pm_graph *g = p->g;
-  const int64_t top[2] = {p->top[0], p->top[1]}, own_top = p->own_top;
+  int64_t top[N_STACKS];
   const uint32_t live = p->live.n;
+  memcpy(top, p->top, sizeof top);
   for (uint32_t k = 0; k < g->blocks.at[block].ops.n && !p->code; k++) {
     const pm_opid op = g->blocks.at[block].ops.at[k];
     if (pm_get(g, op)->code != PM_OP_ALLOC_SMEM) close_union(p);
@@ -154,14 +161,13 @@ static void place_block(plan *p, pm_blk block) {
       case PM_OP_WARP_MAP:
       case PM_OP_SHARE_TILE:
       case PM_OP_NEXT_TILE: p->scratch = pm_max(p->scratch, SCRATCH_ALIGN); break;
-      case PM_OP_REDUCE: p->scratch = pm_max(p->scratch, pm_reduce_scratch(g, op)); break;
+      case PM_OP_REDUCE: place_reduce(p, op); break;
       default: break;
     }
     for (uint32_t r = 0; r < pm_get(g, op)->n_regions; r++) place_block(p, pm_region(g, op, r));
   }
   p->overlay.number = 0;
   memcpy(p->top, top, sizeof top);
-  p->own_top = own_top;
   p->live.n = live;
 }
 
@@ -182,10 +188,10 @@ static void move(pm_graph *g, pm_opid op, void *ctx) {
   if (o->code == PM_OP_ALLOC_BARRIER || o->code == PM_OP_ALLOC_SEMAPHORE) {
     *pm_attr(g, op, PM_ATTR_OFFSET) += g->scratch_offset + g->scratch_bytes;
   } else if (o->code == PM_OP_ALLOC_SMEM && g->n_threads > 1 && is_private(g, op)) {
-    *pm_attr(g, op, PM_ATTR_OFFSET) += p->deepest[0] + p->deepest[1];
-    *pm_attr(g, op, PM_ATTR_APART) = p->own_deepest;
+    *pm_attr(g, op, PM_ATTR_OFFSET) += p->deepest[OTHERS] + p->deepest[REMOTE];
+    *pm_attr(g, op, PM_ATTR_APART) = p->deepest[OWN];
   } else if (o->code == PM_OP_ALLOC_SMEM && !p->remote[o->out]) {
-    *pm_attr(g, op, PM_ATTR_OFFSET) += p->deepest[1];
+    *pm_attr(g, op, PM_ATTR_OFFSET) += p->deepest[REMOTE];
   }
 }
 
@@ -205,9 +211,11 @@ static pm_code too_large(plan *p, int64_t limit) {
             pm_get(g, op)->line);
   }
   if (n > MAX_ROWS) pm_putf(&t, "  ... and %u more\n", n - MAX_ROWS);
-  if (p->own_deepest) {
-    pm_putf(&t, "  %12lld  (what %u threads have for themselves: operands of products)\n",
-            (long long)(p->own_deepest * g->n_threads), g->n_threads);
+  if (p->deepest[OWN]) {
+    pm_putf(&t,
+            "  %12lld  (what %u threads have for themselves: operands of products, scopes without "
+            "collective_axes)\n",
+            (long long)(p->deepest[OWN] * g->n_threads), g->n_threads);
   }
   if (g->scratch_bytes) {
     pm_putf(&t, "  %12lld  (scratch of reductions and layout conversions)\n",
@@ -228,7 +236,7 @@ pm_code pm_plan_smem(pm_graph *g, const pm_target *t, pm_err *err) {
   pm_walk(g, 1, find_remote, &p);
   place_block(&p, 1);
   if (p.code) return p.code;
-  g->scratch_offset = p.deepest[0] + p.deepest[1] + p.own_deepest * g->n_threads;
+  g->scratch_offset = p.deepest[OTHERS] + p.deepest[REMOTE] + p.deepest[OWN] * g->n_threads;
   g->scratch_bytes = pm_round_up(p.scratch, SCRATCH_ALIGN) * g->n_threads;
   g->smem_bytes = g->scratch_offset + g->scratch_bytes + p.barriers;
   if (g->smem_bytes > t->smem_limit) return too_large(&p, t->smem_limit);

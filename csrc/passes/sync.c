@@ -173,9 +173,17 @@ static bool bytes_of(const pm_graph *g, pm_val ref, int64_t *from, int64_t *to) 
   return true;
 }
 
+static bool in_warps(const pm_graph *g, pm_opid op) {
+  while (op && pm_get(g, op)->code != PM_OP_WARP_MAP) {
+    op = g->blocks.at[pm_get(g, op)->parent].parent;
+  }
+  return op;
+}
+
 static void soil_by(placer *p, pm_opid op) {
   int64_t from, to;
   if (pm_get(p->g, op)->code == PM_OP_COMMIT_SMEM) {
+    if (in_warps(p->g, op)) return; /* the other warps have not committed */
     p->dirty.n = 0;
     p->dirty.all = false;
     return;
@@ -472,6 +480,13 @@ static void visit_warps(placer *p, pm_blk block, uint32_t *k) {
   if (!by_user) place_behind(p, block, k);
 }
 
+/* Does a COMMIT_SMEM stand in front of position k, with nothing but pure ops between? */
+static bool is_committed(const pm_graph *g, pm_blk block, uint32_t k) {
+  const pm_block *b = &g->blocks.at[block];
+  while (k > 0 && !pm_ops[pm_get(g, b->ops.at[k - 1])->code].effects) k--;
+  return k > 0 && pm_get(g, b->ops.at[k - 1])->code == PM_OP_COMMIT_SMEM;
+}
+
 static void visit_op(placer *p, pm_blk block, uint32_t *k) {
   pm_opid op = p->g->blocks.at[block].ops.at[*k];
   uint16_t code = pm_get(p->g, op)->code;
@@ -481,7 +496,9 @@ static void visit_op(placer *p, pm_blk block, uint32_t *k) {
     case PM_OP_MASKED_STORE:
     case PM_OP_ATOMIC: visit_store(p, block, k); break;
     case PM_OP_COPY_G2S:
-      if (overwrites_dirt(p, op)) place_op(p, block, k, PM_OP_COMMIT_SMEM);
+      if (!is_committed(p->g, block, *k) && overwrites_dirt(p, op)) {
+        place_op(p, block, k, PM_OP_COMMIT_SMEM);
+      }
       /* fall through */
     case PM_OP_COPY_S2G:
       if (p->at == APART) place(p, block, k);

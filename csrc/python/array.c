@@ -298,7 +298,12 @@ static pm_val retyped(pmpy_trace *t, pm_opcode code, pm_val x, pm_dtype d) {
   return pmpy_emit(t, code, &x, 1, &to, NULL, 0);
 }
 
-/* int4 lies sign-extended in registers, so its bits are those of the uint4 it converts to. */
+static pm_dtype without_sign(pm_dtype d) {
+  return d == PM_INT4 ? PM_UINT4 : d == PM_INT2 ? PM_UINT2 : d;
+}
+
+/* int4 and int2 lie sign-extended in registers, so their bits are those of the uint4 and uint2 that
+ * they convert to. */
 static PyObject *bits_as(pmpy_trace *t, const pmpy_arg *x, pm_dtype d) {
   if (x->type.dtype == d) return result(t, x->val, false);
   if (pm_dtypes[x->type.dtype].bits != pm_dtypes[d].bits) {
@@ -306,11 +311,10 @@ static PyObject *bits_as(pmpy_trace *t, const pmpy_arg *x, pm_dtype d) {
                      pmpy_type_text(&x->type), pm_dtypes[d].text);
   }
   pm_val v = x->val;
-  if (x->type.dtype == PM_INT4) v = retyped(t, PM_OP_CONVERT, v, PM_UINT4);
-  const pm_dtype from = x->type.dtype == PM_INT4 ? PM_UINT4 : x->type.dtype;
-  const pm_dtype to = d == PM_INT4 ? PM_UINT4 : d;
+  const pm_dtype from = without_sign(x->type.dtype), to = without_sign(d);
+  if (x->type.dtype != from) v = retyped(t, PM_OP_CONVERT, v, from);
   if (v && from != to) v = retyped(t, PM_OP_BITCAST, v, to);
-  if (v && d == PM_INT4) v = retyped(t, PM_OP_CONVERT, v, PM_INT4);
+  if (v && d != to) v = retyped(t, PM_OP_CONVERT, v, d);
   return result(t, v, false);
 }
 
@@ -463,6 +467,18 @@ static int array_assign(PyObject *self, PyObject *idx, PyObject *value) {
 
 /* ---- indexing ------------------------------------------------------------------------------ */
 
+/* A pl.ds of known start and unit stride; or what is no index at all, which the parser refuses. */
+static bool is_static_slice(PyObject *o) {
+  PyObject *start = PyObject_GetAttrString(o, "start"), *stride = NULL;
+  if (start) stride = PyObject_GetAttrString(o, "stride");
+  const bool is =
+      !stride || (!PMPY_IS_ARRAY(start) && PyLong_Check(stride) && PyLong_AsLong(stride) == 1);
+  Py_XDECREF(start);
+  Py_XDECREF(stride);
+  PyErr_Clear();
+  return is;
+}
+
 /* Ints, slices of unit stride, None and ...: what SLICE and RESHAPE do. */
 static bool is_plain_part(PyObject *o) {
   if (PySlice_Check(o)) {
@@ -472,7 +488,8 @@ static bool is_plain_part(PyObject *o) {
     return unit;
   }
   const bool host_array = PySequence_Check(o) && PyIndex_Check(o);
-  return !PMPY_IS_ARRAY(o) && !PyList_Check(o) && !host_array;
+  if (PMPY_IS_ARRAY(o) || PyList_Check(o) || host_array) return false;
+  return o == Py_None || o == Py_Ellipsis || PyIndex_Check(o) || is_static_slice(o);
 }
 
 static bool is_plain_index(PyObject *idx) {

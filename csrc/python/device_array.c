@@ -104,7 +104,7 @@ static int upload(pmpy_device_array *a, const void *from) {
   if (pm_dtypes[a->spec.dtype].bits < 8) {
     packed = pm_malloc(n + 1);
     if (!packed) return PyErr_NoMemory(), -1;
-    pm_pack_bytes(from, packed, 2 * n);
+    pm_pack_bytes((pm_dtype)a->spec.dtype, from, packed, n * (8 / pm_dtypes[a->spec.dtype].bits));
     from = packed;
   }
   Py_BEGIN_ALLOW_THREADS code = pm_copy_to_device(a->device, a->ptr, from, n, NULL, &err);
@@ -129,7 +129,9 @@ static PyObject *to_numpy(pmpy_device_array *a) {
   Py_BEGIN_ALLOW_THREADS code =
       pm_copy_to_host(a->device, small ? packed : data, a->ptr, n, NULL, &err);
   if (!code) code = pm_synchronize(a->device, NULL, &err);
-  if (!code && small) pm_unpack_bytes(a->spec.dtype, packed, data, 2 * n);
+  if (!code && small) {
+    pm_unpack_bytes((pm_dtype)a->spec.dtype, packed, data, n * (8 / pm_dtypes[a->spec.dtype].bits));
+  }
   Py_END_ALLOW_THREADS pm_free(packed);
   if (!code) return host;
   Py_DECREF(host);

@@ -304,8 +304,7 @@ static int read_tensor(PyObject *o, int which, const DLTensor *t, pmpy_buffer *b
   int dtype = dtype_of_dlpack(t->dtype);
   if (dtype >= 0 && pm_dtypes[dtype].bits < 8 && t->device.device_type == kDLCPU) {
     return refuse(PyExc_TypeError, which, o,
-                  "has packed elements of 4 bits on the host; pass a NumPy array of ml_dtypes.int4 "
-                  "or uint4");
+                  "has elements on the host that share bytes; pass a NumPy array of ml_dtypes");
   }
   if (dtype < 0) {
     static const char *const kinds[] = {"int",    "uint",    "float", "handle",

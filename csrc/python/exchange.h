@@ -90,7 +90,8 @@ typedef struct pmpy_spec {
 static inline size_t pmpy_bytes(const pmpy_spec *s) {
   size_t n = 1;
   for (int i = 0; i < s->rank; i++) n *= (size_t)s->shape[i];
-  return pm_dtypes[s->dtype].bits < 8 ? n / 2 : n * pm_dtypes[s->dtype].bytes;
+  return pm_dtypes[s->dtype].bits < 8 ? n * pm_dtypes[s->dtype].bits / 8
+                                      : n * pm_dtypes[s->dtype].bytes;
 }
 
 /* A fresh array for a result of a family, with its memory. On the device the families without an

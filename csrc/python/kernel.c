@@ -318,8 +318,11 @@ static int32_t alias_of(const run *r, uint32_t i) {
 
 static void *host(uint64_t address) { return (void *)(uintptr_t)address; }
 
+/* Memory that the kernel alone uses, for the time of the call. */
+static bool is_scratch(const run *r, uint32_t i) { return i >= r->c->n_in + r->c->plan->n_out; }
+
 static pm_code take_memory(run *r, uint32_t i, pm_err *err) {
-  if (r->there[i] == r->on_gpu && !r->small[i]) {
+  if (!is_scratch(r, i) && r->there[i] == r->on_gpu && !r->small[i]) {
     r->ptr[i] = r->given[i];
     return PM_OK;
   }
@@ -340,13 +343,14 @@ static pm_code move_small(run *r, uint32_t i, uint64_t kernels, bool in, pm_err 
   void *packed = r->on_gpu ? pm_malloc(n + 1) : host(kernels);
   pm_code code = PM_OK;
   if (!packed) return pm_fail(err, PM_E_MEMORY, "the host is out of memory (%zu bytes)", n);
-  if (in) pm_pack_bytes(host(r->given[i]), packed, 2 * n);
+  const size_t elements = n * (8 / pm_dtypes[r->small[i]].bits);
+  if (in) pm_pack_bytes((pm_dtype)r->small[i], host(r->given[i]), packed, elements);
   if (r->on_gpu) {
     code = in ? pm_copy_to_device(r->device, kernels, packed, n, r->stream, err)
               : pm_copy_to_host(r->device, packed, kernels, n, r->stream, err);
     if (!code) code = pm_synchronize(r->device, r->stream, err);
   }
-  if (!in && !code) pm_unpack_bytes(r->small[i], packed, host(r->given[i]), 2 * n);
+  if (!in && !code) pm_unpack_bytes((pm_dtype)r->small[i], packed, host(r->given[i]), elements);
   if (r->on_gpu) pm_free(packed);
   return code;
 }
@@ -389,7 +393,7 @@ static pm_code begin_output(run *r, uint32_t i, pm_err *err) {
   int32_t a = alias_of(r, i);
   if (take_memory(r, i, err)) return err->code;
   if (a >= 0 && r->given[a] != r->given[i]) return move_in(r, (uint32_t)a, i, err);
-  if (c->out_arg) return r->staged[i] ? move_in(r, i, i, err) : PM_OK;
+  if (c->out_arg && !is_scratch(r, i)) return r->staged[i] ? move_in(r, i, i, err) : PM_OK;
   if (!r->on_gpu) fill(&c->plan->out[i - c->n_in], host(r->ptr[i]), r->options->zero_fill);
   return PM_OK;
 }
@@ -415,7 +419,7 @@ static pm_code stage_in(run *r, pm_err *err) {
 static pm_code stage_out(run *r, pm_err *err) {
   bool wait = false;
   for (uint32_t i = r->c->n_in; i < r->n; i++) {
-    if (!r->staged[i]) continue;
+    if (!r->staged[i] || is_scratch(r, i)) continue;
     uint64_t to = r->given[i], from = r->ptr[i];
     if (r->small[i]) {
       if (move_small(r, i, from, false, err)) return err->code;
@@ -450,7 +454,7 @@ static pm_code execute(run *r, pm_err *err) {
 /* Fill r's description of parameters; `out` are the addresses of the outputs. */
 static void describe(run *r, const uint64_t *out) {
   const call *c = r->c;
-  r->n = c->n_in + c->plan->n_out;
+  r->n = c->n_in + c->plan->n_out + c->plan->n_scratch;
   for (uint32_t i = 0; i < c->n_in; i++) {
     const pmpy_buffer *b = &c->in[i];
     pmpy_spec s = {.dtype = b->dtype, .rank = b->rank};
@@ -460,8 +464,8 @@ static void describe(run *r, const uint64_t *out) {
     r->there[i] = b->cuda;
     if (pm_dtypes[b->dtype].bits < 8 && !b->cuda) r->small[i] = b->dtype;
   }
-  for (uint32_t i = 0; i < c->plan->n_out; i++) {
-    r->given[c->n_in + i] = out[i];
+  for (uint32_t i = 0; i < r->n - c->n_in; i++) {
+    r->given[c->n_in + i] = i < c->plan->n_out ? out[i] : 0;
     r->bytes[c->n_in + i] = pmpy_bytes(&c->plan->out[i]);
     r->there[c->n_in + i] = c->cuda;
     const uint8_t d = c->plan->out[i].dtype;
@@ -490,6 +494,7 @@ static bool all_empty(const pmpy_plan *p) {
 
 /* Addresses of all parameters if nothing needs staging. */
 static bool direct(const call *c, const uint64_t *out, uint64_t *ptr) {
+  if (c->plan->n_scratch) return false;
   for (uint32_t i = 0; i < c->n_in; i++) {
     if (!c->in[i].cuda) return false;
     ptr[i] = c->in[i].ptr;
@@ -660,6 +665,14 @@ static int interp_options(const kernel *k, hooks *h, pm_interp_options *o) {
   if (seed) o->seed = PyLong_AsUnsignedLongLongMask(seed);
   else PyErr_Clear();
   Py_XDECREF(seed);
+  PyObject *log = PyObject_GetAttrString(p, "log");
+  if (log) o->log = (int)PyLong_AsLong(log);
+  else PyErr_Clear();
+  Py_XDECREF(log);
+  PyObject *skip = PyObject_GetAttrString(p, "skip_floating_point_ops");
+  o->skip_floats = skip == Py_True;
+  if (!skip) PyErr_Clear();
+  Py_XDECREF(skip);
   int oob = attribute_is(p, "out_of_bounds_reads", "uninitialized");
   int zero = attribute_is(p, "uninitialized_memory", "zero");
   o->oob_raise = !oob;

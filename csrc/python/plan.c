@@ -211,29 +211,32 @@ static int dump(pmpy_plan *p, PyObject *text, const char *extension) {
 }
 
 /* Operands and outputs, from the arguments of block 1. */
-static int read_outputs(pmpy_plan *p, uint32_t n_in) {
+static int read_outputs(pmpy_plan *p, uint32_t n_in, uint32_t n_scratch) {
   const pm_graph *g = p->graph->g;
   const pm_block *body = &g->blocks.at[1];
+  const uint32_t n_all = g->n_outputs;
   p->n_in = g->n_operands;
-  p->n_out = g->n_outputs;
+  p->n_scratch = pm_min(n_scratch, n_all);
+  p->n_out = n_all - p->n_scratch;
   p->alias = g->alias;
-  if (p->n_in != n_in || p->n_in + p->n_out != body->n_args) {
+  if (p->n_in != n_in || p->n_in + n_all != body->n_args) {
     PyErr_Format(PyExc_TypeError, "kernel %s: the graph has %u operands, and %u were given",
                  g->name, p->n_in, n_in);
     return -1;
   }
-  if (p->n_in + p->n_out > PMPY_MAX_PARAMS) {
+  if (p->n_in + n_all > PMPY_MAX_PARAMS) {
     PyErr_Format(PyExc_NotImplementedError,
-                 "kernel %s has %u operands and outputs; at most %d are supported", g->name,
-                 p->n_in + p->n_out, PMPY_MAX_PARAMS);
+                 "kernel %s has %u operands, outputs and GMEM scratch refs; at most %d are "
+                 "supported",
+                 g->name, p->n_in + n_all, PMPY_MAX_PARAMS);
     return -1;
   }
-  p->out = PyMem_Calloc(p->n_out ? p->n_out : 1, sizeof *p->out);
+  p->out = PyMem_Calloc(n_all ? n_all : 1, sizeof *p->out);
   if (!p->out) {
     PyErr_NoMemory();
     return -1;
   }
-  for (uint32_t i = 0; i < p->n_out; i++) {
+  for (uint32_t i = 0; i < n_all; i++) {
     const pm_type *t = pm_typeof(g, body->arg + p->n_in + i);
     p->out[i].dtype = t->dtype;
     p->out[i].rank = t->rank;
@@ -313,7 +316,11 @@ static int add_strides(pmpy_plan *p, const pmpy_buffer *in) {
 
 pmpy_plan *pmpy_plan_new(PyObject *traced, const pmpy_buffer *in, uint32_t n_in, bool keep_text) {
   PyObject *graph = traced;
+  uint32_t n_scratch = 0;
   if (PyTuple_Check(traced) && PyTuple_GET_SIZE(traced) > 0) graph = PyTuple_GET_ITEM(traced, 0);
+  if (PyTuple_Check(traced) && PyTuple_GET_SIZE(traced) > 2)
+    n_scratch = (uint32_t)PyLong_AsUnsignedLongMask(PyTuple_GET_ITEM(traced, 2));
+  if (PyErr_Occurred()) return NULL;
   if (Py_TYPE(graph) != pmpy.graph_type || !((pmpy_graph *)graph)->g) {
     PyErr_Format(PyExc_TypeError, "a trace callback returns a finished Graph; got a %s",
                  Py_TYPE(graph)->tp_name);
@@ -327,7 +334,8 @@ pmpy_plan *pmpy_plan_new(PyObject *traced, const pmpy_buffer *in, uint32_t n_in,
   pthread_mutexattr_settype(&a, PTHREAD_MUTEX_ERRORCHECK);
   p->has_lock = !pthread_mutex_init(&p->lock, &a);
   pthread_mutexattr_destroy(&a);
-  if (read_outputs(p, n_in) < 0 || add_strides(p, in) < 0 || lower_and_warn(p, keep_text) < 0)
+  if (read_outputs(p, n_in, n_scratch) < 0 || add_strides(p, in) < 0 ||
+      lower_and_warn(p, keep_text) < 0)
     Py_CLEAR(p);
   return p;
 }

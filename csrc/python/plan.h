@@ -16,7 +16,8 @@ typedef struct pmpy_plan {
   PyObject_HEAD pmpy_graph *graph; /* owned */
   PyObject *traced;                /* text of the graph before lowering, or NULL */
   uint32_t n_in, n_out;
-  pmpy_spec *out;
+  uint32_t n_scratch;   /* outputs after those, which a call makes and drops */
+  pmpy_spec *out;       /* with them */
   const int32_t *alias; /* per output: operand or -1 */
   pthread_mutex_t lock;
   bool has_lock, has_program, has_cubin;

@@ -417,13 +417,30 @@ static pm_val floor_divide(pmpy_trace *t, divisor d) {
   return three(t, PM_OP_SELECT, wrong, two(t, PM_OP_SUB, q, int_number(t, d.dtype, 1)), q);
 }
 
+/* What is exact on powers of two, or is rounded up to one from a sum of two. */
+static bool suits_e8m0(pm_opcode code) {
+  switch (code) {
+    case PM_OP_ADD:
+    case PM_OP_MUL:
+    case PM_OP_DIV:
+    case PM_OP_RCP_APPROX:
+    case PM_OP_MIN:
+    case PM_OP_MAX:
+    case PM_OP_LT:
+    case PM_OP_LE:
+    case PM_OP_GT:
+    case PM_OP_GE: return true;
+    default: return false;
+  }
+}
+
 /* Arithmetic on arrays of 8 bits or less is not offered: widen first. Scalars are free. */
 static int check_width(const char *name, pm_opcode code, pm_dtype d, const pmpy_arg *args,
                        uint32_t n) {
   if (pm_dtypes[d].bits > 8 || d == PM_BOOL) return 0;
   if (code == PM_OP_AND || code == PM_OP_OR || code == PM_OP_XOR || code == PM_OP_NOT ||
       code == PM_OP_EQ || code == PM_OP_NE || code == PM_OP_CLZ || code == PM_OP_POPCOUNT ||
-      (code == PM_OP_ABS && pm_is_float(d))) {
+      (code == PM_OP_ABS && pm_is_float(d)) || (d == PM_E8M0 && suits_e8m0(code))) {
     return 0;
   }
   for (uint32_t k = 0; k < n; k++) {
@@ -445,13 +462,14 @@ static pm_val as_dtype(pmpy_trace *t, pm_val v, pm_dtype d) {
   return pmpy_emit(t, PM_OP_CONVERT, &v, 1, &to, NULL, 0);
 }
 
-/* Of 4 bits: in int32, wrapped at the end; bits are counted among the low four. */
+/* Of 4 bits or less: in int32, wrapped at the end; bits are counted among the low ones. */
 static pm_val small_unary(pmpy_trace *t, pm_opcode code, pm_val x, pm_dtype d) {
   const bool counts = code == PM_OP_CLZ || code == PM_OP_POPCOUNT;
   x = as_dtype(t, x, PM_I32);
-  if (counts) x = two(t, PM_OP_AND, x, int_number(t, PM_I32, 15));
+  const int bits = pm_dtypes[d].bits;
+  if (counts) x = two(t, PM_OP_AND, x, int_number(t, PM_I32, (1 << bits) - 1));
   x = one(t, code, x);
-  if (code == PM_OP_CLZ) x = two(t, PM_OP_SUB, x, int_number(t, PM_I32, 28));
+  if (code == PM_OP_CLZ) x = two(t, PM_OP_SUB, x, int_number(t, PM_I32, 32 - bits));
   return x ? as_dtype(t, x, d) : 0;
 }
 

@@ -632,15 +632,23 @@ static pm_code begin_body(void *ctx, pm_err *err) {
 }
 
 static PyObject *trace_new(PyTypeObject *type, PyObject *args, PyObject *kw) {
-  static char *names[] = {"name",           "grid",        "cluster",
-                          "n_threads",      "approx_math", "no_auto_barriers",
-                          "exact_division", NULL};
+  static char *names[] = {"name",
+                          "grid",
+                          "cluster",
+                          "n_threads",
+                          "approx_math",
+                          "no_auto_barriers",
+                          "exact_division",
+                          "reduction_scratch",
+                          NULL};
   const char *name;
   PyObject *grid, *cluster;
   int n_threads, approx_math = 0, no_auto_barriers = 0, exact_division = 0;
+  long long reduction_scratch = PM_REDUCTION_SCRATCH;
   pm_type g = {0}, c = {0};
-  if (!PyArg_ParseTupleAndKeywords(args, kw, "sOOi|ppp:Trace", names, &name, &grid, &cluster,
-                                   &n_threads, &approx_math, &no_auto_barriers, &exact_division)) {
+  if (!PyArg_ParseTupleAndKeywords(args, kw, "sOOi|pppL:Trace", names, &name, &grid, &cluster,
+                                   &n_threads, &approx_math, &no_auto_barriers, &exact_division,
+                                   &reduction_scratch)) {
     return NULL;
   }
   if (pmpy_shape(grid, "grid", &g) || pmpy_shape(cluster, "cluster", &c)) return NULL;
@@ -666,6 +674,7 @@ static PyObject *trace_new(PyTypeObject *type, PyObject *args, PyObject *kw) {
   t->g->approx_math = approx_math;
   t->g->no_auto_barriers = no_auto_barriers;
   t->exact_division = exact_division;
+  t->g->reduction_scratch = reduction_scratch;
   t->b.g = t->g;
   if (push_region(t, 1)) goto fail;
   return (PyObject *)t;

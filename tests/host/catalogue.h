@@ -243,6 +243,8 @@ FN e8m0 to_e8m0(f32 x) {
   exponent += 127 - (part <= 0.5f);
   return e8m0{(u8)(exponent < 0 ? 0 : exponent)};
 }
+FN e8m0 mul_e8m0(e8m0 x, e8m0 y) { return to_e8m0(to_f32(x) * to_f32(y)); }
+FN e8m0 div_e8m0(e8m0 x, e8m0 y) { return to_e8m0(to_f32(x) / to_f32(y)); }
 FN f32 to_f32(e2m1 x) {
   const f32 a = (x.bits & 6) == 0 ? 0.5f * (x.bits & 1)
                                   : ldexpf(1 + 0.5f * (x.bits & 1), (x.bits >> 1 & 3) - 1);
@@ -346,6 +348,13 @@ FN void pack_nibbles(u32 *w, const T *x) {
   for (int k = 0; k < 8; k++) *w |= (u32)(x[k] & 15) << 4 * k;
 }
 FN u8 pack_4(u32 lo, u32 hi) { return (u8)(lo % 16 + hi % 16 * 16); }
+FN i8 wrap_s2(u32 x) { return (i8)(x % 4 < 2 ? (int)(x % 4) : (int)(x % 4) - 4); }
+FN u8 wrap_u2(u32 x) { return (u8)(x % 4); }
+FN i8 to_s2(f32 x) { return x != x ? 0 : (i8)fmaxf(-2, fminf(1, truncf(x))); }
+FN u8 to_u2(f32 x) { return x != x ? 0 : (u8)fmaxf(0, fminf(3, truncf(x))); }
+FN void unpack_s2(i8 *d, u8 x) { d[0] = wrap_s2(x), d[1] = wrap_s2(x / 4); }
+FN void unpack_u2(u8 *d, u8 x) { d[0] = x % 4, d[1] = x / 4 % 4; }
+FN u8 pack_2(u32 lo, u32 hi) { return (u8)(lo % 4 + hi % 4 * 4); }
 
 FN u32 bits_of(f32 x) { return float_bits(x); }
 FN u32 bits_of(f16 x) { return x.bits; }

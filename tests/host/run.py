@@ -182,19 +182,25 @@ def tensor_map(m, base, element):
     return out
 
 
+SMALL = {"int2": 2, "uint2": 2, "int4": 4, "uint4": 4, "float4_e2m1fn": 4}  # bits
+
+
 def packed(x):
-    """Two elements of 4 bits to a byte, the first in the low half."""
-    low = x.view(np.uint8) & 15
-    return np.ascontiguousarray(low[..., ::2] | low[..., 1::2] << 4)
+    """Elements that share bytes, the first in the low bits."""
+    bits = SMALL[x.dtype.name]
+    per = 8 // bits
+    parts = (x.view(np.uint8) & (1 << bits) - 1).reshape(*x.shape[:-1], -1, per)
+    shifted = parts << (bits * np.arange(per, dtype=np.uint8))
+    return np.ascontiguousarray(np.bitwise_or.reduce(shifted, -1))
 
 
 def unpacked(x, dtype):
-    halves = np.stack([x & 15, x >> 4], -1).reshape(*x.shape[:-1], -1)
-    return (
-        halves.view(dtype)
-        if dtype.name.startswith("float")
-        else halves.astype(np.int8).astype(dtype)
-    )
+    bits = SMALL[dtype.name]
+    shifts = np.arange(0, 8, bits, dtype=np.uint8)
+    parts = (x[..., None] >> shifts & (1 << bits) - 1).reshape(*x.shape[:-1], -1)
+    if dtype.name.startswith("int"):
+        parts = (parts ^ (1 << bits - 1)) - np.uint8(1 << bits - 1)  # the sign
+    return parts.view(dtype)
 
 
 def run(lowered, args, outs, seed=0):
@@ -204,9 +210,14 @@ def run(lowered, args, outs, seed=0):
     alias an operand begin as copies of it, all others as garbage). Returns what the kernel
     printed. Raises HostError for misuse of the hardware, a deadlock or a crash, naming the
     generated line."""
-    small = [x.dtype.name in ("int4", "uint4", "float4_e2m1fn") for x in [*args, *outs]]
+    text, info = program(lowered)
+    scratch = [
+        np.empty(shape, dtype) for dtype, shape, *_ in info["params"][len(args) + len(outs) :]
+    ]
+    small = [x.dtype.name in SMALL for x in [*args, *outs]]
     inner = [packed(x) if s else x for x, s in zip([*args, *outs], small)]
-    printed = run_program(*program(lowered), inner[: len(args)], inner[len(args) :], seed)
+    results = [*inner[len(args) :], *scratch]
+    printed = run_program(text, info, inner[: len(args)], results, seed)
     for x, y, s in zip(outs, inner[len(args) :], small[len(args) :]):
         if s:
             x[...] = unpacked(y, x.dtype)

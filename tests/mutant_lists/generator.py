@@ -384,11 +384,11 @@ breaks(
         "{\n      p->top = 0;\n      place_block(p, pm_region(g, op, r));\n    }\n",
     ),
     scratch_overlaps_allocations=(
-        "g->scratch_offset = p.deepest[0] + p.deepest[1] + p.own_deepest * g->n_threads;",
-        "g->scratch_offset = p.deepest[0];",
+        "p.deepest[OTHERS] + p.deepest[REMOTE] + p.deepest[OWN] * g->n_threads;",
+        "p.deepest[OTHERS];",
     ),
     others_overlap_what_peers_reach=(
-        "*pm_attr(g, op, PM_ATTR_OFFSET) += p->deepest[1];",
+        "*pm_attr(g, op, PM_ATTR_OFFSET) += p->deepest[REMOTE];",
         "*pm_attr(g, op, PM_ATTR_OFFSET) += 0;",
     ),
     barriers_overlap=(
@@ -439,8 +439,8 @@ breaks(
     ),
     loops_begin_ordered=("    if (loop) p->at = APART;\n", ""),
     engines_overwrite_stores=(
-        "      if (overwrites_dirt(p, op)) place_op(p, block, k, PM_OP_COMMIT_SMEM);\n",
-        "      (void)overwrites_dirt;\n",
+        "!is_committed(p->g, block, *k) && overwrites_dirt(p, op)",
+        "!is_committed(p->g, block, *k) && overwrites_dirt(p, op) && false",
     ),
 )
 
@@ -507,12 +507,12 @@ breaks(
         "const char *valid = n ? NULL : pm_valid(e, r->l, stem, reg), *x",
     ),
     warps_reduce_without_meeting=(
-        '  pm_line(e, PM_LANES_SYNC);\n  pm_begin_unrolled(e, "k", r->n, 1);',
-        '  pm_begin_unrolled(e, "k", r->n, 1);',
+        '  pm_line(e, PM_LANES_SYNC);\n  pm_begin_unrolled(e, "k", n, 1);',
+        '  pm_begin_unrolled(e, "k", n, 1);',
     ),
     scratch_of_reductions_is_left_early=(
-        "  pm_end_unrolled(e, r->n, 1);\n  pm_line(e, PM_LANES_SYNC);\n  pm_end(e);",
-        "  pm_end_unrolled(e, r->n, 1);\n  pm_end(e);",
+        "  pm_end_unrolled(e, n, 1);\n  pm_line(e, PM_LANES_SYNC);\n  pm_end(e);",
+        "  pm_end_unrolled(e, n, 1);\n  pm_end(e);",
     ),
     all_warps_add_the_first=(
         "others->at[others->n++] = (pm_piece){n, d->size, div};",
@@ -763,13 +763,19 @@ breaks(
     f"{PIPES}::test_two_dimensional_grid_with_carry",
     f"{PIPES}::test_slots_and_steps",
     PIPES,
-    slots_are_not_reused=("slot = s % slots if slots > 1 else 0", "slot = 0"),
-    next_blocks_come_too_late=("ahead = slots - d\n", "ahead = slots - d - 1\n"),
-    blocks_past_the_last_are_fetched=("more = s < steps - ahead", "more = s < steps - ahead + 1"),
-    delayed_slots_are_the_present_one=("(s - d) % slots if d else slot", "slot"),
+    slots_are_not_reused=(
+        "slot = {n: s % n if n > 1 else 0 for n in counts}",
+        "slot = dict.fromkeys(counts, 0)",
+    ),
+    next_blocks_come_too_late=("fetch(level, s + (n - d),", "fetch(level, s + (n - d) + 1,"),
+    blocks_past_the_last_are_fetched=(
+        "more = s < steps - (n - d)",
+        "more = s < steps - (n - d) + 1",
+    ),
+    delayed_slots_are_the_present_one=("(s - d) % n if d else slot[n]", "slot[n]"),
     stores_of_a_slot_are_not_awaited=(
-        "_ops.wait_smem_to_gmem(slots - 1, wait_read_only=True)",
-        "_ops.wait_smem_to_gmem(slots, wait_read_only=True)",
+        "min(o.slots for o in variant) - 1, wait",
+        "min(o.slots for o in variant), wait",
     ),
     results_are_not_committed=(
         "        if variant:\n            _ops.commit_smem()\n",
@@ -794,15 +800,15 @@ breaks(
     f"{CLUSTER}::test_gemm",
     WS,
     slots_are_refilled_before_they_are_consumed=(
-        "            await_consumed(k)\n            fetch(k, k % slots)",
-        "            fetch(k, k % slots)\n            await_consumed(k)",
+        "            await_consumed(n, k)\n            fetch(n, k, k % n)",
+        "            fetch(n, k, k % n)\n            await_consumed(n, k)",
     ),
     compute_threads_release_the_next_slot=(
-        'a["consumed"][0].at[released])',
-        'a["consumed"][0].at[(released + 1) % slots])',
+        "_ops.barrier_arrive, b.at[released[n]])",
+        "_ops.barrier_arrive, b.at[(released[n] + 1) % n])",
     ),
     compute_threads_release_at_once=(
-        "released = (s + (slots - d)) % slots if d else slot",
+        "released = {n: (s + (n - d)) % n if d else slot[n] for n in counts}",
         "released = slot",
     ),
 )
@@ -810,7 +816,10 @@ breaks(
     "pallas_mgpu/_ws_pipeline.py",
     WS,
     f"{CLUSTER}::test_gemm",
-    ready_after_one_input=("num_arrivals=len(ins), num_barriers=slots", "num_barriers=slots"),
+    ready_after_one_input=(
+        "Barrier(num_arrivals=len(r), num_barriers=k)",
+        "Barrier(num_barriers=k)",
+    ),
     consumed_by_one_thread=(
         "return Barrier(num_arrivals=n, num_barriers=slots)",
         "return Barrier(num_barriers=slots)",
@@ -822,26 +831,23 @@ breaks(
     shared_slots_are_consumed_by_one_block=("            if axes:\n", "            if not axes:\n"),
     early_steps_release_as_well=("when(s >= d)(release) if d else release()", "release()"),
     releases_are_awaited_for_ever=("hi = steps - self.delay + late", "hi = steps"),
-    the_last_releases_are_not_awaited=(
-        "fori_loop(_not_below_zero(steps - slots), hi,",
-        "fori_loop(hi, hi,",
-    ),
-    a_step_is_never_fetched=("        first = slots\n", "        first = slots + 1\n"),
+    the_last_releases_are_not_awaited=("_not_below_zero(steps - n), hi, lambda", "hi, hi, lambda"),
+    a_step_is_never_fetched=("        first = fewest\n", "        first = fewest + 1\n"),
     the_first_steps_are_fetched_twice=(
         "when(state == int(start))(prologue)",
         "prologue()",
     ),
     steady_pipelines_begin_behind_the_first=(
-        "first = _core.where(state == int(start), slots, 0)",
-        "first = _core.where(state == int(start), slots, slots)",
+        "first = _core.where(state == int(start), fewest, 0)",
+        "first = _core.where(state == int(start), fewest, fewest)",
     ),
     steady_state_is_stop=(
         "when(state == int(PipelinePipeline.STOP))(quiesce)",
         "quiesce()",
     ),
     stores_of_a_step_are_not_awaited=(
-        "_ops.wait_smem_to_gmem(slots - 1, wait_read_only=True)",
-        "_ops.wait_smem_to_gmem(slots, wait_read_only=True)",
+        "_ops.wait_smem_to_gmem(fewest - 1, wait_read_only=True)",
+        "_ops.wait_smem_to_gmem(fewest, wait_read_only=True)",
     ),
     results_of_steps_are_not_committed=(
         "            if variant:\n                _ops.commit_smem()\n",
@@ -865,20 +871,20 @@ breaks(
         "share = (512 - 2 * self.memory_registers) // self.num_compute_wgs",
     ),
     short_pipelines_fetch_past_the_end=(
-        "            min(self.max_concurrent_steps, steps)\n",
-        "            self.max_concurrent_steps\n",
+        "            o.set_slots(self.max_concurrent_steps, steps)",
+        "            o.set_slots(self.max_concurrent_steps, None)",
     ),
     short_dynamic_pipelines_fetch_past_the_end=(
-        "when(steps > k)(lambda step=step, k=k: fetch(step, k))",
-        "fetch(step, k)",
+        "when(steps > k)(lambda n=n, step=step, k=k: fetch(n, step, k))",
+        "fetch(n, step, k)",
     ),
     stores_where_nothing_moved=(
         "x != y for x, y in zip(now, past)",
         "x == y for x, y in zip(now, past)",
     ),
     all_inputs_are_ready_at_once=(
-        'a["ready"][k if self.manual_ready_barriers else 0]',
-        'a["ready"][0]',
+        "                    ready[k].at[slot],",
+        "                    ready[0].at[slot],",
     ),
 )
 

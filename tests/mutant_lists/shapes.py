@@ -108,12 +108,15 @@ breaks(
     f"{MOVES}::test_products_of_threads",
     f"{MOVES}::test_products_of_threads_that_go_apart",
     threads_share_what_is_their_own=(
-        "*pm_attr(g, op, PM_ATTR_APART) = p->own_deepest;",
+        "*pm_attr(g, op, PM_ATTR_APART) = p->deepest[OWN];",
         "*pm_attr(g, op, PM_ATTR_APART) = 0;",
     ),
-    scratch_overlaps_what_threads_own=("+ p.own_deepest * g->n_threads;", "+ p.own_deepest;"),
+    scratch_overlaps_what_threads_own=(
+        "p.deepest[REMOTE] + p.deepest[OWN] * g->n_threads;",
+        "p.deepest[REMOTE] + p.deepest[OWN];",
+    ),
     own_memory_overlaps_that_of_all=(
-        "*pm_attr(g, op, PM_ATTR_OFFSET) += p->deepest[0] + p->deepest[1];",
-        "*pm_attr(g, op, PM_ATTR_OFFSET) += p->deepest[1];",
+        "*pm_attr(g, op, PM_ATTR_OFFSET) += p->deepest[OTHERS] + p->deepest[REMOTE];",
+        "*pm_attr(g, op, PM_ATTR_OFFSET) += p->deepest[REMOTE];",
     ),
 )

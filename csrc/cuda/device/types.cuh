@@ -94,6 +94,11 @@ FN e8m0 to_e8m0(f32 x) {
   if (!(x >= 0.0f)) return e8m0{255};
   return e8m0{(u8)(b << 1 <= 0x800000u ? 0 : min(up, 254u))};
 }
+FN e8m0 exponent_e8m0(e8m0 x, e8m0 y, i32 sum) {
+  return e8m0{(u8)(x.bits == 255 || y.bits == 255 ? 255 : min(max(sum, 0), 254))};
+}
+FN e8m0 mul_e8m0(e8m0 x, e8m0 y) { return exponent_e8m0(x, y, x.bits + y.bits - 127); }
+FN e8m0 div_e8m0(e8m0 x, e8m0 y) { return exponent_e8m0(x, y, x.bits - y.bits + 127); }
 
 //! e2m1
 // 4 bits: a sign and an index of 0, 0.5, 1, 1.5, 2, 3, 4, 6. Rounds to the nearest, halfway to the
@@ -244,6 +249,29 @@ FN i8 wrap_s4(u32 x) { return (i8)((i32)(x << 28) >> 28); }
 
 //! wrap_u4
 FN u8 wrap_u4(u32 x) { return (u8)(x & 15); }
+
+//! wrap_s2
+// 2 bits in an i8 or u8
+FN i8 wrap_s2(u32 x) { return (i8)((i32)(x << 30) >> 30); }
+
+//! wrap_u2
+FN u8 wrap_u2(u32 x) { return (u8)(x & 3); }
+
+//! to_s2
+FN i8 to_s2(f32 x) { return (i8)max(-2, min(1, __float2int_rz(x))); }
+
+//! to_u2
+FN u8 to_u2(f32 x) { return (u8)min(3u, __float2uint_rz(x)); }
+
+//! unpack_s2
+// two elements of 2 bits share the low half of a byte
+FN void unpack_s2(i8* d, u8 x) { d[0] = (i8)((i32)(x << 30) >> 30); d[1] = (i8)((i32)(x << 28) >> 30); }
+
+//! unpack_u2
+FN void unpack_u2(u8* d, u8 x) { d[0] = x & 3; d[1] = x >> 2 & 3; }
+
+//! pack_2
+FN u8 pack_2(u32 lo, u32 hi) { return (u8)((lo & 3) | (hi & 3) << 2); }
 
 //! to_s4
 FN i8 to_s4(f32 x) { return (i8)max(-8, min(7, __float2int_rz(x))); }

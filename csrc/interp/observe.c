@@ -1,0 +1,70 @@
+/* What a run shows, or leaves out, on request (InterpretParams).
+ *
+ * Logging: a line for each event of a kind that was asked for, through the same channel as
+ * DEBUG_PRINT: "[kind] agent: event at file:line".
+ *
+ * Runs without floating-point work: an instruction that does nothing but compute floats is not
+ * executed; one that loads them, or waits for them, is executed, and what it gave is replaced.
+ * Either way its result reads as +inf (the greatest number of dtypes without one). Which
+ * instructions these are, and how many elements they give, is noted when the kernel is compiled. */
+#include <inttypes.h>
+#include <math.h>
+#include <stdarg.h>
+#include <stdio.h>
+
+#include "vm.h"
+
+void pm_vm_line(pm_machine *m, const char *line) {
+  if (m->options.print) {
+    m->options.print(m->options.print_ctx, line);
+  } else {
+    puts(line);
+  }
+}
+
+void pm_vm_log(pm_machine *m, const thread *t, pm_opid op, int kind, const char *fmt, ...) {
+  static const char *const names[] = {"barrier", "semaphore", "shared memory"};
+  char text[1024], agent[512], place[600], line[2400];
+  va_list ap;
+  va_start(ap, fmt);
+  vsnprintf(text, sizeof text, fmt, ap);
+  va_end(ap);
+  snprintf(line, sizeof line, "[%s] %s: %s%s", names[__builtin_ctz((unsigned)kind)],
+           pm_vm_agent(m, t, agent, sizeof agent), text, pm_vm_place(m, op, place, sizeof place));
+  pm_vm_line(m, line);
+}
+
+/* "'tile' float16[64, 64]" */
+const char *pm_vm_view_text(const access *a, char *buf, size_t n) {
+  int at = snprintf(buf, n, "'%s' %s[", a->name, pm_dtypes[a->dtype].text);
+  for (int k = 0; k < a->rank && at < (int)n; k++) {
+    at += snprintf(buf + at, n - (size_t)at, "%s%" PRId64, k ? ", " : "", a->dim[k]);
+  }
+  if (at < (int)n) snprintf(buf + at, n - (size_t)at, "]");
+  return buf;
+}
+
+/* ---- without floating-point work ----------------------------------------------------------- */
+
+enum { READS = E_RG | E_RS | E_RR | E_SYNC };
+
+skip pm_vm_skips(const pm_graph *g, pm_opid op) {
+  const pm_op *o = pm_get(g, op);
+  if (!op || o->n_out != 1 || o->n_regions) return SKIP_NOTHING;
+  const pm_type *t = pm_typeof(g, o->out);
+  const uint32_t effects = pm_ops[o->code].effects;
+  if (t->kind != PM_ARRAY || !pm_is_float(t->dtype)) return SKIP_NOTHING;
+  if (effects & ~(uint32_t)READS) return SKIP_NOTHING;
+  return effects ? SKIP_RESULT : SKIP_ALL;
+}
+
+step pm_vm_run_skipping(pm_machine *m, thread *t, const instr *i) {
+  step s = i->skip == SKIP_ALL ? STEP_NEXT : i->exec(m, t, i);
+  if (i->skip == SKIP_NOTHING || s == STEP_FAIL) return s;
+  const pm_dtype d = (pm_dtype)i->skip_dtype;
+  char *at = slot_of(t, i->dst);
+  for (uint32_t k = 0; k < i->skip_bytes; k += pm_dtypes[d].bytes) {
+    pm_store_scalar(d, at + k, (pm_scalar){.f = INFINITY});
+  }
+  return s;
+}
