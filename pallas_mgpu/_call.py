@@ -37,19 +37,14 @@ class NoBlockSpec(NotSpecified):
 no_block_spec = NoBlockSpec()
 
 
-class GridSpec:
+class GridSpec(_Frozen):
     """Grid, specs and scratch of a :func:`pallas_call` in one object."""
 
     __slots__ = ("grid", "in_specs", "out_specs", "scratch_shapes")
 
     @accepts(scratch_specs="scratch_shapes")
     def __init__(self, grid=(), in_specs=no_block_spec, out_specs=no_block_spec, scratch_shapes=()):
-        self.grid, self.scratch_shapes = grid, scratch_shapes
-        self.in_specs, self.out_specs = in_specs, out_specs
-
-    def __repr__(self):
-        fields = ", ".join(f"{k}={getattr(self, k)!r}" for k in self.__slots__)
-        return f"GridSpec({fields})"
+        self._set(grid=grid, in_specs=in_specs, out_specs=out_specs, scratch_shapes=scratch_shapes)
 
 
 class CompilerParams(Protocol):

@@ -28,6 +28,7 @@ from ._types import (
     RefUnion,
     Semaphores,
     SemaphoreType,
+    TilingTransform,
     WGMMAAccumulatorRef,
     axis_names,
     ints,
@@ -497,7 +498,7 @@ def _allocate(x, collective, name, what, union=None):
                 f"{what}: ACC is private to a thread and cannot be allocated with"
                 f" collective_axes={collective!r}"
             )
-        if x.initial is not None:
+        if x._init is not None:
             raise ValueError(f"{what}: a preinitialised ACC is only for pl.run_state")
         return _core.alloc_acc(x.shape, x.dtype, name=name)
     if isinstance(x, SemaphoreType):
@@ -532,12 +533,14 @@ def _allocate(x, collective, name, what, union=None):
             f" plgpu.{x.memory_space.name} as scratch_types, an operand or an output"
         )
     tiling, swizzle = split_transforms(x.transforms, x.shape, x.dtype, what)
+    given = 1 if any(isinstance(t, TilingTransform) for t in x.transforms) else 2
+    given = given if x.transforms else 0
     return _core.alloc_smem(
         x.shape,
         x.dtype,
         tiling=tiling,
         swizzle=swizzle,
-        given=bool(x.transforms),
+        given=given,
         name=name,
         union=union,
     )
@@ -677,6 +680,27 @@ class _Held:
         self.value = new if whole else self.value.at[idx].set(new)
 
 
+class Rounds:
+    """Of dynamic loops inside loops, each execution of which is a round over the grid: ``base``,
+    the first number of the round, and ``ahead``, the number that this cluster holds less the one it
+    began with. They are carried in registers through whatever loops and branches lead there."""
+
+    def __init__(self, e):
+        self._base, self._ahead = _Held(None), _Held(None)
+        self.counter = None  # of the launch
+        e.held = [self._base, self._ahead]
+
+    base = property(lambda self: _begun(self._base))
+    ahead = property(lambda self: _begun(self._ahead))
+
+    def write(self, base, ahead):
+        self._base.value, self._ahead.value = base, ahead
+
+
+def _begun(held):
+    return _core.as_array(0, "int32") if held.value is None else held.value
+
+
 class State:
     """What the regions of one op do to the refs of run_state that may be written where it stands.
 
@@ -689,8 +713,8 @@ class State:
         self._refs, self._new, self.grew = [], [], False
 
     def values(self):
-        """What the refs hold outside of the op."""
-        return [x.value for x in self._refs]
+        """What the refs hold here: outside of the op, or at the end of a region."""
+        return [_begun(x) for x in self._refs]
 
     def run(self, f, begin=()):
         """f() in the region that was just entered, where the refs begin as ``begin``, if given."""
@@ -710,7 +734,7 @@ class State:
 
     def read(self, f, begin):
         """f() in a region that cannot write them."""
-        old = self.values()
+        old = [x.value for x in self._refs]
         for x, value in zip(self._refs, begin):
             x.value = value
         out = f()
@@ -742,8 +766,8 @@ def _read_only():
 
 
 def _state_ref(leaf):
-    if isinstance(leaf, WGMMAAccumulatorRef) and leaf.initial is not None:
-        return _core.alloc_acc(leaf.shape, leaf.dtype, init=leaf.initial)
+    if isinstance(leaf, WGMMAAccumulatorRef) and leaf._init is not None:
+        return _core.alloc_acc(leaf.shape, leaf.dtype, init=leaf._init)
     if isinstance(leaf, Ref) or _is_descriptor(leaf):
         raise NotImplementedError(
             f"run_state: in a kernel leaves are plgpu.ACC.init(array) and arrays, got {show(leaf)}"

@@ -19,7 +19,7 @@ class Operand(ShapeDtypeStruct):
     multiple of 16 bytes.
     """
 
-    __slots__ = ("shape", "dtype", "layout", "device", "aligned")
+    __slots__ = ("device", "aligned")
 
     def __init__(self, shape, dtype, device=None, aligned=True):
         super().__init__(shape, dtype)

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 from . import _core, _introspect, _trace, tree
 from ._batch import Batch, Batched, call_batched
-from ._control import scoped
+from ._control import Rounds, scoped
 from ._names import NOT_SPECIFIED, check_keywords, deprecated, show
 from ._types import (
     GMEM,
@@ -179,7 +179,8 @@ class Definition:
         )
         names = iter(_trace.parameter_names(self.body))
         t.enter()
-        _trace.push(_trace.Env(mesh, len(batch.sizes)))
+        e = _trace.Env(mesh, len(batch.sizes))
+        _trace.push(e)
         done = False
         try:
             arg_names = [next(names, None) for _ in range(n)]
@@ -193,6 +194,7 @@ class Definition:
                 t.output(shape, o.dtype, name, alias=begins_as.get(k, -1))
                 for k, (shape, o, name) in enumerate(zip(batch.out_shapes, self.outs, out_names))
             ]
+            e.rounds = Rounds(e)
             scratch, n_scratch = self._gmem_scratch(t, batch.sizes)
             refs = batch.views(refs, batch.in_axes)
             outs = batch.views(outs, batch.out_axes)

@@ -4,6 +4,8 @@ Each function checks its arguments as docs/reference.md says and adds one
 op to the graph."""
 
 import contextlib
+import math
+import re
 import string
 
 from . import _core
@@ -22,6 +24,7 @@ from ._types import (
     axis_names,
     check_oob_fill_mode,
     ints,
+    is_integer,
     layout_spec,
 )
 
@@ -90,6 +93,33 @@ def _check_leader(leader_tracked, collective_axes, what):
         )
 
 
+def _check_parts(leader_tracked, collective_axes, src, dst, what):
+    """ValueError unless the shapes are those of a copy; no leader-tracked one is available."""
+    if leader_tracked is None:
+        _same(src, dst, what, "src", "dst")
+        return
+    if isinstance(leader_tracked, _Partitioned):
+        axes = axis_names(collective_axes)
+        for name in axes:
+            cluster_axis(name, what)
+        dim, size = leader_tracked.axis, math.prod(env(what).axes[name][2] for name in axes)
+        if not 0 <= dim < dst.ndim:
+            raise ValueError(f"{what}: PARTITIONED({dim}) of dst, which has shape {dst.shape}")
+        want = (*dst.shape[:dim], dst.shape[dim] * size, *dst.shape[dim + 1 :])
+        text = (
+            f"dim {dim} is partitioned over an axis of size {size}"
+            f" ({' and '.join(map(repr, axes))}), so dst of shape {dst.shape} needs src of shape"
+            f" {want}, got {src.shape}"
+        )
+        if src.shape not in (want, dst.shape):
+            raise ValueError(f"{what}: {text}")
+        if src.shape != want:
+            raise NotImplementedError(f"{_LEADER} ({text})")
+    else:
+        _same(src, dst, what, "src", "dst")
+    raise NotImplementedError(_LEADER)
+
+
 _LEADER = (
     "copy_gmem_to_smem: leader-tracked copies are for the pairs of blocks of Blackwell's"
     " tcgen05_mma; on Hopper leave leader_tracked out: with collective_axes each block gets all of"
@@ -121,10 +151,8 @@ def copy_gmem_to_smem(
     _ref(dst, what, "dst", SMEM)
     if barrier is None:
         raise ValueError(f"{what}: barrier is required on Hopper; pass plgpu.Barrier() scratch")
-    _same(src, dst, what, "src", "dst")
     _check_leader(leader_tracked, collective_axes, what)
-    if leader_tracked is not None:
-        raise NotImplementedError(_LEADER)
+    _check_parts(leader_tracked, collective_axes, src, dst, what)
     axes = tuple(cluster_axis(n, what) for n in axis_names(collective_axes))
     oob = OOBFillMode.ZEROS
     if oob_mode is not None:
@@ -444,27 +472,67 @@ class named_scope(contextlib.ContextDecorator):
         return False
 
 
+_FORMAT = (  # of a number, as Python has it
+    r"(?:(?P<fill>[ -~])?[<>=^])?[-+ ]?#?(?P<zero>0)?(?P<width>\d*)(?P<group>[,_]?)"
+    r"(?:\.(?P<precision>\d+))?[bdeEfFgGnoxX%]?"
+)
+_MOST_PLACES = 200
+
+
+def _check_format(spec, dtype, k):
+    """ValueError where Python refuses the format for numbers of this dtype."""
+    what = f"debug_print: argument {k}, {dtype.name}, with the format {spec!r}"
+    try:
+        format(True if dtype.name == "bool" else 0 if is_integer(dtype) else 0.0, spec)
+    except ValueError as e:
+        raise ValueError(f"{what}: {e}") from None
+    m = re.fullmatch(_FORMAT, spec)
+    if m is None or (m["group"] and (m["zero"] or m["fill"] == "0")):
+        raise NotImplementedError(
+            f"{what}: accepted are [[fill]align][sign][#][0][width][, or _][.precision][type] with"
+            " an ASCII fill, a type of bdeEfFgGnoxX%, and no zeros in front of grouped digits"
+        )
+    if max(int(m["width"] or 0), int(m["precision"] or 0)) > _MOST_PLACES:
+        raise NotImplementedError(f"{what}: at most {_MOST_PLACES} places")
+
+
+def _print_fields(fmt, args):
+    """The literal texts of a format, and the spec of the field after each (None: none)."""
+    try:
+        pieces = list(string.Formatter().parse(fmt))
+    except ValueError as e:
+        raise ValueError(f"debug_print: {fmt!r}: {e}") from None
+    fields = [p for p in pieces if p[1] is not None]
+    for _, name, spec, conversion in fields:
+        if conversion or "{" in spec:
+            raise ValueError(
+                f"debug_print: a field is {{}} or {{:format}}, with no conversion and no field in"
+                f" it; got {fmt!r}"
+            )
+        if name:
+            raise ValueError(f"debug_print: fields have no names or numbers, got {fmt!r}")
+    if len(fields) != len(args):
+        raise TypeError(f"debug_print: {fmt!r} has {len(fields)} fields for {len(args)} arguments")
+    return [(literal, None if name is None else spec) for literal, name, spec, _ in pieces]
+
+
 @shown_as(lambda fmt, *args: None)
-def debug_print(fmt, *args, **kwargs):
-    """Print from each thread of each block. ``fmt`` has one bare ``{}`` per argument.
+def debug_print(fmt, *args, label=False, **kwargs):
+    """Print from each thread of each block. ``fmt`` has one ``{}`` or ``{:spec}`` per argument.
 
     Scalars: one line, from one lane. One array alone: a line for each element, ``[i, j]: value`` in
-    the place of ``{}``, in any order on the GPU. TypeError, ValueError for another format,
-    NotImplementedError for an array among others.
+    the place of the field, in any order on the GPU. Numbers and formats are Python's: ``10.0``,
+    ``True``, ``{:>8.3f}``; floats without a format have the fewest digits that read back as the
+    same number of their dtype. ``label=True``: each line begins with who prints, "[grid point
+    (0, 1), block (1,), thread 2] ", of the axes that the kernel has (block: in its cluster; in a
+    kernel with :func:`dynamic_scheduling_loop` the grid point is the one that the block began
+    with). TypeError, ValueError for another format, NotImplementedError for an array among others.
     """
     if kwargs:
         raise ValueError(f"debug_print: keyword arguments are not accepted, got {show(kwargs)}")
     if not isinstance(fmt, str) or "\0" in fmt:
         raise TypeError(f"debug_print: fmt must be text without zero bytes, got {show(fmt)}")
-    pieces = list(string.Formatter().parse(fmt))
-    fields = [p for p in pieces if p[1] is not None]
-    for _, name, spec, conversion in fields:
-        if spec or conversion:
-            raise ValueError(f"debug_print: only bare {{}} fields are accepted, got {fmt!r}")
-        if name:
-            raise ValueError(f"debug_print: fields have no names or numbers, got {fmt!r}")
-    if len(fields) != len(args):
-        raise TypeError(f"debug_print: {fmt!r} has {len(fields)} fields for {len(args)} arguments")
+    pieces = _print_fields(fmt, args)
     if not tracing():
         print(fmt.format(*args))
         return
@@ -479,12 +547,16 @@ def debug_print(fmt, *args, **kwargs):
                 " together"
             )
         values.append(x)
-    # literal text only: doubled braces are resolved here, fields become a placeholder
-    text = "".join(
-        lit.replace("{", "{{").replace("}", "}}") + ("{}" if name is not None else "")
-        for lit, name, _, _ in pieces
-    )
-    _core.effect("debug_print", tuple(values), format=text)
+    text, k = "", 0
+    for literal, spec in pieces:  # doubled braces are resolved here
+        text += literal.replace("{", "{{").replace("}", "}}")
+        if spec is None:
+            continue
+        if spec:
+            _check_format(spec, values[k].dtype, k)
+        text += f"{{:{spec}}}" if spec else "{}"
+        k += 1
+    _core.effect("debug_print", tuple(values), format=text, label=int(bool(label)))
 
 
 class _DebugChecks:

@@ -23,8 +23,9 @@ from ._types import (
     Element,
     GenericBlockSpec,
     GenericMemorySpace,
-    MemoryRef,
+    PlacedRef,
     RevisitMode,
+    ShapeDtypeStruct,
     Squeezed,
     ints,
     split_transforms,
@@ -192,7 +193,7 @@ class Operand:
         split_transforms(
             self.spec.transforms, self.block, self.ref.dtype, f"{self.who}: {self.what}"
         )
-        return MemoryRef.make(shape, self.ref.dtype, SMEM, self.spec.transforms)
+        return PlacedRef(ShapeDtypeStruct(shape, self.ref.dtype), SMEM, self.spec.transforms)
 
 
 class _Slice:
@@ -231,7 +232,8 @@ def emit_pipeline(
     ``max_concurrent_steps``: SMEM slots per operand; ``BlockSpec(pipeline_mode=pl.Buffered(n))``
     gives one operand n of them. An input slot is refilled after the body of
     its step; with asynchronous reads (wgmma) await them in the body, or give
-    ``BlockSpec(delay_release=1)`` and ``wgmma_wait(1)``.
+    ``BlockSpec(delay_release=1)`` and ``wgmma_wait(1)``. In a kernel with threads each thread that
+    gets here runs a pipeline of its own, with its own slots (SMEM for all threads) and barriers.
 
     ValueError: a grid entry that is not positive; not more slots than ``delay_release``;
     ``collective_axes`` on an output.
@@ -298,17 +300,10 @@ def emit_pipeline(
 def run_steps(body, grid, ins, outs, max_concurrent_steps, init_carry, names, last=False):
     """The pipeline of checked operands. ``names``: of them, for the generated text. ``last``: the
     kernel ends with it, so its stores need not be complete for the block to go on."""
-    e = env("emit_pipeline")
+    env("emit_pipeline")
     steps = _grid_size(grid)
     fetched = [o for o in ins if o.staged]
     staged = [o for o in ins + outs if o.staged]
-    if staged and e.thread_name is not None:
-        raise NotImplementedError(
-            "emit_pipeline: Only thread-collective allocations are supported in kernels with"
-            f" threads (this one has the thread axis {e.thread_name!r}), and a pipeline"
-            " allocates for one thread; use a kernel without threads, or write the producer and"
-            " consumer branches with barriers"
-        )
     for o in staged:
         o.set_slots(max_concurrent_steps, steps)
     once = [o for o in fetched if o.spec.pipeline_mode is not None and not o.variant]

@@ -157,7 +157,9 @@ def dynamic_scheduling_loop(grid_names, thread_axis=None, cluster_axes=(), init_
     axis. ``cluster_axes`` names all axes of the cluster, whose blocks also get the same points.
     Warp-specialised code does best to fetch in its last thread, which takes the numbers. Where the
     kernel asks for ``lax.axis_index`` of a grid axis, the launch has all points, and each cluster
-    does one. ValueError for missing axes, NotImplementedError inside another loop.
+    does one. Inside another loop, which all clusters must go through equally often, each execution
+    is a round over all points; a cluster that is done with a round goes on with the next one, so
+    rounds overlap. ValueError for missing axes.
     """
     what = "dynamic_scheduling_loop"
     e = env(what)
@@ -189,11 +191,15 @@ def dynamic_scheduling_loop(grid_names, thread_axis=None, cluster_axes=(), init_
         total *= size
     if total >= _MOST_POINTS:
         raise ValueError(f"{what}: at most {_MOST_POINTS} points are handed out, got {total}")
-    counter = e.counters
-    e.counters += 1
+    rounds = e.rounds if _core.in_loop() else None
+    counter = e.counters if rounds is None or rounds.counter is None else rounds.counter
+    e.counters += counter == e.counters
+    if rounds is not None:
+        rounds.counter = counter
 
     def point(tile):
         """Inside the grid, which says so to those who look at ranges."""
+        tile = tile if rounds is None else tile - rounds.base
         tile = _core.binary("min", _core.binary("max", tile, 0), total - 1)
         of = dict(zip(sizes, unravel(tile, tuple(sizes.values()))))
         return tuple(of[n] for n in names)
@@ -216,13 +222,25 @@ def dynamic_scheduling_loop(grid_names, thread_axis=None, cluster_axes=(), init_
                 following = work(run, k)
                 return following, k + 1, *(result or [value])
 
-            start = (_core.first_tile(), _core.as_array(0, "int32"), init_carry)
-            return while_loop(lambda c: c[0] < total, step, start)
+            zero, first = _core.as_array(0, "int32"), _core.first_tile()
+            if rounds is None:
+                return while_loop(lambda c: c[0] < total, step, (first, zero, init_carry))
+            # Numbers go on where the round before ended: who took one of a later round keeps it.
+            base = rounds.base
+            start = (rounds.ahead + first, zero, init_carry)
+            tile, steps, value = while_loop(lambda c: c[0] - base < total, step, start)
+            rounds.write(base + total, tile - first)
+            return tile, steps, value
+
+        def take():
+            if rounds is None:
+                return _core.take_tile(counter)
+            return _core.take_tile(counter, rounds.base + total + _core.first_tile())
 
         if e.n_threads == 1 and not wide:
 
             def alone(run, _):
-                taken = _core.take_tile(counter)
+                taken = take()
                 run()
                 return _core.share_tile(taken)
 
@@ -233,7 +251,7 @@ def dynamic_scheduling_loop(grid_names, thread_axis=None, cluster_axes=(), init_
             last = axis_index(thread_axis) == e.n_threads - 1 if thread_axis else True
 
             def work(run, k):
-                taken = _core.take_tile(counter)
+                taken = take()
                 run()
                 when(last)(lambda: hand_tile(taken, k, tiles, ready, read, free))
                 slot = k % 2
@@ -244,10 +262,13 @@ def dynamic_scheduling_loop(grid_names, thread_axis=None, cluster_axes=(), init_
 
             _, steps, value = loop(work)
 
-            @when(last)
+            @when(last if rounds is None else (steps > 0) & last)
             def _():  # every arrival is waited for
                 barrier_wait(read.at[(steps - 1) % 2])
                 when(steps > 1)(lambda: barrier_wait(read.at[steps % 2]))
+                if rounds is not None and wide:  # in other blocks, too, before the next round
+                    _core.effect("barrier_arrive", (free.at[0],), relaxed=2)
+                    barrier_wait(free.at[0])
 
             return value
 

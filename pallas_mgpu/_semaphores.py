@@ -6,7 +6,7 @@ from . import _core
 from ._names import show
 from ._schedule import not_batched
 from ._trace import Array, Ref, as_array, env, type_text
-from ._types import Semaphores, SemaphoreType
+from ._types import Semaphores, SemaphoreType, _Frozen
 
 
 class semaphore:
@@ -130,13 +130,13 @@ generic_signal.__name__ = generic_signal.__qualname__ = "semaphore_signal"
 generic_wait.__name__ = generic_wait.__qualname__ = "semaphore_wait"
 
 
-class SemaphoreSignal:
+class SemaphoreSignal(_Frozen):
     """One signal of :func:`semaphore_signal_parallel`. ``device_id``: None, this GPU."""
 
-    __slots__ = ("device_id", "inc", "ref")
+    __slots__ = ("ref", "device_id", "inc")
 
     def __init__(self, ref, *, device_id, inc=1):
-        self.ref, self.device_id, self.inc = ref, device_id, inc
+        self._set(ref=ref, device_id=device_id, inc=inc)
 
 
 def semaphore_signal_parallel(*signals):

@@ -34,6 +34,7 @@ class Env:
         "thread_name",
         "cluster_names",
         "counters",
+        "rounds",
         "semaphores",
         "unions",
         "held",
@@ -53,6 +54,7 @@ class Env:
         self.unions = 0  # allocated so far
         self.held = []  # refs of run_state to arrays in registers
         self.counters = 0  # of the launch, given out to loops
+        self.rounds = None  # of dynamic loops in loops; see _schedule.py
         self.semaphores = 0  # of the launch, given out by get_global
         self.thread_name = mesh.thread_name
         self.cluster_names = mesh.cluster_names

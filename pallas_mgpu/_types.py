@@ -5,7 +5,9 @@ refs of them. Semantics: docs/reference.md."""
 import dataclasses
 import enum
 import functools
+import inspect
 import math
+import typing
 from collections.abc import Callable
 
 import numpy as np
@@ -18,14 +20,41 @@ from ._tiling import TilingMethods
 def _restore(cls, fields):
     """An object of a frozen class from its fields, for pickle and copy."""
     out = object.__new__(cls)
-    out._set(**dict(zip(cls.__slots__, fields)))
+    out._set(**dict(zip(cls._names, fields)))
     return out
 
 
+class _DataclassFields:
+    """``__dataclass_fields__`` of a value class, made when the first asks for it, so that
+    `dataclasses.fields` and `dataclasses.replace` work."""
+
+    def __get__(self, obj, cls):
+        parameters = inspect.signature(cls).parameters
+        fields = []
+        for name in cls._names:
+            p = parameters.get(name)
+            default = dataclasses.MISSING if p is None or p.default is p.empty else p.default
+            kw_only = p is not None and p.kind is p.KEYWORD_ONLY
+            field = dataclasses.field(default=default, init=p is not None, kw_only=kw_only)
+            fields.append((name, typing.Any, field))
+        like = dataclasses.make_dataclass(cls.__name__, fields, init=False, repr=False, eq=False)
+        cls.__dataclass_fields__ = like.__dataclass_fields__
+        return cls.__dataclass_fields__
+
+
 class _Frozen:
-    """Base of immutable value classes: fields are the names in ``__slots__``."""
+    """Base of immutable value classes. Their fields are the names in ``__slots__``, those of bases
+    first; each is a parameter of ``__init__``."""
 
     __slots__ = ()
+    _names = ()
+    __dataclass_fields__: typing.ClassVar[dict[str, dataclasses.Field[typing.Any]]] = (
+        _DataclassFields()  # type: ignore[assignment]
+    )
+
+    def __init_subclass__(cls):
+        cls._names = (*cls._names, *cls.__dict__.get("__slots__", ()))
+        cls.__dataclass_fields__ = _Frozen.__dict__["__dataclass_fields__"]
 
     def __setattr__(self, name, value):
         raise AttributeError(f"{type(self).__name__} is immutable; make a new one")
@@ -41,7 +70,7 @@ class _Frozen:
         return _restore, (type(self), self._fields())
 
     def _fields(self):
-        return tuple(getattr(self, k) for k in self.__slots__)
+        return tuple(getattr(self, k) for k in self._names)
 
     def __eq__(self, other):
         if type(other) is not type(self):
@@ -52,12 +81,14 @@ class _Frozen:
         return hash((type(self).__name__, self._fields()))
 
     def __repr__(self):
-        body = ", ".join(f"{k}={getattr(self, k)!r}" for k in self.__slots__)
+        body = ", ".join(f"{k}={getattr(self, k)!r}" for k in self._names)
         return f"{type(self).__name__}({body})"
 
     def replace(self, **changes):
         """A copy with the given fields changed."""
-        return type(self)(**{**{k: getattr(self, k) for k in self.__slots__}, **changes})
+        return type(self)(**{**{k: getattr(self, k) for k in self._names}, **changes})
+
+    __replace__ = replace  # of `copy`
 
 
 def _ignore(args, kwargs, value):
@@ -171,6 +202,12 @@ class SwizzleTransform(Transform):
         self._set(swizzle=int(swizzle))
 
 
+def ref_transforms(tiling, swizzle):
+    """``ref.transforms``: what leads from the memory to the ref, so the swizzle comes first."""
+    out = (SwizzleTransform(swizzle),) if swizzle else ()
+    return (*out, TilingTransform(tiling)) if tiling else out
+
+
 def split_transforms(transforms, shape, dtype, what):
     """``(tiling, swizzle)`` of a transform list, checked against a logical shape."""
     if isinstance(transforms, Transform):
@@ -218,20 +255,14 @@ def split_transforms(transforms, shape, dtype, what):
 
 
 class MemoryRef(_Frozen):
-    """What to allocate: made by calling a memory space, ``plgpu.SMEM(shape, dtype)``."""
+    """What to allocate: ``pl.MemoryRef``, without transforms."""
 
-    __slots__ = ("inner_aval", "memory_space", "transforms")
+    __slots__ = ("inner_aval", "memory_space")
+    transforms = ()
 
     def __init__(self, inner_aval, memory_space):
         inner_aval = ShapeDtypeStruct(inner_aval.shape, inner_aval.dtype)
-        self._set(inner_aval=inner_aval, memory_space=memory_space, transforms=())
-
-    @classmethod
-    def make(cls, shape, dtype, memory_space, transforms=()):
-        """With the transforms of the memory space."""
-        out = cls(ShapeDtypeStruct(shape, dtype), memory_space)
-        out._set(transforms=tuple(transforms))
-        return out
+        self._set(inner_aval=inner_aval, memory_space=memory_space)
 
     shape = property(lambda self: self.inner_aval.shape)
     dtype = property(lambda self: self.inner_aval.dtype)
@@ -241,6 +272,18 @@ class MemoryRef(_Frozen):
     def __repr__(self):
         given = f", transforms={self.transforms!r}" if self.transforms else ""
         return f"{str(self.memory_space).upper()}({self.shape}, {self.dtype.name}{given})"
+
+
+class PlacedRef(MemoryRef):
+    """What to allocate: made by calling a memory space, ``plgpu.SMEM(shape, dtype)``."""
+
+    __slots__ = ("transforms",)
+
+    def __init__(self, inner_aval, memory_space, transforms=()):
+        super().__init__(inner_aval, memory_space)
+        transforms = (transforms,) if isinstance(transforms, Transform) else transforms
+        split_transforms(transforms, self.shape, self.dtype, f"plgpu.{memory_space.name}")
+        self._set(transforms=tuple(transforms))
 
 
 class WarpMesh(_Frozen):
@@ -311,11 +354,8 @@ class MemorySpace(enum.Enum):
             raise ValueError(f"{what}: packed, collective and layout are for TMEM only")
         if self is MemorySpace.REGS:
             raise ValueError("plgpu.REGS cannot be allocated by calling it; use plgpu.ACC")
-        if isinstance(transforms, Transform):
-            transforms = (transforms,)
-        shape, dtype = _shape(shape, what), _core.as_dtype(dtype)
-        split_transforms(transforms, shape, dtype, what)
-        return MemoryRef.make(shape, dtype, self, transforms)
+        aval = ShapeDtypeStruct(_shape(shape, what), _core.as_dtype(dtype))
+        return PlacedRef(aval, self, transforms)
 
     def like(self, shape_dtype_like):
         """The descriptor of an allocation with the shape and dtype of another thing."""
@@ -336,7 +376,8 @@ class GenericMemorySpace(enum.Enum):
         return self.value
 
     def __call__(self, shape, dtype):
-        return MemoryRef.make(_shape(shape, f"pl.{self.name}"), _core.as_dtype(dtype), self)
+        shape = _shape(shape, f"pl.{self.name}")
+        return MemoryRef(ShapeDtypeStruct(shape, _core.as_dtype(dtype)), self)
 
 
 GMEM, SMEM, TMEM, REGS = MemorySpace.GMEM, MemorySpace.SMEM, MemorySpace.TMEM, MemorySpace.REGS
@@ -349,7 +390,7 @@ class WGMMAAccumulatorRef(_Frozen):
     Allocate it with ``pl.run_scoped(f, plgpu.ACC((m, n)))``, never collectively.
     """
 
-    __slots__ = ("shape", "dtype", "initial")
+    __slots__ = ("shape", "dtype", "_init")
     memory_space = REGS
 
     def __init__(self, shape, dtype=np.float32, _init=None):
@@ -362,7 +403,7 @@ class WGMMAAccumulatorRef(_Frozen):
             raise ValueError(
                 f"plgpu.ACC: dtype must be float32, float16 or int32, got {dtype.name}"
             )
-        self._set(shape=shape, dtype=dtype, initial=_init)
+        self._set(shape=shape, dtype=dtype, _init=_init)
 
     @classmethod
     def init(cls, array):
@@ -425,7 +466,13 @@ class ClusterBarrier(_Frozen):
     0 on it alone, and only that one may wait. ValueError for ``num_arrivals < 1``.
     """
 
-    __slots__ = ("collective_axes", "num_barriers", "num_arrivals", "leader_tracked")
+    __slots__ = (
+        "collective_axes",
+        "num_barriers",
+        "num_arrivals",
+        "orders_tensor_core",
+        "leader_tracked",
+    )
 
     def __init__(
         self,
@@ -452,6 +499,7 @@ class ClusterBarrier(_Frozen):
             collective_axes=axes,
             num_barriers=_shape(num_barriers, "ClusterBarrier: num_barriers"),
             num_arrivals=int(num_arrivals),
+            orders_tensor_core=False,
             leader_tracked=bool(leader_tracked),
         )
 
@@ -520,11 +568,14 @@ squeezed = Squeezed()
 
 def _as_tuple(index_map):
     """The index map with a tuple as its result."""
+    if getattr(index_map, "gives_tuple", False):  # of another spec
+        return index_map
 
     def call(*indices):
         out = index_map(*indices)
         return tuple(out) if isinstance(out, (tuple, list)) else (out,)
 
+    call.gives_tuple = True
     return functools.update_wrapper(call, index_map, updated=())
 
 
@@ -571,10 +622,12 @@ class GenericBlockSpec:
     by default; GMEM passes the whole array. ``pipeline_mode``: :class:`pl.Buffered` or None.
     """
 
-    block_shape: tuple | None
-    index_map: Callable | None
-    pipeline_mode: Buffered | None
-    memory_space: MemorySpace | GenericMemorySpace | None
+    block_shape: tuple | None = None
+    index_map: Callable | None = None
+    pipeline_mode: Buffered | None = None
+    memory_space: MemorySpace | GenericMemorySpace | None = dataclasses.field(
+        default=None, kw_only=True
+    )
 
     transforms = ()
     delay_release = 0
@@ -638,10 +691,10 @@ class BlockSpec(GenericBlockSpec):
     that a slot stays untouched after its own. ``oob_fill_mode``: what stands outside of the array.
     """
 
-    transforms: tuple
-    delay_release: int
-    collective_axes: tuple | None  # type: ignore[assignment]
-    oob_fill_mode: OOBFillMode
+    transforms: tuple = ()
+    delay_release: int = 0
+    collective_axes: tuple | None = None  # type: ignore[assignment]
+    oob_fill_mode: OOBFillMode = OOBFillMode.ZEROS
 
     @accepts(tiling=_add_transform(TilingTransform), swizzle=_add_transform(SwizzleTransform))
     def __init__(

@@ -442,7 +442,7 @@ ARRAYS = {
     "layout of text": (TE, "print_layout: x", value(lambda v: plgpu.print_layout("{}", "a"))),
     "print ref": (TE, "argument 0 is a ref", on_ref(lambda x: pl.debug_print("{}", x))),
     "print count": (TE, "2 fields for 1 arguments", value(lambda v: pl.debug_print("{} {}", v[0]))),
-    "print spec": (VE, "only bare", value(lambda v: pl.debug_print("{:.2f}", v[0]))),
+    "print spec": (VE, "Unknown format code", value(lambda v: pl.debug_print("{:d}", v[0]))),
     "print keyword": (
         VE,
         "keyword arguments are not accepted, got {'x': ",
@@ -705,6 +705,16 @@ def test_control_flow_and_scopes(case):
 load, wait = plgpu.copy_gmem_to_smem, plgpu.barrier_wait
 
 
+def partitioned(part, n=128):
+    """Of all of x, 128 elements, to n."""
+    return run(
+        lambda x, o, s, b: load(x, s, b, collective_axes="c", leader_tracked=part),
+        scratch_types=[plgpu.SMEM((n,), np.float32), BAR],
+        cluster=(2,),
+        cluster_names=("c",),
+    )
+
+
 def copying(f):
     return run(f, scratch_types=[SMEM, BAR])
 
@@ -757,6 +767,20 @@ HARDWARE = {
         "needs collective_axes",
         copying(lambda x, o, s, b: load(x, s, b, leader_tracked=1)),
     ),
+    "copy partitioned": (
+        NIE,
+        r"dim 0 is partitioned over an axis of size 2 \('c'\), so dst of shape \(128,\) needs src"
+        r" of shape \(256,\), got \(128,\)",
+        partitioned(plgpu.CopyPartition.PARTITIONED(0)),
+    ),
+    "copy partitioned shapes": (
+        VE,
+        r"axis of size 2 \('c'\), so dst of shape \(32,\) needs src of shape \(64,\), got \(128,\)",
+        partitioned(plgpu.CopyPartition.PARTITIONED(0), 32),
+    ),
+    "copy of a half": (NIE, "Blackwell", partitioned(plgpu.CopyPartition.PARTITIONED(0), 64)),
+    "copy partitioned dim": (VE, "PARTITIONED.1.", partitioned(plgpu.CopyPartition.PARTITIONED(1))),
+    "copy replicated": (NIE, "Blackwell", partitioned(plgpu.CopyPartition.REPLICATED)),
     "copy gather": (
         NIE,
         "src is indexed by arrays.*Blackwell",
@@ -976,15 +1000,6 @@ PIPELINES = {
     ),
     "space": (NIE, "blocks in tmem", spec(memory_space=plgpu.TMEM)),
     "tiling": (VE, "more dims than the shape", spec(transforms=plgpu.TilingTransform((8, 64)))),
-    "threads": (
-        NIE,
-        "allocates for one thread",
-        run(
-            lambda x, o: EP(lambda i, a: None, grid=(2,), in_specs=[BS((64,), lambda i: i)])(x),
-            num_threads=2,
-            thread_name="t",
-        ),
-    ),
     "too big": (
         VE,
         "exceeds available shared memory",

@@ -332,21 +332,6 @@ def test_pipeline_errors():
         pl.Buffered(2, revisit="any")
     assert pl.Buffered(2) == pl.Buffered(2, False, None) != pl.Buffered(3)
 
-    def threaded(x_ref, o_ref):
-        plgpu.emit_pipeline(
-            lambda i, a: None, grid=(2,), in_specs=[plgpu.BlockSpec((64,), lambda i: (i,))]
-        )(x_ref)
-
-    kernel = plgpu.kernel(
-        threaded,
-        out_type=plgpu.ShapeDtypeStruct((1,), np.float32),
-        num_threads=2,
-        thread_name="t",
-        interpret=True,
-    )
-    with pytest.raises(NotImplementedError, match="thread-collective"):
-        kernel(np.zeros(128, np.float32))
-
     def count(x_ref, o_ref):
         plgpu.emit_pipeline(
             lambda i, a: None, grid=(2,), in_specs=[plgpu.BlockSpec((64,), lambda i: (i,))]
@@ -554,3 +539,101 @@ def test_accumulator_as_carry_of_a_pipeline(run, rng):
     got = run(body, np.zeros((64, 64), np.float32), a, b)
     want = a.astype(np.float32) @ b.astype(np.float32) + 3
     np.testing.assert_allclose(got, want, rtol=1e-3, atol=2e-2)
+
+
+# ---- in kernels with threads ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("slots", [1, 3])
+def test_a_pipeline_of_each_thread(run, rng, slots):
+    """Each thread has its own blocks, slots and barriers; the threads go at their own pace."""
+    threads, steps, rows, w = 3, 5, 8, 64
+    x = rng.standard_normal((threads, steps * rows, w)).astype(np.float32)
+    y = rng.standard_normal((steps * rows, w)).astype(np.float32)
+
+    def body(x_ref, y_ref, o_ref, s_ref):
+        t = lax.axis_index("t")
+
+        def step(indices, x_smem, y_smem, o_smem, carry):
+            o_smem[...] = x_smem[...] * y_smem[...] + t.astype(jnp.float32)
+            return carry + x_smem[...].sum()
+
+        pipeline = plgpu.emit_pipeline(
+            step,
+            grid=(steps,),
+            in_specs=[
+                plgpu.BlockSpec((None, rows, w), lambda i: (t, i, 0)),
+                plgpu.BlockSpec((rows, w), lambda i: (i, 0)),
+            ],
+            out_specs=[plgpu.BlockSpec((None, rows, w), lambda i: (t, i, 0))],
+            max_concurrent_steps=slots,
+            init_carry=jnp.float32(0),
+        )
+        s_ref[t] = pipeline(x_ref, y_ref, o_ref)
+
+    out, sums = run(
+        body, [x, np.zeros(threads, np.float32)], x, y, num_threads=threads, thread_name="t"
+    )
+    np.testing.assert_allclose(out, x * y + np.arange(threads)[:, None, None], rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(sums, x.sum((1, 2)), rtol=1e-3, atol=1e-3)
+
+
+def test_a_pipeline_of_some_threads(run, rng):
+    """One thread runs several in a loop, another one of other size; the third none."""
+    x = rng.standard_normal((4, 64, 64)).astype(np.float32)
+
+    def copy(rows, scale, which, x_ref, o_ref):
+        def step(_, x_smem, o_smem):
+            o_smem[...] = x_smem[...] * scale
+
+        spec = plgpu.BlockSpec((None, rows, 64), lambda i: (which, i, 0))
+        plgpu.emit_pipeline(
+            step,
+            grid=(64 // rows,),
+            in_specs=[spec],
+            out_specs=[spec],
+            max_concurrent_steps=2,
+        )(x_ref, o_ref)
+
+    def body(x_ref, o_ref):
+        t = lax.axis_index("t")
+
+        @pl.when(t == 0)
+        def _():
+            pl.loop(0, 3)(lambda i: copy(16, 2.0, i, x_ref, o_ref))
+
+        pl.when(t == 2)(lambda: copy(32, 3.0, 3, x_ref, o_ref))
+
+    scale = np.array([2, 2, 2, 3], np.float32)[:, None, None]
+    np.testing.assert_array_equal(run(body, x, x, num_threads=3, thread_name="t"), x * scale)
+
+
+def test_products_in_pipelines_of_threads(run, rng):
+    """Rows of a matrix product for each thread, whose operands are its own."""
+    m, n, k = 64, 64, 192
+    a = rng.integers(-3, 4, (2 * m, k)).astype(np.float16)
+    b = rng.integers(-3, 4, (k, n)).astype(np.float16)
+
+    def body(a_ref, b_ref, o_ref):
+        t = lax.axis_index("t")
+
+        def product(acc):
+            def step(_, a_smem, b_smem):
+                plgpu.wgmma(acc, a_smem, b_smem)
+                plgpu.wgmma_wait(1)
+
+            plgpu.emit_pipeline(
+                step,
+                grid=(k // 64,),
+                in_specs=[
+                    plgpu.BlockSpec((m, 64), lambda i: (t, i), delay_release=1),
+                    plgpu.BlockSpec((64, n), lambda i: (i, 0), delay_release=1),
+                ],
+                max_concurrent_steps=2,
+            )(a_ref, b_ref)
+            return acc[...]
+
+        o_ref[pl.ds(t * m, m)] = pl.run_scoped(product, plgpu.ACC((m, n)))
+
+    want = a.astype(np.float32) @ b.astype(np.float32)
+    np.testing.assert_array_equal(run(body, want, a, b, num_threads=2, thread_name="t"), want)

@@ -485,6 +485,81 @@ def test_after_the_grid_before(run):
     np.testing.assert_array_equal(run(body, out, **options)[:, 0], np.arange(7))
 
 
+@pytest.mark.parametrize("placed", [False, True], ids=["", "placed"])
+@pytest.mark.parametrize("grid,threads,cluster", CASES, ids=str)
+def test_every_point_once_in_each_round(run, capfd, grid, threads, cluster, placed):
+    """Inside a loop, with carries of both, also where the kernel asks for its place."""
+    rounds, blocks, total = 4, int(np.prod(cluster)), int(np.prod(grid))
+    kernel_options, loop_options = options_of(grid, threads, cluster)
+
+    def body(o):
+        t = lax.axis_index("wg") if threads > 1 else 0
+        c = lax.axis_index(kernel_options["cluster_names"]) if cluster else 0
+        zero = lax.axis_index(loop_options["grid_names"]) * 0 if placed and grid else 0
+
+        def one(r, done):
+            @plgpu.dynamic_scheduling_loop(init_carry=done, **loop_options)
+            def after(info, carry):
+                n = jnp.int32(0) + flat(info.index, grid) + zero
+                pl.debug_print("visit {} {} {} {}", r, n, c, t)
+                o[r, n, c, t] = jnp.full((128,), 1, f32) * (100 * r + n).astype(f32)
+                return carry + 1
+
+            return after
+
+        pl.debug_print("did {} of them", lax.fori_loop(0, rounds, one, jnp.int32(0)))
+
+    out = plgpu.ShapeDtypeStruct((rounds, total, blocks, threads, 128), f32)
+    want = (100 * np.arange(rounds)[:, None] + np.arange(total)).astype(f32)
+    want = np.broadcast_to(want[:, :, None, None, None], out.shape)
+    kernel = run.kernel(body, out, **kernel_options)
+    np.testing.assert_array_equal(run.call(kernel), want)
+
+    def check():
+        text = capfd.readouterr().out
+        seen = Counter(re.findall(r"visit (\d+ \d+ \d+ \d+)", text))
+        assert len(seen) == rounds * total * blocks * threads and len(set(seen.values())) == 1
+        done = [int(x) for x in re.findall(r"did (\d+) of", text)]
+        assert sum(done) == sum(seen.values())
+
+    if run.way != "cuda":
+        check()
+    if run.way == "interpret":
+        for seed in range(1, 6):
+            again = plgpu.kernel(
+                body, out_type=out, interpret=plgpu.InterpretParams(seed=seed), **kernel_options
+            )
+            np.testing.assert_array_equal(again(), want)
+            check()
+
+
+def test_rounds_at_several_places(run):
+    """Two loops in the body of a loop of loops, one of them in a branch, and one outside."""
+    out = plgpu.ShapeDtypeStruct((3, 2, 7, 128), i32), plgpu.ShapeDtypeStruct((7, 128), i32)
+
+    def body(o, p):
+        def write(ref, value):
+            @plgpu.dynamic_scheduling_loop("a")
+            def _(info):
+                ref[info.index[0]] = jnp.full((128,), 1, i32) * (value + info.index[0])
+
+        @pl.loop(0, 3)
+        def _(r):
+            write(o.at[r, 0], 100 * r)
+
+            @pl.loop(0, 1)
+            def _(k):
+                pl.when(r != 1)(lambda: write(o.at[r, 1], 100 * r + 50))
+                pl.when(r == 1)(lambda: write(o.at[r, 1], -100))
+
+        write(p, 1000)
+
+    got, last = run(body, out, grid=(7,), grid_names=("a",))
+    want = np.array([[0, 50], [100, -100], [200, 250]])[:, :, None] + np.arange(7)
+    np.testing.assert_array_equal(got[..., 5], want)
+    np.testing.assert_array_equal(last[:, 9], 1000 + np.arange(7))
+
+
 def refused():
     def nothing(info):
         pass
@@ -498,13 +573,6 @@ def refused():
     yield over(("a", "b"), thread_axis="wg"), ValueError, "all axes of the cluster"
     yield over(("a", "b"), thread_axis="wg", cluster_axes="y"), ValueError, "all axes of the clus"
     yield over(("a", "a", "b"), thread_axis="wg", cluster_axes="x"), ValueError, "once"
-
-    def in_a_loop(o):
-        @pl.loop(0, 3)
-        def _(k):
-            over(("a", "b"), thread_axis="wg", cluster_axes="x")(o)
-
-    yield in_a_loop, NotImplementedError, "inside another loop"
 
     def with_its_counter(o):
         over(("a", "b"), thread_axis="wg", cluster_axes="x")(o)

@@ -467,6 +467,55 @@ def test_values(x):
         delattr(x, field)
 
 
+@pytest.mark.parametrize(
+    "x, change",
+    [
+        (plgpu.CompilerParams(approx_math=True), dict(unsafe_no_auto_barriers=True)),
+        (plgpu.Barrier(num_arrivals=2, num_barriers=3), dict(num_arrivals=1)),
+        (plgpu.ClusterBarrier(collective_axes=("x", "y")), dict(num_barriers=(2,))),
+        (plgpu.TilingTransform((8, 64)), dict(tiling=(8, 1, 64))),
+        (plgpu.SwizzleTransform(64), dict(swizzle=32)),
+        (plgpu.Mesh(num_threads=2, thread_name="t"), dict(grid=(3,), grid_names=("i",))),
+        (plgpu.WarpMesh(axis_name="w"), dict(axis_name="v")),
+        (plgpu.SMEM((8, 64), np.int8, transforms=plgpu.TilingTransform((8,))), dict(transforms=())),
+        (plgpu.ACC((64, 8)), dict(dtype=np.dtype(np.float16))),
+        (plgpu.ShapeDtypeStruct((2,), np.float16), dict(shape=(3, 4))),
+        (plgpu.RefType(), dict(transforms=(plgpu.SwizzleTransform(64),))),
+        (plgpu.InterpretParams(), dict(seed=4)),
+        (plgpu.CopyPartition.PARTITIONED(1), dict(axis=0)),
+        (plgpu.BlockSpec((8, 2), lambda i: i, delay_release=1), dict(delay_release=0)),
+        (pl.BlockSpec((8, 2), lambda i: (i, 0)), dict(block_shape=(4, 2))),
+        (pl.GridSpec(grid=(3,)), dict(grid=(2, 2))),
+        (pl.Element(8), dict(block_size=4)),
+    ],
+    ids=lambda x: "" if isinstance(x, dict) else type(x).__name__,
+)
+def test_values_are_dataclasses(x, change):
+    """`fields` names what makes it, with the defaults of the constructor; `replace` checks."""
+    fields = {f.name: f for f in dataclasses.fields(x)}
+    parameters = inspect.signature(type(x)).parameters
+    assert fields.keys() == parameters.keys()
+    for name, p in parameters.items():
+        required = fields[name].default is dataclasses.MISSING
+        assert required if p.default is p.empty else fields[name].default == p.default
+        assert fields[name].kw_only == (p.kind is p.KEYWORD_ONLY)
+    assert dataclasses.replace(x) == x
+    y = dataclasses.replace(x, **change)
+    assert type(y) is type(x) and y != x
+    for name in fields:
+        assert getattr(y, name) == change.get(name, getattr(x, name))
+    with pytest.raises(TypeError, match="nonsense"):
+        dataclasses.replace(x, nonsense=1)
+
+
+def test_replace_checks():
+    with pytest.raises(ValueError, match="tiles must be positive"):
+        dataclasses.replace(plgpu.TilingTransform((8,)), tiling=(0,))
+    with pytest.raises(ValueError, match="not divisible by the tiling"):
+        smem = plgpu.SMEM((8, 64), np.int8)
+        dataclasses.replace(smem, transforms=(plgpu.TilingTransform((3, 64)),))
+
+
 def test_shape_dtype_struct():
     s = plgpu.ShapeDtypeStruct((2, 3), np.float16, sharding=None, weak_type=False)
     assert (s.shape, s.dtype, s.size, s.ndim) == ((2, 3), np.float16, 6, 2)

@@ -140,3 +140,9 @@ void pm_putf(pm_text *t, const char *fmt, ...) {
   pm_vputf(t, fmt, ap);
   va_end(ap);
 }
+
+void pm_put_dims(pm_text *t, const int64_t *dims, uint32_t n) {
+  pm_put(t, "(");
+  for (uint32_t k = 0; k < n; k++) pm_putf(t, k ? ", %lld" : "%lld", (long long)dims[k]);
+  pm_put(t, n == 1 ? ",)" : ")");
+}

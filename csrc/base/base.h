@@ -103,6 +103,7 @@ void pm_put(pm_text *t, const char *s);
 void pm_putn(pm_text *t, const char *s, size_t n);
 void pm_putf(pm_text *t, const char *fmt, ...) PM_PRINTF(2, 3);
 void pm_vputf(pm_text *t, const char *fmt, va_list ap);
+void pm_put_dims(pm_text *t, const int64_t *dims, uint32_t n); /* "(8, 64)", "(8,)", "()" */
 
 /* ---- numbers ------------------------------------------------------------------------------ */
 

@@ -638,7 +638,10 @@ pm_code pm_cuda_TAKE_TILE(pm_gen *e, pm_opid op) {
   const long long n = *pm_attr(e->g, op, PM_ATTR_N);
   pm_note(e, op, "take_tile");
   if (!e->program->shares_grid) {
-    pm_bind(e, out, pm_str(e, "%lld", (long long)pm_grid_size(e->g)), PM_FORM_SCALAR);
+    const bool told = pm_get(e->g, op)->n_in;
+    const char *next = told ? pm_scalar_of(e, pm_in(e->g, op, 0))
+                            : pm_str(e, "%lld", (long long)pm_grid_size(e->g));
+    pm_bind(e, out, next, PM_FORM_SCALAR);
     return PM_OK;
   }
   const char *x = pm_declare(e, out, out);

@@ -269,10 +269,21 @@ pm_code pm_cuda_CONST(pm_gen *e, pm_opid op) {
 pm_code pm_cuda_MULTIPLE_OF(pm_gen *e, pm_opid op) { return leave(e, arg(e, op, 0)); }
 
 /* The last axis of a grid is x, the one before y, all others share z, row-major. */
-static const char *grid_index(pm_gen *e, uint32_t d) {
+const char *pm_cluster_index(pm_gen *e, uint32_t d) {
+  return pm_str(e, "cluster_index_%c()", "xyz"[e->g->n_cluster - 1 - d]);
+}
+
+/* The point that a cluster began with. */
+const char *pm_grid_index(pm_gen *e, uint32_t d) {
   static const char letter[] = "xyz";
   const pm_graph *g = e->g;
   const uint32_t from_last = g->n_grid - 1 - d, axis = from_last < 2 ? from_last : 2;
+  if (e->program->shares_grid) { /* its clusters lie along x */
+    int64_t below = 1;
+    for (uint32_t k = d + 1; k < g->n_grid; k++) below *= g->grid[k];
+    return pm_str(e, "blockIdx.x / %lld %% %lld", (long long)(below * e->program->cluster[0]),
+                  (long long)g->grid[d]);
+  }
   const uint32_t cluster = e->program->cluster[axis];
   const char *block = pm_str(e, "blockIdx.%c", letter[axis]);
   if (cluster > 1) block = pm_str(e, "%s / %u", block, cluster);
@@ -286,9 +297,8 @@ static const char *grid_index(pm_gen *e, uint32_t d) {
 pm_code pm_cuda_AXIS(pm_gen *e, pm_opid op) {
   const uint32_t d = (uint32_t)*pm_attr(e->g, op, PM_ATTR_DIM);
   switch (*pm_attr(e->g, op, PM_ATTR_AXIS)) {
-    case PM_AXIS_GRID: return leave(e, pm_str(e, "(i32)(%s)", grid_index(e, d)));
-    case PM_AXIS_CLUSTER:
-      return leave(e, pm_str(e, "cluster_index_%c()", "xyz"[e->g->n_cluster - 1 - d]));
+    case PM_AXIS_GRID: return leave(e, pm_str(e, "(i32)(%s)", pm_grid_index(e, d)));
+    case PM_AXIS_CLUSTER: return leave(e, pm_cluster_index(e, d));
     case PM_AXIS_WARP: return leave(e, "(i32)warp");
     default: return leave(e, "(i32)wg");
   }
@@ -306,7 +316,7 @@ pm_code pm_cuda_FIRST_TILE(pm_gen *e, pm_opid op) {
   for (uint32_t d = 0; d < g->n_grid; d++) {
     int64_t below = 1;
     for (uint32_t k = d + 1; k < g->n_grid; k++) below *= g->grid[k];
-    pm_putf(&t, "%s(%s) * %lld", d ? " + " : "", grid_index(e, d), (long long)below);
+    pm_putf(&t, "%s(%s) * %lld", d ? " + " : "", pm_grid_index(e, d), (long long)below);
   }
   return leave(e, g->n_grid ? pm_str(e, "(i32)(%s)", t.at) : "0");
 }

@@ -152,6 +152,8 @@ void pm_find_lane_barriers(pm_gen *e);
 /* an element-wise op with one number for all elements: its statement; or a view: nothing */
 bool pm_is_scalar_op(pm_gen *e, pm_opid op);
 pm_code pm_gen_scalar(pm_gen *e, pm_opid op);
+const char *pm_grid_index(pm_gen *e, uint32_t d);
+const char *pm_cluster_index(pm_gen *e, uint32_t d);
 const char *pm_scratch(pm_gen *e);                 /* address of this thread's scratch */
 void pm_end_of_one_lane(pm_gen *e, const char *x); /* of PM_ONE_LANE: all get its scalar x */
 const char *pm_taker(pm_gen *e, bool first_block); /* "if (..)": the lane that hands tiles on */

@@ -695,6 +695,7 @@ void pm_vm_encode_print(compiler *c, pm_opid op, const handler *h) {
   printing *p = pm_alloc(&c->m->arena, sizeof *p + o->n_in * sizeof p->arg[0]);
   const char *format = c->g->strings.at[*pm_attr(c->g, op, PM_ATTR_FORMAT)];
   p->format = pm_strdup(&c->m->arena, format, strlen(format));
+  p->label = pm_has_attr(c->g, op, PM_ATTR_LABEL) && *pm_attr(c->g, op, PM_ATTR_LABEL);
   p->n = o->n_in;
   for (uint32_t k = 0; k < o->n_in; k++) {
     pm_val v = pm_in(c->g, op, k);

@@ -34,6 +34,9 @@ typedef struct pm_interp_options {
   int log;          /* PM_LOG_ flags: which events are shown, a line for each */
   /* receives each line of DEBUG_PRINT, without the newline; NULL: stdout */
   void (*print)(void *ctx, const char *line);
+  /* the text of a number by a format of the user, "" for none, as Python writes it. A float is the
+   * double with the shortest digits that give it in its own dtype. NULL: such digits alone */
+  void (*number)(void *ctx, const char *spec, pm_dtype d, pm_scalar v, char *buf, size_t n);
   void *print_ctx;
   /* called every few milliseconds with done and total grid points; nonzero stops the run
    * (PM_E_RUNTIME) */

@@ -1,4 +1,4 @@
-/* The virtual machine: scheduler, scopes, barriers, control, printing.
+/* The virtual machine: scheduler, scopes, barriers, control.
  *
  * Clusters run one after the other in row-major order of the grid; all blocks of a cluster at once.
  * Where blocks may wait for others of the launch (semaphores), many clusters run at once, as many
@@ -739,77 +739,6 @@ static step exec_switch(pm_machine *m, thread *t, const instr *i) {
   return STEP_NEXT;
 }
 
-/* ---- printing ----------------------------------------------------------------------------- */
-
-static void print_float(char *buf, size_t n, pm_dtype d, double x) {
-  if (isnan(x) || isinf(x)) {
-    snprintf(buf, n, "%s", isnan(x) ? "nan" : x < 0 ? "-inf" : "inf");
-    return;
-  }
-  /* the shortest text that reads back as x; of 8 bits that would be far from it */
-  for (int digits = pm_is_small_float(d) ? 6 : 1; digits <= 9; digits++) {
-    uint32_t bits = 0, same = 0;
-    snprintf(buf, n, "%.*g", digits, x);
-    pm_store_scalar(d, &bits, (pm_scalar){.f = strtod(buf, NULL)});
-    pm_store_scalar(d, &same, (pm_scalar){.f = x});
-    if (bits == same) break;
-  }
-  if (!strpbrk(buf, ".e")) strncat(buf, ".0", n - strlen(buf) - 1);
-}
-
-/* "[i, j]: " of element n of an array */
-static size_t print_index(const printing *p, int64_t n, char *buf) {
-  int64_t below = p->arg[0].n;
-  size_t at = 0;
-  for (uint32_t d = 0; d < p->arg[0].rank; d++) {
-    below /= p->arg[0].dim[d];
-    at += (size_t)sprintf(buf + at, d ? ", %" PRId64 : "[%" PRId64, n / below % p->arg[0].dim[d]);
-  }
-  return at ? at + (size_t)sprintf(buf + at, "]: ") : 0;
-}
-
-/* A line of scalars, or of element n of an array. */
-static void print_line(pm_machine *m, thread *t, const printing *p, int64_t n) {
-  char line[4096], number[64 + 24 * PM_MAX_RANK];
-  size_t at = 0;
-  uint32_t k = 0;
-  for (const char *f = p->format; *f && at + sizeof number < sizeof line; f++) {
-    if (f[0] != '{' || f[1] != '}' || k == p->n) {
-      line[at++] = *f;
-      if ((f[0] == '{' || f[0] == '}') && f[1] == f[0]) f++; /* {{ is one { */
-      continue;
-    }
-    const pm_dtype d = p->arg[k].dtype;
-    const char *from = slot_of(t, p->arg[k++].slot);
-    const pm_scalar v = pm_load_scalar(d, from + n * pm_dtypes[d].bytes);
-    at += print_index(p, n, line + at);
-    if (d == PM_BOOL) {
-      snprintf(number, sizeof number, "%s", v.i ? "True" : "False");
-    } else if (pm_is_float(d)) {
-      print_float(number, sizeof number, d, v.f);
-    } else {
-      snprintf(number, sizeof number, "%" PRId64, v.i);
-    }
-    at += strlen(strcpy(line + at, number));
-    f++;
-  }
-  line[at] = 0;
-  pm_vm_line(m, line);
-}
-
-static step exec_print(pm_machine *m, thread *t, const instr *i) {
-  const printing *p = i->printing;
-  const int64_t n = p->n == 1 ? p->arg[0].n : 1;
-  for (int64_t k = 0; k < n; k++) print_line(m, t, p, k);
-  return STEP_NEXT;
-}
-
-static step exec_check(pm_machine *m, thread *t, const instr *i) {
-  const printing *p = i->printing;
-  if (*(const uint8_t *)slot_of(t, p->arg[0].slot)) return STEP_NEXT;
-  return pm_vm_fail(m, t, i->op, PM_E_ASSERTION, "debug_check: %s", p->format);
-}
-
 const handler pm_vm_SCOPE = {pm_vm_encode_scope, exec_enter, {0}};
 const handler pm_vm_WARP_MAP = {pm_vm_encode_warp_map, exec_warp_map, {0}};
 const handler pm_vm_FOR = {pm_vm_encode_for, exec_for, {0}};
@@ -825,8 +754,6 @@ const handler pm_vm_TAKE_TURN = {pm_vm_encode_turn, exec_take_turn, {0}};
 const handler pm_vm_PASS_TURN = {pm_vm_encode_plain, exec_pass_turn, {0}};
 const handler pm_vm_NAMED_SYNC = {pm_vm_encode_plain, exec_named_sync, {0}};
 const handler pm_vm_NAMED_ARRIVE = {pm_vm_encode_plain, exec_named_arrive, {0}};
-const handler pm_vm_DEBUG_PRINT = {pm_vm_encode_print, exec_print, {0}};
-const handler pm_vm_DEBUG_CHECK = {pm_vm_encode_print, exec_check, {0}};
 
 /* ---- deadlock ----------------------------------------------------------------------------- */
 

@@ -392,7 +392,7 @@ static step exec_first_tile(pm_machine *m, thread *t, const instr *i) {
 /* Others than the taker get a number that must not matter. */
 static step exec_take_tile(pm_machine *m, thread *t, const instr *i) {
   const bool taker = t->index + 1 == m->n_threads && t->block == t->block->cluster->blocks;
-  int64_t number = taker ? m->grid_size : INT32_MIN;
+  int64_t number = !taker ? INT32_MIN : i->a ? *(const int32_t *)slot_of(t, i->a) : m->grid_size;
   if (taker && m->shares_grid) number = m->points + m->counters[i->to]++;
   *(int32_t *)slot_of(t, i->dst) = (int32_t)number;
   return STEP_PAUSE;

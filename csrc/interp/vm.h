@@ -172,6 +172,7 @@ typedef struct moves {
 
 typedef struct printing {
   const char *format;
+  bool label;
   uint32_t n;
   struct {
     uint32_t slot;
@@ -407,9 +408,9 @@ static inline void pm_vm_progress(pm_machine *m) {
   m->polls = 0;
 }
 /* "grid point (0, 1), block (1,), thread 2" */
-const char *pm_vm_agent(const pm_machine *m, const thread *t, char *buf, size_t n);
 /* "(0, 1)", the coordinates of a block in its cluster */
 const char *pm_vm_block(const pm_machine *m, const block *b, char *buf, size_t n);
+const char *pm_vm_agent(const pm_machine *m, const thread *t, char *buf, size_t n);
 /* Do the blocks differ along these axes only (bit k: axis k)? */
 bool pm_vm_same_but(const pm_machine *m, const block *a, const block *b, uint32_t axes);
 step pm_vm_move(pm_machine *m, thread *t, const instr *i);
@@ -521,7 +522,8 @@ void pm_vm_encode_switch(compiler *c, pm_opid op, const handler *h);
 /* Handlers of the ops that are not tile ops, each beside its functions. */
 extern const handler pm_vm_SCOPE, pm_vm_WARP_MAP, pm_vm_FOR, pm_vm_WHILE, pm_vm_IF, pm_vm_SWITCH,
     pm_vm_YIELD, pm_vm_ARRIVE, pm_vm_WAIT, pm_vm_HAND_TILE, pm_vm_TAKE_TURN, pm_vm_PASS_TURN,
-    pm_vm_NAMED_SYNC, pm_vm_NAMED_ARRIVE, pm_vm_DEBUG_PRINT, pm_vm_DEBUG_CHECK; /* machine.c */
+    pm_vm_NAMED_SYNC, pm_vm_NAMED_ARRIVE;                  /* machine.c */
+extern const handler pm_vm_DEBUG_PRINT, pm_vm_DEBUG_CHECK; /* print.c */
 extern const handler pm_vm_BARRIER_TEST;
 extern const handler pm_vm_ALLOC_SEMAPHORE, pm_vm_GLOBAL_SEMAPHORE, pm_vm_SIGNAL, pm_vm_AWAIT,
     pm_vm_READ_SEMAPHORE, pm_vm_DELAY;                                    /* semaphores.c */

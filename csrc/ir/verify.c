@@ -205,10 +205,8 @@ static pm_code check_take(checker *c, pm_opid op) {
     loops += pm_get(g, parent)->code == PM_OP_FOR || pm_get(g, parent)->code == PM_OP_WHILE;
     b = pm_get(g, parent)->parent;
   }
-  if (loops <= 1) return check_counter(c, op);
-  return pm_fail(c->err, PM_E_NOT_IMPLEMENTED,
-                 "dynamic_scheduling_loop: inside another loop it would hand out each point of the "
-                 "grid only once. Put that loop into its body, or launch the kernel several times");
+  if (loops <= 1 || pm_get(g, op)->n_in) return check_counter(c, op);
+  BAD("take_tile inside two loops needs to know which round it is");
 }
 
 /* A number that was taken is known to one lane, until it is handed on. */

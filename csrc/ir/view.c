@@ -17,6 +17,8 @@
  *     dimension with base_dim >= 0 runs along that one dimension; those with -1 have size 1. */
 #include "view.h"
 
+#include <stdio.h>
+
 enum { MAX_CHAIN = 64 };
 
 /* ---- transforms of an allocation ---------------------------------------------------------------
@@ -30,10 +32,7 @@ pm_code pm_check_transforms(const pm_graph *g, pm_opid alloc, pm_err *err) {
   const int64_t *tile = pm_attr_list(g, alloc, PM_ATTR_TILING, &n);
   const int64_t swizzle = *pm_attr(g, alloc, PM_ATTR_SWIZZLE);
   pm_code code = PM_OK;
-  if (n > 2) {
-    code = pm_fail(err, PM_E_NOT_IMPLEMENTED,
-                   "TilingTransform: a tiling of %u dimensions is not available; use 1 or 2", n);
-  } else if (n > t->rank) {
+  if (n > t->rank) {
     code =
         pm_fail(err, PM_E_VALUE,
                 "TilingTransform: a tiling of %u dimensions on an SMEM ref of rank %u", n, t->rank);
@@ -83,15 +82,22 @@ static void take_strides(const int64_t *stride, pm_view *v) {
   for (uint32_t k = 0; k < v->rank; k++) v->dim[k].inner = v->base_stride[k] = stride[k];
 }
 
-/* [..., N / t1, M, t1]: a one-dimensional tiling is row-major already */
+/* [..., columns, rows, last tile]: a one-dimensional tiling is row-major already */
 static void apply_tiling(const pm_graph *g, pm_view *v) {
-  uint32_t n;
+  uint32_t n, n_rows = 0;
   const int64_t *tile = pm_attr_list(g, v->alloc, PM_ATTR_TILING, &n);
-  if (n == 2) {
-    pm_view_dim *m = &v->dim[v->rank - 2], *c = &v->dim[v->rank - 1];
-    m->inner = c->tile = tile[1];
-    c->outer = m->size * tile[1];
-    c->inner = 1;
+  pm_view_dim *d = &v->dim[v->rank - n];
+  for (uint32_t k = 0; k < n; k++) {
+    d[k].given = tile[k];
+    if (k + 1 < n && tile[k] > 1) n_rows = k + 1;
+  }
+  if (n_rows) {
+    int64_t stride = tile[n - 1];
+    for (uint32_t k = n_rows; k-- > 0; stride *= d[k].size) d[k].inner = stride;
+    d[n - 1].tile = tile[n - 1];
+    d[n - 1].outer = stride;
+    stride *= d[n - 1].size / tile[n - 1];
+    for (uint32_t k = n - 1; k-- > n_rows; stride *= d[k].size) d[k].inner = stride;
   }
   v->swizzle = (uint8_t)*pm_attr(g, v->alloc, PM_ATTR_SWIZZLE);
 }
@@ -246,40 +252,67 @@ static void apply_transpose(const pm_graph *g, pm_opid op, pm_view *v) {
   for (uint32_t k = 0; k < n; k++) v->dim[k] = old[dims[k]];
 }
 
-/* Fold old[0..n) and unfold it again as `sizes`; both have the same product. */
-static pm_code refold(const pm_view_dim *old, uint32_t n, const int64_t *sizes, uint32_t m,
-                      pm_view_dim *out, pm_err *err) {
-  int64_t inner = 0, next = 0;
-  for (uint32_t k = n; k-- > 0;) {
-    if (old[k].tile) {
-      return pm_fail(
-          err, PM_E_VALUE,
-          "reshape: a dimension of size %lld that is tiled by %lld can be neither folded "
-          "nor unfolded; reshape other dimensions, or drop the tiling",
-          (long long)old[k].size, (long long)old[k].tile);
-    }
-    if (old[k].size == 1) continue;
-    if (next && old[k].inner != next) {
-      return pm_fail(err, PM_E_NOT_IMPLEMENTED,
-                     "reshape: dimensions of a ref that do not lie one behind the other in memory "
-                     "cannot be folded; load the view and reshape the array");
-    }
-    if (!next) inner = old[k].inner;
-    next = old[k].inner * old[k].size;
+/* Make one dimension of a slower and a faster one; false: no stride and tile would fit. */
+static bool fold_pair(const pm_view_dim *slow, pm_view_dim *fast) {
+  const bool whole = !fast->tile || fast->tile == fast->size, split = slow->tile < slow->size;
+  if (!(slow->tile && split) && fast->tile &&
+      slow->inner == fast->outer * (fast->size / fast->tile)) {
+    /* more tiles */
+  } else if (whole && slow->inner == fast->inner * fast->size) {
+    fast->tile = slow->tile && split ? slow->tile * fast->size : 0;
+    fast->outer = slow->outer;
+  } else {
+    return false;
   }
-  for (uint32_t k = m; k-- > 0;) {
-    out[k] = (pm_view_dim){.size = sizes[k], .inner = inner, .step = 1, .base_dim = -1};
-    inner *= sizes[k];
+  fast->size *= slow->size;
+  fast->given = slow->given > 1 ? slow->given * fast->given : fast->given;
+  return true;
+}
+
+static pm_code fail_fold(const pm_view_dim *dims, uint32_t first, uint32_t n, pm_err *err) {
+  char sizes[400], tiles[400];
+  size_t a = 0, b = 0;
+  bool tiled = true;
+  for (uint32_t k = 0; k < n; k++) {
+    const char *sep = !k ? "" : k + 1 < n ? ", " : " and ";
+    a += (size_t)snprintf(sizes + a, sizeof sizes - a, "%s%u of size %lld", sep, first + k,
+                          (long long)dims[k].size);
+    b += (size_t)snprintf(tiles + b, sizeof tiles - b, "%s%lld", sep, (long long)dims[k].given);
+    tiled &= dims[k].given != 0;
+  }
+  if (tiled) {
+    return pm_fail(err, PM_E_VALUE,
+                   "reshape: the dimensions %s, tiled by %s, cannot be folded: of tiled dimensions "
+                   "that become one only the last may have a tile above 1. Reshape other "
+                   "dimensions, or drop the tiling",
+                   sizes, tiles);
+  }
+  return pm_fail(err, PM_E_NOT_IMPLEMENTED,
+                 "reshape: the dimensions %s (tiled by %s, 0: not tiled) do not lie one after the "
+                 "other in memory and cannot be folded; load the view and reshape the array",
+                 sizes, tiles);
+}
+
+/* Dimensions old[first .. first + n) of a view as one. */
+static pm_code fold(const pm_view_dim *old, uint32_t first, uint32_t n, pm_view_dim *out,
+                    pm_err *err) {
+  *out = (pm_view_dim){.size = 1, .step = 1, .base_dim = -1};
+  for (uint32_t k = first + n; k-- > first;) {
+    if (old[k].size == 1) continue;
+    if (out->size == 1) {
+      *out = old[k];
+    } else if (!fold_pair(&old[k], out)) {
+      return fail_fold(&old[first], first, n, err);
+    }
   }
   return PM_OK;
 }
 
-/* A tiled dimension as several: (tiles.., at most one that is tiled itself, in the tile..); false:
- * the sizes do not fit the tile. */
-static bool unfold_tiles(const pm_view_dim *old, const int64_t *sizes, uint32_t m,
-                         pm_view_dim *out) {
-  int64_t inner = old->inner, outer = old->outer, left = old->tile; /* of the tile */
-  if (!left) return false;
+/* A dimension as several: (tiles.., at most one that is tiled itself, in the tile..). */
+static pm_code unfold(const pm_view_dim *old, const int64_t *sizes, uint32_t m, pm_view_dim *out,
+                      pm_err *err) {
+  const int64_t tile = old->tile ? old->tile : old->size;
+  int64_t inner = old->inner, outer = old->outer, left = tile; /* of the tile */
   for (uint32_t k = m; k-- > 0;) {
     const int64_t size = sizes[k];
     out[k] =
@@ -288,14 +321,19 @@ static bool unfold_tiles(const pm_view_dim *old, const int64_t *sizes, uint32_t 
       inner *= size;
       left /= size;
     } else if (size % left == 0) {
-      if (left > 1) out[k].tile = left, out[k].outer = outer;
+      if (left > 1) out[k].tile = out[k].given = left, out[k].outer = outer;
       outer *= size / left;
       left = 1;
     } else {
-      return false;
+      return pm_fail(
+          err, PM_E_VALUE,
+          "reshape: a dimension of size %lld that is tiled by %lld cannot be unfolded to "
+          "a part of %lld that is no divisor or multiple of the tile; reshape other "
+          "dimensions, or drop the tiling",
+          (long long)old->size, (long long)tile, (long long)size);
     }
   }
-  return true;
+  return PM_OK;
 }
 
 /* May the result of a reshape of this view be a base? Axes along which it has one index stay axes
@@ -386,11 +424,10 @@ static pm_code apply_reshape(const pm_graph *g, pm_opid op, pm_view *v, pm_err *
       out[j0] = v->dim[i0];
       continue;
     }
-    if (i - i0 == 1 && unfold_tiles(&v->dim[i0], &to->dim[j0], j - j0, &out[j0])) {
-      v->reshaped = true;
-      continue;
-    }
-    if (refold(&v->dim[i0], i - i0, &to->dim[j0], j - j0, &out[j0], err)) return err->code;
+    pm_view_dim whole;
+    if (fold(v->dim, i0, i - i0, &whole, err) ||
+        unfold(&whole, &to->dim[j0], j - j0, &out[j0], err))
+      return err->code;
     v->reshaped = true;
   }
   memcpy(v->dim, out, sizeof out[0] * to->rank);

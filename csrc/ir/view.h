@@ -8,7 +8,10 @@
  *
  * that is, column chunks outermost, so that any number of rows of one chunk is one plain 2-D TMA
  * box, whatever N and wherever the slice begins (JAX's Pallas has [M/t0, N/t1, t0, t1]; the order
- * is not visible to a user). Other allocations are row-major. A swizzle of sw bytes moves byte
+ * is not visible to a user). A tiling of more dims has rows and columns of several dims: the rows
+ * end with the last tile above 1 before t1, the columns are the dims after it. (8, 1, t) on
+ * (A, B, C) is [B, C / t, A, t], and (1, 8, t) is [C / t, A, B, t]; so dims with tile 1 can be
+ * folded into the next tiled one. Other allocations are row-major. A swizzle of sw bytes moves byte
  * address a, absolute, with every allocation aligned to 1024, to
  *
  *     a ^ (((a >> 7) & (sw / 16 - 1)) << 4)
@@ -32,6 +35,7 @@ typedef struct pm_view_dim {
   int64_t size;         /* logical extent in the view */
   int64_t tile;         /* 0: none */
   int64_t outer, inner; /* strides in elements */
+  int64_t given;        /* the user's tile along it, 0: not tiled; errors speak of it */
   int64_t step;         /* index units of base_dim from one element to the next */
   int8_t base_dim;      /* the dimension of the base it runs along, -1: several (a reshape) */
 } pm_view_dim;

@@ -21,12 +21,6 @@ static bool is_wgmma_transposed(const pm_layout *l) {
   return true;
 }
 
-static void put_shape(pm_text *out, const pm_layout *l) {
-  pm_put(out, "(");
-  for (int k = 0; k < l->rank; k++) pm_putf(out, k ? ", %lld" : "%lld", (long long)l->shape[k]);
-  pm_put(out, l->rank == 1 ? ",)" : ")");
-}
-
 static const char *describe_layout(const pm_graph *g, const pm_layout *l) {
   const char *text = pm_layout_text(g->arena, l);
   pm_text out;
@@ -38,10 +32,10 @@ static const char *describe_layout(const pm_graph *g, const pm_layout *l) {
   pm_text_init(&out, g->arena);
   if (!strcmp(text, "splat")) {
     pm_put(&out, "WG_SPLAT(");
-    put_shape(&out, l);
+    pm_put_dims(&out, l->shape, (uint32_t)l->rank);
   } else if (sscanf(text, "strided(%lld)", &vec) == 1) {
     pm_put(&out, "WG_STRIDED(");
-    put_shape(&out, l);
+    pm_put_dims(&out, l->shape, (uint32_t)l->rank);
     pm_putf(&out, ", %lld", vec);
   } else {
     return text;
@@ -50,26 +44,30 @@ static const char *describe_layout(const pm_graph *g, const pm_layout *l) {
   return out.at;
 }
 
-static const char *describe_transforms(const pm_graph *g, pm_val ref) {
+static const char *describe_transforms(const pm_graph *g, pm_val ref, int64_t packed) {
   const pm_opid alloc = pm_value_of(g, pm_view_base(g, ref))->def;
   uint32_t n;
-  const int64_t *tiling = pm_attr_list(g, alloc, PM_ATTR_TILING, &n);
+  int64_t tiling[PM_MAX_RANK];
+  const int64_t *tile = pm_attr_list(g, alloc, PM_ATTR_TILING, &n);
+  for (uint32_t k = 0; k < n; k++) tiling[k] = k + 1 < n || !packed ? tile[k] : tile[k] * packed;
+  if (*pm_attr(g, alloc, PM_ATTR_GIVEN) == 2) n = 0;
   const long long swizzle = *pm_attr(g, alloc, PM_ATTR_SWIZZLE);
   pm_text out;
   pm_text_init(&out, g->arena);
   pm_put(&out, "(");
-  if (n == 1) pm_putf(&out, "TilingTransform(tiling=(%lld,))", (long long)tiling[0]);
-  if (n == 2)
-    pm_putf(&out, "TilingTransform(tiling=(%lld, %lld))", (long long)tiling[0],
-            (long long)tiling[1]);
+  if (n) {
+    pm_put(&out, "TilingTransform(tiling=");
+    pm_put_dims(&out, tiling, n);
+    pm_put(&out, ")");
+  }
   if (swizzle) pm_putf(&out, "%sSwizzleTransform(swizzle=%lld)", n ? ", " : "", swizzle);
   pm_put(&out, !n != !swizzle ? ",)" : ")");
   return out.at;
 }
 
-const char *pm_describe(const pm_graph *g, pm_val v) {
+const char *pm_describe(const pm_graph *g, pm_val v, int64_t packed) {
   const pm_type *t = pm_typeof(g, v);
-  if (t->kind == PM_REF) return describe_transforms(g, v);
+  if (t->kind == PM_REF) return describe_transforms(g, v, packed);
   if (!t->rank) return "WG_SPLAT(())";
   return describe_layout(g, pm_value_layout(g, v));
 }
@@ -82,7 +80,7 @@ const char *pm_print_layout_text(const pm_graph *g, pm_opid op) {
   pm_put(&out, "");
   for (; *s; s++) {
     if (s[0] == '{' && s[1] == '}' && !done) {
-      pm_put(&out, pm_describe(g, pm_in(g, op, 0)));
+      pm_put(&out, pm_describe(g, pm_in(g, op, 0), *pm_attr(g, op, PM_ATTR_PACKED)));
       done = true;
       s++;
     } else {

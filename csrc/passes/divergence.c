@@ -103,29 +103,41 @@ static void fail_in_warp(checker *c, pm_graph *g, pm_opid op, pm_code code, cons
   pm_err_op(c->err, g, op);
 }
 
-/* The array from outside of the WARP_MAP that the op uses; NULL: none. */
-static const pm_type *captured(const pm_graph *g, pm_opid op, pm_opid warps) {
+/* The array from outside of the WARP_MAP that the op uses; 0: none. */
+static pm_val captured(const pm_graph *g, pm_opid op, pm_opid warps) {
   for (uint32_t k = 0; k < pm_get(g, op)->n_in; k++) {
     const pm_value *v = pm_value_of(g, pm_in(g, op, k));
     if (v->type.kind != PM_ARRAY || !v->type.rank) continue;
     pm_opid around = g->blocks.at[v->def ? pm_get(g, v->def)->parent : v->block].parent;
     while (around && around != warps) around = g->blocks.at[pm_get(g, around)->parent].parent;
-    if (!around && !(v->def && pm_get(g, v->def)->code == PM_OP_CONST)) return &v->type;
+    if (!around && !(v->def && pm_get(g, v->def)->code == PM_OP_CONST)) return pm_in(g, op, k);
   }
-  return NULL;
+  return 0;
+}
+
+/* "float32[64, 8] ('x' of k.py:12)" */
+static const char *array_text(const pm_graph *g, pm_val array) {
+  const pm_value *v = pm_value_of(g, array);
+  const pm_op *def = v->def ? pm_get(g, v->def) : NULL;
+  const char *type = pm_type_text(g->arena, &v->type);
+  const char *name = v->name ? pm_printf(g->arena, "'%s'", g->strings.at[v->name]) : "made";
+  if (!def || !def->line) return type;
+  return pm_printf(g->arena, "%s (%s at %s:%u)", type, name, g->strings.at[def->file], def->line);
 }
 
 static void check_in_warp(pm_graph *g, pm_opid op, void *ctx) {
   const checker *c = ctx;
   const pm_op *o = pm_get(g, op);
-  const pm_type *array = array_of(g, op), *from_outside = captured(g, op, c->warps);
+  const pm_type *array = array_of(g, op);
+  const pm_val from_outside = captured(g, op, c->warps);
   uint32_t n = 0;
   if (from_outside) {
     fail_in_warp(ctx, g, op, PM_E_LOWERING,
                  pm_printf(g->arena,
                            "warp-level code (plgpu.warp_map, WarpMesh) closes over the array %s; "
-                           "only refs and scalars can be used there",
-                           pm_type_text(g->arena, from_outside)));
+                           "only refs and scalars can be used there: store it to SMEM before, and "
+                           "load its elements there",
+                           array_text(g, from_outside)));
   } else if (o->code == PM_OP_WARP_MAP) {
     fail_in_warp(ctx, g, op, PM_E_LOWERING, "warp_map and WarpMesh cannot be nested");
   } else if (o->code == PM_OP_LOAD && array) {

@@ -307,6 +307,9 @@ static uint32_t visit(packer *p, pm_opid op, pm_blk block, uint32_t at) {
            "rows, or convert the array to int8");
   }
   const struct turn *turn = turn_of(p, pm_in(g, op, 0));
+  if (code == PM_OP_PRINT_LAYOUT && is_packed_ref(g, pm_in(g, op, 0))) {
+    *pm_attr(g, op, PM_ATTR_PACKED) = per_byte(pm_typeof(g, pm_in(g, op, 0)));
+  }
   switch (code) {
     case PM_OP_INDEX:
       if (turn) turn_index(p, op);

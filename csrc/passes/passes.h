@@ -52,8 +52,9 @@ pm_code pm_force_transforms(pm_graph *g, const pm_target *t, pm_err *err);
  * LAYOUT_CAST. */
 pm_code pm_infer_layouts(pm_graph *g, const pm_target *t, pm_err *err);
 /* describe.c, of a graph whose layouts and transforms are known. "WGMMA", "(TilingTransform(...),
- * ...)": the layout of an array, or the transforms of a ref in SMEM. */
-const char *pm_describe(const pm_graph *g, pm_val v);
+ * ...)": the layout of an array, or the transforms of a ref in SMEM, whose elements share a byte
+ * (`packed` of them). */
+const char *pm_describe(const pm_graph *g, pm_val v, int64_t packed);
 /* the line of a PRINT_LAYOUT */
 const char *pm_print_layout_text(const pm_graph *g, pm_opid op);
 /* Bytes of SMEM scratch a LAYOUT_CAST needs: 0 if pm_layout_register_map finds a map (a splat

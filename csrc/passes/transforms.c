@@ -96,11 +96,21 @@ static void start(pass *p, pm_graph *g, const pm_target *t, pm_err *err) {
 /* ---- trying a swizzle --------------------------------------------------------------------------
  */
 
-static void set_transforms(pass *p, const buffer *b, int64_t swizzle) {
+/* Tiles of 8 along dimension `row`, of 1 along others from `first` on, a swizzle wide: where the
+ * dimensions from first to row become one by a reshape, and those after it. */
+static void tile_dims(pass *p, const buffer *b, int64_t swizzle, int first, int row) {
   const pm_type *t = pm_typeof(p->g, pm_get(p->g, b->alloc)->out);
-  const int64_t tiling[2] = {8, swizzle * 8 / pm_dtypes[t->dtype].bits};
-  pm_set_list(p->g, b->alloc, PM_ATTR_TILING, tiling, swizzle ? 2 : 0);
+  int64_t tiling[PM_MAX_RANK];
+  const int n = swizzle ? t->rank - first : 0;
+  for (int k = 0; k < n; k++) tiling[k] = k == row - first ? 8 : 1;
+  if (n) tiling[n - 1] = swizzle * 8 / pm_dtypes[t->dtype].bits;
+  pm_set_list(p->g, b->alloc, PM_ATTR_TILING, tiling, (uint32_t)n);
   *pm_attr(p->g, b->alloc, PM_ATTR_SWIZZLE) = swizzle;
+}
+
+static void set_transforms(pass *p, const buffer *b, int64_t swizzle) {
+  const int row = pm_typeof(p->g, pm_get(p->g, b->alloc)->out)->rank - 2;
+  tile_dims(p, b, swizzle, row, row);
 }
 
 static bool is_given(const pass *p, const buffer *b) {
@@ -110,7 +120,7 @@ static bool is_given(const pass *p, const buffer *b) {
 /* An operand of a wgmma is a matrix of whole 8-row atoms along the two tiled dimensions. */
 static bool wgmma_fits(const pass *p, const buffer *b, const pm_view *v, pm_err *err) {
   uint32_t n;
-  const int64_t s = pm_attr_list(p->g, b->alloc, PM_ATTR_TILING, &n)[1];
+  const int64_t *tiling = pm_attr_list(p->g, b->alloc, PM_ATTR_TILING, &n), s = tiling[n - 1];
   const pm_view_dim *x = &v->dim[0], *y = &v->dim[1];
   const bool plain = x->tile == s && !y->tile && y->inner == s;
   const bool turned = y->tile == s && !x->tile && x->inner == s;
@@ -173,8 +183,10 @@ static bool given_fits(pass *p, const buffer *b, int64_t swizzle) {
   const pm_type *t = pm_typeof(p->g, pm_get(p->g, b->alloc)->out);
   uint32_t n;
   const int64_t *tile = pm_attr_list(p->g, b->alloc, PM_ATTR_TILING, &n);
-  return *pm_attr(p->g, b->alloc, PM_ATTR_SWIZZLE) == swizzle && n == 2 && tile[0] % 8 == 0 &&
-         tile[1] * pm_dtypes[t->dtype].bits == swizzle * 8;
+  int64_t rows = 1;
+  for (uint32_t k = 0; k + 1 < n; k++) rows *= tile[k];
+  return *pm_attr(p->g, b->alloc, PM_ATTR_SWIZZLE) == swizzle && n > 1 && rows % 8 == 0 &&
+         tile[n - 1] * pm_dtypes[t->dtype].bits == swizzle * 8;
 }
 
 static bool group_given_fits(pass *p, uint32_t group, int64_t swizzle) {
@@ -194,20 +206,35 @@ static void put_given(pass *p, uint32_t group, pm_text *t) {
     const int64_t *tile = pm_attr_list(p->g, b->alloc, PM_ATTR_TILING, &n);
     const int64_t swizzle = *pm_attr(p->g, b->alloc, PM_ATTR_SWIZZLE);
     pm_putf(t, "%s%s at %s was given ", sep, type_text(p, b), place(p, b->alloc));
-    if (n == 2) pm_putf(t, "the tiling (%lld, %lld)", (long long)tile[0], (long long)tile[1]);
-    if (n == 1) pm_putf(t, "the tiling (%lld,)", (long long)tile[0]);
+    if (n) pm_put(t, "the tiling ");
+    if (n) pm_put_dims(t, tile, n);
     pm_put(t, n ? " and " : "no tiling and ");
     pm_putf(t, swizzle ? "a swizzle of %lld bytes" : "no swizzle", (long long)swizzle);
     sep = ", ";
   }
 }
 
+/* With the transforms it was given, else with (8, S), else with a tiling of more dimensions, for
+ * operands that are reshapes of more than two. */
+static bool infer(pass *p, const buffer *b, int64_t swizzle, pm_err *err) {
+  const int rank = pm_typeof(p->g, pm_get(p->g, b->alloc)->out)->rank;
+  pm_err ignored;
+  if (!is_given(p, b)) set_transforms(p, b, swizzle);
+  if (views_fit(p, b, err)) return true;
+  if (is_given(p, b)) return false;
+  for (int row = rank - 2; row >= 0; row--) {
+    for (int first = row; first >= 0; first--) {
+      memset(&ignored, 0, sizeof ignored);
+      tile_dims(p, b, swizzle, first, row);
+      if (views_fit(p, b, &ignored)) return true;
+    }
+  }
+  return false;
+}
+
 static bool group_views_fit(pass *p, uint32_t group, int64_t swizzle, pm_err *err) {
   for (uint32_t k = 0; k < p->n; k++) {
-    const buffer *b = &p->buffers[k];
-    if (find(p, k) != group) continue;
-    if (!is_given(p, b)) set_transforms(p, b, swizzle);
-    if (!views_fit(p, b, err)) return false;
+    if (find(p, k) == group && !infer(p, &p->buffers[k], swizzle, err)) return false;
   }
   return true;
 }

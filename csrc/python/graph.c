@@ -5,6 +5,7 @@
  * Ctrl-C come back through callbacks that take it again. */
 #define NPY_NO_DEPRECATED_API NPY_1_7_API_VERSION
 #include "module.h"
+#include "plan.h"
 
 #include <numpy/arrayobject.h>
 
@@ -425,6 +426,7 @@ static PyObject *graph_interpret(PyObject *o, PyObject *args, PyObject *kw) {
   j.options.oob_raise = oob_raise;
   j.options.zero_fill = zero_fill;
   j.options.print = print_line;
+  j.options.number = pmpy_format_number;
   j.options.progress = check_signals;
   j.options.inlined = call_inlined;
   j.options.inlined_ctx = o;

@@ -655,6 +655,7 @@ static int attribute_is(PyObject *o, const char *name, const char *text) {
 static int interp_options(const kernel *k, hooks *h, pm_interp_options *o) {
   pm_interp_defaults(o);
   o->print = print_line;
+  o->number = pmpy_format_number;
   o->progress = on_progress;
   o->inlined = on_inlined;
   o->print_ctx = o->progress_ctx = o->inlined_ctx = h;

@@ -128,6 +128,23 @@ static int run(pm_body body, step *s) {
   return code ? -1 : 0;
 }
 
+void pmpy_format_number(void *ctx, const char *spec, pm_dtype d, pm_scalar v, char *buf, size_t n) {
+  (void)ctx;
+  PyGILState_STATE gil = PyGILState_Ensure();
+  PyObject *number = pm_is_float(d) ? PyFloat_FromDouble(v.f)
+                     : d == PM_BOOL ? PyBool_FromLong(v.i != 0)
+                                    : PyLong_FromLongLong(v.i);
+  PyObject *by = PyUnicode_FromString(spec);
+  PyObject *text = number && by ? PyObject_Format(number, by) : NULL;
+  const char *s = text ? PyUnicode_AsUTF8(text) : NULL;
+  snprintf(buf, n, "%s", s ? s : "?");
+  if (!s) PyErr_Clear();
+  Py_XDECREF(text);
+  Py_XDECREF(by);
+  Py_XDECREF(number);
+  PyGILState_Release(gil);
+}
+
 pm_code pmpy_plan_interpret(pmpy_plan *p, void *const *buffers, const pm_interp_options *o,
                             pm_err *err) {
   step s = {.p = p, .buffers = buffers, .options = o};

@@ -50,6 +50,8 @@ static inline pm_kernel *pmpy_plan_kernel(pmpy_plan *p, int device) {
   return k ? k : pmpy_plan_load(p, device);
 }
 /* Interpret on host memory; waits for another run of the same plan. GIL released by the caller. */
+/* For pm_interp_options: the text of a number by Python's own format(). */
+void pmpy_format_number(void *ctx, const char *spec, pm_dtype d, pm_scalar v, char *buf, size_t n);
 pm_code pmpy_plan_interpret(pmpy_plan *p, void *const *buffers, const pm_interp_options *o,
                             pm_err *err);
 

@@ -630,6 +630,29 @@ static PyObject *get_space(PyObject *self, void *c) {
   return space;
 }
 
+static PyObject *get_transforms(PyObject *self, void *c) {
+  const pmpy_traced *r = self_of(self);
+  const pm_graph *g = r->trace->g;
+  const pm_opid alloc = g ? pm_value_of(g, pm_view_base(g, r->val))->def : 0;
+  (void)c;
+  if (!alloc || pm_get(g, alloc)->code != PM_OP_ALLOC_SMEM || !*pm_attr(g, alloc, PM_ATTR_GIVEN)) {
+    return PyTuple_New(0);
+  }
+  pm_type tiling = {.rank = 0};
+  uint32_t n;
+  const int64_t *tile = pm_attr_list(g, alloc, PM_ATTR_TILING, &n);
+  if (*pm_attr(g, alloc, PM_ATTR_GIVEN) == 2) n = 0; /* it follows from the swizzle */
+  for (uint32_t k = 0; k < n; k++) tiling.dim[tiling.rank++] = tile[k];
+  PyObject *types = PyImport_ImportModule("pallas_mgpu._types");
+  PyObject *tiles = types ? pmpy_shape_tuple(&tiling) : NULL;
+  PyObject *out = tiles ? PyObject_CallMethod(types, "ref_transforms", "OL", tiles,
+                                              (long long)*pm_attr(g, alloc, PM_ATTR_SWIZZLE))
+                        : NULL;
+  Py_XDECREF(tiles);
+  Py_XDECREF(types);
+  return out;
+}
+
 static PyObject *get_is_view(PyObject *self, void *c) {
   const pmpy_traced *r = self_of(self);
   const pm_graph *g = r->trace->g;
@@ -707,6 +730,10 @@ static PyGetSetDef ref_getset[] = {
     {"ndim", get_ndim, NULL, "Number of dimensions.", NULL},
     {"size", get_size, NULL, "Number of elements.", NULL},
     {"memory_space", get_space, NULL, "plgpu.GMEM, SMEM or REGS.", NULL},
+    {"transforms", get_transforms, NULL,
+     "Transforms it was allocated with, the last one first: (SwizzleTransform, TilingTransform). "
+     "Empty where they are inferred.",
+     NULL},
     {"is_view", get_is_view, NULL, "Is it a part or another shape of a ref?", NULL},
     {"T", get_T, NULL, "View with reversed dimensions.", NULL},
     {"at", get_at, NULL, "ref.at[idx]: a view.", NULL},
@@ -974,7 +1001,7 @@ static PyObject *alloc_smem(PyObject *module, PyObject *args, PyObject *kw) {
   pm_type type = {.kind = PM_REF, .space = PM_SMEM};
   int64_t tile[PM_MAX_RANK], place[2];
   int n = 0, n_overlay = 0;
-  if (!PyArg_ParseTupleAndKeywords(args, kw, "OO|OipzO:alloc_smem", names, &shape, &dtype, &tiling,
+  if (!PyArg_ParseTupleAndKeywords(args, kw, "OO|OiizO:alloc_smem", names, &shape, &dtype, &tiling,
                                    &swizzle, &given, &name, &overlay) ||
       pmpy_dtype_from(dtype, &d)) {
     return NULL;

@@ -1116,9 +1116,20 @@ static PyObject *next_tile(PyObject *module, PyObject *number) {
   return counted(PM_OP_NEXT_TILE, number);
 }
 
-static PyObject *take_tile(PyObject *module, PyObject *number) {
+static PyObject *take_tile(PyObject *module, PyObject *const *args, Py_ssize_t n) {
   (void)module;
-  return counted(PM_OP_TAKE_TILE, number);
+  pmpy_trace *t = pmpy_begin("take_tile", NULL);
+  pm_attr_arg attr = {.id = PM_ATTR_N};
+  pmpy_arg own;
+  pm_val in = 0;
+  if (!t || n < 1 || n > 2 || pmpy_ints(args[0], "take_tile", &attr.i, 1) != 1) return NULL;
+  if (n == 2 &&
+      (pmpy_arg_need(t, "take_tile", args[1], &own) || !(in = pmpy_arg_as(t, &own, PM_I32)))) {
+    return NULL;
+  }
+  pm_type type = pm_scalar_type(PM_I32);
+  pm_val v = pmpy_emit(t, PM_OP_TAKE_TILE, &in, n == 2, &type, &attr, 1);
+  return v ? pmpy_traced_new(t, v, false) : NULL;
 }
 
 static PyObject *first_tile(PyObject *module, PyObject *unused) {
@@ -1360,6 +1371,19 @@ static PyObject *current_trace(PyObject *module, PyObject *none) {
   return Py_NewRef((PyObject *)current);
 }
 
+static PyObject *in_loop(PyObject *module, PyObject *none) {
+  (void)module, (void)none;
+  const pmpy_trace *t = pmpy_begin("in_loop", NULL);
+  if (!t) return NULL;
+  bool found = false;
+  for (pm_blk b = t->b.block; t->g->blocks.at[b].parent && !found;) {
+    const pm_op *o = pm_get(t->g, t->g->blocks.at[b].parent);
+    found = o->code == PM_OP_FOR || o->code == PM_OP_WHILE;
+    b = o->parent;
+  }
+  return PyBool_FromLong(found);
+}
+
 static PyObject *region(PyObject *module, PyObject *none) {
   (void)module, (void)none;
   const pmpy_trace *t = pmpy_begin("region", NULL);
@@ -1368,14 +1392,16 @@ static PyObject *region(PyObject *module, PyObject *none) {
 
 PyMethodDef pmpy_trace_functions[] = {
     {"current_trace", current_trace, METH_NOARGS, "The thread's current Trace, or None."},
+    {"in_loop", in_loop, METH_NOARGS, "in_loop() -> bool: is the innermost region part of a loop?"},
     {"region", region, METH_NOARGS, "region() -> int: number of the innermost open region."},
     {"effect", (PyCFunction)(void (*)(void))effect, METH_FASTCALL | METH_KEYWORDS,
      "effect(name, operands, **attrs): add an op without regions; its result, or None."},
     {"open", (PyCFunction)(void (*)(void))open_op, METH_FASTCALL | METH_KEYWORDS,
      "open(name, operands, n_regions, **attrs) -> Op: add an op with regions."},
     {"first_tile", first_tile, METH_NOARGS, "first_tile(): number of this cluster in the launch."},
-    {"take_tile", take_tile, METH_O,
-     "take_tile(n): the next number of counter n of the launch, for hand_tile or share_tile."},
+    {"take_tile", (PyCFunction)(void (*)(void))take_tile, METH_FASTCALL,
+     "take_tile(n, own=None): the next number of counter n of the launch, for hand_tile or "
+     "share_tile; own, where each cluster has a point of its own."},
     {"next_tile", next_tile, METH_O, "next_tile(n): counter n of the launch, plus one each time."},
     {"axis_index", (PyCFunction)(void (*)(void))axis_index, METH_FASTCALL,
      "axis_index(kind, dim) -> Array; kind is grid, cluster or thread."},

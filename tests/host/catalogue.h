@@ -169,6 +169,9 @@ void host_pin(const void *registers, u32 bytes, int line);
 void host_fail(int line, const char *format, ...)
     __attribute__((format(__printf__, 2, 3), noreturn));
 int host_print(const char *format, ...) __attribute__((format(__printf__, 1, 2)));
+const char *print_int(char *out, i64 x, const char *style, i32 width);
+const char *print_float(char *out, double x, const char *style, i32 width, i32 precision, i32 bits,
+                        i32 least, char *body);
 }
 #define printf host_print
 

@@ -249,8 +249,8 @@ breaks(
     f"{CUDA}/emit_print.c",
     f"{MEMORY}::test_debug_print",
     "test_print.py",
-    all_lanes_print=("pm_first_lane(e), format, args.at", '"true", format, args.at'),
-    percent_signs_are_formats=('pm_put(&format, "%%");', 'pm_put(&format, "%");'),
+    all_lanes_print=('"if (%s) {", pm_first_lane(e)', '"if (true) {", pm_first_lane(e)'),
+    percent_signs_are_formats=("if (*s == '%') pm_put(&format, \"%\");", ""),
     copies_are_printed=(
         "const char *first = pm_first_copy(e, l), *stem",
         "const char *first = NULL, *stem",
@@ -839,8 +839,8 @@ breaks(
         "v->start[d.base_dim] += start;",
     ),
     tiles_are_unfolded_densely=(
-        "out[k].tile = left, out[k].outer = outer;",
-        "out[k].outer = outer;",
+        "out[k].tile = out[k].given = left, out[k].outer = outer;",
+        "out[k].given = left, out[k].outer = outer;",
     ),
 )
 breaks(

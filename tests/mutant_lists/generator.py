@@ -118,8 +118,8 @@ breaks(
     f"{PIPES}::test_wgmma_forms",
     f"{PIPES}::test_matmul",
     columns_of_tiles_are_8_rows_apart=(
-        "c->outer = m->size * tile[1];",
-        "c->outer = 8 * tile[1];",
+        "d[n - 1].outer = stride;",
+        "d[n - 1].outer = 8 * tile[n - 1];",
     ),
     starts_inside_of_tiles=(
         "v->offset += start / div * mul;",

@@ -1,6 +1,6 @@
 """Mutants of what moves elements between lanes: layouts by name, shuffles, scans, gathers."""
 
-from . import CUDA, DEVICE, PASSES, breaks
+from . import CUDA, DEVICE, PASSES, SCHEDULE, breaks
 
 MOVES, LAYOUTS, INDEXED = "test_shapes.py", "test_layouts.py", "test_indexed.py"
 
@@ -118,5 +118,60 @@ breaks(
     own_memory_overlaps_that_of_all=(
         "*pm_attr(g, op, PM_ATTR_OFFSET) += p->deepest[OTHERS] + p->deepest[REMOTE];",
         "*pm_attr(g, op, PM_ATTR_OFFSET) += p->deepest[REMOTE];",
+    ),
+)
+TILINGS, PRINTING = "test_tilings.py", "test_print.py"
+breaks(
+    "csrc/ir/view.c",
+    TILINGS,
+    rows_of_a_tiling_end_with_its_first_dim=(
+        "if (k + 1 < n && tile[k] > 1) n_rows = k + 1;",
+        "if (!k && n > 1) n_rows = 1;",
+    ),
+    columns_of_a_tiling_begin_with_their_tiles=(
+        "stride *= d[n - 1].size / tile[n - 1];",
+        "stride *= d[n - 1].size;",
+    ),
+    folds_with_a_tiled_dim_ignore_the_gap=(
+        "slow->inner == fast->outer * (fast->size / fast->tile)",
+        "slow->inner >= fast->outer",
+    ),
+)
+breaks(
+    f"{PASSES}/transforms.c",
+    TILINGS,
+    operands_of_more_dims_are_not_inferred=(
+        "for (int row = rank - 2; row >= 0; row--) {",
+        "for (int row = -1; row >= 0; row--) {",
+    ),
+)
+breaks(
+    f"{CUDA}/emit_print.c",
+    PRINTING,
+    fields_forget_their_fill=("if (filled) f.style[0] = *at++;", "if (filled) at++;"),
+    fields_forget_their_precision=("f.precision = digits(&at);", "digits(&at);"),
+    halves_are_printed_as_floats=("t == PM_F16 ? 11 :", "t == PM_F16 ? 24 :"),
+    labels_are_printed_always=(
+        "if (!*pm_attr(e->g, op, PM_ATTR_LABEL)) return text.at;",
+        "",
+    ),
+)
+breaks(
+    f"{DEVICE}/print.cuh",
+    "test_print_device.py",
+    halves_are_rounded_up=("(!half && n && digit[n - 1] % 2)", "!half"),
+    powers_of_two_have_even_neighbours=("m == 1 && ulp > least", "false"),
+    small_numbers_have_no_exponent=("d.point <= -4 ||", "d.point <= -5 ||"),
+)
+breaks(
+    "pallas_mgpu/_schedule.py",
+    f"{SCHEDULE}::test_every_point_once_in_each_round",
+    rounds_begin_anew=(
+        "rounds.write(base + total, tile - first)",
+        "rounds.write(base + total, base + total)",
+    ),
+    rounds_all_have_the_first_numbers=(
+        "tile = tile if rounds is None else tile - rounds.base",
+        "tile = tile",
     ),
 )
