@@ -8,6 +8,7 @@ that of the step whose block is fetched, not of the one that runs."""
 
 import contextlib
 import math
+import warnings
 from collections.abc import Mapping
 from typing import Protocol
 
@@ -20,7 +21,16 @@ from ._names import NotSpecified, accepts, show
 from ._pipeline import Operand, run_steps
 from ._schedule import unravel
 from ._trace import Array, check_arity, env, parameter_names
-from ._types import GMEM, GenericBlockSpec, GenericMemorySpace, Mesh, _Frozen, ints
+from ._types import (
+    GMEM,
+    SMEM,
+    GenericBlockSpec,
+    GenericMemorySpace,
+    MemoryRef,
+    Mesh,
+    _Frozen,
+    ints,
+)
 
 _SHORT = 65535  # blocks along CUDA's y and z
 
@@ -190,8 +200,9 @@ class _Call(Definition):
             )
         return [GenericBlockSpec() if isinstance(s, NoBlockSpec) else s for s in leaves]
 
-    def _operand(self, spec, ref, what, at):
-        """The checked operand of the pipeline; ``at(steps)``: indices along the whole grid."""
+    def _operand(self, spec, ref, what, at, place):
+        """The checked operand of the pipeline; ``at(steps)``: indices along the whole grid;
+        ``place``: the block stays where it is."""
         if spec.collective_axes:
             raise ValueError(
                 f"pallas_call: {what}: collective_axes need clusters; use plgpu.kernel and"
@@ -211,19 +222,10 @@ class _Call(Definition):
                     return index_map(*indices)
 
             spec = spec.replace(index_map=mapped)
-        if spec.memory_space is GMEM:
-            zeros = (0,) * ref.ndim
-            shape = ref.shape if spec.block_shape is None else spec.block_shape
-            steps = [_core.as_array(0, "int32") for _ in self._sequential()]
-            where = zeros if index_map is None else spec.index_map(*steps)
-            constant = all(isinstance(i, (int, np.integer)) and i == 0 for i in where)
-            if shape != ref.shape or not constant:
-                raise NotImplementedError(
-                    f"pallas_call: {what}: plgpu.GMEM passes the whole array: block_shape must be"
-                    f" {ref.shape} or None and index_map None or all zeros. Index the ref in the"
-                    " body, or leave memory_space out"
-                )
-        if spec.memory_space in (GMEM, GenericMemorySpace.ANY):
+        if place:
+            spec = spec.replace(memory_space=GMEM)
+        cut = spec.memory_space is GMEM
+        if spec.memory_space is GenericMemorySpace.ANY:
             spec = spec.replace(block_shape=None, index_map=None)
         elif spec.block_shape is not None and len(spec.block_shape) != ref.ndim:
             raise ValueError(
@@ -232,7 +234,7 @@ class _Call(Definition):
                 " None takes a dim away"
             )
         grid = tuple(self._sequential())
-        return Operand(spec, ref, what, grid, self.who)
+        return Operand(spec, ref, what, grid, self.who, cut=cut)
 
     def _sequential(self):
         return [n for n, p in zip(self.grid, self.parallel) if not p]
@@ -257,12 +259,20 @@ class _Call(Definition):
             finally:
                 e.programs = before
 
+        try:
+            self._trace_form(args, names, at, frozenset())
+        except _InPlace as found:
+            self._trace_form(args, names, at, found.which)
+
+    def _trace_form(self, args, names, at, in_place):
+        """The body in a pipeline. ``in_place``: the operands, as "in_specs[0]", whose blocks are
+        not staged though their specs would have it so."""
         n_in = len(args) - len(self.out_structure[2])
         ins, in_structure = tree.flatten(tuple(args[:n_in]))
         outs, _ = tree.flatten(tuple(args[n_in:]))
         operands = [
             [
-                self._operand(s, r, f"{what}[{k}]", at)
+                self._operand(s, r, f"{what}[{k}]", at, f"{what}[{k}]" in in_place)
                 for k, (s, r) in enumerate(zip(self._specs(specs, structure, what, refs), refs))
             ]
             for what, specs, structure, refs in (
@@ -290,9 +300,13 @@ class _Call(Definition):
                     )
                 self._check_result(result)
 
+            def traced():
+                if not in_place:
+                    self._choose_forms(*operands, at)
+
             grid = tuple(self._sequential())
             names = parameter_names(self.body)
-            run_steps(step, grid, *operands, mcs, None, names, last=True)
+            run_steps(step, grid, *operands, mcs, None, names, last=True, traced=traced)
 
         positional, keyword = self.scratch, {}
         if isinstance(self.scratch, Mapping):
@@ -302,6 +316,78 @@ class _Call(Definition):
             scoped(steps, positional, keyword, names, ())
         else:
             steps()
+
+    # ---- blocks that are better left in GMEM ----
+
+    def _choose_forms(self, ins, outs, at):
+        """After a trace with staged blocks: raises `_InPlace` if the body should see them in GMEM.
+
+        That is possible where it only loads, stores and updates elements; and it is done for all
+        such operands of a body in the style of Pallas' Triton backend, whose programs address
+        memory themselves: where its blocks do not fit SMEM, where it uses masks or indices, and
+        where several programs store parts of one block (a staged one is written back whole)."""
+        staged = [o for o in ins + outs if o.staged]
+        uses = {o.what: set(_core.uses(o.given)) for o in staged}
+        free = [
+            o
+            for o in staged
+            if uses[o.what] <= _ELEMENTWISE
+            and not (o.variant or o.spec.transforms or o.spec.delay_release)
+            and o.spec.memory_space is not SMEM
+        ]
+        parts = [o for o in outs if o.staged and uses[o.what] & _PARTS and self._is_shared(o, at)]
+        for o in parts:
+            if o not in free:
+                raise ValueError(
+                    f"pallas_call: {o.what}: several programs of the grid store parts of one block,"
+                    " and each would write all of its copy in SMEM; use"
+                    " BlockSpec(memory_space=plgpu.GMEM), or blocks that differ between programs"
+                )
+        steps = math.prod(self._sequential())
+        slots = min(self.params.max_concurrent_steps.__index__(), steps)
+        size = {o.what: math.prod(o.block) * o.ref.dtype.itemsize * slots for o in staged}
+        scratch = [x for x in tree.leaves(self.scratch) if isinstance(x, MemoryRef)]
+        taken = sum(math.prod(x.shape) * x.dtype.itemsize for x in scratch if _in_smem(x))
+        large = sum(size.values()) + taken > _SMEM_BYTES
+        if free and (large or parts or any(uses[o.what] & _MASKED for o in free)):
+            if large:
+                names = ", ".join(f"{o.what} ({size[o.what]} bytes)" for o in free)
+                warnings.warn(
+                    f"pallas_call {self.name}: blocks of {names} are accessed in GMEM: all blocks"
+                    f" together do not fit the {_SMEM_BYTES} bytes of SMEM. To say so, use"
+                    " BlockSpec(memory_space=plgpu.GMEM)",
+                    stacklevel=2,
+                )
+            raise _InPlace(frozenset(o.what for o in free))
+
+    def _is_shared(self, operand, at):
+        """May several programs of the launch have one block of it?"""
+        axes = [_core.as_array(0, "int32") for _ in self._sequential()]
+        index = [x for x in operand.index(axes) if isinstance(x, Array)]
+        with at(axes) as programs:
+            return any(
+                n > 1 and p and not (index and _core.depends(index, [i]))
+                for i, n, p in zip(programs, self.grid, self.parallel)
+            )
+
+
+class _InPlace(Exception):
+    """Trace the body again with the blocks of some operands left in GMEM."""
+
+    def __init__(self, which):
+        super().__init__(which)
+        self.which = which
+
+
+# what `_core.uses` tells of a ref
+_PARTS = {"masked_store", "part_store", "atomic"}
+_MASKED = {"masked_load", "masked_store", "atomic"}
+_ELEMENTWISE = {"load", "store", "part_store"} | _MASKED
+_SMEM_BYTES = 232448 - 1024
+
+
+def _in_smem(x):
+    return x.memory_space is SMEM and isinstance(x.dtype, np.dtype)
 
 
 _NO_ALIASES: dict[int, int] = {}

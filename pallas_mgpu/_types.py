@@ -6,12 +6,13 @@ import dataclasses
 import enum
 import functools
 import math
+import warnings
 from collections.abc import Callable
 
 import numpy as np
 
 from . import _core
-from ._names import accepts, deprecated, show
+from ._names import NOT_SPECIFIED, accepts, deprecated, show
 from ._tiling import TilingMethods
 
 
@@ -968,6 +969,27 @@ class TraceScope(enum.Enum):
     WARPGROUP = "warpgroup"
 
 
+def _without_those_of_triton(init):
+    """Decorator of `CompilerParams`: num_warps, and what comes with it, has no effect."""
+
+    @functools.wraps(init)
+    def call(self, *args, num_warps=NOT_SPECIFIED, serialized_metadata=NOT_SPECIFIED, **kwargs):
+        given = {"num_warps": num_warps, "serialized_metadata": serialized_metadata}
+        names = [k for k, x in given.items() if x is not NOT_SPECIFIED]
+        if "num_stages" in kwargs and (names or kwargs["num_stages"] is None):
+            names.append("num_stages")
+            del kwargs["num_stages"]
+        if names:
+            warnings.warn(
+                f"CompilerParams: {', '.join(names)} of Pallas' Triton backend has no effect; a"
+                " program is one warpgroup",
+                stacklevel=2,
+            )
+        init(self, *args, **kwargs)
+
+    return call
+
+
 class CompilerParams(_Frozen):
     """Parameters of the compiler. Keyword only.
 
@@ -975,7 +997,7 @@ class CompilerParams(_Frozen):
     ``unsafe_no_auto_barriers``: no lane barriers around loads and stores of arrays.
     ``max_concurrent_steps``, ``dimension_semantics``: for ``pl.pallas_call`` only.
     ``reduction_scratch_bytes``: accepted; the exact need is planned. ``lowering_semantics``:
-    ignored.
+    ignored. So are ``num_warps`` and ``num_stages`` of Pallas' Triton backend, with a warning.
     """
 
     __slots__ = (
@@ -991,6 +1013,7 @@ class CompilerParams(_Frozen):
         "lowering_semantics",
     )
 
+    @_without_those_of_triton
     @accepts(
         num_stages="max_concurrent_steps",
         thread_semantics="lowering_semantics",
