@@ -9,7 +9,7 @@ import numpy as np
 from . import _core
 from ._clipped import ClippedRef
 from ._indexed import IndexedRef, MaskedRef
-from ._names import show
+from ._names import show, shown_as
 from ._trace import Array, Ref, as_array, type_text
 
 _OPTIONS = ("cache_modifier", "eviction_policy", "volatile")
@@ -105,6 +105,7 @@ def load(ref, idx=..., *, mask=None, other=None, **options):
     return _load(view, _mask(what, mask, view), filler)
 
 
+@shown_as(lambda ref, idx, val, *, mask=None, eviction_policy=None: None)
 def store(ref, *idx_and_val, mask=None, **options):
     """``store(ref, idx, val)``: ``ref[idx] = val``; with ``mask`` (bool, broadcasts) only where that
     is true, and nothing else is touched. The value has the indexed shape exactly.
@@ -163,6 +164,7 @@ def _with_index(kind, does):
 def _of_ref(kind, does):
     with_index = WITH_INDEX[f"atomic_{kind}"]
 
+    @shown_as(lambda ref, val: None)
     def atomic(ref, val, *old, mask=None):
         what = f"atomic_{kind}"
         if len(old) == 1 or mask is not None:  # Triton's form: ref, idx, val

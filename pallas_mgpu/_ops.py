@@ -383,6 +383,7 @@ def layout_cast(x, new_layout):
     return _core.layout_cast(as_array(x, "layout_cast"), layout_spec(new_layout))
 
 
+@shown_as(lambda src, idx=NOT_SPECIFIED, *, layout=None, optimized=True: None)
 def load(src, idx=NOT_SPECIFIED, *, layout=None, optimized=True, mask=None, other=None, **options):
     """``src[...]``, in register layout ``layout`` if given. ``idx`` is deprecated:
     ``load(src.at[idx])``. With ``mask`` and ``other``, and the options of Pallas' Triton backend,

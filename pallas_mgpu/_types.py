@@ -12,7 +12,7 @@ from collections.abc import Callable
 import numpy as np
 
 from . import _core
-from ._names import NOT_SPECIFIED, accepts, deprecated, show
+from ._names import accepts, deprecated, show
 from ._tiling import TilingMethods
 
 
@@ -969,25 +969,23 @@ class TraceScope(enum.Enum):
     WARPGROUP = "warpgroup"
 
 
-def _without_those_of_triton(init):
-    """Decorator of `CompilerParams`: num_warps, and what comes with it, has no effect."""
+def _num_stages(args, kwargs, value):
+    """For `accepts`: an older spelling, or a parameter of Pallas' Triton backend."""
+    if value is None or "num_warps" in kwargs:
+        return None
+    if "max_concurrent_steps" in kwargs:
+        raise ValueError("CompilerParams: cannot specify both max_concurrent_steps and num_stages")
+    kwargs["max_concurrent_steps"] = value
+    return "use max_concurrent_steps="
 
-    @functools.wraps(init)
-    def call(self, *args, num_warps=NOT_SPECIFIED, serialized_metadata=NOT_SPECIFIED, **kwargs):
-        given = {"num_warps": num_warps, "serialized_metadata": serialized_metadata}
-        names = [k for k, x in given.items() if x is not NOT_SPECIFIED]
-        if "num_stages" in kwargs and (names or kwargs["num_stages"] is None):
-            names.append("num_stages")
-            del kwargs["num_stages"]
-        if names:
-            warnings.warn(
-                f"CompilerParams: {', '.join(names)} of Pallas' Triton backend has no effect; a"
-                " program is one warpgroup",
-                stacklevel=2,
-            )
-        init(self, *args, **kwargs)
 
-    return call
+def _of_triton(args, kwargs, value):
+    """For `accepts`: what Pallas' Triton backend wants to know."""
+    warnings.warn(
+        "CompilerParams: num_warps and num_stages are for Pallas' Triton backend and have no"
+        " effect here; a program is one warpgroup",
+        stacklevel=3,
+    )
 
 
 class CompilerParams(_Frozen):
@@ -1013,9 +1011,9 @@ class CompilerParams(_Frozen):
         "lowering_semantics",
     )
 
-    @_without_those_of_triton
     @accepts(
-        num_stages="max_concurrent_steps",
+        num_stages=_num_stages,
+        num_warps=_of_triton,
         thread_semantics="lowering_semantics",
         delay_release=TypeError(
             "CompilerParams: delay_release belongs to plgpu.BlockSpec(delay_release=...)"
