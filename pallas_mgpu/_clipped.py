@@ -40,11 +40,11 @@ def _is_inside(entry, dim):
     return known is not None and known[0] >= 0 and known[1] + size <= dim
 
 
-def _span(entry):
-    """As the core takes it: a start that overhangs is taken as not known."""
+def _unknown(entry):
+    """As the core takes it: what may lie outside is taken as not known."""
     if isinstance(entry, Span):
         return Span(_core.as_array(entry.start, "int32"), entry.size)
-    return entry
+    return _core.as_array(entry, "int32")
 
 
 def window(ref, entries):
@@ -122,7 +122,7 @@ class ClippedRef:
 
     def view(self):
         """The box as a view of GMEM, where it may overhang."""
-        return self.ref.at[tuple(_span(e) for e in self.entries)]
+        return self.ref.at[tuple(_unknown(e) for e in self.entries)]
 
     def place(self):
         """(ref, array indices, which elements exist; None: nothing to check)."""
