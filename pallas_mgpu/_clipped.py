@@ -189,8 +189,12 @@ class ClippedRef:
 
     def _step(self, span, e):
         if not _indexed.is_slice(e):
-            if not isinstance(e, Array) and not 0 <= e.__index__() < span.size:
-                raise ValueError(f"index: {e} is out of bounds for a dimension of size {span.size}")
+            if not isinstance(e, Array):
+                if not -span.size <= e.__index__() < span.size:
+                    raise ValueError(
+                        f"index: {e} is out of bounds for a dimension of size {span.size}"
+                    )
+                e = e.__index__() % span.size
             return span.start + e
         part = _read_slice(e, span.size)
         if part is None:

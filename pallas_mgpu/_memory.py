@@ -47,8 +47,13 @@ def _place(view, mask):
 
 
 def _load(view, mask, other):
-    ref, by, mask = _place(view, mask)
-    return _core.masked_load(ref, mask, other, *by)
+    ref, by, exists = _place(view, mask)
+    if exists is not mask and mask is not True:  # outside of the array there are zeros
+        from .numpy import where
+
+        zero = _core.full(view.shape, 0, view.dtype)
+        other = where(mask, zero, _core.convert(as_array(other, "other"), view.dtype))
+    return _core.masked_load(ref, exists, other, *by)
 
 
 def _store(view, value, mask):
