@@ -146,7 +146,8 @@ def main():
         import jax
     except ImportError:
         jax = None
-    start, table = time.perf_counter(), []
+    start, ratios, wrong = time.perf_counter(), [], []
+    print("| kernel | pallas_mgpu, us | Triton, us | Triton / pallas_mgpu |\n|---|---:|---:|---:|")
     for title, make, arrays in cases(np.random.default_rng(0)):
         if args.only and not any(word in title for word in args.only):
             continue
@@ -155,27 +156,26 @@ def main():
             if jax:
                 other = of_jax(make, arrays)
                 error = difference(runs["pallas_mgpu"](1), jax.tree.leaves(other(1)))
-                assert error < BOUND, f"{title}: {error:.2e}"
+                if not error < BOUND:
+                    wrong.append(title)
+                    print(f"{title}: WRONG, error {error:.2e}", file=sys.stderr)
+                    continue
                 runs["Triton"] = other
-        except AssertionError:
-            raise
         except Exception as e:  # what this JAX cannot compile is no reason to time nothing
             print(f"{title}: JAX: {type(e).__name__}: {str(e)[:200]}", file=sys.stderr)
         t = seconds_each(runs, 7 if args.quick else 21)
-        table.append((title, t))
-    print("| kernel | pallas_mgpu, us | Triton, us | Triton / pallas_mgpu |\n|---|---:|---:|---:|")
-    ratios = []
-    for title, t in table:
         us = t["pallas_mgpu"] * 1e6
         if "Triton" not in t:
-            print(f"| {title} | {us:.0f} | | |")
+            print(f"| {title} | {us:.0f} | | |", flush=True)
             continue
         ratios.append(t["Triton"] / t["pallas_mgpu"])
-        print(f"| {title} | {us:.0f} | {t['Triton'] * 1e6:.0f} | {ratios[-1]:.3f} |")
+        print(f"| {title} | {us:.0f} | {t['Triton'] * 1e6:.0f} | {ratios[-1]:.3f} |", flush=True)
     if ratios:
         mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
         print(f"\ngeometric mean {mean:.3f}, least {min(ratios):.3f}")
     print(f"{time.perf_counter() - start:.0f} s in all")
+    if wrong:
+        sys.exit(f"wrong: {', '.join(wrong)}")
 
 
 if __name__ == "__main__":

@@ -320,22 +320,24 @@ class _Call(Definition):
     # ---- blocks that are better left in GMEM ----
 
     def _choose_forms(self, ins, outs, at):
-        """After a trace with staged blocks: raises `_InPlace` if the body should see them in GMEM.
+        """After a trace with staged blocks: raises `_InPlace` if the body should see some in GMEM.
 
-        That is possible where it only loads, stores and updates elements; and it is done for all
-        such operands of a body in the style of Pallas' Triton backend, whose programs address
-        memory themselves: where its blocks do not fit SMEM, where it uses masks or indices, and
-        where several programs store parts of one block (a staged one is written back whole)."""
+        That is possible for operands that it only loads, stores and updates by elements. It is done
+        for all of them where the blocks do not fit SMEM; for outputs of which several programs
+        store parts of one block (a staged one is written back whole); and where the body uses masks
+        or indices, as those for Pallas' Triton backend, whose programs address memory themselves:
+        for all but inputs that it reads more than once."""
         staged = [o for o in ins + outs if o.staged]
-        uses = {o.what: set(_core.uses(o.given)) for o in staged}
+        uses = {o.what: _core.uses(o.given) for o in staged}
         free = [
             o
             for o in staged
-            if uses[o.what] <= _ELEMENTWISE
+            if _ELEMENTWISE.issuperset(uses[o.what])
             and not (o.variant or o.spec.transforms or o.spec.delay_release)
             and o.spec.memory_space is not SMEM
         ]
-        parts = [o for o in outs if o.staged and uses[o.what] & _PARTS and self._is_shared(o, at)]
+        shared = {o.what for o in staged if self._is_shared(o, at)}
+        parts = [o for o in outs if o.what in shared and not _PARTS.isdisjoint(uses[o.what])]
         for o in parts:
             if o not in free:
                 raise ValueError(
@@ -348,17 +350,23 @@ class _Call(Definition):
         size = {o.what: math.prod(o.block) * o.ref.dtype.itemsize * slots for o in staged}
         scratch = [x for x in tree.leaves(self.scratch) if isinstance(x, MemoryRef)]
         taken = sum(math.prod(x.shape) * x.dtype.itemsize for x in scratch if _in_smem(x))
-        large = sum(size.values()) + taken > _SMEM_BYTES
-        if free and (large or parts or any(uses[o.what] & _MASKED for o in free)):
-            if large:
-                names = ", ".join(f"{o.what} ({size[o.what]} bytes)" for o in free)
+        in_place = parts
+        if sum(size.values()) + taken > _SMEM_BYTES:
+            in_place = free
+            names = ", ".join(f"{o.what} ({size[o.what]} bytes)" for o in free)
+            if free:
                 warnings.warn(
                     f"pallas_call {self.name}: blocks of {names} are accessed in GMEM: all blocks"
                     f" together do not fit the {_SMEM_BYTES} bytes of SMEM. To say so, use"
                     " BlockSpec(memory_space=plgpu.GMEM)",
                     stacklevel=2,
                 )
-            raise _InPlace(frozenset(o.what for o in free))
+        elif any(not _MASKED.isdisjoint(uses[o.what]) for o in free):
+            again = {o.what for o in ins if o.staged and len(uses[o.what]) > 1}
+            again = {x for x in again - shared if size[x] <= _OFTEN_BYTES}
+            in_place = [o for o in free if o.what not in again]
+        if in_place:
+            raise _InPlace(frozenset(o.what for o in in_place))
 
     def _is_shared(self, operand, at):
         """May several programs of the launch have one block of it?"""
@@ -384,6 +392,7 @@ _PARTS = {"masked_store", "part_store", "atomic"}
 _MASKED = {"masked_load", "masked_store", "atomic"}
 _ELEMENTWISE = {"load", "store", "part_store"} | _MASKED
 _SMEM_BYTES = 232448 - 1024
+_OFTEN_BYTES = 32768  # of an input that is read again: several programs fit on an SM
 
 
 def _in_smem(x):

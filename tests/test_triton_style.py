@@ -404,18 +404,21 @@ def attention(q, k, v, causal):
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("d, bq, bk", [(64, 64, 64), (48, 64, 32), (128, 64, 128)])
+@pytest.mark.parametrize("d, bq, bk", [(64, 64, 64), (48, 64, 32), (128, 64, 128), (128, 128, 128), (48, 128, 128)])
 def test_mha(run, rng, d, bq, bk, causal):
-    """Blocks of keys come by engines, ahead of time; d = 48 is padded to 64 behind a mask."""
+    """Blocks of keys come by engines, ahead of time; d = 48 is padded to 64 behind a mask. Blocks of
+    128 queries are too much for the registers of one warpgroup."""
     q, k, v = (rng.standard_normal((1, 256, 2, d), F32).astype(F16) for _ in range(3))
     kernel = interpreted(run, kernels.mha, 1, 256, 2, d, F16, causal, bq, bk)
-    got, lse = run.call(kernel, q, k, v, spills=4096)
+    got, lse = run.call(kernel, q, k, v)
     want, want_lse, _ = attention(q, k, v, causal)
     close(got, want, 2e-3)
     close(lse, want_lse, 1e-3)
-    if d == 64:
-        text = kernel.lower(q, k, v).as_text("cuda")
-        assert text.count("tma_load") >= 4 and "st_matrix4" not in text
+    low = kernel.lower(q, k, v)
+    assert low.resources()["spill_bytes"] == 0
+    if d != 48:
+        text = low.as_text("cuda")
+        assert text.count("tma_load_") >= 4 and "st_matrix4" not in text
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -22,6 +22,7 @@ static const step steps[] = {
     {"turn_refs", pm_turn_refs, PM_TRACED},
     {"simplify", simplify, PM_TRACED},
     {"check_outputs", pm_check_outputs, PM_TRACED},
+    {"split_rows", pm_split_rows, PM_TRACED},
     {"stage_products", pm_stage_products, PM_TRACED},
     {"check_registers", pm_check_registers, PM_TRACED},
     {"force_transforms", pm_force_transforms, PM_TRACED},

@@ -22,6 +22,9 @@ pm_code pm_pack_refs(pm_graph *g, const pm_target *t, pm_err *err);
 pm_code pm_turn_refs(pm_graph *g, const pm_target *t, pm_err *err);
 /* outputs.c: warns of outputs that nothing writes. */
 pm_code pm_check_outputs(pm_graph *g, const pm_target *t, pm_err *err);
+/* rows.c: a program whose products have more rows than registers becomes several with fewer rows
+ * each, where rows do not meet: one more axis of the grid. */
+pm_code pm_split_rows(pm_graph *g, const pm_target *t, pm_err *err);
 /* stage.c: operands of products that loops load from GMEM are copied ahead by engines, sums with
  * products become their accumulators, accesses with a mask that is true everywhere plain ones. */
 pm_code pm_stage_products(pm_graph *g, const pm_target *t, pm_err *err);

@@ -14,7 +14,8 @@
  * The copy for the next step flies while the rest of this one runs; one buffer is enough, because
  * reading the accumulator waits for the product. It is possible where the load has no other use,
  * the address depends on the loop's index alone, nothing in the loop writes GMEM and nothing in the
- * kernel writes that argument. If x does not change in the loop, the store moves in front of it.
+ * kernel writes that argument. If x does not change in the loop, the store moves in front of it; so
+ * does an `a` that does not change.
  *
  * Before that, masks that are true everywhere go: such accesses are plain ones. After it, a sum of
  * an array and a product is made by the tensor cores, on an accumulator that begins as the array.
@@ -364,6 +365,24 @@ static void stage_invariant(pm_graph *g, staged *p) {
   drop_commit(g, p);
 }
 
+/* An `a` that does not change in the loop lies in SMEM, too: it leaves registers to the others. */
+static void stage_a(stager *s, const staged *p) {
+  pm_graph *g = s->g;
+  const pm_val a = pm_in(g, p->wgmma, 1);
+  pm_type t = *pm_typeof(g, a);
+  const int64_t bytes = pm_round_up(pm_type_size(&t) * pm_dtypes[t.dtype].bytes, 1024);
+  if (t.kind != PM_ARRAY || lies_in(g, a, p->loop) || s->smem + bytes > s->limit) return;
+  s->smem += bytes;
+  t.kind = PM_REF;
+  t.space = PM_SMEM;
+  const pm_val memory = insert_value(g, p->loop, PM_OP_ALLOC_SMEM, NULL, 0, t, NULL, 0, p->wgmma);
+  const pm_val in[] = {memory, a};
+  const pm_blk block = pm_get(g, p->loop)->parent;
+  pm_insert(g, block, position(g, p->loop), PM_OP_STORE, in, 2, NULL, 0, NULL, 0, p->wgmma);
+  pm_insert(g, block, position(g, p->loop), PM_OP_COMMIT_SMEM, NULL, 0, NULL, 0, NULL, 0, p->wgmma);
+  g->operands.at[pm_get(g, p->wgmma)->in + 1] = memory;
+}
+
 static pm_code stage_scope(stager *s, pm_opid loop, pm_opid scope, pm_err *err) {
   pm_graph *g = s->g;
   const pm_blk block = pm_region(g, scope, 0);
@@ -379,6 +398,7 @@ static pm_code stage_scope(stager *s, pm_opid loop, pm_opid scope, pm_err *err) 
     } else {
       continue;
     }
+    stage_a(s, &p);
     k = UINT32_MAX; /* the list has changed */
   }
   return PM_OK;
