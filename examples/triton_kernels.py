@@ -177,9 +177,7 @@ def mha(b, seq, h, d, dtype, causal=False, bq=64, bk=64, num_warps=4, num_stages
     rows = pl.BlockSpec((None, bq, None, wide), lambda i, b, h: (b, i, h, 0))
     whole = pl.BlockSpec((None, seq, None, wide), lambda i, b, h: (b, 0, h, 0))
     return pl.pallas_call(
-        functools.partial(
-            mha_kernel, scale=1 / math.sqrt(d), causal=causal, bq=bq, bk=bk, d=d
-        ),
+        functools.partial(mha_kernel, scale=1 / math.sqrt(d), causal=causal, bq=bq, bk=bk, d=d),
         grid=(seq // bq, b, h),
         in_specs=[rows, whole, whole],
         out_specs=[rows, pl.BlockSpec((None, None, bq), lambda i, b, h: (b, h, i))],
@@ -190,7 +188,20 @@ def mha(b, seq, h, d, dtype, causal=False, bq=64, bk=64, num_warps=4, num_stages
 
 
 def mha_backward_kernel(
-    q_ref, k_ref, v_ref, do_ref, lse_ref, delta_ref, dq_ref, dk_ref, dv_ref, *, scale, causal, bq, bk
+    q_ref,
+    k_ref,
+    v_ref,
+    do_ref,
+    lse_ref,
+    delta_ref,
+    dq_ref,
+    dk_ref,
+    dv_ref,
+    *,
+    scale,
+    causal,
+    bq,
+    bk,
 ):
     """Program i: dk and dv of its block of keys, then dq of its block of queries."""
     i, seq, d = pl.program_id(2), q_ref.shape[0], q_ref.shape[-1]
@@ -240,9 +251,7 @@ def mha_backward(b, seq, h, d, dtype, causal=False, bq=64, bk=64, num_warps=4, n
     vector = pl.BlockSpec((None, None, seq), lambda b, h, i: (b, h, 0))
     row = pl.BlockSpec((None, bq, None, d), lambda b, h, i: (b, i, h, 0))
     return pl.pallas_call(
-        functools.partial(
-            mha_backward_kernel, scale=1 / math.sqrt(d), causal=causal, bq=bq, bk=bk
-        ),
+        functools.partial(mha_backward_kernel, scale=1 / math.sqrt(d), causal=causal, bq=bq, bk=bk),
         grid=(b, h, seq // bq),
         in_specs=[whole, whole, whole, whole, vector, vector],
         out_specs=[row, row, row],

@@ -7,6 +7,7 @@ every call of an index map, sets to its own: a map that asks for the index of a 
 that of the step whose block is fetched, not of the one that runs."""
 
 import contextlib
+import inspect
 import math
 import warnings
 from collections.abc import Mapping
@@ -221,6 +222,7 @@ class _Call(Definition):
                 with at(steps) as indices:
                     return index_map(*indices)
 
+            mapped.of_grid = index_map
             spec = spec.replace(index_map=mapped)
         if place:
             spec = spec.replace(memory_space=GMEM)
@@ -235,6 +237,29 @@ class _Call(Definition):
             )
         grid = tuple(self._sequential())
         return Operand(spec, ref, what, grid, self.who, cut=cut)
+
+    def _warn_outside(self, operand):
+        """On the interpreter: of a map of plain ints, tell the first point of the grid whose block
+        lies outside of the array as a whole, which is legal and rarely meant."""
+        if operand.spec.index_map is None or math.prod(self.grid) > _MOST_POINTS:
+            return
+        index_map = inspect.unwrap(operand.spec.index_map).of_grid
+        code = getattr(inspect.unwrap(index_map), "__code__", None)
+        where = f" ({code.co_filename}:{code.co_firstlineno})" if code else ""
+        for point in np.ndindex(*self.grid):
+            index = index_map(*point)
+            if not all(isinstance(i, (int, np.integer)) for i in index):
+                return  # only known on the device
+            for start, n in zip(operand.starts(index), operand.ref.shape):
+                if start[0] >= n or start[1] <= 0:
+                    warnings.warn(
+                        f"pallas_call {self.name}: the index map of {operand.what}{where} gives"
+                        f" block {tuple(map(int, index))} at grid point {point}, which lies outside"
+                        f" of the array of shape {operand.ref.shape}: zeros are read there, and"
+                        " nothing is written",
+                        stacklevel=2,
+                    )
+                    return
 
     def _sequential(self):
         return [n for n, p in zip(self.grid, self.parallel) if not p]
@@ -280,6 +305,9 @@ class _Call(Definition):
                 ("out_specs", self.out_specs, self.out_structure, outs),
             )
         ]
+        if self.interpret and self.interpret.out_of_bounds_reads == "raise" and not in_place:
+            for o in (*operands[0], *operands[1]):
+                self._warn_outside(o)
         mcs = self.params.max_concurrent_steps.__index__()
         delay = max((o.spec.delay_release for o in operands[0]), default=0)
         if mcs <= delay:
@@ -392,6 +420,7 @@ _PARTS = {"masked_store", "part_store", "atomic"}
 _MASKED = {"masked_load", "masked_store", "atomic"}
 _ELEMENTWISE = {"load", "store", "part_store"} | _MASKED
 _SMEM_BYTES = 232448 - 1024
+_MOST_POINTS = 4096  # of a grid whose index maps are tried out
 _OFTEN_BYTES = 32768  # of an input that is read again: several programs fit on an SM
 
 
@@ -434,8 +463,9 @@ def pallas_call(
     things with shape and dtype; a list comes back as a tuple. ``grid``: an int, a tuple of ints, or
     of (name, size) pairs for ``lax.axis_index``. ``in_specs``, ``out_specs``: BlockSpecs in the
     structure of the arguments and of ``out_shape``, one spec for one array; without them whole
-    arrays. Blocks are staged in SMEM (``memory_space=plgpu.GMEM`` passes the whole array unstaged)
-    and may overhang the array: zeros are read there, nothing is written. ``grid_spec``: a
+    arrays. Blocks are staged in SMEM, or left in GMEM, where the body sees a view of its block
+    (``memory_space=plgpu.GMEM``, and by default where docs/reference.md says so). They may overhang
+    the array: zeros are read there, nothing is written. ``grid_spec``: a
     :class:`GridSpec` instead of these. ``input_output_aliases``: flat input to flat output index;
     the output begins as the input and the body sees one memory.
 

@@ -180,9 +180,7 @@ class ClippedRef:
             )
         given = iter(given)
         entries = [self._step(e, next(given)) if isinstance(e, Span) else e for e in self.entries]
-        clips = [
-            c and not _is_inside(e, d) for e, c, d in zip(entries, self.clips, self.ref.shape)
-        ]
+        clips = [c and not _is_inside(e, d) for e, c, d in zip(entries, self.clips, self.ref.shape)]
         if not any(clips):
             return self.ref.at[tuple(entries)]
         return ClippedRef(self.ref, entries, clips, self.error)

@@ -112,8 +112,8 @@ def load(ref, idx=..., *, mask=None, other=None, **options):
 
 @shown_as(lambda ref, idx, val, *, mask=None, eviction_policy=None: None)
 def store(ref, *idx_and_val, mask=None, **options):
-    """``store(ref, idx, val)``: ``ref[idx] = val``; with ``mask`` (bool, broadcasts) only where that
-    is true, and nothing else is touched. The value has the indexed shape exactly.
+    """``store(ref, idx, val)``: ``ref[idx] = val``; with ``mask`` (bool, broadcasts) only where
+    that is true, and nothing else is touched. The value has the indexed shape exactly.
     ``store(ref.at[idx], val, mask=...)`` is the same."""
     what = "pl.store"
     named = [options.pop(k) for k in ("idx", "val") if k in options]
@@ -189,8 +189,8 @@ def _of_ref(kind, does):
     atomic.__doc__ = f"""Atomically {does} each element of ``ref`` (GMEM or SMEM), without a result.
 
     ``val`` has the shape and dtype of ``ref``. Relaxed. Also in the form of ``pl.atomic_{kind}``,
-    ``(ref, idx, val, mask=)``, which returns what was there before. int32 and uint32: all of them; float32:
-    add; float16, bfloat16: add, max, min; NotImplementedError for others.
+    ``(ref, idx, val, mask=)``, which returns what was there before. int32 and uint32: all of them;
+    float32: add; float16, bfloat16: add, max, min; NotImplementedError for others.
     """
     return atomic
 

@@ -149,6 +149,11 @@ class Operand:
                 out.append(Span(i * _size(d), _size(d)))
         return out
 
+    def starts(self, index):
+        """(first element, the one after the last) along each dim of the array."""
+        spans = (x if isinstance(x, Span) else Span(x, 1) for x in self._entries(index))
+        return [(x.start, x.start + x.size) for x in spans]
+
     def slice(self, index):
         """The GMEM view of a block. Starts are dynamic even where known: a block may overhang."""
         where = self._entries(index)

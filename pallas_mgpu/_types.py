@@ -534,7 +534,8 @@ class GenericBlockSpec:
 
     ``block_shape``: per dim an int, ``Blocked``, ``Element``, ``None`` or ``Squeezed``; None: the
     whole array. ``index_map``: grid indices to block indices; None: zeros. ``memory_space``: SMEM
-    by default; GMEM passes the whole array. NotImplementedError for ``pipeline_mode``.
+    by default; GMEM: a view of the block in ``pl.pallas_call``, the whole array in pipelines.
+    NotImplementedError for ``pipeline_mode``.
     """
 
     block_shape: tuple | None

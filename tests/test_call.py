@@ -700,8 +700,8 @@ def test_misuse(options, error, message):
 
 
 def test_too_large_for_smem():
-    """Whole arrays are staged where a body needs them in SMEM: the error says what there is and what
-    the way out is."""
+    """Whole arrays are staged where a body needs them in SMEM: the error says what there is and
+    what the way out is."""
 
     def body(x_ref, o_ref):
         plgpu.copy_smem_to_gmem(x_ref, o_ref)

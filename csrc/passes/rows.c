@@ -12,9 +12,9 @@
 #include "passes.h"
 
 enum {
-  MOST = 160,   /* accumulators of one loop: registers of a lane */
+  MOST = 160, /* accumulators of one loop: registers of a lane */
   LANES = 128,
-  LEAST = 64,   /* rows of a product */
+  LEAST = 64, /* rows of a product */
   MOST_BLOCKS = 65535
 };
 

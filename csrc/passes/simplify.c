@@ -112,7 +112,7 @@ static bool fold_bounds(const simplifier *s, pm_opid op, int64_t *out) {
   if (o->code < PM_OP_EQ || o->code > PM_OP_GE || !pm_typeof(g, o->out)->rank) return false;
   if (!pm_element_range(g, operand(s, op, 0), &lo, &hi)) return false;
   if (!pm_element_range(g, operand(s, op, 1), &least, &most)) return false;
-  const bool below = hi < least, above = lo > most;
+  const bool below = hi<least, above = lo> most;
   switch (o->code) {
     case PM_OP_LT: *out = below; return below || lo >= most;
     case PM_OP_GE: *out = !below; return below || lo >= most;

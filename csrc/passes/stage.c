@@ -23,10 +23,10 @@
  * The kernel has one Pallas thread: several share SMEM and would need one buffer each. */
 #include "passes.h"
 
-#define PM_TRY(x)            \
-  do {                       \
-    const pm_code rc = (x);  \
-    if (rc) return rc;       \
+#define PM_TRY(x)           \
+  do {                      \
+    const pm_code rc = (x); \
+    if (rc) return rc;      \
   } while (0)
 
 enum { ROOM = 2048 }; /* bytes of SMEM left for scratch and barriers */
@@ -157,8 +157,7 @@ static bool has_effects(const pm_graph *g, pm_blk block, uint32_t effects) {
   for (uint32_t k = 0; k < b->ops.n; k++) {
     const pm_op *o = pm_get(g, b->ops.at[k]);
     const bool smem_store = o->code == PM_OP_STORE || o->code == PM_OP_MASKED_STORE;
-    const bool gmem =
-        !smem_store || pm_typeof(g, pm_in(g, b->ops.at[k], 0))->space == PM_GMEM;
+    const bool gmem = !smem_store || pm_typeof(g, pm_in(g, b->ops.at[k], 0))->space == PM_GMEM;
     if (gmem && (pm_ops[o->code].effects & effects)) return true;
     if (o->code == PM_OP_PDL_WAIT || o->code == PM_OP_AWAIT || o->code == PM_OP_WARP_MAP)
       return true;
@@ -265,8 +264,7 @@ static pm_val insert_value(pm_graph *g, pm_opid before, pm_opcode code, const pm
 }
 
 /* An IF in front of `before`, with empty regions; the YIELD of the first. */
-static pm_code open_if(pm_graph *g, pm_opid before, pm_val condition, pm_opid *yield,
-                       pm_err *err) {
+static pm_code open_if(pm_graph *g, pm_opid before, pm_val condition, pm_opid *yield, pm_err *err) {
   const pm_blk block = pm_get(g, before)->parent;
   const pm_op at = *pm_get(g, before);
   const uint32_t from = position(g, before), n = g->blocks.at[block].ops.n - from;
@@ -293,8 +291,8 @@ static pm_code copy_step(pm_graph *g, const staged *p, pm_val source, pm_val i, 
   const pm_val pair[] = {i, upper};
   const bool bounded = pm_range(g, i, &lo, &hi) && pm_range(g, upper, &least, &most);
   if (!bounded || hi >= least) {
-    const pm_val more = insert_value(g, before, PM_OP_LT, pair, 2, pm_scalar_type(PM_BOOL), NULL, 0,
-                                     p->store);
+    const pm_val more =
+        insert_value(g, before, PM_OP_LT, pair, 2, pm_scalar_type(PM_BOOL), NULL, 0, p->store);
     const pm_code code = open_if(g, before, more, &before, err);
     if (code) return code;
   }
@@ -335,7 +333,8 @@ static void drop_commit(pm_graph *g, const staged *p) {
 static pm_code stage_copy(pm_graph *g, staged *p, pm_err *err) {
   const pm_val source = pm_in(g, p->load, 0), index = g->blocks.at[pm_region(g, p->loop, 0)].arg;
   const pm_type barrier = {PM_BARRIER, 0, PM_SMEM, 0, {0}}, i32 = pm_scalar_type(PM_I32);
-  const pm_attr_arg arrivals = {.id = PM_ATTR_ARRIVALS, .i = 1}, one = {.id = PM_ATTR_VALUE, .i = 1};
+  const pm_attr_arg arrivals = {.id = PM_ATTR_ARRIVALS, .i = 1},
+                    one = {.id = PM_ATTR_VALUE, .i = 1};
   move_before(g, p->alloc, p->loop);
   const pm_val ready =
       insert_value(g, p->loop, PM_OP_ALLOC_BARRIER, NULL, 0, barrier, &arrivals, 1, p->load);
@@ -345,8 +344,8 @@ static pm_code stage_copy(pm_graph *g, staged *p, pm_err *err) {
             NULL, 0, p->load);
   const pm_blk block = pm_get(g, p->acc_load)->parent;
   const pm_opid before = g->blocks.at[block].ops.at[position(g, p->acc_load) + 1];
-  const pm_val step[] = {
-      index, insert_value(g, before, PM_OP_CONST, NULL, 0, i32, &one, 1, p->load)};
+  const pm_val step[] = {index,
+                         insert_value(g, before, PM_OP_CONST, NULL, 0, i32, &one, 1, p->load)};
   const pm_val next = insert_value(g, before, PM_OP_ADD, step, 2, i32, NULL, 0, p->load);
   PM_TRY(copy_step(g, p, source, next, ready, before, err));
   drop(g, p->store);
@@ -442,8 +441,8 @@ static void sum_in_accumulator(pm_graph *g, pm_opid add, void *ctx) {
     if (pm_get(g, alloc)->parent != pm_region(g, scope, 0)) continue;
     const pm_val x = addend(g, add, result, scope);
     if (!x || pm_typeof(g, x)->dtype != PM_F32) continue;
-    const pm_val sum = insert_value(g, alloc, PM_OP_ALLOC_ACC, &x, 1, *pm_typeof(g, acc), NULL, 0,
-                                    alloc);
+    const pm_val sum =
+        insert_value(g, alloc, PM_OP_ALLOC_ACC, &x, 1, *pm_typeof(g, acc), NULL, 0, alloc);
     replace_uses(g, acc, sum, 0);
     drop(g, alloc);
     pm_value_of(g, result)->name = pm_value_of(g, pm_get(g, add)->out)->name;
@@ -458,12 +457,11 @@ pm_code pm_stage_products(pm_graph *g, const pm_target *t, pm_err *err) {
   if (g->n_threads > 1 || g->n_cluster) return PM_OK;
   s.written = PM_NEW(g->arena, bool, g->values.n);
   for (uint32_t k = 0; k < g->n_outputs; k++) {
-    if (g->alias && g->alias[k] >= 0)
-      s.written[g->blocks.at[1].arg + (uint32_t)g->alias[k]] = true;
+    if (g->alias && g->alias[k] >= 0) s.written[g->blocks.at[1].arg + (uint32_t)g->alias[k]] = true;
   }
   pm_walk(g, 1, find_written, &s);
   /* what was staged in scopes that overlap gets a place of its own */
-  if (s.smem <= s.limit) {
+  if (s.smem <= s.limit && !g->no_auto_barriers) {
     const uint32_t n = g->ops.n;
     for (pm_opid op = 1; op < n; op++) {
       if (code_of(g, op) == PM_OP_FOR) PM_TRY(stage_loop(&s, op, err));
