@@ -433,9 +433,7 @@ def attention(q, k, v, causal):
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize(
-    "d, bq, bk", [(64, 64, 64), (48, 64, 32), (128, 64, 128), (128, 128, 128), (48, 128, 128)]
-)
+@pytest.mark.parametrize("d, bq, bk", [(64, 64, 64), (48, 64, 32), (128, 64, 128), (128, 128, 128)])
 def test_mha(run, rng, d, bq, bk, causal):
     """Blocks of keys come by engines, ahead of time; d = 48 is padded to 64 behind a mask. Blocks
     of 128 queries are too much for the registers of one warpgroup."""
@@ -448,7 +446,7 @@ def test_mha(run, rng, d, bq, bk, causal):
     low = kernel.lower(q, k, v)
     assert low.resources()["spill_bytes"] == 0
     if d != 48:
-        assert low.as_text("cuda").count(" tma_load_") == 5  # defined; first and next of k and v
+        assert low.as_text("cuda").count(" tma_load_") == 6  # defined; q; first and next of k and v
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -35,6 +35,7 @@ typedef struct stager {
   pm_graph *g;
   int64_t smem, limit;
   bool *written; /* by value: arguments of the kernel that it writes */
+  pm_opid front; /* the loop, or the first wait in front of it: copies begin before it */
 } stager;
 
 /* a product whose b is staged in its scope */
@@ -263,6 +264,12 @@ static pm_val insert_value(pm_graph *g, pm_opid before, pm_opcode code, const pm
   return pm_get(g, op)->out;
 }
 
+static pm_opid insert_op(pm_graph *g, pm_opid before, pm_opcode code, const pm_val *in,
+                         uint32_t n_in, pm_opid place) {
+  return pm_insert(g, pm_get(g, before)->parent, position(g, before), code, in, n_in, NULL, 0, NULL,
+                   0, place);
+}
+
 /* An IF in front of `before`, with empty regions; the YIELD of the first. */
 static pm_code open_if(pm_graph *g, pm_opid before, pm_val condition, pm_opid *yield, pm_err *err) {
   const pm_blk block = pm_get(g, before)->parent;
@@ -297,8 +304,7 @@ static pm_code copy_step(pm_graph *g, const staged *p, pm_val source, pm_val i, 
     if (code) return code;
   }
   const pm_val in[] = {copy_for(g, source, p->loop, i, before), pm_get(g, p->alloc)->out, ready};
-  pm_insert(g, pm_get(g, before)->parent, position(g, before), PM_OP_COPY_G2S, in, 3, NULL, 0, NULL,
-            0, p->load);
+  insert_op(g, before, PM_OP_COPY_G2S, in, 3, p->load);
   return PM_OK;
 }
 
@@ -330,18 +336,23 @@ static void drop_commit(pm_graph *g, const staged *p) {
   if (commit) drop(g, commit);
 }
 
-static pm_code stage_copy(pm_graph *g, staged *p, pm_err *err) {
+/* A barrier for one copy, in front of the loop. */
+static pm_val new_barrier(stager *s, pm_opid place) {
+  const pm_type barrier = {PM_BARRIER, 0, PM_SMEM, 0, {0}};
+  const pm_attr_arg arrivals = {.id = PM_ATTR_ARRIVALS, .i = 1};
+  return insert_value(s->g, s->front, PM_OP_ALLOC_BARRIER, NULL, 0, barrier, &arrivals, 1, place);
+}
+
+static pm_code stage_copy(stager *s, staged *p, pm_err *err) {
+  pm_graph *g = s->g;
   const pm_val source = pm_in(g, p->load, 0), index = g->blocks.at[pm_region(g, p->loop, 0)].arg;
-  const pm_type barrier = {PM_BARRIER, 0, PM_SMEM, 0, {0}}, i32 = pm_scalar_type(PM_I32);
-  const pm_attr_arg arrivals = {.id = PM_ATTR_ARRIVALS, .i = 1},
-                    one = {.id = PM_ATTR_VALUE, .i = 1};
-  move_before(g, p->alloc, p->loop);
-  const pm_val ready =
-      insert_value(g, p->loop, PM_OP_ALLOC_BARRIER, NULL, 0, barrier, &arrivals, 1, p->load);
+  const pm_type i32 = pm_scalar_type(PM_I32);
+  const pm_attr_arg one = {.id = PM_ATTR_VALUE, .i = 1};
+  move_before(g, p->alloc, s->front);
+  const pm_val ready = new_barrier(s, p->load);
   turn_alloc(g, p);
-  PM_TRY(copy_step(g, p, source, pm_in(g, p->loop, 0), ready, p->loop, err));
-  pm_insert(g, pm_get(g, p->store)->parent, position(g, p->store), PM_OP_WAIT, &ready, 1, NULL, 0,
-            NULL, 0, p->load);
+  PM_TRY(copy_step(g, p, source, pm_in(g, p->loop, 0), ready, s->front, err));
+  insert_op(g, p->store, PM_OP_WAIT, &ready, 1, p->load);
   const pm_blk block = pm_get(g, p->acc_load)->parent;
   const pm_opid before = g->blocks.at[block].ops.at[position(g, p->acc_load) + 1];
   const pm_val step[] = {index,
@@ -354,13 +365,31 @@ static pm_code stage_copy(pm_graph *g, staged *p, pm_err *err) {
   return PM_OK;
 }
 
-/* x is the same in all iterations: it is stored once. */
-static void stage_invariant(pm_graph *g, staged *p) {
-  move_before(g, p->alloc, p->loop);
-  if (p->turned) move_before(g, p->turned, p->loop);
-  move_before(g, p->store, p->loop);
-  pm_insert(g, pm_get(g, p->loop)->parent, position(g, p->loop), PM_OP_COMMIT_SMEM, NULL, 0, NULL,
-            0, NULL, 0, p->store);
+/* x, of which this is the one use that is meant, goes to memory in front of the loop: what was
+ * loaded from GMEM for that alone by an engine. */
+static void bring(stager *s, pm_val memory, pm_val x, pm_opid place) {
+  pm_graph *g = s->g;
+  const pm_opid load = def_of(g, x);
+  const pm_val in[] = {memory, x};
+  if (!load || code_of(g, load) != PM_OP_LOAD || *pm_attr(g, load, PM_ATTR_LAYOUT) ||
+      pm_typeof(g, pm_in(g, load, 0))->space != PM_GMEM ||
+      s->written[pm_view_base(g, pm_in(g, load, 0))] || count_uses(g, x) != 1) {
+    insert_op(g, s->front, PM_OP_STORE, in, 2, place);
+    insert_op(g, s->front, PM_OP_COMMIT_SMEM, NULL, 0, place);
+    return;
+  }
+  const pm_val copy[] = {pm_in(g, load, 0), memory, new_barrier(s, load)};
+  insert_op(g, s->front, PM_OP_COPY_G2S, copy, 3, load);
+  s->front = insert_op(g, s->front, PM_OP_WAIT, &copy[2], 1, load);
+}
+
+static void stage_invariant(stager *s, staged *p) {
+  pm_graph *g = s->g;
+  const pm_val x = pm_in(g, p->store, 1);
+  move_before(g, p->alloc, s->front);
+  turn_alloc(g, p);
+  bring(s, pm_get(g, p->alloc)->out, x, p->store);
+  drop(g, p->store);
   drop_commit(g, p);
 }
 
@@ -374,11 +403,8 @@ static void stage_a(stager *s, const staged *p) {
   s->smem += bytes;
   t.kind = PM_REF;
   t.space = PM_SMEM;
-  const pm_val memory = insert_value(g, p->loop, PM_OP_ALLOC_SMEM, NULL, 0, t, NULL, 0, p->wgmma);
-  const pm_val in[] = {memory, a};
-  const pm_blk block = pm_get(g, p->loop)->parent;
-  pm_insert(g, block, position(g, p->loop), PM_OP_STORE, in, 2, NULL, 0, NULL, 0, p->wgmma);
-  pm_insert(g, block, position(g, p->loop), PM_OP_COMMIT_SMEM, NULL, 0, NULL, 0, NULL, 0, p->wgmma);
+  const pm_val memory = insert_value(g, s->front, PM_OP_ALLOC_SMEM, NULL, 0, t, NULL, 0, p->wgmma);
+  bring(s, memory, a, p->wgmma);
   g->operands.at[pm_get(g, p->wgmma)->in + 1] = memory;
 }
 
@@ -391,9 +417,9 @@ static pm_code stage_scope(stager *s, pm_opid loop, pm_opid scope, pm_err *err) 
     staged p = {.loop = loop};
     if (code_of(g, op) != PM_OP_STORE || !read_scope(g, scope, op, &p)) continue;
     if (!lies_in(g, pm_in(g, op, 1), loop)) {
-      stage_invariant(g, &p);
+      stage_invariant(s, &p);
     } else if (quiet && can_copy(s, &p)) {
-      PM_TRY(stage_copy(g, &p, err));
+      PM_TRY(stage_copy(s, &p, err));
     } else {
       continue;
     }
@@ -405,6 +431,7 @@ static pm_code stage_scope(stager *s, pm_opid loop, pm_opid scope, pm_err *err) 
 
 static pm_code stage_loop(stager *s, pm_opid loop, pm_err *err) {
   const pm_blk block = pm_region(s->g, loop, 0);
+  s->front = loop;
   for (uint32_t k = 0; k < s->g->blocks.at[block].ops.n; k++) {
     const pm_opid op = s->g->blocks.at[block].ops.at[k];
     if (code_of(s->g, op) == PM_OP_SCOPE) PM_TRY(stage_scope(s, loop, op, err));
