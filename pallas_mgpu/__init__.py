@@ -133,7 +133,20 @@ wait_barrier = barrier_wait
 atomic_add, atomic_max, atomic_min, atomic_and, atomic_or, atomic_xor = (
     OF_REF[f"atomic_{kind}"] for kind in ("add", "max", "min", "and", "or", "xor")
 )
+
+# names of Pallas' Triton backend
 atomic_xchg = WITH_INDEX["atomic_xchg"]
+dot = pl.dot_of_matrices
+
+
+def approx_tanh(x):
+    """``lax.tanh``, which is at least as exact as Triton's approximation."""
+    return lax.tanh(x)
+
+
+def max_contiguous(x, values):
+    """A hint for Triton; ``x``."""
+    return x
 
 _find = finder("plgpu", PLGPU_MISSING, PLGPU_WRONG)
 
