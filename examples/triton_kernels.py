@@ -402,3 +402,30 @@ def combine(xp, o, top, total):
     """The parts of :func:`decode` as one result, by the array module ``xp``."""
     weight = xp.exp2(top - top.max(axis=1, keepdims=True))
     return (o * weight[..., None]).sum(axis=1) / (total * weight).sum(axis=1)[..., None]
+
+
+def main():
+    import numpy as np
+
+    rng = np.random.default_rng(0)
+    x, weight = rng.standard_normal((8, 1000), np.float32), rng.standard_normal(1000, np.float32)
+    e = np.exp(x - x.max(axis=1, keepdims=True))
+    got = softmax(8, 1000, x.dtype)(x)
+    np.testing.assert_allclose(got, e / e.sum(axis=1, keepdims=True), rtol=1e-5)
+    scale = 1 / np.sqrt((x * x).mean(axis=1, keepdims=True) + 1e-6)
+    np.testing.assert_allclose(rms_norm(8, 1000, x.dtype)(x, weight), x * scale * weight, rtol=1e-4)
+
+    q, k, v = (
+        rng.standard_normal((1, 128, 2, 64), np.float32).astype(np.float16) for _ in range(3)
+    )
+    got, _ = mha(1, 128, 2, 64, q.dtype)(q, k, v)
+    s = np.einsum("bqhd,bkhd->bhqk", q.astype(np.float32), k.astype(np.float32)) / 8
+    p = np.exp(s - s.max(axis=-1, keepdims=True))
+    p /= p.sum(axis=-1, keepdims=True)
+    want = np.einsum("bhqk,bkhd->bqhd", p, v.astype(np.float32))
+    np.testing.assert_allclose(np.asarray(got, np.float32), want, atol=2e-3)
+    print("ok")
+
+
+if __name__ == "__main__":
+    main()

@@ -148,6 +148,7 @@ def max_contiguous(x, values):
     """A hint for Triton; ``x``."""
     return x
 
+
 _find = finder("plgpu", PLGPU_MISSING, PLGPU_WRONG)
 
 
