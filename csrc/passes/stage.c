@@ -291,8 +291,8 @@ static pm_code open_if(pm_graph *g, pm_opid before, pm_val condition, pm_opid *y
 }
 
 /* The copy for index i, if it is below the loop's upper bound. */
-static pm_code copy_step(pm_graph *g, const staged *p, pm_val source, pm_val i, pm_val ready,
-                         pm_opid before, pm_err *err) {
+static pm_code copy_step(pm_graph *g, const staged *p, pm_val source, pm_val i, pm_val to,
+                         pm_val ready, pm_opid before, pm_err *err) {
   const pm_val upper = pm_in(g, p->loop, 1);
   int64_t lo, hi, least, most;
   const pm_val pair[] = {i, upper};
@@ -303,7 +303,7 @@ static pm_code copy_step(pm_graph *g, const staged *p, pm_val source, pm_val i, 
     const pm_code code = open_if(g, before, more, &before, err);
     if (code) return code;
   }
-  const pm_val in[] = {copy_for(g, source, p->loop, i, before), pm_get(g, p->alloc)->out, ready};
+  const pm_val in[] = {copy_for(g, source, p->loop, i, before), to, ready};
   insert_op(g, before, PM_OP_COPY_G2S, in, 3, p->load);
   return PM_OK;
 }
@@ -349,16 +349,16 @@ static pm_code stage_copy(stager *s, staged *p, pm_err *err) {
   const pm_type i32 = pm_scalar_type(PM_I32);
   const pm_attr_arg one = {.id = PM_ATTR_VALUE, .i = 1};
   move_before(g, p->alloc, s->front);
-  const pm_val ready = new_barrier(s, p->load);
+  const pm_val ready = new_barrier(s, p->load), memory = pm_get(g, p->alloc)->out;
   turn_alloc(g, p);
-  PM_TRY(copy_step(g, p, source, pm_in(g, p->loop, 0), ready, s->front, err));
+  PM_TRY(copy_step(g, p, source, pm_in(g, p->loop, 0), memory, ready, s->front, err));
   insert_op(g, p->store, PM_OP_WAIT, &ready, 1, p->load);
   const pm_blk block = pm_get(g, p->acc_load)->parent;
   const pm_opid before = g->blocks.at[block].ops.at[position(g, p->acc_load) + 1];
   const pm_val step[] = {index,
                          insert_value(g, before, PM_OP_CONST, NULL, 0, i32, &one, 1, p->load)};
   const pm_val next = insert_value(g, before, PM_OP_ADD, step, 2, i32, NULL, 0, p->load);
-  PM_TRY(copy_step(g, p, source, next, ready, before, err));
+  PM_TRY(copy_step(g, p, source, next, memory, ready, before, err));
   drop(g, p->store);
   drop(g, p->load);
   drop_commit(g, p);
@@ -408,6 +408,119 @@ static void stage_a(stager *s, const staged *p) {
   g->operands.at[pm_get(g, p->wgmma)->in + 1] = memory;
 }
 
+/* ---- loads with several uses -------------------------------------------------------------- */
+
+enum { MOST_USES = 8 };
+
+/* The products that read what a load brings: as `a`, or as b that a store stages. */
+typedef struct shared {
+  staged b[MOST_USES];
+  pm_opid a[MOST_USES];
+  uint32_t n_b, n_a;
+} shared;
+
+static pm_opid scope_in(const pm_graph *g, pm_opid op, pm_opid loop) {
+  const pm_opid scope = g->blocks.at[pm_get(g, op)->parent].parent;
+  if (!scope || code_of(g, scope) != PM_OP_SCOPE) return 0;
+  return g->blocks.at[pm_get(g, scope)->parent].parent == loop ? scope : 0;
+}
+
+/* Is the product complete at the end of its scope? */
+static bool is_awaited(const pm_graph *g, pm_opid wgmma) {
+  const pm_block *b = &g->blocks.at[pm_get(g, wgmma)->parent];
+  for (uint32_t k = position(g, wgmma) + 1; k < b->ops.n; k++) {
+    const pm_opid op = b->ops.at[k];
+    if (code_of(g, op) == PM_OP_ACC_LOAD && !*pm_attr(g, op, PM_ATTR_N)) return true;
+  }
+  return false;
+}
+
+static bool only_shared(const pm_graph *g, pm_val x, pm_opid loop, shared *out) {
+  for (pm_opid op = 1; op < g->ops.n; op++) {
+    for (uint32_t k = 0; k < pm_get(g, op)->n_in; k++) {
+      if (pm_in(g, op, k) != x) continue;
+      const pm_opid scope = scope_in(g, op, loop);
+      if (!scope || out->n_a == MOST_USES || out->n_b == MOST_USES) return false;
+      staged *p = &out->b[out->n_b];
+      *p = (staged){.loop = loop};
+      if (code_of(g, op) == PM_OP_WGMMA && k == 1 && is_awaited(g, op)) {
+        out->a[out->n_a++] = op;
+      } else if (code_of(g, op) == PM_OP_STORE && k == 1 && read_scope(g, scope, op, p)) {
+        out->n_b++;
+      } else {
+        return false;
+      }
+    }
+  }
+  return out->n_a + out->n_b > 1;
+}
+
+/* Two buffers by turns: the copy for the next step begins where this one's was waited for. */
+static pm_code stage_shared(stager *s, pm_opid loop, pm_opid load, shared *u, pm_err *err) {
+  pm_graph *g = s->g;
+  const pm_val from = pm_in(g, load, 0), index = g->blocks.at[pm_region(g, loop, 0)].arg;
+  const pm_type i32 = pm_scalar_type(PM_I32), x = *pm_typeof(g, pm_get(g, load)->out);
+  const pm_attr_arg one = {.id = PM_ATTR_VALUE, .i = 1};
+  const int64_t starts[] = {PM_DYNAMIC, 0, 0}, sizes[] = {PM_DROPPED, x.dim[0], x.dim[1]};
+  const pm_attr_arg slot[] = {{.id = PM_ATTR_STARTS, .list = starts, .n = 3},
+                              {.id = PM_ATTR_SIZES, .list = sizes, .n = 3}};
+  pm_type both = {PM_REF, x.dtype, PM_SMEM, 3, {2, x.dim[0], x.dim[1]}};
+  pm_type single = {PM_REF, x.dtype, PM_SMEM, 2, {x.dim[0], x.dim[1]}};
+  const pm_val memory = insert_value(g, s->front, PM_OP_ALLOC_SMEM, NULL, 0, both, NULL, 0, load);
+  const pm_val ready = new_barrier(s, load), lower = pm_in(g, loop, 0);
+  pm_val in[2] = {lower, insert_value(g, s->front, PM_OP_CONST, NULL, 0, i32, &one, 1, load)};
+  const pm_val unit = in[1];
+  in[1] = insert_value(g, s->front, PM_OP_AND, in, 2, i32, NULL, 0, load);
+  in[0] = memory;
+  pm_val to = insert_value(g, s->front, PM_OP_INDEX, in, 2, single, slot, 2, load);
+  const staged first = {.loop = loop, .load = load, .store = load};
+  PM_TRY(copy_step(g, &first, from, lower, to, ready, s->front, err));
+  insert_op(g, load, PM_OP_WAIT, &ready, 1, load);
+  in[0] = index, in[1] = unit;
+  const pm_val next = insert_value(g, load, PM_OP_ADD, in, 2, i32, NULL, 0, load);
+  const pm_val here = insert_value(g, load, PM_OP_AND, in, 2, i32, NULL, 0, load);
+  in[0] = next;
+  const pm_val there = insert_value(g, load, PM_OP_AND, in, 2, i32, NULL, 0, load);
+  in[0] = memory, in[1] = there;
+  to = insert_value(g, load, PM_OP_INDEX, in, 2, single, slot, 2, load);
+  in[1] = here;
+  const pm_val mine = insert_value(g, load, PM_OP_INDEX, in, 2, single, slot, 2, load);
+  PM_TRY(copy_step(g, &first, from, next, to, ready, load, err));
+  for (uint32_t k = 0; k < u->n_a; k++) g->operands.at[pm_get(g, u->a[k])->in + 1] = mine;
+  for (uint32_t k = 0; k < u->n_b; k++) {
+    turn_alloc(g, &u->b[k]);
+    replace_uses(g, pm_get(g, u->b[k].alloc)->out, mine, 0);
+    drop(g, u->b[k].store);
+    drop_commit(g, &u->b[k]);
+    drop(g, u->b[k].alloc);
+    stage_a(s, &u->b[k]);
+  }
+  drop(g, load);
+  return PM_OK;
+}
+
+static pm_code stage_loads(stager *s, pm_opid loop, pm_err *err) {
+  pm_graph *g = s->g;
+  const pm_blk block = pm_region(g, loop, 0);
+  if (has_effects(g, block, E_WG)) return PM_OK;
+  for (uint32_t k = 0; k < g->blocks.at[block].ops.n; k++) {
+    const pm_opid op = g->blocks.at[block].ops.at[k];
+    shared u = {.n_a = 0};
+    if (code_of(g, op) != PM_OP_LOAD || *pm_attr(g, op, PM_ATTR_LAYOUT)) continue;
+    const pm_val x = pm_get(g, op)->out, from = pm_in(g, op, 0);
+    const pm_type *t = pm_typeof(g, x);
+    if (t->rank != 2 || pm_typeof(g, from)->space != PM_GMEM) continue;
+    if (s->written[pm_view_base(g, from)] || !follows_index(g, from, loop, 32)) continue;
+    const int64_t bytes = 2 * pm_round_up(pm_type_size(t) * pm_dtypes[t->dtype].bytes, 1024);
+    if (pm_dtypes[t->dtype].bits != 16 || s->smem + bytes > s->limit) continue;
+    if (!only_shared(g, x, loop, &u)) continue;
+    s->smem += bytes;
+    PM_TRY(stage_shared(s, loop, op, &u, err));
+    k = UINT32_MAX; /* the list has changed */
+  }
+  return PM_OK;
+}
+
 static pm_code stage_scope(stager *s, pm_opid loop, pm_opid scope, pm_err *err) {
   pm_graph *g = s->g;
   const pm_blk block = pm_region(g, scope, 0);
@@ -432,6 +545,7 @@ static pm_code stage_scope(stager *s, pm_opid loop, pm_opid scope, pm_err *err) 
 static pm_code stage_loop(stager *s, pm_opid loop, pm_err *err) {
   const pm_blk block = pm_region(s->g, loop, 0);
   s->front = loop;
+  PM_TRY(stage_loads(s, loop, err));
   for (uint32_t k = 0; k < s->g->blocks.at[block].ops.n; k++) {
     const pm_opid op = s->g->blocks.at[block].ops.at[k];
     if (code_of(s->g, op) == PM_OP_SCOPE) PM_TRY(stage_scope(s, loop, op, err));
