@@ -246,8 +246,13 @@ class _Call(Definition):
         index_map = inspect.unwrap(operand.spec.index_map).of_grid
         code = getattr(inspect.unwrap(index_map), "__code__", None)
         where = f" ({code.co_filename}:{code.co_firstlineno})" if code else ""
+        e = env(self.who)
         for point in np.ndindex(*self.grid):
-            index = index_map(*point)
+            e.programs, before = point, e.programs
+            try:
+                index = index_map(*point)
+            finally:
+                e.programs = before
             if not all(isinstance(i, (int, np.integer)) for i in index):
                 return  # only known on the device
             for start, n in zip(operand.starts(index), operand.ref.shape):
