@@ -66,6 +66,7 @@ from ._typing import (
     LayoutValue,
     MemoryRef,
     MutableArray,
+    PrecisionLike,
     ReductionOp,
     Scalar,
     Scratch,
@@ -648,7 +649,7 @@ def dot(
     trans_a: bool = False,
     trans_b: bool = False,
     allow_tf32: bool | None = None,
-    precision: lax.PrecisionLike | None = None,
+    precision: PrecisionLike | None = None,
 ) -> Array: ...
 def approx_tanh(x: _Operand) -> Array: ...
 def max_contiguous(x: Array, values: Sequence[int] | int) -> Array: ...
