@@ -37,7 +37,7 @@ from ._control import in_turn, lazy_where, warp_map
 from ._family import Operand, core_count, kernel_family
 from ._inline import inline_cuda
 from ._kernel import as_torch_kernel, kernel
-from ._memory import OF_REF
+from ._memory import OF_REF, WITH_INDEX, atomic_cas, store
 from ._names import OLD_PIPELINES as _OLD_PIPELINES
 from ._names import PLGPU_MISSING, PLGPU_WRONG, finder
 from ._ops import (
@@ -135,6 +135,21 @@ wait_barrier = barrier_wait
 atomic_add, atomic_max, atomic_min, atomic_and, atomic_or, atomic_xor = (
     OF_REF[f"atomic_{kind}"] for kind in ("add", "max", "min", "and", "or", "xor")
 )
+
+# names of Pallas' Triton backend
+atomic_xchg = WITH_INDEX["atomic_xchg"]
+dot = pl.dot_of_matrices
+
+
+def approx_tanh(x):
+    """``lax.tanh``, which is at least as exact as Triton's approximation."""
+    return lax.tanh(x)
+
+
+def max_contiguous(x, values):
+    """A hint for Triton; ``x``."""
+    return x
+
 
 _find = finder("plgpu", PLGPU_MISSING, PLGPU_WRONG)
 

@@ -7,7 +7,9 @@ every call of an index map, sets to its own: a map that asks for the index of a 
 that of the step whose block is fetched, not of the one that runs."""
 
 import contextlib
+import inspect
 import math
+import warnings
 from collections.abc import Mapping
 from typing import Protocol
 
@@ -20,7 +22,16 @@ from ._names import NotSpecified, accepts, show
 from ._pipeline import Operand, check_slots, run_steps
 from ._schedule import unravel
 from ._trace import Array, check_arity, env, parameter_names
-from ._types import GMEM, GenericBlockSpec, GenericMemorySpace, Mesh, _Frozen, ints
+from ._types import (
+    GMEM,
+    SMEM,
+    GenericBlockSpec,
+    GenericMemorySpace,
+    MemoryRef,
+    Mesh,
+    _Frozen,
+    ints,
+)
 
 _SHORT = 65535  # blocks along CUDA's y and z
 
@@ -185,8 +196,9 @@ class _Call(Definition):
             )
         return [GenericBlockSpec() if isinstance(s, NoBlockSpec) else s for s in leaves]
 
-    def _operand(self, spec, ref, what, at):
-        """The checked operand of the pipeline; ``at(steps)``: indices along the whole grid."""
+    def _operand(self, spec, ref, what, at, place):
+        """The checked operand of the pipeline; ``at(steps)``: indices along the whole grid;
+        ``place``: the block stays where it is."""
         if spec.collective_axes:
             raise ValueError(
                 f"pallas_call: {what}: collective_axes need clusters; use plgpu.kernel and"
@@ -205,20 +217,12 @@ class _Call(Definition):
                 with at(steps) as indices:
                     return index_map(*indices)
 
+            mapped.of_grid = index_map
             spec = spec.replace(index_map=mapped)
-        if spec.memory_space is GMEM:
-            zeros = (0,) * ref.ndim
-            shape = ref.shape if spec.block_shape is None else spec.block_shape
-            steps = [_core.as_array(0, "int32") for _ in self._sequential()]
-            where = zeros if index_map is None else spec.index_map(*steps)
-            constant = all(isinstance(i, (int, np.integer)) and i == 0 for i in where)
-            if shape != ref.shape or not constant:
-                raise NotImplementedError(
-                    f"pallas_call: {what}: plgpu.GMEM passes the whole array: block_shape must be"
-                    f" {ref.shape} or None and index_map None or all zeros. Index the ref in the"
-                    " body, or leave memory_space out"
-                )
-        if spec.memory_space in (GMEM, GenericMemorySpace.ANY):
+        if place:
+            spec = spec.replace(memory_space=GMEM)
+        cut = spec.memory_space is GMEM
+        if spec.memory_space is GenericMemorySpace.ANY:
             spec = spec.replace(block_shape=None, index_map=None)
         elif spec.block_shape is not None and len(spec.block_shape) != ref.ndim:
             raise ValueError(
@@ -227,7 +231,35 @@ class _Call(Definition):
                 " None takes a dim away"
             )
         grid = tuple(self._sequential())
-        return Operand(spec, ref, what, grid, self.who)
+        return Operand(spec, ref, what, grid, self.who, cut=cut)
+
+    def _warn_outside(self, operand):
+        """On the interpreter: of a map of plain ints, tell the first point of the grid whose block
+        lies outside of the array as a whole, which is legal and rarely meant."""
+        if operand.spec.index_map is None or math.prod(self.grid) > _MOST_POINTS:
+            return
+        index_map = inspect.unwrap(operand.spec.index_map).of_grid
+        code = getattr(inspect.unwrap(index_map), "__code__", None)
+        where = f" ({code.co_filename}:{code.co_firstlineno})" if code else ""
+        e = env(self.who)
+        for point in np.ndindex(*self.grid):
+            e.programs, before = point, e.programs
+            try:
+                index = index_map(*point)
+            finally:
+                e.programs = before
+            if not all(isinstance(i, (int, np.integer)) for i in index):
+                return  # only known on the device
+            for start, n in zip(operand.starts(index), operand.ref.shape):
+                if start[0] >= n or start[1] <= 0:
+                    warnings.warn(
+                        f"pallas_call {self.name}: the index map of {operand.what}{where} gives"
+                        f" block {tuple(map(int, index))} at grid point {point}, which lies outside"
+                        f" of the array of shape {operand.ref.shape}: zeros are read there, and"
+                        " nothing is written",
+                        stacklevel=2,
+                    )
+                    return
 
     def _sequential(self):
         return [n for n, p in zip(self.grid, self.parallel) if not p]
@@ -252,12 +284,20 @@ class _Call(Definition):
             finally:
                 e.programs = before
 
+        try:
+            self._trace_form(args, names, at, frozenset())
+        except _InPlace as found:
+            self._trace_form(args, names, at, found.which)
+
+    def _trace_form(self, args, names, at, in_place):
+        """The body in a pipeline. ``in_place``: the operands, as "in_specs[0]", whose blocks are
+        not staged though their specs would have it so."""
         n_in = len(args) - len(self.out_structure[2])
         ins, in_structure = tree.flatten(tuple(args[:n_in]))
         outs, _ = tree.flatten(tuple(args[n_in:]))
         operands = [
             [
-                self._operand(s, r, f"{what}[{k}]", at)
+                self._operand(s, r, f"{what}[{k}]", at, f"{what}[{k}]" in in_place)
                 for k, (s, r) in enumerate(zip(self._specs(specs, structure, what, refs), refs))
             ]
             for what, specs, structure, refs in (
@@ -265,6 +305,9 @@ class _Call(Definition):
                 ("out_specs", self.out_specs, self.out_structure, outs),
             )
         ]
+        if self.interpret and self.interpret.out_of_bounds_reads == "raise" and not in_place:
+            for o in (*operands[0], *operands[1]):
+                self._warn_outside(o)
         mcs = self.params.max_concurrent_steps.__index__()
         check_slots([o.spec for o in operands[0]], mcs, "pallas_call: ")
 
@@ -280,11 +323,15 @@ class _Call(Definition):
                     )
                 self._check_result(result)
 
+            def traced():
+                if not in_place:
+                    self._choose_forms(*operands, at)
+
             grid = tuple(self._sequential())
             given = iter(parameter_names(self.body))
             parts = [*in_structure[2], *self.out_structure[2]]
             of_leaves = leaf_names(parts, [next(given, None) for _ in parts])
-            run_steps(step, grid, *operands, mcs, None, of_leaves, last=True)
+            run_steps(step, grid, *operands, mcs, None, of_leaves, last=True, traced=traced)
 
         positional, keyword = scratch, {}
         if isinstance(scratch, Mapping):
@@ -294,6 +341,88 @@ class _Call(Definition):
             scoped(steps, positional, keyword, names, ())
         else:
             steps()
+
+    # ---- blocks that are better left in GMEM ----
+
+    def _choose_forms(self, ins, outs, at):
+        """After a trace with staged blocks: raises `_InPlace` if the body should see some in GMEM.
+
+        That is possible for operands that it only loads, stores and updates by elements. It is done
+        for all of them where the blocks do not fit SMEM; for outputs of which several programs
+        store parts of one block (a staged one is written back whole); and where the body uses masks
+        or indices, as those for Pallas' Triton backend, whose programs address memory themselves:
+        for all but inputs that it reads more than once."""
+        staged = [o for o in ins + outs if o.staged]
+        uses = {o.what: _core.uses(o.given) for o in staged}
+        free = [
+            o
+            for o in staged
+            if _ELEMENTWISE.issuperset(uses[o.what])
+            and not (o.variant or o.spec.transforms or o.spec.delay_release)
+            and o.spec.memory_space is not SMEM
+        ]
+        shared = {o.what for o in staged if self._is_shared(o, at)}
+        parts = [o for o in outs if o.what in shared and not _PARTS.isdisjoint(uses[o.what])]
+        for o in parts:
+            if o not in free:
+                raise ValueError(
+                    f"pallas_call: {o.what}: several programs of the grid store parts of one block,"
+                    " and each would write all of its copy in SMEM; use"
+                    " BlockSpec(memory_space=plgpu.GMEM), or blocks that differ between programs"
+                )
+        steps = math.prod(self._sequential())
+        slots = min(self.params.max_concurrent_steps.__index__(), steps)
+        size = {o.what: math.prod(o.block) * o.ref.dtype.itemsize * slots for o in staged}
+        scratch = [x for x in tree.leaves(self.scratch) if isinstance(x, MemoryRef)]
+        taken = sum(math.prod(x.shape) * x.dtype.itemsize for x in scratch if _in_smem(x))
+        in_place = parts
+        if sum(size.values()) + taken > _SMEM_BYTES:
+            in_place = free
+            names = ", ".join(f"{o.what} ({size[o.what]} bytes)" for o in free)
+            if free:
+                warnings.warn(
+                    f"pallas_call {self.name}: blocks of {names} are accessed in GMEM: all blocks"
+                    f" together do not fit the {_SMEM_BYTES} bytes of SMEM. To say so, use"
+                    " BlockSpec(memory_space=plgpu.GMEM)",
+                    stacklevel=2,
+                )
+        elif any(not _MASKED.isdisjoint(uses[o.what]) for o in free):
+            again = {o.what for o in ins if o.staged and len(uses[o.what]) > 1}
+            again = {x for x in again - shared if size[x] <= _OFTEN_BYTES}
+            in_place = [o for o in free if o.what not in again]
+        if in_place:
+            raise _InPlace(frozenset(o.what for o in in_place))
+
+    def _is_shared(self, operand, at):
+        """May several programs of the launch have one block of it?"""
+        axes = [_core.as_array(0, "int32") for _ in self._sequential()]
+        index = [x for x in operand.index(axes) if isinstance(x, Array)]
+        with at(axes) as programs:
+            return any(
+                n > 1 and p and not (index and _core.depends(index, [i]))
+                for i, n, p in zip(programs, self.grid, self.parallel)
+            )
+
+
+class _InPlace(Exception):
+    """Trace the body again with the blocks of some operands left in GMEM."""
+
+    def __init__(self, which):
+        super().__init__(which)
+        self.which = which
+
+
+# what `_core.uses` tells of a ref
+_PARTS = {"masked_store", "part_store", "atomic"}
+_MASKED = {"masked_load", "masked_store", "atomic"}
+_ELEMENTWISE = {"load", "store", "part_store"} | _MASKED
+_SMEM_BYTES = 232448 - 1024
+_MOST_POINTS = 4096  # of a grid whose index maps are tried out
+_OFTEN_BYTES = 32768  # of an input that is read again: several programs fit on an SM
+
+
+def _in_smem(x):
+    return x.memory_space is SMEM and isinstance(x.dtype, np.dtype)
 
 
 _NO_ALIASES: dict[int, int] = {}
@@ -331,8 +460,9 @@ def pallas_call(
     things with shape and dtype; a list comes back as a tuple. ``grid``: an int, a tuple of ints, or
     of (name, size) pairs for ``lax.axis_index``. ``in_specs``, ``out_specs``: BlockSpecs in the
     structure of the arguments and of ``out_shape``, one spec for one array; without them whole
-    arrays. Blocks are staged in SMEM (``memory_space=plgpu.GMEM`` passes the whole array unstaged)
-    and may overhang the array: zeros are read there, nothing is written. ``grid_spec``: a
+    arrays. Blocks are staged in SMEM, or left in GMEM, where the body sees a view of its block
+    (``memory_space=plgpu.GMEM``, and by default where docs/reference.md says so). They may overhang
+    the array: zeros are read there, nothing is written. ``grid_spec``: a
     :class:`GridSpec` instead of these. ``input_output_aliases``: flat input to flat output index;
     the output begins as the input and the body sees one memory.
 

@@ -14,7 +14,7 @@ from ._names import show
 from ._trace import Array, Ref, as_array, type_text
 
 
-def _entries(ref, idx):
+def entries(ref, idx):
     """One for each dim, and None for new ones."""
     idx = list(idx) if isinstance(idx, tuple) else [idx]
     dots = [k for k, i in enumerate(idx) if i is Ellipsis]
@@ -28,7 +28,7 @@ def _entries(ref, idx):
     return idx
 
 
-def _is_slice(i):
+def is_slice(i):
     return isinstance(i, slice) or hasattr(i, "size") and hasattr(i, "start")
 
 
@@ -60,12 +60,12 @@ def at(ref, idx):
     if isinstance(idx, Array) and idx.dtype == bool and idx.shape == ref.shape:
         return MaskedRef(ref, idx)
     plain, shape, along, arrays, first, apart = [], [], [], [], None, False
-    for i in _entries(ref, idx):
+    for i in entries(ref, idx):
         if i is None:
             shape.append(1)
             continue
-        i = i if _is_slice(i) else _checked(i)
-        if _is_slice(i):
+        i = i if is_slice(i) else _checked(i)
+        if is_slice(i):
             plain.append(i)
             along.append(len(shape))
             shape.append(ref.at[(*(slice(None),) * (len(plain) - 1), i)].shape[len(plain) - 1])
@@ -102,10 +102,10 @@ def _spread(a, wide, full, place):
 class IndexedRef:
     """Elements of a ref by arrays of indices: for loads, stores and atomics, not for more views."""
 
-    __slots__ = ("ref", "by")
+    __slots__ = ("ref", "by", "inside")  # inside: which elements exist, if not all
 
     def __init__(self, ref, dims, indices):
-        self.ref, self.by = ref, (tuple(dims), *indices)
+        self.ref, self.by, self.inside = ref, (tuple(dims), *indices), None
 
     shape = property(lambda self: self.by[1].shape)
     dtype = property(lambda self: self.ref.dtype)
@@ -130,16 +130,22 @@ class IndexedRef:
                 f"ref.at[idx][{show(idx)}]: index by arrays once, with all indices together"
             )
 
+    def place(self):
+        """(ref, array indices, which elements exist; None: all)."""
+        return self.ref, self.by, self.inside
+
     def get(self, idx=...):
         """The elements, as an array."""
         self._whole(idx)
         zero = False if self.dtype == bool else 0
-        return _core.masked_load(self.ref, True, zero, *self.by)
+        inside = True if self.inside is None else self.inside
+        return _core.masked_load(self.ref, inside, zero, *self.by)
 
     def set(self, value, idx=...):
         """The elements become those of ``value``, which has the same shape."""
         self._whole(idx)
-        _core.masked_store(self.ref, value, True, *self.by)
+        inside = True if self.inside is None else self.inside
+        _core.masked_store(self.ref, value, inside, *self.by)
 
     def swap(self, value, idx=...):
         """``set``; what was there before."""

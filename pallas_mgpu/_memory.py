@@ -7,15 +7,16 @@ the mask is true: others may lie outside of the array.
 import numpy as np
 
 from . import _core
+from ._clipped import ClippedRef
 from ._indexed import IndexedRef, MaskedRef
-from ._names import show
+from ._names import show, shown_as
 from ._trace import Array, Ref, as_array, type_text
 
 _OPTIONS = ("cache_modifier", "eviction_policy", "volatile")
 
 
 def _view(what, ref, idx, options):
-    if not isinstance(ref, Ref):
+    if not isinstance(ref, (Ref, ClippedRef, IndexedRef)):
         raise TypeError(f"{what}: the first argument must be a ref, got {show(ref)}")
     for name in options:
         if name == "memory_space":
@@ -25,24 +26,38 @@ def _view(what, ref, idx, options):
             )
         if name not in _OPTIONS:
             raise TypeError(f"{what}: unexpected argument {name!r}")
-    view = ref.at[idx]
+    if isinstance(ref, IndexedRef):
+        if idx is not Ellipsis and idx != ():
+            raise NotImplementedError(f"{what}: index by arrays once, with all indices together")
+        return ref
+    view = ref if idx is Ellipsis else ref.at[idx]
     if isinstance(view, MaskedRef):
         raise IndexError(f"{what}: a bool array is no index here; pass it as mask=")
     return view
 
 
-def _place(view):
-    """The ref, and how arrays index it."""
-    return (view.ref, view.by) if isinstance(view, IndexedRef) else (view, ())
+def _place(view, mask):
+    """The ref, how arrays index it, and the mask with what exists of a view that overhangs."""
+    if isinstance(view, Ref):
+        return view, (), mask
+    ref, by, inside = view.place()
+    if inside is None:
+        return ref, by, mask
+    return ref, by, inside if mask is True else _beside("mask", mask, view) & inside
 
 
 def _load(view, mask, other):
-    ref, by = _place(view)
-    return _core.masked_load(ref, mask, other, *by)
+    ref, by, exists = _place(view, mask)
+    if exists is not mask and mask is not True:  # outside of the array there are zeros
+        from .numpy import where
+
+        zero = _core.full(view.shape, 0, view.dtype)
+        other = where(mask, zero, _core.convert(as_array(other, "other"), view.dtype))
+    return _core.masked_load(ref, exists, other, *by)
 
 
 def _store(view, value, mask):
-    ref, by = _place(view)
+    ref, by, mask = _place(view, mask)
     _core.masked_store(ref, value, mask, *by)
 
 
@@ -75,13 +90,14 @@ def _value(what, x, view):
     return _beside(what, as_array(x, what), view)
 
 
-def load(ref, idx, *, mask=None, other=None, **options):
+def load(ref, idx=..., *, mask=None, other=None, **options):
     """``ref[idx]``; with ``mask`` only where that is true, and ``other`` (zero if not given)
-    elsewhere.
+    elsewhere. ``load(ref.at[idx], mask=...)`` is the same.
 
     ``mask`` (bool) and ``other`` broadcast to the shape of ``ref[idx]``. Elements whose mask is
-    false are not touched, so a block may overhang the array. ``cache_modifier``,
-    ``eviction_policy`` and ``volatile`` have no effect. ValueError, TypeError for misuse.
+    false are not touched, so that ``ref.at[pl.ds(start, size)]`` may overhang the ref, in GMEM and
+    in SMEM. ``cache_modifier``, ``eviction_policy`` and ``volatile`` have no effect. ValueError,
+    TypeError for misuse.
     """
     what = "pl.load"
     view = _view(what, ref, idx, options)
@@ -94,10 +110,17 @@ def load(ref, idx, *, mask=None, other=None, **options):
     return _load(view, _mask(what, mask, view), filler)
 
 
-def store(ref, idx, val, *, mask=None, **options):
-    """``ref[idx] = val``; with ``mask`` (bool, broadcasts) only where that is true, and nothing
-    else is touched. The value has the indexed shape exactly."""
+@shown_as(lambda ref, idx, val, *, mask=None, eviction_policy=None: None)
+def store(ref, *idx_and_val, mask=None, **options):
+    """``store(ref, idx, val)``: ``ref[idx] = val``; with ``mask`` (bool, broadcasts) only where
+    that is true, and nothing else is touched. The value has the indexed shape exactly.
+    ``store(ref.at[idx], val, mask=...)`` is the same."""
     what = "pl.store"
+    named = [options.pop(k) for k in ("idx", "val") if k in options]
+    given = (*idx_and_val, *named)
+    if not 1 <= len(given) <= 2:
+        raise TypeError(f"{what}: expected (ref, idx, val) or (ref, val), got {1 + len(given)}")
+    idx, val = given if len(given) == 2 else (..., given[0])
     view = _view(what, ref, idx, options)
     if mask is None:
         view[...] = val
@@ -122,8 +145,7 @@ def swap(ref, idx, val, *, mask=None, **options):
 
 
 def _atomic(kind, what, view, value, mask, compare=0):
-    ref, by = _place(view)
-    mask = True if mask is None else _mask(what, mask, view)
+    ref, by, mask = _place(view, True if mask is None else _mask(what, mask, view))
     compare = _value(f"{what}: the value to compare with", compare, view)
     return _core.atomic(kind, ref, _value(f"{what}: the value", value, view), mask, compare, *by)
 
@@ -145,9 +167,16 @@ def _with_index(kind, does):
 
 
 def _of_ref(kind, does):
-    def atomic(ref, val):
+    with_index = WITH_INDEX[f"atomic_{kind}"]
+
+    @shown_as(lambda ref, val: None)
+    def atomic(ref, val, *old, mask=None):
         what = f"atomic_{kind}"
-        if not isinstance(ref, (Ref, IndexedRef)):
+        if len(old) == 1 or mask is not None:  # Triton's form: ref, idx, val
+            return with_index(ref, *(val, *old) if old else (..., val), mask=mask)
+        if old:
+            raise TypeError(f"{what}: expected (ref, val) or (ref, idx, val, mask=)")
+        if not isinstance(ref, (Ref, ClippedRef, IndexedRef)):
             raise TypeError(f"{what}: ref must be a ref, got {show(ref)}")
         value = val if isinstance(val, Array) else as_array(val, f"{what}: val")
         if value.shape != ref.shape:
@@ -159,8 +188,9 @@ def _of_ref(kind, does):
     atomic.__name__ = atomic.__qualname__ = f"atomic_{kind}"
     atomic.__doc__ = f"""Atomically {does} each element of ``ref`` (GMEM or SMEM), without a result.
 
-    ``val`` has the shape and dtype of ``ref``. Relaxed. int32 and uint32: all of them; float32:
-    add; float16, bfloat16: add, max, min; NotImplementedError for others.
+    ``val`` has the shape and dtype of ``ref``. Relaxed. Also in the form of ``pl.atomic_{kind}``,
+    ``(ref, idx, val, mask=)``, which returns what was there before. int32 and uint32: all of them;
+    float32: add; float16, bfloat16: add, max, min; NotImplementedError for others.
     """
     return atomic
 

@@ -220,7 +220,6 @@ PLGPU_WRONG = {
     "pallas_call": "the right form is pl.pallas_call(body, out_shape=...)",
     "program_id": "the right form is lax.axis_index(name), or pl.program_id(axis)",
     "run_scoped": "the right form is pl.run_scoped(f, *types)",
-    "store": "the right form is ref[idx] = value",
     "triton_call": "it is not part of Pallas:MGPU; the right form is plgpu.kernel(body,"
     " out_type=...)",
     "unswizzle_ref": "the right form is to allocate a ref without transforms",

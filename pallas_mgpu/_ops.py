@@ -9,8 +9,10 @@ import re
 import string
 
 from . import _core
+from ._clipped import ClippedRef
 from ._control import cluster_axis
 from ._indexed import IndexedRef
+from ._memory import load as masked_load
 from ._names import NOT_SPECIFIED, accepts, deprecated, show, shown_as
 from ._trace import Array, Ref, as_array, env, tracing, type_text
 from ._types import (
@@ -30,6 +32,9 @@ from ._types import (
 
 
 def _ref(x, what, name, space=None):
+    if isinstance(x, ClippedRef):
+        x.refuse()
+        x = x.view()  # engines leave out what lies outside
     if isinstance(x, IndexedRef):
         raise NotImplementedError(
             f"{what}: {name} is indexed by arrays; copies that gather need Blackwell. Load with"
@@ -147,8 +152,8 @@ def copy_gmem_to_smem(
     do. ``engine``: "tma", "bulk" or "lanes" to have it done that way; ValueError if it cannot be.
     """
     what = "copy_gmem_to_smem"
-    _ref(src, what, "src", GMEM)
-    _ref(dst, what, "dst", SMEM)
+    src = _ref(src, what, "src", GMEM)
+    dst = _ref(dst, what, "dst", SMEM)
     if barrier is None:
         raise ValueError(f"{what}: barrier is required on Hopper; pass plgpu.Barrier() scratch")
     _check_leader(leader_tracked, collective_axes, what)
@@ -196,8 +201,8 @@ def copy_smem_to_gmem(
     ``reduction_op``, do not heed it.
     """
     what = "copy_smem_to_gmem"
-    _ref(src, what, "src", SMEM)
-    _ref(dst, what, "dst", GMEM)
+    src = _ref(src, what, "src", SMEM)
+    dst = _ref(dst, what, "dst", GMEM)
     _same(src, dst, what, "src", "dst")
     if reduction_op is not None and reduction_op not in _REDUCTIONS:
         raise ValueError(
@@ -406,9 +411,16 @@ def layout_cast(x, new_layout):
     return _core.layout_cast(as_array(x, "layout_cast"), layout_spec(new_layout))
 
 
-def load(src, idx=NOT_SPECIFIED, *, layout=None, optimized=True):
+@shown_as(lambda src, idx=NOT_SPECIFIED, *, layout=None, optimized=True: None)
+def load(src, idx=NOT_SPECIFIED, *, layout=None, optimized=True, mask=None, other=None, **options):
     """``src[...]``, in register layout ``layout`` if given. ``idx`` is deprecated:
-    ``load(src.at[idx])``."""
+    ``load(src.at[idx])``. With ``mask`` and ``other``, and the options of Pallas' Triton backend,
+    it is ``pl.load``."""
+    if mask is not None or other is not None or options or isinstance(src, ClippedRef):
+        x = masked_load(
+            src, ... if idx is NOT_SPECIFIED else idx, mask=mask, other=other, **options
+        )
+        return x if layout is None else layout_cast(x, layout)
     if not isinstance(src, IndexedRef):
         _ref(src, "load", "src")
     if idx is not NOT_SPECIFIED:

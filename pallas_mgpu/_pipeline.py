@@ -11,6 +11,7 @@ import functools
 import numpy as np
 
 from . import _core, _ops
+from ._clipped import Span, window
 from ._control import fori_loop, scoped, when
 from ._names import accepts, show
 from ._schedule import unravel
@@ -80,14 +81,16 @@ def _grid_entry(g):
 
 
 class Operand:
-    """One spec with the ref it stages."""
+    """One spec with the ref it stages. ``cut``: where it is not staged, the body gets the block,
+    not the whole array. ``given``: what the body got at the step that was traced last."""
 
-    def __init__(self, spec, ref, what, grid, who="emit_pipeline"):
+    def __init__(self, spec, ref, what, grid, who="emit_pipeline", cut=False):
         if not isinstance(spec, GenericBlockSpec):
             raise TypeError(f"{who}: {what} must be a BlockSpec, got {show(spec)}")
         if not isinstance(ref, Ref) or ref.memory_space is not GMEM:
             raise TypeError(f"{who}: the argument for {what} must be a GMEM ref, got {show(ref)}")
         self.spec, self.ref, self.what, self.who = spec, ref, what, who
+        self.cut, self.given = cut, None
         self.staged = spec.memory_space in (None, SMEM, GenericMemorySpace.DEFAULT)
         if not self.staged and spec.memory_space not in (GMEM, GenericMemorySpace.ANY):
             raise NotImplementedError(
@@ -97,7 +100,7 @@ class Operand:
         dims = spec.block_shape
         if dims is None:
             dims = ref.shape
-        if self.staged and len(dims) != ref.ndim:
+        if (self.staged or cut) and len(dims) != ref.ndim:
             raise ValueError(
                 f"{who}: {what} has a block of rank {len(dims)} for a ref of rank {ref.ndim}"
             )
@@ -173,19 +176,38 @@ class Operand:
                 )
         return out
 
+    def _entries(self, index):
+        """Of a block: an index or a span along each dim of the array."""
+        out = []
+        for d, i in zip(self.dims, index):
+            if not isinstance(i, Array):
+                i = i.__index__()
+            if _is_squeezed(d):
+                out.append(i)
+            elif isinstance(d, Element):
+                out.append(Span(i, d.block_size))
+            else:
+                out.append(Span(i * _size(d), _size(d)))
+        return out
+
+    def starts(self, index):
+        """(first element, the one after the last) along each dim of the array."""
+        spans = (x if isinstance(x, Span) else Span(x, 1) for x in self._entries(index))
+        return [(x.start, x.start + x.size) for x in spans]
+
     def slice(self, index):
         """The GMEM view of a block. Starts are dynamic even where known: a block may overhang."""
-        where = []
-        for d, i in zip(self.dims, index):
-            if _is_squeezed(d):
-                where.append(i)
-            elif isinstance(d, Element):
-                where.append(_Slice(_core.as_array(i, "int32"), d.block_size))
-            else:
-                n = _size(d)
-                start = i * n if isinstance(i, Array) else i.__index__() * n
-                where.append(_Slice(_core.as_array(start, "int32"), n))
+        where = self._entries(index)
+        for x in where:
+            if isinstance(x, Span):
+                x.start = _core.as_array(x.start, "int32")
         return self.ref.at[tuple(where)]
+
+    def in_place(self, indices):
+        """What the body gets of an array that is not staged."""
+        if not self.cut:
+            return self.ref
+        return window(self.ref, self._entries(self.index(indices)))
 
     def buffer(self):
         """The SMEM buffer: a slot dim in front of the block."""
@@ -194,15 +216,6 @@ class Operand:
             self.spec.transforms, self.block, self.ref.dtype, f"{self.who}: {self.what}"
         )
         return PlacedRef(ShapeDtypeStruct(shape, self.ref.dtype), SMEM, self.spec.transforms)
-
-
-class _Slice:
-    """start and size, as the core reads a `pl.Slice`."""
-
-    __slots__ = ("start", "size", "stride")
-
-    def __init__(self, start, size):
-        self.start, self.size, self.stride = start, size, 1
 
 
 def _grid_size(grid):
@@ -297,9 +310,12 @@ def emit_pipeline(
     return pipeline
 
 
-def run_steps(body, grid, ins, outs, max_concurrent_steps, init_carry, names, last=False):
+def run_steps(
+    body, grid, ins, outs, max_concurrent_steps, init_carry, names, last=False, traced=None
+):
     """The pipeline of checked operands. ``names``: of them, for the generated text. ``last``: the
-    kernel ends with it, so its stores need not be complete for the block to go on."""
+    kernel ends with it, so its stores need not be complete for the block to go on. ``traced``:
+    called in the scope of the buffers after the body was traced."""
     env("emit_pipeline")
     steps = _grid_size(grid)
     fetched = [o for o in ins if o.staged]
@@ -327,6 +343,8 @@ def run_steps(body, grid, ins, outs, max_concurrent_steps, init_carry, names, la
             _ops.copy_gmem_to_smem(block, to, bars[None], oob_mode=o.spec.oob_fill_mode)
         waits = [functools.partial(_ops.barrier_wait, bars[None])] if once else []
         result = _run(body, grid, steps, ins, outs, buffers, rings, bars, waits, init_carry)
+        if traced is not None:
+            traced()
         if any(o.staged for o in outs):
             _ops.wait_smem_to_gmem(0, wait_read_only=last)
         return result
@@ -379,7 +397,9 @@ def _run(body, grid, steps, ins, outs, buffers, rings, bars, waits, init_carry):
             _ops.barrier_wait(bars[n].at[slot[n]])
         if variant:
             _ops.wait_smem_to_gmem(min(o.slots for o in variant) - 1, wait_read_only=True)
-        refs = [buffers[id(o)].at[slot[o.slots]] if o.staged else o.ref for o in ins + outs]
+        for o in ins + outs:
+            o.given = buffers[id(o)].at[slot[o.slots]] if o.staged else o.in_place(indices)
+        refs = [o.given for o in ins + outs]
         if init_carry is None:
             body(indices, *refs)
         else:

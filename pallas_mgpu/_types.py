@@ -8,6 +8,7 @@ import functools
 import inspect
 import math
 import typing
+import warnings
 from collections.abc import Callable
 
 import numpy as np
@@ -619,7 +620,8 @@ class GenericBlockSpec:
 
     ``block_shape``: per dim an int, ``Blocked``, ``Element``, ``None`` or ``Squeezed``; None: the
     whole array. ``index_map``: grid indices to block indices; None: zeros. ``memory_space``: SMEM
-    by default; GMEM passes the whole array. ``pipeline_mode``: :class:`pl.Buffered` or None.
+    by default; GMEM: a view of the block in ``pl.pallas_call``, the whole array in pipelines.
+    ``pipeline_mode``: :class:`pl.Buffered` or None.
     """
 
     block_shape: tuple | None = None
@@ -1056,6 +1058,25 @@ class TraceScope(enum.Enum):
     WARPGROUP = "warpgroup"
 
 
+def _num_stages(args, kwargs, value):
+    """For `accepts`: an older spelling, or a parameter of Pallas' Triton backend."""
+    if value is None or "num_warps" in kwargs:
+        return None
+    if "max_concurrent_steps" in kwargs:
+        raise ValueError("CompilerParams: cannot specify both max_concurrent_steps and num_stages")
+    kwargs["max_concurrent_steps"] = value
+    return "use max_concurrent_steps="
+
+
+def _of_triton(args, kwargs, value):
+    """For `accepts`: what Pallas' Triton backend wants to know."""
+    warnings.warn(
+        "CompilerParams: num_warps and num_stages are for Pallas' Triton backend and have no"
+        " effect here; a program is one warpgroup",
+        stacklevel=3,
+    )
+
+
 class CompilerParams(_Frozen):
     """Parameters of the compiler. Keyword only.
 
@@ -1066,7 +1087,8 @@ class CompilerParams(_Frozen):
     ``reduction_scratch_bytes``: the most SMEM that each Pallas thread may use to combine the parts
     of a reduction that its warps hold. With less the reduction takes more steps, each with two
     lane barriers, and gives the same bits; ValueError, when the kernel is lowered, where not even
-    one step fits. What is not needed is not allocated. ``lowering_semantics``: ignored.
+    one step fits. What is not needed is not allocated. ``lowering_semantics`` is
+    ignored, and so are ``num_warps`` and ``num_stages`` of Pallas' Triton backend, with a warning.
     """
 
     __slots__ = (
@@ -1084,7 +1106,8 @@ class CompilerParams(_Frozen):
     )
 
     @accepts(
-        num_stages="max_concurrent_steps",
+        num_stages=_num_stages,
+        num_warps=_of_triton,
         thread_semantics="lowering_semantics",
         delay_release=TypeError(
             "CompilerParams: delay_release belongs to plgpu.BlockSpec(delay_release=...)"

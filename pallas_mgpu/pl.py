@@ -208,7 +208,7 @@ def broadcast_to(a, shape):
     return numpy.broadcast_to(a, shape)
 
 
-def _dot(a, b, trans_a=False, trans_b=False, allow_tf32=None, precision=None):
+def dot_of_matrices(a, b, trans_a=False, trans_b=False, allow_tf32=None, precision=None):
     """The product of matrices, of ``a.T`` with ``trans_a`` and ``b.T`` with ``trans_b``, in float32
     (int32 of integers). An older spelling of ``jnp.dot``."""
     if a.ndim != 2 or b.ndim != 2:
@@ -228,7 +228,7 @@ def _debug_checks_enabled():
     return enable_debug_checks.value
 
 
-_dot.__name__ = _dot.__qualname__ = "dot"
+dot_of_matrices.__name__ = dot_of_matrices.__qualname__ = "dot"
 
 
 def _on_host(what):
@@ -284,7 +284,7 @@ _find = finder("pl", PL_MISSING, PL_WRONG)
 def __getattr__(name):
     if name == "dot":
         _names.deprecated("pl.dot is an older spelling; use jnp.dot or lax.dot_general", 2)
-        return _dot
+        return dot_of_matrices
     if name == "debug_checks_enabled":
         _names.deprecated(f"pl.{name} is an older spelling; use pl.enable_debug_checks.value", 2)
         return _debug_checks_enabled

@@ -408,6 +408,7 @@ def load(
     eviction_policy: str | None = None,
     volatile: bool = False,
 ) -> Array: ...
+@overload
 def store(
     ref: Ref,
     idx: Index,
@@ -415,6 +416,10 @@ def store(
     *,
     mask: Operand | None = None,
     eviction_policy: str | None = None,
+) -> None: ...
+@overload
+def store(
+    ref: Ref, val: Operand, *, mask: Operand | None = None, eviction_policy: str | None = None
 ) -> None: ...
 def swap(ref: Ref, idx: Index, val: Operand, *, mask: Operand | None = None) -> Array: ...
 def atomic_add(ref: Ref, idx: Index, val: Operand, *, mask: Operand | None = None) -> Array: ...

@@ -38,6 +38,7 @@ from mutant_lists import (  # noqa: F401 - they fill MUTANTS
     patterns,
     products,
     shapes,
+    triton,
 )
 
 LIMIT = 300  # seconds for the tests of one mutant

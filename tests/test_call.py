@@ -667,16 +667,6 @@ def params(**fields):
             "padding",
         ),
         (
-            {"in_specs": [pl.BlockSpec((8, 16), memory_space=plgpu.GMEM)]},
-            NotImplementedError,
-            "whole array",
-        ),
-        (
-            {"in_specs": [pl.BlockSpec((16, 16), lambda i: (i, 0), memory_space=plgpu.GMEM)]},
-            NotImplementedError,
-            "whole array",
-        ),
-        (
             {"in_specs": [plgpu.BlockSpec((8, 16), lambda i: (i, 0), collective_axes="c")]},
             ValueError,
             "collective_axes",
@@ -711,13 +701,20 @@ def test_misuse(options, error, message):
 
 
 def test_too_large_for_smem():
-    """Whole arrays are staged: the error says what there is and what the way out is."""
+    """Whole arrays are staged where a body needs them in SMEM: the error says what there is and
+    what the way out is."""
+
+    def body(x_ref, o_ref):
+        plgpu.copy_smem_to_gmem(x_ref, o_ref)
+        plgpu.wait_smem_to_gmem(0)
+
     with pytest.raises(ValueError, match="shared memory"):
         use(
+            body,
             args=(np.zeros((512, 512), F32),),
             grid=(),
             in_specs=pl.no_block_spec,
-            out_specs=pl.no_block_spec,
+            out_specs=pl.BlockSpec(memory_space=plgpu.GMEM),
             out_shape=np.zeros((512, 512), F32),
         )
 

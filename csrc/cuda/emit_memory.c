@@ -26,9 +26,37 @@ static pm_code bind_address(pm_gen *e, pm_opid op) {
 pm_code pm_cuda_ALLOC_SMEM(pm_gen *e, pm_opid op) { return bind_address(e, op); }
 pm_code pm_cuda_ALLOC_BARRIER(pm_gen *e, pm_opid op) { return bind_address(e, op); }
 
+/* Can the index be a part of the view itself? Its scalars are to be had here. */
+static bool fold_index(pm_gen *e, pm_view *v, pm_val index, const pm_view_dim *dim) {
+  pm_affine x;
+  if (dim->tile || !pm_affine_of(e->g, index, &x)) return false;
+  if (v->n_terms + x.n > PM_MAX_TERMS) return false;
+  for (uint32_t k = 0; k < x.n; k++) {
+    if (e->slot[x.term[k].val].form != PM_FORM_SCALAR) return false;
+  }
+  for (int d = 0; d < v->rank; d++) {
+    if (x.coef[d] && v->dim[d].tile) return false;
+  }
+  for (int d = 0; d < v->rank; d++) v->dim[d].inner += x.coef[d] * dim->inner;
+  for (uint32_t k = 0; k < x.n; k++)
+    v->term[v->n_terms++] = (pm_term){x.term[k].val, x.term[k].mul * dim->inner, 1};
+  v->offset += x.constant * dim->inner;
+  return true;
+}
+
+/* Without the indices that are a start and counts. */
+static void fold_indices(pm_gen *e, pm_view *v) {
+  uint8_t n = 0;
+  for (uint32_t k = 0; k < v->n_index; k++) {
+    if (!fold_index(e, v, v->index[k].val, &v->index[k].dim)) v->index[n++] = v->index[k];
+  }
+  v->n_index = n;
+}
+
 static pm_code view_of(pm_gen *e, pm_opid op, pm_view *v) {
   const pm_code code = pm_view_of_access(e->g, op, true, v, e->err);
   if (code) pm_err_op(e->err, e->g, op);
+  else fold_indices(e, v);
   return code;
 }
 

@@ -315,6 +315,15 @@ void pm_abandon(pm_builder *b, pm_opid op) {
   forget_op(b->g, op);
 }
 
+static pm_opid put_in(pm_graph *g, pm_blk block, uint32_t at, pm_opid id) {
+  append(g, block, id);
+  pm_block *b = &g->blocks.at[block];
+  assert(at < b->ops.n);
+  memmove(&b->ops.at[at + 1], &b->ops.at[at], sizeof(pm_opid) * (b->ops.n - 1 - at));
+  b->ops.at[at] = id;
+  return id;
+}
+
 pm_opid pm_insert(pm_graph *g, pm_blk block, uint32_t at, pm_opcode code, const pm_val *in,
                   uint32_t n_in, const pm_type *out, uint32_t n_out, const pm_attr_arg *attrs,
                   uint32_t n_attrs, pm_opid place_of) {
@@ -322,12 +331,20 @@ pm_opid pm_insert(pm_graph *g, pm_blk block, uint32_t at, pm_opcode code, const 
   uint32_t file = g->ops.at[place_of].file, line = g->ops.at[place_of].line;
   pm_opid id = new_op(g, code, block, in, n_in, attr, file, line);
   add_results(g, id, out, n_out);
-  append(g, block, id);
-  pm_block *b = &g->blocks.at[block];
-  assert(at < b->ops.n);
-  memmove(&b->ops.at[at + 1], &b->ops.at[at], sizeof(pm_opid) * (b->ops.n - 1 - at));
-  b->ops.at[at] = id;
-  return id;
+  return put_in(g, block, at, id);
+}
+
+pm_opid pm_insert_like(pm_graph *g, pm_blk block, uint32_t at, pm_opid like, const pm_val *in) {
+  const pm_op o = g->ops.at[like];
+  const pm_type out = *pm_typeof(g, o.out);
+  const uint32_t attr = g->attrs.n;
+  for (uint32_t k = 0; k < pm_ops[o.code].n_attrs; k++) {
+    const int64_t word = g->attrs.at[o.attr + k];
+    pm_vec_push(g->arena, &g->attrs, word);
+  }
+  pm_opid id = new_op(g, o.code, block, in, o.n_in, attr, o.file, o.line);
+  add_results(g, id, &out, 1);
+  return put_in(g, block, at, id);
 }
 
 /* ---- reading ------------------------------------------------------------------------------ */

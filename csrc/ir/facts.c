@@ -275,6 +275,11 @@ static span range_of_op(facts *f, const pm_op *o, uint32_t index, span all) {
     case PM_OP_TAKE_TILE:
     case PM_OP_SHARE_TILE:
     case PM_OP_NEXT_TILE: return (span){0, all.hi};
+    case PM_OP_IOTA: return (span){0, pm_typeof(g, o->out)->dim[g->attrs.at[o->attr]] - 1};
+    case PM_OP_BROADCAST:
+    case PM_OP_RESHAPE:
+    case PM_OP_TRANSPOSE:
+    case PM_OP_LAYOUT_CAST:
     case PM_OP_MULTIPLE_OF: return range(f, x);
     case PM_OP_NEG: a = range(f, x); return (span){-a.hi, -a.lo};
     case PM_OP_ADD: a = range(f, x), b = range(f, y); return (span){a.lo + b.lo, a.hi + b.hi};
@@ -340,6 +345,16 @@ static span range(facts *f, pm_val v) {
     s = range_of_arg(f, v, all);
   }
   return s.lo < all.lo || s.hi > all.hi ? all : s;
+}
+
+bool pm_element_range(const pm_graph *g, pm_val v, int64_t *lo, int64_t *hi) {
+  const pm_type *t = pm_typeof(g, v);
+  if (t->kind != PM_ARRAY || !pm_is_int(t->dtype)) return false;
+  facts f = {g, BUDGET};
+  const span s = range(&f, v);
+  *lo = s.lo;
+  *hi = s.hi;
+  return true;
 }
 
 bool pm_range(const pm_graph *g, pm_val v, int64_t *lo, int64_t *hi) {

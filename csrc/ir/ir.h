@@ -217,6 +217,9 @@ void pm_abandon(pm_builder *b, pm_opid op);
 pm_opid pm_insert(pm_graph *g, pm_blk block, uint32_t at, pm_opcode code, const pm_val *in,
                   uint32_t n_in, const pm_type *out, uint32_t n_out, const pm_attr_arg *attrs,
                   uint32_t n_attrs, pm_opid place_of);
+/* The same op once more, without regions and with one result, of other operands of the same types.
+ */
+pm_opid pm_insert_like(pm_graph *g, pm_blk block, uint32_t at, pm_opid like, const pm_val *in);
 
 /* ---- reading ------------------------------------------------------------------------------- */
 
@@ -287,6 +290,8 @@ int64_t pm_grid_size(const pm_graph *g);
 bool pm_shares_grid(const pm_graph *g);
 /* Provable bounds of an int scalar (axis sizes, constants, loops); false: none known. */
 bool pm_range(const pm_graph *g, pm_val v, int64_t *lo, int64_t *hi);
+/* Bounds of all elements of an int array, at the least those of its dtype; false: of others. */
+bool pm_element_range(const pm_graph *g, pm_val v, int64_t *lo, int64_t *hi);
 
 /* Is the op in a loop, at any depth? */
 bool pm_in_loop(const pm_graph *g, pm_opid op);

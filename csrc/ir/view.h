@@ -92,6 +92,17 @@ pm_opid pm_view_cluster(const pm_graph *g, pm_val ref);
 /* Tiling and swizzle of an ALLOC_SMEM against its shape and dtype (api/plgpu.md 4.1, 4.2). */
 pm_code pm_check_transforms(const pm_graph *g, pm_opid alloc, pm_err *err);
 
+/* affine.c: indices that are a start plus a count along each dim; false: they are not. */
+typedef struct pm_affine {
+  int64_t coef[PM_MAX_RANK], constant;
+  uint32_t n;
+  struct {
+    pm_val val;
+    int64_t mul;
+  } term[8];
+} pm_affine;
+bool pm_affine_of(const pm_graph *g, pm_val v, pm_affine *out);
+
 /* Largest d that provably divides the whole offset, in elements; 0: the offset is 0. */
 int64_t pm_view_divisor(const pm_graph *g, const pm_view *v);
 /* Provable bounds of the start along one dim of the base; false: none known, or reshaped. */

@@ -22,6 +22,8 @@ static const step steps[] = {
     {"turn_refs", pm_turn_refs, PM_TRACED},
     {"simplify", simplify, PM_TRACED},
     {"check_outputs", pm_check_outputs, PM_TRACED},
+    {"split_rows", pm_split_rows, PM_TRACED},
+    {"stage_products", pm_stage_products, PM_TRACED},
     {"split_roles", pm_split_roles, PM_TRACED},
     {"loop_over_strips", pm_loop_over_strips, PM_TRACED},
     {"check_registers", pm_check_registers, PM_TRACED},

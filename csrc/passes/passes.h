@@ -22,6 +22,12 @@ pm_code pm_pack_refs(pm_graph *g, const pm_target *t, pm_err *err);
 pm_code pm_turn_refs(pm_graph *g, const pm_target *t, pm_err *err);
 /* outputs.c: warns of outputs that nothing writes. */
 pm_code pm_check_outputs(pm_graph *g, const pm_target *t, pm_err *err);
+/* rows.c: a program whose products have more rows than registers becomes several with fewer rows
+ * each, where rows do not meet: one more axis of the grid. */
+pm_code pm_split_rows(pm_graph *g, const pm_target *t, pm_err *err);
+/* stage.c: operands of products that loops load from GMEM are copied ahead by engines, sums with
+ * products become their accumulators, accesses with a mask that is true everywhere plain ones. */
+pm_code pm_stage_products(pm_graph *g, const pm_target *t, pm_err *err);
 /* roles.c: loops around IFs on the thread's index become loops inside of such an IF. */
 pm_code pm_split_roles(pm_graph *g, const pm_target *t, pm_err *err);
 /* strips.c: stores of arrays too large for registers, computed from loads by element-wise ops

@@ -104,11 +104,30 @@ static bool fold_binary(pm_opcode code, pm_dtype t, int64_t x, int64_t y, int64_
   }
 }
 
+/* A comparison of arrays that has one outcome for all elements, by their bounds. */
+static bool fold_bounds(const simplifier *s, pm_opid op, int64_t *out) {
+  const pm_graph *g = s->g;
+  const pm_op *o = pm_get(g, op);
+  int64_t lo, hi, least, most;
+  if (o->code < PM_OP_EQ || o->code > PM_OP_GE || !pm_typeof(g, o->out)->rank) return false;
+  if (!pm_element_range(g, operand(s, op, 0), &lo, &hi)) return false;
+  if (!pm_element_range(g, operand(s, op, 1), &least, &most)) return false;
+  const bool below = hi<least, above = lo> most;
+  switch (o->code) {
+    case PM_OP_LT: *out = below; return below || lo >= most;
+    case PM_OP_GE: *out = !below; return below || lo >= most;
+    case PM_OP_GT: *out = above; return above || hi <= least;
+    case PM_OP_LE: *out = !above; return above || hi <= least;
+    default: return false;
+  }
+}
+
 /* The number that every element of the op's result is, if that can be told. */
 static bool fold(simplifier *s, pm_opid op, pm_scalar *out) {
   pm_graph *g = s->g;
   const pm_op *o = pm_get(g, op);
   pm_scalar x, y;
+  if (o->n_in == 2 && fold_bounds(s, op, &out->i)) return true;
   if (o->n_in < 1 || o->n_in > 2 || !pm_constant(g, operand(s, op, 0), &x)) return false;
   pm_dtype from = pm_typeof(g, operand(s, op, 0))->dtype, to = pm_typeof(g, o->out)->dtype;
   switch (o->code) {

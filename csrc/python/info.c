@@ -179,8 +179,47 @@ static PyObject *fail_allocation(PyObject *Py_UNUSED(self), PyObject *number) {
   Py_RETURN_NONE;
 }
 
+static PyObject *bounds(PyObject *Py_UNUSED(self), PyObject *x) {
+  pmpy_trace *t = pmpy_begin("bounds", NULL);
+  pmpy_arg a;
+  int64_t lo, hi;
+  if (!t || pmpy_arg_need(t, "bounds", x, &a)) return NULL;
+  if (!pm_range(t->g, a.val, &lo, &hi)) Py_RETURN_NONE;
+  return Py_BuildValue("LL", (long long)lo, (long long)hi);
+}
+
+/* Adds the texts of all ops that use v or a view of it. part: v is a part of what was asked for. */
+static int add_uses(const pm_graph *g, pm_val v, bool part, PyObject *out) {
+  for (pm_opid id = 1; id < g->ops.n; id++) {
+    const pm_op *o = pm_get(g, id);
+    for (uint32_t k = 0; k < o->n_in; k++) {
+      if (pm_in(g, id, k) != v) continue;
+      if (pm_makes_view(o->code)) {
+        const bool whole = pm_type_size(pm_typeof(g, o->out)) == pm_type_size(pm_typeof(g, v));
+        if (add_uses(g, o->out, part || !whole, out)) return -1;
+        continue;
+      }
+      const char *text = o->code == PM_OP_STORE && part ? "part_store" : pm_ops[o->code].text;
+      PyObject *name = PyUnicode_FromString(text);
+      const int rc = name ? PyList_Append(out, name) : -1;
+      Py_XDECREF(name);
+      if (rc) return -1;
+    }
+  }
+  return 0;
+}
+
+static PyObject *uses(PyObject *Py_UNUSED(self), PyObject *ref) {
+  pmpy_trace *t = pmpy_begin("uses", ref);
+  PyObject *out = t ? PyList_New(0) : NULL;
+  if (out && add_uses(t->g, ((pmpy_traced *)ref)->val, false, out)) Py_CLEAR(out);
+  return out;
+}
+
 static PyMethodDef functions[] = {
     {"as_dtype", as_dtype, METH_O, "NumPy dtype of any spelling; 64-bit ones become 32-bit."},
+    {"bounds", bounds, METH_O,
+     "bounds(x): (least, largest) value of a traced int scalar, or None where none are known."},
     {"depends", (PyCFunction)(void (*)(void))depends, METH_FASTCALL,
      "depends(values, on): does any of the traced values depend on any of the others?"},
     {"fail_allocation", fail_allocation, METH_O,
@@ -191,6 +230,8 @@ static PyMethodDef functions[] = {
     {"set_debug_checks", set_debug_checks, METH_O, "Are kernels traced with checks from now on?"},
     {"system_info", system_info, METH_NOARGS,
      "Devices, NVRTC, cache directory and backend, as a dict."},
+    {"uses", uses, METH_O,
+     "uses(ref): names of the ops that use it or a view of it; a store to a part: part_store."},
     {NULL, NULL, 0, NULL},
 };
 

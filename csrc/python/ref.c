@@ -320,13 +320,36 @@ static PyObject *by_arrays(PyObject *self, PyObject *idx) {
   return out;
 }
 
+/* What overhangs a ref in memory is no view, but may be accessed with a mask: an object of
+ * _clipped.py that keeps the error for all else. NULL with the error as it was for other errors. */
+static PyObject *overhanging(PyObject *self, PyObject *idx) {
+  const pm_type *type = &self_of(self)->type;
+  if (type->kind != PM_REF || type->space == PM_REGS) return NULL;
+  if (!PyErr_ExceptionMatches(PyExc_ValueError)) return NULL;
+  PyObject *kind, *error, *traceback;
+  PyErr_Fetch(&kind, &error, &traceback);
+  PyErr_NormalizeException(&kind, &error, &traceback);
+  PyObject *module = PyImport_ImportModule("pallas_mgpu._clipped");
+  PyObject *out =
+      module ? PyObject_CallMethod(module, "overhanging", "OOO", self, idx, error) : NULL;
+  Py_XDECREF(module);
+  if (!out) PyErr_Clear(); /* it is wrong in another way, too: the first error stands */
+  if (out && out != Py_None) {
+    Py_DECREF(kind), Py_XDECREF(error), Py_XDECREF(traceback);
+    return out;
+  }
+  Py_XDECREF(out);
+  PyErr_Restore(kind, error, traceback);
+  return NULL;
+}
+
 static PyObject *at_index(PyObject *self, PyObject *idx) {
   PyObject *indexed = by_arrays(self, idx);
   if (indexed || PyErr_Occurred()) return indexed;
   pmpy_trace *t = begin_ref("index", self);
   pm_type type;
   pm_val v = t ? view_of(t, self_of(self), idx, &type) : 0;
-  return v ? pmpy_traced_new(t, v, false) : NULL;
+  return v ? pmpy_traced_new(t, v, false) : overhanging(self, idx);
 }
 
 static bool is_view_base(const pmpy_traced *r, const char *what) {

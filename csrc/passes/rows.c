@@ -1,0 +1,393 @@
+/* Programs that compute on more rows than a warpgroup has registers for become several programs.
+ *
+ * A loop with products of 128 rows and more may need more registers for its accumulators alone than
+ * a lane has. Where the rows never meet, a program does as well as two of half the rows each: the
+ * grid gets one more axis, its index times the rows of a part is where the part begins.
+ *
+ * One walk marks which dimension of each value counts rows, from the accumulators on, until nothing
+ * changes: elementwise ops, moves and control flow carry a mark from one side to the other, `a` of
+ * a product has that of the accumulator, loads and stores pass it to their masks. The rest is left
+ * alone: a product's b, scalars, addresses. What would mix rows, or what it is not safe to do
+ * twice, ends the attempt, and the kernel stays as it is. */
+#include "passes.h"
+
+enum {
+  MOST = 160, /* accumulators of one loop: registers of a lane */
+  LANES = 128,
+  LEAST = 64, /* rows of a product */
+  MOST_BLOCKS = 65535
+};
+
+typedef struct splitter {
+  pm_graph *g;
+  int8_t *row; /* by value: 1 + the dimension that counts rows; 0: none does */
+  int64_t rows, parts;
+  bool grew, failed;
+  bool *written, *read; /* by value: arguments of the kernel */
+} splitter;
+
+static uint16_t code_of(const pm_graph *g, pm_opid op) { return pm_get(g, op)->code; }
+
+static uint32_t position(const pm_graph *g, pm_opid op) {
+  const pm_block *b = &g->blocks.at[pm_get(g, op)->parent];
+  uint32_t at = 0;
+  while (b->ops.at[at] != op) at++;
+  return at;
+}
+
+static pm_val before(pm_graph *g, pm_opid place, pm_opcode code, const pm_val *in, uint32_t n_in,
+                     pm_type t, const pm_attr_arg *attrs, uint32_t n_attrs) {
+  const pm_opid op = pm_insert(g, pm_get(g, place)->parent, position(g, place), code, in, n_in, &t,
+                               1, attrs, n_attrs, place);
+  return pm_get(g, op)->out;
+}
+
+/* Constants and counts are shared by what has nothing to do with one another: each use gets its own
+ * one, and the next simplification merges them again. */
+static void own_sources(pm_graph *g, pm_opid op) {
+  for (uint32_t k = 0; k < pm_get(g, op)->n_in; k++) {
+    const pm_val v = pm_in(g, op, k);
+    const pm_opid def = pm_value_of(g, v)->def;
+    const uint16_t code = def ? code_of(g, def) : PM_OP_NONE;
+    if ((code != PM_OP_CONST && code != PM_OP_IOTA) || !pm_typeof(g, v)->rank) continue;
+    const pm_blk block = pm_get(g, op)->parent;
+    const pm_opid copy = pm_insert_like(g, block, position(g, op), def, NULL);
+    g->operands.at[pm_get(g, op)->in + k] = pm_get(g, copy)->out;
+  }
+}
+
+/* ---- which loop --------------------------------------------------------------------------- */
+
+static int64_t accumulators(const pm_graph *g, pm_blk block, int64_t *rows) {
+  int64_t n = 0;
+  for (uint32_t k = 0; k < g->blocks.at[block].ops.n; k++) {
+    const pm_opid op = g->blocks.at[block].ops.at[k];
+    if (code_of(g, op) == PM_OP_ALLOC_ACC) {
+      const pm_type *t = pm_typeof(g, pm_get(g, op)->out);
+      n += pm_type_size(t) / LANES;
+      *rows = !*rows || *rows == t->dim[0] ? t->dim[0] : -1;
+    }
+    for (uint32_t r = 0; r < pm_get(g, op)->n_regions; r++)
+      n += accumulators(g, pm_region(g, op, r), rows);
+  }
+  return n;
+}
+
+static void mark(splitter *s, pm_val v, int dim) {
+  const pm_type *t = pm_typeof(s->g, v);
+  if (dim < 0 || !t->rank) return;
+  if (s->row[v] == dim + 1) return;
+  if (s->row[v] || t->dim[dim] != s->rows) {
+    s->failed = true;
+    return;
+  }
+  s->row[v] = (int8_t)(dim + 1);
+  s->grew = true;
+}
+
+static int row_of(const splitter *s, pm_val v) { return s->row[v] - 1; }
+
+/* Both have the same rows, along dims that correspond. */
+static void tie(splitter *s, pm_val a, pm_val b) {
+  if (!pm_typeof(s->g, a)->rank || !pm_typeof(s->g, b)->rank) return;
+  mark(s, a, row_of(s, b));
+  mark(s, b, row_of(s, a));
+}
+
+/* The most parts that a loop asks for; marks its accumulators. */
+static void find_loops(pm_graph *g, pm_opid op, void *ctx) {
+  splitter *s = ctx;
+  int64_t rows = 0;
+  if (code_of(g, op) != PM_OP_FOR || s->rows) return;
+  const int64_t n = accumulators(g, pm_region(g, op, 0), &rows);
+  if (n < MOST || rows < 2 * LEAST || rows % LEAST) return;
+  s->rows = rows;
+  for (s->parts = 2; n / s->parts >= MOST && rows % (s->parts * 2 * LEAST) == 0;) s->parts *= 2;
+}
+
+static void seed(pm_graph *g, pm_opid op, void *ctx) {
+  splitter *s = ctx;
+  const pm_val out = pm_get(g, op)->out;
+  if (code_of(g, op) == PM_OP_ALLOC_ACC && pm_typeof(g, out)->dim[0] == s->rows) mark(s, out, 0);
+}
+
+/* ---- marks -------------------------------------------------------------------------------- */
+
+/* The dim of `to` that is dim of `from`, where a reshape adds or drops dims of size 1 only. */
+static int through_reshape(const pm_type *from, const pm_type *to, int dim) {
+  int i = 0, k = 0;
+  for (;; i++, k++) {
+    while (i < from->rank && from->dim[i] == 1) i++;
+    while (k < to->rank && to->dim[k] == 1) k++;
+    if (i == from->rank || k == to->rank || from->dim[i] != to->dim[k]) return -1;
+    if (i == dim) return k;
+  }
+}
+
+/* The dim of the other side of a move: of the result, or back of the operand; -1: none there,
+ * -2: it gets lost. */
+static int moved(const pm_graph *g, pm_opid op, int dim, bool back) {
+  const pm_type *from = pm_typeof(g, pm_in(g, op, 0)), *to = pm_typeof(g, pm_get(g, op)->out);
+  uint32_t n;
+  if (code_of(g, op) == PM_OP_RESHAPE) {
+    const int k = back ? through_reshape(to, from, dim) : through_reshape(from, to, dim);
+    return k < 0 ? -2 : k;
+  }
+  if (code_of(g, op) == PM_OP_SLICE) {
+    const int64_t *starts = pm_attr_list(g, op, PM_ATTR_STARTS, &n);
+    return !starts[dim] && from->dim[dim] == to->dim[dim] ? dim : -2;
+  }
+  const int64_t *dims = pm_attr_list(g, op, PM_ATTR_DIMS, &n);
+  if (code_of(g, op) == PM_OP_REDUCE) {
+    int k = dim;
+    for (uint32_t i = 0; i < n; i++) {
+      if (dims[i] == dim && !back) return -2;
+      if (!back && dims[i] < dim) k--;
+    }
+    for (int d = 0; back && d <= k; d++) {
+      for (uint32_t i = 0; i < n; i++) k += dims[i] == d;
+    }
+    return k;
+  }
+  for (uint32_t k = 0; k < n; k++) { /* BROADCAST: dims[k] is dim k; TRANSPOSE: dim dims[k] */
+    const bool broadcast = code_of(g, op) == PM_OP_BROADCAST;
+    if (broadcast && !back && (int)k == dim) return (int)dims[k];
+    if (broadcast && back && dims[k] == dim) return from->dim[k] == 1 ? -1 : (int)k;
+    if (!broadcast && !back && dims[k] == dim) return (int)k;
+    if (!broadcast && back && (int)k == dim) return (int)dims[k];
+  }
+  return -1;
+}
+
+static void mark_moved(splitter *s, pm_opid op) {
+  const pm_val in = pm_in(s->g, op, 0), out = pm_get(s->g, op)->out;
+  if (!pm_typeof(s->g, in)->rank) return;
+  if (s->row[in]) {
+    const int dim = moved(s->g, op, row_of(s, in), false);
+    s->failed |= dim < 0;
+    mark(s, out, dim);
+  }
+  if (s->row[out]) {
+    const int dim = moved(s->g, op, row_of(s, out), true);
+    s->failed |= dim == -2;
+    mark(s, in, dim);
+  }
+}
+
+static void mark_control(splitter *s, pm_opid op) {
+  pm_graph *g = s->g;
+  const pm_op *o = pm_get(g, op);
+  const bool loop = o->code == PM_OP_FOR;
+  for (uint32_t k = 0; k < o->n_out; k++) {
+    if (loop) tie(s, o->out + k, pm_in(g, op, o->n_in - o->n_out + k));
+    for (uint32_t r = 0; r < o->n_regions; r++) {
+      const pm_block *b = &g->blocks.at[pm_region(g, op, r)];
+      if (loop) tie(s, o->out + k, b->arg + b->n_args - o->n_out + k);
+      tie(s, o->out + k, pm_in(g, pm_terminator(g, pm_region(g, op, r)), k));
+    }
+  }
+}
+
+static bool any_marked(const splitter *s, pm_opid op) {
+  const pm_op *o = pm_get(s->g, op);
+  for (uint32_t k = 0; k < o->n_out; k++) {
+    if (s->row[o->out + k]) return true;
+  }
+  for (uint32_t k = 0; k < o->n_in; k++) {
+    if (s->row[pm_in(s->g, op, k)]) return true;
+  }
+  return false;
+}
+
+/* The arrays of a load or store; its ref is no array and is cut later. */
+static void mark_access(splitter *s, pm_opid op) {
+  const pm_graph *g = s->g;
+  const pm_op *o = pm_get(g, op);
+  uint32_t first = 0;
+  pm_val like = o->n_out ? o->out : 0;
+  for (uint32_t k = 1; k < o->n_in; k++) {
+    const pm_val v = pm_in(g, op, k);
+    if (!pm_typeof(g, v)->rank) continue;
+    if (!like) like = v, first = k;
+    if (k != first) tie(s, like, v);
+  }
+  const bool gmem = pm_typeof(g, pm_in(g, op, 0))->space == PM_GMEM;
+  if (like && s->row[like] && !gmem) s->failed = true;
+}
+
+static void mark_op(splitter *s, pm_opid op) {
+  pm_graph *g = s->g;
+  const pm_op *o = pm_get(g, op);
+  switch (o->code) {
+    case PM_OP_BROADCAST:
+    case PM_OP_RESHAPE:
+    case PM_OP_TRANSPOSE:
+    case PM_OP_SLICE:
+    case PM_OP_REDUCE: mark_moved(s, op); return;
+    case PM_OP_FOR:
+    case PM_OP_IF:
+    case PM_OP_SCOPE: mark_control(s, op); return;
+    case PM_OP_LOAD:
+    case PM_OP_STORE:
+    case PM_OP_MASKED_LOAD:
+    case PM_OP_MASKED_STORE: mark_access(s, op); return;
+    case PM_OP_ALLOC_ACC:
+      if (o->n_in) tie(s, o->out, pm_in(g, op, 0));
+      return;
+    case PM_OP_ACC_LOAD: tie(s, o->out, pm_in(g, op, 0)); return;
+    case PM_OP_WGMMA:
+      tie(s, pm_in(g, op, 0), pm_in(g, op, 1));
+      s->failed |= s->row[pm_in(g, op, 2)] != 0;
+      s->failed |= s->row[pm_in(g, op, 0)] && pm_typeof(g, pm_in(g, op, 1))->kind != PM_ARRAY;
+      return;
+    case PM_OP_CONST:
+    case PM_OP_IOTA:
+    case PM_OP_YIELD: return;
+    default:
+      if (pm_ops[o->code].layout == PM_LAY_POINTWISE) {
+        for (uint32_t k = 0; k < o->n_in; k++) tie(s, o->out, pm_in(g, op, k));
+      } else if (any_marked(s, op)) {
+        s->failed = true;
+      }
+  }
+}
+
+/* ---- may it be done? ---------------------------------------------------------------------- */
+
+static void note_argument(splitter *s, pm_opid op, bool *list) {
+  const pm_val ref = pm_in(s->g, op, 0);
+  if (pm_typeof(s->g, ref)->space == PM_GMEM) list[pm_view_base(s->g, ref)] = true;
+}
+
+static void check_op(pm_graph *g, pm_opid op, void *ctx) {
+  splitter *s = ctx;
+  const pm_op *o = pm_get(g, op);
+  uint32_t n;
+  mark_op(s, op);
+  switch (o->code) {
+    case PM_OP_LOAD:
+    case PM_OP_MASKED_LOAD: note_argument(s, op, s->read); break;
+    case PM_OP_STORE:
+    case PM_OP_MASKED_STORE: /* what has no rows would be stored twice */
+      note_argument(s, op, s->written);
+      if (pm_typeof(g, pm_in(g, op, 0))->space == PM_GMEM && !s->row[pm_in(g, op, 1)])
+        s->failed = true;
+      break;
+    case PM_OP_FOR:
+    case PM_OP_IF:
+    case PM_OP_SCOPE:
+    case PM_OP_YIELD:
+    case PM_OP_ALLOC_ACC:
+    case PM_OP_ALLOC_SMEM:
+    case PM_OP_ACC_LOAD:
+    case PM_OP_WGMMA:
+    case PM_OP_WGMMA_WAIT:
+    case PM_OP_COMMIT_SMEM: break;
+    default:
+      if (pm_ops[o->code].effects) s->failed = true;
+  }
+  if (pm_is_masked(o->code) && any_marked(s, op)) {
+    pm_attr_list(g, op, PM_ATTR_DIMS, &n);
+    if (n) s->failed = true;
+  }
+  if (o->n_out && s->row[o->out] && pm_has_attr(g, op, PM_ATTR_LAYOUT) &&
+      *pm_attr(g, op, PM_ATTR_LAYOUT))
+    s->failed = true;
+}
+
+static bool possible(splitter *s) {
+  pm_graph *g = s->g;
+  pm_walk(g, 1, seed, s);
+  do {
+    s->grew = false;
+    for (pm_opid op = 1; op < g->ops.n && !s->failed; op++) {
+      if (code_of(g, op)) mark_op(s, op);
+    }
+  } while (s->grew && !s->failed);
+  if (!s->failed) pm_walk(g, 1, check_op, s);
+  for (pm_val v = 1; v < g->values.n; v++) s->failed |= s->read[v] && s->written[v];
+  for (uint32_t k = 0; k < g->n_outputs; k++) s->failed |= g->alias && g->alias[k] >= 0;
+  return !s->failed;
+}
+
+/* ---- the parts ---------------------------------------------------------------------------- */
+
+/* The rows of the part of a ref, for an access whose array is `like`. */
+static void cut_ref(splitter *s, pm_opid op, pm_val like, pm_val start) {
+  pm_graph *g = s->g;
+  const pm_val ref = pm_in(g, op, 0);
+  pm_type t = *pm_typeof(g, ref);
+  int64_t starts[PM_MAX_RANK] = {0}, sizes[PM_MAX_RANK];
+  const int dim = row_of(s, like);
+  t.dim[dim] /= s->parts;
+  memcpy(sizes, t.dim, sizeof sizes);
+  starts[dim] = PM_DYNAMIC;
+  const pm_attr_arg attrs[] = {{.id = PM_ATTR_STARTS, .list = starts, .n = t.rank},
+                               {.id = PM_ATTR_SIZES, .list = sizes, .n = t.rank}};
+  const pm_val in[] = {ref, start};
+  const pm_val view = before(g, op, PM_OP_INDEX, in, 2, t, attrs, 2);
+  g->operands.at[pm_get(g, op)->in] = view;
+}
+
+/* The index of a row counts from the first row of all parts. */
+static void shift_iota(splitter *s, pm_opid op, pm_val start) {
+  pm_graph *g = s->g;
+  const pm_val out = pm_get(g, op)->out;
+  const pm_type t = *pm_typeof(g, out);
+  const pm_opid next = g->blocks.at[pm_get(g, op)->parent].ops.at[position(g, op) + 1];
+  pm_val in[] = {out, start};
+  if (t.dtype != PM_I32)
+    in[1] = before(g, next, PM_OP_CONVERT, &start, 1, pm_scalar_type(t.dtype), NULL, 0);
+  const pm_val sum = before(g, next, PM_OP_ADD, in, 2, t, NULL, 0);
+  const pm_opid add = pm_value_of(g, sum)->def;
+  for (pm_opid user = 1; user < g->ops.n; user++) {
+    for (uint32_t k = 0; user != add && k < pm_get(g, user)->n_in; k++) {
+      if (pm_in(g, user, k) == out) g->operands.at[pm_get(g, user)->in + k] = sum;
+    }
+  }
+}
+
+static void split(splitter *s) {
+  pm_graph *g = s->g;
+  const pm_val n_values = g->values.n;
+  const pm_opid n_ops = g->ops.n, first = g->blocks.at[1].ops.at[0];
+  const pm_type i32 = pm_scalar_type(PM_I32);
+  const pm_attr_arg axis[] = {{.id = PM_ATTR_AXIS, .i = PM_AXIS_GRID},
+                              {.id = PM_ATTR_DIM, .i = g->n_grid}};
+  const pm_attr_arg rows = {.id = PM_ATTR_VALUE, .i = s->rows / s->parts};
+  g->grid[g->n_grid++] = s->parts;
+  pm_val in[2];
+  in[0] = before(g, first, PM_OP_AXIS, NULL, 0, i32, axis, 2);
+  in[1] = before(g, first, PM_OP_CONST, NULL, 0, i32, &rows, 1);
+  const pm_val start = before(g, first, PM_OP_MUL, in, 2, i32, NULL, 0);
+  for (pm_val v = 1; v < n_values; v++) {
+    if (s->row[v]) pm_value_of(g, v)->type.dim[row_of(s, v)] /= s->parts;
+  }
+  for (pm_opid op = 1; op < n_ops; op++) {
+    const uint16_t code = code_of(g, op);
+    const bool load = code == PM_OP_LOAD || code == PM_OP_MASKED_LOAD;
+    const bool store = code == PM_OP_STORE || code == PM_OP_MASKED_STORE;
+    if (!load && !store && code != PM_OP_IOTA) continue;
+    const pm_val like = store ? pm_in(g, op, 1) : pm_get(g, op)->out;
+    if (!s->row[like]) continue;
+    if (code != PM_OP_IOTA) cut_ref(s, op, like, start);
+    else if (*pm_attr(g, op, PM_ATTR_DIM) == row_of(s, like)) shift_iota(s, op, start);
+  }
+}
+
+pm_code pm_split_rows(pm_graph *g, const pm_target *t, pm_err *err) {
+  splitter s = {.g = g};
+  (void)t, (void)err;
+  if (g->n_threads > 1 || g->n_cluster || g->n_grid == PM_MAX_RANK || pm_shares_grid(g))
+    return PM_OK;
+  if (g->n_grid && g->grid[g->n_grid - 1] > MOST_BLOCKS) return PM_OK;
+  pm_walk(g, 1, find_loops, &s);
+  if (!s.rows) return PM_OK;
+  const pm_opid n_ops = g->ops.n;
+  for (pm_opid op = 1; op < n_ops; op++) own_sources(g, op);
+  s.row = PM_NEW(g->arena, int8_t, g->values.n);
+  s.read = PM_NEW(g->arena, bool, g->values.n);
+  s.written = PM_NEW(g->arena, bool, g->values.n);
+  if (possible(&s)) split(&s);
+  return PM_OK;
+}

@@ -1,0 +1,54 @@
+"""Kernels in the style of Pallas' Triton backend: staging of products, split rows, indices that
+count, blocks that overhang."""
+
+from . import CUDA, PASSES, breaks
+
+TRITON = "test_triton_style.py"
+
+breaks(
+    f"{PASSES}/stage.c",
+    f"{TRITON}::test_copies_ahead",
+    f"{TRITON}::test_mha",
+    copy_ahead_of_this_step=(
+        "const pm_val next = insert_value(g, before, PM_OP_ADD, step",
+        "const pm_val next = insert_value(g, before, PM_OP_MUL, step",
+    ),
+    copy_ahead_without_end=("if (!bounded || hi >= least) {", "if (!bounded && hi < least) {"),
+)
+breaks(
+    f"{PASSES}/rows.c",
+    f"{TRITON}::test_mha",
+    parts_count_from_zero=(
+        "    else if (*pm_attr(g, op, PM_ATTR_DIM) == row_of",
+        "    else if (0 == row_of",
+    ),
+    parts_begin_at_zero=("starts[dim] = PM_DYNAMIC;", "starts[dim ? 0 : 1] = PM_DYNAMIC;"),
+)
+breaks(
+    f"{CUDA}/emit_memory.c",
+    f"{TRITON}::test_indices_are_views",
+    f"{TRITON}::test_indices_of_two_dims",
+    start_of_an_index_is_lost=(
+        "v->offset += x.constant * dim->inner;",
+        "v->offset += 0 * dim->inner;",
+    ),
+    index_strides_are_lost=(
+        "v->dim[d].inner += x.coef[d] * dim->inner;",
+        "v->dim[d].inner += (x.coef[d] != 0) * dim->inner;",
+    ),
+)
+breaks(
+    "pallas_mgpu/_clipped.py",
+    f"{TRITON}::test_blocks_in_gmem",
+    f"{TRITON}::test_blocks_wholly_outside",
+    blocks_may_begin_before=(
+        "conditions.append(x >= -start)",
+        "conditions.append(x >= -start - 64)",
+    ),
+    blocks_end_late=("conditions.append(x < dim - start)", "conditions.append(x <= dim - start)"),
+)
+breaks(
+    "pallas_mgpu/_call.py",
+    f"{TRITON}::test_programs_that_share_an_output_block",
+    shared_blocks_are_staged=("        in_place = parts\n", "        in_place = []\n"),
+)
