@@ -1,12 +1,18 @@
-"""Kernels for compute-sanitizer's racecheck: those of ops that hand words over by mbarriers, and
-the least one that does.
+"""Kernels for compute-sanitizer's racecheck: those of ops that pass words on by mbarriers, and the
+smallest ones that do.
 
-    compute-sanitizer --tool racecheck python benchmarks/racecheck.py [least | softmax | ragged_dot]
+    compute-sanitizer --tool racecheck python benchmarks/racecheck.py [least | lanes | peer | ...]
 
-`least`: one lane writes a word of shared memory and arrives at a barrier, on which another thread
-waits before its lanes read the word; they arrive at a second one, on which the writer waits before
-it writes again. That is right by the PTX ISA: an arrival releases, a wait acquires. Where racecheck
-reports it, its reports of such words elsewhere are its own."""
+`least`: one lane writes a word of shared memory and arrives at an mbarrier itself; the lanes of
+another thread wait on it and read the word. racecheck follows that.
+
+`lanes`: all lanes of a thread write, meet at a named barrier (`bar.sync`), and one of them arrives
+for all; the lanes of another thread wait and read. By the PTX memory model (causality order, which
+is transitive) the write comes before `bar.sync`, that before the arrival, which releases, and that
+before the wait, which acquires, and so before the read. racecheck does not follow the chain through
+the lane that arrives, and reports each such word. The tables of `ragged_dot` are written so.
+
+`peer`: the same with words of another block of the cluster, as in `softmax` of long rows."""
 
 import sys
 
@@ -46,6 +52,49 @@ def least():
     return kernel(), np.array([ROUNDS * (ROUNDS - 1) // 2])
 
 
+def lanes():
+    def body(o, words, written):
+        me = lax.axis_index("wg")
+
+        @pl.when(me == 0)
+        def _():
+            words[...] = lax.iota(jnp.int32, 128)
+            plgpu.barrier_arrive(written)
+
+        @pl.when(me == 1)
+        def _():
+            plgpu.barrier_wait(written)
+            o[...] = words[...][::-1]
+
+    kernel = plgpu.kernel(
+        body,
+        out_type=plgpu.ShapeDtypeStruct((128,), jnp.int32),
+        scratch_types=[plgpu.SMEM((128,), jnp.int32), plgpu.Barrier()],
+        num_threads=2,
+        thread_name="wg",
+    )
+    return kernel(), np.arange(128)[::-1]
+
+
+def peer():
+    def body(o, words, written):
+        me = lax.axis_index("c")
+        mine = lax.iota(jnp.int32, 128) + me * 128
+        plgpu.cluster_ref(words, {"c": 1 - me})[...] = mine
+        plgpu.barrier_arrive(written)
+        plgpu.barrier_wait(written)
+        o[me] = words[...][::-1]
+
+    kernel = plgpu.kernel(
+        body,
+        out_type=plgpu.ShapeDtypeStruct((2, 128), jnp.int32),
+        scratch_types=[plgpu.SMEM((128,), jnp.int32), plgpu.ClusterBarrier(collective_axes=("c",))],
+        cluster=(2,),
+        cluster_names=("c",),
+    )
+    return kernel(), np.arange(256).reshape(2, 128)[::-1, ::-1]
+
+
 def softmax():
     x = np.random.default_rng(0).standard_normal((40, 40_000)).astype(np.float16)
     want = np.exp(x.astype(np.float32))
@@ -63,7 +112,7 @@ def ragged_dot():
     return got, np.concatenate(parts)
 
 
-CASES = {f.__name__: f for f in (least, softmax, ragged_dot)}
+CASES = {f.__name__: f for f in (least, lanes, peer, softmax, ragged_dot)}
 
 
 def main():

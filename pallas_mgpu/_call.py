@@ -285,11 +285,11 @@ class _Call(Definition):
                 e.programs = before
 
         try:
-            self._trace_form(args, names, at, frozenset())
+            self._trace_form(args, names, scratch, at, frozenset())
         except _InPlace as found:
-            self._trace_form(args, names, at, found.which)
+            self._trace_form(args, names, scratch, at, found.which)
 
-    def _trace_form(self, args, names, at, in_place):
+    def _trace_form(self, args, names, scratch, at, in_place):
         """The body in a pipeline. ``in_place``: the operands, as "in_specs[0]", whose blocks are
         not staged though their specs would have it so."""
         n_in = len(args) - len(self.out_structure[2])
