@@ -7,7 +7,7 @@ from typing import Any, Literal, NoReturn, Self, TypedDict, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from . import MemorySpace
+from . import MemorySpace, Transform
 from ._typing import ArrayIndexer, DType, PrecisionLike
 from ._typing import Index as _Index
 from ._typing import Operand as _Operand
@@ -354,7 +354,7 @@ class Ref:
     @property
     def memory_space(self) -> MemorySpace: ...
     @property
-    def transforms(self) -> tuple[Any, ...]: ...  # of plgpu.Transform
+    def transforms(self) -> tuple[Transform, ...]: ...
     @property
     def is_view(self) -> bool: ...
     @property

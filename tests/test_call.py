@@ -691,7 +691,7 @@ def params(**fields):
                 "compiler_params": params(max_concurrent_steps=2),
             },
             ValueError,
-            "greater than delay_release",
+            "greater than all delay_release",
         ),
     ],
 )
@@ -805,7 +805,7 @@ def test_names_of_smem_behind_none():
         out[...] = first[...] + pair["a"][...] + last[...]
 
     def spec():
-        return pl.BlockSpec((128, 256), lambda i: (i, 0))
+        return pl.BlockSpec((128, 256), lambda i: (i, 0), memory_space=plgpu.SMEM)
 
     x = np.zeros((256, 256), F32)
     out = plgpu.ShapeDtypeStruct((256, 256), F32)

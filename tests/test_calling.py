@@ -233,7 +233,7 @@ def test_what_is_written_must_have_the_dtype():
         with pytest.raises(TypeError, match=f"dtype {wide}.*astype"):
             kernel(change, ())(ref)
         with pytest.raises(TypeError, match=f"dtype {wide}.*astype"):
-            pl.core_map(plgpu.Mesh(), interpret=True)(lambda: change(ref))  # noqa: B023
+            pl.kernel(lambda: change(ref), mesh=plgpu.Mesh(), interpret=True)()  # noqa: B023
     with pytest.raises(TypeError, match="complex128"):
         k(np.zeros(N, complex))
     with pytest.raises(TypeError, match="float128|longdouble"):

@@ -59,17 +59,15 @@ def test_results(name, way):
 
 @pytest.mark.filterwarnings("ignore:.*is converted from layout")
 def test_what_is_held():
-    """A that is the same in every iteration, wherever it is computed; no other one."""
+    """A that is in registers and the same in every iteration, wherever it is computed; no other
+    one. Where loops load B, such an A goes to shared memory (passes/stage.c), and nothing is held:
+    "branch", "nested loops", "three products", "128 rows"."""
     held = {
-        *("overwritten", "branch", "branch, bfloat16", "computed in the loop"),
-        *("loaded in the loop", "nested loops", "in branches", "carried", "constant"),
-        *("three products", "int8 in registers", "float8 in registers", "128 rows"),
-        "stored accumulator",
+        *("overwritten", "computed in the loop", "loaded in the loop", "in branches", "carried"),
+        *("constant", "int8 in registers", "float8 in registers", "stored accumulator"),
     }
     texts = {name: compiler_kernels.lower(make).as_text("cuda") for name, make in EVERY.items()}
     assert {name for name, text in texts.items() if "hold_operand<u32" in text} == held
-    calls = re.findall(r"^ +hold_operand<u32, (\d+)>\(a\);", texts["three products"], re.M)
-    assert calls == ["16", "16"]  # the third A is of this iteration
 
 
 def test_ops_hold_nothing():

@@ -178,7 +178,7 @@ def cases():
             product(dtype, acc),
             f"(({c}*)out, a, b);",
             f"mma.sync.aligned.m16n8k{step}.row.col.{to}.{of}.{of}.{to}"
-            " {a,b,c,d}, {1,2,3,4}, {5,6}, {a,b,c,d}",
+            " {a,b,c,d}, {1,2,3,4}, {5,6}, {e,f,g,h}",
         )
     return made
 

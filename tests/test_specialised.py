@@ -531,7 +531,7 @@ def test_a_fresh_accumulator_is_overwritten(run, rng, a_in_registers, half, rows
 
         def turn(i, total):
             new = pl.run_scoped(product, plgpu.ACC((rows, 64), f16 if half else f32))
-            return total + new.astype(f32)
+            return jnp.maximum(total, new.astype(f32))
 
         zero = plgpu.layout_cast(jnp.zeros((rows, 64), f32), plgpu.Layout.WGMMA)
         o[...] = lax.fori_loop(0, 2, turn, zero)
@@ -550,7 +550,7 @@ def test_a_fresh_accumulator_is_overwritten(run, rng, a_in_registers, half, rows
     assert re.search(r"wgmma_wait<0>\(\);\s+pin_[fu]32_\d+\(&acc_\d+\[0\]\);", text)
     np.testing.assert_allclose(
         run(body, out, a, b, scratch_types=scratch),
-        4 * (a.astype(f32) @ b.astype(f32)),
+        np.maximum(2 * (a.astype(f32) @ b.astype(f32)), 0),
         atol=0.1 if half else 1e-2,
     )
 
