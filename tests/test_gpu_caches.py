@@ -77,7 +77,7 @@ def test_launches_in_flight_keep_their_code(side):
         del k
         gc.collect()
         took = time.perf_counter() - start
-        assert took < 0.1, took  # nothing waited for the kernel, which takes 0.3 s
+        assert took < 0.2, took  # nothing waited for the kernel, which takes 0.3 s
     torch.cuda.synchronize()
     assert time.perf_counter() - start > 0.2 and torch.equal(got, a + 1)
 

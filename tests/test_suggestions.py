@@ -105,6 +105,22 @@ def test_arguments_that_are_lists_or_none():
         run(body, None)
 
 
+def test_masked_arrays_are_refused():
+    """They would lose their mask; what they hold is taken without it."""
+
+    def body(x, o):
+        o[...] = x[...] + 1
+
+    masked = np.ma.masked_array(X, X > 0)
+    kernel = plgpu.kernel(body, out_type=OUT, interpret=True)
+    for call in (lambda: kernel(masked), lambda: kernel({"a": masked}), lambda: ops.softmax(masked)):
+        with pytest.raises(TypeError, match=r"argument 0.*masked array.*filled"):
+            call()
+    with pytest.raises(TypeError, match=r"out\[0\].*masked array"):
+        kernel(X, out=masked)
+    assert (kernel(masked.data) == X + 1).all() and (kernel(masked.filled(2)) == 3).all()
+
+
 def test_leaked_values_say_where_they_were_made():
     leaked = []
 

@@ -21,6 +21,7 @@
 enum how {
   READ_DEVICE_ARRAY,
   READ_NUMPY,
+  READ_MASKED, /* of numpy.ma: refused */
   READ_DLPACK_C,
   READ_DLPACK,
   READ_CUDA_INTERFACE,
@@ -550,7 +551,7 @@ static bool describe(PyObject *o, pmpy_source *s) {
   PyTypeObject *type = Py_TYPE(o);
   *s = (pmpy_source){.type = type};
   if (PyArray_Check(o)) {
-    s->how = READ_NUMPY;
+    s->how = type_has(type, "harden_mask") ? READ_MASKED : READ_NUMPY;
     s->family = PMPY_NUMPY;
     return true;
   }
@@ -633,6 +634,10 @@ static int read_as(PyObject *o, int which, pmpy_purpose purpose, pmpy_buffer *b)
   switch ((enum how)b->source->how) {
     case READ_DEVICE_ARRAY: return read_device_array(o, which, purpose == PMPY_OUTPUT, b);
     case READ_NUMPY: return read_numpy(o, which, purpose, b);
+    case READ_MASKED:
+      return refuse(PyExc_TypeError, which, o,
+                    "is a masked array, and kernels have no masks: pass x.filled(value), or x.data "
+                    "to leave the mask out");
     case READ_DLPACK_C: return read_dlpack_c(o, which, b->source->api, b);
     case READ_DLPACK: return read_dlpack(o, which, b);
     case READ_CUDA_INTERFACE: return read_interface(o, which, b);
