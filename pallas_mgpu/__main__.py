@@ -1,6 +1,7 @@
 """``python -m pallas_mgpu``: a pipelined tensor-core matmul, run and checked. ``info``: what was
 found. ``cache``: size of the compile cache on disk; ``cache clear`` empties it. ``layouts``:
-docs/layouts.md, the costs of layout conversions."""
+docs/layouts.md, the costs of layout conversions. ``gaps``: what is missing, and what to use
+instead."""
 
 import argparse
 import os
@@ -143,7 +144,7 @@ def demo(size, dtype, seconds):
 
 def _run(argv):
     parser = argparse.ArgumentParser(prog="python -m pallas_mgpu", description=__doc__)
-    commands = ("demo", "info", "cache", "layouts")
+    commands = ("demo", "info", "cache", "gaps", "layouts")
     parser.add_argument("command", nargs="?", default="demo", choices=commands)
     parser.add_argument(
         "action", nargs="?", choices=("size", "clear"), help="of cache; size by default"
@@ -160,6 +161,9 @@ def _run(argv):
         return cache(args.action or "size")
     if args.command == "info":
         info()
+        return 0
+    if args.command == "gaps":
+        print((Path(__file__).parent / "gaps.md").read_text(encoding="utf-8"), end="")
         return 0
     if args.command == "layouts":
         from . import _layout_table

@@ -156,13 +156,16 @@ def accepts(*positional, **older):
     return wrap
 
 
+_GAPS = "`python -m pallas_mgpu gaps` lists what is missing"
+
+
 class Missing:
     """A name of the language that is not there yet: every use raises NotImplementedError."""
 
     __slots__ = ("_text", "__name__")
 
     def __init__(self, name, text):
-        self._text, self.__name__ = f"{text} (docs/gaps.md lists what is missing)", name
+        self._text, self.__name__ = f"{text} ({_GAPS})", name
 
     def __call__(self, *args, **kwargs):
         raise NotImplementedError(self._text)
@@ -190,7 +193,7 @@ def finder(namespace, missing, wrong, text="{namespace}.{name} is not supported 
             raise AttributeError(f"{namespace} has no {name!r}; {wrong[name]}")
         meant = "" if name.startswith("__") else _suggest_name(namespace, name)
         raise AttributeError(
-            f"{namespace} has no {name!r}{meant or '; docs/gaps.md lists what is missing'}"
+            f"{namespace} has no {name!r}{meant or f'; {_GAPS}'}"
         )
 
     return find

@@ -693,7 +693,7 @@ def __getattr__(name):
             raise NotImplementedError(
                 f"Unimplemented primitive in Pallas Mosaic GPU lowering: {name} (jnp.{name}"
                 f" works on host arrays"
-                " only; docs/gaps.md says what to use in a kernel)"
+                " only; `python -m pallas_mgpu gaps` says what to use in a kernel)"
             )
         out = f(*args, **kwargs)
         return _host(out) if isinstance(out, (np.ndarray, np.generic)) else out

@@ -23,8 +23,8 @@ HEAD = """# Names
 Which names of the language are implemented, made from the code by `python tests/names.py` (a test
 fails where this page is stale). A name with arguments was traced in a kernel and lowered to CUDA
 with arrays of the usual dtypes; dtypes, layouts and options that are missing stand in
-[gaps.md](gaps.md). Names of JAX's host side that are not here (`jax.jit`, `jax.random`, transfers)
-are NumPy's or the array library's affair: kernels take and give its arrays.
+[gaps.md](../pallas_mgpu/gaps.md). Names of JAX's host side that are not here (`jax.jit`,
+`jax.random`, transfers) are NumPy's or the array library's affair: kernels take and give its arrays.
 """
 SPACE = {
     "plgpu": plgpu,
@@ -117,9 +117,8 @@ def short(why):
     """What to use, where the message says so."""
     why = re.sub(r"^Unimplemented primitive in Pallas Mosaic GPU lowering: \w+;? ?", "", why)
     why = re.sub(r"^[\w.]+ is not supported yet; ", "", why)
-    why = re.split(
-        r" ?\((?:docs/gaps.md|jnp\.|a member of)|; (?:see )?docs/gaps.md|; accepted are", why
-    )[0]
+    gaps = "`python -m pallas_mgpu gaps`"
+    why = re.split(rf" ?\((?:{gaps}|jnp\.|a member of)|; {gaps}|; accepted are", why)[0]
     return why.replace("|", "\\|")
 
 

@@ -407,6 +407,16 @@ def test_cache_command(cache, capsys):
         main(["info", "clear"])
 
 
+def test_the_table_of_gaps_is_in_the_package(capsys):
+    from pallas_mgpu.__main__ import main
+
+    assert main(["gaps"]) == 0
+    text = capsys.readouterr().out
+    assert "| missing | use instead |" in text and "tcgen05" in text
+    with pytest.raises(NotImplementedError, match="python -m pallas_mgpu gaps"):
+        plgpu.tcgen05_mma()
+
+
 def test_cache_directory_follows_xdg(monkeypatch, tmp_path):
     monkeypatch.delenv("PALLAS_MGPU_CACHE_DIR", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
