@@ -23,7 +23,7 @@ from pallas_mgpu import lax, ops, pl
 from pallas_mgpu import numpy as jnp
 from pallas_mgpu.ops._ring import hear, told_scratch
 
-ROUNDS = 16
+ROUNDS, BLOCKS = 16, 8
 
 
 def least():
@@ -79,20 +79,26 @@ def lanes():
 def peer():
     def body(o, words, written):
         me = lax.axis_index("c")
-        mine = lax.iota(jnp.int32, 128) + me * 128
-        plgpu.cluster_ref(words, {"c": 1 - me})[...] = mine
+        for k in range(BLOCKS):
+            plgpu.cluster_ref(words, {"c": k})[me] = me + 1
         plgpu.barrier_arrive(written)
         plgpu.barrier_wait(written)
-        o[me] = words[...][::-1]
+        total = jnp.int32(0)
+        for k in range(BLOCKS):
+            total = total + words[k]
+        o[me] = total
 
     kernel = plgpu.kernel(
         body,
-        out_type=plgpu.ShapeDtypeStruct((2, 128), jnp.int32),
-        scratch_types=[plgpu.SMEM((128,), jnp.int32), plgpu.ClusterBarrier(collective_axes=("c",))],
-        cluster=(2,),
+        out_type=plgpu.ShapeDtypeStruct((BLOCKS,), jnp.int32),
+        scratch_types=[
+            plgpu.SMEM((BLOCKS,), jnp.int32),
+            plgpu.ClusterBarrier(collective_axes=("c",)),
+        ],
+        cluster=(BLOCKS,),
         cluster_names=("c",),
     )
-    return kernel(), np.arange(256).reshape(2, 128)[::-1, ::-1]
+    return kernel(), np.full(BLOCKS, BLOCKS * (BLOCKS + 1) // 2)
 
 
 def softmax():

@@ -24,7 +24,8 @@ Which names of the language are implemented, made from the code by `python tests
 fails where this page is stale). A name with arguments was traced in a kernel and lowered to CUDA
 with arrays of the usual dtypes; dtypes, layouts and options that are missing stand in
 [gaps.md](../pallas_mgpu/gaps.md). Names of JAX's host side that are not here (`jax.jit`,
-`jax.random`, transfers) are NumPy's or the array library's affair: kernels take and give its arrays.
+`jax.random`, transfers) are NumPy's or the array library's affair: kernels take and give its
+arrays.
 """
 SPACE = {
     "plgpu": plgpu,
