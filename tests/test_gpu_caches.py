@@ -77,9 +77,10 @@ def test_launches_in_flight_keep_their_code(side):
         del k
         gc.collect()
         took = time.perf_counter() - start
-        assert took < 0.2, took  # nothing waited for the kernel, which takes 0.3 s
     torch.cuda.synchronize()
-    assert time.perf_counter() - start > 0.2 and torch.equal(got, a + 1)
+    whole = time.perf_counter() - start
+    assert whole > 0.2 and took < 0.7 * whole  # nothing waited for the kernel
+    assert torch.equal(got, a + 1)
 
 
 def test_streams_by_name():
