@@ -355,11 +355,49 @@ def run_steps(
     return scoped(run, types, {}, [*names, *["ready"] * len(barriers)], ())
 
 
+def _moved(o, grid, now, s):
+    """Did the block of an output change between steps s-1 and s?"""
+    pairs = zip(now, o.index(unravel(s - 1, grid)))
+    changed = [a != b for a, b in pairs if isinstance(a, Array) or isinstance(b, Array)]
+    return functools.reduce(lambda x, y: x | y, changed)
+
+
+def _finish(grid, steps, stored, buffers):
+    """The stores that come after the last step."""
+    variant = [o for o in stored if o.variant]
+    invariant = [o for o in stored if not o.variant]
+
+    def last_store(operands):
+        indices = unravel(steps - 1, grid)
+        for o in operands:
+            slot = (steps - 1) % o.slots
+            _ops.copy_smem_to_gmem(
+                buffers[id(o)].at[slot], o.slice(o.index(indices)), commit_group=False
+            )
+        _ops.commit_smem_to_gmem_group()
+
+    # An output that was revisited at the last step was stored before, by a copy that may still be
+    # in flight: two copies to one place are not ordered.
+    last = _core.as_array(steps - 1, "int32")
+    for o in variant:
+        again = (last > 0) & ~_moved(o, grid, o.index(unravel(last, grid)), last)
+
+        @when(again)
+        def _(o=o):
+            _ops.wait_smem_to_gmem(0)
+            last_store([o])
+
+    # Outputs whose block never changes are stored once, from the slot of the last step.
+    if invariant:
+        if not variant:
+            _ops.commit_smem()
+        last_store(invariant)
+
+
 def _run(body, grid, steps, ins, outs, buffers, rings, bars, waits, init_carry):
     """``rings``: inputs by number of slots; ``waits``: for what was fetched before."""
     stored = [o for o in outs if o.staged]
     variant = [o for o in stored if o.variant]
-    invariant = [o for o in stored if not o.variant]
     static = isinstance(steps, int)
 
     def fetch(operands, step, slot):
@@ -383,12 +421,6 @@ def _run(body, grid, steps, ins, outs, buffers, rings, bars, waits, init_carry):
     for wait in waits:
         wait()
 
-    def moved(o, now, s):
-        """Did the block of an output change between steps s-1 and s?"""
-        pairs = zip(now, o.index(unravel(s - 1, grid)))
-        changed = [a != b for a, b in pairs if isinstance(a, Array) or isinstance(b, Array)]
-        return functools.reduce(lambda x, y: x | y, changed)
-
     def one_step(s, carry):
         counts = dict.fromkeys(o.slots for o in ins + outs if o.staged)
         slot = {n: s % n if n > 1 else 0 for n in counts}
@@ -408,7 +440,7 @@ def _run(body, grid, steps, ins, outs, buffers, rings, bars, waits, init_carry):
             _ops.commit_smem()
             for o in variant:
                 now = o.index(indices)
-                first = (s == 0) | moved(o, now, s)
+                first = (s == 0) | _moved(o, grid, now, s)
                 _ops.copy_smem_to_gmem(
                     buffers[id(o)].at[slot[o.slots]], o.slice(now), first, commit_group=False
                 )
@@ -430,33 +462,7 @@ def _run(body, grid, steps, ins, outs, buffers, rings, bars, waits, init_carry):
 
     carry = fori_loop(0, steps, one_step, init_carry)
 
-    def last_store(operands):
-        indices = unravel(steps - 1, grid)
-        for o in operands:
-            slot = (steps - 1) % o.slots
-            _ops.copy_smem_to_gmem(
-                buffers[id(o)].at[slot], o.slice(o.index(indices)), commit_group=False
-            )
-        _ops.commit_smem_to_gmem_group()
-
-    def finish():
-        # An output that was revisited at the last step was stored before, by a copy that may still
-        # be in flight: two copies to one place are not ordered.
-        last = _core.as_array(steps - 1, "int32")
-        for o in variant:
-            again = (last > 0) & ~moved(o, o.index(unravel(last, grid)), last)
-
-            @when(again)
-            def _(o=o):
-                _ops.wait_smem_to_gmem(0)
-                last_store([o])
-
-        # Outputs whose block never changes are stored once, from the slot of the last step.
-        if invariant:
-            if not variant:
-                _ops.commit_smem()
-            last_store(invariant)
-
+    finish = functools.partial(_finish, grid, steps, stored, buffers)
     if stored and static:
         finish()
     elif stored:

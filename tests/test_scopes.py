@@ -317,7 +317,7 @@ def test_gmem_scratch_of_other_calls(rng):
 
 @pytest.mark.gpu
 def test_gmem_scratch_on_the_gpu(rng):
-    """Of device arrays and of host arrays, with results of few bits."""
+    """Of device arrays and of host arrays, with results of 2 and 4 bits."""
     x = rng.integers(-8, 8, (4, 64)).astype(ml_dtypes.int4)
 
     def body(x_ref, o_ref, tmp):
