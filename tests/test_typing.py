@@ -5,6 +5,7 @@ stubs name what is there, with the parameters that it has, and say Any nowhere."
 
 import ast
 import inspect
+import os
 import re
 import subprocess
 import sys
@@ -42,7 +43,9 @@ def report(checker, file, tmp_path):
     command = [sys.executable, "-m", *CHECKERS[checker]]
     if checker == "mypy":
         command.append(str(tmp_path / "cache"))
-    done = subprocess.run([*command, file], cwd=HERE, text=True, capture_output=True)
+    # an editable install is an import hook, which mypy does not follow
+    env = dict(os.environ, MYPYPATH=str(PACKAGE.parent))
+    done = subprocess.run([*command, file], cwd=HERE, env=env, text=True, capture_output=True)
     return done.stdout + done.stderr
 
 
