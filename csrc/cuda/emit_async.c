@@ -578,6 +578,12 @@ pm_code pm_cuda_COMMIT_SMEM(pm_gen *e, pm_opid op) {
   return PM_OK;
 }
 
+pm_code pm_cuda_PROXY_FENCE(pm_gen *e, pm_opid op) {
+  pm_place(e, op);
+  pm_line(e, "async_proxy_fence();");
+  return PM_OK;
+}
+
 pm_code pm_cuda_SYNC(pm_gen *e, pm_opid op) {
   pm_place(e, op);
   meet(e);

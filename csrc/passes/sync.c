@@ -36,6 +36,13 @@
  * Scopes that follow each other share memory. Where a copy by an engine overwrites what plain
  * stores wrote, a COMMIT_SMEM takes the place of the SYNC, or the stores might land last.
  *
+ * Loads are the same: one that was issued may still wait in the queue of the load unit (after
+ * scattered stores for more than a microsecond), while arrivals and barriers overtake it, and an
+ * engine's copy does not stand in that queue. So a thread that loaded from SMEM that an engine
+ * fills passes a proxy fence, which waits for its loads, before it tells anybody: at the SYNC
+ * before a copy or an arrival (a COMMIT_SMEM then), and before a warp arrives, at the other ops
+ * that threads meet by, and at the end of a scope (a PROXY_FENCE, without a meeting).
+ *
  * With no_auto_barriers the user answers for memory; only the order of waits and copies is kept. */
 #include "passes.h"
 
@@ -48,7 +55,7 @@ typedef struct access {
 enum { MAX_OPEN = 64 };
 enum { KEEP_RELEASE = 2 }; /* of attribute RELAXED */
 
-/* Bytes of SMEM that plain stores wrote, with no proxy fence behind. */
+/* Bytes of SMEM. */
 typedef struct dirt {
   struct {
     int64_t from, to;
@@ -61,7 +68,9 @@ typedef struct placer {
   pm_graph *g;
   uint8_t *reach; /* by value: how the memory at the base of views is reached */
   state at;
-  dirt dirty;
+  dirt dirty;         /* bytes that plain stores wrote, with no proxy fence behind */
+  dirt loaded;        /* bytes of `filled` that lanes loaded, with no proxy fence behind */
+  const dirt *filled; /* bytes that engines write */
   /* Accesses since the lanes met last, as far as scalar stores must know them. */
   access open[MAX_OPEN];
   uint32_t n_open;
@@ -180,44 +189,106 @@ static bool in_warps(const pm_graph *g, pm_opid op) {
   return op;
 }
 
-static void soil_by(placer *p, pm_opid op) {
-  int64_t from, to;
-  if (pm_get(p->g, op)->code == PM_OP_COMMIT_SMEM) {
-    if (in_warps(p->g, op)) return; /* the other warps have not committed */
-    p->dirty.n = 0;
-    p->dirty.all = false;
-    return;
+static bool is_plain(const pm_graph *g, pm_opid copy) {
+  return *pm_attr((pm_graph *)g, copy, PM_ATTR_ENGINE) == PM_ENGINE_PLAIN;
+}
+
+static bool overlap(const dirt *d, int64_t from, int64_t to) {
+  for (uint32_t k = 0; k < d->n; k++) {
+    if (from < d->at[k].to && d->at[k].from < to) return true;
   }
-  const uint16_t code = pm_get(p->g, op)->code;
-  if ((writes(code) && bytes_of(p->g, pm_in(p->g, op, 0), &from, &to)) ||
-      (code == PM_OP_HAND_TILE && bytes_of(p->g, pm_in(p->g, op, 1), &from, &to))) {
-    soil(&p->dirty, from, to);
+  return d->all;
+}
+
+static void load_bytes(placer *p, pm_val ref) {
+  int64_t from, to;
+  if (bytes_of(p->g, ref, &from, &to) && overlap(p->filled, from, to)) soil(&p->loaded, from, to);
+}
+
+static void store_bytes(placer *p, pm_val ref) {
+  int64_t from, to;
+  if (bytes_of(p->g, ref, &from, &to)) soil(&p->dirty, from, to);
+}
+
+static void clean(dirt *d) {
+  d->n = 0;
+  d->all = false;
+}
+
+static bool is_clean(const dirt *d) { return !d->n && !d->all; }
+
+static void soil_by(placer *p, pm_opid op) {
+  const pm_graph *g = p->g;
+  const uint16_t code = pm_get(g, op)->code;
+  if (code == PM_OP_COMMIT_SMEM || code == PM_OP_PROXY_FENCE) {
+    if (in_warps(g, op)) return; /* the other warps have not committed */
+    if (code == PM_OP_COMMIT_SMEM) clean(&p->dirty);
+    clean(&p->loaded);
+  }
+  if (writes(code)) store_bytes(p, pm_in(g, op, 0));
+  if (reads(code)) load_bytes(p, pm_in(g, op, 0));
+  if (code == PM_OP_HAND_TILE) store_bytes(p, pm_in(g, op, 1));
+  if (code == PM_OP_COPY_G2S && is_plain(g, op)) store_bytes(p, pm_in(g, op, 1));
+  if (code == PM_OP_COPY_S2G && is_plain(g, op)) load_bytes(p, pm_in(g, op, 0));
+  for (uint32_t k = 0; code == PM_OP_INLINE && k < pm_get(g, op)->n_in; k++) {
+    if (pm_typeof(g, pm_in(g, op, k))->kind != PM_REF) continue;
+    store_bytes(p, pm_in(g, op, k));
+    load_bytes(p, pm_in(g, op, k));
   }
 }
 
-/* What is dirty behind a block, without a change to it: not less than what will be. */
+/* After these the thread's loads are complete: a fence is placed before, if none stands there. */
+static bool releases(uint16_t code) {
+  switch (code) {
+    case PM_OP_ARRIVE:
+    case PM_OP_ASYNC_STORE:
+    case PM_OP_HAND_TILE:
+    case PM_OP_SIGNAL:
+    case PM_OP_NAMED_ARRIVE:
+    case PM_OP_NAMED_SYNC:
+    case PM_OP_TAKE_TURN:
+    case PM_OP_PASS_TURN: return true;
+    default: return false;
+  }
+}
+
+static void released(placer *p, pm_opid op) {
+  if (releases(pm_get(p->g, op)->code) && !in_warps(p->g, op)) clean(&p->loaded);
+}
+
+static void note_filled(pm_graph *g, pm_opid op, void *ctx) {
+  int64_t from, to;
+  const uint16_t code = pm_get(g, op)->code;
+  if (code != PM_OP_COPY_G2S || is_plain(g, op)) return;
+  if (bytes_of(g, pm_in(g, op, 1), &from, &to)) soil(ctx, from, to);
+}
+
+/* What is dirty and loaded behind a block, without a change to it: not less than what will be. */
 static void soil_block(placer *p, pm_blk block) {
   const pm_block *b = &p->g->blocks.at[block];
   for (uint32_t k = 0; k < b->ops.n; k++) {
     const pm_opid op = b->ops.at[k];
     const bool scope = pm_get(p->g, op)->code == PM_OP_SCOPE;
     soil_by(p, op);
+    released(p, op);
     for (uint32_t r = 0; r < pm_get(p->g, op)->n_regions; r++) {
-      const dirt before = p->dirty;
+      const dirt dirty = p->dirty, loaded = p->loaded;
       soil_block(p, pm_region(p->g, op, r));
-      if (!scope) soil_all(&p->dirty, &before);
+      if (scope) {
+        clean(&p->loaded);
+        continue;
+      }
+      soil_all(&p->dirty, &dirty);
+      soil_all(&p->loaded, &loaded);
     }
   }
 }
 
+/* Must a proxy fence stand between what lanes did and this copy? */
 static bool overwrites_dirt(const placer *p, pm_opid copy) {
   int64_t from, to;
-  if (*pm_attr(p->g, copy, PM_ATTR_ENGINE) == PM_ENGINE_PLAIN) return false;
-  if (!bytes_of(p->g, pm_in(p->g, copy, 1), &from, &to)) return false;
-  for (uint32_t k = 0; k < p->dirty.n; k++) {
-    if (from < p->dirty.at[k].to && p->dirty.at[k].from < to) return true;
-  }
-  return p->dirty.all;
+  if (is_plain(p->g, copy) || !bytes_of(p->g, pm_in(p->g, copy, 1), &from, &to)) return false;
+  return overlap(&p->dirty, from, to) || overlap(&p->loaded, from, to);
 }
 
 static void note_op(pm_graph *g, pm_opid op, void *ctx) {
@@ -297,6 +368,18 @@ static void place_op(placer *p, pm_blk block, uint32_t *k, uint16_t code) {
 
 static void place(placer *p, pm_blk block, uint32_t *k) { place_op(p, block, k, PM_OP_SYNC); }
 
+/* Before an op by which others learn that the lanes are done with their loads. */
+static void place_release(placer *p, pm_blk block, uint32_t *k) {
+  place_op(p, block, k, is_clean(&p->loaded) ? PM_OP_SYNC : PM_OP_COMMIT_SMEM);
+}
+
+static void place_fence(placer *p, pm_blk block, uint32_t *k) {
+  if (is_clean(&p->loaded)) return;
+  const pm_opid op = p->g->blocks.at[block].ops.at[*k];
+  soil_by(p, pm_insert(p->g, block, *k, PM_OP_PROXY_FENCE, NULL, 0, NULL, 0, NULL, 0, op));
+  ++*k;
+}
+
 /* Do the lanes meet right behind position k anyway? */
 static bool meets_next(const pm_graph *g, pm_blk block, uint32_t k) {
   const pm_block *b = &g->blocks.at[block];
@@ -356,12 +439,6 @@ static void visit_block(placer *p, pm_blk block);
 /* Text that may do anything with its refs. */
 static void visit_inline(placer *p, pm_blk block, uint32_t *k) {
   const pm_graph *g = p->g;
-  const pm_opid op = g->blocks.at[block].ops.at[*k];
-  for (uint32_t i = 0; i < pm_get(g, op)->n_in; i++) {
-    int64_t from, to;
-    const bool ref = pm_typeof(g, pm_in(g, op, i))->kind == PM_REF;
-    if (ref && bytes_of(g, pm_in(g, op, i), &from, &to)) soil(&p->dirty, from, to);
-  }
   if (!g->no_auto_barriers && p->at != ORDERED) place(p, block, k);
   p->touched = p->waited = true;
   if (!g->no_auto_barriers) place_behind(p, block, k);
@@ -384,12 +461,13 @@ static pm_opid warp_barrier(const placer *p, pm_opid arrive) {
 }
 
 static void visit_arrive(placer *p, pm_blk block, uint32_t *k) {
-  if (!p->touched && !p->waited) return;
+  if (!p->touched && !p->waited && is_clean(&p->loaded)) return;
   const pm_opid alloc = warp_barrier(p, p->g->blocks.at[block].ops.at[*k]);
   if (alloc) {
     *pm_attr(p->g, alloc, PM_ATTR_WARPS) = 1;
+    place_fence(p, block, k);
   } else {
-    place(p, block, k);
+    place_release(p, block, k);
   }
 }
 
@@ -431,7 +509,10 @@ static placer enter_loop(placer *p, pm_blk block, uint32_t *k) {
 }
 
 static void visit_scope(placer *p, pm_opid op) {
-  visit_block(p, pm_region(p->g, op, 0));
+  const pm_blk body = pm_region(p->g, op, 0);
+  visit_block(p, body);
+  uint32_t last = p->g->blocks.at[body].ops.n - 1; /* the yield */
+  place_fence(p, body, &last);
   p->lost |= p->n_open > 0; /* its memory may come again under another name */
 }
 
@@ -442,15 +523,18 @@ static void visit_control(placer *p, pm_blk block, uint32_t *k) {
   bool loop = pm_get(g, op)->code == PM_OP_FOR || pm_get(g, op)->code == PM_OP_WHILE;
   placer *before = PM_NEW(g->arena, placer, 1);
   placer after = {.at = ORDERED, .n_wgmmas = INT64_MAX};
-  dirt dirty = {0};
+  dirt dirty = {0}, loaded = {0};
   if (loop) {
     after = enter_loop(p, block, k);
     for (uint32_t r = 0; r < pm_get(g, op)->n_regions; r++) {
       dirty = p->dirty;
+      loaded = p->loaded;
       soil_block(p, pm_region(g, op, r));
       soil_all(&p->dirty, &dirty);
+      soil_all(&p->loaded, &loaded);
     }
     dirty = p->dirty;
+    loaded = p->loaded;
   }
   *before = *p;
   for (uint32_t r = 0; r < pm_get(g, op)->n_regions; r++) {
@@ -462,9 +546,11 @@ static void visit_control(placer *p, pm_blk block, uint32_t *k) {
     after.waited |= p->waited;
     after.n_wgmmas = pm_min(after.n_wgmmas, p->n_wgmmas);
     soil_all(&dirty, &p->dirty);
+    soil_all(&loaded, &p->loaded);
   }
   *p = *before;
   p->dirty = dirty;
+  p->loaded = loaded;
   if (!loop) note_regions(p, op);
   p->at = after.at;
   p->touched = after.touched;
@@ -516,12 +602,14 @@ static void visit_op(placer *p, pm_blk block, uint32_t *k) {
     case PM_OP_ASYNC_STORE:
     case PM_OP_HAND_TILE:
     case PM_OP_SIGNAL:
-      if (p->touched || p->waited) place(p, block, k);
+      if (p->touched || p->waited || !is_clean(&p->loaded)) place_release(p, block, k);
       break;
+    case PM_OP_NAMED_ARRIVE:
+    case PM_OP_PASS_TURN: place_fence(p, block, k); break;
+    case PM_OP_TAKE_TURN:
+    case PM_OP_NAMED_SYNC: place_fence(p, block, k); /* fall through */
     case PM_OP_COMMIT_SMEM:
     case PM_OP_WAIT_S2G:
-    case PM_OP_TAKE_TURN:
-    case PM_OP_NAMED_SYNC:
     case PM_OP_AWAIT:
     case PM_OP_SYNC: met(p); break;
     case PM_OP_SCOPE: visit_scope(p, op); break;
@@ -529,6 +617,7 @@ static void visit_op(placer *p, pm_blk block, uint32_t *k) {
     default:
       if (pm_get(p->g, op)->n_regions) visit_control(p, block, k);
   }
+  released(p, op);
 }
 
 static void visit_block(placer *p, pm_blk block) {
@@ -559,8 +648,11 @@ static void relax(placer *p) {
 pm_code pm_place_syncs(pm_graph *g, const pm_target *t, pm_err *err) {
   (void)t;
   (void)err;
-  placer p = {.g = g, .at = ORDERED, .reach = PM_NEW(g->arena, uint8_t, g->values.n)};
+  dirt *filled = PM_NEW(g->arena, dirt, 1);
+  placer p = {.g = g, .at = ORDERED, .filled = filled};
+  p.reach = PM_NEW(g->arena, uint8_t, g->values.n);
   p.copied = PM_NEW(g->arena, bool, g->values.n);
+  pm_walk(g, 1, note_filled, filled);
   pm_walk(g, 1, note_reach, p.reach);
   pm_walk(g, 1, note_copied, p.copied);
   visit_block(&p, 1);

@@ -57,6 +57,15 @@ unfenced(const Region &r, size_t at, int access, const Mark &b, int line) {
             names[access], at, r.name, b.writer % m.block_threads, b.write_line);
 }
 
+/* A load may still wait in its queue when what follows it in program order has been done. */
+static void __attribute__((noreturn)) unread(const Region &r, size_t at, const Mark &b, int line) {
+  char text[32];
+  host_fail(line,
+            "write of byte %zu of %s by an engine: no proxy fence stands after its read by %s in "
+            "line %d",
+            at, r.name, whom(b.reader, text, sizeof text), b.read_line);
+}
+
 /* ---- reads by engines ---------------------------------------------------------------------- */
 
 static u16 mask_of(size_t chunk, size_t at, size_t n) {
@@ -278,8 +287,10 @@ void engine_writes(Region &r, size_t at, const void *from, size_t n, const Stamp
     if (b.reader == MANY) {
       if (!all_seen(crowd_of(r, k).read, c.seen, ~0u))
         unordered(r, k, 1, "read", MANY, b.read_line, s.line);
-    } else if (b.reader != NOBODY && c.seen[b.reader] < b.read) {
-      unordered(r, k, 1, "read", b.reader, b.read_line, s.line);
+      if (!r.global && !all_seen(crowd_of(r, k).read, fenced, ~0u)) unread(r, k, b, s.line);
+    } else if (b.reader != NOBODY) {
+      if (c.seen[b.reader] < b.read) unordered(r, k, 1, "read", b.reader, b.read_line, s.line);
+      if (!r.global && fenced[b.reader] < b.read) unread(r, k, b, s.line);
     }
     if (update && b.writer == NOBODY && !r.born_written) uninitialised(r, k, s.line);
     if (update && b.atomic) {

@@ -88,7 +88,7 @@ breaks(
     SEMAPHORES,
     COPIES,
     signals_overtake_the_lanes=(
-        "if (p->touched || p->waited) place(p, block, k);",
+        "if (p->touched || p->waited || !is_clean(&p->loaded)) place_release(p, block, k);",
         "if (false) place(p, block, k);",
     ),
 )

@@ -330,17 +330,31 @@ breaks(
     CLUSTER,
     SPECIALISED,
     arrivals_overtake_accesses=(
-        "  if (!p->touched && !p->waited) return;",
+        "  if (!p->touched && !p->waited && is_clean(&p->loaded)) return;",
         "  if (p->touched || !p->waited) return;",
     ),
     arrivals_overtake_waits=(
-        "  if (!p->touched && !p->waited) return;",
+        "  if (!p->touched && !p->waited && is_clean(&p->loaded)) return;",
         "  if (!p->touched) return;",
     ),
     all_arrivals_are_relaxed=(
         "? 0 : n && *(bool *)ctx;",
         "? 0 : n && (*(bool *)ctx || true);",
     ),
+)
+breaks(
+    f"{PASSES}/sync.c",
+    "test_late_loads.py",
+    warps_arrive_before_their_loads=(
+        "    place_fence(p, block, k);\n  } else {",
+        "  } else {",
+    ),
+    copies_overtake_loads=(
+        "overlap(&p->dirty, from, to) || overlap(&p->loaded, from, to)",
+        "overlap(&p->dirty, from, to)",
+    ),
+    scopes_end_before_their_loads=("  place_fence(p, body, &last);\n", ""),
+    every_load_is_fenced=("&& overlap(p->filled, from, to)) soil(&p->loaded", ") soil(&p->loaded"),
 )
 breaks(
     f"{PASSES}/sync.c",

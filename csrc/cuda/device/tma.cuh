@@ -208,7 +208,7 @@ template <int N> FN void store_group_wait_read() {
 }
 
 //! async_proxy_fence
-// what this lane wrote to shared memory becomes visible to TMA and tensor cores
+// this lane's accesses to shared memory come before those of TMA and tensor cores that follow
 FN void async_proxy_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 //! async_proxy_fence_global
