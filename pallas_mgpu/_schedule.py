@@ -1,6 +1,7 @@
 """Loops that hand work to programs."""
 
 import dataclasses
+import functools
 from typing import Any
 
 from . import _core
@@ -144,26 +145,9 @@ def nd_loop(grid, *, collective_axes, tiling=None, init_carry=None):
     return wrap
 
 
-def dynamic_scheduling_loop(grid_names, thread_axis=None, cluster_axes=(), init_carry=None):
-    """Decorator: run a body once for every point of the grid, whichever block comes first (Hopper).
-
-    A launch has as many clusters as run at a time. Each does the grid point it began with, then
-    takes the next one that nobody has, in row-major order of the grid, while there are any; the
-    number of the next is fetched while the body works on this one. ``body(info)``, or
-    ``body(info, carry=carry) -> carry`` with ``init_carry``; the decorated name is the last carry.
-    ``info.index`` is the point along ``grid_names``, ``info.num_local_steps`` None.
-
-    All threads of a block execute the loop and get the same points; ``thread_axis`` names their
-    axis. ``cluster_axes`` names all axes of the cluster, whose blocks also get the same points.
-    Warp-specialised code does best to fetch in its last thread, which takes the numbers. Where the
-    kernel asks for ``lax.axis_index`` of a grid axis, the launch has all points, and each cluster
-    does one. Inside another loop, which all clusters must go through equally often, each execution
-    is a round over all points; a cluster that is done with a round goes on with the next one, so
-    rounds overlap. ValueError for missing axes.
-    """
-    what = "dynamic_scheduling_loop"
-    e = env(what)
-    not_batched(what)
+def _checked_axes(what, e, grid_names, thread_axis, cluster_axes):
+    """(names, {grid axis: size}, the axes of the cluster that are wider than 1, number of points);
+    ValueError where an axis is missing."""
     names = axis_names(grid_names)
     sizes = {n: size for n, (family, _, size) in e.axes.items() if family == "grid"}
     for n in names:
@@ -191,6 +175,59 @@ def dynamic_scheduling_loop(grid_names, thread_axis=None, cluster_axes=(), init_
         total *= size
     if total >= _MOST_POINTS:
         raise ValueError(f"{what}: at most {_MOST_POINTS} points are handed out, got {total}")
+    return names, sizes, wide, total
+
+
+def _tile_loop(body, point, total, rounds, init_carry, work):
+    """Steps until no tile is left; work(body of one step, its number) gives the number of the next
+    tile. (that number, the number of steps, the carry)."""
+
+    def step(carry):
+        tile, k, value = carry
+        result = []
+
+        def run():
+            info = NDLoopInfo(point(tile), k, None)
+            if init_carry is None:
+                body(info)
+            else:
+                result.append(body(info, carry=value))
+
+        following = work(run, k)
+        return following, k + 1, *(result or [value])
+
+    zero, first = _core.as_array(0, "int32"), _core.first_tile()
+    if rounds is None:
+        return while_loop(lambda c: c[0] < total, step, (first, zero, init_carry))
+    # Numbers go on where the round before ended: who took one of a later round keeps it.
+    base = rounds.base
+    start = (rounds.ahead + first, zero, init_carry)
+    tile, steps, value = while_loop(lambda c: c[0] - base < total, step, start)
+    rounds.write(base + total, tile - first)
+    return tile, steps, value
+
+
+def dynamic_scheduling_loop(grid_names, thread_axis=None, cluster_axes=(), init_carry=None):
+    """Decorator: run a body once for every point of the grid, whichever block comes first (Hopper).
+
+    A launch has as many clusters as run at a time. Each does the grid point it began with, then
+    takes the next one that nobody has, in row-major order of the grid, while there are any; the
+    number of the next is fetched while the body works on this one. ``body(info)``, or
+    ``body(info, carry=carry) -> carry`` with ``init_carry``; the decorated name is the last carry.
+    ``info.index`` is the point along ``grid_names``, ``info.num_local_steps`` None.
+
+    All threads of a block execute the loop and get the same points; ``thread_axis`` names their
+    axis. ``cluster_axes`` names all axes of the cluster, whose blocks also get the same points.
+    Warp-specialised code does best to fetch in its last thread, which takes the numbers. Where the
+    kernel asks for ``lax.axis_index`` of a grid axis, the launch has all points, and each cluster
+    does one. Inside another loop, which all clusters must go through equally often, each execution
+    is a round over all points; a cluster that is done with a round goes on with the next one, so
+    rounds overlap. ValueError for missing axes.
+    """
+    what = "dynamic_scheduling_loop"
+    e = env(what)
+    not_batched(what)
+    names, sizes, wide, total = _checked_axes(what, e, grid_names, thread_axis, cluster_axes)
     rounds = e.rounds if _core.in_loop() else None
     counter = e.counters if rounds is None or rounds.counter is None else rounds.counter
     e.counters += counter == e.counters
@@ -205,32 +242,7 @@ def dynamic_scheduling_loop(grid_names, thread_axis=None, cluster_axes=(), init_
         return tuple(of[n] for n in names)
 
     def wrap(body):
-        def loop(work):
-            """work(body of one step, its number): the number of the next tile."""
-
-            def step(carry):
-                tile, k, value = carry
-                result = []
-
-                def run():
-                    info = NDLoopInfo(point(tile), k, None)
-                    if init_carry is None:
-                        body(info)
-                    else:
-                        result.append(body(info, carry=value))
-
-                following = work(run, k)
-                return following, k + 1, *(result or [value])
-
-            zero, first = _core.as_array(0, "int32"), _core.first_tile()
-            if rounds is None:
-                return while_loop(lambda c: c[0] < total, step, (first, zero, init_carry))
-            # Numbers go on where the round before ended: who took one of a later round keeps it.
-            base = rounds.base
-            start = (rounds.ahead + first, zero, init_carry)
-            tile, steps, value = while_loop(lambda c: c[0] - base < total, step, start)
-            rounds.write(base + total, tile - first)
-            return tile, steps, value
+        loop = functools.partial(_tile_loop, body, point, total, rounds, init_carry)
 
         def take():
             if rounds is None:

@@ -57,7 +57,8 @@ static step outside(pm_machine *m, thread *t, const walker *w, const char *what)
   const int d = w->s->base && mem->by ? indexed(t, w, at) : -1;
   if (d < 0) return pm_vm_outside(m, t, w->i->op, w->s, what);
   return pm_vm_fail(m, t, w->i->op, PM_E_INDEX,
-                    "%s out of bounds: index %" PRId64 " of an array of indices, for dimension %d "
+                    "%s out of bounds: index %" PRId64
+                    " of an array of indices, for dimension %d "
                     "of %s'%s', which has size %" PRId64,
                     what, at[d], d, mem->n_steps ? "a view of " : "", mem->name, mem->dim[d]);
 }

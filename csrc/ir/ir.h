@@ -139,7 +139,8 @@ typedef struct pm_graph {
   uint32_t n_operands, n_outputs;        /* arguments of block 1 */
   uint32_t n_inout;                      /* outputs that alias operands (recorded in alias[]) */
   int32_t *alias;                        /* per output: operand index or -1 */
-  const int64_t **strides; /* per operand those of its array, in elements, NULL: row-major; or NULL */
+  const int64_t *
+      *strides; /* per operand those of its array, in elements, NULL: row-major; or NULL */
   bool approx_math, no_auto_barriers;
   int64_t reduction_scratch; /* most bytes that a REDUCE of one Pallas thread may take at a time */
   uint8_t stage;             /* enum pm_stage */

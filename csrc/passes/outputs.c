@@ -30,10 +30,10 @@ pm_code pm_check_outputs(pm_graph *g, const pm_target *t, pm_err *err) {
     if (s.written[g->n_operands + k] || (g->alias && g->alias[k] >= 0)) continue;
     const pm_value *v = pm_value_of(g, g->blocks.at[1].arg + g->n_operands + k);
     const char *name = v->name ? g->strings.at[v->name] : "";
-    pm_vec_push(g->arena, &g->warnings,
-                pm_printf(g->arena,
-                          "kernel %s: nothing writes output %u%s%s%s; its contents are undefined",
-                          g->name, k, *name ? " (" : "", name, *name ? ")" : ""));
+    pm_vec_push(
+        g->arena, &g->warnings,
+        pm_printf(g->arena, "kernel %s: nothing writes output %u%s%s%s; its contents are undefined",
+                  g->name, k, *name ? " (" : "", name, *name ? ")" : ""));
   }
   return PM_OK;
 }
