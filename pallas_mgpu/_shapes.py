@@ -279,6 +279,13 @@ def pad_with(x, value, config):
         shape.append(n + (n - 1) * interior + low + high)
         if shape[-1] < 1:
             raise ValueError(f"pad: {config} leaves no elements of {x.shape}")
+    value = _core.convert(_as_array(value), x.dtype)
+    if all(low == interior == 0 <= high for low, high, interior in config):
+        for k, (_, high, _) in enumerate(config):
+            if high:
+                rest = (*x.shape[:k], high, *x.shape[k + 1 :])
+                x = _core.concat(k, x, _core.broadcast_in_dim(value, rest, ()))
+        return x
     for k, (n, (low, high, interior)) in enumerate(zip(x.shape, config)):
         at, gap = _core.iota("int32", shape, k), interior + 1
         at = at - low if low else at
@@ -295,7 +302,6 @@ def pad_with(x, value, config):
         at = at * _strides(x.shape)[k]
         numbers = at if numbers is None else numbers + at
     out = _core.gather(x, numbers)
-    value = _core.convert(_as_array(value), x.dtype)
     return out if inside is None else _core.where(inside, out, value)
 
 

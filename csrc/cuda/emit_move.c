@@ -248,9 +248,9 @@ pm_code pm_cuda_TRANSPOSE(pm_gen *e, pm_opid op) {
 }
 
 /* Registers of one operand into those of the result, but for those that are padding: what they
- * would overwrite might be another part's. */
-static pm_code concat_registers(pm_gen *e, pm_opid op, uint32_t k, int64_t start,
-                                const char *name) {
+ * would overwrite might be another part's. `stem`: coordinates, where that depends on the lane. */
+static pm_code concat_registers(pm_gen *e, pm_opid op, uint32_t k, int64_t start, const char *name,
+                                const char *stem) {
   const pm_val in = pm_in(e->g, op, k), out = pm_get(e->g, op)->out;
   const pm_type *t = pm_typeof(e->g, in);
   const int64_t dim = *pm_attr(e->g, op, PM_ATTR_DIM);
@@ -280,10 +280,24 @@ static pm_code concat_registers(pm_gen *e, pm_opid op, uint32_t k, int64_t start
     source = pm_table(e, "from", from, used, at);
     map = pm_table(e, "to", to, used, at);
   }
+  const char *valid = stem ? pm_valid(e, part, stem, source) : NULL;
   pm_begin_unrolled(e, "r", used, 1);
-  pm_line(e, "%s[%s] = %s;", name, map, pm_at(e, in, source));
+  pm_line(e, "%s%s[%s] = %s;", valid ? pm_str(e, "if (%s) ", valid) : "", name, map,
+          pm_at(e, in, source));
   pm_end_unrolled(e, used, 1);
   return PM_OK;
+}
+
+/* An array, and one number behind it: that number everywhere, and over it the array's registers in
+ * the lanes where they are elements. */
+static pm_code fill_registers(pm_gen *e, pm_opid op, const char *name) {
+  const pm_val in = pm_in(e->g, op, 0), out = pm_get(e->g, op)->out;
+  const pm_layout *whole = pm_layout_in(e, out), *part = pm_layout_in(e, in);
+  const char *at = pm_begin_unrolled(e, "r", pm_layout_regs(whole), 1);
+  pm_line(e, "%s[%s] = %s;", name, at, pm_at(e, pm_in(e->g, op, 1), "0"));
+  pm_end_unrolled(e, pm_layout_regs(whole), 1);
+  const char *stem = pm_coord_lines(e, part);
+  return concat_registers(e, op, 0, 0, name, stem);
 }
 
 pm_code pm_cuda_CONCAT(pm_gen *e, pm_opid op) {
@@ -301,10 +315,11 @@ pm_code pm_cuda_CONCAT(pm_gen *e, pm_opid op) {
     PM_TRY(need_scratch(e, op, bytes_of(e, out)));
     pm_note(e, op, "concat, through shared memory");
   }
+  if (in_registers && pm_is_fill(e->g, op)) return fill_registers(e, op, name);
   for (uint32_t k = 0; k < n_in; k++) {
     const int64_t size = pm_typeof(e->g, pm_in(e->g, op, k))->dim[dim];
     if (in_registers) {
-      PM_TRY(concat_registers(e, op, k, start, name));
+      PM_TRY(concat_registers(e, op, k, start, name, NULL));
     } else {
       pm_view part = whole;
       part.offset = start * whole.dim[dim].inner;

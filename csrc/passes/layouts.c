@@ -1143,6 +1143,14 @@ static int64_t bytes_of(const pm_graph *g, pm_val v) {
   return pm_type_size(t) * pm_dtypes[t->dtype].bytes;
 }
 
+bool pm_is_fill(const pm_graph *g, pm_opid concat) {
+  const pm_op *o = pm_get(g, concat);
+  const pm_layid first = pm_value_of(g, pm_in(g, concat, 0))->layout;
+  if (o->n_in != 2 || !is_array(g, pm_in(g, concat, 0)) || is_splat(g, first)) return false;
+  if (!is_splat(g, pm_value_of(g, pm_in(g, concat, 1))->layout)) return false;
+  return concat_piece((pm_graph *)g, concat, 0, pm_value_of(g, o->out)->layout) == first;
+}
+
 bool pm_moves_in_registers(const pm_graph *g, pm_opid op) {
   const pm_op *o = pm_get(g, op);
   const pm_layid out = pm_value_of(g, o->out)->layout;
@@ -1156,6 +1164,7 @@ bool pm_moves_in_registers(const pm_graph *g, pm_opid op) {
       return is_splat(g, in) || natural(m, op, in) == out;
     }
     case PM_OP_CONCAT:
+      if (pm_is_fill(g, op)) return true;
       for (uint32_t k = 0; k < o->n_in; k++) {
         const pm_layid in = pm_value_of(g, pm_in(g, op, k))->layout;
         const pm_layid piece = concat_piece(m, op, k, out);

@@ -69,6 +69,8 @@ const char *pm_print_layout_text(const pm_graph *g, pm_opid op);
 int64_t pm_layout_cast_scratch(const pm_graph *g, pm_opid cast);
 /* Does a RESHAPE, SLICE, TRANSPOSE, CONCAT or GATHER only renumber registers? */
 bool pm_moves_in_registers(const pm_graph *g, pm_opid op);
+/* Is this CONCAT an array and one number after it, in lanes that hold the array already? */
+bool pm_is_fill(const pm_graph *g, pm_opid concat);
 /* Bytes of SMEM scratch that one of these or a SCATTER needs: 0, or its operand in row-major order,
  * of a CONCAT the result. Of a TRANSPOSE the rows lie pm_turned_row elements apart. */
 int64_t pm_move_scratch(const pm_graph *g, pm_opid op);
