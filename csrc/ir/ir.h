@@ -78,7 +78,7 @@ typedef enum pm_opcode {
   PM_OP_COUNT
 } pm_opcode;
 
-#define PM_MAX_ATTRS 7
+#define PM_MAX_ATTRS 8
 #define PM_VARIABLE 255
 typedef struct pm_op_info {
   const char *text, *in, *doc;

@@ -5,7 +5,8 @@
  *
  * Allocations are a stack that follows the nesting of regions: an allocation takes the next
  * multiple of 1024 bytes, the end of a region gives back what was taken in it. So sibling scopes
- * overlap, nested ones add, and the deepest point is the size. The groups of a union begin at one
+ * overlap, nested ones add, and the deepest point is the size. What one loop alone uses
+ * (passes/stage.c) is given back where the next such loop of the same block begins. The groups of a union begin at one
  * place, and what follows it begins behind the largest. (In a kernel of several Pallas
  * threads all of them enter a scope together, behind a barrier of the block.) A scope that a thread
  * enters alone has its own part for each thread, and a stack of its own in it. What
@@ -23,6 +24,11 @@ enum { OTHERS, REMOTE, OWN, N_STACKS }; /* OWN: each thread has it for itself */
 
 typedef PM_VEC(pm_opid) op_list;
 
+/* Memory that one loop alone uses, on the stack OTHERS; number 0: none. */
+typedef struct stage {
+  int64_t number, start, end;
+} stage;
+
 typedef struct plan {
   pm_graph *g;
   pm_err *err;
@@ -33,6 +39,7 @@ typedef struct plan {
     int64_t number, group; /* 0: no union is open */
     int64_t start[N_STACKS], end[N_STACKS];
   } overlay;
+  stage stage; /* of the block that is looked at */
   bool *remote;     /* by value: an allocation that other blocks reach */
   int64_t barriers; /* bytes */
   int64_t scratch;  /* bytes of one Pallas thread */
@@ -95,6 +102,15 @@ static void refuse_own(plan *p, pm_opid op) {
   pm_err_op(p->err, p->g, op);
 }
 
+/* Where another loop's memory begins, that of the loop before ends, if it is on top. */
+static void enter_stage(plan *p, pm_opid alloc, int stack) {
+  const int64_t number = stack == OTHERS ? *pm_attr(p->g, alloc, PM_ATTR_STAGE) : 0;
+  if (!number || number == p->stage.number) return;
+  if (p->stage.number && p->stage.end == p->top[OTHERS]) p->top[OTHERS] = p->stage.start;
+  p->stage.number = number;
+  p->stage.start = p->top[OTHERS];
+}
+
 static void place_alloc(plan *p, pm_opid op) {
   pm_graph *g = p->g;
   const bool own = g->n_threads > 1 && is_private(g, op);
@@ -108,9 +124,11 @@ static void place_alloc(plan *p, pm_opid op) {
   }
   const int r = own ? OWN : p->remote[pm_get(g, op)->out] ? REMOTE : OTHERS;
   enter_union(p, op);
+  enter_stage(p, op, r);
   *pm_attr(g, op, PM_ATTR_OFFSET) = p->top[r];
   p->top[r] = pm_min(p->top[r] + pm_round_up(alloc_bytes(g, op), SMEM_ALIGN), INT64_MAX / 64);
   p->deepest[r] = pm_max(p->deepest[r], p->top[r]);
+  if (p->stage.number == *pm_attr(g, op, PM_ATTR_STAGE)) p->stage.end = p->top[OTHERS];
   if (own) return;
   pm_vec_push(g->arena, &p->live, op);
   if (p->top[OTHERS] + p->top[REMOTE] > p->most) {
@@ -139,6 +157,8 @@ static void place_block(plan *p, pm_blk block) {
   int64_t top[N_STACKS];
   const uint32_t live = p->live.n;
   memcpy(top, p->top, sizeof top);
+  const stage outer = p->stage;
+  p->stage = (stage){0};
   for (uint32_t k = 0; k < g->blocks.at[block].ops.n && !p->code; k++) {
     const pm_opid op = g->blocks.at[block].ops.at[k];
     if (pm_get(g, op)->code != PM_OP_ALLOC_SMEM) close_union(p);
@@ -166,6 +186,7 @@ static void place_block(plan *p, pm_blk block) {
     }
     for (uint32_t r = 0; r < pm_get(g, op)->n_regions; r++) place_block(p, pm_region(g, op, r));
   }
+  p->stage = outer;
   p->overlay.number = 0;
   memcpy(p->top, top, sizeof top);
   p->live.n = live;

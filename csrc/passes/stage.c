@@ -35,6 +35,7 @@ typedef struct stager {
   pm_graph *g;
   int64_t smem, limit;
   bool *written; /* by value: arguments of the kernel that it writes */
+  int64_t stage; /* number of the loop that is looked at */
   pm_opid front; /* the loop, or the first wait in front of it: copies begin before it */
 } stager;
 
@@ -336,6 +337,11 @@ static void drop_commit(pm_graph *g, const staged *p) {
   if (commit) drop(g, commit);
 }
 
+/* The memory is the loop's alone: what comes after the loop may lie there. */
+static void belongs(const stager *s, pm_opid alloc) {
+  *pm_attr(s->g, alloc, PM_ATTR_STAGE) = s->stage;
+}
+
 /* A barrier for one copy, in front of the loop. */
 static pm_val new_barrier(stager *s, pm_opid place) {
   const pm_type barrier = {PM_BARRIER, 0, PM_SMEM, 0, {0}};
@@ -349,6 +355,7 @@ static pm_code stage_copy(stager *s, staged *p, pm_err *err) {
   const pm_type i32 = pm_scalar_type(PM_I32);
   const pm_attr_arg one = {.id = PM_ATTR_VALUE, .i = 1};
   move_before(g, p->alloc, s->front);
+  belongs(s, p->alloc);
   const pm_val ready = new_barrier(s, p->load), memory = pm_get(g, p->alloc)->out;
   turn_alloc(g, p);
   PM_TRY(copy_step(g, p, source, pm_in(g, p->loop, 0), memory, ready, s->front, err));
@@ -387,6 +394,7 @@ static void stage_invariant(stager *s, staged *p) {
   pm_graph *g = s->g;
   const pm_val x = pm_in(g, p->store, 1);
   move_before(g, p->alloc, s->front);
+  belongs(s, p->alloc);
   turn_alloc(g, p);
   bring(s, pm_get(g, p->alloc)->out, x, p->store);
   drop(g, p->store);
@@ -404,6 +412,7 @@ static void stage_a(stager *s, const staged *p) {
   t.kind = PM_REF;
   t.space = PM_SMEM;
   const pm_val memory = insert_value(g, s->front, PM_OP_ALLOC_SMEM, NULL, 0, t, NULL, 0, p->wgmma);
+  belongs(s, def_of(g, memory));
   bring(s, memory, a, p->wgmma);
   g->operands.at[pm_get(g, p->wgmma)->in + 1] = memory;
 }
@@ -467,6 +476,7 @@ static pm_code stage_shared(stager *s, pm_opid loop, pm_opid load, shared *u, pm
   pm_type both = {PM_REF, x.dtype, PM_SMEM, 3, {2, x.dim[0], x.dim[1]}};
   pm_type single = {PM_REF, x.dtype, PM_SMEM, 2, {x.dim[0], x.dim[1]}};
   const pm_val memory = insert_value(g, s->front, PM_OP_ALLOC_SMEM, NULL, 0, both, NULL, 0, load);
+  belongs(s, def_of(g, memory));
   const pm_val ready = new_barrier(s, load), lower = pm_in(g, loop, 0);
   pm_val in[2] = {lower, insert_value(g, s->front, PM_OP_CONST, NULL, 0, i32, &one, 1, load)};
   const pm_val unit = in[1];
@@ -545,6 +555,7 @@ static pm_code stage_scope(stager *s, pm_opid loop, pm_opid scope, pm_err *err) 
 static pm_code stage_loop(stager *s, pm_opid loop, pm_err *err) {
   const pm_blk block = pm_region(s->g, loop, 0);
   s->front = loop;
+  s->stage++;
   PM_TRY(stage_loads(s, loop, err));
   for (uint32_t k = 0; k < s->g->blocks.at[block].ops.n; k++) {
     const pm_opid op = s->g->blocks.at[block].ops.at[k];
