@@ -328,7 +328,10 @@ static void turn_alloc(pm_graph *g, const staged *p) {
 static void drop_commit(pm_graph *g, const staged *p) {
   const pm_block *b = &g->blocks.at[pm_get(g, p->wgmma)->parent];
   pm_opid commit = 0;
-  if (pm_typeof(g, pm_in(g, p->wgmma, 1))->kind != PM_ARRAY) return;
+  const pm_val x = pm_in(g, p->wgmma, 1);
+  const pm_opid from = def_of(g, pm_view_base(g, x)); /* of an `a` that is staged, too */
+  const bool staged = from && code_of(g, from) == PM_OP_ALLOC_SMEM;
+  if (pm_typeof(g, x)->kind != PM_ARRAY && !(staged && *pm_attr(g, from, PM_ATTR_STAGE))) return;
   for (uint32_t k = 0; b->ops.at[k] != p->wgmma; k++) {
     const uint16_t code = code_of(g, b->ops.at[k]);
     if (code == PM_OP_STORE || code == PM_OP_MASKED_STORE || code == PM_OP_ATOMIC) return;
