@@ -723,21 +723,48 @@ static void matrix_rows(const pm_layout *l, bool by_columns, int32_t rows, pm_la
   out->reg[out->n_reg++] = (pm_digit){by_columns ? i : j, 8, 1};
 }
 
+static void swap_digits(pm_digit *d, uint32_t n) {
+  for (uint32_t k = 0; k < n; k++) {
+    if (d[k].dim >= 0) d[k].dim = (int8_t)(1 - d[k].dim);
+  }
+}
+
+/* A matrix and its memory as their transposes; layouts and views are copies. */
+static void transpose_access(access *a) {
+  pm_layout *l = PM_NEW(a->e->arena, pm_layout, 1);
+  pm_view *v = PM_NEW(a->e->arena, pm_view, 1);
+  *l = *a->l;
+  *v = *a->v;
+  for (int k = 0; k < 2; k++) {
+    l->shape[k] = a->l->shape[1 - k];
+    l->padded[k] = a->l->padded[1 - k];
+    v->dim[k] = a->v->dim[1 - k];
+  }
+  swap_digits(l->warp, l->n_warp);
+  swap_digits(l->lane, l->n_lane);
+  swap_digits(l->reg, l->n_reg);
+  a->l = l;
+  a->v = v;
+}
+
 /* Plan it as matrices if rows are whole aligned 16 bytes; false: not possible. A lane's pair of
  * elements lies in a row of the WGMMA layout and in a column of the right operand of mma, which is
- * only loaded so. */
+ * only loaded so. WGMMA_TRANSPOSED is WGMMA of the transpose. */
 static bool plan_matrix(access *a) {
-  const pm_layout *l = a->l;
-  const int i = l->rank - 2;
-  if (pm_dtypes[a->v->dtype].bits != 16 || a->v->space != PM_SMEM) return false;
-  const bool right = !a->store && is_mma_rhs(l);
-  if (!right && !pm_is_wgmma(l)) return false;
-  if (a->v->cluster_val) return false;
-  if (pm_layout_is_padded(l) || l->padded[i + 1] % 16) return false;
-  const bool by_columns = a->v->dim[i].inner == 1 && a->v->dim[i + 1].inner != 1;
-  pm_layout *rows = PM_NEW(a->e->arena, pm_layout, 1);
-  matrix_rows(l, by_columns, right ? 16 : 64, rows);
   access m = *a;
+  const int i = a->l->rank - 2;
+  if (pm_dtypes[a->v->dtype].bits != 16 || a->v->space != PM_SMEM) return false;
+  const bool right = !a->store && is_mma_rhs(a->l);
+  if (a->v->cluster_val || a->l->kind != PM_TILED || pm_layout_is_padded(a->l)) return false;
+  if (!right && !pm_is_wgmma(m.l)) {
+    if (i || a->v->n_index) return false;
+    transpose_access(&m);
+    if (!pm_is_wgmma(m.l)) return false;
+  }
+  if (m.l->padded[i + 1] % 16) return false;
+  const bool by_columns = m.v->dim[i].inner == 1 && m.v->dim[i + 1].inner != 1;
+  pm_layout *rows = PM_NEW(a->e->arena, pm_layout, 1);
+  matrix_rows(m.l, by_columns, right ? 16 : 64, rows);
   m.l = rows;
   plan(&m);
   if (!m.linear || m.vec != 8) return false;

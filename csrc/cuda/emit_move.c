@@ -58,7 +58,9 @@ static void take_result(pm_gen *e, pm_opid op, const pm_view *view) {
   pm_line(e, PM_LANES_SYNC);
 }
 
-static pm_code through(pm_gen *e, pm_opid op, const pm_view *all, const pm_view *result) {
+pm_code pm_through(pm_gen *e, pm_opid op, const pm_view *all, const pm_view *result) {
+  const pm_view_dim *first = &all->dim[0];
+  PM_TRY(need_scratch(e, op, first->size * first->inner * pm_dtypes[all->dtype].bytes));
   pm_note(e, op, pm_str(e, "%s, through shared memory", pm_ops[pm_get(e->g, op)->code].text));
   put_array(e, pm_in(e->g, op, 0), all);
   take_result(e, op, result);
@@ -68,8 +70,7 @@ static pm_code through(pm_gen *e, pm_opid op, const pm_view *all, const pm_view 
 pm_code pm_through_scratch(pm_gen *e, pm_opid op, const pm_view *result) {
   const pm_val in = pm_in(e->g, op, 0);
   const pm_view all = pm_scratch_view(pm_typeof(e->g, in));
-  PM_TRY(need_scratch(e, op, bytes_of(e, in)));
-  return through(e, op, &all, result);
+  return pm_through(e, op, &all, result);
 }
 
 /* ---- shuffles ----------------------------------------------------------------------------- */
@@ -233,8 +234,7 @@ pm_code pm_cuda_TRANSPOSE(pm_gen *e, pm_opid op) {
     pm_view all = pm_scratch_view(&wide), view = all;
     all.dim[n - 1].size = pm_typeof(e->g, in)->dim[n - 1];
     for (uint32_t k = 0; k < n; k++) view.dim[k] = all.dim[perm[k]];
-    PM_TRY(need_scratch(e, op, pm_move_scratch(e->g, op)));
-    return through(e, op, &all, &view);
+    return pm_through(e, op, &all, &view);
   }
   shift f = {.rank = (int)n};
   for (uint32_t k = 0; k < n; k++) f.dim[perm[k]] = k;

@@ -186,8 +186,11 @@ pm_code pm_cuda_LAYOUT_CAST(pm_gen *e, pm_opid op) {
       pm_relayout_pays(&plan, bytes)) {
     return pm_by_shuffles(e, op, &plan);
   }
-  const pm_view view = pm_scratch_view(t);
-  return pm_through_scratch(e, op, &view);
+  pm_type wide = *t;
+  wide.dim[t->rank - 1] = pm_exchange_row(t);
+  pm_view view = pm_scratch_view(&wide);
+  view.dim[t->rank - 1].size = t->dim[t->rank - 1];
+  return pm_through(e, op, &view, &view);
 }
 
 /* ---- reduce ------------------------------------------------------------------------------ */

@@ -186,6 +186,8 @@ bool pm_bind_scalar(pm_gen *e, pm_opid op);
 pm_view pm_scratch_view(const pm_type *t);
 /* the operand goes to scratch row-major, the result is what this view of it shows */
 pm_code pm_through_scratch(pm_gen *e, pm_opid op, const pm_view *result);
+/* the same, with a view of scratch for the operand, too */
+pm_code pm_through(pm_gen *e, pm_opid op, const pm_view *all, const pm_view *result);
 pm_code pm_by_shuffles(pm_gen *e, pm_opid op, const pm_relayout *plan);
 pm_code pm_no_registers(pm_gen *e, pm_opid op); /* an error of the planning */
 const char *pm_combine(pm_gen *e, int reduce, pm_dtype t, const char *a, const char *b);

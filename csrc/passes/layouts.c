@@ -1124,6 +1124,11 @@ pm_code pm_infer_layouts(pm_graph *g, const pm_target *t, pm_err *err) {
 
 /* ---- scratch ------------------------------------------------------------------------------ */
 
+int64_t pm_exchange_row(const pm_type *t) {
+  const int64_t row = t->dim[t->rank - 1];
+  return t->rank > 1 && row * pm_dtypes[t->dtype].bytes % 128 == 0 ? pm_turned_row(t) : row;
+}
+
 int64_t pm_layout_cast_scratch(const pm_graph *g, pm_opid cast) {
   const pm_op *o = pm_get(g, cast);
   const pm_type *t = pm_typeof(g, o->out);
@@ -1135,7 +1140,7 @@ int64_t pm_layout_cast_scratch(const pm_graph *g, pm_opid cast) {
   pm_relayout plan;
   const int64_t bytes = pm_dtypes[t->dtype].bytes;
   if (pm_relayout_plan(g->arena, a, b, &plan) && pm_relayout_pays(&plan, bytes)) return 0;
-  return pm_type_size(t) * pm_dtypes[t->dtype].bytes;
+  return pm_type_size(t) / t->dim[t->rank - 1] * pm_exchange_row(t) * bytes;
 }
 
 static int64_t bytes_of(const pm_graph *g, pm_val v) {

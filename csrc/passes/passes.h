@@ -77,6 +77,9 @@ int64_t pm_move_scratch(const pm_graph *g, pm_opid op);
 /* Elements from row to row of what is read column by column: an odd number of 16 bytes, so that
  * eight rows lie in different banks. */
 int64_t pm_turned_row(const pm_type *t);
+/* Elements from one row to the next in the scratch of a LAYOUT_CAST: rows that begin in the same
+ * bank would make its lanes wait for each other. */
+int64_t pm_exchange_row(const pm_type *t);
 /* The layout in which SCAN works: its dim lies in registers whole, or as
  * dim = (warp * 32 + lane) * run + register, the other dims in slower registers. */
 pm_layid pm_scan_layout(pm_graph *g, const pm_type *t, int dim);
