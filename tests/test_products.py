@@ -628,3 +628,83 @@ def test_right_operand_of_mma_from_smem(run, rng, dtype, k, n, turned):
     want = wide[0] @ (wide[1].T if turned else wide[1])
     got = run(body, out, a, b, scratch_types=scratch)
     np.testing.assert_allclose(got, want, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("m", [5, 16, 40, 64])
+def test_few_rows_stay_in_registers(run, rng, m):
+    """Rows that are missing to 64 are filled with zeros in the lanes that would hold them: in a
+    loop of two products nothing goes through shared memory but what wgmma reads."""
+    steps, n, d = 3, 32, 48
+    q = rng.standard_normal((m, d)).astype(np.float16)
+    k = rng.standard_normal((steps * n, d)).astype(np.float16)
+
+    def body(q_ref, k_ref, o_ref):
+        a = q_ref[...]
+
+        def step(j, total):
+            part = k_ref[pl.ds(j * n, n)]
+            s = jnp.dot(a, part.T, preferred_element_type=jnp.float32)
+            return total + jnp.dot(s.astype(jnp.float16), part, preferred_element_type=jnp.float32)
+
+        o_ref[...] = lax.fori_loop(0, steps, step, jnp.zeros((m, d), jnp.float32))
+
+    out = plgpu.ShapeDtypeStruct((m, d), np.float32)
+    text = plgpu.kernel(body, out_type=out).lower(q, k).as_text("cuda")
+    assert "through shared memory" not in text
+    q32, k32 = q.astype(np.float32), k.astype(np.float32)
+    want = ((q32 @ k32.T).astype(np.float16)).astype(np.float32) @ k32
+    got = run(body, np.zeros((m, d), np.float32), q, k)
+    np.testing.assert_allclose(got, want, atol=2e-2 * np.abs(want).max())
+
+
+def test_transposed_operands_go_through_matrices(run, rng):
+    """P^T of a product as the left operand of the next: stmatrix and ldmatrix, no element by
+    itself, and no two rows of scratch that begin in one bank."""
+    x, y = rng.standard_normal((2, 64, 64)).astype(np.float16)
+
+    def body(x_ref, y_ref, o_ref):
+        p = jnp.dot(x_ref[...], y_ref[...], preferred_element_type=jnp.float32)
+        o_ref[...] = jnp.dot(
+            p.astype(jnp.float16).T, y_ref[...], preferred_element_type=jnp.float32
+        )
+
+    out = plgpu.ShapeDtypeStruct((64, 64), np.float32)
+    text = plgpu.kernel(body, out_type=out).lower(x, y).as_text("cuda")
+    moved = text[text.index("layout_cast, through shared memory") :]
+    assert "st_matrix4_trans(" in moved and "ld_matrix4(" in moved and "% 8 * 144" in moved
+    x32, y32 = x.astype(np.float32), y.astype(np.float32)
+    want = (x32 @ y32).astype(np.float16).astype(np.float32).T @ y32
+    got = run(body, np.zeros((64, 64), np.float32), x, y)
+    np.testing.assert_allclose(got, want, atol=2e-3 * np.abs(want).max())
+
+
+def test_loops_one_after_the_other_share_what_was_staged(run, rng):
+    """Each loop stages its operands; the second one's lie where the first one's were."""
+    x = rng.standard_normal((64, 64)).astype(np.float16)
+    a, b = rng.standard_normal((2, 256, 64)).astype(np.float16)
+
+    def kernel_of(loops):
+        def body(x_ref, a_ref, b_ref, o_ref):
+            mine = x_ref[...]
+            total = jnp.zeros((64, 64), jnp.float32)
+            for ref in (a_ref, b_ref)[:loops]:
+
+                def step(j, c, ref=ref):
+                    rows = ref[pl.ds(j * 64, 64)]
+                    return c + jnp.dot(mine, rows, preferred_element_type=jnp.float32)
+
+                total = lax.fori_loop(0, 4, step, total)
+            o_ref[...] = total
+
+        return body
+
+    out = plgpu.ShapeDtypeStruct((64, 64), np.float32)
+    one, two = (
+        plgpu.kernel(kernel_of(n), out_type=out).lower(x, a, b).resources()["smem_bytes"]
+        for n in (1, 2)
+    )
+    assert one <= two <= one + 64  # barriers
+    x32 = x.astype(np.float32)
+    want = sum(x32 @ y[i : i + 64].astype(np.float32) for y in (a, b) for i in range(0, 256, 64))
+    got = run(kernel_of(2), np.zeros((64, 64), np.float32), x, a, b)
+    np.testing.assert_allclose(got, want, atol=1e-3 * np.abs(want).max())

@@ -52,3 +52,21 @@ breaks(
     f"{TRITON}::test_programs_that_share_an_output_block",
     shared_blocks_are_staged=("        in_place = parts\n", "        in_place = []\n"),
 )
+breaks(
+    f"{CUDA}/emit_move.c",
+    "test_products.py::test_few_rows_stay_in_registers",
+    every_lane_has_the_rows_that_are_there=(
+        "const char *valid = stem ? pm_valid(e, part, stem, source) : NULL;",
+        "const char *valid = NULL;",
+    ),
+)
+breaks(
+    f"{CUDA}/access.c",
+    "test_products.py::test_transposed_operands_go_through_matrices",
+    memory_is_not_transposed=("    v->dim[k] = a->v->dim[1 - k];\n", ""),
+)
+breaks(
+    f"{PASSES}/smem.c",
+    "test_products.py::test_loops_one_after_the_other_share_what_was_staged",
+    loops_share_nothing=("p->stage.end == p->top[OTHERS]", "false"),
+)
