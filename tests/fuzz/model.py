@@ -156,6 +156,7 @@ def copy_smem_to_gmem(
         need((s >= 0).all() and a.mask[s].all(), "copy of undefined memory")
         need(not a.writing[s].any(), "copy from a copy in flight")
         need(not a.dirty[s].any(), "copy of generic writes that were not committed")
+        need(inside.all() or inside.flat[0], "a store that begins before the array")
         to = d[inside]
         need(not b.writing[to].any(), "two copies write one place at a time")
         claim(b, to)
