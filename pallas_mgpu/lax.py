@@ -163,6 +163,8 @@ def div(x, y, *, exact=False):
     A quotient of floats is within 2 units in the last place on a GPU; with ``exact``, or under
     ``CompilerParams(exact_division=True)``, it is correctly rounded, at two to three times the
     cost. The interpreter always rounds correctly."""
+    if not isinstance(exact, bool):
+        raise TypeError(f"div: exact must be a bool, got {show(exact)}")
     return _two_operands("div_exact" if exact else "div", x, y, "div")
 
 

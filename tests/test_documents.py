@@ -526,7 +526,7 @@ def test_public_names_have_docstrings(module):
 def test_environment_table():
     """The reference's table is what the package reads."""
     known = re.findall(
-        r'PM_ENV\(\w+, "(\w+)", "(.*?)", "(.*)"\)', (ROOT / "csrc/base/env.def").read_text()
+        r'PM_ENV\(\w+, \w+, "(\w+)", "(.*?)", "(.*)"\)', (ROOT / "csrc/base/env.def").read_text()
     )
     text = (ROOT / "docs/reference.md").read_text()
     assert len(known) >= 8

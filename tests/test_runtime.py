@@ -267,6 +267,7 @@ def test_cache_hit_opens_no_nvrtc(cache):
         ("CACHE_BYTES", "abc", "a whole number of at least 0"),
         ("CACHE_BYTES", "1G", "a whole number"),
         ("CACHE_BYTES", "-1", "a whole number"),
+        ("COMPILE_SECONDS", "-3", "a whole number"),
         ("CACHE_BYTES", "99999999999999999999", "a whole number"),
         ("PLAN_BYTES", "1.5", "a whole number"),
         ("NO_CACHE", "maybe", "0, 1, false, true"),

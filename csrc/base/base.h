@@ -114,7 +114,7 @@ static inline int64_t pm_max(int64_t a, int64_t b) { return a > b ? a : b; }
 static inline bool pm_is_pow2(int64_t a) { return a > 0 && (a & (a - 1)) == 0; }
 int64_t pm_gcd(int64_t a, int64_t b); /* pm_gcd(0, b) == |b| */
 
-uint64_t pm_hash(const void *p, size_t n, uint64_t seed);  /* XXH3 64 */
-void pm_hash128(const void *p, size_t n, uint64_t out[2]); /* XXH3 128 */
+uint64_t pm_hash(const void *p, size_t n, uint64_t seed); /* for tables that compare in full */
+void pm_digest(const void *p, size_t n, uint64_t out[2]); /* for what is not compared: SHA-256 */
 
 #endif

@@ -7,7 +7,7 @@
 #include <strings.h>
 
 const pm_env_info pm_env_table[PM_ENV_COUNT] = {
-#define PM_ENV(id, variable, default, meaning) {variable, default, meaning},
+#define PM_ENV(id, kind, variable, default, meaning) {variable, default, meaning},
 #include "env.def"
 #undef PM_ENV
 };
@@ -17,11 +17,12 @@ const char *pm_env(pm_env_id id) {
   return value && *value ? value : pm_env_table[id].standard;
 }
 
-/* What a value must be; text unless said. */
 enum { TEXT, NUMBER, SWITCH, DIRECTORY };
 static const unsigned char kinds[PM_ENV_COUNT] = {
-    [PM_ENV_CACHE_BYTES] = NUMBER, [PM_ENV_PLAN_BYTES] = NUMBER,   [PM_ENV_NO_CACHE] = SWITCH,
-    [PM_ENV_LINEINFO] = SWITCH,    [PM_ENV_CACHE_DIR] = DIRECTORY, [PM_ENV_DUMP] = DIRECTORY};
+#define PM_ENV(id, kind, variable, default, meaning) kind,
+#include "env.def"
+#undef PM_ENV
+};
 
 static bool read_switch(const char *value, bool *on) {
   static const char *const words[] = {"0", "1", "false", "true", "no", "yes", "off", "on"};

@@ -5,7 +5,7 @@
 #include "base.h"
 
 typedef enum pm_env_id {
-#define PM_ENV(id, variable, default, meaning) PM_ENV_##id,
+#define PM_ENV(id, kind, variable, default, meaning) PM_ENV_##id,
 #include "env.def"
 #undef PM_ENV
   PM_ENV_COUNT

@@ -8,7 +8,7 @@
 
 #include "module.h"
 
-#include "../vendor/dlpack.h"
+#include "dlpack.h"
 
 /* A pm_err without the cost of clearing its texts. */
 #define PMPY_ERR(name) \

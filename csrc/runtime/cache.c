@@ -112,9 +112,9 @@ static void checksum(const head *h, const void *image, const void *log, uint64_t
   memset(&all, 0, sizeof all);
   all.h = *h;
   all.h.check[0] = all.h.check[1] = 0;
-  pm_hash128(image, h->image_size, all.image);
-  pm_hash128(log, h->log_size, all.log);
-  pm_hash128(&all, sizeof all, out);
+  pm_digest(image, h->image_size, all.image);
+  pm_digest(log, h->log_size, all.log);
+  pm_digest(&all, sizeof all, out);
 }
 
 static bool entry_path(const uint64_t key[2], char *path, size_t size) {

@@ -79,7 +79,7 @@ static pm_code make_key(const pm_program *p, const pm_options *o, bool lineinfo,
     memcpy(all + n, s, strlen(s) + 1);
     n += strlen(s) + 1;
   }
-  pm_hash128(all, n, key);
+  pm_digest(all, n, key);
   pm_free(all);
   return PM_OK;
 }

@@ -158,9 +158,9 @@ void pm_modules_sweep(void) {
 
 static void identify(const pm_cubin *c, const char *entry, uint64_t hash[2]) {
   uint64_t both[4];
-  pm_hash128(c->image, c->size, both);
-  pm_hash128(entry, strlen(entry), both + 2);
-  pm_hash128(both, sizeof both, hash);
+  pm_digest(c->image, c->size, both);
+  pm_digest(entry, strlen(entry), both + 2);
+  pm_digest(both, sizeof both, hash);
 }
 
 pm_code pm_module_new(const pm_device *d, const pm_cubin *c, const char *entry, uint32_t counters,
