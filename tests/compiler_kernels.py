@@ -360,12 +360,37 @@ def in_mma():
     return attend(step_of), args, want
 
 
+def stepped():
+    """The address of a slot steps from that of the first one, which is where shared memory begins;
+    the scratch of a scan lies at a fixed distance from there. ptxas before 13.5 let it step, too."""
+
+    def body(x, o, ring):
+        order = jnp.arange(512).reshape(4, 128) * 3 % 128
+
+        @pl.loop(0, 3)
+        def _(i):
+            plgpu.wait_smem_to_gmem(2, wait_read_only=True)
+            ring[i % 3] = jnp.take(jnp.cumsum(x[pl.ds(i * 128, 128)]), order)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(ring.at[i % 3], o.at[:, pl.ds(i * 128, 128)])
+
+        plgpu.wait_smem_to_gmem(0)
+
+    x = numbers(384, dtype=F32)
+    sums = np.cumsum(x.reshape(3, 128), axis=1, dtype=np.float64)
+    want = np.concatenate([s[np.arange(512).reshape(4, 128) * 3 % 128] for s in sums], axis=1)
+    kernel = plgpu.kernel(body, out_type=shape((4, 384), F32),
+                          scratch_types=[plgpu.SMEM((3, 4, 128), F32)])  # fmt: skip
+    return kernel, (x,), want
+
+
 REPRODUCTIONS = {
     **{f"lost {m} x {n} x {k}": functools.partial(lost, m, n, k)
        for m, n, k in ((64, 64, 64), (64, 64, 128), (128, 64, 64), (64, 128, 64))},
     "lost 64 x 8 x 64": functools.partial(lost, 64, 8, 64, turned=True),
     "lost 64 x 64 x 64, B turned": functools.partial(lost, 64, 64, 64, turned=True),
     "overwritten": reproduction,
+    "stepped": stepped,
 }  # fmt: skip
 
 CASES = {

@@ -9,6 +9,8 @@
   definitions in the loop that reaches the instruction gives the same every time, a copy of what
   lies outside, say. Where one does not, another product got the registers.
 
+- sums from before a loop whose operand the loop changes, which ptxas before 13.5 may compute anew.
+
 Both texts become a list of instructions with the registers that each reads and writes. Loops are
 natural loops of the flow graph; definitions are followed backwards from the operand. Instructions
 are matched in order, those that look alike, if there are equally many. `blocks_assign_once`
@@ -473,8 +475,25 @@ def overwritten(ptx, text):
     return faults
 
 
+def stepped(ptx):
+    """Sums with a constant that a loop uses while it changes the register they were computed from:
+    ptxas before 13.5 may compute them in the loop, from what the register holds by then."""
+    found = []
+    for flow in ptx_flow(ptx):
+        for k, x in enumerate(flow.code):
+            if not re.match(r"add\.s(32|64) .*, -?\d+$", x.text) or x.reads == x.writes:
+                continue
+            for loop in flow.loops:
+                inside = [y for b in loop for y in flow.code[flow.begins[b] : flow.ends[b]]]
+                if flow.block_of[k] not in loop and any(x.reads[0] in y.writes for y in inside):
+                    found += [x.text for y in inside if x.writes[0] in y.reads][:1]
+    return found
+
+
 def check(ptx, cubin):
     faults = [f"a second assignment: {x}" for x in blocks_assign_once(ptx)]
+    if tuple(map(int, re.search(r"release (\d+)\.(\d+)", ptx).groups())) < (13, 5):
+        faults += [f"a loop changes what is added in {x}" for x in stepped(ptx)]
     if not asked(ptx):
         return faults
     text = disassemble(cubin)

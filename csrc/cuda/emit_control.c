@@ -139,7 +139,11 @@ pm_code pm_cuda_FOR(pm_gen *e, pm_opid op) {
   } else {
     pm_line(e, "#pragma unroll");
   }
-  pm_begin(e, "for (i32 %s = %s; %s < %s; %s++) {", i, lower, i, upper, i);
+  if (unroll == 1) {
+    pm_begin(e, "for (i32 %s = %s; %s < %s; %s = next_index(%s)) {", i, lower, i, upper, i, i);
+  } else {
+    pm_begin(e, "for (i32 %s = %s; %s < %s; %s++) {", i, lower, i, upper, i);
+  }
   unpack_carries(e, op, index + 1, words);
   PM_TRY(pm_gen_block(e, body));
   pm_end_turn(e, body);

@@ -584,6 +584,7 @@ FN void st_matrix4_trans(u32 a, const T *s, LINE) {
 
 FN u32 lane_number() { return threadIdx.x % 32; }
 FN u32 warp_uniform(u32 x, LINE) { return host_shuffle(x, 0, ~0u, line); }
+FN i32 next_index(i32 i) { return i + 1; }
 FN bool elect_one(LINE) { return host_elect(~0u, line); }
 FN bool warp_any(bool x, LINE) { return host_vote_any(~0u, x, line); }
 FN void turn_take(u32 id, LINE) { host_bar_sync(id, 256, line); }

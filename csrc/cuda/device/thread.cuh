@@ -4,6 +4,18 @@
 // tells the compiler that all lanes of a warp have the same x
 FN u32 warp_uniform(u32 x) { return __shfl_sync(0xffffffffu, x, 0); }
 
+//! next_index
+// the next iteration of a loop that is not unrolled. Before 13.5 addresses that would step with i
+// are computed from it: ptxas may add the steps of such an address to what was computed from its
+// first value before the loop.
+FN i32 next_index(i32 i) {
+  i += 1;
+#if __CUDACC_VER_MAJOR__ * 100 + __CUDACC_VER_MINOR__ < 1305
+  asm("" : "+r"(i));
+#endif
+  return i;
+}
+
 //! elect_one
 // true in one lane of the warp, the same one every time. With "lane == 0" instead, ptxas would put
 // a vote loop around every TMA instruction.
