@@ -362,7 +362,7 @@ def in_mma():
 
 def stepped():
     """The address of a slot steps from that of the first one, which is where shared memory begins;
-    the scratch of a scan lies at a fixed distance from there. ptxas before 13.5 let it step, too."""
+    the scratch of a scan lies at a fixed distance from it, and stepped along before ptxas 13.5."""
 
     def body(x, o, ring):
         order = jnp.arange(512).reshape(4, 128) * 3 % 128

@@ -441,8 +441,9 @@ def test_what_the_interpreter_refuses(monkeypatch):
             f(*(dict(x=x_ref, v=x_ref[...], s=smem)[a] for a in args))
             o_ref[0] = x_ref[...]
 
-        with pytest.raises(error, match=match):
+        with pytest.raises(error, match=match) as caught:
             interpreted(body, np.zeros(128, F32), scratch_types=[plgpu.SMEM((128,), F32)])
+        assert __file__ in caught.value.__notes__[0]
 
     remedy = "give inline_cuda interpret=, or call the kernel with arrays of a GPU"
     raises(NotImplementedError, rf"PTX \(asm\), which only a GPU runs; {remedy}", 'asm("");')

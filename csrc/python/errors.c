@@ -86,23 +86,37 @@ static PyObject *decode(const char *s) {
   return PyUnicode_DecodeUTF8(s, (Py_ssize_t)strlen(s), "replace");
 }
 
-PyObject *pmpy_raise(const pm_err *err) {
-  PyObject *type = pmpy.exceptions[err->code] ? pmpy.exceptions[err->code] : PyExc_SystemError;
-  PyObject *text = decode(err->text), *file = NULL, *source = NULL, *full = NULL;
-  if (!text) return NULL;
-  if (err->line && err->file[0]) {
-    file = decode(err->file);
-    if (!file) goto done;
-    source = source_line(file, err->line);
-    full = source ? PyUnicode_FromFormat("%U\n  at %U:%u: %U", text, file, err->line, source)
-                  : PyUnicode_FromFormat("%U\n  at %U:%u", text, file, err->line);
-    if (!full) goto done;
-  }
-  PyErr_SetObject(type, full ? full : text);
-done:
-  Py_XDECREF(full);
+/* New: "  at file:line: source", or NULL: no exception is set where the record has no place. */
+static PyObject *place_of(const pm_err *err) {
+  if (!err->line || !err->file[0]) return NULL;
+  PyObject *file = decode(err->file), *place = NULL;
+  PyObject *source = file ? source_line(file, err->line) : NULL;
+  if (source) place = PyUnicode_FromFormat("  at %U:%u: %U", file, err->line, source);
+  else if (file) place = PyUnicode_FromFormat("  at %U:%u", file, err->line);
   Py_XDECREF(source);
   Py_XDECREF(file);
-  Py_DECREF(text);
+  return place;
+}
+
+PyObject *pmpy_raise(const pm_err *err) {
+  PyObject *type = pmpy.exceptions[err->code] ? pmpy.exceptions[err->code] : PyExc_SystemError;
+  PyObject *text = decode(err->text), *place = text ? place_of(err) : NULL;
+  PyObject *full = place ? PyUnicode_FromFormat("%U\n%U", text, place) : NULL;
+  if (text && !PyErr_Occurred()) PyErr_SetObject(type, full ? full : text);
+  Py_XDECREF(full);
+  Py_XDECREF(place);
+  Py_XDECREF(text);
   return NULL;
+}
+
+void pmpy_add_place(const pm_err *err) {
+  PyObject *type, *value, *traceback;
+  PyErr_Fetch(&type, &value, &traceback);
+  PyErr_NormalizeException(&type, &value, &traceback);
+  PyObject *place = value ? place_of(err) : NULL;
+  PyObject *none = place ? PyObject_CallMethod(value, "add_note", "O", place) : NULL;
+  Py_XDECREF(none);
+  Py_XDECREF(place);
+  PyErr_Clear();
+  PyErr_Restore(type, value, traceback);
 }

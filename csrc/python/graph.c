@@ -404,6 +404,7 @@ static PyObject *run(run_job *j, PyObject *arrays) {
     PyEval_RestoreThread(save);
     ok = !rc && !PyErr_Occurred();
     if (rc && !PyErr_Occurred()) pmpy_raise(&err);
+    else if (rc) pmpy_add_place(&err);
   }
   PyMem_Free(j->buffers);
   Py_DECREF(seq);

@@ -702,6 +702,7 @@ static PyObject *call_interpreter(call *c) {
   Py_BEGIN_ALLOW_THREADS code = execute(&r, &err);
   Py_END_ALLOW_THREADS if (!code && !h.failed) return finish(c, made);
   if (!h.failed) pmpy_raise(&err);
+  else pmpy_add_place(&err);
   for (uint32_t i = 0; i < n && !c->out_arg; i++) Py_DECREF(made[i]);
   return NULL;
 }

@@ -38,6 +38,8 @@ enum pmpy_tracer_error {
 /* errors.c. Raise the exception of err; always NULL. Text: "<text>\n  at <file>:<line>: <source
  * line>". */
 PyObject *pmpy_raise(const pm_err *err);
+/* The place as a note of the exception that is set, which the user's own function raised. */
+void pmpy_add_place(const pm_err *err);
 int pmpy_init_errors(PyObject *module);
 
 /* dtypes.c. New reference to the numpy dtype. */
