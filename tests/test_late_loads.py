@@ -148,3 +148,36 @@ def test_values_that_a_product_read_need_no_fence():
     text = ops.matmul.kernel(A, A).lower(A, A).as_text("cuda")
     consumer = text[text.index("wgmma_wait") :]
     assert "async_proxy_fence" not in consumer[: consumer.index("barrier_arrive")]
+
+
+def test_slots_that_no_engine_fills_need_no_fence():
+    """What lanes stored is in order with what lanes store: arrivals after loads stay bare."""
+
+    def body(x_ref, o_ref, slot, full, empty):
+        t = lax.axis_index("t")
+
+        @pl.loop(0, STEPS)
+        def _(i):
+            @pl.when(t == 0)
+            def _():
+                slot[...] = x_ref[i]
+                plgpu.barrier_arrive(full)
+                plgpu.barrier_wait(empty)
+
+            @pl.when(t == 1)
+            def _():
+                plgpu.barrier_wait(full)
+                value = slot[...]
+                plgpu.barrier_arrive(empty)
+                o_ref[i] = value
+
+    x = np.zeros((STEPS, ROWS, COLS), np.float16)
+    kernel = plgpu.kernel(
+        body,
+        out_type=plgpu.ShapeDtypeStruct(x.shape, x.dtype),
+        num_threads=2,
+        thread_name="t",
+        scratch_types=[plgpu.SMEM((ROWS, COLS), jnp.float16), plgpu.Barrier(), plgpu.Barrier()],
+    )
+    text = kernel.lower(x).as_text("cuda")
+    assert "barrier_arrive" in text and "async_proxy_fence" not in text

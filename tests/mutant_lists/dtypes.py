@@ -137,7 +137,7 @@ breaks(
     f"{LAYOUTS}::test_scratch_of_reductions",
     later_steps_repeat_the_first=(
         'steps == 1 ? k : n == 1 ? b : pm_str(e, "b + %s", k)',
-        "(void)b, k",
+        "steps == 1 ? k : n == 1 ? b : k",
     ),
 )
 
