@@ -58,12 +58,12 @@ FN f32 rounded(f32 x, int significand, int e_min) {
 struct f16 { u16 bits; };
 FN u32 bits_of(f16 x) { return x.bits; }
 FN void from_bits(f16 &x, u32 b) { x.bits = (u16)b; }
-FN f32 to_f32(f16 x) {
+FN f32 cvt_f32(f16 x) {
   const int e = x.bits >> 10 & 31, m = x.bits & 1023;
   const f32 size = e == 31 ? (m ? NAN : INFINITY) : ldexpf((f32)(e ? m | 1024 : m), (e ? e : 1) - 25);
   return x.bits >> 15 ? -size : size;
 }
-FN f16 to_f16(f32 x) {
+FN f16 cvt_f16(f32 x) {
   const u16 sign = (u16)(bits_of(x) >> 31 << 15);
   x = fabsf(rounded(x, 11, -14));
   if (isnan(x)) return f16{0x7fff};
@@ -75,17 +75,17 @@ FN f16 to_f16(f32 x) {
 struct bf16 { u16 bits; };
 FN u32 bits_of(bf16 x) { return x.bits; }
 FN void from_bits(bf16 &x, u32 b) { x.bits = (u16)b; }
-FN f32 to_f32(bf16 x) { return f32_bits((u32)x.bits << 16); }
-FN bf16 to_bf16(f32 x) {
+FN f32 cvt_f32(bf16 x) { return f32_bits((u32)x.bits << 16); }
+FN bf16 cvt_bf16(f32 x) {
   if (isnan(x)) return bf16{0x7fff};
   const u32 b = bits_of(x);
   return bf16{(u16)((b + 0x7fff + (b >> 16 & 1)) >> 16)};
 }
 #define ARITHMETIC(T)                                                          \
   FN T operator-(T x) { return T{(u16)(x.bits ^ 0x8000)}; }                   \
-  FN T operator+(T a, T b) { return to_##T(to_f32(a) + to_f32(b)); }          \
-  FN T operator-(T a, T b) { return to_##T(to_f32(a) - to_f32(b)); }          \
-  FN T operator*(T a, T b) { return to_##T(to_f32(a) * to_f32(b)); }
+  FN T operator+(T a, T b) { return cvt_##T(cvt_f32(a) + cvt_f32(b)); }          \
+  FN T operator-(T a, T b) { return cvt_##T(cvt_f32(a) - cvt_f32(b)); }          \
+  FN T operator*(T a, T b) { return cvt_##T(cvt_f32(a) * cvt_f32(b)); }
 ARITHMETIC(f16) ARITHMETIC(bf16)
 struct e4m3 { u8 bits; };
 struct e5m2 { u8 bits; };
@@ -168,7 +168,7 @@ template <typename T, int N, typename U> FN void ld_global(T *d, Global<U> a) { 
 template <typename T, int N> FN void st_global(Global<T> a, const T *s) { memcpy((void *)a.inside(0, N), (const void *)s, N * sizeof(T)); }
 
 /* Not at others than those the source was given. */
-FN void barrier_arrive(u32 a) {
-  if (a < BARRIERS || a >= BARRIERS + 64) throw std::out_of_range("barrier_arrive: this address is none of the barriers among the arguments");
+FN void mbarrier_arrive(u32 a) {
+  if (a < BARRIERS || a >= BARRIERS + 64) throw std::out_of_range("mbarrier_arrive: this address is none of the barriers among the arguments");
   arrivals[a - BARRIERS]++;
 }

@@ -95,24 +95,26 @@ SEND = "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes"
 
 # C++ -> the statements of asm that are left of it, by the PTX ISA.
 INSTRUCTIONS = {
-    "barrier_init(64, 3);": ["mbarrier.init.shared::cta.b64 [64], 3"],
-    "barrier_init_fence();": ["fence.mbarrier_init.release.cluster"],
-    "barrier_arrive(64);": ["mbarrier.arrive.shared::cta.b64 _, [64]"],
-    "barrier_arrive_n<4>(64);": ["mbarrier.arrive.shared::cta.b64 _, [64], 4"],
-    "barrier_arrive_tx(64, 512);": ["mbarrier.arrive.expect_tx.shared::cta.b64 _, [64], 512"],
-    "barrier_arrive_remote(64, 3);": [
+    "mbarrier_init(64, 3);": ["mbarrier.init.shared::cta.b64 [64], 3"],
+    "mbarrier_init_fence();": ["fence.mbarrier_init.release.cluster"],
+    "mbarrier_arrive(64);": ["mbarrier.arrive.shared::cta.b64 _, [64]"],
+    "mbarrier_arrive_n<4>(64);": ["mbarrier.arrive.shared::cta.b64 _, [64], 4"],
+    "mbarrier_arrive_expect_tx(64, 512);": [
+        "mbarrier.arrive.expect_tx.shared::cta.b64 _, [64], 512"
+    ],
+    "mbarrier_arrive_remote(64, 3);": [
         ".reg .b32 r", "mapa.shared::cluster.u32 r, 64, 3",
         "mbarrier.arrive.shared::cluster.b64 _, [r]",
     ],
-    "barrier_arrive_release(64, 3);": [
+    "mbarrier_arrive_release(64, 3);": [
         ".reg .b32 r", "mapa.shared::cluster.u32 r, 64, 3",
         "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [r]",
     ],
-    "out[0] = barrier_test(64, 1);": [
+    "out[0] = mbarrier_test(64, 1);": [
         ".reg .pred p", "mbarrier.test_wait.parity.shared::cta.b64 p, [64], 1",
         "selp.u32 a, 1, 0, p",
     ],
-    "barrier_arrive_tx_cluster(64, 512);": [
+    "mbarrier_arrive_expect_tx_cluster(64, 512);": [
         "mbarrier.arrive.expect_tx.shared::cluster.b64 _, [64], 512"
     ],
     f"{words(1)} st_async<u32, 1>(64, w, 128);": [f"{SEND}.b32 [64], 1, [128]"],
@@ -143,8 +145,8 @@ INSTRUCTIONS = {
         ".reg .b32 p, q", "mapa.shared::cluster.u32 p, 64, 3", "mapa.shared::cluster.u32 q, 128, 3",
         "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [p], 7, [q]",
     ],
-    "async_proxy_fence();": ["fence.proxy.async.shared::cta"],
-    "async_proxy_fence_global();": ["fence.proxy.async.global"],
+    "fence_proxy_async();": ["fence.proxy.async.shared::cta"],
+    "fence_proxy_async_global();": ["fence.proxy.async.global"],
     f"tensor_map_prefetch({MAP});": ["prefetch.tensormap [8192]"],
     "bulk_load(64, (void*)8192, 512, 16);": [
         "cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes [64], [8192], 512, [16]"
@@ -159,17 +161,17 @@ INSTRUCTIONS = {
         *EVICT_FIRST,
         "cp.async.bulk.global.shared::cta.bulk_group.L2::cache_hint [8192], [64], 512, first",
     ],
-    "store_group_commit();": ["cp.async.bulk.commit_group"],
-    "store_group_wait<3>();": ["cp.async.bulk.wait_group 3"],
-    "store_group_wait_read<3>();": ["cp.async.bulk.wait_group.read 3"],
+    "bulk_group_commit();": ["cp.async.bulk.commit_group"],
+    "bulk_group_wait<3>();": ["cp.async.bulk.wait_group 3"],
+    "bulk_group_wait_read<3>();": ["cp.async.bulk.wait_group.read 3"],
     "wgmma_commit();": ["wgmma.commit_group.sync.aligned"],
     "f16 d[2]; unpack_pair(d, 64); out[0] = d[0].bits; out[1] = d[1].bits;": [
         "prmt.b32 a, 64, 0, 0x4410", "prmt.b32 b, 64, 0, 0x4432",
     ],
     "wgmma_wait<2>();": ["wgmma.wait_group.sync.aligned 2"],
-    "registers_up<232>();": ["setmaxnreg.inc.sync.aligned.u32 232"],
-    "registers_down<40>();": ["setmaxnreg.dec.sync.aligned.u32 40"],
-    "lanes_sync(2);": ["bar.sync 3, 128"],
+    "setmaxnreg_inc<232>();": ["setmaxnreg.inc.sync.aligned.u32 232"],
+    "setmaxnreg_dec<40>();": ["setmaxnreg.dec.sync.aligned.u32 40"],
+    "warpgroup_sync(2);": ["bar.sync 3, 128"],
     "turn_take(5);": ["bar.sync 5, 256"],
     "turn_pass(5);": ["bar.arrive 5, 256"],
     "named_barrier_sync(5, 96);": ["bar.sync 5, 96"],
@@ -186,8 +188,8 @@ INSTRUCTIONS = {
         ]
         for name, op in {"any": "or", "all": "and"}.items()
     },
-    "grid_wait();": ["griddepcontrol.wait"],
-    "grid_launch_dependents();": ["griddepcontrol.launch_dependents"],
+    "griddepcontrol_wait();": ["griddepcontrol.wait"],
+    "griddepcontrol_launch_dependents();": ["griddepcontrol.launch_dependents"],
     "out[0] = next_tile((u32*)8192);": ["atom.relaxed.gpu.global.add.u32 a, [8192], 1"],
     "out[0] = elect_one();": [
         ".reg .pred p", "elect.sync _|p, 0xffffffff", "selp.u32 a, 1, 0, p",
@@ -232,51 +234,56 @@ INSTRUCTIONS = {
     "f32 x; ld_global<f32, 1>(&x, (f32*)64); out[0] = bits_of(x);": ["ld.global.b32 a, [64]"],
     "u16 x; ld_global<u16, 1>(&x, (u16*)64); out[0] = x;": ["ld.global.u16 a, [64]"],
     "u8 x; ld_global<u8, 1>(&x, (u8*)64); out[0] = x;": ["ld.global.u8 a, [64]"],
-    f"{words(8, 'u16 w[{n}] = {{{list}}};')} st_matrix4(64, w);": [
+    f"{words(8, 'u16 w[{n}] = {{{list}}};')} stmatrix_x4(64, w);": [
         "stmatrix.sync.aligned.m8n8.x4.shared.b16 [64], {131073,262147,393221,524295}"
     ],
-    f"{words(8, 'u16 w[{n}] = {{{list}}};')} st_matrix4_trans(64, w);": [
+    f"{words(8, 'u16 w[{n}] = {{{list}}};')} stmatrix_x4_trans(64, w);": [
         "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [64], {131073,262147,393221,524295}"
     ],
-    "u32 w[4]; u16 h[8]; ld_matrix4(h, 64); pack<u16, 8>(w, h); st_shared<u32, 4>(128, w);": [
+    "u32 w[4]; u16 h[8]; ldmatrix_x4(h, 64); pack<u16, 8>(w, h); st_shared<u32, 4>(128, w);": [
         "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {a,b,c,d}, [64]",
         "st.shared.v4.b32 [128], {a,b,c,d}",
     ],
-    "u32 w[4]; u16 h[8]; ld_matrix4_trans(h, 64); pack<u16, 8>(w, h); st_shared<u32, 4>(128, w);": [
+    "u32 w[4]; u16 h[8]; ldmatrix_x4_trans(h, 64); pack<u16, 8>(w, h);"
+    " st_shared<u32, 4>(128, w);": [
         "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {a,b,c,d}, [64]",
         "st.shared.v4.b32 [128], {a,b,c,d}",
     ],
-    "out[0] = bits_of(to_f32(f16{(u16)5}));": ["cvt.f32.f16 a, 5"],
-    "out[0] = bits_of(to_f16(f));": ["cvt.rn.f16.f32 a, b"],
-    "out[0] = bits_of(to_bf16(f));": ["cvt.rn.bf16.f32 a, b"],
-    "f16 d[2]; to_f16x2(d, 1.0f, 2.0f); out[0] = d[0].bits;": [
+    "out[0] = bits_of(cvt_f32(f16{(u16)5}));": ["cvt.f32.f16 a, 5"],
+    "out[0] = bits_of(cvt_f16(f));": ["cvt.rn.f16.f32 a, b"],
+    "out[0] = bits_of(cvt_bf16(f));": ["cvt.rn.bf16.f32 a, b"],
+    "f16 d[2]; cvt_f16x2(d, 1.0f, 2.0f); out[0] = d[0].bits;": [
         "cvt.rn.f16x2.f32 a, 0f40000000, 0f3F800000"
     ],
-    "bf16 d[2]; to_bf16x2(d, 1.0f, 2.0f); out[0] = d[0].bits;": [
+    "bf16 d[2]; cvt_bf16x2(d, 1.0f, 2.0f); out[0] = d[0].bits;": [
         "cvt.rn.bf16x2.f32 a, 0f40000000, 0f3F800000"
     ],
     **{
-        f"out[0] = bits_of(to_{t}(f));": [f"cvt.rn.satfinite.{t}x2.f32 a, 0f00000000, b"]
+        f"out[0] = bits_of(cvt_{t}(f));": [f"cvt.rn.satfinite.{t}x2.f32 a, 0f00000000, b"]
         for t in ("e4m3", "e5m2")
     },
     **{
-        f"out[0] = bits_of(to_f32({t}{{(u8)5}}));": [f"cvt.rn.f16x2.{t}x2 a, 5", "cvt.f32.f16 b, c"]
+        f"out[0] = bits_of(cvt_f32({t}{{(u8)5}}));": [
+            f"cvt.rn.f16x2.{t}x2 a, 5",
+            "cvt.f32.f16 b, c",
+        ]
         for t in ("e4m3", "e5m2")
     },
     **{
-        f"{t} d[2]; to_{t}x2(d, 1.0f, 2.0f); out[0] = d[0].bits;": [
+        f"{t} d[2]; cvt_{t}x2(d, 1.0f, 2.0f); out[0] = d[0].bits;": [
             f"cvt.rn.satfinite.{t}x2.f32 a, 0f40000000, 0f3F800000"
         ]
         for t in ("e4m3", "e5m2")
     },
     **{
-        f"f16 d[2]; widen_{t}x2(d, {t}{{1}}, {t}{{2}}); out[0] = d[0].bits; out[1] = d[1].bits;": [
+        f"f16 d[2]; cvt_from_{t}x2(d, {t}{{1}}, {t}{{2}}); out[0] = d[0].bits;"
+        " out[1] = d[1].bits;": [
             f"cvt.rn.f16x2.{t}x2 a, 513"
         ]
         for t in ("e4m3", "e5m2")
     },
-    "out[0] = bits_of(int_to_bf16((i32)u));": ["cvt.rn.bf16.s32 a, b"],
-    "out[0] = bits_of(int_to_bf16(u));": ["cvt.rn.bf16.u32 a, b"],
+    "out[0] = bits_of(cvt_int_to_bf16((i32)u));": ["cvt.rn.bf16.s32 a, b"],
+    "out[0] = bits_of(cvt_int_to_bf16(u));": ["cvt.rn.bf16.u32 a, b"],
     **{
         f"out[0] = bits_of({t}{{(u16)5}} {sign} {t}{{(u16)6}});": [f"{name}.rn.{t} a, 5, 6"]
         for t in ("f16", "bf16")
@@ -364,7 +371,7 @@ NUMBERS = {
     "bit_count((i8)-2)": 7,
     "bit_count((u16)0x8001)": 2,
     **{
-        f"bits_of(to_e8m0(f32_bits(0x{bits:08x}u)))": want
+        f"bits_of(cvt_e8m0(f32_bits(0x{bits:08x}u)))": want
         for bits, want in {
             0: 0,
             0x00400000: 0,
@@ -381,9 +388,9 @@ NUMBERS = {
             0x80000000: 0,
         }.items()
     },
-    "bits_of(to_f32(e8m0{0}))": 0x00400000,
-    "bits_of(to_f32(e8m0{1}))": 0x00800000,
-    "bits_of(to_f32(e8m0{127}))": 0x3F800000,
+    "bits_of(cvt_f32(e8m0{0}))": 0x00400000,
+    "bits_of(cvt_f32(e8m0{1}))": 0x00800000,
+    "bits_of(cvt_f32(e8m0{127}))": 0x3F800000,
     "min_int(-5, 3)": 0xFFFFFFFB,
     "min_int(3u, 5u)": 3,
     "max_int(-5, 3)": 3,
@@ -392,7 +399,7 @@ NUMBERS = {
     "bits_of(sign_f32(-3.0f))": 0xBF800000,
     "bits_of(-f16{0x3c00})": 0xBC00,
     "bits_of(-bf16{0x3f80})": 0xBF80,
-    "bits_of(to_f32(bf16{0x3f80}))": 0x3F800000,
+    "bits_of(cvt_f32(bf16{0x3f80}))": 0x3F800000,
     "bitcast<u32>(1.5f)": 0x3FC00000,
     "bits_of(bitcast<f32>(0x3fc00000u))": 0x3FC00000,
     "bits_of((i8)-1)": 0xFF,
@@ -496,7 +503,7 @@ def test_the_last_warp_clears_the_counters():
 def test_waiting_is_a_loop(name, how):
     """Out when the phase has ended, else once more."""
     text = (DEVICE / "barrier.cuh").read_text()
-    body = text[text.index(f"FN void barrier_wait{name}(") :]
+    body = text[text.index(f"FN void mbarrier_wait{name}(") :]
     code, inputs = re.search(r"asm volatile\((.*?) :: (.*?)\);", body, re.S).groups()
     code = re.sub(r'"\s*"', "", code).strip('"').replace("\\n", " ")
     assert code == (
@@ -530,7 +537,7 @@ def test_words_to_elements(code):
 )
 def test_to_int(name, steps):
     """Toward zero, then clamped."""
-    ptx = ptx_of(catalogue() + ENTRY % ("convert", f"out[0] = (u32)to_int<{name}>(f);"))
+    ptx = ptx_of(catalogue() + ENTRY % ("convert", f"out[0] = (u32)cvt_int<{name}>(f);"))
     found = re.findall(r"(cvt\.rzi\S*|(?:min|max)\.[su]32)\s+%r\d+, %\w+(?:, (-?\d+))?;", ptx)
     bounds = {"max.s32 -2147483648", "min.s32 2147483647", "min.u32 4294967295", "min.u32 -1"}
     assert {" ".join(x).strip() for x in found} - bounds == steps
@@ -641,7 +648,8 @@ def test_products(a_turned, b_turned, registers, acc, dtype, contents):
                            r"  asm volatile\((.*?: \"memory\")\)\n", text, re.S)  # fmt: skip
         ((name, _, statement),) = found
         statement = statement.replace("\\\n", "\n").replace("(a)[", "a[")
-        (listed,) = re.findall(r'#define \w+_list_0_8 "{(.*?)}"', text)
+        unwrapped = re.sub(r'" \\\n *"', "", text)
+        (listed,) = re.findall(r'#define \w+_list_0_8 "{(.*?)}"', unwrapped)
         whose = listed.split("_0,")[0]
         assert listed == ",".join(f"{whose}_{k}" for k in range(n))
         assert f'".reg .f32 {whose}_<{n}>;"' in text
@@ -709,8 +717,10 @@ def test_products(a_turned, b_turned, registers, acc, dtype, contents):
     assert operands[2] == '"memory"'
     (call,) = re.findall(rf"  {name}\((.*)\);", text)
     # 1 << 30: 128 bytes, 3 << 30: 32 bytes; groups of 8 rows lie 1024 or 256 bytes apart
-    b_high = "0x40000040u" if b_turned else "0xc0000010u"
-    assert set(re.findall(r"0x[0-9a-f]+u", call)) == {b_high} and call.endswith(b_high)
+    b_high = "stride_1024_swizzle_128" if b_turned else "stride_256_swizzle_32"
+    value = "0x40000040u" if b_turned else "0xc0000010u"
+    assert set(re.findall(r"stride_\w+", call)) == {b_high} and call.endswith(b_high)
+    assert re.findall(rf"constexpr u32 {b_high} = (\w+);", text) == [value]
 
 
 @pytest.mark.parametrize("acc, letter, n", [(F32, "f", 8), (F16, "r", 4)])

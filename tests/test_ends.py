@@ -417,9 +417,9 @@ def test_copies_that_nobody_awaits(run, rng, form):
     text = plgpu.kernel(body, out_type=x, **options).lower(x).as_text("cuda")
     waits = text.rpartition("nobody awaits")[2] if "nobody awaits" in text else ""
     assert bool(waits) == (form != "read only")
-    assert ("store_group_commit" in waits) == (form == "open")
+    assert ("bulk_group_commit" in waits) == (form == "open")
     assert ("if (wg == 1)" in waits) == (form == "one thread")
-    assert waits.count("store_group_wait_read<0>") == bool(waits)
+    assert waits.count("bulk_group_wait_read<0>") == bool(waits)
 
 
 @pytest.mark.parametrize("trips", [0, 1, 3])

@@ -72,7 +72,7 @@ EXCHANGE = """
 
 
 def test_threads_exchange_through_shared_memory():
-    got = execute(EXCHANGE % "lanes_sync(0);", outs=[zeros()])
+    got = execute(EXCHANGE % "warpgroup_sync(0);", outs=[zeros()])
     np.testing.assert_array_equal(got, np.arange(128)[::-1] * 3)
     text = refused("not ordered behind its write|was never written", EXCHANGE % "", outs=[zeros()])
     assert "ld_shared<u32, 1>(&y" in text and re.search(r"line \d+", text)
@@ -89,7 +89,7 @@ ACCESSES = {
     "outside of all arguments": "u32 x; ld_global<u32, 1>(&x, (u32*)64);",
     "an index out of bounds": "int x[4]; x[tid % 5] = 1; host_pin(x, 16, 3);",
     "its write by thread": "u32 x = tid; st_shared<u32, 1>(smem, &x);",
-    "its (read|write) by": "u32 x = 1; st_shared<u32, 1>(smem + tid * 4, &x); lanes_sync(0);"
+    "its (read|write) by": "u32 x = 1; st_shared<u32, 1>(smem + tid * 4, &x); warpgroup_sync(0);"
     " u32 y; ld_shared<u32, 1>(&y, smem + (tid ^ 1) * 4); st_shared<u32, 1>(smem + tid * 4, &tid);",
 }
 
@@ -114,14 +114,14 @@ MEETINGS = {
     "warp_uniform(0);",
     "lane .* is at elect.sync": "bool x;\nif (lane) x = elect_one();\nelse warp_uniform(1);",
     "deadlock: .* the other lanes of its warp at shfl.sync": "if (lane != 3) warp_uniform(tid);",
-    "deadlock: .* bar.sync 1, where 128 threads meet": "if (tid < 96) lanes_sync(0);",
+    "deadlock: .* bar.sync 1, where 128 threads meet": "if (tid < 96) warpgroup_sync(0);",
     "for 128 threads here|for 64 here|is for": "host_bar_sync(1, tid < 64 ? 64 : 128, 4);",
-    "barriers are 0 to 15": "lanes_sync(15);",
+    "barriers are 0 to 15": "warpgroup_sync(15);",
     "passed by .* lanes of warp": "host_bar_sync(lane % 2, 64, 4);",
     "bar.sync of 160 threads in a block of 128": "host_bar_sync(1, 160, 4);",
     "another warp of its warpgroup|instructions that all warps": "if (warp) wgmma_fence();",
-    "setmaxnreg 60": "registers_down<60>();",
-    "setmaxnreg.inc to 64: the warp has 256": "registers_up<64>();",
+    "setmaxnreg 60": "setmaxnreg_dec<60>();",
+    "setmaxnreg.inc to 64: the warp has 256": "setmaxnreg_inc<64>();",
 }
 
 
@@ -132,18 +132,18 @@ def test_meetings_that_are_refused(why):
 
 def test_registers_of_a_block():
     """168 each for three warpgroups: one gives 128 of its own, two others get 64 each."""
-    body = "if (warp < 4) registers_down<40>(); else registers_up<%d>();"
+    body = "if (warp < 4) setmaxnreg_dec<40>(); else setmaxnreg_inc<%d>();"
     execute(body % 232, block=384)
     refused("deadlock: .* registers: the block has", body % 240, block=384)
 
 
 BARRIER = """
-  if (tid == 0) { barrier_init(smem, %d); %s }
+  if (tid == 0) { mbarrier_init(smem, %d); %s }
   block_sync();
 """
 
 
-def barrier(count, fence="barrier_init_fence();"):
+def barrier(count, fence="mbarrier_init_fence();"):
     return BARRIER % (count, fence)
 
 
@@ -156,11 +156,11 @@ def test_mbarriers():
   for (u32 k = 0; k < 3; k++) {
     u32 x = tid + k, y;
     st_shared<u32, 1>(smem + 1024 + tid * 4, &x);
-    barrier_arrive(smem);
-    barrier_wait(smem, k & 1);
+    mbarrier_arrive(smem);
+    mbarrier_wait(smem, k & 1);
     ld_shared<u32, 1>(&y, smem + 1024 + (tid + 5) % 128 * 4);
     sum += y;
-    lanes_sync(0);
+    warpgroup_sync(0);
   }
   st_global<u32, 1>(a + tid, &sum);"""
     )
@@ -171,16 +171,16 @@ def test_mbarriers():
 MBARRIERS = {
     "expects no more": barrier(1) + "host_mbarrier_arrive(smem, 2, 6);",
     "deadlock: .* parity 0 of the mbarrier at byte 0": barrier(129)
-    + "barrier_arrive(smem); barrier_wait(smem, 0);",
-    "no mbarrier is at byte 8": barrier(1) + "if (!tid) barrier_arrive(smem + 8);",
+    + "mbarrier_arrive(smem); mbarrier_wait(smem, 0);",
+    "no mbarrier is at byte 8": barrier(1) + "if (!tid) mbarrier_arrive(smem + 8);",
     "no mbarrier is at byte 0|not ordered behind mbarrier.init": "if (tid == 0) "
-    "barrier_init(smem, 128); barrier_arrive(smem);",
-    "an mbarrier at byte 0 already": barrier(1) + "if (!tid) barrier_init(smem, 1);",
+    "mbarrier_init(smem, 128); mbarrier_arrive(smem);",
+    "an mbarrier at byte 0 already": barrier(1) + "if (!tid) mbarrier_init(smem, 1);",
     "part of an mbarrier": barrier(1) + "u32 x = 0; st_shared<u32, 1>(smem + 4, &x);",
     "mbarrier.init with 0 arrivals": barrier(0),
-    "no multiple of 8": "if (!tid) barrier_init(smem + 4, 1);",
-    "overflow the tx-count": barrier(1) + "if (!tid) barrier_arrive_tx(smem, 1 << 20);",
-    "expects more bytes": barrier(2) + "if (!tid) barrier_arrive_tx(smem, 16);",
+    "no multiple of 8": "if (!tid) mbarrier_init(smem + 4, 1);",
+    "overflow the tx-count": barrier(1) + "if (!tid) mbarrier_arrive_expect_tx(smem, 1 << 20);",
+    "expects more bytes": barrier(2) + "if (!tid) mbarrier_arrive_expect_tx(smem, 16);",
 }
 
 
@@ -192,17 +192,17 @@ def test_mbarriers_that_are_refused(why):
 # One bulk load of 512 bytes, changed and read, and stored again by a bulk store.
 BULK = {
     "init": barrier(1),
-    "issue": "if (warp == 0 && elect_one()) { barrier_arrive_tx(smem, 512);"
+    "issue": "if (warp == 0 && elect_one()) { mbarrier_arrive_expect_tx(smem, 512);"
     " bulk_load(smem + 1024, a, 512, smem); }",
-    "wait": "barrier_wait(smem, 0);",
+    "wait": "mbarrier_wait(smem, 0);",
     "change": "u32 x; ld_shared<u32, 1>(&x, smem + 1024 + tid * 4); x += tid;"
     " st_shared<u32, 1>(smem + 1024 + tid * 4, &x);",
-    "fence": "async_proxy_fence();",
-    "meet": "lanes_sync(0);",
+    "fence": "fence_proxy_async();",
+    "meet": "warpgroup_sync(0);",
     "store": "if (warp == 0 && elect_one()) { bulk_store(b, smem + 1024, 512);"
-    " store_group_commit(); }",
-    "done": "if (warp == 0 && elect_one()) store_group_wait_read<0>();",
-    "meet again": "lanes_sync(0);",
+    " bulk_group_commit(); }",
+    "done": "if (warp == 0 && elect_one()) bulk_group_wait_read<0>();",
+    "meet again": "warpgroup_sync(0);",
     "overwrite": "x = 0; st_shared<u32, 1>(smem + 1024 + tid * 4, &x);",
 }
 BULK_ERRORS = {
@@ -229,10 +229,14 @@ def test_bulk_copies_that_lack_something(missing):
 @pytest.mark.parametrize(
     "before,after,why",
     [
-        ("barrier_arrive_tx(smem, 512)", "barrier_arrive_tx(smem, 496)", "more than expected"),
         (
-            "barrier_arrive_tx(smem, 512)",
-            "barrier_arrive_tx(smem, 528)",
+            "mbarrier_arrive_expect_tx(smem, 512)",
+            "mbarrier_arrive_expect_tx(smem, 496)",
+            "more than expected",
+        ),
+        (
+            "mbarrier_arrive_expect_tx(smem, 512)",
+            "mbarrier_arrive_expect_tx(smem, 528)",
             "deadlock: .* 16 bytes to",
         ),
         ("bulk_load(smem + 1024, a, 512", "bulk_load(smem + 1032, a, 512", "multiples of 16"),
@@ -241,9 +245,9 @@ def test_bulk_copies_that_lack_something(missing):
             "bulk_store(b + 2, smem + 1024, 496)",
             "multiples of 16",
         ),
-        ("barrier_init_fence();", "", "no fence.mbarrier_init"),
+        ("mbarrier_init_fence();", "", "no fence.mbarrier_init"),
         (
-            "store_group_commit();",
+            "bulk_group_commit();",
             "",
             "that no group holds|not ordered behind its read by an engine",
         ),
@@ -271,10 +275,10 @@ LOAD_BOX = (
     barrier(1)
     + """
   if (warp == 0 && elect_one()) {
-    barrier_arrive_tx(smem, %d);
+    mbarrier_arrive_expect_tx(smem, %d);
     tma_load_2d(smem + 1024, &t0, smem, %d, %d);
   }
-  barrier_wait(smem, 0);
+  mbarrier_wait(smem, 0);
   for (u32 k = tid; k < %d / 2; k += 128) {
     u16 x;
     ld_shared<u16, 1>(&x, smem + 1024 + k * 2);
@@ -327,7 +331,7 @@ WGMMA = {
     "fill": "u32 ones[4] = {0x3c003c00, 0x3c003c00, 0x3c003c00, 0x3c003c00};"
     " st_shared<u32, 4>(smem + tid * 16, ones);"
     " if (tid < 16) st_shared<u32, 4>(smem + 4096 + tid * 16, ones);",
-    "commit": "async_proxy_fence(); lanes_sync(0);",
+    "commit": "fence_proxy_async(); warpgroup_sync(0);",
     "start": "f32 d[4] = {1, 2, 3, 4};",
     "fence": "wgmma_fence();",
     "product": "wgmma_m64n8k16_f32_f16_kk(d, wgmma_address(smem, 16), 0xc0000010,"
@@ -335,7 +339,7 @@ WGMMA = {
     "group": "wgmma_commit();",
     "wait": "wgmma_wait<0>();",
     "pin": "pin_f32_4(d);",
-    "meet": "lanes_sync(0);",
+    "meet": "warpgroup_sync(0);",
     "overwrite": "ones[0] = 0; st_shared<u32, 4>(smem + (127 - tid) * 16, ones);",
     "out": "st_global<f32, 4>(a + tid * 4, d);",
 }
@@ -408,8 +412,8 @@ def test_conversions_to_halves(rng, name, dtype):
     x = x.view(np.float32)
     body = f"""for (u32 k = tid; k < {len(x)}; k += 128) {{
       f32 x; ld_global<f32, 1>(&x, a + k);
-      u16 y = to_{name}(x).bits; st_global<u16, 1>(b + k, &y);
-      if (k < 65536) {{ f32 z = to_f32({name}{{(u16)k}}); st_global<f32, 1>(c + k, &z); }}
+      u16 y = cvt_{name}(x).bits; st_global<u16, 1>(b + k, &y);
+      if (k < 65536) {{ f32 z = cvt_f32({name}{{(u16)k}}); st_global<f32, 1>(c + k, &z); }}
     }}"""
     got, back = np.zeros(len(x), np.uint16), np.zeros(65536, np.float32)
     execute(body, ins=[x], outs=[got, back], seeds=[0])

@@ -91,7 +91,7 @@ def test_refs_and_barriers(way, rng):
       x += y;
       st_global<f32, 1>(a1 + k, &x);
       st_shared<f32, 1>(a2 + 512 + k * 4, &y);
-      if (k == 0) barrier_arrive(a3);
+      if (k == 0) mbarrier_arrive(a3);
     """
     ref = plgpu.RefType()
     f = plgpu.inline_cuda(source, arg_types=(ref, {"out": ref, "smem": ref}, ref))
@@ -116,7 +116,7 @@ def test_one_of_several_barriers(way):
     source = """
       const u32 k = threadIdx.x & 127, x = k * 3 + 1;
       st_shared<u32, 1>(a0 + k * 4, &x);
-      if (k == 0) barrier_arrive(a1);
+      if (k == 0) mbarrier_arrive(a1);
     """
     f = plgpu.inline_cuda(source, arg_types=(plgpu.RefType(), plgpu.RefType()))
 
@@ -393,7 +393,7 @@ def test_dtypes_as_plain_cpp(rng, dtype):
     """Registers of all kinds, arithmetic of floats of 16 bits rounded as on a GPU."""
     dtype = jnp.dtype(dtype)
     line, cpp = STRIDED((256,), 2), {"float16": "f16", "bfloat16": "bf16"}.get(dtype.name)
-    e = f"to_{cpp}(to_f32(a0[k]) / 3.f) + a0[k] * a0[k]" if cpp else "!a0[k]"
+    e = f"cvt_{cpp}(cvt_f32(a0[k]) / 3.f) + a0[k] * a0[k]" if cpp else "!a0[k]"
     source = f"for (int k = 0; k < 2; k++) r0[k] = {e};"
     f = plgpu.inline_cuda(source, arg_types=line, return_type=shape((256,), dtype, line))
 
@@ -449,7 +449,8 @@ def test_what_the_interpreter_refuses(monkeypatch):
     raises(NotImplementedError, rf"PTX \(asm\), which only a GPU runs; {remedy}", 'asm("");')
     raises(NotImplementedError, remedy, '/* asm */ asm volatile ("mov.u32 x, y;");')
     if shutil.which("c++"):
-        raises(NotImplementedError, "does not compile as plain C.*lanes_sync", "lanes_sync(0);")
+        match = "does not compile as plain C.*warpgroup_sync"
+        raises(NotImplementedError, match, "warpgroup_sync(0);")
         ref = plgpu.RefType()
         raises(IndexError, "an array: byte 512 of 512", "f32 x = a0[128]; (void)x;", ref, "x")
         raises(IndexError, "an array: byte -4 of 512", "f32 x = *(a0 - 1); (void)x;", ref, "x")

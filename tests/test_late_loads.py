@@ -147,7 +147,7 @@ def test_values_that_a_product_read_need_no_fence():
     A = plgpu.ShapeDtypeStruct((4096, 4096), jnp.bfloat16)
     text = ops.matmul.kernel(A, A).lower(A, A).as_text("cuda")
     consumer = text[text.index("wgmma_wait") :]
-    assert "async_proxy_fence" not in consumer[: consumer.index("barrier_arrive")]
+    assert "fence_proxy_async" not in consumer[: consumer.index("barrier_arrive")]
 
 
 def test_slots_that_no_engine_fills_need_no_fence():
@@ -180,4 +180,4 @@ def test_slots_that_no_engine_fills_need_no_fence():
         scratch_types=[plgpu.SMEM((ROWS, COLS), jnp.float16), plgpu.Barrier(), plgpu.Barrier()],
     )
     text = kernel.lower(x).as_text("cuda")
-    assert "barrier_arrive" in text and "async_proxy_fence" not in text
+    assert "barrier_arrive" in text and "fence_proxy_async" not in text

@@ -300,7 +300,7 @@ def test_chosen_configurations():
         used, text = low.resources(), low.as_text("cuda")
         assert (used["spill_bytes"], used["stack_bytes"], used["remarks"]) == (0, 0, ""), used
         text = text[text.index("__global__") :]
-        assert "barrier_arrive_release" not in text  # releases without fences
+        assert "mbarrier_arrive_release" not in text  # releases without fences
         # two products a step into one accumulator, which stays where it is
         product, times = ("m64n128k32", 2) if scales is of_blocks else ("m64n256k32", 1)
         contents = "held" if scales is of_blocks else "ptx"

@@ -266,7 +266,7 @@ def test_arrays_that_begin_anywhere():
     text = rms_norm.__wrapped__(x, w, config=C(ring=1024), interpret=True).lower(x, w)
     text = text.as_text("cuda")
     words = re.findall(r"(?:ld|st)_global<\w+, (\d+)>", text[text.index("__global__") :])
-    assert set(words) == {"1"} and "registers_up<" not in text  # of a ring: nor kept
+    assert set(words) == {"1"} and "setmaxnreg_inc<" not in text  # of a ring: nor kept
 
 
 @pytest.mark.gpu
@@ -318,9 +318,9 @@ def test_weights_of_a_ring_stay_in_registers(n, loads):
     given = [plgpu.ShapeDtypeStruct(s, BF16) for s in ((264, n), (n,), (n,))]
     text = layer_norm.kernel(*given).lower(*given).as_text("cuda")
     text = text[text.index("__global__") :]
-    assert ("registers_up<" in text) == (loads is not None)
+    assert ("setmaxnreg_inc<" in text) == (loads is not None)
     if loads:
-        front, rows = text[text.index("registers_up<") :].split("// while", 1)
+        front, rows = text[text.index("setmaxnreg_inc<") :].split("// while", 1)
         assert (front.count("ld_global<bf16, 8>"), rows.count("ld_global<bf16, 8>")) == loads
 
 

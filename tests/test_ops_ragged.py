@@ -218,7 +218,7 @@ def test_chosen_configurations():
             large = f is transposed_ragged_dot  # of both shapes: more than the L2 holds
             assert ("_evict_first" in text) == large
             # slots are released without fences; the number of a tile takes one
-            assert text.count("barrier_arrive_release") == (f is ragged_dot)
+            assert text.count("mbarrier_arrive_release") == (f is ragged_dot)
 
 
 @pytest.mark.parametrize(

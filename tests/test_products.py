@@ -403,7 +403,7 @@ def test_wgmma_of_widened_operands(run, rng, dtype, to, how):
         text = run.kernel(body, out_type).lower(x, y).as_text("cuda")
         assert "through shared memory" not in text
         if dtype not in (E4M3, E5M2):
-            assert "widen_" in text
+            assert "cvt_from_" in text
 
 
 @pytest.mark.parametrize("dtype", [INT4, UINT4, I8, U8])
@@ -435,7 +435,7 @@ def test_slices_of_narrow_operands(run, rng, dtype, to):
     if run.way != "cuda":
         text = run.kernel(body, out_type).lower(x, y, scale).as_text("cuda")
         assert "through shared memory" not in text and "by shuffles" not in text
-        assert len(re.findall(r"widen_\w+\(&", text)) == len(re.findall(r"mul_x2\(&", text)) == 2
+        assert len(re.findall(r"cvt_from_\w+\(&", text)) == len(re.findall(r"mul_x2\(&", text)) == 2
 
 
 @pytest.mark.parametrize("form, waits", [("waited", None), ("last", 0), ("behind", 1), ("if", 0)])
@@ -622,8 +622,8 @@ def test_right_operand_of_mma_from_smem(run, rng, dtype, k, n, turned):
     out, scratch = np.zeros((64, n), np.float32), [plgpu.SMEM(b.shape, dtype)]
     text = run.kernel(body, out, scratch_types=scratch).lower(a, b).as_text("cuda")
     text = text[text.index('extern "C"') :]
-    assert ("ld_matrix4_trans(" in text) == (not turned and n % 16 == 0)
-    assert ("ld_matrix4(" in text) == (turned and n % 16 == 0)
+    assert ("ldmatrix_x4_trans(" in text) == (not turned and n % 16 == 0)
+    assert ("ldmatrix_x4(" in text) == (turned and n % 16 == 0)
     wide = [x.astype(np.float32) for x in (a, b)]
     want = wide[0] @ (wide[1].T if turned else wide[1])
     got = run(body, out, a, b, scratch_types=scratch)
@@ -671,7 +671,7 @@ def test_transposed_operands_go_through_matrices(run, rng):
     out = plgpu.ShapeDtypeStruct((64, 64), np.float32)
     text = plgpu.kernel(body, out_type=out).lower(x, y).as_text("cuda")
     moved = text[text.index("layout_cast, through shared memory") :]
-    assert "st_matrix4_trans(" in moved and "ld_matrix4(" in moved and "% 8 * 144" in moved
+    assert "stmatrix_x4_trans(" in moved and "ldmatrix_x4(" in moved and "% 8 * 144" in moved
     x32, y32 = x.astype(np.float32), y.astype(np.float32)
     want = (x32 @ y32).astype(np.float16).astype(np.float32).T @ y32
     got = run(body, np.zeros((64, 64), np.float32), x, y)

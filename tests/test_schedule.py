@@ -405,8 +405,8 @@ def test_matmul_with_a_producer(run, rng, threads, cluster):
     text = matmul(rng, run, threads, cluster)
     assert ("store_async(" in text) == bool(cluster)
     # consumers release slots without a fence; the tile's number takes one, by one lane
-    assert text.count("barrier_arrive_release(") == (1 if cluster else 0) + text.count(
-        "FN void barrier_arrive_release("
+    assert text.count("mbarrier_arrive_release(") == (1 if cluster else 0) + text.count(
+        "FN void mbarrier_arrive_release("
     )
 
 
@@ -481,7 +481,7 @@ def test_after_the_grid_before(run):
     out = plgpu.ShapeDtypeStruct((7, 128), f32)
     options, _ = options_of((7,))
     text = run.kernel(body, out, **options).lower().as_text("cuda")
-    assert "grid_wait();" in text[: text.index("= next_tile(")].rsplit("{", 1)[1]
+    assert "griddepcontrol_wait();" in text[: text.index("= next_tile(")].rsplit("{", 1)[1]
     np.testing.assert_array_equal(run(body, out, **options)[:, 0], np.arange(7))
 
 

@@ -185,7 +185,7 @@ def test_a_commit_of_one_warp_is_not_that_of_another(run, rng):
     kernel = plgpu.kernel(body, out_type=shape, scratch_types=scratch)
     text = kernel.lower(x).as_text("cuda").split("__global__")[1]
     before = text[: text.index("bulk_load(")]
-    assert before.count("async_proxy_fence();") == 2, "that of warp 1 and that of the copy"
+    assert before.count("fence_proxy_async();") == 2, "that of warp 1 and that of the copy"
 
 
 def test_scopes_that_are_refused():

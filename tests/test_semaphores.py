@@ -485,4 +485,4 @@ def test_the_next_grid_waits_before_it_counts():
 
     text = plgpu.kernel(body, out_type=shape(1)).lower().as_text("cuda")
     first = text.index("semaphore_signal<true>(counters")
-    assert "grid_wait();" in text[text.index("__global__") : first]
+    assert "griddepcontrol_wait();" in text[text.index("__global__") : first]

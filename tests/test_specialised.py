@@ -87,7 +87,7 @@ def test_a_producer_is_one_lane(run, rng, how):
 
     x = rng.standard_normal((STEPS, N)).astype(f32)
     (region,) = alone(text_of(run, body, x, x, **ring()))
-    assert "barrier_wait" in region and "lanes_sync" not in region and "for (" in region
+    assert "barrier_wait" in region and "warpgroup_sync" not in region and "for (" in region
     np.testing.assert_array_equal(run(body, x, x, **ring()), 2 * x)
 
 
@@ -143,7 +143,7 @@ def test_waits_that_know_their_phase(run, rng, slots, known):
 
     x = rng.standard_normal((STEPS, N)).astype(f32)
     words = {"all": 0, "one side": 1, "some": 2}[known]
-    assert text_of(run, body, x, x, **ring(slots)).count("u32 phase_") == words
+    assert text_of(run, body, x, x, **ring(slots)).count("_phase = 0;") == words
     np.testing.assert_array_equal(run(body, x, x, **ring(slots)), 2 * x)
 
 
@@ -276,7 +276,7 @@ def test_what_one_lane_has_waited_for_is_there(run, rng):
     scratch = [plgpu.SMEM((4, N), f32), plgpu.Barrier()]
     options = dict(scratch_types=scratch, num_threads=2, thread_name="wg")
     text = text_of(run, body, x, x, **options)
-    assert alone(text) and re.search(r"\n( +)warp_sync\(\);\n\1lanes_sync\(wg\);", text)
+    assert alone(text) and re.search(r"\n( +)warp_sync\(\);\n\1warpgroup_sync\(wg\);", text)
     np.testing.assert_array_equal(run(body, x, x, **options), x)
 
 
@@ -504,7 +504,7 @@ def test_gemm_of_a_cluster(run, rng):
     text = text_of(run, body, out, a, b, **options)
     assert sum("tma_multicast" in region for region in alone(text)) == 1
     loop = text[text.index("wgmma_commit") : text.rindex("wgmma_wait<0>")]
-    assert "lanes_sync" not in loop and "barrier_arrive_remote" in loop
+    assert "warpgroup_sync" not in loop and "mbarrier_arrive_remote" in loop
     used = kernel.lower(a, b).resources()
     assert used["registers"] == 168 and used["spill_bytes"] == 0 and used["remarks"] == ""
     np.testing.assert_allclose(
@@ -545,9 +545,9 @@ def test_a_fresh_accumulator_is_overwritten(run, rng, a_in_registers, half, rows
         plgpu.Barrier(num_arrivals=2),
     ]
     text = text_of(run, body, out, a, b, scratch_types=scratch)
-    assert len(re.findall(r"_fresh\w*\(", text)) == 1 and not re.search(r"acc_\d+\[r\] = 0", text)
+    assert len(re.findall(r"_fresh\w*\(", text)) == 1 and not re.search(r"acc\w*\[r\] = 0", text)
     # no reading of the registers moves up across the wait
-    assert re.search(r"wgmma_wait<0>\(\);\s+pin_[fu]32_\d+\(&acc_\d+\[0\]\);", text)
+    assert re.search(r"wgmma_wait<0>\(\);\s+pin_[fu]32_\d+\(&acc\w*\[0\]\);", text)
     np.testing.assert_allclose(
         run(body, out, a, b, scratch_types=scratch),
         np.maximum(2 * (a.astype(f32) @ b.astype(f32)), 0),
@@ -770,7 +770,7 @@ def test_tiles_from_a_counter(run, dependent):
     options = dict(grid=(5,), grid_names=("g",), num_threads=2, thread_name="wg")
     text = text_of(run, body, out, **options)
     assert "counters_done(counters, 1, 10u)" in text
-    assert text.count("grid_wait();") == (3 if dependent else 0)
+    assert text.count("griddepcontrol_wait();") == (3 if dependent else 0)
     kernel = run.kernel(body, out, **options)
     for _ in range(3):
         got = run.call(kernel)

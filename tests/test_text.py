@@ -139,7 +139,7 @@ def test_verifier_refuses(line, why):
 def test_generated_cuda_can_be_followed():
     """Names of the user's variables, #line to the user's file, no asm outside the device
     functions."""
-    text = CASES[0][1].lower(*CASES[0][2]).as_text("cuda")
+    text = CASES[0][1].lower(*CASES[0][2]).as_text("cuda", lines=True)
     assert f'#line {add_one.__code__.co_firstlineno + 1} "{__file__}"' in text
     assert f"#line {add_one.__code__.co_firstlineno + 3}\n" in text
     entry = text[text.index("__global__") :]
@@ -239,9 +239,41 @@ def test_offsets_of_large_arrays_have_64_bits():
     assert re.search(r"\(i64\)\w+ \* 67108864", loads[1])
 
 
+def test_names_have_no_number_where_one_would_do():
+    """Of two variables with one name each keeps the number it has in the graph's text; names that
+    the program uses otherwise, keywords and what may be a macro keep theirs, too."""
+
+    def body(x_ref, o_ref, unix, smem, NAN, K):
+        i = lax.axis_index("i")
+        first = x_ref[i]
+        acc = first * x_ref[i + 1]
+        unix[...] = acc
+        smem[...] = acc + 1
+        NAN[...] = acc + 2
+        K[...] = acc + 3
+        plgpu.commit_smem()
+        acc = unix[...] + smem[...] + NAN[...] + K[...]
+        o_ref[i] = acc
+
+    x = np.zeros((8, 128), np.float32)
+    smem = plgpu.SMEM((128,), np.float32)
+    low = plgpu.kernel(
+        body, out_type=x, grid=(7,), grid_names=("i",), scratch_types=[smem] * 4
+    ).lower(x)
+    text, graph = low.as_text("cuda"), low.as_text("graph")
+    assert re.search(r"const u32 K = smem \+", text)
+    assert re.search(r"const u32 unix_\d+ = smem", text)
+    assert re.search(r"const u32 smem_\d+ = smem", text)
+    assert re.search(r"const u32 NAN_\d+ = smem", text)
+    assert re.search(r"f32 first\[1\];", text)
+    numbers = set(re.findall(r"f32 acc_(\d+)\[1\];", text))
+    assert len(numbers) == 2 and numbers == set(re.findall(r"%acc_(\d+) =", graph))
+    assert low.resources()["registers"] > 0  # it compiles
+
+
 def test_no_line_directive_stands_before_another():
     for name, kernel, args in kernels():
-        text = kernel.lower(*args).as_text("cuda")
+        text = kernel.lower(*args).as_text("cuda", lines=True)
         assert "#line" in text and not re.search(r"^#line.*\n#line", text, re.M), name
         named = re.findall(r'^#line \d+( ".*")?$', text, re.M)
         assert named[0]  # the first one says in which file

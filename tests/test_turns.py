@@ -252,8 +252,8 @@ def test_warps_arrive_by_themselves(run, rng, lane):
     np.testing.assert_array_equal(run(body, x, x, **options), x + 1)
     if run.way != "cuda":
         text = text_of(run, body, x, x, **options)
-        assert "if (lane == 0) barrier_arrive(" in text
-        assert bool(re.search(r"barrier_arrive_n<4>\(", text)) == lane
+        assert "if (lane == 0) mbarrier_arrive(" in text
+        assert bool(re.search(r"mbarrier_arrive_n<4>\(", text)) == lane
 
 
 def test_warps_do_not_arrive_beside_a_copy(run, rng):

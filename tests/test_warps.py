@@ -287,7 +287,7 @@ def test_waits_of_kernels_without_stores_in_warps():
         scratch = [plgpu.SMEM((64,), np.float32)]
         return plgpu.kernel(body, out_type=F32, scratch_types=scratch).lower().as_text("cuda")
 
-    assert "  if (elect_one()) store_group_wait<0>();\n" in text(True)
+    assert "  if (elect_one()) bulk_group_wait<0>();\n" in text(True)
     assert "warp == 0 && elect_one()" in text(False) and "if (elect_one())" not in text(False)
 
 

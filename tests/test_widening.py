@@ -101,7 +101,7 @@ def test_every_number(name, to):
     """All bytes in all four places, exactly."""
     element, n = ("u8", 8) if name.endswith("4") else (f"{name}".replace("s", "i"), 4)
     code = f"{element} x[4]; unpack<{element}, 4>(x, &u); {to} d[{n}];"
-    code += f" widen_{name}x{n}(d, x); pack<{to}, {n}>(out, d);"
+    code += f" cvt_from_{name}x{n}(d, x); pack<{to}, {n}>(out, d);"
     byte = np.arange(256)
     words = np.stack([byte, byte ^ 0x5A, 255 - byte, byte * 7 % 256], 1).astype(np.uint8)
     stored = Ptx(code, words.view(np.uint32)[:, 0]).stored

@@ -136,8 +136,8 @@ def test_compute_threads(run, rng, threads):
     want = x.sum(0)[None] * np.arange(1, threads + 1)[:, None]
     np.testing.assert_allclose(run.call(kernel, x), want, rtol=1e-4, atol=1e-4)
     text = kernel.lower(x).as_text("cuda")
-    assert f"registers_up<{[256, 232, 152][threads - 1]}>" in text
-    assert "registers_down<40>" in text
+    assert f"setmaxnreg_inc<{[256, 232, 152][threads - 1]}>" in text
+    assert "setmaxnreg_dec<40>" in text
 
 
 @pytest.mark.parametrize("counts,delay,ready,consumed,dynamic", [

@@ -288,7 +288,7 @@ def test_blocks_that_are_promised_inside(run, mode):
 
     x, n = np.zeros((8, 128), f32), np.array([8], i32)
     text = run.kernel(body, x, **threads()).lower(x, n).as_text("cuda")
-    assert ("TensorMap tm_" in text) == (mode == "ZEROS")
+    assert ("TensorMap x_ref_map" in text) == (mode == "ZEROS")
 
 
 @pytest.mark.parametrize(
@@ -312,5 +312,5 @@ def test_registers(run, compute, memory, up):
     x = np.zeros((1, 128), f32)
     out = plgpu.ShapeDtypeStruct((compute, 128), f32)
     text = run.kernel(body, out, **threads(compute)).lower(x).as_text("cuda")
-    assert f"registers_up<{up}>();" in text
-    assert f"registers_down<{memory}>();" in text
+    assert f"setmaxnreg_inc<{up}>();" in text
+    assert f"setmaxnreg_dec<{memory}>();" in text

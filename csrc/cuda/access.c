@@ -796,7 +796,7 @@ void pm_load_array(pm_gen *e, const pm_layout *l, const pm_view *v, const char *
   if (!plan_matrix(&a)) plan(&a);
   begin_access(&a);
   if (a.matrix) {
-    pm_line(e, "ld_matrix4%s(%s, %s);", a.matrix == 2 ? "_trans" : "", element(&a, x), a.address);
+    pm_line(e, "ldmatrix_x4%s(%s, %s);", a.matrix == 2 ? "_trans" : "", element(&a, x), a.address);
   } else if (a.valid) {
     pm_line(e, "if (%s) ld_%s<%s, %lld>(%s, %s);", a.valid, pm_space_of(v), type, (long long)a.vec,
             element(&a, x), a.address);
@@ -866,7 +866,7 @@ static void store(access *a, const char *what) {
   if (e->async.barrier) {
     store_async(a, what);
   } else if (a->matrix) {
-    pm_line(e, "st_matrix4%s(%s, %s);", a->matrix == 2 ? "_trans" : "", a->address, what);
+    pm_line(e, "stmatrix_x4%s(%s, %s);", a->matrix == 2 ? "_trans" : "", a->address, what);
   } else {
     pm_line(e, "%s%s%sst_%s<%s, %lld>(%s, %s);", a->valid ? "if (" : "", a->valid ? a->valid : "",
             a->valid ? ") " : "", pm_space_of(a->v), pm_cpp_type(a->v->dtype), (long long)a->vec,

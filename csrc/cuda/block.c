@@ -128,24 +128,32 @@ pm_code pm_gen_fail(pm_gen *e, pm_opid op, pm_code code, const char *fmt, ...) {
 
 /* ---- names ------------------------------------------------------------------------------- */
 
-const char *pm_unique(pm_gen *e, const char *stem) {
-  return pm_str(e, "%s_%u", stem, ++e->next_name);
+static const char *issue(pm_gen *e, const char *stem, uint32_t number) {
+  const struct pm_issued x = {pm_str(e, "%s_%u", stem, number), (uint32_t)strlen(stem)};
+  pm_vec_push(e->arena, &e->issued, x);
+  return x.text;
+}
+
+const char *pm_unique(pm_gen *e, const char *stem) { return issue(e, stem, ++e->next_name); }
+
+const char *pm_identifier(pm_gen *e, const char *s) {
+  enum { MAX_NAME = 40 };
+  pm_text t;
+  pm_text_init(&t, e->arena);
+  if (!*s || (*s >= '0' && *s <= '9')) pm_put(&t, "v");
+  for (; *s && t.n < MAX_NAME; s++) {
+    const bool ok = (*s >= '0' && *s <= '9') || (*s >= 'a' && *s <= 'z') ||
+                    (*s >= 'A' && *s <= 'Z') || *s == '_';
+    pm_putn(&t, ok ? s : "_", 1);
+  }
+  return t.at;
 }
 
 const char *pm_name_of(pm_gen *e, pm_val v) {
-  enum { MAX_NAME = 40 };
-  const pm_value *val = pm_value_of(e->g, v);
-  const char *s = val->name ? e->g->strings.at[val->name] : "v";
-  char stem[MAX_NAME + 2];
-  int n = 0;
-  if (*s >= '0' && *s <= '9') stem[n++] = 'v';
-  for (; *s && n < MAX_NAME; s++) {
-    const bool ok = (*s >= '0' && *s <= '9') || (*s >= 'a' && *s <= 'z') ||
-                    (*s >= 'A' && *s <= 'Z') || *s == '_';
-    stem[n++] = ok ? *s : '_';
-  }
-  stem[n] = 0;
-  return pm_unique(e, n ? stem : "v");
+  const char *stem = pm_identifier(e, e->g->strings.at[pm_value_of(e->g, v)->name]);
+  if (e->named[v]) return pm_unique(e, stem); /* declared once more */
+  e->named[v] = true;
+  return issue(e, stem, e->number[v]);
 }
 
 const char *pm_cpp_type(pm_dtype t) { return pm_dtypes[t].cuda; }
@@ -293,16 +301,16 @@ static group_convert find_group_convert(pm_gen *e, pm_opid op) {
   const bool half = to == PM_F16 || to == PM_BF16, wide = half || to == PM_F32;
   const char *fn = NULL;
   if (from == PM_F32 && (half || to == PM_E4M3 || to == PM_E5M2)) {
-    fn = pm_str(e, "to_%sx2", pm_cpp_type(to));
+    fn = pm_str(e, "cvt_%sx2", pm_cpp_type(to));
     c.n = c.from = 2;
   } else if ((from == PM_E4M3 || from == PM_E5M2) && wide) {
-    fn = pm_str(e, "widen_%sx2", short_name);
+    fn = pm_str(e, "cvt_from_%sx2", short_name);
     c.n = c.from = 2;
   } else if ((from == PM_I8 || from == PM_U8) && wide) {
-    fn = pm_str(e, "widen_%sx4", short_name);
+    fn = pm_str(e, "cvt_from_%sx4", short_name);
     c.n = c.from = 4;
   } else if ((from == PM_INT4 || from == PM_UINT4) && half) {
-    fn = pm_str(e, "widen_%sx8", short_name);
+    fn = pm_str(e, "cvt_from_%sx8", short_name);
     c.bytes = packed_source(e, c.in);
     c.n = 8;
     c.from = 4;
@@ -321,7 +329,7 @@ static void emit_group_convert(pm_gen *e, pm_opid op) {
   if (e->only_words[out]) {
     const char *words = pm_declare_words(e, out);
     pm_unroll(e, n);
-    pm_line(e, "for (int r = 0; r < %lld; r += 2) %s[r / 2] = pair_%s(%s, %s);", n, words,
+    pm_line(e, "for (int r = 0; r < %lld; r += 2) %s[r / 2] = cvt_rn_%sx2(%s, %s);", n, words,
             pm_cpp_type(pm_typeof(e->g, out)->dtype), pm_at(e, c.in, "r"), pm_at(e, c.in, "r + 1"));
     return;
   }
@@ -416,6 +424,30 @@ bool pm_is_scalar_op(pm_gen *e, pm_opid op) {
   return pm_is_view(e->g, op) || (pm_is_elementwise(e->g, op) && !makes_array(e, op, NULL));
 }
 
+/* Does the text of a scalar without a name stand where its one use is? C++ gives it the op's dtype
+ * without a variable; what the use computes is printed once. */
+static bool is_inlined(pm_gen *e, pm_opid op) {
+  enum { LONGEST = 40 };
+  const pm_op *o = pm_get(e->g, op);
+  const pm_value *v = pm_value_of(e->g, o->out);
+  const bool flag = v->type.dtype == PM_BOOL;
+  if (v->name || v->type.rank || e->uses[o->out] != 1 || strlen(e->expr) > LONGEST) return false;
+  if (pm_ops[o->code].layout != PM_LAY_POINTWISE || o->code == PM_OP_OPT_BARRIER) return false;
+  const pm_op *user = pm_get(e->g, e->user[o->out]);
+  if (user->parent != o->parent) return false;
+  if (user->code == PM_OP_IF) return true;
+  for (uint32_t k = 0; k < o->n_in; k++) {
+    if (pm_typeof(e->g, pm_in(e->g, op, k))->dtype != PM_I32) return false;
+  }
+  return (flag || v->type.dtype == PM_I32) && pm_ops[user->code].layout == PM_LAY_POINTWISE &&
+         user->code != PM_OP_OPT_BARRIER && !pm_typeof(e->g, user->out)->rank;
+}
+
+const char *pm_condition(pm_gen *e, pm_val v) {
+  const char *text = pm_scalar_of(e, v);
+  return *text == '(' ? pm_str(e, "%.*s", (int)strlen(text) - 2, text + 1) : text;
+}
+
 pm_code pm_gen_scalar(pm_gen *e, pm_opid op) {
   const pm_op *o = pm_get(e->g, op);
   if (o->code == PM_OP_CONST || pm_is_view(e->g, op)) return PM_OK; /* where it is used */
@@ -424,6 +456,10 @@ pm_code pm_gen_scalar(pm_gen *e, pm_opid op) {
     return PM_OK;
   }
   PM_TRY(emit_expr(e, op));
+  if (is_inlined(e, op)) {
+    pm_bind(e, o->out, pm_str(e, "(%s)", e->expr), PM_FORM_SCALAR);
+    return PM_OK;
+  }
   const char *name = pm_name_of(e, o->out);
   pm_place(e, op);
   pm_line(e, "const %s %s = %s;", pm_cpp_type(pm_typeof(e->g, o->out)->dtype), name, e->expr);
@@ -544,7 +580,7 @@ const char *pm_scratch(pm_gen *e) {
 void pm_end_of_one_lane(pm_gen *e, const char *x) {
   pm_line(e, "st_shared<i32, 1>(%s, &%s);", pm_scratch(e), x);
   pm_end(e);
-  pm_line(e, PM_LANES_SYNC);
+  pm_line(e, PM_WARPGROUP_SYNC);
   pm_line(e, "ld_shared<i32, 1>(&%s, %s);", x, pm_scratch(e));
-  pm_line(e, PM_LANES_SYNC);
+  pm_line(e, PM_WARPGROUP_SYNC);
 }

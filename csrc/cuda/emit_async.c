@@ -55,7 +55,7 @@ static pm_code barrier_of(pm_gen *e, pm_opid op, pm_val ref, barrier *b) {
 
 static const char *wait_function(const pm_gen *e, const barrier *b) {
   const bool far = (b->n_groups && e->released[b->base]) || e->sent[b->base];
-  return far ? "barrier_wait_cluster" : "barrier_wait";
+  return far ? "mbarrier_wait_cluster" : "mbarrier_wait";
 }
 
 pm_code pm_cuda_WAIT(pm_gen *e, pm_opid op) {
@@ -84,7 +84,7 @@ pm_code pm_cuda_BARRIER_TEST(pm_gen *e, pm_opid op) {
   pm_note(e, op, "barrier_test");
   const char *x = pm_declare(e, out, out), *index = b.index ? b.index : "0";
   const char *parity = b.index ? pm_str(e, "%s >> (%s) & 1", b.phase, index) : b.phase;
-  const char *test = pm_str(e, "barrier_test(%s, %s)", b.address, parity);
+  const char *test = pm_str(e, "mbarrier_test(%s, %s)", b.address, parity);
   if (!e->lane) test = pm_str(e, e->warps ? "warp_any(%s)" : "lanes_any(wg, %s)", test);
   pm_line(e, "%s = %s;", x, test);
   pm_begin(e, "if (%s) {", x);
@@ -106,7 +106,7 @@ static void arrive_in_cluster(pm_gen *e, const barrier *b, bool relaxed) {
   } else {
     pm_line(e, "if (tid < %lld)", n);
   }
-  pm_line(e, "  barrier_arrive_%s(%s, %s);", relaxed ? "remote" : "release", b->address, target);
+  pm_line(e, "  mbarrier_arrive_%s(%s, %s);", relaxed ? "remote" : "release", b->address, target);
 }
 
 pm_code pm_cuda_ARRIVE(pm_gen *e, pm_opid op) {
@@ -117,15 +117,15 @@ pm_code pm_cuda_ARRIVE(pm_gen *e, pm_opid op) {
     arrive_in_cluster(e, &b, *pm_attr(e->g, op, PM_ATTR_RELAXED));
   } else if (!b.warps) {
     if (e->lane) {
-      pm_line(e, "barrier_arrive(%s);", b.address);
+      pm_line(e, "mbarrier_arrive(%s);", b.address);
     } else {
-      pm_line(e, "if (%s) barrier_arrive(%s);", pm_first_lane(e), b.address);
+      pm_line(e, "if (%s) mbarrier_arrive(%s);", pm_first_lane(e), b.address);
     }
   } else if (e->lane) {
-    pm_line(e, "barrier_arrive_n<4>(%s);", b.address); /* for all warps */
+    pm_line(e, "mbarrier_arrive_n<4>(%s);", b.address); /* for all warps */
   } else {
     pm_line(e, "warp_sync();");
-    pm_line(e, "if (lane == 0) barrier_arrive(%s);", b.address);
+    pm_line(e, "if (lane == 0) mbarrier_arrive(%s);", b.address);
   }
   return PM_OK;
 }
@@ -147,7 +147,8 @@ static const char *map_name(pm_gen *e, const pm_tensor_map *m) {
     if (same_map(&e->maps.at[k], m)) return e->map_names.at[k];
   }
   const pm_val arg = e->g->blocks.at[1].arg + (pm_val)m->param;
-  const char *name = pm_str(e, "tm_%s", pm_name_of(e, arg));
+  const char *name = pm_unique(
+      e, pm_str(e, "%s_map", pm_identifier(e, e->g->strings.at[pm_value_of(e->g, arg)->name])));
   pm_vec_push(e->arena, &e->maps, *m);
   pm_vec_push(e->arena, &e->map_names, name);
   e->program->align[m->param] = pm_max(e->program->align[m->param], 16);
@@ -236,12 +237,12 @@ static pm_code load_by_lane(pm_gen *e, pm_opid op, const pm_copy_plan *p) {
   barrier b;
   PM_TRY(barrier_of(e, op, pm_in(e->g, op, 2), &b));
   if (when) pm_begin(e, "if (%s) {", when);
-  pm_line(e, "barrier_arrive_tx(%s, %lld);", b.address, (long long)p->bytes);
+  pm_line(e, "mbarrier_arrive_expect_tx(%s, %lld);", b.address, (long long)p->bytes);
   issue(e, op, p, b.address);
   if (when) {
     e->indent--;
     pm_begin(e, "} else {");
-    pm_line(e, "barrier_arrive(%s);", b.address);
+    pm_line(e, "mbarrier_arrive(%s);", b.address);
     pm_end(e);
   }
   return PM_OK;
@@ -252,7 +253,7 @@ static pm_code store_by_lane(pm_gen *e, pm_opid op, const pm_copy_plan *p) {
   if (when) pm_begin(e, "if (%s) {", when);
   issue(e, op, p, NULL);
   if (when) pm_end(e);
-  if (*pm_attr(e->g, op, PM_ATTR_COMMIT)) pm_line(e, "store_group_commit();");
+  if (*pm_attr(e->g, op, PM_ATTR_COMMIT)) pm_line(e, "bulk_group_commit();");
   return PM_OK;
 }
 
@@ -412,14 +413,14 @@ static pm_code copy_by_lanes(pm_gen *e, pm_opid op, const pm_copy_plan *p) {
   if (load) {
     barrier b;
     PM_TRY(barrier_of(e, op, pm_in(e->g, op, 2), &b));
-    pm_line(e, "async_proxy_fence();");
+    pm_line(e, "fence_proxy_async();");
     pm_line(e, "%s", pm_meet(e));
-    pm_line(e, "if (%s) barrier_arrive(%s);", pm_first_lane(e), b.address);
+    pm_line(e, "if (%s) mbarrier_arrive(%s);", pm_first_lane(e), b.address);
     return PM_OK;
   }
   pm_line(e, "%s", pm_meet(e));
   if (*pm_attr(e->g, op, PM_ATTR_COMMIT)) { /* an empty group: waits count groups */
-    pm_line(e, "%s store_group_commit();", pm_elected(e));
+    pm_line(e, "%s bulk_group_commit();", pm_elected(e));
   }
   return PM_OK;
 }
@@ -479,7 +480,7 @@ static pm_code copy(pm_gen *e, pm_opid op, by_lane emit) {
   if (p->engine == PM_ENGINE_PLAIN) return copy_by_lanes(e, op, p);
   if (!e->lane) return pm_gen_fail(e, op, PM_E_INTERNAL, "no lane was elected for it");
   pm_place(e, op);
-  if (meets_stores(e, op)) pm_line(e, "async_proxy_fence_global();");
+  if (meets_stores(e, op)) pm_line(e, "fence_proxy_async_global();");
   return emit(e, op, p);
 }
 
@@ -492,7 +493,7 @@ static void on_store_lanes(pm_gen *e, const char *call) {
 
 pm_code pm_cuda_COMMIT_GROUP(pm_gen *e, pm_opid op) {
   pm_place(e, op);
-  on_store_lanes(e, "store_group_commit();");
+  on_store_lanes(e, "bulk_group_commit();");
   return PM_OK;
 }
 
@@ -538,7 +539,7 @@ pm_code pm_cuda_ASYNC_STORE(pm_gen *e, pm_opid op) {
   pm_begin(e, "{");
   const char *peer = pm_view_peer(e, &v);
   pm_line(e, "const u32 %s = %s + %s;", to, b.address, peer);
-  pm_line(e, "if (%s) barrier_arrive_tx_cluster(%s, %lld);", pm_first_lane(e), to, bytes);
+  pm_line(e, "if (%s) mbarrier_arrive_expect_tx_cluster(%s, %lld);", pm_first_lane(e), to, bytes);
   e->async.barrier = to;
   e->async.combine = combine ? pm_async_combine(e, combine, t->dtype) : NULL;
   e->async.narrow = false;
@@ -566,21 +567,21 @@ pm_code pm_cuda_WAIT_S2G(pm_gen *e, pm_opid op) {
   const long long n = *pm_attr(e->g, op, PM_ATTR_N);
   const char *read = *pm_attr(e->g, op, PM_ATTR_READ_ONLY) ? "_read" : "";
   pm_note(e, op, "wait_smem_to_gmem");
-  on_store_lanes(e, pm_str(e, "store_group_wait%s<%lld>();", read, n));
+  on_store_lanes(e, pm_str(e, "bulk_group_wait%s<%lld>();", read, n));
   meet(e);
   return PM_OK;
 }
 
 pm_code pm_cuda_COMMIT_SMEM(pm_gen *e, pm_opid op) {
   pm_note(e, op, "commit_smem");
-  pm_line(e, "async_proxy_fence();");
+  pm_line(e, "fence_proxy_async();");
   pm_line(e, "%s", pm_meet(e));
   return PM_OK;
 }
 
 pm_code pm_cuda_PROXY_FENCE(pm_gen *e, pm_opid op) {
   pm_place(e, op);
-  pm_line(e, "async_proxy_fence();");
+  pm_line(e, "fence_proxy_async();");
   return PM_OK;
 }
 
@@ -594,13 +595,13 @@ pm_code pm_cuda_SYNC(pm_gen *e, pm_opid op) {
 
 pm_code pm_cuda_PDL_WAIT(pm_gen *e, pm_opid op) {
   pm_note(e, op, "griddepcontrol_wait");
-  pm_line(e, "grid_wait();");
+  pm_line(e, "griddepcontrol_wait();");
   return PM_OK;
 }
 
 pm_code pm_cuda_PDL_LAUNCH(pm_gen *e, pm_opid op) {
   pm_note(e, op, "griddepcontrol_launch_dependents");
-  pm_line(e, "grid_launch_dependents();");
+  pm_line(e, "griddepcontrol_launch_dependents();");
   return PM_OK;
 }
 
@@ -612,7 +613,7 @@ pm_code pm_cuda_NEXT_TILE(pm_gen *e, pm_opid op) {
   pm_note(e, op, "next_tile");
   const char *x = pm_declare(e, out, out);
   if (!e->lane) pm_begin(e, PM_ONE_LANE " {");
-  if (e->program->pdl) pm_line(e, "grid_wait();");
+  if (e->program->pdl) pm_line(e, "griddepcontrol_wait();");
   pm_line(e, "%s = next_tile(&counters[%lld]);", x, n);
   if (e->lane) return PM_OK;
   pm_end_of_one_lane(e, x);
@@ -652,7 +653,7 @@ pm_code pm_cuda_TAKE_TILE(pm_gen *e, pm_opid op) {
   }
   const char *x = pm_declare(e, out, out);
   pm_begin(e, "%s {", pm_taker(e, true));
-  if (e->program->pdl) pm_line(e, "grid_wait();");
+  if (e->program->pdl) pm_line(e, "griddepcontrol_wait();");
   pm_line(e, "%s = next_tile(&counters[%lld]);", x, n);
   pm_end(e);
   return PM_OK;
@@ -670,7 +671,7 @@ pm_code pm_cuda_HAND_TILE(pm_gen *e, pm_opid op) {
   pm_note(e, op, "hand_tile");
   pm_begin(e, "%s {", pm_taker(e, false));
   if (blocks > 1) {
-    pm_line(e, "barrier_arrive_tx(%s, 4);", b.address);
+    pm_line(e, "mbarrier_arrive_expect_tx(%s, 4);", b.address);
     pm_line(e, "for (u32 k = 0; k < %u && cluster_rank() == 0; k++)", blocks);
     pm_line(e, "  store_async(%s, %s, %s, k);", pm_view_address(e, &v),
             behind_first(e, pm_in(e->g, op, 0)), b.address);
@@ -678,7 +679,7 @@ pm_code pm_cuda_HAND_TILE(pm_gen *e, pm_opid op) {
     const char *x = pm_unique(e, "tile");
     pm_line(e, "const i32 %s = %s;", x, behind_first(e, pm_in(e->g, op, 0)));
     pm_line(e, "st_shared<i32, 1>(%s, &%s);", pm_view_address(e, &v), x);
-    pm_line(e, "barrier_arrive(%s);", b.address);
+    pm_line(e, "mbarrier_arrive(%s);", b.address);
   }
   pm_end(e);
   return PM_OK;
@@ -698,8 +699,8 @@ pm_code pm_cuda_SHARE_TILE(pm_gen *e, pm_opid op) {
   return PM_OK;
 }
 
-/* Named barriers: 0 is block_sync, then one for each thread's lanes_sync, then those of the turns,
- * then those that the kernel numbers itself. */
+/* Named barriers: 0 is block_sync, then one for each thread's warpgroup_sync, then those of the
+ * turns, then those that the kernel numbers itself. */
 pm_code pm_cuda_TAKE_TURN(pm_gen *e, pm_opid op) {
   pm_note(e, op, "take_turn");
   pm_line(e, "turn_take(%u + wg);", e->g->n_threads + 1);
@@ -731,7 +732,7 @@ pm_code pm_cuda_NAMED_ARRIVE(pm_gen *e, pm_opid op) { return named(e, op, "named
 pm_code pm_cuda_SET_MAX_REGISTERS(pm_gen *e, pm_opid op) {
   pm_note(e, op, "set_max_registers");
   e->registers = *pm_attr(e->g, op, PM_ATTR_N);
-  pm_line(e, "registers_%s<%lld>();", *pm_attr(e->g, op, PM_ATTR_INCREASE) ? "up" : "down",
+  pm_line(e, "setmaxnreg_%s<%lld>();", *pm_attr(e->g, op, PM_ATTR_INCREASE) ? "inc" : "dec",
           (long long)e->registers);
   return PM_OK;
 }
@@ -767,12 +768,12 @@ pm_code pm_cuda_WARP_MAP(pm_gen *e, pm_opid op) {
     if (!waited[v] || !e->phase[v]) continue;
     pm_begin(e, "{");
     pm_line(e, "u32 flips[4] = {%s ^ %s};", e->phase[v], before[v]);
-    pm_line(e, PM_LANES_SYNC);
+    pm_line(e, PM_WARPGROUP_SYNC);
     pm_line(e, "if (lane == 0) st_shared<u32, 1>(%s + warp * 4, flips);", pm_scratch(e));
-    pm_line(e, PM_LANES_SYNC);
+    pm_line(e, PM_WARPGROUP_SYNC);
     pm_line(e, "ld_shared<u32, 4>(flips, %s);", pm_scratch(e));
     pm_line(e, "%s = %s ^ (flips[0] | flips[1] | flips[2] | flips[3]);", e->phase[v], before[v]);
-    pm_line(e, PM_LANES_SYNC);
+    pm_line(e, PM_WARPGROUP_SYNC);
     pm_end(e);
   }
   return PM_OK;

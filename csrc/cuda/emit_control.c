@@ -212,7 +212,7 @@ pm_code pm_cuda_IF(pm_gen *e, pm_opid op) {
   const pm_blk other = pm_region(e->g, op, 1);
   pm_note(e, op, "if");
   const char **words = declare_results(e, op);
-  pm_begin(e, "if (%s) {", pm_scalar_of(e, pm_in(e->g, op, 0)));
+  pm_begin(e, "if (%s) {", pm_condition(e, pm_in(e->g, op, 0)));
   PM_TRY(emit_branch(e, op, 0, words));
   if (e->g->blocks.at[other].ops.n > 1 || pm_get(e->g, op)->n_out) {
     e->indent--;

@@ -8,6 +8,19 @@ pm_code pm_cuda_RESHAPE_REF(pm_gen *e, pm_opid op) { return (void)e, (void)op, P
 pm_code pm_cuda_BITCAST_REF(pm_gen *e, pm_opid op) { return (void)e, (void)op, PM_OK; }
 pm_code pm_cuda_CLUSTER_REF(pm_gen *e, pm_opid op) { return (void)e, (void)op, PM_OK; }
 
+/* ", tiled (8, 64), swizzle 128" */
+static const char *transforms_text(pm_gen *e, pm_opid op) {
+  uint32_t n;
+  pm_text t;
+  const int64_t *tile = pm_attr_list(e->g, op, PM_ATTR_TILING, &n);
+  const long long swizzle = *pm_attr(e->g, op, PM_ATTR_SWIZZLE);
+  pm_text_init(&t, e->arena);
+  pm_put(&t, n ? ", tiled " : "");
+  if (n) pm_put_dims(&t, tile, n);
+  if (swizzle) pm_putf(&t, ", swizzle %lld", swizzle);
+  return t.at;
+}
+
 static pm_code bind_address(pm_gen *e, pm_opid op) {
   const pm_val out = pm_get(e->g, op)->out;
   const int64_t offset = *pm_attr(e->g, op, PM_ATTR_OFFSET);
@@ -17,8 +30,8 @@ static pm_code bind_address(pm_gen *e, pm_opid op) {
   const int64_t apart = smem ? *pm_attr(e->g, op, PM_ATTR_APART) : 0;
   if (apart) own = pm_str(e, " + wg * %lld", (long long)apart);
   pm_place(e, op);
-  pm_line(e, "const u32 %s = smem + %lld%s; // %s", name, (long long)offset, own,
-          pm_type_text(e->arena, pm_typeof(e->g, out)));
+  pm_line(e, "const u32 %s = smem + %lld%s; // %s%s", name, (long long)offset, own,
+          pm_type_text(e->arena, pm_typeof(e->g, out)), smem ? transforms_text(e, op) : "");
   pm_bind(e, out, name, PM_FORM_SCALAR);
   return PM_OK;
 }
@@ -176,9 +189,9 @@ static void atomic_scalar(pm_gen *e, pm_opid op, const pm_view *v, const char *f
   if (x) pm_line(e, "st_shared<%s, 1>(%s, &%s);", type, pm_scratch(e), x);
   pm_end(e);
   if (!x) return;
-  pm_line(e, PM_LANES_SYNC);
+  pm_line(e, PM_WARPGROUP_SYNC);
   pm_line(e, "ld_shared<%s, 1>(&%s, %s);", type, x, pm_scratch(e));
-  pm_line(e, PM_LANES_SYNC);
+  pm_line(e, PM_WARPGROUP_SYNC);
 }
 
 pm_code pm_cuda_ATOMIC(pm_gen *e, pm_opid op) {

@@ -47,7 +47,7 @@ static void put_array(pm_gen *e, pm_val v, const pm_view *view) {
 /* The lanes meet on both sides. */
 static void take_result(pm_gen *e, pm_opid op, const pm_view *view) {
   const pm_val out = pm_get(e->g, op)->out;
-  pm_line(e, PM_LANES_SYNC);
+  pm_line(e, PM_WARPGROUP_SYNC);
   const char *name = pm_declare(e, out, out);
   if (pm_is_array(e, out)) {
     pm_load_array(e, pm_layout_in(e, out), view, name, false);
@@ -55,7 +55,7 @@ static void take_result(pm_gen *e, pm_opid op, const pm_view *view) {
     pm_line(e, "ld_shared<%s, 1>(&%s, %s);", pm_cpp_type(view->dtype), name,
             pm_view_address(e, view));
   }
-  pm_line(e, PM_LANES_SYNC);
+  pm_line(e, PM_WARPGROUP_SYNC);
 }
 
 pm_code pm_through(pm_gen *e, pm_opid op, const pm_view *all, const pm_view *result) {
@@ -348,7 +348,7 @@ pm_code pm_cuda_GATHER(pm_gen *e, pm_opid op) {
   PM_TRY(need_scratch(e, op, bytes_of(e, in)));
   pm_note(e, op, "gather, through shared memory");
   put_array(e, in, &all);
-  pm_line(e, PM_LANES_SYNC);
+  pm_line(e, PM_WARPGROUP_SYNC);
   const char *name = pm_declare(e, out, out), *r = pm_begin_unrolled(e, "r", n, 1);
   const char *number = pm_str(e, "min_int((u32)max_int(%s, 0), %lluu)", pm_at(e, index, r),
                               (unsigned long long)(pm_type_size(t) - 1));
@@ -356,7 +356,7 @@ pm_code pm_cuda_GATHER(pm_gen *e, pm_opid op) {
           pm_is_array(e, out) ? pm_str(e, "[%s]", r) : "",
           element_address(e, number, pm_dtypes[t->dtype].bytes));
   pm_end_unrolled(e, n, 1);
-  pm_line(e, PM_LANES_SYNC);
+  pm_line(e, PM_WARPGROUP_SYNC);
   return PM_OK;
 }
 
@@ -368,7 +368,7 @@ pm_code pm_cuda_SCATTER(pm_gen *e, pm_opid op) {
   PM_TRY(need_scratch(e, op, bytes_of(e, in)));
   pm_note(e, op, "scatter, through shared memory");
   put_array(e, in, &all);
-  pm_line(e, PM_LANES_SYNC);
+  pm_line(e, PM_WARPGROUP_SYNC);
   pm_at(e, index, "0");
   pm_at(e, value, "0");
   const pm_val like = pm_is_array(e, index) ? index : value;
@@ -428,7 +428,7 @@ static void scan_lanes(pm_gen *e, int kind, pm_dtype d, const char *name, int64_
   pm_line(e, "%s[%s] = lane > 0 ? x : %s;", before, k, pm_identity(e, kind, d));
   pm_end(e);
   pm_end_unrolled(e, runs, 1);
-  pm_line(e, PM_LANES_SYNC);
+  pm_line(e, PM_WARPGROUP_SYNC);
   pm_begin_unrolled(e, "k", runs, 1);
   pm_begin_unrolled(e, "w", 3, 1);
   pm_line(e, "%s y;", cpp);
@@ -444,7 +444,7 @@ static void scan_lanes(pm_gen *e, int kind, pm_dtype d, const char *name, int64_
       runs > 1 ? pm_str(e, "%s[r / %lld]", before, (long long)run) : pm_str(e, "%s[0]", before);
   pm_line(e, "%s = %s;", x, pm_combine(e, kind, d, b, x));
   pm_end_unrolled(e, n, 1);
-  pm_line(e, PM_LANES_SYNC);
+  pm_line(e, PM_WARPGROUP_SYNC);
 }
 
 pm_code pm_cuda_SCAN(pm_gen *e, pm_opid op) {

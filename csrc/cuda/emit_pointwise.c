@@ -22,12 +22,12 @@ static pm_code leave(pm_gen *e, const char *expr) {
 
 /* operand k in f32, and an f32 result in the dtype of the op */
 static const char *arg_f32(pm_gen *e, pm_opid op, uint32_t k) {
-  return pm_is_narrow_float(in_dtype(e, op)) ? pm_str(e, "to_f32(%s)", arg(e, op, k))
+  return pm_is_narrow_float(in_dtype(e, op)) ? pm_str(e, "cvt_f32(%s)", arg(e, op, k))
                                              : arg(e, op, k);
 }
 static pm_code leave_f32(pm_gen *e, pm_opid op, const char *x) {
   const pm_dtype t = in_dtype(e, op);
-  return leave(e, pm_is_narrow_float(t) ? pm_str(e, "to_%s(%s)", pm_cpp_type(t), x) : x);
+  return leave(e, pm_is_narrow_float(t) ? pm_str(e, "cvt_%s(%s)", pm_cpp_type(t), x) : x);
 }
 
 /* ---- one operand ------------------------------------------------------------------------- */
@@ -234,19 +234,20 @@ const char *pm_convert_text(pm_gen *e, pm_dtype from, pm_dtype to, const char *x
   const char *cpp = pm_cpp_type(to);
   if (from == to) return x;
   if (pm_is_small_int(to)) {
-    if (pm_is_narrow_float(from)) x = pm_str(e, "to_f32(%s)", x);
-    return pm_str(e, pm_is_float(from) ? "to_%s(%s)" : "wrap_%s((u32)(%s))",
+    if (pm_is_narrow_float(from)) x = pm_str(e, "cvt_f32(%s)", x);
+    return pm_str(e, pm_is_float(from) ? "cvt_%s(%s)" : "wrap_%s((u32)(%s))",
                   pm_dtypes[to].short_name, x);
   }
   if (pm_is_float(from)) {
-    const char *f = pm_is_narrow_float(from) ? pm_str(e, "to_f32(%s)", x) : x;
+    const char *f = pm_is_narrow_float(from) ? pm_str(e, "cvt_f32(%s)", x) : x;
     if (to == PM_F32) return f;
     if (to == PM_BOOL) return pm_str(e, "%s != 0.0f", f);
-    return pm_str(e, pm_is_narrow_float(to) ? "to_%s(%s)" : "to_int<%s>(%s)", cpp, f);
+    return pm_str(e, pm_is_narrow_float(to) ? "cvt_%s(%s)" : "cvt_int<%s>(%s)", cpp, f);
   }
   if (to == PM_BOOL) return pm_str(e, "%s != 0", x);
-  if (to == PM_BF16 && (from == PM_I32 || from == PM_U32)) return pm_str(e, "int_to_bf16(%s)", x);
-  if (pm_is_narrow_float(to)) return pm_str(e, "to_%s((f32)%s)", cpp, x);
+  if (to == PM_BF16 && (from == PM_I32 || from == PM_U32))
+    return pm_str(e, "cvt_int_to_bf16(%s)", x);
+  if (pm_is_narrow_float(to)) return pm_str(e, "cvt_%s((f32)%s)", cpp, x);
   return pm_str(e, "(%s)%s", cpp, x);
 }
 

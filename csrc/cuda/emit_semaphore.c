@@ -38,7 +38,7 @@ static pm_code semaphore_of(pm_gen *e, pm_opid op, semaphore *s) {
   s->address = t.at;
   s->prefix = global ? "" : "block_";
   s->scope = !global ? "" : *pm_attr(e->g, op, PM_ATTR_SYSTEM) ? "<true>" : "<false>";
-  if (global && e->program->pdl) pm_line(e, "grid_wait();");
+  if (global && e->program->pdl) pm_line(e, "griddepcontrol_wait();");
   return PM_OK;
 }
 

@@ -213,7 +213,7 @@ const char *pm_combine(pm_gen *e, int reduce, pm_dtype t, const char *a, const c
   if (reduce == PM_REDUCE_ADD) return pm_str(e, "%s + %s", a, b);
   if (reduce == PM_REDUCE_MUL) return pm_str(e, "%s * %s", a, b);
   if (t == PM_F32) return pm_str(e, "%s(%s, %s)", on_float[reduce], a, b);
-  return pm_str(e, "to_%s(%s(to_f32(%s), to_f32(%s)))", pm_cpp_type(t), on_float[reduce], a, b);
+  return pm_str(e, "cvt_%s(%s(cvt_f32(%s), cvt_f32(%s)))", pm_cpp_type(t), on_float[reduce], a, b);
 }
 
 /* -0 is the identity of floating addition: -0 + x is x for every x. Products begin with 1. */
@@ -273,7 +273,7 @@ static pm_code reduce_splat(pm_gen *e, pm_opid op) {
   if (t == PM_F32) {
     pm_line(e, "const f32 %s = %s * %lld.0f;", name, x, (long long)n);
   } else if (pm_is_float(t)) {
-    pm_line(e, "const %s %s = to_%s(to_f32(%s) * %lld.0f);", cpp, name, cpp, x, (long long)n);
+    pm_line(e, "const %s %s = to_%s(cvt_f32(%s) * %lld.0f);", cpp, name, cpp, x, (long long)n);
   } else {
     pm_line(e, "const %s %s = wrap_mul(%s, (%s)%lld);", cpp, name, x, cpp, (long long)n);
   }
@@ -411,7 +411,7 @@ static pm_code combine_warps(reduction *r, pm_opid op) {
   pm_line(e, "%sst_shared<%s, 1>(p + %s * 4 + warp * %lld, &%s[%s]);", inside, cpp, k,
           (long long)row, r->name, at);
   pm_end_unrolled(e, n, 1);
-  pm_line(e, PM_LANES_SYNC);
+  pm_line(e, PM_WARPGROUP_SYNC);
   pm_begin_unrolled(e, "k", n, 1);
   const char *to = pm_str(e, "%s[%s]", r->name, at);
   if (*inside) pm_line(e, "if (%s >= %lld) break;", at, (long long)r->n);
@@ -423,7 +423,7 @@ static pm_code combine_warps(reduction *r, pm_opid op) {
   pm_line(e, "%s = %s;", to, pm_combine(e, r->reduce, r->dtype, to, "x"));
   pm_end(e);
   pm_end_unrolled(e, n, 1);
-  pm_line(e, PM_LANES_SYNC);
+  pm_line(e, PM_WARPGROUP_SYNC);
   pm_end(e);
   pm_end_unrolled(e, r->n, steps == 1 ? r->n : n);
   return PM_OK;

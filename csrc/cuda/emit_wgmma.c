@@ -301,9 +301,13 @@ static pm_code operand_of(pm_gen *e, pm_opid op, pm_val ref, int k_dim, operand 
 }
 
 /* bits 32 to 63 of a descriptor: distance of 8-row groups, and which swizzle */
-static uint32_t high_word(const operand *o) {
+static const char *high_word(pm_gen *e, const operand *o) {
   const uint32_t mode = o->view.swizzle == 128 ? 1 : o->view.swizzle == 64 ? 2 : 3;
-  return (uint32_t)(o->stride >> 4) | mode << 30;
+  const long long stride = o->stride;
+  const int swizzle = o->view.swizzle;
+  return pm_family_constant(
+      e, pm_str(e, "stride_%lld_swizzle_%d", stride, swizzle), (uint32_t)(stride >> 4) | mode << 30,
+      pm_str(e, "high word of a matrix descriptor: groups of 8 rows are %lld bytes apart", stride));
 }
 
 /* Steps along K that one statement takes. Where a step begins repeats itself after 4. */
@@ -346,11 +350,11 @@ static void issue_row(pm_gen *e, const char *d, const char *m, const operand *a,
     const char *fn = pm_family_wgmma(e, &kind);
     const char *x = moved(e, "a", m, k_steps * 4, k * 4);
     if (a) {
-      x = pm_str(e, "%s, 0x%08xu", moved(e, "a", m, pm_sum_at(&a->m, 1), pm_sum_at(&a->k, k)),
-                 high_word(a));
+      x = pm_str(e, "%s, %s", moved(e, "a", m, pm_sum_at(&a->m, 1), pm_sum_at(&a->k, k)),
+                 high_word(e, a));
     }
-    pm_line(e, "%s(%s, %s, %s, 0x%08xu);", fn, d, x, moved(e, "b", "0", 0, pm_sum_at(&b->k, k)),
-            high_word(b));
+    pm_line(e, "%s(%s, %s, %s, %s);", fn, d, x, moved(e, "b", "0", 0, pm_sum_at(&b->k, k)),
+            high_word(e, b));
     kind.contents = PM_ADDED_TO;
   }
 }

@@ -320,7 +320,7 @@ static void put_atomic_loop(pm_text *t, const char *type, const char *fn, const 
           "\"memory\");\n",
           where, *where == 'g' ? "l" : "r");
   pm_put(t, "  do {\n    old = seen;\n");
-  pm_putf(t, "    next = to_%s(%s_f32(to_f32(%s{old}), to_f32(x))).bits;\n", type, fn, type);
+  pm_putf(t, "    next = cvt_%s(%s_f32(cvt_f32(%s{old}), cvt_f32(x))).bits;\n", type, fn, type);
   pm_putf(t,
           "    asm volatile(\"atom.relaxed.%s.cas.b16 %%0, [%%1], %%2, %%3;\"\n"
           "                 : \"=h\"(seen) : \"%s\"(a), \"h\"(old), \"h\"(next) : "
@@ -377,4 +377,9 @@ const char *pm_family_atomic(pm_gen *e, int64_t kind, pm_dtype d, const char *sp
 
 const char *pm_family(pm_gen *e, const char *name, const char *text) {
   return find(e, name) ? name : add_own(e, name, text);
+}
+
+const char *pm_family_constant(pm_gen *e, const char *name, uint32_t x, const char *comment) {
+  if (find(e, name)) return name;
+  return add(e, name, pm_str(e, "// %s\nconstexpr u32 %s = 0x%08xu;\n", comment, name, x));
 }

@@ -39,14 +39,22 @@ typedef struct pm_gen {
   pm_arena *arena;
   pm_text out; /* body of the entry */
   int indent;
-  const char *file;     /* what the compiler believes of the next line: #line */
-  uint32_t line, noted; /* noted: the user's line that the last comment named */
-  pm_slot *slot;        /* per value */
-  uint32_t *uses;       /* per value: operands that are it */
-  bool *barred;         /* per value: it goes through an OPT_BARRIER */
-  bool *only_words;     /* per value: it has the form WORDS (words.c) */
-  const char **into;    /* per value: the variable of an outer scope that it will end in */
-  uint32_t next_name;
+  const char *file;       /* what the compiler believes of the next line: #line */
+  uint32_t line, noted;   /* noted: the user's line that the last comment named */
+  pm_slot *slot;          /* per value */
+  uint32_t *uses;         /* per value: operands that are it */
+  pm_opid *user;          /* per value: the last op of those */
+  bool *barred;           /* per value: it goes through an OPT_BARRIER */
+  bool *only_words;       /* per value: it has the form WORDS (words.c) */
+  const char **into;      /* per value: the variable of an outer scope that it will end in */
+  bool *named;            /* per value: it has had a name */
+  const uint32_t *number; /* per value: as the graph's text form has it */
+  uint32_t next_name;     /* above those */
+  PM_VEC(struct pm_issued {
+    const char *text;
+    uint32_t stem;
+  })
+  issued;           /* names (names.c) */
   const char *reg;  /* text of the register of which element-wise ops speak */
   const char *expr; /* what the emitter of an element-wise op leaves */
   PM_VEC(pm_tensor_map) maps;
@@ -116,7 +124,11 @@ pm_code pm_gen_fail(pm_gen *e, pm_opid op, pm_code code, const char *fmt, ...) P
 /* ---- values (block.c) -------------------------------------------------------------------- */
 
 const char *pm_unique(pm_gen *e, const char *stem); /* a new C++ name, stem_number like no other */
-const char *pm_name_of(pm_gen *e, pm_val v);        /* unique, after the user's variable */
+const char *pm_identifier(pm_gen *e, const char *s);
+const char *pm_name_of(pm_gen *e, pm_val v); /* unique, after the user's variable */
+/* Appends the functions that hold PTX and the program's own text to `out`, which has functions of
+ * the catalogue; names that need no number lose it (names.c). */
+void pm_print_names(pm_gen *e, pm_text *out, const pm_text *ptx, const pm_text *own);
 const char *pm_cpp_type(pm_dtype t);
 const char *pm_literal(pm_gen *e, pm_dtype t, pm_scalar v);
 /* text of register `reg` of a value; reg may be NULL where the slot is SCALAR */
@@ -151,6 +163,7 @@ pm_code pm_gen_region(pm_gen *e, pm_blk block, uint32_t first, uint32_t *next);
 void pm_find_lane_barriers(pm_gen *e);
 /* an element-wise op with one number for all elements: its statement; or a view: nothing */
 bool pm_is_scalar_op(pm_gen *e, pm_opid op);
+const char *pm_condition(pm_gen *e, pm_val v); /* text that stands in parentheses */
 pm_code pm_gen_scalar(pm_gen *e, pm_opid op);
 const char *pm_grid_index(pm_gen *e, uint32_t d);
 const char *pm_cluster_index(pm_gen *e, uint32_t d);
@@ -158,11 +171,11 @@ const char *pm_scratch(pm_gen *e);                 /* address of this thread's s
 void pm_end_of_one_lane(pm_gen *e, const char *x); /* of PM_ONE_LANE: all get its scalar x */
 const char *pm_taker(pm_gen *e, bool first_block); /* "if (..)": the lane that hands tiles on */
 int64_t pm_scratch_bytes(const pm_gen *e);
-#define PM_LANES_SYNC "lanes_sync(wg);"
+#define PM_WARPGROUP_SYNC "warpgroup_sync(wg);"
 #define PM_ONE_LANE "if (warp == 0 && elect_one())"
 /* The same for what warps may do by themselves. */
 static inline const char *pm_meet(const pm_gen *e) {
-  return e->warps ? "warp_sync();" : PM_LANES_SYNC;
+  return e->warps ? "warp_sync();" : PM_WARPGROUP_SYNC;
 }
 static inline const char *pm_elected(const pm_gen *e) {
   return e->warps ? "if (elect_one())" : PM_ONE_LANE;
@@ -314,6 +327,7 @@ const char *pm_family_wgmma(pm_gen *e, const pm_wgmma *kind);
 const char *pm_family_mma(pm_gen *e, pm_dtype operands, pm_dtype acc);
 const char *pm_family_atomic(pm_gen *e, int64_t kind, pm_dtype t, const char *space, bool returns);
 const char *pm_family(pm_gen *e, const char *name, const char *text); /* any other: its text */
+const char *pm_family_constant(pm_gen *e, const char *name, uint32_t x, const char *comment);
 const char *pm_family_pin(pm_gen *e, pm_dtype t, int64_t n); /* n registers of 32 bits; F16: u32 */
 /* Of n registers of an accumulator in PTX, from the first on: a macro that lists them; functions,
  * f(d) that copies them to an array, f() that declares them or makes them zero. */

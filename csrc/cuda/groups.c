@@ -86,7 +86,7 @@ void pm_print_last_wait(pm_gen *e) {
   }
   pm_line(e, "// nobody awaits these copies to GMEM, which may still read shared memory");
   pm_begin(e, "%s%s {", who, pm_store_lanes(e));
-  if (state & OPEN) pm_line(e, "store_group_commit();");
-  pm_line(e, "store_group_wait_read<0>();");
+  if (state & OPEN) pm_line(e, "bulk_group_commit();");
+  pm_line(e, "bulk_group_wait_read<0>();");
   pm_end(e);
 }

@@ -179,7 +179,10 @@ static const char *entry_name(pm_gen *e) {
 static void count_uses(pm_gen *e) {
   const pm_graph *g = e->g;
   for (pm_opid op = 1; op < g->ops.n; op++) {
-    for (uint32_t k = 0; k < pm_get(g, op)->n_in; k++) e->uses[pm_in(g, op, k)]++;
+    for (uint32_t k = 0; k < pm_get(g, op)->n_in; k++) {
+      e->uses[pm_in(g, op, k)]++;
+      e->user[pm_in(g, op, k)] = op;
+    }
     if (pm_get(g, op)->code == PM_OP_OPT_BARRIER) e->barred[pm_in(g, op, 0)] = true;
   }
 }
@@ -254,7 +257,9 @@ static pm_code print_barriers(pm_gen *e, const survey *s) {
           (long long)n);
     }
     if (!s->keeps_phase[o->out]) continue;
-    e->phase[o->out] = pm_unique(e, "phase");
+    const char *name = e->g->strings.at[pm_value_of(e->g, o->out)->name];
+    e->phase[o->out] =
+        pm_unique(e, *name ? pm_str(e, "%s_phase", pm_identifier(e, name)) : "phase");
     pm_line(e, "u32 %s = 0;", e->phase[o->out]);
   }
   pm_begin(e, "if (threadIdx.x == 0) {");
@@ -266,10 +271,10 @@ static pm_code print_barriers(pm_gen *e, const survey *s) {
     const long long at = *pm_attr(e->g, op, PM_ATTR_OFFSET);
     if (n <= 8) { /* unrolling a loop takes the compiler longer */
       for (int64_t i = 0; i < n; i++) {
-        pm_line(e, "barrier_init(smem + %lld, %lld);", at + (long long)i * 8, (long long)count);
+        pm_line(e, "mbarrier_init(smem + %lld, %lld);", at + (long long)i * 8, (long long)count);
       }
     } else {
-      pm_line(e, "for (int k = 0; k < %lld; k++) barrier_init(smem + %lld + k * 8, %lld);",
+      pm_line(e, "for (int k = 0; k < %lld; k++) mbarrier_init(smem + %lld + k * 8, %lld);",
               (long long)n, at, (long long)count);
     }
   }
@@ -279,7 +284,7 @@ static pm_code print_barriers(pm_gen *e, const survey *s) {
     const long long at = *pm_attr(e->g, op, PM_ATTR_OFFSET);
     pm_line(e, "block_semaphore_init(smem + %lld, %lld);", at, n);
   }
-  if (s->barriers.n) pm_line(e, "barrier_init_fence();");
+  if (s->barriers.n) pm_line(e, "mbarrier_init_fence();");
   pm_end(e);
   return PM_OK;
 }
@@ -293,7 +298,7 @@ static pm_code print_counters_done(pm_gen *e, bool in_warps) {
   if (!e->n_counters) return PM_OK;
   if (e->n_counters > e->first_semaphore) {
     who = "if (warp == 0)", done = "counters_done_by_warp";
-    if (in_warps) pm_line(e, PM_LANES_SYNC);
+    if (in_warps) pm_line(e, PM_WARPGROUP_SYNC);
   }
   if (p->shares_grid) { /* as many as there are */
     const char *threads = e->asks && e->g->n_threads > 1 ? pm_str(e, " * %u", e->g->n_threads) : "";
@@ -434,43 +439,83 @@ static void print_entry(pm_gen *e, pm_text *out) {
   pm_put(out, e->registers_of_ptx.at);
 }
 
+enum { COLUMNS = 100 };
+
+/* A line of more than COLUMNS goes on in others, after a semicolon or else a comma, and of a macro
+ * with a backslash; strings of C that follow each other are one. */
+static void put_wrapped(pm_text *out, const char *line, size_t size) {
+  const bool comment = !strncmp(line, "//", 2), macro = *line == '#' || line[size - 1] == '\\';
+  bool in_string = false;
+  struct {
+    size_t at;
+    bool in_string;
+  } cuts[2] = {0}, cut; /* after a comma, a semicolon */
+  size_t begin = 0;
+  uint32_t indent = 0;
+  for (size_t k = 0; k < size; k++) {
+    if (line[k] == '"' && (!k || line[k - 1] != '\\')) in_string = !in_string;
+    cut = cuts[cuts[1].at > begin];
+    if (k - begin + indent > COLUMNS - 4 && cut.at > begin) {
+      pm_putn(out, line + begin, cut.at - begin);
+      pm_put(out, cut.in_string ? "\"" : "");
+      pm_put(out, comment ? "\n// " : macro ? " \\\n    " : "\n    ");
+      pm_put(out, cut.in_string ? "\"" : "");
+      begin = cut.at;
+      while (!cut.in_string && line[begin] == ' ') begin++;
+      indent = 5;
+    }
+    if ((line[k] == ',' || line[k] == ';') && k + 1 < size) {
+      cuts[line[k] == ';'].at = k + 1;
+      cuts[line[k] == ';'].in_string = in_string;
+    }
+  }
+  pm_putn(out, line + begin, size - begin);
+  pm_put(out, "\n");
+}
+
 static void print_families(pm_gen *e, pm_text *out) {
+  bool first = true;
   for (uint32_t k = 0; k < e->n_families; k++) {
-    if (e->families[k].text) pm_putf(out, "%s\n", e->families[k].text);
+    const char *text = e->families[k].text;
+    if (!text) continue;
+    if (first) pm_put(out, "// ---- instructions of this program ----\n\n");
+    first = false;
+    for (const char *end; *text; text = end + (*end != 0)) {
+      end = text + strcspn(text, "\n");
+      if (end - text > COLUMNS) put_wrapped(out, text, (size_t)(end - text));
+      else pm_putn(out, text, (size_t)(end - text) + (*end != 0));
+    }
+    pm_put(out, "\n");
   }
 }
 
-/* The device functions that the program uses, then the families. */
-static void print_functions(pm_gen *e, catalogue *c, const pm_text *head) {
+/* The device functions that the program uses. */
+static void print_functions(catalogue *c, const pm_text *families, const pm_text *own) {
   read_catalogue(c);
   print_used(c, "types", 5);
-  for (uint32_t k = 0; k < e->n_families; k++) {
-    print_used(c, e->families[k].text, strlen(e->families[k].text));
-  }
-  print_used(c, e->inlines.at, e->inlines.n);
-  print_used(c, head->at, head->n);
-  if (e->out.n) print_used(c, e->out.at, e->out.n);
-  print_families(e, c->out);
+  print_used(c, families->at, families->n);
+  print_used(c, own->at, own->n);
 }
 
 static void assemble(pm_gen *e) {
   pm_program *p = e->program;
-  pm_text head, text;
+  pm_text head, families, own, text;
   pm_text_init(&head, e->arena);
+  pm_text_init(&families, e->arena);
+  pm_text_init(&own, e->arena);
+  pm_put(&families, "");
   pm_text_init(&text, e->arena);
   print_entry(e, &head);
   catalogue c = {.arena = e->arena, .out = &text};
   pm_putf(&text, "// %s: grid %u x %u x %u, block %u, %u bytes of dynamic shared memory\n\n",
           p->entry, p->grid[0], p->grid[1], p->grid[2], p->block, p->smem_bytes);
-  if (e->options->entry_only) {
-    print_families(e, &text);
-  } else {
-    print_functions(e, &c, &head);
-  }
-  pm_put(&text, e->inlines.at);
-  pm_putn(&text, head.at, head.n);
-  if (e->out.n) pm_putn(&text, e->out.at, e->out.n);
-  pm_put(&text, "}\n");
+  print_families(e, &families);
+  pm_put(&own, e->inlines.at);
+  pm_putn(&own, head.at, head.n);
+  if (e->out.n) pm_putn(&own, e->out.at, e->out.n);
+  pm_put(&own, "}\n");
+  if (!e->options->entry_only) print_functions(&c, &families, &own);
+  pm_print_names(e, &text, &families, &own);
   p->text = text.at;
   p->size = text.n;
 }
@@ -485,7 +530,10 @@ pm_code pm_generate_cuda(const pm_graph *g, const pm_target *t, const pm_cuda_op
   pm_text_init(&e.registers_of_ptx, g->arena);
   pm_put(&e.registers_of_ptx, "");
   e.slot = PM_NEW(g->arena, pm_slot, g->values.n + 1);
+  e.named = PM_NEW(g->arena, bool, g->values.n + 1);
+  e.number = pm_number_values(g, g->arena, &e.next_name);
   e.uses = PM_NEW(g->arena, uint32_t, g->values.n + 1);
+  e.user = PM_NEW(g->arena, pm_opid, g->values.n + 1);
   e.barred = PM_NEW(g->arena, bool, g->values.n + 1);
   e.only_words = PM_NEW(g->arena, bool, g->values.n + 1);
   e.into = PM_NEW(g->arena, const char *, g->values.n + 1);

@@ -308,6 +308,8 @@ bool pm_repeats(const pm_graph *g, pm_val v, pm_opid op);
 
 pm_code pm_verify(const pm_graph *g, pm_err *err);
 void pm_print(const pm_graph *g, pm_text *out);
+/* Per value its number there, 0 where the text does not define it; *n: how many there are. */
+const uint32_t *pm_number_values(const pm_graph *g, pm_arena *a, uint32_t *n);
 /* Parse the text form; `places` of ops come from their "file:line" comments, if any. */
 pm_code pm_parse(pm_arena *a, const char *text, size_t n, pm_graph **out, pm_err *err);
 /* Place of an op into err, if it has none yet. */

@@ -279,6 +279,23 @@ static void put_head(printer *p) {
   pm_putf(p->out, " stage %s {\n", stages[g->stage]);
 }
 
+static void number_block(printer *p, pm_blk block) {
+  const pm_block *b = &p->g->blocks.at[block];
+  for (uint32_t k = 0; k < b->n_args; k++) p->number[b->arg + k] = ++p->n_numbers;
+  for (uint32_t k = 0; k < b->ops.n; k++) {
+    const pm_op *o = pm_get(p->g, b->ops.at[k]);
+    for (uint32_t i = 0; i < o->n_out; i++) p->number[o->out + i] = ++p->n_numbers;
+    for (uint32_t i = 0; i < o->n_regions; i++) number_block(p, pm_region(p->g, b->ops.at[k], i));
+  }
+}
+
+const uint32_t *pm_number_values(const pm_graph *g, pm_arena *a, uint32_t *n) {
+  printer p = {.g = g, .number = PM_NEW(a, uint32_t, g->values.n + 1)};
+  number_block(&p, 1);
+  *n = p.n_numbers;
+  return p.number;
+}
+
 void pm_print(const pm_graph *g, pm_text *out) {
   printer p = {.g = g, .out = out};
   p.number = PM_NEW(out->arena, uint32_t, g->values.n);

@@ -501,9 +501,19 @@ static PyObject *spills(PyObject *self, PyObject *unused) {
   return result;
 }
 
-static PyObject *cuda(pmpy_plan *p) {
+static PyObject *cuda_with_lines(pmpy_plan *p) {
   if (need_program(p) < 0) return NULL;
   return PyUnicode_DecodeUTF8(p->program.text, (Py_ssize_t)p->program.size, "replace");
+}
+
+static PyObject *cuda(pmpy_plan *p) {
+  if (need_program(p) < 0) return NULL;
+  char *text = PyMem_Malloc(p->program.size + 1);
+  if (!text) return PyErr_NoMemory();
+  const size_t n = pm_without_lines(p->program.text, p->program.size, text);
+  PyObject *result = PyUnicode_DecodeUTF8(text, (Py_ssize_t)n, "replace");
+  PyMem_Free(text);
+  return result;
 }
 
 static PyObject *ptx(pmpy_plan *p) {
@@ -523,14 +533,17 @@ static PyObject *ptx(pmpy_plan *p) {
 
 static PyObject *traced(pmpy_plan *p) { return Py_NewRef(p->traced ? p->traced : Py_None); }
 
-static PyObject *as_text(PyObject *self, PyObject *args) {
+static PyObject *as_text(PyObject *self, PyObject *args, PyObject *kwargs) {
+  static char *names[] = {"", "lines", NULL};
   static const struct {
     const char *kind;
     PyObject *(*text)(pmpy_plan *);
   } kinds[] = {
       {"graph", graph_text}, {"traced", traced}, {"cuda", cuda}, {"ptx", ptx}, {"sass", sass}};
   const char *kind = "graph";
-  if (!PyArg_ParseTuple(args, "|s:as_text", &kind)) return NULL;
+  int lines = 0;
+  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|s$p:as_text", names, &kind, &lines)) return NULL;
+  if (lines && !strcmp(kind, "cuda")) return cuda_with_lines((pmpy_plan *)self);
   for (size_t i = 0; i < PM_COUNT(kinds); i++)
     if (!strcmp(kind, kinds[i].kind)) return kinds[i].text((pmpy_plan *)self);
   return PyErr_Format(PyExc_ValueError,
@@ -599,8 +612,11 @@ static pm_code say(void *ctx, pm_err *err) {
 static PyObject *repr(PyObject *self) { return text_by(say, (pmpy_plan *)self); }
 
 static PyMethodDef methods[] = {
-    {"as_text", as_text, METH_VARARGS,
-     "as_text(kind='graph'): 'traced', 'graph' (lowered), 'cuda', 'ptx' or 'sass'. Needs no GPU."},
+    {"as_text", (PyCFunction)(void (*)(void))as_text, METH_VARARGS | METH_KEYWORDS,
+     "as_text(kind='graph', *, lines=False): 'traced', 'graph' (lowered), 'cuda', 'ptx' or "
+     "'sass'.\n"
+     "lines: 'cuda' has the #line directives that lead the compiler to the Python source.\n"
+     "Needs no GPU."},
     {"resources", resources, METH_NOARGS,
      "Registers, spills, stack and shared memory, ptxas remarks and the log, as a dict."},
     {"spills", spills, METH_NOARGS,

@@ -48,8 +48,7 @@ static pm_code make_options(pm_options *o, const char *what, int arch, bool line
 
 /* ---- key ---------------------------------------------------------------------------------- */
 
-/* Copy without the lines that begin with #line. */
-static size_t without_lines(const char *text, size_t size, char *out) {
+size_t pm_without_lines(const char *text, size_t size, char *out) {
   size_t n = 0;
   for (const char *end = text + size; text < end;) {
     const char *eol = memchr(text, '\n', (size_t)(end - text));
@@ -73,7 +72,7 @@ static pm_code make_key(const pm_program *p, const pm_options *o, bool lineinfo,
   if (!all) return pm_fail(err, PM_E_MEMORY, "the host is out of memory");
   size_t n = p->size;
   if (lineinfo) memcpy(all, p->text, n);
-  else n = without_lines(p->text, n, all);
+  else n = pm_without_lines(p->text, n, all);
   for (int i = 0; i <= o->n; i++) {
     const char *s = i < o->n ? o->at[i] : who;
     memcpy(all + n, s, strlen(s) + 1);

@@ -49,6 +49,8 @@ void pm_cubin_free(pm_cubin *c);
 pm_code pm_check_products(const char *ptx, const void *image, size_t size, const char *entry,
                           pm_err *err);
 /* PTX of a program, with .file and .loc if asked; pm_free it. */
+/* The program without its #line directives; `out` has room for `size` bytes. */
+size_t pm_without_lines(const char *text, size_t size, char *out);
 pm_code pm_compile_ptx(const pm_program *p, bool lineinfo, char **ptx, size_t *size, pm_err *err);
 /* Write one file of a dump: dir/name.extension, or stdout if dir is "-". Failures are ignored. */
 void pm_dump(const char *dir, const char *name, const char *extension, const void *data,

@@ -220,24 +220,24 @@ static inline u16 host_to_bf16(f32 x) {
   return (u16)((b + 0x7fff + (b >> 16 & 1)) >> 16);
 }
 
-FN f32 to_f32(f16 x) { return host_from_f16(x.bits); }
-FN f32 to_f32(bf16 x) { return f32_bits((u32)x.bits << 16); }
-FN f16 to_f16(f32 x) { return f16{host_to_f16(x)}; }
-FN bf16 to_bf16(f32 x) { return bf16{host_to_bf16(x)}; }
-FN u32 pair_f16(f32 lo, f32 hi) { return (u32)host_to_f16(hi) << 16 | host_to_f16(lo); }
-FN u32 pair_bf16(f32 lo, f32 hi) { return (u32)host_to_bf16(hi) << 16 | host_to_bf16(lo); }
-FN void to_f16x2(f16 *d, f32 lo, f32 hi) { d[0] = to_f16(lo), d[1] = to_f16(hi); }
-FN void to_bf16x2(bf16 *d, f32 lo, f32 hi) { d[0] = to_bf16(lo), d[1] = to_bf16(hi); }
-FN f32 to_f32(e4m3 x) { return (x.bits & 0x7f) == 0x7f ? NAN : host_from_fp8(x.bits, 3, 7); }
-FN f32 to_f32(e5m2 x) {
+FN f32 cvt_f32(f16 x) { return host_from_f16(x.bits); }
+FN f32 cvt_f32(bf16 x) { return f32_bits((u32)x.bits << 16); }
+FN f16 cvt_f16(f32 x) { return f16{host_to_f16(x)}; }
+FN bf16 cvt_bf16(f32 x) { return bf16{host_to_bf16(x)}; }
+FN u32 cvt_rn_f16x2(f32 lo, f32 hi) { return (u32)host_to_f16(hi) << 16 | host_to_f16(lo); }
+FN u32 cvt_rn_bf16x2(f32 lo, f32 hi) { return (u32)host_to_bf16(hi) << 16 | host_to_bf16(lo); }
+FN void cvt_f16x2(f16 *d, f32 lo, f32 hi) { d[0] = cvt_f16(lo), d[1] = cvt_f16(hi); }
+FN void cvt_bf16x2(bf16 *d, f32 lo, f32 hi) { d[0] = cvt_bf16(lo), d[1] = cvt_bf16(hi); }
+FN f32 cvt_f32(e4m3 x) { return (x.bits & 0x7f) == 0x7f ? NAN : host_from_fp8(x.bits, 3, 7); }
+FN f32 cvt_f32(e5m2 x) {
   const u8 a = x.bits & 0x7f;
   const f32 special = a == 0x7c ? INFINITY : NAN;
   return a >= 0x7c ? copysignf(special, x.bits & 0x80 ? -1 : 1) : host_from_fp8(x.bits, 2, 15);
 }
-FN f32 to_f32(e8m0 x) { return x.bits == 255 ? NAN : ldexpf(1, x.bits - 127); }
-FN e4m3 to_e4m3(f32 x) { return e4m3{x != x ? (u8)0x7f : host_to_fp8(x, 3, 7, 448)}; }
-FN e5m2 to_e5m2(f32 x) { return e5m2{x != x ? (u8)0x7f : host_to_fp8(x, 2, 15, 57344)}; }
-FN e8m0 to_e8m0(f32 x) {
+FN f32 cvt_f32(e8m0 x) { return x.bits == 255 ? NAN : ldexpf(1, x.bits - 127); }
+FN e4m3 cvt_e4m3(f32 x) { return e4m3{x != x ? (u8)0x7f : host_to_fp8(x, 3, 7, 448)}; }
+FN e5m2 cvt_e5m2(f32 x) { return e5m2{x != x ? (u8)0x7f : host_to_fp8(x, 2, 15, 57344)}; }
+FN e8m0 cvt_e8m0(f32 x) {
   int exponent;
   if (!(x >= 0)) return e8m0{255};
   if (x > 0x1p127f) return e8m0{254};
@@ -246,67 +246,67 @@ FN e8m0 to_e8m0(f32 x) {
   exponent += 127 - (part <= 0.5f);
   return e8m0{(u8)(exponent < 0 ? 0 : exponent)};
 }
-FN e8m0 mul_e8m0(e8m0 x, e8m0 y) { return to_e8m0(to_f32(x) * to_f32(y)); }
-FN e8m0 div_e8m0(e8m0 x, e8m0 y) { return to_e8m0(to_f32(x) / to_f32(y)); }
-FN f32 to_f32(e2m1 x) {
+FN e8m0 mul_e8m0(e8m0 x, e8m0 y) { return cvt_e8m0(cvt_f32(x) * cvt_f32(y)); }
+FN e8m0 div_e8m0(e8m0 x, e8m0 y) { return cvt_e8m0(cvt_f32(x) / cvt_f32(y)); }
+FN f32 cvt_f32(e2m1 x) {
   const f32 a = (x.bits & 6) == 0 ? 0.5f * (x.bits & 1)
                                   : ldexpf(1 + 0.5f * (x.bits & 1), (x.bits >> 1 & 3) - 1);
   return x.bits & 8 ? -a : a;
 }
-FN e2m1 to_e2m1(f32 x) {
+FN e2m1 cvt_e2m1(f32 x) {
   const f32 a = x != x ? 6 : fminf(fabsf(x), 6);
   const f32 unit = a < 2 ? 0.5f : a < 4 ? 1 : 2;
   const f32 near = rintf(a / unit) * unit;
   u8 k = 0;
-  while (to_f32(e2m1{k}) < near) k++;
+  while (cvt_f32(e2m1{k}) < near) k++;
   return e2m1{(u8)(k | (x == x && signbit(x) ? 8 : 0))};
 }
-FN void to_e4m3x2(e4m3 *d, f32 lo, f32 hi) { d[0] = to_e4m3(lo), d[1] = to_e4m3(hi); }
-FN void to_e5m2x2(e5m2 *d, f32 lo, f32 hi) { d[0] = to_e5m2(lo), d[1] = to_e5m2(hi); }
+FN void cvt_e4m3x2(e4m3 *d, f32 lo, f32 hi) { d[0] = cvt_e4m3(lo), d[1] = cvt_e4m3(hi); }
+FN void cvt_e5m2x2(e5m2 *d, f32 lo, f32 hi) { d[0] = cvt_e5m2(lo), d[1] = cvt_e5m2(hi); }
 FN void widened(f32 *d, f32 x) { *d = x; }
-FN void widened(f16 *d, f32 x) { *d = to_f16(x); }
-FN void widened(bf16 *d, f32 x) { *d = to_bf16(x); }
+FN void widened(f16 *d, f32 x) { *d = cvt_f16(x); }
+FN void widened(bf16 *d, f32 x) { *d = cvt_bf16(x); }
 template <typename T>
-FN void widen_e4m3x2(T *d, e4m3 lo, e4m3 hi) {
-  widened(d, to_f32(lo)), widened(d + 1, to_f32(hi));
+FN void cvt_from_e4m3x2(T *d, e4m3 lo, e4m3 hi) {
+  widened(d, cvt_f32(lo)), widened(d + 1, cvt_f32(hi));
 }
 template <typename T>
-FN void widen_e5m2x2(T *d, e5m2 lo, e5m2 hi) {
-  widened(d, to_f32(lo)), widened(d + 1, to_f32(hi));
+FN void cvt_from_e5m2x2(T *d, e5m2 lo, e5m2 hi) {
+  widened(d, cvt_f32(lo)), widened(d + 1, cvt_f32(hi));
 }
 template <typename T>
-FN void widen_s8x4(T *d, const i8 *x) {
+FN void cvt_from_s8x4(T *d, const i8 *x) {
   for (int k = 0; k < 4; k++) widened(d + k, x[k]);
 }
 template <typename T>
-FN void widen_u8x4(T *d, const u8 *x) {
+FN void cvt_from_u8x4(T *d, const u8 *x) {
   for (int k = 0; k < 4; k++) widened(d + k, x[k]);
 }
 template <typename T>
-FN void widen_s4x8(T *d, const u8 *x) {
+FN void cvt_from_s4x8(T *d, const u8 *x) {
   for (int k = 0; k < 8; k++) widened(d + k, (f32)((i8)(x[k / 2] << (k % 2 ? 0 : 4)) >> 4));
 }
 template <typename T>
-FN void widen_u4x8(T *d, const u8 *x) {
+FN void cvt_from_u4x8(T *d, const u8 *x) {
   for (int k = 0; k < 8; k++) widened(d + k, (f32)(x[k / 2] >> (k % 2 ? 4 : 0) & 15));
 }
 /* f32 has more than twice the digits and two: rounding sums and products of halves twice is
  * rounding them once. */
 FN f16 operator-(f16 x) { return f16{(u16)(x.bits ^ 0x8000)}; }
-FN f16 operator+(f16 a, f16 b) { return to_f16(to_f32(a) + to_f32(b)); }
-FN f16 operator-(f16 a, f16 b) { return to_f16(to_f32(a) - to_f32(b)); }
-FN f16 operator*(f16 a, f16 b) { return to_f16(to_f32(a) * to_f32(b)); }
+FN f16 operator+(f16 a, f16 b) { return cvt_f16(cvt_f32(a) + cvt_f32(b)); }
+FN f16 operator-(f16 a, f16 b) { return cvt_f16(cvt_f32(a) - cvt_f32(b)); }
+FN f16 operator*(f16 a, f16 b) { return cvt_f16(cvt_f32(a) * cvt_f32(b)); }
 FN bf16 operator-(bf16 x) { return bf16{(u16)(x.bits ^ 0x8000)}; }
 /* Not so sums of bf16, whose exponents may lie farther apart than f32 has digits. */
 extern "C" u16 host_bf16_of_double(double x);
 FN bf16 operator+(bf16 a, bf16 b) {
-  return bf16{host_bf16_of_double((double)to_f32(a) + to_f32(b))};
+  return bf16{host_bf16_of_double((double)cvt_f32(a) + cvt_f32(b))};
 }
 FN bf16 operator-(bf16 a, bf16 b) {
-  return bf16{host_bf16_of_double((double)to_f32(a) - to_f32(b))};
+  return bf16{host_bf16_of_double((double)cvt_f32(a) - cvt_f32(b))};
 }
 FN bf16 operator*(bf16 a, bf16 b) {
-  return bf16{host_bf16_of_double((double)to_f32(a) * to_f32(b))};
+  return bf16{host_bf16_of_double((double)cvt_f32(a) * cvt_f32(b))};
 }
 template <typename T>
 FN u32 pair(T lo, T hi) {
@@ -324,12 +324,12 @@ template <typename T>
 FN void mul_x2(T *d, T a0, T a1, T b0, T b1) {
   d[0] = a0 * b0, d[1] = a1 * b1;
 }
-FN bf16 int_to_bf16(i32 x) { return bf16{host_bf16_of_double(x)}; }
-FN bf16 int_to_bf16(u32 x) { return bf16{host_bf16_of_double(x)}; }
+FN bf16 cvt_int_to_bf16(i32 x) { return bf16{host_bf16_of_double(x)}; }
+FN bf16 cvt_int_to_bf16(u32 x) { return bf16{host_bf16_of_double(x)}; }
 
 /* cvt.rzi: toward zero, clamped, NaN is 0 */
 template <typename T>
-FN T to_int(f32 x) {
+FN T cvt_int(f32 x) {
   const bool is_signed = (T)-1 < (T)0;
   const int bits = (int)sizeof(T) * 8 - is_signed;
   const double top = (double)(((u64)1 << bits) - 1), bottom = is_signed ? -top - 1 : 0;
@@ -340,8 +340,8 @@ FN T to_int(f32 x) {
 /* 4 bits, in an i8 or u8; two share a byte, the first has the low half */
 FN i8 wrap_s4(u32 x) { return (i8)(x % 16 < 8 ? (int)(x % 16) : (int)(x % 16) - 16); }
 FN u8 wrap_u4(u32 x) { return (u8)(x % 16); }
-FN i8 to_s4(f32 x) { return x != x ? 0 : (i8)fmaxf(-8, fminf(7, truncf(x))); }
-FN u8 to_u4(f32 x) { return x != x ? 0 : (u8)fmaxf(0, fminf(15, truncf(x))); }
+FN i8 cvt_s4(f32 x) { return x != x ? 0 : (i8)fmaxf(-8, fminf(7, truncf(x))); }
+FN u8 cvt_u4(f32 x) { return x != x ? 0 : (u8)fmaxf(0, fminf(15, truncf(x))); }
 FN void unpack_s4(i8 *d, u8 x) { d[0] = wrap_s4(x), d[1] = wrap_s4(x / 16); }
 FN void unpack_u4(u8 *d, u8 x) { d[0] = x % 16, d[1] = x / 16; }
 FN void unpack_e2m1(e2m1 *d, u8 x) { d[0] = e2m1{(u8)(x % 16)}, d[1] = e2m1{(u8)(x / 16)}; }
@@ -353,8 +353,8 @@ FN void pack_nibbles(u32 *w, const T *x) {
 FN u8 pack_4(u32 lo, u32 hi) { return (u8)(lo % 16 + hi % 16 * 16); }
 FN i8 wrap_s2(u32 x) { return (i8)(x % 4 < 2 ? (int)(x % 4) : (int)(x % 4) - 4); }
 FN u8 wrap_u2(u32 x) { return (u8)(x % 4); }
-FN i8 to_s2(f32 x) { return x != x ? 0 : (i8)fmaxf(-2, fminf(1, truncf(x))); }
-FN u8 to_u2(f32 x) { return x != x ? 0 : (u8)fmaxf(0, fminf(3, truncf(x))); }
+FN i8 cvt_s2(f32 x) { return x != x ? 0 : (i8)fmaxf(-2, fminf(1, truncf(x))); }
+FN u8 cvt_u2(f32 x) { return x != x ? 0 : (u8)fmaxf(0, fminf(3, truncf(x))); }
 FN void unpack_s2(i8 *d, u8 x) { d[0] = wrap_s2(x), d[1] = wrap_s2(x / 4); }
 FN void unpack_u2(u8 *d, u8 x) { d[0] = x % 4, d[1] = x / 4 % 4; }
 FN u8 pack_2(u32 lo, u32 hi) { return (u8)(lo % 4 + hi % 4 * 4); }
@@ -560,22 +560,22 @@ FN void st_global(T *p, const T *s, LINE) {
   host_store_global(p, v.w, N * sizeof(T), line);
 }
 template <typename T>
-FN void ld_matrix4(T *d, u32 a, LINE) {
+FN void ldmatrix_x4(T *d, u32 a, LINE) {
   static_assert(sizeof(T) == 2 || sizeof(T) == 4, "elements of 16 bits, or pairs of them");
   host_load_matrix(d, a, false, line);
 }
 template <typename T>
-FN void ld_matrix4_trans(T *d, u32 a, LINE) {
+FN void ldmatrix_x4_trans(T *d, u32 a, LINE) {
   static_assert(sizeof(T) == 2 || sizeof(T) == 4, "elements of 16 bits, or pairs of them");
   host_load_matrix(d, a, true, line);
 }
 template <typename T>
-FN void st_matrix4(u32 a, const T *s, LINE) {
+FN void stmatrix_x4(u32 a, const T *s, LINE) {
   static_assert(sizeof(T) == 2 || sizeof(T) == 4, "elements of 16 bits, or pairs of them");
   host_store_matrix(a, s, false, line);
 }
 template <typename T>
-FN void st_matrix4_trans(u32 a, const T *s, LINE) {
+FN void stmatrix_x4_trans(u32 a, const T *s, LINE) {
   static_assert(sizeof(T) == 2 || sizeof(T) == 4, "elements of 16 bits, or pairs of them");
   host_store_matrix(a, s, true, line);
 }
@@ -591,7 +591,7 @@ FN void turn_take(u32 id, LINE) { host_bar_sync(id, 256, line); }
 FN void turn_pass(u32 id, LINE) { host_bar_arrive(id, 256, line); }
 FN void named_barrier_sync(u32 id, u32 lanes, LINE) { host_bar_sync(id, lanes, line); }
 FN void named_barrier_arrive(u32 id, u32 lanes, LINE) { host_bar_arrive(id, lanes, line); }
-FN void lanes_sync(u32 wg, LINE) { host_bar_sync(wg + 1, 128, line); }
+FN void warpgroup_sync(u32 wg, LINE) { host_bar_sync(wg + 1, 128, line); }
 FN bool lanes_any(u32 wg, bool x, LINE) { return host_bar_red(wg + 1, 128, x, true, line); }
 FN bool lanes_all(u32 wg, bool x, LINE) { return host_bar_red(wg + 1, 128, x, false, line); }
 FN void warp_sync(LINE) { host_warp_sync(~0u, line); }
@@ -601,8 +601,8 @@ FN u32 cluster_rank() { return host_cluster_rank(); }
 FN void check_failed(const char *message, const char *, u32 line) {
   host_fail(int(line), "debug_check: %s", message);
 }
-FN void grid_wait() {}
-FN void grid_launch_dependents() {}
+FN void griddepcontrol_wait() {}
+FN void griddepcontrol_launch_dependents() {}
 FN i32 next_tile(u32 *counter, LINE) { return (i32)host_atomic_add(counter, 1, line); }
 FN void counters_done(u32 *counters, u32 n, u32 callers, LINE) {
   if (host_atomic_add(counters + n, 1, line) != callers - 1) return;
@@ -698,11 +698,11 @@ FN void shuffle_from(T *x, u32 from, LINE) {
   memcpy(x, &w, N * sizeof(T));
 }
 template <int N>
-FN void registers_up(LINE) {
+FN void setmaxnreg_inc(LINE) {
   host_registers(N, true, line);
 }
 template <int N>
-FN void registers_down(LINE) {
+FN void setmaxnreg_dec(LINE) {
   host_registers(N, false, line);
 }
 
@@ -733,8 +733,8 @@ FN void registers_down(LINE) {
   HOST_ATOMICS(xchg, T, x)
 #define HOST_HALF_ATOMICS(T)                                    \
   HOST_ATOMICS(add, T, old + x)                                 \
-  HOST_ATOMICS(max, T, to_##T(max_f32(to_f32(old), to_f32(x)))) \
-  HOST_ATOMICS(min, T, to_##T(min_f32(to_f32(old), to_f32(x))))
+  HOST_ATOMICS(max, T, cvt_##T(max_f32(cvt_f32(old), cvt_f32(x)))) \
+  HOST_ATOMICS(min, T, cvt_##T(min_f32(cvt_f32(old), cvt_f32(x))))
 #define HOST_CAS(T, space, address)                              \
   FN T atom_cas_##T##_##space(address a, T compare, T x, LINE) { \
     T *p = (T *)host_atomic_##space(a, sizeof(T), line);         \
@@ -757,26 +757,28 @@ HOST_CAS_ALL(f32)
 
 /* ---- barriers and copies ------------------------------------------------------------------- */
 
-FN void barrier_init(u32 b, u32 count, LINE) { host_mbarrier_init(b, count, line); }
-FN void barrier_init_fence(LINE) { host_mbarrier_init_fence(line); }
-FN void barrier_wait(u32 b, u32 parity, LINE) { host_mbarrier_wait(b, parity, false, line); }
-FN void barrier_wait_cluster(u32 b, u32 parity, LINE) { host_mbarrier_wait(b, parity, true, line); }
-FN bool barrier_test(u32 b, u32 parity, LINE) { return host_mbarrier_test(b, parity, line); }
-FN void barrier_arrive(u32 b, LINE) { host_mbarrier_arrive(b, 1, line); }
+FN void mbarrier_init(u32 b, u32 count, LINE) { host_mbarrier_init(b, count, line); }
+FN void mbarrier_init_fence(LINE) { host_mbarrier_init_fence(line); }
+FN void mbarrier_wait(u32 b, u32 parity, LINE) { host_mbarrier_wait(b, parity, false, line); }
+FN void mbarrier_wait_cluster(u32 b, u32 parity, LINE) {
+  host_mbarrier_wait(b, parity, true, line);
+}
+FN bool mbarrier_test(u32 b, u32 parity, LINE) { return host_mbarrier_test(b, parity, line); }
+FN void mbarrier_arrive(u32 b, LINE) { host_mbarrier_arrive(b, 1, line); }
 template <int N>
-FN void barrier_arrive_n(u32 b, LINE) {
+FN void mbarrier_arrive_n(u32 b, LINE) {
   host_mbarrier_arrive(b, N, line);
 }
-FN void barrier_arrive_remote(u32 b, u32 block, LINE) {
+FN void mbarrier_arrive_remote(u32 b, u32 block, LINE) {
   host_mbarrier_arrive_remote(b, block, false, line);
 }
-FN void barrier_arrive_release(u32 b, u32 block, LINE) {
+FN void mbarrier_arrive_release(u32 b, u32 block, LINE) {
   host_mbarrier_arrive_remote(b, block, true, line);
 }
 FN void store_async(u32 a, i32 x, u32 b, u32 block, LINE) {
   host_store_async(a, (u32)x, b, block, line);
 }
-FN void barrier_arrive_tx_cluster(u32 b, u32 bytes, LINE) {
+FN void mbarrier_arrive_expect_tx_cluster(u32 b, u32 bytes, LINE) {
   host_mbarrier_arrive_tx_cluster(b, bytes, line);
 }
 template <typename T, int N>
@@ -797,7 +799,7 @@ FN void st_async(u32 a, const T *s, u32 b, LINE) {
   HOST_RED_ASYNC(max, T) HOST_RED_ASYNC(and, T) HOST_RED_ASYNC(or, T) HOST_RED_ASYNC(xor, T)
 HOST_RED_ASYNCS(i32)
 HOST_RED_ASYNCS(u32)
-FN void barrier_arrive_tx(u32 b, u32 bytes, LINE) {
+FN void mbarrier_arrive_expect_tx(u32 b, u32 bytes, LINE) {
   host_mbarrier_expect(b, bytes, line);
   host_mbarrier_arrive(b, 1, line);
 }
@@ -869,17 +871,17 @@ FN void bulk_store_evict_first(void *dst, u32 src, u32 bytes, LINE) {
 }
 FN void bulk_prefetch(const void *p, u32 bytes, LINE) { host_bulk_prefetch(p, bytes, line); }
 FN void prefetch_global(const void *) {}
-FN void store_group_commit(LINE) { host_group_commit(line); }
+FN void bulk_group_commit(LINE) { host_group_commit(line); }
 template <int N>
-FN void store_group_wait(LINE) {
+FN void bulk_group_wait(LINE) {
   host_group_wait(N, false, line);
 }
 template <int N>
-FN void store_group_wait_read(LINE) {
+FN void bulk_group_wait_read(LINE) {
   host_group_wait(N, true, line);
 }
-FN void async_proxy_fence(LINE) { host_proxy_fence(false, line); }
-FN void async_proxy_fence_global(LINE) { host_proxy_fence(true, line); }
+FN void fence_proxy_async(LINE) { host_proxy_fence(false, line); }
+FN void fence_proxy_async_global(LINE) { host_proxy_fence(true, line); }
 
 /* ---- matrix products ----------------------------------------------------------------------- */
 

@@ -293,10 +293,10 @@ static T of_floats(T old, T x, HostCombine how) {
 }
 
 static f16 of_floats(f16 old, f16 x, HostCombine how) {
-  return how == HOST_add ? old + x : to_f16(of_floats(to_f32(old), to_f32(x), how));
+  return how == HOST_add ? old + x : cvt_f16(of_floats(cvt_f32(old), cvt_f32(x), how));
 }
 static bf16 of_floats(bf16 old, bf16 x, HostCombine how) {
-  return how == HOST_add ? old + x : to_bf16(of_floats(to_f32(old), to_f32(x), how));
+  return how == HOST_add ? old + x : cvt_bf16(of_floats(cvt_f32(old), cvt_f32(x), how));
 }
 
 template <typename T, typename F>

@@ -137,7 +137,7 @@ breaks(
     f"{CUDA}/program.c",
     f"{SEMAPHORES}::test_the_last_thing_warps_do",
     counters_are_cleared_before_all_warps=(
-        "    if (in_warps) pm_line(e, PM_LANES_SYNC);\n",
+        "    if (in_warps) pm_line(e, PM_WARPGROUP_SYNC);\n",
         "    (void)in_warps;\n",
     ),
 )

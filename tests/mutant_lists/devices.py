@@ -236,7 +236,7 @@ breaks(
     SURFACE,
     DOCUMENTS,
     next_tile_ignores_the_launch_before=(
-        f'{ONE_LANE}  if (e->program->pdl) pm_line(e, "grid_wait();");\n',
+        f'{ONE_LANE}  if (e->program->pdl) pm_line(e, "griddepcontrol_wait();");\n',
         ONE_LANE,
     ),
     one_counter_for_all=(
@@ -271,8 +271,8 @@ breaks(
     CLUSTER,
     collective_loads_stay_at_home=('share ? "multicast" : "load"', '"load"'),
     acquires_of_cluster_barriers_are_forgotten=(
-        'return far ? "barrier_wait_cluster"',
-        'return far ? "barrier_wait"',
+        'return far ? "mbarrier_wait_cluster"',
+        'return far ? "mbarrier_wait"',
     ),
     releases_of_cluster_barriers_are_forgotten=(
         'relaxed ? "remote" : "release"',
@@ -644,11 +644,11 @@ breaks(
     f"{CUDA}/emit_async.c",
     f"{TURNS}::test_warps_arrive_by_themselves",
     WS,
-    one_lane_arrives_for_one_warp=('"barrier_arrive_n<4>(%s);"', '"barrier_arrive_n<1>(%s);"'),
-    all_lanes_of_warps_arrive=('"if (lane == 0) barrier_arrive(', '"barrier_arrive('),
+    one_lane_arrives_for_one_warp=('"mbarrier_arrive_n<4>(%s);"', '"mbarrier_arrive_n<1>(%s);"'),
+    all_lanes_of_warps_arrive=('"if (lane == 0) mbarrier_arrive(', '"mbarrier_arrive('),
     the_first_warp_arrives_alone=(
-        '"if (lane == 0) barrier_arrive(',
-        '"if (tid == 0) barrier_arrive(',
+        '"if (lane == 0) mbarrier_arrive(',
+        '"if (tid == 0) mbarrier_arrive(',
     ),
     lanes_do_not_meet_before_their_warp_arrives=('    pm_line(e, "warp_sync();");\n', ""),
 )
@@ -701,11 +701,11 @@ breaks(
         TAKER.replace("true", "false") + "  if (e->program->pdl)",
     ),
     tiles_are_taken_before_the_launch_before_ends=(
-        f'{TAKER}  if (e->program->pdl) pm_line(e, "grid_wait();");\n',
+        f'{TAKER}  if (e->program->pdl) pm_line(e, "griddepcontrol_wait();");\n',
         TAKER,
     ),
     all_blocks_hand_tiles_to_all=("k < %u && cluster_rank() == 0; k++", "k < %u; k++"),
-    tiles_come_unexpected=('"barrier_arrive_tx(%s, 4);"', '"barrier_arrive(%s);"'),
+    tiles_come_unexpected=('"mbarrier_arrive_expect_tx(%s, 4);"', '"mbarrier_arrive(%s);"'),
     what_is_handed_on_stands_behind_the_grid=(
         "if (bare || !e->program",
         "if ((bare && false) || !e->program",
@@ -842,7 +842,7 @@ breaks(
         'pm_begin(e, "if (%s) {", pm_at(e, mask, "0"));',
         'pm_begin(e, "if (%s || true) {", pm_at(e, mask, "0"));',
     ),
-    other_lanes_keep_no_result=("  if (!x) return;\n  pm_line(e, PM_LANES_SYNC);", "  return;"),
+    other_lanes_keep_no_result=("  if (!x) return;\n  pm_line(e, PM_WARPGROUP_SYNC);", "  return;"),
 )
 breaks(
     "csrc/ir/view.c",

@@ -8,7 +8,7 @@ LAYOUTS, SCOPES = "test_layouts.py", "test_scopes.py"
 PAIR = """"h"((u16)(%s.bits | %s.bits << 8)));
   return w;
 }
-FN void widen_e4m3x2"""
+FN void cvt_from_e4m3x2"""
 
 breaks(
     f"{PASSES}/packed.c",
@@ -56,8 +56,8 @@ breaks(
     f"{SMALL}::test_scalars",
     f"{FUNCTIONS}::test_bits_of_integers",
     small_integers_do_not_wrap=(
-        '"to_%s(%s)" : "wrap_%s((u32)(%s))"',
-        '"to_%s(%s)" : "to_%s((f32)(%s))"',
+        '"cvt_%s(%s)" : "wrap_%s((u32)(%s))"',
+        '"cvt_%s(%s)" : "cvt_%s((f32)(%s))"',
     ),
     leading_zeros_are_counted_as_bits=('"leading_zeros(%s)"', '"bit_count(%s)"'),
     sums_of_small_floats_have_an_operator=(
@@ -69,8 +69,8 @@ breaks(
     f"{CUDA}/block.c",
     f"{SMALL}::test_conversions",
     pairs_of_small_floats_are_of_the_result=(
-        'fn = pm_str(e, "widen_%sx2", short_name);',
-        'fn = pm_str(e, "widen_%sx2", from == PM_E4M3 ? "e5m2" : "e4m3");',
+        'fn = pm_str(e, "cvt_from_%sx2", short_name);',
+        'fn = pm_str(e, "cvt_from_%sx2", from == PM_E4M3 ? "e5m2" : "e4m3");',
     ),
 )
 breaks(

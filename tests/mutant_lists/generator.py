@@ -164,23 +164,23 @@ breaks(
         "pm_term_text(e, &v.term[k], 16, false)",
     ),
     arrival_without_meeting=(
-        '    pm_line(e, "%s", pm_meet(e));\n    pm_line(e, "if (%s) barrier_arrive',
-        '    pm_line(e, "if (%s) barrier_arrive',
+        '    pm_line(e, "%s", pm_meet(e));\n    pm_line(e, "if (%s) mbarrier_arrive',
+        '    pm_line(e, "if (%s) mbarrier_arrive',
     ),
     arrival_of_all_for_one=(
-        '      pm_line(e, "if (%s) barrier_arrive(%s);", pm_first_lane(e), b.address);',
-        '      pm_line(e, "if (tid < 32) barrier_arrive(%s);", b.address);',
+        '      pm_line(e, "if (%s) mbarrier_arrive(%s);", pm_first_lane(e), b.address);',
+        '      pm_line(e, "if (tid < 32) mbarrier_arrive(%s);", b.address);',
     ),
     too_many_bytes_are_expected=(
-        '"barrier_arrive_tx(%s, %lld);", b.address, (long long)p->bytes);',
-        '"barrier_arrive_tx(%s, %lld);", b.address, (long long)p->bytes + 16);',
+        '"mbarrier_arrive_expect_tx(%s, %lld);", b.address, (long long)p->bytes);',
+        '"mbarrier_arrive_expect_tx(%s, %lld);", b.address, (long long)p->bytes + 16);',
     ),
     half_of_the_bytes_are_expected=(
-        '"barrier_arrive_tx(%s, %lld);", b.address, (long long)p->bytes);',
-        '"barrier_arrive_tx(%s, %lld);", b.address, (long long)p->bytes / 2);',
+        '"mbarrier_arrive_expect_tx(%s, %lld);", b.address, (long long)p->bytes);',
+        '"mbarrier_arrive_expect_tx(%s, %lld);", b.address, (long long)p->bytes / 2);',
     ),
     no_arrival_if_the_predicate_is_false=(
-        '    pm_line(e, "barrier_arrive(%s);", b.address);\n    pm_end(e);',
+        '    pm_line(e, "mbarrier_arrive(%s);", b.address);\n    pm_end(e);',
         "    pm_end(e);",
     ),
     predicate_of_stores_is_ignored=(
@@ -188,11 +188,11 @@ breaks(
         '  if (when) pm_begin(e, "{");\n  issue(e, op, p, NULL);',
     ),
     predicate_of_loads_is_ignored=(
-        '  if (when) pm_begin(e, "if (%s) {", when);\n  pm_line(e, "barrier_arrive_tx',
-        '  if (when) pm_begin(e, "if (true) {");\n  pm_line(e, "barrier_arrive_tx',
+        '  if (when) pm_begin(e, "if (%s) {", when);\n  pm_line(e, "mbarrier_arrive_expect_tx',
+        '  if (when) pm_begin(e, "if (true) {");\n  pm_line(e, "mbarrier_arrive_expect_tx',
     ),
     stores_are_not_committed=(
-        'if (*pm_attr(e->g, op, PM_ATTR_COMMIT)) pm_line(e, "store_group_commit();");',
+        'if (*pm_attr(e->g, op, PM_ATTR_COMMIT)) pm_line(e, "bulk_group_commit();");',
         "(void)op;",
     ),
     coordinates_are_reversed=(
@@ -224,7 +224,7 @@ breaks(
         "",
     ),
     plain_loads_without_proxy_fence=(
-        '    pm_line(e, "async_proxy_fence();");\n    pm_line(e, "%s", pm_meet(e));',
+        '    pm_line(e, "fence_proxy_async();");\n    pm_line(e, "%s", pm_meet(e));',
         '    pm_line(e, "%s", pm_meet(e));',
     ),
     another_lane_waits_for_stores=(
@@ -241,12 +241,12 @@ breaks(
         ", read, n));",
     ),
     commit_smem_without_fence=(
-        '  pm_note(e, op, "commit_smem");\n  pm_line(e, "async_proxy_fence();");\n',
+        '  pm_note(e, op, "commit_smem");\n  pm_line(e, "fence_proxy_async();");\n',
         '  pm_note(e, op, "commit_smem");\n',
     ),
     commit_smem_without_meeting=(
-        '  pm_line(e, "async_proxy_fence();");\n  pm_line(e, "%s", pm_meet(e));\n',
-        '  pm_line(e, "async_proxy_fence();");\n',
+        '  pm_line(e, "fence_proxy_async();");\n  pm_line(e, "%s", pm_meet(e));\n',
+        '  pm_line(e, "fence_proxy_async();");\n',
     ),
     stores_to_gmem_without_proxy_fence=("  return s.found;", "  return false;"),
     bulk_copies_from_anywhere=(
@@ -275,7 +275,7 @@ breaks(
     phases_begin_again_with_the_scope=("|= pm_in_loop(g, op);", "|= pm_in_loop(g, op) && false;"),
     waits_forget_who_needs_the_phase=("|= pm_get(g, op)->n_in == 1;", "|= false;"),
     barriers_without_fence=(
-        'if (s->barriers.n) pm_line(e, "barrier_init_fence();");',
+        'if (s->barriers.n) pm_line(e, "mbarrier_init_fence();");',
         "",
     ),
     nobody_meets_behind_the_barriers=('    pm_line(e, "block_sync();");\n', ""),
@@ -507,11 +507,11 @@ breaks(
         "const char *valid = n ? NULL : pm_valid(e, r->l, stem, reg), *x",
     ),
     warps_reduce_without_meeting=(
-        '  pm_line(e, PM_LANES_SYNC);\n  pm_begin_unrolled(e, "k", n, 1);',
+        '  pm_line(e, PM_WARPGROUP_SYNC);\n  pm_begin_unrolled(e, "k", n, 1);',
         '  pm_begin_unrolled(e, "k", n, 1);',
     ),
     scratch_of_reductions_is_left_early=(
-        "  pm_end_unrolled(e, n, 1);\n  pm_line(e, PM_LANES_SYNC);\n  pm_end(e);",
+        "  pm_end_unrolled(e, n, 1);\n  pm_line(e, PM_WARPGROUP_SYNC);\n  pm_end(e);",
         "  pm_end_unrolled(e, n, 1);\n  pm_end(e);",
     ),
     all_warps_add_the_first=(
@@ -560,8 +560,8 @@ breaks(
         "if (to == PM_BF16 && from == PM_BOOL) return",
     ),
     floats_to_integers_wrap=(
-        'pm_is_narrow_float(to) ? "to_%s(%s)" : "to_int<%s>(%s)"',
-        'pm_is_narrow_float(to) ? "to_%s(%s)" : "(%s)(i64)(%s)"',
+        'pm_is_narrow_float(to) ? "cvt_%s(%s)" : "cvt_int<%s>(%s)"',
+        'pm_is_narrow_float(to) ? "cvt_%s(%s)" : "(%s)(i64)(%s)"',
     ),
     division_by_minus_one_traps=("y.i && y.i != -1)", "y.i)"),
     scalars_never_overflow=(

@@ -77,11 +77,11 @@ breaks(
     f"{SPECIALISED}::test_tiles_of_two_counters",
     SEMAPHORES,
     one_lane_is_not_waited_for=(
-        f"{FROM_ONE_LANE}  pm_line(e, PM_LANES_SYNC);\n",
+        f"{FROM_ONE_LANE}  pm_line(e, PM_WARPGROUP_SYNC);\n",
         FROM_ONE_LANE,
     ),
     scratch_of_one_lane_is_left_early=(
-        "pm_scratch(e));\n  pm_line(e, PM_LANES_SYNC);\n}",
+        "pm_scratch(e));\n  pm_line(e, PM_WARPGROUP_SYNC);\n}",
         "pm_scratch(e));\n}",
     ),
 )
@@ -99,8 +99,8 @@ breaks(
     f"{CUDA}/emit_async.c",
     COPIES,
     half_the_bytes_are_expected=(
-        'barrier_arrive_tx_cluster(%s, %lld);", pm_first_lane(e), to, bytes',
-        'barrier_arrive_tx_cluster(%s, %lld);", pm_first_lane(e), to, bytes / 2',
+        'mbarrier_arrive_expect_tx_cluster(%s, %lld);", pm_first_lane(e), to, bytes',
+        'mbarrier_arrive_expect_tx_cluster(%s, %lld);", pm_first_lane(e), to, bytes / 2',
     ),
     stores_to_blocks_do_not_combine=(
         "e->async.combine = combine ? pm_async",

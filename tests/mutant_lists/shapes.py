@@ -32,7 +32,7 @@ breaks(
     f"{MOVES}::test_scatters_beyond_the_end",
     f"{LAYOUTS}::test_casts_between_any_two",
     result_is_taken_without_meeting=(
-        "  const pm_val out = pm_get(e->g, op)->out;\n  pm_line(e, PM_LANES_SYNC);\n",
+        "  const pm_val out = pm_get(e->g, op)->out;\n  pm_line(e, PM_WARPGROUP_SYNC);\n",
         "  const pm_val out = pm_get(e->g, op)->out;\n",
     ),
     swaps_are_of_the_next_bit=(

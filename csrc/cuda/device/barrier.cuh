@@ -1,24 +1,24 @@
 // mbarriers: an address in shared memory, and the parity of the phase that a thread waits for.
 
-//! barrier_init
-FN void barrier_init(u32 b, u32 count) {
+//! mbarrier_init
+FN void mbarrier_init(u32 b, u32 count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(b), "r"(count) : "memory");
 }
 
-//! barrier_init_fence
-FN void barrier_init_fence() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+//! mbarrier_init_fence
+FN void mbarrier_init_fence() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
-//! barrier_wait
+//! mbarrier_wait
 // try_wait suspends the lane in hardware, so the loop is not a hot spin
-FN void barrier_wait(u32 b, u32 parity) {
+FN void mbarrier_wait(u32 b, u32 parity) {
   asm volatile("{ .reg .pred p;\n"
                "W: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n"
                "@p bra D;\nbra W;\nD: }" :: "r"(b), "r"(parity) : "memory");
 }
 
-//! barrier_test
+//! mbarrier_test
 // the same without waiting: is the phase complete?
-FN bool barrier_test(u32 b, u32 parity) {
+FN bool mbarrier_test(u32 b, u32 parity) {
   u32 r;
   asm volatile("{ .reg .pred p;\n"
                "mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\n"
@@ -26,42 +26,42 @@ FN bool barrier_test(u32 b, u32 parity) {
   return r != 0;
 }
 
-//! barrier_arrive
-FN void barrier_arrive(u32 b) {
+//! mbarrier_arrive
+FN void mbarrier_arrive(u32 b) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(b) : "memory");
 }
 
-//! barrier_arrive_n
-template <int N> FN void barrier_arrive_n(u32 b) {
+//! mbarrier_arrive_n
+template <int N> FN void mbarrier_arrive_n(u32 b) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" :: "r"(b), "n"(N) : "memory");
 }
 
-//! barrier_arrive_tx
+//! mbarrier_arrive_expect_tx
 // one arrival, and the phase also needs this many bytes from TMA
-FN void barrier_arrive_tx(u32 b, u32 bytes) {
+FN void mbarrier_arrive_expect_tx(u32 b, u32 bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
                :: "r"(b), "r"(bytes) : "memory");
 }
 
-//! barrier_wait_cluster
+//! mbarrier_wait_cluster
 // the same, and what other blocks of the cluster wrote before they arrived is visible
-FN void barrier_wait_cluster(u32 b, u32 parity) {
+FN void mbarrier_wait_cluster(u32 b, u32 parity) {
   asm volatile("{ .reg .pred p;\n"
                "W: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%0], %1;\n"
                "@p bra D;\nbra W;\nD: }" :: "r"(b), "r"(parity) : "memory");
 }
 
-//! barrier_arrive_remote
+//! mbarrier_arrive_remote
 // at the barrier of a block of the cluster, this one or another. It orders no ordinary accesses of
 // other blocks: spelled .release.cluster, ptxas puts a fence of all memory before it.
-FN void barrier_arrive_remote(u32 b, u32 block) {
+FN void mbarrier_arrive_remote(u32 b, u32 block) {
   asm volatile("{ .reg .b32 r;\nmapa.shared::cluster.u32 r, %0, %1;\n"
                "mbarrier.arrive.shared::cluster.b64 _, [r]; }" :: "r"(b), "r"(block) : "memory");
 }
 
-//! barrier_arrive_tx_cluster
-// barrier_arrive_tx() at an address that leads to a block of the cluster
-FN void barrier_arrive_tx_cluster(u32 b, u32 bytes) {
+//! mbarrier_arrive_expect_tx_cluster
+// mbarrier_arrive_expect_tx() at an address that leads to a block of the cluster
+FN void mbarrier_arrive_expect_tx_cluster(u32 b, u32 bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cluster.b64 _, [%0], %1;"
                :: "r"(b), "r"(bytes) : "memory");
 }
@@ -94,9 +94,9 @@ FN void store_async(u32 a, i32 x, u32 b, u32 block) {
                :: "r"(a), "r"(x), "r"(b), "r"(block) : "memory");
 }
 
-//! barrier_arrive_release
+//! mbarrier_arrive_release
 // the same, and all lanes' writes so far are visible to who waits
-FN void barrier_arrive_release(u32 b, u32 block) {
+FN void mbarrier_arrive_release(u32 b, u32 block) {
   asm volatile("{ .reg .b32 r;\nmapa.shared::cluster.u32 r, %0, %1;\n"
                "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [r]; }"
                :: "r"(b), "r"(block) : "memory");

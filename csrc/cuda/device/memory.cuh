@@ -174,50 +174,50 @@ template <typename T, int N> FN void st_global(T* a, const T* s) {
   }
 }
 
-//! st_matrix4
+//! stmatrix_x4
 // four 8x8 matrices of 16-bit elements; lanes 8k to 8k+7 give the row addresses of matrix k, and
 // s holds this lane's pair of elements of each
-FN void st_matrix4(u32 a, const u32* w) {
+FN void stmatrix_x4(u32 a, const u32* w) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};"
                :: "r"(a), "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3]) : "memory");
 }
-template <typename T> FN void st_matrix4(u32 a, const T* s) {
+template <typename T> FN void stmatrix_x4(u32 a, const T* s) {
   u32 w[4];
   pack<T, 8>(w, s);
-  st_matrix4(a, w);
+  stmatrix_x4(a, w);
 }
 
-//! st_matrix4_trans
+//! stmatrix_x4_trans
 // the same, but the addresses are those of columns
-FN void st_matrix4_trans(u32 a, const u32* w) {
+FN void stmatrix_x4_trans(u32 a, const u32* w) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};"
                :: "r"(a), "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3]) : "memory");
 }
-template <typename T> FN void st_matrix4_trans(u32 a, const T* s) {
+template <typename T> FN void stmatrix_x4_trans(u32 a, const T* s) {
   u32 w[4];
   pack<T, 8>(w, s);
-  st_matrix4_trans(a, w);
+  stmatrix_x4_trans(a, w);
 }
 
-//! ld_matrix4
-FN void ld_matrix4(u32* w, u32 a) {
+//! ldmatrix_x4
+FN void ldmatrix_x4(u32* w, u32 a) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3]) : "r"(a) : "memory");
 }
-template <typename T> FN void ld_matrix4(T* d, u32 a) {
+template <typename T> FN void ldmatrix_x4(T* d, u32 a) {
   u32 w[4];
-  ld_matrix4(w, a);
+  ldmatrix_x4(w, a);
   unpack<T, 8>(d, w);
 }
 
-//! ld_matrix4_trans
-FN void ld_matrix4_trans(u32* w, u32 a) {
+//! ldmatrix_x4_trans
+FN void ldmatrix_x4_trans(u32* w, u32 a) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
                : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3]) : "r"(a) : "memory");
 }
-template <typename T> FN void ld_matrix4_trans(T* d, u32 a) {
+template <typename T> FN void ldmatrix_x4_trans(T* d, u32 a) {
   u32 w[4];
-  ld_matrix4_trans(w, a);
+  ldmatrix_x4_trans(w, a);
   unpack<T, 8>(d, w);
 }
 

@@ -25,9 +25,9 @@ FN bool elect_one() {
   return r != 0;
 }
 
-//! lanes_sync
+//! warpgroup_sync
 // all 128 lanes of warpgroup wg
-FN void lanes_sync(u32 wg) { asm volatile("bar.sync %0, 128;" :: "r"(wg + 1) : "memory"); }
+FN void warpgroup_sync(u32 wg) { asm volatile("bar.sync %0, 128;" :: "r"(wg + 1) : "memory"); }
 
 //! warp_sync
 FN void warp_sync() { __syncwarp(); }
@@ -151,22 +151,24 @@ template <int N, typename T> FN void shuffle_from(T* x, u32 from) {
   for (int k = 0; k < N; k++) from_bits(x[k], w >> (k * 8 * (int)sizeof(T) % 32));
 }
 
-//! registers_up
-template <int N> FN void registers_up() {
+//! setmaxnreg_inc
+template <int N> FN void setmaxnreg_inc() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(N));
 }
 
-//! registers_down
-template <int N> FN void registers_down() {
+//! setmaxnreg_dec
+template <int N> FN void setmaxnreg_dec() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(N));
 }
 
-//! grid_wait
+//! griddepcontrol_wait
 // until the grids that this one depends on are finished and what they wrote is visible
-FN void grid_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+FN void griddepcontrol_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
-//! grid_launch_dependents
-FN void grid_launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+//! griddepcontrol_launch_dependents
+FN void griddepcontrol_launch_dependents() {
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
 
 //! check_failed
 // ends the launch; the driver prints the message and the line

@@ -192,28 +192,28 @@ FN void bulk_store_evict_first(void* dst, u32 src, u32 bytes) {
                :: "l"(dst), "r"(src), "r"(bytes) : "memory");
 }
 
-//! store_group_commit
-FN void store_group_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+//! bulk_group_commit
+FN void bulk_group_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
-//! store_group_wait
+//! bulk_group_wait
 // until at most N groups of this lane are pending
-template <int N> FN void store_group_wait() {
+template <int N> FN void bulk_group_wait() {
   asm volatile("cp.async.bulk.wait_group %0;" :: "n"(N) : "memory");
 }
 
-//! store_group_wait_read
+//! bulk_group_wait_read
 // until all but N groups have at least read their shared memory
-template <int N> FN void store_group_wait_read() {
+template <int N> FN void bulk_group_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" :: "n"(N) : "memory");
 }
 
-//! async_proxy_fence
+//! fence_proxy_async
 // this lane's accesses to shared memory come before those of TMA and tensor cores that follow
-FN void async_proxy_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+FN void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-//! async_proxy_fence_global
+//! fence_proxy_async_global
 // what lanes that this one has met wrote to global memory becomes visible to TMA
-FN void async_proxy_fence_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
+FN void fence_proxy_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
 //! tma_prefetch_1d
 // a box comes to L2

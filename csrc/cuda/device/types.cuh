@@ -22,8 +22,8 @@ FN f32 f32_bits(u32 b) { return __uint_as_float(b); }
 struct f16 { u16 bits; };
 FN u32 bits_of(f16 x) { return x.bits; }
 FN void from_bits(f16& x, u32 b) { x.bits = (u16)b; }
-FN f32 to_f32(f16 x) { f32 r; asm("cvt.f32.f16 %0, %1;" : "=f"(r) : "h"(x.bits)); return r; }
-FN f16 to_f16(f32 x) { f16 r; asm("cvt.rn.f16.f32 %0, %1;" : "=h"(r.bits) : "f"(x)); return r; }
+FN f32 cvt_f32(f16 x) { f32 r; asm("cvt.f32.f16 %0, %1;" : "=f"(r) : "h"(x.bits)); return r; }
+FN f16 cvt_f16(f32 x) { f16 r; asm("cvt.rn.f16.f32 %0, %1;" : "=h"(r.bits) : "f"(x)); return r; }
 FN f16 operator-(f16 x) { return f16{(u16)(x.bits ^ 0x8000)}; }
 // the same bits as in f32 and rounded once, in one instruction; .rn keeps it from becoming an fma
 FN f16 operator+(f16 a, f16 b) {
@@ -40,8 +40,10 @@ FN f16 operator*(f16 a, f16 b) {
 struct bf16 { u16 bits; };
 FN u32 bits_of(bf16 x) { return x.bits; }
 FN void from_bits(bf16& x, u32 b) { x.bits = (u16)b; }
-FN f32 to_f32(bf16 x) { return __uint_as_float((u32)x.bits << 16); }
-FN bf16 to_bf16(f32 x) { bf16 r; asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(r.bits) : "f"(x)); return r; }
+FN f32 cvt_f32(bf16 x) { return __uint_as_float((u32)x.bits << 16); }
+FN bf16 cvt_bf16(f32 x) {
+  bf16 r; asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(r.bits) : "f"(x)); return r;
+}
 FN bf16 operator-(bf16 x) { return bf16{(u16)(x.bits ^ 0x8000)}; }
 FN bf16 operator+(bf16 a, bf16 b) {
   bf16 r; asm("add.rn.bf16 %0, %1, %2;" : "=h"(r.bits) : "h"(a.bits), "h"(b.bits)); return r;
@@ -59,11 +61,11 @@ FN bf16 operator*(bf16 a, bf16 b) {
 struct e4m3 { u8 bits; };
 FN u32 bits_of(e4m3 x) { return x.bits; }
 FN void from_bits(e4m3& x, u32 b) { x.bits = (u8)b; }
-FN f32 to_f32(e4m3 x) {
+FN f32 cvt_f32(e4m3 x) {
   u32 w; asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(w) : "h"((u16)x.bits));
-  return to_f32(f16{(u16)w});
+  return cvt_f32(f16{(u16)w});
 }
-FN e4m3 to_e4m3(f32 x) {
+FN e4m3 cvt_e4m3(f32 x) {
   u16 w; asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(w) : "f"(0.0f), "f"(x));
   return e4m3{(u8)w};
 }
@@ -72,11 +74,11 @@ FN e4m3 to_e4m3(f32 x) {
 struct e5m2 { u8 bits; };
 FN u32 bits_of(e5m2 x) { return x.bits; }
 FN void from_bits(e5m2& x, u32 b) { x.bits = (u8)b; }
-FN f32 to_f32(e5m2 x) {
+FN f32 cvt_f32(e5m2 x) {
   u32 w; asm("cvt.rn.f16x2.e5m2x2 %0, %1;" : "=r"(w) : "h"((u16)x.bits));
-  return to_f32(f16{(u16)w});
+  return cvt_f32(f16{(u16)w});
 }
-FN e5m2 to_e5m2(f32 x) {
+FN e5m2 cvt_e5m2(f32 x) {
   u16 w; asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(w) : "f"(0.0f), "f"(x));
   return e5m2{(u8)w};
 }
@@ -86,10 +88,10 @@ FN e5m2 to_e5m2(f32 x) {
 struct e8m0 { u8 bits; };
 FN u32 bits_of(e8m0 x) { return x.bits; }
 FN void from_bits(e8m0& x, u32 b) { x.bits = (u8)b; }
-FN f32 to_f32(e8m0 x) {
+FN f32 cvt_f32(e8m0 x) {
   return __uint_as_float(x.bits == 255 ? 0x7fffffffu : x.bits ? (u32)x.bits << 23 : 0x400000u);
 }
-FN e8m0 to_e8m0(f32 x) {
+FN e8m0 cvt_e8m0(f32 x) {
   const u32 b = __float_as_uint(x), up = (b + 0x7fffffu) >> 23; // the exponent, rounded up
   if (!(x >= 0.0f)) return e8m0{255};
   return e8m0{(u8)(b << 1 <= 0x800000u ? 0 : min(up, 254u))};
@@ -106,10 +108,10 @@ FN e8m0 div_e8m0(e8m0 x, e8m0 y) { return exponent_e8m0(x, y, x.bits - y.bits + 
 struct e2m1 { u8 bits; };
 FN u32 bits_of(e2m1 x) { return x.bits; }
 FN void from_bits(e2m1& x, u32 b) { x.bits = (u8)(b & 15); }
-FN f32 to_f32(e2m1 x) { // its bits are those of an f16 with a greater exponent
-  return to_f32(f16{(u16)((x.bits & 8) << 12 | (x.bits & 7) << 9)}) * 16384.0f;
+FN f32 cvt_f32(e2m1 x) { // its bits are those of an f16 with a greater exponent
+  return cvt_f32(f16{(u16)((x.bits & 8) << 12 | (x.bits & 7) << 9)}) * 16384.0f;
 }
-FN e2m1 to_e2m1(f32 x) {
+FN e2m1 cvt_e2m1(f32 x) {
   const f32 a = x != x ? 6.0f : fabsf(x);
   const i32 half_units = __float2int_rn(fminf(a, 6.0f) * 2.0f); // exact below 2
   const i32 k = a < 2.0f ? half_units : a < 4.0f ? 2 + __float2int_rn(a)
@@ -120,14 +122,14 @@ FN e2m1 to_e2m1(f32 x) {
 //! unpack_e2m1
 FN void unpack_e2m1(e2m1* d, u8 x) { d[0] = e2m1{(u8)(x & 15)}; d[1] = e2m1{(u8)(x >> 4)}; }
 
-//! to_e4m3x2
-FN void to_e4m3x2(e4m3* d, f32 lo, f32 hi) {
+//! cvt_e4m3x2
+FN void cvt_e4m3x2(e4m3* d, f32 lo, f32 hi) {
   u16 w; asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(w) : "f"(hi), "f"(lo));
   d[0] = e4m3{(u8)w}; d[1] = e4m3{(u8)(w >> 8)};
 }
 
-//! to_e5m2x2
-FN void to_e5m2x2(e5m2* d, f32 lo, f32 hi) {
+//! cvt_e5m2x2
+FN void cvt_e5m2x2(e5m2* d, f32 lo, f32 hi) {
   u16 w; asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(w) : "f"(hi), "f"(lo));
   d[0] = e5m2{(u8)w}; d[1] = e5m2{(u8)(w >> 8)};
 }
@@ -138,26 +140,26 @@ template <typename T> FN u32 pair(T lo, T hi) { return bits_of(lo) | bits_of(hi)
 //! unpair
 template <typename T> FN void unpair(T* d, u32 w) { from_bits(d[0], w); from_bits(d[1], w >> 16); }
 
-//! pair_f16
+//! cvt_rn_f16x2
 // two conversions in one instruction
-FN u32 pair_f16(f32 lo, f32 hi) {
+FN u32 cvt_rn_f16x2(f32 lo, f32 hi) {
   u32 w; asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(w) : "f"(hi), "f"(lo)); return w;
 }
 
-//! to_f16x2
-FN void to_f16x2(f16* d, f32 lo, f32 hi) {
-  const u32 w = pair_f16(lo, hi);
+//! cvt_f16x2
+FN void cvt_f16x2(f16* d, f32 lo, f32 hi) {
+  const u32 w = cvt_rn_f16x2(lo, hi);
   unpair(d, w);
 }
 
-//! pair_bf16
-FN u32 pair_bf16(f32 lo, f32 hi) {
+//! cvt_rn_bf16x2
+FN u32 cvt_rn_bf16x2(f32 lo, f32 hi) {
   u32 w; asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(w) : "f"(hi), "f"(lo)); return w;
 }
 
-//! to_bf16x2
-FN void to_bf16x2(bf16* d, f32 lo, f32 hi) {
-  const u32 w = pair_bf16(lo, hi);
+//! cvt_bf16x2
+FN void cvt_bf16x2(bf16* d, f32 lo, f32 hi) {
+  const u32 w = cvt_rn_bf16x2(lo, hi);
   unpair(d, w);
 }
 
@@ -192,48 +194,48 @@ FN void mul_x2(bf16* d, bf16 a0, bf16 a1, bf16 b0, bf16 b1) {
   unpair(d, w);
 }
 
-//! widen_e4m3x2
+//! cvt_from_e4m3x2
 FN u32 e4m3_pair(e4m3 lo, e4m3 hi) {
   u32 w; asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(w) : "h"((u16)(lo.bits | hi.bits << 8)));
   return w;
 }
-FN void widen_e4m3x2(f16* d, e4m3 lo, e4m3 hi) {
+FN void cvt_from_e4m3x2(f16* d, e4m3 lo, e4m3 hi) {
   const u32 w = e4m3_pair(lo, hi); unpair(d, w);
 }
-FN void widen_e4m3x2(f32* d, e4m3 lo, e4m3 hi) {
-  const u32 w = e4m3_pair(lo, hi); d[0] = to_f32(f16{(u16)w}); d[1] = to_f32(f16{(u16)(w >> 16)});
+FN void cvt_from_e4m3x2(f32* d, e4m3 lo, e4m3 hi) {
+  const u32 w = e4m3_pair(lo, hi); d[0] = cvt_f32(f16{(u16)w}); d[1] = cvt_f32(f16{(u16)(w >> 16)});
 }
-FN void widen_e4m3x2(bf16* d, e4m3 lo, e4m3 hi) {
-  f32 f[2]; widen_e4m3x2(f, lo, hi); to_bf16x2(d, f[0], f[1]);
+FN void cvt_from_e4m3x2(bf16* d, e4m3 lo, e4m3 hi) {
+  f32 f[2]; cvt_from_e4m3x2(f, lo, hi); cvt_bf16x2(d, f[0], f[1]);
 }
 
-//! widen_e5m2x2
+//! cvt_from_e5m2x2
 FN u32 e5m2_pair(e5m2 lo, e5m2 hi) {
   u32 w; asm("cvt.rn.f16x2.e5m2x2 %0, %1;" : "=r"(w) : "h"((u16)(lo.bits | hi.bits << 8)));
   return w;
 }
-FN void widen_e5m2x2(f16* d, e5m2 lo, e5m2 hi) {
+FN void cvt_from_e5m2x2(f16* d, e5m2 lo, e5m2 hi) {
   const u32 w = e5m2_pair(lo, hi); unpair(d, w);
 }
-FN void widen_e5m2x2(f32* d, e5m2 lo, e5m2 hi) {
-  const u32 w = e5m2_pair(lo, hi); d[0] = to_f32(f16{(u16)w}); d[1] = to_f32(f16{(u16)(w >> 16)});
+FN void cvt_from_e5m2x2(f32* d, e5m2 lo, e5m2 hi) {
+  const u32 w = e5m2_pair(lo, hi); d[0] = cvt_f32(f16{(u16)w}); d[1] = cvt_f32(f16{(u16)(w >> 16)});
 }
-FN void widen_e5m2x2(bf16* d, e5m2 lo, e5m2 hi) {
-  f32 f[2]; widen_e5m2x2(f, lo, hi); to_bf16x2(d, f[0], f[1]);
+FN void cvt_from_e5m2x2(bf16* d, e5m2 lo, e5m2 hi) {
+  f32 f[2]; cvt_from_e5m2x2(f, lo, hi); cvt_bf16x2(d, f[0], f[1]);
 }
 
-//! int_to_bf16
+//! cvt_int_to_bf16
 // through f32 it would be rounded twice
-FN bf16 int_to_bf16(i32 x) {
+FN bf16 cvt_int_to_bf16(i32 x) {
   bf16 r; asm("cvt.rn.bf16.s32 %0, %1;" : "=h"(r.bits) : "r"(x)); return r;
 }
-FN bf16 int_to_bf16(u32 x) {
+FN bf16 cvt_int_to_bf16(u32 x) {
   bf16 r; asm("cvt.rn.bf16.u32 %0, %1;" : "=h"(r.bits) : "r"(x)); return r;
 }
 
-//! to_int
+//! cvt_int
 // toward zero, saturating, NaN becomes 0
-template <typename T> FN T to_int(f32 x) {
+template <typename T> FN T cvt_int(f32 x) {
   constexpr bool is_signed = (T)-1 < (T)1;
   constexpr u32 top = 0xffffffffu >> (32 - 8 * sizeof(T) + is_signed);
   if constexpr (is_signed) {
@@ -257,15 +259,17 @@ FN i8 wrap_s2(u32 x) { return (i8)((i32)(x << 30) >> 30); }
 //! wrap_u2
 FN u8 wrap_u2(u32 x) { return (u8)(x & 3); }
 
-//! to_s2
-FN i8 to_s2(f32 x) { return (i8)max(-2, min(1, __float2int_rz(x))); }
+//! cvt_s2
+FN i8 cvt_s2(f32 x) { return (i8)max(-2, min(1, __float2int_rz(x))); }
 
-//! to_u2
-FN u8 to_u2(f32 x) { return (u8)min(3u, __float2uint_rz(x)); }
+//! cvt_u2
+FN u8 cvt_u2(f32 x) { return (u8)min(3u, __float2uint_rz(x)); }
 
 //! unpack_s2
 // two elements of 2 bits share the low half of a byte
-FN void unpack_s2(i8* d, u8 x) { d[0] = (i8)((i32)(x << 30) >> 30); d[1] = (i8)((i32)(x << 28) >> 30); }
+FN void unpack_s2(i8* d, u8 x) {
+  d[0] = (i8)((i32)(x << 30) >> 30); d[1] = (i8)((i32)(x << 28) >> 30);
+}
 
 //! unpack_u2
 FN void unpack_u2(u8* d, u8 x) { d[0] = x & 3; d[1] = x >> 2 & 3; }
@@ -273,11 +277,11 @@ FN void unpack_u2(u8* d, u8 x) { d[0] = x & 3; d[1] = x >> 2 & 3; }
 //! pack_2
 FN u8 pack_2(u32 lo, u32 hi) { return (u8)((lo & 3) | (hi & 3) << 2); }
 
-//! to_s4
-FN i8 to_s4(f32 x) { return (i8)max(-8, min(7, __float2int_rz(x))); }
+//! cvt_s4
+FN i8 cvt_s4(f32 x) { return (i8)max(-8, min(7, __float2int_rz(x))); }
 
-//! to_u4
-FN u8 to_u4(f32 x) { return (u8)min(15u, __float2uint_rz(x)); }
+//! cvt_u4
+FN u8 cvt_u4(f32 x) { return (u8)min(15u, __float2uint_rz(x)); }
 
 //! unpack_s4
 // two elements of 4 bits share a byte, the first has the low half

@@ -9,9 +9,9 @@ FN u32 bits_under(u32 x, u32 mask, u32 one) {
   u32 r; asm("lop3.b32 %0, %1, %2, %3, 0x6a;" : "=r"(r) : "r"(x), "r"(mask), "r"(one)); return r;
 }
 
-//! widen_s8x4
+//! cvt_from_s8x4
 // f16: 1024 + (x + 128)
-FN void widen_s8x4(f16* d, const i8* x) {
+FN void cvt_from_s8x4(f16* d, const i8* x) {
   u32 w, r[2];
   pack<i8, 4>(&w, x);
   w ^= 0x80808080u;
@@ -22,7 +22,7 @@ FN void widen_s8x4(f16* d, const i8* x) {
   unpack<f16, 4>(d, r);
 }
 // bf16 has 7 bits below the 1: 128 + (the low bits), less 128 + (the sign bit)
-FN void widen_s8x4(bf16* d, const i8* x) {
+FN void cvt_from_s8x4(bf16* d, const i8* x) {
   u32 w, r[2];
   pack<i8, 4>(&w, x);
   #pragma unroll
@@ -35,7 +35,7 @@ FN void widen_s8x4(bf16* d, const i8* x) {
   unpack<bf16, 4>(d, r);
 }
 // f32: 2^23 + (x + 128)
-FN void widen_s8x4(f32* d, const i8* x) {
+FN void cvt_from_s8x4(f32* d, const i8* x) {
   u32 w;
   pack<i8, 4>(&w, x);
   w ^= 0x80808080u;
@@ -44,8 +44,8 @@ FN void widen_s8x4(f32* d, const i8* x) {
     d[k] = __uint_as_float(__byte_perm(w, 0x4b000000u, 0x7650 | k)) - 8388736.0f;
 }
 
-//! widen_u8x4
-FN void widen_u8x4(f16* d, const u8* x) {
+//! cvt_from_u8x4
+FN void cvt_from_u8x4(f16* d, const u8* x) {
   u32 w, r[2];
   pack<u8, 4>(&w, x);
   const u32 p[2] = {__byte_perm(w, 0x64646464u, 0x4140), __byte_perm(w, 0x64646464u, 0x4342)};
@@ -55,7 +55,7 @@ FN void widen_u8x4(f16* d, const u8* x) {
   unpack<f16, 4>(d, r);
 }
 // 128 + (the low bits) - 256, plus 128 + (the highest bit)
-FN void widen_u8x4(bf16* d, const u8* x) {
+FN void cvt_from_u8x4(bf16* d, const u8* x) {
   u32 w, r[2];
   pack<u8, 4>(&w, x);
   #pragma unroll
@@ -68,7 +68,7 @@ FN void widen_u8x4(bf16* d, const u8* x) {
   }
   unpack<bf16, 4>(d, r);
 }
-FN void widen_u8x4(f32* d, const u8* x) {
+FN void cvt_from_u8x4(f32* d, const u8* x) {
   u32 w;
   pack<u8, 4>(&w, x);
   #pragma unroll
@@ -76,10 +76,10 @@ FN void widen_u8x4(f32* d, const u8* x) {
     d[k] = __uint_as_float(__byte_perm(w, 0x4b000000u, 0x7650 | k)) - 8388608.0f;
 }
 
-//! widen_4x8
+//! cvt_from_4x8
 // Four bytes x of two elements each; `turn` is 8 if they are signed, 0 if not.
 // f16: the low half of a byte counts 1 above 1024, the high half 16: 1024 + n and 1024 + 16 n
-FN void widen_4x8(f16* d, const u8* x, u32 turn) {
+FN void cvt_from_4x8(f16* d, const u8* x, u32 turn) {
   u32 w, r[4];
   pack<u8, 4>(&w, x);
   const u32 add = turn ? 0xd480e408u : 0xd400e400u; // -(1024 + turn) and -(64 + turn)
@@ -94,7 +94,7 @@ FN void widen_4x8(f16* d, const u8* x, u32 turn) {
   unpack<f16, 8>(d, r);
 }
 // bf16: 128 + n of both
-FN void widen_4x8(bf16* d, const u8* x, u32 turn) {
+FN void cvt_from_4x8(bf16* d, const u8* x, u32 turn) {
   u32 w, r[4];
   pack<u8, 4>(&w, x);
   const u32 high = w >> 4, one = 0x43004300u | turn | turn << 16;
@@ -106,8 +106,8 @@ FN void widen_4x8(bf16* d, const u8* x, u32 turn) {
   unpack<bf16, 8>(d, r);
 }
 
-//! widen_s4x8
-template <typename T> FN void widen_s4x8(T* d, const u8* x) { widen_4x8(d, x, 8); }
+//! cvt_from_s4x8
+template <typename T> FN void cvt_from_s4x8(T* d, const u8* x) { cvt_from_4x8(d, x, 8); }
 
-//! widen_u4x8
-template <typename T> FN void widen_u4x8(T* d, const u8* x) { widen_4x8(d, x, 0); }
+//! cvt_from_u4x8
+template <typename T> FN void cvt_from_u4x8(T* d, const u8* x) { cvt_from_4x8(d, x, 0); }

@@ -1,0 +1,204 @@
+/* Names of the printed program.
+ *
+ * While it is printed, each variable has a name of its own, a stem and a number: "slot_21". Values
+ * have the numbers of the graph's text form, the emitters' own variables those that follow. When
+ * the text is whole, a name loses its number if nothing else there has the stem: no other numbered
+ * name, no word of the text (a function of the catalogue, a local variable of an emitter, what
+ * inline_cuda's source uses), no keyword.
+ *
+ * Comments, #line directives and strings stay as they are, but for strings of the functions that
+ * are printed for this program: those are PTX, and name its registers. There, words may also be a
+ * name with a suffix: of accumulator acc_39 the registers acc_39_0, the function acc_39_zero. */
+#include "gen.h"
+
+typedef struct word {
+  const char *at;
+  uint32_t n;
+  bool issued, used;
+  bool longer;   /* it also occurs with a suffix */
+  uint32_t stem; /* characters, of an issued one */
+} word;
+
+/* Open addressing; entries are compared in full. */
+typedef struct words {
+  word *at;
+  uint32_t mask;
+  pm_arena *arena;
+  uint32_t n;
+} words;
+
+static word *find_word(words *t, const char *s, uint32_t n) {
+  uint32_t k = (uint32_t)pm_hash(s, n, 0) & t->mask;
+  while (t->at[k].at && (t->at[k].n != n || memcmp(t->at[k].at, s, n))) k = (k + 1) & t->mask;
+  return &t->at[k];
+}
+
+static void grow(words *t) {
+  const word *old = t->at;
+  const uint32_t n = old ? t->mask + 1 : 0;
+  t->mask = n ? 2 * n - 1 : 1023;
+  t->at = PM_NEW(t->arena, word, t->mask + 1);
+  for (uint32_t k = 0; k < n; k++) {
+    if (old[k].at) *find_word(t, old[k].at, old[k].n) = old[k];
+  }
+}
+
+static word *add_word(words *t, const char *s, uint32_t n) {
+  if (!t->at || t->n * 2 > t->mask) grow(t);
+  word *w = find_word(t, s, n);
+  if (!w->at) {
+    *w = (word){.at = s, .n = n};
+    t->n++;
+  }
+  return w;
+}
+
+/* ---- words of a text ---------------------------------------------------------------------- */
+
+static bool is_letter(char c) {
+  return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || c == '_';
+}
+static bool is_part(char c) { return is_letter(c) || (c >= '0' && c <= '9'); }
+
+/* Behind what begins at s and has no names: a comment, a directive, a string, a number; s itself if
+ * there is none. A string of PTX has names. */
+static const char *skip(const char *s, const char *end, bool ptx) {
+  if (*s == '/' && s + 1 < end && s[1] == '/') {
+    while (s < end && *s != '\n') s++;
+  } else if (*s == '/' && s + 1 < end && s[1] == '*') {
+    while (s < end && !(s[0] == '*' && s[1] == '/')) s++;
+  } else if (*s == '#' && !strncmp(s, "#line", 5)) {
+    while (s < end && *s != '\n') s++;
+  } else if (*s == '"' && !ptx) {
+    for (s++; s < end && *s != '"'; s++) s += *s == '\\';
+    s++;
+  } else if (*s == '\'' && s + 2 < end && (s[1] == '\\' || s[2] == '\'')) {
+    s += s[1] == '\\' ? 4 : 3;
+  } else if (*s == '\\' && ptx) {
+    s += 2; /* \n */
+  } else if (!is_letter(*s)) {
+    while (s < end && is_part(*s)) s++;
+  }
+  return s < end ? s : end;
+}
+
+/* The issued name that the n characters are, or begin with before a '_'; NULL: none. */
+static word *issued_in(words *t, const char *s, uint32_t n, bool ptx) {
+  word *w = find_word(t, s, n);
+  if (w->at) return w->issued ? w : NULL;
+  for (uint32_t k = n - 1; ptx && k > 0; k--) {
+    if (s[k] != '_') continue;
+    w = find_word(t, s, k);
+    if (w->at && w->issued) return w;
+  }
+  return NULL;
+}
+
+static void note_words(words *t, const char *s, size_t size, bool ptx) {
+  for (const char *end = s + size; s < end;) {
+    const char *behind = skip(s, end, ptx);
+    if (behind > s || !is_letter(*s)) {
+      s = behind > s ? behind : s + 1;
+      continue;
+    }
+    const char *begin = s;
+    while (s < end && is_part(*s)) s++;
+    word *w = issued_in(t, begin, (uint32_t)(s - begin), ptx);
+    if (!w) w = add_word(t, begin, (uint32_t)(s - begin));
+    w->used = true;
+    w->longer |= w->n < (uint32_t)(s - begin);
+  }
+}
+
+/* ---- what may lose its number --------------------------------------------------------------- */
+
+static const char *const keywords[] = {
+    "alignas",  "alignof",   "and",       "and_eq",   "asm",       "assert", "auto",     "bitand",
+    "bitor",    "bool",      "break",     "case",     "catch",     "char",   "class",    "compl",
+    "const",    "constexpr", "continue",  "decltype", "default",   "delete", "do",       "double",
+    "else",     "enum",      "errno",     "explicit", "export",    "extern", "false",    "float",
+    "for",      "friend",    "goto",      "if",       "inline",    "int",    "linux",    "long",
+    "main",     "mutable",   "namespace", "new",      "noexcept",  "not",    "not_eq",   "nullptr",
+    "operator", "or",        "or_eq",     "private",  "protected", "public", "register", "requires",
+    "return",   "short",     "signed",    "sizeof",   "static",    "struct", "switch",   "template",
+    "this",     "throw",     "true",      "try",      "typedef",   "typeid", "typename", "typeof",
+    "union",    "unix",      "unsigned",  "using",    "virtual",   "void",   "volatile", "wchar_t",
+    "while",    "xor",       "xor_eq",    "printf",   "memcpy",    "memset", "stdin",    "stdout",
+    "stderr",   "NULL",      "EOF",
+};
+
+/* Does a word other than its own begin with the stem and '_'? */
+static bool begins_other(const words *t, const word *w) {
+  for (uint32_t k = 0; k <= t->mask; k++) {
+    const word *x = &t->at[k];
+    if (x->used && x != w && x->n > w->stem && x->at[w->stem] == '_' &&
+        !memcmp(x->at, w->at, w->stem)) {
+      return true;
+    }
+  }
+  return false;
+}
+
+/* Reserved, of another number, of a value without a name, or perhaps a macro of the compiler. */
+static bool keeps_number(const word *w) {
+  const char last = w->at[w->stem - 1];
+  bool small = w->stem == 1;
+  for (uint32_t k = 0; k < w->stem; k++) small |= w->at[k] >= 'a' && w->at[k] <= 'z';
+  return *w->at == '_' || (last >= '0' && last <= '9') || !strncmp(w->at, "v_", 2) || !small;
+}
+
+/* After this an issued name that keeps its number is its own stem. */
+static void drop_numbers(words *t) {
+  words stems = {.arena = t->arena}; /* used: an issued name that occurs has it; longer: several */
+  for (uint32_t k = 0; k <= t->mask; k++) {
+    const word *w = &t->at[k];
+    if (!w->issued || !w->used) continue;
+    word *stem = add_word(&stems, w->at, w->stem);
+    stem->longer = stem->used;
+    stem->used = true;
+  }
+  for (uint32_t k = 0; k <= t->mask; k++) {
+    word *w = &t->at[k];
+    if (!w->issued || !w->used) continue;
+    if (keeps_number(w) || find_word(&stems, w->at, w->stem)->longer ||
+        find_word(t, w->at, w->stem)->at || (w->longer && begins_other(t, w))) {
+      w->stem = w->n;
+    }
+  }
+}
+
+static void rename_words(words *t, const char *s, size_t size, bool ptx, pm_text *out) {
+  const char *copied = s;
+  for (const char *end = s + size; s < end;) {
+    const char *behind = skip(s, end, ptx);
+    if (behind > s || !is_letter(*s)) {
+      s = behind > s ? behind : s + 1;
+      continue;
+    }
+    const char *begin = s;
+    while (s < end && is_part(*s)) s++;
+    const word *w = issued_in(t, begin, (uint32_t)(s - begin), ptx);
+    if (!w || w->stem == w->n) continue;
+    pm_putn(out, copied, (size_t)(begin - copied) + w->stem);
+    copied = begin + w->n;
+  }
+  pm_putn(out, copied, (size_t)(s - copied));
+}
+
+void pm_print_names(pm_gen *e, pm_text *out, const pm_text *ptx, const pm_text *own) {
+  words t = {.arena = e->arena};
+  for (size_t k = 0; k < PM_COUNT(keywords); k++) {
+    add_word(&t, keywords[k], (uint32_t)strlen(keywords[k]));
+  }
+  for (uint32_t k = 0; k < e->issued.n; k++) {
+    word *w = add_word(&t, e->issued.at[k].text, (uint32_t)strlen(e->issued.at[k].text));
+    w->issued = true;
+    w->stem = e->issued.at[k].stem;
+  }
+  note_words(&t, out->at, out->n, false);
+  note_words(&t, ptx->at, ptx->n, true);
+  note_words(&t, own->at, own->n, false);
+  drop_numbers(&t);
+  rename_words(&t, ptx->at, ptx->n, true, out);
+  rename_words(&t, own->at, own->n, false, out);
+}
