@@ -461,14 +461,14 @@ def pallas_call(
     of (name, size) pairs for ``lax.axis_index``. ``in_specs``, ``out_specs``: BlockSpecs in the
     structure of the arguments and of ``out_shape``, one spec for one array; without them whole
     arrays. Blocks are staged in SMEM, or left in GMEM, where the body sees a view of its block
-    (``memory_space=plgpu.GMEM``, and by default where docs/reference.md says so). They may overhang
+    (``memory_space=plgpu.GMEM``, and by default where docs/language.md says so). They may overhang
     the array: zeros are read there, nothing is written. ``grid_spec``: a
     :class:`GridSpec` instead of these. ``input_output_aliases``: flat input to flat output index;
     the output begins as the input and the body sees one memory.
 
     ``compiler_params.dimension_semantics``: grid axes that are not "parallel" are a loop inside
     every block, with ``max_concurrent_steps`` steps in flight (see Pipelines in
-    docs/reference.md). ``cost_estimate``, ``metadata``: accepted, without effect.
+    docs/language.md). ``cost_estimate``, ``metadata``: accepted, without effect.
 
     The result is called with arrays, as those of :func:`plgpu.kernel` are. ValueError,
     NotImplementedError for specs that do not fit the arrays, when called.

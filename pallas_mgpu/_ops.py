@@ -1,6 +1,6 @@
 """The hardware operations of kernel bodies: copies, barriers, wgmma, registers, printing.
 
-Each function checks its arguments as docs/reference.md says and adds one
+Each function checks its arguments as docs/language.md says and adds one
 op to the graph."""
 
 import contextlib

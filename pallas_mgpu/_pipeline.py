@@ -3,7 +3,7 @@
 The pipeline is a loop over the steps of a grid. Step s works on slot s % n of the SMEM buffer of an
 operand that has n slots; inputs of the first steps are fetched up front, later ones when a slot is
 free again. Inputs with equally many slots are a ring, whose slots have one barrier each. The order
-of events is that of docs/reference.md, "Pipelines"; nothing here is
+of events is that of docs/language.md, "Pipelines"; nothing here is
 visible to the core, which sees copies, barriers and one loop."""
 
 import functools

@@ -1,6 +1,6 @@
 """Descriptors: memory spaces and what is allocated in them, transforms, barriers, block specs,
 layouts, compiler parameters. They say what is wanted; tracing (`_kernel.py`, `_control.py`) makes
-refs of them. Semantics: docs/reference.md."""
+refs of them. Semantics: docs/language.md."""
 
 import dataclasses
 import enum
@@ -802,7 +802,7 @@ class _LayoutType(enum.EnumMeta):
 
 
 class Layout(enum.Enum, metaclass=_LayoutType):
-    """Register layouts of arrays; see docs/reference.md for where each puts an element.
+    """Register layouts of arrays; see docs/arrays.md for where each puts an element.
 
     Members are layouts; those with parameters are called: ``Layout.WG_STRIDED(shape, vec_size)``.
     ``.reduce(axes)`` is the layout after a reduction.

@@ -3,7 +3,7 @@
 All threads of the block call the pipeline. The last one, the memory thread, fetches blocks into
 slots; the others compute on them. Two barriers a slot hand it around: *ready* completes when its
 blocks have arrived, *consumed* when every compute thread has released it (in every block that
-shares the copy, if inputs are collective). The order of events is that of docs/reference.md,
+shares the copy, if inputs are collective). The order of events is that of docs/language.md,
 "Warp-specialised pipelines"."""
 
 import enum
@@ -405,7 +405,7 @@ def emit_pipeline_warp_specialized(
     ``pipeline_state``: see :class:`PipelinePipeline`; needs ``pipeline.get_allocations(*refs)``
     allocated around.
 
-    ValueError, NotImplementedError: as docs/reference.md lists.
+    ValueError, NotImplementedError: as docs/language.md lists.
     """
     grid = tuple(grid) if isinstance(grid, (tuple, list)) else (grid,)
     grid = tuple(g if isinstance(g, Array) else g.__index__() for g in grid)

@@ -42,14 +42,38 @@ def test_readme():
     assert np.linalg.norm(names["matmul"](a, b) - want) < 1e-3 * np.linalg.norm(want)
 
 
-def test_reference():
-    """The Python blocks of the reference, one after the other; they check themselves."""
-    text = (ROOT / "docs" / "reference.md").read_text()
+@pytest.mark.parametrize("name, least", [("language", 10), ("arrays", 3), ("ops", 6)])
+def test_guides(name, least):
+    """The Python blocks of each page are one program that checks itself."""
+    text = (ROOT / "docs" / f"{name}.md").read_text()
     blocks = re.findall(r"```python\n(.*?)```", text, re.S)
-    assert len(blocks) >= 4
+    assert len(blocks) >= least
     names = {}
     for k, block in enumerate(blocks):
-        exec(compile(block, f"<reference block {k}>", "exec"), names)  # noqa: S102
+        exec(compile(block, f"<{name} block {k}>", "exec"), names)  # noqa: S102
+
+
+def _anchor(heading):
+    """GitHub's anchor of a heading."""
+    return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
+
+
+@pytest.mark.parametrize(
+    "path",
+    [p for d in (".", "docs", "benchmarks", "pallas_mgpu") for p in (ROOT / d).glob("*.md")],
+    ids=lambda p: p.name,
+)
+def test_links(path):
+    """Links between the documents lead to files and headings that exist."""
+    for target in re.findall(r"\]\(([^)\s]+)\)", path.read_text()):
+        if target.startswith(("http:", "https:", "mailto:")):
+            continue
+        file, _, anchor = target.partition("#")
+        found = (path.parent / file).resolve() if file else path
+        assert found.exists(), target
+        if anchor:
+            headings = re.findall(r"^#+ (.*)$", found.read_text(), re.M)
+            assert anchor in map(_anchor, headings), target
 
 
 def test_calling():
@@ -524,11 +548,11 @@ def test_public_names_have_docstrings(module):
 
 
 def test_environment_table():
-    """The reference's table is what the package reads."""
+    """The table of environment variables is what the package reads."""
     known = re.findall(
         r'PM_ENV\(\w+, \w+, "(\w+)", "(.*?)", "(.*)"\)', (ROOT / "csrc/base/env.def").read_text()
     )
-    text = (ROOT / "docs/reference.md").read_text()
+    text = (ROOT / "docs/language.md").read_text()
     assert len(known) >= 8
     for name, standard, meaning in known:
         value = f"`{standard}`" if standard else ""

@@ -1,5 +1,5 @@
 """Elementwise functions against NumPy's float64: random float32, every float16 and bfloat16, all
-integers of 8 and 16 bits, special values; powers; activations; the bounds of docs/reference.md."""
+integers of 8 and 16 bits, special values; powers; activations; the bounds of docs/arrays.md."""
 
 import math
 

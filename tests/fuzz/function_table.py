@@ -1,5 +1,5 @@
 """Functions that are not exact: what they are in NumPy, where the generator calls them, and how
-many units in the last place of float32 a result may be off (docs/reference.md)."""
+many units in the last place of float32 a result may be off (docs/arrays.md)."""
 
 import math
 import statistics
