@@ -48,13 +48,17 @@ def _table(layouts, shape, dtype):
 def text():
     """The document."""
     parts = [
-        "# What conversions between register layouts cost",
-        "Written by `python -m pallas_mgpu layouts`; a test compares it with what the compiler"
-        " plans. `layout_cast` between\nany two layouts works at any shape. A cell says what it"
-        " moves for one array: `0` nothing but names of registers, `8 sh`\neight 32-bit shuffles"
-        " of each lane, `8192 B` the array through shared memory once, with two barriers of the"
-        " warpgroup.\nA splat becomes any layout for nothing, and what a load or an iota makes is"
-        " made in the layout asked for.",
+        "# Cost of conversions between register layouts",
+        "`python -m pallas_mgpu layouts` writes this page, and a test compares it with what the"
+        " compiler plans.",
+        "`plgpu.layout_cast` works between any two layouts and for any shape. A cell gives the cost"
+        " of converting one array:",
+        "- `0`: free, registers are only renamed\n"
+        "- `8 sh`: eight 32-bit shuffles in each lane\n"
+        "- `8192 B`: the array passes through shared memory once, with two barriers of the"
+        " warpgroup",
+        "Converting a splat is free. A load or an iota produces its array directly in the requested"
+        " layout.",
     ]
     for dtype in (np.float32, np.float16, np.int8):
         name = np.dtype(dtype).name
@@ -62,8 +66,7 @@ def text():
     parts += [
         "## float32[64]",
         _table(VECTORS, (64,), np.float32),
-        "A row reduction of a WGMMA array is made of two shuffles for each value, its result is"
-        " in `WGMMA.reduce(1)`, and\nbroadcasting that back to WGMMA renumbers registers: no"
-        " shared memory.",
+        "A row reduction of a WGMMA array takes two shuffles for each row in a lane, but no shared memory."
+        " Its result\nhas the layout `WGMMA.reduce(1)`, and broadcasting it back to WGMMA is free.",
     ]
     return "\n\n".join(parts) + "\n"

@@ -20,12 +20,11 @@ HERE = Path(__file__).parent
 TABLE = HERE.parent / "docs" / "names.md"
 HEAD = """# Names
 
-Which names of the language are implemented, made from the code by `python tests/names.py` (a test
-fails where this page is stale). A name with arguments was traced in a kernel and lowered to CUDA
-with arrays of the usual dtypes; dtypes, layouts and options that are missing stand in
-[gaps.md](../pallas_mgpu/gaps.md). Names of JAX's host side that are not here (`jax.jit`,
-`jax.random`, transfers) are NumPy's or the array library's affair: kernels take and give its
-arrays.
+This page lists the names of the language and whether they are implemented. `python tests/names.py`
+generates it from the code, and a test fails if it is out of date. Names with arguments were traced in
+a kernel and lowered to CUDA with arrays of common dtypes. [gaps.md](../pallas_mgpu/gaps.md) lists
+missing dtypes, layouts and options. For names of JAX's host side (`jax.jit`, `jax.random`,
+transfers), use NumPy or the array library whose arrays you pass to kernels.
 """
 SPACE = {
     "plgpu": plgpu,
