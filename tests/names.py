@@ -21,9 +21,9 @@ TABLE = HERE.parent / "docs" / "names.md"
 HEAD = """# Names
 
 This page lists the names of the language and whether they are implemented. `python tests/names.py`
-generates it from the code, and a test fails if it is out of date. Names with arguments were traced in
-a kernel and lowered to CUDA with arrays of common dtypes. [gaps.md](../pallas_mgpu/gaps.md) lists
-missing dtypes, layouts and options. For names of JAX's host side (`jax.jit`, `jax.random`,
+generates it from the code, and a test fails if it is out of date. Names with arguments were traced
+in a kernel and lowered to CUDA with arrays of common dtypes. [gaps.md](../pallas_mgpu/gaps.md)
+lists missing dtypes, layouts and options. For names of JAX's host side (`jax.jit`, `jax.random`,
 transfers), use NumPy or the array library whose arrays you pass to kernels.
 """
 SPACE = {
