@@ -67,7 +67,7 @@ def text():
         "## float32[64]",
         _table(VECTORS, (64,), np.float32),
         "A row reduction of a WGMMA array takes two shuffles for each row in a lane, but no shared"
-        " memory. Its result\nhas the layout `WGMMA.reduce(1)`, and broadcasting it back to WGMMA is"
-        " free.",
+        " memory. Its result\nhas the layout `WGMMA.reduce(1)`, and broadcasting it back to WGMMA"
+        " is free.",
     ]
     return "\n\n".join(parts) + "\n"

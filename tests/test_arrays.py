@@ -298,7 +298,7 @@ def test_weak_types(run):
 
 
 TABLE = "bool int8 uint8 int16 uint16 int32 uint32 bfloat16 float16 float32".split()
-JOIN = {  # api/array_ops.md 2.3, strong types, row x column
+JOIN = {  # promotion of strongly typed dtypes, row x column
     ("int8", "uint8"): "int16",
     ("int8", "uint16"): "int32",
     ("int8", "uint32"): "int32",

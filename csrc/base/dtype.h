@@ -1,5 +1,5 @@
 /* Element types and their conversions. The table is dtypes.def; conversions round to nearest even
- * unless said, and follow api/array_ops.md section 8 (float -> int saturates, NaN -> 0). */
+ * unless said; float to int saturates and gives 0 for NaN. The rules are in docs/arrays.md. */
 #ifndef PM_DTYPE_H
 #define PM_DTYPE_H
 

@@ -13,7 +13,7 @@
  * a wait needs it", so that a missing wait shows under most seeds. Seed 0 is always late.
  *
  * Barriers count phases. A copy arrives when it is issued and holds the phase open until its bytes
- * have landed. Misuse is an error as soon as it is certain: see api/runtime.md 1.5. */
+ * have landed. Misuse is an error as soon as it is certain. */
 #include <inttypes.h>
 #include <math.h>
 #include <stdio.h>

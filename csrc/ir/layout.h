@@ -15,7 +15,7 @@
  * SPLAT: one register for all elements. FLAT: the digits address the row-major linear index (one
  * dimension of size `padded[0]` >= the number of elements); WG_STRIDED is the flat layout
  * linear = (r / vec * 128 + tid) * vec + r % vec. TILED: the digits address the dimensions; WGMMA,
- * its reductions, and all named layouts of api/plgpu.md section 11 are constants of it.
+ * its reductions and all named layouts (layouts.def) are constants of it.
  * Array values are C arrays of n_regs elements in generated code: register r is element r; the
  * fastest register digit is the vector.
  *

@@ -80,8 +80,8 @@ typedef struct pm_view {
 static inline int64_t pm_view_extent(const pm_view_dim *d) { return (d->size - 1) * d->step + 1; }
 
 /* Resolve. `physical` false: ignore transforms, everything row-major (the interpreter's memory, and
- * checks before inference). Errors are those of api/plgpu.md 4.4 (slices not aligned to tiles ...).
- */
+ * checks before inference). Errors: views that the transforms do not allow, such as slices that are
+ * not aligned to tiles. */
 pm_code pm_view_of(const pm_graph *g, pm_val ref, bool physical, pm_view *out, pm_err *err);
 /* Of the ref of an op, with its array indices if it is a masked one. */
 pm_code pm_view_of_access(const pm_graph *g, pm_opid op, bool physical, pm_view *out, pm_err *err);
@@ -89,7 +89,7 @@ pm_code pm_view_of_access(const pm_graph *g, pm_opid op, bool physical, pm_view 
 pm_val pm_view_base(const pm_graph *g, pm_val ref);
 /* The CLUSTER_REF in the chain of views; 0: none, the memory is the block's own. */
 pm_opid pm_view_cluster(const pm_graph *g, pm_val ref);
-/* Tiling and swizzle of an ALLOC_SMEM against its shape and dtype (api/plgpu.md 4.1, 4.2). */
+/* Check the tiling and swizzle of an ALLOC_SMEM against its shape and dtype. */
 pm_code pm_check_transforms(const pm_graph *g, pm_opid alloc, pm_err *err);
 
 /* affine.c: indices that are a start plus a count along each dim; false: they are not. */

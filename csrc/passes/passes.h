@@ -102,8 +102,8 @@ pm_code pm_choose_transforms(pm_graph *g, const pm_target *t, pm_err *err);
 pm_code pm_plan_smem(pm_graph *g, const pm_target *t, pm_err *err);
 /* copies.c: the engine of every copy, by pm_plan_copy. */
 pm_code pm_plan_copies(pm_graph *g, const pm_target *t, pm_err *err);
-/* sync.c: SYNC ops at every hazard between lanes (api/pl.md 2.3, 10.4.3), also where the lane that
- * makes an ARRIVE for all must not run ahead of the others; RELAXED of arrivals. */
+/* sync.c: SYNC ops at every hazard between lanes, also where the lane that arrives for all must not
+ * run ahead of the others; the attribute RELAXED of arrivals. */
 pm_code pm_place_syncs(pm_graph *g, const pm_target *t, pm_err *err);
 
 /* All of them, with pm_verify between in debug builds. The graph is consumed: traced -> synced. */
@@ -156,7 +156,7 @@ typedef struct pm_copy_plan {
 } pm_copy_plan;
 
 /* Plan one COPY op. Decides the engine if the op's ENGINE is AUTO, else keeps to it. Illegal copies
- * (api/plgpu.md 6.1: never expressible) are PM_E_VALUE; those no engine can do fall to PLAIN. */
+ * are PM_E_VALUE; those that no engine can do become PLAIN. */
 pm_code pm_plan_copy(const pm_graph *g, pm_opid op, const pm_target *t, pm_copy_plan *out,
                      pm_err *err);
 /* Does a WARP_MAP store by an engine? Then each warp of a thread has bulk groups. */

@@ -1,7 +1,7 @@
 /* Array: a traced value in registers. Operators and methods add ops to the current trace.
  *
- * Everything a Python program could do to learn the value (bool, int, iteration, NumPy) raises, by
- * the table of api/array_ops.md section 17. Shape functions are identities where nothing changes.
+ * Whatever needs the value while tracing (bool, int, iteration over a scalar, NumPy) raises the same
+ * exception as in JAX. Shape functions return their operand where nothing changes.
  */
 #include "trace.h"
 

@@ -468,7 +468,8 @@ static int bad_store(const char *what, const pm_type *ref, const pm_type *value,
   return -1;
 }
 
-/* The value to store into a view of this type: exact shape, dtype by the rules of api/pl.md 5.2. */
+/* The value to store into a view of this type: its shape must match exactly; integers convert to
+ * any integer dtype and weakly typed floats to any float dtype. */
 static pm_val stored_value(pmpy_trace *t, const pm_type *ref, PyObject *value) {
   pmpy_arg x;
   if (PMPY_IS_REF(value)) {
