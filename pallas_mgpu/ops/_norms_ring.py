@@ -28,8 +28,8 @@ from pallas_mgpu import lax, pl
 from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
 
+from ._common import SMEM_BYTES as _SMEM
 from ._ring import for_told, hand_out, roles, told_scratch
-from .matmul import _SMEM
 
 SLOTS = 32  # barriers of an array
 FETCH_REGISTERS, GATHER_REGISTERS = 24, 64  # of a lane, at least, where writers keep weights

@@ -88,15 +88,14 @@ def forms_of(scale_a, scale_b, m, n, k):
     return Forms(of_a[0], of_b[0])
 
 
-class Epilogue:
-    """Scales that multiply the sums of a tile. Made by a consumer while tracing. ``load_...``: now,
-    for a tile.
+class Scales:
+    """Scales that multiply the sums of a tile in its epilogue. Made by a consumer while tracing.
 
-    ``a``, ``b``: refs of the scales in GMEM or None; ``columns``: where those of the columns of
-    the tile lie in SMEM."""
+    ``a``, ``b``: refs of the scales in GMEM or None. ``tile_rows``: rows of all blocks of a
+    cluster."""
 
-    def __init__(self, forms, a, b, m, tile_rows, columns):
-        self.forms, self.a, self.m, self.columns = forms, a, m, columns
+    def __init__(self, forms, a, b, m, tile_rows):
+        self.forms, self.a, self.m = forms, a, m
         self.ragged = m % tile_rows != 0
         self.one = None
         for form, ref in zip(forms, (a, b)):
@@ -114,11 +113,11 @@ class Epilogue:
         mask = jnp.arange(rows.size) < self.m - rows.start
         return pl.load(scales, (rows,), mask=mask, other=0.0)
 
-    def load_columns(self, chunk, chunks):
-        """A list, of each part of the tile."""
+    def load_columns(self, columns, chunk, chunks):
+        """A list, of each part of the tile. columns: where they lie in SMEM."""
         if self.forms.b != "each":
             return [None] * chunks
-        return [self.columns[pl.ds(c * chunk, chunk)] for c in range(chunks)]
+        return [columns[pl.ds(c * chunk, chunk)] for c in range(chunks)]
 
     def __call__(self, loaded, c, part):
         """Part c of the columns. loaded: load_rows(), load_columns()."""
@@ -137,7 +136,7 @@ def _added(total, value, of_rows, of_columns):
     return total + value * lax.broadcast_in_dim(of_rows * of_columns, value.shape, [0])
 
 
-class Blocks:
+class BlockScales:
     """Sums of products with scales of blocks. Made by a consumer while tracing.
 
     ``a`` (M, K / 128), ``b`` (N / 128, K / 128): refs in GMEM. ``tile``: rows and columns that are

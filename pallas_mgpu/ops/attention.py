@@ -30,9 +30,9 @@ from pallas_mgpu import lax, pl
 from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
 
+from ._common import SMEM_BYTES as _SMEM
 from ._promises import batch_invariance
 from ._ring import hand_out, hear, told_scratch
-from .matmul import _SMEM
 
 _MASKED = -3.0e38  # a score that is not there; stays finite in arithmetic
 _LAZY = 8.0  # log2 of what a maximum may grow by before O is rescaled

@@ -1,57 +1,70 @@
 """Matrix product on Hopper's tensor cores.
 
-A block works on one tile of the result at a time. Its last thread fetches: a ring of `stages`
-slots, each a tile of A and a tile of B, filled by TMA. The other threads, the consumers, own 64
-rows each of the tile: per step one product of a slot, then they release it. The blocks of a cluster
-share what they have in common: those one above the other the tile of B, those side by side the tile
-of A; each fetches a part for all. Large products are done by one persistent block per SM.
+A block works on one tile of the result at a time. Its producer fills a ring of slots, each a tile
+of A and a tile of B, by TMA. Each consumer owns 64 rows of the tile: per step it multiplies what is
+in a slot, then releases the slot. The blocks of a cluster share what they have in common, those one
+above the other the tile of B, those side by side the tile of A: each fetches a part for all. Large
+products are done by one persistent block per SM.
 
 Where there are fewer tiles than SMs, `split` blocks of a cluster divide K among them. Each sends
-part j of the columns of its sum to block j, through the SMEM of the cluster, and every block adds
-up its part, in the order of the blocks: results repeat bit for bit.
+part j of the columns of its sum to block j, through the shared memory of the cluster, and every
+block adds up its part, in the order of the blocks: results repeat bit for bit.
 
 The order of a sum over K depends on the tiling: K may be divided, and persistent blocks go through
 it backwards for every second tile. Batch-invariant products do neither, whatever their tiles: an
 element is then the sum of the same instructions of the tensor cores in the same order.
 
-One or two rows leave the tensor cores idle: another kernel then streams B through SMEM and
-multiplies on the lanes. 8-bit floats have their scales, and a pass that turns operands, in
-_scaled.py.
+One or two rows leave the tensor cores idle; _few_rows.py multiplies them on the lanes. Scales of
+8-bit floats, and a pass that transposes 8-bit operands, are in _scaled.py.
 
-Ragged edges need nothing: TMA reads zeros outside and does not write there. Arrays whose rows TMA
-cannot address (a pitch that is no multiple of 16 bytes) are first copied to padded rows."""
+Ragged edges need nothing: TMA reads zeros outside an array and does not write there. Arrays whose
+rows TMA cannot address are first copied to padded rows (_padding.py)."""
 
 import functools
-import itertools
 import math
+from collections.abc import Callable
 from typing import NamedTuple
+
+import numpy as np
 
 import pallas_mgpu as plgpu
 from pallas_mgpu import lax, nn, pl
 from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
 
+from . import _few_rows
+from ._common import (
+    REGISTERS,
+    SMEM_BYTES,
+    Ring,
+    StaticTiles,
+    WarpSpecialized,
+    overlap_launches,
+    swizzled,
+    warp_specialized,
+)
+from ._few_rows import FewRowsConfig
+from ._padding import padding_of, with_padding
 from ._promises import batch_invariance
-from ._scaled import BLOCK, FP8, UNSCALED, Blocks, Epilogue, forms_of, turning
+from ._scaled import BLOCK, FP8, UNSCALED, BlockScales, Forms, Scales, forms_of, turning
 
 _ACTIVATIONS = {"relu": nn.relu, "silu": nn.silu, "gelu": nn.gelu, "tanh": nn.tanh}
 _FLOATS = ("float16", "bfloat16", "float32")
-_SMEM = 232448 - 1024  # bytes of a block that buffers may take
 
 
 class MatmulConfig(NamedTuple):
     """How a product is tiled.
 
-    ``consumers``: threads that multiply, 64 rows each, 1 to 3. ``tile_n``: columns of a tile, 16,
-    32 or a multiple of 64 up to 256, with 3 consumers 128. ``stages``: slots of the ring; 0: as
+    ``consumers``: warpgroups that multiply, 64 rows each, 1 to 3. ``tile_n``: columns of a tile,
+    16, 32 or a multiple of 64 up to 256, with 3 consumers 128. ``stages``: slots of the ring; 0: as
     many as fit. ``cluster``: blocks of a column of tiles that share B. ``buffers``: store buffers
     per consumer. ``group``: rows of cluster tiles worked on together, for the L2. ``cluster_n``:
-    blocks of a row that share A. ``split``: blocks that divide K among them, so that each has a
-    multiple of 8 columns; then every tile has a cluster of its own, of up to 8 blocks. ``step``:
-    elements of K per slot, 64 or 128, for 8-bit floats also 256. ``lag``: products in flight while
-    the next one is issued, 0 or 1; with scales of blocks and up to 128 columns those under way
-    while sums are scaled. ``serpentine``: every second tile of a block goes through K backwards,
-    and begins with what the L2 still holds.
+    blocks of a row that share A. ``split``: blocks that divide K, so that each has a multiple of 8
+    columns; then every tile has a cluster of its own, of up to 8 blocks. ``step``: elements of K
+    per slot, 64 or 128, for 8-bit floats also 256. ``lag``: products in flight while the next one
+    is issued, 0 or 1; with scales of blocks and up to 128 columns those under way while sums are
+    scaled. ``serpentine``: every second tile of a block goes through K backwards, and begins with
+    what the L2 still holds.
     """
 
     consumers: int = 2
@@ -67,11 +80,33 @@ class MatmulConfig(NamedTuple):
     serpentine: bool = True
 
 
+class Product(NamedTuple):
+    """What a kernel computes."""
+
+    m: int
+    n: int
+    k: int
+    dtypes: tuple[np.dtype, np.dtype]  # of a and b
+    out_dtype: np.dtype
+    ta: bool
+    tb: bool
+    bias_dtype: np.dtype | None = None  # None without bias
+    activation: Callable | None = None
+    forms: Forms = UNSCALED  # of the scales
+
+    def named(self, *refs):
+        """Operands and the result by name, None for those that are not there."""
+        given = self.bias_dtype is not None, self.forms.a is not None, self.forms.b is not None
+        names = ["a", "b", *(n for n, x in zip(("bias", "scale_a", "scale_b"), given) if x), "o"]
+        return {"bias": None, "scale_a": None, "scale_b": None} | dict(zip(names, refs))
+
+
 class _Plan:
     """Numbers that follow from a shape and a configuration."""
 
     def __init__(self, m, n, k, out_bytes, cfg, sms, in_bytes=2, along=2):
         """along: bytes of what goes along the columns, bias and scales."""
+        self.cfg, self.consumers = cfg, cfg.consumers
         self.rows, self.cols = 64 * cfg.consumers, cfg.tile_n
         self.tiles_m = pl.cdiv(m, self.rows * cfg.cluster)
         self.tiles_n = pl.cdiv(n, self.cols * cfg.cluster_n)
@@ -93,533 +128,310 @@ class _Plan:
         if cfg.split > 1:
             used += cfg.consumers * self.sent * (self.cols + self.width) * 4
         slot = (self.rows + self.cols) * cfg.step * in_bytes
-        most = min((_SMEM - used) // slot, 12)
+        most = min((SMEM_BYTES - used) // slot, 12)
         self.stages = min(cfg.stages or most, most)
         if self.single:
             self.stages = min(self.stages, max(self.steps, 2))
 
 
-def _swizzled(row, dtype):
-    """Transforms of a buffer with rows of that many elements; what the tensor cores take."""
-    bytes_ = row * dtype.itemsize
-    if bytes_ not in (32, 64, 128):
-        return ()
-    return (plgpu.TilingTransform((8, row)), plgpu.SwizzleTransform(bytes_))
+class _KernelPlan(_Plan):
+    """The same for a kernel, and what else its blocks need to know."""
+
+    def __init__(self, x, cfg, sms):
+        """x: a Product."""
+        in_bytes, along = x.dtypes[0].itemsize, 2
+        if in_bytes == 1:
+            along = x.bias_dtype.itemsize if x.bias_dtype is not None else 0
+            along += 4 if x.forms.b == "each" else 0
+        super().__init__(x.m, x.n, x.k, x.out_dtype.itemsize, cfg, sms, in_bytes, along)
+        self.x = x
+        if self.stages < 1 + bool(cfg.lag):
+            found, needed = max(self.stages, 0), 1 + bool(cfg.lag)
+            raise ValueError(f"matmul: {found} slots, {cfg} needs {needed} of them")
+        self.group = min(cfg.group, self.tiles_m)
+        axes = {"cm": cfg.cluster, "cn": cfg.cluster_n, "ck": cfg.split}
+        self.axes = {name: size for name, size in axes.items() if size > 1}  # of the cluster
+        # more accumulators than an even share of the registers has room for
+        wide = self.cols > 128 or x.forms.blocks and self.cols == 128
+        self.registers = REGISTERS.get(self.consumers) if wide else None
+        self.by_tma = x.m == 1 or x.n * x.out_dtype.itemsize % 16 == 0  # the result
+        # Sums are sent in whole rows: fewer, larger packets than pairs of columns.
+        self.by_rows = cfg.split > 1 and self.sent * self.width % 512 == 0
+        # parts in that layout would need another one beside what goes along rows or columns
+        along = x.bias_dtype is not None or "each" in x.forms
+        self.by_chunks = cfg.split > 1 and self.sent < 64 and along
+
+    def scratch(self):
+        x, cfg = self.x, self.cfg
+        a_tile = (cfg.step, self.rows) if x.ta else (self.rows, cfg.step)
+        b_tile = (self.cols, cfg.step) if x.tb else (cfg.step, self.cols)
+        chunk = min(128 // x.dtypes[0].itemsize, cfg.step)
+        # the same for both, as wgmma wants
+        a_tiled, b_tiled = (swizzled(chunk if x.tb else min(chunk, self.cols), t) for t in x.dtypes)
+        o_tiled, part = swizzled(self.chunk, x.out_dtype), (self.sent, self.width)
+        found = {
+            "a_smem": plgpu.SMEM((self.stages, *a_tile), x.dtypes[0], transforms=a_tiled),
+            "b_smem": plgpu.SMEM((self.stages, *b_tile), x.dtypes[1], transforms=b_tiled),
+            "o_smem": plgpu.SMEM(
+                (self.consumers, self.buffers, 64, self.chunk), x.out_dtype, transforms=o_tiled
+            ),
+        }
+        vectors = 0
+        if x.bias_dtype is not None:
+            vectors += 1
+            found["bias_smem"] = plgpu.SMEM((self.consumers, self.width), x.bias_dtype)
+        if x.forms.b == "each":
+            vectors += 1
+            found["scale_smem"] = plgpu.SMEM((self.consumers, self.width), jnp.float32)
+        if cfg.split > 1:
+            found["inbox"] = plgpu.SMEM((self.consumers, cfg.split, *part), jnp.float32)
+        if self.by_rows:
+            found["outbox"] = plgpu.SMEM((self.consumers, *part), jnp.float32)
+        shared = [axis for axis in ("cm", "cn") if axis in self.axes]
+        found |= Ring.barriers(self.stages, 2, self.consumers, shared)
+        if vectors:
+            found["row_full"] = plgpu.Barrier(num_barriers=self.consumers, num_arrivals=vectors)
+        if cfg.split > 1:
+            one_each = {"num_barriers": self.consumers}
+            found["arrived"] = plgpu.ClusterBarrier(collective_axes=("ck",), **one_each)
+        return found
 
 
-@cached
-def _product(
-    m, n, k, dtypes, out_dtype, ta, tb, bias_dtype, activation, cfg, sms, interpret, forms
-):
-    """dtypes: of a and b. bias_dtype: None without bias. forms: of the scales."""
-    has_bias, in_bytes = bias_dtype is not None, dtypes[0].itemsize
-    along = 2
-    if in_bytes == 1:
-        along = (bias_dtype.itemsize if has_bias else 0) + (4 if forms.b == "each" else 0)
-    p = _Plan(m, n, k, out_dtype.itemsize, cfg, sms, in_bytes, along)
-    rows, cols, step, split, consumers = p.rows, p.cols, cfg.step, cfg.split, cfg.consumers
-    group = min(cfg.group, p.tiles_m)
-    shared = [a for a, size in (("cm", cfg.cluster), ("cn", cfg.cluster_n)) if size > 1]
-    axes = {"cm": cfg.cluster, "cn": cfg.cluster_n, "ck": split}
-    axes = {name: size for name, size in axes.items() if size > 1}
-    share_a, share_b = ("cn" if "cn" in axes else None), ("cm" if "cm" in axes else None)
-    late = bool(cfg.lag)
-    if p.stages < 1 + late:
-        raise ValueError(f"matmul: {max(p.stages, 0)} slots, {cfg} needs {1 + late} of them")
-    by_tma = m == 1 or n * out_dtype.itemsize % 16 == 0  # the result
-    # more accumulators than an even share has room for
-    registers = None
-    if cols > 128 or forms.blocks and cols == 128:
-        registers = {2: (40, 232), 3: (32, 160)}.get(consumers)
-    row_copies = [has_bias, forms.b == "each"].count(True)  # of what goes along rows
+class _Block(WarpSpecialized):
+    """One block of the kernel, while it is traced."""
 
-    # parts of a layout for whole rows would need another one beside what goes along rows or columns
-    by_chunks = split > 1 and p.sent < 64 and (has_bias or forms.a == "each" or forms.b == "each")
+    def __init__(self, plan, refs):
+        super().__init__(plan, refs)
+        self.x, self.cfg = plan.x, plan.cfg
+        self.ring = Ring(plan.stages, self.full, self.empty)
 
-    part = (p.sent, p.width)
-    rows_of_lanes = None
-    if split > 1 and p.sent * p.width % 512 == 0:
-        rows_of_lanes = plgpu.Layout.WG_STRIDED(part, 4)
+    def rank(self, axis):
+        return lax.axis_index(axis) if axis in self.plan.axes else 0
 
-    def rank(axis):
-        return lax.axis_index(axis) if axis in axes else 0
-
-    def origin(t):
+    def origin(self, t):
         """First row and column of this block's part of cluster tile t."""
+        p, cfg = self.plan, self.cfg
         if p.tiles_m == 1:
             row, col = 0, t
-        elif group == p.tiles_m:
-            row, col = t % group, t // group
+        elif p.group == p.tiles_m:
+            row, col = t % p.group, t // p.group
         else:
-            band, inside = t // (group * p.tiles_n), t % (group * p.tiles_n)
-            height = group
-            if p.tiles_m % group:
-                height = jnp.minimum(p.tiles_m - band * group, group)
-            row, col = band * group + inside % height, inside // height
-        row = (row * cfg.cluster + rank("cm")) * rows
-        return row, (col * cfg.cluster_n + rank("cn")) * cols
+            band, inside = t // (p.group * p.tiles_n), t % (p.group * p.tiles_n)
+            height = p.group
+            if p.tiles_m % p.group:
+                height = jnp.minimum(p.tiles_m - band * p.group, p.group)
+            row, col = band * p.group + inside % height, inside // height
+        row = (row * cfg.cluster + self.rank("cm")) * p.rows
+        return row, (col * cfg.cluster_n + self.rank("cn")) * p.cols
 
-    def for_tiles(body):
-        """body(t, steps done before) for each of this cluster's tiles; all steps done."""
-        cid = lax.axis_index("tile")
-        if p.single:
-            body(cid, 0)
-            return p.steps
-        trips = (p.total - cid + (p.clusters - 1)) // p.clusters
-
-        def one(w, it):
-            body(cid + w * p.clusters, it)
-            return it + p.steps
-
-        return lax.fori_loop(0, trips, one, 0)
-
-    def places(it0):
-        """Of the steps of a tile, along K, as a function; steps of all tiles before: it0."""
-        if not cfg.serpentine:
+    def order(self, it0):
+        """The place along K of each step of a tile that begins with step it0 of the block."""
+        steps = self.plan.steps
+        if not self.cfg.serpentine:
             return lambda s: s
         # every second tile backwards: the end of its rows of A is still in the L2
-        odd = it0 // p.steps % 2 == 1
-        return lambda s: lax.select(odd, p.steps - 1 - s, s)
+        odd = it0 // steps % 2 == 1
+        return lambda s: lax.select(odd, steps - 1 - s, s)
 
-    def fetch(a, b, a_smem, b_smem, full, empty):
-        def tile(t, it0):
-            row, col = origin(t)
-            k00 = rank("ck") * (p.steps * step)
-            place = places(it0)
+    # ---- producer
 
-            def one(s, _):
-                it = it0 + s
-                slot = it % p.stages
-                k0 = k00 + place(s) * step
+    def producer(self):
+        tiles = StaticTiles(self.plan.total, self.plan.clusters)
+        self.ring.drain(tiles.for_each(self.fetch_tile, 0))
 
-                @pl.when(it >= p.stages)
-                def _():
-                    plgpu.barrier_wait(empty.at[slot], phase=it // p.stages - 1)
+    def fetch_tile(self, t, it0):
+        p, x, ring, step = self.plan, self.x, self.ring, self.cfg.step
+        row, col = self.origin(t)
+        along_m, along_n = pl.ds(row, p.rows), pl.ds(col, p.cols)
+        k00 = self.rank("ck") * (p.steps * step)
+        place = self.order(it0)
 
-                at_a = (pl.ds(k0, step), pl.ds(row, rows))
-                at_b = (pl.ds(k0, step), pl.ds(col, cols))
-                plgpu.copy_gmem_to_smem(
-                    a.at[at_a if ta else at_a[::-1]],
-                    a_smem.at[slot],
-                    full.at[slot],
-                    collective_axes=share_a,
-                )
-                plgpu.copy_gmem_to_smem(
-                    b.at[at_b[::-1] if tb else at_b],
-                    b_smem.at[slot],
-                    full.at[slot],
-                    collective_axes=share_b,
-                )
+        def fetch(s, _):
+            it = it0 + s
+            slot = ring.slot(it)
+            along_k = pl.ds(k00 + place(s) * step, step)
+            ring.acquire(it)
+            plgpu.copy_gmem_to_smem(
+                self.a.at[(along_k, along_m) if x.ta else (along_m, along_k)],
+                self.a_smem.at[slot],
+                self.full.at[slot],
+                collective_axes="cn" if "cn" in p.axes else None,
+            )
+            plgpu.copy_gmem_to_smem(
+                self.b.at[(along_n, along_k) if x.tb else (along_k, along_n)],
+                self.b_smem.at[slot],
+                self.full.at[slot],
+                collective_axes="cm" if "cm" in p.axes else None,
+            )
 
-            lax.fori_loop(0, p.steps, one, None)
+        lax.fori_loop(0, p.steps, fetch, None)
+        return it0 + p.steps
 
-        done = for_tiles(tile)
-        for s in range(p.stages):  # every release is waited for, also those of other blocks
-            last = (done - s - 1) // p.stages
-            pl.when(done > s)(lambda s=s, n=last: plgpu.barrier_wait(empty.at[s], phase=n))
+    # ---- consumers
 
-    def multiply(me, it0, under, a_smem, b_smem, full, empty):
-        """This consumer's part of the tile, float32 in registers, in a list; and what under()
+    def consumer(self, me):
+        p, x, cfg = self.plan, self.x, self.cfg
+        scales, rows = None, p.rows * cfg.cluster
+        if x.forms.blocks:
+            reach = p.tiles_n * cfg.cluster_n * p.cols, p.steps * cfg.split * cfg.step
+            scales = BlockScales(
+                self.scale_a, self.scale_b, x.m, (rows, p.cols), reach, p.consumers
+            )
+        elif x.forms != UNSCALED:
+            scales = Scales(x.forms, self.scale_a, self.scale_b, x.m, rows)
+        tiles = StaticTiles(p.total, p.clusters)
+        tiles.for_each(functools.partial(self.multiply_tile, me, scales), 0)
+
+    def multiply_tile(self, me, scales, t, it0):
+        p, cfg = self.plan, self.cfg
+        row, col = self.origin(t)
+        first = col + self.rank("ck") * p.width  # column of the block's part of the result
+        self.fetch_vectors(me, first)
+        scaled = None
+        if self.x.forms.blocks:
+            values = self.sum_blocks(me, it0, row, col, scales)
+        elif scales is None:
+            values, _ = self.sum(me, it0)
+        else:
+            rows = pl.ds(row + me * 64, p.sent if cfg.split > 1 else 64)
+            load = functools.partial(self.load_scales, me, rows, scales)
+            values, loaded = self.sum(me, it0, load)
+            scaled = functools.partial(scales, loaded)
+        if cfg.split > 1:
+            values = self.reduce(me, *values)
+        self.epilogue(me, values, row, first, scaled)
+        return it0 + p.steps
+
+    def fetch_vectors(self, me, col):
+        """Bias and scales of the columns, for the epilogue."""
+        along = pl.ds(col, self.plan.width)
+        if self.bias is not None:
+            plgpu.copy_gmem_to_smem(
+                self.bias.at[along], self.bias_smem.at[me], self.row_full.at[me]
+            )
+        if self.x.forms.b == "each":
+            scales = self.scale_b.reshape((self.scale_b.size,)).at[along]
+            plgpu.copy_gmem_to_smem(scales, self.scale_smem.at[me], self.row_full.at[me])
+
+    def load_scales(self, me, rows, scales):
+        of_rows, columns = scales.load_rows(rows), None
+        if self.x.forms.b == "each":
+            plgpu.barrier_wait(self.row_full.at[me])
+            columns = self.scale_smem.at[me]
+        return of_rows, scales.load_columns(columns, self.plan.chunk, self.plan.chunks)
+
+    def sum(self, me, it0, meanwhile=None):
+        """This consumer's part of the tile, float32 in registers, in a list; and what meanwhile()
         returns, which is called under the last product."""
+        p, x, ring, late = self.plan, self.x, self.ring, bool(self.cfg.lag)
 
-        def product(acc):
-            def one(s, _):
+        def multiply(acc):
+            def step(s, _):
                 it = it0 + s
-                slot = it % p.stages
-                plgpu.barrier_wait(full.at[slot], phase=it // p.stages)
+                slot = ring.slot(it)
+                ring.wait(it)
                 mine = pl.ds(me * 64, 64)
-                part = a_smem.at[slot, :, mine].T if ta else a_smem.at[slot, mine]
-                plgpu.wgmma(acc, part, b_smem.at[slot].T if tb else b_smem.at[slot])
+                a = self.a_smem.at[slot, :, mine].T if x.ta else self.a_smem.at[slot, mine]
+                plgpu.wgmma(acc, a, self.b_smem.at[slot].T if x.tb else self.b_smem.at[slot])
                 plgpu.wgmma_wait(1 if late else 0)
                 if late:
-
-                    @pl.when(s > 0)
-                    def _():
-                        plgpu.barrier_arrive(empty.at[(it - 1) % p.stages])
+                    pl.when(s > 0)(lambda: ring.release(it - 1))
                 else:
-                    plgpu.barrier_arrive(empty.at[slot])
+                    ring.release(it)
 
-            lax.fori_loop(0, p.steps, one, None)
-            loaded = under and under()
+            lax.fori_loop(0, p.steps, step, None)
+            loaded = meanwhile and meanwhile()
             value = acc[...]
             if late:
-                plgpu.barrier_arrive(empty.at[(it0 + (p.steps - 1)) % p.stages])
+                ring.release(it0 + (p.steps - 1))
             return [value], loaded
 
-        return pl.run_scoped(product, plgpu.ACC((64, cols)))
+        return pl.run_scoped(multiply, plgpu.ACC((64, p.cols)))
 
-    def multiply_blocks(me, it0, row, col, scales, a_smem, b_smem, full, empty):
+    def sum_blocks(self, me, it0, row, col, scales):
         """The same with scales that change along K; in parts of 128 columns if there are more."""
-        place = places(it0)  # as they are fetched
+        p, ring = self.plan, self.ring
+        place = self.order(it0)  # as they are fetched
 
         def block_of(s):
-            return rank("ck") * p.steps + place(s)
-
-        def slot(s):
-            return (it0 + s) % p.stages
+            return self.rank("ck") * p.steps + place(s)
 
         def wait(s):
-            plgpu.barrier_wait(full.at[slot(s)], phase=(it0 + s) // p.stages)
-            of_b = [b_smem.at[slot(s), pl.ds(j, scales.cols)].T for j in range(0, cols, BLOCK)]
-            return a_smem.at[slot(s), pl.ds(me * 64, 64)], of_b
+            ring.wait(it0 + s)
+            slot = ring.slot(it0 + s)
+            parts = range(0, p.cols, BLOCK)
+            of_b = [self.b_smem.at[slot, pl.ds(j, scales.cols)].T for j in parts]
+            return self.a_smem.at[slot, pl.ds(me * 64, 64)], of_b
 
         def release(s):
-            plgpu.barrier_arrive(empty.at[slot(s)])
+            ring.release(it0 + s)
 
+        late = bool(self.cfg.lag)
         return scales.sums(p.steps, block_of, row + me * 64, col, wait, release, late)
 
-    def gather(me, value, inbox, outbox, arrived):
+    def reduce(self, me, value):
         """This block's part of the columns, summed over the blocks that divide K."""
+        p, split = self.plan, self.cfg.split
         for j in range(split):
             part = value[: p.sent, j * p.width : (j + 1) * p.width]
-            if outbox is not None:  # from pairs of columns to whole rows: fewer, larger packets
-                outbox[me] = part
-                part = plgpu.load(outbox.at[me], layout=rows_of_lanes)
-            plgpu.cluster_ref(inbox, {"ck": j})[me, rank("ck")] = part
-        plgpu.barrier_arrive(arrived.at[me])
-        plgpu.barrier_wait(arrived.at[me])
+            if p.by_rows:
+                self.outbox[me] = part
+                layout = plgpu.Layout.WG_STRIDED((p.sent, p.width), 4)
+                part = plgpu.load(self.outbox.at[me], layout=layout)
+            plgpu.cluster_ref(self.inbox, {"ck": j})[me, self.rank("ck")] = part
+        plgpu.barrier_arrive(self.arrived.at[me])
+        plgpu.barrier_wait(self.arrived.at[me])
 
         def summed(*columns):
-            total = inbox[(me, 0, *columns)]
+            total = self.inbox[(me, 0, *columns)]
             for j in range(1, split):
-                total = total + inbox[(me, j, *columns)]
+                total = total + self.inbox[(me, j, *columns)]
             return total
 
-        if by_chunks:
+        if p.by_chunks:
             return [summed(slice(None), pl.ds(c * p.chunk, p.chunk)) for c in range(p.chunks)]
         return [summed()]
 
-    def store(me, values, row, col, o, o_smem, bias_smem, scaled):
-        """values: one or more parts of the columns."""
+    # ---- epilogue
+
+    def epilogue(self, me, values, row, col, scaled):
+        """Scales, bias and activation; stores. values: one or more parts of the columns."""
+        p, x = self.plan, self.x
+        if self.bias is not None and x.forms.b != "each":
+            plgpu.barrier_wait(self.row_full.at[me])
         of_value = p.width // len(values)
         for c in range(p.chunks):
             i, first = divmod(c * p.chunk, of_value)
             part = values[i][:, first : first + p.chunk]
             if scaled is not None:
                 part = scaled(c, part)
-            if has_bias:
-                b_part = bias_smem[me, pl.ds(c * p.chunk, p.chunk)].astype(jnp.float32)
-                part = part + lax.broadcast_in_dim(b_part, part.shape, [1])
-            if activation is not None:
-                part = activation(part)
+            if self.bias is not None:
+                bias = self.bias_smem[me, pl.ds(c * p.chunk, p.chunk)].astype(jnp.float32)
+                part = part + lax.broadcast_in_dim(bias, part.shape, [1])
+            if x.activation is not None:
+                part = x.activation(part)
             height = part.shape[0]
-            buffer = o_smem.at[me, c % p.buffers, pl.ds(0, height)]
+            buffer = self.o_smem.at[me, c % p.buffers, pl.ds(0, height)]
             if not p.single or c >= p.buffers:
                 plgpu.wait_smem_to_gmem(p.buffers - 1, wait_read_only=True)
-            buffer[...] = part.astype(out_dtype)
+            buffer[...] = part.astype(x.out_dtype)
             plgpu.commit_smem()
             where = (pl.ds(row + me * 64, height), pl.ds(col + c * p.chunk, p.chunk))
-            plgpu.copy_smem_to_gmem(buffer, o.at[where], engine=None if by_tma else "lanes")
-
-    def body(a, b, *refs):
-        bias, refs = (refs[0], refs[1:]) if has_bias else (None, refs)
-        scale_a, refs = (refs[0], refs[1:]) if forms.a else (None, refs)
-        scale_b, refs = (refs[0], refs[1:]) if forms.b else (None, refs)
-        o, a_smem, b_smem, o_smem, bias_smem, cols_smem, inbox, outbox, *refs = refs
-        full, empty, row_ready, arrived = refs
-        # the next kernel may begin; nothing is touched before the kernels before are done
-        plgpu.griddepcontrol_launch_dependents()
-        plgpu.griddepcontrol_wait()
-        me = lax.axis_index("wg")
-
-        @pl.when(me == consumers)
-        def producer():
-            if registers:
-                plgpu.set_max_registers(registers[0], action="decrease")
-            fetch(a, b, a_smem, b_smem, full, empty)
-
-        @pl.when(me < consumers)
-        def consumer():
-            if registers:
-                plgpu.set_max_registers(registers[1], action="increase")
-            ring = a_smem, b_smem, full, empty
-            scales = epilogue = None
-            if forms.blocks:
-                reach = p.tiles_n * cfg.cluster_n * cols, p.steps * split * step
-                tile_shape = rows * cfg.cluster, cols
-                scales = Blocks(scale_a, scale_b, m, tile_shape, reach, consumers)
-            elif forms != UNSCALED:
-                mine = cols_smem and cols_smem.at[me]
-                epilogue = Epilogue(forms, scale_a, scale_b, m, rows * cfg.cluster, mine)
-
-            def tile(t, it):
-                row, col = origin(t)
-                col_of_block = col + rank("ck") * p.width
-                along_row = pl.ds(col_of_block, p.width)
-                if has_bias:
-                    plgpu.copy_gmem_to_smem(bias.at[along_row], bias_smem.at[me], row_ready.at[me])
-                if forms.b == "each":
-                    of_columns = scale_b.reshape((scale_b.size,)).at[along_row]
-                    plgpu.copy_gmem_to_smem(of_columns, cols_smem.at[me], row_ready.at[me])
-
-                if epilogue:
-                    of_rows = pl.ds(row + me * 64, p.sent if split > 1 else 64)
-
-                def load_scales():
-                    rows_loaded = epilogue.load_rows(of_rows)
-                    if forms.b == "each":
-                        plgpu.barrier_wait(row_ready.at[me])
-                    return rows_loaded, epilogue.load_columns(p.chunk, p.chunks)
-
-                scaled = None
-                if scales:
-                    values = multiply_blocks(me, it, row, col, scales, *ring)
-                else:
-                    values, loaded = multiply(me, it, epilogue and load_scales, *ring)
-                    scaled = epilogue and functools.partial(epilogue, loaded)
-                if split > 1:
-                    values = gather(me, *values, inbox, outbox, arrived)
-                if has_bias and forms.b != "each":
-                    plgpu.barrier_wait(row_ready.at[me])
-                store(me, values, row, col_of_block, o, o_smem, bias_smem, scaled)
-
-            for_tiles(tile)
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
-    a_tile = (step, rows) if ta else (rows, step)
-    b_tile = (cols, step) if tb else (step, cols)
-    chunk = min(128 // in_bytes, step)
-    # the same for both, as wgmma wants
-    tiled = [_swizzled(chunk if tb else min(chunk, cols), dtype) for dtype in dtypes]
-    slots = {"num_barriers": p.stages}
-    if shared:
-        empty = plgpu.ClusterBarrier(collective_axes=shared, num_arrivals=consumers, **slots)
-    else:
-        empty = plgpu.Barrier(num_arrivals=consumers, **slots)
-    sums = (consumers, split, p.sent, p.width)
-    return plgpu.kernel(
-        body,
-        out_type=plgpu.ShapeDtypeStruct((m, n), out_dtype),
-        scratch_types=[
-            plgpu.SMEM((p.stages, *a_tile), dtypes[0], transforms=tiled[0]),
-            plgpu.SMEM((p.stages, *b_tile), dtypes[1], transforms=tiled[1]),
-            plgpu.SMEM(
-                (consumers, p.buffers, 64, p.chunk),
-                out_dtype,
-                transforms=_swizzled(p.chunk, out_dtype),
-            ),
-            plgpu.SMEM((consumers, p.width), bias_dtype) if has_bias else None,
-            plgpu.SMEM((consumers, p.width), jnp.float32) if forms.b == "each" else None,
-            plgpu.SMEM(sums, jnp.float32) if split > 1 else None,
-            plgpu.SMEM((consumers, *part), jnp.float32) if rows_of_lanes else None,
-            plgpu.Barrier(num_arrivals=2, **slots),
-            empty,
-            plgpu.Barrier(num_barriers=consumers, num_arrivals=row_copies) if row_copies else None,
-            plgpu.ClusterBarrier(collective_axes=("ck",), num_barriers=consumers)
-            if split > 1
-            else None,
-        ],
-        grid=(p.clusters,),
-        grid_names=("tile",),
-        cluster=tuple(axes.values()),
-        cluster_names=tuple(axes),
-        num_threads=consumers + 1,
-        thread_name="wg",
-        interpret=interpret,
-        kernel_name="matmul",
-    )
-
-
-# ---- few rows ------------------------------------------------------------------------------------
-
-
-class FewRowsConfig(NamedTuple):
-    """How a product of up to 8 rows is done: the memory is the limit, tensor cores would idle.
-
-    ``tile_n``: columns of a block: 64, 128 or 256, with ``transpose_b`` a multiple of 4. ``split``:
-    blocks of a cluster that divide K. ``stages``: slots of the ring. ``step``: elements of K per
-    slot, with ``transpose_b`` 256.
-    """
-
-    tile_n: int = 128
-    split: int = 8
-    stages: int = 4
-    step: int = 64
+            engine = None if p.by_tma else "lanes"
+            plgpu.copy_smem_to_gmem(buffer, self.o.at[where], engine=engine)
 
 
 @cached
-def _few_rows(m, n, k, dtype, out_dtype, ta, tb, has_bias, activation, cfg, interpret):
-    """Kernel for m <= 8. One thread per block, several blocks per SM, each with its own ring.
+def _kernel(x, cfg, sms, interpret):
+    """x: a Product."""
+    plan = _KernelPlan(x, cfg, sms)
 
-    B streams through SMEM once. Lanes hold 8 neighbours of B and add up products in float32; the
-    lanes' sums meet in the end, then those of the blocks that divide K, in their order."""
-    width, split, step, f32 = cfg.tile_n, cfg.split, cfg.step, jnp.float32
-    steps = pl.cdiv(pl.cdiv(k, step), split)
-    stages = min(cfg.stages, steps)
-    # a pass: what the lanes take at once, 8 elements each
-    part = (4, step) if tb else (1024 // width, width)
-    if part[0] == 4:  # a row per warp
-        spread = plgpu.Layout.TILED(plgpu.Tiling((part, (8,))), (-3,), (-2,), -1)
-    else:
-        tiles = plgpu.Tiling((part, (part[0] // 4, part[1]), (8,)))
-        spread = plgpu.Layout.TILED(tiles, (-5,), (-3, -2), -1)
-    groups = width // 4 if tb else 1  # sums that a lane keeps for each row of A
-    by_tma = m == 1 or n * out_dtype.itemsize % 16 == 0
+    def body(a, b, *refs, **scratch):
+        overlap_launches()
+        _Block(plan, x.named(a, b, *refs) | scratch).run()
 
-    def body(a, b, *refs):
-        bias, refs = (refs[0], refs[1:]) if has_bias else (None, refs)
-        o, a_smem, b_smem, o_smem, bias_smem, sums, full, bias_ready, arrived = refs
-        plgpu.griddepcontrol_launch_dependents()
-        plgpu.griddepcontrol_wait()
-        if ta:
-            a = a.reshape((1, k))  # m is 1
-        rank = lax.axis_index("ck") if split > 1 else 0
-        col = lax.axis_index("tile") * width
-        if has_bias:
-            plgpu.copy_gmem_to_smem(bias.at[pl.ds(col, width)], bias_smem, bias_ready)
-
-        def fetch(s):
-            along_k, along_n = pl.ds((rank * steps + s) * step, step), pl.ds(col, width)
-            slot = s % stages
-            at = (along_n, along_k) if tb else (along_k, along_n)
-            plgpu.copy_gmem_to_smem(b.at[at], b_smem.at[slot], full.at[slot])
-            plgpu.copy_gmem_to_smem(a.at[:, along_k], a_smem.at[slot], full.at[slot])
-
-        def factors(ref, axis):
-            return plgpu.load(ref, layout=spread.reduce(axis)).astype(f32)
-
-        def products(slot, acc):
-            acc = list(acc)
-            if tb:
-                rows = [
-                    lax.broadcast_in_dim(factors(a_smem.at[slot, i], 0), part, [1])
-                    for i in range(m)
-                ]
-            for p in range(b_smem.shape[1] // part[0]):
-                at = pl.ds(p * part[0], part[0])
-                x = plgpu.load(b_smem.at[slot, at], layout=spread).astype(f32)
-                for i in range(m):
-                    if tb:
-                        acc[i * groups + p] += x * rows[i]
-                    else:
-                        w = factors(a_smem.at[slot, i, at], 1)
-                        acc[i] += x * lax.broadcast_in_dim(w, part, [0])
-            return tuple(acc)
-
-        def one(s, acc):
-            slot = s % stages
-            plgpu.barrier_wait(full.at[slot])
-            acc = products(slot, acc)
-            pl.when(s + stages < steps)(lambda: fetch(s + stages))
-            return acc
-
-        lax.fori_loop(0, stages, lambda s, _: fetch(s), None)
-        zeros = plgpu.layout_cast(jnp.zeros(part, f32), spread)
-        acc = lax.fori_loop(0, steps, one, (zeros,) * (m * groups))
-        inbox = plgpu.cluster_ref(sums, {"ck": 0}) if split > 1 else sums
-        for i in range(m):
-            if tb:
-                for p in range(groups):
-                    inbox[rank, i, pl.ds(p * 4, 4)] = acc[i * groups + p].sum(1)
-            else:
-                inbox[rank, i] = acc[i].sum(0)
-        if split > 1:
-            plgpu.barrier_arrive(arrived)
-            plgpu.barrier_wait(arrived)
-        if has_bias:
-            plgpu.barrier_wait(bias_ready)
-
-        @pl.when(rank == 0)
-        def _():
-            value = sums[0]
-            for j in range(1, split):
-                value = value + sums[j]
-            if has_bias:
-                b_part = bias_smem[...].astype(f32)
-                value = value + lax.broadcast_in_dim(b_part, value.shape, [1])
-            if activation is not None:
-                value = activation(value)
-            o_smem[...] = value.astype(out_dtype)
-            plgpu.commit_smem()
-            where = o.at[:, pl.ds(col, width)]
-            plgpu.copy_smem_to_gmem(o_smem, where, engine=None if by_tma else "lanes")
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
-    return plgpu.kernel(
-        body,
-        out_type=plgpu.ShapeDtypeStruct((m, n), out_dtype),
-        scratch_types=[
-            plgpu.SMEM((stages, m, step), dtype),
-            plgpu.SMEM((stages, *((width, step) if tb else (step, width))), dtype),
-            plgpu.SMEM((m, width), out_dtype),
-            plgpu.SMEM((width,), dtype) if has_bias else None,
-            plgpu.SMEM((split, m, width), f32),
-            plgpu.Barrier(num_arrivals=2, num_barriers=stages),
-            plgpu.Barrier() if has_bias else None,
-            plgpu.ClusterBarrier(collective_axes=("ck",)) if split > 1 else None,
-        ],
-        grid=(pl.cdiv(n, width),),
-        grid_names=("tile",),
-        cluster=(split,) if split > 1 else (),
-        cluster_names=("ck",) if split > 1 else (),
-        interpret=interpret,
-        kernel_name="matmul_few_rows",
-    )
-
-
-# ---- rows that TMA cannot address ---------------------------------------------------------------
-
-_WIDTH = 4096  # elements that a block copies
-
-
-@cached
-def _padding(shape, dtype, aligned, interpret):
-    """Kernel: a copy with rows of a multiple of 16 bytes, filled up with zeros.
-
-    Blocks take a few rows, or a part of one. The last ones begin earlier where it does not come out
-    even, and copy once more what others copy too."""
-    rows, cols = math.prod(shape[:-1]), shape[-1]
-    whole = 16 // dtype.itemsize
-    padded = pl.cdiv(cols, whole) * whole
-    width = min(cols, _WIDTH)
-    height = min(rows, max(_WIDTH // width, 1))
-
-    def body(x, o):
-        plgpu.griddepcontrol_launch_dependents()
-        plgpu.griddepcontrol_wait()
-        r = jnp.minimum(lax.axis_index("row") * height, rows - height)
-        c = jnp.minimum(lax.axis_index("col") * width, cols - width)
-        x, o = x.reshape((rows, cols)), o.reshape((rows, padded))
-        from_ = c
-        if not aligned:  # no vectors: the compiler cannot know that this is zero
-            from_ = c + lax.optimization_barrier(jnp.int32(0))
-        part = x[pl.ds(r, height), pl.ds(from_, width)]
-        o[pl.ds(r, height), pl.ds(c, width)] = part
-
-        @pl.when(lax.axis_index("col") == 0)
-        def _():
-            if padded > cols:
-                o[pl.ds(r, height), cols:] = jnp.zeros((height, padded - cols), dtype)
-
-    return plgpu.kernel(
-        body,
-        out_type=plgpu.ShapeDtypeStruct((*shape[:-1], padded), dtype),
-        grid=(pl.cdiv(rows, height), pl.cdiv(cols, width)),
-        grid_names=("row", "col"),
-        interpret=interpret,
-        kernel_name="matmul_padding",
-    )
-
-
-def _needs_padding(x):
-    return not x.aligned or (
-        math.prod(x.shape[:-1]) > 1 and x.shape[-1] * x.dtype.itemsize % 16 != 0
-    )
-
-
-def _padding_of(x, interpret):
-    return _padding(x.shape, x.dtype, x.aligned, interpret) if _needs_padding(x) else None
-
-
-class _Padded:
-    """The product of copies of the operands that need it."""
-
-    def __init__(self, product, pads):
-        self.product, self.pads = product, pads
-
-    def __call__(self, *operands, out=None):
-        operands = [x if pad is None else pad(x) for x, pad in zip(operands, self.pads)]
-        return self.product(*operands) if out is None else self.product(*operands, out=out)
+    out_type = plgpu.ShapeDtypeStruct((x.m, x.n), x.out_dtype)
+    return warp_specialized(body, plan, out_type, interpret=interpret, kernel_name="matmul")
 
 
 # ---- the choice ---------------------------------------------------------------------------------
@@ -692,37 +504,13 @@ def _cycles(m, n, k, cfg, sms, in_bytes=2):
     return max(time, memory) + fill + 1820
 
 
-def few_rows_candidates(m, k, transpose_b):
-    """Configurations for up to 8 rows."""
-    widths, step = ((8, 16, 32), 256) if transpose_b else ((64, 128, 256), 64)
-    if transpose_b:
-        widths = [w for w in widths if w * m <= 64]  # more sums than registers
-    splits = [s for s in (1, 2, 4, 8) if s <= pl.cdiv(k, step)]
-    return [
-        FewRowsConfig(width, split, stages, step)
-        for width, split, stages in itertools.product(widths, splits, (4, 8))
-    ]
-
-
-def _choose_few_rows(m, n, k, transpose_b, sms):
-    """As wide as leaves about two blocks for every SM, or one with B transposed, whose ring is
-    larger. K undivided if there are enough so."""
-    if transpose_b:
-        enough, step, stages, widths = 0.9 * sms, 256, 8, (32, 16, 8)
-    else:
-        enough, step, stages, widths = 1.75 * sms, 64, 4, (128, 64)
-    most = 1 if transpose_b else 8  # blocks that divide K before tiles become narrower
-    fitting = (w for w in widths if pl.cdiv(n, w) * most >= enough)
-    width, split = next(fitting, widths[-1]), 1
-    while split < 8 and pl.cdiv(n, width) * split < enough and 2 * split * step <= k:
-        split *= 2
-    return FewRowsConfig(width, split, stages, step)
+few_rows_candidates = _few_rows.candidates
 
 
 def choose(m, n, k, sms=132, transpose_a=False, transpose_b=False):
     """The configuration for a shape on a GPU with that many SMs, for 16-bit floats."""
     if m == 1 or m == 2 and not transpose_a:
-        return _choose_few_rows(m, n, k, transpose_b, sms)
+        return _few_rows.choose(n, k, transpose_b, sms)
     return min(candidates(m, n, k, sms), key=lambda cfg: _cycles(m, n, k, cfg, sms))
 
 
@@ -762,20 +550,7 @@ def _check_fp8_config(config, forms):
 
 def _check_config(config, m, ta, tb):
     if isinstance(config, FewRowsConfig):
-        if m > 8 or (ta and m > 1):
-            raise ValueError(
-                "matmul: a FewRowsConfig is for up to 8 rows, with transpose_a for 1;"
-                f" got {m}{', transposed' if ta else ''}"
-            )
-        tile, step = config.tile_n, config.step
-        fits = tile % 4 == 0 and step == 256 if tb else tile in (64, 128, 256) and step % 16 == 0
-        if not fits or min(tile, step, config.stages) < 1 or config.split not in range(1, 9):
-            raise ValueError(
-                "matmul: tile_n of a FewRowsConfig must be 64, 128 or 256 and step a multiple of"
-                " 16, with transpose_b a multiple of 4 and 256, stages at least 1 and split 1 to"
-                f" 8; got {config}"
-            )
-        return
+        return _few_rows.check_config(config, m, ta, tb)
     if not isinstance(config, MatmulConfig):
         raise TypeError(f"matmul: config must be a MatmulConfig or a FewRowsConfig, got {config!r}")
     c = config
@@ -798,6 +573,76 @@ def _check_config(config, m, ta, tb):
             " cluster (cluster * cluster_n * split), stages from 0, buffers and a group from 1, a"
             f" step of 64 or 128 and a lag of 0 or 1; got {config}"
         )
+
+
+def _checked(a, b, bias, activation, out_dtype, ta, tb):
+    """The Product of such operands."""
+    fp8 = a.dtype.name in FP8 and b.dtype.name in FP8
+    if not fp8 and (a.dtype.name not in ("float16", "bfloat16") or b.dtype != a.dtype):
+        raise TypeError(
+            f"matmul: a and b must both be float16 or bfloat16, got {a.dtype} and {b.dtype};"
+            f" or {' or '.join(FP8)} each"
+        )
+    if a.ndim != 2 or b.ndim != 2:
+        raise ValueError(f"matmul: a and b must have two dims, got {a.shape} and {b.shape}")
+    k, m = a.shape if ta else a.shape[::-1]
+    n, k2 = b.shape if tb else b.shape[::-1]
+    if k != k2:
+        raise ValueError(f"matmul: the inner dims differ, {k} and {k2}")
+    bias_dtypes = _FLOATS if fp8 else (a.dtype.name,)
+    if bias is not None and (bias.shape != (n,) or bias.dtype.name not in bias_dtypes):
+        raise ValueError(
+            f"matmul: bias must be {' or '.join(bias_dtypes)} of shape ({n},), got {bias.dtype}"
+            f" {bias.shape}"
+        )
+    if isinstance(activation, str):
+        if activation not in _ACTIVATIONS:
+            raise ValueError(
+                f"matmul: activation must be one of {sorted(_ACTIVATIONS)}, got {activation!r}"
+            )
+        activation = _ACTIVATIONS[activation]
+    if out_dtype is None:
+        out_dtype = jnp.dtype(jnp.bfloat16) if fp8 else a.dtype
+    out_dtype = jnp.dtype(out_dtype)
+    if out_dtype.name not in _FLOATS:
+        raise TypeError(f"matmul: out_dtype must be a float dtype, got {out_dtype}")
+    dtypes, bias_dtype = (a.dtype, b.dtype), bias and bias.dtype
+    return Product(m, n, k, dtypes, out_dtype, ta, tb, bias_dtype, activation)
+
+
+def _of_16_bits(x, a, b, config, invariant, sms, interpret):
+    """The kernel for a Product of 16-bit floats."""
+    if config is None and invariant:
+        config = choose_invariant(x.m, x.n, x.k, sms)
+    config = config or choose(x.m, x.n, x.k, sms, x.ta, x.tb)
+    _check_config(config, x.m, x.ta, x.tb)
+    few_rows = isinstance(config, FewRowsConfig)
+    if few_rows:
+        product = _few_rows.kernel(x, config, interpret)
+    else:
+        product = _kernel(x, config, sms, interpret)
+    pad_a = None if few_rows and x.ta else padding_of(a, interpret)  # a is then read as one row
+    return with_padding(product, [pad_a, padding_of(b, interpret), None])
+
+
+def _of_8_bits(x, operands, config, invariant, sms, interpret):
+    """The same of 8-bit floats. operands: a, b, bias, scale_a, scale_b, None for no array."""
+    a, b, bias, scale_a, scale_b = operands
+    forms = forms_of(scale_a, scale_b, x.m, x.n, x.k)
+    if config is None and invariant:
+        config = choose_invariant(x.m, x.n, x.k, sms, 1, forms.blocks)
+    config = config or choose_fp8(x.m, x.n, x.k, sms, forms.blocks)
+    _check_fp8_config(config, forms)
+    pads = [
+        turning(a.shape, a.dtype, a.aligned, interpret) if x.ta else padding_of(a, interpret),
+        padding_of(b, interpret) if x.tb else turning(b.shape, b.dtype, b.aligned, interpret),
+    ]
+    pads += [] if bias is None else [padding_of(bias, interpret)]
+    pads += [] if scale_a is None else [None]
+    if scale_b is not None:
+        pads.append(padding_of(scale_b, interpret) if forms.b == "each" else None)
+    product = _kernel(x._replace(ta=False, tb=True, forms=forms), config, sms, interpret)
+    return with_padding(product, pads)
 
 
 @plgpu.kernel_family(in_place=False)
@@ -844,80 +689,18 @@ def matmul(
 
     Returns (M, N) of the caller's kind of array. TypeError, ValueError for other dtypes and shapes.
     """
-    fp8 = a.dtype.name in FP8 and b.dtype.name in FP8
-    if not fp8 and (a.dtype.name not in ("float16", "bfloat16") or b.dtype != a.dtype):
-        raise TypeError(
-            f"matmul: a and b must both be float16 or bfloat16, got {a.dtype} and {b.dtype};"
-            f" or {' or '.join(FP8)} each"
-        )
-    if a.ndim != 2 or b.ndim != 2:
-        raise ValueError(f"matmul: a and b must have two dims, got {a.shape} and {b.shape}")
-    k, m = a.shape if transpose_a else a.shape[::-1]
-    n, k2 = b.shape if transpose_b else b.shape[::-1]
-    if k != k2:
-        raise ValueError(f"matmul: the inner dims differ, {k} and {k2}")
-    bias_dtypes = _FLOATS if fp8 else (a.dtype.name,)
-    if bias is not None and (bias.shape != (n,) or bias.dtype.name not in bias_dtypes):
-        raise ValueError(
-            f"matmul: bias must be {' or '.join(bias_dtypes)} of shape ({n},), got {bias.dtype}"
-            f" {bias.shape}"
-        )
-    if isinstance(activation, str):
-        if activation not in _ACTIVATIONS:
-            raise ValueError(
-                f"matmul: activation must be one of {sorted(_ACTIVATIONS)}, got {activation!r}"
-            )
-        activation = _ACTIVATIONS[activation]
-    if out_dtype is None:
-        out_dtype = jnp.dtype(jnp.bfloat16) if fp8 else a.dtype
-    out_dtype = jnp.dtype(out_dtype)
-    if out_dtype.name not in _FLOATS:
-        raise TypeError(f"matmul: out_dtype must be a float dtype, got {out_dtype}")
+    ta, tb = bool(transpose_a), bool(transpose_b)
+    x = _checked(a, b, bias, activation, out_dtype, ta, tb)
     sms = plgpu.core_count(a.device)
     invariant = batch_invariance("matmul", batch_invariant, deterministic)
     if invariant and isinstance(config, MatmulConfig):
         config = config._replace(serpentine=False)
-    ta, tb, bias_dtype = bool(transpose_a), bool(transpose_b), bias and bias.dtype
-    if fp8:
-        forms = forms_of(scale_a, scale_b, m, n, k)
-        if config is None and invariant:
-            config = choose_invariant(m, n, k, sms, 1, forms.blocks)
-        config = config or choose_fp8(m, n, k, sms, forms.blocks)
-        _check_fp8_config(config, forms)
-        dtypes = (a.dtype, b.dtype)
-        shape = (m, n, k, dtypes, out_dtype, False, True, bias_dtype, activation, config)
-        product = _product(*shape, sms, interpret, forms)
-        pads = [
-            turning(a.shape, a.dtype, a.aligned, interpret) if ta else _padding_of(a, interpret),
-            _padding_of(b, interpret) if tb else turning(b.shape, b.dtype, b.aligned, interpret),
-        ]
-        pads += [] if bias is None else [_padding_of(bias, interpret)]
-        pads += [] if scale_a is None else [None]
-        if scale_b is not None:
-            pads.append(_padding_of(scale_b, interpret) if forms.b == "each" else None)
-        return _Padded(product, pads) if any(pads) else product
+    if a.dtype.name in FP8:
+        operands = a, b, bias, scale_a, scale_b
+        return _of_8_bits(x, operands, config, invariant, sms, interpret)
     for name, scale in (("scale_a", scale_a), ("scale_b", scale_b)):
         if scale is not None:
             raise ValueError(
                 f"matmul: {name} is for 8-bit floats, a and b are {a.dtype}; multiply the result"
             )
-    if config is None and invariant:
-        config = choose_invariant(m, n, k, sms)
-    config = config or choose(m, n, k, sms, ta, tb)
-    _check_config(config, m, ta, tb)
-    few_rows = isinstance(config, FewRowsConfig)
-    if few_rows:
-        shape = (m, n, k, a.dtype, out_dtype, ta, tb, bias is not None, activation, config)
-        product = _few_rows(*shape, interpret)
-    else:
-        shape = (m, n, k, (a.dtype, a.dtype), out_dtype, ta, tb, bias_dtype, activation, config)
-        product = _product(*shape, sms, interpret, UNSCALED)
-    operands = (a, b) if bias is None else (a, b, bias)
-    one_column = few_rows and ta  # a is read as one row
-    pads = [
-        _padding(x.shape, a.dtype, x.aligned, interpret)
-        if x.ndim == 2 and _needs_padding(x) and not (x is a and one_column)
-        else None
-        for x in operands
-    ]
-    return _Padded(product, pads) if any(pads) else product
+    return _of_16_bits(x, a, b, config, invariant, sms, interpret)

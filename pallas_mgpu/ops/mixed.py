@@ -20,8 +20,11 @@ from pallas_mgpu import lax, pl
 from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
 
+from ._common import SMEM_BYTES as _SMEM
+from ._common import swizzled as _swizzled
+from ._padding import needs_padding as _needs_padding
+from ._padding import padding as _padding
 from ._ring import Ring, roles
-from .matmul import _SMEM, _needs_padding, _padding, _swizzled
 
 _BITS = {"int8": 8, "int4": 4}
 

@@ -33,8 +33,12 @@ from pallas_mgpu import lax, pl
 from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
 
+from ._common import SMEM_BYTES as _SMEM
+from ._common import swizzled as _swizzled
+from ._padding import Padded as _Padded
+from ._padding import needs_padding as _needs_padding
+from ._padding import padding as _padding
 from ._ring import Ring, for_told, hand_out, roles, store_chunk, told_scratch
-from .matmul import _SMEM, _needs_padding, _Padded, _padding, _swizzled
 
 _STEP = 64  # elements of the summed dim in a slot
 # Rows of a group in a slot of sums. With half a _STEP the slot for the edge takes half of the room:

@@ -1,0 +1,79 @@
+"""Copies of operands whose rows TMA cannot address.
+
+TMA wants arrays that begin at, and have rows of, a multiple of 16 bytes. Others are first copied to
+padded rows by a kernel of their own."""
+
+import math
+
+import pallas_mgpu as plgpu
+from pallas_mgpu import lax, pl
+from pallas_mgpu import numpy as jnp
+from pallas_mgpu._caches import cached
+
+from ._common import overlap_launches
+
+_WIDTH = 4096  # elements that a block copies
+
+
+@cached
+def padding(shape, dtype, aligned, interpret):
+    """Kernel: a copy with rows of a multiple of 16 bytes, filled up with zeros.
+
+    Blocks take a few rows, or a part of one. Where it does not come out even the last ones begin
+    earlier, and copy once more what others copy too."""
+    rows, cols = math.prod(shape[:-1]), shape[-1]
+    whole = 16 // dtype.itemsize
+    padded = pl.cdiv(cols, whole) * whole
+    width = min(cols, _WIDTH)
+    height = min(rows, max(_WIDTH // width, 1))
+
+    def body(x, o):
+        overlap_launches()
+        r = jnp.minimum(lax.axis_index("row") * height, rows - height)
+        c = jnp.minimum(lax.axis_index("col") * width, cols - width)
+        x, o = x.reshape((rows, cols)), o.reshape((rows, padded))
+        from_ = c
+        if not aligned:  # no vectors: the compiler cannot know that this is zero
+            from_ = c + lax.optimization_barrier(jnp.int32(0))
+        part = x[pl.ds(r, height), pl.ds(from_, width)]
+        o[pl.ds(r, height), pl.ds(c, width)] = part
+
+        @pl.when(lax.axis_index("col") == 0)
+        def _():
+            if padded > cols:
+                o[pl.ds(r, height), cols:] = jnp.zeros((height, padded - cols), dtype)
+
+    return plgpu.kernel(
+        body,
+        out_type=plgpu.ShapeDtypeStruct((*shape[:-1], padded), dtype),
+        grid=(pl.cdiv(rows, height), pl.cdiv(cols, width)),
+        grid_names=("row", "col"),
+        interpret=interpret,
+        kernel_name="matmul_padding",
+    )
+
+
+def needs_padding(x):
+    rows = math.prod(x.shape[:-1])
+    return not x.aligned or rows > 1 and x.shape[-1] * x.dtype.itemsize % 16 != 0
+
+
+def padding_of(x, interpret):
+    """The kernel that copies the operand, or None where TMA can address it."""
+    return padding(x.shape, x.dtype, x.aligned, interpret) if needs_padding(x) else None
+
+
+class Padded:
+    """A product of copies of the operands. pads: the kernel that copies each, or None."""
+
+    def __init__(self, product, pads):
+        self.product, self.pads = product, pads
+
+    def __call__(self, *operands, out=None):
+        operands = [x if pad is None else pad(x) for x, pad in zip(operands, self.pads)]
+        return self.product(*operands) if out is None else self.product(*operands, out=out)
+
+
+def with_padding(product, pads):
+    """The product itself where no operand needs a copy."""
+    return Padded(product, pads) if any(pads) else product
