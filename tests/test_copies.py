@@ -1,5 +1,7 @@
 """Copies between GMEM and SMEM: what each engine does, and that all do the same."""
 
+import re
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -516,3 +518,58 @@ def test_store_to_another_block_errors():
     raises(ValueError, "atomic must be", "row", atomic="mul")
     raises(ValueError, "not a cluster axis", "row", cluster_dim="d")
     raises(ValueError, "out of bounds", "row", cluster_idx=2)
+
+
+# ---- what a barrier expects ---------------------------------------------------------------------
+
+SHARED_ARRIVAL = {
+    # copies of a step, arrivals that complete a phase: copies that tell their bytes
+    "both in each phase": (("x", "y"), 2, 1),
+    "only when true": (("x", "y if"), 2, 2),
+    "an arrival beside them": (("x", "y", "arrive"), 3, 2),
+    "a store between them": (("x", "store", "y"), 2, 2),
+    "one phase each": (("x", "wait", "y"), 1, 2),
+    "one phase in two steps": (("x", "y"), 4, 2),
+}
+
+
+@pytest.mark.parametrize("how", SHARED_ARRIVAL)
+def test_copies_that_complete_a_phase_share_an_arrival(run, rng, how):
+    """The first of them tells the bytes of both; where anything else completes phases each tells
+    its own."""
+    steps, arrivals, told = SHARED_ARRIVAL[how]
+    n = 4
+
+    def body(x, y, o, xs, ys, other, bar):
+        def step(k, _):
+            for what in steps:
+                if what == "x":
+                    plgpu.copy_gmem_to_smem(x.at[k], xs.at[k], bar)
+                elif what == "y":
+                    plgpu.copy_gmem_to_smem(y.at[k], ys.at[k], bar)
+                elif what == "y if":
+                    plgpu.copy_gmem_to_smem(y.at[k], ys.at[k], bar, predicate=k >= 0)
+                elif what == "arrive":
+                    plgpu.barrier_arrive(bar)
+                elif what == "store":
+                    other[...] = jnp.full((128,), k, jnp.int32)
+                else:
+                    plgpu.barrier_wait(bar)
+            if arrivals <= len(steps):
+                plgpu.barrier_wait(bar)
+            else:
+                pl.when(k % 2 == 1)(lambda: plgpu.barrier_wait(bar))
+
+        lax.fori_loop(0, n, step, None)
+        for k in range(n):
+            o[k] = xs[k] + ys[k]
+
+    x, y = rng.standard_normal((2, n, 256)).astype(np.float32)
+    scratch = [plgpu.SMEM((n, 256), np.float32)] * 2
+    scratch += [plgpu.SMEM((128,), np.int32), plgpu.Barrier(num_arrivals=arrivals)]
+    kernel = run.kernel(body, x, scratch_types=scratch)
+    entry = kernel.lower(x, y).as_text("cuda").split("__global__")[1]
+    assert entry.count("mbarrier_arrive_expect_tx(") == told
+    counted = 1 if told == 1 else arrivals
+    assert re.search(rf"mbarrier_init\(smem \+ \d+, {counted}\);", entry)
+    np.testing.assert_array_equal(run.call(kernel, x, y), x + y)

@@ -8,9 +8,9 @@
  * warp 0 (lane.c), always the same (elect.sync with all lanes gives the same one), so that this
  * lane's bulk groups are those of the thread. Where warps of a WARP_MAP store too, each has such a
  * lane: what the thread closes and waits for is that of all four. The elected lane arrives, with
- * the bytes to expect, before it issues the copy. A collective copy loads this block's share and
- * multicasts it; its barrier gets the bytes of all shares. PLAIN copies are loads and stores of all
- * lanes, then a proxy fence and the arrival. */
+ * the bytes to expect, before it issues the copy, or the first copy of a run (expect.c). A
+ * collective copy loads this block's share and multicasts it; its barrier gets the bytes of all
+ * shares. PLAIN copies are loads and stores of all lanes, then a proxy fence and the arrival. */
 #include "gen.h"
 
 /* ---- barriers ---------------------------------------------------------------------------- */
@@ -237,7 +237,11 @@ static pm_code load_by_lane(pm_gen *e, pm_opid op, const pm_copy_plan *p) {
   barrier b;
   PM_TRY(barrier_of(e, op, pm_in(e->g, op, 2), &b));
   if (when) pm_begin(e, "if (%s) {", when);
-  pm_line(e, "mbarrier_arrive_expect_tx(%s, %lld);", b.address, (long long)p->bytes);
+  if (!e->is_expected[op]) {
+    long long bytes;
+    PM_TRY(pm_expected_bytes(e, op, &bytes));
+    pm_line(e, "mbarrier_arrive_expect_tx(%s, %lld);", b.address, bytes);
+  }
   issue(e, op, p, b.address);
   if (when) {
     e->indent--;

@@ -50,6 +50,9 @@ typedef struct pm_gen {
   bool *named;            /* per value: it has had a name */
   const uint32_t *number; /* per value: as the graph's text form has it */
   uint32_t next_name;     /* above those */
+  pm_opid *next_copy;     /* per op: the copy after it in its run (expect.c) */
+  bool *is_expected;      /* per op: the first copy of its run has told its bytes */
+  bool *one_expect;       /* per value: a barrier that counts one arrival for each run */
   PM_VEC(struct pm_issued {
     const char *text;
     uint32_t stem;
@@ -293,6 +296,12 @@ void pm_atomic_array(pm_gen *e, const pm_layout *l, const pm_view *v, const char
                      const char *x);
 /* the widest vector that one row of digits allows; raises the alignment of a GMEM parameter */
 void pm_need_alignment(pm_gen *e, const pm_view *v, int64_t bytes);
+
+/* ---- copies that share an arrival (expect.c) ----------------------------------------------- */
+
+void pm_find_expects(pm_gen *e);
+/* Bytes of a copy and those after it in its run. */
+pm_code pm_expected_bytes(pm_gen *e, pm_opid op, long long *bytes);
 
 /* ---- regions of one lane (lane.c), bulk groups (groups.c) --------------------------------- */
 

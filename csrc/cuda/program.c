@@ -267,7 +267,8 @@ static pm_code print_barriers(pm_gen *e, const survey *s) {
     const pm_opid op = s->barriers.at[k];
     const int64_t n = pm_type_size(pm_typeof(e->g, pm_get(e->g, op)->out));
     const int64_t unit = *pm_attr(e->g, op, PM_ATTR_WARPS) ? 4 : 1;
-    const int64_t count = pm_barrier_arrivals(e->g, op) * unit;
+    const int64_t count =
+        e->one_expect[pm_get(e->g, op)->out] ? 1 : pm_barrier_arrivals(e->g, op) * unit;
     const long long at = *pm_attr(e->g, op, PM_ATTR_OFFSET);
     if (n <= 8) { /* unrolling a loop takes the compiler longer */
       for (int64_t i = 0; i < n; i++) {
@@ -532,6 +533,9 @@ pm_code pm_generate_cuda(const pm_graph *g, const pm_target *t, const pm_cuda_op
   e.slot = PM_NEW(g->arena, pm_slot, g->values.n + 1);
   e.named = PM_NEW(g->arena, bool, g->values.n + 1);
   e.number = pm_number_values(g, g->arena, &e.next_name);
+  e.next_copy = PM_NEW(g->arena, pm_opid, g->ops.n + 1);
+  e.is_expected = PM_NEW(g->arena, bool, g->ops.n + 1);
+  e.one_expect = PM_NEW(g->arena, bool, g->values.n + 1);
   e.uses = PM_NEW(g->arena, uint32_t, g->values.n + 1);
   e.user = PM_NEW(g->arena, pm_opid, g->values.n + 1);
   e.barred = PM_NEW(g->arena, bool, g->values.n + 1);
@@ -550,6 +554,7 @@ pm_code pm_generate_cuda(const pm_graph *g, const pm_target *t, const pm_cuda_op
   out->entry = entry_name(&e);
   count_uses(&e);
   pm_find_words(&e);
+  pm_find_expects(&e);
   PM_TRY(print_body(&e));
   assemble(&e);
   return PM_OK;
