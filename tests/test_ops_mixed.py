@@ -43,8 +43,8 @@ def check(run, given, **options):
     want = x.astype(np.float64) @ full.T
     interpret = None if run.way == "cuda" else True
     kernel = mixed_matmul.kernel(*given, **options, interpret=interpret)
-    if hasattr(kernel, "pad"):
-        given = (run.call(kernel.pad, x), *given[1:])
+    if hasattr(kernel, "pads"):
+        given = [a if pad is None else run.call(pad, a) for a, pad in zip(given, kernel.pads)]
         kernel = kernel.product
     got = run.call(kernel, *given)
     assert got.dtype == np.dtype(options.get("out_dtype", x.dtype)) and got.shape == want.shape

@@ -12,6 +12,7 @@ result to global memory through buffers in shared memory, by TMA."""
 
 import pallas_mgpu as plgpu
 from pallas_mgpu import lax, pl
+from pallas_mgpu import numpy as jnp
 
 SMEM_BYTES = 232448 - 1024  # that buffers of a block may take
 
@@ -84,10 +85,13 @@ def warp_specialized(body, plan, out_type, **options):
 class Ring:
     """Slots in shared memory that the producer fills and the consumers empty, in the same order.
 
-    ``full``, ``empty``: their barriers. Step number `it` of all tiles has slot `it % stages`."""
+    ``full``, ``empty``: their barriers; ``buffers``: refs whose first dim is the slot. Step number
+    `it` of all tiles has slot `it % stages`, in phase `it // stages` of its barriers. Where stages
+    is no power of two that takes a division, which makes short steps longer; loops of such kernels
+    carry slot and phase instead."""
 
-    def __init__(self, stages, full, empty):
-        self.stages, self.full, self.empty = stages, full, empty
+    def __init__(self, stages, full, empty, *buffers):
+        self.stages, self.full, self.empty, self.buffers = stages, full, empty, buffers
 
     @staticmethod
     def barriers(stages, copies, consumers, axes=()):
@@ -124,6 +128,33 @@ class Ring:
         for s in range(self.stages):
             last = (steps - s - 1) // self.stages
             pl.when(steps > s)(lambda s=s, n=last: plgpu.barrier_wait(self.empty.at[s], phase=n))
+
+    # ---- by slot and phase
+
+    def at(self, it):
+        """Slot and phase of step `it`."""
+        return it % self.stages, it // self.stages
+
+    def next(self, slot, phase):
+        """Those of the step after."""
+        last = slot == self.stages - 1
+        return lax.select(last, jnp.int32(0), slot + 1), phase + last.astype(jnp.int32)
+
+    def fetch(self, first, steps, at, copy):
+        """Producer: copy(s, *slots of the buffers, barrier) for the steps from the first on, from
+        slot and phase `at` on. Returns those after the steps."""
+
+        def one(s, at):
+            slot, phase = at
+
+            @pl.when(phase > 0)
+            def _():
+                plgpu.barrier_wait(self.empty.at[slot], phase=phase - 1)
+
+            copy(s, *(buffer.at[slot] for buffer in self.buffers), self.full.at[slot])
+            return self.next(slot, phase)
+
+        return lax.fori_loop(first, steps, one, at)
 
 
 class StaticTiles:

@@ -1,30 +1,39 @@
-"""Product of an array of 16-bit floats with weights of 8 or 4 bits, on Hopper's tensor cores.
+"""Product of 16-bit floats with int8 or int4 weights, on Hopper's tensor cores.
 
 The transposed product is computed: out.T = weights @ x.T. So the weights are the left operand,
 which tensor cores take from registers: a consumer loads its 64 rows of a slot, each lane the bytes
-that it needs, and makes floats of them. (Wider loads and shuffles between lanes take more of the
-integer units, which are the limit.) Scales are not multiplied with weights
-but with sums: the products of a group of K add up in accumulators of their own, and go into float32
-sums with one multiplication. That is exact, and few operations where x has few rows.
+that it needs, and converts them to floats. (Wider loads and shuffles between lanes take more of the
+integer units, which are the limit.) Not the weights but sums are multiplied with the scales: the
+products of a group of K add up in an accumulator of their own, which goes into float32 sums with
+one multiplication. That is exact, and few operations where x has few rows.
 
-Persistent blocks: the last thread fetches into a ring by TMA, each of the others owns 64 rows of
-the weights, for `tile_m` rows of x. Where x has few rows the memory is the limit: then blocks of a
-cluster divide K, so that all SMs fetch, and the first one adds up their sums in a fixed order. In
-a block two threads then take the slots of the same rows in turn, as one would wait most of the time
-for its weights to become floats and for its product."""
+Blocks are persistent. The producer fills a ring by TMA; each consumer owns 64 rows of the weights,
+for `tile_m` rows of x. Where x has few rows the memory is the limit: then blocks of a cluster
+divide K, so that all SMs fetch, and the first one adds up their sums in a fixed order. A consumer
+would wait most of the time for its weights to be converted and for its product, so two consumers
+take the slots of the same rows in turn."""
 
+import functools
 from typing import NamedTuple
+
+import numpy as np
 
 import pallas_mgpu as plgpu
 from pallas_mgpu import lax, pl
 from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
 
-from ._common import SMEM_BYTES as _SMEM
-from ._common import swizzled as _swizzled
-from ._padding import needs_padding as _needs_padding
-from ._padding import padding as _padding
-from ._ring import Ring, roles
+from ._common import (
+    REGISTERS,
+    SMEM_BYTES,
+    Ring,
+    StaticTiles,
+    WarpSpecialized,
+    overlap_launches,
+    swizzled,
+    warp_specialized,
+)
+from ._padding import padding_of, with_padding
 
 _BITS = {"int8": 8, "int4": 4}
 
@@ -32,12 +41,12 @@ _BITS = {"int8": 8, "int4": 4}
 class MixedConfig(NamedTuple):
     """How a mixed product is tiled.
 
-    ``consumers``: threads that multiply, 64 rows of the weights each, 1 to 3. ``tile_m``: rows of x
-    of a tile, a multiple of 16 up to 128. ``split``: blocks of a cluster that divide K, 1, 2, 4 or
-    8; from 2 on for tile_m up to 32. ``stages``: slots of the ring; 0: as many as fit. ``step``:
-    elements of K per slot, 64 or 128. ``group``: tiles of x worked on together,
-    for the L2. ``turns``: threads that take the slots of the same rows in turn, 1 or 2; 2 for
-    tile_m up to 32 and up to 2 consumers.
+    ``consumers``: warpgroups that multiply, 64 rows of the weights each, 1 to 3. ``tile_m``: rows
+    of x of a tile, a multiple of 16 up to 128. ``split``: blocks of a cluster that divide K, 1, 2,
+    4 or 8; from 2 on for tile_m up to 32. ``stages``: slots of the ring; 0: as many as fit.
+    ``step``: elements of K per slot, 64 or 128. ``group``: tiles of x worked on together, for the
+    L2. ``turns``: warpgroups that take the slots of the same rows in turn, 1 or 2; 2 for tile_m up
+    to 32 and up to 2 consumers.
     """
 
     consumers: int = 2
@@ -49,207 +58,235 @@ class MixedConfig(NamedTuple):
     turns: int = 1
 
 
-class _Plan:
-    """Numbers that follow from a shape and a configuration."""
+class Product(NamedTuple):
+    """What a kernel computes."""
 
-    def __init__(self, m, n, k, scale_groups, bits, out_bytes, cfg, sms):
-        self.rows = 64 * cfg.consumers
-        self.tiles_m, self.tiles_n = pl.cdiv(m, cfg.tile_m), pl.cdiv(n, self.rows)
+    m: int
+    n: int
+    k: int
+    dtype: np.dtype  # of x
+    weight_dtype: np.dtype
+    scale_dtype: np.dtype | None  # None without scales
+    scale_groups: int
+    out_dtype: np.dtype
+
+
+class _Plan:
+    """What follows from a product and a configuration."""
+
+    def __init__(self, x, cfg, sms):
+        self.x, self.cfg = x, cfg
+        self.strips = cfg.consumers  # of 64 rows of the weights
+        self.rows, self.consumers = 64 * self.strips, self.strips * cfg.turns
+        self.tiles_m, self.tiles_n = pl.cdiv(x.m, cfg.tile_m), pl.cdiv(x.n, self.rows)
         self.total = self.tiles_m * self.tiles_n
-        steps = pl.cdiv(k, cfg.step)
-        if scale_groups > 1:  # sums of a group each
-            self.groups = scale_groups // cfg.split
-            self.steps = steps // scale_groups
+        steps = pl.cdiv(x.k, cfg.step)
+        self.grouped = x.scale_groups > 1
+        if self.grouped:  # a sum for each group
+            self.groups, self.group_steps = x.scale_groups // cfg.split, steps // x.scale_groups
         else:
-            self.groups, self.steps = 1, pl.cdiv(steps, cfg.split)
-        used = cfg.consumers * cfg.tile_m * 64 * out_bytes + 2048
+            self.groups, self.group_steps = 1, pl.cdiv(steps, cfg.split)
+        self.steps = self.groups * self.group_steps  # of a block, for a tile
+        bits = _BITS[x.weight_dtype.name]
+        used = self.strips * cfg.tile_m * 64 * x.out_dtype.itemsize + 2048
         self.parts = cfg.split * cfg.turns  # of sums
         if self.parts > 1:
-            used += self.parts * cfg.consumers * 64 * cfg.tile_m * 4
+            used += self.parts * self.strips * 64 * cfg.tile_m * 4
         slot = (self.rows * bits // 8 + cfg.tile_m * 2) * cfg.step
-        most = min((_SMEM - used) // slot, 16)
-        self.stages = min(cfg.stages or most, most, max(self.groups * self.steps, 2))
-        if cfg.turns > 1:  # a slot always has the same thread, which sees every phase of it
-            round_ = cfg.turns * (self.steps if scale_groups > 1 else 1)
+        most = min((SMEM_BYTES - used) // slot, 16)
+        self.stages = min(cfg.stages or most, most, max(self.steps, 2))
+        if cfg.turns > 1:  # a slot always has the same consumer, which sees every phase of it
+            round_ = cfg.turns * (self.group_steps if self.grouped else 1)
             if round_ > most:
                 raise ValueError(
                     f"mixed_matmul: {round_} slots, for 2 turns of a group, do not fit; got {cfg}"
                 )
             self.stages = max(self.stages // round_, 1) * round_
         self.clusters = self.total if self.parts > 1 else min(self.total, sms)
-        self.registers = {2: (40, 232), 3: (32, 160)}.get(cfg.consumers)
-        if cfg.tile_m <= 64:
-            self.registers = None
+        self.axes = {"ck": cfg.split} if cfg.split > 1 else {}
+        self.registers = REGISTERS.get(self.strips) if cfg.tile_m > 64 else None
+        self.by_tma = x.m == 1 or x.n * x.out_dtype.itemsize % 16 == 0  # the result
+
+    def scratch(self):
+        x, cfg, rows_of_w = self.x, self.cfg, (self.rows, self.cfg.step)
+        bytes_ = cfg.step * _BITS[x.weight_dtype.name] // 8
+        tiled = (plgpu.TilingTransform((8, cfg.step)), plgpu.SwizzleTransform(bytes_))
+        x_tile, x_tiled = (cfg.tile_m, cfg.step), swizzled(64, x.dtype)
+        found = {
+            "w_smem": plgpu.SMEM((self.stages, *rows_of_w), x.weight_dtype, transforms=tiled),
+            "x_smem": plgpu.SMEM((self.stages, *x_tile), x.dtype, transforms=x_tiled),
+            "o_smem": plgpu.SMEM((self.strips, cfg.tile_m, 64), x.out_dtype),
+        }
+        found |= Ring.barriers(self.stages, 2, self.strips)
+        if self.parts > 1:
+            sums = (self.parts, self.strips, 64, cfg.tile_m)
+            found["inbox"] = plgpu.SMEM(sums, jnp.float32)
+            arrivals = {"num_arrivals": cfg.turns, "num_barriers": self.strips}
+            if cfg.split > 1:
+                found["arrived"] = plgpu.ClusterBarrier(collective_axes=("ck",), **arrivals)
+            else:
+                found["arrived"] = plgpu.Barrier(**arrivals)
+        return found
+
+
+class _Block(WarpSpecialized):
+    """One block of the kernel, while it is traced."""
+
+    def __init__(self, plan, refs):
+        super().__init__(plan, refs)
+        self.cfg = plan.cfg
+        self.ring = Ring(plan.stages, self.full, self.empty, self.w_smem, self.x_smem)
+        self.tiles = StaticTiles(plan.total, plan.clusters)
+        self.rank = lax.axis_index("ck") if plan.axes else 0
+
+    def origin(self, t):
+        """First row of x and of the weights of tile t."""
+        p, band_height = self.plan, self.cfg.group
+        band, inside = t // (band_height * p.tiles_n), t % (band_height * p.tiles_n)
+        height = jnp.minimum(p.tiles_m - band * band_height, band_height)
+        height = jnp.maximum(height, 1)
+        i = band * band_height + lax.rem(inside, height)
+        return i * self.cfg.tile_m, lax.div(inside, height) * p.rows
+
+    # ---- producer
+
+    def producer(self):
+        self.ring.drain(self.tiles.for_each(self.fetch_tile, jnp.int32(0)))
+
+    def fetch_tile(self, t, it):
+        p, cfg = self.plan, self.cfg
+        row, col = self.origin(t)
+
+        def copy(s, w_slot, x_slot, full):
+            along_k = pl.ds((self.rank * p.steps + s) * cfg.step, cfg.step)
+            plgpu.copy_gmem_to_smem(self.w.at[pl.ds(col, p.rows), along_k], w_slot, full)
+            plgpu.copy_gmem_to_smem(self.x.at[pl.ds(row, cfg.tile_m), along_k], x_slot, full)
+
+        self.ring.fetch(0, p.steps, self.ring.at(it), copy)
+        return it + p.steps
+
+    # ---- consumers
+
+    def consumer(self, me):
+        strip, turn = me, 0
+        if self.cfg.turns > 1:
+            strip, turn = me % self.plan.strips, me // self.plan.strips
+        multiply = functools.partial(self.multiply_tile, strip, turn)
+        self.tiles.for_each(multiply, jnp.int32(0))
+
+    def multiply_tile(self, strip, turn, t, it):
+        row, col = self.origin(t)
+        col = col + strip * 64
+        value = self.scaled_sum(strip, turn, it, col)
+        if self.plan.parts == 1:
+            self.epilogue(strip, value, row, col)
+        else:
+            self.reduce(strip, turn, value, row, col)
+        return it + self.plan.steps
+
+    def share(self, count, turn):
+        """How many of so many it is this consumer's turn to take."""
+        turns = self.cfg.turns
+        return count // turns if count % turns == 0 else (count - turn + turns - 1) // turns
+
+    def scaled_sum(self, strip, turn, it, col):
+        """Of this block's part of K and the slots that it is this consumer's turn to take."""
+        p, turns = self.plan, self.cfg.turns
+        first = self.rank * p.groups if p.grouped else 0
+        scales = self.load_scales(first + (turn if p.groups > 1 else 0), col)
+        if p.groups == 1:
+            value = self.sum(strip, it + turn, self.share(p.group_steps, turn), turns)
+            return self.scaled(value, scales)
+
+        def group(i, carry):
+            total, scales = carry
+            g = turn + i * turns
+            # one ahead: it takes a while
+            following = self.load_scales(first + jnp.minimum(g + turns, p.groups - 1), col)
+            part = self.sum(strip, it + g * p.group_steps, p.group_steps, 1)
+            return total + self.scaled(part, scales), following
+
+        zeros = jnp.zeros((64, self.cfg.tile_m), jnp.float32)
+        zeros = plgpu.layout_cast(zeros, plgpu.Layout.WGMMA)
+        # NVRTC 13.0 takes the last step apart and then unrolls what it knows the count of
+        count = lax.optimization_barrier(jnp.int32(self.share(p.groups, turn)))
+        return lax.fori_loop(0, count, group, (zeros, scales))[0]
+
+    def sum(self, strip, first, count, every):
+        """The product of so many steps, from the first on."""
+        ring = self.ring
+
+        def multiply(acc):
+            def step(i, _):
+                it = first + i * every
+                slot = ring.slot(it)
+                ring.wait(it)
+                mine = self.w_smem.at[slot, pl.ds(strip * 64, 64)]
+                weights = plgpu.load(mine, layout=plgpu.Layout.WGMMA, optimized=False)
+                weights = weights.astype(self.plan.x.dtype)
+                plgpu.wgmma(acc, weights, self.x_smem.at[slot].T)
+                plgpu.wgmma_wait(0)
+                ring.release(it)
+
+            lax.fori_loop(0, count, step, None)
+            return acc[...]
+
+        return pl.run_scoped(multiply, plgpu.ACC((64, self.cfg.tile_m)))
+
+    def load_scales(self, group, col):
+        """Of 64 rows of the weights; None without scales."""
+        n, rows = self.plan.x.n, pl.ds(col, 64)
+        if self.scales is None:
+            return None
+        if n % self.plan.rows == 0:
+            return self.scales[group, rows]
+        keep = jnp.arange(64) < n - col
+        return pl.load(self.scales, (group, rows), mask=keep, other=0.0)
+
+    def scaled(self, value, scales):
+        if scales is None:
+            return value
+        return value * lax.broadcast_in_dim(scales.astype(jnp.float32), value.shape, [0])
+
+    def reduce(self, strip, turn, value, row, col):
+        """Sums the parts of K in the first consumer of the first block, which stores them."""
+        p = self.plan
+        part = self.rank * self.cfg.turns + turn
+        inbox = plgpu.cluster_ref(self.inbox, {"ck": 0}) if p.axes else self.inbox
+        inbox[part, strip] = value
+        plgpu.barrier_arrive(self.arrived.at[strip])
+        plgpu.barrier_wait(self.arrived.at[strip])
+
+        @pl.when(part == 0)
+        def _():
+            total = plgpu.load(self.inbox.at[0, strip], layout=plgpu.Layout.WGMMA)
+            for j in range(1, p.parts):
+                total = total + plgpu.load(self.inbox.at[j, strip], layout=plgpu.Layout.WGMMA)
+            self.epilogue(strip, total, row, col)
+
+    # ---- epilogue
+
+    def epilogue(self, strip, value, row, col):
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        self.o_smem[strip] = value.T.astype(self.plan.x.out_dtype)
+        plgpu.commit_smem()
+        where = self.o.at[pl.ds(row, self.cfg.tile_m), pl.ds(col, 64)]
+        engine = None if self.plan.by_tma else "lanes"
+        plgpu.copy_smem_to_gmem(self.o_smem.at[strip], where, engine=engine)
 
 
 @cached
-def _product(
-    m, n, k, dtype, weight_dtype, scale_dtype, scale_groups, out_dtype, cfg, sms, interpret
-):
-    """scale_dtype: None without scales."""
-    bits = _BITS[weight_dtype.name]
-    p = _Plan(m, n, k, scale_groups, bits, out_dtype.itemsize, cfg, sms)
-    tile, split, step, consumers = cfg.tile_m, cfg.split, cfg.step, cfg.consumers
-    turns = cfg.turns
-    steps = p.groups * p.steps  # of a block
-    by_tma = m == 1 or n * out_dtype.itemsize % 16 == 0
-    f32 = jnp.float32
+def _kernel(x, cfg, sms, interpret):
+    """x: a Product."""
+    plan = _Plan(x, cfg, sms)
 
-    def body(x, w, *refs, w_smem, x_smem, o_smem, full, empty, inbox=None, arrived=None):
-        *scales, o = refs
-        plgpu.griddepcontrol_launch_dependents()
-        plgpu.griddepcontrol_wait()
-        ring = Ring(p.stages, w_smem, x_smem, full, empty)
-        cid = lax.axis_index("tile")
-        rank = lax.axis_index("ck") if split > 1 else 0
+    def body(x, w, *refs, **scratch):
+        scales, o = refs if len(refs) > 1 else (None, *refs)
+        overlap_launches()
+        _Block(plan, dict(x=x, w=w, scales=scales, o=o) | scratch).run()
 
-        def for_tiles(work):
-            """work(first row of x, of the weights, steps before) for each tile; all steps."""
-
-            def one(i, it):
-                t = cid + i * p.clusters
-                band, inside = t // (cfg.group * p.tiles_n), t % (cfg.group * p.tiles_n)
-                height = jnp.minimum(p.tiles_m - band * cfg.group, cfg.group)
-                height = jnp.maximum(height, 1)
-                at = band * cfg.group + lax.rem(inside, height)
-                work(at * tile, lax.div(inside, height) * p.rows, it)
-                return it + steps
-
-            if p.clusters == p.total:
-                return one(0, jnp.int32(0))
-            trips = (p.total - cid + (p.clusters - 1)) // p.clusters
-            return lax.fori_loop(0, trips, one, jnp.int32(0))
-
-        def fetch():
-            def one(row, col, it):
-                def copy(s, w_slot, x_slot, barrier):
-                    along_k = pl.ds((rank * steps + s) * step, step)
-                    plgpu.copy_gmem_to_smem(w.at[pl.ds(col, p.rows), along_k], w_slot, barrier)
-                    plgpu.copy_gmem_to_smem(x.at[pl.ds(row, tile), along_k], x_slot, barrier)
-
-                ring.fetch(0, steps, ring.at(it), copy)
-
-            ring.drain(for_tiles(one))
-
-        def consume(thread):
-            me, turn = (thread % consumers, thread // consumers) if turns > 1 else (thread, 0)
-
-            def share(count):
-                """How many of so many it is this thread's turn to take."""
-                return count // turns if count % turns == 0 else (count - turn + turns - 1) // turns
-
-            def scales_of(group, col):
-                """Of the rows of the weights."""
-                rows = pl.ds(col, 64)
-                if n % p.rows == 0:
-                    return scales[0][group, rows]
-                keep = jnp.arange(64) < n - col
-                return pl.load(scales[0], (group, rows), mask=keep, other=0.0)
-
-            def product(first, count, every):
-                """The sums of so many steps, from the first on."""
-
-                def with_sums(acc):
-                    def one(i, _):
-                        now = first + i * every
-                        slot = now % p.stages
-                        plgpu.barrier_wait(full.at[slot], phase=now // p.stages)
-                        mine = w_smem.at[slot, pl.ds(me * 64, 64)]
-                        weights = plgpu.load(mine, layout=plgpu.Layout.WGMMA, optimized=False)
-                        weights = weights.astype(dtype)
-                        plgpu.wgmma(acc, weights, x_smem.at[slot].T)
-                        plgpu.wgmma_wait(0)
-                        plgpu.barrier_arrive(empty.at[slot])
-
-                    lax.fori_loop(0, count, one, None)
-                    return acc[...]
-
-                return pl.run_scoped(with_sums, plgpu.ACC((64, tile)))
-
-            def scaled(value, s):
-                if not scales:
-                    return value
-                return value * lax.broadcast_in_dim(s.astype(f32), value.shape, [0])
-
-            def sums(it, col):
-                first = rank * p.groups if scale_groups > 1 else 0
-                s = scales_of(first + (turn if p.groups > 1 else 0), col) if scales else None
-                if p.groups == 1:
-                    return scaled(product(it + turn, share(p.steps), turns), s)
-
-                def one(i, carry):
-                    total, s = carry
-                    group = turn + i * turns
-                    # one ahead: it takes a while
-                    following = scales_of(first + jnp.minimum(group + turns, p.groups - 1), col)
-                    part = product(it + group * p.steps, p.steps, 1)
-                    return total + scaled(part, s), following
-
-                zeros = plgpu.layout_cast(jnp.zeros((64, tile), f32), plgpu.Layout.WGMMA)
-                # NVRTC 13.0 takes the last step apart and then unrolls what it knows the count of
-                count = lax.optimization_barrier(jnp.int32(share(p.groups)))
-                return lax.fori_loop(0, count, one, (zeros, s))[0]
-
-            def store(value, row, col):
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                o_smem[me] = value.T.astype(out_dtype)
-                plgpu.commit_smem()
-                where = o.at[pl.ds(row, tile), pl.ds(col, 64)]
-                plgpu.copy_smem_to_gmem(o_smem.at[me], where, engine=None if by_tma else "lanes")
-
-            def one(row, col, it):
-                col = col + me * 64
-                value = sums(it, col)
-                if p.parts == 1:
-                    store(value, row, col)
-                    return
-                part = rank * turns + turn
-                (plgpu.cluster_ref(inbox, {"ck": 0}) if split > 1 else inbox)[part, me] = value
-                plgpu.barrier_arrive(arrived.at[me])
-                plgpu.barrier_wait(arrived.at[me])
-
-                @pl.when(part == 0)
-                def _():
-                    total = plgpu.load(inbox.at[0, me], layout=plgpu.Layout.WGMMA)
-                    for j in range(1, p.parts):
-                        total = total + plgpu.load(inbox.at[j, me], layout=plgpu.Layout.WGMMA)
-                    store(total, row, col)
-
-            for_tiles(one)
-
-        roles(consumers * turns, p.registers, fetch, consume)
-
-    bytes_ = step * bits // 8
-    tiled = (plgpu.TilingTransform((8, step)), plgpu.SwizzleTransform(bytes_))
-    slots = {"num_barriers": p.stages}
-    scratch = {
-        "w_smem": plgpu.SMEM((p.stages, p.rows, step), weight_dtype, transforms=tiled),
-        "x_smem": plgpu.SMEM((p.stages, tile, step), dtype, transforms=_swizzled(64, dtype)),
-        "o_smem": plgpu.SMEM((consumers, tile, 64), out_dtype),
-        "full": plgpu.Barrier(num_arrivals=2, **slots),
-        "empty": plgpu.Barrier(num_arrivals=consumers, **slots),
-    }
-    if p.parts > 1:
-        scratch["inbox"] = plgpu.SMEM((p.parts, consumers, 64, tile), f32)
-        arrivals = {"num_arrivals": turns, "num_barriers": consumers}
-        scratch["arrived"] = (
-            plgpu.ClusterBarrier(collective_axes=("ck",), **arrivals)
-            if split > 1
-            else plgpu.Barrier(**arrivals)
-        )
-    return plgpu.kernel(
-        body,
-        out_type=plgpu.ShapeDtypeStruct((m, n), out_dtype),
-        scratch_types=scratch,
-        grid=(p.clusters,),
-        grid_names=("tile",),
-        cluster=(split,) if split > 1 else (),
-        cluster_names=("ck",) if split > 1 else (),
-        num_threads=consumers * turns + 1,
-        thread_name="wg",
-        interpret=interpret,
-        kernel_name="mixed_matmul",
-    )
+    out_type = plgpu.ShapeDtypeStruct((x.m, x.n), x.out_dtype)
+    return warp_specialized(body, plan, out_type, interpret=interpret, kernel_name="mixed_matmul")
 
 
 # ---- the choice ---------------------------------------------------------------------------------
@@ -277,10 +314,10 @@ def choose(m, n, k, scale_groups=1, sms=132):
 # ---- the function -------------------------------------------------------------------------------
 
 
-def _check_config(config, shape, scale_groups, bits, out_dtype, sms):
+def _check_config(config, x, sms):
     if not isinstance(config, MixedConfig):
         raise TypeError(f"mixed_matmul: config must be a MixedConfig, got {config!r}")
-    c, k = config, shape[2]
+    c, groups = config, x.scale_groups
     if (
         c.consumers not in (1, 2, 3)
         or c.tile_m not in range(16, 129, 16)
@@ -300,29 +337,18 @@ def _check_config(config, shape, scale_groups, bits, out_dtype, sms):
             " 128, a group from 1 and 1 or 2 turns (2 with a tile_m up to 32 and 1 or 2 consumers);"
             f" got {config}"
         )
-    if scale_groups > 1 and (k // scale_groups % c.step or scale_groups % c.split):
+    if groups > 1 and (x.k // groups % c.step or groups % c.split):
         raise ValueError(
-            f"mixed_matmul: {scale_groups} groups of {k // scale_groups} elements must be a"
+            f"mixed_matmul: {groups} groups of {x.k // groups} elements must be a"
             f" multiple of the split, and a multiple of the step each; got {config}"
         )
-    if _Plan(*shape, scale_groups, bits, out_dtype.itemsize, config, sms).stages < 1:
+    if _Plan(x, config, sms).stages < 1:
         raise ValueError(f"mixed_matmul: no slot of the ring fits into SMEM; got {config}")
-
-
-class _Padded:
-    """The product of a copy of x."""
-
-    def __init__(self, product, pad):
-        self.product, self.pad = product, pad
-
-    def __call__(self, x, *operands, out=None):
-        x = self.pad(x)
-        return self.product(x, *operands) if out is None else self.product(x, *operands, out=out)
 
 
 @plgpu.kernel_family(in_place=False)
 def mixed_matmul(x, weights, scales=None, *, out_dtype=None, config=None, interpret=None):
-    """``x @ (weights * scales).T`` with float32 accumulation, for weights of 8 or 4 bits (Hopper).
+    """``x @ (weights * scales).T`` with float32 accumulation, for int8 or int4 weights (Hopper).
 
     x: (M, K) float16 or bfloat16; weights: (N, K) int8 or int4, K contiguous; K a multiple of 64,
     any M and N. scales: (G, N) float16, bfloat16 or float32: element (g, n) belongs to
@@ -369,21 +395,8 @@ def mixed_matmul(x, weights, scales=None, *, out_dtype=None, config=None, interp
         raise TypeError(f"{name}: out_dtype must be a float dtype, got {out_dtype}")
     sms = plgpu.core_count(x.device)
     config = config or choose(m, n, k, groups, sms)
-    bits = _BITS[weights.dtype.name]
-    _check_config(config, (m, n, k), groups, bits, out_dtype, sms)
-    product = _product(
-        m,
-        n,
-        k,
-        x.dtype,
-        weights.dtype,
-        None if scales is None else scales.dtype,
-        groups,
-        out_dtype,
-        config,
-        sms,
-        interpret,
-    )
-    if _needs_padding(x):
-        return _Padded(product, _padding(x.shape, x.dtype, x.aligned, interpret))
-    return product
+    scale_dtype = None if scales is None else scales.dtype
+    product = Product(m, n, k, x.dtype, weights.dtype, scale_dtype, groups, out_dtype)
+    _check_config(config, product, sms)
+    kernel = _kernel(product, config, sms, interpret)
+    return with_padding(kernel, [padding_of(x, interpret), None, None])
