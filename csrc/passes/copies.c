@@ -1,29 +1,29 @@
 /* The engine of every copy.
  *
- * A copy moves a view of a kernel argument to or from a view of an SMEM allocation of the same
- * logical shape. Both are read as one list of digits: an untiled dimension of the SMEM view is one
- * digit, a tiled one two (which tile, where in the tile). A digit has its size, its stride in SMEM,
- * and a step along one axis of the GMEM tensor. Sorted by their SMEM stride, fastest first, the
- * digits are the image that an engine must leave.
+ * A copy moves a view of a kernel argument to or from a view of an SMEM allocation with the same
+ * logical shape. Both are described by one list of digits. An untiled dimension of the SMEM view is
+ * one digit; a tiled one is two (which tile, where in the tile). A digit has a size, a stride in
+ * SMEM, and a step along one axis of the GMEM tensor. Sorted by SMEM stride, fastest first, the
+ * digits describe the memory image that an engine must produce.
  *
- * A box begins at any multiple of 128 bytes, also inside of a swizzle pattern: which chunks that
- * permutes is a matter of their addresses, not of where the box begins.
+ * A box may start at any multiple of 128 bytes, even inside a swizzle pattern, because the swizzle
+ * depends on addresses and not on where the box starts.
  *
- * TMA writes a box densely, so the longest dense run of digits from the fastest on becomes the box
- * and the others become loops over boxes. Each axis of the tensor is a dimension of the map. Two
- * digits of one axis can only be in one box if the map sees the axis cut in two, which clips
- * exactly only where the tensor's size and the start of the view are multiples of the cut;
- * otherwise the slower one is a loop. A digit above 256, the limit of a box, is cut in the same two
- * ways. Coordinates out of range are clipped by the hardware: zeros on the way in, nothing on the
- * way out.
+ * TMA writes a box densely. So the longest dense run of digits, starting from the fastest, becomes
+ * the box, and the other digits become loops over boxes. Each axis of the tensor is a dimension of
+ * the map. Two digits of one axis can share a box only if the map splits the axis in two. That
+ * clips exactly only if the tensor's size and the start of the view are multiples of the split;
+ * otherwise the slower digit becomes a loop. A digit above 256, the limit of a box, is split in the
+ * same two ways. The hardware clips coordinates that are out of range: loads read zeros, stores
+ * write nothing.
  *
- * The blocks that share a collective copy take equal parts of one digit, the slowest one that can
- * be cut so: chunks of columns first, then rows. The number of the part is a digit of its own,
- * which is neither in the box nor a loop. Where no tensor map fits at all (pitches), each block
- * copies all for itself, which leaves the same behind.
+ * The blocks that share a collective copy take equal parts of one digit: the slowest one that can
+ * be divided, column chunks first, then rows. The index of the part is a separate digit, which is
+ * neither in the box nor a loop. If no tensor map fits at all (because of the pitch), each block
+ * copies everything for itself, with the same result.
  *
- * Axes stay as they are if that is legal; else neighbours that are taken whole are merged, which
- * lowers the rank and makes pitches legal that are not multiples of 16 bytes. */
+ * Axes are kept if that is legal. Otherwise, adjacent axes that are copied whole are merged. This
+ * reduces the rank, and makes pitches legal that are not multiples of 16 bytes. */
 #include "passes.h"
 
 enum { MAX_DIGITS = 4 * PM_MAX_RANK + 2, MAX_BOX = 256, MAX_COORD_TERMS = 6 };

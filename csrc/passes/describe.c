@@ -1,4 +1,4 @@
-/* What users call the place of a value: the layout of an array, the transforms of SMEM. */
+/* What users call the layout of an array and the transforms of an SMEM ref. */
 #include <stdio.h>
 
 #include "passes.h"

@@ -1,17 +1,18 @@
-/* Where threads and warps may go different ways.
+/* Checks of code in which threads and warps may diverge.
  *
- * In a WARP_MAP each warp goes its own way: there are scalars only, and of the ops those that are
- * marked so in ops.def.
+ * In a WARP_MAP each warp runs independently. Only scalars exist there, and only the ops that
+ * ops.def allows.
  *
- * Turns: all ops of a kernel speak of one ring, as the named barriers that make it are given out
- * once: 0 for the block, one for each thread, one for each place of the ring.
+ * Ordered sections: all sections of a kernel must have the same participants, because the named
+ * barriers are assigned once. Number 0 is the block's, then there is one for each thread and one
+ * for each participant.
  *
- * Named barriers of the kernel's own follow those. Their numbers may be traced: what is provable is
- * checked here, the rest by the interpreter.
+ * Named barriers of the user follow these. Their numbers may be traced: what can be proved is
+ * checked here, the interpreter checks the rest.
  *
- * A reduction by any_in_warp may differ between the warps of a thread. So it may only decide IFs,
- * in which each lane does something with its own registers: no memory, no barriers, nothing that
- * the lanes of a thread do together. */
+ * A reduction by any_in_warp may differ between the warps of a thread. It may therefore only decide
+ * IFs in which each lane works on its own registers: no memory, no barriers, nothing that the lanes
+ * of a thread do together. */
 #include "passes.h"
 
 enum { NAMED_BARRIERS = 16 };

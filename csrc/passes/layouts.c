@@ -1,20 +1,20 @@
 /* Register layouts of all arrays of a kernel.
  *
- * 1. Which values are splats: those computed from splats only (a fixed point over loops). The
- * others are "varied", and only they need a decision.
- * 2. Classes: varied values that must share one layout, because a pointwise op or control flow
+ * 1. Find the splats: values computed only from splats (a fixed point over loops). All others are
+ *    "varied", and only they need a decision.
+ * 2. Form classes: varied values that must share one layout, because a pointwise op or control flow
  *    connects them, are joined by union-find.
- * 3. A class is settled once, and never changes: first by what ops demand (accumulators), then by
- *    what the user wrote, then along relations (reduce, broadcast, reshape, slice, layout_cast
- *    derive the layout of one side from the other) until nothing moves, then by one preference
- * after the other, each followed by relations again, and last by the strided default. Program order
- *    breaks ties, so the result is deterministic.
- * 4. Rewrite: each op gets its operands and gives its result in the layouts of their classes;
- *    where that is not so, a LAYOUT_CAST is put behind the definition of the value (a load or iota
- * is made twice instead).
+ * 3. Settle each class once, in this order: what ops demand (accumulators), what the user wrote,
+ *    then relations (reduce, broadcast, reshape, slice and layout_cast derive the layout of one
+ *    side from the other) until nothing changes. Then one preference after another, each followed
+ *    by the relations again, and finally the strided default. Program order breaks ties, so the
+ *    result is deterministic.
+ * 4. Rewrite: each op gets its operands and produces its result in the layouts of their classes.
+ *    Where these differ, a LAYOUT_CAST is inserted after the definition of the value (a load or
+ *    iota is duplicated instead).
  *
- * Loads, stores, iotas and layout_casts adapt to the class they are in; a layout the user wrote
- * there that loses to a stronger one is replaced. */
+ * Loads, stores, iotas and layout_casts adapt to the class they are in. A layout that the user
+ * wrote there and that loses to a stronger one is replaced. */
 #include "../ir/relayout.h"
 #include "passes.h"
 

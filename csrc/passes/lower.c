@@ -1,9 +1,9 @@
-/* All passes in their order, from a traced graph to one that both back ends read.
+/* All passes in order, from a traced graph to one that both back ends read.
  *
- * Simplification goes first, so that inference sees constants and no dead code, and once more after
+ * Simplification runs first, so that inference sees constants and no dead code, and again after
  * layouts are known, because conversions may have made values equal or unused. Copies are planned
- * before SMEM is: the engine of a copy depends on alignment inside an allocation only, and every
- * allocation begins at 1024 bytes. */
+ * before SMEM: the engine of a copy depends only on the alignment within an allocation, and every
+ * allocation starts at a multiple of 1024 bytes. */
 #include "passes.h"
 
 static pm_code simplify(pm_graph *g, const pm_target *t, pm_err *err) {

@@ -1,7 +1,8 @@
-/* Outputs that no path of a kernel writes: a warning for each, since its contents are undefined.
+/* Warnings for outputs that no path of a kernel writes, since their contents are undefined.
  *
- * An output counts as written where an op that writes GMEM has a view of it among its operands,
- * whether or not that op is reached; one that begins as an operand need not be written. */
+ * An output counts as written if an op that writes GMEM has a view of it among its operands,
+ * whether or not that op is reached. An output that starts as a copy of an operand need not be
+ * written. */
 #include "passes.h"
 
 typedef struct seen {

@@ -1,14 +1,15 @@
 /* Refs of elements below 8 bits become refs of bytes.
  *
- * In memory two neighbours of the last dim share a byte, four where they have 2 bits, the first of
- * them in its low bits. So a ref (..., N) of them is one of uint8 (..., N / 2), and all that comes
- * after this pass (copies, layouts, both back ends) sees bytes. Values in registers stay what they
- * were, one register for each element: a load is followed by UNPACK, a store preceded by PACK; of 2
- * bits there are two of them, with uint4 in between.
+ * In memory, two neighbours of the last dimension share a byte (four if they have 2 bits), the
+ * first one in the low bits. So a ref (..., N) of 4-bit elements becomes a ref (..., N / 2) of
+ * uint8, and everything after this pass (copies, layouts, both back ends) sees bytes. Values in
+ * registers do not change: one register for each element. A load is followed by UNPACK, a store
+ * preceded by PACK. For 2 bits there are two of each, with uint4 in between.
  *
- * A byte is the least that memory has: slices of the last dim begin and end where bytes do. A
- * transpose that moves the last dim is put off: a view of it is the same view of what is
- * transposed, which a load transposes in registers, and a store before it. Copies refuse it. */
+ * Memory is addressed by bytes, so slices of the last dimension must start and end at byte
+ * boundaries. A transpose that moves the last dimension is deferred: a view of the transposed ref
+ * is the same view of the original ref, and the load or store transposes the values in registers.
+ * Copies of such views are refused. */
 #include "passes.h"
 
 typedef struct packer {

@@ -1,10 +1,10 @@
 /* Registers of a block: set_max_registers must leave enough for all of its threads.
  *
- * A request for more than the SM has left blocks for ever, so the sum is proved before anything
- * runs. The body is walked once for each thread index, with branches decided where the predicate
- * follows from the index; what a thread asks for is the most of its requests, or its share at
- * launch if it makes none. Where a branch that cannot be decided holds a request, nothing is
- * claimed. */
+ * A request for more registers than the SM has left blocks forever, so the sum is checked before
+ * anything runs. The body is walked once for each thread index. A branch is decided if its
+ * predicate follows from the index. A thread needs the maximum of its requests, or its share at
+ * launch if it makes none. If a branch that cannot be decided contains a request, nothing is
+ * concluded. */
 #include "passes.h"
 
 enum { SM_REGISTERS = 65536, LANES = 128, MAX_DEPTH = 24 };

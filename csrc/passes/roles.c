@@ -1,17 +1,18 @@
-/* Loops whose body is an IF on the role of the thread: each role gets a loop of its own.
+/* Loops whose body is an IF on the role of the thread: each role gets its own loop.
  *
  *   for i: { x = f(i); if (thread == 2) A(x) else B(x) }
  *   if (thread == 2) for i: { A(f(i)) } else for i: { B(f(i)) }
  *
- * Which thread it is does not change, but ptxas does not know that one role's code, of a single
- * lane say, leaves the warps of the other as they were: in the loop of both it computes addresses
- * and descriptors of products in vector registers and moves them over (R2UR), in a loop of one role
- * in uniform ones.
+ * The role of a thread does not change, but ptxas does not know that code of one role, executed
+ * perhaps by a single lane, does not diverge the warps of the other role. In a shared loop it
+ * computes addresses and descriptors of products in vector registers and moves them to uniform
+ * registers (R2UR). In a loop of one role it computes them in uniform registers.
  *
- * All that the body does besides IFs must be pure, and every IF must be decided by the thread's
- * index alone, so that there are two groups of threads that part at each of them: then nothing that
- * has an effect is there twice. The loop is copied twice with constants for the predicates, and
- * pm_simplify removes what does not run. Inner loops go first, so roles part outside of all. */
+ * Everything in the body except the IFs must be pure, and the thread's index alone must decide
+ * every IF, so that the same two groups of threads separate at each of them. Then no effect is
+ * duplicated. The loop is copied twice with constant predicates, and pm_simplify removes the
+ * branches that do not run. Inner loops are processed first, so the roles separate outside all
+ * loops. */
 #include "passes.h"
 
 enum { MOST_THREADS = 32, MOST_IFS = 16 };

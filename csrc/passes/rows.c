@@ -1,14 +1,15 @@
-/* Programs that compute on more rows than a warpgroup has registers for become several programs.
+/* Programs that compute on more rows than fit in the registers of a warpgroup are split into
+ * several programs.
  *
- * A loop with products of 128 rows and more may need more registers for its accumulators alone than
- * a lane has. Where the rows never meet, a program does as well as two of half the rows each: the
- * grid gets one more axis, its index times the rows of a part is where the part begins.
+ * The accumulators of a loop with products of 128 rows and more may need more registers than a lane
+ * has. If rows are independent, two programs can compute half of the rows each. The grid gets one
+ * more axis; its index times the rows of a part is where the part starts.
  *
- * One walk marks which dimension of each value counts rows, from the accumulators on, until nothing
- * changes: elementwise ops, moves and control flow carry a mark from one side to the other, `a` of
- * a product has that of the accumulator, loads and stores pass it to their masks. The rest is left
- * alone: a product's b, scalars, addresses. What would mix rows, or what it is not safe to do
- * twice, ends the attempt, and the kernel stays as it is. */
+ * One walk marks which dimension of each value counts rows, starting from the accumulators, until
+ * nothing changes. Element-wise ops, moves and control flow propagate marks in both directions, `a`
+ * of a product takes the mark of the accumulator, loads and stores pass theirs to their masks. The
+ * rest is unaffected: `b` of a product, scalars, addresses. An op that mixes rows, or that is not
+ * safe to execute twice, ends the attempt, and the kernel is left unchanged. */
 #include "passes.h"
 
 enum {

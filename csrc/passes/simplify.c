@@ -1,14 +1,15 @@
-/* Folding, merging and removal of pure ops. Two walks, each linear.
+/* Folding, merging and removal of pure ops, in two linear walks.
  *
- * Forward, in program order: operands are replaced by what they were found equal to; a pure op is
- * folded (a constant in its place, or one of its operands), or merged with an equal one that
- * dominates it. Equal ops are found by a hash table whose entries leave with the block they came
- * from. IF and SWITCH on a constant, FOR of at most one trip give way to the ops of the region that
- * runs. Floats are folded only where that is exact. Constants are canonical: ints wrapped to their
- * dtype.
+ * Forward, in program order: operands are replaced by the values they were found equal to. A pure
+ * op is folded (replaced by a constant or one of its operands) or merged with an equal op that
+ * dominates it. Equal ops are found in a hash table whose entries are removed at the end of their
+ * block. An IF or SWITCH on a constant, and a FOR of at most one iteration, are replaced by the ops
+ * of the region that runs. Floats are folded only if that is exact. Constants are canonical: ints
+ * are wrapped to their dtype.
  *
- * Backward: ops with effects are live, then what live ops use, the ops they lie in, and the yields
- * of those. The rest goes: pure ops, loads, allocations, regions without effects. */
+ * Backward: ops with effects are live, and so are the ops they use, the ops that contain them, and
+ * the yields of those. Everything else is removed: pure ops, loads, allocations, regions without
+ * effects. */
 #include "passes.h"
 
 typedef PM_VEC(uint64_t) words;

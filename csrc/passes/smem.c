@@ -1,21 +1,24 @@
-/* Where everything in shared memory lies.
+/* The positions of everything in shared memory.
  *
- *   [remote allocations][others][own ones][scratch of reductions and conversions]
+ *   [remote allocations][others][private ones][scratch of reductions and conversions]
  *   [mbarriers, semaphores]
  *
- * Allocations are a stack that follows the nesting of regions: an allocation takes the next
- * multiple of 1024 bytes, the end of a region gives back what was taken in it. So sibling scopes
- * overlap, nested ones add, and the deepest point is the size. What one loop alone uses
- * (passes/stage.c) is given back where the next such loop of the same block begins. The groups of a union begin at one
- * place, and what follows it begins behind the largest. (In a kernel of several Pallas
- * threads all of them enter a scope together, behind a barrier of the block.) A scope that a thread
- * enters alone has its own part for each thread, and a stack of its own in it. What
- * other blocks of the cluster reach has a stack of its own: a block that runs ahead fills its
- * peers' memory while they may still be in the scope before. The stacks as they were at the deepest
- * point are kept for the message of a kernel that is too large. Scratch is as large as the op that
- * needs most of it, once for each Pallas thread. Barriers and
- * semaphores are never shared: each allocation has slots of its own, which keep their phase or
- * value when a scope is entered again. */
+ * Allocations form a stack that follows the nesting of regions. An allocation takes the next
+ * multiple of 1024 bytes, and the end of a region frees what was allocated in it. So consecutive
+ * scopes overlap, nested scopes add up, and the deepest point determines the size. Buffers that
+ * only one loop uses (passes/stage.c) are freed when the next such loop of the same block starts.
+ * The groups of a union start at the same position; the next allocation follows the largest of
+ * them. (In a kernel of several Pallas threads, all of them enter a collective scope together,
+ * after a barrier of the block.)
+ *
+ * A private scope has a separate part for each thread, with a stack of its own. Memory that other
+ * blocks of the cluster access has a separate stack, because a block that runs ahead may fill the
+ * memory of a peer that is still in the previous scope. The stacks at the deepest point are kept
+ * for the error message of a kernel that is too large.
+ *
+ * Scratch is as large as the op that needs most of it, once for each Pallas thread. Barriers and
+ * semaphores never share memory: each allocation has its own, because their phase or value persists
+ * when a scope is entered again. */
 #include "passes.h"
 
 enum { SMEM_ALIGN = 1024, SCRATCH_ALIGN = 16, BARRIER_BYTES = 8, SEMAPHORE_BYTES = 4 };

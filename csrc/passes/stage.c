@@ -1,6 +1,6 @@
-/* Operands of products that come from GMEM, in loops: copied by engines, ahead of time.
+/* Prefetching operands of products that loops load from GMEM, and adding products to their sums.
  *
- * `jnp.dot` of an array b stages it in SMEM, where wgmma reads it:
+ * `jnp.dot` stages an array b in SMEM, where wgmma reads it:
  *
  *     for j:  x = load gmem(j)                         alloc s; alloc ready
  *             scope:                                   if lower < upper: copy gmem(lower) to s
@@ -11,16 +11,17 @@
  *                                                          if j + 1 < upper: copy gmem(j + 1) to s
  *                                                          yield y
  *
- * The copy for the next step flies while the rest of this one runs; one buffer is enough, because
- * reading the accumulator waits for the product. It is possible where the load has no other use,
- * the address depends on the loop's index alone, nothing in the loop writes GMEM and nothing in the
- * kernel writes that argument. If x does not change in the loop, the store moves in front of it; so
- * does an `a` that does not change.
+ * The copy for the next iteration overlaps the rest of the current one. One buffer suffices,
+ * because reading the accumulator waits for the product. The transformation requires that the load
+ * has no other use, that the address depends only on the loop's index, that nothing in the loop
+ * writes GMEM, and that nothing in the kernel writes that argument. If x does not change in the
+ * loop, the store moves before the loop, and so does an `a` that does not change.
  *
- * Before that, masks that are true everywhere go: such accesses are plain ones. After it, a sum of
- * an array and a product is made by the tensor cores, on an accumulator that begins as the array.
+ * Before this, accesses whose mask is true everywhere become unmasked. After it, the sum of an
+ * array and a product is computed by the tensor cores, in an accumulator that starts as the array.
  *
- * The kernel has one Pallas thread: several share SMEM and would need one buffer each. */
+ * Only kernels with one Pallas thread are transformed: several threads share SMEM and would need
+ * one buffer each. */
 #include "passes.h"
 
 #define PM_TRY(x)           \

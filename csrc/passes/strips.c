@@ -1,14 +1,14 @@
-/* Arrays that are too large for registers are worked on in strips.
+/* Arrays that are too large for registers are processed in strips.
  *
  * Stores whose values come from loads through element-wise ops alone become a FOR over strips of
- * one dimension: a strip is loaded, computed and stored before the next one begins. A strip that is
- * still too large is looked at again, along its next dimension.
+ * one dimension. Each strip is loaded, computed and stored before the next one starts. A strip that
+ * is still too large is divided again, along its next dimension.
  *
- * A chain ends in stores that follow one another, of one shape, with nothing between its first load
- * and its last store that has an effect but loads. In each strip all loads come before all stores,
- * so a chain may load from what it stores to, if both are the same ref; otherwise refs that may
- * overlap end it. A value that is also wanted elsewhere would stay in registers all the same: then
- * nothing is done, and pm_warn_large tells the user. */
+ * A chain ends in consecutive stores of the same shape. Between its first load and its last store,
+ * loads are the only ops with effects. In each strip all loads come before all stores, so a chain
+ * may load from a ref that it stores to, if both are the same ref; other refs that may overlap end
+ * the chain. A value that is also used elsewhere would stay in registers anyway. In that case
+ * nothing is changed, and pm_warn_large warns the user. */
 #include "passes.h"
 
 enum {

@@ -1,49 +1,49 @@
-/* Where the 128 lanes of a Pallas thread must meet, so that its ops look sequential.
+/* Barriers between the 128 lanes of a Pallas thread, so that its ops appear sequential.
  *
- * One forward walk. What is known at each point is how far the lanes are apart:
- *   ORDERED  all lanes passed a barrier and touched no memory and no mbarrier since
- *   COPIES   the same, but asynchronous copies were issued since
+ * One forward walk tracks how far the lanes may be apart:
+ *   ORDERED  all lanes have passed a barrier and accessed no memory and no mbarrier since
+ *   COPIES   the same, but asynchronous copies have been issued since
  *   APART    nothing is known
- * An array store needs ORDERED before it, and a SYNC behind it. The first copy of a run needs a
+ * An array store needs ORDERED before it and a SYNC after it. The first copy of a sequence needs a
  * SYNC: other lanes may still read what it overwrites, or may still wait for the phase of an
- * mbarrier that the copy lets pass (its elected lane arrives for all). Nothing is assumed when the
- * body of a loop begins.
+ * mbarrier that the copy completes (its elected lane arrives for all). Nothing is assumed at the
+ * start of a loop body.
  *
- * An ARRIVE is made by one lane for all, so all lanes must have done what comes before it: memory
- * they accessed (but for GMEM that nobody writes), waits they have still to return from. It needs a
- * SYNC before it if there is any of this since the lanes met last. A wgmma that is complete is a
- * meeting in this sense: it runs once all warps have issued it, so what was waited for before it is
- * behind all lanes; and what it reads it has read. Where an ARRIVE stands in a loop that accesses
- * no memory, the SYNC for accesses made before the loop is put before the loop.
+ * One lane performs an ARRIVE for all, so all lanes must have finished what precedes it: their
+ * memory accesses (except of GMEM that nobody writes) and their waits. The ARRIVE needs a SYNC if
+ * there were any since the last SYNC. A completed wgmma counts as a SYNC here: it runs once all
+ * warps have issued it, so all lanes have passed the preceding waits, and it has read its operands.
+ * If an ARRIVE is in a loop that accesses no memory, the SYNC for accesses before the loop is
+ * placed before the loop.
  *
- * There is a way without: the barrier counts WARPS, and each warp arrives when its own lanes have
- * come so far. It is taken for barriers of one block that no copy arrives at.
+ * The SYNC can be avoided if the barrier counts WARPS, so that each warp arrives when its own lanes
+ * are ready. This is done for barriers of one block on which no copy arrives.
  *
- * A SIGNAL or HAND_TILE is made by one lane for all too, and needs the SYNC always. Behind an AWAIT
- * the lanes meet.
+ * One lane also performs a SIGNAL or HAND_TILE for all; these always need the SYNC. The lanes
+ * synchronise after an AWAIT.
  *
- * An ARRIVE on a cluster barrier is RELAXED if memory that another block of the cluster can reach
- * is accessed in this kernel by asynchronous engines alone, because a release would cost a lot and
- * orders nothing that matters then. Such memory is SMEM that a collective copy fills or a
- * CLUSTER_REF is made of, and GMEM that the kernel both reads and writes. One that was traced with
- * KEEP_RELEASE passes on what else the thread knows (that a tile number was read) and is never
- * RELAXED.
+ * An ARRIVE on a cluster barrier is RELAXED if asynchronous engines alone access the memory that
+ * other blocks of the cluster can reach, because a release is expensive and would order nothing of
+ * interest. That memory is the SMEM that a collective copy fills or that a CLUSTER_REF refers to,
+ * and the GMEM that the kernel both reads and writes. An ARRIVE that was traced with KEEP_RELEASE
+ * also publishes other facts (that a tile index was read) and is never RELAXED.
  *
- * A scalar store is made by all lanes with one value, so lanes need not meet behind it; but a late
- * lane must not read what an early lane has stored already. So it needs a SYNC before it if the
- * same memory was accessed since the lanes met last.
+ * All lanes perform a scalar store with the same value, so no SYNC is needed after it. But a late
+ * lane must not read what an early lane has already stored, so a SYNC comes before it if the same
+ * memory was accessed since the last SYNC.
  *
- * Scopes that follow each other share memory. Where a copy by an engine overwrites what plain
- * stores wrote, a COMMIT_SMEM takes the place of the SYNC, or the stores might land last.
+ * Consecutive scopes share memory. If a copy by an engine overwrites what ordinary stores wrote, a
+ * COMMIT_SMEM replaces the SYNC, since otherwise the stores might land last.
  *
- * Loads are the same: one that was issued may still wait in the queue of the load unit (after
- * scattered stores for more than a microsecond), while arrivals and barriers overtake it, and an
- * engine's copy does not stand in that queue. So a thread that loaded from SMEM that an engine
- * fills passes a proxy fence, which waits for its loads, before it tells anybody: at the SYNC
- * before a copy or an arrival (a COMMIT_SMEM then), and before a warp arrives, at the other ops
- * that threads meet by, and at the end of a scope (a PROXY_FENCE, without a meeting).
+ * Loads have the same problem. An issued load may wait in the queue of the load unit (for more than
+ * a microsecond after scattered stores), while arrivals and barriers overtake it, and an engine's
+ * copy does not wait in that queue. So a thread that loaded from SMEM that an engine fills executes
+ * a proxy fence, which waits for its loads, before it signals anyone: at the SYNC before a copy or
+ * an arrival (which becomes a COMMIT_SMEM), before a warp arrives, at other ops that synchronise
+ * threads, and at the end of a scope (a PROXY_FENCE, which does not synchronise the lanes).
  *
- * With no_auto_barriers the user answers for memory; only the order of waits and copies is kept. */
+ * With no_auto_barriers the user is responsible for memory; only the order of waits and copies is
+ * kept. */
 #include "passes.h"
 
 typedef enum state { APART, COPIES, ORDERED } state;

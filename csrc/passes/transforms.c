@@ -1,14 +1,14 @@
 /* Tiling and swizzle of SMEM allocations.
  *
  * Two passes, before and after register layouts are chosen. Both try the swizzles from wide to
- * narrow on a set of allocations: write (8, S) and the swizzle into the attributes, then resolve
- * every view that is taken of the allocation (ir/view.h is the one judge of what a tiling allows).
- * The first that passes stays.
+ * narrow on a set of allocations: they write (8, S) and the swizzle into the attributes and then
+ * resolve every view of the allocation (ir/view.h alone decides what a tiling allows). The first
+ * swizzle for which all views resolve is kept.
  *
- * Forced: the operands of a wgmma must be tiled, and must agree on the swizzle. Operands that meet
- * in some wgmma form a group (union-find over allocations); a group gets one swizzle. What the user
- * gave binds. Chosen: allocations that arrays in the WGMMA layout are loaded from or stored to,
- * where that takes no engine away from a copy. All others stay row-major. */
+ * Forced: the operands of a wgmma must be tiled and must have the same swizzle. Operands of a
+ * common wgmma form a group (union-find over allocations), and a group gets one swizzle. What the
+ * user specified is binding. Chosen: allocations that arrays in the WGMMA layout are loaded from or
+ * stored to, unless that would prevent a copy from using an engine. All others stay row-major. */
 #include "passes.h"
 
 static const int64_t widths[] = {128, 64, 32};

@@ -1,10 +1,11 @@
-/* Transposes of arrays beside SMEM become views of the ref.
+/* Transposes of arrays that are loaded from or stored to SMEM become views of the ref.
  *
- *   store r, transpose(x)  ->  store r turned back, x
- *   transpose(load r)      ->  load r turned
+ *   store r, transpose(x)  ->  store (the inverse transpose of r), x
+ *   transpose(load r)      ->  load (the transpose of r)
  *
- * The ref's view costs nothing; the array would go through scratch. GMEM is left alone: its rows
- * are read and written best as they are. What is not used any more falls to pm_simplify. */
+ * The view of the ref is free, while the array would go through scratch. GMEM is left alone,
+ * because its rows are best read and written as they are. pm_simplify removes what is no longer
+ * used. */
 #include "passes.h"
 
 static pm_opid transpose_of(const pm_graph *g, pm_val v) {
