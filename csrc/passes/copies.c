@@ -27,15 +27,15 @@
 #include "passes.h"
 
 enum { MAX_DIGITS = 4 * PM_MAX_RANK + 2, MAX_BOX = 256, MAX_COORD_TERMS = 6 };
-enum { LINE = 128 }; /* bytes; a box in SMEM begins at a multiple */
+enum { LINE = 128 }; /* bytes; a box in SMEM starts at a multiple of this */
 
 typedef struct digit {
   int64_t size;
   int64_t smem, gmem; /* strides in elements */
   int64_t step;       /* index units along the axis */
   int axis;
-  bool loop;  /* may not be in the box */
-  bool share; /* the number of the block's part */
+  bool loop;  /* must not be in the box */
+  bool share; /* the index of the block's part */
 } digit;
 
 /* A dimension of the tensor, or several merged ones. */
@@ -43,7 +43,7 @@ typedef struct axis {
   int64_t size, stride, start;
   uint32_t n_terms;
   pm_term term[MAX_COORD_TERMS]; /* start += val * mul */
-  int64_t cut;                   /* the map sees it as {cut, size / cut}; 0: whole */
+  int64_t cut;                   /* the map splits it into {cut, size / cut}; 0: not split */
   int inner, outer;              /* dimensions of the map, -1: none */
   bool gone;                     /* merged into the one before it */
 } axis;
@@ -125,7 +125,7 @@ static digit *only_digit(trial *t, int axis, int *count) {
   return found;
 }
 
-/* Is the start, for sure, an index of the axis (of an axis that the view takes one index of)? */
+/* Is the start of a single index known to be within the axis? */
 static bool start_inside(const trial *t, const axis *a) {
   int64_t lo = a->start, hi = a->start;
   for (uint32_t k = 0; k < a->n_terms; k++) {
@@ -137,7 +137,7 @@ static bool start_inside(const trial *t, const axis *a) {
   return lo >= 0 && hi < a->size;
 }
 
-/* Make one axis of `i` and the faster neighbour `j`, if the two clip as one. */
+/* Merge axis `i` and the faster neighbour `j`, if the merged axis clips in the same way. */
 static void merge_pair(trial *t, int i, int j) {
   axis *slow = &t->axis[i], *fast = &t->axis[j];
   int n_slow, n_fast;
@@ -171,7 +171,7 @@ static void merge_axes(trial *t) {
 /* ---- cutting digits ----------------------------------------------------------------------------
  */
 
-/* Would the map, with the axis cut at c, clip as the tensor does? */
+/* Does the map, with the axis split at c, clip exactly where the tensor ends? */
 static bool may_cut_axis(const trial *t, const axis *a, int64_t c) {
   if (!t->may_cut || a->cut || a->size % c || a->start % c) return false;
   for (uint32_t k = 0; k < a->n_terms; k++) {
@@ -191,7 +191,7 @@ static void split_digit(trial *t, int k, int64_t c, bool loop) {
 static const char indivisible[] =
     "no dimension of it can be cut into as many parts as blocks share it";
 
-/* Cut digit k into equal parts, one for each block. */
+/* Split digit k into equal parts, one for each block. */
 static const char *share_digit(trial *t, int k, int64_t parts) {
   const digit *d = &t->digit[k];
   if (d->size % parts) return indivisible;
@@ -208,7 +208,8 @@ static const char *share_digit(trial *t, int k, int64_t parts) {
   return NULL;
 }
 
-/* A digit above the limit of a box: into two of the box, else into a loop over boxes. */
+/* Split a digit above the limit of a box: into two digits of the box, else into a loop over boxes.
+ */
 static const char *cut_large(trial *t, int k) {
   const digit *d = &t->digit[k];
   int count;
@@ -281,7 +282,7 @@ static const char *set_coord(pm_coord *c, const axis *a, int64_t div) {
   return NULL;
 }
 
-/* Put a digit into the box; false: it has to be a loop. */
+/* Try to add a digit to the box; false: it must become a loop. */
 static bool box_digit(trial *t, const digit *d, int64_t dense) {
   axis *a = &t->axis[d->axis];
   if (d->loop || d->smem != dense) return false;
@@ -291,7 +292,7 @@ static bool box_digit(trial *t, const digit *d, int64_t dense) {
   return true;
 }
 
-/* Dimensions of the map are in the order of the box: a pass to find the cuts, one to add them. */
+/* Dimensions of the map are in the order of the box: one pass finds the splits, one adds them. */
 static const char *make_box(trial *t, pm_copy_plan *p, int *n_box) {
   int64_t dense = 1;
   const char *why = NULL;
@@ -323,7 +324,7 @@ static const char *make_box(trial *t, pm_copy_plan *p, int *n_box) {
   return why;
 }
 
-/* Axes that no digit of the box runs along: one index of them at a time. */
+/* Axes that no digit of the box runs along: one index at a time. */
 static const char *add_unit_axes(trial *t, pm_copy_plan *p) {
   for (int i = t->n_axes - 1; i >= 0; i--) {
     axis *a = &t->axis[i];
@@ -357,8 +358,8 @@ static const char *add_loops(trial *t, pm_copy_plan *p, int first) {
   return NULL;
 }
 
-/* The hardware takes only boxes that begin at a multiple of 16 bytes along the innermost dimension:
- * any other coordinate is an illegal instruction. */
+/* A box must start at a multiple of 16 bytes along the innermost dimension: the hardware treats any
+ * other coordinate as an illegal instruction. */
 static const char *check_inner_start(const trial *t, const pm_copy_plan *p) {
   const int64_t e = 16 / t->bytes;
   const pm_coord *c = &p->coord[0];
@@ -399,7 +400,7 @@ static const char *try_tma(trial *t, pm_copy_plan *p, bool merge, int64_t parts,
   return why ? why : check_inner_start(t, p);
 }
 
-/* Integers are unsigned in a map that combines them, but for the signed least and greatest. */
+/* A map for a combining copy takes integers as unsigned, except for signed minimum and maximum. */
 static void set_map_dtype(const pm_graph *g, pm_opid op, pm_copy_plan *p) {
   pm_dtype as;
   if (pm_get(g, op)->code != PM_OP_COPY_S2G || !*pm_attr(g, op, PM_ATTR_COMBINE)) return;
@@ -474,8 +475,8 @@ static pm_code plan_collective(const pm_graph *g, pm_opid op, pm_copy_plan *p, i
                  (long long)parts, pm_type_text(g->arena, pm_typeof(g, pm_in(g, op, 1))), why);
 }
 
-/* A box of a store that begins before the array is an illegal instruction too; one of a load is
- * not. Starts of which nothing is known are taken to be none. */
+/* A store whose box starts before the array is an illegal instruction too; a load is not. Starts of
+ * which nothing is known are assumed to be fine. */
 static const char *check_store_start(const pm_graph *g, const pm_copy_plan *p) {
   for (uint32_t k = 0; k < p->gmem.base_rank; k++) {
     int64_t lo, hi;
@@ -533,7 +534,7 @@ static pm_code plan(const pm_graph *g, pm_opid op, pm_copy_plan *p, pm_err *err)
   return PM_OK;
 }
 
-/* As a copy to dense SMEM, of which nothing but the boxes counts. */
+/* Planned as a copy to dense SMEM, of which only the boxes matter. */
 static pm_code plan_prefetch(const pm_graph *g, pm_opid op, pm_copy_plan *p, pm_err *err) {
   const int engine = (int)*pm_attr(g, op, PM_ATTR_ENGINE);
   int64_t n = 1;
@@ -613,8 +614,8 @@ static void note_warps(pm_graph *g, pm_opid op, void *ctx) {
   if (pm_get(g, op)->code == PM_OP_WARP_MAP) *(bool *)ctx |= pm_warps_store(g, op);
 }
 
-/* One lane issues the copies of a thread, but a group that the thread closes is one of each of its
- * warps: where warps store too, closing it is an op of its own. */
+/* One lane issues the copies of a thread, but a group that the thread closes counts as one of each
+ * warp: if warps store too, closing it is a separate op. */
 static void split_commits(pm_graph *g, pm_blk block) {
   for (uint32_t k = 0; k < g->blocks.at[block].ops.n; k++) {
     const pm_opid op = g->blocks.at[block].ops.at[k];

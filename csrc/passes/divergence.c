@@ -21,9 +21,9 @@ typedef struct checker {
   pm_err *err;
   pm_code code;
   int64_t turns;
-  int64_t named; /* the largest number of a named barrier of the kernel's own, -1: none */
+  int64_t named; /* the largest number of a named barrier of the user, -1: none */
   pm_opid namer; /* where it is used */
-  pm_opid warps; /* the WARP_MAP that is looked into */
+  pm_opid warps; /* the WARP_MAP being checked */
 } checker;
 
 static void fail(checker *c, pm_graph *g, pm_opid op, const char *why) {
@@ -50,7 +50,7 @@ static void check_turn(checker *c, pm_graph *g, pm_opid op) {
 static void check_named(checker *c, pm_graph *g, pm_opid op) {
   int64_t lo, hi;
   if (!pm_range(g, pm_in(g, op, 0), &lo, &hi)) return;
-  /* an IF may keep away what the range holds: only a constant is certain */
+  /* an IF may exclude values of the range: only a constant is certain */
   if (lo < 0 && lo == hi) {
     fail(c, g, op,
          pm_printf(g->arena, "%s: barrier is %lld; 0 or more is needed",
@@ -61,7 +61,7 @@ static void check_named(checker *c, pm_graph *g, pm_opid op) {
   c->namer = op;
 }
 
-/* Once all turns are known. */
+/* Once all ordered sections are known. */
 static void check_named_count(checker *c, pm_graph *g) {
   const int64_t most = NAMED_BARRIERS - 1 - g->n_threads - c->turns;
   if (c->named < most) return;
@@ -104,7 +104,7 @@ static void fail_in_warp(checker *c, pm_graph *g, pm_opid op, pm_code code, cons
   pm_err_op(c->err, g, op);
 }
 
-/* The array from outside of the WARP_MAP that the op uses; 0: none. */
+/* An array from outside the WARP_MAP that the op uses; 0: none. */
 static pm_val captured(const pm_graph *g, pm_opid op, pm_opid warps) {
   for (uint32_t k = 0; k < pm_get(g, op)->n_in; k++) {
     const pm_value *v = pm_value_of(g, pm_in(g, op, k));

@@ -29,12 +29,12 @@ typedef struct pass {
   pm_code code;
   uint32_t n_values; /* before the rewrite */
   bool *varied, grew;
-  pm_val *parent;      /* of the union-find forest, by value */
-  pm_layid *settled;   /* by root */
-  uint8_t *widest;     /* by root: bytes of the widest element that goes to or comes from memory */
-  PM_VEC(pm_opid) ops; /* all, in program order */
+  pm_val *parent;          /* parent in the union-find forest, by value */
+  pm_layid *settled;       /* by root */
+  uint8_t *widest;         /* by root: bytes of the widest element that is loaded or stored */
+  PM_VEC(pm_opid) ops;     /* all, in program order */
   PM_VEC(pm_opid) related; /* ops that derive one layout from another */
-  bool *wgmma_laid;        /* by value: an SMEM allocation that WGMMA-laid arrays meet */
+  bool *wgmma_laid;        /* by value: an SMEM allocation that is accessed by arrays in WGMMA */
   PM_VEC(converted) done;
 } pass;
 
@@ -89,7 +89,7 @@ static void check_given(pass *p, pm_opid op) {
   }
 }
 
-/* A cast to a splat says nothing of a value that has elements of its own. */
+/* A cast to a splat does not determine the layout of a varied value. */
 static void check_cast(pass *p, pm_opid op) {
   const pm_op *o = pm_get(p->g, op);
   if (o->code != PM_OP_LAYOUT_CAST || !is_splat(p->g, given_layout(p->g, op))) return;
@@ -113,14 +113,14 @@ static void mark(pass *p, pm_val v) {
   p->varied[v] = p->grew = true;
 }
 
-/* A source of values: one element needs no decision, unless the user made it. */
+/* A source of values: a single element needs no decision, unless the user made one. */
 static bool source_varies(const pass *p, pm_opid op) {
   pm_layid l = given_layout(p->g, op);
   if (l) return !is_splat(p->g, l);
   return pm_type_size(pm_typeof(p->g, pm_get(p->g, op)->out)) > 1;
 }
 
-/* The k-th of the values that run through a control op, at each place where it has another name. */
+/* The k-th value carried through a control op, at each place where it has another name. */
 typedef void (*pm_name_visit)(pass *p, pm_val result, pm_val other);
 
 static void each_name(pass *p, pm_opid op, uint32_t k, pm_name_visit fn) {
@@ -185,7 +185,7 @@ static void mark_op(pass *p, pm_opid op) {
       break;
     case PM_LAY_CONCAT:
     case PM_LAY_SCATTER:
-    case PM_LAY_SCAN: /* of splats, too, the elements differ */
+    case PM_LAY_SCAN: /* the elements differ even for splats */
       if (operand_varies(p, op) || pm_type_size(pm_typeof(p->g, o->out)) > 1) mark(p, o->out);
       break;
     case PM_LAY_CONTROL:
@@ -246,7 +246,7 @@ static void join_op(pass *p, pm_opid op) {
   }
 }
 
-/* An array whose class goes to or comes from memory together with elements like those of `like`. */
+/* An array whose class is loaded or stored together with elements like those of `like`. */
 static void widen(pass *p, pm_val v, pm_val like) {
   if (!varies(p, v)) return;
   uint8_t *w = &p->widest[root(p, v)], bytes = pm_dtypes[pm_typeof(p->g, like)->dtype].bytes;
@@ -290,7 +290,7 @@ static pm_layid sliced(pm_graph *g, pm_opid op, pm_layid in) {
   return pm_layout_slice(g, in, starts, &to);
 }
 
-/* What the operand of a BROADCAST must have for a result of layout `out`. */
+/* The layout that the operand of a BROADCAST needs for a result in layout `out`. */
 static pm_layid broadcast_operand(pm_graph *g, pm_opid op, pm_layid out) {
   uint32_t n;
   const int64_t *dims = pm_attr_list(g, op, PM_ATTR_DIMS, &n);
@@ -312,7 +312,7 @@ static pm_layid transposed(pm_graph *g, pm_opid op, pm_layid l, bool back) {
   return pm_layout_transpose(g, l, back ? inverse : dims, &to);
 }
 
-/* What the k-th operand of a CONCAT must have for a result of layout `out`; 0: nothing will do. */
+/* The layout that the k-th operand of a CONCAT needs for a result in layout `out`; 0: none. */
 static pm_layid concat_piece(pm_graph *g, pm_opid op, uint32_t k, pm_layid out) {
   const int64_t dim = *pm_attr(g, op, PM_ATTR_DIM);
   int64_t starts[PM_MAX_RANK] = {0};
@@ -321,7 +321,7 @@ static pm_layid concat_piece(pm_graph *g, pm_opid op, uint32_t k, pm_layid out) 
   return pm_layout_slice(g, out, starts, &to);
 }
 
-/* PACK or UNPACK, from the layout of its operand or back from that of its result */
+/* PACK or UNPACK: from the layout of the operand, or back from that of the result */
 static pm_layid repacked(pm_graph *g, pm_opid op, pm_layid l, bool back) {
   const pm_op *o = pm_get(g, op);
   const pm_type to = *pm_typeof(g, back ? pm_in(g, op, 0) : o->out);
@@ -330,7 +330,7 @@ static pm_layid repacked(pm_graph *g, pm_opid op, pm_layid l, bool back) {
                                            : pm_layout_halved(g, l, &to);
 }
 
-/* The layout of the result that an op gives by itself for an operand of layout `in`. */
+/* The layout in which an op naturally produces its result for an operand in layout `in`. */
 static pm_layid natural(pm_graph *g, pm_opid op, pm_layid in) {
   switch (pm_get(g, op)->code) {
     case PM_OP_REDUCE: return reduced(g, op, in);
@@ -343,8 +343,8 @@ static pm_layid natural(pm_graph *g, pm_opid op, pm_layid in) {
   }
 }
 
-/* The first layout c of array v with fn(op, c) == want: WGMMA, then those the kernel already speaks
- * of, then strided ones. */
+/* The first layout c of array v with fn(op, c) == want: WGMMA, then those that the kernel already
+ * uses, then strided ones. */
 static pm_layid search(pm_graph *g, pm_val v, pm_opid op, pm_layid want,
                        pm_layid (*fn)(pm_graph *, pm_opid, pm_layid)) {
   pm_type t = *pm_typeof(g, v);
@@ -367,7 +367,7 @@ static int64_t padded_size(const pm_layout *l) {
   return n;
 }
 
-/* Most registers would be padding: worth a conversion, not worth to spread over a reshape. */
+/* Most registers would be padding: a conversion is better than propagating it over a reshape. */
 static pm_layid unless_wasteful(pm_graph *g, pm_layid l) {
   if (!l) return 0;
   const pm_layout *x = pm_layout_of(g, l);
@@ -376,7 +376,7 @@ static pm_layid unless_wasteful(pm_graph *g, pm_layid l) {
   return padded_size(x) < 2 * pm_max(size, 128) ? l : 0;
 }
 
-/* A layout of the operand for which the op gives its result in layout `out`; 0: none was found. */
+/* A layout of the operand for which the op produces its result in layout `out`; 0: none found. */
 static pm_layid operand_for(pm_graph *g, pm_opid op, pm_layid out) {
   pm_val in = pm_in(g, op, 0);
   pm_layid l;
@@ -409,8 +409,8 @@ static bool settle(pass *p, pm_val v, pm_layid l) {
   return true;
 }
 
-/* Operands follow the result; the result follows the first operand that some usual layout of it
- * can be cut to. */
+/* The operands follow the result. The result follows the first operand whose layout can be cut out
+ * of a common layout of the result. */
 static bool relate_concat(pass *p, pm_opid op) {
   pm_graph *g = p->g;
   const pm_val out = pm_get(g, op)->out;
@@ -436,7 +436,7 @@ static bool relate_concat(pass *p, pm_opid op) {
   return more;
 }
 
-/* Carry what is settled over relations, until nothing changes. */
+/* Propagate settled layouts along relations until nothing changes. */
 static void relate(pass *p) {
   for (bool more = true; more;) {
     more = false;
@@ -520,8 +520,8 @@ static pm_val moved(pass *p, pm_opid op, pm_opid *alloc) {
   return varies(p, v) ? v : 0;
 }
 
-/* Arrays that are loaded from or stored to swizzled SMEM, and fill whole WGMMA tiles, take part in
- * conflict-free accesses as WGMMA. SMEM that other arrays reach in WGMMA will be swizzled. */
+/* Arrays that are loaded from or stored to swizzled SMEM and fill whole WGMMA tiles get WGMMA, for
+ * conflict-free accesses. SMEM that other arrays access in WGMMA will be swizzled. */
 static void prefer_swizzled(pass *p) {
   pm_graph *g = p->g;
   pm_opid alloc;
@@ -551,7 +551,7 @@ static pm_layid strided_for(pm_graph *g, pm_type t, uint8_t bytes) {
   return pm_layout_strided(g, &t, vec);
 }
 
-/* Bytes of the elements of v's class that vectors of 16 bytes are made for. */
+/* Bytes of the elements of v's class for which 16-byte vectors are chosen. */
 static uint8_t class_bytes(pass *p, pm_val v) {
   uint8_t widest = p->widest[root(p, v)];
   return widest ? widest : pm_dtypes[pm_typeof(p->g, v)->dtype].bytes;
@@ -561,9 +561,9 @@ static pm_layid strided_of_class(pass *p, pm_val v) {
   return strided_for(p->g, *pm_typeof(p->g, v), class_bytes(p, v));
 }
 
-/* What can be reduced and broadcast along each dim: WGMMA, or the last dim along the lanes where
- * that means less padding (few rows), or another dim where it means much less: addresses are no
- * longer neighbours there. Rank 1: 0. */
+/* A layout that can be reduced and broadcast along each dim: WGMMA; or the last dim along the lanes
+ * if that means less padding (few rows); or another dim if it means much less, since neighbouring
+ * lanes then no longer access neighbouring addresses. Rank 1: 0. */
 static pm_layid matrix_for(pm_graph *g, pm_val v, uint8_t bytes) {
   const pm_type t = *pm_typeof(g, v);
   pm_layid best = pm_layout_wgmma(g, &t);
@@ -590,7 +590,7 @@ static void prefer_reduced(pass *p) {
   }
 }
 
-/* Along the dim in runs, or with another dim along the lanes, whichever pads less. */
+/* In runs along the dim, or with another dim along the lanes, whichever pads less. */
 pm_layid pm_scan_layout(pm_graph *g, const pm_type *t, int dim) {
   pm_layid best = pm_layout_along(g, t, dim, pm_cdiv(t->dim[dim], 128));
   for (int k = 0; k < t->rank && best; k++) {
@@ -628,7 +628,7 @@ static void prefer_broadcast(pass *p) {
   }
 }
 
-/* The first usual layout of the operand of a SLICE that can be cut there; 0: none. */
+/* The first common layout of the operand of a SLICE that allows this slice; 0: none. */
 static pm_layid sliceable(pm_graph *g, pm_opid op) {
   pm_val in = pm_in(g, op, 0);
   pm_type t = *pm_typeof(g, in);
@@ -707,7 +707,7 @@ static uint32_t place_behind(const pm_graph *g, pm_val v, pm_blk *block) {
   return at + 1;
 }
 
-/* A second load or iota behind the first, in another layout. */
+/* Duplicate a load or iota, after the first one, in another layout. */
 static pm_opid make_again(pm_graph *g, pm_opid def, pm_blk block, uint32_t at, pm_layid to) {
   const pm_op o = *pm_get(g, def);
   pm_type t = *pm_typeof(g, o.out);
@@ -755,7 +755,7 @@ static void set_operand(pass *p, pm_opid op, uint32_t k, pm_layid to) {
   p->g->operands.at[pm_get(p->g, op)->in + k] = v;
 }
 
-/* The op gives v in layout `from`; all who use v get it as its class has it. */
+/* The op produces v in layout `from`; all users get v in the layout of its class. */
 static void set_result(pass *p, pm_opid op, pm_layid from) {
   pm_graph *g = p->g;
   pm_val v = pm_get(g, op)->out;
@@ -771,7 +771,7 @@ static void set_result(pass *p, pm_opid op, pm_layid from) {
 
 enum { MOST_REGISTERS = 1024 };
 
-/* A layout that can be cut anywhere: the dims that are cut lie in registers, the last of the others
+/* A layout that can be sliced anywhere: the sliced dims are in registers, the last of the others
  * along the lanes. 0: too many registers. */
 static pm_layid cut_anywhere(pm_graph *g, pm_opid op) {
   const pm_type t = *pm_typeof(g, pm_in(g, op, 0)), *to = pm_typeof(g, pm_get(g, op)->out);
@@ -787,7 +787,7 @@ static pm_layid cut_anywhere(pm_graph *g, pm_opid op) {
   return pm_layout_along(g, &t, lanes, 1);
 }
 
-/* Layouts of the operand that always work, or nearly so. */
+/* Layouts of the operand that work always, or almost always. */
 static pm_layid slice_fallback(pm_graph *g, pm_opid op) {
   pm_layid l = sliceable(g, op);
   return l ? l : cut_anywhere(g, op);
@@ -828,8 +828,8 @@ static void warn_scratch(pass *p, pm_opid op) {
 }
 
 /* REDUCE, RESHAPE, SLICE, TRANSPOSE: the result follows from the operand. Convert the result if the
- * operand is in a layout that can be computed from; else make the operand again in one that gives
- * the result at once, or in the fallback. Elements of all but REDUCE, PACK and UNPACK can go
+ * operand's layout can be computed with. Otherwise produce the operand again, in a layout that
+ * gives the result directly or in the fallback. Elements of all but REDUCE, PACK and UNPACK can go
  * through scratch. */
 static void rewrite_derived(pass *p, pm_opid op, pm_layid (*fallback)(pm_graph *, pm_opid)) {
   pm_graph *g = p->g;
@@ -847,7 +847,7 @@ static void rewrite_derived(pass *p, pm_opid op, pm_layid (*fallback)(pm_graph *
   else warn_scratch(p, op);
 }
 
-/* Loads can be made again in the layout of their piece. */
+/* Loads can be repeated in the layout of their piece. */
 static void rewrite_concat(pass *p, pm_opid op) {
   pm_graph *g = p->g;
   const pm_layid out = pm_value_of(g, pm_get(g, op)->out)->layout;
@@ -864,7 +864,7 @@ static void rewrite_scan(pass *p, pm_opid op) {
   pm_graph *g = p->g;
   pm_layid l = scan_layout(g, op);
   if (!p->varied[pm_in(g, op, 0)]) {
-    /* a splat: the sum of equal elements is none */
+    /* the running sum of a splat is not a splat */
     pm_type t = *pm_typeof(g, pm_get(g, op)->out);
     l = pm_type_size(&t) == 1 ? pm_layout_splat(g, &t) : l;
   }
@@ -919,8 +919,8 @@ static void rewrite_control(pass *p, pm_opid op) {
   }
 }
 
-/* Of an ATOMIC whose result somebody wants, each element is updated by one lane, and that lane has
- * the old value: no copies. */
+/* An ATOMIC whose result is used needs a layout without copies: each element is updated by one
+ * lane, and that lane gets the old value. */
 static void rewrite_atomic(pass *p, pm_opid op) {
   pm_graph *g = p->g;
   const pm_val out = pm_get(g, op)->out;
@@ -938,7 +938,7 @@ static void rewrite_atomic(pass *p, pm_opid op) {
   set_result(p, op, l);
 }
 
-/* A yield comes behind all that it yields, so it is done when it is met. */
+/* A yield follows everything that it yields, so it is processed when it is reached. */
 static void rewrite_yield(pass *p, pm_opid op) {
   pm_graph *g = p->g;
   pm_blk block = pm_get(g, op)->parent;
@@ -960,7 +960,7 @@ static void warn_cast(pass *p, pm_opid op) {
 static void rewrite(pass *p, pm_opid op) {
   pm_graph *g = p->g;
   const pm_op o = *pm_get(g, op);
-  if (o.code == PM_OP_INLINE || o.code == PM_OP_INLINE_RESULT) { /* where the text puts it */
+  if (o.code == PM_OP_INLINE || o.code == PM_OP_INLINE_RESULT) { /* where the source has it */
     if (varies(p, o.out)) set_result(p, op, given_layout(g, op));
     return;
   }
@@ -1159,7 +1159,7 @@ bool pm_is_fill(const pm_graph *g, pm_opid concat) {
 bool pm_moves_in_registers(const pm_graph *g, pm_opid op) {
   const pm_op *o = pm_get(g, op);
   const pm_layid out = pm_value_of(g, o->out)->layout;
-  pm_graph *m = (pm_graph *)g; /* interns layouts, changes nothing that there is */
+  pm_graph *m = (pm_graph *)g; /* only interns layouts */
   switch (o->code) {
     case PM_OP_RESHAPE:
     case PM_OP_SLICE:
@@ -1222,7 +1222,7 @@ int64_t pm_reduce_scratch(const pm_graph *g, pm_opid reduce, int64_t *at_once) {
   const int64_t kind = *pm_attr(g, reduce, PM_ATTR_REDUCE);
   *at_once = 1;
   if (!crosses || (all && kind >= PM_REDUCE_ANY)) return 0;
-  int64_t one = 4 * 4, regs = all ? 1 : pm_layout_regs(r); /* one: of each warp a word */
+  int64_t one = 4 * 4, regs = all ? 1 : pm_layout_regs(r); /* a scalar: one word for each warp */
   for (int k = 0; !all && k < r->n_lane; k++) one *= r->lane[k].dim < 0 ? 1 : r->lane[k].size;
   *at_once = pm_min(regs, g->reduction_scratch / one);
   if (*at_once) *at_once = pm_cdiv(regs, pm_cdiv(regs, *at_once)); /* steps of equal size */

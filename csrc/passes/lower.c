@@ -14,7 +14,7 @@ static pm_code simplify(pm_graph *g, const pm_target *t, pm_err *err) {
 typedef struct step {
   const char *name;
   pm_code (*run)(pm_graph *g, const pm_target *t, pm_err *err);
-  enum pm_stage stage; /* that the graph has behind it */
+  enum pm_stage stage; /* stages that the graph has passed */
 } step;
 
 static const step steps[] = {

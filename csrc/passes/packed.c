@@ -18,9 +18,9 @@ typedef struct packer {
   pm_code code;
   pm_val *now; /* by value: what its users read instead */
   struct turn {
-    pm_val base; /* 0: it is no such view */
+    pm_val base; /* 0: not such a view */
     int64_t dims[PM_MAX_RANK];
-  } * turned; /* by value: a view whose dim k is dim dims[k] of base, the last dim moved */
+  } * turned; /* by value: a view whose dim k is dim dims[k] of base, with the last dim moved */
   uint32_t n_values;
 } packer;
 
@@ -64,7 +64,7 @@ static pm_val constant(packer *p, pm_blk block, uint32_t at, int64_t i, pm_opid 
       ->out;
 }
 
-/* Starts and sizes of the last dim, in bytes. Returns how many ops were put before. */
+/* Convert starts and sizes of the last dim to bytes. Returns how many ops were inserted before. */
 static uint32_t divide_index(packer *p, pm_opid op, pm_blk block, uint32_t at) {
   pm_graph *g = p->g;
   const int64_t per = per_byte(pm_typeof(g, pm_in(g, op, 0)));
@@ -125,8 +125,8 @@ static void note_turn(packer *p, pm_opid op) {
   for (uint32_t k = 0; k < n; k++) t->dims[k] = before ? before->dims[dims[k]] : dims[k];
 }
 
-/* An index of a transpose becomes one of what is transposed, and its result a transpose of that:
- * the op gets the base as its operand, and its entries in the order of the base's dims. */
+/* An index of a transpose becomes the transpose of an index: the op takes the base as its operand,
+ * with its entries in the order of the base's dims. */
 static void turn_index(packer *p, pm_opid op) {
   pm_graph *g = p->g;
   const struct turn from = *turn_of(p, pm_in(g, op, 0));
@@ -146,7 +146,7 @@ static void turn_index(packer *p, pm_opid op) {
     if (starts[d] == PM_DYNAMIC) traced[d] = pm_in(g, op, next++);
   }
   pm_type type = *pm_typeof(g, out);
-  for (uint32_t d = 0; d < n; d++) { /* kept[d]: its place among the dims that stay */
+  for (uint32_t d = 0; d < n; d++) { /* kept[d]: its position among the remaining dims */
     kept[d] = n_kept;
     n_kept += sizes[d] != PM_DROPPED;
   }
@@ -169,10 +169,10 @@ static void turn_index(packer *p, pm_opid op) {
   pm_value_of(g, out)->type = type;
   bool same = true;
   for (uint32_t k = 0; k < rank; k++) same &= to->dims[k] == k;
-  to->base = same ? 0 : out; /* the view before it is transposed */
+  to->base = same ? 0 : out; /* the view before the transpose */
 }
 
-/* The value before a store through a transpose, or the load's result behind it. */
+/* Transpose the value before a store through a transpose, or the result after such a load. */
 static pm_val transposed(packer *p, pm_val x, const int64_t *dims, pm_blk block, uint32_t at,
                          pm_opid op) {
   pm_graph *g = p->g;
@@ -196,9 +196,9 @@ static void divide_tiling(packer *p, pm_opid op) {
   pm_set_list(p->g, op, PM_ATTR_TILING, tile, n);
 }
 
-/* The load gives bytes; what it gave comes from UNPACKs, in the layout the user asked for. Through
- * a transpose it is that of the base, and what it gave is transposed. Returns how many ops were put
- * behind it. */
+/* The load produces bytes, and UNPACKs produce its former result in the layout the user requested.
+ * A load through a transpose loads from the base and transposes the result. Returns how many ops
+ * were inserted after it. */
 static uint32_t split_load(packer *p, pm_opid op, pm_blk block, uint32_t at) {
   pm_graph *g = p->g;
   const pm_val out = pm_get(g, op)->out;
@@ -240,7 +240,7 @@ static uint32_t split_load(packer *p, pm_opid op, pm_blk block, uint32_t at) {
   return n;
 }
 
-/* Returns how many ops were put before it. */
+/* Returns how many ops were inserted before it. */
 static uint32_t split_store(packer *p, pm_opid op, pm_blk block, uint32_t at) {
   pm_graph *g = p->g;
   const struct turn *turn = turn_of(p, pm_in(g, op, 0));
@@ -261,8 +261,8 @@ static uint32_t split_store(packer *p, pm_opid op, pm_blk block, uint32_t at) {
   return n;
 }
 
-/* A layout_cast of unpacked elements becomes one of their bytes, half as many, where the layout
- * keeps them in pairs. */
+/* A layout_cast of unpacked elements becomes one of their bytes, half as many, if the layout keeps
+ * them in pairs. */
 static uint32_t move_bytes(packer *p, pm_opid op, pm_blk block, uint32_t at) {
   pm_graph *g = p->g;
   const pm_opid def = pm_value_of(g, pm_in(g, op, 0))->def;
@@ -280,15 +280,15 @@ static uint32_t move_bytes(packer *p, pm_opid op, pm_blk block, uint32_t at) {
   const pm_opid made = pm_insert(g, block, at + 1, PM_OP_UNPACK, &cast, 1, &whole, 1, NULL, 0, op);
   p->now[out] = pm_get(g, made)->out;
   pm_value_of(g, p->now[out])->name = pm_value_of(g, out)->name;
-  return 2; /* nobody uses the op itself any more */
+  return 2; /* the op itself is no longer used */
 }
 
-/* Accesses of single elements cannot leave the other half of a byte alone. */
+/* An access to a single element would overwrite the other half of its byte. */
 static bool takes_bytes(int code) {
   return code != PM_OP_MASKED_LOAD && code != PM_OP_MASKED_STORE && code != PM_OP_ATOMIC;
 }
 
-/* Returns the position behind the op and what was made for it. */
+/* Returns the position after the op and everything inserted for it. */
 static uint32_t visit(packer *p, pm_opid op, pm_blk block, uint32_t at) {
   pm_graph *g = p->g;
   const uint32_t n_in = pm_get(g, op)->n_in;
@@ -365,8 +365,7 @@ pm_code pm_pack_refs(pm_graph *g, const pm_target *target, pm_err *err) {
   visit_block(&p, 1);
   for (pm_val v = 1; v < p.n_values && !p.code; v++) {
     if (!is_packed_ref(g, v)) continue;
-    if (turn_of(&p, v) &&
-        p.turned[v].base != v) { /* nobody uses it: any view of the base will do */
+    if (turn_of(&p, v) && p.turned[v].base != v) { /* unused: any view of the base will do */
       int64_t dims[PM_MAX_RANK];
       const pm_opid def = pm_value_of(g, v)->def;
       const pm_type type = *pm_typeof(g, p.turned[v].base);

@@ -13,7 +13,7 @@ typedef struct walker {
   const pm_graph *g;
   int64_t thread;
   int64_t most; /* 0: no request yet */
-  pm_opid op;   /* of the most */
+  pm_opid op;   /* of the largest request */
   bool any, unknown;
 } walker;
 
@@ -43,7 +43,7 @@ static bool eval_two(pm_opcode code, int64_t a, int64_t b, int64_t *out) {
 
 static bool is_small(int64_t x) { return x >= INT32_MIN && x <= INT32_MAX; }
 
-/* Value of an op for the thread at hand; true if it is known. */
+/* Value of an op for the current thread; true if it is known. */
 static bool eval_op(const walker *w, pm_opid op, int depth, int64_t *out) {
   const pm_graph *g = w->g;
   const pm_op *o = pm_get(g, op);
@@ -91,7 +91,7 @@ bool pm_value_for_thread(const pm_graph *g, pm_val v, int64_t thread, int64_t *o
 
 static void walk(walker *w, pm_blk block);
 
-/* The regions of a branch: the one that is taken, or all of them if that is not known. */
+/* The regions of a branch that may run: one, or all of them if the predicate is unknown. */
 static void walk_branch(walker *w, pm_opid op) {
   const pm_op *o = pm_get(w->g, op);
   int64_t which;

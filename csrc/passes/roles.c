@@ -20,7 +20,7 @@ enum { MOST_THREADS = 32, MOST_IFS = 16 };
 typedef struct splitter {
   pm_graph *g;
   pm_err *err;
-  pm_blk block; /* where the loop stands */
+  pm_blk block; /* position of the loop */
   pm_opid loop;
   pm_opid ifs[MOST_IFS];
   uint32_t n_ifs;
@@ -49,7 +49,7 @@ static pm_code copy_block(splitter *s, pm_blk from, pm_blk to) {
   return PM_OK;
 }
 
-/* The op with its regions goes to the end of the block. */
+/* Copy the op with its regions to the end of the block. */
 static pm_code copy_op(splitter *s, pm_opid op, pm_blk to, pm_opid *made) {
   pm_graph *g = s->g;
   const pm_op o = *pm_get(g, op);
@@ -82,7 +82,7 @@ static pm_code copy_op(splitter *s, pm_opid op, pm_blk to, pm_opid *made) {
 
 /* ---- may the loop be split? ---------------------------------------------------------------- */
 
-/* Each IF's way for each thread: two groups, apart at each of them. */
+/* Which way each thread goes at each IF: the same two groups separate everywhere. */
 static bool has_two_roles(splitter *s) {
   const pm_graph *g = s->g;
   bool seen[2] = {false, false};
@@ -151,7 +151,7 @@ static pm_val constant(splitter *s, pm_dtype t, int64_t i) {
   return pm_get(g, op)->out;
 }
 
-/* A copy of the loop in the block, its IFs decided; the block yields what the loop gives. */
+/* A copy of the loop in the block, its IFs decided; the block yields the results of the loop. */
 static pm_code loop_of_role(splitter *s, pm_blk to, int group, const pm_val *truth) {
   pm_graph *g = s->g;
   pm_opid loop;
@@ -170,7 +170,7 @@ static pm_code loop_of_role(splitter *s, pm_blk to, int group, const pm_val *tru
   return pm_yield(&yield, out, o.n_out, s->err);
 }
 
-/* The ops from position n on move to position `at`. */
+/* Move the ops from position n on to position `at`. */
 static void move_to(splitter *s, uint32_t at, uint32_t n) {
   pm_block *b = &s->g->blocks.at[s->block];
   const uint32_t made = b->ops.n - n;
@@ -184,9 +184,9 @@ static pm_code split(splitter *s, uint32_t at) {
   pm_graph *g = s->g;
   const pm_op loop = *pm_get(g, s->loop);
   const pm_opid end = s->block == 1 ? 0 : pm_terminator(g, s->block);
-  if (end) g->blocks.at[s->block].ops.n--; /* a builder adds to what is not closed */
+  if (end) g->blocks.at[s->block].ops.n--; /* the builder appends to open blocks */
   const uint32_t n = g->blocks.at[s->block].ops.n;
-  /* a copy has as many values as the loop, and there are two: all that are looked up are older */
+  /* two copies, each with as many values as the loop; only older values are looked up */
   s->map = PM_NEW(g->arena, pm_val, 4 * g->values.n + 64);
   const pm_val role = before_loop(s, pm_in(g, s->ifs[0], 0)), none = constant(s, PM_I32, 0);
   const pm_val truth[2] = {constant(s, PM_BOOL, 0), constant(s, PM_BOOL, 1)};
@@ -202,7 +202,8 @@ static pm_code split(splitter *s, uint32_t at) {
     if (v >= loop.out && v < loop.out + loop.n_out)
       g->operands.at[k] = pm_get(g, made)->out + (v - loop.out);
   }
-  g->operands.at[loop.in] = g->operands.at[loop.in + 1] = none; /* no trips: pm_simplify drops it */
+  g->operands.at[loop.in] = g->operands.at[loop.in + 1] =
+      none; /* no iterations: pm_simplify removes it */
   move_to(s, at, n);
   if (end) pm_vec_push(g->arena, &g->blocks.at[s->block].ops, end);
   return PM_OK;

@@ -24,7 +24,7 @@ typedef struct splitter {
   int8_t *row; /* by value: 1 + the dimension that counts rows; 0: none does */
   int64_t rows, parts;
   bool grew, failed;
-  bool *written, *read; /* by value: arguments of the kernel */
+  bool *written, *read; /* by value: accessed arguments of the kernel */
 } splitter;
 
 static uint16_t code_of(const pm_graph *g, pm_opid op) { return pm_get(g, op)->code; }
@@ -43,8 +43,8 @@ static pm_val before(pm_graph *g, pm_opid place, pm_opcode code, const pm_val *i
   return pm_get(g, op)->out;
 }
 
-/* Constants and counts are shared by what has nothing to do with one another: each use gets its own
- * one, and the next simplification merges them again. */
+/* Unrelated ops share constants and iotas. Each use gets its own, and the next simplification
+ * merges them again. */
 static void own_sources(pm_graph *g, pm_opid op) {
   for (uint32_t k = 0; k < pm_get(g, op)->n_in; k++) {
     const pm_val v = pm_in(g, op, k);
@@ -95,7 +95,7 @@ static void tie(splitter *s, pm_val a, pm_val b) {
   mark(s, b, row_of(s, a));
 }
 
-/* The most parts that a loop asks for; marks its accumulators. */
+/* The largest number of parts that a loop needs; marks its accumulators. */
 static void find_loops(pm_graph *g, pm_opid op, void *ctx) {
   splitter *s = ctx;
   int64_t rows = 0;
@@ -114,7 +114,8 @@ static void seed(pm_graph *g, pm_opid op, void *ctx) {
 
 /* ---- marks -------------------------------------------------------------------------------- */
 
-/* The dim of `to` that is dim of `from`, where a reshape adds or drops dims of size 1 only. */
+/* The dim of `to` that corresponds to a dim of `from`, if a reshape only adds or drops dims of size
+ * 1. */
 static int through_reshape(const pm_type *from, const pm_type *to, int dim) {
   int i = 0, k = 0;
   for (;; i++, k++) {
@@ -125,8 +126,8 @@ static int through_reshape(const pm_type *from, const pm_type *to, int dim) {
   }
 }
 
-/* The dim of the other side of a move: of the result, or back of the operand; -1: none there,
- * -2: it gets lost. */
+/* The corresponding dim on the other side of a move: of the result, or backwards of the operand;
+ * -1: none, -2: the dim is lost. */
 static int moved(const pm_graph *g, pm_opid op, int dim, bool back) {
   const pm_type *from = pm_typeof(g, pm_in(g, op, 0)), *to = pm_typeof(g, pm_get(g, op)->out);
   uint32_t n;
@@ -200,7 +201,7 @@ static bool any_marked(const splitter *s, pm_opid op) {
   return false;
 }
 
-/* The arrays of a load or store; its ref is no array and is cut later. */
+/* The arrays of a load or store; its ref is not an array and is split later. */
 static void mark_access(splitter *s, pm_opid op) {
   const pm_graph *g = s->g;
   const pm_op *o = pm_get(g, op);
@@ -269,7 +270,7 @@ static void check_op(pm_graph *g, pm_opid op, void *ctx) {
     case PM_OP_LOAD:
     case PM_OP_MASKED_LOAD: note_argument(s, op, s->read); break;
     case PM_OP_STORE:
-    case PM_OP_MASKED_STORE: /* what has no rows would be stored twice */
+    case PM_OP_MASKED_STORE: /* an array without rows would be stored twice */
       note_argument(s, op, s->written);
       if (pm_typeof(g, pm_in(g, op, 0))->space == PM_GMEM && !s->row[pm_in(g, op, 1)])
         s->failed = true;

@@ -21,7 +21,7 @@ typedef struct simplifier {
   uint64_t *hashes;
   uint32_t mask;
   PM_VEC(uint32_t) entries; /* occupied slots, oldest first */
-  words key, other;         /* of the op at hand, of an entry */
+  words key, other;         /* of the current op, of an entry */
 } simplifier;
 
 static void run_region(simplifier *s, pm_blk from, pm_blk to);
@@ -48,7 +48,7 @@ static void remove_values(pm_graph *g, pm_val first, uint32_t n) {
   for (uint32_t k = 0; k < n; k++) *pm_value_of(g, first + k) = (pm_value){0};
 }
 
-/* The slot stays, as no op; the op must be off its block's list. */
+/* The slot becomes PM_OP_NONE; the op must have been removed from its block's list. */
 static void remove_op(pm_graph *g, pm_opid op) {
   for (uint32_t r = 0; r < pm_get(g, op)->n_regions; r++) {
     pm_block *b = &g->blocks.at[pm_region(g, op, r)];
@@ -123,7 +123,7 @@ static bool fold_bounds(const simplifier *s, pm_opid op, int64_t *out) {
   }
 }
 
-/* The number that every element of the op's result is, if that can be told. */
+/* The value of every element of the op's result, if it is known. */
 static bool fold(simplifier *s, pm_opid op, pm_scalar *out) {
   pm_graph *g = s->g;
   const pm_op *o = pm_get(g, op);
@@ -225,7 +225,7 @@ static pm_val equal_operand(const simplifier *s, pm_opid op) {
     case PM_OP_BITCAST:
     case PM_OP_RESHAPE:
     case PM_OP_RESHAPE_REF:
-    case PM_OP_SLICE: return x; /* where the type stays */
+    case PM_OP_SLICE: return x; /* if the type does not change */
     case PM_OP_BROADCAST:
     case PM_OP_TRANSPOSE:
     case PM_OP_TRANSPOSE_REF: return identity_dims(s, op) ? x : 0;
@@ -267,7 +267,7 @@ static bool commutes(const simplifier *s, pm_opid op) {
   }
 }
 
-/* Words that two ops share exactly if they are equal: code, operands, attributes, type, layout. */
+/* Words that are equal for equal ops only: code, operands, attributes, type, layout. */
 #define PUT(x) pm_vec_push(g->arena, key, (uint64_t)(x))
 static void make_key(simplifier *s, pm_opid op, words *key) {
   pm_graph *g = s->g;
@@ -293,7 +293,7 @@ static void make_key(simplifier *s, pm_opid op, words *key) {
 }
 #undef PUT
 
-/* An equal op that dominates this one; else this one is entered, and 0. */
+/* An equal op that dominates this one; otherwise 0, and this one is entered. */
 static pm_opid merge(simplifier *s, pm_opid op) {
   pm_graph *g = s->g;
   make_key(s, op, &s->key);
@@ -312,14 +312,14 @@ static pm_opid merge(simplifier *s, pm_opid op) {
   return 0;
 }
 
-/* Entries leave in the reverse order of coming, so no probe sequence is cut. */
+/* Entries are removed in reverse order of insertion, so no probe sequence is broken. */
 static void forget_to(simplifier *s, uint32_t mark) {
   while (s->entries.n > mark) s->table[s->entries.at[--s->entries.n]] = 0;
 }
 
 /* ---- the forward walk --------------------------------------------------------------------- */
 
-/* A constant has the splat layout, so once layouts are given not everything can become one. */
+/* A constant has the splat layout, so once layouts are known not every value can become one. */
 static bool may_be_constant(const simplifier *s, pm_opid op) {
   const pm_op *o = pm_get(s->g, op);
   const pm_value *v = pm_value_of(s->g, o->out);
@@ -327,7 +327,7 @@ static bool may_be_constant(const simplifier *s, pm_opid op) {
          (!v->layout || pm_layout_of(s->g, v->layout)->kind == PM_SPLAT);
 }
 
-/* A pure op that is not needed any more: replaced. */
+/* Is a pure op no longer needed, because it was replaced? */
 static bool simplify_pure(simplifier *s, pm_opid op) {
   pm_graph *g = s->g;
   pm_val out = pm_get(g, op)->out;
@@ -348,8 +348,7 @@ static bool simplify_pure(simplifier *s, pm_opid op) {
   return equal != 0;
 }
 
-/* The region of a control op that certainly runs once, and no other; -1: cannot be told, -2: none
- */
+/* The only region of a control op that runs, exactly once; -1: not known, -2: none runs */
 static int only_region(const simplifier *s, pm_opid op) {
   const pm_op *o = pm_get(s->g, op);
   pm_scalar x, y;
@@ -374,7 +373,7 @@ static bool layouts_allow(const simplifier *s, pm_opid op, pm_opid source, uint3
   return true;
 }
 
-/* Put the ops of the region that runs in the place of a control op. */
+/* Replace a control op by the ops of the region that runs. */
 static bool inline_control(simplifier *s, pm_opid op, pm_blk to) {
   pm_graph *g = s->g;
   int region = only_region(s, op);

@@ -23,11 +23,11 @@
 
 enum { SMEM_ALIGN = 1024, SCRATCH_ALIGN = 16, BARRIER_BYTES = 8, SEMAPHORE_BYTES = 4 };
 
-enum { OTHERS, REMOTE, OWN, N_STACKS }; /* OWN: each thread has it for itself */
+enum { OTHERS, REMOTE, OWN, N_STACKS }; /* OWN: private to each thread */
 
 typedef PM_VEC(pm_opid) op_list;
 
-/* Memory that one loop alone uses, on the stack OTHERS; number 0: none. */
+/* Memory that only one loop uses, on the stack OTHERS; number 0: none. */
 typedef struct stage {
   int64_t number, start, end;
 } stage;
@@ -37,13 +37,13 @@ typedef struct plan {
   pm_err *err;
   pm_code code;
   int64_t top[N_STACKS], deepest[N_STACKS];
-  int64_t most; /* of the sum of those that the block has once */
+  int64_t most; /* of the sum of those that exist once for each block */
   struct {
     int64_t number, group; /* 0: no union is open */
     int64_t start[N_STACKS], end[N_STACKS];
   } overlay;
-  stage stage; /* of the block that is looked at */
-  bool *remote;     /* by value: an allocation that other blocks reach */
+  stage stage;      /* of the current block */
+  bool *remote;     /* by value: an allocation that other blocks access */
   int64_t barriers; /* bytes */
   int64_t scratch;  /* bytes of one Pallas thread */
   op_list live, live_at_deepest;
@@ -58,7 +58,7 @@ static int64_t alloc_bytes(const pm_graph *g, pm_opid op) {
   return pm_min(bytes, INT64_MAX / 4);
 }
 
-/* Is the op in a scope that one Pallas thread enters for itself? */
+/* Is the op in a private scope of a Pallas thread? */
 static bool is_private(const pm_graph *g, pm_opid op) {
   for (pm_blk b = pm_get(g, op)->parent; g->blocks.at[b].parent; b = pm_get(g, op)->parent) {
     op = g->blocks.at[b].parent;
@@ -74,7 +74,7 @@ static void close_union(plan *p) {
   p->overlay.number = 0;
 }
 
-/* The top of the stacks is where the allocation begins. */
+/* The allocation starts at the top of its stack. */
 static void enter_union(plan *p, pm_opid alloc) {
   uint32_t n;
   const int64_t *u = pm_attr_list(p->g, alloc, PM_ATTR_UNION, &n);
@@ -91,7 +91,7 @@ static void enter_union(plan *p, pm_opid alloc) {
   p->overlay.group = u[1];
 }
 
-/* Barriers and semaphores of one thread have a part for each in their first dim. */
+/* Private barriers and semaphores have a part for each thread in their first dim. */
 static void refuse_own(plan *p, pm_opid op) {
   const bool memory = pm_get(p->g, op)->code == PM_OP_ALLOC_SMEM;
   const pm_type *t = pm_typeof(p->g, pm_get(p->g, op)->out);
@@ -105,7 +105,7 @@ static void refuse_own(plan *p, pm_opid op) {
   pm_err_op(p->err, p->g, op);
 }
 
-/* Where another loop's memory begins, that of the loop before ends, if it is on top. */
+/* When another loop's memory starts, that of the previous loop is freed, if it is on top. */
 static void enter_stage(plan *p, pm_opid alloc, int stack) {
   const int64_t number = stack == OTHERS ? *pm_attr(p->g, alloc, PM_ATTR_STAGE) : 0;
   if (!number || number == p->stage.number) return;
@@ -205,7 +205,7 @@ static void find_remote(pm_graph *g, pm_opid op, void *ctx) {
   if (code == PM_OP_HAND_TILE) p->remote[pm_view_base(g, pm_in(g, op, 1))] |= g->n_cluster > 0;
 }
 
-/* Offsets were counted from 0 in each part. */
+/* Offsets were relative to each part. */
 static void move(pm_graph *g, pm_opid op, void *ctx) {
   const plan *p = ctx;
   const pm_op *o = pm_get(g, op);

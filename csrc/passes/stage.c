@@ -36,8 +36,8 @@ typedef struct stager {
   pm_graph *g;
   int64_t smem, limit;
   bool *written; /* by value: arguments of the kernel that it writes */
-  int64_t stage; /* number of the loop that is looked at */
-  pm_opid front; /* the loop, or the first wait in front of it: copies begin before it */
+  int64_t stage; /* number of the current loop */
+  pm_opid front; /* the loop, or the first wait before it: copies start before it */
 } stager;
 
 /* a product whose b is staged in its scope */
@@ -72,7 +72,7 @@ static void replace_uses(pm_graph *g, pm_val old, pm_val by, pm_opid but) {
   }
 }
 
-/* Off its block's list; the op stays as it is. */
+/* Remove the op from its block's list; the op itself does not change. */
 static void take_off(pm_graph *g, pm_opid op) {
   pm_block *b = &g->blocks.at[pm_get(g, op)->parent];
   const uint32_t at = position(g, op);
@@ -86,7 +86,7 @@ static void drop(pm_graph *g, pm_opid op) {
   *pm_get(g, op) = (pm_op){0};
 }
 
-/* In front of `before`, in its block. */
+/* Insert before `before`, in its block. */
 static void move_before(pm_graph *g, pm_opid op, pm_opid before) {
   take_off(g, op);
   const pm_blk block = pm_get(g, before)->parent;
@@ -154,7 +154,7 @@ static void find_written(pm_graph *g, pm_opid op, void *ctx) {
   }
 }
 
-/* Does any op below the block have one of these effects, or wait for other kernels? */
+/* Does any op in the block have one of these effects, or wait for other kernels? */
 static bool has_effects(const pm_graph *g, pm_blk block, uint32_t effects) {
   const pm_block *b = &g->blocks.at[block];
   for (uint32_t k = 0; k < b->ops.n; k++) {
@@ -171,7 +171,7 @@ static bool has_effects(const pm_graph *g, pm_blk block, uint32_t effects) {
   return false;
 }
 
-/* The allocation of which v is all, plain or transposed. */
+/* The allocation of which v is a full view, plain or transposed. */
 static pm_opid whole_alloc(const pm_graph *g, pm_val v, pm_opid *turned) {
   pm_opid def = def_of(g, v);
   *turned = 0;
@@ -246,7 +246,7 @@ static bool can_copy(const stager *s, const staged *p) {
 
 /* ---- staging ----------------------------------------------------------------------------- */
 
-/* v for index `i` of the loop; new ops go in front of `before`. */
+/* v for index `i` of the loop; new ops are inserted before `before`. */
 static pm_val copy_for(pm_graph *g, pm_val v, pm_opid loop, pm_val i, pm_opid before) {
   if (!lies_in(g, v, loop)) return v;
   const pm_opid def = def_of(g, v);
@@ -272,7 +272,7 @@ static pm_opid insert_op(pm_graph *g, pm_opid before, pm_opcode code, const pm_v
                    0, place);
 }
 
-/* An IF in front of `before`, with empty regions; the YIELD of the first. */
+/* An IF before `before`, with empty regions; returns the YIELD of the first. */
 static pm_code open_if(pm_graph *g, pm_opid before, pm_val condition, pm_opid *yield, pm_err *err) {
   const pm_blk block = pm_get(g, before)->parent;
   const pm_op at = *pm_get(g, before);
@@ -310,7 +310,7 @@ static pm_code copy_step(pm_graph *g, const staged *p, pm_val source, pm_val i, 
   return PM_OK;
 }
 
-/* The memory gets the shape of what is stored; the product reads the transpose. */
+/* The memory gets the shape of the stored array; the product reads the transpose. */
 static void turn_alloc(pm_graph *g, const staged *p) {
   const pm_val memory = pm_get(g, p->alloc)->out;
   const pm_type old = *pm_typeof(g, memory);
@@ -325,12 +325,12 @@ static void turn_alloc(pm_graph *g, const staged *p) {
   g->operands.at[pm_get(g, p->wgmma)->in + 2] = back;
 }
 
-/* Nothing else is stored in the scope, and no other operand lies in SMEM. */
+/* Nothing else is stored in the scope, and no other operand is in SMEM. */
 static void drop_commit(pm_graph *g, const staged *p) {
   const pm_block *b = &g->blocks.at[pm_get(g, p->wgmma)->parent];
   pm_opid commit = 0;
   const pm_val x = pm_in(g, p->wgmma, 1);
-  const pm_opid from = def_of(g, pm_view_base(g, x)); /* of an `a` that is staged, too */
+  const pm_opid from = def_of(g, pm_view_base(g, x)); /* of an `a` that is staged too */
   const bool staged = from && code_of(g, from) == PM_OP_ALLOC_SMEM;
   if (pm_typeof(g, x)->kind != PM_ARRAY && !(staged && *pm_attr(g, from, PM_ATTR_STAGE))) return;
   for (uint32_t k = 0; b->ops.at[k] != p->wgmma; k++) {
@@ -341,12 +341,12 @@ static void drop_commit(pm_graph *g, const staged *p) {
   if (commit) drop(g, commit);
 }
 
-/* The memory is the loop's alone: what comes after the loop may lie there. */
+/* Only the loop uses this memory: later allocations may reuse it. */
 static void belongs(const stager *s, pm_opid alloc) {
   *pm_attr(s->g, alloc, PM_ATTR_STAGE) = s->stage;
 }
 
-/* A barrier for one copy, in front of the loop. */
+/* A barrier for one copy, before the loop. */
 static pm_val new_barrier(stager *s, pm_opid place) {
   const pm_type barrier = {PM_BARRIER, 0, PM_SMEM, 0, {0}};
   const pm_attr_arg arrivals = {.id = PM_ATTR_ARRIVALS, .i = 1};
@@ -376,8 +376,8 @@ static pm_code stage_copy(stager *s, staged *p, pm_err *err) {
   return PM_OK;
 }
 
-/* x, of which this is the one use that is meant, goes to memory in front of the loop: what was
- * loaded from GMEM for that alone by an engine. */
+/* x is stored to memory before the loop, by an engine if it was loaded from GMEM only for this
+ * use. */
 static void bring(stager *s, pm_val memory, pm_val x, pm_opid place) {
   pm_graph *g = s->g;
   const pm_opid load = def_of(g, x);
@@ -405,7 +405,7 @@ static void stage_invariant(stager *s, staged *p) {
   drop_commit(g, p);
 }
 
-/* An `a` that does not change in the loop lies in SMEM, too: it leaves registers to the others. */
+/* An `a` that does not change in the loop is kept in SMEM, which frees registers. */
 static void stage_a(stager *s, const staged *p) {
   pm_graph *g = s->g;
   const pm_val a = pm_in(g, p->wgmma, 1);
@@ -425,7 +425,7 @@ static void stage_a(stager *s, const staged *p) {
 
 enum { MOST_USES = 8 };
 
-/* The products that read what a load brings: as `a`, or as b that a store stages. */
+/* The products that read the result of a load: as `a`, or as b that a store stages. */
 typedef struct shared {
   staged b[MOST_USES];
   pm_opid a[MOST_USES];
@@ -468,7 +468,8 @@ static bool only_shared(const pm_graph *g, pm_val x, pm_opid loop, shared *out) 
   return out->n_a + out->n_b > 1;
 }
 
-/* Two buffers by turns: the copy for the next step begins where this one's was waited for. */
+/* Two alternating buffers: the copy for the next step starts where the copy of this step was
+ * awaited. */
 static pm_code stage_shared(stager *s, pm_opid loop, pm_opid load, shared *u, pm_err *err) {
   pm_graph *g = s->g;
   const pm_val from = pm_in(g, load, 0), index = g->blocks.at[pm_region(g, loop, 0)].arg;
@@ -603,7 +604,7 @@ static void sum_in_accumulator(pm_graph *g, pm_opid add, void *ctx) {
     drop(g, alloc);
     pm_value_of(g, result)->name = pm_value_of(g, pm_get(g, add)->out)->name;
     replace_uses(g, pm_get(g, add)->out, result, add);
-    return; /* the sum has no use any more, and goes with the next simplification */
+    return; /* the sum is now unused; the next simplification removes it */
   }
 }
 
@@ -616,7 +617,7 @@ pm_code pm_stage_products(pm_graph *g, const pm_target *t, pm_err *err) {
     if (g->alias && g->alias[k] >= 0) s.written[g->blocks.at[1].arg + (uint32_t)g->alias[k]] = true;
   }
   pm_walk(g, 1, find_written, &s);
-  /* what was staged in scopes that overlap gets a place of its own */
+  /* arrays staged in overlapping scopes get memory of their own */
   if (s.smem <= s.limit && !g->no_auto_barriers) {
     const uint32_t n = g->ops.n;
     for (pm_opid op = 1; op < n; op++) {

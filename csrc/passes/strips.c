@@ -14,7 +14,7 @@
 enum {
   LANES = 128,
   MOST_WORDS = 255, /* registers of a lane */
-  STRIP = 32,       /* words of a lane that a strip of the widest value should have */
+  STRIP = 32,       /* words of a lane that a strip of the widest value should take */
   ROWS = 8,         /* of a tile in SMEM */
   MOST_STORES = 16,
 };
@@ -29,7 +29,7 @@ typedef struct chain {
   pm_opid store[MOST_STORES];
   uint32_t n_stores, first_load, first_store, last_store; /* positions in the block */
   int dim;
-  int64_t strip, bits; /* extent of a strip; of the widest element */
+  int64_t strip, bits; /* extent of a strip; bytes of the widest element */
   bool smem;
 } chain;
 
@@ -45,7 +45,7 @@ static bool is_large(const pm_graph *g, pm_val v) {
 
 /* ---- which memory -------------------------------------------------------------------------- */
 
-/* The argument or allocation that a view shows; 0: not known */
+/* The argument or allocation at the base of a view; 0: not known */
 static pm_val root_of(const pm_graph *g, pm_val ref) {
   for (;;) {
     const pm_opid def = pm_value_of(g, ref)->def;
@@ -68,8 +68,8 @@ static bool is_operand(const pm_graph *g, pm_val root) {
   return !v->def && v->block == 1 && v->index < g->n_operands;
 }
 
-/* May a write through one ref change what is read or written through the other, at another index?
- * An operand that is written may have been given twice. */
+/* May a write through one ref change what the other reads or writes at a different index? An
+ * operand that is written may have been passed twice. */
 static bool may_overlap(const pm_graph *g, pm_val written, pm_val other) {
   if (written == other) return false;
   const pm_val a = root_of(g, written), b = root_of(g, other);
@@ -136,7 +136,7 @@ static bool takes_strips(chain *c, pm_val v, int dim) {
   return true;
 }
 
-/* Large values of the chain that something else wants as well */
+/* Large values of the chain that are also used elsewhere */
 static bool is_wanted_elsewhere(const chain *c) {
   for (pm_val v = 1; v < c->n_values; v++)
     if (c->inside[v] && c->inside[v] != c->uses[v] && is_large(c->g, v)) return true;
@@ -148,7 +148,7 @@ static bool has_no_effect_but_loads(const pm_graph *g, pm_opid op) {
   return o->code == PM_OP_LOAD || (!pm_ops[o->code].effects && !o->n_regions);
 }
 
-/* The stores from position `at` on that can be one chain. */
+/* The stores from position `at` on that can form one chain. */
 static void gather_stores(chain *c, uint32_t at) {
   const pm_graph *g = c->g;
   const pm_block *b = &g->blocks.at[c->block];
@@ -171,8 +171,8 @@ static void gather_stores(chain *c, uint32_t at) {
   }
 }
 
-/* Extent of a strip: if there is one, a divisor of the dimension such that all lanes have the same
- * number of whole words of 16 bytes. */
+/* Extent of a strip: preferably a divisor of the dimension such that all lanes have the same number
+ * of whole 16-byte words. */
 static void choose_strip(chain *c, const pm_type *t) {
   int64_t row = 1;
   for (int d = 0; d < t->rank; d++) row *= d == c->dim ? 1 : t->dim[d];
@@ -187,7 +187,7 @@ static void choose_strip(chain *c, const pm_type *t) {
   }
 }
 
-/* Do strips along c->dim make a chain of the first stores that were gathered? */
+/* Do the first stores that were collected form a chain along c->dim? */
 static bool is_chain(chain *c) {
   const pm_graph *g = c->g;
   const pm_type *t = pm_typeof(g, pm_in(g, c->store[0], 1));
@@ -204,7 +204,7 @@ static bool is_chain(chain *c) {
   return c->strip && c->strip < t->dim[c->dim];
 }
 
-/* As many stores as can be, along the first dimension that can be. */
+/* As many stores as possible, along the first dimension that is possible. */
 static bool find_chain(chain *c, uint32_t at) {
   gather_stores(c, at);
   const int rank = pm_typeof(c->g, pm_in(c->g, c->store[0], 1))->rank;
@@ -278,7 +278,7 @@ static pm_val strip_of_broadcast(maker *m, pm_opid op, const pm_type *type, int 
   return emit(m, PM_OP_BROADCAST, &in, 1, type, &along, 1);
 }
 
-/* The strip of v along dim that begins at m->start. */
+/* The strip of v along dim that starts at m->start. */
 static pm_val strip_of(maker *m, pm_val v, int dim) {
   pm_graph *g = m->b.g;
   pm_type type = *pm_typeof(g, v);
@@ -313,7 +313,7 @@ static pm_val strip_of(maker *m, pm_val v, int dim) {
   return m->now[v] = made;
 }
 
-/* All values of one strip, then its stores. */
+/* Compute all values of one strip, then its stores. */
 static void make_strip(maker *m, pm_val start, int64_t extent) {
   chain *c = m->c;
   pm_val x[MOST_STORES];
@@ -347,7 +347,7 @@ static void make_loop(maker *m, int64_t trips) {
   if (!m->code) m->code = pm_close(&m->b, loop, m->c->err);
 }
 
-/* The ops from position n on move to the place of the last store; the stores go. */
+/* Move the ops from position n on to the last store, and remove the stores. */
 static void put_in_place(chain *c, uint32_t n) {
   pm_block *b = &c->g->blocks.at[c->block];
   const uint32_t total = b->ops.n, made = total - n;
@@ -368,7 +368,7 @@ static void put_in_place(chain *c, uint32_t n) {
 static pm_code loop_over(chain *c) {
   pm_graph *g = c->g;
   const pm_opid yield = c->block == 1 ? 0 : pm_terminator(g, c->block);
-  if (yield) g->blocks.at[c->block].ops.n--; /* a builder adds to what is not closed */
+  if (yield) g->blocks.at[c->block].ops.n--; /* the builder appends to open blocks */
   const uint32_t n = g->blocks.at[c->block].ops.n;
   const pm_op *o = pm_get(g, c->store[0]);
   const int64_t extent = pm_typeof(g, pm_in(g, c->store[0], 1))->dim[c->dim];
@@ -409,7 +409,7 @@ static pm_code walk(pm_graph *g, pm_blk block, bool *changed, pm_err *err) {
     pm_code failed = loop_over(&c);
     if (failed) return failed;
     *changed = true;
-    at = c.first_store - 1; /* the loop stands there now, and what is in it may be large */
+    at = c.first_store - 1; /* the loop is there now, and values in it may be large */
   }
   return PM_OK;
 }
@@ -424,7 +424,7 @@ pm_code pm_loop_over_strips(pm_graph *g, const pm_target *t, pm_err *err) {
 
 /* ---- warnings ------------------------------------------------------------------------------ */
 
-/* Once for each line of the user's */
+/* Once for each line of the user's source */
 static void warn_of_results(pm_graph *g, pm_opid op, void *ctx) {
   pm_opid *last = ctx;
   const pm_op *o = pm_get(g, op), *before = pm_get(g, *last);

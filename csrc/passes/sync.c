@@ -66,18 +66,18 @@ typedef struct dirt {
 
 typedef struct placer {
   pm_graph *g;
-  uint8_t *reach; /* by value: how the memory at the base of views is reached */
+  uint8_t *reach; /* by value: how the memory at the base of views is accessed */
   state at;
-  dirt dirty;         /* bytes that plain stores wrote, with no proxy fence behind */
-  dirt loaded;        /* bytes of `filled` that lanes loaded, with no proxy fence behind */
+  dirt dirty;         /* bytes that ordinary stores wrote, without a proxy fence since */
+  dirt loaded;        /* bytes of `filled` that lanes loaded, without a proxy fence since */
   const dirt *filled; /* bytes that engines write */
-  /* Accesses since the lanes met last, as far as scalar stores must know them. */
+  /* Accesses since the last SYNC that matter for scalar stores. */
   access open[MAX_OPEN];
   uint32_t n_open;
   bool lost; /* there were too many: any memory may have been accessed */
-  /* Since the lanes met last, for ARRIVE. */
+  /* Since the last SYNC, for ARRIVE. */
   bool touched;     /* the lanes loaded or stored */
-  bool waited;      /* they waited for a barrier, and did not meet in a wgmma since */
+  bool waited;      /* they waited for a barrier, and no wgmma has synchronised them since */
   bool *copied;     /* by value: barrier allocations that copies arrive at */
   int64_t n_wgmmas; /* issued since that wait */
 } placer;
@@ -107,7 +107,7 @@ static pm_val union_of(const pm_graph *g, pm_val v) {
   return v;
 }
 
-/* What stands for memory: one value for all names that the same bytes may have. */
+/* One representative value for all names of the same bytes. */
 static pm_val base_of(const pm_graph *g, pm_val v) {
   v = pm_view_base(g, v);
   const pm_value *value = pm_value_of(g, v);
@@ -119,7 +119,7 @@ static pm_val base_of(const pm_graph *g, pm_val v) {
   return v;
 }
 
-/* Two static parts of one ref that have no element in common. */
+/* Are these static parts of one ref, without a common element? */
 static bool disjoint(const pm_graph *g, pm_val x, pm_val y) {
   pm_opid a = pm_value_of(g, x)->def, b = pm_value_of(g, y)->def;
   if (pm_get(g, a)->code != PM_OP_INDEX || pm_get(g, b)->code != PM_OP_INDEX) return false;
@@ -173,7 +173,7 @@ static void soil_all(dirt *d, const dirt *more) {
   for (uint32_t k = 0; k < more->n; k++) soil(d, more->at[k].from, more->at[k].to);
 }
 
-/* The allocation that a ref in SMEM is a part of; false: it lies elsewhere. */
+/* The allocation that a ref in SMEM is a part of; false: it is elsewhere. */
 static bool bytes_of(const pm_graph *g, pm_val ref, int64_t *from, int64_t *to) {
   const pm_value *base = pm_value_of(g, pm_view_base(g, ref));
   if (!base->def || pm_get(g, base->def)->code != PM_OP_ALLOC_SMEM) return false;
@@ -237,7 +237,7 @@ static void soil_by(placer *p, pm_opid op) {
   }
 }
 
-/* After these the thread's loads are complete: a fence is placed before, if none stands there. */
+/* Before these, the thread's loads must be complete: a fence is inserted unless there is one. */
 static bool releases(uint16_t code) {
   switch (code) {
     case PM_OP_ARRIVE:
@@ -263,7 +263,7 @@ static void note_filled(pm_graph *g, pm_opid op, void *ctx) {
   if (bytes_of(g, pm_in(g, op, 1), &from, &to)) soil(ctx, from, to);
 }
 
-/* What is dirty and loaded behind a block, without a change to it: not less than what will be. */
+/* An upper bound on what is dirty and loaded after a block, without changing the block. */
 static void soil_block(placer *p, pm_blk block) {
   const pm_block *b = &p->g->blocks.at[block];
   for (uint32_t k = 0; k < b->ops.n; k++) {
@@ -284,7 +284,7 @@ static void soil_block(placer *p, pm_blk block) {
   }
 }
 
-/* Must a proxy fence stand between what lanes did and this copy? */
+/* Is a proxy fence needed between earlier accesses of the lanes and this copy? */
 static bool overwrites_dirt(const placer *p, pm_opid copy) {
   int64_t from, to;
   if (is_plain(p->g, copy) || !bytes_of(p->g, pm_in(p->g, copy, 1), &from, &to)) return false;
@@ -311,7 +311,7 @@ static void note_arrival(pm_graph *g, pm_opid op, void *ctx) {
   if (pm_get(g, op)->code == PM_OP_ARRIVE) of[base_of(g, pm_in(g, op, 0))] = true;
 }
 
-/* Also barriers at which a warp arrives for its thread. */
+/* Including barriers on which a warp arrives for its thread. */
 static void note_copied(pm_graph *g, pm_opid op, void *ctx) {
   bool *of = ctx;
   if (pm_get(g, op)->code == PM_OP_WARP_MAP) pm_walk(g, pm_region(g, op, 0), note_arrival, of);
@@ -358,7 +358,7 @@ static void met(placer *p) {
   p->lost = p->touched = p->waited = false;
 }
 
-/* Before position *k of the block; *k stays at the op that was there. */
+/* Insert before position *k of the block; *k continues to denote the same op. */
 static void place_op(placer *p, pm_blk block, uint32_t *k, uint16_t code) {
   pm_opid op = p->g->blocks.at[block].ops.at[*k];
   soil_by(p, pm_insert(p->g, block, *k, code, NULL, 0, NULL, 0, NULL, 0, op));
@@ -368,7 +368,7 @@ static void place_op(placer *p, pm_blk block, uint32_t *k, uint16_t code) {
 
 static void place(placer *p, pm_blk block, uint32_t *k) { place_op(p, block, k, PM_OP_SYNC); }
 
-/* Before an op by which others learn that the lanes are done with their loads. */
+/* Before an op that signals others that the lanes have finished their loads. */
 static void place_release(placer *p, pm_blk block, uint32_t *k) {
   place_op(p, block, k, is_clean(&p->loaded) ? PM_OP_SYNC : PM_OP_COMMIT_SMEM);
 }
@@ -380,7 +380,7 @@ static void place_fence(placer *p, pm_blk block, uint32_t *k) {
   ++*k;
 }
 
-/* Do the lanes meet right behind position k anyway? */
+/* Do the lanes synchronise directly after position k anyway? */
 static bool meets_next(const pm_graph *g, pm_blk block, uint32_t k) {
   const pm_block *b = &g->blocks.at[block];
   while (++k < b->ops.n) {
@@ -399,7 +399,7 @@ static void place_behind(placer *p, pm_blk block, uint32_t *k) {
     pm_insert(g, block, *k + 1, PM_OP_SYNC, NULL, 0, NULL, 0, NULL, 0, op);
     ++*k;
   }
-  met(p); /* at the end of the kernel nobody is left to be ordered */
+  met(p); /* at the end of the kernel nothing is left to be ordered */
 }
 
 static void visit_store(placer *p, pm_blk block, uint32_t *k) {
@@ -436,7 +436,7 @@ static void visit_memory(placer *p, pm_opid op) {
 
 static void visit_block(placer *p, pm_blk block);
 
-/* Text that may do anything with its refs. */
+/* Source text that may access its refs in any way. */
 static void visit_inline(placer *p, pm_blk block, uint32_t *k) {
   const pm_graph *g = p->g;
   if (!g->no_auto_barriers && p->at != ORDERED) place(p, block, k);
@@ -450,7 +450,7 @@ static void note_regions(placer *p, pm_opid op) {
   }
 }
 
-/* The allocation of the barrier that an ARRIVE is on, if warps may arrive there by themselves. */
+/* The allocation of the barrier of an ARRIVE, if warps may arrive there separately. */
 static pm_opid warp_barrier(const placer *p, pm_opid arrive) {
   const pm_graph *g = p->g;
   uint32_t n;
@@ -492,7 +492,7 @@ static void summarise(pm_graph *g, pm_opid op, void *ctx) {
   s->touches |= reads(code) && !is_constant(s->p, pm_in(g, op, 0));
 }
 
-/* Make the state what is known wherever the body of the loop begins; returns that before it. */
+/* Set the state to what is known at every start of the loop body; returns the state before. */
 static placer enter_loop(placer *p, pm_blk block, uint32_t *k) {
   const pm_opid op = p->g->blocks.at[block].ops.at[*k];
   summary s = {.p = p};
@@ -513,10 +513,10 @@ static void visit_scope(placer *p, pm_opid op) {
   visit_block(p, body);
   uint32_t last = p->g->blocks.at[body].ops.n - 1; /* the yield */
   place_fence(p, body, &last);
-  p->lost |= p->n_open > 0; /* its memory may come again under another name */
+  p->lost |= p->n_open > 0; /* its memory may be reused under another name */
 }
 
-/* A loop may run not at all, and comes again; of branches one runs. Accesses only add up. */
+/* A loop may run zero or more times, and one of several branches runs. Accesses only accumulate. */
 static void visit_control(placer *p, pm_blk block, uint32_t *k) {
   pm_graph *g = p->g;
   pm_opid op = g->blocks.at[block].ops.at[*k];
@@ -558,7 +558,7 @@ static void visit_control(placer *p, pm_blk block, uint32_t *k) {
   p->n_wgmmas = after.n_wgmmas;
 }
 
-/* Warps begin when all lanes have met, and all lanes meet behind them. */
+/* All lanes synchronise before and after a WARP_MAP. */
 static void visit_warps(placer *p, pm_blk block, uint32_t *k) {
   const bool by_user = p->g->no_auto_barriers;
   if (!by_user && p->at != ORDERED) place(p, block, k);
@@ -566,7 +566,7 @@ static void visit_warps(placer *p, pm_blk block, uint32_t *k) {
   if (!by_user) place_behind(p, block, k);
 }
 
-/* Does a COMMIT_SMEM stand in front of position k, with nothing but pure ops between? */
+/* Is there a COMMIT_SMEM before position k, with only pure ops in between? */
 static bool is_committed(const pm_graph *g, pm_blk block, uint32_t k) {
   const pm_block *b = &g->blocks.at[block];
   while (k > 0 && !pm_ops[pm_get(g, b->ops.at[k - 1])->code].effects) k--;

@@ -13,7 +13,7 @@
 
 static const int64_t widths[] = {128, 64, 32};
 
-/* A ref value and the op that reads it, so that errors have a place. */
+/* A ref value and the op that reads it, so that errors have a location. */
 typedef struct use {
   pm_val ref;
   pm_opid op;
@@ -22,8 +22,8 @@ typedef struct use {
 typedef struct buffer {
   pm_opid alloc;
   uint32_t group;  /* parent in the union-find forest: an index of a buffer */
-  pm_opid wgmma;   /* one that reads it, 0: none */
-  bool wgmma_laid; /* an array in the WGMMA layout is loaded or stored */
+  pm_opid wgmma;   /* a wgmma that reads it, 0: none */
+  bool wgmma_laid; /* arrays in the WGMMA layout are loaded or stored */
   PM_VEC(use) views;
   PM_VEC(pm_opid) copies;
 } buffer;
@@ -52,7 +52,7 @@ static void count_allocs(pm_graph *g, pm_opid op, void *ctx) {
   if (pm_get(g, op)->code == PM_OP_ALLOC_SMEM) p->index[op] = p->n++;
 }
 
-/* In WGMMA, or in a layout of narrow elements that goes with it. */
+/* Is it WGMMA, or a corresponding layout of narrow elements? */
 static bool is_wgmma_laid(pm_graph *g, pm_val array) {
   const pm_value v = *pm_value_of(g, array);
   if (v.type.rank < 2 || !v.layout) return false;
@@ -96,8 +96,8 @@ static void start(pass *p, pm_graph *g, const pm_target *t, pm_err *err) {
 /* ---- trying a swizzle --------------------------------------------------------------------------
  */
 
-/* Tiles of 8 along dimension `row`, of 1 along others from `first` on, a swizzle wide: where the
- * dimensions from first to row become one by a reshape, and those after it. */
+/* Tiles of 8 along dimension `row`, 1 along the others from `first` on, and as wide as the swizzle:
+ * for a reshape that merges the dimensions from first to row, and those after it. */
 static void tile_dims(pass *p, const buffer *b, int64_t swizzle, int first, int row) {
   const pm_type *t = pm_typeof(p->g, pm_get(p->g, b->alloc)->out);
   int64_t tiling[PM_MAX_RANK];
@@ -178,7 +178,7 @@ static void join(pm_graph *g, pm_opid op, void *ctx) {
   p->buffers[find(p, (uint32_t)(a - p->buffers))].group = find(p, (uint32_t)(b - p->buffers));
 }
 
-/* Is `swizzle` what the user gave, with the tiling that a wgmma needs? */
+/* Is `swizzle` what the user specified, with the tiling that a wgmma needs? */
 static bool given_fits(pass *p, const buffer *b, int64_t swizzle) {
   const pm_type *t = pm_typeof(p->g, pm_get(p->g, b->alloc)->out);
   uint32_t n;
@@ -214,8 +214,8 @@ static void put_given(pass *p, uint32_t group, pm_text *t) {
   }
 }
 
-/* With the transforms it was given, else with (8, S), else with a tiling of more dimensions, for
- * operands that are reshapes of more than two. */
+/* Try the transforms that were given, else (8, S), else a tiling of more dimensions, for operands
+ * that are reshapes of more than two. */
 static bool infer(pass *p, const buffer *b, int64_t swizzle, pm_err *err) {
   const int rank = pm_typeof(p->g, pm_get(p->g, b->alloc)->out)->rank;
   pm_err ignored;
@@ -269,8 +269,8 @@ static pm_code force_group(pass *p, uint32_t group) {
   return p->err->code;
 }
 
-/* Every ref that an op reads can be resolved, whatever the transforms chosen later: those are only
- * taken if all views allow them. */
+/* Check that every ref that an op reads can be resolved. Transforms chosen later do not change
+ * this, because they are only used if all views allow them. */
 static void check_views(pm_graph *g, pm_opid op, void *ctx) {
   pass *p = ctx;
   pm_view v;
@@ -282,7 +282,8 @@ static void check_views(pm_graph *g, pm_opid op, void *ctx) {
   }
 }
 
-/* Of 16 bits either dimension of an operand may be the contiguous one; else it is K. */
+/* With 16-bit elements, either dimension of an operand may be contiguous; otherwise it must be K.
+ */
 static void check_majors(pm_graph *g, pm_opid op, void *ctx) {
   static const char *const names[] = {"", "a", "b"}, *const outer[] = {"", "M", "N"};
   pass *p = ctx;

@@ -60,7 +60,7 @@ static bool is_used(const pm_graph *g, pm_val v) {
   return false;
 }
 
-/* The walk comes to the op again, behind what was put in front of it; then nobody uses it. */
+/* The walk reaches the op again, after the inserted ops; by then it is unused. */
 static void visit_transpose(pm_graph *g, pm_opid op) {
   int64_t dims[PM_MAX_RANK];
   if (!is_used(g, pm_get(g, op)->out)) return;

@@ -70,7 +70,7 @@ breaks(
     f"{MOVES}::test_scans",
     f"{MOVES}::test_joining_and_cutting",
     scans_of_splats_are_splats=(
-        "    case PM_LAY_SCAN: /* of splats, too, the elements differ */\n",
+        "    case PM_LAY_SCAN: /* the elements differ even for splats */\n",
         "",
     ),
     pieces_follow_without_a_start=(
