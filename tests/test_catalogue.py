@@ -574,7 +574,7 @@ def test_shared_memory_begins_at_1024():
     assert "cvta.to.shared.u64" in ptx
 
 
-# ---- products, which csrc/cuda/family.c prints ---------------------------------------------------
+# ---- products, which csrc/cuda/ptx.c prints ---------------------------------------------------
 
 
 def product(a_turned, b_turned, registers, acc, dtype, written=True, begun=None):

@@ -411,7 +411,7 @@ static void emit_array_barrier(pm_gen *e, pm_opid op) {
     return;
   }
   for (int64_t k = 0; k < n; k += MOST) {
-    const char *pin = pm_family_pin(e, t, pm_min(MOST, n - k));
+    const char *pin = pm_ptx_pin(e, t, pm_min(MOST, n - k));
     pm_line(e, "%s(&%s[%lld]);", pin, name, (long long)k);
   }
 }

@@ -2,7 +2,8 @@
  *
  * What a region carries or returns is a C++ variable declared in front of it; region arguments and
  * results of the op share its slot. A YIELD assigns; where it permutes carries, those read after
- * they were written are saved first. Arrays of narrow elements are carried as words (words.c). */
+ * they were written are saved first. Arrays of narrow elements are carried as words (packed16.c).
+ */
 #include "gen.h"
 
 static pm_code check_carries(pm_gen *e, pm_opid op) {

@@ -66,7 +66,7 @@ static const char *register_text(pm_gen *e, const part *p) {
 static void pin(pm_gen *e, const part *p) {
   const char *acc = e->slot[p->view.base].text;
   const int64_t per_word = p->half ? 4 : 2, words = p->columns / per_word;
-  const char *fn = pm_family_pin(e, (pm_dtype)p->view.dtype, words);
+  const char *fn = pm_ptx_pin(e, (pm_dtype)p->view.dtype, words);
   for (int64_t m = 0; m < p->rows / 64; m++) {
     const int64_t at = m * p->base_columns / per_word + p->first * 2 / per_word;
     pm_line(e, "%s(&%s[%lld]);", fn, acc, (long long)at);
@@ -162,8 +162,8 @@ pm_code pm_cuda_ALLOC_ACC(pm_gen *e, pm_opid op) {
   pm_bind(e, o->out, name, PM_FORM_SCALAR);
   if (is_in_ptx(e, op, &p)) {
     e->in_ptx[o->out] = true;
-    pm_putf(&e->registers_of_ptx, "  %s();\n", pm_family_declare(e, name, t->dtype, n));
-    pm_line(e, "%s();", pm_family_zero(e, name, t->dtype, n));
+    pm_putf(&e->registers_of_ptx, "  %s();\n", pm_ptx_declare(e, name, t->dtype, n));
+    pm_line(e, "%s();", pm_ptx_zero(e, name, t->dtype, n));
     return PM_OK;
   }
   pm_line(e, "%s %s[%lld];", p.half ? "u32" : pm_cpp_type(t->dtype), name,
@@ -191,7 +191,7 @@ static void read_ptx(pm_gen *e, const part *p, const char *array) {
   const int64_t parts = whole ? 1 : p->rows / 64, n = p->rows * p->columns / 128 / parts;
   for (int64_t m = 0; m < parts; m++) {
     const char *fn =
-        pm_family_read(e, acc, (pm_dtype)p->view.dtype, p->first + m * p->base_columns / 2, n);
+        pm_ptx_read(e, acc, (pm_dtype)p->view.dtype, p->first + m * p->base_columns / 2, n);
     pm_line(e, m ? "%s(&%s[%lld]);" : "%s(%s);", fn, array, (long long)(m * n));
   }
 }
@@ -305,7 +305,7 @@ static const char *high_word(pm_gen *e, const operand *o) {
   const uint32_t mode = o->view.swizzle == 128 ? 1 : o->view.swizzle == 64 ? 2 : 3;
   const long long stride = o->stride;
   const int swizzle = o->view.swizzle;
-  return pm_family_constant(
+  return pm_ptx_constant(
       e, pm_str(e, "stride_%lld_swizzle_%d", stride, swizzle), (uint32_t)(stride >> 4) | mode << 30,
       pm_str(e, "high word of a matrix descriptor: groups of 8 rows are %lld bytes apart", stride));
 }
@@ -331,7 +331,7 @@ static void pack_a(pm_gen *e, pm_opid op, pm_val a, bool several) {
             (long long)of_word);
   }
   if (pm_repeats(e->g, a, op)) pm_line(e, "hold_operand<u32, %lld>(a);", (long long)words);
-  if (several) pm_line(e, "%s(a);", pm_family_pin(e, PM_F16, words));
+  if (several) pm_line(e, "%s(a);", pm_ptx_pin(e, PM_F16, words));
 }
 
 /* address, index or offset, as text */
@@ -347,7 +347,7 @@ static void issue_row(pm_gen *e, const char *d, const char *m, const operand *a,
                       int64_t k_steps, pm_wgmma kind) {
   for (int64_t k = 0; k < k_steps; k += MOST_STEPS) {
     kind.steps = pm_min(k_steps - k, MOST_STEPS);
-    const char *fn = pm_family_wgmma(e, &kind);
+    const char *fn = pm_ptx_wgmma(e, &kind);
     const char *x = moved(e, "a", m, k_steps * 4, k * 4);
     if (a) {
       x = pm_str(e, "%s, %s", moved(e, "a", m, pm_sum_at(&a->m, 1), pm_sum_at(&a->k, k)),
@@ -365,7 +365,7 @@ static void issue_rows(pm_gen *e, const part *p, const operand *a, const operand
   const int64_t of_row = p->base_columns / per_word;
   const char *acc = e->slot[p->view.base].text;
   for (int64_t m = 0; kind->in_ptx && m < m_steps; m++) {
-    const char *d = pm_family_list(e, acc, p->first + m * of_row, p->columns / 2);
+    const char *d = pm_ptx_list(e, acc, p->first + m * of_row, p->columns / 2);
     issue_row(e, d, pm_str(e, "%lld", (long long)m), a, b, k_steps, *kind);
   }
   if (kind->in_ptx) return;

@@ -45,7 +45,7 @@ typedef struct pm_gen {
   uint32_t *uses;         /* per value: operands that are it */
   pm_opid *user;          /* per value: the last op of those */
   bool *barred;           /* per value: it goes through an OPT_BARRIER */
-  bool *only_words;       /* per value: it has the form WORDS (words.c) */
+  bool *only_words;       /* per value: it has the form WORDS (packed16.c) */
   const char **into;      /* per value: the variable of an outer scope that it will end in */
   bool *named;            /* per value: it has had a name */
   const uint32_t *number; /* per value: as the graph's text form has it */
@@ -80,10 +80,10 @@ typedef struct pm_gen {
   uint32_t first_semaphore; /* among them */
   bool asks;                /* there is a NEXT_TILE or such a semaphore */
   uint32_t n_turns;         /* threads that take turns, 0: none do */
-  struct family {
+  struct ptx_function {
     const char *name, *text;
-  } * families;
-  uint32_t n_families, cap_families;
+  } * ptx;
+  uint32_t n_ptx, cap_ptx;
   pm_text inlines;                 /* functions of the user's */
   struct {                         /* while an ASYNC_STORE is printed */
     const char *barrier, *combine; /* in the other block, NULL: a usual store; its function */
@@ -147,7 +147,7 @@ const char *pm_declare(pm_gen *e, pm_val v, pm_val named_like);
 void pm_assign(pm_gen *e, pm_val to, pm_val from); /* to must be declared */
 const char *pm_convert_text(pm_gen *e, pm_dtype from, pm_dtype to, const char *x);
 
-/* words.c */
+/* packed16.c */
 void pm_find_words(pm_gen *e);
 bool pm_is_packed(const pm_gen *e, pm_val v); /* loops and branches carry it as words */
 const char *pm_new_words(pm_gen *e, pm_val v, const char *stem);
@@ -310,7 +310,7 @@ bool pm_may_take(const pm_graph *g, pm_opid branch, uint32_t r, int64_t wg);
 /* At the end of the body: until engines have read what a thread did not wait for. */
 void pm_print_last_wait(pm_gen *e);
 
-/* ---- copies that combine (emit_combine.c) ------------------------------------------------ */
+/* ---- copies that combine (ptx.c) ------------------------------------------------ */
 
 /* Names of the functions: (&map, smem, coordinates...), (gmem, smem, bytes), (gmem, value). */
 const char *pm_tma_combine(pm_gen *e, int64_t combine, int rank);
@@ -319,7 +319,7 @@ const char *pm_async_combine(pm_gen *e, int64_t combine,
                              pm_dtype d); /* (address, value, barrier) */
 const char *pm_lane_combine(pm_gen *e, int64_t combine, pm_dtype d, const char **type);
 
-/* ---- functions whose operand count varies (family.c) ------------------------------------- */
+/* ---- functions whose operand count varies (ptx.c) ------------------------------------- */
 
 typedef struct pm_wgmma {
   int64_t n;
@@ -332,17 +332,17 @@ typedef struct pm_wgmma {
 } pm_wgmma;
 
 /* Names of the functions, which are printed with the program. */
-const char *pm_family_wgmma(pm_gen *e, const pm_wgmma *kind);
-const char *pm_family_mma(pm_gen *e, pm_dtype operands, pm_dtype acc);
-const char *pm_family_atomic(pm_gen *e, int64_t kind, pm_dtype t, const char *space, bool returns);
-const char *pm_family(pm_gen *e, const char *name, const char *text); /* any other: its text */
-const char *pm_family_constant(pm_gen *e, const char *name, uint32_t x, const char *comment);
-const char *pm_family_pin(pm_gen *e, pm_dtype t, int64_t n); /* n registers of 32 bits; F16: u32 */
+const char *pm_ptx_wgmma(pm_gen *e, const pm_wgmma *kind);
+const char *pm_ptx_mma(pm_gen *e, pm_dtype operands, pm_dtype acc);
+const char *pm_ptx_atomic(pm_gen *e, int64_t kind, pm_dtype t, const char *space, bool returns);
+const char *pm_ptx(pm_gen *e, const char *name, const char *text); /* any other: its text */
+const char *pm_ptx_constant(pm_gen *e, const char *name, uint32_t x, const char *comment);
+const char *pm_ptx_pin(pm_gen *e, pm_dtype t, int64_t n); /* n registers of 32 bits; F16: u32 */
 /* Of n registers of an accumulator in PTX, from the first on: a macro that lists them; functions,
  * f(d) that copies them to an array, f() that declares them or makes them zero. */
-const char *pm_family_declare(pm_gen *e, const char *acc, pm_dtype t, int64_t n);
-const char *pm_family_list(pm_gen *e, const char *acc, int64_t first, int64_t n);
-const char *pm_family_read(pm_gen *e, const char *acc, pm_dtype t, int64_t first, int64_t n);
-const char *pm_family_zero(pm_gen *e, const char *acc, pm_dtype t, int64_t n);
+const char *pm_ptx_declare(pm_gen *e, const char *acc, pm_dtype t, int64_t n);
+const char *pm_ptx_list(pm_gen *e, const char *acc, int64_t first, int64_t n);
+const char *pm_ptx_read(pm_gen *e, const char *acc, pm_dtype t, int64_t first, int64_t n);
+const char *pm_ptx_zero(pm_gen *e, const char *acc, pm_dtype t, int64_t n);
 
 #endif

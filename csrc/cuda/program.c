@@ -474,10 +474,10 @@ static void put_wrapped(pm_text *out, const char *line, size_t size) {
   pm_put(out, "\n");
 }
 
-static void print_families(pm_gen *e, pm_text *out) {
+static void print_ptx(pm_gen *e, pm_text *out) {
   bool first = true;
-  for (uint32_t k = 0; k < e->n_families; k++) {
-    const char *text = e->families[k].text;
+  for (uint32_t k = 0; k < e->n_ptx; k++) {
+    const char *text = e->ptx[k].text;
     if (!text) continue;
     if (first) pm_put(out, "// ---- instructions of this program ----\n\n");
     first = false;
@@ -491,32 +491,32 @@ static void print_families(pm_gen *e, pm_text *out) {
 }
 
 /* The device functions that the program uses. */
-static void print_functions(catalogue *c, const pm_text *families, const pm_text *own) {
+static void print_functions(catalogue *c, const pm_text *ptx, const pm_text *own) {
   read_catalogue(c);
   print_used(c, "types", 5);
-  print_used(c, families->at, families->n);
+  print_used(c, ptx->at, ptx->n);
   print_used(c, own->at, own->n);
 }
 
 static void assemble(pm_gen *e) {
   pm_program *p = e->program;
-  pm_text head, families, own, text;
+  pm_text head, ptx, own, text;
   pm_text_init(&head, e->arena);
-  pm_text_init(&families, e->arena);
+  pm_text_init(&ptx, e->arena);
   pm_text_init(&own, e->arena);
-  pm_put(&families, "");
+  pm_put(&ptx, "");
   pm_text_init(&text, e->arena);
   print_entry(e, &head);
   catalogue c = {.arena = e->arena, .out = &text};
   pm_putf(&text, "// %s: grid %u x %u x %u, block %u, %u bytes of dynamic shared memory\n\n",
           p->entry, p->grid[0], p->grid[1], p->grid[2], p->block, p->smem_bytes);
-  print_families(e, &families);
+  print_ptx(e, &ptx);
   pm_put(&own, e->inlines.at);
   pm_putn(&own, head.at, head.n);
   if (e->out.n) pm_putn(&own, e->out.at, e->out.n);
   pm_put(&own, "}\n");
-  if (!e->options->entry_only) print_functions(&c, &families, &own);
-  pm_print_names(e, &text, &families, &own);
+  if (!e->options->entry_only) print_functions(&c, &ptx, &own);
+  pm_print_names(e, &text, &ptx, &own);
   p->text = text.at;
   p->size = text.n;
 }

@@ -1,6 +1,6 @@
 /* The second catalogue: the device functions of generated programs, for the CPU.
  *
- * Same names and meanings as csrc/cuda/device/ and csrc/cuda/family.c, written from the PTX ISA and
+ * Same names and meanings as csrc/cuda/device/ and csrc/cuda/ptx.c, written from the PTX ISA and
  * not from that text. Everything that touches memory or other threads is a function of the
  * emulated machine (machine.h), and tells it the line of the generated program. */
 #ifndef HOST_CATALOGUE_H

@@ -93,7 +93,7 @@ breaks(
     ),
 )
 breaks(
-    f"{CUDA}/emit_combine.c",
+    f"{CUDA}/ptx.c",
     "test_families.py",
     COPIES,
     bits_have_a_sign=(

@@ -756,7 +756,7 @@ breaks(
     words_of_while_are_unpacked_once=(BEGIN_WHILE + UNPACK_WHILE, UNPACK_WHILE + BEGIN_WHILE),
 )
 breaks(
-    f"{CUDA}/words.c",
+    f"{CUDA}/packed16.c",
     CONTROL,
     *FUZZ,
     odd_arrays_are_words=(" && pm_regs_of(e, v) * bytes % 4 == 0;", ";"),

@@ -701,7 +701,7 @@ breaks(
     ),
 )
 breaks(
-    f"{CUDA}/family.c",
+    f"{CUDA}/ptx.c",
     CATALOGUE,
     transposes_are_exchanged=(
         'pm_putf(t, ", %d", w->transpose_a);',
@@ -725,7 +725,7 @@ breaks(
     ),
 )
 breaks(
-    f"{CUDA}/family.c",
+    f"{CUDA}/ptx.c",
     f"{CATALOGUE}::test_products",
     f"{SPECIALISED}::test_products_of_tiles_of_other_extents",
     f"{SPECIALISED}::test_a_fresh_accumulator_is_overwritten",

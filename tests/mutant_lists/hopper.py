@@ -112,7 +112,7 @@ breaks(
     ),
 )
 breaks(
-    f"{CUDA}/emit_combine.c",
+    f"{CUDA}/ptx.c",
     FAMILIES,
     signs_stay_in_names=("return signs ? text + 1 : text;", "return signs ? text : text;"),
     small_halves_are_flushed=(
@@ -126,7 +126,7 @@ breaks(
     counters_are_of_the_block=("red.relaxed.gpu.global.%s.u32", "red.relaxed.cta.global.%s.u32"),
 )
 breaks(
-    f"{CUDA}/family.c",
+    f"{CUDA}/ptx.c",
     FAMILIES,
     parts_of_ptx_are_read_from_the_first=("(first + from + k));", "(first + k));"),
     the_last_of_ptx_is_not_zero=(
@@ -143,7 +143,7 @@ breaks(
     ),
 )
 breaks(
-    f"{CUDA}/family.c",
+    f"{CUDA}/ptx.c",
     FAMILIES,
     MASKS,
     atomics_of_halves_are_tried_once=("} while (seen != old);\\n", "} while (false);\\n"),

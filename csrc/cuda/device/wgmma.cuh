@@ -1,4 +1,4 @@
-// Matrix products of a warpgroup. The products themselves are printed by family.c.
+// Matrix products of a warpgroup. The products themselves are printed by ptx.c.
 
 //! wgmma_commit
 FN void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }

@@ -1,20 +1,20 @@
-/* Device functions whose operand count varies: printed once for each shape that a program uses. */
+/* PTX that is printed for a program: device functions whose operands or text vary with its shapes.
+ * Each is printed once, in front of the program, under a name that says what varies. */
 #include "gen.h"
 
 static const char *find(const pm_gen *e, const char *name) {
-  for (uint32_t k = 0; k < e->n_families; k++) {
-    if (!strcmp(e->families[k].name, name)) return e->families[k].name;
+  for (uint32_t k = 0; k < e->n_ptx; k++) {
+    if (!strcmp(e->ptx[k].name, name)) return e->ptx[k].name;
   }
   return NULL;
 }
 
 static const char *add(pm_gen *e, const char *name, const char *text) {
-  if (e->n_families == e->cap_families) {
-    e->families = pm_vec_grow(e->arena, e->families, e->n_families, &e->cap_families,
-                              sizeof *e->families, e->n_families + 1);
+  if (e->n_ptx == e->cap_ptx) {
+    e->ptx = pm_vec_grow(e->arena, e->ptx, e->n_ptx, &e->cap_ptx, sizeof *e->ptx, e->n_ptx + 1);
   }
-  e->families[e->n_families].text = text;
-  e->families[e->n_families++].name = name;
+  e->ptx[e->n_ptx].text = text;
+  e->ptx[e->n_ptx++].name = name;
   return name;
 }
 
@@ -34,7 +34,7 @@ static void put_registers(pm_text *t, const char *constraint, int64_t n) {
   }
 }
 
-const char *pm_family_pin(pm_gen *e, pm_dtype acc, int64_t n) {
+const char *pm_ptx_pin(pm_gen *e, pm_dtype acc, int64_t n) {
   const char *type = acc == PM_F16 ? "u32" : pm_cpp_type(acc);
   const char *name = pm_str(e, "pin_%s_%lld", type, (long long)n);
   if (find(e, name)) return name;
@@ -62,13 +62,13 @@ static const char *part_name(pm_gen *e, const char *acc, const char *what, int64
   return pm_str(e, "%s_%s_%lld_%lld", acc, what, (long long)first, (long long)n);
 }
 
-const char *pm_family_declare(pm_gen *e, const char *acc, pm_dtype d, int64_t n) {
+const char *pm_ptx_declare(pm_gen *e, const char *acc, pm_dtype d, int64_t n) {
   return add_own(e, pm_str(e, "%s_declare", acc),
                  pm_str(e, "FN void %s_declare() { asm volatile(\".reg .%s %s_<%lld>;\"); }\n", acc,
                         pm_dtypes[d].short_name, acc, (long long)n));
 }
 
-const char *pm_family_list(pm_gen *e, const char *acc, int64_t first, int64_t n) {
+const char *pm_ptx_list(pm_gen *e, const char *acc, int64_t first, int64_t n) {
   const char *name = part_name(e, acc, "list", first, n);
   if (find(e, name)) return name;
   pm_text t;
@@ -80,7 +80,7 @@ const char *pm_family_list(pm_gen *e, const char *acc, int64_t first, int64_t n)
   return add_own(e, name, t.at);
 }
 
-const char *pm_family_read(pm_gen *e, const char *acc, pm_dtype d, int64_t first, int64_t n) {
+const char *pm_ptx_read(pm_gen *e, const char *acc, pm_dtype d, int64_t first, int64_t n) {
   const char *name = part_name(e, acc, "read", first, n), *type = pm_dtypes[d].short_name;
   if (find(e, name)) return name;
   pm_text t;
@@ -107,7 +107,7 @@ const char *pm_family_read(pm_gen *e, const char *acc, pm_dtype d, int64_t first
   return add_own(e, name, t.at);
 }
 
-const char *pm_family_zero(pm_gen *e, const char *acc, pm_dtype d, int64_t n) {
+const char *pm_ptx_zero(pm_gen *e, const char *acc, pm_dtype d, int64_t n) {
   const char *name = pm_str(e, "%s_zero", acc);
   if (find(e, name)) return name;
   pm_text t;
@@ -240,7 +240,7 @@ static void put_calls(pm_text *t, const pm_wgmma *w, const char *one) {
   pm_put(t, "}\n");
 }
 
-const char *pm_family_wgmma(pm_gen *e, const pm_wgmma *w) {
+const char *pm_ptx_wgmma(pm_gen *e, const pm_wgmma *w) {
   const int regs = (int)(w->acc == PM_F16 ? w->n / 4 : w->n / 2);
   const bool calls = e->options->entry_only;
   const long long depth = pm_product_step(w->type_a);
@@ -288,7 +288,7 @@ const char *pm_family_wgmma(pm_gen *e, const pm_wgmma *w) {
   return add(e, name.at, t.at);
 }
 
-const char *pm_family_mma(pm_gen *e, pm_dtype operands, pm_dtype acc) {
+const char *pm_ptx_mma(pm_gen *e, pm_dtype operands, pm_dtype acc) {
   const char *in = operand_name(operands), *out = pm_dtypes[acc].short_name;
   const char *shape = pm_str(e, "m16n8k%lld", (long long)pm_product_step(operands));
   const char *name = pm_str(e, "mma_%s_%s_%s", shape, out, in), *c = acc == PM_F32 ? "f" : "r";
@@ -336,7 +336,7 @@ static const char *atomic_where(const char *space) {
   return *space == 's' ? "cta.shared" : "cluster.shared::cluster";
 }
 
-const char *pm_family_atomic(pm_gen *e, int64_t kind, pm_dtype d, const char *space, bool returns) {
+const char *pm_ptx_atomic(pm_gen *e, int64_t kind, pm_dtype d, const char *space, bool returns) {
   const char *type = pm_cpp_type(d), *fn = pm_enum_text(PM_FAMILY_ATOMIC, kind);
   const char *name = pm_str(e, "%s_%s_%s_%s", returns ? "atom" : "red", fn, type, space);
   const char *where = atomic_where(space);
@@ -375,11 +375,99 @@ const char *pm_family_atomic(pm_gen *e, int64_t kind, pm_dtype d, const char *sp
   return add_own(e, name, t.at);
 }
 
-const char *pm_family(pm_gen *e, const char *name, const char *text) {
+const char *pm_ptx(pm_gen *e, const char *name, const char *text) {
   return find(e, name) ? name : add_own(e, name, text);
 }
 
-const char *pm_family_constant(pm_gen *e, const char *name, uint32_t x, const char *comment) {
+const char *pm_ptx_constant(pm_gen *e, const char *name, uint32_t x, const char *comment) {
   if (find(e, name)) return name;
   return add(e, name, pm_str(e, "// %s\nconstexpr u32 %s = 0x%08xu;\n", comment, name, x));
+}
+
+/* ---- copies that combine what they bring with what is there --------------------------------
+ *
+ * An engine does each element at once; lanes use atomics. */
+
+/* "add", "min" ...: without the sign, which the type says */
+static const char *op_text(int64_t combine) {
+  const char *text = pm_enum_text(PM_FAMILY_COMBINE, combine);
+  const bool signs = combine >= PM_COMBINE_UMIN && combine <= PM_COMBINE_SMAX;
+  return signs ? text + 1 : text;
+}
+
+const char *pm_tma_combine(pm_gen *e, int64_t combine, int rank) {
+  const char *op = op_text(combine);
+  const char *name = pm_str(e, "tma_%s_%dd", op, rank);
+  pm_text t;
+  pm_text_init(&t, e->arena);
+  pm_putf(&t, "// a box is combined with the tensor: %s\n", op);
+  pm_putf(&t, "FN void %s(const TensorMap* m, u32 src", name);
+  for (int k = 0; k < rank; k++) pm_putf(&t, ", i32 c%d", k);
+  pm_putf(&t,
+          ") {\n  asm volatile(\"cp.reduce.async.bulk.tensor.%dd.global.shared::cta.%s.tile"
+          ".bulk_group [%%0, {",
+          rank, op);
+  for (int k = 0; k < rank; k++) pm_putf(&t, "%s%%%d", k ? "," : "", k + 2);
+  pm_put(&t, "}], [%1];\"\n               :: \"l\"(m), \"r\"(src)");
+  for (int k = 0; k < rank; k++) pm_putf(&t, ", \"r\"(c%d)", k);
+  pm_put(&t, " : \"memory\");\n}\n");
+  return pm_ptx(e, name, t.at);
+}
+
+/* As cp.reduce.async.bulk calls the type of the elements. */
+static const char *type_text(int64_t combine, pm_dtype as) {
+  const bool bits = combine >= PM_COMBINE_AND;
+  return bits ? "b32" : pm_dtypes[as].short_name;
+}
+
+const char *pm_bulk_combine(pm_gen *e, int64_t combine, pm_dtype d) {
+  const char *op = op_text(combine);
+  pm_dtype as;
+  pm_combine_atomic(combine, d, &as);
+  const char *name = pm_str(e, "bulk_%s_%s", op, pm_cpp_type(as));
+  const bool half = pm_dtypes[as].bits == 16;
+  pm_text t;
+  pm_text_init(&t, e->arena);
+  pm_putf(&t, "// contiguous elements are combined with what is there: %s\n", op);
+  pm_putf(&t, "FN void %s(void* dst, u32 src, u32 bytes) {\n", name);
+  pm_putf(&t,
+          "  asm volatile(\"cp.reduce.async.bulk.global.shared::cta.bulk_group.%s%s.%s"
+          " [%%0], [%%1], %%2;\"\n",
+          op, half && combine == PM_COMBINE_ADD ? ".noftz" : "", type_text(combine, as));
+  pm_put(&t, "               :: \"l\"(dst), \"r\"(src), \"r\"(bytes) : \"memory\");\n}\n");
+  return pm_ptx(e, name, t.at);
+}
+
+/* *type: that of the elements */
+const char *pm_lane_combine(pm_gen *e, int64_t combine, pm_dtype d, const char **type) {
+  const char *op = op_text(combine);
+  pm_dtype as;
+  const int kind = pm_combine_atomic(combine, d, &as);
+  *type = pm_cpp_type(as);
+  if (kind >= 0) return pm_ptx_atomic(e, kind, as, "global", false);
+  const char *name = pm_str(e, "red_%s_u32_global", op);
+  return pm_ptx(
+      e, name,
+      pm_str(e,
+             "// %s\nFN void %s(u32* a, u32 x) {\n"
+             "  asm volatile(\"red.relaxed.gpu.global.%s.u32 [%%0], %%1;\"\n"
+             "               :: \"l\"(a), \"r\"(x) : \"memory\");\n}\n",
+             combine == PM_COMBINE_INC ? "plus one, and zero behind x"
+                                       : "less one, and x behind zero or where it is above x",
+             name, op));
+}
+
+const char *pm_async_combine(pm_gen *e, int64_t combine, pm_dtype d) {
+  const char *op = op_text(combine), *type = pm_cpp_type(d);
+  const char *as = combine >= PM_COMBINE_AND ? "b32" : pm_dtypes[d].short_name;
+  const char *name = pm_str(e, "red_async_%s_%s", op, type);
+  return pm_ptx(
+      e, name,
+      pm_str(e,
+             "// one element in a block of the cluster, as 4 bytes for the barrier there\n"
+             "FN void %s(u32 a, %s x, u32 b) {\n"
+             "  asm volatile(\"red.async.relaxed.cluster.shared::cluster.mbarrier::complete_tx"
+             "::bytes.%s.%s [%%0], %%1, [%%2];\"\n"
+             "               :: \"r\"(a), \"r\"(x), \"r\"(b) : \"memory\");\n}\n",
+             name, type, op, as));
 }
