@@ -128,13 +128,13 @@ pm_code pm_gen_fail(pm_gen *e, pm_opid op, pm_code code, const char *fmt, ...) {
 
 /* ---- names ------------------------------------------------------------------------------- */
 
-static const char *issue(pm_gen *e, const char *stem, uint32_t number) {
-  const struct pm_issued x = {pm_str(e, "%s_%u", stem, number), (uint32_t)strlen(stem)};
+static const char *issue(pm_gen *e, const char *stem, uint32_t number, bool local) {
+  const struct pm_issued x = {pm_str(e, "%s_%u", stem, number), (uint32_t)strlen(stem), local};
   pm_vec_push(e->arena, &e->issued, x);
   return x.text;
 }
 
-const char *pm_unique(pm_gen *e, const char *stem) { return issue(e, stem, ++e->next_name); }
+const char *pm_unique(pm_gen *e, const char *stem) { return issue(e, stem, ++e->next_name, false); }
 
 const char *pm_identifier(pm_gen *e, const char *s) {
   enum { MAX_NAME = 40 };
@@ -153,7 +153,7 @@ const char *pm_name_of(pm_gen *e, pm_val v) {
   const char *stem = pm_identifier(e, e->g->strings.at[pm_value_of(e->g, v)->name]);
   if (e->named[v]) return pm_unique(e, stem); /* declared once more */
   e->named[v] = true;
-  return issue(e, stem, e->number[v]);
+  return issue(e, stem, e->number[v], true);
 }
 
 const char *pm_cpp_type(pm_dtype t) { return pm_dtypes[t].cuda; }

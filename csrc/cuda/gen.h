@@ -56,6 +56,7 @@ typedef struct pm_gen {
   PM_VEC(struct pm_issued {
     const char *text;
     uint32_t stem;
+    bool local; /* it names nothing outside the entry's body */
   })
   issued;           /* names (names.c) */
   const char *reg;  /* text of the register of which element-wise ops speak */

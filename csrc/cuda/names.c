@@ -3,8 +3,8 @@
  * While it is printed, each variable has a name of its own, a stem and a number: "slot_21". Values
  * have the numbers of the graph's text form, the emitters' own variables those that follow. When
  * the text is whole, a name loses its number if nothing else there has the stem: no other numbered
- * name, no word of the text (a function of the catalogue, a local variable of an emitter, what
- * inline_cuda's source uses), no keyword.
+ * name, no word of the text (a local variable of an emitter, what inline_cuda's source uses), no
+ * keyword. Values may have the name of what only the catalogue speaks of.
  *
  * Comments, #line directives and strings stay as they are, but for strings of the functions that
  * are printed for this program: those are PTX, and name its registers. There, words may also be a
@@ -15,6 +15,7 @@ typedef struct word {
   const char *at;
   uint32_t n;
   bool issued, used;
+  bool local;    /* an issued one: that of a value; another: only the catalogue has it */
   bool longer;   /* it also occurs with a suffix */
   uint32_t stem; /* characters, of an issued one */
 } word;
@@ -94,8 +95,8 @@ static word *issued_in(words *t, const char *s, uint32_t n, bool ptx) {
   return NULL;
 }
 
-static void note_words(words *t, const char *s, size_t size, bool ptx) {
-  for (const char *end = s + size; s < end;) {
+static void note_words(words *t, const char *s, size_t size, bool ptx, bool catalogue) {
+  for (const char *first = s, *end = s + size; s < end;) {
     const char *behind = skip(s, end, ptx);
     if (behind > s || !is_letter(*s)) {
       s = behind > s ? behind : s + 1;
@@ -103,8 +104,13 @@ static void note_words(words *t, const char *s, size_t size, bool ptx) {
     }
     const char *begin = s;
     while (s < end && is_part(*s)) s++;
+    if (!ptx && begin > first && begin[-1] == '.') continue; /* a member */
     word *w = issued_in(t, begin, (uint32_t)(s - begin), ptx);
-    if (!w) w = add_word(t, begin, (uint32_t)(s - begin));
+    if (!w) {
+      w = add_word(t, begin, (uint32_t)(s - begin));
+      w->local |= catalogue && !w->used;
+    }
+    if (w->issued ? ptx : !catalogue) w->local = false;
     w->used = true;
     w->longer |= w->n < (uint32_t)(s - begin);
   }
@@ -160,8 +166,10 @@ static void drop_numbers(words *t) {
   for (uint32_t k = 0; k <= t->mask; k++) {
     word *w = &t->at[k];
     if (!w->issued || !w->used) continue;
-    if (keeps_number(w) || find_word(&stems, w->at, w->stem)->longer ||
-        find_word(t, w->at, w->stem)->at || (w->longer && begins_other(t, w))) {
+    const word *same = find_word(t, w->at, w->stem);
+    const bool taken = same->at && !(w->local && same->local && same->used);
+    if (keeps_number(w) || find_word(&stems, w->at, w->stem)->longer || taken ||
+        (w->longer && begins_other(t, w))) {
       w->stem = w->n;
     }
   }
@@ -194,10 +202,11 @@ void pm_print_names(pm_gen *e, pm_text *out, const pm_text *ptx, const pm_text *
     word *w = add_word(&t, e->issued.at[k].text, (uint32_t)strlen(e->issued.at[k].text));
     w->issued = true;
     w->stem = e->issued.at[k].stem;
+    w->local = e->issued.at[k].local;
   }
-  note_words(&t, out->at, out->n, false);
-  note_words(&t, ptx->at, ptx->n, true);
-  note_words(&t, own->at, own->n, false);
+  note_words(&t, out->at, out->n, false, true);
+  note_words(&t, ptx->at, ptx->n, true, false);
+  note_words(&t, own->at, own->n, false, false);
   drop_numbers(&t);
   rename_words(&t, ptx->at, ptx->n, true, out);
   rename_words(&t, own->at, own->n, false, out);
