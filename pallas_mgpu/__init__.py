@@ -30,7 +30,7 @@ from ._core import (
     TypePromotionError,
     UnexpectedTracerError,
 )
-from . import _shapes, ext, lax, nn, numpy, pl, tree
+from . import _hooks, ext, lax, nn, numpy, pl, tree
 from ._batch import vmap
 from ._caches import clear_caches
 from ._control import in_turn, lazy_where, warp_map
@@ -38,6 +38,7 @@ from ._family import Operand, core_count, kernel_family
 from ._inline import inline_cuda
 from ._kernel import as_torch_kernel, kernel
 from ._memory import OF_REF, WITH_INDEX, atomic_cas, store
+from ._mutable import freeze, new_ref
 from ._names import OLD_PIPELINES as _OLD_PIPELINES
 from ._names import PLGPU_MISSING, PLGPU_WRONG, finder
 from ._ops import (
@@ -78,7 +79,6 @@ from ._semaphores import (
     semaphore_signal_parallel,
     semaphore_wait,
 )
-from ._state import freeze, new_ref
 from ._types import (
     ACC,
     GMEM,
@@ -113,7 +113,7 @@ from ._types import (
 from ._trace import Array, Ref
 from ._ws_pipeline import PipelinePipeline, emit_pipeline_warp_specialized
 
-_shapes.add_members()
+_hooks.register()
 
 __version__ = "0.1.0"
 

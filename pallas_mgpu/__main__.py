@@ -11,6 +11,11 @@ from pathlib import Path
 
 import numpy as np
 
+import pallas_mgpu as plgpu
+
+from . import _compilers, _core, _layout_table
+from ._matmul import matmul_kernel
+
 
 class _Progress:
     """A line that says what goes on, for whatever lasts."""
@@ -31,12 +36,8 @@ class _Progress:
 
 def info():
     """Print version, devices, NVRTC and cache."""
-    import pallas_mgpu
-
-    from . import _compilers, _core
-
     print(
-        f"pallas_mgpu {pallas_mgpu.__version__}, Python {sys.version.split()[0]}, NumPy"
+        f"pallas_mgpu {plgpu.__version__}, Python {sys.version.split()[0]}, NumPy"
         f" {np.__version__}"
     )
     found = _core.system_info()
@@ -54,8 +55,6 @@ def info():
 
 def cache(action):
     """Print the size of the compile cache on disk, or empty it; exit status 1 if that failed."""
-    from . import _core
-
     folder = Path(_core.system_info()["cache_dir"])
     entries = [*folder.glob("*.cubin"), *folder.glob("tmp-*")]
     size = sum(entry.stat().st_size for entry in entries)
@@ -75,11 +74,6 @@ def cache(action):
 
 def demo(size, dtype, seconds):
     """Run the matmul and check it; exit status 1 if it is wrong."""
-    import pallas_mgpu as plgpu
-
-    from . import _core
-    from ._matmul import matmul_kernel
-
     found = _core.system_info()
     gpu = found["backend"] == "cuda"
     say = _Progress()
@@ -166,8 +160,6 @@ def _run(argv):
         print((Path(__file__).parent / "gaps.md").read_text(encoding="utf-8"), end="")
         return 0
     if args.command == "layouts":
-        from . import _layout_table
-
         print(_layout_table.text(), end="")
         return 0
     try:

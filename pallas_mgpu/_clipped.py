@@ -14,7 +14,10 @@ generator finds to be a start plus a count."""
 import functools
 import operator
 
-from . import _core, _indexed
+from . import _core
+from ._jnp import refs
+from ._jnp.index import entries as entries_of
+from ._jnp.shape import broadcast_to
 from ._names import show
 from ._trace import Array, Ref, type_text
 from ._types import GMEM
@@ -59,10 +62,10 @@ def window(ref, entries):
 def overhanging(ref, idx, error):
     """For `ref.at`: the view that ``error`` says is none; None where more than an overhang is
     wrong."""
-    entries = _indexed.entries(ref, idx)
+    entries = entries_of(ref, idx)
     spans = []
     for e, dim in zip(entries, ref.shape):
-        if _indexed.is_slice(e):
+        if refs.is_slice(e):
             e = _read_slice(e, dim)
             if e is None:
                 return None
@@ -136,7 +139,7 @@ class ClippedRef:
                 rows -= 1
                 x = _core.iota("int32", (e.size,), 0) + e.start
                 index[k] = x.reshape((e.size, *[1] * rows))
-        found = _indexed.at(self.ref, tuple(index))
+        found = refs.at(self.ref, tuple(index))
         return (*found.place()[:2], inside)
 
     def _inside(self, given, shape):
@@ -159,8 +162,6 @@ class ClippedRef:
                 conditions.append(x >= -start)
         if not conditions:
             return None
-        from .numpy import broadcast_to
-
         conditions = [_core.as_array(c) for c in conditions]
         return broadcast_to(functools.reduce(operator.and_, conditions), shape)
 
@@ -170,7 +171,7 @@ class ClippedRef:
         """``ref.at[idx]``"""
         if isinstance(idx, Array) and idx.dtype == bool:
             raise IndexError("index: a bool array is no index here; use pl.load with mask=")
-        given = _indexed.entries(self, idx)
+        given = entries_of(self, idx)
         if any(isinstance(e, Array) and e.ndim for e in given):
             return self._indexed(idx, given)
         if any(e is None for e in given):
@@ -186,7 +187,7 @@ class ClippedRef:
         return ClippedRef(self.ref, entries, clips, self.error)
 
     def _step(self, span, e):
-        if not _indexed.is_slice(e):
+        if not refs.is_slice(e):
             if not isinstance(e, Array):
                 if not -span.size <= e.__index__() < span.size:
                     raise ValueError(
@@ -205,14 +206,14 @@ class ClippedRef:
     def _indexed(self, idx, given):
         if self.ref.memory_space is not GMEM:
             self.refuse()
-        found = _indexed.at(self.view(), idx)
+        found = refs.at(self.view(), idx)
         arrays = iter(found.by[1:])
         at = []
         dims = iter(found.by[0])
         for e in given:
             if e is None:
                 continue
-            if _indexed.is_slice(e):
+            if refs.is_slice(e):
                 start = e.start or 0
                 at.append(_core.iota("int32", found.shape, next(dims)) + start)
             elif isinstance(e, Array) and e.ndim:

@@ -8,6 +8,7 @@ import math
 import numpy as np
 
 from . import _core, tree
+from ._mutable import run_state_on_host
 from ._names import show
 from ._trace import (
     Array,
@@ -789,8 +790,6 @@ def run_state(f):
 
     def inner(args):
         if not tracing():
-            from ._state import run_state_on_host
-
             return run_state_on_host(f)(args)
         leaves, structure = tree.flatten(args, is_leaf=_is_descriptor)
         e = env("run_state")

@@ -3,6 +3,7 @@
 import numpy as np
 
 from . import _core, tree
+from ._inline_host import HostSource
 from ._names import show
 from ._trace import Ref, as_array, env, type_text
 from ._types import (
@@ -147,8 +148,6 @@ def inline_cuda(source, *, arg_types=(), return_type=None, interpret=None):
 
 def _host_source(source, values, types, results):
     """What runs the source as C++ on the interpreter, or says why it cannot."""
-    from ._inline_host import HostSource  # not at import: it needs modules that nothing else does
-
     operands, why_not = [], None
     for k, (x, t) in enumerate(zip(values, types)):
         layout = None

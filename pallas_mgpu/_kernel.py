@@ -1,19 +1,20 @@
 """`kernel`: from a Python body to a callable on arrays.
 
 `_core.Kernel` is the callable; it looks a call up by its argument signature and asks
-`Definition.trace` for a graph where it has none. Nested arguments (pytrees) take a slower road:
-one `_core.Kernel` per structure."""
+`Definition.trace` for a graph where it has none. Nested arguments (pytrees) take a slower path,
+with one `_core.Kernel` for each structure; mutable arrays, as arguments or in the closure of the
+body, are handled by a `RefKernel`."""
 
 import copy
 import functools
 import inspect
 import math
-import sys
 from collections.abc import Mapping
 
 from . import _core, _introspect, _trace, tree
 from ._batch import Batch, Batched, call_batched
 from ._control import Rounds, scoped
+from ._mutable import MutableArray, closed_over, kernel_dtype, rebound
 from ._names import NOT_SPECIFIED, check_keywords, deprecated, show
 from ._types import (
     GMEM,
@@ -51,10 +52,6 @@ def _checked(x, what):
     if x.size > 2**46:
         raise ValueError(f"{what} has shape {x.shape}, {x.size} elements; at most 2**46")
     return x
-
-
-def is_mutable(x):
-    return getattr(x, "is_mutable_array", False)
 
 
 class Definition:
@@ -142,9 +139,8 @@ class Definition:
 
     def with_closure(self):
         """The callable if the body closes over mutable arrays, else None."""
-        state = sys.modules.get(f"{__package__}._state")
-        refs = state.closed_over(self.body) if state else []
-        return state.RefKernel(self, refs) if refs else None
+        refs = closed_over(self.body)
+        return RefKernel(self, refs) if refs else None
 
     def mapped(self, in_axes, out_axes):
         """This, once more mapped over an axis of its arrays."""
@@ -317,9 +313,7 @@ class _Structured:
         return kernel, leaves
 
     def call(self, args, out, stream):
-        if any(is_mutable(x) for x in tree.leaves(args)):
-            from ._state import RefKernel
-
+        if any(isinstance(x, MutableArray) for x in tree.leaves(args)):
             if self.refs is None:
                 self.refs = RefKernel(self.definition)
             return self.refs(*args, out=out, stream=stream)
@@ -331,6 +325,107 @@ class _Structured:
     def lower(self, args, arch):
         kernel, leaves = self._find(args)
         return kernel.lower(*leaves) if arch is None else kernel.lower(*leaves, arch=arch)
+
+
+class RefKernel:
+    """A kernel with mutable arrays among its arguments, or in the closure of its body.
+
+    They are outputs of another kernel, into which the body is wrapped: written in place where it
+    has no other outputs, else new arrays that begin as copies and take their place."""
+
+    def __init__(self, definition, closed=()):
+        self.definition, self.closed, self.kernels = definition, list(closed), {}
+        self.__name__ = definition.name
+        _introspect.dress(self, definition.body)
+        what = f"{definition.who} {definition.name}"
+        if type(definition) is not Definition or definition.levels:
+            raise NotImplementedError(
+                f"{what}: mutable arrays as arguments of pl.pallas_call or under vmap; use"
+                " plgpu.kernel, or input_output_aliases"
+            )
+
+    @property
+    def __signature__(self):
+        return _introspect.signature(self.definition)
+
+    def __repr__(self):
+        return _introspect.describe(self.definition)
+
+    def __reduce__(self):
+        return _introspect.reduce(self)
+
+    def __copy__(self):
+        return self
+
+    def __deepcopy__(self, memo):
+        return self
+
+    def _prepare(self, args):
+        """The kernel, its operands, and the mutable arrays."""
+        leaves, structure = tree.flatten(args)
+        passed = [x for x in leaves if isinstance(x, MutableArray)]
+        refs = [*passed, *self.closed]
+        if len({id(r) for r in refs}) < len(refs):
+            raise NotImplementedError(
+                f"kernel {self.definition.name}: the same mutable array twice, as arguments or in"
+                " the closure"
+            )
+        is_ref = tuple(isinstance(x, MutableArray) for x in leaves)
+        types = tuple((r.shape, kernel_dtype(r)) for r in refs)
+        key = structure, is_ref, types
+        if key not in self.kernels:
+            self.kernels[key] = self._make(structure, is_ref, types)
+        operands = [x for x, r in zip(leaves, is_ref) if not r]
+        return self.kernels[key], operands, refs
+
+    def _make(self, structure, is_ref, types):
+        inner = self.definition
+        n_plain, n_refs, n_outs = is_ref.count(False), len(types), len(inner.outs)
+        in_place = not n_outs
+
+        def body(*given, **scratch):
+            plain = iter(given[:n_plain])
+            refs = given[n_plain : n_plain + n_refs]
+            passed = iter(refs)
+            args = [next(passed if r else plain) for r in is_ref]
+            begin = n_plain + (0 if in_place else n_refs)
+            outs = tree.unflatten(inner.out_structure, given[begin : begin + n_outs])
+            rest = given[begin + n_outs + n_refs :]
+            f = rebound(inner.body, self.closed, passed)
+            return f(*tree.unflatten(structure, args), *outs, *rest, **scratch)
+
+        body.__name__ = inner.name
+        outs = tuple(inner.outs) + tuple(ShapeDtypeStruct(*t) for t in types)
+        interpret = inner.interpret
+        outer = Definition(
+            body, outs, inner.scratch, inner.params, inner.mesh, interpret, inner.debug
+        )
+        if not in_place:
+            outer.aliases = {n_plain + k: n_outs + k for k in range(n_refs)}
+        return outer.make()
+
+    def __call__(self, *args, out=None, stream=None):
+        if out is not None:
+            raise NotImplementedError(
+                f"kernel {self.definition.name}: out= together with mutable arrays; make the"
+                " outputs mutable arrays as well"
+            )
+        kernel, operands, refs = self._prepare(args)
+        values = [r._value for r in refs]
+        n = len(self.definition.outs)
+        if not n:
+            kernel(*operands, out=tuple(values), stream=stream)
+            return self.definition.unflatten([])
+        results = kernel(*operands, *values, stream=stream)
+        for r, x in zip(refs, results[n:]):
+            r._value = x
+        return self.definition.unflatten(results[:n])
+
+    def lower(self, *args, **options):
+        """As of other kernels."""
+        kernel, operands, refs = self._prepare(args)
+        in_place = not self.definition.outs
+        return kernel.lower(*operands, *(() if in_place else [r._value for r in refs]), **options)
 
 
 def leaf_names(structures, names):

@@ -5,10 +5,13 @@ array by one gather and puts its outputs where the index along the first dim is 
 are is found by tracing the body once before. `associative_scan` takes log2(n) steps: after step s
 each element is combined with those up to 2**s before it."""
 
-from . import _core, _shapes, tree
+from . import _core, tree
 from ._control import fori_loop
+from ._jnp.base import axis_of, numbers, strides, value
+from ._jnp.index import dynamic_index_in_dim
 from ._names import show
 from ._trace import Array, Leaves, Ref, as_array, check_arity, type_text
+from ._types import ints
 
 
 class _Outputs(Exception):
@@ -27,7 +30,7 @@ def _length(xs, length, what):
             raise ValueError(f"{what}: a scalar among the arrays has no dimension to loop over")
         found[x.shape[0]] = x.shape
     if length is not None:
-        (length,) = _shapes._ints(length, f"{what}: length")
+        (length,) = ints(length, f"{what}: length")
         found.setdefault(length, f"length={length}")
         if length < 0:
             raise ValueError(f"{what}: length must not be negative, got {length}")
@@ -44,14 +47,14 @@ def scan(f, init, xs=None, length=None, reverse=False, unroll=1):
     from the last one with ``reverse``. The last carry and the outputs y, stacked in the order of
     xs. Without ``xs`` there are ``length`` steps and x is None."""
     check_arity(f, "scan: f", "a carry and an element", 2)
-    xs = tree.map(lambda x: _shapes._value(as_array(x, "scan") if _plain(x) else x, "scan"), xs)
+    xs = tree.map(lambda x: value(as_array(x, "scan") if _plain(x) else x, "scan"), xs)
     n = _length(xs, length, "scan")
     outputs = None
 
     def body(k, values):
         carry, stacked = values
         k = n - 1 - k if reverse else k
-        x = tree.map(lambda a: _shapes.dynamic_index_in_dim(a, k, 0, False), xs)
+        x = tree.map(lambda a: dynamic_index_in_dim(a, k, 0, False), xs)
         result = f(carry, x)
         if not isinstance(result, tuple) or len(result) != 2:
             raise TypeError(f"scan: f must return a pair (carry, y), got {show(result)}")
@@ -92,7 +95,7 @@ def map(f, xs, *, batch_size=None):  # noqa: A001 - the name of the language
     One element at a time, also with ``batch_size``."""
     check_arity(f, "lax.map: f", "an element", 1)
     if batch_size is not None:
-        (batch_size,) = _shapes._ints(batch_size, "lax.map: batch_size")
+        (batch_size,) = ints(batch_size, "lax.map: batch_size")
         if batch_size < 1:
             raise ValueError(f"lax.map: batch_size must be positive, got {batch_size}")
     return scan(lambda _, x: (None, f(x)), None, xs)[1]
@@ -105,10 +108,10 @@ def associative_scan(fn, elems, reverse=False, axis=0):
     what = "associative_scan"
     check_arity(fn, f"{what}: fn", "two pytrees of elements", 2)
     leaves, structure = tree.flatten(elems)
-    leaves = [_shapes._value(as_array(x, what) if _plain(x) else x, what) for x in leaves]
+    leaves = [value(as_array(x, what) if _plain(x) else x, what) for x in leaves]
     if not leaves:
         raise ValueError(f"{what}: at least one array is needed")
-    axes = [_shapes.axis_of(axis, x.ndim, what) for x in leaves]
+    axes = [axis_of(axis, x.ndim, what) for x in leaves]
     sizes = {x.shape[a] for x, a in zip(leaves, axes)}
     if len(sizes) > 1:
         shapes = ", ".join(str(x.shape) for x in leaves)
@@ -121,9 +124,9 @@ def associative_scan(fn, elems, reverse=False, axis=0):
         for x, a in zip(values, axes):
             at = _core.iota("int32", x.shape, a)
             ok = at < n - far if reverse else at >= far
-            numbers = _shapes._numbers(x.shape, _shapes._strides(x.shape))
-            by = _core.where(ok, far if reverse else 0 - far, 0) * _shapes._strides(x.shape)[a]
-            partners.append(_core.gather(x, numbers + by))
+            mine = numbers(x.shape, strides(x.shape))
+            by = _core.where(ok, far if reverse else 0 - far, 0) * strides(x.shape)[a]
+            partners.append(_core.gather(x, mine + by))
             inside.append(ok)
         out = fn(*(tree.unflatten(structure, v) for v in (partners, values)))
         out = Leaves(out, f"{what}: fn")

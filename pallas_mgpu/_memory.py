@@ -8,7 +8,8 @@ import numpy as np
 
 from . import _core
 from ._clipped import ClippedRef
-from ._indexed import IndexedRef, MaskedRef
+from ._jnp.refs import IndexedRef, MaskedRef
+from ._jnp.shape import broadcast_to
 from ._names import show, shown_as
 from ._trace import Array, Ref, as_array, type_text
 
@@ -49,10 +50,8 @@ def _place(view, mask):
 def _load(view, mask, other):
     ref, by, exists = _place(view, mask)
     if exists is not mask and mask is not True:  # outside of the array there are zeros
-        from .numpy import where
-
         zero = _core.full(view.shape, 0, view.dtype)
-        other = where(mask, zero, _core.convert(as_array(other, "other"), view.dtype))
+        other = _core.where(mask, zero, _core.convert(as_array(other, "other"), view.dtype))
     return _core.masked_load(ref, exists, other, *by)
 
 
@@ -65,8 +64,6 @@ def _beside(what, x, view):
     """``x`` in the shape of the view, or a scalar."""
     if x.shape in ((), view.shape):
         return x
-    from .numpy import broadcast_to
-
     try:
         return broadcast_to(x, view.shape)
     except ValueError:

@@ -8,10 +8,10 @@ import math
 import re
 import string
 
-from . import _core
+from . import _core, tree
 from ._clipped import ClippedRef
 from ._control import cluster_axis
-from ._indexed import IndexedRef
+from ._jnp.refs import IndexedRef
 from ._memory import load as masked_load
 from ._names import NOT_SPECIFIED, accepts, deprecated, show, shown_as
 from ._trace import Array, Ref, as_array, env, tracing, type_text
@@ -645,8 +645,6 @@ def print_layout(fmt, x):
 
 def optimization_barrier(tree_of_arrays):
     """Identity that nothing is moved across. A pytree of arrays."""
-    from . import tree
-
     return tree.map(
         lambda x: _core.opt_barrier(as_array(x, "optimization_barrier")), tree_of_arrays
     )

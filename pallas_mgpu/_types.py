@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from . import _core
+from . import _core, tree
 from ._names import accepts, deprecated, show
 from ._tiling import TilingMethods
 
@@ -316,8 +316,6 @@ class RefUnion(_Frozen):
     __slots__ = ("groups",)
 
     def __init__(self, *groups):
-        from . import tree
-
         if not groups:
             raise ValueError("RefUnion: at least one group is needed")
         is_leaf = lambda x: isinstance(x, MemoryRef)  # noqa: E731

@@ -2,11 +2,16 @@
 
 import numpy as np
 
-from . import _core, _names, _state, _types, numpy, tree
-from . import _dot as _products
+from . import _core, _mutable, _names, _types, tree
 from ._call import CompilerParams, CostEstimate, GridSpec, no_block_spec, pallas_call
 from ._control import loop, run_scoped, run_state, when, with_scoped
+from ._jnp import elementwise, linalg
+from ._jnp.array import issubdtype as _issubdtype
+from ._jnp.base import strides as _strides
+from ._jnp.shape import broadcast_to as _broadcast_to
 from ._memory import WITH_INDEX, atomic_cas, load, store, swap
+from ._meshes import core_map
+from ._meshes import mesh_kernel as kernel
 from ._names import NOT_SPECIFIED, PL_MISSING, PL_WRONG, finder, show
 from ._ops import (
     debug_check,
@@ -20,8 +25,6 @@ from ._ops import (
 from ._semaphores import DeviceIdType, get_global, semaphore, semaphore_read
 from ._semaphores import generic_signal as semaphore_signal
 from ._semaphores import generic_wait as semaphore_wait
-from ._state import core_map
-from ._state import mesh_kernel as kernel
 from ._trace import Array, tracing
 from ._types import Blocked, Buffered, Element, MemoryRef, RevisitMode, Squeezed, squeezed
 
@@ -197,15 +200,15 @@ def reciprocal(x, *, approx=False, full_range=False):
     """1 / x, to 1 ulp of float32; correctly rounded under ``CompilerParams(exact_division=True)``.
     ``approx``: of floats in one instruction, also to 1 ulp, which takes subnormals as 0 (also in
     the result); ``full_range`` divides all the same."""
-    traced = isinstance(x, Array) and numpy.issubdtype(x.dtype, np.inexact)
+    traced = isinstance(x, Array) and _issubdtype(x.dtype, np.inexact)
     if approx and not full_range and traced:
         return _core.unary("rcp_approx", x)
-    return numpy.reciprocal(x)
+    return elementwise.reciprocal(x)
 
 
 def broadcast_to(a, shape):
     """``jnp.broadcast_to``."""
-    return numpy.broadcast_to(a, shape)
+    return _broadcast_to(a, shape)
 
 
 def dot_of_matrices(a, b, trans_a=False, trans_b=False, allow_tf32=None, precision=None):
@@ -216,11 +219,11 @@ def dot_of_matrices(a, b, trans_a=False, trans_b=False, allow_tf32=None, precisi
     if allow_tf32 is not None:
         if precision is not None:
             raise ValueError("pl.dot: only one of allow_tf32 and precision can be specified")
-        precision = _products.Precision["HIGH" if allow_tf32 else "HIGHEST"]
+        precision = linalg.Precision["HIGH" if allow_tf32 else "HIGHEST"]
     dtype = _core.promote_types([a.dtype, b.dtype])[0]
     dims = (((0 if trans_a else 1,), (1 if trans_b else 0,)), ((), ()))
     out = "int32" if _types.is_integer(dtype) else "float32"
-    return _products.dot_general(a, b, dims, precision, out)
+    return linalg.dot_general(a, b, dims, precision, out)
 
 
 def _debug_checks_enabled():
@@ -260,16 +263,12 @@ def _empty_like(x):
 def empty_ref_like(x):
     """A mutable array (``plgpu.new_ref``) for each leaf; contents are not promised."""
     _on_host("empty_ref_like")
-    return tree.map(lambda leaf: _state.new_ref(_empty_like(leaf)), x)
+    return tree.map(lambda leaf: _mutable.new_ref(_empty_like(leaf)), x)
 
 
 def strides_from_shape(shape):
     """Row-major strides in elements."""
-    out, step = [], 1
-    for d in reversed(shape):
-        out.append(step)
-        step *= d
-    return tuple(reversed(out))
+    return _strides(shape)
 
 
 def multiple_of(x, values):

@@ -1,8 +1,8 @@
-/* Array: a traced value in registers. Operators and methods add ops to the current trace.
+/* Array: a traced value in registers. Operators and functions add ops to the current trace. The
+ * methods of arrays are functions of the package (pallas_mgpu/_jnp/members.py).
  *
  * Whatever needs the value while tracing (bool, int, iteration over a scalar, NumPy) raises the same
- * exception as in JAX. Shape functions return their operand where nothing changes.
- */
+ * exception as in JAX. Shape functions return their operand where nothing changes. */
 #include "trace.h"
 
 #include <structmember.h>
@@ -35,26 +35,6 @@ static bool same_shape(const pm_type *a, const pm_type *b) {
 
 static PyObject *to_shape(pmpy_trace *t, const pmpy_arg *x, const pm_type *to) {
   return result(t, pmpy_reshape(t, x->val, to), x->weak);
-}
-
-static PyObject *array_reshape(PyObject *self, PyObject *const *args, Py_ssize_t n) {
-  pmpy_arg x;
-  pm_type to;
-  pmpy_trace *t = begin_value("reshape", self, &x);
-  if (!t || pmpy_reshape_args(&x.type, args, n, PM_E_TYPE, &to)) return NULL;
-  return to_shape(t, &x, &to);
-}
-
-static PyObject *array_ravel(PyObject *self, PyObject *none) {
-  pmpy_arg x;
-  (void)none;
-  pmpy_trace *t = begin_value("ravel", self, &x);
-  if (!t) return NULL;
-  pm_type to = x.type;
-  memset(to.dim, 0, sizeof to.dim);
-  to.rank = 1;
-  to.dim[0] = pm_type_size(&x.type);
-  return to_shape(t, &x, &to);
 }
 
 /* Axes as a set of dims: None is all; negative ones wrap. */
@@ -91,28 +71,6 @@ static pm_type without(const pm_type *type, uint32_t set) {
     if (!(set & 1u << k)) to.dim[to.rank++] = type->dim[k];
   }
   return to;
-}
-
-static PyObject *array_squeeze(PyObject *self, PyObject *args, PyObject *kw) {
-  static char *names[] = {"axis", NULL};
-  PyObject *axes = Py_None;
-  pmpy_arg x;
-  if (!PyArg_ParseTupleAndKeywords(args, kw, "|O:squeeze", names, &axes)) return NULL;
-  pmpy_trace *t = begin_value("squeeze", self, &x);
-  uint32_t set = 0;
-  if (!t) return NULL;
-  if (axes == Py_None) {
-    for (int k = 0; k < x.type.rank; k++) set |= (uint32_t)(x.type.dim[k] == 1) << k;
-  } else if (axis_set("squeeze", axes, x.type.rank, &set)) {
-    return NULL;
-  }
-  for (int k = 0; k < x.type.rank; k++) {
-    if (!(set & 1u << k) || x.type.dim[k] == 1) continue;
-    return pmpy_fail(PM_E_VALUE, "squeeze: dimension %d of %s is not 1", k,
-                     pmpy_type_text(&x.type));
-  }
-  pm_type to = without(&x.type, set);
-  return to_shape(t, &x, &to);
 }
 
 /* ---- reductions ---------------------------------------------------------------------------- */
@@ -167,130 +125,7 @@ static PyObject *reduce_value(pmpy_trace *t, const char *name, pmpy_arg *x, int 
   return result(t, pmpy_arg_as(t, x, pm_is_float(d) ? d : wide), false);
 }
 
-/* sum, max, min as methods: dtype, initial and where are done before and after. */
-static PyObject *reduce_method(PyObject *self, PyObject *args, PyObject *kw, const char *name,
-                               int op) {
-  static char *sum_names[] = {"axis", "dtype", "keepdims", "initial", "where", NULL};
-  static char *max_names[] = {"axis", "keepdims", "initial", "where", NULL};
-  PyObject *axis = Py_None, *dtype = Py_None, *initial = Py_None, *mask = Py_None, *out;
-  int keepdims = 0;
-  bool sum = op == PM_REDUCE_ADD;
-  pmpy_arg x, fill, cond;
-  if (sum ? !PyArg_ParseTupleAndKeywords(args, kw, "|OOpOO:sum", sum_names, &axis, &dtype,
-                                         &keepdims, &initial, &mask)
-          : !PyArg_ParseTupleAndKeywords(args, kw, "|OpOO:reduce", max_names, &axis, &keepdims,
-                                         &initial, &mask)) {
-    return NULL;
-  }
-  pmpy_trace *t = begin_value(name, self, &x);
-  if (!t) return NULL;
-  if (dtype != Py_None) {
-    pm_dtype d;
-    if (pmpy_dtype_from(dtype, &d) || !pmpy_arg_as(t, &x, d)) return NULL;
-    x.weak = false;
-  }
-  if (mask != Py_None) {
-    PyObject *zero = NULL;
-    if (!sum && initial == Py_None) {
-      return pmpy_fail(PM_E_VALUE,
-                       "%s: where= needs initial=, there is no value for what is left out", name);
-    }
-    if (sum) zero = PyBool_FromLong(0);
-    int rc =
-        pmpy_arg_need(t, name, sum ? zero : initial, &fill) || pmpy_arg_need(t, name, mask, &cond);
-    Py_XDECREF(zero);
-    PyObject *masked = rc ? NULL : pmpy_select(t, &cond, &x, &fill);
-    if (!masked) return NULL;
-    rc = pmpy_arg_from(t, masked, &x);
-    Py_DECREF(masked);
-    if (rc < 0) return NULL;
-  }
-  out = reduce_value(t, name, &x, op, sum && dtype == Py_None, axis, keepdims);
-  if (!out || initial == Py_None) return out;
-  pm_opcode code = sum ? PM_OP_ADD : op == PM_REDUCE_MAX ? PM_OP_MAX : PM_OP_MIN;
-  PyObject *with = pmpy_binary(PMPY_SIMPLE, code, name, out, initial, false);
-  Py_DECREF(out);
-  return with;
-}
-
-static PyObject *array_sum(PyObject *self, PyObject *args, PyObject *kw) {
-  return reduce_method(self, args, kw, "sum", PM_REDUCE_ADD);
-}
-
-static PyObject *array_max(PyObject *self, PyObject *args, PyObject *kw) {
-  return reduce_method(self, args, kw, "max", PM_REDUCE_MAX);
-}
-
-static PyObject *array_min(PyObject *self, PyObject *args, PyObject *kw) {
-  return reduce_method(self, args, kw, "min", PM_REDUCE_MIN);
-}
-
-static PyObject *logical_method(PyObject *self, PyObject *args, PyObject *kw, const char *name,
-                                int op) {
-  static char *names[] = {"axis", "out", "keepdims", "where", NULL};
-  PyObject *axis = Py_None, *out = Py_None, *mask = Py_None;
-  int keepdims = 0;
-  pmpy_arg x, cond, rest;
-  if (!PyArg_ParseTupleAndKeywords(args, kw, "|OOp$O:any", names, &axis, &out, &keepdims, &mask))
-    return NULL;
-  if (out != Py_None) return pmpy_fail(PM_E_VALUE, "%s: out= is not supported in kernels", name);
-  pmpy_trace *t = begin_value(name, self, &x);
-  if (!t) return NULL;
-  if (mask != Py_None) { /* what is left out decides nothing */
-    PyObject *value = PyBool_FromLong(op == PM_REDUCE_ALL);
-    int rc = !pmpy_arg_as(t, &x, PM_BOOL) || pmpy_arg_need(t, name, value, &rest) ||
-             pmpy_arg_need(t, name, mask, &cond);
-    Py_DECREF(value);
-    PyObject *masked = rc ? NULL : pmpy_select(t, &cond, &x, &rest);
-    if (!masked) return NULL;
-    rc = pmpy_arg_from(t, masked, &x);
-    Py_DECREF(masked);
-    if (rc < 0) return NULL;
-  }
-  return reduce_value(t, name, &x, op, false, axis, keepdims);
-}
-
-static PyObject *array_any(PyObject *self, PyObject *args, PyObject *kw) {
-  return logical_method(self, args, kw, "any", PM_REDUCE_ANY);
-}
-
-static PyObject *array_all(PyObject *self, PyObject *args, PyObject *kw) {
-  return logical_method(self, args, kw, "all", PM_REDUCE_ALL);
-}
-
-/* Computed in f32 unless dtype= says else. */
-static PyObject *array_mean(PyObject *self, PyObject *args, PyObject *kw) {
-  static char *names[] = {"axis", "dtype", "keepdims", NULL};
-  PyObject *axis = Py_None, *dtype = Py_None;
-  int keepdims = 0;
-  pmpy_arg x;
-  if (!PyArg_ParseTupleAndKeywords(args, kw, "|OOp:mean", names, &axis, &dtype, &keepdims))
-    return NULL;
-  pmpy_trace *t = begin_value("mean", self, &x);
-  uint32_t set;
-  if (!t || axis_set("mean", axis, x.type.rank, &set)) return NULL;
-  pm_dtype to = pm_is_float(x.type.dtype) ? x.type.dtype : PM_F32;
-  if (dtype != Py_None && pmpy_dtype_from(dtype, &to)) return NULL;
-  if (!pm_is_float(to))
-    return pmpy_fail(PM_E_TYPE, "mean: dtype must be a float, got %s", pm_dtypes[to].text);
-  int64_t count = 1;
-  for (int k = 0; k < x.type.rank; k++) count *= set & 1u << k ? x.type.dim[k] : 1;
-  if (!pmpy_arg_as(t, &x, PM_F32) || reduce_over(t, &x, PM_REDUCE_ADD, set, keepdims)) return NULL;
-  pm_type scalar = pm_scalar_type(PM_F32);
-  pm_val n = pmpy_number(t, &scalar, (pm_scalar){.f = (double)count});
-  x.val = n ? pmpy_emit(t, PM_OP_DIV, (pm_val[]){x.val, n}, 2, NULL, NULL, 0) : 0;
-  return x.val ? pmpy_convert(t, &x, to, x.weak) : NULL;
-}
-
-/* ---- other methods ------------------------------------------------------------------------- */
-
-static PyObject *array_astype(PyObject *self, PyObject *dtype) {
-  pmpy_arg x;
-  pm_dtype d;
-  if (pmpy_dtype_from(dtype, &d)) return NULL;
-  pmpy_trace *t = begin_value("astype", self, &x);
-  return t ? pmpy_convert(t, &x, d, false) : NULL;
-}
+/* ---- bits ---------------------------------------------------------------------------------- */
 
 static pm_val retyped(pmpy_trace *t, pm_opcode code, pm_val x, pm_dtype d) {
   pm_type to = *pm_typeof(t->g, x);
@@ -318,67 +153,6 @@ static PyObject *bits_as(pmpy_trace *t, const pmpy_arg *x, pm_dtype d) {
   return result(t, v, false);
 }
 
-static PyObject *array_view(PyObject *self, PyObject *dtype) {
-  pmpy_arg x;
-  pm_dtype d;
-  if (pmpy_dtype_from(dtype, &d)) return NULL;
-  pmpy_trace *t = begin_value("view", self, &x);
-  return t ? bits_as(t, &x, d) : NULL;
-}
-
-static PyObject *array_clip(PyObject *self, PyObject *args, PyObject *kw) {
-  static char *names[] = {"min", "max", NULL};
-  PyObject *lo = Py_None, *hi = Py_None;
-  if (!PyArg_ParseTupleAndKeywords(args, kw, "|OO:clip", names, &lo, &hi)) return NULL;
-  PyObject *x = Py_NewRef(self);
-  PyObject *bound[2] = {lo, hi};
-  for (int k = 0; k < 2 && x; k++) {
-    if (bound[k] == Py_None) continue;
-    PyObject *y = pmpy_binary(PMPY_SIMPLE, k ? PM_OP_MIN : PM_OP_MAX, "clip", x, bound[k], false);
-    Py_SETREF(x, y);
-  }
-  return x;
-}
-
-static PyObject *round_to(PyObject *self, int decimals) {
-  pmpy_traced *x = self_of(self);
-  if (!decimals || !pm_is_float(x->type.dtype)) return pmpy_unary(PM_OP_RINT, self);
-  double power = 1;
-  for (int k = 0; k < abs(decimals) && k < 400; k++) power *= 10;
-  PyObject *scale = PyFloat_FromDouble(power);
-  bool up = decimals > 0;
-  PyObject *scaled =
-      scale ? pmpy_binary(PMPY_SIMPLE, up ? PM_OP_MUL : PM_OP_DIV, "round", self, scale, false)
-            : NULL;
-  PyObject *whole = scaled ? pmpy_unary(PM_OP_RINT, scaled) : NULL;
-  PyObject *out =
-      whole ? pmpy_binary(PMPY_SIMPLE, up ? PM_OP_DIV : PM_OP_MUL, "round", whole, scale, false)
-            : NULL;
-  Py_XDECREF(scale);
-  Py_XDECREF(scaled);
-  Py_XDECREF(whole);
-  return out;
-}
-
-static PyObject *array_round(PyObject *self, PyObject *args, PyObject *kw) {
-  static char *names[] = {"decimals", NULL};
-  int decimals = 0;
-  if (!PyArg_ParseTupleAndKeywords(args, kw, "|i:round", names, &decimals)) return NULL;
-  return round_to(self, decimals);
-}
-
-static PyObject *array_dunder_round(PyObject *self, PyObject *args) {
-  PyObject *digits = Py_None;
-  if (!PyArg_ParseTuple(args, "|O:__round__", &digits)) return NULL;
-  int decimals = digits == Py_None ? 0 : (int)PyLong_AsLong(digits);
-  return PyErr_Occurred() ? NULL : round_to(self, decimals);
-}
-
-static PyObject *array_conj(PyObject *self, PyObject *none) {
-  (void)none;
-  return Py_NewRef(self);
-}
-
 /* ---- what a traced value cannot do --------------------------------------------------------- */
 
 static int array_bool(PyObject *self) {
@@ -399,25 +173,11 @@ static PyObject *array_int(PyObject *self) {
       pmpy_type_text(&self_of(self)->type));
 }
 
-static PyObject *array_item(PyObject *self, PyObject *none) {
-  (void)none;
-  return array_int(self);
-}
-
 static PyObject *array_index(PyObject *self) {
   return pmpy_tracer_fail(
       PMPY_INTEGER_CONVERSION,
       "A traced array with shape %s cannot be used as a Python int (a shape, a list index, a "
       "range): its value is known only when the kernel runs",
-      pmpy_type_text(&self_of(self)->type));
-}
-
-static PyObject *array_numpy(PyObject *self, PyObject *args, PyObject *kw) {
-  (void)args, (void)kw;
-  return pmpy_tracer_fail(
-      PMPY_ARRAY_CONVERSION,
-      "A traced array with shape %s cannot become a NumPy array: use the functions of "
-      "pallas_mgpu.numpy inside a kernel",
       pmpy_type_text(&self_of(self)->type));
 }
 
@@ -501,10 +261,8 @@ static bool is_plain_index(PyObject *idx) {
 }
 
 static PyObject *subscript_by_gather(PyObject *self, PyObject *idx) {
-  PyObject *module = PyImport_ImportModule("pallas_mgpu._shapes");
-  PyObject *out = module ? PyObject_CallMethod(module, "index", "OO", self, idx) : NULL;
-  Py_XDECREF(module);
-  return out;
+  PyObject *hook = pmpy_hook(PMPY_HOOK_INDEX_ARRAY);
+  return hook ? PyObject_CallFunctionObjArgs(hook, self, idx, NULL) : NULL;
 }
 
 static PyObject *array_subscript(PyObject *self, PyObject *idx) {
@@ -611,11 +369,6 @@ static PyObject *get_weak(PyObject *self, void *c) {
   return PyBool_FromLong(self_of(self)->weak);
 }
 
-static PyObject *get_real(PyObject *self, void *c) {
-  (void)c;
-  return Py_NewRef(self);
-}
-
 static PyObject *get_priority(PyObject *self, void *c) {
   (void)self, (void)c;
   return PyLong_FromLong(100);
@@ -634,36 +387,10 @@ static PyGetSetDef array_getset[] = {
     {"itemsize", get_itemsize, NULL, "Bytes of an element.", NULL},
     {"nbytes", get_nbytes, NULL, "Bytes of all elements.", NULL},
     {"weak_type", get_weak, NULL, "Does the dtype give way in promotion?", NULL},
-    {"real", get_real, NULL, "The array itself.", NULL},
     {"__array_priority__", get_priority, NULL, "NumPy scalars on the left give way.", NULL},
     {NULL, NULL, NULL, NULL, NULL}};
 
 #define KEYWORDS(fn) (PyCFunction)(void (*)(void)) fn, METH_VARARGS | METH_KEYWORDS
-static PyMethodDef array_methods[] = {
-    {"astype", array_astype, METH_O, "astype(dtype): convert by value; the result is strong."},
-    {"reshape", (PyCFunction)(void (*)(void))array_reshape, METH_FASTCALL, "reshape(*shape)"},
-    {"ravel", array_ravel, METH_NOARGS, "As one dimension."},
-    {"flatten", array_ravel, METH_NOARGS, "As one dimension."},
-    {"squeeze", KEYWORDS(array_squeeze), "squeeze(axis=None): without unit dimensions."},
-    {"sum", KEYWORDS(array_sum),
-     "sum(axis=None, dtype=None, keepdims=False, initial=None, where=None)"},
-    {"max", KEYWORDS(array_max), "max(axis=None, keepdims=False, initial=None, where=None)"},
-    {"min", KEYWORDS(array_min), "min(axis=None, keepdims=False, initial=None, where=None)"},
-    {"any", KEYWORDS(array_any), "any(axis=None, out=None, keepdims=False, *, where=None)"},
-    {"all", KEYWORDS(array_all), "all(axis=None, out=None, keepdims=False, *, where=None)"},
-    {"mean", KEYWORDS(array_mean), "mean(axis=None, dtype=None, keepdims=False)"},
-    {"clip", KEYWORDS(array_clip), "clip(min=None, max=None)"},
-    {"round", KEYWORDS(array_round), "round(decimals=0): halves to even."},
-    {"__round__", array_dunder_round, METH_VARARGS, "Halves to even."},
-    {"view", array_view, METH_O, "view(dtype): the same bits; equal widths only."},
-    {"conj", array_conj, METH_NOARGS, "The array itself."},
-    {"conjugate", array_conj, METH_NOARGS, "The array itself."},
-    {"item", array_item, METH_NOARGS, "Raises: the value is not known."},
-    {"tolist", array_item, METH_NOARGS, "Raises: the value is not known."},
-    {"block_until_ready", array_item, METH_NOARGS, "Raises: the value is not known."},
-    {"__array__", KEYWORDS(array_numpy), "Raises: the value is not known."},
-    {NULL, NULL, 0, NULL}};
-
 static PyType_Slot array_slots[] = {
     {Py_tp_dealloc, array_dealloc},
     {Py_tp_repr, array_repr},
@@ -671,7 +398,6 @@ static PyType_Slot array_slots[] = {
     {Py_tp_richcompare, array_compare},
     {Py_tp_iter, array_iter},
     {Py_tp_getset, array_getset},
-    {Py_tp_methods, array_methods},
     {Py_tp_doc, "A value of a kernel being traced, in the registers of one thread."},
     {Py_mp_length, array_length},
     {Py_mp_subscript, array_subscript},

@@ -1009,10 +1009,8 @@ static PyObject *get_name(PyObject *self, void *unused) {
 
 PyObject *pmpy_reduce(PyObject *self, PyObject *unused) {
   (void)unused;
-  PyObject *module = PyImport_ImportModule("pallas_mgpu._introspect");
-  PyObject *result = module ? PyObject_CallMethod(module, "reduce", "O", self) : NULL;
-  Py_XDECREF(module);
-  return result;
+  PyObject *hook = pmpy_hook(PMPY_HOOK_PICKLE);
+  return hook ? PyObject_CallOneArg(hook, self) : NULL;
 }
 
 /* A kernel is a function: copies of what holds it share it. */

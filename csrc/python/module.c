@@ -14,8 +14,9 @@ static int exec_module(PyObject *module) {
     PyErr_SetString(PyExc_ImportError, "pallas_mgpu cannot be loaded twice in one process");
     return -1;
   }
-  if (pmpy_init_errors(module) < 0 || pmpy_init_graph(module) < 0 || pmpy_init_trace(module) < 0 ||
-      pmpy_init_exchange(module) < 0 || pmpy_init_kernel(module) < 0 || pmpy_init_info(module) < 0)
+  if (pmpy_init_errors(module) < 0 || pmpy_init_hooks(module) < 0 || pmpy_init_graph(module) < 0 ||
+      pmpy_init_trace(module) < 0 || pmpy_init_exchange(module) < 0 ||
+      pmpy_init_kernel(module) < 0 || pmpy_init_info(module) < 0)
     return -1;
   done = true;
   return 0;

@@ -13,6 +13,22 @@
 #include "../passes/passes.h"
 #include "../runtime/runtime.h"
 
+/* What the core calls in Python: X(ID, keyword of set_hooks). hooks.c */
+#define PMPY_HOOKS(X)                                                           \
+  X(INDEX_ARRAY, index_array)       /* x[idx] of an array that is no slice */   \
+  X(INDEX_REF, index_ref)           /* ref.at[idx] with arrays in idx */        \
+  X(MEMORY_SPACE, memory_space)     /* the enum plgpu.MemorySpace */            \
+  X(OVERHANGING, overhanging)       /* ref.at[idx] that reaches outside */      \
+  X(PICKLE, pickle)                 /* __reduce__ of kernels */                 \
+  X(REF_TRANSFORMS, ref_transforms) /* ref.transforms, of tiling and swizzle */ \
+  X(SPILLS, spills)                 /* spills by line, from SASS */
+typedef enum pmpy_hook_id {
+#define X(id, name) PMPY_HOOK_##id,
+  PMPY_HOOKS(X)
+#undef X
+      PMPY_HOOK_COUNT
+} pmpy_hook_id;
+
 /* Process-wide objects, made once when the module is executed (sub-interpreters are refused). */
 typedef struct pmpy_state {
   PyObject *exceptions[PM_CODE_COUNT]; /* by pm_code */
@@ -20,6 +36,7 @@ typedef struct pmpy_state {
   PyObject *dtypes[PM_DTYPE_COUNT];    /* numpy dtype objects (of ml_dtypes too), lazily */
   PyTypeObject *graph_type, *trace_type, *array_type, *ref_type, *op_type; /* graph.c trace.c ... */
   PyTypeObject *device_array_type, *kernel_type;                           /* array.c, kernel.c */
+  PyObject *hooks[PMPY_HOOK_COUNT];
   int debug_checks; /* are checks traced? A part of the key of plans */
 } pmpy_state;
 extern pmpy_state pmpy;
@@ -65,7 +82,11 @@ int64_t pmpy_graph_inlines(pmpy_graph *graph, PyObject *function);
 struct pm_inline_call;
 int pmpy_call_inlined(const pmpy_graph *graph, struct pm_inline_call *call);
 
+/* hooks.c. Borrowed; NULL with an exception before the package is imported. */
+PyObject *pmpy_hook(pmpy_hook_id id);
+
 /* Each file adds its types and functions; 0 or -1. */
+int pmpy_init_hooks(PyObject *module);    /* hooks.c: set_hooks */
 int pmpy_init_graph(PyObject *module);    /* graph.c: Graph: parse, text, lower, cuda, interpret */
 int pmpy_init_trace(PyObject *module);    /* trace.c: Trace, regions; array.c: Array; ref.c: Ref */
 int pmpy_init_exchange(PyObject *module); /* exchange.c: DLPack, DeviceArray, device_put */

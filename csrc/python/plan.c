@@ -494,9 +494,8 @@ static PyObject *spills(PyObject *self, PyObject *unused) {
   PyObject *text = run(compile_pinned, &s) < 0 ? NULL : disassemble(&cubin, "-ndf -c -gi");
   pm_arena_free(&arena);
   pm_cubin_free(&cubin);
-  PyObject *module = text ? PyImport_ImportModule("pallas_mgpu._spills") : NULL;
-  PyObject *result = module ? PyObject_CallMethod(module, "by_line", "O", text) : NULL;
-  Py_XDECREF(module);
+  PyObject *hook = text ? pmpy_hook(PMPY_HOOK_SPILLS) : NULL;
+  PyObject *result = hook ? PyObject_CallOneArg(hook, text) : NULL;
   Py_XDECREF(text);
   return result;
 }

@@ -301,7 +301,7 @@ static pm_val view_of(pmpy_trace *t, const pmpy_traced *r, PyObject *idx, pm_typ
   return v;
 }
 
-/* Array indices: what they name is no view of a few strides. It is an object of _indexed.py; NULL
+/* Array indices: what they name is no view of a few strides. It is an object of _jnp/refs.py; NULL
  * with no error where all indices are plain. */
 static PyObject *by_arrays(PyObject *self, PyObject *idx) {
   const pm_type *type = &self_of(self)->type;
@@ -314,10 +314,8 @@ static PyObject *by_arrays(PyObject *self, PyObject *idx) {
     found |= PMPY_IS_ARRAY(o) ? self_of(o)->type.rank > 0 : is_array_index(o);
   }
   if (!found) return NULL;
-  PyObject *module = PyImport_ImportModule("pallas_mgpu._indexed");
-  PyObject *out = module ? PyObject_CallMethod(module, "at", "OO", self, idx) : NULL;
-  Py_XDECREF(module);
-  return out;
+  PyObject *hook = pmpy_hook(PMPY_HOOK_INDEX_REF);
+  return hook ? PyObject_CallFunctionObjArgs(hook, self, idx, NULL) : NULL;
 }
 
 /* What overhangs a ref in memory is no view, but may be accessed with a mask: an object of
@@ -329,10 +327,8 @@ static PyObject *overhanging(PyObject *self, PyObject *idx) {
   PyObject *kind, *error, *traceback;
   PyErr_Fetch(&kind, &error, &traceback);
   PyErr_NormalizeException(&kind, &error, &traceback);
-  PyObject *module = PyImport_ImportModule("pallas_mgpu._clipped");
-  PyObject *out =
-      module ? PyObject_CallMethod(module, "overhanging", "OOO", self, idx, error) : NULL;
-  Py_XDECREF(module);
+  PyObject *hook = pmpy_hook(PMPY_HOOK_OVERHANGING);
+  PyObject *out = hook ? PyObject_CallFunctionObjArgs(hook, self, idx, error, NULL) : NULL;
   if (!out) PyErr_Clear(); /* it is wrong in another way, too: the first error stands */
   if (out && out != Py_None) {
     Py_DECREF(kind), Py_XDECREF(error), Py_XDECREF(traceback);
@@ -644,14 +640,11 @@ static PyObject *get_space(PyObject *self, void *c) {
   static const char *const spaces[] = {[PM_REGS] = "REGS", [PM_GMEM] = "GMEM", [PM_SMEM] = "SMEM"};
   const pm_type *type = &self_of(self)->type;
   (void)c;
-  PyObject *types = PyImport_ImportModule("pallas_mgpu._types");
-  PyObject *space =
-      types ? PyObject_GetAttrString(types, spaces[type->kind == PM_BARRIER     ? PM_SMEM
-                                                   : type->kind == PM_SEMAPHORE ? PM_GMEM
-                                                                                : type->space])
-            : NULL;
-  Py_XDECREF(types);
-  return space;
+  const int space = type->kind == PM_BARRIER     ? PM_SMEM
+                    : type->kind == PM_SEMAPHORE ? PM_GMEM
+                                                 : type->space;
+  PyObject *members = pmpy_hook(PMPY_HOOK_MEMORY_SPACE);
+  return members ? PyObject_GetAttrString(members, spaces[space]) : NULL;
 }
 
 static PyObject *get_transforms(PyObject *self, void *c) {
@@ -667,13 +660,12 @@ static PyObject *get_transforms(PyObject *self, void *c) {
   const int64_t *tile = pm_attr_list(g, alloc, PM_ATTR_TILING, &n);
   if (*pm_attr(g, alloc, PM_ATTR_GIVEN) == 2) n = 0; /* it follows from the swizzle */
   for (uint32_t k = 0; k < n; k++) tiling.dim[tiling.rank++] = tile[k];
-  PyObject *types = PyImport_ImportModule("pallas_mgpu._types");
-  PyObject *tiles = types ? pmpy_shape_tuple(&tiling) : NULL;
-  PyObject *out = tiles ? PyObject_CallMethod(types, "ref_transforms", "OL", tiles,
-                                              (long long)*pm_attr(g, alloc, PM_ATTR_SWIZZLE))
+  PyObject *hook = pmpy_hook(PMPY_HOOK_REF_TRANSFORMS);
+  PyObject *tiles = hook ? pmpy_shape_tuple(&tiling) : NULL;
+  PyObject *out = tiles ? PyObject_CallFunction(hook, "OL", tiles,
+                                                (long long)*pm_attr(g, alloc, PM_ATTR_SWIZZLE))
                         : NULL;
   Py_XDECREF(tiles);
-  Py_XDECREF(types);
   return out;
 }
 

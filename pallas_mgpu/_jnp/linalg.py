@@ -1,23 +1,51 @@
-"""Products of register arrays and refs.
+"""Products of register arrays and refs, and other linear algebra.
 
 float16 and bfloat16 matrices go to the tensor cores: `b` is staged in shared memory unless it is a
-ref there that wgmma can read, one `wgmma` for each 256 columns, accumulated in float32. Shapes are
-padded with zeros. float8 becomes
-float16, which holds it exactly. Other dtypes are computed by the lanes, as outer products of a
-column and a row of operands in shared memory. Vectors are multiplied and summed."""
+ref there that wgmma can read, with one `wgmma` for each 256 columns, accumulated in float32. Shapes
+are padded with zeros. float8 becomes float16, which holds it exactly. Other dtypes are computed by
+the lanes, as outer products of a column and a row of operands in shared memory. Vectors are
+multiplied and summed.
+"""
 
 import enum
+import itertools
 import math
 
 import numpy as np
 
-from . import _core
-from ._names import show
-from ._shapes import axes_of, concatenate, pad_with, stack, transpose
-from ._trace import Array, Ref
-from ._types import REGS, SMEM, WGMMAAccumulatorRef
+from .. import _core
+from .._control import fori_loop, run_scoped
+from .._names import show
+from .._ops import commit_smem, wgmma
+from .._trace import Array, Ref
+from .._types import REGS, SMEM, WGMMAAccumulatorRef
+from .array import ones_like
+from .base import axes_of, either
+from .elementwise import multiply
+from .index import diagonal
+from .reduce import sum as sum_of
+from .shape import broadcast_to, concatenate, expand_dims, pad_with, stack, transpose, unstack
 
-_MOST_COLUMNS = 256
+__all__ = [
+    "cross",
+    "dot",
+    "inner",
+    "kron",
+    "matmul",
+    "matvec",
+    "outer",
+    "polyval",
+    "tensordot",
+    "trace",
+    "vander",
+    "vdot",
+    "vecdot",
+    "vecmat",
+]
+
+# ---- precision -----------------------------------------------------------------------------------
+
+_MOST_COLUMNS = 256  # of a wgmma
 
 
 class Precision(enum.Enum):
@@ -68,6 +96,9 @@ def _rounded_to(precision, what):
     return _ROUNDED.get(p)
 
 
+# ---- products of matrices ------------------------------------------------------------------------
+
+
 def _load(x, what):
     if isinstance(x, Ref):
         return x[...]
@@ -105,9 +136,6 @@ def _padded(x, rows, columns, dtype):
 
 def _on_tensor_cores(a, b, dtype):
     """(M, K) @ (K, N) of float16 or bfloat16 in float32."""
-    from ._control import run_scoped
-    from ._ops import commit_smem, wgmma
-
     m, n = a.shape[0], b.shape[1]
     if not _is_operand(a, 64, 16) or a.dtype != dtype:
         a = _padded(a, 64, 16, dtype)
@@ -139,8 +167,6 @@ def _on_tensor_cores(a, b, dtype):
 
 def _by_lanes(a, b, work):
     """(M, K) @ (K, N), accumulated in `work`."""
-    from ._control import fori_loop, run_scoped
-
     (m, k), n = a.shape, b.shape[1]
     a, b = (_core.convert(_load(x, "dot"), work) for x in (a, b))
     if k == 1:
@@ -240,19 +266,22 @@ def dot_general(
     return (parts[0] if b == 1 else stack(parts)).reshape(shape)
 
 
+# ---- functions of jnp ----------------------------------------------------------------------------
+
+
+@either
 def dot(a, b, *, precision=None, preferred_element_type=None, out_sharding=None):
     """Of vectors the inner product, of matrices the product; else a sum over the last dim of ``a``
     and the last but one of ``b``."""
-    from . import numpy as jnp
-
     if not a.ndim or not b.ndim:
-        return jnp.multiply(_load(a, "dot"), _load(b, "dot"))
+        return multiply(_load(a, "dot"), _load(b, "dot"))
     dims = (((a.ndim - 1,), (max(b.ndim - 2, 0),)), ((), ()))
     if a.shape[-1] != b.shape[dims[0][1][0]]:
         raise TypeError(f"dot: shapes {a.shape} and {b.shape} do not fit")
     return dot_general(a, b, dims, precision, preferred_element_type)
 
 
+@either
 def matmul(a, b, *, precision=None, preferred_element_type=None, out_sharding=None):
     """``a @ b``: leading dims are batches, which must be equal."""
     for x in (a, b):
@@ -274,6 +303,7 @@ def matmul(a, b, *, precision=None, preferred_element_type=None, out_sharding=No
     return dot_general(a, b, dims, precision, preferred_element_type)
 
 
+@either
 def tensordot(a, b, axes=2, *, precision=None, preferred_element_type=None):
     """Sum over the last ``axes`` dims of ``a`` and first of ``b``, or over the dims named."""
     if isinstance(axes, int):
@@ -283,6 +313,7 @@ def tensordot(a, b, axes=2, *, precision=None, preferred_element_type=None):
     return dot_general(a, b, (pair, ((), ())), precision, preferred_element_type)
 
 
+@either
 def vdot(a, b, *, precision=None, preferred_element_type=None):
     """The inner product of all elements."""
     a, b = _load(a, "vdot"), _load(b, "vdot")
@@ -290,7 +321,81 @@ def vdot(a, b, *, precision=None, preferred_element_type=None):
     return dot(a, b, precision=precision, preferred_element_type=preferred_element_type)
 
 
+@either
 def outer(a, b):
     """All products of two vectors."""
     a, b = _load(a, "outer"), _load(b, "outer")
     return a.reshape((-1, 1)) * b.reshape((1, -1))
+
+
+@either
+def inner(a, b):
+    """Over the last dim of both."""
+    if not a.ndim or not b.ndim:
+        return a * b
+    return tensordot(a, b, ((a.ndim - 1,), (b.ndim - 1,)))
+
+
+@either
+def vecdot(x1, x2, axis=-1):
+    """Sum of products along one dim; the others broadcast."""
+    return sum_of(x1 * x2, axis=axis)
+
+
+@either
+def matvec(x1, x2):
+    """(..., m, n) and (..., n): sums over n."""
+    return sum_of(x1 * expand_dims(x2, -2), axis=-1)
+
+
+@either
+def vecmat(x1, x2):
+    """(..., m) and (..., m, n): sums over m."""
+    return sum_of(expand_dims(x1, -1) * x2, axis=-2)
+
+
+@either
+def kron(a, b):
+    """Every element of ``a`` times all of ``b``."""
+    n = max(a.ndim, b.ndim)
+    shapes = [(1,) * (n - x.ndim) + x.shape for x in (a, b)]
+    wide = tuple(itertools.chain(*zip(*shapes)))
+    left = a.reshape(tuple(itertools.chain(*((m, 1) for m in shapes[0]))))
+    right = b.reshape(tuple(itertools.chain(*((1, m) for m in shapes[1]))))
+    out = broadcast_to(left, wide) * broadcast_to(right, wide)
+    return out.reshape(tuple(p * q for p, q in zip(*shapes)))
+
+
+@either
+def cross(a, b, axis=-1):
+    """The vector product along a dim of 3."""
+    if a.shape[axis] != 3 or b.shape[axis] != 3:
+        raise ValueError(f"jnp.cross: shapes {a.shape} and {b.shape}; the dim must have 3 elements")
+    a, b = (unstack(x, axis) for x in (a, b))
+    others = [(1, 2), (2, 0), (0, 1)]
+    return stack([a[i] * b[j] - a[j] * b[i] for i, j in others], axis)
+
+
+@either
+def polyval(p, x):
+    """p[0] * x**(n - 1) + ... + p[n - 1]."""
+    total = 0 * x
+    for k in range(len(p) if not hasattr(p, "shape") else p.shape[0]):
+        total = total * x + p[k]
+    return total
+
+
+@either
+def vander(x, N=None, increasing=False):  # noqa: N803 - NumPy's name
+    """Powers of the elements as columns, falling."""
+    n = x.shape[0] if N is None else N
+    columns = [ones_like(x)]
+    for _ in range(n - 1):
+        columns.append(columns[-1] * x)
+    return stack(columns if increasing else columns[::-1], 1)
+
+
+@either
+def trace(a, offset=0, axis1=0, axis2=1, dtype=None):
+    """Sum of the diagonal."""
+    return sum_of(diagonal(a, offset, axis1, axis2), axis=-1, dtype=dtype)

@@ -1,31 +1,19 @@
 """Refs indexed by arrays: ``ref[rows]``, ``ref[i, :, j]`` with integer arrays.
 
-NumPy's rule: the arrays broadcast against each other; their dims stand where the arrays stood, or
-in front where a slice stood between them. Everything plain is cut off first as a view, whose dims
-then go along a dim of the result or get their index, element by element, from an array. Indices are
-not checked and do not wrap (the interpreter finds those outside). Where several elements of a store
-name one place, one of them stays.
+NumPy's rule: the arrays broadcast against each other, and their dims stand where the arrays stood,
+or in front where a slice stood between them. The plain part of the index is a view, whose dims
+then either run along a dim of the result or get their index, element by element, from an array.
+Indices are not checked and do not wrap (the interpreter finds those that are out of bounds). Where
+several elements of a store name one place, exactly one of them is stored.
 """
 
 import numpy as np
 
-from . import _core
-from ._names import show
-from ._trace import Array, Ref, as_array, type_text
-
-
-def entries(ref, idx):
-    """One for each dim, and None for new ones."""
-    idx = list(idx) if isinstance(idx, tuple) else [idx]
-    dots = [k for k, i in enumerate(idx) if i is Ellipsis]
-    used = sum(i is not None and i is not Ellipsis for i in idx)
-    if len(dots) > 1:
-        raise ValueError("index: at most one ... is accepted")
-    if used > ref.ndim:
-        raise ValueError(f"index: too many indices, {used} for {type_text(ref)}")
-    at = dots[0] if dots else len(idx)
-    idx[at : at + 1] = [slice(None)] * (ref.ndim - used)
-    return idx
+from .. import _core
+from .._names import show
+from .._trace import Array, Ref, as_array, type_text
+from .index import CAPTURED, entries
+from .shape import broadcast_to
 
 
 def is_slice(i):
@@ -46,10 +34,7 @@ def _checked(i):
             raise IndexError(f"index: indices must be integers, got {type_text(i)}")
         return _core.convert(i, "int32") if i.ndim else i
     if isinstance(i, list) or np.ndim(i):
-        raise ValueError(
-            "index: a kernel cannot capture constants that are not scalars; pass the indices as an"
-            " operand, or make them of jnp.arange"
-        )
+        raise ValueError(CAPTURED)
     return i
 
 
@@ -91,8 +76,6 @@ def at(ref, idx):
 
 
 def _spread(a, wide, full, place):
-    from .numpy import broadcast_to
-
     a = broadcast_to(a, wide)
     if wide == full:
         return a
@@ -154,7 +137,7 @@ class IndexedRef:
         return old
 
     def addupdate(self, value, idx=...):
-        """``value`` added, not atomically: one of equal indices counts."""
+        """``value`` added, not atomically: of equal indices exactly one counts."""
         self.set(self.get(idx) + value)
 
     __getitem__ = get

@@ -1,16 +1,21 @@
 """`jnp.einsum`: sums of products named by subscripts.
 
-Each dim of each operand has a label. Labels that stand twice in one operand take its diagonal (a
-gather), labels that stand in one operand alone and not in the result are summed. Then operands are
-multiplied from the left, two at a time: by `dot_general` where a label ends there, else as
-broadcast arrays. A last transpose gives the order of the result. Dims under an ellipsis get labels
-of their own, counted from the right; those of size 1 are dropped where another operand has more."""
+Each dim of each operand has a label. A label that occurs twice in one operand takes its diagonal (a
+gather); one that occurs in a single operand and not in the result is summed. Then operands are
+multiplied from the left, two at a time: by `dot_general` where a label is contracted, otherwise as
+broadcast arrays. A final transpose gives the order of the result. Dims under an ellipsis get labels
+of their own, counted from the right; those of size 1 are dropped where another operand has more.
+"""
 
-from . import _core, _dot
-from ._names import show
-from ._shapes import _numbers, _strides, _value, transpose
-from ._trace import Array, Ref
-from ._types import ints
+from .. import _core
+from .._names import show
+from .._trace import Array, Ref
+from .._types import ints
+from .base import either, numbers, strides, value
+from .linalg import dot_general
+from .shape import transpose
+
+__all__ = ["einsum"]
 
 WHAT = "jnp.einsum"
 
@@ -21,8 +26,8 @@ def _interleaved(operands):
     def text(labels):
         if not isinstance(labels, (list, tuple)):
             raise TypeError(f"{WHAT}: labels must be a list of ints, got {show(labels)}")
-        numbers = [k for k in labels if k is not Ellipsis]
-        if any(not 0 <= k < 52 for k in ints(numbers, f"{WHAT}: labels")):
+        given = [k for k in labels if k is not Ellipsis]
+        if any(not 0 <= k < 52 for k in ints(given, f"{WHAT}: labels")):
             raise ValueError(f"{WHAT}: labels must be 0..51, got {show(labels)}")
         letters = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
         return "".join("..." if k is Ellipsis else letters[k] for k in labels)
@@ -76,7 +81,7 @@ def _parse(subscripts, ranks):
 
 
 def _array(x):
-    return x[...] if isinstance(x, Ref) else _value(x, WHAT)
+    return x[...] if isinstance(x, Ref) else value(x, WHAT)
 
 
 def _diagonal(x, labels):
@@ -85,10 +90,10 @@ def _diagonal(x, labels):
     if len(once) == len(labels):
         return x, labels
     x = _array(x)
-    strides = _strides(x.shape)
-    steps = [sum(s for s, c in zip(strides, labels) if c == label) for label in once]
+    stride = strides(x.shape)
+    steps = [sum(s for s, c in zip(stride, labels) if c == label) for label in once]
     shape = tuple(x.shape[labels.index(c)] for c in once)
-    return _core.gather(x, _numbers(shape, steps)), once
+    return _core.gather(x, numbers(shape, steps)), once
 
 
 def _without(x, labels, gone, reduce):
@@ -125,15 +130,16 @@ def _two(a, b, later, sizes, precision, preferred):
         to = [*p, *(c for c in q if c not in p)]
         x, y = _spread(x, p, to, sizes), _spread(y, q, to, sizes)
         return _core.binary("and" if x.dtype == y.dtype == bool else "mul", x, y), to
-    x, y = (v if isinstance(v, Ref) else _value(v, WHAT) for v in (x, y))
+    x, y = (v if isinstance(v, Ref) else value(v, WHAT) for v in (x, y))
     dims = tuple(
         (tuple(p.index(c) for c in cs), tuple(q.index(c) for c in cs)) for cs in (ends, batch)
     )
-    out = _dot.dot_general(x, y, dims, precision, preferred)
+    out = dot_general(x, y, dims, precision, preferred)
     rest = [c for c in p if c not in both] + [c for c in q if c not in both]
     return out, batch + rest
 
 
+@either
 def einsum(
     subscripts,
     *operands,
@@ -151,7 +157,7 @@ def einsum(
         subscripts, operands = _interleaved((subscripts, *operands))
     if not operands:
         raise ValueError(f"{WHAT}: at least one operand is needed")
-    operands = [x if isinstance(x, (Array, Ref)) else _value(x, WHAT) for x in operands]
+    operands = [x if isinstance(x, (Array, Ref)) else value(x, WHAT) for x in operands]
     labels, result = _parse(subscripts, [x.ndim for x in operands])
     sizes: dict = {}
     for x, part in zip(operands, labels):

@@ -1,0 +1,18 @@
+"""What the extension calls in Python, registered once when the package is imported."""
+
+from . import _clipped, _core, _introspect, _spills, _types
+from ._jnp import index, members, refs
+
+
+def register():
+    """Give the extension its hooks, and `Array` its members."""
+    _core.set_hooks(
+        index_array=index.index,
+        index_ref=refs.at,
+        memory_space=_types.MemorySpace,
+        overhanging=_clipped.overhanging,
+        pickle=_introspect.reduce,
+        ref_transforms=_types.ref_transforms,
+        spills=_spills.by_line,
+    )
+    members.add_members()
