@@ -1,4 +1,4 @@
-// mbarriers: an address in shared memory, and the parity of the phase that a thread waits for.
+// mbarriers. Arguments: an address in shared memory, and the parity of the phase to wait for.
 
 //! mbarrier_init
 FN void mbarrier_init(u32 b, u32 count) {
@@ -17,7 +17,7 @@ FN void mbarrier_wait(u32 b, u32 parity) {
 }
 
 //! mbarrier_test
-// the same without waiting: is the phase complete?
+// is the phase complete? Does not wait
 FN bool mbarrier_test(u32 b, u32 parity) {
   u32 r;
   asm volatile("{ .reg .pred p;\n"
@@ -37,14 +37,14 @@ template <int N> FN void mbarrier_arrive_n(u32 b) {
 }
 
 //! mbarrier_arrive_expect_tx
-// one arrival, and the phase also needs this many bytes from TMA
+// one arrival; the phase also needs this many bytes from TMA
 FN void mbarrier_arrive_expect_tx(u32 b, u32 bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
                :: "r"(b), "r"(bytes) : "memory");
 }
 
 //! mbarrier_wait_cluster
-// the same, and what other blocks of the cluster wrote before they arrived is visible
+// the same; also makes visible what other blocks of the cluster wrote before they arrived
 FN void mbarrier_wait_cluster(u32 b, u32 parity) {
   asm volatile("{ .reg .pred p;\n"
                "W: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%0], %1;\n"
@@ -52,22 +52,22 @@ FN void mbarrier_wait_cluster(u32 b, u32 parity) {
 }
 
 //! mbarrier_arrive_remote
-// at the barrier of a block of the cluster, this one or another. It orders no ordinary accesses of
-// other blocks: spelled .release.cluster, ptxas puts a fence of all memory before it.
+// on the barrier of any block of the cluster. It does not order ordinary accesses for other blocks:
+// with .release.cluster, ptxas would insert a fence of all memory before it.
 FN void mbarrier_arrive_remote(u32 b, u32 block) {
   asm volatile("{ .reg .b32 r;\nmapa.shared::cluster.u32 r, %0, %1;\n"
                "mbarrier.arrive.shared::cluster.b64 _, [r]; }" :: "r"(b), "r"(block) : "memory");
 }
 
 //! mbarrier_arrive_expect_tx_cluster
-// mbarrier_arrive_expect_tx() at an address that leads to a block of the cluster
+// mbarrier_arrive_expect_tx() on an address in any block of the cluster
 FN void mbarrier_arrive_expect_tx_cluster(u32 b, u32 bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cluster.b64 _, [%0], %1;"
                :: "r"(b), "r"(bytes) : "memory");
 }
 
 //! st_async
-// N elements to a block of the cluster, as bytes for the barrier there
+// stores N elements in a block of the cluster; counts their bytes on the barrier there
 template <typename T, int N> FN void st_async(u32 a, const T* s, u32 b) {
   constexpr int bytes = N * (int)sizeof(T);
   u32 w[4];
@@ -86,7 +86,7 @@ template <typename T, int N> FN void st_async(u32 a, const T* s, u32 b) {
 }
 
 //! store_async
-// one word to the same place in a block of the cluster, as 4 bytes for the barrier there
+// stores one word at the same offset in a block of the cluster; counts 4 bytes on the barrier there
 FN void store_async(u32 a, i32 x, u32 b, u32 block) {
   asm volatile("{ .reg .b32 p, q;\nmapa.shared::cluster.u32 p, %0, %3;\n"
                "mapa.shared::cluster.u32 q, %2, %3;\n"
@@ -95,7 +95,7 @@ FN void store_async(u32 a, i32 x, u32 b, u32 block) {
 }
 
 //! mbarrier_arrive_release
-// the same, and all lanes' writes so far are visible to who waits
+// the same; also makes all preceding writes of the lanes visible to waiters
 FN void mbarrier_arrive_release(u32 b, u32 block) {
   asm volatile("{ .reg .b32 r;\nmapa.shared::cluster.u32 r, %0, %1;\n"
                "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [r]; }"

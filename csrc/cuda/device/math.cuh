@@ -1,14 +1,14 @@
-// Arithmetic of array elements and scalars. Integers wrap; in C++ signed ones would not.
+// Arithmetic of array elements and scalars. Integers wrap; in C++, signed overflow is undefined.
 
 //! wrap_add
 template <typename T> FN T wrap_add(T a, T b) { return (T)((u32)a + (u32)b); }
 
 //! mul_rn
-// a product that is rounded, whatever is added to it
+// a product that is rounded even if it is then added to something
 FN f32 mul_rn(f32 a, f32 b) { return __fmul_rn(a, b); }
 
 //! div_rn
-// correctly rounded, whatever the options of the program say of divisions
+// correctly rounded, whatever the compiler options for divisions
 FN f32 div_rn(f32 a, f32 b) {
   f32 r; asm("div.rn.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b)); return r;
 }
@@ -26,8 +26,8 @@ template <typename T> FN T wrap_neg(T a) { return (T)(0u - (u32)a); }
 template <typename T> FN T shift_left(T a, T b) { return (T)((u32)a << (u32)b); }
 
 //! div_int
-// toward zero. In C++ x / 0 is undefined, and the compiler would conclude from it that padding,
-// which is 0, is never divided by; here it is some number.
+// rounds toward zero. In C++, x / 0 is undefined, and the compiler would conclude that padding,
+// which is 0, never is a divisor; here the result is an arbitrary number.
 FN i32 div_bits(i32 a, i32 b) {
   i32 r; asm("div.s32 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); return r;
 }
@@ -108,10 +108,10 @@ FN f32 tanh_approx(f32 x) { f32 r; asm("tanh.approx.f32 %0, %1;" : "=f"(r) : "f"
 FN f32 rsqrt_approx(f32 x) { f32 r; asm("rsqrt.approx.f32 %0, %1;" : "=f"(r) : "f"(x)); return r; }
 
 //! rcp_approx
-// to 1 ulp; subnormals count as 0
+// accurate to 1 ulp; subnormals are treated as 0
 FN f32 rcp_approx(f32 x) { f32 r; asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x)); return r; }
 
 //! opaque
-// the same value, but the compiler cannot see that nor move the computation across
+// returns x, but the compiler can neither see that nor move the computation across
 FN u32 opaque_bits(u32 x) { asm volatile("" : "+r"(x) : : "memory"); return x; }
 template <typename T> FN T opaque(T x) { T r; from_bits(r, opaque_bits(bits_of(x))); return r; }

@@ -1,5 +1,5 @@
-// Loads and stores. A vector of N elements at a multiple of its own size is one instruction.
-// SMEM addresses are 32-bit addresses of the shared window; GMEM has pointers.
+// Loads and stores. A vector of N elements, aligned to its size, takes one instruction. SMEM is
+// addressed by 32-bit addresses in the shared window, GMEM by pointers.
 
 //! shared_base
 // start of the dynamic shared memory, a multiple of 1024
@@ -12,15 +12,15 @@ FN u32 shared_base() {
 }
 
 //! swizzle
-// position of byte a in rows of B bytes whose 16-byte chunks are permuted, as TMA and wgmma do it
+// the position of byte a in rows of B bytes whose 16-byte chunks are permuted as by TMA and wgmma
 template <int B> FN u32 swizzle(u32 a) { return a ^ (((a >> 7) & (B / 16 - 1)) << 4); }
 
 //! pack
-// N elements to or from the 32-bit words that a vector instruction moves
+// packs N elements into the 32-bit words that a vector instruction moves, or unpacks them
 template <typename T, int N> FN void pack(u32* w, const T* s) {
   #pragma unroll
   for (int i = 0; i < (N * (int)sizeof(T) + 3) / 4; i++) {
-    u32 half[2] = {0, 0}; // bytes that were loaded two at a time are found together again
+    u32 half[2] = {0, 0}; // lets the compiler recognise bytes that were loaded in pairs
     #pragma unroll
     for (int k = 0; k < 4 / (int)sizeof(T) && i * 4 / (int)sizeof(T) + k < N; k++)
       half[k * (int)sizeof(T) / 2 % 2] |= bits_of(s[i * 4 / (int)sizeof(T) + k])
@@ -37,7 +37,7 @@ template <typename T, int N> FN void unpack(T* d, const u32* w) {
 }
 
 //! pin_pairs
-// no access to these registers, each with two elements, moves across
+// the compiler moves no access to these registers (two elements each) across
 template <typename T, int N> FN void pin_pairs(T* d) {
   u32 w[N / 2];
   pack<T, N>(w, d);
@@ -87,14 +87,14 @@ template <typename T, int N> FN void st_shared(u32 a, const T* s) {
 }
 
 //! peer_offset
-// from an address of shared memory to the same one in another block of the cluster
+// converts an address in shared memory to the same address in another block of the cluster
 FN u32 peer_offset(u32 block) {
   u32 r; asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(r) : "r"(shared_base()), "r"(block));
   return r - shared_base();
 }
 
 //! ld_cluster
-// of shared memory of any block of the cluster
+// loads from shared memory of any block of the cluster
 template <typename T, int N> FN void ld_cluster(T* d, u32 a) {
   constexpr int bytes = N * (int)sizeof(T);
   u32 w[4];
@@ -175,8 +175,8 @@ template <typename T, int N> FN void st_global(T* a, const T* s) {
 }
 
 //! stmatrix_x4
-// four 8x8 matrices of 16-bit elements; lanes 8k to 8k+7 give the row addresses of matrix k, and
-// s holds this lane's pair of elements of each
+// stores four 8x8 matrices of 16-bit elements. Lanes 8k to 8k+7 provide the row addresses of matrix
+// k; s holds this lane's pair of elements of each matrix
 FN void stmatrix_x4(u32 a, const u32* w) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};"
                :: "r"(a), "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3]) : "memory");
@@ -188,7 +188,7 @@ template <typename T> FN void stmatrix_x4(u32 a, const T* s) {
 }
 
 //! stmatrix_x4_trans
-// the same, but the addresses are those of columns
+// the same, but the addresses are of columns
 FN void stmatrix_x4_trans(u32 a, const u32* w) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};"
                :: "r"(a), "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3]) : "memory");
@@ -222,7 +222,7 @@ template <typename T> FN void ldmatrix_x4_trans(T* d, u32 a) {
 }
 
 //! zero
-// what stands for elements outside of an array
+// the value of elements outside an array
 template <typename T, int N> FN void zero(T* d) {
   #pragma unroll
   for (int i = 0; i < N; i++) from_bits(d[i], 0);

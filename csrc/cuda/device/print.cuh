@@ -1,6 +1,6 @@
 // Numbers as text, as Python's format() writes them. `style` is six characters: fill, alignment
 // (< > ^ =), sign (- + or a blank), '#' or '.', the separator of thousands (, _ or .) and the type
-// ('.': none). A negative precision is none. The text goes to `out`, which is returned.
+// ('.': none). A negative precision means none. The text is written to `out`, which is returned.
 
 //! print_padded
 // The sign, the prefix and the body of a number, `group` digits between separators in the first
@@ -56,11 +56,11 @@ __device__ __noinline__ static const char* print_int(char* out, i64 x, const cha
 }
 
 //! Decimal
-// A positive number as 0.d d d ... * 10^point: by Dragon4 (Steele and White), on integers of 224
-// bits, exact. The number is r / s * 10^point; of the shortest digits that read back as the number
-// in its own dtype, low and high are how far it may be off.
+// Converts a positive number to 0.d d d ... * 10^point, exactly, by Dragon4 (Steele and White) on
+// 224-bit integers. The number is r / s * 10^point. For the shortest digits that read back as the
+// same number of its dtype, low and high are the permitted errors.
 struct Wide {
-  u32 at[7]; // least first
+  u32 at[7]; // least significant first
   __device__ void set(u64 x, i32 shift) {
     for (i32 k = 0; k < 7; k++) at[k] = 0;
     for (i32 k = 0; k < 64; k++)
@@ -99,7 +99,7 @@ struct Decimal {
   char digit[MOST + 1];
   i32 n, point;
 
-  // n: digits; behind: digits after the point instead; both negative: the shortest
+  // n: number of digits; behind: digits after the point instead; both negative: the shortest
   __device__ __noinline__ void set(double x, i32 count, i32 behind, i32 bits, i32 least) {
     const u64 b = (u64)__double_as_longlong(x);
     u64 m = (b & 0xfffffffffffffull) | 1ull << 52;
@@ -108,7 +108,7 @@ struct Decimal {
     i32 top = e;
     for (u64 left = m; left > 1; left >>= 1) top++;
     const i32 ulp = top - bits + 1 > least ? top - bits + 1 : least;
-    const bool edge = m == 1 && ulp > least; // below a power of two they are half as far apart
+    const bool edge = m == 1 && ulp > least; // neighbours below a power of two are closer
     i32 low_at = ulp - 1 - (edge ? 1 : 0), base = e < low_at ? e : low_at;
     if (base > 0) base = 0;
     Wide r, s, low, high, none;
@@ -127,7 +127,7 @@ struct Decimal {
     }
     if (count < 0) count = shortest ? (i32)MOST : behind + point;
     n = 0;
-    i32 up = -1; // is the rest above one half?
+    i32 up = -1; // is the remainder above one half?
     while (n < count && n < MOST) {
       r.times(10), low.times(10), high.times(10);
       i32 d = 0;
@@ -140,7 +140,7 @@ struct Decimal {
       if (!down || !above) up = above;
       break;
     }
-    if (up < 0) { // to the nearest, halfway to the even one
+    if (up < 0) { // round to nearest, ties to even
       const i32 half = count < 0 ? -1 : Wide::compare(r, r, s);
       up = half > 0 || (!half && n && digit[n - 1] % 2);
     }
@@ -162,8 +162,8 @@ struct Decimal {
 };
 
 //! print_float
-// Of a number that is exact in `bits` bits, the last of which is worth 2^least at least. `out` is
-// the number's own, behind its room for the result: the body is written there.
+// Formats a number that is exact in `bits` bits, the last of which is worth at least 2^least. The
+// body is written into the second part of `out`, after the room for the result.
 __device__ __noinline__ static const char* print_float(char* out, double x, const char* style,
                                                        i32 width, i32 precision, i32 bits,
                                                        i32 least, char* body) {
@@ -194,7 +194,7 @@ __device__ __noinline__ static const char* print_float(char* out, double x, cons
   const bool exponent = lower == 'e' || (general && (d.point <= -4 || d.point > last));
   const i32 whole = exponent ? 1 : d.point;
   i32 behind = fixed || lower == 'e' ? precision : precision < 0 ? d.n - whole : precision - whole;
-  if (general && style[3] != '#') { // no zeros at the end
+  if (general && style[3] != '#') { // no trailing zeros
     i32 end = d.n;
     while (end > 0 && !d.digit[end - 1]) end--;
     if (behind > end - whole) behind = end - whole;

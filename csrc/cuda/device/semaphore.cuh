@@ -1,8 +1,8 @@
-// Semaphores: counters in global memory, for all blocks; or in shared memory, for one block. One
-// lane signals or waits for all, which meet before or behind it.
+// Semaphores: counters in global memory, for all blocks, or in shared memory, for one block. One
+// lane signals or waits for all; the lanes synchronise before a signal and after a wait.
 
 //! semaphore_signal
-// what the lanes that this one has met wrote is visible to who waits for it
+// releases the writes of all lanes that this one has synchronised with
 template <bool SYSTEM> FN void semaphore_signal(u32* s, u32 n) {
   if constexpr (SYSTEM) {
     asm volatile("red.release.sys.global.add.u32 [%0], %1;" :: "l"(s), "r"(n) : "memory");
@@ -23,7 +23,7 @@ template <bool SYSTEM> FN u32 semaphore_load(const u32* s) {
 }
 
 //! semaphore_acquire
-// behind a relaxed read: what was written before the signal is visible to this lane
+// after a relaxed read: makes visible to this lane what was written before the signal
 template <bool SYSTEM> FN void semaphore_acquire() {
   if constexpr (SYSTEM) {
     asm volatile("fence.acq_rel.sys;" ::: "memory");
@@ -33,14 +33,14 @@ template <bool SYSTEM> FN void semaphore_acquire() {
 }
 
 //! semaphore_wait
-// until it is at least n
+// waits until the semaphore is at least n
 template <bool SYSTEM> FN void semaphore_wait(const u32* s, u32 n) {
   while (semaphore_load<SYSTEM>(s) < n) {}
   semaphore_acquire<SYSTEM>();
 }
 
 //! semaphore_take
-// the same, then less n, in one step
+// the same, and subtracts n atomically
 template <bool SYSTEM> FN void semaphore_take(u32* s, u32 n) {
   u32 old, seen = n;
   do {
@@ -64,7 +64,7 @@ template <bool SYSTEM> FN i32 semaphore_read(const u32* s) {
 }
 
 //! block_semaphore_init
-// n of them, by one lane before any other one uses them
+// initialises n semaphores; one lane calls it before any other lane uses them
 FN void block_semaphore_init(u32 s, u32 n) {
   for (u32 k = 0; k < n; k++)
     asm volatile("st.shared.u32 [%0], %1;" :: "r"(s + k * 4), "r"(0) : "memory");
@@ -101,7 +101,7 @@ FN void block_semaphore_take(u32 s, u32 n) {
 FN i32 block_semaphore_read(u32 s) { return (i32)block_semaphore_load(s); }
 
 //! counters_done_by_warp
-// counters_done() by all lanes of a warp, for many counters
+// counters_done() for many counters, by all lanes of a warp
 FN void counters_done_by_warp(u32* counters, u32 n, u32 callers) {
   u32 r = 0;
   __syncwarp();

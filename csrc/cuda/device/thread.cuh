@@ -5,9 +5,9 @@
 FN u32 warp_uniform(u32 x) { return __shfl_sync(0xffffffffu, x, 0); }
 
 //! next_index
-// the next iteration of a loop that is not unrolled. Before 13.5 addresses that would step with i
-// are computed from it: ptxas may add the steps of such an address to what was computed from its
-// first value before the loop.
+// the next index of a loop that is not unrolled. ptxas before 13.5 must compute addresses from it
+// instead of incrementing them: it may add the increments of an address to values that were
+// computed from the initial address before the loop.
 FN i32 next_index(i32 i) {
   i += 1;
 #if __CUDACC_VER_MAJOR__ * 100 + __CUDACC_VER_MINOR__ < 1305
@@ -17,8 +17,8 @@ FN i32 next_index(i32 i) {
 }
 
 //! elect_one
-// true in one lane of the warp, the same one every time. With "lane == 0" instead, ptxas would put
-// a vote loop around every TMA instruction.
+// true in one lane of the warp, always the same one. With "lane == 0" instead, ptxas would put a
+// vote loop around every TMA instruction.
 FN bool elect_one() {
   u32 r;
   asm volatile("{ .reg .pred p; elect.sync _|p, 0xffffffff; selp.u32 %0, 1, 0, p; }" : "=r"(r));
@@ -26,7 +26,7 @@ FN bool elect_one() {
 }
 
 //! warpgroup_sync
-// all 128 lanes of warpgroup wg
+// synchronises all 128 lanes of warpgroup wg
 FN void warpgroup_sync(u32 wg) { asm volatile("bar.sync %0, 128;" :: "r"(wg + 1) : "memory"); }
 
 //! warp_sync
@@ -53,7 +53,7 @@ FN i32 cluster_index_z() { u32 r; asm("mov.u32 %0, %%cluster_ctaid.z;" : "=r"(r)
 FN u32 cluster_rank() { u32 r; asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(r)); return r; }
 
 //! lanes_any
-// is x true in any of the 128 lanes of warpgroup wg? All of them meet.
+// is x true in any of the 128 lanes of warpgroup wg? Synchronises them
 FN bool lanes_any(u32 wg, bool x) {
   u32 r;
   asm volatile("{ .reg .pred p, q;\nsetp.ne.u32 q, %1, 0;\nbar.red.or.pred p, %2, 128, q;\n"
@@ -74,14 +74,14 @@ FN bool lanes_all(u32 wg, bool x) {
 FN bool warp_any(bool x) { return __any_sync(0xffffffffu, x); }
 
 //! turn_take
-// all lanes of a warpgroup, until those of the one before it in the ring have passed the turn
+// waits, with all lanes of a warpgroup, until the previous participant has left the ordered section
 FN void turn_take(u32 id) { asm volatile("bar.sync %0, 256;" :: "r"(id) : "memory"); }
 
 //! turn_pass
 FN void turn_pass(u32 id) { asm volatile("bar.arrive %0, 256;" :: "r"(id) : "memory"); }
 
 //! named_barrier_sync
-// all lanes of a warp; until as many of the block have come to that barrier, by this or by arriving
+// with all lanes of a warp: waits until that many lanes of the block have arrived at the barrier
 FN void named_barrier_sync(u32 id, u32 lanes) {
   asm volatile("bar.sync %0, %1;" :: "r"(id), "r"(lanes) : "memory");
 }
@@ -92,21 +92,21 @@ FN void named_barrier_arrive(u32 id, u32 lanes) {
 }
 
 //! shuffle_xor
-// x of the lane whose number differs in the bits of mask
+// x of the lane whose number differs in the bits of mask (butterfly)
 template <typename T> FN T shuffle_xor(T x, int mask) {
   T r; from_bits(r, __shfl_xor_sync(0xffffffffu, bits_of(x), mask)); return r;
 }
 
 //! shuffle_up
-// x of the lane d below; the lowest d lanes keep their own
+// x of the lane d below; the lowest d lanes keep their own x
 template <typename T> FN T shuffle_up(T x, u32 d) {
   T r; from_bits(r, __shfl_up_sync(0xffffffffu, bits_of(x), d)); return r;
 }
 
 //! swap_lanes
-// N elements at a and N at b, each `apart` from the next, of lanes whose numbers differ in mask:
-// the lane where that bit is clear (low) has both a afterwards, the other one both b. What it has
-// of its own stays in place.
+// exchanges N elements at a and N at b, `apart` elements from each other, between lanes whose
+// numbers differ in mask: afterwards, the lane where that bit is clear (low) has a of both, the
+// other one b of both. A lane's own elements stay in place.
 template <int N, int apart, typename T> FN void swap_lanes(T* a, T* b, bool high, int mask) {
   u32 first = 0, second = 0;
   #pragma unroll
@@ -125,11 +125,11 @@ template <int N, int apart, typename T> FN void swap_lanes(T* a, T* b, bool high
 }
 
 //! pick_bytes
-// byte k of the result is number `selector >> 4 * k & 7` of the eight of a and b
+// byte k of the result is byte number `selector >> 4 * k & 7` of the eight bytes of a and b
 FN u32 pick_bytes(u32 a, u32 b, u32 selector) { return __byte_perm(a, b, selector); }
 
 //! swap_bytes
-// as swap_lanes, of words: the bytes whose number has the bit `step` clear are those of a, others b
+// swap_lanes for bytes of words: those whose number has the bit `step` clear are a, the others b
 template <int step> FN void swap_bytes(u32* x, u32* y, bool high, int mask) {
   u32 first = pick_bytes(*x, *y, step == 1 ? 0x6420 : 0x5410);
   u32 second = pick_bytes(*x, *y, step == 1 ? 0x7531 : 0x7632);
@@ -141,7 +141,7 @@ template <int step> FN void swap_bytes(u32* x, u32* y, bool high, int mask) {
 }
 
 //! shuffle_from
-// N neighbouring elements become those of lane `from`
+// replaces N neighbouring elements by those of lane `from`
 template <int N, typename T> FN void shuffle_from(T* x, u32 from) {
   u32 w = 0;
   #pragma unroll
@@ -162,7 +162,7 @@ template <int N> FN void setmaxnreg_dec() {
 }
 
 //! griddepcontrol_wait
-// until the grids that this one depends on are finished and what they wrote is visible
+// waits until the grids that this one depends on have finished and their writes are visible
 FN void griddepcontrol_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 //! griddepcontrol_launch_dependents
@@ -178,7 +178,7 @@ FN void check_failed(const char *message, const char *file, u32 line) {
 }
 
 //! next_tile
-// the count before, of all blocks
+// increments a counter of all blocks; returns its previous value
 FN i32 next_tile(u32* counter) {
   u32 r;
   asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], 1;" : "=r"(r) : "l"(counter) : "memory");
@@ -186,8 +186,8 @@ FN i32 next_tile(u32* counter) {
 }
 
 //! counters_done
-// The last of the callers sets the counters to zero, for the next launch. Behind the last of them
-// stands the count of those who are done.
+// The last caller resets the counters to zero for the next launch. The word after the last counter
+// counts the callers.
 FN void counters_done(u32* counters, u32 n, u32 callers) {
   u32 r;
   asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;"

@@ -1,5 +1,5 @@
-// The copy engine: boxes of tensors through tensor maps, contiguous bytes, groups of stores.
-// All of these are for one elected lane.
+// The copy engines: boxes of tensors by tensor maps, contiguous bytes, groups of stores. One
+// elected lane calls these functions.
 
 //! tensor_map_prefetch
 FN void tensor_map_prefetch(const TensorMap* m) {
@@ -44,7 +44,7 @@ FN void tma_load_5d(u32 dst, const TensorMap* m, u32 barrier, i32 c0, i32 c1, i3
 }
 
 //! tma_multicast_1d
-// to the same place in every block of the cluster whose bit is set in mask
+// multicasts to the same offset in every block of the cluster whose bit is set in mask
 FN void tma_multicast_1d(u32 dst, const TensorMap* m, u32 barrier, u32 mask, i32 c0) {
   asm volatile("cp.async.bulk.tensor.1d.shared::cluster.global.mbarrier::complete_tx::bytes"
                ".multicast::cluster [%0], [%1, {%4}], [%2], %3;"
@@ -118,7 +118,7 @@ FN void tma_store_5d(const TensorMap* m, u32 src, i32 c0, i32 c1, i32 c2, i32 c3
 }
 
 //! tma_store_evict_first_1d
-// what is written leaves the L2 before the rest
+// a cache policy: L2 evicts what is written before anything else
 FN void tma_store_evict_first_1d(const TensorMap* m, u32 src, i32 c0) {
   asm volatile("{ .reg .b64 first; createpolicy.fractional.L2::evict_first.b64 first, 1.0;"
                " cp.async.bulk.tensor.1d.global.shared::cta.bulk_group.L2::cache_hint"
@@ -160,7 +160,7 @@ FN void tma_store_evict_first_5d(const TensorMap* m, u32 src, i32 c0, i32 c1, i3
 }
 
 //! bulk_load
-// of a block without a cluster; compilers before 12.8 know the form for clusters alone
+// for a block without a cluster; compilers before 12.8 only know the form for clusters
 FN void bulk_load(u32 dst, const void* src, u32 bytes, u32 barrier) {
 #if __CUDACC_VER_MAJOR__ * 100 + __CUDACC_VER_MINOR__ < 1208
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
@@ -196,27 +196,27 @@ FN void bulk_store_evict_first(void* dst, u32 src, u32 bytes) {
 FN void bulk_group_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
 //! bulk_group_wait
-// until at most N groups of this lane are pending
+// waits until at most N groups of this lane are pending
 template <int N> FN void bulk_group_wait() {
   asm volatile("cp.async.bulk.wait_group %0;" :: "n"(N) : "memory");
 }
 
 //! bulk_group_wait_read
-// until all but N groups have at least read their shared memory
+// waits until all but N groups have at least read their shared memory
 template <int N> FN void bulk_group_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" :: "n"(N) : "memory");
 }
 
 //! fence_proxy_async
-// this lane's accesses to shared memory come before those of TMA and tensor cores that follow
+// orders this lane's accesses to shared memory before later ones by TMA and the tensor cores
 FN void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 //! fence_proxy_async_global
-// what lanes that this one has met wrote to global memory becomes visible to TMA
+// makes visible to TMA what lanes that this one has synchronised with wrote to global memory
 FN void fence_proxy_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
 //! tma_prefetch_1d
-// a box comes to L2
+// fetches a box into L2
 FN void tma_prefetch_1d(const TensorMap* m, i32 c0) {
   asm volatile("cp.async.bulk.prefetch.tensor.1d.L2.global.tile [%0, {%1}];"
                :: "l"(m), "r"(c0) : "memory");
@@ -252,5 +252,5 @@ FN void bulk_prefetch(const void* src, u32 bytes) {
 }
 
 //! prefetch_global
-// what is near this address comes to L2
+// fetches the cache line of this address into L2
 FN void prefetch_global(const void* a) { asm volatile("prefetch.global.L2 [%0];" :: "l"(a)); }

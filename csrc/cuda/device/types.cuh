@@ -1,4 +1,4 @@
-// Names of the fixed-size types. Every program has them.
+// Fixed-size types. Every program contains them.
 
 //! types
 typedef unsigned char u8;
@@ -25,7 +25,7 @@ FN void from_bits(f16& x, u32 b) { x.bits = (u16)b; }
 FN f32 cvt_f32(f16 x) { f32 r; asm("cvt.f32.f16 %0, %1;" : "=f"(r) : "h"(x.bits)); return r; }
 FN f16 cvt_f16(f32 x) { f16 r; asm("cvt.rn.f16.f32 %0, %1;" : "=h"(r.bits) : "f"(x)); return r; }
 FN f16 operator-(f16 x) { return f16{(u16)(x.bits ^ 0x8000)}; }
-// the same bits as in f32 and rounded once, in one instruction; .rn keeps it from becoming an fma
+// one instruction, with the same result as rounding an f32 result once; .rn prevents fma fusion
 FN f16 operator+(f16 a, f16 b) {
   f16 r; asm("add.rn.f16 %0, %1, %2;" : "=h"(r.bits) : "h"(a.bits), "h"(b.bits)); return r;
 }
@@ -56,8 +56,8 @@ FN bf16 operator*(bf16 a, bf16 b) {
 }
 
 //! e4m3
-// Conversions come in pairs, the lower one first in memory and last in the statement. They
-// saturate, and NaN is 0x7f.
+// Conversions process pairs; the first element in memory is the last operand of the instruction.
+// They saturate; NaN is 0x7f.
 struct e4m3 { u8 bits; };
 FN u32 bits_of(e4m3 x) { return x.bits; }
 FN void from_bits(e4m3& x, u32 b) { x.bits = (u8)b; }
@@ -84,7 +84,7 @@ FN e5m2 cvt_e5m2(f32 x) {
 }
 
 //! e8m0
-// 2 to the (bits - 127), NaN is 0xff. Rounds up and saturates; what is negative becomes NaN.
+// 2 to the (bits - 127); NaN is 0xff. Rounds up and saturates; negative numbers become NaN.
 struct e8m0 { u8 bits; };
 FN u32 bits_of(e8m0 x) { return x.bits; }
 FN void from_bits(e8m0& x, u32 b) { x.bits = (u8)b; }
@@ -103,12 +103,12 @@ FN e8m0 mul_e8m0(e8m0 x, e8m0 y) { return exponent_e8m0(x, y, x.bits + y.bits - 
 FN e8m0 div_e8m0(e8m0 x, e8m0 y) { return exponent_e8m0(x, y, x.bits - y.bits + 127); }
 
 //! e2m1
-// 4 bits: a sign and an index of 0, 0.5, 1, 1.5, 2, 3, 4, 6. Rounds to the nearest, halfway to the
-// even index, saturates; NaN becomes 6.
+// 4 bits: a sign and an index into 0, 0.5, 1, 1.5, 2, 3, 4, 6. Rounds to nearest, ties to the even
+// index, and saturates; NaN becomes 6.
 struct e2m1 { u8 bits; };
 FN u32 bits_of(e2m1 x) { return x.bits; }
 FN void from_bits(e2m1& x, u32 b) { x.bits = (u8)(b & 15); }
-FN f32 cvt_f32(e2m1 x) { // its bits are those of an f16 with a greater exponent
+FN f32 cvt_f32(e2m1 x) { // its bits are those of an f16 with a larger exponent
   return cvt_f32(f16{(u16)((x.bits & 8) << 12 | (x.bits & 7) << 9)}) * 16384.0f;
 }
 FN e2m1 cvt_e2m1(f32 x) {
@@ -164,7 +164,7 @@ FN void cvt_bf16x2(bf16* d, f32 lo, f32 hi) {
 }
 
 //! add_x2
-// Two neighbours in one instruction: ptxas would pair others, and take those apart again.
+// Two neighbours in one instruction: otherwise ptxas pairs other elements and separates them again.
 FN void add_x2(f16* d, f16 a0, f16 a1, f16 b0, f16 b1) {
   u32 w; asm("add.rn.f16x2 %0, %1, %2;" : "=r"(w) : "r"(pair(a0, a1)), "r"(pair(b0, b1)));
   unpair(d, w);
@@ -225,7 +225,7 @@ FN void cvt_from_e5m2x2(bf16* d, e5m2 lo, e5m2 hi) {
 }
 
 //! cvt_int_to_bf16
-// through f32 it would be rounded twice
+// conversion through f32 would round twice
 FN bf16 cvt_int_to_bf16(i32 x) {
   bf16 r; asm("cvt.rn.bf16.s32 %0, %1;" : "=h"(r.bits) : "r"(x)); return r;
 }
@@ -234,7 +234,7 @@ FN bf16 cvt_int_to_bf16(u32 x) {
 }
 
 //! cvt_int
-// toward zero, saturating, NaN becomes 0
+// rounds toward zero, saturates; NaN becomes 0
 template <typename T> FN T cvt_int(f32 x) {
   constexpr bool is_signed = (T)-1 < (T)1;
   constexpr u32 top = 0xffffffffu >> (32 - 8 * sizeof(T) + is_signed);
@@ -266,7 +266,7 @@ FN i8 cvt_s2(f32 x) { return (i8)max(-2, min(1, __float2int_rz(x))); }
 FN u8 cvt_u2(f32 x) { return (u8)min(3u, __float2uint_rz(x)); }
 
 //! unpack_s2
-// two elements of 2 bits share the low half of a byte
+// two 2-bit elements share the low half of a byte
 FN void unpack_s2(i8* d, u8 x) {
   d[0] = (i8)((i32)(x << 30) >> 30); d[1] = (i8)((i32)(x << 28) >> 30);
 }
@@ -284,7 +284,7 @@ FN i8 cvt_s4(f32 x) { return (i8)max(-8, min(7, __float2int_rz(x))); }
 FN u8 cvt_u4(f32 x) { return (u8)min(15u, __float2uint_rz(x)); }
 
 //! unpack_s4
-// two elements of 4 bits share a byte, the first has the low half
+// two 4-bit elements share a byte; the first one is the low half
 FN void unpack_s4(i8* d, u8 x) { d[0] = wrap_s4(x); d[1] = (i8)((i8)x >> 4); }
 
 //! unpack_u4
@@ -300,7 +300,7 @@ template <typename T> FN u32 bits_of(T x) {
 }
 
 //! pack_nibbles
-// eight of 4 bits to a word
+// packs eight 4-bit elements into a word
 template <typename T> FN void pack_nibbles(u32* w, const T* x) {
   *w = 0;
   #pragma unroll

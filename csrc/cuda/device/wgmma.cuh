@@ -1,11 +1,11 @@
-// Matrix products of a warpgroup. The products themselves are printed by ptx.c.
+// Support for matrix products of a warpgroup; ptx.c prints the wgmma functions themselves.
 
 //! wgmma_commit
 FN void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 
 //! unpack_pair
-// the halves of a register of accumulators. Of a shift, ptxas would make a view of the register
-// itself, and wait for the products a second time (C7517).
+// the halves of an accumulator register. For a shift, ptxas would make a view of the register and
+// wait for the products a second time (C7517).
 FN void unpack_pair(f16* d, u32 w) {
   u32 low, high;
   asm("prmt.b32 %0, %2, 0, 0x4410;\nprmt.b32 %1, %2, 0, 0x4432;" : "=r"(low), "=r"(high) : "r"(w));
@@ -14,19 +14,19 @@ FN void unpack_pair(f16* d, u32 w) {
 }
 
 //! wgmma_wait
-// until at most N groups are pending
+// waits until at most N groups are pending
 template <int N> FN void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(N) : "memory");
 }
 
 //! wgmma_address
-// low word of a matrix descriptor: start of the matrix and distance of its leading dimension
+// the low word of a matrix descriptor: start of the matrix and stride of its leading dimension
 FN u32 wgmma_address(u32 a, u32 leading) { return ((a & 0x3ffff) >> 4) | (leading >> 4) << 16; }
 
 //! hold_operand
-// N elements that are A of a product and the same in each iteration of a loop. Before 13.1, ptxas
-// may give their registers to another product of the loop and not bring them back: what it makes
-// anew in front of each product has no registers to lose. Later versions need nothing.
+// protects N elements of an A that is the same in each iteration of a loop. ptxas before 13.1 may
+// reuse their registers for another product of the loop without restoring them. Recomputing the
+// words before each product avoids that; later versions need nothing.
 template <typename T, int N> FN void hold_operand(T* x) {
 #if __CUDACC_VER_MAJOR__ * 100 + __CUDACC_VER_MINOR__ < 1301
   constexpr int n = N * (int)sizeof(T) / 4;

@@ -1,7 +1,7 @@
-// Small integers to floats, a word of them at a time, without conversion instructions, which are
-// slow: the bits of an integer n go below those of a power of two P whose last digit counts 1, and
-// that is P + n; then P is subtracted. All of it is exact. What is signed is made positive first:
-// its highest bit is turned, which adds half the range.
+// Conversion of small integers to floats, a word at a time, without the slow conversion
+// instructions. The bits of an integer n become the low mantissa bits of a power of two P whose
+// last mantissa bit is worth 1, which gives P + n; then P is subtracted. All steps are exact.
+// Signed integers are first made positive by flipping the highest bit, which adds half the range.
 
 //! bits_under
 // (x & mask) ^ one, in one instruction
@@ -21,7 +21,7 @@ FN void cvt_from_s8x4(f16* d, const i8* x) {
     asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(r[k]) : "r"(p[k]), "r"(0x64806480u));
   unpack<f16, 4>(d, r);
 }
-// bf16 has 7 bits below the 1: 128 + (the low bits), less 128 + (the sign bit)
+// bf16 has 7 mantissa bits: 128 + (the low bits) - (128 + the sign bit)
 FN void cvt_from_s8x4(bf16* d, const i8* x) {
   u32 w, r[2];
   pack<i8, 4>(&w, x);
@@ -77,8 +77,8 @@ FN void cvt_from_u8x4(f32* d, const u8* x) {
 }
 
 //! cvt_from_4x8
-// Four bytes x of two elements each; `turn` is 8 if they are signed, 0 if not.
-// f16: the low half of a byte counts 1 above 1024, the high half 16: 1024 + n and 1024 + 16 n
+// Four bytes x of two elements each; `turn` is 8 if they are signed, else 0.
+// f16: the low half of a byte gives 1024 + n, the high half 1024 + 16 n
 FN void cvt_from_4x8(f16* d, const u8* x, u32 turn) {
   u32 w, r[4];
   pack<u8, 4>(&w, x);
@@ -93,7 +93,7 @@ FN void cvt_from_4x8(f16* d, const u8* x, u32 turn) {
   }
   unpack<f16, 8>(d, r);
 }
-// bf16: 128 + n of both
+// bf16: 128 + n for both
 FN void cvt_from_4x8(bf16* d, const u8* x, u32 turn) {
   u32 w, r[4];
   pack<u8, 4>(&w, x);
