@@ -1,6 +1,6 @@
-"""Descriptors: memory spaces and what is allocated in them, transforms, barriers, block specs,
-layouts, compiler parameters. They say what is wanted; tracing (`_kernel.py`, `_control.py`) makes
-refs of them. Semantics: docs/language.md."""
+"""Descriptors: memory spaces and allocations, transforms, barriers, block specs, layouts, compiler
+parameters. Descriptors are plain values; tracing (`_kernel.py`, `_control.py`) creates refs from
+them. docs/language.md defines their semantics."""
 
 import dataclasses
 import enum
@@ -19,15 +19,15 @@ from ._tiling import TilingMethods
 
 
 def _restore(cls, fields):
-    """An object of a frozen class from its fields, for pickle and copy."""
+    """Rebuild an object of a frozen class from its fields, for pickle and copy."""
     out = object.__new__(cls)
     out._set(**dict(zip(cls._names, fields)))
     return out
 
 
 class _DataclassFields:
-    """``__dataclass_fields__`` of a value class, made when the first asks for it, so that
-    `dataclasses.fields` and `dataclasses.replace` work."""
+    """``__dataclass_fields__`` of a value class, created at first use, so that `dataclasses.fields`
+    and `dataclasses.replace` work."""
 
     def __get__(self, obj, cls):
         parameters = inspect.signature(cls).parameters
@@ -44,8 +44,8 @@ class _DataclassFields:
 
 
 class _Frozen:
-    """Base of immutable value classes. Their fields are the names in ``__slots__``, those of bases
-    first; each is a parameter of ``__init__``."""
+    """Base of immutable value classes. Their fields are the names in ``__slots__``, starting with
+    those of base classes. Each is a parameter of ``__init__``."""
 
     __slots__ = ()
     _names = ()
@@ -93,31 +93,31 @@ class _Frozen:
 
 
 def _ignore(args, kwargs, value):
-    """For `accepts`: a keyword of a sister type."""
+    """For `accepts`: a keyword of a related type, to be ignored."""
 
 
 def itemsize_bits(dtype):
-    """Bits of an element in the memory of kernels: 4 for int4."""
+    """Bits of an element in GMEM and SMEM, for example 4 for int4."""
     if dtype.name in ("int2", "uint2"):
         return 2
     return 4 if dtype.name in ("int4", "uint4", "float4_e2m1fn") else 8 * dtype.itemsize
 
 
 def axis_names(names):
-    """Names of axes: one, or several in a tuple or its like; None: none. A name is a str or
-    anything hashable that has no elements."""
+    """A tuple of axis names, from None, one name or an iterable of names. A name is a str or any
+    hashable object that is not iterable."""
     if names is None:
         return ()
     return (names,) if isinstance(names, str) or not hasattr(names, "__iter__") else tuple(names)
 
 
 def is_integer(dtype):
-    """Is it a dtype of integers or bool, of NumPy or of ml_dtypes?"""
+    """Is it an integer or bool dtype, of NumPy or ml_dtypes?"""
     return dtype.kind in "iub" or dtype.name.lstrip("u").startswith("int")
 
 
 def ints(x, what):
-    """A tuple of ints, from one or several."""
+    """A tuple of ints, from one int or several. TypeError for anything else."""
     try:
         return tuple(d.__index__() for d in ((x,) if hasattr(x, "__index__") else x))
     except (TypeError, AttributeError):
@@ -134,10 +134,10 @@ def _shape(shape, what):
 
 
 class ShapeDtypeStruct(_Frozen):
-    """Shape and dtype of an array, e.g. of a kernel's result.
+    """Shape and dtype of an array, for example of a kernel's result.
 
     ``layout`` (a :class:`Layout` value, optional) is only used for results of inline code.
-    ValueError for ``dtype=None``; JAX's keywords sharding and weak_type are tolerated.
+    JAX's keywords ``sharding`` and ``weak_type`` are ignored. ValueError for ``dtype=None``.
     """
 
     __slots__ = ("shape", "dtype", "layout")
@@ -171,13 +171,16 @@ class ShapeDtypeStruct(_Frozen):
 
 
 class Transform(_Frozen):
-    """Base of the transforms that say how a ref's elements are placed in memory."""
+    """Base class of transforms, which define the physical order of a ref's elements."""
 
     __slots__ = ()
 
 
 class TilingTransform(Transform):
-    """Cut the last ``len(tiling)`` dims into tiles. Each tiled dim must be divisible."""
+    """Divide the last ``len(tiling)`` dimensions into tiles, each of which is contiguous in memory.
+
+    Each tiled dimension must be divisible by its tile. ValueError for tiles below 1.
+    """
 
     __slots__ = ("tiling",)
 
@@ -189,8 +192,8 @@ class TilingTransform(Transform):
 
 
 class SwizzleTransform(Transform):
-    """Exchange 16-byte chunks inside rows of ``swizzle`` bytes (32, 64 or 128), as TMA and the
-    tensor cores do. The last tile dim must hold exactly that many bytes."""
+    """Permute 16-byte chunks within rows of ``swizzle`` bytes (32, 64 or 128), as TMA and the
+    tensor cores do. The last dimension of the tile must have exactly that many bytes."""
 
     __slots__ = ("swizzle",)
 
@@ -204,13 +207,13 @@ class SwizzleTransform(Transform):
 
 
 def ref_transforms(tiling, swizzle):
-    """``ref.transforms``: what leads from the memory to the ref, so the swizzle comes first."""
+    """``ref.transforms``: the transforms from memory to the ref, so the swizzle comes first."""
     out = (SwizzleTransform(swizzle),) if swizzle else ()
     return (*out, TilingTransform(tiling)) if tiling else out
 
 
 def split_transforms(transforms, shape, dtype, what):
-    """``(tiling, swizzle)`` of a transform list, checked against a logical shape."""
+    """``(tiling, swizzle)`` of a list of transforms, checked against a logical shape."""
     if isinstance(transforms, Transform):
         transforms = (transforms,)
     if not isinstance(transforms, (tuple, list)):
@@ -256,7 +259,7 @@ def split_transforms(transforms, shape, dtype, what):
 
 
 class MemoryRef(_Frozen):
-    """What to allocate: ``pl.MemoryRef``, without transforms."""
+    """An allocation without transforms (``pl.MemoryRef``)."""
 
     __slots__ = ("inner_aval", "memory_space")
     transforms = ()
@@ -276,7 +279,7 @@ class MemoryRef(_Frozen):
 
 
 class PlacedRef(MemoryRef):
-    """What to allocate: made by calling a memory space, ``plgpu.SMEM(shape, dtype)``."""
+    """An allocation made by calling a memory space, such as ``plgpu.SMEM(shape, dtype)``."""
 
     __slots__ = ("transforms",)
 
@@ -288,8 +291,8 @@ class PlacedRef(MemoryRef):
 
 
 class WarpMesh(_Frozen):
-    """The 4 warps of a thread, for :func:`pl.core_map` and :func:`pl.kernel` in a kernel; see
-    :func:`warp_map`. ``lax.axis_index(axis_name)`` is the number of the warp."""
+    """The 4 warps of a thread, for :func:`pl.kernel` (and :func:`pl.core_map`) inside a kernel; see
+    :func:`warp_map`. ``lax.axis_index(axis_name)`` is the index of the warp."""
 
     __slots__ = ("axis_name",)
 
@@ -304,13 +307,14 @@ class WarpMesh(_Frozen):
 
 
 class RefUnion(_Frozen):
-    """Groups of SMEM that share one place: ``plgpu.RefUnion(group, group, ...)``.
+    """Groups of SMEM allocations that share memory: ``plgpu.RefUnion(group, group, ...)``.
 
-    A group is a pytree of ``plgpu.SMEM(...)``, laid out one behind the other; all groups begin at
-    the same address, and the union is as large as the largest. For ``run_scoped`` and
-    ``scratch_types``. In the kernel it is a sequence: ``a, [b, c] = union``. What one group wrote
-    must not be read through another; commits, waits and barriers between their uses are the
-    user's. NotImplementedError for anything but SMEM.
+    A group is a pytree of ``plgpu.SMEM(...)``. The allocations of a group follow each other in
+    memory; all groups start at the same address, and the union is as large as the largest group.
+    Unions are accepted by ``run_scoped`` and ``scratch_types``. In the kernel, a union is a
+    sequence: ``a, [b, c] = union``. Do not read through one group what was written through another,
+    and place the necessary commits, waits and barriers between uses of different groups.
+    NotImplementedError for anything but SMEM.
     """
 
     __slots__ = ("groups",)
@@ -328,7 +332,7 @@ class RefUnion(_Frozen):
 
 
 class MemorySpace(enum.Enum):
-    """Where memory is. A member is callable and makes the descriptor of an allocation.
+    """A memory space. Calling a member makes the descriptor of an allocation.
 
     ``GMEM``: global memory. ``SMEM``: shared memory of a block. ``TMEM``: tensor memory
     (Blackwell). ``REGS``: registers, the space of ``ACC``.
@@ -357,13 +361,13 @@ class MemorySpace(enum.Enum):
         return PlacedRef(aval, self, transforms)
 
     def like(self, shape_dtype_like):
-        """The descriptor of an allocation with the shape and dtype of another thing."""
+        """The descriptor of an allocation with the shape and dtype of another object."""
         return self(shape_dtype_like.shape, shape_dtype_like.dtype)
 
 
 class GenericMemorySpace(enum.Enum):
-    """`pl.MemorySpace`. In a BlockSpec ``ANY`` is GMEM (the whole array, no copy) and ``DEFAULT``
-    SMEM; the others have no meaning on GPUs."""
+    """`pl.MemorySpace`. In a BlockSpec, ``ANY`` means GMEM (the whole array, without a copy) and
+    ``DEFAULT`` means SMEM. The others have no meaning on GPUs."""
 
     ANY = "any"
     DEFAULT = "default"
@@ -383,10 +387,11 @@ GMEM, SMEM, TMEM, REGS = MemorySpace.GMEM, MemorySpace.SMEM, MemorySpace.TMEM, M
 
 
 class WGMMAAccumulatorRef(_Frozen):
-    """A wgmma accumulator in registers (Hopper), zero-filled at scope entry.
+    """A wgmma accumulator in registers, filled with zeros at scope entry (Hopper).
 
     ``shape`` is (M, N) with M a multiple of 64 and N of 8; dtype float32, float16 or int32.
-    Allocate it with ``pl.run_scoped(f, plgpu.ACC((m, n)))``, never collectively.
+    Allocate it with ``pl.run_scoped(f, plgpu.ACC((m, n)))``, without ``collective_axes``.
+    ValueError for other shapes and dtypes.
     """
 
     __slots__ = ("shape", "dtype", "_init")
@@ -406,7 +411,7 @@ class WGMMAAccumulatorRef(_Frozen):
 
     @classmethod
     def init(cls, array):
-        """A preinitialised accumulator, for ``pl.run_state``."""
+        """An accumulator that starts as ``array``, for ``pl.run_state``."""
         return cls(array.shape, array.dtype, _init=array)
 
 
@@ -416,8 +421,9 @@ ACC = WGMMAAccumulatorRef
 class Barrier(_Frozen):
     """One or more mbarriers in SMEM (Hopper).
 
-    ``num_arrivals``: arrivals that complete a phase; one ``barrier_arrive`` of a thread and one
-    ``copy_gmem_to_smem`` each count one. ``num_barriers``: an int or a tuple, the shape of the ref.
+    ``num_arrivals``: the number of arrivals that complete a phase, 1 to 8191. A ``barrier_arrive``
+    of a thread and a ``copy_gmem_to_smem`` each count as one. ``num_barriers``: an int or a tuple,
+    the shape of the ref. TypeError, ValueError for other values.
     """
 
     __slots__ = ("num_arrivals", "num_barriers", "orders_tensor_core")
@@ -457,12 +463,12 @@ class Barrier(_Frozen):
 class ClusterBarrier(_Frozen):
     """One or more mbarriers in every block of a cluster (Hopper).
 
-    ``collective_axes``: names of cluster axes; an element may be a tuple of names, taken as one
-    axis. ``barrier_arrive`` signals every block that differs from the caller's in at most one of
-    them, its own too, without names only its own; ``barrier_wait`` waits for the own instance.
-    ``num_arrivals``: threads of
-    each block that arrive. ``leader_tracked``, of one axis: arrivals count in the block with index
-    0 on it alone, and only that one may wait. ValueError for ``num_arrivals < 1``.
+    ``collective_axes``: names of cluster axes; a tuple of names is treated as one axis.
+    ``barrier_arrive`` arrives in every block whose position differs from the caller's along at most
+    one of these axes, including its own block (without axes, only there). ``barrier_wait`` waits on
+    the block's own instance. ``num_arrivals``: threads of each block that arrive.
+    ``leader_tracked``: arrivals count only in the block with index 0 along the axis, and only that
+    block may wait; needs exactly one axis. ValueError for ``num_arrivals < 1``.
     """
 
     __slots__ = (
@@ -511,7 +517,7 @@ class ClusterBarrier(_Frozen):
 
 
 class OOBFillMode(enum.IntEnum):
-    """What a copy puts where its source is out of bounds."""
+    """What a copy writes for elements whose source is out of bounds."""
 
     UNDEFINED = 0
     PROMISE_IN_BOUNDS = 1
@@ -539,7 +545,8 @@ def _block_size(n, what):
 
 
 class Blocked(_Frozen):
-    """A block dim of ``block_size`` elements; the index map counts blocks. Same as a plain int."""
+    """A block dimension of ``block_size`` elements; the index map counts blocks. The same as an
+    int."""
 
     __slots__ = ("block_size",)
 
@@ -548,7 +555,7 @@ class Blocked(_Frozen):
 
 
 class Element(_Frozen):
-    """A block dim of ``block_size`` elements; the index map counts elements."""
+    """A block dimension of ``block_size`` elements; the index map counts elements."""
 
     __slots__ = ("block_size", "padding")
 
@@ -557,7 +564,7 @@ class Element(_Frozen):
 
 
 class Squeezed(_Frozen):
-    """A block dim of one element that the body does not see. Same as ``None``."""
+    """A block dimension of one element that the body does not see. The same as ``None``."""
 
     __slots__ = ()
 
@@ -566,7 +573,7 @@ squeezed = Squeezed()
 
 
 def _as_tuple(index_map):
-    """The index map with a tuple as its result."""
+    """The index map, returning a tuple."""
     if getattr(index_map, "gives_tuple", False):  # of another spec
         return index_map
 
@@ -579,20 +586,20 @@ def _as_tuple(index_map):
 
 
 class RevisitMode(enum.Enum):
-    """When a block of an output may come again: in the step after (``IMMEDIATE``), or at any time,
-    with what it held (``ANY``, not supported)."""
+    """When an output block may be visited again: only in the following step (``IMMEDIATE``), or at
+    any time, with its previous contents (``ANY``, not supported)."""
 
     IMMEDIATE = "immediate"
     ANY = "any"
 
 
 class Buffered(_Frozen):
-    """``pipeline_mode`` of a BlockSpec: ``buffer_count`` slots in SMEM for this operand, in place
-    of the pipeline's ``max_concurrent_steps``.
+    """``pipeline_mode`` of a BlockSpec: ``buffer_count`` SMEM slots for this operand instead of the
+    pipeline's ``max_concurrent_steps``.
 
     An input whose block is the same in all steps has one slot and is fetched once. ``revisit``: a
-    :class:`RevisitMode` or None; it means nothing for inputs. ValueError for ``buffer_count < 1``,
-    NotImplementedError for ``use_lookahead`` and, of an output, ``RevisitMode.ANY``.
+    :class:`RevisitMode` or None; ignored for inputs. ValueError for ``buffer_count < 1``,
+    NotImplementedError for ``use_lookahead`` and for ``RevisitMode.ANY`` of an output.
     """
 
     __slots__ = ("buffer_count", "use_lookahead", "revisit")
@@ -614,12 +621,12 @@ class Buffered(_Frozen):
 
 @dataclasses.dataclass(init=False)
 class GenericBlockSpec:
-    """`pl.BlockSpec`: how an array is cut into blocks.
+    """`pl.BlockSpec`: how an array is divided into blocks.
 
-    ``block_shape``: per dim an int, ``Blocked``, ``Element``, ``None`` or ``Squeezed``; None: the
-    whole array. ``index_map``: grid indices to block indices; None: zeros. ``memory_space``: SMEM
-    by default; GMEM: a view of the block in ``pl.pallas_call``, the whole array in pipelines.
-    ``pipeline_mode``: :class:`pl.Buffered` or None.
+    ``block_shape``: for each dimension an int, ``Blocked``, ``Element``, ``None`` or ``Squeezed``;
+    None means the whole array. ``index_map``: maps grid indices to block indices; None means zeros.
+    ``memory_space``: SMEM by default. GMEM passes a view of the block in ``pl.pallas_call`` and the
+    whole array in pipelines. ``pipeline_mode``: :class:`pl.Buffered` or None.
     """
 
     block_shape: tuple | None = None
@@ -669,7 +676,7 @@ GenericBlockSpec.__name__ = GenericBlockSpec.__qualname__ = "BlockSpec"
 
 
 def _add_transform(make):
-    """For `accepts`: a keyword that stood for one transform."""
+    """For `accepts`: an older keyword for one transform."""
 
     def add(args, kwargs, value):
         given = kwargs.get("transforms", ())
@@ -685,10 +692,12 @@ def _add_transform(make):
 
 @dataclasses.dataclass(init=False)
 class BlockSpec(GenericBlockSpec):
-    """How an array is cut into blocks, and how a block is staged in SMEM.
+    """How an array is divided into blocks, and how a block is staged in SMEM.
 
-    Beside the fields of `pl.BlockSpec`: ``transforms``: of each SMEM slot. ``delay_release``: steps
-    that a slot stays untouched after its own. ``oob_fill_mode``: what stands outside of the array.
+    Has the fields of `pl.BlockSpec` and these. ``transforms``: the transforms of each SMEM slot.
+    ``delay_release``: the number of further steps after which a slot is refilled.
+    ``collective_axes``: a cluster axis along which the block is multicast.
+    ``oob_fill_mode``: what a copy writes for elements outside the array.
     """
 
     transforms: tuple = ()
@@ -728,7 +737,7 @@ class BlockSpec(GenericBlockSpec):
 
 
 class Replicated(_Frozen):
-    """In the warp or lane dims of ``Layout.TILED``: ``times`` copies."""
+    """In the warp or lane dims of ``Layout.TILED``: replicated ``times`` times."""
 
     __slots__ = ("times",)
 
@@ -737,7 +746,8 @@ class Replicated(_Frozen):
 
 
 class Tiling(_Frozen, TilingMethods):
-    """A sequence of tiles, each cutting the trailing dims left by the one before."""
+    """A sequence of tiles. Each tile divides the trailing dimensions that the previous one
+    leaves."""
 
     __slots__ = ("tiles",)
 
@@ -749,7 +759,7 @@ class Tiling(_Frozen, TilingMethods):
 
 
 class _LayoutValue(_Frozen):
-    """A register layout: a member of :class:`Layout`, perhaps with arguments, perhaps reduced."""
+    """A register layout: a member of :class:`Layout`, possibly with arguments and reduced axes."""
 
     __slots__ = ("spec", "text")
 
@@ -757,8 +767,7 @@ class _LayoutValue(_Frozen):
         self._set(spec=spec, text=text)
 
     def reduce(self, axes):
-        """The layout of the array after ``axes`` (an int or ints, not negative) are reduced
-        away."""
+        """The layout of the array after reducing ``axes``, an int or ints, not negative."""
         axes = ints(axes, "Layout.reduce: axes")
         if min(axes, default=0) < 0:
             raise ValueError(f"Layout.reduce: axes must not be negative, got {axes}")
@@ -777,7 +786,7 @@ class _LayoutValue(_Frozen):
         return f"Layout.{self.text}"
 
 
-_OLDER_LAYOUTS = {  # name: the layout and the axis it is reduced over
+_OLDER_LAYOUTS = {  # name: the layout and the reduced axis
     "WGMMA_ROW": ("WGMMA", 1),
     "WGMMA_COL": ("WGMMA", 0),
     "TCGEN05_ROW": ("TCGEN05", 1),
@@ -800,10 +809,10 @@ class _LayoutType(enum.EnumMeta):
 
 
 class Layout(enum.Enum, metaclass=_LayoutType):
-    """Register layouts of arrays; see docs/arrays.md for where each puts an element.
+    """Register layouts of arrays. docs/arrays.md defines the position of each element.
 
-    Members are layouts; those with parameters are called: ``Layout.WG_STRIDED(shape, vec_size)``.
-    ``.reduce(axes)`` is the layout after a reduction.
+    Members without parameters are layouts. The others are called to make one:
+    ``Layout.WG_STRIDED(shape, vec_size)``. ``.reduce(axes)`` is the layout after a reduction.
     """
 
     WGMMA = 1
@@ -862,7 +871,7 @@ class Layout(enum.Enum, metaclass=_LayoutType):
         return value
 
     def reduce(self, axes):
-        """The layout of the array after ``axes`` are reduced away."""
+        """The layout of the array after reducing ``axes``."""
         return self.value_spec.reduce(axes)
 
 
@@ -900,7 +909,7 @@ def _mma_operand(name, dtype):
 
 
 def _smem_gmem_copy(shape, dtype, swizzle):
-    """Whole 16-byte pieces of rows of a swizzled buffer, without bank conflicts."""
+    """A layout of 16-byte pieces of the rows of a swizzled buffer, without bank conflicts."""
     shape, what = _shape(shape, "SMEM_GMEM_COPY"), "Layout.SMEM_GMEM_COPY"
     if swizzle not in (32, 64, 128):
         raise ValueError(f"{what}: swizzle must be 32, 64 or 128, got {show(swizzle)}")
@@ -962,7 +971,7 @@ _LAYOUT_ARGUMENTS = {
 
 
 def layout_spec(layout):
-    """The core's description of a layout given by the user; TypeError for anything else."""
+    """The core's description of a layout. TypeError for anything but a layout."""
     if isinstance(layout, Layout):
         return layout.value_spec.spec
     if isinstance(layout, _LayoutValue):
@@ -981,7 +990,7 @@ class LoweringSemantics(enum.Enum):
 
 
 class _Partitioned(_Frozen):
-    """``CopyPartition.PARTITIONED(axis)``: each block gets its part along ``axis``."""
+    """``CopyPartition.PARTITIONED(axis)``: each block receives its part along ``axis``."""
 
     __slots__ = ("axis",)
 
@@ -991,7 +1000,7 @@ class _Partitioned(_Frozen):
 
 
 class _Replicated(_Frozen):
-    """``CopyPartition.REPLICATED``: both blocks get all."""
+    """``CopyPartition.REPLICATED``: both blocks receive everything."""
 
     __slots__ = ()
 
@@ -1000,15 +1009,16 @@ class _Replicated(_Frozen):
 
 
 class CopyPartition:
-    """What the two blocks of a leader-tracked copy get, which Blackwell has: copies refuse it."""
+    """What the two blocks of a leader-tracked copy receive. Needs Blackwell, so copies refuse
+    it."""
 
     PARTITIONED = _Partitioned
     REPLICATED = _Replicated()
 
 
 class RefType(_Frozen):
-    """An argument of :func:`inline_cuda` that is a ref, and how it lies in SMEM: the transforms
-    that it was, or will be, allocated with."""
+    """The type of a ref argument of :func:`inline_cuda`, with the transforms of its SMEM
+    allocation."""
 
     __slots__ = ("transforms",)
 
@@ -1017,7 +1027,7 @@ class RefType(_Frozen):
 
 
 class Semaphores(_Frozen):
-    """Semaphores to allocate: ``SemaphoreType.REGULAR``, or ``REGULAR(shape)`` for several."""
+    """An allocation of semaphores: ``SemaphoreType.REGULAR``, or ``REGULAR(shape)`` for several."""
 
     __slots__ = ("shape",)
     dtype, memory_space = "semaphore", GMEM
@@ -1033,10 +1043,12 @@ class Semaphores(_Frozen):
 
 
 class SemaphoreType(enum.Enum):
-    """Kinds of semaphores: int32 counters that are 0 when they are allocated, for
-    :func:`semaphore_signal` and :func:`semaphore_wait`. In ``scratch_types`` and
-    ``pl.run_scoped``: of the block, 0 again at the end. By ``pl.get_global``: of the launch, the
-    same for all blocks. ``BARRIER`` cannot be allocated."""
+    """Kinds of semaphores: int32 counters that start at 0, for :func:`semaphore_signal` and
+    :func:`semaphore_wait`.
+
+    In ``scratch_types`` and ``pl.run_scoped``, a semaphore belongs to the block and must be 0 again
+    when the scope ends. ``pl.get_global`` makes semaphores that all blocks of a launch share.
+    ``BARRIER`` cannot be allocated on GPUs."""
 
     REGULAR = "regular"
     BARRIER = "barrier"
@@ -1050,14 +1062,14 @@ class SemaphoreType(enum.Enum):
 
 
 class TraceScope(enum.Enum):
-    """Scope of one trace of the on-device profiler."""
+    """Scope of one trace of the on-device profiler (not supported)."""
 
     WARP = "warp"
     WARPGROUP = "warpgroup"
 
 
 def _num_stages(args, kwargs, value):
-    """For `accepts`: an older spelling, or a parameter of Pallas' Triton backend."""
+    """For `accepts`: an older keyword, or a parameter of Pallas' Triton backend."""
     if value is None or "num_warps" in kwargs:
         return None
     if "max_concurrent_steps" in kwargs:
@@ -1067,7 +1079,7 @@ def _num_stages(args, kwargs, value):
 
 
 def _of_triton(args, kwargs, value):
-    """For `accepts`: what Pallas' Triton backend wants to know."""
+    """For `accepts`: a parameter of Pallas' Triton backend."""
     warnings.warn(
         "CompilerParams: num_warps and num_stages are for Pallas' Triton backend and have no"
         " effect here; a program is one warpgroup",
@@ -1078,15 +1090,16 @@ def _of_triton(args, kwargs, value):
 class CompilerParams(_Frozen):
     """Parameters of the compiler. Keyword only.
 
-    ``approx_math``: fast approximate exp, exp2, log, sin, cos, tanh, rsqrt on float32.
-    ``exact_division``: correctly rounded quotients of floats (``lax.div(x, y, exact=True)`` each).
-    ``unsafe_no_auto_barriers``: no lane barriers around loads and stores of arrays.
+    ``approx_math``: use fast approximations of exp, exp2, log, sin, cos, tanh and rsqrt on float32.
+    ``exact_division``: round all quotients of floats correctly, as ``lax.div(x, y, exact=True)``.
+    ``unsafe_no_auto_barriers``: insert no lane barriers around loads and stores of arrays.
     ``max_concurrent_steps``, ``dimension_semantics``: for ``pl.pallas_call`` only.
-    ``reduction_scratch_bytes``: the most SMEM that each Pallas thread may use to combine the parts
-    of a reduction that its warps hold. With less the reduction takes more steps, each with two
-    lane barriers, and gives the same bits; ValueError, when the kernel is lowered, where not even
-    one step fits. What is not needed is not allocated. ``lowering_semantics`` is
-    ignored, and so are ``num_warps`` and ``num_stages`` of Pallas' Triton backend, with a warning.
+    ``reduction_scratch_bytes``: the maximum SMEM, in bytes, that each Pallas thread may use to
+    combine the partial results of its warps in a reduction. A smaller limit needs more steps, each
+    with two lane barriers, and gives the same bits. ValueError when the kernel is lowered if not
+    even one step fits. Memory that is not needed is not allocated.
+    ``lowering_semantics`` is ignored. ``num_warps`` and ``num_stages`` of Pallas' Triton backend
+    are ignored with a warning.
     """
 
     __slots__ = (
@@ -1154,7 +1167,7 @@ class CompilerParams(_Frozen):
 
 
 class LoggingMode(enum.Flag):
-    """Events that ``InterpretParams(logging_mode=)`` shows; combine them with ``|``."""
+    """Events that ``InterpretParams(logging_mode=)`` prints; combine them with ``|``."""
 
     BARRIER = 1
     SEMAPHORE = 2
@@ -1164,16 +1177,16 @@ class LoggingMode(enum.Flag):
 class InterpretParams(_Frozen):
     """How ``interpret=`` runs a kernel on the CPU. Keyword only.
 
-    ``seed``: of the schedule; the same seed gives the same interleaving.
+    ``seed``: the seed of the schedule; the same seed gives the same interleaving.
     ``out_of_bounds_reads``: "raise" (IndexError) or "uninitialized".
-    ``uninitialized_memory``: "nan" (NaN, the greatest integer, True) or "zero".
-    ``skip_floating_point_ops``: nothing is computed in floats, and every float that is loaded or
-    would be computed reads as +inf (constants stay); integers, branches and synchronisation are
-    as ever. For finding deadlocks fast.
-    ``logging_mode``: a :class:`LoggingMode`: prints a line for each of these events.
-    ``num_cores_or_threads``, ``num_tma_threads_per_device``: without effect: the kernel has its
-    ``num_threads``, and copies are not limited in number.
-    Deadlocks and out-of-bounds accesses are always found. ValueError for other values,
+    ``uninitialized_memory``: reads as "nan" (NaN, the largest integer, True) or "zero".
+    ``skip_floating_point_ops``: skip float arithmetic. Every float that is loaded or would be
+    computed reads as +inf (constants keep their value); integers, branches and synchronisation
+    still run. Finds deadlocks quickly.
+    ``logging_mode``: a :class:`LoggingMode`; prints a line for each of these events.
+    ``num_cores_or_threads``, ``num_tma_threads_per_device``: no effect. The kernel's
+    ``num_threads`` applies, and the number of copies in flight is not limited.
+    Deadlocks and out-of-bounds accesses are always reported. ValueError for other values,
     NotImplementedError for ``detect_races`` and other kinds of ``uninitialized_memory``.
     """
 
@@ -1249,7 +1262,7 @@ class InterpretParams(_Frozen):
 
 
 def _split_axis_names(args, kwargs, names):
-    """For `accepts`: names of all axes in a row, those of the grid first."""
+    """For `accepts`: the names of all axes in one sequence, starting with those of the grid."""
     names = (names,) if isinstance(names, str) else tuple(names)
     n, m = (
         len(x) if isinstance(x, (tuple, list)) else 1
@@ -1264,11 +1277,12 @@ def _split_axis_names(args, kwargs, names):
 
 
 class Mesh(_Frozen):
-    """Names and sizes of the axes a kernel runs over.
+    """Names and sizes of the axes that a kernel runs over.
 
-    ``grid`` counts clusters; ``cluster`` (at most 3 axes) blocks of a cluster; ``num_threads``
-    Pallas threads (warpgroups) of a block, at most 8, which are 1,024 CUDA threads.
-    A grid may be left unnamed.
+    ``grid``: the number of clusters along each axis; the names may be omitted. ``cluster``: the
+    number of blocks of a cluster along each axis, at most 3 axes and 16 blocks. ``num_threads``:
+    the number of Pallas threads (warpgroups) of a block, at most 8, which are 1,024 CUDA threads.
+    TypeError, ValueError for other sizes and for names that are not distinct.
     """
 
     __slots__ = (

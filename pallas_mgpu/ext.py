@@ -1,7 +1,7 @@
-"""`plgpu.ext`: what this language has and Pallas does not.
+"""`plgpu.ext`: functions that Pallas does not have.
 
-Named barriers are those of the block's hardware: warps meet there without memory. A kernel of n
-threads has ``15 - n`` of them for itself, less the threads that take turns (`plgpu.in_turn`)."""
+Named barriers are hardware barriers of a block; they synchronise warps without memory. A kernel of
+n threads may use ``15 - n`` of them, minus the number of participants of `plgpu.in_turn`."""
 
 from . import _core
 from ._trace import env
@@ -25,22 +25,22 @@ def _come(what, barrier, num_threads, num_warps):
 
 
 def named_barrier_sync(barrier, num_threads=None, *, num_warps=None):
-    """Wait at a named barrier of the block until ``num_threads`` threads have come to it, by this
-    or by `named_barrier_arrive`; the round then ends, and the barrier can be used again (PTX
-    ``bar.sync``). What they read and wrote before is done for all who waited.
+    """Arrive at a named barrier of the block and wait until ``num_threads`` threads have arrived,
+    by this function or by `named_barrier_arrive` (PTX ``bar.sync``). The barrier can then be
+    reused. Accesses that precede an arrival are complete for all threads that waited.
 
-    ``barrier``: an int from 0, or an int32 scalar that may be computed; the barriers of `plgpu`
-    itself have numbers of their own. ``num_threads``: static, with the caller, the same for all
-    who come in a round. ``num_warps``, in its place, counts warps: a thread is four of them; in a
-    `plgpu.warp_map` each warp comes by itself. All lanes must come.
+    ``barrier``: an int from 0, or a traced int32 scalar. The barriers that `plgpu` uses itself are
+    numbered separately. ``num_threads``: static, includes the caller, and is the same for all
+    participants of a round. ``num_warps``, an alternative, counts warps: a thread counts as four,
+    and in a `plgpu.warp_map` each warp arrives separately. All lanes must execute the call.
 
-    ValueError for more than the kernel has; on the interpreter also where counts differ or one
-    comes twice in a round, IndexError for a number that the kernel does not have.
+    ValueError for more threads than the kernel has; on the interpreter also if the counts differ or
+    a thread arrives twice in a round, and IndexError for a barrier that the kernel does not have.
     """
     _come("named_barrier_sync", barrier, num_threads, num_warps)
 
 
 def named_barrier_arrive(barrier, num_threads=None, *, num_warps=None):
-    """Come to a named barrier, as `named_barrier_sync`, and go on without waiting (PTX
-    ``bar.arrive``): those who wait there see what was written before."""
+    """Arrive at a named barrier without waiting (PTX ``bar.arrive``). Threads that wait in
+    `named_barrier_sync` see preceding writes. Arguments and errors are the same as there."""
     _come("named_barrier_arrive", barrier, num_threads, num_warps)
