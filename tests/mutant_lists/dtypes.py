@@ -107,7 +107,10 @@ breaks(
     "pallas_mgpu/_jnp/activations.py",
     f"{FUNCTIONS}::test_over_an_axis",
     f"{FUNCTIONS}::test_activations",
-    softmax_counts_what_is_left_out=("        e = elementwise.where(where, e, 0)\n", "        pass\n"),
+    softmax_counts_what_is_left_out=(
+        "        e = elementwise.where(where, e, 0)\n",
+        "        pass\n",
+    ),
     softmax_overflows=("return x - top, top", "return x, 0 * top"),
 )
 
