@@ -37,8 +37,7 @@ class _Progress:
 def info():
     """Print version, devices, NVRTC and cache."""
     print(
-        f"pallas_mgpu {plgpu.__version__}, Python {sys.version.split()[0]}, NumPy"
-        f" {np.__version__}"
+        f"pallas_mgpu {plgpu.__version__}, Python {sys.version.split()[0]}, NumPy {np.__version__}"
     )
     found = _core.system_info()
     for d in found["devices"]:

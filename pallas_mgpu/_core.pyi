@@ -200,6 +200,7 @@ class Array:
     def max(
         self,
         axis: _Shape | None = None,
+        out: None = None,
         keepdims: bool = False,
         initial: _Operand | None = None,
         where: _Operand | None = None,
@@ -207,6 +208,7 @@ class Array:
     def min(
         self,
         axis: _Shape | None = None,
+        out: None = None,
         keepdims: bool = False,
         initial: _Operand | None = None,
         where: _Operand | None = None,
@@ -419,6 +421,8 @@ class Op:
 
 def current_trace() -> Trace | None: ...
 def is_tracer(x: Any, /) -> bool: ...
+def set_hooks(**hooks: Callable[..., Any]) -> None: ...
+def digest(data: bytes, /) -> str: ...
 def set_debug_checks(on: bool, /) -> None: ...
 def effect(name: str, operands: Sequence[Any], /, **attrs: Any) -> Any: ...
 def open(name: str, operands: Sequence[Any], n_regions: int, /, **attrs: Any) -> Op: ...

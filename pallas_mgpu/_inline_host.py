@@ -7,19 +7,17 @@ with the registers that its layouts give it."""
 
 import ctypes
 import functools
-import hashlib
 import os
 import re
 import shutil
 import subprocess
 import tempfile
-from pathlib import Path
 
 import numpy as np
 
 from . import _core
 
-_HEADER = Path(__file__).with_name("_inline_host.h")
+_HEADER = os.path.join(os.path.dirname(__file__), "_inline_host.h")
 _FLAGS = "-std=c++17 -O1 -w -fPIC -shared -ffp-contract=off -fno-strict-aliasing".split()
 _TYPES = {
     "bool": "bool",
@@ -68,9 +66,9 @@ def _compiler():
 
 def _directory():
     """Of this user alone."""
-    place = Path(tempfile.gettempdir()) / f"pallas_mgpu_inline-{os.getuid()}"
-    place.mkdir(mode=0o700, exist_ok=True)
-    if place.stat().st_uid != os.getuid():
+    place = os.path.join(tempfile.gettempdir(), f"pallas_mgpu_inline-{os.getuid()}")
+    os.makedirs(place, mode=0o700, exist_ok=True)
+    if os.stat(place).st_uid != os.getuid():
         raise PermissionError(f"inline_cuda: {place} belongs to another user")
     return place
 
@@ -78,15 +76,18 @@ def _directory():
 @functools.cache
 def _library(text):
     compiler = _compiler()
-    header = _HEADER.read_text()
+    with open(_HEADER, encoding="utf-8") as file:
+        header = file.read()
     key = "\0".join((compiler, *_FLAGS, header, text))
-    library = _directory() / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.so"
-    if not library.exists():
-        with tempfile.TemporaryDirectory(dir=library.parent) as made:
-            source, out = Path(made) / "inline.cpp", Path(made) / "inline.so"
-            source.write_text(f"{header}\n{text}")
+    directory = _directory()
+    library = os.path.join(directory, f"{_core.digest(key.encode())}.so")
+    if not os.path.exists(library):
+        with tempfile.TemporaryDirectory(dir=directory) as made:
+            source, out = os.path.join(made, "inline.cpp"), os.path.join(made, "inline.so")
+            with open(source, "w", encoding="utf-8") as file:
+                file.write(f"{header}\n{text}")
             got = subprocess.run(
-                [compiler, *_FLAGS, str(source), "-o", str(out)], capture_output=True, text=True
+                [compiler, *_FLAGS, source, "-o", out], capture_output=True, text=True
             )
             if got.returncode:
                 errors = [x for x in got.stderr.splitlines() if "error" in x][:4]
@@ -96,8 +97,8 @@ def _library(text):
                     " which has the functions of generated programs that concern one lane;"
                     f" {_REMEDY}. The compiler says: {'; '.join(errors)}"
                 )
-            out.rename(library)
-    f = ctypes.CDLL(str(library)).run
+            os.rename(out, library)
+    f = ctypes.CDLL(library).run
     f.restype = ctypes.c_int
     return f
 

@@ -192,9 +192,7 @@ def finder(namespace, missing, wrong, text="{namespace}.{name} is not supported 
         if name in wrong:
             raise AttributeError(f"{namespace} has no {name!r}; {wrong[name]}")
         meant = "" if name.startswith("__") else _suggest_name(namespace, name)
-        raise AttributeError(
-            f"{namespace} has no {name!r}{meant or f'; {_GAPS}'}"
-        )
+        raise AttributeError(f"{namespace} has no {name!r}{meant or f'; {_GAPS}'}")
 
     return find
 

@@ -171,6 +171,17 @@ static PyObject *set_debug_checks(PyObject *Py_UNUSED(self), PyObject *on) {
   Py_RETURN_NONE;
 }
 
+static PyObject *digest(PyObject *Py_UNUSED(self), PyObject *data) {
+  char *bytes, text[33];
+  Py_ssize_t n;
+  uint64_t hash[2];
+  if (PyBytes_AsStringAndSize(data, &bytes, &n) < 0) return NULL;
+  pm_digest(bytes, (size_t)n, hash);
+  snprintf(text, sizeof text, "%016llx%016llx", (unsigned long long)hash[0],
+           (unsigned long long)hash[1]);
+  return PyUnicode_FromString(text);
+}
+
 /* For tests: see pm_fail_allocation. */
 static PyObject *fail_allocation(PyObject *Py_UNUSED(self), PyObject *number) {
   const long n = PyLong_AsLong(number);
@@ -222,6 +233,7 @@ static PyMethodDef functions[] = {
      "bounds(x): (least, largest) value of a traced int scalar, or None where none are known."},
     {"depends", (PyCFunction)(void (*)(void))depends, METH_FASTCALL,
      "depends(values, on): does any of the traced values depend on any of the others?"},
+    {"digest", digest, METH_O, "digest(data): 128 bits of the SHA-256 of bytes, as text."},
     {"fail_allocation", fail_allocation, METH_O,
      "The n-th allocation of this thread from now on fails, once; 0: none."},
     {"check_products", check_products, METH_VARARGS,

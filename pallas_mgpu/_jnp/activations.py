@@ -1,5 +1,4 @@
-"""Activation functions of `nn`, composed of the others. They accept traced values and host arrays.
-"""
+"""The activation functions of `nn`, for traced values and host arrays."""
 
 import math
 import operator

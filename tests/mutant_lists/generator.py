@@ -781,8 +781,11 @@ breaks(
         "        if variant:\n            _ops.commit_smem()\n",
         "        if variant:\n",
     ),
-    results_are_stored_at_each_visit=("first = (s == 0) | moved(o, now, s)", "first = (s == s)"),
-    last_visit_is_not_stored=("again = (last > 0) & ~moved", "again = (last < 0) & ~moved"),
+    results_are_stored_at_each_visit=(
+        "first = (s == 0) | _moved(o, grid, now, s)",
+        "first = (s == s)",
+    ),
+    last_visit_is_not_stored=("again = (last > 0) & ~_moved", "again = (last < 0) & ~_moved"),
     last_stores_are_not_awaited=(
         "            _ops.wait_smem_to_gmem(0, wait_read_only=last)\n",
         "            pass\n",
