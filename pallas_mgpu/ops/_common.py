@@ -156,22 +156,150 @@ class Ring:
 
         return lax.fori_loop(first, steps, one, at)
 
+    def release_slot(self, slot):
+        plgpu.barrier_arrive(self.empty.at[slot])
+
+    def multiply(
+        self, acc, steps, at, factors, beside=lambda s, carry: carry, carry=None, before=None
+    ):
+        """Consumer: acc += the product of factors(*slots of the buffers) for each step, from slot
+        and phase `at` on. One product is in flight while the next one is issued.
+
+        carry = beside(s, carry) is what else is done while step s multiplies. before() is called
+        once the products issued before the first step are done, if there are steps. Returns the
+        carry, slot and phase after the steps, and the slot of the last one, which is yet to be
+        released (-1 without steps)."""
+
+        def one(s, state):
+            carry, slot, phase, last = state
+            plgpu.barrier_wait(self.full.at[slot], phase=phase)
+            plgpu.wgmma(acc, *factors(*(buffer.at[slot] for buffer in self.buffers)))
+            carry = beside(s, carry)
+            plgpu.wgmma_wait(1)
+            pl.when(last >= 0)(lambda: self.release_slot(last))
+            if before:
+                pl.when(last < 0)(before)
+            return carry, *self.next(slot, phase), slot
+
+        carry, slot, phase, last = lax.fori_loop(0, steps, one, (carry, *at, jnp.int32(-1)))
+        return carry, (slot, phase), last
+
 
 class StaticTiles:
     """Tiles of persistent clusters: cluster c has the tiles c, c + clusters, c + 2 * clusters, ...
 
-    ``total``: tiles of all clusters."""
+    ``total``: tiles of all clusters; ``first``: the number of this cluster."""
 
-    def __init__(self, total, clusters):
-        self.total, self.clusters, self.first = total, clusters, lax.axis_index("cluster")
+    def __init__(self, total, clusters, first):
+        self.total, self.clusters, self.first = total, clusters, first
 
-    def for_each(self, work, carry):
-        """carry = work(tile, carry) for each tile of this cluster."""
-        if self.total == self.clusters:
+    def tile(self, w):
+        """Tile w of this cluster."""
+        return self.first + w * self.clusters
+
+    def produce(self, work, carry, beyond=False):
+        """carry = work(tile, carry) for each tile of this cluster. beyond: for one more."""
+        if self.total == self.clusters and not beyond:
             return work(self.first, carry)
         trips = (self.total - self.first + (self.clusters - 1)) // self.clusters
+        trips = trips + 1 if beyond else trips
+        return lax.fori_loop(0, trips, lambda w, carry: work(self.tile(w), carry), carry)
 
-        def one(w, carry):
-            return work(self.first + w * self.clusters, carry)
+    consume = produce
 
-        return lax.fori_loop(0, trips, one, carry)
+
+class CountedTiles:
+    """Tiles from a counter of the launch, the next one for whichever cluster is free.
+
+    The producer takes a tile and tells the consumers its number, through a ring of `ahead` numbers;
+    the last one is beyond all tiles. The first tile of a cluster is its own number. ``refs``: of
+    scratch(); ``rank``: of the block in its cluster, whose blocks all get what the first one takes.
+    """
+
+    def __init__(self, total, clusters, first, refs, rank=0):
+        self.total, self.clusters, self.first, self.rank = total, clusters, first, rank
+        self.numbers, self.told, self.heard, self.free = refs
+        self.ahead = self.numbers.shape[0]
+
+    @staticmethod
+    def scratch(consumers, ahead=2, axes=None):
+        """axes: of the cluster, if it has more than one block."""
+        return {
+            "tile_numbers": plgpu.SMEM((ahead,), jnp.int32),
+            "tile_told": plgpu.Barrier(num_barriers=ahead),
+            "tile_heard": plgpu.Barrier(num_arrivals=consumers, num_barriers=ahead),
+        } | (
+            {"tile_free": plgpu.ClusterBarrier(collective_axes=(axes,), num_barriers=ahead)}
+            if axes
+            else {}
+        )
+
+    def take(self, t):
+        """The counter, counting from 0; t under vmap, whose elements would share it."""
+        try:
+            if self.free is None:
+                return plgpu.next_tile()
+            return lax.cond(self.rank == 0, plgpu.next_tile, lambda: jnp.int32(0))
+        except NotImplementedError:
+            return t
+
+    def tell(self, w, t):
+        plgpu.hand_tile(t, w, self.numbers, self.told, self.heard, self.free)
+        if self.free is None:
+            return t
+        plgpu.barrier_wait(self.told.at[w % self.ahead])
+        return self.numbers[w % self.ahead]
+
+    def produce(self, work, carry, beyond=False, some=True, asks=False):
+        """Producer: carry = work(tile, carry) for each tile of this cluster.
+
+        beyond: also for the number that ends them. some: the first one is a tile for sure. asks:
+        the next tile is not taken when the work begins, but when work(tile, carry, ask) calls
+        ask(); it returns (carry, what ask() returned)."""
+
+        def step(x):
+            w, t, carry = x
+            if asks:
+                carry, taken = work(t, carry, lambda: self.take(t))
+            else:
+                taken = self.take(t)
+                carry = work(t, carry)
+            return w + 1, self.tell(w + 1, taken + self.clusters), carry
+
+        start = jnp.int32(0), self.tell(jnp.int32(0), self.first), carry
+        w, t, carry = lax.while_loop(lambda x: x[1] < self.total, step, start)
+        if beyond:
+            carry = work(t, carry)
+        plgpu.barrier_wait(self.heard.at[w % self.ahead])
+        for k in range(1, self.ahead):
+
+            def await_heard(k=k):
+                plgpu.barrier_wait(self.heard.at[(w + (self.ahead - k)) % self.ahead])
+
+            pl.when(some and k == 1 or w > k - 1)(await_heard)
+        return carry
+
+    def tile(self, w):
+        """Consumer: tile w of those that this cluster gets; they are heard in order."""
+        plgpu.barrier_wait(self.told.at[w % self.ahead])
+        t = self.numbers[w % self.ahead]
+        plgpu.barrier_arrive(self.heard.at[w % self.ahead])
+        return t
+
+    def consume(self, work, carry):
+        """Consumer: carry = work(tile, carry) for each tile of this cluster."""
+
+        def step(x):
+            w, t, carry = x
+            carry = work(t, carry)
+            return w + 1, self.tile(w + 1), carry
+
+        start = (jnp.int32(0), self.tile(jnp.int32(0)), carry)
+        return lax.while_loop(lambda x: x[1] < self.total, step, start)[2]
+
+
+def store(buffer, value, target, **how):
+    """The value to global memory, through a buffer that no earlier store still reads."""
+    buffer[...] = value
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(buffer, target, **how)

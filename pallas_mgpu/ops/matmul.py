@@ -40,6 +40,7 @@ from ._common import (
     StaticTiles,
     WarpSpecialized,
     overlap_launches,
+    store,
     swizzled,
     warp_specialized,
 )
@@ -208,6 +209,10 @@ class _Block(WarpSpecialized):
     def rank(self, axis):
         return lax.axis_index(axis) if axis in self.plan.axes else 0
 
+    def tiles(self):
+        p = self.plan
+        return StaticTiles(p.total, p.clusters, lax.axis_index("cluster"))
+
     def origin(self, t):
         """First row and column of this block's part of cluster tile t."""
         p, cfg = self.plan, self.cfg
@@ -236,8 +241,7 @@ class _Block(WarpSpecialized):
     # ---- producer
 
     def producer(self):
-        tiles = StaticTiles(self.plan.total, self.plan.clusters)
-        self.ring.drain(tiles.for_each(self.fetch_tile, 0))
+        self.ring.drain(self.tiles().produce(self.fetch_tile, 0))
 
     def fetch_tile(self, t, it0):
         p, x, ring, step = self.plan, self.x, self.ring, self.cfg.step
@@ -279,8 +283,7 @@ class _Block(WarpSpecialized):
             )
         elif x.forms != UNSCALED:
             scales = Scales(x.forms, self.scale_a, self.scale_b, x.m, rows)
-        tiles = StaticTiles(p.total, p.clusters)
-        tiles.for_each(functools.partial(self.multiply_tile, me, scales), 0)
+        self.tiles().consume(functools.partial(self.multiply_tile, me, scales), 0)
 
     def multiply_tile(self, me, scales, t, it0):
         p, cfg = self.plan, self.cfg
@@ -414,11 +417,9 @@ class _Block(WarpSpecialized):
             buffer = self.o_smem.at[me, c % p.buffers, pl.ds(0, height)]
             if not p.single or c >= p.buffers:
                 plgpu.wait_smem_to_gmem(p.buffers - 1, wait_read_only=True)
-            buffer[...] = part.astype(x.out_dtype)
-            plgpu.commit_smem()
             where = (pl.ds(row + me * 64, height), pl.ds(col + c * p.chunk, p.chunk))
             engine = None if p.by_tma else "lanes"
-            plgpu.copy_smem_to_gmem(buffer, self.o.at[where], engine=engine)
+            store(buffer, part.astype(x.out_dtype), self.o.at[where], engine=engine)
 
 
 @cached

@@ -30,6 +30,7 @@ from ._common import (
     StaticTiles,
     WarpSpecialized,
     overlap_launches,
+    store,
     swizzled,
     warp_specialized,
 )
@@ -136,7 +137,7 @@ class _Block(WarpSpecialized):
         super().__init__(plan, refs)
         self.cfg = plan.cfg
         self.ring = Ring(plan.stages, self.full, self.empty, self.w_smem, self.x_smem)
-        self.tiles = StaticTiles(plan.total, plan.clusters)
+        self.tiles = StaticTiles(plan.total, plan.clusters, lax.axis_index("cluster"))
         self.rank = lax.axis_index("ck") if plan.axes else 0
 
     def origin(self, t):
@@ -151,7 +152,7 @@ class _Block(WarpSpecialized):
     # ---- producer
 
     def producer(self):
-        self.ring.drain(self.tiles.for_each(self.fetch_tile, jnp.int32(0)))
+        self.ring.drain(self.tiles.produce(self.fetch_tile, jnp.int32(0)))
 
     def fetch_tile(self, t, it):
         p, cfg = self.plan, self.cfg
@@ -172,7 +173,7 @@ class _Block(WarpSpecialized):
         if self.cfg.turns > 1:
             strip, turn = me % self.plan.strips, me // self.plan.strips
         multiply = functools.partial(self.multiply_tile, strip, turn)
-        self.tiles.for_each(multiply, jnp.int32(0))
+        self.tiles.consume(multiply, jnp.int32(0))
 
     def multiply_tile(self, strip, turn, t, it):
         row, col = self.origin(t)
@@ -268,11 +269,9 @@ class _Block(WarpSpecialized):
 
     def epilogue(self, strip, value, row, col):
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        self.o_smem[strip] = value.T.astype(self.plan.x.out_dtype)
-        plgpu.commit_smem()
+        value = value.T.astype(self.plan.x.out_dtype)
         where = self.o.at[pl.ds(row, self.cfg.tile_m), pl.ds(col, 64)]
-        engine = None if self.plan.by_tma else "lanes"
-        plgpu.copy_smem_to_gmem(self.o_smem.at[strip], where, engine=engine)
+        store(self.o_smem.at[strip], value, where, engine=None if self.plan.by_tma else "lanes")
 
 
 @cached

@@ -1,26 +1,25 @@
-"""Grouped matrix products on Hopper's tensor cores: the rows of an array come in groups of sizes
-that only the GPU knows.
+"""Grouped matrix products on Hopper's tensor cores: the rows of an array come in groups whose sizes
+only the GPU knows.
 
-Both kernels are built as `matmul`: persistent blocks, whose last thread fetches into a ring by TMA
-and whose other threads, the consumers, own 64 rows or columns of the tile each. At the start every
-block makes a table of where groups begin; whatever the sizes are, what is read and written lies in
-the arrays.
+Both kernels are built as `matmul`: persistent blocks with a producer, which fills a ring by TMA,
+and consumers, which own 64 rows or columns of the tile each. At the start every block makes a table
+of where groups begin; whatever the sizes are, what is read and written lies in the arrays.
 
 `ragged_dot` multiplies each group of rows with a matrix of its own. The tensor cores take the
 matrix as their left operand, of which they multiply 64 columns at a time, and the rows as the right
 one, of which they multiply any number; so a tile is as narrow as its group asks for, in steps of an
-eighth, and the result is transposed on its way into SMEM. Tiles begin where a group does and share
-its rows evenly, and what is stored ends where the group ends: in boxes of TMA, whose rows are
-powers of two. Narrow tiles take less time, so blocks soon do not work in step; a counter hands the
-tiles out, and those that multiply with the same columns still begin nearly at once and find them in
-the L2. With a fixed share for every block they drift apart, and the memory sends the matrices
-several times. The blocks of a cluster lie side by side and share the rows.
+eighth, and the result is transposed on its way into shared memory. Tiles begin where a group does
+and share its rows evenly, and what is stored ends where the group ends: in boxes of TMA, whose rows
+are powers of two. Narrow tiles take less time, so blocks soon do not work in step; a counter hands
+the tiles out, and those that multiply with the same columns still begin nearly at once and find
+them in the L2. With a fixed share for every block they drift apart, and the memory sends the
+matrices several times. The blocks of a cluster lie side by side and share the rows.
 
 `transposed_ragged_dot` sums over the rows of a group. Its last 1 to 32 rows (all 0 of an empty one)
-lie in a slot of their own, the edge, where rows of the next group come too; the thread that fetches
-overwrites those with zeros. It is multiplied first: its slot is free for the next tile during most
-of this one, every tile has one, and its product is what an accumulator begins with, not zeros.
-Groups of few hundred rows make more bytes of result than of operands: a tile is kept in 16 bits and
+lie in a slot of their own, the edge, where rows of the next group come too; the producer overwrites
+those with zeros. The edge is multiplied first: its slot is free for the next tile during most of
+this one, every tile has one, and its product is what an accumulator begins with, not zeros. Groups
+of few hundred rows make more bytes of result than of operands: a tile is kept in 16 bits and
 stored, half by half, while the next one is multiplied, by one consumer when the other does not. The
 blocks of a cluster lie one above the other and share the right operand."""
 
@@ -28,17 +27,25 @@ import functools
 import math
 from typing import NamedTuple
 
+import numpy as np
+
 import pallas_mgpu as plgpu
 from pallas_mgpu import lax, pl
 from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
 
-from ._common import SMEM_BYTES as _SMEM
-from ._common import swizzled as _swizzled
-from ._padding import Padded as _Padded
-from ._padding import needs_padding as _needs_padding
-from ._padding import padding as _padding
-from ._ring import Ring, for_told, hand_out, roles, store_chunk, told_scratch
+from ._common import (
+    REGISTERS,
+    SMEM_BYTES,
+    CountedTiles,
+    Ring,
+    WarpSpecialized,
+    overlap_launches,
+    store,
+    swizzled,
+    warp_specialized,
+)
+from ._padding import padding_of, with_padding
 
 _STEP = 64  # elements of the summed dim in a slot
 # Rows of a group in a slot of sums. With half a _STEP the slot for the edge takes half of the room:
@@ -52,7 +59,7 @@ _EARLY = 3  # steps that are fetched before the rest of the edge is overwritten
 class RaggedConfig(NamedTuple):
     """How a grouped product is tiled.
 
-    ``consumers``: threads that multiply, 1 or 2, 64 columns of a tile each, or 64 rows for
+    ``consumers``: warpgroups that multiply, 1 or 2, 64 columns of a tile each, or 64 rows for
     :func:`transposed_ragged_dot`. ``tile``: its rows, at most, or columns for
     :func:`transposed_ragged_dot`; 64, 128, 192 or 256. ``stages``: slots of the ring, of 64
     elements of the summed dim, or of 32 rows for :func:`transposed_ragged_dot`; 0: as many as fit.
@@ -69,41 +76,90 @@ class RaggedConfig(NamedTuple):
     group: int = 16
 
 
-class _Plan:
-    """Numbers that follow from a shape and a configuration; `edge`: sums over groups, with a slot
-    for the edge."""
+class Product(NamedTuple):
+    """What a kernel computes: [m, k] by [groups, k, n], or [groups, k, n] of [m, k] and [m, n]."""
 
-    def __init__(self, groups, out_bytes, cfg, edge):
-        self.step = _SUM_STEP if edge else _STEP
-        wide = 64 * cfg.consumers
-        # A tile in 16 bits is stored under the next one: registers have room for it, and one wide
-        # store costs the products less than two.
-        self.late = edge and out_bytes == 2
-        width, most = (256, 1) if self.late else (128, cfg.buffers)
-        self.chunk = math.gcd(width // out_bytes, cfg.tile)  # a store buffer's part of the tile
+    m: int
+    n: int
+    k: int
+    groups: int
+    dtype: np.dtype
+    out_dtype: np.dtype
+    tb: bool = False  # [groups, n, k]
+
+
+class _Plan:
+    """What follows from a product and a configuration, for both kernels."""
+
+    def __init__(self, x, cfg, step, edge, chunk_bytes, buffers):
+        """edge: a slot beside the ring; chunk_bytes: of the rows of a store buffer."""
+        self.x, self.cfg, self.consumers, self.step = x, cfg, cfg.consumers, step
+        self.wide = 64 * cfg.consumers  # the other extent of a tile
+        out_bytes = x.out_dtype.itemsize
+        self.chunk = math.gcd(chunk_bytes // out_bytes, cfg.tile)  # a store buffer's part of a tile
         self.chunks = cfg.tile // self.chunk
-        self.buffers = max(b for b in range(1, most + 1) if self.chunks % b == 0)
+        self.buffers = max(b for b in range(1, buffers + 1) if self.chunks % b == 0)
         used = cfg.consumers * self.buffers * 64 * self.chunk * out_bytes
-        used += 8 * (groups + 1) + 1024
-        slot = (wide + cfg.tile) * self.step * 2
-        most = min((_SMEM - used) // slot - edge, 512 // self.step)
+        used += 8 * (x.groups + 1) + 1024
+        slot = (self.wide + cfg.tile) * step * 2
+        most = min((SMEM_BYTES - used) // slot - edge, 512 // step)
         self.stages = min(cfg.stages or most, most)
         # more accumulators than an even share of the registers has room for
-        self.registers = (40, 232) if cfg.consumers > 1 and cfg.tile > 128 else None
+        self.registers = REGISTERS.get(cfg.consumers) if cfg.tile > 128 else None
+        self.axes = {"c": cfg.cluster} if cfg.cluster > 1 else {}
+        self.share = "c" if self.axes else None  # along this blocks share an operand
+        rows = x.groups * x.k if edge else x.m
+        by_tma = rows == 1 or x.n * out_bytes % 16 == 0  # the result
+        self.engine = None if by_tma else "lanes"
+
+    def scratch(self, a_tile, b_tile, part):
+        x, tiled = self.x, swizzled(64, self.x.dtype)
+        o_tiled = swizzled(min(part[1], 128 // x.out_dtype.itemsize), x.out_dtype)
+        buffers = (self.consumers, self.buffers, *part)
+        return {
+            "a_smem": plgpu.SMEM((self.stages, *a_tile), x.dtype, transforms=tiled),
+            "b_smem": plgpu.SMEM((self.stages, *b_tile), x.dtype, transforms=tiled),
+            "o_smem": plgpu.SMEM(buffers, x.out_dtype, transforms=o_tiled),
+            "table": plgpu.SMEM((2, x.groups + 1), jnp.int32),
+            "table_ready": plgpu.Barrier(),
+            **Ring.barriers(self.stages, 2, self.consumers, self.axes),
+        }
 
 
-def _make_table(sizes, table, m, rows):
-    """The first row of each group, and the number of row tiles before it; an entry more for the
-    end. No group reaches beyond the array, whatever the sizes are."""
-    groups = sizes.shape[0]
-    ends = jnp.minimum(jnp.cumsum(jnp.clip(sizes[...], 0, m)), m)
-    table[0, 0], table[1, 0] = 0, 0
-    table[0, pl.ds(1, groups)] = ends
-    starts = table[0, pl.ds(0, groups)]
-    table[1, pl.ds(1, groups)] = jnp.cumsum((ends - starts + (rows - 1)) // rows)
+class _Block(WarpSpecialized):
+    """One block of either kernel, while it is traced; it begins with the table of groups."""
+
+    def __init__(self, plan, rows, refs):
+        """rows: of a tile."""
+        super().__init__(plan, refs)
+        self.ring = Ring(plan.stages, self.full, self.empty, self.a_smem, self.b_smem)
+
+        @pl.when(lax.axis_index("wg") == 0)
+        def _():
+            self.make_table(rows)
+            plgpu.barrier_arrive(self.table_ready)
+
+        plgpu.barrier_wait(self.table_ready)
+        self.first = lax.axis_index("cluster")
+        self.rank = lax.axis_index("c") if plan.axes else 0
+
+    def make_table(self, rows):
+        """The first row of each group, and the number of row tiles before it; an entry more for the
+        end. No group reaches beyond the array, whatever the sizes are."""
+        m, groups, table = self.plan.x.m, self.plan.x.groups, self.table
+        ends = jnp.minimum(jnp.cumsum(jnp.clip(self.sizes[...], 0, m)), m)
+        table[0, 0], table[1, 0] = 0, 0
+        table[0, pl.ds(1, groups)] = ends
+        starts = table[0, pl.ds(0, groups)]
+        table[1, pl.ds(1, groups)] = jnp.cumsum((ends - starts + (rows - 1)) // rows)
+
+    def group_rows(self, g):
+        """The first row of a group and how many there are."""
+        start = jnp.clip(self.table[0, g], 0, self.plan.x.m)
+        return start, jnp.maximum(self.table[0, g + 1] - start, 0)
 
 
-def _place(t, tiles_m, tiles_n, band):
+def _in_bands(t, tiles_m, tiles_n, band):
     """Tile number t as row and column of tiles: bands of rows, column by column."""
     if isinstance(tiles_m, int) and tiles_m <= band:
         return t % tiles_m, t // tiles_m
@@ -112,433 +168,409 @@ def _place(t, tiles_m, tiles_n, band):
     return number * band + lax.rem(inside, height), lax.div(inside, height)
 
 
-def _widths(rows):
-    """What tiles of up to that many rows may measure. Each costs time to compile. Above the half,
-    where most tiles are, there are as many as keep small what is multiplied for nothing; below, the
-    matrix takes longer to come than to multiply."""
-    grain = 8 * pl.cdiv(rows, 128)  # the instruction takes multiples of 8
-    return [rows // 4, *range(rows // 2, rows + 1, grain)]
-
-
 def _to_and_fro(s, steps, w):
     """Every second tile goes backwards: the end of what it shares is still in the L2."""
     return lax.select(w % 2 == 1, steps - 1 - s, s)
 
 
-def _scratch(p, cfg, groups, a_tile, b_tile, dtype, out_dtype, edge):
-    """Scratch types by name."""
-    tiled = _swizzled(64, dtype)
-    slots = {"num_barriers": p.stages}
-    part = (64, p.chunk) if edge else (p.chunk, 64)
-    if cfg.cluster > 1:
-        empty = plgpu.ClusterBarrier(collective_axes=("c",), num_arrivals=cfg.consumers, **slots)
-    else:
-        empty = plgpu.Barrier(num_arrivals=cfg.consumers, **slots)
-    found = {
-        "a_smem": plgpu.SMEM((p.stages, *a_tile), dtype, transforms=tiled),
-        "b_smem": plgpu.SMEM((p.stages, *b_tile), dtype, transforms=tiled),
-        "o_smem": plgpu.SMEM(
-            (cfg.consumers, p.buffers, *part),
-            out_dtype,
-            transforms=_swizzled(min(part[1], 128 // out_dtype.itemsize), out_dtype),
-        ),
-        "table": plgpu.SMEM((2, groups + 1), jnp.int32),
-        "table_ready": plgpu.Barrier(),
-        "full": plgpu.Barrier(num_arrivals=2, **slots),
-        "empty": empty,
-    }
-    if edge:
-        found |= {
-            "a_edge": plgpu.SMEM(a_tile, dtype, transforms=tiled),
-            "b_edge": plgpu.SMEM(b_tile, dtype, transforms=tiled),
-            "edge_loaded": plgpu.Barrier(num_arrivals=2),
-            "edge_full": plgpu.Barrier(),
-            "edge_empty": plgpu.Barrier(num_arrivals=cfg.consumers),
-        }
-    return found
-
-
-def _begin(sizes, table, table_ready, m, rows):
-    """What all threads of a block begin with."""
-    # the next kernel may begin; nothing is touched before the kernels before are done
-    plgpu.griddepcontrol_launch_dependents()
-    plgpu.griddepcontrol_wait()
-
-    @pl.when(lax.axis_index("wg") == 0)
-    def _():
-        _make_table(sizes, table, m, rows)
-        plgpu.barrier_arrive(table_ready)
-
-    plgpu.barrier_wait(table_ready)
-
-
-def _launch(cfg, clusters):
-    """Options of the kernel."""
-    return dict(
-        grid=(clusters,),
-        grid_names=("tile",),
-        cluster=(cfg.cluster,) if cfg.cluster > 1 else (),
-        cluster_names=("c",) if cfg.cluster > 1 else (),
-        num_threads=cfg.consumers + 1,
-        thread_name="wg",
-    )
-
-
 # ---- a matrix for each group ---------------------------------------------------------------------
 
 
-@cached
-def _grouped(m, n, k, groups, dtype, out_dtype, tb, cfg, sms, interpret):
-    p = _Plan(groups, out_dtype.itemsize, cfg, False)
-    rows, cols = cfg.tile, 64 * cfg.consumers  # rows: at most
-    widths = _widths(rows)
-    grain = math.gcd(*widths)
-    fetched = [rows // 4 * quarter for quarter in (1, 2, 3, 4)]
-    steps = pl.cdiv(k, _STEP)
-    shared = cfg.cluster > 1
-    axes = "c" if shared else None
-    tiles_n = pl.cdiv(n, cols * cfg.cluster)
-    clusters = min(max(sms // cfg.cluster, 1), (pl.cdiv(m, rows) + groups) * tiles_n)
-    by_tma = m == 1 or n * out_dtype.itemsize % 16 == 0  # the result
-    engine = None if by_tma else "lanes"
-    width = min(n, 2048)  # of what is zeroed at a time
+class _DotPlan(_Plan):
+    """Of `ragged_dot`. A tile has up to cfg.tile rows and self.wide columns."""
 
-    def body(a, b, sizes, o, *, a_smem, b_smem, o_smem, table, table_ready, full, empty, told):
-        _begin(sizes, table, table_ready, m, rows)
-        ring = Ring(p.stages, a_smem, b_smem, full, empty)
-        cid = lax.axis_index("tile")
-        rank = lax.axis_index("c") if shared else 0
-        total = table[1, groups] * tiles_n
+    def __init__(self, x, cfg, sms):
+        super().__init__(x, cfg, _STEP, 0, 128, cfg.buffers)
+        self.rows, self.steps = cfg.tile, pl.cdiv(x.k, _STEP)
+        self.cluster_cols = self.wide * cfg.cluster
+        self.tiles_n = pl.cdiv(x.n, self.cluster_cols)
+        most = (pl.cdiv(x.m, self.rows) + x.groups) * self.tiles_n  # tiles
+        self.clusters = min(max(sms // cfg.cluster, 1), most)
+        # What tiles may measure. Each width costs time to compile. Above the half, where most tiles
+        # are, there are as many as keep small what is multiplied for nothing; below, the matrix
+        # takes longer to come than to multiply.
+        grain = 8 * pl.cdiv(self.rows, 128)  # the instruction takes multiples of 8
+        self.widths = [self.rows // 4, *range(self.rows // 2, self.rows + 1, grain)]
+        self.grain = math.gcd(*self.widths)
+        self.fetched = [self.rows // 4 * quarter for quarter in (1, 2, 3, 4)]
 
-        def handed(work):
-            """work(group, first row, rows, first column, steps before) for what a counter hands
-            out: a tile number of all, the group of the one before and the steps before."""
+    def scratch(self):
+        b_tile = (self.wide, _STEP) if self.x.tb else (_STEP, self.wide)
+        found = super().scratch((self.rows, _STEP), b_tile, (self.chunk, 64))
+        return found | CountedTiles.scratch(self.consumers, axes=self.share)
 
-            def one(t, carry):
-                g, it = carry
-                g = lax.while_loop(lambda g: table[1, g + 1] * tiles_n <= t, lambda g: g + 1, g)
-                start = jnp.clip(table[0, g], 0, m)
-                size = jnp.maximum(table[0, g + 1] - start, 0)
-                count = (size + (rows - 1)) // rows
-                i, j = _place(t - jnp.maximum(table[1, g], 0) * tiles_n, count, tiles_n, cfg.group)
-                # tiles of one height: they keep in step, and find in the L2 what they share
-                share = lax.div(size + (count * grain - 1), count * grain) * grain
-                row = i * share
-                height = jnp.minimum(share, size - row)
-                work(g, start + row, height, (j * cfg.cluster + rank) * cols, it)
-                return g, it + steps
 
-            return one
+class _DotBlock(_Block):
+    """One block of `ragged_dot`."""
 
+    tile_free = None
+
+    def __init__(self, plan, refs):
+        super().__init__(plan, plan.rows, refs)
+        total = self.table[1, plan.x.groups] * plan.tiles_n
+        counted = self.tile_numbers, self.tile_told, self.tile_heard, self.tile_free
+        self.tiles = CountedTiles(total, plan.clusters, self.first, counted, self.rank)
+
+    def place(self, t, g):
+        """Group, first row, rows and first column of tile t. g: the group of an earlier tile."""
+        p, table = self.plan, self.table
+        g = lax.while_loop(lambda g: table[1, g + 1] * p.tiles_n <= t, lambda g: g + 1, g)
+        start, size = self.group_rows(g)
+        count = (size + (p.rows - 1)) // p.rows
+        t = t - jnp.maximum(table[1, g], 0) * p.tiles_n
+        i, j = _in_bands(t, count, p.tiles_n, p.cfg.group)
+        # tiles of one height: they keep in step, and find in the L2 what they share
+        share = lax.div(size + (count * p.grain - 1), count * p.grain) * p.grain
+        row = i * share
+        height = jnp.minimum(share, size - row)
+        return g, start + row, height, (j * p.cfg.cluster + self.rank) * p.wide
+
+    # ---- producer
+
+    def producer(self):
         start = jnp.int32(0), jnp.int32(0)
+        self.ring.drain(self.tiles.produce(self.fetch_tile, start, some=False)[1])
 
-        def fetch():
-            def tile(g, row, height, col, it):
-                def copy(s, a_slot, b_slot, barrier):
-                    w = col // (cols * cfg.cluster)
-                    along_k = pl.ds(_to_and_fro(s, steps, w) * _STEP, _STEP)
-                    along_n = pl.ds(col, cols)
+    def fetch_tile(self, t, carry):
+        """carry: the group of the tile before, steps so far."""
+        p, x, (g, it) = self.plan, self.plan.x, carry
+        g, row, height, col = self.place(t, g)
 
-                    def rows_of_a(count):
-                        plgpu.copy_gmem_to_smem(
-                            a.at[pl.ds(row, count), along_k],
-                            a_slot.at[pl.ds(0, count)],
-                            barrier,
-                            collective_axes=axes,
-                        )
+        def copy(s, a_slot, b_slot, full):
+            w = col // p.cluster_cols
+            along_k = pl.ds(_to_and_fro(s, p.steps, w) * _STEP, _STEP)
+            along_n = pl.ds(col, p.wide)
 
-                    # a narrow tile is limited by what comes in
-                    for less, count in zip((0, *fetched), fetched):
-                        fits = (height > less) & (height <= count)
-                        pl.when(fits)(functools.partial(rows_of_a, count))
-                    at = (along_n, along_k) if tb else (along_k, along_n)
-                    plgpu.copy_gmem_to_smem(b.at[(g, *at)], b_slot, barrier)
+            def fetch_rows(count):
+                rows, slot = self.a.at[pl.ds(row, count), along_k], a_slot.at[pl.ds(0, count)]
+                plgpu.copy_gmem_to_smem(rows, slot, full, collective_axes=p.share)
 
-                ring.fetch(0, steps, ring.at(it), copy)
+            # a narrow tile is limited by what comes in
+            for less, count in zip((0, *p.fetched), p.fetched):
+                fits = (height > less) & (height <= count)
+                pl.when(fits)(functools.partial(fetch_rows, count))
+            at = (along_n, along_k) if x.tb else (along_k, along_n)
+            plgpu.copy_gmem_to_smem(self.b.at[(g, *at)], b_slot, full)
 
-            it = hand_out(told, cid, clusters, total, handed(tile), start, some=False, rank=rank)[1]
-            ring.drain(it)
+        self.ring.fetch(0, p.steps, self.ring.at(it), copy)
+        return g, it + p.steps
 
-        def consume(me):
-            def product(height, it):
-                which = sum((height > w).astype(jnp.int32) for w in widths[:-1])
+    # ---- consumers
 
-                def with_sums(acc):
-                    def of_width(count):
-                        part = pl.ds(0, count)
+    def consumer(self, me):
+        start = jnp.int32(0), jnp.int32(0)
+        self.tiles.consume(functools.partial(self.multiply_tile, me), start)
+        self.zero_rest(me)
 
-                        def factors(a_slot, b_slot):
-                            mine = pl.ds(me * 64, 64)
-                            left = b_slot.at[mine] if tb else b_slot.at[:, mine].T
-                            return left, a_slot.at[part].T
+    def multiply_tile(self, me, t, carry):
+        g, it = carry
+        g, row, height, col = self.place(t, g)
+        col += me * 64
+        self.epilogue(me, self.product(me, height, it), row, height, col)
+        return g, it + self.plan.steps
 
-                        return ring.multiply(acc.at[:, part], steps, ring.at(it), factors)[2]
+    def product(self, me, height, it):
+        """The tile transposed, of the narrowest width that holds so many rows."""
+        p, ring = self.plan, self.ring
+        which = sum((height > w).astype(jnp.int32) for w in p.widths[:-1])
 
-                    last = lax.switch(which, [functools.partial(of_width, w) for w in widths])
-                    value = acc[...]
-                    ring.release(last)
-                    return value
+        def multiply(acc):
+            def of_width(count):
+                part, mine = pl.ds(0, count), pl.ds(me * 64, 64)
 
-                return pl.run_scoped(with_sums, plgpu.ACC((64, rows)))
+                def factors(a_slot, b_slot):
+                    left = b_slot.at[mine] if p.x.tb else b_slot.at[:, mine].T
+                    return left, a_slot.at[part].T
 
-            def send(buffer, row, col, count):
-                plgpu.copy_smem_to_gmem(
-                    buffer, o.at[pl.ds(row, count), pl.ds(col, 64)], engine=engine
-                )
+                return ring.multiply(acc.at[:, part], p.steps, ring.at(it), factors)[2]
 
-            def tile(g, row, height, col, it):
-                col += me * 64
-                value = product(height, it)
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                for c in range(p.chunks):
+            last = lax.switch(which, [functools.partial(of_width, w) for w in p.widths])
+            value = acc[...]
+            ring.release_slot(last)
+            return value
 
-                    @pl.when(height > c * p.chunk)
-                    def _(c=c):
-                        buffer = o_smem.at[me, c % p.buffers]
-                        if c >= p.buffers:
-                            plgpu.wait_smem_to_gmem(p.buffers - 1, wait_read_only=True)
-                        part = value[:, c * p.chunk : (c + 1) * p.chunk]
-                        buffer.T[...] = part.astype(out_dtype)
-                        plgpu.commit_smem()
+        return pl.run_scoped(multiply, plgpu.ACC((64, p.rows)))
 
-                        @pl.when(height >= (c + 1) * p.chunk)
-                        def _():
-                            send(buffer, row + c * p.chunk, col, p.chunk)
+    def epilogue(self, me, value, row, height, col):
+        """Stores so many rows of the tile."""
+        p = self.plan
 
-                # the rest in boxes of as many rows as its number has bits
-                c = height // p.chunk
-                count = p.chunk // 2
-                while count:
+        def send(buffer, row, count):
+            target = self.o.at[pl.ds(row, count), pl.ds(col, 64)]
+            plgpu.copy_smem_to_gmem(buffer, target, engine=p.engine)
 
-                    @pl.when(height & count != 0)
-                    def _(count=count):
-                        done = height % p.chunk // (2 * count) * (2 * count)
-                        buffer = o_smem.at[me, c % p.buffers, pl.ds(done, count)]
-                        send(buffer, row + c * p.chunk + done, col, count)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        for c in range(p.chunks):
 
-                    count //= 2
+            @pl.when(height > c * p.chunk)
+            def _(c=c):
+                buffer = self.o_smem.at[me, c % p.buffers]
+                if c >= p.buffers:
+                    plgpu.wait_smem_to_gmem(p.buffers - 1, wait_read_only=True)
+                part = value[:, c * p.chunk : (c + 1) * p.chunk]
+                buffer.T[...] = part.astype(p.x.out_dtype)
+                plgpu.commit_smem()
+                whole = height >= (c + 1) * p.chunk
+                pl.when(whole)(lambda: send(buffer, row + c * p.chunk, p.chunk))
 
-            for_told(told, total, handed(tile), start)
-            # rows of no group
-            first = jnp.clip(table[0, groups], 0, m)
-            first += (cid * cfg.cluster + rank) * cfg.consumers + me
-            stride = clusters * cfg.cluster * cfg.consumers
+        # the rest in boxes of as many rows as its number has bits
+        c = height // p.chunk
+        count = p.chunk // 2
+        while count:
 
-            def zero_row(i, _):
-                def zero(c, _):
-                    at = jnp.minimum(c * width, n - width)
-                    o[first + i * stride, pl.ds(at, width)] = jnp.zeros((width,), out_dtype)
+            @pl.when(height & count != 0)
+            def _(count=count):
+                done = height % p.chunk // (2 * count) * (2 * count)
+                buffer = self.o_smem.at[me, c % p.buffers, pl.ds(done, count)]
+                send(buffer, row + c * p.chunk + done, count)
 
-                lax.fori_loop(0, pl.cdiv(n, width), zero, None)
+            count //= 2
 
-            lax.fori_loop(0, (jnp.maximum(m - first, 0) + stride - 1) // stride, zero_row, None)
+    def zero_rest(self, me):
+        """Rows of no group, by all consumers of all blocks."""
+        p, x = self.plan, self.plan.x
+        first = jnp.clip(self.table[0, x.groups], 0, x.m)
+        first += (self.first * p.cfg.cluster + self.rank) * p.consumers + me
+        stride = p.clusters * p.cfg.cluster * p.consumers
+        width = min(x.n, 2048)  # of what is zeroed at a time
 
-        roles(cfg.consumers, p.registers, fetch, consume)
+        def zero_row(i, _):
+            def zero(c, _):
+                at = jnp.minimum(c * width, x.n - width)
+                self.o[first + i * stride, pl.ds(at, width)] = jnp.zeros((width,), x.out_dtype)
 
-    b_tile = (cols, _STEP) if tb else (_STEP, cols)
-    scratch = _scratch(p, cfg, groups, (rows, _STEP), b_tile, dtype, out_dtype, edge=False)
-    return plgpu.kernel(
-        body,
-        out_type=plgpu.ShapeDtypeStruct((m, n), out_dtype),
-        scratch_types=scratch | {"told": told_scratch(cfg.consumers, axes=axes)},
-        interpret=interpret,
-        kernel_name="ragged_dot",
-        **_launch(cfg, clusters),
-    )
+            lax.fori_loop(0, pl.cdiv(x.n, width), zero, None)
+
+        lax.fori_loop(0, (jnp.maximum(x.m - first, 0) + stride - 1) // stride, zero_row, None)
+
+
+@cached
+def _dot_kernel(x, cfg, sms, interpret):
+    plan = _DotPlan(x, cfg, sms)
+
+    def body(a, b, sizes, o, **scratch):
+        overlap_launches()
+        _DotBlock(plan, dict(a=a, b=b, sizes=sizes, o=o) | scratch).run()
+
+    out_type = plgpu.ShapeDtypeStruct((x.m, x.n), x.out_dtype)
+    return warp_specialized(body, plan, out_type, interpret=interpret, kernel_name="ragged_dot")
 
 
 # ---- a sum for each group ------------------------------------------------------------------------
 
 
-@cached
-def _summed(m, n, k, groups, dtype, out_dtype, cfg, sms, interpret):
-    """[m, k], [m, n] -> [groups, k, n]."""
-    p = _Plan(groups, out_dtype.itemsize, cfg, True)
-    rows, cols, step = 64 * cfg.consumers, cfg.tile, p.step
-    shared = cfg.cluster > 1
-    tiles_m, tiles_n = pl.cdiv(k, rows * cfg.cluster), pl.cdiv(n, cols)
-    tiles = tiles_m * tiles_n  # of a group
-    clusters = min(max(sms // cfg.cluster, 1), groups * tiles)
-    by_tma = groups * k == 1 or n * out_dtype.itemsize % 16 == 0  # the result
-    engine = None if by_tma else "lanes"
-    large = groups * k * n * out_dtype.itemsize > _CACHE
+class _SumPlan(_Plan):
+    """Of `transposed_ragged_dot`. A tile has self.wide rows and cfg.tile columns."""
 
-    def body(
-        a,
-        b,
-        sizes,
-        o,
-        *,
-        a_smem,
-        b_smem,
-        o_smem,
-        table,
-        table_ready,
-        full,
-        empty,
-        a_edge,
-        b_edge,
-        edge_loaded,
-        edge_full,
-        edge_empty,
-    ):
-        _begin(sizes, table, table_ready, m, step)
-        ring = Ring(p.stages, a_smem, b_smem, full, empty)
-        cid = lax.axis_index("tile")
-        rank = lax.axis_index("c") if shared else 0
+    def __init__(self, x, cfg, sms):
+        # A tile in 16 bits is stored under the next one: registers have room for it, and one wide
+        # store costs the products less than two.
+        self.late = x.out_dtype.itemsize == 2
+        chunk_bytes, buffers = (256, 1) if self.late else (128, cfg.buffers)
+        super().__init__(x, cfg, _SUM_STEP, 1, chunk_bytes, buffers)
+        self.cols = cfg.tile
+        self.tiles_m = pl.cdiv(x.k, self.wide * cfg.cluster)
+        self.tiles_n = pl.cdiv(x.n, self.cols)
+        self.tiles = self.tiles_m * self.tiles_n  # of a group
+        self.clusters = min(max(sms // cfg.cluster, 1), x.groups * self.tiles)
+        self.large = x.groups * x.k * x.n * x.out_dtype.itemsize > _CACHE
 
-        def place(w):
-            """Of this cluster's tile number w: group, row and column of tiles, first row of the
-            group, its size, its steps. A step is `step` rows of the group, what is left is the
-            edge: up to `step` rows."""
-            t = jnp.minimum(cid + w * clusters, groups * tiles - 1)  # also behind the last one
-            g = t // tiles
-            i, j = _place(t % tiles, tiles_m, tiles_n, cfg.group)
-            start = jnp.clip(table[0, g], 0, m)
-            size = jnp.maximum(table[0, g + 1] - start, 0)
-            return g, i * cfg.cluster + rank, j, start, size, jnp.maximum(size - 1, 0) // step
+    def scratch(self):
+        a_tile, b_tile = (self.step, self.wide), (self.step, self.cols)
+        tiled = swizzled(64, self.x.dtype)
+        return super().scratch(a_tile, b_tile, (64, self.chunk)) | {
+            "a_edge": plgpu.SMEM(a_tile, self.x.dtype, transforms=tiled),
+            "b_edge": plgpu.SMEM(b_tile, self.x.dtype, transforms=tiled),
+            "edge_loaded": plgpu.Barrier(num_arrivals=2),
+            "edge_full": plgpu.Barrier(),
+            "edge_empty": plgpu.Barrier(num_arrivals=self.consumers),
+        }
 
-        trips = (groups * tiles - cid + (clusters - 1)) // clusters  # tiles of this cluster
 
-        def for_tiles(work, kept):
-            """at, following, kept = work(number, place, slot and turn, following, kept) for each of
-            this cluster's tiles; slot and turn behind them, kept. following(): the place of the
-            next tile, which work asks for when nobody waits for it."""
+class _SumBlock(_Block):
+    """One block of `transposed_ragged_dot`."""
 
-            def one(w, carry):
-                at, (g, i, j, *group), kept = carry
-                here = g, i * rows, j * cols, *group  # known to be multiples
-                return work(w, here, at, lambda: place(w + 1), kept)
+    def __init__(self, plan, refs):
+        super().__init__(plan, plan.step, refs)
+        all_tiles = plan.x.groups * plan.tiles
+        self.trips = (all_tiles - self.first + (plan.clusters - 1)) // plan.clusters
 
-            at, _, kept = lax.fori_loop(0, trips, one, (ring.at(jnp.int32(0)), place(0), kept))
-            return at, kept
+    def place(self, w):
+        """Of this cluster's tile number w: group, row and column of tiles, first row of the group,
+        its size, its steps. A step is `step` rows of the group, what is left is the edge: up to
+        `step` rows."""
+        p = self.plan
+        t = self.first + w * p.clusters
+        t = jnp.minimum(t, p.x.groups * p.tiles - 1)  # also after the last one
+        g = t // p.tiles
+        i, j = _in_bands(t % p.tiles, p.tiles_m, p.tiles_n, p.cfg.group)
+        start, size = self.group_rows(g)
+        i = i * p.cfg.cluster + self.rank
+        return g, i, j, start, size, jnp.maximum(size - 1, 0) // p.step
 
-        def fetch():
-            def tile(w, here, at, following, _):
-                _, row, col, start, size, steps = here
+    def for_tiles(self, work, kept):
+        """at, following, kept = work(number, place, slot and phase, following, kept) for each of
+        this cluster's tiles; slot and phase after them, kept. following(): the place of the next
+        tile, which work asks for when nobody waits for it."""
+        p = self.plan
 
-                def copy(s, a_slot, b_slot, barrier, axis=None):
-                    along = pl.ds(start + s * step, step)
-                    plgpu.copy_gmem_to_smem(a.at[along, pl.ds(row, rows)], a_slot, barrier)
-                    plgpu.copy_gmem_to_smem(
-                        b.at[along, pl.ds(col, cols)], b_slot, barrier, collective_axes=axis
-                    )
+        def one(w, carry):
+            at, (g, i, j, *group), kept = carry
+            here = g, i * p.wide, j * p.cols, *group  # known to be multiples
+            return work(w, here, at, lambda: self.place(w + 1), kept)
 
-                def one(s, *where):
-                    copy(_to_and_fro(s, steps, w), *where, axis="c" if shared else None)
+        start = self.ring.at(jnp.int32(0)), self.place(0), kept
+        at, _, kept = lax.fori_loop(0, self.trips, one, start)
+        return at, kept
 
-                @pl.when(w > 0)
-                def _():
-                    plgpu.barrier_wait(edge_empty, phase=w - 1)
+    # ---- producer
 
-                # not shared: releases of slots that plain stores reach would need fences
-                copy(steps, a_edge, b_edge, edge_loaded)
-                # the edge comes while slots become free
-                early = jnp.minimum(steps, min(_EARLY, p.stages))
-                at = ring.fetch(0, early, at, one)
-                plgpu.barrier_wait(edge_loaded, phase=w)
-                left = size - steps * step
+    def producer(self):
+        (slot, phase), _ = self.for_tiles(self.fetch_tile, None)
+        self.ring.drain(phase * self.plan.stages + slot)
+        plgpu.barrier_wait(self.edge_empty, phase=self.trips - 1)
 
-                def zero(i, _):
-                    for ref in (a_edge, b_edge):
-                        zeros = jnp.zeros((8, ref.shape[1]), dtype)
-                        at = lax.broadcasted_iota(jnp.int32, zeros.shape, 0)
-                        pl.store(
-                            ref, (pl.ds(i * 8, 8), slice(None)), zeros, mask=at >= left - i * 8
-                        )
+    def fetch_tile(self, w, here, at, following, _):
+        p = self.plan
+        _, row, col, start, size, steps = here
 
-                used = jnp.maximum((left + (_GRAIN - 1)) // _GRAIN * _GRAIN, _GRAIN)
-                lax.fori_loop(left // 8, used // 8, zero, None)
-                plgpu.commit_smem()
-                plgpu.barrier_arrive(edge_full)
-                return ring.fetch(early, steps, at, one), following(), None
+        def copy(s, a_slot, b_slot, full, axis=None):
+            along = pl.ds(start + s * p.step, p.step)
+            plgpu.copy_gmem_to_smem(self.a.at[along, pl.ds(row, p.wide)], a_slot, full)
+            b = self.b.at[along, pl.ds(col, p.cols)]
+            plgpu.copy_gmem_to_smem(b, b_slot, full, collective_axes=axis)
 
-            (slot, turn), _ = for_tiles(tile, None)
-            ring.drain(turn * p.stages + slot)
-            plgpu.barrier_wait(edge_empty, phase=trips - 1)
+        def step(s, *where):
+            copy(_to_and_fro(s, steps, w), *where, axis=p.share)
 
-        def consume(me):
-            def factors(a_slot, b_slot):
-                return a_slot.at[:, pl.ds(me * 64, 64)].T, b_slot
+        pl.when(w > 0)(lambda: plgpu.barrier_wait(self.edge_empty, phase=w - 1))
+        # not shared: releases of slots that plain stores reach would need fences
+        copy(steps, self.a_edge, self.b_edge, self.edge_loaded)
+        # the edge comes while slots become free
+        early = jnp.minimum(steps, min(_EARLY, p.stages))
+        at = self.ring.fetch(0, early, at, step)
+        plgpu.barrier_wait(self.edge_loaded, phase=w)
+        self.clear_edge(size - steps * p.step)
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(self.edge_full)
+        return self.ring.fetch(early, steps, at, step), following(), None
 
-            def put(c, kept):
-                """Stores chunk c of the tile that was kept."""
-                value, g, row, col = kept
-                part = value[:, c * p.chunk : (c + 1) * p.chunk]
-                col = pl.multiple_of(col, p.chunk) + c * p.chunk  # it went round a loop
-                at = (g, pl.ds(row, 64), pl.ds(col, p.chunk))
-                store_chunk(p, part, o_smem.at[me, c % p.buffers], o.at[at], engine, large)
+    def clear_edge(self, left):
+        """Zeros in the rows of the edge from row `left` on, as far as they are multiplied."""
 
-            def put_any(c, kept):
-                for i in range(p.chunks):
-                    pl.when(c == i)(lambda i=i: put(i, kept))
+        def zero(i, _):
+            for ref in (self.a_edge, self.b_edge):
+                zeros = jnp.zeros((8, ref.shape[1]), ref.dtype)
+                at = lax.broadcasted_iota(jnp.int32, zeros.shape, 0)
+                pl.store(ref, (pl.ds(i * 8, 8), slice(None)), zeros, mask=at >= left - i * 8)
 
-            def tile(w, here, at, following, kept):
-                g, row, col, _, size, steps = here
-                apart = jnp.maximum(steps // p.chunks, 1)  # from store to store
+        used = jnp.maximum((left + (_GRAIN - 1)) // _GRAIN * _GRAIN, _GRAIN)
+        lax.fori_loop(left // 8, used // 8, zero, None)
 
-                def beside(s, carry):
-                    """A store, if it is time."""
-                    if not p.late:
-                        return carry
-                    c, due_at = carry
-                    due = s == due_at
-                    pl.when(due)(lambda: put_any(c, kept))
-                    return c + due.astype(jnp.int32), due_at + lax.select(due, apart, 0)
+    # ---- consumers
 
-                def release_edge():
-                    plgpu.barrier_arrive(edge_empty)
+    def consumer(self, me):
+        p, multiply = self.plan, functools.partial(self.multiply_tile, me)
+        if not p.late:
+            self.for_tiles(multiply, None)
+            return
+        zero = jnp.int32(0)
+        kept = jnp.zeros((64, p.cols), p.x.out_dtype), zero, zero, zero
+        kept = self.for_tiles(multiply, kept)[1]
+        self.store_from(me, 0, kept)
 
-                def product(acc):
-                    plgpu.barrier_wait(edge_full, phase=w)
-                    for i in range(0, step, _GRAIN):
+    def multiply_tile(self, me, w, here, at, following, kept):
+        """kept: the tile before, if it is stored under this one: (value, group, row, column)."""
+        p, ring, (g, row, col, _, size, steps) = self.plan, self.ring, here
+        apart = jnp.maximum(steps // p.chunks, 1)  # from store to store
 
-                        def grain(i=i):
-                            part = pl.ds(i, _GRAIN)
-                            plgpu.wgmma(acc, *factors(a_edge.at[part], b_edge.at[part]))
+        def store_in_time(s, carry):
+            """Beside the products. carry: the next chunk, and the step for it."""
+            if not p.late:
+                return carry
+            c, due_at = carry
+            due = s == due_at
+            pl.when(due)(lambda: self.store_any(me, c, kept))
+            return c + due.astype(jnp.int32), due_at + lax.select(due, apart, 0)
 
-                        grain() if i == 0 else pl.when(size - steps * step > i)(grain)
-                    # the chunk of the tile before that is stored next, and the step for it
-                    begun = lax.select(w > 0, jnp.int32(0), p.chunks), 1 + apart // 2 * me
-                    begun, at_end, last = ring.multiply(
-                        acc, steps, at, factors, beside, begun, release_edge
-                    )
-                    then = following()  # while the last product runs
-                    if p.late:
-                        lax.fori_loop(begun[0], p.chunks, lambda c, _: put_any(c, kept), None)
-                    value = acc[...]
-                    pl.when(steps > 0)(lambda: ring.release(last))
-                    pl.when(steps == 0)(release_edge)
-                    return value.astype(out_dtype), at_end, then
+        def release_edge():
+            plgpu.barrier_arrive(self.edge_empty)
 
-                value, at, then = pl.run_scoped(product, plgpu.ACC((64, cols)))
-                new = value, g, row + me * 64, col
-                if p.late:
-                    return at, then, new
-                for c in range(p.chunks):
-                    put(c, new)
-                return at, then, kept
-
+        def multiply(acc):
+            self.multiply_edge(me, acc, w, size, steps)
+            begun = lax.select(w > 0, jnp.int32(0), p.chunks), 1 + apart // 2 * me
+            begun, after, last = ring.multiply(
+                acc,
+                steps,
+                at,
+                functools.partial(self.factors, me),
+                store_in_time,
+                begun,
+                release_edge,
+            )
+            then = following()  # while the last product runs
             if p.late:
-                zero = jnp.int32(0)
-                kept = jnp.zeros((64, cols), out_dtype), zero, zero, zero
-                kept = for_tiles(tile, kept)[1]
-                lax.fori_loop(0, p.chunks, lambda c, _: put_any(c, kept), None)
-            else:
-                for_tiles(tile, None)
+                self.store_from(me, begun[0], kept)
+            value = acc[...]
+            pl.when(steps > 0)(lambda: ring.release_slot(last))
+            pl.when(steps == 0)(release_edge)
+            return value.astype(p.x.out_dtype), after, then
 
-        roles(cfg.consumers, p.registers, fetch, consume)
+        value, after, then = pl.run_scoped(multiply, plgpu.ACC((64, p.cols)))
+        new = value, g, row + me * 64, col
+        if p.late:
+            return after, then, new
+        for c in range(p.chunks):
+            self.epilogue(me, c, new)
+        return after, then, kept
 
-    return plgpu.kernel(
-        body,
-        out_type=plgpu.ShapeDtypeStruct((groups, k, n), out_dtype),
-        scratch_types=_scratch(
-            p, cfg, groups, (step, rows), (step, cols), dtype, out_dtype, edge=True
-        ),
-        interpret=interpret,
-        kernel_name="transposed_ragged_dot",
-        **_launch(cfg, clusters),
-    )
+    def factors(self, me, a_slot, b_slot):
+        return a_slot.at[:, pl.ds(me * 64, 64)].T, b_slot
+
+    def multiply_edge(self, me, acc, w, size, steps):
+        """acc = the product of the rows of the edge."""
+        plgpu.barrier_wait(self.edge_full, phase=w)
+        for i in range(0, self.plan.step, _GRAIN):
+
+            def grain(i=i):
+                part = pl.ds(i, _GRAIN)
+                plgpu.wgmma(acc, *self.factors(me, self.a_edge.at[part], self.b_edge.at[part]))
+
+            grain() if i == 0 else pl.when(size - steps * self.plan.step > i)(grain)
+
+    # ---- epilogue
+
+    def epilogue(self, me, c, kept):
+        """Stores chunk c of a tile."""
+        p, (value, g, row, col) = self.plan, kept
+        part = value[:, c * p.chunk : (c + 1) * p.chunk]
+        col = pl.multiple_of(col, p.chunk) + c * p.chunk  # it went round a loop
+        target = self.o.at[g, pl.ds(row, 64), pl.ds(col, p.chunk)]
+        plgpu.wait_smem_to_gmem(p.buffers - 1, wait_read_only=True)
+        buffer = self.o_smem.at[me, c % p.buffers]
+        store(buffer, part, target, engine=p.engine, evict_first=p.large)
+
+    def store_any(self, me, c, kept):
+        """The same of a chunk whose number is traced."""
+        for i in range(self.plan.chunks):
+            pl.when(c == i)(functools.partial(self.epilogue, me, i, kept))
+
+    def store_from(self, me, first, kept):
+        """All chunks from the first one on."""
+        lax.fori_loop(first, self.plan.chunks, lambda c, _: self.store_any(me, c, kept), None)
+
+
+@cached
+def _sum_kernel(x, cfg, sms, interpret):
+    plan = _SumPlan(x, cfg, sms)
+
+    def body(a, b, sizes, o, **scratch):
+        overlap_launches()
+        _SumBlock(plan, dict(a=a, b=b, sizes=sizes, o=o) | scratch).run()
+
+    out_type = plgpu.ShapeDtypeStruct((x.groups, x.k, x.n), x.out_dtype)
+    name = "transposed_ragged_dot"
+    return warp_specialized(body, plan, out_type, interpret=interpret, kernel_name=name)
 
 
 # ---- the choice ---------------------------------------------------------------------------------
@@ -617,20 +649,15 @@ def _check_config(name, config):
         )
 
 
-def _check_ring(name, groups, out_dtype, config, edge):
-    if config.stages == 1 or _Plan(groups, out_dtype.itemsize, config, edge).stages < 2:
+def _make(name, kernel, plan, x, config, sms, operands, interpret):
+    """The kernel of a call, or a _padding.Padded. plan: its class."""
+    if config.stages == 1 or plan(x, config, sms).stages < 2:
         raise ValueError(
             f"{name}: the ring needs two slots, which {config} does not ask for or which do not fit"
-            f" into SMEM with {groups} groups"
+            f" into SMEM with {x.groups} groups"
         )
-
-
-def _padded(product, operands, sizes, interpret):
-    pads = [
-        _padding(x.shape, x.dtype, x.aligned, interpret) if _needs_padding(x) else None
-        for x in operands
-    ]
-    return _Padded(product, [*pads, None]) if any(pads) else product
+    pads = [padding_of(y, interpret) for y in operands]
+    return with_padding(kernel(x, config, sms, interpret), [*pads, None])
 
 
 @plgpu.kernel_family(in_place=False)
@@ -660,9 +687,8 @@ def ragged_dot(
         )
     sms = plgpu.core_count(lhs.device)
     config = config or choose(m, n, groups, sms)
-    _check_ring("ragged_dot", groups, out_dtype, config, False)
-    shape = (m, n, k, groups, lhs.dtype, out_dtype, bool(transpose_rhs), config, sms)
-    return _padded(_grouped(*shape, interpret), (lhs, rhs), group_sizes, interpret)
+    x = Product(m, n, k, groups, lhs.dtype, out_dtype, bool(transpose_rhs))
+    return _make("ragged_dot", _dot_kernel, _DotPlan, x, config, sms, (lhs, rhs), interpret)
 
 
 @plgpu.kernel_family(in_place=False)
@@ -685,6 +711,5 @@ def transposed_ragged_dot(lhs, rhs, group_sizes, *, out_dtype=None, config=None,
         raise ValueError(f"{name}: lhs and rhs must have the same rows, got {m} and {m2}")
     sms = plgpu.core_count(lhs.device)
     config = config or choose_transposed(n, k, groups, sms)
-    _check_ring(name, groups, out_dtype, config, True)
-    shape = (m, n, k, groups, lhs.dtype, out_dtype, config, sms)
-    return _padded(_summed(*shape, interpret), (lhs, rhs), group_sizes, interpret)
+    x = Product(m, n, k, groups, lhs.dtype, out_dtype)
+    return _make(name, _sum_kernel, _SumPlan, x, config, sms, (lhs, rhs), interpret)
