@@ -42,8 +42,8 @@ def info():
     found = _core.system_info()
     for d in found["devices"]:
         print(
-            f"GPU {d['ordinal']}: {d['name']}, sm_{d['arch']}, {d['sm_count']} SMs, driver"
-            f" {d['driver']}"
+            f"GPU {d['ordinal']}: {d['name']}, {d['target'] or d['capability'] / 10},"
+            f" {d['sm_count']} SMs, driver {d['driver']}"
         )
     if not found["devices"]:
         print(f"GPU: none ({found['no_gpu']})")

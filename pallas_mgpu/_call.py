@@ -376,13 +376,14 @@ class _Call(Definition):
         scratch = [x for x in tree.leaves(self.scratch) if isinstance(x, MemoryRef)]
         taken = sum(math.prod(x.shape) * x.dtype.itemsize for x in scratch if _in_smem(x))
         in_place = parts
-        if sum(size.values()) + taken > _SMEM_BYTES:
+        room = _core.target()["smem"] - _RESERVED
+        if sum(size.values()) + taken > room:
             in_place = free
             names = ", ".join(f"{o.what} ({size[o.what]} bytes)" for o in free)
             if free:
                 warnings.warn(
                     f"pallas_call {self.name}: blocks of {names} are accessed in GMEM: all blocks"
-                    f" together do not fit the {_SMEM_BYTES} bytes of SMEM. To say so, use"
+                    f" together do not fit the {room} bytes of SMEM. To say so, use"
                     " BlockSpec(memory_space=plgpu.GMEM)",
                     stacklevel=2,
                 )
@@ -416,7 +417,7 @@ class _InPlace(Exception):
 _PARTS = {"masked_store", "part_store", "atomic"}
 _MASKED = {"masked_load", "masked_store", "atomic"}
 _ELEMENTWISE = {"load", "store", "part_store"} | _MASKED
-_SMEM_BYTES = 232448 - 1024
+_RESERVED = 1024  # bytes of SMEM that blocks leave to barriers and reductions
 _MOST_POINTS = 4096  # of a grid whose index maps are tried out
 _OFTEN_BYTES = 32768  # of an input that is read again: several programs fit on an SM
 

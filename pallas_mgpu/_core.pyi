@@ -88,7 +88,7 @@ class Kernel:
     @property
     def __name__(self) -> str: ...
     def __call__(self, *args: Any, out: Any = None, stream: Any = None) -> Any: ...
-    def lower(self, *args: Any, arch: int | str | None = None) -> Lowered: ...
+    def lower(self, *args: Any, target: str | None = None) -> Lowered: ...
     def __copy__(self) -> Self: ...
     def __deepcopy__(self, memo: dict[int, object], /) -> Self: ...
 
@@ -144,9 +144,9 @@ class Graph:
     @staticmethod
     def parse(text: str, /) -> Graph: ...
     def text(self) -> str: ...
-    def lower(self, arch: int = 90, smem_limit: int = 232448) -> Graph: ...
+    def lower(self, target: str | None = None) -> Graph: ...
     def cuda(
-        self, arch: int = 90, line: bool = True, catalogue: bool = True
+        self, line: bool = True, catalogue: bool = True
     ) -> tuple[str, dict[str, Any]]: ...
     def interpret(
         self,
@@ -526,11 +526,21 @@ def alloc_acc(
 class _Device(TypedDict):
     ordinal: int
     name: str
-    arch: int
+    capability: int
+    target: str | None
     sm_count: int
     smem_optin: int
     memory_bytes: int
     driver: int
+
+class _Target(TypedDict):
+    name: str
+    capability: int  # of devices, times ten
+    smem: int  # bytes that a block may have
+    tmem: int  # columns
+    cluster: int  # most blocks
+    sms: int  # of a usual GPU
+    features: set[str]
 
 class _System(TypedDict):
     devices: list[_Device]
@@ -541,5 +551,6 @@ class _System(TypedDict):
     backend: Literal["cuda", "interpret"]
 
 def fail_allocation(n: int, /) -> None: ...
+def target(which: str | int | None = None, /) -> _Target: ...
 def system_info() -> _System: ...
 def check_products(ptx: str, cubin: bytes, /) -> None: ...

@@ -101,8 +101,8 @@ def kernel_family(make=None, *, in_place=True):
 
 
 def core_count(device=None):
-    """SMs of a CUDA device; None: of the one that kernels on host arrays run on. 132, as an H100 or
-    H200 has, where there is none."""
+    """SMs of a CUDA device; None: of the one that kernels on host arrays run on. Where there is
+    none, those of a usual GPU: 132, as an H100 or H200 has."""
     found = _core.system_info()
     ordinal = found["device"] if device is None else device
-    return found["devices"][ordinal]["sm_count"] if ordinal >= 0 else 132
+    return found["devices"][ordinal]["sm_count"] if ordinal >= 0 else _core.target()["sms"]

@@ -322,9 +322,9 @@ class _Structured:
             return call_batched(self.definition, args, leaves, out, stream)
         return kernel(*leaves, out=out, stream=stream)
 
-    def lower(self, args, arch):
+    def lower(self, args, target):
         kernel, leaves = self._find(args)
-        return kernel.lower(*leaves) if arch is None else kernel.lower(*leaves, arch=arch)
+        return kernel.lower(*leaves, target=target)
 
 
 class RefKernel:

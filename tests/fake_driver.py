@@ -19,7 +19,7 @@ import ml_dtypes
 import numpy as np
 
 import pallas_mgpu as plgpu
-from pallas_mgpu import _core, pl
+from pallas_mgpu import _core, lax, pl
 
 fake = ctypes.CDLL("libcuda.so.1")
 fake.fake_live_bytes.restype = fake.fake_live_modules.restype = ctypes.c_int64
@@ -684,6 +684,44 @@ def case_other_gpu():
     assert (kernel(interpret=True)(d).numpy() == x + 1).all()
     os.environ["PALLAS_MGPU_BACKEND"] = "cuda"
     refused(plgpu.DriverError, "PALLAS_MGPU_BACKEND", k, x)
+
+
+def case_targets():
+    """Other GPUs of the table: kernels are compiled for them, and what they lack is refused on
+    their arrays; host arrays go to the interpreter then."""
+    target = {"80": "sm_80", "100": "sm_100a"}[os.environ["FAKE_CUDA_ARCH"]]
+    k = plus_one()
+    assert (k(x) == x + 1).all() and (k(plgpu.device_put(x)).numpy() == x + 1).all()
+    assert _core.target()["name"] == _core.target(0)["name"] == target
+    assert f".target {target}" in k.lower(x).as_text("ptx")
+    assert fake.fake_last().contents.launches == 2
+
+    def body(a, o):
+        def scope(acc, b):
+            b[...] = a[...]
+            plgpu.commit_smem()
+
+            def step(i, _):
+                plgpu.wgmma(acc, b, b)
+                plgpu.wgmma_wait(0)
+
+            lax.fori_loop(0, 2, step, None)
+            o[...] = acc[...]
+
+        pl.run_scoped(scope, plgpu.ACC((64, 64)), plgpu.SMEM((64, 64), np.float16))
+
+    k = plgpu.kernel(body, out_type=plgpu.ShapeDtypeStruct((64, 64), np.float32))
+    a = np.eye(64, dtype=np.float16)
+    refused(NotImplementedError, f"wgmma needs wgmma, which {target} has not", k,
+            plgpu.device_put(a))  # fmt: skip
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            assert (k(a) == 2 * a).all()
+    assert len(seen) == 1 and target in str(seen[0].message), seen
+    assert fake.fake_last().contents.launches == 2
+    os.environ["PALLAS_MGPU_BACKEND"] = "cuda"
+    refused(NotImplementedError, "needs wgmma", k, a)
 
 
 def case_device_misuse():

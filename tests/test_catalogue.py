@@ -20,11 +20,11 @@ ORDER = "types thread math memory barrier tma wgmma widen semaphore".split()
 ENTRY = 'extern "C" __global__ void %s(u32* out, f32 f, u32 u) {\n  %s\n}\n'
 
 
-def ptx_of(text):
+def ptx_of(text, target="sm_90a"):
     """PTX by NVRTC, with the options that the library uses."""
     lib = ctypes.CDLL(_core.system_info()["nvrtc"].split(", ", 1)[1])
     program, size = ctypes.c_void_p(), ctypes.c_size_t()
-    options = [b"--gpu-architecture=compute_90a", b"--std=c++17"]
+    options = [f"--gpu-architecture=compute_{target[3:]}".encode(), b"--std=c++17"]
     source = text.encode()
     assert not lib.nvrtcCreateProgram(ctypes.byref(program), source, b"c.cu", 0, None, None)
     failed = lib.nvrtcCompileProgram(program, 2, (ctypes.c_char_p * 2)(*options))
@@ -77,8 +77,9 @@ def bodies(codes):
     return {codes[int(k)]: Body(body) for k, body in zip(parts[::2], parts[1::2], strict=True)}
 
 
-def catalogue():
-    return "\n".join((DEVICE / f"{name}.cuh").read_text() for name in ORDER)
+def catalogue(target="sm_90a"):
+    has = "".join(f"#define HAS_{name}\n" for name in sorted(_core.target(target)["features"]))
+    return has + "\n".join((DEVICE / f"{name}.cuh").read_text() for name in ORDER)
 
 
 def words(n, form="u32 w[{n}] = {{{list}}};"):

@@ -209,7 +209,8 @@ DEFINITIONS = {
     "out strided": (VE, r"out\[0\].*not contiguous", call(X, out=np.zeros(256, "f4")[::2])),
     "out count": (TE, "out has 2 arrays, and the kernel has 1", call(X, out=(X, X))),
     "out number": (TE, "an array is needed", call(X, out=5)),
-    "lower arch": (NIE, "sm_90a", lambda: GOOD.lower(X, arch="sm_100a")),
+    "lower target": (VE, "sm_90a, sm_100a.*'sm_75'", lambda: GOOD.lower(X, target="sm_75")),
+    "lower target type": (TE, "sm_90a", lambda: GOOD.lower(X, target=90)),
     "lower text": (VE, "graph, traced, cuda, ptx, sass", lambda: GOOD.lower(X).as_text("q")),
 }
 

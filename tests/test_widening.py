@@ -25,8 +25,8 @@ def rounded(kind, x):
 class Ptx:
     """Straight PTX of an entry with the parameters out, f, u, for as many lanes as `u` has."""
 
-    def __init__(self, code, u, memory=()):
-        ptx = ptx_of(catalogue() + ENTRY % ("entry", code))
+    def __init__(self, code, u, memory=(), target="sm_90a"):
+        ptx = ptx_of(catalogue(target) + ENTRY % ("entry", code), target)
         body = ptx[ptx.index("{", ptx.index(".entry entry")) :]
         self.lanes, self.value, self.stored = len(u), {}, {}
         self.u, self.memory = np.asarray(u, np.uint32), memory
@@ -46,7 +46,7 @@ class Ptx:
         if not text or text.startswith(("//", ".", "ret", "ld.param.u64", "cvta")):
             return
         op, rest = re.match(r"(\S+)\s+(.*)", text).groups()
-        where = [x.strip() for x in rest.split(",")]
+        where = [x.strip(" {") for x in rest.split(",")]
         if op == "ld.param.u32":
             self.value[where[0]] = self.u
         elif op.startswith(("ld.global", "st.global")):
@@ -81,7 +81,8 @@ class Ptx:
         if name == "shfl":
             return x[0][np.arange(self.lanes) ^ x[1].astype(int)]
         return {
-            "mov": lambda: x[0],
+            "mov": lambda: x[0] if len(x) == 1 else x[0] & 0xFFFF | x[1] << np.uint32(16),
+            "cvt": lambda: x[0] & (0xFFFF if ".u16" in op else 0xFFFFFFFF),
             "xor": lambda: x[0] ^ x[1],
             "and": lambda: x[0] & x[1],
             "or": lambda: x[0] | x[1],
@@ -97,14 +98,15 @@ class Ptx:
     [(n, t) for n in ("s8", "u8") for t in ("f16", "bf16", "f32")]
     + [(n, t) for n in ("s4", "u4") for t in ("f16", "bf16")],
 )
-def test_every_number(name, to):
+@pytest.mark.parametrize("target", ["sm_90a", "sm_80"])
+def test_every_number(name, to, target):
     """All bytes in all four places, exactly."""
     element, n = ("u8", 8) if name.endswith("4") else (f"{name}".replace("s", "i"), 4)
     code = f"{element} x[4]; unpack<{element}, 4>(x, &u); {to} d[{n}];"
     code += f" cvt_from_{name}x{n}(d, x); pack<{to}, {n}>(out, d);"
     byte = np.arange(256)
     words = np.stack([byte, byte ^ 0x5A, 255 - byte, byte * 7 % 256], 1).astype(np.uint8)
-    stored = Ptx(code, words.view(np.uint32)[:, 0]).stored
+    stored = Ptx(code, words.view(np.uint32)[:, 0], target=target).stored
     got = np.stack([stored[k] for k in range(len(stored))], 1)
     got = got.view(HALVES.get(to, np.float32)).astype(np.float32)
     want = words
@@ -152,14 +154,15 @@ def test_words_change_lanes():
     np.testing.assert_array_equal(stored[1], np.where(lane & 8, y, x[lane ^ 8]))
 
 
+@pytest.mark.parametrize("target", ["sm_90a", "sm_80"])
 @pytest.mark.parametrize("kind", HALVES)
 @pytest.mark.parametrize("name, f", [("add", np.add), ("sub", np.subtract), ("mul", np.multiply)])
-def test_two_at_a_time(rng, name, f, kind):
+def test_two_at_a_time(rng, name, f, kind, target):
     """Each half of a word with its own of the other, rounded as alone."""
     x, y = rng.standard_normal((2, 512)).astype(HALVES[kind])
     code = f"{kind} a[2], b[2], d[2]; unpack<{kind}, 2>(a, &u); unpack<{kind}, 2>(b, out);"
     code += f" {name}_x2(d, a[0], a[1], b[0], b[1]); pack<{kind}, 2>(out, d);"
-    stored = Ptx(code, x.view(np.uint32), [y.view(np.uint32)]).stored[0]
+    stored = Ptx(code, x.view(np.uint32), [y.view(np.uint32)], target).stored[0]
     np.testing.assert_array_equal(stored.view(HALVES[kind]), f(x, y))
 
 

@@ -754,6 +754,7 @@ static bool plan_matrix(access *a) {
   access m = *a;
   const int i = a->l->rank - 2;
   if (pm_dtypes[a->v->dtype].bits != 16 || a->v->space != PM_SMEM) return false;
+  if (a->store && !pm_target_has(a->e->target, PM_HAS_STMATRIX)) return false;
   const bool right = !a->store && is_mma_rhs(a->l);
   if (a->v->cluster_val || a->l->kind != PM_TILED || pm_layout_is_padded(a->l)) return false;
   if (!right && !pm_is_wgmma(m.l)) {

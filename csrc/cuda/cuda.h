@@ -17,7 +17,7 @@ typedef struct pm_program {
                         * along x */
   uint32_t smem_bytes; /* dynamic */
   bool pdl;
-  int arch; /* 90: compile for sm_90a */
+  const pm_target *target;
   uint32_t n_counters;
   bool meets_blocks; /* blocks of the launch wait for each other */
   uint32_t n_args;   /* kernel parameters in order: tensor maps, pointers, counters */
@@ -39,7 +39,6 @@ typedef struct pm_cuda_options {
 } pm_cuda_options;
 
 /* All memory in g->arena. */
-pm_code pm_generate_cuda(const pm_graph *g, const pm_target *t, const pm_cuda_options *o,
-                         pm_program *out, pm_err *err);
+pm_code pm_generate_cuda(const pm_graph *g, const pm_cuda_options *o, pm_program *out, pm_err *err);
 
 #endif

@@ -576,9 +576,10 @@ pm_code pm_cuda_WAIT_S2G(pm_gen *e, pm_opid op) {
   return PM_OK;
 }
 
+/* Without TMA only generic accesses read what was written. */
 pm_code pm_cuda_COMMIT_SMEM(pm_gen *e, pm_opid op) {
   pm_note(e, op, "commit_smem");
-  pm_line(e, "fence_proxy_async();");
+  if (pm_target_has(e->target, PM_HAS_TMA)) pm_line(e, "fence_proxy_async();");
   pm_line(e, "%s", pm_meet(e));
   return PM_OK;
 }

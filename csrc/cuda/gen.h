@@ -101,8 +101,8 @@ typedef struct pm_gen {
 
 /* One emitter per op. Those of element-wise ops (pm_is_elementwise) leave the text of element
  * e->reg in e->expr and may write lines that stand before the loop; the others write statements. */
-#define PM_OP(id, text, in, out, regions, attrs, type, layout, effects, part, done, warp, arch, \
-              doc)                                                                              \
+#define PM_OP(id, text, in, out, regions, attrs, type, layout, effects, part, done, warp, needs, \
+              doc)                                                                               \
   pm_code pm_cuda_##id(pm_gen *e, pm_opid op);
 #include "../ir/ops.def"
 #undef PM_OP

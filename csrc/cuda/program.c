@@ -2,11 +2,13 @@
  *
  * A file of the catalogue is a row of entries, each opened by a line "//! name". One is printed if
  * its name occurs as a word in the body or in an entry that is printed, in front of it; so entries
- * may use each other in any order. Entry "types" stands first in every program.
+ * may use each other in any order. Entry "types" stands first in every program. Lines of it that
+ * stand in #ifdef HAS_<feature of targets.def> are for targets that have that.
  *
  * Parameters: tensor maps, then a pointer for each kernel argument whose address the body uses,
  * then one to the counters of NEXT_TILE and TAKE_TILE, which are zero when a launch begins and
  * again when it ends. */
+#define _GNU_SOURCE /* memmem */
 #include <stdlib.h>
 
 #include "gen.h"
@@ -23,6 +25,7 @@ typedef struct entry {
 
 typedef struct catalogue {
   pm_arena *arena;
+  const pm_target *target;
   pm_text *out;
   PM_VEC(entry) entries; /* sorted by name */
 } catalogue;
@@ -35,6 +38,39 @@ static int compare_names(const char *a, uint32_t n, const char *b, uint32_t m) {
 static int compare_entries(const void *a, const void *b) {
   const entry *x = a, *y = b;
   return compare_names(x->name, x->name_size, y->name, y->name_size);
+}
+
+/* Is the feature, whose name ends with the line, one of the target's? */
+static bool has_feature(const pm_target *t, const char *name) {
+  const size_t n = strcspn(name, "\n");
+  for (int k = 0; k < PM_FEATURE_COUNT; k++) {
+    const char *known = pm_feature_names[k];
+    if (strlen(known) == n && !memcmp(known, name, n)) return t->features >> k & 1;
+  }
+  return false;
+}
+
+/* The lines of an entry that are for the target: those that #ifdef HAS_... leaves. */
+static void resolve(catalogue *c, entry *e) {
+  static const char mark[] = "#ifdef HAS_";
+  enum { ALWAYS, TAKEN, SKIPPED } now = ALWAYS;
+  int inner = 0; /* other conditionals, which are the compiler's */
+  pm_text out;
+  if (!memmem(e->text, e->size, mark, sizeof mark - 1)) return;
+  pm_text_init(&out, c->arena);
+  for (const char *at = e->text, *end = at + e->size; at < end;) {
+    const size_t n = strcspn(at, "\n") + 1;
+    const bool ours = !strncmp(at, mark, sizeof mark - 1);
+    inner += !ours && !strncmp(at, "#if", 3);
+    if (ours) now = has_feature(c->target, at + sizeof mark - 1) ? TAKEN : SKIPPED;
+    else if (now && !inner && !strncmp(at, "#else", 5)) now = now == TAKEN ? SKIPPED : TAKEN;
+    else if (now && !inner && !strncmp(at, "#endif", 6)) now = ALWAYS;
+    else if (now != SKIPPED) pm_putn(&out, at, pm_min((int64_t)n, end - at));
+    inner -= inner && !strncmp(at, "#endif", 6);
+    at += n;
+  }
+  e->text = out.at;
+  e->size = out.n;
 }
 
 static void read_catalogue(catalogue *c) {
@@ -50,6 +86,7 @@ static void read_catalogue(catalogue *c) {
       e.text = line + 1;
       e.size = (uint32_t)(at ? (size_t)(at - e.text) : strlen(e.text));
       while (e.size && e.text[e.size - 1] == '\n') e.size--;
+      resolve(c, &e);
       pm_vec_push(c->arena, &c->entries, e);
     }
   }
@@ -152,7 +189,7 @@ static pm_code set_geometry(pm_gen *e) {
   for (int k = 0; k < 3; k++) p->grid[k] *= p->cluster[k];
   p->block = 128 * g->n_threads;
   p->smem_bytes = (uint32_t)g->smem_bytes;
-  p->arch = e->target->arch;
+  p->target = e->target;
   p->n_params = g->n_operands + g->n_outputs;
   p->align = PM_NEW(e->arena, int64_t, p->n_params + 1);
   p->names = PM_NEW(e->arena, const char *, p->n_params + 1);
@@ -507,7 +544,7 @@ static void assemble(pm_gen *e) {
   pm_put(&ptx, "");
   pm_text_init(&text, e->arena);
   print_entry(e, &head);
-  catalogue c = {.arena = e->arena, .out = &text};
+  catalogue c = {.arena = e->arena, .target = e->target, .out = &text};
   pm_putf(&text, "// %s: grid %u x %u x %u, block %u, %u bytes of dynamic shared memory\n\n",
           p->entry, p->grid[0], p->grid[1], p->grid[2], p->block, p->smem_bytes);
   print_ptx(e, &ptx);
@@ -521,9 +558,10 @@ static void assemble(pm_gen *e) {
   p->size = text.n;
 }
 
-pm_code pm_generate_cuda(const pm_graph *g, const pm_target *t, const pm_cuda_options *o,
-                         pm_program *out, pm_err *err) {
-  pm_gen e = {.g = g, .target = t, .options = o, .program = out, .err = err, .arena = g->arena};
+pm_code pm_generate_cuda(const pm_graph *g, const pm_cuda_options *o, pm_program *out,
+                         pm_err *err) {
+  pm_gen e = {
+      .g = g, .target = g->target, .options = o, .program = out, .err = err, .arena = g->arena};
   memset(out, 0, sizeof *out);
   pm_text_init(&e.out, g->arena);
   pm_text_init(&e.inlines, g->arena);

@@ -312,15 +312,17 @@ const char *pm_ptx_mma(pm_gen *e, pm_dtype operands, pm_dtype acc) {
 /* ---- atomics ----------------------------------------------------------------------------- */
 
 /* Of halves there is no such instruction: a loop around compare-and-swap. */
-static void put_atomic_loop(pm_text *t, const char *type, const char *fn, const char *where,
+static void put_atomic_loop(pm_text *t, const char *type, int64_t kind, const char *where,
                             bool returns) {
+  const char *fn = pm_enum_text(PM_FAMILY_ATOMIC, kind);
   pm_put(t, "  u16 seen, old, next;\n");
   pm_putf(t,
           "  asm volatile(\"ld.relaxed.%s.b16 %%0, [%%1];\" : \"=h\"(seen) : \"%s\"(a) : "
           "\"memory\");\n",
           where, *where == 'g' ? "l" : "r");
   pm_put(t, "  do {\n    old = seen;\n");
-  pm_putf(t, "    next = cvt_%s(%s_f32(cvt_f32(%s{old}), cvt_f32(x))).bits;\n", type, fn, type);
+  if (kind == PM_ATOMIC_ADD) pm_putf(t, "    next = (%s{old} + x).bits;\n", type);
+  else pm_putf(t, "    next = cvt_%s(%s_f32(cvt_f32(%s{old}), cvt_f32(x))).bits;\n", type, fn, type);
   pm_putf(t,
           "    asm volatile(\"atom.relaxed.%s.cas.b16 %%0, [%%1], %%2, %%3;\"\n"
           "                 : \"=h\"(seen) : \"%s\"(a), \"h\"(old), \"h\"(next) : "
@@ -343,6 +345,7 @@ const char *pm_ptx_atomic(pm_gen *e, int64_t kind, pm_dtype d, const char *space
   const char *address = *space == 'g' ? "l" : "r", *op = kind == PM_ATOMIC_XCHG ? "exch" : fn;
   const bool half = d == PM_F16 || d == PM_BF16, cas = kind == PM_ATOMIC_CAS;
   const bool minmax = kind == PM_ATOMIC_MIN || kind == PM_ATOMIC_MAX;
+  const bool adds = kind == PM_ATOMIC_ADD && d == PM_BF16 && !pm_target_has(e->target, PM_HAS_BF16);
   if (find(e, name)) return name;
   pm_text t;
   pm_text_init(&t, e->arena);
@@ -350,8 +353,8 @@ const char *pm_ptx_atomic(pm_gen *e, int64_t kind, pm_dtype d, const char *space
           returns ? "gives what was there" : "without a result", returns ? type : "void", name,
           *space == 'g' ? pm_str(e, "%s*", type) : "u32",
           cas ? pm_str(e, "%s compare, ", type) : "", type);
-  if (half && minmax) {
-    put_atomic_loop(&t, type, fn, where, returns);
+  if ((half && minmax) || adds) {
+    put_atomic_loop(&t, type, kind, where, returns);
   } else {
     /* add and its like see a number, the others see bits */
     const char *kind_text = "b32", *c = half ? "h" : "r", *x = half ? "x.bits" : "bits_of(x)";

@@ -714,8 +714,9 @@ void pm_vm_encode_print(compiler *c, pm_opid op, const handler *h) {
 /* What other blocks reach lies behind what only this one does, as a block that runs ahead fills it;
  * behind that what each thread has for itself, where nothing overlaps. */
 enum { SHARED_SMEM = 256 << 10, OWN_SMEM = 512 << 10 };
-/* Blocks that run at once: as many as memory allows, but not fewer than a GPU runs. */
-enum { FEW_BLOCKS = 132, MOST_BLOCKS = 1024, MOST_MEMORY = 1 << 28 };
+/* Blocks that run at once: as many as memory allows, but not fewer than a GPU runs, one on each
+ * multiprocessor. */
+enum { MOST_BLOCKS = 1024, MOST_MEMORY = 1 << 28 };
 
 /* What other blocks reach has contents and phases before this block enters its scope, and after. */
 static struct open_scope *scope_for(compiler *c, pm_val v) {
@@ -1243,7 +1244,7 @@ static pm_code compile(void *ctx, pm_err *err) {
   m->n_clusters = 1; /* else as many as may wait for each other */
   if (m->n_semaphores) {
     const size_t each = m->smem_bytes + m->n_threads * m->frame_bytes;
-    const size_t room = pm_min(MOST_BLOCKS, pm_max(FEW_BLOCKS, MOST_MEMORY / each));
+    const size_t room = pm_min(MOST_BLOCKS, pm_max(c->g->target->sms, MOST_MEMORY / each));
     m->n_clusters = (uint32_t)pm_min(m->grid_size, pm_max(1, (int64_t)room / m->n_blocks));
   }
   return PM_OK;

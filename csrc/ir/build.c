@@ -16,6 +16,7 @@ pm_graph *pm_graph_new(pm_arena *a, const char *name) {
   g->arena = a;
   g->name = pm_strdup(a, name, strlen(name));
   g->n_threads = 1;
+  g->target = &pm_targets[0];
   g->reduction_scratch = PM_REDUCTION_SCRATCH;
   pm_vec_push(a, &g->values, (pm_value){0});
   pm_vec_push(a, &g->ops, (pm_op){0});

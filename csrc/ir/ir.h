@@ -17,6 +17,7 @@
 
 #include "../base/base.h"
 #include "../base/dtype.h"
+#include "target.h"
 
 #define PM_MAX_RANK 8
 #define PM_DYNAMIC INT64_MIN        /* in STARTS: the next operand gives the start */
@@ -70,8 +71,8 @@ typedef enum pm_done { PM_DONE_NOW, PM_DONE_BARRIER, PM_DONE_GROUP, PM_DONE_COMM
 
 typedef enum pm_opcode {
   PM_OP_NONE,
-#define PM_OP(id, text, in, out, regions, attrs, type, layout, effects, part, done, warp, arch, \
-              doc)                                                                              \
+#define PM_OP(id, text, in, out, regions, attrs, type, layout, effects, part, done, warp, needs, \
+              doc)                                                                               \
   PM_OP_##id,
 #include "ops.def"
 #undef PM_OP
@@ -85,8 +86,8 @@ typedef struct pm_op_info {
   uint8_t out, regions; /* PM_VARIABLE: V */
   uint8_t n_attrs;
   uint8_t attrs[PM_MAX_ATTRS]; /* pm_attr_id */
-  uint8_t layout, part, done, warp, arch;
-  uint16_t effects;
+  uint8_t layout, part, done, warp;
+  uint16_t effects, needs; /* needs: PM_HAS_ of target.h */
 } pm_op_info;
 extern const pm_op_info pm_ops[PM_OP_COUNT];
 extern const char *const pm_attr_text[PM_ATTR_COUNT];
@@ -144,6 +145,7 @@ typedef struct pm_graph {
   bool approx_math, no_auto_barriers;
   int64_t reduction_scratch; /* most bytes that a REDUCE of one Pallas thread may take at a time */
   uint8_t stage;             /* enum pm_stage */
+  const pm_target *target;   /* that it is lowered for; while it is traced the first one */
   int64_t smem_bytes;        /* after passes/smem.c: dynamic SMEM with all reserves */
   /* reductions and layout conversions, inside smem_bytes; an equal part for each Pallas thread */
   int64_t scratch_offset, scratch_bytes;
@@ -276,6 +278,8 @@ int pm_combine_atomic(int64_t combine, pm_dtype d, pm_dtype *as);
  * blocks that signal it (those whose coordinates differ in at most one of its groups of axes). */
 int64_t pm_barrier_arrivals(const pm_graph *g, pm_opid alloc);
 
+/* Is there an MMA of the dtypes of this WGMMA? */
+bool pm_has_mma(const pm_graph *g, pm_opid wgmma);
 /* If v is a CONST (through CONVERT and BROADCAST), its number. */
 bool pm_constant(const pm_graph *g, pm_val v, pm_scalar *out);
 /* The largest d such that v is provably a multiple of it (0: v is the constant 0), from constants,

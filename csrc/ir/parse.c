@@ -774,6 +774,13 @@ static pm_code read_stage(parser *p, uint8_t *stage) {
   FAIL(p, word.at, "the stage is traced, laid_out, planned or synced");
 }
 
+static pm_code read_target(parser *p, const pm_target **target) {
+  const slice word = read_word(p);
+  *target = pm_target_named(pm_strdup(p->g->arena, word.at, word.n));
+  if (*target) return PM_OK;
+  FAIL(p, word.at, "the target is one of %s", pm_target_list(p->g->arena, 0));
+}
+
 static pm_code read_clause(parser *p) {
   pm_graph *g = p->g;
   slice word = read_word(p);
@@ -782,6 +789,7 @@ static pm_code read_clause(parser *p) {
   if (is_text(word, "threads")) return read_small(p, 1024, &g->n_threads);
   if (is_text(word, "smem")) return read_int(p, &g->smem_bytes);
   if (is_text(word, "stage")) return read_stage(p, &g->stage);
+  if (is_text(word, "target")) return read_target(p, &g->target);
   if (is_text(word, "scratch")) {
     TRY(read_int(p, &g->scratch_offset));
     return read_int(p, &g->scratch_bytes);
@@ -791,7 +799,7 @@ static pm_code read_clause(parser *p) {
   if (is_text(word, "reduction_scratch")) return read_int(p, &g->reduction_scratch);
   FAIL(p, word.at,
        "expected grid, cluster, threads, approx_math, no_auto_barriers, reduction_scratch, smem, "
-       "scratch, stage or '{'");
+       "scratch, target, stage or '{'");
 }
 
 static pm_code parse_kernel(parser *p) {

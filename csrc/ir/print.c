@@ -276,6 +276,7 @@ static void put_head(printer *p) {
   if (g->scratch_offset || g->scratch_bytes) {
     pm_putf(p->out, " scratch %" PRId64 " %" PRId64, g->scratch_offset, g->scratch_bytes);
   }
+  if (g->stage != PM_TRACED) pm_putf(p->out, " target %s", g->target->text);
   pm_putf(p->out, " stage %s {\n", stages[g->stage]);
 }
 

@@ -2,14 +2,14 @@
 #include "rules.h"
 
 #define V PM_VARIABLE
-#define PM_OP(id, text, in, out, regions, attrs, type, lay, effects, part, done, warp, arch, doc) \
+#define PM_OP(id, text, in, out, regions, attrs, type, lay, effects, part, done, warp, needs, doc) \
   _Static_assert(sizeof((uint8_t[]){attrs 0}) <= PM_MAX_ATTRS, "too many attributes");
 #include "ops.def"
 #undef PM_OP
 
 const pm_op_info pm_ops[PM_OP_COUNT] = {
     [PM_OP_NONE] = {.text = "none", .in = "", .doc = ""},
-#define PM_OP(id, op_text, operands, results, n_regions, list, type, lay, flags, p, d, w, a, help) \
+#define PM_OP(id, op_text, operands, results, n_regions, list, type, lay, flags, p, d, w, n, help) \
   [PM_OP_##id] = {.text = op_text,                                                                 \
                   .in = operands,                                                                  \
                   .doc = help,                                                                     \
@@ -21,7 +21,7 @@ const pm_op_info pm_ops[PM_OP_COUNT] = {
                   .part = PM_PART_##p,                                                             \
                   .done = PM_DONE_##d,                                                             \
                   .warp = w,                                                                       \
-                  .arch = a,                                                                       \
+                  .needs = 0 n,                                                                    \
                   .effects = flags},
 #include "ops.def"
 #undef PM_OP

@@ -1022,6 +1022,16 @@ static const struct product {
 #undef PM_PRODUCT
 };
 
+bool pm_has_mma(const pm_graph *g, pm_opid op) {
+  const pm_dtype acc = pm_typeof(g, pm_in(g, op, 0))->dtype;
+  const pm_dtype a = pm_typeof(g, pm_in(g, op, 1))->dtype, b = pm_typeof(g, pm_in(g, op, 2))->dtype;
+  for (size_t k = 0; k < PM_COUNT(products); k++) {
+    const struct product *p = &products[k];
+    if (p->mma && p->a == a && p->b == b && p->acc == acc) return true;
+  }
+  return false;
+}
+
 static bool has_product(const pm_typing *t, const struct product *p) {
   return t->code == PM_OP_WGMMA ? p->wgmma : p->mma;
 }
@@ -1435,8 +1445,8 @@ static pm_code check_attrs(const pm_typing *t) {
 typedef pm_code (*pm_rule)(const pm_typing *, pm_type *);
 
 static const pm_rule rules[PM_OP_COUNT] = {
-#define PM_OP(id, text, in, out, regions, attrs, type, layout, effects, part, done, warp, arch, \
-              doc)                                                                              \
+#define PM_OP(id, text, in, out, regions, attrs, type, layout, effects, part, done, warp, needs, \
+              doc)                                                                               \
   [PM_OP_##id] = pm_type_##type,
 #include "ops.def"
 #undef PM_OP

@@ -11,7 +11,7 @@
 #include "rules.h"
 #include "view.h"
 
-enum { MAX_NESTING = 64, MAX_CLUSTER = 16 };
+enum { MAX_NESTING = 64 };
 
 typedef struct checker {
   const pm_graph *g;
@@ -44,15 +44,6 @@ static pm_code check_extents(checker *c, const char *what, const int64_t *dim, u
     }
   }
   return PM_OK;
-}
-
-static pm_code check_cluster(checker *c) {
-  const pm_graph *g = c->g;
-  int64_t n = 1;
-  for (uint32_t k = 0; k < g->n_cluster && n <= MAX_CLUSTER; k++) n *= g->cluster[k];
-  if (n <= MAX_CLUSTER) return PM_OK;
-  return pm_fail(c->err, PM_E_VALUE, "a cluster has at most %d blocks, this one has %s%" PRId64,
-                 MAX_CLUSTER, n > INT32_MAX ? "more than " : "", pm_min(n, INT32_MAX));
 }
 
 static pm_code check_aliases(checker *c) {
@@ -90,7 +81,6 @@ static pm_code check_head(checker *c) {
   if (g->stage > PM_SYNCED) BAD("stage %d", g->stage);
   pm_code rc = check_extents(c, "grid axis", g->grid, g->n_grid);
   if (!rc) rc = check_extents(c, "cluster axis", g->cluster, g->n_cluster);
-  if (!rc) rc = check_cluster(c);
   return rc ? rc : check_aliases(c);
 }
 

@@ -18,6 +18,8 @@ typedef struct step {
 } step;
 
 static const step steps[] = {
+    {"check_target", pm_check_target, PM_TRACED},
+    {"make_mma", pm_make_mma, PM_TRACED},
     {"pack_refs", pm_pack_refs, PM_TRACED},
     {"turn_refs", pm_turn_refs, PM_TRACED},
     {"simplify", simplify, PM_TRACED},
@@ -40,6 +42,7 @@ static const step steps[] = {
 
 pm_code pm_lower(pm_graph *g, const pm_target *t, pm_err *err) {
   pm_code code = pm_verify(g, err);
+  g->target = t;
   for (size_t k = 0; k < PM_COUNT(steps) && !code; k++) {
     code = steps[k].run(g, t, err);
     if (code) return code;

@@ -6,11 +6,15 @@
 #include "../ir/layout.h"
 #include "../ir/view.h"
 
-typedef struct pm_target {
-  int arch;           /* compute capability times ten: 90 */
-  int64_t smem_limit; /* dynamic SMEM a block may have: 232448 */
-} pm_target;
-
+/* target.c: PM_E_NOT_IMPLEMENTED at the first op that needs what the target lacks. Changes nothing.
+ */
+pm_code pm_check_target(pm_graph *g, const pm_target *t, pm_err *err);
+/* The first target of the table that has what a traced graph needs. */
+const pm_target *pm_choose_target(pm_graph *g);
+/* products.c: on targets without wgmma its products become those of mma, where pm_is_mma. */
+pm_code pm_make_mma(pm_graph *g, const pm_target *t, pm_err *err);
+/* Does pm_make_mma do away with the op? */
+bool pm_is_mma(const pm_graph *g, pm_opid op);
 /* simplify.c: fold scalar constants and x*1, x+0 and the like, merge equal pure ops of one block or
  * a dominating one, remove unused pure ops, allocations and empty regions, inline IF on a
  * constant. */
@@ -110,7 +114,8 @@ pm_code pm_plan_copies(pm_graph *g, const pm_target *t, pm_err *err);
  * run ahead of the others; the attribute RELAXED of arrivals. */
 pm_code pm_place_syncs(pm_graph *g, const pm_target *t, pm_err *err);
 
-/* All of them, with pm_verify between in debug builds. The graph is consumed: traced -> synced. */
+/* All of them, for a target, with pm_verify between in debug builds. The graph is consumed: traced
+ * -> synced. */
 pm_code pm_lower(pm_graph *g, const pm_target *t, pm_err *err);
 
 /* ---- how a copy is done -------------------------------------------------------------------- */

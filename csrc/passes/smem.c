@@ -263,7 +263,7 @@ pm_code pm_plan_smem(pm_graph *g, const pm_target *t, pm_err *err) {
   g->scratch_offset = p.deepest[OTHERS] + p.deepest[REMOTE] + p.deepest[OWN] * g->n_threads;
   g->scratch_bytes = pm_round_up(p.scratch, SCRATCH_ALIGN) * g->n_threads;
   g->smem_bytes = g->scratch_offset + g->scratch_bytes + p.barriers;
-  if (g->smem_bytes > t->smem_limit) return too_large(&p, t->smem_limit);
+  if (g->smem_bytes > t->smem) return too_large(&p, t->smem);
   pm_walk(g, 1, move, &p);
   return PM_OK;
 }

@@ -609,7 +609,7 @@ static void sum_in_accumulator(pm_graph *g, pm_opid add, void *ctx) {
 }
 
 pm_code pm_stage_products(pm_graph *g, const pm_target *t, pm_err *err) {
-  stager s = {.g = g, .limit = t->smem_limit - ROOM};
+  stager s = {.g = g, .limit = t->smem - ROOM};
   pm_walk(g, 1, unmask, NULL);
   if (g->n_threads > 1 || g->n_cluster) return PM_OK;
   s.written = PM_NEW(g->arena, bool, g->values.n);

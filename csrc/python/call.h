@@ -26,9 +26,13 @@ typedef struct pmpy_call {
   bool cuda;
   int device;
   bool has_array, mixed;
-  bool converted;  /* an operand was, from 64 bits */
-  bool in_place;   /* an output given may be an operand */
-  bool has_stream; /* stream= was given */
+  /* where the kernel runs: a device, or -1: the interpreter; what it is lowered for there */
+  int runs_on;
+  const pm_target *target; /* NULL: whatever has what the kernel needs */
+  bool may_fall_back;      /* to the interpreter, where the device lacks something */
+  bool converted;          /* an operand was, from 64 bits */
+  bool in_place;           /* an output given may be an operand */
+  bool has_stream;         /* stream= was given */
   void *stream;
 } pmpy_call;
 

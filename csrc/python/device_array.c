@@ -27,9 +27,9 @@ int pmpy_fitting_device(char *why, size_t size) {
       err = (pm_err){0};
       continue;
     }
-    if (info.arch == 90) return i;
-    snprintf(why, size, "%s has compute capability %d.%d, and kernels are compiled for 9.0",
-             info.name, info.arch / 10, info.arch % 10);
+    if (info.target) return i;
+    snprintf(why, size, "%s has compute capability %d.%d, for which kernels are not compiled",
+             info.name, info.capability / 10, info.capability % 10);
   }
   return -1;
 }
@@ -39,7 +39,7 @@ int pmpy_device_ordinal(PyObject *o, int *out) {
   long n;
   if (!o || o == Py_None) {
     *out = pmpy_fitting_device(why, sizeof why);
-    if (*out < 0 && pm_device_count(why, sizeof why) > 0) *out = 0; /* memory needs no 9.0 */
+    if (*out < 0 && pm_device_count(why, sizeof why) > 0) *out = 0; /* memory needs no target */
     if (*out >= 0) return 0;
     PyErr_Format(pmpy.exceptions[PM_E_DRIVER], "no GPU: %s", why);
     return -1;

@@ -129,6 +129,8 @@ int pmpy_init_device_array(PyObject *module);
 
 /* Device ordinal of None, an int, or "cuda:1". */
 int pmpy_device_ordinal(PyObject *o, int *out);
+/* A target by its name; NULL for None. 0, or -1 with an exception. info.c */
+int pmpy_target(PyObject *name, const pm_target **out);
 /* The first device that kernels are compiled for, or -1 with the reason. */
 int pmpy_fitting_device(char *why, size_t size);
 

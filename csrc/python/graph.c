@@ -122,23 +122,23 @@ static PyObject *graph_repr(PyObject *o) {
 
 typedef struct lower_job {
   pm_graph *g;
-  pm_target target;
+  const pm_target *target; /* NULL: any */
   pm_cuda_options options;
   pm_program program;
 } lower_job;
 
 static pm_code lower_body(void *ctx, pm_err *err) {
   lower_job *j = ctx;
-  return pm_lower(j->g, &j->target, err);
+  return pm_lower(j->g, j->target ? j->target : pm_choose_target(j->g), err);
 }
 
 static PyObject *graph_lower(PyObject *o, PyObject *args, PyObject *kw) {
-  static char *names[] = {"arch", "smem_limit", NULL};
-  int arch = 90;
-  long long smem_limit = 232448;
-  if (!PyArg_ParseTupleAndKeywords(args, kw, "|iL:lower", names, &arch, &smem_limit)) return NULL;
-  lower_job j = {.g = graph_of(o), .target = {arch, smem_limit}};
+  static char *names[] = {"target", NULL};
+  PyObject *target = Py_None;
+  lower_job j = {.g = graph_of(o)};
   pm_err err;
+  if (!PyArg_ParseTupleAndKeywords(args, kw, "|O:lower", names, &target)) return NULL;
+  if (pmpy_target(target, &j.target) < 0) return NULL;
   if (!j.g) return NULL;
   if (j.g->stage == PM_SYNCED) return Py_NewRef(o);
   clear_err(&err);
@@ -153,7 +153,7 @@ static PyObject *graph_lower(PyObject *o, PyObject *args, PyObject *kw) {
 
 static pm_code cuda_body(void *ctx, pm_err *err) {
   lower_job *j = ctx;
-  return pm_generate_cuda(j->g, &j->target, &j->options, &j->program, err);
+  return pm_generate_cuda(j->g, &j->options, &j->program, err);
 }
 
 static PyObject *u32_tuple(const uint32_t *x, uint32_t n) {
@@ -223,25 +223,22 @@ static PyObject *params_info(const pm_graph *g, const pm_program *p) {
 }
 
 static PyObject *graph_cuda(PyObject *o, PyObject *args, PyObject *kw) {
-  static char *names[] = {"arch", "line", "catalogue", NULL};
-  int arch = 90, line = 1, catalogue = 1;
-  if (!PyArg_ParseTupleAndKeywords(args, kw, "|ipp:cuda", names, &arch, &line, &catalogue)) {
-    return NULL;
-  }
+  static char *names[] = {"line", "catalogue", NULL};
+  int line = 1, catalogue = 1;
+  if (!PyArg_ParseTupleAndKeywords(args, kw, "|pp:cuda", names, &line, &catalogue)) return NULL;
   lower_job j = {.g = lowered_of(o),
-                 .target = {arch, 232448},
                  .options = {.line_directives = line, .entry_only = !catalogue}};
   pm_err err;
   if (!j.g) return NULL;
   clear_err(&err);
   if (pm_protect(cuda_body, &j, &err)) return pmpy_raise(&err);
   const pm_program *p = &j.program;
-  return Py_BuildValue("(N{s:s,s:N,s:N,s:O,s:O,s:I,s:I,s:I,s:i,s:N,s:N,s:N})",
+  return Py_BuildValue("(N{s:s,s:N,s:N,s:O,s:O,s:I,s:I,s:I,s:s,s:N,s:N,s:N})",
                        PyUnicode_DecodeUTF8(p->text, (Py_ssize_t)p->size, "replace"), "entry",
                        p->entry, "grid", u32_tuple(p->grid, 3), "cluster", u32_tuple(p->cluster, 3),
                        "shares_grid", p->shares_grid ? Py_True : Py_False, "meets_blocks",
                        p->meets_blocks ? Py_True : Py_False, "block", p->block, "smem_bytes",
-                       p->smem_bytes, "counters", p->n_counters, "arch", p->arch, "args",
+                       p->smem_bytes, "counters", p->n_counters, "target", p->target->text, "args",
                        list_of(p, p->n_args, arg_info), "maps", list_of(p, p->n_maps, map_info),
                        "params", params_info(j.g, p));
 }
@@ -465,9 +462,10 @@ static PyMethodDef graph_methods[] = {
     {"parse", graph_parse, METH_O | METH_STATIC, "parse(text) -> Graph, verified."},
     {"text", graph_text, METH_NOARGS, "The text form."},
     {"lower", KEYWORDS(graph_lower),
-     "lower(arch=90, smem_limit=232448): all passes, in place; itself."},
+     "lower(target=None): all passes, in place, for the target, or the first of the table that has "
+     "what the kernel needs; itself."},
     {"cuda", KEYWORDS(graph_cuda),
-     "cuda(arch=90, line=True, catalogue=True) -> (CUDA C++ text, dict about the launch). "
+     "cuda(line=True, catalogue=True) -> (CUDA C++ text, dict about the launch). "
      "catalogue=False leaves out the device functions."},
     {"interpret", KEYWORDS(graph_interpret),
      "interpret(arrays, seed=0, oob_raise=True, zero_fill=False): run on the CPU; writes outputs "

@@ -110,15 +110,66 @@ void pmpy_find_nvrtc(void) {
   if (!hint_wheel(old ? 12 : 13) && !hint_wheel(old ? 13 : 12)) hint_pathfinder();
 }
 
+/* ---- targets ------------------------------------------------------------------------------- */
+
+int pmpy_target(PyObject *name, const pm_target **out) {
+  *out = NULL;
+  if (name == Py_None) return 0;
+  const char *text = PyUnicode_Check(name) ? PyUnicode_AsUTF8(name) : NULL;
+  if (text) *out = pm_target_named(text);
+  if (*out || PyErr_Occurred()) return *out ? 0 : -1;
+  pm_arena arena;
+  pm_arena_init(&arena);
+  PyErr_Format(PyUnicode_Check(name) ? PyExc_ValueError : PyExc_TypeError,
+               "target must be one of %s, got %R", pm_target_list(&arena, 0), name);
+  pm_arena_free(&arena);
+  return -1;
+}
+
+/* New: the names of a target's features. */
+static PyObject *features_of(const pm_target *t) {
+  PyObject *out = PySet_New(NULL);
+  for (int k = 0; out && k < PM_FEATURE_COUNT; k++) {
+    if (!(t->features >> k & 1)) continue;
+    PyObject *name = PyUnicode_FromString(pm_feature_names[k]);
+    if (!name || PySet_Add(out, name) < 0) Py_CLEAR(out);
+    Py_XDECREF(name);
+  }
+  return out;
+}
+
+/* target(which=None): of a name, a device, or what kernels on host arrays run on; without a GPU the
+ * first of the table. */
+static PyObject *target(PyObject *Py_UNUSED(self), PyObject *args) {
+  PyObject *which = Py_None;
+  const pm_target *t = NULL;
+  char why[512];
+  PMPY_ERR(err);
+  if (!PyArg_ParseTuple(args, "|O:target", &which)) return NULL;
+  if (PyUnicode_Check(which)) {
+    if (pmpy_target(which, &t) < 0) return NULL;
+  } else {
+    int device = which == Py_None ? pmpy_fitting_device(why, sizeof why) : -1;
+    if (which != Py_None && pmpy_device_ordinal(which, &device) < 0) return NULL;
+    if (device < 0) t = &pm_targets[0];
+    else if (pm_device_target(device, &t, &err)) return pmpy_raise(&err);
+  }
+  PyObject *has = features_of(t);
+  if (!has) return NULL;
+  return Py_BuildValue("{s:s,s:i,s:L,s:i,s:i,s:i,s:N}", "name", t->text, "capability",
+                       t->capability, "smem", (long long)t->smem, "tmem", t->tmem, "cluster",
+                       t->cluster, "sms", t->sms, "features", has);
+}
+
 /* New: one dict of a device. */
 static PyObject *device_dict(int ordinal) {
   pm_device_info d;
   pm_err err = {0};
   if (pm_device_get(ordinal, &d, &err)) return pmpy_raise(&err);
-  return Py_BuildValue("{s:i,s:s,s:i,s:i,s:L,s:L,s:i}", "ordinal", d.ordinal, "name", d.name,
-                       "arch", d.arch, "sm_count", d.sm_count, "smem_optin",
-                       (long long)d.smem_optin, "memory_bytes", (long long)d.memory_bytes, "driver",
-                       d.driver_version);
+  return Py_BuildValue("{s:i,s:s,s:i,s:z,s:i,s:L,s:L,s:i}", "ordinal", d.ordinal, "name", d.name,
+                       "capability", d.capability, "target", d.target ? d.target->text : NULL,
+                       "sm_count", d.sm_count, "smem_optin", (long long)d.smem_optin,
+                       "memory_bytes", (long long)d.memory_bytes, "driver", d.driver_version);
 }
 
 static PyObject *system_info(PyObject *Py_UNUSED(self), PyObject *Py_UNUSED(none)) {
@@ -240,6 +291,10 @@ static PyMethodDef functions[] = {
      "check_products(ptx, cubin): CompileError if the machine code lacks products of the PTX, as "
      "after every compilation."},
     {"set_debug_checks", set_debug_checks, METH_O, "Are kernels traced with checks from now on?"},
+    {"target", target, METH_VARARGS,
+     "target(which=None): figures of a target, by its name or of a device; None: of what kernels "
+     "on "
+     "host arrays are lowered for."},
     {"system_info", system_info, METH_NOARGS,
      "Devices, NVRTC, cache directory and backend, as a dict."},
     {"uses", uses, METH_O,

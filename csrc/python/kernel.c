@@ -165,7 +165,8 @@ static uint32_t make_key(const call *c, int64_t *key) {
     for (int d = 0; d < b->rank; d++) key[n++] = b->shape[d];
     for (int d = 0; b->strided && d < b->rank; d++) key[n++] = b->stride[d];
   }
-  key[n++] = pmpy.debug_checks;
+  key[n++] =
+      pmpy.debug_checks | c->may_fall_back << 1 | (c->target ? c->target - pm_targets + 1 : 0) << 2;
   return n;
 }
 
@@ -189,7 +190,9 @@ static PyObject *specs_of(const call *c) {
 static pmpy_plan *trace(const call *c, bool keep_text) {
   PyObject *specs = specs_of(c);
   PyObject *traced = specs ? PyObject_CallOneArg(c->k->trace, specs) : NULL;
-  pmpy_plan *p = traced ? pmpy_plan_new(traced, c->in, c->n_in, keep_text) : NULL;
+  pmpy_plan *p =
+      traced ? pmpy_plan_new(traced, c->in, c->n_in, c->target, !c->may_fall_back, keep_text)
+             : NULL;
   Py_XDECREF(traced);
   Py_XDECREF(specs);
   return p;
@@ -721,31 +724,48 @@ static int warn_fallback(const char *why) {
       why);
 }
 
-/* Device for kernels on host arrays, -1: the interpreter, -2: exception */
-static int host_backend(void) {
+/* Where kernels on host arrays run; 0 or -1. */
+static int choose_backend(call *c) {
   const char *asked = pm_env(PM_ENV_BACKEND);
   char why[512] = "";
-  if (!strcmp(asked, "interpret")) return -1;
+  if (!strcmp(asked, "interpret")) return 0;
   if (strcmp(asked, "auto") && strcmp(asked, "cuda")) {
     PyErr_Format(PyExc_ValueError, "%s: got %.80s; auto, cuda and interpret are accepted",
                  pm_env_table[PM_ENV_BACKEND].variable, asked);
-    return -2;
+    return -1;
   }
-  int device = pmpy_fitting_device(why, sizeof why);
-  if (device >= 0) return device;
-  if (!strcmp(asked, "auto")) return warn_fallback(why) < 0 ? -2 : -1;
+  c->may_fall_back = *asked == 'a';
+  c->runs_on = pmpy_fitting_device(why, sizeof why);
+  if (c->runs_on >= 0) return 0;
+  if (c->may_fall_back) return warn_fallback(why);
   PyErr_Format(pmpy.exceptions[PM_E_DRIVER], "%s is cuda, and no GPU can be used: %s",
                pm_env_table[PM_ENV_BACKEND].variable, why);
-  return -2;
+  return -1;
+}
+
+/* Where the call runs, and what the kernel is lowered for there; 0 or -1. */
+static int choose_target(call *c) {
+  PMPY_ERR(err);
+  PyObject *p = c->k->interpret;
+  c->runs_on = -1;
+  c->target = NULL;
+  c->may_fall_back = false;
+  if (p && p != Py_None && p != Py_False) return 0;
+  if (c->cuda) c->runs_on = c->device;
+  else if (choose_backend(c) < 0) return -1;
+  if (c->runs_on < 0 || !pm_device_target(c->runs_on, &c->target, &err)) return 0;
+  pmpy_raise(&err);
+  return -1;
 }
 
 static PyObject *dispatch(call *c) {
-  PyObject *p = c->k->interpret;
-  if (p && p != Py_None && p != Py_False) return call_interpreter(c);
-  if (c->cuda) return call_gpu(c, c->device);
-  int device = host_backend();
-  if (device < -1) return NULL;
-  return device < 0 ? call_interpreter(c) : call_gpu(c, device);
+  const pm_target *t = c->plan->graph->g->target;
+  char why[128];
+  if (c->runs_on < 0) return call_interpreter(c);
+  if (t == c->target) return call_gpu(c, c->runs_on);
+  snprintf(why, sizeof why, "the GPU is %s, and a kernel needs what %s has", c->target->text,
+           t->text);
+  return warn_fallback(why) < 0 ? NULL : call_interpreter(c);
 }
 
 /* Arguments that are no arrays: nested ones are taken apart in Python. */
@@ -831,7 +851,7 @@ PyObject *pmpy_call_run(call *c, PyObject *k) {
   c->k = (kernel *)k;
   if (check_strides(c) < 0) return NULL;
   if (c->converted && warn_converted(c) < 0) return NULL;
-  if (find_plan(c) < 0 || check_outputs(c) < 0) return NULL;
+  if (choose_target(c) < 0 || find_plan(c) < 0 || check_outputs(c) < 0) return NULL;
   return dispatch(c);
 }
 
@@ -860,43 +880,36 @@ static PyObject *kernel_call(PyObject *self, PyObject *const *args, size_t nargs
 
 /* ---- lower -------------------------------------------------------------------------------- */
 
-static int check_arch(PyObject *arch) {
-  const char *s;
-  long n;
-  if (!arch || arch == Py_None) return 0;
-  if (PyUnicode_Check(arch)) {
-    s = PyUnicode_AsUTF8(arch);
-    if (!s) return -1;
-    if (!strncmp(s, "sm_", 3)) s += 3;
-    n = strtol(s, NULL, 10);
-  } else {
-    n = PyLong_AsLong(arch);
-    if (n == -1 && PyErr_Occurred()) return -1;
+/* What to lower for: what the user says, or what the calls on host arrays would run on. */
+static int read_target(call *c, PyObject *given) {
+  char why[512];
+  PMPY_ERR(err);
+  c->target = NULL;
+  c->may_fall_back = given == Py_None;
+  if (given == Py_None) {
+    const int device = pmpy_fitting_device(why, sizeof why);
+    if (device < 0 || !pm_device_target(device, &c->target, &err)) return 0;
+    return pmpy_raise(&err), -1;
   }
-  if (n == PMPY_ARCH) return 0;
-  PyErr_Format(PyExc_NotImplementedError, "lower: arch %R is not available; %d (sm_%da) is", arch,
-               PMPY_ARCH, PMPY_ARCH);
-  return -1;
-}
-
-static PyObject *lower_structured(const kernel *k, PyObject *args, PyObject *arch) {
-  return PyObject_CallMethod(k->structured, "lower", "OO", args, arch);
+  return pmpy_target(given, &c->target);
 }
 
 static PyObject *kernel_lower(PyObject *self, PyObject *args, PyObject *kw) {
-  static char *names[] = {"arch", NULL};
-  PyObject *arch = Py_None, *empty = PyTuple_New(0);
+  static char *names[] = {"target", NULL};
+  PyObject *target = Py_None, *empty = PyTuple_New(0);
   kernel *k = (kernel *)self;
   call c;
   if (!empty) return NULL;
-  int ok = PyArg_ParseTupleAndKeywords(empty, kw, "|$O:lower", names, &arch);
+  int ok = PyArg_ParseTupleAndKeywords(empty, kw, "|$O:lower", names, &target);
   Py_DECREF(empty);
-  if (!ok || check_arch(arch) < 0) return NULL;
+  if (!ok || read_target(&c, target) < 0) return NULL;
   PyObject *result = NULL;
   int code = pmpy_call_read(&c, k->name, &PyTuple_GET_ITEM(args, 0), (size_t)PyTuple_GET_SIZE(args),
                             NULL, true);
   c.k = k;
-  if (!code) result = k->structured ? lower_structured(k, args, arch) : pmpy_call_refuse(&c);
+  if (!code && k->structured)
+    result = PyObject_CallMethod(k->structured, "lower", "OO", args, target);
+  else if (!code) result = pmpy_call_refuse(&c);
   else if (code > 0) result = (PyObject *)trace(&c, true);
   pmpy_call_end(&c);
   return result;
@@ -1025,9 +1038,10 @@ static PyMethodDef methods[] = {
     {"__copy__", kernel_copy, METH_NOARGS, "The kernel itself."},
     {"__deepcopy__", kernel_copy, METH_O, "The kernel itself."},
     {"lower", (PyCFunction)(void (*)(void))kernel_lower, METH_VARARGS | METH_KEYWORDS,
-     "lower(*args, arch=None): trace and lower for arguments like these, without running. They may "
-     "be "
-     "arrays or anything with shape and dtype. No GPU is needed."},
+     "lower(*args, target=None): trace and lower for arguments like these, without running. They "
+     "may be arrays or anything with shape and dtype. target: 'sm_90a', 'sm_100a' ..., of which no "
+     "GPU is needed; None: the GPU that kernels on host arrays run on, or the first that has what "
+     "the kernel needs."},
     {NULL, NULL, 0, NULL}};
 
 static PyGetSetDef getset[] = {

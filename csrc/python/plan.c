@@ -20,12 +20,17 @@ typedef struct step {
   pm_cubin *cubin;
   void *const *buffers;
   const pm_interp_options *options;
+  const pm_target *target; /* to lower for, NULL: any */
+  bool strict;
 } step;
 
 static pm_code lower(void *ctx, pm_err *err) {
   step *s = ctx;
-  pm_target target = {.arch = PMPY_ARCH, .smem_limit = 232448};
-  return pm_lower(s->p->graph->g, &target, err);
+  pm_graph *g = s->p->graph->g;
+  const pm_target *t = s->target;
+  pm_err lacks = {0};
+  if (!t || (!s->strict && pm_check_target(g, t, &lacks))) t = pm_choose_target(g);
+  return pm_lower(g, t, err);
 }
 
 static void describe_op(pm_graph *g, pm_opid op, void *ctx) {
@@ -48,10 +53,9 @@ static pm_code print(void *ctx, pm_err *err) {
 
 static pm_code generate(void *ctx, pm_err *err) {
   pmpy_plan *p = ((step *)ctx)->p;
-  pm_target target = {.arch = PMPY_ARCH, .smem_limit = 232448};
   pm_cuda_options options = {.line_directives = true};
   if (p->has_program) return PM_OK;
-  pm_code code = pm_generate_cuda(p->graph->g, &target, &options, &p->program, err);
+  pm_code code = pm_generate_cuda(p->graph->g, &options, &p->program, err);
   p->has_program = !code;
   return code;
 }
@@ -71,18 +75,15 @@ static pm_code compile(void *ctx, pm_err *err) {
 
 static pm_code load(void *ctx, pm_err *err) {
   step *s = ctx;
-  pm_device_info d;
+  const pm_target *t, *compiled = s->p->graph->g->target;
   if (s->device < 0 || s->device >= PMPY_MAX_DEVICES)
     return pm_fail(err, PM_E_NOT_IMPLEMENTED, "device %d: at most %d GPUs are supported", s->device,
                    PMPY_MAX_DEVICES);
   if (s->p->kernels[s->device]) return PM_OK;
-  if (pm_device_get(s->device, &d, err)) return err->code;
-  if (d.arch != PMPY_ARCH)
-    return pm_fail(
-        err, PM_E_NOT_IMPLEMENTED,
-        "CUDA device %d (%s) has compute capability %d.%d; kernels are compiled for %d.%d "
-        "only. interpret=True runs this one on the CPU",
-        s->device, d.name, d.arch / 10, d.arch % 10, PMPY_ARCH / 10, PMPY_ARCH % 10);
+  if (pm_device_target(s->device, &t, err)) return err->code;
+  if (t != compiled)
+    return pm_fail(err, PM_E_INTERNAL, "CUDA device %d is %s, and the kernel was lowered for %s",
+                   s->device, t->text, compiled->text);
   if (compile(ctx, err)) return err->code;
   pm_kernel *k;
   if (pm_kernel_load(s->device, &s->p->cubin, &s->p->program, &k, err)) return err->code;
@@ -273,8 +274,8 @@ static int print_layouts(pmpy_plan *p) {
   return PyFile_WriteString(text.at, out);
 }
 
-static int lower_and_warn(pmpy_plan *p, bool keep_text) {
-  step s = {.p = p};
+static int lower_and_warn(pmpy_plan *p, const pm_target *t, bool strict, bool keep_text) {
+  step s = {.p = p, .target = t, .strict = strict};
   pm_err err = {0};
   if (pm_env_check(&err)) return pmpy_raise(&err), -1;
   choose_dump_name(p);
@@ -331,7 +332,8 @@ static int add_strides(pmpy_plan *p, const pmpy_buffer *in) {
   return -1;
 }
 
-pmpy_plan *pmpy_plan_new(PyObject *traced, const pmpy_buffer *in, uint32_t n_in, bool keep_text) {
+pmpy_plan *pmpy_plan_new(PyObject *traced, const pmpy_buffer *in, uint32_t n_in,
+                         const pm_target *target, bool strict, bool keep_text) {
   PyObject *graph = traced;
   uint32_t n_scratch = 0;
   if (PyTuple_Check(traced) && PyTuple_GET_SIZE(traced) > 0) graph = PyTuple_GET_ITEM(traced, 0);
@@ -352,7 +354,7 @@ pmpy_plan *pmpy_plan_new(PyObject *traced, const pmpy_buffer *in, uint32_t n_in,
   p->has_lock = !pthread_mutex_init(&p->lock, &a);
   pthread_mutexattr_destroy(&a);
   if (read_outputs(p, n_in, n_scratch) < 0 || add_strides(p, in) < 0 ||
-      lower_and_warn(p, keep_text) < 0)
+      lower_and_warn(p, target, strict, keep_text) < 0)
     Py_CLEAR(p);
   return p;
 }

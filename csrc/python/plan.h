@@ -8,7 +8,7 @@
 #include <pthread.h>
 #include <stdatomic.h>
 
-enum { PMPY_MAX_PARAMS = 128, PMPY_MAX_DEVICES = 64, PMPY_ARCH = 90 };
+enum { PMPY_MAX_PARAMS = 128, PMPY_MAX_DEVICES = 64 };
 
 /* Also the Python type _core.Lowered. The lock is taken with the GIL released, never the other way
  * round; it guards what is not yet made and the machine while it runs. */
@@ -38,8 +38,10 @@ typedef struct pmpy_plan {
 
 /* New. `traced` is what the trace callback returned: a Graph, or a tuple that begins with one; it
  * is lowered for the strides of `in`, and warnings of the passes are raised. keep_text: for
- * as_text("traced"). */
-pmpy_plan *pmpy_plan_new(PyObject *traced, const pmpy_buffer *in, uint32_t n_in, bool keep_text);
+ * as_text("traced"). It is lowered for `target`; unless `strict`, a target that lacks what
+ * the kernel needs (NULL: none is wanted) gives way to the first in the table that has it. */
+pmpy_plan *pmpy_plan_new(PyObject *traced, const pmpy_buffer *in, uint32_t n_in,
+                         const pm_target *target, bool strict, bool keep_text);
 
 /* The kernel on a device; NULL with an exception. No lock and no call where it is loaded already.
  */

@@ -22,12 +22,13 @@ static void add_option(pm_options *o, const char *text) {
 }
 
 /* `what`: "sm" for a cubin, "compute" for PTX alone */
-static pm_code make_options(pm_options *o, const char *what, int arch, bool lineinfo, pm_err *err) {
+static pm_code make_options(pm_options *o, const char *what, const pm_target *t, bool lineinfo,
+                            pm_err *err) {
   const char *given = pm_env(PM_ENV_NVRTC_OPTIONS);
   o->n = 0;
   o->full = false;
-  int n = snprintf(o->buffer, sizeof o->buffer, "--gpu-architecture=%s_%d%s", what, arch,
-                   arch >= 90 ? "a" : "");
+  int n =
+      snprintf(o->buffer, sizeof o->buffer, "--gpu-architecture=%s%s", what, strchr(t->text, '_'));
   add_option(o, o->buffer);
   add_option(o, "--std=c++17");
   add_option(o, "--prec-div=false"); /* float32: div.full, 2 ulp; exact is twice as long */
@@ -179,7 +180,7 @@ pm_code pm_compile(const pm_program *p, const pm_compile_options *o, pm_cubin *o
   const char *dump = o->dump_dir && *o->dump_dir ? o->dump_dir : NULL;
   const char *name = o->dump_name ? o->dump_name : p->entry;
   *out = (pm_cubin){0};
-  if (pm_env_check(err) || make_options(&options, "sm", p->arch, o->lineinfo, err))
+  if (pm_env_check(err) || make_options(&options, "sm", p->target, o->lineinfo, err))
     return err->code;
   if (o->use_disk_cache) {
     if (make_key(p, &options, o->lineinfo, key, err)) return err->code;
@@ -210,7 +211,7 @@ pm_code pm_compile(const pm_program *p, const pm_compile_options *o, pm_cubin *o
 pm_code pm_compile_ptx(const pm_program *p, bool lineinfo, char **ptx, size_t *size, pm_err *err) {
   pm_options options;
   pm_nvrtc_result r;
-  if (make_options(&options, "compute", p->arch, lineinfo, err)) return err->code;
+  if (make_options(&options, "compute", p->target, lineinfo, err)) return err->code;
   if (pm_nvrtc_run(p->text, p->entry, &options, false, true, &r, err)) return err->code;
   *ptx = r.ptx;
   *size = r.ptx_size;

@@ -138,7 +138,8 @@ static pm_code set_up(int ordinal, pm_device *d, pm_err *err) {
       (r = pm_cu.cuDeviceGetAttribute(&pools, CU_ATTR_POOLS, dev)) ||
       (r = pm_cu.cuDeviceTotalMem(&bytes, dev)))
     return pm_cu_fail(err, PM_E_DRIVER, r, "CUDA device %d cannot be queried", ordinal);
-  info->arch = major * 10 + minor;
+  info->capability = major * 10 + minor;
+  info->target = pm_target_of_device(info->capability);
   info->smem_optin = smem;
   info->memory_bytes = (int64_t)bytes;
   if ((r = pm_cu.cuDevicePrimaryCtxRetain(&d->context, dev)))
@@ -191,6 +192,22 @@ pm_code pm_device_get(int ordinal, pm_device_info *out, pm_err *err) {
   if (pm_device_need(ordinal, &d, err)) return err->code;
   *out = d->info;
   return PM_OK;
+}
+
+pm_code pm_device_target(int ordinal, const pm_target **out, pm_err *err) {
+  const pm_device *d;
+  if (pm_device_need(ordinal, &d, err)) return err->code;
+  *out = d->info.target;
+  if (*out) return PM_OK;
+  pm_arena arena;
+  pm_arena_init(&arena);
+  pm_fail(err, PM_E_NOT_IMPLEMENTED,
+          "CUDA device %d (%s) has compute capability %d.%d; kernels are compiled for %s. "
+          "interpret=True runs this one on the CPU",
+          ordinal, d->info.name, d->info.capability / 10, d->info.capability % 10,
+          pm_target_list(&arena, 0));
+  pm_arena_free(&arena);
+  return err->code;
 }
 
 /* ---- contexts ----------------------------------------------------------------------------- */

@@ -120,14 +120,13 @@ static void prepare(pm_kernel *k, const pm_program *p) {
 static pm_code load_failed(const pm_kernel *k, const pm_program *p, cu_result r, pm_err *err) {
   const pm_device_info *d = &k->device->info;
   if (r == CU_NO_BINARY_FOR_GPU || r == CU_INVALID_IMAGE || r == CU_UNSUPPORTED_PTX_VERSION)
-    return pm_cu_fail(
-        err, PM_E_DRIVER, r,
-        "%s (compute capability %d.%d, driver for CUDA %d.%d) refused kernel %s, "
-        "compiled for %d.%d. If the GPU fits, the driver is older than the NVRTC that "
-        "compiled it: update the driver, or install the NVRTC of CUDA %d",
-        d->name, d->arch / 10, d->arch % 10, d->driver_version / 1000,
-        d->driver_version % 1000 / 10, k->name, p->arch / 10, p->arch % 10,
-        d->driver_version / 1000);
+    return pm_cu_fail(err, PM_E_DRIVER, r,
+                      "%s (compute capability %d.%d, driver for CUDA %d.%d) refused kernel %s, "
+                      "compiled for %s. If the GPU fits, the driver is older than the NVRTC that "
+                      "compiled it: update the driver, or install the NVRTC of CUDA %d",
+                      d->name, d->capability / 10, d->capability % 10, d->driver_version / 1000,
+                      d->driver_version % 1000 / 10, k->name, p->target->text,
+                      d->driver_version / 1000);
   return pm_cu_fail(err, PM_E_LAUNCH, r, "kernel %s cannot be loaded on CUDA device %d", k->name,
                     d->ordinal);
 }

@@ -6,7 +6,8 @@
 #include "../cuda/cuda.h"
 
 typedef struct pm_device_info {
-  int ordinal, arch; /* arch: major * 10 + minor */
+  int ordinal, capability; /* capability: major * 10 + minor */
+  const pm_target *target; /* NULL: none for such GPUs */
   int sm_count;
   int64_t smem_optin; /* bytes of dynamic SMEM a block may have */
   int64_t memory_bytes;
@@ -17,6 +18,8 @@ typedef struct pm_device_info {
 /* Number of CUDA devices, 0 when libcuda is missing (why is then told, unless NULL). */
 int pm_device_count(char *why, size_t why_size);
 pm_code pm_device_get(int ordinal, pm_device_info *out, pm_err *err);
+/* What kernels are compiled for there; PM_E_NOT_IMPLEMENTED: for no such GPU. */
+pm_code pm_device_target(int ordinal, const pm_target **out, pm_err *err);
 /* Where to look for libnvrtc first (a path found by cuda-pathfinder), before the loader's own
  * search. */
 void pm_nvrtc_hint(const char *path);
@@ -39,7 +42,7 @@ typedef struct pm_cubin {
   bool from_disk;
 } pm_cubin;
 
-/* Program text -> cubin for arch (90 -> sm_90a), through the disk cache. Works without a GPU. A
+/* Program text -> cubin for its target, through the disk cache. Works without a GPU. A
  * refusal is PM_E_COMPILE with the log; ptxas remarks that mean serialised wgmma or ignored
  * setmaxnreg stay in the log and are listed by pm_remarks(). */
 pm_code pm_compile(const pm_program *p, const pm_compile_options *o, pm_cubin *out, pm_err *err);

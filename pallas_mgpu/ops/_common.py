@@ -11,10 +11,12 @@ consumers alike: `StaticTiles` deals them out before the launch. The *epilogue* 
 result to global memory through buffers in shared memory, by TMA."""
 
 import pallas_mgpu as plgpu
-from pallas_mgpu import lax, pl
+from pallas_mgpu import _core, lax, pl
 from pallas_mgpu import numpy as jnp
 
-SMEM_BYTES = 232448 - 1024  # that buffers of a block may take
+_HOPPER = _core.target("sm_90a")  # these kernels use wgmma
+SMEM_BYTES = _HOPPER["smem"] - 1024  # that buffers of a block may take
+SMS = _HOPPER["sms"]
 
 # Registers of a lane of the producer and of a consumer, by the number of consumers, where an even
 # share has no room for the accumulators.

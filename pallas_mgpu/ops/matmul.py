@@ -36,6 +36,7 @@ from . import _few_rows
 from ._common import (
     REGISTERS,
     SMEM_BYTES,
+    SMS,
     Ring,
     StaticTiles,
     WarpSpecialized,
@@ -446,7 +447,7 @@ _TILES = ((2, 256), (2, 192), (2, 128), (1, 256), (1, 192), (1, 128), (2, 64), (
 _CLUSTERS = ((2, 1, 1), (1, 2, 1), (1, 1, 1), (1, 1, 2), (1, 1, 4), (1, 1, 8))
 
 
-def candidates(m, n, k, sms=132, in_bytes=2, blocks=False):
+def candidates(m, n, k, sms=SMS, in_bytes=2, blocks=False):
     """Configurations that make sense for a shape, roughly from large tiles to small ones.
 
     in_bytes: of an element of a or b. blocks: with scales of blocks."""
@@ -508,20 +509,20 @@ def _cycles(m, n, k, cfg, sms, in_bytes=2):
 few_rows_candidates = _few_rows.candidates
 
 
-def choose(m, n, k, sms=132, transpose_a=False, transpose_b=False):
+def choose(m, n, k, sms=SMS, transpose_a=False, transpose_b=False):
     """The configuration for a shape on a GPU with that many SMs, for 16-bit floats."""
     if m == 1 or m == 2 and not transpose_a:
         return _few_rows.choose(n, k, transpose_b, sms)
     return min(candidates(m, n, k, sms), key=lambda cfg: _cycles(m, n, k, cfg, sms))
 
 
-def choose_fp8(m, n, k, sms=132, blocks=False):
+def choose_fp8(m, n, k, sms=SMS, blocks=False):
     """The same for 8-bit floats. blocks: with scales of blocks."""
     found = candidates(m, n, k, sms, 1, blocks)
     return min(found, key=lambda cfg: _cycles(m, n, k, cfg, sms, 1))
 
 
-def choose_invariant(m, n, k, sms=132, in_bytes=2, blocks=False):
+def choose_invariant(m, n, k, sms=SMS, in_bytes=2, blocks=False):
     """The fastest of those that sum over K in order. in_bytes, blocks: as for `candidates`."""
     found = [cfg for cfg in candidates(m, n, k, sms, in_bytes, blocks) if cfg.split == 1]
     found = min(found, key=lambda cfg: _cycles(m, n, k, cfg, sms, in_bytes))

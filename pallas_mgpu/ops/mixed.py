@@ -26,6 +26,7 @@ from pallas_mgpu._caches import cached
 from ._common import (
     REGISTERS,
     SMEM_BYTES,
+    SMS,
     Ring,
     StaticTiles,
     WarpSpecialized,
@@ -291,7 +292,7 @@ def _kernel(x, cfg, sms, interpret):
 # ---- the choice ---------------------------------------------------------------------------------
 
 
-def choose(m, n, k, scale_groups=1, sms=132):
+def choose(m, n, k, scale_groups=1, sms=SMS):
     """The configuration for a shape, on a GPU with that many SMs."""
     tile = next((t for t in (16, 32, 64) if m <= t), 128)
     step = 128 if k // scale_groups % 128 == 0 else 64

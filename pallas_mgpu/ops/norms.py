@@ -27,6 +27,7 @@ from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
 
 from . import _norms_ring
+from ._common import SMS
 from ._promises import batch_invariance
 
 _FLOATS = ("float16", "bfloat16", "float32")
@@ -433,7 +434,7 @@ _OPS = {"softmax": _Softmax, "rms_norm": _RMSNorm, "layer_norm": _LayerNorm}
 # ---- the choice ---------------------------------------------------------------------------------
 
 
-def choose(name, outer, n, inner=1, itemsize=2, staged=True, in_place=True, sms=132):
+def choose(name, outer, n, inner=1, itemsize=2, staged=True, in_place=True, sms=SMS):
     """The configuration for an array seen as [outer, n, inner]; `staged`: TMA can address it;
     `in_place`: the result has its dtype."""
     if inner > 1:

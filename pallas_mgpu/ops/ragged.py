@@ -37,6 +37,7 @@ from pallas_mgpu._caches import cached
 from ._common import (
     REGISTERS,
     SMEM_BYTES,
+    SMS,
     CountedTiles,
     Ring,
     WarpSpecialized,
@@ -587,7 +588,7 @@ def _paired(tiles):
     return 2 if tiles % 2 == 0 or tiles > 16 else 1
 
 
-def choose(m, n, groups, sms=132):
+def choose(m, n, groups, sms=SMS):
     """The configuration of ragged_dot for a shape, on a GPU with that many SMs."""
     consumers = 2 if n > 64 else 1
     columns = pl.cdiv(n, 64 * consumers)
@@ -596,7 +597,7 @@ def choose(m, n, groups, sms=132):
     return RaggedConfig(consumers, tile, 0, _paired(columns), 2, 16)
 
 
-def choose_transposed(n, k, groups, sms=132):
+def choose_transposed(n, k, groups, sms=SMS):
     """The configuration of transposed_ragged_dot."""
     consumers = 2 if k > 64 else 1
     tiles = pl.cdiv(k, 64 * consumers)

@@ -20,9 +20,13 @@ FN i32 next_index(i32 i) {
 // true in one lane of the warp, always the same one. With "lane == 0" instead, ptxas would put a
 // vote loop around every TMA instruction.
 FN bool elect_one() {
+#ifdef HAS_ELECT
   u32 r;
   asm volatile("{ .reg .pred p; elect.sync _|p, 0xffffffff; selp.u32 %0, 1, 0, p; }" : "=r"(r));
   return r != 0;
+#else
+  return (threadIdx.x & 31) == 0;
+#endif
 }
 
 //! warpgroup_sync

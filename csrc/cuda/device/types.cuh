@@ -46,13 +46,45 @@ FN bf16 cvt_bf16(f32 x) {
 }
 FN bf16 operator-(bf16 x) { return bf16{(u16)(x.bits ^ 0x8000)}; }
 FN bf16 operator+(bf16 a, bf16 b) {
+#ifdef HAS_BF16
   bf16 r; asm("add.rn.bf16 %0, %1, %2;" : "=h"(r.bits) : "h"(a.bits), "h"(b.bits)); return r;
+#else
+  bf16 r; // a * 1 + b
+  asm("fma.rn.bf16 %0, %1, %2, %3;" : "=h"(r.bits) : "h"(a.bits), "h"((u16)0x3f80), "h"(b.bits));
+  return r;
+#endif
 }
 FN bf16 operator-(bf16 a, bf16 b) {
+#ifdef HAS_BF16
   bf16 r; asm("sub.rn.bf16 %0, %1, %2;" : "=h"(r.bits) : "h"(a.bits), "h"(b.bits)); return r;
+#else
+  bf16 r; // b * -1 + a
+  asm("fma.rn.bf16 %0, %1, %2, %3;" : "=h"(r.bits) : "h"(b.bits), "h"((u16)0xbf80), "h"(a.bits));
+  return r;
+#endif
 }
 FN bf16 operator*(bf16 a, bf16 b) {
+#ifdef HAS_BF16
   bf16 r; asm("mul.rn.bf16 %0, %1, %2;" : "=h"(r.bits) : "h"(a.bits), "h"(b.bits)); return r;
+#else
+  bf16 r; // a * b - 0
+  asm("fma.rn.bf16 %0, %1, %2, %3;" : "=h"(r.bits) : "h"(a.bits), "h"(b.bits), "h"((u16)0x8000));
+  return r;
+#endif
+}
+
+//! round_to_8_bits
+// rounds to the nearest float with `digits` bits of mantissa and the exponent bias `bias`; saturates
+FN u32 round_to_8_bits(f32 x, i32 digits, i32 bias, u32 greatest) {
+  const u32 u = __float_as_uint(x), sign = u >> 24 & 0x80, drop = 23 - digits;
+  u32 m = u & 0x7fffffffu;
+  if (m > 0x7f800000u) return 0x7f;
+  if (m < (u32)(128 - bias) << 23) { // subnormal: a count of units
+    return sign | __float2uint_rn(__uint_as_float(m)
+                                  * __uint_as_float((u32)(126 + bias + digits) << 23));
+  }
+  m += (1u << (drop - 1)) - 1 + (m >> drop & 1);
+  return sign | min((m >> drop) - ((u32)(127 - bias) << digits), greatest);
 }
 
 //! e4m3
@@ -62,12 +94,22 @@ struct e4m3 { u8 bits; };
 FN u32 bits_of(e4m3 x) { return x.bits; }
 FN void from_bits(e4m3& x, u32 b) { x.bits = (u8)b; }
 FN f32 cvt_f32(e4m3 x) {
+#ifdef HAS_FP8
   u32 w; asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(w) : "h"((u16)x.bits));
   return cvt_f32(f16{(u16)w});
+#else
+  // the bits of an f16 with a smaller exponent bias
+  if ((x.bits & 127) == 127) return __uint_as_float(0x7fffffffu);
+  return cvt_f32(f16{(u16)((x.bits & 128) << 8 | (x.bits & 127) << 7)}) * 256.0f;
+#endif
 }
 FN e4m3 cvt_e4m3(f32 x) {
+#ifdef HAS_FP8
   u16 w; asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(w) : "f"(0.0f), "f"(x));
   return e4m3{(u8)w};
+#else
+  return e4m3{(u8)round_to_8_bits(x, 3, 7, 0x7e)};
+#endif
 }
 
 //! e5m2
@@ -75,12 +117,20 @@ struct e5m2 { u8 bits; };
 FN u32 bits_of(e5m2 x) { return x.bits; }
 FN void from_bits(e5m2& x, u32 b) { x.bits = (u8)b; }
 FN f32 cvt_f32(e5m2 x) {
+#ifdef HAS_FP8
   u32 w; asm("cvt.rn.f16x2.e5m2x2 %0, %1;" : "=r"(w) : "h"((u16)x.bits));
   return cvt_f32(f16{(u16)w});
+#else
+  return cvt_f32(f16{(u16)(x.bits << 8)});
+#endif
 }
 FN e5m2 cvt_e5m2(f32 x) {
+#ifdef HAS_FP8
   u16 w; asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(w) : "f"(0.0f), "f"(x));
   return e5m2{(u8)w};
+#else
+  return e5m2{(u8)round_to_8_bits(x, 2, 15, 0x7b)};
+#endif
 }
 
 //! e8m0
@@ -124,14 +174,24 @@ FN void unpack_e2m1(e2m1* d, u8 x) { d[0] = e2m1{(u8)(x & 15)}; d[1] = e2m1{(u8)
 
 //! cvt_e4m3x2
 FN void cvt_e4m3x2(e4m3* d, f32 lo, f32 hi) {
+#ifdef HAS_FP8
   u16 w; asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(w) : "f"(hi), "f"(lo));
   d[0] = e4m3{(u8)w}; d[1] = e4m3{(u8)(w >> 8)};
+#else
+  d[0] = cvt_e4m3(lo);
+  d[1] = cvt_e4m3(hi);
+#endif
 }
 
 //! cvt_e5m2x2
 FN void cvt_e5m2x2(e5m2* d, f32 lo, f32 hi) {
+#ifdef HAS_FP8
   u16 w; asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(w) : "f"(hi), "f"(lo));
   d[0] = e5m2{(u8)w}; d[1] = e5m2{(u8)(w >> 8)};
+#else
+  d[0] = cvt_e5m2(lo);
+  d[1] = cvt_e5m2(hi);
+#endif
 }
 
 //! pair
@@ -170,8 +230,13 @@ FN void add_x2(f16* d, f16 a0, f16 a1, f16 b0, f16 b1) {
   unpair(d, w);
 }
 FN void add_x2(bf16* d, bf16 a0, bf16 a1, bf16 b0, bf16 b1) {
+#ifdef HAS_BF16
   u32 w; asm("add.rn.bf16x2 %0, %1, %2;" : "=r"(w) : "r"(pair(a0, a1)), "r"(pair(b0, b1)));
   unpair(d, w);
+#else
+  d[0] = a0 + b0;
+  d[1] = a1 + b1;
+#endif
 }
 
 //! sub_x2
@@ -180,8 +245,13 @@ FN void sub_x2(f16* d, f16 a0, f16 a1, f16 b0, f16 b1) {
   unpair(d, w);
 }
 FN void sub_x2(bf16* d, bf16 a0, bf16 a1, bf16 b0, bf16 b1) {
+#ifdef HAS_BF16
   u32 w; asm("sub.rn.bf16x2 %0, %1, %2;" : "=r"(w) : "r"(pair(a0, a1)), "r"(pair(b0, b1)));
   unpair(d, w);
+#else
+  d[0] = a0 - b0;
+  d[1] = a1 - b1;
+#endif
 }
 
 //! mul_x2
@@ -190,14 +260,23 @@ FN void mul_x2(f16* d, f16 a0, f16 a1, f16 b0, f16 b1) {
   unpair(d, w);
 }
 FN void mul_x2(bf16* d, bf16 a0, bf16 a1, bf16 b0, bf16 b1) {
+#ifdef HAS_BF16
   u32 w; asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(w) : "r"(pair(a0, a1)), "r"(pair(b0, b1)));
   unpair(d, w);
+#else
+  d[0] = a0 * b0;
+  d[1] = a1 * b1;
+#endif
 }
 
 //! cvt_from_e4m3x2
 FN u32 e4m3_pair(e4m3 lo, e4m3 hi) {
+#ifdef HAS_FP8
   u32 w; asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(w) : "h"((u16)(lo.bits | hi.bits << 8)));
   return w;
+#else
+  return pair(cvt_f16(cvt_f32(lo)), cvt_f16(cvt_f32(hi)));
+#endif
 }
 FN void cvt_from_e4m3x2(f16* d, e4m3 lo, e4m3 hi) {
   const u32 w = e4m3_pair(lo, hi); unpair(d, w);
@@ -211,8 +290,12 @@ FN void cvt_from_e4m3x2(bf16* d, e4m3 lo, e4m3 hi) {
 
 //! cvt_from_e5m2x2
 FN u32 e5m2_pair(e5m2 lo, e5m2 hi) {
+#ifdef HAS_FP8
   u32 w; asm("cvt.rn.f16x2.e5m2x2 %0, %1;" : "=r"(w) : "h"((u16)(lo.bits | hi.bits << 8)));
   return w;
+#else
+  return pair(cvt_f16(cvt_f32(lo)), cvt_f16(cvt_f32(hi)));
+#endif
 }
 FN void cvt_from_e5m2x2(f16* d, e5m2 lo, e5m2 hi) {
   const u32 w = e5m2_pair(lo, hi); unpair(d, w);
@@ -227,10 +310,20 @@ FN void cvt_from_e5m2x2(bf16* d, e5m2 lo, e5m2 hi) {
 //! cvt_int_to_bf16
 // conversion through f32 would round twice
 FN bf16 cvt_int_to_bf16(i32 x) {
+#ifdef HAS_BF16
   bf16 r; asm("cvt.rn.bf16.s32 %0, %1;" : "=h"(r.bits) : "r"(x)); return r;
+#else
+  const f32 f = __int2float_rz(x); // rounded to odd
+  return cvt_bf16(__uint_as_float(__float_as_uint(f) | (__float2int_rz(f) != x)));
+#endif
 }
 FN bf16 cvt_int_to_bf16(u32 x) {
+#ifdef HAS_BF16
   bf16 r; asm("cvt.rn.bf16.u32 %0, %1;" : "=h"(r.bits) : "r"(x)); return r;
+#else
+  const f32 f = __uint2float_rz(x); // rounded to odd
+  return cvt_bf16(__uint_as_float(__float_as_uint(f) | (__float2uint_rz(f) != x)));
+#endif
 }
 
 //! cvt_int

@@ -28,9 +28,15 @@ FN void cvt_from_s8x4(bf16* d, const i8* x) {
   #pragma unroll
   for (int k = 0; k < 2; k++) {
     const u32 p = __byte_perm(w, 0, k ? 0x4342 : 0x4140);
+#ifdef HAS_BF16
     asm("sub.rn.bf16x2 %0, %1, %2;"
         : "=r"(r[k]) : "r"(bits_under(p, 0x007f007fu, 0x43004300u)),
           "r"(bits_under(p, 0x00800080u, 0x43004300u)));
+#else
+    asm("fma.rn.bf16x2 %0, %2, %3, %1;" // times -1
+        : "=r"(r[k]) : "r"(bits_under(p, 0x007f007fu, 0x43004300u)),
+          "r"(bits_under(p, 0x00800080u, 0x43004300u)), "r"(0xbf80bf80u));
+#endif
   }
   unpack<bf16, 4>(d, r);
 }
@@ -61,10 +67,18 @@ FN void cvt_from_u8x4(bf16* d, const u8* x) {
   #pragma unroll
   for (int k = 0; k < 2; k++) {
     const u32 p = __byte_perm(w, 0, k ? 0x4342 : 0x4140);
+#ifdef HAS_BF16
     asm("{ .reg .b32 t; sub.rn.bf16x2 t, %1, %3; add.rn.bf16x2 %0, t, %2; }"
         : "=r"(r[k])
         : "r"(bits_under(p, 0x007f007fu, 0x43004300u)),
           "r"(bits_under(p, 0x00800080u, 0x43004300u)), "r"(0x43804380u));
+#else
+    asm("{ .reg .b32 t; fma.rn.bf16x2 t, %3, %5, %1; fma.rn.bf16x2 %0, t, %4, %2; }"
+        : "=r"(r[k])
+        : "r"(bits_under(p, 0x007f007fu, 0x43004300u)),
+          "r"(bits_under(p, 0x00800080u, 0x43004300u)), "r"(0x43804380u), "r"(0x3f803f80u),
+          "r"(0xbf80bf80u));
+#endif
   }
   unpack<bf16, 4>(d, r);
 }
@@ -101,7 +115,12 @@ FN void cvt_from_4x8(bf16* d, const u8* x, u32 turn) {
   #pragma unroll
   for (int k = 0; k < 4; k++) {
     const u32 p = __byte_perm(w, high, 0x0400 | k * 0x0101);
+#ifdef HAS_BF16
     asm("sub.rn.bf16x2 %0, %1, %2;" : "=r"(r[k]) : "r"(bits_under(p, 0x000f000fu, one)), "r"(one));
+#else
+    asm("fma.rn.bf16x2 %0, %2, %3, %1;" // times -1
+        : "=r"(r[k]) : "r"(bits_under(p, 0x000f000fu, one)), "r"(one), "r"(0xbf80bf80u));
+#endif
   }
   unpack<bf16, 8>(d, r);
 }

@@ -1,0 +1,51 @@
+/* What a kernel needs against what its target has, once, before any other pass.
+ *
+ * An op whose row in ops.def needs a feature that the target lacks is refused, at the user's line.
+ * Products by wgmma in a block of their own are no obstacle: products.c makes other instructions of
+ * them. */
+#include "passes.h"
+
+typedef struct checker {
+  const pm_target *target;
+  bool operands; /* ops that have operands: they tell users more than allocations do */
+  pm_code code;
+  pm_err *err;
+} checker;
+
+static void check_op(pm_graph *g, pm_opid op, void *ctx) {
+  checker *c = ctx;
+  const pm_op *o = pm_get(g, op);
+  uint32_t needs = pm_ops[o->code].needs;
+  if (c->code || pm_target_has(c->target, needs) || (o->n_in > 0) != c->operands) return;
+  if (pm_is_mma(g, op)) needs &= ~(uint32_t)PM_HAS_WGMMA;
+  c->code = pm_target_check(c->target, needs, pm_ops[o->code].text, g->arena, c->err);
+  if (c->code) pm_err_op(c->err, g, op);
+}
+
+static pm_code check_cluster(const pm_graph *g, const pm_target *t, pm_err *err) {
+  int64_t n = 1;
+  for (uint32_t k = 0; k < g->n_cluster && n <= INT32_MAX; k++) n *= g->cluster[k];
+  if (n > 1 && pm_target_check(t, PM_HAS_CLUSTER, "a cluster", g->arena, err)) return err->code;
+  if (n <= t->cluster) return PM_OK;
+  return pm_fail(err, PM_E_VALUE, "a cluster has at most %d blocks on %s, this one has %s%lld",
+                 t->cluster, t->text, n > INT32_MAX ? "more than " : "",
+                 (long long)pm_min(n, INT32_MAX));
+}
+
+pm_code pm_check_target(pm_graph *g, const pm_target *t, pm_err *err) {
+  checker c = {.target = t, .operands = true, .err = err};
+  if (check_cluster(g, t, err)) return err->code;
+  pm_walk(g, 1, check_op, &c);
+  c.operands = false;
+  pm_walk(g, 1, check_op, &c);
+  return c.code;
+}
+
+const pm_target *pm_choose_target(pm_graph *g) {
+  for (int k = 0; k < PM_TARGET_COUNT; k++) {
+    pm_err lacks;
+    memset(&lacks, 0, sizeof lacks);
+    if (!pm_check_target(g, &pm_targets[k], &lacks)) return &pm_targets[k];
+  }
+  return &pm_targets[0];
+}
