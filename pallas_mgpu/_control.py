@@ -1,6 +1,7 @@
-"""Control flow and scopes of kernel bodies: loops, branches, allocation. Each builds one op with
-regions; bodies are traced once (twice where a weakly typed carry must first take its real
-dtype)."""
+"""Control flow and scopes of kernel bodies: loops, branches, allocation.
+
+Each function builds one op with regions. A body is traced once, or again if a weakly typed carry
+must be converted first, or if the body turns out to write refs of `run_state`."""
 
 import contextlib
 import math
@@ -38,7 +39,7 @@ from ._types import (
 
 
 def _index_scalar(x, what):
-    """Python int, or a traced integer scalar; everything else is refused."""
+    """A Python int or a traced integer scalar; TypeError for anything else."""
     if isinstance(x, Array):
         if x.shape != () or x.dtype.kind not in "iu":
             raise TypeError(f"{what} must be an integer scalar, got {type_text(x)}")
@@ -50,8 +51,8 @@ def _index_scalar(x, what):
 
 
 def _loop_bounds(what, *bounds):
-    """Bounds of one loop: Python ints if all are known while tracing, else also traced scalars.
-    NumPy's integers keep their dtype beside a traced bound."""
+    """Bounds of one loop: Python ints if all are static, otherwise some are traced scalars. NumPy
+    integers keep their dtype if the other bound is traced."""
     found = [
         x if isinstance(x, np.integer) else _index_scalar(x, f"{what}: {name}")
         for x, name in zip(bounds, ("lower", "upper"))
@@ -62,7 +63,7 @@ def _loop_bounds(what, *bounds):
 
 
 def _compare(init, out, what):
-    """Raise TypeError unless a body's result matches its carry. True if a weak init must be
+    """TypeError unless a body's result matches its carry. True if a weakly typed init must be
     converted."""
     if init.structure != out.structure:
         raise TypeError(
@@ -86,8 +87,8 @@ def _compare(init, out, what):
 
 
 def _repair(op, init, out):
-    """Drop the open loop and convert the weak leaves of its carry to the promotion of both
-    types."""
+    """Discard the open loop, and convert the weakly typed leaves of its carry to the promotion of
+    both types."""
     dtypes = [
         None if same_type(a, b) else _core.promote_types([a, b])[0]
         for a, b in zip(init.values, out.values)
@@ -101,7 +102,7 @@ def _weak(values):
 
 
 def _bounds(lower, upper):
-    """Bounds of an int32 loop, and the function from its index to that of the user's dtype."""
+    """Bounds of an int32 loop, and the function from its index to one of the user's dtype."""
     strong = {x.dtype for x in (lower, upper) if isinstance(x, Array) and not x.weak_type}
     weak = any(isinstance(x, int) or x.weak_type for x in (lower, upper))
     if len(strong) > 1 or weak and any(d.kind == "u" for d in strong):
@@ -112,7 +113,7 @@ def _bounds(lower, upper):
         )
     dtype = strong.pop() if strong else None
     lo, hi = (_core.as_array(x, "int32") for x in (lower, upper))
-    if dtype == "uint32":  # beyond int32 the trips are counted
+    if dtype == "uint32":  # bounds may exceed int32: count the iterations
         trips = _core.convert(_core.where(lower < upper, upper - lower, 0), "int32")
         return _core.as_array(0, "int32"), trips, lambda k: lower + _core.convert(k, dtype)
     if dtype in (None, "int32"):
@@ -123,9 +124,10 @@ def _bounds(lower, upper):
 def fori_loop(lower, upper, body_fun, init_val, *, unroll=None, _names=None):
     """``val = init_val; for i in range(lower, upper): val = body_fun(i, val)``.
 
-    Bounds are Python ints or integer scalars of one dtype. The body is traced once; ``i`` is always
-    traced. ``unroll`` (static bounds): True for all, an int that divides the trip count; ValueError
-    for traced bounds.
+    The bounds are Python ints or integer scalars of one dtype. The body is traced once, and ``i``
+    is always traced. ``unroll``: True unrolls the whole loop; an int n, which must divide the
+    number of iterations, unrolls it n times. Both need static bounds (ValueError for an int
+    otherwise). TypeError if the types of the carry change.
     """
     env("fori_loop")
     lower, upper = _loop_bounds("fori_loop", lower, upper)
@@ -159,7 +161,7 @@ def fori_loop(lower, upper, body_fun, init_val, *, unroll=None, _names=None):
 
 
 def _unroll(what, unroll, trips):
-    """The UNROLL attribute: 0 the whole loop, 1 none, n copies."""
+    """The UNROLL attribute: 0 the whole loop, 1 not at all, n copies."""
     if unroll is None or unroll is False:
         return 1
     if unroll is True:
@@ -180,8 +182,9 @@ def _unroll(what, unroll, trips):
 
 
 def while_loop(cond_fun, body_fun, init_val):
-    """``val = init_val; while cond_fun(val): val = body_fun(val)``. The condition is a bool
-    scalar."""
+    """``val = init_val; while cond_fun(val): val = body_fun(val)``.
+
+    TypeError if the condition is not a bool scalar or the types of the carry change."""
     init = Leaves(init_val, "while_loop: init_val")
     state = State()
     while True:
@@ -221,7 +224,8 @@ def _predicate(pred, what):
 
 
 def _branches(opname, selector, functions, what):
-    """IF or SWITCH over ``functions`` without arguments; results agree up to weakness."""
+    """IF or SWITCH over ``functions`` without arguments. Their results must have the same types,
+    except for weak typing."""
     dtypes, state = None, State()
     while True:
         op = _core.open(opname, (selector,), len(functions))
@@ -264,13 +268,13 @@ def _branches(opname, selector, functions, what):
 
 
 def _operands(operands, what):
-    """Numbers become traced values, as JAX makes them."""
+    """Convert numbers to traced values, as JAX does."""
     return tree.map(lambda x: x if isinstance(x, Ref) else as_array(x, what), operands)
 
 
 def cond(pred, true_fun, false_fun, *operands):
-    """``true_fun(*operands) if pred else false_fun(*operands)``, both traced. ``pred`` is a
-    scalar."""
+    """``true_fun(*operands) if pred else false_fun(*operands)``. Both functions are traced, and
+    their results must have the same types (TypeError). ``pred`` is a scalar."""
     for x in operands:
         if isinstance(x, Ref) and x.is_view:
             raise TypeError("cond: a ref view cannot be an operand; close over it")
@@ -284,13 +288,14 @@ def cond(pred, true_fun, false_fun, *operands):
 
 
 def lazy_where(mask, on_true, on_false):
-    """``jnp.where(mask, on_true(), on_false)``, where ``on_true`` is only computed by those warps
-    for which some element of ``mask`` is true (Hopper).
+    """``jnp.where(mask, on_true(), on_false)``, in which a warp computes ``on_true`` only if it
+    holds a true element of ``mask`` (Hopper).
 
     mask: a bool array that broadcasts to the shape of the values. on_false: an array or a pytree of
-    arrays. on_true: a function that returns the same structure; it may compute with arrays, element
-    by element, but not access memory or reduce (ValueError when the kernel is lowered).
-    For work that is seldom needed, such as rescaling an accumulator.
+    arrays. on_true: a function that returns the same structure. It may compute element by element,
+    but must not access memory or reduce (ValueError when the kernel is lowered). Use it for work
+    that is seldom needed, such as rescaling an accumulator. TypeError for other masks, or if the
+    structures differ.
     """
     mask = as_array(mask, "lazy_where: mask")
     if mask.dtype != bool or not mask.shape:
@@ -309,14 +314,14 @@ def lazy_where(mask, on_true, on_false):
 
 
 class in_turn:
-    """``with plgpu.in_turn(n):`` threads 0 to n - 1 of the block run what stands in it one after
-    the other, in a ring that thread 0 begins (Hopper).
+    """``with plgpu.in_turn(n):`` is an ordered section. Threads 0 to n - 1 of the block execute it
+    one after the other, in cyclic order starting with thread 0 (Hopper).
 
-    Every one of them must come equally often. What the hardware does asynchronously goes on when
-    the turn is passed: threads that issue their matrix products in turn keep the tensor cores busy
-    with one thread's products while the others compute. One ring per kernel. ValueError if
-    the kernel has fewer threads, or for another ring; on the interpreter also for a thread that is
-    not in the ring.
+    Every participating thread must enter the section the same number of times. Asynchronous work
+    continues after a thread has left the section: threads that issue their matrix products in turn
+    keep the tensor cores busy with the products of one thread while the others compute. All
+    sections of a kernel must have the same n. ValueError otherwise, or if the kernel has fewer
+    threads; on the interpreter also for a thread that does not participate.
     """
 
     def __init__(self, num_threads):
@@ -334,7 +339,8 @@ class in_turn:
 
 
 def switch(index, branches, *operands):
-    """``branches[clamp(index)](*operands)``. ``index`` is an integer scalar."""
+    """``branches[index](*operands)``, with ``index``, an integer scalar, clamped to the valid
+    range. The results of all branches must have the same types (TypeError)."""
     branches = tuple(branches)
     if not branches:
         raise ValueError("switch: at least one branch is needed")
@@ -352,8 +358,10 @@ def switch(index, branches, *operands):
 
 
 def when(condition):
-    """``@pl.when(cond)`` runs the function below it if ``cond``. A Python bool decides while
-    tracing; a traced scalar makes a branch. The function returns None."""
+    """``@pl.when(cond)`` executes the decorated function immediately if ``cond`` is true.
+
+    A Python bool decides while tracing; a traced scalar creates a branch. The function must return
+    None (TypeError)."""
 
     def wrap(f):
         def run():
@@ -370,10 +378,11 @@ def when(condition):
 
 
 def loop(lower, upper, *, init_carry=None, step=1, unroll=None):
-    """``@pl.loop(lower, upper)`` runs the function below it for each index, at once.
+    """``@pl.loop(lower, upper)`` executes the decorated function immediately, for each index.
 
-    The body is ``body(i)``, or ``body(i, carry) -> carry`` with ``init_carry``; the decorated
-    name is the final carry. ``step`` may be traced like the bounds.
+    The body is ``body(i)``, or ``body(i, carry) -> carry`` with ``init_carry``. The decorated name
+    becomes the final carry. Bounds and ``step`` may be traced. ``unroll`` is as for
+    `lax.fori_loop`.
     """
 
     def wrap(body):
@@ -431,7 +440,7 @@ def _is_descriptor(x):
 
 
 def cluster_axis(name, what):
-    """The number of a cluster axis; ValueError for any other name."""
+    """The index of a cluster axis; ValueError for any other name."""
     axes = env(what).axes
     family, k, _ = axes.get(name, (None, None, None))
     if family != "cluster":
@@ -441,7 +450,7 @@ def cluster_axis(name, what):
 
 
 def cluster_groups(x, what):
-    """Groups of axis numbers, each ended by -1."""
+    """Groups of axis indices, each terminated by -1."""
     out = []
     for group in x.collective_axes:
         out += [*(cluster_axis(n, what) for n in axis_names(group)), -1]
@@ -449,7 +458,7 @@ def cluster_groups(x, what):
 
 
 class UnionRefs(tuple):
-    """What a :class:`RefUnion` is in a kernel: the refs of its groups, in order."""
+    """A :class:`RefUnion` inside a kernel: the refs of its groups, in order."""
 
     __slots__ = ()
 
@@ -477,7 +486,7 @@ def _allocate_union(x, collective, name, what):
 
 
 def _parts(shape, alone):
-    """Of barriers and semaphores that each thread has for itself: a part for each."""
+    """The shape of barriers and semaphores; private ones have a part for each thread."""
     return (env("run_scoped").n_threads, *shape) if alone else shape
 
 
@@ -486,8 +495,8 @@ def _part(ref, alone):
 
 
 def _allocate(x, collective, name, what, union=None):
-    """The ref of one descriptor; ``union``: its number and that of the group. Without
-    ``collective`` axes each thread has its own."""
+    """The ref of one descriptor. ``union``: the indices of its union and group. Without
+    ``collective`` axes, the allocation is private to each thread."""
     e = env(what)
     if isinstance(x, Ref):  # GMEM scratch of the kernel
         return x
@@ -548,20 +557,20 @@ def _allocate(x, collective, name, what, union=None):
 
 
 def run_scoped(f, *types, collective_axes=(), **kw_types):
-    """Allocate ``types``, call ``f(*refs, **kw_refs)``, return its result.
+    """Allocate ``types``, call ``f(*refs, **kw_refs)`` and return its result.
 
     Types are pytrees of ``plgpu.SMEM``, ``plgpu.ACC``, ``plgpu.Barrier``, semaphores and None. In a
-    kernel with threads, with ``collective_axes=thread_name``, all threads enter the scope together
-    and share what it allocates; without it each thread enters by itself and has its own. ACC is
-    always a thread's own. SMEM is undefined on entry. Refs must not leave the scope. Its end
-    waits for nothing: no copy to its SMEM and no wgmma on its ACC may be in flight (ValueError on
-    the interpreter). ValueError for other axes.
+    kernel with several threads, ``collective_axes=thread_name`` means that all threads enter the
+    scope together and share its allocations. Without it, each thread enters separately and has
+    private allocations. ACC is always private. SMEM is uninitialised on entry. Refs must not leave
+    the scope (ValueError). The end of the scope does not wait: no copy to its SMEM and no wgmma on
+    its ACC may be in flight (ValueError on the interpreter). ValueError for other axes.
     """
     return scoped(f, types, kw_types, parameter_names(f), collective_axes)
 
 
 def scoped(f, types, kw_types, names, collective_axes):
-    """:func:`run_scoped` with the names of the positional allocations, for the generated text."""
+    """:func:`run_scoped` with names for the positional allocations in the generated text."""
     what = "run_scoped"
     e = env(what)
     axes = axis_names(collective_axes)
@@ -585,7 +594,7 @@ def scoped(f, types, kw_types, names, collective_axes):
         kw_refs = {k: allocate(t, k) for k, t in kw_types.items()}
         own = tree.leaves([refs, kw_refs])
         leaves, structure = tree.flatten(state.run(lambda: f(*refs, **kw_refs)))
-        for x in leaves:  # an accumulator that is a carry of a pipeline lives outside of it
+        for x in leaves:  # an accumulator carried by a pipeline was allocated outside
             if isinstance(x, Ref) and (x.is_view or any(x is r for r in own)):
                 raise ValueError(f"{what}: a ref cannot leave its scope; return its contents")
         op.leave([*(x for x in leaves if isinstance(x, Array)), *state.written()])
@@ -618,26 +627,26 @@ def _each_warp(f, what, name, args):
 
 
 def warp_map(f):
-    """Run ``f(warp_id)`` once for each of the 4 warps of this thread (Hopper); ``warp_id`` is a
+    """Execute ``f(warp_id)`` in each of the 4 warps of this thread (Hopper); ``warp_id`` is a
     traced int32.
 
-    Executes at once, so that the decorated name is None. All lanes of the thread meet before and
-    behind it. Warps go different ways (``pl.when(warp_id == 0)``), so there are scalars and refs
-    only, and no op that a whole thread does together. Warps that wait on one barrier in a map must
-    wait equally often; their thread has then seen those phases. LoweringError for arrays and
-    nesting, NotImplementedError for such ops, when the kernel is lowered.
+    Executes immediately; as a decorator it turns the name into None. All lanes of the thread
+    synchronise before and after the map. Warps may diverge (``pl.when(warp_id == 0)``), so only
+    scalars and refs exist, and no ops that need the whole thread. Warps that wait on the same
+    barrier in one map must wait equally often; the thread has then seen those phases. When the
+    kernel is lowered, arrays and nested maps raise LoweringError, other ops NotImplementedError.
     """
     _each_warp(f, "warp_map", object(), [lambda: _core.axis_index("warp", 0)])
 
 
 def warp_mesh(f, name):
-    """The body of a WarpMesh: without arguments, the warp's number is the axis ``name``."""
+    """The body of a WarpMesh: without arguments; the warp's index is along the axis ``name``."""
     _each_warp(f, "core_map", name, [])
 
 
 def with_scoped(*types, collective_axes=(), **kw_types):
-    """Decorator form of :func:`run_scoped`: ``with_scoped(...)(f)(*args)``; user arguments come
-    first."""
+    """Decorator form of :func:`run_scoped`: ``with_scoped(...)(f)(*args)`` calls
+    ``f(*args, *refs)``."""
 
     def wrap(f):
         def inner(*args, **kwargs):
@@ -654,7 +663,7 @@ def with_scoped(*types, collective_axes=(), **kw_types):
 
 
 class _Held:
-    """Ref of :func:`run_state` to an array in registers: what is written takes its place."""
+    """A ref of :func:`run_state` to an array in registers. A write replaces the array."""
 
     def __init__(self, value):
         self.value, self.region = value, _core.region()
@@ -682,9 +691,11 @@ class _Held:
 
 
 class Rounds:
-    """Of dynamic loops inside loops, each execution of which is a round over the grid: ``base``,
-    the first number of the round, and ``ahead``, the number that this cluster holds less the one it
-    began with. They are carried in registers through whatever loops and branches lead there."""
+    """State of dynamic loops inside loops, each execution of which is a round over the grid.
+
+    ``base`` is the first tile number of the round. ``ahead`` is the number that this cluster holds,
+    minus the one it started with. Both are carried in registers through the enclosing loops and
+    branches."""
 
     def __init__(self, e):
         self._base, self._ahead = _Held(None), _Held(None)
@@ -703,22 +714,23 @@ def _begun(held):
 
 
 class State:
-    """What the regions of one op do to the refs of run_state that may be written where it stands.
+    """Refs of run_state that the regions of one op may write.
 
-    An array lives in one region. While a region is traced, such a ref holds the array of that
-    region, and the op yields those that were written: a loop carries them, branches return them.
-    Which they are is known afterwards, so ``grew`` says that the op must be traced once more."""
+    An array belongs to one region. While a region is traced, such a ref holds the array of that
+    region, and the op yields the arrays that were written: loops carry them, branches return them.
+    Which refs are written is known only after tracing, so ``grew`` says that the op must be traced
+    again."""
 
     def __init__(self):
         self._here = _core.region()
         self._refs, self._new, self.grew = [], [], False
 
     def values(self):
-        """What the refs hold here: outside of the op, or at the end of a region."""
+        """What the refs currently hold: outside the op, or at the end of a region."""
         return [_begun(x) for x in self._refs]
 
     def run(self, f, begin=()):
-        """f() in the region that was just entered, where the refs begin as ``begin``, if given."""
+        """f() in the region that was just entered, where the refs start as ``begin``, if given."""
         held = [(x, x.value) for x in env("run_state").held if x.region == self._here]
         for x, _ in held:
             x.region = _core.region()
@@ -734,7 +746,7 @@ class State:
         return out
 
     def read(self, f, begin):
-        """f() in a region that cannot write them."""
+        """f() in a region that cannot write the refs."""
         old = [x.value for x in self._refs]
         for x, value in zip(self._refs, begin):
             x.value = value
@@ -744,11 +756,11 @@ class State:
         return out
 
     def written(self):
-        """What they hold at the end of the region that :meth:`run` traced."""
+        """What the refs hold at the end of the region that :meth:`run` traced."""
         return self._new
 
     def take(self, results):
-        """Those of an op, less what the refs hold from here on."""
+        """Store the final contents of the refs, and return the other results of the op."""
         n = len(results) - len(self._refs)
         for x, value in zip(self._refs, results[n:]):
             x.value = value
@@ -757,7 +769,7 @@ class State:
 
 @contextlib.contextmanager
 def _read_only():
-    """No ref of run_state can be written."""
+    """Within it, no ref of run_state can be written."""
     e = env("run_state")
     held, e.held = e.held, []
     try:
@@ -777,15 +789,16 @@ def _state_ref(leaf):
 
 
 def run_state(f):
-    """``run_state(f)(state)``: ``f`` gets refs that begin as the leaves of the pytree. The result
-    is what they hold at the end, or, in a kernel, what ``f`` returns if that is not None.
+    """``run_state(f)(state)`` calls ``f`` with refs that start as the leaves of the pytree
+    ``state``. It returns their final contents or, in a kernel, what ``f`` returns if that is not
+    None.
 
-    In a kernel leaves are ``ACC.init(array)``, accumulators, whose values are those after all
-    outstanding wgmmas, and arrays, which stay in registers: their refs are read and written by
-    index, also in loops, branches and scopes (NotImplementedError for a write in
-    :func:`plgpu.warp_map`, :func:`plgpu.lazy_where` and the condition of a loop). On the host
-    leaves are arrays, the refs are mutable arrays for kernels, and ``f`` returns None. ValueError
-    if a ref is returned.
+    In a kernel, the leaves are ``ACC.init(array)`` and arrays. ``ACC.init(array)`` is an
+    accumulator; its final value is read after all outstanding wgmmas. Arrays stay in registers;
+    their refs are read and written by index, also in loops, branches and scopes. A write in
+    :func:`plgpu.warp_map`, :func:`plgpu.lazy_where` or the condition of a loop raises
+    NotImplementedError. On the host, the leaves are arrays, the refs are mutable arrays for
+    kernels, and ``f`` returns None. ValueError if a ref is returned.
     """
 
     def inner(args):

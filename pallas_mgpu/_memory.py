@@ -1,7 +1,7 @@
-"""Accesses of refs beyond ``ref[idx]``: masks, atomics.
+"""Accesses to refs beyond ``ref[idx]``: masks and atomics.
 
-Masks and values broadcast to the shape of the indexed part, whose elements are touched only where
-the mask is true: others may lie outside of the array.
+Masks and values broadcast to the shape of the indexed part. Only elements whose mask is true are
+accessed; the others may be outside the array.
 """
 
 import numpy as np
@@ -38,7 +38,8 @@ def _view(what, ref, idx, options):
 
 
 def _place(view, mask):
-    """The ref, how arrays index it, and the mask with what exists of a view that overhangs."""
+    """The ref, the arrays that index it, and the mask, restricted to the part of an overhanging
+    view that exists."""
     if isinstance(view, Ref):
         return view, (), mask
     ref, by, inside = view.place()
@@ -49,7 +50,7 @@ def _place(view, mask):
 
 def _load(view, mask, other):
     ref, by, exists = _place(view, mask)
-    if exists is not mask and mask is not True:  # outside of the array there are zeros
+    if exists is not mask and mask is not True:  # outside the array, elements read as zero
         zero = _core.full(view.shape, 0, view.dtype)
         other = _core.where(mask, zero, _core.convert(as_array(other, "other"), view.dtype))
     return _core.masked_load(ref, exists, other, *by)
@@ -81,20 +82,20 @@ def _mask(what, mask, view):
 
 
 def _value(what, x, view):
-    """A number, or an array that broadcasts."""
+    """A number, or an array broadcast to the view."""
     if isinstance(x, (bool, int, float, np.generic)):
         return x
     return _beside(what, as_array(x, what), view)
 
 
 def load(ref, idx=..., *, mask=None, other=None, **options):
-    """``ref[idx]``; with ``mask`` only where that is true, and ``other`` (zero if not given)
-    elsewhere. ``load(ref.at[idx], mask=...)`` is the same.
+    """Load ``ref[idx]`` where ``mask`` is true; elsewhere the result is ``other``, zero by default.
+    ``load(ref.at[idx], mask=...)`` is equivalent.
 
     ``mask`` (bool) and ``other`` broadcast to the shape of ``ref[idx]``. Elements whose mask is
-    false are not touched, so that ``ref.at[pl.ds(start, size)]`` may overhang the ref, in GMEM and
-    in SMEM. ``cache_modifier``, ``eviction_policy`` and ``volatile`` have no effect. ValueError,
-    TypeError for misuse.
+    false are not accessed, so ``ref.at[pl.ds(start, size)]`` may overhang the ref, in GMEM and in
+    SMEM. ``cache_modifier``, ``eviction_policy`` and ``volatile`` have no effect. ValueError for
+    shapes that do not broadcast, TypeError for other arguments.
     """
     what = "pl.load"
     view = _view(what, ref, idx, options)
@@ -109,9 +110,11 @@ def load(ref, idx=..., *, mask=None, other=None, **options):
 
 @shown_as(lambda ref, idx, val, *, mask=None, eviction_policy=None: None)
 def store(ref, *idx_and_val, mask=None, **options):
-    """``store(ref, idx, val)``: ``ref[idx] = val``; with ``mask`` (bool, broadcasts) only where
-    that is true, and nothing else is touched. The value has the indexed shape exactly.
-    ``store(ref.at[idx], val, mask=...)`` is the same."""
+    """``store(ref, idx, val)`` executes ``ref[idx] = val`` where ``mask`` is true.
+    ``store(ref.at[idx], val, mask=...)`` is equivalent.
+
+    ``mask`` (bool) broadcasts to the indexed shape; other elements are not accessed. ``val`` must
+    have exactly the indexed shape. ValueError for other shapes, TypeError for other arguments."""
     what = "pl.store"
     named = [options.pop(k) for k in ("idx", "val") if k in options]
     given = (*idx_and_val, *named)
@@ -126,8 +129,8 @@ def store(ref, *idx_and_val, mask=None, **options):
 
 
 def swap(ref, idx, val, *, mask=None, **options):
-    """``ref.swap(val, idx)``: what was there before. With ``mask`` only where that is true, zeros
-    elsewhere. Not atomic."""
+    """Store ``val`` to ``ref[idx]`` and return the previous value. With ``mask``, only elements
+    whose mask is true are accessed, and the result is zero elsewhere. Not atomic."""
     what = "pl.swap"
     view = _view(what, ref, idx, options)
     if mask is None:
@@ -153,12 +156,12 @@ def _with_index(kind, does):
         return _atomic(kind, what, _view(what, ref, idx, {}), val, mask)
 
     atomic.__name__ = atomic.__qualname__ = f"atomic_{kind}"
-    atomic.__doc__ = f"""Atomically {does} each element of ``ref[idx]``; the array of what was there
-    before.
+    atomic.__doc__ = f"""Atomically {does} each element of ``ref[idx]`` (GMEM or SMEM), and return
+    an array of the previous values.
 
-    ``val`` and ``mask`` (bool) broadcast. Relaxed, at the scope of all who reach the memory. Where
-    the mask is false nothing is touched and the result is undefined. NotImplementedError for dtypes
-    that the operation is not available for.
+    ``val`` and ``mask`` (bool) broadcast. The ordering is relaxed, at the scope of everyone who can
+    access the memory. Where the mask is false nothing is accessed and the result is undefined.
+    NotImplementedError for dtypes for which the operation is not available.
     """
     return atomic
 
@@ -185,9 +188,10 @@ def _of_ref(kind, does):
     atomic.__name__ = atomic.__qualname__ = f"atomic_{kind}"
     atomic.__doc__ = f"""Atomically {does} each element of ``ref`` (GMEM or SMEM), without a result.
 
-    ``val`` has the shape and dtype of ``ref``. Relaxed. Also in the form of ``pl.atomic_{kind}``,
-    ``(ref, idx, val, mask=)``, which returns what was there before. int32 and uint32: all of them;
-    float32: add; float16, bfloat16: add, max, min; NotImplementedError for others.
+    ``val`` has the shape and dtype of ``ref`` (ValueError). The ordering is relaxed. The form
+    ``(ref, idx, val, mask=)`` is that of ``pl.atomic_{kind}``, which returns the previous values.
+    int32 and uint32 support all operations, float32 add, float16 and bfloat16 add, max and min;
+    NotImplementedError for others.
     """
     return atomic
 
@@ -206,8 +210,8 @@ OF_REF = {f"atomic_{kind}": _of_ref(kind, does) for kind, does in _DOES.items() 
 
 
 def atomic_cas(ref, idx, cmp, val, *, mask=None):
-    """Atomically replace each element of ``ref[idx]`` that has the bits of ``cmp`` by ``val``; the
-    array of what was there before. ``cmp``, ``val`` and ``mask`` broadcast. int32, uint32,
-    float32."""
+    """Atomically replace each element of ``ref[idx]`` whose bits equal those of ``cmp`` by ``val``,
+    and return an array of the previous values. ``cmp``, ``val`` and ``mask`` broadcast. int32,
+    uint32 and float32; NotImplementedError for others."""
     what = "pl.atomic_cas"
     return _atomic("cas", what, _view(what, ref, idx, {}), val, mask, cmp)
