@@ -1,10 +1,12 @@
-"""`pallas_call`: a body on blocks of arrays, over a grid.
+"""`pallas_call`: runs a body on blocks of arrays, over a grid.
 
-It is a kernel whose body is one pipeline. Parallel axes of the grid become the grid of the launch,
-sequential ones, in order, the grid of the pipeline that every block runs; the index maps get the
-indices of both. `pl.program_id` reads them from the environment (`Env.programs`), which a step, and
-every call of an index map, sets to its own: a map that asks for the index of a sequential axis gets
-that of the step whose block is fetched, not of the one that runs."""
+A `pallas_call` is a kernel whose body is one pipeline. The parallel axes of the grid become the
+grid of the launch. The sequential axes become, in order, the grid of the pipeline that every block
+runs. Index maps receive the indices along both.
+
+`pl.program_id` reads the indices from the environment (`Env.programs`). Each step, and each call of
+an index map, sets them. So if an index map asks for the index along a sequential axis, it gets that
+of the step whose block is being fetched, not of the step that is running."""
 
 import contextlib
 import inspect
@@ -37,7 +39,7 @@ _SHORT = 65535  # blocks along CUDA's y and z
 
 
 class NoBlockSpec(NotSpecified):
-    """Type of ``pl.no_block_spec``: whole arrays, in the default memory space."""
+    """Type of ``pl.no_block_spec``, which stands for whole arrays in the default memory space."""
 
     __slots__ = ()
 
@@ -49,7 +51,7 @@ no_block_spec = NoBlockSpec()
 
 
 class GridSpec(_Frozen):
-    """Grid, specs and scratch of a :func:`pallas_call` in one object."""
+    """The grid, specs and scratch of a :func:`pallas_call` in one object."""
 
     __slots__ = ("grid", "in_specs", "out_specs", "scratch_shapes")
 
@@ -59,12 +61,12 @@ class GridSpec(_Frozen):
 
 
 class CompilerParams(Protocol):
-    """Type of compiler parameters, whatever the backend; those of this one are
+    """Protocol of compiler parameters of any backend. This backend has
     :class:`plgpu.CompilerParams`."""
 
 
 class CostEstimate(_Frozen):
-    """What a kernel costs, for a compiler that asks. Accepted and ignored."""
+    """The cost of a kernel. Accepted for compatibility and ignored."""
 
     __slots__ = ("flops", "transcendentals", "bytes_accessed", "remote_bytes_transferred")
 
@@ -83,7 +85,7 @@ class CostEstimate(_Frozen):
 
 
 def _read_grid(grid):
-    """``(sizes, names)``; names None where the axes have none."""
+    """``(sizes, names)`` of a grid; names is None if the axes have none."""
     what = "pallas_call: grid"
     axes = tuple(grid) if isinstance(grid, (tuple, list)) else (grid,)
     named = bool(axes) and all(isinstance(a, (tuple, list)) and len(a) == 2 for a in axes)
@@ -118,7 +120,7 @@ class _Call(Definition):
                 f" {len(self.grid)} grid axes, got {show(semantics)}"
             )
         self.parallel = [str(s) == "parallel" for s in semantics]
-        # CUDA's y and z, the axes before the last, are short: such grids are launched as one axis
+        # CUDA limits y and z, the axes before the last: larger grids are launched as one axis
         launch = tuple(n for n, p in zip(self.grid, self.parallel) if p)
         self.folded = math.prod(launch[-2:-1]) > _SHORT or math.prod(launch[:-2]) > _SHORT
         if self.folded and math.prod(launch) >= 2**31:
@@ -174,7 +176,7 @@ class _Call(Definition):
                 )
 
     def _specs(self, specs, structure, what, refs):
-        """A flat list of specs, one per ref."""
+        """A flat list of specs, one for each ref."""
         if isinstance(specs, NoBlockSpec):
             return [GenericBlockSpec()] * len(refs)
         if isinstance(specs, GenericBlockSpec):
@@ -197,8 +199,9 @@ class _Call(Definition):
         return [GenericBlockSpec() if isinstance(s, NoBlockSpec) else s for s in leaves]
 
     def _operand(self, spec, ref, what, at, place):
-        """The checked operand of the pipeline; ``at(steps)``: indices along the whole grid;
-        ``place``: the block stays where it is."""
+        """The checked operand of the pipeline. ``at(steps)``: sets the indices along the whole
+        grid.
+        ``place``: the block stays in GMEM."""
         if spec.collective_axes:
             raise ValueError(
                 f"pallas_call: {what}: collective_axes need clusters; use plgpu.kernel and"
@@ -234,8 +237,8 @@ class _Call(Definition):
         return Operand(spec, ref, what, grid, self.who, cut=cut)
 
     def _warn_outside(self, operand):
-        """On the interpreter: of a map of plain ints, tell the first point of the grid whose block
-        lies outside of the array as a whole, which is legal and rarely meant."""
+        """On the interpreter, warn about the first grid point whose block is entirely outside the
+        array, which is legal but rarely intended. Only for index maps that return plain ints."""
         if operand.spec.index_map is None or math.prod(self.grid) > _MOST_POINTS:
             return
         index_map = inspect.unwrap(operand.spec.index_map).of_grid
@@ -290,8 +293,8 @@ class _Call(Definition):
             self._trace_form(args, names, scratch, at, found.which)
 
     def _trace_form(self, args, names, scratch, at, in_place):
-        """The body in a pipeline. ``in_place``: the operands, as "in_specs[0]", whose blocks are
-        not staged though their specs would have it so."""
+        """Trace the body in a pipeline. ``in_place``: the operands, such as "in_specs[0]", whose
+        blocks are not staged although their specs permit it."""
         n_in = len(args) - len(self.out_structure[2])
         ins, in_structure = tree.flatten(tuple(args[:n_in]))
         outs, _ = tree.flatten(tuple(args[n_in:]))
@@ -345,13 +348,16 @@ class _Call(Definition):
     # ---- blocks that are better left in GMEM ----
 
     def _choose_forms(self, ins, outs, at):
-        """After a trace with staged blocks: raises `_InPlace` if the body should see some in GMEM.
+        """After a trace with staged blocks, raise `_InPlace` if some blocks should stay in GMEM.
 
-        That is possible for operands that it only loads, stores and updates by elements. It is done
-        for all of them where the blocks do not fit SMEM; for outputs of which several programs
-        store parts of one block (a staged one is written back whole); and where the body uses masks
-        or indices, as those for Pallas' Triton backend, whose programs address memory themselves:
-        for all but inputs that it reads more than once."""
+        That is possible for operands whose elements the body only loads, stores and updates. It is
+        done
+
+        - for all of them, if the blocks do not fit in SMEM;
+        - for outputs if several programs store parts of one block, because a staged block is
+          written back whole;
+        - if the body uses masks or index arrays, as kernels for Pallas' Triton backend do, which
+          address memory themselves: for all except small inputs that are read more than once."""
         staged = [o for o in ins + outs if o.staged]
         uses = {o.what: _core.uses(o.given) for o in staged}
         free = [
@@ -395,7 +401,7 @@ class _Call(Definition):
             raise _InPlace(frozenset(o.what for o in in_place))
 
     def _is_shared(self, operand, at):
-        """May several programs of the launch have one block of it?"""
+        """May several programs of the launch have the same block of the operand?"""
         axes = [_core.as_array(0, "int32") for _ in self._sequential()]
         index = [x for x in operand.index(axes) if isinstance(x, Array)]
         with at(axes) as programs:
@@ -406,20 +412,20 @@ class _Call(Definition):
 
 
 class _InPlace(Exception):
-    """Trace the body again with the blocks of some operands left in GMEM."""
+    """Raised to trace the body again with the blocks of some operands left in GMEM."""
 
     def __init__(self, which):
         super().__init__(which)
         self.which = which
 
 
-# what `_core.uses` tells of a ref
+# what `_core.uses` reports about a ref
 _PARTS = {"masked_store", "part_store", "atomic"}
 _MASKED = {"masked_load", "masked_store", "atomic"}
 _ELEMENTWISE = {"load", "store", "part_store"} | _MASKED
 _RESERVED = 1024  # bytes of SMEM that blocks leave to barriers and reductions
-_MOST_POINTS = 4096  # of a grid whose index maps are tried out
-_OFTEN_BYTES = 32768  # of an input that is read again: several programs fit on an SM
+_MOST_POINTS = 4096  # of a grid whose index maps are evaluated at every point
+_OFTEN_BYTES = 32768  # of an input that is read repeatedly: several programs fit on an SM
 
 
 def _in_smem(x):
@@ -430,7 +436,7 @@ _NO_ALIASES: dict[int, int] = {}
 
 
 def _right_form(args, kwargs, value):
-    """For `accepts`: dimension_semantics where TPU examples have it."""
+    """For `accepts`: dimension_semantics as a keyword, as in TPU examples."""
     raise TypeError(
         "pallas_call: no argument 'dimension_semantics'; the right form is"
         " compiler_params=plgpu.CompilerParams(dimension_semantics=...)"
@@ -455,24 +461,26 @@ def pallas_call(
     cost_estimate=None,
     metadata=None,
 ):
-    """A kernel that runs a body on blocks of its arrays, once for every point of a grid.
+    """Make a kernel that runs a body on blocks of its arrays, once for every point of a grid.
 
-    ``kernel(*inputs, *outputs, *scratch)`` gets refs and returns None. ``out_shape``: pytree of
-    things with shape and dtype; a list comes back as a tuple. ``grid``: an int, a tuple of ints, or
-    of (name, size) pairs for ``lax.axis_index``. ``in_specs``, ``out_specs``: BlockSpecs in the
-    structure of the arguments and of ``out_shape``, one spec for one array; without them whole
-    arrays. Blocks are staged in SMEM, or left in GMEM, where the body sees a view of its block
-    (``memory_space=plgpu.GMEM``, and by default where docs/language.md says so). They may overhang
-    the array: zeros are read there, nothing is written. ``grid_spec``: a
-    :class:`GridSpec` instead of these. ``input_output_aliases``: flat input to flat output index;
-    the output begins as the input and the body sees one memory.
+    kernel: the body, ``kernel(*inputs, *outputs, *scratch)``; it gets refs and returns None.
+    out_shape: pytree of objects with shape and dtype; a list is returned as a tuple.
+    grid: an int, a tuple of ints, or a tuple of (name, size) pairs for ``lax.axis_index``.
+    in_specs, out_specs: BlockSpecs in the structure of the arguments and of ``out_shape``, or one
+        spec for one array; by default whole arrays. Blocks are staged in SMEM, or left in GMEM,
+        where the body gets a view of its block (``memory_space=plgpu.GMEM``, and by default in the
+        cases that docs/language.md lists). Blocks may overhang the array: there, zeros are read and
+        nothing is written.
+    scratch_shapes: descriptors of scratch memory of each block.
+    grid_spec: a :class:`GridSpec`, instead of the four above.
+    input_output_aliases: dict of flat input index to flat output index. The output starts as the
+        input, and the body sees one memory.
+    compiler_params: a :class:`plgpu.CompilerParams`. Grid axes whose ``dimension_semantics`` are
+    not "parallel" become a loop inside every block, with ``max_concurrent_steps`` steps in flight
+    (see Pipelines in docs/language.md). cost_estimate, metadata: no effect.
 
-    ``compiler_params.dimension_semantics``: grid axes that are not "parallel" are a loop inside
-    every block, with ``max_concurrent_steps`` steps in flight (see Pipelines in
-    docs/language.md). ``cost_estimate``, ``metadata``: accepted, without effect.
-
-    The result is called with arrays, as those of :func:`plgpu.kernel` are. ValueError,
-    NotImplementedError for specs that do not fit the arrays, when called.
+    The result is called with arrays, like that of :func:`plgpu.kernel`. Specs that do not fit the
+    arrays raise ValueError or NotImplementedError when it is called.
     """
     if grid_spec is not None:
         given = (grid, in_specs, out_specs, scratch_shapes)

@@ -1,10 +1,10 @@
 """Software pipelines inside a kernel: `emit_pipeline`.
 
-The pipeline is a loop over the steps of a grid. Step s works on slot s % n of the SMEM buffer of an
-operand that has n slots; inputs of the first steps are fetched up front, later ones when a slot is
-free again. Inputs with equally many slots are a ring, whose slots have one barrier each. The order
-of events is that of docs/language.md, "Pipelines"; nothing here is
-visible to the core, which sees copies, barriers and one loop."""
+The pipeline is a loop over the steps of a grid. For an operand with n slots, step s uses slot s % n
+of its SMEM buffer. The inputs of the first steps are fetched before the loop, later ones when a
+slot has been released. Inputs with the same number of slots form a ring, with one barrier for each
+slot. docs/language.md, "Pipelines", defines the order of events. The pipeline is composed of other
+ops: the core only sees copies, barriers and one loop."""
 
 import functools
 
@@ -34,13 +34,13 @@ from ._types import (
 
 
 def slots_of(spec, max_concurrent_steps):
-    """How many slots an operand may have."""
+    """The maximum number of slots of an operand."""
     mode = spec.pipeline_mode
     return max_concurrent_steps if mode is None else mode.buffer_count
 
 
 def check_slots(specs, max_concurrent_steps, who):
-    """ValueError unless every input has more slots than steps that delay its release."""
+    """ValueError unless every input has more slots than its delay_release."""
     for s in specs:
         slots = slots_of(s, max_concurrent_steps)
         if slots > s.delay_release:
@@ -53,7 +53,7 @@ def check_slots(specs, max_concurrent_steps, who):
 
 
 def rings_of(operands):
-    """Inputs by their number of slots."""
+    """Group inputs by their number of slots."""
     rings = {}
     for o in operands:
         rings.setdefault(o.slots, []).append(o)
@@ -81,8 +81,9 @@ def _grid_entry(g):
 
 
 class Operand:
-    """One spec with the ref it stages. ``cut``: where it is not staged, the body gets the block,
-    not the whole array. ``given``: what the body got at the step that was traced last."""
+    """One spec and the ref that it stages. ``cut``: if the operand is not staged, the body gets the
+    block instead of the whole array. ``given``: what the body got at the step that was traced
+    last."""
 
     def __init__(self, spec, ref, what, grid, who="emit_pipeline", cut=False):
         if not isinstance(spec, GenericBlockSpec):
@@ -126,13 +127,13 @@ class Operand:
         )
 
     def set_slots(self, max_concurrent_steps, steps):
-        """``slots``: not more than there are steps."""
+        """Set ``slots``, which is at most the number of steps."""
         n = slots_of(self.spec, max_concurrent_steps)
         self.slots = min(n, steps) if isinstance(steps, int) else n
 
     def _depends_on_grid(self, rank):
-        """Does the index map use any of its arguments? By dataflow, on a trace that is thrown
-        away."""
+        """Does the index map use any of its arguments? Found by data flow in a trace that is
+        discarded."""
         zero, one = _core.as_array(0, "int32"), _core.as_array(1, "int32")
         op = _core.open("for", (zero, one, *(zero,) * (rank - 1)), 1)
         try:
@@ -143,7 +144,7 @@ class Operand:
             op.abandon()
 
     def index(self, indices):
-        """Block indices at a step, one per block dim."""
+        """The block indices at a step, one for each block dimension."""
         if self.spec.index_map is None:
             return (0,) * len(self.dims)
         gets = f"one index for each of the {len(indices)} grid axes"
@@ -177,7 +178,7 @@ class Operand:
         return out
 
     def _entries(self, index):
-        """Of a block: an index or a span along each dim of the array."""
+        """An index or a span of the block along each dimension of the array."""
         out = []
         for d, i in zip(self.dims, index):
             if not isinstance(i, Array):
@@ -191,12 +192,13 @@ class Operand:
         return out
 
     def starts(self, index):
-        """(first element, the one after the last) along each dim of the array."""
+        """(start, end) of the block along each dimension of the array."""
         spans = (x if isinstance(x, Span) else Span(x, 1) for x in self._entries(index))
         return [(x.start, x.start + x.size) for x in spans]
 
     def slice(self, index):
-        """The GMEM view of a block. Starts are dynamic even where known: a block may overhang."""
+        """The GMEM view of a block. Starts are dynamic even if known, since a block may
+        overhang."""
         where = self._entries(index)
         for x in where:
             if isinstance(x, Span):
@@ -204,13 +206,13 @@ class Operand:
         return self.ref.at[tuple(where)]
 
     def in_place(self, indices):
-        """What the body gets of an array that is not staged."""
+        """What the body gets for an array that is not staged."""
         if not self.cut:
             return self.ref
         return window(self.ref, self._entries(self.index(indices)))
 
     def buffer(self):
-        """The SMEM buffer: a slot dim in front of the block."""
+        """The SMEM buffer: the slots are a leading dimension before those of the block."""
         shape = (self.slots, *self.block)
         split_transforms(
             self.spec.transforms, self.block, self.ref.dtype, f"{self.who}: {self.what}"
@@ -219,7 +221,7 @@ class Operand:
 
 
 def _grid_size(grid):
-    """The number of steps: an int if the whole grid is static, else an int32 scalar."""
+    """The number of steps: an int if the whole grid is static, otherwise an int32 scalar."""
     total = 1
     for g in grid:
         total = total * g
@@ -236,20 +238,24 @@ def _grid_size(grid):
 def emit_pipeline(
     body, *, grid, in_specs=(), out_specs=(), max_concurrent_steps=1, init_carry=None
 ):
-    """A software pipeline: ``pipeline(*gmem_refs)`` runs ``body`` over ``grid`` with staged
+    """Make a software pipeline: ``pipeline(*gmem_refs)`` runs ``body`` over ``grid`` with staged
     blocks (Hopper).
 
-    ``body(indices, *in_refs, *out_refs)``, or ``body(..., carry) -> carry`` with ``init_carry``;
-    the pipeline then returns the last carry. ``grid``: ints or int32 scalars, last axis fastest.
-    ``in_specs``, ``out_specs``: flat sequences of BlockSpec, one per ref.
-    ``max_concurrent_steps``: SMEM slots per operand; ``BlockSpec(pipeline_mode=pl.Buffered(n))``
-    gives one operand n of them. An input slot is refilled after the body of
-    its step; with asynchronous reads (wgmma) await them in the body, or give
-    ``BlockSpec(delay_release=1)`` and ``wgmma_wait(1)``. In a kernel with threads each thread that
-    gets here runs a pipeline of its own, with its own slots (SMEM for all threads) and barriers.
+    The body is ``body(indices, *in_refs, *out_refs)``. With ``init_carry`` it is
+    ``body(..., carry) -> carry``, and the pipeline returns the final carry.
 
-    ValueError: a grid entry that is not positive; not more slots than ``delay_release``;
-    ``collective_axes`` on an output.
+    ``grid``: ints or int32 scalars; the last axis is the fastest.
+    ``in_specs``, ``out_specs``: flat sequences of BlockSpec, one for each ref.
+    ``max_concurrent_steps``: the number of SMEM slots of each operand;
+    ``BlockSpec(pipeline_mode=pl.Buffered(n))`` gives one operand n slots.
+
+    An input slot is refilled after the body of its step. If the body starts asynchronous reads
+    (wgmma), either wait for them in the body, or use ``BlockSpec(delay_release=1)`` with
+    ``wgmma_wait(1)``. In a kernel with several threads, each thread that reaches the pipeline runs
+    its own, with its own slots and barriers; SMEM is allocated for all threads.
+
+    ValueError for a grid entry that is not positive, for slots that do not exceed
+    ``delay_release``, and for ``collective_axes`` on an output.
     """
     grid = tuple(grid) if isinstance(grid, (tuple, list)) else (grid,)
     grid = tuple(_grid_entry(g) for g in grid)
@@ -313,9 +319,9 @@ def emit_pipeline(
 def run_steps(
     body, grid, ins, outs, max_concurrent_steps, init_carry, names, last=False, traced=None
 ):
-    """The pipeline of checked operands. ``names``: of them, for the generated text. ``last``: the
-    kernel ends with it, so its stores need not be complete for the block to go on. ``traced``:
-    called in the scope of the buffers after the body was traced."""
+    """Run the pipeline of checked operands. ``names``: their names in the generated text. ``last``:
+    the kernel ends with the pipeline, so it only waits until the sources of its stores have been
+    read. ``traced``: called in the scope of the buffers after the body has been traced."""
     env("emit_pipeline")
     steps = _grid_size(grid)
     fetched = [o for o in ins if o.staged]
@@ -356,14 +362,14 @@ def run_steps(
 
 
 def _moved(o, grid, now, s):
-    """Did the block of an output change between steps s-1 and s?"""
+    """Does the block of an output change between steps s-1 and s?"""
     pairs = zip(now, o.index(unravel(s - 1, grid)))
     changed = [a != b for a, b in pairs if isinstance(a, Array) or isinstance(b, Array)]
     return functools.reduce(lambda x, y: x | y, changed)
 
 
 def _finish(grid, steps, stored, buffers):
-    """The stores that come after the last step."""
+    """The stores after the last step."""
     variant = [o for o in stored if o.variant]
     invariant = [o for o in stored if not o.variant]
 
@@ -376,8 +382,8 @@ def _finish(grid, steps, stored, buffers):
             )
         _ops.commit_smem_to_gmem_group()
 
-    # An output that was revisited at the last step was stored before, by a copy that may still be
-    # in flight: two copies to one place are not ordered.
+    # An output that is revisited at the last step was stored earlier, by a copy that may still be
+    # in flight. Two copies to the same place are not ordered, so wait for it.
     last = _core.as_array(steps - 1, "int32")
     for o in variant:
         again = (last > 0) & ~_moved(o, grid, o.index(unravel(last, grid)), last)
@@ -395,7 +401,7 @@ def _finish(grid, steps, stored, buffers):
 
 
 def _run(body, grid, steps, ins, outs, buffers, rings, bars, waits, init_carry):
-    """``rings``: inputs by number of slots; ``waits``: for what was fetched before."""
+    """``rings``: inputs by number of slots; ``waits``: called before the first step."""
     stored = [o for o in outs if o.staged]
     variant = [o for o in stored if o.variant]
     static = isinstance(steps, int)
