@@ -1,4 +1,4 @@
-"""The `pl` namespace: generic helpers of kernel bodies."""
+"""The `pl` namespace: generic functions for kernel bodies."""
 
 import numpy as np
 
@@ -101,7 +101,7 @@ __all__ = [
 
 @tree.register_pytree_node_class
 class Slice:
-    """``start``, static or traced, and static ``size`` of a slice of a ref."""
+    """A slice of a ref: ``start`` (static or traced), ``size`` and ``stride`` (static)."""
 
     __slots__ = ("start", "size", "stride")
 
@@ -129,7 +129,7 @@ class Slice:
 
     @classmethod
     def from_slice(cls, slc, size):
-        """Of a Python slice of ``size`` elements."""
+        """From a Python slice of a dimension of ``size`` elements."""
         start, stop, step = slc.indices(size)
         return cls(start, max(-(-(stop - start) // step), 0), step)
 
@@ -162,8 +162,8 @@ class Slice:
 
 
 def dslice(start, size=NOT_SPECIFIED, stride=None):
-    """A slice of ``size`` elements from ``start`` (traced or not). ``ds(n)`` is the first n;
-    ``ds(None)`` everything."""
+    """A slice of ``size`` elements that begins at ``start``, an int or a traced int32 scalar.
+    ``ds(n)`` selects the first n elements, ``ds(None)`` all of them."""
     if size is NOT_SPECIFIED:
         if start is None:
             return slice(None)
@@ -175,7 +175,7 @@ ds = dslice
 
 
 def cdiv(a, b):
-    """ceil(a / b) for a >= 0. A Python int if both are."""
+    """ceil(a / b) for a >= 0. A Python int if both operands are."""
     if isinstance(a, Array) or isinstance(b, Array):
         return _core.binary("div", a + (b - 1), b)
     return (a + b - 1) // b
@@ -187,7 +187,7 @@ def align_to(a, alignment):
 
 
 def next_power_of_2(x):
-    """The least power of two not below ``x``; 1 for 0. ValueError for negative ``x``."""
+    """The smallest power of two that is at least ``x``; 1 for 0. ValueError for negative ``x``."""
     if not hasattr(x, "__index__"):
         raise TypeError(f"next_power_of_2: x must be an int, got {show(x)}")
     x = x.__index__()
@@ -197,9 +197,11 @@ def next_power_of_2(x):
 
 
 def reciprocal(x, *, approx=False, full_range=False):
-    """1 / x, to 1 ulp of float32; correctly rounded under ``CompilerParams(exact_division=True)``.
-    ``approx``: of floats in one instruction, also to 1 ulp, which takes subnormals as 0 (also in
-    the result); ``full_range`` divides all the same."""
+    """1 / x, accurate to 1 ulp of float32, or correctly rounded under
+    ``CompilerParams(exact_division=True)``.
+
+    With ``approx``, floats take one instruction, also accurate to 1 ulp, which treats subnormal
+    operands and results as 0. ``full_range`` disables ``approx``."""
     traced = isinstance(x, Array) and _issubdtype(x.dtype, np.inexact)
     if approx and not full_range and traced:
         return _core.unary("rcp_approx", x)
@@ -212,8 +214,8 @@ def broadcast_to(a, shape):
 
 
 def dot_of_matrices(a, b, trans_a=False, trans_b=False, allow_tf32=None, precision=None):
-    """The product of matrices, of ``a.T`` with ``trans_a`` and ``b.T`` with ``trans_b``, in float32
-    (int32 of integers). An older spelling of ``jnp.dot``."""
+    """The product of two matrices in float32 (int32 for integers); ``trans_a`` and ``trans_b``
+    transpose the operands. An older spelling of ``jnp.dot``."""
     if a.ndim != 2 or b.ndim != 2:
         raise ValueError(f"pl.dot: a and b must be matrices, got shapes {a.shape} and {b.shape}")
     if allow_tf32 is not None:
@@ -243,7 +245,7 @@ def _on_host(what):
 
 
 def empty(shape, dtype, *, out_sharding=None):
-    """A host array whose contents are not promised, to pass to kernels."""
+    """A host array with undefined contents, to pass to kernels."""
     _on_host("empty")
     return np.empty(_types.ints(shape, "pl.empty: shape"), _core.as_dtype(dtype))
 
@@ -261,7 +263,7 @@ def _empty_like(x):
 
 
 def empty_ref_like(x):
-    """A mutable array (``plgpu.new_ref``) for each leaf; contents are not promised."""
+    """A mutable array (``plgpu.new_ref``) with undefined contents for each leaf of a pytree."""
     _on_host("empty_ref_like")
     return tree.map(lambda leaf: _mutable.new_ref(_empty_like(leaf)), x)
 
@@ -272,8 +274,9 @@ def strides_from_shape(shape):
 
 
 def multiple_of(x, values):
-    """``x`` with the promise that every int in ``values`` divides it. Lets slices of tiled SMEM
-    and wide accesses be proved aligned. ValueError for a Python int that it is not true of."""
+    """``x``, with the promise that it is a multiple of every int in ``values``. The compiler uses
+    it to prove that slices of tiled SMEM and wide accesses are aligned. ValueError if ``x`` is a
+    Python int that is not such a multiple."""
     return _core.multiple_of(x, values)
 
 

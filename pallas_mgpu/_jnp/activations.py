@@ -1,4 +1,4 @@
-"""The activation functions of `nn`, for traced values and host arrays."""
+"""Activation functions of `nn`, for traced values and host arrays."""
 
 import math
 import operator
@@ -84,12 +84,12 @@ def relu6(x):
 
 
 def leaky_relu(x, negative_slope=0.01):
-    """x where positive, else negative_slope * x."""
+    """x if positive, else negative_slope * x."""
     return where(x >= 0, x, negative_slope * x)
 
 
 def gelu(x, approximate=True):
-    """Gaussian error linear unit: its tanh approximation, or by erfc."""
+    """Gaussian error linear unit, by its tanh approximation or (``approximate=False``) by erfc."""
     if not approximate:
         return 0.5 * x * _erfc(-x * math.sqrt(0.5))
     c = math.sqrt(2 / math.pi)
@@ -113,7 +113,7 @@ def identity(x):
 
 
 def hard_tanh(x):
-    """x limited to [-1, 1]."""
+    """x clipped to [-1, 1]."""
     return clip(x, -1, 1)
 
 
@@ -146,12 +146,12 @@ def mish(x):
 
 
 def sparse_plus(x):
-    """0 below -1, x above 1, (x + 1)**2 / 4 between."""
+    """0 below -1, x above 1, (x + 1)**2 / 4 in between."""
     return where(x <= -1, 0.0, where(x >= 1, x, (x + 1) ** 2 / 4))
 
 
 def sparse_sigmoid(x):
-    """0 below -1, 1 above 1, (x + 1) / 2 between."""
+    """0 below -1, 1 above 1, (x + 1) / 2 in between."""
     return 0.5 * clip(x + 1, 0, 2)
 
 
@@ -161,7 +161,7 @@ def squareplus(x, b=4):
 
 
 def elu(x, alpha=1.0):
-    """x where positive, else alpha * (exp(x) - 1)."""
+    """x if positive, else alpha * (exp(x) - 1)."""
     return where(x > 0, x, alpha * expm1(where(x > 0, 0, x)))
 
 
@@ -171,12 +171,13 @@ def celu(x, alpha=1.0):
 
 
 def selu(x):
-    """elu, scaled so that it keeps mean and variance."""
+    """elu, scaled so that it preserves mean and variance."""
     return 1.0507009873554805 * elu(x, 1.6732632423543772)
 
 
 def glu(x, axis=-1):
-    """First half along ``axis`` times the sigmoid of the second."""
+    """The first half along ``axis`` times the sigmoid of the second half. ValueError for an odd
+    size."""
     axis = operator.index(axis)
     if not -x.ndim <= axis < x.ndim:
         raise ValueError(f"nn.glu: axis {axis} is out of bounds for rank {x.ndim}")
@@ -191,14 +192,14 @@ def glu(x, axis=-1):
 
 
 def _shifted(x, axis, where):
-    """x less its greatest over axis, and that; 0 in place of a greatest that is infinite."""
+    """x minus its maximum along axis, and the maximum, with 0 instead of an infinite one."""
     top = reduce.max(x, axis=axis, keepdims=True, where=where, initial=-math.inf)
     top = elementwise.where(isfinite(top), top, 0)
     return x - top, top
 
 
 def softmax(x, axis=-1, where=None):
-    """exp(x) over its sum along ``axis``; elements left out by ``where`` give 0."""
+    """exp(x) divided by its sum along ``axis``; elements excluded by ``where`` give 0."""
     e = exp(_shifted(x, axis, where)[0])
     if where is not None:
         e = elementwise.where(where, e, 0)
@@ -206,7 +207,7 @@ def softmax(x, axis=-1, where=None):
 
 
 def log_softmax(x, axis=-1, where=None):
-    """log(softmax(x)); elements left out by ``where`` give -inf."""
+    """log(softmax(x)); elements excluded by ``where`` give -inf."""
     y = _shifted(x, axis, where)[0]
     total = reduce.sum(exp(y), axis=axis, keepdims=True, where=where)
     out = y - log(total)
@@ -214,7 +215,8 @@ def log_softmax(x, axis=-1, where=None):
 
 
 def logsumexp(a, axis=None, b=None, keepdims=False, return_sign=False, where=None):
-    """log(sum(b * exp(a))) along ``axis`` (all of them: None), without overflow on the way."""
+    """log(sum(b * exp(a))) along ``axis`` (None: all axes), without intermediate overflow. With
+    ``return_sign``, the logarithm of the absolute value, and the sign."""
     y, top = _shifted(a, axis, where)
     terms = exp(y) if b is None else b * exp(y)
     total = reduce.sum(terms, axis=axis, keepdims=True, where=where)
@@ -227,7 +229,7 @@ def logsumexp(a, axis=None, b=None, keepdims=False, return_sign=False, where=Non
 
 
 def standardize(x, axis=-1, mean=None, variance=None, epsilon=1e-5, where=None):
-    """(x - mean) / sqrt(variance + epsilon), both along ``axis`` unless given."""
+    """(x - mean) / sqrt(variance + epsilon), with both computed along ``axis`` unless given."""
     if mean is None:
         mean = _mean(x, axis, where)
     if variance is None:  # as the definition says; mean(x**2) - mean**2 would cancel
@@ -245,7 +247,7 @@ def _mean(x, axis, where):
 
 
 def one_hot(x, num_classes, *, dtype=float32, axis=-1):
-    """A new dim ``axis`` of ``num_classes``: 1 where its index is x, else 0."""
+    """Insert a dimension ``axis`` of size ``num_classes``: 1 where its index equals x, else 0."""
     num_classes = operator.index(num_classes)
     rank = x.ndim + 1
     if not -rank <= operator.index(axis) < rank:

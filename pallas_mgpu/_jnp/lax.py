@@ -1,7 +1,7 @@
-"""The functions of `lax` on arrays, with the argument orders and the checks of `lax`.
+"""The array functions of `lax`, with the argument orders and checks of `jax.lax`.
 
-Unlike `jax.lax`, dtypes promote as in `pallas_mgpu.numpy`: a superset of what `jax.lax` accepts.
-Functions of floats (`exp`, `rsqrt` ...) refuse integers, as there.
+Unlike in `jax.lax`, dtypes promote as in `pallas_mgpu.numpy`, which accepts more combinations.
+Functions of floats (`exp`, `rsqrt` ...) refuse integers, as in `jax.lax`.
 """
 
 import builtins
@@ -211,7 +211,7 @@ abs = _unary("abs", "abs", "|x|")
 bitwise_not = _unary("bitwise_not", "not", "Bitwise complement; logical on bool.")
 clz = _unary("clz", "clz", "Number of leading zero bits.")
 neg = _unary("neg", "neg", "-x.")
-population_count = _unary("population_count", "popcount", "Number of bits that are set.")
+population_count = _unary("population_count", "popcount", "Number of set bits.")
 sign = _unary("sign", "sign", "-1, 0 or 1.")
 
 acos = _inexact("acos", "acos", "Inverse cosine.")
@@ -226,14 +226,14 @@ cos = _inexact("cos", "cos", "Cosine.")
 cosh = _inexact("cosh", "cosh", "Hyperbolic cosine.")
 erf = _inexact("erf", "erf", "Error function.")
 erf_inv = _inexact("erf_inv", "erf_inv", "Inverse error function.")
-erfc = _inexact("erfc", "erfc", "1 - erf(x), exact where that is small.")
-exp = _inexact("exp", "exp", "e to the x.")
-exp2 = _inexact("exp2", "exp2", "2 to the x.")
-expm1 = _inexact("expm1", "expm1", "exp(x) - 1, exact near 0.")
+erfc = _inexact("erfc", "erfc", "1 - erf(x), accurate where it is small.")
+exp = _inexact("exp", "exp", "e to the power x.")
+exp2 = _inexact("exp2", "exp2", "2 to the power x.")
+expm1 = _inexact("expm1", "expm1", "exp(x) - 1, accurate near 0.")
 floor = _inexact("floor", "floor", "Largest integer not above x.")
 lgamma = _inexact("lgamma", "lgamma", "Logarithm of the magnitude of the gamma function.")
 log = _inexact("log", "log", "Natural logarithm.")
-log1p = _inexact("log1p", "log1p", "log(1 + x), exact near 0.")
+log1p = _inexact("log1p", "log1p", "log(1 + x), accurate near 0.")
 rsqrt = _inexact("rsqrt", "rsqrt", "1 / sqrt(x).")
 sin = _inexact("sin", "sin", "Sine.")
 sinh = _inexact("sinh", "sinh", "Hyperbolic sine.")
@@ -251,29 +251,29 @@ ge = _binary("ge", "ge", "x >= y.")
 gt = _binary("gt", "gt", "x > y.")
 le = _binary("le", "le", "x <= y.")
 lt = _binary("lt", "lt", "x < y.")
-max = _binary("max", "max", "The greater; NaN propagates.")
-min = _binary("min", "min", "The lesser; NaN propagates.")
+max = _binary("max", "max", "The larger operand; NaN propagates.")
+min = _binary("min", "min", "The smaller operand; NaN propagates.")
 mul = _binary("mul", "mul", "x * y.")
 ne = _binary("ne", "ne", "x != y.")
-pow = _binary("pow", "pow", "x to the y; a static whole y by multiplication.")
+pow = _binary("pow", "pow", "x to the power y; by multiplication if y is a static integer.")
 rem = _binary("rem", "rem", "Remainder with the sign of the dividend.")
 shift_left = _binary("shift_left", "shl", "x << y.")
 sub = _binary("sub", "sub", "x - y.")
 
 
 def div(x, y, *, exact=False):
-    """x / y; integers truncate toward zero.
+    """x / y; integers are truncated toward zero.
 
-    A quotient of floats is within 2 units in the last place on a GPU; with ``exact``, or under
-    ``CompilerParams(exact_division=True)``, it is correctly rounded, at two to three times the
-    cost. The interpreter always rounds correctly."""
+    On a GPU, quotients of floats are accurate to 2 units in the last place. With ``exact``, or
+    under ``CompilerParams(exact_division=True)``, they are correctly rounded at two to three times
+    the cost. The interpreter always rounds correctly. TypeError unless ``exact`` is a bool."""
     if not isinstance(exact, bool):
         raise TypeError(f"div: exact must be a bool, got {show(exact)}")
     return _two_operands("div", "div_exact" if exact else "div", x, y)
 
 
 class RoundingMethod(enum.IntEnum):
-    """Where halves go."""
+    """How :func:`round` treats halves."""
 
     AWAY_FROM_ZERO = 0
     TO_NEAREST_EVEN = 1
@@ -283,7 +283,7 @@ AWAY_FROM_ZERO, TO_NEAREST_EVEN = RoundingMethod.AWAY_FROM_ZERO, RoundingMethod.
 
 
 def round(x, rounding_method=AWAY_FROM_ZERO):  # noqa: A001
-    """Nearest integer; halves away from zero, or to even with ``TO_NEAREST_EVEN``."""
+    """Nearest integer; halves are rounded away from zero, or to even with ``TO_NEAREST_EVEN``."""
     if rounding_method not in (AWAY_FROM_ZERO, TO_NEAREST_EVEN):
         raise ValueError(
             "lax.round: rounding_method must be lax.AWAY_FROM_ZERO or lax.TO_NEAREST_EVEN, got"
@@ -306,18 +306,18 @@ def _shift(x, y, signed, what):
 
 
 def shift_right_logical(x, y):
-    """x >> y, filling with zeros."""
+    """x >> y, shifting in zeros."""
     return _shift(x, y, False, "shift_right_logical")
 
 
 def shift_right_arithmetic(x, y):
-    """x >> y, filling with the sign."""
+    """x >> y, shifting in the sign bit."""
     return _shift(x, y, True, "shift_right_arithmetic")
 
 
 def reduce_precision(operand, exponent_bits, mantissa_bits):
-    """Rounded to a float of that many bits, of the same dtype; what is below its normal numbers
-    becomes zero."""
+    """Round to a float format with the given numbers of bits, in the same dtype. Values below its
+    normal numbers become zero. ValueError for ``exponent_bits < 1`` or ``mantissa_bits < 0``."""
     if exponent_bits < 1 or mantissa_bits < 0:
         raise ValueError(
             "lax.reduce_precision: exponent_bits must be at least 1 and mantissa_bits 0, got"
@@ -341,7 +341,7 @@ def reduce_precision(operand, exponent_bits, mantissa_bits):
 
 
 def integer_pow(x, y):
-    """x to the static int y, by multiplication."""
+    """x to the power of the static int y, by multiplication."""
     return x**y
 
 
@@ -374,41 +374,41 @@ def clamp(lo, x, hi):
 
 
 def convert_element_type(x, dtype):
-    """x in another dtype, by value."""
+    """x converted to another dtype by value."""
     return _core.convert(_core.as_array(x), _core.as_dtype(dtype))
 
 
 def bitcast_convert_type(x, dtype):
-    """x in another dtype of the same width, by bits."""
+    """The bits of x as another dtype of the same width."""
     return _core.bitcast(_core.as_array(x), _core.as_dtype(getattr(dtype, "dtype", dtype)))
 
 
 def broadcast_in_dim(x, shape, broadcast_dimensions):
-    """Operand dim k becomes result dim ``broadcast_dimensions[k]``."""
+    """Broadcast x to ``shape``: dimension k of x becomes ``broadcast_dimensions[k]``."""
     return _core.broadcast_in_dim(_core.as_array(x), shape, broadcast_dimensions)
 
 
 def broadcast(x, sizes):
-    """New leading dims ``sizes``."""
+    """Add leading dimensions of the given sizes."""
     x = _core.as_array(x)
     n = len(sizes)
     return _core.broadcast_in_dim(x, (*sizes, *x.shape), tuple(range(n, n + x.ndim)))
 
 
 def reshape(x, new_sizes, dimensions=None):
-    """Same elements, row-major."""
+    """The same elements, in row-major order, with another shape."""
     if dimensions is not None:
         raise NotImplementedError("lax.reshape: dimensions= is not supported")
     return _core.reshape(_core.as_array(x), new_sizes)
 
 
 def squeeze(x, dimensions):
-    """Drop dims of size 1."""
+    """Remove dimensions of size 1."""
     return _core.as_array(x).squeeze(dimensions)
 
 
 def slice(x, start_indices, limit_indices, strides=None):  # noqa: A001
-    """Static slice."""
+    """x[start:limit:stride] along each dimension, with static bounds."""
     if strides is not None and any(s != 1 for s in strides):
         bounds = zip(start_indices, limit_indices, strides)
         return _core.as_array(x)[tuple(builtins.slice(*b) for b in bounds)]
@@ -417,17 +417,17 @@ def slice(x, start_indices, limit_indices, strides=None):  # noqa: A001
 
 
 def full(shape, fill_value, dtype=None):
-    """One value everywhere."""
+    """An array with the same value everywhere."""
     return _core.full(shape, fill_value, dtype)
 
 
 def iota(dtype, size):
-    """0 .. size-1."""
+    """The array 0, 1, ..., size - 1."""
     return _core.iota(dtype, (size,), 0)
 
 
 def broadcasted_iota(dtype, shape, dimension):
-    """Index along ``dimension``."""
+    """An array of each element's index along ``dimension``."""
     return _core.iota(dtype, shape, dimension)
 
 
@@ -492,9 +492,9 @@ def _reduction(name, kind, doc):
     return named(lambda x, axes: _core.reduce(kind, _core.as_array(x), _axes(axes)), name, doc)
 
 
-reduce_max = _reduction("reduce_max", "max", "Greatest over axes.")
-reduce_min = _reduction("reduce_min", "min", "Least over axes.")
-reduce_sum = _reduction("reduce_sum", "add", "Sum over axes in the dtype of x.")
+reduce_max = _reduction("reduce_max", "max", "Maximum over axes.")
+reduce_min = _reduction("reduce_min", "min", "Minimum over axes.")
+reduce_sum = _reduction("reduce_sum", "add", "Sum over axes, in the dtype of x.")
 
 
 def reduce_prod(x, axes):
@@ -533,8 +533,9 @@ _REDUCED_BY = {
 
 
 def reduce(operand, init_value, computation, dimensions):
-    """``operand`` combined over dims, then with ``init_value``: by lax.add, mul, max, min,
-    bitwise_or, bitwise_and or bitwise_xor."""
+    """Combine ``operand`` over ``dimensions``, then with ``init_value``. ``computation`` is
+    lax.add, mul, max, min, bitwise_or, bitwise_and or bitwise_xor; NotImplementedError for
+    others."""
     found = _REDUCED_BY.get(computation) if callable(computation) else None
     if found is None:
         accepted = ", ".join(f"lax.{f.__name__}" for f in _REDUCED_BY)
@@ -705,7 +706,7 @@ def reshard(x, sharding):
 
 
 def psum(x, axis_name):
-    """The size of the axis times a Python number; sums over blocks are not offered."""
+    """The size of the axis times a Python number. Sums over blocks raise NotImplementedError."""
     if isinstance(x, (int, float)):
         return x * axis_size(axis_name)
     raise NotImplementedError(
