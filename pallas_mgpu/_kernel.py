@@ -28,7 +28,7 @@ from ._types import (
 
 
 def _either(new, old, new_name, old_name):
-    """The value of a parameter of `kernel` with two spellings."""
+    """The value of a parameter of `kernel` that has two names."""
     if old is NOT_SPECIFIED:
         return () if new is NOT_SPECIFIED else new
     if new is not NOT_SPECIFIED:
@@ -42,7 +42,7 @@ def is_shaped(x):
 
 
 def _checked(x, what):
-    """A ShapeDtypeStruct that a kernel can work on."""
+    """A ShapeDtypeStruct that a kernel accepts; ValueError for others."""
     if len(x.shape) > 8:
         raise ValueError(f"{what} has {len(x.shape)} dimensions; at most 8 are supported")
     if not all(0 < d < 2**31 for d in x.shape):
@@ -55,11 +55,11 @@ def _checked(x, what):
 
 
 class Definition:
-    """Everything that is fixed before a call: the body, its mesh, its outputs and scratch."""
+    """Everything that is known before a call: the body, its mesh, its outputs and scratch."""
 
     who = "kernel"
-    aliases: dict[int, int] = {}  # operand leaf to the output leaf that begins as it
-    levels: tuple = ()  # of vmap, the outermost first: (in_axes, out_axes)
+    aliases: dict[int, int] = {}  # operand leaf: the output leaf that starts as its copy
+    levels: tuple = ()  # of vmap, outermost first: (in_axes, out_axes)
 
     def __init__(self, body, out_type, scratch, params, mesh, interpret, debug):
         if not callable(body):
@@ -89,9 +89,9 @@ class Definition:
         self.body, self.scratch, self.params, self.mesh = body, scratch, params, mesh
         self.interpret = InterpretParams() if interpret is True else interpret or None
         self.debug = debug
-        self.batched = {}  # kernels mapped over axes of certain arguments
+        self.batched = {}  # mapped kernels, by the axes of their arguments
         self.name = mesh.kernel_name or _body_name(body)
-        # out_type: a tuple or list gives one body argument per element, anything else gives one
+        # out_type: a tuple or list gives one body argument for each element, anything else one
         self.wrapped = not (
             isinstance(out_type, (tuple, list)) and not hasattr(out_type, "_fields")
         )
@@ -116,7 +116,7 @@ class Definition:
             )
 
     def check_operands(self, specs):
-        """``specs``: (shape, dtype) of each operand as the body sees it."""
+        """Check ``specs``, the (shape, dtype) of each operand as the body sees it."""
 
     def make(self, structure=None):
         """The callable for flat arguments, or for one structure of nested arguments."""
@@ -138,25 +138,25 @@ class Definition:
         return _introspect.describe(self)
 
     def with_closure(self):
-        """The callable if the body closes over mutable arrays, else None."""
+        """The callable if the body closes over mutable arrays, otherwise None."""
         refs = closed_over(self.body)
         return RefKernel(self, refs) if refs else None
 
     def mapped(self, in_axes, out_axes):
-        """This, once more mapped over an axis of its arrays."""
+        """This definition, mapped over one more axis of its arrays."""
         out = copy.copy(self)
         out.levels = ((in_axes, out_axes), *self.levels)
         out.batched = {}
         return out
 
     def unflatten(self, arrays):
-        """Nested outputs from the flat ones."""
+        """Nested outputs from flat ones."""
         out = tree.unflatten(self.out_structure, arrays)
         return out[0] if self.wrapped else self.out_container(out)
 
     def trace(self, structure, specs):
-        """``(graph, [(shape, dtype), ...], number of GMEM scratch refs)`` for arguments of the
-        given ``(shape, dtype)``."""
+        """``(graph, [(shape, dtype), ...] of the outputs, number of GMEM scratch refs)`` for
+        arguments with the given ``(shape, dtype)``."""
         mesh = self.mesh
         n = len(specs) if structure is None else len(structure[2])
         for k, (shape, dtype) in enumerate(specs):
@@ -216,8 +216,8 @@ class Definition:
         return graph, specs, n_scratch
 
     def _gmem_scratch(self, t, batch):
-        """The scratch types with refs in place of those in GMEM, and how many these are. Each is
-        one more output, whose first dim counts the blocks; a block sees its own part."""
+        """The scratch types, with refs in place of those in GMEM, and the number of these. Each is
+        an additional output whose first dimension counts the blocks; a block sees its own part."""
         sizes, count = (*batch, *self.mesh.grid, *self.mesh.cluster), 0
 
         def replaced(x):
@@ -245,7 +245,7 @@ class Definition:
         return tree.map(own, scratch, is_leaf=is_leaf), count
 
     def _name_none(self, e, structure):
-        """Say which argument is None where that is what the body stumbled over."""
+        """If the error is about None, name the arguments that are None."""
         if structure is None or "NoneType" not in str(e) or len(e.args) != 1:
             return
         names = _trace.parameter_names(self.body)
@@ -265,7 +265,7 @@ class Definition:
         _trace.check_arity(self.body, what, gets, n_args + n_scratch, keyword)
 
     def _run_body(self, args, names, scratch):
-        """Call the body inside the scope of its scratch, whose parameters have ``names``."""
+        """Call the body in the scope of its scratch, whose parameters have ``names``."""
         positional, keyword = scratch, {}
         if isinstance(scratch, Mapping):
             positional, keyword = (), scratch
@@ -330,8 +330,9 @@ class _Structured:
 class RefKernel:
     """A kernel with mutable arrays among its arguments, or in the closure of its body.
 
-    They are outputs of another kernel, into which the body is wrapped: written in place where it
-    has no other outputs, else new arrays that begin as copies and take their place."""
+    The body is wrapped into another kernel, whose outputs are the mutable arrays. They are updated
+    in place if the body has no other outputs. Otherwise they are replaced by new arrays that start
+    as copies."""
 
     def __init__(self, definition, closed=()):
         self.definition, self.closed, self.kernels = definition, list(closed), {}
@@ -422,7 +423,7 @@ class RefKernel:
         return self.definition.unflatten(results[:n])
 
     def lower(self, *args, **options):
-        """As of other kernels."""
+        """The lowered kernel, as for other kernels."""
         kernel, operands, refs = self._prepare(args)
         in_place = not self.definition.outs
         return kernel.lower(*operands, *(() if in_place else [r._value for r in refs]), **options)
@@ -462,27 +463,30 @@ def kernel(
     debug=False,
     **mesh_kwargs,
 ):
-    """Make a GPU kernel of a Python function of refs.
+    """Make a GPU kernel from a Python function of refs.
 
-    ``body(*operands, *outputs, *scratch)`` is traced once per signature and returns None.
-    Operands and outputs are refs in GMEM; outputs start undefined.
+    ``body(*operands, *outputs, *scratch)`` is traced once for each signature and returns None.
+    Operands and outputs are refs in GMEM; outputs are uninitialised at the start.
 
-    out_type: pytree of things with shape and dtype; a tuple or list gives one output argument per
-        element, anything else one. ``out_shape`` is the older name and the only positional form.
-    scratch_types: tuple, list (positional) or dict (by keyword) of descriptors, allocated once per
-        block and shared by its threads; ``plgpu.GMEM(shape, dtype)`` too, in global memory that
-        lives as long as the call. ``scratch_shapes`` is the older name.
-    grid, grid_names: how many clusters to launch; names for ``lax.axis_index``. May be unnamed.
-    cluster, cluster_names: blocks of a cluster, at most 3 axes.
-    num_threads, thread_name: Pallas threads (warpgroups of 128 lanes) of a block.
-    compiler_params: :class:`CompilerParams`.
-    interpret: True or :class:`InterpretParams`: run on the CPU interpreter.
+    out_type: pytree of objects with shape and dtype. A tuple or list gives one output argument for
+        each element, anything else a single one. ``out_shape`` is the older name, and the only one
+        that may be passed by position.
+    scratch_types: tuple or list (passed by position) or dict (passed by keyword) of descriptors.
+        They are allocated once for each block and shared by its threads. ``plgpu.GMEM(shape,
+        dtype)`` allocates global memory that is private to the block and lives as long as the call.
+        ``scratch_shapes`` is the older name.
+    grid, grid_names: the number of clusters along each axis, and the names for ``lax.axis_index``.
+        The names may be omitted.
+    cluster, cluster_names: the number of blocks of a cluster along each axis, at most 3 axes.
+    num_threads, thread_name: the number of Pallas threads (warpgroups of 128 lanes) of a block.
+    compiler_params: a :class:`CompilerParams`.
+    interpret: True or an :class:`InterpretParams` to run on the CPU interpreter.
     debug: print the traced graph.
 
-    Without ``body`` a decorator is returned. The result is called with arrays (NumPy, PyTorch,
-    CuPy, JAX, anything with DLPack, ``DeviceArray``) and returns arrays of the same kind;
-    ``out=`` gives preallocated outputs. ``.lower(*args)`` gives the generated texts. ValueError,
-    TypeError for misuse.
+    Without ``body``, a decorator is returned. The result is called with arrays (NumPy, PyTorch,
+    CuPy, JAX, ``DeviceArray``, anything that supports DLPack) and returns arrays of the same kind.
+    ``out=`` passes preallocated outputs. ``.lower(*args)`` returns the generated code. TypeError,
+    ValueError for invalid arguments.
     """
     if not mesh_kwargs.keys() <= {"kernel_name"}:
         names = [*inspect.signature(kernel).parameters][:-1]
@@ -507,8 +511,9 @@ def kernel(
 
 
 def as_torch_kernel(fn):
-    """A function of torch tensors that calls a kernel. Kernels take and give torch tensors as they
-    are, on the caller's current stream, so that this is ``fn`` itself; scripts may keep it."""
+    """Return ``fn``. Kernels accept and return torch tensors directly, on the caller's current
+    stream, so no conversion is needed; scripts written for JAX may keep the call. TypeError unless
+    ``fn`` is callable."""
     if not callable(fn):
         raise TypeError(f"as_torch_kernel: fn must be a function or a kernel, got {show(fn)}")
     return fn
