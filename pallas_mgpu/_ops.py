@@ -1,7 +1,6 @@
 """The hardware operations of kernel bodies: copies, barriers, wgmma, registers, printing.
 
-Each function checks its arguments as docs/language.md says and adds one
-op to the graph."""
+Each function checks its arguments as described in docs/language.md and adds one op to the graph."""
 
 import contextlib
 import math
@@ -34,7 +33,7 @@ from ._types import (
 def _ref(x, what, name, space=None):
     if isinstance(x, ClippedRef):
         x.refuse()
-        x = x.view()  # engines leave out what lies outside
+        x = x.view()  # engines clip at the end of the array
     if isinstance(x, IndexedRef):
         raise NotImplementedError(
             f"{what}: {name} is indexed by arrays; copies that gather need Blackwell. Load with"
@@ -99,7 +98,7 @@ def _check_leader(leader_tracked, collective_axes, what):
 
 
 def _check_parts(leader_tracked, collective_axes, src, dst, what):
-    """ValueError unless the shapes are those of a copy; no leader-tracked one is available."""
+    """ValueError unless the shapes fit a copy. Leader-tracked copies are not available."""
     if leader_tracked is None:
         _same(src, dst, what, "src", "dst")
         return
@@ -144,12 +143,13 @@ def copy_gmem_to_smem(
     predicate=None,
     engine=None,
 ):
-    """Start an asynchronous copy of the GMEM view ``src`` into the SMEM view ``dst`` (Hopper).
+    """Start an asynchronous copy of the GMEM view ``src`` to the SMEM view ``dst`` (Hopper).
 
-    Counts as one arrival on ``barrier``; wait for that before reading. Shapes and dtypes are equal.
-    Out-of-range parts are zeros. ``predicate``: a bool scalar; where False only the arrival
-    happens. Any shape and pitch is legal: TMA does it where it can, else the lanes of the thread
-    do. ``engine``: "tma", "bulk" or "lanes" to have it done that way; ValueError if it cannot be.
+    The copy counts as one arrival on ``barrier``; wait on it before reading. Shapes and dtypes must
+    be equal. Elements outside the array are zeros. ``predicate``: a bool scalar; if False, only the
+    arrival happens. ``collective_axes``: cluster axes along which the copy is multicast. Any shape
+    and pitch is legal: TMA copies if it can, otherwise the lanes of the thread. ``engine``: "tma",
+    "bulk" or "lanes" requests one; ValueError if that is not possible.
     """
     what = "copy_gmem_to_smem"
     src = _ref(src, what, "src", GMEM)
@@ -188,17 +188,17 @@ def copy_smem_to_gmem(
 ):
     """Start an asynchronous copy of the SMEM view ``src`` to the GMEM view ``dst`` (Hopper).
 
-    Publish generic writes to ``src`` with :func:`commit_smem` first. Parts out of range are not
-    written. ``commit_group`` closes a group that :func:`wait_smem_to_gmem` counts. ``engine``: as
-    of :func:`copy_gmem_to_smem`.
+    Call :func:`commit_smem` first if ordinary stores wrote ``src``. Elements outside the array are
+    not written. ``predicate``: a bool scalar; if False, nothing is copied. ``commit_group`` closes
+    a group, which :func:`wait_smem_to_gmem` counts. ``engine``: as for :func:`copy_gmem_to_smem`.
 
-    ``reduction_op`` combines each element with the one in ``dst``, atomically: "add" (float16,
-    bfloat16, float32, int32, uint32), "min", "max" (float16, bfloat16), and of int32 and uint32
-    "umin", "umax", "smin", "smax" (as unsigned, as signed), "and", "or", "xor", "inc" (plus 1, 0 if
-    it was ``src`` or more) and "dec" (less 1, ``src`` if it was 0 or more than ``src``). ValueError
-    for others. ``evict_first``: a hint that nobody reads the result soon, for results larger than
-    the L2 cache: there it makes room before anything else does. Copies by all lanes, and with
-    ``reduction_op``, do not heed it.
+    ``reduction_op`` atomically combines each element with the one in ``dst``: "add" (float16,
+    bfloat16, float32, int32, uint32); "min", "max" (float16, bfloat16); and for int32 and uint32
+    "umin", "umax" (unsigned), "smin", "smax" (signed), "and", "or", "xor", "inc" (add 1, or 0 if
+    the element was at least ``src``) and "dec" (subtract 1, or ``src`` if the element was 0 or more
+    than ``src``). ValueError for others. ``evict_first``: a hint that the result is not read soon,
+    so that the L2 cache evicts it first; for results larger than the cache. Copies by the lanes and
+    copies with ``reduction_op`` ignore it.
     """
     what = "copy_smem_to_gmem"
     src = _ref(src, what, "src", SMEM)
@@ -221,8 +221,8 @@ def copy_smem_to_gmem(
 
 
 def async_prefetch(ref, *, collective_axes=None, leader_tracked=None):
-    """Bring the GMEM view ``ref`` to the L2 cache (Hopper). Nothing tells when it is there, and
-    nothing waits. NotImplementedError with ``collective_axes``."""
+    """Fetch the GMEM view ``ref`` into the L2 cache (Hopper). The completion cannot be awaited.
+    NotImplementedError with ``collective_axes``."""
     what = "async_prefetch"
     _ref(ref, what, "ref", GMEM)
     _check_leader(leader_tracked, collective_axes, what)
@@ -237,10 +237,11 @@ def async_prefetch(ref, *, collective_axes=None, leader_tracked=None):
 def async_store_smem(src, ref, barrier, *, cluster_idx, cluster_dim, optimized=True, atomic=None):
     """Store the array ``src`` in the SMEM view ``ref`` of another block of the cluster (Hopper).
 
-    That block has index ``cluster_idx`` on the cluster axis ``cluster_dim``, and the caller's on
-    the others. Counts as one arrival on its ``barrier``, which it waits for before it reads.
-    ``atomic``: "add", "max", "min", "and", "or" or "xor" combines each element with the one there
-    (int32 and uint32). ``optimized`` has no effect. TypeError where shapes or dtypes differ.
+    That block has index ``cluster_idx`` along the cluster axis ``cluster_dim``, and the caller's
+    indices along the others. The store counts as one arrival on that block's ``barrier``, on which
+    it waits before reading. ``atomic``: "add", "max", "min", "and", "or" or "xor" combines each
+    element with the one there (int32 and uint32). ``optimized`` has no effect. TypeError if shapes
+    or dtypes differ, ValueError for another ``atomic``.
     """
     what = "async_store_smem"
     _ref(ref, what, "ref", SMEM)
@@ -277,10 +278,11 @@ def _count(n, what):
 def wait_smem_to_gmem(n, wait_read_only=False):
     """Wait until at most the ``n`` latest groups of copies to GMEM are in flight (Hopper).
 
-    In a thread: its own, and for each of its warps those that the warp started in a
-    :func:`warp_map`. In a warp: those of this warp; copies of the thread are those of warp 0.
-    ``wait_read_only``: only until their SMEM sources were read, so that they may be reused. A
-    kernel may end without a wait; to write a source again, or to read what was stored, needs one.
+    In a thread, this includes the groups that its warps started in a :func:`warp_map`. In a warp,
+    it means the groups of this warp; the thread's own copies belong to warp 0. With
+    ``wait_read_only``, wait only until the SMEM sources have been read, so that they can be reused.
+    A kernel may end without a wait, but a wait is needed before writing a source again or reading
+    what was stored. TypeError, ValueError for other ``n``.
     """
     n = _count(n, "wait_smem_to_gmem")
     _core.effect("wait_smem_to_gmem", (), n=n, read_only=int(bool(wait_read_only)))
@@ -299,17 +301,18 @@ def commit_smem():
 
 
 def barrier_arrive(barrier):
-    """One arrival of this thread (Hopper). Releases its earlier memory accesses."""
+    """Count one arrival of this thread on a barrier, after its earlier memory accesses (Hopper)."""
     _core.effect("barrier_arrive", (_barrier(barrier, "barrier_arrive"),))
 
 
 def barrier_wait(barrier, *, phase=None):
-    """Wait for the next phase this thread has not seen yet (Hopper). Acquires what was released.
+    """Wait for the next phase that this thread has not seen yet (Hopper). Memory accesses before
+    the arrivals are then visible.
 
-    ``phase``: an int32 scalar, how many phases of this barrier the thread waited for before, where
-    the kernel knows it: step ``it`` of a ring of n slots waits for phase ``it // n`` of slot
-    ``it % n``. If all waits on a barrier give it, its state takes no register and no instruction.
-    The interpreter checks it: ValueError.
+    ``phase``: an int32 scalar, the number of phases of this barrier that the thread has waited for
+    before. For example, step ``it`` of a ring of n slots waits for phase ``it // n`` of slot
+    ``it % n``. If all waits on a barrier specify it, tracking the phase takes no registers and no
+    instructions. The interpreter raises ValueError if it is wrong.
     """
     what = "barrier_wait"
     if phase is not None:
@@ -320,15 +323,15 @@ def barrier_wait(barrier, *, phase=None):
 
 
 def barrier_test(barrier):
-    """Is the next phase that this thread has not seen complete (Hopper)? A bool scalar.
+    """A bool scalar: is the next phase that this thread has not seen complete (Hopper)?
 
-    Where it is True the thread has seen the phase, as behind :func:`barrier_wait`; else nothing has
-    changed. NotImplementedError for a :class:`ClusterBarrier`."""
+    If True, the thread has seen the phase, as after :func:`barrier_wait`; otherwise nothing
+    changes. NotImplementedError for a :class:`ClusterBarrier`."""
     return _core.effect("barrier_test", (_barrier(barrier, "barrier_test"),))
 
 
 def delay(nanos):
-    """Let this thread sleep for about ``nanos`` nanoseconds, an int or an integer scalar. Nothing
+    """Let this thread sleep for about ``nanos`` nanoseconds, an int or an integer scalar. No effect
     on the interpreter."""
     nanos = as_array(nanos, "delay: nanos")
     if nanos.shape != () or nanos.dtype.kind not in "iu":
@@ -349,12 +352,16 @@ def _transposed_b(args, kwargs, value):
 def wgmma(acc, a, b):
     """``acc += a @ b`` on the tensor cores, asynchronously (Hopper).
 
-    ``acc``: an ACC ref (M, N), M a multiple of 64, N of 8 up to 256. ``a``: SMEM ref (M, K) or an
-    array in registers; ``b``: SMEM ref (K, N). float16 into float32 or float16, bfloat16 into
-    float32, either major (``ref.T``); K contiguous in both (``b_ref.T`` of a (N, K) ref):
-    float8_e4m3fn and float8_e5m2, also mixed, into float32 or float16, int8 or uint8 into int32,
-    float32 (as tf32) into float32. K is a multiple of 32 bytes. One group per call,
-    awaited by :func:`wgmma_wait` or by reading ``acc``; operands must stay until then.
+    ``acc``: an ACC ref (M, N), M a multiple of 64, N a multiple of 8 up to 256. ``a``: an SMEM ref
+    (M, K) or an array in registers. ``b``: an SMEM ref (K, N). K is a multiple of 32 bytes.
+
+    float16 accumulates in float32 or float16, bfloat16 in float32; either dimension of an operand
+    may be contiguous (``ref.T``). The other dtypes need K contiguous in both (``b_ref.T`` of an
+    (N, K) ref): float8_e4m3fn and float8_e5m2, also mixed, accumulate in float32 or float16; int8
+    or uint8 in int32; float32, read as tf32, in float32.
+
+    Each call is one group. :func:`wgmma_wait`, or reading ``acc``, waits for it; the operands must
+    not change until then. TypeError, ValueError for other operands.
     """
     if not isinstance(acc, Ref) or acc.memory_space is not REGS:
         raise TypeError(f"wgmma: acc must be an ACC ref, got {show(acc)}")
@@ -367,13 +374,13 @@ def wgmma(acc, a, b):
 
 
 def mma(acc, a, b, /):
-    """``acc + a @ b`` on the tensor cores, at once, with everything in registers.
+    """``acc + a @ b`` on the tensor cores, synchronously, with everything in registers.
 
-    ``acc`` (M, N), ``a`` (M, K), ``b`` (K, N): M a multiple of 64, N of 8, K of 8 (float32), 16
-    (16-bit types), 32 (8-bit) or 64 (4-bit). a and b have one dtype: float32 (as tf32), float16,
-    bfloat16, float8_e4m3fn or float8_e5m2 with a float32 ``acc``; int8, uint8, int4 or uint4 with
-    an int32 one. They are loaded in the layouts ``MMA_LHS(dtype)``, ``MMA_RHS(dtype)`` and
-    ``MMA_ACC(dtype)``.
+    ``acc`` is (M, N), ``a`` (M, K), ``b`` (K, N). M is a multiple of 64, N of 8, and K of 8
+    (float32), 16 (16-bit types), 32 (8-bit) or 64 (4-bit). ``a`` and ``b`` have the same dtype:
+    float32 (read as tf32), float16, bfloat16, float8_e4m3fn or float8_e5m2 with a float32 ``acc``;
+    int8, uint8, int4 or uint4 with an int32 ``acc``. Arrays loaded for the product are loaded in
+    the layouts ``MMA_LHS(dtype)``, ``MMA_RHS(dtype)`` and ``MMA_ACC(dtype)``.
     """
     operands = [as_array(x, f"mma: {name}") for name, x in (("acc", acc), ("a", a), ("b", b))]
     return _core.mma(*operands)
@@ -385,17 +392,21 @@ def wgmma_wait(n):
 
 
 def wgmma_accumulator_load(acc, *, wait_n=0):
-    """The accumulator's value after at most ``wait_n`` wgmma calls are in flight; None: without
-    waiting. Those still in flight must write to other accumulators, or other parts of this one: the
-    interpreter raises ValueError if not."""
+    """Wait until at most ``wait_n`` wgmma calls are in flight (None: do not wait), and return the
+    value of the accumulator.
+
+    Calls still in flight must write to other accumulators or to other parts of this one; otherwise
+    the interpreter raises ValueError."""
     if not isinstance(acc, Ref) or acc.memory_space is not REGS:
         raise TypeError(f"wgmma_accumulator_load: acc must be an ACC ref, got {show(acc)}")
     return _core.acc_load(acc, -1 if wait_n is None else _count(wait_n, "wgmma_accumulator_load"))
 
 
 def set_max_registers(n, *, action):
-    """Set the registers per lane of this thread (Hopper): ``n`` a multiple of 8 in 24..256,
-    ``action`` "increase" or "decrease". First thing in a specialised branch."""
+    """Set the number of registers of each lane of this thread (Hopper).
+
+    ``n``: a multiple of 8 from 24 to 256. ``action``: "increase" or "decrease". Call it first in
+    the branch of a role. ValueError for other values."""
     if action not in ("increase", "decrease"):
         raise ValueError(
             f"set_max_registers: action must be 'increase' or 'decrease', got {show(action)}"
@@ -407,15 +418,17 @@ def set_max_registers(n, *, action):
 
 
 def layout_cast(x, new_layout):
-    """The same array in register layout ``new_layout``. Where possible its producer makes it so."""
+    """``x`` in the register layout ``new_layout``. If possible, ``x`` is produced in that
+    layout."""
     return _core.layout_cast(as_array(x, "layout_cast"), layout_spec(new_layout))
 
 
 @shown_as(lambda src, idx=NOT_SPECIFIED, *, layout=None, optimized=True: None)
 def load(src, idx=NOT_SPECIFIED, *, layout=None, optimized=True, mask=None, other=None, **options):
-    """``src[...]``, in register layout ``layout`` if given. ``idx`` is deprecated:
-    ``load(src.at[idx])``. With ``mask`` and ``other``, and the options of Pallas' Triton backend,
-    it is ``pl.load``."""
+    """Load ``src[...]``, in the register layout ``layout`` if given.
+
+    ``idx`` is deprecated; use ``load(src.at[idx])``. With ``mask``, ``other`` or options of Pallas'
+    Triton backend, it is ``pl.load``."""
     if mask is not None or other is not None or options or isinstance(src, ClippedRef):
         x = masked_load(
             src, ... if idx is NOT_SPECIFIED else idx, mask=mask, other=other, **options
@@ -434,7 +447,8 @@ def load(src, idx=NOT_SPECIFIED, *, layout=None, optimized=True, mask=None, othe
 
 
 def broadcasted_iota(dtype, shape, dimension, *, layout=None):
-    """Array whose value is its index along ``dimension``. ValueError if there is no such dim."""
+    """An array of each element's index along ``dimension``, in register layout ``layout`` if given.
+    ValueError if there is no such dimension."""
     (dimension,) = ints(dimension, "broadcasted_iota: dimension")
     shape = ints(shape, "broadcasted_iota: shape")
     return _core.iota(dtype, shape, dimension, None if layout is None else layout_spec(layout))
@@ -443,8 +457,9 @@ def broadcasted_iota(dtype, shape, dimension, *, layout=None):
 def cluster_ref(ref, block_id):
     """The same SMEM as ``ref`` in another block of the cluster (Hopper): ``{cluster_axis: index}``.
 
-    For loads and stores with ``[...]``; other coordinates are the caller's. The other block must be
-    alive and its memory in the right state: use a :class:`ClusterBarrier`.
+    For loads and stores with ``[...]``. Along the other axes, the block has the caller's indices.
+    The other block must be running and its memory in the right state: use a
+    :class:`ClusterBarrier`. ValueError for barriers, NotImplementedError for several axes.
     """
     _ref(ref, "cluster_ref", "ref", SMEM)
     if ref.dtype == "barrier":
@@ -458,19 +473,19 @@ def cluster_ref(ref, block_id):
 
 
 def griddepcontrol_wait():
-    """Wait until the grids launched before are finished and their writes visible (Hopper). Its
-    presence launches the kernel with programmatic stream serialisation."""
+    """Wait until earlier grids of the stream have finished and their writes are visible (Hopper). A
+    kernel with this call is launched with programmatic stream serialisation."""
     _core.effect("griddepcontrol_wait", ())
 
 
 def griddepcontrol_launch_dependents():
-    """Let the next grid of the stream start (Hopper)."""
+    """Allow the next grid of the stream to start (Hopper)."""
     _core.effect("griddepcontrol_launch_dependents", ())
 
 
 class named_scope(contextlib.ContextDecorator):
-    """``with named_scope(name):``, or a decorator: names a part of a kernel's body. It changes
-    nothing in the generated code; scopes may nest. TypeError for a name that is no text."""
+    """``with named_scope(name):``, or a decorator: names a part of a kernel's body. It does not
+    change the generated code. Scopes may be nested. TypeError unless ``name`` is a str."""
 
     def __init__(self, name):
         if not isinstance(name, str):
@@ -484,7 +499,7 @@ class named_scope(contextlib.ContextDecorator):
         return False
 
 
-_FORMAT = (  # of a number, as Python has it
+_FORMAT = (  # a format specification of Python for numbers
     r"(?:(?P<fill>[ -~])?[<>=^])?[-+ ]?#?(?P<zero>0)?(?P<width>\d*)(?P<group>[,_]?)"
     r"(?:\.(?P<precision>\d+))?[bdeEfFgGnoxX%]?"
 )
@@ -492,7 +507,7 @@ _MOST_PLACES = 200
 
 
 def _check_format(spec, dtype, k):
-    """ValueError where Python refuses the format for numbers of this dtype."""
+    """ValueError if Python refuses the format for numbers of this dtype."""
     what = f"debug_print: argument {k}, {dtype.name}, with the format {spec!r}"
     try:
         format(True if dtype.name == "bool" else 0 if is_integer(dtype) else 0.0, spec)
@@ -509,7 +524,7 @@ def _check_format(spec, dtype, k):
 
 
 def _print_fields(fmt, args):
-    """The literal texts of a format, and the spec of the field after each (None: none)."""
+    """The literal texts of a format, and the specification of the field after each, or None."""
     try:
         pieces = list(string.Formatter().parse(fmt))
     except ValueError as e:
@@ -530,15 +545,20 @@ def _print_fields(fmt, args):
 
 @shown_as(lambda fmt, *args: None)
 def debug_print(fmt, *args, label=False, **kwargs):
-    """Print from each thread of each block. ``fmt`` has one ``{}`` or ``{:spec}`` per argument.
+    """Print from each thread of each block. ``fmt`` has one ``{}`` or ``{:spec}`` for each
+    argument.
 
-    Scalars: one line, from one lane. One array alone: a line for each element, ``[i, j]: value`` in
-    the place of the field, in any order on the GPU. Numbers and formats are Python's: ``10.0``,
-    ``True``, ``{:>8.3f}``; floats without a format have the fewest digits that read back as the
-    same number of their dtype. ``label=True``: each line begins with who prints, "[grid point
-    (0, 1), block (1,), thread 2] ", of the axes that the kernel has (block: in its cluster; in a
-    kernel with :func:`dynamic_scheduling_loop` the grid point is the one that the block began
-    with). TypeError, ValueError for another format, NotImplementedError for an array among others.
+    Scalars give one line. An array must be the only argument; it gives one line for each element,
+    with ``[i, j]: value`` in place of the field, in any order on the GPU. Numbers and formats are
+    those of Python: ``10.0``, ``True``, ``{:>8.3f}``. Floats without a format have the fewest
+    digits that read back as the same number of their dtype.
+
+    With ``label=True`` each line starts with the position along the axes of the kernel, such as
+    "[grid point (0, 1), block (1,), thread 2] " (block: within its cluster). In a kernel with
+    :func:`dynamic_scheduling_loop`, the grid point is the one with which the block started.
+
+    TypeError, ValueError for invalid formats, NotImplementedError for an array among other
+    arguments.
     """
     if kwargs:
         raise ValueError(f"debug_print: keyword arguments are not accepted, got {show(kwargs)}")
@@ -572,8 +592,8 @@ def debug_print(fmt, *args, label=False, **kwargs):
 
 
 class _DebugChecks:
-    """The flag that turns :func:`debug_check` on: ``pl.enable_debug_checks(True)`` sets it, as a
-    context manager until its end. Kernels are compiled for each state."""
+    """The flag that enables :func:`debug_check`. ``pl.enable_debug_checks(True)`` sets it; as a
+    context manager, until its end. Kernels are compiled separately for each state."""
 
     value = False
 
@@ -607,9 +627,11 @@ enable_debug_checks = _DebugChecks()
 
 
 def debug_check(condition, message):
-    """Nothing unless ``pl.enable_debug_checks`` is on while the kernel is traced. Then the kernel
-    fails where a bool scalar is false: with AssertionError on the interpreter; on a GPU by a device
-    assertion, after which the process cannot use that GPU."""
+    """Make the kernel fail if the bool scalar ``condition`` is false. Has an effect only if
+    ``pl.enable_debug_checks`` is on when the kernel is traced.
+
+    The interpreter raises AssertionError. On a GPU, a device assertion fails, after which the
+    process cannot use that GPU. TypeError for other arguments."""
     if not isinstance(message, str) or "\0" in message:
         raise TypeError(f"debug_check: message must be text, got {show(message)}")
     if not tracing():
@@ -626,9 +648,9 @@ def debug_check(condition, message):
 
 
 def print_layout(fmt, x):
-    """Print ``fmt.format(description)`` once, when the kernel is lowered: of an array the register
-    layout that it has there (``WGMMA``, ``WGMMA_ROW``, ``WG_STRIDED((64, 64), 8)``), of an SMEM ref
-    the tuple of its transforms. No effect at run time. ValueError for other refs."""
+    """Print ``fmt.format(description)`` once, when the kernel is lowered. The description is the
+    register layout of an array (``WGMMA``, ``WGMMA_ROW``, ``WG_STRIDED((64, 64), 8)``), or the
+    tuple of transforms of an SMEM ref. No effect at run time. ValueError for other refs."""
     what = "print_layout"
     if not isinstance(fmt, str) or "\0" in fmt:
         raise TypeError(f"{what}: fmt must be text without zero bytes, got {show(fmt)}")
@@ -644,17 +666,18 @@ def print_layout(fmt, x):
 
 
 def optimization_barrier(tree_of_arrays):
-    """Identity that nothing is moved across. A pytree of arrays."""
+    """Return a pytree of arrays unchanged. The compiler moves no computation across it."""
     return tree.map(
         lambda x: _core.opt_barrier(as_array(x, "optimization_barrier")), tree_of_arrays
     )
 
 
 def planar_snake(lin_idx, shape, minor_dim, tile_width):
-    """``(i0, i1)``: a linear index mapped to a 2-D grid in boustrophedon order of tiles.
+    """``(i0, i1)``: a linear index mapped to a 2-D grid, tile by tile, in boustrophedon order.
 
-    ``minor_dim`` (0 or 1) is cut into tiles of ``tile_width``; inside a tile it varies fastest,
-    then the major dim, which odd tiles run backwards. Works on Python ints and on traced scalars.
+    ``minor_dim`` (0 or 1) is divided into tiles of ``tile_width``. Within a tile, the minor
+    dimension varies fastest, then the major dimension, which odd tiles traverse backwards. Works on
+    Python ints and on traced scalars. ValueError for other ``minor_dim`` and ``tile_width < 1``.
     """
     if minor_dim not in (0, 1):
         raise ValueError(f"planar_snake: minor_dim must be 0 or 1, got {minor_dim}")
@@ -677,7 +700,7 @@ def planar_snake(lin_idx, shape, minor_dim, tile_width):
     per_tile = tile_width * major_size
     full, rest = minor_size // tile_width, minor_size % tile_width
     tile = lin_idx // per_tile
-    # Remainders of what is not negative are seen not to be, which copies must know of their starts.
+    # Remainders of non-negative numbers are known to be non-negative, as starts of copies must be.
     inside = lin_idx % per_tile
     minor, major = tile * tile_width + inside % tile_width, inside // tile_width
     if not (isinstance(rest, int) and rest == 0):  # the last tile is narrower
@@ -692,8 +715,8 @@ def planar_snake(lin_idx, shape, minor_dim, tile_width):
 
 
 def find_swizzle(minor_dim_bits, what=""):
-    """The first of 128, 64, 32, 16 bytes that divides a row of ``minor_dim_bits``; ValueError if
-    none does. 16 means no swizzle."""
+    """The first of 128, 64, 32 and 16 bytes that divides a row of ``minor_dim_bits`` bits. 16 means
+    no swizzle. ValueError if none divides it."""
     for swizzle in (128, 64, 32, 16):
         if minor_dim_bits % (8 * swizzle) == 0:
             return swizzle
@@ -705,17 +728,16 @@ def find_swizzle(minor_dim_bits, what=""):
 
 
 def transpose_ref(ref, permutation):
-    """The view of ``ref`` with its dims permuted; no data moves."""
+    """A view of ``ref`` with its dimensions permuted; no data is moved."""
     return _ref(ref, "transpose_ref", "ref").transpose(tuple(permutation))
 
 
 def transform_ref(ref, transform):
-    """The view of ``ref`` behind a transform.
+    """A view of ``ref`` with a transform applied; no data is moved.
 
-    ``TilingTransform(tiling)``: (..., M, N) is seen as (..., M / t0, N / t1, t0, t1); no data
-    moves.
-    TypeError if ``ref`` is no ref, ValueError if the tiling does not divide it, NotImplementedError
-    for other transforms: give those where SMEM is allocated.
+    ``TilingTransform(tiling)`` views (..., M, N) as (..., M / t0, N / t1, t0, t1). TypeError unless
+    ``ref`` is a ref, ValueError if the tiling does not divide it, NotImplementedError for other
+    transforms: specify those where SMEM is allocated.
     """
     what = "transform_ref"
     _ref(ref, what, "ref")
@@ -734,8 +756,8 @@ def transform_ref(ref, transform):
 
 
 def axis_index(name):
-    """int32 index of this program along a grid, cluster or thread axis; a tuple of names is
-    linearised row-major. NameError for an unknown name."""
+    """The int32 index of this program along a grid, cluster or thread axis. A tuple of names gives
+    the row-major index over those axes. NameError for an unknown name."""
     axes = env("axis_index").axes
     if isinstance(name, (tuple, list)):
         total = 0
@@ -762,14 +784,15 @@ def axis_size(name):
 
 
 def program_id(axis):
-    """int32 index of this program along grid axis ``axis``. ValueError if there is no such axis."""
+    """The int32 index of this program along grid axis ``axis``. ValueError if there is no such
+    axis."""
     axis, _ = _grid_axis(axis, "program_id")
     e = env("program_id")
     return e.programs[axis] if e.programs else _core.axis_index("grid", e.leading + axis)
 
 
 def num_programs(axis):
-    """Size of grid axis ``axis``."""
+    """The size of grid axis ``axis``. ValueError if there is no such axis."""
     return _grid_axis(axis, "num_programs")[1]
 
 
