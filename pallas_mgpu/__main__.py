@@ -1,7 +1,7 @@
-"""``python -m pallas_mgpu``: a pipelined tensor-core matmul, run and checked. ``info``: what was
-found. ``cache``: size of the compile cache on disk; ``cache clear`` empties it. ``layouts``:
-docs/layouts.md, the costs of layout conversions. ``gaps``: what is missing, and what to use
-instead."""
+"""``python -m pallas_mgpu`` runs and checks a pipelined tensor-core matmul. ``info`` prints the
+versions that were found, ``cache`` the size of the compile cache on disk; ``cache clear`` empties
+it. ``layouts`` prints docs/layouts.md, the costs of layout conversions, ``gaps`` what is missing
+and what to use instead."""
 
 import argparse
 import os

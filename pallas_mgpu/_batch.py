@@ -1,8 +1,9 @@
-"""`vmap`: kernels over one more axis of their arrays.
+"""`vmap`: kernels over an additional axis of their arrays.
 
-A mapped kernel is one launch. Its batch axes stand in front of the grid, the outermost first, and
-the body sees of every mapped array the view at its own index: a graph like any other. In a Python
-function, arguments are `Batched`; a kernel that is called with those is mapped itself."""
+A mapped kernel is a single launch. Its batch axes precede those of the grid, outermost first, and
+the body sees the view of every mapped array at its own index. The graph is an ordinary one. When a
+Python function is mapped, its arguments are `Batched`; a kernel that is called with them is
+mapped."""
 
 import functools
 import threading
@@ -18,8 +19,8 @@ class _PerLeaf(tuple):
 
 
 def _leaf_axes(axes, structure, what):
-    """One int or None per leaf. ``axes``: an int or None for all, or a container like the
-    arguments whose entries are that again."""
+    """One int or None for each leaf. ``axes``: an int or None for all leaves, or a container like
+    the arguments whose entries are such axes."""
     if isinstance(axes, _PerLeaf):
         return list(axes)
     out = []
@@ -46,8 +47,8 @@ def _leaf_axes(axes, structure, what):
 class Batch:
     """The batch axes of one trace of a kernel's definition.
 
-    ``sizes``: of the axes. ``in_axes``, ``out_axes``: per axis, for each leaf where it stands
-    (None: not mapped). ``in_shapes``: (shape, dtype) of operands as the body sees them.
+    ``sizes``: of the axes. ``in_axes``, ``out_axes``: for each axis, its position in each leaf
+    (None: not mapped). ``in_shapes``: (shape, dtype) of the operands as the body sees them.
     ``out_shapes``: of the whole outputs."""
 
     def __init__(self, definition, structure, specs):
@@ -102,7 +103,7 @@ class Batch:
         return axes
 
     def views(self, refs, axes):
-        """What one program sees of whole arrays."""
+        """The views of whole arrays that one program sees."""
         for level, of in enumerate(axes):
             index = _core.axis_index("grid", level)
             refs = [r if a is None else r.at[(*[slice(None)] * a, index)] for r, a in zip(refs, of)]
@@ -113,7 +114,7 @@ class Batch:
 
 
 class Batched:
-    """An array as a function under :func:`vmap` sees it: without the mapped axis."""
+    """An array as a function sees it under :func:`vmap`: without the mapped axis."""
 
     __slots__ = ("value", "axis", "level")
 
@@ -137,7 +138,7 @@ class Batched:
 
 
 def call_batched(definition, args, leaves, out, stream):
-    """A kernel called with arguments some of which are `Batched`."""
+    """Call a kernel with arguments of which some are `Batched`."""
     level = max(x.level for x in leaves if isinstance(x, Batched))
     mine = [isinstance(x, Batched) and x.level == level for x in leaves]
     axes = _PerLeaf(x.axis if m else None for x, m in zip(leaves, mine))
@@ -155,7 +156,7 @@ def call_batched(definition, args, leaves, out, stream):
 
 
 def _outputs(definition, out, level):
-    """``out=`` of a kernel as whole arrays, and the axis of each."""
+    """``out=`` of a kernel as whole arrays, and the mapped axis of each."""
     if out is None:
         return None, 0
     leaves, structure = tree.flatten(out)
@@ -213,14 +214,15 @@ def _map_function(f, in_axes, out_axes):
 
 
 def vmap(f, in_axes=0, out_axes=0):
-    """``f`` over one more axis of its arguments, in one launch: a grid axis in front of the others.
+    """Map ``f`` over an additional axis of its arguments, in one launch. The axis becomes the
+    leading grid axis.
 
-    ``f``: a kernel (of ``plgpu.kernel`` or ``pl.pallas_call``), a mapped one again, a
-    ``kernel_family``, or a Python function that hands its arguments to kernels and returns their
-    results. ``in_axes``: the axis of each argument that is mapped over, None for arguments that all
-    elements share; an int for all, or a tuple. ``out_axes``: where it stands in the results.
-    TypeError for what is neither, ValueError for axes that do not exist or differ in size (when
-    called).
+    ``f``: a kernel (of ``plgpu.kernel`` or ``pl.pallas_call``), possibly mapped already, a
+    ``kernel_family``, or a Python function that passes its arguments to kernels and returns their
+    results. ``in_axes``: the mapped axis of each argument, None for arguments that all elements
+    share; an int for all arguments, or a tuple. ``out_axes``: the position of the axis in the
+    results. TypeError for other ``f``; ValueError, when called, for axes that do not exist or
+    differ in size.
     """
     if isinstance(f, _core.Kernel):
         return f.definition.mapped(in_axes, out_axes).make()

@@ -1,8 +1,8 @@
-"""What a process keeps of kernels between calls, and how much of it.
+"""What a process caches of kernels between calls, and the limits.
 
-A signature of a kernel has a plan (the lowered graph, the program, what is loaded); the extension
-drops those longest unused beyond PALLAS_MGPU_PLAN_BYTES. A `kernel_family` has a kernel for each
-combination of arguments; of those, and of what `cached` functions made, the last ones stay."""
+Each signature of a kernel has a plan (the lowered graph, the program, loaded code). The extension
+drops the least recently used plans beyond PALLAS_MGPU_PLAN_BYTES. A `kernel_family` has a kernel
+for each combination of arguments. These, and the results of `cached` functions, are LRU caches."""
 
 import functools
 import weakref
@@ -15,7 +15,7 @@ _families: weakref.WeakSet = weakref.WeakSet()
 
 
 def cached(f):
-    """`functools.lru_cache` that :func:`clear_caches` empties."""
+    """A `functools.lru_cache` that :func:`clear_caches` empties."""
     f = functools.lru_cache(maxsize=KEPT)(f)
     _clear.append(f.cache_clear)
     return f
@@ -27,13 +27,14 @@ def add_family(family):
 
 
 def clear_caches():
-    """Drop every kernel that was traced or compiled in this process, of all signatures.
+    """Drop all kernels that were traced or compiled in this process.
 
-    Memory of the host is freed at once; later calls trace and load anew, from the compile cache on
-    disk, which stays as it is. It can be called at any time, also while kernels run or a CUDA graph
-    is being captured: nothing is waited for, and code on the GPU is unloaded only when nothing can
-    use it any more. Code that ran on a stream of the caller's (``stream=``, ``torch.cuda.stream``,
-    every captured graph) stays loaded, and serves again if the same kernel comes back.
+    Host memory is freed immediately. Later calls trace again and load programs from the compile
+    cache on disk, which does not change. The function can be called at any time, even while kernels
+    run or a CUDA graph is being captured: it does not wait, and code on the GPU is unloaded only
+    when nothing can use it any more. Code that ran on a caller's stream (``stream=``,
+    ``torch.cuda.stream``, every captured graph) stays loaded and is reused if the same program is
+    needed again.
     """
     for family in list(_families):
         family.forget()

@@ -1,6 +1,6 @@
-"""`kernel_family`: a function that makes kernels becomes a function of arrays.
+"""`kernel_family`: turns a function that makes kernels into a function of arrays.
 
-`_core.Family` looks a call up by its operands and options and asks `_Maker` where it has no
+`_core.Family` looks up a call by its operands and options, and calls `_Maker` if it has no
 entry."""
 
 import functools
@@ -13,10 +13,10 @@ from ._types import ShapeDtypeStruct
 
 
 class Operand(ShapeDtypeStruct):
-    """What a :func:`kernel_family` sees of an array.
+    """The description of an array that a :func:`kernel_family` gets.
 
-    ``device``: ordinal of the GPU it lies on, None for the host. ``aligned``: it begins at a
-    multiple of 16 bytes.
+    ``device``: the ordinal of its GPU, None for the host. ``aligned``: does it start at a multiple
+    of 16 bytes?
     """
 
     __slots__ = ("device", "aligned")
@@ -27,7 +27,7 @@ class Operand(ShapeDtypeStruct):
 
 
 class _Maker:
-    """Binds calls to the signature; equal ones, however spelled, share what was made."""
+    """Binds calls to the signature. Equal calls share a kernel, however they are spelled."""
 
     def __init__(self, make, name):
         self.make, self.name = make, name
@@ -77,19 +77,21 @@ class _Maker:
 
 
 def kernel_family(make=None, *, in_place=True):
-    """Decorator: a function of arrays that finds its kernel by their types.
+    """Decorator: a function of arrays that selects a kernel by their types.
 
     ``make(*operands, **options)`` gets an :class:`Operand` for each array and returns the kernel
-    for such arrays, or another function of them. The result is called with the arrays themselves,
-    and with ``out=`` if that is wanted; arrays are passed on in the order of the signature. By
-    position only arrays are accepted; by name arrays, and options, which must be hashable. ``make``
-    runs once for each combination of shapes, dtypes, devices, alignments and options; later calls
-    cost about as much as calling the kernel. Use functions defined once as options, as each new one
-    is a new value. ``in_place=False``: the kernels read their operands while they write, so that
-    ``out=`` must not be one of the arrays (ValueError).
+    for such arrays, or another function of them. It runs once for each combination of shapes,
+    dtypes, devices, alignments and options; later calls cost about as much as calling the kernel.
 
-    ``f.kernel(*args, **kwargs)`` is what a call with such arguments runs; things with shape and
-    dtype will do there. TypeError for arguments that do not fit the signature.
+    The decorated function is called with arrays, and optionally with ``out=``. Arrays may be passed
+    by position or by name and reach the kernel in the order of the signature. Options are passed by
+    name and must be hashable. Define functions that are passed as options only once, because each
+    new function object makes a new kernel. ``in_place=False``: the kernels read their operands
+    while they write, so ``out=`` must not be one of the arrays (ValueError).
+
+    ``f.kernel(*args, **kwargs)`` returns the kernel that a call with such arguments runs; any
+    objects with shape and dtype are accepted. TypeError for arguments that do not fit the
+    signature.
     """
     if make is None:
         return functools.partial(kernel_family, in_place=in_place)
@@ -101,8 +103,9 @@ def kernel_family(make=None, *, in_place=True):
 
 
 def core_count(device=None):
-    """SMs of a CUDA device; None: of the one that kernels on host arrays run on. Where there is
-    none, those of a usual GPU: 132, as an H100 or H200 has."""
+    """The number of SMs of a CUDA device. None means the device on which kernels on host arrays
+    run; without a GPU, the result is the number of SMs of a typical GPU of the target, 132 for an
+    H100 or H200."""
     found = _core.system_info()
     ordinal = found["device"] if device is None else device
     return found["devices"][ordinal]["sm_count"] if ordinal >= 0 else _core.target()["sms"]

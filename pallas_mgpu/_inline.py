@@ -1,4 +1,4 @@
-"""CUDA source in kernels, and functions of Python that stand for it on the interpreter."""
+"""CUDA source in kernels, and Python functions that replace it on the interpreter."""
 
 import numpy as np
 
@@ -23,7 +23,7 @@ def _is_layout(x):
 
 
 class _Barrier:
-    """What stands for a barrier in functions that stand for CUDA source."""
+    """A barrier argument of a Python function that replaces CUDA source."""
 
     def __init__(self):
         self.arrivals = 0
@@ -34,7 +34,7 @@ class _Barrier:
 
 
 class _Interpreted:
-    """One use of source in a kernel: calls what stands for it with NumPy arrays."""
+    """One use of a source in a kernel: calls its replacement with NumPy arrays."""
 
     def __init__(self, function, args, structure, results, results_structure):
         self.function, self.structure, self.results_structure = (
@@ -77,27 +77,27 @@ def _is_barrier(x):
 
 
 def inline_cuda(source, *, arg_types=(), return_type=None, interpret=None):
-    """A function of kernel bodies that runs statements of CUDA C++.
+    """Turn statements of CUDA C++ into a function for kernel bodies.
 
-    ``arg_types``: a pytree like the arguments, with ``plgpu.RefType(transforms)`` for a ref or a
-    barrier and a ``plgpu.Layout`` for an array, which comes in it; ``Layout.WG_SPLAT`` for a
-    scalar. ``return_type``: a pytree of ``plgpu.ShapeDtypeStruct(shape, dtype, layout)``, or None.
+    ``arg_types``: a pytree like the arguments. A ref or a barrier is described by
+    ``plgpu.RefType(transforms)``, an array by the ``plgpu.Layout`` in which it is passed, a scalar
+    by ``Layout.WG_SPLAT``. ``return_type``: a pytree of ``plgpu.ShapeDtypeStruct(shape, dtype,
+    layout)``, or None.
 
-    The leaves of the arguments are ``a0``, ``a1`` ... in ``source``: of an array the registers of
-    this lane, ``const T*``; a scalar's value; of a GMEM ref a pointer to its first element, of an
-    SMEM ref and a barrier the 32-bit shared address. The result goes to ``r0[0]``, ``r0[1]`` ...,
-    of several the second one to ``r1[0]`` and so on. All 128 lanes of the thread come there
-    together, and meet before and behind. The text may use the device functions of generated
-    programs. Never left out or moved.
+    The source names the flattened arguments ``a0``, ``a1`` and so on. An array is a pointer to the
+    registers of this lane, ``const T*``; a scalar is its value; a GMEM ref is a pointer to its
+    first element; an SMEM ref or a barrier is its 32-bit shared address. The source writes the
+    first result to ``r0[0]``, ``r0[1]`` ..., the second to ``r1[0]`` and so on. All 128 lanes of
+    the thread execute it, and synchronise before and after it. It may use the device functions of
+    generated programs. The compiler neither removes nor moves it.
 
-    ``interpret``: a Python function that means the same, for the interpreter. It gets the arguments
-    as NumPy arrays of their whole shapes, scalars as NumPy scalars, refs as arrays that it may
-    write in place (those of inputs are read-only), barriers as objects with ``arrive()``, and
-    returns NumPy arrays for ``return_type``. It is called once for each Pallas thread that comes
-    there, or warp in a warp_map. Without it a source that is plain C++, with device functions that
-    concern one lane, is compiled for the CPU where a C++ compiler is found, and runs lane after
-    lane. NotImplementedError for all else on the interpreter: PTX, functions of several lanes, SMEM
-    with transforms, no compiler.
+    ``interpret``: a Python function that replaces the source on the interpreter. It gets NumPy
+    arrays of the full shapes, NumPy scalars, arrays that it modifies in place for refs (read-only
+    for operands) and objects with ``arrive()`` for barriers, and returns NumPy arrays for
+    ``return_type``. It is called once for each Pallas thread, or in a warp_map for each warp.
+    Without it, a source of plain C++ and device functions of a single lane is compiled with a C++
+    compiler, if one is found, and runs lane by lane. Everything else raises NotImplementedError on
+    the interpreter: PTX, functions of several lanes, SMEM with transforms, no compiler.
     """
     what = "inline_cuda"
     if not isinstance(source, str) or "\0" in source:
@@ -147,7 +147,7 @@ def inline_cuda(source, *, arg_types=(), return_type=None, interpret=None):
 
 
 def _host_source(source, values, types, results):
-    """What runs the source as C++ on the interpreter, or says why it cannot."""
+    """The object that runs the source as C++ on the interpreter, or explains why it cannot."""
     operands, why_not = [], None
     for k, (x, t) in enumerate(zip(values, types)):
         layout = None

@@ -1,9 +1,9 @@
-"""`inline_cuda` sources on the CPU: compiled as plain C++ and run lane after lane.
+"""`inline_cuda` sources on the CPU: compiled as plain C++ and run lane by lane.
 
-A source is C++ as long as it has no PTX and needs no other lane while it runs. It is wrapped in a
-function with the parameters it has on a GPU, `_inline_host.h` in front of it, compiled by the C++
-compiler that is found, and kept under a hash of its text. The function is called for each lane
-with the registers that its layouts give it."""
+A source is plain C++ if it contains no PTX and does not depend on other lanes. It is wrapped in a
+function with the same parameters as on a GPU, after `_inline_host.h`, compiled by the first C++
+compiler found, and cached under a hash of its text. The function is called for each lane with the
+registers that the layouts assign to the lane."""
 
 import ctypes
 import functools

@@ -1,9 +1,9 @@
 """Loops over the elements of arrays: `lax.scan`, `map`, `associative_scan`.
 
-`scan` is a `fori_loop` whose carry also holds the collected outputs: step k takes element k of each
-array by one gather and puts its outputs where the index along the first dim is k. What the outputs
-are is found by tracing the body once before. `associative_scan` takes log2(n) steps: after step s
-each element is combined with those up to 2**s before it."""
+`scan` is a `fori_loop` whose carry includes the stacked outputs: step k gathers element k of each
+array and stores its outputs at index k of the first dimension. The types of the outputs are found
+by tracing the body once beforehand. `associative_scan` takes log2(n) steps: after step s, each
+element is combined with up to 2**s elements before it."""
 
 from . import _core, tree
 from ._control import fori_loop
@@ -43,9 +43,9 @@ def _length(xs, length, what):
 
 
 def scan(f, init, xs=None, length=None, reverse=False, unroll=1):
-    """``carry, y = f(carry, x)`` for each x along the first dim of ``xs`` (a pytree of arrays),
-    from the last one with ``reverse``. The last carry and the outputs y, stacked in the order of
-    xs. Without ``xs`` there are ``length`` steps and x is None."""
+    """``carry, y = f(carry, x)`` for each x along the first dimension of ``xs``, a pytree of
+    arrays; with ``reverse`` starting from the last. Returns the final carry and the outputs y,
+    stacked in the order of ``xs``. Without ``xs`` there are ``length`` steps, and x is None."""
     check_arity(f, "scan: f", "a carry and an element", 2)
     xs = tree.map(lambda x: value(as_array(x, "scan") if _plain(x) else x, "scan"), xs)
     n = _length(xs, length, "scan")
@@ -91,8 +91,8 @@ def _put(stacked, y, k):
 
 
 def map(f, xs, *, batch_size=None):  # noqa: A001 - the name of the language
-    """``f`` of each element along the first dim of ``xs`` (a pytree of arrays), results stacked.
-    One element at a time, also with ``batch_size``."""
+    """Apply ``f`` to each element along the first dimension of ``xs``, a pytree of arrays, and
+    stack the results. Processes one element at a time, even with ``batch_size``."""
     check_arity(f, "lax.map: f", "an element", 1)
     if batch_size is not None:
         (batch_size,) = ints(batch_size, "lax.map: batch_size")
@@ -102,9 +102,9 @@ def map(f, xs, *, batch_size=None):  # noqa: A001 - the name of the language
 
 
 def associative_scan(fn, elems, reverse=False, axis=0):
-    """Each element of the arrays ``elems`` (a pytree) combined with all before it along ``axis``
-    (behind it, ``reverse``) by ``fn(a, b)``, an associative function of such pytrees that works on
-    many elements at a time."""
+    """Combine each element of the arrays ``elems`` (a pytree) with all elements before it along
+    ``axis`` (after it, with ``reverse``). ``fn(a, b)`` is an associative function of such pytrees
+    that works on many elements at a time."""
     what = "associative_scan"
     check_arity(fn, f"{what}: fn", "two pytrees of elements", 2)
     leaves, structure = tree.flatten(elems)

@@ -32,14 +32,14 @@ def core_map(
     metadata=None,
     scratch_shapes=(),
 ):
-    """An older form of :func:`pl.kernel`, with a DeprecationWarning: ``@pl.core_map(mesh)`` runs
-    the function below it over a mesh, at once, as ``pl.kernel(f, mesh=mesh)()`` does.
+    """Deprecated form of :func:`pl.kernel`. ``@pl.core_map(mesh)`` runs the decorated function over
+    a mesh immediately, as ``pl.kernel(f, mesh=mesh)()`` does, with a DeprecationWarning.
 
     The function takes no arguments and returns None. On the host, with a :class:`plgpu.Mesh`, it
-    works on the mutable arrays that it closes over (:func:`plgpu.new_ref`, or inside
-    :func:`pl.run_state`): a ref in GMEM stands for each. In a kernel, with a
+    updates the mutable arrays that it closes over (:func:`plgpu.new_ref`, or inside
+    :func:`pl.run_state`), which appear as refs in GMEM. In a kernel, with a
     :class:`plgpu.WarpMesh`, it is a :func:`plgpu.warp_map`.
-    ``cost_estimate`` and ``metadata`` have no effect. ValueError if it returns something or closes
+    ``cost_estimate`` and ``metadata`` have no effect. ValueError if it returns a value or closes
     over no mutable array, NotImplementedError for ``scratch_shapes`` (use ``pl.run_scoped``).
     """
     what = "core_map"
@@ -83,14 +83,15 @@ def mesh_kernel(
     name=None,
     metadata=None,
 ):
-    """:func:`plgpu.kernel` over a mesh object. The body may close over mutable arrays
-    (:func:`plgpu.new_ref`), which it changes in place.
+    """:func:`plgpu.kernel` with the axes in a mesh object. The body may close over mutable arrays
+    (:func:`plgpu.new_ref`), which it updates in place.
 
-    With a :class:`plgpu.Mesh` a kernel of ``body(*operands, *outputs)``, whose result has the
-    structure of ``out_type``; ``scratch_types`` must be empty (NotImplementedError; use
-    ``pl.run_scoped``). With a :class:`plgpu.WarpMesh`, in a kernel: a function that runs once for
-    each warp when it is called. Without ``body`` a decorator. ValueError for a sequence of meshes
-    with one body, NotImplementedError for several bodies.
+    With a :class:`plgpu.Mesh`, the result is a kernel of ``body(*operands, *outputs)`` that returns
+    arrays in the structure of ``out_type``. ``scratch_types`` must be empty (NotImplementedError;
+    use ``pl.run_scoped``). With a :class:`plgpu.WarpMesh`, inside a kernel, the result is a
+    function that runs once for each warp when it is called. Without ``body``, a decorator is
+    returned. ValueError for a sequence of meshes with one body, NotImplementedError for several
+    bodies.
     """
     what = "pl.kernel"
     if isinstance(body, tuple | list):

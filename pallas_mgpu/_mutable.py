@@ -1,9 +1,8 @@
 """Mutable arrays on the host, and finding those that a function closes over.
 
-A kernel's body may change arrays that it closes over: `closed_over` finds them, in the cells of its
-closure, in those of functions in it, among the globals it names, in bound arguments and in
-containers of any of these; `rebound` makes the function again with the kernel's refs in their
-places.
+A kernel's body may update arrays that it closes over. `closed_over` finds them: in the cells of its
+closure and of functions in it, among the globals it names, in bound arguments, and in containers of
+any of these. `rebound` makes a copy of the function with the kernel's refs in their places.
 """
 
 import functools
@@ -29,8 +28,8 @@ def _copied(x):
 
 
 class MutableArray:
-    """An array on the host that kernels change in place: made by :func:`new_ref`, passed to a
-    kernel or closed over by its body. ``ref[...]`` is its value."""
+    """An array on the host that kernels update in place. :func:`new_ref` makes it; it is passed to
+    a kernel or closed over by its body. ``ref[...]`` is its value."""
 
     __slots__ = ("_value", "__weakref__")
     is_mutable_array = True
@@ -79,9 +78,10 @@ def kernel_dtype(r):
 
 
 def new_ref(x, *, memory_space=GMEM):
-    """A mutable array that begins as a copy of ``x`` (NumPy, PyTorch, CuPy, JAX, DeviceArray).
+    """A mutable array that starts as a copy of ``x`` (NumPy, PyTorch, CuPy, JAX, DeviceArray), on
+    the same device.
 
-    For kernels that change their arguments or what they close over. It stays where ``x`` is.
+    Kernels update mutable arrays that are their arguments or that their bodies close over.
     ValueError for a memory space other than GMEM.
     """
     if memory_space not in (None, GMEM):
@@ -90,7 +90,8 @@ def new_ref(x, *, memory_space=GMEM):
 
 
 def freeze(ref):
-    """The value of a mutable array, which must not be used afterwards."""
+    """The value of a mutable array, which must not be used afterwards. TypeError for other
+    objects."""
     if not isinstance(ref, MutableArray):
         raise TypeError(f"freeze: expected what new_ref makes, got {show(ref)}")
     return ref._value
@@ -100,8 +101,8 @@ def freeze(ref):
 
 
 class _Rebuilder:
-    """Finds the mutable arrays that a function can reach, and makes the function again with
-    others in their places (``put`` by identity)."""
+    """Finds the mutable arrays that a function can reach, and copies the function with replacements
+    (``put``, by identity)."""
 
     def __init__(self, put=None):
         self.found, self.put = [], put
@@ -149,7 +150,7 @@ class _Rebuilder:
 
 
 def _names_of(code):
-    """Global names in a code object and those inside it."""
+    """Global names in a code object and in nested ones."""
     names = set(code.co_names)
     for c in code.co_consts:
         if isinstance(c, types.CodeType):
@@ -167,7 +168,7 @@ def closed_over(f):
 
 
 def rebound(f, arrays, refs):
-    """``f`` with refs in the places of the mutable arrays that it can reach."""
+    """``f`` with refs in place of the mutable arrays that it can reach."""
     put = {id(array): ref for array, ref in zip(arrays, refs)}
     return _Rebuilder(put).value(f) if put else f
 

@@ -1,4 +1,4 @@
-"""Semaphores: int32 counters that threads signal and wait for, of one block or of the launch."""
+"""Semaphores: int32 counters, of one block or of the launch, that threads signal and wait for."""
 
 import enum
 
@@ -10,21 +10,21 @@ from ._types import Semaphores, SemaphoreType, _Frozen
 
 
 class semaphore:
-    """The class of the dtype of semaphore refs: ``jnp.issubdtype(ref.dtype, pl.semaphore)``."""
+    """The abstract dtype of semaphore refs: ``jnp.issubdtype(ref.dtype, pl.semaphore)``."""
 
 
 class DeviceIdType(enum.Enum):
-    """How ``device_id`` names a device; kernels run on one device."""
+    """How ``device_id`` identifies a device. Kernels run on one device."""
 
     MESH = "mesh"
     LOGICAL = "logical"
 
 
 def get_global(what):
-    """Semaphores of the launch: the same ones for all blocks, 0 when the kernel begins.
+    """Semaphores that all blocks of a launch share. They are 0 when the kernel starts.
 
     ``what``: ``plgpu.SemaphoreType.REGULAR`` or ``REGULAR(shape)``; NotImplementedError for
-    anything else. Each call gives semaphores of its own. They may have any value when the kernel
+    anything else. Each call makes different semaphores. They may have any value when the kernel
     ends.
     """
     e = env("get_global")
@@ -76,8 +76,9 @@ def _scope(memory_scope, device_id, what):
 def semaphore_signal(semaphore, inc=1, *, device_id=None, memory_scope="sys"):
     """Add ``inc``, an int32 scalar, to a semaphore.
 
-    What this thread did before is visible to who waits for it. ``memory_scope``: "gpu" is enough
-    among the blocks of one GPU.
+    Threads that wait for the signal see the preceding memory accesses of this thread.
+    ``memory_scope``: "sys", or "gpu", which is sufficient between blocks of one GPU. ValueError for
+    other scopes, NotImplementedError for ``device_id``.
     """
     what = "semaphore_signal"
     system = _scope(memory_scope, device_id, what)
@@ -85,8 +86,8 @@ def semaphore_signal(semaphore, inc=1, *, device_id=None, memory_scope="sys"):
 
 
 def semaphore_wait(semaphore, value=1, *, decrement=True, memory_scope="sys"):
-    """Wait until a semaphore is at least ``value``, an int32 scalar (compared as unsigned). With
-    ``decrement`` it is less by ``value`` then."""
+    """Wait until a semaphore is at least ``value``, an int32 scalar that is compared as unsigned.
+    Then subtract ``value`` if ``decrement`` is True. TypeError unless ``decrement`` is a bool."""
     what = "semaphore_wait"
     if not isinstance(decrement, bool):
         raise TypeError(f"{what}: decrement must be a bool, got {show(decrement)}")
@@ -99,7 +100,7 @@ def semaphore_wait(semaphore, value=1, *, decrement=True, memory_scope="sys"):
 
 
 def semaphore_read(sem_or_view):
-    """The value of a semaphore, an int32 scalar. Acquires what was signalled."""
+    """The value of a semaphore, an int32 scalar. Memory accesses before its signals are visible."""
     what = "semaphore_read"
     return _core.effect(what, (_one(sem_or_view, what),), system=1)
 
@@ -107,8 +108,8 @@ def semaphore_read(sem_or_view):
 def generic_signal(
     sem_or_view, inc=1, *, device_id=None, device_id_type=DeviceIdType.MESH, core_index=None
 ):
-    """``plgpu.semaphore_signal`` for an ``inc`` that is known while tracing; NotImplementedError
-    for others, and for ``core_index``."""
+    """``plgpu.semaphore_signal`` with a static ``inc``. NotImplementedError for a traced one, and
+    for ``core_index``."""
     what = "semaphore_signal"
     if core_index is not None:
         raise NotImplementedError(f"{what}: core_index is not for GPUs; leave it out")
@@ -131,7 +132,7 @@ generic_wait.__name__ = generic_wait.__qualname__ = "semaphore_wait"
 
 
 class SemaphoreSignal(_Frozen):
-    """One signal of :func:`semaphore_signal_parallel`. ``device_id``: None, this GPU."""
+    """One signal of :func:`semaphore_signal_parallel`. ``device_id`` must be None, this GPU."""
 
     __slots__ = ("ref", "device_id", "inc")
 
@@ -140,7 +141,7 @@ class SemaphoreSignal(_Frozen):
 
 
 def semaphore_signal_parallel(*signals):
-    """Several signals, in any order among themselves; each as :func:`semaphore_signal`."""
+    """Send several signals, in any order. Each is like :func:`semaphore_signal`."""
     for s in signals:
         if not isinstance(s, SemaphoreSignal):
             raise TypeError(

@@ -1,10 +1,10 @@
-"""Pipelines whose copies are issued by a thread of their own: `emit_pipeline_warp_specialized`.
+"""Pipelines with a thread that only issues copies: `emit_pipeline_warp_specialized`.
 
 All threads of the block call the pipeline. The last one, the memory thread, fetches blocks into
-slots; the others compute on them. Two barriers a slot hand it around: *ready* completes when its
-blocks have arrived, *consumed* when every compute thread has released it (in every block that
-shares the copy, if inputs are collective). The order of events is that of docs/language.md,
-"Warp-specialised pipelines"."""
+slots; the others, the compute threads, work on them. Each slot has two barriers. *ready* completes
+when its blocks have arrived; *consumed* completes when every compute thread has released the slot
+(in every block that shares the copy, if inputs are collective). docs/language.md, "Warp-specialised
+pipelines", defines the order of events."""
 
 import enum
 import functools
@@ -20,7 +20,8 @@ _NAME = "emit_pipeline_warp_specialized"
 
 
 class PipelinePipeline(enum.IntEnum):
-    """Place of a pipeline in a sequence that behaves like one: START, STEADY ..., STOP."""
+    """The position of a call in a sequence of calls that form one pipeline: START, STEADY ...,
+    STOP."""
 
     START = 0
     STEADY = 1
@@ -32,7 +33,7 @@ def _is_spec(x):
 
 
 class _Specs:
-    """A pytree of specs: its leaves and how to rebuild the refs in its shape."""
+    """A pytree of specs: its leaves, and how to rebuild refs in the same structure."""
 
     def __init__(self, specs, what):
         self.top = (specs,) if _is_spec(specs) else tuple(specs)
@@ -88,7 +89,7 @@ def _not_below_zero(n):
 
 
 class _Pipeline:
-    """What the emitter returns: callable on GMEM refs."""
+    """The result of the emitter: callable on GMEM refs."""
 
     def __init__(self, **fields):
         self.__dict__.update(fields)
@@ -134,7 +135,7 @@ class _Pipeline:
         return operands
 
     def _rings(self, ins, barriers):
-        """Of barriers made by get_allocations the number of slots of each."""
+        """(number of slots, barrier) for each of the barriers from get_allocations."""
         if len(barriers) == len(ins):
             counts = [o.slots for o in ins]
         else:
@@ -145,7 +146,7 @@ class _Pipeline:
         return sorted({a for s in self.ins.leaves for a in s.collective_axes or ()})
 
     def get_allocations(self, *gmem_refs):
-        """What to allocate, for ``run_scoped``; pass the result as ``allocations=``."""
+        """The types to allocate with ``run_scoped``; pass the result as ``allocations=``."""
         ins, outs = self._operands(gmem_refs)
         n, axes, rings = self.num_compute_wgs, self._axes(), rings_of(ins)
 
@@ -190,9 +191,9 @@ class _Pipeline:
         scoped(lambda a: self._run(operands, a, late), [types], {}, (), self.wg_axis)
 
     def _run(self, operands, a, late):
-        """``late``: how many of the last steps, whose release was delayed, are released when all is
-        done: where no barrier of the block stands between this and the next use of the slots, or
-        where other blocks fill them."""
+        """``late``: how many of the last steps, whose release was delayed, are released at the end.
+        Needed if no barrier of the block separates the pipeline from the next use of the slots, or
+        if other blocks fill them."""
         me = _ops.axis_index(self.wg_axis)
         cond(
             _core.binary("ne", me, self.num_compute_wgs),
@@ -350,7 +351,7 @@ class _Pipeline:
             fetch(n, k, k % n)
 
         def refill(k, _):
-            # rings of more slots are as many steps ahead of this one
+            # rings with more slots are that many steps ahead of this one
             for n in sorted(rings):
                 step = k if n == fewest else k + (n - fewest)
                 again = functools.partial(refill_ring, n, step)
@@ -359,7 +360,7 @@ class _Pipeline:
         fori_loop(first, steps, refill, None)
 
         def quiesce():
-            # what is left: the last slots, but for the steps whose release was delayed for ever
+            # the last slots, except for steps that are never released
             hi = steps - self.delay + late
             for n in rings:
                 fori_loop(
@@ -388,24 +389,26 @@ def emit_pipeline_warp_specialized(
     compute_context=None,
     memory_thread_idx=None,
 ):
-    """A software pipeline with a memory thread (Hopper): ``pipeline(*gmem_refs,
+    """Make a software pipeline with a memory thread (Hopper): ``pipeline(*gmem_refs,
     allocations=None)``.
 
-    All threads of the block call it; threads 0 .. ``num_compute_wgs`` - 1 compute, the last one
-    issues all copies with ``memory_registers`` registers per lane (40 is typical).
+    All threads of the block call the pipeline. Threads 0 to ``num_compute_wgs`` - 1 compute; the
+    last one issues all copies, with ``memory_registers`` registers for each lane (typically 40).
 
-    ``body(indices, *ins, *outs, *ready, *consumed, carry)``: refs are shaped like the specs
-    (pytrees, None allowed); ``ready`` and ``consumed`` barriers only with
-    ``manual_ready_barriers`` (the body waits once for each) and ``manual_consumed_barriers``
-    (it arrives once on each, as early as it likes); ``carry`` only with ``compute_context``.
-    ``compute_context(pipeline_fn)`` runs in the compute threads alone and calls
-    ``pipeline_fn(init_carry)`` once, for prologue and epilogue in registers.
-    ``BlockSpec(delay_release=d)`` releases a slot d steps late.
+    The body is ``body(indices, *ins, *outs, *ready, *consumed, carry)``. The refs have the
+    structure of the specs (pytrees; None is allowed). ``ready`` barriers are passed only with
+    ``manual_ready_barriers``, and the body must wait once on each. ``consumed`` barriers are passed
+    only with ``manual_consumed_barriers``, and the body must arrive once on each. ``carry`` is
+    passed only with ``compute_context``.
+
+    ``compute_context(pipeline_fn)`` runs only in the compute threads and calls
+    ``pipeline_fn(init_carry)`` exactly once; it is the place for a prologue and epilogue in
+    registers. ``BlockSpec(delay_release=d)`` releases a slot d steps late.
     ``BlockSpec(collective_axes=axis)`` multicasts an input to the blocks along a cluster axis.
-    ``pipeline_state``: see :class:`PipelinePipeline`; needs ``pipeline.get_allocations(*refs)``
-    allocated around.
+    ``pipeline_state`` joins several calls, see :class:`PipelinePipeline`; it needs
+    ``pipeline.get_allocations(*refs)`` allocated around the calls.
 
-    ValueError, NotImplementedError: as docs/language.md lists.
+    Specs, refs and threads that do not fit raise ValueError or NotImplementedError.
     """
     grid = tuple(grid) if isinstance(grid, (tuple, list)) else (grid,)
     grid = tuple(g if isinstance(g, Array) else g.__index__() for g in grid)
