@@ -1,4 +1,4 @@
-"""Loops that hand work to programs."""
+"""Loops that distribute work over programs."""
 
 import dataclasses
 import functools
@@ -11,31 +11,38 @@ from ._ops import axis_index, axis_size, barrier_arrive, barrier_wait
 from ._trace import Ref, env, type_text
 from ._types import SMEM, Barrier, ClusterBarrier, axis_names
 
-_MOST_POINTS = 1 << 30  # of a grid that is handed out: counters do not overflow
+_MOST_POINTS = 1 << 30  # of a dynamically scheduled grid, so that counters do not overflow
 
 
 def next_tile(counter=0):
-    """0, 1, 2 ...: an int32 scalar that no other call of this launch gets (Hopper).
+    """Read and increment a counter of the launch: 0, 1, 2 ..., an int32 scalar that no other call
+    gets (Hopper).
 
-    An atomic counter of the launch (``counter`` is its number, 0 to 31) that starts at 0. One
-    thread of a block asks and tells the others; whoever asks after the last tile was given away
-    sees a number beyond it.
+    ``counter``: which atomic counter of the launch, 0 to 31. Counters start at 0. One thread of a
+    block makes the call and broadcasts the result, for example with :func:`hand_tile`. A call after
+    the last tile was assigned returns a larger number. Dynamic loops
+    (:func:`dynamic_scheduling_loop`) use the first counters, one each. NotImplementedError under
+    ``vmap``.
     """
     not_batched("next_tile")
     return _core.next_tile(counter)
 
 
 def hand_tile(tile, k, tiles, ready, read, free=None):
-    """Tell a number to all blocks of a cluster: ``tile`` of its first block (Hopper).
+    """Broadcast a tile index to all blocks of a cluster: the ``tile`` of its first block (Hopper).
 
-    For schedules of one's own beside :func:`next_tile`. The last thread of each block calls it, for
-    step ``k`` = 0, 1, 2 ..., an int32 scalar. Slot ``k % n`` of ``tiles``, ``SMEM((n,), int32)``,
-    of every block gets the number, and that of ``ready``, ``Barrier(num_barriers=n)``, completes
-    there. Whoever needs it waits for that, reads the slot and arrives on the slot of ``read``,
-    ``Barrier(num_arrivals=readers, num_barriers=n)``, which the call n steps later waits for.
-    ``free``: ``ClusterBarrier(collective_axes=(axes,), num_barriers=n)`` of all axes of the
-    cluster, where it has more than one block; the last thread may itself read the slot, without an
-    arrival. ValueError for arguments of other shapes, or without ``free`` in a cluster.
+    For custom schedules with :func:`next_tile`. The last thread of each block calls it for step
+    ``k`` = 0, 1, 2 ..., an int32 scalar, with n slots:
+
+    tiles: ``SMEM((n,), int32)``. Slot ``k % n`` of every block receives the index.
+    ready: ``Barrier(num_barriers=n)``. The barrier of the slot completes when it is there.
+    read: ``Barrier(num_arrivals=readers, num_barriers=n)``. Each reader waits on ``ready``, reads
+        the slot and arrives here; the call n steps later waits for these arrivals. The last thread
+        may read the slot itself, without an arrival.
+    free: ``ClusterBarrier(collective_axes=(axes,), num_barriers=n)`` of all axes of the cluster, if
+        it has more than one block.
+
+    ValueError for arguments of other shapes, or without ``free`` in a cluster.
     """
     what = "hand_tile"
 
@@ -68,7 +75,7 @@ def hand_tile(tile, k, tiles, ready, read, free=None):
 
 
 def not_batched(what):
-    """A counter of the launch is one for all elements of a batch."""
+    """NotImplementedError under vmap: all elements of a batch share the counters of the launch."""
     if env(what).leading:
         raise NotImplementedError(
             f"{what} is not supported under plgpu.vmap, whose elements share a launch and its"
@@ -78,8 +85,9 @@ def not_batched(what):
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class NDLoopInfo:
-    """What a scheduled body is told: ``index``, a tuple of int32 scalars; ``local_index``, which
-    iteration of this program; ``num_local_steps``, how many it does (None where not known)."""
+    """What a scheduled body receives. ``index``: the grid point, a tuple of int32 scalars.
+    ``local_index``: the iteration of this program. ``num_local_steps``: the number of its
+    iterations, None if unknown."""
 
     index: tuple
     local_index: Any
@@ -87,7 +95,7 @@ class NDLoopInfo:
 
 
 def unravel(flat, grid):
-    """Row-major indices of ``flat``; the last axis is fastest."""
+    """The row-major indices of ``flat``; the last axis is the fastest."""
     if not grid:
         return ()
     out = []
@@ -107,12 +115,12 @@ def _tiled(flat, grid, tiling):
 
 
 def nd_loop(grid, *, collective_axes, tiling=None, init_carry=None):
-    """Decorator: run a body over ``grid``, shared among the programs of ``collective_axes``.
+    """Decorator: run a body over ``grid``, distributed over the programs along ``collective_axes``.
 
-    Program r of S does the flat indices r, r + S, r + 2 S ... ``body(info)``, or
-    ``body(info, carry=carry) -> carry`` with ``init_carry``; the decorated name is the last carry.
-    ``grid``: ints or int32 scalars. ``tiling``: iterate tile by tile. ValueError where it does not
-    divide.
+    Program r of S executes the flat indices r, r + S, r + 2 S and so on. The body is ``body(info)``,
+    or ``body(info, carry=carry) -> carry`` with ``init_carry``; the decorated name becomes the final
+    carry. ``info`` is an :class:`NDLoopInfo`. ``grid``: ints or int32 scalars. ``tiling``: iterate
+    tile by tile; ValueError if it does not divide the grid.
     """
     grid = tuple(grid)
     if tiling is not None:
@@ -146,8 +154,8 @@ def nd_loop(grid, *, collective_axes, tiling=None, init_carry=None):
 
 
 def _checked_axes(what, e, grid_names, thread_axis, cluster_axes):
-    """(names, {grid axis: size}, the axes of the cluster that are wider than 1, number of points);
-    ValueError where an axis is missing."""
+    """(names, {grid axis: size}, cluster axes of more than one block, number of points). ValueError
+    if an axis is missing."""
     names = axis_names(grid_names)
     sizes = {n: size for n, (family, _, size) in e.axes.items() if family == "grid"}
     for n in names:
@@ -179,8 +187,8 @@ def _checked_axes(what, e, grid_names, thread_axis, cluster_axes):
 
 
 def _tile_loop(body, point, total, rounds, init_carry, work):
-    """Steps until no tile is left; work(body of one step, its number) gives the number of the next
-    tile. (that number, the number of steps, the carry)."""
+    """Iterate until no tile is left. ``work(body of one step, its index)`` returns the next tile.
+    Returns (the next tile, the number of steps, the carry)."""
 
     def step(carry):
         tile, k, value = carry
@@ -199,7 +207,7 @@ def _tile_loop(body, point, total, rounds, init_carry, work):
     zero, first = _core.as_array(0, "int32"), _core.first_tile()
     if rounds is None:
         return while_loop(lambda c: c[0] < total, step, (first, zero, init_carry))
-    # Numbers go on where the round before ended: who took one of a later round keeps it.
+    # Numbers continue from the previous round: a cluster keeps a number of a later round.
     base = rounds.base
     start = (rounds.ahead + first, zero, init_carry)
     tile, steps, value = while_loop(lambda c: c[0] - base < total, step, start)
@@ -208,21 +216,24 @@ def _tile_loop(body, point, total, rounds, init_carry, work):
 
 
 def dynamic_scheduling_loop(grid_names, thread_axis=None, cluster_axes=(), init_carry=None):
-    """Decorator: run a body once for every point of the grid, whichever block comes first (Hopper).
+    """Decorator: run a body once for every point of the kernel's grid, assigned to clusters
+    dynamically (Hopper).
 
-    A launch has as many clusters as run at a time. Each does the grid point it began with, then
-    takes the next one that nobody has, in row-major order of the grid, while there are any; the
-    number of the next is fetched while the body works on this one. ``body(info)``, or
-    ``body(info, carry=carry) -> carry`` with ``init_carry``; the decorated name is the last carry.
-    ``info.index`` is the point along ``grid_names``, ``info.num_local_steps`` None.
+    The launch has as many clusters as are resident at once. Each executes the grid point it started
+    with, then repeatedly takes the next unassigned point in row-major order. The next point is
+    fetched while the body runs. The body is ``body(info)``, or ``body(info, carry=carry) -> carry``
+    with ``init_carry``; the decorated name becomes the final carry. ``info.index`` is the point
+    along ``grid_names``; ``info.num_local_steps`` is None.
 
-    All threads of a block execute the loop and get the same points; ``thread_axis`` names their
-    axis. ``cluster_axes`` names all axes of the cluster, whose blocks also get the same points.
-    Warp-specialised code does best to fetch in its last thread, which takes the numbers. Where the
-    kernel asks for ``lax.axis_index`` of a grid axis, the launch has all points, and each cluster
-    does one. Inside another loop, which all clusters must go through equally often, each execution
-    is a round over all points; a cluster that is done with a round goes on with the next one, so
-    rounds overlap. ValueError for missing axes.
+    All threads of a block, and all blocks of a cluster, execute the loop and get the same points.
+    ``thread_axis`` names the thread axis, ``cluster_axes`` all axes of the cluster. The last thread
+    takes the points, so warp-specialised code should issue its copies there.
+
+    If the kernel calls ``lax.axis_index`` for a grid axis, the launch has all points, and each
+    cluster executes one. Inside another loop, each execution is a round over all points. All
+    clusters must execute the same number of rounds; a cluster that has finished a round continues
+    with the next, so rounds overlap. ValueError for missing axes, NotImplementedError under
+    ``vmap``.
     """
     what = "dynamic_scheduling_loop"
     e = env(what)
@@ -235,7 +246,7 @@ def dynamic_scheduling_loop(grid_names, thread_axis=None, cluster_axes=(), init_
         rounds.counter = counter
 
     def point(tile):
-        """Inside the grid, which says so to those who look at ranges."""
+        """The grid point, clamped so that its range is known."""
         tile = tile if rounds is None else tile - rounds.base
         tile = _core.binary("min", _core.binary("max", tile, 0), total - 1)
         of = dict(zip(sizes, unravel(tile, tuple(sizes.values()))))
@@ -259,7 +270,7 @@ def dynamic_scheduling_loop(grid_names, thread_axis=None, cluster_axes=(), init_
             return loop(alone)[2]
 
         def together(tiles, ready, read, free):
-            # The tile of step k + 1 is handed on in slot k % 2.
+            # The tile of step k + 1 is passed in slot k % 2.
             last = axis_index(thread_axis) == e.n_threads - 1 if thread_axis else True
 
             def work(run, k):
@@ -275,10 +286,10 @@ def dynamic_scheduling_loop(grid_names, thread_axis=None, cluster_axes=(), init_
             _, steps, value = loop(work)
 
             @when(last if rounds is None else (steps > 0) & last)
-            def _():  # every arrival is waited for
+            def _():  # wait for every arrival
                 barrier_wait(read.at[(steps - 1) % 2])
                 when(steps > 1)(lambda: barrier_wait(read.at[steps % 2]))
-                if rounds is not None and wide:  # in other blocks, too, before the next round
+                if rounds is not None and wide:  # also in other blocks, before the next round
                     _core.effect("barrier_arrive", (free.at[0],), relaxed=2)
                     barrier_wait(free.at[0])
 
