@@ -117,10 +117,10 @@ def _tiled(flat, grid, tiling):
 def nd_loop(grid, *, collective_axes, tiling=None, init_carry=None):
     """Decorator: run a body over ``grid``, distributed over the programs along ``collective_axes``.
 
-    Program r of S executes the flat indices r, r + S, r + 2 S and so on. The body is ``body(info)``,
-    or ``body(info, carry=carry) -> carry`` with ``init_carry``; the decorated name becomes the final
-    carry. ``info`` is an :class:`NDLoopInfo`. ``grid``: ints or int32 scalars. ``tiling``: iterate
-    tile by tile; ValueError if it does not divide the grid.
+    Program r of S executes the flat indices r, r + S, r + 2 S and so on. The body is
+    ``body(info)``, or ``body(info, carry=carry) -> carry`` with ``init_carry``; the decorated name
+    becomes the final carry. ``info`` is an :class:`NDLoopInfo`. ``grid``: ints or int32 scalars.
+    ``tiling``: iterate tile by tile; ValueError if it does not divide the grid.
     """
     grid = tuple(grid)
     if tiling is not None:
