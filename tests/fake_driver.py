@@ -712,7 +712,7 @@ def case_targets():
 
     k = plgpu.kernel(body, out_type=plgpu.ShapeDtypeStruct((64, 64), np.float32))
     a = np.eye(64, dtype=np.float16)
-    refused(NotImplementedError, f"wgmma needs wgmma, which {target} has not", k,
+    refused(NotImplementedError, f"wgmma needs wgmma, which {target} lacks", k,
             plgpu.device_put(a))  # fmt: skip
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")

@@ -165,8 +165,7 @@ static uint32_t make_key(const call *c, int64_t *key) {
     for (int d = 0; d < b->rank; d++) key[n++] = b->shape[d];
     for (int d = 0; b->strided && d < b->rank; d++) key[n++] = b->stride[d];
   }
-  key[n++] =
-      pmpy.debug_checks | c->may_fall_back << 1 | (c->target ? c->target - pm_targets + 1 : 0) << 2;
+  key[n++] = pmpy.debug_checks | (c->target ? c->target - pm_targets + 1 : 0) << 1;
   return n;
 }
 
@@ -206,7 +205,9 @@ static int find_plan(call *c) {
   uint32_t n = make_key(c, key);
   uint64_t hash = pm_hash(key, n * sizeof *key, 0);
   c->plan = pmpy_plans_find(&c->k->plans, hash, key, n);
-  if (!c->plan && (c->plan = trace(c, false))) {
+  if (c->plan && !c->may_fall_back && c->target && c->plan->graph->g->target != c->target) {
+    Py_SETREF(c->plan, trace(c, false)); /* lowered for the interpreter: the reason is raised */
+  } else if (!c->plan && (c->plan = trace(c, false))) {
     c->plan->hash = hash;
     c->plan->n_key = n;
     c->plan->key = PyMem_Malloc((n + 1) * sizeof *key);
