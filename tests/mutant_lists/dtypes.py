@@ -7,6 +7,9 @@ LAYOUTS, SCOPES = "test_layouts.py", "test_scopes.py"
 
 PAIR = """"h"((u16)(%s.bits | %s.bits << 8)));
   return w;
+#else
+  return pair(cvt_f16(cvt_f32(lo)), cvt_f16(cvt_f32(hi)));
+#endif
 }
 FN void cvt_from_e4m3x2"""
 

@@ -241,12 +241,12 @@ breaks(
         ", read, n));",
     ),
     commit_smem_without_fence=(
-        '  pm_note(e, op, "commit_smem");\n  pm_line(e, "fence_proxy_async();");\n',
-        '  pm_note(e, op, "commit_smem");\n',
+        'if (pm_target_has(e->target, PM_HAS_TMA)) pm_line(e, "fence_proxy_async();");\n',
+        "",
     ),
     commit_smem_without_meeting=(
-        '  pm_line(e, "fence_proxy_async();");\n  pm_line(e, "%s", pm_meet(e));\n',
-        '  pm_line(e, "fence_proxy_async();");\n',
+        'PM_HAS_TMA)) pm_line(e, "fence_proxy_async();");\n  pm_line(e, "%s", pm_meet(e));\n',
+        'PM_HAS_TMA)) pm_line(e, "fence_proxy_async();");\n',
     ),
     stores_to_gmem_without_proxy_fence=("  return s.found;", "  return false;"),
     bulk_copies_from_anywhere=(

@@ -8,7 +8,7 @@ breaks(
     f"{DEVICE}/widen.cuh",
     WIDENING,
     signed_bytes_keep_half_the_range=('"r"(p[k]), "r"(0x64806480u)', '"r"(p[k]), "r"(0x64006400u)'),
-    unsigned_bytes_lose_their_last_bit=('"r"(0x43804380u)', '"r"(0x43004300u)'),
+    unsigned_bytes_lose_their_last_bit=('"r"(0x43804380u));', '"r"(0x43004300u));'),
     bytes_widen_in_another_order=("0x7650 | k)) - 8388736.0f", "0x7650 | (3 - k))) - 8388736.0f"),
     high_halves_are_not_divided=('"r"(0x2c003c00u)', '"r"(0x3c003c00u)'),
     both_halves_are_the_low_one=("const u32 high = w >> 4,", "const u32 high = w,"),
