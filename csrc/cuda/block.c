@@ -259,7 +259,7 @@ void pm_assign(pm_gen *e, pm_val to, pm_val from) {
 bool pm_is_elementwise(const pm_graph *g, pm_opid op) {
   const int code = pm_get(g, op)->code, rule = pm_ops[code].layout;
   const bool source = rule == PM_LAY_SPLAT || rule == PM_LAY_FREE;
-  if (source && pm_ops[code].effects) return false; /* no expression: NEXT_TILE ... */
+  if (source && !pm_is_pure(code)) return false; /* no expression: NEXT_TILE ... */
   return rule == PM_LAY_POINTWISE || rule == PM_LAY_SPLAT || rule == PM_LAY_FREE ||
          rule == PM_LAY_BROADCAST;
 }
@@ -526,8 +526,8 @@ static pm_code emit_run(pm_gen *e, pm_blk block, uint32_t first, uint32_t *next)
 
 typedef pm_code (*emitter)(pm_gen *e, pm_opid op);
 static const emitter emitters[PM_OP_COUNT] = {
-#define PM_OP(id, text, in, out, regions, attrs, type, layout, effects, part, done, warp, needs, \
-              doc)                                                                               \
+#define PM_OP(id, text, in, out, regions, attrs, type, layout, effects, part, known_to, done, \
+              warp, needs, doc)                                                               \
   [PM_OP_##id] = pm_cuda_##id,
 #include "../ir/ops.def"
 #undef PM_OP

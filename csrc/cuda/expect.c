@@ -18,7 +18,7 @@ static pm_val barrier_of_run(const pm_graph *g, pm_opid op) {
 }
 
 static bool is_index_arithmetic(const pm_graph *g, pm_opid op) {
-  return pm_is_view(g, op) || (pm_is_elementwise(g, op) && !pm_ops[pm_get(g, op)->code].effects);
+  return pm_is_view(g, op) || (pm_is_elementwise(g, op) && pm_is_pure(pm_get(g, op)->code));
 }
 
 /* Does the barrier count just this block's arrivals, so many? */

@@ -8,6 +8,7 @@
 #ifndef PM_CUDA_GEN_H
 #define PM_CUDA_GEN_H
 
+#include "../ir/access.h"
 #include "../ir/relayout.h"
 #include "cuda.h"
 #include "device.h"
@@ -101,8 +102,8 @@ typedef struct pm_gen {
 
 /* One emitter per op. Those of element-wise ops (pm_is_elementwise) leave the text of element
  * e->reg in e->expr and may write lines that stand before the loop; the others write statements. */
-#define PM_OP(id, text, in, out, regions, attrs, type, layout, effects, part, done, warp, needs, \
-              doc)                                                                               \
+#define PM_OP(id, text, in, out, regions, attrs, type, layout, effects, part, known_to, done, \
+              warp, needs, doc)                                                               \
   pm_code pm_cuda_##id(pm_gen *e, pm_opid op);
 #include "../ir/ops.def"
 #undef PM_OP

@@ -173,7 +173,7 @@ static bool lane_block(const pm_gen *e, pm_blk block, traits *t) {
 }
 
 static bool is_pure(const pm_gen *e, pm_opid op) {
-  if (pm_ops[pm_get(e->g, op)->code].effects) return false;
+  if (!pm_is_pure(pm_get(e->g, op)->code)) return false;
   return pm_is_view(e->g, op) || pm_is_elementwise(e->g, op);
 }
 

@@ -12,6 +12,7 @@
 #include <stdarg.h>
 #include <stdio.h>
 
+#include "../ir/access.h"
 #include "vm.h"
 
 void pm_vm_line(pm_machine *m, const char *line) {
@@ -46,16 +47,17 @@ const char *pm_vm_view_text(const access *a, char *buf, size_t n) {
 
 /* ---- without floating-point work ----------------------------------------------------------- */
 
-enum { READS = E_RG | E_RS | E_RR | E_SYNC };
-
 skip pm_vm_skips(const pm_graph *g, pm_opid op) {
   const pm_op *o = pm_get(g, op);
   if (!op || o->n_out != 1 || o->n_regions) return SKIP_NOTHING;
   const pm_type *t = pm_typeof(g, o->out);
-  const uint32_t effects = pm_ops[o->code].effects;
   if (t->kind != PM_ARRAY || !pm_is_float(t->dtype)) return SKIP_NOTHING;
-  if (effects & ~(uint32_t)READS) return SKIP_NOTHING;
-  return effects ? SKIP_RESULT : SKIP_ALL;
+  if (pm_is_pure(o->code)) return SKIP_ALL;
+  pm_access a = pm_accesses(op);
+  while (pm_next_access(g, &a)) {
+    if (a.writes) return SKIP_NOTHING;
+  }
+  return pm_ops[o->code].effects & ~E_SYNC ? SKIP_NOTHING : SKIP_RESULT;
 }
 
 step pm_vm_run_skipping(pm_machine *m, thread *t, const instr *i) {

@@ -7,6 +7,7 @@
  * Is a value the same in every iteration of a loop? It changes if it leads to the loop's index, to
  * a carry that the loop computes from itself or from what changes, to memory that the loop writes,
  * or to shared memory, which other threads write. */
+#include "access.h"
 #include "view.h"
 
 typedef struct walker {
@@ -68,9 +69,9 @@ static bool is_inside(const pm_graph *g, pm_blk block, pm_opid op) {
 /* Is what v is a view of written below the op? */
 static bool writes(const pm_graph *g, pm_opid op, pm_val base) {
   const pm_op *o = pm_get(g, op);
-  const bool writer = pm_ops[o->code].effects & (E_WG | E_WS | E_WR);
-  for (uint32_t k = 0; writer && k < o->n_in; k++)
-    if (pm_view_base(g, pm_in(g, op, k)) == base) return true;
+  pm_access a = pm_accesses(op);
+  while (pm_next_access(g, &a))
+    if (a.writes && pm_view_base(g, a.view) == base) return true;
   for (uint32_t r = 0; r < o->n_regions; r++) {
     const pm_block *b = &g->blocks.at[pm_region(g, op, r)];
     for (uint32_t k = 0; k < b->ops.n; k++)
@@ -118,14 +119,12 @@ static bool result_changes(changes *c, pm_val v) {
   const pm_value *value = pm_value_of(g, v);
   const pm_opid op = value->def;
   if (!op) return argument_changes(c, g->blocks.at[value->block].parent, value->index);
-  const int effects = pm_ops[pm_get(g, op)->code].effects;
   if (pm_get(g, op)->n_regions) return region_changes(c, op, value->index);
-  if (pm_get(g, op)->code == PM_OP_INLINE) return any_changes(c, op); /* who knows what it reads */
-  if (effects & (E_B | E_ASYNC | E_WG | E_WS)) return true;
-  if (effects & (E_RG | E_RS | E_RR)) {
-    const pm_val ref = pm_in(g, op, 0);
-    if (pm_typeof(g, ref)->space == PM_SMEM || writes(g, c->loop, pm_view_base(g, ref)))
-      return true;
+  pm_access a = pm_accesses(op);
+  while (pm_next_access(g, &a)) {
+    if (a.certainty == PM_UNTOLD) continue; /* who knows what it reads */
+    if (a.writes || a.where & (PM_IN_SMEM | PM_IN_BARRIER | PM_IN_SEMAPHORE)) return true;
+    if (writes(g, c->loop, pm_view_base(g, a.view))) return true;
   }
   return any_changes(c, op);
 }

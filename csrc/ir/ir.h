@@ -54,25 +54,32 @@ typedef enum pm_enum_family {
 const char *pm_enum_text(pm_enum_family f, int64_t value);
 
 /* clang-format off */
-enum { /* effects */
-  E_RG = 1, E_WG = 2, E_RS = 4, E_WS = 8, E_RR = 16, E_WR = 32, E_B = 64,
-  E_ASYNC = 128, E_SYNC = 256, E_IO = 512, E_CTRL = 1024
+enum { /* effects beyond the accesses of access.h; ops.def says what they mean */
+  E_SYNC = 1, E_MEET = 2, E_FENCE = 4, E_RELEASE = 8, E_COUNT = 16, E_IO = 32, E_ALLOC = 64,
+  E_CTRL = 128
 };
 
 typedef enum pm_layout_rule {
-  PM_LAY_NONE, PM_LAY_POINTWISE, PM_LAY_SPLAT, PM_LAY_FREE, PM_LAY_FIXED, PM_LAY_LOAD, PM_LAY_STORE,
+  PM_LAY_NONE, PM_LAY_VIEW, PM_LAY_POINTWISE, PM_LAY_SPLAT, PM_LAY_FREE, PM_LAY_FIXED, PM_LAY_LOAD, PM_LAY_STORE,
   PM_LAY_MASKED,
   PM_LAY_REDUCE, PM_LAY_BROADCAST, PM_LAY_RESHAPE, PM_LAY_SLICE, PM_LAY_TRANSPOSE, PM_LAY_CONCAT,
   PM_LAY_GATHER, PM_LAY_SCATTER, PM_LAY_SCAN, PM_LAY_PACK, PM_LAY_ACC, PM_LAY_MMA, PM_LAY_CONTROL
 } pm_layout_rule;
 /* clang-format on */
-typedef enum pm_part { PM_PART_EACH, PM_PART_WARPGROUP, PM_PART_LANE } pm_part;
+typedef enum pm_part { PM_PART_EACH, PM_PART_WARPGROUP, PM_PART_LANE, PM_PART_TELLS } pm_part;
+typedef enum pm_known {
+  PM_KNOWN_EACH,
+  PM_KNOWN_ALL,
+  PM_KNOWN_LANE,
+  PM_KNOWN_NOBODY,
+  PM_KNOWN_ENGINE
+} pm_known;
 typedef enum pm_done { PM_DONE_NOW, PM_DONE_BARRIER, PM_DONE_GROUP, PM_DONE_COMMIT } pm_done;
 
 typedef enum pm_opcode {
   PM_OP_NONE,
-#define PM_OP(id, text, in, out, regions, attrs, type, layout, effects, part, done, warp, needs, \
-              doc)                                                                               \
+#define PM_OP(id, text, in, out, regions, attrs, type, layout, effects, part, known_to, done, \
+              warp, needs, doc)                                                               \
   PM_OP_##id,
 #include "ops.def"
 #undef PM_OP
@@ -86,7 +93,7 @@ typedef struct pm_op_info {
   uint8_t out, regions; /* PM_VARIABLE: V */
   uint8_t n_attrs;
   uint8_t attrs[PM_MAX_ATTRS]; /* pm_attr_id */
-  uint8_t layout, part, done, warp;
+  uint8_t layout, part, known_to, done, warp;
   uint16_t effects, needs; /* needs: PM_HAS_ of target.h */
 } pm_op_info;
 extern const pm_op_info pm_ops[PM_OP_COUNT];
@@ -241,10 +248,7 @@ static inline pm_opid pm_terminator(const pm_graph *g, pm_blk b) {
   return g->blocks.at[b].ops.at[g->blocks.at[b].ops.n - 1];
 }
 /* Does an op of this code make a view of its first operand? */
-static inline bool pm_makes_view(int code) {
-  return code == PM_OP_INDEX || code == PM_OP_TRANSPOSE_REF || code == PM_OP_RESHAPE_REF ||
-         code == PM_OP_BITCAST_REF || code == PM_OP_CLUSTER_REF;
-}
+static inline bool pm_makes_view(int code) { return pm_ops[code].layout == PM_LAY_VIEW; }
 /* Elements along K that one instruction of the tensor cores multiplies: 32 bytes of a row. */
 static inline int64_t pm_product_step(pm_dtype t) { return 256 / pm_dtypes[t].bits; }
 /* Operands of a MASKED_LOAD, MASKED_STORE or ATOMIC in front of its array indices.

@@ -7,6 +7,7 @@
  * the ranges of attributes are checked before it. */
 #include <inttypes.h>
 
+#include "access.h"
 #include "rules.h"
 #include "view.h"
 
@@ -1321,6 +1322,7 @@ static bool fits(char letter, const pm_type *t) {
   switch (letter) {
     case 'a': return array;
     case 's': return array && !t->rank;
+    case 't':
     case 'i': return array && !t->rank && t->dtype == PM_I32;
     case 'p': return array && !t->rank && t->dtype == PM_BOOL;
     case 'r': return ref && t->space != PM_REGS;
@@ -1335,17 +1337,10 @@ static bool fits(char letter, const pm_type *t) {
 
 static const char *letter_text(char letter) {
   static const char *const texts[] = {
-      "aan array",
-      "sa scalar",
-      "ian int32 scalar",
-      "pa bool scalar",
-      "ra ref in GMEM or SMEM",
-      "ga ref in GMEM",
-      "ma ref in SMEM",
-      "can accumulator ref (ACC)",
-      "ba barrier",
-      "ha semaphore",
-      "va value",
+      "aan array",        "sa scalar",      "ian int32 scalar",
+      "tan int32 scalar", "pa bool scalar", "ra ref in GMEM or SMEM",
+      "ga ref in GMEM",   "ma ref in SMEM", "can accumulator ref (ACC)",
+      "ba barrier",       "ha semaphore",   "va value",
   };
   for (size_t k = 0; k < PM_COUNT(texts); k++) {
     if (texts[k][0] == letter) return texts[k] + 1;
@@ -1394,7 +1389,7 @@ static const char *operand_text(const pm_typing *t, uint32_t k) {
 
 static pm_code wrong_operand(const pm_typing *t, uint32_t k, char letter) {
   const pm_type *type = type_in(t, k);
-  bool array = letter == 'a' || letter == 's' || letter == 'i' || letter == 'p';
+  bool array = strchr("asitp", letter) != NULL;
   bool space = type->kind == PM_REF && (letter == 'r' || letter == 'g' || letter == 'm');
   return pm_fail(t->err, space ? PM_E_VALUE : PM_E_TYPE, "%s: %s is %s; %s is needed%s", name(t),
                  operand_text(t, k), show(t, type), letter_text(letter),
@@ -1405,11 +1400,12 @@ static pm_code check_operands(const pm_typing *t) {
   const char *spec = pm_ops[t->code].in;
   uint32_t k = 0;
   while (*spec) {
-    char letter = *spec++, repeat = *spec == '*' || *spec == '?' ? *spec++ : 0;
-    uint32_t n = repeat == '*' ? t->n_in - k : repeat == '?' ? t->n_in > k : 1;
+    pm_operand o;
+    spec = pm_read_operand(spec, &o);
+    uint32_t n = o.repeated ? t->n_in - k : o.optional ? t->n_in > k : 1;
     if (t->n_in - k < n) FAIL(INTERNAL, "%s: %u operands are too few", name(t), t->n_in);
     for (; n; n--, k++) {
-      if (!fits(letter, type_in(t, k))) return wrong_operand(t, k, letter);
+      if (!fits(o.letter, type_in(t, k))) return wrong_operand(t, k, o.letter);
     }
   }
   if (k != t->n_in) FAIL(INTERNAL, "%s: %u operands are too many", name(t), t->n_in);
@@ -1445,8 +1441,8 @@ static pm_code check_attrs(const pm_typing *t) {
 typedef pm_code (*pm_rule)(const pm_typing *, pm_type *);
 
 static const pm_rule rules[PM_OP_COUNT] = {
-#define PM_OP(id, text, in, out, regions, attrs, type, layout, effects, part, done, warp, needs, \
-              doc)                                                                               \
+#define PM_OP(id, text, in, out, regions, attrs, type, layout, effects, part, known_to, done, \
+              warp, needs, doc)                                                               \
   [PM_OP_##id] = pm_type_##type,
 #include "ops.def"
 #undef PM_OP

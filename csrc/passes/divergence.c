@@ -75,7 +75,7 @@ static void check_named_count(checker *c, pm_graph *g) {
 static bool is_local(const pm_graph *g, pm_opid op) {
   const pm_op *o = pm_get(g, op);
   if (o->code == PM_OP_YIELD) return true;
-  if (pm_ops[o->code].effects || o->n_regions) return false;
+  if (!pm_is_pure(o->code) || o->n_regions) return false;
   if (o->code == PM_OP_LAYOUT_CAST) return !pm_layout_cast_scratch(g, op);
   return pm_ops[o->code].part == PM_PART_EACH || pm_moves_in_registers(g, op);
 }

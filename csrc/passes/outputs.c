@@ -12,12 +12,10 @@ typedef struct seen {
 
 static void note(pm_graph *g, pm_opid op, void *ctx) {
   seen *s = ctx;
-  if (!(pm_ops[pm_get(g, op)->code].effects & E_WG)) return;
-  for (uint32_t k = 0; k < pm_get(g, op)->n_in; k++) {
-    const pm_val v = pm_in(g, op, k);
-    const pm_type *t = pm_typeof(g, v);
-    if (t->kind != PM_REF || t->space != PM_GMEM) continue;
-    const pm_val argument = pm_view_base(g, v) - g->blocks.at[1].arg;
+  pm_access a = pm_accesses(op);
+  while (pm_next_access(g, &a)) {
+    if (a.where != PM_IN_GMEM || !a.writes) continue;
+    const pm_val argument = pm_view_base(g, a.view) - g->blocks.at[1].arg;
     if (argument < g->n_operands + g->n_outputs) s->written[argument] = true;
   }
 }

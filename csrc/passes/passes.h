@@ -2,6 +2,7 @@
 #ifndef PM_PASSES_H
 #define PM_PASSES_H
 
+#include "../ir/access.h"
 #include "../ir/ir.h"
 #include "../ir/layout.h"
 #include "../ir/view.h"

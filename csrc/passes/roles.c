@@ -112,7 +112,7 @@ static bool is_invariant(const splitter *s, pm_val v) {
   if (pm_get(g, def)->parent != body) return true;
   for (uint32_t k = 0; k < pm_get(g, def)->n_in; k++)
     if (!is_invariant(s, pm_in(g, def, k))) return false;
-  return !pm_ops[pm_get(g, def)->code].effects;
+  return pm_is_pure(pm_get(g, def)->code);
 }
 
 static bool can_be_split(splitter *s) {
@@ -123,7 +123,7 @@ static bool can_be_split(splitter *s) {
     const int code = pm_get(g, op)->code;
     if (code == PM_OP_IF && s->n_ifs < MOST_IFS) {
       s->ifs[s->n_ifs++] = op;
-    } else if (pm_ops[code].effects || pm_get(g, op)->n_regions) {
+    } else if (!pm_is_pure(code) || pm_get(g, op)->n_regions) {
       return false;
     }
   }

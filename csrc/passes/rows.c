@@ -286,7 +286,7 @@ static void check_op(pm_graph *g, pm_opid op, void *ctx) {
     case PM_OP_WGMMA_WAIT:
     case PM_OP_COMMIT_SMEM: break;
     default:
-      if (pm_ops[o->code].effects) s->failed = true;
+      if (!pm_is_pure(o->code)) s->failed = true;
   }
   if (pm_is_masked(o->code) && any_marked(s, op)) {
     pm_attr_list(g, op, PM_ATTR_DIMS, &n);

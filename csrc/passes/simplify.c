@@ -412,7 +412,7 @@ static void simplify_op(simplifier *s, pm_opid op, pm_blk to) {
     pm_val *slot = &g->operands.at[o->in + k];
     *slot = find(s, *slot);
   }
-  if (!pm_ops[o->code].effects) {
+  if (pm_is_pure(o->code)) {
     if (simplify_pure(s, op)) {
       remove_op(g, op);
     } else {
@@ -461,9 +461,10 @@ static void mark(marker *m, pm_opid op) {
 }
 
 static void mark_effects(pm_graph *g, pm_opid op, void *ctx) {
-  enum { KEPT = E_WG | E_WS | E_WR | E_B | E_ASYNC | E_SYNC | E_IO };
-  const pm_op *o = pm_get(g, op);
-  if (pm_ops[o->code].effects & KEPT) mark(ctx, op);
+  pm_access a = pm_accesses(op);
+  bool kept = pm_ops[pm_get(g, op)->code].effects & ~(E_ALLOC | E_CTRL);
+  while (!kept && pm_next_access(g, &a)) kept = a.writes;
+  if (kept) mark(ctx, op);
 }
 
 static void mark_uses(marker *m, pm_opid op) {

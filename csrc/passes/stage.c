@@ -147,25 +147,30 @@ static void find_written(pm_graph *g, pm_opid op, void *ctx) {
     const pm_type *t = pm_typeof(g, o->out);
     s->smem += pm_round_up(pm_type_size(t) * pm_dtypes[t->dtype].bytes, 1024);
   }
-  if (!(pm_ops[o->code].effects & E_WG)) return;
-  for (uint32_t k = 0; k < o->n_in; k++) {
-    const pm_type *t = pm_typeof(g, pm_in(g, op, k));
-    if (t->kind == PM_REF && t->space == PM_GMEM) s->written[pm_view_base(g, pm_in(g, op, k))] = 1;
+  pm_access a = pm_accesses(op);
+  while (pm_next_access(g, &a)) {
+    if (a.where == PM_IN_GMEM && a.writes) s->written[pm_view_base(g, a.view)] = true;
   }
 }
 
-/* Does any op in the block have one of these effects, or wait for other kernels? */
-static bool has_effects(const pm_graph *g, pm_blk block, uint32_t effects) {
+/* May GMEM change during the block: does an op in it write there, or wait for those who do? */
+static bool changes_gmem(const pm_graph *g, pm_blk block) {
   const pm_block *b = &g->blocks.at[block];
   for (uint32_t k = 0; k < b->ops.n; k++) {
     const pm_op *o = pm_get(g, b->ops.at[k]);
-    const bool smem_store = o->code == PM_OP_STORE || o->code == PM_OP_MASKED_STORE;
-    const bool gmem = !smem_store || pm_typeof(g, pm_in(g, b->ops.at[k], 0))->space == PM_GMEM;
-    if (gmem && (pm_ops[o->code].effects & effects)) return true;
-    if (o->code == PM_OP_PDL_WAIT || o->code == PM_OP_AWAIT || o->code == PM_OP_WARP_MAP)
-      return true;
+    pm_access a = pm_accesses(b->ops.at[k]);
+    while (pm_next_access(g, &a)) {
+      if (a.writes && a.scope == PM_DEVICE) return true;
+    }
+    switch (o->code) {
+      case PM_OP_PDL_WAIT:
+      case PM_OP_AWAIT:
+      case PM_OP_INLINE:
+      case PM_OP_WARP_MAP: return true;
+      default: break;
+    }
     for (uint32_t r = 0; r < o->n_regions; r++) {
-      if (has_effects(g, pm_region(g, b->ops.at[k], r), effects)) return true;
+      if (changes_gmem(g, pm_region(g, b->ops.at[k], r))) return true;
     }
   }
   return false;
@@ -225,7 +230,7 @@ static bool follows_index(const pm_graph *g, pm_val v, pm_opid loop, int budget)
   if (!def) return v == g->blocks.at[pm_region(g, loop, 0)].arg;
   const pm_op *o = pm_get(g, def);
   const bool scalar = pm_typeof(g, v)->kind == PM_ARRAY && !pm_typeof(g, v)->rank;
-  if (budget <= 0 || o->n_regions || pm_ops[o->code].effects) return false;
+  if (budget <= 0 || o->n_regions || !pm_is_pure(o->code)) return false;
   if (!scalar && !pm_makes_view(o->code)) return false;
   for (uint32_t k = 0; k < o->n_in; k++) {
     if (!follows_index(g, pm_in(g, def, k), loop, budget - 1)) return false;
@@ -517,7 +522,7 @@ static pm_code stage_shared(stager *s, pm_opid loop, pm_opid load, shared *u, pm
 static pm_code stage_loads(stager *s, pm_opid loop, pm_err *err) {
   pm_graph *g = s->g;
   const pm_blk block = pm_region(g, loop, 0);
-  if (has_effects(g, block, E_WG)) return PM_OK;
+  if (changes_gmem(g, block)) return PM_OK;
   for (uint32_t k = 0; k < g->blocks.at[block].ops.n; k++) {
     const pm_opid op = g->blocks.at[block].ops.at[k];
     shared u = {.n_a = 0};
@@ -539,7 +544,7 @@ static pm_code stage_loads(stager *s, pm_opid loop, pm_err *err) {
 static pm_code stage_scope(stager *s, pm_opid loop, pm_opid scope, pm_err *err) {
   pm_graph *g = s->g;
   const pm_blk block = pm_region(g, scope, 0);
-  const bool quiet = !has_effects(g, pm_region(g, loop, 0), E_WG);
+  const bool quiet = !changes_gmem(g, pm_region(g, loop, 0));
   for (uint32_t k = 0; k < g->blocks.at[block].ops.n; k++) {
     const pm_opid op = g->blocks.at[block].ops.at[k];
     staged p = {.loop = loop};

@@ -130,7 +130,7 @@ static bool takes_strips(chain *c, pm_val v, int dim) {
     case PM_OP_UNPACK: return dim != t->rank - 1 && takes_strips(c, pm_in(g, op, 0), dim);
     default: break;
   }
-  if (info->layout != PM_LAY_POINTWISE || info->effects || info->n_attrs) return false;
+  if (info->layout != PM_LAY_POINTWISE || !pm_is_pure(o->code) || info->n_attrs) return false;
   for (uint32_t k = 0; k < o->n_in; k++)
     if (!takes_strips(c, pm_in(g, op, k), dim)) return false;
   return true;
@@ -145,7 +145,7 @@ static bool is_wanted_elsewhere(const chain *c) {
 
 static bool has_no_effect_but_loads(const pm_graph *g, pm_opid op) {
   const pm_op *o = pm_get(g, op);
-  return o->code == PM_OP_LOAD || (!pm_ops[o->code].effects && !o->n_regions);
+  return o->code == PM_OP_LOAD || (pm_is_pure(o->code) && !o->n_regions);
 }
 
 /* The stores from position `at` on that can form one chain. */

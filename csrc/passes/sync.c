@@ -385,7 +385,7 @@ static bool meets_next(const pm_graph *g, pm_blk block, uint32_t k) {
   const pm_block *b = &g->blocks.at[block];
   while (++k < b->ops.n) {
     uint16_t code = pm_get(g, b->ops.at[k])->code;
-    if (pm_ops[code].effects) return code == PM_OP_COMMIT_SMEM || code == PM_OP_WAIT_S2G;
+    if (!pm_is_pure(code)) return code == PM_OP_COMMIT_SMEM || code == PM_OP_WAIT_S2G;
   }
   return false;
 }
@@ -569,7 +569,7 @@ static void visit_warps(placer *p, pm_blk block, uint32_t *k) {
 /* Is there a COMMIT_SMEM before position k, with only pure ops in between? */
 static bool is_committed(const pm_graph *g, pm_blk block, uint32_t k) {
   const pm_block *b = &g->blocks.at[block];
-  while (k > 0 && !pm_ops[pm_get(g, b->ops.at[k - 1])->code].effects) k--;
+  while (k > 0 && pm_is_pure(pm_get(g, b->ops.at[k - 1])->code)) k--;
   return k > 0 && pm_get(g, b->ops.at[k - 1])->code == PM_OP_COMMIT_SMEM;
 }
 

@@ -9,6 +9,7 @@
  * Names: when a trace is finished, consecutive ops of one source line form a run; if the line reads
  * `name = ...`, the last result of the run takes that name. */
 #include "trace.h"
+#include "../ir/access.h"
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -945,12 +946,10 @@ static void end_call(call *c) {
 
 /* The operand letter of ops.def for operand k. */
 static char letter_of(pm_opcode code, uint32_t k) {
-  const char *p = pm_ops[code].in;
-  for (; *p && k; k--) {
-    if (p[1] == '*') break;
-    p += p[1] == '?' ? 2 : 1;
-  }
-  return *p ? *p : 'v';
+  const char *spec = pm_ops[code].in;
+  pm_operand o = {.letter = 'v'};
+  for (k++; *spec && k && !o.repeated; k--) spec = pm_read_operand(spec, &o);
+  return k && !o.repeated ? 'v' : o.letter;
 }
 
 static pm_val operand(pmpy_trace *t, pm_opcode code, char letter, PyObject *o, uint8_t *weak) {
@@ -962,9 +961,10 @@ static pm_val operand(pmpy_trace *t, pm_opcode code, char letter, PyObject *o, u
   pmpy_arg x;
   if (pmpy_arg_need(t, pm_ops[code].text, o, &x)) return 0;
   *weak = x.weak;
-  bool cast = letter == 'i' || (letter == 'p' && !x.val);
-  if (letter == 'i' && !pm_is_int(x.type.dtype)) cast = false; /* the type rule complains */
-  return pmpy_arg_as(t, &x, cast ? (letter == 'i' ? PM_I32 : PM_BOOL) : x.type.dtype);
+  const bool index = letter == 'i' || letter == 't';
+  bool cast = index || (letter == 'p' && !x.val);
+  if (index && !pm_is_int(x.type.dtype)) cast = false; /* the type rule complains */
+  return pmpy_arg_as(t, &x, cast ? (index ? PM_I32 : PM_BOOL) : x.type.dtype);
 }
 
 static int operands(pmpy_trace *t, call *c, PyObject *seq) {

@@ -1,0 +1,71 @@
+/* What an op touches besides values: memory, barriers, semaphores, counters.
+ *
+ * The roles of operands in ops.def say most of it. Attributes add the proxy (the engine of a copy),
+ * the scope (a copy along axes of the cluster, a barrier of a cluster) and what is conditional.
+ * Passes and the CUDA generator ask here; the interpreter does not: it records what its memory
+ * functions touch, and a test compares the two. */
+#ifndef PM_ACCESS_H
+#define PM_ACCESS_H
+
+#include "ir.h"
+
+/* ---- the column `operands` of ops.def ------------------------------------------------------- */
+
+typedef struct pm_operand {
+  char letter, role;  /* '<' read, '>' written, '=' both, '!' by source text, 0: a value */
+  bool async, remote; /* by the async proxy; in other blocks of the cluster */
+  bool repeated, optional;
+} pm_operand;
+/* Decodes the operand at `spec` and returns what follows it. */
+const char *pm_read_operand(const char *spec, pm_operand *out);
+/* No effects and no operand with a role: it may move, merge, and go if its result is not used. */
+bool pm_is_pure(int code);
+
+/* ---- accesses ------------------------------------------------------------------------------- */
+
+/* Where an access is; bits, so that a set of them is a mask. */
+enum {
+  PM_IN_GMEM = 1,
+  PM_IN_SMEM = 2,
+  PM_IN_ACC = 4,
+  PM_IN_BARRIER = 8, /* an mbarrier: its count of arrivals, its phase */
+  PM_IN_PHASE = 16,  /* the bit of a thread that tells which phase of a barrier it awaits next */
+  PM_IN_SEMAPHORE = 32,
+  PM_IN_COUNTER = 64, /* of the launch: attribute N */
+  PM_IN_MEMORY = PM_IN_GMEM | PM_IN_SMEM
+};
+
+/* UNKNOWN: the engine of the copy is not chosen yet; nothing may depend on it. */
+typedef enum pm_proxy { PM_GENERIC, PM_ASYNC, PM_UNKNOWN } pm_proxy;
+/* THREAD: memory of the Pallas thread alone; CLUSTER: also, or only, memory of other blocks of the
+ * cluster; DEVICE: global memory */
+typedef enum pm_scope { PM_THREAD, PM_BLOCK, PM_CLUSTER, PM_DEVICE } pm_scope;
+/* MUST: all elements of the view. MAY: a predicate, a mask or a branch decides. UNTOLD: source text
+ * decides, which nobody reads. */
+typedef enum pm_certainty { PM_MUST, PM_MAY, PM_UNTOLD } pm_certainty;
+
+typedef struct pm_access {
+  pm_opid op;
+  pm_val view;   /* the ref, barrier or semaphore, not its base; 0: a counter */
+  uint8_t where; /* one of PM_IN_ ...; 0: there is no further access */
+  bool reads, writes;
+  uint8_t proxy, scope, certainty;
+  uint8_t done; /* pm_done: when it is complete */
+  /* pm_next_access's own */
+  const char *spec;
+  pm_operand operand;
+  uint32_t k, extra;
+} pm_access;
+
+/*     pm_access a = pm_accesses(op);
+ *     while (pm_next_access(g, &a)) ...
+ *
+ * lists the accesses of an op in the order of its operands. Those of an op with regions are none;
+ * what is inside has its own. Scratch is not listed: an op that uses it orders its lanes itself. */
+static inline pm_access pm_accesses(pm_opid op) { return (pm_access){.op = op}; }
+bool pm_next_access(const pm_graph *g, pm_access *a);
+
+/* By the lanes of the thread, rather than an engine? The engine must be known. */
+bool pm_by_lanes(const pm_access *a);
+
+#endif
