@@ -322,7 +322,8 @@ static void put_atomic_loop(pm_text *t, const char *type, int64_t kind, const ch
           where, *where == 'g' ? "l" : "r");
   pm_put(t, "  do {\n    old = seen;\n");
   if (kind == PM_ATOMIC_ADD) pm_putf(t, "    next = (%s{old} + x).bits;\n", type);
-  else pm_putf(t, "    next = cvt_%s(%s_f32(cvt_f32(%s{old}), cvt_f32(x))).bits;\n", type, fn, type);
+  else
+    pm_putf(t, "    next = cvt_%s(%s_f32(cvt_f32(%s{old}), cvt_f32(x))).bits;\n", type, fn, type);
   pm_putf(t,
           "    asm volatile(\"atom.relaxed.%s.cas.b16 %%0, [%%1], %%2, %%3;\"\n"
           "                 : \"=h\"(seen) : \"%s\"(a), \"h\"(old), \"h\"(next) : "

@@ -74,7 +74,7 @@ FN bf16 operator*(bf16 a, bf16 b) {
 }
 
 //! round_to_8_bits
-// rounds to the nearest float with `digits` bits of mantissa and the exponent bias `bias`; saturates
+// rounds to the nearest float with `digits` bits of mantissa and exponent bias `bias`; saturates
 FN u32 round_to_8_bits(f32 x, i32 digits, i32 bias, u32 greatest) {
   const u32 u = __float_as_uint(x), sign = u >> 24 & 0x80, drop = 23 - digits;
   u32 m = u & 0x7fffffffu;
