@@ -37,10 +37,14 @@ from ._control import in_turn, lazy_where, warp_map
 from ._family import Operand, core_count, kernel_family
 from ._inline import inline_cuda
 from ._kernel import as_torch_kernel, kernel
-from ._memory import OF_REF, WITH_INDEX, atomic_cas, store
+from ._memory import OF_REF as _OF_REF
+from ._memory import WITH_INDEX as _WITH_INDEX
+from ._memory import atomic_cas, store
 from ._mutable import freeze, new_ref
 from ._names import OLD_PIPELINES as _OLD_PIPELINES
-from ._names import PLGPU_MISSING, PLGPU_WRONG, finder
+from ._names import PLGPU_MISSING as _MISSING
+from ._names import PLGPU_WRONG as _WRONG
+from ._names import finder as _finder
 from ._ops import (
     async_prefetch,
     async_store_smem,
@@ -133,11 +137,11 @@ ThreadSemantics = LoweringSemantics
 wait_barrier = barrier_wait
 
 atomic_add, atomic_max, atomic_min, atomic_and, atomic_or, atomic_xor = (
-    OF_REF[f"atomic_{kind}"] for kind in ("add", "max", "min", "and", "or", "xor")
+    _OF_REF[f"atomic_{kind}"] for kind in ("add", "max", "min", "and", "or", "xor")
 )
 
 # names of Pallas' Triton backend
-atomic_xchg = WITH_INDEX["atomic_xchg"]
+atomic_xchg = _WITH_INDEX["atomic_xchg"]
 dot = pl.dot_of_matrices
 
 
@@ -151,10 +155,17 @@ def max_contiguous(x, values):
     return x
 
 
-_find = finder("plgpu", PLGPU_MISSING, PLGPU_WRONG)
+_find = _finder("plgpu", _MISSING, _WRONG)
 
 
 def __getattr__(name):
     if name == "pipelines":
         return _OLD_PIPELINES
     return _find(name)
+
+
+__all__ = [name for name in globals() if not name.startswith("_")]
+
+
+def __dir__():
+    return sorted(__all__)

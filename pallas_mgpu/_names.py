@@ -46,8 +46,8 @@ _MODULES = {"plgpu": "", "jnp": ".numpy"}  # of namespaces whose module has anot
 def _public(namespace):
     """The names of a namespace that is loaded, with what they are."""
     module = sys.modules.get(__package__ + _MODULES.get(namespace, f".{namespace}"))
-    found = vars(module) if module else {}
-    return {k: v for k, v in found.items() if k[0] != "_" and not isinstance(v, ModuleType)}
+    found = {name: getattr(module, name) for name in getattr(module, "__all__", ())}
+    return {k: v for k, v in found.items() if not isinstance(v, ModuleType)}
 
 
 def suggest(name, names):

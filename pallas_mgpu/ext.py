@@ -44,3 +44,7 @@ def named_barrier_arrive(barrier, num_threads=None, *, num_warps=None):
     """Arrive at a named barrier without waiting (PTX ``bar.arrive``). Threads that wait in
     `named_barrier_sync` see preceding writes. Arguments and errors are the same as there."""
     _come("named_barrier_arrive", barrier, num_threads, num_warps)
+
+
+def __dir__():
+    return sorted(__all__)

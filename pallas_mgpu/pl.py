@@ -291,3 +291,7 @@ def __getattr__(name):
         _names.deprecated(f"pl.{name} is an older spelling; use pl.enable_debug_checks.value", 2)
         return _debug_checks_enabled
     return _find(name)
+
+
+def __dir__():
+    return sorted(__all__)

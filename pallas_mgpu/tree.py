@@ -8,6 +8,21 @@ hashable tuple ``(kind, metadata, children)``, or ``LEAF``.
 from collections import OrderedDict
 from functools import partial
 
+__all__ = [
+    "LEAF",
+    "children",
+    "count",
+    "describe",
+    "flatten",
+    "leaves",
+    "map",
+    "register_dataclass",
+    "register_pytree_node",
+    "register_pytree_node_class",
+    "structure",
+    "unflatten",
+]
+
 LEAF = "*"
 _NONE = ("none", None, ())
 _registry: dict[type, tuple] = {}
@@ -174,3 +189,7 @@ def describe(s):
     if kind in ("dict", "odict"):
         return "{" + ", ".join(f"{k!r}: {v}" for k, v in zip(meta, inner)) + "}"
     return f"{kind}(" + ", ".join(inner) + ")"
+
+
+def __dir__():
+    return sorted(__all__)

@@ -12,12 +12,13 @@ import pickle
 import warnings
 from collections import namedtuple
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
 
 import pallas_mgpu as plgpu
-from pallas_mgpu import lax, pl
+from pallas_mgpu import lax, nn, ops, pl
 from pallas_mgpu import numpy as jnp
 
 SPACE = "(shape, dtype, *, transforms=(), packed=None, collective=None, layout=None)"
@@ -211,6 +212,21 @@ def test_signature(module, name, text):
     o = getattr(module, name)
     assert text_of(o) == text
     assert o.__doc__, "no docstring"
+
+
+NAMESPACES = [plgpu, pl, lax, jnp, nn, ops, plgpu.ext, plgpu.tree]
+
+
+@pytest.mark.parametrize("module", NAMESPACES, ids=lambda m: m.__name__)
+def test_namespaces_show_their_own_names(module):
+    """What dir() and `import *` give: all of it is there, none of it is a helper."""
+    assert dir(module) == sorted(module.__all__) == sorted({*module.__all__})
+    own = {plgpu: {"ext", "lax", "nn", "numpy", "pl", "tree"}}.get(module, set())
+    for name in dir(module):
+        assert not name.startswith("_")
+        assert isinstance(getattr(module, name), ModuleType) == (name in own), name
+    helpers = {"np", "math", "functools", "show", "finder", "tracing", "env", "Ref", "is_integer"}
+    assert not helpers & {*dir(module)} - ({"Ref"} if module is plgpu else set())
 
 
 @pytest.mark.parametrize("cls", MEMBERS, ids=lambda c: c.__name__)

@@ -22,3 +22,7 @@ __all__ = [
     "softmax",
     "transposed_ragged_dot",
 ]
+
+
+def __dir__():
+    return sorted(__all__)
