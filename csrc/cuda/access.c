@@ -1,20 +1,21 @@
-/* Where the registers of a layout lie in a view: loads and stores of arrays.
+/* Loads and stores of arrays: addresses of the registers of a layout in a view.
  *
- * A layout says that index[d] is a sum over digits of warp, lane and register number; a view says
- * that a dimension is at i * inner, or i / tile * outer + i % tile * inner. If no digit straddles a
- * tile other than at a whole factor, and the digits inside a tile never carry into the next one,
- * the address is linear in the digits too:
+ * A layout says that index[d] is a sum over digits of warp, lane and register number. A view says
+ * that a dimension is at i * inner, or at i / tile * outer + i % tile * inner. If no digit
+ * straddles a tile other than at a whole factor, and the digits inside a tile never carry into the
+ * next one, the address is linear in the digits too:
  *
  *     address = start of the view + sum(warp) + sum(lane) + sum(register)
  *
- * where the last sum folds to a constant in an unrolled loop. The fastest register digits that lie
- * densely in memory form the vector of one instruction, as wide as alignment can be proved, at most
- * 16 bytes. FLAT layouts on a dense view are linear with one dimension, the linear index. What is
- * not linear computes its coordinates for every vector.
+ * The last sum folds to a constant in an unrolled loop. The fastest register digits that are dense
+ * in memory form the vector of one instruction, as wide as alignment can be proved, at most 16
+ * bytes. FLAT layouts on a dense view are linear with one dimension, the linear index. Accesses
+ * that are not linear compute the coordinates of every vector.
  *
- * Swizzle is a ^= (a >> 7 & m) << 4 on the low 10 bits, linear over exclusive or. Where the parts
- * of the thread and of the register share no bit of those 10, the thread's is swizzled once and the
- * register's, a constant, joins it by ^ below 1024 and by + from there on.
+ * Swizzle is a ^= (a >> 7 & m) << 4 on the low 10 bits, which is linear over exclusive or. If the
+ * thread's part and the register's part share none of those 10 bits, the thread's part is swizzled
+ * once. The register's part, a constant, is combined with it by ^ below 1024 and by + from there
+ * on.
  *
  * Padding is masked by vectors: no vector crosses the end of an extent. */
 #include "gen.h"

@@ -1,8 +1,9 @@
-/* Text, names, and the ops of a block in order.
+/* The ops of a block in order, and the text of values.
  *
- * Element-wise ops whose results are arrays of one register count form runs: consecutive ops become
- * the body of one unrolled loop over registers, and a result that only the run reads is a variable
- * of that loop. Scalar ops between them depend on no array, so they are printed in front of it. */
+ * Consecutive element-wise ops whose results are arrays with the same number of registers form a
+ * run: they become the body of one unrolled loop over registers, and a result that only the run
+ * reads is a variable of that loop. Scalar ops between them depend on no array, so they are printed
+ * before the loop. */
 #include "gen.h"
 
 /* ---- lines ------------------------------------------------------------------------------- */

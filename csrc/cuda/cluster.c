@@ -1,8 +1,8 @@
 /* Blocks of a cluster: ranks, groups, masks.
  *
- * The rank of a block is x + y * dx + z * dx * dy, and the last axis is x: so the axes, in the
- * user's order, are the digits of the rank, most significant first. What depends on the block alone
- * is a variable in front of the body, made once for each set of axes. */
+ * The rank of a block is x + y * dx + z * dx * dy, and the last axis is x. So the axes, in the
+ * user's order, are the digits of the rank, most significant first. Values that depend only on the
+ * block are variables before the body, one for each set of axes. */
 #include "gen.h"
 
 static int64_t stride_of(const pm_graph *g, int64_t axis) {

@@ -1,4 +1,4 @@
-/* From a synchronised graph to CUDA C++ text and everything a launch needs to know. */
+/* From a synchronised graph to CUDA C++ text and everything that a launch needs to know. */
 #ifndef PM_CUDA_H
 #define PM_CUDA_H
 

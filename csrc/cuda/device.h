@@ -1,4 +1,4 @@
-/* The catalogue of device functions, the .cuh files of device/, as text in the library.
+/* The device functions, the .cuh files of device/, as text in the library.
  *
  * The build writes the table from the files, in the order of their names. */
 #ifndef PM_DEVICE_H

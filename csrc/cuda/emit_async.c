@@ -1,16 +1,18 @@
-/* Barriers, copies by engines, and what orders them.
+/* Barriers, copies by engines, and their order.
  *
  * A wait takes its parity from a word of phase bits, one for each barrier of the allocation, that
  * every lane keeps and flips; or from its operand, if all waits on the allocation have one. One
- * lane arrives for all of a thread; passes/sync.c has the lanes meet before where that is needed.
- * An arrival on a cluster barrier is one for each block that it
- * signals: lane k arrives at the k-th of them. A copy by an engine is issued by one elected lane of
- * warp 0 (lane.c), always the same (elect.sync with all lanes gives the same one), so that this
- * lane's bulk groups are those of the thread. Where warps of a WARP_MAP store too, each has such a
- * lane: what the thread closes and waits for is that of all four. The elected lane arrives, with
- * the bytes to expect, before it issues the copy, or the first copy of a run (expect.c). A
- * collective copy loads this block's share and multicasts it; its barrier gets the bytes of all
- * shares. PLAIN copies are loads and stores of all lanes, then a proxy fence and the arrival. */
+ * lane arrives for all lanes of a thread; passes/sync.c synchronises the lanes before it where that
+ * is needed. An arrival on a cluster barrier is one arrival in each block that it signals: lane k
+ * arrives in the k-th of them.
+ *
+ * One elected lane of warp 0 (lane.c) issues the copies by engines. It is always the same one,
+ * since elect.sync with all lanes is deterministic, so the bulk groups of this lane are those of
+ * the thread. If warps of a WARP_MAP store too, each has such a lane: a group that the thread
+ * closes or awaits is one of all four. The elected lane arrives, with the bytes to expect, before
+ * it issues the copy, or the first copy of a run (expect.c). A collective copy loads this block's
+ * share and multicasts it; its barrier receives the bytes of all shares. PLAIN copies are loads and
+ * stores by all lanes, followed by a proxy fence and the arrival. */
 #include "gen.h"
 
 /* ---- barriers ---------------------------------------------------------------------------- */

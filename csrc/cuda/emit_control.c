@@ -1,9 +1,9 @@
 /* Loops, branches, scopes.
  *
- * What a region carries or returns is a C++ variable declared in front of it; region arguments and
- * results of the op share its slot. A YIELD assigns; where it permutes carries, those read after
- * they were written are saved first. Arrays of narrow elements are carried as words (packed16.c).
- */
+ * A value that a region carries or returns is a C++ variable declared before it; region arguments
+ * and results of the op share its slot. A YIELD assigns. If it permutes carries, those that are
+ * read after they are written are saved first. Arrays of narrow elements are carried as words
+ * (packed16.c). */
 #include "gen.h"
 
 static pm_code check_carries(pm_gen *e, pm_opid op) {

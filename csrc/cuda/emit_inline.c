@@ -1,9 +1,9 @@
-/* Text of the user's: a device function of its own, whose parameters are a0, a1 ... and r0.
+/* CUDA source of the user: a separate device function with parameters a0, a1 ... and r0.
  *
- * An array is what this lane has of it, in the order of its layout; a scalar is its value. A ref in
- * GMEM is a pointer to its first element, one in SMEM the shared address of that, as a barrier is
- * of the mbarrier. r0 points at the registers of the result, r1 ... at those of the INLINE_RESULTs
- * behind, which effects keep in their order. */
+ * An array is the part that this lane holds, in the order of its layout; a scalar is its value. A
+ * ref in GMEM is a pointer to its first element, a ref in SMEM its 32-bit shared address, and a
+ * barrier the shared address of its mbarrier. r0 points to the registers of the result, r1 ... to
+ * those of the following INLINE_RESULTs, which effects keep in order. */
 #include "gen.h"
 
 typedef struct parameter {

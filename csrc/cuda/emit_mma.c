@@ -1,9 +1,9 @@
-/* mma: products of the tensor cores with all operands in registers, one instruction for each block
- * of 16 rows of a warp, 8 columns and 32 bytes along K.
+/* mma: tensor-core products with all operands in registers, one instruction for each block of 16
+ * rows of a warp, 8 columns and 32 bytes along K.
  *
- * In the layouts WGMMA (acc and result), MMA_LHS (a) and MMA_RHS (b) the registers of one
- * instruction are neighbours: four of the accumulator, four words of a, two of b. Steps along K are
- * the outer loop, so that instructions behind each other do not wait for one another. */
+ * In the layouts WGMMA (acc and result), MMA_LHS (a) and MMA_RHS (b), the registers of one
+ * instruction are adjacent: four of the accumulator, four words of a, two of b. The outer loop runs
+ * over the steps along K, so that consecutive instructions do not wait for each other. */
 #include "gen.h"
 
 /* The operand as words, in a variable `name`. */

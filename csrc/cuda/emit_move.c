@@ -1,14 +1,14 @@
-/* Ops that bring elements to other lanes: transpose, concat, gather, scatter, scan, and all others
- * that cannot be done by renumbering registers.
+/* Ops that move elements between lanes: transpose, concat, gather, scatter, scan, and all others
+ * that renaming registers cannot implement.
  *
- * Exchange goes through this thread's scratch: the operands are stored row-major, the lanes meet,
- * the result is loaded through a view that says where its elements are, the lanes meet again, so
- * that scratch is free whenever an op begins.
+ * Elements are exchanged through this thread's scratch. The operands are stored row-major, the
+ * lanes synchronise, the result is loaded through a view that says where its elements are, and the
+ * lanes synchronise again. So scratch is free whenever an op starts.
  *
- * A scan has its dimension in registers, where it is a chain, or as
- * (warp * 32 + lane) * run + register. Then each lane scans its run, the totals are scanned by
- * shuffles inside of a warp and through scratch between warps, and what came before a run is
- * combined with each of its elements. Padding comes last, so it spoils nothing. */
+ * A scan has its dimension in registers, where it is a chain, or distributed as (warp * 32 + lane)
+ * * run + register. In the latter case each lane scans its run, the totals are scanned by shuffles
+ * within a warp and through scratch between warps, and the total before a run is combined with each
+ * of its elements. Padding comes last, so it does no harm. */
 #include "gen.h"
 
 pm_view pm_scratch_view(const pm_type *t) {

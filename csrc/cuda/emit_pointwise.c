@@ -1,9 +1,8 @@
-/* Element-wise ops: each leaves one C++ expression for element e->reg.
+/* Element-wise ops: each produces one C++ expression for element e->reg.
  *
- * f16 and bf16 have operators for + - * and unary -; everything else of theirs, and everything of
- * smaller floats, is computed in f32 and rounded once. Integer + - * on scalars are plain C++ where
- * the range is known to fit i32, so that index arithmetic reads as such, and wrap_ functions
- * elsewhere. */
+ * f16 and bf16 have the operators + - * and unary -. All other ops on them, and all ops on smaller
+ * floats, are computed in f32 and rounded once. Integer + - * on scalars are plain C++ if the range
+ * is known to fit in i32, so that index arithmetic is readable, and wrap_ functions otherwise. */
 #include <math.h>
 
 #include "gen.h"

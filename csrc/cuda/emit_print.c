@@ -1,8 +1,8 @@
-/* Printing and checks: of scalars by one lane, of arrays by the lanes that hold the elements.
+/* Printing and checks: one lane prints scalars, and the lanes that hold the elements print arrays.
  *
- * A line is one printf. Integers without a format are its own; what it has no form for, the
- * shortest digits of a float, and every format of the user is text that the catalogue's print_float
- * and print_int write, as Python's format() would. */
+ * A line is one printf. printf formats integers without a format specification. The device
+ * functions print_float and print_int format everything else as text, as Python's format() would:
+ * the shortest digits of a float, and all format specifications of the user. */
 #include <stdio.h>
 #include <stdlib.h>
 

@@ -1,10 +1,10 @@
 /* Semaphores and sleeping.
  *
- * Semaphores of a block are words of shared memory, behind the mbarriers; they are zero when the
- * kernel begins (program.c). Those of the launch are words of its counters, behind those of
+ * Semaphores of a block are words of shared memory after the mbarriers, initialised to zero when
+ * the kernel starts (program.c). Those of the launch are words of its counters, after those of
  * NEXT_TILE. One lane signals or waits for the thread, or for the warp in a WARP_MAP. A launch that
- * may begin before the one in front of it ends must await that before it touches them, as the
- * counters are that one's too. */
+ * may start before the previous one ends must wait for that before it uses them, because both use
+ * the same counters. */
 #include "gen.h"
 
 pm_code pm_cuda_ALLOC_SEMAPHORE(pm_gen *e, pm_opid op) { return pm_cuda_ALLOC_BARRIER(e, op); }

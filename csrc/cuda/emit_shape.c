@@ -1,14 +1,14 @@
 /* Ops that move elements between registers and lanes: broadcast, reshape, slice, layout_cast and
  * reduce.
  *
- * All but reduce say where result index i comes from. If that element is in a register of the same
- * lane for every lane, the op is a renumbering of registers (or nothing); what is not goes through
- * this thread's scratch (emit_move.c).
+ * All except reduce define where result index i comes from. If that element is in a register of the
+ * same lane for every lane, the op renames registers (or does nothing). Otherwise the elements go
+ * through this thread's scratch (emit_move.c).
  *
- * A reduction combines the registers of a lane in ascending order (neighbours first, where they
- * belong to one result: that halves the chain), then lanes by butterflies, then warps through
- * scratch, in ascending order: the order depends on the layout alone, and all copies end with the
- * same bits. Padding is left out. ANY and ALL of a whole array need no more than a barrier. */
+ * A reduction combines the registers of a lane in ascending order (neighbours first, if they belong
+ * to one result, which halves the chain), then the lanes by butterfly shuffles, then the warps
+ * through scratch, in ascending order. The order depends only on the layout, and all copies end
+ * with the same bits. Padding is skipped. ANY and ALL of a whole array need only a barrier. */
 #include "gen.h"
 
 typedef struct from {

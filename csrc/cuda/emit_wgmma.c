@@ -1,28 +1,31 @@
 /* Accumulators and wgmma.
  *
  * An accumulator (M, N) is one C++ array of M / 64 * N / 2 f32 or i32 registers (for f16: half as
- * many words of two) in the order of the WGMMA layout, which is the instruction's. It changes in
- * place. One whose first use is a wgmma of all of it, in the same block, is never filled with
- * zeros: the first step of that product overwrites it. Neither is one into which zeros are stored
- * for a product of all of it: that product overwrites it, but takes its registers as operands that
- * are read ("held"). As an output alone it would get other registers each time, which spilled where
- * products follow each other and their sums fill what is left.
- * A product is a statement that begins with the fence; registers are its operands. Where plain code
- * has written accumulators, and before it reads what a wait has completed, an empty asm statement
- * takes them as operands ("pin"), so that nothing moves across: into products of others in flight.
+ * many words of two) in the order of the WGMMA layout, which is that of the instruction. It is
+ * updated in place. If its first use is a wgmma of all of it in the same block, it is never filled
+ * with zeros: the first step of that product overwrites it. The same holds if zeros are stored into
+ * it before a product of all of it. That product overwrites it, but takes its registers as operands
+ * that are read ("held"): as outputs alone they would be assigned to different registers each time,
+ * which caused spills where consecutive products leave few registers free.
  *
- * Operands of asm statements are dear: they were a third of the time that a large product takes to
- * compile. So an accumulator that begins as zeros and that only products write is no array but
- * registers of PTX, which the entry declares, and which statements name. Code that reads it copies
- * them to an array. Others stay arrays: ptxas schedules better what rescales them, and spills less
- * around those that live for one product.
+ * A product is a statement that starts with the fence, with registers as operands. After ordinary
+ * code has written accumulators, and before it reads the result of a wait, an empty asm statement
+ * takes them as operands ("pin"), so that the compiler moves no access across it, into products in
+ * flight.
  *
- * At the end of a loop's body products with A in registers are waited for (pm_end_turn).
+ * Operands of asm statements are expensive: they took a third of the compile time of a large
+ * product. So an accumulator that starts as zeros and that only products write is not an array but
+ * a set of PTX registers, which the entry declares and statements name. Code that reads it copies
+ * them to an array. Other accumulators remain arrays: ptxas schedules code that rescales them
+ * better, and spills less around those that live for one product.
+ *
+ * Products with A in registers are awaited at the end of a loop body (pm_end_turn).
  *
  * Operands in SMEM are [chunks][rows][S]: chunks of S elements (one swizzle row) of the contiguous
- * dimension. Descriptors are split in a low word, address and leading distance, and a constant high
- * word. With K contiguous a step is 32 bytes in a chunk, or the next chunk; with M or N contiguous
- * (16-bit types only) it is 16 rows, and the leading distance is that of chunks. */
+ * dimension. Descriptors are split into a low word, with address and leading dimension stride, and
+ * a constant high word. If K is contiguous, a step is 32 bytes within a chunk, or the next chunk.
+ * If M or N is contiguous (16-bit types only), a step is 16 rows, and the leading dimension stride
+ * is that of chunks. */
 #include "gen.h"
 
 typedef struct part {

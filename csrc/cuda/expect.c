@@ -1,10 +1,10 @@
-/* Copies that follow each other and arrive at one barrier.
+/* Consecutive copies that arrive on the same barrier.
  *
- * Each copy is an arrival, which tells the barrier how many bytes to expect. Where every phase of a
- * barrier is completed by one run of such copies, the first of them tells the bytes of all, and the
- * barrier counts one arrival. A run has as many copies as the barrier counts arrivals; it is
- * unpredicated, for this block alone, and nothing but index arithmetic stands between its copies.
- * A barrier at which anything else arrives keeps an arrival for each copy. */
+ * Each copy is an arrival that announces to the barrier how many bytes to expect. If every phase of
+ * a barrier is completed by one run of such copies, the first of them announces the bytes of all,
+ * and the barrier counts a single arrival. A run has as many copies as the barrier counts arrivals;
+ * its copies are unpredicated and not collective, and only index arithmetic separates them. A
+ * barrier with other arrivals keeps one arrival for each copy. */
 #include "gen.h"
 
 /* The barrier at which a copy of a run arrives; 0: the op is none. */

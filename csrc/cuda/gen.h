@@ -1,10 +1,10 @@
-/* What the files of cuda/ share: the state of one generation and small services of all emitters.
+/* Shared by the files of cuda/: the state of one generation and small services for all emitters.
  *
- * A value has a slot: how generated text names it. SCALAR: one C++ expression stands for every
- * element (rank 0, splats, constants, and arrays computed from such alone). ARRAY: a C++ array of
- * the layout's registers. Refs and barriers of SMEM are SCALAR too: a u32 address.
- * Values that need no code (casts that change nothing, region arguments) share a slot. A C++
- * variable changes only where a region yields, behind the last use of what it held. */
+ * A value has a slot, which says how generated text names it. SCALAR: one C++ expression stands for
+ * every element (rank 0, splats, constants, and arrays computed from such alone). ARRAY: a C++
+ * array of the layout's registers. Refs and barriers in SMEM are SCALAR too: a u32 address. Values
+ * that need no code (casts that change nothing, region arguments) share a slot. A C++ variable
+ * changes only where a region yields, after the last use of its previous value. */
 #ifndef PM_CUDA_GEN_H
 #define PM_CUDA_GEN_H
 

@@ -1,9 +1,9 @@
-/* Stores of engines that nobody awaits.
+/* Stores by engines that nobody awaits.
  *
- * A block must not end while an engine may still read its shared memory, so a thread that can come
- * to its end with such a store waits there. One forward walk for each Pallas thread finds out: it
- * knows the branches that this thread takes and the loops that run for sure, and takes everything
- * else to happen or not. A kernel that awaits its stores gets nothing. */
+ * A block must not exit while an engine may still read its shared memory, so a thread that can end
+ * with such a store waits at its end. One forward walk for each Pallas thread finds these threads.
+ * It knows the branches that the thread takes and the loops that certainly run, and assumes that
+ * everything else may or may not happen. Kernels that await their stores get no additional wait. */
 #include "gen.h"
 
 /* OPEN: stores in no group yet; GROUPED: a group that may not have been read. */

@@ -1,21 +1,21 @@
-/* Regions that one lane runs alone.
+/* Regions that a single lane executes.
  *
- * Copies are issued by one elected lane of warp 0. Where a whole run of ops of a block needs no
- * more than that lane (copies by engines, waits and arrivals on barriers, scalar arithmetic, loops
- * and branches of such), it is one region: `if (warp == 0 && elect_one()) { ... }` around all of
- * it, and no election inside. That is how a producer thread becomes what a person would write.
+ * One elected lane of warp 0 issues copies. If a whole run of ops of a block needs only that lane
+ * (copies by engines, waits and arrivals on barriers, scalar arithmetic, loops and branches of
+ * these), it becomes one region: `if (warp == 0 && elect_one()) { ... }` around all of it, without
+ * elections inside. This makes a producer thread look as a person would write it.
  *
- *   - Only the elected lane flips phase bits in a region, and only it learns what a scalar load, a
- *     wait for stores or NEXT_TILE have to say. So a region with such ops ("sticky") must be the
- *     rest of the kernel, or of a branch that not all threads take; the lanes meet behind it if
- *     anything follows.
- *   - A barrier is waited for in regions alone, or outside of regions alone, by each thread:
- *     pm_find_lane_barriers finds those that may be waited for in regions. Threads are told apart
- *     by the conditions on the thread axis that lead to an op.
- *   - SYNC ops inside go: the other lanes do nothing there. If there were any, the lanes meet in
- *     front of the region.
- *   - Pure scalars of the run itself that need nothing from inside stand in front of it, so that
- *     they may be used behind it. Other values from inside are not used outside. */
+ * - Only the elected lane flips phase bits in a region, and only it knows the results of scalar
+ *   loads, waits for stores and NEXT_TILE. A region with such ops ("sticky") must therefore be the
+ *   rest of the kernel, or of a branch that not all threads take; the lanes synchronise after it if
+ *   anything follows.
+ * - Each thread waits for a barrier either only inside regions or only outside of them:
+ *   pm_find_lane_barriers finds the barriers that may be awaited in regions. Threads are
+ *   distinguished by the conditions on the thread axis that lead to an op.
+ * - SYNC ops inside a region are removed, because the other lanes do nothing there. If there were
+ *   any, the lanes synchronise before the region.
+ * - Pure scalars of the run that need nothing from inside are moved before it, so that they may be
+ *   used after it. Other values from inside are not used outside. */
 #include "gen.h"
 
 /* ---- which threads reach an op ----------------------------------------------------------- */

@@ -1,14 +1,16 @@
 /* Names of the printed program.
  *
- * While it is printed, each variable has a name of its own, a stem and a number: "slot_21". Values
- * have the numbers of the graph's text form, the emitters' own variables those that follow. When
- * the text is whole, a name loses its number if nothing else there has the stem: no other numbered
- * name, no word of the text (a local variable of an emitter, what inline_cuda's source uses), no
- * keyword. Values may have the name of what only the catalogue speaks of.
+ * While the program is printed, each variable has a unique name, a stem and a number: "slot_21".
+ * Values have the numbers of the graph's text form; variables of the emitters have the numbers that
+ * follow. When the text is complete, a name loses its number if nothing else in it has that stem:
+ * no other numbered name, no word of the text (a local variable of an emitter, a word of
+ * inline_cuda source), no keyword. A value may have a name that occurs only in the device
+ * functions.
  *
- * Comments, #line directives and strings stay as they are, but for strings of the functions that
- * are printed for this program: those are PTX, and name its registers. There, words may also be a
- * name with a suffix: of accumulator acc_39 the registers acc_39_0, the function acc_39_zero. */
+ * Comments, #line directives and strings are left unchanged, except strings of functions that are
+ * printed for this program: those are PTX and name its registers. In these, a word may also be a
+ * name with a suffix: accumulator acc_39 has the registers acc_39_0 ... and the function
+ * acc_39_zero. */
 #include "gen.h"
 
 typedef struct word {

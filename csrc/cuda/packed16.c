@@ -1,9 +1,9 @@
 /* Arrays of narrow elements as 32-bit words.
  *
- * Loops and branches carry them so: the compiler would keep each element in a register of its own
- * wherever branches meet. Behind that they are arrays of elements again, but for those of 16 bits
- * of which only words are wanted: by products, by stores of matrices, by loops. They are never
- * taken apart, which spares the compiler to see that nothing remains of it. */
+ * Loops and branches carry arrays as words, because the compiler would keep each element in a
+ * register of its own wherever branches join. After that they are arrays of elements again, except
+ * 16-bit arrays of which only words are needed: by products, by stmatrix, by loops. These are never
+ * unpacked, so the compiler need not find out that the unpacking is unused. */
 #include "gen.h"
 
 bool pm_is_packed(const pm_gen *e, pm_val v) {

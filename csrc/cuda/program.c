@@ -1,12 +1,12 @@
 /* The program around the body: parameters, prologue, and the device functions that it uses.
  *
- * A file of the catalogue is a row of entries, each opened by a line "//! name". One is printed if
- * its name occurs as a word in the body or in an entry that is printed, in front of it; so entries
- * may use each other in any order. Entry "types" stands first in every program. Lines of it that
- * stand in #ifdef HAS_<feature of targets.def> are for targets that have that.
+ * A file of device/ is a list of entries, each opened by a line "//! name". An entry is printed,
+ * before the body, if its name occurs as a word in the body or in another printed entry; so entries
+ * may use each other in any order. The entry "types" comes first in every program. Lines inside
+ * #ifdef HAS_<feature of targets.def> are for targets with that feature.
  *
  * Parameters: tensor maps, then a pointer for each kernel argument whose address the body uses,
- * then one to the counters of NEXT_TILE and TAKE_TILE, which are zero when a launch begins and
+ * then one to the counters of NEXT_TILE and TAKE_TILE, which are zero when a launch starts and
  * again when it ends. */
 #define _GNU_SOURCE /* memmem */
 #include <stdlib.h>

@@ -1,5 +1,5 @@
 /* PTX that is printed for a program: device functions whose operands or text vary with its shapes.
- * Each is printed once, in front of the program, under a name that says what varies. */
+ * Each is printed once, before the program, under a name that says what varies. */
 #include "gen.h"
 
 static const char *find(const pm_gen *e, const char *name) {
