@@ -1,8 +1,8 @@
 /* Arena, growing arrays and the text builder.
  *
- * An arena is a list of chunks, newest first; memory is handed out from the newest, 16-byte
- * aligned. Chunks double up to 1 MiB; a request that does not fit gets a chunk of its own behind
- * the newest when it is large, so that the room left in the newest is not lost. */
+ * An arena is a list of chunks, newest first. Memory is allocated from the newest chunk, aligned to
+ * 16 bytes. Chunks double up to 1 MiB. A large request that does not fit gets a chunk of its own
+ * after the newest, so that the free space of the newest is not lost. */
 #include "base.h"
 
 #include <stdio.h>

@@ -1,7 +1,7 @@
 /* Errors, protected calls and raw allocation.
  *
- * pm_protect keeps a stack of jump targets per thread; pm_out_of_memory unwinds to the newest. A
- * thread that runs out of memory outside pm_protect has no one to tell, and ends the process. */
+ * pm_protect keeps a stack of jump targets for each thread; pm_out_of_memory unwinds to the newest.
+ * A thread that runs out of memory outside pm_protect cannot report it, and ends the process. */
 #include "base.h"
 
 #include <setjmp.h>

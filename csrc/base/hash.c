@@ -1,11 +1,11 @@
 /* Hashes.
  *
- * pm_hash, for tables whose entries are compared in full: sixteen bytes at a time, whose halves are
- * mixed with a key that goes by the place and multiplied into 128 bits, of which both halves count.
- * The products do not wait for one another.
+ * pm_hash, for tables whose entries are compared in full: processes sixteen bytes at a time. Both
+ * halves are mixed with a key that depends on the position and multiplied to 128 bits, of which
+ * both halves are used. The multiplications are independent of each other.
  *
- * pm_digest, for what is not compared: the first 128 bits of SHA-256 (FIPS 180-4). The key of an
- * entry on disk, its checksum, and the code of a loaded module. */
+ * pm_digest, for contents that are not compared: the first 128 bits of SHA-256 (FIPS 180-4). Used
+ * for the key of an entry on disk, its checksum, and the code of a loaded module. */
 #include "base.h"
 
 #include <string.h>

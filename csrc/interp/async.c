@@ -1,15 +1,16 @@
 /* Asynchronous engines: copies between GMEM and SMEM, bulk groups, wgmma and its groups.
  *
- * Issuing makes a task that holds its addresses and nothing else; data moves when the task runs. A
- * task runs when the scheduler draws it or when a wait of its owner needs it, and a wait forces no
- * more than what it must. So data is read as late and written as early or late as hardware may.
+ * Issuing an operation creates a task that holds only its addresses; data moves when the task runs.
+ * A task runs when the scheduler selects it or when a wait of its owner needs it, and a wait forces
+ * no more tasks than necessary. So data is read as late, and written as early or as late, as
+ * hardware might do it.
  *
- * A collective copy is issued by each block of a group, which reads its part and writes it to all
- * blocks of the group: a task for each of them, and each barrier waits for as many parts as there
- * are blocks. (Parts are ranges of elements in row-major order, on the device they are boxes; a
- * correct kernel cannot see the difference.) The group must issue the same copies: the n-th time
- * that a thread of one block comes to the op is compared with the n-th time of the same thread of
- * the others. */
+ * Each block of a group issues a collective copy, reads its part and writes it to all blocks of the
+ * group: there is a task for each of them, and each barrier waits for as many parts as there are
+ * blocks. (Parts are ranges of elements in row-major order, while on the device they are boxes; a
+ * correct kernel cannot tell the difference.) The blocks of a group must issue the same copies: the
+ * n-th execution of the op by a thread of one block is compared with the n-th execution by the same
+ * thread of the others. */
 #include <stdio.h>
 
 #include "vm.h"

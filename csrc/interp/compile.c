@@ -1,15 +1,18 @@
-/* Graph -> bytecode.
+/* Graph to bytecode.
  *
- * One walk over the regions in program order. Each op's handler appends its instructions; operands
- * are numbers of storages at first. A storage is a piece of the frame with the range of
- * instructions in which it is alive: from its definition to its last use, and to the end of a loop
- * that uses it without having defined it. Values may share one: a reshape its operand's, a loop's
- * result its carry's. When all code is there, scalars and constants get bytes of their own, arrays
- * are packed first-fit by their ranges, and storage numbers are replaced by byte offsets.
+ * One walk over the regions in program order. The handler of each op appends its instructions,
+ * whose operands are first numbers of storages. A storage is a piece of the frame with the range of
+ * instructions in which it is live: from its definition to its last use, and to the end of a loop
+ * that uses it without having defined it. Values may share a storage: a reshape shares that of its
+ * operand, the result of a loop that of its carry. At the end, scalars and constants get bytes of
+ * their own, arrays are packed first-fit by their ranges, and storage numbers are replaced by byte
+ * offsets.
  *
- * A loop's carries are storages that the loop writes at its end. Nothing else is written twice.
+ * The carries of a loop are storages that the loop writes at its end. Nothing else is written
+ * twice.
  *
- * SMEM is one stack per block: scopes nest, siblings overlap, as on the device. */
+ * SMEM is one stack for each block: scopes nest, and consecutive scopes overlap, as on the device.
+ */
 #include "vm.h"
 
 typedef struct storage {

@@ -1,8 +1,8 @@
-/* CUDA source on the interpreter: a function of whoever runs the machine stands for it.
+/* CUDA source on the interpreter: a function provided by the caller of the machine replaces it.
  *
- * It gets arrays as they are, row-major, and copies of what refs name; when it returns, those that
- * kernels may write go back, and barriers get the arrivals that it tells of. All of that is one
- * step: no other agent sees a part of it. */
+ * The function gets arrays as they are, row-major, and copies of the contents of refs. When it
+ * returns, the contents of refs that kernels may write are copied back, and the arrivals that it
+ * reports reach their barriers. All of this is one step: no other agent sees a part of it. */
 #include "vm.h"
 
 /* As the hardware counts: x is the last axis of the grid, y the one before, z all others. */

@@ -1,16 +1,19 @@
 /* The virtual machine: scheduler, scopes, barriers, control.
  *
- * Clusters run one after the other in row-major order of the grid; all blocks of a cluster at once.
- * Where blocks may wait for others of the launch (semaphores), many clusters run at once, as many
- * as a GPU may have room for. Of a kernel that hands out its grid only a few run, so that they have
- * something to take.
- * What blocks reach in each other - cluster barriers, the destinations and barriers of collective
- * copies, refs made into cluster_refs - is set up before any of them runs and checked when all have
- * ended; the rest when a block enters and leaves its scope. Leaving a scope waits for nothing: what
- * must be at rest is checked, and the rest of what is in flight goes on.
+ * Clusters run one after the other in row-major order of the grid; all blocks of a cluster run
+ * concurrently. If blocks may wait for others of the launch (semaphores), many clusters run at
+ * once, as many as fit on a GPU. For a dynamically scheduled kernel only a few clusters run, so
+ * that tiles are left for them to take.
+ *
+ * What blocks access in each other (cluster barriers, destinations and barriers of collective
+ * copies, refs used by cluster_refs) is set up before any of them runs and checked when all have
+ * ended. Everything else is set up and checked when a block enters and leaves its scope. Leaving a
+ * scope does not wait: it checks what must be complete, and everything else in flight continues.
+ *
  * The scheduler chooses at random, by the seed, among the ready threads and the pending tasks of
- * each kind. How likely the tasks of a kind are is drawn once a run: from "at once" to "not before
- * a wait needs it", so that a missing wait shows under most seeds. Seed 0 is always late.
+ * each kind. The likelihood of each kind of task is drawn once for each run, from "immediately" to
+ * "not before a wait needs it", so that a missing wait shows under most seeds. Seed 0 is always
+ * late.
  *
  * Barriers count phases. A copy arrives when it is issued and holds the phase open until its bytes
  * have landed. Misuse is an error as soon as it is certain. */

@@ -1,8 +1,8 @@
-/* Loads, stores and atomics, element by element, where a mask is true.
+/* Masked loads, stores and atomics, element by element.
  *
- * An element whose mask is false is neither touched nor looked for: it may lie outside. One whose
- * mask is true must lie inside of the view and of all that it was cut from. Other agents see all of
- * an instruction or nothing of it. */
+ * An element whose mask is false is neither accessed nor resolved, so it may be out of bounds. An
+ * element whose mask is true must be within the view and within everything that the view was sliced
+ * from. Other agents see all of an instruction or nothing of it. */
 #include <inttypes.h>
 
 #include "vm.h"

@@ -1,13 +1,13 @@
 /* acc += a @ b for one wgmma or mma.
  *
- * Both operands are widened to f32 and packed into panels: for each run of rows of
- * a (columns of b) as wide as the register block, all of K in order. A microkernel keeps one block
- * of acc in vector registers over the whole K. It is one function, written with vector extensions
- * and compiled for three instruction sets; the block's size is chosen to fill their registers.
+ * Both operands are widened to f32 and packed into panels: for each group of rows of a (columns of
+ * b) as wide as the register block, all of K in order. A microkernel keeps one block of acc in
+ * vector registers over the whole K. It is one function, written with vector extensions and
+ * compiled for three instruction sets; the size of the block is chosen to fill their registers.
  *
- * An f16 accumulator is rounded once per product. f32 operands lose the bits that tf32 has not.
- * Integers are multiplied by the same code, so many steps along K at a time that f32 holds every
- * sum exactly, and added to the accumulator as integers. */
+ * An f16 accumulator is rounded once for each product. f32 operands are truncated to tf32. Integers
+ * are multiplied by the same code, over as many steps along K at a time as f32 can sum exactly, and
+ * added to the accumulator as integers. */
 #include "vm.h"
 
 enum { MAX_ROWS = 8, MAX_COLS = 32 };

@@ -1,9 +1,9 @@
 /* Memory: resolving accesses, walking strided views, loads and stores.
  *
- * Everything is row-major in logical dimensions: tilings and swizzles are not seen here. A view
- * that lies inside the refs that it was cut from is a base address and a few loops; dynamic starts
+ * Everything is row-major in logical dimensions: tilings and swizzles do not exist here. A view
+ * that is within the refs that it was sliced from is a base address and a few loops; dynamic starts
  * are checked before every access. A view that overhangs is walked element by element through the
- * steps that made it. */
+ * steps that created it. */
 #include <inttypes.h>
 #include <stdio.h>
 

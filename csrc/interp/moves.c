@@ -1,8 +1,8 @@
-/* Ops that move elements of arrays to other places, and scans.
+/* Ops that move elements of arrays to other positions, and scans.
  *
  * Arrays are row-major here, so each op is a walk over its operands: strided, by rows, or by the
- * numbers in an index array. A scan goes along its dimension row by row with the loop of its op;
- * f16 and bf16 are scanned in f32 and rounded once. */
+ * numbers in an index array. A scan proceeds along its dimension row by row, with the loop of its
+ * op; f16 and bf16 are scanned in f32 and rounded once. */
 #include "vm.h"
 
 step pm_vm_strided(pm_machine *m, thread *t, const instr *i) {

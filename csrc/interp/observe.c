@@ -1,12 +1,12 @@
-/* What a run shows, or leaves out, on request (InterpretParams).
+/* What a run logs or skips on request (InterpretParams).
  *
- * Logging: a line for each event of a kind that was asked for, through the same channel as
- * DEBUG_PRINT: "[kind] agent: event at file:line".
+ * Logging: a line for each event of the requested kinds, through the same channel as DEBUG_PRINT:
+ * "[kind] agent: event at file:line".
  *
- * Runs without floating-point work: an instruction that does nothing but compute floats is not
- * executed; one that loads them, or waits for them, is executed, and what it gave is replaced.
- * Either way its result reads as +inf (the greatest number of dtypes without one). Which
- * instructions these are, and how many elements they give, is noted when the kernel is compiled. */
+ * Runs without floating-point work: an instruction that only computes floats is not executed. An
+ * instruction that loads floats, or waits for them, is executed, and its result is replaced. Either
+ * way the result reads as +inf (the largest number of dtypes without one). Which instructions these
+ * are, and how many elements they produce, is recorded when the kernel is compiled. */
 #include <inttypes.h>
 #include <math.h>
 #include <stdarg.h>

@@ -1,5 +1,5 @@
-/* Semaphores: counters of the launch, or of a block. Who waits for one that is too low is blocked
- * until somebody signals it. */
+/* Semaphores: counters of the launch or of a block. A thread that waits for a semaphore that is too
+ * low is blocked until another one signals it. */
 #include <inttypes.h>
 #include <stdio.h>
 

@@ -1,11 +1,13 @@
 /* Pointwise ops, shapes, reductions; and the table of all ops.
  *
- * An op is one C expression for each class of dtypes; macros make a loop per dtype of it. Floats
- * below 32 bits have no loops of their own: blocks are widened to f32, computed, and rounded once
- * per op. A scalar operand of an array op is spread over a block once. Integers wrap; division by
- * zero and shifts by the width or more give the values that hardware tends to give, never a trap.
+ * An op is one C expression for each class of dtypes; macros expand it to a loop for each dtype.
+ * Floats below 32 bits have no loops of their own: blocks are widened to f32, computed, and rounded
+ * once for each op. A scalar operand of an array op is broadcast to a block once. Integers wrap.
+ * Division by zero and shifts by the width or more give the values that hardware typically gives,
+ * never a trap.
  *
- * A reduction halves its group with the loop of its op until one is left, so sums are pairwise. */
+ * A reduction halves its group with the loop of its op until one element is left, so sums are
+ * pairwise. */
 #include <math.h>
 
 #include "vm.h"

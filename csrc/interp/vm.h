@@ -1,17 +1,17 @@
-/* Inside of the interpreter: bytecode, its memory, and the state of a run.
+/* Inside the interpreter: bytecode, its memory, and the state of a run.
  *
  * Bytecode. One program for all Pallas threads: a flat array of instructions with jumps. A value of
- * the graph is a slot of the thread's frame: a byte offset. Scalars own 8 bytes, in their own
- * dtype; arrays are row-major and share memory by liveness; constants are written once, when a run
- * begins. Views make no code: each use of a ref is an `access`, resolved when compiled but for its
- * dynamic starts.
+ * the graph is a slot of the thread's frame: a byte offset. Scalars take 8 bytes, in their own
+ * dtype. Arrays are row-major and share memory by liveness. Constants are written once, when a run
+ * starts. Views produce no code: each use of a ref is an `access`, resolved at compile time except
+ * for dynamic starts.
  *
- * Agents. Threads have a program counter and run until an op that other agents can notice. A copy
- * or a wgmma becomes a `task` when issued, with all its addresses; what it reads and writes happens
- * when the scheduler chooses it, or when a wait forces it. A store is two steps: SMEM is read, then
- * GMEM is written. The wgmmas of one thread run in order; all else in any order. A wgmma that has
- * run stays with its thread until a wait covers it, so that its use too early is an error on every
- * schedule.
+ * Agents. A thread has a program counter and runs until an op that other agents can observe. A copy
+ * or a wgmma becomes a `task` when it is issued, with all its addresses; its reads and writes
+ * happen when the scheduler chooses it, or when a wait forces it. A store is two steps: SMEM is
+ * read, then GMEM is written. The wgmmas of one thread run in order, everything else in any order.
+ * A wgmma that has run stays with its thread until a wait covers it, so that using its result too
+ * early is an error under every schedule.
  *
  * The order is a function of the seed alone. */
 #ifndef PM_VM_H

@@ -2,9 +2,10 @@
  *
  *     v[i0, i1, ...] = constant + sum(term * mul) + sum over dims d of coef[d] * i_d
  *
- * with scalar terms. Sums, differences, products with constants and moves of iotas and scalars
- * are. Index arithmetic is taken not to overflow, as in facts.c. An access by such indices is that
- * of a view, whose address is computed once and whose neighbours are neighbours. */
+ * with scalar terms. Sums, differences, products with constants, and moves of iotas and scalars
+ * are. Index arithmetic is assumed not to overflow, as in facts.c. An access by such indices is
+ * that of a view: its address is computed once, and neighbouring elements are neighbours in memory.
+ */
 #include "view.h"
 
 enum { BUDGET = 64 };

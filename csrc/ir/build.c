@@ -1,10 +1,10 @@
 /* Building the graph: arrays of words that only grow, addressed by index.
  *
- * Index 0 of values, ops, blocks, strings, layouts is reserved for "none"; list 0 is the empty
+ * Index 0 of values, ops, blocks, strings and layouts is reserved for "none"; list 0 is the empty
  * list. pm_emit writes the attributes of the new op first, at the end of graph.attrs and
- * graph.lists, lets the type rules read them there, and cuts both arrays back if a rule refuses: a
- * failure leaves no trace. Ops that were removed (pm_abandon, passes) keep their slot with code
- * PM_OP_NONE. */
+ * graph.lists, lets the type rules read them there, and truncates both arrays if a rule refuses the
+ * op: a failure leaves no trace. Ops that were removed (pm_abandon, passes) keep their slot with
+ * code PM_OP_NONE. */
 #include <assert.h>
 
 #include "rules.h"

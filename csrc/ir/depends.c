@@ -1,12 +1,13 @@
-/* Two questions of dataflow, backwards through operands. Loads depend on their refs, not on what is
- * stored there.
+/* Two data-flow questions, answered backwards through operands. Loads depend on their refs, not on
+ * what is stored there.
  *
- * Does a value depend on others? A result of an op with regions depends on all that is used inside
- * them; a region argument on its op's operands too: that is more than strictly needed, never less.
+ * Does a value depend on others? A result of an op with regions depends on everything used inside
+ * them; a region argument also depends on the op's operands. That is more than strictly necessary,
+ * never less.
  *
  * Is a value the same in every iteration of a loop? It changes if it leads to the loop's index, to
- * a carry that the loop computes from itself or from what changes, to memory that the loop writes,
- * or to shared memory, which other threads write. */
+ * a carry that the loop computes from itself or from changing values, to memory that the loop
+ * writes, or to shared memory, which other threads write. */
 #include "access.h"
 #include "view.h"
 

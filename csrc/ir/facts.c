@@ -1,8 +1,8 @@
-/* Facts about scalars, read off the graph on demand: constants, divisors, ranges.
+/* Facts about scalars, derived from the graph on demand: constants, divisors, ranges.
  *
- * A question walks the definitions of a value. Values form a DAG, so every question has a budget of
- * visits; where it ends the answer is "nothing known". Index arithmetic is taken not to overflow,
- * except that a range which leaves its dtype is forgotten. */
+ * A query walks the definitions of a value. Values form a DAG, so every query has a budget of
+ * visits; when it is exhausted, the answer is "nothing known". Index arithmetic is assumed not to
+ * overflow, except that a range that exceeds its dtype is dropped. */
 #include "ir.h"
 
 enum { BUDGET = 256 };

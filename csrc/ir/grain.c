@@ -1,9 +1,9 @@
-/* Along a dimension, in groups of how many neighbours is a bool array constant?
+/* In groups of how many neighbours along a dimension is a bool array constant?
  *
- * A group begins at a multiple of its size, which is a power of two. Element-wise ops keep what all
- * their operands have. A comparison `index < bound` changes at the bound: where index is an iota
- * plus b, and neither b nor the bound differ along the dimension, it is constant on groups whose
- * size divides both. So a masked access can ask once for each of its vectors. */
+ * A group starts at a multiple of its size, which is a power of two. Element-wise ops preserve what
+ * all their operands have. A comparison `index < bound` changes at the bound: if index is an iota
+ * plus b, and neither b nor the bound varies along the dimension, it is constant on groups whose
+ * size divides both. So a masked access can test once for each of its vectors. */
 #include "ir.h"
 
 enum { MOST = 1 << 10, BUDGET = 256 };

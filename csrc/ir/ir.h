@@ -1,17 +1,17 @@
 /* The op graph: SSA with structured regions.
  *
- * Values, ops and blocks are 32-bit indices into arrays of one graph; 0 is "none" for each of them.
- * Everything lives in the graph's arena. A region is one block. Block 1 is the body of the kernel;
- * its arguments are the kernel's operands, then its outputs, all refs in GMEM. The last op of every
- * other block is YIELD. Effects keep program order; only pure ops may move or merge.
+ * Values, ops and blocks are 32-bit indices into arrays of one graph; 0 means "none" for each of
+ * them. Everything is allocated in the graph's arena. A region is one block. Block 1 is the body of
+ * the kernel; its arguments are the kernel's operands, then its outputs, all refs in GMEM. The last
+ * op of every other block is YIELD. Effects keep program order; only pure ops may move or merge.
  *
- * A ref is a value: views (INDEX, TRANSPOSE_REF, RESHAPE_REF, BITCAST_REF, CLUSTER_REF) are pure
- * ops on it that speak of logical dimensions. Physical addresses are found only after inference, by
- * ir/view.h.
+ * A ref is a value. Views (INDEX, TRANSPOSE_REF, RESHAPE_REF, BITCAST_REF, CLUSTER_REF) are pure
+ * ops on it in terms of logical dimensions. Physical addresses are determined only after inference,
+ * by ir/view.h.
  *
  * Stages, in order: traced, checked (verify.c), laid out (passes/layouts.c), planned
  * (passes/smem.c, passes/copies.c), synchronised (passes/sync.c). Each leaves a graph that
- * pm_verify accepts. Interpreter and CUDA generator both read the last one. */
+ * pm_verify accepts. The interpreter and the CUDA generator both read the last one. */
 #ifndef PM_IR_H
 #define PM_IR_H
 

@@ -1,13 +1,13 @@
 /* Register layouts: constructors, canonical form, algebra, text.
  *
- * Everything is digit lists. A digit is appended by put(), which drops digits of size 1 and merges
- * a digit into the one before it when both run along one dimension without a gap, so that two ways
- * to describe one map end as the same lists; merging never changes which register holds what. The
- * strides of the digits of one dimension, sorted, form a chain (each is the product of the smaller
- * ones' sizes), hence a dimension can be cut in two wherever a digit can.
+ * Everything is lists of digits. put() appends a digit; it drops digits of size 1 and merges a
+ * digit into the previous one if both run along one dimension without a gap, so that two
+ * descriptions of one map become the same lists. Merging never changes which register holds an
+ * element. The strides of the digits of one dimension, sorted, form a chain (each is the product of
+ * the sizes of the smaller ones), so a dimension can be split wherever a digit can.
  *
  * Reshape goes through the row-major linear index of a group of dimensions: digits of the old
- * dimensions become digits of the linear index, which are cut where the new dimensions begin. */
+ * dimensions become digits of the linear index, which are split where the new dimensions start. */
 #include "layout.h"
 
 enum { WARP, LANE, REG };

@@ -1,25 +1,25 @@
-/* Register layouts: where the elements of an array live in the 128 lanes of a warpgroup.
+/* Register layouts: where the elements of an array are in the 128 lanes of a warpgroup.
  *
- * One representation for all of them. A layout covers a padded shape; warp, lane and register
- * number are mixed-radix numbers whose digits each add `digit * stride` to one dimension of the
+ * There is one representation for all of them. A layout covers a padded shape. Warp, lane and
+ * register are mixed-radix numbers whose digits each add `digit * stride` to one dimension of the
  * index:
  *
  *     index[dim] = sum over digits of dim:  ((number / div) % size) * stride
  *
  * where number is the warp (0..3), the lane (0..31) or the register (0..n_regs-1), and div is the
  * product of the sizes of the less significant digits of the same number. A digit with dim -1 is
- * replicated: all its values hold copies. Every index below the padded shape is reached once per
- * copy. An index outside the logical extents is padding: its register exists, its value means
- * nothing, it is never stored, reduced, compared across lanes, printed.
+ * replicated: all its values hold copies. Every index below the padded shape is reached once for
+ * each copy. An index outside the logical extents is padding: its register exists, but its value is
+ * meaningless and is never stored, reduced, compared across lanes or printed.
  *
  * SPLAT: one register for all elements. FLAT: the digits address the row-major linear index (one
- * dimension of size `padded[0]` >= the number of elements); WG_STRIDED is the flat layout
- * linear = (r / vec * 128 + tid) * vec + r % vec. TILED: the digits address the dimensions; WGMMA,
- * its reductions and all named layouts (layouts.def) are constants of it.
- * Array values are C arrays of n_regs elements in generated code: register r is element r; the
- * fastest register digit is the vector.
+ * dimension of size `padded[0]` >= the number of elements); WG_STRIDED is the flat layout linear =
+ * (r / vec * 128 + tid) * vec + r % vec. TILED: the digits address the dimensions; WGMMA, its
+ * reductions and all named layouts (layouts.def) are constants of it. Array values are C arrays of
+ * n_regs elements in generated code: register r is element r, and the fastest register digit is the
+ * vector.
  *
- * Layouts are interned per graph: equal layouts have equal pm_layid. */
+ * Layouts are interned in each graph: equal layouts have equal pm_layid. */
 #ifndef PM_LAYOUT_H
 #define PM_LAYOUT_H
 

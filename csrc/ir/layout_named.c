@@ -1,7 +1,7 @@
-/* The layouts of layouts.def: read their tilings, and find the name of a layout that is one.
+/* The layouts of layouts.def: reading their tilings, and finding the name of a layout.
  *
  * A name with e in its tiles has the width of an element as its argument, "mma_lhs(16)". A name may
- * be reduced, "wgmma_8bit.reduce(1)": over dims of its first tile, as Layout.reduce. */
+ * be reduced, "wgmma_8bit.reduce(1)": over dims of its first tile, like Layout.reduce. */
 #include "layout.h"
 
 static const struct named {

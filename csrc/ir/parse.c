@@ -1,10 +1,11 @@
-/* The text form, read (docs/graph-text.md). Recursive descent over the bytes, no tokens.
+/* Reading the text form (docs/graph-text.md): recursive descent over the bytes, without tokens.
  *
- * Ops are made by the builder (pm_emit, pm_open), so operands, attributes and types are checked as
- * for a traced kernel; what the text says of a type must agree with the op's rule. The whole graph
- * is verified at the end. Values are found by their full label (`%acc_12`); a label is defined once
- * and is visible to the end of its region. Text is any bytes of any length: every failure is a
- * message with line and column, and nesting is limited, so the C stack is too. */
+ * The builder creates the ops (pm_emit, pm_open), so operands, attributes and types are checked as
+ * for a traced kernel, and the types in the text must agree with the rules of the ops. The whole
+ * graph is verified at the end. Values are found by their full label (`%acc_12`); a label is
+ * defined once and is visible to the end of its region. The text may be any bytes of any length:
+ * every failure is a message with line and column, and nesting is limited, which limits the C
+ * stack. */
 #include <errno.h>
 #include <inttypes.h>
 #include <locale.h>

@@ -1,9 +1,9 @@
-/* The text form, written (docs/graph-text.md). ir/parse.c reads it.
+/* Writing the text form (docs/graph-text.md). ir/parse.c reads it.
  *
  * One walk in program order. Values are numbered 1, 2, ... in the order in which the text defines
- * them, whatever their index, so that equal graphs give equal text. Attributes that stand at their
- * default are left out if they are `quiet`. Nothing here trusts the graph beyond its array bounds:
- * a graph that pm_verify refuses can be printed too. */
+ * them, whatever their index, so that equal graphs give equal text. Attributes that have their
+ * default value are omitted if they are `quiet`. Nothing here trusts the graph beyond its array
+ * bounds: a graph that pm_verify refuses can also be printed. */
 #include <inttypes.h>
 #include <locale.h>
 #include <math.h>

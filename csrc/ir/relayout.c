@@ -1,5 +1,6 @@
-/* Plans of conversions by shuffles. Digits are cut into atoms: bits, and what is odd of a digit,
- * which must be the same in both layouts. An atom is known by where it moves an index. */
+/* Plans for conversions by shuffles. Digits are split into atoms: bits, and the odd factor of a
+ * digit, which must be the same in both layouts. An atom is identified by the index bits that it
+ * moves. */
 #include "relayout.h"
 
 typedef struct atom {

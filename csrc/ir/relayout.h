@@ -1,11 +1,11 @@
 /* Conversions between register layouts without shared memory.
  *
- * Where two layouts number the warps alike, what differs is which bits of an index are digits of
- * the lane and which of the register. Step by step one bit of the lane trades places with one of
- * the register: of each two registers that differ in that bit only, the lanes with the bit clear
- * give the second, those with it set the first, and get the other half of it by a butterfly. Last,
- * lanes may have to take each other's places, by one shuffle of all registers, and registers are
- * renumbered, which is free. */
+ * If two layouts number the warps in the same way, they differ in which bits of an index are digits
+ * of the lane and which of the register. Step by step, one bit of the lane is exchanged with one
+ * bit of the register: of each two registers that differ only in that bit, lanes with the bit clear
+ * send the second and lanes with it set send the first, and both receive the other half by a
+ * butterfly shuffle. Finally, lanes may have to exchange places, by one shuffle of all registers,
+ * and registers are renamed, which is free. */
 #ifndef PM_RELAYOUT_H
 #define PM_RELAYOUT_H
 

@@ -1,4 +1,4 @@
-/* Private border between builder, type rules and verifier. */
+/* Private interface between builder, type rules and verifier. */
 #ifndef PM_RULES_H
 #define PM_RULES_H
 

@@ -1,4 +1,5 @@
-/* The tables of the .def files: ops, attributes, enums. A row without a column does not compile. */
+/* The tables of the .def files: ops, attributes, enums. A row with a missing column does not
+ * compile. */
 #include "rules.h"
 
 #define V PM_VARIABLE

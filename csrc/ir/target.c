@@ -1,4 +1,4 @@
-/* The table of targets, and what a target without something is told. */
+/* The table of targets, and the errors for features that a target lacks. */
 #include "target.h"
 
 const pm_target pm_targets[PM_TARGET_COUNT] = {

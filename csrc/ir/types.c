@@ -1,10 +1,10 @@
-/* Types and the type rules of ops.def: one function per name in its `type` column.
+/* Types and the type rules of ops.def: one function for each name in its `type` column.
  *
- * A rule reads a pm_typing - operands, attribute words, the given type - and either sets the type
- * of the one result or fails with a sentence for the user. The builder calls it before an op
- * exists, the verifier on the finished op with the result's type as `given`; so a rule is all there
- * is to know about which ops are legal. Operand kinds (the letters of the `operands` column) and
- * the ranges of attributes are checked before it. */
+ * A rule reads a pm_typing (operands, attribute words, the given type) and either sets the type of
+ * the single result or fails with a message for the user. The builder calls it before the op
+ * exists, the verifier on the finished op with the result's type as `given`. So a rule alone
+ * determines which ops are legal. Operand kinds (the letters of the `operands` column) and the
+ * ranges of attributes are checked before it. */
 #include <inttypes.h>
 
 #include "access.h"

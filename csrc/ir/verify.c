@@ -1,10 +1,10 @@
-/* Is this a graph? Stands against anything that a parser may read or a pass may break.
+/* Is this a valid graph? Safe for anything that a parser may read or a pass may break.
  *
- * One walk in program order from block 1. Before a thing is looked at, every index in it was
+ * One walk in program order from block 1. Before anything is inspected, every index in it has been
  * checked, so that nothing later (rules, printing, passes) can leave its array. Dominance: a value
- * is visible from its op to the end of the block of that op, so visible values form a stack:
- * closing a block cuts the stack back. The type of each result is found again by its rule and
- * compared. */
+ * is visible from its op to the end of that op's block, so visible values form a stack, and closing
+ * a block truncates the stack. The type of each result is computed again by its rule and compared.
+ */
 #include <inttypes.h>
 
 #include "layout.h"

@@ -1,20 +1,21 @@
-/* Views: the chain of INDEX, TRANSPOSE_REF, RESHAPE_REF and CLUSTER_REF ops above a ref, resolved
- * to its base.
+/* Views: the chain of INDEX, TRANSPOSE_REF, RESHAPE_REF, BITCAST_REF and CLUSTER_REF ops above a
+ * ref, resolved to its base.
  *
- * The base sets one stride (or a tile, an outer and an inner stride) per dimension, row-major but
- * for operands whose array is strided; the ops of the chain are then applied from the base
- * outwards, each of them a change of the list of dimensions and of the offset: index      offset
- * grows by the starts, dimensions shrink, are strided or go transpose  dimensions are permuted
- *   reshape    runs of dimensions are folded and unfolded where their strides allow it
- *   bitcast    the dtype changes, its width stays
+ * The base defines one stride (or a tile, an outer and an inner stride) for each dimension,
+ * row-major except for operands whose array is strided. The ops of the chain are then applied from
+ * the base outwards. Each changes the list of dimensions and the offset:
+ *   index      the offset grows by the starts; dimensions shrink, are strided or removed
+ *   transpose  dimensions are permuted
+ *   reshape    runs of dimensions are merged and split where their strides allow it
+ *   bitcast    the dtype changes, its width does not
  *
- * Invariants
- *   - A tiled dimension of a view begins at a multiple of its tile, so that element i lies at
- *     i / tile * outer + i % tile * inner behind the offset. Every op checks it, by pm_divisor
- * where the start is dynamic.
- *   - A term is never constant: constant starts go into the static offset.
- *   - Unless `reshaped`, start and start_term say where the view begins in the base, and each view
- *     dimension with base_dim >= 0 runs along that one dimension; those with -1 have size 1. */
+ * Invariants:
+ * - A tiled dimension of a view starts at a multiple of its tile, so that element i is at i / tile
+ *   * outer + i % tile * inner after the offset. Every op checks this, by pm_divisor if the start
+ *   is dynamic.
+ * - A term is never constant: constant starts go into the static offset.
+ * - Unless `reshaped`, start and start_term say where the view starts in the base, and each view
+ *   dimension with base_dim >= 0 runs along that single dimension; those with -1 have size 1. */
 #include "view.h"
 
 #include <stdio.h>

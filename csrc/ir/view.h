@@ -7,16 +7,16 @@
  *     [..., N / t1, M, t1]     then the swizzle on the byte address
  *
  * that is, column chunks outermost, so that any number of rows of one chunk is one plain 2-D TMA
- * box, whatever N and wherever the slice begins (JAX's Pallas has [M/t0, N/t1, t0, t1]; the order
- * is not visible to a user). A tiling of more dims has rows and columns of several dims: the rows
- * end with the last tile above 1 before t1, the columns are the dims after it. (8, 1, t) on
- * (A, B, C) is [B, C / t, A, t], and (1, 8, t) is [C / t, A, B, t]; so dims with tile 1 can be
- * folded into the next tiled one. Other allocations are row-major. A swizzle of sw bytes moves byte
- * address a, absolute, with every allocation aligned to 1024, to
+ * box, whatever N and wherever the slice starts (JAX's Pallas has [M/t0, N/t1, t0, t1]; users
+ * cannot observe the order). A tiling of more dims has rows and columns of several dims: the rows
+ * end with the last tile above 1 before t1, the columns are the dims after it. (8, 1, t) on (A, B,
+ * C) is [B, C / t, A, t], and (1, 8, t) is [C / t, A, B, t], so dims with tile 1 can be merged with
+ * the next tiled one. Other allocations are row-major. A swizzle of sw bytes moves byte address a,
+ * which is absolute, with every allocation aligned to 1024, to
  *
  *     a ^ (((a >> 7) & (sw / 16 - 1)) << 4)
  *
- * An element with view index i lies at  offset + sum over view dims of at(dim, i[dim])  elements,
+ * An element with view index i is at  offset + sum over view dims of at(dim, i[dim])  elements,
  * where at(dim, i) = tile ? i / tile * outer + i % tile * inner : i * inner. */
 #ifndef PM_VIEW_H
 #define PM_VIEW_H

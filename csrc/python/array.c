@@ -1,8 +1,8 @@
 /* Array: a traced value in registers. Operators and functions add ops to the current trace. The
  * methods of arrays are functions of the package (pallas_mgpu/_jnp/members.py).
  *
- * Whatever needs the value while tracing (bool, int, iteration over a scalar, NumPy) raises the
- * same exception as in JAX. Shape functions return their operand where nothing changes. */
+ * Anything that needs the value while tracing (bool, int, iteration over a scalar, NumPy) raises
+ * the same exception as in JAX. Shape functions return their operand where nothing changes. */
 #include "trace.h"
 
 #include <structmember.h>

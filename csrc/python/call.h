@@ -1,5 +1,5 @@
-/* One call of a kernel in steps, for those who choose the kernel between reading the arguments and
- * running it (family.c). Always: pmpy_call_read, then others, then pmpy_call_end. */
+/* One call of a kernel in steps, for callers that choose the kernel between reading the arguments
+ * and running it (family.c). Always: pmpy_call_read, then others, then pmpy_call_end. */
 #ifndef PMPY_CALL_H
 #define PMPY_CALL_H
 

@@ -1,8 +1,9 @@
-/* DeviceArray: a dense array in GPU memory, of our own pool or borrowed through DLPack.
+/* DeviceArray: a dense array in GPU memory, from our own pool or borrowed through DLPack.
  *
- * Its memory is used in the order of the legacy default stream of its device. On export the
- * consumer's stream is made to wait for that stream; if it is another one, the memory is freed only
- * after the device has finished all work, because nothing says when the consumer has. */
+ * Its memory is used in the order of the legacy default stream of its device. On export, the
+ * consumer's stream waits for that stream. If it is a different stream, the memory is freed only
+ * after the device has finished all work, because there is no notification when the consumer has
+ * finished. */
 #include "exchange.h"
 
 #include <stddef.h>

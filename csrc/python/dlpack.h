@@ -1,9 +1,9 @@
-/* The binary interface of DLPack 1.3: arrays that frameworks hand to one another.
+/* The binary interface of DLPack 1.3, by which frameworks exchange arrays.
  *
- * Declared here because no header of it is installed with Python or NumPy. Names and layouts are
- * those of the public specification, https://dmlc.github.io/dlpack; only what this package uses has
- * a name. A capsule "dltensor" holds a DLManagedTensor, "dltensor_versioned" the other one. The
- * receiver calls the deleter once. */
+ * It is declared here because neither Python nor NumPy installs a header for it. Names and layouts
+ * are those of the public specification, https://dmlc.github.io/dlpack; only the parts that this
+ * package uses are named. A capsule "dltensor" holds a DLManagedTensor, "dltensor_versioned" the
+ * versioned one. The receiver calls the deleter once. */
 #ifndef PMPY_DLPACK_H
 #define PMPY_DLPACK_H
 

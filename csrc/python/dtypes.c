@@ -1,7 +1,8 @@
 /* dtypes between Python and the core.
  *
- * NumPy's dtype objects of these types are singletons, so they are looked up once and then compared
- * by identity. Everything else is turned into a NumPy dtype first and found by its name. */
+ * NumPy's dtype objects for these types are singletons, so they are looked up once and then
+ * compared by identity. Everything else is first converted to a NumPy dtype and found by its name.
+ */
 #include "trace.h"
 
 /* New: numpy.dtype(spelling). */

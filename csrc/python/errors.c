@@ -1,7 +1,8 @@
-/* Exceptions: those of errors.def, those of tracing, and the way from pm_err to a raised one.
+/* Exceptions: those of errors.def, those of tracing, and the conversion of a pm_err to a raised
+ * exception.
  *
- * A name without a dot is a builtin. "pallas_mgpu.X:Base" is made here, with the builtin Base, and
- * added to the module as X. */
+ * A name without a dot is a builtin. "pallas_mgpu.X:Base" is created here, with the builtin Base,
+ * and added to the module as X. */
 #include "module.h"
 
 pmpy_state pmpy;

@@ -1,14 +1,14 @@
-/* Arrays of any framework as plain memory, without a call into Python where that is possible.
+/* Arrays of any framework as plain memory, without calling Python if possible.
  *
- * How an object is read depends on its type alone and is found once per type: our DeviceArray and
- * NumPy's ndarray directly; types with the exchange table of DLPack 1.3 through its C functions;
- * then __dlpack__; then __cuda_array_interface__; then numbers. Descriptions of types are never
- * removed, and the types they belong to are kept alive, so that readers need no lock.
+ * How an object is read depends only on its type and is determined once for each type: our
+ * DeviceArray and NumPy's ndarray directly; types with the exchange table of DLPack 1.3 through its
+ * C functions; then __dlpack__; then __cuda_array_interface__; then numbers. Descriptions of types
+ * are never removed, and their types are kept alive, so readers need no lock.
  *
- * NumPy's operands of 64 bits are converted (narrow.c).
+ * 64-bit NumPy operands are converted (narrow.c).
  *
- * Whatever comes out is dense and row-major. Host arrays of NumPy are copied where they are not;
- * every other array that is not is refused, since a copy of device memory should be the user's. */
+ * The result is always dense and row-major. Host arrays of NumPy that are not are copied. All other
+ * arrays that are not are refused, since copying device memory should be the user's decision. */
 #include "exchange.h"
 
 #define NPY_NO_DEPRECATED_API NPY_2_0_API_VERSION

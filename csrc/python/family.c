@@ -1,14 +1,14 @@
 /* Family: a function of arrays and options that finds its kernel by their types and values.
  *
- * A call's arrays, by position or by name, are operands; everything else given by name is an
- * option. The key of a call is where the arrays lie, their dtypes, shapes and alignment, and the
- * names and values of the options in the order given. A hit is one pass over the arguments, one
- * hash, and the kernel's own call from there on (call.h); no Python code runs. A miss asks `make`,
- * which binds the arguments to the signature and knows the kernels made for other spellings of the
- * same call.
+ * Arrays in a call, by position or by name, are operands; everything else passed by name is an
+ * option. The key of a call consists of the devices of the arrays, their dtypes, shapes and
+ * alignment, and the names and values of the options in the order given. A hit is one pass over the
+ * arguments, one hash, and from there the kernel's own call (call.h); no Python code runs. A miss
+ * calls `make`, which binds the arguments to the signature and knows the kernels made for other
+ * spellings of the same call.
  *
- * A family keeps so many entries at most; then those longest unused go. Whoever looks at an entry
- * holds a reference to it, since another thread may remove it meanwhile. */
+ * A family keeps a limited number of entries; beyond that, the least recently used are dropped. A
+ * reader of an entry holds a reference to it, since another thread may remove it meanwhile. */
 #include "call.h"
 
 #include <stddef.h>

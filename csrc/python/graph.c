@@ -1,8 +1,8 @@
 /* Graph: an op graph with its arena, for tests, dumps and the kernel object.
  *
- * lower() works in place. If it fails the graph is neither one thing nor the other, so it is
- * dropped and every later use says so. interpret() releases the GIL; what the kernel prints and
- * Ctrl-C come back through callbacks that take it again. */
+ * lower() works in place. If it fails, the graph is in an intermediate state, so it is dropped and
+ * every later use says so. interpret() releases the GIL; output of the kernel and Ctrl-C are
+ * handled by callbacks that acquire it again. */
 #define NPY_NO_DEPRECATED_API NPY_1_7_API_VERSION
 #include "module.h"
 #include "plan.h"

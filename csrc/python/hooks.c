@@ -1,4 +1,4 @@
-/* What the core calls in Python: functions and classes that the package hands over once, by
+/* What the core calls in Python: functions and classes that the package registers once, with
  * set_hooks(), when it is imported. module.h has the table. */
 #include "module.h"
 

@@ -1,4 +1,5 @@
-/* Small questions: what dtype is meant, what depends on what, what this machine has. */
+/* Small queries: the dtype of a Python object, data-flow dependences, the GPUs and compilers of
+ * this machine. */
 #include "exchange.h"
 #include "trace.h"
 

@@ -1,15 +1,15 @@
 /* Kernel: the callable that a user holds.
  *
  * A call reads its arguments as memory (exchange.c), finds the plan for their dtypes and shapes in
- * a hash table (a miss traces, by a call into Python), and runs it: on the GPU if the arrays are
- * there, for host arrays where a GPU fits and else on the interpreter. Arguments that are not where
- * the kernel runs are staged there and back. A hit on arrays that are where they must be is one
- * pass over the arguments, one hash, and the launch; no Python code runs and nothing is waited for.
+ * a hash table (a miss traces, by calling Python), and runs it: on the GPU if the arrays are there;
+ * for host arrays on a GPU that fits, or else on the interpreter. Arguments that are not where the
+ * kernel runs are copied there and back. A hit on arrays that are in place is one pass over the
+ * arguments, one hash, and the launch; no Python code runs and nothing is awaited.
  *
  * Streams: the kernel runs on the current stream of the first array that is not a DeviceArray (or
- * on the legacy default stream), after and before what the other families of arrays among the
- * arguments have on theirs. Producers whose streams we cannot know (JAX and others) keep their
- * arrays until the kernel is done: `pending` holds them. */
+ * on the legacy default stream), ordered with the streams of the other kinds of arrays among the
+ * arguments. Producers whose streams are unknown (JAX and others) keep their arrays until the
+ * kernel has finished: `pending` holds them. */
 #include "call.h"
 
 #include <stddef.h>

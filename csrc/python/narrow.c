@@ -1,7 +1,7 @@
-/* NumPy's arrays and scalars of 64 bits as those of 32 that kernels have.
+/* Conversion of 64-bit NumPy arrays and scalars to the 32-bit dtypes of kernels.
  *
- * They are what NumPy makes unless told otherwise, so operands of a kernel are converted; every
- * value must fit: integers exactly, floats of finite value as floats of finite value. */
+ * NumPy creates 64-bit arrays by default, so operands of a kernel are converted. Every value must
+ * fit: integers exactly, finite floats as finite floats. */
 #include "exchange.h"
 
 #define NPY_NO_DEPRECATED_API NPY_2_0_API_VERSION

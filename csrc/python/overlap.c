@@ -1,10 +1,10 @@
 /* Outputs that share memory with other arrays of a call.
  *
- * A kernel may work in place: an output that is an operand exactly (the same first byte, the same
- * number of bytes) is accepted, unless the caller says that this kernel cannot. Whatever overlaps
- * otherwise would be read or written again after another block has changed it, so it is refused
- * before anything runs. Extents are those of the caller's memory; operands that were copied on
- * the way in have none. */
+ * A kernel may work in place: an output that is exactly an operand (the same first byte, the same
+ * number of bytes) is accepted, unless the caller says that this kernel cannot. Any other overlap
+ * would be read or written again after another block has changed it, so it is refused before
+ * anything runs. Extents are those of the caller's memory; operands that were copied on the way in
+ * have none. */
 #include "call.h"
 
 typedef struct extent {

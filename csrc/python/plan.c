@@ -1,7 +1,7 @@
 /* Plans: lowering, compilation, loading, and the Lowered object that shows them.
  *
- * Lowering happens when a plan is made. Program text, cubin, loaded kernels and interpreter are
- * each made once, at first need, under the plan's lock and without the GIL. */
+ * Lowering happens when a plan is created. Program text, cubin, loaded kernels and interpreter are
+ * each created once, when first needed, under the plan's lock and without the GIL. */
 #include "plan.h"
 
 #include <errno.h>

@@ -1,5 +1,5 @@
-/* One kernel for one signature: the lowered graph and all that is made from it, each at first need.
- */
+/* One kernel for one signature: the lowered graph and everything made from it, each when first
+ * needed. */
 #ifndef PMPY_PLAN_H
 #define PMPY_PLAN_H
 

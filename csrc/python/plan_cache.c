@@ -1,15 +1,15 @@
-/* The plans of all kernels, of which those longest unused go when they take too much memory.
+/* The plans of all kernels. The least recently used are dropped when plans take too much memory.
  *
- * Each kernel looks its plans up in a hash table of its own; all plans are also in one list. A hit
- * stamps the plan with the clock, which ticks whenever a plan is added, so that it costs one store.
- * When a new plan takes the sum of the sizes beyond PALLAS_MGPU_PLAN_BYTES, the plans with the
- * oldest stamps leave their tables until a quarter of that is free again. A plan that a call is
- * using lives on until that is over.
+ * Each kernel finds its plans in a hash table of its own; all plans are also in one list. A hit
+ * stamps the plan with a clock that advances whenever a plan is added, so it costs one store. When
+ * a new plan makes the sum of the sizes exceed PALLAS_MGPU_PLAN_BYTES, the plans with the oldest
+ * stamps are removed from their tables until a quarter of the limit is free again. A plan that a
+ * call is using lives until the call ends.
  *
- * Nothing here calls the driver: modules of plans that go are unloaded later (runtime/modules.c).
+ * Nothing here calls the driver: modules of removed plans are unloaded later (runtime/modules.c).
  *
  * Locks: `lock` guards the list and is taken before that of a table. Both are held for a few
- * instructions, without running Python or releasing anything. With the GIL tables need none. */
+ * instructions, without running Python or releasing anything. With the GIL, tables need none. */
 #include "plan.h"
 
 #include <stdatomic.h>

@@ -1,14 +1,14 @@
-/* Numbers and promotion: what a Python operand is, which dtype several of them meet in, and the
- * operators that are more than one op.
+/* Numbers and promotion: what a Python operand is, to which dtype several of them are promoted, and
+ * the operators that are more than one op.
  *
- * The lattice has a node for each dtype (strong) and weak int and weak float, which are int32 and
- * float32 once they are values. Promotion is the join of all operands. Integers below 8 bits and
- * floats below 16 have no way up: they meet bool and weak numbers, small floats all integers too.
- * A Python or NumPy number stays a number until the joint dtype is known and is rounded once, into
- * that.
+ * The lattice has a node for each (strong) dtype and for weak int and weak float, which become
+ * int32 and float32 values. Promotion is the join of all operands. Integers below 8 bits and floats
+ * below 16 bits are not promoted to other dtypes: they only combine with bool and weak numbers,
+ * small floats also with all integers. A Python or NumPy number stays a number until the joint
+ * dtype is known, and is rounded once, to that dtype.
  *
- * Floor division and modulo are composed of DIV, REM and SELECT; on operands that are provably not
- * negative they are one op, and with a power of two as divisor a shift or a mask. */
+ * Floor division and modulo are composed of DIV, REM and SELECT. If the operands are provably
+ * non-negative, they are a single op, and for a power of two as divisor a shift or a mask. */
 #define NPY_NO_DEPRECATED_API NPY_1_7_API_VERSION
 #include "trace.h"
 

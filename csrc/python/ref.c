@@ -1,8 +1,8 @@
-/* Ref: memory a kernel can read and write, a barrier, or an accumulator, or a view of one.
+/* Ref: memory that a kernel can read and write, a barrier, or an accumulator, or a view of one.
  *
- * Views are pure ops on the ref's value and speak of logical dimensions; nothing is resolved here.
- * An index is parsed once, for refs and arrays alike, into one start and one size per dimension. A
- * traced start that is known to be a constant becomes a static one. */
+ * Views are pure ops on the ref's value in terms of logical dimensions; nothing is resolved here.
+ * An index is parsed once, for refs and arrays alike, into one start and one size for each
+ * dimension. A traced start that is known to be a constant becomes static. */
 #include "trace.h"
 
 static pmpy_traced *self_of(PyObject *o) { return (pmpy_traced *)o; }

@@ -1,13 +1,14 @@
-/* Streams of a call: what names one, the order of the launch and the streams that its arrays are
- * used on, and arrays that must outlive the launch.
+/* Streams of a call: how one is specified, how the launch is ordered with the streams of its
+ * arrays, and which arrays must outlive the launch.
  *
- * Without stream= a kernel runs on the current stream of the array library (the home), which orders
- * it with all else that this library does. Arrays of other libraries are ordered by an event before
- * and after it. With stream= nothing is ordered by itself, so that
- *   - DeviceArrays and arrays of unknown libraries, which are used on the default stream, are
- *     ordered with it before and after,
- *   - memory of fresh results, which the library may have used on its own stream, before,
- *   - all arrays are kept until the device has passed the launch.
+ * Without stream=, a kernel runs on the current stream of the array library (the home stream),
+ * which orders it with everything else that the library does. Arrays of other libraries are ordered
+ * by events before and after it. With stream=, nothing is ordered automatically, therefore
+ * - DeviceArrays and arrays of unknown libraries, which are used on the default stream, are ordered
+ *   with it before and after,
+ * - memory of new results, which the library may have used on its own stream, is ordered before,
+ * - all arrays are kept until the device has passed the launch.
+ *
  * A captured launch runs later and any number of times: nothing is ordered or kept for it. */
 #include "call.h"
 

@@ -1,12 +1,12 @@
 /* Results as torch tensors, by the shortest way.
  *
- * The allocator of torch's DLPack table makes two tensors for one, and about half of the time on
- * top. On a GPU the shortest way is the function that torch's own compiled code allocates with,
- * _empty_strided_cuda, which leaves the dispatcher out. Next come torch's C interface for compiled
- * models (aoti_torch_empty_strided and friends, whose ABI is stable) and the function that wraps a
- * tensor into its Python object. Whatever is missing or fails leaves the work to the next way, at
- * last to the DLPack table, which also has the better errors. Nothing here is needed to build, and
- * nothing opens torch. */
+ * The allocator of torch's DLPack table creates two tensors for one, which takes about half as long
+ * again. On a GPU, the shortest way is the function with which torch's own compiled code allocates,
+ * _empty_strided_cuda, which bypasses the dispatcher. Next come torch's C interface for compiled
+ * models (aoti_torch_empty_strided and related functions, whose ABI is stable) and the function
+ * that wraps a tensor into its Python object. If one of these is missing or fails, the next one is
+ * used, finally the DLPack table, which also has the better error messages. None of this is needed
+ * to build, and nothing here loads torch. */
 #include "exchange.h"
 
 #include <dlfcn.h>

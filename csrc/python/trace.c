@@ -1,13 +1,14 @@
-/* A trace in progress: the graph under construction, the stack of open regions, the user's place.
+/* A trace in progress: the graph under construction, the stack of open regions, the user's source
+ * location.
  *
- * Traces nest in a stack per thread; the top is the current one. Every Python-visible entry point
- * calls pmpy_begin, which stamps the builder with the user's file and line; after that ops are
- * added with pmpy_emit, each under pm_protect. A region gets a serial number when it is entered;
- * values remember it, so a value of a closed or abandoned region is told apart even if indices are
- * reused.
+ * Traces are nested in a stack for each thread; the top is the current one. Every Python-visible
+ * entry point calls pmpy_begin, which records the user's file and line in the builder; after that,
+ * ops are added with pmpy_emit, each under pm_protect. A region gets a serial number when it is
+ * entered. Values remember it, so a value of a closed or abandoned region is recognised even if
+ * indices are reused.
  *
- * Names: when a trace is finished, consecutive ops of one source line form a run; if the line reads
- * `name = ...`, the last result of the run takes that name. */
+ * Names: when a trace is finished, consecutive ops of one source line form a run. If the line reads
+ * `name = ...`, the last result of the run gets that name. */
 #include "trace.h"
 #include "../ir/access.h"
 

@@ -1,12 +1,12 @@
-/* What trace.c, array.c, ref.c, promote.c and graph.c share: a trace in progress and its values.
+/* Shared by trace.c, array.c, ref.c, promote.c and graph.c: a trace in progress and its values.
  *
  * A traced value (Array or Ref) is an index into the graph of a Trace, with a copy of its type, so
- * that it can be asked for shape and dtype when the graph is gone. It belongs to the region that
- * was open when it was made (`serial`); it may be used while that region is open and its trace is
- * the thread's current one. Everything else is UnexpectedTracerError.
+ * that it can be asked for shape and dtype after the graph is gone. It belongs to the region that
+ * was open when it was created (`serial`). It may be used while that region is open and its trace
+ * is the thread's current one; everything else is UnexpectedTracerError.
  *
- * Functions that return int say 0 or -1 with an exception set; those that return a pm_val or
- * pm_opid say 0 on failure; PyObject pointers are new references unless said. */
+ * Functions that return int return 0, or -1 with an exception set; those that return a pm_val or
+ * pm_opid return 0 on failure; PyObject pointers are new references unless stated otherwise. */
 #ifndef PMPY_TRACE_H
 #define PMPY_TRACE_H
 

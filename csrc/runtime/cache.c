@@ -1,11 +1,12 @@
 /* The compile cache on disk.
  *
- * One file per cubin, named by its 128-bit key: a head with sizes, ptxas figures and a checksum
- * of everything else, then the cubin, then the log. Entries are written to a temporary file in the
- * same directory, synced and renamed, so that a reader sees all of one or nothing. Whatever cannot
- * be read or does not check is a miss; whatever cannot be written is not kept. The directory must
- * be the user's own and is made with mode 0700, since its contents are code. A hit touches its
- * file; when the sum of the sizes passes the limit, the files longest untouched go. */
+ * One file for each cubin, named by its 128-bit key: a header with sizes, ptxas figures and a
+ * checksum of everything else, then the cubin, then the log. Entries are written to a temporary
+ * file in the same directory, synced and renamed, so that a reader sees a whole entry or none.
+ * Anything that cannot be read or fails its check is a miss; anything that cannot be written is not
+ * kept. The directory must belong to the user and is created with mode 0700, since it contains
+ * code. A hit touches its file; when the sum of the sizes exceeds the limit, the least recently
+ * used files are removed. */
 #define _GNU_SOURCE /* mkostemp */
 #include <dirent.h>
 #include <errno.h>

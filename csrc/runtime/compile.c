@@ -1,8 +1,9 @@
 /* Program text to cubin, through the disk cache.
  *
- * The key of an entry is a 128-bit hash of everything the cubin depends on: the text without its
- * #line directives (they matter only with -lineinfo), the options with the architecture, and which
- * NVRTC would compile it. Figures of ptxas (-v costs nothing) are read from the log once. */
+ * The key of an entry is a 128-bit hash of everything that the cubin depends on: the text without
+ * its #line directives (they matter only with -lineinfo), the options including the architecture,
+ * and the NVRTC that would compile it. ptxas figures (-v costs nothing) are read from the log once.
+ */
 #include "compile.h"
 
 #include <errno.h>

@@ -1,11 +1,11 @@
-/* Counters of a kernel (PM_ARG_COUNTERS): zeroed words, of which every launch that may run at the
- * same time as others needs its own.
+/* Counters of a kernel (PM_ARG_COUNTERS): zeroed words. Launches that may run concurrently need
+ * separate words.
  *
- * Launches of one stream follow each other and each leaves the words zero, so a stream keeps what
- * it got at its first launch. A captured launch may run on any stream later, so it gets words that
- * nobody else has. Words are slots of chunks that are allocated whole; the first one comes with the
- * kernel, so that a capture needs no memory. The owners of a chunk are a hash table that only
- * grows: a lookup takes no lock, a new owner takes an empty entry by an atomic exchange. */
+ * Launches of one stream follow each other, and each leaves the words zero, so a stream keeps the
+ * words of its first launch. A captured launch may run on any stream later, so it gets words of its
+ * own. Words are slots of chunks that are allocated whole; the first chunk is allocated with the
+ * kernel, so that a capture allocates no memory. The owners of a chunk are a hash table that only
+ * grows: a lookup takes no lock, and a new owner claims an empty entry by an atomic exchange. */
 #include "counters.h"
 
 #include <pthread.h>

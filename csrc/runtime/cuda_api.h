@@ -1,6 +1,6 @@
 /* The part of the CUDA driver and NVRTC interfaces that the package uses, declared here so that it
- * builds without a toolkit. Names and numbers are those of the public ABI; entry points are the
- * tables driver.def and nvrtc.def. */
+ * builds without a toolkit. Names and numbers are those of the public ABI; driver.def and nvrtc.def
+ * are the tables of entry points. */
 #ifndef PM_CUDA_API_H
 #define PM_CUDA_API_H
 

@@ -1,9 +1,9 @@
-/* libcuda, opened at first need; devices and their primary contexts.
+/* libcuda, opened when it is first needed; devices and their primary contexts.
  *
- * The table of entry points is filled once for the process. A device is set up at its first use
- * and kept: its primary context (the one PyTorch, CuPy and JAX use as well) is retained for good,
- * because arrays and kernels may outlive any order of destruction. A child made by fork() cannot
- * use the parent's contexts, so every entry refuses there. */
+ * The table of entry points is filled once for the process. A device is set up at its first use and
+ * kept: its primary context (which PyTorch, CuPy and JAX use as well) is retained for good, because
+ * arrays and kernels may outlive any order of destruction. A child process made by fork() cannot
+ * use the parent's contexts, so every entry point refuses there. */
 #include "driver.h"
 
 #include <dlfcn.h>

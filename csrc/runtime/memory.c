@@ -1,8 +1,8 @@
 /* Device memory, copies and the order of streams.
  *
- * Memory comes from one pool per device that keeps what is freed, in stream order; a request that
- * fails is tried once more after the pool has given back what it keeps. Devices without pools (none
- * of those the package compiles for) use cuMemAlloc and cuMemFree, which wait for the device. */
+ * Memory comes from one pool for each device, which keeps freed memory in stream order. A failed
+ * request is repeated once after the pool has released what it keeps. Devices without pools (none
+ * of the supported targets) use cuMemAlloc and cuMemFree, which wait for the device. */
 #include "driver.h"
 
 /* Enter, do one driver call, leave. */

@@ -1,19 +1,23 @@
-/* Modules: loaded for a kernel, retired when it goes, unloaded when nothing can use them.
+/* Modules: loaded for a kernel, retired with it, unloaded when nothing can use them.
  *
  * A module may be in use long after its kernel: by launches that still run, and by captured graphs,
- * which launch it again at any time. The driver tells neither, so it is known by the streams:
- *   - the default stream cannot be captured. An event that is recorded there after the module was
- *     retired, and that the device has passed, proves that its launches are over. It is recorded
- *     just before a later launch on that stream, where using that stream is right anyway;
- *   - the device's own stream, for host arrays, nobody else can capture. It is asked itself;
- *   - a stream of the user's may be captured, and may be gone when we would ask. A module that was
- *     launched there is never unloaded.
- * Whatever is retired serves again when a kernel with the same cubin is loaded, so that modules
- * that stay are at most as many as there are different programs.
+ * which may launch it again at any time. The driver reports neither, so it is inferred from the
+ * streams:
+ * - The default stream cannot be captured. An event that is recorded there after the module was
+ *   retired, and that the device has passed, proves that its launches have finished. The event is
+ *   recorded just before a later launch on that stream, when using the stream is safe anyway.
+ * - Nobody else can capture the device's own stream, which is used for host arrays, so it can be
+ *   queried directly.
+ * - A user's stream may be captured, and may no longer exist when we would query it. A module that
+ *   was launched there is never unloaded.
  *
- * Retiring calls no driver: kernels die at any time, also while a stream is being captured. The
- * driver lets an unloading, like a loading, wait until the device is idle. So modules are unloaded
- * right after one was loaded, and where the user waits for the device. */
+ * A retired module is reused if a kernel with the same cubin is loaded, so the modules that stay
+ * are at most as many as there are different programs.
+ *
+ * Retiring makes no driver call, because kernels are deleted at any time, even while a stream is
+ * being captured. Unloading a module, like loading one, makes the driver wait until the device is
+ * idle. So modules are unloaded directly after one was loaded, and when the user waits for the
+ * device. */
 #include "modules.h"
 
 #include <pthread.h>

@@ -1,10 +1,10 @@
-/* libnvrtc: where it is, opening it, one compilation.
+/* libnvrtc: finding it, opening it, one compilation.
  *
  * Candidates in order: PALLAS_MGPU_NVRTC (binding), the hint, LD_LIBRARY_PATH, CUDA_HOME and
- * CUDA_PATH, /usr/local/cuda, then the loader's own search. All but the last have a path that is
- * known without opening anything, so that a hit in the disk cache, whose key names the library,
- * opens none. A GPU's driver decides which major version comes first, since a cubin of a newer
- * major version may be refused by it. */
+ * CUDA_PATH, /usr/local/cuda, then the loader's own search. The paths of all but the last are known
+ * without opening anything, so a hit in the disk cache, whose key names the library, opens none.
+ * The GPU's driver determines which major version comes first, since it may refuse a cubin of a
+ * newer major version. */
 #define _GNU_SOURCE /* dladdr */
 #include <dlfcn.h>
 #include <limits.h>

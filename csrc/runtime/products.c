@@ -1,11 +1,12 @@
-/* Does the machine code hold every product that the PTX asks for?
+/* Does the machine code contain every product of the PTX?
  *
- * Two versions of ptxas left out wgmma instructions without a word (docs/compilers.md), so after
- * every compilation the tensor-core instructions of each kind in the cubin's .text sections are
- * counted by their opcodes, and those of the PTX by their names: one pass over each. One in PTX may
- * become several; a loop that ptxas unrolls has more of them. Fewer are right only where results
- * are not used or two products are the same one. So where the quick count finds fewer, ptx.c finds
- * those that matter, and if some of them are missing, the cubin is refused. */
+ * Two versions of ptxas silently drop wgmma instructions (docs/compilers.md). So after every
+ * compilation, the tensor-core instructions of each kind in the .text sections of the cubin are
+ * counted by their opcodes, and those of the PTX by their names, in one pass over each. One
+ * instruction in PTX may become several, and unrolled loops contain more of them. Fewer are correct
+ * only if results are unused or two products are identical. So if this quick count finds fewer,
+ * ptx.c determines which products are needed, and if some of these are missing, the cubin is
+ * refused. */
 #define _GNU_SOURCE /* memmem */
 #include "products.h"
 

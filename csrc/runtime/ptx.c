@@ -1,15 +1,16 @@
-/* Products in PTX that no compiler may leave out.
+/* Which products in PTX must a compiler keep?
  *
- * A product may go if nobody uses its result, and one of two may go that do the same. Each function
- * of the text is read into statements (name, registers written, registers read) and basic blocks.
- * Strong liveness, from the last statement to the first until nothing changes: what only computes
- * is needed if a register that it writes is; everything else is needed always, and so is what
- * needed statements read. A wgmma whose predicate is surely false does not read its accumulator. Of
- * needed synchronous products those count once that read the same values: values have numbers,
- * which are hashes of the statement that alone writes the register, down to what is no arithmetic.
+ * A compiler may drop a product whose result is unused, and one of two identical products. Each
+ * function of the text is parsed into statements (name, registers written, registers read) and
+ * basic blocks. Strong liveness is computed from the last statement to the first until nothing
+ * changes: a pure computation is needed if a register that it writes is needed; everything else is
+ * always needed, and so is what needed statements read. A wgmma whose predicate is certainly false
+ * does not read its accumulator. Needed synchronous products that read the same values count once.
+ * Values are numbered by hashes of the only statement that writes the register, down to anything
+ * that is not arithmetic.
  *
- * This runs only where machine code has fewer products than PTX (products.c). Where it cannot tell,
- * a product is needed. */
+ * This runs only if the machine code has fewer products than the PTX (products.c). If it cannot
+ * decide, a product is needed. */
 #include <ctype.h>
 #include <stdlib.h>
 
