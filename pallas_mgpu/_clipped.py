@@ -33,7 +33,7 @@ class Span:
 
 
 def _bounds(x):
-    """Least and largest value that x may have; None: nothing is known."""
+    """Bounds of the value of x; None: unknown."""
     return _core.bounds(x) if isinstance(x, Array) else (x, x)
 
 
@@ -228,7 +228,7 @@ class ClippedRef:
     # ---- accesses ----
 
     def refuse(self):
-        """For accesses without a mask."""
+        """Raise ``error`` for accesses without a mask."""
         if self.error:
             raise type(self.error)(*self.error.args)
 

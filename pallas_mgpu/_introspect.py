@@ -19,7 +19,7 @@ _POSITIONAL = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR
 
 
 def dress(kernel, body):
-    """Give a kernel the names and the documentation of its body."""
+    """Give a kernel the names and the docstring of its body."""
     kernel.__wrapped__ = body
     while isinstance(body, functools.partial):
         body = body.func
@@ -102,7 +102,7 @@ def describe(definition):
 
 
 def find(module, name):
-    """The object of a dotted name in a module."""
+    """The object with a dotted name in a module."""
     x = importlib.import_module(module)
     for part in name.split("."):
         x = getattr(x, part)
@@ -110,7 +110,7 @@ def find(module, name):
 
 
 def _place(x):
-    """(module, name) where an object stands, or None."""
+    """(module, name) under which an object is found, or None."""
     module = sys.modules.get(str(getattr(x, "__module__", None)))
     name = getattr(x, "__qualname__", "")
     try:
@@ -126,7 +126,7 @@ def _place(x):
 
 
 def reduce(x):
-    """For ``__reduce__``: by its place, as functions are pickled."""
+    """For ``__reduce__``: pickle by name, as for functions."""
     place = _place(x)
     if place is None:
         raise TypeError(

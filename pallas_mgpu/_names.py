@@ -12,7 +12,7 @@ from types import ModuleType
 
 
 def show(x):
-    """Short text of what a user gave, for messages."""
+    """A short text of a user's value, for messages."""
     try:
         text = repr(x)
     except Exception:
@@ -24,7 +24,7 @@ def show(x):
 
 
 class NotSpecified:
-    """Default of parameters for which None means something."""
+    """Default value of parameters for which None has a meaning."""
 
     __slots__ = ()
 
@@ -44,7 +44,7 @@ _MODULES = {"plgpu": "", "jnp": ".numpy"}  # of namespaces whose module has anot
 
 
 def _public(namespace):
-    """The names of a namespace that is loaded, with what they are."""
+    """The public names of a loaded namespace, with their values."""
     module = sys.modules.get(__package__ + _MODULES.get(namespace, f".{namespace}"))
     found = {name: getattr(module, name) for name in getattr(module, "__all__", ())}
     return {k: v for k, v in found.items() if not isinstance(v, ModuleType)}
@@ -86,7 +86,7 @@ def explain_keyword(text):
 
 
 def check_keywords(name, names, given):
-    """TypeError for a keyword that is none of ``names``."""
+    """TypeError for a keyword that is not in ``names``."""
     for keyword in given:
         if keyword not in names:
             raise TypeError(
@@ -160,7 +160,7 @@ _GAPS = "`python -m pallas_mgpu gaps` lists what is missing"
 
 
 class Missing:
-    """A name of the language that is not there yet: every use raises NotImplementedError."""
+    """A name of the language that is not implemented: every use raises NotImplementedError."""
 
     __slots__ = ("_text", "__name__")
 

@@ -146,7 +146,7 @@ def itemsize_bits(x):
 
 
 def issubdtype(a, b):
-    """Is dtype ``a`` of class or dtype ``b``? Those of ml_dtypes too."""
+    """Is dtype ``a`` a subtype of the dtype or class ``b``? Includes the dtypes of ml_dtypes."""
     if isinstance(a, str) and a in ("barrier", "semaphore"):  # of refs; pl.semaphore is a class
         return getattr(b, "__name__", b) == a
     try:
@@ -188,7 +188,7 @@ def astype(x, dtype):
 
 
 def array(x, dtype=None):
-    """As asarray; on the host a copy."""
+    """Like asarray, but always copies host arrays."""
     return asarray(x, dtype)
 
 
@@ -219,7 +219,7 @@ def asarray(x, dtype=None):
 
 
 def copy(x):
-    """The same values; in kernels arrays do not change, and it is ``x`` itself."""
+    """A copy of ``x``. In kernels arrays are immutable, so the result is ``x`` itself."""
     return asarray(x) if is_traced(x) else host(np.copy(x))
 
 
@@ -227,29 +227,29 @@ def copy(x):
 
 
 def full(shape, fill_value, dtype=None):
-    """One value everywhere; dtype of the value unless given."""
+    """An array with the same value everywhere; its dtype is that of the value unless given."""
     if tracing():
         return _core.full(ints(shape, "shape"), fill_value, host_dtype(dtype))
     return host(np.full(shape, fill_value, host_dtype(dtype)))
 
 
 def zeros(shape, dtype=float32):
-    """Zeros; float32 unless given."""
+    """An array of zeros; float32 unless given."""
     return full(shape, 0, dtype)
 
 
 def ones(shape, dtype=float32):
-    """Ones; float32 unless given."""
+    """An array of ones; float32 unless given."""
     return full(shape, 1, dtype)
 
 
 def empty(shape, dtype=float32):
-    """Zeros: contents are not promised."""
+    """An array with unspecified contents (in fact zeros)."""
     return zeros(shape, dtype)
 
 
 def full_like(x, fill_value, dtype=None, shape=None):
-    """One value, with shape and dtype of ``x`` (an array or a ref)."""
+    """One value, in the shape and dtype of ``x`` (an array or a ref)."""
     out = full(x.shape if shape is None else shape, fill_value, x.dtype if dtype is None else dtype)
     if dtype is None and isinstance(x, Array) and x.weak_type:
         return _core.convert(out, x.dtype, weak=True)
@@ -257,17 +257,17 @@ def full_like(x, fill_value, dtype=None, shape=None):
 
 
 def zeros_like(x, dtype=None, shape=None):
-    """Zeros, with shape and dtype of ``x`` (an array or a ref)."""
+    """Zeros, in the shape and dtype of ``x`` (an array or a ref)."""
     return full_like(x, 0, dtype, shape)
 
 
 def ones_like(x, dtype=None, shape=None):
-    """Ones, with shape and dtype of ``x`` (an array or a ref)."""
+    """Ones, in the shape and dtype of ``x`` (an array or a ref)."""
     return full_like(x, 1, dtype, shape)
 
 
 def empty_like(x, dtype=None, shape=None):
-    """Zeros, with shape and dtype of ``x``: contents are not promised."""
+    """Unspecified contents (in fact zeros), in the shape and dtype of ``x``."""
     return zeros_like(x, dtype, shape)
 
 
@@ -275,7 +275,7 @@ def empty_like(x, dtype=None, shape=None):
 
 
 def arange(start, stop=None, step=1, dtype=None):
-    """start, start + step, ... below stop; static arguments."""
+    """start, start + step, ... below stop. The arguments are static."""
     if is_traced(start, stop, step):
         raise _core.ConcretizationTypeError(
             "jnp.arange: arguments must be known at trace time; use pl.loop or an iota plus a"
@@ -297,7 +297,8 @@ def arange(start, stop=None, step=1, dtype=None):
 
 
 def linspace(start, stop, num=50, endpoint=True, retstep=False, dtype=None, axis=0):
-    """``num`` numbers from ``start`` to ``stop``, scalars; the last one is ``stop`` exactly."""
+    """``num`` equally spaced numbers from ``start`` to ``stop`` (scalars); the last is exactly
+    ``stop``."""
     scalars = all(np.ndim(x) == 0 for x in (start, stop))
     traced = any(isinstance(x, Array) for x in (start, stop))
     if not tracing() or not scalars:
@@ -328,7 +329,8 @@ def logspace(start, stop, num=50, endpoint=True, base=10.0, dtype=None, axis=0):
 
 
 def indices(dimensions, dtype="int32", sparse=False):
-    """The index along each dim, stacked; with ``sparse`` a tuple that broadcasts."""
+    """The indices along each dimension, stacked; with ``sparse`` a tuple of arrays that
+    broadcast."""
     shape = ints(dimensions, "jnp.indices: dimensions")
     if not tracing():
         return np.indices(shape, _core.as_dtype(dtype), sparse)
@@ -340,7 +342,7 @@ def indices(dimensions, dtype="int32", sparse=False):
 
 @either
 def meshgrid(*xi, copy=True, sparse=False, indexing="xy"):
-    """Each vector along a dim of its own; ``indexing="xy"`` exchanges the first two."""
+    """Each vector along its own dimension; ``indexing="xy"`` exchanges the first two."""
     if indexing not in ("xy", "ij"):
         raise ValueError(f"jnp.meshgrid: indexing must be 'xy' or 'ij', got {show(indexing)}")
     xi = [_core.as_array(x).reshape((-1,)) for x in xi]
@@ -367,7 +369,7 @@ def _below(shape, k):
 
 
 def tri(N, M=None, k=0, dtype=None):  # noqa: N803 - NumPy's names
-    """(N, M), ones where the column is not more than ``k`` right of the row, zeros elsewhere."""
+    """An (N, M) array with ones on and below the ``k``-th diagonal, zeros elsewhere."""
     dtype = _core.as_dtype("float32" if dtype is None else dtype)
     shape = ints((N, N if M is None else M), "jnp.tri: the shape")
     if not tracing():
@@ -376,7 +378,7 @@ def tri(N, M=None, k=0, dtype=None):  # noqa: N803 - NumPy's names
 
 
 def eye(N, M=None, k=0, dtype=None):  # noqa: N803
-    """(N, M), ones on the ``k``-th diagonal, zeros elsewhere."""
+    """An (N, M) array with ones on the ``k``-th diagonal, zeros elsewhere."""
     dtype = _core.as_dtype("float32" if dtype is None else dtype)
     shape = ints((N, N if M is None else M), "jnp.eye: the shape")
     if not tracing():
@@ -385,7 +387,7 @@ def eye(N, M=None, k=0, dtype=None):  # noqa: N803
 
 
 def identity(n, dtype=None):
-    """Ones on the diagonal."""
+    """A square array with ones on the diagonal, zeros elsewhere."""
     return eye(n, dtype=dtype)
 
 
@@ -400,10 +402,10 @@ def _triangle(name, x, k, lower):
 
 
 def tril(x, k=0):
-    """``x`` with zeros more than ``k`` right of the diagonal (of the last two dims)."""
+    """``x`` with zeros above the ``k``-th diagonal of the last two dimensions."""
     return _triangle("tril", x, k, True)
 
 
 def triu(x, k=0):
-    """``x`` with zeros left of the ``k``-th diagonal (of the last two dims)."""
+    """``x`` with zeros below the ``k``-th diagonal of the last two dimensions."""
     return _triangle("triu", x, k, False)

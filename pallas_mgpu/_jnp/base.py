@@ -27,7 +27,7 @@ def in_kernel(x):
 
 
 def value(x, what):
-    """A traced array; TypeError for a ref."""
+    """A traced array. TypeError for a ref."""
     if isinstance(x, Ref):
         raise TypeError(f"{what}: a Ref was given; load it first with ref[...]")
     return _core.as_array(x)

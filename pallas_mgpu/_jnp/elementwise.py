@@ -277,7 +277,7 @@ def bitwise_count(x):
 
 
 def where(condition, x=None, y=None):
-    """``x`` where ``condition``, else ``y``; all three are needed in kernels."""
+    """``x`` where ``condition`` is true, otherwise ``y``. Kernels need all three arguments."""
     if is_traced(condition, x, y):
         if x is None or y is None:
             raise NotImplementedError("jnp.where: x and y must be given in kernels")
@@ -316,7 +316,7 @@ def isneginf(x):
 
 
 def nan_to_num(x, copy=True, nan=0.0, posinf=None, neginf=None):
-    """x with numbers in place of NaN and infinities; the largest finite ones unless given."""
+    """x with NaN replaced by 0 and infinities by the largest finite numbers, unless given."""
     if not is_traced(x):
         return host(np.nan_to_num(host(x), copy, nan, posinf, neginf))
     if is_integer(x.dtype):
@@ -345,7 +345,7 @@ def reciprocal(x):
 
 
 def clip(x, min=None, max=None, *, a_min=None, a_max=None):  # noqa: A002
-    """x limited to [min, max]; NaN stays NaN."""
+    """x clipped to [min, max]; NaN stays NaN."""
     lo, hi = min if a_min is None else a_min, max if a_max is None else a_max
     if lo is not None:
         x = maximum(x, lo)
@@ -355,7 +355,7 @@ def clip(x, min=None, max=None, *, a_min=None, a_max=None):  # noqa: A002
 
 
 def round(x, decimals=0):  # noqa: A001
-    """Nearest, halves to even; with ``decimals`` digits after the point."""
+    """Round to ``decimals`` digits after the point, to nearest, ties to even."""
     if not is_traced(x):
         return host(np.round(x, decimals))
     if is_integer(_core.as_array(x).dtype):
@@ -373,7 +373,7 @@ around = round
 
 @on_host
 def fix(x):
-    """x without its fraction."""
+    """x rounded toward zero."""
     return trunc(x)
 
 
@@ -381,13 +381,13 @@ def fix(x):
 
 
 def _float(x):
-    """x, float32 if it was of integers."""
+    """x, converted to float32 if its dtype is integer."""
     x = _core.as_array(x)
     return _core.convert(x, "float32") if is_integer(x.dtype) else x
 
 
 def _floats(x, y):
-    """Both in their common float dtype."""
+    """Both operands in their common float dtype."""
     dtype, weak = _core.promote_types([x, y])
     dtype = np.dtype("float32") if is_integer(dtype) else dtype
     return tuple(_core.convert(_core.as_array(v, dtype), dtype, weak=weak) for v in (x, y))
@@ -476,13 +476,13 @@ def _is_float(x, y):
 
 @on_host
 def fmax(x, y):
-    """The greater; a number wins over NaN."""
+    """The larger operand; if one is NaN, the other."""
     return where((x != x) | (y >= x), y, x) if _is_float(x, y) else maximum(x, y)
 
 
 @on_host
 def fmin(x, y):
-    """The lesser; a number wins over NaN."""
+    """The smaller operand; if one is NaN, the other."""
     return where((x != x) | (y <= x), y, x) if _is_float(x, y) else minimum(x, y)
 
 
@@ -500,13 +500,13 @@ def divmod(x, y):  # noqa: A001
 
 @on_host
 def float_power(x, y):
-    """x to the y, in floats."""
+    """x to the power y, in floats."""
     return power(_float(x), y) if isinstance(x, Array) else power(float(x), y)
 
 
 @on_host
 def hypot(x1, x2):
-    """sqrt(x1**2 + x2**2), without overflow on the way."""
+    """sqrt(x1**2 + x2**2), without intermediate overflow."""
     x, y = (abs(v) for v in _floats(x1, x2))
     high, low = maximum(x, y), minimum(x, y)
     ratio = low / where(high == 0, 1.0, high)
@@ -578,7 +578,7 @@ def lcm(x1, x2):
 
 
 def select(condlist, choicelist, default=0):
-    """The choice of the first condition that holds, elementwise."""
+    """The choice of the first true condition, elementwise."""
     if len(condlist) != len(choicelist):
         raise ValueError(
             f"jnp.select: condlist and choicelist must have one length, got {len(condlist)} and"

@@ -254,31 +254,32 @@ class At:
         return self._x[self._idx]
 
     def set(self, values):
-        """Those elements replaced; traced indices out of range change nothing."""
+        """A copy of the array with those elements replaced. Traced indices out of range are
+        dropped."""
         return self._change(values, None)
 
     def add(self, values):
-        """``values`` added to those elements."""
+        """A copy of the array with ``values`` added to those elements."""
         return self._change(values, lambda a, b: a + b)
 
     def subtract(self, values):
-        """``values`` subtracted from those elements."""
+        """A copy of the array with ``values`` subtracted from those elements."""
         return self._change(values, lambda a, b: a - b)
 
     def multiply(self, values):
-        """Those elements multiplied by ``values``."""
+        """A copy of the array with those elements multiplied by ``values``."""
         return self._change(values, lambda a, b: a * b)
 
     def divide(self, values):
-        """Those elements divided by ``values``."""
+        """A copy of the array with those elements divided by ``values``."""
         return self._change(values, lambda a, b: _core.convert(a / b, a.dtype))
 
     def min(self, values):
-        """The lesser of them and ``values``."""
+        """A copy of the array with the minimum of those elements and ``values``."""
         return self._change(values, lambda a, b: _core.binary("min", a, b))
 
     def max(self, values):
-        """The greater of them and ``values``."""
+        """A copy of the array with the maximum of those elements and ``values``."""
         return self._change(values, lambda a, b: _core.binary("max", a, b))
 
 

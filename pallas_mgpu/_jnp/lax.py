@@ -554,14 +554,14 @@ def broadcast_shapes(*shapes):
 
 
 def broadcast_to_rank(x, rank):
-    """New dims in front, up to ``rank``."""
+    """Add leading dimensions up to ``rank``."""
     if rank < x.ndim:
         raise ValueError(f"lax.broadcast_to_rank: rank {rank} of an array of rank {x.ndim}")
     return x.reshape((1,) * (rank - x.ndim) + tuple(x.shape))
 
 
 def collapse(operand, start_dimension, stop_dimension=None):
-    """The dims from start to before stop as one."""
+    """Merge the dimensions from ``start`` to before ``stop``."""
     shape = tuple(operand.shape)
     a, b, _ = builtins.slice(start_dimension, stop_dimension).indices(len(shape))
     if b <= a:
@@ -572,22 +572,22 @@ def collapse(operand, start_dimension, stop_dimension=None):
 
 
 def transpose(x, permutation):
-    """Result dim k is dim ``permutation[k]``."""
+    """Dimension k of the result is dimension ``permutation[k]`` of x."""
     return shapes.transpose(x, tuple(permutation))
 
 
 def concatenate(operands, dimension):
-    """Arrays joined along a dim."""
+    """Concatenate arrays along a dimension."""
     return shapes.concatenate(operands, dimension)
 
 
 def rev(x, dimensions):
-    """Elements in reverse order along dims."""
+    """Reverse the order of elements along dimensions."""
     return shapes.flip(x, tuple(dimensions))
 
 
 def split(operand, sizes, axis=0):
-    """Parts of these sizes along a dim."""
+    """Split into parts of the given sizes along a dimension."""
     cuts = [sum(sizes[: k + 1]) for k in range(len(sizes))]
     axis = axis_of(axis, operand.ndim, "split")
     if not sizes or cuts[-1] != operand.shape[axis]:
@@ -596,7 +596,7 @@ def split(operand, sizes, axis=0):
 
 
 def expand_dims(x, dimensions):
-    """New dims of size 1 at these places of the result."""
+    """Insert dimensions of size 1 at the given positions of the result."""
     x = _core.as_array(x)
     places = axes_of(tuple(dimensions), x.ndim + len(dimensions), "expand_dims")
     for d in sorted(places):
@@ -605,7 +605,7 @@ def expand_dims(x, dimensions):
 
 
 def index_in_dim(x, index, axis=0, keepdims=True):
-    """The slice of one element at a static index."""
+    """The slice of one element at a static index along a dimension."""
     n = x.shape[axis_of(axis, x.ndim, "index_in_dim")]
     if not -n <= index < n:
         raise IndexError(f"index_in_dim: {index} is out of bounds for {n} elements")
@@ -614,7 +614,7 @@ def index_in_dim(x, index, axis=0, keepdims=True):
 
 
 def dynamic_update_index_in_dim(x, update, index, axis):
-    """``update`` in place of the slice of one element at a traced index."""
+    """Replace the slice of one element at a traced index by ``update``."""
     axis = axis_of(axis, x.ndim, "dynamic_update_index_in_dim")
     shape = tuple(1 if k == axis else n for k, n in enumerate(x.shape))
     return dynamic_update_slice_in_dim(x, _core.as_array(update).reshape(shape), index, axis)
@@ -626,7 +626,7 @@ def pad(operand, padding_value, padding_config):
 
 
 def argmax(operand, axis, index_dtype="int32"):
-    """Index of the first greatest element."""
+    """Index of the first maximum."""
     return _core.convert(reductions.argmax(operand, axis), _core.as_dtype(index_dtype))
 
 
@@ -649,7 +649,7 @@ cummin = _cumulative("min", "cummin", "The least of the elements up to each.")
 
 
 def cumlogsumexp(operand, axis=0, reverse=False):
-    """log(sum(exp(x))) of the elements up to each, without overflow, computed in float32."""
+    """The cumulative log(sum(exp(x))), without overflow, computed in float32."""
     x = value(operand, "cumlogsumexp")
     if x.dtype == bool or is_integer(x.dtype):
         raise TypeError(f"lax.cumlogsumexp does not accept dtype {x.dtype}; convert to a float")
@@ -665,7 +665,7 @@ def top_k(operand, k, *, axis=-1):
 
 
 def sort(operand, dimension=-1, is_stable=True, num_keys=1):
-    """In rising order along a dim, NaN last."""
+    """Sort in ascending order along a dimension, NaN last."""
     if isinstance(operand, (tuple, list)) or num_keys != 1:
         raise NotImplementedError("lax.sort: one array and one key; use jnp.argsort and jnp.take")
     return sorting.sort(operand, dimension)
@@ -681,7 +681,7 @@ def dot(lhs, rhs, *, dimension_numbers=None, precision=None, preferred_element_t
 
 
 def batch_matmul(lhs, rhs, precision=None):
-    """Products of matrices, of equal leading dims."""
+    """Matrix products over equal leading dimensions."""
     if lhs.ndim != rhs.ndim or lhs.ndim < 2:
         raise TypeError(f"lax.batch_matmul: shapes {show(lhs.shape)} and {show(rhs.shape)}")
     return matmul(lhs, rhs, precision=precision)

@@ -49,7 +49,7 @@ _MOST_COLUMNS = 256  # of a wgmma
 
 
 class Precision(enum.Enum):
-    """How exact products are, at the least."""
+    """The minimum accuracy of products."""
 
     DEFAULT = 0
     HIGH = 1
@@ -75,7 +75,7 @@ _ROUNDED = {
 
 
 def _rounded_to(precision, what):
-    """The dtype that ``precision`` wants of float32 operands; None: as they are."""
+    """The dtype to which ``precision`` rounds float32 operands; None: no rounding."""
     pair = isinstance(precision, tuple)
     given = precision if pair else (precision,)
     names = [*Precision.__members__, *DotAlgorithmPreset.__members__, "FASTEST", "FLOAT32"]
@@ -283,7 +283,7 @@ def dot(a, b, *, precision=None, preferred_element_type=None, out_sharding=None)
 
 @either
 def matmul(a, b, *, precision=None, preferred_element_type=None, out_sharding=None):
-    """``a @ b``: leading dims are batches, which must be equal."""
+    """``a @ b``. Leading dimensions are batches, which must be equal."""
     for x in (a, b):
         if not isinstance(x, (Array, Ref)):
             raise TypeError(f"matmul: operands must be arrays or refs, got {show(x)}")
@@ -305,7 +305,8 @@ def matmul(a, b, *, precision=None, preferred_element_type=None, out_sharding=No
 
 @either
 def tensordot(a, b, axes=2, *, precision=None, preferred_element_type=None):
-    """Sum over the last ``axes`` dims of ``a`` and first of ``b``, or over the dims named."""
+    """The product summed over the last ``axes`` dimensions of ``a`` and the first of ``b``, or over
+    the given dimensions."""
     if isinstance(axes, int):
         pair = tuple(range(a.ndim - axes, a.ndim)), tuple(range(axes))
     else:
@@ -330,7 +331,7 @@ def outer(a, b):
 
 @either
 def inner(a, b):
-    """Over the last dim of both."""
+    """The product summed over the last dimension of both."""
     if not a.ndim or not b.ndim:
         return a * b
     return tensordot(a, b, ((a.ndim - 1,), (b.ndim - 1,)))
@@ -338,7 +339,7 @@ def inner(a, b):
 
 @either
 def vecdot(x1, x2, axis=-1):
-    """Sum of products along one dim; the others broadcast."""
+    """The inner product along one dimension; the others broadcast."""
     return sum_of(x1 * x2, axis=axis)
 
 
@@ -356,7 +357,7 @@ def vecmat(x1, x2):
 
 @either
 def kron(a, b):
-    """Every element of ``a`` times all of ``b``."""
+    """The Kronecker product."""
     n = max(a.ndim, b.ndim)
     shapes = [(1,) * (n - x.ndim) + x.shape for x in (a, b)]
     wide = tuple(itertools.chain(*zip(*shapes)))
@@ -368,7 +369,7 @@ def kron(a, b):
 
 @either
 def cross(a, b, axis=-1):
-    """The vector product along a dim of 3."""
+    """The cross product along a dimension of size 3."""
     if a.shape[axis] != 3 or b.shape[axis] != 3:
         raise ValueError(f"jnp.cross: shapes {a.shape} and {b.shape}; the dim must have 3 elements")
     a, b = (unstack(x, axis) for x in (a, b))
@@ -387,7 +388,7 @@ def polyval(p, x):
 
 @either
 def vander(x, N=None, increasing=False):  # noqa: N803 - NumPy's name
-    """Powers of the elements as columns, falling."""
+    """A matrix whose columns are descending powers of the elements."""
     n = x.shape[0] if N is None else N
     columns = [ones_like(x)]
     for _ in range(n - 1):
@@ -397,5 +398,5 @@ def vander(x, N=None, increasing=False):  # noqa: N803 - NumPy's name
 
 @either
 def trace(a, offset=0, axis1=0, axis2=1, dtype=None):
-    """Sum of the diagonal."""
+    """The sum of the diagonal."""
     return sum_of(diagonal(a, offset, axis1, axis2), axis=-1, dtype=dtype)

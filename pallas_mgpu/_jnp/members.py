@@ -10,7 +10,7 @@ from . import elementwise, index, linalg, reduce, shape, sort
 
 
 def _astype(self, dtype, /):
-    """In another dtype, converted by value; the result is strong."""
+    """Convert to another dtype by value. The result is strongly typed."""
     return _core.convert(self, dtype)
 
 
@@ -20,17 +20,17 @@ def _view(self, dtype, /):
 
 
 def _reshape(self, *shape):
-    """The same elements, row-major; one -1 is allowed."""
+    """The same elements in row-major order with another shape; one extent may be -1."""
     return _core.reshape(self, shape[0] if len(shape) == 1 else shape)
 
 
 def _ravel(self):
-    """As one dimension."""
+    """Flatten to one dimension."""
     return _core.reshape(self, (-1,))
 
 
 def _transpose(self, *axes):
-    """Dims permuted; reversed without ``axes``."""
+    """Permute the dimensions; without ``axes``, reverse them."""
     if len(axes) == 1 and (axes[0] is None or isinstance(axes[0], (tuple, list))):
         return shape.transpose(self, axes[0])
     return shape.transpose(self, axes or None)
@@ -42,12 +42,12 @@ def _itself(self):
 
 
 def _clip(self, min=None, max=None):  # noqa: A002
-    """Limited to [min, max]; NaN stays NaN."""
+    """Clip to [min, max]; NaN stays NaN."""
     return elementwise.clip(self, min, max)
 
 
 def _round(self, ndigits=None, /):
-    """Halves to even."""
+    """Round to nearest, ties to even."""
     return elementwise.round(self, ndigits or 0)
 
 

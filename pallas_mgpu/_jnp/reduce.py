@@ -100,7 +100,7 @@ def _on_host(f, x, axis, keepdims, **options):
 
 
 def sum(x, axis=None, dtype=None, keepdims=False, initial=None, where=None):  # noqa: A001
-    """Sum over axes. float16 and bfloat16 add up in float32."""
+    """Sum over axes. float16 and bfloat16 are accumulated in float32."""
     if is_traced(x):
         return _reduced("sum", x, axis, dtype, keepdims, initial, where)
     dtype = None if dtype is None else np.dtype(dtype)
@@ -152,7 +152,7 @@ def _masked(x, where, fill):
 
 @either
 def prod(x, axis=None, dtype=None, keepdims=False, initial=None, where=None):
-    """Product over axes. float16 and bfloat16 multiply in float32."""
+    """Product over axes. float16 and bfloat16 are multiplied in float32."""
     x = value(x, "prod")
     axes = axes_of(axis, x.ndim, "prod")
     narrow = {"b": "int32", "i": "int32", "u": "uint32"}.get(x.dtype.kind)
@@ -168,7 +168,7 @@ def prod(x, axis=None, dtype=None, keepdims=False, initial=None, where=None):
 
 @either
 def count_nonzero(x, axis=None, keepdims=False):
-    """How many elements are not 0, int32."""
+    """The number of nonzero elements, as int32."""
     x = value(x, "count_nonzero")
     hit = x if x.dtype == bool else x != 0
     return _core.reduce("sum", hit, axes_of(axis, x.ndim, "count_nonzero"), keepdims)
@@ -225,19 +225,21 @@ def _arg_reduce(kind, x, axis, keepdims, name):
 
 @either
 def argmax(x, axis=None, keepdims=False):
-    """int32 index of the first greatest element, or NaN; None: its row-major number."""
+    """int32 index of the first NaN or else of the first maximum. ``axis=None``: its row-major
+    index."""
     return _arg_reduce("max", x, axis, keepdims, "argmax")
 
 
 @either
 def argmin(x, axis=None, keepdims=False):
-    """int32 index of the first least element, or NaN; None: its row-major number."""
+    """int32 index of the first NaN or else of the first minimum. ``axis=None``: its row-major
+    index."""
     return _arg_reduce("min", x, axis, keepdims, "argmin")
 
 
 @either
 def ptp(a, axis=None, keepdims=False):
-    """The range from the least to the greatest."""
+    """The difference of maximum and minimum."""
     return max(a, axis=axis, keepdims=keepdims) - min(a, axis=axis, keepdims=keepdims)
 
 
@@ -352,7 +354,7 @@ nanargmin = _extreme_without_nan(argmin, math.inf)
 
 @either
 def nanmean(a, axis=None, dtype=None, keepdims=False):
-    """mean of what is not NaN."""
+    """Mean of the elements that are not NaN."""
     n = sum(~isnan(a), axis=axis, keepdims=keepdims)
     total = nansum(a, axis, dtype, keepdims)
     return _core.convert(total / n, total.dtype)
@@ -360,7 +362,7 @@ def nanmean(a, axis=None, dtype=None, keepdims=False):
 
 @either
 def nanvar(a, axis=None, dtype=None, ddof=0, keepdims=False):
-    """var of what is not NaN."""
+    """Variance of the elements that are not NaN."""
     bad = isnan(a)
     centred = square(a - nanmean(a, axis, dtype, True))
     n = sum(~bad, axis=axis, keepdims=keepdims)
@@ -370,7 +372,7 @@ def nanvar(a, axis=None, dtype=None, ddof=0, keepdims=False):
 
 @either
 def nanstd(a, axis=None, dtype=None, ddof=0, keepdims=False):
-    """std of what is not NaN."""
+    """Standard deviation of the elements that are not NaN."""
     return sqrt(nanvar(a, axis, dtype, ddof, keepdims))
 
 
@@ -379,7 +381,7 @@ def nanstd(a, axis=None, dtype=None, ddof=0, keepdims=False):
 
 @either
 def allclose(a, b, rtol=1e-05, atol=1e-08, equal_nan=False):
-    """Are all elements close?"""
+    """Are all elements close (see isclose)?"""
     return all(isclose(a, b, rtol, atol, equal_nan))
 
 
@@ -395,7 +397,7 @@ def array_equal(a1, a2, equal_nan=False):
 
 @either
 def isin(element, test_elements, invert=False):
-    """Is each element one of those? Each is compared with all of them."""
+    """Is each element one of the test elements? Each is compared with all of them."""
     x, of = _core.as_array(element), ravel(_core.as_array(test_elements))
     wide = (*x.shape, of.shape[0])
     if x.ndim:
@@ -451,26 +453,26 @@ def _cumulative_from(f, first, x, axis, dtype, include_initial):
 
 @either
 def cumulative_sum(x, axis=None, dtype=None, include_initial=False):
-    """cumsum; ``include_initial`` puts a zero in front."""
+    """cumsum; ``include_initial`` prepends a zero."""
     return _cumulative_from(cumsum, 0, x, axis, dtype, include_initial)
 
 
 @either
 def cumulative_prod(x, axis=None, dtype=None, include_initial=False):
-    """cumprod; ``include_initial`` puts a one in front."""
+    """cumprod; ``include_initial`` prepends a one."""
     return _cumulative_from(cumprod, 1, x, axis, dtype, include_initial)
 
 
 @either
 def nancumsum(a, axis=None, dtype=None):
-    """cumsum, NaN counting as zero."""
+    """cumsum, treating NaN as zero."""
     a = _core.as_array(a)
     return cumsum(_core.where(isnan(a), 0, a), axis, dtype)
 
 
 @either
 def diff(a, n=1, axis=-1):
-    """Differences of neighbours, taken ``n`` times."""
+    """Differences of adjacent elements, taken ``n`` times."""
     for _ in range(n):
         m = a.shape[axis]
         later = slice_in_dim(a, 1, m, 1, axis)
@@ -481,5 +483,5 @@ def diff(a, n=1, axis=-1):
 
 @either
 def ediff1d(ary):
-    """Differences of neighbours in the flattened array."""
+    """Differences of adjacent elements of the flattened array."""
     return diff(ary.reshape((-1,)))

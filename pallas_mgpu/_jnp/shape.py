@@ -74,18 +74,18 @@ def broadcast_to(x, shape):
 
 
 def reshape(x, shape):
-    """Same elements, row-major; one -1 is allowed."""
+    """The same elements in row-major order with another shape; one extent may be -1."""
     return x.reshape(shape)
 
 
 def ravel(x):
-    """One dim."""
+    """Flatten to one dimension."""
     return x.reshape((-1,))
 
 
 @either
 def squeeze(x, axis=None):
-    """Drop dims of size 1: all of them, or those named."""
+    """Remove dimensions of size 1: all of them, or those given."""
     x = value(x, "squeeze")
     if axis is None:
         axis = tuple(k for k, n in enumerate(x.shape) if n == 1)
@@ -97,7 +97,7 @@ def squeeze(x, axis=None):
 
 
 def expand_dims(x, axis):
-    """A new dim of size 1."""
+    """Insert a dimension of size 1."""
     if not in_kernel(x):
         return np.expand_dims(x, axis)
     x = _core.as_array(x)
@@ -109,7 +109,7 @@ def expand_dims(x, axis):
 
 @either
 def broadcast_arrays(*arrays):
-    """All of them with their common shape."""
+    """Broadcast all arrays to their common shape."""
     arrays = [value(a, "broadcast_arrays") for a in arrays]
     try:
         shape = np.broadcast_shapes(*(a.shape for a in arrays))
@@ -155,7 +155,7 @@ def atleast_3d(*arrays):
 
 @either
 def transpose(x, axes=None):
-    """Dims permuted; reversed unless ``axes`` is given."""
+    """Permute the dimensions; without ``axes``, reverse them."""
     x = value(x, "transpose")
     if axes is None:
         axes = tuple(range(x.ndim))[::-1]
@@ -170,7 +170,7 @@ permute_dims = transpose
 
 @either
 def swapaxes(x, axis1, axis2):
-    """Two dims exchanged."""
+    """Exchange two dimensions."""
     x = value(x, "swapaxes")
     order = list(range(x.ndim))
     a, b = axis_of(axis1, x.ndim, "swapaxes"), axis_of(axis2, x.ndim, "swapaxes")
@@ -180,7 +180,7 @@ def swapaxes(x, axis1, axis2):
 
 @either
 def moveaxis(x, source, destination):
-    """Dims moved, the others in their order."""
+    """Move dimensions; the others keep their order."""
     x = value(x, "moveaxis")
     source = axes_of(source, x.ndim, "moveaxis")
     destination = axes_of(destination, x.ndim, "moveaxis")
@@ -194,14 +194,14 @@ def moveaxis(x, source, destination):
 
 @either
 def rollaxis(a, axis, start=0):
-    """The axis moved in front of ``start``."""
+    """Move the axis before ``start``."""
     axis %= a.ndim
     start = start if start >= 0 else start + a.ndim
     return moveaxis(a, axis, start - 1 if start > axis else start)
 
 
 def matrix_transpose(x):
-    """The last two dims exchanged."""
+    """Exchange the last two dimensions."""
     if np.ndim(x) < 2:
         raise ValueError(f"matrix_transpose: rank 2 or more is needed, got {np.shape(x)}")
     return swapaxes(x, -1, -2)
@@ -212,7 +212,7 @@ def matrix_transpose(x):
 
 @either
 def concatenate(arrays, axis=0, dtype=None):
-    """The arrays joined along ``axis``; dtypes promote. None: all flattened."""
+    """Concatenate arrays along ``axis``; dtypes are promoted. None: flatten them first."""
     arrays = [value(a, "concatenate") for a in arrays]
     if not arrays:
         raise ValueError("concatenate: at least one array is needed")
@@ -250,7 +250,7 @@ def append(arr, values, axis=None):
 
 @either
 def stack(arrays, axis=0, dtype=None):
-    """Arrays of one shape along a new dim."""
+    """Stack arrays of the same shape along a new dimension."""
     arrays = [value(a, "stack") for a in arrays]
     if not arrays:
         raise ValueError("stack: at least one array is needed")
@@ -270,33 +270,33 @@ def _at_least(x, rank):
 
 @either
 def vstack(arrays):
-    """Along the first dim; vectors become rows."""
+    """Concatenate along the first dimension; vectors become rows."""
     return concatenate([_at_least(a, 2) for a in arrays], 0)
 
 
 @either
 def hstack(arrays):
-    """Along the second dim, or the first one of vectors."""
+    """Concatenate along the second dimension, or the first of vectors."""
     arrays = [_at_least(a, 1) for a in arrays]
     return concatenate(arrays, 0 if arrays and arrays[0].ndim == 1 else 1)
 
 
 @either
 def dstack(tup):
-    """Along a third dim."""
+    """Concatenate along a third dimension."""
     return concatenate([atleast_3d(_core.as_array(x)) for x in tup], 2)
 
 
 @either
 def column_stack(tup):
-    """Vectors as the columns of a matrix."""
+    """A matrix whose columns are the vectors."""
     parts = [_core.as_array(x) for x in tup]
     return concatenate([x if x.ndim > 1 else x.reshape((-1, 1)) for x in parts], 1)
 
 
 @either
 def split(x, indices_or_sections, axis=0):
-    """A list of parts: a number of equal ones, or cut at static indices."""
+    """A list of parts: a number of equal ones, or split at static indices."""
     x = value(x, "split")
     axis = axis_of(axis, x.ndim, "split")
     n = x.shape[axis]
@@ -316,7 +316,7 @@ def split(x, indices_or_sections, axis=0):
 
 @either
 def unstack(x, axis=0):
-    """The parts of ``x`` along a dim, without that dim."""
+    """The slices of ``x`` along a dimension, without that dimension."""
     x = moveaxis(x, axis, 0)
     return tuple(x[k] for k in range(x.shape[0]))
 
@@ -344,7 +344,7 @@ def dsplit(ary, indices_or_sections):
 
 @either
 def tile(x, reps):
-    """The array repeated along its dims."""
+    """Repeat the array along its dimensions."""
     x = value(x, "tile")
     reps = ints(reps, "tile: reps")
     reps = (1,) * (x.ndim - len(reps)) + reps
@@ -359,7 +359,7 @@ def tile(x, reps):
 
 @either
 def repeat(x, repeats, axis=None):
-    """Each element ``repeats`` times, a static number."""
+    """Repeat each element ``repeats`` times, a static number."""
     x = value(x, "repeat")
     (repeats,) = ints(repeats, "repeat: repeats")
     if axis is None:
@@ -373,7 +373,7 @@ def repeat(x, repeats, axis=None):
 
 @either
 def flip(x, axis=None):
-    """Elements in reverse order along axes; None means all of them."""
+    """Reverse the order of elements along axes; None means all axes."""
     x = value(x, "flip")
     axes = axes_of(axis, x.ndim, "flip")
     if not axes or all(x.shape[a] == 1 for a in axes):
@@ -385,19 +385,19 @@ def flip(x, axis=None):
 
 @either
 def fliplr(m):
-    """Columns in reverse order."""
+    """Reverse the order of columns."""
     return flip(m, 1)
 
 
 @either
 def flipud(m):
-    """Rows in reverse order."""
+    """Reverse the order of rows."""
     return flip(m, 0)
 
 
 @either
 def rot90(m, k=1, axes=(0, 1)):
-    """Rotated ``k`` times by 90 degrees, from the first axis to the second."""
+    """Rotate ``k`` times by 90 degrees, from the first axis to the second."""
     a, b = axes
     k %= 4
     if k == 2:
@@ -470,7 +470,7 @@ def pad_with(x, fill, config):
 
 @either
 def pad(x, pad_width, mode="constant", *, constant_values=0):
-    """``x`` surrounded by ``constant_values``, one number; ``pad_width`` as in NumPy."""
+    """Pad ``x`` with ``constant_values``, one number; ``pad_width`` is as in NumPy."""
     x = value(x, "pad")
     if mode != "constant":
         raise NotImplementedError(f"jnp.pad: mode {show(mode)}; only 'constant' is supported")

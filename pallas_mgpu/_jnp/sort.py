@@ -101,7 +101,7 @@ def _sorted(x, axis, what, falling=False):
 
 @either
 def sort(x, axis=-1):
-    """In rising order along ``axis``, NaN last; at most 4096 elements along it."""
+    """Sort in ascending order along ``axis``, NaN last; at most 4096 elements along it."""
     return _sorted(x, axis, "sort")[0]
 
 
@@ -140,7 +140,7 @@ def _selected(x, k, axis):
 
 
 def top_k(x, k, axis):
-    """The k greatest, NaN before all, and their indices; equal elements in their order."""
+    """The k largest elements, NaN first, and their indices; equal elements keep their order."""
     x = value(x, "top_k")
     if not x.ndim:
         raise ValueError("top_k: a scalar has no dimension to search; at least rank 1 is needed")
@@ -245,7 +245,7 @@ def searchsorted(a, v, side="left"):
 
 @either
 def digitize(x, bins, right=False):
-    """Which of the rising bins each element is in."""
+    """The index of the bin, of ascending ones, that contains each element."""
     if isinstance(bins, (tuple, list, np.ndarray)):
         raise ValueError("jnp.digitize: pass the bins as an operand of the kernel")
     return searchsorted(bins, x, "left" if right else "right")
