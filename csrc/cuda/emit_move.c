@@ -468,7 +468,7 @@ pm_code pm_cuda_SCAN(pm_gen *e, pm_opid op) {
   }
   scan_registers(e, kind, d, name, n, size, size > 1 ? step : 1);
   if (l->n_warp && l->warp[0].dim == dim) {
-    PM_TRY(need_scratch(e, op, pm_scan_scratch(e->g, op)));
+    PM_TRY(need_scratch(e, op, pm_op_scratch(e->g, op)));
     scan_lanes(e, kind, d, name, n, size);
   }
   return PM_OK;

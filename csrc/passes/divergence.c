@@ -76,8 +76,9 @@ static bool is_local(const pm_graph *g, pm_opid op) {
   const pm_op *o = pm_get(g, op);
   if (o->code == PM_OP_YIELD) return true;
   if (!pm_is_pure(o->code) || o->n_regions) return false;
-  if (o->code == PM_OP_LAYOUT_CAST) return !pm_layout_cast_scratch(g, op);
-  return pm_ops[o->code].part == PM_PART_EACH || pm_moves_in_registers(g, op);
+  const pm_op_info *info = &pm_ops[o->code];
+  if (info->layout == PM_LAY_FIXED) return !pm_op_scratch(g, op);
+  return info->part == PM_PART_EACH || pm_moves_in_registers(g, op);
 }
 
 static void check_local(pm_graph *g, pm_opid op, void *ctx) {

@@ -744,7 +744,7 @@ static pm_val convert(pass *p, pm_val v, pm_layid to, pm_opid user) {
   pm_value_of(g, out)->layout = to;
   pm_value_of(g, out)->name = pm_value_of(g, v)->name;
   pm_vec_push(g->arena, &p->done, ((converted){v, out, to}));
-  if (pm_get(g, op)->code == PM_OP_LAYOUT_CAST && pm_layout_cast_scratch(g, op)) {
+  if (pm_op_scratch(g, op)) {
     warn(p, user, v, from, to);
   }
   return out;
@@ -820,7 +820,7 @@ static void warn_scratch(pass *p, pm_opid op) {
   pm_graph *g = p->g;
   const pm_op *o = pm_get(g, op);
   const char *file = o->line ? g->strings.at[o->file] : "<unknown>";
-  if (!pm_move_scratch(g, op)) return;
+  if (!pm_op_scratch(g, op)) return;
   pm_vec_push(
       g->arena, &g->warnings,
       pm_printf(g->arena, "%s:%u: %s: %s moves between lanes, through shared memory", file, o->line,
@@ -953,7 +953,7 @@ static void rewrite_yield(pass *p, pm_opid op) {
 /* The user's own cast may move data, too. */
 static void warn_cast(pass *p, pm_opid op) {
   pm_val in = pm_in(p->g, op, 0), out = pm_get(p->g, op)->out;
-  if (!pm_layout_cast_scratch(p->g, op)) return;
+  if (!pm_op_scratch(p->g, op)) return;
   warn(p, op, in, pm_value_of(p->g, in)->layout, pm_value_of(p->g, out)->layout);
 }
 
@@ -1122,31 +1122,7 @@ pm_code pm_infer_layouts(pm_graph *g, const pm_target *t, pm_err *err) {
   return p.code;
 }
 
-/* ---- scratch ------------------------------------------------------------------------------ */
-
-int64_t pm_exchange_row(const pm_type *t) {
-  const int64_t row = t->dim[t->rank - 1];
-  return t->rank > 1 && row * pm_dtypes[t->dtype].bytes % 128 == 0 ? pm_turned_row(t) : row;
-}
-
-int64_t pm_layout_cast_scratch(const pm_graph *g, pm_opid cast) {
-  const pm_op *o = pm_get(g, cast);
-  const pm_type *t = pm_typeof(g, o->out);
-  pm_layid from = pm_value_of(g, pm_in(g, cast, 0))->layout, to = pm_value_of(g, o->out)->layout;
-  if (!t->rank || from == to) return 0;
-  const pm_layout *a = pm_layout_of(g, from), *b = pm_layout_of(g, to);
-  int32_t *map = PM_NEW(g->arena, int32_t, pm_layout_regs(b));
-  if (pm_layout_register_map(g->arena, a, b, map)) return 0;
-  pm_relayout plan;
-  const int64_t bytes = pm_dtypes[t->dtype].bytes;
-  if (pm_relayout_plan(g->arena, a, b, &plan) && pm_relayout_pays(&plan, bytes)) return 0;
-  return pm_type_size(t) / t->dim[t->rank - 1] * pm_exchange_row(t) * bytes;
-}
-
-static int64_t bytes_of(const pm_graph *g, pm_val v) {
-  const pm_type *t = pm_typeof(g, v);
-  return pm_type_size(t) * pm_dtypes[t->dtype].bytes;
-}
+/* ---- moves in registers --------------------------------------------------------------------- */
 
 bool pm_is_fill(const pm_graph *g, pm_opid concat) {
   const pm_op *o = pm_get(g, concat);
@@ -1180,51 +1156,4 @@ bool pm_moves_in_registers(const pm_graph *g, pm_opid op) {
       return !is_array(g, pm_in(g, op, 0)) || is_splat(g, pm_value_of(g, pm_in(g, op, 0))->layout);
     default: return false;
   }
-}
-
-int64_t pm_turned_row(const pm_type *t) {
-  const int64_t bytes = pm_dtypes[t->dtype].bytes;
-  const int64_t parts = pm_cdiv(t->dim[t->rank - 1] * bytes, 16);
-  return (parts | 1) * 16 / bytes;
-}
-
-int64_t pm_move_scratch(const pm_graph *g, pm_opid op) {
-  const pm_op *o = pm_get(g, op);
-  if (pm_moves_in_registers(g, op)) return 0;
-  if (o->code == PM_OP_TRANSPOSE) {
-    const pm_type *t = pm_typeof(g, pm_in(g, op, 0));
-    const int64_t rows = pm_type_size(t) / t->dim[t->rank - 1];
-    return rows * pm_turned_row(t) * pm_dtypes[t->dtype].bytes;
-  }
-  return bytes_of(g, o->code == PM_OP_CONCAT ? o->out : pm_in(g, op, 0));
-}
-
-int64_t pm_scan_scratch(const pm_graph *g, pm_opid scan) {
-  const pm_op *o = pm_get(g, scan);
-  const pm_layout *l = pm_layout_of(g, pm_value_of(g, o->out)->layout);
-  const int64_t dim = *pm_attr(g, scan, PM_ATTR_DIM);
-  if (l->kind == PM_SPLAT || !l->n_warp || (l->warp[0].dim != dim && l->kind == PM_TILED)) return 0;
-  const int64_t run = pm_cdiv(pm_typeof(g, o->out)->dim[dim], 128);
-  return 4 * (pm_layout_regs(l) / run) * pm_dtypes[pm_typeof(g, o->out)->dtype].bytes;
-}
-
-int64_t pm_reduce_scratch(const pm_graph *g, pm_opid reduce, int64_t *at_once) {
-  uint32_t n;
-  const pm_op *o = pm_get(g, reduce);
-  const int64_t *dims = pm_attr_list(g, reduce, PM_ATTR_DIMS, &n);
-  const pm_layout *l = pm_layout_of(g, pm_value_of(g, pm_in(g, reduce, 0))->layout);
-  const pm_layout *r = pm_layout_of(g, pm_value_of(g, o->out)->layout);
-  bool all = !r || r->kind == PM_SPLAT, crosses = false;
-  for (int k = 0; k < l->n_warp; k++) {
-    crosses |= all && l->warp[k].dim >= 0;
-    for (uint32_t d = 0; d < n; d++) crosses |= l->warp[k].dim == dims[d];
-  }
-  const int64_t kind = *pm_attr(g, reduce, PM_ATTR_REDUCE);
-  *at_once = 1;
-  if (!crosses || (all && kind >= PM_REDUCE_ANY)) return 0;
-  int64_t one = 4 * 4, regs = all ? 1 : pm_layout_regs(r); /* a scalar: one word for each warp */
-  for (int k = 0; !all && k < r->n_lane; k++) one *= r->lane[k].dim < 0 ? 1 : r->lane[k].size;
-  *at_once = pm_min(regs, g->reduction_scratch / one);
-  if (*at_once) *at_once = pm_cdiv(regs, pm_cdiv(regs, *at_once)); /* steps of equal size */
-  return one * pm_max(*at_once, 1);
 }

@@ -71,17 +71,18 @@ pm_code pm_infer_layouts(pm_graph *g, const pm_target *t, pm_err *err);
 const char *pm_describe(const pm_graph *g, pm_val v, int64_t packed);
 /* the line of a PRINT_LAYOUT */
 const char *pm_print_layout_text(const pm_graph *g, pm_opid op);
-/* Bytes of SMEM scratch a LAYOUT_CAST needs: 0 if pm_layout_register_map finds a map (a splat
- * operand too) or shuffles do it (relayout.h), else the array in row-major order, elements as in
- * memory. */
-int64_t pm_layout_cast_scratch(const pm_graph *g, pm_opid cast);
 /* Does a RESHAPE, SLICE, TRANSPOSE, CONCAT or GATHER only rename registers? */
 bool pm_moves_in_registers(const pm_graph *g, pm_opid op);
 /* Is this CONCAT an array followed by one number, in lanes that already hold the array? */
 bool pm_is_fill(const pm_graph *g, pm_opid concat);
-/* Bytes of SMEM scratch that one of these or a SCATTER needs: 0, or its operand in row-major order
- * (the result, for a CONCAT). For a TRANSPOSE, rows are pm_turned_row elements apart. */
-int64_t pm_move_scratch(const pm_graph *g, pm_opid op);
+/* scratch.c: bytes of SMEM scratch that an op needs, 0 for most.
+ * LAYOUT_CAST: 0 if pm_layout_register_map finds a map (a splat operand too) or shuffles do it
+ * (relayout.h), else the array in row-major order, elements as in memory.
+ * RESHAPE, SLICE, TRANSPOSE, CONCAT, GATHER, SCATTER: 0, or the operand in row-major order (the
+ * result, for a CONCAT). For a TRANSPOSE, rows are pm_turned_row elements apart.
+ * SCAN: 0, or one element for each warp and run, [warp][run]. REDUCE: see pm_reduce_scratch.
+ * WARP_MAP, and ops that tell all lanes a number: one word for each warp. */
+int64_t pm_op_scratch(const pm_graph *g, pm_opid op);
 /* The pitch, in elements, of scratch that is read column by column: an odd multiple of 16 bytes, so
  * that eight rows are in different banks. */
 int64_t pm_turned_row(const pm_type *t);
@@ -91,8 +92,6 @@ int64_t pm_exchange_row(const pm_type *t);
 /* The layout in which SCAN works: its dim is entirely in registers, or is distributed as
  * dim = (warp * 32 + lane) * run + register; the other dims are in slower registers. */
 pm_layid pm_scan_layout(pm_graph *g, const pm_type *t, int dim);
-/* Bytes of SMEM scratch a SCAN needs: 0, or one element for each warp and run, [warp][run]. */
-int64_t pm_scan_scratch(const pm_graph *g, pm_opid scan);
 /* Bytes of SMEM scratch a REDUCE needs to combine warps: 0 if no warp digit runs along a reduced
  * dim, else 32-bit words [warp][value], value = lane part * registers of the result + register. The
  * lane part numbers the lanes of a warp that hold different elements of the result: the mixed-radix

@@ -58,6 +58,11 @@ static int64_t alloc_bytes(const pm_graph *g, pm_opid op) {
   return pm_min(bytes, INT64_MAX / 4);
 }
 
+/* Does the op allocate memory, rather than barriers or semaphores? */
+static bool is_memory(const pm_graph *g, pm_opid op) {
+  return pm_get(g, op)->code == PM_OP_ALLOC_SMEM;
+}
+
 /* Is the op in a private scope of a Pallas thread? */
 static bool is_private(const pm_graph *g, pm_opid op) {
   for (pm_blk b = pm_get(g, op)->parent; g->blocks.at[b].parent; b = pm_get(g, op)->parent) {
@@ -93,7 +98,7 @@ static void enter_union(plan *p, pm_opid alloc) {
 
 /* Private barriers and semaphores have a part for each thread in their first dim. */
 static void refuse_own(plan *p, pm_opid op) {
-  const bool memory = pm_get(p->g, op)->code == PM_OP_ALLOC_SMEM;
+  const bool memory = is_memory(p->g, op);
   const pm_type *t = pm_typeof(p->g, pm_get(p->g, op)->out);
   if (memory ? !p->remote[pm_get(p->g, op)->out] : t->rank && t->dim[0] == p->g->n_threads) return;
   p->code = pm_fail(
@@ -118,9 +123,10 @@ static void place_alloc(plan *p, pm_opid op) {
   pm_graph *g = p->g;
   const bool own = g->n_threads > 1 && is_private(g, op);
   if (own) refuse_own(p, op);
-  if (pm_get(g, op)->code != PM_OP_ALLOC_SMEM) {
-    const bool barrier = pm_get(g, op)->code == PM_OP_ALLOC_BARRIER;
-    const int64_t n = pm_type_size(pm_typeof(g, pm_get(g, op)->out));
+  if (!is_memory(g, op)) {
+    const pm_type *t = pm_typeof(g, pm_get(g, op)->out);
+    const bool barrier = t->kind == PM_BARRIER;
+    const int64_t n = pm_type_size(t);
     *pm_attr(g, op, PM_ATTR_OFFSET) = p->barriers;
     p->barriers += barrier ? n * BARRIER_BYTES : pm_round_up(n * SEMAPHORE_BYTES, BARRIER_BYTES);
     return;
@@ -143,11 +149,12 @@ static void place_alloc(plan *p, pm_opid op) {
   }
 }
 
-static void place_reduce(plan *p, pm_opid op) {
-  int64_t at_once;
-  const int64_t bytes = pm_reduce_scratch(p->g, op, &at_once);
+/* The user limits the scratch of reductions. */
+static void place_scratch(plan *p, pm_opid op) {
+  const int64_t bytes = pm_op_scratch(p->g, op);
+  const bool reduces = pm_ops[pm_get(p->g, op)->code].layout == PM_LAY_REDUCE;
   p->scratch = pm_max(p->scratch, bytes);
-  if (at_once) return;
+  if (!reduces || bytes <= p->g->reduction_scratch) return;
   p->code = pm_fail(p->err, PM_E_VALUE,
                     "Required reduction scratch size (%lld bytes) is larger than the available "
                     "scratch size (%lld bytes); raise CompilerParams(reduction_scratch_bytes=)",
@@ -164,29 +171,9 @@ static void place_block(plan *p, pm_blk block) {
   p->stage = (stage){0};
   for (uint32_t k = 0; k < g->blocks.at[block].ops.n && !p->code; k++) {
     const pm_opid op = g->blocks.at[block].ops.at[k];
-    if (pm_get(g, op)->code != PM_OP_ALLOC_SMEM) close_union(p);
-    switch (pm_get(g, op)->code) {
-      case PM_OP_ALLOC_SMEM:
-      case PM_OP_ALLOC_BARRIER:
-      case PM_OP_ALLOC_SEMAPHORE: place_alloc(p, op); break;
-      case PM_OP_LAYOUT_CAST: p->scratch = pm_max(p->scratch, pm_layout_cast_scratch(g, op)); break;
-      case PM_OP_RESHAPE:
-      case PM_OP_SLICE:
-      case PM_OP_TRANSPOSE:
-      case PM_OP_CONCAT:
-      case PM_OP_GATHER:
-      case PM_OP_SCATTER: p->scratch = pm_max(p->scratch, pm_move_scratch(g, op)); break;
-      case PM_OP_SCAN: p->scratch = pm_max(p->scratch, pm_scan_scratch(g, op)); break;
-      case PM_OP_ATOMIC:
-        if (pm_type_size(pm_typeof(g, pm_get(g, op)->out)) > 1) break;
-        /* fall through */
-      case PM_OP_READ_SEMAPHORE:
-      case PM_OP_WARP_MAP:
-      case PM_OP_SHARE_TILE:
-      case PM_OP_NEXT_TILE: p->scratch = pm_max(p->scratch, SCRATCH_ALIGN); break;
-      case PM_OP_REDUCE: place_reduce(p, op); break;
-      default: break;
-    }
+    if (!is_memory(g, op)) close_union(p);
+    if (pm_has_attr(g, op, PM_ATTR_OFFSET)) place_alloc(p, op);
+    place_scratch(p, op);
     for (uint32_t r = 0; r < pm_get(g, op)->n_regions; r++) place_block(p, pm_region(g, op, r));
   }
   p->stage = outer;
@@ -197,25 +184,25 @@ static void place_block(plan *p, pm_blk block) {
 
 static void find_remote(pm_graph *g, pm_opid op, void *ctx) {
   plan *p = ctx;
-  uint32_t n = 0;
-  const uint16_t code = pm_get(g, op)->code;
-  if (code == PM_OP_COPY_G2S) pm_attr_list(g, op, PM_ATTR_CLUSTER, &n);
-  if (n) p->remote[pm_view_base(g, pm_in(g, op, 1))] = true;
-  if (code == PM_OP_CLUSTER_REF) p->remote[pm_view_base(g, pm_in(g, op, 0))] = true;
-  if (code == PM_OP_HAND_TILE) p->remote[pm_view_base(g, pm_in(g, op, 1))] |= g->n_cluster > 0;
+  pm_access a = pm_accesses(op);
+  while (pm_next_access(g, &a)) {
+    if (a.where == PM_IN_SMEM && a.scope == PM_CLUSTER) p->remote[pm_view_base(g, a.view)] = true;
+  }
 }
 
 /* Offsets were relative to each part. */
 static void move(pm_graph *g, pm_opid op, void *ctx) {
   const plan *p = ctx;
   const pm_op *o = pm_get(g, op);
-  if (o->code == PM_OP_ALLOC_BARRIER || o->code == PM_OP_ALLOC_SEMAPHORE) {
-    *pm_attr(g, op, PM_ATTR_OFFSET) += g->scratch_offset + g->scratch_bytes;
-  } else if (o->code == PM_OP_ALLOC_SMEM && g->n_threads > 1 && is_private(g, op)) {
-    *pm_attr(g, op, PM_ATTR_OFFSET) += p->deepest[OTHERS] + p->deepest[REMOTE];
+  if (!pm_has_attr(g, op, PM_ATTR_OFFSET)) return;
+  int64_t *offset = pm_attr(g, op, PM_ATTR_OFFSET);
+  if (!is_memory(g, op)) {
+    *offset += g->scratch_offset + g->scratch_bytes;
+  } else if (g->n_threads > 1 && is_private(g, op)) {
+    *offset += p->deepest[OTHERS] + p->deepest[REMOTE];
     *pm_attr(g, op, PM_ATTR_APART) = p->deepest[OWN];
-  } else if (o->code == PM_OP_ALLOC_SMEM && !p->remote[o->out]) {
-    *pm_attr(g, op, PM_ATTR_OFFSET) += p->deepest[REMOTE];
+  } else if (!p->remote[o->out]) {
+    *offset += p->deepest[REMOTE];
   }
 }
 
