@@ -24,6 +24,18 @@ const char *pm_read_operand(const char *spec, pm_operand *out) {
 
 bool pm_is_pure(int code) { return !pm_ops[code].effects && !strpbrk(pm_ops[code].in, "<>=!"); }
 
+bool pm_meets(int code) {
+  const pm_op_info *info = &pm_ops[code];
+  return info->part == PM_PART_WARPGROUP && (info->effects & (E_MEET | E_RELEASE)) == E_MEET;
+}
+
+bool pm_awaits_products(const pm_graph *g, pm_opid op, int64_t *n) {
+  const uint16_t code = pm_get(g, op)->code;
+  if (code != PM_OP_WGMMA_WAIT && code != PM_OP_ACC_LOAD) return false;
+  *n = *pm_attr(g, op, PM_ATTR_N);
+  return true;
+}
+
 /* ---- accesses ------------------------------------------------------------------------------- */
 
 static uint8_t where_is(const pm_type *t) {

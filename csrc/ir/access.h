@@ -20,6 +20,8 @@ typedef struct pm_operand {
 const char *pm_read_operand(const char *spec, pm_operand *out);
 /* No effects and no operand with a role: it may move, merge, and go if its result is not used. */
 bool pm_is_pure(int code);
+/* Do the lanes of a thread synchronise there, and no others? */
+bool pm_meets(int code);
 
 /* ---- accesses ------------------------------------------------------------------------------- */
 
@@ -64,6 +66,9 @@ typedef struct pm_access {
  * what is inside has its own. Scratch is not listed: an op that uses it orders its lanes itself. */
 static inline pm_access pm_accesses(pm_opid op) { return (pm_access){.op = op}; }
 bool pm_next_access(const pm_graph *g, pm_access *a);
+
+/* Does the op wait until at most *n wgmma groups are pending? -1: it does not. */
+bool pm_awaits_products(const pm_graph *g, pm_opid op, int64_t *n);
 
 /* By the lanes of the thread, rather than an engine? The engine must be known. */
 bool pm_by_lanes(const pm_access *a);

@@ -48,9 +48,9 @@
 
 typedef enum state { APART, COPIES, ORDERED } state;
 
-typedef struct access {
+typedef struct touched {
   pm_val base, view;
-} access;
+} touched;
 
 enum { MAX_OPEN = 64 };
 enum { KEEP_RELEASE = 2 }; /* of attribute RELAXED */
@@ -72,7 +72,7 @@ typedef struct placer {
   dirt loaded;        /* bytes of `filled` that lanes loaded, without a proxy fence since */
   const dirt *filled; /* bytes that engines write */
   /* Accesses since the last SYNC that matter for scalar stores. */
-  access open[MAX_OPEN];
+  touched open[MAX_OPEN];
   uint32_t n_open;
   bool lost; /* there were too many: any memory may have been accessed */
   /* Since the last SYNC, for ARRIVE. */
@@ -82,12 +82,11 @@ typedef struct placer {
   int64_t n_wgmmas; /* issued since that wait */
 } placer;
 
-static bool reads(uint16_t code) {
-  return code == PM_OP_LOAD || code == PM_OP_MASKED_LOAD || code == PM_OP_ATOMIC;
+/* Memory that the lanes access when they come to the op, or that a product reads later. */
+static bool is_direct(const pm_access *a) {
+  return a->where & PM_IN_MEMORY && (a->done == PM_DONE_NOW || a->done == PM_DONE_COMMIT);
 }
-static bool writes(uint16_t code) {
-  return code == PM_OP_STORE || code == PM_OP_MASKED_STORE || code == PM_OP_ATOMIC;
-}
+static bool is_now(const pm_access *a) { return a->where & PM_IN_MEMORY && a->done == PM_DONE_NOW; }
 
 /* ---- accesses ----------------------------------------------------------------------------- */
 
@@ -144,7 +143,7 @@ static void note(placer *p, pm_val view) {
   if (p->n_open == MAX_OPEN) {
     p->lost = true;
   } else {
-    p->open[p->n_open++] = (access){base_of(p->g, view), view};
+    p->open[p->n_open++] = (touched){base_of(p->g, view), view};
   }
 }
 
@@ -189,10 +188,6 @@ static bool in_warps(const pm_graph *g, pm_opid op) {
   return op;
 }
 
-static bool is_plain(const pm_graph *g, pm_opid copy) {
-  return *pm_attr((pm_graph *)g, copy, PM_ATTR_ENGINE) == PM_ENGINE_PLAIN;
-}
-
 static bool overlap(const dirt *d, int64_t from, int64_t to) {
   for (uint32_t k = 0; k < d->n; k++) {
     if (from < d->at[k].to && d->at[k].from < to) return true;
@@ -219,48 +214,36 @@ static bool is_clean(const dirt *d) { return !d->n && !d->all; }
 
 static void soil_by(placer *p, pm_opid op) {
   const pm_graph *g = p->g;
-  const uint16_t code = pm_get(g, op)->code;
-  if (code == PM_OP_COMMIT_SMEM || code == PM_OP_PROXY_FENCE) {
+  const uint16_t effects = pm_ops[pm_get(g, op)->code].effects;
+  if (effects & E_FENCE) {
     if (in_warps(g, op)) return; /* the other warps have not committed */
-    if (code == PM_OP_COMMIT_SMEM) clean(&p->dirty);
+    if (effects & E_MEET) clean(&p->dirty);
     clean(&p->loaded);
   }
-  if (writes(code)) store_bytes(p, pm_in(g, op, 0));
-  if (reads(code)) load_bytes(p, pm_in(g, op, 0));
-  if (code == PM_OP_HAND_TILE) store_bytes(p, pm_in(g, op, 1));
-  if (code == PM_OP_COPY_G2S && is_plain(g, op)) store_bytes(p, pm_in(g, op, 1));
-  if (code == PM_OP_COPY_S2G && is_plain(g, op)) load_bytes(p, pm_in(g, op, 0));
-  for (uint32_t k = 0; code == PM_OP_INLINE && k < pm_get(g, op)->n_in; k++) {
-    if (pm_typeof(g, pm_in(g, op, k))->kind != PM_REF) continue;
-    store_bytes(p, pm_in(g, op, k));
-    load_bytes(p, pm_in(g, op, k));
+  pm_access a = pm_accesses(op);
+  while (pm_next_access(g, &a)) {
+    if (a.where != PM_IN_SMEM || !pm_by_lanes(&a)) continue;
+    if (a.writes) store_bytes(p, a.view);
+    if (a.reads) load_bytes(p, a.view);
   }
 }
 
-/* Before these, the thread's loads must be complete: a fence is inserted unless there is one. */
-static bool releases(uint16_t code) {
-  switch (code) {
-    case PM_OP_ARRIVE:
-    case PM_OP_ASYNC_STORE:
-    case PM_OP_HAND_TILE:
-    case PM_OP_SIGNAL:
-    case PM_OP_NAMED_ARRIVE:
-    case PM_OP_NAMED_SYNC:
-    case PM_OP_TAKE_TURN:
-    case PM_OP_PASS_TURN: return true;
-    default: return false;
-  }
-}
-
+/* A thread's loads are complete when it tells others that it has come there: a fence is inserted
+ * unless there is one. */
 static void released(placer *p, pm_opid op) {
-  if (releases(pm_get(p->g, op)->code) && !in_warps(p->g, op)) clean(&p->loaded);
+  const bool releases = pm_ops[pm_get(p->g, op)->code].effects & E_RELEASE;
+  if (releases && !in_warps(p->g, op)) clean(&p->loaded);
 }
 
+/* By copies alone: an ASYNC_STORE is done by the lanes. */
 static void note_filled(pm_graph *g, pm_opid op, void *ctx) {
   int64_t from, to;
-  const uint16_t code = pm_get(g, op)->code;
-  if (code != PM_OP_COPY_G2S || is_plain(g, op)) return;
-  if (bytes_of(g, pm_in(g, op, 1), &from, &to)) soil(ctx, from, to);
+  pm_access a = pm_accesses(op);
+  while (pm_next_access(g, &a)) {
+    if (a.where != PM_IN_SMEM || !a.writes || pm_by_lanes(&a)) continue;
+    if (!pm_has_attr(g, op, PM_ATTR_ENGINE) || !bytes_of(g, a.view, &from, &to)) continue;
+    soil(ctx, from, to);
+  }
 }
 
 /* An upper bound on what is dirty and loaded after a block, without changing the block. */
@@ -287,18 +270,18 @@ static void soil_block(placer *p, pm_blk block) {
 /* Is a proxy fence needed between earlier accesses of the lanes and this copy? */
 static bool overwrites_dirt(const placer *p, pm_opid copy) {
   int64_t from, to;
-  if (is_plain(p->g, copy) || !bytes_of(p->g, pm_in(p->g, copy, 1), &from, &to)) return false;
-  return overlap(&p->dirty, from, to) || overlap(&p->loaded, from, to);
+  pm_access a = pm_accesses(copy);
+  while (pm_next_access(p->g, &a)) {
+    if (!a.writes || pm_by_lanes(&a) || !bytes_of(p->g, a.view, &from, &to)) continue;
+    if (overlap(&p->dirty, from, to) || overlap(&p->loaded, from, to)) return true;
+  }
+  return false;
 }
 
 static void note_op(pm_graph *g, pm_opid op, void *ctx) {
-  const pm_op *o = pm_get(g, op);
-  if (reads(o->code) || writes(o->code)) note(ctx, pm_in(g, op, 0));
-  for (uint32_t k = 0; o->code == PM_OP_INLINE && k < o->n_in; k++) {
-    if (pm_typeof(g, pm_in(g, op, k))->kind == PM_REF) note(ctx, pm_in(g, op, k));
-  }
-  for (uint32_t k = 1; o->code == PM_OP_WGMMA && k < 3; k++) {
-    if (pm_typeof(g, pm_in(g, op, k))->kind == PM_REF) note(ctx, pm_in(g, op, k));
+  pm_access a = pm_accesses(op);
+  while (pm_next_access(g, &a)) {
+    if (is_direct(&a)) note(ctx, a.view);
   }
 }
 
@@ -306,42 +289,28 @@ static void note_op(pm_graph *g, pm_opid op, void *ctx) {
 
 enum { REMOTE = 1, READ = 2, WRITTEN = 4, GENERIC = 8 };
 
-static void note_arrival(pm_graph *g, pm_opid op, void *ctx) {
-  bool *of = ctx;
-  if (pm_get(g, op)->code == PM_OP_ARRIVE) of[base_of(g, pm_in(g, op, 0))] = true;
-}
-
-/* Including barriers on which a warp arrives for its thread. */
+/* Barriers at which more arrives than all lanes of a thread together: an engine, source text, or a
+ * warp on behalf of its thread. */
 static void note_copied(pm_graph *g, pm_opid op, void *ctx) {
   bool *of = ctx;
-  if (pm_get(g, op)->code == PM_OP_WARP_MAP) pm_walk(g, pm_region(g, op, 0), note_arrival, of);
-  const uint16_t code = pm_get(g, op)->code;
-  const bool copies = code == PM_OP_COPY_G2S || code == PM_OP_ASYNC_STORE;
-  if (copies) of[base_of(g, pm_in(g, op, 2))] = true;
+  const bool lanes = pm_get(g, op)->code == PM_OP_ARRIVE && !in_warps(g, op);
+  pm_access a = pm_accesses(op);
+  while (!lanes && pm_next_access(g, &a)) {
+    if (a.where == PM_IN_BARRIER && a.writes) of[base_of(g, a.view)] = true;
+  }
 }
 
+/* Except for HAND_TILE: the arrival that says that its number was read has KEEP_RELEASE. */
 static void note_reach(pm_graph *g, pm_opid op, void *ctx) {
   uint8_t *of = ctx; /* by value: the memory at the base of views */
-  const uint16_t code = pm_get(g, op)->code;
-  uint32_t n;
-  if (reads(code)) of[base_of(g, pm_in(g, op, 0))] |= READ | GENERIC;
-  if (writes(code)) of[base_of(g, pm_in(g, op, 0))] |= WRITTEN | GENERIC;
-  if (code == PM_OP_ASYNC_STORE) of[base_of(g, pm_in(g, op, 0))] |= WRITTEN;
-  if (code == PM_OP_CLUSTER_REF) of[base_of(g, pm_in(g, op, 0))] |= REMOTE;
-  for (uint32_t k = 0; code == PM_OP_INLINE && k < pm_get(g, op)->n_in; k++) {
-    if (pm_typeof(g, pm_in(g, op, k))->kind != PM_REF) continue;
-    of[base_of(g, pm_in(g, op, k))] |= READ | WRITTEN | GENERIC;
+  pm_access a = pm_accesses(op);
+  if (pm_get(g, op)->code == PM_OP_HAND_TILE) return;
+  while (pm_next_access(g, &a)) {
+    if (!(a.where & PM_IN_MEMORY)) continue;
+    uint8_t *how = &of[base_of(g, a.view)];
+    *how |= (a.reads ? READ : 0) | (a.writes ? WRITTEN : 0);
+    *how |= (pm_by_lanes(&a) ? GENERIC : 0) | (a.scope == PM_CLUSTER ? REMOTE : 0);
   }
-  if (code != PM_OP_COPY_G2S && code != PM_OP_COPY_S2G) return;
-  const bool plain = *pm_attr(g, op, PM_ATTR_ENGINE) == PM_ENGINE_PLAIN;
-  of[base_of(g, pm_in(g, op, 0))] |= READ | (plain ? GENERIC : 0);
-  of[base_of(g, pm_in(g, op, 1))] |= WRITTEN | (plain ? GENERIC : 0);
-  if (code == PM_OP_COPY_S2G) {
-    if (*pm_attr(g, op, PM_ATTR_COMBINE)) of[base_of(g, pm_in(g, op, 1))] |= READ;
-    return;
-  }
-  pm_attr_list(g, op, PM_ATTR_CLUSTER, &n);
-  if (n) of[base_of(g, pm_in(g, op, 1))] |= REMOTE;
 }
 
 /* GMEM that nobody writes. */
@@ -384,8 +353,8 @@ static void place_fence(placer *p, pm_blk block, uint32_t *k) {
 static bool meets_next(const pm_graph *g, pm_blk block, uint32_t k) {
   const pm_block *b = &g->blocks.at[block];
   while (++k < b->ops.n) {
-    uint16_t code = pm_get(g, b->ops.at[k])->code;
-    if (!pm_is_pure(code)) return code == PM_OP_COMMIT_SMEM || code == PM_OP_WAIT_S2G;
+    const uint16_t code = pm_get(g, b->ops.at[k])->code;
+    if (!pm_is_pure(code)) return pm_meets(code);
   }
   return false;
 }
@@ -402,20 +371,20 @@ static void place_behind(placer *p, pm_blk block, uint32_t *k) {
   met(p); /* at the end of the kernel nothing is left to be ordered */
 }
 
-static void visit_store(placer *p, pm_blk block, uint32_t *k) {
-  pm_graph *g = p->g;
-  pm_opid op = g->blocks.at[block].ops.at[*k];
-  const bool one_lane = pm_get(g, op)->code == PM_OP_ATOMIC; /* for all elements, or for each */
-  const bool array = one_lane || pm_typeof(g, pm_in(g, op, 0))->rank > 0;
+/* One lane does an atomic for all elements, or each lane those that it has. */
+static void visit_store(placer *p, pm_blk block, uint32_t *k, const pm_access *a) {
+  const pm_graph *g = p->g;
+  const bool one_lane = pm_ops[pm_get(g, a->op)->code].part != PM_PART_EACH;
+  const bool array = one_lane || pm_typeof(g, a->view)->rank > 0;
   const bool by_user = g->no_auto_barriers;
-  if (!by_user && (array ? p->at != ORDERED : conflicts(p, pm_in(g, op, 0)))) place(p, block, k);
+  if (!by_user && (array ? p->at != ORDERED : conflicts(p, a->view))) place(p, block, k);
   p->touched = true;
   if (by_user) return;
   if (array) {
     place_behind(p, block, k);
     return;
   }
-  note(p, pm_in(g, op, 0));
+  note(p, a->view);
   p->at = APART;
 }
 
@@ -424,11 +393,17 @@ static void await_wgmma(placer *p, int64_t n) {
   if (n >= 0 && p->n_wgmmas > n) p->waited = false;
 }
 
+/* Does the op read memory of the block's threads, now? */
+static bool reads_now(const placer *p, const pm_access *a) {
+  return is_now(a) && a->reads && !is_constant(p, a->view);
+}
+
 static void visit_memory(placer *p, pm_opid op) {
-  const uint16_t code = pm_get(p->g, op)->code;
-  p->touched |= reads(code) && !is_constant(p, pm_in(p->g, op, 0));
-  p->n_wgmmas += code == PM_OP_WGMMA;
-  if (pm_has_attr(p->g, op, PM_ATTR_N)) await_wgmma(p, *pm_attr(p->g, op, PM_ATTR_N));
+  int64_t n;
+  pm_access a = pm_accesses(op);
+  while (pm_next_access(p->g, &a)) p->touched |= reads_now(p, &a);
+  p->n_wgmmas += pm_ops[pm_get(p->g, op)->code].done == PM_DONE_COMMIT;
+  if (pm_awaits_products(p->g, op, &n)) await_wgmma(p, n);
   if (p->g->no_auto_barriers) return;
   note_op(p->g, op, p);
   p->at = APART;
@@ -487,9 +462,12 @@ static void summarise(pm_graph *g, pm_opid op, void *ctx) {
   summary *s = ctx;
   const uint16_t code = pm_get(g, op)->code;
   s->arrives |= code == PM_OP_ARRIVE && !warp_barrier(s->p, op);
-  s->waits |= code == PM_OP_WAIT || code == PM_OP_BARRIER_TEST;
-  s->touches |= writes(code) || code == PM_OP_INLINE;
-  s->touches |= reads(code) && !is_constant(s->p, pm_in(g, op, 0));
+  s->touches |= code == PM_OP_INLINE;
+  pm_access a = pm_accesses(op);
+  while (pm_next_access(g, &a)) {
+    s->waits |= a.where == PM_IN_BARRIER && !a.writes;
+    s->touches |= (is_now(&a) && a.writes) || reads_now(s->p, &a);
+  }
 }
 
 /* Set the state to what is known at every start of the loop body; returns the state before. */
@@ -570,53 +548,64 @@ static void visit_warps(placer *p, pm_blk block, uint32_t *k) {
 static bool is_committed(const pm_graph *g, pm_blk block, uint32_t k) {
   const pm_block *b = &g->blocks.at[block];
   while (k > 0 && pm_is_pure(pm_get(g, b->ops.at[k - 1])->code)) k--;
-  return k > 0 && pm_get(g, b->ops.at[k - 1])->code == PM_OP_COMMIT_SMEM;
+  const uint16_t code = k > 0 ? pm_get(g, b->ops.at[k - 1])->code : PM_OP_NONE;
+  return (pm_ops[code].effects & (E_MEET | E_FENCE)) == (E_MEET | E_FENCE);
+}
+
+static void visit_copy(placer *p, pm_blk block, uint32_t *k) {
+  const bool committed = is_committed(p->g, block, *k);
+  if (!committed && overwrites_dirt(p, p->g->blocks.at[block].ops.at[*k])) {
+    place_op(p, block, k, PM_OP_COMMIT_SMEM);
+  }
+  if (p->at == APART) place(p, block, k);
+  p->at = COPIES;
+}
+
+/* One lane tells others by a barrier or a semaphore what all lanes have done; at a named barrier
+ * each lane speaks for itself. */
+static void visit_release(placer *p, pm_blk block, uint32_t *k, bool one_lane) {
+  const pm_opid op = p->g->blocks.at[block].ops.at[*k];
+  if (pm_get(p->g, op)->code == PM_OP_ARRIVE) {
+    visit_arrive(p, block, k);
+  } else if (!one_lane) {
+    place_fence(p, block, k);
+  } else if (p->touched || p->waited || !is_clean(&p->loaded)) {
+    place_release(p, block, k);
+  }
+}
+
+static void visit_regions(placer *p, pm_blk block, uint32_t *k) {
+  const pm_opid op = p->g->blocks.at[block].ops.at[*k];
+  switch (pm_get(p->g, op)->code) {
+    case PM_OP_SCOPE: visit_scope(p, op); break;
+    case PM_OP_WARP_MAP: visit_warps(p, block, k); break;
+    default: visit_control(p, block, k);
+  }
 }
 
 static void visit_op(placer *p, pm_blk block, uint32_t *k) {
-  pm_opid op = p->g->blocks.at[block].ops.at[*k];
-  uint16_t code = pm_get(p->g, op)->code;
-  soil_by(p, op);
-  switch (code) {
-    case PM_OP_STORE:
-    case PM_OP_MASKED_STORE:
-    case PM_OP_ATOMIC: visit_store(p, block, k); break;
-    case PM_OP_COPY_G2S:
-      if (!is_committed(p->g, block, *k) && overwrites_dirt(p, op)) {
-        place_op(p, block, k, PM_OP_COMMIT_SMEM);
-      }
-      /* fall through */
-    case PM_OP_COPY_S2G:
-      if (p->at == APART) place(p, block, k);
-      p->at = COPIES;
-      break;
-    case PM_OP_LOAD:
-    case PM_OP_MASKED_LOAD:
-    case PM_OP_WGMMA:
-    case PM_OP_WGMMA_WAIT:
-    case PM_OP_ACC_LOAD: visit_memory(p, op); break;
-    case PM_OP_INLINE: visit_inline(p, block, k); break;
-    case PM_OP_BARRIER_TEST:
-    case PM_OP_WAIT: visit_wait(p); break;
-    case PM_OP_ARRIVE: visit_arrive(p, block, k); break;
-    case PM_OP_ASYNC_STORE:
-    case PM_OP_HAND_TILE:
-    case PM_OP_SIGNAL:
-      if (p->touched || p->waited || !is_clean(&p->loaded)) place_release(p, block, k);
-      break;
-    case PM_OP_NAMED_ARRIVE:
-    case PM_OP_PASS_TURN: place_fence(p, block, k); break;
-    case PM_OP_TAKE_TURN:
-    case PM_OP_NAMED_SYNC: place_fence(p, block, k); /* fall through */
-    case PM_OP_COMMIT_SMEM:
-    case PM_OP_WAIT_S2G:
-    case PM_OP_AWAIT:
-    case PM_OP_SYNC: met(p); break;
-    case PM_OP_SCOPE: visit_scope(p, op); break;
-    case PM_OP_WARP_MAP: visit_warps(p, block, k); break;
-    default:
-      if (pm_get(p->g, op)->n_regions) visit_control(p, block, k);
+  const pm_graph *g = p->g;
+  const pm_opid op = g->blocks.at[block].ops.at[*k];
+  const uint16_t code = pm_get(g, op)->code, effects = pm_ops[code].effects;
+  pm_access a = pm_accesses(op), store = {.where = 0};
+  int64_t n;
+  bool direct = pm_awaits_products(g, op, &n), copies = false, waits = false, signals = false;
+  while (pm_next_access(g, &a)) {
+    if (is_now(&a) && a.writes) store = a;
+    direct |= is_direct(&a);
+    copies |= a.where & PM_IN_MEMORY && !is_direct(&a);
+    waits |= a.where == PM_IN_BARRIER && !a.writes;
+    signals |= a.where & (PM_IN_BARRIER | PM_IN_SEMAPHORE) && a.writes;
   }
+  soil_by(p, op);
+  if (pm_get(g, op)->n_regions) visit_regions(p, block, k);
+  else if (code == PM_OP_INLINE) visit_inline(p, block, k);
+  else if (effects & E_RELEASE) visit_release(p, block, k, signals);
+  else if (store.where) visit_store(p, block, k, &store);
+  else if (copies) visit_copy(p, block, k);
+  else if (direct) visit_memory(p, op);
+  else if (waits) visit_wait(p);
+  if (effects & E_MEET) met(p);
   released(p, op);
 }
 
