@@ -389,16 +389,16 @@ static int64_t behind_last(const pm_graph *g, pm_blk block, int64_t behind) {
   for (uint32_t k = 0; k < g->blocks.at[block].ops.n; k++) {
     const pm_opid op = g->blocks.at[block].ops.at[k];
     const pm_op *o = pm_get(g, op);
+    int64_t n;
     if (o->code == PM_OP_WGMMA) {
       const bool registers = pm_typeof(g, pm_in(g, op, 1))->kind == PM_ARRAY;
       if (registers || behind != NONE) behind = registers ? 0 : behind + 1;
-    } else if (o->code == PM_OP_WGMMA_WAIT || o->code == PM_OP_ACC_LOAD) {
-      const int64_t n = *pm_attr(g, op, PM_ATTR_N);
+    } else if (pm_awaits_products(g, op, &n)) {
       if (n >= 0 && n <= behind) behind = NONE;
     } else if (o->code == PM_OP_SCOPE) {
       behind = behind_last(g, pm_region(g, op, 0), behind);
     } else {
-      const bool loop = o->code == PM_OP_FOR || o->code == PM_OP_WHILE; /* waits for its own */
+      const bool loop = pm_is_loop(o->code);                 /* waits for its own */
       for (uint32_t r = 0; r < o->n_regions && !loop; r++) { /* which may or may not run */
         const int64_t found = behind_last(g, pm_region(g, op, r), behind);
         if (found != NONE) behind = behind == NONE ? found : pm_min(behind, found);

@@ -37,28 +37,26 @@ static int after_loop(const walk *w, pm_opid op, int state) {
   return sure ? end : state | end;
 }
 
+static int after_regions(const walk *w, pm_opid op, int state) {
+  const pm_op *o = pm_get(w->g, op);
+  int after = o->n_regions ? 0 : state;
+  if (pm_is_loop(o->code)) return after_loop(w, op, state);
+  for (uint32_t r = 0; r < o->n_regions; r++) {
+    if (!pm_may_take(w->g, op, r, w->wg)) continue;
+    after |= after_block(w, pm_region(w->g, op, r), state);
+  }
+  return after;
+}
+
 static int after_op(const walk *w, pm_opid op, int state) {
   const pm_graph *g = w->g;
-  const pm_op *o = pm_get(g, op);
-  int after = 0;
-  switch (o->code) {
+  switch (pm_get(g, op)->code) {
     case PM_OP_COPY_S2G:
       if (*pm_attr(g, op, PM_ATTR_ENGINE) != PM_ENGINE_PLAIN) state |= OPEN;
       return *pm_attr(g, op, PM_ATTR_COMMIT) ? close_group(state) : state;
     case PM_OP_COMMIT_GROUP: return close_group(state);
     case PM_OP_WAIT_S2G: return *pm_attr(g, op, PM_ATTR_N) ? state : state & ~GROUPED;
-    case PM_OP_FOR:
-    case PM_OP_WHILE: return after_loop(w, op, state);
-    case PM_OP_IF:
-    case PM_OP_SWITCH:
-      for (uint32_t r = 0; r < o->n_regions; r++) {
-        if (pm_may_take(g, op, r, w->wg)) after |= after_block(w, pm_region(g, op, r), state);
-      }
-      return after;
-    default:
-      for (uint32_t r = 0; r < o->n_regions; r++)
-        state = after_block(w, pm_region(g, op, r), state);
-      return state;
+    default: return after_regions(w, op, state);
   }
 }
 

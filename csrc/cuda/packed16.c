@@ -25,17 +25,18 @@ static bool is_matrix_access(pm_gen *e, pm_opid op, pm_val array, bool store) {
   return pm_is_matrix(e, pm_value_layout(e->g, array), &v, store);
 }
 
+/* Can words go from the region of an op to its results? */
+static bool yields_words(int code) { return code == PM_OP_FOR || pm_is_branch(code); }
+
 /* Can the op that makes v make words? */
 static bool makes_words(pm_gen *e, pm_val v) {
   const pm_value *val = pm_value_of(e->g, v);
   if (!val->def) { /* an argument of a region */
     const pm_opid op = e->g->blocks.at[val->block].parent;
-    return op && pm_get(e->g, op)->code == PM_OP_FOR;
+    return op && pm_has_index(pm_get(e->g, op));
   }
+  if (yields_words(pm_get(e->g, val->def)->code)) return true;
   switch (pm_get(e->g, val->def)->code) {
-    case PM_OP_FOR:
-    case PM_OP_IF:
-    case PM_OP_SWITCH: return true;
     case PM_OP_LOAD: return is_matrix_access(e, val->def, v, false);
     case PM_OP_CONVERT: return pm_typeof(e->g, pm_in(e->g, val->def, 0))->dtype == PM_F32;
     default: return false;
@@ -49,11 +50,9 @@ static bool takes_words(pm_gen *e, pm_opid op, uint32_t k) {
     case PM_OP_WGMMA: return k == 1;
     case PM_OP_FOR: return k >= 2 && pm_is_packed(e, o->out + k - 2);
     case PM_OP_STORE: return k == 1 && is_matrix_access(e, op, pm_in(e->g, op, 1), true);
-    case PM_OP_YIELD: {
-      const int code = parent ? pm_get(e->g, parent)->code : PM_OP_YIELD;
-      return (code == PM_OP_FOR || code == PM_OP_IF || code == PM_OP_SWITCH) &&
+    case PM_OP_YIELD:
+      return parent && yields_words(pm_get(e->g, parent)->code) &&
              pm_is_packed(e, pm_get(e->g, parent)->out + k);
-    }
     default: return false;
   }
 }

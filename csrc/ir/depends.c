@@ -92,7 +92,7 @@ static bool any_changes(changes *c, pm_opid op) {
 /* Argument k of a region: an index if it stands in front of the carries of a FOR. */
 static bool argument_changes(changes *c, pm_opid op, uint32_t k) {
   const pm_op *o = pm_get(c->g, op);
-  const uint32_t index = o->code == PM_OP_FOR;
+  const uint32_t index = pm_has_index(o);
   if (k < index) /* of a loop inside: it counts anew each time */
     return op == c->loop || changes_in(c, pm_in(c->g, op, 0)) || changes_in(c, pm_in(c->g, op, 1));
   if (op != c->loop && changes_in(c, pm_in(c->g, op, k + index))) return true;
@@ -107,11 +107,12 @@ static bool argument_changes(changes *c, pm_opid op, uint32_t k) {
 static bool region_changes(changes *c, pm_opid op, uint32_t k) {
   const pm_op *o = pm_get(c->g, op);
   if (any_changes(c, op)) return true;
-  for (uint32_t r = o->code == PM_OP_WHILE; r < o->n_regions; r++) {
+  for (uint32_t r = 0; r < o->n_regions; r++) {
+    if (pm_is_condition(o, r)) continue;
     const pm_opid yield = pm_terminator(c->g, pm_region(c->g, op, r));
     if (changes_in(c, pm_in(c->g, yield, k))) return true;
   }
-  return o->code == PM_OP_WHILE &&
+  return pm_is_condition(o, 0) &&
          changes_in(c, pm_in(c->g, pm_terminator(c->g, pm_region(c->g, op, 0)), 0));
 }
 
@@ -146,7 +147,7 @@ static bool changes_in(changes *c, pm_val v) {
 bool pm_repeats(const pm_graph *g, pm_val v, pm_opid op) {
   changes c = {g, 0, PM_NEW(g->arena, uint8_t, g->values.n)};
   while ((op = g->blocks.at[pm_get(g, op)->parent].parent)) {
-    if (pm_get(g, op)->code != PM_OP_FOR && pm_get(g, op)->code != PM_OP_WHILE) continue;
+    if (!pm_is_loop(pm_get(g, op)->code)) continue;
     memset(c.seen, 0, g->values.n);
     c.loop = op;
     if (!changes_in(&c, v)) return true;

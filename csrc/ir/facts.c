@@ -162,7 +162,7 @@ int64_t pm_divisor(const pm_graph *g, pm_val v) {
 
 bool pm_in_loop(const pm_graph *g, pm_opid op) {
   while ((op = g->blocks.at[pm_get(g, op)->parent].parent)) {
-    if (pm_get(g, op)->code == PM_OP_FOR || pm_get(g, op)->code == PM_OP_WHILE) return true;
+    if (pm_is_loop(pm_get(g, op)->code)) return true;
   }
   return false;
 }

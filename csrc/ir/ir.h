@@ -247,6 +247,14 @@ static inline pm_blk pm_region(const pm_graph *g, pm_opid op, uint32_t k) {
 static inline pm_opid pm_terminator(const pm_graph *g, pm_blk b) {
   return g->blocks.at[b].ops.at[g->blocks.at[b].ops.n - 1];
 }
+static inline bool pm_is_loop(int code) { return code == PM_OP_FOR || code == PM_OP_WHILE; }
+static inline bool pm_is_branch(int code) { return code == PM_OP_IF || code == PM_OP_SWITCH; }
+/* Does the body of the loop get an index in front of the carries? */
+static inline bool pm_has_index(const pm_op *o) { return o->code == PM_OP_FOR; }
+/* The region of a WHILE that yields whether to go on, rather than the next carries. */
+static inline bool pm_is_condition(const pm_op *o, uint32_t r) {
+  return o->code == PM_OP_WHILE && !r;
+}
 /* Does an op of this code make a view of its first operand? */
 static inline bool pm_makes_view(int code) { return pm_ops[code].layout == PM_LAY_VIEW; }
 /* Elements along K that one instruction of the tensor cores multiplies: 32 bytes of a row. */

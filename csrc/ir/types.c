@@ -1220,13 +1220,13 @@ static uint32_t first_carry(const pm_op *o) {
 
 uint32_t pm_region_args(const pm_graph *g, pm_opid op) {
   const pm_op *o = pm_get(g, op);
-  return o->n_in - first_carry(o) + (o->code == PM_OP_FOR);
+  return o->n_in - first_carry(o) + pm_has_index(o);
 }
 
 pm_type pm_region_arg_type(const pm_graph *g, pm_opid op, uint32_t arg) {
   const pm_op *o = pm_get(g, op);
-  if (o->code == PM_OP_FOR && !arg) return pm_scalar_type(PM_I32);
-  return *pm_typeof(g, pm_in(g, op, first_carry(o) + arg - (o->code == PM_OP_FOR)));
+  if (pm_has_index(o) && !arg) return pm_scalar_type(PM_I32);
+  return *pm_typeof(g, pm_in(g, op, first_carry(o) + arg - pm_has_index(o)));
 }
 
 static pm_code check_carries(const pm_graph *g, pm_opid op, pm_opid yield, pm_err *err) {
@@ -1298,7 +1298,7 @@ pm_code pm_type_yields(const pm_graph *g, pm_opid op, pm_err *err) {
 /* Where result k of a control op has its type from: its carries, or the yield of region 0. */
 static pm_opid result_source(const pm_graph *g, pm_opid op, uint32_t *first) {
   const pm_op *o = pm_get(g, op);
-  bool loop = o->code == PM_OP_FOR || o->code == PM_OP_WHILE;
+  const bool loop = pm_is_loop(o->code);
   *first = loop ? first_carry(o) : 0;
   return loop ? op : pm_terminator(g, pm_region(g, op, 0));
 }

@@ -7,6 +7,7 @@
  */
 #include <inttypes.h>
 
+#include "access.h"
 #include "layout.h"
 #include "rules.h"
 #include "view.h"
@@ -146,7 +147,8 @@ static pm_code check_alloc(checker *c, pm_opid op) {
   return PM_OK;
 }
 
-static pm_code check_copy(checker *c, pm_opid op) {
+static pm_code check_engine(checker *c, pm_opid op) {
+  if (!pm_has_attr(c->g, op, PM_ATTR_ENGINE)) return PM_OK;
   if (c->g->stage >= PM_PLANNED && *pm_attr(c->g, op, PM_ATTR_ENGINE) == PM_ENGINE_AUTO) {
     BAD("%s: no engine", text_of(c, op));
   }
@@ -154,9 +156,9 @@ static pm_code check_copy(checker *c, pm_opid op) {
 }
 
 /* Operands are read-only; what a caller passes is never changed. */
-static pm_code check_written(checker *c, pm_opid op, uint32_t k) {
+static pm_code check_writable(checker *c, pm_opid op, pm_val view) {
   const pm_graph *g = c->g;
-  const pm_value *v = pm_value_of(g, pm_view_base(g, pm_in(g, op, k)));
+  const pm_value *v = pm_value_of(g, pm_view_base(g, view));
   if (v->def || v->block != 1 || v->index >= g->n_operands) return PM_OK;
   for (uint32_t i = 0; g->alias && i < g->n_outputs; i++) {
     if (g->alias[i] == (int32_t)v->index) return PM_OK;
@@ -167,9 +169,15 @@ static pm_code check_written(checker *c, pm_opid op, uint32_t k) {
                  text_of(c, op), g->strings.at[v->name], v->index);
 }
 
-static uint16_t code_of(const pm_graph *g, pm_val v) {
-  const pm_opid def = pm_value_of(g, v)->def;
-  return def ? pm_get(g, def)->code : PM_OP_NONE;
+/* Source text gets operands as pointers to const. */
+static pm_code check_accesses(checker *c, pm_opid op) {
+  pm_access a = pm_accesses(op);
+  while (pm_next_access(c->g, &a)) {
+    if (!a.writes || a.where != PM_IN_GMEM || a.certainty == PM_UNTOLD) continue;
+    const pm_code rc = check_writable(c, op, a.view);
+    if (rc) return rc;
+  }
+  return PM_OK;
 }
 
 /* A launch may have fewer blocks than the grid, and counts its tiles from there. */
@@ -192,49 +200,43 @@ static pm_code check_take(checker *c, pm_opid op) {
   uint32_t loops = 0;
   for (pm_blk b = pm_get(g, op)->parent; g->blocks.at[b].parent;) {
     const pm_opid parent = g->blocks.at[b].parent;
-    loops += pm_get(g, parent)->code == PM_OP_FOR || pm_get(g, parent)->code == PM_OP_WHILE;
+    loops += pm_is_loop(pm_get(g, parent)->code);
     b = pm_get(g, parent)->parent;
   }
   if (loops <= 1 || pm_get(g, op)->n_in) return check_counter(c, op);
   BAD("take_tile inside two loops needs to know which round it is");
 }
 
-/* A number that was taken is known to one lane, until it is handed on. */
-static pm_code check_ticket(checker *c, pm_opid op) {
+/* What one lane alone learnt from an op, such as a TAKE_TILE. */
+static bool is_ticket(const pm_graph *g, pm_val v) {
+  const pm_opid def = pm_value_of(g, v)->def;
+  return def && pm_ops[pm_get(g, def)->code].part == PM_PART_LANE;
+}
+
+static pm_code check_tickets(checker *c, pm_opid op) {
   const pm_graph *g = c->g;
-  const uint16_t code = pm_get(g, op)->code;
-  const bool hands = code == PM_OP_HAND_TILE || code == PM_OP_SHARE_TILE;
-  for (uint32_t k = 0; k < pm_get(g, op)->n_in; k++) {
-    const bool ticket = code_of(g, pm_in(g, op, k)) == PM_OP_TAKE_TILE;
-    const bool wanted = code == PM_OP_SHARE_TILE;
-    if (ticket ? !hands || k : wanted) BAD("%s: operand %u and take_tile", text_of(c, op), k);
+  const pm_op *o = pm_get(g, op);
+  const char *spec = pm_ops[o->code].in;
+  pm_operand operand = {0};
+  for (uint32_t k = 0; k < o->n_in; k++) {
+    if (!operand.repeated) spec = pm_read_operand(spec, &operand);
+    const bool ticket = is_ticket(g, pm_in(g, op, k));
+    if (ticket ? operand.letter != 't' : o->code == PM_OP_SHARE_TILE) {
+      BAD("%s: operand %u and take_tile", text_of(c, op), k);
+    }
   }
   bool alone = g->n_threads == 1;
   for (uint32_t k = 0; k < g->n_cluster; k++) alone &= g->cluster[k] == 1;
-  if (code == PM_OP_SHARE_TILE && !alone) BAD("share_tile in a cluster of several threads");
+  if (o->code == PM_OP_SHARE_TILE && !alone) BAD("share_tile in a cluster of several threads");
   return PM_OK;
 }
 
 static pm_code check_special(checker *c, pm_opid op) {
-  switch (pm_get(c->g, op)->code) {
-    case PM_OP_AXIS: return check_axis(c, op);
-    case PM_OP_ALLOC_SMEM:
-    case PM_OP_ALLOC_BARRIER:
-    case PM_OP_ALLOC_SEMAPHORE:
-    case PM_OP_ALLOC_ACC: return check_alloc(c, op);
-    case PM_OP_TAKE_TILE: return check_take(c, op);
-    case PM_OP_NEXT_TILE: return check_counter(c, op);
-    case PM_OP_MASKED_STORE:
-    case PM_OP_ATOMIC:
-    case PM_OP_STORE: return check_written(c, op, 0);
-    case PM_OP_PREFETCH:
-    case PM_OP_COPY_G2S: return check_copy(c, op);
-    case PM_OP_COPY_S2G: {
-      pm_code rc = check_written(c, op, 1);
-      return rc ? rc : check_copy(c, op);
-    }
-    default: return PM_OK;
-  }
+  const uint16_t code = pm_get(c->g, op)->code;
+  if (code == PM_OP_AXIS) return check_axis(c, op);
+  if (code == PM_OP_TAKE_TILE) return check_take(c, op);
+  if (pm_ops[code].effects & E_COUNT) return check_counter(c, op);
+  return pm_ops[code].effects & E_ALLOC ? check_alloc(c, op) : PM_OK;
 }
 
 /* ---- layouts ------------------------------------------------------------------------------ */
@@ -281,10 +283,10 @@ static pm_code check_layouts(checker *c, pm_opid op) {
     const pm_val shared = pm_masked_shared(g, op);
     for (uint32_t k = 1; !rc && k < o->n_in; k++) rc = agree(c, op, pm_in(g, op, k), shared, true);
   }
-  bool loop = o->code == PM_OP_FOR || o->code == PM_OP_WHILE;
+  const bool loop = pm_is_loop(o->code);
   for (uint32_t r = 0; !rc && r < o->n_regions; r++) {
     if (loop) rc = agree_carries(c, op, r);
-    if (!rc && (o->code != PM_OP_WHILE || r)) rc = agree_yield(c, op, r);
+    if (!rc && !pm_is_condition(o, r)) rc = agree_yield(c, op, r);
   }
   return rc;
 }
@@ -385,7 +387,9 @@ static pm_code check_op(checker *c, pm_opid op, pm_blk block) {
   pm_typing t = {g, o->code, g->operands.at + o->in, o->n_in, g->attrs.at + o->attr, given, c->err};
   rc = pm_type_op(&t, &type);
   if (!rc) rc = check_special(c, op);
-  if (!rc) rc = check_ticket(c, op);
+  if (!rc) rc = check_accesses(c, op);
+  if (!rc) rc = check_engine(c, op);
+  if (!rc) rc = check_tickets(c, op);
   if (!rc && o->n_regions) rc = check_regions(c, op);
   if (!rc) rc = check_results(c, op, &type);
   if (!rc && g->stage >= PM_LAID_OUT) rc = check_layouts(c, op);

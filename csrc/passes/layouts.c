@@ -47,8 +47,6 @@ static pm_layout_rule rule_of(const pm_graph *g, pm_opid op) {
   return pm_ops[pm_get(g, op)->code].layout;
 }
 
-static bool is_loop(const pm_op *o) { return o->code == PM_OP_FOR || o->code == PM_OP_WHILE; }
-
 static bool fits(const pm_layout *l, const pm_type *t) {
   return l->rank == t->rank && memcmp(l->shape, t->dim, sizeof t->dim[0] * t->rank) == 0;
 }
@@ -127,12 +125,11 @@ static void each_name(pass *p, pm_opid op, uint32_t k, pm_name_visit fn) {
   pm_graph *g = p->g;
   const pm_op *o = pm_get(g, op);
   pm_val result = o->out + k;
-  if (is_loop(o)) fn(p, result, pm_in(g, op, o->n_in - o->n_out + k));
+  if (pm_is_loop(o->code)) fn(p, result, pm_in(g, op, o->n_in - o->n_out + k));
   for (uint32_t r = 0; r < o->n_regions; r++) {
     const pm_block *b = &g->blocks.at[pm_region(g, op, r)];
-    if (is_loop(o)) fn(p, result, b->arg + b->n_args - o->n_out + k);
-    if (o->code != PM_OP_WHILE || r)
-      fn(p, result, pm_in(g, pm_terminator(g, pm_region(g, op, r)), k));
+    if (pm_is_loop(o->code)) fn(p, result, b->arg + b->n_args - o->n_out + k);
+    if (!pm_is_condition(o, r)) fn(p, result, pm_in(g, pm_terminator(g, pm_region(g, op, r)), k));
   }
 }
 
@@ -143,7 +140,7 @@ static void mark_result(pass *p, pm_val result, pm_val other) {
 static void mark_arguments(pass *p, pm_opid op, uint32_t k) {
   pm_graph *g = p->g;
   const pm_op *o = pm_get(g, op);
-  if (!is_loop(o) || !varies(p, o->out + k)) return;
+  if (!pm_is_loop(o->code) || !varies(p, o->out + k)) return;
   for (uint32_t r = 0; r < o->n_regions; r++) {
     const pm_block *b = &g->blocks.at[pm_region(g, op, r)];
     mark(p, b->arg + b->n_args - o->n_out + k);
@@ -915,7 +912,8 @@ static void rewrite_control(pass *p, pm_opid op) {
   const pm_op o = *pm_get(g, op);
   for (uint32_t k = 0; k < o.n_out; k++) {
     if (!is_array(g, o.out + k)) continue;
-    if (is_loop(&o)) set_operand(p, op, o.n_in - o.n_out + k, pm_value_of(g, o.out + k)->layout);
+    if (pm_is_loop(o.code))
+      set_operand(p, op, o.n_in - o.n_out + k, pm_value_of(g, o.out + k)->layout);
   }
 }
 
@@ -944,7 +942,7 @@ static void rewrite_yield(pass *p, pm_opid op) {
   pm_blk block = pm_get(g, op)->parent;
   pm_opid parent = g->blocks.at[block].parent;
   const pm_op o = *pm_get(g, parent);
-  if (o.code == PM_OP_WHILE && block == pm_region(g, parent, 0)) return;
+  if (pm_is_condition(&o, 0) && block == pm_region(g, parent, 0)) return;
   for (uint32_t k = 0; k < o.n_out; k++) {
     if (is_array(g, o.out + k)) set_operand(p, op, k, pm_value_of(g, o.out + k)->layout);
   }
@@ -1015,13 +1013,14 @@ static bool control_agrees(pm_graph *g, pm_opid op) {
   const pm_op *o = pm_get(g, op);
   for (uint32_t k = 0; k < o->n_out; k++) {
     pm_layid l = pm_value_of(g, o->out + k)->layout;
-    if (is_loop(o) && !agrees(g, pm_in(g, op, o->n_in - o->n_out + k), l, false)) return false;
+    if (pm_is_loop(o->code) && !agrees(g, pm_in(g, op, o->n_in - o->n_out + k), l, false))
+      return false;
     for (uint32_t r = 0; r < o->n_regions; r++) {
       pm_blk b = pm_region(g, op, r);
       const pm_block *block = &g->blocks.at[b];
-      if (is_loop(o) && !agrees(g, block->arg + block->n_args - o->n_out + k, l, false))
+      if (pm_is_loop(o->code) && !agrees(g, block->arg + block->n_args - o->n_out + k, l, false))
         return false;
-      if (o->code == PM_OP_WHILE && r == 0) continue;
+      if (pm_is_condition(o, r)) continue;
       if (!agrees(g, pm_in(g, pm_terminator(g, b), k), l, false)) return false;
     }
   }

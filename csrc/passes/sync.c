@@ -498,7 +498,7 @@ static void visit_scope(placer *p, pm_opid op) {
 static void visit_control(placer *p, pm_blk block, uint32_t *k) {
   pm_graph *g = p->g;
   pm_opid op = g->blocks.at[block].ops.at[*k];
-  bool loop = pm_get(g, op)->code == PM_OP_FOR || pm_get(g, op)->code == PM_OP_WHILE;
+  const bool loop = pm_is_loop(pm_get(g, op)->code);
   placer *before = PM_NEW(g->arena, placer, 1);
   placer after = {.at = ORDERED, .n_wgmmas = INT64_MAX};
   dirt dirty = {0}, loaded = {0};
