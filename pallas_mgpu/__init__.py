@@ -23,6 +23,7 @@ from ._core import (
     LoweringError,
     NVRTCError,
     OutOfMemoryError,
+    RaceError,
     TMADescriptorError,
     TracerArrayConversionError,
     TracerBoolConversionError,
@@ -76,6 +77,7 @@ from ._ops import (
     wgmma_wait,
 )
 from ._pipeline import emit_pipeline
+from ._races import Race, RaceAccess, RaceLog, get_races
 from ._schedule import NDLoopInfo, dynamic_scheduling_loop, hand_tile, nd_loop, next_tile
 from ._semaphores import (
     SemaphoreSignal,

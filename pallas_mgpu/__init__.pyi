@@ -34,6 +34,7 @@ from ._core import Lowered as Lowered
 from ._core import LoweringError as LoweringError
 from ._core import NVRTCError as NVRTCError
 from ._core import OutOfMemoryError as OutOfMemoryError
+from ._core import RaceError as RaceError
 from ._core import Ref as Ref
 from ._core import TMADescriptorError as TMADescriptorError
 from ._core import TracerArrayConversionError as TracerArrayConversionError
@@ -299,6 +300,8 @@ class InterpretParams:
     num_tma_threads_per_device: int
     logging_mode: LoggingMode | None
     detect_races: bool
+    on_race: Literal["raise", "warn", "record"]
+    mode: Literal["strict", "reference"]
     def __init__(
         self,
         *,
@@ -311,7 +314,39 @@ class InterpretParams:
         num_tma_threads_per_device: int = 5,
         logging_mode: LoggingMode | None = None,
         detect_races: bool = False,
+        on_race: Literal["raise", "warn", "record"] = "raise",
+        mode: Literal["strict", "reference"] = "strict",
     ) -> None: ...
+
+@dataclass(frozen=True)
+class RaceAccess:
+    touch: Literal["read", "write", "atomic"]
+    ref: str
+    index: str
+    agent: str
+    file: str | None
+    line: int
+
+@dataclass(frozen=True)
+class Race:
+    first: RaceAccess
+    second: RaceAccess
+    space: Literal["SMEM", "GMEM"]
+    index: str
+    bytes: tuple[int, int]
+    hint: str
+    text: str
+    @property
+    def kind(self) -> str: ...
+
+@dataclass(frozen=True)
+class RaceLog:
+    races: tuple[Race, ...] = ()
+    not_portable: tuple[Race, ...] = ()
+    @property
+    def races_found(self) -> bool: ...
+
+def get_races() -> RaceLog: ...
 
 # ---- register layouts ----------------------------------------------------------------------------
 

@@ -1186,8 +1186,13 @@ class InterpretParams(_Frozen):
     ``logging_mode``: a :class:`LoggingMode`; prints a line for each of these events.
     ``num_cores_or_threads``, ``num_tma_threads_per_device``: no effect. The kernel's
     ``num_threads`` applies, and the number of copies in flight is not limited.
+    ``detect_races``: find accesses to one place that nothing orders, whatever the schedule.
+    ``on_race``: "raise" (:class:`RaceError` at the first one), "warn" (a UserWarning at the second
+    access of each) or "record"; :func:`get_races` returns all of them.
+    ``mode``, of ``detect_races``: "strict" also warns of what is right here but refused by JAX
+    ("not portable to JAX: ..."), "reference" does not.
     Deadlocks and out-of-bounds accesses are always reported. ValueError for other values,
-    NotImplementedError for ``detect_races`` and other kinds of ``uninitialized_memory``.
+    NotImplementedError for other kinds of ``uninitialized_memory``.
     """
 
     __slots__ = (
@@ -1200,6 +1205,8 @@ class InterpretParams(_Frozen):
         "num_tma_threads_per_device",
         "logging_mode",
         "seed",
+        "on_race",
+        "mode",
     )
 
     def __init__(
@@ -1214,18 +1221,21 @@ class InterpretParams(_Frozen):
         num_tma_threads_per_device=5,
         logging_mode=None,
         detect_races=False,
+        on_race="raise",
+        mode="strict",
     ):
         what = "InterpretParams"
-        if detect_races:
-            raise NotImplementedError(
-                f"{what}: detect_races is not supported yet; deadlocks and out-of-bounds accesses"
-                " are always found"
-            )
-        if out_of_bounds_reads not in ("raise", "uninitialized"):
-            raise ValueError(
-                f"{what}: out_of_bounds_reads must be 'raise' or 'uninitialized', got"
-                f" {show(out_of_bounds_reads)}"
-            )
+        words = {
+            "out_of_bounds_reads": (out_of_bounds_reads, "raise", "uninitialized"),
+            "on_race": (on_race, "raise", "warn", "record"),
+            "mode": (mode, "strict", "reference"),
+        }
+        for name, (given, *accepted) in words.items():
+            if given not in accepted:
+                *some, last = map(repr, accepted)
+                raise ValueError(
+                    f"{what}: {name} must be {', '.join(some)} or {last}, got {show(given)}"
+                )
         if uninitialized_memory not in ("nan", "zero"):
             raise NotImplementedError(
                 f"{what}: uninitialized_memory must be 'nan' or 'zero',"
@@ -1254,7 +1264,9 @@ class InterpretParams(_Frozen):
             skip_floating_point_ops=bool(skip_floating_point_ops),
             vector_clock_size=None,
             logging_mode=logging_mode,
-            detect_races=False,
+            detect_races=bool(detect_races),
+            on_race=on_race,
+            mode=mode,
             **{name: n.__index__() for name, n in counts.items()},
         )
 

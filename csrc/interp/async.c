@@ -13,7 +13,7 @@
  * thread of the others. */
 #include <stdio.h>
 
-#include "vm.h"
+#include "races.h"
 
 /* ---- tasks -------------------------------------------------------------------------------- */
 
@@ -114,6 +114,7 @@ void pm_vm_free_tasks(pm_machine *m) {
     task *k = m->free_tasks;
     m->free_tasks = k->next;
     pm_free(k->buffer);
+    pm_free(k->issued.at);
     pm_free(k);
   }
   for (int kind = 0; kind < TASK_KINDS; kind++) pm_free(m->tasks[kind].at);
@@ -241,6 +242,7 @@ static step issue_parts(pm_machine *m, thread *t, const instr *i, barrier *b, bo
     k->smem = x.smem;
     k->smem.base = u->smem + (x.smem.base - own->smem);
     k->smem.at = u->smem + (x.smem.at - own->smem);
+    if (m->races) pm_race_issue(m, t, k);
     k->from = i->mem2->n * part / parts;
     k->to = i->mem2->n * (part + 1) / parts;
   }
@@ -253,11 +255,30 @@ static bool predicated_off(thread *t, const instr *i) {
   return i->a && !*(uint8_t *)slot_of(t, i->a);
 }
 
+/* A copy that lanes do is done when it is issued, by plain loads and stores. Behind those to SMEM
+ * stands a fence. */
+static step race_by_lanes(pm_machine *m, thread *t, const instr *i, const access *from,
+                          const access *to) {
+  spot s;
+  if (predicated_off(t, i)) return STEP_NEXT;
+  pm_vm_locate(m, t, from, &s);
+  if (pm_race_plain(m, t, i, &s, READ, LANES) == STEP_FAIL) return STEP_FAIL;
+  pm_vm_locate(m, t, to, &s);
+  const bool out = to->space == PM_GMEM;
+  const int touch = out && i->to ? ATOMIC : WRITE;
+  if (pm_race_plain(m, t, i, &s, touch, LANES) == STEP_FAIL) return STEP_FAIL;
+  if (!out) pm_race_fence(m, t, true);
+  return STEP_NEXT;
+}
+
 static step exec_copy_in(pm_machine *m, thread *t, const instr *i) {
   barrier *b = pm_vm_barrier(m, t, i, i->mem3);
   if (!b) return STEP_FAIL;
   bool off = predicated_off(t, i);
   if (i->n) return issue_parts(m, t, i, b, off);
+  if (m->races && i->lowered && race_by_lanes(m, t, i, i->mem, i->mem2) == STEP_FAIL) {
+    return STEP_FAIL;
+  }
   if (pm_vm_arrive(m, t, i->op, b, !off) == STEP_FAIL) return STEP_FAIL;
   if (off) return STEP_PAUSE;
   task *k = new_task(m, t, i, TASK_LOAD);
@@ -265,6 +286,7 @@ static step exec_copy_in(pm_machine *m, thread *t, const instr *i) {
   k->barrier = b;
   k->from = 0;
   k->to = i->mem2->n;
+  if (m->races) pm_race_issue(m, t, k);
   return locate_copy_in(m, t, i, &k->gmem, &k->smem) == STEP_FAIL ? STEP_FAIL : STEP_PAUSE;
 }
 
@@ -283,6 +305,7 @@ static step exec_async_store(pm_machine *m, thread *t, const instr *i) {
   const size_t bytes = (size_t)i->n * i->mem->bytes;
   if (!k || !want_buffer(k, 2 * bytes)) return k ? no_memory(m, k) : STEP_FAIL;
   memcpy(k->buffer, slot_of(t, i->a), bytes);
+  if (m->races) pm_race_issue(m, t, k);
   k->barrier = b;
   k->smem = s;
   k->gmem.mem = NULL;
@@ -293,6 +316,9 @@ static step run_async_store(pm_machine *m, task *k) {
   const access *mem = k->smem.mem;
   const size_t bytes = (size_t)mem->n * mem->bytes;
   char *data = k->buffer;
+  if (m->races && pm_race_engine(m, k, &k->smem, k->i->to ? ATOMIC : WRITE) == STEP_FAIL) {
+    return STEP_FAIL;
+  }
   if (k->i->to) {
     pm_dtype as;
     const int kind = pm_combine_atomic(k->i->to, mem->dtype, &as);
@@ -313,6 +339,11 @@ static step run_async_store(pm_machine *m, task *k) {
 static step run_copy_in(pm_machine *m, task *k) {
   const access *to = k->smem.mem;
   if (!k->gmem.mem) return run_async_store(m, k);
+  if (m->races && !k->i->lowered &&
+      (pm_race_engine(m, k, &k->gmem, READ) == STEP_FAIL ||
+       pm_race_engine(m, k, &k->smem, WRITE) == STEP_FAIL)) {
+    return STEP_FAIL;
+  }
   bool whole = k->to - k->from == to->n;
   if (k->gmem.inside && to->contiguous && whole) {
     pm_vm_gather(&k->gmem, k->smem.at);
@@ -356,6 +387,10 @@ static step exec_copy_out(pm_machine *m, thread *t, const instr *i) {
     pm_vm_locate(m, t, i->mem, &k->smem);
     pm_vm_locate(m, t, i->mem2, &k->gmem);
     if (!k->smem.inside) return pm_vm_outside(m, t, i->op, &k->smem, "copy_smem_to_gmem");
+    if (m->races && i->lowered && race_by_lanes(m, t, i, i->mem, i->mem2) == STEP_FAIL) {
+      return STEP_FAIL;
+    }
+    if (m->races) pm_race_issue(m, t, k);
   }
   if (i->flags) close_group(m, t);
   return STEP_PAUSE;
@@ -391,11 +426,16 @@ static char *combined(const task *k, size_t bytes) {
 static step run_copy_out(pm_machine *m, task *k) {
   const access *from = k->smem.mem;
   const size_t bytes = (size_t)from->n * from->bytes;
+  const bool race = m->races && !k->i->lowered;
   if (!k->read) {
+    if (race && pm_race_engine(m, k, &k->smem, READ) == STEP_FAIL) return STEP_FAIL;
     if (!want_buffer(k, k->i->to ? 2 * bytes : bytes)) return no_memory(m, k);
     pm_vm_gather(&k->smem, k->buffer);
     k->read = true;
     return STEP_NEXT;
+  }
+  if (race && pm_race_engine(m, k, &k->gmem, k->i->to ? ATOMIC : WRITE) == STEP_FAIL) {
+    return STEP_FAIL;
   }
   const char *data = k->i->to ? combined(k, bytes) : k->buffer;
   if (k->gmem.inside) {
@@ -415,7 +455,7 @@ static step exec_commit_group(pm_machine *m, thread *t, const instr *i) {
   return STEP_PAUSE;
 }
 
-static step await_stores(pm_machine *m, const thread *t, const instr *i) {
+static step await_stores(pm_machine *m, const thread *by, const thread *t, const instr *i) {
   int64_t done = t->groups - (int64_t)i->to; /* groups below it */
   bool read_only = i->flags;
   for (task *k = t->stores, *next; k; k = next) {
@@ -424,20 +464,28 @@ static step await_stores(pm_machine *m, const thread *t, const instr *i) {
     if (!k->read && run_copy_out(m, k) == STEP_FAIL) return STEP_FAIL;
     if (!read_only && run_copy_out(m, k) == STEP_FAIL) return STEP_FAIL;
   }
+  if (m->races) pm_race_stores_done(m, by, t, done, read_only);
   return STEP_PAUSE;
 }
 
 /* A thread waits for those of all its warps. */
 static step exec_wait_copies_out(pm_machine *m, thread *t, const instr *i) {
-  step s = await_stores(m, issuer(t), i);
+  step s = await_stores(m, t, issuer(t), i);
   for (uint32_t w = 1; m->has_warps && !t->of && w < WARPS && s != STEP_FAIL; w++) {
-    s = await_stores(m, &pm_vm_warps(m, t)[w], i);
+    s = await_stores(m, t, &pm_vm_warps(m, t)[w], i);
   }
   return s;
 }
 
+/* All that it does is seen by the race detector. */
 static step exec_commit_smem(pm_machine *m, thread *t, const instr *i) {
-  (void)m, (void)t, (void)i;
+  if (m->races) pm_race_fence(m, t, !i->lowered);
+  return STEP_PAUSE;
+}
+
+static step exec_proxy_fence(pm_machine *m, thread *t, const instr *i) {
+  (void)i;
+  if (m->races) pm_race_fence(m, t, false);
   return STEP_PAUSE;
 }
 
@@ -462,28 +510,38 @@ static step exec_wgmma(pm_machine *m, thread *t, const instr *i) {
     pm_vm_locate(m, t, i->mem2, &k->lhs);
     if (!k->lhs.inside) return pm_vm_outside(m, t, i->op, &k->lhs, "wgmma");
   }
+  if (m->races) pm_race_issue(m, t, k);
   return STEP_PAUSE;
 }
 
-static void run_mma(pm_machine *m, thread *t) {
+static step race_operands(pm_machine *m, const task *k) {
+  if (k->lhs.mem && pm_race_engine(m, k, &k->lhs, READ) == STEP_FAIL) return STEP_FAIL;
+  return pm_race_engine(m, k, &k->rhs, READ);
+}
+
+static step run_mma(pm_machine *m, thread *t) {
   task *k = t->mma_next;
+  if (m->races && race_operands(m, k) == STEP_FAIL) return STEP_FAIL;
   if (!m->options.skip_floats || !pm_is_float((pm_dtype)k->acc.mem->dtype)) {
     pm_vm_matmul(m->pack, &k->acc, &k->lhs, k->buffer, &k->rhs, k->i->out, k->i->dtype);
   }
   t->mma_next = k->next;
   finish_task(m, k);
+  return STEP_NEXT;
 }
 
 /* A product that has run stays in the thread's list until a wait covers it: it might be running. */
-static void await_mma(pm_machine *m, thread *t, uint32_t n) {
+static step await_mma(pm_machine *m, thread *t, uint32_t n) {
   while (t->n_mma > n) {
     task *k = t->mma_first;
-    if (k == t->mma_next) run_mma(m, t);
+    if (k == t->mma_next && run_mma(m, t) == STEP_FAIL) return STEP_FAIL;
+    if (m->races) pm_race_product_done(m, t, k);
     t->mma_first = k->next;
     if (!k->next) t->mma_last = NULL;
     t->n_mma--;
     free_task(m, k);
   }
+  return STEP_PAUSE;
 }
 
 /* Do two views of one accumulator, each a rectangle of it, have an element in common? */
@@ -511,8 +569,7 @@ const task *pm_vm_writer_in(const thread *t, uint32_t slot) {
 }
 
 static step exec_wgmma_wait(pm_machine *m, thread *t, const instr *i) {
-  await_mma(m, t, i->to);
-  return STEP_PAUSE;
+  return await_mma(m, t, i->to);
 }
 
 /* Where an accumulator is read or written by its thread, nothing else may write to it. */
@@ -529,7 +586,7 @@ static step locate_idle(pm_machine *m, thread *t, const instr *i, const char *wh
 
 static step exec_acc_load(pm_machine *m, thread *t, const instr *i) {
   spot s;
-  if ((int32_t)i->to >= 0) await_mma(m, t, i->to);
+  if ((int32_t)i->to >= 0 && await_mma(m, t, i->to) == STEP_FAIL) return STEP_FAIL;
   if (locate_idle(m, t, i, "read", &s) == STEP_FAIL) return STEP_FAIL;
   pm_vm_gather(&s, slot_of(t, i->dst));
   return STEP_PAUSE;
@@ -546,8 +603,7 @@ step pm_vm_run_task(pm_machine *m, task *k) {
   pm_vm_progress(m);
   if (k->kind == TASK_LOAD) return run_copy_in(m, k);
   if (k->kind == TASK_STORE) return run_copy_out(m, k);
-  run_mma(m, k->owner);
-  return STEP_NEXT;
+  return run_mma(m, k->owner);
 }
 
 const handler pm_vm_COPY_G2S = {pm_vm_encode_copy_in, exec_copy_in, {0}};
@@ -557,6 +613,7 @@ const handler pm_vm_PREFETCH = {pm_vm_encode_nothing, NULL, {0}};
 const handler pm_vm_COMMIT_GROUP = {pm_vm_encode_plain, exec_commit_group, {0}};
 const handler pm_vm_WAIT_S2G = {pm_vm_encode_plain, exec_wait_copies_out, {0}};
 const handler pm_vm_COMMIT_SMEM = {pm_vm_encode_plain, exec_commit_smem, {0}};
+const handler pm_vm_PROXY_FENCE = {pm_vm_encode_plain, exec_proxy_fence, {0}};
 const handler pm_vm_WGMMA = {pm_vm_encode_plain, exec_wgmma, {0}};
 const handler pm_vm_WGMMA_WAIT = {pm_vm_encode_plain, exec_wgmma_wait, {0}};
 const handler pm_vm_ACC_LOAD = {pm_vm_encode_plain, exec_acc_load, {0}};

@@ -417,6 +417,18 @@ void pm_vm_encode_pointwise(compiler *c, pm_opid op, const handler *h) {
   pm_vec_push(c->temp, &c->code, i);
 }
 
+/* See instr.lowered. */
+static bool is_lowered(const pm_graph *g, pm_opid op) {
+  if (pm_has_attr(g, op, PM_ATTR_ENGINE)) return *pm_attr(g, op, PM_ATTR_ENGINE) == PM_ENGINE_PLAIN;
+  if (pm_has_attr(g, op, PM_ATTR_PLACED)) return *pm_attr(g, op, PM_ATTR_PLACED);
+  return pm_has_attr(g, op, PM_ATTR_RELAXED) && *pm_attr(g, op, PM_ATTR_RELAXED) == 1;
+}
+
+/* The instruction writes to the ref. */
+static void note_written(compiler *c, const access *mem) {
+  if (mem->space == PM_GMEM && mem->kind == PM_REF) c->m->args[mem->base].written = true;
+}
+
 /* Arrays become slots a, b, c and refs become mem, mem2, mem3, each in their order. */
 void pm_vm_encode_plain(compiler *c, pm_opid op, const handler *h) {
   const pm_graph *g = c->g;
@@ -448,6 +460,8 @@ void pm_vm_encode_plain(compiler *c, pm_opid op, const handler *h) {
   for (uint32_t k = 0; k < PM_COUNT(flag_attrs); k++) {
     if (pm_has_attr(g, op, flag_attrs[k])) i.flags = (uint8_t)*pm_attr(g, op, flag_attrs[k]);
   }
+  i.lowered = is_lowered(g, op);
+  if (o->code == PM_OP_STORE) note_written(c, i.mem);
   if (pm_has_attr(g, op, PM_ATTR_N)) i.to = (uint32_t)*pm_attr(g, op, PM_ATTR_N);
   if (o->code == PM_OP_WGMMA || o->code == PM_OP_MMA) {
     const pm_type *acc = pm_typeof(g, pm_in(g, op, 0));
@@ -472,6 +486,7 @@ void pm_vm_encode_masked(compiler *c, pm_opid op, const handler *h) {
   pm_vm_encode_plain(c, op, h);
   if (c->status) return;
   instr *i = &c->code.at[c->code.n - 1];
+  if (o->code != PM_OP_MASKED_LOAD) note_written(c, i->mem);
   i->to = 0;
   for (uint32_t k = 1; k < o->n_in; k++) {
     if (!pm_typeof(c->g, pm_in(c->g, op, k))->rank) i->to |= 1u << (k - 1);
@@ -527,6 +542,7 @@ void pm_vm_encode_inline(compiler *c, pm_opid op, const handler *h) {
     if (t->kind != PM_BARRIER) v->bytes = pm_type_size(t) * pm_dtypes[t->dtype].bytes;
     if (t->kind == PM_ARRAY) use_outside(c, &v->slot, k < x->n_in ? full(c, val) : define(c, val));
     v->written = k >= x->n_in || (t->kind == PM_REF && is_written(g, v->mem));
+    if (v->written && v->mem) note_written(c, v->mem);
   }
   emit(c, op, h->exec)->inlined = x;
 }
@@ -552,7 +568,9 @@ void pm_vm_encode_copy_in(compiler *c, pm_opid op, const handler *h) {
 void pm_vm_encode_copy_out(compiler *c, pm_opid op, const handler *h) {
   pm_vm_encode_plain(c, op, h);
   if (c->status) return;
-  c->code.at[c->code.n - 1].to = (uint32_t)*pm_attr(c->g, op, PM_ATTR_COMBINE);
+  instr *i = &c->code.at[c->code.n - 1];
+  i->to = (uint32_t)*pm_attr(c->g, op, PM_ATTR_COMBINE);
+  note_written(c, i->mem2);
 }
 
 /* BROADCAST, SLICE and TRANSPOSE: a strided walk over the operand. */
@@ -1217,6 +1235,11 @@ static pm_code compile(void *ctx, pm_err *err) {
   m->grid_size = pm_grid_size(g);
   m->shares_grid = pm_shares_grid(g);
   for (uint32_t k = 0; k < g->n_cluster; k++) m->n_blocks *= (uint32_t)g->cluster[k];
+  m->n_args = g->n_operands + g->n_outputs;
+  m->args = PM_NEW(&m->arena, arg, m->n_args);
+  for (uint32_t k = 0; k < m->n_args; k++) {
+    m->args[k].bytes = bytes_of(pm_typeof(g, g->blocks.at[1].arg + k));
+  }
   c->slot = PM_NEW(c->temp, uint32_t, g->values.n + 1);
   c->splat = PM_NEW(c->temp, uint32_t, g->values.n + 1);
   c->alloc = PM_NEW(c->temp, uint32_t, g->values.n + 1);

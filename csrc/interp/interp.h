@@ -26,12 +26,35 @@ typedef struct pm_inline_call {
   uint32_t block[3], grid[3]; /* as the hardware counts them: x, y, z */
 } pm_inline_call;
 
+/* One of two accesses that are not ordered. */
+typedef struct pm_race_side {
+  const char *touch, *ref; /* "read", "write", "atomic"; name of the ref */
+  char index[256];         /* of the ref: "[0:64, 3]" */
+  char agent[512];         /* "TMA, for grid point (0, 1), block (1,), thread 2" */
+  const char *file;        /* NULL: unknown */
+  uint32_t line;
+} pm_race_side;
+
+typedef struct pm_race {
+  bool portable; /* no race, but a JAX kernel must not do it */
+  const char *space;
+  pm_race_side first, second;
+  int64_t from, to; /* bytes of the second ref where they meet, and its elements */
+  char index[256];
+  char hint[512], text[4096];
+} pm_race;
+
 typedef struct pm_interp_options {
   uint64_t seed;    /* of the schedule */
   bool oob_raise;   /* else out-of-bounds reads give the fill */
   bool zero_fill;   /* uninitialised memory reads as zeros; else NaN, integer maximum, true */
   bool skip_floats; /* floats are not computed: every result reads as +inf */
   int log;          /* PM_LOG_ flags: which events are shown, a line for each */
+  bool races;       /* look for accesses that are not ordered */
+  bool race_raises; /* the first one ends the run (PM_E_RACE) */
+  bool strict;      /* also tell of what works here alone */
+  void (*race)(void *ctx, const pm_race *race);
+  void *race_ctx;
   /* receives each line of DEBUG_PRINT, without the newline; NULL: stdout */
   void (*print)(void *ctx, const char *line);
   /* the text of a number by a format of the user, "" for none, as Python writes it. A float is the

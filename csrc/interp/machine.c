@@ -208,6 +208,7 @@ static step complete(pm_machine *m, thread *t, pm_opid op, barrier *b) {
   if (b->arrivals < b->info->arrivals || b->pending) return STEP_NEXT;
   b->arrivals = 0;
   b->phase++;
+  if (m->races) pm_race_phase(m, b, b->copied == b->phase);
   LOG(m, t, op, PM_LOG_BARRIER, "phase %" PRId64 " of barrier %s is complete", b->phase,
       barrier_text(m, t, b, name, sizeof name));
   bool waited = false;
@@ -252,6 +253,7 @@ step pm_vm_arrive(pm_machine *m, thread *t, pm_opid op, barrier *b, int32_t pend
         barrier_text(m, t, b, name, sizeof name), b->info->arrivals,
         pm_vm_place(m, b->last_arrival, place, sizeof place));
   }
+  if (m->races) pm_race_arrive(m, t, b, false);
   b->arrivals++;
   b->pending += pending;
   b->last_arrival = op;
@@ -300,6 +302,7 @@ static step exec_arrive(pm_machine *m, thread *t, const instr *i) {
   block *first = t->block->cluster->blocks;
   for (block *u = first; u < first + m->n_blocks; u++) {
     if (!signals(m, b->info, t->block, u)) continue;
+    if (m->races && !i->lowered) pm_race_arrive(m, t, u->bars + at, true);
     if (pm_vm_arrive(m, t, i->op, u->bars + at, 0) == STEP_FAIL) return STEP_FAIL;
   }
   return STEP_PAUSE;
@@ -314,9 +317,13 @@ static step exec_hand_tile(pm_machine *m, thread *t, const instr *i) {
   pm_vm_locate(m, t, i->mem, &s);
   if (!s.inside) return pm_vm_outside(m, t, i->op, &s, "hand_tile");
   const int64_t at = s.at - t->block->smem, bar = b - b->block->bars;
-  block *first = t->block->cluster->blocks;
+  block *first = t->block->cluster->blocks, *to = t->block;
   for (block *u = first; t->block == first && u < first + m->n_blocks; u++) {
     memcpy(u->smem + at, slot_of(t, i->a), sizeof(int32_t));
+    s.base += u->smem - to->smem;
+    s.at += u->smem - to->smem;
+    to = u;
+    if (m->races && pm_race_hand(m, t, i, &s, u->bars + bar) == STEP_FAIL) return STEP_FAIL;
     if (pm_vm_transfer_done(m, t, i->op, u->bars + bar) == STEP_FAIL) return STEP_FAIL;
   }
   return pm_vm_arrive(m, t, i->op, b, 1) == STEP_FAIL ? STEP_FAIL : STEP_PAUSE;
@@ -371,6 +378,7 @@ static step exec_test(pm_machine *m, thread *t, const instr *i) {
   const bool done = *seen < b->phase;
   *(uint8_t *)slot_of(t, i->dst) = done;
   if (!done) return pm_vm_poll(m, t);
+  if (m->races) pm_race_wait(m, t, b);
   ++*seen;
   return STEP_PAUSE;
 }
@@ -395,6 +403,7 @@ static step exec_wait(pm_machine *m, thread *t, const instr *i) {
     t->pc--;
     return pm_vm_block_on(m, t, THREAD_AT_BARRIER);
   }
+  if (m->races) pm_race_wait(m, t, b);
   ++*seen;
   return STEP_PAUSE;
 }
@@ -417,6 +426,7 @@ static step exec_take_turn(pm_machine *m, thread *t, const instr *i) {
     return pm_vm_block_on(m, t, THREAD_AT_TURN);
   }
   b->turn_taken = true;
+  if (m->races) pm_race_take_turn(m, t);
   return STEP_PAUSE;
 }
 
@@ -427,6 +437,7 @@ static step exec_pass_turn(pm_machine *m, thread *t, const instr *i) {
   }
   b->turn_taken = false;
   b->turn = (b->turn + 1) % i->to;
+  if (m->races) pm_race_pass_turn(m, t);
   wake(m, b, THREAD_AT_TURN, NULL);
   return STEP_PAUSE;
 }
@@ -464,14 +475,19 @@ static step come_to(pm_machine *m, thread *t, const instr *i, bool waits) {
                       come, number, b->lanes);
   }
   pm_vm_progress(m);
+  if (m->races) pm_race_come(m, t, (uint32_t)number);
   if (come < b->lanes) {
     t->waits_named = b;
     return waits ? pm_vm_block_on(m, t, THREAD_AT_NAMED) : STEP_PAUSE;
   }
   b->come = 0;
   for (thread *u = m->threads; u < m->threads + pm_vm_agents(m); u++) {
-    if (u->state == THREAD_AT_NAMED && u->waits_named == b) make_ready(m, u);
+    if (u->state != THREAD_AT_NAMED || u->waits_named != b) continue;
+    if (m->races) pm_race_leave(m, u, (uint32_t)number);
+    make_ready(m, u);
   }
+  if (m->races && waits) pm_race_leave(m, t, (uint32_t)number);
+  if (m->races) pm_race_end_round(m, t->block, (uint32_t)number);
   return STEP_PAUSE;
 }
 
@@ -523,6 +539,7 @@ static void init_scope(pm_machine *m, block *b, const scope *s, const thread *t)
   for (uint32_t k = 0; k < s->n_sems; k++) {
     uint32_t n = s->sems[k].count, first = s->sems[k].first + pm_vm_first_of(m, s, t, &n);
     memset(b->semaphores + first, 0, n * sizeof *b->semaphores);
+    if (m->races) pm_race_reset_semaphores(m, b, first, n);
   }
   b->n_left[s->index] = 0;
 }
@@ -614,6 +631,7 @@ static step exec_enter(pm_machine *m, thread *t, const instr *i) {
   b->entering = s;
   if (++b->n_entering < m->n_threads) return pm_vm_block_on(m, t, THREAD_AT_SCOPE);
   b->n_entering = 0;
+  if (m->races) pm_race_meet(m, b);
   init_scope(m, b, s, t);
   wake(m, b, THREAD_AT_SCOPE, NULL);
   return STEP_PAUSE;
@@ -668,6 +686,7 @@ static step exec_warp_map(pm_machine *m, thread *t, const instr *i) {
     m->n_live++;
     make_ready(m, w);
   }
+  if (m->races) pm_race_fork(m, t);
   t->n_warps = WARPS;
   t->pc = i->to;
   return pm_vm_block_on(m, t, THREAD_AT_WARPS);
@@ -695,6 +714,7 @@ step pm_vm_warp_end(pm_machine *m, thread *t, const instr *i) {
   t->block->cluster->n_live--;
   m->n_live--;
   pm_vm_block_on(m, t, THREAD_DONE);
+  if (m->races) pm_race_end_warp(m, t);
   if (--of->n_warps) return STEP_PAUSE;
   for (uint32_t k = 0; k < m->n_barriers; k++) join_waits(m, of, &of->block->bars[k], i->op);
   make_ready(m, of);
@@ -895,6 +915,7 @@ static void begin_cluster(pm_machine *m, cluster *c) {
   if (m->points_begun == m->points) return;
   c->number = m->points_begun++;
   for (uint32_t d = m->n_grid; d-- > 0; rest /= m->grid[d]) c->point[d] = rest % m->grid[d];
+  if (m->races) pm_race_begin_cluster(m, c);
   for (block *b = c->blocks; b < c->blocks + m->n_blocks; b++) {
     b->n_entering = b->n_done = b->turn = 0;
     b->turn_taken = false;
@@ -1037,7 +1058,9 @@ static bool allocate(pm_machine *m) {
   return true;
 }
 
-void pm_interp_defaults(pm_interp_options *o) { *o = (pm_interp_options){.oob_raise = true}; }
+void pm_interp_defaults(pm_interp_options *o) {
+  *o = (pm_interp_options){.oob_raise = true, .race_raises = true};
+}
 
 pm_code pm_interp_run(pm_machine *m, void *const *buffers, const pm_interp_options *o,
                       pm_err *err) {
@@ -1060,7 +1083,12 @@ pm_code pm_interp_run(pm_machine *m, void *const *buffers, const pm_interp_optio
   m->allocated = true;
   memset(m->semaphores, 0, m->n_semaphores * sizeof *m->semaphores);
   set_weights(m);
-  if (run_grid(m) != STEP_FAIL) return PM_OK;
+  m->races = NULL;
+  bool ok = !o->races || pm_race_begin(m);
+  if (!ok) pm_fail(err, PM_E_MEMORY, "no memory to look for races in kernel '%s'", m->name);
+  ok = ok && run_grid(m) != STEP_FAIL;
+  pm_race_end(m);
+  if (ok) return PM_OK;
   pm_vm_drop_tasks(m);
   return err->code;
 }

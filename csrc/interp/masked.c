@@ -5,7 +5,7 @@
  * from. Other agents see all of an instruction or nothing of it. */
 #include <inttypes.h>
 
-#include "vm.h"
+#include "races.h"
 
 /* An instruction's elements in order. */
 typedef struct walker {
@@ -73,6 +73,8 @@ static step exec_masked_load(pm_machine *m, thread *t, const instr *i) {
   walker w = {.i = i, .s = &s};
   const size_t bytes = i->mem->bytes;
   char *to = slot_of(t, i->dst);
+  tracker races;
+  pm_race_begin_elements(&races, m, t, i, &s, READ);
   do {
     char *x = to + (size_t)w.k * bytes;
     if (!is_true(t, &w, i->a, 0)) {
@@ -82,13 +84,14 @@ static step exec_masked_load(pm_machine *m, thread *t, const instr *i) {
     const char *at = s.base ? place_of(t, &w) : NULL;
     if (!at && (m->options.oob_raise || !s.base))
       return outside(m, t, &w, i->mem->by ? "load" : "masked load");
+    if (at && races.region) pm_race_element(&races, at, bytes);
     if (at) {
       memcpy(x, at, bytes);
     } else {
       pm_interp_fill(i->mem->dtype, m->options.zero_fill, x, 1);
     }
   } while (next(&w));
-  return STEP_PAUSE;
+  return pm_race_end_elements(&races) == STEP_FAIL ? STEP_FAIL : STEP_PAUSE;
 }
 
 static step exec_masked_store(pm_machine *m, thread *t, const instr *i) {
@@ -96,13 +99,16 @@ static step exec_masked_store(pm_machine *m, thread *t, const instr *i) {
   pm_vm_locate(m, t, i->mem, &s);
   walker w = {.i = i, .s = &s};
   const size_t bytes = i->mem->bytes;
+  tracker races;
+  pm_race_begin_elements(&races, m, t, i, &s, WRITE);
   do {
     if (!is_true(t, &w, i->b, 1)) continue;
     char *at = s.base ? place_of(t, &w) : NULL;
     if (!at) return outside(m, t, &w, i->mem->by ? "store" : "masked store");
+    if (races.region) pm_race_element(&races, at, bytes);
     memcpy(at, operand(t, &w, i->a, 0, bytes), bytes);
   } while (next(&w));
-  return STEP_PAUSE;
+  return pm_race_end_elements(&races) == STEP_FAIL ? STEP_FAIL : STEP_PAUSE;
 }
 
 static int64_t combined_int(int64_t kind, int64_t x, int64_t y) {
@@ -146,17 +152,20 @@ static step exec_atomic(pm_machine *m, thread *t, const instr *i) {
   walker w = {.i = i, .s = &s};
   const size_t bytes = i->mem->bytes;
   char *old = slot_of(t, i->dst);
+  tracker races;
+  pm_race_begin_elements(&races, m, t, i, &s, ATOMIC);
   do {
     char *x = old + (size_t)w.k * bytes;
     memset(x, 0, bytes);
     if (!is_true(t, &w, i->b, 1)) continue;
     char *at = s.base ? place_of(t, &w) : NULL;
     if (!at) return outside(m, t, &w, "atomic");
+    if (races.region) pm_race_element(&races, at, bytes);
     memcpy(x, at, bytes);
     const char *compare = i->flags == PM_ATOMIC_CAS ? operand(t, &w, i->c, 2, bytes) : NULL;
     pm_vm_combine(i->mem->dtype, i->flags, at, operand(t, &w, i->a, 0, bytes), compare);
   } while (next(&w));
-  return STEP_PAUSE;
+  return pm_race_end_elements(&races) == STEP_FAIL ? STEP_FAIL : STEP_PAUSE;
 }
 
 const handler pm_vm_MASKED_LOAD = {pm_vm_encode_masked, exec_masked_load, {0}};

@@ -7,7 +7,7 @@
 #include <inttypes.h>
 #include <stdio.h>
 
-#include "vm.h"
+#include "races.h"
 
 void pm_interp_fill(pm_dtype d, bool zeros, void *p, int64_t n) {
   static const uint32_t patterns[PM_DTYPE_COUNT] = {
@@ -250,6 +250,7 @@ static step exec_load(pm_machine *m, thread *t, const instr *i) {
   spot s;
   log_access(m, t, i, "loads");
   pm_vm_locate(m, t, i->mem, &s);
+  if (m->races && pm_race_plain(m, t, i, &s, READ, THREAD) == STEP_FAIL) return STEP_FAIL;
   if (s.inside) {
     pm_vm_gather(&s, slot_of(t, i->dst));
   } else if (m->options.oob_raise || !s.base) {
@@ -266,6 +267,7 @@ static step exec_store(pm_machine *m, thread *t, const instr *i) {
   log_access(m, t, i, "stores");
   pm_vm_locate(m, t, i->mem, &s);
   if (!s.inside) return pm_vm_outside(m, t, i->op, &s, "store");
+  if (m->races && pm_race_plain(m, t, i, &s, WRITE, THREAD) == STEP_FAIL) return STEP_FAIL;
   pm_vm_scatter(&s, slot_of(t, i->a));
   return STEP_PAUSE;
 }

@@ -423,7 +423,6 @@ static const handler pm_vm_SET_MAX_REGISTERS = {pm_vm_encode_nothing, NULL, {0}}
 static const handler pm_vm_INLINE_RESULT = {pm_vm_encode_nothing, NULL, {0}};
 static const handler pm_vm_PRINT_LAYOUT = {pm_vm_encode_nothing, NULL, {0}};
 static const handler pm_vm_SYNC = {pm_vm_encode_plain, exec_nothing, {0}};
-static const handler pm_vm_PROXY_FENCE = {pm_vm_encode_plain, exec_nothing, {0}};
 static const handler pm_vm_PDL_WAIT = {pm_vm_encode_plain, exec_nothing, {0}};
 static const handler pm_vm_PDL_LAUNCH = {pm_vm_encode_plain, exec_nothing, {0}};
 static const handler pm_vm_FIRST_TILE = {pm_vm_encode_plain, exec_first_tile, {0}};

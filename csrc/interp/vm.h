@@ -22,6 +22,13 @@
 typedef struct thread thread;
 typedef struct instr instr;
 typedef struct task task;
+typedef struct races races;
+
+/* What is ordered before an agent or an operation: see clocks.c. */
+typedef struct vclock {
+  struct seen *at;
+  uint32_t n, cap, floor; /* components below floor that are not listed are ordered */
+} vclock;
 
 /* What an instruction tells the loop that runs a thread. */
 typedef enum step {
@@ -58,6 +65,7 @@ struct instr {
   uint8_t dtype, out; /* of operands, of the result */
   uint8_t flags;
   uint8_t skip, skip_dtype; /* enum skip; of the floats in dst */
+  bool lowered; /* ARRIVE: it is relaxed; COMMIT_SMEM: a pass placed it; copies: lanes do them */
   uint32_t skip_bytes;
 };
 
@@ -321,6 +329,9 @@ struct task {
   int64_t group;
   bool read;          /* a store whose SMEM was read */
   spot acc, lhs, rhs; /* of a wgmma; lhs.mem NULL: in `buffer` */
+  vclock issued;      /* looking for races: what was ordered before it; who issued it, its number */
+  const thread *issuer;
+  uint32_t number;
   char *buffer;
   size_t buffer_bytes;
 };
@@ -329,6 +340,12 @@ typedef struct place {
   const char *file; /* NULL: unknown */
   uint32_t line;
 } place;
+
+/* An argument. */
+typedef struct arg {
+  size_t bytes;
+  bool written; /* by some instruction */
+} arg;
 
 struct pm_machine {
   pm_arena arena;
@@ -344,7 +361,8 @@ struct pm_machine {
   scope **scopes;
   barrier_info *bars;
   uint32_t n_scopes, n_bars, n_barriers; /* n_barriers: all elements of all bars */
-  uint32_t n_shared_copies;
+  uint32_t n_shared_copies, n_args;
+  arg *args;
   size_t frame_bytes, smem_bytes;
   char *image; /* first bytes of every frame: the constants */
   size_t image_bytes;
@@ -375,6 +393,7 @@ struct pm_machine {
   uint32_t ticks;
   int64_t next_report;               /* nanoseconds */
   int32_t counters[PM_MAX_COUNTERS]; /* of NEXT_TILE and TAKE_TILE */
+  races *races;                      /* NULL: nobody looks for them */
   void *const *buffers;
   pm_interp_options options;
   pm_err *err;
@@ -458,6 +477,38 @@ const task *pm_vm_writer_in(const thread *t, uint32_t slot);
 void pm_vm_drop_tasks(pm_machine *m); /* after a failure */
 void pm_vm_free_tasks(pm_machine *m);
 
+/* The race detector, only where m->races is set. clocks.c: */
+bool pm_race_begin(pm_machine *m);
+void pm_race_end(pm_machine *m);
+void pm_race_begin_cluster(pm_machine *m, const cluster *c);
+const vclock *pm_race_clock(const pm_machine *m, const thread *t);
+void pm_race_fence(pm_machine *m, const thread *t, bool by_author);
+void pm_race_fork(pm_machine *m, const thread *t);
+void pm_race_end_warp(pm_machine *m, const thread *w);
+void pm_race_meet(pm_machine *m, const block *b);                   /* all threads of the block */
+void pm_race_come(pm_machine *m, const thread *t, uint32_t number); /* to a named barrier */
+void pm_race_leave(pm_machine *m, const thread *t, uint32_t number);
+void pm_race_end_round(pm_machine *m, const block *b, uint32_t number);
+void pm_race_pass_turn(pm_machine *m, const thread *t);
+void pm_race_take_turn(pm_machine *m, const thread *t);
+void pm_race_arrive(pm_machine *m, const thread *t, const barrier *b, bool in_cluster);
+void pm_race_phase(pm_machine *m, const barrier *b, bool copied); /* is complete */
+uint32_t pm_race_open_phase(const pm_machine *m, const barrier *b);
+void pm_race_wait(pm_machine *m, const thread *t, const barrier *b); /* has seen it */
+void pm_race_issue(pm_machine *m, thread *t, task *k);
+void pm_race_stores_done(pm_machine *m, const thread *t, const thread *owner, int64_t done,
+                         bool read_only);
+void pm_race_product_done(pm_machine *m, const thread *t, const task *k);
+void pm_race_signal(pm_machine *m, const thread *t, const uint32_t *at, int32_t amount);
+void pm_race_await(pm_machine *m, const thread *t, const uint32_t *at, uint32_t least, bool take);
+void pm_race_read_semaphore(pm_machine *m, const thread *t, const uint32_t *at);
+void pm_race_reset_semaphores(pm_machine *m, const block *b, uint32_t first, uint32_t n);
+/* races.c: STEP_FAIL where a race ends the run */
+step pm_race_plain(pm_machine *m, const thread *t, const instr *i, const spot *s, int touch,
+                   int maker);
+step pm_race_engine(pm_machine *m, const task *k, const spot *s, int touch);
+step pm_race_hand(pm_machine *m, const thread *t, const instr *i, const spot *s, const barrier *b);
+
 /* masked.c: *at becomes what a PM_ATOMIC makes of it and of value; compare: of CAS, else NULL */
 void pm_vm_combine(pm_dtype d, int64_t kind, char *at, const char *value, const char *compare);
 
@@ -532,8 +583,8 @@ extern const handler pm_vm_LOAD, pm_vm_STORE, pm_vm_ALLOC_SMEM, pm_vm_ALLOC_BARR
     pm_vm_ALLOC_ACC, pm_vm_INDEX, pm_vm_TRANSPOSE_REF, pm_vm_RESHAPE_REF, pm_vm_BITCAST_REF,
     pm_vm_CLUSTER_REF; /* memory.c */
 extern const handler pm_vm_COPY_G2S, pm_vm_COPY_S2G, pm_vm_ASYNC_STORE, pm_vm_PREFETCH,
-    pm_vm_COMMIT_GROUP, pm_vm_WAIT_S2G, pm_vm_COMMIT_SMEM, pm_vm_WGMMA, pm_vm_WGMMA_WAIT,
-    pm_vm_ACC_LOAD, pm_vm_ACC_STORE; /* async.c */
+    pm_vm_COMMIT_GROUP, pm_vm_WAIT_S2G, pm_vm_COMMIT_SMEM, pm_vm_PROXY_FENCE, pm_vm_WGMMA,
+    pm_vm_WGMMA_WAIT, pm_vm_ACC_LOAD, pm_vm_ACC_STORE; /* async.c */
 extern const handler pm_vm_TRANSPOSE, pm_vm_CONCAT, pm_vm_GATHER, pm_vm_SCATTER,
     pm_vm_SCAN;                    /* moves.c */
 extern const handler pm_vm_MMA;    /* matmul.c */

@@ -329,8 +329,10 @@ static void met(placer *p) {
 
 /* Insert before position *k of the block; *k continues to denote the same op. */
 static void place_op(placer *p, pm_blk block, uint32_t *k, uint16_t code) {
-  pm_opid op = p->g->blocks.at[block].ops.at[*k];
-  soil_by(p, pm_insert(p->g, block, *k, code, NULL, 0, NULL, 0, NULL, 0, op));
+  const pm_opid before = p->g->blocks.at[block].ops.at[*k];
+  const pm_opid op = pm_insert(p->g, block, *k, code, NULL, 0, NULL, 0, NULL, 0, before);
+  if (code == PM_OP_COMMIT_SMEM) *pm_attr(p->g, op, PM_ATTR_PLACED) = 1;
+  soil_by(p, op);
   ++*k;
   met(p);
 }

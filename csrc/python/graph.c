@@ -6,6 +6,7 @@
 #define NPY_NO_DEPRECATED_API NPY_1_7_API_VERSION
 #include "module.h"
 #include "plan.h"
+#include "races.h"
 
 #include <numpy/arrayobject.h>
 
@@ -408,13 +409,19 @@ static PyObject *run(run_job *j, PyObject *arrays) {
   return ok ? Py_NewRef(Py_None) : NULL;
 }
 
+static void add_race(void *ctx, const pm_race *race) {
+  PyGILState_STATE gil = PyGILState_Ensure();
+  if (!PyErr_Occurred()) pmpy_add_race(ctx, race);
+  PyGILState_Release(gil);
+}
+
 static PyObject *graph_interpret(PyObject *o, PyObject *args, PyObject *kw) {
-  static char *names[] = {"arrays", "seed", "oob_raise", "zero_fill", NULL};
-  PyObject *arrays;
+  static char *names[] = {"arrays", "seed", "oob_raise", "zero_fill", "races", NULL};
+  PyObject *arrays, *races = NULL;
   unsigned long long seed = 0;
   int oob_raise = 1, zero_fill = 0;
-  if (!PyArg_ParseTupleAndKeywords(args, kw, "O|Kpp:interpret", names, &arrays, &seed, &oob_raise,
-                                   &zero_fill)) {
+  if (!PyArg_ParseTupleAndKeywords(args, kw, "O|KppO!:interpret", names, &arrays, &seed, &oob_raise,
+                                   &zero_fill, &PyList_Type, &races)) {
     return NULL;
   }
   run_job j = {.g = lowered_of(o)};
@@ -423,6 +430,10 @@ static PyObject *graph_interpret(PyObject *o, PyObject *args, PyObject *kw) {
   j.options.seed = seed;
   j.options.oob_raise = oob_raise;
   j.options.zero_fill = zero_fill;
+  j.options.races = j.options.strict = races;
+  j.options.race_raises = false;
+  j.options.race = add_race;
+  j.options.race_ctx = races;
   j.options.print = print_line;
   j.options.number = pmpy_format_number;
   j.options.progress = check_signals;
@@ -468,7 +479,8 @@ static PyMethodDef graph_methods[] = {
      "cuda(line=True, catalogue=True) -> (CUDA C++ text, dict about the launch). "
      "catalogue=False leaves out the device functions."},
     {"interpret", KEYWORDS(graph_interpret),
-     "interpret(arrays, seed=0, oob_raise=True, zero_fill=False): run on the CPU; writes outputs "
+     "interpret(arrays, seed=0, oob_raise=True, zero_fill=False, races=None): run on the CPU, and "
+     "append the races found to the list; writes outputs "
      "in place."},
     {NULL, NULL, 0, NULL}};
 

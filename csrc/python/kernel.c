@@ -11,6 +11,7 @@
  * arguments. Producers whose streams are unknown (JAX and others) keep their arrays until the
  * kernel has finished: `pending` holds them. */
 #include "call.h"
+#include "races.h"
 
 #include <stddef.h>
 #include <structmember.h>
@@ -613,6 +614,7 @@ static PyObject *call_gpu(call *c, int device) {
 
 typedef struct hooks {
   PyObject *progress;      /* borrowed, or NULL */
+  PyObject *races;         /* owned: a list, or NULL where nobody looks for them */
   const pmpy_graph *graph; /* borrowed */
   bool failed;             /* an exception is set */
 } hooks;
@@ -647,6 +649,13 @@ static int on_progress(void *ctx, int64_t done, int64_t total) {
   return h->failed;
 }
 
+static void on_race(void *ctx, const pm_race *race) {
+  hooks *h = ctx;
+  PyGILState_STATE gil = PyGILState_Ensure();
+  if (!h->failed) h->failed = pmpy_add_race(h->races, race) < 0;
+  PyGILState_Release(gil);
+}
+
 /* Does the attribute equal the text? -1: exception. Absent counts as false. */
 static int attribute_is(PyObject *o, const char *name, const char *text) {
   PyObject *a = PyObject_GetAttrString(o, name);
@@ -654,6 +663,21 @@ static int attribute_is(PyObject *o, const char *name, const char *text) {
   int is = PyUnicode_Check(a) && !PyUnicode_CompareWithASCIIString(a, text);
   Py_DECREF(a);
   return is;
+}
+
+/* -1: exception */
+static int race_options(PyObject *p, hooks *h, pm_interp_options *o) {
+  PyObject *races = PyObject_GetAttrString(p, "detect_races");
+  if (!races) PyErr_Clear();
+  Py_XDECREF(races);
+  if (races != Py_True) return 0;
+  if (!(h->races = PyList_New(0))) return -1;
+  o->races = true;
+  o->race = on_race;
+  o->race_ctx = h;
+  o->race_raises = attribute_is(p, "on_race", "raise") > 0;
+  o->strict = attribute_is(p, "mode", "strict") > 0;
+  return PyErr_Occurred() ? -1 : 0;
 }
 
 static int interp_options(const kernel *k, hooks *h, pm_interp_options *o) {
@@ -682,7 +706,7 @@ static int interp_options(const kernel *k, hooks *h, pm_interp_options *o) {
   int zero = attribute_is(p, "uninitialized_memory", "zero");
   o->oob_raise = !oob;
   o->zero_fill = zero > 0;
-  return PyErr_Occurred() ? -1 : 0;
+  return PyErr_Occurred() ? -1 : race_options(p, h, o);
 }
 
 static PyObject *call_interpreter(call *c) {
@@ -694,20 +718,25 @@ static PyObject *call_interpreter(call *c) {
   pm_err err = {0};
   pm_code code;
   uint32_t n = c->plan->n_out;
-  if (interp_options(c->k, &h, &options) < 0) return NULL;
+  if (interp_options(c->k, &h, &options) < 0) goto no_outputs;
   if (c->cuda &&
       (find_stream(c, c->device, &stream) < 0 || (c->has_stream && pmpy_order_home(c, stream) < 0)))
-    return NULL;
+    goto no_outputs;
   if (c->out_arg)
     for (uint32_t i = 0; i < n; i++) out[i] = c->out[i].ptr;
-  else if (make_outputs(c, stream, made, out) < 0) return NULL;
+  else if (make_outputs(c, stream, made, out) < 0) goto no_outputs;
   run r = {.c = c, .device = c->device, .stream = stream, .options = &options};
   describe(&r, out);
   Py_BEGIN_ALLOW_THREADS code = execute(&r, &err);
-  Py_END_ALLOW_THREADS if (!code && !h.failed) return finish(c, made);
-  if (!h.failed) pmpy_raise(&err);
-  else pmpy_add_place(&err);
+  Py_END_ALLOW_THREADS if (h.failed) pmpy_add_place(&err);
+  else if (code) pmpy_raise(&err); const bool failed = h.failed || code;
+  if ((!h.races || pmpy_finish_races(h.races, c->k->interpret) == 0) && !failed) {
+    Py_XDECREF(h.races);
+    return finish(c, made);
+  }
   for (uint32_t i = 0; i < n && !c->out_arg; i++) Py_DECREF(made[i]);
+no_outputs:
+  Py_XDECREF(h.races);
   return NULL;
 }
 

@@ -1,0 +1,476 @@
+/* What orders agents: vector clocks, moved by the places where the machine orders them.
+ *
+ * A clock is a sorted list of components with how much of each is ordered before its owner, in the
+ * views of races.h. Components belong to a cluster that runs: a later cluster at the same place has
+ * others, so that points of the grid are not ordered unless something orders them. A thread or warp
+ * has one, which counts what it published; what engines do has components of its own, which count
+ * what is awaited in order: the phases of a barrier, the bulk groups of a thread, its products. So
+ * every asynchronous operation is told apart from all others as far as any wait can tell them
+ * apart, and nothing has to be pruned.
+ *
+ *   arrive   the phase that is open learns what the agent knows. In another block it does so only
+ * if the arrival was made with cluster scope; else what engines did, and the agent has seen
+ *            complete, is all that it learns: a signal orders nothing outside of its scope
+ *   phase    is complete: its clock is kept for the waiters, the next one begins with nothing
+ *   fence    what the agent has seen is ordered before what engines do for it. Loads are so only if
+ *            they are those of its own lanes
+ *   meet     named barriers, turns, scopes that all threads enter, begin and end of a warp_map
+ *   signal   a semaphore remembers the clocks of its signals in their order; who waits learns those
+ *            that it needs, and no later ones
+ *
+ * After an agent has published its clock its own time goes on, so that what it does then is not
+ * covered. */
+#include <stdlib.h>
+
+#include "races.h"
+
+/* Beyond these the oldest are forgotten, in favour of "ordered". */
+enum { MOST_SEEN = 4096, MOST_SIGNALS = 64 };
+
+/* ---- components --------------------------------------------------------------------------- */
+
+static uint32_t first_id(const pm_machine *m, const cluster *c) {
+  return 1 + m->races->instance[c - m->clusters] * m->races->each;
+}
+
+uint32_t pm_race_agent_id(const pm_machine *m, component kind, const thread *t) {
+  const cluster *c = t->block->cluster;
+  const uint32_t n = m->races->n_agents / m->n_blocks;
+  return first_id(m, c) + kind * m->races->n_agents + (uint32_t)(t->block - c->blocks) * n +
+         t->seer;
+}
+
+static uint32_t barrier_number(const pm_machine *m, const barrier *b) {
+  return (uint32_t)(b->block - b->block->cluster->blocks) * m->n_barriers +
+         (uint32_t)(b - b->block->bars);
+}
+
+uint32_t pm_race_barrier_id(const pm_machine *m, component kind, const barrier *b) {
+  const races *r = m->races;
+  return first_id(m, b->block->cluster) + PER_AGENT * r->n_agents +
+         (kind - PER_AGENT) * r->n_barriers + barrier_number(m, b);
+}
+
+component pm_race_kind(const races *r, uint32_t id) {
+  const uint32_t local = (id - 1) % r->each, agents = PER_AGENT * r->n_agents;
+  if (local < agents) return local / r->n_agents;
+  return PER_AGENT + (local - agents) / r->n_barriers;
+}
+
+/* ---- clocks ------------------------------------------------------------------------------- */
+
+static uint32_t place_of(const vclock *c, uint32_t id) {
+  uint32_t low = 0, high = c->n;
+  while (low < high) {
+    const uint32_t middle = (low + high) / 2;
+    if (c->at[middle].id < id) low = middle + 1;
+    else high = middle;
+  }
+  return low;
+}
+
+uint32_t pm_clock_at(const vclock *c, uint32_t id, enum view v) {
+  const uint32_t k = place_of(c, id);
+  if (k < c->n && c->at[k].id == id) return c->at[k].at[v];
+  return id < c->floor ? UINT32_MAX : 0;
+}
+
+static bool reserve(races *r, vclock *c, uint32_t n) {
+  if (n <= c->cap) return true;
+  const uint32_t cap = (uint32_t)pm_max(n, 2 * (int64_t)c->cap);
+  struct seen *at = pm_realloc(c->at, cap * sizeof *at);
+  if (!at) {
+    r->no_memory = true;
+    return false;
+  }
+  c->at = at;
+  c->cap = cap;
+  return true;
+}
+
+static void clear(vclock *c) { c->n = c->floor = 0; }
+
+static void copy(races *r, vclock *to, const vclock *from) {
+  if (!reserve(r, to, from->n)) return;
+  memcpy(to->at, from->at, from->n * sizeof *to->at);
+  to->n = from->n;
+  to->floor = from->floor;
+}
+
+/* At least so much of the component is ordered, in the views first to last. */
+static void raise_to(races *r, vclock *c, uint32_t id, enum view first, enum view last,
+                     uint32_t time) {
+  const uint32_t k = place_of(c, id);
+  if (k == c->n || c->at[k].id != id) {
+    if (!reserve(r, c, c->n + 1)) return;
+    memmove(c->at + k + 1, c->at + k, (c->n++ - k) * sizeof *c->at);
+    c->at[k] = (struct seen){.id = id};
+  }
+  for (uint32_t v = first; v <= last; v++) {
+    if (c->at[k].at[v] < time) c->at[k].at[v] = time;
+  }
+}
+
+static void limit(vclock *c) {
+  const uint32_t drop = c->n / 2;
+  if (c->n <= MOST_SEEN) return;
+  c->floor = (uint32_t)pm_max(c->floor, c->at[drop].id);
+  c->n -= drop;
+  memmove(c->at, c->at + drop, c->n * sizeof *c->at);
+}
+
+/* `engines`: no more than what engines did. */
+static void join(races *r, vclock *to, const vclock *from, bool engines) {
+  uint32_t more = 0, a = 0;
+  for (uint32_t b = 0; b < from->n; b++) {
+    const struct seen *x = &from->at[b];
+    if (engines && pm_race_kind(r, x->id) == OWN) continue;
+    while (a < to->n && to->at[a].id < x->id) a++;
+    more += a == to->n || to->at[a].id != x->id;
+  }
+  if (!reserve(r, to, to->n + more)) return;
+  to->floor = (uint32_t)pm_max(to->floor, from->floor);
+  uint32_t i = to->n, out = to->n + more;
+  to->n = out;
+  for (uint32_t b = from->n; b-- > 0;) {
+    const struct seen *x = &from->at[b];
+    if (engines && pm_race_kind(r, x->id) == OWN) continue;
+    while (i > 0 && to->at[i - 1].id > x->id) to->at[--out] = to->at[--i];
+    if (i == 0 || to->at[i - 1].id != x->id) {
+      to->at[--out] = *x;
+      continue;
+    }
+    struct seen *y = &to->at[--out];
+    *y = to->at[--i];
+    for (uint32_t v = 0; v < VIEWS; v++) y->at[v] = y->at[v] < x->at[v] ? x->at[v] : y->at[v];
+  }
+  limit(to);
+}
+
+/* ---- agents ------------------------------------------------------------------------------- */
+
+static vclock *clock_of(const pm_machine *m, const thread *t) {
+  return &m->races->agents[t - m->threads].clock;
+}
+
+const vclock *pm_race_clock(const pm_machine *m, const thread *t) { return clock_of(m, t); }
+
+static void tick(pm_machine *m, const thread *t) {
+  vclock *c = clock_of(m, t);
+  const uint32_t id = pm_race_agent_id(m, OWN, t);
+  raise_to(m->races, c, id, SEEN, SEEN, pm_clock_at(c, id, SEEN) + 1);
+}
+
+static void publish(pm_machine *m, const thread *t, vclock *to, bool engines) {
+  join(m->races, to, clock_of(m, t), engines);
+  tick(m, t);
+}
+
+static void learn(pm_machine *m, const thread *t, const vclock *from) {
+  join(m->races, clock_of(m, t), from, false);
+}
+
+void pm_race_fence(pm_machine *m, const thread *t, bool by_author) {
+  vclock *c = clock_of(m, t);
+  for (uint32_t k = 0; k < c->n; k++) {
+    c->at[k].at[FENCED] = c->at[k].at[SEEN];
+    if (by_author) c->at[k].at[TOLD] = c->at[k].at[SEEN];
+  }
+  const uint32_t warps = m->has_warps && !t->of ? WARPS : 0;
+  for (uint32_t w = 0; w <= warps; w++) {
+    const thread *own = w ? &pm_vm_warps(m, t)[w - 1] : t;
+    const uint32_t id = pm_race_agent_id(m, OWN, own), k = place_of(c, id);
+    if (k < c->n && c->at[k].id == id) c->at[k].at[DRAINED] = c->at[k].at[SEEN];
+  }
+  tick(m, t);
+}
+
+void pm_race_fork(pm_machine *m, const thread *t) {
+  thread *w = pm_vm_warps(m, t);
+  for (const thread *end = w + WARPS; w < end; w++) {
+    copy(m->races, clock_of(m, w), clock_of(m, t));
+    tick(m, w);
+  }
+  tick(m, t);
+}
+
+void pm_race_end_warp(pm_machine *m, const thread *w) { publish(m, w, clock_of(m, w->of), false); }
+
+void pm_race_meet(pm_machine *m, const block *b) {
+  const thread *first = m->threads + (size_t)(b - m->blocks) * m->n_threads;
+  vclock *all = &m->races->all;
+  clear(all);
+  for (uint32_t k = 0; k < m->n_threads; k++) publish(m, first + k, all, false);
+  for (uint32_t k = 0; k < m->n_threads; k++) learn(m, first + k, all);
+}
+
+static vclock *named_of(const pm_machine *m, const block *b, uint32_t number) {
+  return &m->races->named[(size_t)(b - m->blocks) * NAMED_BARRIERS + number];
+}
+
+void pm_race_come(pm_machine *m, const thread *t, uint32_t number) {
+  publish(m, t, named_of(m, t->block, number), false);
+}
+
+void pm_race_leave(pm_machine *m, const thread *t, uint32_t number) {
+  learn(m, t, named_of(m, t->block, number));
+}
+
+void pm_race_end_round(pm_machine *m, const block *b, uint32_t number) {
+  clear(named_of(m, b, number));
+}
+
+void pm_race_pass_turn(pm_machine *m, const thread *t) {
+  vclock *turn = &m->races->turns[t->block - m->blocks];
+  clear(turn);
+  publish(m, t, turn, false);
+}
+
+void pm_race_take_turn(pm_machine *m, const thread *t) {
+  learn(m, t, &m->races->turns[t->block - m->blocks]);
+}
+
+/* ---- barriers ----------------------------------------------------------------------------- */
+
+static barrier_order *order_of(const pm_machine *m, const barrier *b) {
+  return &m->races->barriers[(size_t)(b->block - m->blocks) * m->n_barriers +
+                             (size_t)(b - b->block->bars)];
+}
+
+uint32_t pm_race_open_phase(const pm_machine *m, const barrier *b) {
+  return order_of(m, b)->phases + 1;
+}
+
+void pm_race_arrive(pm_machine *m, const thread *t, const barrier *b, bool in_cluster) {
+  publish(m, t, &order_of(m, b)->open, !in_cluster && b->block != t->block);
+}
+
+void pm_race_phase(pm_machine *m, const barrier *b, bool copied) {
+  barrier_order *o = order_of(m, b);
+  const vclock done = o->done;
+  o->done = o->open;
+  o->open = done;
+  clear(&o->open);
+  o->phases++;
+  if (!copied) return;
+  raise_to(m->races, &o->done, pm_race_barrier_id(m, COPIES, b), SEEN, TOLD, o->phases);
+  raise_to(m->races, &o->done, pm_race_barrier_id(m, REMOTE, b), SEEN, SEEN, o->phases);
+}
+
+void pm_race_wait(pm_machine *m, const thread *t, const barrier *b) {
+  learn(m, t, &order_of(m, b)->done);
+}
+
+/* ---- asynchronous operations -------------------------------------------------------------- */
+
+void pm_race_issue(pm_machine *m, thread *t, task *k) {
+  copy(m->races, &k->issued, clock_of(m, t));
+  k->issuer = t;
+  k->number = ++m->races->agents[t - m->threads].products;
+  tick(m, t);
+}
+
+/* Of `owner`, the groups below `done` are complete, or have been read. */
+void pm_race_stores_done(pm_machine *m, const thread *t, const thread *owner, int64_t done,
+                         bool read_only) {
+  vclock *c = clock_of(m, t);
+  const uint32_t time = (uint32_t)pm_max(done, 0);
+  raise_to(m->races, c, pm_race_agent_id(m, STORE_READS, owner), SEEN, TOLD, time);
+  if (!read_only) raise_to(m->races, c, pm_race_agent_id(m, STORES, owner), SEEN, TOLD, time);
+}
+
+void pm_race_product_done(pm_machine *m, const thread *t, const task *k) {
+  raise_to(m->races, clock_of(m, t), pm_race_agent_id(m, PRODUCTS, t), SEEN, TOLD, k->number);
+}
+
+/* ---- semaphores --------------------------------------------------------------------------- */
+
+static semaphore_order *semaphore_of(const pm_machine *m, const block *b, const uint32_t *s) {
+  const races *r = m->races;
+  const bool global = s >= m->semaphores && s < m->semaphores + m->n_semaphores;
+  if (global) return &r->semaphores[s - m->semaphores];
+  return &r->block_semaphores[(size_t)(b - m->blocks) * m->n_block_semaphores +
+                              (size_t)(s - b->semaphores)];
+}
+
+/* The oldest two signals become one. */
+static void merge_oldest(semaphore_order *s) {
+  const vclock first = s->at[0].clock;
+  memmove(s->at, s->at + 1, --s->n * sizeof *s->at);
+  s->at[s->n].clock = first;
+}
+
+static signalled *new_signal(races *r, semaphore_order *s) {
+  if (s->n == MOST_SIGNALS) merge_oldest(s);
+  if (s->n == s->cap) {
+    const uint32_t cap = s->cap ? 2 * s->cap : 4;
+    signalled *at = pm_realloc(s->at, cap * sizeof *at);
+    if (!at) {
+      r->no_memory = true;
+      return NULL;
+    }
+    memset(at + s->cap, 0, (cap - s->cap) * sizeof *at);
+    s->at = at;
+    s->cap = cap;
+  }
+  clear(&s->at[s->n].clock);
+  return &s->at[s->n++];
+}
+
+void pm_race_signal(pm_machine *m, const thread *t, const uint32_t *at, int32_t amount) {
+  semaphore_order *s = semaphore_of(m, t->block, at);
+  const bool down = amount <= 0; /* who waits next may have needed any of them */
+  while (down && s->n > 1) merge_oldest(s);
+  signalled *x = down && s->n ? &s->at[0] : new_signal(m->races, s);
+  if (!x) return;
+  if (s->n > 1) copy(m->races, &x->clock, &s->at[s->n - 2].clock);
+  s->total += amount;
+  x->total = s->total;
+  publish(m, t, &x->clock, false);
+}
+
+void pm_race_await(pm_machine *m, const thread *t, const uint32_t *at, uint32_t least, bool take) {
+  semaphore_order *s = semaphore_of(m, t->block, at);
+  const int64_t need = s->taken + least;
+  uint32_t k = 0;
+  while (k + 1 < s->n && s->at[k].total < need) k++;
+  if (s->n && least) learn(m, t, &s->at[k].clock);
+  if (take) s->taken += least;
+}
+
+void pm_race_read_semaphore(pm_machine *m, const thread *t, const uint32_t *at) {
+  semaphore_order *s = semaphore_of(m, t->block, at);
+  if (s->n) learn(m, t, &s->at[s->n - 1].clock);
+}
+
+static void reset_semaphore(semaphore_order *s) { s->n = 0, s->total = s->taken = 0; }
+
+void pm_race_reset_semaphores(pm_machine *m, const block *b, uint32_t first, uint32_t n) {
+  semaphore_order *s =
+      m->races->block_semaphores + (size_t)(b - m->blocks) * m->n_block_semaphores + first;
+  for (uint32_t k = 0; k < n; k++) reset_semaphore(&s[k]);
+}
+
+/* ---- a run -------------------------------------------------------------------------------- */
+
+static uint32_t all_blocks(const pm_machine *m) { return m->n_clusters * m->n_blocks; }
+
+void pm_race_begin_cluster(pm_machine *m, const cluster *c) {
+  races *r = m->races;
+  r->instance[c - m->clusters] = r->instances++;
+  r->shadow.full |= (uint64_t)(r->instances + 1) * r->each > UINT32_MAX;
+  for (const block *b = c->blocks; b < c->blocks + m->n_blocks; b++) {
+    const size_t at = (size_t)(b - m->blocks);
+    const thread *first = m->threads + at * m->n_threads;
+    for (const thread *t = first; t < first + m->n_threads; t++) {
+      for (uint32_t w = 0; w <= (m->has_warps ? WARPS : 0); w++) {
+        const thread *own = w ? &pm_vm_warps(m, t)[w - 1] : t;
+        clear(clock_of(m, own));
+        r->agents[own - m->threads].products = 0;
+        tick(m, own);
+      }
+    }
+    for (uint32_t k = 0; k < m->n_barriers; k++) {
+      barrier_order *o = &r->barriers[at * m->n_barriers + k];
+      clear(&o->open);
+      clear(&o->done);
+      o->phases = 0;
+    }
+    for (uint32_t k = 0; k < NAMED_BARRIERS; k++) clear(named_of(m, b, k));
+    clear(&r->turns[at]);
+    pm_race_reset_semaphores(m, b, 0, m->n_block_semaphores);
+    pm_shadow_clear(&r->shadow, &r->shadow.regions[at]);
+  }
+}
+
+static void *zeroed(size_t n, size_t bytes) {
+  void *p = pm_malloc(n * bytes + 1);
+  if (p) memset(p, 0, n * bytes);
+  return p;
+}
+
+static bool make_region(shadow *s, region *g, size_t bytes) {
+  g->n_pages = bytes / PAGE + 1;
+  g->pages = zeroed(g->n_pages, sizeof(page));
+  s->bytes += g->n_pages * sizeof(page);
+  return g->pages;
+}
+
+/* The SMEM of each block, and each memory that arguments lie in, if the kernel writes there. */
+static bool make_regions(pm_machine *m) {
+  races *r = m->races;
+  const uint32_t blocks = all_blocks(m);
+  r->root = zeroed(m->n_args, sizeof *r->root);
+  r->shadow.n_regions = blocks + m->n_args;
+  r->shadow.regions = zeroed(r->shadow.n_regions, sizeof *r->shadow.regions);
+  if (!r->root || !r->shadow.regions) return false;
+  for (uint32_t k = 0; k < blocks; k++) {
+    if (!make_region(&r->shadow, &r->shadow.regions[k], m->smem_bytes)) return false;
+  }
+  for (uint32_t k = 0; k < m->n_args; k++) {
+    size_t bytes = 0;
+    bool written = false;
+    while (m->buffers[r->root[k]] != m->buffers[k]) r->root[k]++;
+    for (uint32_t j = k; r->root[k] == k && j < m->n_args; j++) {
+      if (m->buffers[j] != m->buffers[k]) continue;
+      written |= m->args[j].written;
+      bytes = (size_t)pm_max((int64_t)bytes, (int64_t)m->args[j].bytes);
+    }
+    if (written && !make_region(&r->shadow, &r->shadow.regions[blocks + k], bytes)) return false;
+  }
+  return true;
+}
+
+bool pm_race_begin(pm_machine *m) {
+  races *r = m->races = zeroed(1, sizeof *r);
+  if (!r) return false;
+  r->n_agents = pm_vm_agents(m) / m->n_clusters;
+  r->n_barriers = m->n_blocks * m->n_barriers;
+  r->each = PER_AGENT * r->n_agents + (COMPONENTS - PER_AGENT) * r->n_barriers;
+  r->instance = zeroed(m->n_clusters, sizeof *r->instance);
+  r->agents = zeroed(pm_vm_agents(m), sizeof *r->agents);
+  r->barriers = zeroed((size_t)all_blocks(m) * m->n_barriers, sizeof *r->barriers);
+  r->named = zeroed((size_t)all_blocks(m) * NAMED_BARRIERS, sizeof *r->named);
+  r->turns = zeroed(all_blocks(m), sizeof *r->turns);
+  r->semaphores = zeroed(m->n_semaphores, sizeof *r->semaphores);
+  r->block_semaphores =
+      zeroed((size_t)all_blocks(m) * m->n_block_semaphores, sizeof *r->block_semaphores);
+  return r->instance && r->agents && r->barriers && r->named && r->turns && r->semaphores &&
+         r->block_semaphores && make_regions(m);
+}
+
+static void free_semaphores(semaphore_order *s, size_t n) {
+  for (size_t k = 0; s && k < n; k++) {
+    for (uint32_t j = 0; j < s[k].cap; j++) pm_free(s[k].at[j].clock.at);
+    pm_free(s[k].at);
+  }
+  pm_free(s);
+}
+
+static void free_clocks(vclock *c, size_t n) {
+  for (size_t k = 0; c && k < n; k++) pm_free(c[k].at);
+  pm_free(c);
+}
+
+void pm_race_end(pm_machine *m) {
+  races *r = m->races;
+  if (!r) return;
+  for (uint32_t k = 0; r->agents && k < pm_vm_agents(m); k++) pm_free(r->agents[k].clock.at);
+  for (size_t k = 0; r->barriers && k < (size_t)all_blocks(m) * m->n_barriers; k++) {
+    pm_free(r->barriers[k].open.at);
+    pm_free(r->barriers[k].done.at);
+  }
+  free_clocks(r->named, (size_t)all_blocks(m) * NAMED_BARRIERS);
+  free_clocks(r->turns, all_blocks(m));
+  free_semaphores(r->semaphores, m->n_semaphores);
+  free_semaphores(r->block_semaphores, (size_t)all_blocks(m) * m->n_block_semaphores);
+  pm_free(r->all.at);
+  pm_free(r->agents);
+  pm_free(r->barriers);
+  pm_free(r->instance);
+  pm_free(r->reported);
+  pm_free(r->root);
+  pm_shadow_free(&r->shadow);
+  pm_free(r);
+  m->races = NULL;
+}

@@ -1,0 +1,412 @@
+/* The race detector's verdicts.
+ *
+ * Each function of the machine that touches memory says so here: which bytes, for whom, read or
+ * written, by which proxy. Nothing is derived from the op table. A plain access is made by its
+ * thread, now; one of an engine has the clock that its issuer had when it issued it, and what
+ * completes it is a phase, a bulk group or a product. The rows of a view go to the shadow in
+ * the order of their strides, so that a transposed tile is as few runs of bytes as any other.
+ *
+ * Two accesses race if they meet, one of them writes, and the later one is not ordered behind the
+ * earlier one. What an engine does to SMEM must also come behind a proxy fence: the writer's or the
+ * issuer's behind a plain store, the reader's own behind a plain load. In GMEM the generated
+ * program has the fence where the copy is issued, so order is enough. */
+#include <inttypes.h>
+#include <stdio.h>
+#include <stdlib.h>
+
+#include "races.h"
+
+enum { MOST_REPORTS = 1000 };
+
+/* ---- reports ------------------------------------------------------------------------------ */
+
+static const char *const touch_names[] = {[READ] = "read", [WRITE] = "write", [ATOMIC] = "atomic"};
+
+/* Who it was, as the machine names agents. */
+static const char *agent_of(const pm_machine *m, const event *e, char *buf, size_t n) {
+  cluster c = {.number = e->cluster};
+  block b = {.cluster = &c};
+  thread of = {.block = &b, .index = e->thread}, warp = of;
+  int64_t rest = e->cluster;
+  for (uint32_t d = m->n_grid; d-- > 0; rest /= m->grid[d]) c.point[d] = rest % m->grid[d];
+  rest = e->block;
+  for (uint32_t d = m->n_cluster; d-- > 0; rest /= m->cluster[d]) b.coord[d] = rest % m->cluster[d];
+  warp.of = &of;
+  warp.warp = (uint32_t)e->warp;
+  return pm_vm_agent(m, e->warp < 0 ? &of : &warp, buf, n);
+}
+
+/* "[0:64, 3]": from the first to the last of these elements */
+static void index_text(const access *mem, int64_t first, int64_t last, char *buf, size_t n) {
+  int64_t low[PM_MAX_RANK], high[PM_MAX_RANK];
+  bool box = first <= last;
+  for (uint32_t d = mem->base_rank; d-- > 0; first /= mem->base_dim[d], last /= mem->base_dim[d]) {
+    low[d] = first % mem->base_dim[d];
+    high[d] = last % mem->base_dim[d];
+    box &= low[d] <= high[d];
+  }
+  int at = snprintf(buf, n, "[");
+  for (uint32_t d = 0; d < mem->base_rank && at < (int)n; d++) {
+    if (!box) at += snprintf(buf + at, n - (size_t)at, d ? ", :" : ":");
+    else if (low[d] == high[d])
+      at += snprintf(buf + at, n - (size_t)at, d ? ", %" PRId64 : "%" PRId64, low[d]);
+    else
+      at += snprintf(buf + at, n - (size_t)at,
+                     d ? ", %" PRId64 ":%" PRId64 : "%" PRId64 ":%" PRId64, low[d], high[d] + 1);
+  }
+  if (at < (int)n) snprintf(buf + at, n - (size_t)at, mem->base_rank ? "]" : "...]");
+}
+
+static void describe(const pm_machine *m, const event *e, pm_race_side *s) {
+  static const char *const makers[] = {[THREAD] = "",
+                                       [LANES] = "",
+                                       [TMA] = "TMA, for ",
+                                       [TENSOR_CORE] = "the tensor core, for ",
+                                       [ST_ASYNC] = "st.async, for "};
+  char agent[400];
+  s->touch = touch_names[e->touch];
+  s->ref = e->mem->name;
+  index_text(e->mem, e->first, e->last, s->index, sizeof s->index);
+  snprintf(s->agent, sizeof s->agent, "%s%s", makers[e->maker],
+           agent_of(m, e, agent, sizeof agent));
+  s->file = m->places[e->i->op].file;
+  s->line = m->places[e->i->op].line;
+}
+
+static const char *hint_of(const pm_machine *m, const event *a, const event *b, enum view lacks,
+                           char *buf, size_t n) {
+  const component kind = pm_race_kind(m->races, a->id);
+  if (lacks == TOLD) {
+    snprintf(buf, n,
+             "the fence between them is one that was inserted here; call plgpu.commit_smem() "
+             "between them");
+  } else if (lacks == FENCED) {
+    snprintf(buf, n, "they are ordered, but no plgpu.commit_smem() makes the store visible to %s",
+             b->maker == TENSOR_CORE ? "the tensor core" : "TMA");
+  } else if (lacks == DRAINED) {
+    snprintf(buf, n, "they are ordered, but no proxy fence makes the load complete before TMA");
+  } else if (a->cluster != b->cluster) {
+    snprintf(buf, n, "points of the grid are not ordered, unless a semaphore orders them");
+  } else if (kind == COPIES || kind == REMOTE) {
+    snprintf(buf, n, "wait on barrier '%s' for the first one before the second",
+             (a->maker == ST_ASYNC ? a->i->mem2 : a->i->mem3)->name);
+  } else if (kind == STORES || kind == STORE_READS) {
+    snprintf(buf, n,
+             "%s for the first one before the second; only its thread can, and then tell "
+             "others",
+             kind == STORES ? "wait_smem_to_gmem() (wait_read_only=True waits for the "
+                              "source alone)"
+                            : "wait_smem_to_gmem()");
+  } else if (kind == PRODUCTS) {
+    snprintf(buf, n, "wgmma_wait() for the first one before the second");
+  } else if (b->maker == TMA || b->maker == TENSOR_CORE) {
+    snprintf(buf, n,
+             "the %s of the second one was issued before the first, or not ordered behind it",
+             b->maker == TMA ? "copy" : "product");
+  } else {
+    snprintf(buf, n, "nothing orders the two: use a barrier, or a semaphore");
+  }
+  return buf;
+}
+
+static bool is_known(races *r, uint32_t first, uint32_t second, bool portable) {
+  for (uint32_t k = 0; k < r->n_reported; k++) {
+    const reported *x = &r->reported[k];
+    if (x->first == first && x->second == second && x->portable == portable) return true;
+  }
+  if (r->n_reported == MOST_REPORTS) return true;
+  if (r->n_reported == r->cap_reported) {
+    const uint32_t cap = r->cap_reported ? 2 * r->cap_reported : 8;
+    reported *at = pm_realloc(r->reported, cap * sizeof *at);
+    if (!at) return r->no_memory = true;
+    r->reported = at;
+    r->cap_reported = cap;
+  }
+  r->reported[r->n_reported++] = (reported){first, second, portable};
+  return false;
+}
+
+/* "RACE DETECTED on 'tile' ..." and both accesses */
+static void put_text(pm_race *x) {
+  const pm_race_side *a = &x->first, *b = &x->second;
+  char place[2][600] = {"", ""};
+  for (int k = 0; k < 2; k++) {
+    const pm_race_side *s = k ? b : a;
+    if (s->file) snprintf(place[k], sizeof place[k], "\n    at %s:%u", s->file, s->line);
+  }
+  char other[200] = "";
+  if (strcmp(a->ref, b->ref)) snprintf(other, sizeof other, " and '%s'", b->ref);
+  snprintf(x->text, sizeof x->text,
+           "%s on '%s'%s in %s, %s: %s and %s are not ordered\n  %s of %s%s by %s%s\n  %s of %s%s "
+           "by %s%s\n  %s",
+           x->portable ? "not portable to JAX" : "RACE DETECTED", a->ref, other, x->space, x->index,
+           a->touch, b->touch, a->touch, a->ref, a->index, a->agent, place[0], b->touch, b->ref,
+           b->index, b->agent, place[1], x->hint);
+}
+
+static step report(const tracker *x, const conflict *c, bool portable) {
+  pm_machine *m = x->m;
+  if (!c->event) return STEP_NEXT;
+  const event *a = pm_shadow_at(&m->races->shadow, c->event), *b = &x->event;
+  if (is_known(m->races, a->i->op, b->i->op, portable)) return STEP_NEXT;
+  pm_race race = {.portable = portable, .space = b->mem->space == PM_SMEM ? "SMEM" : "GMEM"};
+  describe(m, a, &race.first);
+  describe(m, b, &race.second);
+  const int64_t at = x->low - x->base, bytes = b->mem->bytes;
+  race.from = pm_max(0, (int64_t)c->from + at);
+  race.to = (int64_t)c->to + at;
+  index_text(b->mem, race.from / bytes, (race.to - 1) / bytes, race.index, sizeof race.index);
+  hint_of(m, a, b, c->lacks, race.hint, sizeof race.hint);
+  put_text(&race);
+  if (m->options.race) m->options.race(m->options.race_ctx, &race);
+  if (portable || !m->options.race_raises) return STEP_NEXT;
+  pm_fail(m->err, PM_E_RACE, "%s", race.text);
+  if (race.second.file) pm_err_at(m->err, race.second.file, race.second.line);
+  return STEP_FAIL;
+}
+
+/* ---- an access ---------------------------------------------------------------------------- */
+
+/* Where the bytes of a block or an argument begin; false: nobody writes to the argument. */
+static bool find_region(tracker *x, const thread *t, const access *mem, const char *base) {
+  const pm_machine *m = x->m;
+  const uint32_t blocks = m->n_clusters * m->n_blocks;
+  x->base = base;
+  if (mem->space == PM_GMEM) {
+    x->region = &m->races->shadow.regions[blocks + m->races->root[mem->base]];
+    x->low = base;
+    return x->region->pages;
+  }
+  const block *b = t->block;
+  if (base < b->smem || base >= b->smem + m->smem_bytes) b = b->cluster->blocks;
+  while (base < b->smem || base >= b->smem + m->smem_bytes) b++;
+  x->region = &m->races->shadow.regions[b - m->blocks];
+  x->low = b->smem;
+  return true;
+}
+
+static bool begin(tracker *x, pm_machine *m, const thread *t, const instr *i, const access *mem,
+                  const char *base, touch touch) {
+  x->m = m;
+  x->from = x->to = 0;
+  if (mem->space == PM_REGS || !find_region(x, t, mem, base)) return x->region = NULL, false;
+  pm_shadow_sweep(&m->races->shadow);
+  x->event = (event){.i = i,
+                     .mem = mem,
+                     .first = 0,
+                     .last = -1,
+                     .cluster = t->block->cluster->number,
+                     .block = (uint16_t)(t->block - t->block->cluster->blocks),
+                     .thread = (uint8_t)t->index,
+                     .warp = t->of ? (int8_t)t->warp : -1,
+                     .touch = touch};
+  x->touching = (touching){.shadow = &m->races->shadow, .event = &x->event};
+  return true;
+}
+
+static void set_maker(tracker *x, maker maker, uint32_t id, uint32_t time, const vclock *clock) {
+  x->event.maker = maker;
+  x->event.id = id;
+  x->event.time = time;
+  x->touching.clock = clock;
+  x->touching.engine = x->event.mem->space == PM_SMEM && (maker == TMA || maker == TENSOR_CORE);
+}
+
+static bool begin_plain(tracker *x, pm_machine *m, const thread *t, const instr *i,
+                        const access *mem, const char *base, touch touch, maker maker) {
+  const vclock *c = pm_race_clock(m, t);
+  const uint32_t id = pm_race_agent_id(m, OWN, t);
+  if (!begin(x, m, t, i, mem, base, touch)) return false;
+  set_maker(x, maker, id, pm_clock_at(c, id, SEEN), c);
+  return true;
+}
+
+static void flush(tracker *x) {
+  if (x->from < x->to) pm_shadow_touch(&x->touching, x->region, x->from, x->to);
+}
+
+static void add(tracker *x, const char *at, size_t bytes) {
+  const size_t from = (size_t)(at - x->low);
+  if (from != x->to) {
+    flush(x);
+    x->from = from;
+  }
+  x->to = from + bytes;
+}
+
+static step end(tracker *x) {
+  races *r = x->m->races;
+  flush(x);
+  if (r->no_memory || r->shadow.no_memory) {
+    return pm_fail(x->m->err, PM_E_MEMORY, "no memory to look for races"), STEP_FAIL;
+  }
+  const touching *t = &x->touching;
+  if (!t->write.event && !t->since.event && !t->told.event) return STEP_NEXT;
+  if (report(x, &t->write, false) == STEP_FAIL) return STEP_FAIL;
+  if (report(x, &t->since, false) == STEP_FAIL) return STEP_FAIL;
+  return x->m->options.strict ? report(x, &t->told, true) : STEP_NEXT;
+}
+
+/* ---- elements ----------------------------------------------------------------------------- */
+
+void pm_race_begin_elements(tracker *x, pm_machine *m, const thread *t, const instr *i,
+                            const spot *s, int touch) {
+  x->region = NULL;
+  if (m->races && s->base) begin_plain(x, m, t, i, s->mem, s->base, touch, THREAD);
+}
+
+void pm_race_element(tracker *x, const char *at, size_t bytes) {
+  const int64_t first = (at - x->base) / x->event.mem->bytes;
+  if (x->event.last < x->event.first) x->event.first = x->event.last = first;
+  x->event.first = pm_min(x->event.first, first);
+  x->event.last = pm_max(x->event.last, first);
+  add(x, at, bytes);
+}
+
+step pm_race_end_elements(tracker *x) {
+  if (!x->region) return STEP_NEXT;
+  const uint32_t number = x->touching.number;
+  const step s = end(x);
+  if (number || !x->touching.number) return s;
+  event *e = pm_shadow_at(x->touching.shadow, x->touching.number);
+  e->first = x->event.first;
+  e->last = x->event.last;
+  return s;
+}
+
+/* ---- views -------------------------------------------------------------------------------- */
+
+/* The loops of a view by stride, the smallest last, with those that continue each other joined. */
+typedef struct footprint {
+  uint32_t n;
+  int64_t size[MAX_LOOPS], stride[MAX_LOOPS];
+} footprint;
+
+static void find_footprint(const access *mem, footprint *f) {
+  f->n = 0;
+  for (uint32_t k = 0; k < mem->n_loops; k++) {
+    if (mem->loop_size[k] == 1 || !mem->loop_stride[k]) continue;
+    uint32_t at = f->n++;
+    for (; at > 0 && f->stride[at - 1] < mem->loop_stride[k]; at--) {
+      f->size[at] = f->size[at - 1];
+      f->stride[at] = f->stride[at - 1];
+    }
+    f->size[at] = mem->loop_size[k];
+    f->stride[at] = mem->loop_stride[k];
+  }
+  while (f->n > 1 && f->stride[f->n - 2] == f->size[f->n - 1] * f->stride[f->n - 1]) {
+    f->size[f->n - 2] *= f->size[f->n - 1];
+    f->stride[f->n - 2] = f->stride[f->n - 1];
+    f->n--;
+  }
+}
+
+static void add_whole(tracker *x, const spot *s) {
+  const int64_t bytes = s->mem->bytes;
+  footprint f;
+  int64_t count[MAX_LOOPS] = {0}, row = 1;
+  find_footprint(s->mem, &f);
+  if (f.n && f.stride[f.n - 1] == 1) row = f.size[--f.n];
+  for (const char *at = s->at;;) {
+    add(x, at, (size_t)(row * bytes));
+    uint32_t d = f.n;
+    for (; d-- > 0;) {
+      at += f.stride[d] * bytes;
+      if (++count[d] < f.size[d]) break;
+      at -= f.stride[d] * f.size[d] * bytes;
+      count[d] = 0;
+    }
+    if (d == UINT32_MAX) return;
+  }
+}
+
+/* Elements from <= k < to in row-major order. */
+static void add_part(tracker *x, const spot *s, int64_t from, int64_t to) {
+  const access *mem = s->mem;
+  for (int64_t k = from, n; k < to; k += n) {
+    const uint32_t last = mem->n_loops - 1u;
+    int64_t rest = k, at = 0;
+    n = 1;
+    for (uint32_t d = mem->n_loops; d-- > 0; rest /= mem->loop_size[d]) {
+      at += rest % mem->loop_size[d] * mem->loop_stride[d];
+    }
+    if (mem->loop_stride[last] == 1) {
+      n = pm_min(to - k, mem->loop_size[last] - k % mem->loop_size[last]);
+    }
+    add(x, s->at + at * mem->bytes, (size_t)(n * mem->bytes));
+  }
+}
+
+/* What is inside, of a view that overhangs. */
+static void add_inside(tracker *x, const spot *s, bool strict) {
+  const access *mem = s->mem;
+  int64_t index[PM_MAX_RANK] = {0};
+  for (int64_t k = 0; k < mem->n; k++) {
+    const char *at = pm_vm_element(s, strict, index);
+    if (at) pm_race_element(x, at, mem->bytes);
+    for (uint32_t d = mem->rank; d-- > 0;) {
+      if (++index[d] < mem->dim[d]) break;
+      index[d] = 0;
+    }
+  }
+}
+
+static step add_view(tracker *x, const spot *s, int64_t from, int64_t to, bool strict) {
+  const access *mem = s->mem;
+  if (!s->inside) {
+    add_inside(x, s, strict);
+    return pm_race_end_elements(x);
+  }
+  x->event.first = x->event.last = s->offset;
+  for (uint32_t k = 0; k < mem->n_loops; k++) {
+    x->event.last += (mem->loop_size[k] - 1) * mem->loop_stride[k];
+  }
+  if (from == 0 && to == mem->n) add_whole(x, s);
+  else add_part(x, s, from, to);
+  return end(x);
+}
+
+step pm_race_plain(pm_machine *m, const thread *t, const instr *i, const spot *s, int touch,
+                   int maker) {
+  tracker x;
+  if (!s->base || !begin_plain(&x, m, t, i, s->mem, s->base, touch, maker)) return STEP_NEXT;
+  return add_view(&x, s, 0, s->mem->n, true);
+}
+
+/* ---- engines ------------------------------------------------------------------------------ */
+
+step pm_race_engine(pm_machine *m, const task *k, const spot *s, int touch) {
+  const bool smem = s->mem->space == PM_SMEM;
+  uint32_t id, time;
+  maker maker = TMA;
+  int64_t from = 0, to = s->mem->n;
+  tracker x;
+  if (!begin(&x, m, k->issuer, k->i, s->mem, s->base, touch)) return STEP_NEXT;
+  if (k->kind == TASK_MMA) {
+    maker = TENSOR_CORE;
+    id = pm_race_agent_id(m, PRODUCTS, k->owner);
+    time = k->number;
+  } else if (k->kind == TASK_STORE) {
+    id = pm_race_agent_id(m, smem ? STORE_READS : STORES, k->owner);
+    time = (uint32_t)k->group + 1;
+  } else {
+    maker = k->gmem.mem ? TMA : ST_ASYNC;
+    id = pm_race_barrier_id(m, maker == TMA ? COPIES : REMOTE, k->barrier);
+    time = pm_race_open_phase(m, k->barrier);
+    if (maker == TMA) from = k->from, to = k->to;
+  }
+  set_maker(&x, maker, id, time, &k->issued);
+  return add_view(&x, s, from, to, false);
+}
+
+/* The word that HAND_TILE writes to a block; t: who writes it there. */
+step pm_race_hand(pm_machine *m, const thread *t, const instr *i, const spot *s, const barrier *b) {
+  const maker maker = m->n_blocks > 1 ? ST_ASYNC : THREAD;
+  tracker x;
+  if (!begin_plain(&x, m, t, i, s->mem, s->base, WRITE, maker)) return STEP_NEXT;
+  if (m->n_blocks > 1) {
+    x.event.id = pm_race_barrier_id(m, REMOTE, b);
+    x.event.time = pm_race_open_phase(m, b);
+  }
+  return add_view(&x, s, 0, s->mem->n, true);
+}

@@ -1,0 +1,183 @@
+/* The race detector: what orders agents (clocks.c), who touched memory last (shadow.c), and the
+ * verdicts (races.c). The machine calls it only where m->races is set. */
+#ifndef PM_RACES_H
+#define PM_RACES_H
+
+#include "vm.h"
+
+/* How much of a component is ordered before an agent: before its plain accesses; before what
+ * engines do to SMEM for it, behind plain stores and behind plain loads; the same behind plain
+ * stores, where only the commit_smem calls of the kernel's author count. */
+enum view { SEEN, FENCED, DRAINED, TOLD, VIEWS };
+
+struct seen {
+  uint32_t id, at[VIEWS];
+};
+
+/* The components of a cluster: of each kind one for each agent, or for each barrier. */
+typedef enum component {
+  OWN,         /* plain accesses: an agent's own time */
+  STORE_READS, /* bulk groups whose SMEM was read */
+  STORES,      /* bulk groups that are complete */
+  PRODUCTS,    /* wgmmas that are complete */
+  COPIES,      /* of a barrier: phases that TMA had a part in */
+  REMOTE,      /* of a barrier: the same of st.async */
+  COMPONENTS,
+  PER_AGENT = COPIES
+} component;
+
+/* Who made an access. LANES: plain loads and stores that do the work of an engine. */
+typedef enum maker { THREAD, LANES, TMA, TENSOR_CORE, ST_ASYNC } maker;
+typedef enum touch { READ, WRITE, ATOMIC } touch;
+
+/* An access, as the shadow remembers it. Who has seen `time` of the component knows it complete. */
+typedef struct event {
+  uint32_t id, time;
+  const instr *i;
+  const access *mem;
+  int64_t first, last; /* elements of the base; last < first: not known */
+  int64_t cluster;     /* -> the point of the grid */
+  uint16_t block;      /* of the cluster */
+  uint8_t thread;
+  int8_t warp; /* -1: none */
+  uint8_t maker, touch;
+  bool marked;
+} event;
+
+/* ---- shadow memory -------------------------------------------------------------------------- */
+
+enum { PAGE = 4096, MOST_SINCE = 16 };
+
+/* Bytes up to `to` of a page: the last write, and the list of those who read, or changed them by
+ * an atomic operation, since. */
+typedef struct mark {
+  uint32_t to, write, since;
+} mark;
+
+typedef struct page {
+  uint32_t n, cap; /* n 0: nobody touched it */
+  mark *at;
+} page;
+
+/* The SMEM of a block, or an argument. */
+typedef struct region {
+  page *pages;
+  size_t n_pages;
+} region;
+
+/* A list never changes. */
+typedef struct since {
+  uint32_t event, next;
+  bool marked;
+} since;
+
+/* live: entries in use after the last sweep; taken: since then */
+typedef struct pool {
+  void *at;
+  uint32_t n, cap, free, live, taken;
+} pool;
+
+typedef struct shadow {
+  pool events, lists;
+  region *regions; /* SMEM by block, then arguments */
+  uint32_t n_regions;
+  size_t bytes;
+  bool full, no_memory;
+} shadow;
+
+/* Two accesses that meet and are not ordered. */
+typedef struct conflict {
+  uint32_t event; /* 0: none */
+  uint8_t lacks;  /* enum view */
+  size_t from, to;
+} conflict;
+
+/* An access that is being made. */
+typedef struct touching {
+  shadow *shadow;
+  const vclock *clock; /* what is ordered before it */
+  event *event;        /* its own */
+  uint32_t number;     /* of the event */
+  bool engine;         /* to SMEM, by the async proxy */
+  conflict write, since, told;
+  uint32_t fine_write, fine_since; /* what was looked at last, without a conflict */
+  uint32_t grown_from, grown_to;   /* what a list became */
+} touching;
+
+static inline event *pm_shadow_at(const shadow *s, uint32_t k) { return (event *)s->events.at + k; }
+void pm_shadow_touch(touching *x, region *g, size_t from, size_t to);
+/* The number of a new event; 0: no memory. */
+uint32_t pm_shadow_event(shadow *s, const event *e);
+/* Forgets what no byte remembers, where there is much of it. */
+void pm_shadow_sweep(shadow *s);
+void pm_shadow_clear(shadow *s, region *g);
+void pm_shadow_free(shadow *s);
+
+/* An access that is given run by run of bytes; begun only if region is set. */
+typedef struct tracker {
+  pm_machine *m;
+  event event;
+  touching touching;
+  region *region;
+  const char *low, *base; /* of the region, of the ref */
+  size_t from, to;        /* bytes of the region that are not yet in the shadow */
+} tracker;
+
+void pm_race_begin_elements(tracker *x, pm_machine *m, const thread *t, const instr *i,
+                            const spot *s, int touch);
+void pm_race_element(tracker *x, const char *at, size_t bytes);
+step pm_race_end_elements(tracker *x);
+
+/* ---- a run ---------------------------------------------------------------------------------- */
+
+typedef struct signalled {
+  int64_t total; /* of all signals so far */
+  vclock clock;  /* of all signals so far */
+} signalled;
+
+typedef struct semaphore_order {
+  signalled *at;
+  uint32_t n, cap;
+  int64_t total, taken;
+} semaphore_order;
+
+typedef struct agent_order {
+  vclock clock;
+  uint32_t products; /* issued */
+} agent_order;
+
+typedef struct barrier_order {
+  vclock open, done; /* of the phase that is open, of the last one that is complete */
+  uint32_t phases;   /* complete, since the cluster began */
+} barrier_order;
+
+/* Each pair of lines is reported once. */
+typedef struct reported {
+  uint32_t first, second; /* ops */
+  bool portable;
+} reported;
+
+struct races {
+  uint32_t n_agents, n_barriers, each; /* of a cluster; each: its components */
+  uint32_t instances;                  /* clusters begun */
+  uint32_t *instance;                  /* by place in machine.clusters */
+  agent_order *agents;                 /* as machine.threads */
+  barrier_order *barriers;             /* by block */
+  vclock *named, *turns;               /* by block */
+  semaphore_order *semaphores, *block_semaphores;
+  vclock all; /* scratch */
+  shadow shadow;
+  uint32_t *root; /* by argument: the first one in the same memory */
+  reported *reported;
+  uint32_t n_reported, cap_reported;
+  bool no_memory;
+};
+
+/* The component of this kind of an agent, or of a barrier. */
+uint32_t pm_race_agent_id(const pm_machine *m, component kind, const thread *t);
+uint32_t pm_race_barrier_id(const pm_machine *m, component kind, const barrier *b);
+component pm_race_kind(const races *r, uint32_t id);
+/* How much of a component is ordered. */
+uint32_t pm_clock_at(const vclock *c, uint32_t id, enum view v);
+
+#endif

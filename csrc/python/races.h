@@ -1,0 +1,14 @@
+/* The race detector's findings as Python objects. */
+#ifndef PMPY_RACES_H
+#define PMPY_RACES_H
+
+#include "../interp/interp.h"
+#include "module.h"
+
+/* With the GIL. Append a tuple to the list: 0, or -1 with an exception. */
+int pmpy_add_race(PyObject *list, const pm_race *r);
+/* The run has ended: warn, as the parameters say, and keep the list for get_races(). 0, or -1 with
+ * an exception; one that is set stays. */
+int pmpy_finish_races(PyObject *list, PyObject *params);
+
+#endif

@@ -1,0 +1,86 @@
+"""What the race detector of the interpreter found: ``InterpretParams(detect_races=True)``."""
+
+import dataclasses
+import warnings
+
+
+@dataclasses.dataclass(frozen=True)
+class RaceAccess:
+    """One of the two accesses of a :class:`Race`.
+
+    ``touch``: "read", "write" or "atomic"; ``ref``, ``index``: the name of the ref and the part of
+    it, such as "tile" and "[0:64, 3]"; ``agent``: who made the access, such as "TMA, for thread 0";
+    ``file``, ``line``: where in Python, None and 0 if that is not known.
+    """
+
+    touch: str
+    ref: str
+    index: str
+    agent: str
+    file: str | None
+    line: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Race:
+    """Two accesses to one place that nothing orders; ``str()`` of it is the whole report.
+
+    ``first``, ``second``: the accesses, in the order of the run that met them; ``space``: "SMEM" or
+    "GMEM"; ``index``, ``bytes``: where they meet, in elements and bytes of the second ref;
+    ``hint``: what is missing.
+    """
+
+    first: RaceAccess
+    second: RaceAccess
+    space: str
+    index: str
+    bytes: tuple[int, int]
+    hint: str
+    text: str
+
+    kind = property(lambda self: f"{self.first.touch}/{self.second.touch}")
+
+    def __str__(self):
+        return self.text
+
+
+@dataclasses.dataclass(frozen=True)
+class RaceLog:
+    """Of one run: ``races``, and ``not_portable``, which are right here but not in JAX. Each pair
+    of lines is in it once."""
+
+    races: tuple[Race, ...] = ()
+    not_portable: tuple[Race, ...] = ()
+
+    races_found = property(lambda self: bool(self.races))
+
+
+_latest = None
+
+
+def get_races():
+    """The :class:`RaceLog` of the latest run of this process with ``detect_races``, also of one
+    that raised. RuntimeError if there was none."""
+    if _latest is None:
+        raise RuntimeError(
+            "get_races: no kernel ran with interpret=plgpu.InterpretParams(detect_races=True) yet"
+        )
+    return _latest
+
+
+def _warn(race):
+    at = race.second if race.second.file else race.first
+    warnings.warn_explicit(race.text, UserWarning, at.file or "<kernel>", at.line)
+
+
+def finish(found, params):
+    """A run has ended. Called by the extension with what :file:`csrc/python/races.c` makes."""
+    global _latest
+    races, not_portable = [], []
+    for portable, space, index, start, end, hint, text, first, second in found:
+        sides = RaceAccess(*first), RaceAccess(*second)
+        race = Race(*sides, space, index, (start, end), hint, text)
+        (not_portable if portable else races).append(race)
+    _latest = RaceLog(tuple(races), tuple(not_portable))
+    for race in [*not_portable, *(races if params.on_race == "warn" else ())]:
+        _warn(race)
