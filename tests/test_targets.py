@@ -134,10 +134,9 @@ def test_refused(case):
 
 
 def test_cluster_of_a_target():
-    cases = (2, "sm_89", NIE), (2, "sm_120a", NIE), (32, "sm_100a", ValueError)
-    for size, target, error in cases:
-        k = kernel(add_one, S((64,), np.float32), cluster=(size,), cluster_names=("c",))
-        with pytest.raises(error, match="cluster"):
+    for target in ("sm_89", "sm_120a"):
+        k = kernel(add_one, S((64,), np.float32), cluster=(2,), cluster_names=("c",))
+        with pytest.raises(NIE, match="cluster"):
             k.lower(S((64,), np.float32), target=target)
     assert "cluster" in kernel(
         add_one, S((64,), np.float32), cluster=(16,), cluster_names=("c",)

@@ -727,9 +727,12 @@ static PyObject *call_interpreter(call *c) {
   else if (make_outputs(c, stream, made, out) < 0) goto no_outputs;
   run r = {.c = c, .device = c->device, .stream = stream, .options = &options};
   describe(&r, out);
-  Py_BEGIN_ALLOW_THREADS code = execute(&r, &err);
-  Py_END_ALLOW_THREADS if (h.failed) pmpy_add_place(&err);
-  else if (code) pmpy_raise(&err); const bool failed = h.failed || code;
+  Py_BEGIN_ALLOW_THREADS;
+  code = execute(&r, &err);
+  Py_END_ALLOW_THREADS;
+  if (h.failed) pmpy_add_place(&err);
+  else if (code) pmpy_raise(&err);
+  const bool failed = h.failed || code;
   if ((!h.races || pmpy_finish_races(h.races, c->k->interpret) == 0) && !failed) {
     Py_XDECREF(h.races);
     return finish(c, made);
