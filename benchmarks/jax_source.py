@@ -81,7 +81,7 @@ def _noting(calls):
 
 def _modules(calls):
     """What `jax` is to a kernel's module."""
-    device = types.SimpleNamespace(core_count=plgpu.core_count(), platform="gpu")
+    device = types.SimpleNamespace(core_count=plgpu.sm_count(), platform="gpu")
     jax = types.SimpleNamespace(
         Array=np.ndarray,
         ShapeDtypeStruct=plgpu.ShapeDtypeStruct,

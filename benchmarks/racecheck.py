@@ -21,30 +21,29 @@ import numpy as np
 import pallas_mgpu as plgpu
 from pallas_mgpu import lax, ops, pl
 from pallas_mgpu import numpy as jnp
-from pallas_mgpu.ops._ring import hear, told_scratch
 
 ROUNDS, BLOCKS = 16, 8
 
 
 def least():
-    def body(o, *told_refs):
-        words, written, heard, _ = told_refs
+    def body(o, tiles):
+        scheduler = plgpu.ext.TileScheduler(**tiles)
         me = lax.axis_index("wg")
 
         @pl.when(me == 1)
         def _():
             @pl.loop(0, ROUNDS)
             def _(k):
-                plgpu.hand_tile(k, k, words, written, heard, None)
+                scheduler.broadcast(k, k)
 
-            plgpu.barrier_wait(heard.at[0])
+            scheduler.drain(ROUNDS)
 
         @pl.when(me == 0)
         def _():
-            step = lambda k, total: total + hear(told_refs, k)  # noqa: E731
+            step = lambda k, total: total + scheduler.receive(k)  # noqa: E731
             o[0] = lax.fori_loop(0, ROUNDS, step, jnp.int32(0))
 
-    scratch = told_scratch(1, ahead=1)
+    scratch = {"tiles": plgpu.ext.TileScheduler.scratch(readers=1, slots=1)}
     out = plgpu.ShapeDtypeStruct((1,), jnp.int32)
     kernel = plgpu.kernel(
         body, out_type=out, scratch_types=scratch, num_threads=2, thread_name="wg"

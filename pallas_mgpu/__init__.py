@@ -34,8 +34,8 @@ from ._core import (
 from . import _hooks, ext, lax, nn, numpy, pl, tree
 from ._batch import vmap
 from ._caches import clear_caches
-from ._control import in_turn, lazy_where, warp_map
-from ._family import Operand, core_count, kernel_family
+from ._control import warp_map
+from ._family import ArrayInfo, sm_count, specialize
 from ._inline import inline_cuda
 from ._kernel import as_torch_kernel, kernel
 from ._memory import OF_REF as _OF_REF
@@ -78,7 +78,7 @@ from ._ops import (
 )
 from ._pipeline import emit_pipeline
 from ._races import Race, RaceAccess, RaceLog, get_races
-from ._schedule import NDLoopInfo, dynamic_scheduling_loop, hand_tile, nd_loop, next_tile
+from ._schedule import NDLoopInfo, dynamic_scheduling_loop, nd_loop
 from ._semaphores import (
     SemaphoreSignal,
     semaphore_signal,

@@ -1,8 +1,9 @@
 """What a process caches of kernels between calls, and the limits.
 
 Each signature of a kernel has a plan (the lowered graph, the program, loaded code). The extension
-drops the least recently used plans beyond PALLAS_MGPU_PLAN_BYTES. A `kernel_family` has a kernel
-for each combination of arguments. These, and the results of `cached` functions, are LRU caches."""
+drops the least recently used plans beyond PALLAS_MGPU_PLAN_BYTES. A function under
+`specialize` has a kernel for each combination of arguments. These, and the results of `cached`
+functions, are LRU caches."""
 
 import functools
 import weakref

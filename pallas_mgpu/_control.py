@@ -287,7 +287,7 @@ def cond(pred, true_fun, false_fun, *operands):
     )
 
 
-def lazy_where(mask, on_true, on_false):
+def warp_where(mask, on_true, on_false):
     """``jnp.where(mask, on_true(), on_false)``, in which a warp computes ``on_true`` only if it
     holds a true element of ``mask`` (Hopper).
 
@@ -297,24 +297,24 @@ def lazy_where(mask, on_true, on_false):
     that is seldom needed, such as rescaling an accumulator. TypeError for other masks, or if the
     structures differ.
     """
-    mask = as_array(mask, "lazy_where: mask")
+    mask = as_array(mask, "warp_where: mask")
     if mask.dtype != bool or not mask.shape:
-        raise TypeError(f"lazy_where: mask must be a bool array, got {type_text(mask)}")
-    on_false = tree.map(lambda x: as_array(x, "lazy_where: on_false"), on_false)
+        raise TypeError(f"warp_where: mask must be a bool array, got {type_text(mask)}")
+    on_false = tree.map(lambda x: as_array(x, "warp_where: on_false"), on_false)
 
     def compute():
-        new = tree.map(lambda x: as_array(x, "lazy_where: on_true"), on_true())
+        new = tree.map(lambda x: as_array(x, "warp_where: on_true"), on_true())
         if tree.structure(new) != tree.structure(on_false):
-            raise TypeError("lazy_where: on_true() and on_false differ in structure")
+            raise TypeError("warp_where: on_true() and on_false differ in structure")
         return tree.map(lambda x, y: _core.where(mask, x, y), new, on_false)
 
     some = _core.reduce("any_in_warp", mask, tuple(range(len(mask.shape))), False)
     with _read_only():
-        return _branches("if", some, (compute, lambda: on_false), "lazy_where")
+        return _branches("if", some, (compute, lambda: on_false), "warp_where")
 
 
-class in_turn:
-    """``with plgpu.in_turn(n):`` is an ordered section. Threads 0 to n - 1 of the block execute it
+class ordered_section:
+    """``with plgpu.ext.ordered_section(n):`` Threads 0 to n - 1 of the block execute the section
     one after the other, in cyclic order starting with thread 0 (Hopper).
 
     Every participating thread must enter the section the same number of times. Asynchronous work
@@ -325,9 +325,11 @@ class in_turn:
     """
 
     def __init__(self, num_threads):
-        (self.num_threads,) = ints(num_threads, "in_turn: num_threads")
+        (self.num_threads,) = ints(num_threads, "ordered_section: num_threads")
         if self.num_threads < 1:
-            raise ValueError(f"in_turn: num_threads must be positive, got {self.num_threads}")
+            raise ValueError(
+                f"ordered_section: num_threads must be positive, got {self.num_threads}"
+            )
 
     def __enter__(self):
         if self.num_threads > 1:
@@ -680,7 +682,7 @@ class _Held:
         if _core.region() != self.region:
             raise NotImplementedError(
                 "run_state: a ref to an array in registers is written in plgpu.warp_map,"
-                " plgpu.lazy_where or the condition of a loop; write it before or after that"
+                " plgpu.ext.warp_where or the condition of a loop; write it before or after that"
             )
         new = _core.stored(self.value[idx], value)
         whole = all(
@@ -796,7 +798,7 @@ def run_state(f):
     In a kernel, the leaves are ``ACC.init(array)`` and arrays. ``ACC.init(array)`` is an
     accumulator; its final value is read after all outstanding wgmmas. Arrays stay in registers;
     their refs are read and written by index, also in loops, branches and scopes. A write in
-    :func:`plgpu.warp_map`, :func:`plgpu.lazy_where` or the condition of a loop raises
+    :func:`plgpu.warp_map`, :func:`plgpu.ext.warp_where` or the condition of a loop raises
     NotImplementedError. On the host, the leaves are arrays, the refs are mutable arrays for
     kernels, and ``f`` returns None. ValueError if a ref is returned.
     """

@@ -1,4 +1,4 @@
-"""`kernel_family`: turns a function that makes kernels into a function of arrays.
+"""`specialize`: turns a function that makes kernels into a function of arrays.
 
 `_core.Family` looks up a call by its operands and options, and calls `_Maker` if it has no
 entry."""
@@ -12,8 +12,8 @@ from ._names import check_keywords
 from ._types import ShapeDtypeStruct
 
 
-class Operand(ShapeDtypeStruct):
-    """The description of an array that a :func:`kernel_family` gets.
+class ArrayInfo(ShapeDtypeStruct):
+    """The description of an array that a function under :func:`specialize` gets.
 
     ``device``: the ordinal of its GPU, None for the host. ``aligned``: does it start at a multiple
     of 16 bytes?
@@ -35,8 +35,8 @@ class _Maker:
         self.made = {}
 
     def __call__(self, args, arrays, options):
-        operands = [Operand(*x) for x in args]
-        by_name = {name: Operand(*x) for name, x in arrays.items()}
+        operands = [ArrayInfo(*x) for x in args]
+        by_name = {name: ArrayInfo(*x) for name, x in arrays.items()}
         given = [*operands, *by_name.values()]  # in the order of the call
         try:
             bound = self.signature.bind(*operands, **by_name, **options)
@@ -64,8 +64,8 @@ class _Maker:
             target = self.make(*bound.args, **bound.kwargs)
             if not callable(target):
                 raise TypeError(
-                    f"{self.name}: a kernel_family returns a kernel or a function of the arrays,"
-                    f" got {target!r}"
+                    f"{self.name}: a function under specialize returns a kernel or a function of"
+                    f" the arrays, got {target!r}"
                 )
             target = self.made.setdefault(key, target)
             for oldest in list(self.made)[: len(self.made) - KEPT] if len(self.made) > KEPT else ():
@@ -76,10 +76,10 @@ class _Maker:
         self.made.clear()
 
 
-def kernel_family(make=None, *, in_place=True):
+def specialize(make=None, *, in_place=True):
     """Decorator: a function of arrays that selects a kernel by their types.
 
-    ``make(*operands, **options)`` gets an :class:`Operand` for each array and returns the kernel
+    ``make(*operands, **options)`` gets an :class:`ArrayInfo` for each array and returns the kernel
     for such arrays, or another function of them. It runs once for each combination of shapes,
     dtypes, devices, alignments and options; later calls cost about as much as calling the kernel.
 
@@ -94,7 +94,7 @@ def kernel_family(make=None, *, in_place=True):
     signature.
     """
     if make is None:
-        return functools.partial(kernel_family, in_place=in_place)
+        return functools.partial(specialize, in_place=in_place)
     maker = _Maker(make, make.__name__)
     family = functools.update_wrapper(_core.Family(make.__name__, maker, in_place), make)
     family.maker = maker
@@ -102,7 +102,7 @@ def kernel_family(make=None, *, in_place=True):
     return family
 
 
-def core_count(device=None):
+def sm_count(device=None):
     """The number of SMs of a CUDA device. None means the device on which kernels on host arrays
     run; without a GPU, the result is the number of SMs of a typical GPU of the target, 132 for an
     H100 or H200."""

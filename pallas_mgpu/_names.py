@@ -39,8 +39,9 @@ def deprecated(text, stacklevel):
     warnings.warn(text, DeprecationWarning, stacklevel + 1)
 
 
-_NAMESPACES = ("plgpu", "pl", "lax", "jnp", "nn", "ops", "tree")
-_MODULES = {"plgpu": "", "jnp": ".numpy"}  # of namespaces whose module has another name
+_NAMESPACES = ("plgpu", "plgpu.ext", "pl", "lax", "jnp", "nn", "ops", "tree")
+# modules of the namespaces that are called otherwise
+_MODULES = {"plgpu": "", "plgpu.ext": ".ext", "jnp": ".numpy"}
 
 
 def _public(namespace):
@@ -210,6 +211,13 @@ PLGPU_MISSING = {
 }
 
 PLGPU_WRONG = {
+    "Operand": "it is plgpu.ArrayInfo",
+    "core_count": "it is plgpu.sm_count(device)",
+    "hand_tile": "it is plgpu.ext.TileScheduler(...).broadcast(tile, step)",
+    "in_turn": "it is plgpu.ext.ordered_section(num_threads)",
+    "kernel_family": "it is plgpu.specialize",
+    "lazy_where": "it is plgpu.ext.warp_where(mask, on_true, on_false)",
+    "next_tile": "it is plgpu.ext.TileScheduler(...).fetch()",
     "autotune": "functions of ops choose their configuration, and config= takes another one; time"
     " your own kernels with the timer of your array library",
     "Semaphore": "the right form is plgpu.SemaphoreType.REGULAR",

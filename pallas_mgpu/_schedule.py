@@ -5,7 +5,7 @@ import functools
 from typing import Any
 
 from . import _core
-from ._control import fori_loop, scoped, when, while_loop
+from ._control import cond, fori_loop, scoped, when, while_loop
 from ._names import show
 from ._ops import axis_index, axis_size, barrier_arrive, barrier_wait
 from ._trace import Ref, env, type_text
@@ -14,64 +14,126 @@ from ._types import SMEM, Barrier, ClusterBarrier, axis_names
 _MOST_POINTS = 1 << 30  # of a dynamically scheduled grid, so that counters do not overflow
 
 
-def next_tile(counter=0):
-    """Read and increment a counter of the launch: 0, 1, 2 ..., an int32 scalar that no other call
-    gets (Hopper).
+class TileScheduler:
+    """Tile numbers that clusters fetch at run time, for schedules of your own (Hopper).
 
-    ``counter``: which atomic counter of the launch, 0 to 31. Counters start at 0. One thread of a
-    block makes the call and broadcasts the result, for example with :func:`hand_tile`. A call after
-    the last tile was assigned returns a larger number. Dynamic loops
-    (:func:`dynamic_scheduling_loop`) use the first counters, one each. NotImplementedError under
-    ``vmap``.
+    A launch has atomic counters. The last Pallas thread of each block, the *scheduler thread*,
+    fetches numbers from one of them and broadcasts each to all threads of the block, and to all
+    blocks of the cluster, through a ring of slots in shared memory. The other threads receive them.
+
+    Allocate ``scratch`` in ``scratch_types`` or ``pl.run_scoped``, and make the object from its
+    refs::
+
+        scratch_types={"tiles": plgpu.ext.TileScheduler.scratch(readers=1)}
+
+        def body(o_gmem, tiles):
+            scheduler = plgpu.ext.TileScheduler(**tiles)
+
+    Steps are numbered 0, 1, 2 ... by int32 scalars or Python ints; step k uses slot ``k % slots``.
+
+    tiles: SMEM ref of (slots,) int32. ready, read: refs of ``slots`` barriers. free: ``slots``
+    cluster barriers over all axes of the cluster, if it has more than one block. Without any refs
+    only :meth:`fetch` can be called.
+    counter: which counter of the launch, 0 to 31. Dynamic loops (:func:`dynamic_scheduling_loop`)
+    use the first ones, one each.
+
+    ValueError for refs of other kinds or shapes, or without ``free`` in a cluster.
     """
-    not_batched("next_tile")
-    return _core.next_tile(counter)
+
+    def __init__(self, tiles=None, ready=None, read=None, free=None, *, counter=0):
+        what = "TileScheduler"
+        wide = [n for n, (f, _, size) in env(what).axes.items() if f == "cluster" and size > 1]
+        self.tiles, self.ready, self.read = tiles, ready, read
+        self.free = free if wide else None
+        self.counter, self.cluster_axes = counter, wide
+        if tiles is ready is read is free is None:
+            return
+        if not isinstance(tiles, Ref) or tiles.ndim != 1:
+            raise ValueError(f"{what}: tiles must be a ref of one dim in SMEM, got {_shown(tiles)}")
+        barriers = {"ready": ready, "read": read, **({"free": free} if wide else {})}
+        for name, x in barriers.items():
+            if not isinstance(x, Ref) or x.dtype != "barrier" or x.shape != tiles.shape:
+                raise ValueError(
+                    f"{what}: {name} must be {self.slots} barriers, one for each slot of tiles; got"
+                    f" {_shown(x)}"
+                )
+
+    @staticmethod
+    def scratch(readers, slots=2, cluster_axes=()):
+        """What to allocate: descriptors by the names of the refs.
+
+        readers: threads of each block that call :meth:`receive` for every step. slots: how many
+        numbers may be broadcast before the first one is read. cluster_axes: names of all axes of
+        the cluster, if it has more than one block.
+        """
+        axes = axis_names(cluster_axes)
+        found = {
+            "tiles": SMEM((slots,), "int32"),
+            "ready": Barrier(num_barriers=slots),
+            "read": Barrier(num_arrivals=readers, num_barriers=slots),
+        }
+        if axes:
+            found["free"] = ClusterBarrier(collective_axes=(axes,), num_barriers=slots)
+        return found
+
+    @property
+    def slots(self):
+        """The number of slots."""
+        return self.tiles.shape[0]
+
+    def fetch(self):
+        """Scheduler thread: read and increment the counter, an int32 scalar that no other call of
+        the launch gets.
+
+        Counters start at 0, and go on after the last tile was fetched. In a cluster with ``free``
+        the first block fetches, for all; in the other blocks the result is 0. NotImplementedError
+        under ``vmap``, whose elements would share the counter.
+        """
+        not_batched("TileScheduler.fetch")
+        if self.free is None:
+            return _core.next_tile(self.counter)
+        axes = self.cluster_axes
+        rank = axis_index(axes[0] if len(axes) == 1 else tuple(axes))
+        zero = functools.partial(_core.as_array, 0, "int32")
+        return cond(rank == 0, lambda: _core.next_tile(self.counter), zero)
+
+    def broadcast(self, tile, step):
+        """Scheduler thread of each block: pass on the ``tile`` of the first block of the cluster.
+        Waits until all readers have received what was in the slot before."""
+        slot = step % self.slots
+
+        @when(step >= self.slots)
+        def _():
+            barrier_wait(self.read.at[slot])
+            if self.free is not None:
+                _core.effect("barrier_arrive", (self.free.at[slot],), relaxed=2)
+                barrier_wait(self.free.at[slot])
+
+        _core.effect("hand_tile", (tile, self.tiles.at[slot], self.ready.at[slot]))
+
+    def receive(self, step, *, release=True):
+        """The number of a step, an int32 scalar. Every reader receives every step, in order. The
+        scheduler thread may also receive, with ``release=False``."""
+        slot = step % self.slots
+        barrier_wait(self.ready.at[slot])
+        tile = self.tiles[slot]
+        if release:
+            barrier_arrive(self.read.at[slot])
+        return tile
+
+    def drain(self, steps):
+        """Scheduler thread: after ``steps`` steps, wait until the last numbers have been received,
+        so that the block may end."""
+        for k in range(self.slots):
+
+            def wait(k=k):
+                barrier_wait(self.read.at[(steps - 1 - k) % self.slots])
+
+            when(steps > k)(wait)
 
 
-def hand_tile(tile, k, tiles, ready, read, free=None):
-    """Broadcast a tile index to all blocks of a cluster: the ``tile`` of its first block (Hopper).
-
-    For custom schedules with :func:`next_tile`. The last thread of each block calls it for step
-    ``k`` = 0, 1, 2 ..., an int32 scalar, with n slots:
-
-    tiles: ``SMEM((n,), int32)``. Slot ``k % n`` of every block receives the index.
-    ready: ``Barrier(num_barriers=n)``. The barrier of the slot completes when it is there.
-    read: ``Barrier(num_arrivals=readers, num_barriers=n)``. Each reader waits on ``ready``, reads
-        the slot and arrives here; the call n steps later waits for these arrivals. The last thread
-        may read the slot itself, without an arrival.
-    free: ``ClusterBarrier(collective_axes=(axes,), num_barriers=n)`` of all axes of the cluster, if
-        it has more than one block.
-
-    ValueError for arguments of other shapes, or without ``free`` in a cluster.
-    """
-    what = "hand_tile"
-
-    def shown(x):
-        return type_text(x) if isinstance(x, Ref) else show(x)
-
-    if not isinstance(tiles, Ref) or tiles.ndim != 1:
-        raise ValueError(f"{what}: tiles must be a ref of one dim in SMEM, got {shown(tiles)}")
-    ahead = tiles.shape[0]
-    given = {"ready": ready, "read": read, "free": free}
-    in_cluster = any(f == "cluster" and size > 1 for f, _, size in env(what).axes.values())
-    if not in_cluster:
-        del given["free"]
-    for name, x in given.items():
-        if not isinstance(x, Ref) or x.dtype != "barrier" or x.shape != (ahead,):
-            raise ValueError(
-                f"{what}: {name} must be {ahead} barriers, one for each slot of tiles; got"
-                f" {shown(x)}"
-            )
-    slot = k % ahead
-
-    @when(k >= ahead)
-    def _():
-        barrier_wait(read.at[slot])
-        if in_cluster:
-            _core.effect("barrier_arrive", (free.at[slot],), relaxed=2)
-            barrier_wait(free.at[slot])
-
-    _core.effect("hand_tile", (tile, tiles.at[slot], ready.at[slot]))
+def _shown(x):
+    return type_text(x) if isinstance(x, Ref) else show(x)
 
 
 def not_batched(what):
@@ -269,19 +331,17 @@ def dynamic_scheduling_loop(grid_names, thread_axis=None, cluster_axes=(), init_
 
             return loop(alone)[2]
 
-        def together(tiles, ready, read, free):
+        def together(*refs):
             # The tile of step k + 1 is passed in slot k % 2.
+            scheduler = TileScheduler(*refs)
+            read = scheduler.read
             last = axis_index(thread_axis) == e.n_threads - 1 if thread_axis else True
 
             def work(run, k):
                 taken = take()
                 run()
-                when(last)(lambda: hand_tile(taken, k, tiles, ready, read, free))
-                slot = k % 2
-                barrier_wait(ready.at[slot])
-                following = tiles[slot]
-                barrier_arrive(read.at[slot])
-                return following
+                when(last)(lambda: scheduler.broadcast(taken, k))
+                return scheduler.receive(k)
 
             _, steps, value = loop(work)
 
@@ -290,17 +350,12 @@ def dynamic_scheduling_loop(grid_names, thread_axis=None, cluster_axes=(), init_
                 barrier_wait(read.at[(steps - 1) % 2])
                 when(steps > 1)(lambda: barrier_wait(read.at[steps % 2]))
                 if rounds is not None and wide:  # also in other blocks, before the next round
-                    _core.effect("barrier_arrive", (free.at[0],), relaxed=2)
-                    barrier_wait(free.at[0])
+                    _core.effect("barrier_arrive", (scheduler.free.at[0],), relaxed=2)
+                    barrier_wait(scheduler.free.at[0])
 
             return value
 
-        types = [
-            SMEM((2,), "int32"),
-            Barrier(num_barriers=2),
-            Barrier(num_arrivals=e.n_threads, num_barriers=2),
-            ClusterBarrier(collective_axes=(tuple(wide),), num_barriers=2) if wide else None,
-        ]
+        types = [*TileScheduler.scratch(e.n_threads, 2, tuple(wide)).values()]
         names_of = ("next_tile", "next_tile_ready", "next_tile_read", "next_tile_free")
         return scoped(together, types, {}, names_of, thread_axis or ())
 

@@ -1,13 +1,22 @@
-"""`plgpu.ext`: functions that Pallas does not have.
+"""`plgpu.ext`: what kernels can use here and Pallas does not have.
 
 Named barriers are hardware barriers of a block; they synchronise warps without memory. A kernel of
-n threads may use ``15 - n`` of them, minus the number of participants of `plgpu.in_turn`."""
+n threads may use ``15 - n`` of them, minus the number of participants of `ordered_section`."""
 
 from . import _core
+from ._control import ordered_section, warp_where
+from ._names import finder
+from ._schedule import TileScheduler
 from ._trace import env
 from ._types import ints
 
-__all__ = ["named_barrier_arrive", "named_barrier_sync"]
+__all__ = [
+    "TileScheduler",
+    "named_barrier_arrive",
+    "named_barrier_sync",
+    "ordered_section",
+    "warp_where",
+]
 
 _WARP, _THREAD = 32, 128
 
@@ -44,6 +53,9 @@ def named_barrier_arrive(barrier, num_threads=None, *, num_warps=None):
     """Arrive at a named barrier without waiting (PTX ``bar.arrive``). Threads that wait in
     `named_barrier_sync` see preceding writes. Arguments and errors are the same as there."""
     _come("named_barrier_arrive", barrier, num_threads, num_warps)
+
+
+__getattr__ = finder("plgpu.ext", {}, {})
 
 
 def __dir__():

@@ -405,10 +405,10 @@ def case_streams():
     nested = kernel(lambda xs, o: o.__setitem__(..., xs[0][...] + 1))
     nested([d], stream=4096)
     assert last() == 4096
-    family = plgpu.kernel_family(lambda x: kernel())
+    family = plgpu.specialize(lambda x: kernel())
     family(d, out=out, stream=Stream(4096))
     assert last() == 4096
-    family = plgpu.kernel_family(lambda x: lambda x, **given: (x, given))
+    family = plgpu.specialize(lambda x: lambda x, **given: (x, given))
     assert family(d, out=out, stream=7) == (d, {"out": out, "stream": 7})
     assert family(d, stream=7) == (d, {"stream": 7}) and family(d) == (d, {})
     assert (kernel(interpret=True)(d, stream=4096).numpy() == x + 1).all()
@@ -525,7 +525,7 @@ def case_family():
     """Operands say where an array lies and how it is aligned; each has its own kernel."""
     made = []
 
-    @plgpu.kernel_family
+    @plgpu.specialize
     def family(x, *, y=None):
         made.append((x.device, x.aligned))
         return kernel() if y is None else kernel(add)
@@ -555,7 +555,7 @@ def case_family():
     assert len(made) == 4
     refused(TypeError, "argument 0 and argument 1 lie on different sides", family, d, y=x)
     sms = _core.system_info()["devices"][0]["sm_count"]
-    assert plgpu.core_count() == plgpu.core_count(0) == sms
+    assert plgpu.sm_count() == plgpu.sm_count(0) == sms
 
 
 def case_interpret_on_device():

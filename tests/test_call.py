@@ -744,12 +744,14 @@ def test_misuse_of_vmap():
         plgpu.vmap(lambda x: 3)(X[None])
 
     def counts(o_ref):
-        o_ref[...] = plgpu.next_tile()
+        o_ref[...] = plgpu.ext.TileScheduler().fetch()
 
     counter = plgpu.kernel(
         lambda x, o: counts(o), out_type=plgpu.ShapeDtypeStruct((), np.int32), interpret=True
     )
-    with pytest.raises(NotImplementedError, match="next_tile is not supported under plgpu.vmap"):
+    with pytest.raises(
+        NotImplementedError, match="fetch is not supported under plgpu.vmap"
+    ):
         plgpu.vmap(counter)(X)
 
 

@@ -18,7 +18,7 @@ def make_family():
     """A family that computes scale * x + y, and the list of what it was asked for."""
     made = []
 
-    @plgpu.kernel_family
+    @plgpu.specialize
     def axpy(x, *, y=None, scale=1.0, activation=None):
         """Its documentation."""
         made.append((x, y, scale, activation))
@@ -49,7 +49,7 @@ def test_calls():
         np.testing.assert_array_equal(f(x, activation=nn.relu), np.maximum(x, 0))
     assert len(made) == 3  # whatever the spelling
     (a, _, scale, _) = made[0]
-    assert isinstance(a, plgpu.Operand) and (a.shape, a.dtype, a.ndim) == ((8,), f32, 1)
+    assert isinstance(a, plgpu.ArrayInfo) and (a.shape, a.dtype, a.ndim) == ((8,), f32, 1)
     assert a.device is None and a.aligned is True and scale == 1.0
     f(x[:4])
     f(x.astype(f16))
@@ -90,7 +90,7 @@ def test_functions_of_arrays():
     """A family may return any function; arrays come in the order of the signature."""
     calls = []
 
-    @plgpu.kernel_family
+    @plgpu.specialize
     def pair(*xs, last=None, **more):
         def run(*arrays, out=None):
             calls.append((arrays, out))
@@ -140,11 +140,11 @@ def test_errors(call, exception, match):
             call(f)
     np.testing.assert_array_equal(f(x), x)
 
-    @plgpu.kernel_family
+    @plgpu.specialize
     def nothing(x):
         pass
 
-    with pytest.raises(TypeError, match="nothing: a kernel_family returns a kernel"):
+    with pytest.raises(TypeError, match="nothing: a function under specialize returns a kernel"):
         nothing(x)
 
 
@@ -198,13 +198,13 @@ def test_it_is_a_function():
 
 
 def test_core_count():
-    assert plgpu.core_count() > 0
+    assert plgpu.sm_count() > 0
 
 
 def test_checks_that_come_and_go():
     """A kernel that was found without checks does not serve a call with them, nor the other way."""
 
-    @plgpu.kernel_family
+    @plgpu.specialize
     def half(x):
         def body(x_ref, o_ref):
             pl.debug_check(x_ref[0] < 100, "large")

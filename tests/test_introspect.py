@@ -39,7 +39,7 @@ class Holder:
         o[...] = x[...]
 
 
-@plgpu.kernel_family
+@plgpu.specialize
 def family(x, *, scale=1):
     """Scales."""
     return plgpu.kernel(lambda x, o: o.__setitem__(..., x[...] * scale), out_type=shaped(8))

@@ -55,7 +55,7 @@ def check(error, pattern, f, placed):
 
 
 def lazily(r, x):
-    plgpu.lazy_where(x > 0, lambda: (r.__setitem__(..., 2.0), x)[1], x)
+    plgpu.ext.warp_where(x > 0, lambda: (r.__setitem__(..., 2.0), x)[1], x)
 
 
 def run(f, *args, out=F32, **options):
@@ -653,9 +653,9 @@ CONTROL = {
             )
         ),
     ),
-    "run_state in lazy_where": (
+    "run_state in warp_where": (
         NIE,
-        "plgpu.lazy_where or the condition",
+        "plgpu.ext.warp_where or the condition",
         run(lambda x, o: pl.run_state(lambda r: lazily(r, x[...]))(1.0)),
     ),
     "run_state in a condition": (

@@ -95,13 +95,13 @@ def test_warps_meet(run):
 
 
 def test_beside_turns(run, rng):
-    """The barriers of in_turn and of threads are others."""
+    """The barriers of ordered_section and of threads are others."""
     x = rng.standard_normal((3, 128)).astype(F32)
 
     def body(x_ref, o_ref, smem):
         me = lax.axis_index("wg")
         sync(0, num_threads=3)
-        with plgpu.in_turn(3):
+        with plgpu.ext.ordered_section(3):
             smem[me] = x_ref[me]
         sync(8, num_threads=3)
         o_ref[me] = smem[(me + 1) % 3]
@@ -199,7 +199,7 @@ def test_numbers_in_programs():
     """0 is the block's, then one for each thread, then those of the turns."""
 
     def body(o_ref):
-        with plgpu.in_turn(2):
+        with plgpu.ext.ordered_section(2):
             sync(1, num_threads=2)
         arrive(lax.axis_index("wg"), num_warps=8)
         o_ref[0] = 1
@@ -225,7 +225,7 @@ def test_what_is_refused():
 
     def turns(o):
         sync(11, 2)
-        with plgpu.in_turn(2):
+        with plgpu.ext.ordered_section(2):
             o[0] = 1
 
     raises(ValueError, "barrier is 11; a kernel of 2 threads, some of .* has 11", turns)

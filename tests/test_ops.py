@@ -154,7 +154,7 @@ CASES = {  # shape, ta, tb, configuration, options
 @pytest.mark.parametrize("case", CASES)
 def test_configurations(run, rng, case, monkeypatch):
     if case == "persistent":
-        monkeypatch.setattr(plgpu, "core_count", lambda device: 3)
+        monkeypatch.setattr(plgpu, "sm_count", lambda device: 3)
     shape, ta, tb, config, options = CASES[case]
     a, b = operands(rng, *shape, f16, ta, tb)
     bias = rng.standard_normal(shape[1]).astype(f16) if options.pop("bias", False) else None
@@ -200,7 +200,7 @@ def test_estimate_against_measurements(shape):
 @pytest.mark.parametrize("aligned", [False, True])
 def test_operands_that_begin_anywhere(aligned):
     """They are copied first, by accesses that no address is too odd for."""
-    a, b = plgpu.Operand((64, 64), f16, aligned=aligned), plgpu.Operand((64, 64), f16)
+    a, b = plgpu.ArrayInfo((64, 64), f16, aligned=aligned), plgpu.ArrayInfo((64, 64), f16)
     f = matmul.__wrapped__(a, b, interpret=True)
     assert hasattr(f, "pads") != aligned
     if not aligned:

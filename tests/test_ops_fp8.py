@@ -25,7 +25,7 @@ UNIT = {F16: 2**-11, BF16: 2**-8, F32: 2**-23}  # of the rounding of a result
 @pytest.fixture(autouse=True)
 def few_programs(monkeypatch):
     """Blocks do several tiles; no warnings."""
-    monkeypatch.setattr(plgpu, "core_count", lambda device: 2)
+    monkeypatch.setattr(plgpu, "sm_count", lambda device: 2)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         yield
@@ -264,7 +264,7 @@ def test_operands_that_begin_anywhere(run, rng):
     turn = turning(x.shape, E4M3, False, run.way != "cuda" or None)
     assert "ld_global<e4m3, 1>" in turn.lower(x).as_text("cuda")
     np.testing.assert_array_equal(run.call(turn, x)[:, :40], x.T)
-    odd = plgpu.Operand(x.shape, E4M3, aligned=False)
+    odd = plgpu.ArrayInfo(x.shape, E4M3, aligned=False)
     f = matmul.__wrapped__(odd, odd, transpose_b=True, interpret=True)
     assert all(f.pads) and "ld_global<e4m3, 1>" in f.pads[1].lower(x).as_text("cuda")
 

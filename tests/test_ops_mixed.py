@@ -20,7 +20,7 @@ C = MixedConfig
 @pytest.fixture(autouse=True)
 def few_programs(monkeypatch):
     """Blocks do several tiles; no warnings."""
-    monkeypatch.setattr(plgpu, "core_count", lambda device: 6)
+    monkeypatch.setattr(plgpu, "sm_count", lambda device: 6)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         yield

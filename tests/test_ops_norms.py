@@ -158,7 +158,7 @@ def test_launches_in_turn(rng):
     """Every launch does every row: its counter begins at 0 while the launch before it ends, which
     may be of another number of rows. Results are poisoned, so that a row left out shows."""
     torch = pytest.importorskip("torch")
-    sms = plgpu.core_count()
+    sms = plgpu.sm_count()
     calls = []
     for rows, n in ((5 * sms + 3, 2048), (sms - 1, 2048), (1, 4096), (9 * sms, 4096)):
         x = torch.from_numpy(rng.standard_normal((rows, n)).astype(np.float32)).cuda().bfloat16()
@@ -182,9 +182,9 @@ def test_launches_in_turn(rng):
 def test_long_rows_in_a_ring(rng, name, n, dtype):
     """The configuration chosen on a GPU, in place, several times with the same bits."""
     torch = pytest.importorskip("torch")
-    rows = 2 * plgpu.core_count() + 7
+    rows = 2 * plgpu.sm_count() + 7
     given = arrays(rng, name, (rows, n), dtype)
-    assert choose(name, rows, n, 1, dtype.itemsize, sms=plgpu.core_count()).ring
+    assert choose(name, rows, n, 1, dtype.itemsize, sms=plgpu.sm_count()).ring
     if dtype == BF16:
         on_gpu = [torch.from_numpy(a.view(np.int16)).cuda().view(torch.bfloat16) for a in given]
     else:
@@ -258,11 +258,11 @@ def test_arrays_that_begin_anywhere():
         ((True, False), ["1"]),  # weight; TMA does the rest
         ((False, False), ["1", "1", "1"]),
     ):
-        x, w = (plgpu.Operand(s, BF16, aligned=a) for s, a in zip(((64, 1024), (1024,)), aligned))
+        x, w = (plgpu.ArrayInfo(s, BF16, aligned=a) for s, a in zip(((64, 1024), (1024,)), aligned))
         text = rms_norm.__wrapped__(x, w, interpret=True).lower(x, w).as_text("cuda")
         words = re.findall(r"(?:ld|st)_global<\w+, (\d+)>", text[text.index("__global__") :])
         assert words == want
-    x, w = (plgpu.Operand(s, BF16, aligned=a) for s, a in (((3, 2048), True), ((2048,), False)))
+    x, w = (plgpu.ArrayInfo(s, BF16, aligned=a) for s, a in (((3, 2048), True), ((2048,), False)))
     text = rms_norm.__wrapped__(x, w, config=C(ring=1024), interpret=True).lower(x, w)
     text = text.as_text("cuda")
     words = re.findall(r"(?:ld|st)_global<\w+, (\d+)>", text[text.index("__global__") :])

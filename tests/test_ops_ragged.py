@@ -19,7 +19,7 @@ C = RaggedConfig
 @pytest.fixture(autouse=True)
 def few_programs(monkeypatch):
     """Blocks do several tiles; no warnings."""
-    monkeypatch.setattr(plgpu, "core_count", lambda device: 4)
+    monkeypatch.setattr(plgpu, "sm_count", lambda device: 4)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         yield

@@ -100,7 +100,7 @@ def test_tables_stay_whole_while_plans_leave_them(monkeypatch, rng):
 def test_families_keep_so_many_kernels(monkeypatch):
     made = []
 
-    @plgpu.kernel_family
+    @plgpu.specialize
     def family(x, *, by=1):
         made.append(by)
         return lambda x: by
@@ -134,7 +134,7 @@ def test_comparing_an_option_may_clear_everything():
                 gc.collect()
             return True
 
-    @plgpu.kernel_family
+    @plgpu.specialize
     def family(x, *, odd):
         return lambda x: 1
 

@@ -576,7 +576,7 @@ def refused():
 
     def with_its_counter(o):
         over(("a", "b"), thread_axis="wg", cluster_axes="x")(o)
-        o[...] = jnp.full((4,), 1.0) * plgpu.next_tile(0).astype(f32)
+        o[...] = jnp.full((4,), 1.0) * plgpu.ext.TileScheduler().fetch().astype(f32)
 
     yield with_its_counter, ValueError, "use another number"
 
@@ -609,20 +609,17 @@ def test_too_many_points():
     "count, ahead, blocks, threads", [(9, 2, 2, 2), (20, 3, 4, 3), (7, 1, 2, 2), (11, 2, 1, 3)]
 )
 def test_a_schedule_of_ones_own(run, count, ahead, blocks, threads):
-    """hand_tile: what the first block of a cluster took, all readers of all its blocks get, each
-    number once; a slot is not overwritten before they have read it."""
+    """What the first block of a cluster fetches, all readers of all its blocks receive, each number
+    once; a slot is not overwritten before they have read it."""
 
-    def body(o, tiles, ready, read, free):
+    def body(o, tiles):
         wg, rank = lax.axis_index("t"), lax.axis_index("c")
-
-        def hear(k):
-            plgpu.barrier_wait(ready.at[k % ahead])
-            return tiles[k % ahead]
+        scheduler = plgpu.ext.TileScheduler(**tiles)
+        assert scheduler.slots == ahead
 
         def take(k):
-            taken = lax.cond(rank == 0, plgpu.next_tile, lambda: jnp.int32(-1))
-            plgpu.hand_tile(taken, k, tiles, ready, read, free)
-            return hear(k)
+            scheduler.broadcast(scheduler.fetch(), k)
+            return scheduler.receive(k, release=False)
 
         def each(f):
             start = jnp.int32(0), jnp.int32(0)
@@ -630,15 +627,12 @@ def test_a_schedule_of_ones_own(run, count, ahead, blocks, threads):
 
         @pl.when(wg == threads - 1)
         def _():
-            k = each(take)
-            for s in range(ahead):
-                pl.when(k > s)(lambda s=s: plgpu.barrier_wait(read.at[(k - 1 - s) % ahead]))
+            scheduler.drain(each(take))
 
         @pl.when(wg < threads - 1)
         def _():
             def work(k):
-                tile = hear(k)
-                plgpu.barrier_arrive(read.at[k % ahead])
+                tile = scheduler.receive(k)
 
                 @pl.when(tile < count)
                 def _():
@@ -648,12 +642,8 @@ def test_a_schedule_of_ones_own(run, count, ahead, blocks, threads):
 
             each(work)
 
-    scratch = [
-        plgpu.SMEM((ahead,), i32),
-        plgpu.Barrier(num_barriers=ahead),
-        plgpu.Barrier(num_arrivals=threads - 1, num_barriers=ahead),
-        plgpu.ClusterBarrier(collective_axes=("c",), num_barriers=ahead) if blocks > 1 else None,
-    ]
+    axes = ("c",) if blocks > 1 else ()
+    scratch = {"tiles": plgpu.ext.TileScheduler.scratch(threads - 1, ahead, axes)}
     out = plgpu.ShapeDtypeStruct((count, blocks, threads - 1), i32)
     options = dict(grid=(3,), grid_names=("g",), num_threads=threads, thread_name="t")
     options |= dict(cluster=(blocks,), cluster_names=("c",), scratch_types=scratch)
@@ -662,28 +652,27 @@ def test_a_schedule_of_ones_own(run, count, ahead, blocks, threads):
 
 
 def test_both_schedules(run):
-    """What is handed on beside a dynamic loop is the number itself, not one behind the grid."""
+    """What is broadcast beside a dynamic loop is the number itself, not one beyond the grid."""
 
-    def body(o, p, tiles, ready, read):
+    def body(o, p, tiles):
         wg = lax.axis_index("t")
+        scheduler = plgpu.ext.TileScheduler(**tiles)
 
         @plgpu.dynamic_scheduling_loop("g", thread_axis="t")
         def _(info):
             o[info.index[0], wg] = 1
 
         def each(k, _):
-            pl.when(wg == 1)(lambda: plgpu.hand_tile(7 + k, k, tiles, ready, read))
+            pl.when(wg == 1)(lambda: scheduler.broadcast(7 + k, k))
 
             @pl.when(wg == 0)
             def _():
-                plgpu.barrier_wait(ready.at[0])
-                p[k] = tiles[0]
-                plgpu.barrier_arrive(read.at[0])
+                p[k] = scheduler.receive(k)
 
         lax.fori_loop(0, 5, each, None)
-        pl.when(wg == 1)(lambda: plgpu.barrier_wait(read.at[0]))
+        pl.when(wg == 1)(lambda: scheduler.drain(5))
 
-    scratch = [plgpu.SMEM((1,), i32), plgpu.Barrier(), plgpu.Barrier()]
+    scratch = {"tiles": plgpu.ext.TileScheduler.scratch(readers=1, slots=1)}
     outs = plgpu.ShapeDtypeStruct((9, 2), i32), plgpu.ShapeDtypeStruct((5,), i32)
     options = dict(grid=(9,), grid_names=("g",), num_threads=2, thread_name="t")
     ones, told = run(body, outs, scratch_types=scratch, **options)
@@ -702,11 +691,12 @@ def test_both_schedules(run):
         (dict(tiles="floats"), "one int32 in SMEM is needed"),
     ],
 )
-def test_hand_tile_errors(change, words):
+def test_tile_scheduler_errors(change, words):
     def body(o, tiles, ready, read, free, one, floats):
         refs = dict(tiles=tiles, ready=ready, read=read, free=free)
         names = refs | dict(one=one, floats=floats)
-        plgpu.hand_tile(0, 0, **refs | {k: names.get(v, v) for k, v in change.items()})
+        given = refs | {k: names.get(v, v) for k, v in change.items()}
+        plgpu.ext.TileScheduler(**given).broadcast(0, 0)
 
     scratch = [
         plgpu.SMEM((2,), i32),
@@ -726,7 +716,7 @@ def test_hand_tile_errors(change, words):
     )
     with pytest.raises(ValueError, match=words) as caught:
         kernel()
-    assert "hand_tile" in str(caught.value)
+    assert re.search("TileScheduler|hand_tile", str(caught.value))
 
 
 TAKEN = """\

@@ -27,19 +27,19 @@ def test_turns_go_round(run, threads, ring):
         @pl.when(me < ring)
         def _():
             def step(i, _):
-                with plgpu.in_turn(ring):
+                with plgpu.ext.ordered_section(ring):
                     # one lane's old value decides, so the others must not have gone before
                     o[i * ring + me] = count[0]
                     count[0] = count[0] + 1
 
             @pl.when(me == 0)
             def _():
-                with plgpu.in_turn(ring):
+                with plgpu.ext.ordered_section(ring):
                     count[0] = jnp.int32(0)
 
             @pl.when(me > 0)
             def _():
-                with plgpu.in_turn(ring):
+                with plgpu.ext.ordered_section(ring):
                     pass
 
             lax.fori_loop(0, 5, step, None)
@@ -53,7 +53,7 @@ def test_turns_go_round(run, threads, ring):
 
 def test_one_thread_needs_no_turn(run):
     def body(o):
-        with plgpu.in_turn(1):
+        with plgpu.ext.ordered_section(1):
             o[...] = jnp.full((8,), 3.0, f32)
 
     out = plgpu.ShapeDtypeStruct((8,), f32)
@@ -75,7 +75,7 @@ def of(body, threads=2):
 )
 def test_rings_that_are_refused(n, error, words):
     def body(o):
-        with plgpu.in_turn(n):
+        with plgpu.ext.ordered_section(n):
             pass
 
     with pytest.raises(error, match=words):
@@ -84,9 +84,9 @@ def test_rings_that_are_refused(n, error, words):
 
 def test_one_ring_in_a_kernel():
     def body(o):
-        with plgpu.in_turn(2):
+        with plgpu.ext.ordered_section(2):
             pass
-        with plgpu.in_turn(3):
+        with plgpu.ext.ordered_section(3):
             pass
 
     with pytest.raises(ValueError, match="3 threads take turns here, 2 elsewhere"):
@@ -95,7 +95,7 @@ def test_one_ring_in_a_kernel():
 
 def test_a_ring_needs_named_barriers():
     def body(o):
-        with plgpu.in_turn(8):
+        with plgpu.ext.ordered_section(8):
             pass
 
     with pytest.raises(ValueError, match="together at most 15"):
@@ -108,7 +108,7 @@ def test_turns_that_nobody_passes_on():
     def unequal(o):
         @pl.when(lax.axis_index("wg") == 0)
         def _():
-            with plgpu.in_turn(2):
+            with plgpu.ext.ordered_section(2):
                 pass
 
     with pytest.raises(ValueError, match="it is thread 1's turn"):
@@ -117,29 +117,31 @@ def test_turns_that_nobody_passes_on():
     def waiting(o):
         @pl.when(lax.axis_index("wg") == 1)
         def _():
-            with plgpu.in_turn(2):
+            with plgpu.ext.ordered_section(2):
                 pass
 
-    with pytest.raises(plgpu.DeadlockError, match="in_turn at .*waits; it is the turn of thread 0"):
+    with pytest.raises(
+        plgpu.DeadlockError, match="ordered_section at .*waits; it is the turn of thread 0"
+    ):
         of(waiting)()
 
     def stranger(o):
-        with plgpu.in_turn(2):
+        with plgpu.ext.ordered_section(2):
             pass
 
     with pytest.raises(ValueError, match="thread 2 is not one of them"):
         of(stranger, 3)()
 
     def twice(o):
-        with plgpu.in_turn(2):
-            with plgpu.in_turn(2):
+        with plgpu.ext.ordered_section(2):
+            with plgpu.ext.ordered_section(2):
                 pass
 
     with pytest.raises(ValueError, match="has its turn already"):
         of(twice)()
 
 
-# ---- lazy_where ----------------------------------------------------------------------------------
+# ---- warp_where ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rows", ["none", "one", "some", "all"])
@@ -152,10 +154,10 @@ def test_lazy_where_is_where(run, rng, rows):
 
         def step(i, v):
             grown = lax.broadcast_in_dim(mask, (128, 32), [0])
-            return plgpu.lazy_where(grown, lambda: v * 2 + 1, v)
+            return plgpu.ext.warp_where(grown, lambda: v * 2 + 1, v)
 
         o[...] = lax.fori_loop(0, 3, step, v)
-        a, b = plgpu.lazy_where(v > 1.5, lambda: (v - 1, jnp.exp2(v)), (v, -v))
+        a, b = plgpu.ext.warp_where(v > 1.5, lambda: (v - 1, jnp.exp2(v)), (v, -v))
         p[...] = a + b
 
     x = rng.standard_normal((128, 32)).astype(f32)
@@ -189,10 +191,10 @@ def elsewhere(v):
 def test_lazy_where_refuses_what_lanes_do_together(work, words):
     def body(x, o):
         v = plgpu.load(x, layout=plgpu.Layout.WGMMA)
-        o[...] = plgpu.lazy_where(v > 0, lambda: work(x, v), v)
+        o[...] = plgpu.ext.warp_where(v > 0, lambda: work(x, v), v)
 
     x = np.zeros((64, 16), f32)
-    with pytest.raises(ValueError, match=f"lazy_where: {words} is not possible"):
+    with pytest.raises(ValueError, match=f"warp_where: {words} is not possible"):
         plgpu.kernel(body, out_type=plgpu.ShapeDtypeStruct((64, 16), f32), interpret=True)(x)
 
 
@@ -201,9 +203,17 @@ def test_lazy_where_checks_its_arguments():
         bad(jnp.zeros((4,), f32))
 
     for bad, error, words in (
-        (lambda v: plgpu.lazy_where(v, lambda: v, v), TypeError, "mask must be a bool array"),
-        (lambda v: plgpu.lazy_where(True, lambda: v, v), TypeError, "mask must be a bool array"),
-        (lambda v: plgpu.lazy_where(v > 0, lambda: (v, v), v), TypeError, "differ in structure"),
+        (lambda v: plgpu.ext.warp_where(v, lambda: v, v), TypeError, "mask must be a bool array"),
+        (
+            lambda v: plgpu.ext.warp_where(True, lambda: v, v),
+            TypeError,
+            "mask must be a bool array",
+        ),
+        (
+            lambda v: plgpu.ext.warp_where(v > 0, lambda: (v, v), v),
+            TypeError,
+            "differ in structure",
+        ),
     ):
         with pytest.raises(error, match=words):
             of(lambda o, bad=bad: body(bad, o), 1)()

@@ -413,8 +413,8 @@ static step exec_wait(pm_machine *m, thread *t, const instr *i) {
 static step turn_fail(pm_machine *m, thread *t, const instr *i, const char *what) {
   return pm_vm_fail(
       m, t, i->op, PM_E_VALUE,
-      "in_turn(%u): thread %u %s; the threads 0 to %u take turns, one after the other", i->to,
-      t->index, what, i->to - 1);
+      "ordered_section(%u): thread %u %s; the threads 0 to %u take turns, one after the other",
+      i->to, t->index, what, i->to - 1);
 }
 
 static step exec_take_turn(pm_machine *m, thread *t, const instr *i) {
@@ -663,7 +663,7 @@ step pm_vm_end(pm_machine *m, thread *t, const instr *i) {
   if (t->block->turn || t->block->turn_taken) {
     return pm_vm_fail(
         m, t, 0, PM_E_VALUE,
-        "the kernel ends when it is thread %u's turn: threads have taken turns (in_turn) "
+        "the kernel ends when it is thread %u's turn: threads have taken turns (ordered_section) "
         "unequally often",
         t->block->turn);
   }
@@ -810,8 +810,8 @@ static step deadlock(pm_machine *m) {
     }
     if (t->state == THREAD_AT_TURN) {
       at += (size_t)snprintf(text + at, room - at,
-                             "\n  %s: in_turn%s waits; it is the turn of thread %u", agent, place,
-                             t->block->turn);
+                             "\n  %s: ordered_section%s waits; it is the turn of thread %u", agent,
+                             place, t->block->turn);
       continue;
     }
     if (t->state == THREAD_AT_NAMED) {

@@ -1141,7 +1141,8 @@ static pm_code pm_type_none(const pm_typing *t, pm_type *out) {
   }
   const bool turn = t->code == PM_OP_TAKE_TURN || t->code == PM_OP_PASS_TURN;
   if (turn && (n < 2 || n > t->g->n_threads)) {
-    FAIL(VALUE, "in_turn: %" PRId64 " threads take turns, the kernel has %u", n, t->g->n_threads);
+    FAIL(VALUE, "ordered_section: %" PRId64 " threads take turns, the kernel has %u", n,
+         t->g->n_threads);
   }
   const bool named = t->code == PM_OP_NAMED_SYNC || t->code == PM_OP_NAMED_ARRIVE;
   if (named && (n < 32 || n % 32 || n > 128 * (int64_t)t->g->n_threads)) {

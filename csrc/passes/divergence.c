@@ -36,13 +36,15 @@ static void check_turn(checker *c, pm_graph *g, pm_opid op) {
   const int64_t n = *pm_attr(g, op, PM_ATTR_N);
   if (c->turns && c->turns != n) {
     fail(c, g, op,
-         pm_printf(g->arena, "in_turn: %lld threads take turns here, %lld elsewhere in the kernel",
+         pm_printf(g->arena,
+                   "ordered_section: %lld threads take turns here, %lld elsewhere in the kernel",
                    (long long)n, (long long)c->turns));
   }
   if (g->n_threads + 1 + n > NAMED_BARRIERS) {
-    fail(c, g, op,
-         pm_printf(g->arena, "in_turn: %lld threads of %u; together at most %d are possible",
-                   (long long)n, g->n_threads, NAMED_BARRIERS - 1));
+    fail(
+        c, g, op,
+        pm_printf(g->arena, "ordered_section: %lld threads of %u; together at most %d are possible",
+                  (long long)n, g->n_threads, NAMED_BARRIERS - 1));
   }
   c->turns = n;
 }
@@ -85,7 +87,7 @@ static void check_local(pm_graph *g, pm_opid op, void *ctx) {
   if (is_local(g, op)) return;
   fail(ctx, g, op,
        pm_printf(g->arena,
-                 "lazy_where: %s is not possible where only some warps go; compute it before, or "
+                 "warp_where: %s is not possible where only some warps go; compute it before, or "
                  "use jnp.where",
                  pm_ops[pm_get(g, op)->code].text));
 }

@@ -214,43 +214,29 @@ class CountedTiles:
     """Tiles from a counter of the launch, the next one for whichever cluster is free.
 
     The producer takes a tile and tells the consumers its number, through a ring of `ahead` numbers;
-    the last one is beyond all tiles. The first tile of a cluster is its own number. ``refs``: of
-    scratch(); ``rank``: of the block in its cluster, whose blocks all get what the first one takes.
-    """
+    the last one is beyond all tiles. The first tile of a cluster is its own number. All blocks of a
+    cluster get what the first one takes. ``refs``: of scratch()."""
 
-    def __init__(self, total, clusters, first, refs, rank=0):
-        self.total, self.clusters, self.first, self.rank = total, clusters, first, rank
-        self.numbers, self.told, self.heard, self.free = refs
-        self.ahead = self.numbers.shape[0]
+    def __init__(self, total, clusters, first, refs):
+        self.total, self.clusters, self.first = total, clusters, first
+        self.scheduler = plgpu.ext.TileScheduler(*refs)
 
     @staticmethod
     def scratch(consumers, ahead=2, axes=None):
         """axes: of the cluster, if it has more than one block."""
-        return {
-            "tile_numbers": plgpu.SMEM((ahead,), jnp.int32),
-            "tile_told": plgpu.Barrier(num_barriers=ahead),
-            "tile_heard": plgpu.Barrier(num_arrivals=consumers, num_barriers=ahead),
-        } | (
-            {"tile_free": plgpu.ClusterBarrier(collective_axes=(axes,), num_barriers=ahead)}
-            if axes
-            else {}
-        )
+        found = plgpu.ext.TileScheduler.scratch(consumers, ahead, axes or ())
+        return dict(zip(("tile_numbers", "tile_told", "tile_heard", "tile_free"), found.values()))
 
     def take(self, t):
         """The counter, counting from 0; t under vmap, whose elements would share it."""
         try:
-            if self.free is None:
-                return plgpu.next_tile()
-            return lax.cond(self.rank == 0, plgpu.next_tile, lambda: jnp.int32(0))
+            return self.scheduler.fetch()
         except NotImplementedError:
             return t
 
     def tell(self, w, t):
-        plgpu.hand_tile(t, w, self.numbers, self.told, self.heard, self.free)
-        if self.free is None:
-            return t
-        plgpu.barrier_wait(self.told.at[w % self.ahead])
-        return self.numbers[w % self.ahead]
+        self.scheduler.broadcast(t, w)
+        return t if self.scheduler.free is None else self.scheduler.receive(w, release=False)
 
     def produce(self, work, carry, beyond=False, some=True, asks=False):
         """Producer: carry = work(tile, carry) for each tile of this cluster.
@@ -272,21 +258,19 @@ class CountedTiles:
         w, t, carry = lax.while_loop(lambda x: x[1] < self.total, step, start)
         if beyond:
             carry = work(t, carry)
-        plgpu.barrier_wait(self.heard.at[w % self.ahead])
-        for k in range(1, self.ahead):
+        heard, ahead = self.scheduler.read, self.scheduler.slots
+        plgpu.barrier_wait(heard.at[w % ahead])
+        for k in range(1, ahead):
 
             def await_heard(k=k):
-                plgpu.barrier_wait(self.heard.at[(w + (self.ahead - k)) % self.ahead])
+                plgpu.barrier_wait(heard.at[(w + (ahead - k)) % ahead])
 
             pl.when(some and k == 1 or w > k - 1)(await_heard)
         return carry
 
     def tile(self, w):
         """Consumer: tile w of those that this cluster gets; they are heard in order."""
-        plgpu.barrier_wait(self.told.at[w % self.ahead])
-        t = self.numbers[w % self.ahead]
-        plgpu.barrier_arrive(self.heard.at[w % self.ahead])
-        return t
+        return self.scheduler.receive(w)
 
     def consume(self, work, carry):
         """Consumer: carry = work(tile, carry) for each tile of this cluster."""

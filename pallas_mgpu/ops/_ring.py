@@ -78,38 +78,27 @@ class Ring:
 def told_scratch(consumers, ahead=2, axes=None):
     """Tile numbers on their way from the thread that fetches to the consumers: `ahead` of them.
     axes: those of the cluster, if its blocks get the same tiles."""
-    return [
-        plgpu.SMEM((ahead,), jnp.int32),
-        plgpu.Barrier(num_barriers=ahead),
-        plgpu.Barrier(num_arrivals=consumers, num_barriers=ahead),
-        plgpu.ClusterBarrier(collective_axes=(axes,), num_barriers=ahead) if axes else None,
-    ]
+    found = plgpu.ext.TileScheduler.scratch(consumers, ahead, axes or ())
+    return [found["tiles"], found["ready"], found["read"], found.get("free")]
 
 
-def hand_out(
-    told_refs, first, programs, total, work, carry, some=True, asks=False, beyond=False, rank=0
-):
+def hand_out(told_refs, first, programs, total, work, carry, some=True, asks=False, beyond=False):
     """Thread that fetches: carry = work(tile, carry) for the first tile, then for whichever is next
     of all blocks; the consumers are told each, and in the end one beyond the last. some: the first
     is one for sure. asks: not when the work begins, but when work(tile, carry, ask) does ask(), the
     next tile is taken; it returns (carry, what it was told). beyond: work for the one beyond, too.
-    rank: of the block in the cluster, whose blocks all get what the first one takes.
+    All blocks of a cluster get what the first one takes.
     """
-    tile_s, told, heard, free = told_refs
-    ahead = tile_s.shape[0]
+    scheduler = plgpu.ext.TileScheduler(*told_refs)
+    heard, ahead = scheduler.read, scheduler.slots
 
     def tell(w, t):
-        plgpu.hand_tile(t, w, tile_s, told, heard, free)
-        if free is None:
-            return t
-        plgpu.barrier_wait(told.at[w % ahead])
-        return tile_s[w % ahead]
+        scheduler.broadcast(t, w)
+        return t if scheduler.free is None else scheduler.receive(w, release=False)
 
     def take(t):
         try:
-            if free is None:
-                return plgpu.next_tile()
-            return lax.cond(rank == 0, plgpu.next_tile, lambda: jnp.int32(0))
+            return scheduler.fetch()
         except NotImplementedError:  # vmap, whose elements would share the counter: a fixed share
             return t
 
@@ -138,12 +127,7 @@ def hand_out(
 
 def hear(told_refs, w):
     """Consumer: tile w of those that it is told."""
-    tile_s, told, heard, _ = told_refs
-    ahead = tile_s.shape[0]
-    plgpu.barrier_wait(told.at[w % ahead])
-    t = tile_s[w % ahead]
-    plgpu.barrier_arrive(heard.at[w % ahead])
-    return t
+    return plgpu.ext.TileScheduler(*told_refs).receive(w)
 
 
 def for_told(told_refs, total, work, carry):

@@ -41,7 +41,7 @@ def _possible(name, x, forms):
     """The names in forms, a list of (name, shape, words), whose shape is that of x."""
     if x is None:
         return [None]
-    is_array = isinstance(x, plgpu.Operand)
+    is_array = isinstance(x, plgpu.ArrayInfo)
     if not is_array or x.dtype.name != "float32":
         got = x.dtype if is_array else repr(x)
         raise TypeError(f"matmul: {name} must be a float32 array or None, got {got}")
@@ -194,7 +194,7 @@ class BlockScales:
                 a, parts = wait(s)
                 sums, following = [], None
                 for total, b, of_part in zip(totals, parts, of_columns):
-                    with plgpu.in_turn(self.consumers):
+                    with plgpu.ext.ordered_section(self.consumers):
                         acc[...] = jnp.zeros(acc.shape, jnp.float32)
                         plgpu.wgmma(acc, a, b)
                     if following is None:  # under the first product

@@ -222,7 +222,7 @@ def _kernel(shape, keys, kv_heads, dtype, causal, scale, want_lse, cfg, cores, i
                     wait(k_full, it)
 
                 def scores(s_acc):
-                    with plgpu.in_turn(me_count):
+                    with plgpu.ext.ordered_section(me_count):
                         plgpu.wgmma(s_acc, mine if cfg.q_registers else mine_s, k_s.at[slot].T)
                         wait(v_full, it)
                         plgpu.wgmma(o_acc, p, v_s.at[slot])
@@ -291,7 +291,7 @@ def _kernel(shape, keys, kv_heads, dtype, causal, scale, want_lse, cfg, cores, i
                 plgpu.barrier_arrive(v_empty.at[slot])
                 value = plgpu.wgmma_accumulator_load(o_acc, wait_n=None)
                 if cfg.lazy:
-                    o_acc[...] = plgpu.lazy_where(
+                    o_acc[...] = plgpu.ext.warp_where(
                         rows_of(grown, dim), lambda: value * rows_of(alpha, dim), value
                     )
                 else:
@@ -422,7 +422,7 @@ def _check_config(config):
         )
 
 
-@plgpu.kernel_family(in_place=False)
+@plgpu.specialize(in_place=False)
 def attention(
     q,
     k,
@@ -465,6 +465,6 @@ def attention(
         float(dim**-0.5 if scale is None else scale),
         bool(return_lse),
         config,
-        plgpu.core_count(q.device),
+        plgpu.sm_count(q.device),
         interpret,
     )

@@ -647,7 +647,7 @@ def _of_8_bits(x, operands, config, invariant, sms, interpret):
     return with_padding(product, pads)
 
 
-@plgpu.kernel_family(in_place=False)
+@plgpu.specialize(in_place=False)
 def matmul(
     a,
     b,
@@ -693,7 +693,7 @@ def matmul(
     """
     ta, tb = bool(transpose_a), bool(transpose_b)
     x = _checked(a, b, bias, activation, out_dtype, ta, tb)
-    sms = plgpu.core_count(a.device)
+    sms = plgpu.sm_count(a.device)
     invariant = batch_invariance("matmul", batch_invariant, deterministic)
     if invariant and isinstance(config, MatmulConfig):
         config = config._replace(serpentine=False)

@@ -346,7 +346,7 @@ def _check_config(config, x, sms):
         raise ValueError(f"mixed_matmul: no slot of the ring fits into SMEM; got {config}")
 
 
-@plgpu.kernel_family(in_place=False)
+@plgpu.specialize(in_place=False)
 def mixed_matmul(x, weights, scales=None, *, out_dtype=None, config=None, interpret=None):
     """``x @ (weights * scales).T`` with float32 accumulation, for int8 or int4 weights (Hopper).
 
@@ -393,7 +393,7 @@ def mixed_matmul(x, weights, scales=None, *, out_dtype=None, config=None, interp
     out_dtype = x.dtype if out_dtype is None else jnp.dtype(out_dtype)
     if out_dtype.name not in ("float16", "bfloat16", "float32"):
         raise TypeError(f"{name}: out_dtype must be a float dtype, got {out_dtype}")
-    sms = plgpu.core_count(x.device)
+    sms = plgpu.sm_count(x.device)
     config = config or choose(m, n, k, groups, sms)
     scale_dtype = None if scales is None else scales.dtype
     product = Product(m, n, k, x.dtype, weights.dtype, scale_dtype, groups, out_dtype)

@@ -512,7 +512,7 @@ def _make(name, x, vectors, axis, eps, out_dtype, config, invariant, interpret):
     pitches = n * x.dtype.itemsize | n * out_dtype.itemsize
     by_tma = inner == 1 and x.aligned and (pitches % 16 == 0)
     size = max(x.dtype.itemsize, out_dtype.itemsize)
-    in_place, sms = x.dtype == out_dtype, plgpu.core_count(x.device)
+    in_place, sms = x.dtype == out_dtype, plgpu.sm_count(x.device)
     if config is None and invariant:
         columns = _by_columns(x.shape, axis, inner, True)
         config = choose_invariant(name, n, columns, size, pitches % 16 == 0)
@@ -562,7 +562,7 @@ def _check(name, config, inner, by_tma):
         )
 
 
-@plgpu.kernel_family
+@plgpu.specialize
 def softmax(
     x,
     *,
@@ -591,7 +591,7 @@ def softmax(
     return _make("softmax", x, {}, axis, None, out_dtype, config, invariant, interpret)
 
 
-@plgpu.kernel_family
+@plgpu.specialize
 def rms_norm(
     x,
     weight=None,
@@ -620,7 +620,7 @@ def rms_norm(
     return _make("rms_norm", x, vectors, -1, eps, out_dtype, config, invariant, interpret)
 
 
-@plgpu.kernel_family
+@plgpu.specialize
 def layer_norm(
     x,
     weight=None,

@@ -210,7 +210,7 @@ class _DotBlock(_Block):
         super().__init__(plan, plan.rows, refs)
         total = self.table[1, plan.x.groups] * plan.tiles_n
         counted = self.tile_numbers, self.tile_told, self.tile_heard, self.tile_free
-        self.tiles = CountedTiles(total, plan.clusters, self.first, counted, self.rank)
+        self.tiles = CountedTiles(total, plan.clusters, self.first, counted)
 
     def place(self, t, g):
         """Group, first row, rows and first column of tile t. g: the group of an earlier tile."""
@@ -661,7 +661,7 @@ def _make(name, kernel, plan, x, config, sms, operands, interpret):
     return with_padding(kernel(x, config, sms, interpret), [*pads, None])
 
 
-@plgpu.kernel_family(in_place=False)
+@plgpu.specialize(in_place=False)
 def ragged_dot(
     lhs, rhs, group_sizes, *, transpose_rhs=False, out_dtype=None, config=None, interpret=None
 ):
@@ -686,13 +686,13 @@ def ragged_dot(
         raise ValueError(
             f"ragged_dot: group_sizes must have the shape ({groups},), got {group_sizes.shape}"
         )
-    sms = plgpu.core_count(lhs.device)
+    sms = plgpu.sm_count(lhs.device)
     config = config or choose(m, n, groups, sms)
     x = Product(m, n, k, groups, lhs.dtype, out_dtype, bool(transpose_rhs))
     return _make("ragged_dot", _dot_kernel, _DotPlan, x, config, sms, (lhs, rhs), interpret)
 
 
-@plgpu.kernel_family(in_place=False)
+@plgpu.specialize(in_place=False)
 def transposed_ragged_dot(lhs, rhs, group_sizes, *, out_dtype=None, config=None, interpret=None):
     """``lhs[rows of group g].T @ rhs[rows of group g]`` for each g, with float32 accumulation
     (Hopper): the gradient of :func:`ragged_dot` by its matrices.
@@ -710,7 +710,7 @@ def transposed_ragged_dot(lhs, rhs, group_sizes, *, out_dtype=None, config=None,
     (m, k), (m2, n), groups = lhs.shape, rhs.shape, group_sizes.shape[0]
     if m != m2:
         raise ValueError(f"{name}: lhs and rhs must have the same rows, got {m} and {m2}")
-    sms = plgpu.core_count(lhs.device)
+    sms = plgpu.sm_count(lhs.device)
     config = config or choose_transposed(n, k, groups, sms)
     x = Product(m, n, k, groups, lhs.dtype, out_dtype)
     return _make(name, _sum_kernel, _SumPlan, x, config, sms, (lhs, rhs), interpret)

@@ -60,7 +60,7 @@ class Hopper:
         forms = [f"lambda: {x}", f"lambda: jnp.where({x} == {y}, {y}, {x})"]
         if dtype not in ("bool", "int8", "uint8"):
             forms += [f"lambda: jnp.maximum({x}, {y})", f"lambda: -{x}"]
-        return Node(f"plgpu.lazy_where({{}}, {self.rng.choice(forms)}, {y})",
+        return Node(f"plgpu.ext.warp_where({{}}, {self.rng.choice(forms)}, {y})",
                     self.value(shape, "bool"))  # fmt: skip
 
     def inside(self, shape, n):

@@ -86,7 +86,7 @@ def kernel(f, *, mesh):
 
 
 @contextlib.contextmanager
-def in_turn(n):
+def ordered_section(n):
     t = here()
     need(t.warp is None and t.index < n <= t.machine.n_threads, "a ring of threads")
     need(t.block.ring in (None, n), "another ring")
@@ -109,11 +109,15 @@ def dynamic_scheduling_loop(grid_names, thread_axis=None, cluster_axes=()):
     return wrap
 
 
-def next_tile(counter):
-    tick()
-    m = here().machine
-    m.counters[counter] = m.counters.get(counter, 0) + 1
-    return A(np.asarray(m.counters[counter] - 1, i32))
+class TileScheduler:
+    def __init__(self, counter):
+        self.counter = counter
+
+    def fetch(self):
+        tick()
+        m = here().machine
+        m.counters[self.counter] = m.counters.get(self.counter, 0) + 1
+        return A(np.asarray(m.counters[self.counter] - 1, i32))
 
 
 # ---- memory at one place -------------------------------------------------------------------------

@@ -423,11 +423,11 @@ class Unfit(Exception):
 
 @contextlib.contextmanager
 def on_cores(n):
-    real, plgpu.core_count = plgpu.core_count, lambda device=None: n
+    real, plgpu.sm_count = plgpu.sm_count, lambda device=None: n
     try:
         yield
     finally:
-        plgpu.core_count = real
+        plgpu.sm_count = real
 
 
 def compare(way, call, got):

@@ -119,7 +119,7 @@ class Sharing:
         n, f, g, k = self.rng.randint(1, 6), self.name("f"), self.name("f"), self.name("k")
         counter = self.counters
         self.counters += 1
-        take = f"plgpu.next_tile({counter})"
+        take = f"plgpu.ext.TileScheduler(counter={counter}).fetch()"
         self.values, self.ints = [[]], [[]]  # what depends on who it is
         self.tags = [(k, n)]
         self.push()
@@ -146,7 +146,7 @@ class Sharing:
         rounds = self.rng.randint(1, 3)
         self.push()
         # the first turn of each: what is there at the beginning
-        self.emit(Node(f"with plgpu.in_turn({t}):\n{{}}", Block([
+        self.emit(Node(f"with plgpu.ext.ordered_section({t}):\n{{}}", Block([
             Node(f"@pl.when(t == 0)\ndef {self.name('f')}():\n"
                  f"    {s}[...] = jnp.full({tup(shape)}, 3, jnp.{dtype})", keep=True),
         ]), keep=True))  # fmt: skip
@@ -161,7 +161,7 @@ class Sharing:
         self.store(shape, dtype, value=v)
         self.tags = tags
         turn = self.pop()
-        self.emit(Node(f"with plgpu.in_turn({t}):\n{{}}", turn, keep=True))
+        self.emit(Node(f"with plgpu.ext.ordered_section({t}):\n{{}}", turn, keep=True))
         loop = self.pop()
         self.emit(Node(f"@pl.loop(0, {rounds})\ndef {g}({i}):\n{{}}", loop, keep=True))
         block = self.pop()
