@@ -221,8 +221,8 @@ def vmap(f, in_axes=0, out_axes=0):
     function under ``specialize``, or a Python function that passes its arguments to kernels and
     returns their results. ``in_axes``: the mapped axis of each argument, None for arguments that
     all elements share; an int for all arguments, or a tuple. ``out_axes``: the position of the axis
-    in the results. TypeError for other ``f``; ValueError, when called, for axes that do not exist or
-    differ in size.
+    in the results. TypeError for other ``f``; ValueError, when called, for axes that do not exist
+    or differ in size.
     """
     if isinstance(f, _core.Kernel):
         return f.definition.mapped(in_axes, out_axes).make()
