@@ -5,7 +5,6 @@
 sm_90a, whose log must be clean; way "host" runs the generated program on the CPU, on the emulated
 machine of tests/host; way "cuda" (marked gpu) runs it on a GPU."""
 
-import os
 import re
 import sys
 import zlib
@@ -18,19 +17,31 @@ import pallas_mgpu as plgpu
 from pallas_mgpu import _core
 
 sys.path.insert(0, str(Path(__file__).parent))
+import selection  # noqa: E402
 from host import run as host  # noqa: E402
 
-SCHEDULES = int(os.environ.get("HOST_SCHEDULES", 3))  # of every case of way "host"
+
+def pytest_addoption(parser):
+    parser.addoption("--long", action="store_true", help="also run what is marked long")
 
 
-def pytest_collection_modifyitems(items):
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config):
+    processes = selection.workers(config)
+    if processes is not None:
+        config.option.numprocesses, config.option.dist = processes, "loadgroup"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config, items):
     found = _core.system_info()
-    if found["device"] >= 0:
-        return
-    why = found["no_gpu"]
+    on_gpu = found["device"] >= 0
+    selection.keep_together(items, on_gpu)
+    if not config.option.long:
+        selection.leave_out_long(config, items)
     for item in items:
-        if "gpu" in item.keywords:
-            item.add_marker(pytest.mark.skip(reason=f"needs a Hopper GPU: {why}"))
+        if "gpu" in item.keywords and not on_gpu:
+            item.add_marker(pytest.mark.skip(reason=f"needs a Hopper GPU: {found['no_gpu']}"))
 
 
 def pytest_terminal_summary(terminalreporter):
@@ -54,9 +65,9 @@ def shape_of(x):
 
 
 class Runner:
-    def __init__(self, way, seed=0):
+    def __init__(self, way, seed, schedules):
         self.way = way
-        self.seed = seed  # of the schedule
+        self.seeds = range(seed, seed + schedules)  # of the schedules of way "host"
 
     def kernel(self, body, outs, **options):
         outs = plgpu.tree.map(shape_of, outs)
@@ -87,12 +98,12 @@ class Runner:
         like = kernel(*args)  # by the interpreter: the structure of the results
         operands = [np.asarray(x, order="C") for x in plgpu.tree.leaves(args)]
         first = None
-        for seed in range(self.seed, self.seed + SCHEDULES):
+        for seed in self.seeds:
             results = [np.empty_like(x) for x in plgpu.tree.leaves(like)]
             printed = host.run(lowered, operands, results, seed)
             first = first or (results, printed)
             for a, b in zip(first[0], results, strict=True):
-                assert a.tobytes() == b.tobytes(), f"seeds {self.seed} and {seed} differ"
+                assert a.tobytes() == b.tobytes(), f"seeds {self.seeds[0]} and {seed} differ"
         sys.stdout.write(first[1])
         return plgpu.tree.unflatten(plgpu.tree.structure(like), first[0])
 
@@ -102,7 +113,8 @@ class Runner:
 
 @pytest.fixture(params=["interpret", "host", pytest.param("cuda", marks=pytest.mark.gpu)])
 def run(request):
-    return Runner(request.param, zlib.crc32(request.node.name.encode()))
+    seed = zlib.crc32(request.node.name.encode())
+    return Runner(request.param, seed, 3 if request.config.option.long else 2)
 
 
 @pytest.fixture

@@ -1184,6 +1184,7 @@ def endless(x, o):
     o[0] = lax.while_loop(lambda c: c > 0, lambda c: c, jnp.int32(1)).astype(jnp.float32)
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize("body", ["long", "endless"])
 def test_ctrl_c_stops_the_interpreter(body):
     k = spin(2**30) if body == "long" else plgpu.kernel(endless, out_type=F32, interpret=True)

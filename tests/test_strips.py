@@ -39,6 +39,7 @@ def loops(body, outs, *args):
     return low.as_text("graph").count("  for ")
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     "dims", [(260, 132), (1, 70000), (3, 5, 9001), (40000,), (33000, 1), (2, 40001)]
 )
@@ -202,6 +203,7 @@ def test_warning_names_array_line_and_remedy():
     assert (caught[0].filename, caught[0].lineno) == (file, line)
 
 
+@pytest.mark.timing
 @pytest.mark.filterwarnings("ignore")
 def test_large_arrays_compile_in_seconds():
     """Layouts that repeat an array in each lane, and rows that are reduced."""
@@ -254,6 +256,7 @@ def slowly(text, **env):
     return subprocess.run([sys.executable, "-c", text], env=env, text=True, capture_output=True)
 
 
+@pytest.mark.timing
 def test_time_limit():
     """A compilation that takes too long ends with a message; the next one works."""
     done = slowly(SLOW)
@@ -282,6 +285,7 @@ int nvrtcGetProgramLog(void *p, char *c) { return 1; }
 """
 
 
+@pytest.mark.timing
 def test_time_limit_of_a_compiler_that_cannot_be_stopped(tmp_path):
     """An old library, or one that is in ptxas: a line on stderr when the limit has passed."""
     cc = os.environ.get("CC", "gcc").split()

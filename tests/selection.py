@@ -1,0 +1,111 @@
+"""Which tests a run of pytest has, and how many processes share them. conftest.py calls this.
+
+Without `--long` a run leaves out the tests marked `long`, and of the products of parameters marked
+`covering(t)` it takes a covering array of strength t: cases among which each combination of values
+of any t parameters occurs. So `covering(1)` has each value of each parameter, `covering(2)` each
+pair of values of two. Each way of `run` has an array of its own, of other cases where it can; with
+`covering(t, share=True)` the ways without a GPU share one. Tests named on the command line,
+file::test, run whole."""
+
+import itertools
+import os
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+MOST_WORKERS = 8
+
+
+# ---- processes -----------------------------------------------------------------------------------
+
+
+def workers(config):
+    """How many processes of pytest-xdist run the tests, None: as the command line has it.
+
+    Whole folders are shared by as many as there are processors; files and tests named on the
+    command line, a debugger and uncaptured output have one process, as do runs without xdist."""
+    option = config.option
+    if hasattr(config, "workerinput"):  # this is one of them
+        return None
+    asked = getattr(option, "numprocesses", 0) is not None  # 0: there is no xdist
+    whole = all(Path(arg).is_dir() for arg in config.args)
+    alone = option.usepdb or option.trace or option.capture == "no"
+    if asked or alone or not whole or option.collectonly or option.dist != "no":
+        return None
+    return min(len(os.sched_getaffinity(0)), MOST_WORKERS)
+
+
+def keep_together(items, on_gpu):
+    """Tests that use the GPU, and those that measure time, are left to one process."""
+    for item in items:
+        if item.get_closest_marker("timing") or (on_gpu and item.get_closest_marker("gpu")):
+            item.add_marker(pytest.mark.xdist_group("alone"))
+
+
+# ---- what is long --------------------------------------------------------------------------------
+
+
+def named(config):
+    """Is a test named on the command line?"""
+    split = [arg.partition("::") for arg in config.args]
+    names = [(Path(file).resolve(), name) for file, _, name in split if name]
+
+    def is_named(item):
+        here = item.nodeid.partition("::")[2]
+        return any(item.path == file and here.startswith(name) for file, name in names)
+
+    return is_named
+
+
+def covering_array(cases, strength, used):
+    """Places of cases, dicts of parameter -> value, that have all combinations of values of
+    `strength` parameters which `cases` have. Greedy: the one with most that are new; of equal ones
+    that which no other array has (`used` counts them), then that whose values this one has least
+    of."""
+    strength = min([strength, *map(len, cases)])
+    keys = [tuple(sorted(case.items())) for case in cases]
+    parts = [set(itertools.combinations(key, strength)) for key in keys]
+    left, taken, values = set().union(*parts), set(), Counter()
+
+    def gain(k):
+        return len(parts[k] & left), -used[keys[k]], -sum(values[v] for v in keys[k]), -k
+
+    while left:
+        best = max(range(len(cases)), key=gain)
+        taken.add(best)
+        left -= parts[best]
+        values.update(keys[best])
+        used[keys[best]] += 1
+    return taken
+
+
+def long_ones(items):
+    """Those that only a long run has."""
+    functions = {}  # and strength -> way -> [(item, case)]
+    for item in items:
+        mark = item.get_closest_marker("covering")
+        if item.get_closest_marker("long"):
+            yield item
+        elif mark:
+            way = item.callspec.params.get("run")
+            case = {name: id(value) for name, value in item.callspec.params.items()}
+            if way == "cuda" or not mark.kwargs.get("share"):
+                case.pop("run", None)
+            else:
+                way = "shared"
+            function = functions.setdefault((item.nodeid.partition("[")[0], *mark.args), {})
+            function.setdefault(way, []).append((item, case))
+    for (_, strength), ways in functions.items():
+        used = Counter()
+        for pairs in ways.values():
+            taken = covering_array([case for _, case in pairs], strength, used)
+            yield from (item for k, (item, _) in enumerate(pairs) if k not in taken)
+
+
+def leave_out_long(config, items):
+    is_named = named(config)
+    out = {id(item) for item in long_ones(items) if not is_named(item)}
+    if out:
+        config.hook.pytest_deselected(items=[item for item in items if id(item) in out])
+        items[:] = [item for item in items if id(item) not in out]
