@@ -3,8 +3,13 @@
 Each version of NVRTC below the folders of PALLAS_MGPU_TEST_NVRTC, and the one that is found
 without it. `.ci/run` fetches them (compilers.py fetch)."""
 
+import json
 import os
 import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import compiler_kernels
 import numpy as np
@@ -33,9 +38,12 @@ def checked(library, *suites):
 
 @needs_nvdisasm
 @pytest.mark.parametrize("library", libraries())
-def test_kernels(library):
+@pytest.mark.parametrize(
+    "suite", ["reproductions", pytest.param("kernels", marks=pytest.mark.long)]
+)
+def test_kernels(library, suite):
     """The kernels that showed the bugs, and their neighbours."""
-    checked(library, "reproductions", "kernels")
+    checked(library, suite)
 
 
 @needs_nvdisasm
@@ -273,10 +281,106 @@ def test_what_a_compiler_may_leave_out(multiply):
     assert low.cubin() and sass.products(low.as_text("ptx")) >= 4
 
 
+# ---- figures -----------------------------------------------------------------------------------
+
+# NVRTC without its log, as where its own cache knows the program.
+SILENT = """
+#include <dlfcn.h>
+#include <stdlib.h>
+typedef void *P;
+typedef size_t *S;
+static P real(const char *name) {
+  static P library;
+  if (!library) library = dlopen(getenv("REAL_NVRTC"), RTLD_NOW | RTLD_LOCAL);
+  return dlsym(library, name);
+}
+#define NAMED(name, result, given, passed) \\
+  result name given { return ((result(*) given)real(#name)) passed; }
+NAMED(nvrtcVersion, int, (int *a, int *b), (a, b))
+NAMED(nvrtcGetErrorString, const char *, (int e), (e))
+NAMED(nvrtcCreateProgram, int, (P p, P t, P n, int k, P h, P i), (p, t, n, k, h, i))
+NAMED(nvrtcDestroyProgram, int, (P p), (p))
+NAMED(nvrtcCompileProgram, int, (P p, int n, P o), (p, n, o))
+NAMED(nvrtcGetCUBINSize, int, (P p, S n), (p, n))
+NAMED(nvrtcGetCUBIN, int, (P p, char *c), (p, c))
+NAMED(nvrtcGetPTXSize, int, (P p, S n), (p, n))
+NAMED(nvrtcGetPTX, int, (P p, char *c), (p, c))
+int nvrtcGetProgramLogSize(P p, S n) { *n = 1; return 0; }
+int nvrtcGetProgramLog(P p, char *c) { *c = 0; return 0; }
+"""
+
+FIGURES = """
+import json, sys, warnings
+import numpy as np
+import pallas_mgpu as plgpu
+from pallas_mgpu import pl
+from pallas_mgpu import numpy as jnp
+warnings.simplefilter("ignore")
+
+def add_one(x, o):
+    o[...] = x[...] + 1
+
+def spills(x, o):
+    a = x[...]
+    b = x[...].T.reshape(x.shape)
+    o[...] = a * b
+    o[...] = o[...] + a * b
+
+def spills_in_loops(x, o):
+    a = x[...]
+
+    @pl.loop(0, 10)
+    def _(i):
+        b = x[...]
+        o[...] = jnp.where(b > a, b - a, b * o[...])
+
+def prints(x, o):
+    pl.debug_print("{}", x[0])
+    o[...] = x[...]
+
+out = []
+for body, shape, dtype in ((add_one, (128,), np.float32), (spills, (256, 128), np.float32),
+                           (spills_in_loops, (512, 128), np.float16), (prints, (128,), np.float32)):
+    s = plgpu.ShapeDtypeStruct(shape, dtype)
+    used = plgpu.kernel(body, out_type=s).lower(s).resources()
+    out.append([used[k] for k in ("log", "registers", "stack_bytes", "spill_bytes", "smem_bytes")])
+print(json.dumps(out))
+"""
+
+
+@pytest.mark.parametrize("library", libraries())
+def test_figures_without_a_log(library, tmp_path):
+    """The cubin has the same registers, stack and spills as the log."""
+    cc = os.environ.get("CC", "gcc").split()
+    if not shutil.which(cc[0]):
+        pytest.skip("needs a C compiler")
+    (tmp_path / "nvrtc.c").write_text(SILENT)
+    silent = tmp_path / "libnvrtc.so.13"
+    command = [*cc, "-shared", "-fPIC", "-o", silent, tmp_path / "nvrtc.c", "-ldl"]
+    subprocess.run(command, check=True)
+    real = libraries()[library] or re.search(r"/\S+", _core.system_info()["nvrtc"])[0]
+
+    def figures(nvrtc):
+        env = {
+            **os.environ,
+            "PYTHONPATH": str(Path(plgpu.__file__).parent.parent),
+            "PALLAS_MGPU_NO_CACHE": "1",
+            "PALLAS_MGPU_NVRTC": str(nvrtc),
+            "REAL_NVRTC": real,
+        }
+        done = subprocess.run([sys.executable, "-c", FIGURES], env=env, stdout=subprocess.PIPE)
+        assert done.returncode == 0
+        return json.loads(done.stdout)
+
+    told, read = figures(real), figures(silent)
+    assert all(log for log, *_ in told) and not any(log for log, *_ in read)
+    assert [x for _, *x in told] == [x for _, *x in read]
+    stacks, spills = ({k for k, x in enumerate(told) if x[n]} for n in (2, 3))
+    assert spills == {1, 2} and stacks == {1, 2, 3}, told
+
+
 def test_versions_are_documented():
     """docs/compilers.md, `info` and the tests speak of the same versions."""
-    from pathlib import Path
-
     text = (Path(__file__).parent.parent / "docs" / "compilers.md").read_text()
     assert re.findall(r"^\| (\d+\.\d+\.\d+) \|", text, re.M) == list(_compilers.TESTED)
     assert "(tested; tested are 12.9, 13.0," in _compilers.describe("13.0, /x/libnvrtc.so.13")

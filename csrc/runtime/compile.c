@@ -2,8 +2,8 @@
  *
  * The key of an entry is a 128-bit hash of everything that the cubin depends on: the text without
  * its #line directives (they matter only with -lineinfo), the options including the architecture,
- * and the NVRTC that would compile it. ptxas figures (-v costs nothing) are read from the log once.
- */
+ * and the NVRTC that would compile it. ptxas figures (-v costs nothing) are read once: from the log,
+ * or from the cubin where there is no log, which is so after a hit in NVRTC's own cache. */
 #include "compile.h"
 
 #include <errno.h>
@@ -104,6 +104,7 @@ static void read_figures(pm_cubin *c) {
   int stores = sum_before(c->log, " bytes spill stores");
   int loads = sum_before(c->log, " bytes spill loads");
   c->spill_bytes = stores < 0 ? -1 : stores + (loads > 0 ? loads : 0);
+  pm_cubin_figures(c);
 }
 
 void pm_remarks(const char *log, char *out, size_t size) {

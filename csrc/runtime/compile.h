@@ -30,6 +30,29 @@ pm_code pm_nvrtc_run(const char *text, const char *entry, const pm_options *o, b
                      bool want_ptx, pm_nvrtc_result *out, pm_err *err);
 void pm_nvrtc_result_free(pm_nvrtc_result *r);
 
+/* ---- cubin.c ------------------------------------------------------------------------------ */
+
+typedef struct pm_sections {
+  const unsigned char *base;
+  size_t size, table, names_size;
+  const char *names;
+  uint32_t n;
+} pm_sections;
+
+typedef struct pm_section {
+  const char *name;
+  const unsigned char *at;
+  size_t size;
+  uint32_t code_of; /* of a section with records: the number of the code that they are about */
+  bool is_code;
+} pm_section;
+/* false: it is no ELF file of 64 bits. The sections are borrowed from the image. */
+bool pm_sections_of(const void *image, size_t size, pm_sections *out);
+bool pm_section_at(const pm_sections *s, uint32_t k, pm_section *out);
+/* Registers, stack and spills, where they are -1. Spills stay so if the compiler is older than
+ * CUDA 12.9 and the cubin has a stack. */
+void pm_cubin_figures(pm_cubin *c);
+
 /* ---- cache.c ------------------------------------------------------------------------------ */
 
 /* false: no usable entry. On success *out is filled. */

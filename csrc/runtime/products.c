@@ -11,7 +11,6 @@
 #include "products.h"
 
 #include <ctype.h>
-#include <elf.h>
 
 #include "../base/env.h"
 #include "compile.h"
@@ -78,22 +77,14 @@ static void count_opcodes(const unsigned char *at, size_t size, uint32_t n[PM_PR
   for (int k = 0; k < PM_PRODUCT_COUNT; k++) n[k] += seen[products[k].bits];
 }
 
-/* false: it is no ELF file of 64 bits. */
+/* false: it is no cubin. */
 static bool count_cubin(const void *image, size_t size, uint32_t n[PM_PRODUCT_COUNT]) {
-  const unsigned char *base = image;
-  Elf64_Ehdr head;
-  if (size < sizeof head) return false;
-  memcpy(&head, base, sizeof head);
-  if (memcmp(head.e_ident, ELFMAG, SELFMAG) || head.e_ident[EI_CLASS] != ELFCLASS64 ||
-      head.e_shentsize != sizeof(Elf64_Shdr) || head.e_shoff > size ||
-      (size - head.e_shoff) / sizeof(Elf64_Shdr) < head.e_shnum)
-    return false;
-  for (int k = 0; k < head.e_shnum; k++) {
-    Elf64_Shdr s;
-    memcpy(&s, base + head.e_shoff + (size_t)k * sizeof s, sizeof s);
-    if (s.sh_type != SHT_PROGBITS || !(s.sh_flags & SHF_EXECINSTR)) continue;
-    if (s.sh_offset > size || size - s.sh_offset < s.sh_size) return false;
-    count_opcodes(base + s.sh_offset, s.sh_size, n);
+  pm_sections sections;
+  pm_section s;
+  if (!pm_sections_of(image, size, &sections)) return false;
+  for (uint32_t k = 0; k < sections.n; k++) {
+    if (!pm_section_at(&sections, k, &s)) return false;
+    if (s.is_code) count_opcodes(s.at, s.size, n);
   }
   return true;
 }

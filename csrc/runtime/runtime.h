@@ -37,7 +37,7 @@ typedef struct pm_compile_options {
 typedef struct pm_cubin {
   void *image; /* pm_free it with pm_cubin_free */
   size_t size;
-  int registers, spill_bytes, stack_bytes; /* from ptxas, -1 unknown */
+  int registers, spill_bytes, stack_bytes; /* -1 unknown */
   char *log;                               /* NVRTC's and ptxas's */
   bool from_disk;
 } pm_cubin;
