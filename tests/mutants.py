@@ -4,7 +4,7 @@
 
 Each mutant is a text of a source file and what replaces it. It is applied to a copy of the tree,
 built incrementally, and the tests run until the first one fails: those named with the mutant, then
-the rest of the suite (sixty of its random kernels), all of it without a GPU. In the end the tests
+the rest of the suite, all of it without a GPU. In the end the tests
 that noticed something run once more without a mutant: those that fail then have noticed nothing.
 Prints a table and the share of noticed mutants; below 95 % it fails. A text that is not in its file
 exactly once is stale and stops the run before it begins. Tests or a build that do not start at all

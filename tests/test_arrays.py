@@ -77,6 +77,7 @@ UNARY = {
 }
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("name", UNARY)
 def test_unary_float(run, rng, name, dtype):
@@ -325,6 +326,7 @@ def test_promotion_table():
         assert jnp.result_type(jnp.dtype(small), 1, 2.5).name == small
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("shape", [(128, 64), (100, 50), (64, 8), (1, 129), (3, 7)])
 @pytest.mark.parametrize("axis", [0, 1, None])
 def test_reductions(run, rng, shape, axis):
@@ -357,6 +359,7 @@ def mask_of(kind, shape):
     return m
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("shape", [(64, 128), (3, 5), (1, 1), (130, 9), (7,), (640,)], ids=str)
 @pytest.mark.parametrize("layout", [None, plgpu.Layout.WGMMA], ids=["any", "wgmma"])
 def test_any_and_all(run, shape, layout):
@@ -475,6 +478,7 @@ def test_any_refusals():
             plgpu.kernel(lambda r, use=use: use(r) and None, out_type=()).lower(x)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("n", [1, 31, 128, 1000, 4096])
 @pytest.mark.parametrize("dtype", [np.dtype(np.float32), bf16, np.dtype(np.int32)], ids=str)
 def test_full_reduction_of_a_vector(run, rng, n, dtype):

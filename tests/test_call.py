@@ -59,6 +59,7 @@ SHAPES = [(), (1,), (3,), (127,), (129,), (3, 7), (65, 127), (1, 3, 129), (2, 3,
 SHAPES += [(2, 1, 3, 2, 7)]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [F32, ml_dtypes.bfloat16, np.int8], ids=lambda d: d.__name__)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_whole_arrays(run, rng, shape, dtype):
@@ -96,6 +97,7 @@ BLOCKS = [  # shape, block, dtype
 ]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("sequential", [False, True])
 @pytest.mark.parametrize("shape, block, dtype", BLOCKS, ids=str)
 def test_blocks_that_overhang(run, rng, shape, block, dtype, sequential):
@@ -299,6 +301,7 @@ def test_grid_spec_and_names(run):
 # ---- sequential axes -----------------------------------------------------------------------------
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("steps", [1, 2, 3, 8])
 @pytest.mark.parametrize("where", [0, 1])
 def test_scratch_persists_over_sequential_steps(run, rng, where, steps):
@@ -758,6 +761,7 @@ def test_misuse_of_vmap():
 # ---- triangles -----------------------------------------------------------------------------------
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("k", [-2, 0, 1])
 @pytest.mark.parametrize("shape", [(5, 9), (33, 33), (2, 7, 3)], ids=str)
 def test_triangles(run, rng, shape, k):

@@ -78,6 +78,7 @@ BLOCKS = [
 ]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("cluster,axes", SHAPES, ids=str)
 @pytest.mark.parametrize("shape,dtype,transforms", BLOCKS, ids=str)
 def test_multicast(run, rng, cluster, axes, shape, dtype, transforms):
@@ -164,6 +165,7 @@ def slots_body(cluster, steps, slots, wait=True):
     return body, scratch
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("cluster", [(2,), (2, 2), (4,)], ids=str)
 @pytest.mark.parametrize("slots", [1, 2, 3])
 def test_slots(run, rng, cluster, slots):
@@ -434,6 +436,7 @@ def test_scopes_inside_of_a_loop(run):
 # ---- refs to other blocks ------------------------------------------------------------------------
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("cluster,axis", [((3,), "cx"), ((2, 3), "cx"), ((2, 3), "cy")], ids=str)
 @pytest.mark.parametrize("transforms", [(), SWIZZLED], ids=["plain", "swizzled"])
 def test_cluster_ref(run, cluster, axis, transforms):
@@ -703,6 +706,7 @@ def test_phases_of_a_cluster_barrier_must_be_awaited():
         interpreted(unbalanced, ((128,), f32), scratch_types=[everyone((2,))])
 
 
+@pytest.mark.covering(1)
 @pytest.mark.filterwarnings("ignore:.*is done by loads and stores of all lanes of each block")
 @pytest.mark.parametrize(
     "shape, size, dtype, transforms, start",

@@ -57,6 +57,7 @@ def numbers(rng, dims, dtype):
     return (rng.integers(-64, 64, dims) / 8).astype(dtype)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", LEGAL, ids=lambda d: np.dtype(d).name)
 @pytest.mark.parametrize("engine", ["tma", "bulk", "lanes"])
 def test_a_store_combines(run, rng, dtype, engine):
@@ -82,6 +83,7 @@ def test_a_store_combines(run, rng, dtype, engine):
         assert got[k].tobytes() == want.astype(dtype).tobytes(), op
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("op", [None, "add"])
 @pytest.mark.parametrize("engine", ["tma", "bulk", "lanes"])
 def test_stores_that_leave_the_cache_first(run, rng, engine, op):
@@ -228,6 +230,7 @@ def test_every_rank(run, rng, rank):
         assert x.tobytes() == np.asarray(y).tobytes(), x.dtype
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.int8])
 @pytest.mark.parametrize("width", [128, 64, 32])
 def test_boxes_begin_inside_of_a_swizzle_pattern(run, rng, width, dtype):
@@ -396,6 +399,7 @@ def test_prefetch_errors():
 # ---- stores to other blocks ----------------------------------------------------------------------
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, np.int8, np.uint32])
 @pytest.mark.parametrize("kind", ["rows", "wgmma"])
 def test_store_to_another_block(run, rng, dtype, kind):

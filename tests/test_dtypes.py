@@ -116,6 +116,7 @@ def test_conversions(run, source):
         assert_same(y, converted(x, t))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", FLOAT8)
 @pytest.mark.parametrize("shape", [(1,), (7,), (1000,), (33, 48), (3, 5, 7)], ids=str)
 def test_memory(run, rng, dtype, shape):

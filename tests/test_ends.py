@@ -59,6 +59,7 @@ def refused_by_the_machine(match, body, out, *args, **options):
 # ---- queues that wait only where they refill a slot ----------------------------------------------
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("slots, steps", [(2, 1), (2, 2), (2, 7), (4, 3), (3, 9)])
 @pytest.mark.parametrize("awaited", [True, False])
 def test_producer_and_consumer(run, rng, slots, steps, awaited):

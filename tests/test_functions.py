@@ -173,6 +173,7 @@ def test_float32(run, rng, names):
         assert d.max() <= bound, (k, d.max(), x[d.argmax()], y[d.argmax()])
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [f16, bf16], ids=str)
 @pytest.mark.parametrize("names", grouped(UNARY, 9), ids=lambda names: names[0])
 def test_every_half(run, names, dtype):
@@ -415,6 +416,7 @@ def test_activations(run, rng, dtype, shape):
         np.testing.assert_allclose(host, want, 2e-5, 2e-5, err_msg=name)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("shape", [(5, 100), (64, 128), (300,)], ids=str)
 @pytest.mark.parametrize("dtype", [f32, bf16], ids=str)
 def test_over_an_axis(run, rng, shape, dtype):
@@ -468,6 +470,7 @@ def test_choices(run, rng):
 SHAPES = [(1,), (3,), (127,), (129,), (7, 33), (3, 5, 9), (2, 1, 3, 5), (128, 1), (65, 8)]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [f32, f16, bf16], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_odd_shapes(run, rng, shape, dtype):

@@ -38,6 +38,7 @@ LOADS = {  # what, of a ref (6, 50, 33), rows (3, 5), cols (5,)
 }
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("names", [list(LOADS)[k::5] for k in range(5)], ids=str)
 @pytest.mark.parametrize(
     "space, dtype", [("gmem", np.float32), ("gmem", np.int8), ("smem", bf16), ("smem", bool)]
@@ -123,6 +124,7 @@ def test_tiled_smem(run, rng):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("space", ["gmem", "smem"])
 @pytest.mark.parametrize("dtype", [np.float32, bf16, np.int8], ids=str)
 def test_stores(run, rng, space, dtype):
@@ -153,6 +155,7 @@ def test_stores(run, rng, space, dtype):
     np.testing.assert_array_equal(got_old, old)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("shape", [(1000,), (7,), (3, 129)], ids=str)
 @pytest.mark.parametrize("space", ["gmem", "smem"])
 def test_histogram(run, rng, space, shape):

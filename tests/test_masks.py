@@ -261,6 +261,7 @@ KINDS = [(k, t) for k in COMBINE for t in (np.int32, np.uint32)] + [
 ]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("space", ["gmem", "smem"])
 @pytest.mark.parametrize("kind, dtype", KINDS, ids=lambda x: getattr(x, "__name__", str(x)))
 def test_atomics(run, rng, kind, dtype, space):

@@ -88,6 +88,7 @@ def test_transposed_and_reshaped_refs(run, rng):
     np.testing.assert_array_equal(b, x.reshape(12, 80))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     "dtype", [np.dtype(np.float32), np.dtype(np.float16), bf16, np.dtype(np.int8)], ids=str
 )
@@ -109,6 +110,7 @@ def test_copy_there_and_back(run, rng, shape, dtype):
     np.testing.assert_array_equal(run(body, x, x, scratch_types=scratch), x)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("swizzle", [32, 64, 128])
 @pytest.mark.parametrize("pitch", [512, 520, 511])
 @pytest.mark.parametrize("start", [(0, 0), (64, 64), (130, 392), (131, 389)])
@@ -537,6 +539,7 @@ def test_copies_that_begin_before_the_array(run, rng, pitch):
     np.testing.assert_array_equal(s, np.concatenate([want[4:], np.zeros((8, pitch), np.float32)]))
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("whole", [False, True], ids=["part", "whole"])
 @pytest.mark.parametrize("low,high", [((0, 0), (1, 2)), ((0, 0), (3, 5)), ((-3, -3), (1, 2))])
 @pytest.mark.parametrize("i,j", [(0, 2), (1, 1), (0, 4), (1, -1), (2, 0)])

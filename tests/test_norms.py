@@ -72,6 +72,7 @@ def shaped(*shape):
     return plgpu.ShapeDtypeStruct(shape, BF16)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("rows", [4096, 4099])
 @pytest.mark.parametrize("columns", [1024, 4096, 16384])
 def test_how_they_move_data(rows, columns):

@@ -151,6 +151,7 @@ CASES = {  # shape, ta, tb, configuration, options
 }
 
 
+@pytest.mark.covering(1, share=True)
 @pytest.mark.parametrize("case", CASES)
 def test_configurations(run, rng, case, monkeypatch):
     if case == "persistent":

@@ -126,6 +126,7 @@ def check(
         assert np.all(error <= bound), np.max(error / bound)
 
 
+@pytest.mark.covering(1, share=True)
 @pytest.mark.parametrize("a, b", list(itertools.product((E4M3, E5M2), repeat=2)), ids=str)
 def test_types(run, rng, a, b):
     check(run, rng, 70, 40, 96, dtypes=(a, b))
@@ -144,6 +145,7 @@ FORMS = {
 }
 
 
+@pytest.mark.covering(1, share=True)
 @pytest.mark.parametrize("form", FORMS)
 def test_scales(run, rng, form):
     """Each form, on several tiles of a block, ragged in all directions; the ring goes round."""
@@ -165,6 +167,7 @@ CONFIGS = {  # extents, configuration, options
 }
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("case", CONFIGS)
 @pytest.mark.parametrize("form", ["each", "blocks"])
 def test_configurations(run, rng, case, form):
@@ -180,6 +183,7 @@ def test_other_steps(run, rng, step):
     check(run, rng, 40, 72, 528, ((40,), None), dtypes=(E5M2, E4M3), config=config)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("ta", [False, True])
 @pytest.mark.parametrize("tb", [False, True])
 @pytest.mark.parametrize("shape", [(1, 1, 1), (3, 7, 130), (33, 130, 17), (130, 1, 48)], ids=str)
@@ -229,6 +233,7 @@ def test_few_columns_of_blocks(run, rng):
     np.testing.assert_array_equal(got, a.astype(F32) @ b.astype(F32).T * columns)
 
 
+@pytest.mark.covering(1, share=True)
 @pytest.mark.parametrize(
     "activation, form", [(nn.relu, "one"), (nn.gelu, "rows and columns"), (nn.relu, "blocks")]
 )
@@ -237,6 +242,7 @@ def test_epilogue(run, rng, activation, form):
     check(run, rng, 70, 136, 272, scales, bias=BF16, activation=activation, out_dtype=F16)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("shape", [(256, 128), (130, 77), (1, 300), (300, 1), (5, 272)], ids=str)
 @pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
 def test_turning(run, rng, shape, dtype):

@@ -27,7 +27,10 @@ def test_interpreted(first):
     assert agree(range(first, first + 40), "interpret") == set(ops.MAKERS)
 
 
-@pytest.mark.parametrize("first", range(FIRST, FIRST + 12, 3))
+@pytest.mark.parametrize(
+    "first",
+    [FIRST, *(pytest.param(FIRST + k, marks=pytest.mark.long) for k in (3, 6, 9))],
+)
 def test_generated(first):
     """The generated programs, on the CPU."""
     assert agree(range(first, first + 3), "host")

@@ -53,6 +53,7 @@ def check(run, given, **options):
     np.testing.assert_allclose(got.astype(np.float64), want, rtol=UNIT[got.dtype], atol=close)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("weights", [I8, I4], ids=str)
 @pytest.mark.parametrize("groups", [0, 1, 3])
 def test_groups(run, rng, weights, groups):
@@ -85,6 +86,7 @@ CONFIGS = {  # with extents m, n, k, groups of scales
 }
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("config", CONFIGS, ids=repr)
 @pytest.mark.parametrize("weights", [I8, I4], ids=str)
 def test_configurations(run, rng, config, weights):

@@ -406,6 +406,7 @@ def test_wgmma_of_widened_operands(run, rng, dtype, to, how):
             assert "cvt_from_" in text
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [INT4, UINT4, I8, U8])
 @pytest.mark.parametrize("to", [BF16, F16])
 def test_slices_of_narrow_operands(run, rng, dtype, to):
@@ -604,6 +605,7 @@ def test_what_is_written_before_several_statements(run, rng, form):
     np.testing.assert_array_equal(run(body, want, x, y, scratch_types=scratch), want)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
 @pytest.mark.parametrize("k, n", [(16, 16), (64, 48), (32, 128), (64, 24)])

@@ -104,6 +104,7 @@ class Chain:
         return entries[-1] if rng.integers(4) == 0 else entries[rng.integers(len(entries))]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("space", ["gmem", "smem"])
 @pytest.mark.parametrize("seed", range(6))
 def test_random_views(run, rng, seed, space):

@@ -485,6 +485,7 @@ def test_after_the_grid_before(run):
     np.testing.assert_array_equal(run(body, out, **options)[:, 0], np.arange(7))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("placed", [False, True], ids=["", "placed"])
 @pytest.mark.parametrize("grid,threads,cluster", CASES, ids=str)
 def test_every_point_once_in_each_round(run, capfd, grid, threads, cluster, placed):

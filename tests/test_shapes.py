@@ -104,6 +104,7 @@ def test_joining_and_cutting(run, rng, shape):
 LAYOUTS = ["WGMMA", "WGMMA_8BIT", "WGMMA_UPCAST_4X", "WGMMA_TRANSPOSED"]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("shape", [(1, 5, 33), (2, 5, 3), (1, 9, 1), (1, 64, 17)], ids=str)
 def test_joins_of_padded_parts(run, rng, layout, shape):
@@ -224,6 +225,7 @@ def test_reductions_over_any_axes(run, rng, shape):
     check_all(run, cases, x, rtol=2e-5)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("layout", [None, plgpu.Layout.WGMMA], ids=["any", "wgmma"])
 @pytest.mark.parametrize("shape", [(7, 33), (1, 200)], ids=str)
 def test_moments_and_places(run, rng, shape, layout):
@@ -410,7 +412,9 @@ def random_step(rng, xp, v, two, layouts):
     return plgpu.layout_cast(v, layout)
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize(
+    "seed", [*range(4), *(pytest.param(k, marks=pytest.mark.long) for k in range(4, 10))]
+)
 def test_random_moves(run, seed):
     """Chains of six random ops on random shapes, ranks and layouts, in int32: exact."""
     rng = np.random.default_rng(seed)

@@ -106,6 +106,7 @@ def test_lanes_that_go_on_wait_themselves(run, rng):
     np.testing.assert_array_equal(run(body, x, x, **options), 2 * x)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("slots", [1, 2, 3])
 @pytest.mark.parametrize("known", ["all", "one side", "some"])
 def test_waits_that_know_their_phase(run, rng, slots, known):
@@ -512,6 +513,7 @@ def test_gemm_of_a_cluster(run, rng):
     )
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("a_in_registers", [False, True])
 @pytest.mark.parametrize("half", [False, True])
 @pytest.mark.parametrize("rows,k", [(64, 16), (128, 64)])
@@ -673,6 +675,7 @@ def test_an_accumulator_begins_with_an_array(run, rng, dtype, how):
     np.testing.assert_allclose(got, a.astype(f32) @ b.astype(f32) + c, atol=0.2)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [f16, f32], ids=["f16", "f32"])
 @pytest.mark.parametrize("how", ["zeros", "cast", "ones", "slice", "branch", "read", "read slice"])
 def test_zeros_in_front_of_a_product(run, rng, how, dtype):

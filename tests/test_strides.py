@@ -84,6 +84,7 @@ def run(low, memory, out):
     host.run_program(text, info, [memory], [out])
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, np.int32])
 @pytest.mark.parametrize("view", VIEWS)
 @pytest.mark.parametrize("name", KERNELS)

@@ -128,6 +128,7 @@ OPERANDS = {  # shape, tiling, and a view of the ref or the array: an operand wi
 }
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("given", [True, False], ids=["given", "inferred"])
 @pytest.mark.parametrize("shape, tiling, view", OPERANDS.values(), ids=OPERANDS)
 def test_products(run, rng, shape, tiling, view, given):

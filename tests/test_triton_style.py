@@ -36,6 +36,7 @@ def call(run, body, outs, *args, **options):
 # ---- masks ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("space", [plgpu.SMEM, plgpu.GMEM], ids=str)
 @pytest.mark.parametrize(
     "n, start, size", [(5, 0, 8), (100, 40, 128), (127, 126, 2), (256, 250, 64)]
@@ -432,6 +433,7 @@ def attention(q, k, v, causal):
     return np.einsum("bhqk,bkhd->bqhd", e / total, v), lse, e / total
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("d, bq, bk", [(64, 64, 64), (48, 64, 32), (128, 64, 128), (128, 128, 128)])
 def test_mha(run, rng, d, bq, bk, causal):
