@@ -235,21 +235,35 @@ typedef struct survey {
   bool in_warps;      /* warps go ways of their own */
 } survey;
 
+/* Counters of TAKE_TILE are not used where the launch has a cluster for each point. */
+static void look_at_counter(survey *s, pm_opid op) {
+  const bool asks = pm_get(s->e->g, op)->code != PM_OP_TAKE_TILE;
+  const uint32_t counter = (uint32_t)*pm_attr(s->e->g, op, PM_ATTR_N);
+  if (!asks && !s->e->program->shares_grid) return;
+  if (counter >= s->e->n_counters) s->e->n_counters = counter + 1;
+  s->e->asks |= asks;
+}
+
+static void look_at_accesses(survey *s, const pm_graph *g, pm_opid op) {
+  pm_access a = pm_accesses(op);
+  while (pm_next_access(g, &a)) {
+    if (a.where == PM_IN_PHASE) s->keeps_phase[pm_view_base(g, a.view)] = true;
+    if (a.where == PM_IN_COUNTER) look_at_counter(s, op);
+    s->meets_cluster |= a.scope == PM_CLUSTER;
+  }
+}
+
 static void look(pm_graph *g, pm_opid op, void *ctx) {
   survey *s = ctx;
   const int code = pm_get(g, op)->code;
   uint32_t n;
+  look_at_accesses(s, g, op);
   if (code == PM_OP_ALLOC_BARRIER) {
     pm_vec_push(s->e->arena, &s->barriers, op);
     /* its phases go on where the scope comes again, those that the kernel counts do not */
     s->keeps_phase[pm_get(g, op)->out] |= pm_in_loop(g, op);
     const int64_t *groups = pm_attr_list(g, op, PM_ATTR_CLUSTER, &n);
     if (pm_cluster_targets(g, groups, n) > 1) s->meets_cluster = true;
-  } else if (code == PM_OP_COPY_G2S) {
-    const int64_t *axes = pm_attr_list(g, op, PM_ATTR_CLUSTER, &n);
-    if (pm_cluster_size(g, axes, n) > 1) s->meets_cluster = true;
-  } else if (code == PM_OP_CLUSTER_REF) {
-    s->meets_cluster = true;
   } else if (code == PM_OP_ALLOC_SEMAPHORE) {
     pm_vec_push(s->e->arena, &s->semaphores, op);
   } else if (code == PM_OP_GLOBAL_SEMAPHORE) {
@@ -258,22 +272,12 @@ static void look(pm_graph *g, pm_opid op, void *ctx) {
     s->e->asks = s->e->program->meets_blocks = true;
   } else if (code == PM_OP_ASYNC_STORE) {
     s->e->sent[pm_view_base(g, pm_in(g, op, 2))] = true;
-  } else if (code == PM_OP_BARRIER_TEST) {
-    s->keeps_phase[pm_view_base(g, pm_in(g, op, 0))] = true;
-  } else if (code == PM_OP_WAIT) {
-    s->keeps_phase[pm_view_base(g, pm_in(g, op, 0))] |= pm_get(g, op)->n_in == 1;
   } else if (code == PM_OP_ARRIVE && !*pm_attr(g, op, PM_ATTR_RELAXED)) {
     s->e->released[pm_view_base(g, pm_in(g, op, 0))] = true;
   } else if (code == PM_OP_PDL_WAIT) {
     s->e->program->pdl = true;
   } else if (code == PM_OP_TAKE_TURN) {
     s->e->n_turns = (uint32_t)*pm_attr(g, op, PM_ATTR_N);
-  } else if (code == PM_OP_NEXT_TILE || (code == PM_OP_TAKE_TILE && s->e->program->shares_grid)) {
-    const uint32_t counter = (uint32_t)*pm_attr(g, op, PM_ATTR_N);
-    if (counter >= s->e->n_counters) s->e->n_counters = counter + 1;
-    s->e->asks |= code == PM_OP_NEXT_TILE;
-  } else if (code == PM_OP_HAND_TILE) {
-    s->meets_cluster |= pm_blocks(g) > 1;
   } else if (code == PM_OP_WARP_MAP) {
     s->in_warps = true;
     s->e->warps_store |= pm_warps_store(g, op);

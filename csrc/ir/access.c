@@ -48,18 +48,30 @@ static uint8_t where_is(const pm_type *t) {
   }
 }
 
-static bool has_axes(const pm_graph *g, pm_opid op) {
+/* Is there more than one block along the axes of an op's attribute? */
+static bool spans_blocks(const pm_graph *g, pm_opid op) {
   uint32_t n = 0;
-  if (pm_has_attr(g, op, PM_ATTR_CLUSTER)) pm_attr_list(g, op, PM_ATTR_CLUSTER, &n);
-  return n > 0;
+  int64_t blocks = 1;
+  const int64_t *axis = NULL;
+  if (pm_has_attr(g, op, PM_ATTR_CLUSTER)) axis = pm_attr_list(g, op, PM_ATTR_CLUSTER, &n);
+  for (uint32_t k = 0; k < n; k++) blocks *= axis[k] < 0 ? 1 : g->cluster[axis[k]]; /* -1: a gap */
+  return blocks > 1;
+}
+
+static bool has_peers(const pm_graph *g) {
+  int64_t blocks = 1;
+  for (uint32_t k = 0; k < g->n_cluster; k++) blocks *= g->cluster[k];
+  return blocks > 1;
 }
 
 /* Does an access of SMEM or of a barrier reach other blocks? */
 static bool leaves_block(const pm_graph *g, const pm_access *a) {
-  if (a->operand.remote && g->n_cluster) return true;
-  if (has_axes(g, a->op)) return true;
-  if (a->where == PM_IN_SMEM) return pm_view_cluster(g, a->view) != 0;
-  return a->writes && has_axes(g, pm_value_of(g, pm_view_base(g, a->view))->def);
+  if ((a->operand.remote && has_peers(g)) || spans_blocks(g, a->op)) return true;
+  if (a->where == PM_IN_BARRIER) {
+    return a->writes && spans_blocks(g, pm_value_of(g, pm_view_base(g, a->view))->def);
+  }
+  const pm_opid ref = pm_view_cluster(g, a->view);
+  return ref && g->cluster[*pm_attr(g, ref, PM_ATTR_DIM)] > 1;
 }
 
 static uint8_t scope_of(const pm_graph *g, const pm_access *a) {
