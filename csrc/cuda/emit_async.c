@@ -458,16 +458,11 @@ typedef struct search {
 
 static void find_store(pm_graph *g, pm_opid op, void *ctx) {
   search *s = ctx;
-  const int code = pm_get(g, op)->code;
-  const bool copies =
-      code == PM_OP_COPY_S2G && (s->engines || *pm_attr(g, op, PM_ATTR_ENGINE) == PM_ENGINE_PLAIN);
-  const bool store = code == PM_OP_STORE || code == PM_OP_MASKED_STORE || code == PM_OP_ATOMIC;
-  for (uint32_t k = 0; code == PM_OP_INLINE && k < pm_get(g, op)->n_in; k++) {
-    const pm_val v = pm_in(g, op, k);
-    s->found = s->found || (pm_typeof(g, v)->kind == PM_REF && argument_of(g, v) == s->argument);
+  pm_access a = pm_accesses(op);
+  while (!s->found && pm_next_access(g, &a)) {
+    if (a.where != PM_IN_GMEM || !a.writes || !(s->engines || pm_by_lanes(&a))) continue;
+    s->found = argument_of(g, a.view) == s->argument;
   }
-  if (!store && !copies) return;
-  s->found = s->found || argument_of(g, pm_in(g, op, copies)) == s->argument;
 }
 
 /* Does an engine meet, in the GMEM of the copy, what lanes have stored, or what lanes have heard of
@@ -748,9 +743,10 @@ pm_code pm_cuda_SET_MAX_REGISTERS(pm_gen *e, pm_opid op) {
 
 static void note_waited(pm_graph *g, pm_opid op, void *ctx) {
   bool *waited = ctx;
-  const int code = pm_get(g, op)->code;
-  if (code != PM_OP_WAIT && code != PM_OP_BARRIER_TEST) return;
-  waited[pm_view_base(g, pm_in(g, op, 0))] = true;
+  pm_access a = pm_accesses(op);
+  while (pm_next_access(g, &a)) {
+    if (a.where == PM_IN_BARRIER && !a.writes) waited[pm_view_base(g, a.view)] = true;
+  }
 }
 
 /* A warp flips its own copies of phase bits. Behind the region all lanes get the flips of all

@@ -69,10 +69,9 @@ static void find_in_block(search *s, pm_blk block, bool in_warps) {
     for (uint32_t r = 0; r < o->n_regions; r++) {
       find_in_block(s, pm_region(g, op, r), in_warps || o->code == PM_OP_WARP_MAP);
     }
-    if (pm_is_view(g, op) || o->code == PM_OP_WAIT || o->code == PM_OP_BARRIER_TEST) continue;
-    for (uint32_t i = 0; i < o->n_in; i++) {
-      const pm_val v = pm_in(g, op, i);
-      if (pm_typeof(g, v)->kind == PM_BARRIER) s->others[pm_view_base(g, v)] = true;
+    pm_access a = pm_accesses(op);
+    while (pm_next_access(g, &a)) {
+      if (a.where == PM_IN_BARRIER && a.writes) s->others[pm_view_base(g, a.view)] = true;
     }
   }
 }

@@ -106,53 +106,24 @@ static bool is_scalar(const pm_gen *e, pm_val v) {
 /* Bulk groups of a thread whose warps store: each has its lane. */
 static bool of_all_warps(const pm_gen *e) { return e->warps_store && !e->warps; }
 
-/* Can one lane do it for the thread? Adds to t. */
-static bool lane_op(const pm_gen *e, pm_opid op, traits *t) {
+/* Are there only refs and scalars among operands and results? */
+static bool has_no_arrays(const pm_gen *e, pm_opid op) {
+  const pm_op *o = pm_get(e->g, op);
+  for (uint32_t k = 0; k < o->n_in; k++) {
+    if (!is_scalar(e, pm_in(e->g, op, k))) return false;
+  }
+  for (uint32_t k = 0; k < o->n_out; k++) {
+    if (!is_scalar(e, o->out + k)) return false;
+  }
+  return true;
+}
+
+static bool lane_regions(const pm_gen *e, pm_opid op, traits *t) {
   const pm_graph *g = e->g;
   const pm_op *o = pm_get(g, op);
-  switch (o->code) {
-    case PM_OP_COPY_G2S:
-    case PM_OP_COPY_S2G:
-    case PM_OP_PREFETCH:
-      t->issues = true;
-      return *pm_attr(g, op, PM_ATTR_ENGINE) != PM_ENGINE_PLAIN;
-    case PM_OP_COMMIT_GROUP: t->issues = true; return !of_all_warps(e);
-    case PM_OP_BARRIER_TEST:
-    case PM_OP_WAIT: t->sticky = true; return e->lane_barrier[pm_view_base(g, pm_in(g, op, 0))];
-    case PM_OP_DELAY:
-    case PM_OP_SIGNAL:
-    case PM_OP_HAND_TILE:
-    case PM_OP_ARRIVE: return true;
-    case PM_OP_SYNC: t->syncs = true; return true;
-    case PM_OP_LOAD: t->sticky = true; return is_scalar(e, o->out);
-    case PM_OP_STORE: t->sticky = true; return is_scalar(e, pm_in(g, op, 1));
-    case PM_OP_WAIT_S2G: t->sticky = true; return !of_all_warps(e);
-    case PM_OP_NEXT_TILE:
-    case PM_OP_AWAIT:
-    case PM_OP_READ_SEMAPHORE:
-    case PM_OP_PDL_WAIT: t->sticky = true; return true;
-    case PM_OP_PDL_LAUNCH:
-    case PM_OP_DEBUG_PRINT:
-    case PM_OP_DEBUG_CHECK:
-      for (uint32_t k = 0; k < o->n_in; k++) {
-        if (!is_scalar(e, pm_in(g, op, k))) return false;
-      }
-      return true;
-    case PM_OP_ALLOC_SMEM:
-    case PM_OP_ALLOC_SEMAPHORE:
-    case PM_OP_GLOBAL_SEMAPHORE:
-    case PM_OP_ALLOC_BARRIER: return true;
-    case PM_OP_SCOPE:
-      if (*pm_attr(g, op, PM_ATTR_COLLECTIVE) && g->n_threads > 1) return false;
-      break;
-    case PM_OP_FOR:
-    case PM_OP_WHILE:
-    case PM_OP_IF:
-    case PM_OP_SWITCH: break;
-    default:
-      if (!pm_is_view(g, op) && !pm_is_elementwise(g, op)) return false;
-      return is_scalar(e, o->out) || o->code == PM_OP_CONST;
-  }
+  const bool scope = o->code == PM_OP_SCOPE;
+  if (pm_ops[o->code].known_to == PM_KNOWN_ALL) return false;
+  if (scope && *pm_attr(g, op, PM_ATTR_COLLECTIVE) && g->n_threads > 1) return false;
   t->flows = true;
   for (uint32_t k = 0; k < o->n_out; k++) {
     if (!is_scalar(e, o->out + k)) return false;
@@ -161,6 +132,32 @@ static bool lane_op(const pm_gen *e, pm_opid op, traits *t) {
     if (!lane_block(e, pm_region(g, op, r), t)) return false;
   }
   return true;
+}
+
+/* Can one lane do it for the thread? Adds to t. */
+static bool lane_op(const pm_gen *e, pm_opid op, traits *t) {
+  const pm_graph *g = e->g;
+  const pm_op *o = pm_get(g, op);
+  const pm_op_info *info = &pm_ops[o->code];
+  if (o->n_regions) return lane_regions(e, op, t);
+  switch (info->known_to) {
+    case PM_KNOWN_EACH:
+      if (!pm_is_view(g, op) && !pm_is_elementwise(g, op)) return false;
+      return is_scalar(e, o->out) || o->code == PM_OP_CONST;
+    case PM_KNOWN_LANE: t->sticky = true; break;
+    case PM_KNOWN_ENGINE: t->issues = true; break;
+    case PM_KNOWN_NOBODY: t->syncs |= info->effects & E_MEET; break;
+    default: return false;
+  }
+  const bool engine = pm_has_attr(g, op, PM_ATTR_ENGINE);
+  if (engine && *pm_attr(g, op, PM_ATTR_ENGINE) == PM_ENGINE_PLAIN) return false;
+  if (o->code == PM_OP_COMMIT_GROUP || o->code == PM_OP_WAIT_S2G) return !of_all_warps(e);
+  pm_access a = pm_accesses(op);
+  while (pm_next_access(g, &a)) { /* of a barrier that is waited for */
+    const bool waits = a.where == PM_IN_BARRIER && !a.writes;
+    if (waits && !e->lane_barrier[pm_view_base(g, a.view)]) return false;
+  }
+  return has_no_arrays(e, op);
 }
 
 static bool lane_block(const pm_gen *e, pm_blk block, traits *t) {
@@ -231,7 +228,7 @@ static bool is_last(const pm_graph *g, pm_blk block, uint32_t end, bool branches
     if (end < b->ops.n && pm_get(g, b->ops.at[end])->code != PM_OP_YIELD) return false;
     if (!parent) return true;
     const int code = pm_get(g, parent)->code;
-    if (code == PM_OP_FOR || code == PM_OP_WHILE || code == PM_OP_WARP_MAP) return false;
+    if (pm_is_loop(code) || code == PM_OP_WARP_MAP) return false;
     for (uint32_t wg = 0; branches && wg < g->n_threads; wg++) {
       if (!pm_may_take(g, parent, region_of(g, parent, block), wg)) return true;
     }
@@ -283,8 +280,10 @@ static void note_waits(waits *w, pm_blk block);
 static void note_wait(waits *w, pm_opid op) {
   const pm_graph *g = w->e->g;
   const pm_op *o = pm_get(g, op);
-  if (o->code == PM_OP_WAIT || o->code == PM_OP_BARRIER_TEST) {
-    const pm_val barrier = pm_view_base(g, pm_in(g, op, 0));
+  pm_access a = pm_accesses(op);
+  while (pm_next_access(g, &a)) {
+    if (a.where != PM_IN_BARRIER || a.writes) continue;
+    const pm_val barrier = pm_view_base(g, a.view);
     const uint32_t threads = threads_of(g, op);
     if (w->in_region || w->in_warps) w->inside[barrier] |= threads;
     if (!w->in_region || w->in_warps) w->outside[barrier] |= threads; /* all lanes know phases */
@@ -334,8 +333,7 @@ static bool has_met(const pm_gen *e, pm_blk block, uint32_t k) {
   const pm_block *b = &e->g->blocks.at[block];
   while (k > 0 && is_pure(e, b->ops.at[k - 1])) k--;
   if (!k) return false;
-  const int code = pm_get(e->g, b->ops.at[k - 1])->code;
-  return code == PM_OP_SYNC || code == PM_OP_COMMIT_SMEM || code == PM_OP_WAIT_S2G;
+  return pm_meets(pm_get(e->g, b->ops.at[k - 1])->code);
 }
 
 pm_code pm_gen_region(pm_gen *e, pm_blk block, uint32_t first, uint32_t *next) {
