@@ -1,4 +1,4 @@
-"""What the race detector of the interpreter found: ``InterpretParams(detect_races=True)``."""
+"""Results of the interpreter's race detector, ``InterpretParams(detect_races=True)``."""
 
 import dataclasses
 import warnings
@@ -8,9 +8,9 @@ import warnings
 class RaceAccess:
     """One of the two accesses of a :class:`Race`.
 
-    ``touch``: "read", "write" or "atomic"; ``ref``, ``index``: the name of the ref and the part of
-    it, such as "tile" and "[0:64, 3]"; ``agent``: who made the access, such as "TMA, for thread 0";
-    ``file``, ``line``: where in Python, None and 0 if that is not known.
+    ``touch``: "read", "write" or "atomic". ``ref``, ``index``: the name of the ref and the part
+    that was accessed, such as "tile" and "[0:64, 3]". ``agent``: who made the access, such as "TMA,
+    for thread 0". ``file``, ``line``: the location in Python; None and 0 if unknown.
     """
 
     touch: str
@@ -23,11 +23,11 @@ class RaceAccess:
 
 @dataclasses.dataclass(frozen=True)
 class Race:
-    """Two accesses to one place that nothing orders; ``str()`` of it is the whole report.
+    """Two accesses to the same memory that nothing orders. ``str()`` returns the whole report.
 
-    ``first``, ``second``: the accesses, in the order of the run that met them; ``space``: "SMEM" or
-    "GMEM"; ``index``, ``bytes``: where they meet, in elements and bytes of the second ref;
-    ``hint``: what is missing.
+    ``first``, ``second``: the accesses, in the order of this run. ``space``: "SMEM" or "GMEM".
+    ``index``, ``bytes``: where they overlap, in elements and bytes of the second ref. ``hint``:
+    what is missing.
     """
 
     first: RaceAccess
@@ -46,8 +46,8 @@ class Race:
 
 @dataclasses.dataclass(frozen=True)
 class RaceLog:
-    """Of one run: ``races``, and ``not_portable``, which are right here but not in JAX. Each pair
-    of lines is in it once."""
+    """The results of one run: ``races``, and ``not_portable``, which are correct here but not in
+    JAX. Each pair of lines is listed once."""
 
     races: tuple[Race, ...] = ()
     not_portable: tuple[Race, ...] = ()
@@ -59,8 +59,8 @@ _latest = None
 
 
 def get_races():
-    """The :class:`RaceLog` of the latest run of this process with ``detect_races``, also of one
-    that raised. RuntimeError if there was none."""
+    """The :class:`RaceLog` of the latest run with ``detect_races`` in this process, even if the run
+    raised an exception. RuntimeError if there was none."""
     if _latest is None:
         raise RuntimeError(
             "get_races: no kernel ran with interpret=plgpu.InterpretParams(detect_races=True) yet"
@@ -74,7 +74,7 @@ def _warn(race):
 
 
 def finish(found, params):
-    """A run has ended. Called by the extension with what :file:`csrc/python/races.c` makes."""
+    """Called by the extension at the end of a run, with the results of csrc/python/races.c."""
     global _latest
     races, not_portable = [], []
     for portable, space, index, start, end, hint, text, first, second in found:

@@ -1186,13 +1186,13 @@ class InterpretParams(_Frozen):
     ``logging_mode``: a :class:`LoggingMode`; prints a line for each of these events.
     ``num_cores_or_threads``, ``num_tma_threads_per_device``: no effect. The kernel's
     ``num_threads`` applies, and the number of copies in flight is not limited.
-    ``detect_races``: find accesses to one place that nothing orders, whatever the schedule.
-    ``on_race``: "raise" (:class:`RaceError` at the first one), "warn" (a UserWarning at the second
-    access of each) or "record"; :func:`get_races` returns all of them.
-    ``mode``, of ``detect_races``: "strict" also warns of what is right here but refused by JAX
-    ("not portable to JAX: ..."), "reference" does not.
-    Deadlocks and out-of-bounds accesses are always reported. ValueError for other values,
-    NotImplementedError for other kinds of ``uninitialized_memory``.
+    ``detect_races``: report accesses to the same memory that nothing orders, whatever the schedule.
+    ``on_race``: "raise" (:class:`RaceError` at the first race), "warn" (a UserWarning at the second
+    access of each race) or "record"; :func:`get_races` returns all of them.
+    ``mode``: with "strict", ``detect_races`` also warns about code that is correct here but that
+    JAX refuses ("not portable to JAX: ..."); with "reference" it does not. Deadlocks and
+    out-of-bounds accesses are always reported. ValueError for other values, NotImplementedError for
+    other kinds of ``uninitialized_memory``.
     """
 
     __slots__ = (
