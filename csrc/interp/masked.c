@@ -67,14 +67,27 @@ static bool is_true(thread *t, const walker *w, uint32_t slot, uint32_t n) {
   return *operand(t, w, slot, n, 1) != 0;
 }
 
+/* What the instruction is about to touch; the mask is in `slot`, the n-th operand behind the ref.
+ */
+static step race(pm_machine *m, thread *t, const instr *i, const spot *s, touch touch,
+                 uint32_t slot, uint32_t n) {
+  walker w = {.i = i, .s = s};
+  tracker x;
+  if (!s->base || !pm_race_begin_elements(&x, m, t, i, s, touch)) return STEP_NEXT;
+  do {
+    const char *at = is_true(t, &w, slot, n) ? place_of(t, &w) : NULL;
+    if (at) pm_race_element(&x, at, i->mem->bytes);
+  } while (next(&w));
+  return pm_race_end_elements(&x);
+}
+
 static step exec_masked_load(pm_machine *m, thread *t, const instr *i) {
   spot s;
   pm_vm_locate(m, t, i->mem, &s);
   walker w = {.i = i, .s = &s};
   const size_t bytes = i->mem->bytes;
   char *to = slot_of(t, i->dst);
-  tracker races;
-  pm_race_begin_elements(&races, m, t, i, &s, READ);
+  if (m->races && race(m, t, i, &s, READ, i->a, 0) == STEP_FAIL) return STEP_FAIL;
   do {
     char *x = to + (size_t)w.k * bytes;
     if (!is_true(t, &w, i->a, 0)) {
@@ -84,14 +97,13 @@ static step exec_masked_load(pm_machine *m, thread *t, const instr *i) {
     const char *at = s.base ? place_of(t, &w) : NULL;
     if (!at && (m->options.oob_raise || !s.base))
       return outside(m, t, &w, i->mem->by ? "load" : "masked load");
-    if (at && races.region) pm_race_element(&races, at, bytes);
     if (at) {
       memcpy(x, at, bytes);
     } else {
       pm_interp_fill(i->mem->dtype, m->options.zero_fill, x, 1);
     }
   } while (next(&w));
-  return pm_race_end_elements(&races) == STEP_FAIL ? STEP_FAIL : STEP_PAUSE;
+  return STEP_PAUSE;
 }
 
 static step exec_masked_store(pm_machine *m, thread *t, const instr *i) {
@@ -99,16 +111,14 @@ static step exec_masked_store(pm_machine *m, thread *t, const instr *i) {
   pm_vm_locate(m, t, i->mem, &s);
   walker w = {.i = i, .s = &s};
   const size_t bytes = i->mem->bytes;
-  tracker races;
-  pm_race_begin_elements(&races, m, t, i, &s, WRITE);
+  if (m->races && race(m, t, i, &s, WRITE, i->b, 1) == STEP_FAIL) return STEP_FAIL;
   do {
     if (!is_true(t, &w, i->b, 1)) continue;
     char *at = s.base ? place_of(t, &w) : NULL;
     if (!at) return outside(m, t, &w, i->mem->by ? "store" : "masked store");
-    if (races.region) pm_race_element(&races, at, bytes);
     memcpy(at, operand(t, &w, i->a, 0, bytes), bytes);
   } while (next(&w));
-  return pm_race_end_elements(&races) == STEP_FAIL ? STEP_FAIL : STEP_PAUSE;
+  return m->races && pm_race_stored(m) == STEP_FAIL ? STEP_FAIL : STEP_PAUSE;
 }
 
 static int64_t combined_int(int64_t kind, int64_t x, int64_t y) {
@@ -152,20 +162,18 @@ static step exec_atomic(pm_machine *m, thread *t, const instr *i) {
   walker w = {.i = i, .s = &s};
   const size_t bytes = i->mem->bytes;
   char *old = slot_of(t, i->dst);
-  tracker races;
-  pm_race_begin_elements(&races, m, t, i, &s, ATOMIC);
+  if (m->races && race(m, t, i, &s, ATOMIC, i->b, 1) == STEP_FAIL) return STEP_FAIL;
   do {
     char *x = old + (size_t)w.k * bytes;
     memset(x, 0, bytes);
     if (!is_true(t, &w, i->b, 1)) continue;
     char *at = s.base ? place_of(t, &w) : NULL;
     if (!at) return outside(m, t, &w, "atomic");
-    if (races.region) pm_race_element(&races, at, bytes);
     memcpy(x, at, bytes);
     const char *compare = i->flags == PM_ATOMIC_CAS ? operand(t, &w, i->c, 2, bytes) : NULL;
     pm_vm_combine(i->mem->dtype, i->flags, at, operand(t, &w, i->a, 0, bytes), compare);
   } while (next(&w));
-  return pm_race_end_elements(&races) == STEP_FAIL ? STEP_FAIL : STEP_PAUSE;
+  return STEP_PAUSE;
 }
 
 const handler pm_vm_MASKED_LOAD = {pm_vm_encode_masked, exec_masked_load, {0}};

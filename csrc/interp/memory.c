@@ -269,7 +269,7 @@ static step exec_store(pm_machine *m, thread *t, const instr *i) {
   if (!s.inside) return pm_vm_outside(m, t, i->op, &s, "store");
   if (m->races && pm_race_plain(m, t, i, &s, WRITE, THREAD) == STEP_FAIL) return STEP_FAIL;
   pm_vm_scatter(&s, slot_of(t, i->a));
-  return STEP_PAUSE;
+  return m->races && pm_race_stored(m) == STEP_FAIL ? STEP_FAIL : STEP_PAUSE;
 }
 
 static step exec_alloc_acc(pm_machine *m, thread *t, const instr *i) {

@@ -73,40 +73,54 @@ static void describe(const pm_machine *m, const event *e, pm_race_side *s) {
   s->line = m->places[e->i->op].line;
 }
 
-static const char *hint_of(const pm_machine *m, const event *a, const event *b, enum view lacks,
-                           char *buf, size_t n) {
-  const component kind = pm_race_kind(m->races, a->id);
-  if (lacks == TOLD) {
-    snprintf(buf, n,
-             "the fence between them is one that was inserted here; call plgpu.commit_smem() "
-             "between them");
-  } else if (lacks == FENCED) {
-    snprintf(buf, n, "they are ordered, but no plgpu.commit_smem() makes the store visible to %s",
-             b->maker == TENSOR_CORE ? "the tensor core" : "TMA");
-  } else if (lacks == DRAINED) {
-    snprintf(buf, n, "they are ordered, but no proxy fence makes the load complete before TMA");
-  } else if (a->cluster != b->cluster) {
-    snprintf(buf, n, "points of the grid are not ordered, unless a semaphore orders them");
-  } else if (kind == COPIES || kind == REMOTE) {
-    snprintf(buf, n, "wait on barrier '%s' for the first one before the second",
-             (a->maker == ST_ASYNC ? a->i->mem2 : a->i->mem3)->name);
-  } else if (kind == STORES || kind == STORE_READS) {
-    snprintf(buf, n,
-             "%s for the first one before the second; only its thread can, and then tell "
-             "others",
-             kind == STORES ? "wait_smem_to_gmem() (wait_read_only=True waits for the "
-                              "source alone)"
-                            : "wait_smem_to_gmem()");
-  } else if (kind == PRODUCTS) {
-    snprintf(buf, n, "wgmma_wait() for the first one before the second");
-  } else if (b->maker == TMA || b->maker == TENSOR_CORE) {
-    snprintf(buf, n,
-             "the %s of the second one was issued before the first, or not ordered behind it",
-             b->maker == TMA ? "copy" : "product");
-  } else {
-    snprintf(buf, n, "nothing orders the two: use a barrier, or a semaphore");
+/* Why the second access is not ordered behind the first. */
+static void put_hint(const pm_machine *m, const event *a, const event *b, enum view lacks,
+                     char *buf, size_t n) {
+  static const char reader[] = "only the thread that issued it can, and then tell others";
+  const bool tma = b->maker == TMA;
+  switch (lacks) {
+    case SAME_BYTES:
+      snprintf(buf, n, "both write the same bytes, so their order makes no difference here");
+      return;
+    case TOLD:
+      snprintf(buf, n, "the fence between them was inserted: call plgpu.commit_smem() there");
+      return;
+    case FENCED:
+      snprintf(buf, n, "no plgpu.commit_smem() stands between them: %s may miss the store",
+               tma ? "TMA" : "the tensor core");
+      return;
+    case DRAINED:
+      snprintf(buf, n, "no proxy fence stands behind the load, which may be late");
+      return;
+    default: break;
   }
-  return buf;
+  if (a->cluster != b->cluster) {
+    snprintf(buf, n, "points of the grid are not ordered, unless a semaphore orders them");
+    return;
+  }
+  switch (pm_race_kind(m->races, a->id)) {
+    case COPIES: snprintf(buf, n, "wait for the first on barrier '%s'", a->i->mem3->name); break;
+    case REMOTE: snprintf(buf, n, "wait for the first on barrier '%s'", a->i->mem2->name); break;
+    case STORES:
+      snprintf(buf, n, "wait for the first: wait_smem_to_gmem(), not with wait_read_only=True; %s",
+               reader);
+      break;
+    case STORE_READS:
+      snprintf(buf, n, "wait for the first: wait_smem_to_gmem(); %s", reader);
+      break;
+    case PRODUCTS: snprintf(buf, n, "wait for the first: wgmma_wait(); %s", reader); break;
+    default:
+      if (b->maker == TENSOR_CORE) {
+        snprintf(buf, n, "wgmma_wait() before the first, or issue the product behind it");
+      } else if (tma && b->i->mem3) {
+        snprintf(buf, n, "wait on barrier '%s' before the first, or issue the copy behind it",
+                 b->i->mem3->name);
+      } else if (tma) {
+        snprintf(buf, n, "wait_smem_to_gmem() before the first, or issue the copy behind it");
+      } else {
+        snprintf(buf, n, "nothing orders them: use a barrier or a semaphore");
+      }
+  }
 }
 
 static bool is_known(races *r, uint32_t first, uint32_t second, bool portable) {
@@ -156,7 +170,7 @@ static step report(const tracker *x, const conflict *c, bool portable) {
   race.from = pm_max(0, (int64_t)c->from + at);
   race.to = (int64_t)c->to + at;
   index_text(b->mem, race.from / bytes, (race.to - 1) / bytes, race.index, sizeof race.index);
-  hint_of(m, a, b, c->lacks, race.hint, sizeof race.hint);
+  put_hint(m, a, b, c->lacks, race.hint, sizeof race.hint);
   put_text(&race);
   if (m->options.race) m->options.race(m->options.race_ctx, &race);
   if (portable || !m->options.race_raises) return STEP_NEXT;
@@ -191,6 +205,7 @@ static bool begin(tracker *x, pm_machine *m, const thread *t, const instr *i, co
   x->from = x->to = 0;
   if (mem->space == PM_REGS || !find_region(x, t, mem, base)) return x->region = NULL, false;
   pm_shadow_sweep(&m->races->shadow);
+  m->races->shadow.n_rewrites = 0;
   x->event = (event){.i = i,
                      .mem = mem,
                      .first = 0,
@@ -234,9 +249,32 @@ static void add(tracker *x, const char *at, size_t bytes) {
   x->to = from + bytes;
 }
 
+/* What is there before a store that is about to be made. */
+static void keep_old(races *r, const tracker *x) {
+  const shadow *s = &r->shadow;
+  size_t bytes = 0, at = 0;
+  for (uint32_t k = 0; k < s->n_rewrites; k++) bytes += s->rewrites[k].to - s->rewrites[k].from;
+  if (bytes > r->old_bytes) {
+    char *old = pm_realloc(r->old, bytes);
+    if (!old) {
+      r->no_memory = true;
+      return;
+    }
+    r->old = old;
+    r->old_bytes = bytes;
+  }
+  r->storing = *x;
+  for (uint32_t k = 0; k < s->n_rewrites; k++) {
+    const rewrite *w = &s->rewrites[k];
+    memcpy(r->old + at, x->low + w->from, w->to - w->from);
+    at += w->to - w->from;
+  }
+}
+
 static step end(tracker *x) {
   races *r = x->m->races;
   flush(x);
+  if (r->shadow.n_rewrites) keep_old(r, x);
   if (r->no_memory || r->shadow.no_memory) {
     return pm_fail(x->m->err, PM_E_MEMORY, "no memory to look for races"), STEP_FAIL;
   }
@@ -247,12 +285,27 @@ static step end(tracker *x) {
   return x->m->options.strict ? report(x, &t->told, true) : STEP_NEXT;
 }
 
+step pm_race_stored(pm_machine *m) {
+  races *r = m->races;
+  size_t at = 0;
+  conflict c = {0};
+  for (uint32_t k = 0; k < r->shadow.n_rewrites; k++) {
+    const rewrite *w = &r->shadow.rewrites[k];
+    const bool same = !memcmp(r->old + at, r->storing.low + w->from, w->to - w->from);
+    if (!c.event || !same) c = (conflict){w->event, same ? SAME_BYTES : SEEN, w->from, w->to};
+    if (!same) break;
+    at += w->to - w->from;
+  }
+  r->shadow.n_rewrites = 0;
+  if (c.lacks == SEEN) return report(&r->storing, &c, false);
+  return m->options.strict ? report(&r->storing, &c, true) : STEP_NEXT;
+}
+
 /* ---- elements ----------------------------------------------------------------------------- */
 
-void pm_race_begin_elements(tracker *x, pm_machine *m, const thread *t, const instr *i,
+bool pm_race_begin_elements(tracker *x, pm_machine *m, const thread *t, const instr *i,
                             const spot *s, int touch) {
-  x->region = NULL;
-  if (m->races && s->base) begin_plain(x, m, t, i, s->mem, s->base, touch, THREAD);
+  return begin_plain(x, m, t, i, s->mem, s->base, touch, THREAD);
 }
 
 void pm_race_element(tracker *x, const char *at, size_t bytes) {
@@ -264,7 +317,6 @@ void pm_race_element(tracker *x, const char *at, size_t bytes) {
 }
 
 step pm_race_end_elements(tracker *x) {
-  if (!x->region) return STEP_NEXT;
   const uint32_t number = x->touching.number;
   const step s = end(x);
   if (number || !x->touching.number) return s;

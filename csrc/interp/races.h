@@ -8,7 +8,7 @@
 /* How much of a component is ordered before an agent: before its plain accesses; before what
  * engines do to SMEM for it, behind plain stores and behind plain loads; the same behind plain
  * stores, where only the commit_smem calls of the kernel's author count. */
-enum view { SEEN, FENCED, DRAINED, TOLD, VIEWS };
+enum view { SEEN, FENCED, DRAINED, TOLD, VIEWS, SAME_BYTES = VIEWS };
 
 struct seen {
   uint32_t id, at[VIEWS];
@@ -77,8 +77,17 @@ typedef struct pool {
   uint32_t n, cap, free, live, taken;
 } pool;
 
+/* Plain stores over plain stores that are not ordered before them: no race where the bytes are
+ * equal, as those that both bring. */
+typedef struct rewrite {
+  uint32_t event;
+  size_t from, to;
+} rewrite;
+
 typedef struct shadow {
   pool events, lists;
+  rewrite *rewrites; /* by the access that is being made */
+  uint32_t n_rewrites, cap_rewrites;
   region *regions; /* SMEM by block, then arguments */
   uint32_t n_regions;
   size_t bytes;
@@ -88,7 +97,7 @@ typedef struct shadow {
 /* Two accesses that meet and are not ordered. */
 typedef struct conflict {
   uint32_t event; /* 0: none */
-  uint8_t lacks;  /* enum view */
+  uint8_t lacks;  /* enum view; SAME_BYTES: order, but it makes no difference */
   size_t from, to;
 } conflict;
 
@@ -123,8 +132,10 @@ typedef struct tracker {
   size_t from, to;        /* bytes of the region that are not yet in the shadow */
 } tracker;
 
-void pm_race_begin_elements(tracker *x, pm_machine *m, const thread *t, const instr *i,
+bool pm_race_begin_elements(tracker *x, pm_machine *m, const thread *t, const instr *i,
                             const spot *s, int touch);
+/* The store that was told of last has been made. */
+step pm_race_stored(pm_machine *m);
 void pm_race_element(tracker *x, const char *at, size_t bytes);
 step pm_race_end_elements(tracker *x);
 
@@ -167,6 +178,9 @@ struct races {
   semaphore_order *semaphores, *block_semaphores;
   vclock all; /* scratch */
   shadow shadow;
+  tracker storing; /* the access that shadow.rewrites are of, and the bytes that were there */
+  char *old;
+  size_t old_bytes;
   uint32_t *root; /* by argument: the first one in the same memory */
   reported *reported;
   uint32_t n_reported, cap_reported;

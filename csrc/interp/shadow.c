@@ -105,8 +105,8 @@ static enum view needed(const touching *x, const event *e) {
 }
 
 static void note(conflict *c, uint32_t event, enum view lacks, size_t from, size_t to) {
-  if (c->event) return;
-  *c = (conflict){event, (uint8_t)lacks, from, to};
+  if (c->event == event && c->to == from) c->to = to;
+  if (!c->event) *c = (conflict){event, (uint8_t)lacks, from, to};
 }
 
 static bool compare(touching *x, conflict *c, uint32_t number, size_t from, size_t to) {
@@ -121,14 +121,44 @@ static bool compare(touching *x, conflict *c, uint32_t number, size_t from, size
   return false;
 }
 
+static bool is_rewrite(const touching *x, uint32_t write) {
+  const event *e = pm_shadow_at(x->shadow, write);
+  return x->event->touch == WRITE && x->event->maker == THREAD && e->maker == THREAD &&
+         !is_ordered(x, e, SEEN);
+}
+
+static void note_rewrite(shadow *s, uint32_t event, size_t from, size_t to) {
+  rewrite *last = s->n_rewrites ? &s->rewrites[s->n_rewrites - 1] : NULL;
+  if (last && last->event == event && last->to == from) {
+    last->to = to;
+    return;
+  }
+  if (s->n_rewrites == s->cap_rewrites) {
+    const uint32_t cap = s->cap_rewrites ? 2 * s->cap_rewrites : 16;
+    rewrite *at = pm_realloc(s->rewrites, cap * sizeof *at);
+    if (!at) {
+      s->no_memory = true;
+      return;
+    }
+    s->rewrites = at;
+    s->cap_rewrites = cap;
+  }
+  s->rewrites[s->n_rewrites++] = (rewrite){event, from, to};
+}
+
 static void compare_write(touching *x, uint32_t write, size_t from, size_t to) {
-  if (!write || write == x->fine_write || x->write.event) return;
+  if (!write || write == x->fine_write) return;
+  if (x->write.event && x->write.event != write) return;
+  if (is_rewrite(x, write)) {
+    note_rewrite(x->shadow, write, from, to);
+    return;
+  }
   if (compare(x, &x->write, write, from, to)) x->fine_write = write;
 }
 
 static void compare_since(touching *x, uint32_t list, size_t from, size_t to) {
   bool fine = true;
-  if (!list || list == x->fine_since || x->since.event) return;
+  if (!list || list == x->fine_since) return;
   for (uint32_t l = list; l; l = list_at(x->shadow, l)->next) {
     const uint32_t number = list_at(x->shadow, l)->event;
     const uint8_t touch = pm_shadow_at(x->shadow, number)->touch;
@@ -278,4 +308,5 @@ void pm_shadow_free(shadow *s) {
   pm_free(s->regions);
   pm_free(s->events.at);
   pm_free(s->lists.at);
+  pm_free(s->rewrites);
 }

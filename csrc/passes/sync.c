@@ -40,7 +40,8 @@
  * copy does not wait in that queue. So a thread that loaded from SMEM that an engine fills executes
  * a proxy fence, which waits for its loads, before it signals anyone: at the SYNC before a copy or
  * an arrival (which becomes a COMMIT_SMEM), before a warp arrives, at other ops that synchronise
- * threads, and at the end of a scope (a PROXY_FENCE, which does not synchronise the lanes).
+ * threads, before a WARP_MAP, and at the end of a scope (a PROXY_FENCE, which does not synchronise
+ * the lanes).
  *
  * With no_auto_barriers the user is responsible for memory; only the order of waits and copies is
  * kept. */
@@ -541,6 +542,8 @@ static void visit_control(placer *p, pm_blk block, uint32_t *k) {
 /* All lanes synchronise before and after a WARP_MAP. */
 static void visit_warps(placer *p, pm_blk block, uint32_t *k) {
   const bool by_user = p->g->no_auto_barriers;
+  place_fence(p, block, k);
+  clean(&p->loaded);
   if (!by_user && p->at != ORDERED) place(p, block, k);
   visit_control(p, block, k);
   if (!by_user) place_behind(p, block, k);
