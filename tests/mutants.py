@@ -2,13 +2,14 @@
 
 `python tests/mutants.py [--only NAME ...] [--jobs N] [--list]`
 
-Each mutant is a text of a source file and what replaces it. It is applied to a copy of the tree,
-built incrementally, and the tests run until the first one fails: those named with the mutant, then
-the rest of the suite, all of it without a GPU. In the end the tests
-that noticed something run once more without a mutant: those that fail then have noticed nothing.
-Prints a table and the share of noticed mutants; below 95 % it fails. A text that is not in its file
-exactly once is stale and stops the run before it begins. Tests or a build that do not start at all
-are an error of the mutant. The mutants are in mutant_lists/."""
+Each mutant is a pattern in a function of a source file and what replaces it; renames and new lines
+leave it alone (mutant_lists/find.py). It is applied to a copy of the tree, built incrementally, and
+the tests run until the first one fails: those named with the mutant, then the rest of the suite,
+all of it without a GPU. In the end the tests that noticed something run once more without a mutant:
+those that fail then have noticed nothing. Prints a table and the share of noticed mutants; below
+95 % it fails. A pattern that is not in its function exactly once is stale and stops the run before
+it begins. Tests or a build that do not start at all are an error of the mutant. The mutants are in
+mutant_lists/."""
 
 import argparse
 import os
@@ -24,7 +25,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from mutant_lists import (  # noqa: F401 - they fill MUTANTS
+from mutant_lists import (  # noqa: F401 - most fill MUTANTS
     ALL,
     MUTANTS,
     ROOT,
@@ -32,6 +33,7 @@ from mutant_lists import (  # noqa: F401 - they fill MUTANTS
     copies,
     devices,
     dtypes,
+    find,
     generator,
     hopper,
     parts,
@@ -53,15 +55,28 @@ class Broken(Exception):
     """The mutant itself is no good."""
 
 
-def check_texts(names):
+def mutated(name, root=ROOT):
+    """(file, its text with the mutant). The function may have moved to another file."""
+    file, function, pattern, replacement, _ = MUTANTS[name]
+    for path in find.files_with(root, file, function):
+        text, language = path.read_text(), find.language_of(path.name)
+        return path, find.mutate(text, language, function, pattern, replacement)
+    raise find.Stale(f"no file beside {file} has a function {function}")
+
+
+def stale(names=MUTANTS):
+    """name -> why it has no place; and tests that are not there."""
+    out = {}
     for name in names:
-        file, old, _, tests = MUTANTS[name]
-        n = (ROOT / file).read_text().count(old)
-        if n != 1:
-            raise SystemExit(f"stale mutant {name}: its text occurs {n} times in {file}:\n{old}")
-        for test in tests:
+        try:
+            mutated(name)
+        except find.Stale as e:
+            out[name] = str(e)
+        for test in MUTANTS[name][-1]:
             path, _, function = test.partition("[")[0].partition("::")
-            assert not function or f"def {function}(" in (ROOT / "tests" / path).read_text(), test
+            if function and f"def {function}(" not in (ROOT / "tests" / path).read_text():
+                out[name] = f"there is no test {test}"
+    return out
 
 
 def copy_tree(to):
@@ -130,12 +145,12 @@ def fail_anyway(tree, tests):
 
 def attempt(name, tree):
     """(noticed by or None, why not, seconds)"""
-    file, old, new, tests = MUTANTS[name]
-    path = tree / file
+    tests, start = MUTANTS[name][-1], time.time()
+    path, text = mutated(name, tree)
+    file = str(path.relative_to(tree))
     original, times = path.read_text(), path.stat()
-    start = time.time()
     try:
-        path.write_text(original.replace(old, new))
+        path.write_text(text)
         build(tree)
         first = INTERPRETED if file.startswith("csrc/interp") else FIRST_WAY
         for group, more in ((tests, first), (ALL, ())):
@@ -159,7 +174,8 @@ def main():
     if options.list:
         print("\n".join(f"{n:44} {MUTANTS[n][0]}" for n in names))
         return 0
-    check_texts(names)
+    if lost := stale(names):
+        raise SystemExit("\n".join(f"stale mutant {name}: {why}" for name, why in lost.items()))
     rows, bad, begin = {}, [], time.time()
     print_lock, trees = threading.Lock(), queue.Queue()
 

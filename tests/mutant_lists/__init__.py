@@ -21,25 +21,13 @@ ALL += ["test_call.py", "test_norms.py"]
 ALL += ["test_copies.py", "test_inline.py", "test_semaphores.py", "test_families.py"]
 ALL += [COMPILERS, HOST, ERRORS, SURFACE, RUNTIME, TURNS, SCHEDULE, ATTENTION, WS_PIPELINE]
 
-# name: (file, text, what replaces it, tests that come first)
+# name: (file, function, pattern, what replaces it, tests that come first); find.py says what a
+# function and a pattern are
 MUTANTS = {}
 
 
 def breaks(file, *tests, **mutants):
-    for name, (old, new) in mutants.items():
+    for name, (function, pattern, replacement) in mutants.items():
         name = name.replace("_", "-")
-        assert name not in MUTANTS and old != new, name
-        MUTANTS[name] = file, old, new, tests
-
-
-# Texts around those that are there more than once.
-ONE_LANE = '  if (!e->lane) pm_begin(e, PM_ONE_LANE " {");\n'
-FROM_ONE_LANE = """\
-  pm_line(e, "st_shared<i32, 1>(%s, &%s);", pm_scratch(e), x);
-  pm_end(e);
-"""
-TAKER = '  pm_begin(e, "%s {", pm_taker(e, true));\n'
-BEGIN_FOR = '  pm_begin(e, "for (i32 %s = %s; %s < %s; %s++) {", i, lower, i, upper, i);\n'
-UNPACK_FOR = "  unpack_carries(e, op, index + 1, words);\n"
-BEGIN_WHILE = '  pm_begin(e, "for (;;) {");\n'
-UNPACK_WHILE = "  unpack_carries(e, op, body_args, words);\n"
+        assert name not in MUTANTS and pattern != replacement, name
+        MUTANTS[name] = file, function, pattern, replacement, tests
