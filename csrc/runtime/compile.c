@@ -2,8 +2,8 @@
  *
  * The key of an entry is a 128-bit hash of everything that the cubin depends on: the text without
  * its #line directives (they matter only with -lineinfo), the options including the architecture,
- * and the NVRTC that would compile it. ptxas figures (-v costs nothing) are read once: from the log,
- * or from the cubin where there is no log, which is so after a hit in NVRTC's own cache. */
+ * and the NVRTC that would compile it. ptxas figures (-v costs nothing) are read once: from the log
+ * or, where a hit in NVRTC's own cache leaves none, from the cubin. */
 #include "compile.h"
 
 #include <errno.h>

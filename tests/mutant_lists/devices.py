@@ -79,19 +79,23 @@ breaks(
     ),
     copies_by_all_lanes_are_made_by_one=(
         "lane_op",
-        "return *pm_attr(g, op, PM_ATTR_ENGINE) != PM_ENGINE_PLAIN;",
-        "return true;",
+        "if (engine && *pm_attr(g, op, PM_ATTR_ENGINE) == PM_ENGINE_PLAIN) return false;",
+        "(void)engine;",
     ),
-    one_lane_waits_for_barriers_anywhere=("lane_op", "t->sticky = true; return e->", "return e->"),
+    one_lane_waits_for_barriers_anywhere=(
+        "lane_op",
+        "if (waits && !e->lane_barrier[pm_view_base(g, a.view)]) return false;",
+        "(void)waits;",
+    ),
     one_lane_takes_tiles_for_all=(
         "lane_op",
-        ": case PM_OP_PDL_WAIT: t->sticky = true; return true",
-        ": case PM_OP_PDL_WAIT: return true",
+        "case PM_KNOWN_LANE: t->sticky = true; break;",
+        "case PM_KNOWN_LANE: break;",
     ),
     one_lane_enters_collective_scopes=(
-        "lane_op",
-        "if (*pm_attr(g, op, PM_ATTR_COLLECTIVE) && g->n_threads > 1) return false;",
-        "",
+        "lane_regions",
+        ("if (scope && *pm_attr(g, op, PM_ATTR_COLLECTIVE) && g->n_threads > 1) return false;"),
+        "(void)scope;",
     ),
     meetings_behind_regions_are_lost=(
         "find_region",
@@ -120,7 +124,7 @@ breaks(
     ),
     rest_of_a_loop_is_the_rest=(
         "is_last",
-        ("if (code == PM_OP_FOR || code == PM_OP_WHILE || code == PM_OP_WARP_MAP) return false;"),
+        "if (pm_is_loop(code) || code == PM_OP_WARP_MAP) return false;",
         "if (code == PM_OP_WHILE || code == PM_OP_WARP_MAP) return false;",
     ),
 )
@@ -219,7 +223,7 @@ breaks(
     ),
     all_lanes_are_done=("print_counters_done", "*who = PM_ONE_LANE,", '*who = "",'),
     the_last_counter_is_not_there=(
-        "look",
+        "look_at_counter",
         "s->e->n_counters = counter + 1;",
         "s->e->n_counters = pm_max(counter, 1);",
     ),
@@ -496,7 +500,11 @@ breaks(
     "csrc/ir/access.c",
     f"{CLUSTER}::test_meetings_before_arrivals",
     CLUSTER,
-    collective_copies_are_local=("leaves_block", "if (has_axes(g, a->op)) return true;", ""),
+    collective_copies_are_local=(
+        "leaves_block",
+        "if ((a->operand.remote && has_peers(g)) || spans_blocks(g, a->op)) return true;",
+        "if (a->operand.remote && has_peers(g)) return true;",
+    ),
 )
 
 # ---- the catalogue -------------------------------------------------------------------------------
@@ -1016,13 +1024,17 @@ breaks(
 breaks(
     "pallas_mgpu/_schedule.py",
     SCHEDULE,
-    tiles_overwrite_what_is_still_read=("hand_tile", "@when(k >= ahead)", "@when(k >= ahead + 2)"),
-    other_blocks_may_still_read=(
-        "hand_tile",
-        "barrier_wait(free.at[slot])\n\n    _core",
-        "\n    _core",
+    tiles_overwrite_what_is_still_read=(
+        "TileScheduler.broadcast",
+        "step >= self.slots",
+        "step >= self.slots + 2",
     ),
-    tiles_have_one_slot=("dynamic_scheduling_loop", "slot = k % 2", "slot = k % 1"),
+    other_blocks_may_still_read=(
+        "TileScheduler.broadcast",
+        "barrier_wait(self.free.at[slot])",
+        "pass",
+    ),
+    tiles_have_one_slot=("TileScheduler.broadcast", "slot = step % self.slots", "slot = step * 0"),
 )
 breaks(
     f"{DEVICE}/thread.cuh",

@@ -301,7 +301,11 @@ breaks(
         "pm_barrier_arrivals(e->g, op) * unit + 1;",
     ),
     phases_begin_again_with_the_scope=("look", "); const", ") && false; const"),
-    waits_forget_who_needs_the_phase=("look", "|= pm_get(g, op)->n_in == 1;", "|= false;"),
+    waits_forget_who_needs_the_phase=(
+        "look_at_accesses",
+        "s->keeps_phase[pm_view_base(g, a.view)] = true;",
+        "s->keeps_phase[pm_view_base(g, a.view)] = false;",
+    ),
     barriers_without_fence=(
         "print_barriers",
         'if (s->barriers.n) pm_line(e, "mbarrier_init_fence();");',
