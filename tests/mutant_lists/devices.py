@@ -1031,8 +1031,8 @@ breaks(
     ),
     other_blocks_may_still_read=(
         "TileScheduler.broadcast",
-        "barrier_wait(self.free.at[slot])",
-        "pass",
+        "relaxed=2)\n                barrier_wait(self.free.at[slot])",
+        "relaxed=2)",
     ),
     tiles_have_one_slot=("TileScheduler.broadcast", "slot = step % self.slots", "slot = step * 0"),
 )
