@@ -44,14 +44,18 @@ class WarpSpecialized:
     Kernels derive a class from it: ``producer()`` is what the last warpgroup does, ``consumer(me)``
     what each of the others does. ``plan`` tells how many consumers there are and, in ``registers``,
     what a lane of the producer and of a consumer has (None: an even share). ``refs``, operands and
-    scratch by name, become attributes; those that a kernel does without are None."""
+    scratch by name, become attributes. In the end a consumer waits until its stores have read
+    shared memory, or, without ``reads_only``, until they are done."""
+
+    reads_only = True
 
     def __init__(self, plan, refs):
         self.plan = plan
         vars(self).update(refs)
 
     def run(self):
-        p, me = self.plan, lax.axis_index("wg")
+        p = self.plan
+        me = lax.axis_index("wg")
 
         @pl.when(me == p.consumers)
         def _():
@@ -64,7 +68,7 @@ class WarpSpecialized:
             if p.registers:
                 plgpu.set_max_registers(p.registers[1], action="increase")
             self.consumer(me)
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=self.reads_only)
 
 
 def warp_specialized(body, plan, out_type, **options):
@@ -96,7 +100,7 @@ class Ring:
         self.stages, self.full, self.empty, self.buffers = stages, full, empty, buffers
 
     @staticmethod
-    def barriers(stages, copies, consumers, axes=()):
+    def barriers(stages, copies, consumers, axes=(), prefix=""):
         """Scratch: a slot is full after so many copies, and empty after so many releases, in each
         block along the axes of the cluster."""
         releases = {"num_arrivals": consumers, "num_barriers": stages}
@@ -104,10 +108,12 @@ class Ring:
             empty = plgpu.ClusterBarrier(collective_axes=axes, **releases)
         else:
             empty = plgpu.Barrier(**releases)
-        return {"full": plgpu.Barrier(num_arrivals=copies, num_barriers=stages), "empty": empty}
+        full = plgpu.Barrier(num_arrivals=copies, num_barriers=stages)
+        return {f"{prefix}full": full, f"{prefix}empty": empty}
 
     def slot(self, it):
-        return it % self.stages
+        slot = it % self.stages  # the generated program has this name, too
+        return slot
 
     def acquire(self, it):
         """Producer: waits until the slot of step `it` is free."""
@@ -123,6 +129,10 @@ class Ring:
     def release(self, it):
         """Consumer: the slot of step `it` may be filled again."""
         plgpu.barrier_arrive(self.empty.at[self.slot(it)])
+
+    def await_release(self, it):
+        """Producer: waits for the release of step `it`."""
+        plgpu.barrier_wait(self.empty.at[self.slot(it)], phase=it // self.stages)
 
     def drain(self, steps):
         """Producer: waits for the last release of every slot, also those by other blocks, after so

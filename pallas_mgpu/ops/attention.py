@@ -1,18 +1,18 @@
 """Attention (forward) on Hopper's tensor cores: softmax(scale Q K^T) V, scores in registers only.
 
-Persistent blocks, one per SM. Each consumer thread owns 64 rows of queries; the last thread
-fetches. K and V travel in separate rings, because K of the next block is wanted before V of this
-one. Per block of keys a consumer issues S = Q K, then O += P V of the block before, waits for S
-alone, and computes its softmax while O is still in the making. Consumers take turns at issuing, so
-that the softmax of one runs under the products of the other, whatever the instruction order.
+Persistent blocks, one per SM. Each consumer owns 64 rows of queries; the producer fetches. K and V
+travel in separate rings, because K of the next block is wanted before V of this one. Per block of
+keys a consumer issues S = Q K, then O += P V of the block before, waits for S alone, and computes
+its softmax while O is still in the making. Consumers take turns at issuing, so that the softmax of
+one runs under the products of the other, whatever the instruction order.
 
 The steps of all tiles are one loop: with the first S of a tile goes the last P V of the tile
 before, whose result leaves then. So each product stands once in the kernel, which compiles in four
-fifths of the time. Before the first block comes a P V that nobody wants, behind the last an S.
-What happens once in a tile stands in one branch, which most steps jump over.
+fifths of the time. Before the first block comes a P V that nobody wants, after the last an S. What
+happens once in a tile stands in one branch, which most steps jump over.
 
 Row maxima are stale on purpose: O is rescaled only when a maximum grew by more than 2^8, which
-float16 probabilities still hold. Row sums are kept per column modulo 8 and meet in the end.
+float16 probabilities still hold. Row sums are kept per column modulo 8 and are added up at the end.
 
 Key blocks go from the last to the first, so that those with a causal mask come first. Causal tiles
 have different lengths: a counter hands them out, longest first, in groups of heads whose K and V
@@ -30,12 +30,20 @@ from pallas_mgpu import lax, pl
 from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
 
-from ._common import SMEM_BYTES as _SMEM
+from ._common import (
+    SMEM_BYTES,
+    CountedTiles,
+    Ring,
+    StaticTiles,
+    WarpSpecialized,
+    store,
+    warp_specialized,
+)
 from ._promises import batch_invariance
-from ._ring import hand_out, hear, told_scratch
 
-_MASKED = -3.0e38  # a score that is not there; stays finite in arithmetic
-_LAZY = 8.0  # log2 of what a maximum may grow by before O is rescaled
+_F32 = np.float32
+_MASKED = _F32(-3.0e38)  # a score that is not there; stays finite in arithmetic
+_LAZY = _F32(8.0)  # log2 of what a maximum may grow by before O is rescaled
 _L2_BYTES = 32 << 20
 _OUT = 128  # columns of O that leave at a time
 
@@ -43,9 +51,9 @@ _OUT = 128  # columns of O that leave at a time
 class AttentionConfig(typing.NamedTuple):
     """How attention is tiled.
 
-    ``consumers``: threads of 64 query rows each. ``block``: keys per step, a multiple of 16.
+    ``consumers``: warpgroups of 64 query rows each. ``block``: keys per step, a multiple of 16.
     ``stages``: slots of the rings of K and V. ``lazy``: rescale only when needed. ``late``: wait
-    for P V and the next K behind the softmax. ``hold``: release K there, too. ``q_registers``: keep
+    for P V and the next K after the softmax. ``hold``: release K there, too. ``q_registers``: keep
     Q in registers. ``programs``: blocks, 0: one for each SM.
     """
 
@@ -70,312 +78,362 @@ def choose(queries, head_dim, causal):
     return AttentionConfig(min(2, most), 64, 2)
 
 
-@cached
-def _kernel(shape, keys, kv_heads, dtype, causal, scale, want_lse, cfg, cores, interpret):
-    batch, queries, heads, dim = shape
-    rows, block, stages, me_count = cfg.consumers * 64, cfg.block, cfg.stages, cfg.consumers
-    q_tiles, key_blocks = pl.cdiv(queries, rows), pl.cdiv(keys, block)
-    all_heads = batch * heads
-    total = all_heads * q_tiles
-    programs = min(total, cfg.programs or cores)
-    group = 1
-    if causal:
-        group = min(max(_L2_BYTES // (keys * dim * 4), 1), all_heads)
-    dynamic = causal and total > programs
-    c = scale * math.log2(math.e)  # exp(x) is exp2(x log2 e)
-    f32 = np.float32
-    # The next queries are fetched while these are in use, where there is room.
-    used = 2 * (2 * rows * dim + 2 * stages * block * dim + rows * min(dim, _OUT))
-    q_slots = 2 if not cfg.q_registers and used + 2048 <= _SMEM else 1
-    q_ahead = cfg.q_registers or q_slots > 1
+class Problem(typing.NamedTuple):
+    """What a kernel computes."""
 
-    def tile_of(t):
+    batch: int
+    queries: int
+    heads: int
+    dim: int
+    keys: int
+    kv_heads: int
+    dtype: np.dtype
+    causal: bool
+    scale: float
+    return_lse: bool
+
+
+class _Plan:
+    """What follows from a problem and a configuration."""
+
+    def __init__(self, x, cfg, cores):
+        self.x, self.cfg, self.consumers, self.axes = x, cfg, cfg.consumers, {}
+        self.rows, self.block, self.stages = cfg.consumers * 64, cfg.block, cfg.stages
+        self.q_tiles, self.key_blocks = pl.cdiv(x.queries, self.rows), pl.cdiv(x.keys, self.block)
+        self.all_heads = x.batch * x.heads
+        self.total = self.all_heads * self.q_tiles
+        self.clusters = min(self.total, cfg.programs or cores)
+        self.group = 1  # heads that are worked on together
+        if x.causal:
+            self.group = min(max(_L2_BYTES // (x.keys * x.dim * 4), 1), self.all_heads)
+        self.counted = x.causal and self.total > self.clusters
+        self.c = _F32(x.scale * math.log2(math.e))  # exp(x) is exp2(x log2 e)
+        # The next queries are fetched while these are in use, where there is room.
+        self.out = min(x.dim, _OUT)
+        used = 2 * self.rows * x.dim + 2 * self.stages * self.block * x.dim + self.rows * self.out
+        self.q_slots = 2 if not cfg.q_registers and 2 * used + 2048 <= SMEM_BYTES else 1
+        self.q_ahead = cfg.q_registers or self.q_slots > 1
+        # one consumer and the producer have 256 registers a lane as it is
+        self.registers = {2: (24, 240), 3: (32, 160)}.get(self.consumers)
+
+    def scratch(self):
+        x, consumers = self.x, self.consumers
+
+        def smem(*shape):
+            transforms = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+            return plgpu.SMEM(shape, x.dtype, transforms=transforms)
+
+        found = {
+            "q_smem": smem(self.q_slots, consumers, 64, x.dim),
+            "k_smem": smem(self.stages, self.block, x.dim),
+            "v_smem": smem(self.stages, self.block, x.dim),
+            "o_smem": smem(consumers, 64, self.out),
+        }
+        if x.return_lse:
+            found["lse_smem"] = plgpu.SMEM((consumers, 64), _F32)
+        found |= Ring.barriers(self.q_slots, consumers, consumers, prefix="q_")
+        found |= Ring.barriers(self.stages, 1, consumers, prefix="k_")
+        found |= Ring.barriers(self.stages, 1, consumers, prefix="v_")
+        return found | (CountedTiles.scratch(consumers) if self.counted else {})
+
+
+class _State(typing.NamedTuple):
+    """What a consumer's loop over key blocks carries."""
+
+    w: typing.Any  # tiles so far
+    t: typing.Any  # the tile, its first row,
+    row: typing.Any
+    end: typing.Any  # and the key after its next block
+    ended: typing.Any  # with the first block of a tile the tile before (`total`: none), else -1
+    it: typing.Any  # blocks so far
+    m: typing.Any  # maxima and sums of the rows
+    sums: typing.Any
+    p: typing.Any  # probabilities of the block before
+    q: typing.Any  # queries, where registers have them
+
+
+class _Block(WarpSpecialized):
+    """One block of the kernel, while it is traced."""
+
+    reads_only = False
+
+    def __init__(self, plan, refs):
+        super().__init__(plan, refs)
+        self.x, self.cfg = plan.x, plan.cfg
+        self.q_ring = Ring(plan.q_slots, self.q_full, self.q_empty)
+        self.k_ring = Ring(plan.stages, self.k_full, self.k_empty)
+        self.v_ring = Ring(plan.stages, self.v_full, self.v_empty)
+        first = lax.axis_index("cluster")
+        if plan.counted:
+            counted = self.tile_numbers, self.tile_told, self.tile_heard, None
+            self.tiles = CountedTiles(plan.total, plan.clusters, first, counted)
+        else:
+            self.tiles = StaticTiles(plan.total, plan.clusters, first)
+
+    def tile_of(self, t):
         """Tile of queries, head and batch of tile number t."""
-        t = jnp.clip(t, 0, total - 1)  # there is one beyond
-        band, inside = t // (group * q_tiles), t % (group * q_tiles)
-        width = jnp.int32(group)
-        if all_heads % group:
-            width = jnp.maximum(jnp.minimum(all_heads - band * group, group), 1)
-        tile, head = lax.div(inside, width), band * group + lax.rem(inside, width)
-        if causal:
-            tile = jnp.maximum(q_tiles - 1 - tile, 0)  # longest first
-        return tile, head % heads, head // heads
+        p, x = self.plan, self.x
+        t = jnp.clip(t, 0, p.total - 1)  # there is one beyond
+        band, inside = t // (p.group * p.q_tiles), t % (p.group * p.q_tiles)
+        width = jnp.int32(p.group)
+        if p.all_heads % p.group:
+            width = jnp.maximum(jnp.minimum(p.all_heads - band * p.group, p.group), 1)
+        tile, head = lax.div(inside, width), band * p.group + lax.rem(inside, width)
+        if x.causal:
+            tile = jnp.maximum(p.q_tiles - 1 - tile, 0)  # longest first
+        return tile, head % x.heads, head // x.heads
 
-    def blocks_of(t, tile):
+    def blocks_of(self, t, tile):
         """Key blocks of a tile; the one beyond has one."""
-        count = jnp.int32(key_blocks)
-        if causal:
-            count = jnp.minimum(((tile + 1) * rows + block - 1) // block, count)
-        return lax.select(t < total, count, jnp.int32(1))
+        p = self.plan
+        count = jnp.int32(p.key_blocks)
+        if self.x.causal:
+            count = jnp.minimum(((tile + 1) * p.rows + p.block - 1) // p.block, count)
+        return lax.select(t < p.total, count, jnp.int32(1))
 
-    def body(q, k, v, o, *refs):
-        lse, refs = (refs[0], refs[1:]) if want_lse else (None, refs)
-        q_s, k_s, v_s, o_s, lse_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, *told = refs
-        me, sm = lax.axis_index("wg"), lax.axis_index("sm")
+    # ---- producer
 
-        def give_registers(n, action):
-            if me_count > 1:  # two threads have 256 each as it is
-                plgpu.set_max_registers(n, action=action)
+    def producer(self):
+        p, x, none = self.plan, self.x, jnp.int32(0)
+        _, head, b = self.tile_of(self.tiles.first)
+        start = none, none, (b, none, head // (x.heads // x.kv_heads))
+        tiles, it, place = self.tiles.produce(self.fetch_tile, start, beyond=True)
+        if self.cfg.late:  # the last step waits for it, too
+            self.fetch_block(self.k, self.k_smem, self.k_ring, it, place)
+        for s in range(p.q_slots):  # every release is waited for
+            self.q_ring.await_release(tiles - 1 - s)
+        for s in range(p.stages):
 
-        def wait(barriers, it, slots=stages):
-            """For the use number it of the slots of a ring."""
-            plgpu.barrier_wait(barriers.at[it % slots], phase=it // slots)
+            @pl.when(it > s)
+            def _(s=s):
+                if not self.cfg.late or s < p.stages - 1:
+                    self.k_ring.await_release(it - 1 - s)
+                self.v_ring.await_release(it - 1 - s)
 
-        def fetch(src, dst, full, empty, it, place):
-            pl.when(it >= stages)(lambda: wait(empty, it - stages))
-            slot = it % stages
-            b, row, head = place
-            at = (b, pl.ds(pl.multiple_of(row, block), block), head)
-            plgpu.copy_gmem_to_smem(src.at[at], dst.at[slot], full.at[slot])
+    def fetch_tile(self, t, carry):
+        """carry: tiles and key blocks so far, the place of the last block: V comes a step after
+        K."""
+        p, x, ring, (tiles, it, place) = self.plan, self.x, self.q_ring, carry
+        tile, head, b = self.tile_of(t)
+        count = self.blocks_of(t, tile)
+        kv_head = head // (x.heads // x.kv_heads)
+        pl.when(tiles >= p.q_slots)(lambda: ring.await_release(tiles - p.q_slots))
+        slot = tiles % p.q_slots
+        for w in range(p.consumers):
+            at = (b, pl.ds(tile * p.rows + w * 64, 64), head)
+            plgpu.copy_gmem_to_smem(self.q.at[at], self.q_smem.at[slot, w], ring.full.at[slot])
 
-        def produce(t, carry):
-            """Fetch what tile t needs. carry: tiles and key blocks so far, the place of the last
-            block: V comes a step behind K."""
-            tiles, it, place = carry
-            tile, head, b = tile_of(t)
-            count = blocks_of(t, tile)
-            kv_head = head // (heads // kv_heads)
-            pl.when(tiles >= q_slots)(lambda: wait(q_empty, tiles - q_slots, q_slots))
-            slot = tiles % q_slots
-            for w in range(me_count):
-                at = (b, pl.ds(tile * rows + w * 64, 64), head)
-                plgpu.copy_gmem_to_smem(q.at[at], q_s.at[slot, w], q_full.at[slot])
+        def step(j, carry):
+            it, before = carry
+            place = b, (count - 1 - j) * p.block, kv_head
+            self.fetch_block(self.k, self.k_smem, self.k_ring, it, place)
+            self.fetch_block(self.v, self.v_smem, self.v_ring, it, before)
+            return it + 1, place
 
-            def step(j, carry):
-                it, before = carry
-                place = b, (count - 1 - j) * block, kv_head
-                fetch(k, k_s, k_full, k_empty, it, place)
-                fetch(v, v_s, v_full, v_empty, it, before)
-                return it + 1, place
+        it, place = lax.fori_loop(0, count, step, (it, place))
+        return tiles + 1, it, place
 
-            it, place = lax.fori_loop(0, count, step, (it, place))
-            return tiles + 1, it, place
+    def fetch_block(self, source, slots, ring, it, place):
+        pl.when(it >= ring.stages)(lambda: ring.await_release(it - ring.stages))
+        slot = it % ring.stages
+        b, row, head = place
+        at = (b, pl.ds(pl.multiple_of(row, self.plan.block), self.plan.block), head)
+        plgpu.copy_gmem_to_smem(source.at[at], slots.at[slot], ring.full.at[slot])
 
-        def rows_of(x, width):
-            return lax.broadcast_in_dim(x, (64, width), [0])
+    # ---- consumers
 
-        def scaled(m):
-            """What is subtracted from scaled scores; a row may be masked entirely."""
-            return jnp.where(m == f32(_MASKED), f32(0), m * f32(c))
+    def consumer(self, me):
+        attend = functools.partial(self.attend, me)
+        pl.run_scoped(attend, plgpu.ACC((64, self.x.dim)))
 
-        def mask(s, row, end):
-            """Scores of the keys before `end`, those outside are _MASKED."""
-            col = lax.broadcasted_iota(np.int32, s.shape, 1) + (end - block)
-            keep = col < keys
-            if causal:
-                at = lax.broadcasted_iota(np.int32, s.shape, 0) + row
-                keep = col <= at if keys >= queries else keep & (col <= at)
-            return jnp.where(keep, s, f32(_MASKED))
+    def attend(self, me, o_acc):
+        """All tiles of a consumer."""
+        p, none = self.plan, jnp.int32(0)
 
-        def finish(t, value, m, sums):
-            """Stores a consumer's rows of tile t."""
-            tile, head, b = tile_of(t)
-            at = pl.ds(tile * rows + me * 64, 64)
-            sums = jnp.sum(sums, axis=1)
-            value = (value * rows_of(pl.reciprocal(sums, approx=True), dim)).astype(dtype)
-            for c in range(0, dim, _OUT):
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                o_s[me] = value[:, c : c + _OUT]
-                plgpu.commit_smem()
-                there = o.at[b, at, head, pl.ds(c, min(dim, _OUT))]
-                plgpu.copy_smem_to_gmem(o_s.at[me], there)
-            if want_lse:
-                lse_s[me] = (scaled(m) + jnp.log2(sums)) * f32(math.log(2))
-                plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(lse_s.at[me], lse.at[b, head, at], engine="lanes")
+        def full(shape, x, layout=plgpu.Layout.WGMMA):
+            return plgpu.layout_cast(jnp.full(shape, x), layout)
 
-        def attend(o_acc, hear):
-            """All tiles of a consumer; hear(w): its tile number w."""
+        q = self.load_queries(me, none) if p.q_ahead else none
+        if self.cfg.late:
+            self.k_ring.wait(none)
+        m = full((64,), _MASKED, plgpu.Layout.WGMMA.reduce(1))
+        sums, probabilities = (
+            full((64, 8), _F32(0)),
+            full((64, p.block), np.zeros((), self.x.dtype)),
+        )
+        begin = self.begin(me, none)
+        start = _State(none, *begin, none + p.total, none, m, sums, probabilities, q)
+        lax.while_loop(lambda x: x.end > 0, functools.partial(self.step, me, o_acc), start)
 
-            def begin(w):
-                """Number, first row and keys of tile w."""
-                t = hear(w)
-                tile, _, _ = tile_of(t)
-                return t, tile * rows + me * 64, blocks_of(t, tile) * block
+    def begin(self, me, w):
+        """Number, first row and keys of tile w."""
+        t = self.tiles.tile(w)
+        tile, _, _ = self.tile_of(t)
+        return t, tile * self.plan.rows + me * 64, self.blocks_of(t, tile) * self.plan.block
 
-            def load_queries(w):
-                wait(q_full, w, q_slots)
-                if not cfg.q_registers:
-                    return jnp.int32(0)
-                mine = plgpu.load(q_s.at[0, me], layout=plgpu.Layout.WGMMA)
-                plgpu.barrier_arrive(q_empty.at[0])
-                return mine
+    def load_queries(self, me, w):
+        self.q_ring.wait(w)
+        if not self.cfg.q_registers:
+            return jnp.int32(0)
+        q = plgpu.load(self.q_smem.at[0, me], layout=plgpu.Layout.WGMMA)
+        plgpu.barrier_arrive(self.q_empty.at[0])
+        return q
 
-            def step(carry):
-                """The key block before key `end` of tile t, whose first row is `row`; `ended`: the
-                tile before, if this is the first block of t (`total`: there is none), or -1. w:
-                tiles, it: blocks so far. m, sums: maxima and sums of the rows; p: probabilities of
-                the block before; mine: queries, where registers have them."""
-                w, t, row, end, ended, it, m, sums, p, mine = carry
-                slot = it % stages
-                first, last = ended != -1, end == block
-                rare = first | last
-                if causal:
-                    rare |= end > row + 1
-                if keys % block:
-                    rare |= end > keys
-                if not cfg.q_registers:
-                    mine_s = q_s.at[w % q_slots, me]
-                    if not q_ahead:
-                        pl.when(first)(lambda: wait(q_full, w, 1))
-                if not cfg.late:
-                    wait(k_full, it)
+    def step(self, me, o_acc, x):
+        """The key block before key x.end."""
+        p, cfg, slot = self.plan, self.cfg, x.it % self.plan.stages
+        first, last = x.ended != -1, x.end == p.block
+        rare = first | last
+        if self.x.causal:
+            rare |= x.end > x.row + 1
+        if self.x.keys % p.block:
+            rare |= x.end > self.x.keys
+        s = self.multiply(me, o_acc, x, slot, first)
+        if not cfg.hold:
+            plgpu.barrier_arrive(self.k_empty.at[slot])
+        change = functools.partial(self.change_tiles, me, o_acc, x, first, last)
+        stay = functools.partial(self.stay, x)
+        s, m, sums, ended, (w, t, row, end, q) = lax.cond(rare, change, stay, s, x.m, x.sums, x.q)
+        s, new, sums, alpha, grown = self.softmax(s, m, sums)
+        if cfg.hold:
+            plgpu.barrier_arrive(self.k_empty.at[slot])
+        if cfg.late:
+            # Its loop ends the basic block: without it ptxas moves the wait for the
+            # products up, in front of the exponentials.
+            s, alpha, sums = lax.optimization_barrier((s, alpha, sums))
+            self.k_ring.wait(x.it + 1)
+        plgpu.wgmma_wait(0)
+        plgpu.barrier_arrive(self.v_empty.at[slot])
+        self.rescale(o_acc, alpha, grown)
+        return _State(w, t, row, end, ended, x.it + 1, new, sums, s.astype(self.x.dtype), q)
 
-                def scores(s_acc):
-                    with plgpu.ext.ordered_section(me_count):
-                        plgpu.wgmma(s_acc, mine if cfg.q_registers else mine_s, k_s.at[slot].T)
-                        wait(v_full, it)
-                        plgpu.wgmma(o_acc, p, v_s.at[slot])
-                    return plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
+    def multiply(self, me, o_acc, x, slot, first):
+        """Issues Q K of this block and P V of the one before; the scores."""
+        p, q = self.plan, x.q
+        if not self.cfg.q_registers:
+            q = self.q_smem.at[x.w % p.q_slots, me]
+            if not p.q_ahead:
+                pl.when(first)(lambda: self.q_ring.wait(x.w))
+        if not self.cfg.late:
+            self.k_ring.wait(x.it)
 
-                s = pl.run_scoped(scores, plgpu.ACC((64, block)))
-                if not cfg.hold:
-                    plgpu.barrier_arrive(k_empty.at[slot])
+        def scores(s_acc):
+            with plgpu.ext.ordered_section(p.consumers):
+                plgpu.wgmma(s_acc, q, self.k_smem.at[slot].T)
+                self.v_ring.wait(x.it)
+                plgpu.wgmma(o_acc, x.p, self.v_smem.at[slot])
+            return plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
 
-                def turn_over(m, sums):
-                    """The tile before ends, and there is nothing yet of this one."""
-                    plgpu.wgmma_wait(0)
-                    value = plgpu.wgmma_accumulator_load(o_acc, wait_n=None)
-                    pl.when(ended < total)(lambda: finish(ended, value, m, sums))
-                    o_acc[...] = jnp.zeros_like(value)
-                    return jnp.full_like(m, f32(_MASKED)), jnp.zeros_like(sums)
+        return pl.run_scoped(scores, plgpu.ACC((64, p.block)))
 
-                def same(mine):
-                    return w, t, row, end - block, mine
+    def stay(self, x, s, m, sums, q):
+        """Most steps: the next block is one of the same tile."""
+        return s, m, sums, jnp.int32(-1), (x.w, x.t, x.row, x.end - self.plan.block, q)
 
-                def following(mine):
-                    """The next tile; its queries, where they have a place of their own."""
-                    if q_ahead:
-                        mine = load_queries(w + 1)
-                    return w + 1, *begin(w + 1), mine
+    def change_tiles(self, me, o_acc, x, first, last, s, m, sums, q):
+        """A block with a mask, or the first or the last one of a tile."""
+        p, keys, causal = self.plan, self.x.keys, self.x.causal
+        if causal or keys % p.block:
+            outside = x.end > (jnp.minimum(x.row + 1, keys) if causal else keys)
+            s = lax.cond(outside, lambda s: self.mask(s, x.row, x.end), lambda s: s, s)
 
-                def rarely(s, m, sums, mine):
-                    if causal or keys % block:
-                        outside = end > (jnp.minimum(row + 1, keys) if causal else keys)
-                        s = lax.cond(outside, lambda s: mask(s, row, end), lambda s: s, s)
-                    m, sums = lax.cond(first, turn_over, lambda m, sums: (m, sums), m, sums)
-                    if not cfg.q_registers:
-                        pl.when(last)(lambda: plgpu.barrier_arrive(q_empty.at[w % q_slots]))
-                    now_ended = lax.select(last, t, -1)
-                    return (
-                        s,
-                        m,
-                        sums,
-                        now_ended,
-                        *lax.cond(last & (t < total), following, same, mine),
-                    )
+        def turn_over(m, sums):
+            """The tile before ends, and there is nothing yet of this one."""
+            plgpu.wgmma_wait(0)
+            value = plgpu.wgmma_accumulator_load(o_acc, wait_n=None)
+            pl.when(x.ended < p.total)(lambda: self.epilogue(me, x.ended, value, m, sums))
+            o_acc[...] = jnp.zeros_like(value)
+            return jnp.full_like(m, _MASKED), jnp.zeros_like(sums)
 
-                def mostly(s, m, sums, mine):
-                    return s, m, sums, jnp.int32(-1), *same(mine)
+        def same(q):
+            return x.w, x.t, x.row, x.end - p.block, q
 
-                s, m, sums, ended, w, t, row, end, mine = lax.cond(
-                    rare, rarely, mostly, s, m, sums, mine
-                )
-                new = jnp.maximum(m, jnp.max(s, axis=1))
-                if cfg.lazy:
-                    grown = (new - m) * f32(c) > f32(_LAZY)
-                    new = jnp.where(grown, new, m)
-                base = scaled(new)
-                alpha = jnp.exp2(m * f32(c) - base)
-                s = jnp.exp2(s * f32(c) - rows_of(base, block))
-                partial = s.reshape(64, block // 8, 8).sum(axis=1)
-                sums = sums * rows_of(alpha, 8) + partial
-                if cfg.hold:
-                    plgpu.barrier_arrive(k_empty.at[slot])
-                if cfg.late:
-                    # Its loop ends the basic block: without it ptxas moves the wait for the
-                    # products up, in front of the exponentials.
-                    s, alpha, sums = lax.optimization_barrier((s, alpha, sums))
-                    wait(k_full, it + 1)
-                plgpu.wgmma_wait(0)
-                plgpu.barrier_arrive(v_empty.at[slot])
-                value = plgpu.wgmma_accumulator_load(o_acc, wait_n=None)
-                if cfg.lazy:
-                    o_acc[...] = plgpu.ext.warp_where(
-                        rows_of(grown, dim), lambda: value * rows_of(alpha, dim), value
-                    )
-                else:
-                    o_acc[...] = value * rows_of(alpha, dim)
-                return w, t, row, end, ended, it + 1, new, sums, s.astype(dtype), mine
+        def following(q):
+            """The next tile; its queries, where they have a place of their own."""
+            if p.q_ahead:
+                q = self.load_queries(me, x.w + 1)
+            return x.w + 1, *self.begin(me, x.w + 1), q
 
-            def full(shape, x, layout=plgpu.Layout.WGMMA):
-                return plgpu.layout_cast(jnp.full(shape, x), layout)
+        m, sums = lax.cond(first, turn_over, lambda m, sums: (m, sums), m, sums)
+        if not self.cfg.q_registers:
+            pl.when(last)(lambda: plgpu.barrier_arrive(self.q_empty.at[x.w % p.q_slots]))
+        ended = lax.select(last, x.t, -1)
+        return s, m, sums, ended, lax.cond(last & (x.t < p.total), following, same, q)
 
-            none = jnp.int32(0)
-            mine = load_queries(none) if q_ahead else none
-            if cfg.late:
-                wait(k_full, none)
-            m = full((64,), f32(_MASKED), plgpu.Layout.WGMMA.reduce(1))
-            sums, p = full((64, 8), f32(0)), full((64, block), np.zeros((), dtype))
-            start = none, *begin(none), none + total, none, m, sums, p, mine
-            lax.while_loop(lambda x: x[3] > 0, step, start)
+    def mask(self, s, row, end):
+        """Scores of the keys before `end`, those outside are _MASKED."""
+        queries, keys = self.x.queries, self.x.keys
+        col = lax.broadcasted_iota(np.int32, s.shape, 1) + (end - self.plan.block)
+        keep = col < keys
+        if self.x.causal:
+            at = lax.broadcasted_iota(np.int32, s.shape, 0) + row
+            keep = col <= at if keys >= queries else keep & (col <= at)
+        return jnp.where(keep, s, _MASKED)
 
-        @pl.when(me == me_count)
-        def _():
-            give_registers(24 if me_count < 3 else 32, "decrease")
-            none = jnp.int32(0)
-            _, head, b = tile_of(sm)
-            start = none, none, (b, none, head // (heads // kv_heads))
-            if dynamic:
-                end = hand_out(told[0], sm, programs, total, produce, start, beyond=True)
-            else:
-                trips = (total - sm + (programs - 1)) // programs
-                end = lax.fori_loop(0, trips + 1, lambda w, x: produce(sm + w * programs, x), start)
-            tiles, it, place = end
-            if cfg.late:  # the last step waits for it, too
-                fetch(k, k_s, k_full, k_empty, it, place)
-            for s in range(q_slots):  # every release is waited for
-                wait(q_empty, tiles - 1 - s, q_slots)
-            for s in range(stages):
+    def scaled(self, m):
+        """What is subtracted from scaled scores; a row may be masked entirely."""
+        return jnp.where(m == _MASKED, _F32(0), m * self.plan.c)
 
-                @pl.when(it > s)
-                def _(s=s):
-                    if not cfg.late or s < stages - 1:
-                        wait(k_empty, it - 1 - s)
-                    wait(v_empty, it - 1 - s)
+    def softmax(self, s, m, sums):
+        """Exponentials of the scores, maxima, sums, what earlier sums are multiplied with, and
+        whether that is not 1."""
+        p, grown = self.plan, None
+        new = jnp.maximum(m, jnp.max(s, axis=1))
+        if self.cfg.lazy:
+            grown = (new - m) * p.c > _LAZY
+            new = jnp.where(grown, new, m)
+        base = self.scaled(new)
+        alpha = jnp.exp2(m * p.c - base)
+        s = jnp.exp2(s * p.c - _along_rows(base, p.block))
+        partial = s.reshape(64, p.block // 8, 8).sum(axis=1)
+        return s, new, sums * _along_rows(alpha, 8) + partial, alpha, grown
 
-        @pl.when(me < me_count)
-        def _():
-            give_registers(240 if me_count < 3 else 160, "increase")
-            of_tile = functools.partial(hear, told[0]) if dynamic else lambda w: sm + w * programs
-            pl.run_scoped(lambda acc: attend(acc, of_tile), plgpu.ACC((64, dim)))
-            plgpu.wait_smem_to_gmem(0)
+    def rescale(self, o_acc, alpha, grown):
+        dim = self.x.dim
+        value = plgpu.wgmma_accumulator_load(o_acc, wait_n=None)
+        if self.cfg.lazy:
+            o_acc[...] = plgpu.ext.warp_where(
+                _along_rows(grown, dim), lambda: value * _along_rows(alpha, dim), value
+            )
+        else:
+            o_acc[...] = value * _along_rows(alpha, dim)
 
-    def smem(*shape):
-        transforms = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
-        return plgpu.SMEM(shape, dtype, transforms=transforms)
+    # ---- epilogue
 
-    def barriers(slots, arrivals=1):
-        return plgpu.Barrier(num_barriers=slots, num_arrivals=arrivals)
+    def epilogue(self, me, t, value, m, sums):
+        """Stores a consumer's rows of tile t."""
+        p, x = self.plan, self.x
+        tile, head, b = self.tile_of(t)
+        at = pl.ds(tile * p.rows + me * 64, 64)
+        sums = jnp.sum(sums, axis=1)
+        factor = _along_rows(pl.reciprocal(sums, approx=True), x.dim)
+        value = (value * factor).astype(x.dtype)
+        for c in range(0, x.dim, _OUT):
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            there = self.o.at[b, at, head, pl.ds(c, p.out)]
+            store(self.o_smem.at[me], value[:, c : c + _OUT], there)
+        if x.return_lse:
+            lse = (self.scaled(m) + jnp.log2(sums)) * _F32(math.log(2))
+            store(self.lse_smem.at[me], lse, self.lse.at[b, head, at], engine="lanes")
 
-    outs = plgpu.ShapeDtypeStruct(shape, dtype)
-    if want_lse:
-        outs = (outs, plgpu.ShapeDtypeStruct((batch, heads, queries), f32))
-    return plgpu.kernel(
-        body,
-        out_type=outs,
-        scratch_types=[
-            smem(q_slots, me_count, 64, dim),
-            smem(stages, block, dim),
-            smem(stages, block, dim),
-            smem(me_count, 64, min(dim, _OUT)),
-            plgpu.SMEM((me_count, 64), f32) if want_lse else None,
-            barriers(q_slots, me_count),
-            barriers(q_slots, me_count),
-            barriers(stages),
-            barriers(stages, me_count),
-            barriers(stages),
-            barriers(stages, me_count),
-            *([told_scratch(me_count)] if dynamic else []),
-        ],
-        grid=(programs,),
-        grid_names=("sm",),
-        num_threads=me_count + 1,
-        thread_name="wg",
-        compiler_params=plgpu.CompilerParams(approx_math=True),
-        interpret=interpret,
-        kernel_name="attention",
-    )
+
+def _along_rows(x, width):
+    return lax.broadcast_in_dim(x, (64, width), [0])
+
+
+@cached
+def _kernel(x, cfg, cores, interpret):
+    """x: a Problem."""
+    plan = _Plan(x, cfg, cores)
+
+    def body(q, k, v, o, lse=None, **scratch):
+        _Block(plan, dict(q=q, k=k, v=v, o=o, lse=lse) | scratch).run()
+
+    outs = plgpu.ShapeDtypeStruct((x.batch, x.queries, x.heads, x.dim), x.dtype)
+    if x.return_lse:
+        outs = (outs, plgpu.ShapeDtypeStruct((x.batch, x.heads, x.queries), _F32))
+    options = {"compiler_params": plgpu.CompilerParams(approx_math=True), "interpret": interpret}
+    return warp_specialized(body, plan, outs, kernel_name="attention", **options)
 
 
 def _check(q, k, v):
@@ -456,15 +514,7 @@ def attention(
     queries, dim = q.shape[1], q.shape[3]
     config = config or choose(queries, dim, bool(causal))
     _check_config(config)
-    return _kernel(
-        q.shape,
-        k.shape[1],
-        k.shape[2],
-        q.dtype,
-        bool(causal),
-        float(dim**-0.5 if scale is None else scale),
-        bool(return_lse),
-        config,
-        plgpu.sm_count(q.device),
-        interpret,
-    )
+    scale = float(dim**-0.5 if scale is None else scale)
+    shape = (*q.shape, k.shape[1], k.shape[2])
+    problem = Problem(*shape, q.dtype, bool(causal), scale, bool(return_lse))
+    return _kernel(problem, config, plgpu.sm_count(q.device), interpret)
