@@ -435,44 +435,19 @@ static pm_code copy_by_lanes(pm_gen *e, pm_opid op, const pm_copy_plan *p) {
 
 typedef pm_code (*by_lane)(pm_gen *e, pm_opid op, const pm_copy_plan *p);
 
-/* The kernel argument that a ref is a part of; an output that aliases an operand is that one. */
-static int64_t argument_of(const pm_graph *g, pm_val v) {
-  const pm_value *value = pm_value_of(g, v);
-  for (; value->def; value = pm_value_of(g, v)) {
-    const int code = pm_get(g, value->def)->code;
-    if (!pm_makes_view(code) || code == PM_OP_CLUSTER_REF) return -1;
-    v = pm_in(g, value->def, 0);
-  }
-  if (value->block != 1) return -1;
-  const int64_t k = value->index;
-  return k >= g->n_operands && g->alias && g->alias[k - g->n_operands] >= 0
-             ? g->alias[k - g->n_operands]
-             : k;
-}
-
-typedef struct search {
-  int64_t argument;
-  bool engines; /* also what engines of other blocks have stored */
-  bool found;
-} search;
-
-static void find_store(pm_graph *g, pm_opid op, void *ctx) {
-  search *s = ctx;
-  pm_access a = pm_accesses(op);
-  while (!s->found && pm_next_access(g, &a)) {
-    if (a.where != PM_IN_GMEM || !a.writes || !(s->engines || pm_by_lanes(&a))) continue;
-    s->found = argument_of(g, a.view) == s->argument;
-  }
-}
-
-/* Does an engine meet, in the GMEM of the copy, what lanes have stored, or what lanes have heard of
- * another block to be stored? */
+/* Does an engine meet, in the GMEM of the copy, what lanes have stored, or what engines of other
+ * blocks have, of which lanes have heard? */
 static bool meets_stores(pm_gen *e, pm_opid op) {
-  const uint32_t gmem = pm_get(e->g, op)->code == PM_OP_COPY_S2G;
-  search s = {.argument = argument_of(e->g, pm_in(e->g, op, gmem)),
-              .engines = e->program->meets_blocks};
-  pm_walk((pm_graph *)e->g, 1, find_store, &s); /* the visitor changes nothing */
-  return s.found;
+  const pm_access_list *kernel = pm_accesses_inside(e->summaries, 0);
+  pm_access own = pm_accesses(op);
+  while (pm_next_access(e->g, &own) && own.where != PM_IN_GMEM) continue;
+  const pm_val memory = pm_memory_of(e->g, own.view);
+  for (uint32_t k = 0; k < kernel->all.n; k++) {
+    const pm_access *a = &kernel->all.at[k];
+    if (a->where != PM_IN_GMEM || !a->writes || pm_memory_of(e->g, a->view) != memory) continue;
+    if (e->program->meets_blocks || pm_by_lanes(a)) return true;
+  }
+  return false;
 }
 
 static pm_code copy(pm_gen *e, pm_opid op, by_lane emit) {

@@ -49,6 +49,7 @@ typedef struct pm_gen {
   bool *only_words;       /* per value: it has the form WORDS (packed16.c) */
   const char **into;      /* per value: the variable of an outer scope that it will end in */
   bool *named;            /* per value: it has had a name */
+  pm_summaries *summaries;
   const uint32_t *number; /* per value: as the graph's text form has it */
   uint32_t next_name;     /* above those */
   pm_opid *next_copy;     /* per op: the copy after it in its run (expect.c) */

@@ -573,6 +573,7 @@ pm_code pm_generate_cuda(const pm_graph *g, const pm_cuda_options *o, pm_program
   pm_text_init(&e.registers_of_ptx, g->arena);
   pm_put(&e.registers_of_ptx, "");
   e.slot = PM_NEW(g->arena, pm_slot, g->values.n + 1);
+  e.summaries = pm_new_summaries(g);
   e.named = PM_NEW(g->arena, bool, g->values.n + 1);
   e.number = pm_number_values(g, g->arena, &e.next_name);
   e.next_copy = PM_NEW(g->arena, pm_opid, g->ops.n + 1);

@@ -147,3 +147,109 @@ bool pm_by_lanes(const pm_access *a) {
   assert(a->proxy != PM_UNKNOWN);
   return a->proxy == PM_GENERIC;
 }
+
+/* ---- regions -------------------------------------------------------------------------------- */
+
+pm_val pm_memory_of(const pm_graph *g, pm_val view) {
+  const pm_val base = pm_view_base(g, view);
+  const pm_value *v = pm_value_of(g, base);
+  if (v->def || v->block != 1 || v->index < g->n_operands || !g->alias) return base;
+  const int32_t operand = g->alias[v->index - g->n_operands];
+  return operand < 0 ? base : g->blocks.at[1].arg + (pm_val)operand;
+}
+
+pm_summaries *pm_new_summaries(const pm_graph *g) {
+  pm_summaries *s = PM_NEW(g->arena, pm_summaries, 1);
+  s->g = g;
+  s->of = PM_NEW(g->arena, pm_access_list, g->ops.n);
+  s->first = PM_NEW(g->arena, uint32_t, g->values.n);
+  return s;
+}
+
+/* A list that is being made: accesses of one view are linked, from s->first on. */
+typedef struct entry {
+  pm_access a;
+  uint32_t next;           /* number of the next one of this view, plus 1; 0: none */
+  uint32_t n_sure, region; /* regions in which it is MUST, the last of them plus 1 */
+} entry;
+typedef struct making {
+  pm_summaries *s;
+  PM_VEC(entry) all;
+  uint32_t region; /* plus 1 */
+  bool sure;       /* the region is always run */
+} making;
+
+static bool is_same(const pm_access *a, const pm_access *b) {
+  return a->where == b->where && a->reads == b->reads && a->writes == b->writes &&
+         a->proxy == b->proxy && a->scope == b->scope && a->done == b->done &&
+         (a->certainty == PM_UNTOLD) == (b->certainty == PM_UNTOLD);
+}
+
+static void add(making *m, pm_access a) {
+  uint32_t *link = &m->s->first[a.view];
+  if (a.certainty == PM_MUST && !m->sure) a.certainty = PM_MAY;
+  while (*link && !is_same(&m->all.at[*link - 1].a, &a)) link = &m->all.at[*link - 1].next;
+  uint32_t number = *link;
+  if (!number) {
+    number = *link = m->all.n + 1; /* the push moves what link points to */
+    pm_vec_push(m->s->g->arena, &m->all, ((entry){.a = a}));
+  }
+  entry *e = &m->all.at[number - 1];
+  if (a.certainty < e->a.certainty) e->a.certainty = a.certainty;
+  if (a.certainty != PM_MUST || e->region == m->region) return;
+  e->region = m->region;
+  e->n_sure++;
+}
+
+static void add_block(making *m, pm_blk block) {
+  const pm_graph *g = m->s->g;
+  const pm_block *b = &g->blocks.at[block];
+  for (uint32_t k = 0; k < b->ops.n; k++) {
+    const pm_opid op = b->ops.at[k];
+    pm_access a = pm_accesses(op);
+    while (pm_next_access(g, &a)) add(m, a);
+    if (!pm_get(g, op)->n_regions) continue;
+    const pm_access_list *inside = &m->s->of[op];
+    for (uint32_t i = 0; i < inside->all.n; i++) add(m, inside->all.at[i]);
+  }
+}
+
+/* Is the region run whenever the op is? Of branches one is. */
+static bool always_runs(const pm_graph *g, pm_opid op, uint32_t region) {
+  pm_scalar lower, upper;
+  if (!op || !pm_is_loop(pm_get(g, op)->code)) return true;
+  if (!pm_has_index(pm_get(g, op))) return pm_is_condition(pm_get(g, op), region);
+  return pm_constant(g, pm_in(g, op, 0), &lower) && pm_constant(g, pm_in(g, op, 1), &upper) &&
+         lower.i < upper.i;
+}
+
+/* Regions inside are summarised first, since only one list can use s->first at a time. */
+static void summarise_inside(pm_summaries *s, pm_blk block) {
+  const pm_block *b = &s->g->blocks.at[block];
+  for (uint32_t k = 0; k < b->ops.n; k++) {
+    if (pm_get(s->g, b->ops.at[k])->n_regions) pm_accesses_inside(s, b->ops.at[k]);
+  }
+}
+
+const pm_access_list *pm_accesses_inside(pm_summaries *s, pm_opid op) {
+  const pm_graph *g = s->g;
+  pm_access_list *list = &s->of[op];
+  const uint32_t n = op ? pm_get(g, op)->n_regions : 1;
+  making m = {.s = s};
+  if (list->known) return list;
+  for (uint32_t r = 0; r < n; r++) summarise_inside(s, op ? pm_region(g, op, r) : 1);
+  for (uint32_t r = 0; r < n; r++) {
+    m.region = r + 1;
+    m.sure = always_runs(g, op, r);
+    add_block(&m, op ? pm_region(g, op, r) : 1);
+  }
+  const bool branches = op && pm_is_branch(pm_get(g, op)->code);
+  for (uint32_t k = 0; k < m.all.n; k++) {
+    entry *e = &m.all.at[k];
+    if (e->a.certainty == PM_MUST && branches && e->n_sure < n) e->a.certainty = PM_MAY;
+    pm_vec_push(g->arena, &list->all, e->a);
+    s->first[e->a.view] = 0;
+  }
+  list->known = true;
+  return list;
+}

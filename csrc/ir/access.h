@@ -67,6 +67,25 @@ typedef struct pm_access {
 static inline pm_access pm_accesses(pm_opid op) { return (pm_access){.op = op}; }
 bool pm_next_access(const pm_graph *g, pm_access *a);
 
+/* What the regions of an op access, each access once (by view and kind), in program order. MUST: in
+ * every run of the op; what only some branches or turns of a loop do is MAY. Op 0 is the kernel. A
+ * summary is made when it is first asked for and kept: as long as it is used, ops that access
+ * anything must not be added. */
+typedef struct pm_access_list {
+  PM_VEC(pm_access) all;
+  bool known;
+} pm_access_list;
+typedef struct pm_summaries {
+  const pm_graph *g;
+  pm_access_list *of; /* per op */
+  uint32_t *first;    /* per value: access.c's own */
+} pm_summaries;
+pm_summaries *pm_new_summaries(const pm_graph *g);
+const pm_access_list *pm_accesses_inside(pm_summaries *s, pm_opid op);
+/* The value at the root of a chain of views that stands for the memory: of an output that aliases
+ * an operand it is the operand. */
+pm_val pm_memory_of(const pm_graph *g, pm_val view);
+
 /* Does the op wait until at most *n wgmma groups are pending? -1: it does not. */
 bool pm_awaits_products(const pm_graph *g, pm_opid op, int64_t *n);
 

@@ -67,6 +67,7 @@ typedef struct dirt {
 
 typedef struct placer {
   pm_graph *g;
+  pm_summaries *summaries;
   uint8_t *reach; /* by value: how the memory at the base of views is accessed */
   state at;
   dirt dirty;         /* bytes that ordinary stores wrote, without a proxy fence since */
@@ -109,14 +110,9 @@ static pm_val union_of(const pm_graph *g, pm_val v) {
 
 /* One representative value for all names of the same bytes. */
 static pm_val base_of(const pm_graph *g, pm_val v) {
-  v = pm_view_base(g, v);
-  const pm_value *value = pm_value_of(g, v);
-  if (value->def && pm_get(g, value->def)->code == PM_OP_ALLOC_SMEM) return union_of(g, v);
-  if (value->block == 1 && !value->def && value->index >= g->n_operands && g->alias) {
-    int32_t operand = g->alias[value->index - g->n_operands];
-    if (operand >= 0) return g->blocks.at[1].arg + (pm_val)operand;
-  }
-  return v;
+  v = pm_memory_of(g, v);
+  const pm_opid def = pm_value_of(g, v)->def;
+  return def && pm_get(g, def)->code == PM_OP_ALLOC_SMEM ? union_of(g, v) : v;
 }
 
 /* Are these static parts of one ref, without a common element? */
@@ -279,13 +275,6 @@ static bool overwrites_dirt(const placer *p, pm_opid copy) {
   return false;
 }
 
-static void note_op(pm_graph *g, pm_opid op, void *ctx) {
-  pm_access a = pm_accesses(op);
-  while (pm_next_access(g, &a)) {
-    if (is_direct(&a)) note(ctx, a.view);
-  }
-}
-
 /* ---- how memory is reached ---------------------------------------------------------------- */
 
 enum { REMOTE = 1, READ = 2, WRITTEN = 4, GENERIC = 8 };
@@ -408,7 +397,10 @@ static void visit_memory(placer *p, pm_opid op) {
   p->n_wgmmas += pm_ops[pm_get(p->g, op)->code].done == PM_DONE_COMMIT;
   if (pm_awaits_products(p->g, op, &n)) await_wgmma(p, n);
   if (p->g->no_auto_barriers) return;
-  note_op(p->g, op, p);
+  a = pm_accesses(op);
+  while (pm_next_access(p->g, &a)) {
+    if (is_direct(&a)) note(p, a.view);
+  }
   p->at = APART;
 }
 
@@ -423,8 +415,9 @@ static void visit_inline(placer *p, pm_blk block, uint32_t *k) {
 }
 
 static void note_regions(placer *p, pm_opid op) {
-  for (uint32_t r = 0; r < pm_get(p->g, op)->n_regions; r++) {
-    pm_walk(p->g, pm_region(p->g, op, r), note_op, p);
+  const pm_access_list *inside = pm_accesses_inside(p->summaries, op);
+  for (uint32_t k = 0; k < inside->all.n; k++) {
+    if (is_direct(&inside->all.at[k])) note(p, inside->all.at[k].view);
   }
 }
 
@@ -643,7 +636,7 @@ pm_code pm_place_syncs(pm_graph *g, const pm_target *t, pm_err *err) {
   (void)t;
   (void)err;
   dirt *filled = PM_NEW(g->arena, dirt, 1);
-  placer p = {.g = g, .at = ORDERED, .filled = filled};
+  placer p = {.g = g, .at = ORDERED, .filled = filled, .summaries = pm_new_summaries(g)};
   p.reach = PM_NEW(g->arena, uint8_t, g->values.n);
   p.copied = PM_NEW(g->arena, bool, g->values.n);
   pm_walk(g, 1, note_filled, filled);
