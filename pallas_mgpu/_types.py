@@ -841,16 +841,14 @@ class Layout(enum.Enum, metaclass=_LayoutType):
         """The layout of a member used without arguments."""
         if self is Layout.WG_SPLAT:
             return _LayoutValue(("splat",), "WG_SPLAT")
-        if self in (Layout.WGMMA, Layout._WGMMA_ACC_32BIT):
-            return _LayoutValue(("wgmma",), "WGMMA")
-        if self in _PLAIN_LAYOUTS:
-            return _LayoutValue(("named", self.name.lower(), 0), self.name)
+        if self is Layout._WGMMA_ACC_32BIT:
+            return Layout.WGMMA.value_spec
+        if self is Layout.TCGEN05_TMEM_NATIVE:
+            return _tmem_native()
         if self.name in _LAYOUT_ARGUMENTS:
             form = f"{self.name}({_LAYOUT_ARGUMENTS[self.name]})"
             raise ValueError(f"Layout.{self.name} needs arguments: {form}")
-        raise NotImplementedError(
-            f"Layout.{self.name} is for tensor memory, which Hopper has not; use Layout.WGMMA"
-        )
+        return _named(self.name)
 
     def __call__(self, *args, **kwargs):
         if self is Layout.WG_SPLAT:
@@ -862,6 +860,9 @@ class Layout(enum.Enum, metaclass=_LayoutType):
             Layout.MMA_LHS: functools.partial(_mma_operand, self.name),
             Layout.MMA_RHS: functools.partial(_mma_operand, self.name),
             Layout.MMA_ACC: functools.partial(_mma_operand, self.name),
+            Layout.TCGEN05_TMEM_NATIVE: _tmem_native,
+            Layout.TCGEN05_M64_COLLECTIVE: _m64_collective,
+            Layout.TCGEN05_M64_COLLECTIVE_NATIVE: _m64_collective_native,
         }.get(self)
         if make is not None:
             return make(*args, **kwargs)
@@ -905,7 +906,42 @@ def _mma_operand(name, dtype):
     bits = itemsize_bits(_core.as_dtype(dtype))
     if name == "MMA_ACC":
         return Layout.WGMMA.value_spec
-    return _LayoutValue(("named", name.lower(), bits), f"{name}({bits})")
+    return _named(name, bits)
+
+
+def _named(name, *arguments):
+    """A layout of csrc/ir/layouts.def."""
+    text = f"{name}({', '.join(map(str, arguments))})" if arguments else name
+    return _LayoutValue(("named", name.lower(), arguments), text)
+
+
+def _tmem_native(vector_length=2):
+    what = "Layout.TCGEN05_TMEM_NATIVE: vector_length"
+    (n,) = ints(vector_length, what)
+    if n < 1:
+        raise ValueError(f"{what} must be positive, got {n}")
+    return _named("TCGEN05_TMEM_NATIVE", n)
+
+
+def _columns(columns, what):
+    (n,) = ints(columns, f"{what}: columns")
+    if n < 16 or n % 16:
+        raise ValueError(f"{what}: columns must be a positive multiple of 16, got {n}")
+    return n
+
+
+def _m64_collective(columns):
+    name = "TCGEN05_M64_COLLECTIVE"
+    return _named(name, _columns(columns, f"Layout.{name}"))
+
+
+def _m64_collective_native(columns, packing=1):
+    name = "TCGEN05_M64_COLLECTIVE_NATIVE"
+    columns = _columns(columns, f"Layout.{name}")
+    (packing,) = ints(packing, f"Layout.{name}: packing")
+    if packing < 1 or columns // 2 % packing:
+        raise ValueError(f"Layout.{name}: packing must divide {columns // 2}, got {packing}")
+    return _named(name, columns, packing)
 
 
 def _smem_gmem_copy(shape, dtype, swizzle):
@@ -949,17 +985,6 @@ def _smem_gmem_copy(shape, dtype, swizzle):
     return _tiled(Tiling([*kept, (vec,)]), dims("warp row", "warp column"), lanes, -1)
 
 
-_PLAIN_LAYOUTS = frozenset(
-    Layout[name]
-    for name in (
-        "WGMMA_8BIT",
-        "WGMMA_UPCAST_2X",
-        "WGMMA_UPCAST_4X",
-        "WGMMA_TRANSPOSED",
-        "TMA_INDICES",
-        "TMA_INDICES_4",
-    )
-)
 _LAYOUT_ARGUMENTS = {
     "WG_STRIDED": "shape, vec_size",
     "TILED": "tiling, warp_dims, lane_dims, vector_dim",
@@ -967,6 +992,8 @@ _LAYOUT_ARGUMENTS = {
     "MMA_LHS": "dtype",
     "MMA_RHS": "dtype",
     "MMA_ACC": "dtype",
+    "TCGEN05_M64_COLLECTIVE": "columns",
+    "TCGEN05_M64_COLLECTIVE_NATIVE": "columns, packing=1",
 }
 
 

@@ -26,6 +26,12 @@ MATRICES = {
     "rhs": L.MMA_RHS(jnp.float16),
     "copy": L.SMEM_GMEM_COPY((64, 64), jnp.float16, 128),
     "tiled": L.TILED(plgpu.Tiling(((64, 8), (16, 8), (8, 8), (2,))), (-7,), (-3, -2), -1),
+    "tcgen05": L.TCGEN05,
+    "tcgen05 transposed": L.TCGEN05_TRANSPOSED,
+    "native": L.TCGEN05_TMEM_NATIVE,
+    "native 4": L.TCGEN05_TMEM_NATIVE(4),
+    "m64": L.TCGEN05_M64_COLLECTIVE(32),
+    "m64 native": L.TCGEN05_M64_COLLECTIVE_NATIVE(32, 2),
 }
 
 
@@ -70,7 +76,30 @@ def test_places_of_elements():
         L.WGMMA_TRANSPOSED: lambda i, j: (
             warp(i), i % 8 // 2 * 8 + j % 2 * 4 + j % 8 // 2, block(i, j, 8, 2, i % 2)
         ),
+        L.TCGEN05: lambda i, j: (
+            i % 128 // 32, i % 8 * 4 + j % 8 // 2, ((i // 128 * (n // 8) + j // 8) * 4 + i % 32 // 8) * 2 + j % 2
+        ),
+        L.TCGEN05_TRANSPOSED: lambda i, j: (
+            i % 128 // 32, i % 8 // 2 * 8 + j % 2 * 4 + j % 8 // 2,
+            ((i // 128 * (n // 8) + j // 8) * 4 + i % 32 // 8) * 2 + i % 2
+        ),
     }  # fmt: skip
+    for v in (1, 2, 8):
+        tables[L.TCGEN05_TMEM_NATIVE(v)] = lambda i, j: (i // 32, i % 32, j)
+    for c in (16, 64):
+        half = c // 2
+        tables[L.TCGEN05_M64_COLLECTIVE(c)] = lambda i, j, c=c, half=half: (
+            j % c // half * 2 + i % 64 // 32,
+            i % 8 * 4 + j % 8 // 2,
+            (((i // 64 * (n // c) + j // c) * 4 + i % 32 // 8) * (half // 8) + j % half // 8) * 2
+            + j % 2,
+        )
+        for p in (1, 4):
+            tables[L.TCGEN05_M64_COLLECTIVE_NATIVE(c, p)] = lambda i, j, c=c, half=half: (
+                j % c // half * 2 + i % 64 // 32,
+                i % 32,
+                (i // 64 * (n // c) + j // c) * half + j % half,
+            )
     for dtype in (jnp.float32, jnp.bfloat16, jnp.int8):
         e = 4 // np.dtype(dtype).itemsize
         tables[L.MMA_LHS(dtype)] = lambda i, k, e=e: (
@@ -250,7 +279,11 @@ def test_errors_of_layouts():
         (lambda: L.SMEM_GMEM_COPY((64, 64), jnp.float32, 16), ValueError, "swizzle must be"),
         (lambda: L.SMEM_GMEM_COPY((60, 64), jnp.float32, 64), ValueError, "not a multiple"),
         (lambda: L.SMEM_GMEM_COPY((8, 64), jnp.float16, 128), NotImplementedError, "four parts"),
-        (lambda: L.TCGEN05.value_spec, NotImplementedError, "tensor memory"),
+        (lambda: L.TCGEN05_M64_COLLECTIVE.value_spec, ValueError, "needs arguments"),
+        (lambda: L.TCGEN05_M64_COLLECTIVE(24), ValueError, "multiple of 16, got 24"),
+        (lambda: L.TCGEN05_M64_COLLECTIVE_NATIVE(32, 3), ValueError, "divide 16, got 3"),
+        (lambda: L.TCGEN05_TMEM_NATIVE(0), ValueError, "must be positive, got 0"),
+        (lambda: L.TCGEN05_TMEM_NATIVE("2"), TypeError, "vector_length"),
     ):
         with pytest.raises(error, match=text):
             make()

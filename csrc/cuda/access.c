@@ -166,26 +166,6 @@ const char *pm_valid(pm_gen *e, const pm_layout *l, const char *stem, const char
   return valid_text(e, l, stem, reg, 1);
 }
 
-bool pm_is_wgmma(const pm_layout *l) {
-  const int i = l->rank - 2, j = i + 1;
-  if (l->kind != PM_TILED || l->rank < 2) return false;
-  const int64_t m = l->padded[i], n = l->padded[j], regs = pm_layout_regs(l);
-  int64_t index[PM_MAX_RANK], lead = 1;
-  for (int d = 0; d < i; d++) lead *= l->padded[d];
-  if (m % 64 || n % 8 || regs != lead * m * n / 128) return false;
-  for (int k = 0; k < 128 + regs; k++) {
-    const int tid = k < 128 ? k : 0;
-    const int64_t r = k < 128 ? 0 : k - 128, in = r % (m * n / 128);
-    pm_layout_index(l, tid, r, index);
-    if (index[i] != in / (n / 2) * 64 + in / 2 % 2 * 8 + tid / 32 * 16 + tid % 32 / 4) return false;
-    if (index[j] != in / 4 % (n / 8) * 8 + in % 2 + tid % 4 * 2) return false;
-    for (int d = i - 1, x = (int)(r / (m * n / 128)); d >= 0; x /= (int)l->padded[d--]) {
-      if (index[d] != x % l->padded[d]) return false;
-    }
-  }
-  return true;
-}
-
 /* ---- registers of one layout in another -------------------------------------------------- */
 
 static bool same_index(const int64_t *a, const int64_t *b, int rank) {
@@ -688,40 +668,44 @@ static void plan(access *a) {
 
 /* ---- matrices: ldmatrix and stmatrix ----------------------------------------------------- */
 
-/* The right operand of mma.m16n8k16: lanes along 8 columns and 4 pairs of rows, the same in all
- * warps; then registers along the other rows of 16 and along columns. */
-static bool is_mma_rhs(const pm_layout *l) {
-  if (l->kind != PM_TILED || l->rank != 2 || l->n_lane != 2 || l->n_reg < 3) return false;
-  for (uint32_t k = 0; k < l->n_warp; k++)
-    if (l->warp[k].dim >= 0) return false;
-  const pm_digit *r = l->reg + l->n_reg - 3, *lane = l->lane;
-  const pm_digit want[5] = {
-      {1, 8, 1}, {0, 4, 2}, {1, (int32_t)(l->padded[1] / 8), 8}, {0, 2, 8}, {0, 2, 1}};
-  const pm_digit have[5] = {lane[0], lane[1], r[0], r[1], r[2]};
-  for (int k = 0; k < 5; k++) {
-    if (have[k].dim != want[k].dim || have[k].size != want[k].size ||
-        have[k].stride != want[k].stride)
-      return false;
+/* The parts of a layout whose registers, four pairs at a time, are four matrices of 8 x 8 elements:
+ * lanes along 8 rows and 4 pairs of columns, a pair in neighbouring registers, and two bits of the
+ * register number above it that move by whole matrices. `rows`: the rows of 8 elements whose
+ * addresses the lanes give for an .x4, those of matrix k in lanes 8 k to 8 k + 7; with by_columns
+ * a lane gives a column. */
+static void append(pm_digit *d, uint8_t *n, pm_digit x) {
+  pm_digit *last = *n ? &d[*n - 1] : NULL;
+  if (last && last->dim == x.dim && last->stride == x.stride * x.size) {
+    last->size *= x.size;
+    last->stride = x.stride;
+  } else {
+    d[(*n)++] = x;
   }
-  return l->n_reg == 3 || (l->n_reg == 4 && l->reg[0].dim == 0 && l->reg[0].stride == 16);
 }
 
-/* The rows of 8 elements that lane gives for an .x4 of 16-bit elements of the WGMMA layout: the two
- * halves of 8 rows of two neighbouring groups of 8 columns. by_columns: a lane gives a column.
- * `rows`: of the array, from one group of registers to the next. */
-static void matrix_rows(const pm_layout *l, bool by_columns, int32_t rows, pm_layout *out) {
+static bool matrix_rows(const pm_layout *l, bool by_columns, pm_layout *rows) {
   const int8_t i = (int8_t)(l->rank - 2), j = (int8_t)(i + 1);
-  *out = *l;
-  out->n_lane = out->n_reg = 0;
-  out->lane[out->n_lane++] = (pm_digit){j, 2, 8};
-  out->lane[out->n_lane++] = (pm_digit){i, 2, 8};
-  out->lane[out->n_lane++] = (pm_digit){by_columns ? j : i, 8, 1};
-  for (int d = 0; d < i; d++) {
-    out->reg[out->n_reg++] = (pm_digit){(int8_t)d, (int32_t)l->padded[d], 1};
+  const pm_digit *lane = l->lane, pair = l->n_reg ? l->reg[l->n_reg - 1] : (pm_digit){0};
+  if (l->n_lane != 2 || lane[0].dim != i || lane[0].size != 8 || lane[0].stride != 1) return false;
+  if (lane[1].dim != j || lane[1].size != 4 || lane[1].stride != 2) return false;
+  if (pair.dim != j || pair.size != 2 || pair.stride != 1) return false;
+  pm_digit bits[2];
+  *rows = *l;
+  rows->n_reg--;
+  for (int b = 0; b < 2; b++) {
+    pm_digit *d = rows->n_reg ? &rows->reg[rows->n_reg - 1] : NULL;
+    if (!d || d->dim < i || d->stride % 8 || d->size % 2) return false;
+    bits[b] = (pm_digit){d->dim, 2, d->stride};
+    d->size /= 2;
+    d->stride *= 2;
+    rows->n_reg -= d->size == 1;
   }
-  out->reg[out->n_reg++] = (pm_digit){i, (int32_t)(l->padded[i] / rows), rows};
-  out->reg[out->n_reg++] = (pm_digit){j, (int32_t)(l->padded[j] / 16), 16};
-  out->reg[out->n_reg++] = (pm_digit){by_columns ? i : j, 8, 1};
+  rows->n_lane = 0;
+  append(rows->lane, &rows->n_lane, bits[1]);
+  append(rows->lane, &rows->n_lane, bits[0]);
+  append(rows->lane, &rows->n_lane, (pm_digit){by_columns ? j : i, 8, 1});
+  append(rows->reg, &rows->n_reg, (pm_digit){by_columns ? i : j, 8, 1});
+  return true;
 }
 
 static void swap_digits(pm_digit *d, uint32_t n) {
@@ -748,30 +732,33 @@ static void transpose_access(access *a) {
   a->v = v;
 }
 
+static bool plan_rows(access *a) {
+  const pm_view_dim *d = &a->v->dim[a->l->rank - 2];
+  const bool by_columns = d[0].inner == 1 && d[1].inner != 1;
+  pm_layout *rows = PM_NEW(a->e->arena, pm_layout, 1);
+  if (!matrix_rows(a->l, by_columns, rows)) return false;
+  a->l = rows;
+  plan(a);
+  a->matrix = by_columns ? 2 : 1;
+  return a->linear && a->vec == 8;
+}
+
 /* Plan it as matrices if rows are whole aligned 16 bytes; false: not possible. A lane's pair of
- * elements lies in a row of the WGMMA layout and in a column of the right operand of mma, which is
- * only loaded so. WGMMA_TRANSPOSED is WGMMA of the transpose. */
+ * elements lies in a row, as in WGMMA and TCGEN05, or in a column, as in the right operand of mma
+ * and in layouts that are called transposed: those are layouts of the transpose. */
 static bool plan_matrix(access *a) {
   access m = *a;
-  const int i = a->l->rank - 2;
-  if (pm_dtypes[a->v->dtype].bits != 16 || a->v->space != PM_SMEM) return false;
+  if (pm_dtypes[a->v->dtype].bits != 16 || a->v->space != PM_SMEM || a->l->rank < 2) return false;
   if (a->store && !pm_target_has(a->e->target, PM_HAS_STMATRIX)) return false;
-  const bool right = !a->store && is_mma_rhs(a->l);
+  if (a->store && pm_layout_is_replicated(a->l)) return false;
   if (a->v->cluster_val || a->l->kind != PM_TILED || pm_layout_is_padded(a->l)) return false;
-  if (!right && !pm_is_wgmma(m.l)) {
-    if (i || a->v->n_index) return false;
+  if (!plan_rows(&m)) {
+    if (a->l->rank != 2 || a->v->n_index) return false;
+    m = *a;
     transpose_access(&m);
-    if (!pm_is_wgmma(m.l)) return false;
+    if (!plan_rows(&m)) return false;
   }
-  if (m.l->padded[i + 1] % 16) return false;
-  const bool by_columns = m.v->dim[i].inner == 1 && m.v->dim[i + 1].inner != 1;
-  pm_layout *rows = PM_NEW(a->e->arena, pm_layout, 1);
-  matrix_rows(m.l, by_columns, right ? 16 : 64, rows);
-  m.l = rows;
-  plan(&m);
-  if (!m.linear || m.vec != 8) return false;
   *a = m;
-  a->matrix = by_columns != right ? 2 : 1;
   return true;
 }
 

@@ -35,11 +35,10 @@ pm_code pm_cuda_MMA(pm_gen *e, pm_opid op) {
   const pm_val out = pm_get(e->g, op)->out;
   const pm_type *t = pm_typeof(e->g, a);
   const int64_t m_steps = t->dim[0] / 64, n_steps = pm_typeof(e->g, out)->dim[1] / 8;
-  const int64_t k_steps = t->dim[1] / pm_product_step((pm_dtype)t->dtype);
-  const char *fn = pm_ptx_mma(e, (pm_dtype)t->dtype, (pm_dtype)pm_typeof(e->g, out)->dtype);
-  if (!pm_wants_array(e, out) || !pm_is_wgmma(pm_value_layout(e->g, out))) {
-    return pm_gen_fail(e, op, PM_E_INTERNAL, "its result is not in the WGMMA layout");
-  }
+  const pm_mma *mma = pm_mma_of(e->g, op);
+  const int64_t k_steps = t->dim[1] / mma->k;
+  const char *fn = pm_ptx_mma(e, mma);
+  PM_TRY(pm_check_layout(e, op, out, 0));
   pm_at(e, acc, "0");
   pm_at(e, a, "0");
   pm_at(e, b, "0");

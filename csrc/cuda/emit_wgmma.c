@@ -91,21 +91,14 @@ static void write_registers(pm_gen *e, const part *p, const char *x, const char 
   }
 }
 
-static pm_code check_wgmma_layout(pm_gen *e, pm_opid op, pm_val array) {
-  if (e->slot[array].form != PM_FORM_SCALAR && !pm_is_wgmma(pm_value_layout(e->g, array))) {
-    return pm_gen_fail(e, op, PM_E_INTERNAL, "its array is not in the WGMMA layout");
-  }
-  return PM_OK;
-}
-
-/* A in registers */
-static pm_code check_a_layout(pm_gen *e, pm_opid op, pm_val array) {
-  const int bits = pm_dtypes[pm_typeof(e->g, array)->dtype].bits;
-  const char *wanted = bits == 8 ? "wgmma_8bit" : "mma_lhs(32)";
-  if (bits == 16) return check_wgmma_layout(e, op, array);
-  const char *name = pm_layout_name(e->arena, pm_value_layout(e->g, array));
-  if (!pm_is_array(e, array) || (name && !strcmp(name, wanted))) return PM_OK;
-  return pm_gen_fail(e, op, PM_E_INTERNAL, "its array is not in the layout %s", wanted);
+pm_code pm_check_layout(pm_gen *e, pm_opid op, pm_val array, uint32_t k) {
+  pm_graph *g = (pm_graph *)e->g; /* interns layouts, changes nothing that there is */
+  const pm_type t = *pm_typeof(g, array);
+  const pm_mma *m = pm_mma_of(g, op);
+  const pm_layid want = m ? pm_mma_layout(g, m, k, &t) : pm_layout_wgmma(g, &t);
+  if (e->slot[array].form == PM_FORM_SCALAR || pm_value_of(g, array)->layout == want) return PM_OK;
+  return pm_gen_fail(e, op, PM_E_INTERNAL, "its array is not in the layout %s",
+                     pm_layout_text(e->arena, pm_layout_of(g, want)));
 }
 
 /* v, or a slice of it */
@@ -174,7 +167,7 @@ pm_code pm_cuda_ALLOC_ACC(pm_gen *e, pm_opid op) {
   if (o->n_in) {
     const pm_val init = pm_in(e->g, op, 0);
     pm_at(e, init, "0");
-    PM_TRY(check_wgmma_layout(e, op, init));
+    PM_TRY(pm_check_layout(e, op, init, 0));
     write_registers(e, &p, pm_at(e, init, "r"), pm_at(e, init, "r + 1"));
   } else if (is_overwritten(e->g, op, o->out)) {
     e->contents[o->out] = PM_FRESH;
@@ -209,8 +202,8 @@ pm_code pm_cuda_ACC_LOAD(pm_gen *e, pm_opid op) {
   const bool in_ptx = e->in_ptx[p.view.base];
   if (!in_ptx) pin(e, &p);
   const char *name = pm_declare(e, out, out), *acc = e->slot[p.view.base].text;
-  if (!pm_is_array(e, out)) return check_wgmma_layout(e, op, out);
-  PM_TRY(check_wgmma_layout(e, op, out));
+  if (!pm_is_array(e, out)) return pm_check_layout(e, op, out, 0);
+  PM_TRY(pm_check_layout(e, op, out, 0));
   if (in_ptx) {
     read_ptx(e, &p, name);
     return PM_OK;
@@ -247,7 +240,7 @@ pm_code pm_cuda_ACC_STORE(pm_gen *e, pm_opid op) {
   }
   pm_note(e, op, "array to accumulator");
   pm_at(e, in, "0");
-  PM_TRY(check_wgmma_layout(e, op, in));
+  PM_TRY(pm_check_layout(e, op, in, 0));
   write_registers(e, &p, pm_at(e, in, "r"), pm_at(e, in, "r + 1"));
   pin(e, &p);
   return PM_OK;
@@ -285,7 +278,7 @@ static pm_code operand_of(pm_gen *e, pm_opid op, pm_val ref, int k_dim, operand 
                        (long long)s, v->swizzle);
   }
   const int64_t chunk = fast->size > s ? fast->outer * bytes / 16 : 0;
-  const int64_t step = pm_product_step((pm_dtype)v->dtype);
+  const int64_t step = pm_mma_of(e->g, op)->k;
   const int64_t row = v->swizzle / 16, k_steps = k->size / step, m_steps = mn->size / 64;
   o->stride = 8 * v->swizzle;
   o->leading = o->k_contiguous || !chunk ? 16 : chunk * 16;
@@ -423,21 +416,19 @@ pm_code pm_cuda_WGMMA(pm_gen *e, pm_opid op) {
   if (!registers) PM_TRY(operand_of(e, op, in_a, 1, &a));
   const pm_type *ta = pm_typeof(e->g, in_a);
   pm_wgmma kind = {.n = p.columns,
-                   .acc = (pm_dtype)p.view.dtype,
-                   .type_a = (pm_dtype)ta->dtype,
-                   .type_b = (pm_dtype)b.view.dtype,
+                   .mma = pm_mma_of(e->g, op),
                    .transpose_a = !registers && !a.k_contiguous,
                    .transpose_b = !b.k_contiguous,
                    .contents = e->contents[p.view.base],
                    .in_ptx = e->in_ptx[p.view.base],
                    .a = registers ? NULL : &a.k,
                    .b = &b.k};
-  const int64_t k_steps = ta->dim[1] / pm_product_step(ta->dtype);
+  const int64_t k_steps = ta->dim[1] / kind.mma->k;
   pm_note(e, op, "wgmma");
   pm_begin(e, "{");
   if (registers) {
     pm_at(e, in_a, "0");
-    PM_TRY(check_a_layout(e, op, in_a));
+    PM_TRY(pm_check_layout(e, op, in_a, 1));
     pack_a(e, op, in_a, p.rows > 64 || k_steps > MOST_STEPS);
   } else {
     pm_line(e, "const u32 a = wgmma_address(%s, %lld);", pm_view_address(e, &a.view),

@@ -250,7 +250,6 @@ void pm_coord_regs(const pm_layout *l, int dim, pm_sum *out);
 /* condition under which register `reg` is no padding; NULL: always. Names from pm_coord_lines. */
 const char *pm_coord_lines(pm_gen *e, const pm_layout *l); /* consts of the padded dims; stem */
 const char *pm_valid(pm_gen *e, const pm_layout *l, const char *stem, const char *reg);
-bool pm_is_wgmma(const pm_layout *l);
 /* At the end of a loop's body: wait for products that read registers. */
 void pm_end_turn(pm_gen *e, pm_blk body);
 
@@ -326,7 +325,7 @@ const char *pm_lane_combine(pm_gen *e, int64_t combine, pm_dtype d, const char *
 
 typedef struct pm_wgmma {
   int64_t n;
-  pm_dtype acc, type_a, type_b;
+  const pm_mma *mma;
   bool transpose_a, transpose_b;
   pm_contents contents; /* of d */
   bool in_ptx;          /* d is a list of PTX's names, and the function a macro */
@@ -334,9 +333,11 @@ typedef struct pm_wgmma {
   const pm_sum *a, *b;  /* where step k begins, in units of 16 bytes; a NULL: in registers */
 } pm_wgmma;
 
+/* Is the array, if it is one, in the layout of an accumulator, or of operand k of the product? */
+pm_code pm_check_layout(pm_gen *e, pm_opid op, pm_val array, uint32_t k);
 /* Names of the functions, which are printed with the program. */
 const char *pm_ptx_wgmma(pm_gen *e, const pm_wgmma *kind);
-const char *pm_ptx_mma(pm_gen *e, pm_dtype operands, pm_dtype acc);
+const char *pm_ptx_mma(pm_gen *e, const pm_mma *m);
 const char *pm_ptx_atomic(pm_gen *e, int64_t kind, pm_dtype t, const char *space, bool returns);
 const char *pm_ptx(pm_gen *e, const char *name, const char *text); /* any other: its text */
 const char *pm_ptx_constant(pm_gen *e, const char *name, uint32_t x, const char *comment);

@@ -146,16 +146,18 @@ static void put_descriptor(pm_text *t, char which, const pm_sum *at, int64_t k, 
   }
 }
 
-/* Operands as PTX names them. */
-static const char *operand_name(pm_dtype t) {
-  return t == PM_F32 ? "tf32" : pm_dtypes[t].short_name;
+/* "f16", "e4m3_e5m2": the types of a and b in names of functions */
+static const char *types_name(pm_gen *e, const pm_mma *m) {
+  const char *dot = strchr(m->types, '.');
+  const int n = (int)(dot - m->types);
+  return m->a == m->b ? pm_str(e, "%.*s", n, m->types) : pm_str(e, "%.*s_%s", n, m->types, dot + 1);
 }
 
 /* Behind the predicate: factors 1 of A and B, of floats; then which operands are transposed, of 16
  * bits. */
 static void put_immediates(pm_text *t, const pm_wgmma *w) {
-  if (w->acc != PM_I32) pm_put(t, ", 1, 1");
-  if (pm_dtypes[w->type_a].bits != 16) return;
+  if (pm_is_float(w->mma->acc)) pm_put(t, ", 1, 1");
+  if (w->mma->majors != PM_MAJORS_ANY) return;
   if (w->a) pm_putf(t, ", %d", w->transpose_a);
   pm_putf(t, ", %d", w->transpose_b);
 }
@@ -170,9 +172,8 @@ static void put_step(pm_text *t, const pm_wgmma *w, int64_t k, int regs) {
   }
   if (w->a) put_descriptor(t, 'a', w->a, k, a);
   put_descriptor(t, 'b', w->b, k, b);
-  pm_putf(t, "\\n\"\n    \"wgmma.mma_async.sync.aligned.m64n%lldk%lld.%s.%s.%s \" D \", ",
-          (long long)w->n, (long long)pm_product_step(w->type_a), pm_dtypes[w->acc].short_name,
-          operand_name(w->type_a), operand_name(w->type_b));
+  pm_putf(t, "\\n\"\n    \"wgmma.mma_async.sync.aligned.m64n%lldk%d.%s.%s \" D \", ",
+          (long long)w->n, w->mma->k, pm_dtypes[w->mma->acc].short_name, w->mma->types);
   if (w->a) {
     pm_putf(t, "ma%lld", (long long)k);
   } else {
@@ -193,7 +194,7 @@ static void put_statement(pm_text *t, const pm_wgmma *w, int regs) {
   pm_put(t, "    \"wgmma.fence.sync.aligned;\\n\"\n");
   for (int64_t k = 0; k < w->steps; k++) put_step(t, w, k, before);
   pm_put(t, "    : ");
-  const char letter = w->acc == PM_F32 ? 'f' : 'r';
+  const char letter = w->mma->acc == PM_F32 ? 'f' : 'r';
   const char constraint[3] = {w->contents == PM_FRESH ? '=' : '+', letter};
   put_registers(t, constraint, before);
   pm_put(t, "\n    : ");
@@ -241,13 +242,10 @@ static void put_calls(pm_text *t, const pm_wgmma *w, const char *one) {
 }
 
 const char *pm_ptx_wgmma(pm_gen *e, const pm_wgmma *w) {
-  const int regs = (int)(w->acc == PM_F16 ? w->n / 4 : w->n / 2);
+  const int regs = (int)(w->mma->acc == PM_F16 ? w->n / 4 : w->n / 2);
   const bool calls = e->options->entry_only;
-  const long long depth = pm_product_step(w->type_a);
-  const char *types = operand_name(w->type_a);
-  if (w->type_a != w->type_b) types = pm_str(e, "%s_%s", types, operand_name(w->type_b));
-  const char *one = pm_str(e, "wgmma_m64n%lldk%lld_%s_%s_%c%c", (long long)w->n, depth,
-                           pm_dtypes[w->acc].short_name, types,
+  const char *one = pm_str(e, "wgmma_m64n%lldk%d_%s_%s_%c%c", (long long)w->n, w->mma->k,
+                           pm_dtypes[w->mma->acc].short_name, types_name(e, w->mma),
                            !w->a            ? 'r'
                            : w->transpose_a ? 'm'
                                             : 'k',
@@ -267,8 +265,8 @@ const char *pm_ptx_wgmma(pm_gen *e, const pm_wgmma *w) {
   if (find(e, name.at)) return name.at;
   pm_text t;
   pm_text_init(&t, e->arena);
-  pm_putf(&t, "// d %s A B, %lld times %lld along K; %s, B in shared memory, contiguous along %s\n",
-          w->contents == PM_ADDED_TO ? "+=" : "=", (long long)w->steps, depth,
+  pm_putf(&t, "// d %s A B, %lld times %d along K; %s, B in shared memory, contiguous along %s\n",
+          w->contents == PM_ADDED_TO ? "+=" : "=", (long long)w->steps, w->mma->k,
           !w->a            ? "A in registers"
           : w->transpose_a ? "A in shared memory, contiguous along M"
                            : "A in shared memory, contiguous along K",
@@ -278,7 +276,7 @@ const char *pm_ptx_wgmma(pm_gen *e, const pm_wgmma *w) {
     return add(e, name.at, t.at);
   }
   pm_putf(&t, "FN void %s(%s* d, %s, u32 b, u32 b_high%s) {\n", name.at,
-          w->acc == PM_F16 ? "u32" : pm_cpp_type(w->acc),
+          w->mma->acc == PM_F16 ? "u32" : pm_cpp_type(w->mma->acc),
           w->a ? "u32 a, u32 a_high" : "const u32* a", calls ? ", LINE" : "");
   if (calls) {
     put_calls(&t, w, one);
@@ -288,16 +286,16 @@ const char *pm_ptx_wgmma(pm_gen *e, const pm_wgmma *w) {
   return add(e, name.at, t.at);
 }
 
-const char *pm_ptx_mma(pm_gen *e, pm_dtype operands, pm_dtype acc) {
-  const char *in = operand_name(operands), *out = pm_dtypes[acc].short_name;
-  const char *shape = pm_str(e, "m16n8k%lld", (long long)pm_product_step(operands));
-  const char *name = pm_str(e, "mma_%s_%s_%s", shape, out, in), *c = acc == PM_F32 ? "f" : "r";
+const char *pm_ptx_mma(pm_gen *e, const pm_mma *m) {
+  const char *out = pm_dtypes[m->acc].short_name, *shape = pm_str(e, "m16n8k%d", m->k);
+  const char *name = pm_str(e, "mma_%s_%s_%s", shape, out, types_name(e, m));
+  const char *c = m->acc == PM_F32 ? "f" : "r";
   if (find(e, name)) return name;
   pm_text t;
   pm_text_init(&t, e->arena);
   pm_putf(&t, "// d += A B\nFN void %s(%s* d, const u32* a, const u32* b) {\n", name,
-          pm_cpp_type(acc));
-  pm_putf(&t, "  asm volatile(\"mma.sync.aligned.%s.row.col.%s.%s.%s.%s \"\n", shape, out, in, in,
+          pm_cpp_type(m->acc));
+  pm_putf(&t, "  asm volatile(\"mma.sync.aligned.%s.row.col.%s.%s.%s \"\n", shape, out, m->types,
           out);
   pm_put(&t, "    \"{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%11,%12,%13};\"\n    : ");
   put_registers(&t, pm_str(e, "=%s", c), 4);

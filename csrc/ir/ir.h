@@ -257,8 +257,6 @@ static inline bool pm_is_condition(const pm_op *o, uint32_t r) {
 }
 /* Does an op of this code make a view of its first operand? */
 static inline bool pm_makes_view(int code) { return pm_ops[code].layout == PM_LAY_VIEW; }
-/* Elements along K that one instruction of the tensor cores multiplies: 32 bytes of a row. */
-static inline int64_t pm_product_step(pm_dtype t) { return 256 / pm_dtypes[t].bits; }
 /* Operands of a MASKED_LOAD, MASKED_STORE or ATOMIC in front of its array indices.
  *
  * With such indices DIMS has a number for each dimension of the ref: the dimension of the access
@@ -290,8 +288,6 @@ int pm_combine_atomic(int64_t combine, pm_dtype d, pm_dtype *as);
  * blocks that signal it (those whose coordinates differ in at most one of its groups of axes). */
 int64_t pm_barrier_arrivals(const pm_graph *g, pm_opid alloc);
 
-/* Is there an MMA of the dtypes of this WGMMA? */
-bool pm_has_mma(const pm_graph *g, pm_opid wgmma);
 /* If v is a CONST (through CONVERT and BROADCAST), its number. */
 bool pm_constant(const pm_graph *g, pm_val v, pm_scalar *out);
 /* The largest d such that v is provably a multiple of it (0: v is the constant 0), from constants,

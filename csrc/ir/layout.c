@@ -172,31 +172,6 @@ pm_layid pm_layout_strided(pm_graph *g, const pm_type *array, int64_t vec) {
   return finish(g, &m);
 }
 
-static bool make_wgmma(maker *m, const pm_type *array) {
-  if (array->rank < 2) return false;
-  start(m, PM_TILED, array);
-  int i = array->rank - 2, j = i + 1;
-  for (int k = 0; k < i; k++) {
-    m->l.padded[k] = array->dim[k];
-    put(m, REG, k, array->dim[k], 1);
-  }
-  m->l.padded[i] = pm_round_up(array->dim[i], 64);
-  m->l.padded[j] = pm_round_up(array->dim[j], 8);
-  put(m, REG, i, m->l.padded[i] / 64, 64);
-  put(m, REG, j, m->l.padded[j] / 8, 8);
-  put(m, REG, i, 2, 8);
-  put(m, REG, j, 2, 1);
-  put(m, WARP, i, 4, 16);
-  put(m, LANE, i, 8, 1);
-  put(m, LANE, j, 4, 2);
-  return !m->bad;
-}
-
-pm_layid pm_layout_wgmma(pm_graph *g, const pm_type *array) {
-  maker m;
-  return make_wgmma(&m, array) ? finish(g, &m) : 0;
-}
-
 pm_layid pm_layout_along(pm_graph *g, const pm_type *array, int dim, int64_t vec) {
   maker m;
   start(&m, PM_TILED, array);
@@ -804,20 +779,6 @@ bool pm_layout_register_map(pm_arena *a, const pm_layout *from, const pm_layout 
 
 /* ---- text --------------------------------------------------------------------------------- */
 
-/* WGMMA reduced over its dimension `axis` (0 rows, 1 columns) for an array of this shape */
-static bool make_wgmma_vector(maker *m, const pm_type *array, int axis) {
-  pm_type base = *array;
-  if (array->rank < 1 || array->rank == PM_MAX_RANK) return false;
-  int64_t last = array->dim[array->rank - 1], gone = array->rank - 1 + axis;
-  base.dim[array->rank - 1 + axis] = 8;
-  base.dim[array->rank - axis] = last;
-  base.rank++;
-  maker w;
-  if (!make_wgmma(&w, &base)) return false;
-  make_reduced(m, &w.l, &gone, 1);
-  return !m->bad;
-}
-
 static void put_digits(pm_text *t, const pm_digit *d, uint32_t n) {
   pm_put(t, ";");
   for (uint32_t k = 0; k < n; k++) {
@@ -827,25 +788,17 @@ static void put_digits(pm_text *t, const pm_digit *d, uint32_t n) {
   }
 }
 
-const char *pm_layout_text(pm_arena *a, const pm_layout *l) {
+bool pm_layout_is_strided(const pm_layout *l) {
   maker m;
-  pm_type t = type_of(l);
+  const pm_type t = type_of(l);
+  return l->kind == PM_FLAT && make_strided(&m, &t, pm_layout_vector(l, 0)) && same_layout(&m.l, l);
+}
+
+const char *pm_layout_text(pm_arena *a, const pm_layout *l) {
   if (l->kind == PM_SPLAT) return "splat";
-  if (l->kind == PM_FLAT) {
-    int64_t vec = pm_layout_vector(l, 0);
-    if (make_strided(&m, &t, vec) && same_layout(&m.l, l)) {
-      return pm_printf(a, "strided(%d)", (int)vec);
-    }
-  } else {
-    if (make_wgmma(&m, &t) && same_layout(&m.l, l)) return "wgmma";
-    for (int axis = 0; axis < 2; axis++) {
-      if (make_wgmma_vector(&m, &t, axis) && same_layout(&m.l, l)) {
-        return axis ? "wgmma.reduce(1)" : "wgmma.reduce(0)";
-      }
-    }
-    const char *name = pm_layout_name(a, l);
-    if (name) return name;
-  }
+  if (pm_layout_is_strided(l)) return pm_printf(a, "strided(%d)", (int)pm_layout_vector(l, 0));
+  const char *name = l->kind == PM_TILED ? pm_layout_name(a, l) : NULL;
+  if (name) return name;
   pm_text out;
   pm_text_init(&out, a);
   pm_put(&out, l->kind == PM_FLAT ? "flat(" : "tiled(");
@@ -966,9 +919,6 @@ pm_code pm_layout_parse(pm_graph *g, const char *text, size_t n, const pm_type *
   bool ok = true;
   if (is_text(&r, "splat")) start(&m, PM_SPLAT, array);
   else if (array->rank == 0) ok = false;
-  else if (is_text(&r, "wgmma")) ok = make_wgmma(&m, array);
-  else if (is_text(&r, "wgmma.reduce(0)")) ok = make_wgmma_vector(&m, array, 0);
-  else if (is_text(&r, "wgmma.reduce(1)")) ok = make_wgmma_vector(&m, array, 1);
   else if (is_text(&r, "strided")) ok = make_strided(&m, array, default_vector(array));
   else if (begins(&r, "strided(")) ok = read_strided(&r, &m, array);
   else if (begins(&r, "flat(")) ok = read_general(&r, &m, PM_FLAT, array);

@@ -44,8 +44,6 @@ typedef struct pm_layout {
 /* Constructors intern and return an id. The shape is the array's; they pad it. Rank 0 is splat. */
 pm_layid pm_layout_splat(pm_graph *g, const pm_type *array);
 pm_layid pm_layout_strided(pm_graph *g, const pm_type *array, int64_t vec); /* vec 0: the default */
-/* WGMMA on the last two dims (leading dims are registers); rank 1 or 0: none fits, 0 */
-pm_layid pm_layout_wgmma(pm_graph *g, const pm_type *array);
 /* Dim `dim` along the lanes in runs of vec, all others in registers; -1: every lane holds all. */
 pm_layid pm_layout_along(pm_graph *g, const pm_type *array, int dim, int64_t vec);
 enum { PM_REPLICATED = 0x10000, PM_MAX_TILES = 8 };
@@ -63,9 +61,32 @@ typedef struct pm_tiling {
 } pm_tiling;
 pm_code pm_layout_of_tiling(pm_graph *g, const pm_type *array, const pm_tiling *t, pm_layid *out,
                             pm_err *err);
-/* layout_named.c. The tiling of a name of layouts.def; bits: of an element, 0 where the name has no
- * argument. False: there is none. */
-bool pm_layout_named(const char *text, size_t n, int64_t bits, pm_tiling *out);
+
+/* ---- layout_named.c: the layouts of layouts.def --------------------------------------------- */
+
+typedef enum pm_layout_name_id {
+#define PM_LAYOUT(id, text, arguments, swizzled, tiles, warp, lane, vector) PM_LAYOUT_##id,
+#include "layouts.def"
+#undef PM_LAYOUT
+  PM_LAYOUT_COUNT
+} pm_layout_name_id;
+int pm_layout_find(const char *text, size_t n); /* its pm_layout_name_id; -1: no such name */
+/* False: the name has no such arguments. */
+bool pm_layout_tiling(pm_layout_name_id id, const int64_t *arg, uint32_t n, pm_tiling *out);
+/* 0: the array has too few dimensions, or the name no such arguments. */
+pm_layid pm_layout_constant(pm_graph *g, pm_layout_name_id id, const int64_t *arg, uint32_t n,
+                            const pm_type *array);
+/* WGMMA on the last two dims (leading dims are registers); rank 1 or 0: none fits, 0 */
+pm_layid pm_layout_wgmma(pm_graph *g, const pm_type *array);
+/* Which of them a layout is, reduced over dim `axis` of the first tile, or not: -1. */
+typedef struct pm_layout_identity {
+  pm_layout_name_id id;
+  int axis;
+  int64_t arg[2];
+} pm_layout_identity;
+bool pm_layout_identify(pm_arena *a, const pm_layout *l, pm_layout_identity *out);
+/* Is shared memory swizzled for such arrays? */
+bool pm_layout_swizzled(pm_arena *a, const pm_layout *l);
 /* "mma_lhs(16).reduce(1)" of a layout that layouts.def has; NULL: it has not */
 const char *pm_layout_name(pm_arena *a, const pm_layout *l);
 pm_layid pm_layout_by_name(pm_graph *g, const char *text, size_t n, const pm_type *array);
@@ -106,7 +127,8 @@ int64_t pm_layout_regs(const pm_layout *l); /* registers per lane; SPLAT: 1 */
 int64_t pm_layout_vector(const pm_layout *l, int dim);
 /* index of register r of lane tid (0..127); false: padding (index then lies outside the extents) */
 bool pm_layout_index(const pm_layout *l, int tid, int64_t r, int64_t index[PM_MAX_RANK]);
-bool pm_layout_is_padded(const pm_layout *l); /* any padding at all */
+bool pm_layout_is_padded(const pm_layout *l);  /* any padding at all */
+bool pm_layout_is_strided(const pm_layout *l); /* WG_STRIDED of its vector */
 bool pm_layout_is_replicated(const pm_layout *l);
 /* Does each lane hold, in one register number for all lanes, what it needs for each register of
  * `to`? Then map[r] is that register of `from` (-1: padding in every lane), and a conversion moves
@@ -115,7 +137,7 @@ bool pm_layout_is_replicated(const pm_layout *l);
 bool pm_layout_register_map(pm_arena *a, const pm_layout *from, const pm_layout *to, int32_t *map);
 const char *pm_layout_text(
     pm_arena *a,
-    const pm_layout *l); /* "splat", "strided(4)", "wgmma", "wgmma.reduce(1)", a name, or digits */
+    const pm_layout *l); /* "splat", "strided(4)", a name, or digits */
 pm_code pm_layout_parse(pm_graph *g, const char *text, size_t n, const pm_type *array,
                         pm_layid *out, pm_err *err);
 pm_layid pm_layout_intern(pm_graph *g, const pm_layout *l); /* canonical form first */

@@ -1,62 +1,97 @@
-/* The layouts of layouts.def: reading their tilings, and finding the name of a layout.
+/* The layouts of layouts.def: their tilings, and which of them a layout is.
  *
- * A name with e in its tiles has the width of an element as its argument, "mma_lhs(16)". A name may
- * be reduced, "wgmma_8bit.reduce(1)": over dims of its first tile, like Layout.reduce. */
+ * A name may have arguments, "mma_lhs(16)", and may be reduced, "wgmma_8bit.reduce(1)": over a
+ * dimension of its first tile, as Layout.reduce. */
 #include "layout.h"
 
+typedef enum arguments { NONE, BITS, VECTOR, COLUMNS, COLUMNS_PACKING } arguments;
+static const uint8_t n_arguments[] = {
+    [NONE] = 0, [BITS] = 1, [VECTOR] = 1, [COLUMNS] = 1, [COLUMNS_PACKING] = 2};
+
+/* A number of a tile: k times what the arguments say. */
+enum { BY_NOTHING, BY_ELEMENTS, BY_VECTOR, BY_COLUMNS, BY_PACKING };
+#define TIMES(k, by) ((k) | (by) << 24)
+#define E(k) TIMES(k, BY_ELEMENTS)
+#define V(k) TIMES(k, BY_VECTOR)
+#define C(k) TIMES(k, BY_COLUMNS)
+#define P(k) TIMES(k, BY_PACKING)
+
+typedef struct dims {
+  uint8_t n;
+  int32_t at[4];
+} dims;
+#define LIST(...) {sizeof((int32_t[]){__VA_ARGS__}) / sizeof(int32_t), {__VA_ARGS__}}
+#define T(...) LIST(__VA_ARGS__),
+#define D(...) LIST(__VA_ARGS__)
+#define COPIES(n) LIST(PM_REPLICATED + n)
+
 static const struct named {
-  const char *text, *tiles, *warp, *lane;
+  const char *text;
+  arguments arguments;
+  bool swizzled;
+  dims tiles[PM_MAX_TILES], warp, lane;
   int64_t vector;
-} named[] = {
-#define PM_LAYOUT(text, tiles, warp, lane, vector) {text, tiles, warp, lane, vector},
+} named[PM_LAYOUT_COUNT] = {
+#define PM_LAYOUT(id, text, arguments, swizzled, tiles, warp, lane, vector) \
+  [PM_LAYOUT_##id] = {text, arguments, swizzled, {tiles}, warp, lane, vector},
 #include "layouts.def"
 #undef PM_LAYOUT
 };
 
-/* "16", "8e", "e", "-3", "*4"; moves on behind it and a separator */
-static int64_t read_number(const char **at, int64_t e) {
-  int64_t x = 0, sign = 1;
-  bool digits = false, copies = false;
-  for (; **at && **at != ',' && **at != '/'; ++*at) {
-    if (**at == '-') sign = -1;
-    else if (**at == '*') copies = true;
-    else if (**at == 'e') x = digits ? x * e : e;
-    else x = x * 10 + (**at - '0'), digits = true;
+int pm_layout_find(const char *text, size_t n) {
+  for (int k = 0; k < PM_LAYOUT_COUNT; k++) {
+    if (strlen(named[k].text) == n && !memcmp(named[k].text, text, n)) return k;
   }
-  if (**at == ',') ++*at;
-  return copies ? PM_REPLICATED + x : sign * x;
+  return -1;
 }
 
-static uint32_t read_dims(const char *at, int64_t *out) {
-  uint32_t n = 0;
-  while (*at) out[n++] = read_number(&at, 1);
-  return n;
+/* ---- tilings ------------------------------------------------------------------------------ */
+
+static bool arguments_fit(arguments a, const int64_t *arg, uint32_t n) {
+  if (n != n_arguments[a]) return false;
+  for (uint32_t k = 0; k < n; k++) {
+    if (arg[k] < 1 || arg[k] > 1 << 20) return false;
+  }
+  switch (a) {
+    case BITS: return arg[0] == 4 || arg[0] == 8 || arg[0] == 16 || arg[0] == 32;
+    case COLUMNS: return arg[0] % 16 == 0;
+    case COLUMNS_PACKING: return arg[0] % 16 == 0 && arg[0] / 2 % arg[1] == 0;
+    default: return true;
+  }
 }
 
-static bool has_width(const struct named *l) { return strchr(l->tiles, 'e') != NULL; }
+static int64_t number(int32_t x, arguments a, const int64_t *arg) {
+  const int64_t k = x & 0xffffff;
+  switch (x >> 24) {
+    case BY_ELEMENTS: return k * 32 / arg[0];
+    case BY_VECTOR: return k * arg[0];
+    case BY_COLUMNS: return k * arg[0] / 2;
+    case BY_PACKING: return k * arg[a == COLUMNS_PACKING];
+    default: return k;
+  }
+}
 
-static void read_tiling(const struct named *l, int64_t bits, pm_tiling *out) {
+static uint32_t copy_dims(const dims *from, int64_t *to) {
+  for (uint32_t k = 0; k < from->n; k++) to[k] = from->at[k];
+  return from->n;
+}
+
+bool pm_layout_tiling(pm_layout_name_id id, const int64_t *arg, uint32_t n, pm_tiling *out) {
+  const struct named *l = &named[id];
+  if (!arguments_fit(l->arguments, arg, n)) return false;
   memset(out, 0, sizeof *out);
   out->named = true;
-  for (const char *at = l->tiles; *at; out->n++) {
-    for (; *at && *at != '/'; out->rank[out->n]++) {
-      out->tile[out->n][out->rank[out->n]] = read_number(&at, bits ? 32 / bits : 1);
+  for (; out->n < PM_MAX_TILES && l->tiles[out->n].n; out->n++) {
+    const dims *tile = &l->tiles[out->n];
+    out->rank[out->n] = tile->n;
+    for (uint32_t k = 0; k < tile->n; k++) {
+      out->tile[out->n][k] = number(tile->at[k], l->arguments, arg);
     }
-    if (*at) at++;
   }
-  out->n_warp = read_dims(l->warp, out->warp);
-  out->n_lane = read_dims(l->lane, out->lane);
+  out->n_warp = copy_dims(&l->warp, out->warp);
+  out->n_lane = copy_dims(&l->lane, out->lane);
   out->vector = l->vector;
-}
-
-bool pm_layout_named(const char *text, size_t n, int64_t bits, pm_tiling *out) {
-  for (size_t k = 0; k < PM_COUNT(named); k++) {
-    if (strlen(named[k].text) != n || memcmp(named[k].text, text, n)) continue;
-    if (has_width(&named[k]) != (bits == 4 || bits == 8 || bits == 16 || bits == 32)) return false;
-    read_tiling(&named[k], bits, out);
-    return true;
-  }
-  return false;
+  return true;
 }
 
 /* Each tile against the dims that it splits: those of the tile before. */
@@ -89,6 +124,8 @@ pm_code pm_layout_of_tiling(pm_graph *g, const pm_type *array, const pm_tiling *
                          t->vector, out, err);
 }
 
+/* ---- layouts ------------------------------------------------------------------------------ */
+
 /* The layout of an array reduced over dim `axis` of the tiling's first tile; -1: not reduced. */
 static pm_layid make(pm_graph *g, const pm_type *array, const pm_tiling *t, int axis) {
   pm_layid out = 0;
@@ -107,51 +144,110 @@ static pm_layid make(pm_graph *g, const pm_type *array, const pm_tiling *t, int 
   return axis < 0 ? out : pm_layout_reduce(g, out, &gone, 1);
 }
 
-const char *pm_layout_name(pm_arena *a, const pm_layout *l) {
+pm_layid pm_layout_constant(pm_graph *g, pm_layout_name_id id, const int64_t *arg, uint32_t n,
+                            const pm_type *array) {
+  pm_tiling t;
+  return pm_layout_tiling(id, arg, n, &t) ? make(g, array, &t, -1) : 0;
+}
+
+pm_layid pm_layout_wgmma(pm_graph *g, const pm_type *array) {
+  return pm_layout_constant(g, PM_LAYOUT_WGMMA, NULL, 0, array);
+}
+
+/* ---- names of layouts --------------------------------------------------------------------- */
+
+/* Arguments that the layout may have been made with: all widths, its vector, its columns. Most of
+ * its reductions forget the last two. */
+static uint32_t candidates(arguments a, const pm_layout *l, int axis, int64_t arg[][2]) {
   static const uint8_t widths[] = {32, 16, 8, 4};
+  if (a == BITS) {
+    for (uint32_t k = 0; k < PM_COUNT(widths); k++) arg[k][0] = widths[k];
+    return PM_COUNT(widths);
+  }
+  const int64_t vector = pm_layout_vector(l, l->rank - 1);
+  arg[0][0] = a == VECTOR ? vector : l->padded[l->rank - 1];
+  arg[0][1] = vector;
+  return a == NONE || axis < 0;
+}
+
+static const char *text_of(pm_arena *a, const struct named *l, const int64_t *arg, int axis) {
+  pm_text out;
+  pm_text_init(&out, a);
+  pm_put(&out, l->text);
+  for (int k = 0; k < n_arguments[l->arguments]; k++) {
+    pm_putf(&out, k ? ",%lld" : "(%lld", (long long)arg[k]);
+  }
+  if (l->arguments) pm_put(&out, ")");
+  if (axis >= 0) pm_putf(&out, ".reduce(%d)", axis);
+  return out.at;
+}
+
+bool pm_layout_identify(pm_arena *a, const pm_layout *l, pm_layout_identity *out) {
   pm_graph g; /* somewhere to intern */
   memset(&g, 0, sizeof g);
   g.arena = a;
   pm_type array = {PM_ARRAY, PM_F32, PM_REGS, l->rank, {0}};
+  if (l->kind == PM_SPLAT || !l->rank) return false;
   memcpy(array.dim, l->shape, sizeof array.dim);
   const pm_layid id = pm_layout_intern(&g, l);
   for (int axis = -1; axis < 2; axis++) {
-    for (size_t k = 0; k < PM_COUNT(named); k++) {
-      for (size_t w = 0; w < (has_width(&named[k]) ? PM_COUNT(widths) : 1); w++) {
+    for (int k = 0; k < PM_LAYOUT_COUNT; k++) {
+      int64_t arg[4][2] = {{0}};
+      const uint32_t n = candidates(named[k].arguments, l, axis, arg);
+      for (uint32_t i = 0; i < n; i++) {
         pm_tiling t;
-        read_tiling(&named[k], has_width(&named[k]) ? widths[w] : 0, &t);
-        if (make(&g, &array, &t, axis) != id) continue;
-        pm_text out;
-        pm_text_init(&out, a);
-        pm_put(&out, named[k].text);
-        if (has_width(&named[k])) pm_putf(&out, "(%d)", widths[w]);
-        if (axis >= 0) pm_putf(&out, ".reduce(%d)", axis);
-        return out.at;
+        if (!pm_layout_tiling((pm_layout_name_id)k, arg[i], n_arguments[named[k].arguments], &t) ||
+            make(&g, &array, &t, axis) != id)
+          continue;
+        *out = (pm_layout_identity){(pm_layout_name_id)k, axis, {arg[i][0], arg[i][1]}};
+        return true;
       }
     }
   }
-  return NULL;
+  return false;
+}
+
+const char *pm_layout_name(pm_arena *a, const pm_layout *l) {
+  pm_layout_identity x;
+  return pm_layout_identify(a, l, &x) ? text_of(a, &named[x.id], x.arg, x.axis) : NULL;
+}
+
+bool pm_layout_swizzled(pm_arena *a, const pm_layout *l) {
+  pm_layout_identity x;
+  return pm_layout_identify(a, l, &x) && x.axis < 0 && named[x.id].swizzled;
+}
+
+/* "(16,2)", "": at most two numbers, and where they end */
+static const char *read_arguments(const char *at, const char *end, int64_t *arg, uint32_t *n) {
+  *n = 0;
+  if (at == end || *at != '(') return at;
+  do {
+    if (*n == 2) return NULL;
+    arg[*n] = 0;
+    for (at++; at < end && *at >= '0' && *at <= '9' && arg[*n] < 1 << 24; at++) {
+      arg[*n] = arg[*n] * 10 + (*at - '0');
+    }
+    ++*n;
+  } while (at < end && *at == ',');
+  return at < end && *at == ')' ? at + 1 : NULL;
 }
 
 pm_layid pm_layout_by_name(pm_graph *g, const char *text, size_t n, const pm_type *array) {
+  static const char reduce[] = ".reduce(";
+  const size_t k = sizeof reduce - 1;
   const char *end = text + n, *at = text;
-  int64_t bits = 0;
+  int64_t arg[2];
+  uint32_t n_arg;
   int axis = -1;
   pm_tiling t;
   while (at < end && *at != '(' && *at != '.') at++;
-  const size_t length = (size_t)(at - text);
-  if (at < end && *at == '(') {
-    for (at++; at < end && *at >= '0' && *at <= '9' && bits < 64; at++) {
-      bits = bits * 10 + (*at - '0');
-    }
-    if (at == end || *at++ != ')') return 0;
-  }
+  const int id = pm_layout_find(text, (size_t)(at - text));
+  at = read_arguments(at, end, arg, &n_arg);
+  if (id < 0 || !at || !pm_layout_tiling((pm_layout_name_id)id, arg, n_arg, &t)) return 0;
   if (at < end) {
-    static const char reduce[] = ".reduce(";
-    const size_t k = sizeof reduce - 1;
     if ((size_t)(end - at) != k + 2 || memcmp(at, reduce, k) || at[k + 1] != ')') return 0;
     axis = at[k] - '0';
     if (axis < 0 || axis > 1) return 0;
   }
-  return pm_layout_named(text, length, bits, &t) ? make(g, array, &t, axis) : 0;
+  return make(g, array, &t, axis);
 }

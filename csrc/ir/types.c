@@ -8,6 +8,7 @@
 #include <inttypes.h>
 
 #include "access.h"
+#include "mma.h"
 #include "rules.h"
 #include "view.h"
 
@@ -1014,52 +1015,30 @@ static pm_code pm_type_async_store(const pm_typing *t, pm_type *out) {
 
 /* ---- products of the tensor cores ----------------------------------------------------------- */
 
-static const struct product {
-  uint8_t a, b, acc;
-  bool wgmma, mma;
-} products[] = {
-#define PM_PRODUCT(a, b, acc, wgmma, mma) {PM_##a, PM_##b, PM_##acc, wgmma, mma},
-#include "products.def"
-#undef PM_PRODUCT
-};
-
-bool pm_has_mma(const pm_graph *g, pm_opid op) {
-  const pm_dtype acc = pm_typeof(g, pm_in(g, op, 0))->dtype;
-  const pm_dtype a = pm_typeof(g, pm_in(g, op, 1))->dtype, b = pm_typeof(g, pm_in(g, op, 2))->dtype;
-  for (size_t k = 0; k < PM_COUNT(products); k++) {
-    const struct product *p = &products[k];
-    if (p->mma && p->a == a && p->b == b && p->acc == acc) return true;
-  }
-  return false;
-}
-
-static bool has_product(const pm_typing *t, const struct product *p) {
-  return t->code == PM_OP_WGMMA ? p->wgmma : p->mma;
-}
-
 /* "float16, bfloat16 ...": the operands that the op takes */
 static const char *operand_dtypes(const pm_typing *t) {
   pm_text out;
   pm_dtype last = PM_BOOL;
   pm_text_init(&out, t->g->arena);
-  for (size_t k = 0; k < PM_COUNT(products); k++) {
-    if (!has_product(t, &products[k]) || products[k].a == last) continue;
-    last = (pm_dtype)products[k].a;
+  for (uint32_t k = 0; k < pm_mma_count; k++) {
+    if (pm_mmas[k].op != t->code || pm_mmas[k].a == last) continue;
+    last = (pm_dtype)pm_mmas[k].a;
     pm_putf(&out, "%s%s", out.n ? ", " : "", pm_dtypes[last].text);
   }
   return out.at;
 }
 
-static pm_code product_dtypes(const pm_typing *t) {
+static pm_code product_dtypes(const pm_typing *t, const pm_mma **out) {
   const pm_dtype acc = type_in(t, 0)->dtype, a = type_in(t, 1)->dtype, b = type_in(t, 2)->dtype;
   const char *takes = NULL;
   bool known = false;
-  for (size_t k = 0; k < PM_COUNT(products); k++) {
-    const struct product *p = &products[k];
-    if (!has_product(t, p)) continue;
+  *out = pm_mma_find((pm_opcode)t->code, a, b, acc);
+  if (*out) return PM_OK;
+  for (uint32_t k = 0; k < pm_mma_count; k++) {
+    const pm_mma *p = &pm_mmas[k];
+    if (p->op != t->code) continue;
     known |= p->a == a || p->b == b;
     if (p->a != a || p->b != b) continue;
-    if (p->acc == acc) return PM_OK;
     if (!takes) takes = pm_dtypes[p->acc].text;
   }
   if (a != b && !takes) {
@@ -1084,20 +1063,21 @@ static pm_code product_shapes(const pm_typing *t) {
     FAIL(VALUE, "%s: acc has shape %s, a %s, b %s; they must be (M, N), (M, K), (K, N)", name(t),
          show_shape(t, acc), show_shape(t, a), show_shape(t, b));
   }
-  const bool narrow = t->code == PM_OP_WGMMA; /* one instruction has all columns */
-  if (acc->dim[0] % 64 || acc->dim[1] % 8 || (narrow && acc->dim[1] > 256)) {
+  const pm_mma *first = pm_mmas; /* all rows of an op have the same limits */
+  while (first->op != t->code) first++;
+  if (acc->dim[0] % 64 || acc->dim[1] % 8 || (first->most_n && acc->dim[1] > first->most_n)) {
     FAIL(VALUE, "%s: acc has shape %s; M must be a multiple of 64, N a multiple of 8%s", name(t),
-         show_shape(t, acc), narrow ? " and at most 256" : "");
+         show_shape(t, acc),
+         first->most_n ? pm_printf(t->g->arena, " and at most %d", first->most_n) : "");
   }
   return PM_OK;
 }
 
-static pm_code product_depth(const pm_typing *t) {
+static pm_code product_depth(const pm_typing *t, const pm_mma *m) {
   const pm_type *a = type_in(t, 1);
-  const int64_t step = pm_product_step((pm_dtype)a->dtype);
-  if (a->dim[1] % step == 0) return PM_OK;
-  FAIL(VALUE, "%s: K is %" PRId64 "; it must be a multiple of %" PRId64 " for %s", name(t),
-       a->dim[1], step, pm_dtypes[a->dtype].text);
+  if (a->dim[1] % m->k == 0) return PM_OK;
+  FAIL(VALUE, "%s: K is %" PRId64 "; it must be a multiple of %d for %s", name(t), a->dim[1], m->k,
+       pm_dtypes[a->dtype].text);
 }
 
 static pm_code pm_type_wgmma(const pm_typing *t, pm_type *out) {
@@ -1110,22 +1090,24 @@ static pm_code pm_type_wgmma(const pm_typing *t, pm_type *out) {
   }
   pm_code rc = own_block(t, 1, "a");
   if (!rc) rc = own_block(t, 2, "b");
+  const pm_mma *m = NULL;
   if (!rc) rc = product_shapes(t);
-  if (!rc) rc = product_dtypes(t);
-  if (!rc) rc = product_depth(t);
+  if (!rc) rc = product_dtypes(t, &m);
+  if (!rc) rc = product_depth(t, m);
   if (rc) return rc;
   const int64_t n = acc->dim[1];
-  if (acc->dtype == PM_I32 && n % 16 && n != 8 && n != 24) {
-    FAIL(VALUE, "wgmma: acc has shape %s; for %s operands N must be a multiple of 16, or 8, or 24",
-         show_shape(t, acc), pm_dtypes[a->dtype].text);
+  if (n % m->n && n != 8 && n != 24) {
+    FAIL(VALUE, "wgmma: acc has shape %s; for %s operands N must be a multiple of %d, or 8, or 24",
+         show_shape(t, acc), pm_dtypes[a->dtype].text, m->n);
   }
   return PM_OK;
 }
 
 static pm_code pm_type_mma(const pm_typing *t, pm_type *out) {
+  const pm_mma *m = NULL;
   pm_code rc = product_shapes(t);
-  if (!rc) rc = product_dtypes(t);
-  if (!rc) rc = product_depth(t);
+  if (!rc) rc = product_dtypes(t, &m);
+  if (!rc) rc = product_depth(t, m);
   if (!rc) *out = *type_in(t, 0);
   return rc;
 }

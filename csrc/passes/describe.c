@@ -1,45 +1,35 @@
 /* What users call the layout of an array and the transforms of an SMEM ref. */
-#include <stdio.h>
-
 #include "passes.h"
 
-/* (i, j) is in warp (i % 64) / 16, lane (i % 8) / 2 * 8 + j % 2 * 4 + j % 8 / 2, register
- * [i / 64][j / 8][i / 8 % 2][i % 2] */
-static bool is_wgmma_transposed(const pm_layout *l) {
-  int64_t index[PM_MAX_RANK];
-  if (l->kind != PM_TILED || l->rank != 2) return false;
-  const int64_t m = l->padded[0], n = l->padded[1], regs = pm_layout_regs(l);
-  if (m % 64 || n % 8 || regs != m * n / 128) return false;
-  for (int k = 0; k < 128 + regs; k++) {
-    const int tid = k < 128 ? k : 0, lane = tid % 32;
-    const int64_t r = k < 128 ? 0 : k - 128;
-    pm_layout_index(l, tid, r, index);
-    if (index[0] != r / (n / 2) * 64 + tid / 32 * 16 + r / 2 % 2 * 8 + lane / 8 * 2 + r % 2)
-      return false;
-    if (index[1] != r / 4 % (n / 8) * 8 + lane % 4 * 2 + lane / 4 % 2) return false;
+/* "WGMMA", "WGMMA_ROW", "MMA_LHS(16)": a layout of layouts.def as Python names it. TMEM_NATIVE
+ * without its vector, if that is the default. */
+static const char *member(const pm_graph *g, const pm_layout *l, const pm_layout_identity *x) {
+  const bool plain = x->id == PM_LAYOUT_TCGEN05_TMEM_NATIVE && x->arg[0] == 2;
+  const char *text = pm_layout_name(g->arena, l);
+  const size_t n = strcspn(text, "(."), arguments = text[n] == '(' ? strcspn(text + n, ")") + 1 : 0;
+  pm_text out;
+  pm_text_init(&out, g->arena);
+  for (size_t k = 0; k < n; k++) {
+    const char c = text[k] >= 'a' && text[k] <= 'z' ? (char)(text[k] - 'a' + 'A') : text[k];
+    pm_putn(&out, &c, 1);
   }
-  return true;
+  if (!plain) pm_putn(&out, text + n, arguments);
+  if (x->axis >= 0 && (plain || !arguments)) pm_put(&out, x->axis ? "_ROW" : "_COL");
+  else pm_put(&out, text + n + arguments);
+  return out.at;
 }
 
 static const char *describe_layout(const pm_graph *g, const pm_layout *l) {
-  const char *text = pm_layout_text(g->arena, l);
+  pm_layout_identity x;
   pm_text out;
-  long long vec;
-  if (!strcmp(text, "wgmma")) return "WGMMA";
-  if (!strcmp(text, "wgmma.reduce(1)")) return "WGMMA_ROW";
-  if (!strcmp(text, "wgmma.reduce(0)")) return "WGMMA_COL";
-  if (is_wgmma_transposed(l)) return "WGMMA_TRANSPOSED";
-  pm_text_init(&out, g->arena);
-  if (!strcmp(text, "splat")) {
-    pm_put(&out, "WG_SPLAT(");
-    pm_put_dims(&out, l->shape, (uint32_t)l->rank);
-  } else if (sscanf(text, "strided(%lld)", &vec) == 1) {
-    pm_put(&out, "WG_STRIDED(");
-    pm_put_dims(&out, l->shape, (uint32_t)l->rank);
-    pm_putf(&out, ", %lld", vec);
-  } else {
-    return text;
+  if (l->kind == PM_TILED && pm_layout_identify(g->arena, l, &x)) return member(g, l, &x);
+  if (l->kind == PM_TILED || (l->kind == PM_FLAT && !pm_layout_is_strided(l))) {
+    return pm_layout_text(g->arena, l);
   }
+  pm_text_init(&out, g->arena);
+  pm_put(&out, l->kind == PM_SPLAT ? "WG_SPLAT(" : "WG_STRIDED(");
+  pm_put_dims(&out, l->shape, (uint32_t)l->rank);
+  if (l->kind == PM_FLAT) pm_putf(&out, ", %lld", (long long)pm_layout_vector(l, 0));
   pm_put(&out, ")");
   return out.at;
 }

@@ -458,32 +458,16 @@ static pm_layid wgmma_of(pm_graph *g, pm_val v) {
   return pm_layout_wgmma(g, &t);
 }
 
-static pm_layid named(pm_graph *g, const char *name, pm_val v) {
-  const pm_type t = *pm_typeof(g, v);
-  const char *text = pm_printf(g->arena, "%s(%d)", name, pm_dtypes[t.dtype].bits);
-  return pm_layout_by_name(g, text, strlen(text), &t);
-}
-
 /* The layout that an op demands of operand k, or of its result where k is their number; 0: none.
  */
 static pm_layid demanded(pm_graph *g, pm_opid op, uint32_t k) {
-  const char *bytes = "wgmma_8bit";
   const pm_op *o = pm_get(g, op);
   const pm_val v = k < o->n_in ? pm_in(g, op, k) : o->n_out ? o->out : 0;
   if (!v || !is_array(g, v)) return 0;
   const pm_type t = *pm_typeof(g, v);
-  switch (o->code) {
-    case PM_OP_ACC_LOAD:
-    case PM_OP_ALLOC_ACC:
-    case PM_OP_ACC_STORE: return wgmma_of(g, v);
-    case PM_OP_WGMMA: /* A in registers */
-      if (t.dtype == PM_F32) return named(g, "mma_lhs", v);
-      if (pm_dtypes[t.dtype].bits == 8) return pm_layout_by_name(g, bytes, strlen(bytes), &t);
-      return wgmma_of(g, v);
-    case PM_OP_MMA:
-      return k == 1 ? named(g, "mma_lhs", v) : k == 2 ? named(g, "mma_rhs", v) : wgmma_of(g, v);
-    default: return 0;
-  }
+  const pm_mma *m = pm_mma_of(g, op);
+  if (m) return pm_mma_layout(g, m, k < o->n_in ? k : 0, &t);
+  return rule_of(g, op) == PM_LAY_ACC ? pm_layout_wgmma(g, &t) : 0;
 }
 
 static void seed_demands(pass *p) {

@@ -5,6 +5,7 @@
 #include "../ir/access.h"
 #include "../ir/ir.h"
 #include "../ir/layout.h"
+#include "../ir/mma.h"
 #include "../ir/view.h"
 
 /* target.c: PM_E_NOT_IMPLEMENTED at the first op that needs what the target lacks. Changes nothing.

@@ -15,7 +15,8 @@ typedef struct checker {
 static void check_op(pm_graph *g, pm_opid op, void *ctx) {
   checker *c = ctx;
   const pm_op *o = pm_get(g, op);
-  uint32_t needs = pm_ops[o->code].needs;
+  const pm_mma *m = pm_mma_of(g, op);
+  uint32_t needs = pm_ops[o->code].needs | (m ? m->needs : 0);
   if (c->code || pm_target_has(c->target, needs) || (o->n_in > 0) != c->operands) return;
   if (pm_is_mma(g, op)) needs &= ~(uint32_t)PM_HAS_WGMMA;
   c->code = pm_target_check(c->target, needs, pm_ops[o->code].text, g->arena, c->err);

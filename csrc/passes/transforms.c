@@ -56,9 +56,7 @@ static void count_allocs(pm_graph *g, pm_opid op, void *ctx) {
 static bool is_wgmma_laid(pm_graph *g, pm_val array) {
   const pm_value v = *pm_value_of(g, array);
   if (v.type.rank < 2 || !v.layout) return false;
-  if (pm_layout_wgmma(g, &v.type) == v.layout) return true;
-  const char *name = pm_layout_name(g->arena, pm_layout_of(g, v.layout));
-  return name && (!strcmp(name, "wgmma_8bit") || !strcmp(name, "wgmma_upcast_2x"));
+  return pm_layout_swizzled(g->arena, pm_layout_of(g, v.layout));
 }
 
 static void collect(pm_graph *g, pm_opid op, void *ctx) {
@@ -291,7 +289,7 @@ static void check_majors(pm_graph *g, pm_opid op, void *ctx) {
   for (uint32_t k = 1; k < 3; k++) {
     const pm_type *t = pm_typeof(g, pm_in(g, op, k));
     pm_view v;
-    if (t->kind != PM_REF || pm_dtypes[t->dtype].bits == 16) continue;
+    if (t->kind != PM_REF || pm_mma_of(g, op)->majors == PM_MAJORS_ANY) continue;
     if (pm_view_of(g, pm_in(g, op, k), true, &v, p->err)) {
       p->code = p->err->code;
     } else if (v.dim[2 - k].inner != 1) {

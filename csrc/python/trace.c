@@ -395,7 +395,7 @@ int pmpy_reshape_args(const pm_type *from, PyObject *const *args, Py_ssize_t n, 
 typedef struct layout_job {
   pm_graph *g;
   const pm_type *array;
-  enum { L_WGMMA, L_STRIDED, L_SPLAT, L_TILED } kind;
+  enum { L_STRIDED, L_SPLAT, L_TILED } kind;
   int64_t vec;
   pm_tiling t;
   /* ("reduce", ...): dims of the unreduced base tile that go, outermost reduce last */
@@ -468,10 +468,13 @@ static int tiled_spec(PyObject *spec, layout_job *j) {
 
 static int named_spec(PyObject *spec, layout_job *j) {
   const char *tag, *name;
-  long long bits;
-  if (!PyArg_ParseTuple(spec, "ssL", &tag, &name, &bits)) return -1;
-  if (!pm_layout_named(name, strlen(name), bits, &j->t)) {
-    pmpy_fail(PM_E_VALUE, "layout: there is no %s for elements of %lld bits", name, bits);
+  PyObject *given;
+  int64_t arg[2];
+  if (!PyArg_ParseTuple(spec, "ssO", &tag, &name, &given)) return -1;
+  const int id = pm_layout_find(name, strlen(name)), n = pmpy_ints(given, "layout", arg, 2);
+  if (n < 0) return -1;
+  if (id < 0 || !pm_layout_tiling((pm_layout_name_id)id, arg, (uint32_t)n, &j->t)) {
+    PyErr_Format(PyExc_ValueError, "layout: there is no %s%R", name, given);
     return -1;
   }
   use_tiling(j);
@@ -524,13 +527,6 @@ static int layout_spec(PyObject *spec, layout_job *j) {
     }
     return -1;
   }
-  if (!strcmp(tag, "wgmma")) {
-    j->kind = L_WGMMA;
-    j->base_rank = 2;
-    j->base[0] = 64;
-    j->base[1] = 8;
-    return 0;
-  }
   if (!strcmp(tag, "splat")) {
     j->kind = L_SPLAT;
     return 0;
@@ -571,7 +567,6 @@ static pm_code layout_body(void *ctx, pm_err *err) {
     if (gone) dims[n_dims++] = k;
   }
   switch (j->kind) {
-    case L_WGMMA: j->out = pm_layout_wgmma(j->g, &full); break;
     case L_STRIDED: j->out = pm_layout_strided(j->g, array, j->vec); break;
     case L_SPLAT: j->out = pm_layout_splat(j->g, array); break;
     case L_TILED:;

@@ -1,0 +1,42 @@
+/* The table of products, and what operands look like in registers. */
+#include "mma.h"
+
+const pm_mma pm_mmas[] = {
+#define N(feature) | PM_HAS_##feature
+#define PM_MMA(op, a, b, acc, types, k, n, most, in_acc, in_a, in_b, majors, needs)     \
+  {PM_OP_##op, PM_##a, PM_##b, PM_##acc, types, k, n, most,                             \
+   {PM_LAYOUT_##in_acc, PM_LAYOUT_##in_a, PM_LAYOUT_##in_b}, PM_MAJORS_##majors, 0 needs},
+#include "mma.def"
+#undef PM_MMA
+#undef N
+};
+const uint32_t pm_mma_count = PM_COUNT(pm_mmas);
+
+const pm_mma *pm_mma_find(pm_opcode op, pm_dtype a, pm_dtype b, pm_dtype acc) {
+  for (uint32_t k = 0; k < pm_mma_count; k++) {
+    const pm_mma *m = &pm_mmas[k];
+    if (m->op == op && m->a == a && m->b == b && m->acc == acc) return m;
+  }
+  return NULL;
+}
+
+static const pm_mma *of_dtypes(const pm_graph *g, pm_opid op, pm_opcode code) {
+  const pm_type *acc = pm_typeof(g, pm_in(g, op, 0)), *a = pm_typeof(g, pm_in(g, op, 1)),
+                *b = pm_typeof(g, pm_in(g, op, 2));
+  return pm_mma_find(code, (pm_dtype)a->dtype, (pm_dtype)b->dtype, (pm_dtype)acc->dtype);
+}
+
+const pm_mma *pm_mma_of(const pm_graph *g, pm_opid op) {
+  const pm_opcode code = (pm_opcode)pm_get(g, op)->code;
+  return code == PM_OP_WGMMA || code == PM_OP_MMA ? of_dtypes(g, op, code) : NULL;
+}
+
+bool pm_has_mma(const pm_graph *g, pm_opid wgmma) { return of_dtypes(g, wgmma, PM_OP_MMA); }
+
+pm_layid pm_mma_layout(pm_graph *g, const pm_mma *m, uint32_t k, const pm_type *array) {
+  if (m->in[k] == PM_LAYOUT_NONE) return 0;
+  const int64_t bits = pm_dtypes[array->dtype].bits;
+  const pm_layout_name_id id = (pm_layout_name_id)m->in[k];
+  const pm_layid l = pm_layout_constant(g, id, NULL, 0, array);
+  return l ? l : pm_layout_constant(g, id, &bits, 1, array);
+}
