@@ -20,6 +20,17 @@ MATRICES = {
     "WG_STRIDED": Layout.WG_STRIDED(SHAPE, 4),
     "SMEM_GMEM_COPY": Layout.SMEM_GMEM_COPY(SHAPE, np.int16, 128),
 }
+# rows of 128, as the tensor cores of Blackwell hold them; they are layouts of Hopper as well
+TALL_SHAPE = (128, 64)
+TALL = {
+    "WGMMA": Layout.WGMMA,
+    "TCGEN05": Layout.TCGEN05,
+    "TCGEN05_TRANSPOSED": Layout.TCGEN05_TRANSPOSED,
+    "TCGEN05_TMEM_NATIVE": Layout.TCGEN05_TMEM_NATIVE,
+    "TCGEN05_TMEM_NATIVE(4)": Layout.TCGEN05_TMEM_NATIVE(4),
+    "TCGEN05_M64_COLLECTIVE(64)": Layout.TCGEN05_M64_COLLECTIVE(64),
+    "TCGEN05_M64_COLLECTIVE_NATIVE(64)": Layout.TCGEN05_M64_COLLECTIVE_NATIVE(64),
+}
 VECTORS = {
     "WGMMA.reduce(1)": Layout.WGMMA.reduce(1),
     "WGMMA.reduce(0)": Layout.WGMMA.reduce(0),
@@ -28,6 +39,9 @@ VECTORS = {
     "MMA_RHS(16 bit).reduce(0)": Layout.MMA_RHS(np.int16).reduce(0),
     "TMA_INDICES": Layout.TMA_INDICES,
     "TMA_INDICES_4": Layout.TMA_INDICES_4,
+    "TCGEN05.reduce(1)": Layout.TCGEN05.reduce(1),
+    "TCGEN05_TMEM_NATIVE.reduce(1)": Layout.TCGEN05_TMEM_NATIVE.reduce(1),
+    "TCGEN05_M64_COLLECTIVE(64).reduce(0)": Layout.TCGEN05_M64_COLLECTIVE(64).reduce(0),
 }
 
 
@@ -63,6 +77,7 @@ def text():
     for dtype in (np.float32, np.float16, np.int8):
         name = np.dtype(dtype).name
         parts += [f"## {name}{list(SHAPE)}", _table(MATRICES, SHAPE, dtype)]
+    parts += [f"## float16{list(TALL_SHAPE)}", _table(TALL, TALL_SHAPE, np.float16)]
     parts += [
         "## float32[64]",
         _table(VECTORS, (64,), np.float32),

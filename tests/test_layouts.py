@@ -14,7 +14,7 @@ from pallas_mgpu import numpy as jnp
 from pallas_mgpu._types import layout_spec
 
 L = plgpu.Layout
-bf16 = np.dtype(ml_dtypes.bfloat16)
+bf16, e4m3 = np.dtype(ml_dtypes.bfloat16), np.dtype(ml_dtypes.float8_e4m3fn)
 OWN = L.TILED(plgpu.Tiling(((64, 64), (16, 64), (4, 2))), (-6,), (-3,), -1)
 MATRICES = {
     "wgmma": L.WGMMA,
@@ -232,6 +232,84 @@ def test_cheap_casts_use_butterflies(a, b, mask):
         bf16, x.shape, layout_spec(MATRICES[a]), layout_spec(MATRICES[b])
     )
     assert size == 0 and shuffles == (16 if mask is None else 8)
+
+
+@pytest.mark.parametrize("a, b", [("tcgen05", "tcgen05 transposed"), ("native", "tcgen05")])
+@pytest.mark.parametrize("dtype", [np.float32, bf16, e4m3])
+def test_casts_inside_warps_shuffle(run, rng, a, b, dtype):
+    """Between layouts whose warps hold the same rows; the elements of float8 move four at a time."""
+    x = rng.integers(-8, 8, (128, 64)).astype(dtype)
+
+    def body(x_ref, o_ref, back_ref):
+        v = lax.optimization_barrier(plgpu.load(x_ref, layout=MATRICES[a], optimized=False))
+        o_ref[...] = y = plgpu.layout_cast(v, MATRICES[b])
+        back_ref[...] = plgpu.layout_cast(lax.optimization_barrier(y), MATRICES[a])
+
+    kernel = run.kernel(body, (x, x))
+    assert "through shared memory" not in kernel.lower(x).as_text("cuda")
+    for got in run.call(kernel, x):
+        np.testing.assert_array_equal(got, x)
+
+
+def test_reduced_layouts_of_tcgen05():
+    """Rows and columns, from the table of the language's layouts."""
+    rows = {
+        L.TCGEN05: lambda i, _: (
+            [i % 128 // 32], [i % 8 * 4 + c for c in range(4)], i // 128 * 4 + i % 32 // 8
+        ),
+        L.TCGEN05_TRANSPOSED: lambda i, _: (
+            [i % 128 // 32],
+            [i % 8 // 2 * 8 + c for c in range(8)],
+            (i // 128 * 4 + i % 32 // 8) * 2 + i % 2,
+        ),
+        L.TCGEN05_TMEM_NATIVE: lambda i, _: ([i % 128 // 32], [i % 32], i // 128),
+        L.TCGEN05_M64_COLLECTIVE(64): lambda i, _: (
+            [i % 64 // 32, i % 64 // 32 + 2],
+            [i % 8 * 4 + c for c in range(4)],
+            i // 64 * 4 + i % 32 // 8,
+        ),
+    }  # fmt: skip
+    columns = {
+        L.TCGEN05: lambda j, _: (
+            range(4), [c * 4 + j % 8 // 2 for c in range(8)], j // 8 * 2 + j % 2
+        ),
+        L.TCGEN05_TMEM_NATIVE(4): lambda j, _: (range(4), range(32), j),
+        L.TCGEN05_M64_COLLECTIVE(256): lambda j, _: (
+            [j // 128 * 2, j // 128 * 2 + 1],
+            [c * 4 + j % 8 // 2 for c in range(8)],
+            j % 128 // 8 * 2 + j % 2,
+        ),
+    }  # fmt: skip
+    for axis, tables in ((1, rows), (0, columns)):
+        for layout, where in tables.items():
+            got, n = elements((256,), layout.reduce(axis)), 0
+            for k in range(256):
+                warps, lanes, register = where(k, 0)
+                at = [w * 32 + lane for w in warps for lane in lanes]
+                assert (got[at, register] == k).all(), (layout, axis, k)
+                n += len(at)
+            assert n == (got >= 0).sum(), (layout, axis)
+
+
+@pytest.mark.parametrize("layout", ["wgmma", "tcgen05", "m64"])
+def test_matrices_of_swizzled_memory(run, rng, layout):
+    """Tiled and swizzled SMEM is reached by ldmatrix and stmatrix, four matrices at a time."""
+    x = rng.standard_normal((128, 128)).astype(np.float16)
+    tiled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+
+    def body(x_ref, o_ref, t_ref, s):
+        s[...] = plgpu.load(x_ref, layout=MATRICES[layout], optimized=False)
+        o_ref[...] = plgpu.load(s, layout=MATRICES[layout])
+        t_ref[...] = plgpu.load(s.T, layout=MATRICES[layout])
+
+    scratch = [plgpu.SMEM(x.shape, x.dtype, transforms=tiled)]
+    kernel = run.kernel(body, (x, x), scratch_types=scratch)
+    text = kernel.lower(x).as_text("cuda")
+    for name in ("stmatrix_x4(", "ldmatrix_x4(", "ldmatrix_x4_trans("):
+        assert f"      {name}" in text
+    got, turned = run.call(kernel, x)
+    np.testing.assert_array_equal(got, x)
+    np.testing.assert_array_equal(turned, x.T)
 
 
 def test_row_reduction_and_broadcast_need_no_shared_memory():

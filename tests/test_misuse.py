@@ -417,11 +417,6 @@ ARRAYS = {
     "reduce_precision": (VE, "at least 1", value(lambda v: lax.reduce_precision(v, 0, 3))),
     "call a kernel": (TE, "cannot be called inside of another", value(GOOD)),
     "layout None": (TE, "must be a plgpu.Layout", value(lambda v: plgpu.layout_cast(v, None))),
-    "layout TMEM": (
-        NIE,
-        "Layout.TCGEN05 is for tensor memory",
-        value(lambda v: plgpu.layout_cast(v, plgpu.Layout.TCGEN05)),
-    ),
     "layout rank": (
         VE,
         "does not fit an array of rank 1",

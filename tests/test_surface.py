@@ -315,8 +315,9 @@ def test_older_names():
         assert plgpu.Layout.WGMMA_ROW == plgpu.Layout.WGMMA.reduce(1)
     with pytest.warns(DeprecationWarning, match=r"Layout.WGMMA.reduce\(0\)"):
         assert plgpu.Layout.WGMMA_COL == plgpu.Layout.WGMMA.reduce(0)
-    with pytest.warns(DeprecationWarning), pytest.raises(NotImplementedError, match="TCGEN05"):
-        _ = plgpu.Layout.TCGEN05_ROW
+    with pytest.warns(DeprecationWarning, match=r"TCGEN05_TMEM_NATIVE.reduce\(1\)"):
+        found = plgpu.Layout.TCGEN05_TMEM_NATIVE_ROW
+    assert found == plgpu.Layout.TCGEN05_TMEM_NATIVE(vector_length=2).reduce(1)
 
 
 def older(text, f, *args, **kwargs):

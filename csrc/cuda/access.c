@@ -745,7 +745,7 @@ static bool plan_rows(access *a) {
 
 /* Plan it as matrices if rows are whole aligned 16 bytes; false: not possible. A lane's pair of
  * elements lies in a row, as in WGMMA and TCGEN05, or in a column, as in the right operand of mma
- * and in layouts that are called transposed: those are layouts of the transpose. */
+ * and in transposes of arrays: those are layouts of the transpose. */
 static bool plan_matrix(access *a) {
   access m = *a;
   if (pm_dtypes[a->v->dtype].bits != 16 || a->v->space != PM_SMEM || a->l->rank < 2) return false;

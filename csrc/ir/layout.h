@@ -135,9 +135,8 @@ bool pm_layout_is_replicated(const pm_layout *l);
  * nothing between lanes. Of one shape; map has pm_layout_regs(to) words; scratch memory from `a`.
  */
 bool pm_layout_register_map(pm_arena *a, const pm_layout *from, const pm_layout *to, int32_t *map);
-const char *pm_layout_text(
-    pm_arena *a,
-    const pm_layout *l); /* "splat", "strided(4)", a name, or digits */
+const char *pm_layout_text(pm_arena *a,
+                           const pm_layout *l); /* "splat", "strided(4)", a name, or digits */
 pm_code pm_layout_parse(pm_graph *g, const char *text, size_t n, const pm_type *array,
                         pm_layid *out, pm_err *err);
 pm_layid pm_layout_intern(pm_graph *g, const pm_layout *l); /* canonical form first */

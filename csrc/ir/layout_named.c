@@ -20,7 +20,10 @@ typedef struct dims {
   uint8_t n;
   int32_t at[4];
 } dims;
-#define LIST(...) {sizeof((int32_t[]){__VA_ARGS__}) / sizeof(int32_t), {__VA_ARGS__}}
+#define LIST(...)                                                       \
+  {                                                                     \
+    sizeof((int32_t[]){__VA_ARGS__}) / sizeof(int32_t), { __VA_ARGS__ } \
+  }
 #define T(...) LIST(__VA_ARGS__),
 #define D(...) LIST(__VA_ARGS__)
 #define COPIES(n) LIST(PM_REPLICATED + n)
