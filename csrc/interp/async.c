@@ -255,39 +255,28 @@ static bool predicated_off(thread *t, const instr *i) {
   return i->a && !*(uint8_t *)slot_of(t, i->a);
 }
 
-/* A copy that lanes do is done when it is issued, by plain loads and stores. Behind those to SMEM
- * stands a fence. */
-static step race_by_lanes(pm_machine *m, thread *t, const instr *i, const access *from,
-                          const access *to) {
-  spot s;
-  if (predicated_off(t, i)) return STEP_NEXT;
-  pm_vm_locate(m, t, from, &s);
-  if (pm_race_plain(m, t, i, &s, READ, LANES) == STEP_FAIL) return STEP_FAIL;
-  pm_vm_locate(m, t, to, &s);
-  const bool out = to->space == PM_GMEM;
-  const int touch = out && i->to ? ATOMIC : WRITE;
-  if (pm_race_plain(m, t, i, &s, touch, LANES) == STEP_FAIL) return STEP_FAIL;
-  if (!out) pm_race_fence(m, t, true);
-  return STEP_NEXT;
-}
+static step run_copy_in(pm_machine *m, task *k);
+
+/* Looking for races, a copy that lanes do is made when it is issued, as it is on the device. */
+static bool is_made_now(const pm_machine *m, const instr *i) { return m->races && i->lowered; }
 
 static step exec_copy_in(pm_machine *m, thread *t, const instr *i) {
   barrier *b = pm_vm_barrier(m, t, i, i->mem3);
   if (!b) return STEP_FAIL;
-  bool off = predicated_off(t, i);
+  const bool off = predicated_off(t, i);
   if (i->n) return issue_parts(m, t, i, b, off);
-  if (m->races && i->lowered && race_by_lanes(m, t, i, i->mem, i->mem2) == STEP_FAIL) {
-    return STEP_FAIL;
+  task *k = off ? NULL : new_task(m, t, i, TASK_LOAD);
+  if (k) {
+    k->barrier = b;
+    k->from = 0;
+    k->to = i->mem2->n;
+    if (locate_copy_in(m, t, i, &k->gmem, &k->smem) == STEP_FAIL) return STEP_FAIL;
+    if (m->races) pm_race_issue(m, t, k);
+    if (is_made_now(m, i)) pm_race_fence(m, t, true);
   }
-  if (pm_vm_arrive(m, t, i->op, b, !off) == STEP_FAIL) return STEP_FAIL;
-  if (off) return STEP_PAUSE;
-  task *k = new_task(m, t, i, TASK_LOAD);
-  if (!k) return STEP_FAIL;
-  k->barrier = b;
-  k->from = 0;
-  k->to = i->mem2->n;
-  if (m->races) pm_race_issue(m, t, k);
-  return locate_copy_in(m, t, i, &k->gmem, &k->smem) == STEP_FAIL ? STEP_FAIL : STEP_PAUSE;
+  if ((!off && !k) || pm_vm_arrive(m, t, i->op, b, !off) == STEP_FAIL) return STEP_FAIL;
+  if (k && is_made_now(m, i) && run_copy_in(m, k) == STEP_FAIL) return STEP_FAIL;
+  return STEP_PAUSE;
 }
 
 /* To SMEM of another block, whose barrier waits for it. The data are those of now. */
@@ -339,9 +328,8 @@ static step run_async_store(pm_machine *m, task *k) {
 static step run_copy_in(pm_machine *m, task *k) {
   const access *to = k->smem.mem;
   if (!k->gmem.mem) return run_async_store(m, k);
-  if (m->races && !k->i->lowered &&
-      (pm_race_engine(m, k, &k->gmem, READ) == STEP_FAIL ||
-       pm_race_engine(m, k, &k->smem, WRITE) == STEP_FAIL)) {
+  if (m->races && (pm_race_engine(m, k, &k->gmem, READ) == STEP_FAIL ||
+                   pm_race_engine(m, k, &k->smem, WRITE) == STEP_FAIL)) {
     return STEP_FAIL;
   }
   bool whole = k->to - k->from == to->n;
@@ -376,6 +364,8 @@ static void close_group(pm_machine *m, thread *t) {
   for (uint32_t w = 1; m->has_warps && !t->of && w < WARPS; w++) pm_vm_warps(m, t)[w].groups++;
 }
 
+static step run_copy_out(pm_machine *m, task *k);
+
 static step exec_copy_out(pm_machine *m, thread *t, const instr *i) {
   if (!predicated_off(t, i)) {
     task *k = new_task(m, issuer(t), i, TASK_STORE);
@@ -387,10 +377,10 @@ static step exec_copy_out(pm_machine *m, thread *t, const instr *i) {
     pm_vm_locate(m, t, i->mem, &k->smem);
     pm_vm_locate(m, t, i->mem2, &k->gmem);
     if (!k->smem.inside) return pm_vm_outside(m, t, i->op, &k->smem, "copy_smem_to_gmem");
-    if (m->races && i->lowered && race_by_lanes(m, t, i, i->mem, i->mem2) == STEP_FAIL) {
-      return STEP_FAIL;
-    }
     if (m->races) pm_race_issue(m, t, k);
+    if (is_made_now(m, i)) {
+      if (run_copy_out(m, k) == STEP_FAIL || run_copy_out(m, k) == STEP_FAIL) return STEP_FAIL;
+    }
   }
   if (i->flags) close_group(m, t);
   return STEP_PAUSE;
@@ -426,15 +416,14 @@ static char *combined(const task *k, size_t bytes) {
 static step run_copy_out(pm_machine *m, task *k) {
   const access *from = k->smem.mem;
   const size_t bytes = (size_t)from->n * from->bytes;
-  const bool race = m->races && !k->i->lowered;
   if (!k->read) {
-    if (race && pm_race_engine(m, k, &k->smem, READ) == STEP_FAIL) return STEP_FAIL;
+    if (m->races && pm_race_engine(m, k, &k->smem, READ) == STEP_FAIL) return STEP_FAIL;
     if (!want_buffer(k, k->i->to ? 2 * bytes : bytes)) return no_memory(m, k);
     pm_vm_gather(&k->smem, k->buffer);
     k->read = true;
     return STEP_NEXT;
   }
-  if (race && pm_race_engine(m, k, &k->gmem, k->i->to ? ATOMIC : WRITE) == STEP_FAIL) {
+  if (m->races && pm_race_engine(m, k, &k->gmem, k->i->to ? ATOMIC : WRITE) == STEP_FAIL) {
     return STEP_FAIL;
   }
   const char *data = k->i->to ? combined(k, bytes) : k->buffer;
@@ -446,7 +435,7 @@ static step run_copy_out(pm_machine *m, task *k) {
   if (k->next) k->next->prev = k->prev;
   *(k->prev ? &k->prev->next : &k->owner->stores) = k->next;
   end_task(m, k);
-  return STEP_NEXT;
+  return m->races ? pm_race_stored(m) : STEP_NEXT;
 }
 
 static step exec_commit_group(pm_machine *m, thread *t, const instr *i) {

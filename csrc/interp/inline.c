@@ -3,7 +3,7 @@
  * The function gets arrays as they are, row-major, and copies of the contents of refs. When it
  * returns, the contents of refs that kernels may write are copied back, and the arrivals that it
  * reports reach their barriers. All of this is one step: no other agent sees a part of it. */
-#include "vm.h"
+#include "races.h"
 
 /* As the hardware counts: x is the last axis of the grid, y the one before, z all others. */
 static void place_of(const pm_machine *m, const thread *t, pm_inline_call *call) {
@@ -47,13 +47,55 @@ static step load(pm_machine *m, thread *t, const instr *i, const struct inlined_
   return STEP_NEXT;
 }
 
-static step give_back(pm_machine *m, thread *t, const instr *i, const struct inlined_value *x,
-                      const spot *s, const struct pm_inline_value *v) {
-  if (!x->mem) return STEP_NEXT;
-  if (x->mem->kind != PM_BARRIER) {
-    if (v->written && v->arrivals >= 0) pm_vm_scatter(s, v->at);
+/* To the race detector, a ref in which elements have changed was written there, another was read.
+ * `data`: what it is to hold. */
+static step race(pm_machine *m, thread *t, const instr *i, const spot *s, const char *data) {
+  const access *mem = s->mem;
+  int64_t index[PM_MAX_RANK] = {0};
+  tracker x;
+  bool any = false;
+  if (!pm_race_begin_elements(&x, m, t, i, s, WRITE)) return STEP_NEXT;
+  for (int64_t k = 0; k < mem->n; k++) {
+    const char *at = pm_vm_element(s, false, index);
+    if (memcmp(at, data + k * mem->bytes, mem->bytes)) {
+      pm_race_element(&x, at, mem->bytes);
+      any = true;
+    }
+    for (uint32_t d = mem->rank; d-- > 0;) {
+      if (++index[d] < mem->dim[d]) break;
+      index[d] = 0;
+    }
+  }
+  return any ? pm_race_end_elements(&x) : pm_race_plain(m, t, i, s, READ, THREAD);
+}
+
+static step store(pm_machine *m, thread *t, const instr *i, const spot *s,
+                  struct pm_inline_value *v) {
+  const bool in_place = v->arrivals < 0;
+  if (!m->races) {
+    if (v->written && !in_place) pm_vm_scatter(s, v->at);
     return STEP_NEXT;
   }
+  char *data = v->at, *made = in_place ? pm_malloc((size_t)v->bytes + 1) : NULL;
+  if (in_place && !made) {
+    return pm_vm_fail(m, t, i->op, PM_E_MEMORY, "no memory for an argument of inline_cuda");
+  }
+  if (in_place) { /* take it back for a moment */
+    pm_vm_gather(s, made);
+    pm_vm_scatter(s, data);
+    data = made;
+  }
+  step result = race(m, t, i, s, data);
+  if (v->written) pm_vm_scatter(s, data);
+  if (result != STEP_FAIL) result = pm_race_stored(m);
+  pm_free(made);
+  return result;
+}
+
+static step give_back(pm_machine *m, thread *t, const instr *i, const struct inlined_value *x,
+                      const spot *s, struct pm_inline_value *v) {
+  if (!x->mem) return STEP_NEXT;
+  if (x->mem->kind != PM_BARRIER) return store(m, t, i, s, v);
   barrier *b = pm_vm_barrier(m, t, i, x->mem);
   for (int32_t k = 0; b && k < v->arrivals; k++) {
     if (pm_vm_arrive(m, t, i->op, b, 0) == STEP_FAIL) return STEP_FAIL;

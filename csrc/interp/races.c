@@ -438,6 +438,10 @@ step pm_race_engine(pm_machine *m, const task *k, const spot *s, int touch) {
     maker = TENSOR_CORE;
     id = pm_race_agent_id(m, PRODUCTS, k->owner);
     time = k->number;
+  } else if (k->i->lowered) {
+    maker = LANES;
+    id = pm_race_agent_id(m, OWN, k->issuer);
+    time = pm_clock_at(&k->issued, id, SEEN);
   } else if (k->kind == TASK_STORE) {
     id = pm_race_agent_id(m, smem ? STORE_READS : STORES, k->owner);
     time = (uint32_t)k->group + 1;
@@ -445,8 +449,8 @@ step pm_race_engine(pm_machine *m, const task *k, const spot *s, int touch) {
     maker = k->gmem.mem ? TMA : ST_ASYNC;
     id = pm_race_barrier_id(m, maker == TMA ? COPIES : REMOTE, k->barrier);
     time = pm_race_open_phase(m, k->barrier);
-    if (maker == TMA) from = k->from, to = k->to;
   }
+  if (k->kind == TASK_LOAD && k->gmem.mem) from = k->from, to = k->to;
   set_maker(&x, maker, id, time, &k->issued);
   return add_view(&x, s, from, to, false);
 }

@@ -77,8 +77,8 @@ typedef struct pool {
   uint32_t n, cap, free, live, taken;
 } pool;
 
-/* Plain stores over plain stores that are not ordered before them: no race where the bytes are
- * equal, as those that both bring. */
+/* Writes of one point of the grid over those of another: no race where the bytes are equal, as both
+ * bring the same. */
 typedef struct rewrite {
   uint32_t event;
   size_t from, to;

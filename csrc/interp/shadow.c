@@ -123,8 +123,7 @@ static bool compare(touching *x, conflict *c, uint32_t number, size_t from, size
 
 static bool is_rewrite(const touching *x, uint32_t write) {
   const event *e = pm_shadow_at(x->shadow, write);
-  return x->event->touch == WRITE && x->event->maker == THREAD && e->maker == THREAD &&
-         !is_ordered(x, e, SEEN);
+  return x->event->touch == WRITE && x->event->cluster != e->cluster && !is_ordered(x, e, SEEN);
 }
 
 static void note_rewrite(shadow *s, uint32_t event, size_t from, size_t to) {
