@@ -77,7 +77,9 @@ def test_places_of_elements():
             warp(i), i % 8 // 2 * 8 + j % 2 * 4 + j % 8 // 2, block(i, j, 8, 2, i % 2)
         ),
         L.TCGEN05: lambda i, j: (
-            i % 128 // 32, i % 8 * 4 + j % 8 // 2, ((i // 128 * (n // 8) + j // 8) * 4 + i % 32 // 8) * 2 + j % 2
+            i % 128 // 32,
+            i % 8 * 4 + j % 8 // 2,
+            ((i // 128 * (n // 8) + j // 8) * 4 + i % 32 // 8) * 2 + j % 2,
         ),
         L.TCGEN05_TRANSPOSED: lambda i, j: (
             i % 128 // 32, i % 8 // 2 * 8 + j % 2 * 4 + j % 8 // 2,
@@ -237,7 +239,7 @@ def test_cheap_casts_use_butterflies(a, b, mask):
 @pytest.mark.parametrize("a, b", [("tcgen05", "tcgen05 transposed"), ("native", "tcgen05")])
 @pytest.mark.parametrize("dtype", [np.float32, bf16, e4m3])
 def test_casts_inside_warps_shuffle(run, rng, a, b, dtype):
-    """Between layouts whose warps hold the same rows; the elements of float8 move four at a time."""
+    """Between layouts whose warps hold the same rows; float8 elements move four at a time."""
     x = rng.integers(-8, 8, (128, 64)).astype(dtype)
 
     def body(x_ref, o_ref, back_ref):

@@ -662,7 +662,7 @@ static PyObject *bitcast(PyObject *module, PyObject *const *args, Py_ssize_t n) 
   return t ? bits_as(t, &x, d) : NULL;
 }
 
-PyMethodDef pmpy_array_functions[] = {
+static PyMethodDef functions[] = {
     {"full", KEYWORDS(full), "full(shape, value, dtype=None) -> Array"},
     {"iota", KEYWORDS(iota), "iota(dtype, shape, dim, layout=None) -> Array"},
     {"broadcast_in_dim", KEYWORDS(broadcast_in_dim), "broadcast_in_dim(x, shape, dims) -> Array"},
@@ -683,5 +683,6 @@ PyMethodDef pmpy_array_functions[] = {
 
 int pmpy_init_array(PyObject *module) {
   pmpy.array_type = (PyTypeObject *)PyType_FromModuleAndSpec(module, &array_spec, NULL);
-  return pmpy.array_type ? PyModule_AddType(module, pmpy.array_type) : -1;
+  if (!pmpy.array_type || PyModule_AddType(module, pmpy.array_type)) return -1;
+  return PyModule_AddFunctions(module, functions);
 }

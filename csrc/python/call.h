@@ -76,15 +76,11 @@ int pmpy_order_home(const pmpy_call *c, void *stream);
 int pmpy_hold(pmpy_call *c, void *stream, PyObject *const *made, uint32_t n_made);
 /* Release what the device has passed. */
 void pmpy_sweep(void);
-int pmpy_init_streams(void);
 
 /* TypeError for operand number n_in, which is no array. */
 PyObject *pmpy_call_refuse(const pmpy_call *c);
 
 /* __reduce__ of kernels and families: by their place in a module. */
 PyObject *pmpy_reduce(PyObject *self, PyObject *unused);
-
-/* family.c: Family. */
-int pmpy_init_family(PyObject *module);
 
 #endif

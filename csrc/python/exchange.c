@@ -809,6 +809,7 @@ PyObject *pmpy_finish(const pmpy_source *s, PyObject *made, bool cuda) {
 }
 
 int pmpy_init_exchange(PyObject *module) {
+  (void)module;
   import_array1(-1);
-  return pmpy_init_narrow() < 0 ? -1 : pmpy_init_device_array(module);
+  return 0;
 }

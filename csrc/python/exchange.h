@@ -10,13 +10,6 @@
 
 #include "dlpack.h"
 
-/* A pm_err without the cost of clearing its texts. */
-#define PMPY_ERR(name) \
-  pm_err name;         \
-  name.code = PM_OK;   \
-  name.line = 0;       \
-  name.file[0] = name.text[0] = 0
-
 /* Who made an array; results are made by the same. */
 typedef enum pmpy_family {
   PMPY_NONE, /* numbers, and specs without data */
@@ -70,7 +63,6 @@ int pmpy_read(PyObject *o, int which, pmpy_purpose purpose, pmpy_buffer *out);
  * exception or where the dtype is another one (none); a scalar: 1, -1 with an exception. */
 PyObject *pmpy_narrow_array(PyObject *array, int which, pm_dtype *to, const char **was);
 int pmpy_narrow_scalar(PyObject *scalar, int which, void *into, pm_dtype *to, const char **was);
-int pmpy_init_narrow(void);
 void pmpy_release(pmpy_buffer *b);
 /* Would pmpy_read take it, and not as a number? Objects with shape and dtype alone where `specs`.
  */
@@ -125,7 +117,6 @@ typedef struct pmpy_device_array {
 
 /* Uninitialised; allocated in the order of `stream`. */
 PyObject *pmpy_device_array_new(const pmpy_spec *spec, int device, void *stream);
-int pmpy_init_device_array(PyObject *module);
 
 /* Device ordinal of None, an int, or "cuda:1". */
 int pmpy_device_ordinal(PyObject *o, int *out);

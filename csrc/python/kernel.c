@@ -1119,8 +1119,6 @@ int pmpy_init_kernel(PyObject *module) {
   PyObject *type = PyType_FromModuleAndSpec(module, &type_spec, NULL);
   if (!type) return -1;
   pmpy.kernel_type = (PyTypeObject *)type;
-  if (pmpy_init_streams() < 0) return -1;
   if (PyModule_AddObjectRef(module, "Kernel", type) < 0) return -1;
-  if (PyModule_AddFunctions(module, functions) < 0) return -1;
-  return pmpy_init_plan(module) < 0 ? -1 : pmpy_init_family(module);
+  return PyModule_AddFunctions(module, functions);
 }

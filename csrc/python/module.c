@@ -4,6 +4,12 @@
  * only in the main interpreter. */
 #include "module.h"
 
+static int (*const inits[])(PyObject *) = {
+#define X(file) pmpy_init_##file,
+    PMPY_INITS(X)
+#undef X
+};
+
 static int exec_module(PyObject *module) {
   static bool done;
   if (PyInterpreterState_Get() != PyInterpreterState_Main()) {
@@ -14,10 +20,9 @@ static int exec_module(PyObject *module) {
     PyErr_SetString(PyExc_ImportError, "pallas_mgpu cannot be loaded twice in one process");
     return -1;
   }
-  if (pmpy_init_errors(module) < 0 || pmpy_init_hooks(module) < 0 || pmpy_init_graph(module) < 0 ||
-      pmpy_init_trace(module) < 0 || pmpy_init_exchange(module) < 0 ||
-      pmpy_init_kernel(module) < 0 || pmpy_init_info(module) < 0)
-    return -1;
+  for (size_t k = 0; k < PM_COUNT(inits); k++) {
+    if (inits[k](module) < 0) return -1;
+  }
   done = true;
   return 0;
 }

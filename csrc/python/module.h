@@ -29,6 +29,13 @@ typedef enum pmpy_hook_id {
       PMPY_HOOK_COUNT
 } pmpy_hook_id;
 
+/* A pm_err without the cost of clearing its texts. */
+#define PMPY_ERR(name) \
+  pm_err name;         \
+  name.code = PM_OK;   \
+  name.line = 0;       \
+  name.file[0] = name.text[0] = 0
+
 /* Process-wide objects, made once when the module is executed (sub-interpreters are refused). */
 typedef struct pmpy_state {
   PyObject *exceptions[PM_CODE_COUNT]; /* by pm_code */
@@ -57,7 +64,6 @@ enum pmpy_tracer_error {
 PyObject *pmpy_raise(const pm_err *err);
 /* The place as a note of the exception that is set, which the user's own function raised. */
 void pmpy_add_place(const pm_err *err);
-int pmpy_init_errors(PyObject *module);
 
 /* dtypes.c. New reference to the numpy dtype. */
 PyObject *pmpy_dtype_object(pm_dtype t);
@@ -85,20 +91,22 @@ int pmpy_call_inlined(const pmpy_graph *graph, struct pm_inline_call *call);
 /* hooks.c. Borrowed; NULL with an exception before the package is imported. */
 PyObject *pmpy_hook(pmpy_hook_id id);
 
-/* Each file adds its types and functions; 0 or -1. */
-int pmpy_init_hooks(PyObject *module);    /* hooks.c: set_hooks */
-int pmpy_init_graph(PyObject *module);    /* graph.c: Graph: parse, text, lower, cuda, interpret */
-int pmpy_init_trace(PyObject *module);    /* trace.c: Trace, regions; array.c: Array; ref.c: Ref */
-int pmpy_init_exchange(PyObject *module); /* exchange.c: DLPack, DeviceArray, device_put */
-int pmpy_init_kernel(PyObject *module);   /* kernel.c: Kernel, compile and device functions */
-int pmpy_init_info(PyObject *module);     /* info.c: as_dtype, depends, system_info */
+/* Files that add types and functions to the module, in this order; 0 or -1. */
+// clang-format off
+#define PMPY_INITS(X) \
+  X(errors) X(hooks) X(place) X(graph) X(promote) X(trace) X(ops) X(regions) X(array) X(moves) \
+  X(ref) X(narrow) X(exchange) X(device_array) X(streams) X(plan) X(kernel) X(family) X(info)
+// clang-format on
+#define X(file) int pmpy_init_##file(PyObject *module);
+PMPY_INITS(X)
+#undef X
 
 /* info.c. Tell the runtime where the NVRTC wheel is; called before the first compilation of a
  * process. */
 void pmpy_find_nvrtc(void);
 
 /* Place of the innermost Python frame outside the package, as borrowed UTF-8 valid until the
- * frame's code dies (callers intern it at once). *file is NULL if there is none. trace.c */
+ * frame's code dies (callers intern it at once). *file is NULL if there is none. place.c */
 void pmpy_user_place(const char **file, uint32_t *line);
 
 #endif

@@ -212,7 +212,7 @@ static PyObject *layout_elements(PyObject *module, PyObject *args) {
 }
 
 #define FAST(fn) (PyCFunction)(void (*)(void)) fn, METH_FASTCALL
-PyMethodDef pmpy_move_functions[] = {
+static PyMethodDef functions[] = {
     {"transpose", FAST(transpose), "transpose(x, dims) -> Array: result dim k is dim dims[k]"},
     {"concat", FAST(concat), "concat(dim, *arrays) -> Array"},
     {"mma", FAST(mma), "mma(acc, a, b) -> Array: acc + a @ b by mma.sync"},
@@ -224,3 +224,5 @@ PyMethodDef pmpy_move_functions[] = {
     {"layout_elements", layout_elements, METH_VARARGS,
      "layout_elements(shape, layout) -> row-major numbers of elements, [lane][register], -1: none"},
     {NULL, NULL, 0, NULL}};
+
+int pmpy_init_moves(PyObject *module) { return PyModule_AddFunctions(module, functions); }

@@ -106,7 +106,8 @@ int pmpy_narrow_scalar(PyObject *scalar, int which, void *into, pm_dtype *to, co
   return -1;
 }
 
-int pmpy_init_narrow(void) {
+int pmpy_init_narrow(PyObject *module) {
+  (void)module;
   import_array1(-1);
   return 0;
 }

@@ -57,8 +57,6 @@ void pmpy_format_number(void *ctx, const char *spec, pm_dtype d, pm_scalar v, ch
 pm_code pmpy_plan_interpret(pmpy_plan *p, void *const *buffers, const pm_interp_options *o,
                             pm_err *err);
 
-int pmpy_init_plan(PyObject *module);
-
 /* ---- plan_cache.c -------------------------------------------------------------------------- */
 
 /* The plans of one kernel, by their keys; all zero at first. Must not move. */

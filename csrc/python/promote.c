@@ -812,7 +812,7 @@ static PyObject *is_tracer(PyObject *module, PyObject *x) {
   return PyBool_FromLong(PMPY_IS_ARRAY(x));
 }
 
-PyMethodDef pmpy_promote_functions[] = {
+static PyMethodDef functions[] = {
     {"unary", (PyCFunction)(void (*)(void))unary, METH_FASTCALL, "unary(name, x) -> Array"},
     {"binary", (PyCFunction)(void (*)(void))binary, METH_FASTCALL,
      "binary(name, x, y) -> Array, with jnp's promotion and broadcasting"},
@@ -827,7 +827,7 @@ PyMethodDef pmpy_promote_functions[] = {
     {"is_tracer", is_tracer, METH_O, "Is x a traced array?"},
     {NULL, NULL, 0, NULL}};
 
-int pmpy_init_promote(void) {
+int pmpy_init_promote(PyObject *module) {
   import_array1(-1);
-  return 0;
+  return PyModule_AddFunctions(module, functions);
 }

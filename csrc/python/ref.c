@@ -1204,7 +1204,7 @@ static PyObject *alloc_acc(PyObject *module, PyObject *args, PyObject *kw) {
       t, pmpy_emit(t, PM_OP_ALLOC_ACC, has_init ? &x.val : NULL, has_init, &type, NULL, 0), name);
 }
 
-PyMethodDef pmpy_ref_functions[] = {
+static PyMethodDef functions[] = {
     {"load", KEYWORDS(load), "load(ref, layout=None, optimized=True) -> Array"},
     {"store", (PyCFunction)(void (*)(void))store, METH_FASTCALL, "store(ref, value)"},
     {"stored", (PyCFunction)(void (*)(void))stored, METH_FASTCALL,
@@ -1238,5 +1238,6 @@ PyMethodDef pmpy_ref_functions[] = {
 int pmpy_init_ref(PyObject *module) {
   pmpy.ref_type = (PyTypeObject *)PyType_FromModuleAndSpec(module, &ref_spec, NULL);
   indexer_type = (PyTypeObject *)PyType_FromModuleAndSpec(module, &indexer_spec, NULL);
-  return pmpy.ref_type && indexer_type ? PyModule_AddType(module, pmpy.ref_type) : -1;
+  if (!pmpy.ref_type || !indexer_type || PyModule_AddType(module, pmpy.ref_type)) return -1;
+  return PyModule_AddFunctions(module, functions);
 }

@@ -189,7 +189,8 @@ int pmpy_order_home(const pmpy_call *c, void *stream) {
   return order(c->device, current, stream);
 }
 
-int pmpy_init_streams(void) {
+int pmpy_init_streams(PyObject *module) {
+  (void)module;
   pmpy_name_out = PyUnicode_InternFromString("out");
   pmpy_name_stream = PyUnicode_InternFromString("stream");
   return pmpy_name_out && pmpy_name_stream ? 0 : -1;

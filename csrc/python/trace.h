@@ -1,4 +1,4 @@
-/* Shared by trace.c, array.c, ref.c, promote.c and graph.c: a trace in progress and its values.
+/* A trace in progress and its values: what the files that build a graph share.
  *
  * A traced value (Array or Ref) is an index into the graph of a Trace, with a copy of its type, so
  * that it can be asked for shape and dtype after the graph is gone. It belongs to the region that
@@ -57,24 +57,38 @@ typedef struct pmpy_traced {
  * RuntimeError, or UnexpectedTracerError if x (may be NULL) is a traced value. Every entry point
  * calls it once. */
 pmpy_trace *pmpy_begin(const char *what, PyObject *x);
-/* Raise the exception of `code` with the user's place; always NULL. */
-PyObject *pmpy_fail(pm_code code, const char *fmt, ...) PM_PRINTF(2, 3);
-/* The same for the exceptions about tracers. */
-PyObject *pmpy_tracer_fail(enum pmpy_tracer_error which, const char *fmt, ...) PM_PRINTF(2, 3);
 /* May the value be used in trace t now? 0 or -1 with UnexpectedTracerError. */
 int pmpy_check_open(const pmpy_trace *t, const pmpy_traced *x);
 
 /* Add an op without regions; its first result (1 if it has none), or 0. */
-/* of an attribute that is an enum, by name; -1: an error is set */
-int pmpy_enum_value(pm_attr_id id, const char *text, int64_t *out);
 pm_val pmpy_emit(pmpy_trace *t, pm_opcode code, const pm_val *in, uint32_t n_in,
                  const pm_type *given, const pm_attr_arg *attrs, uint32_t n_attrs);
+/* Add an op with regions, which are to be filled; 0 on failure. */
+pm_opid pmpy_open(pmpy_trace *t, pm_opcode code, const pm_val *in, uint32_t n_in,
+                  uint32_t n_regions, const pm_attr_arg *attrs, uint32_t n_attrs);
+/* What is added from here on goes to this block; 0 or -1. */
+int pmpy_push_region(pmpy_trace *t, pm_blk block);
 /* Object for a value made in the open region. */
 PyObject *pmpy_traced_new(pmpy_trace *t, pm_val val, bool weak);
 /* Name of a value in dumps and generated code. */
 void pmpy_name(pmpy_trace *t, pm_val val, const char *name);
+
+/* ---- place.c ------------------------------------------------------------------------------- */
+
+/* The builder at the user's line. */
+void pmpy_stamp(pmpy_trace *t);
+/* 0 if memory ran out (no exception): the text is then simply missing. */
+uint32_t pmpy_intern(pm_graph *g, const char *text);
+/* Names of results, from the lines that made them. */
+void pmpy_name_results(pmpy_trace *t);
+/* Raise the exception of `code` with the user's place; always NULL. */
+PyObject *pmpy_fail(pm_code code, const char *fmt, ...) PM_PRINTF(2, 3);
+/* The same for the exceptions about tracers. */
+PyObject *pmpy_tracer_fail(enum pmpy_tracer_error which, const char *fmt, ...) PM_PRINTF(2, 3);
 /* "float32[128,64]", in a static buffer of the thread */
 const char *pmpy_type_text(const pm_type *type);
+
+/* ---- shapes.c ------------------------------------------------------------------------------ */
 
 /* int, or a sequence of ints, of at most `max` entries; what names the argument. Count, or -1. */
 int pmpy_ints(PyObject *o, const char *what, int64_t *out, uint32_t max);
@@ -88,7 +102,26 @@ int pmpy_reshape_args(const pm_type *from, PyObject *const *args, Py_ssize_t n, 
 pm_layid pmpy_layout(pmpy_trace *t, PyObject *spec, const pm_type *array);
 /* The same for any graph; `at` (may be NULL) is where errors point. */
 pm_layid pmpy_layout_in(pm_graph *g, const pm_builder *at, PyObject *spec, const pm_type *array);
-extern PyMethodDef pmpy_trace_functions[];
+
+/* ---- ops.c --------------------------------------------------------------------------------- */
+
+/* Operands and attributes of an op that is made by its name. */
+typedef struct pmpy_op_call {
+  pm_opcode code;
+  uint32_t n_in, n_attrs;
+  pm_val *in;    /* owned */
+  uint8_t *weak; /* owned; of operands */
+  pm_attr_arg attrs[PM_MAX_ATTRS];
+  int64_t list[PM_MAX_ATTRS][2 * PM_MAX_RANK];
+} pmpy_op_call;
+/* args: the name and the operands, and what else is `expected` in all; keywords are attributes.
+ * 0 or -1; pmpy_op_call_end in either case. */
+int pmpy_op_call_begin(pmpy_trace *t, pmpy_op_call *c, PyObject *const *args, Py_ssize_t n,
+                       Py_ssize_t expected, PyObject *kwnames);
+int pmpy_operands(pmpy_trace *t, pmpy_op_call *c, PyObject *seq);
+void pmpy_op_call_end(pmpy_op_call *c);
+/* Of an attribute that is an enum, by name; 0, or -1 with an exception. */
+int pmpy_enum_value(pm_attr_id id, const char *text, int64_t *out);
 
 /* ---- promote.c ----------------------------------------------------------------------------- */
 
@@ -116,8 +149,6 @@ int pmpy_broadcast(pmpy_trace *t, const char *op, pmpy_arg *args, uint32_t n);
  */
 pm_val pmpy_reshape(pmpy_trace *t, pm_val x, const pm_type *to);
 pm_val pmpy_number(pmpy_trace *t, const pm_type *type, pm_scalar number);
-extern PyMethodDef pmpy_promote_functions[];
-int pmpy_init_promote(void);
 
 /* What the operators do, by number; the names of binary() and unary() lead here. */
 typedef enum pmpy_binop {
@@ -137,15 +168,6 @@ PyObject *pmpy_unary(pm_opcode code, PyObject *x);
 PyObject *pmpy_convert(pmpy_trace *t, pmpy_arg *x, pm_dtype dtype, bool weak);
 PyObject *pmpy_select(pmpy_trace *t, pmpy_arg *cond, pmpy_arg *x, pmpy_arg *y);
 
-/* ---- array.c ------------------------------------------------------------------------------- */
-
-int pmpy_init_array(PyObject *module);
-extern PyMethodDef pmpy_array_functions[];
-
-/* ---- moves.c ------------------------------------------------------------------------------- */
-
-extern PyMethodDef pmpy_move_functions[];
-
 /* ---- ref.c --------------------------------------------------------------------------------- */
 
 /* An index, one entry per dimension. start PM_DYNAMIC: the next of dyn; size PM_DROPPED: an int. */
@@ -163,7 +185,5 @@ typedef struct pmpy_index {
 int pmpy_indexed_type(const pmpy_index *index, const pm_type *from, pm_type *to);
 int pmpy_parse_index(pmpy_trace *t, PyObject *idx, const pm_type *type, bool array,
                      pmpy_index *out);
-int pmpy_init_ref(PyObject *module);
-extern PyMethodDef pmpy_ref_functions[];
 
 #endif

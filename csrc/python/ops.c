@@ -1,0 +1,235 @@
+/* Ops made by name: effect("barrier_wait", operands, **attributes) reads the rest from the op table
+ * (ops.def, attrs.def, enums.def), so that a new op needs no code here. */
+#include "../ir/access.h"
+#include "trace.h"
+
+#include <stdio.h>
+
+/* ---- operands and attributes --------------------------------------------------------------- */
+
+enum { F_INT, F_BITS, F_LIST, F_STR, F_LAYOUT, F_ENUM };
+#define F_ENUM_AXIS F_ENUM
+#define F_ENUM_REDUCE F_ENUM
+#define F_ENUM_ATOMIC F_ENUM
+#define F_ENUM_OOB F_ENUM
+#define F_ENUM_ENGINE F_ENUM
+#define F_ENUM_COMBINE F_ENUM
+static const uint8_t attr_form[PM_ATTR_COUNT] = {
+#define PM_ATTR(id, text, kind) [PM_ATTR_##id] = F_##kind,
+#include "../ir/attrs.def"
+#undef PM_ATTR
+};
+
+void pmpy_op_call_end(pmpy_op_call *c) {
+  PyMem_Free(c->in);
+  PyMem_Free(c->weak);
+}
+
+/* The operand letter of ops.def for operand k. */
+static char letter_of(pm_opcode code, uint32_t k) {
+  const char *spec = pm_ops[code].in;
+  pm_operand o = {.letter = 'v'};
+  for (k++; *spec && k && !o.repeated; k--) spec = pm_read_operand(spec, &o);
+  return k && !o.repeated ? 'v' : o.letter;
+}
+
+static pm_val operand(pmpy_trace *t, pm_opcode code, char letter, PyObject *o, uint8_t *weak) {
+  if (PMPY_IS_REF(o)) {
+    pmpy_traced *x = (pmpy_traced *)o;
+    *weak = 0;
+    return pmpy_check_open(t, x) ? 0 : x->val;
+  }
+  pmpy_arg x;
+  if (pmpy_arg_need(t, pm_ops[code].text, o, &x)) return 0;
+  *weak = x.weak;
+  const bool index = letter == 'i' || letter == 't';
+  bool cast = index || (letter == 'p' && !x.val);
+  if (index && !pm_is_int(x.type.dtype)) cast = false; /* the type rule complains */
+  return pmpy_arg_as(t, &x, cast ? (index ? PM_I32 : PM_BOOL) : x.type.dtype);
+}
+
+int pmpy_operands(pmpy_trace *t, pmpy_op_call *c, PyObject *seq) {
+  PyObject *fast = PySequence_Fast(seq, "operands must be a sequence");
+  if (!fast) return -1;
+  Py_ssize_t n = PySequence_Fast_GET_SIZE(fast);
+  c->in = PyMem_Malloc(sizeof *c->in * (size_t)(n + 1));
+  c->weak = PyMem_Malloc((size_t)(n + 1));
+  int rc = c->in && c->weak ? 0 : -1;
+  if (rc) PyErr_NoMemory();
+  for (Py_ssize_t k = 0; k < n && !rc; k++) {
+    PyObject *item = PySequence_Fast_GET_ITEM(fast, k);
+    if (item == Py_None) continue; /* an optional operand that is not given */
+    char letter = letter_of(c->code, c->n_in);
+    c->in[c->n_in] = operand(t, c->code, letter, item, &c->weak[c->n_in]);
+    if (!c->in[c->n_in++]) rc = -1;
+  }
+  Py_DECREF(fast);
+  return rc;
+}
+
+int pmpy_enum_value(pm_attr_id id, const char *text, int64_t *out) {
+#define V(family, id, text) text,
+#define PM_FAMILY(family, values) static const char *const names_##family[] = {values NULL};
+#include "../ir/enums.def"
+#undef PM_FAMILY
+#undef V
+  const char *const *names = id == PM_ATTR_AXIS     ? names_AXIS
+                             : id == PM_ATTR_REDUCE ? names_REDUCE
+                             : id == PM_ATTR_ATOMIC ? names_ATOMIC
+                             : id == PM_ATTR_OOB    ? names_OOB
+                             : id == PM_ATTR_ENGINE ? names_ENGINE
+                                                    : names_COMBINE;
+  for (int k = 0; names[k]; k++) {
+    if (!strcmp(names[k], text)) {
+      *out = k;
+      return 0;
+    }
+  }
+  pmpy_fail(PM_E_VALUE, "%s: unknown value '%s'", pm_attr_text[id], text);
+  return -1;
+}
+
+static int attribute(pmpy_trace *t, pmpy_op_call *c, const char *name, PyObject *value) {
+  const pm_op_info *info = &pm_ops[c->code];
+  int k = 0;
+  while (k < info->n_attrs && strcmp(pm_attr_text[info->attrs[k]], name)) k++;
+  if (k == info->n_attrs) {
+    pmpy_fail(PM_E_TYPE, "%s has no attribute '%s'", info->text, name);
+    return -1;
+  }
+  pm_attr_arg *a = &c->attrs[c->n_attrs];
+  *a = (pm_attr_arg){.id = info->attrs[k]};
+  uint8_t form = attr_form[a->id];
+  if (form == F_LAYOUT || form == F_BITS) {
+    pmpy_fail(PM_E_NOT_IMPLEMENTED, "%s: attribute '%s' cannot be given here", info->text, name);
+    return -1;
+  }
+  if (form == F_LIST) {
+    int n = pmpy_ints(value, name, c->list[c->n_attrs], 2 * PM_MAX_RANK);
+    if (n < 0) return -1;
+    a->list = c->list[c->n_attrs];
+    a->n = (uint32_t)n;
+  } else if (form == F_STR || (form == F_ENUM && PyUnicode_Check(value))) {
+    const char *s = PyUnicode_AsUTF8(value);
+    if (!s || (form == F_ENUM && pmpy_enum_value(a->id, s, &a->i))) return -1;
+    if (form == F_STR) a->i = pmpy_intern(t->g, s);
+  } else if (pmpy_ints(value, name, &a->i, 1) != 1) {
+    if (!PyErr_Occurred()) pmpy_fail(PM_E_TYPE, "%s: %s must be an int", info->text, name);
+    return -1;
+  }
+  c->n_attrs++;
+  return 0;
+}
+
+int pmpy_op_call_begin(pmpy_trace *t, pmpy_op_call *c, PyObject *const *args, Py_ssize_t n,
+                       Py_ssize_t expected, PyObject *kwnames) {
+  memset(c, 0, offsetof(pmpy_op_call, attrs));
+  Py_ssize_t size;
+  const char *name =
+      n == expected && PyUnicode_Check(args[0]) ? PyUnicode_AsUTF8AndSize(args[0], &size) : NULL;
+  if (!name) {
+    if (!PyErr_Occurred()) pmpy_fail(PM_E_TYPE, "expected the name of an op and its operands");
+    return -1;
+  }
+  c->code = (pm_opcode)pm_op_find(name, (size_t)size);
+  if (!c->code) {
+    pmpy_fail(PM_E_VALUE, "there is no op '%s'", name);
+    return -1;
+  }
+  if (pmpy_operands(t, c, args[1])) return -1;
+  for (Py_ssize_t k = 0; kwnames && k < PyTuple_GET_SIZE(kwnames); k++) {
+    const char *key = PyUnicode_AsUTF8(PyTuple_GET_ITEM(kwnames, k));
+    if (!key || attribute(t, c, key, args[n + k])) return -1;
+  }
+  return 0;
+}
+
+static PyObject *effect(PyObject *module, PyObject *const *args, Py_ssize_t n, PyObject *kwnames) {
+  (void)module;
+  const char *name = n && PyUnicode_Check(args[0]) ? PyUnicode_AsUTF8(args[0]) : NULL;
+  pmpy_trace *t = pmpy_begin(name ? name : "effect", NULL);
+  pmpy_op_call c;
+  if (!t) return NULL;
+  bool ok = !pmpy_op_call_begin(t, &c, args, n, 2, kwnames);
+  if (ok && (pm_ops[c.code].out > 1 || pm_ops[c.code].regions)) {
+    pmpy_fail(PM_E_TYPE, "%s has results or regions; effect() makes ops without",
+              pm_ops[c.code].text);
+    ok = false;
+  }
+  const pm_val v = ok ? pmpy_emit(t, c.code, c.in, c.n_in, NULL, c.attrs, c.n_attrs) : 0;
+  const bool out = ok && pm_ops[c.code].out;
+  pmpy_op_call_end(&c);
+  if (!v) return NULL;
+  if (out) return pmpy_traced_new(t, v, false);
+  Py_RETURN_NONE;
+}
+
+static PyObject *axis_index(PyObject *module, PyObject *const *args, Py_ssize_t n) {
+  (void)module;
+  pmpy_trace *t = pmpy_begin("axis_index", NULL);
+  if (!t) return NULL;
+  const char *kind = n == 2 && PyUnicode_Check(args[0]) ? PyUnicode_AsUTF8(args[0]) : NULL;
+  if (!kind) {
+    if (PyErr_Occurred()) return NULL;
+    return pmpy_fail(PM_E_TYPE, "axis_index: expected a kind of axis and its number");
+  }
+  pm_attr_arg attrs[2] = {{.id = PM_ATTR_AXIS}, {.id = PM_ATTR_DIM}};
+  if (pmpy_enum_value(PM_ATTR_AXIS, kind, &attrs[0].i)) return NULL;
+  if (pmpy_ints(args[1], "axis_index", &attrs[1].i, 1) != 1) return NULL;
+  pm_type type = pm_scalar_type(PM_I32);
+  pm_val v = pmpy_emit(t, PM_OP_AXIS, NULL, 0, &type, attrs, 2);
+  return v ? pmpy_traced_new(t, v, false) : NULL;
+}
+
+static PyObject *counted(pm_opcode code, PyObject *number) {
+  const char *what = pm_ops[code].text;
+  pmpy_trace *t = pmpy_begin(what, NULL);
+  pm_attr_arg attr = {.id = PM_ATTR_N};
+  if (!t || pmpy_ints(number, what, &attr.i, 1) != 1) return NULL;
+  pm_type type = pm_scalar_type(PM_I32);
+  pm_val v = pmpy_emit(t, code, NULL, 0, &type, &attr, 1);
+  return v ? pmpy_traced_new(t, v, false) : NULL;
+}
+
+static PyObject *next_tile(PyObject *module, PyObject *number) {
+  (void)module;
+  return counted(PM_OP_NEXT_TILE, number);
+}
+
+static PyObject *take_tile(PyObject *module, PyObject *const *args, Py_ssize_t n) {
+  (void)module;
+  pmpy_trace *t = pmpy_begin("take_tile", NULL);
+  pm_attr_arg attr = {.id = PM_ATTR_N};
+  pmpy_arg own;
+  pm_val in = 0;
+  if (!t || n < 1 || n > 2 || pmpy_ints(args[0], "take_tile", &attr.i, 1) != 1) return NULL;
+  if (n == 2 &&
+      (pmpy_arg_need(t, "take_tile", args[1], &own) || !(in = pmpy_arg_as(t, &own, PM_I32)))) {
+    return NULL;
+  }
+  pm_type type = pm_scalar_type(PM_I32);
+  pm_val v = pmpy_emit(t, PM_OP_TAKE_TILE, &in, n == 2, &type, &attr, 1);
+  return v ? pmpy_traced_new(t, v, false) : NULL;
+}
+
+static PyObject *first_tile(PyObject *module, PyObject *unused) {
+  (void)module, (void)unused;
+  pmpy_trace *t = pmpy_begin("first_tile", NULL);
+  pm_type type = pm_scalar_type(PM_I32);
+  pm_val v = t ? pmpy_emit(t, PM_OP_FIRST_TILE, NULL, 0, &type, NULL, 0) : 0;
+  return v ? pmpy_traced_new(t, v, false) : NULL;
+}
+
+static PyMethodDef functions[] = {
+    {"effect", (PyCFunction)(void (*)(void))effect, METH_FASTCALL | METH_KEYWORDS,
+     "effect(name, operands, **attrs): add an op without regions; its result, or None."},
+    {"first_tile", first_tile, METH_NOARGS, "first_tile(): number of this cluster in the launch."},
+    {"take_tile", (PyCFunction)(void (*)(void))take_tile, METH_FASTCALL,
+     "take_tile(n, own=None): the next number of counter n of the launch, for hand_tile or "
+     "share_tile; own, where each cluster has a point of its own."},
+    {"next_tile", next_tile, METH_O, "next_tile(n): counter n of the launch, plus one each time."},
+    {"axis_index", (PyCFunction)(void (*)(void))axis_index, METH_FASTCALL,
+     "axis_index(kind, dim) -> Array; kind is grid, cluster or thread."},
+    {NULL, NULL, 0, NULL}};
+
+int pmpy_init_ops(PyObject *module) { return PyModule_AddFunctions(module, functions); }
