@@ -89,7 +89,9 @@ class Runner:
             return self.call_host(kernel, lowered, args)
         used = lowered.resources()
         assert used["spill_bytes"] <= spills, used
-        assert used["stack_bytes"] == 0 or spills or "printf(" in lowered.as_text("cuda"), used
+        # exact sin, cos and tan reduce large arguments on a stack with some compilers
+        on_stack = re.search(r"\b(?:printf|sinf|cosf|tanf)\(", lowered.as_text("cuda"))
+        assert used["stack_bytes"] == 0 or spills or on_stack, used
         assert used["remarks"] == "" or "C75" not in used["remarks"], used
         return kernel(*args)
 

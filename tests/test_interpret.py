@@ -116,7 +116,7 @@ def test_other_fields():
         ({"num_tma_threads_per_device": 1.5}, ValueError),
         ({"vector_clock_size": 3}, ValueError),
         ({"logging_mode": 3}, TypeError),
-        ({"detect_races": True}, NotImplementedError),
+        ({"on_race": "ignore"}, ValueError),
     ],
 )
 def test_refused(fields, error):

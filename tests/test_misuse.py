@@ -144,7 +144,6 @@ DEFINITIONS = {
     "keyword": (TE, "unknown argument 'gird', did you mean 'grid'", define(gird=(1,))),
     "interpret": (TE, "bool or plgpu.InterpretParams", lambda: plgpu.kernel(add_one, interpret=5)),
     "profile": (VE, "go together", lambda: plgpu.CompilerParams(profile_space=5)),
-    "races": (NIE, "detect_races", lambda: plgpu.InterpretParams(detect_races=True)),
     "Barrier arrivals": (VE, "at least 1 and at most 8191", lambda: plgpu.Barrier(10**9)),
     "Barrier text": (TE, "num_arrivals must be an int", lambda: plgpu.Barrier("a")),
     "Barrier none": (VE, "num_barriers must be positive", lambda: plgpu.Barrier(num_barriers=0)),

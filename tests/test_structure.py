@@ -16,9 +16,6 @@ MOST_LINES, MOST_COLUMNS, LONGEST_FUNCTION = 1500, 100, 100
 LONG_FUNCTIONS = {
     "pallas_mgpu.ops._norms_ring.kernel",
     "pallas_mgpu.ops._norms_ring.kernel.body",
-    "pallas_mgpu.ops.attention._kernel",
-    "pallas_mgpu.ops.attention._kernel.body",
-    "pallas_mgpu.ops.attention._kernel.body.attend",
     "pallas_mgpu.ops.norms._kernel",
 }
 

@@ -86,7 +86,7 @@ static void put_hint(const pm_machine *m, const event *a, const event *b, enum v
       snprintf(buf, n, "the fence between them was inserted: call plgpu.commit_smem() there");
       return;
     case FENCED:
-      snprintf(buf, n, "no plgpu.commit_smem() stands between them: %s may miss the store",
+      snprintf(buf, n, "no plgpu.commit_smem() makes the store visible to %s",
                tma ? "TMA" : "the tensor core");
       return;
     case DRAINED:

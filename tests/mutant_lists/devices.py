@@ -375,7 +375,6 @@ breaks(
         "hi + size <= v->base_shape[d];",
         "hi + size <= v->base_shape[d] + 1;",
     ),
-    aliases_are_other_arguments=("argument_of", "? g->alias[k - g->n_operands] : k;", "? k : k;"),
     plain_stores_are_no_group=(
         "copy_by_lanes",
         "if (*pm_attr(e->g, op, PM_ATTR_COMMIT)) {",
@@ -444,11 +443,6 @@ breaks(
         "disjoint",
         "if (end_a <= start_b[k] || end_b <= start_a[k]) return true;",
         "if (end_a != end_b) return true;",
-    ),
-    aliases_are_other_memory=(
-        "base_of",
-        "if (operand >= 0) return g->blocks.at[1].arg + (pm_val)operand;",
-        "(void)operand;",
     ),
     branches_leave_no_dirt=(
         "visit_control",

@@ -120,12 +120,12 @@ breaks(
     ),
     stmatrix_takes_columns_for_rows=(
         "matrix_rows",
-        "j, 2, 8}; out->lane[out->n_lane++] = (pm_digit){i,",
-        "i, 2, 8}; out->lane[out->n_lane++] = (pm_digit){j,",
+        "append(rows->lane, &rows->n_lane, (pm_digit){by_columns ? j : i, 8, 1});",
+        "append(rows->lane, &rows->n_lane, (pm_digit){by_columns ? i : i, 8, 1});",
     ),
     stmatrix_is_never_transposed=(
-        "plan_matrix",
-        "a->matrix = by_columns != right ? 2 : 1;",
+        "plan_rows",
+        "a->matrix = by_columns ? 2 : 1;",
         "a->matrix = 1;",
     ),
 )
@@ -272,7 +272,11 @@ breaks(
         'PM_HAS_TMA)) pm_line(e, "fence_proxy_async();"); pm_line(e, "%s", pm_meet(e));',
         'PM_HAS_TMA)) pm_line(e, "fence_proxy_async();");',
     ),
-    stores_to_gmem_without_proxy_fence=("meets_stores", "return s.found;", "return false;"),
+    stores_to_gmem_without_proxy_fence=(
+        "meets_stores",
+        "pm_by_lanes(a)) return true;",
+        "pm_by_lanes(a)) return false;",
+    ),
     bulk_copies_from_anywhere=(
         "issue",
         "pm_need_alignment(e, &p->gmem, 16); if (bar) {",
@@ -904,8 +908,8 @@ breaks(
     registers_of_a_take_two_operands=("put_step", "(w->a ? 2 : (int)w->steps * 4);", "2;"),
     halves_have_as_many_registers=(
         "pm_ptx_wgmma",
-        "w->acc == PM_F16 ? w->n / 4 : w->n / 2);",
-        "w->acc == PM_F16 ? w->n / 2 : w->n / 2);",
+        "acc == PM_F16 ? w->n / 4 : w->n / 2);",
+        "acc == PM_F16 ? w->n / 2 : w->n / 2);",
     ),
     words_of_registers_are_read_in_reverse=(
         "put_step",

@@ -131,12 +131,12 @@ breaks(
     ),
 )
 breaks(
-    f"{PASSES}/layouts.c",
+    "csrc/ir/mma.c",
     f"{PRODUCTS}::test_wgmma_of_fp8",
     bytes_of_a_lie_as_halves=(
-        "demanded",
-        "if (pm_dtypes[t.dtype].bits == 8) return pm_layout_by_name",
-        "if (pm_dtypes[t.dtype].bits == 99) return pm_layout_by_name",
+        "pm_mma_layout",
+        "(pm_layout_name_id)m->in[k];",
+        "bits == 8 ? PM_LAYOUT_WGMMA : (pm_layout_name_id)m->in[k];",
     ),
 )
 breaks(
@@ -149,11 +149,11 @@ breaks(
     ),
 )
 breaks(
-    f"{PASSES}/layouts.c",
+    "csrc/ir/mma.c",
     f"{PRODUCTS}::test_wgmma_of_float32",
     words_of_a_lie_as_halves=(
-        "demanded",
-        'if (t.dtype == PM_F32) return named(g, "mma_lhs", v);',
-        'if (t.dtype == PM_BOOL) return named(g, "mma_lhs", v);',
+        "pm_mma_layout",
+        "(pm_layout_name_id)m->in[k];",
+        "bits == 32 ? PM_LAYOUT_WGMMA : (pm_layout_name_id)m->in[k];",
     ),
 )

@@ -72,8 +72,12 @@ breaks(
 breaks(
     "csrc/ir/layouts.def",
     f"{LAYOUTS}::test_places_of_elements",
-    upcast_lanes_in_another_order=("wgmma_upcast_2x", '"-8", "-4,-2,-3"', '"-8", "-4,-3,-2"'),
-    rhs_lanes_in_another_order=("mma_rhs", '"*4", "-3,-4"', '"*4", "-4,-3"'),
+    upcast_lanes_in_another_order=(
+        "WGMMA_UPCAST_2X",
+        "D(-8), D(-4, -2, -3)",
+        "D(-8), D(-4, -3, -2)",
+    ),
+    rhs_lanes_in_another_order=("MMA_RHS", "COPIES(4), D(-3, -4)", "COPIES(4), D(-4, -3)"),
 )
 breaks(
     f"{PASSES}/layouts.c",
