@@ -126,6 +126,10 @@ class Ring:
         """Consumer: waits until the slot of step `it` is full."""
         plgpu.barrier_wait(self.full.at[self.slot(it)], phase=it // self.stages)
 
+    def fill(self, it):
+        """Consumer that fills slots for others: that of step `it` is full, or a part of it."""
+        plgpu.barrier_arrive(self.full.at[self.slot(it)])
+
     def release(self, it):
         """Consumer: the slot of step `it` may be filled again."""
         plgpu.barrier_arrive(self.empty.at[self.slot(it)])

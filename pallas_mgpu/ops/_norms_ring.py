@@ -1,24 +1,24 @@
-"""Long rows for norms.py: a ring of chunks of rows in SMEM that is filled without a pause.
+"""Long rows for norms.py: a ring of chunks of rows in shared memory that is filled without a pause.
 
 One persistent block an SM takes rows from a counter: SMs get unequal shares of the bandwidth, and
-those that are ahead do more rows, else all would wait for the slowest. The last thread asks for the
-next row before it fetches the last chunk of a row, and tells the others.
+those that are ahead do more rows, else all would wait for the slowest. The producer asks for the
+next row before it fetches the last chunk of a row, and tells the consumers.
 
-It fetches the row's chunks, one behind the other, for pairs of threads in turns, each of which has
-slots of its own. The first of a pair gathers statistics as chunks arrive, for every place of a lane
-its own; at the end of the row lanes put theirs together, and then pairs, in a fixed order. The
-second, behind it, goes through the chunks once more, writes the result in their place, and has it
-stored from there. A slot is free again when the store of the pair's next chunk has been issued and
-its own has read SMEM. The bits of a row do not depend on the block that has it.
+It fetches the row's chunks, one after the other, for pairs of consumers in turns, each of which has
+slots of its own. The first of a pair, the gatherer, gathers statistics as chunks arrive, for every
+place of a lane its own; at the end of the row lanes combine theirs, and then pairs, in a fixed
+order. The second, the writer, goes through the chunks once more, writes the result in their place,
+and stores it from there. A slot is free again when the store of the pair's next chunk has been
+issued and its own has read shared memory. The bits of a row do not depend on the block that has it.
 
 So while a row is written, the next one arrives in the slots that become free, and is gathered. A
-row lies in SMEM as a whole, and its last slot is kept until a chunk of the next one is stored: a
-pair has more slots than chunks of a row. Statistics of two rows have room; `met` says that those of
-all pairs are there, `seen` that all have read them.
+row lies in shared memory as a whole, and its last slot is kept until a chunk of the next one is
+stored: a pair has more slots than chunks of a row. Statistics have a ring of their own, of two
+rows: a slot is full when those of all pairs are there, and empty when all writers have read them.
 
-The second of a pair writes the same chunks of each row, and keeps their weights in registers, as
-many as it has room for: the gatherers and the thread that fetches need few. Its loop over the
-chunks of a row is unrolled then, since registers have no index."""
+The writer of a pair writes the same chunks of each row, and keeps their weights in registers, as
+many as it has room for: the gatherers and the producer need few. Its loop over the chunks of a row
+is unrolled then, since registers have no index."""
 
 import functools
 import math
@@ -28,46 +28,78 @@ from pallas_mgpu import lax, pl
 from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
 
-from ._common import SMEM_BYTES as _SMEM
-from ._ring import for_told, hand_out, roles, told_scratch
+from ._common import (
+    SMEM_BYTES,
+    CountedTiles,
+    Ring,
+    WarpSpecialized,
+    overlap_launches,
+    warp_specialized,
+)
 
 SLOTS = 32  # barriers of an array
-FETCH_REGISTERS, GATHER_REGISTERS = 24, 64  # of a lane, at least, where writers keep weights
-SMEM = _SMEM - 1024  # bytes for slots; barriers and statistics have the rest
+# Registers of a lane, at least, where writers keep weights.
+PRODUCER_REGISTERS, GATHERER_REGISTERS = 24, 64
+ROOM = SMEM_BYTES - 1024  # bytes for slots; barriers and statistics have the rest
 
 
 class Plan:
     """Numbers that follow from the shape and the length of a chunk."""
 
-    def __init__(self, rows, n, itemsize, chunk, consumers, programs):
-        self.n, self.chunk, self.consumers = n, chunk, consumers
+    axes: dict[str, int] = {}
+    registers = None  # each role sets its own
+
+    def __init__(self, rows, n, itemsize, chunk, pairs, programs):
+        self.rows, self.n, self.chunk, self.pairs, self.consumers = rows, n, chunk, pairs, 2 * pairs
         self.grain = 2048 // itemsize  # 16 bytes for every lane
         self.whole, self.tail = divmod(n, chunk)
         self.chunks = self.whole + (self.tail > 0)
-        self.stages = min(SMEM // (chunk * itemsize), SLOTS) // consumers  # of a consumer
-        self.programs = min(programs, rows)
-        threads = 2 * consumers + 1
-        launched = 512 // threads // 8 * 8
-        of_pair = (threads * launched - FETCH_REGISTERS) // consumers
-        self.write_registers = min((of_pair - GATHER_REGISTERS) // 8 * 8, 232)
-        self.gather_registers = min((of_pair - self.write_registers) // 8 * 8, launched)
-        # rows that are told at a time: no wait of the thread that fetches but for slots
+        self.stages = min(ROOM // (chunk * itemsize), SLOTS) // pairs  # of a pair
+        self.clusters = min(programs, rows)
+        launched = 512 // (self.consumers + 1) // 8 * 8
+        of_pair = ((self.consumers + 1) * launched - PRODUCER_REGISTERS) // pairs
+        self.writer_registers = min((of_pair - GATHERER_REGISTERS) // 8 * 8, 232)
+        self.gatherer_registers = min((of_pair - self.writer_registers) // 8 * 8, launched)
+        # rows that are told at a time: the producer waits for nothing but slots
         self.ahead = min(max(pl.cdiv(self.stages - 1, self.chunks_of(0)), 2), SLOTS)
-        # elements of each consumer
+        # elements of each pair
         self.sizes = [
-            sum(min(n - k * chunk, chunk) for k in range(c, self.chunks, consumers))
-            for c in range(consumers)
+            sum(min(n - k * chunk, chunk) for k in range(c, self.chunks, pairs))
+            for c in range(pairs)
         ]
 
-    def chunks_of(self, consumer):
-        return (self.chunks - consumer + (self.consumers - 1)) // self.consumers
+    def chunks_of(self, pair):
+        return (self.chunks - pair + (self.pairs - 1)) // self.pairs
 
-    def kept(self, vectors, aligned):
+    def why_not(self):
+        """What is wrong with the chunks, or None."""
+        if self.chunk % self.grain:
+            return f"the chunk must be a multiple of {self.grain} elements"
+        if self.whole < self.pairs:
+            return "a row must have a whole chunk for each consumer"
+        if self.stages <= self.chunks_of(0):
+            return f"a consumer has {self.stages} slots, no more than chunks of a row"
+        return None
+
+
+class _KernelPlan(Plan):
+    """The same for a kernel, and what else its blocks need to know."""
+
+    def __init__(self, x, ring):
+        """x: a Problem of norms.py; ring: chunk, pairs, programs."""
+        super().__init__(math.prod(x.shape[:-1]), x.shape[-1], x.dtype.itemsize, *ring)
+        self.x, self.kept = x, self.vectors_kept(x)
+        # groups that are stored together: each store is a sync, but results take registers
+        self.at_once = self.chunk // self.grain
+        if self.kept:
+            self.at_once = 2 if self.tail or sum(v is not None for v in x.vectors) > 1 else 4
+
+    def vectors_kept(self, x):
         """Numbers of the vectors, weight and bias, that the writers keep in registers."""
-        elements = pl.cdiv(self.whole, self.consumers) * self.chunk // 128  # of a lane
-        room, found = self.write_registers - 32, []  # the rest is for the work itself
-        for i, v in enumerate(vectors):
-            if v is None or not aligned[1 + i]:
+        elements = pl.cdiv(self.whole, self.pairs) * self.chunk // 128  # of a lane
+        room, found = self.writer_registers - 32, []  # the rest is for the work itself
+        for i, v in enumerate(x.vectors):
+            if v is None or not x.aligned[1 + i]:
                 continue
             words = elements * v.itemsize // 4
             if words <= room:
@@ -75,28 +107,28 @@ class Plan:
                 room -= words
         return found
 
-    def why_not(self):
-        """What is wrong with the chunks, or None."""
-        if self.chunk % self.grain:
-            return f"the chunk must be a multiple of {self.grain} elements"
-        if self.whole < self.consumers:
-            return "a row must have a whole chunk for each consumer"
-        if self.stages <= self.chunks_of(0):
-            return f"a consumer has {self.stages} slots, no more than chunks of a row"
-        return None
+    def scratch(self):
+        chunk, pairs = (self.chunk // self.grain, self.grain), self.pairs
+        return {
+            "x_smem": plgpu.SMEM((pairs, self.stages, *chunk), self.x.dtype),
+            "stats_smem": plgpu.SMEM((2, pairs, 2), jnp.float32),
+            **Ring.barriers((pairs, self.stages), 1, 1),
+            **Ring.barriers(2, pairs, pairs, prefix="stats_"),
+            **CountedTiles.scratch(self.consumers, self.ahead),
+        }
 
 
 class Segment:
-    """A consumer's chunks of a row, as the functions of norms.py want a tile."""
+    """A pair's chunks of a row, as the functions of norms.py want a tile."""
 
     shared, held = True, None
 
-    def __init__(self, p, me):
+    def __init__(self, p, pair):
         self.n, self.sizes, self.shape = p.n, p.sizes, (1, p.grain)
-        self.p, self.me = p, me
-        # chunks of the consumer, without the one that ends the row
-        self.mine = (p.whole - me + (p.consumers - 1)) // p.consumers
-        self.has_tail = me == p.whole % p.consumers
+        self.p, self.pair = p, pair
+        # chunks of the pair, without the one that ends the row
+        self.mine = (p.whole - pair + (p.pairs - 1)) // p.pairs
+        self.has_tail = pair == p.whole % p.pairs
         elements = self.mine * p.chunk + jnp.where(self.has_tail, p.tail, 0)
         self.share = 1 / elements.astype(jnp.float32)
 
@@ -117,12 +149,229 @@ class Segment:
     def total(self, x):
         return x.sum(axis=1, keepdims=True)
 
+    def each(self, step, carry, unroll=False):
+        """carry = step(j, number of the chunk in the row, its elements, carry)."""
+        p = self.p
 
-def choose(rows, n, itemsize, consumers, programs):
-    """The length of a chunk: consumers have about the same, in few chunks."""
+        def one(j, carry, size=p.chunk):
+            return step(j, self.pair + j * p.pairs, size, carry)
+
+        if unroll:
+            of_all, more = divmod(p.whole, p.pairs)
+            for j in range(of_all):
+                carry = one(j, carry)
+            if more:
+                there = self.mine > of_all
+                carry = lax.cond(there, lambda c: one(of_all, c), lambda c: c, carry)
+        else:
+            carry = lax.fori_loop(0, self.mine, one, carry)
+        if not p.tail:
+            return carry
+        return lax.cond(self.has_tail, lambda c: one(self.mine, c, p.tail), lambda c: c, carry)
+
+
+class _Block(WarpSpecialized):
+    """One block of the kernel, while it is traced."""
+
+    def __init__(self, plan, refs):
+        super().__init__(plan, refs)
+        self.stats_ring = Ring(2, self.stats_full, self.stats_empty)
+        counted = self.tile_numbers, self.tile_told, self.tile_heard, None
+        first = lax.axis_index("cluster")
+        self.tiles = CountedTiles(plan.rows, plan.clusters, first, counted)
+
+    def ring(self, pair):
+        return Ring(self.plan.stages, self.full.at[pair], self.empty.at[pair])
+
+    def place(self, row, k, size):
+        """Chunk k of a row, of which size elements are there; known to lie inside."""
+        p = self.plan
+        row = jnp.clip(row, 0, p.rows - 1)
+        return pl.ds(row, 1), pl.ds(jnp.minimum(k * p.chunk, p.n - size), size)
+
+    def before(self, w, pair):
+        """Chunks of a pair before the block's row w; known to be no less than 0."""
+        return jnp.clip(w, 0, self.plan.rows) * self.plan.chunks_of(pair)
+
+    def slot_of(self, pair, it, size):
+        """The slot of a pair's chunk number `it` as part of a row."""
+        whole = self.x_smem.at[pair, it % self.plan.stages].reshape((1, self.plan.chunk))
+        return whole.at[:, pl.ds(0, size)]
+
+    # ---- producer
+
+    def producer(self):
+        p = self.plan
+        if p.kept:
+            plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
+        rows = self.tiles.produce(self.fetch_row, jnp.int32(0), asks=True)
+        for pair in range(p.pairs):  # every release is waited for
+            done = self.before(rows, pair)
+
+            def drain(s, _, pair=pair, done=done):
+                @pl.when(done > s)
+                def _():
+                    phase = (done - s - 1) // p.stages
+                    plgpu.barrier_wait(self.empty.at[pair, s], phase=phase)
+
+            lax.fori_loop(0, p.stages, drain, None)
+
+    def fetch_row(self, row, w, ask):
+        """w: rows of this block before."""
+        p, last = self.plan, self.plan.chunks - 1
+        lax.fori_loop(0, last, lambda k, _: self.fetch_chunk(row, w, k, p.chunk), None)
+        taken = ask()  # the answer comes while this waits for a slot
+        self.fetch_chunk(row, w, last, p.tail or p.chunk)
+        return w + 1, taken
+
+    def fetch_chunk(self, row, w, k, size):
+        pair = k % self.plan.pairs
+        it = self.before(w, pair) + k // self.plan.pairs
+        ring = self.ring(pair)
+        slot = ring.slot(it)
+        ring.acquire(it)
+        plgpu.copy_gmem_to_smem(
+            self.x.at[self.place(row, k, size)],
+            self.slot_of(pair, it, size),
+            ring.full.at[slot],
+            oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,
+        )
+
+    # ---- consumers
+
+    def consumer(self, me):
+        pair = me % self.plan.pairs
+        pl.when(me < self.plan.pairs)(lambda: self.gatherer(pair))
+        pl.when(me >= self.plan.pairs)(lambda: self.writer(pair))
+
+    def gatherer(self, pair):
+        p = self.plan
+        if p.kept:
+            plgpu.set_max_registers(p.gatherer_registers, action="decrease")
+        gather = functools.partial(self.gather_row, pair)
+        self.stats_ring.drain(self.tiles.consume(gather, jnp.int32(0)))
+
+    def gather_row(self, pair, row, w):
+        """w: rows of this block before."""
+        op, segment, it0 = self.plan.x.op(), Segment(self.plan, pair), self.before(w, pair)
+        ring = self.ring(pair)
+
+        def gather(j, k, size, stats):
+            it = it0 + j
+            ring.wait(it)
+            ref, parts = self.x_smem.at[pair, ring.slot(it)], []
+            for g in self.groups(size):
+                valid = self.inside(g, size)
+                parts.append((self.read(ref, g, valid, op.fill), valid))
+            return op.gather(stats, parts, j == 0)
+
+        mine = op.gathered(segment, segment.each(gather, op.none(segment)))
+        self.stats_ring.acquire(w)
+        for i, value in enumerate(mine):
+            self.stats_smem[self.stats_ring.slot(w), pair, i] = value.reshape(())
+        self.stats_ring.fill(w)
+        return w + 1
+
+    def writer(self, pair):
+        p, held = self.plan, []
+        if p.kept:
+            plgpu.set_max_registers(p.writer_registers, action="increase")
+            held = [self.keep(pair, j) for j in range(pl.cdiv(p.whole, p.pairs))]
+        write = functools.partial(self.write_row, pair, held)
+        rows = self.tiles.consume(write, jnp.int32(0))
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        self.ring(pair).release(self.before(rows, pair) - 1)
+
+    def write_row(self, pair, held, row, w):
+        p, op, segment, it0 = (
+            self.plan,
+            self.plan.x.op(),
+            Segment(self.plan, pair),
+            self.before(w, pair),
+        )
+        self.stats_ring.wait(w)
+        box = self.stats_smem.at[self.stats_ring.slot(w)]
+        of_all = [[box[c, i] for i in range(op.numbers)] for c in range(p.pairs)]
+        self.stats_ring.release(w)
+        op.joined(segment, of_all)
+        ring = self.ring(pair)
+
+        def write(j, k, size, _):
+            it = it0 + j
+            ref, results, stored = self.x_smem.at[pair, ring.slot(it)], [], 0
+            parts = self.groups(size)
+            for g in parts:
+                valid = self.inside(g, size)
+                value = op.result(segment, self.read(ref, g, valid, op.fill))
+                have = held[j][g] if held and size == p.chunk else {}
+                value = self.weighted(value, valid, k * p.chunk + g * p.grain, have)
+                results.append(value.astype(p.x.dtype))
+                if len(results) == p.at_once or g == parts[-1]:  # one store: one sync
+                    ref[stored : g + 1] = jnp.concatenate(results)
+                    stored, results = g + 1, []
+            plgpu.commit_smem()
+            written = self.slot_of(pair, it, size)
+            plgpu.copy_smem_to_gmem(written, self.o.at[self.place(row, k, size)])
+
+            @pl.when(it > 0)
+            def _():
+                plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+                ring.release(it - 1)
+
+        segment.each(write, None, unroll=bool(p.kept))
+        return w + 1
+
+    # ---- parts of a chunk: groups, of 16 bytes for every lane
+
+    def groups(self, size):
+        return range(pl.cdiv(size, self.plan.grain))
+
+    def inside(self, g, size):
+        """Which elements of the group exist; None: all."""
+        grain = self.plan.grain
+        if (g + 1) * grain <= size:
+            return None
+        return lax.broadcasted_iota(jnp.int32, (1, grain), 1) < size - g * grain
+
+    def read(self, ref, g, valid, fill):
+        at = pl.ds(g, 1), slice(None)
+        part = ref[at] if valid is None else pl.load(ref, at, mask=valid, other=fill)
+        return part.astype(jnp.float32)
+
+    def load(self, i, start, valid=None):
+        """A group of weight or bias."""
+        if not self.plan.x.aligned[1 + i]:  # no vectors: the compiler cannot know that this is zero
+            start = start + lax.optimization_barrier(jnp.int32(0))
+        at = pl.ds(start, self.plan.grain)
+        if valid is None:
+            return self.vectors[i][at]
+        return pl.load(self.vectors[i], at, mask=valid.reshape((self.plan.grain,)), other=0.0)
+
+    def keep(self, pair, j):
+        """What registers keep for the pair's chunk j: of each group, by vector."""
+        p = self.plan
+        k = jnp.minimum(pair + j * p.pairs, p.whole - 1)
+        return [
+            {i: self.load(i, k * p.chunk + g * p.grain) for i in p.kept}
+            for g in self.groups(p.chunk)
+        ]
+
+    def weighted(self, value, valid, start, held):
+        for i, ref in enumerate(self.vectors):
+            if ref is None:
+                continue
+            # after the barrier it is as it was loaded: float32 would take twice the registers
+            v = lax.optimization_barrier(held[i]) if i in held else self.load(i, start, valid)
+            v = lax.broadcast_in_dim(v.astype(jnp.float32), value.shape, [1])
+            value = value * v if i == 0 else value + v
+        return value
+
+
+def choose(rows, n, itemsize, pairs, programs):
+    """The length of a chunk: pairs have about the same, in few chunks."""
 
     def cost(chunk):
-        p = Plan(rows, n, itemsize, chunk, consumers, programs)
+        p = Plan(rows, n, itemsize, chunk, pairs, programs)
         if p.why_not():
             return math.inf
         return max(p.sizes) + p.chunks * p.grain // 4
@@ -132,236 +381,17 @@ def choose(rows, n, itemsize, consumers, programs):
 
 
 @cached
-def kernel(name, make, eps, shape, dtype, vectors, aligned, ring, interpret):
-    """make(*eps): the statistics and the result of a row; vectors, aligned: as in norms.py; ring:
-    chunk, consumers, programs."""
-    rows, n = math.prod(shape[:-1]), shape[-1]
-    p = Plan(rows, n, dtype.itemsize, *ring)
-    kept = p.kept(vectors, aligned)
-    chunk, consumers = p.chunk, p.consumers
-    # groups that are stored together: each store is a sync, but results and loads take registers
-    at_once = chunk // p.grain
-    if kept:
-        at_once = 2 if p.tail or sum(v is not None for v in vectors) > 1 else 4
+def kernel(x, ring, interpret):
+    """x: a Problem of norms.py; ring: chunk, pairs, programs."""
+    plan = _KernelPlan(x, ring)
 
-    def body(x, *refs):
-        given = iter(refs[: sum(v is not None for v in vectors)])
-        weights = [None if v is None else next(given) for v in vectors]
-        o, slots, stats_s, full, empty, met, seen, told = refs[-8:]
-        plgpu.griddepcontrol_launch_dependents()
-        plgpu.griddepcontrol_wait()
-        x, o = x.reshape((rows, n)), o.reshape((rows, n))
-        sm = lax.axis_index("sm")
+    def body(source, *refs, **scratch):
+        overlap_launches()
+        flat = (plan.rows, plan.n)
+        given = dict(x=source.reshape(flat), o=refs[-1].reshape(flat), vectors=x.given(refs))
+        _Block(plan, given | scratch).run()
 
-        def place(row, k, size):
-            """Chunk k of a row, of which size elements are there; known to lie inside."""
-            row = jnp.clip(row, 0, rows - 1)
-            return pl.ds(row, 1), pl.ds(jnp.minimum(k * chunk, n - size), size)
-
-        def before(w, c):
-            """Chunks of pair c before the block's row w; known to be no less than 0."""
-            return jnp.clip(w, 0, rows) * p.chunks_of(c)
-
-        def slot_of(c, it, size=chunk):
-            return slots.at[c, it % p.stages].reshape((1, chunk)).at[:, pl.ds(0, size)]
-
-        def fetch():
-            if kept:
-                plgpu.set_max_registers(FETCH_REGISTERS, action="decrease")
-
-            def one(row, w, k, size):
-                c = k % consumers
-                it = before(w, c) + k // consumers
-                slot = c, it % p.stages
-
-                @pl.when(it >= p.stages)
-                def _():
-                    plgpu.barrier_wait(empty.at[slot], phase=it // p.stages - 1)
-
-                plgpu.copy_gmem_to_smem(
-                    x.at[place(row, k, size)],
-                    slot_of(c, it, size),
-                    full.at[slot],
-                    oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,
-                )
-
-            def chunks(row, w, ask):
-                """w: rows of this block before."""
-                last = p.chunks - 1
-                lax.fori_loop(0, last, lambda k, _: one(row, w, k, chunk), None)
-                taken = ask()  # the answer comes while this waits for a slot
-                one(row, w, last, p.tail or chunk)
-                return w + 1, taken
-
-            trips = hand_out(told, sm, p.programs, rows, chunks, jnp.int32(0), asks=True)
-            for c in range(consumers):  # every release is waited for
-                done = before(trips, c)
-
-                def drain(s, _, c=c, done=done):
-                    @pl.when(done > s)
-                    def _():
-                        phase = (done - s - 1) // p.stages
-                        plgpu.barrier_wait(empty.at[c, s], phase=phase)
-
-                lax.fori_loop(0, p.stages, drain, None)
-
-        def inside(g, size):
-            """Which elements of the group exist; None: all."""
-            if (g + 1) * p.grain <= size:
-                return None
-            return lax.broadcasted_iota(jnp.int32, (1, p.grain), 1) < size - g * p.grain
-
-        def groups(size):
-            return range(pl.cdiv(size, p.grain))
-
-        def read(ref, g, valid, fill):
-            at = pl.ds(g, 1), slice(None)
-            part = ref[at] if valid is None else pl.load(ref, at, mask=valid, other=fill)
-            return part.astype(jnp.float32)
-
-        def consume(me):
-            def each(segment, step, carry, unroll=False):
-                """carry = step(j, number of the chunk in the row, its elements, carry)."""
-
-                def one(j, carry, size=chunk):
-                    return step(j, me + j * consumers, size, carry)
-
-                if unroll:
-                    of_all, more = divmod(p.whole, consumers)
-                    for j in range(of_all):
-                        carry = one(j, carry)
-                    if more:
-                        there = segment.mine > of_all
-                        carry = lax.cond(there, lambda c: one(of_all, c), lambda c: c, carry)
-                else:
-                    carry = lax.fori_loop(0, segment.mine, one, carry)
-                if p.tail:
-
-                    def end(carry):
-                        return one(segment.mine, carry, p.tail)
-
-                    carry = lax.cond(segment.has_tail, end, lambda carry: carry, carry)
-                return carry
-
-            def gather_row(row, w):
-                """w: rows of this block before."""
-                op, segment, it0 = make(*eps), Segment(p, me), before(w, me)
-
-                def gather(j, k, size, stats):
-                    it = it0 + j
-                    plgpu.barrier_wait(full.at[me, it % p.stages], phase=it // p.stages)
-                    ref, parts = slots.at[me, it % p.stages], []
-                    for g in groups(size):
-                        valid = inside(g, size)
-                        parts.append((read(ref, g, valid, op.fill), valid))
-                    return op.gather(stats, parts, j == 0)
-
-                mine = op.gathered(segment, each(segment, gather, op.none(segment)))
-
-                @pl.when(w > 1)
-                def _():
-                    plgpu.barrier_wait(seen.at[w % 2], phase=w // 2 - 1)
-
-                for i, value in enumerate(mine):
-                    stats_s[w % 2, me, i] = value.reshape(())
-                plgpu.barrier_arrive(met.at[w % 2])
-                return w + 1
-
-            def write_row(row, w, held):
-                op, segment, it0 = make(*eps), Segment(p, me), before(w, me)
-                plgpu.barrier_wait(met.at[w % 2], phase=w // 2)
-                box = stats_s.at[w % 2]
-                of_all = [[box[c, i] for i in range(op.numbers)] for c in range(consumers)]
-                plgpu.barrier_arrive(seen.at[w % 2])
-                op.joined(segment, of_all)
-
-                def write(j, k, size, _):
-                    it = it0 + j
-                    ref, results, stored = slots.at[me, it % p.stages], [], 0
-                    parts = groups(size)
-                    for g in parts:
-                        valid = inside(g, size)
-                        value = op.result(segment, read(ref, g, valid, op.fill))
-                        have = held[j][g] if held and size == chunk else {}
-                        value = weighted(value, valid, k * chunk + g * p.grain, have)
-                        results.append(value.astype(dtype))
-                        if len(results) == at_once or g == parts[-1]:  # one store: one sync
-                            ref[stored : g + 1] = jnp.concatenate(results)
-                            stored, results = g + 1, []
-                    plgpu.commit_smem()
-                    plgpu.copy_smem_to_gmem(slot_of(me, it, size), o.at[place(row, k, size)])
-
-                    @pl.when(it > 0)
-                    def _():
-                        plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-                        plgpu.barrier_arrive(empty.at[me, (it - 1) % p.stages])
-
-                each(segment, write, None, unroll=bool(kept))
-                return w + 1
-
-            @pl.when(lax.axis_index("wg") < consumers)
-            def _():
-                if kept:
-                    plgpu.set_max_registers(p.gather_registers, action="decrease")
-                trips = for_told(told, rows, gather_row, jnp.int32(0))
-                for s in range(2):  # all that the writers say is waited for
-                    last = (trips - 1 - s) // 2
-                    pl.when(trips > s)(lambda s=s, n=last: plgpu.barrier_wait(seen.at[s], phase=n))
-
-            @pl.when(lax.axis_index("wg") >= consumers)
-            def _():
-                held = []
-                if kept:
-                    plgpu.set_max_registers(p.write_registers, action="increase")
-                    held = [keep(me, j) for j in range(pl.cdiv(p.whole, consumers))]
-                work = functools.partial(write_row, held=held)
-                trips = for_told(told, rows, work, jnp.int32(0))
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                plgpu.barrier_arrive(empty.at[me, (before(trips, me) - 1) % p.stages])
-
-        def load(i, start, valid=None):
-            """A group of weight or bias."""
-            if not aligned[1 + i]:  # no vectors: the compiler cannot know that this is zero
-                start = start + lax.optimization_barrier(jnp.int32(0))
-            at = pl.ds(start, p.grain)
-            if valid is None:
-                return weights[i][at]
-            return pl.load(weights[i], at, mask=valid.reshape((p.grain,)), other=0.0)
-
-        def keep(me, j):
-            """What registers keep for the consumer's chunk j: of each group, by vector."""
-            k = jnp.minimum(me + j * consumers, p.whole - 1)
-            return [{i: load(i, k * chunk + g * p.grain) for i in kept} for g in groups(chunk)]
-
-        def weighted(value, valid, start, held):
-            for i, ref in enumerate(weights):
-                if ref is None:
-                    continue
-                # behind the barrier it is as it was loaded: float32 would take twice the registers
-                v = lax.optimization_barrier(held[i]) if i in held else load(i, start, valid)
-                v = lax.broadcast_in_dim(v.astype(jnp.float32), value.shape, [1])
-                value = value * v if i == 0 else value + v
-            return value
-
-        roles(2 * consumers, None, fetch, lambda thread: consume(thread % consumers))
-
-    return plgpu.kernel(
-        body,
-        out_type=plgpu.ShapeDtypeStruct(shape, dtype),
-        scratch_types=[
-            plgpu.SMEM((consumers, p.stages, chunk // p.grain, p.grain), dtype),
-            plgpu.SMEM((2, consumers, 2), jnp.float32),
-            plgpu.Barrier(num_barriers=(consumers, p.stages)),
-            plgpu.Barrier(num_barriers=(consumers, p.stages)),
-            plgpu.Barrier(num_arrivals=consumers, num_barriers=2),
-            plgpu.Barrier(num_arrivals=consumers, num_barriers=2),
-            told_scratch(2 * consumers, p.ahead),
-        ],
-        grid=(p.programs,),
-        grid_names=("sm",),
-        num_threads=2 * consumers + 1,
-        thread_name="wg",
-        compiler_params=plgpu.CompilerParams(approx_math=dtype.itemsize == 2),
-        interpret=interpret,
-        kernel_name=name,
-    )
+    out_type = plgpu.ShapeDtypeStruct(x.shape, x.dtype)
+    approx = plgpu.CompilerParams(approx_math=x.dtype.itemsize == 2)
+    options = {"compiler_params": approx, "interpret": interpret}
+    return warp_specialized(body, plan, out_type, kernel_name=x.name, **options)

@@ -21,13 +21,15 @@ import functools
 import math
 from typing import NamedTuple
 
+import numpy as np
+
 import pallas_mgpu as plgpu
 from pallas_mgpu import lax, pl
 from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
 
 from . import _norms_ring
-from ._common import SMS
+from ._common import SMS, overlap_launches
 from ._promises import batch_invariance
 
 _FLOATS = ("float16", "bfloat16", "float32")
@@ -292,139 +294,183 @@ class _Plan:
         self.ragged = across % self.height != 0
         self.tiles = pl.cdiv(across, self.height)
         self.grid = self.tiles * (outer if columns else 1)
+        self.staged = cfg.staged
+
+    def scratch(self, x):
+        found, buffer = {}, (self.height, self.width)
+        if self.staged:
+            found["x_smem"] = plgpu.SMEM(buffer, x.dtype)
+            if x.dtype != x.out_dtype:
+                found["o_smem"] = plgpu.SMEM(buffer, x.out_dtype)
+        if self.cluster > 1:
+            found["stats"] = plgpu.SMEM((self.cluster, 2), jnp.float32)
+        if self.staged:
+            found["full"] = plgpu.Barrier()
+        if self.cluster > 1:
+            found["arrived"] = plgpu.ClusterBarrier(collective_axes=("c",))
+        return found
+
+
+class Problem(NamedTuple):
+    """What a kernel computes."""
+
+    name: str
+    eps: tuple  # arguments of the function's class
+    shape: tuple[int, ...]
+    axis: int
+    dtype: np.dtype
+    out_dtype: np.dtype
+    vectors: tuple  # dtypes of weight and bias, None for one that is not there
+    aligned: tuple[bool, ...]  # whether lanes may assume so, of x, weight, bias and the result
+
+    def op(self):
+        return _OPS[self.name](*self.eps)
+
+    def given(self, refs):
+        """Of all refs after x the vectors, None for one that is not there."""
+        found = iter(refs)
+        return [None if v is None else next(found) for v in self.vectors]
+
+
+class _Block:
+    """One block of the kernel, while it is traced."""
+
+    def __init__(self, x, plan, rows, refs):
+        """rows: are tiles rows of [outer, n]?"""
+        self.problem, self.plan, self.rows, self.op = x, plan, rows, x.op()
+        vars(self).update(refs)
+        self.t = lax.axis_index("tile")
+        self.rank = lax.axis_index("c") if plan.cluster > 1 else 0
+        self.offset = self.rank * plan.width  # of the segment
+        self.across = (self.t if rows else self.t % plan.tiles) * plan.height
+
+    def run(self):
+        p = self.plan
+        if p.staged:
+            where = (pl.ds(self.across, p.height), pl.ds(self.offset, p.width))
+            plgpu.copy_gmem_to_smem(self.x.at[where], self.x_smem, self.full)
+            plgpu.barrier_wait(self.full)
+        tile = _Tile(p, self.read, self.inside, self.offset)
+        mine = self.op.local(tile)
+        if p.cluster > 1:
+            self.op.joined(tile, self.exchange(mine))
+        else:
+            self.op.alone(tile, *mine)
+        tile.loop(lambda k, _: self.write(tile, k), None)
+        if p.staged:
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(self.o_smem, self.o.at[where])
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    def exchange(self, mine):
+        """The statistics of all segments of the row."""
+        blocks = range(self.plan.cluster)
+        for j in blocks:
+            box = plgpu.cluster_ref(self.stats, {"c": j})
+            for i, value in enumerate(mine):
+                box[self.rank, i] = value.reshape(())
+        plgpu.barrier_arrive(self.arrived)
+        plgpu.barrier_wait(self.arrived)
+        return [[self.stats[j, i] for i in range(len(mine))] for j in blocks]
+
+    def place(self, k, aligned=True):
+        """Part k of the tile in the array."""
+        p = self.plan
+        start = self.offset + k * p.part
+        if not aligned:  # no vectors: the compiler cannot know that this is zero
+            start = start + lax.optimization_barrier(jnp.int32(0))
+        along, other = pl.ds(start, p.part), pl.ds(self.across, p.height)
+        return (other, along) if self.rows else (self.t // p.tiles, along, other)
+
+    def inside(self, k):
+        """Which elements of part k lie in the row; None: all."""
+        p = self.plan
+        if not p.padded:
+            return None
+        at = lax.broadcasted_iota(jnp.int32, p.part_shape, p.axis)
+        return at < p.n - (self.offset + k * p.part)
+
+    def mask(self, k):
+        """Which elements of part k lie in the array; None: all."""
+        p, found = self.plan, self.inside(k)
+        if p.ragged:
+            at = lax.broadcasted_iota(jnp.int32, p.part_shape, 1 - p.axis)
+            there = at < (p.outer if self.rows else p.inner) - self.across
+            found = there if found is None else found & there
+        return found
+
+    def read(self, k):
+        """Part k of the tile, float32."""
+        p, fill = self.plan, self.op.fill
+        if p.staged:
+            value = self.x_smem[:, pl.ds(k * p.part, p.part)].astype(jnp.float32)
+            valid = self.inside(k)
+            if valid is None or fill == 0.0:  # TMA reads zeros outside
+                return value
+            return jnp.where(valid, value, fill)
+        keep, at = self.mask(k), self.place(k, self.problem.aligned[0])
+        value = self.x[at] if keep is None else pl.load(self.x, at, mask=keep, other=0.0)
+        value = value.astype(jnp.float32)
+        valid = self.inside(k)
+        return value if valid is None else jnp.where(valid, value, fill)
+
+    def write(self, tile, k):
+        """The result of part k."""
+        p, x = self.plan, self.problem
+        value = tile.held if tile.held is not None else self.read(k)
+        value = self.weighted(self.op.result(tile, value), k).astype(x.out_dtype)
+        if p.staged:
+            self.o_smem[:, pl.ds(k * p.part, p.part)] = value
+            return
+        keep, at = self.mask(k), self.place(k, x.aligned[-1])
+        if keep is None:
+            self.o[at] = value
+        else:
+            pl.store(self.o, at, value, mask=keep)
+
+    def weighted(self, value, k):
+        p = self.plan
+        for i, (ref, aligned) in enumerate(zip(self.vectors, self.problem.aligned[1:])):
+            if ref is None:
+                continue
+            at = self.place(k, aligned)[1]
+            if p.padded:
+                valid = jnp.arange(p.part) < p.n - (self.offset + k * p.part)
+                w = pl.load(ref, at, mask=valid, other=0.0)
+            else:
+                w = ref[at]
+            w = lax.broadcast_in_dim(w.astype(jnp.float32), p.part_shape, [1])
+            value = value * w if i == 0 else value + w
+        return value
 
 
 @cached
-def _kernel(name, eps, shape, axis, dtype, out_dtype, vectors, aligned, cfg, invariant, interpret):
-    """vectors: dtypes of weight and bias, None for one that is not there; aligned: whether the
-    lanes may assume so, of x, weight and bias; invariant: of the batch."""
-    n = shape[axis]
-    outer, inner = math.prod(shape[:axis]), math.prod(shape[axis + 1 :])
-    last = not _by_columns(shape, axis, inner, invariant)
-    p = _Plan(outer, n, inner, not last, cfg, dtype.itemsize if invariant else None)
-    flat = (outer, n) if last else (outer, n, inner)
-    # the result takes the place of the tile where it can
-    in_place = dtype == out_dtype
+def _kernel(x, cfg, invariant, interpret):
+    """x: a Problem; invariant: of the batch."""
+    n = x.shape[x.axis]
+    outer, inner = math.prod(x.shape[: x.axis]), math.prod(x.shape[x.axis + 1 :])
+    rows = not _by_columns(x.shape, x.axis, inner, invariant)
+    p = _Plan(outer, n, inner, not rows, cfg, x.dtype.itemsize if invariant else None)
+    flat = (outer, n) if rows else (outer, n, inner)
 
-    def body(x, *refs):
-        given = iter(refs[: sum(v is not None for v in vectors)])
-        weights = [None if v is None else next(given) for v in vectors]
-        o, x_smem, o_smem, stats, ready, met = refs[-6:]
-        o_smem = x_smem if in_place else o_smem
-        plgpu.griddepcontrol_launch_dependents()
-        plgpu.griddepcontrol_wait()
-        x, o = x.reshape(flat), o.reshape(flat)
-        t = lax.axis_index("tile")
-        rank = lax.axis_index("c") if p.cluster > 1 else 0
-        offset = rank * p.width  # of the segment
-        across = (t if last else t % p.tiles) * p.height
+    def body(source, *refs, **scratch):
+        overlap_launches()
+        given = dict(x=source.reshape(flat), o=refs[-1].reshape(flat), vectors=x.given(refs))
+        if p.staged:  # the result takes the place of the tile where it can
+            given["o_smem"] = scratch["x_smem"]
+        _Block(x, p, rows, given | scratch).run()
 
-        def place(k, is_aligned=True):
-            start = offset + k * p.part
-            if not is_aligned:  # no vectors: the compiler cannot know that this is zero
-                start = start + lax.optimization_barrier(jnp.int32(0))
-            along, other = pl.ds(start, p.part), pl.ds(across, p.height)
-            return (other, along) if last else (t // p.tiles, along, other)
-
-        def inside(k):
-            """Which elements of part k lie in the row; None: all."""
-            if not p.padded:
-                return None
-            at = lax.broadcasted_iota(jnp.int32, p.part_shape, p.axis)
-            return at < n - (offset + k * p.part)
-
-        def mask(k):
-            found = inside(k)
-            if p.ragged:
-                at = lax.broadcasted_iota(jnp.int32, p.part_shape, 1 - p.axis)
-                there = at < (outer if last else inner) - across
-                found = there if found is None else found & there
-            return found
-
-        op = _OPS[name](*eps)
-
-        def read(k):
-            if cfg.staged:
-                value = x_smem[:, pl.ds(k * p.part, p.part)].astype(jnp.float32)
-                valid = inside(k)
-                if valid is None or op.fill == 0.0:  # TMA reads zeros outside
-                    return value
-                return jnp.where(valid, value, op.fill)
-            keep = mask(k)
-            if keep is None:
-                value = x[place(k, aligned[0])].astype(jnp.float32)
-            else:
-                value = pl.load(x, place(k, aligned[0]), mask=keep, other=0.0).astype(jnp.float32)
-            valid = inside(k)
-            return value if valid is None else jnp.where(valid, value, op.fill)
-
-        if cfg.staged:
-            where = (pl.ds(across, p.height), pl.ds(offset, p.width))
-            plgpu.copy_gmem_to_smem(x.at[where], x_smem, ready)
-            plgpu.barrier_wait(ready)
-        tile = _Tile(p, read, inside, offset)
-        mine = op.local(tile)
-        if p.cluster > 1:
-            for j in range(p.cluster):
-                box = plgpu.cluster_ref(stats, {"c": j})
-                for i, value in enumerate(mine):
-                    box[rank, i] = value.reshape(())
-            plgpu.barrier_arrive(met)
-            plgpu.barrier_wait(met)
-            segments = [[stats[j, i] for i in range(len(mine))] for j in range(p.cluster)]
-            op.joined(tile, segments)
-        else:
-            op.alone(tile, *mine)
-
-        def write(k, carry):
-            value = tile.held if tile.held is not None else read(k)
-            value = op.result(tile, value)
-            for i, (ref, is_aligned) in enumerate(zip(weights, aligned[1:])):
-                if ref is None:
-                    continue
-                at = place(k, is_aligned)[1]
-                if p.padded:
-                    valid = jnp.arange(p.part) < n - (offset + k * p.part)
-                    w = pl.load(ref, at, mask=valid, other=0.0)
-                else:
-                    w = ref[at]
-                w = lax.broadcast_in_dim(w.astype(jnp.float32), p.part_shape, [1])
-                value = value * w if i == 0 else value + w
-            value = value.astype(out_dtype)
-            if cfg.staged:
-                o_smem[:, pl.ds(k * p.part, p.part)] = value
-            else:
-                keep = mask(k)
-                if keep is None:
-                    o[place(k, aligned[-1])] = value
-                else:
-                    pl.store(o, place(k, aligned[-1]), value, mask=keep)
-            return carry
-
-        tile.loop(write, None)
-        if cfg.staged:
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(o_smem, o.at[where])
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
-    buffer = (p.height, p.width)
     return plgpu.kernel(
         body,
-        out_type=plgpu.ShapeDtypeStruct(shape, out_dtype),
-        scratch_types=[
-            plgpu.SMEM(buffer, dtype) if cfg.staged else None,
-            plgpu.SMEM(buffer, out_dtype) if cfg.staged and not in_place else None,
-            plgpu.SMEM((p.cluster, 2), jnp.float32) if p.cluster > 1 else None,
-            plgpu.Barrier() if cfg.staged else None,
-            plgpu.ClusterBarrier(collective_axes=("c",)) if p.cluster > 1 else None,
-        ],
+        out_type=plgpu.ShapeDtypeStruct(x.shape, x.out_dtype),
+        scratch_types=p.scratch(x),
         grid=(p.grid,),
         grid_names=("tile",),
         cluster=(p.cluster,) if p.cluster > 1 else (),
         cluster_names=("c",) if p.cluster > 1 else (),
-        compiler_params=plgpu.CompilerParams(approx_math=out_dtype.itemsize == 2),
+        compiler_params=plgpu.CompilerParams(approx_math=x.out_dtype.itemsize == 2),
         interpret=interpret,
-        kernel_name=name,
+        kernel_name=x.name,
     )
 
 
@@ -524,18 +570,18 @@ def _make(name, x, vectors, axis, eps, out_dtype, config, invariant, interpret):
     aligned = (x.aligned, *(v is None or v.aligned for v in given), x.aligned)
     dtypes = tuple(None if v is None else v.dtype for v in given)
     eps = () if eps is None else (float(eps),)
-    if config.ring:
-        ring = config.ring, config.consumers, config.programs or sms
-        p = _norms_ring.Plan(outer, n, x.dtype.itemsize, *ring)
-        why_not = p.why_not() if in_place else f"the result must have the dtype of x, {x.dtype}"
-        if why_not:
-            raise ValueError(
-                f"{name}: no ring for rows of {n} elements: {why_not}; got {config} and {out_dtype}"
-            )
-        given = (x.shape, x.dtype, dtypes, aligned, ring, interpret)
-        return _norms_ring.kernel(name, _OPS[name], eps, *given)
-    given = (x.shape, axis, x.dtype, out_dtype, dtypes, aligned, config, invariant, interpret)
-    return _kernel(name, eps, *given)
+    problem = Problem(name, eps, x.shape, axis, x.dtype, out_dtype, dtypes, aligned)
+    if not config.ring:
+        return _kernel(problem, config, invariant, interpret)
+    ring = config.ring, config.consumers, config.programs or sms
+    why_not = _norms_ring.Plan(outer, n, x.dtype.itemsize, *ring).why_not()
+    if not in_place:
+        why_not = f"the result must have the dtype of x, {x.dtype}"
+    if why_not:
+        raise ValueError(
+            f"{name}: no ring for rows of {n} elements: {why_not}; got {config} and {out_dtype}"
+        )
+    return _norms_ring.kernel(problem, ring, interpret)
 
 
 def _check(name, config, inner, by_tma):
