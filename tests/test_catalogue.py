@@ -348,6 +348,7 @@ NUMBERS = {
     # bits 0-13: address / 16, bits 16-29: distance / 16
     "wgmma_address(0x12340, 16)": 0x1234 | 1 << 16,
     "wgmma_address(0x51230, 0x2000)": 0x1123 | 0x200 << 16,
+    "wgmma_address(0x3fff0, 16)": 0x3FFF | 1 << 16,
     "wrap_add(0x7fffffff, 2)": 0x80000001,
     "wrap_sub(-0x7fffffff, 2)": 0x7FFFFFFF,
     "wrap_mul(0x10001, 0x10003)": 0x00040003,

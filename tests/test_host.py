@@ -374,6 +374,7 @@ def test_wgmma_that_lacks_something(missing):
     [
         ("wgmma_address(smem, 16)", "wgmma_address(smem, 16) + warp", "another warp"),
         ("wgmma_address(smem, 16)", "wgmma_address(smem, 16) + lane", "different descriptors"),
+        ("wgmma_address(smem, 16)", "wgmma_address(smem + 128, 16)", "a pattern of 256 bytes"),
         ("0xc0000010", "0xc0010010", "bits that must be 0"),
         ("0xc0000010", "0xc0001010", "wgmma of bytes|never written"),
         ("0xc0000010", "0xc0000018", "never written"),

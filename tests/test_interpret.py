@@ -122,3 +122,30 @@ def test_other_fields():
 def test_refused(fields, error):
     with pytest.raises(error, match=next(iter(fields))):
         plgpu.InterpretParams(**fields)
+
+
+def test_engines_are_late_with_seed_0_and_early_with_others(rng):
+    """SMEM is overwritten before anybody waits for the store that reads it: the result tells when
+    the engine read. A missing wait must show under many seeds."""
+    x = rng.standard_normal((64, 64)).astype(F32)
+
+    def body(x_ref, o_ref, tile):
+        tile[...] = x_ref[...]
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(tile, o_ref)
+        tile[...] = x_ref[...] + 1
+        plgpu.wait_smem_to_gmem(0)
+
+    def is_early(seed):
+        kernel = plgpu.kernel(
+            body,
+            out_type=plgpu.ShapeDtypeStruct(x.shape, F32),
+            scratch_types=[plgpu.SMEM(x.shape, F32)],
+            interpret=plgpu.InterpretParams(seed=seed),
+        )
+        got = kernel(x)
+        assert (got == x).all() or (got == x + 1).all()
+        return (got == x).all()
+
+    early = [is_early(seed) for seed in range(33)]
+    assert not early[0] and 4 <= sum(early) <= 28, early

@@ -430,6 +430,32 @@ def test_vectors_begin_where_they_may(run, rng):
 
 
 @pytest.mark.parametrize("width", SWIZZLED)
+def test_swizzled_buffers_behind_small_ones(run, rng, width):
+    """Patterns of a swizzle begin at multiples of up to 1024 bytes, as tensor cores demand."""
+    a, b = rng.standard_normal((2, 64, 64)).astype(np.float16)
+
+    def body(a_ref, b_ref, o_ref, p_ref, a_smem, q_ref, b_smem, bar):
+        p_ref[...] = jnp.ones((8,), jnp.float32)
+        q_ref[...] = jnp.ones((130,), jnp.float32)
+        plgpu.copy_gmem_to_smem(a_ref, a_smem, bar)
+        plgpu.copy_gmem_to_smem(b_ref, b_smem, bar)
+        plgpu.barrier_wait(bar)
+
+        def product(acc):
+            plgpu.wgmma(acc, a_smem, b_smem)
+            return acc[...] + p_ref[0] + q_ref[129]
+
+        o_ref[...] = pl.run_scoped(product, plgpu.ACC((64, 64), np.float32))
+
+    tile = plgpu.SMEM((64, 64), np.float16, transforms=SWIZZLED[width])
+    small = [plgpu.SMEM((n,), np.float32) for n in (8, 130)]
+    scratch = [small[0], tile, small[1], tile, plgpu.Barrier(num_arrivals=2)]
+    got = run(body, np.zeros((64, 64), np.float32), a, b, scratch_types=scratch)
+    want = a.astype(np.float32) @ b.astype(np.float32) + 2
+    np.testing.assert_allclose(got, want, atol=1e-2)
+
+
+@pytest.mark.parametrize("width", SWIZZLED)
 def test_wgmma_layout_meets_swizzled_rows_anywhere(run, rng, width):
     """Slices that begin inside of a swizzle pattern, and transposed ones; 16 and 32 bits."""
     wgmma = plgpu.Layout.WGMMA

@@ -312,6 +312,15 @@ def test_cache_of_another_user(cache):
     assert "belongs" not in in_process(PALLAS_MGPU_NO_CACHE="1")
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs to give a file away")
+def test_cache_entry_of_another_user(cache):
+    """In a directory of one's own it is not used either."""
+    compile_one()
+    [entry] = cache.glob("*.cubin")
+    os.chown(entry, 12345, 12345)
+    assert not compile_one()[0]["from_disk"]
+
+
 def test_home_that_cannot_be_written(tmp_path):
     """As in containers: kernels are compiled and not kept, and that is said once."""
     home = tmp_path / "home"

@@ -769,10 +769,16 @@ bool Product::step() {
   return true;
 }
 
-static void check_descriptor(const char *which, u32 low, u32 high, bool transposed, int line) {
+/* The base offset is one of the bits that must be 0: so a swizzle's pattern of 8 rows begins at a
+ * multiple of its size. */
+static void check_descriptor(const char *which, u32 low, u32 high, int line) {
+  static const u32 patterns[] = {128, 1024, 512, 256};
+  const u32 start = (low & 0x3fff) << 4, pattern = patterns[high >> 30];
   if (low & 0xc000c000 || high & 0x3fffc000)
     host_fail(line, "descriptor 0x%08x%08x of %s: bits that must be 0 are not", high, low, which);
-  (void)transposed;
+  if (start % pattern / 128)
+    host_fail(line, "%s begins at shared address %u, inside of a pattern of %u bytes", which, start,
+              pattern);
 }
 
 static bool overlap(const void *a, u32 n, const void *b, u32 k) {
@@ -824,8 +830,8 @@ static void issue_product(Warp &w) {
   snprintf(what, sizeof what, "wgmma n%u a %08x%08x b %08x%08x", x->n, x->a_high, x->a_low,
            x->b_high, x->b_low);
   host_same(w, what, line);
-  if (!x->a) check_descriptor("A", x->a_low, x->a_high, x->transpose_a, line);
-  check_descriptor("B", x->b_low, x->b_high, x->transpose_b, line);
+  if (!x->a) check_descriptor("A", x->a_low, x->a_high, line);
+  check_descriptor("B", x->b_low, x->b_high, line);
   p->line = line;
   p->block = w.block;
   p->warp = &w;

@@ -651,6 +651,8 @@ breaks(
     CATALOGUE,
     leading_distance_in_bytes=("wgmma_address", "(leading >> 4) << 16", "leading << 16"),
     addresses_of_high_memory=("wgmma_address", "(a & 0x3ffff) >> 4", "(a & 0xffff) >> 4"),
+    addresses_of_17_bits=("wgmma_address", "(a & 0x3ffff) >> 4", "(a & 0x1ffff) >> 4"),
+    addresses_are_not_masked=("wgmma_address", "(a & 0x3ffff) >> 4", "a >> 4"),
     groups_are_not_committed=("wgmma_commit", '"wgmma.commit_group.sync.aligned;"', '""'),
 )
 breaks(

@@ -443,6 +443,7 @@ breaks(
 )
 breaks(
     f"{PASSES}/smem.c",
+    f"{MEMORY}::test_swizzled_buffers_behind_small_ones",
     f"{MEMORY}::test_scopes_nest_and_follow_each_other",
     f"{MEMORY}::test_grouped_stores_and_read_only_wait",
     f"{MEMORY}::test_producer_and_consumers",
@@ -463,6 +464,7 @@ breaks(
         "p.deepest[OTHERS] + p.deepest[REMOTE] + p.deepest[OWN] * g->n_threads;",
         "p.deepest[OTHERS];",
     ),
+    buffers_begin_at_multiples_of_512=("SMEM_ALIGN", "SMEM_ALIGN = 1024,", "SMEM_ALIGN = 512,"),
     others_overlap_what_peers_reach=(
         "move",
         "else if (!p->remote[o->out]) { *offset += p->deepest[REMOTE]; }",

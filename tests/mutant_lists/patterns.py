@@ -294,6 +294,28 @@ breaks(
     ),
 )
 
+breaks(
+    "csrc/interp/machine.c",
+    "test_interpret.py::test_engines_are_late_with_seed_0_and_early_with_others",
+    interpreted_engines_are_always_late=(
+        "set_weights",
+        "m->options.seed ? choices[below(m, PM_COUNT(choices))] : LATE",
+        "LATE + 0 * choices[below(m, PM_COUNT(choices))]",
+    ),
+)
+
+# ---- the compile cache ---------------------------------------------------------------------------
+
+breaks(
+    "csrc/runtime/cache.c",
+    "test_runtime.py::test_cache_entry_of_another_user",
+    entries_of_others_are_read=(
+        "read_entry",
+        "fstat(fd, &st) || st.st_uid != geteuid() ||",
+        "fstat(fd, &st) ||",
+    ),
+)
+
 # ---- functions composed in Python ----------------------------------------------------------------
 
 breaks(
