@@ -1,6 +1,6 @@
 """What the extension calls in Python, registered once when the package is imported."""
 
-from . import _clipped, _core, _introspect, _spills, _types
+from . import _clipped, _core, _introspect, _races, _spills, _types
 from ._jnp import index, members, refs
 
 
@@ -12,6 +12,7 @@ def register():
         memory_space=_types.MemorySpace,
         overhanging=_clipped.overhanging,
         pickle=_introspect.reduce,
+        races=_races.finish,
         ref_transforms=_types.ref_transforms,
         spills=_spills.by_line,
     )

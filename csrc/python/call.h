@@ -13,7 +13,7 @@
 enum { PMPY_FEW = 16 };
 
 typedef struct pmpy_call {
-  struct kernel *k;
+  struct pmpy_kernel *k;
   PyObject *name;  /* of the kernel or family, for messages; borrowed */
   pmpy_plan *plan; /* owned */
   uint32_t n_in, n_out_given;

@@ -1,4 +1,4 @@
-/* What exchange.c, device_array.c, plan.c and kernel.c share: arrays of any framework as plain
+/* What exchange.c, device_array.c, plan.c and call.c share: arrays of any framework as plain
  * memory, and results in the caller's kind.
  *
  * Functions that return int say 0 or -1 with an exception set; PyObject pointers are new references

@@ -1,11 +1,11 @@
 /* Family: a function of arrays and options that finds its kernel by their types and values.
  *
  * Arrays in a call, by position or by name, are operands; everything else passed by name is an
- * option. The key of a call consists of the devices of the arrays, their dtypes, shapes and
- * alignment, and the names and values of the options in the order given. A hit is one pass over the
- * arguments, one hash, and from there the kernel's own call (call.h); no Python code runs. A miss
- * calls `make`, which binds the arguments to the signature and knows the kernels made for other
- * spellings of the same call.
+ * option. The signature of a call (signatures.h) consists of the device of the arrays, their
+ * dtypes, shapes and alignment, and hashes of the names and values of the options in the order
+ * given. A hit is one pass over the arguments, one hash, and from there the kernel's own call
+ * (call.h); no Python code runs. A miss calls `make`, which binds the arguments to the signature
+ * and knows the kernels made for other spellings of the same call.
  *
  * A family keeps a limited number of entries; beyond that, the least recently used are dropped. A
  * reader of an entry holds a reference to it, since another thread may remove it meanwhile. */
@@ -14,13 +14,12 @@
 #include <stddef.h>
 #include <structmember.h>
 
-enum { FEW_INTS = 64, ALIGNMENT = 16, MOST_ENTRIES = 1024 };
+enum { ALIGNMENT = 16, MOST_ENTRIES = 1024 };
 
 typedef struct entry {
-  int refs; /* the table's, and of those that look at it */
-  uint64_t hash;
-  uint32_t n_ints, n_values, n_order;
-  int64_t *ints;     /* owned */
+  pmpy_signature signature; /* what a table holds */
+  int refs;                 /* the table's, and of those that look at it */
+  uint32_t n_values, n_order;
   PyObject **values; /* owned, items too; NULL stands for an array */
   PyObject *target;  /* owned: a kernel, or a function of arrays */
   uint64_t used;     /* the family's `now` at the last hit */
@@ -32,10 +31,9 @@ typedef struct family {
   PyObject_HEAD vectorcallfunc vectorcall;
   PyObject *dict, *weakrefs;
   PyObject *name, *make;
-  entry **table; /* open addressing; a power of two, at most half full */
-  uint32_t n_entries, capacity;
-  uint64_t now;  /* ticks with each miss */
-  bool in_place; /* out= may be an operand */
+  pmpy_table table; /* of entries */
+  uint64_t now;     /* ticks with each miss */
+  bool in_place;    /* out= may be an operand */
 } family;
 
 static PyObject *call_names[4]; /* of keywords: bit 0 out=, bit 1 stream= */
@@ -50,9 +48,8 @@ typedef struct request {
   PyObject *out, *stream;               /* borrowed, or NULL */
   PyObject *operand[PMPY_MAX_PARAMS];   /* borrowed; used where arrays are given by name */
   PyObject *value[2 * PMPY_MAX_PARAMS]; /* names and values of options, NULL for arrays */
-  uint32_t n_operands, n_values, n_ints;
-  uint64_t hash;
-  int64_t few[FEW_INTS], *ints, *many;
+  uint32_t n_operands, n_values;
+  pmpy_new_signature signature;
 } request;
 
 static int too_many(const family *f) {
@@ -95,21 +92,16 @@ static int refuse_strided(const family *f, uint32_t i) {
   return -1;
 }
 
-/* The key, and its hash; 0 or -1. */
-static int make_key(const family *f, request *r) {
+/* The device, how many operands are by position, the arrays, and hashes of the options; 0 or -1. */
+static int make_signature(const family *f, request *r) {
   const pmpy_call *c = &r->c;
-  size_t most = 2 + c->n_in * (size_t)(PM_MAX_RANK + 1) + r->n_values;
-  r->ints = r->few;
-  if (most > FEW_INTS) r->ints = r->many = PyMem_Malloc(most * sizeof *r->ints);
-  if (!r->ints) return PyErr_NoMemory(), -1;
-  int64_t *at = r->ints;
+  int64_t *at = pmpy_signature_begin(&r->signature, 2 + pmpy_sign_most(c->n_in) + r->n_values);
+  if (!at) return -1;
   *at++ = c->cuda ? c->device : -1;
   *at++ = r->n_args;
   for (uint32_t i = 0; i < c->n_in; i++) {
-    const pmpy_buffer *b = &c->in[i];
-    if (b->strided) return refuse_strided(f, i);
-    *at++ = b->dtype | b->rank << 8 | is_misaligned(b) << 16;
-    for (int d = 0; d < b->rank; d++) *at++ = b->shape[d];
+    if (c->in[i].strided) return refuse_strided(f, i);
+    at = pmpy_sign(at, &c->in[i], is_misaligned(&c->in[i]));
   }
   for (uint32_t i = 0; i < r->n_values; i++) {
     *at = -2; /* no hash is -1, and few are -2 */
@@ -121,8 +113,7 @@ static int make_key(const family *f, request *r) {
     }
     at++;
   }
-  r->n_ints = (uint32_t)(at - r->ints);
-  r->hash = pm_hash(r->ints, r->n_ints * sizeof *r->ints, 0);
+  pmpy_signature_end(&r->signature, at);
   return 0;
 }
 
@@ -134,7 +125,7 @@ static int begin(const family *f, request *r, PyObject *const *args, Py_ssize_t 
   r->n_args = n;
   r->n_kw = names ? PyTuple_GET_SIZE(names) : 0;
   r->names = names;
-  r->many = NULL;
+  r->signature.many = NULL;
   r->c.n_in = r->c.n_out_given = 0;
   r->c.many = NULL;
   r->c.out_tuple = NULL;
@@ -143,14 +134,13 @@ static int begin(const family *f, request *r, PyObject *const *args, Py_ssize_t 
   PyObject *const *operands = r->n_operands == (uint32_t)n ? args : r->operand;
   int code = pmpy_call_read(&r->c, f->name, operands, r->n_operands, r->out, specs);
   if (code <= 0) return code;
-  return pmpy_call_stream(&r->c, r->stream) < 0 || pmpy_call_locate(&r->c) < 0 || make_key(f, r) < 0
-             ? -1
-             : 1;
+  if (pmpy_call_stream(&r->c, r->stream) < 0 || pmpy_call_locate(&r->c) < 0) return -1;
+  return make_signature(f, r) < 0 ? -1 : 1;
 }
 
 static void end(request *r) {
   pmpy_call_end(&r->c);
-  PyMem_Free(r->many);
+  pmpy_signature_drop(&r->signature);
 }
 
 /* ---- entries ------------------------------------------------------------------------------ */
@@ -174,7 +164,7 @@ static void drop(entry *e) {
   for (uint32_t i = 0; e->values && i < e->n_values; i++) Py_XDECREF(e->values[i]);
   Py_XDECREF(e->target);
   PyMem_Free(e->values);
-  PyMem_Free(e->ints);
+  pmpy_signature_free(&e->signature);
   PyMem_Free(e);
 }
 
@@ -193,18 +183,15 @@ static int same_values(const entry *e, const request *r) {
 /* 1: *found, which is kept; 0: there is none, -1: exception. Comparing runs code of the user,
  * outside of the lock. */
 static int find(family *f, const request *r, entry **found) {
-  for (uint32_t i = (uint32_t)r->hash;; i++) {
-    entry *e = NULL;
-    bool candidate = false;
+  const pmpy_signature *wanted = &r->signature.is;
+  for (uint32_t probe = (uint32_t)wanted->hash;;) {
+    entry *e;
     Py_BEGIN_CRITICAL_SECTION(f);
-    if (f->capacity) e = f->table[i & (f->capacity - 1)];
-    candidate = e && e->hash == r->hash && e->n_ints == r->n_ints && e->n_values == r->n_values &&
-                !memcmp(e->ints, r->ints, r->n_ints * sizeof *r->ints);
-    if (candidate) keep(e)->used = f->now;
+    e = (entry *)pmpy_table_find(&f->table, wanted, &probe);
+    if (e) keep(e)->used = f->now;
     Py_END_CRITICAL_SECTION();
     if (!e) return 0;
-    if (!candidate) continue;
-    const int same = same_values(e, r);
+    const int same = e->n_values == r->n_values ? same_values(e, r) : 0;
     *found = e;
     if (same > 0) return 1;
     drop(e);
@@ -212,55 +199,34 @@ static int find(family *f, const request *r, entry **found) {
   }
 }
 
-static void place(entry **table, uint32_t capacity, entry *e) {
-  uint32_t i = (uint32_t)e->hash;
-  while (table[i & (capacity - 1)]) i++;
-  table[i & (capacity - 1)] = e;
-}
-
 static int by_use(const void *a, const void *b) {
   const uint64_t x = (*(entry *const *)a)->used, y = (*(entry *const *)b)->used;
   return x < y ? -1 : x > y;
 }
 
-/* Take up to n entries, those longest unused, out of a table; the rest is what it has then. */
+/* Take n entries, those longest unused, out of the table. NULL: out of memory. */
 static entry **take_oldest(family *f, uint32_t n) {
-  entry **all = PyMem_Malloc(f->n_entries * sizeof *all);
+  entry **all = PyMem_Malloc(f->table.n * sizeof *all);
   uint32_t k = 0;
   if (!all) return NULL;
-  for (uint32_t i = 0; i < f->capacity; i++)
-    if (f->table[i]) all[k++] = f->table[i];
+  for (uint32_t i = 0; i < f->table.capacity; i++)
+    if (f->table.at[i]) all[k++] = (entry *)f->table.at[i];
   qsort(all, k, sizeof *all, by_use);
-  memset(f->table, 0, f->capacity * sizeof *f->table);
-  for (uint32_t i = n; i < k; i++) place(f->table, f->capacity, all[i]);
-  f->n_entries = k - n;
+  for (uint32_t i = 0; i < n; i++) pmpy_table_remove(&f->table, &all[i]->signature);
   return all;
 }
 
-static bool grow(family *f) {
-  uint32_t capacity = f->capacity ? f->capacity * 2 : 8;
-  entry **table = PyMem_Calloc(capacity, sizeof *table);
-  if (!table) return false;
-  for (uint32_t i = 0; i < f->capacity; i++)
-    if (f->table[i]) place(table, capacity, f->table[i]);
-  PyMem_Free(f->table);
-  f->table = table;
-  f->capacity = capacity;
-  return true;
-}
-
-/* Into the table, which gets a reference. Two threads may both add the same key: either serves. */
+/* Into the table, which gets a reference. Two threads may both add the same call: either serves. */
 static int add(family *f, entry *e) {
-  bool ok = true;
+  bool ok;
   entry **oldest = NULL;
   const uint32_t n = MOST_ENTRIES / 4;
   Py_BEGIN_CRITICAL_SECTION(f);
-  if (f->n_entries >= MOST_ENTRIES) oldest = take_oldest(f, n);
-  if ((f->n_entries + 1) * 2 > f->capacity) ok = grow(f);
+  if (f->table.n >= MOST_ENTRIES) oldest = take_oldest(f, n);
+  ok = pmpy_table_add(&f->table, &e->signature);
   if (ok) {
     e->used = ++f->now;
-    place(f->table, f->capacity, keep(e));
-    f->n_entries++;
+    keep(e);
   }
   Py_END_CRITICAL_SECTION();
   for (uint32_t i = 0; oldest && i < n; i++) drop(oldest[i]);
@@ -343,12 +309,9 @@ static int read_made(const family *f, const request *r, PyObject *made, entry *e
 }
 
 static int copy_key(const request *r, entry *e) {
-  e->hash = r->hash;
-  e->n_ints = r->n_ints;
-  e->ints = PyMem_Malloc(r->n_ints * sizeof *e->ints);
+  if (pmpy_signature_copy(&e->signature, &r->signature.is) < 0) return -1;
   e->values = PyMem_Calloc(r->n_values + 1, sizeof *e->values);
-  if (!e->ints || !e->values) return PyErr_NoMemory(), -1;
-  memcpy(e->ints, r->ints, r->n_ints * sizeof *e->ints);
+  if (!e->values) return PyErr_NoMemory(), -1;
   for (e->n_values = 0; e->n_values < r->n_values; e->n_values++)
     e->values[e->n_values] = Py_XNewRef(r->value[e->n_values]);
   return 0;
@@ -440,8 +403,8 @@ static int family_traverse(PyObject *self, visitproc visit, void *arg) {
   Py_VISIT(Py_TYPE(self));
   Py_VISIT(f->dict);
   Py_VISIT(f->make);
-  for (uint32_t i = 0; i < f->capacity; i++) {
-    entry *e = f->table[i];
+  for (uint32_t i = 0; i < f->table.capacity; i++) {
+    entry *e = (entry *)f->table.at[i];
     if (!e) continue;
     Py_VISIT(e->target);
     for (uint32_t k = 0; k < e->n_values; k++) Py_VISIT(e->values[k]);
@@ -450,16 +413,13 @@ static int family_traverse(PyObject *self, visitproc visit, void *arg) {
 }
 
 static void forget_all(family *f) {
-  entry **table;
-  uint32_t capacity;
+  pmpy_table table;
   Py_BEGIN_CRITICAL_SECTION(f);
   table = f->table;
-  capacity = f->capacity;
-  f->table = NULL;
-  f->capacity = f->n_entries = 0;
+  f->table = (pmpy_table){0};
   Py_END_CRITICAL_SECTION();
-  for (uint32_t i = 0; i < capacity; i++) drop(table[i]);
-  PyMem_Free(table);
+  for (uint32_t i = 0; i < table.capacity; i++) drop((entry *)table.at[i]);
+  pmpy_table_free(&table);
 }
 
 static int family_clear(PyObject *self) {
@@ -490,7 +450,7 @@ static void family_dealloc(PyObject *self) {
 static PyObject *family_repr(PyObject *self) {
   family *f = (family *)self;
   return PyUnicode_FromFormat("<pallas_mgpu kernel family %U, called in %u ways>", f->name,
-                              f->n_entries);
+                              f->table.n);
 }
 
 static PyObject *family_copy(PyObject *self, PyObject *memo) {

@@ -20,6 +20,7 @@
   X(MEMORY_SPACE, memory_space)     /* the enum plgpu.MemorySpace */            \
   X(OVERHANGING, overhanging)       /* ref.at[idx] that reaches outside */      \
   X(PICKLE, pickle)                 /* __reduce__ of kernels */                 \
+  X(RACES, races)                   /* what a run with detect_races found */    \
   X(REF_TRANSFORMS, ref_transforms) /* ref.transforms, of tiling and swizzle */ \
   X(SPILLS, spills)                 /* spills by line, from SASS */
 typedef enum pmpy_hook_id {

@@ -100,7 +100,7 @@ static pm_code interpret(void *ctx, pm_err *err) {
 
 /* The arena has the graph and the text of the program. */
 static void account(pmpy_plan *p) {
-  size_t bytes = sizeof *p + p->graph->arena.total + p->n_key * sizeof *p->key;
+  size_t bytes = sizeof *p + p->graph->arena.total + p->signature.n * sizeof *p->signature.word;
   if (p->has_cubin) bytes += p->cubin.size + strlen(p->cubin.log);
   if (p->machine) bytes += pm_interp_bytes(p->machine);
   for (int i = 0; i < PMPY_MAX_DEVICES; i++)
@@ -367,7 +367,7 @@ static void dealloc(PyObject *self) {
   if (p->machine) pm_interp_free(p->machine);
   if (p->has_lock) pthread_mutex_destroy(&p->lock);
   PyMem_Free(p->out);
-  PyMem_Free(p->key);
+  pmpy_signature_free(&p->signature);
   Py_XDECREF(p->traced);
   Py_XDECREF(p->graph);
   type->tp_free(self);

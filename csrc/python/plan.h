@@ -3,7 +3,7 @@
 #ifndef PMPY_PLAN_H
 #define PMPY_PLAN_H
 
-#include "exchange.h"
+#include "signatures.h"
 
 #include <pthread.h>
 #include <stdatomic.h>
@@ -26,10 +26,8 @@ typedef struct pmpy_plan {
   pm_cubin cubin;
   pm_kernel *kernels[PMPY_MAX_DEVICES];
   pm_machine *machine;
-  uint64_t hash; /* of the key, which is kernel.c's */
-  uint32_t n_key;
-  int64_t *key;
-  _Atomic size_t bytes; /* of memory, as far as it is known */
+  pmpy_signature signature; /* of the calls that it is for */
+  _Atomic size_t bytes;     /* of memory, as far as it is known */
   /* plan_cache.c */
   _Atomic uint64_t used;
   struct pmpy_plans *owner; /* NULL: in no table */
@@ -59,18 +57,17 @@ pm_code pmpy_plan_interpret(pmpy_plan *p, void *const *buffers, const pm_interp_
 
 /* ---- plan_cache.c -------------------------------------------------------------------------- */
 
-/* The plans of one kernel, by their keys; all zero at first. Must not move. */
+/* The plans of one kernel, by their signatures; all zero at first. Must not move. */
 typedef struct pmpy_plans {
-  pmpy_plan **table; /* open addressing; a power of two, at most half full */
-  uint32_t n, capacity;
+  pmpy_table table;
 #ifdef Py_GIL_DISABLED
   PyMutex lock;
 #endif
 } pmpy_plans;
 /* New, or NULL without an exception. */
-pmpy_plan *pmpy_plans_find(pmpy_plans *t, uint64_t hash, const int64_t *key, uint32_t n);
-/* Takes a reference; may release plans of any kernel. Two threads may both add the same key: then
- * the plan that is found first serves, and both are right. 0, or -1 with an exception. */
+pmpy_plan *pmpy_plans_find(pmpy_plans *t, const pmpy_signature *s);
+/* Takes a reference; may release plans of any kernel. Two threads may both add the same signature:
+ * then the plan that is found first serves, and both are right. 0, or -1 with an exception. */
 int pmpy_plans_add(pmpy_plans *t, pmpy_plan *p);
 void pmpy_plans_clear(pmpy_plans *t);
 /* Functions of Python. */

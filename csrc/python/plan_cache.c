@@ -1,10 +1,10 @@
 /* The plans of all kernels. The least recently used are dropped when plans take too much memory.
  *
- * Each kernel finds its plans in a hash table of its own; all plans are also in one list. A hit
- * stamps the plan with a clock that advances whenever a plan is added, so it costs one store. When
- * a new plan makes the sum of the sizes exceed PALLAS_MGPU_PLAN_BYTES, the plans with the oldest
- * stamps are removed from their tables until a quarter of the limit is free again. A plan that a
- * call is using lives until the call ends.
+ * Each kernel finds its plans in a table of its own (signatures.h); all plans are also in one list.
+ * A hit stamps the plan with a clock that advances whenever a plan is added, so it costs one store.
+ * When a new plan makes the sum of the sizes exceed PALLAS_MGPU_PLAN_BYTES, the plans with the
+ * oldest stamps are removed from their tables until a quarter of the limit is free again. A plan
+ * that a call is using lives until the call ends.
  *
  * Nothing here calls the driver: modules of removed plans are unloaded later (runtime/modules.c).
  *
@@ -13,6 +13,7 @@
 #include "plan.h"
 
 #include <stdatomic.h>
+#include <stddef.h>
 #include <stdlib.h>
 
 #include "../base/env.h"
@@ -29,58 +30,22 @@ static _Atomic uint64_t now = 1;
 #define UNLOCK_TABLE(t) (void)(t)
 #endif
 
-/* ---- one table ---------------------------------------------------------------------------- */
+static pmpy_plan *plan_of(pmpy_signature *s) {
+  return (pmpy_plan *)((char *)s - offsetof(pmpy_plan, signature));
+}
 
-pmpy_plan *pmpy_plans_find(pmpy_plans *t, uint64_t hash, const int64_t *key, uint32_t n) {
+pmpy_plan *pmpy_plans_find(pmpy_plans *t, const pmpy_signature *s) {
   pmpy_plan *found = NULL;
+  uint32_t probe = (uint32_t)s->hash;
   LOCK_TABLE(t);
-  for (uint32_t i = (uint32_t)hash; t->capacity; i++) {
-    pmpy_plan *p = t->table[i & (t->capacity - 1)];
-    if (!p) break;
-    if (p->hash == hash && p->n_key == n && !memcmp(p->key, key, n * sizeof *key)) {
-      atomic_store_explicit(&p->used, atomic_load_explicit(&now, memory_order_relaxed),
-                            memory_order_relaxed);
-      found = (pmpy_plan *)Py_NewRef((PyObject *)p);
-      break;
-    }
+  pmpy_signature *e = pmpy_table_find(&t->table, s, &probe);
+  if (e) {
+    found = (pmpy_plan *)Py_NewRef((PyObject *)plan_of(e));
+    atomic_store_explicit(&found->used, atomic_load_explicit(&now, memory_order_relaxed),
+                          memory_order_relaxed);
   }
   UNLOCK_TABLE(t);
   return found;
-}
-
-static void place(pmpy_plan **table, uint32_t capacity, pmpy_plan *p) {
-  uint32_t i = (uint32_t)p->hash;
-  while (table[i & (capacity - 1)]) i++;
-  table[i & (capacity - 1)] = p;
-}
-
-static bool insert(pmpy_plans *t, pmpy_plan *p) {
-  if ((t->n + 1) * 2 > t->capacity) {
-    const uint32_t capacity = t->capacity ? t->capacity * 2 : 8;
-    pmpy_plan **table = PyMem_RawCalloc(capacity, sizeof *table);
-    if (!table) return false;
-    for (uint32_t i = 0; i < t->capacity; i++)
-      if (t->table[i]) place(table, capacity, t->table[i]);
-    PyMem_RawFree(t->table);
-    t->table = table;
-    t->capacity = capacity;
-  }
-  place(t->table, t->capacity, p);
-  t->n++;
-  return true;
-}
-
-/* The entries behind it that stand together move up, so that every one is still found. */
-static void remove_from_table(pmpy_plans *t, const pmpy_plan *p) {
-  const uint32_t mask = t->capacity - 1;
-  uint32_t i = (uint32_t)p->hash;
-  while (t->table[i & mask] != p) i++;
-  t->table[i++ & mask] = NULL;
-  t->n--;
-  for (pmpy_plan *other; (other = t->table[i & mask]); i++) {
-    t->table[i & mask] = NULL;
-    place(t->table, t->capacity, other);
-  }
 }
 
 /* ---- the list ----------------------------------------------------------------------------- */
@@ -95,7 +60,7 @@ static void link_plan(pmpy_plan *p) {
 static void take_out(pmpy_plan *p) {
   pmpy_plans *t = p->owner;
   LOCK_TABLE(t);
-  remove_from_table(t, p);
+  pmpy_table_remove(&t->table, &p->signature);
   UNLOCK_TABLE(t);
   if (p->previous) p->previous->next = p->next;
   else newest = p->next;
@@ -153,7 +118,7 @@ int pmpy_plans_add(pmpy_plans *t, pmpy_plan *p) {
   atomic_store(&p->used, atomic_fetch_add(&now, 1) + 1);
   pthread_mutex_lock(&lock);
   LOCK_TABLE(t);
-  const bool ok = insert(t, p);
+  const bool ok = pmpy_table_add(&t->table, &p->signature);
   UNLOCK_TABLE(t);
   if (ok) {
     p->owner = t;
@@ -169,7 +134,8 @@ int pmpy_plans_add(pmpy_plans *t, pmpy_plan *p) {
 static pmpy_plan *take_any(pmpy_plans *t) {
   pmpy_plan *p = NULL;
   pthread_mutex_lock(&lock);
-  for (uint32_t i = 0; i < t->capacity && !p; i++) p = t->table[i];
+  for (uint32_t i = 0; i < t->table.capacity && !p; i++)
+    if (t->table.at[i]) p = plan_of(t->table.at[i]);
   if (p) take_out(p);
   pthread_mutex_unlock(&lock);
   return p;
@@ -177,9 +143,7 @@ static pmpy_plan *take_any(pmpy_plans *t) {
 
 void pmpy_plans_clear(pmpy_plans *t) {
   for (pmpy_plan *p; (p = take_any(t));) Py_DECREF((PyObject *)p);
-  PyMem_RawFree(t->table);
-  t->table = NULL;
-  t->capacity = 0;
+  pmpy_table_free(&t->table);
 }
 
 PyObject *pmpy_plans_clear_all(PyObject *module, PyObject *unused) {

@@ -26,11 +26,10 @@ int pmpy_add_race(PyObject *list, const pm_race *r) {
 int pmpy_finish_races(PyObject *list, PyObject *params) {
   PyObject *type, *value, *traceback; /* of what ended the run, if anything */
   PyErr_Fetch(&type, &value, &traceback);
-  PyObject *module = PyImport_ImportModule("pallas_mgpu._races");
-  PyObject *r = module ? PyObject_CallMethod(module, "finish", "OO", list, params) : NULL;
+  PyObject *hook = pmpy_hook(PMPY_HOOK_RACES);
+  PyObject *r = hook ? PyObject_CallFunctionObjArgs(hook, list, params, NULL) : NULL;
   const int rc = r ? 0 : -1;
   Py_XDECREF(r);
-  Py_XDECREF(module);
   if (type) PyErr_Restore(type, value, traceback);
   return rc;
 }

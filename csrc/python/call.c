@@ -1,0 +1,417 @@
+/* One call of a kernel, up to where it runs.
+ *
+ * Arguments are read as memory (exchange.c), and the plan for their dtypes and shapes is found by
+ * their signature (a miss traces, by calling Python). It runs on the GPU if the arrays are there;
+ * for host arrays on a GPU that fits, or else on the interpreter. A hit on arrays that are in place
+ * is one pass over the arguments, one hash, and the launch; no Python code runs and nothing is
+ * awaited.
+ */
+#include "kernel.h"
+
+#include "../base/env.h"
+
+/* ---- arguments ----------------------------------------------------------------------------- */
+
+void pmpy_call_end(pmpy_call *c) {
+  for (uint32_t i = 0; i < c->n_in + c->n_out_given; i++) {
+    pmpy_buffer *b = &c->in[i];
+    if (b->keep || b->managed || b->managed_old) pmpy_release(b);
+  }
+  if (c->many) PyMem_Free(c->many);
+  Py_XDECREF(c->out_tuple);
+  Py_XDECREF((PyObject *)c->plan);
+}
+
+static bool is_number(const pmpy_buffer *b) { return !b->cuda && b->rank == 0; }
+
+static int refuse_mixture(const pmpy_call *c, int a, int b, const char *why) {
+  char x[32], y[32];
+  PyErr_Format(PyExc_TypeError, "kernel %U: %s and %s %s", c->name, pmpy_which(a, x),
+               pmpy_which(b, y), why);
+  return -1;
+}
+
+/* Index of buffer i for messages: outputs count down from -1. */
+static int which(const pmpy_call *c, uint32_t i) {
+  return i < c->n_in ? (int)i : -(int)(i - c->n_in) - 1;
+}
+
+/* Numbers (rank 0 on the host) go anywhere. */
+int pmpy_call_locate(pmpy_call *c) {
+  uint32_t first = 0;
+  for (uint32_t i = 0; i < c->n_in + c->n_out_given; i++) {
+    const pmpy_buffer *b = &c->in[i];
+    if (b->source->family == PMPY_NONE || is_number(b)) continue;
+    if (!c->has_array) {
+      c->has_array = true;
+      c->home = b->source;
+      c->cuda = b->cuda;
+      c->device = b->device;
+      first = i;
+      continue;
+    }
+    if (b->cuda != c->cuda)
+      return refuse_mixture(c, which(c, first), which(c, i),
+                            "lie on different sides: one on the host, one on the GPU. Move one of "
+                            "them, for example by pallas_mgpu.device_put");
+    if (b->device != c->device)
+      return refuse_mixture(c, which(c, first), which(c, i), "lie on different GPUs");
+    if (b->source->family == c->home->family) continue;
+    if (!c->out_arg)
+      return refuse_mixture(c, which(c, first), which(c, i),
+                            "come from different libraries, so the kind of the result is unknown: "
+                            "convert one of them, or give out=");
+    c->mixed = true;
+    if (c->home->family == PMPY_DEVICE_ARRAY || c->home->family == PMPY_NUMPY)
+      c->home = b->source; /* the one with a stream of its own */
+  }
+  if (c->has_array) return 0;
+  c->home = &pmpy_numpy_source;
+  for (uint32_t i = 0; i < c->n_in; i++)
+    if (c->in[i].source->family != PMPY_NONE) {
+      c->home = c->in[i].source;
+      break;
+    }
+  return 0;
+}
+
+/* Split out= into arrays. */
+static int take_out(pmpy_call *c) {
+  if (!c->out_arg) return 0;
+  if (PyTuple_Check(c->out_arg) || PyList_Check(c->out_arg)) {
+    c->out_tuple = PySequence_Tuple(c->out_arg);
+    if (!c->out_tuple) return -1;
+    c->out_args = &PyTuple_GET_ITEM(c->out_tuple, 0);
+    c->n_out_given = (uint32_t)PyTuple_GET_SIZE(c->out_tuple);
+  } else {
+    c->out_args = &c->out_arg;
+    c->n_out_given = 1;
+  }
+  return 0;
+}
+
+/* Room for all buffers; on failure there is nothing to release. */
+static int make_room(pmpy_call *c) {
+  size_t n = c->n_in + (size_t)c->n_out_given;
+  c->in = c->few;
+  if (n > PMPY_FEW) {
+    c->many = n <= PMPY_MAX_PARAMS ? PyMem_Malloc(n * sizeof *c->many) : NULL;
+    c->in = c->many;
+  }
+  c->out = c->in + c->n_in;
+  if (c->in) return 0;
+  c->n_in = c->n_out_given = 0;
+  if (n <= PMPY_MAX_PARAMS) PyErr_NoMemory();
+  else
+    PyErr_Format(PyExc_NotImplementedError,
+                 "kernel %U: %zu arrays were given; at most %d are "
+                 "supported",
+                 c->name, n, PMPY_MAX_PARAMS);
+  return -1;
+}
+
+/* 1: all read, 0: an argument is nested or no array (its index is n_in then), -1: exception */
+static int read_all(pmpy_call *c, bool specs) {
+  if (make_room(c) < 0) return -1;
+  uint32_t n_in = c->n_in, n_out = c->n_out_given;
+  c->n_out_given = 0; /* what is read is what pmpy_call_end releases */
+  for (c->n_in = 0; c->n_in < n_in; c->n_in++) {
+    int code =
+        pmpy_read(c->args[c->n_in], (int)c->n_in, specs ? PMPY_SPEC : PMPY_INPUT, &c->in[c->n_in]);
+    if (code <= 0) return code;
+    c->converted |= c->in[c->n_in].was != NULL;
+  }
+  for (; c->n_out_given < n_out; c->n_out_given++) {
+    uint32_t i = c->n_out_given;
+    int code = pmpy_read(c->out_args[i], -(int)i - 1, PMPY_OUTPUT, &c->out[i]);
+    if (code > 0) continue;
+    if (!code)
+      PyErr_Format(PyExc_TypeError, "kernel %U: out[%u] is a %s, which is no array", c->name, i,
+                   Py_TYPE(c->out_args[i])->tp_name);
+    return -1;
+  }
+  return 1;
+}
+
+int pmpy_call_read(pmpy_call *c, PyObject *name, PyObject *const *args, size_t n, PyObject *out,
+                   bool specs) {
+  c->k = NULL;
+  c->name = name;
+  c->plan = NULL;
+  c->out_arg = out;
+  c->out_tuple = NULL;
+  c->n_out_given = 0;
+  c->many = NULL;
+  c->cuda = c->has_array = c->mixed = false;
+  c->in_place = true;
+  c->has_stream = c->converted = false;
+  c->device = 0;
+  c->args = args;
+  c->n_in = (uint32_t)n;
+  if (take_out(c) < 0) {
+    c->n_in = 0;
+    return -1;
+  }
+  return read_all(c, specs);
+}
+
+PyObject *pmpy_call_refuse(const pmpy_call *c) {
+  PyObject *o = c->args[c->n_in];
+  if (PMPY_IS_TRACED(o))
+    return PyErr_Format(PyExc_TypeError,
+                        "kernel %U: argument %u is a traced value of a kernel's body (%R): a "
+                        "kernel cannot be called inside of another one; call its body",
+                        c->name, c->n_in, o);
+  return PyErr_Format(PyExc_TypeError,
+                      "kernel %U: argument %u is a %s, which is no array: NumPy, PyTorch, CuPy and "
+                      "JAX arrays, DLPack producers, DeviceArrays and numbers are accepted",
+                      c->name, c->n_in, Py_TYPE(o)->tp_name);
+}
+
+/* ---- plans -------------------------------------------------------------------------------- */
+
+/* New: ((shape, dtype), ...) of the arguments */
+static PyObject *specs_of(const pmpy_call *c) {
+  PyObject *specs = PyTuple_New(c->n_in);
+  for (uint32_t i = 0; specs && i < c->n_in; i++) {
+    pmpy_spec s = {.dtype = c->in[i].dtype, .rank = c->in[i].rank};
+    memcpy(s.shape, c->in[i].shape, sizeof s.shape);
+    PyObject *shape = pmpy_spec_shape(&s), *dtype = pmpy_dtype_object((pm_dtype)s.dtype);
+    PyObject *pair = shape && dtype ? PyTuple_Pack(2, shape, dtype) : NULL;
+    Py_XDECREF(dtype);
+    Py_XDECREF(shape);
+    if (pair) PyTuple_SET_ITEM(specs, i, pair);
+    else Py_CLEAR(specs);
+  }
+  return specs;
+}
+
+pmpy_plan *pmpy_call_trace(const pmpy_call *c, bool keep_text) {
+  PyObject *specs = specs_of(c);
+  PyObject *traced = specs ? PyObject_CallOneArg(c->k->trace, specs) : NULL;
+  pmpy_plan *p =
+      traced ? pmpy_plan_new(traced, c->in, c->n_in, c->target, !c->may_fall_back, keep_text)
+             : NULL;
+  Py_XDECREF(traced);
+  Py_XDECREF(specs);
+  return p;
+}
+
+/* The arrays, and what else decides what is traced and lowered. */
+static int make_signature(const pmpy_call *c, pmpy_new_signature *s) {
+  int64_t *at = pmpy_signature_begin(s, pmpy_sign_most(c->n_in) + 1);
+  if (!at) return -1;
+  for (uint32_t i = 0; i < c->n_in; i++) at = pmpy_sign(at, &c->in[i], false);
+  *at++ = pmpy.debug_checks | (c->target ? c->target - pm_targets + 1 : 0) << 1;
+  pmpy_signature_end(s, at);
+  return 0;
+}
+
+static int find_plan(pmpy_call *c) {
+  pmpy_new_signature s;
+  if (make_signature(c, &s) < 0) return -1;
+  c->plan = pmpy_plans_find(&c->k->plans, &s.is);
+  if (c->plan && !c->may_fall_back && c->target && c->plan->graph->g->target != c->target) {
+    /* lowered for the interpreter: the reason is raised */
+    Py_SETREF(c->plan, pmpy_call_trace(c, false));
+  } else if (!c->plan && (c->plan = pmpy_call_trace(c, false))) {
+    if (pmpy_signature_copy(&c->plan->signature, &s.is) < 0 ||
+        pmpy_plans_add(&c->k->plans, c->plan) < 0)
+      Py_CLEAR(c->plan);
+  }
+  pmpy_signature_drop(&s);
+  return c->plan ? 0 : -1;
+}
+
+/* ---- outputs ------------------------------------------------------------------------------ */
+
+static PyObject *text_of_spec(const pmpy_spec *s) {
+  PyObject *shape = pmpy_spec_shape(s);
+  PyObject *text =
+      shape ? PyUnicode_FromFormat("%s of shape %R", pm_dtypes[s->dtype].text, shape) : NULL;
+  Py_XDECREF(shape);
+  return text;
+}
+
+static int check_outputs(const pmpy_call *c) {
+  if (!c->out_arg) return 0;
+  if (c->n_out_given != c->plan->n_out) {
+    PyErr_Format(PyExc_TypeError, "kernel %U: out has %u arrays, and the kernel has %u outputs",
+                 c->name, c->n_out_given, c->plan->n_out);
+    return -1;
+  }
+  for (uint32_t i = 0; i < c->n_out_given; i++) {
+    const pmpy_buffer *b = &c->out[i];
+    const pmpy_spec *s = &c->plan->out[i];
+    if (b->dtype == s->dtype && b->rank == s->rank &&
+        !memcmp(b->shape, s->shape, b->rank * sizeof *b->shape))
+      continue;
+    pmpy_spec given = {.dtype = b->dtype, .rank = b->rank};
+    memcpy(given.shape, b->shape, sizeof given.shape);
+    PyObject *want = text_of_spec(s), *got = text_of_spec(&given);
+    if (want && got)
+      PyErr_Format(PyExc_ValueError, "kernel %U: out[%u] must be %U; got %U", c->name, i, want,
+                   got);
+    Py_XDECREF(got);
+    Py_XDECREF(want);
+    return -1;
+  }
+  return pmpy_call_check_overlap(c);
+}
+
+int pmpy_call_outputs(const pmpy_call *c, void *stream, PyObject **made, uint64_t *ptr) {
+  for (uint32_t i = 0; i < c->plan->n_out; i++) {
+    if (c->out_arg) {
+      ptr[i] = c->out[i].ptr;
+      continue;
+    }
+    made[i] = pmpy_result(c->home, &c->plan->out[i], c->cuda, c->device, stream, &ptr[i]);
+    if (made[i]) continue;
+    while (i) Py_DECREF(made[--i]);
+    return -1;
+  }
+  return 0;
+}
+
+PyObject *pmpy_call_drop(const pmpy_call *c, PyObject **made) {
+  for (uint32_t i = 0; i < c->plan->n_out && !c->out_arg; i++) Py_DECREF(made[i]);
+  return NULL;
+}
+
+/* New: what the call returns. Steals the items. */
+static PyObject *pack(const pmpy_call *c, PyObject **items, uint32_t n) {
+  pmpy_kernel *k = c->k;
+  if (k->container == PMPY_SINGLE && n == 1 && !k->unflatten) return items[0];
+  PyObject *all = k->container == PMPY_LIST && !k->unflatten ? PyList_New(n) : PyTuple_New(n);
+  for (uint32_t i = 0; i < n; i++) {
+    if (!all) Py_DECREF(items[i]);
+    else if (PyList_CheckExact(all)) PyList_SET_ITEM(all, i, items[i]);
+    else PyTuple_SET_ITEM(all, i, items[i]);
+  }
+  if (all && k->unflatten) Py_SETREF(all, PyObject_CallOneArg(k->unflatten, all));
+  return all;
+}
+
+PyObject *pmpy_call_finish(const pmpy_call *c, PyObject **made) {
+  uint32_t n = c->plan->n_out;
+  if (c->out_arg) {
+    for (uint32_t i = 0; i < n; i++) made[i] = Py_NewRef(c->out_args[i]);
+    return pack(c, made, n);
+  }
+  for (uint32_t i = 0; i < n; i++) {
+    made[i] = pmpy_finish(c->home, made[i], c->cuda);
+    if (made[i]) continue;
+    for (uint32_t j = 0; j < n; j++) Py_XDECREF(made[j]);
+    return NULL;
+  }
+  return pack(c, made, n);
+}
+
+/* ---- where it runs ------------------------------------------------------------------------- */
+
+int pmpy_call_find_stream(const pmpy_call *c, int device, void **stream) {
+  PMPY_ERR(err);
+  *stream = c->stream;
+  if (c->has_stream) return 0;
+  if (c->cuda) return pmpy_current_stream(c->home, device, stream);
+  if (!pm_private_stream(device, stream, &err)) return 0;
+  pmpy_raise(&err);
+  return -1;
+}
+
+/* Warn once per process that host arrays go to the interpreter. */
+static int warn_fallback(const char *why) {
+  static bool warned;
+  if (warned) return 0;
+  warned = true;
+  return PyErr_WarnFormat(
+      PyExc_UserWarning, 1,
+      "kernels on host arrays run on the CPU interpreter, because no GPU can be "
+      "used: %s. PALLAS_MGPU_BACKEND=interpret says that this is meant",
+      why);
+}
+
+/* Where kernels on host arrays run; 0 or -1. */
+static int choose_backend(pmpy_call *c) {
+  const char *asked = pm_env(PM_ENV_BACKEND);
+  char why[512] = "";
+  if (!strcmp(asked, "interpret")) return 0;
+  if (strcmp(asked, "auto") && strcmp(asked, "cuda")) {
+    PyErr_Format(PyExc_ValueError, "%s: got %.80s; auto, cuda and interpret are accepted",
+                 pm_env_table[PM_ENV_BACKEND].variable, asked);
+    return -1;
+  }
+  c->may_fall_back = *asked == 'a';
+  c->runs_on = pmpy_fitting_device(why, sizeof why);
+  if (c->runs_on >= 0) return 0;
+  if (c->may_fall_back) return warn_fallback(why);
+  PyErr_Format(pmpy.exceptions[PM_E_DRIVER], "%s is cuda, and no GPU can be used: %s",
+               pm_env_table[PM_ENV_BACKEND].variable, why);
+  return -1;
+}
+
+/* Where the call runs, and what the kernel is lowered for there; 0 or -1. */
+static int choose_target(pmpy_call *c) {
+  PMPY_ERR(err);
+  PyObject *p = c->k->interpret;
+  c->runs_on = -1;
+  c->target = NULL;
+  c->may_fall_back = false;
+  if (p && p != Py_None && p != Py_False) return 0;
+  if (c->cuda) c->runs_on = c->device;
+  else if (choose_backend(c) < 0) return -1;
+  if (c->runs_on < 0 || !pm_device_target(c->runs_on, &c->target, &err)) return 0;
+  pmpy_raise(&err);
+  return -1;
+}
+
+static PyObject *dispatch(pmpy_call *c) {
+  const pm_target *t = c->plan->graph->g->target;
+  char why[128];
+  if (c->runs_on < 0) return pmpy_call_interpreter(c);
+  if (t == c->target) return pmpy_call_gpu(c, c->runs_on);
+  snprintf(why, sizeof why, "the GPU is %s, and a kernel needs what %s has", c->target->text,
+           t->text);
+  return warn_fallback(why) < 0 ? NULL : pmpy_call_interpreter(c);
+}
+
+/* The interpreter copies arrays to the host as they lie there. */
+static int check_strides(const pmpy_call *c) {
+  PyObject *p = c->k->interpret;
+  if (!c->cuda || !p || p == Py_None || p == Py_False) return 0;
+  for (uint32_t i = 0; i < c->n_in; i++) {
+    char name[32];
+    if (!c->in[i].strided) continue;
+    PyErr_Format(PyExc_NotImplementedError,
+                 "kernel %U: %s is not contiguous in row-major order, and the interpreter takes no "
+                 "other arrays of a GPU: pass a contiguous copy",
+                 c->name, pmpy_which((int)i, name));
+    return -1;
+  }
+  return 0;
+}
+
+/* Once for each kernel. */
+static int warn_converted(const pmpy_call *c) {
+  uint32_t i = 0;
+  char name[32];
+  if (c->k->has_warned) return 0;
+  while (!c->in[i].was) i++;
+  const int code = PyErr_WarnFormat(
+      PyExc_UserWarning, 1,
+      "kernel %U: %s of %s was converted to %s, as kernels have no dtypes of 64 bits. Cast it "
+      "before, for example by x.astype('%s'), to save the copy. Later calls of this kernel do not "
+      "say so again",
+      c->name, pmpy_which((int)i, name), c->in[i].was, pm_dtypes[c->in[i].dtype].text,
+      pm_dtypes[c->in[i].dtype].text);
+  c->k->has_warned = code == 0;
+  return code;
+}
+
+PyObject *pmpy_call_run(pmpy_call *c, PyObject *k) {
+  c->k = (pmpy_kernel *)k;
+  if (check_strides(c) < 0) return NULL;
+  if (c->converted && warn_converted(c) < 0) return NULL;
+  if (choose_target(c) < 0 || find_plan(c) < 0 || check_outputs(c) < 0) return NULL;
+  return dispatch(c);
+}

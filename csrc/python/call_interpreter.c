@@ -1,0 +1,131 @@
+/* A call on the interpreter: its options, and what it calls while it runs. */
+#include "kernel.h"
+#include "races.h"
+
+typedef struct hooks {
+  PyObject *progress;      /* borrowed, or NULL */
+  PyObject *races;         /* owned: a list, or NULL where nobody looks for them */
+  const pmpy_graph *graph; /* borrowed */
+  bool failed;             /* an exception is set */
+} hooks;
+
+static void print_line(void *ctx, const char *line) {
+  hooks *h = ctx;
+  PyGILState_STATE gil = PyGILState_Ensure();
+  PyObject *out = PySys_GetObject("stdout"); /* borrowed */
+  if (!h->failed && out && out != Py_None)
+    h->failed = PyFile_WriteString(line, out) < 0 || PyFile_WriteString("\n", out) < 0;
+  PyGILState_Release(gil);
+}
+
+static int on_inlined(void *ctx, pm_inline_call *call) {
+  hooks *h = ctx;
+  PyGILState_STATE gil = PyGILState_Ensure();
+  if (!h->failed) h->failed = pmpy_call_inlined(h->graph, call) < 0;
+  PyGILState_Release(gil);
+  return h->failed;
+}
+
+static int on_progress(void *ctx, int64_t done, int64_t total) {
+  hooks *h = ctx;
+  PyGILState_STATE gil = PyGILState_Ensure();
+  if (!h->failed) h->failed = PyErr_CheckSignals() < 0;
+  if (!h->failed && h->progress) {
+    PyObject *r = PyObject_CallFunction(h->progress, "LL", (long long)done, (long long)total);
+    h->failed = !r;
+    Py_XDECREF(r);
+  }
+  PyGILState_Release(gil);
+  return h->failed;
+}
+
+static void on_race(void *ctx, const pm_race *race) {
+  hooks *h = ctx;
+  PyGILState_STATE gil = PyGILState_Ensure();
+  if (!h->failed) h->failed = pmpy_add_race(h->races, race) < 0;
+  PyGILState_Release(gil);
+}
+
+/* Does the attribute equal the text? -1: exception. Absent counts as false. */
+static int attribute_is(PyObject *o, const char *name, const char *text) {
+  PyObject *a = PyObject_GetAttrString(o, name);
+  if (!a) return PyErr_ExceptionMatches(PyExc_AttributeError) ? PyErr_Clear(), 0 : -1;
+  int is = PyUnicode_Check(a) && !PyUnicode_CompareWithASCIIString(a, text);
+  Py_DECREF(a);
+  return is;
+}
+
+/* -1: exception */
+static int race_options(PyObject *p, hooks *h, pm_interp_options *o) {
+  PyObject *races = PyObject_GetAttrString(p, "detect_races");
+  if (!races) PyErr_Clear();
+  Py_XDECREF(races);
+  if (races != Py_True) return 0;
+  if (!(h->races = PyList_New(0))) return -1;
+  o->races = true;
+  o->race = on_race;
+  o->race_ctx = h;
+  o->race_raises = attribute_is(p, "on_race", "raise") > 0;
+  o->strict = attribute_is(p, "mode", "strict") > 0;
+  return PyErr_Occurred() ? -1 : 0;
+}
+
+static int interp_options(const pmpy_kernel *k, hooks *h, pm_interp_options *o) {
+  pm_interp_defaults(o);
+  o->print = print_line;
+  o->number = pmpy_format_number;
+  o->progress = on_progress;
+  o->inlined = on_inlined;
+  o->print_ctx = o->progress_ctx = o->inlined_ctx = h;
+  h->progress = k->progress;
+  PyObject *p = k->interpret;
+  if (!p || p == Py_None || PyBool_Check(p)) return 0;
+  PyObject *seed = PyObject_GetAttrString(p, "seed");
+  if (seed) o->seed = PyLong_AsUnsignedLongLongMask(seed);
+  else PyErr_Clear();
+  Py_XDECREF(seed);
+  PyObject *log = PyObject_GetAttrString(p, "log");
+  if (log) o->log = (int)PyLong_AsLong(log);
+  else PyErr_Clear();
+  Py_XDECREF(log);
+  PyObject *skip = PyObject_GetAttrString(p, "skip_floating_point_ops");
+  o->skip_floats = skip == Py_True;
+  if (!skip) PyErr_Clear();
+  Py_XDECREF(skip);
+  int oob = attribute_is(p, "out_of_bounds_reads", "uninitialized");
+  int zero = attribute_is(p, "uninitialized_memory", "zero");
+  o->oob_raise = !oob;
+  o->zero_fill = zero > 0;
+  return PyErr_Occurred() ? -1 : race_options(p, h, o);
+}
+
+PyObject *pmpy_call_interpreter(pmpy_call *c) {
+  PyObject *made[PMPY_MAX_PARAMS];
+  uint64_t out[PMPY_MAX_PARAMS];
+  pm_interp_options options;
+  hooks h = {.graph = c->plan->graph};
+  void *stream = NULL;
+  pm_err err = {0};
+  pm_code code;
+  if (interp_options(c->k, &h, &options) < 0) goto no_outputs;
+  if (c->cuda && (pmpy_call_find_stream(c, c->device, &stream) < 0 ||
+                  (c->has_stream && pmpy_order_home(c, stream) < 0)))
+    goto no_outputs;
+  if (pmpy_call_outputs(c, stream, made, out) < 0) goto no_outputs;
+  pmpy_run r = {.c = c, .device = c->device, .stream = stream, .options = &options};
+  pmpy_run_describe(&r, out);
+  Py_BEGIN_ALLOW_THREADS;
+  code = pmpy_run_execute(&r, &err);
+  Py_END_ALLOW_THREADS;
+  if (h.failed) pmpy_add_place(&err);
+  else if (code) pmpy_raise(&err);
+  const bool failed = h.failed || code;
+  if ((!h.races || pmpy_finish_races(h.races, c->k->interpret) == 0) && !failed) {
+    Py_XDECREF(h.races);
+    return pmpy_call_finish(c, made);
+  }
+  pmpy_call_drop(c, made);
+no_outputs:
+  Py_XDECREF(h.races);
+  return NULL;
+}
