@@ -205,8 +205,9 @@ _DOES = {
     "xor": "exclusive-or bits into",
     "xchg": "replace",
 }
-WITH_INDEX = {f"atomic_{kind}": _with_index(kind, does) for kind, does in _DOES.items()}
-OF_REF = {f"atomic_{kind}": _of_ref(kind, does) for kind, does in _DOES.items() if kind != "xchg"}
+_KINDS = [kind for kind in _core.enum_names("ATOMIC") if kind != "cas"]  # which has two operands
+WITH_INDEX = {f"atomic_{kind}": _with_index(kind, _DOES[kind]) for kind in _KINDS}
+OF_REF = {f"atomic_{kind}": _of_ref(kind, _DOES[kind]) for kind in _KINDS if kind != "xchg"}
 
 
 def atomic_cas(ref, idx, cmp, val, *, mask=None):

@@ -76,13 +76,16 @@ def _same(a, b, what, an, bn):
         raise ValueError(f"{what}: {an} has shape {a.shape} and {bn} {b.shape}; they must be equal")
 
 
-_ENGINES = {None: 0, "tma": 1, "bulk": 2, "lanes": 3}  # in the order of PM_FAMILY(ENGINE)
+_AUTO, *_ENGINES = _core.enum_names("ENGINE")
+_NONE, *_REDUCTIONS = _core.enum_names("COMBINE")
+_ATOMICS = [kind for kind in _core.enum_names("ATOMIC") if kind not in ("xchg", "cas")]
 
 
-def _engine(x, what):
-    if x not in _ENGINES:
-        raise ValueError(f"{what}: engine must be None, 'tma', 'bulk' or 'lanes', got {show(x)}")
-    return _ENGINES[x]
+def _one_of(x, names, default, what):
+    """A name of the core's, of which None is the default."""
+    if x is not None and x not in names:
+        raise ValueError(f"{what} must be one of {', '.join(names)} or None, got {show(x)}")
+    return default if x is None else x
 
 
 def _check_leader(leader_tracked, collective_axes, what):
@@ -149,7 +152,7 @@ def copy_gmem_to_smem(
     be equal. Elements outside the array are zeros. ``predicate``: a bool scalar; if False, only the
     arrival happens. ``collective_axes``: cluster axes along which the copy is multicast. Any shape
     and pitch is legal: TMA copies if it can, otherwise the lanes of the thread. ``engine``: "tma",
-    "bulk" or "lanes" requests one; ValueError if that is not possible.
+    "bulk" or "plain" requests one; ValueError if that is not possible.
     """
     what = "copy_gmem_to_smem"
     src = _ref(src, what, "src", GMEM)
@@ -169,11 +172,8 @@ def copy_gmem_to_smem(
         oob=int(oob),
         predicated=len(pred),
         cluster=axes,
-        engine=_engine(engine, what),
+        engine=_one_of(engine, _ENGINES, _AUTO, f"{what}: engine"),
     )
-
-
-_REDUCTIONS = tuple("add min max umin umax smin smax inc dec and or xor".split())
 
 
 def copy_smem_to_gmem(
@@ -204,18 +204,14 @@ def copy_smem_to_gmem(
     src = _ref(src, what, "src", SMEM)
     dst = _ref(dst, what, "dst", GMEM)
     _same(src, dst, what, "src", "dst")
-    if reduction_op is not None and reduction_op not in _REDUCTIONS:
-        raise ValueError(
-            f"{what}: reduction_op must be one of {_REDUCTIONS} or None, got {show(reduction_op)}"
-        )
     pred = _predicate(predicate, what)
     _core.effect(
         what,
         (src, dst, *pred),
         commit=int(bool(commit_group)),
         predicated=len(pred),
-        reduction_op=reduction_op or "none",
-        engine=_engine(engine, what),
+        reduction_op=_one_of(reduction_op, _REDUCTIONS, _NONE, f"{what}: reduction_op"),
+        engine=_one_of(engine, _ENGINES, _AUTO, f"{what}: engine"),
         evict_first=int(bool(evict_first)),
     )
 
@@ -248,14 +244,11 @@ def async_store_smem(src, ref, barrier, *, cluster_idx, cluster_dim, optimized=T
     _ref(barrier, what, "barrier")
     if barrier.dtype == "barrier" and barrier.size != 1:
         raise TypeError(f"{what}: needs one barrier, got {barrier.size}; index it with .at[i]")
-    if atomic not in (None, "add", "max", "min", "and", "or", "xor"):
-        raise ValueError(
-            f"{what}: atomic must be None, add, max, min, and, or or xor, got {show(atomic)}"
-        )
+    atomic = _one_of(atomic, _ATOMICS, _NONE, f"{what}: atomic")
     src = as_array(src, f"{what}: src")
     to = _core.cluster_ref(ref, cluster_axis(cluster_dim, what), cluster_idx)
     minmax = "s" if src.dtype == "int32" else "u"
-    op = minmax + atomic if atomic in ("max", "min") else atomic or "none"
+    op = minmax + atomic if atomic in ("max", "min") else atomic
     _core.effect(what, (to, src, _barrier(barrier, what)), reduction_op=op)
 
 

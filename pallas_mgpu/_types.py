@@ -516,12 +516,15 @@ class ClusterBarrier(_Frozen):
 # ---- block specs ---------------------------------------------------------------------------------
 
 
+_OOB = _core.enum_names("OOB")
+
+
 class OOBFillMode(enum.IntEnum):
     """What a copy writes for elements whose source is out of bounds."""
 
-    UNDEFINED = 0
-    PROMISE_IN_BOUNDS = 1
-    ZEROS = 2
+    UNDEFINED = _OOB.index("undefined")
+    PROMISE_IN_BOUNDS = _OOB.index("promise_in_bounds")
+    ZEROS = _OOB.index("zeros")
 
 
 def check_oob_fill_mode(x, what):

@@ -251,7 +251,7 @@ class MutableArray(Generic[A]):
     def __getitem__(self, index: Index) -> A: ...
     def __setitem__(self, index: Index, value: A | Scalar) -> None: ...
 
-Engine: TypeAlias = Literal["tma", "bulk", "lanes"]
+Engine: TypeAlias = Literal["tma", "bulk", "plain"]
 ReductionOp: TypeAlias = Literal["add", "min", "max", "inc", "dec", "and", "or", "xor"]
 InlineType: TypeAlias = LayoutLike | RefType
 Specs: TypeAlias = pl.BlockSpec | None | Sequence["Specs"] | Mapping[str, "Specs"]

@@ -59,7 +59,7 @@ def numbers(rng, dims, dtype):
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", LEGAL, ids=lambda d: np.dtype(d).name)
-@pytest.mark.parametrize("engine", ["tma", "bulk", "lanes"])
+@pytest.mark.parametrize("engine", ["tma", "bulk", "plain"])
 def test_a_store_combines(run, rng, dtype, engine):
     """Every operation of a dtype by each engine: what was there and what comes make what is
     there, twice. Plain stores of the same kernel come first."""
@@ -85,7 +85,7 @@ def test_a_store_combines(run, rng, dtype, engine):
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("op", [None, "add"])
-@pytest.mark.parametrize("engine", ["tma", "bulk", "lanes"])
+@pytest.mark.parametrize("engine", ["tma", "bulk", "plain"])
 def test_stores_that_leave_the_cache_first(run, rng, engine, op):
     """The same bytes arrive; engines are told so in the program."""
     x = numbers(rng, (3, 70, 64), np.float32)
@@ -102,13 +102,13 @@ def test_stores_that_leave_the_cache_first(run, rng, engine, op):
     out = shape(x.shape, x.dtype)
     kernel = run.kernel(body, out, scratch_types=[plgpu.SMEM((70, 64), np.float32)])
     low = kernel.lower(x)
-    assert ("_evict_first" in low.as_text("cuda")) == (engine != "lanes" and not op)
+    assert ("_evict_first" in low.as_text("cuda")) == (engine != "plain" and not op)
     assert "evict_first = 1" in low.as_text("graph")
     got = run.call(kernel, x)
     np.testing.assert_array_equal(got, 2 * x if op else x)
 
 
-@pytest.mark.parametrize("width", [96, 92], ids=["tma", "lanes"])
+@pytest.mark.parametrize("width", [96, 92], ids=["tma", "plain"])
 def test_combining_clips(run, rng, width):
     """A box that overhangs the array: what is inside is combined, nothing else is touched. Tiled
     and swizzled SMEM, starts that are traced; rows that no engine can do are done by lanes."""

@@ -124,7 +124,7 @@ def cases():
             )
     for op in ("inc", "dec"):
         made[f"red_{op}_u32_global"] = (
-            combining((8, 32), np.uint32, op, "lanes"),
+            combining((8, 32), np.uint32, op, "plain"),
             "((u32*)8192, 5);",
             f"red.relaxed.gpu.global.{op}.u32 [8192], 5",
         )

@@ -141,7 +141,7 @@ def test_random_views(run, rng, seed, space):
         np.testing.assert_array_equal(a, b, err_msg=f"output {k}")
 
 
-@pytest.mark.parametrize("engine", [None, "lanes"])
+@pytest.mark.parametrize("engine", [None, "plain"])
 def test_copies_of_strided_views(run, rng, engine):
     """Rows apart, columns apart, both; clipped at the end of the array."""
     x = rng.standard_normal((37, 64)).astype(np.float32)
@@ -152,7 +152,7 @@ def test_copies_of_strided_views(run, rng, engine):
         zero = lax.axis_index("g")
         far = x_ref.at[pl.ds(zero + 1, 16, 3)]
         plgpu.copy_gmem_to_smem(far, a, bar.at[0], engine=engine)
-        plgpu.copy_gmem_to_smem(x_ref.at[3:19, 1::2], b, bar.at[1], engine="lanes")
+        plgpu.copy_gmem_to_smem(x_ref.at[3:19, 1::2], b, bar.at[1], engine="plain")
         plgpu.barrier_wait(bar.at[0])
         plgpu.barrier_wait(bar.at[1])
         rows_ref[...] = a[...]

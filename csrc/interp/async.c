@@ -213,7 +213,7 @@ static step locate_copy_in(pm_machine *m, thread *t, const instr *i, spot *gmem,
   if (!smem->inside) return pm_vm_outside(m, t, i->op, smem, "copy_gmem_to_smem");
   char text[400];
   LOG(m, t, i->op, PM_LOG_SMEM, "begins a copy to %s", pm_vm_view_text(i->mem2, text, sizeof text));
-  if (!gmem->inside && i->flags == PM_OOB_PROMISE) {
+  if (!gmem->inside && i->flags == PM_OOB_PROMISE_IN_BOUNDS) {
     return pm_vm_outside(m, t, i->op, gmem, "copy_gmem_to_smem, promised in bounds,");
   }
   return STEP_NEXT;

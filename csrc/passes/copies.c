@@ -508,7 +508,7 @@ static pm_code plan(const pm_graph *g, pm_opid op, pm_copy_plan *p, pm_err *err)
   if (engine == PM_ENGINE_PLAIN) return PM_OK;
   const char *why;
   if (engine != PM_ENGINE_TMA) {
-    const bool promised = load && *pm_attr(g, op, PM_ATTR_OOB) == PM_OOB_PROMISE;
+    const bool promised = load && *pm_attr(g, op, PM_ATTR_OOB) == PM_OOB_PROMISE_IN_BOUNDS;
     p->engine = PM_ENGINE_BULK;
     if (!(why = plan_bulk(g, p, promised))) return PM_OK;
   }
@@ -523,7 +523,7 @@ static pm_code plan(const pm_graph *g, pm_opid op, pm_copy_plan *p, pm_err *err)
     return pm_fail(err, PM_E_VALUE, "%s: the engine %s cannot do this copy: %s",
                    pm_ops[pm_get(g, op)->code].text, pm_enum_text(PM_FAMILY_ENGINE, engine), why);
   }
-  if (p->gmem.reshaped && !(load && *pm_attr(g, op, PM_ATTR_OOB) == PM_OOB_PROMISE)) {
+  if (p->gmem.reshaped && !(load && *pm_attr(g, op, PM_ATTR_OOB) == PM_OOB_PROMISE_IN_BOUNDS)) {
     return pm_fail(err, PM_E_NOT_IMPLEMENTED,
                    "%s: the GMEM view is a reshape of a slice that is not provably inside the "
                    "array; reshape the ref first and slice it then",

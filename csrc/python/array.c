@@ -571,14 +571,6 @@ static PyObject *slice_array(PyObject *module, PyObject *const *args, Py_ssize_t
 
 static PyObject *reduce(PyObject *module, PyObject *args, PyObject *kw) {
   static char *names[] = {"kind", "x", "axes", "keepdims", NULL};
-  static const struct {
-    const char *name;
-    uint8_t op;
-    bool upcast;
-  } kinds[] = {{"sum", PM_REDUCE_ADD, true},  {"add", PM_REDUCE_ADD, false},
-               {"max", PM_REDUCE_MAX, false}, {"min", PM_REDUCE_MIN, false},
-               {"mul", PM_REDUCE_MUL, false}, {"any", PM_REDUCE_ANY, false},
-               {"all", PM_REDUCE_ALL, false}, {"any_in_warp", PM_REDUCE_ANY_IN_WARP, false}};
   (void)module;
   const char *kind;
   PyObject *o, *axes = Py_None;
@@ -586,14 +578,11 @@ static PyObject *reduce(PyObject *module, PyObject *args, PyObject *kw) {
   pmpy_arg x;
   if (!PyArg_ParseTupleAndKeywords(args, kw, "sO|Op:reduce", names, &kind, &o, &axes, &keepdims))
     return NULL;
-  for (size_t k = 0; k < PM_COUNT(kinds); k++) {
-    if (strcmp(kinds[k].name, kind)) continue;
-    pmpy_trace *t = begin_value(kind, o, &x);
-    return t ? reduce_value(t, kinds[k].name, &x, kinds[k].op, kinds[k].upcast, axes, keepdims)
-             : NULL;
-  }
-  return pmpy_fail(PM_E_VALUE, "reduce: kind '%s', expected sum, add, mul, max, min, any or all",
-                   kind);
+  const bool upcast = !strcmp(kind, "sum"); /* an "add" of narrow integers in 32 bits */
+  int64_t op;
+  if (pmpy_enum_value(PM_ATTR_REDUCE, upcast ? "add" : kind, &op)) return NULL;
+  pmpy_trace *t = begin_value(kind, o, &x);
+  return t ? reduce_value(t, kind, &x, (int)op, upcast, axes, keepdims) : NULL;
 }
 
 static PyObject *layout_cast(PyObject *module, PyObject *const *args, Py_ssize_t n) {

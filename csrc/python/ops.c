@@ -1,24 +1,12 @@
 /* Ops made by name: effect("barrier_wait", operands, **attributes) reads the rest from the op table
  * (ops.def, attrs.def, enums.def), so that a new op needs no code here. */
 #include "../ir/access.h"
+#include "../ir/rules.h"
 #include "trace.h"
 
 #include <stdio.h>
 
 /* ---- operands and attributes --------------------------------------------------------------- */
-
-enum { F_INT, F_BITS, F_LIST, F_STR, F_LAYOUT, F_ENUM };
-#define F_ENUM_AXIS F_ENUM
-#define F_ENUM_REDUCE F_ENUM
-#define F_ENUM_ATOMIC F_ENUM
-#define F_ENUM_OOB F_ENUM
-#define F_ENUM_ENGINE F_ENUM
-#define F_ENUM_COMBINE F_ENUM
-static const uint8_t attr_form[PM_ATTR_COUNT] = {
-#define PM_ATTR(id, text, kind) [PM_ATTR_##id] = F_##kind,
-#include "../ir/attrs.def"
-#undef PM_ATTR
-};
 
 void pmpy_op_call_end(pmpy_op_call *c) {
   PyMem_Free(c->in);
@@ -68,22 +56,10 @@ int pmpy_operands(pmpy_trace *t, pmpy_op_call *c, PyObject *seq) {
 }
 
 int pmpy_enum_value(pm_attr_id id, const char *text, int64_t *out) {
-#define V(family, id, text) text,
-#define PM_FAMILY(family, values) static const char *const names_##family[] = {values NULL};
-#include "../ir/enums.def"
-#undef PM_FAMILY
-#undef V
-  const char *const *names = id == PM_ATTR_AXIS     ? names_AXIS
-                             : id == PM_ATTR_REDUCE ? names_REDUCE
-                             : id == PM_ATTR_ATOMIC ? names_ATOMIC
-                             : id == PM_ATTR_OOB    ? names_OOB
-                             : id == PM_ATTR_ENGINE ? names_ENGINE
-                                                    : names_COMBINE;
-  for (int k = 0; names[k]; k++) {
-    if (!strcmp(names[k], text)) {
-      *out = k;
-      return 0;
-    }
+  const pm_enum_family family = pm_attr_forms[id] - PM_FORM_ENUM_AXIS;
+  const char *name;
+  for (*out = 0; (name = pm_enum_text(family, *out)); ++*out) {
+    if (!strcmp(name, text)) return 0;
   }
   pmpy_fail(PM_E_VALUE, "%s: unknown value '%s'", pm_attr_text[id], text);
   return -1;
@@ -99,20 +75,21 @@ static int attribute(pmpy_trace *t, pmpy_op_call *c, const char *name, PyObject 
   }
   pm_attr_arg *a = &c->attrs[c->n_attrs];
   *a = (pm_attr_arg){.id = info->attrs[k]};
-  uint8_t form = attr_form[a->id];
-  if (form == F_LAYOUT || form == F_BITS) {
+  const pm_attr_form form = pm_attr_forms[a->id];
+  const bool named = form >= PM_FORM_ENUM_AXIS && PyUnicode_Check(value);
+  if (form == PM_FORM_LAYOUT || form == PM_FORM_BITS) {
     pmpy_fail(PM_E_NOT_IMPLEMENTED, "%s: attribute '%s' cannot be given here", info->text, name);
     return -1;
   }
-  if (form == F_LIST) {
+  if (form == PM_FORM_LIST) {
     int n = pmpy_ints(value, name, c->list[c->n_attrs], 2 * PM_MAX_RANK);
     if (n < 0) return -1;
     a->list = c->list[c->n_attrs];
     a->n = (uint32_t)n;
-  } else if (form == F_STR || (form == F_ENUM && PyUnicode_Check(value))) {
+  } else if (form == PM_FORM_STR || named) {
     const char *s = PyUnicode_AsUTF8(value);
-    if (!s || (form == F_ENUM && pmpy_enum_value(a->id, s, &a->i))) return -1;
-    if (form == F_STR) a->i = pmpy_intern(t->g, s);
+    if (!s || (named && pmpy_enum_value(a->id, s, &a->i))) return -1;
+    if (!named) a->i = pmpy_intern(t->g, s);
   } else if (pmpy_ints(value, name, &a->i, 1) != 1) {
     if (!PyErr_Occurred()) pmpy_fail(PM_E_TYPE, "%s: %s must be an int", info->text, name);
     return -1;
@@ -220,7 +197,35 @@ static PyObject *first_tile(PyObject *module, PyObject *unused) {
   return v ? pmpy_traced_new(t, v, false) : NULL;
 }
 
+/* The families of enums.def by their names there. */
+static PyObject *enum_names(PyObject *module, PyObject *wanted) {
+  static const char *const families[PM_FAMILY_COUNT] = {
+#define V(family, id, text)
+#define PM_FAMILY(family, values) [PM_FAMILY_##family] = #family,
+#include "../ir/enums.def"
+#undef PM_FAMILY
+#undef V
+  };
+  (void)module;
+  for (int f = 0; f < PM_FAMILY_COUNT; f++) {
+    if (!PyUnicode_Check(wanted) || PyUnicode_CompareWithASCIIString(wanted, families[f])) continue;
+    Py_ssize_t n = 0;
+    while (pm_enum_text((pm_enum_family)f, n)) n++;
+    PyObject *out = PyTuple_New(n);
+    for (Py_ssize_t k = 0; out && k < n; k++) {
+      PyObject *name = PyUnicode_FromString(pm_enum_text((pm_enum_family)f, k));
+      if (name) PyTuple_SET_ITEM(out, k, name);
+      else Py_CLEAR(out);
+    }
+    return out;
+  }
+  return PyErr_Format(PyExc_ValueError, "enum_names: there is no family %R", wanted);
+}
+
 static PyMethodDef functions[] = {
+    {"enum_names", enum_names, METH_O,
+     "enum_names(family): names of the values of an enum of the graph, in the order of their "
+     "numbers; ENGINE, OOB ..."},
     {"effect", (PyCFunction)(void (*)(void))effect, METH_FASTCALL | METH_KEYWORDS,
      "effect(name, operands, **attrs): add an op without regions; its result, or None."},
     {"first_tile", first_tile, METH_NOARGS, "first_tile(): number of this cluster in the launch."},

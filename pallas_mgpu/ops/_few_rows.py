@@ -160,7 +160,7 @@ class _Block:
         self.o_smem[...] = value.astype(x.out_dtype)
         plgpu.commit_smem()
         where = self.o.at[:, pl.ds(self.col, p.width)]
-        plgpu.copy_smem_to_gmem(self.o_smem, where, engine=None if p.by_tma else "lanes")
+        plgpu.copy_smem_to_gmem(self.o_smem, where, engine=None if p.by_tma else "plain")
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 

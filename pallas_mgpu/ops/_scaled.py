@@ -276,7 +276,7 @@ def turning(shape, dtype, aligned, interpret):
             x.at[pl.ds(row, _TILE), pl.ds(from_, _TILE)],
             tile,
             ready,
-            engine=None if by_tma else "lanes",
+            engine=None if by_tma else "plain",
         )
         plgpu.barrier_wait(ready)
         turned[...] = tile[...].T

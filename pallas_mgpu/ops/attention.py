@@ -414,7 +414,7 @@ class _Block(WarpSpecialized):
             store(self.o_smem.at[me], value[:, c : c + _OUT], there)
         if x.return_lse:
             lse = (self.scaled(m) + jnp.log2(sums)) * _F32(math.log(2))
-            store(self.lse_smem.at[me], lse, self.lse.at[b, head, at], engine="lanes")
+            store(self.lse_smem.at[me], lse, self.lse.at[b, head, at], engine="plain")
 
 
 def _along_rows(x, width):

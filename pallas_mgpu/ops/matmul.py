@@ -419,7 +419,7 @@ class _Block(WarpSpecialized):
             if not p.single or c >= p.buffers:
                 plgpu.wait_smem_to_gmem(p.buffers - 1, wait_read_only=True)
             where = (pl.ds(row + me * 64, height), pl.ds(col + c * p.chunk, p.chunk))
-            engine = None if p.by_tma else "lanes"
+            engine = None if p.by_tma else "plain"
             store(buffer, part.astype(x.out_dtype), self.o.at[where], engine=engine)
 
 

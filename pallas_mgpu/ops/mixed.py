@@ -272,7 +272,7 @@ class _Block(WarpSpecialized):
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         value = value.T.astype(self.plan.x.out_dtype)
         where = self.o.at[pl.ds(row, self.cfg.tile_m), pl.ds(col, 64)]
-        store(self.o_smem.at[strip], value, where, engine=None if self.plan.by_tma else "lanes")
+        store(self.o_smem.at[strip], value, where, engine=None if self.plan.by_tma else "plain")
 
 
 @cached

@@ -111,7 +111,7 @@ class _Plan:
         self.share = "c" if self.axes else None  # along this blocks share an operand
         rows = x.groups * x.k if edge else x.m
         by_tma = rows == 1 or x.n * out_bytes % 16 == 0  # the result
-        self.engine = None if by_tma else "lanes"
+        self.engine = None if by_tma else "plain"
 
     def scratch(self, a_tile, b_tile, part):
         x, tiled = self.x, swizzled(64, self.x.dtype)
