@@ -7,6 +7,7 @@
 #include "access.h"
 
 #include <assert.h>
+#include <stdatomic.h>
 
 #include "view.h"
 
@@ -22,7 +23,20 @@ const char *pm_read_operand(const char *spec, pm_operand *out) {
   return spec;
 }
 
-bool pm_is_pure(int code) { return !pm_ops[code].effects && !strpbrk(pm_ops[code].in, "<>=!"); }
+/* Has the op accesses? Found once for each code. */
+static bool touches(int code) {
+  enum { NO = 1, YES };
+  static _Atomic uint8_t known[PM_OP_COUNT];
+  uint8_t k = atomic_load_explicit(&known[code], memory_order_relaxed);
+  if (!k) {
+    const bool roles = strpbrk(pm_ops[code].in, "<>=!");
+    k = roles || pm_ops[code].effects & E_COUNT ? YES : NO;
+    atomic_store_explicit(&known[code], k, memory_order_relaxed);
+  }
+  return k == YES;
+}
+
+bool pm_is_pure(int code) { return !pm_ops[code].effects && !touches(code); }
 
 bool pm_meets(int code) {
   const pm_op_info *info = &pm_ops[code];
@@ -131,6 +145,7 @@ static bool next_extra(const pm_graph *g, pm_access *a) {
 
 bool pm_next_access(const pm_graph *g, pm_access *a) {
   const pm_op *o = pm_get(g, a->op);
+  if (!touches(o->code)) return false;
   if (!a->spec) a->spec = pm_ops[o->code].in;
   while (a->k < o->n_in) {
     if (!a->operand.repeated) a->spec = pm_read_operand(a->spec, &a->operand);
