@@ -59,11 +59,23 @@ static bool is_wgmma_laid(pm_graph *g, pm_val array) {
   return pm_layout_swizzled(g->arena, pm_layout_of(g, v.layout));
 }
 
+/* Whole arrays that lanes load or store ask for a layout of the buffer; atomics do not. */
+static void collect_access(pass *p, const pm_access *a) {
+  pm_graph *g = p->g;
+  const pm_op *o = pm_get(g, a->op);
+  buffer *b = a->where == PM_IN_SMEM ? buffer_of(p, a->view) : NULL;
+  if (!b) return;
+  if (pm_has_attr(g, a->op, PM_ATTR_ENGINE)) pm_vec_push(g->arena, &b->copies, a->op);
+  if (a->done == PM_DONE_COMMIT) b->wgmma = a->op;
+  if (a->done != PM_DONE_NOW || a->reads == a->writes) return;
+  b->wgmma_laid |= is_wgmma_laid(g, a->writes ? pm_in(g, a->op, 1) : o->out);
+}
+
 static void collect(pm_graph *g, pm_opid op, void *ctx) {
   pass *p = ctx;
   const pm_op *o = pm_get(g, op);
-  const uint32_t n_in = o->n_in, code = o->code;
-  if (code == PM_OP_ALLOC_SMEM) {
+  const uint32_t n_in = o->n_in;
+  if (o->code == PM_OP_ALLOC_SMEM) {
     p->buffers[p->index[op]].alloc = op;
     p->buffers[p->index[op]].group = p->index[op];
     return;
@@ -74,13 +86,9 @@ static void collect(pm_graph *g, pm_opid op, void *ctx) {
     buffer *b = buffer_of(p, v);
     if (!b) continue;
     pm_vec_push(g->arena, &b->views, ((use){v, op}));
-    if (code == PM_OP_COPY_G2S || code == PM_OP_COPY_S2G) pm_vec_push(g->arena, &b->copies, op);
-    if (code == PM_OP_LOAD || code == PM_OP_MASKED_LOAD)
-      b->wgmma_laid |= is_wgmma_laid(g, pm_get(g, op)->out);
-    if (code == PM_OP_STORE || code == PM_OP_MASKED_STORE)
-      b->wgmma_laid |= is_wgmma_laid(g, pm_in(g, op, 1));
-    if (code == PM_OP_WGMMA) b->wgmma = op;
   }
+  pm_access a = pm_accesses(op);
+  while (pm_next_access(g, &a)) collect_access(p, &a);
 }
 
 static void start(pass *p, pm_graph *g, const pm_target *t, pm_err *err) {
