@@ -112,6 +112,12 @@ static pm_code need_given(const pm_typing *t, pm_kind kind) {
   return pm_type_check(t->g, t->given, name(t), t->err);
 }
 
+static pm_code given(const pm_typing *t, pm_kind kind, pm_type *out) {
+  const pm_code rc = need_given(t, kind);
+  if (!rc) *out = *t->given;
+  return rc;
+}
+
 /* ---- pointwise ---------------------------------------------------------------------------- */
 
 /* The shape of the result: that of the operands with dimensions, which agree. */
@@ -141,17 +147,19 @@ static pm_code equal_dtypes(const pm_typing *t, uint32_t first) {
 }
 
 static pm_code pm_type_same(const pm_typing *t, pm_type *out) {
-  if (t->code == PM_OP_MULTIPLE_OF) {
-    if (!pm_is_int(type_in(t, 0)->dtype)) {
-      FAIL(TYPE, "multiple_of: x is %s, an integer scalar is needed", show_in(t, 0));
-    }
-    if (word(t, PM_ATTR_MULTIPLE) < 1) {
-      FAIL(VALUE, "multiple_of: values is %" PRId64 ", at least 1 is needed",
-           word(t, PM_ATTR_MULTIPLE));
-    }
-  }
   pm_code rc = equal_dtypes(t, 0);
   return rc ? rc : common_shape(t, out);
+}
+
+static pm_code pm_type_multiple_of(const pm_typing *t, pm_type *out) {
+  if (!pm_is_int(type_in(t, 0)->dtype)) {
+    FAIL(TYPE, "multiple_of: x is %s, an integer scalar is needed", show_in(t, 0));
+  }
+  if (word(t, PM_ATTR_MULTIPLE) < 1) {
+    FAIL(VALUE, "multiple_of: values is %" PRId64 ", at least 1 is needed",
+         word(t, PM_ATTR_MULTIPLE));
+  }
+  return pm_type_same(t, out);
 }
 
 static pm_code pointwise(const pm_typing *t, pm_type *out, bool accepted, const char *accepts) {
@@ -608,7 +616,9 @@ static pm_code own_block(const pm_typing *t, uint32_t k, const char *operand) {
 
 /* ---- given -------------------------------------------------------------------------------- */
 
-static pm_code check_constant(const pm_typing *t) {
+static pm_code pm_type_constant(const pm_typing *t, pm_type *out) {
+  pm_code rc = given(t, PM_ARRAY, out);
+  if (rc) return rc;
   const pm_dtype_info *d = &pm_dtypes[t->given->dtype];
   int64_t v = word(t, PM_ATTR_VALUE), lo = 0, hi = 1;
   if (d->class == PM_CLASS_FLOAT) return PM_OK;
@@ -622,7 +632,9 @@ static pm_code check_constant(const pm_typing *t) {
   return PM_OK;
 }
 
-static pm_code check_iota(const pm_typing *t) {
+static pm_code pm_type_iota(const pm_typing *t, pm_type *out) {
+  pm_code rc = given(t, PM_ARRAY, out);
+  if (rc) return rc;
   int64_t dim = word(t, PM_ATTR_DIM);
   if (dim < 0 || dim >= t->given->rank) {
     FAIL(VALUE, "iota: dimension %" PRId64 " of shape %s", dim, show_shape(t, t->given));
@@ -631,7 +643,9 @@ static pm_code check_iota(const pm_typing *t) {
   return PM_OK;
 }
 
-static pm_code check_axis(const pm_typing *t) {
+static pm_code pm_type_axis(const pm_typing *t, pm_type *out) {
+  pm_code rc = given(t, PM_ARRAY, out);
+  if (rc) return rc;
   pm_type i32 = pm_scalar_type(PM_I32);
   if (!pm_type_equal(t->given, &i32)) {
     FAIL(INTERNAL, "%s: its type is int32[], not %s", name(t), show(t, t->given));
@@ -639,8 +653,8 @@ static pm_code check_axis(const pm_typing *t) {
   return PM_OK;
 }
 
-static pm_code check_counter(const pm_typing *t) {
-  pm_code rc = check_axis(t);
+static pm_code pm_type_counter(const pm_typing *t, pm_type *out) {
+  pm_code rc = pm_type_axis(t, out);
   int64_t n = word(t, PM_ATTR_N);
   if (!rc && (n < 0 || n >= PM_MAX_COUNTERS)) {
     FAIL(VALUE, "%s: counter %" PRId64 "; a kernel has counters 0 to %d", name(t), n,
@@ -649,7 +663,9 @@ static pm_code check_counter(const pm_typing *t) {
   return rc;
 }
 
-static pm_code check_alloc_smem(const pm_typing *t) {
+static pm_code pm_type_alloc_smem(const pm_typing *t, pm_type *out) {
+  pm_code rc = given(t, PM_REF, out);
+  if (rc) return rc;
   const pm_type *type = t->given;
   if (type->space != PM_SMEM) FAIL(VALUE, "alloc_smem: %s is not in SMEM", show(t, type));
   uint32_t n;
@@ -674,13 +690,14 @@ static pm_code check_alloc_smem(const pm_typing *t) {
   return PM_OK;
 }
 
-static pm_code check_alloc_barrier(const pm_typing *t) {
+static pm_code pm_type_alloc_barrier(const pm_typing *t, pm_type *out) {
+  pm_code rc = given(t, PM_BARRIER, out);
+  if (rc) return rc;
   int64_t arrivals = word(t, PM_ATTR_ARRIVALS);
   if (arrivals < 1) {
     FAIL(VALUE, "Barrier: num_arrivals is %" PRId64 ", at least 1 is needed", arrivals);
   }
-  pm_code rc = cluster_axes(t, true);
-  if (rc) return rc;
+  if ((rc = cluster_axes(t, true))) return rc;
   if (word(t, PM_ATTR_LEADER) && t->g->lists.at[word(t, PM_ATTR_CLUSTER)] != 2) {
     FAIL(NOT_IMPLEMENTED, "ClusterBarrier: leader_tracked needs one cluster axis, not grouped");
   }
@@ -697,7 +714,9 @@ static pm_code check_alloc_barrier(const pm_typing *t) {
   return PM_OK;
 }
 
-static pm_code check_alloc_acc(const pm_typing *t) {
+static pm_code pm_type_alloc_acc(const pm_typing *t, pm_type *out) {
+  pm_code rc = given(t, PM_REF, out);
+  if (rc) return rc;
   const pm_type *type = t->given;
   if (type->space != PM_REGS || type->rank != 2) {
     FAIL(VALUE, "ACC: %s; an accumulator has shape (m, n)", show(t, type));
@@ -715,10 +734,10 @@ static pm_code check_alloc_acc(const pm_typing *t) {
   return PM_OK;
 }
 
-static pm_code check_semaphores(const pm_typing *t) {
-  const bool global = t->code == PM_OP_GLOBAL_SEMAPHORE;
-  const int64_t first = global ? word(t, PM_ATTR_N) : 0;
-  if (t->given->space != (global ? PM_GMEM : PM_SMEM) || t->given->dtype != PM_I32 || first < 0) {
+static pm_code semaphores(const pm_typing *t, pm_space space, int64_t first, pm_type *out) {
+  pm_code rc = given(t, PM_SEMAPHORE, out);
+  if (rc) return rc;
+  if (t->given->space != space || t->given->dtype != PM_I32 || first < 0) {
     FAIL(INTERNAL, "%s: its type is %s", name(t), show(t, t->given));
   }
   if (pm_type_size(t->given) > PM_MAX_SEMAPHORES - pm_min(first, PM_MAX_SEMAPHORES)) {
@@ -728,31 +747,12 @@ static pm_code check_semaphores(const pm_typing *t) {
   return PM_OK;
 }
 
-static pm_code pm_type_given(const pm_typing *t, pm_type *out) {
-  static const struct {
-    uint8_t code, kind;
-    pm_code (*check)(const pm_typing *);
-  } rows[] = {
-      {PM_OP_CONST, PM_ARRAY, check_constant},
-      {PM_OP_IOTA, PM_ARRAY, check_iota},
-      {PM_OP_AXIS, PM_ARRAY, check_axis},
-      {PM_OP_FIRST_TILE, PM_ARRAY, check_axis},
-      {PM_OP_TAKE_TILE, PM_ARRAY, check_counter},
-      {PM_OP_NEXT_TILE, PM_ARRAY, check_counter},
-      {PM_OP_ALLOC_SMEM, PM_REF, check_alloc_smem},
-      {PM_OP_ALLOC_BARRIER, PM_BARRIER, check_alloc_barrier},
-      {PM_OP_ALLOC_ACC, PM_REF, check_alloc_acc},
-      {PM_OP_ALLOC_SEMAPHORE, PM_SEMAPHORE, check_semaphores},
-      {PM_OP_GLOBAL_SEMAPHORE, PM_SEMAPHORE, check_semaphores},
-  };
-  for (size_t k = 0; k < PM_COUNT(rows); k++) {
-    if (rows[k].code != t->code) continue;
-    pm_code rc = need_given(t, rows[k].kind);
-    if (!rc) rc = rows[k].check(t);
-    if (!rc) *out = *t->given;
-    return rc;
-  }
-  FAIL(INTERNAL, "%s: no rule for the given type", name(t));
+static pm_code pm_type_alloc_semaphore(const pm_typing *t, pm_type *out) {
+  return semaphores(t, PM_SMEM, 0, out);
+}
+
+static pm_code pm_type_global_semaphore(const pm_typing *t, pm_type *out) {
+  return semaphores(t, PM_GMEM, word(t, PM_ATTR_N), out);
 }
 
 /* ---- memory ------------------------------------------------------------------------------- */
@@ -776,11 +776,14 @@ static pm_code pm_type_store(const pm_typing *t, pm_type *out) {
     FAIL(VALUE, "Invalid dtype for `swap`. Ref dtype: %s. Value dtype: %s",
          pm_dtypes[ref->dtype].text, pm_dtypes[value->dtype].text);
   }
-  pm_opid def = t->g->values.at[t->in[0]].def;
-  if (t->code == PM_OP_ACC_STORE && t->g->ops.at[def].code == PM_OP_INDEX) {
-    FAIL(NOT_IMPLEMENTED, "storing to a part of an accumulator; store to all of it");
-  }
   return PM_OK;
+}
+
+static pm_code pm_type_acc_store(const pm_typing *t, pm_type *out) {
+  const pm_opid def = t->g->values.at[t->in[0]].def;
+  const pm_code rc = pm_type_store(t, out);
+  if (rc || t->g->ops.at[def].code != PM_OP_INDEX) return rc;
+  FAIL(NOT_IMPLEMENTED, "storing to a part of an accumulator; store to all of it");
 }
 
 /* What a masked op accesses: the shape of the ref or of the array indices. */
@@ -1113,44 +1116,61 @@ static pm_code pm_type_mma(const pm_typing *t, pm_type *out) {
 }
 
 static pm_code pm_type_none(const pm_typing *t, pm_type *out) {
+  (void)t, (void)out;
+  return PM_OK;
+}
+
+static pm_code pm_type_registers(const pm_typing *t, pm_type *out) {
+  const int64_t n = word(t, PM_ATTR_N);
   (void)out;
-  int64_t n = word(t, PM_ATTR_N);
-  if (t->code == PM_OP_SET_MAX_REGISTERS && (n < 24 || n > 256 || n % 8)) {
-    FAIL(VALUE, "set_max_registers: n is %" PRId64 "; a multiple of 8 from 24 to 256 is needed", n);
-  }
-  if ((t->code == PM_OP_WAIT_S2G || t->code == PM_OP_WGMMA_WAIT) && (n < 0 || n > 4096)) {
-    FAIL(VALUE, "%s: n is %" PRId64 "; 0 or more is needed", name(t), n);
-  }
-  const bool turn = t->code == PM_OP_TAKE_TURN || t->code == PM_OP_PASS_TURN;
-  if (turn && (n < 2 || n > t->g->n_threads)) {
-    FAIL(VALUE, "ordered_section: %" PRId64 " threads take turns, the kernel has %u", n,
-         t->g->n_threads);
-  }
-  const bool named = t->code == PM_OP_NAMED_SYNC || t->code == PM_OP_NAMED_ARRIVE;
-  if (named && (n < 32 || n % 32 || n > 128 * (int64_t)t->g->n_threads)) {
-    FAIL(VALUE,
-         "%s: %" PRId64
-         " lanes; a multiple of 32 (a warp) up to %u (a thread is 128, the kernel "
-         "has %u) is needed",
-         name(t), n, 128 * t->g->n_threads, t->g->n_threads);
-  }
-  if (t->code == PM_OP_YIELD) {
-    for (uint32_t k = 0; k < t->n_in; k++) {
-      if (type_in(t, k)->kind == PM_ARRAY) continue;
-      FAIL(VALUE, "a region cannot return %s, only arrays; close over refs and barriers instead",
-           show_in(t, k));
-    }
+  if (n >= 24 && n <= 256 && n % 8 == 0) return PM_OK;
+  FAIL(VALUE, "set_max_registers: n is %" PRId64 "; a multiple of 8 from 24 to 256 is needed", n);
+}
+
+static pm_code pm_type_groups(const pm_typing *t, pm_type *out) {
+  const int64_t n = word(t, PM_ATTR_N);
+  (void)out;
+  if (n >= 0 && n <= 4096) return PM_OK;
+  FAIL(VALUE, "%s: n is %" PRId64 "; 0 or more is needed", name(t), n);
+}
+
+static pm_code pm_type_turn(const pm_typing *t, pm_type *out) {
+  const int64_t n = word(t, PM_ATTR_N);
+  (void)out;
+  if (n >= 2 && n <= t->g->n_threads) return PM_OK;
+  FAIL(VALUE, "in_turn: %" PRId64 " threads take turns, the kernel has %u", n, t->g->n_threads);
+}
+
+static pm_code pm_type_named(const pm_typing *t, pm_type *out) {
+  const int64_t n = word(t, PM_ATTR_N);
+  (void)out;
+  if (n >= 32 && n % 32 == 0 && n <= 128 * (int64_t)t->g->n_threads) return PM_OK;
+  FAIL(VALUE,
+       "%s: %" PRId64
+       " lanes; a multiple of 32 (a warp) up to %u (a thread is 128, the kernel "
+       "has %u) is needed",
+       name(t), n, 128 * t->g->n_threads, t->g->n_threads);
+}
+
+static pm_code pm_type_yield(const pm_typing *t, pm_type *out) {
+  (void)out;
+  for (uint32_t k = 0; k < t->n_in; k++) {
+    if (type_in(t, k)->kind == PM_ARRAY) continue;
+    FAIL(VALUE, "a region cannot return %s, only arrays; close over refs and barriers instead",
+         show_in(t, k));
   }
   return PM_OK;
 }
 
+static pm_code pm_type_print_layout(const pm_typing *t, pm_type *out) {
+  const pm_type *x = type_in(t, 0);
+  (void)out;
+  if (x->kind == PM_ARRAY || (x->kind == PM_REF && x->space == PM_SMEM)) return PM_OK;
+  FAIL(VALUE, "print_layout: x is %s; an array or an SMEM ref is needed", show(t, x));
+}
+
 static pm_code pm_type_print(const pm_typing *t, pm_type *out) {
   (void)out;
-  const pm_type *x = t->n_in ? type_in(t, 0) : NULL;
-  if (t->code == PM_OP_PRINT_LAYOUT) {
-    if (x->kind == PM_ARRAY || (x->kind == PM_REF && x->space == PM_SMEM)) return PM_OK;
-    FAIL(VALUE, "print_layout: x is %s; an array or an SMEM ref is needed", show(t, x));
-  }
   for (uint32_t k = 0; k < t->n_in; k++) {
     if (t->n_in == 1 || !type_in(t, k)->rank) continue;
     FAIL(NOT_IMPLEMENTED,
@@ -1175,9 +1195,7 @@ static pm_code pm_type_inline(const pm_typing *t, pm_type *out) {
   if (t->given && t->given->rank && !word(t, PM_ATTR_LAYOUT)) {
     FAIL(INTERNAL, "inline_cuda: the layout of its result must be given");
   }
-  pm_code rc = need_given(t, PM_ARRAY);
-  if (!rc) *out = *t->given;
-  return rc;
+  return given(t, PM_ARRAY, out);
 }
 
 /* ---- control ------------------------------------------------------------------------------ */
