@@ -40,15 +40,15 @@ typedef struct pm_gen {
   pm_arena *arena;
   pm_text out; /* body of the entry */
   int indent;
-  const char *file;       /* what the compiler believes of the next line: #line */
-  uint32_t line, noted;   /* noted: the user's line that the last comment named */
-  pm_slot *slot;          /* per value */
-  uint32_t *uses;         /* per value: operands that are it */
-  pm_opid *user;          /* per value: the last op of those */
-  bool *barred;           /* per value: it goes through an OPT_BARRIER */
-  bool *only_words;       /* per value: it has the form WORDS (packed16.c) */
-  const char **into;      /* per value: the variable of an outer scope that it will end in */
-  bool *named;            /* per value: it has had a name */
+  const char *file;     /* what the compiler believes of the next line: #line */
+  uint32_t line, noted; /* noted: the user's line that the last comment named */
+  pm_slot *slot;        /* per value */
+  uint32_t *uses;       /* per value: operands that are it */
+  pm_opid *user;        /* per value: the last op of those */
+  bool *barred;         /* per value: it goes through an OPT_BARRIER */
+  bool *only_words;     /* per value: it has the form WORDS (packed16.c) */
+  const char **into;    /* per value: the variable of an outer scope that it will end in */
+  bool *named;          /* per value: it has had a name */
   pm_summaries *summaries;
   const uint32_t *number; /* per value: as the graph's text form has it */
   uint32_t next_name;     /* above those */
@@ -103,8 +103,8 @@ typedef struct pm_gen {
 
 /* One emitter per op. Those of element-wise ops (pm_is_elementwise) leave the text of element
  * e->reg in e->expr and may write lines that stand before the loop; the others write statements. */
-#define PM_OP(id, text, in, out, regions, attrs, type, layout, effects, part, known_to, done, \
-              warp, needs, doc)                                                               \
+#define PM_OP(id, text, in, names, out, regions, attrs, type, layout, effects, part, known_to, \
+              done, warp, needs, doc)                                                          \
   pm_code pm_cuda_##id(pm_gen *e, pm_opid op);
 #include "../ir/ops.def"
 #undef PM_OP

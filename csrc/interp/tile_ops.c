@@ -435,8 +435,8 @@ static const handler pm_vm_NEXT_TILE = {pm_vm_encode_plain, exec_next_tile, {0}}
 
 /* An op without a handler does not compile. */
 const handler *const pm_vm_handlers[PM_OP_COUNT] = {
-#define PM_OP(id, text, in, out, regions, attrs, type, layout, effects, part, known_to, done, \
-              warp, needs, doc)                                                               \
+#define PM_OP(id, text, in, names, out, regions, attrs, type, layout, effects, part, known_to, \
+              done, warp, needs, doc)                                                          \
   [PM_OP_##id] = &pm_vm_##id,
 #include "../ir/ops.def"
 #undef PM_OP

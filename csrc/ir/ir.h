@@ -78,8 +78,8 @@ typedef enum pm_done { PM_DONE_NOW, PM_DONE_BARRIER, PM_DONE_GROUP, PM_DONE_COMM
 
 typedef enum pm_opcode {
   PM_OP_NONE,
-#define PM_OP(id, text, in, out, regions, attrs, type, layout, effects, part, known_to, done, \
-              warp, needs, doc)                                                               \
+#define PM_OP(id, text, in, names, out, regions, attrs, type, layout, effects, part, known_to, \
+              done, warp, needs, doc)                                                          \
   PM_OP_##id,
 #include "ops.def"
 #undef PM_OP
@@ -89,7 +89,7 @@ typedef enum pm_opcode {
 #define PM_MAX_ATTRS 8
 #define PM_VARIABLE 255
 typedef struct pm_op_info {
-  const char *text, *in, *doc;
+  const char *text, *in, *names, *doc;
   uint8_t out, regions; /* PM_VARIABLE: V */
   uint8_t n_attrs;
   uint8_t attrs[PM_MAX_ATTRS]; /* pm_attr_id */

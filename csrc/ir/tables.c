@@ -3,29 +3,30 @@
 #include "rules.h"
 
 #define V PM_VARIABLE
-#define PM_OP(id, text, in, out, regions, attrs, type, lay, effects, part, known, done, warp, \
-              needs, doc)                                                                     \
+#define PM_OP(id, text, in, names, out, regions, attrs, type, lay, effects, part, known, done, \
+              warp, needs, doc)                                                                \
   _Static_assert(sizeof((uint8_t[]){attrs 0}) <= PM_MAX_ATTRS, "too many attributes");
 #include "ops.def"
 #undef PM_OP
 
 const pm_op_info pm_ops[PM_OP_COUNT] = {
-    [PM_OP_NONE] = {.text = "none", .in = "", .doc = ""},
-#define PM_OP(id, op_text, operands, results, n_regions, list, type, lay, flags, p, k, d, w, a, \
-              help)                                                                             \
-  [PM_OP_##id] = {.text = op_text,                                                              \
-                  .in = operands,                                                               \
-                  .doc = help,                                                                  \
-                  .out = results,                                                               \
-                  .regions = n_regions,                                                         \
-                  .n_attrs = sizeof((uint8_t[]){list 0}) - 1,                                   \
-                  .attrs = {list 0},                                                            \
-                  .layout = PM_LAY_##lay,                                                       \
-                  .part = PM_PART_##p,                                                          \
-                  .known_to = PM_KNOWN_##k,                                                     \
-                  .done = PM_DONE_##d,                                                          \
-                  .warp = w,                                                                    \
-                  .needs = 0 a,                                                                 \
+    [PM_OP_NONE] = {.text = "none", .in = "", .names = "", .doc = ""},
+#define PM_OP(id, op_text, operands, operand_names, results, n_regions, list, type, lay, flags, p, \
+              k, d, w, a, help)                                                                    \
+  [PM_OP_##id] = {.text = op_text,                                                                 \
+                  .in = operands,                                                                  \
+                  .names = operand_names,                                                          \
+                  .doc = help,                                                                     \
+                  .out = results,                                                                  \
+                  .regions = n_regions,                                                            \
+                  .n_attrs = sizeof((uint8_t[]){list 0}) - 1,                                      \
+                  .attrs = {list 0},                                                               \
+                  .layout = PM_LAY_##lay,                                                          \
+                  .part = PM_PART_##p,                                                             \
+                  .known_to = PM_KNOWN_##k,                                                        \
+                  .done = PM_DONE_##d,                                                             \
+                  .warp = w,                                                                       \
+                  .needs = 0 a,                                                                    \
                   .effects = flags},
 #include "ops.def"
 #undef PM_OP

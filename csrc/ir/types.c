@@ -1349,43 +1349,12 @@ static const char *letter_text(char letter) {
   return "?";
 }
 
-/* What users call the operands, where the op is one they call. */
+/* What users call the operand, where the op is one they call. */
 static const char *operand_text(const pm_typing *t, uint32_t k) {
-  static const struct {
-    uint8_t code;
-    const char *names[4];
-  } rows[] = {
-      {PM_OP_COPY_G2S, {"src", "dst", "barrier", "predicate"}},
-      {PM_OP_COPY_S2G, {"src", "dst", "predicate"}},
-      {PM_OP_PREFETCH, {"ref"}},
-      {PM_OP_WGMMA, {"acc", "a", "b"}},
-      {PM_OP_MMA, {"acc", "a", "b"}},
-      {PM_OP_ARRIVE, {"barrier"}},
-      {PM_OP_WAIT, {"barrier", "phase"}},
-      {PM_OP_BARRIER_TEST, {"barrier"}},
-      {PM_OP_SIGNAL, {"semaphore", "inc"}},
-      {PM_OP_AWAIT, {"semaphore", "value"}},
-      {PM_OP_READ_SEMAPHORE, {"semaphore"}},
-      {PM_OP_DELAY, {"nanos"}},
-      {PM_OP_NAMED_SYNC, {"barrier"}},
-      {PM_OP_NAMED_ARRIVE, {"barrier"}},
-      {PM_OP_CLUSTER_REF, {"ref", "index"}},
-      {PM_OP_LOAD, {"ref"}},
-      {PM_OP_STORE, {"ref", "value"}},
-      {PM_OP_ASYNC_STORE, {"ref", "src", "barrier"}},
-      {PM_OP_MASKED_LOAD, {"ref", "mask", "other"}},
-      {PM_OP_MASKED_STORE, {"ref", "value", "mask"}},
-      {PM_OP_ATOMIC, {"ref", "value", "mask", "compare"}},
-      {PM_OP_ACC_LOAD, {"acc"}},
-      {PM_OP_ACC_STORE, {"acc", "value"}},
-      {PM_OP_FOR, {"lower", "upper"}},
-      {PM_OP_IF, {"pred"}},
-      {PM_OP_SWITCH, {"index"}},
-  };
-  for (size_t r = 0; r < PM_COUNT(rows); r++) {
-    if (rows[r].code == t->code && k < 4 && rows[r].names[k]) return rows[r].names[k];
-  }
-  return pm_printf(t->g->arena, "operand %u", k);
+  const char *name = pm_ops[t->code].names;
+  for (uint32_t i = k; i && *name; i--) name += strcspn(name, " ") + (strchr(name, ' ') != NULL);
+  const int n = (int)strcspn(name, " ");
+  return n ? pm_printf(t->g->arena, "%.*s", n, name) : pm_printf(t->g->arena, "operand %u", k);
 }
 
 static pm_code wrong_operand(const pm_typing *t, uint32_t k, char letter) {
@@ -1442,8 +1411,8 @@ static pm_code check_attrs(const pm_typing *t) {
 typedef pm_code (*pm_rule)(const pm_typing *, pm_type *);
 
 static const pm_rule rules[PM_OP_COUNT] = {
-#define PM_OP(id, text, in, out, regions, attrs, type, layout, effects, part, known_to, done, \
-              warp, needs, doc)                                                               \
+#define PM_OP(id, text, in, names, out, regions, attrs, type, layout, effects, part, known_to, \
+              done, warp, needs, doc)                                                          \
   [PM_OP_##id] = pm_type_##type,
 #include "ops.def"
 #undef PM_OP
