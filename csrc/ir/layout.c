@@ -342,15 +342,18 @@ static pm_type type_without(const pm_layout *l, const int64_t *dims, uint32_t n)
   return t;
 }
 
+pm_layid pm_layout_without(pm_graph *g, pm_layid id, const int64_t *dims, uint32_t n) {
+  maker m;
+  make_reduced(&m, pm_layout_of(g, id), dims, n);
+  return finish(g, &m);
+}
+
 pm_layid pm_layout_reduce(pm_graph *g, pm_layid id, const int64_t *dims, uint32_t n) {
   const pm_layout *l = pm_layout_of(g, id);
   pm_type left = type_without(l, dims, n);
   if (n == 0) return id;
   if (l->kind == PM_SPLAT || pm_type_size(&left) == 1) return pm_layout_splat(g, &left);
-  if (l->kind == PM_FLAT) return 0;
-  maker m;
-  make_reduced(&m, l, dims, n);
-  return finish(g, &m);
+  return l->kind == PM_FLAT ? 0 : pm_layout_without(g, id, dims, n);
 }
 
 /* Give the pieces of one digit of a linear index to dimensions first..last-1 with linear strides

@@ -94,6 +94,8 @@ pm_layid pm_layout_by_name(pm_graph *g, const char *text, size_t n, const pm_typ
  * element is a splat from any layout: the dims that stay have size 1, so the whole array is
  * reduced. FLAT over some of its dims: 0 (none exists). */
 pm_layid pm_layout_reduce(pm_graph *g, pm_layid l, const int64_t *dims, uint32_t n);
+/* The same of a TILED one, also where one element is left. */
+pm_layid pm_layout_without(pm_graph *g, pm_layid l, const int64_t *dims, uint32_t n);
 /* The same elements in row-major order in the same registers under another shape; 0 if no digits
  * say that. */
 pm_layid pm_layout_reshape(pm_graph *g, pm_layid l, const pm_type *to);

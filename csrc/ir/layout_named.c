@@ -144,7 +144,8 @@ static pm_layid make(pm_graph *g, const pm_type *array, const pm_tiling *t, int 
     full.dim[gone] = t->tile[0][axis];
   }
   if (pm_layout_of_tiling(g, &full, t, &out, &ignored)) return 0;
-  return axis < 0 ? out : pm_layout_reduce(g, out, &gone, 1);
+  if (axis < 0 || pm_layout_of(g, out)->kind != PM_TILED) return axis < 0 ? out : 0;
+  return pm_layout_without(g, out, &gone, 1);
 }
 
 pm_layid pm_layout_constant(pm_graph *g, pm_layout_name_id id, const int64_t *arg, uint32_t n,
