@@ -342,7 +342,7 @@ class Race:
 @dataclass(frozen=True)
 class RaceLog:
     races: tuple[Race, ...] = ()
-    not_portable: tuple[Race, ...] = ()
+    notes: tuple[tuple[str, str | None, int], ...] = ()
     @property
     def races_found(self) -> bool: ...
 

@@ -46,11 +46,11 @@ class Race:
 
 @dataclasses.dataclass(frozen=True)
 class RaceLog:
-    """The results of one run: ``races``, and ``not_portable``, which are correct here but not in
-    JAX. Each pair of lines is listed once."""
+    """The results of one run: ``races``, each pair of lines once; ``notes``, of mode "strict": what
+    is correct here but refused by JAX, as (text, file, line)."""
 
     races: tuple[Race, ...] = ()
-    not_portable: tuple[Race, ...] = ()
+    notes: tuple[tuple[str, str | None, int], ...] = ()
 
     races_found = property(lambda self: bool(self.races))
 
@@ -68,19 +68,24 @@ def get_races():
     return _latest
 
 
-def _warn(race):
-    at = race.second if race.second.file else race.first
-    warnings.warn_explicit(race.text, UserWarning, at.file or "<kernel>", at.line)
+def _warn(text, file, line):
+    warnings.warn_explicit(text, UserWarning, file or "<kernel>", line)
 
 
 def finish(found, params):
     """Called by the extension at the end of a run, with the results of csrc/python/races.c."""
     global _latest
-    races, not_portable = [], []
-    for portable, space, index, start, end, hint, text, first, second in found:
+    races, notes = [], []
+    for x in found:
+        if len(x) == 3:
+            notes.append(x)
+            continue
+        space, index, start, end, hint, text, first, second = x
         sides = RaceAccess(*first), RaceAccess(*second)
-        race = Race(*sides, space, index, (start, end), hint, text)
-        (not_portable if portable else races).append(race)
-    _latest = RaceLog(tuple(races), tuple(not_portable))
-    for race in [*not_portable, *(races if params.on_race == "warn" else ())]:
-        _warn(race)
+        races.append(Race(*sides, space, index, (start, end), hint, "RACE DETECTED on " + text))
+    _latest = RaceLog(tuple(races), tuple(notes))
+    for note in notes:
+        _warn(*note)
+    for race in races if params.on_race == "warn" else ():
+        at = race.second if race.second.file else race.first
+        _warn(race.text, at.file, at.line)

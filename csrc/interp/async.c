@@ -219,6 +219,25 @@ static step locate_copy_in(pm_machine *m, thread *t, const instr *i, spot *gmem,
   return STEP_NEXT;
 }
 
+/* A product that was not waited for may read its operands, whether it has run here or not. */
+static step check_products(pm_machine *m, const task *k) {
+  char place[600], agent[512];
+  const block *to = k->barrier->block;
+  const thread *first = m->threads + (size_t)(to - m->blocks) * m->n_threads;
+  for (const thread *t = first; t < first + m->n_threads; t++) {
+    for (const task *p = t->mma_first; p; p = p->next) {
+      const bool left = p->lhs.mem && pm_vm_overlap(&p->lhs, &k->smem);
+      if (!left && !pm_vm_overlap(&p->rhs, &k->smem)) continue;
+      return pm_vm_fail(m, k->owner, k->i->op, PM_E_VALUE,
+                        "copy_gmem_to_smem overwrites '%s' while the wgmma%s of %s may still read "
+                        "it. Wait for the product before its operands are released: wgmma_wait",
+                        k->smem.mem->name, pm_vm_place(m, p->i->op, place, sizeof place),
+                        pm_vm_agent(m, t, agent, sizeof agent));
+    }
+  }
+  return STEP_NEXT;
+}
+
 /* This block's part of a collective copy, to every block of the group. */
 static step issue_parts(pm_machine *m, thread *t, const instr *i, barrier *b, bool off) {
   block *own = t->block;
@@ -242,6 +261,7 @@ static step issue_parts(pm_machine *m, thread *t, const instr *i, barrier *b, bo
     k->smem = x.smem;
     k->smem.base = u->smem + (x.smem.base - own->smem);
     k->smem.at = u->smem + (x.smem.at - own->smem);
+    if (check_products(m, k) == STEP_FAIL) return STEP_FAIL;
     if (m->races) pm_race_issue(m, t, k);
     k->from = i->mem2->n * part / parts;
     k->to = i->mem2->n * (part + 1) / parts;
@@ -271,6 +291,7 @@ static step exec_copy_in(pm_machine *m, thread *t, const instr *i) {
     k->from = 0;
     k->to = i->mem2->n;
     if (locate_copy_in(m, t, i, &k->gmem, &k->smem) == STEP_FAIL) return STEP_FAIL;
+    if (check_products(m, k) == STEP_FAIL) return STEP_FAIL;
     if (m->races) pm_race_issue(m, t, k);
     if (is_made_now(m, i)) pm_race_fence(m, t, true);
   }

@@ -267,7 +267,25 @@ void pm_race_issue(pm_machine *m, thread *t, task *k) {
   copy(m->races, &k->issued, clock_of(m, t));
   k->issuer = t;
   k->number = ++m->races->agents[t - m->threads].products;
+  if (k->kind == TASK_STORE && !k->i->lowered) {
+    agent_order *o = &m->races->agents[k->owner - m->threads];
+    o->stores = (uint32_t)k->group + 1;
+    o->store = k->i->op;
+  }
   tick(m, t);
+}
+
+void pm_race_check_stores(pm_machine *m, const thread *t) {
+  for (uint32_t w = 0; w <= (m->has_warps && !t->of ? WARPS : 0); w++) {
+    const thread *owner = w ? &pm_vm_warps(m, t)[w - 1] : t;
+    const agent_order *o = &m->races->agents[owner - m->threads];
+    const uint32_t id = pm_race_agent_id(m, STORE_READS, owner);
+    if (o->stores <= pm_clock_at(clock_of(m, t), id, SEEN)) continue;
+    pm_race_note(
+        m, o->store,
+        "its thread ends without a wait_smem_to_gmem() for this copy. Here the block waits "
+        "until it has read its source");
+  }
 }
 
 /* Of `owner`, the groups below `done` are complete, or have been read. */
@@ -366,7 +384,7 @@ void pm_race_begin_cluster(pm_machine *m, const cluster *c) {
       for (uint32_t w = 0; w <= (m->has_warps ? WARPS : 0); w++) {
         const thread *own = w ? &pm_vm_warps(m, t)[w - 1] : t;
         clear(clock_of(m, own));
-        r->agents[own - m->threads].products = 0;
+        r->agents[own - m->threads].products = r->agents[own - m->threads].stores = 0;
         tick(m, own);
       }
     }

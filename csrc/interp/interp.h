@@ -36,7 +36,6 @@ typedef struct pm_race_side {
 } pm_race_side;
 
 typedef struct pm_race {
-  bool portable; /* no race, but a JAX kernel must not do it */
   const char *space;
   pm_race_side first, second;
   int64_t from, to; /* bytes of the second ref where they meet, and its elements */
@@ -52,8 +51,9 @@ typedef struct pm_interp_options {
   int log;          /* PM_LOG_ flags: which events are shown, a line for each */
   bool races;       /* look for accesses that are not ordered */
   bool race_raises; /* the first one ends the run (PM_E_RACE) */
-  bool strict;      /* also tell of what works here alone */
+  bool strict;      /* with races: also tell of what is right here, but refused by JAX */
   void (*race)(void *ctx, const pm_race *race);
+  void (*note)(void *ctx, const char *text, const char *file, uint32_t line); /* file: or NULL */
   void *race_ctx;
   /* receives each line of DEBUG_PRINT, without the newline; NULL: stdout */
   void (*print)(void *ctx, const char *line);

@@ -220,12 +220,11 @@ static step complete(pm_machine *m, thread *t, pm_opid op, barrier *b) {
     least = pm_min(least, seen);
   }
   if (!waited && b->phase == 2) {
-    return pm_vm_fail(
-        m, t, op, PM_E_VALUE,
-        "barrier %s completes a second phase, but no thread has ever waited on it; its "
-        "first phase was completed%s. Wait for each phase before the next can complete",
-        barrier_text(m, t, b, name, sizeof name),
-        pm_vm_place(m, b->last_completion, place, sizeof place));
+    pm_race_note(m, op,
+                 "barrier %s completes a second phase, but no thread has ever waited on it; its "
+                 "first phase was completed%s",
+                 barrier_text(m, t, b, name, sizeof name),
+                 pm_vm_place(m, b->last_completion, place, sizeof place));
   }
   if (waited && least < b->phase - 2) {
     return pm_vm_fail(m, t, op, PM_E_VALUE,
@@ -334,7 +333,13 @@ static step check_wait(pm_machine *m, thread *t, const instr *i, barrier *b) {
   char name[768], place[600];
   int64_t *seen = &b->seen[t->seer];
   const uneven *u = &b->uneven[t->index];
-  if (u->map) {
+  if (u->map && u->partly && !t->of) {
+    pm_race_note(m, i->op,
+                 "this thread waits on barrier %s, on which its warps 0 to 3 waited %d, %d, %d and "
+                 "%d times in the warp_map%s",
+                 barrier_text(m, t, b, name, sizeof name), u->waits[0], u->waits[1], u->waits[2],
+                 u->waits[3], pm_vm_place(m, u->map, place, sizeof place));
+  } else if (u->map && !u->partly) {
     return pm_vm_fail(m, t, i->op, PM_E_VALUE,
                       "this thread waits on barrier %s, on which its warps 0 to 3 waited %d, %d, "
                       "%d and %d times in the warp_map%s: which phase comes next is not known. "
@@ -558,7 +563,17 @@ static step check_barrier(pm_machine *m, thread *t, pm_opid op, const barrier *b
                       b->phase + 1, b->pending ? " and copies in flight" : "",
                       pm_vm_place(m, b->last_arrival, place, sizeof place));
   }
-  for (uint32_t j = 0; j < m->n_threads; j++) most = pm_max(most, b->seen[j]);
+  bool observed = true;
+  for (uint32_t j = 0; j < m->n_threads; j++) {
+    most = pm_max(most, b->seen[j]);
+    observed &= b->seen[j] < 0 || b->seen[j] == b->phase;
+  }
+  if (!observed) {
+    pm_race_note(m, b->last_completion,
+                 "the scope of barrier %s ends with %" PRId64
+                 " phases complete, and a thread that waits on it has observed fewer",
+                 barrier_text(m, t, b, name, sizeof name), b->phase);
+  }
   if (b->copied > most) {
     return pm_vm_fail(m, t, op, PM_E_VALUE,
                       "the scope of barrier %s ends while the copy%s may be in flight: no thread "
@@ -654,6 +669,7 @@ step pm_vm_leave(pm_machine *m, thread *t, const instr *i) {
 }
 
 step pm_vm_end(pm_machine *m, thread *t, const instr *i) {
+  if (m->races) pm_race_check_stores(m, t);
   t->block->n_done++;
   t->block->cluster->n_live--;
   m->n_live--;
@@ -705,7 +721,10 @@ static void join_waits(pm_machine *m, const thread *of, barrier *b, pm_opid map)
     most = pm_max(most, n);
     b->seen[of->seer] = pm_max(b->seen[of->seer], seen);
   }
-  if (most && least < most) b->uneven[of->index] = u;
+  bool all = true;
+  for (uint32_t k = 0; k < WARPS; k++) all &= u.waits[k] == most;
+  u.partly = least == most;
+  if (most && !all) b->uneven[of->index] = u;
 }
 
 /* The thread goes on after its last warp. */

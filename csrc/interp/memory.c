@@ -172,6 +172,48 @@ void pm_vm_scatter_part(const spot *s, int64_t from, int64_t to, const void *src
   walk(s, from, to, (char *)src, false);
 }
 
+/* ---- runs --------------------------------------------------------------------------------- */
+
+void pm_vm_begin_runs(const spot *s, runs *r) {
+  const access *mem = s->mem;
+  const int64_t bytes = mem->bytes;
+  r->n = 0;
+  r->at = s->at;
+  r->bytes = mem->bytes;
+  for (uint32_t k = 0; k < mem->n_loops; k++) {
+    if (mem->loop_size[k] == 1) continue;
+    uint32_t at = r->n++;
+    for (; at > 0 && r->step[at - 1] < mem->loop_stride[k] * bytes; at--) {
+      r->size[at] = r->size[at - 1];
+      r->step[at] = r->step[at - 1];
+    }
+    r->size[at] = mem->loop_size[k];
+    r->step[at] = mem->loop_stride[k] * bytes;
+  }
+  while (r->n && r->step[r->n - 1] == (int64_t)r->bytes) r->bytes *= (size_t)r->size[--r->n];
+  memset(r->count, 0, sizeof r->count);
+}
+
+bool pm_vm_next_run(runs *r) {
+  for (uint32_t d = r->n; d-- > 0;) {
+    r->at += r->step[d];
+    if (++r->count[d] < r->size[d]) return true;
+    r->at -= r->step[d] * r->size[d];
+    r->count[d] = 0;
+  }
+  return false;
+}
+
+bool pm_vm_overlap(const spot *a, const spot *b) {
+  runs x, y;
+  pm_vm_begin_runs(a, &x);
+  pm_vm_begin_runs(b, &y);
+  for (;;) {
+    if (x.at < y.at + y.bytes && y.at < x.at + x.bytes) return true;
+    if (!pm_vm_next_run(x.at < y.at ? &x : &y)) return false;
+  }
+}
+
 /* ---- overhanging -------------------------------------------------------------------------- */
 
 static bool within(const int64_t *index, const int64_t *dim, uint32_t rank) {

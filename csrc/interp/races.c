@@ -123,10 +123,9 @@ static void put_hint(const pm_machine *m, const event *a, const event *b, enum v
   }
 }
 
-static bool is_known(races *r, uint32_t first, uint32_t second, bool portable) {
+static bool is_known(races *r, pm_opid first, pm_opid second) {
   for (uint32_t k = 0; k < r->n_reported; k++) {
-    const reported *x = &r->reported[k];
-    if (x->first == first && x->second == second && x->portable == portable) return true;
+    if (r->reported[k].first == first && r->reported[k].second == second) return true;
   }
   if (r->n_reported == MOST_REPORTS) return true;
   if (r->n_reported == r->cap_reported) {
@@ -136,12 +135,12 @@ static bool is_known(races *r, uint32_t first, uint32_t second, bool portable) {
     r->reported = at;
     r->cap_reported = cap;
   }
-  r->reported[r->n_reported++] = (reported){first, second, portable};
+  r->reported[r->n_reported++] = (reported){first, second};
   return false;
 }
 
-/* "RACE DETECTED on 'tile' ..." and both accesses */
-static void put_text(pm_race *x) {
+/* "'tile' in SMEM, [0:64]: write and read ...", and both accesses */
+static void put_text(pm_race *x, char *buf, size_t n) {
   const pm_race_side *a = &x->first, *b = &x->second;
   char place[2][600] = {"", ""};
   for (int k = 0; k < 2; k++) {
@@ -150,20 +149,30 @@ static void put_text(pm_race *x) {
   }
   char other[200] = "";
   if (strcmp(a->ref, b->ref)) snprintf(other, sizeof other, " and '%s'", b->ref);
-  snprintf(x->text, sizeof x->text,
-           "%s on '%s'%s in %s, %s: %s and %s are not ordered\n  %s of %s%s by %s%s\n  %s of %s%s "
-           "by %s%s\n  %s",
-           x->portable ? "not portable to JAX" : "RACE DETECTED", a->ref, other, x->space, x->index,
-           a->touch, b->touch, a->touch, a->ref, a->index, a->agent, place[0], b->touch, b->ref,
-           b->index, b->agent, place[1], x->hint);
+  snprintf(buf, n,
+           "'%s'%s in %s, %s: %s and %s are not ordered\n  %s of %s%s by %s%s\n  %s of %s%s by "
+           "%s%s\n  %s",
+           a->ref, other, x->space, x->index, a->touch, b->touch, a->touch, a->ref, a->index,
+           a->agent, place[0], b->touch, b->ref, b->index, b->agent, place[1], x->hint);
 }
 
-static step report(const tracker *x, const conflict *c, bool portable) {
+void pm_race_note(pm_machine *m, pm_opid op, const char *fmt, ...) {
+  char text[4096] = "not portable to JAX: ";
+  const size_t at = strlen(text);
+  va_list ap;
+  if (!m->races || !m->options.strict || is_known(m->races, op, 0)) return;
+  va_start(ap, fmt);
+  vsnprintf(text + at, sizeof text - at, fmt, ap);
+  va_end(ap);
+  if (m->options.note) {
+    m->options.note(m->options.race_ctx, text, m->places[op].file, m->places[op].line);
+  }
+}
+
+static pm_race race_of(const tracker *x, const conflict *c) {
   pm_machine *m = x->m;
-  if (!c->event) return STEP_NEXT;
   const event *a = pm_shadow_at(&m->races->shadow, c->event), *b = &x->event;
-  if (is_known(m->races, a->i->op, b->i->op, portable)) return STEP_NEXT;
-  pm_race race = {.portable = portable, .space = b->mem->space == PM_SMEM ? "SMEM" : "GMEM"};
+  pm_race race = {.space = b->mem->space == PM_SMEM ? "SMEM" : "GMEM"};
   describe(m, a, &race.first);
   describe(m, b, &race.second);
   const int64_t at = x->low - x->base, bytes = b->mem->bytes;
@@ -171,10 +180,25 @@ static step report(const tracker *x, const conflict *c, bool portable) {
   race.to = (int64_t)c->to + at;
   index_text(b->mem, race.from / bytes, (race.to - 1) / bytes, race.index, sizeof race.index);
   put_hint(m, a, b, c->lacks, race.hint, sizeof race.hint);
-  put_text(&race);
+  put_text(&race, race.text, sizeof race.text);
+  return race;
+}
+
+static void note_conflict(const tracker *x, const conflict *c) {
+  if (!c->event || !x->m->options.strict) return;
+  const pm_race race = race_of(x, c);
+  pm_race_note(x->m, x->event.i->op, "%s", race.text);
+}
+
+static step report(const tracker *x, const conflict *c) {
+  pm_machine *m = x->m;
+  if (!c->event) return STEP_NEXT;
+  const event *a = pm_shadow_at(&m->races->shadow, c->event), *b = &x->event;
+  if (is_known(m->races, a->i->op, b->i->op)) return STEP_NEXT;
+  const pm_race race = race_of(x, c);
   if (m->options.race) m->options.race(m->options.race_ctx, &race);
-  if (portable || !m->options.race_raises) return STEP_NEXT;
-  pm_fail(m->err, PM_E_RACE, "%s", race.text);
+  if (!m->options.race_raises) return STEP_NEXT;
+  pm_fail(m->err, PM_E_RACE, "RACE DETECTED on %s", race.text);
   if (race.second.file) pm_err_at(m->err, race.second.file, race.second.line);
   return STEP_FAIL;
 }
@@ -280,9 +304,9 @@ static step end(tracker *x) {
   }
   const touching *t = &x->touching;
   if (!t->write.event && !t->since.event && !t->told.event) return STEP_NEXT;
-  if (report(x, &t->write, false) == STEP_FAIL) return STEP_FAIL;
-  if (report(x, &t->since, false) == STEP_FAIL) return STEP_FAIL;
-  return x->m->options.strict ? report(x, &t->told, true) : STEP_NEXT;
+  note_conflict(x, &t->told);
+  if (report(x, &t->write) == STEP_FAIL) return STEP_FAIL;
+  return report(x, &t->since);
 }
 
 step pm_race_stored(pm_machine *m) {
@@ -297,8 +321,9 @@ step pm_race_stored(pm_machine *m) {
     at += w->to - w->from;
   }
   r->shadow.n_rewrites = 0;
-  if (c.lacks == SEEN) return report(&r->storing, &c, false);
-  return m->options.strict ? report(&r->storing, &c, true) : STEP_NEXT;
+  if (c.lacks == SEEN) return report(&r->storing, &c);
+  note_conflict(&r->storing, &c);
+  return STEP_NEXT;
 }
 
 /* ---- elements ----------------------------------------------------------------------------- */
@@ -328,48 +353,11 @@ step pm_race_end_elements(tracker *x) {
 
 /* ---- views -------------------------------------------------------------------------------- */
 
-/* The loops of a view by stride, the smallest last, with those that continue each other joined. */
-typedef struct footprint {
-  uint32_t n;
-  int64_t size[MAX_LOOPS], stride[MAX_LOOPS];
-} footprint;
-
-static void find_footprint(const access *mem, footprint *f) {
-  f->n = 0;
-  for (uint32_t k = 0; k < mem->n_loops; k++) {
-    if (mem->loop_size[k] == 1 || !mem->loop_stride[k]) continue;
-    uint32_t at = f->n++;
-    for (; at > 0 && f->stride[at - 1] < mem->loop_stride[k]; at--) {
-      f->size[at] = f->size[at - 1];
-      f->stride[at] = f->stride[at - 1];
-    }
-    f->size[at] = mem->loop_size[k];
-    f->stride[at] = mem->loop_stride[k];
-  }
-  while (f->n > 1 && f->stride[f->n - 2] == f->size[f->n - 1] * f->stride[f->n - 1]) {
-    f->size[f->n - 2] *= f->size[f->n - 1];
-    f->stride[f->n - 2] = f->stride[f->n - 1];
-    f->n--;
-  }
-}
-
 static void add_whole(tracker *x, const spot *s) {
-  const int64_t bytes = s->mem->bytes;
-  footprint f;
-  int64_t count[MAX_LOOPS] = {0}, row = 1;
-  find_footprint(s->mem, &f);
-  if (f.n && f.stride[f.n - 1] == 1) row = f.size[--f.n];
-  for (const char *at = s->at;;) {
-    add(x, at, (size_t)(row * bytes));
-    uint32_t d = f.n;
-    for (; d-- > 0;) {
-      at += f.stride[d] * bytes;
-      if (++count[d] < f.size[d]) break;
-      at -= f.stride[d] * f.size[d] * bytes;
-      count[d] = 0;
-    }
-    if (d == UINT32_MAX) return;
-  }
+  runs r;
+  pm_vm_begin_runs(s, &r);
+  do add(x, r.at, r.bytes);
+  while (pm_vm_next_run(&r));
 }
 
 /* Elements from <= k < to in row-major order. */

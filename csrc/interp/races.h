@@ -155,6 +155,8 @@ typedef struct semaphore_order {
 typedef struct agent_order {
   vclock clock;
   uint32_t products; /* issued */
+  uint32_t stores;   /* the last bulk group with a store, from 1; 0: none */
+  pm_opid store;     /* in it */
 } agent_order;
 
 typedef struct barrier_order {
@@ -162,10 +164,9 @@ typedef struct barrier_order {
   uint32_t phases;   /* complete, since the cluster began */
 } barrier_order;
 
-/* Each pair of lines is reported once. */
+/* Each pair of lines is reported once. second: 0: a note */
 typedef struct reported {
-  uint32_t first, second; /* ops */
-  bool portable;
+  pm_opid first, second;
 } reported;
 
 struct races {

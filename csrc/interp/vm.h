@@ -231,6 +231,7 @@ typedef struct cluster {
 typedef struct uneven {
   pm_opid map; /* 0: they agree */
   int32_t waits[WARPS];
+  bool partly; /* those that waited agree: right, but JAX wants all of them */
 } uneven;
 
 /* Values of barrier.seen below 0. MISSED: not since its scope was entered, and before that phases
@@ -457,6 +458,18 @@ void pm_vm_scatter(const spot *s, const void *src); /* inside */
 /* Elements from <= k < to of the view, at their places in an array of all of them. */
 void pm_vm_gather_part(const spot *s, int64_t from, int64_t to, void *dst);
 void pm_vm_scatter_part(const spot *s, int64_t from, int64_t to, const void *src);
+/* The runs of bytes of a view that is inside, by rising addresses: its loops by their strides, the
+ * smallest last, with those that continue each other joined. */
+typedef struct runs {
+  uint32_t n;
+  int64_t size[MAX_LOOPS], step[MAX_LOOPS], count[MAX_LOOPS]; /* steps in bytes */
+  const char *at;
+  size_t bytes; /* of a run */
+} runs;
+void pm_vm_begin_runs(const spot *s, runs *r);
+bool pm_vm_next_run(runs *r); /* false: there is none */
+/* Have two views that are inside a byte in common? */
+bool pm_vm_overlap(const spot *a, const spot *b);
 /* Element by element, for views that overhang; `strict`: the view's own bounds count as well as
  * those of its base. What is outside is left alone in dst, or not stored. */
 void pm_vm_gather_inside(const spot *s, bool strict, void *dst);
@@ -503,7 +516,10 @@ void pm_race_signal(pm_machine *m, const thread *t, const uint32_t *at, int32_t 
 void pm_race_await(pm_machine *m, const thread *t, const uint32_t *at, uint32_t least, bool take);
 void pm_race_read_semaphore(pm_machine *m, const thread *t, const uint32_t *at);
 void pm_race_reset_semaphores(pm_machine *m, const block *b, uint32_t first, uint32_t n);
+void pm_race_check_stores(pm_machine *m, const thread *t); /* at its end: are they read? */
 /* races.c: STEP_FAIL where a race ends the run */
+/* What is right here, and refused by JAX. Once for each op. */
+void pm_race_note(pm_machine *m, pm_opid op, const char *fmt, ...) PM_PRINTF(3, 4);
 step pm_race_plain(pm_machine *m, const thread *t, const instr *i, const spot *s, int touch,
                    int maker);
 step pm_race_engine(pm_machine *m, const task *k, const spot *s, int touch);

@@ -46,6 +46,13 @@ static void on_race(void *ctx, const pm_race *race) {
   PyGILState_Release(gil);
 }
 
+static void on_note(void *ctx, const char *what, const char *file, uint32_t line) {
+  hooks *h = ctx;
+  PyGILState_STATE gil = PyGILState_Ensure();
+  if (!h->failed) h->failed = pmpy_add_note(h->races, what, file, line) < 0;
+  PyGILState_Release(gil);
+}
+
 /* Does the attribute equal the text? -1: exception. Absent counts as false. */
 static int attribute_is(PyObject *o, const char *name, const char *text) {
   PyObject *a = PyObject_GetAttrString(o, name);
@@ -64,6 +71,7 @@ static int race_options(PyObject *p, hooks *h, pm_interp_options *o) {
   if (!(h->races = PyList_New(0))) return -1;
   o->races = true;
   o->race = on_race;
+  o->note = on_note;
   o->race_ctx = h;
   o->race_raises = attribute_is(p, "on_race", "raise") > 0;
   o->strict = attribute_is(p, "mode", "strict") > 0;

@@ -415,6 +415,12 @@ static void add_race(void *ctx, const pm_race *race) {
   PyGILState_Release(gil);
 }
 
+static void add_note(void *ctx, const char *what, const char *file, uint32_t line) {
+  PyGILState_STATE gil = PyGILState_Ensure();
+  if (!PyErr_Occurred()) pmpy_add_note(ctx, what, file, line);
+  PyGILState_Release(gil);
+}
+
 static PyObject *graph_interpret(PyObject *o, PyObject *args, PyObject *kw) {
   static char *names[] = {"arrays", "seed", "oob_raise", "zero_fill", "races", NULL};
   PyObject *arrays, *races = NULL;
@@ -433,6 +439,7 @@ static PyObject *graph_interpret(PyObject *o, PyObject *args, PyObject *kw) {
   j.options.races = j.options.strict = races;
   j.options.race_raises = false;
   j.options.race = add_race;
+  j.options.note = add_note;
   j.options.race_ctx = races;
   j.options.print = print_line;
   j.options.number = pmpy_format_number;

@@ -14,10 +14,17 @@ static PyObject *side(const pm_race_side *s) {
                        text(s->file), s->line);
 }
 
+int pmpy_add_note(PyObject *list, const char *what, const char *file, uint32_t line) {
+  PyObject *x = Py_BuildValue("(NNI)", text(what), text(file), line);
+  const int rc = x ? PyList_Append(list, x) : -1;
+  Py_XDECREF(x);
+  return rc;
+}
+
 int pmpy_add_race(PyObject *list, const pm_race *r) {
-  PyObject *x = Py_BuildValue("(iNNLLNNNN)", (int)r->portable, text(r->space), text(r->index),
-                              (long long)r->from, (long long)r->to, text(r->hint), text(r->text),
-                              side(&r->first), side(&r->second));
+  PyObject *x = Py_BuildValue("(NNLLNNNN)", text(r->space), text(r->index), (long long)r->from,
+                              (long long)r->to, text(r->hint), text(r->text), side(&r->first),
+                              side(&r->second));
   const int rc = x ? PyList_Append(list, x) : -1;
   Py_XDECREF(x);
   return rc;
