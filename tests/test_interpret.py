@@ -117,6 +117,7 @@ def test_other_fields():
         ({"vector_clock_size": 3}, ValueError),
         ({"logging_mode": 3}, TypeError),
         ({"on_race": "ignore"}, ValueError),
+        ({"mode": 1}, ValueError),
     ],
 )
 def test_refused(fields, error):

@@ -144,6 +144,8 @@ DEFINITIONS = {
     "keyword": (TE, "unknown argument 'gird', did you mean 'grid'", define(gird=(1,))),
     "interpret": (TE, "bool or plgpu.InterpretParams", lambda: plgpu.kernel(add_one, interpret=5)),
     "profile": (VE, "go together", lambda: plgpu.CompilerParams(profile_space=5)),
+    "on race": (VE, "on_race must be", lambda: plgpu.InterpretParams(on_race="stop")),
+    "mode": (VE, "mode must be 'strict'", lambda: plgpu.InterpretParams(mode="loose")),
     "Barrier arrivals": (VE, "at least 1 and at most 8191", lambda: plgpu.Barrier(10**9)),
     "Barrier text": (TE, "num_arrivals must be an int", lambda: plgpu.Barrier("a")),
     "Barrier none": (VE, "num_barriers must be positive", lambda: plgpu.Barrier(num_barriers=0)),
@@ -814,8 +816,10 @@ HARDWARE = {
     ),
     "arrive twice": (
         VE,
-        "completes a second phase",
-        barriers(lambda x, o, b: (plgpu.barrier_arrive(b), plgpu.barrier_arrive(b)) and None, 1),
+        "for the first time, but 2 phases are complete",
+        barriers(
+            lambda x, o, b: (plgpu.barrier_arrive(b), plgpu.barrier_arrive(b), wait(b)) and None, 1
+        ),
     ),
     "wait on array": (VE, "must be a barrier ref", on_ref(wait)),
     "wait on many": (VE, r"needs one barrier, got 3.*\.at\[i\]", barriers(lambda x, o, b: wait(b))),
