@@ -116,6 +116,7 @@ from ._types import (
     WarpMesh,
     WGMMAAccumulatorRef,
 )
+from ._timeline import Trace, Wait, read_trace
 from ._trace import Array, Ref
 from ._ws_pipeline import PipelinePipeline, emit_pipeline_warp_specialized
 

@@ -1,5 +1,6 @@
 import contextlib
 import enum
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import (
@@ -302,6 +303,7 @@ class InterpretParams:
     detect_races: bool
     on_race: Literal["raise", "warn", "record"]
     mode: Literal["strict", "reference"]
+    timeline: str | None
     def __init__(
         self,
         *,
@@ -316,6 +318,7 @@ class InterpretParams:
         detect_races: bool = False,
         on_race: Literal["raise", "warn", "record"] = "raise",
         mode: Literal["strict", "reference"] = "strict",
+        timeline: str | os.PathLike[str] | None = None,
     ) -> None: ...
 
 @dataclass(frozen=True)
@@ -347,6 +350,25 @@ class RaceLog:
     def races_found(self) -> bool: ...
 
 def get_races() -> RaceLog: ...
+
+@dataclass(frozen=True)
+class Wait:
+    at: str
+    source: str
+    what: str
+    awaited: tuple[str, ...]
+    ns: float
+    count: int
+
+@dataclass(frozen=True)
+class Trace:
+    kernel: str
+    events: list[dict[str, object]]
+    waits: tuple[Wait, ...]
+    truncated: bool
+    def svg(self, process: int | None = None, width: int = 1000) -> str: ...
+
+def read_trace(path: str | os.PathLike[str]) -> Trace: ...
 
 # ---- register layouts ----------------------------------------------------------------------------
 

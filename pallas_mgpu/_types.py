@@ -7,6 +7,7 @@ import enum
 import functools
 import inspect
 import math
+import os
 import typing
 import warnings
 from collections.abc import Callable
@@ -1221,8 +1222,10 @@ class InterpretParams(_Frozen):
     access of each race) or "record"; :func:`get_races` returns all of them.
     ``mode``: with "strict", ``detect_races`` also warns about code that is correct here but that
     JAX refuses ("not portable to JAX: ..."); with "reference" it does not. Deadlocks and
-    out-of-bounds accesses are always reported. ValueError for other values, NotImplementedError for
-    other kinds of ``uninitialized_memory``.
+    out-of-bounds accesses are always reported.
+    ``timeline``: a file, to which each run writes what every agent did and when, in the time of a
+    simple model of the GPU; see :func:`read_trace`.
+    ValueError for other values, NotImplementedError for other kinds of ``uninitialized_memory``.
     """
 
     __slots__ = (
@@ -1237,6 +1240,7 @@ class InterpretParams(_Frozen):
         "seed",
         "on_race",
         "mode",
+        "timeline",
     )
 
     def __init__(
@@ -1253,6 +1257,7 @@ class InterpretParams(_Frozen):
         detect_races=False,
         on_race="raise",
         mode="strict",
+        timeline=None,
     ):
         what = "InterpretParams"
         words = {
@@ -1297,6 +1302,7 @@ class InterpretParams(_Frozen):
             detect_races=bool(detect_races),
             on_race=on_race,
             mode=mode,
+            timeline=None if timeline is None else os.fspath(timeline),
             **{name: n.__index__() for name, n in counts.items()},
         )
 

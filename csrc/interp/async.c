@@ -265,6 +265,7 @@ static step issue_parts(pm_machine *m, thread *t, const instr *i, barrier *b, bo
     if (m->races) pm_race_issue(m, t, k);
     k->from = i->mem2->n * part / parts;
     k->to = i->mem2->n * (part + 1) / parts;
+    if (m->timeline) pm_time_issue(m, t, k);
   }
   return STEP_PAUSE;
 }
@@ -293,6 +294,7 @@ static step exec_copy_in(pm_machine *m, thread *t, const instr *i) {
     if (locate_copy_in(m, t, i, &k->gmem, &k->smem) == STEP_FAIL) return STEP_FAIL;
     if (check_products(m, k) == STEP_FAIL) return STEP_FAIL;
     if (m->races) pm_race_issue(m, t, k);
+    if (m->timeline) pm_time_issue(m, t, k);
     if (is_made_now(m, i)) pm_race_fence(m, t, true);
   }
   if ((!off && !k) || pm_vm_arrive(m, t, i->op, b, !off) == STEP_FAIL) return STEP_FAIL;
@@ -319,6 +321,7 @@ static step exec_async_store(pm_machine *m, thread *t, const instr *i) {
   k->barrier = b;
   k->smem = s;
   k->gmem.mem = NULL;
+  if (m->timeline) pm_time_issue(m, t, k);
   return STEP_PAUSE;
 }
 
@@ -342,6 +345,7 @@ static step run_async_store(pm_machine *m, task *k) {
   thread *t = k->owner;
   const pm_opid op = k->i->op;
   barrier *b = k->barrier;
+  if (m->timeline) pm_time_landed(m, k);
   end_task(m, k);
   return pm_vm_transfer_done(m, t, op, b);
 }
@@ -370,6 +374,7 @@ static step run_copy_in(pm_machine *m, task *k) {
   thread *t = k->owner;
   pm_opid op = k->i->op;
   barrier *b = k->barrier;
+  if (m->timeline) pm_time_landed(m, k);
   end_task(m, k);
   return pm_vm_transfer_done(m, t, op, b);
 }
@@ -399,6 +404,7 @@ static step exec_copy_out(pm_machine *m, thread *t, const instr *i) {
     pm_vm_locate(m, t, i->mem2, &k->gmem);
     if (!k->smem.inside) return pm_vm_outside(m, t, i->op, &k->smem, "copy_smem_to_gmem");
     if (m->races) pm_race_issue(m, t, k);
+    if (m->timeline) pm_time_issue(m, t, k);
     if (is_made_now(m, i)) {
       if (run_copy_out(m, k) == STEP_FAIL || run_copy_out(m, k) == STEP_FAIL) return STEP_FAIL;
     }
@@ -475,6 +481,7 @@ static step await_stores(pm_machine *m, const thread *by, const thread *t, const
     if (!read_only && run_copy_out(m, k) == STEP_FAIL) return STEP_FAIL;
   }
   if (m->races) pm_race_stores_done(m, by, t, done, read_only);
+  if (m->timeline) pm_time_stores_done(m, by, i->op, t, done, read_only);
   return STEP_PAUSE;
 }
 
@@ -521,6 +528,7 @@ static step exec_wgmma(pm_machine *m, thread *t, const instr *i) {
     if (!k->lhs.inside) return pm_vm_outside(m, t, i->op, &k->lhs, "wgmma");
   }
   if (m->races) pm_race_issue(m, t, k);
+  if (m->timeline) pm_time_issue(m, t, k);
   return STEP_PAUSE;
 }
 
@@ -541,11 +549,13 @@ static step run_mma(pm_machine *m, thread *t) {
 }
 
 /* A product that has run stays in the thread's list until a wait covers it: it might be running. */
-static step await_mma(pm_machine *m, thread *t, uint32_t n) {
+static step await_mma(pm_machine *m, thread *t, const instr *i) {
+  const uint32_t n = i->to;
   while (t->n_mma > n) {
     task *k = t->mma_first;
     if (k == t->mma_next && run_mma(m, t) == STEP_FAIL) return STEP_FAIL;
     if (m->races) pm_race_product_done(m, t, k);
+    if (m->timeline) pm_time_product_done(m, t, i->op, k);
     t->mma_first = k->next;
     if (!k->next) t->mma_last = NULL;
     t->n_mma--;
@@ -578,9 +588,7 @@ const task *pm_vm_writer_in(const thread *t, uint32_t slot) {
   return found;
 }
 
-static step exec_wgmma_wait(pm_machine *m, thread *t, const instr *i) {
-  return await_mma(m, t, i->to);
-}
+static step exec_wgmma_wait(pm_machine *m, thread *t, const instr *i) { return await_mma(m, t, i); }
 
 /* Where an accumulator is read or written by its thread, nothing else may write to it. */
 static step locate_idle(pm_machine *m, thread *t, const instr *i, const char *what, spot *s) {
@@ -596,7 +604,7 @@ static step locate_idle(pm_machine *m, thread *t, const instr *i, const char *wh
 
 static step exec_acc_load(pm_machine *m, thread *t, const instr *i) {
   spot s;
-  if ((int32_t)i->to >= 0 && await_mma(m, t, i->to) == STEP_FAIL) return STEP_FAIL;
+  if ((int32_t)i->to >= 0 && await_mma(m, t, i) == STEP_FAIL) return STEP_FAIL;
   if (locate_idle(m, t, i, "read", &s) == STEP_FAIL) return STEP_FAIL;
   pm_vm_gather(&s, slot_of(t, i->dst));
   return STEP_PAUSE;

@@ -1212,11 +1212,11 @@ static void copy_places(compiler *c) {
   c->m->places = PM_NEW(&c->m->arena, place, g->ops.n + 1);
   for (uint32_t k = 1; k < g->ops.n; k++) {
     uint32_t file = g->ops.at[k].file;
-    if (!file) continue;
-    if (!c->files[file]) {
+    if (file && !c->files[file]) {
       c->files[file] = pm_strdup(&c->m->arena, g->strings.at[file], strlen(g->strings.at[file]));
     }
-    c->m->places[k] = (place){c->files[file], g->ops.at[k].line};
+    c->m->places[k] = (place){file ? c->files[file] : NULL, g->ops.at[k].line, pm_time_cost(g, k),
+                              pm_ops[g->ops.at[k].code].text};
   }
 }
 
@@ -1234,6 +1234,7 @@ static pm_code compile(void *ctx, pm_err *err) {
   m->n_blocks = 1;
   m->grid_size = pm_grid_size(g);
   m->shares_grid = pm_shares_grid(g);
+  m->sms = (uint32_t)g->target->sms;
   for (uint32_t k = 0; k < g->n_cluster; k++) m->n_blocks *= (uint32_t)g->cluster[k];
   m->n_args = g->n_operands + g->n_outputs;
   m->args = PM_NEW(&m->arena, arg, m->n_args);

@@ -43,6 +43,39 @@ typedef struct pm_race {
   char hint[512], text[4096];
 } pm_race;
 
+/* Who does something in the timeline. */
+typedef struct pm_timeline_agent {
+  int64_t cluster; /* number among those of the launch */
+  uint32_t block, thread;
+  int warp; /* -1: the whole thread */
+} pm_timeline_agent;
+
+typedef enum pm_timeline_kind {
+  PM_TIME_WORK,
+  PM_TIME_WAIT,
+  PM_TIME_COPY_IN,
+  PM_TIME_COPY_OUT,
+  PM_TIME_PRODUCT,
+  PM_TIME_KINDS
+} pm_timeline_kind;
+
+/* From when to when, in cycles of the model (timeline.c). Work and waits of one agent do not
+ * overlap, what is asynchronous may. */
+typedef struct pm_timeline_event {
+  pm_timeline_kind kind;
+  pm_timeline_agent agent;
+  int64_t begin, end;
+  const char *what; /* the op; of a wait the barrier or the like, of an engine's work the ref */
+  int64_t index;    /* of the barrier, row-major; -1: there is one */
+  const char *file; /* NULL: unknown */
+  uint32_t line;
+  pm_timeline_agent for_agent; /* of a wait: who came last, and where */
+  const char *for_file;
+  uint32_t for_line;
+} pm_timeline_event;
+
+enum { PM_TIMELINE_MHZ = 1700 }; /* of the model */
+
 typedef struct pm_interp_options {
   uint64_t seed;    /* of the schedule */
   bool oob_raise;   /* else out-of-bounds reads give the fill */
@@ -55,6 +88,9 @@ typedef struct pm_interp_options {
   void (*race)(void *ctx, const pm_race *race);
   void (*note)(void *ctx, const char *text, const char *file, uint32_t line); /* file: or NULL */
   void *race_ctx;
+  /* receives what happened, in one call when the run ends; NULL: nobody keeps track of time */
+  void (*timeline)(void *ctx, const pm_timeline_event *events, uint32_t n, bool truncated);
+  void *timeline_ctx;
   /* receives each line of DEBUG_PRINT, without the newline; NULL: stdout */
   void (*print)(void *ctx, const char *line);
   /* the text of a number by a format of the user, "" for none, as Python writes it. A float is the

@@ -209,6 +209,7 @@ static step complete(pm_machine *m, thread *t, pm_opid op, barrier *b) {
   b->arrivals = 0;
   b->phase++;
   if (m->races) pm_race_phase(m, b, b->copied == b->phase);
+  if (m->timeline) pm_time_phase(m, b);
   LOG(m, t, op, PM_LOG_BARRIER, "phase %" PRId64 " of barrier %s is complete", b->phase,
       barrier_text(m, t, b, name, sizeof name));
   bool waited = false;
@@ -253,6 +254,7 @@ step pm_vm_arrive(pm_machine *m, thread *t, pm_opid op, barrier *b, int32_t pend
         pm_vm_place(m, b->last_arrival, place, sizeof place));
   }
   if (m->races) pm_race_arrive(m, t, b, false);
+  if (m->timeline) pm_time_arrive(m, t, op, b);
   b->arrivals++;
   b->pending += pending;
   b->last_arrival = op;
@@ -323,6 +325,7 @@ static step exec_hand_tile(pm_machine *m, thread *t, const instr *i) {
     s.at += u->smem - to->smem;
     to = u;
     if (m->races && pm_race_hand(m, t, i, &s, u->bars + bar) == STEP_FAIL) return STEP_FAIL;
+    if (m->timeline) pm_time_arrive(m, t, i->op, u->bars + bar);
     if (pm_vm_transfer_done(m, t, i->op, u->bars + bar) == STEP_FAIL) return STEP_FAIL;
   }
   return pm_vm_arrive(m, t, i->op, b, 1) == STEP_FAIL ? STEP_FAIL : STEP_PAUSE;
@@ -384,6 +387,7 @@ static step exec_test(pm_machine *m, thread *t, const instr *i) {
   *(uint8_t *)slot_of(t, i->dst) = done;
   if (!done) return pm_vm_poll(m, t);
   if (m->races) pm_race_wait(m, t, b);
+  if (m->timeline) pm_time_wait(m, t, i->op, b);
   ++*seen;
   return STEP_PAUSE;
 }
@@ -409,6 +413,7 @@ static step exec_wait(pm_machine *m, thread *t, const instr *i) {
     return pm_vm_block_on(m, t, THREAD_AT_BARRIER);
   }
   if (m->races) pm_race_wait(m, t, b);
+  if (m->timeline) pm_time_wait(m, t, i->op, b);
   ++*seen;
   return STEP_PAUSE;
 }
@@ -432,6 +437,7 @@ static step exec_take_turn(pm_machine *m, thread *t, const instr *i) {
   }
   b->turn_taken = true;
   if (m->races) pm_race_take_turn(m, t);
+  if (m->timeline) pm_time_take_turn(m, t, i->op);
   return STEP_PAUSE;
 }
 
@@ -443,6 +449,7 @@ static step exec_pass_turn(pm_machine *m, thread *t, const instr *i) {
   b->turn_taken = false;
   b->turn = (b->turn + 1) % i->to;
   if (m->races) pm_race_pass_turn(m, t);
+  if (m->timeline) pm_time_pass_turn(m, t, i->op);
   wake(m, b, THREAD_AT_TURN, NULL);
   return STEP_PAUSE;
 }
@@ -481,6 +488,7 @@ static step come_to(pm_machine *m, thread *t, const instr *i, bool waits) {
   }
   pm_vm_progress(m);
   if (m->races) pm_race_come(m, t, (uint32_t)number);
+  if (m->timeline) pm_time_come(m, t, i->op, (uint32_t)number);
   if (come < b->lanes) {
     t->waits_named = b;
     return waits ? pm_vm_block_on(m, t, THREAD_AT_NAMED) : STEP_PAUSE;
@@ -489,9 +497,11 @@ static step come_to(pm_machine *m, thread *t, const instr *i, bool waits) {
   for (thread *u = m->threads; u < m->threads + pm_vm_agents(m); u++) {
     if (u->state != THREAD_AT_NAMED || u->waits_named != b) continue;
     if (m->races) pm_race_leave(m, u, (uint32_t)number);
+    if (m->timeline) pm_time_leave(m, u, (uint32_t)number);
     make_ready(m, u);
   }
   if (m->races && waits) pm_race_leave(m, t, (uint32_t)number);
+  if (m->timeline && waits) pm_time_leave(m, t, (uint32_t)number);
   if (m->races) pm_race_end_round(m, t->block, (uint32_t)number);
   return STEP_PAUSE;
 }
@@ -647,6 +657,7 @@ static step exec_enter(pm_machine *m, thread *t, const instr *i) {
   if (++b->n_entering < m->n_threads) return pm_vm_block_on(m, t, THREAD_AT_SCOPE);
   b->n_entering = 0;
   if (m->races) pm_race_meet(m, b);
+  if (m->timeline) pm_time_meet(m, b);
   init_scope(m, b, s, t);
   wake(m, b, THREAD_AT_SCOPE, NULL);
   return STEP_PAUSE;
@@ -703,6 +714,7 @@ static step exec_warp_map(pm_machine *m, thread *t, const instr *i) {
     make_ready(m, w);
   }
   if (m->races) pm_race_fork(m, t);
+  if (m->timeline) pm_time_fork(m, t);
   t->n_warps = WARPS;
   t->pc = i->to;
   return pm_vm_block_on(m, t, THREAD_AT_WARPS);
@@ -735,6 +747,7 @@ step pm_vm_warp_end(pm_machine *m, thread *t, const instr *i) {
   pm_vm_block_on(m, t, THREAD_DONE);
   if (m->races) pm_race_end_warp(m, t);
   if (--of->n_warps) return STEP_PAUSE;
+  if (m->timeline) pm_time_join(m, of, i->op);
   for (uint32_t k = 0; k < m->n_barriers; k++) join_waits(m, of, &of->block->bars[k], i->op);
   make_ready(m, of);
   return STEP_PAUSE;
@@ -892,7 +905,7 @@ static step run_thread(pm_machine *m, thread *t) {
   step s;
   do {
     const instr *i = &m->code[t->pc++];
-    s = m->options.skip_floats ? pm_vm_run_skipping(m, t, i) : i->exec(m, t, i);
+    s = m->observed ? pm_vm_observe(m, t, i) : i->exec(m, t, i);
   } while (s == STEP_NEXT && --budget);
   return s;
 }
@@ -935,6 +948,7 @@ static void begin_cluster(pm_machine *m, cluster *c) {
   c->number = m->points_begun++;
   for (uint32_t d = m->n_grid; d-- > 0; rest /= m->grid[d]) c->point[d] = rest % m->grid[d];
   if (m->races) pm_race_begin_cluster(m, c);
+  if (m->timeline) pm_time_begin_cluster(m, c);
   for (block *b = c->blocks; b < c->blocks + m->n_blocks; b++) {
     b->n_entering = b->n_done = b->turn = 0;
     b->turn_taken = false;
@@ -983,6 +997,7 @@ static step run_grid(pm_machine *m) {
     if (m->options.progress && !(++m->ticks & 3) && report(m) == STEP_FAIL) return STEP_FAIL;
     if (m->last->n_live || m->last->n_tasks) continue;
     if (check_cluster(m, m->last) == STEP_FAIL) return STEP_FAIL;
+    if (m->timeline) pm_time_end_cluster(m, m->last);
     m->points_done++;
     begin_cluster(m, m->last);
   }
@@ -1103,10 +1118,16 @@ pm_code pm_interp_run(pm_machine *m, void *const *buffers, const pm_interp_optio
   memset(m->semaphores, 0, m->n_semaphores * sizeof *m->semaphores);
   set_weights(m);
   m->races = NULL;
+  m->timeline = NULL;
   bool ok = !o->races || pm_race_begin(m);
   if (!ok) pm_fail(err, PM_E_MEMORY, "no memory to look for races in kernel '%s'", m->name);
+  if (ok && o->timeline && !(ok = pm_time_begin(m))) {
+    pm_fail(m->err, PM_E_MEMORY, "no memory for a timeline of kernel '%s'", m->name);
+  }
+  m->observed = o->skip_floats || m->timeline;
   ok = ok && run_grid(m) != STEP_FAIL;
   pm_race_end(m);
+  pm_time_end(m);
   if (ok) return PM_OK;
   pm_vm_drop_tasks(m);
   return err->code;

@@ -1,4 +1,4 @@
-/* What a run logs or skips on request (InterpretParams).
+/* What a run logs, skips or measures on request (InterpretParams).
  *
  * Logging: a line for each event of the requested kinds, through the same channel as DEBUG_PRINT:
  * "[kind] agent: event at file:line".
@@ -60,7 +60,7 @@ skip pm_vm_skips(const pm_graph *g, pm_opid op) {
   return pm_ops[o->code].effects & ~E_SYNC ? SKIP_NOTHING : SKIP_RESULT;
 }
 
-step pm_vm_run_skipping(pm_machine *m, thread *t, const instr *i) {
+static step run_skipping(pm_machine *m, thread *t, const instr *i) {
   step s = i->skip == SKIP_ALL ? STEP_NEXT : i->exec(m, t, i);
   if (i->skip == SKIP_NOTHING || s == STEP_FAIL) return s;
   const pm_dtype d = (pm_dtype)i->skip_dtype;
@@ -69,4 +69,9 @@ step pm_vm_run_skipping(pm_machine *m, thread *t, const instr *i) {
     pm_store_scalar(d, at + k, (pm_scalar){.f = INFINITY});
   }
   return s;
+}
+
+step pm_vm_observe(pm_machine *m, thread *t, const instr *i) {
+  if (m->timeline) pm_time_step(m, t, i);
+  return m->options.skip_floats ? run_skipping(m, t, i) : i->exec(m, t, i);
 }

@@ -24,6 +24,7 @@ static step exec_signal(pm_machine *m, thread *t, const instr *i) {
   LOG(m, t, i->op, PM_LOG_SEMAPHORE, "adds %" PRId32 " to semaphore '%s', now %" PRIu32,
       slot_i32(t, i->a), i->mem->name, *s);
   if (m->races) pm_race_signal(m, t, s, slot_i32(t, i->a));
+  if (m->timeline) pm_time_signal(m, t, i->op, s);
   pm_vm_progress(m);
   pm_vm_wake_at(m, s);
   return STEP_PAUSE;
@@ -41,6 +42,7 @@ static step exec_await(pm_machine *m, thread *t, const instr *i) {
     return pm_vm_block_on(m, t, THREAD_AT_SEMAPHORE);
   }
   if (m->races) pm_race_await(m, t, s, least, i->flags);
+  if (m->timeline) pm_time_await(m, t, i, s);
   if (i->flags) *s -= least;
   return STEP_PAUSE;
 }
@@ -50,6 +52,7 @@ static step exec_read(pm_machine *m, thread *t, const instr *i) {
   if (!s) return STEP_FAIL;
   *(int32_t *)slot_of(t, i->dst) = (int32_t)*s;
   if (m->races) pm_race_read_semaphore(m, t, s);
+  if (m->timeline) pm_time_await(m, t, i, s);
   return pm_vm_poll(m, t);
 }
 

@@ -23,6 +23,7 @@ typedef struct thread thread;
 typedef struct instr instr;
 typedef struct task task;
 typedef struct races races;
+typedef struct timeline timeline;
 
 /* What is ordered before an agent or an operation: see clocks.c. */
 typedef struct vclock {
@@ -333,6 +334,7 @@ struct task {
   vclock issued;      /* looking for races: what was ordered before it; who issued it, its number */
   const thread *issuer;
   uint32_t number;
+  int64_t done; /* in the timeline: when it is complete */
   char *buffer;
   size_t buffer_bytes;
 };
@@ -340,6 +342,8 @@ struct task {
 typedef struct place {
   const char *file; /* NULL: unknown */
   uint32_t line;
+  uint32_t cost;    /* in the timeline, cycles */
+  const char *what; /* the op */
 } place;
 
 /* An argument. */
@@ -356,6 +360,7 @@ struct pm_machine {
   uint32_t n_clusters;                             /* that run at once */
   uint32_t n_semaphores, n_block_semaphores;       /* of the launch, of a block */
   uint32_t n_turns;                                /* threads that take turns */
+  uint32_t sms;                                    /* of the GPU */
   bool shares_grid, has_warps;
   instr *code;
   place *places; /* per op */
@@ -395,6 +400,8 @@ struct pm_machine {
   int64_t next_report;               /* nanoseconds */
   int32_t counters[PM_MAX_COUNTERS]; /* of NEXT_TILE and TAKE_TILE */
   races *races;                      /* NULL: nobody looks for them */
+  timeline *timeline;                /* NULL: nobody keeps track of time */
+  bool observed;                     /* each instruction goes through pm_vm_observe */
   void *const *buffers;
   pm_interp_options options;
   pm_err *err;
@@ -448,7 +455,8 @@ void pm_vm_log(pm_machine *m, const thread *t, pm_opid op, int kind, const char 
   ((m)->options.log & (kind) ? pm_vm_log(m, t, op, kind, __VA_ARGS__) : (void)0)
 const char *pm_vm_view_text(const access *a, char *buf, size_t n);
 skip pm_vm_skips(const pm_graph *g, pm_opid op);
-step pm_vm_run_skipping(pm_machine *m, thread *t, const instr *i);
+/* Execute an instruction where each is looked at. */
+step pm_vm_observe(pm_machine *m, thread *t, const instr *i);
 
 /* memory.c */
 void pm_vm_locate(pm_machine *m, thread *t, const access *mem, spot *s);
@@ -524,6 +532,31 @@ step pm_race_plain(pm_machine *m, const thread *t, const instr *i, const spot *s
                    int maker);
 step pm_race_engine(pm_machine *m, const task *k, const spot *s, int touch);
 step pm_race_hand(pm_machine *m, const thread *t, const instr *i, const spot *s, const barrier *b);
+
+/* timeline.c, only where m->timeline is set, beside the calls of the race detector: */
+uint32_t pm_time_cost(const pm_graph *g, pm_opid op); /* cycles, when it is compiled */
+bool pm_time_begin(pm_machine *m);
+void pm_time_end(pm_machine *m);
+void pm_time_begin_cluster(pm_machine *m, const cluster *c);
+void pm_time_end_cluster(pm_machine *m, const cluster *c);
+void pm_time_step(pm_machine *m, const thread *t, const instr *i);
+void pm_time_arrive(pm_machine *m, const thread *t, pm_opid op, const barrier *b);
+void pm_time_phase(pm_machine *m, const barrier *b); /* is complete */
+void pm_time_wait(pm_machine *m, const thread *t, pm_opid op, const barrier *b);
+void pm_time_issue(pm_machine *m, const thread *t, task *k);
+void pm_time_landed(pm_machine *m, const task *k);
+void pm_time_stores_done(pm_machine *m, const thread *t, pm_opid op, const thread *owner,
+                         int64_t done, bool read_only);
+void pm_time_product_done(pm_machine *m, const thread *t, pm_opid op, const task *k);
+void pm_time_meet(pm_machine *m, const block *b);
+void pm_time_come(pm_machine *m, const thread *t, pm_opid op, uint32_t number);
+void pm_time_leave(pm_machine *m, const thread *t, uint32_t number);
+void pm_time_pass_turn(pm_machine *m, const thread *t, pm_opid op);
+void pm_time_take_turn(pm_machine *m, const thread *t, pm_opid op);
+void pm_time_signal(pm_machine *m, const thread *t, pm_opid op, const uint32_t *at);
+void pm_time_await(pm_machine *m, const thread *t, const instr *i, const uint32_t *at);
+void pm_time_fork(pm_machine *m, const thread *t);
+void pm_time_join(pm_machine *m, const thread *t, pm_opid op);
 
 /* masked.c: *at becomes what a PM_ATOMIC makes of it and of value; compare: of CAS, else NULL */
 void pm_vm_combine(pm_dtype d, int64_t kind, char *at, const char *value, const char *compare);

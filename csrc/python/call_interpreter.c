@@ -1,10 +1,12 @@
 /* A call on the interpreter: its options, and what it calls while it runs. */
 #include "kernel.h"
 #include "races.h"
+#include "timeline.h"
 
 typedef struct hooks {
   PyObject *progress;      /* borrowed, or NULL */
   PyObject *races;         /* owned: a list, or NULL where nobody looks for them */
+  PyObject *params;        /* borrowed: InterpretParams, where a timeline is asked for */
   const pmpy_graph *graph; /* borrowed */
   bool failed;             /* an exception is set */
 } hooks;
@@ -53,6 +55,13 @@ static void on_note(void *ctx, const char *what, const char *file, uint32_t line
   PyGILState_Release(gil);
 }
 
+static void on_timeline(void *ctx, const pm_timeline_event *events, uint32_t n, bool truncated) {
+  hooks *h = ctx;
+  PyGILState_STATE gil = PyGILState_Ensure();
+  if (pmpy_write_timeline(h->params, h->graph->g, events, n, truncated) < 0) h->failed = true;
+  PyGILState_Release(gil);
+}
+
 /* Does the attribute equal the text? -1: exception. Absent counts as false. */
 static int attribute_is(PyObject *o, const char *name, const char *text) {
   PyObject *a = PyObject_GetAttrString(o, name);
@@ -76,6 +85,17 @@ static int race_options(PyObject *p, hooks *h, pm_interp_options *o) {
   o->race_raises = attribute_is(p, "on_race", "raise") > 0;
   o->strict = attribute_is(p, "mode", "strict") > 0;
   return PyErr_Occurred() ? -1 : 0;
+}
+
+static void timeline_options(PyObject *p, hooks *h, pm_interp_options *o) {
+  PyObject *path = PyObject_GetAttrString(p, "timeline");
+  if (!path) PyErr_Clear();
+  if (path && path != Py_None) {
+    h->params = p;
+    o->timeline = on_timeline;
+    o->timeline_ctx = h;
+  }
+  Py_XDECREF(path);
 }
 
 static int interp_options(const pmpy_kernel *k, hooks *h, pm_interp_options *o) {
@@ -104,6 +124,7 @@ static int interp_options(const pmpy_kernel *k, hooks *h, pm_interp_options *o) 
   int zero = attribute_is(p, "uninitialized_memory", "zero");
   o->oob_raise = !oob;
   o->zero_fill = zero > 0;
+  timeline_options(p, h, o);
   return PyErr_Occurred() ? -1 : race_options(p, h, o);
 }
 
