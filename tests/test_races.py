@@ -529,6 +529,20 @@ def test_i_warps_refill_what_their_thread_read():
     )
 
 
+def test_i_threads_refill_what_their_warps_read():
+    """Behind the map a fence of the thread is one of all its warps."""
+
+    def body(x, o, tile, bar):
+        for k in range(2):
+            g2s(x.at[k], tile, bar)
+            wait(bar)
+            plgpu.warp_map(lambda w, k=k: o.set(tile[w], (k, w)))
+
+    x = np.stack([X, -X])
+    got = clean(body, out(2, N), x, scratch_types=[TILE, plgpu.Barrier()])
+    np.testing.assert_array_equal(got[:, :4], x[:, :4])
+
+
 # ---- other things that order ---------------------------------------------------------------------
 
 REGULAR = plgpu.SemaphoreType.REGULAR
@@ -620,7 +634,7 @@ def test_turns():
     def in_turns(o, count):
         me = lax.axis_index("t")
         for k in range(3):
-            with plgpu.in_turn(2):
+            with plgpu.ext.in_turn(2):
                 if k == 0:
                     pl.when(me == 0)(lambda: count.set(jnp.int32(0), 0))
                 else:
@@ -722,6 +736,28 @@ def test_atomics():
     assert races
     for pair in races:
         assert {x.split(" by ")[0] for x in pair} == {"atomic o[3]", "read o[3]"}
+
+
+def test_a_read_does_not_stand_for_an_atomic():
+    """What is ordered behind the read of thread 1 is not, for a third thread."""
+
+    def body(o, p, bar):
+        def first():
+            plgpu.atomic_add(o.at[3], 1.0)  #: add
+            arrive(bar)
+
+        def second():
+            wait(bar)
+            p[1] = o[3]
+
+        def third():
+            p[2] = o[3]  #: load
+
+        threads(first, second, third)
+
+    pair = "atomic o[3] by thread 0 at add", "read o[3] by thread 2 at load"
+    call = dict(scratch_types=[plgpu.Barrier()], num_threads=3, thread_name="t")
+    racy([pair], body, (out(), out()), seeds=range(16), **call)
 
 
 def test_copies_that_combine():
