@@ -47,6 +47,9 @@ static pm_layout_rule rule_of(const pm_graph *g, pm_opid op) {
   return pm_ops[pm_get(g, op)->code].layout;
 }
 
+/* Of the ops with the rule PACK. */
+static bool unpacks(const pm_graph *g, pm_opid op) { return pm_get(g, op)->code == PM_OP_UNPACK; }
+
 static bool fits(const pm_layout *l, const pm_type *t) {
   return l->rank == t->rank && memcmp(l->shape, t->dim, sizeof t->dim[0] * t->rank) == 0;
 }
@@ -78,11 +81,12 @@ static void check_given(pass *p, pm_opid op) {
   pm_graph *g = p->g;
   const pm_op *o = pm_get(g, op);
   pm_layid l = given_layout(g, op);
-  if (!l && o->code != PM_OP_LAYOUT_CAST) return;
+  const bool cast = rule_of(g, op) == PM_LAY_FIXED;
+  if (!l && !cast) return;
   const pm_type *t = pm_typeof(g, o->out);
   if (!l || l >= g->layouts.n || !fits(pm_layout_of(g, l), t)) {
     fail_layout(p, op, "the layout is for an array of another shape");
-  } else if (o->code != PM_OP_LAYOUT_CAST && is_splat(g, l) && pm_type_size(t) > 1) {
+  } else if (!cast && is_splat(g, l) && pm_type_size(t) > 1) {
     fail_layout(p, op, "a splat has one value for all elements");
   }
 }
@@ -90,7 +94,7 @@ static void check_given(pass *p, pm_opid op) {
 /* A cast to a splat does not determine the layout of a varied value. */
 static void check_cast(pass *p, pm_opid op) {
   const pm_op *o = pm_get(p->g, op);
-  if (o->code != PM_OP_LAYOUT_CAST || !is_splat(p->g, given_layout(p->g, op))) return;
+  if (rule_of(p->g, op) != PM_LAY_FIXED || !is_splat(p->g, given_layout(p->g, op))) return;
   if (pm_type_size(pm_typeof(p->g, o->out)) == 1 || !p->varied[pm_in(p->g, op, 0)]) return;
   fail_layout(p, op, "a splat has one value for all elements");
 }
@@ -168,7 +172,7 @@ static void mark_op(pass *p, pm_opid op) {
       if (operand_varies(p, op) && pm_type_size(pm_typeof(p->g, o->out)) > 1) mark(p, o->out);
       break;
     case PM_LAY_PACK: /* the halves of one byte differ */
-      if (o->code == PM_OP_UNPACK || operand_varies(p, op)) mark(p, o->out);
+      if (unpacks(p->g, op) || operand_varies(p, op)) mark(p, o->out);
       break;
     case PM_LAY_POINTWISE:
     case PM_LAY_BROADCAST:
@@ -265,7 +269,7 @@ static void find_widths(pass *p) {
   for (uint32_t k = 0; k < p->related.n; k++) { /* two elements for each byte */
     pm_opid op = p->related.at[k];
     if (rule_of(p->g, op) != PM_LAY_PACK) continue;
-    const bool unpack = pm_get(p->g, op)->code == PM_OP_UNPACK;
+    const bool unpack = unpacks(p->g, op);
     const pm_val in = pm_in(p->g, op, 0), out = pm_get(p->g, op)->out;
     uint8_t *w = &p->widest[root(p, unpack ? in : out)];
     *w = (uint8_t)pm_max(*w, 2 * p->widest[root(p, unpack ? out : in)]);
@@ -320,22 +324,20 @@ static pm_layid concat_piece(pm_graph *g, pm_opid op, uint32_t k, pm_layid out) 
 
 /* PACK or UNPACK: from the layout of the operand, or back from that of the result */
 static pm_layid repacked(pm_graph *g, pm_opid op, pm_layid l, bool back) {
-  const pm_op *o = pm_get(g, op);
-  const pm_type to = *pm_typeof(g, back ? pm_in(g, op, 0) : o->out);
-  if (o->code == PM_OP_PACK && is_splat(g, l)) return pm_layout_splat(g, &to);
-  return (o->code == PM_OP_UNPACK) != back ? pm_layout_doubled(g, l, &to)
-                                           : pm_layout_halved(g, l, &to);
+  const bool unpack = unpacks(g, op);
+  const pm_type to = *pm_typeof(g, back ? pm_in(g, op, 0) : pm_get(g, op)->out);
+  if (!unpack && is_splat(g, l)) return pm_layout_splat(g, &to);
+  return unpack != back ? pm_layout_doubled(g, l, &to) : pm_layout_halved(g, l, &to);
 }
 
 /* The layout in which an op naturally produces its result for an operand in layout `in`. */
 static pm_layid natural(pm_graph *g, pm_opid op, pm_layid in) {
-  switch (pm_get(g, op)->code) {
-    case PM_OP_REDUCE: return reduced(g, op, in);
-    case PM_OP_RESHAPE: return reshaped(g, in, pm_get(g, op)->out);
-    case PM_OP_SLICE: return sliced(g, op, in);
-    case PM_OP_TRANSPOSE: return transposed(g, op, in, false);
-    case PM_OP_PACK:
-    case PM_OP_UNPACK: return repacked(g, op, in, false);
+  switch (rule_of(g, op)) {
+    case PM_LAY_REDUCE: return reduced(g, op, in);
+    case PM_LAY_RESHAPE: return reshaped(g, in, pm_get(g, op)->out);
+    case PM_LAY_SLICE: return sliced(g, op, in);
+    case PM_LAY_TRANSPOSE: return transposed(g, op, in, false);
+    case PM_LAY_PACK: return repacked(g, op, in, false);
     default: return 0;
   }
 }
@@ -377,13 +379,12 @@ static pm_layid unless_wasteful(pm_graph *g, pm_layid l) {
 static pm_layid operand_for(pm_graph *g, pm_opid op, pm_layid out) {
   pm_val in = pm_in(g, op, 0);
   pm_layid l;
-  switch (pm_get(g, op)->code) {
-    case PM_OP_BROADCAST: return broadcast_operand(g, op, out);
-    case PM_OP_LAYOUT_CAST: return out;
-    case PM_OP_TRANSPOSE: return transposed(g, op, out, true);
-    case PM_OP_PACK:
-    case PM_OP_UNPACK: return repacked(g, op, out, true);
-    case PM_OP_RESHAPE:
+  switch (rule_of(g, op)) {
+    case PM_LAY_BROADCAST: return broadcast_operand(g, op, out);
+    case PM_LAY_FIXED: return out;
+    case PM_LAY_TRANSPOSE: return transposed(g, op, out, true);
+    case PM_LAY_PACK: return repacked(g, op, out, true);
+    case PM_LAY_RESHAPE:
       l = unless_wasteful(g, reshaped(g, out, in));
       return l && natural(g, op, l) == out ? l : 0;
     default: return search(g, in, op, out, natural);
@@ -391,9 +392,9 @@ static pm_layid operand_for(pm_graph *g, pm_opid op, pm_layid out) {
 }
 
 static pm_layid result_for(pm_graph *g, pm_opid op, pm_layid in) {
-  if (pm_get(g, op)->code == PM_OP_LAYOUT_CAST) return 0;
-  if (pm_get(g, op)->code == PM_OP_RESHAPE) return unless_wasteful(g, natural(g, op, in));
-  if (pm_get(g, op)->code != PM_OP_BROADCAST) return natural(g, op, in);
+  if (rule_of(g, op) == PM_LAY_FIXED) return 0;
+  if (rule_of(g, op) == PM_LAY_RESHAPE) return unless_wasteful(g, natural(g, op, in));
+  if (rule_of(g, op) != PM_LAY_BROADCAST) return natural(g, op, in);
   return search(g, pm_get(g, op)->out, op, in, broadcast_operand);
 }
 
@@ -439,7 +440,7 @@ static void relate(pass *p) {
     more = false;
     for (uint32_t k = 0; k < p->related.n; k++) {
       pm_opid op = p->related.at[k];
-      if (pm_get(p->g, op)->code == PM_OP_CONCAT) {
+      if (rule_of(p->g, op) == PM_LAY_CONCAT) {
         more |= relate_concat(p, op);
         continue;
       }
@@ -565,7 +566,7 @@ static pm_layid matrix_for(pm_graph *g, pm_val v, uint8_t bytes) {
 static void prefer_reduced(pass *p) {
   for (uint32_t k = 0; k < p->related.n; k++) {
     pm_opid op = p->related.at[k];
-    if (pm_get(p->g, op)->code != PM_OP_REDUCE) continue;
+    if (rule_of(p->g, op) != PM_LAY_REDUCE) continue;
     pm_val in = pm_in(p->g, op, 0);
     if (settle(p, in, matrix_for(p->g, in, class_bytes(p, in)))) relate(p);
   }
@@ -590,7 +591,7 @@ static pm_layid scan_layout(pm_graph *g, pm_opid op) {
 static void prefer_scan(pass *p) {
   for (uint32_t k = 0; k < p->ops.n; k++) {
     pm_opid op = p->ops.at[k];
-    if (pm_get(p->g, op)->code != PM_OP_SCAN || !varies(p, pm_get(p->g, op)->out)) continue;
+    if (rule_of(p->g, op) != PM_LAY_SCAN || !varies(p, pm_get(p->g, op)->out)) continue;
     const pm_layid l = scan_layout(p->g, op);
     const pm_val in = pm_in(p->g, op, 0);
     if (varies(p, in) && settle(p, in, l)) relate(p);
@@ -601,7 +602,7 @@ static void prefer_scan(pass *p) {
 static void prefer_broadcast(pass *p) {
   for (uint32_t k = 0; k < p->related.n; k++) {
     pm_opid op = p->related.at[k];
-    if (pm_get(p->g, op)->code != PM_OP_BROADCAST) continue;
+    if (rule_of(p->g, op) != PM_LAY_BROADCAST) continue;
     pm_val out = pm_get(p->g, op)->out;
     pm_layid l = strided_of_class(p, out);
     if (!broadcast_operand(p->g, op, l)) l = matrix_for(p->g, out, class_bytes(p, out));
@@ -630,7 +631,7 @@ static pm_layid sliceable(pm_graph *g, pm_opid op) {
 static void prefer_sliced(pass *p) {
   for (uint32_t k = 0; k < p->related.n; k++) {
     pm_opid op = p->related.at[k];
-    if (pm_get(p->g, op)->code != PM_OP_SLICE) continue;
+    if (rule_of(p->g, op) != PM_LAY_SLICE) continue;
     pm_val in = pm_in(p->g, op, 0);
     if (layout_of_class(p, in) || sliced(p->g, op, strided_of_class(p, in))) continue;
     if (settle(p, in, sliceable(p->g, op))) relate(p);
@@ -642,7 +643,7 @@ static void prefer_packed(pass *p) {
   for (uint32_t k = 0; k < p->ops.n; k++) {
     pm_opid op = p->ops.at[k];
     if (rule_of(p->g, op) != PM_LAY_PACK) continue;
-    const bool unpack = pm_get(p->g, op)->code == PM_OP_UNPACK;
+    const bool unpack = unpacks(p->g, op);
     const pm_val in = pm_in(p->g, op, 0), out = pm_get(p->g, op)->out, small = unpack ? out : in;
     const pm_type whole = *pm_typeof(p->g, small);
     const pm_layid bytes = strided_of_class(p, unpack ? in : out);
@@ -689,12 +690,17 @@ static uint32_t place_behind(const pm_graph *g, pm_val v, pm_blk *block) {
 }
 
 /* Duplicate a load or iota, after the first one, in another layout. */
+static bool can_be_made_again(const pm_graph *g, pm_val v) {
+  const pm_opid def = pm_value_of(g, v)->def;
+  return def && (rule_of(g, def) == PM_LAY_LOAD || pm_get(g, def)->code == PM_OP_IOTA);
+}
+
 static pm_opid make_again(pm_graph *g, pm_opid def, pm_blk block, uint32_t at, pm_layid to) {
   const pm_op o = *pm_get(g, def);
   pm_type t = *pm_typeof(g, o.out);
   pm_val in = o.n_in ? pm_in(g, def, 0) : 0;
   pm_attr_arg attrs[2] = {{.id = PM_ATTR_LAYOUT, .i = to}};
-  attrs[1].id = o.code == PM_OP_LOAD ? PM_ATTR_OPTIMIZED : PM_ATTR_DIM;
+  attrs[1].id = rule_of(g, def) == PM_LAY_LOAD ? PM_ATTR_OPTIMIZED : PM_ATTR_DIM;
   attrs[1].i = *pm_attr(g, def, attrs[1].id);
   return pm_insert(g, block, at, o.code, &in, o.n_in, &t, 1, attrs, 2, def);
 }
@@ -705,8 +711,8 @@ static pm_val convert(pass *p, pm_val v, pm_layid to, pm_opid user) {
   pm_layid from = pm_value_of(g, v)->layout;
   if (from == to) return v;
   pm_opid def = pm_value_of(g, v)->def, op;
-  uint32_t code = def ? pm_get(g, def)->code : PM_OP_NONE;
-  if (code == PM_OP_LAYOUT_CAST && pm_value_of(g, pm_in(g, def, 0))->layout == to) {
+  const bool cast = def && rule_of(g, def) == PM_LAY_FIXED;
+  if (cast && pm_value_of(g, pm_in(g, def, 0))->layout == to) {
     return pm_in(g, def, 0);
   }
   for (uint32_t k = 0; k < p->done.n; k++) {
@@ -714,7 +720,7 @@ static pm_val convert(pass *p, pm_val v, pm_layid to, pm_opid user) {
   }
   pm_blk block;
   uint32_t at = place_behind(g, v, &block);
-  if (code == PM_OP_LOAD || code == PM_OP_IOTA) {
+  if (can_be_made_again(g, v)) {
     op = make_again(g, def, block, at, to);
   } else {
     pm_type t = *pm_typeof(g, v);
@@ -780,7 +786,7 @@ static pm_layid reduce_fallback(pm_graph *g, pm_opid op) {
 }
 
 static pm_layid pack_fallback(pm_graph *g, pm_opid op) {
-  const bool unpack = pm_get(g, op)->code == PM_OP_UNPACK;
+  const bool unpack = unpacks(g, op);
   const pm_type bytes = *pm_typeof(g, unpack ? pm_in(g, op, 0) : pm_get(g, op)->out);
   const pm_layid l = strided_for(g, bytes, 1);
   return unpack ? l : repacked(g, op, l, true);
@@ -789,12 +795,6 @@ static pm_layid pack_fallback(pm_graph *g, pm_opid op) {
 static pm_layid reshape_fallback(pm_graph *g, pm_opid op) {
   const pm_type t = *pm_typeof(g, pm_in(g, op, 0));
   return strided_for(g, t, pm_dtypes[t.dtype].bytes);
-}
-
-static bool can_be_made_again(const pm_graph *g, pm_val v) {
-  const pm_opid def = pm_value_of(g, v)->def;
-  const uint32_t code = def ? pm_get(g, def)->code : PM_OP_NONE;
-  return code == PM_OP_LOAD || code == PM_OP_IOTA;
 }
 
 static void warn_scratch(pass *p, pm_opid op) {
@@ -816,7 +816,7 @@ static void rewrite_derived(pass *p, pm_opid op, pm_layid (*fallback)(pm_graph *
   pm_graph *g = p->g;
   pm_val out = pm_get(g, op)->out;
   pm_layid in = pm_value_of(g, pm_in(g, op, 0))->layout, l = natural(g, op, in);
-  const bool bound = pm_get(g, op)->code == PM_OP_REDUCE || rule_of(g, op) == PM_LAY_PACK;
+  const bool bound = rule_of(g, op) == PM_LAY_REDUCE || rule_of(g, op) == PM_LAY_PACK;
   if (!l && (bound || can_be_made_again(g, pm_in(g, op, 0)))) {
     pm_layid want = pm_value_of(g, out)->layout, better = operand_for(g, op, want);
     if (!better && fallback) better = fallback(g, op);
@@ -954,26 +954,25 @@ static void rewrite(pass *p, pm_opid op) {
   if (o.n_out == 1 && is_array(g, o.out) && given_layout(g, op)) {
     *pm_attr(g, op, PM_ATTR_LAYOUT) = pm_value_of(g, o.out)->layout;
   }
-  switch (o.code) {
-    case PM_OP_REDUCE:
+  switch (rule_of(g, op)) {
+    case PM_LAY_REDUCE:
       if (is_array(g, o.out)) rewrite_derived(p, op, reduce_fallback);
       break;
-    case PM_OP_RESHAPE: rewrite_reshape(p, op); break;
-    case PM_OP_PACK:
-    case PM_OP_UNPACK: rewrite_derived(p, op, pack_fallback); break;
-    case PM_OP_SLICE:
+    case PM_LAY_RESHAPE: rewrite_reshape(p, op); break;
+    case PM_LAY_PACK: rewrite_derived(p, op, pack_fallback); break;
+    case PM_LAY_SLICE:
       if (is_array(g, o.out)) rewrite_derived(p, op, slice_fallback);
       break;
-    case PM_OP_TRANSPOSE: rewrite_derived(p, op, NULL); break;
-    case PM_OP_CONCAT: rewrite_concat(p, op); break;
-    case PM_OP_SCAN: rewrite_scan(p, op); break;
-    case PM_OP_BROADCAST: rewrite_broadcast(p, op); break;
-    case PM_OP_ATOMIC: rewrite_atomic(p, op); break;
-    case PM_OP_LAYOUT_CAST: warn_cast(p, op); break;
-    case PM_OP_YIELD: rewrite_yield(p, op); break;
-    default:
-      if (rule_of(g, op) == PM_LAY_CONTROL) rewrite_control(p, op);
+    case PM_LAY_TRANSPOSE: rewrite_derived(p, op, NULL); break;
+    case PM_LAY_CONCAT: rewrite_concat(p, op); break;
+    case PM_LAY_SCAN: rewrite_scan(p, op); break;
+    case PM_LAY_BROADCAST: rewrite_broadcast(p, op); break;
+    case PM_LAY_FIXED: warn_cast(p, op); break;
+    case PM_LAY_CONTROL: rewrite_control(p, op); break;
+    default: break;
   }
+  if (o.code == PM_OP_ATOMIC) rewrite_atomic(p, op);
+  if (o.code == PM_OP_YIELD) rewrite_yield(p, op);
 }
 
 static void set_layouts(pass *p) {
@@ -1119,15 +1118,15 @@ bool pm_moves_in_registers(const pm_graph *g, pm_opid op) {
   const pm_op *o = pm_get(g, op);
   const pm_layid out = pm_value_of(g, o->out)->layout;
   pm_graph *m = (pm_graph *)g; /* only interns layouts */
-  switch (o->code) {
-    case PM_OP_RESHAPE:
-    case PM_OP_SLICE:
-    case PM_OP_TRANSPOSE: {
+  switch (rule_of(g, op)) {
+    case PM_LAY_RESHAPE:
+    case PM_LAY_SLICE:
+    case PM_LAY_TRANSPOSE: {
       const pm_layid in = pm_value_of(g, pm_in(g, op, 0))->layout;
       if (!is_array(g, pm_in(g, op, 0)) || !is_array(g, o->out)) return true;
       return is_splat(g, in) || natural(m, op, in) == out;
     }
-    case PM_OP_CONCAT:
+    case PM_LAY_CONCAT:
       if (pm_is_fill(g, op)) return true;
       for (uint32_t k = 0; k < o->n_in; k++) {
         const pm_layid in = pm_value_of(g, pm_in(g, op, k))->layout;
@@ -1135,7 +1134,7 @@ bool pm_moves_in_registers(const pm_graph *g, pm_opid op) {
         if (!piece || (in != piece && !is_splat(g, in))) return false;
       }
       return true;
-    case PM_OP_GATHER:
+    case PM_LAY_GATHER:
       return !is_array(g, pm_in(g, op, 0)) || is_splat(g, pm_value_of(g, pm_in(g, op, 0))->layout);
     default: return false;
   }
