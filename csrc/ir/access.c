@@ -158,6 +158,14 @@ bool pm_next_access(const pm_graph *g, pm_access *a) {
   return next_extra(g, a);
 }
 
+bool pm_moves_array(const pm_graph *g, pm_opid op, pm_access *a, pm_val *array) {
+  *a = pm_accesses(op);
+  if (!pm_next_access(g, a) || !(a->where & PM_IN_MEMORY)) return false;
+  if (a->done != PM_DONE_NOW || a->reads == a->writes) return false;
+  *array = a->writes ? pm_in(g, op, 1) : pm_get(g, op)->out;
+  return true;
+}
+
 bool pm_by_lanes(const pm_access *a) {
   assert(a->proxy != PM_UNKNOWN);
   return a->proxy == PM_GENERIC;

@@ -86,6 +86,10 @@ const pm_access_list *pm_accesses_inside(pm_summaries *s, pm_opid op);
  * an operand it is the operand. */
 pm_val pm_memory_of(const pm_graph *g, pm_val view);
 
+/* Do the lanes load or store an array, whole or where a mask is true (no atomic, no engine)? Then
+ * *array is it and *a the access of memory. */
+bool pm_moves_array(const pm_graph *g, pm_opid op, pm_access *a, pm_val *array);
+
 /* Does the op wait until at most *n wgmma groups are pending? -1: it does not. */
 bool pm_awaits_products(const pm_graph *g, pm_opid op, int64_t *n);
 

@@ -29,6 +29,8 @@ typedef struct splitter {
 
 static uint16_t code_of(const pm_graph *g, pm_opid op) { return pm_get(g, op)->code; }
 
+static uint8_t rule_of(const pm_graph *g, pm_opid op) { return pm_ops[code_of(g, op)].layout; }
+
 static uint32_t position(const pm_graph *g, pm_opid op) {
   const pm_block *b = &g->blocks.at[pm_get(g, op)->parent];
   uint32_t at = 0;
@@ -131,16 +133,16 @@ static int through_reshape(const pm_type *from, const pm_type *to, int dim) {
 static int moved(const pm_graph *g, pm_opid op, int dim, bool back) {
   const pm_type *from = pm_typeof(g, pm_in(g, op, 0)), *to = pm_typeof(g, pm_get(g, op)->out);
   uint32_t n;
-  if (code_of(g, op) == PM_OP_RESHAPE) {
+  if (rule_of(g, op) == PM_LAY_RESHAPE) {
     const int k = back ? through_reshape(to, from, dim) : through_reshape(from, to, dim);
     return k < 0 ? -2 : k;
   }
-  if (code_of(g, op) == PM_OP_SLICE) {
+  if (rule_of(g, op) == PM_LAY_SLICE) {
     const int64_t *starts = pm_attr_list(g, op, PM_ATTR_STARTS, &n);
     return !starts[dim] && from->dim[dim] == to->dim[dim] ? dim : -2;
   }
   const int64_t *dims = pm_attr_list(g, op, PM_ATTR_DIMS, &n);
-  if (code_of(g, op) == PM_OP_REDUCE) {
+  if (rule_of(g, op) == PM_LAY_REDUCE) {
     int k = dim;
     for (uint32_t i = 0; i < n; i++) {
       if (dims[i] == dim && !back) return -2;
@@ -152,7 +154,7 @@ static int moved(const pm_graph *g, pm_opid op, int dim, bool back) {
     return k;
   }
   for (uint32_t k = 0; k < n; k++) { /* BROADCAST: dims[k] is dim k; TRANSPOSE: dim dims[k] */
-    const bool broadcast = code_of(g, op) == PM_OP_BROADCAST;
+    const bool broadcast = rule_of(g, op) == PM_LAY_BROADCAST;
     if (broadcast && !back && (int)k == dim) return (int)dims[k];
     if (broadcast && back && dims[k] == dim) return from->dim[k] == 1 ? -1 : (int)k;
     if (!broadcast && !back && dims[k] == dim) return (int)k;
@@ -217,22 +219,48 @@ static void mark_access(splitter *s, pm_opid op) {
   if (like && s->row[like] && !gmem) s->failed = true;
 }
 
+/* Ops with effects that each part can have for itself. */
+static bool is_accepted(int code) {
+  switch (code) {
+    case PM_OP_FOR:
+    case PM_OP_IF:
+    case PM_OP_SCOPE:
+    case PM_OP_YIELD:
+    case PM_OP_ALLOC_ACC:
+    case PM_OP_ALLOC_SMEM:
+    case PM_OP_ACC_LOAD:
+    case PM_OP_WGMMA:
+    case PM_OP_WGMMA_WAIT:
+    case PM_OP_COMMIT_SMEM: return true;
+    default: return false;
+  }
+}
+
 static void mark_op(splitter *s, pm_opid op) {
   pm_graph *g = s->g;
   const pm_op *o = pm_get(g, op);
+  pm_access a;
+  pm_val array;
+  if (o->n_regions && is_accepted(o->code)) {
+    mark_control(s, op);
+    return;
+  }
+  if (pm_moves_array(g, op, &a, &array)) {
+    mark_access(s, op);
+    return;
+  }
+  switch (rule_of(g, op)) {
+    case PM_LAY_BROADCAST:
+    case PM_LAY_RESHAPE:
+    case PM_LAY_TRANSPOSE:
+    case PM_LAY_SLICE:
+    case PM_LAY_REDUCE: mark_moved(s, op); return;
+    case PM_LAY_POINTWISE:
+      for (uint32_t k = 0; k < o->n_in; k++) tie(s, o->out, pm_in(g, op, k));
+      return;
+    default: break;
+  }
   switch (o->code) {
-    case PM_OP_BROADCAST:
-    case PM_OP_RESHAPE:
-    case PM_OP_TRANSPOSE:
-    case PM_OP_SLICE:
-    case PM_OP_REDUCE: mark_moved(s, op); return;
-    case PM_OP_FOR:
-    case PM_OP_IF:
-    case PM_OP_SCOPE: mark_control(s, op); return;
-    case PM_OP_LOAD:
-    case PM_OP_STORE:
-    case PM_OP_MASKED_LOAD:
-    case PM_OP_MASKED_STORE: mark_access(s, op); return;
     case PM_OP_ALLOC_ACC:
       if (o->n_in) tie(s, o->out, pm_in(g, op, 0));
       return;
@@ -245,49 +273,28 @@ static void mark_op(splitter *s, pm_opid op) {
     case PM_OP_CONST:
     case PM_OP_IOTA:
     case PM_OP_YIELD: return;
-    default:
-      if (pm_ops[o->code].layout == PM_LAY_POINTWISE) {
-        for (uint32_t k = 0; k < o->n_in; k++) tie(s, o->out, pm_in(g, op, k));
-      } else if (any_marked(s, op)) {
-        s->failed = true;
-      }
+    default: s->failed |= any_marked(s, op);
   }
 }
 
 /* ---- may it be done? ---------------------------------------------------------------------- */
 
-static void note_argument(splitter *s, pm_opid op, bool *list) {
-  const pm_val ref = pm_in(s->g, op, 0);
-  if (pm_typeof(s->g, ref)->space == PM_GMEM) list[pm_view_base(s->g, ref)] = true;
+/* An array without rows would be stored twice. */
+static void note_argument(splitter *s, const pm_access *a, pm_val array) {
+  if (a->where != PM_IN_GMEM) return;
+  (a->writes ? s->written : s->read)[pm_view_base(s->g, a->view)] = true;
+  s->failed |= a->writes && !s->row[array];
 }
 
 static void check_op(pm_graph *g, pm_opid op, void *ctx) {
   splitter *s = ctx;
   const pm_op *o = pm_get(g, op);
   uint32_t n;
+  pm_access a;
+  pm_val array;
   mark_op(s, op);
-  switch (o->code) {
-    case PM_OP_LOAD:
-    case PM_OP_MASKED_LOAD: note_argument(s, op, s->read); break;
-    case PM_OP_STORE:
-    case PM_OP_MASKED_STORE: /* an array without rows would be stored twice */
-      note_argument(s, op, s->written);
-      if (pm_typeof(g, pm_in(g, op, 0))->space == PM_GMEM && !s->row[pm_in(g, op, 1)])
-        s->failed = true;
-      break;
-    case PM_OP_FOR:
-    case PM_OP_IF:
-    case PM_OP_SCOPE:
-    case PM_OP_YIELD:
-    case PM_OP_ALLOC_ACC:
-    case PM_OP_ALLOC_SMEM:
-    case PM_OP_ACC_LOAD:
-    case PM_OP_WGMMA:
-    case PM_OP_WGMMA_WAIT:
-    case PM_OP_COMMIT_SMEM: break;
-    default:
-      if (!pm_is_pure(o->code)) s->failed = true;
-  }
+  if (pm_moves_array(g, op, &a, &array)) note_argument(s, &a, array);
+  else s->failed |= !pm_is_pure(o->code) && !is_accepted(o->code);
   if (pm_is_masked(o->code) && any_marked(s, op)) {
     pm_attr_list(g, op, PM_ATTR_DIMS, &n);
     if (n) s->failed = true;
@@ -366,14 +373,12 @@ static void split(splitter *s) {
     if (s->row[v]) pm_value_of(g, v)->type.dim[row_of(s, v)] /= s->parts;
   }
   for (pm_opid op = 1; op < n_ops; op++) {
-    const uint16_t code = code_of(g, op);
-    const bool load = code == PM_OP_LOAD || code == PM_OP_MASKED_LOAD;
-    const bool store = code == PM_OP_STORE || code == PM_OP_MASKED_STORE;
-    if (!load && !store && code != PM_OP_IOTA) continue;
-    const pm_val like = store ? pm_in(g, op, 1) : pm_get(g, op)->out;
-    if (!s->row[like]) continue;
-    if (code != PM_OP_IOTA) cut_ref(s, op, like, start);
-    else if (*pm_attr(g, op, PM_ATTR_DIM) == row_of(s, like)) shift_iota(s, op, start);
+    pm_access a;
+    pm_val array = pm_get(g, op)->out;
+    const bool iota = code_of(g, op) == PM_OP_IOTA;
+    if ((!iota && !pm_moves_array(g, op, &a, &array)) || !s->row[array]) continue;
+    if (!iota) cut_ref(s, op, array, start);
+    else if (*pm_attr(g, op, PM_ATTR_DIM) == row_of(s, array)) shift_iota(s, op, start);
   }
 }
 

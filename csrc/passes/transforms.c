@@ -62,13 +62,13 @@ static bool is_wgmma_laid(pm_graph *g, pm_val array) {
 /* Whole arrays that lanes load or store ask for a layout of the buffer; atomics do not. */
 static void collect_access(pass *p, const pm_access *a) {
   pm_graph *g = p->g;
-  const pm_op *o = pm_get(g, a->op);
+  pm_access same;
+  pm_val array;
   buffer *b = a->where == PM_IN_SMEM ? buffer_of(p, a->view) : NULL;
   if (!b) return;
   if (pm_has_attr(g, a->op, PM_ATTR_ENGINE)) pm_vec_push(g->arena, &b->copies, a->op);
   if (a->done == PM_DONE_COMMIT) b->wgmma = a->op;
-  if (a->done != PM_DONE_NOW || a->reads == a->writes) return;
-  b->wgmma_laid |= is_wgmma_laid(g, a->writes ? pm_in(g, a->op, 1) : o->out);
+  if (pm_moves_array(g, a->op, &same, &array)) b->wgmma_laid |= is_wgmma_laid(g, array);
 }
 
 static void collect(pm_graph *g, pm_opid op, void *ctx) {
