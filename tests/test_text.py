@@ -277,3 +277,12 @@ def test_no_line_directive_stands_before_another():
         assert "#line" in text and not re.search(r"^#line.*\n#line", text, re.M), name
         named = re.findall(r'^#line \d+( ".*")?$', text, re.M)
         assert named[0]  # the first one says in which file
+
+
+@pytest.mark.parametrize("space", ["acc", "tmem"])
+def test_spaces_that_have_no_addresses(space):
+    """Refs to accumulators and tensor memory are types of their own: no load reaches them."""
+    head = 'kernel "k" grid [] cluster [] threads 1 stage traced {\n'
+    text = f"{head}  args %x: {space} float32[128,64]\n  %y = load %x : float32[128,64]\n}}\n"
+    with pytest.raises(ValueError, match=f"ref is {space} float32.128,64.; a ref in GMEM or SMEM"):
+        _core.Graph.parse(text)

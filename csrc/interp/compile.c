@@ -226,7 +226,7 @@ static const char *ref_name(compiler *c, const pm_view *view) {
   if (view->param < 0) {
     uint8_t kind = pm_typeof(g, view->base)->kind;
     if (kind == PM_SEMAPHORE) return "semaphore";
-    return kind == PM_BARRIER ? "barrier" : view->space == PM_REGS ? "accumulator" : "smem";
+    return kind == PM_BARRIER ? "barrier" : view->space == PM_ACC ? "accumulator" : "smem";
   }
   uint32_t k = (uint32_t)view->param;
   if (k < g->n_operands) return pm_printf(&c->m->arena, "operand %u", k);
@@ -320,7 +320,7 @@ static const access *make_access(compiler *c, pm_opid op, pm_val ref) {
   set_dims(c, op, mem, &view);
   if (view.param >= 0) {
     mem->base = (uint32_t)view.param;
-  } else if (base->kind == PM_REF && view.space == PM_REGS) {
+  } else if (base->kind == PM_REF && view.space == PM_ACC) {
     use_outside(c, &mem->base, c->slot[view.base]);
   } else {
     mem->base = c->alloc[view.base];

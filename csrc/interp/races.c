@@ -227,7 +227,7 @@ static bool begin(tracker *x, pm_machine *m, const thread *t, const instr *i, co
                   const char *base, touch touch) {
   x->m = m;
   x->from = x->to = 0;
-  if (mem->space == PM_REGS || !find_region(x, t, mem, base)) return x->region = NULL, false;
+  if (mem->space == PM_ACC || !find_region(x, t, mem, base)) return x->region = NULL, false;
   pm_shadow_sweep(&m->races->shadow);
   m->races->shadow.n_rewrites = 0;
   x->event = (event){.i = i,

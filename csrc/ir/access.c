@@ -57,7 +57,10 @@ static uint8_t where_is(const pm_type *t) {
     case PM_BARRIER: return PM_IN_BARRIER;
     case PM_SEMAPHORE: return PM_IN_SEMAPHORE;
     case PM_REF:
-      return t->space == PM_GMEM ? PM_IN_GMEM : t->space == PM_SMEM ? PM_IN_SMEM : PM_IN_ACC;
+      return t->space == PM_GMEM   ? PM_IN_GMEM
+             : t->space == PM_SMEM ? PM_IN_SMEM
+             : t->space == PM_ACC  ? PM_IN_ACC
+                                   : PM_IN_TMEM;
     default: return 0; /* an array: a value */
   }
 }

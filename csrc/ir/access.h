@@ -34,6 +34,7 @@ enum {
   PM_IN_PHASE = 16,  /* the bit of a thread that tells which phase of a barrier it awaits next */
   PM_IN_SEMAPHORE = 32,
   PM_IN_COUNTER = 64, /* of the launch: attribute N */
+  PM_IN_TMEM = 128,
   PM_IN_MEMORY = PM_IN_GMEM | PM_IN_SMEM
 };
 

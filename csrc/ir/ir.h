@@ -104,7 +104,17 @@ int pm_op_find(const char *text, size_t n); /* 0: no such op */
 
 /* A semaphore in GMEM is one of the launch, in SMEM one of the block. */
 typedef enum pm_kind { PM_NO_TYPE, PM_ARRAY, PM_REF, PM_BARRIER, PM_SEMAPHORE } pm_kind;
-typedef enum pm_space { PM_REGS, PM_GMEM, PM_SMEM } pm_space; /* REGS: an accumulator, if a ref */
+typedef enum pm_space {
+#define PM_SPACE(id, text, member, addressed) PM_##id,
+#include "spaces.def"
+#undef PM_SPACE
+  PM_SPACE_COUNT
+} pm_space;
+typedef struct pm_space_info {
+  const char *text, *member;
+  bool addressed;
+} pm_space_info;
+extern const pm_space_info pm_spaces[PM_SPACE_COUNT];
 
 typedef struct pm_type {
   uint8_t kind, dtype, space, rank;
@@ -179,6 +189,10 @@ uint32_t pm_intern(pm_graph *g, const char *s);
 
 static inline pm_type pm_scalar_type(pm_dtype d) {
   return (pm_type){PM_ARRAY, (uint8_t)d, PM_REGS, 0, {0}};
+}
+/* A ref that loads and stores reach by addresses. */
+static inline bool pm_is_memory(const pm_type *t) {
+  return t->kind == PM_REF && pm_spaces[t->space].addressed;
 }
 bool pm_type_equal(const pm_type *a, const pm_type *b);
 int64_t pm_type_size(const pm_type *t); /* elements */

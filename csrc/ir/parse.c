@@ -307,12 +307,11 @@ static pm_code read_dims(parser *p, pm_type *t) {
 }
 
 static pm_code read_type(parser *p, pm_type *t) {
-  static const char *const spaces[] = {[PM_REGS] = "acc", [PM_GMEM] = "gmem", [PM_SMEM] = "smem"};
   slice word = read_word(p);
   const char *from = word.at;
   *t = (pm_type){.kind = PM_ARRAY};
-  for (uint8_t s = 0; s < PM_COUNT(spaces); s++) {
-    if (!is_text(word, spaces[s])) continue;
+  for (uint8_t s = 0; s < PM_SPACE_COUNT; s++) {
+    if (!*pm_spaces[s].text || !is_text(word, pm_spaces[s].text)) continue;
     t->kind = PM_REF;
     t->space = s;
     word = read_word(p);

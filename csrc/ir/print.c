@@ -120,8 +120,7 @@ static const bool quiet[PM_ATTR_COUNT] = {
     [PM_ATTR_STRIDES] = true,     [PM_ATTR_UNION] = true,      [PM_ATTR_DIMS] = true,
     [PM_ATTR_EVICT_FIRST] = true, [PM_ATTR_APART] = true,      [PM_ATTR_LEADER] = true,
     [PM_ATTR_EXACT] = true,       [PM_ATTR_INTERPRET] = true,  [PM_ATTR_LABEL] = true,
-    [PM_ATTR_PACKED] = true,      [PM_ATTR_STAGE] = true,
-    [PM_ATTR_PLACED] = true,
+    [PM_ATTR_PACKED] = true,      [PM_ATTR_STAGE] = true,      [PM_ATTR_PLACED] = true,
 };
 
 static int64_t default_of(uint8_t id) { return id == PM_ATTR_OFFSET ? -1 : 0; }

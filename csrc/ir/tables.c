@@ -33,6 +33,12 @@ const pm_op_info pm_ops[PM_OP_COUNT] = {
 };
 #undef V
 
+const pm_space_info pm_spaces[PM_SPACE_COUNT] = {
+#define PM_SPACE(id, prefix, python, by_address) [PM_##id] = {prefix, python, by_address},
+#include "spaces.def"
+#undef PM_SPACE
+};
+
 const char *const pm_attr_text[PM_ATTR_COUNT] = {
     [PM_ATTR_NONE] = "",
 #define PM_ATTR(id, text, kind) [PM_ATTR_##id] = text,

@@ -36,10 +36,9 @@ const char *pm_element_text(const pm_type *t) {
 }
 
 const char *pm_type_text(pm_arena *a, const pm_type *t) {
-  static const char *const spaces[] = {"acc ", "gmem ", "smem "};
   pm_text out;
   pm_text_init(&out, a);
-  if (t->kind == PM_REF || t->kind == PM_SEMAPHORE) pm_put(&out, spaces[t->space]);
+  if (t->kind == PM_REF || t->kind == PM_SEMAPHORE) pm_putf(&out, "%s ", pm_spaces[t->space].text);
   pm_put(&out, pm_element_text(t));
   pm_put(&out, "[");
   for (int k = 0; k < t->rank; k++) pm_putf(&out, "%s%" PRId64, k ? "," : "", t->dim[k]);
@@ -53,7 +52,8 @@ static bool same_shape(const pm_type *a, const pm_type *b) {
 
 pm_code pm_type_check(const pm_graph *g, const pm_type *t, const char *what, pm_err *err) {
   if (t->kind < PM_ARRAY || t->kind > PM_SEMAPHORE || t->dtype >= PM_DTYPE_COUNT ||
-      t->space > PM_SMEM || t->rank > PM_MAX_RANK) {
+      t->space >= PM_SPACE_COUNT || t->rank > PM_MAX_RANK ||
+      (t->kind == PM_REF) != (t->space != PM_REGS && t->kind < PM_BARRIER)) {
     return pm_fail(err, PM_E_INTERNAL, "%s has a malformed type", what);
   }
   int64_t n = 1, limit = t->kind == PM_ARRAY ? MAX_ARRAY : INT64_C(1) << 46;
@@ -435,7 +435,7 @@ static pm_code index_dim(const pm_typing *t, const pm_type *from, int k, int64_t
   if (stride < 1 || stride > INT32_MAX) {
     FAIL(VALUE, "index: stride %" PRId64 " along dimension %d, at least 1 is needed", stride, k);
   }
-  if (stride > 1 && (from->kind != PM_REF || from->space == PM_REGS)) {
+  if (stride > 1 && !pm_is_memory(from)) {
     FAIL(NOT_IMPLEMENTED,
          "index: stride %" PRId64
          " along dimension %d of %s; only memory has "
@@ -443,7 +443,7 @@ static pm_code index_dim(const pm_typing *t, const pm_type *from, int k, int64_t
          stride, k, show(t, from));
   }
   n = (n - 1) * stride + 1;
-  if (from->kind == PM_REF && from->space == PM_REGS) {
+  if (from->kind == PM_REF && from->space == PM_ACC) {
     if (size == PM_DROPPED || start == PM_DYNAMIC) {
       FAIL(NOT_IMPLEMENTED,
            "index: an accumulator takes static slices only; load it and slice the array instead");
@@ -718,7 +718,7 @@ static pm_code pm_type_alloc_acc(const pm_typing *t, pm_type *out) {
   pm_code rc = given(t, PM_REF, out);
   if (rc) return rc;
   const pm_type *type = t->given;
-  if (type->space != PM_REGS || type->rank != 2) {
+  if (type->space != PM_ACC || type->rank != 2) {
     FAIL(VALUE, "ACC: %s; an accumulator has shape (m, n)", show(t, type));
   }
   if (type->dim[0] % 64 || type->dim[1] % 8) {
@@ -1183,7 +1183,7 @@ static pm_code pm_type_print(const pm_typing *t, pm_type *out) {
 static pm_code pm_type_inline(const pm_typing *t, pm_type *out) {
   for (uint32_t k = 0; k < t->n_in; k++) {
     const pm_type *x = type_in(t, k);
-    if (x->kind == PM_REF && x->space == PM_REGS) {
+    if (x->kind == PM_REF && x->space == PM_ACC) {
       FAIL(VALUE, "inline_cuda: argument %u is an accumulator; read it first: acc[...]", k);
     }
     if (x->kind == PM_SEMAPHORE) {
@@ -1326,10 +1326,10 @@ static bool fits(char letter, const pm_type *t) {
     case 't':
     case 'i': return array && !t->rank && t->dtype == PM_I32;
     case 'p': return array && !t->rank && t->dtype == PM_BOOL;
-    case 'r': return ref && t->space != PM_REGS;
+    case 'r': return pm_is_memory(t);
     case 'g': return ref && t->space == PM_GMEM;
     case 'm': return ref && t->space == PM_SMEM;
-    case 'c': return ref && t->space == PM_REGS;
+    case 'c': return ref && t->space == PM_ACC;
     case 'b': return t->kind == PM_BARRIER;
     case 'h': return t->kind == PM_SEMAPHORE;
     default: return letter == 'v';

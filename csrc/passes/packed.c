@@ -30,7 +30,7 @@ static bool is_small(const pm_type *t) {
 
 static bool is_packed_ref(const pm_graph *g, pm_val v) {
   const pm_type *t = pm_typeof(g, v);
-  return t->kind == PM_REF && t->space != PM_REGS && is_small(t);
+  return pm_is_memory(t) && is_small(t);
 }
 
 /* Elements that share a byte. */

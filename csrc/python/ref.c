@@ -283,7 +283,7 @@ static pm_val view_of(pmpy_trace *t, const pmpy_traced *r, PyObject *idx, pm_typ
   if (pmpy_parse_index(t, idx, &r->type, false, &index)) return 0;
   *type = r->type;
   if (index.full) return r->val;
-  if (index.n_new && (r->type.kind != PM_REF || r->type.space == PM_REGS)) {
+  if (index.n_new && !pm_is_memory(&r->type)) {
     pmpy_fail(PM_E_VALUE, "index: None is for refs in memory, not for %s", kind_text(r));
     return 0;
   }
@@ -308,7 +308,7 @@ static PyObject *by_arrays(PyObject *self, PyObject *idx) {
   const bool tuple = PyTuple_Check(idx);
   const Py_ssize_t n = tuple ? PyTuple_GET_SIZE(idx) : 1;
   bool found = false;
-  if (type->kind != PM_REF || type->space == PM_REGS) return NULL;
+  if (!pm_is_memory(type)) return NULL;
   for (Py_ssize_t k = 0; k < n; k++) {
     PyObject *o = tuple ? PyTuple_GET_ITEM(idx, k) : idx;
     found |= PMPY_IS_ARRAY(o) ? self_of(o)->type.rank > 0 : is_array_index(o);
@@ -322,7 +322,7 @@ static PyObject *by_arrays(PyObject *self, PyObject *idx) {
  * _clipped.py that keeps the error for all else. NULL with the error as it was for other errors. */
 static PyObject *overhanging(PyObject *self, PyObject *idx) {
   const pm_type *type = &self_of(self)->type;
-  if (type->kind != PM_REF || type->space == PM_REGS) return NULL;
+  if (!pm_is_memory(type)) return NULL;
   if (!PyErr_ExceptionMatches(PyExc_ValueError)) return NULL;
   PyObject *kind, *error, *traceback;
   PyErr_Fetch(&kind, &error, &traceback);
@@ -349,7 +349,7 @@ static PyObject *at_index(PyObject *self, PyObject *idx) {
 }
 
 static bool is_view_base(const pmpy_traced *r, const char *what) {
-  if (r->type.kind == PM_REF && r->type.space != PM_REGS) return true;
+  if (pm_is_memory(&r->type)) return true;
   pmpy_fail(PM_E_VALUE, "%s: %s has no such view", what, kind_text(r));
   return false;
 }
@@ -424,7 +424,7 @@ static PyObject *ref_subscript(PyObject *self, PyObject *idx) {
   const pmpy_traced *r = self_of(self);
   pm_type type;
   if (!t || !can_access(r)) return NULL;
-  if (r->type.space == PM_REGS) {
+  if (r->type.space == PM_ACC) {
     pm_val v = acc_value(t, r->val, 0);
     PyObject *all = v ? pmpy_traced_new(t, v, false) : NULL;
     if (!all || idx == Py_Ellipsis) return all;
@@ -523,7 +523,7 @@ static int ref_assign(PyObject *self, PyObject *idx, PyObject *value) {
   pmpy_trace *t = begin_ref("store", self);
   pm_type type;
   if (!t || !can_access(r)) return -1;
-  if (r->type.space == PM_REGS) return acc_store(t, r, idx, value);
+  if (r->type.space == PM_ACC) return acc_store(t, r, idx, value);
   PyObject *indexed = by_arrays(self, idx);
   if (indexed || PyErr_Occurred()) {
     const int rc = indexed ? PyObject_SetItem(indexed, Py_Ellipsis, value) : -1;
@@ -637,14 +637,13 @@ static PyObject *get_size(PyObject *self, void *c) {
 
 /* The member of plgpu.MemorySpace. */
 static PyObject *get_space(PyObject *self, void *c) {
-  static const char *const spaces[] = {[PM_REGS] = "REGS", [PM_GMEM] = "GMEM", [PM_SMEM] = "SMEM"};
   const pm_type *type = &self_of(self)->type;
   (void)c;
   const int space = type->kind == PM_BARRIER     ? PM_SMEM
                     : type->kind == PM_SEMAPHORE ? PM_GMEM
                                                  : type->space;
   PyObject *members = pmpy_hook(PMPY_HOOK_MEMORY_SPACE);
-  return members ? PyObject_GetAttrString(members, spaces[space]) : NULL;
+  return members ? PyObject_GetAttrString(members, pm_spaces[space].member) : NULL;
 }
 
 static PyObject *get_transforms(PyObject *self, void *c) {
@@ -694,10 +693,9 @@ static Py_ssize_t ref_length(PyObject *self) {
 }
 
 static PyObject *ref_repr(PyObject *self) {
-  static const char *const spaces[] = {[PM_REGS] = "regs", [PM_GMEM] = "gmem", [PM_SMEM] = "smem"};
   const pm_type *type = &self_of(self)->type;
   if (type->kind != PM_REF) return PyUnicode_FromFormat("Ref<%s>", pmpy_type_text(type));
-  return PyUnicode_FromFormat("Ref<%s, %s>", pmpy_type_text(type), spaces[type->space]);
+  return PyUnicode_FromFormat("Ref<%s, %s>", pmpy_type_text(type), pm_spaces[type->space].text);
 }
 
 static void ref_dealloc(PyObject *self) {
@@ -829,7 +827,7 @@ static PyObject *load(PyObject *module, PyObject *args, PyObject *kw) {
     if (!layout) return NULL;
   }
   pm_val v;
-  if (r->type.space == PM_REGS) {
+  if (r->type.space == PM_ACC) {
     v = acc_value(t, r->val, 0);
     pm_attr_arg attr = {.id = PM_ATTR_LAYOUT, .i = layout};
     if (v && layout) v = pmpy_emit(t, PM_OP_LAYOUT_CAST, &v, 1, NULL, &attr, 1);
@@ -851,7 +849,7 @@ static PyObject *store(PyObject *module, PyObject *const *args, Py_ssize_t n) {
 /* ---- masks and atomics --------------------------------------------------------------------- */
 
 static bool in_memory(const char *what, const pmpy_traced *r) {
-  if (r->type.kind == PM_REF && r->type.space != PM_REGS) return true;
+  if (pm_is_memory(&r->type)) return true;
   pmpy_fail(PM_E_VALUE, "%s: a ref in GMEM or SMEM is needed, got %s", what, kind_text(r));
   return false;
 }
@@ -972,7 +970,7 @@ static PyObject *acc_load(PyObject *module, PyObject *const *args, Py_ssize_t n)
   pmpy_trace *t = pmpy_begin("wgmma_accumulator_load", args[0]);
   pmpy_traced *r = t ? need_ref(t, "wgmma_accumulator_load", args[0]) : NULL;
   if (!r) return NULL;
-  if (r->type.kind != PM_REF || r->type.space != PM_REGS) {
+  if (r->type.kind != PM_REF || r->type.space != PM_ACC) {
     return pmpy_fail(PM_E_TYPE, "wgmma_accumulator_load: expected an ACC ref, got %s",
                      pmpy_type_text(&r->type));
   }
@@ -1188,7 +1186,7 @@ static PyObject *alloc_acc(PyObject *module, PyObject *args, PyObject *kw) {
   const char *name = NULL;
   pm_dtype d;
   pmpy_arg x;
-  pm_type type = {.kind = PM_REF, .space = PM_REGS};
+  pm_type type = {.kind = PM_REF, .space = PM_ACC};
   if (!PyArg_ParseTupleAndKeywords(args, kw, "OO|Oz:alloc_acc", names, &shape, &dtype, &init,
                                    &name) ||
       pmpy_dtype_from(dtype, &d)) {
