@@ -542,10 +542,9 @@ pm_code pm_gen_op(pm_gen *e, pm_opid op) {
 
 pm_code pm_gen_block(pm_gen *e, pm_blk block) {
   const pm_block *b = &e->g->blocks.at[block];
-  for (uint32_t k = 0; k < b->ops.n;) {
+  for (uint32_t k = 0; k < pm_n_ops(e->g, block);) {
     const pm_opid op = b->ops.at[k];
     uint32_t behind = k;
-    if (pm_get(e->g, op)->code == PM_OP_YIELD) break;
     if (!e->lane) PM_TRY(pm_gen_region(e, block, k, &behind));
     if (behind > k) {
       k = behind;

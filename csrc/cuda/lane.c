@@ -162,8 +162,7 @@ static bool lane_op(const pm_gen *e, pm_opid op, traits *t) {
 
 static bool lane_block(const pm_gen *e, pm_blk block, traits *t) {
   const pm_block *b = &e->g->blocks.at[block];
-  for (uint32_t k = 0; k < b->ops.n; k++) {
-    if (pm_get(e->g, b->ops.at[k])->code == PM_OP_YIELD) break;
+  for (uint32_t k = 0; k < pm_n_ops(e->g, block); k++) {
     if (!lane_op(e, b->ops.at[k], t)) return false;
   }
   return true;
@@ -225,7 +224,7 @@ static bool is_last(const pm_graph *g, pm_blk block, uint32_t end, bool branches
   for (;;) {
     const pm_block *b = &g->blocks.at[block];
     const pm_opid parent = b->parent;
-    if (end < b->ops.n && pm_get(g, b->ops.at[end])->code != PM_OP_YIELD) return false;
+    if (end < pm_n_ops(g, block)) return false;
     if (!parent) return true;
     const int code = pm_get(g, parent)->code;
     if (pm_is_loop(code) || code == PM_OP_WARP_MAP) return false;
@@ -243,10 +242,10 @@ static uint32_t find_region(const pm_gen *e, pm_blk block, uint32_t first, trait
   const pm_block *b = &g->blocks.at[block];
   uint32_t end = first, plain = UINT32_MAX; /* plain: where the first sticky op stands */
   *t = (traits){0};
-  for (; end < b->ops.n; end++) {
+  for (; end < pm_n_ops(g, block); end++) {
     const pm_opid op = b->ops.at[end];
     const traits before = *t;
-    if (pm_get(g, op)->code == PM_OP_YIELD || !lane_op(e, op, t)) {
+    if (!lane_op(e, op, t)) {
       *t = before;
       break;
     }

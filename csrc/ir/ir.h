@@ -258,6 +258,10 @@ static inline pm_val pm_in(const pm_graph *g, pm_opid op, uint32_t k) {
 static inline pm_blk pm_region(const pm_graph *g, pm_opid op, uint32_t k) {
   return g->region_blocks.at[g->ops.at[op].regions + k];
 }
+/* Ops of a block in front of its yield. */
+static inline uint32_t pm_n_ops(const pm_graph *g, pm_blk b) {
+  return g->blocks.at[b].ops.n - (g->blocks.at[b].parent != 0);
+}
 static inline pm_opid pm_terminator(const pm_graph *g, pm_blk b) {
   return g->blocks.at[b].ops.at[g->blocks.at[b].ops.n - 1];
 }
@@ -280,7 +284,7 @@ static inline uint32_t pm_n_beside(uint16_t code, int64_t atomic) {
   return code == PM_OP_ATOMIC && atomic == PM_ATOMIC_CAS ? 4 : 3;
 }
 static inline bool pm_is_masked(int code) {
-  return code == PM_OP_MASKED_LOAD || code == PM_OP_MASKED_STORE || code == PM_OP_ATOMIC;
+  return pm_ops[code].layout == PM_LAY_MASKED;
 }
 /* Elements of a dimension from the first to the last of a slice, both included. `strides`: the list
  * of an INDEX, n of them. */

@@ -448,6 +448,11 @@ pm_val pm_view_base(const pm_graph *g, pm_val ref) {
   return ref;
 }
 
+pm_opid pm_view_smem(const pm_graph *g, pm_val ref) {
+  const pm_opid def = pm_value_of(g, pm_view_base(g, ref))->def;
+  return def && pm_get(g, def)->code == PM_OP_ALLOC_SMEM ? def : 0;
+}
+
 pm_opid pm_view_cluster(const pm_graph *g, pm_val ref) {
   pm_opid op;
   while (is_view(g, op = pm_value_of(g, ref)->def)) {

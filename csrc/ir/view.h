@@ -87,6 +87,8 @@ pm_code pm_view_of(const pm_graph *g, pm_val ref, bool physical, pm_view *out, p
 pm_code pm_view_of_access(const pm_graph *g, pm_opid op, bool physical, pm_view *out, pm_err *err);
 /* The value at the root of the chain of views: a kernel argument or the result of an allocation. */
 pm_val pm_view_base(const pm_graph *g, pm_val ref);
+/* The ALLOC_SMEM at that root; 0: the ref is elsewhere. */
+pm_opid pm_view_smem(const pm_graph *g, pm_val ref);
 /* The CLUSTER_REF in the chain of views; 0: none, the memory is the block's own. */
 pm_opid pm_view_cluster(const pm_graph *g, pm_val ref);
 /* Check the tiling and swizzle of an ALLOC_SMEM against its shape and dtype. */

@@ -583,8 +583,7 @@ static void plan_one(pm_graph *g, pm_opid op, void *ctx) {
   pass *s = ctx;
   pm_copy_plan p;
   const int code = pm_get(g, op)->code;
-  if (s->code) return;
-  if (code != PM_OP_COPY_G2S && code != PM_OP_COPY_S2G && code != PM_OP_PREFETCH) return;
+  if (s->code || !pm_has_attr(g, op, PM_ATTR_ENGINE)) return;
   s->code = pm_plan_copy(g, op, s->target, &p, s->err);
   if (s->code) return;
   *pm_attr(g, op, PM_ATTR_ENGINE) = p.engine;
@@ -600,8 +599,8 @@ static void plan_one(pm_graph *g, pm_opid op, void *ctx) {
 }
 
 static void note_store(pm_graph *g, pm_opid op, void *ctx) {
-  if (pm_get(g, op)->code != PM_OP_COPY_S2G) return;
-  *(bool *)ctx |= *pm_attr(g, op, PM_ATTR_ENGINE) != PM_ENGINE_PLAIN;
+  pm_access a = pm_accesses(op);
+  while (pm_next_access(g, &a)) *(bool *)ctx |= a.done == PM_DONE_GROUP && !pm_by_lanes(&a);
 }
 
 bool pm_warps_store(pm_graph *g, pm_opid map) {
@@ -620,7 +619,7 @@ static void split_commits(pm_graph *g, pm_blk block) {
   for (uint32_t k = 0; k < g->blocks.at[block].ops.n; k++) {
     const pm_opid op = g->blocks.at[block].ops.at[k];
     const int code = pm_get(g, op)->code;
-    if (code == PM_OP_COPY_S2G && *pm_attr(g, op, PM_ATTR_COMMIT)) {
+    if (pm_has_attr(g, op, PM_ATTR_COMMIT) && *pm_attr(g, op, PM_ATTR_COMMIT)) {
       *pm_attr(g, op, PM_ATTR_COMMIT) = 0;
       pm_insert(g, block, ++k, PM_OP_COMMIT_GROUP, NULL, 0, NULL, 0, NULL, 0, op);
     }

@@ -76,7 +76,7 @@ static void check_named_count(checker *c, pm_graph *g) {
 
 static bool is_local(const pm_graph *g, pm_opid op) {
   const pm_op *o = pm_get(g, op);
-  if (o->code == PM_OP_YIELD) return true;
+  if (op == pm_terminator(g, o->parent)) return true;
   if (!pm_is_pure(o->code) || o->n_regions) return false;
   const pm_op_info *info = &pm_ops[o->code];
   if (info->layout == PM_LAY_FIXED) return !pm_op_scratch(g, op);

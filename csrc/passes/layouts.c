@@ -497,8 +497,7 @@ static pm_val moved(pass *p, pm_opid op, pm_opid *alloc) {
   *alloc = 0;
   if (rule != PM_LAY_LOAD && rule != PM_LAY_STORE && rule != PM_LAY_MASKED) return 0;
   pm_val v = pm_get(g, op)->n_out ? pm_get(g, op)->out : pm_in(g, op, 1);
-  pm_opid def = pm_value_of(g, pm_view_base(g, pm_in(g, op, 0)))->def;
-  if (def && pm_get(g, def)->code == PM_OP_ALLOC_SMEM) *alloc = def;
+  *alloc = pm_view_smem(g, pm_in(g, op, 0));
   return varies(p, v) ? v : 0;
 }
 

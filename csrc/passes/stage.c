@@ -335,12 +335,15 @@ static void drop_commit(pm_graph *g, const staged *p) {
   const pm_block *b = &g->blocks.at[pm_get(g, p->wgmma)->parent];
   pm_opid commit = 0;
   const pm_val x = pm_in(g, p->wgmma, 1);
-  const pm_opid from = def_of(g, pm_view_base(g, x)); /* of an `a` that is staged too */
-  const bool staged = from && code_of(g, from) == PM_OP_ALLOC_SMEM;
-  if (pm_typeof(g, x)->kind != PM_ARRAY && !(staged && *pm_attr(g, from, PM_ATTR_STAGE))) return;
+  const pm_opid from = pm_view_smem(g, x); /* of an `a` that is staged too */
+  const bool staged = from && *pm_attr(g, from, PM_ATTR_STAGE);
+  if (pm_typeof(g, x)->kind != PM_ARRAY && !staged) return;
   for (uint32_t k = 0; b->ops.at[k] != p->wgmma; k++) {
     const uint16_t code = code_of(g, b->ops.at[k]);
-    if (code == PM_OP_STORE || code == PM_OP_MASKED_STORE || code == PM_OP_ATOMIC) return;
+    pm_access a = pm_accesses(b->ops.at[k]);
+    while (pm_next_access(g, &a)) {
+      if (a.where & PM_IN_MEMORY && a.writes && a.certainty != PM_UNTOLD) return;
+    }
     if (code == PM_OP_COMMIT_SMEM) commit = b->ops.at[k];
   }
   if (commit) drop(g, commit);

@@ -111,8 +111,7 @@ static pm_val union_of(const pm_graph *g, pm_val v) {
 /* One representative value for all names of the same bytes. */
 static pm_val base_of(const pm_graph *g, pm_val v) {
   v = pm_memory_of(g, v);
-  const pm_opid def = pm_value_of(g, v)->def;
-  return def && pm_get(g, def)->code == PM_OP_ALLOC_SMEM ? union_of(g, v) : v;
+  return pm_view_smem(g, v) ? union_of(g, v) : v;
 }
 
 /* Are these static parts of one ref, without a common element? */
@@ -171,10 +170,11 @@ static void soil_all(dirt *d, const dirt *more) {
 
 /* The allocation that a ref in SMEM is a part of; false: it is elsewhere. */
 static bool bytes_of(const pm_graph *g, pm_val ref, int64_t *from, int64_t *to) {
-  const pm_value *base = pm_value_of(g, pm_view_base(g, ref));
-  if (!base->def || pm_get(g, base->def)->code != PM_OP_ALLOC_SMEM) return false;
-  *from = *pm_attr((pm_graph *)g, base->def, PM_ATTR_OFFSET);
-  *to = *from + pm_type_size(&base->type) * pm_dtypes[base->type.dtype].bytes;
+  const pm_opid alloc = pm_view_smem(g, ref);
+  if (!alloc) return false;
+  const pm_type *t = pm_typeof(g, pm_get(g, alloc)->out);
+  *from = *pm_attr(g, alloc, PM_ATTR_OFFSET);
+  *to = *from + pm_type_size(t) * pm_dtypes[t->dtype].bytes;
   return true;
 }
 

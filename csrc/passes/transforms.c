@@ -42,9 +42,8 @@ typedef struct pass {
  */
 
 static buffer *buffer_of(pass *p, pm_val ref) {
-  const pm_opid alloc = pm_value_of(p->g, pm_view_base(p->g, ref))->def;
-  if (!alloc || pm_get(p->g, alloc)->code != PM_OP_ALLOC_SMEM) return NULL;
-  return &p->buffers[p->index[alloc]];
+  const pm_opid alloc = pm_view_smem(p->g, ref);
+  return alloc ? &p->buffers[p->index[alloc]] : NULL;
 }
 
 static void count_allocs(pm_graph *g, pm_opid op, void *ctx) {
