@@ -284,8 +284,7 @@ static const indexing *make_indexing(compiler *c, pm_opid op) {
   uint32_t n = 0;
   const int64_t *dims = pm_is_masked(o->code) ? pm_attr_list(g, op, PM_ATTR_DIMS, &n) : NULL;
   if (!n) return NULL;
-  const int64_t kind = o->code == PM_OP_ATOMIC ? *pm_attr(g, op, PM_ATTR_ATOMIC) : 0;
-  const uint32_t first = pm_n_beside(o->code, kind);
+  const uint32_t first = pm_n_beside(pm_atomic_of(g, op));
   const pm_type *shape = pm_typeof(g, pm_in(g, op, first));
   indexing *by = PM_NEW(&c->m->arena, indexing, 1);
   by->rank = shape->rank;
@@ -585,8 +584,8 @@ void pm_vm_encode_strided(compiler *c, pm_opid op, const handler *h) {
   mem->dtype = from->dtype;
   mem->bytes = pm_dtypes[from->dtype].bytes;
   mem->n = pm_type_size(to);
-  bool slice = pm_get(g, op)->code == PM_OP_SLICE;
-  bool turn = pm_get(g, op)->code == PM_OP_TRANSPOSE;
+  const bool slice = pm_rule_of(g, op) == PM_LAY_SLICE;
+  const bool turn = pm_rule_of(g, op) == PM_LAY_TRANSPOSE;
   const int64_t *list = pm_attr_list(g, op, slice ? PM_ATTR_STARTS : PM_ATTR_DIMS, &n);
   const int64_t *sizes = slice ? pm_attr_list(g, op, PM_ATTR_SIZES, &n) : NULL;
   for (uint32_t d = from->rank, o = to->rank; d-- > 0; s *= from->dim[d]) {
@@ -872,15 +871,15 @@ static void alloc_semaphore(compiler *c, pm_val v, const pm_type *t) {
 void pm_vm_encode_alloc(compiler *c, pm_opid op, const handler *h) {
   const pm_op *o = pm_get(c->g, op);
   const pm_type *t = pm_typeof(c->g, o->out);
-  if (o->code == PM_OP_ALLOC_SEMAPHORE) {
+  if (t->kind == PM_SEMAPHORE && t->space == PM_SMEM) {
     alloc_semaphore(c, o->out, t);
-  } else if (o->code == PM_OP_GLOBAL_SEMAPHORE) {
+  } else if (t->kind == PM_SEMAPHORE) { /* of the launch */
     const int64_t first = *pm_attr(c->g, op, PM_ATTR_N), end = first + pm_type_size(t);
     c->alloc[o->out] = (uint32_t)first;
     c->m->n_semaphores = (uint32_t)pm_max(c->m->n_semaphores, end);
-  } else if (o->code == PM_OP_ALLOC_SMEM) {
+  } else if (t->kind == PM_REF && t->space == PM_SMEM) {
     alloc_smem(c, o->out, t);
-  } else if (o->code == PM_OP_ALLOC_BARRIER) {
+  } else if (t->kind == PM_BARRIER) {
     alloc_barrier(c, op, o->out, t);
   } else {
     uint32_t init = o->n_in ? use(c, full(c, pm_in(c->g, op, 0))) : 0;

@@ -55,9 +55,9 @@ static bool add_moved(walk *w, pm_opid def, int64_t scale, along at) {
   const pm_type *from = pm_typeof(g, in), *to = pm_typeof(g, pm_get(g, def)->out);
   along inner = at;
   uint32_t n;
-  if (pm_get(g, def)->code == PM_OP_RESHAPE) {
+  if (pm_rule_of(g, def) == PM_LAY_RESHAPE) {
     if (!through_reshape(from, to, at, &inner)) return false;
-  } else if (pm_get(g, def)->code == PM_OP_BROADCAST) {
+  } else if (pm_rule_of(g, def) == PM_LAY_BROADCAST) {
     const int64_t *dims = pm_attr_list(g, def, PM_ATTR_DIMS, &n);
     for (uint32_t k = 0; k < n; k++) inner.dim[k] = from->dim[k] == 1 ? -1 : at.dim[dims[k]];
   }
@@ -72,10 +72,13 @@ static bool add(walk *w, pm_val v, int64_t scale, along at) {
   if (w->budget-- <= 0 || t->kind != PM_ARRAY || !pm_is_int(t->dtype)) return false;
   if (!t->rank || pm_constant(g, v, &c)) return add_term(w, v, scale);
   if (!def) return false;
+  switch (pm_rule_of(g, def)) {
+    case PM_LAY_BROADCAST:
+    case PM_LAY_RESHAPE:
+    case PM_LAY_FIXED: return add_moved(w, def, scale, at);
+    default: break;
+  }
   switch (pm_get(g, def)->code) {
-    case PM_OP_BROADCAST:
-    case PM_OP_RESHAPE:
-    case PM_OP_LAYOUT_CAST:
     case PM_OP_MULTIPLE_OF: return add_moved(w, def, scale, at);
     case PM_OP_CONVERT: /* of 32 bits to 32 bits: smaller ones may have wrapped */
       if (pm_dtypes[pm_typeof(g, pm_in(g, def, 0))->dtype].bits != 32) return false;

@@ -137,6 +137,10 @@ bool pm_has_attr(const pm_graph *g, pm_opid op, pm_attr_id id) {
   return attr_slot(g->ops.at[op].code, id) >= 0;
 }
 
+int64_t pm_atomic_of(const pm_graph *g, pm_opid op) {
+  return pm_has_attr(g, op, PM_ATTR_ATOMIC) ? *pm_attr(g, op, PM_ATTR_ATOMIC) : 0;
+}
+
 int64_t *pm_attr(const pm_graph *g, pm_opid op, pm_attr_id id) {
   int slot = attr_slot(g->ops.at[op].code, id);
   assert(slot >= 0);

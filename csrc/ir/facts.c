@@ -67,7 +67,10 @@ typedef struct facts {
 
 static int64_t divisor(facts *f, pm_val v);
 
-/* gcd of what the regions of an IF, SWITCH or SCOPE yield for result k */
+/* An IF, SWITCH or SCOPE: its results are what one of its regions yields. */
+static bool yields_results(const pm_op *o) { return o->n_regions && !pm_is_loop(o->code); }
+
+/* gcd of what the regions yield for result k */
 static int64_t divisor_of_yields(facts *f, const pm_op *o, uint32_t k) {
   int64_t d = 0;
   for (uint32_t r = 0; r < o->n_regions; r++) {
@@ -89,15 +92,14 @@ static int64_t divisor_of_op(facts *f, const pm_op *o, uint32_t index, pm_dtype 
   const pm_graph *g = f->g;
   pm_val x = o->n_in > 0 ? operand(g, o, 0) : 0, y = o->n_in > 1 ? operand(g, o, 1) : 0;
   int64_t c;
+  if (pm_only_moves(o->code)) return divisor(f, x);
+  if (yields_results(o)) return divisor_of_yields(f, o, index);
   switch (o->code) {
     case PM_OP_MULTIPLE_OF: {
       int64_t promised = g->attrs.at[o->attr], known = divisor(f, x);
       if (!known) return 0;
       return product(promised / pm_gcd(promised, known), known);
     }
-    case PM_OP_BROADCAST:
-    case PM_OP_RESHAPE:
-    case PM_OP_LAYOUT_CAST:
     case PM_OP_NEG:
     case PM_OP_ABS: return divisor(f, x);
     case PM_OP_ADD:
@@ -131,9 +133,6 @@ static int64_t divisor_of_op(facts *f, const pm_op *o, uint32_t index, pm_dtype 
       int64_t d = divisor(f, x);
       return pm_dtypes[from].bits <= pm_dtypes[dtype].bits ? d : power_of_two_in(d);
     }
-    case PM_OP_IF:
-    case PM_OP_SWITCH:
-    case PM_OP_SCOPE: return divisor_of_yields(f, o, index);
     default: return 1;
   }
 }
@@ -269,6 +268,8 @@ static span range_of_op(facts *f, const pm_op *o, uint32_t index, span all) {
   pm_val x = o->n_in > 0 ? operand(g, o, 0) : 0, y = o->n_in > 1 ? operand(g, o, 1) : 0;
   int64_t c;
   span a, b;
+  if (pm_only_moves(o->code)) return range(f, x);
+  if (yields_results(o)) return range_of_yields(f, o, index);
   switch (o->code) {
     case PM_OP_AXIS: return range_of_axis(g, o, all);
     case PM_OP_FIRST_TILE: return (span){0, pm_max(pm_grid_size(g) - 1, 0)};
@@ -276,10 +277,6 @@ static span range_of_op(facts *f, const pm_op *o, uint32_t index, span all) {
     case PM_OP_SHARE_TILE:
     case PM_OP_NEXT_TILE: return (span){0, all.hi};
     case PM_OP_IOTA: return (span){0, pm_typeof(g, o->out)->dim[g->attrs.at[o->attr]] - 1};
-    case PM_OP_BROADCAST:
-    case PM_OP_RESHAPE:
-    case PM_OP_TRANSPOSE:
-    case PM_OP_LAYOUT_CAST:
     case PM_OP_MULTIPLE_OF: return range(f, x);
     case PM_OP_NEG: a = range(f, x); return (span){-a.hi, -a.lo};
     case PM_OP_ADD: a = range(f, x), b = range(f, y); return (span){a.lo + b.lo, a.hi + b.hi};
@@ -315,9 +312,6 @@ static span range_of_op(facts *f, const pm_op *o, uint32_t index, span all) {
       return b.lo >= 0 ? (span){0, b.hi} : all;
     case PM_OP_SELECT: return range_of_select(f, operand(g, o, 0), y, operand(g, o, 2));
     case PM_OP_CONVERT: return pm_is_float(pm_typeof(g, x)->dtype) ? all : range(f, x);
-    case PM_OP_IF:
-    case PM_OP_SWITCH:
-    case PM_OP_SCOPE: return range_of_yields(f, o, index);
     default: return all;
   }
 }

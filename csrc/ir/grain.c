@@ -42,8 +42,9 @@ static int through_reshape(const pm_type *from, const pm_type *to, int dim) {
 /* Of a BROADCAST, RESHAPE or LAYOUT_CAST: its operand's dimension; -1: constant along dim. */
 static int source_dim(const walk *w, const pm_op *o, int dim) {
   const pm_type *from = pm_typeof(w->g, operand(w, o, 0)), *to = pm_typeof(w->g, o->out);
-  if (o->code == PM_OP_LAYOUT_CAST) return dim;
-  if (o->code == PM_OP_RESHAPE) return through_reshape(from, to, dim);
+  const uint8_t rule = pm_ops[o->code].layout;
+  if (rule == PM_LAY_FIXED) return dim;
+  if (rule == PM_LAY_RESHAPE) return through_reshape(from, to, dim);
   uint32_t n;
   const int64_t *dims = pm_attr_list(w->g, pm_value_of(w->g, o->out)->def, PM_ATTR_DIMS, &n);
   for (uint32_t k = 0; k < n; k++) {
@@ -53,7 +54,8 @@ static int source_dim(const walk *w, const pm_op *o, int dim) {
 }
 
 static bool is_moved(const pm_op *o) {
-  return o->code == PM_OP_BROADCAST || o->code == PM_OP_RESHAPE || o->code == PM_OP_LAYOUT_CAST;
+  const uint8_t rule = pm_ops[o->code].layout;
+  return rule == PM_LAY_BROADCAST || rule == PM_LAY_RESHAPE || rule == PM_LAY_FIXED;
 }
 
 /* Is v an index along dim plus something constant along it, whose divisor is *base? */

@@ -265,6 +265,20 @@ static inline uint32_t pm_n_ops(const pm_graph *g, pm_blk b) {
 static inline pm_opid pm_terminator(const pm_graph *g, pm_blk b) {
   return g->blocks.at[b].ops.at[g->blocks.at[b].ops.n - 1];
 }
+static inline pm_layout_rule pm_rule_of(const pm_graph *g, pm_opid op) {
+  return (pm_layout_rule)pm_ops[pm_get(g, op)->code].layout;
+}
+/* Are the elements of the result those of the first operand, in other places or repeated? */
+static inline bool pm_only_moves(int code) {
+  switch (pm_ops[code].layout) {
+    case PM_LAY_FIXED:
+    case PM_LAY_BROADCAST:
+    case PM_LAY_RESHAPE:
+    case PM_LAY_SLICE:
+    case PM_LAY_TRANSPOSE: return true;
+    default: return false;
+  }
+}
 static inline bool pm_is_loop(int code) { return code == PM_OP_FOR || code == PM_OP_WHILE; }
 static inline bool pm_is_branch(int code) { return code == PM_OP_IF || code == PM_OP_SWITCH; }
 /* Does the body of the loop get an index in front of the carries? */
@@ -280,12 +294,8 @@ static inline bool pm_makes_view(int code) { return pm_ops[code].layout == PM_LA
  * With such indices DIMS has a number for each dimension of the ref: the dimension of the access
  * that it goes along, or -1 - k: the k-th index, an int32 array in the shape of the access, says
  * where each element is. Empty: no indices, the access is the ref. */
-static inline uint32_t pm_n_beside(uint16_t code, int64_t atomic) {
-  return code == PM_OP_ATOMIC && atomic == PM_ATOMIC_CAS ? 4 : 3;
-}
-static inline bool pm_is_masked(int code) {
-  return pm_ops[code].layout == PM_LAY_MASKED;
-}
+static inline uint32_t pm_n_beside(int64_t atomic) { return atomic == PM_ATOMIC_CAS ? 4 : 3; }
+static inline bool pm_is_masked(int code) { return pm_ops[code].layout == PM_LAY_MASKED; }
 /* Elements of a dimension from the first to the last of a slice, both included. `strides`: the list
  * of an INDEX, n of them. */
 static inline int64_t pm_slice_extent(int64_t size, const int64_t *strides, uint32_t n,
@@ -295,6 +305,8 @@ static inline int64_t pm_slice_extent(int64_t size, const int64_t *strides, uint
 /* the slot of an attribute of an op; the op must have it (asserted) */
 int64_t *pm_attr(const pm_graph *g, pm_opid op, pm_attr_id id);
 bool pm_has_attr(const pm_graph *g, pm_opid op, pm_attr_id id);
+/* What an ATOMIC does; 0 of all other ops. */
+int64_t pm_atomic_of(const pm_graph *g, pm_opid op);
 const int64_t *pm_attr_list(const pm_graph *g, pm_opid op, pm_attr_id id, uint32_t *n);
 void pm_set_list(pm_graph *g, pm_opid op, pm_attr_id id, const int64_t *list, uint32_t n);
 

@@ -790,7 +790,7 @@ static pm_code pm_type_acc_store(const pm_typing *t, pm_type *out) {
 static pm_code accessed(const pm_typing *t, pm_type *out) {
   uint32_t n;
   const int64_t *dims = list_of(t, PM_ATTR_DIMS, &n);
-  const uint32_t first = pm_n_beside(t->code, word(t, PM_ATTR_ATOMIC));
+  const uint32_t first = pm_n_beside(word(t, PM_ATTR_ATOMIC));
   const pm_type *ref = type_in(t, 0);
   *out = *ref;
   out->kind = PM_ARRAY;

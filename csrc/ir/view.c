@@ -500,8 +500,7 @@ pm_code pm_view_of_access(const pm_graph *g, pm_opid op, bool physical, pm_view 
   if (rc) return rc;
   const int64_t *dims = pm_is_masked(o->code) ? pm_attr_list(g, op, PM_ATTR_DIMS, &n) : NULL;
   if (!n) return PM_OK;
-  const int64_t kind = o->code == PM_OP_ATOMIC ? *pm_attr(g, op, PM_ATTR_ATOMIC) : 0;
-  const uint32_t first = pm_n_beside(o->code, kind);
+  const uint32_t first = pm_n_beside(pm_atomic_of(g, op));
   const pm_type *shape = pm_typeof(g, pm_in(g, op, first));
   pm_view_dim along[PM_MAX_RANK];
   memset(along, 0, sizeof along);

@@ -43,10 +43,6 @@ static bool is_array(const pm_graph *g, pm_val v) {
   return t->kind == PM_ARRAY && t->rank > 0;
 }
 
-static pm_layout_rule rule_of(const pm_graph *g, pm_opid op) {
-  return pm_ops[pm_get(g, op)->code].layout;
-}
-
 /* Of the ops with the rule PACK. */
 static bool unpacks(const pm_graph *g, pm_opid op) { return pm_get(g, op)->code == PM_OP_UNPACK; }
 
@@ -81,7 +77,7 @@ static void check_given(pass *p, pm_opid op) {
   pm_graph *g = p->g;
   const pm_op *o = pm_get(g, op);
   pm_layid l = given_layout(g, op);
-  const bool cast = rule_of(g, op) == PM_LAY_FIXED;
+  const bool cast = pm_rule_of(g, op) == PM_LAY_FIXED;
   if (!l && !cast) return;
   const pm_type *t = pm_typeof(g, o->out);
   if (!l || l >= g->layouts.n || !fits(pm_layout_of(g, l), t)) {
@@ -94,7 +90,7 @@ static void check_given(pass *p, pm_opid op) {
 /* A cast to a splat does not determine the layout of a varied value. */
 static void check_cast(pass *p, pm_opid op) {
   const pm_op *o = pm_get(p->g, op);
-  if (rule_of(p->g, op) != PM_LAY_FIXED || !is_splat(p->g, given_layout(p->g, op))) return;
+  if (pm_rule_of(p->g, op) != PM_LAY_FIXED || !is_splat(p->g, given_layout(p->g, op))) return;
   if (pm_type_size(pm_typeof(p->g, o->out)) == 1 || !p->varied[pm_in(p->g, op, 0)]) return;
   fail_layout(p, op, "a splat has one value for all elements");
 }
@@ -153,7 +149,7 @@ static void mark_arguments(pass *p, pm_opid op, uint32_t k) {
 
 static void mark_op(pass *p, pm_opid op) {
   const pm_op *o = pm_get(p->g, op);
-  switch (rule_of(p->g, op)) {
+  switch (pm_rule_of(p->g, op)) {
     case PM_LAY_LOAD:
     case PM_LAY_FREE:
       if (o->n_out && source_varies(p, op)) mark(p, o->out);
@@ -223,7 +219,7 @@ static void join(pass *p, pm_val a, pm_val b) {
 static void join_op(pass *p, pm_opid op) {
   pm_graph *g = p->g;
   const pm_op *o = pm_get(g, op);
-  pm_layout_rule rule = rule_of(g, op);
+  pm_layout_rule rule = pm_rule_of(g, op);
   if (rule == PM_LAY_POINTWISE) {
     for (uint32_t k = 0; k < o->n_in; k++) join(p, o->out, pm_in(g, op, k));
   } else if (rule == PM_LAY_GATHER) {
@@ -258,7 +254,7 @@ static void find_widths(pass *p) {
   for (uint32_t k = 0; k < p->ops.n; k++) {
     pm_opid op = p->ops.at[k];
     const pm_op *o = pm_get(p->g, op);
-    const pm_layout_rule rule = rule_of(p->g, op);
+    const pm_layout_rule rule = pm_rule_of(p->g, op);
     if (rule == PM_LAY_LOAD) widen(p, o->out, o->out);
     if (rule == PM_LAY_STORE) widen(p, pm_in(p->g, op, 1), pm_in(p->g, op, 1));
     for (uint32_t k = 1; rule == PM_LAY_MASKED && k < o->n_in; k++) {
@@ -268,7 +264,7 @@ static void find_widths(pass *p) {
   }
   for (uint32_t k = 0; k < p->related.n; k++) { /* two elements for each byte */
     pm_opid op = p->related.at[k];
-    if (rule_of(p->g, op) != PM_LAY_PACK) continue;
+    if (pm_rule_of(p->g, op) != PM_LAY_PACK) continue;
     const bool unpack = unpacks(p->g, op);
     const pm_val in = pm_in(p->g, op, 0), out = pm_get(p->g, op)->out;
     uint8_t *w = &p->widest[root(p, unpack ? in : out)];
@@ -332,7 +328,7 @@ static pm_layid repacked(pm_graph *g, pm_opid op, pm_layid l, bool back) {
 
 /* The layout in which an op naturally produces its result for an operand in layout `in`. */
 static pm_layid natural(pm_graph *g, pm_opid op, pm_layid in) {
-  switch (rule_of(g, op)) {
+  switch (pm_rule_of(g, op)) {
     case PM_LAY_REDUCE: return reduced(g, op, in);
     case PM_LAY_RESHAPE: return reshaped(g, in, pm_get(g, op)->out);
     case PM_LAY_SLICE: return sliced(g, op, in);
@@ -379,7 +375,7 @@ static pm_layid unless_wasteful(pm_graph *g, pm_layid l) {
 static pm_layid operand_for(pm_graph *g, pm_opid op, pm_layid out) {
   pm_val in = pm_in(g, op, 0);
   pm_layid l;
-  switch (rule_of(g, op)) {
+  switch (pm_rule_of(g, op)) {
     case PM_LAY_BROADCAST: return broadcast_operand(g, op, out);
     case PM_LAY_FIXED: return out;
     case PM_LAY_TRANSPOSE: return transposed(g, op, out, true);
@@ -392,9 +388,9 @@ static pm_layid operand_for(pm_graph *g, pm_opid op, pm_layid out) {
 }
 
 static pm_layid result_for(pm_graph *g, pm_opid op, pm_layid in) {
-  if (rule_of(g, op) == PM_LAY_FIXED) return 0;
-  if (rule_of(g, op) == PM_LAY_RESHAPE) return unless_wasteful(g, natural(g, op, in));
-  if (rule_of(g, op) != PM_LAY_BROADCAST) return natural(g, op, in);
+  if (pm_rule_of(g, op) == PM_LAY_FIXED) return 0;
+  if (pm_rule_of(g, op) == PM_LAY_RESHAPE) return unless_wasteful(g, natural(g, op, in));
+  if (pm_rule_of(g, op) != PM_LAY_BROADCAST) return natural(g, op, in);
   return search(g, pm_get(g, op)->out, op, in, broadcast_operand);
 }
 
@@ -440,7 +436,7 @@ static void relate(pass *p) {
     more = false;
     for (uint32_t k = 0; k < p->related.n; k++) {
       pm_opid op = p->related.at[k];
-      if (rule_of(p->g, op) == PM_LAY_CONCAT) {
+      if (pm_rule_of(p->g, op) == PM_LAY_CONCAT) {
         more |= relate_concat(p, op);
         continue;
       }
@@ -468,7 +464,7 @@ static pm_layid demanded(pm_graph *g, pm_opid op, uint32_t k) {
   const pm_type t = *pm_typeof(g, v);
   const pm_mma *m = pm_mma_of(g, op);
   if (m) return pm_mma_layout(g, m, k < o->n_in ? k : 0, &t);
-  return rule_of(g, op) == PM_LAY_ACC ? pm_layout_wgmma(g, &t) : 0;
+  return pm_rule_of(g, op) == PM_LAY_ACC ? pm_layout_wgmma(g, &t) : 0;
 }
 
 static void seed_demands(pass *p) {
@@ -493,7 +489,7 @@ static void seed_given(pass *p) {
 /* The array that a LOAD or STORE moves and the allocation in SMEM it moves it from or to. */
 static pm_val moved(pass *p, pm_opid op, pm_opid *alloc) {
   pm_graph *g = p->g;
-  pm_layout_rule rule = rule_of(g, op);
+  pm_layout_rule rule = pm_rule_of(g, op);
   *alloc = 0;
   if (rule != PM_LAY_LOAD && rule != PM_LAY_STORE && rule != PM_LAY_MASKED) return 0;
   pm_val v = pm_get(g, op)->n_out ? pm_get(g, op)->out : pm_in(g, op, 1);
@@ -565,7 +561,7 @@ static pm_layid matrix_for(pm_graph *g, pm_val v, uint8_t bytes) {
 static void prefer_reduced(pass *p) {
   for (uint32_t k = 0; k < p->related.n; k++) {
     pm_opid op = p->related.at[k];
-    if (rule_of(p->g, op) != PM_LAY_REDUCE) continue;
+    if (pm_rule_of(p->g, op) != PM_LAY_REDUCE) continue;
     pm_val in = pm_in(p->g, op, 0);
     if (settle(p, in, matrix_for(p->g, in, class_bytes(p, in)))) relate(p);
   }
@@ -590,7 +586,7 @@ static pm_layid scan_layout(pm_graph *g, pm_opid op) {
 static void prefer_scan(pass *p) {
   for (uint32_t k = 0; k < p->ops.n; k++) {
     pm_opid op = p->ops.at[k];
-    if (rule_of(p->g, op) != PM_LAY_SCAN || !varies(p, pm_get(p->g, op)->out)) continue;
+    if (pm_rule_of(p->g, op) != PM_LAY_SCAN || !varies(p, pm_get(p->g, op)->out)) continue;
     const pm_layid l = scan_layout(p->g, op);
     const pm_val in = pm_in(p->g, op, 0);
     if (varies(p, in) && settle(p, in, l)) relate(p);
@@ -601,7 +597,7 @@ static void prefer_scan(pass *p) {
 static void prefer_broadcast(pass *p) {
   for (uint32_t k = 0; k < p->related.n; k++) {
     pm_opid op = p->related.at[k];
-    if (rule_of(p->g, op) != PM_LAY_BROADCAST) continue;
+    if (pm_rule_of(p->g, op) != PM_LAY_BROADCAST) continue;
     pm_val out = pm_get(p->g, op)->out;
     pm_layid l = strided_of_class(p, out);
     if (!broadcast_operand(p->g, op, l)) l = matrix_for(p->g, out, class_bytes(p, out));
@@ -630,7 +626,7 @@ static pm_layid sliceable(pm_graph *g, pm_opid op) {
 static void prefer_sliced(pass *p) {
   for (uint32_t k = 0; k < p->related.n; k++) {
     pm_opid op = p->related.at[k];
-    if (rule_of(p->g, op) != PM_LAY_SLICE) continue;
+    if (pm_rule_of(p->g, op) != PM_LAY_SLICE) continue;
     pm_val in = pm_in(p->g, op, 0);
     if (layout_of_class(p, in) || sliced(p->g, op, strided_of_class(p, in))) continue;
     if (settle(p, in, sliceable(p->g, op))) relate(p);
@@ -641,7 +637,7 @@ static void prefer_sliced(pass *p) {
 static void prefer_packed(pass *p) {
   for (uint32_t k = 0; k < p->ops.n; k++) {
     pm_opid op = p->ops.at[k];
-    if (rule_of(p->g, op) != PM_LAY_PACK) continue;
+    if (pm_rule_of(p->g, op) != PM_LAY_PACK) continue;
     const bool unpack = unpacks(p->g, op);
     const pm_val in = pm_in(p->g, op, 0), out = pm_get(p->g, op)->out, small = unpack ? out : in;
     const pm_type whole = *pm_typeof(p->g, small);
@@ -691,7 +687,7 @@ static uint32_t place_behind(const pm_graph *g, pm_val v, pm_blk *block) {
 /* Duplicate a load or iota, after the first one, in another layout. */
 static bool can_be_made_again(const pm_graph *g, pm_val v) {
   const pm_opid def = pm_value_of(g, v)->def;
-  return def && (rule_of(g, def) == PM_LAY_LOAD || pm_get(g, def)->code == PM_OP_IOTA);
+  return def && (pm_rule_of(g, def) == PM_LAY_LOAD || pm_get(g, def)->code == PM_OP_IOTA);
 }
 
 static pm_opid make_again(pm_graph *g, pm_opid def, pm_blk block, uint32_t at, pm_layid to) {
@@ -699,7 +695,7 @@ static pm_opid make_again(pm_graph *g, pm_opid def, pm_blk block, uint32_t at, p
   pm_type t = *pm_typeof(g, o.out);
   pm_val in = o.n_in ? pm_in(g, def, 0) : 0;
   pm_attr_arg attrs[2] = {{.id = PM_ATTR_LAYOUT, .i = to}};
-  attrs[1].id = rule_of(g, def) == PM_LAY_LOAD ? PM_ATTR_OPTIMIZED : PM_ATTR_DIM;
+  attrs[1].id = pm_rule_of(g, def) == PM_LAY_LOAD ? PM_ATTR_OPTIMIZED : PM_ATTR_DIM;
   attrs[1].i = *pm_attr(g, def, attrs[1].id);
   return pm_insert(g, block, at, o.code, &in, o.n_in, &t, 1, attrs, 2, def);
 }
@@ -710,7 +706,7 @@ static pm_val convert(pass *p, pm_val v, pm_layid to, pm_opid user) {
   pm_layid from = pm_value_of(g, v)->layout;
   if (from == to) return v;
   pm_opid def = pm_value_of(g, v)->def, op;
-  const bool cast = def && rule_of(g, def) == PM_LAY_FIXED;
+  const bool cast = def && pm_rule_of(g, def) == PM_LAY_FIXED;
   if (cast && pm_value_of(g, pm_in(g, def, 0))->layout == to) {
     return pm_in(g, def, 0);
   }
@@ -815,7 +811,7 @@ static void rewrite_derived(pass *p, pm_opid op, pm_layid (*fallback)(pm_graph *
   pm_graph *g = p->g;
   pm_val out = pm_get(g, op)->out;
   pm_layid in = pm_value_of(g, pm_in(g, op, 0))->layout, l = natural(g, op, in);
-  const bool bound = rule_of(g, op) == PM_LAY_REDUCE || rule_of(g, op) == PM_LAY_PACK;
+  const bool bound = pm_rule_of(g, op) == PM_LAY_REDUCE || pm_rule_of(g, op) == PM_LAY_PACK;
   if (!l && (bound || can_be_made_again(g, pm_in(g, op, 0)))) {
     pm_layid want = pm_value_of(g, out)->layout, better = operand_for(g, op, want);
     if (!better && fallback) better = fallback(g, op);
@@ -953,7 +949,7 @@ static void rewrite(pass *p, pm_opid op) {
   if (o.n_out == 1 && is_array(g, o.out) && given_layout(g, op)) {
     *pm_attr(g, op, PM_ATTR_LAYOUT) = pm_value_of(g, o.out)->layout;
   }
-  switch (rule_of(g, op)) {
+  switch (pm_rule_of(g, op)) {
     case PM_LAY_REDUCE:
       if (is_array(g, o.out)) rewrite_derived(p, op, reduce_fallback);
       break;
@@ -1021,7 +1017,7 @@ static bool op_agrees(pm_graph *g, pm_opid op) {
     if (l && pm_value_of(g, k < o->n_in ? pm_in(g, op, k) : o->out)->layout != l) return false;
   }
   pm_layid out = o->n_out ? pm_value_of(g, o->out)->layout : 0;
-  switch (rule_of(g, op)) {
+  switch (pm_rule_of(g, op)) {
     case PM_LAY_POINTWISE:
       for (uint32_t k = 0; k < o->n_in; k++) {
         if (!agrees(g, pm_in(g, op, k), out, true)) return false;
@@ -1117,7 +1113,7 @@ bool pm_moves_in_registers(const pm_graph *g, pm_opid op) {
   const pm_op *o = pm_get(g, op);
   const pm_layid out = pm_value_of(g, o->out)->layout;
   pm_graph *m = (pm_graph *)g; /* only interns layouts */
-  switch (rule_of(g, op)) {
+  switch (pm_rule_of(g, op)) {
     case PM_LAY_RESHAPE:
     case PM_LAY_SLICE:
     case PM_LAY_TRANSPOSE: {

@@ -29,8 +29,6 @@ typedef struct splitter {
 
 static uint16_t code_of(const pm_graph *g, pm_opid op) { return pm_get(g, op)->code; }
 
-static uint8_t rule_of(const pm_graph *g, pm_opid op) { return pm_ops[code_of(g, op)].layout; }
-
 static uint32_t position(const pm_graph *g, pm_opid op) {
   const pm_block *b = &g->blocks.at[pm_get(g, op)->parent];
   uint32_t at = 0;
@@ -133,16 +131,16 @@ static int through_reshape(const pm_type *from, const pm_type *to, int dim) {
 static int moved(const pm_graph *g, pm_opid op, int dim, bool back) {
   const pm_type *from = pm_typeof(g, pm_in(g, op, 0)), *to = pm_typeof(g, pm_get(g, op)->out);
   uint32_t n;
-  if (rule_of(g, op) == PM_LAY_RESHAPE) {
+  if (pm_rule_of(g, op) == PM_LAY_RESHAPE) {
     const int k = back ? through_reshape(to, from, dim) : through_reshape(from, to, dim);
     return k < 0 ? -2 : k;
   }
-  if (rule_of(g, op) == PM_LAY_SLICE) {
+  if (pm_rule_of(g, op) == PM_LAY_SLICE) {
     const int64_t *starts = pm_attr_list(g, op, PM_ATTR_STARTS, &n);
     return !starts[dim] && from->dim[dim] == to->dim[dim] ? dim : -2;
   }
   const int64_t *dims = pm_attr_list(g, op, PM_ATTR_DIMS, &n);
-  if (rule_of(g, op) == PM_LAY_REDUCE) {
+  if (pm_rule_of(g, op) == PM_LAY_REDUCE) {
     int k = dim;
     for (uint32_t i = 0; i < n; i++) {
       if (dims[i] == dim && !back) return -2;
@@ -154,7 +152,7 @@ static int moved(const pm_graph *g, pm_opid op, int dim, bool back) {
     return k;
   }
   for (uint32_t k = 0; k < n; k++) { /* BROADCAST: dims[k] is dim k; TRANSPOSE: dim dims[k] */
-    const bool broadcast = rule_of(g, op) == PM_LAY_BROADCAST;
+    const bool broadcast = pm_rule_of(g, op) == PM_LAY_BROADCAST;
     if (broadcast && !back && (int)k == dim) return (int)dims[k];
     if (broadcast && back && dims[k] == dim) return from->dim[k] == 1 ? -1 : (int)k;
     if (!broadcast && !back && dims[k] == dim) return (int)k;
@@ -249,7 +247,7 @@ static void mark_op(splitter *s, pm_opid op) {
     mark_access(s, op);
     return;
   }
-  switch (rule_of(g, op)) {
+  switch (pm_rule_of(g, op)) {
     case PM_LAY_BROADCAST:
     case PM_LAY_RESHAPE:
     case PM_LAY_TRANSPOSE:

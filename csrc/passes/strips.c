@@ -126,10 +126,10 @@ static bool takes_strips(chain *c, pm_val v, int dim) {
     case PM_OP_IOTA: return !*pm_attr(g, op, PM_ATTR_LAYOUT);
     case PM_OP_LOAD: return load_takes_strips(c, op);
     case PM_OP_BROADCAST: return broadcast_takes_strips(c, op, dim);
-    case PM_OP_PACK:
-    case PM_OP_UNPACK: return dim != t->rank - 1 && takes_strips(c, pm_in(g, op, 0), dim);
     default: break;
   }
+  if (info->layout == PM_LAY_PACK)
+    return dim != t->rank - 1 && takes_strips(c, pm_in(g, op, 0), dim);
   if (info->layout != PM_LAY_POINTWISE || !pm_is_pure(o->code) || info->n_attrs) return false;
   for (uint32_t k = 0; k < o->n_in; k++)
     if (!takes_strips(c, pm_in(g, op, k), dim)) return false;
