@@ -112,7 +112,7 @@ class Ring:
         return {f"{prefix}full": full, f"{prefix}empty": empty}
 
     def slot(self, it):
-        slot = it % self.stages  # the generated program has this name, too
+        slot = it % self.stages  # named for the generated program
         return slot
 
     def acquire(self, it):
@@ -209,16 +209,21 @@ class StaticTiles:
     def __init__(self, total, clusters, first):
         self.total, self.clusters, self.first = total, clusters, first
 
+    def count(self):
+        """How many tiles this cluster has."""
+        count = (self.total - self.first + (self.clusters - 1)) // self.clusters
+        return count
+
     def tile(self, w):
         """Tile w of this cluster."""
-        return self.first + w * self.clusters
+        tile = self.first + w * self.clusters
+        return tile
 
     def produce(self, work, carry, beyond=False):
         """carry = work(tile, carry) for each tile of this cluster. beyond: for one more."""
         if self.total == self.clusters and not beyond:
             return work(self.first, carry)
-        trips = (self.total - self.first + (self.clusters - 1)) // self.clusters
-        trips = trips + 1 if beyond else trips
+        trips = self.count() + 1 if beyond else self.count()
         return lax.fori_loop(0, trips, lambda w, carry: work(self.tile(w), carry), carry)
 
     consume = produce

@@ -177,8 +177,8 @@ class _Block(WarpSpecialized):
         super().__init__(plan, refs)
         self.stats_ring = Ring(2, self.stats_full, self.stats_empty)
         counted = self.tile_numbers, self.tile_told, self.tile_heard, None
-        first = lax.axis_index("cluster")
-        self.tiles = CountedTiles(plan.rows, plan.clusters, first, counted)
+        cluster = lax.axis_index("cluster")
+        self.tiles = CountedTiles(plan.rows, plan.clusters, cluster, counted)
 
     def ring(self, pair):
         return Ring(self.plan.stages, self.full.at[pair], self.empty.at[pair])

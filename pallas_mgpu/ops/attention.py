@@ -138,16 +138,16 @@ class _Plan:
 
 
 class _State(typing.NamedTuple):
-    """What a consumer's loop over key blocks carries."""
+    """What a consumer's loop over key blocks carries: traced values."""
 
     w: typing.Any  # tiles so far
-    t: typing.Any  # the tile, its first row,
-    row: typing.Any
-    end: typing.Any  # and the key after its next block
-    ended: typing.Any  # with the first block of a tile the tile before (`total`: none), else -1
-    it: typing.Any  # blocks so far
-    m: typing.Any  # maxima and sums of the rows
-    sums: typing.Any
+    t: typing.Any  # number of this tile
+    row: typing.Any  # its first row of queries
+    end: typing.Any  # the key after its next block
+    ended: typing.Any  # for the first block of a tile the tile before (`total`: none), else -1
+    it: typing.Any  # key blocks so far
+    m: typing.Any  # maxima of the rows
+    sums: typing.Any  # sums of the rows, per column modulo 8
     p: typing.Any  # probabilities of the block before
     q: typing.Any  # queries, where registers have them
 
@@ -163,12 +163,12 @@ class _Block(WarpSpecialized):
         self.q_ring = Ring(plan.q_slots, self.q_full, self.q_empty)
         self.k_ring = Ring(plan.stages, self.k_full, self.k_empty)
         self.v_ring = Ring(plan.stages, self.v_full, self.v_empty)
-        first = lax.axis_index("cluster")
+        cluster = lax.axis_index("cluster")
         if plan.counted:
             counted = self.tile_numbers, self.tile_told, self.tile_heard, None
-            self.tiles = CountedTiles(plan.total, plan.clusters, first, counted)
+            self.tiles = CountedTiles(plan.total, plan.clusters, cluster, counted)
         else:
-            self.tiles = StaticTiles(plan.total, plan.clusters, first)
+            self.tiles = StaticTiles(plan.total, plan.clusters, cluster)
 
     def tile_of(self, t):
         """Tile of queries, head and batch of tile number t."""
@@ -257,13 +257,10 @@ class _Block(WarpSpecialized):
         if self.cfg.late:
             self.k_ring.wait(none)
         m = full((64,), _MASKED, plgpu.Layout.WGMMA.reduce(1))
-        sums, probabilities = (
-            full((64, 8), _F32(0)),
-            full((64, p.block), np.zeros((), self.x.dtype)),
-        )
+        sums, none_yet = full((64, 8), _F32(0)), full((64, p.block), np.zeros((), self.x.dtype))
         begin = self.begin(me, none)
-        start = _State(none, *begin, none + p.total, none, m, sums, probabilities, q)
-        lax.while_loop(lambda x: x.end > 0, functools.partial(self.step, me, o_acc), start)
+        start = _State(none, *begin, none + p.total, none, m, sums, none_yet, q)
+        lax.while_loop(lambda now: now.end > 0, functools.partial(self.step, me, o_acc), start)
 
     def begin(self, me, w):
         """Number, first row and keys of tile w."""
@@ -279,21 +276,23 @@ class _Block(WarpSpecialized):
         plgpu.barrier_arrive(self.q_empty.at[0])
         return q
 
-    def step(self, me, o_acc, x):
-        """The key block before key x.end."""
-        p, cfg, slot = self.plan, self.cfg, x.it % self.plan.stages
-        first, last = x.ended != -1, x.end == p.block
+    def step(self, me, o_acc, now):
+        """One key block: that before key now.end."""
+        p, cfg, slot = self.plan, self.cfg, now.it % self.plan.stages
+        first, last = now.ended != -1, now.end == p.block
         rare = first | last
         if self.x.causal:
-            rare |= x.end > x.row + 1
+            rare |= now.end > now.row + 1
         if self.x.keys % p.block:
-            rare |= x.end > self.x.keys
-        s = self.multiply(me, o_acc, x, slot, first)
+            rare |= now.end > self.x.keys
+        s = self.multiply(me, o_acc, now, slot, first)
         if not cfg.hold:
             plgpu.barrier_arrive(self.k_empty.at[slot])
-        change = functools.partial(self.change_tiles, me, o_acc, x, first, last)
-        stay = functools.partial(self.stay, x)
-        s, m, sums, ended, (w, t, row, end, q) = lax.cond(rare, change, stay, s, x.m, x.sums, x.q)
+        change = functools.partial(self.change_tiles, me, o_acc, now, first, last)
+        stay = functools.partial(self.stay, now)
+        s, m, sums, ended, (w, t, row, end, q) = lax.cond(
+            rare, change, stay, s, now.m, now.sums, now.q
+        )
         s, new, sums, alpha, grown = self.softmax(s, m, sums)
         if cfg.hold:
             plgpu.barrier_arrive(self.k_empty.at[slot])
@@ -301,64 +300,64 @@ class _Block(WarpSpecialized):
             # Its loop ends the basic block: without it ptxas moves the wait for the
             # products up, in front of the exponentials.
             s, alpha, sums = lax.optimization_barrier((s, alpha, sums))
-            self.k_ring.wait(x.it + 1)
+            self.k_ring.wait(now.it + 1)
         plgpu.wgmma_wait(0)
         plgpu.barrier_arrive(self.v_empty.at[slot])
         self.rescale(o_acc, alpha, grown)
-        return _State(w, t, row, end, ended, x.it + 1, new, sums, s.astype(self.x.dtype), q)
+        return _State(w, t, row, end, ended, now.it + 1, new, sums, s.astype(self.x.dtype), q)
 
-    def multiply(self, me, o_acc, x, slot, first):
+    def multiply(self, me, o_acc, now, slot, first):
         """Issues Q K of this block and P V of the one before; the scores."""
-        p, q = self.plan, x.q
+        p, q = self.plan, now.q
         if not self.cfg.q_registers:
-            q = self.q_smem.at[x.w % p.q_slots, me]
+            q = self.q_smem.at[now.w % p.q_slots, me]
             if not p.q_ahead:
-                pl.when(first)(lambda: self.q_ring.wait(x.w))
+                pl.when(first)(lambda: self.q_ring.wait(now.w))
         if not self.cfg.late:
-            self.k_ring.wait(x.it)
+            self.k_ring.wait(now.it)
 
         def scores(s_acc):
             with plgpu.ext.ordered_section(p.consumers):
                 plgpu.wgmma(s_acc, q, self.k_smem.at[slot].T)
-                self.v_ring.wait(x.it)
-                plgpu.wgmma(o_acc, x.p, self.v_smem.at[slot])
+                self.v_ring.wait(now.it)
+                plgpu.wgmma(o_acc, now.p, self.v_smem.at[slot])
             return plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
 
         return pl.run_scoped(scores, plgpu.ACC((64, p.block)))
 
-    def stay(self, x, s, m, sums, q):
+    def stay(self, now, s, m, sums, q):
         """Most steps: the next block is one of the same tile."""
-        return s, m, sums, jnp.int32(-1), (x.w, x.t, x.row, x.end - self.plan.block, q)
+        return s, m, sums, jnp.int32(-1), (now.w, now.t, now.row, now.end - self.plan.block, q)
 
-    def change_tiles(self, me, o_acc, x, first, last, s, m, sums, q):
+    def change_tiles(self, me, o_acc, now, first, last, s, m, sums, q):
         """A block with a mask, or the first or the last one of a tile."""
         p, keys, causal = self.plan, self.x.keys, self.x.causal
         if causal or keys % p.block:
-            outside = x.end > (jnp.minimum(x.row + 1, keys) if causal else keys)
-            s = lax.cond(outside, lambda s: self.mask(s, x.row, x.end), lambda s: s, s)
+            outside = now.end > (jnp.minimum(now.row + 1, keys) if causal else keys)
+            s = lax.cond(outside, lambda s: self.mask(s, now.row, now.end), lambda s: s, s)
 
         def turn_over(m, sums):
             """The tile before ends, and there is nothing yet of this one."""
             plgpu.wgmma_wait(0)
             value = plgpu.wgmma_accumulator_load(o_acc, wait_n=None)
-            pl.when(x.ended < p.total)(lambda: self.epilogue(me, x.ended, value, m, sums))
+            pl.when(now.ended < p.total)(lambda: self.epilogue(me, now.ended, value, m, sums))
             o_acc[...] = jnp.zeros_like(value)
             return jnp.full_like(m, _MASKED), jnp.zeros_like(sums)
 
         def same(q):
-            return x.w, x.t, x.row, x.end - p.block, q
+            return now.w, now.t, now.row, now.end - p.block, q
 
         def following(q):
             """The next tile; its queries, where they have a place of their own."""
             if p.q_ahead:
-                q = self.load_queries(me, x.w + 1)
-            return x.w + 1, *self.begin(me, x.w + 1), q
+                q = self.load_queries(me, now.w + 1)
+            return now.w + 1, *self.begin(me, now.w + 1), q
 
         m, sums = lax.cond(first, turn_over, lambda m, sums: (m, sums), m, sums)
         if not self.cfg.q_registers:
-            pl.when(last)(lambda: plgpu.barrier_arrive(self.q_empty.at[x.w % p.q_slots]))
-        ended = lax.select(last, x.t, -1)
-        return s, m, sums, ended, lax.cond(last & (x.t < p.total), following, same, q)
+            pl.when(last)(lambda: plgpu.barrier_arrive(self.q_empty.at[now.w % p.q_slots]))
+        ended = lax.select(last, now.t, -1)
+        return s, m, sums, ended, lax.cond(last & (now.t < p.total), following, same, q)
 
     def mask(self, s, row, end):
         """Scores of the keys before `end`, those outside are _MASKED."""

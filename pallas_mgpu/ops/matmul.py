@@ -211,8 +211,8 @@ class _Block(WarpSpecialized):
         return lax.axis_index(axis) if axis in self.plan.axes else 0
 
     def tiles(self):
-        p = self.plan
-        return StaticTiles(p.total, p.clusters, lax.axis_index("cluster"))
+        cluster = lax.axis_index("cluster")
+        return StaticTiles(self.plan.total, self.plan.clusters, cluster)
 
     def origin(self, t):
         """First row and column of this block's part of cluster tile t."""

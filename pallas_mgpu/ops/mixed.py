@@ -138,7 +138,8 @@ class _Block(WarpSpecialized):
         super().__init__(plan, refs)
         self.cfg = plan.cfg
         self.ring = Ring(plan.stages, self.full, self.empty, self.w_smem, self.x_smem)
-        self.tiles = StaticTiles(plan.total, plan.clusters, lax.axis_index("cluster"))
+        cluster = lax.axis_index("cluster")
+        self.tiles = StaticTiles(plan.total, plan.clusters, cluster)
         self.rank = lax.axis_index("ck") if plan.axes else 0
 
     def origin(self, t):

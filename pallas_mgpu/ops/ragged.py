@@ -40,6 +40,7 @@ from ._common import (
     SMS,
     CountedTiles,
     Ring,
+    StaticTiles,
     WarpSpecialized,
     overlap_launches,
     store,
@@ -141,7 +142,7 @@ class _Block(WarpSpecialized):
             plgpu.barrier_arrive(self.table_ready)
 
         plgpu.barrier_wait(self.table_ready)
-        self.first = lax.axis_index("cluster")
+        self.cluster = lax.axis_index("cluster")
         self.rank = lax.axis_index("c") if plan.axes else 0
 
     def make_table(self, rows):
@@ -210,7 +211,7 @@ class _DotBlock(_Block):
         super().__init__(plan, plan.rows, refs)
         total = self.table[1, plan.x.groups] * plan.tiles_n
         counted = self.tile_numbers, self.tile_told, self.tile_heard, self.tile_free
-        self.tiles = CountedTiles(total, plan.clusters, self.first, counted)
+        self.tiles = CountedTiles(total, plan.clusters, self.cluster, counted)
 
     def place(self, t, g):
         """Group, first row, rows and first column of tile t. g: the group of an earlier tile."""
@@ -331,7 +332,7 @@ class _DotBlock(_Block):
         """Rows of no group, by all consumers of all blocks."""
         p, x = self.plan, self.plan.x
         first = jnp.clip(self.table[0, x.groups], 0, x.m)
-        first += (self.first * p.cfg.cluster + self.rank) * p.consumers + me
+        first += (self.cluster * p.cfg.cluster + self.rank) * p.consumers + me
         stride = p.clusters * p.cfg.cluster * p.consumers
         width = min(x.n, 2048)  # of what is zeroed at a time
 
@@ -393,16 +394,15 @@ class _SumBlock(_Block):
 
     def __init__(self, plan, refs):
         super().__init__(plan, plan.step, refs)
-        all_tiles = plan.x.groups * plan.tiles
-        self.trips = (all_tiles - self.first + (plan.clusters - 1)) // plan.clusters
+        self.tiles = StaticTiles(plan.x.groups * plan.tiles, plan.clusters, self.cluster)
+        self.trips = self.tiles.count()
 
     def place(self, w):
         """Of this cluster's tile number w: group, row and column of tiles, first row of the group,
         its size, its steps. A step is `step` rows of the group, what is left is the edge: up to
         `step` rows."""
         p = self.plan
-        t = self.first + w * p.clusters
-        t = jnp.minimum(t, p.x.groups * p.tiles - 1)  # also after the last one
+        t = jnp.minimum(self.tiles.tile(w), self.tiles.total - 1)  # also after the last one
         g = t // p.tiles
         i, j = _in_bands(t % p.tiles, p.tiles_m, p.tiles_n, p.cfg.group)
         start, size = self.group_rows(g)
