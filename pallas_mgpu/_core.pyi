@@ -396,6 +396,9 @@ class Trace:
         no_auto_barriers: bool = False,
         exact_division: bool = False,
         reduction_scratch: int = 2048,
+        profile_words: int = 0,
+        profile_warps: bool = False,
+        profile_output: int = 0,
     ) -> None: ...
     def enter(self) -> Self: ...
     def exit(self) -> None: ...

@@ -11,7 +11,9 @@ import inspect
 import math
 from collections.abc import Mapping
 
-from . import _core, _introspect, _trace, tree
+import numpy as np
+
+from . import _core, _introspect, _profile, _trace, tree
 from ._batch import Batch, Batched, call_batched
 from ._control import Rounds, scoped
 from ._mutable import MutableArray, closed_over, kernel_dtype, rebound
@@ -90,6 +92,7 @@ class Definition:
         self.interpret = InterpretParams() if interpret is True else interpret or None
         self.debug = debug
         self.batched = {}  # mapped kernels, by the axes of their arguments
+        self.scopes = {}  # names of the scopes that the profiler knows, and their numbers
         self.name = mesh.kernel_name or _body_name(body)
         # out_type: a tuple or list gives one body argument for each element, anything else one
         self.wrapped = not (
@@ -122,7 +125,7 @@ class Definition:
         """The callable for flat arguments, or for one structure of nested arguments."""
         kind = "single" if self.wrapped else self.out_container.__name__
         options = {"interpret": self.interpret, "outputs": kind, "debug": self.debug}
-        if not self.simple_outputs:
+        if not self.simple_outputs or self.params.profile_space:
             options["outputs"] = "tuple"
             options["unflatten"] = self.unflatten
         if structure is None:
@@ -151,6 +154,9 @@ class Definition:
 
     def unflatten(self, arrays):
         """Nested outputs from flat ones."""
+        if self.params.profile_space:
+            *arrays, words = arrays
+            _profile.write(self, words)
         out = tree.unflatten(self.out_structure, arrays)
         return out[0] if self.wrapped else self.out_container(out)
 
@@ -172,10 +178,12 @@ class Definition:
             no_auto_barriers=self.params.unsafe_no_auto_barriers,
             exact_division=self.params.exact_division,
             reduction_scratch=self.params.reduction_scratch_bytes,
+            **_profile.trace_options(self),
         )
         names = iter(_trace.parameter_names(self.body))
         t.enter()
         e = _trace.Env(mesh, len(batch.sizes))
+        e.scopes = _profile.scopes(self)
         _trace.push(e)
         done = False
         try:
@@ -191,6 +199,8 @@ class Definition:
                 for k, (shape, o, name) in enumerate(zip(batch.out_shapes, self.outs, out_names))
             ]
             e.rounds = Rounds(e)
+            if self.params.profile_space:
+                t.output(_profile.shape(self, batch.sizes), np.int32, "traces")
             scratch, n_scratch = self._gmem_scratch(t, batch.sizes)
             refs = batch.views(refs, batch.in_axes)
             outs = batch.views(outs, batch.out_axes)
@@ -213,6 +223,8 @@ class Definition:
         if self.debug:
             print(graph.text())
         specs = [(s, o.dtype) for s, o in zip(batch.out_shapes, self.outs)]
+        if self.params.profile_space:
+            specs.append((_profile.shape(self, batch.sizes), np.int32))
         return graph, specs, n_scratch
 
     def _gmem_scratch(self, t, batch):

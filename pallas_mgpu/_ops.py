@@ -2,7 +2,7 @@
 
 Each function checks its arguments as described in docs/language.md and adds one op to the graph."""
 
-import contextlib
+import functools
 import math
 import re
 import string
@@ -13,7 +13,7 @@ from ._control import cluster_axis
 from ._jnp.refs import IndexedRef
 from ._memory import load as masked_load
 from ._names import NOT_SPECIFIED, accepts, deprecated, show, shown_as
-from ._trace import Array, Ref, as_array, env, tracing, type_text
+from ._trace import Array, Ref, as_array, env, scope_names, tracing, type_text
 from ._types import (
     GMEM,
     REGS,
@@ -476,19 +476,38 @@ def griddepcontrol_launch_dependents():
     _core.effect("griddepcontrol_launch_dependents", ())
 
 
-class named_scope(contextlib.ContextDecorator):
-    """``with named_scope(name):``, or a decorator: names a part of a kernel's body. It does not
-    change the generated code. Scopes may be nested. TypeError unless ``name`` is a str."""
+class named_scope:
+    """``with named_scope(name):``, or a decorator: names a part of a kernel's body, for the traces
+    of the profiler (``CompilerParams(profile_space=)``) and the interpreter
+    (``InterpretParams(timeline=)``). Without these it does not change the generated code. Scopes
+    may be nested. TypeError unless ``name`` is a str."""
 
     def __init__(self, name):
         if not isinstance(name, str):
             raise TypeError(f"named_scope: name must be text, got {show(name)}")
         self.name = name
 
+    def _mark(self, ends):
+        names = scope_names()
+        if names is not None:
+            number = names.setdefault(self.name, len(names))
+            _core.effect("named_scope", (), format=self.name, n=number, ends=ends)
+
+    def __call__(self, f):
+        @functools.wraps(f)
+        def scoped(*args, **kwargs):
+            with self:
+                return f(*args, **kwargs)
+
+        return scoped
+
     def __enter__(self):
+        self._mark(0)
         return self
 
-    def __exit__(self, *exception):
+    def __exit__(self, kind, *exception):
+        if kind is None:
+            self._mark(1)
         return False
 
 

@@ -58,7 +58,7 @@ class Trace:
         return self.svg()
 
 
-def write(path, kernel, events, exclusive=False, **other):
+def write_trace(path, kernel, events, exclusive=False, **other):
     """Write a trace. OSError if the file cannot be written; with ``exclusive``, if it exists."""
     data = {"displayTimeUnit": "ns", "traceEvents": events}
     data["otherData"] = {"kernel": kernel, "truncated": False, "waits": [], **other}
@@ -184,6 +184,10 @@ def finish(params, kernel, grid, cluster, mhz, events, truncated):
         pid, tid = rows.of(agent)
         name = what if index < 0 else f"{what}[{index}]"
         args = {"at": _place(file, line), "source": _source(file, line)}
+        if kind == "scope":  # its begin and its end are events of their own
+            one = {"name": what, "cat": kind, "ph": "BE"[index], "ts": begin / mhz}
+            out.append({**one, "pid": pid, "tid": tid, "args": args})
+            continue
         one = {"cat": kind, "pid": pid, "tid": tid}
         phases = "BE"
         if kind == "work":
@@ -199,7 +203,7 @@ def finish(params, kernel, grid, cluster, mhz, events, truncated):
             name = f"{kind}: {what}"
         out.append({"name": name, "ph": phases[0], "ts": begin / mhz, **one, "args": args})
         out.append({"name": name, "ph": phases[1], "ts": end / mhz, **one})
-    write(
+    write_trace(
         params.timeline,
         kernel,
         name_rows(rows.names) + out,

@@ -38,6 +38,7 @@ class Env:
         "semaphores",
         "unions",
         "held",
+        "scopes",
     )
 
     def __init__(self, mesh, leading=0):
@@ -52,6 +53,7 @@ class Env:
         self.grid = mesh.grid
         self.n_threads = mesh.num_threads or 1
         self.unions = 0  # allocated so far
+        self.scopes = None  # named ones, if somebody wants to know: {name: number}
         self.held = []  # refs of run_state to arrays in registers
         self.counters = 0  # of the launch, given out to loops
         self.rounds = None  # of dynamic loops in loops; see _schedule.py
@@ -81,6 +83,11 @@ def env(what):
     if not _stack.envs:
         raise RuntimeError(f"{what} can only be used inside the body of a kernel")
     return _stack.envs[-1]
+
+
+def scope_names():
+    """{name: number} of the named scopes so far; None where they are not recorded."""
+    return _stack.envs[-1].scopes if _stack.envs else None
 
 
 def tracing():

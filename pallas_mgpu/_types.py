@@ -1129,6 +1129,12 @@ class CompilerParams(_Frozen):
     combine the partial results of its warps in a reduction. A smaller limit needs more steps, each
     with two lane barriers, and gives the same bits. ValueError when the kernel is lowered if not
     even one step fits. Memory that is not needed is not allocated.
+    ``profile_space``, ``profile_dir``: record when each `named_scope` of the body begins and ends,
+    with space for that many scopes of each thread, and write a trace into that directory after
+    every call; see docs/profiling.md. ``profile_space`` takes 16 bytes of SMEM each. ValueError if
+    only one of them is given. ``profile_trace_scope``: a trace for each thread or for each warp.
+    ``profile_bounds_check``: drop scopes for which there is no space; otherwise they are a
+    RuntimeError after the call.
     ``lowering_semantics`` is ignored. ``num_warps`` and ``num_stages`` of Pallas' Triton backend
     are ignored with a warning.
     """
@@ -1172,8 +1178,16 @@ class CompilerParams(_Frozen):
     ):
         if bool(profile_space) != bool(profile_dir):
             raise ValueError("CompilerParams: profile_space and profile_dir go together")
-        if profile_space:
-            raise NotImplementedError("CompilerParams: the on-device profiler is not supported yet")
+        if not hasattr(profile_space, "__index__") or not 0 <= profile_space.__index__() < 2**14:
+            raise ValueError(
+                "CompilerParams: profile_space must be an int from 0 to 16,383, got"
+                f" {show(profile_space)}"
+            )
+        if not isinstance(profile_trace_scope, TraceScope):
+            raise TypeError(
+                "CompilerParams: profile_trace_scope must be a plgpu.TraceScope, got"
+                f" {show(profile_trace_scope)}"
+            )
         n = reduction_scratch_bytes
         if not hasattr(n, "__index__") or isinstance(n, bool) or not 0 <= n.__index__() < 2**31:
             raise ValueError(
@@ -1188,10 +1202,10 @@ class CompilerParams(_Frozen):
             max_concurrent_steps=max_concurrent_steps,
             unsafe_no_auto_barriers=bool(unsafe_no_auto_barriers),
             reduction_scratch_bytes=reduction_scratch_bytes.__index__(),
-            profile_space=profile_space,
-            profile_dir=profile_dir,
+            profile_space=profile_space.__index__(),
+            profile_dir=os.fspath(profile_dir),
             profile_trace_scope=profile_trace_scope,
-            profile_bounds_check=profile_bounds_check,
+            profile_bounds_check=bool(profile_bounds_check),
             lowering_semantics=lowering_semantics,
             exact_division=bool(exact_division),
         )

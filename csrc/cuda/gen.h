@@ -83,6 +83,7 @@ typedef struct pm_gen {
   uint32_t first_semaphore; /* among them */
   bool asks;                /* there is a NEXT_TILE or such a semaphore */
   uint32_t n_turns;         /* threads that take turns, 0: none do */
+  const char *profile;      /* the profiler's variable; NULL: it is off */
   struct ptx_function {
     const char *name, *text;
   } * ptx;
@@ -311,6 +312,12 @@ pm_code pm_expected_bytes(pm_gen *e, pm_opid op, long long *bytes);
 bool pm_may_take(const pm_graph *g, pm_opid branch, uint32_t r, int64_t wg);
 /* At the end of the body: until engines have read what a thread did not wait for. */
 void pm_print_last_wait(pm_gen *e);
+
+/* ---- the profiler (emit_profile.c) --------------------------------------------------------- */
+
+void pm_print_profile_start(pm_gen *e);
+void pm_print_profile_ready(pm_gen *e); /* all barriers are there */
+void pm_print_profile_end(pm_gen *e);
 
 /* ---- copies that combine (ptx.c) ------------------------------------------------ */
 

@@ -139,6 +139,7 @@ static bool lane_op(const pm_gen *e, pm_opid op, traits *t) {
   const pm_graph *g = e->g;
   const pm_op *o = pm_get(g, op);
   const pm_op_info *info = &pm_ops[o->code];
+  if (o->code == PM_OP_NAMED_SCOPE && g->profile_warps) return false; /* one for each warp */
   if (o->n_regions) return lane_regions(e, op, t);
   switch (info->known_to) {
     case PM_KNOWN_EACH:

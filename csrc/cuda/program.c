@@ -372,6 +372,7 @@ static pm_code print_body(pm_gen *e) {
     const pm_val v = g->blocks.at[1].arg + k;
     pm_bind(e, v, pm_name_of(e, v), PM_FORM_SCALAR);
   }
+  pm_print_profile_start(e);
   PM_TRY(print_barriers(e, &s));
   /* no block signals another one before its barriers are there */
   if (s.meets_cluster) {
@@ -380,6 +381,7 @@ static pm_code print_body(pm_gen *e) {
   } else if (s.barriers.n || s.semaphores.n) {
     pm_line(e, "block_sync();");
   }
+  pm_print_profile_ready(e);
   if (e->n_turns) pm_line(e, "if (wg == %u) turn_pass(%u);", e->n_turns - 1, g->n_threads + 1);
   pm_find_lane_barriers(e);
   PM_TRY(pm_gen_block(e, 1));
@@ -387,6 +389,7 @@ static pm_code print_body(pm_gen *e) {
   /* the barrier that thread 0 would wait for is left at rest */
   if (e->n_turns) pm_line(e, "if (wg == 0) turn_take(%u);", g->n_threads + 1);
   PM_TRY(print_counters_done(e, s.in_warps));
+  pm_print_profile_end(e);
   /* no block may end while another one of its cluster can still reach its shared memory */
   if (s.meets_cluster) pm_line(e, "cluster_sync();");
   return PM_OK;

@@ -729,6 +729,12 @@ void pm_vm_encode_print(compiler *c, pm_opid op, const handler *h) {
   emit(c, op, h->exec)->printing = p;
 }
 
+void pm_vm_encode_named_scope(compiler *c, pm_opid op, const handler *h) {
+  instr *i = emit(c, op, h->exec);
+  i->to = (uint32_t)*pm_attr(c->g, op, PM_ATTR_N);
+  i->n = (uint32_t)*pm_attr(c->g, op, PM_ATTR_ENDS);
+}
+
 /* ---- allocations and scopes ----------------------------------------------------------------- */
 
 /* What other blocks reach lies behind what only this one does, as a block that runs ahead fills it;
@@ -1214,8 +1220,14 @@ static void copy_places(compiler *c) {
     if (file && !c->files[file]) {
       c->files[file] = pm_strdup(&c->m->arena, g->strings.at[file], strlen(g->strings.at[file]));
     }
-    c->m->places[k] = (place){file ? c->files[file] : NULL, g->ops.at[k].line, pm_time_cost(g, k),
-                              pm_ops[g->ops.at[k].code].text};
+    const uint16_t code = g->ops.at[k].code;
+    const char *what = pm_ops[code].text;
+    if (code == PM_OP_NAMED_SCOPE) {
+      what = g->strings.at[*pm_attr(g, k, PM_ATTR_FORMAT)];
+      what = pm_strdup(&c->m->arena, what, strlen(what));
+    }
+    c->m->places[k] =
+        (place){file ? c->files[file] : NULL, g->ops.at[k].line, pm_time_cost(g, k), what};
   }
 }
 
@@ -1234,12 +1246,16 @@ static pm_code compile(void *ctx, pm_err *err) {
   m->grid_size = pm_grid_size(g);
   m->shares_grid = pm_shares_grid(g);
   m->sms = (uint32_t)g->target->sms;
+  m->profile_words = g->profile_words;
+  m->profile_warps = g->profile_warps;
+  m->profile_param = g->n_operands + g->profile_output;
   for (uint32_t k = 0; k < g->n_cluster; k++) m->n_blocks *= (uint32_t)g->cluster[k];
   m->n_args = g->n_operands + g->n_outputs;
   m->args = PM_NEW(&m->arena, arg, m->n_args);
   for (uint32_t k = 0; k < m->n_args; k++) {
     m->args[k].bytes = bytes_of(pm_typeof(g, g->blocks.at[1].arg + k));
   }
+  if (g->profile_words) m->args[m->profile_param].written = true;
   c->slot = PM_NEW(c->temp, uint32_t, g->values.n + 1);
   c->splat = PM_NEW(c->temp, uint32_t, g->values.n + 1);
   c->alloc = PM_NEW(c->temp, uint32_t, g->values.n + 1);

@@ -5,23 +5,26 @@
  * reports reach their barriers. All of this is one step: no other agent sees a part of it. */
 #include "races.h"
 
-/* As the hardware counts: x is the last axis of the grid, y the one before, z all others. */
-static void place_of(const pm_machine *m, const thread *t, pm_inline_call *call) {
+void pm_vm_hardware_index(const pm_machine *m, const block *b, uint32_t index[3],
+                          uint32_t grid[3]) {
   for (uint32_t k = 0; k < 3; k++) {
-    call->grid[k] = 1;
-    call->block[k] = 0;
+    grid[k] = 1;
+    index[k] = 0;
   }
   for (uint32_t d = 0; d < m->n_grid; d++) {
     const uint32_t axis = pm_min(m->n_grid - 1 - d, 2);
-    call->block[axis] =
-        call->block[axis] * (uint32_t)m->grid[d] + (uint32_t)t->block->cluster->point[d];
-    call->grid[axis] *= (uint32_t)m->grid[d];
+    index[axis] = index[axis] * (uint32_t)m->grid[d] + (uint32_t)b->cluster->point[d];
+    grid[axis] *= (uint32_t)m->grid[d];
   }
   for (uint32_t d = 0; d < m->n_cluster; d++) {
     const uint32_t axis = m->n_cluster - 1 - d;
-    call->block[axis] = call->block[axis] * (uint32_t)m->cluster[d] + (uint32_t)t->block->coord[d];
-    call->grid[axis] *= (uint32_t)m->cluster[d];
+    index[axis] = index[axis] * (uint32_t)m->cluster[d] + (uint32_t)b->coord[d];
+    grid[axis] *= (uint32_t)m->cluster[d];
   }
+}
+
+static void place_of(const pm_machine *m, const thread *t, pm_inline_call *call) {
+  pm_vm_hardware_index(m, t->block, call->block, call->grid);
   call->thread = t->index;
   call->warp = t->of ? t->warp : 4;
 }

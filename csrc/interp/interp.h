@@ -56,6 +56,7 @@ typedef enum pm_timeline_kind {
   PM_TIME_COPY_IN,
   PM_TIME_COPY_OUT,
   PM_TIME_PRODUCT,
+  PM_TIME_SCOPE, /* a named scope begins, or with index 1 it ends */
   PM_TIME_KINDS
 } pm_timeline_kind;
 

@@ -949,6 +949,7 @@ static void begin_cluster(pm_machine *m, cluster *c) {
   for (uint32_t d = m->n_grid; d-- > 0; rest /= m->grid[d]) c->point[d] = rest % m->grid[d];
   if (m->races) pm_race_begin_cluster(m, c);
   if (m->timeline) pm_time_begin_cluster(m, c);
+  if (m->profile_words) pm_profile_begin_cluster(m, c);
   for (block *b = c->blocks; b < c->blocks + m->n_blocks; b++) {
     b->n_entering = b->n_done = b->turn = 0;
     b->turn_taken = false;
@@ -998,6 +999,7 @@ static step run_grid(pm_machine *m) {
     if (m->last->n_live || m->last->n_tasks) continue;
     if (check_cluster(m, m->last) == STEP_FAIL) return STEP_FAIL;
     if (m->timeline) pm_time_end_cluster(m, m->last);
+    if (m->profile_words) pm_profile_end_cluster(m, m->last);
     m->points_done++;
     begin_cluster(m, m->last);
   }
@@ -1124,7 +1126,8 @@ pm_code pm_interp_run(pm_machine *m, void *const *buffers, const pm_interp_optio
   if (ok && o->timeline && !(ok = pm_time_begin(m))) {
     pm_fail(m->err, PM_E_MEMORY, "no memory for a timeline of kernel '%s'", m->name);
   }
-  m->observed = o->skip_floats || m->timeline;
+  m->observed = o->skip_floats || m->timeline || m->profile_words;
+  m->steps = 0;
   ok = ok && run_grid(m) != STEP_FAIL;
   pm_race_end(m);
   pm_time_end(m);

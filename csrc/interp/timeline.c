@@ -130,7 +130,9 @@ uint32_t pm_time_cost(const pm_graph *g, pm_opid op) {
   const pm_op *o = pm_get(g, op);
   const pm_op_info *info = &pm_ops[o->code];
   int64_t n = 1, cycles = memory_cost(g, op);
-  if (info->layout == PM_LAY_VIEW || info->effects & E_ALLOC || o->code == PM_OP_CONST) return 0;
+  if (o->code == PM_OP_NAMED_SCOPE || info->layout == PM_LAY_VIEW || info->effects & E_ALLOC ||
+      o->code == PM_OP_CONST)
+    return 0;
   for (uint32_t k = 0; k < o->n_in; k++) n = pm_max(n, elements(g, pm_in(g, op, k)));
   for (uint32_t k = 0; k < o->n_out; k++) n = pm_max(n, elements(g, o->out + k));
   if (o->code == PM_OP_MMA) {
@@ -411,6 +413,12 @@ void pm_time_await(pm_machine *m, const thread *t, const instr *i, const uint32_
 }
 
 /* ---- warps and clusters ------------------------------------------------------------------- */
+
+void pm_time_scope(pm_machine *m, const thread *t, pm_opid op, bool ends) {
+  close_slice(m, t);
+  const int64_t now = agent_of(m, t)->now;
+  add(m, PM_TIME_SCOPE, t, op, now, now)->index = ends;
+}
 
 void pm_time_fork(pm_machine *m, const thread *t) {
   for (uint32_t w = 0; w < WARPS; w++) {

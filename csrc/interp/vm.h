@@ -361,6 +361,9 @@ struct pm_machine {
   uint32_t n_semaphores, n_block_semaphores;       /* of the launch, of a block */
   uint32_t n_turns;                                /* threads that take turns */
   uint32_t sms;                                    /* of the GPU */
+  int64_t profile_words;                           /* of a trace; 0: the profiler is off */
+  bool profile_warps;
+  uint32_t profile_param;
   bool shares_grid, has_warps;
   instr *code;
   place *places; /* per op */
@@ -402,6 +405,7 @@ struct pm_machine {
   races *races;                      /* NULL: nobody looks for them */
   timeline *timeline;                /* NULL: nobody keeps track of time */
   bool observed;                     /* each instruction goes through pm_vm_observe */
+  uint32_t steps;                    /* instructions so far, where they are observed */
   void *const *buffers;
   pm_interp_options options;
   pm_err *err;
@@ -555,8 +559,16 @@ void pm_time_pass_turn(pm_machine *m, const thread *t, pm_opid op);
 void pm_time_take_turn(pm_machine *m, const thread *t, pm_opid op);
 void pm_time_signal(pm_machine *m, const thread *t, pm_opid op, const uint32_t *at);
 void pm_time_await(pm_machine *m, const thread *t, const instr *i, const uint32_t *at);
+void pm_time_scope(pm_machine *m, const thread *t, pm_opid op, bool ends);
 void pm_time_fork(pm_machine *m, const thread *t);
 void pm_time_join(pm_machine *m, const thread *t, pm_opid op);
+
+/* inline.c: x is the last axis of the grid, y the one before, z all others. */
+void pm_vm_hardware_index(const pm_machine *m, const block *b, uint32_t index[3], uint32_t grid[3]);
+
+/* profile.c: the profiler, only where m->profile_words is set */
+void pm_profile_begin_cluster(pm_machine *m, const cluster *c);
+void pm_profile_end_cluster(pm_machine *m, const cluster *c);
 
 /* masked.c: *at becomes what a PM_ATOMIC makes of it and of value; compare: of CAS, else NULL */
 void pm_vm_combine(pm_dtype d, int64_t kind, char *at, const char *value, const char *compare);
@@ -624,6 +636,8 @@ extern const handler pm_vm_SCOPE, pm_vm_WARP_MAP, pm_vm_FOR, pm_vm_WHILE, pm_vm_
     pm_vm_YIELD, pm_vm_ARRIVE, pm_vm_WAIT, pm_vm_HAND_TILE, pm_vm_TAKE_TURN, pm_vm_PASS_TURN,
     pm_vm_NAMED_SYNC, pm_vm_NAMED_ARRIVE;                  /* machine.c */
 extern const handler pm_vm_DEBUG_PRINT, pm_vm_DEBUG_CHECK; /* print.c */
+extern const handler pm_vm_NAMED_SCOPE;                    /* profile.c */
+void pm_vm_encode_named_scope(compiler *c, pm_opid op, const handler *h);
 extern const handler pm_vm_BARRIER_TEST;
 extern const handler pm_vm_ALLOC_SEMAPHORE, pm_vm_GLOBAL_SEMAPHORE, pm_vm_SIGNAL, pm_vm_AWAIT,
     pm_vm_READ_SEMAPHORE, pm_vm_DELAY;                                    /* semaphores.c */

@@ -161,9 +161,15 @@ typedef struct pm_graph {
       *strides; /* per operand those of its array, in elements, NULL: row-major; or NULL */
   bool approx_math, no_auto_barriers;
   int64_t reduction_scratch; /* most bytes that a REDUCE of one Pallas thread may take at a time */
-  uint8_t stage;             /* enum pm_stage */
-  const pm_target *target;   /* that it is lowered for; while it is traced the first one */
-  int64_t smem_bytes;        /* after passes/smem.c: dynamic SMEM with all reserves */
+  /* The profiler: words of SMEM for each trace, 0: off; a trace for each warp, else for each Pallas
+   * thread; the output that gets them; after passes/smem.c, where the first one is in SMEM. */
+  int64_t profile_words;
+  bool profile_warps;
+  uint32_t profile_output;
+  int64_t profile_offset;
+  uint8_t stage;           /* enum pm_stage */
+  const pm_target *target; /* that it is lowered for; while it is traced the first one */
+  int64_t smem_bytes;      /* after passes/smem.c: dynamic SMEM with all reserves */
   /* reductions and layout conversions, inside smem_bytes; an equal part for each Pallas thread */
   int64_t scratch_offset, scratch_bytes;
   PM_VEC(pm_value) values;
@@ -180,6 +186,12 @@ typedef struct pm_graph {
 } pm_graph;
 
 enum { PM_REDUCTION_SCRATCH = 2048 }; /* unless the user says otherwise */
+/* A trace of the profiler, int32: the low word of the global timer at the start, the SM, the words
+ * of events (those dropped for lack of space count), the events, each a tag and the clock; what
+ * profile_words leaves; then the clock at the start, the timer and the clock at the end, and the
+ * number of blocks. A tag is the number of a name; at the end of a scope, bit 31 is set. Scope 0
+ * is the kernel's own initialisation. */
+enum { PM_PROFILE_HEAD = 3, PM_PROFILE_TAIL = 4 };
 enum pm_stage { PM_TRACED, PM_LAID_OUT, PM_PLANNED, PM_SYNCED };
 
 /* ---- building (ir/build.c). Failures of memory leave through pm_protect. --------------------- */
@@ -251,6 +263,9 @@ static inline pm_op *pm_get(const pm_graph *g, pm_opid op) { return &g->ops.at[o
 static inline pm_value *pm_value_of(const pm_graph *g, pm_val v) { return &g->values.at[v]; }
 static inline const pm_type *pm_typeof(const pm_graph *g, pm_val v) {
   return &g->values.at[v].type;
+}
+static inline uint32_t pm_profile_traces(const pm_graph *g) { /* of a block */
+  return g->n_threads * (g->profile_warps ? 4 : 1);
 }
 static inline pm_val pm_in(const pm_graph *g, pm_opid op, uint32_t k) {
   return g->operands.at[g->ops.at[op].in + k];

@@ -781,6 +781,16 @@ static pm_code read_target(parser *p, const pm_target **target) {
   FAIL(p, word.at, "the target is one of %s", pm_target_list(p->g->arena, 0));
 }
 
+static pm_code read_profile(parser *p) {
+  pm_graph *g = p->g;
+  int64_t warps;
+  TRY(read_int(p, &g->profile_words));
+  TRY(read_int(p, &warps));
+  g->profile_warps = warps != 0;
+  TRY(read_small(p, INT16_MAX, &g->profile_output));
+  return read_int(p, &g->profile_offset);
+}
+
 static pm_code read_clause(parser *p) {
   pm_graph *g = p->g;
   slice word = read_word(p);
@@ -794,12 +804,14 @@ static pm_code read_clause(parser *p) {
     TRY(read_int(p, &g->scratch_offset));
     return read_int(p, &g->scratch_bytes);
   }
+  if (is_text(word, "profile")) return read_profile(p);
   if (is_text(word, "approx_math")) return g->approx_math = true, PM_OK;
   if (is_text(word, "no_auto_barriers")) return g->no_auto_barriers = true, PM_OK;
   if (is_text(word, "reduction_scratch")) return read_int(p, &g->reduction_scratch);
-  FAIL(p, word.at,
-       "expected grid, cluster, threads, approx_math, no_auto_barriers, reduction_scratch, smem, "
-       "scratch, target, stage or '{'");
+  FAIL(
+      p, word.at,
+      "expected grid, cluster, threads, approx_math, no_auto_barriers, reduction_scratch, profile, "
+      "smem, scratch, target, stage or '{'");
 }
 
 static pm_code parse_kernel(parser *p) {

@@ -272,6 +272,10 @@ static void put_head(printer *p) {
   if (g->reduction_scratch != PM_REDUCTION_SCRATCH) {
     pm_putf(p->out, " reduction_scratch %" PRId64, g->reduction_scratch);
   }
+  if (g->profile_words) {
+    pm_putf(p->out, " profile %" PRId64 " %d %u %" PRId64, g->profile_words, (int)g->profile_warps,
+            g->profile_output, g->profile_offset);
+  }
   if (g->smem_bytes) pm_putf(p->out, " smem %" PRId64, g->smem_bytes);
   if (g->scratch_offset || g->scratch_bytes) {
     pm_putf(p->out, " scratch %" PRId64 " %" PRId64, g->scratch_offset, g->scratch_bytes);

@@ -425,6 +425,25 @@ static pm_code check_block(checker *c, pm_blk block, bool body) {
   return PM_OK;
 }
 
+/* The output has room for all traces. */
+static pm_code check_profile(checker *c) {
+  const pm_graph *g = c->g;
+  if (!g->profile_words) return PM_OK;
+  if (g->profile_words < PM_PROFILE_HEAD || g->profile_words > UINT16_MAX ||
+      g->profile_output >= g->n_outputs) {
+    BAD("profile %lld", (long long)g->profile_words);
+  }
+  int64_t rows = pm_profile_traces(g);
+  for (uint32_t k = 0; k < g->n_cluster; k++) rows *= g->cluster[k];
+  for (uint32_t k = 0; k < g->n_grid; k++) rows *= g->grid[k];
+  const pm_type *t = pm_typeof(g, g->blocks.at[1].arg + g->n_operands + g->profile_output);
+  if (t->dtype != PM_I32 || t->rank != 2 || t->dim[0] != rows ||
+      t->dim[1] != g->profile_words + PM_PROFILE_TAIL) {
+    BAD("the output of the profiler");
+  }
+  return PM_OK;
+}
+
 pm_code pm_verify(const pm_graph *g, pm_err *err) {
   checker c = {.g = g, .err = err};
   pm_code rc = check_head(&c);
@@ -434,5 +453,6 @@ pm_code pm_verify(const pm_graph *g, pm_err *err) {
   c.visible = PM_NEW(g->arena, uint8_t, g->values.n);
   if (g->blocks.at[1].parent) return pm_fail(err, PM_E_INTERNAL, "malformed graph: block 1");
   rc = check_block(&c, 1, true);
-  return rc ? rc : check_args(&c);
+  if (!rc) rc = check_args(&c);
+  return rc ? rc : check_profile(&c);
 }

@@ -26,6 +26,7 @@ pm_code pm_check_outputs(pm_graph *g, const pm_target *t, pm_err *err) {
   seen s = {g, PM_NEW(g->arena, bool, g->n_operands + g->n_outputs + 1)};
   pm_walk(g, 1, note, &s);
   for (uint32_t k = 0; k < g->n_outputs; k++) {
+    if (g->profile_words && k == g->profile_output) continue;
     if (s.written[g->n_operands + k] || (g->alias && g->alias[k] >= 0)) continue;
     const pm_value *v = pm_value_of(g, g->blocks.at[1].arg + g->n_operands + k);
     const char *name = v->name ? g->strings.at[v->name] : "";

@@ -385,6 +385,7 @@ pm_code pm_split_rows(pm_graph *g, const pm_target *t, pm_err *err) {
   (void)t, (void)err;
   if (g->n_threads > 1 || g->n_cluster || g->n_grid == PM_MAX_RANK || pm_shares_grid(g))
     return PM_OK;
+  if (g->profile_words) return PM_OK; /* there is a trace for each block that the kernel says */
   if (g->n_grid && g->grid[g->n_grid - 1] > MOST_BLOCKS) return PM_OK;
   pm_walk(g, 1, find_loops, &s);
   if (!s.rows) return PM_OK;

@@ -1,7 +1,7 @@
 /* The positions of everything in shared memory.
  *
  *   [remote allocations][others][private ones][scratch of reductions and conversions]
- *   [mbarriers, semaphores]
+ *   [mbarriers, semaphores][events of the profiler]
  *
  * Allocations form a stack that follows the nesting of regions. An allocation takes the next
  * multiple of 1024 bytes, and the end of a region frees what was allocated in it. So consecutive
@@ -206,6 +206,10 @@ static void move(pm_graph *g, pm_opid op, void *ctx) {
   }
 }
 
+static int64_t profile_bytes(const pm_graph *g) {
+  return g->profile_words * 4 * pm_profile_traces(g);
+}
+
 static pm_code too_large(plan *p, int64_t limit) {
   enum { MAX_ROWS = 40 };
   pm_graph *g = p->g;
@@ -233,6 +237,10 @@ static pm_code too_large(plan *p, int64_t limit) {
             (long long)g->scratch_bytes);
   }
   if (p->barriers) pm_putf(&t, "  %12lld  (barriers)\n", (long long)p->barriers);
+  if (g->profile_words) {
+    pm_putf(&t, "  %12lld  (profile_space: %u traces)\n", (long long)profile_bytes(g),
+            pm_profile_traces(g));
+  }
   pm_fail(
       p->err, PM_E_VALUE,
       "the kernel needs %lld bytes of SMEM, which exceeds available shared memory of %lld bytes a "
@@ -250,6 +258,10 @@ pm_code pm_plan_smem(pm_graph *g, const pm_target *t, pm_err *err) {
   g->scratch_offset = p.deepest[OTHERS] + p.deepest[REMOTE] + p.deepest[OWN] * g->n_threads;
   g->scratch_bytes = pm_round_up(p.scratch, SCRATCH_ALIGN) * g->n_threads;
   g->smem_bytes = g->scratch_offset + g->scratch_bytes + p.barriers;
+  if (g->profile_words) {
+    g->profile_offset = pm_round_up(g->smem_bytes, BARRIER_BYTES);
+    g->smem_bytes = g->profile_offset + profile_bytes(g);
+  }
   if (g->smem_bytes > t->smem) return too_large(&p, t->smem);
   pm_walk(g, 1, move, &p);
   return PM_OK;

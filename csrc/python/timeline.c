@@ -23,7 +23,7 @@ static PyObject *agent(const pm_timeline_agent *a) {
 static PyObject *event(const pm_timeline_event *e) {
   static const char *const kinds[PM_TIME_KINDS] = {
       [PM_TIME_WORK] = "work",         [PM_TIME_WAIT] = "wait",       [PM_TIME_COPY_IN] = "copy in",
-      [PM_TIME_COPY_OUT] = "copy out", [PM_TIME_PRODUCT] = "product",
+      [PM_TIME_COPY_OUT] = "copy out", [PM_TIME_PRODUCT] = "product", [PM_TIME_SCOPE] = "scope",
   };
   return Py_BuildValue("(sNLLNLNINNI)", kinds[e->kind], agent(&e->agent), (long long)e->begin,
                        (long long)e->end, text(e->what), (long long)e->index, text(e->file),

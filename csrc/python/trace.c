@@ -156,23 +156,22 @@ static pm_code begin_body(void *ctx, pm_err *err) {
 }
 
 static PyObject *trace_new(PyTypeObject *type, PyObject *args, PyObject *kw) {
-  static char *names[] = {"name",
-                          "grid",
-                          "cluster",
-                          "n_threads",
-                          "approx_math",
-                          "no_auto_barriers",
-                          "exact_division",
-                          "reduction_scratch",
-                          NULL};
+  static char *names[] = {"name",           "grid",
+                          "cluster",        "n_threads",
+                          "approx_math",    "no_auto_barriers",
+                          "exact_division", "reduction_scratch",
+                          "profile_words",  "profile_warps",
+                          "profile_output", NULL};
   const char *name;
   PyObject *grid, *cluster;
-  int n_threads, approx_math = 0, no_auto_barriers = 0, exact_division = 0;
-  long long reduction_scratch = PM_REDUCTION_SCRATCH;
+  int n_threads, approx_math = 0, no_auto_barriers = 0, exact_division = 0, profile_warps = 0;
+  long long reduction_scratch = PM_REDUCTION_SCRATCH, profile_words = 0;
+  unsigned profile_output = 0;
   pm_type g = {0}, c = {0};
-  if (!PyArg_ParseTupleAndKeywords(args, kw, "sOOi|pppL:Trace", names, &name, &grid, &cluster,
+  if (!PyArg_ParseTupleAndKeywords(args, kw, "sOOi|pppLLpI:Trace", names, &name, &grid, &cluster,
                                    &n_threads, &approx_math, &no_auto_barriers, &exact_division,
-                                   &reduction_scratch)) {
+                                   &reduction_scratch, &profile_words, &profile_warps,
+                                   &profile_output)) {
     return NULL;
   }
   if (pmpy_shape(grid, "grid", &g) || pmpy_shape(cluster, "cluster", &c)) return NULL;
@@ -198,6 +197,9 @@ static PyObject *trace_new(PyTypeObject *type, PyObject *args, PyObject *kw) {
   t->g->no_auto_barriers = no_auto_barriers;
   t->exact_division = exact_division;
   t->g->reduction_scratch = reduction_scratch;
+  t->g->profile_words = profile_words;
+  t->g->profile_warps = profile_warps;
+  t->g->profile_output = profile_output;
   t->b.g = t->g;
   if (pmpy_push_region(t, 1)) goto fail;
   return (PyObject *)t;

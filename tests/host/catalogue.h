@@ -114,6 +114,7 @@ void host_load_matrix(void *words, u32 a, bool transposed, int line);
 void host_store_matrix(u32 a, const void *words, bool transposed, int line);
 u32 host_shuffle(u32 x, u32 lane, u32 mask, int line);
 bool host_elect(u32 mask, int line);
+u32 host_clock(); /* steps of the machine so far */
 void host_bar_sync(u32 id, u32 threads, int line);
 void host_bar_arrive(u32 id, u32 threads, int line);
 bool host_vote_any(u32 mask, bool x, int line);
@@ -882,6 +883,36 @@ FN void bulk_group_wait_read(LINE) {
 }
 FN void fence_proxy_async(LINE) { host_proxy_fence(false, line); }
 FN void fence_proxy_async_global(LINE) { host_proxy_fence(true, line); }
+
+/* ---- the profiler -------------------------------------------------------------------------- */
+
+struct Profile {
+  u32 at, used, room, clock, timer;
+};
+FN void profile_event(Profile &p, u32 tag, LINE) {
+  const u32 event[2] = {tag, host_clock()};
+  if (p.used < p.room) host_store_shared(p.at + p.used * 4, event, 8, line);
+  p.used += 2;
+}
+FN void profile_start(Profile &p, LINE) {
+  p.clock = p.timer = host_clock();
+  profile_event(p, 0, line);
+}
+FN void profile_scope(Profile &p, u32 tag, LINE) { profile_event(p, tag, line); }
+FN void profile_scope_end(Profile &p, u32 tag, LINE) { profile_event(p, tag | 1u << 31, line); }
+template <int W>
+FN void profile_write(const Profile &p, i32 *to, LINE) {
+  const u32 stored = p.used < p.room ? p.used : p.room, now = host_clock();
+  const u32 head[3] = {p.timer, blockIdx.x % 132, p.used};
+  const u32 tail[4] = {p.clock, now, now, gridDim.x * gridDim.y * gridDim.z};
+  for (u32 k = 0; k < 3; k++) host_store_global(to + k, &head[k], 4, line);
+  for (u32 k = 0; k < stored; k++) {
+    u32 word;
+    host_load_shared(&word, p.at + k * 4, 4, line);
+    host_store_global(to + 3 + k, &word, 4, line);
+  }
+  for (u32 k = 0; k < 4; k++) host_store_global(to + W + k, &tail[k], 4, line);
+}
 
 /* ---- matrix products ----------------------------------------------------------------------- */
 

@@ -118,6 +118,8 @@ u32 host_release(Thread *t) { return t->clock.seen[t->rank]++; }
 
 /* ---- fibers -------------------------------------------------------------------------------- */
 
+u32 host_clock() { return ++m.steps; }
+
 u32 host_random(u32 below) {
   m.random ^= m.random << 13;
   m.random ^= m.random >> 7;
@@ -299,6 +301,7 @@ static void run_cluster() {
       continue;
     }
     if (m.ready.empty()) deadlock();
+    m.steps++;
     const size_t k = choose();
     Thread *t = m.ready[k];
     m.ready[k] = m.ready.back();

@@ -226,6 +226,7 @@ struct Machine {
   u32 clock;        /* all clocks of this cluster began after it */
   u32 engines, top; /* agents that are engines; the latest clock of any */
   u32 leader;       /* the lane that elect.sync elects */
+  u32 steps;        /* turns of threads, and looks at the clock */
   std::vector<Block> blocks;
   std::vector<Thread *> ready;
   std::vector<std::shared_ptr<Operation>> pending; /* copies, and the products of warps in front */
