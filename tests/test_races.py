@@ -634,7 +634,7 @@ def test_turns():
     def in_turns(o, count):
         me = lax.axis_index("t")
         for k in range(3):
-            with plgpu.ext.in_turn(2):
+            with plgpu.ext.ordered_section(2):
                 if k == 0:
                     pl.when(me == 0)(lambda: count.set(jnp.int32(0), 0))
                 else:

@@ -44,13 +44,13 @@ breaks(
     f"{SMALL}::test_product_of_small_integers",
     halves_of_one_byte_are_equal=(
         "mark_op",
-        "if (o->code == PM_OP_UNPACK || operand_varies(p, op)) mark(p, o->out);",
+        "if (unpacks(p->g, op) || operand_varies(p, op)) mark(p, o->out);",
         "if (operand_varies(p, op)) mark(p, o->out);",
     ),
     packed_layouts_are_not_carried_back=(
         "operand_for",
-        ": case PM_OP_UNPACK: return repacked(g, op, out, true)",
-        ": case PM_OP_UNPACK: return 0",
+        "case PM_LAY_PACK: return repacked(g, op, out, true)",
+        "case PM_LAY_PACK: return 0",
     ),
 )
 breaks(

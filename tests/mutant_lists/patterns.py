@@ -174,7 +174,7 @@ breaks(
     ),
     interpreted_warps_may_wait_unequally_often=(
         "join_waits",
-        "if (most && least < most)",
+        "if (most && !all)",
         "if (!most)",
     ),
     interpreted_threads_leave_a_warp_behind=(
