@@ -87,7 +87,7 @@ def long_ones(items):
         mark = item.get_closest_marker("covering")
         if item.get_closest_marker("long"):
             yield item
-        elif mark:
+        elif mark and hasattr(item, "callspec"):
             way = item.callspec.params.get("run")
             case = {name: id(value) for name, value in item.callspec.params.items()}
             if way == "cuda" or not mark.kwargs.get("share"):

@@ -8,6 +8,8 @@ import pytest
 
 from pallas_mgpu.ops import AttentionConfig, attention
 
+pytestmark = pytest.mark.covering(1, share=True)
+
 implementation = sys.modules["pallas_mgpu.ops.attention"]
 f16, bf16 = np.float16, ml_dtypes.bfloat16
 
@@ -44,7 +46,6 @@ def check(run, qkv, causal=False, scale=None, config=None, programs=2, tolerance
     np.testing.assert_allclose(lse, want_lse, atol=2e-5, rtol=2e-5)
 
 
-@pytest.mark.covering(1)
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(
     "queries,keys,dim",
@@ -72,7 +73,6 @@ def test_growing_maxima(run, rng, spread):
     check(run, (q, k, v), tolerance=4e-3)
 
 
-@pytest.mark.covering(1, share=True)
 @pytest.mark.parametrize(
     "config",
     [
@@ -95,7 +95,6 @@ def test_tiles_are_done_once_in_any_order(run, rng, monkeypatch):
     check(run, operands(rng, 1, 128, 128, 5, 5, 64), causal=True, programs=3)
 
 
-@pytest.mark.covering(1)
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("what", [np.inf, np.nan])
 def test_what_is_not_finite_stays_where_it_is(run, rng, what, causal):
@@ -159,7 +158,6 @@ def test_config_errors(rng, config, error, words):
         attention(*qkv, config=config, interpret=True)
 
 
-@pytest.mark.covering(1)
 @pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("causal", [False, True])
 def test_resources(dim, causal):

@@ -14,6 +14,8 @@ import pallas_mgpu as plgpu
 from pallas_mgpu import lax, ops, pl
 from pallas_mgpu import numpy as jnp
 
+pytestmark = pytest.mark.covering(1, share=True)
+
 F32 = np.float32
 PARALLEL, SEQUENTIAL = "parallel", "arbitrary"
 
@@ -59,7 +61,6 @@ SHAPES = [(), (1,), (3,), (127,), (129,), (3, 7), (65, 127), (1, 3, 129), (2, 3,
 SHAPES += [(2, 1, 3, 2, 7)]
 
 
-@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [F32, ml_dtypes.bfloat16, np.int8], ids=lambda d: d.__name__)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_whole_arrays(run, rng, shape, dtype):
@@ -97,7 +98,6 @@ BLOCKS = [  # shape, block, dtype
 ]
 
 
-@pytest.mark.covering(1)
 @pytest.mark.parametrize("sequential", [False, True])
 @pytest.mark.parametrize("shape, block, dtype", BLOCKS, ids=str)
 def test_blocks_that_overhang(run, rng, shape, block, dtype, sequential):
@@ -301,7 +301,6 @@ def test_grid_spec_and_names(run):
 # ---- sequential axes -----------------------------------------------------------------------------
 
 
-@pytest.mark.covering(1)
 @pytest.mark.parametrize("steps", [1, 2, 3, 8])
 @pytest.mark.parametrize("where", [0, 1])
 def test_scratch_persists_over_sequential_steps(run, rng, where, steps):
@@ -752,16 +751,13 @@ def test_misuse_of_vmap():
     counter = plgpu.kernel(
         lambda x, o: counts(o), out_type=plgpu.ShapeDtypeStruct((), np.int32), interpret=True
     )
-    with pytest.raises(
-        NotImplementedError, match="fetch is not supported under plgpu.vmap"
-    ):
+    with pytest.raises(NotImplementedError, match="fetch is not supported under plgpu.vmap"):
         plgpu.vmap(counter)(X)
 
 
 # ---- triangles -----------------------------------------------------------------------------------
 
 
-@pytest.mark.covering(1)
 @pytest.mark.parametrize("k", [-2, 0, 1])
 @pytest.mark.parametrize("shape", [(5, 9), (33, 33), (2, 7, 3)], ids=str)
 def test_triangles(run, rng, shape, k):

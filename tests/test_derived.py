@@ -10,6 +10,8 @@ import pallas_mgpu as plgpu
 from pallas_mgpu import lax
 from pallas_mgpu import numpy as jnp
 
+pytestmark = pytest.mark.covering(1, share=True)
+
 # Of f (NumPy or jnp), x (7, 5), y (7, 5) with NaN, v (9,), w (9,) rising, i (7, 5) and n (9,) ints.
 CASES = {
     "atleast": lambda f, x, y, v, w, i, n: (f.atleast_1d(v[0]), f.atleast_2d(v), f.atleast_3d(x)),

@@ -9,6 +9,8 @@ import pallas_mgpu as plgpu
 from pallas_mgpu import lax, pl
 from pallas_mgpu import numpy as jnp
 
+pytestmark = pytest.mark.covering(1, share=True)
+
 f32, i32 = np.float32, np.int32
 
 
@@ -88,7 +90,6 @@ def test_map(run, rng):
     np.testing.assert_array_equal(q, ~b)
 
 
-@pytest.mark.covering(1)
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("shape, axis", [((37,), 0), ((5, 19), 1), ((33, 4), -2), ((1, 8), 0)])
 def test_associative_scan(run, rng, shape, axis, reverse):
@@ -210,7 +211,6 @@ def test_errors(name):
 # ---- sorts ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [f32, ml_dtypes.bfloat16, i32, np.int8, ml_dtypes.float8_e4m3fn])
 @pytest.mark.parametrize("shape, k, axis", [((5, 37), 4, -1), ((64,), 64, 0), ((19, 3), 1, 0)])
 def test_top_k(run, rng, shape, k, axis, dtype):
@@ -246,7 +246,6 @@ def test_top_k_of_a_router(run, rng):
         np.testing.assert_array_equal(got, w)
 
 
-@pytest.mark.covering(1)
 @pytest.mark.parametrize("axis, keepdims", [(None, False), (0, True), (1, False), ((0, 2), True)])
 @pytest.mark.parametrize("dtype", [f32, np.float16, i32])
 def test_median(run, rng, axis, keepdims, dtype):

@@ -11,6 +11,8 @@ import pytest
 
 import pallas_mgpu as plgpu
 
+pytestmark = pytest.mark.covering(1, share=True)
+
 EXAMPLES = Path(__file__).parent.parent / "examples"
 SOFTMAX = runpy.run_path(str(EXAMPLES / "fused_softmax.py"))
 NORM = runpy.run_path(str(EXAMPLES / "rms_norm.py"))
@@ -72,7 +74,6 @@ def shaped(*shape):
     return plgpu.ShapeDtypeStruct(shape, BF16)
 
 
-@pytest.mark.covering(1)
 @pytest.mark.parametrize("rows", [4096, 4099])
 @pytest.mark.parametrize("columns", [1024, 4096, 16384])
 def test_how_they_move_data(rows, columns):

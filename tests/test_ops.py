@@ -14,6 +14,8 @@ from pallas_mgpu import numpy as jnp
 from pallas_mgpu.ops import FewRowsConfig, MatmulConfig, matmul
 from pallas_mgpu.ops.matmul import _cycles, choose, few_rows_candidates
 
+pytestmark = pytest.mark.covering(1, share=True)
+
 f16, f32, bf16 = np.dtype(np.float16), np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)
 UNIT = {f16: 1e-3, bf16: 8e-3, f32: 1e-5}  # of the rounding of a result, roughly
 
@@ -151,7 +153,6 @@ CASES = {  # shape, ta, tb, configuration, options
 }
 
 
-@pytest.mark.covering(1, share=True)
 @pytest.mark.parametrize("case", CASES)
 def test_configurations(run, rng, case, monkeypatch):
     if case == "persistent":

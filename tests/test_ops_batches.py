@@ -12,6 +12,8 @@ import pallas_mgpu as plgpu
 from pallas_mgpu import ops
 from pallas_mgpu.ops.matmul import _Plan, choose_invariant
 
+pytestmark = pytest.mark.covering(1, share=True)
+
 BF16, F16, F32 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16), np.dtype(np.float32)
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 NORMS = {"softmax": 0, "rms_norm": 1, "layer_norm": 2}  # and their vectors
@@ -60,7 +62,6 @@ def same(whole, part, first, axis=0):
 LENGTHS = [1, 7, 33, 256, 1001, 1024, 4104, 5001, 20000, 20001]
 
 
-@pytest.mark.covering(1)
 @pytest.mark.parametrize("n", LENGTHS)
 @pytest.mark.parametrize("name", NORMS)
 def test_rows_of_norms(run, rng, name, n):
@@ -81,7 +82,6 @@ def test_rows_of_norms(run, rng, name, n):
         np.testing.assert_allclose(whole.astype(F32), plain.astype(F32), rtol=1e-2, atol=atol)
 
 
-@pytest.mark.covering(1, share=True)
 @pytest.mark.parametrize("n", [1, 63, 130])
 def test_columns_of_softmax(run, rng, n):
     """Along another axis than the last one: the row alone is then a column, and its array would
@@ -134,7 +134,6 @@ def test_rows_of_products(run, rng, n, k, options):
         same(whole, product(x[first : first + count].copy()), first)
 
 
-@pytest.mark.covering(1, share=True)
 @pytest.mark.parametrize("scaled", ["tensor", "rows", "blocks"])
 def test_rows_of_fp8_products(run, rng, scaled):
     n, k = (4096, 2048) if run.way == "cuda" else (144, 400)
@@ -184,7 +183,6 @@ def test_the_order_of_a_product_is_that_of_k(rng):
     )
 
 
-@pytest.mark.covering(1, share=True)
 @pytest.mark.parametrize("dim, causal", [(64, False), (64, True), (128, False), (256, True)])
 def test_rows_of_attention(run, rng, dim, causal):
     """Sequences of a batch, heads, and queries of a sequence: more of them make other tiles."""

@@ -17,6 +17,8 @@ from pallas_mgpu.ops import FewRowsConfig, MatmulConfig, matmul
 from pallas_mgpu.ops._scaled import turning
 from pallas_mgpu.ops.matmul import candidates, choose_fp8
 
+pytestmark = pytest.mark.covering(1, share=True)
+
 E4M3, E5M2 = np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.float8_e5m2)
 BF16, F16, F32 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16), np.dtype(np.float32)
 UNIT = {F16: 2**-11, BF16: 2**-8, F32: 2**-23}  # of the rounding of a result
@@ -126,7 +128,6 @@ def check(
         assert np.all(error <= bound), np.max(error / bound)
 
 
-@pytest.mark.covering(1, share=True)
 @pytest.mark.parametrize("a, b", list(itertools.product((E4M3, E5M2), repeat=2)), ids=str)
 def test_types(run, rng, a, b):
     check(run, rng, 70, 40, 96, dtypes=(a, b))
@@ -145,7 +146,6 @@ FORMS = {
 }
 
 
-@pytest.mark.covering(1, share=True)
 @pytest.mark.parametrize("form", FORMS)
 def test_scales(run, rng, form):
     """Each form, on several tiles of a block, ragged in all directions; the ring goes round."""
@@ -167,7 +167,6 @@ CONFIGS = {  # extents, configuration, options
 }
 
 
-@pytest.mark.covering(1)
 @pytest.mark.parametrize("case", CONFIGS)
 @pytest.mark.parametrize("form", ["each", "blocks"])
 def test_configurations(run, rng, case, form):
@@ -183,7 +182,7 @@ def test_other_steps(run, rng, step):
     check(run, rng, 40, 72, 528, ((40,), None), dtypes=(E5M2, E4M3), config=config)
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(2, share=True)
 @pytest.mark.parametrize("ta", [False, True])
 @pytest.mark.parametrize("tb", [False, True])
 @pytest.mark.parametrize("shape", [(1, 1, 1), (3, 7, 130), (33, 130, 17), (130, 1, 48)], ids=str)
@@ -233,7 +232,6 @@ def test_few_columns_of_blocks(run, rng):
     np.testing.assert_array_equal(got, a.astype(F32) @ b.astype(F32).T * columns)
 
 
-@pytest.mark.covering(1, share=True)
 @pytest.mark.parametrize(
     "activation, form", [(nn.relu, "one"), (nn.gelu, "rows and columns"), (nn.relu, "blocks")]
 )
@@ -242,7 +240,6 @@ def test_epilogue(run, rng, activation, form):
     check(run, rng, 70, 136, 272, scales, bias=BF16, activation=activation, out_dtype=F16)
 
 
-@pytest.mark.covering(1)
 @pytest.mark.parametrize("shape", [(256, 128), (130, 77), (1, 300), (300, 1), (5, 272)], ids=str)
 @pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
 def test_turning(run, rng, shape, dtype):

@@ -11,6 +11,8 @@ import pallas_mgpu as plgpu
 from pallas_mgpu.ops import MixedConfig, mixed_matmul
 from pallas_mgpu.ops.mixed import choose
 
+pytestmark = pytest.mark.covering(1, share=True)
+
 F16, F32, BF16 = np.dtype(np.float16), np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)
 I8, I4 = np.dtype(np.int8), np.dtype(ml_dtypes.int4)
 UNIT = {F16: 2**-11, BF16: 2**-8, F32: 2**-22}  # of the rounding of a result
@@ -53,7 +55,6 @@ def check(run, given, **options):
     np.testing.assert_allclose(got.astype(np.float64), want, rtol=UNIT[got.dtype], atol=close)
 
 
-@pytest.mark.covering(1)
 @pytest.mark.parametrize("weights", [I8, I4], ids=str)
 @pytest.mark.parametrize("groups", [0, 1, 3])
 def test_groups(run, rng, weights, groups):
@@ -86,7 +87,6 @@ CONFIGS = {  # with extents m, n, k, groups of scales
 }
 
 
-@pytest.mark.covering(1)
 @pytest.mark.parametrize("config", CONFIGS, ids=repr)
 @pytest.mark.parametrize("weights", [I8, I4], ids=str)
 def test_configurations(run, rng, config, weights):

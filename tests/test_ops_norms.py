@@ -12,6 +12,8 @@ import pallas_mgpu as plgpu
 from pallas_mgpu.ops import NormConfig, _norms_ring, layer_norm, rms_norm, softmax
 from pallas_mgpu.ops.norms import choose
 
+pytestmark = pytest.mark.covering(1, share=True)
+
 BF16, F16, F32 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16), np.dtype(np.float32)
 # of the last place of a result, and of the functions for 16 bits
 TOLERANCE = {BF16: 2**-8 + 1e-5, F16: 2**-11 + 1e-5, F32: 2e-6}
@@ -61,14 +63,12 @@ def check(run, name, given, **options):
 SHAPES = [(1,), (3, 7), (130, 127), (9, 1000), (5, 3, 64), (13, 1024), (2, 5000), (2, 2, 8192)]
 
 
-@pytest.mark.covering(1)
 @pytest.mark.parametrize("name", FUNCTIONS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_shapes(run, rng, name, shape):
     check(run, name, arrays(rng, name, shape))
 
 
-@pytest.mark.covering(1)
 @pytest.mark.parametrize("name", FUNCTIONS)
 @pytest.mark.parametrize("n", [20000, 20001])
 def test_rows_of_a_cluster(run, rng, name, n):
@@ -85,7 +85,6 @@ def test_long_rows(rng, n):
         np.testing.assert_allclose(got, reference(name, *given), rtol=2**-8, atol=1e-4)
 
 
-@pytest.mark.covering(1)
 @pytest.mark.parametrize("name", FUNCTIONS)
 @pytest.mark.parametrize(
     "dtype, out_dtype, vectors", [(F32, F32, BF16), (F16, F32, F16), (F32, BF16, F32)], ids=str
@@ -105,7 +104,6 @@ CONFIGS = [
 ]
 
 
-@pytest.mark.covering(1)
 @pytest.mark.parametrize("name", FUNCTIONS)
 @pytest.mark.parametrize("shape, config", CONFIGS, ids=str)
 def test_configurations(run, rng, name, shape, config):
@@ -125,7 +123,6 @@ RINGS = [
 ]
 
 
-@pytest.mark.covering(1)
 @pytest.mark.parametrize("name", FUNCTIONS)
 @pytest.mark.parametrize("shape, dtype, config", RINGS, ids=str)
 def test_rings(run, rng, name, shape, dtype, config):
@@ -220,7 +217,6 @@ def test_without_weights(run, rng):
 CONFIGS = [None, C(1, 4), C(1, 2, 1024), C(ring=512, programs=2), C(ring=1024, consumers=1)]
 
 
-@pytest.mark.covering(1, share=True)
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 def test_softmax_of_special_values(run, rng, config):
     """Segments of -inf alone, rows of -inf, NaN, what would overflow."""
@@ -237,7 +233,6 @@ def test_softmax_of_special_values(run, rng, config):
     assert np.isnan(got[1]).all() and np.isnan(got[2]).all() and (got[0, :1500] == 0).all()
 
 
-@pytest.mark.covering(1, share=True)
 @pytest.mark.parametrize("config", [None, C(1, 4), C(1, 1, 1024), C(ring=512)], ids=str)
 def test_variance_of_a_small_spread(run, rng, config):
     """Squares are of differences from the mean: float32 has no digits left otherwise."""
@@ -294,7 +289,6 @@ def test_misaligned_and_in_place(rng, name):
 # ---- how they do it ------------------------------------------------------------------------------
 
 
-@pytest.mark.covering(1)
 @pytest.mark.parametrize("name", FUNCTIONS)
 @pytest.mark.parametrize("n", [1024, 2048, 4096, 8192, 16384, 65536, 131072])
 def test_how_they_move_data(name, n):

@@ -11,6 +11,8 @@ import pallas_mgpu as plgpu
 from pallas_mgpu.ops import RaggedConfig, ragged_dot, transposed_ragged_dot
 from pallas_mgpu.ops.ragged import choose, choose_transposed
 
+pytestmark = pytest.mark.covering(1, share=True)
+
 F16, F32, BF16 = np.dtype(np.float16), np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)
 UNIT = {F16: 1e-3, BF16: 8e-3, F32: 1e-5}  # of the rounding of a result, roughly
 C = RaggedConfig
@@ -90,14 +92,12 @@ SIZES = {
 }
 
 
-@pytest.mark.covering(1, share=True)
 @pytest.mark.parametrize("case", SIZES)
 def test_sizes(run, rng, case):
     forward(run, rng, 160, 72, 72, SIZES[case])
     transposed(run, rng, 160, 72, 72, SIZES[case])
 
 
-@pytest.mark.covering(1, share=True)
 @pytest.mark.parametrize("m, n, k", [(77, 61, 33), (70, 8, 1), (65, 1, 130), (66, 7, 1)])
 def test_odd_extents(run, rng, m, n, k):
     """Padded operands, results that TMA cannot store."""
@@ -122,14 +122,12 @@ CONFIGS = {  # with extents m, n, k
 }
 
 
-@pytest.mark.covering(1, share=True)
 @pytest.mark.parametrize("config", CONFIGS, ids=repr)
 def test_configurations(run, rng, config):
     m, n, k = CONFIGS[config]
     forward(run, rng, m, n, k, [m // 2, 1, m // 3], tb=config.stages == 2, config=config)
 
 
-@pytest.mark.covering(1, share=True)
 @pytest.mark.parametrize("config", CONFIGS, ids=repr)
 def test_transposed_configurations(run, rng, config):
     m, n, k = CONFIGS[config]
@@ -143,7 +141,6 @@ RINGS = {  # of 3, 5 and 7 slots; results that are stored at once, clusters
 }
 
 
-@pytest.mark.covering(1, share=True)
 @pytest.mark.parametrize("case", RINGS)
 def test_random_sizes(run, rng, case):
     """Groups that are empty, below a step or a whole number of them, rings that go round between

@@ -12,6 +12,8 @@ from pallas_mgpu import lax, pl
 from pallas_mgpu import numpy as jnp
 from pallas_mgpu._matmul import matmul_kernel
 
+pytestmark = pytest.mark.covering(1, share=True)
+
 bf16 = np.dtype(ml_dtypes.bfloat16)
 f16 = np.dtype(np.float16)
 
@@ -20,7 +22,7 @@ def swizzle(bytes_, dtype=f16):
     return (plgpu.TilingTransform((8, bytes_ // dtype.itemsize)), plgpu.SwizzleTransform(bytes_))
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(2, share=True)
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("steps", [1, 2, 5])
 @pytest.mark.parametrize("slots", [1, 2, 3, 8])
@@ -344,7 +346,6 @@ def test_pipeline_errors():
         )
 
 
-@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [f16, bf16], ids=str)
 @pytest.mark.parametrize("shape", [(128, 128, 64), (256, 128, 192), (384, 256, 320)])
 def test_matmul(run, rng, shape, dtype):
@@ -357,7 +358,7 @@ def test_matmul(run, rng, shape, dtype):
     assert np.linalg.norm(got - want) <= (4e-3 if dtype == bf16 else 6e-4) * np.linalg.norm(want)
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(2, share=True)
 @pytest.mark.parametrize("sw", [32, 64, 128])
 @pytest.mark.parametrize("form", ["NN", "NT", "TN", "TT"])
 @pytest.mark.parametrize("mnk", [(64, 8, 64), (128, 72, 64), (64, 256, 128)])

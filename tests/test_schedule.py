@@ -11,6 +11,8 @@ import pallas_mgpu as plgpu
 from pallas_mgpu import _core, lax, pl
 from pallas_mgpu import numpy as jnp
 
+pytestmark = pytest.mark.covering(1, share=True)
+
 f16, f32, i32 = np.float16, np.float32, np.int32
 
 
@@ -485,7 +487,6 @@ def test_after_the_grid_before(run):
     np.testing.assert_array_equal(run(body, out, **options)[:, 0], np.arange(7))
 
 
-@pytest.mark.covering(1)
 @pytest.mark.parametrize("placed", [False, True], ids=["", "placed"])
 @pytest.mark.parametrize("grid,threads,cluster", CASES, ids=str)
 def test_every_point_once_in_each_round(run, capfd, grid, threads, cluster, placed):

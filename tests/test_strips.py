@@ -18,6 +18,8 @@ import pallas_mgpu as plgpu
 from pallas_mgpu import lax, pl
 from pallas_mgpu import numpy as jnp
 
+pytestmark = pytest.mark.covering(1, share=True)
+
 f32, f16, i32 = np.float32, np.float16, np.int32
 
 
@@ -39,7 +41,6 @@ def loops(body, outs, *args):
     return low.as_text("graph").count("  for ")
 
 
-@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     "dims", [(260, 132), (1, 70000), (3, 5, 9001), (40000,), (33000, 1), (2, 40001)]
 )

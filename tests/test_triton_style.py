@@ -19,7 +19,10 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 import triton_kernels as kernels
 
 F32, F16 = np.float32, np.float16
-pytestmark = pytest.mark.filterwarnings("ignore:CompilerParams:UserWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:CompilerParams:UserWarning"),
+    pytest.mark.covering(1, share=True),
+]
 
 
 def make(run, body, outs, **options):
@@ -36,7 +39,7 @@ def call(run, body, outs, *args, **options):
 # ---- masks ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(2, share=True)
 @pytest.mark.parametrize("space", [plgpu.SMEM, plgpu.GMEM], ids=str)
 @pytest.mark.parametrize(
     "n, start, size", [(5, 0, 8), (100, 40, 128), (127, 126, 2), (256, 250, 64)]
@@ -433,7 +436,6 @@ def attention(q, k, v, causal):
     return np.einsum("bhqk,bkhd->bqhd", e / total, v), lse, e / total
 
 
-@pytest.mark.covering(1)
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("d, bq, bk", [(64, 64, 64), (48, 64, 32), (128, 64, 128), (128, 128, 128)])
 def test_mha(run, rng, d, bq, bk, causal):

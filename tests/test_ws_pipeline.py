@@ -9,6 +9,8 @@ import pallas_mgpu as plgpu
 from pallas_mgpu import lax, pl
 from pallas_mgpu import numpy as jnp
 
+pytestmark = pytest.mark.covering(1, share=True)
+
 f16, f32, i32 = np.float16, np.float32, np.int32
 THREADS = dict(num_threads=2, thread_name="wg")
 emit = functools.partial(
@@ -27,7 +29,7 @@ def shaped(*shape, dtype=f32):
 # ---- steps, slots, barriers ----------------------------------------------------------------------
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(2, share=True)
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 @pytest.mark.parametrize("ready", [False, True], ids=["", "ready"])
 @pytest.mark.parametrize("consumed", [False, True], ids=["", "consumed"])
@@ -242,7 +244,6 @@ def test_blocks_that_overhang_and_squeezed_dims(run, rng):
 # ---- products ------------------------------------------------------------------------------------
 
 
-@pytest.mark.covering(1)
 @pytest.mark.parametrize("carry", ["closure", "ref", "array"])
 @pytest.mark.parametrize("delay", [0, 1])
 def test_products(run, rng, carry, delay):
@@ -295,7 +296,6 @@ def test_products(run, rng, carry, delay):
     np.testing.assert_allclose(got, a.astype(f32) @ b.astype(f32), atol=2e-2)
 
 
-@pytest.mark.covering(1)
 @pytest.mark.parametrize("delay", [0, 1])
 @pytest.mark.parametrize("manual", [False, True])
 def test_multicast(run, rng, delay, manual):
@@ -347,7 +347,6 @@ def test_multicast(run, rng, delay, manual):
 # ---- several pipelines ---------------------------------------------------------------------------
 
 
-@pytest.mark.covering(1)
 @pytest.mark.parametrize("manual", [False, True], ids=["automatic", "manual"])
 @pytest.mark.parametrize("steps,delay", [(3, 0), (4, 0), (3, 1)])
 def test_again_and_again(run, rng, steps, delay, manual):
@@ -391,7 +390,7 @@ def test_again_and_again(run, rng, steps, delay, manual):
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(2, share=True)
 @pytest.mark.parametrize("traced", [False, True])
 @pytest.mark.parametrize("ready,consumed", [(False, False), (True, True)])
 @pytest.mark.parametrize("count", [2, 4])
@@ -492,7 +491,6 @@ def test_tiles_as_they_come(run, rng):
 # ---- kernels as people write them ----------------------------------------------------------------
 
 
-@pytest.mark.covering(1)
 @pytest.mark.parametrize("cluster", [1, 2])
 @pytest.mark.parametrize("delay", [0, 1])
 def test_persistent_matmul(run, rng, cluster, delay):

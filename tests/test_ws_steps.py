@@ -8,6 +8,8 @@ import pallas_mgpu as plgpu
 from pallas_mgpu import lax, pl
 from pallas_mgpu import numpy as jnp
 
+pytestmark = pytest.mark.covering(1, share=True)
+
 f32, i32 = np.float32, np.int32
 ROWS = dict(block_shape=(1, 128), index_map=lambda i: (i, 0))
 State = plgpu.PipelinePipeline
@@ -22,7 +24,7 @@ def threads(compute=1, **options):
     return dict(num_threads=compute + 1, thread_name="wg", **options)
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(2, share=True)
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("steps,slots", [(1, 1), (1, 2), (2, 3), (5, 1), (5, 2), (5, 8)])
 @pytest.mark.parametrize("compute", [1, 2])
@@ -52,7 +54,6 @@ def test_slots_and_steps(run, rng, compute, steps, slots, dynamic):
     np.testing.assert_allclose(got, np.broadcast_to(want, out.shape), rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.covering(1)
 @pytest.mark.parametrize("slots,delay,steps", [(2, 1, 3), (3, 1, 8), (3, 2, 7)])
 @pytest.mark.parametrize("compute", [1, 2])
 def test_delayed_release(run, rng, compute, slots, delay, steps):
@@ -102,7 +103,6 @@ def test_delayed_release(run, rng, compute, slots, delay, steps):
     np.testing.assert_allclose(got, np.broadcast_to(want, out.shape), rtol=1e-2, atol=0.1)
 
 
-@pytest.mark.covering(1)
 @pytest.mark.parametrize("steps,slots", [(1, 2), (5, 1), (6, 3)])
 @pytest.mark.parametrize("what", ["variant", "invariant", "both"])
 def test_outputs(run, rng, steps, slots, what):
@@ -160,7 +160,7 @@ def test_outputs_of_some_steps(run, rng, slots):
     np.testing.assert_array_equal(p, x.reshape(3, 2, 128).swapaxes(0, 1) * 2)
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(2, share=True)
 @pytest.mark.parametrize("ready,consumed", [(True, False), (False, True), (True, True)])
 @pytest.mark.parametrize("compute", [1, 2])
 @pytest.mark.parametrize("slots", [1, 3])
@@ -219,7 +219,6 @@ def test_a_context_has_the_carry(run, rng, steps):
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.covering(1)
 @pytest.mark.parametrize("traced", [False, True])
 @pytest.mark.parametrize("slots,rounds", [(1, 2), (2, 3), (4, 4)])
 def test_pipelines_behind_each_other(run, rng, slots, rounds, traced):
