@@ -744,6 +744,7 @@ def test_a_read_does_not_stand_for_an_atomic():
     def body(o, p, bar):
         def first():
             plgpu.atomic_add(o.at[3], 1.0)  #: add
+            commit()
             arrive(bar)
 
         def second():
