@@ -260,7 +260,8 @@ def test_text_form(tmp_path):
     )
     for stage in ("traced", "graph"):
         text = kernel.lower(np.zeros(128, F32)).as_text(stage)
-        assert " profile 32 0 " in text and 'named_scope {format = "outer", n = 1, ends = 0}' in text
+        assert " profile 32 0 " in text
+        assert 'named_scope {format = "outer", n = 1, ends = 0}' in text
         assert _core.Graph.parse(text).text() == text
     with pytest.raises(ValueError, match="output of the profiler"):
         _core.Graph.parse(text.replace("int32[1,36]", "int32[1,35]"))
