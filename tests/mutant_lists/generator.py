@@ -120,8 +120,8 @@ breaks(
     ),
     stmatrix_takes_columns_for_rows=(
         "matrix_rows",
-        "append(rows->lane, &rows->n_lane, (pm_digit){by_columns ? j : i, 8, 1});",
-        "append(rows->lane, &rows->n_lane, (pm_digit){by_columns ? i : i, 8, 1});",
+        "{by_columns ? j : i, 8, 1}); append",
+        "{by_columns ? i : i, 8, 1}); append",
     ),
     stmatrix_is_never_transposed=(
         "plan_rows",
