@@ -296,11 +296,14 @@ WAYS = ("interpret", "nvrtc", "host", "cuda")
 SEEDS = (0, 1, 7)
 
 
-def check(case, expected=None, ways=("interpret", "nvrtc"), seeds=SEEDS):
-    """Run a case. Raises Failure; returns the ways that ran (fewer where there is a gap)."""
+def check(case, expected=None, ways=("interpret", "nvrtc"), seeds=SEEDS, **params):
+    """Run a case; `params` are fields of InterpretParams. Raises Failure; returns the ways that ran
+    (fewer where there is a gap)."""
     ran = []
     try:
-        for _ in _ways(case, case.expected() if expected is None else expected, ways, seeds, ran):
+        for _ in _ways(
+            case, case.expected() if expected is None else expected, ways, seeds, ran, params
+        ):
             pass
     except Failure as e:
         e.ran = ran
@@ -319,14 +322,14 @@ def _round_trip(lowered):
             raise Failure("text: a graph does not read back", text)
 
 
-def _ways(case, expected, ways, seeds, ran):
+def _ways(case, expected, ways, seeds, ran, params):
     """Runs one way after the other, and yields in between; ends where there is a gap."""
     import pallas_mgpu as plgpu
     from pallas_mgpu import pl
 
     if "interpret" in ways:
         for seed in seeds:
-            kernel = case.kernel(interpret=plgpu.InterpretParams(seed=seed))
+            kernel = case.kernel(interpret=plgpu.InterpretParams(seed=seed, **params))
             with pl.enable_debug_checks(seed == seeds[-1]):
                 got = _attempt("interpret", lambda k=kernel: k(*case.operands))
             if got is None:

@@ -478,7 +478,7 @@ def compiled(kernel, arrays, spills):
     return kernel(*arrays)
 
 
-def check(call, ways=("interpret", "host")):
+def check(call, ways=("interpret", "host"), interpret=True):
     """Runs a call in some ways. Raises Wrong, or what the call raises; returns the bytes that
     registers of its kernels spill."""
     spills, f = [], getattr(ops, call.name.split()[0])
@@ -490,7 +490,7 @@ def check(call, ways=("interpret", "host")):
         if "config" in options:  # odd ones may be slow
             warnings.filterwarnings("ignore", ".* is converted from layout")
         try:
-            got = f(*positional, **options, interpret=True)
+            got = f(*positional, **options, interpret=interpret)
         except ValueError as e:
             if "config" in options and re.search(
                 "of them|into SMEM|available shared memory", str(e)
