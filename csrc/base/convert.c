@@ -123,64 +123,60 @@ FROM_FLOAT(U8, uint8_t, 0.0f, 256.0f, UINT8_MAX)
 FROM_FLOAT(U16, uint16_t, 0.0f, 65536.0f, UINT16_MAX)
 FROM_FLOAT(U32, uint32_t, 0.0f, 0x1p32f, UINT32_MAX)
 
-#define ROW(from, id)                                                                    \
-  [PM_##from] = {[PM_BOOL] = id##_to_bool, [PM_I8] = id##_to_8,   [PM_I16] = id##_to_16, \
-                 [PM_I32] = id##_to_32,    [PM_U8] = id##_to_8,   [PM_U16] = id##_to_16, \
-                 [PM_U32] = id##_to_32,    [PM_F32] = id##_to_f32}
-#define INT_ROW(id) ROW(id, id)
-static const loop loops[PM_DTYPE_COUNT][PM_DTYPE_COUNT] = {
-    INT_ROW(BOOL),
-    INT_ROW(I8),
-    INT_ROW(I16),
-    INT_ROW(I32),
-    INT_ROW(U8),
-    INT_ROW(U16),
-    INT_ROW(U32),
-    ROW(INT2, I8),
-    ROW(UINT2, U8),
-    ROW(INT4, I8),
-    ROW(UINT4, U8),
-    [PM_F32] =
-        {
-            [PM_BOOL] = F32_to_BOOL,
-            [PM_I8] = F32_to_I8,
-            [PM_I16] = F32_to_I16,
-            [PM_I32] = F32_to_I32,
-            [PM_U8] = F32_to_U8,
-            [PM_U16] = F32_to_U16,
-            [PM_U32] = F32_to_U32,
-        },
-};
+/* What is in memory: numbers of C. Integers below 8 bits have a byte for each, and narrow floats no
+ * loops. */
+typedef enum storage { BOOL, I8, I16, I32, U8, U16, U32, F32, NARROW, N_STORAGES } storage;
 
-/* ---- all pairs ---------------------------------------------------------------------------- */
-
-static void to_float(pm_dtype from, const void *src, float *dst, size_t n) {
-  switch (from) {
-    case PM_F16: widen_f16(src, dst, n); break;
-    case PM_BF16: widen_bf16(src, dst, n); break;
-    case PM_F32: memcpy(dst, src, n * sizeof *dst); break;
-    case PM_E2M1:
-    case PM_E4M3:
-    case PM_E5M2:
-    case PM_E8M0:
-      for (size_t i = 0; i < n; i++) dst[i] = pm_narrow_to_f32(from, ((const uint8_t *)src)[i]);
-      break;
-    default: loops[from][PM_F32](src, dst, n); break;
+static storage storage_of(pm_dtype t) {
+  const int wide = pm_dtypes[t].bytes / 2; /* 0, 1, 2 */
+  switch (pm_dtypes[t].class) {
+    case PM_CLASS_BOOL: return BOOL;
+    case PM_CLASS_INT: return (storage)(I8 + wide);
+    case PM_CLASS_UINT: return (storage)(U8 + wide);
+    default: return pm_is_narrow_float(t) ? NARROW : F32;
   }
 }
 
+#define ROW(id)                                             \
+  [id] = {id##_to_bool, id##_to_8,  id##_to_16, id##_to_32, \
+          id##_to_8,    id##_to_16, id##_to_32, id##_to_f32}
+static const loop loops[N_STORAGES][N_STORAGES] = {
+    ROW(BOOL),
+    ROW(I8),
+    ROW(I16),
+    ROW(I32),
+    ROW(U8),
+    ROW(U16),
+    ROW(U32),
+    [F32] = {F32_to_BOOL, F32_to_I8, F32_to_I16, F32_to_I32, F32_to_U8, F32_to_U16, F32_to_U32},
+};
+
+static loop loop_of(pm_dtype from, pm_dtype to) { return loops[storage_of(from)][storage_of(to)]; }
+
+/* ---- all pairs ---------------------------------------------------------------------------- */
+
+/* The bits of an element of a narrow float. */
+static uint16_t bits_at(pm_dtype t, const void *p, size_t i) {
+  return pm_dtypes[t].bytes == 1 ? ((const uint8_t *)p)[i] : ((const uint16_t *)p)[i];
+}
+
+static void to_float(pm_dtype from, const void *src, float *dst, size_t n) {
+  if (from == PM_F16) widen_f16(src, dst, n);
+  else if (from == PM_BF16) widen_bf16(src, dst, n);
+  else if (from == PM_F32) memcpy(dst, src, n * sizeof *dst);
+  else if (!pm_is_narrow_float(from)) loop_of(from, PM_F32)(src, dst, n);
+  else
+    for (size_t i = 0; i < n; i++) dst[i] = pm_narrow_to_f32(from, bits_at(from, src, i));
+}
+
 static void from_float(pm_dtype to, const float *src, void *dst, size_t n) {
-  switch (to) {
-    case PM_F16: narrow_f16(src, dst, n); break;
-    case PM_BF16: narrow_bf16(src, dst, n); break;
-    case PM_E2M1:
-    case PM_E4M3:
-    case PM_E5M2:
-    case PM_E8M0:
-      for (size_t i = 0; i < n; i++) ((uint8_t *)dst)[i] = (uint8_t)pm_f32_to_narrow(to, src[i]);
-      break;
-    default: loops[PM_F32][to](src, dst, n); break;
-  }
+  if (to == PM_F16) narrow_f16(src, dst, n);
+  else if (to == PM_BF16) narrow_bf16(src, dst, n);
+  else if (!pm_is_narrow_float(to)) loop_of(PM_F32, to)(src, dst, n);
+  else if (pm_dtypes[to].bytes == 1)
+    for (size_t i = 0; i < n; i++) ((uint8_t *)dst)[i] = (uint8_t)pm_f32_to_narrow(to, src[i]);
+  else
+    for (size_t i = 0; i < n; i++) ((uint16_t *)dst)[i] = pm_f32_to_narrow(to, src[i]);
 }
 
 static void one_by_one(pm_dtype from, pm_dtype to, const char *src, char *dst, size_t n) {
@@ -196,13 +192,13 @@ void pm_convert_array(pm_dtype from, pm_dtype to, const void *src, void *dst, si
     memcpy(dst, src, n * pm_dtypes[to].bytes);
   } else if (pm_dtypes[to].bits < 8) {
     one_by_one(from, to, src, dst, n);
-  } else if (loops[from][to]) {
-    loops[from][to](src, dst, n);
+  } else if (loop_of(from, to)) {
+    loop_of(from, to)(src, dst, n);
   } else if (to == PM_F32) {
     to_float(from, src, dst, n);
   } else if (from == PM_F32) {
     from_float(to, src, dst, n);
-  } else if (to == PM_BF16 && (from == PM_I32 || from == PM_U32)) {
+  } else if (to == PM_BF16 && pm_is_int(from) && pm_dtypes[from].bits == 32) {
     one_by_one(from, to, src, dst, n);
   } else {
     const char *s = src;

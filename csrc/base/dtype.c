@@ -8,8 +8,18 @@
 #include <math.h>
 
 const pm_dtype_info pm_dtypes[PM_DTYPE_COUNT] = {
-#define PM_DTYPE(id, text, bits, class, cuda, dlpack, short) \
-  {text, cuda, short, bits, (bits + 7) / 8, PM_CLASS_##class, dlpack},
+#define PM_DTYPE(id, name, width, kind, cpp, code, short, np, of64, number, map, at_once) \
+  [PM_##id] = {.text = name,                                                              \
+               .cuda = cpp,                                                               \
+               .short_name = short,                                                       \
+               .numpy = np,                                                               \
+               .wide = of64,                                                              \
+               .bits = width,                                                             \
+               .bytes = (width + 7) / 8,                                                  \
+               .class = PM_CLASS_##kind,                                                  \
+               .dlpack = code,                                                            \
+               .torch = number,                                                           \
+               .group = at_once},
 #include "dtypes.def"
 #undef PM_DTYPE
 };
@@ -124,27 +134,25 @@ static uint32_t f32_to_e2m1(float x) {
   return k | (signbit(x) ? 8 : 0);
 }
 
-float pm_narrow_to_f32(pm_dtype t, uint16_t x) {
-  switch (t) {
-    case PM_E2M1: return e2m1_to_f32(x);
-    case PM_E4M3: return small_to_f32(e4m3, x);
-    case PM_E5M2: return small_to_f32(e5m2, x);
-    case PM_E8M0: return e8m0_to_f32(x);
-    case PM_F16: return pm_f16_to_f32(x);
-    default: return pm_bf16_to_f32(x);
-  }
-}
+static float e4m3_to_f32(uint32_t x) { return small_to_f32(e4m3, x); }
+static uint32_t f32_to_e4m3(float x) { return f32_to_small(e4m3, x); }
+static float e5m2_to_f32(uint32_t x) { return small_to_f32(e5m2, x); }
+static uint32_t f32_to_e5m2(float x) { return f32_to_small(e5m2, x); }
+static float f16_to_f32(uint32_t x) { return pm_f16_to_f32((uint16_t)x); }
+static uint32_t f32_to_f16(float x) { return pm_f32_to_f16(x); }
+static float bf16_to_f32(uint32_t x) { return pm_bf16_to_f32((uint16_t)x); }
+static uint32_t f32_to_bf16(float x) { return pm_f32_to_bf16(x); }
 
-uint16_t pm_f32_to_narrow(pm_dtype t, float x) {
-  switch (t) {
-    case PM_E2M1: return (uint16_t)f32_to_e2m1(x);
-    case PM_E4M3: return (uint16_t)f32_to_small(e4m3, x);
-    case PM_E5M2: return (uint16_t)f32_to_small(e5m2, x);
-    case PM_E8M0: return (uint16_t)f32_to_e8m0(x);
-    case PM_F16: return pm_f32_to_f16(x);
-    default: return pm_f32_to_bf16(x);
-  }
-}
+static const struct {
+  float (*widen)(uint32_t);
+  uint32_t (*narrow)(float);
+} conversions[PM_DTYPE_COUNT] = {
+    [PM_E2M1] = {e2m1_to_f32, f32_to_e2m1}, [PM_E4M3] = {e4m3_to_f32, f32_to_e4m3},
+    [PM_E5M2] = {e5m2_to_f32, f32_to_e5m2}, [PM_E8M0] = {e8m0_to_f32, f32_to_e8m0},
+    [PM_F16] = {f16_to_f32, f32_to_f16},    [PM_BF16] = {bf16_to_f32, f32_to_bf16}};
+
+float pm_narrow_to_f32(pm_dtype t, uint16_t x) { return conversions[t].widen(x); }
+uint16_t pm_f32_to_narrow(pm_dtype t, float x) { return (uint16_t)conversions[t].narrow(x); }
 
 static float round_to_odd(double x) {
   float f = (float)x;
@@ -163,29 +171,32 @@ pm_scalar pm_load_scalar(pm_dtype t, const void *p) {
     uint32_t u32;
     float f;
   } x;
-  memcpy(&x, p, pm_dtypes[t].bytes);
-  switch (t) {
-    case PM_BOOL: return (pm_scalar){.i = x.u8 != 0};
-    case PM_INT2:
-    case PM_INT4:
-    case PM_I8: return (pm_scalar){.i = x.s8};
-    case PM_I16: return (pm_scalar){.i = x.s16};
-    case PM_I32: return (pm_scalar){.i = x.s32};
-    case PM_UINT2:
-    case PM_UINT4:
-    case PM_U8: return (pm_scalar){.i = x.u8};
-    case PM_U16: return (pm_scalar){.i = x.u16};
-    case PM_U32: return (pm_scalar){.i = x.u32};
-    case PM_E2M1:
-    case PM_E4M3:
-    case PM_E5M2:
-    case PM_E8M0: return (pm_scalar){.f = pm_narrow_to_f32(t, x.u8)};
-    case PM_F16:
-    case PM_BF16: return (pm_scalar){.f = pm_narrow_to_f32(t, x.u16)};
-    case PM_F32: return (pm_scalar){.f = x.f};
-    case PM_DTYPE_COUNT: break;
+  const int bytes = pm_dtypes[t].bytes;
+  memcpy(&x, p, (size_t)bytes);
+  switch (pm_dtypes[t].class) {
+    case PM_CLASS_BOOL: return (pm_scalar){.i = x.u8 != 0};
+    case PM_CLASS_INT: return (pm_scalar){.i = bytes == 1 ? x.s8 : bytes == 2 ? x.s16 : x.s32};
+    case PM_CLASS_UINT: return (pm_scalar){.i = bytes == 1 ? x.u8 : bytes == 2 ? x.u16 : x.u32};
+    default: break;
   }
-  return (pm_scalar){0};
+  if (bytes == 4) return (pm_scalar){.f = x.f};
+  return (pm_scalar){.f = pm_narrow_to_f32(t, bytes == 1 ? x.u8 : x.u16)};
+}
+
+pm_dtype pm_dtype_of(pm_dclass class, int bits) {
+  int t = 0;
+  while (pm_dtypes[t].class != class || pm_dtypes[t].bits != bits) t++;
+  return (pm_dtype)t;
+}
+
+uint32_t pm_unwritten(pm_dtype t) {
+  const uint32_t ones = 0xffffffffu >> (32 - pm_dtypes[t].bits);
+  uint32_t nan = 0;
+  if (pm_is_float(t)) pm_store_scalar(t, &nan, (pm_scalar){.f = NAN});
+  return pm_is_float(t)                        ? nan
+         : pm_dtypes[t].class == PM_CLASS_BOOL ? 1
+         : pm_dtypes[t].class == PM_CLASS_INT  ? ones >> 1
+                                               : ones;
 }
 
 /* The low bits of x as a byte of the dtype, of less than 8 bits. */

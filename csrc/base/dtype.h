@@ -6,7 +6,8 @@
 #include "base.h"
 
 typedef enum pm_dtype {
-#define PM_DTYPE(id, text, bits, class, cuda, dlpack, short) PM_##id,
+#define PM_DTYPE(id, text, bits, class, cuda, dlpack, short, numpy, wide, torch, map, group) \
+  PM_##id,
 #include "dtypes.def"
 #undef PM_DTYPE
   PM_DTYPE_COUNT
@@ -15,8 +16,8 @@ typedef enum pm_dtype {
 typedef enum pm_dclass { PM_CLASS_BOOL, PM_CLASS_INT, PM_CLASS_UINT, PM_CLASS_FLOAT } pm_dclass;
 
 typedef struct pm_dtype_info {
-  const char *text, *cuda, *short_name;
-  uint8_t bits, bytes, class, dlpack;
+  const char *text, *cuda, *short_name, *numpy, *wide;
+  uint8_t bits, bytes, class, dlpack, torch, group;
 } pm_dtype_info;
 
 extern const pm_dtype_info pm_dtypes[PM_DTYPE_COUNT];
@@ -34,9 +35,7 @@ static inline bool pm_is_small_float(pm_dtype t) {
   return pm_is_float(t) && pm_dtypes[t].bits < 16;
 }
 /* Is it one that NumPy does not have itself, but ml_dtypes? */
-static inline bool pm_is_extended(pm_dtype t) {
-  return pm_dtypes[t].bits < 8 || pm_dtypes[t].dlpack == 4 || pm_dtypes[t].dlpack > 6;
-}
+static inline bool pm_is_extended(pm_dtype t) { return !*pm_dtypes[t].numpy; }
 int pm_dtype_find(const char *text); /* -1: no such dtype */
 
 float pm_f16_to_f32(uint16_t x);
@@ -51,6 +50,12 @@ uint16_t pm_f32_to_bf16(float x);
 /* of the 16-bit and smaller floats; what overflows one of 8 bits becomes its greatest */
 float pm_narrow_to_f32(pm_dtype t, uint16_t x);
 uint16_t pm_f32_to_narrow(pm_dtype t, float x);
+
+/* The dtype of this class and width that C's numbers have; of narrow floats another one may come
+ * first. */
+pm_dtype pm_dtype_of(pm_dclass class, int bits);
+/* What memory that was never written reads as: NaN, the greatest integer, true. */
+uint32_t pm_unwritten(pm_dtype t);
 
 /* Scalars travel as a double (floats, exact for all of them) or an int64 (all others). */
 typedef union pm_scalar {

@@ -170,22 +170,17 @@ static const char *float_literal(pm_gen *e, double x) {
 
 const char *pm_literal(pm_gen *e, pm_dtype t, pm_scalar v) {
   const char *cpp = pm_cpp_type(t);
-  switch (t) {
-    case PM_BOOL: return v.i ? "true" : "false";
-    case PM_I32: return v.i == INT32_MIN ? "(-2147483647 - 1)" : pm_str(e, "%lld", (long long)v.i);
-    case PM_U32: return pm_str(e, "%lluu", (unsigned long long)(uint32_t)v.i);
-    case PM_F32: return float_literal(e, v.f);
-    case PM_F16:
-    case PM_BF16:
-    case PM_E2M1:
-    case PM_E4M3:
-    case PM_E5M2:
-    case PM_E8M0: {
-      const int bits = pm_f32_to_narrow(t, (float)v.f);
-      return pm_str(e, "%s{0x%0*x /* %g */}", cpp, pm_dtypes[t].bits / 4, bits, v.f);
-    }
-    default: return pm_str(e, "(%s)%lld", cpp, (long long)v.i);
+  const long long i = v.i;
+  if (pm_is_narrow_float(t)) {
+    const int bits = pm_f32_to_narrow(t, (float)v.f);
+    return pm_str(e, "%s{0x%0*x /* %g */}", cpp, pm_dtypes[t].bits / 4, bits, v.f);
   }
+  if (pm_is_float(t)) return float_literal(e, v.f);
+  if (pm_dtypes[t].class == PM_CLASS_BOOL) return v.i ? "true" : "false";
+  if (pm_dtypes[t].bits < 32) return pm_str(e, "(%s)%lld", cpp, i);
+  if (pm_dtypes[t].class == PM_CLASS_UINT)
+    return pm_str(e, "%lluu", (unsigned long long)(uint32_t)i);
+  return i == INT32_MIN ? "(-2147483647 - 1)" : pm_str(e, "%lld", i);
 }
 
 /* ---- slots ------------------------------------------------------------------------------- */
@@ -299,22 +294,17 @@ static group_convert find_group_convert(pm_gen *e, pm_opid op) {
   c.in = pm_in(e->g, op, 0);
   const pm_dtype from = pm_typeof(e->g, c.in)->dtype, to = pm_typeof(e->g, o->out)->dtype;
   const char *short_name = pm_dtypes[from].short_name;
-  const bool half = to == PM_F16 || to == PM_BF16, wide = half || to == PM_F32;
+  const bool half = pm_is_float(to) && pm_dtypes[to].bits == 16, wide = half || to == PM_F32;
+  const int group = pm_dtypes[from].group, bits = pm_dtypes[from].bits;
   const char *fn = NULL;
-  if (from == PM_F32 && (half || to == PM_E4M3 || to == PM_E5M2)) {
+  if (from == PM_F32 && pm_is_float(to) && pm_dtypes[to].group > 1) {
     fn = pm_str(e, "cvt_%sx2", pm_cpp_type(to));
-    c.n = c.from = 2;
-  } else if ((from == PM_E4M3 || from == PM_E5M2) && wide) {
-    fn = pm_str(e, "cvt_from_%sx2", short_name);
-    c.n = c.from = 2;
-  } else if ((from == PM_I8 || from == PM_U8) && wide) {
-    fn = pm_str(e, "cvt_from_%sx4", short_name);
-    c.n = c.from = 4;
-  } else if ((from == PM_INT4 || from == PM_UINT4) && half) {
-    fn = pm_str(e, "cvt_from_%sx8", short_name);
-    c.bytes = packed_source(e, c.in);
-    c.n = 8;
-    c.from = 4;
+    c.n = c.from = pm_dtypes[to].group;
+  } else if (group > 1 && (bits == 8 ? wide : bits < 8 && half)) {
+    fn = pm_str(e, "cvt_from_%sx%d", short_name, group);
+    c.n = group;
+    c.from = group * bits / 8; /* bytes */
+    if (bits < 8) c.bytes = packed_source(e, c.in);
   }
   if (fn && pm_regs_of(e, o->out) % c.n == 0) c.fn = fn;
   return c;

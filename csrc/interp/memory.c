@@ -10,13 +10,7 @@
 #include "races.h"
 
 void pm_interp_fill(pm_dtype d, bool zeros, void *p, int64_t n) {
-  static const uint32_t patterns[PM_DTYPE_COUNT] = {
-      [PM_BOOL] = 1,      [PM_I8] = 0x7f,        [PM_I16] = 0x7fff, [PM_I32] = 0x7fffffff,
-      [PM_U8] = 0xff,     [PM_U16] = 0xffff,     [PM_U32] = ~0u,    [PM_F16] = 0x7e00,
-      [PM_BF16] = 0x7fc0, [PM_F32] = 0x7fc00000, [PM_E4M3] = 0x7f,  [PM_E5M2] = 0x7f,
-      [PM_E8M0] = 0xff,   [PM_INT4] = 7,         [PM_UINT4] = 15,   [PM_E2M1] = 7,
-      [PM_INT2] = 1,      [PM_UINT2] = 3};
-  uint32_t v = zeros ? 0 : patterns[d];
+  uint32_t v = zeros ? 0 : pm_unwritten(d);
   uint8_t bytes = pm_dtypes[d].bytes;
   if (bytes == 1 || v == 0 || v == ~0u) {
     memset(p, (int)(v & 0xff), (size_t)n * bytes);

@@ -210,11 +210,19 @@ COMPARISON(GE, >=)
 SELECT_KERNEL(U8)
 SELECT_KERNEL(U16)
 SELECT_KERNEL(U32)
-HANDLER(SELECT, [PM_BOOL] = SELECT_U8, [PM_I8] = SELECT_U8, [PM_U8] = SELECT_U8,
-        [PM_INT4] = SELECT_U8, [PM_INT2] = SELECT_U8, [PM_UINT2] = SELECT_U8,
-        [PM_UINT4] = SELECT_U8, [PM_E2M1] = SELECT_U8, [PM_E4M3] = SELECT_U8, [PM_E5M2] = SELECT_U8,
-        [PM_E8M0] = SELECT_U8, [PM_I16] = SELECT_U16, [PM_U16] = SELECT_U16, [PM_F16] = SELECT_U16,
-        [PM_BF16] = SELECT_U16, [PM_I32] = SELECT_U32, [PM_U32] = SELECT_U32, [PM_F32] = SELECT_U32)
+#define SELECT_2 SELECT_U8
+#define SELECT_4 SELECT_U8
+#define SELECT_8 SELECT_U8
+#define SELECT_16 SELECT_U16
+#define SELECT_32 SELECT_U32
+static const handler pm_vm_SELECT = {pm_vm_encode_pointwise,
+                                     exec_pointwise,
+                                     {
+#define PM_DTYPE(id, text, bits, class, cuda, dlpack, short, numpy, wide, torch, map, group) \
+  [PM_##id] = SELECT_##bits,
+#include "../base/dtypes.def"
+#undef PM_DTYPE
+                                     }};
 
 /* ---- pointwise ---------------------------------------------------------------------------- */
 

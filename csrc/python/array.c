@@ -76,14 +76,9 @@ static pm_type without(const pm_type *type, uint32_t set) {
 /* ---- reductions ---------------------------------------------------------------------------- */
 
 static pm_dtype sum_dtype(pm_dtype d) {
-  switch (d) {
-    case PM_BOOL:
-    case PM_I8:
-    case PM_I16: return PM_I32;
-    case PM_U8:
-    case PM_U16: return PM_U32;
-    default: return pm_is_narrow_float(d) ? PM_F32 : d;
-  }
+  if (pm_is_float(d)) return PM_F32;
+  if (pm_dtypes[d].bits < 8) return d;
+  return pm_dtypes[d].class == PM_CLASS_UINT ? PM_U32 : PM_I32;
 }
 
 /* Over the dims of `set`; keepdims brings them back as unit dims. Replaces *x. */
@@ -134,7 +129,8 @@ static pm_val retyped(pmpy_trace *t, pm_opcode code, pm_val x, pm_dtype d) {
 }
 
 static pm_dtype without_sign(pm_dtype d) {
-  return d == PM_INT4 ? PM_UINT4 : d == PM_INT2 ? PM_UINT2 : d;
+  const bool small = pm_is_small_int(d) && pm_dtypes[d].class == PM_CLASS_INT;
+  return small ? pm_dtype_of(PM_CLASS_UINT, pm_dtypes[d].bits) : d;
 }
 
 /* int4 and int2 lie sign-extended in registers, so their bits are those of the uint4 and uint2 that

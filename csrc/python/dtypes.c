@@ -37,13 +37,9 @@ PyObject *pmpy_dtype_object(pm_dtype t) {
 }
 
 static bool find(const char *name, pm_dtype *out) {
-  static const struct {
-    const char *name;
-    pm_dtype t;
-  } wide[] = {{"float64", PM_F32}, {"int64", PM_I32}, {"uint64", PM_U32}};
   int t = pm_dtype_find(name);
-  for (size_t i = 0; i < PM_COUNT(wide) && t < 0; i++)
-    if (!strcmp(name, wide[i].name)) t = wide[i].t;
+  for (int k = 0; k < PM_DTYPE_COUNT && t < 0; k++)
+    if (*pm_dtypes[k].wide && !strcmp(name, pm_dtypes[k].wide)) t = k;
   if (t < 0) return false;
   *out = (pm_dtype)t;
   return true;

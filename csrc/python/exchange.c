@@ -123,21 +123,26 @@ static int extended_dtype(int number) {
   return -1;
 }
 
+/* By NumPy's numbers of its own dtypes: 1 + ours, 0: it is none of ours. */
+static uint8_t own_dtypes[NPY_NTYPES_LEGACY];
+
+static int find_own_dtypes(void) {
+  for (int t = 0; t < PM_DTYPE_COUNT; t++) {
+    if (pm_is_extended(t)) continue;
+    PyObject *dtype = pmpy_dtype_object(t);
+    if (!dtype) return -1;
+    own_dtypes[((PyArray_Descr *)dtype)->type_num] = (uint8_t)(t + 1);
+    Py_DECREF(dtype);
+  }
+  return 0;
+}
+
 /* -1: none of ours */
 static int dtype_of_descr(const PyArray_Descr *d) {
+  const int number = d->type_num;
   if (!PyArray_ISNBO(d->byteorder)) return -1;
-  switch (d->type_num) {
-    case NPY_BOOL: return PM_BOOL;
-    case NPY_BYTE: return PM_I8;
-    case NPY_UBYTE: return PM_U8;
-    case NPY_SHORT: return PM_I16;
-    case NPY_USHORT: return PM_U16;
-    case NPY_INT: return PM_I32;
-    case NPY_UINT: return PM_U32;
-    case NPY_HALF: return PM_F16;
-    case NPY_FLOAT: return PM_F32;
-    default: return PyTypeNum_ISUSERDEF(d->type_num) ? extended_dtype(d->type_num) : -1;
-  }
+  if (number >= 0 && number < NPY_NTYPES_LEGACY) return own_dtypes[number] - 1;
+  return PyTypeNum_ISUSERDEF(number) ? extended_dtype(number) : -1;
 }
 
 static int refuse_descr(int which, PyObject *o, PyArray_Descr *d) {
@@ -421,14 +426,9 @@ static int read_dlpack(PyObject *o, int which, pmpy_buffer *b) {
 /* ---- __cuda_array_interface__ -------------------------------------------------------------- */
 
 static int dtype_of_typestr(const char *s) {
-  static const struct {
-    const char *text;
-    pm_dtype t;
-  } known[] = {{"b1", PM_BOOL}, {"i1", PM_I8},  {"i2", PM_I16}, {"i4", PM_I32}, {"u1", PM_U8},
-               {"u2", PM_U16},  {"u4", PM_U32}, {"f2", PM_F16}, {"f4", PM_F32}};
   if (!strchr("<|=", s[0])) return -1;
-  for (size_t i = 0; i < PM_COUNT(known); i++)
-    if (!strcmp(s + 1, known[i].text)) return (int)known[i].t;
+  for (int t = 0; t < PM_DTYPE_COUNT; t++)
+    if (!pm_is_extended(t) && !strcmp(s + 1, pm_dtypes[t].numpy)) return t;
   return -1;
 }
 
@@ -811,5 +811,5 @@ PyObject *pmpy_finish(const pmpy_source *s, PyObject *made, bool cuda) {
 int pmpy_init_exchange(PyObject *module) {
   (void)module;
   import_array1(-1);
-  return 0;
+  return find_own_dtypes();
 }

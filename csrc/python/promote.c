@@ -17,45 +17,38 @@
 
 /* ---- the lattice --------------------------------------------------------------------------- */
 
-enum { WI = PM_DTYPE_COUNT, WF, NODES };
-/* clang-format off */
-enum { B = PM_BOOL, I1 = PM_I8, I2 = PM_I16, I4 = PM_I32, U1 = PM_U8, U2 = PM_U16, U4 = PM_U32,
-       H = PM_F16, BF = PM_BF16, F = PM_F32 };
+enum { WI = PM_DTYPE_COUNT, WF, NO_WAY = 255 };
 
-#define ROW(n, b, i1, i2, i4, u1, u2, u4, h, bf, f, wi, wf)                                    \
-  [n] = {[B] = b, [I1] = i1, [I2] = i2, [I4] = i4, [U1] = u1, [U2] = u2, [U4] = u4, [H] = h,  \
-         [BF] = bf, [F] = f, [WI] = wi, [WF] = wf}
-static const uint8_t join[NODES][NODES] = {
-    /*      B   I1  I2  I4  U1  U2  U4  H   BF  F   WI  WF */
-    ROW(B,  B,  I1, I2, I4, U1, U2, U4, H,  BF, F,  WI, WF),
-    ROW(I1, I1, I1, I2, I4, I2, I4, I4, H,  BF, F,  I1, WF),
-    ROW(I2, I2, I2, I2, I4, I2, I4, I4, H,  BF, F,  I2, WF),
-    ROW(I4, I4, I4, I4, I4, I4, I4, I4, H,  BF, F,  I4, WF),
-    ROW(U1, U1, I2, I2, I4, U1, U2, U4, H,  BF, F,  U1, WF),
-    ROW(U2, U2, I4, I4, I4, U2, U2, U4, H,  BF, F,  U2, WF),
-    ROW(U4, U4, I4, I4, I4, U4, U4, U4, H,  BF, F,  U4, WF),
-    ROW(H,  H,  H,  H,  H,  H,  H,  H,  H,  F,  F,  H,  H),
-    ROW(BF, BF, BF, BF, BF, BF, BF, BF, F,  BF, F,  BF, BF),
-    ROW(F,  F,  F,  F,  F,  F,  F,  F,  F,  F,  F,  F,  F),
-    ROW(WI, WI, I1, I2, I4, U1, U2, U4, H,  BF, F,  WI, WF),
-    ROW(WF, WF, WF, WF, WF, WF, WF, WF, H,  BF, F,  WF, WF),
-};
-/* clang-format on */
-
-enum { NO_WAY = 255 };
+static bool is_bool(uint8_t node) { return node < WI && pm_dtypes[node].class == PM_CLASS_BOOL; }
+static bool is_float(uint8_t node) { return node == WF || (node < WI && pm_is_float(node)); }
 
 static bool is_small(uint8_t node) {
-  return node < WI && node != B && (pm_dtypes[node].bits < 8 || pm_is_small_float(node));
+  return node < WI && (pm_is_small_int(node) || pm_is_small_float(node));
 }
 
+/* Of integers the wider one; a signed one that holds both, or int32. */
+static uint8_t join_ints(uint8_t x, uint8_t y) {
+  const int a = pm_dtypes[x].bits, b = pm_dtypes[y].bits;
+  if (pm_dtypes[x].class == pm_dtypes[y].class) return a < b ? y : x;
+  const bool first = pm_dtypes[x].class == PM_CLASS_INT;
+  const int is_signed = first ? a : b, is_unsigned = first ? b : a;
+  const int bits = is_signed > is_unsigned ? is_signed : 2 * is_unsigned;
+  return (uint8_t)pm_dtype_of(PM_CLASS_INT, bits < 32 ? bits : 32);
+}
+
+/* Bool, integers, weak float, floats: the later kind; weak int is the least integer. */
 static uint8_t join_nodes(uint8_t x, uint8_t y) {
-  if (!is_small(x) && !is_small(y)) return join[x][y];
-  if (x == y || y == B) return x;
-  if (x == B) return y;
-  const uint8_t small = is_small(x) ? x : y, other = is_small(x) ? y : x;
-  if (is_small(other)) return NO_WAY;
-  if (other == WI) return small;
-  return pm_is_float(small) && (other == WF || pm_is_int(other)) ? small : NO_WAY;
+  if (x == y || is_bool(y)) return x;
+  if (is_bool(x)) return y;
+  if (is_small(x) || is_small(y)) {
+    const uint8_t small = is_small(x) ? x : y, other = is_small(x) ? y : x;
+    if (is_small(other)) return NO_WAY;
+    if (other == WI) return small;
+    return pm_is_float(small) && (other == WF || !is_float(other)) ? small : NO_WAY;
+  }
+  if (is_float(x) != is_float(y)) return is_float(x) ? x : y;
+  if (x >= WI || y >= WI) return x >= WI ? y : x; /* of one kind, weak */
+  return is_float(x) ? PM_F32 : join_ints(x, y);
 }
 
 static int no_way(uint8_t x, uint8_t y) {
@@ -71,7 +64,7 @@ static int no_way(uint8_t x, uint8_t y) {
 }
 
 static uint8_t node_of(pm_dtype d, bool weak) {
-  if (!weak || d == PM_BOOL) return (uint8_t)d;
+  if (!weak || is_bool((uint8_t)d)) return (uint8_t)d;
   return pm_is_float(d) ? WF : WI;
 }
 

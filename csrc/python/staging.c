@@ -69,15 +69,11 @@ static pm_code move_in(pmpy_run *r, uint32_t from, uint32_t to, pm_err *err) {
 
 /* Fresh outputs begin as memory that was never written. */
 static void fill(const pmpy_spec *s, void *at, bool zero) {
-  size_t n = pmpy_bytes(s), size = pm_dtypes[s->dtype].bytes;
-  unsigned char item[4];
-  memset(item, 0xff, sizeof item);
-  if (pm_is_float((pm_dtype)s->dtype))
-    pm_store_scalar((pm_dtype)s->dtype, item, (pm_scalar){.f = __builtin_nan("")});
-  if (pm_dtypes[s->dtype].class == PM_CLASS_INT) item[size - 1] = 0x7f;
-  if (s->dtype == PM_BOOL) item[0] = 1;
-  if (zero) memset(item, 0, sizeof item);
-  for (size_t i = 0; i < n; i += size) memcpy((char *)at + i, item, size);
+  const size_t n = pmpy_bytes(s), size = pm_dtypes[s->dtype].bytes;
+  const int bits = pm_dtypes[s->dtype].bits;
+  uint32_t item = zero ? 0 : pm_unwritten((pm_dtype)s->dtype);
+  if (bits < 8) item *= 0xff / ((1 << bits) - 1); /* all of the elements in a byte */
+  for (size_t i = 0; i < n; i += size) memcpy((char *)at + i, &item, size);
 }
 
 /* Output i before the run: its operand's contents, the caller's, or nothing. */

@@ -28,12 +28,6 @@ static struct {
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 
 enum { TORCH_CPU = 0, TORCH_CUDA = 1 };
-/* torch's numbers of dtypes, which files and compiled models contain */
-static const int8_t dtype_number[PM_DTYPE_COUNT] = {
-    [PM_U8] = 0,    [PM_I8] = 1,    [PM_I16] = 2,   [PM_I32] = 3,   [PM_F16] = 5,
-    [PM_F32] = 6,   [PM_E5M2] = 23, [PM_E4M3] = 24, [PM_E8M0] = 44, [PM_BOOL] = 11,
-    [PM_BF16] = 15, [PM_U16] = 27,  [PM_U32] = 28};
-
 static void look(void) {
   void *cpu = dlopen("libtorch_cpu.so", RTLD_LAZY | RTLD_NOLOAD);
   void *python = dlopen("libtorch_python.so", RTLD_LAZY | RTLD_NOLOAD);
@@ -111,7 +105,7 @@ PyObject *pmpy_torch_empty(const DLPackExchangeAPI *api, const pmpy_spec *spec, 
   if (cuda && (made = empty_on_current(api, spec, strides, device, ptr))) return made;
   pthread_once(&once, look);
   if (!torch.wrap) return NULL;
-  if (torch.empty(spec->rank, spec->shape, strides, dtype_number[spec->dtype],
+  if (torch.empty(spec->rank, spec->shape, strides, pm_dtypes[spec->dtype].torch,
                   cuda ? TORCH_CUDA : TORCH_CPU, cuda ? device : 0, &tensor))
     return NULL;
   if (!torch.data(tensor, &data)) made = torch.wrap(tensor);

@@ -58,10 +58,11 @@ static const char *intern(const char *s) {
 }
 
 static const int map_dtype[PM_DTYPE_COUNT] = {
-    [PM_BOOL] = CU_MAP_U8, [PM_I8] = CU_MAP_U8,   [PM_I16] = CU_MAP_U16, [PM_I32] = CU_MAP_I32,
-    [PM_U8] = CU_MAP_U8,   [PM_U16] = CU_MAP_U16, [PM_U32] = CU_MAP_U32, [PM_F16] = CU_MAP_F16,
-    [PM_E4M3] = CU_MAP_U8, [PM_E5M2] = CU_MAP_U8, [PM_E8M0] = CU_MAP_U8, [PM_BF16] = CU_MAP_BF16,
-    [PM_F32] = CU_MAP_F32};
+#define PM_DTYPE(id, text, bits, class, cuda, dlpack, short, numpy, wide, torch, map, group) \
+  [PM_##id] = CU_MAP_##map,
+#include "../base/dtypes.def"
+#undef PM_DTYPE
+};
 
 /* ---- load --------------------------------------------------------------------------------- */
 
