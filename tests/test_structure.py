@@ -27,6 +27,18 @@ BELOW = {
 }
 
 
+# What each folder of csrc may include, beside its own files.
+BELOW = {
+    "base": (),
+    "ir": ("base",),
+    "passes": ("base", "ir"),
+    "cuda": ("base", "ir", "passes"),
+    "interp": ("base", "ir", "passes"),
+    "runtime": ("base", "ir", "passes", "cuda"),
+    "python": ("base", "ir", "passes", "cuda", "interp", "runtime"),
+}
+
+
 def modules(root):
     """{name: file} of a package's modules; an extension is known by its stub."""
     found = {}
