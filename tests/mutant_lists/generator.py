@@ -315,7 +315,11 @@ breaks(
         'if (s->barriers.n) pm_line(e, "mbarrier_init_fence();");',
         "",
     ),
-    nobody_meets_behind_the_barriers=("print_body", 'pm_line(e, "block_sync();"); }', "}"),
+    nobody_meets_behind_the_barriers=(
+        "print_body",
+        'pm_line(e, "block_sync();"); } pm_print_profile_ready(e);',
+        "} pm_print_profile_ready(e);",
+    ),
     warps_are_counted_in_the_block=(
         "print_entry",
         '"  const u32 warp = warp_uniform(threadIdx.x >> 5 & 3);\\n"',
