@@ -133,9 +133,12 @@ bool pm_mark_passed(int device, void *mark) {
   PM_IGNORED(ignored);
   const pm_device *d;
   bool pushed;
+  int mode = CU_CAPTURE_RELAXED; /* a query would end a capture that goes on in any thread */
   if (pm_device_need(device, &d, &ignored) || pm_enter(d, &pushed, &ignored)) return false;
-  bool passed = pm_cu.cuEventQuery(mark) == CU_OK;
+  const bool relaxed = !pm_cu.cuThreadExchangeStreamCaptureMode(&mode);
+  const bool passed = pm_cu.cuEventQuery(mark) == CU_OK;
   if (passed) pm_cu.cuEventDestroy(mark);
+  if (relaxed) pm_cu.cuThreadExchangeStreamCaptureMode(&mode);
   pm_leave(pushed);
   return passed;
 }

@@ -304,7 +304,7 @@ def _norm_config(c, x, axis, out):
     grain = 2048 // x.itemsize
     by_tma = inner == 1 and n * x.itemsize % 16 == 0
     if by_tma and out == x.dtype and n >= grain and c.chance(0.5):
-        ring, consumers = grain * c.pick(1, 1, 2), c.pick(1, 2, 2, 3, 4)
+        ring, consumers = grain * c.pick(1, 1, 2), c.pick(1, 2, 2, 3)
         need(n >= ring * consumers)
         programs = c.pick(0, 1, 2, 5)
         given = {"ring": ring, "consumers": consumers, "programs": programs}
