@@ -11,7 +11,8 @@ _STYLE = (
 _ENGINES = {"copy in": "#3b82c4", "copy out": "#8a63d2", "product": "#2f9e63"}
 
 
-def _color(name):
+def shade(name):
+    """A light colour for a name."""
     return f"hsl({zlib.crc32(name.encode()) % 360},50%,80%)"
 
 
@@ -58,7 +59,8 @@ def _round(us):
     return next(unit * k for k in (1, 2, 5, 10) if unit * k >= us)
 
 
-def _box(x, y, width, height, fill, title, text=""):
+def box(x, y, width, height, fill, title, text=""):
+    """A rectangle with a tooltip, and as much of a text as it has room for."""
     style = f'class="{fill}"' if fill in ("wait", "costly") else f'fill="{fill}"'
     out = (
         f'<rect x="{x:.1f}" y="{y}" width="{max(width, 0.5):.1f}" height="{height}" {style}>'
@@ -97,7 +99,7 @@ class _Picture:
             x, fill = self.at(begin), _ENGINES.get(e.get("cat"), "#999")
             title = self.title(e, end)
             y = self.y + 2 + lane * _ENGINE
-            self.out.append(_box(x, y, self.at(end) - x, _ENGINE - 1, fill, title))
+            self.out.append(box(x, y, self.at(end) - x, _ENGINE - 1, fill, title))
         self.y += (1 + max((lane for *_, lane in lanes), default=-1)) * _ENGINE + 8
 
     def title(self, e, end):
@@ -109,10 +111,10 @@ class _Picture:
 
     def slice(self, e, end, y, height):
         x, name = self.at(e["ts"]), e["name"]
-        fill = _color(name)
+        fill = shade(name)
         if e.get("cat") == "wait":
             fill = "costly" if "rank" in e["args"] else "wait"
-        self.out.append(_box(x, y, self.at(end) - x, height - 1, fill, self.title(e, end), name))
+        self.out.append(box(x, y, self.at(end) - x, height - 1, fill, self.title(e, end), name))
 
     def axis(self):
         step = _round((self.end - self.begin) / 10)

@@ -1,12 +1,13 @@
 """What the extension calls in Python, registered once when the package is imported."""
 
-from . import _clipped, _core, _introspect, _races, _spills, _types
+from . import _clipped, _core, _introspect, _notebook, _races, _spills, _timeline, _types
 from ._jnp import index, members, refs
 
 
 def register():
     """Give the extension its hooks, and `Array` its members."""
     _core.set_hooks(
+        html=_notebook.html,
         index_array=index.index,
         index_ref=refs.at,
         memory_space=_types.MemorySpace,
@@ -15,5 +16,7 @@ def register():
         races=_races.finish,
         ref_transforms=_types.ref_transforms,
         spills=_spills.by_line,
+        tidy=_notebook.tidy,
+        timeline=_timeline.finish,
     )
     members.add_members()

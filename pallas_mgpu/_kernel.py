@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from . import _core, _introspect, _profile, _trace, tree
+from . import _core, _introspect, _notebook, _profile, _trace, tree
 from ._batch import Batch, Batched, call_batched
 from ._control import Rounds, scoped
 from ._mutable import MutableArray, closed_over, kernel_dtype, rebound
@@ -363,6 +363,9 @@ class RefKernel:
 
     def __repr__(self):
         return _introspect.describe(self.definition)
+
+    def _repr_html_(self):
+        return _notebook.html(self)
 
     def __reduce__(self):
         return _introspect.reduce(self)

@@ -3,6 +3,7 @@
  *
  * A name without a dot is a builtin. "pallas_mgpu.X:Base" is created here, with the builtin Base,
  * and added to the module as X. */
+#include "../base/env.h"
 #include "module.h"
 
 pmpy_state pmpy;
@@ -120,4 +121,18 @@ void pmpy_add_place(const pm_err *err) {
   Py_XDECREF(place);
   PyErr_Clear();
   PyErr_Restore(type, value, traceback);
+}
+
+void pmpy_tidy_error(void) {
+  PyObject *type, *value, *traceback;
+  if (pm_env_is_on(PM_ENV_TRACEBACK)) return;
+  PyErr_Fetch(&type, &value, &traceback);
+  PyErr_NormalizeException(&type, &value, &traceback);
+  if (value && traceback) PyException_SetTraceback(value, traceback);
+  PyObject *hook = value ? pmpy_hook(PMPY_HOOK_TIDY) : NULL;
+  PyObject *none = hook ? PyObject_CallOneArg(hook, value) : NULL;
+  Py_XDECREF(none);
+  PyErr_Clear(); /* it is shown as it is */
+  Py_XDECREF(traceback);
+  PyErr_Restore(type, value, value ? PyException_GetTraceback(value) : NULL);
 }

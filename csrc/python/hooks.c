@@ -15,6 +15,12 @@ PyObject *pmpy_hook(pmpy_hook_id id) {
   return hook;
 }
 
+PyObject *pmpy_html(PyObject *self, PyObject *unused) {
+  (void)unused;
+  PyObject *hook = pmpy_hook(PMPY_HOOK_HTML);
+  return hook ? PyObject_CallOneArg(hook, self) : NULL;
+}
+
 static PyObject *set_hooks(PyObject *module, PyObject *args, PyObject *kw) {
   (void)module;
   if (PyTuple_GET_SIZE(args) || !kw || PyDict_GET_SIZE(kw) != PMPY_HOOK_COUNT) {

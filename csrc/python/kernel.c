@@ -38,6 +38,7 @@ static PyObject *kernel_call(PyObject *self, PyObject *const *args, size_t nargs
   if (!code) result = k->structured ? call_structured(k, &c, n, stream) : pmpy_call_refuse(&c);
   else if (code > 0 && pmpy_call_locate(&c) == 0) result = pmpy_call_run(&c, self);
   pmpy_call_end(&c);
+  if (!result) pmpy_tidy_error();
   return result;
 }
 
@@ -75,6 +76,7 @@ static PyObject *kernel_lower(PyObject *self, PyObject *args, PyObject *kw) {
   else if (!code) result = pmpy_call_refuse(&c);
   else if (code > 0) result = (PyObject *)pmpy_call_trace(&c, true);
   pmpy_call_end(&c);
+  if (!result) pmpy_tidy_error();
   return result;
 }
 
@@ -198,6 +200,7 @@ static PyObject *kernel_copy(PyObject *self, PyObject *memo) {
 
 static PyMethodDef methods[] = {
     {"__class_getitem__", Py_GenericAlias, METH_O | METH_CLASS, "For annotations: Kernel[P, R]."},
+    {"_repr_html_", pmpy_html, METH_NOARGS, "The kernel for a notebook."},
     {"__reduce__", pmpy_reduce, METH_NOARGS, "By the name that the kernel has in a module."},
     {"__copy__", kernel_copy, METH_NOARGS, "The kernel itself."},
     {"__deepcopy__", kernel_copy, METH_O, "The kernel itself."},

@@ -14,15 +14,18 @@
 #include "../runtime/runtime.h"
 
 /* What the core calls in Python: X(ID, keyword of set_hooks). hooks.c */
-#define PMPY_HOOKS(X)                                                           \
-  X(INDEX_ARRAY, index_array)       /* x[idx] of an array that is no slice */   \
-  X(INDEX_REF, index_ref)           /* ref.at[idx] with arrays in idx */        \
-  X(MEMORY_SPACE, memory_space)     /* the enum plgpu.MemorySpace */            \
-  X(OVERHANGING, overhanging)       /* ref.at[idx] that reaches outside */      \
-  X(PICKLE, pickle)                 /* __reduce__ of kernels */                 \
-  X(RACES, races)                   /* what a run with detect_races found */    \
-  X(REF_TRANSFORMS, ref_transforms) /* ref.transforms, of tiling and swizzle */ \
-  X(SPILLS, spills)                 /* spills by line, from SASS */
+#define PMPY_HOOKS(X)                                                             \
+  X(HTML, html)                     /* _repr_html_ of kernels and lowered ones */ \
+  X(INDEX_ARRAY, index_array)       /* x[idx] of an array that is no slice */     \
+  X(INDEX_REF, index_ref)           /* ref.at[idx] with arrays in idx */          \
+  X(MEMORY_SPACE, memory_space)     /* the enum plgpu.MemorySpace */              \
+  X(OVERHANGING, overhanging)       /* ref.at[idx] that reaches outside */        \
+  X(PICKLE, pickle)                 /* __reduce__ of kernels */                   \
+  X(RACES, races)                   /* what a run with detect_races found */      \
+  X(REF_TRANSFORMS, ref_transforms) /* ref.transforms, of tiling and swizzle */   \
+  X(SPILLS, spills)                 /* spills by line, from SASS */               \
+  X(TIDY, tidy)                     /* an error that leaves a kernel */           \
+  X(TIMELINE, timeline)             /* what happened in a run with timeline */
 typedef enum pmpy_hook_id {
 #define X(id, name) PMPY_HOOK_##id,
   PMPY_HOOKS(X)
@@ -65,6 +68,10 @@ enum pmpy_tracer_error {
 PyObject *pmpy_raise(const pm_err *err);
 /* The place as a note of the exception that is set, which the user's own function raised. */
 void pmpy_add_place(const pm_err *err);
+/* The exception that is set leaves a kernel: in a notebook it is shown without our frames. */
+void pmpy_tidy_error(void);
+/* For methods _repr_html_. */
+PyObject *pmpy_html(PyObject *self, PyObject *unused);
 
 /* dtypes.c. New reference to the numpy dtype. */
 PyObject *pmpy_dtype_object(pm_dtype t);

@@ -481,21 +481,28 @@ static pm_code compile_pinned(void *ctx, pm_err *err) {
   return pm_compile(&program, &options, s->cubin, err);
 }
 
-/* Compiled once more, with lines, if there is anything to tell. */
-static PyObject *spills(PyObject *self, PyObject *unused) {
-  pmpy_plan *p = (pmpy_plan *)self;
+/* Compiled once more, with lines. */
+static PyObject *sass_with_lines(pmpy_plan *p) {
   pm_cubin cubin = {0};
   pm_arena arena;
   pm_text program;
-  (void)unused;
-  if (need_cubin(p) < 0) return NULL;
-  if (!p->cubin.spill_bytes) return PyList_New(0);
+  if (need_program(p) < 0) return NULL;
+  pmpy_find_nvrtc();
   pm_arena_init(&arena);
   pm_text_init(&program, &arena);
   step s = {.p = p, .text = &program, .cubin = &cubin};
   PyObject *text = run(compile_pinned, &s) < 0 ? NULL : disassemble(&cubin, "-ndf -c -gi");
   pm_arena_free(&arena);
   pm_cubin_free(&cubin);
+  return text;
+}
+
+static PyObject *spills(PyObject *self, PyObject *unused) {
+  pmpy_plan *p = (pmpy_plan *)self;
+  (void)unused;
+  if (need_cubin(p) < 0) return NULL;
+  if (!p->cubin.spill_bytes) return PyList_New(0);
+  PyObject *text = sass_with_lines(p);
   PyObject *hook = text ? pmpy_hook(PMPY_HOOK_SPILLS) : NULL;
   PyObject *result = hook ? PyObject_CallOneArg(hook, text) : NULL;
   Py_XDECREF(text);
@@ -545,6 +552,7 @@ static PyObject *as_text(PyObject *self, PyObject *args, PyObject *kwargs) {
   int lines = 0;
   if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|s$p:as_text", names, &kind, &lines)) return NULL;
   if (lines && !strcmp(kind, "cuda")) return cuda_with_lines((pmpy_plan *)self);
+  if (lines && !strcmp(kind, "sass")) return sass_with_lines((pmpy_plan *)self);
   for (size_t i = 0; i < PM_COUNT(kinds); i++)
     if (!strcmp(kind, kinds[i].kind)) return kinds[i].text((pmpy_plan *)self);
   return PyErr_Format(PyExc_ValueError,
@@ -616,7 +624,8 @@ static PyMethodDef methods[] = {
     {"as_text", (PyCFunction)(void (*)(void))as_text, METH_VARARGS | METH_KEYWORDS,
      "as_text(kind='graph', *, lines=False): 'traced', 'graph' (lowered), 'cuda', 'ptx' or "
      "'sass'.\n"
-     "lines: 'cuda' has the #line directives that lead the compiler to the Python source.\n"
+     "lines: 'cuda' has the #line directives that lead the compiler to the Python source, 'sass' "
+     "comments that do.\n"
      "Needs no GPU."},
     {"resources", resources, METH_NOARGS,
      "Registers, spills, stack and shared memory, ptxas remarks and the log, as a dict."},
@@ -625,6 +634,7 @@ static PyMethodDef methods[] = {
      "for want of registers, the largest first: bytes that a lane stores and loads. Needs nvdisasm "
      "where there are any."},
     {"cubin", cubin, METH_NOARGS, "The compiled program."},
+    {"_repr_html_", pmpy_html, METH_NOARGS, "The lowered kernel for a notebook."},
     {NULL, NULL, 0, NULL}};
 
 static PyGetSetDef getset[] = {{"graph", get_graph, NULL, "the lowered graph", NULL},

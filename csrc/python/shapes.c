@@ -111,7 +111,8 @@ int pmpy_reshape_args(const pm_type *from, PyObject *const *args, Py_ssize_t n, 
 typedef struct layout_job {
   pm_graph *g;
   const pm_type *array;
-  enum { L_STRIDED, L_SPLAT, L_TILED } kind;
+  enum { L_STRIDED, L_SPLAT, L_TILED, L_TEXT } kind;
+  const char *text; /* as the text form of graphs has it */
   int64_t vec;
   pm_tiling t;
   /* ("reduce", ...): dims of the unreduced base tile that go, outermost reduce last */
@@ -254,6 +255,10 @@ static int layout_spec(PyObject *spec, layout_job *j) {
     j->vec = vec;
     return 0;
   }
+  if (!strcmp(tag, "text")) {
+    j->kind = L_TEXT;
+    return PyArg_ParseTuple(spec, "ss", &tag, &j->text) ? 0 : -1;
+  }
   if (!strcmp(tag, "tiled")) return tiled_spec(spec, j);
   if (!strcmp(tag, "named")) return named_spec(spec, j);
   if (!strcmp(tag, "reduce")) return reduce_spec(spec, j);
@@ -285,6 +290,9 @@ static pm_code layout_body(void *ctx, pm_err *err) {
   switch (j->kind) {
     case L_STRIDED: j->out = pm_layout_strided(j->g, array, j->vec); break;
     case L_SPLAT: j->out = pm_layout_splat(j->g, array); break;
+    case L_TEXT:
+      if (pm_layout_parse(j->g, j->text, strlen(j->text), array, &j->out, err)) return err->code;
+      break;
     case L_TILED:;
       pm_code rc = pm_layout_of_tiling(j->g, &full, &j->t, &j->out, err);
       if (rc) return rc;

@@ -44,16 +44,15 @@ int pmpy_write_timeline(PyObject *params, const pm_graph *g, const pm_timeline_e
                         uint32_t n, bool truncated) {
   PyObject *type, *value, *traceback; /* of what ended the run, if anything */
   PyErr_Fetch(&type, &value, &traceback);
-  PyObject *r = NULL, *module = PyImport_ImportModule("pallas_mgpu._timeline");
-  PyObject *list = module ? list_of(events, n) : NULL;
+  PyObject *r = NULL, *hook = pmpy_hook(PMPY_HOOK_TIMELINE);
+  PyObject *list = hook ? list_of(events, n) : NULL;
   if (list)
-    r = PyObject_CallMethod(module, "finish", "OsNNNOi", params, g->name, dims(g->grid, g->n_grid),
-                            dims(g->cluster, g->n_cluster), PyLong_FromLong(PM_TIMELINE_MHZ), list,
-                            (int)truncated);
+    r = PyObject_CallFunction(hook, "OsNNNOi", params, g->name, dims(g->grid, g->n_grid),
+                              dims(g->cluster, g->n_cluster), PyLong_FromLong(PM_TIMELINE_MHZ),
+                              list, (int)truncated);
   const int rc = r ? 0 : -1;
   Py_XDECREF(r);
   Py_XDECREF(list);
-  Py_XDECREF(module);
   if (type) PyErr_Restore(type, value, traceback);
   return rc;
 }
