@@ -104,9 +104,10 @@ class _Picture:
 
     def title(self, e, end):
         args = e.get("args", {})
-        parts = [e["name"], f"{(end - e['ts']) * 1000:.0f} ns", args.get("at", "")]
-        if args.get("for"):
-            parts.append(f"waits for {args['for']} ({args['of']})")
+        at, awaited = (args.get(k, "").rpartition("/")[2] for k in ("at", "for"))
+        parts = [e["name"], f"{(end - e['ts']) * 1000:.0f} ns", at]
+        if awaited:
+            parts.append(f"waits for {awaited} ({args['of']})")
         return "\n".join(p for p in parts if p)
 
     def slice(self, e, end, y, height):
@@ -135,7 +136,7 @@ def draw(trace, process, width):
     for tid in sorted(rows):
         picture.row(tid)
     title = escape(f"{trace.kernel}, {named[pid]}")
-    for k, w in enumerate(trace.waits[:5]):
+    for k, w in enumerate(trace.waits[:3]):
         text = f"wait #{k + 1}: {w.ns:.0f} ns in {w.count} waits, {w.source}"
         picture.y += 15
         picture.out.append(f'<text x="4" y="{picture.y}">{escape(text)}</text>')

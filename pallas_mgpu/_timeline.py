@@ -14,7 +14,7 @@ import os
 
 from ._drawing import draw
 
-_COSTLY = 5  # lines whose waits are marked
+_COSTLY = 3  # lines whose waits are marked
 _ROWS = 8  # of a thread in a process: its own, then those of its warps
 
 

@@ -1,7 +1,10 @@
 """Timelines of interpreted runs (InterpretParams(timeline=)): what they hold and what they cost."""
 
 import json
+import runpy
+import sys
 import xml.etree.ElementTree as ET
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -244,7 +247,7 @@ def test_picture(operands, tmp_path):
     boxes = root.findall(f"{space}rect")
     assert len(boxes) == len(slices(trace))
     costly = [b for b in boxes if b.get("class") == "costly"]
-    assert len(costly) == sum(w.count for w in trace.waits[:5])
+    assert len(costly) == sum(w.count for w in trace.waits[:3])
     assert all(0 <= float(b.get("x")) <= 800 for b in boxes)
     assert trace._repr_html_().startswith("<svg")
     with pytest.raises(ValueError, match="process must be one of"):
@@ -266,3 +269,18 @@ def test_no_trace(tmp_path, text):
     (tmp_path / "x.json").write_text(text)
     with pytest.raises(ValueError, match=r"x\.json is no trace"):
         plgpu.read_trace(tmp_path / "x.json")
+
+
+def test_pictures_of_the_guide(tmp_path, monkeypatch, capsys):
+    """docs/profiling.md shows what examples/timeline.py draws."""
+    root = Path(__file__).parent.parent
+    monkeypatch.setattr(sys, "argv", ["timeline.py", str(tmp_path)])
+    runpy.run_path(str(root / "examples" / "timeline.py"), run_name="__main__")
+    assert "ok" in capsys.readouterr().out
+    guide = (root / "docs" / "profiling.md").read_text(encoding="utf-8")
+    for picture in tmp_path.iterdir():
+        shown = root / "docs" / "pictures" / picture.name
+        assert f"pictures/{picture.name})" in guide
+        assert shown.read_text() == picture.read_text(), (
+            "run python examples/timeline.py docs/pictures"
+        )
