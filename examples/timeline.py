@@ -1,5 +1,5 @@
-"""What a kernel waits for: a GEMM on the interpreter, whose timeline shows the waits that cost most,
-and the same kernel with more slots and a product in flight.
+"""What a kernel waits for: a GEMM on the interpreter, whose timeline shows the waits that cost
+most, and the same kernel with more slots and a product in flight.
 
 `python examples/timeline.py DIRECTORY` draws the pictures of docs/profiling.md there."""
 

@@ -42,7 +42,9 @@ def test_readme():
     assert np.linalg.norm(names["matmul"](a, b) - want) < 1e-3 * np.linalg.norm(want)
 
 
-@pytest.mark.parametrize("name, least", [("language", 10), ("arrays", 3), ("ops", 6), ("profiling", 2)])
+@pytest.mark.parametrize(
+    "name, least", [("language", 10), ("arrays", 3), ("ops", 6), ("profiling", 2)]
+)
 def test_guides(name, least, tmp_path, monkeypatch):
     """The Python blocks of each page are one program that checks itself."""
     text = (ROOT / "docs" / f"{name}.md").read_text()
