@@ -95,7 +95,7 @@ if __name__ == "__main__":
     for trace in (waiting, running):
         print(f"{length(trace):.0f} ns in the model")
         for wait in trace.waits[:3]:
-            print(f"  {wait.ns:6.0f} ns in {wait.count} waits: {wait.source}")
+            print(f"  {wait.critical_ns:5.0f} of {wait.ns:5.0f} ns are critical: {wait.source}")
     assert length(running) < 0.9 * length(waiting)
     if len(sys.argv) == 2:
         for name, trace in {"waiting": waiting, "running": running}.items():

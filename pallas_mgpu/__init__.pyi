@@ -358,6 +358,7 @@ class Wait:
     what: str
     awaited: tuple[str, ...]
     ns: float
+    critical_ns: float
     count: int
 
 @dataclass(frozen=True)

@@ -136,8 +136,9 @@ def draw(trace, process, width):
     for tid in sorted(rows):
         picture.row(tid)
     title = escape(f"{trace.kernel}, {named[pid]}")
-    for k, w in enumerate(trace.waits[:3]):
-        text = f"wait #{k + 1}: {w.ns:.0f} ns in {w.count} waits, {w.source}"
+    costly = [w for w in trace.waits[:3] if w.critical_ns]
+    for k, w in enumerate(costly):
+        text = f"wait #{k + 1}: {w.critical_ns:.0f} of {w.ns:.0f} ns are critical, {w.source}"
         picture.y += 15
         picture.out.append(f'<text x="4" y="{picture.y}">{escape(text)}</text>')
     head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{picture.y + 8}">'

@@ -6,6 +6,7 @@ process is a block, or on a GPU a multiprocessor; its rows are the threads and w
 and waits are pairs of events "B" and "E". What engines do overlaps, and is a pair "b" and "e" of
 the thread that issued it. ``otherData`` sums up the waits by line."""
 
+import bisect
 import collections
 import dataclasses
 import json
@@ -24,7 +25,8 @@ class Wait:
 
     ``at``, ``source``: the line, as "file:line", and its text. ``what``: what is waited for, such
     as a barrier. ``awaited``: the lines that came last, with the longest waits first. ``ns``: the
-    sum over all agents. ``count``: how many waits took time.
+    sum over all agents. ``critical_ns``: the part of it on the critical path, the chain of work and
+    waits that ends last; other waits cost nothing. ``count``: how many waits took time.
     """
 
     at: str
@@ -32,6 +34,7 @@ class Wait:
     what: str
     awaited: tuple[str, ...]
     ns: float
+    critical_ns: float
     count: int
 
 
@@ -40,7 +43,7 @@ class Trace:
     """A trace, as :func:`read_trace` returns it; in a notebook it is shown as a picture.
 
     ``kernel``: the name of the kernel. ``events``: those of the file, dicts as Chrome's trace
-    format has them, with times in microseconds. ``waits``: the costliest lines first, a tuple of
+    format has them, with times in microseconds. ``waits``: those that cost most first, a tuple of
     :class:`Wait`; empty for traces of a GPU. ``truncated``: were events dropped, for lack of space?
     """
 
@@ -147,8 +150,35 @@ class _Rows:
         return ", ".join(p for p in parts if p)
 
 
+def _critical(events):
+    """{(file, line): cycles} of the waits on the critical path.
+
+    From the agent that ends last backwards: its latest wait leads to the agent that it waited for,
+    to the moment at which that one arrived, or issued the copy or product."""
+    waits, issued, last = collections.defaultdict(list), {}, (0, None)
+    for e in events:
+        kind, agent, begin, end = e[:4]
+        if kind == "wait":
+            waits[agent].append(e)
+        elif kind not in ("work", "scope"):
+            issued[agent, end] = begin
+        last = max(last, (end, agent), key=lambda x: x[0])
+    ends = {agent: [e[3] for e in of] for agent, of in waits.items()}  # in order, as they happened
+    end, agent = last
+    at, found = issued.get((agent, end), end), collections.Counter()
+    for _ in events:
+        k = bisect.bisect_right(ends.get(agent, ()), at) - 1
+        if k < 0:
+            break
+        _, waiting, begin, end, _, _, file, line, agent, _, _ = waits[agent][k]
+        found[file, line] += end - begin
+        at = issued.get((agent, end), begin if agent == waiting else end)
+    return found
+
+
 def _sum_up(events, mhz):
-    """The waits by line, the costliest first."""
+    """The waits by line, those that cost most first."""
+    critical = _critical(events)
     total, count, what = collections.Counter(), collections.Counter(), {}
     awaited = collections.defaultdict(collections.Counter)
     for kind, _, begin, end, name, _, file, line, _, for_file, for_line in events:
@@ -167,10 +197,11 @@ def _sum_up(events, mhz):
                 "what": what[at],
                 "awaited": [place for place, _ in awaited[at].most_common() if place],
                 "ns": cycles * 1000 / mhz,
+                "critical_ns": critical[at] * 1000 / mhz,
                 "count": count[at],
             },
         )
-        for at, cycles in total.most_common()
+        for at, cycles in sorted(total.items(), key=lambda x: (critical[x[0]], x[1]), reverse=True)
     ]
 
 
@@ -178,7 +209,7 @@ def finish(params, kernel, grid, cluster, mhz, events, truncated):
     """Called by the extension at the end of a run, with the events of csrc/interp/timeline.c."""
     rows, out = _Rows(grid, cluster), []
     waits = _sum_up(events, mhz)
-    ranks = {at: k + 1 for k, (at, _) in enumerate(waits[:_COSTLY])}
+    ranks = {at: k + 1 for k, (at, w) in enumerate(waits[:_COSTLY]) if w["critical_ns"]}
     for number, e in enumerate(events):
         kind, agent, begin, end, what, index, file, line, for_agent, for_file, for_line = e
         pid, tid = rows.of(agent)

@@ -132,7 +132,9 @@ def test_costly_waits(operands, tmp_path):
     """The line that costs most comes first and names the line that it waits for."""
     kernel(tmp_path / "t.json")(*operands)
     trace = plgpu.read_trace(tmp_path / "t.json")
-    assert [w.ns for w in trace.waits] == sorted((w.ns for w in trace.waits), reverse=True)
+    costs = [(w.critical_ns, w.ns) for w in trace.waits]
+    assert costs == sorted(costs, reverse=True) and costs[0][0] > 0
+    assert all(w.critical_ns <= w.ns for w in trace.waits)
     by_source = {w.source.partition("  #")[0]: w for w in trace.waits}
     loaded = by_source["plgpu.barrier_wait(full.at[slot])"]
     assert loaded.what == "full" and loaded.count == DEPTH // STEP
@@ -145,6 +147,44 @@ def test_costly_waits(operands, tmp_path):
     assert all(e["args"]["at"] == trace.waits[0].at for e in first)
     total = sum(e - b for b, e, x in slices(trace, cat="wait") if x["args"].get("rank") == 1)
     assert total * 1000 == pytest.approx(trace.waits[0].ns)
+
+
+def test_waits_that_cost_nothing(tmp_path):
+    """Thread 0 waits for thread 1 in the end; that thread 2 waits as long, for thread 0, delays
+    nobody."""
+
+    def body(x, o, slow, fast, ready):
+        wg = lax.axis_index("wg")
+
+        @pl.when(wg == 0)
+        def _():
+            fast[...] = x[0]
+            plgpu.barrier_arrive(ready.at[0])
+            plgpu.barrier_wait(ready.at[1])  # critical
+            o[0] = slow[...]
+
+        @pl.when(wg == 1)
+        def _():
+            slow[...] = lax.fori_loop(0, 20, lambda k, v: v + x[k], x[0])
+            plgpu.barrier_arrive(ready.at[1])
+
+        @pl.when(wg == 2)
+        def _():
+            plgpu.barrier_wait(ready.at[0])  # not
+            o[1] = fast[...]
+
+    x = np.ones((20, 128), F32)
+    plgpu.kernel(
+        body,
+        out_type=plgpu.ShapeDtypeStruct((2, 128), F32),
+        scratch_types=[plgpu.SMEM((128,), F32)] * 2 + [plgpu.Barrier(num_barriers=2)],
+        num_threads=3,
+        thread_name="wg",
+        interpret=plgpu.InterpretParams(timeline=tmp_path / "t.json"),
+    )(x)
+    critical, other = plgpu.read_trace(tmp_path / "t.json").waits
+    assert critical.source.endswith("# critical") and critical.critical_ns == critical.ns > 0
+    assert other.source.endswith("# not") and other.critical_ns == 0 < other.ns
 
 
 def test_blocks_share_the_gpu(tmp_path):
@@ -247,7 +287,7 @@ def test_picture(operands, tmp_path):
     boxes = root.findall(f"{space}rect")
     assert len(boxes) == len(slices(trace))
     costly = [b for b in boxes if b.get("class") == "costly"]
-    assert len(costly) == sum(w.count for w in trace.waits[:3])
+    assert len(costly) == sum(w.count for w in trace.waits[:3] if w.critical_ns)
     assert all(0 <= float(b.get("x")) <= 800 for b in boxes)
     assert trace._repr_html_().startswith("<svg")
     with pytest.raises(ValueError, match="process must be one of"):
