@@ -66,7 +66,7 @@ def write_trace(path, kernel, events, exclusive=False, **other):
     data = {"displayTimeUnit": "ns", "traceEvents": events}
     data["otherData"] = {"kernel": kernel, "truncated": False, "waits": [], **other}
     with open(path, "x" if exclusive else "w", encoding="utf-8") as f:
-        json.dump(data, f, separators=(",", ":"))
+        f.write(json.dumps(data, separators=(",", ":")))  # faster than json.dump
 
 
 def read_trace(path):

@@ -88,7 +88,7 @@ struct timeline {
   uint32_t n_slots;
   pm_timeline_event *events;
   uint32_t n_events, cap_events;
-  uint64_t n_copies;
+  pm_timeline_event lost; /* there was no room for it */
   bool truncated;
 };
 
@@ -168,7 +168,6 @@ static pm_timeline_agent name_of(const pm_machine *m, const thread *t) {
 
 static pm_timeline_event *add(pm_machine *m, pm_timeline_kind kind, const thread *t, pm_opid op,
                               int64_t begin, int64_t end) {
-  static pm_timeline_event lost;
   timeline *x = m->timeline;
   if (x->n_events == x->cap_events) {
     const uint32_t cap = x->cap_events ? 2 * x->cap_events : 1024;
@@ -176,7 +175,7 @@ static pm_timeline_event *add(pm_machine *m, pm_timeline_kind kind, const thread
         cap > MOST_EVENTS ? NULL : pm_realloc(x->events, cap * sizeof *x->events);
     if (!at) {
       x->truncated = true;
-      return &lost;
+      return &x->lost;
     }
     x->events = at;
     x->cap_events = cap;
