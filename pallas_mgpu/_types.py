@@ -1093,7 +1093,7 @@ class SemaphoreType(enum.Enum):
 
 
 class TraceScope(enum.Enum):
-    """Scope of one trace of the on-device profiler (not supported)."""
+    """Whose trace the profiler records: that of each thread, or that of each warp."""
 
     WARP = "warp"
     WARPGROUP = "warpgroup"
