@@ -9,9 +9,6 @@ import ctypes
 import functools
 import os
 import re
-import shutil
-import subprocess
-import tempfile
 
 import numpy as np
 
@@ -51,11 +48,15 @@ class _Memory(ctypes.Structure):
     _fields_ = [("at", ctypes.c_void_p), ("low", ctypes.c_void_p), ("bytes", ctypes.c_uint64)]
 
 
+def _program(name):
+    """The path of a program, or None."""
+    at = [name] if os.path.dirname(name) else [os.path.join(d, name) for d in os.get_exec_path()]
+    return next((p for p in at if os.path.isfile(p) and os.access(p, os.X_OK)), None)
+
+
 def _compiler():
     asked = os.environ.get("CXX")
-    found = next(
-        filter(None, map(shutil.which, [asked] if asked else ["c++", "g++", "clang++"])), None
-    )
+    found = next(filter(None, map(_program, [asked] if asked else ["c++", "g++", "clang++"])), None)
     if found is None:
         raise NotImplementedError(
             "inline_cuda: on the interpreter a source is compiled as C++, and no compiler was found"
@@ -66,38 +67,53 @@ def _compiler():
 
 def _directory():
     """Of this user alone."""
-    place = os.path.join(tempfile.gettempdir(), f"pallas_mgpu_inline-{os.getuid()}")
+    temporary = os.environ.get("TMPDIR") or "/tmp"
+    place = os.path.join(temporary, f"pallas_mgpu_inline-{os.getuid()}")
     os.makedirs(place, mode=0o700, exist_ok=True)
     if os.stat(place).st_uid != os.getuid():
         raise PermissionError(f"inline_cuda: {place} belongs to another user")
     return place
 
 
+def _compile(compiler, text, library):
+    """Made beside the library and renamed when it is done. `os` alone does it, as subprocess and
+    tempfile would be imported by all who import the package."""
+    made = f"{library}.{os.urandom(8).hex()}"
+    source, out, log = f"{made}.cpp", f"{made}.so", f"{made}.log"
+    try:
+        with open(source, "w", encoding="utf-8") as file:
+            file.write(text)
+        streams = [
+            (os.POSIX_SPAWN_OPEN, 1, os.devnull, os.O_WRONLY, 0),
+            (os.POSIX_SPAWN_OPEN, 2, log, os.O_WRONLY | os.O_CREAT, 0o600),
+        ]
+        command = [compiler, *_FLAGS, source, "-o", out]
+        child = os.posix_spawn(compiler, command, os.environ, file_actions=streams)
+        if os.waitpid(child, 0)[1]:
+            with open(log, encoding="utf-8", errors="replace") as file:
+                errors = [x for x in file.read().splitlines() if "error" in x][:4]
+            errors = [x.partition("error")[2].lstrip(": ") for x in errors]
+            raise NotImplementedError(
+                "inline_cuda: this source does not compile as plain C++ for the interpreter, which"
+                f" has the functions of generated programs that concern one lane; {_REMEDY}. The"
+                f" compiler says: {'; '.join(errors)}"
+            )
+        os.rename(out, library)
+    finally:
+        for path in (source, out, log):
+            if os.path.exists(path):
+                os.remove(path)
+
+
 @functools.cache
 def _library(text):
     compiler = _compiler()
     with open(_HEADER, encoding="utf-8") as file:
-        header = file.read()
-    key = "\0".join((compiler, *_FLAGS, header, text))
-    directory = _directory()
-    library = os.path.join(directory, f"{_core.digest(key.encode())}.so")
+        text = f"{file.read()}\n{text}"
+    key = "\0".join((compiler, *_FLAGS, text))
+    library = os.path.join(_directory(), f"{_core.digest(key.encode())}.so")
     if not os.path.exists(library):
-        with tempfile.TemporaryDirectory(dir=directory) as made:
-            source, out = os.path.join(made, "inline.cpp"), os.path.join(made, "inline.so")
-            with open(source, "w", encoding="utf-8") as file:
-                file.write(f"{header}\n{text}")
-            got = subprocess.run(
-                [compiler, *_FLAGS, source, "-o", out], capture_output=True, text=True
-            )
-            if got.returncode:
-                errors = [x for x in got.stderr.splitlines() if "error" in x][:4]
-                errors = [x.partition("error")[2].lstrip(": ") for x in errors]
-                raise NotImplementedError(
-                    "inline_cuda: this source does not compile as plain C++ for the interpreter,"
-                    " which has the functions of generated programs that concern one lane;"
-                    f" {_REMEDY}. The compiler says: {'; '.join(errors)}"
-                )
-            os.rename(out, library)
+        _compile(compiler, text, library)
     f = ctypes.CDLL(library).run
     f.restype = ctypes.c_int
     return f
