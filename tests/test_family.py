@@ -217,3 +217,32 @@ def test_checks_that_come_and_go():
         np.testing.assert_array_equal(half(x), x / 2)
         with pl.enable_debug_checks(True), pytest.raises(AssertionError, match="large"):
             half(x)
+
+
+def test_entries_longest_unused_are_dropped():
+    """A quarter of 1024 when one more comes; equal hashes of other types are other entries."""
+    made = []
+
+    def make(args, arrays, options):
+        made.append(options["n"])
+        return (lambda x, n=options["n"]: n), (0,)
+
+    family = plgpu._core.Family("family", make, True)
+    x = np.zeros(4, np.float32)
+    assert [family(x, n=n) for n in (1, True, 1.0)] == [1, True, 1.0]
+    assert [type(family(x, n=n)) for n in (1.0, True, 1)] == [float, bool, int]
+    assert [type(n) for n in made] == [int, bool, float]
+    family.forget()
+    made.clear()
+    for n in [*range(1024), 0]:
+        assert family(x, n=n) == n
+    assert made == [*range(1024)] and "1024 ways" in repr(family)
+    family(x, n=1024)  # 0 was used again: 1 to 256 go
+    assert "769 ways" in repr(family)
+    made.clear()
+    for n in (0, 257, 1023, 1024):
+        assert family(x, n=n) == n
+    assert not made
+    for n in (1, 256):
+        assert family(x, n=n) == n
+    assert made == [1, 256]
