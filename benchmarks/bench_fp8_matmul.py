@@ -20,7 +20,7 @@ import torch
 from timing import all_ways
 
 from pallas_mgpu.ops import MatmulConfig, matmul
-from pallas_mgpu.ops._scaled import turning
+from pallas_mgpu.ops._scaled import transposing
 from pallas_mgpu.ops.matmul import _cycles, candidates, choose_fp8
 
 SIZES = (
@@ -215,7 +215,7 @@ def bench_turning(rows, cols, args):
     x = torch.randn(rows, cols, device="cuda").to(torch.float8_e4m3fn)
     plain = x.view(torch.uint8)
     out = torch.empty(cols, rows, device="cuda", dtype=torch.uint8)
-    kernel = turning((rows, cols), _dtype(), True, None)
+    kernel = transposing((rows, cols), _dtype(), True, None)
     got = kernel(x)
     assert torch.equal(got.view(torch.uint8)[:, :rows], plain.T), "turning: wrong elements"
     contestants = {

@@ -14,7 +14,7 @@ import pytest
 import pallas_mgpu as plgpu
 from pallas_mgpu import nn
 from pallas_mgpu.ops import FewRowsConfig, MatmulConfig, matmul
-from pallas_mgpu.ops._scaled import turning
+from pallas_mgpu.ops._scaled import transposing
 from pallas_mgpu.ops.matmul import candidates, choose_fp8
 
 pytestmark = pytest.mark.covering(1, share=True)
@@ -242,31 +242,31 @@ def test_epilogue(run, rng, activation, form):
 
 @pytest.mark.parametrize("shape", [(256, 128), (130, 77), (1, 300), (300, 1), (5, 272)], ids=str)
 @pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
-def test_turning(run, rng, shape, dtype):
+def test_transposing(run, rng, shape, dtype):
     """Every byte, NaN too; what is beyond the array is zero."""
     x = rng.integers(0, 256, shape).astype(np.uint8).view(dtype)
-    got = run.call(turning(shape, dtype, True, run.way != "cuda" or None), x).view(np.uint8)
+    got = run.call(transposing(shape, dtype, True, run.way != "cuda" or None), x).view(np.uint8)
     rows, cols = shape
     assert got.shape == (cols, -(-rows // 16) * 16)
     np.testing.assert_array_equal(got[:, :rows], x.view(np.uint8).T)
     assert not got[:, rows:].any()
 
 
-def test_turning_moves_words():
+def test_transposing_moves_words():
     """As a copy does: by TMA, swizzled, several blocks on an SM."""
     x = plgpu.ShapeDtypeStruct((8192, 8192), E4M3)
-    low = turning(x.shape, E4M3, True, None).lower(x)
+    low = transposing(x.shape, E4M3, True, None).lower(x)
     text, used = low.as_text("cuda"), low.resources()
     assert "tma_load_2d(" in text and "tma_store_2d(" in text and "st_shared<e4m3, 2>" in text
     assert used["spill_bytes"] == 0 and used["registers"] <= 128 and used["smem_bytes"] <= 34000
 
 
 def test_operands_that_begin_anywhere(run, rng):
-    """They are copied or turned by accesses that no address is too odd for."""
+    """They are copied or transposed by accesses that no address is too odd for."""
     x = whole(rng, (40, 48), E4M3)
-    turn = turning(x.shape, E4M3, False, run.way != "cuda" or None)
-    assert "ld_global<e4m3, 1>" in turn.lower(x).as_text("cuda")
-    np.testing.assert_array_equal(run.call(turn, x)[:, :40], x.T)
+    transpose = transposing(x.shape, E4M3, False, run.way != "cuda" or None)
+    assert "ld_global<e4m3, 1>" in transpose.lower(x).as_text("cuda")
+    np.testing.assert_array_equal(run.call(transpose, x)[:, :40], x.T)
     odd = plgpu.ArrayInfo(x.shape, E4M3, aligned=False)
     f = matmul.__wrapped__(odd, odd, transpose_b=True, interpret=True)
     assert all(f.pads) and "ld_global<e4m3, 1>" in f.pads[1].lower(x).as_text("cuda")

@@ -32,10 +32,15 @@ def swizzled(row, dtype):
 
 
 def overlap_launches():
-    """The next kernel may be launched now. Nothing is read or written before the kernels before
-    this one are done."""
+    """Lets the next kernel be launched now, and waits until the kernels before this one are done:
+    nothing is read or written earlier."""
     plgpu.griddepcontrol_launch_dependents()
     plgpu.griddepcontrol_wait()
+
+
+def unaligned(start):
+    """The same index, but the compiler knows no divisor of it: accesses there use no vectors."""
+    return start + lax.optimization_barrier(jnp.int32(0))
 
 
 class WarpSpecialized:

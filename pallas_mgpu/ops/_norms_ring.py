@@ -34,6 +34,7 @@ from ._common import (
     Ring,
     WarpSpecialized,
     overlap_launches,
+    unaligned,
     warp_specialized,
 )
 
@@ -340,8 +341,8 @@ class _Block(WarpSpecialized):
 
     def load(self, i, start, valid=None):
         """A group of weight or bias."""
-        if not self.plan.x.aligned[1 + i]:  # no vectors: the compiler cannot know that this is zero
-            start = start + lax.optimization_barrier(jnp.int32(0))
+        if not self.plan.x.aligned[1 + i]:
+            start = unaligned(start)
         at = pl.ds(start, self.plan.grain)
         if valid is None:
             return self.vectors[i][at]

@@ -10,7 +10,7 @@ from pallas_mgpu import lax, pl
 from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
 
-from ._common import overlap_launches
+from ._common import overlap_launches, unaligned
 
 _WIDTH = 4096  # elements that a block copies
 
@@ -32,10 +32,7 @@ def padding(shape, dtype, aligned, interpret):
         r = jnp.minimum(lax.axis_index("row") * height, rows - height)
         c = jnp.minimum(lax.axis_index("col") * width, cols - width)
         x, o = x.reshape((rows, cols)), o.reshape((rows, padded))
-        from_ = c
-        if not aligned:  # no vectors: the compiler cannot know that this is zero
-            from_ = c + lax.optimization_barrier(jnp.int32(0))
-        part = x[pl.ds(r, height), pl.ds(from_, width)]
+        part = x[pl.ds(r, height), pl.ds(c if aligned else unaligned(c), width)]
         o[pl.ds(r, height), pl.ds(c, width)] = part
 
         @pl.when(lax.axis_index("col") == 0)

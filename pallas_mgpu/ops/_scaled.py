@@ -1,16 +1,17 @@
-"""What `matmul` does for 8-bit floats alone: scales, and turning operands.
+"""What `matmul` does for 8-bit floats alone: scales, and transposing operands.
 
-Scales of a tensor, of rows of A and of columns of B multiply the sums in the end; those of rows and
-columns are loaded under the last product of a tile. Scales of blocks change along K: the tensor
-cores then sum 128 elements of K at a time into accumulators of their own, which go into float32
-sums with one multiplication each; meanwhile they work on the next product, or for the other
-consumer. There are two ways. A tile of 256 columns leaves registers for the accumulator of 128: a
-step is two products, one after the other, the consumers issue theirs in turn, and the lanes load
-scales a step ahead. A consumer of up to 128 columns has two accumulators and multiplies a step
-while it adds the one before; the lanes load the scales of a step under its product.
+A scale of a whole operand, of rows of A or of columns of B multiplies the sums in the epilogue;
+those of rows and columns are loaded while the last product of a tile runs. Scales of blocks change
+along K: the tensor cores then sum 128 elements of K at a time into an accumulator of its own, which
+goes into float32 sums with one multiplication. Meanwhile they work on the next product, or for the
+other consumer. There are two ways. With a tile of 256 columns registers have room for an
+accumulator of 128: a step is two products, one after the other, the consumers issue theirs in turn,
+and the lanes load scales a step ahead. A consumer of up to 128 columns has two accumulators and
+multiplies one step while it adds the one before; the lanes load the scales of a step while its
+product runs.
 
-The tensor cores take 8-bit operands only with K contiguous; others are turned by a pass of their
-own, tile by tile through SMEM."""
+The tensor cores take 8-bit operands only with K contiguous; others are transposed by a kernel of
+their own, tile by tile through shared memory."""
 
 from typing import NamedTuple
 
@@ -18,6 +19,8 @@ import pallas_mgpu as plgpu
 from pallas_mgpu import lax, pl
 from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
+
+from ._common import overlap_launches, store, swizzled, unaligned
 
 FP8 = ("float8_e4m3fn", "float8_e5m2")
 BLOCK = 128  # elements along K, and columns of B, that share a scale
@@ -218,7 +221,7 @@ class BlockScales:
         def issue(acc, s):
             a, (b,) = wait(s)
             plgpu.wgmma(acc, a, b)
-            # under the product, and not before: ptxas would wait for them in front of it
+            # while the product runs, and not before: ptxas would wait for them first
             of_rows, (of_columns,) = load(s)
             return of_rows, of_columns
 
@@ -258,43 +261,29 @@ _TILE = 128
 
 
 @cached
-def turning(shape, dtype, aligned, interpret):
+def transposing(shape, dtype, aligned, interpret):
     """Kernel: the transpose of an array of 8-bit floats, with rows of a multiple of 16 bytes,
     filled up with zeros."""
     rows, cols = shape
     padded = pl.cdiv(rows, 16) * 16
     by_tma = aligned and (cols % 16 == 0 or rows == 1)
 
-    def body(x, o, *, tile, turned, ready):
-        plgpu.griddepcontrol_launch_dependents()
-        plgpu.griddepcontrol_wait()
+    def body(x, o, *, x_smem, o_smem, full):
+        overlap_launches()
         row, col = lax.axis_index("row") * _TILE, lax.axis_index("col") * _TILE
-        from_ = col
-        if not aligned:  # no vectors: the compiler cannot know that this is zero
-            from_ = col + lax.optimization_barrier(jnp.int32(0))
-        plgpu.copy_gmem_to_smem(
-            x.at[pl.ds(row, _TILE), pl.ds(from_, _TILE)],
-            tile,
-            ready,
-            engine=None if by_tma else "plain",
-        )
-        plgpu.barrier_wait(ready)
-        turned[...] = tile[...].T
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(turned, o.at[pl.ds(col, _TILE), pl.ds(row, _TILE)])
+        source = x.at[pl.ds(row, _TILE), pl.ds(col if aligned else unaligned(col), _TILE)]
+        plgpu.copy_gmem_to_smem(source, x_smem, full, engine=None if by_tma else "plain")
+        plgpu.barrier_wait(full)
+        store(o_smem, x_smem[...].T, o.at[pl.ds(col, _TILE), pl.ds(row, _TILE)])
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    smem = plgpu.SMEM(
-        (_TILE, _TILE),
-        dtype,
-        transforms=(plgpu.TilingTransform((8, _TILE)), plgpu.SwizzleTransform(_TILE)),
-    )
+    smem = plgpu.SMEM((_TILE, _TILE), dtype, transforms=swizzled(_TILE, dtype))
     return plgpu.kernel(
         body,
         out_type=plgpu.ShapeDtypeStruct((cols, padded), dtype),
-        scratch_types={"tile": smem, "turned": smem, "ready": plgpu.Barrier()},
+        scratch_types={"x_smem": smem, "o_smem": smem, "full": plgpu.Barrier()},
         grid=(pl.cdiv(rows, _TILE), pl.cdiv(cols, _TILE)),
         grid_names=("row", "col"),
         interpret=interpret,
-        kernel_name="matmul_turning",
+        kernel_name="matmul_transposing",
     )

@@ -297,8 +297,8 @@ class _Block(WarpSpecialized):
         if cfg.hold:
             plgpu.barrier_arrive(self.k_empty.at[slot])
         if cfg.late:
-            # Its loop ends the basic block: without it ptxas moves the wait for the
-            # products up, in front of the exponentials.
+            # The loop of this wait ends the basic block: without it ptxas moves the wait for the
+            # products up, before the exponentials.
             s, alpha, sums = lax.optimization_barrier((s, alpha, sums))
             self.k_ring.wait(now.it + 1)
         plgpu.wgmma_wait(0)

@@ -48,7 +48,7 @@ from ._common import (
 from ._few_rows import FewRowsConfig
 from ._padding import padding_of, with_padding
 from ._promises import batch_invariance
-from ._scaled import BLOCK, FP8, UNSCALED, BlockScales, Forms, Scales, forms_of, turning
+from ._scaled import BLOCK, FP8, UNSCALED, BlockScales, Forms, Scales, forms_of, transposing
 
 _ACTIVATIONS = {"relu": nn.relu, "silu": nn.silu, "gelu": nn.gelu, "tanh": nn.tanh}
 _FLOATS = ("float16", "bfloat16", "float32")
@@ -636,8 +636,8 @@ def _of_8_bits(x, operands, config, invariant, sms, interpret):
     config = config or choose_fp8(x.m, x.n, x.k, sms, forms.blocks)
     _check_fp8_config(config, forms)
     pads = [
-        turning(a.shape, a.dtype, a.aligned, interpret) if x.ta else padding_of(a, interpret),
-        padding_of(b, interpret) if x.tb else turning(b.shape, b.dtype, b.aligned, interpret),
+        transposing(a.shape, a.dtype, a.aligned, interpret) if x.ta else padding_of(a, interpret),
+        padding_of(b, interpret) if x.tb else transposing(b.shape, b.dtype, b.aligned, interpret),
     ]
     pads += [] if bias is None else [padding_of(bias, interpret)]
     pads += [] if scale_a is None else [None]
@@ -682,7 +682,7 @@ def matmul(
 
     The tensor cores sum products of 8-bit floats with about 14 bits, along all of K without
     scales of blocks ("fast accumulation"), along 128 elements with them. 8-bit operands whose K is
-    not contiguous (``transpose_a``, no ``transpose_b``) are turned by a kernel before.
+    not contiguous (``transpose_a``, no ``transpose_b``) are first transposed by a kernel.
 
     batch_invariant: the bits of a row of the result depend on that row of ``a``, ``b``, the dtypes
     and options alone, not on M or on other rows (for the same config, if one is given): K is never

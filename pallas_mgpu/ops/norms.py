@@ -29,7 +29,7 @@ from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
 
 from . import _norms_ring
-from ._common import SMS, overlap_launches
+from ._common import SMS, overlap_launches, unaligned
 from ._promises import batch_invariance
 
 _FLOATS = ("float16", "bfloat16", "float32")
@@ -49,8 +49,8 @@ class NormConfig(NamedTuple):
     share a row, with one row a tile. ``part``: elements of a row in registers at a time; 0: all of
     the block's. ``staged``: through SMEM by TMA. ``ring``: elements of a chunk, where chunks of
     rows go through a ring in SMEM, and what is said above does not matter; 0: no ring.
-    ``consumers``: pairs of threads of a block that compute on them, 1 to 3. ``programs``: blocks;
-    0: one an SM.
+    ``consumers``: pairs of warpgroups of a block that compute on them, 1 to 3. ``programs``:
+    blocks; 0: one an SM.
     """
 
     height: int = 1
@@ -64,7 +64,7 @@ class NormConfig(NamedTuple):
 
 # What each function needs of a row: `local` the statistics of the segment that the block has,
 # `joined` those of the row from those of all segments, `alone` from one segment that is the row,
-# `result` an element. `fill` stands behind the end of the row; statistics are so many `numbers`.
+# `result` an element. `fill` stands after the end of the row; statistics are so many `numbers`.
 
 
 class _Softmax:
@@ -377,8 +377,8 @@ class _Block:
         """Part k of the tile in the array."""
         p = self.plan
         start = self.offset + k * p.part
-        if not aligned:  # no vectors: the compiler cannot know that this is zero
-            start = start + lax.optimization_barrier(jnp.int32(0))
+        if not aligned:
+            start = unaligned(start)
         along, other = pl.ds(start, p.part), pl.ds(self.across, p.height)
         return (other, along) if self.rows else (self.t // p.tiles, along, other)
 
