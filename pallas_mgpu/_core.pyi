@@ -156,7 +156,11 @@ class Graph:
         oob_raise: bool = True,
         zero_fill: bool = False,
         races: list[tuple[Any, ...]] = ...,
+        touched: list[tuple[Any, ...]] = ...,
     ) -> None: ...
+    def accesses(
+        self, physical: bool = False, summary: bool = False
+    ) -> list[tuple[Any, ...]]: ...
 
 # ---- traced values -------------------------------------------------------------------------------
 

@@ -77,6 +77,15 @@ typedef struct pm_timeline_event {
 
 enum { PM_TIMELINE_MHZ = 1700 }; /* of the model */
 
+/* Bytes that an op touched, in the ref at the base of its view. */
+typedef struct pm_touch {
+  pm_opid op;
+  int32_t param;   /* argument of the kernel; -1: SMEM */
+  const void *use; /* which ref of the op */
+  bool reads, writes, engine;
+  int64_t from, to;
+} pm_touch;
+
 typedef struct pm_interp_options {
   uint64_t seed;    /* of the schedule */
   bool oob_raise;   /* else out-of-bounds reads give the fill */
@@ -92,6 +101,9 @@ typedef struct pm_interp_options {
   /* receives what happened, in one call when the run ends; NULL: nobody keeps track of time */
   void (*timeline)(void *ctx, const pm_timeline_event *events, uint32_t n, bool truncated);
   void *timeline_ctx;
+  /* while it looks for races: every run of bytes of SMEM and of arguments that something writes */
+  void (*touched)(void *ctx, const pm_touch *touch);
+  void *touched_ctx;
   /* receives each line of DEBUG_PRINT, without the newline; NULL: stdout */
   void (*print)(void *ctx, const char *line);
   /* the text of a number by a format of the user, "" for none, as Python writes it. A float is the

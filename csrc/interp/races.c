@@ -260,8 +260,24 @@ static bool begin_plain(tracker *x, pm_machine *m, const thread *t, const instr 
   return true;
 }
 
+static void tell_touched(const tracker *x) {
+  const event *e = &x->event;
+  const int64_t at = x->low - x->base;
+  const pm_touch t = {.op = e->i->op,
+                      .param = e->mem->space == PM_GMEM ? (int32_t)e->mem->base : -1,
+                      .use = e->mem,
+                      .reads = e->touch != WRITE,
+                      .writes = e->touch != READ,
+                      .engine = e->maker == TMA || e->maker == TENSOR_CORE,
+                      .from = (int64_t)x->from + at,
+                      .to = (int64_t)x->to + at};
+  x->m->options.touched(x->m->options.touched_ctx, &t);
+}
+
 static void flush(tracker *x) {
-  if (x->from < x->to) pm_shadow_touch(&x->touching, x->region, x->from, x->to);
+  if (x->from == x->to) return;
+  if (x->m->options.touched) tell_touched(x);
+  pm_shadow_touch(&x->touching, x->region, x->from, x->to);
 }
 
 static void add(tracker *x, const char *at, size_t bytes) {

@@ -279,3 +279,44 @@ const pm_access_list *pm_accesses_inside(pm_summaries *s, pm_opid op) {
   list->known = true;
   return list;
 }
+
+/* ---- bytes ---------------------------------------------------------------------------------- */
+
+/* How far the last element along a dimension is from the first. */
+static int64_t reach_of(const pm_view_dim *d) {
+  if (!d->tile || d->size <= d->tile) return (d->size - 1) * d->inner;
+  return (d->size - 1) / d->tile * d->outer + (d->tile - 1) * d->inner;
+}
+
+/* The offset of a dynamic start: of how many elements at least, and at most; -1: of any. */
+static void add_term(const pm_graph *g, const pm_term *t, int64_t *least, int64_t *most) {
+  int64_t lo, hi;
+  if (*most < 0 || !pm_range(g, t->val, &lo, &hi)) {
+    *least = *most = -1;
+    return;
+  }
+  *least += lo / t->div * t->mul;
+  *most += hi / t->div * t->mul;
+}
+
+bool pm_access_bytes(const pm_graph *g, const pm_access *a, bool physical, int64_t *from,
+                     int64_t *to) {
+  const bool masked = pm_is_masked(pm_get(g, a->op)->code);
+  pm_view v, whole;
+  pm_err ignored = {0};
+  if (masked ? pm_view_of_access(g, a->op, physical, &v, &ignored)
+             : pm_view_of(g, a->view, physical, &v, &ignored))
+    return false;
+  if (pm_view_of(g, v.base, physical, &whole, &ignored)) return false;
+  int64_t least = 0, most = 0, end = 1;
+  for (uint32_t k = 0; k < whole.rank; k++) end += reach_of(&whole.dim[k]);
+  for (uint32_t k = 0; k < v.n_terms; k++) add_term(g, &v.term[k], &least, &most);
+  *from = most < 0 ? 0 : v.offset + least;
+  *to = most < 0 ? end : v.offset + most + 1;
+  for (uint32_t k = 0; k < v.rank; k++) *to += reach_of(&v.dim[k]);
+  for (uint32_t k = 0; k < v.n_index; k++) *to += reach_of(&v.index[k].dim);
+  const int64_t bytes = pm_dtypes[v.dtype].bytes, unit = physical && v.swizzle ? v.swizzle : 1;
+  *from = pm_max(*from, 0) * bytes / unit * unit; /* a swizzle moves bytes within so many */
+  *to = pm_round_up(pm_min(*to, end) * bytes, unit);
+  return true;
+}

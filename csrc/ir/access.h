@@ -91,6 +91,12 @@ pm_val pm_memory_of(const pm_graph *g, pm_val view);
  * *array is it and *a the access of memory. */
 bool pm_moves_array(const pm_graph *g, pm_opid op, pm_access *a, pm_val *array);
 
+/* The bytes from the first to behind the last that an access of memory may touch, counted from the
+ * base of its view: in the order of memory if `physical`, else row-major. Where a start is not
+ * known it may be anywhere. False: the view cannot be resolved. */
+bool pm_access_bytes(const pm_graph *g, const pm_access *a, bool physical, int64_t *from,
+                     int64_t *to);
+
 /* Does the op wait until at most *n wgmma groups are pending? -1: it does not. */
 bool pm_awaits_products(const pm_graph *g, pm_opid op, int64_t *n);
 

@@ -232,13 +232,12 @@ static void released(placer *p, pm_opid op) {
   if (releases && !in_warps(p->g, op)) clean(&p->loaded);
 }
 
-/* By copies alone: an ASYNC_STORE is done by the lanes. */
 static void note_filled(pm_graph *g, pm_opid op, void *ctx) {
   int64_t from, to;
   pm_access a = pm_accesses(op);
   while (pm_next_access(g, &a)) {
     if (a.where != PM_IN_SMEM || !a.writes || pm_by_lanes(&a)) continue;
-    if (!pm_has_attr(g, op, PM_ATTR_ENGINE) || !bytes_of(g, a.view, &from, &to)) continue;
+    if (!bytes_of(g, a.view, &from, &to)) continue;
     soil(ctx, from, to);
   }
 }

@@ -4,6 +4,7 @@
  * every later use says so. interpret() releases the GIL; output of the kernel and Ctrl-C are
  * handled by callbacks that acquire it again. */
 #define NPY_NO_DEPRECATED_API NPY_1_7_API_VERSION
+#include "accesses.h"
 #include "module.h"
 #include "plan.h"
 #include "races.h"
@@ -411,23 +412,35 @@ static PyObject *run(run_job *j, PyObject *arrays) {
 
 static void add_race(void *ctx, const pm_race *race) {
   PyGILState_STATE gil = PyGILState_Ensure();
-  if (!PyErr_Occurred()) pmpy_add_race(ctx, race);
+  if (ctx && !PyErr_Occurred()) pmpy_add_race(ctx, race);
   PyGILState_Release(gil);
 }
 
 static void add_note(void *ctx, const char *what, const char *file, uint32_t line) {
   PyGILState_STATE gil = PyGILState_Ensure();
-  if (!PyErr_Occurred()) pmpy_add_note(ctx, what, file, line);
+  if (ctx && !PyErr_Occurred()) pmpy_add_note(ctx, what, file, line);
   PyGILState_Release(gil);
 }
 
+static PyObject *graph_accesses(PyObject *o, PyObject *args, PyObject *kw) {
+  static char *names[] = {"physical", "summary", NULL};
+  int physical = 0, summary = 0;
+  if (!PyArg_ParseTupleAndKeywords(args, kw, "|pp:accesses", names, &physical, &summary)) {
+    return NULL;
+  }
+  pm_graph *g = graph_of(o);
+  return g ? pmpy_list_accesses(g, physical, summary) : NULL;
+}
+
 static PyObject *graph_interpret(PyObject *o, PyObject *args, PyObject *kw) {
-  static char *names[] = {"arrays", "seed", "oob_raise", "zero_fill", "races", NULL};
-  PyObject *arrays, *races = NULL;
+  static char *names[] = {"arrays", "seed", "oob_raise", "zero_fill", "races", "touched", NULL};
+  PyObject *arrays, *races = NULL, *touched = NULL;
   unsigned long long seed = 0;
   int oob_raise = 1, zero_fill = 0;
-  if (!PyArg_ParseTupleAndKeywords(args, kw, "O|KppO!:interpret", names, &arrays, &seed, &oob_raise,
-                                   &zero_fill, &PyList_Type, &races)) {
+  pmpy_touches touches = {0};
+  if (!PyArg_ParseTupleAndKeywords(args, kw, "O|KppO!O!:interpret", names, &arrays, &seed,
+                                   &oob_raise, &zero_fill, &PyList_Type, &races, &PyList_Type,
+                                   &touched)) {
     return NULL;
   }
   run_job j = {.g = lowered_of(o)};
@@ -446,7 +459,13 @@ static PyObject *graph_interpret(PyObject *o, PyObject *args, PyObject *kw) {
   j.options.progress = check_signals;
   j.options.inlined = call_inlined;
   j.options.inlined_ctx = o;
-  return run(&j, arrays);
+  j.options.races |= touched != NULL;
+  j.options.touched = touched ? pmpy_note_touch : NULL;
+  j.options.touched_ctx = &touches;
+  PyObject *result = run(&j, arrays);
+  if (result && touched && pmpy_add_touches(touched, &touches)) Py_CLEAR(result);
+  pm_free(touches.at);
+  return result;
 }
 
 /* ---- type ---------------------------------------------------------------------------------- */
@@ -486,9 +505,12 @@ static PyMethodDef graph_methods[] = {
      "cuda(line=True, catalogue=True) -> (CUDA C++ text, dict about the launch). "
      "catalogue=False leaves out the device functions."},
     {"interpret", KEYWORDS(graph_interpret),
-     "interpret(arrays, seed=0, oob_raise=True, zero_fill=False, races=None): run on the CPU, and "
-     "append the races found to the list; writes outputs "
-     "in place."},
+     "interpret(arrays, seed=0, oob_raise=True, zero_fill=False, races=None, touched=None): run on "
+     "the CPU, and append the races found, and what ops touched, to the lists; writes outputs in "
+     "place."},
+    {"accesses", KEYWORDS(graph_accesses),
+     "accesses(physical=False, summary=False): what each op may touch, by the table of ops; or the "
+     "whole kernel, each access once."},
     {NULL, NULL, 0, NULL}};
 
 static PyType_Slot graph_slots[] = {{Py_tp_dealloc, graph_dealloc},
