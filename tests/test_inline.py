@@ -9,7 +9,7 @@ import pytest
 from host import run as host
 
 import pallas_mgpu as plgpu
-from pallas_mgpu import lax
+from pallas_mgpu import lax, pl
 from pallas_mgpu import numpy as jnp
 
 F32 = np.float32
@@ -470,3 +470,32 @@ def test_what_the_interpreter_refuses(monkeypatch):
         line,
         "v",
     )
+
+
+def test_a_barrier_at_which_source_arrives(rng):
+    """Where lanes arrive too: all count as one thread, as the source does."""
+    x = rng.standard_normal(256).astype(F32)
+    source = "if (threadIdx.x % 128 == 0) mbarrier_arrive(a0);"
+    tell = plgpu.inline_cuda(
+        source, arg_types=(plgpu.RefType(),), interpret=lambda barrier: barrier.arrive()
+    )
+
+    def body(x_ref, o_ref, smem, full):
+        @pl.when(lax.axis_index("t") == 0)
+        def _():
+            smem[...] = x_ref[...] * 2
+            x = smem[...]  # the lanes may be apart behind it
+            plgpu.barrier_arrive(full)
+            o_ref[1] = x
+
+        @pl.when(lax.axis_index("t") == 1)
+        def _():
+            tell(full)
+            plgpu.barrier_wait(full)
+            o_ref[0] = smem[...]
+
+    scratch = [plgpu.SMEM((256,), F32), plgpu.Barrier(num_arrivals=2)]
+    options = dict(num_threads=2, thread_name="t", scratch_types=scratch)
+    for way in ("interpret", "host"):
+        (got,) = run(way, body, shape((2, 256)), x, **options)
+        assert np.array_equal(got, [2 * x, 2 * x]), way
