@@ -7,7 +7,7 @@
 #include <strings.h>
 
 const pm_env_info pm_env_table[PM_ENV_COUNT] = {
-#define PM_ENV(id, kind, variable, default, meaning) {variable, default, meaning},
+#define PM_ENV(id, kind, name, default, meaning) {.variable = name, .standard = default},
 #include "env.def"
 #undef PM_ENV
 };

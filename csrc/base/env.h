@@ -12,7 +12,7 @@ typedef enum pm_env_id {
 } pm_env_id;
 
 typedef struct pm_env_info {
-  const char *variable, *standard, *meaning;
+  const char *variable, *standard;
 } pm_env_info;
 extern const pm_env_info pm_env_table[PM_ENV_COUNT];
 

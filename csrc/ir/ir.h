@@ -56,7 +56,7 @@ const char *pm_enum_text(pm_enum_family f, int64_t value);
 /* clang-format off */
 enum { /* effects beyond the accesses of access.h; ops.def says what they mean */
   E_SYNC = 1, E_MEET = 2, E_FENCE = 4, E_RELEASE = 8, E_COUNT = 16, E_IO = 32, E_ALLOC = 64,
-  E_CTRL = 128
+  E_CTRL = 128, E_ALL = 255
 };
 
 typedef enum pm_layout_rule {
@@ -89,7 +89,7 @@ typedef enum pm_opcode {
 #define PM_MAX_ATTRS 8
 #define PM_VARIABLE 255
 typedef struct pm_op_info {
-  const char *text, *in, *names, *doc;
+  const char *text, *in, *names;
   uint8_t out, regions; /* PM_VARIABLE: V */
   uint8_t n_attrs;
   uint8_t attrs[PM_MAX_ATTRS]; /* pm_attr_id */

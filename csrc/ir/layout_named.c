@@ -35,8 +35,14 @@ static const struct named {
   dims tiles[PM_MAX_TILES], warp, lane;
   int64_t vector;
 } named[PM_LAYOUT_COUNT] = {
-#define PM_LAYOUT(id, text, arguments, swizzled, tiles, warp, lane, vector) \
-  [PM_LAYOUT_##id] = {text, arguments, swizzled, {tiles}, warp, lane, vector},
+#define PM_LAYOUT(id, name, numbers, swizzles, tiling, warps, lanes, fastest) \
+  [PM_LAYOUT_##id] = {.text = name,                                           \
+                      .arguments = numbers,                                   \
+                      .swizzled = swizzles,                                   \
+                      .tiles = {tiling},                                      \
+                      .warp = warps,                                          \
+                      .lane = lanes,                                          \
+                      .vector = fastest},
 #include "layouts.def"
 #undef PM_LAYOUT
 };

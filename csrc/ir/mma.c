@@ -3,18 +3,18 @@
 
 const pm_mma pm_mmas[] = {
 #define N(feature) | PM_HAS_##feature
-#define PM_MMA(op, a, b, acc, types, k, n, most, in_acc, in_a, in_b, majors, needs) \
-  {PM_OP_##op,                                                                      \
-   PM_##a,                                                                          \
-   PM_##b,                                                                          \
-   PM_##acc,                                                                        \
-   types,                                                                           \
-   k,                                                                               \
-   n,                                                                               \
-   most,                                                                            \
-   {PM_LAYOUT_##in_acc, PM_LAYOUT_##in_a, PM_LAYOUT_##in_b},                        \
-   PM_MAJORS_##majors,                                                              \
-   0 needs},
+#define PM_MMA(code, a_, b_, acc_, types_, step, columns, most, in_acc, in_a, in_b, majors_, need) \
+  {.op = PM_OP_##code,                                                                             \
+   .a = PM_##a_,                                                                                   \
+   .b = PM_##b_,                                                                                   \
+   .acc = PM_##acc_,                                                                               \
+   .types = types_,                                                                                \
+   .k = step,                                                                                      \
+   .n = columns,                                                                                   \
+   .most_n = most,                                                                                 \
+   .in = {PM_LAYOUT_##in_acc, PM_LAYOUT_##in_a, PM_LAYOUT_##in_b},                                 \
+   .majors = PM_MAJORS_##majors_,                                                                  \
+   .needs = 0 need},
 #include "mma.def"
 #undef PM_MMA
 #undef N

@@ -10,13 +10,12 @@
 #undef PM_OP
 
 const pm_op_info pm_ops[PM_OP_COUNT] = {
-    [PM_OP_NONE] = {.text = "none", .in = "", .names = "", .doc = ""},
+    [PM_OP_NONE] = {.text = "none", .in = "", .names = ""},
 #define PM_OP(id, op_text, operands, operand_names, results, n_regions, list, type, lay, flags, p, \
-              k, d, w, a, help)                                                                    \
+              k, d, w, a, doc)                                                                     \
   [PM_OP_##id] = {.text = op_text,                                                                 \
                   .in = operands,                                                                  \
                   .names = operand_names,                                                          \
-                  .doc = help,                                                                     \
                   .out = results,                                                                  \
                   .regions = n_regions,                                                            \
                   .n_attrs = sizeof((uint8_t[]){list 0}) - 1,                                      \
@@ -34,7 +33,8 @@ const pm_op_info pm_ops[PM_OP_COUNT] = {
 #undef V
 
 const pm_space_info pm_spaces[PM_SPACE_COUNT] = {
-#define PM_SPACE(id, prefix, python, by_address) [PM_##id] = {prefix, python, by_address},
+#define PM_SPACE(id, prefix, python, by_address) \
+  [PM_##id] = {.text = prefix, .member = python, .addressed = by_address},
 #include "spaces.def"
 #undef PM_SPACE
 };

@@ -29,7 +29,7 @@ const char *const pm_feature_names[PM_FEATURE_COUNT] = {
 static const struct {
   const char *what, *instead;
 } features[PM_FEATURE_COUNT] = {
-#define PM_FEATURE(id, what, instead) [PM_FEATURE_##id] = {what, instead},
+#define PM_FEATURE(id, needed, other) [PM_FEATURE_##id] = {.what = needed, .instead = other},
 #define PM_TARGET(id, text, capability, smem, tmem, cluster, sms, features)
 #include "targets.def"
 #undef PM_FEATURE

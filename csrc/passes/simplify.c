@@ -460,9 +460,16 @@ static void mark(marker *m, pm_opid op) {
   pm_vec_push(m->g->arena, &m->todo, op);
 }
 
+/* An op stays for some effects though nobody uses its results, and goes in spite of the others. */
+enum {
+  STAYS = E_SYNC | E_MEET | E_FENCE | E_RELEASE | E_COUNT | E_IO,
+  GOES = E_ALLOC | E_CTRL,
+};
+_Static_assert((STAYS | GOES) == E_ALL && !(STAYS & GOES), "each effect on one side");
+
 static void mark_effects(pm_graph *g, pm_opid op, void *ctx) {
   pm_access a = pm_accesses(op);
-  bool kept = pm_ops[pm_get(g, op)->code].effects & ~(E_ALLOC | E_CTRL);
+  bool kept = pm_ops[pm_get(g, op)->code].effects & STAYS;
   while (!kept && pm_next_access(g, &a)) kept = a.writes;
   if (kept) mark(ctx, op);
 }
