@@ -226,7 +226,7 @@ static bool find_region(tracker *x, const thread *t, const access *mem, const ch
 static bool begin(tracker *x, pm_machine *m, const thread *t, const instr *i, const access *mem,
                   const char *base, touch touch) {
   x->m = m;
-  x->from = x->to = 0;
+  x->from = x->to = x->n_runs = 0;
   if (mem->space == PM_ACC || !find_region(x, t, mem, base)) return x->region = NULL, false;
   pm_shadow_sweep(&m->races->shadow);
   m->races->shadow.n_rewrites = 0;
@@ -274,16 +274,38 @@ static void tell_touched(const tracker *x) {
   x->m->options.touched(x->m->options.touched_ctx, &t);
 }
 
-static void flush(tracker *x) {
+static void flush_runs(tracker *x) {
+  if (x->n_runs) {
+    pm_shadow_touch_runs(&x->touching, x->region, x->page, x->runs, x->n_runs);
+  }
+  x->n_runs = 0;
+}
+
+/* The run of bytes is whole: it waits for others of its page. */
+static void end_run(tracker *x) {
+  const size_t page = x->from / PAGE;
   if (x->from == x->to) return;
   if (x->m->options.touched) tell_touched(x);
-  pm_shadow_touch(&x->touching, x->region, x->from, x->to);
+  const uint32_t from = (uint32_t)(x->from - page * PAGE), n = x->n_runs;
+  if (n && (page != x->page || from < x->runs[n - 1].to || n == MOST_RUNS)) flush_runs(x);
+  if (x->to > (page + 1) * PAGE) {
+    flush_runs(x);
+    pm_shadow_touch(&x->touching, x->region, x->from, x->to);
+    return;
+  }
+  x->page = page;
+  x->runs[x->n_runs++] = (run){from, (uint32_t)(x->to - page * PAGE)};
+}
+
+static void flush(tracker *x) {
+  end_run(x);
+  flush_runs(x);
 }
 
 static void add(tracker *x, const char *at, size_t bytes) {
   const size_t from = (size_t)(at - x->low);
   if (from != x->to) {
-    flush(x);
+    end_run(x);
     x->from = from;
   }
   x->to = from + bytes;

@@ -46,7 +46,7 @@ typedef struct event {
 
 /* ---- shadow memory -------------------------------------------------------------------------- */
 
-enum { PAGE = 4096, MOST_SINCE = 16 };
+enum { PAGE = 4096, MOST_SINCE = 16, MOST_RUNS = 1024 };
 
 /* Bytes up to `to` of a page: the last write, and the list of those who read, or changed them by
  * an atomic operation, since. */
@@ -86,6 +86,8 @@ typedef struct rewrite {
 
 typedef struct shadow {
   pool events, lists;
+  mark *marks; /* scratch */
+  uint32_t cap_marks;
   rewrite *rewrites; /* by the access that is being made */
   uint32_t n_rewrites, cap_rewrites;
   region *regions; /* SMEM by block, then arguments */
@@ -115,6 +117,11 @@ typedef struct touching {
 
 static inline event *pm_shadow_at(const shadow *s, uint32_t k) { return (event *)s->events.at + k; }
 void pm_shadow_touch(touching *x, region *g, size_t from, size_t to);
+/* Several runs of bytes of one page, by rising addresses. */
+typedef struct run {
+  uint32_t from, to;
+} run;
+void pm_shadow_touch_runs(touching *x, region *g, size_t page, const run *runs, uint32_t n);
 /* The number of a new event; 0: no memory. */
 uint32_t pm_shadow_event(shadow *s, const event *e);
 /* Forgets what no byte remembers, where there is much of it. */
@@ -129,7 +136,10 @@ typedef struct tracker {
   touching touching;
   region *region;
   const char *low, *base; /* of the region, of the ref */
-  size_t from, to;        /* bytes of the region that are not yet in the shadow */
+  /* not yet in the shadow: a run of bytes, and before it some of one page */
+  size_t from, to, page;
+  run runs[MOST_RUNS];
+  uint32_t n_runs;
 } tracker;
 
 bool pm_race_begin_elements(tracker *x, pm_machine *m, const thread *t, const instr *i,

@@ -294,6 +294,59 @@ void pm_shadow_touch(touching *x, region *g, size_t from, size_t to) {
   }
 }
 
+/* The same for many runs in one pass over the marks. */
+static void touch_marks(touching *x, const page *p, size_t base, const run *r, uint32_t n,
+                        mark *out, uint32_t *n_out) {
+  uint32_t at = 0, i = 0, j = 0, k = 0;
+  while (at < PAGE) {
+    mark piece = p->at[i];
+    const bool inside = j < n && r[j].from <= at;
+    const uint32_t limit = j == n ? PAGE : inside ? r[j].to : r[j].from;
+    const uint32_t to = (uint32_t)pm_min(piece.to, limit);
+    if (inside) {
+      compare_write(x, piece.write, base + at, base + to);
+      compare_since(x, piece.since, base + at, base + to);
+      record(x, &piece);
+    }
+    piece.to = to;
+    if (k && out[k - 1].write == piece.write && out[k - 1].since == piece.since) k--;
+    out[k++] = piece;
+    if (to == p->at[i].to) i++;
+    if (inside && to == r[j].to) j++;
+    at = to;
+  }
+  *n_out = k;
+}
+
+static bool want_marks(shadow *s, mark **at, uint32_t *cap, uint32_t n) {
+  if (n <= *cap) return true;
+  mark *more = pm_realloc(*at, 2 * n * sizeof *more);
+  if (!more) {
+    s->no_memory = true;
+    return false;
+  }
+  s->bytes += (2 * n - *cap) * sizeof *more;
+  *at = more;
+  *cap = 2 * n;
+  return true;
+}
+
+void pm_shadow_touch_runs(touching *x, region *g, size_t number, const run *runs, uint32_t n) {
+  shadow *s = x->shadow;
+  page *p = &g->pages[number];
+  uint32_t made;
+  if (number >= g->n_pages || s->no_memory || !begin_page(s, p)) return;
+  if (n == 1) {
+    touch_page(x, p, number * PAGE, runs->from, runs->to);
+    return;
+  }
+  if (!want_marks(s, &s->marks, &s->cap_marks, p->n + 2 * n)) return;
+  touch_marks(x, p, number * PAGE, runs, n, s->marks, &made);
+  if (!want_marks(s, &p->at, &p->cap, made)) return;
+  memcpy(p->at, s->marks, made * sizeof *p->at);
+  p->n = made;
+}
+
 void pm_shadow_clear(shadow *s, region *g) {
   (void)s;
   for (size_t k = 0; k < g->n_pages; k++) g->pages[k].n = 0;
@@ -308,4 +361,5 @@ void pm_shadow_free(shadow *s) {
   pm_free(s->events.at);
   pm_free(s->lists.at);
   pm_free(s->rewrites);
+  pm_free(s->marks);
 }
