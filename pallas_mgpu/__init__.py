@@ -30,6 +30,7 @@ from ._core import (
     TracerIntegerConversionError,
     TypePromotionError,
     UnexpectedTracerError,
+    UninitializedError,
 )
 from . import _hooks, ext, lax, nn, numpy, pl, tree
 from ._batch import vmap

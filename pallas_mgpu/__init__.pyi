@@ -37,6 +37,7 @@ from ._core import NVRTCError as NVRTCError
 from ._core import OutOfMemoryError as OutOfMemoryError
 from ._core import RaceError as RaceError
 from ._core import Ref as Ref
+from ._core import UninitializedError as UninitializedError
 from ._core import TMADescriptorError as TMADescriptorError
 from ._core import TracerArrayConversionError as TracerArrayConversionError
 from ._core import TracerBoolConversionError as TracerBoolConversionError
@@ -302,6 +303,7 @@ class InterpretParams:
     logging_mode: LoggingMode | None
     detect_races: bool
     on_race: Literal["raise", "warn", "record"]
+    detect_uninitialized: bool
     mode: Literal["strict", "reference"]
     timeline: str | None
     def __init__(
@@ -317,6 +319,7 @@ class InterpretParams:
         logging_mode: LoggingMode | None = None,
         detect_races: bool = False,
         on_race: Literal["raise", "warn", "record"] = "raise",
+        detect_uninitialized: bool = False,
         mode: Literal["strict", "reference"] = "strict",
         timeline: str | os.PathLike[str] | None = None,
     ) -> None: ...

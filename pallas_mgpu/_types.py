@@ -1253,6 +1253,7 @@ class InterpretParams(_Frozen):
         "logging_mode",
         "seed",
         "on_race",
+        "detect_uninitialized",
         "mode",
         "timeline",
     )
@@ -1270,6 +1271,7 @@ class InterpretParams(_Frozen):
         logging_mode=None,
         detect_races=False,
         on_race="raise",
+        detect_uninitialized=False,
         mode="strict",
         timeline=None,
     ):
@@ -1314,6 +1316,7 @@ class InterpretParams(_Frozen):
             vector_clock_size=None,
             logging_mode=logging_mode,
             detect_races=bool(detect_races),
+            detect_uninitialized=bool(detect_uninitialized),
             on_race=on_race,
             mode=mode,
             timeline=None if timeline is None else os.fspath(timeline),

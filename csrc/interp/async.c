@@ -30,6 +30,10 @@ static step no_memory(pm_machine *m, task *k) {
   return pm_vm_fail(m, k->owner, k->i->op, PM_E_MEMORY, "no memory for an asynchronous operation");
 }
 
+/* The data of a task, and where they are tracked behind that what they and what they are combined
+ * with came from: PARTS of so many bytes. */
+enum { PARTS = 3, FLAGS = 2 };
+
 /* A pending task; NULL: out of memory, and the error is set. */
 static task *new_task(pm_machine *m, thread *t, const instr *i, task_kind kind) {
   task *k = m->free_tasks;
@@ -315,8 +319,9 @@ static step exec_async_store(pm_machine *m, thread *t, const instr *i) {
   if (pm_vm_arrive(m, t, i->op, b, 1) == STEP_FAIL) return STEP_FAIL;
   task *k = new_task(m, t, i, TASK_LOAD);
   const size_t bytes = (size_t)i->n * i->mem->bytes;
-  if (!k || !want_buffer(k, 2 * bytes)) return k ? no_memory(m, k) : STEP_FAIL;
+  if (!k || !want_buffer(k, PARTS * bytes)) return k ? no_memory(m, k) : STEP_FAIL;
   memcpy(k->buffer, slot_of(t, i->a), bytes);
+  if (m->poison) pm_poison_take(t, i->a, k->buffer + FLAGS * bytes, bytes);
   if (m->races) pm_race_issue(m, t, k);
   k->barrier = b;
   k->smem = s;
@@ -330,6 +335,10 @@ static step run_async_store(pm_machine *m, task *k) {
   const size_t bytes = (size_t)mem->n * mem->bytes;
   char *data = k->buffer;
   if (m->races && pm_race_engine(m, k, &k->smem, k->i->to ? ATOMIC : WRITE) == STEP_FAIL) {
+    return STEP_FAIL;
+  }
+  if (m->poison &&
+      pm_poison_write(m, k, &k->smem, k->buffer + FLAGS * bytes, k->i->to) == STEP_FAIL) {
     return STEP_FAIL;
   }
   if (k->i->to) {
@@ -357,6 +366,7 @@ static step run_copy_in(pm_machine *m, task *k) {
                    pm_race_engine(m, k, &k->smem, WRITE) == STEP_FAIL)) {
     return STEP_FAIL;
   }
+  if (m->poison && pm_poison_copy_in(m, k) == STEP_FAIL) return STEP_FAIL;
   bool whole = k->to - k->from == to->n;
   if (k->gmem.inside && to->contiguous && whole) {
     pm_vm_gather(&k->gmem, k->smem.at);
@@ -445,12 +455,17 @@ static step run_copy_out(pm_machine *m, task *k) {
   const size_t bytes = (size_t)from->n * from->bytes;
   if (!k->read) {
     if (m->races && pm_race_engine(m, k, &k->smem, READ) == STEP_FAIL) return STEP_FAIL;
-    if (!want_buffer(k, k->i->to ? 2 * bytes : bytes)) return no_memory(m, k);
+    if (!want_buffer(k, PARTS * bytes)) return no_memory(m, k);
     pm_vm_gather(&k->smem, k->buffer);
+    if (m->poison) pm_poison_read(m, k, k->buffer + FLAGS * bytes);
     k->read = true;
     return STEP_NEXT;
   }
   if (m->races && pm_race_engine(m, k, &k->gmem, k->i->to ? ATOMIC : WRITE) == STEP_FAIL) {
+    return STEP_FAIL;
+  }
+  if (m->poison &&
+      pm_poison_write(m, k, &k->gmem, k->buffer + FLAGS * bytes, k->i->to) == STEP_FAIL) {
     return STEP_FAIL;
   }
   const char *data = k->i->to ? combined(k, bytes) : k->buffer;
@@ -520,8 +535,9 @@ static step exec_wgmma(pm_machine *m, thread *t, const instr *i) {
   if (!k->rhs.inside) return pm_vm_outside(m, t, i->op, &k->rhs, "wgmma");
   if (i->a) { /* its registers are read when it is issued: the generator keeps them until then */
     size_t bytes = (size_t)i->n * pm_dtypes[i->dtype].bytes;
-    if (!want_buffer(k, bytes)) return no_memory(m, k);
+    if (!want_buffer(k, 2 * bytes)) return no_memory(m, k);
     memcpy(k->buffer, slot_of(t, i->a), bytes);
+    if (m->poison) pm_poison_take(t, i->a, k->buffer + bytes, bytes);
     k->lhs.mem = NULL;
   } else {
     pm_vm_locate(m, t, i->mem2, &k->lhs);
@@ -540,6 +556,8 @@ static step race_operands(pm_machine *m, const task *k) {
 static step run_mma(pm_machine *m, thread *t) {
   task *k = t->mma_next;
   if (m->races && race_operands(m, k) == STEP_FAIL) return STEP_FAIL;
+  const size_t array = (size_t)k->i->n * pm_dtypes[k->i->dtype].bytes;
+  if (m->poison && pm_poison_product(m, k, k->buffer + array) == STEP_FAIL) return STEP_FAIL;
   if (!m->options.skip_floats || !pm_is_float((pm_dtype)k->acc.mem->dtype)) {
     pm_vm_matmul(m->pack, &k->acc, &k->lhs, k->buffer, &k->rhs, k->i->out, k->i->dtype);
   }
@@ -607,6 +625,7 @@ static step exec_acc_load(pm_machine *m, thread *t, const instr *i) {
   if ((int32_t)i->to >= 0 && await_mma(m, t, i) == STEP_FAIL) return STEP_FAIL;
   if (locate_idle(m, t, i, "read", &s) == STEP_FAIL) return STEP_FAIL;
   pm_vm_gather(&s, slot_of(t, i->dst));
+  if (m->poison) pm_poison_acc_load(m, t, i, &s);
   return STEP_PAUSE;
 }
 

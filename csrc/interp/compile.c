@@ -817,8 +817,14 @@ static void alloc_smem(compiler *c, pm_val v, const pm_type *t) {
     s->smem =
         pm_vec_grow(&c->m->arena, s->smem, s->n_smem, &o->smem_cap, sizeof *s->smem, s->n_smem + 1);
   }
-  s->smem[s->n_smem++] = (struct smem_alloc){(uint32_t)at, c->apart[v], t->dtype,
-                                             pm_value_of(c->g, v)->def, pm_type_size(t)};
+  const uint32_t name = pm_value_of(c->g, v)->name;
+  const char *text = name ? c->g->strings.at[name] : "smem";
+  s->smem[s->n_smem++] = (struct smem_alloc){.name = pm_strdup(&c->m->arena, text, strlen(text)),
+                                             .at = (uint32_t)at,
+                                             .apart = c->apart[v],
+                                             .dtype = t->dtype,
+                                             .op = pm_value_of(c->g, v)->def,
+                                             .n = pm_type_size(t)};
 }
 
 static void set_groups(compiler *c, pm_opid op, barrier_info *info) {
@@ -1173,6 +1179,7 @@ static void note_skipped(compiler *c) {
   for (uint32_t k = 0; k < c->code.n; k++) {
     instr *i = &c->code.at[k];
     const pm_val out = i->op ? pm_get(c->g, i->op)->out : 0;
+    i->poison = i->op ? pm_poison_rule(pm_get(c->g, i->op)->code, i) : NULL;
     i->skip = i->op ? (uint8_t)pm_vm_skips(c->g, i->op) : SKIP_NOTHING;
     if (!i->skip || !i->dst || i->dst != c->slot[out]) {
       i->skip = SKIP_NOTHING;
@@ -1231,6 +1238,23 @@ static void copy_places(compiler *c) {
   }
 }
 
+static void describe_arg(compiler *c, uint32_t k) {
+  const pm_graph *g = c->g;
+  const pm_val v = g->blocks.at[1].arg + k;
+  const pm_type *t = pm_typeof(g, v);
+  const uint32_t name = pm_value_of(g, v)->name;
+  const bool output = k >= g->n_operands;
+  arg *a = &c->m->args[k];
+  a->name = name ? pm_strdup(&c->m->arena, g->strings.at[name], strlen(g->strings.at[name]))
+                 : pm_printf(&c->m->arena, output ? "output %u" : "operand %u",
+                             output ? k - g->n_operands : k);
+  a->bytes = bytes_of(t);
+  a->item = pm_dtypes[t->dtype].bytes;
+  a->rank = t->rank;
+  memcpy(a->dim, t->dim, sizeof a->dim);
+  a->fresh = output && !(g->alias && g->alias[k - g->n_operands] >= 0);
+}
+
 static pm_code compile(void *ctx, pm_err *err) {
   compiler *c = ctx;
   const pm_graph *g = c->g;
@@ -1253,7 +1277,7 @@ static pm_code compile(void *ctx, pm_err *err) {
   m->n_args = g->n_operands + g->n_outputs;
   m->args = PM_NEW(&m->arena, arg, m->n_args);
   for (uint32_t k = 0; k < m->n_args; k++) {
-    m->args[k].bytes = bytes_of(pm_typeof(g, g->blocks.at[1].arg + k));
+    describe_arg(c, k);
   }
   if (g->profile_words) m->args[m->profile_param].written = true;
   c->slot = PM_NEW(c->temp, uint32_t, g->values.n + 1);

@@ -75,6 +75,7 @@ static step race(pm_machine *m, thread *t, const instr *i, const spot *s, const 
 static step store(pm_machine *m, thread *t, const instr *i, const spot *s,
                   struct pm_inline_value *v) {
   const bool in_place = v->arrivals < 0;
+  if (m->poison && v->written) pm_poison_defined(m, t, s);
   if (!m->races) {
     if (v->written && !in_place) pm_vm_scatter(s, v->at);
     return STEP_NEXT;

@@ -87,14 +87,16 @@ typedef struct pm_touch {
 } pm_touch;
 
 typedef struct pm_interp_options {
-  uint64_t seed;    /* of the schedule */
-  bool oob_raise;   /* else out-of-bounds reads give the fill */
-  bool zero_fill;   /* uninitialised memory reads as zeros; else NaN, integer maximum, true */
-  bool skip_floats; /* floats are not computed: every result reads as +inf */
-  int log;          /* PM_LOG_ flags: which events are shown, a line for each */
-  bool races;       /* look for accesses that are not ordered */
-  bool race_raises; /* the first one ends the run (PM_E_RACE) */
-  bool strict;      /* with races: also tell of what is right here, but refused by JAX */
+  uint64_t seed;      /* of the schedule */
+  bool oob_raise;     /* else out-of-bounds reads give the fill */
+  bool zero_fill;     /* uninitialised memory reads as zeros; else NaN, integer maximum, true */
+  bool skip_floats;   /* floats are not computed: every result reads as +inf */
+  int log;            /* PM_LOG_ flags: which events are shown, a line for each */
+  bool poison;        /* it is an error where what was never written has an effect */
+  bool fresh_outputs; /* nobody has written the outputs that are no operands */
+  bool races;         /* look for accesses that are not ordered */
+  bool race_raises;   /* the first one ends the run (PM_E_RACE) */
+  bool strict;        /* with races: also tell of what is right here, but refused by JAX */
   void (*race)(void *ctx, const pm_race *race);
   void (*note)(void *ctx, const char *text, const char *file, uint32_t line); /* file: or NULL */
   void *race_ctx;

@@ -324,6 +324,7 @@ static step exec_hand_tile(pm_machine *m, thread *t, const instr *i) {
     s.base += u->smem - to->smem;
     s.at += u->smem - to->smem;
     to = u;
+    if (m->poison) pm_poison_defined(m, t, &s);
     if (m->races && pm_race_hand(m, t, i, &s, u->bars + bar) == STEP_FAIL) return STEP_FAIL;
     if (m->timeline) pm_time_arrive(m, t, i->op, u->bars + bar);
     if (pm_vm_transfer_done(m, t, i->op, u->bars + bar) == STEP_FAIL) return STEP_FAIL;
@@ -542,6 +543,7 @@ static void init_scope(pm_machine *m, block *b, const scope *s, const thread *t)
     LOG(m, t, x->op, PM_LOG_SMEM, "%" PRId64 " elements of %s are allocated", x->n,
         pm_dtypes[x->dtype].text);
     pm_interp_fill(x->dtype, m->options.zero_fill, b->smem + at, x->n);
+    if (m->poison) pm_poison_scope(m, b, x, at);
   }
   for (uint32_t k = 0; k < s->n_bars; k++) {
     const barrier_info *info = &m->bars[s->bars[k]];
@@ -704,6 +706,7 @@ static step exec_warp_map(pm_machine *m, thread *t, const instr *i) {
   thread *w = pm_vm_warps(m, t);
   for (thread *end = w + WARPS; w < end; w++) {
     memcpy(w->frame, t->frame, m->frame_bytes);
+    if (m->poison) memcpy(w->poison, t->poison, m->frame_bytes);
     w->pc = t->pc;
     for (uint32_t k = 0; k < m->n_barriers; k++) {
       int64_t *seen = t->block->bars[k].seen;
@@ -1126,9 +1129,15 @@ pm_code pm_interp_run(pm_machine *m, void *const *buffers, const pm_interp_optio
   if (ok && o->timeline && !(ok = pm_time_begin(m))) {
     pm_fail(m->err, PM_E_MEMORY, "no memory for a timeline of kernel '%s'", m->name);
   }
-  m->observed = o->skip_floats || m->timeline || m->profile_words;
+  m->poison = NULL;
+  if (ok && o->poison && !o->skip_floats && !(ok = pm_poison_begin(m))) {
+    pm_fail(err, PM_E_MEMORY, "no memory to track what was never written in kernel '%s'", m->name);
+  }
+  m->observed = m->poison || o->skip_floats || m->timeline || m->profile_words;
   m->steps = 0;
   ok = ok && run_grid(m) != STEP_FAIL;
+  ok = ok && (!m->poison || pm_poison_check(m) != STEP_FAIL);
+  pm_poison_end(m);
   pm_race_end(m);
   pm_time_end(m);
   if (ok) return PM_OK;

@@ -176,6 +176,48 @@ static step exec_atomic(pm_machine *m, thread *t, const instr *i) {
   return STEP_PAUSE;
 }
 
+/* ---- what was never written --------------------------------------------------------------- */
+
+/* Byte of the frame where the walker's element of an operand is. */
+static uint32_t frame_byte(thread *t, const walker *w, uint32_t slot, uint32_t n) {
+  return (uint32_t)(operand(t, w, slot, n, w->i->mem->bytes) - t->frame);
+}
+
+static step check_element(pm_machine *m, thread *t, const walker *w, uint32_t mask, uint32_t n) {
+  const indexing *by = w->i->mem->by;
+  const uint32_t element = w->i->to >> n & 1 ? 0 : (uint32_t)w->k;
+  if (pm_poison_mask(m, t, w->i, mask, element) == STEP_FAIL) return STEP_FAIL;
+  if (!is_true(t, w, mask, n)) return STEP_NEXT;
+  for (uint32_t k = 0; by && k < by->n; k++) {
+    if (pm_poison_index(m, t, w->i, by->slot[k], w->k) == STEP_FAIL) return STEP_FAIL;
+  }
+  return STEP_NEXT;
+}
+
+step pm_poison_masked(pm_machine *m, thread *t, const instr *i) {
+  const bool load = i->exec == exec_masked_load, store = i->exec == exec_masked_store;
+  const uint32_t mask = load ? i->a : i->b, n = load ? 0 : 1;
+  const size_t bytes = i->mem->bytes;
+  spot s;
+  pm_vm_locate(m, t, i->mem, &s);
+  walker w = {.i = i, .s = &s};
+  do {
+    const uint32_t dst = i->dst + (uint32_t)((size_t)w.k * bytes);
+    if (check_element(m, t, &w, mask, n) == STEP_FAIL) return STEP_FAIL;
+    const bool on = is_true(t, &w, mask, n);
+    const char *at = on && s.base ? place_of(t, &w) : NULL;
+    if (at) {
+      pm_poison_element(m, t, i, &s, at, load ? 0 : frame_byte(t, &w, i->a, 0), store ? 0 : dst);
+    } else if (load) {
+      memset(t->poison + dst, on ? PM_POISON_OUTSIDE : t->poison[frame_byte(t, &w, i->b, 1)],
+             bytes);
+    } else if (!store) {
+      memset(t->poison + dst, 0, bytes);
+    }
+  } while (next(&w));
+  return STEP_NEXT;
+}
+
 const handler pm_vm_MASKED_LOAD = {pm_vm_encode_masked, exec_masked_load, {0}};
 const handler pm_vm_MASKED_STORE = {pm_vm_encode_masked, exec_masked_store, {0}};
 const handler pm_vm_ATOMIC = {pm_vm_encode_masked, exec_atomic, {0}};

@@ -266,6 +266,19 @@ static void walk_inside(const spot *s, bool strict, char *flat, bool gather) {
   }
 }
 
+void pm_vm_clear_inside(const spot *s, bool strict, void *dst) {
+  const access *mem = s->mem;
+  int64_t index[PM_MAX_RANK] = {0};
+  char *flat = dst;
+  for (int64_t k = 0; k < mem->n; k++, flat += mem->bytes) {
+    if (pm_vm_element(s, strict, index)) memset(flat, 0, mem->bytes);
+    for (uint32_t d = mem->rank; d-- > 0;) {
+      if (++index[d] < mem->dim[d]) break;
+      index[d] = 0;
+    }
+  }
+}
+
 void pm_vm_gather_inside(const spot *s, bool strict, void *dst) {
   walk_inside(s, strict, dst, true);
 }

@@ -73,6 +73,7 @@ static step run_skipping(pm_machine *m, thread *t, const instr *i) {
 
 step pm_vm_observe(pm_machine *m, thread *t, const instr *i) {
   m->steps++;
+  if (m->poison && i->poison && i->poison(m, t, i) == STEP_FAIL) return STEP_FAIL;
   if (m->timeline) pm_time_step(m, t, i);
   return m->options.skip_floats ? run_skipping(m, t, i) : i->exec(m, t, i);
 }

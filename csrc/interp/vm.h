@@ -23,6 +23,7 @@ typedef struct thread thread;
 typedef struct instr instr;
 typedef struct task task;
 typedef struct races races;
+struct poison;
 typedef struct timeline timeline;
 
 /* What is ordered before an agent or an operation: see clocks.c. */
@@ -39,6 +40,7 @@ typedef enum step {
 } step;
 
 typedef step (*exec_fn)(pm_machine *m, thread *t, const instr *i);
+typedef exec_fn poison_fn; /* before it is executed: see poison.c */
 /* n elements, contiguous; dst may be the same array as an operand */
 typedef void (*kernel_fn)(void *dst, const void *x, const void *y, const void *z, size_t n);
 
@@ -46,6 +48,7 @@ enum { SPLAT_X = 1, SPLAT_Y = 2, SPLAT_Z = 4, WIDEN = 8, NARROW = 16 }; /* instr
 
 struct instr {
   exec_fn exec;
+  poison_fn poison; /* NULL: nothing to do */
   union {
     kernel_fn kernel;
     const struct access *mem;
@@ -145,6 +148,7 @@ typedef struct scope {
   uint32_t index;
   uint32_t n_smem, n_bars, n_accs;
   struct smem_alloc {
+    const char *name;
     uint32_t at, apart;
     uint8_t dtype;
     pm_opid op;
@@ -297,6 +301,7 @@ typedef enum thread_state {
 
 struct thread {
   char *frame;
+  uint8_t *poison; /* a byte beside each of the frame: see poison.c */
   uint32_t pc;
   uint32_t index;         /* in the block */
   thread *of;             /* of a warp: its thread, else NULL */
@@ -348,8 +353,12 @@ typedef struct place {
 
 /* An argument. */
 typedef struct arg {
-  size_t bytes;
+  const char *name;
+  size_t bytes, item; /* item: of an element */
+  uint32_t rank;
+  int64_t dim[PM_MAX_RANK];
   bool written; /* by some instruction */
+  bool fresh;   /* an output that is no operand */
 } arg;
 
 struct pm_machine {
@@ -403,6 +412,7 @@ struct pm_machine {
   int64_t next_report;               /* nanoseconds */
   int32_t counters[PM_MAX_COUNTERS]; /* of NEXT_TILE and TAKE_TILE */
   races *races;                      /* NULL: nobody looks for them */
+  struct poison *poison;             /* NULL: what was never written is not tracked */
   timeline *timeline;                /* NULL: nobody keeps track of time */
   bool observed;                     /* each instruction goes through pm_vm_observe */
   uint32_t steps;                    /* instructions so far, where they are observed */
@@ -485,6 +495,7 @@ bool pm_vm_overlap(const spot *a, const spot *b);
 /* Element by element, for views that overhang; `strict`: the view's own bounds count as well as
  * those of its base. What is outside is left alone in dst, or not stored. */
 void pm_vm_gather_inside(const spot *s, bool strict, void *dst);
+void pm_vm_clear_inside(const spot *s, bool strict, void *dst); /* zeros for what is inside */
 void pm_vm_scatter_inside(const spot *s, const void *src);
 /* Address of an element of the view, NULL: outside. */
 char *pm_vm_element(const spot *s, bool strict, const int64_t *view_index);
@@ -569,6 +580,28 @@ void pm_vm_hardware_index(const pm_machine *m, const block *b, uint32_t index[3]
 /* profile.c: the profiler, only where m->profile_words is set */
 void pm_profile_begin_cluster(pm_machine *m, const cluster *c);
 void pm_profile_end_cluster(pm_machine *m, const cluster *c);
+
+/* poison.c, only where m->poison is set */
+enum { PM_POISON_OUTSIDE = 254 }; /* of what lies out of bounds */
+bool pm_poison_begin(pm_machine *m);
+step pm_poison_check(pm_machine *m); /* at the end of a launch */
+void pm_poison_end(pm_machine *m);
+poison_fn pm_poison_rule(pm_opcode code, const instr *i);
+void pm_poison_scope(pm_machine *m, const block *b, const struct smem_alloc *x, size_t at);
+void pm_poison_defined(pm_machine *m, const thread *t, const spot *s);
+void pm_poison_acc_load(pm_machine *m, thread *t, const instr *i, const spot *s);
+/* Of engines: `p` is the part of a task's buffer for the bytes beside its data. */
+step pm_poison_copy_in(pm_machine *m, const task *k);
+void pm_poison_read(pm_machine *m, const task *k, char *p);
+step pm_poison_write(pm_machine *m, const task *k, const spot *s, char *p, bool combine);
+void pm_poison_take(const thread *t, uint32_t slot, char *p, size_t bytes);
+step pm_poison_product(pm_machine *m, const task *k, const char *array);
+/* Of masked accesses: an element of an operand is a byte of the frame. value, old 0: none */
+step pm_poison_masked(pm_machine *m, thread *t, const instr *i); /* masked.c */
+step pm_poison_mask(pm_machine *m, thread *t, const instr *i, uint32_t slot, uint32_t element);
+step pm_poison_index(pm_machine *m, thread *t, const instr *i, uint32_t slot, int64_t element);
+void pm_poison_element(pm_machine *m, thread *t, const instr *i, const spot *s, const char *at,
+                       uint32_t value, uint32_t old);
 
 /* masked.c: *at becomes what a PM_ATOMIC makes of it and of value; compare: of CAS, else NULL */
 void pm_vm_combine(pm_dtype d, int64_t kind, char *at, const char *value, const char *compare);

@@ -124,6 +124,10 @@ static int interp_options(const pmpy_kernel *k, hooks *h, pm_interp_options *o) 
   int zero = attribute_is(p, "uninitialized_memory", "zero");
   o->oob_raise = !oob;
   o->zero_fill = zero > 0;
+  PyObject *poison = PyObject_GetAttrString(p, "detect_uninitialized");
+  o->poison = poison == Py_True;
+  if (!poison) PyErr_Clear();
+  Py_XDECREF(poison);
   timeline_options(p, h, o);
   return PyErr_Occurred() ? -1 : race_options(p, h, o);
 }
@@ -140,6 +144,7 @@ PyObject *pmpy_call_interpreter(pmpy_call *c) {
   if (c->cuda && (pmpy_call_find_stream(c, c->device, &stream) < 0 ||
                   (c->has_stream && pmpy_order_home(c, stream) < 0)))
     goto no_outputs;
+  options.fresh_outputs = !c->out_arg;
   if (pmpy_call_outputs(c, stream, made, out) < 0) goto no_outputs;
   pmpy_run r = {.c = c, .device = c->device, .stream = stream, .options = &options};
   pmpy_run_describe(&r, out);

@@ -1,0 +1,769 @@
+/* Memory that was never written, and what becomes of it.
+ *
+ * Each byte of a thread's frame, of SMEM and of the arguments that the kernel writes has a byte
+ * beside it: 0, or the number of the allocation that it comes from without ever having been
+ * written. Before an instruction is executed, its rule works out the bytes of its result:
+ * instructions that move elements are executed on these bytes as well, in an element-wise one an
+ * element comes from what one of its operands comes from, an element of a product from its row or
+ * its column. Copies carry them, late and early as the data.
+ *
+ * It is an error where such a value decides a branch, an address or a mask, or a count that a
+ * thread signals or waits for; and where it is in an output at the end of the launch. An element of
+ * an output that nobody wrote is none: its byte is FRESH. What is masked or clipped away is not
+ * looked at. A select takes the byte of the operand that it takes, and `and`, `or` and products
+ * with zero do as well where one operand decides alone. */
+#include <inttypes.h>
+#include <stdio.h>
+#include <stdlib.h>
+
+#include "vm.h"
+
+enum { FRESH = 255, OUTSIDE = PM_POISON_OUTSIDE, MOST_ORIGINS = 250, MOST_STORES = 16 };
+
+typedef uint8_t flag;
+
+/* An allocation. */
+typedef struct origin {
+  const char *name;
+  pm_opid op;
+} origin;
+
+/* Bytes of an argument that an op wrote, with some that were never written among them. */
+typedef struct stored {
+  pm_opid op;
+  size_t from, to;
+} stored;
+
+struct poison {
+  flag **smem; /* by block */
+  flag **args; /* by argument; NULL: all of it is defined, or another one's memory */
+  stored (*stores)[MOST_STORES]; /* by argument, the latest last */
+  origin origins[MOST_ORIGINS + 1];
+  uint32_t n_origins; /* from 1 */
+  flag *scratch;
+  size_t scratch_bytes;
+};
+
+static flag *flags(const thread *t, uint32_t slot) { return t->poison + slot; }
+
+/* The first that is set, or 0. */
+static flag any(const flag *p, size_t n) {
+  while (n >= 8) {
+    uint64_t word;
+    memcpy(&word, p, 8);
+    if (word) break;
+    p += 8;
+    n -= 8;
+  }
+  while (n && !*p) p++, n--;
+  return n ? *p : 0;
+}
+
+static flag *scratch(pm_machine *m, size_t bytes) {
+  struct poison *p = m->poison;
+  if (bytes <= p->scratch_bytes) return p->scratch;
+  flag *at = pm_realloc(p->scratch, bytes);
+  if (!at) {
+    pm_fail(m->err, PM_E_MEMORY, "no memory to look for what was never written");
+    return NULL;
+  }
+  p->scratch = at;
+  p->scratch_bytes = bytes;
+  return at;
+}
+
+/* ---- origins ------------------------------------------------------------------------------ */
+
+static flag number_of(pm_machine *m, const char *name, pm_opid op) {
+  struct poison *p = m->poison;
+  for (uint32_t k = 1; k <= p->n_origins; k++) {
+    if (p->origins[k].op == op && p->origins[k].name == name) return (flag)k;
+  }
+  if (p->n_origins == MOST_ORIGINS) return (flag)MOST_ORIGINS;
+  p->origins[++p->n_origins] = (origin){name, op};
+  return (flag)p->n_origins;
+}
+
+static const char *origin_text(const pm_machine *m, flag x, char *buf, size_t n) {
+  const origin *o = &m->poison->origins[x];
+  char place[600] = "";
+  if (x == OUTSIDE) {
+    snprintf(buf, n, "a read out of bounds");
+    return buf;
+  }
+  if (m->places[o->op].file) pm_vm_place(m, o->op, place, sizeof place);
+  snprintf(buf, n, "'%s'%s%s", o->name, *place ? ", allocated" : "", place);
+  return buf;
+}
+
+static step fail(pm_machine *m, const thread *t, const instr *i, flag x, const char *what) {
+  char text[700];
+  return pm_vm_fail(m, t, i->op, PM_E_UNINITIALIZED, "%s was never written: it comes from %s", what,
+                    origin_text(m, x, text, sizeof text));
+}
+
+static step sink(pm_machine *m, thread *t, const instr *i, uint32_t slot, size_t bytes,
+                 const char *what) {
+  const flag x = slot ? any(flags(t, slot), bytes) : 0;
+  return x ? fail(m, t, i, x, what) : STEP_NEXT;
+}
+
+/* ---- memory ------------------------------------------------------------------------------- */
+
+/* The bytes beside a view; false: all of it is defined. */
+static bool beside(const pm_machine *m, const thread *t, const spot *s, spot *p) {
+  const access *mem = s->mem;
+  *p = *s;
+  if (mem->kind == PM_ARRAY || mem->space == PM_ACC) {
+    p->base = (char *)t->poison + (s->base - t->frame);
+  } else if (mem->space == PM_SMEM) {
+    const block *b = t->block;
+    if (s->base < b->smem || s->base >= b->smem + m->smem_bytes) b = b->cluster->blocks;
+    while (s->base < b->smem || s->base >= b->smem + m->smem_bytes) b++;
+    p->base = (char *)m->poison->smem[b - m->blocks] + (s->base - b->smem);
+  } else {
+    uint32_t root = 0;
+    while (m->buffers[root] != m->buffers[mem->base]) root++;
+    p->base = (char *)m->poison->args[root];
+    if (!p->base) return false;
+  }
+  p->at = s->at ? p->base + (s->at - s->base) : NULL;
+  return true;
+}
+
+/* What is read of an output that nobody wrote comes from that output. */
+static void name_fresh(pm_machine *m, const spot *s, flag *p, size_t n) {
+  if (s->mem->space != PM_GMEM || !memchr(p, FRESH, n)) return;
+  const flag x = number_of(m, s->mem->name, 0);
+  for (size_t k = 0; k < n; k++) p[k] = p[k] == FRESH ? x : p[k];
+}
+
+/* To p, the bytes of elements from <= k < to, at their places among all. */
+static void read_flags(pm_machine *m, const thread *t, const spot *s, int64_t from, int64_t to,
+                       flag *p) {
+  spot b;
+  const size_t bytes = (size_t)s->mem->n * s->mem->bytes;
+  const bool tracked = beside(m, t, s, &b);
+  if (!s->inside) {
+    memset(p, OUTSIDE, bytes);
+    if (tracked) pm_vm_gather_inside(&b, true, p);
+    else pm_vm_clear_inside(s, true, p);
+  } else if (!tracked) {
+    memset(p, 0, bytes);
+  } else {
+    pm_vm_gather_part(&b, from, to, p);
+  }
+  if (tracked) name_fresh(m, s, p + from * s->mem->bytes, (size_t)(to - from) * s->mem->bytes);
+}
+
+static void note_store(pm_machine *m, const spot *s, pm_opid op, const flag *p, size_t n) {
+  const access *mem = s->mem;
+  uint32_t root = 0;
+  if (mem->space != PM_GMEM || !any(p, n)) return;
+  while (m->buffers[root] != m->buffers[mem->base]) root++;
+  stored *at = m->poison->stores[root], x = {.op = op, .to = m->args[root].bytes};
+  if (s->inside) {
+    x.from = (size_t)(s->at - s->base);
+    x.to = x.from + mem->bytes;
+    for (uint32_t k = 0; k < mem->n_loops; k++) {
+      x.to += (size_t)((mem->loop_size[k] - 1) * mem->loop_stride[k]) * mem->bytes;
+    }
+  }
+  stored *last = &at[MOST_STORES - 1];
+  if (last->op == op) {
+    last->from = last->from < x.from ? last->from : x.from;
+    last->to = last->to > x.to ? last->to : x.to;
+    return;
+  }
+  memmove(at, at + 1, (MOST_STORES - 1) * sizeof *at);
+  *last = x;
+}
+
+static void write_flags(pm_machine *m, const thread *t, const spot *s, int64_t from, int64_t to,
+                        pm_opid op, const flag *p) {
+  spot b;
+  if (!beside(m, t, s, &b)) return;
+  if (s->inside) {
+    pm_vm_scatter_part(&b, from, to, p);
+  } else {
+    pm_vm_scatter_inside(&b, p);
+  }
+  note_store(m, s, op, p + from * s->mem->bytes, (size_t)(to - from) * s->mem->bytes);
+}
+
+/* The numbers that decide where an access is. */
+static step check_address(pm_machine *m, thread *t, const instr *i, const access *mem) {
+  const char what[] = "a number that decides where this access is";
+  for (uint32_t k = 0; k < mem->n_starts; k++) {
+    if (sink(m, t, i, mem->starts[k], 4, what) == STEP_FAIL) return STEP_FAIL;
+  }
+  for (uint32_t k = 0; k < mem->n_terms; k++) {
+    if (sink(m, t, i, mem->terms[k].slot, 4, what) == STEP_FAIL) return STEP_FAIL;
+  }
+  return sink(m, t, i, mem->cluster_slot, 4, what);
+}
+
+static step check_addresses(pm_machine *m, thread *t, const instr *i) {
+  const access *const all[] = {i->mem, i->mem2, i->mem3};
+  for (uint32_t k = 0; k < PM_COUNT(all); k++) {
+    if (all[k] && check_address(m, t, i, all[k]) == STEP_FAIL) return STEP_FAIL;
+  }
+  return STEP_NEXT;
+}
+
+/* ---- rules: elements ---------------------------------------------------------------------- */
+
+/* The instruction itself, on the bytes beside the frame. */
+static step rule_moves(pm_machine *m, thread *t, const instr *i) {
+  char *frame = t->frame;
+  t->frame = (char *)t->poison;
+  const step s = i->exec(m, t, i);
+  t->frame = frame;
+  return s == STEP_FAIL ? STEP_FAIL : STEP_NEXT;
+}
+
+static step rule_defined(pm_machine *m, thread *t, const instr *i) {
+  (void)m;
+  if (i->dst) memset(flags(t, i->dst), 0, i->n ? i->n * pm_dtypes[i->out].bytes : 8);
+  return STEP_NEXT;
+}
+
+/* Operands of a pointwise instruction. */
+typedef struct operands {
+  uint32_t n;
+  const flag *at[3];
+  const char *value[3];
+  uint32_t step[3], bytes[3]; /* step 0: one for all elements */
+  bool any;
+} operands;
+
+static operands operands_of(const thread *t, const instr *i) {
+  const uint32_t slots[] = {i->a, i->b, i->c};
+  operands o = {.n = i->c ? 3 : i->b ? 2 : 1};
+  for (uint32_t k = 0; k < o.n; k++) {
+    o.bytes[k] = pm_dtypes[i->c && k == 0 ? PM_BOOL : i->dtype].bytes;
+    o.step[k] = i->flags & 1 << k ? 0 : o.bytes[k]; /* SPLAT_X ... */
+    o.at[k] = flags(t, slots[k]);
+    o.value[k] = t->frame + slots[k];
+    o.any |= any(o.at[k], o.step[k] ? (size_t)i->n * o.bytes[k] : o.bytes[k]) != 0;
+  }
+  return o;
+}
+
+/* Is the element of an operand all zeros, and known to be? */
+static bool is_zero(const operands *o, uint32_t k, uint32_t e) {
+  static const char zeros[8];
+  return !o->at[k][(size_t)e * o->step[k]] &&
+         !memcmp(o->value[k] + (size_t)e * o->step[k], zeros, o->bytes[k]);
+}
+
+static bool is_one(const operands *o, uint32_t k, uint32_t e) {
+  return !o->at[k][(size_t)e * o->step[k]] && o->value[k][(size_t)e * o->step[k]] == 1;
+}
+
+static flag either(const operands *o, uint32_t e) {
+  for (uint32_t k = 0; k < o->n; k++) {
+    const flag x = o->at[k][(size_t)e * o->step[k]];
+    if (x) return x;
+  }
+  return 0;
+}
+
+/* Of a result that two operands decide, and sometimes one of them alone. */
+typedef enum decided { BY_ALL, BY_A_ZERO, BY_A_ONE } decided;
+
+static void pointwise(const thread *t, const instr *i, decided by) {
+  const operands o = operands_of(t, i);
+  const uint32_t bytes = pm_dtypes[i->out].bytes;
+  flag *out = flags(t, i->dst);
+  memset(out, 0, (size_t)i->n * bytes);
+  for (uint32_t e = 0; o.any && e < i->n; e++) {
+    if (by == BY_A_ZERO && (is_zero(&o, 0, e) || is_zero(&o, 1, e))) continue;
+    if (by == BY_A_ONE && (is_one(&o, 0, e) || is_one(&o, 1, e))) continue;
+    memset(out + (size_t)e * bytes, either(&o, e), bytes);
+  }
+}
+
+static step rule_pointwise(pm_machine *m, thread *t, const instr *i) {
+  (void)m;
+  pointwise(t, i, BY_ALL);
+  return STEP_NEXT;
+}
+
+static step rule_and(pm_machine *m, thread *t, const instr *i) {
+  (void)m;
+  pointwise(t, i, pm_is_float(i->dtype) ? BY_ALL : BY_A_ZERO);
+  return STEP_NEXT;
+}
+
+static step rule_or(pm_machine *m, thread *t, const instr *i) {
+  (void)m;
+  pointwise(t, i, i->dtype == PM_BOOL ? BY_A_ONE : BY_ALL);
+  return STEP_NEXT;
+}
+
+static step rule_select(pm_machine *m, thread *t, const instr *i) {
+  const operands o = operands_of(t, i);
+  const uint32_t bytes = pm_dtypes[i->out].bytes;
+  flag *out = flags(t, i->dst);
+  (void)m;
+  memset(out, 0, (size_t)i->n * bytes);
+  for (uint32_t e = 0; o.any && e < i->n; e++) {
+    const flag p = o.at[0][(size_t)e * o.step[0]];
+    const uint32_t k = o.value[0][(size_t)e * o.step[0]] ? 1 : 2;
+    memset(out + (size_t)e * bytes, p ? p : o.at[k][(size_t)e * o.step[k]], bytes);
+  }
+  return STEP_NEXT;
+}
+
+static step rule_convert(pm_machine *m, thread *t, const instr *i) {
+  const uint32_t from = pm_dtypes[i->dtype].bytes, to = pm_dtypes[i->out].bytes;
+  const flag *in = flags(t, i->a);
+  flag *out = flags(t, i->dst);
+  (void)m;
+  memset(out, 0, (size_t)i->n * to);
+  if (!any(in, (size_t)i->n * from)) return STEP_NEXT;
+  for (uint32_t e = 0; e < i->n; e++) memset(out + (size_t)e * to, in[(size_t)e * from], to);
+  return STEP_NEXT;
+}
+
+static step rule_unpack(pm_machine *m, thread *t, const instr *i) {
+  (void)m;
+  for (uint32_t e = 0; e < i->n; e++) flags(t, i->dst)[e] = flags(t, i->a)[e / 2];
+  return STEP_NEXT;
+}
+
+static step rule_pack(pm_machine *m, thread *t, const instr *i) {
+  const flag *in = flags(t, i->a);
+  (void)m;
+  for (uint32_t e = 0; e < i->n; e++) {
+    flags(t, i->dst)[e] = in[2 * e] ? in[2 * e] : in[2 * e + 1];
+  }
+  return STEP_NEXT;
+}
+
+/* ---- rules: reductions, indices, products --------------------------------------------------- */
+
+/* One flag for each element, in scratch; NULL: none is set, or no memory. */
+static flag *by_element(pm_machine *m, const flag *in, size_t n, size_t bytes) {
+  flag *at = any(in, n * bytes) ? scratch(m, n) : NULL;
+  for (size_t k = 0; at && k < n; k++) at[k] = in[k * bytes];
+  return at;
+}
+
+static void spread(const flag *in, size_t n, size_t bytes, flag *out) {
+  for (size_t k = 0; k < n; k++) memset(out + k * bytes, in[k], bytes);
+}
+
+static step rule_reduce(pm_machine *m, thread *t, const instr *i) {
+  const reduction *r = i->reduction;
+  const size_t from = pm_dtypes[i->dtype].bytes;
+  flag *work = by_element(m, flags(t, i->a), i->n, from), *out = flags(t, i->dst);
+  memset(out, 0, (size_t)r->n_out * from);
+  for (uint32_t g = 0; work && g < r->n; g++) {
+    const size_t inner = (size_t)r->group[g].inner, size = (size_t)r->group[g].size;
+    for (int64_t o = 0; o < r->group[g].outer; o++) {
+      const flag *at = work + (size_t)o * size * inner;
+      for (size_t j = 0; j < inner; j++) {
+        flag x = 0;
+        for (size_t k = 0; !x && k < size; k++) x = at[k * inner + j];
+        work[(size_t)o * inner + j] = x;
+      }
+    }
+  }
+  if (work) spread(work, (size_t)r->n_out, from, out);
+  return STEP_NEXT;
+}
+
+static step rule_scan(pm_machine *m, thread *t, const instr *i) {
+  const reduction *r = i->reduction;
+  const size_t bytes = pm_dtypes[i->dtype].bytes, inner = (size_t)r->group[0].inner;
+  flag *work = by_element(m, flags(t, i->a), i->n, bytes), *at = work;
+  memset(flags(t, i->dst), 0, i->n * bytes);
+  for (int64_t o = 0; work && o < r->group[0].outer; o++, at += inner) {
+    for (int64_t k = 1; k < r->group[0].size; k++, at += inner) {
+      for (size_t j = 0; j < inner; j++) {
+        if (!at[inner + j]) at[inner + j] = at[j];
+      }
+    }
+  }
+  if (work) spread(work, i->n, bytes, flags(t, i->dst));
+  return STEP_NEXT;
+}
+
+static step rule_gather(pm_machine *m, thread *t, const instr *i) {
+  const size_t bytes = pm_dtypes[i->dtype].bytes;
+  const int32_t *index = slot_of(t, i->b);
+  const flag *from = flags(t, i->a), *at = flags(t, i->b);
+  (void)m;
+  for (uint32_t k = 0; k < i->n; k++) {
+    const int64_t e = pm_max(0, pm_min((int64_t)index[k], (int64_t)i->to - 1));
+    memset(flags(t, i->dst) + k * bytes, at[4 * k] ? at[4 * k] : from[(size_t)e * bytes], bytes);
+  }
+  return STEP_NEXT;
+}
+
+static step rule_scatter(pm_machine *m, thread *t, const instr *i) {
+  const size_t bytes = pm_dtypes[i->dtype].bytes;
+  const int32_t *index = slot_of(t, i->b);
+  const flag *from = flags(t, i->c), *at = flags(t, i->b), unknown = any(at, 4 * (size_t)i->n);
+  flag *to = flags(t, i->dst);
+  (void)m;
+  memcpy(to, flags(t, i->a), i->to * bytes);
+  if (unknown) memset(to, unknown, i->to * bytes);
+  for (uint32_t k = 0; !unknown && k < i->n; k++) {
+    if (index[k] < 0 || (uint32_t)index[k] >= i->to) continue;
+    memset(to + (size_t)index[k] * bytes, from[k * bytes], bytes);
+  }
+  return STEP_NEXT;
+}
+
+/* acc[rows][cols] += a[rows][k] @ b[k][cols]: the flags of all, row-major. */
+static void product(flag *acc, size_t acc_bytes, const flag *a, size_t a_bytes, const flag *b,
+                    size_t b_bytes, int64_t rows, int64_t cols, int64_t k) {
+  const bool left = any(a, (size_t)(rows * k) * a_bytes);
+  const bool right = any(b, (size_t)(k * cols) * b_bytes);
+  for (int64_t r = 0; left && r < rows; r++) {
+    const flag x = any(a + (size_t)(r * k) * a_bytes, (size_t)k * a_bytes);
+    if (x) memset(acc + (size_t)(r * cols) * acc_bytes, x, (size_t)cols * acc_bytes);
+  }
+  for (int64_t e = 0; right && e < k * cols; e++) {
+    const flag x = b[(size_t)e * b_bytes];
+    for (int64_t r = 0; x && r < rows; r++) {
+      memset(acc + (size_t)(r * cols + e % cols) * acc_bytes, x, acc_bytes);
+    }
+  }
+}
+
+static step rule_mma(pm_machine *m, thread *t, const instr *i) {
+  const size_t out = pm_dtypes[i->out].bytes, bytes = pm_dtypes[i->dtype].bytes;
+  (void)m;
+  memcpy(flags(t, i->dst), flags(t, i->a), i->n * out);
+  product(flags(t, i->dst), out, flags(t, i->b), bytes, flags(t, i->c), bytes, i->n / i->to, i->to,
+          i->depth);
+  return STEP_NEXT;
+}
+
+/* ---- rules: memory ------------------------------------------------------------------------ */
+
+static step rule_load(pm_machine *m, thread *t, const instr *i) {
+  spot s;
+  if (check_addresses(m, t, i) == STEP_FAIL) return STEP_FAIL;
+  pm_vm_locate(m, t, i->mem, &s);
+  if (s.base) read_flags(m, t, &s, 0, i->mem->n, flags(t, i->dst));
+  return STEP_NEXT;
+}
+
+static step rule_store(pm_machine *m, thread *t, const instr *i) {
+  spot s;
+  if (check_addresses(m, t, i) == STEP_FAIL) return STEP_FAIL;
+  pm_vm_locate(m, t, i->mem, &s);
+  if (s.inside) write_flags(m, t, &s, 0, i->mem->n, i->op, flags(t, i->a));
+  return STEP_NEXT;
+}
+
+step pm_poison_mask(pm_machine *m, thread *t, const instr *i, uint32_t slot, uint32_t element) {
+  const flag x = flags(t, slot)[element];
+  return x ? fail(m, t, i, x, "the mask of an element of this access") : STEP_NEXT;
+}
+
+step pm_poison_index(pm_machine *m, thread *t, const instr *i, uint32_t slot, int64_t element) {
+  const flag x = flags(t, slot)[4 * element];
+  return x ? fail(m, t, i, x, "an index of this access") : STEP_NEXT;
+}
+
+void pm_poison_element(pm_machine *m, thread *t, const instr *i, const spot *s, const char *at,
+                       uint32_t value, uint32_t old) {
+  const size_t bytes = s->mem->bytes;
+  spot p;
+  flag *mem = beside(m, t, s, &p) ? (flag *)p.base + (at - s->base) : NULL, x = mem ? *mem : 0;
+  name_fresh(m, s, &x, 1);
+  if (old) memset(flags(t, old), x, bytes);
+  if (!value) return;
+  const flag y = *flags(t, value), z = y ? y : old ? x : 0;
+  if (!mem) return;
+  memset(mem, z, bytes);
+  note_store(m, s, i->op, mem, bytes);
+}
+
+static step rule_atomics(pm_machine *m, thread *t, const instr *i) {
+  return check_addresses(m, t, i) == STEP_FAIL ? STEP_FAIL : pm_poison_masked(m, t, i);
+}
+
+/* Of a copy the predicate, else how many a thread signals or waits for. */
+static step rule_counts(pm_machine *m, thread *t, const instr *i) {
+  if (check_addresses(m, t, i) == STEP_FAIL) return STEP_FAIL;
+  if (rule_defined(m, t, i) == STEP_FAIL) return STEP_FAIL;
+  return sink(m, t, i, i->a, 1, "a number that decides what this does");
+}
+
+static step rule_addresses(pm_machine *m, thread *t, const instr *i) {
+  rule_defined(m, t, i);
+  return check_addresses(m, t, i);
+}
+
+void pm_poison_acc_load(pm_machine *m, thread *t, const instr *i, const spot *s) {
+  spot p;
+  beside(m, t, s, &p);
+  pm_vm_gather(&p, flags(t, i->dst));
+}
+
+static step rule_nothing(pm_machine *m, thread *t, const instr *i) {
+  (void)m, (void)t, (void)i;
+  return STEP_NEXT;
+}
+
+static step rule_acc_store(pm_machine *m, thread *t, const instr *i) {
+  spot s, p;
+  pm_vm_locate(m, t, i->mem, &s);
+  beside(m, t, &s, &p);
+  pm_vm_scatter(&p, flags(t, i->a));
+  return STEP_NEXT;
+}
+
+/* What the function makes is defined. */
+static step rule_inline(pm_machine *m, thread *t, const instr *i) {
+  const inlined *x = i->inlined;
+  for (uint32_t k = 0; k < x->n_in + x->n_out; k++) {
+    const struct inlined_value *v = &x->value[k];
+    if (v->mem && check_address(m, t, i, v->mem) == STEP_FAIL) return STEP_FAIL;
+    if (k >= x->n_in) memset(flags(t, v->slot), 0, (size_t)v->bytes);
+  }
+  return STEP_NEXT;
+}
+
+void pm_poison_defined(pm_machine *m, const thread *t, const spot *s) {
+  spot p;
+  flag *zeros = beside(m, t, s, &p) ? scratch(m, (size_t)s->mem->n * s->mem->bytes) : NULL;
+  if (!zeros) return;
+  memset(zeros, 0, (size_t)s->mem->n * s->mem->bytes);
+  pm_vm_scatter(&p, zeros);
+}
+
+/* ---- rules: control ----------------------------------------------------------------------- */
+
+static step rule_branch(pm_machine *m, thread *t, const instr *i) {
+  return sink(m, t, i, i->a, 1, "the condition of this branch");
+}
+
+static step rule_switch(pm_machine *m, thread *t, const instr *i) {
+  return sink(m, t, i, i->a, 4, "the number of this branch");
+}
+
+static step rule_for(pm_machine *m, thread *t, const instr *i) {
+  if (sink(m, t, i, i->a, 4, "the first number of this loop") == STEP_FAIL) return STEP_FAIL;
+  return sink(m, t, i, i->b, 4, "the end of this loop");
+}
+
+static step rule_check(pm_machine *m, thread *t, const instr *i) {
+  return sink(m, t, i, i->printing->arg[0].slot, 1, "the condition of this debug_check");
+}
+
+static const poison_fn rules[PM_OP_COUNT] = {
+    [PM_OP_SELECT] = rule_select,
+    [PM_OP_AND] = rule_and,
+    [PM_OP_MUL] = rule_and,
+    [PM_OP_OR] = rule_or,
+    [PM_OP_CONVERT] = rule_convert,
+    [PM_OP_UNPACK] = rule_unpack,
+    [PM_OP_PACK] = rule_pack,
+    [PM_OP_REDUCE] = rule_reduce,
+    [PM_OP_SCAN] = rule_scan,
+    [PM_OP_GATHER] = rule_gather,
+    [PM_OP_SCATTER] = rule_scatter,
+    [PM_OP_MMA] = rule_mma,
+    [PM_OP_CONCAT] = rule_moves,
+    [PM_OP_ALLOC_ACC] = rule_moves,
+    [PM_OP_LOAD] = rule_load,
+    [PM_OP_STORE] = rule_store,
+    [PM_OP_MASKED_LOAD] = rule_atomics,
+    [PM_OP_MASKED_STORE] = rule_atomics,
+    [PM_OP_ATOMIC] = rule_atomics,
+    [PM_OP_COPY_G2S] = rule_counts,
+    [PM_OP_COPY_S2G] = rule_counts,
+    [PM_OP_SIGNAL] = rule_counts,
+    [PM_OP_AWAIT] = rule_counts,
+    [PM_OP_READ_SEMAPHORE] = rule_addresses,
+    [PM_OP_ASYNC_STORE] = rule_addresses,
+    [PM_OP_ARRIVE] = rule_addresses,
+    [PM_OP_WAIT] = rule_addresses,
+    [PM_OP_BARRIER_TEST] = rule_addresses,
+    [PM_OP_WGMMA] = rule_addresses,
+    [PM_OP_ACC_LOAD] = rule_nothing,
+    [PM_OP_ACC_STORE] = rule_acc_store,
+    [PM_OP_INLINE] = rule_inline,
+    [PM_OP_IF] = rule_branch,
+    [PM_OP_WHILE] = rule_branch,
+    [PM_OP_SWITCH] = rule_switch,
+    [PM_OP_FOR] = rule_for,
+    [PM_OP_DEBUG_CHECK] = rule_check,
+};
+
+poison_fn pm_poison_rule(pm_opcode code, const instr *i) {
+  const handler *h = pm_vm_handlers[code];
+  if (i->exec == pm_vm_move || i->exec == pm_vm_strided) return rule_moves;
+  if (i->exec != h->exec) return NULL; /* ends of regions, jumps */
+  if (rules[code]) return rules[code];
+  if (h->encode == pm_vm_encode_pointwise) return rule_pointwise;
+  return i->dst ? rule_defined : NULL;
+}
+
+/* ---- engines ------------------------------------------------------------------------------ */
+
+step pm_poison_copy_in(pm_machine *m, const task *k) {
+  const access *to = k->smem.mem;
+  flag *p = scratch(m, (size_t)to->n * to->bytes);
+  if (!p) return STEP_FAIL;
+  const flag outside = k->i->flags == PM_OOB_UNDEFINED ? OUTSIDE : 0;
+  if (k->gmem.inside) {
+    read_flags(m, k->owner, &k->gmem, k->from, k->to, p);
+  } else {
+    spot b;
+    memset(p, outside, (size_t)to->n * to->bytes);
+    if (beside(m, k->owner, &k->gmem, &b)) pm_vm_gather_inside(&b, false, p);
+    else pm_vm_clear_inside(&k->gmem, false, p);
+    name_fresh(m, &k->gmem, p, (size_t)to->n * to->bytes);
+  }
+  write_flags(m, k->owner, &k->smem, k->from, k->to, k->i->op, p);
+  return STEP_NEXT;
+}
+
+void pm_poison_read(pm_machine *m, const task *k, char *p) {
+  read_flags(m, k->owner, &k->smem, 0, k->smem.mem->n, (flag *)p);
+}
+
+/* What a copy or a store brings goes to memory, beside what is there if they are combined. */
+step pm_poison_write(pm_machine *m, const task *k, const spot *s, char *p, bool combine) {
+  const size_t n = (size_t)s->mem->n * s->mem->bytes;
+  flag *brought = (flag *)p;
+  if (combine) {
+    flag *old = scratch(m, n);
+    if (!old) return STEP_FAIL;
+    read_flags(m, k->owner, s, 0, s->mem->n, old);
+    for (size_t e = 0; e < n; e++) brought[e] = brought[e] ? brought[e] : old[e];
+  }
+  write_flags(m, k->owner, s, 0, s->mem->n, k->i->op, brought);
+  return STEP_NEXT;
+}
+
+void pm_poison_take(const thread *t, uint32_t slot, char *p, size_t bytes) {
+  memcpy(p, flags(t, slot), bytes);
+}
+
+step pm_poison_product(pm_machine *m, const task *k, const char *array) {
+  const access *acc = k->acc.mem, *right = k->rhs.mem;
+  const int64_t rows = acc->dim[0], cols = acc->dim[1], depth = right->dim[0];
+  const size_t a = (size_t)(rows * depth) * pm_dtypes[k->i->out].bytes;
+  const size_t b = (size_t)(depth * cols) * right->bytes, c = (size_t)(rows * cols) * acc->bytes;
+  flag *p = scratch(m, a + b + c);
+  spot s;
+  if (!p) return STEP_FAIL;
+  if (k->lhs.mem) read_flags(m, k->owner, &k->lhs, 0, rows * depth, p);
+  else memcpy(p, array, a);
+  read_flags(m, k->owner, &k->rhs, 0, depth * cols, p + a);
+  if (!any(p, a + b)) return STEP_NEXT;
+  beside(m, k->owner, &k->acc, &s);
+  pm_vm_gather(&s, p + a + b);
+  product(p + a + b, acc->bytes, p, pm_dtypes[k->i->out].bytes, p + a, right->bytes, rows, cols,
+          depth);
+  pm_vm_scatter(&s, p + a + b);
+  return STEP_NEXT;
+}
+
+/* ---- a run -------------------------------------------------------------------------------- */
+
+void pm_poison_scope(pm_machine *m, const block *b, const struct smem_alloc *x, size_t at) {
+  memset(m->poison->smem[b - m->blocks] + at, number_of(m, x->name, x->op),
+         (size_t)x->n * pm_dtypes[x->dtype].bytes);
+}
+
+static void *zeroed(size_t n, size_t bytes) {
+  void *p = pm_malloc(n * bytes + 1);
+  if (p) memset(p, 0, n * bytes);
+  return p;
+}
+
+static bool make_args(pm_machine *m) {
+  for (uint32_t k = 0; k < m->n_args; k++) {
+    bool written = false, fresh = m->options.fresh_outputs;
+    uint32_t root = 0;
+    while (m->buffers[root] != m->buffers[k]) root++;
+    if (root != k) continue;
+    for (uint32_t j = k; j < m->n_args; j++) {
+      if (m->buffers[j] != m->buffers[k]) continue;
+      written |= m->args[j].written;
+      fresh &= m->args[j].fresh;
+    }
+    if (!written) continue;
+    m->poison->args[k] = zeroed(m->args[k].bytes, 1);
+    if (!m->poison->args[k]) return false;
+    if (fresh) memset(m->poison->args[k], FRESH, m->args[k].bytes);
+  }
+  return true;
+}
+
+bool pm_poison_begin(pm_machine *m) {
+  const uint32_t blocks = m->n_clusters * m->n_blocks;
+  struct poison *p = m->poison = zeroed(1, sizeof *p);
+  if (!p) return false;
+  p->smem = zeroed(blocks, sizeof *p->smem);
+  p->args = zeroed(m->n_args, sizeof *p->args);
+  p->stores = zeroed(m->n_args, sizeof *p->stores);
+  if (!p->smem || !p->args || !p->stores) return false;
+  for (uint32_t k = 0; k < blocks; k++) {
+    if (!(p->smem[k] = zeroed(m->smem_bytes, 1))) return false;
+  }
+  for (uint32_t k = 0; k < pm_vm_agents(m); k++) {
+    if (!(m->threads[k].poison = zeroed(m->frame_bytes, 1))) return false;
+  }
+  return make_args(m);
+}
+
+/* Of the launch: no output may hold what was never written. */
+step pm_poison_check(pm_machine *m) {
+  char text[700], at[256];
+  for (uint32_t k = 0; k < m->n_args; k++) {
+    const flag *p = m->poison->args[k];
+    const arg *a = &m->args[k];
+    size_t n = 0, first = 0;
+    for (size_t e = 0; p && e < a->bytes; e += a->item) {
+      if (!p[e] || p[e] == FRESH) continue;
+      if (!n++) first = e;
+    }
+    if (!n) continue;
+    pm_opid op = 0;
+    for (const stored *s = m->poison->stores[k], *end = s + MOST_STORES; s < end; s++) {
+      if (s->op && s->from <= first && first < s->to) op = s->op;
+    }
+    int64_t rest = (int64_t)(first / a->item), index[PM_MAX_RANK];
+    for (uint32_t d = a->rank; d-- > 0; rest /= a->dim[d]) index[d] = rest % a->dim[d];
+    size_t len = 0;
+    at[0] = 0;
+    for (uint32_t d = 0; d < a->rank && len < sizeof at; d++) {
+      len += (size_t)snprintf(at + len, sizeof at - len, d ? ", %" PRId64 : "%" PRId64, index[d]);
+    }
+    pm_fail(m->err, PM_E_UNINITIALIZED,
+            "%s[%s] (%zu of its elements) holds a value that was never written: it comes from %s",
+            a->name, at, n, origin_text(m, p[first], text, sizeof text));
+    if (op && m->places[op].file) pm_err_at(m->err, m->places[op].file, m->places[op].line);
+    return STEP_FAIL;
+  }
+  return STEP_NEXT;
+}
+
+void pm_poison_end(pm_machine *m) {
+  struct poison *p = m->poison;
+  if (!p) return;
+  for (uint32_t k = 0; p->smem && k < m->n_clusters * m->n_blocks; k++) pm_free(p->smem[k]);
+  for (uint32_t k = 0; p->args && k < m->n_args; k++) pm_free(p->args[k]);
+  for (uint32_t k = 0; k < pm_vm_agents(m); k++) {
+    pm_free(m->threads[k].poison);
+    m->threads[k].poison = NULL;
+  }
+  pm_free(p->smem);
+  pm_free(p->args);
+  pm_free(p->stores);
+  pm_free(p->scratch);
+  pm_free(p);
+  m->poison = NULL;
+}
