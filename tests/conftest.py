@@ -3,7 +3,7 @@
 `run(body, outs, *args, **kernel_options)` runs a kernel and returns NumPy results. Way
 "interpret" runs it on the CPU interpreter and also has NVRTC compile the generated program for
 sm_90a, whose log must be clean; way "host" runs the generated program on the CPU, on the emulated
-machine of tests/host; way "cuda" (marked gpu) runs it on a GPU."""
+machine of pallas_mgpu/machine; way "cuda" (marked gpu) runs it on a GPU."""
 
 import re
 import sys
@@ -18,7 +18,8 @@ from pallas_mgpu import _core
 
 sys.path.insert(0, str(Path(__file__).parent))
 import selection  # noqa: E402
-from host import run as host  # noqa: E402
+
+from pallas_mgpu.machine import run as host
 
 
 def pytest_addoption(parser):

@@ -1,7 +1,7 @@
 """The device functions of csrc/cuda/device, one by one, as NVRTC's PTX shows them: which
 instruction, with which qualifiers, on which operands in which order; what the compiler can compute
-is compared as a number. The emulated machine of tests/host has a catalogue of its own, so this is
-what looks at the shipped one without a GPU."""
+is compared as a number. The emulated machine has a catalogue of its own, so this is what looks at
+the shipped one without a GPU."""
 
 import ctypes
 import functools

@@ -9,11 +9,11 @@ import re
 import ml_dtypes
 import numpy as np
 import pytest
-from host import run as host
 
 import pallas_mgpu as plgpu
 from pallas_mgpu import _core, lax, pl
 from pallas_mgpu import numpy as jnp
+from pallas_mgpu.machine import run as host
 
 f16, f32, bf16 = np.float16, np.float32, np.dtype(ml_dtypes.bfloat16)
 NAMES = ("cx", "cy", "cz")

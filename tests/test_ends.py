@@ -5,11 +5,11 @@ import re
 
 import numpy as np
 import pytest
-from host import run as host
 
 import pallas_mgpu as plgpu
 from pallas_mgpu import lax, pl
 from pallas_mgpu import numpy as jnp
+from pallas_mgpu.machine import run as host
 
 F16, F32, I32 = np.dtype(np.float16), np.dtype(np.float32), np.dtype(np.int32)
 SEEDS = range(8)

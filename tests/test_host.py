@@ -1,16 +1,16 @@
-"""The emulated machine of tests/host: what it must refuse, and numbers it must get right. The
-kernels here are written by hand, in the functions of the catalogue."""
+"""The emulated machine (pallas_mgpu/machine): what it must refuse, and numbers it must get right.
+The kernels here are written by hand, in the functions of the catalogue."""
 
 import re
 
 import ml_dtypes
 import numpy as np
 import pytest
-from host import run as host
 
 import pallas_mgpu as plgpu
 from pallas_mgpu import _core, pl
 from pallas_mgpu import numpy as jnp
+from pallas_mgpu.machine import run as host
 
 NAMES = {"u32": "uint32", "f32": "float32", "u16": "uint16", "i32": "int32"}
 HEAD = """extern "C" void __global__ probe(%s) {

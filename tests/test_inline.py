@@ -6,11 +6,11 @@ import shutil
 
 import numpy as np
 import pytest
-from host import run as host
 
 import pallas_mgpu as plgpu
 from pallas_mgpu import lax, pl
 from pallas_mgpu import numpy as jnp
+from pallas_mgpu.machine import run as host
 
 F32 = np.float32
 WGMMA, STRIDED, SPLAT = plgpu.Layout.WGMMA, plgpu.Layout.WG_STRIDED, plgpu.Layout.WG_SPLAT

@@ -3,11 +3,11 @@
 import ml_dtypes
 import numpy as np
 import pytest
-from host import run as host
 
 import pallas_mgpu as plgpu
 from pallas_mgpu import lax, pl
 from pallas_mgpu import numpy as jnp
+from pallas_mgpu.machine import run as host
 
 pytestmark = pytest.mark.covering(1, share=True)
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from host import run as host
+
+from pallas_mgpu.machine import run as host
 
 DEVICE = Path(__file__).parent.parent / "csrc" / "cuda" / "device" / "print.cuh"
 SHIM = r"""

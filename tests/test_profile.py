@@ -4,11 +4,11 @@ import collections
 
 import numpy as np
 import pytest
-from host import run as host
 from test_timeline import DEPTH, ROWS, SLOTS, STEP, slices
 
 import pallas_mgpu as plgpu
 from pallas_mgpu import _core, _profile, lax, pl
+from pallas_mgpu.machine import run as host
 
 F16, F32 = np.float16, np.float32
 scope = plgpu.named_scope

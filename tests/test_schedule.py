@@ -250,7 +250,7 @@ def test_lanes_that_are_late_get_every_tile(run):
         got = run(body, out, **options)
         assert (got[0] == got[0, 0]).all()
         return
-    from host import run as host
+    from pallas_mgpu.machine import run as host
 
     low = run.kernel(body, out, **options).lower()
     for seed in range(0, 30, 5):  # one block does all
@@ -282,7 +282,7 @@ def test_carries_and_local_indices(run, threads):
     if run.way == "host":
         kernel = run.kernel(body, outs, **kernel_options)
         low = kernel.lower()
-        from host import run as host
+        from pallas_mgpu.machine import run as host
 
         for seed in range(6):
             steps, first = np.full((20, threads, 128), -1, i32), np.zeros((20, threads, 128), f32)

@@ -6,11 +6,11 @@ import re
 
 import numpy as np
 import pytest
-from host import run as host
 
 import pallas_mgpu as plgpu
 from pallas_mgpu import _core, lax, pl
 from pallas_mgpu import numpy as jnp
+from pallas_mgpu.machine import run as host
 
 f32, f16, i32 = np.float32, np.float16, np.int32
 N, STEPS = 1024, 6

@@ -1,21 +1,14 @@
 """Operands on the GPU that are not row-major: kernels read them by their strides. On the emulated
 machine, which gets the memory that a view spans; on a GPU, where there is one, torch's views."""
 
-import importlib.util
 import re
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 import pallas_mgpu as plgpu
 from pallas_mgpu import _core, lax, pl
-
-_spec = importlib.util.spec_from_file_location(
-    "host_run_of_strides", Path(__file__).parent / "host" / "run.py"
-)
-host = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(host)
+from pallas_mgpu.machine import run as host
 
 
 def shaped(*shape, dtype=np.float32):

@@ -14,7 +14,6 @@ ROOT = Path(__file__).parent.parent
 MOST_LINES, MOST_COLUMNS, LONGEST_FUNCTION = 1500, 100, 100
 
 
-
 # What each folder of csrc may include, beside its own files.
 BELOW = {
     "base": (),
@@ -171,6 +170,17 @@ def test_files_and_lines_are_short(folder):
 def test_folders_include_what_is_below_them():
     assert (ROOT / "csrc" / "python" / "module.h").read_text().count("#include <Python.h>") == 1
     assert not wrong_includes(ROOT / "csrc")
+
+
+def test_the_emulated_machine_shares_nothing():
+    """It judges what csrc generates, so it knows no header of it, nor does csrc one of its own."""
+    machine = ROOT / "pallas_mgpu" / "machine"
+    own = {file.name for file in machine.iterdir()}
+    quoted = re.compile(r'^\s*#\s*include\s+"(.*)"', re.M)
+    for file in [*machine.glob("*.cpp"), *machine.glob("*.h")]:
+        assert set(quoted.findall(file.read_text())) <= own, file
+    for file in sources(ROOT / "csrc"):
+        assert not re.search("include.*machine/", file.read_text()), file
 
 
 def test_rules_find_what_breaks_them(tmp_path):

@@ -8,12 +8,12 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
-from host import run as host
 from test_catalogue import catalogue
 
 import pallas_mgpu as plgpu
 from pallas_mgpu import _core, lax, pl
 from pallas_mgpu import numpy as jnp
+from pallas_mgpu.machine import run as host
 
 TARGETS = ["sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_103a", "sm_120a"]
 NIE = NotImplementedError

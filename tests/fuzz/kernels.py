@@ -9,7 +9,7 @@ always readable Python:
     python tests/fuzz/kernels.py 1234 --check   # and run it in every way there is here
 
 `check` compares the ways: the NumPy model (model.py), the interpreter under several schedules,
-NVRTC's verdict on the generated program, the generated program on the CPU (tests/host) and on a
+NVRTC's verdict on the generated program, the generated program on the emulated machine and on a
 GPU. `shrink` makes a failing program small: it deletes statements, puts parts in the place of
 their wholes, and lowers numbers, as long as the model accepts the program and it fails alike."""
 
@@ -343,7 +343,7 @@ def _ways(case, expected, ways, seeds, ran, params):
             return
         _round_trip(lowered)
     if "host" in ways:
-        from host import run as host
+        from pallas_mgpu.machine import run as host
 
         for seed in seeds[:2]:
             outs = [np.zeros(s, d) for s, d in case.outputs]

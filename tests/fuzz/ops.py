@@ -461,7 +461,7 @@ def step_by_step(target, arrays, run):
 
 
 def on_host(kernel, arrays, seed):
-    from host import run as host
+    from pallas_mgpu.machine import run as host
 
     like = kernel(*arrays)  # of the interpreter: the structure of the results
     outs = [np.empty_like(x) for x in plgpu.tree.leaves(like)]
