@@ -173,23 +173,26 @@ def test_every_op_in_every_layout(run, rng, layout):
         np.testing.assert_array_equal(back, x.sum(1)[:, None] + x.max(0) * 3)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("a", MATRICES)
-def test_casts_between_any_two(run, rng, a):
+@pytest.mark.parametrize(
+    "dtype, shape", [(np.float32, (50, 41)), (bf16, (64, 64)), (np.int8, (64, 70))], ids=str
+)
+def test_casts_between_any_two(run, rng, a, dtype, shape):
     """Values stay, by registers, shuffles or shared memory: whole tiles, parts of them, elements
     of each width."""
     others = [b for name, b in MATRICES.items() if name != a]
-    for dtype, shape in ((np.float32, (50, 41)), (bf16, (64, 64)), (np.int8, (64, 70))):
-        x = rng.integers(-100, 100, shape).astype(dtype)
+    x = rng.integers(-100, 100, shape).astype(dtype)
 
-        def body(x_ref, *outs):
-            x = plgpu.load(x_ref, layout=MATRICES[a], optimized=False)
-            for o, b in zip(outs, others):
-                o[...] = plgpu.layout_cast(lax.optimization_barrier(x), b)
+    def body(x_ref, *outs):
+        x = plgpu.load(x_ref, layout=MATRICES[a], optimized=False)
+        for o, b in zip(outs, others):
+            o[...] = plgpu.layout_cast(lax.optimization_barrier(x), b)
 
-        kernel = run.kernel(body, (x,) * len(others))
-        got = kernel(x) if run.way == "interpret" else run.call(kernel, x)
-        for g, b in zip(got, others):
-            np.testing.assert_array_equal(g, x, err_msg=str(b))
+    kernel = run.kernel(body, (x,) * len(others))
+    got = kernel(x) if run.way == "interpret" else run.call(kernel, x)
+    for g, b in zip(got, others):
+        np.testing.assert_array_equal(g, x, err_msg=str(b))
 
 
 def test_casts_of_vectors(run, rng):
