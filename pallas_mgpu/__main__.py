@@ -1,7 +1,7 @@
 """``python -m pallas_mgpu`` runs and checks a pipelined tensor-core matmul. ``info`` prints the
 versions that were found, ``cache`` the size of the compile cache on disk; ``cache clear`` empties
-it. ``layouts`` prints docs/layouts.md, the costs of layout conversions, ``ops`` prints
-docs/graph-ops.md, the ops of graphs, and ``gaps`` what is missing and what to use instead."""
+it. ``layouts`` prints docs/layouts.md, the costs of layout conversions, ``gaps`` what is missing
+and what to use instead."""
 
 import argparse
 import os
@@ -13,7 +13,7 @@ import numpy as np
 
 import pallas_mgpu as plgpu
 
-from . import _compilers, _core, _layout_table, _op_table
+from . import _compilers, _core, _layout_table
 from ._matmul import matmul_kernel
 
 
@@ -137,7 +137,7 @@ def demo(size, dtype, seconds):
 
 def _run(argv):
     parser = argparse.ArgumentParser(prog="python -m pallas_mgpu", description=__doc__)
-    commands = ("demo", "info", "cache", "gaps", "layouts", "ops")
+    commands = ("demo", "info", "cache", "gaps", "layouts")
     parser.add_argument("command", nargs="?", default="demo", choices=commands)
     parser.add_argument(
         "action", nargs="?", choices=("size", "clear"), help="of cache; size by default"
@@ -160,9 +160,6 @@ def _run(argv):
         return 0
     if args.command == "layouts":
         print(_layout_table.text(), end="")
-        return 0
-    if args.command == "ops":
-        print(_op_table.text(), end="")
         return 0
     try:
         return demo(args.size, args.dtype, args.seconds)

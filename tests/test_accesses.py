@@ -14,7 +14,7 @@ from host import run as host
 from test_fuzz import COVER, FIRST
 
 import pallas_mgpu as plgpu
-from pallas_mgpu import _core, _op_table
+from pallas_mgpu import _core
 from pallas_mgpu import numpy as jnp
 
 ROOT = Path(__file__).parent.parent
@@ -289,8 +289,3 @@ def test_every_column_has_a_reader():
     read = set(re.findall(r"pm_ops\[[^;]*?\]\s*\.(\w+)", source))
     read |= set(re.findall(r"\binfo->(\w+)", source))
     assert fields - read == set()
-
-
-def test_the_page_of_ops_is_fresh():
-    """docs/graph-ops.md is what `python -m pallas_mgpu ops` prints."""
-    assert (ROOT / "docs/graph-ops.md").read_text(encoding="utf-8") == _op_table.text()

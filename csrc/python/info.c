@@ -279,38 +279,6 @@ static PyObject *uses(PyObject *Py_UNUSED(self), PyObject *ref) {
   return out;
 }
 
-/* New list, or NULL: the names in the bits of a set. */
-static PyObject *names_of(uint32_t set, const char *const *names) {
-  PyObject *list = PyList_New(0);
-  for (uint32_t k = 0; list && set >> k; k++) {
-    if (!(set >> k & 1)) continue;
-    PyObject *x = PyUnicode_FromString(names[k]);
-    if (!x || PyList_Append(list, x)) Py_CLEAR(list);
-    Py_XDECREF(x);
-  }
-  return list;
-}
-
-static PyObject *op_row(const pm_op_info *info) {
-  PyObject *attrs = PyList_New(0), *needs = names_of(info->needs, pm_feature_names);
-  for (uint32_t k = 0; attrs && k < info->n_attrs; k++) {
-    PyObject *x = PyUnicode_FromString(pm_attr_text[info->attrs[k]]);
-    if (!x || PyList_Append(attrs, x)) Py_CLEAR(attrs);
-    Py_XDECREF(x);
-  }
-  return Py_BuildValue("(sssNNs)", info->text, info->in, info->names, attrs, needs, info->doc);
-}
-
-static PyObject *op_table(PyObject *Py_UNUSED(self), PyObject *Py_UNUSED(none)) {
-  PyObject *list = PyList_New(PM_OP_COUNT - 1);
-  for (int k = 1; list && k < PM_OP_COUNT; k++) {
-    PyObject *row = op_row(&pm_ops[k]);
-    if (!row) Py_CLEAR(list);
-    else PyList_SET_ITEM(list, k - 1, row);
-  }
-  return list;
-}
-
 static PyMethodDef functions[] = {
     {"as_dtype", as_dtype, METH_O, "NumPy dtype of any spelling; 64-bit ones become 32-bit."},
     {"bounds", bounds, METH_O,
@@ -320,9 +288,6 @@ static PyMethodDef functions[] = {
     {"digest", digest, METH_O, "digest(data): 128 bits of the SHA-256 of bytes, as text."},
     {"fail_allocation", fail_allocation, METH_O,
      "The n-th allocation of this thread from now on fails, once; 0: none."},
-    {"op_table", op_table, METH_NOARGS,
-     "Rows of csrc/ir/ops.def: name, operands as there, their names, attributes, features of the "
-     "target that it needs, what it does."},
     {"check_products", check_products, METH_VARARGS,
      "check_products(ptx, cubin): CompileError if the machine code lacks products of the PTX, as "
      "after every compilation."},
