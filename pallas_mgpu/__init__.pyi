@@ -37,13 +37,13 @@ from ._core import NVRTCError as NVRTCError
 from ._core import OutOfMemoryError as OutOfMemoryError
 from ._core import RaceError as RaceError
 from ._core import Ref as Ref
-from ._core import UninitializedError as UninitializedError
 from ._core import TMADescriptorError as TMADescriptorError
 from ._core import TracerArrayConversionError as TracerArrayConversionError
 from ._core import TracerBoolConversionError as TracerBoolConversionError
 from ._core import TracerIntegerConversionError as TracerIntegerConversionError
 from ._core import TypePromotionError as TypePromotionError
 from ._core import UnexpectedTracerError as UnexpectedTracerError
+from ._core import UninitializedError as UninitializedError
 from ._core import device_put as device_put
 from ._core import synchronize as synchronize
 from ._typing import (

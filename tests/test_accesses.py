@@ -10,12 +10,12 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 from fuzz import generate, kernels
-from host import run as host
 from test_fuzz import COVER, FIRST
 
 import pallas_mgpu as plgpu
 from pallas_mgpu import _core
 from pallas_mgpu import numpy as jnp
+from pallas_mgpu.machine import run as host
 
 ROOT = Path(__file__).parent.parent
 F32 = np.dtype(np.float32)
