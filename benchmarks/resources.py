@@ -10,12 +10,9 @@ import os
 import statistics
 import time
 
-os.environ["PALLAS_MGPU_NO_CACHE"] = "1"
-os.environ["PALLAS_MGPU_NVRTC_OPTIONS"] = "--no-cache"
-
-import pallas_mgpu as plgpu  # noqa: E402
-from pallas_mgpu import numpy as jnp  # noqa: E402
-from pallas_mgpu.ops import (  # noqa: E402
+import pallas_mgpu as plgpu
+from pallas_mgpu import numpy as jnp
+from pallas_mgpu.ops import (
     attention,
     layer_norm,
     matmul,
@@ -99,6 +96,8 @@ KERNELS = {
 
 
 def main():
+    os.environ["PALLAS_MGPU_NO_CACHE"] = "1"
+    os.environ["PALLAS_MGPU_NVRTC_OPTIONS"] = "--no-cache"
     def add(x, o):
         o[...] = x[...] + 1
 

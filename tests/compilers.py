@@ -84,7 +84,6 @@ def ops():
     sys.path.insert(0, str(HERE.parent / "benchmarks"))
     from resources import KERNELS
 
-    os.environ["PALLAS_MGPU_NVRTC_OPTIONS"] = ""
     return KERNELS
 
 

@@ -45,11 +45,11 @@ def test_random_kernels(first):
 @pytest.mark.filterwarnings("ignore:kernels on host arrays")
 def test_examples(monkeypatch, file, seed):
     made = _kernel.Definition.__init__
-    params = plgpu.InterpretParams(**SILENT, seed=seed)
 
     def make(self, *args, **kwargs):
         made(self, *args, **kwargs)
-        self.interpret = params
+        timeline = getattr(self.interpret, "timeline", None)
+        self.interpret = plgpu.InterpretParams(**SILENT, seed=seed, timeline=timeline)
 
     monkeypatch.setattr(_kernel.Definition, "__init__", make)
     monkeypatch.setattr(plgpu._races, "_latest", None)
