@@ -284,12 +284,8 @@ class _Block(WarpSpecialized):
         self.ring(pair).release(self.before(rows, pair) - 1)
 
     def write_row(self, pair, held, row, w):
-        p, op, segment, it0 = (
-            self.plan,
-            self.plan.x.op(),
-            Segment(self.plan, pair),
-            self.before(w, pair),
-        )
+        p, op = self.plan, self.plan.x.op()
+        segment, it0 = Segment(p, pair), self.before(w, pair)
         self.stats_ring.wait(w)
         box = self.stats_smem.at[self.stats_ring.slot(w)]
         of_all = [[box[c, i] for i in range(op.numbers)] for c in range(p.pairs)]
