@@ -1234,6 +1234,8 @@ class InterpretParams(_Frozen):
     ``detect_races``: report accesses to the same memory that nothing orders, whatever the schedule.
     ``on_race``: "raise" (:class:`RaceError` at the first race), "warn" (a UserWarning at the second
     access of each race) or "record"; :func:`get_races` returns all of them.
+    ``detect_uninitialized``: :class:`UninitializedError` where a value of memory that was never
+    written decides a branch, an address or a mask, or is in an output at the end.
     ``mode``: with "strict", ``detect_races`` also warns about code that is correct here but that
     JAX refuses ("not portable to JAX: ..."); with "reference" it does not. Deadlocks and
     out-of-bounds accesses are always reported.
