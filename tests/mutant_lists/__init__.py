@@ -9,6 +9,7 @@ PIPELINE = "pallas_mgpu/_pipeline.py"
 ARRAYS, CONTROL, MEMORY = "test_arrays.py", "test_control.py", "test_memory.py"
 PIPES, DOCUMENTS, HOST = "test_pipeline.py", "test_documents.py", "test_host.py"
 TEXT, CATALOGUE, ERRORS = "test_text.py", "test_catalogue.py", "test_errors.py"
+ACCESSES = "test_accesses.py"
 RUNTIME, SURFACE = "test_runtime.py", "test_surface.py"
 COMPILERS = "test_compilers.py"
 CLUSTER, SPECIALISED, WS = "test_cluster.py", "test_specialised.py", "test_ws_steps.py"
@@ -18,7 +19,7 @@ ATTENTION, WS_PIPELINE = "test_attention.py", "test_ws_pipeline.py"
 FUZZ = [f"test_fuzz.py::test_random_kernels[cover{k}]" for k in range(3)]
 ALL = [MEMORY, ARRAYS, PIPES, TEXT, *FUZZ, CLUSTER, SPECIALISED, WS, CONTROL, DOCUMENTS, CATALOGUE]
 ALL += ["test_call.py", "test_norms.py"]
-ALL += ["test_copies.py", "test_inline.py", "test_semaphores.py", "test_families.py"]
+ALL += [ACCESSES, "test_copies.py", "test_inline.py", "test_semaphores.py", "test_families.py"]
 ALL += [COMPILERS, HOST, ERRORS, SURFACE, RUNTIME, TURNS, SCHEDULE, ATTENTION, WS_PIPELINE]
 
 # name: (file, function, pattern, what replaces it, tests that come first); find.py says what a

@@ -1,6 +1,7 @@
 """Mutants of one-lane code, clusters, the catalogue, turns, tiles, carries and ranges."""
 
 from . import (
+    ACCESSES,
     ARRAYS,
     ATTENTION,
     CATALOGUE,
@@ -22,6 +23,50 @@ from . import (
     TURNS,
     WS,
     breaks,
+)
+
+# ---- what ops touch ------------------------------------------------------------------------------
+
+breaks(
+    "csrc/ir/ops.def",
+    ACCESSES,
+    stores_also_read=("STORE", '"r>a"', '"r=a"'),
+    copies_only_read=("COPY_S2G", '"m<~g>~p?"', '"m<~g<~p?"'),
+    products_of_plain_reads=("WGMMA", '"c=~v<~v<~"', '"c=~v<v<"'),
+    source_reads_only=("INLINE", '"v!*"', '"v<*"'),
+)
+breaks(
+    "csrc/ir/access.c",
+    ACCESSES,
+    plain_copies_are_of_the_async_proxy=(
+        "proxy_of",
+        "engine == PM_ENGINE_PLAIN ? PM_GENERIC : PM_ASYNC;",
+        "engine == PM_ENGINE_PLAIN ? PM_ASYNC : PM_ASYNC;",
+    ),
+    combining_copies_do_not_read=(
+        "fill",
+        "role != '>' || (memory && combines(g, a->op));",
+        "role != '>';",
+    ),
+    arrivals_stay_in_the_block=(
+        "leaves_block",
+        "return a->writes && spans_blocks(",
+        "return !a->writes && spans_blocks(",
+    ),
+    waits_that_know_their_phase_advance_it=("next_extra", "&& o->n_in == 1;", "&& o->n_in >= 1;"),
+    loops_run_for_sure=("always_runs", "lower.i < upper.i;", "lower.i <= upper.i;"),
+    branches_are_all_taken=("pm_accesses_inside", "branches && e->n_sure < n)", "branches && !n)"),
+    repeats_in_a_branch_count=(
+        "add",
+        "if (a.certainty != PM_MUST || e->region == m->region) return;",
+        "if (a.certainty != PM_MUST) return;",
+    ),
+    starts_are_the_least=("pm_access_bytes", "v.offset + most + 1;", "v.offset + least + 1;"),
+    tiles_end_early=(
+        "reach_of",
+        "(d->size - 1) / d->tile * d->outer + (d->tile - 1) * d->inner;",
+        "(d->size - 1) / d->tile * d->outer;",
+    ),
 )
 
 # ---- one lane, clusters --------------------------------------------------------------------------
