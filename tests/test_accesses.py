@@ -267,7 +267,7 @@ def test_summaries_of_loops(count, loop):
 
 def test_summaries_of_branches():
     """What all branches do is done, and what is done once more before or behind them."""
-    first, second = store(0) + 2 * store(1), store(1) + store(2)
+    first, second = 2 * store(0) + 2 * store(1), store(1) + store(2)
     body = f"if %9 {{\n{first}yield\n}} {{\n{second}yield\n}}\n"
     assert summary(body) == {0: "may", 1: "must", 2: "may"}
     assert summary(store(0) + body + store(2)) == {0: "must", 1: "must", 2: "must"}
