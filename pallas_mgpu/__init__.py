@@ -11,6 +11,7 @@ add_one(x)    # NumPy, PyTorch, CuPy, JAX arrays, DeviceArray
 """
 
 from ._core import DeviceArray, device_put, synchronize  # noqa: I001 - the extension comes first
+from importlib import import_module as _import_module
 from ._core import (
     CompileError,
     ConcretizationTypeError,
@@ -24,6 +25,7 @@ from ._core import (
     NVRTCError,
     OutOfMemoryError,
     RaceError,
+    ScheduleError,
     TMADescriptorError,
     TracerArrayConversionError,
     TracerBoolConversionError,
@@ -163,12 +165,14 @@ _find = _finder("plgpu", _MISSING, _WRONG)
 
 
 def __getattr__(name):
+    if name == "testing":  # not needed to import the package
+        return _import_module(".testing", __name__)
     if name == "pipelines":
         return _OLD_PIPELINES
     return _find(name)
 
 
-__all__ = [name for name in globals() if not name.startswith("_")]
+__all__ = [*(name for name in globals() if not name.startswith("_")), "testing"]
 
 
 def __dir__():

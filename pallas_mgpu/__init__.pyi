@@ -22,6 +22,7 @@ from . import nn as nn
 from . import numpy as numpy
 from . import ops as ops
 from . import pl as pl
+from . import testing as testing
 from . import tree as tree
 from ._core import Array as Array
 from ._core import CompileError as CompileError
@@ -37,6 +38,7 @@ from ._core import NVRTCError as NVRTCError
 from ._core import OutOfMemoryError as OutOfMemoryError
 from ._core import RaceError as RaceError
 from ._core import Ref as Ref
+from ._core import ScheduleError as ScheduleError
 from ._core import TMADescriptorError as TMADescriptorError
 from ._core import TracerArrayConversionError as TracerArrayConversionError
 from ._core import TracerBoolConversionError as TracerBoolConversionError
@@ -294,6 +296,7 @@ class LoggingMode(enum.Flag):
 @dataclass(frozen=True, init=False)
 class InterpretParams:
     seed: int
+    seeds: int
     out_of_bounds_reads: Literal["raise", "uninitialized"]
     uninitialized_memory: Literal["nan", "zero"]
     skip_floating_point_ops: bool
@@ -310,6 +313,7 @@ class InterpretParams:
         self,
         *,
         seed: int = 0,
+        seeds: int = 1,
         out_of_bounds_reads: Literal["raise", "uninitialized"] = "raise",
         uninitialized_memory: Literal["nan", "zero"] = "nan",
         skip_floating_point_ops: bool = False,

@@ -75,13 +75,17 @@ def _warn(text, file, line):
 def finish(found, params):
     """Called by the extension at the end of a run, with the results of csrc/python/races.c."""
     global _latest
-    races, notes = [], []
+    races, notes, seen = [], [], set()
     for x in found:
         if len(x) == 3:
             notes.append(x)
             continue
         space, index, start, end, hint, text, first, second = x
         sides = RaceAccess(*first), RaceAccess(*second)
+        lines = frozenset((s.file, s.line, s.ref) for s in sides)
+        if lines in seen:  # under another seed
+            continue
+        seen.add(lines)
         races.append(Race(*sides, space, index, (start, end), hint, "RACE DETECTED on " + text))
     _latest = RaceLog(tuple(races), tuple(notes))
     for note in notes:

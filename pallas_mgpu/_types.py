@@ -1223,6 +1223,8 @@ class InterpretParams(_Frozen):
     """How ``interpret=`` runs a kernel on the CPU. Keyword only.
 
     ``seed``: the seed of the schedule; the same seed gives the same interleaving.
+    ``seeds``: run that many schedules, from ``seed`` on. The result is that of the first;
+    :class:`ScheduleError` if another one gives other bits.
     ``out_of_bounds_reads``: "raise" (IndexError) or "uninitialized".
     ``uninitialized_memory``: reads as "nan" (NaN, the largest integer, True) or "zero".
     ``skip_floating_point_ops``: skip float arithmetic. Every float that is loaded or would be
@@ -1255,6 +1257,7 @@ class InterpretParams(_Frozen):
         "logging_mode",
         "seed",
         "on_race",
+        "seeds",
         "detect_uninitialized",
         "mode",
         "timeline",
@@ -1264,6 +1267,7 @@ class InterpretParams(_Frozen):
         self,
         *,
         seed=0,
+        seeds=1,
         out_of_bounds_reads="raise",
         uninitialized_memory="nan",
         skip_floating_point_ops=False,
@@ -1295,6 +1299,7 @@ class InterpretParams(_Frozen):
                 f" got {show(uninitialized_memory)}"
             )
         counts = {
+            "seeds": seeds,
             "num_cores_or_threads": num_cores_or_threads,
             "num_tma_threads_per_device": num_tma_threads_per_device,
         }

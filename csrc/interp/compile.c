@@ -1249,6 +1249,7 @@ static void describe_arg(compiler *c, uint32_t k) {
                  : pm_printf(&c->m->arena, output ? "output %u" : "operand %u",
                              output ? k - g->n_operands : k);
   a->bytes = bytes_of(t);
+  a->dtype = t->dtype;
   a->item = pm_dtypes[t->dtype].bytes;
   a->rank = t->rank;
   memcpy(a->dim, t->dim, sizeof a->dim);

@@ -88,6 +88,7 @@ typedef struct pm_touch {
 
 typedef struct pm_interp_options {
   uint64_t seed;      /* of the schedule */
+  uint32_t seeds;     /* schedules: results of seed, seed + 1 ... must be the same; 0 is as 1 */
   bool oob_raise;     /* else out-of-bounds reads give the fill */
   bool zero_fill;     /* uninitialised memory reads as zeros; else NaN, integer maximum, true */
   bool skip_floats;   /* floats are not computed: every result reads as +inf */

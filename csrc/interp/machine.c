@@ -1101,8 +1101,19 @@ void pm_interp_defaults(pm_interp_options *o) {
   *o = (pm_interp_options){.oob_raise = true, .race_raises = true};
 }
 
-pm_code pm_interp_run(pm_machine *m, void *const *buffers, const pm_interp_options *o,
-                      pm_err *err) {
+const char *pm_vm_index_text(const arg *a, size_t at, char *buf, size_t n) {
+  int64_t rest = (int64_t)(at / a->item), index[PM_MAX_RANK];
+  for (uint32_t d = a->rank; d-- > 0; rest /= a->dim[d]) index[d] = rest % a->dim[d];
+  int len = snprintf(buf, n, "[");
+  for (uint32_t d = 0; d < a->rank && len < (int)n; d++) {
+    len += snprintf(buf + len, n - (size_t)len, d ? ", %" PRId64 : "%" PRId64, index[d]);
+  }
+  if (len < (int)n) snprintf(buf + len, n - (size_t)len, "]");
+  return buf;
+}
+
+pm_code pm_vm_run_once(pm_machine *m, void *const *buffers, const pm_interp_options *o,
+                       pm_err *err) {
   m->err = err;
   m->options = *o;
   m->buffers = buffers;

@@ -735,16 +735,10 @@ step pm_poison_check(pm_machine *m) {
     for (const stored *s = m->poison->stores[k], *end = s + MOST_STORES; s < end; s++) {
       if (s->op && s->from <= first && first < s->to) op = s->op;
     }
-    int64_t rest = (int64_t)(first / a->item), index[PM_MAX_RANK];
-    for (uint32_t d = a->rank; d-- > 0; rest /= a->dim[d]) index[d] = rest % a->dim[d];
-    size_t len = 0;
-    at[0] = 0;
-    for (uint32_t d = 0; d < a->rank && len < sizeof at; d++) {
-      len += (size_t)snprintf(at + len, sizeof at - len, d ? ", %" PRId64 : "%" PRId64, index[d]);
-    }
     pm_fail(m->err, PM_E_UNINITIALIZED,
-            "%s[%s] (%zu of its elements) holds a value that was never written: it comes from %s",
-            a->name, at, n, origin_text(m, p[first], text, sizeof text));
+            "%s%s (%zu of its elements) holds a value that was never written: it comes from %s",
+            a->name, pm_vm_index_text(a, first, at, sizeof at), n,
+            origin_text(m, p[first], text, sizeof text));
     if (op && m->places[op].file) pm_err_at(m->err, m->places[op].file, m->places[op].line);
     return STEP_FAIL;
   }

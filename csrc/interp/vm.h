@@ -354,6 +354,7 @@ typedef struct place {
 /* An argument. */
 typedef struct arg {
   const char *name;
+  uint8_t dtype;
   size_t bytes, item; /* item: of an element */
   uint32_t rank;
   int64_t dim[PM_MAX_RANK];
@@ -580,6 +581,12 @@ void pm_vm_hardware_index(const pm_machine *m, const block *b, uint32_t index[3]
 /* profile.c: the profiler, only where m->profile_words is set */
 void pm_profile_begin_cluster(pm_machine *m, const cluster *c);
 void pm_profile_end_cluster(pm_machine *m, const cluster *c);
+
+/* machine.c: under one schedule */
+pm_code pm_vm_run_once(pm_machine *m, void *const *buffers, const pm_interp_options *o,
+                       pm_err *err);
+/* "[3, 4]" of the element at a byte */
+const char *pm_vm_index_text(const arg *a, size_t at, char *buf, size_t n);
 
 /* poison.c, only where m->poison is set */
 enum { PM_POISON_OUTSIDE = 254 }; /* of what lies out of bounds */

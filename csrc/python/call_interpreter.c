@@ -124,6 +124,10 @@ static int interp_options(const pmpy_kernel *k, hooks *h, pm_interp_options *o) 
   int zero = attribute_is(p, "uninitialized_memory", "zero");
   o->oob_raise = !oob;
   o->zero_fill = zero > 0;
+  PyObject *seeds = PyObject_GetAttrString(p, "seeds");
+  if (seeds) o->seeds = (uint32_t)PyLong_AsUnsignedLong(seeds);
+  else PyErr_Clear();
+  Py_XDECREF(seeds);
   PyObject *poison = PyObject_GetAttrString(p, "detect_uninitialized");
   o->poison = poison == Py_True;
   if (!poison) PyErr_Clear();
