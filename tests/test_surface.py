@@ -221,7 +221,7 @@ NAMESPACES = [plgpu, pl, lax, jnp, nn, ops, plgpu.ext, plgpu.tree]
 def test_namespaces_show_their_own_names(module):
     """What dir() and `import *` give: all of it is there, none of it is a helper."""
     assert dir(module) == sorted(module.__all__) == sorted({*module.__all__})
-    own = {plgpu: {"ext", "lax", "nn", "numpy", "pl", "tree"}}.get(module, set())
+    own = {plgpu: {"ext", "lax", "nn", "numpy", "pl", "testing", "tree"}}.get(module, set())
     for name in dir(module):
         assert not name.startswith("_")
         assert isinstance(getattr(module, name), ModuleType) == (name in own), name
