@@ -21,15 +21,18 @@ def body(x_gmem, o_gmem):
     pl.run_scoped(scope, plgpu.SMEM((ROWS,), jnp.float32), plgpu.Barrier())
 
 
-def make():
+def make(**params):
     out = plgpu.ShapeDtypeStruct((ROWS,), jnp.float32)
-    return plgpu.kernel(body, out_type=out, interpret=True)
+    return plgpu.kernel(body, out_type=out, interpret=plgpu.InterpretParams(**params))
 
 
 X = np.random.default_rng(0).standard_normal(ROWS).astype(np.float32)
 
 CALLS = {
     "interpret": lambda: make()(X),
+    "races": lambda: make(detect_races=True, mode="reference")(X),
+    "uninitialized": lambda: make(detect_uninitialized=True)(X),
+    "seeds": lambda: make(seeds=2)(X),
     "lower": lambda: make().lower(X).as_text("cuda"),
     "parse": lambda: _core.Graph.parse(TEXT).text(),
 }

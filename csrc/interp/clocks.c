@@ -408,10 +408,12 @@ static void *zeroed(size_t n, size_t bytes) {
 }
 
 static bool make_region(shadow *s, region *g, size_t bytes) {
-  g->n_pages = bytes / PAGE + 1;
-  g->pages = zeroed(g->n_pages, sizeof(page));
-  s->bytes += g->n_pages * sizeof(page);
-  return g->pages;
+  const size_t n = bytes / PAGE + 1;
+  g->pages = zeroed(n, sizeof(page));
+  if (!g->pages) return false;
+  g->n_pages = n;
+  s->bytes += n * sizeof(page);
+  return true;
 }
 
 /* The SMEM of each block, and each memory that arguments lie in, if the kernel writes there. */
