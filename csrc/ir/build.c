@@ -137,6 +137,10 @@ bool pm_has_attr(const pm_graph *g, pm_opid op, pm_attr_id id) {
   return attr_slot(g->ops.at[op].code, id) >= 0;
 }
 
+bool pm_is_free_load(const pm_graph *g, pm_opid op) {
+  return pm_rule_of(g, op) == PM_LAY_LOAD && !*pm_attr(g, op, PM_ATTR_LAYOUT);
+}
+
 int64_t pm_atomic_of(const pm_graph *g, pm_opid op) {
   return pm_has_attr(g, op, PM_ATTR_ATOMIC) ? *pm_attr(g, op, PM_ATTR_ATOMIC) : 0;
 }
@@ -365,4 +369,25 @@ void pm_walk(pm_graph *g, pm_blk block, pm_visit fn, void *ctx) {
     fn(g, op, ctx);
     for (uint32_t r = 0; r < g->ops.at[op].n_regions; r++) pm_walk(g, pm_region(g, op, r), fn, ctx);
   }
+}
+
+uint32_t pm_position(const pm_graph *g, pm_opid op) {
+  const pm_block *b = &g->blocks.at[pm_get(g, op)->parent];
+  uint32_t at = 0;
+  while (b->ops.at[at] != op) at++;
+  return at;
+}
+
+pm_val pm_insert_value(pm_graph *g, pm_opid before, pm_opcode code, const pm_val *in, uint32_t n_in,
+                       const pm_type *out, const pm_attr_arg *attrs, uint32_t n_attrs,
+                       pm_opid place_of) {
+  const pm_opid op = pm_insert(g, pm_get(g, before)->parent, pm_position(g, before), code, in, n_in,
+                               out, 1, attrs, n_attrs, place_of);
+  return pm_get(g, op)->out;
+}
+
+pm_val pm_insert_number(pm_graph *g, pm_opid before, int64_t number, pm_opid place_of) {
+  const pm_type t = pm_scalar_type(PM_I32);
+  const pm_attr_arg value = {.id = PM_ATTR_VALUE, .i = number};
+  return pm_insert_value(g, before, PM_OP_CONST, NULL, 0, &t, &value, 1, place_of);
 }

@@ -257,6 +257,13 @@ pm_opid pm_insert(pm_graph *g, pm_blk block, uint32_t at, pm_opcode code, const 
  */
 pm_opid pm_insert_like(pm_graph *g, pm_blk block, uint32_t at, pm_opid like, const pm_val *in);
 
+uint32_t pm_position(const pm_graph *g, pm_opid op); /* in its block */
+/* In front of another op; the only result. pm_insert_number: an int32 scalar. */
+pm_val pm_insert_value(pm_graph *g, pm_opid before, pm_opcode code, const pm_val *in, uint32_t n_in,
+                       const pm_type *out, const pm_attr_arg *attrs, uint32_t n_attrs,
+                       pm_opid place_of);
+pm_val pm_insert_number(pm_graph *g, pm_opid before, int64_t number, pm_opid place_of);
+
 /* ---- reading ------------------------------------------------------------------------------- */
 
 static inline pm_op *pm_get(const pm_graph *g, pm_opid op) { return &g->ops.at[op]; }
@@ -322,6 +329,8 @@ int64_t *pm_attr(const pm_graph *g, pm_opid op, pm_attr_id id);
 bool pm_has_attr(const pm_graph *g, pm_opid op, pm_attr_id id);
 /* What an ATOMIC does; 0 of all other ops. */
 int64_t pm_atomic_of(const pm_graph *g, pm_opid op);
+/* A LOAD whose layout the user has left open. */
+bool pm_is_free_load(const pm_graph *g, pm_opid op);
 const int64_t *pm_attr_list(const pm_graph *g, pm_opid op, pm_attr_id id, uint32_t *n);
 void pm_set_list(pm_graph *g, pm_opid op, pm_attr_id id, const int64_t *list, uint32_t n);
 

@@ -57,15 +57,8 @@ static void refuse(packer *p, pm_opid op, pm_val v, const char *why) {
   pm_err_op(p->err, p->g, op);
 }
 
-static pm_val constant(packer *p, pm_blk block, uint32_t at, int64_t i, pm_opid op) {
-  const pm_type type = pm_scalar_type(PM_I32);
-  const pm_attr_arg value = {.id = PM_ATTR_VALUE, .i = i};
-  return pm_get(p->g, pm_insert(p->g, block, at, PM_OP_CONST, NULL, 0, &type, 1, &value, 1, op))
-      ->out;
-}
-
 /* Convert starts and sizes of the last dim to bytes. Returns how many ops were inserted before. */
-static uint32_t divide_index(packer *p, pm_opid op, pm_blk block, uint32_t at) {
+static uint32_t divide_index(packer *p, pm_opid op) {
   pm_graph *g = p->g;
   const int64_t per = per_byte(pm_typeof(g, pm_in(g, op, 0)));
   const char *whole = pm_printf(
@@ -97,9 +90,9 @@ static uint32_t divide_index(packer *p, pm_opid op, pm_blk block, uint32_t at) {
   pm_set_list(g, op, PM_ATTR_SIZES, sizes, n);
   if (!traced) return 0;
   const pm_type type = pm_scalar_type(PM_I32);
-  const pm_val in[2] = {pm_in(g, op, last), constant(p, block, at, per, op)};
-  const pm_opid half = pm_insert(g, block, at + 1, PM_OP_DIV, in, 2, &type, 1, NULL, 0, op);
-  g->operands.at[pm_get(g, op)->in + last] = pm_get(g, half)->out;
+  const pm_val in[2] = {pm_in(g, op, last), pm_insert_number(g, op, per, op)};
+  const pm_val half = pm_insert_value(g, op, PM_OP_DIV, in, 2, &type, NULL, 0, op);
+  g->operands.at[pm_get(g, op)->in + last] = half;
   return 2;
 }
 
@@ -284,9 +277,7 @@ static uint32_t move_bytes(packer *p, pm_opid op, pm_blk block, uint32_t at) {
 }
 
 /* An access to a single element would overwrite the other half of its byte. */
-static bool takes_bytes(int code) {
-  return code != PM_OP_MASKED_LOAD && code != PM_OP_MASKED_STORE && code != PM_OP_ATOMIC;
-}
+static bool takes_bytes(int code) { return !pm_is_masked(code); }
 
 /* Returns the position after the op and everything inserted for it. */
 static uint32_t visit(packer *p, pm_opid op, pm_blk block, uint32_t at) {
@@ -314,7 +305,7 @@ static uint32_t visit(packer *p, pm_opid op, pm_blk block, uint32_t at) {
   switch (code) {
     case PM_OP_INDEX:
       if (turn) turn_index(p, op);
-      return at + 1 + divide_index(p, op, block, at);
+      return at + 1 + divide_index(p, op);
     case PM_OP_TRANSPOSE_REF:
       if (turn || !keeps_last(g, op)) note_turn(p, op);
       return at + 1;

@@ -10,13 +10,6 @@
  * (target.c). */
 #include "passes.h"
 
-static uint32_t position(const pm_graph *g, pm_opid op) {
-  const pm_block *b = &g->blocks.at[pm_get(g, op)->parent];
-  uint32_t at = 0;
-  while (b->ops.at[at] != op) at++;
-  return at;
-}
-
 static bool is_use(const pm_graph *g, pm_opid op, pm_val acc) {
   const uint16_t code = pm_get(g, op)->code;
   const bool whole = code == PM_OP_ACC_LOAD || code == PM_OP_ACC_STORE || code == PM_OP_WGMMA;
@@ -61,14 +54,14 @@ static pm_val loaded(pm_graph *g, pm_opid op, uint32_t k) {
   if (pm_typeof(g, v)->kind == PM_ARRAY) return v;
   const pm_type t = array_of(pm_typeof(g, v));
   const pm_attr_arg attrs[] = {{.id = PM_ATTR_LAYOUT}, {.id = PM_ATTR_OPTIMIZED}};
-  const pm_opid load =
-      pm_insert(g, pm_get(g, op)->parent, position(g, op), PM_OP_LOAD, &v, 1, &t, 1, attrs, 2, op);
+  const pm_opid load = pm_insert(g, pm_get(g, op)->parent, pm_position(g, op), PM_OP_LOAD, &v, 1,
+                                 &t, 1, attrs, 2, op);
   return pm_get(g, load)->out;
 }
 
 static void drop(pm_graph *g, pm_opid op) {
   pm_block *b = &g->blocks.at[pm_get(g, op)->parent];
-  const uint32_t at = position(g, op);
+  const uint32_t at = pm_position(g, op);
   memmove(&b->ops.at[at], &b->ops.at[at + 1], sizeof(pm_opid) * (b->ops.n - at - 1));
   b->ops.n--;
   if (pm_get(g, op)->n_out) *pm_value_of(g, pm_get(g, op)->out) = (pm_value){0};
@@ -87,9 +80,7 @@ static pm_val first_value(pm_graph *g, pm_opid alloc) {
   if (pm_get(g, alloc)->n_in) return pm_in(g, alloc, 0);
   const pm_type t = array_of(pm_typeof(g, pm_get(g, alloc)->out));
   const pm_attr_arg zero = {.id = PM_ATTR_VALUE};
-  const pm_opid op = pm_insert(g, pm_get(g, alloc)->parent, position(g, alloc), PM_OP_CONST, NULL,
-                               0, &t, 1, &zero, 1, alloc);
-  return pm_get(g, op)->out;
+  return pm_insert_value(g, alloc, PM_OP_CONST, NULL, 0, &t, &zero, 1, alloc);
 }
 
 static void rewrite(pm_graph *g, pm_opid alloc) {
@@ -97,7 +88,7 @@ static void rewrite(pm_graph *g, pm_opid alloc) {
   const pm_blk block = pm_get(g, alloc)->parent;
   const pm_type t = array_of(pm_typeof(g, acc));
   pm_val now = first_value(g, alloc);
-  for (uint32_t k = position(g, alloc) + 1; k < g->blocks.at[block].ops.n; k++) {
+  for (uint32_t k = pm_position(g, alloc) + 1; k < g->blocks.at[block].ops.n; k++) {
     const pm_opid op = g->blocks.at[block].ops.at[k];
     const uint16_t code = pm_get(g, op)->code;
     if (!is_use(g, op, acc)) continue;
@@ -106,10 +97,10 @@ static void rewrite(pm_graph *g, pm_opid alloc) {
     if (code == PM_OP_WGMMA) {
       const pm_val in[] = {now, loaded(g, op, 1), loaded(g, op, 2)};
       const pm_opid mma =
-          pm_insert(g, block, position(g, op), PM_OP_MMA, in, 3, &t, 1, NULL, 0, op);
+          pm_insert(g, block, pm_position(g, op), PM_OP_MMA, in, 3, &t, 1, NULL, 0, op);
       now = pm_get(g, mma)->out;
     }
-    k = position(g, op) - 1;
+    k = pm_position(g, op) - 1;
     drop(g, op);
   }
   drop(g, alloc);

@@ -29,20 +29,6 @@ typedef struct splitter {
 
 static uint16_t code_of(const pm_graph *g, pm_opid op) { return pm_get(g, op)->code; }
 
-static uint32_t position(const pm_graph *g, pm_opid op) {
-  const pm_block *b = &g->blocks.at[pm_get(g, op)->parent];
-  uint32_t at = 0;
-  while (b->ops.at[at] != op) at++;
-  return at;
-}
-
-static pm_val before(pm_graph *g, pm_opid place, pm_opcode code, const pm_val *in, uint32_t n_in,
-                     pm_type t, const pm_attr_arg *attrs, uint32_t n_attrs) {
-  const pm_opid op = pm_insert(g, pm_get(g, place)->parent, position(g, place), code, in, n_in, &t,
-                               1, attrs, n_attrs, place);
-  return pm_get(g, op)->out;
-}
-
 /* Unrelated ops share constants and iotas. Each use gets its own, and the next simplification
  * merges them again. */
 static void own_sources(pm_graph *g, pm_opid op) {
@@ -52,7 +38,7 @@ static void own_sources(pm_graph *g, pm_opid op) {
     const uint16_t code = def ? code_of(g, def) : PM_OP_NONE;
     if ((code != PM_OP_CONST && code != PM_OP_IOTA) || !pm_typeof(g, v)->rank) continue;
     const pm_blk block = pm_get(g, op)->parent;
-    const pm_opid copy = pm_insert_like(g, block, position(g, op), def, NULL);
+    const pm_opid copy = pm_insert_like(g, block, pm_position(g, op), def, NULL);
     g->operands.at[pm_get(g, op)->in + k] = pm_get(g, copy)->out;
   }
 }
@@ -332,7 +318,7 @@ static void cut_ref(splitter *s, pm_opid op, pm_val like, pm_val start) {
   const pm_attr_arg attrs[] = {{.id = PM_ATTR_STARTS, .list = starts, .n = t.rank},
                                {.id = PM_ATTR_SIZES, .list = sizes, .n = t.rank}};
   const pm_val in[] = {ref, start};
-  const pm_val view = before(g, op, PM_OP_INDEX, in, 2, t, attrs, 2);
+  const pm_val view = pm_insert_value(g, op, PM_OP_INDEX, in, 2, &t, attrs, 2, op);
   g->operands.at[pm_get(g, op)->in] = view;
 }
 
@@ -340,12 +326,12 @@ static void cut_ref(splitter *s, pm_opid op, pm_val like, pm_val start) {
 static void shift_iota(splitter *s, pm_opid op, pm_val start) {
   pm_graph *g = s->g;
   const pm_val out = pm_get(g, op)->out;
-  const pm_type t = *pm_typeof(g, out);
-  const pm_opid next = g->blocks.at[pm_get(g, op)->parent].ops.at[position(g, op) + 1];
+  const pm_type t = *pm_typeof(g, out), scalar = pm_scalar_type(t.dtype);
+  const pm_opid next = g->blocks.at[pm_get(g, op)->parent].ops.at[pm_position(g, op) + 1];
   pm_val in[] = {out, start};
   if (t.dtype != PM_I32)
-    in[1] = before(g, next, PM_OP_CONVERT, &start, 1, pm_scalar_type(t.dtype), NULL, 0);
-  const pm_val sum = before(g, next, PM_OP_ADD, in, 2, t, NULL, 0);
+    in[1] = pm_insert_value(g, next, PM_OP_CONVERT, &start, 1, &scalar, NULL, 0, next);
+  const pm_val sum = pm_insert_value(g, next, PM_OP_ADD, in, 2, &t, NULL, 0, next);
   const pm_opid add = pm_value_of(g, sum)->def;
   for (pm_opid user = 1; user < g->ops.n; user++) {
     for (uint32_t k = 0; user != add && k < pm_get(g, user)->n_in; k++) {
@@ -361,12 +347,11 @@ static void split(splitter *s) {
   const pm_type i32 = pm_scalar_type(PM_I32);
   const pm_attr_arg axis[] = {{.id = PM_ATTR_AXIS, .i = PM_AXIS_GRID},
                               {.id = PM_ATTR_DIM, .i = g->n_grid}};
-  const pm_attr_arg rows = {.id = PM_ATTR_VALUE, .i = s->rows / s->parts};
   g->grid[g->n_grid++] = s->parts;
   pm_val in[2];
-  in[0] = before(g, first, PM_OP_AXIS, NULL, 0, i32, axis, 2);
-  in[1] = before(g, first, PM_OP_CONST, NULL, 0, i32, &rows, 1);
-  const pm_val start = before(g, first, PM_OP_MUL, in, 2, i32, NULL, 0);
+  in[0] = pm_insert_value(g, first, PM_OP_AXIS, NULL, 0, &i32, axis, 2, first);
+  in[1] = pm_insert_number(g, first, s->rows / s->parts, first);
+  const pm_val start = pm_insert_value(g, first, PM_OP_MUL, in, 2, &i32, NULL, 0, first);
   for (pm_val v = 1; v < n_values; v++) {
     if (s->row[v]) pm_value_of(g, v)->type.dim[row_of(s, v)] /= s->parts;
   }

@@ -45,13 +45,6 @@ typedef struct staged {
   pm_opid loop, scope, alloc, turned, store, load, wgmma, acc_load;
 } staged;
 
-static uint32_t position(const pm_graph *g, pm_opid op) {
-  const pm_block *b = &g->blocks.at[pm_get(g, op)->parent];
-  uint32_t at = 0;
-  while (b->ops.at[at] != op) at++;
-  return at;
-}
-
 static uint16_t code_of(const pm_graph *g, pm_opid op) { return pm_get(g, op)->code; }
 
 static pm_opid def_of(const pm_graph *g, pm_val v) { return pm_value_of(g, v)->def; }
@@ -75,7 +68,7 @@ static void replace_uses(pm_graph *g, pm_val old, pm_val by, pm_opid but) {
 /* Remove the op from its block's list; the op itself does not change. */
 static void take_off(pm_graph *g, pm_opid op) {
   pm_block *b = &g->blocks.at[pm_get(g, op)->parent];
-  const uint32_t at = position(g, op);
+  const uint32_t at = pm_position(g, op);
   memmove(&b->ops.at[at], &b->ops.at[at + 1], sizeof(pm_opid) * (b->ops.n - at - 1));
   b->ops.n--;
 }
@@ -90,7 +83,7 @@ static void drop(pm_graph *g, pm_opid op) {
 static void move_before(pm_graph *g, pm_opid op, pm_opid before) {
   take_off(g, op);
   const pm_blk block = pm_get(g, before)->parent;
-  const uint32_t at = position(g, before);
+  const uint32_t at = pm_position(g, before);
   pm_vec_push(g->arena, &g->blocks.at[block].ops, op);
   pm_block *b = &g->blocks.at[block];
   memmove(&b->ops.at[at + 1], &b->ops.at[at], sizeof(pm_opid) * (b->ops.n - 1 - at));
@@ -125,13 +118,13 @@ static void unmask(pm_graph *g, pm_opid op, void *ctx) {
   const pm_attr_arg attrs[] = {{.id = PM_ATTR_LAYOUT}, {.id = PM_ATTR_OPTIMIZED}};
   const pm_blk block = pm_get(g, op)->parent;
   if (!load) {
-    pm_insert(g, block, position(g, op), PM_OP_STORE, in, 2, NULL, 0, NULL, 0, op);
+    pm_insert(g, block, pm_position(g, op), PM_OP_STORE, in, 2, NULL, 0, NULL, 0, op);
   } else {
     const pm_val old = pm_get(g, op)->out;
     const pm_type t = *pm_typeof(g, old);
     const uint32_t name = pm_value_of(g, old)->name;
     const pm_opid plain =
-        pm_insert(g, block, position(g, op), PM_OP_LOAD, in, 1, &t, 1, attrs, 2, op);
+        pm_insert(g, block, pm_position(g, op), PM_OP_LOAD, in, 1, &t, 1, attrs, 2, op);
     pm_value_of(g, pm_get(g, plain)->out)->name = name;
     replace_uses(g, old, pm_get(g, plain)->out, 0);
   }
@@ -212,7 +205,7 @@ static bool read_scope(const pm_graph *g, pm_opid scope, pm_opid store, staged *
   pm_attr_list(g, p->alloc, PM_ATTR_UNION, &n);
   if (n) return false;
   p->wgmma = p->acc_load = 0;
-  for (uint32_t k = position(g, store) + 1; k < b->ops.n; k++) {
+  for (uint32_t k = pm_position(g, store) + 1; k < b->ops.n; k++) {
     const pm_opid op = b->ops.at[k];
     const uint16_t code = code_of(g, op);
     if (code == PM_OP_WGMMA && pm_in(g, op, 2) == pm_get(g, p->alloc)->out) p->wgmma = op;
@@ -240,9 +233,9 @@ static bool follows_index(const pm_graph *g, pm_val v, pm_opid loop, int budget)
 
 static bool can_copy(const stager *s, const staged *p) {
   const pm_graph *g = s->g;
-  if (!p->load || code_of(g, p->load) != PM_OP_LOAD) return false;
+  if (!p->load || !pm_is_free_load(g, p->load)) return false;
   const pm_val x = pm_get(g, p->load)->out, from = pm_in(g, p->load, 0);
-  if (*pm_attr(g, p->load, PM_ATTR_LAYOUT) || !lies_in(g, x, p->loop)) return false;
+  if (!lies_in(g, x, p->loop)) return false;
   const pm_blk block = pm_get(g, p->load)->parent;
   if (g->blocks.at[block].parent != p->loop && g->blocks.at[block].parent != p->scope) return false;
   if (pm_typeof(g, from)->space != PM_GMEM || s->written[pm_view_base(g, from)]) return false;
@@ -260,28 +253,27 @@ static pm_val copy_for(pm_graph *g, pm_val v, pm_opid loop, pm_val i, pm_opid be
   pm_val *in = PM_NEW(g->arena, pm_val, o.n_in);
   for (uint32_t k = 0; k < o.n_in; k++) in[k] = copy_for(g, pm_in(g, def, k), loop, i, before);
   const pm_blk block = pm_get(g, before)->parent;
-  return pm_get(g, pm_insert_like(g, block, position(g, before), def, in))->out;
+  return pm_get(g, pm_insert_like(g, block, pm_position(g, before), def, in))->out;
 }
 
-static pm_val insert_value(pm_graph *g, pm_opid before, pm_opcode code, const pm_val *in,
-                           uint32_t n_in, pm_type t, const pm_attr_arg *attrs, uint32_t n_attrs,
-                           pm_opid place) {
-  const pm_opid op = pm_insert(g, pm_get(g, before)->parent, position(g, before), code, in, n_in,
-                               &t, 1, attrs, n_attrs, place);
-  return pm_get(g, op)->out;
+static pm_val insert_i32(pm_graph *g, pm_opid before, pm_opcode code, pm_val x, pm_val y,
+                         pm_opid place) {
+  const pm_type i32 = pm_scalar_type(PM_I32);
+  const pm_val in[] = {x, y};
+  return pm_insert_value(g, before, code, in, 2, &i32, NULL, 0, place);
 }
 
 static pm_opid insert_op(pm_graph *g, pm_opid before, pm_opcode code, const pm_val *in,
                          uint32_t n_in, pm_opid place) {
-  return pm_insert(g, pm_get(g, before)->parent, position(g, before), code, in, n_in, NULL, 0, NULL,
-                   0, place);
+  return pm_insert(g, pm_get(g, before)->parent, pm_position(g, before), code, in, n_in, NULL, 0,
+                   NULL, 0, place);
 }
 
 /* An IF before `before`, with empty regions; returns the YIELD of the first. */
 static pm_code open_if(pm_graph *g, pm_opid before, pm_val condition, pm_opid *yield, pm_err *err) {
   const pm_blk block = pm_get(g, before)->parent;
   const pm_op at = *pm_get(g, before);
-  const uint32_t from = position(g, before), n = g->blocks.at[block].ops.n - from;
+  const uint32_t from = pm_position(g, before), n = g->blocks.at[block].ops.n - from;
   pm_opid *rest = PM_NEW(g->arena, pm_opid, n), op = 0;
   memcpy(rest, &g->blocks.at[block].ops.at[from], sizeof *rest * n);
   g->blocks.at[block].ops.n = from;
@@ -303,10 +295,10 @@ static pm_code copy_step(pm_graph *g, const staged *p, pm_val source, pm_val i, 
   const pm_val upper = pm_in(g, p->loop, 1);
   int64_t lo, hi, least, most;
   const pm_val pair[] = {i, upper};
+  const pm_type truth = pm_scalar_type(PM_BOOL);
   const bool bounded = pm_range(g, i, &lo, &hi) && pm_range(g, upper, &least, &most);
   if (!bounded || hi >= least) {
-    const pm_val more =
-        insert_value(g, before, PM_OP_LT, pair, 2, pm_scalar_type(PM_BOOL), NULL, 0, p->store);
+    const pm_val more = pm_insert_value(g, before, PM_OP_LT, pair, 2, &truth, NULL, 0, p->store);
     const pm_code code = open_if(g, before, more, &before, err);
     if (code) return code;
   }
@@ -326,7 +318,7 @@ static void turn_alloc(pm_graph *g, const staged *p) {
   pm_value_of(g, memory)->type = to;
   drop(g, p->turned);
   const pm_val back =
-      insert_value(g, p->wgmma, PM_OP_TRANSPOSE_REF, &memory, 1, old, &attr, 1, p->wgmma);
+      pm_insert_value(g, p->wgmma, PM_OP_TRANSPOSE_REF, &memory, 1, &old, &attr, 1, p->wgmma);
   g->operands.at[pm_get(g, p->wgmma)->in + 2] = back;
 }
 
@@ -354,18 +346,24 @@ static void belongs(const stager *s, pm_opid alloc) {
   *pm_attr(s->g, alloc, PM_ATTR_STAGE) = s->stage;
 }
 
+static pm_val new_memory(stager *s, const pm_type *t, pm_opid place) {
+  const pm_val memory =
+      pm_insert_value(s->g, s->front, PM_OP_ALLOC_SMEM, NULL, 0, t, NULL, 0, place);
+  belongs(s, def_of(s->g, memory));
+  return memory;
+}
+
 /* A barrier for one copy, before the loop. */
 static pm_val new_barrier(stager *s, pm_opid place) {
   const pm_type barrier = {PM_BARRIER, 0, PM_SMEM, 0, {0}};
   const pm_attr_arg arrivals = {.id = PM_ATTR_ARRIVALS, .i = 1};
-  return insert_value(s->g, s->front, PM_OP_ALLOC_BARRIER, NULL, 0, barrier, &arrivals, 1, place);
+  return pm_insert_value(s->g, s->front, PM_OP_ALLOC_BARRIER, NULL, 0, &barrier, &arrivals, 1,
+                         place);
 }
 
 static pm_code stage_copy(stager *s, staged *p, pm_err *err) {
   pm_graph *g = s->g;
   const pm_val source = pm_in(g, p->load, 0), index = g->blocks.at[pm_region(g, p->loop, 0)].arg;
-  const pm_type i32 = pm_scalar_type(PM_I32);
-  const pm_attr_arg one = {.id = PM_ATTR_VALUE, .i = 1};
   move_before(g, p->alloc, s->front);
   belongs(s, p->alloc);
   const pm_val ready = new_barrier(s, p->load), memory = pm_get(g, p->alloc)->out;
@@ -373,10 +371,9 @@ static pm_code stage_copy(stager *s, staged *p, pm_err *err) {
   PM_TRY(copy_step(g, p, source, pm_in(g, p->loop, 0), memory, ready, s->front, err));
   insert_op(g, p->store, PM_OP_WAIT, &ready, 1, p->load);
   const pm_blk block = pm_get(g, p->acc_load)->parent;
-  const pm_opid before = g->blocks.at[block].ops.at[position(g, p->acc_load) + 1];
-  const pm_val step[] = {index,
-                         insert_value(g, before, PM_OP_CONST, NULL, 0, i32, &one, 1, p->load)};
-  const pm_val next = insert_value(g, before, PM_OP_ADD, step, 2, i32, NULL, 0, p->load);
+  const pm_opid before = g->blocks.at[block].ops.at[pm_position(g, p->acc_load) + 1];
+  const pm_val one = pm_insert_number(g, before, 1, p->load);
+  const pm_val next = insert_i32(g, before, PM_OP_ADD, index, one, p->load);
   PM_TRY(copy_step(g, p, source, next, memory, ready, before, err));
   drop(g, p->store);
   drop(g, p->load);
@@ -390,8 +387,7 @@ static void bring(stager *s, pm_val memory, pm_val x, pm_opid place) {
   pm_graph *g = s->g;
   const pm_opid load = def_of(g, x);
   const pm_val in[] = {memory, x};
-  if (!load || code_of(g, load) != PM_OP_LOAD || *pm_attr(g, load, PM_ATTR_LAYOUT) ||
-      pm_typeof(g, pm_in(g, load, 0))->space != PM_GMEM ||
+  if (!load || !pm_is_free_load(g, load) || pm_typeof(g, pm_in(g, load, 0))->space != PM_GMEM ||
       s->written[pm_view_base(g, pm_in(g, load, 0))] || count_uses(g, x) != 1) {
     insert_op(g, s->front, PM_OP_STORE, in, 2, place);
     insert_op(g, s->front, PM_OP_COMMIT_SMEM, NULL, 0, place);
@@ -423,8 +419,7 @@ static void stage_a(stager *s, const staged *p) {
   s->smem += bytes;
   t.kind = PM_REF;
   t.space = PM_SMEM;
-  const pm_val memory = insert_value(g, s->front, PM_OP_ALLOC_SMEM, NULL, 0, t, NULL, 0, p->wgmma);
-  belongs(s, def_of(g, memory));
+  const pm_val memory = new_memory(s, &t, p->wgmma);
   bring(s, memory, a, p->wgmma);
   g->operands.at[pm_get(g, p->wgmma)->in + 1] = memory;
 }
@@ -449,7 +444,7 @@ static pm_opid scope_in(const pm_graph *g, pm_opid op, pm_opid loop) {
 /* Is the product complete at the end of its scope? */
 static bool is_awaited(const pm_graph *g, pm_opid wgmma) {
   const pm_block *b = &g->blocks.at[pm_get(g, wgmma)->parent];
-  for (uint32_t k = position(g, wgmma) + 1; k < b->ops.n; k++) {
+  for (uint32_t k = pm_position(g, wgmma) + 1; k < b->ops.n; k++) {
     const pm_opid op = b->ops.at[k];
     if (code_of(g, op) == PM_OP_ACC_LOAD && !*pm_attr(g, op, PM_ATTR_N)) return true;
   }
@@ -476,38 +471,39 @@ static bool only_shared(const pm_graph *g, pm_val x, pm_opid loop, shared *out) 
   return out->n_a + out->n_b > 1;
 }
 
+/* Number `slot` of the buffers in an allocation. */
+static pm_val slot_of(pm_graph *g, pm_opid before, pm_val memory, pm_val slot, pm_opid place) {
+  pm_type t = *pm_typeof(g, memory);
+  const int64_t starts[] = {PM_DYNAMIC, 0, 0}, sizes[] = {PM_DROPPED, t.dim[1], t.dim[2]};
+  const pm_attr_arg attrs[] = {{.id = PM_ATTR_STARTS, .list = starts, .n = 3},
+                               {.id = PM_ATTR_SIZES, .list = sizes, .n = 3}};
+  const pm_val in[] = {memory, slot};
+  t.rank = 2;
+  memmove(t.dim, t.dim + 1, 2 * sizeof *t.dim);
+  t.dim[2] = 0;
+  return pm_insert_value(g, before, PM_OP_INDEX, in, 2, &t, attrs, 2, place);
+}
+
 /* Two alternating buffers: the copy for the next step starts where the copy of this step was
  * awaited. */
 static pm_code stage_shared(stager *s, pm_opid loop, pm_opid load, shared *u, pm_err *err) {
   pm_graph *g = s->g;
   const pm_val from = pm_in(g, load, 0), index = g->blocks.at[pm_region(g, loop, 0)].arg;
-  const pm_type i32 = pm_scalar_type(PM_I32), x = *pm_typeof(g, pm_get(g, load)->out);
-  const pm_attr_arg one = {.id = PM_ATTR_VALUE, .i = 1};
-  const int64_t starts[] = {PM_DYNAMIC, 0, 0}, sizes[] = {PM_DROPPED, x.dim[0], x.dim[1]};
-  const pm_attr_arg slot[] = {{.id = PM_ATTR_STARTS, .list = starts, .n = 3},
-                              {.id = PM_ATTR_SIZES, .list = sizes, .n = 3}};
-  pm_type both = {PM_REF, x.dtype, PM_SMEM, 3, {2, x.dim[0], x.dim[1]}};
-  pm_type single = {PM_REF, x.dtype, PM_SMEM, 2, {x.dim[0], x.dim[1]}};
-  const pm_val memory = insert_value(g, s->front, PM_OP_ALLOC_SMEM, NULL, 0, both, NULL, 0, load);
-  belongs(s, def_of(g, memory));
+  const pm_type x = *pm_typeof(g, pm_get(g, load)->out);
+  const pm_type both = {PM_REF, x.dtype, PM_SMEM, 3, {2, x.dim[0], x.dim[1]}};
+  const pm_val memory = new_memory(s, &both, load);
   const pm_val ready = new_barrier(s, load), lower = pm_in(g, loop, 0);
-  pm_val in[2] = {lower, insert_value(g, s->front, PM_OP_CONST, NULL, 0, i32, &one, 1, load)};
-  const pm_val unit = in[1];
-  in[1] = insert_value(g, s->front, PM_OP_AND, in, 2, i32, NULL, 0, load);
-  in[0] = memory;
-  pm_val to = insert_value(g, s->front, PM_OP_INDEX, in, 2, single, slot, 2, load);
+  const pm_val unit = pm_insert_number(g, s->front, 1, load);
+  const pm_val parity = insert_i32(g, s->front, PM_OP_AND, lower, unit, load);
+  pm_val to = slot_of(g, s->front, memory, parity, load);
   const staged first = {.loop = loop, .load = load, .store = load};
   PM_TRY(copy_step(g, &first, from, lower, to, ready, s->front, err));
   insert_op(g, load, PM_OP_WAIT, &ready, 1, load);
-  in[0] = index, in[1] = unit;
-  const pm_val next = insert_value(g, load, PM_OP_ADD, in, 2, i32, NULL, 0, load);
-  const pm_val here = insert_value(g, load, PM_OP_AND, in, 2, i32, NULL, 0, load);
-  in[0] = next;
-  const pm_val there = insert_value(g, load, PM_OP_AND, in, 2, i32, NULL, 0, load);
-  in[0] = memory, in[1] = there;
-  to = insert_value(g, load, PM_OP_INDEX, in, 2, single, slot, 2, load);
-  in[1] = here;
-  const pm_val mine = insert_value(g, load, PM_OP_INDEX, in, 2, single, slot, 2, load);
+  const pm_val next = insert_i32(g, load, PM_OP_ADD, index, unit, load);
+  const pm_val here = insert_i32(g, load, PM_OP_AND, index, unit, load);
+  const pm_val there = insert_i32(g, load, PM_OP_AND, next, unit, load);
+  to = slot_of(g, load, memory, there, load);
+  const pm_val mine = slot_of(g, load, memory, here, load);
   PM_TRY(copy_step(g, &first, from, next, to, ready, load, err));
   for (uint32_t k = 0; k < u->n_a; k++) g->operands.at[pm_get(g, u->a[k])->in + 1] = mine;
   for (uint32_t k = 0; k < u->n_b; k++) {
@@ -529,7 +525,7 @@ static pm_code stage_loads(stager *s, pm_opid loop, pm_err *err) {
   for (uint32_t k = 0; k < g->blocks.at[block].ops.n; k++) {
     const pm_opid op = g->blocks.at[block].ops.at[k];
     shared u = {.n_a = 0};
-    if (code_of(g, op) != PM_OP_LOAD || *pm_attr(g, op, PM_ATTR_LAYOUT)) continue;
+    if (!pm_is_free_load(g, op)) continue;
     const pm_val x = pm_get(g, op)->out, from = pm_in(g, op, 0);
     const pm_type *t = pm_typeof(g, x);
     if (t->rank != 2 || pm_typeof(g, from)->space != PM_GMEM) continue;
@@ -586,7 +582,7 @@ static pm_val addend(const pm_graph *g, pm_opid add, pm_val result, pm_opid scop
   if (a == b || !pm_type_equal(pm_typeof(g, a), pm_typeof(g, b))) return 0;
   if (pm_get(g, add)->parent != pm_get(g, scope)->parent) return 0;
   if (!def || pm_get(g, def)->parent != pm_get(g, scope)->parent) return other;
-  return position(g, def) < position(g, scope) ? other : 0;
+  return pm_position(g, def) < pm_position(g, scope) ? other : 0;
 }
 
 static void sum_in_accumulator(pm_graph *g, pm_opid add, void *ctx) {
@@ -606,8 +602,8 @@ static void sum_in_accumulator(pm_graph *g, pm_opid add, void *ctx) {
     if (pm_get(g, alloc)->parent != pm_region(g, scope, 0)) continue;
     const pm_val x = addend(g, add, result, scope);
     if (!x || pm_typeof(g, x)->dtype != PM_F32) continue;
-    const pm_val sum =
-        insert_value(g, alloc, PM_OP_ALLOC_ACC, &x, 1, *pm_typeof(g, acc), NULL, 0, alloc);
+    const pm_type type = *pm_typeof(g, acc);
+    const pm_val sum = pm_insert_value(g, alloc, PM_OP_ALLOC_ACC, &x, 1, &type, NULL, 0, alloc);
     replace_uses(g, acc, sum, 0);
     drop(g, alloc);
     pm_value_of(g, result)->name = pm_value_of(g, pm_get(g, add)->out)->name;

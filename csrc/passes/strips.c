@@ -78,17 +78,11 @@ static bool may_overlap(const pm_graph *g, pm_val written, pm_val other) {
 
 /* ---- is it a chain? ------------------------------------------------------------------------ */
 
-static uint32_t position(const pm_graph *g, pm_blk block, pm_opid op) {
-  uint32_t at = 0;
-  while (g->blocks.at[block].ops.at[at] != op) at++;
-  return at;
-}
-
 static bool takes_strips(chain *c, pm_val v, int dim);
 
 static bool load_takes_strips(chain *c, pm_opid op) {
   const pm_graph *g = c->g;
-  const uint32_t at = position(g, c->block, op);
+  const uint32_t at = pm_position(g, op);
   const pm_val ref = pm_in(g, op, 0);
   if (*pm_attr(g, op, PM_ATTR_LAYOUT)) return false;
   c->smem |= pm_typeof(g, ref)->space == PM_SMEM;
@@ -96,7 +90,7 @@ static bool load_takes_strips(chain *c, pm_opid op) {
   for (uint32_t k = 0; k < c->n_stores; k++) {
     const pm_val to = pm_in(g, c->store[k], 0);
     if (may_overlap(g, to, ref)) return false;
-    if (to == ref && at > position(g, c->block, c->store[k])) return false;
+    if (to == ref && at > pm_position(g, c->store[k])) return false;
   }
   return true;
 }
@@ -209,7 +203,7 @@ static bool find_chain(chain *c, uint32_t at) {
   gather_stores(c, at);
   const int rank = pm_typeof(c->g, pm_in(c->g, c->store[0], 1))->rank;
   for (; c->n_stores; c->n_stores--) {
-    c->last_store = position(c->g, c->block, c->store[c->n_stores - 1]);
+    c->last_store = pm_position(c->g, c->store[c->n_stores - 1]);
     for (c->dim = 0; c->dim < rank; c->dim++)
       if (is_chain(c)) return true;
   }

@@ -15,13 +15,6 @@ static pm_opid transpose_of(const pm_graph *g, pm_val v) {
 
 static bool in_smem(const pm_graph *g, pm_val ref) { return pm_typeof(g, ref)->space == PM_SMEM; }
 
-static uint32_t position(const pm_graph *g, pm_opid op) {
-  const pm_block *b = &g->blocks.at[pm_get(g, op)->parent];
-  uint32_t at = 0;
-  while (b->ops.at[at] != op) at++;
-  return at;
-}
-
 /* The view of `ref` whose dim k is dim dims[k], made before position `at` of the block of `place`.
  */
 static pm_val turned(pm_graph *g, pm_opid place, uint32_t at, pm_val ref, const int64_t *dims) {
@@ -48,7 +41,7 @@ static void visit_store(pm_graph *g, pm_opid op) {
   const pm_opid def = transpose_of(g, pm_in(g, op, 1));
   if (!def || !in_smem(g, pm_in(g, op, 0))) return;
   permutation(g, def, true, dims);
-  const pm_val ref = turned(g, op, position(g, op), pm_in(g, op, 0), dims);
+  const pm_val ref = turned(g, op, pm_position(g, op), pm_in(g, op, 0), dims);
   g->operands.at[pm_get(g, op)->in] = ref;
   g->operands.at[pm_get(g, op)->in + 1] = pm_in(g, def, 0);
 }
@@ -65,10 +58,10 @@ static void visit_transpose(pm_graph *g, pm_opid op) {
   int64_t dims[PM_MAX_RANK];
   if (!is_used(g, pm_get(g, op)->out)) return;
   const pm_opid load = pm_value_of(g, pm_in(g, op, 0))->def;
-  if (!load || pm_get(g, load)->code != PM_OP_LOAD || *pm_attr(g, load, PM_ATTR_LAYOUT)) return;
+  if (!load || !pm_is_free_load(g, load)) return;
   if (!in_smem(g, pm_in(g, load, 0))) return;
   permutation(g, op, false, dims);
-  const uint32_t at = position(g, load) + 1;
+  const uint32_t at = pm_position(g, load) + 1;
   const pm_val ref = turned(g, load, at, pm_in(g, load, 0), dims);
   const pm_type t = *pm_typeof(g, pm_get(g, op)->out);
   pm_attr_arg attrs[] = {{.id = PM_ATTR_LAYOUT},
