@@ -233,6 +233,9 @@ def test_bytes():
     assert (loads[0].start, loads[0].end) == (chunk, 4 * slot)
     start = 3 * slot + 8 * 128
     assert (loads[1].start, loads[1].end) == (start, start + chunk + 16 * 128)
+    plain = _core.Graph.parse((HEAD + LOADS + TAIL).replace("swizzle = 128, ", "")).lower()
+    loads = [a for a in accesses(plain, physical=True) if a.text == "load"]
+    assert (loads[1].start, loads[1].end) == (start, start + chunk + 16 * 128)
 
 
 SUMMARY = """\

@@ -23,7 +23,7 @@ breaks(
     traced_starts_may_be_odd=("divide_index", "pm_divisor(g, pm_in(g, op, last)) % per", "false"),
     traced_starts_are_elements=(
         "divide_index",
-        "g->operands.at[pm_get(g, op)->in + last] = pm_get(g, half)->out;",
+        "g->operands.at[pm_get(g, op)->in + last] = half;",
         "(void)half;",
     ),
     tiles_keep_their_elements=(
