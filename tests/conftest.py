@@ -5,6 +5,7 @@
 sm_90a, whose log must be clean; way "host" runs the generated program on the CPU, on the emulated
 machine of pallas_mgpu/machine; way "cuda" (marked gpu) runs it on a GPU."""
 
+import os
 import re
 import sys
 import zlib
@@ -17,9 +18,13 @@ import pallas_mgpu as plgpu
 from pallas_mgpu import _core
 
 sys.path.insert(0, str(Path(__file__).parent))
+import sass  # noqa: E402
 import selection  # noqa: E402
 
 from pallas_mgpu.machine import run as host
+
+if tool := sass.nvdisasm():  # the package looks for it beside NVRTC, which may lie elsewhere
+    os.environ["PATH"] = os.pathsep.join([os.environ.get("PATH", ""), os.path.dirname(tool)])
 
 
 def pytest_addoption(parser):
