@@ -121,7 +121,11 @@ void pm_vm_free_tasks(pm_machine *m) {
     pm_free(k->issued.at);
     pm_free(k);
   }
-  for (int kind = 0; kind < TASK_KINDS; kind++) pm_free(m->tasks[kind].at);
+  for (int kind = 0; kind < TASK_KINDS; kind++) {
+    pm_free(m->tasks[kind].at);
+    m->tasks[kind].at = NULL;
+    m->tasks[kind].cap = 0;
+  }
 }
 
 /* ---- collective copies -------------------------------------------------------------------- */

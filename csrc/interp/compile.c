@@ -742,7 +742,7 @@ void pm_vm_encode_named_scope(compiler *c, pm_opid op, const handler *h) {
 enum { SHARED_SMEM = 256 << 10, OWN_SMEM = 512 << 10 };
 /* Blocks that run at once: as many as memory allows, but not fewer than a GPU runs, one on each
  * multiprocessor. */
-enum { MOST_BLOCKS = 1024, MOST_MEMORY = 1 << 28 };
+enum { MOST_BLOCKS = 1024, MOST_MEMORY = 1 << 28, SOME_MEMORY = 1 << 26 };
 
 /* What other blocks reach has contents and phases before this block enters its scope, and after. */
 static struct open_scope *scope_for(compiler *c, pm_val v) {
@@ -1308,12 +1308,11 @@ static pm_code compile(void *ctx, pm_err *err) {
   m->bars = c->bars.at;
   m->n_bars = c->bars.n;
   m->n_barriers = c->n_barriers;
-  m->n_clusters = 1; /* else as many as may wait for each other */
-  if (m->n_semaphores) {
-    const size_t each = m->smem_bytes + m->n_threads * m->frame_bytes;
-    const size_t room = pm_min(MOST_BLOCKS, pm_max(c->g->target->sms, MOST_MEMORY / each));
-    m->n_clusters = (uint32_t)pm_min(m->grid_size, pm_max(1, (int64_t)room / m->n_blocks));
-  }
+  const size_t each = m->smem_bytes + m->n_threads * m->frame_bytes;
+  const int64_t sms = c->g->target->sms;
+  const int64_t room = m->n_semaphores ? pm_min(MOST_BLOCKS, pm_max(sms, MOST_MEMORY / each))
+                                       : pm_min(sms, SOME_MEMORY / each);
+  m->room = (uint32_t)pm_min(m->grid_size, pm_max(1, room / m->n_blocks));
   return PM_OK;
 }
 

@@ -1,8 +1,9 @@
 /* The virtual machine: scheduler, scopes, barriers, control.
  *
- * Clusters run one after the other in row-major order of the grid; all blocks of a cluster run
- * concurrently. If blocks may wait for others of the launch (semaphores), many clusters run at
- * once, as many as fit on a GPU. For a dynamically scheduled kernel only a few clusters run, so
+ * Clusters begin in row-major order of the grid; all blocks of a cluster run concurrently. Under
+ * seed 0 one cluster runs at a time, under others as many as the seed says, up to those that fit on
+ * a GPU. If blocks may wait for others of the launch (semaphores), so many always run. For a
+ * dynamically scheduled kernel only a few clusters run, so
  * that tiles are left for them to take.
  *
  * What blocks access in each other (cluster barriers, destinations and barriers of collective
@@ -28,6 +29,7 @@
 enum { THREAD_WEIGHT = 256, LATE = 1, EVEN = 64, EARLY = 16384, SLICE = 64 };
 enum { REPORT_NS = 3000000 };
 enum { MANY_POLLS = 1 << 18, SOME_POLLS = 1 << 8 }; /* tests in vain: of all, of each */
+enum { FEW_CLUSTERS = 6 };                          /* that run at once under most seeds */
 enum { MOST_SHARING = 4 }; /* clusters of a kernel that hands out its grid */
 
 uint64_t pm_vm_random(pm_machine *m) { /* splitmix64 */
@@ -1038,6 +1040,14 @@ static void free_run(pm_machine *m) {
   pm_free(m->open_copies.at);
   m->open_copies.at = NULL;
   m->open_copies.n = m->open_copies.cap = 0;
+  m->threads = NULL;
+  m->blocks = NULL;
+  m->clusters = NULL;
+  m->semaphores = NULL;
+  m->ready = NULL;
+  m->pack = NULL;
+  m->free_tasks = NULL;
+  m->allocated = false;
 }
 
 static bool allocate_block(pm_machine *m, block *b) {
@@ -1112,6 +1122,17 @@ const char *pm_vm_index_text(const arg *a, size_t at, char *buf, size_t n) {
   return buf;
 }
 
+/* All where blocks may wait for each other. */
+static uint32_t choose_clusters(pm_machine *m) {
+  if (m->n_semaphores || m->room == 1) return m->room;
+  if (!m->options.seed) return 1;
+  switch (below(m, 4)) {
+    case 0: return 1;
+    case 1: return m->room;
+    default: return 2 + below(m, (uint64_t)pm_min(m->room, FEW_CLUSTERS) - 1);
+  }
+}
+
 pm_code pm_vm_run_once(pm_machine *m, void *const *buffers, const pm_interp_options *o,
                        pm_err *err) {
   m->err = err;
@@ -1120,14 +1141,11 @@ pm_code pm_vm_run_once(pm_machine *m, void *const *buffers, const pm_interp_opti
   m->random = o->seed;
   memset(m->counters, 0, sizeof m->counters);
   m->next_report = now_ns() + REPORT_NS;
+  const uint32_t n = choose_clusters(m);
+  if (n != m->n_clusters) free_run(m);
+  m->n_clusters = n;
   if (!m->allocated && !allocate(m)) {
     free_run(m);
-    m->threads = NULL;
-    m->blocks = NULL;
-    m->clusters = NULL;
-    m->semaphores = NULL;
-    m->ready = NULL;
-    m->pack = NULL;
     return pm_fail(err, PM_E_MEMORY, "no memory to interpret kernel '%s'", m->name);
   }
   m->allocated = true;

@@ -367,7 +367,7 @@ struct pm_machine {
   const char *name;
   int64_t grid[PM_MAX_RANK], cluster[3];
   uint32_t n_grid, n_cluster, n_threads, n_blocks; /* blocks of a cluster */
-  uint32_t n_clusters;                             /* that run at once */
+  uint32_t n_clusters, room;                       /* that run at once; that may */
   uint32_t n_semaphores, n_block_semaphores;       /* of the launch, of a block */
   uint32_t n_turns;                                /* threads that take turns */
   uint32_t sms;                                    /* of the GPU */
