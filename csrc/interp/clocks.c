@@ -92,7 +92,7 @@ static void clear(vclock *c) { c->n = c->floor = 0; }
 
 static void copy(races *r, vclock *to, const vclock *from) {
   if (!reserve(r, to, from->n)) return;
-  memcpy(to->at, from->at, from->n * sizeof *to->at);
+  if (from->n) memcpy(to->at, from->at, from->n * sizeof *to->at);
   to->n = from->n;
   to->floor = from->floor;
 }
