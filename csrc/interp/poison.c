@@ -85,12 +85,12 @@ static flag number_of(pm_machine *m, const char *name, pm_opid op) {
 }
 
 static const char *origin_text(const pm_machine *m, flag x, char *buf, size_t n) {
-  const origin *o = &m->poison->origins[x];
   char place[600] = "";
   if (x == OUTSIDE) {
     snprintf(buf, n, "a read out of bounds");
     return buf;
   }
+  const origin *o = &m->poison->origins[x];
   if (m->places[o->op].file) pm_vm_place(m, o->op, place, sizeof place);
   snprintf(buf, n, "'%s'%s%s", o->name, *place ? ", allocated" : "", place);
   return buf;
