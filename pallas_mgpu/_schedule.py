@@ -106,7 +106,7 @@ class TileScheduler:
         def _():
             barrier_wait(self.read.at[slot])
             if self.free is not None:
-                _core.effect("barrier_arrive", (self.free.at[slot],), relaxed=2)
+                _core.effect("barrier_arrive", (self.free.at[slot],), publishes=1)
                 barrier_wait(self.free.at[slot])
 
         _core.effect("hand_tile", (tile, self.tiles.at[slot], self.ready.at[slot]))
@@ -350,7 +350,7 @@ def dynamic_scheduling_loop(grid_names, thread_axis=None, cluster_axes=(), init_
                 barrier_wait(read.at[(steps - 1) % 2])
                 when(steps > 1)(lambda: barrier_wait(read.at[steps % 2]))
                 if rounds is not None and wide:  # also in other blocks, before the next round
-                    _core.effect("barrier_arrive", (scheduler.free.at[0],), relaxed=2)
+                    _core.effect("barrier_arrive", (scheduler.free.at[0],), publishes=1)
                     barrier_wait(scheduler.free.at[0])
 
             return value

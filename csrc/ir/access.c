@@ -1,9 +1,13 @@
 /* The roles of operands, and the accesses of ops: see access.h.
  *
- * Inline code is the only op that names no roles: each of its refs, barriers and semaphores may be
- * read and written by the generic proxy. Three things are no operands: the phase that a wait
- * advances unless it is told which one it awaits, the counter of a tile, and the blocks that a copy
- * along axes of the cluster or an arrival at a cluster barrier reaches. */
+ * One walk over the operand column gives an op's accesses. Refs, barriers and semaphores are
+ * accesses if the column gives them a role; arrays are values. Source text (role '!') may read and
+ * write whatever it gets, by the generic proxy. Three facts are not in the column: a wait that is
+ * not told its phase advances the phase of its thread, an op with the effect COUNT advances a
+ * counter, and an op or barrier with cluster axes reaches the blocks along them.
+ *
+ * A summary of a region merges equal accesses. It is made bottom-up, so that one table from views
+ * to entries serves all of them, and each op of the kernel is visited once. */
 #include "access.h"
 
 #include <assert.h>
@@ -123,7 +127,7 @@ static bool combines(const pm_graph *g, pm_opid op) {
 
 static void fill(const pm_graph *g, pm_access *a) {
   const char role = a->operand.role;
-  const bool memory = a->where & (PM_IN_MEMORY | PM_IN_ACC);
+  const bool memory = a->where & (PM_IN_MEMORY | PM_IN_ACC | PM_IN_TMEM);
   a->reads = role != '>' || (memory && combines(g, a->op));
   a->writes = role != '<';
   a->proxy = proxy_of(g, a);
@@ -132,7 +136,7 @@ static void fill(const pm_graph *g, pm_access *a) {
   a->scope = scope_of(g, a);
 }
 
-/* What is no operand comes last: a phase, a counter. */
+/* After the operands: a phase, a counter. */
 static bool next_extra(const pm_graph *g, pm_access *a) {
   const pm_op *o = pm_get(g, a->op);
   const char *spec = pm_ops[o->code].in;

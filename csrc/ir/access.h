@@ -63,15 +63,15 @@ typedef struct pm_access {
 /*     pm_access a = pm_accesses(op);
  *     while (pm_next_access(g, &a)) ...
  *
- * lists the accesses of an op in the order of its operands. Those of an op with regions are none;
- * what is inside has its own. Scratch is not listed: an op that uses it orders its lanes itself. */
+ * lists the accesses of an op in the order of its operands. An op with regions has none; the ops
+ * inside have theirs. Scratch is not listed: an op that uses it synchronises its lanes itself. */
 static inline pm_access pm_accesses(pm_opid op) { return (pm_access){.op = op}; }
 bool pm_next_access(const pm_graph *g, pm_access *a);
 
-/* What the regions of an op access, each access once (by view and kind), in program order. MUST: in
- * every run of the op; what only some branches or turns of a loop do is MAY. Op 0 is the kernel. A
- * summary is made when it is first asked for and kept: as long as it is used, ops that access
- * anything must not be added. */
+/* What the regions of an op access, each access once (by view and kind), in program order. MUST:
+ * whenever the op is executed; MAY: in some branches or iterations only. Op 0 is the kernel. A
+ * summary is made on first request and kept; while summaries are in use, no op with accesses may be
+ * added. */
 typedef struct pm_access_list {
   PM_VEC(pm_access) all;
   bool known;
@@ -91,9 +91,9 @@ pm_val pm_memory_of(const pm_graph *g, pm_val view);
  * *array is it and *a the access of memory. */
 bool pm_moves_array(const pm_graph *g, pm_opid op, pm_access *a, pm_val *array);
 
-/* The bytes from the first to behind the last that an access of memory may touch, counted from the
- * base of its view: in the order of memory if `physical`, else row-major. Where a start is not
- * known it may be anywhere. False: the view cannot be resolved. */
+/* The bytes [from, to) that an access of memory may touch, counted from the base of its view: as
+ * they lie in memory if `physical`, else in row-major order. An upper bound: a dynamic start may
+ * have any value in its range. False: the view cannot be resolved. */
 bool pm_access_bytes(const pm_graph *g, const pm_access *a, bool physical, int64_t *from,
                      int64_t *to);
 

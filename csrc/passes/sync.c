@@ -25,8 +25,8 @@
  * An ARRIVE on a cluster barrier is RELAXED if asynchronous engines alone access the memory that
  * other blocks of the cluster can reach, because a release is expensive and would order nothing of
  * interest. That memory is the SMEM that a collective copy fills or that a CLUSTER_REF refers to,
- * and the GMEM that the kernel both reads and writes. An ARRIVE that was traced with KEEP_RELEASE
- * also publishes other facts (that a tile index was read) and is never RELAXED.
+ * and the GMEM that the kernel both reads and writes. An ARRIVE that PUBLISHES something else (that
+ * the threads of its block have read a tile index) is never RELAXED.
  *
  * All lanes perform a scalar store with the same value, so no SYNC is needed after it. But a late
  * lane must not read what an early lane has already stored, so a SYNC comes before it if the same
@@ -54,7 +54,6 @@ typedef struct touched {
 } touched;
 
 enum { MAX_OPEN = 64 };
-enum { KEEP_RELEASE = 2 }; /* of attribute RELAXED */
 
 /* Bytes of SMEM. */
 typedef struct dirt {
@@ -289,7 +288,7 @@ static void note_copied(pm_graph *g, pm_opid op, void *ctx) {
   }
 }
 
-/* Except for HAND_TILE: the arrival that says that its number was read has KEEP_RELEASE. */
+/* Except for HAND_TILE: the arrival that says that its number was read PUBLISHES that. */
 static void note_reach(pm_graph *g, pm_opid op, void *ctx) {
   uint8_t *of = ctx; /* by value: the memory at the base of views */
   pm_access a = pm_accesses(op);
@@ -622,7 +621,7 @@ static void set_relaxed(pm_graph *g, pm_opid op, void *ctx) {
   if (pm_get(g, op)->code != PM_OP_ARRIVE) return;
   int64_t *out = pm_attr(g, op, PM_ATTR_RELAXED);
   pm_attr_list(g, pm_value_of(g, base_of(g, pm_in(g, op, 0)))->def, PM_ATTR_CLUSTER, &n);
-  *out = *out == KEEP_RELEASE ? 0 : n && *(bool *)ctx;
+  *out = n && *(bool *)ctx && !*pm_attr(g, op, PM_ATTR_PUBLISHES);
 }
 
 static void relax(placer *p) {
