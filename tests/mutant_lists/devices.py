@@ -443,8 +443,8 @@ breaks(
     ),
     all_arrivals_are_relaxed=(
         "set_relaxed",
-        "? 0 : n && *(bool *)ctx;",
-        "? 0 : n && (*(bool *)ctx || true);",
+        "= n && *(bool *)ctx && !",
+        "= n && (*(bool *)ctx || true) && !",
     ),
 )
 breaks(
@@ -984,7 +984,7 @@ breaks(
         "return n || p->copied[base] ? 0 : alloc;",
         "return p->copied[base] ? 0 : alloc;",
     ),
-    releases_are_not_kept=("set_relaxed", "*out = *out == KEEP_RELEASE ? 0 : n", "*out = n"),
+    releases_are_not_kept=("set_relaxed", "&& !*pm_attr(g, op, PM_ATTR_PUBLISHES);", ";"),
 )
 breaks(
     f"{PASSES}/divergence.c",
@@ -1072,8 +1072,8 @@ breaks(
     ),
     other_blocks_may_still_read=(
         "TileScheduler.broadcast",
-        "relaxed=2)\n                barrier_wait(self.free.at[slot])",
-        "relaxed=2)",
+        "publishes=1)\n                barrier_wait(self.free.at[slot])",
+        "publishes=1)",
     ),
     tiles_have_one_slot=("TileScheduler.broadcast", "slot = step % self.slots", "slot = step * 0"),
 )
