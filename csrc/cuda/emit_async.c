@@ -716,21 +716,17 @@ pm_code pm_cuda_SET_MAX_REGISTERS(pm_gen *e, pm_opid op) {
 
 /* ---- warps ------------------------------------------------------------------------------- */
 
-static void note_waited(pm_graph *g, pm_opid op, void *ctx) {
-  bool *waited = ctx;
-  pm_access a = pm_accesses(op);
-  while (pm_next_access(g, &a)) {
-    if (a.where == PM_IN_BARRIER && !a.writes) waited[pm_view_base(g, a.view)] = true;
-  }
-}
-
 /* A warp flips its own copies of phase bits. Behind the region all lanes get the flips of all
  * warps, through scratch. */
 pm_code pm_cuda_WARP_MAP(pm_gen *e, pm_opid op) {
   const pm_blk region = pm_region(e->g, op, 0);
   bool *waited = PM_NEW(e->arena, bool, e->g->values.n);
   const char **before = PM_NEW(e->arena, const char *, e->g->values.n);
-  pm_walk((pm_graph *)e->g, region, note_waited, waited); /* the visitor changes nothing */
+  const pm_access_list *inside = pm_accesses_inside(e->summaries, op);
+  for (uint32_t k = 0; k < inside->all.n; k++) {
+    const pm_access *a = &inside->all.at[k];
+    if (a->where == PM_IN_BARRIER && !a->writes) waited[pm_view_base(e->g, a->view)] = true;
+  }
   pm_note(e, op, "warp_map");
   for (pm_val v = 1; v < e->g->values.n; v++) {
     if (!waited[v] || !e->phase[v]) continue;
