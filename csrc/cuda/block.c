@@ -442,7 +442,7 @@ const char *pm_condition(pm_gen *e, pm_val v) {
 pm_code pm_gen_scalar(pm_gen *e, pm_opid op) {
   const pm_op *o = pm_get(e->g, op);
   if (o->code == PM_OP_CONST || pm_is_view(e->g, op)) return PM_OK; /* where it is used */
-  if (o->code == PM_OP_BROADCAST || o->code == PM_OP_MULTIPLE_OF) {
+  if (pm_only_moves(o->code) || o->code == PM_OP_MULTIPLE_OF) {
     pm_alias(e, o->out, pm_in(e->g, op, 0));
     return PM_OK;
   }
@@ -475,7 +475,7 @@ static pm_code emit_run(pm_gen *e, pm_blk block, uint32_t first, uint32_t *next)
     }
     if (!pm_is_elementwise(g, op) || is_group_convert(e, op) || is_array_barrier(e, op)) break;
     if (pair_function(e, op)) break;
-    if (pm_get(g, op)->code == PM_OP_BROADCAST && in_run[pm_in(g, op, 0)]) break;
+    if (pm_rule_of(g, op) == PM_LAY_BROADCAST && in_run[pm_in(g, op, 0)]) break;
     if (pm_regs_of(e, pm_get(g, op)->out) != n) break;
     pm_vec_push(e->arena, &run, op);
     in_run[pm_get(g, op)->out] = true;

@@ -253,19 +253,24 @@ static void look_at_accesses(survey *s, const pm_graph *g, pm_opid op) {
   }
 }
 
+static void look_at_allocation(survey *s, pm_graph *g, pm_opid op) {
+  const pm_val out = pm_get(g, op)->out;
+  uint32_t n;
+  if (pm_typeof(g, out)->kind == PM_SEMAPHORE) pm_vec_push(s->e->arena, &s->semaphores, op);
+  if (pm_typeof(g, out)->kind != PM_BARRIER) return;
+  pm_vec_push(s->e->arena, &s->barriers, op);
+  /* its phases go on where the scope comes again, those that the kernel counts do not */
+  s->keeps_phase[out] |= pm_in_loop(g, op);
+  const int64_t *groups = pm_attr_list(g, op, PM_ATTR_CLUSTER, &n);
+  s->meets_cluster |= pm_cluster_targets(g, groups, n) > 1;
+}
+
 static void look(pm_graph *g, pm_opid op, void *ctx) {
   survey *s = ctx;
   const int code = pm_get(g, op)->code;
-  uint32_t n;
   look_at_accesses(s, g, op);
-  if (code == PM_OP_ALLOC_BARRIER) {
-    pm_vec_push(s->e->arena, &s->barriers, op);
-    /* its phases go on where the scope comes again, those that the kernel counts do not */
-    s->keeps_phase[pm_get(g, op)->out] |= pm_in_loop(g, op);
-    const int64_t *groups = pm_attr_list(g, op, PM_ATTR_CLUSTER, &n);
-    if (pm_cluster_targets(g, groups, n) > 1) s->meets_cluster = true;
-  } else if (code == PM_OP_ALLOC_SEMAPHORE) {
-    pm_vec_push(s->e->arena, &s->semaphores, op);
+  if (pm_ops[code].effects & E_ALLOC) {
+    look_at_allocation(s, g, op);
   } else if (code == PM_OP_GLOBAL_SEMAPHORE) {
     const int64_t end = *pm_attr(g, op, PM_ATTR_N) + pm_type_size(pm_typeof(g, pm_get(g, op)->out));
     s->n_words = (uint32_t)pm_max(s->n_words, end);

@@ -125,20 +125,15 @@ static pm_code resolve_base(const pm_graph *g, pm_val ref, bool physical, pm_vie
       take_strides(g->strides[val->index], v);
     return PM_OK;
   }
-  switch (pm_get(g, val->def)->code) {
-    case PM_OP_ALLOC_SMEM:
-      if (!physical) return PM_OK;
-      if (pm_check_transforms(g, val->def, err)) return err->code;
-      apply_tiling(g, v);
-      return PM_OK;
-    case PM_OP_ALLOC_ACC:
-    case PM_OP_ALLOC_BARRIER:
-    case PM_OP_ALLOC_SEMAPHORE:
-    case PM_OP_GLOBAL_SEMAPHORE: return PM_OK;
-    default:
-      return pm_fail(err, PM_E_NOT_IMPLEMENTED, "a ref that comes from the op %s is not available",
-                     pm_ops[pm_get(g, val->def)->code].text);
+  const pm_op_info *info = &pm_ops[pm_get(g, val->def)->code];
+  if (!(info->effects & E_ALLOC) && t->kind != PM_SEMAPHORE) {
+    return pm_fail(err, PM_E_NOT_IMPLEMENTED, "a ref that comes from the op %s is not available",
+                   info->text);
   }
+  if (!physical || t->kind != PM_REF || t->space != PM_SMEM) return PM_OK;
+  if (pm_check_transforms(g, val->def, err)) return err->code;
+  apply_tiling(g, v);
+  return PM_OK;
 }
 
 /* ---- the ops --------------------------------------------------------------------------------- */

@@ -118,12 +118,14 @@ static bool takes_strips(chain *c, pm_val v, int dim) {
   switch (o->code) {
     case PM_OP_CONST: return true;
     case PM_OP_IOTA: return !*pm_attr(g, op, PM_ATTR_LAYOUT);
-    case PM_OP_LOAD: return load_takes_strips(c, op);
-    case PM_OP_BROADCAST: return broadcast_takes_strips(c, op, dim);
     default: break;
   }
-  if (info->layout == PM_LAY_PACK)
-    return dim != t->rank - 1 && takes_strips(c, pm_in(g, op, 0), dim);
+  switch (info->layout) {
+    case PM_LAY_LOAD: return load_takes_strips(c, op);
+    case PM_LAY_BROADCAST: return broadcast_takes_strips(c, op, dim);
+    case PM_LAY_PACK: return dim != t->rank - 1 && takes_strips(c, pm_in(g, op, 0), dim);
+    default: break;
+  }
   if (info->layout != PM_LAY_POINTWISE || !pm_is_pure(o->code) || info->n_attrs) return false;
   for (uint32_t k = 0; k < o->n_in; k++)
     if (!takes_strips(c, pm_in(g, op, k), dim)) return false;
@@ -139,7 +141,7 @@ static bool is_wanted_elsewhere(const chain *c) {
 
 static bool has_no_effect_but_loads(const pm_graph *g, pm_opid op) {
   const pm_op *o = pm_get(g, op);
-  return o->code == PM_OP_LOAD || (pm_is_pure(o->code) && !o->n_regions);
+  return pm_ops[o->code].layout == PM_LAY_LOAD || (pm_is_pure(o->code) && !o->n_regions);
 }
 
 /* The stores from position `at` on that can form one chain. */
@@ -285,17 +287,17 @@ static pm_val strip_of(maker *m, pm_val v, int dim) {
   type.dim[dim] = m->extent;
   m->b.file = pm_get(g, op)->file;
   m->b.line = pm_get(g, op)->line;
-  if (code == PM_OP_CONST) {
+  if (pm_has_attr(g, op, PM_ATTR_VALUE)) {
     const pm_attr_arg value = {.id = PM_ATTR_VALUE, .i = *pm_attr(g, op, PM_ATTR_VALUE)};
-    made = emit(m, PM_OP_CONST, NULL, 0, &type, &value, 1);
+    made = emit(m, (pm_opcode)code, NULL, 0, &type, &value, 1);
   } else if (code == PM_OP_IOTA) {
     made = strip_of_iota(m, op, &type, dim);
-  } else if (code == PM_OP_LOAD) {
+  } else if (pm_rule_of(g, op) == PM_LAY_LOAD) {
     const pm_attr_arg optimized = {.id = PM_ATTR_OPTIMIZED,
                                    .i = *pm_attr(g, op, PM_ATTR_OPTIMIZED)};
     in[0] = strip_of_ref(m, pm_in(g, op, 0), dim);
-    made = emit(m, PM_OP_LOAD, in, 1, NULL, &optimized, 1);
-  } else if (code == PM_OP_BROADCAST) {
+    made = emit(m, (pm_opcode)code, in, 1, NULL, &optimized, 1);
+  } else if (pm_rule_of(g, op) == PM_LAY_BROADCAST) {
     made = strip_of_broadcast(m, op, &type, dim);
   } else {
     for (uint32_t k = 0; k < n_in; k++) in[k] = strip_of(m, pm_in(g, op, k), dim);

@@ -304,7 +304,11 @@ breaks(
         "pm_barrier_arrivals(e->g, op) * unit;",
         "pm_barrier_arrivals(e->g, op) * unit + 1;",
     ),
-    phases_begin_again_with_the_scope=("look", "); const", ") && false; const"),
+    phases_begin_again_with_the_scope=(
+        "look_at_allocation",
+        "|= pm_in_loop(g, op);",
+        "|= pm_in_loop(g, op) && false;",
+    ),
     waits_forget_who_needs_the_phase=(
         "look_at_accesses",
         "s->keeps_phase[pm_view_base(g, a.view)] = true;",
