@@ -18,8 +18,8 @@ import pallas_mgpu as plgpu
 from pallas_mgpu import _core
 
 sys.path.insert(0, str(Path(__file__).parent))
-import sass  # noqa: E402
 import selection  # noqa: E402
+from compiler import sass  # noqa: E402
 
 from pallas_mgpu.machine import run as host
 

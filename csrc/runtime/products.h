@@ -5,7 +5,7 @@
 #include "../base/base.h"
 
 /* PM_PRODUCT(name in SASS, bits 0 to 8 of an instruction on Hopper): as nvdisasm reads them, which
- * tests/test_compilers.py compares. */
+ * tests/compiler/test_compilers.py compares. */
 #define PM_PRODUCTS(PM_PRODUCT) \
   PM_PRODUCT(HGMMA, 0x1f0)      \
   PM_PRODUCT(IGMMA, 0x1f1)      \

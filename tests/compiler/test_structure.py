@@ -1,0 +1,209 @@
+"""The shape of the source tree: imports, sizes, and which folder of C may include which.
+
+Each rule is a function from a folder to what breaks it; `test_rules_find_what_breaks_them` runs all
+of them on a tree that breaks every one."""
+
+import ast
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+MOST_LINES, MOST_COLUMNS, LONGEST_FUNCTION = 1500, 100, 100
+
+
+# What each folder of csrc may include, beside its own files.
+BELOW = {
+    "base": (),
+    "ir": ("base",),
+    "passes": ("base", "ir"),
+    "cuda": ("base", "ir", "passes"),
+    "interp": ("base", "ir", "passes"),
+    "runtime": ("base", "ir", "passes", "cuda"),
+    "python": ("base", "ir", "passes", "cuda", "interp", "runtime"),
+}
+
+
+# What each folder of csrc may include, beside its own files.
+BELOW = {
+    "base": (),
+    "ir": ("base",),
+    "passes": ("base", "ir"),
+    "cuda": ("base", "ir", "passes"),
+    "interp": ("base", "ir", "passes"),
+    "runtime": ("base", "ir", "passes", "cuda"),
+    "python": ("base", "ir", "passes", "cuda", "interp", "runtime"),
+}
+
+
+def modules(root):
+    """{name: file} of a package's modules; an extension is known by its stub."""
+    found = {}
+    for file in [*root.rglob("*.pyi"), *root.rglob("*.py")]:
+        name = ".".join([root.name, *file.relative_to(root).with_suffix("").parts])
+        found[name.removesuffix(".__init__")] = file
+    return found
+
+
+def imported(file, name, known):
+    """The modules that the import statements of a file name, in the whole of it."""
+    package = name if file.stem == "__init__" else name.rpartition(".")[0]
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (a.name for a in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package.split(".")
+            above = above[: len(above) + 1 - node.level] if node.level else []
+            source = ".".join([*above, *([node.module] if node.module else [])])
+            for a in node.names:
+                member = f"{source}.{a.name}"
+                yield member if member in known else source
+
+
+def import_circles(root):
+    """Chains of modules that import one another."""
+    known = modules(root)
+    edges = {
+        name: {m for m in imported(file, name, known) if m in known and m != name}
+        for name, file in known.items()
+        if file.suffix == ".py"
+    }
+    done, chain, circles = set(), [], []
+
+    def visit(name):
+        if name in chain:
+            circles.append(" -> ".join([*chain[chain.index(name) :], name]))
+        elif name not in done:
+            chain.append(name)
+            for other in sorted(edges.get(name, ())):
+                visit(other)
+            done.add(chain.pop())
+
+    for name in sorted(edges):
+        visit(name)
+    return circles
+
+
+def inner_imports(root):
+    """Import statements in the bodies of functions."""
+    found = set()
+    for name, file in modules(root).items():
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                inner = [n for n in ast.walk(node) if isinstance(n, (ast.Import, ast.ImportFrom))]
+                found |= {f"{name}:{n.lineno}: {ast.unparse(n)}" for n in inner}
+    return sorted(found)
+
+
+def long_functions(root):
+    """Qualified names of functions with too many lines."""
+    found = set()
+
+    def visit(node, name):
+        for child in ast.iter_child_nodes(node):
+            is_function = isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef))
+            named = (
+                f"{name}.{child.name}" if is_function or isinstance(child, ast.ClassDef) else name
+            )
+            if is_function and child.end_lineno - child.lineno >= LONGEST_FUNCTION:
+                found.add(named)
+            visit(child, named)
+
+    for name, file in modules(root).items():
+        visit(ast.parse(file.read_text(encoding="utf-8")), name)
+    return found
+
+
+def sources(root):
+    kinds = ("*.py", "*.pyi", "*.c", "*.h", "*.cuh")  # the rows of tables (.def) are lines
+    return sorted(file for kind in kinds for file in root.rglob(kind))
+
+
+def long_files(root):
+    return [f for f in sources(root) if f.read_text(encoding="utf-8").count("\n") > MOST_LINES]
+
+
+def long_lines(root):
+    return [
+        f"{file}:{k}"
+        for file in sources(root)
+        for k, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1)
+        if len(line) > MOST_COLUMNS
+    ]
+
+
+def wrong_includes(root):
+    """Files that include what lies above their folder, or Python.h outside of python/."""
+    found = []
+    for file in sources(root):
+        folder = file.relative_to(root).parts[0]
+        for name in re.findall(r'#\s*include\s+[<"]([^>"]+)[>"]', file.read_text(encoding="utf-8")):
+            other = Path(os.path.normpath(file.parent / name))
+            other = other.relative_to(root).parts[0] if root in other.parents else folder
+            if name == "Python.h":
+                other = "python"
+            if other not in {folder, *BELOW[folder]}:
+                found.append(f"{folder}/{file.name}: {name}")
+    return found
+
+
+def test_no_import_circle():
+    assert not import_circles(ROOT / "pallas_mgpu")
+
+
+def test_imports_stand_at_the_top():
+    assert not inner_imports(ROOT / "pallas_mgpu")
+
+
+def test_functions_are_short():
+    assert not long_functions(ROOT / "pallas_mgpu"), f"longer than {LONGEST_FUNCTION} lines"
+
+
+@pytest.mark.parametrize("folder", ["pallas_mgpu", "csrc"])
+def test_files_and_lines_are_short(folder):
+    assert not long_files(ROOT / folder)
+    assert not long_lines(ROOT / folder)
+
+
+def test_folders_include_what_is_below_them():
+    assert (ROOT / "csrc" / "python" / "module.h").read_text().count("#include <Python.h>") == 1
+    assert not wrong_includes(ROOT / "csrc")
+
+
+def test_the_emulated_machine_shares_nothing():
+    """It judges what csrc generates, so it knows no header of it, nor does csrc one of its own."""
+    machine = ROOT / "pallas_mgpu" / "machine"
+    own = {file.name for file in machine.iterdir()}
+    quoted = re.compile(r'^\s*#\s*include\s+"(.*)"', re.M)
+    for file in [*machine.glob("*.cpp"), *machine.glob("*.h")]:
+        assert set(quoted.findall(file.read_text())) <= own, file
+    for file in sources(ROOT / "csrc"):
+        assert not re.search("include.*machine/", file.read_text()), file
+
+
+def test_rules_find_what_breaks_them(tmp_path):
+    package, c = tmp_path / "package", tmp_path / "c"
+    files = {
+        package / "__init__.py": "from . import a\n",
+        package / "a.py": "from .sub import b\nfrom ._core import x\n",
+        package / "_core.pyi": "x: int\n",
+        package / "sub" / "__init__.py": "",
+        package / "sub" / "b.py": "class C:\n    def f(self):\n        from ..a import g\n",
+        package / "long.py": "class C:\n    def f(self):\n" + "        f()\n" * LONGEST_FUNCTION,
+        package / "wide.py": "#" * (MOST_COLUMNS + 1) + "\n",
+        c / "python" / "x.h": "#include <Python.h>\n",
+        c / "base" / "a.c": "#include <Python.h>\n",
+        c / "base" / "b.c": '#include "../python/x.h"\n',
+        c / "base" / "c.h": "\n" * (MOST_LINES + 1),
+    }
+    for file, text in files.items():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    assert import_circles(package) == ["package.a -> package.sub.b -> package.a"]
+    assert inner_imports(package) == ["package.sub.b:3: from ..a import g"]
+    assert long_functions(package) == {"package.long.C.f"}
+    assert long_lines(package) == [f"{package / 'wide.py'}:1"]
+    assert wrong_includes(c) == ["base/a.c: Python.h", "base/b.c: ../python/x.h"]
+    assert long_files(c) == [c / "base" / "c.h"]
