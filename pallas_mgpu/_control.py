@@ -333,11 +333,11 @@ class ordered_section:
 
     def __enter__(self):
         if self.num_threads > 1:
-            _core.effect("take_turn", (), n=self.num_threads)
+            _core.effect("enter_section", (), n=self.num_threads)
 
     def __exit__(self, kind, error, traceback):
         if kind is None and self.num_threads > 1:
-            _core.effect("pass_turn", (), n=self.num_threads)
+            _core.effect("leave_section", (), n=self.num_threads)
 
 
 def switch(index, branches, *operands):
@@ -444,8 +444,8 @@ def _is_descriptor(x):
 def cluster_axis(name, what):
     """The index of a cluster axis; ValueError for any other name."""
     axes = env(what).axes
-    family, k, _ = axes.get(name, (None, None, None))
-    if family != "cluster":
+    kind, k, _ = axes.get(name, (None, None, None))
+    if kind != "cluster":
         known = [n for n, (f, _, _) in axes.items() if f == "cluster"]
         raise ValueError(f"{what}: {name!r} is not a cluster axis; those are {known}")
     return k
@@ -609,7 +609,7 @@ def scoped(f, types, kw_types, names, collective_axes):
 
 def _each_warp(f, what, name, args):
     e = env(what)
-    if "warp" in (family for family, _, _ in e.axes.values()):
+    if "warp" in (kind for kind, _, _ in e.axes.values()):
         raise _core.LoweringError(f"{what}: warp_map and WarpMesh cannot be nested")
     if name in e.axes:
         raise ValueError(f"{what}: the axis name {name!r} is taken")

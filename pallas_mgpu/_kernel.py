@@ -251,8 +251,8 @@ class Definition:
             return self.scratch, 0
         block, n_grid = 0, len(sizes) - len(self.mesh.cluster)
         for k, size in enumerate(sizes):
-            family = ("grid", k) if k < n_grid else ("cluster", k - n_grid)
-            block = block * size + _core.axis_index(*family)
+            kind = ("grid", k) if k < n_grid else ("cluster", k - n_grid)
+            block = block * size + _core.axis_index(*kind)
         own = lambda x: x.at[block] if isinstance(x, _trace.Ref) else x  # noqa: E731
         return tree.map(own, scratch, is_leaf=is_leaf), count
 

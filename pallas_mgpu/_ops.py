@@ -778,8 +778,8 @@ def axis_index(name):
         return total
     if name not in axes:
         raise NameError(f"unbound axis name: {name!r}; bound are {sorted(map(str, axes))}")
-    family, k, _ = axes[name]
-    return program_id(k) if family == "program" else _core.axis_index(family, k)
+    kind, k, _ = axes[name]
+    return program_id(k) if kind == "program" else _core.axis_index(kind, k)
 
 
 def axis_size(name):

@@ -109,7 +109,7 @@ class TileScheduler:
                 _core.effect("barrier_arrive", (self.free.at[slot],), publishes=1)
                 barrier_wait(self.free.at[slot])
 
-        _core.effect("hand_tile", (tile, self.tiles.at[slot], self.ready.at[slot]))
+        _core.effect("broadcast_tile", (tile, self.tiles.at[slot], self.ready.at[slot]))
 
     def receive(self, step, *, release=True):
         """The number of a step, an int32 scalar. Every reader receives every step, in order. The
@@ -219,7 +219,7 @@ def _checked_axes(what, e, grid_names, thread_axis, cluster_axes):
     """(names, {grid axis: size}, cluster axes of more than one block, number of points). ValueError
     if an axis is missing."""
     names = axis_names(grid_names)
-    sizes = {n: size for n, (family, _, size) in e.axes.items() if family == "grid"}
+    sizes = {n: size for n, (kind, _, size) in e.axes.items() if kind == "grid"}
     for n in names:
         if n not in sizes:
             raise ValueError(f"{what}: {show(n)} is not a grid axis; those are {list(sizes)}")
@@ -233,7 +233,7 @@ def _checked_axes(what, e, grid_names, thread_axis, cluster_axes):
             f"{what}: thread_axis must be {e.thread_name!r}, as in the kernel; got"
             f" {show(thread_axis)}"
         )
-    clusters = {n: size for n, (family, _, size) in e.axes.items() if family == "cluster"}
+    clusters = {n: size for n, (kind, _, size) in e.axes.items() if kind == "cluster"}
     given = axis_names(cluster_axes)
     wide = [n for n, size in clusters.items() if size > 1]
     if any(n not in clusters for n in given) or any(n not in given for n in wide):
@@ -319,15 +319,15 @@ def dynamic_scheduling_loop(grid_names, thread_axis=None, cluster_axes=(), init_
 
         def take():
             if rounds is None:
-                return _core.take_tile(counter)
-            return _core.take_tile(counter, rounds.base + total + _core.first_tile())
+                return _core.fetch_tile(counter)
+            return _core.fetch_tile(counter, rounds.base + total + _core.first_tile())
 
         if e.n_threads == 1 and not wide:
 
             def alone(run, _):
                 taken = take()
                 run()
-                return _core.share_tile(taken)
+                return _core.shuffle_tile(taken)
 
             return loop(alone)[2]
 

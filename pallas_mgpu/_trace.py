@@ -20,7 +20,7 @@ _STDLIB = os.path.dirname(os.__file__) + os.sep
 
 
 class Env:
-    """Axes of the kernel being traced: name -> (family, index in the family, size).
+    """Axes of the kernel being traced: name -> (kind, index among its kind, size).
 
     ``leading`` axes, of `vmap`, stand in front of the grid that the body sees. ``programs``: in a
     `pallas_call` the indices along its grid, some of which are those of a loop; else None."""

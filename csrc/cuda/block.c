@@ -517,8 +517,8 @@ static pm_code emit_run(pm_gen *e, pm_blk block, uint32_t first, uint32_t *next)
 
 typedef pm_code (*emitter)(pm_gen *e, pm_opid op);
 static const emitter emitters[PM_OP_COUNT] = {
-#define PM_OP(id, text, in, names, out, regions, attrs, type, layout, effects, part, known_to, \
-              done, warp, needs, doc)                                                          \
+#define PM_OP(id, text, in, names, out, regions, attrs, type, layout, effects, participants, \
+              known_to, completion, warp, needs, doc)                                        \
   [PM_OP_##id] = pm_cuda_##id,
 #include "../ir/ops.def"
 #undef PM_OP

@@ -609,7 +609,7 @@ const char *pm_taker(pm_gen *e, bool first_block) {
 static const char *behind_first(pm_gen *e, pm_val taken) {
   const uint32_t x = e->program->cluster[0];
   const pm_opid def = pm_value_of(e->g, taken)->def;
-  const bool bare = !def || pm_get(e->g, def)->code != PM_OP_TAKE_TILE;
+  const bool bare = !def || pm_get(e->g, def)->code != PM_OP_FETCH_TILE;
   if (bare || !e->program->shares_grid) return pm_scalar_of(e, taken);
   return pm_str(e, x > 1 ? "%s + (i32)(gridDim.x / %u)" : "%s + (i32)gridDim.x",
                 pm_scalar_of(e, taken), x);
@@ -617,10 +617,10 @@ static const char *behind_first(pm_gen *e, pm_val taken) {
 
 /* The atomic's result is first used where the tile is handed on: until then nothing waits for it.
  * All points are taken from the start where the launch has a cluster for each. */
-pm_code pm_cuda_TAKE_TILE(pm_gen *e, pm_opid op) {
+pm_code pm_cuda_FETCH_TILE(pm_gen *e, pm_opid op) {
   const pm_val out = pm_get(e->g, op)->out;
   const long long n = *pm_attr(e->g, op, PM_ATTR_N);
-  pm_note(e, op, "take_tile");
+  pm_note(e, op, "fetch_tile");
   if (!e->program->shares_grid) {
     const bool told = pm_get(e->g, op)->n_in;
     const char *next = told ? pm_scalar_of(e, pm_in(e->g, op, 0))
@@ -636,7 +636,7 @@ pm_code pm_cuda_TAKE_TILE(pm_gen *e, pm_opid op) {
   return PM_OK;
 }
 
-pm_code pm_cuda_HAND_TILE(pm_gen *e, pm_opid op) {
+pm_code pm_cuda_BROADCAST_TILE(pm_gen *e, pm_opid op) {
   const uint32_t blocks = pm_blocks(e->g);
   pm_view v;
   barrier b;
@@ -645,7 +645,7 @@ pm_code pm_cuda_HAND_TILE(pm_gen *e, pm_opid op) {
     pm_err_op(e->err, e->g, op);
     return e->err->code;
   }
-  pm_note(e, op, "hand_tile");
+  pm_note(e, op, "broadcast_tile");
   pm_begin(e, "%s {", pm_taker(e, false));
   if (blocks > 1) {
     pm_line(e, "mbarrier_arrive_expect_tx(%s, 4);", b.address);
@@ -662,9 +662,9 @@ pm_code pm_cuda_HAND_TILE(pm_gen *e, pm_opid op) {
   return PM_OK;
 }
 
-pm_code pm_cuda_SHARE_TILE(pm_gen *e, pm_opid op) {
+pm_code pm_cuda_SHUFFLE_TILE(pm_gen *e, pm_opid op) {
   const pm_val out = pm_get(e->g, op)->out, in = pm_in(e->g, op, 0);
-  pm_note(e, op, "share_tile");
+  pm_note(e, op, "shuffle_tile");
   if (!e->program->shares_grid) {
     pm_alias(e, out, in);
     return PM_OK;
@@ -678,15 +678,15 @@ pm_code pm_cuda_SHARE_TILE(pm_gen *e, pm_opid op) {
 
 /* Named barriers: 0 is block_sync, then one for each thread's warpgroup_sync, then those of the
  * turns, then those that the kernel numbers itself. */
-pm_code pm_cuda_TAKE_TURN(pm_gen *e, pm_opid op) {
-  pm_note(e, op, "take_turn");
+pm_code pm_cuda_ENTER_SECTION(pm_gen *e, pm_opid op) {
+  pm_note(e, op, "enter_section");
   pm_line(e, "turn_take(%u + wg);", e->g->n_threads + 1);
   return PM_OK;
 }
 
-pm_code pm_cuda_PASS_TURN(pm_gen *e, pm_opid op) {
+pm_code pm_cuda_LEAVE_SECTION(pm_gen *e, pm_opid op) {
   const unsigned first = e->g->n_threads + 1;
-  pm_note(e, op, "pass_turn");
+  pm_note(e, op, "leave_section");
   pm_line(e, "turn_pass(wg + 1 < %u ? %u + wg : %u);", e->n_turns, first + 1, first);
   return PM_OK;
 }

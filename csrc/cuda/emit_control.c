@@ -147,7 +147,7 @@ pm_code pm_cuda_FOR(pm_gen *e, pm_opid op) {
   }
   unpack_carries(e, op, index + 1, words);
   PM_TRY(pm_gen_block(e, body));
-  pm_end_turn(e, body);
+  pm_end_iteration(e, body);
   emit_yield(e, body, o->out, words);
   pm_end(e);
   unpack_results(e, op, words);
@@ -171,7 +171,7 @@ pm_code pm_cuda_WHILE(pm_gen *e, pm_opid op) {
   PM_TRY(pm_gen_block(e, cond));
   pm_line(e, "if (!(%s)) break;", pm_scalar_of(e, pm_in(e->g, pm_terminator(e->g, cond), 0)));
   PM_TRY(pm_gen_block(e, body));
-  pm_end_turn(e, body);
+  pm_end_iteration(e, body);
   emit_yield(e, body, pm_get(e->g, op)->out, words);
   pm_end(e);
   unpack_results(e, op, words);

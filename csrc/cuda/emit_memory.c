@@ -200,7 +200,7 @@ pm_code pm_cuda_ATOMIC(pm_gen *e, pm_opid op) {
   const bool needed = kind >= PM_ATOMIC_XCHG, used = e->uses[out] > 0;
   pm_view v;
   PM_TRY(view_of(e, op, &v));
-  pm_note(e, op, pm_str(e, "atomic_%s", pm_enum_text(PM_FAMILY_ATOMIC, kind)));
+  pm_note(e, op, pm_str(e, "atomic_%s", pm_enum_text(PM_ENUM_ATOMIC, kind)));
   const char *fn = pm_ptx_atomic(e, kind, v.dtype, pm_space_of(&v), used || needed);
   const char *x = used ? pm_declare(e, out, out) : NULL;
   /* one element of a layout has its lane, which need not be the one that is elected */

@@ -454,7 +454,7 @@ pm_code pm_cuda_SCAN(pm_gen *e, pm_opid op) {
   const pm_layout *l = pm_layout_in(e, out);
   const pm_dtype d = pm_typeof(e->g, in)->dtype;
   const int64_t n = pm_regs_of(e, out);
-  pm_note(e, op, pm_str(e, "scan %s", pm_enum_text(PM_FAMILY_REDUCE, kind)));
+  pm_note(e, op, pm_str(e, "scan %s", pm_enum_text(PM_ENUM_REDUCE, kind)));
   pm_at(e, in, "0"); /* what it is made of stands before it; equal elements have other sums */
   const char *name = pm_declare(e, out, out);
   pm_assign(e, out, in);

@@ -465,7 +465,7 @@ pm_code pm_cuda_REDUCE(pm_gen *e, pm_opid op) {
                        "without the dimensions");
   }
   r.n = pm_regs_of(e, out);
-  pm_note(e, op, pm_str(e, "reduce %s", pm_enum_text(PM_FAMILY_REDUCE, r.reduce)));
+  pm_note(e, op, pm_str(e, "reduce %s", pm_enum_text(PM_ENUM_REDUCE, r.reduce)));
   if (pm_wants_array(e, out)) {
     r.name = pm_declare(e, out, out);
   } else {

@@ -19,7 +19,7 @@
  * them to an array. Other accumulators remain arrays: ptxas schedules code that rescales them
  * better, and spills less around those that live for one product.
  *
- * Products with A in registers are awaited at the end of a loop body (pm_end_turn).
+ * Products with A in registers are awaited at the end of a loop body (pm_end_iteration).
  *
  * Operands in SMEM are [chunks][rows][S]: chunks of S elements (one swizzle row) of the contiguous
  * dimension. Descriptors are split into a low word, with address and leading dimension stride, and
@@ -401,7 +401,7 @@ static int64_t behind_last(const pm_graph *g, pm_blk block, int64_t behind) {
   return behind;
 }
 
-void pm_end_turn(pm_gen *e, pm_blk body) {
+void pm_end_iteration(pm_gen *e, pm_blk body) {
   const int64_t n = behind_last(e->g, body, NONE);
   if (n != NONE) pm_line(e, "wgmma_wait<%lld>(); // A in registers", (long long)n);
 }

@@ -79,7 +79,7 @@ typedef struct pm_gen {
   bool *in_ptx;             /* per value: accumulators that C++ does not see (emit_wgmma.c) */
   pm_text registers_of_ptx; /* their declarations */
   PM_VEC(pm_head_var) head_vars;
-  uint32_t n_counters;      /* words: of NEXT_TILE and TAKE_TILE, then semaphores of the launch */
+  uint32_t n_counters;      /* words: of NEXT_TILE and FETCH_TILE, then semaphores of the launch */
   uint32_t first_semaphore; /* among them */
   bool asks;                /* there is a NEXT_TILE or such a semaphore */
   uint32_t n_turns;         /* threads that take turns, 0: none do */
@@ -104,8 +104,8 @@ typedef struct pm_gen {
 
 /* One emitter per op. Those of element-wise ops (pm_is_elementwise) leave the text of element
  * e->reg in e->expr and may write lines that stand before the loop; the others write statements. */
-#define PM_OP(id, text, in, names, out, regions, attrs, type, layout, effects, part, known_to, \
-              done, warp, needs, doc)                                                          \
+#define PM_OP(id, text, in, names, out, regions, attrs, type, layout, effects, participants, \
+              known_to, completion, warp, needs, doc)                                        \
   pm_code pm_cuda_##id(pm_gen *e, pm_opid op);
 #include "../ir/ops.def"
 #undef PM_OP
@@ -252,7 +252,7 @@ void pm_coord_regs(const pm_layout *l, int dim, pm_sum *out);
 const char *pm_coord_lines(pm_gen *e, const pm_layout *l); /* consts of the padded dims; stem */
 const char *pm_valid(pm_gen *e, const pm_layout *l, const char *stem, const char *reg);
 /* At the end of a loop's body: wait for products that read registers. */
-void pm_end_turn(pm_gen *e, pm_blk body);
+void pm_end_iteration(pm_gen *e, pm_blk body);
 
 /* Text that gives for register `reg` of `dst` the register of `src` that holds the element whose
  * index is project(index in dst); NULL: it lies in other lanes. */

@@ -6,7 +6,7 @@
  * #ifdef HAS_<feature of targets.def> are for targets with that feature.
  *
  * Parameters: tensor maps, then a pointer for each kernel argument whose address the body uses,
- * then one to the counters of NEXT_TILE and TAKE_TILE, which are zero when a launch starts and
+ * then one to the counters of NEXT_TILE and FETCH_TILE, which are zero when a launch starts and
  * again when it ends. */
 #define _GNU_SOURCE /* memmem */
 #include <stdlib.h>
@@ -235,9 +235,9 @@ typedef struct survey {
   bool in_warps;      /* warps go ways of their own */
 } survey;
 
-/* Counters of TAKE_TILE are not used where the launch has a cluster for each point. */
+/* Counters of FETCH_TILE are not used where the launch has a cluster for each point. */
 static void look_at_counter(survey *s, pm_opid op) {
-  const bool asks = pm_get(s->e->g, op)->code != PM_OP_TAKE_TILE;
+  const bool asks = pm_get(s->e->g, op)->code != PM_OP_FETCH_TILE;
   const uint32_t counter = (uint32_t)*pm_attr(s->e->g, op, PM_ATTR_N);
   if (!asks && !s->e->program->shares_grid) return;
   if (counter >= s->e->n_counters) s->e->n_counters = counter + 1;
@@ -281,7 +281,7 @@ static void look(pm_graph *g, pm_opid op, void *ctx) {
     s->e->released[pm_view_base(g, pm_in(g, op, 0))] = true;
   } else if (code == PM_OP_PDL_WAIT) {
     s->e->program->pdl = true;
-  } else if (code == PM_OP_TAKE_TURN) {
+  } else if (code == PM_OP_ENTER_SECTION) {
     s->e->n_turns = (uint32_t)*pm_attr(g, op, PM_ATTR_N);
   } else if (code == PM_OP_WARP_MAP) {
     s->in_warps = true;

@@ -312,7 +312,7 @@ const char *pm_ptx_mma(pm_gen *e, const pm_mma *m) {
 /* Of halves there is no such instruction: a loop around compare-and-swap. */
 static void put_atomic_loop(pm_text *t, const char *type, int64_t kind, const char *where,
                             bool returns) {
-  const char *fn = pm_enum_text(PM_FAMILY_ATOMIC, kind);
+  const char *fn = pm_enum_text(PM_ENUM_ATOMIC, kind);
   pm_put(t, "  u16 seen, old, next;\n");
   pm_putf(t,
           "  asm volatile(\"ld.relaxed.%s.b16 %%0, [%%1];\" : \"=h\"(seen) : \"%s\"(a) : "
@@ -338,7 +338,7 @@ static const char *atomic_where(const char *space) {
 }
 
 const char *pm_ptx_atomic(pm_gen *e, int64_t kind, pm_dtype d, const char *space, bool returns) {
-  const char *type = pm_cpp_type(d), *fn = pm_enum_text(PM_FAMILY_ATOMIC, kind);
+  const char *type = pm_cpp_type(d), *fn = pm_enum_text(PM_ENUM_ATOMIC, kind);
   const char *name = pm_str(e, "%s_%s_%s_%s", returns ? "atom" : "red", fn, type, space);
   const char *where = atomic_where(space);
   const char *address = *space == 'g' ? "l" : "r", *op = kind == PM_ATOMIC_XCHG ? "exch" : fn;
@@ -392,7 +392,7 @@ const char *pm_ptx_constant(pm_gen *e, const char *name, uint32_t x, const char 
 
 /* "add", "min" ...: without the sign, which the type says */
 static const char *op_text(int64_t combine) {
-  const char *text = pm_enum_text(PM_FAMILY_COMBINE, combine);
+  const char *text = pm_enum_text(PM_ENUM_COMBINE, combine);
   const bool signs = combine >= PM_COMBINE_UMIN && combine <= PM_COMBINE_SMAX;
   return signs ? text + 1 : text;
 }

@@ -153,7 +153,7 @@ static const char *blocks_text(const pm_machine *m, const cluster *c, uint32_t s
   return buf;
 }
 
-static bool same_spot(const spot *a, const spot *b) {
+static bool same_place(const located *a, const located *b) {
   if (a->inside != b->inside) return false;
   if (a->inside) return a->offset == b->offset;
   return !memcmp(a->starts, b->starts, a->mem->n_starts * sizeof *a->starts);
@@ -162,7 +162,7 @@ static bool same_spot(const spot *a, const spot *b) {
 /* How a copy differs from that of other blocks; NULL: not at all. */
 static const char *difference(const shared_copy *a, const shared_copy *b) {
   if (a->off != b->off) return "the predicate";
-  if (!same_spot(&a->gmem, &b->gmem)) return "the part of the source";
+  if (!same_place(&a->gmem, &b->gmem)) return "the part of the source";
   if (a->smem.offset != b->smem.offset) return "the place in the destination";
   return a->barrier != b->barrier ? "the barrier" : NULL;
 }
@@ -215,7 +215,7 @@ size_t pm_vm_missing_parts(const pm_machine *m, const barrier *b, char *buf, siz
   return pm_min(at, n);
 }
 
-static step locate_copy_in(pm_machine *m, thread *t, const instr *i, spot *gmem, spot *smem) {
+static step locate_copy_in(pm_machine *m, thread *t, const instr *i, located *gmem, located *smem) {
   pm_vm_locate(m, t, i->mem, gmem);
   pm_vm_locate(m, t, i->mem2, smem);
   if (!smem->inside) return pm_vm_outside(m, t, i->op, smem, "copy_gmem_to_smem");
@@ -312,7 +312,7 @@ static step exec_copy_in(pm_machine *m, thread *t, const instr *i) {
 
 /* To SMEM of another block, whose barrier waits for it. The data are those of now. */
 static step exec_async_store(pm_machine *m, thread *t, const instr *i) {
-  spot s;
+  located s;
   pm_vm_locate(m, t, i->mem, &s);
   if (!s.inside) return pm_vm_outside(m, t, i->op, &s, "async_store_smem");
   const barrier *own = pm_vm_barrier(m, t, i, i->mem2);
@@ -587,14 +587,14 @@ static step await_mma(pm_machine *m, thread *t, const instr *i) {
 }
 
 /* Do two views of one accumulator, each a rectangle of it, have an element in common? */
-static bool overlap(const spot *a, const spot *b) {
+static bool overlap(const located *a, const located *b) {
   const int64_t n = a->mem->base_dim[1];
   const int64_t row = a->offset / n - b->offset / n, column = a->offset % n - b->offset % n;
   return row < b->mem->dim[0] && -row < a->mem->dim[0] && column < b->mem->dim[1] &&
          -column < a->mem->dim[1];
 }
 
-const task *pm_vm_writer_of(const thread *t, const spot *acc) {
+const task *pm_vm_writer_of(const thread *t, const located *acc) {
   const task *found = NULL;
   for (const task *k = t->mma_first; k; k = k->next) {
     if (k->acc.base == acc->base && overlap(&k->acc, acc)) found = k;
@@ -613,7 +613,7 @@ const task *pm_vm_writer_in(const thread *t, uint32_t slot) {
 static step exec_wgmma_wait(pm_machine *m, thread *t, const instr *i) { return await_mma(m, t, i); }
 
 /* Where an accumulator is read or written by its thread, nothing else may write to it. */
-static step locate_idle(pm_machine *m, thread *t, const instr *i, const char *what, spot *s) {
+static step locate_idle(pm_machine *m, thread *t, const instr *i, const char *what, located *s) {
   char place[600];
   pm_vm_locate(m, t, i->mem, s);
   const task *k = pm_vm_writer_of(t, s);
@@ -625,7 +625,7 @@ static step locate_idle(pm_machine *m, thread *t, const instr *i, const char *wh
 }
 
 static step exec_acc_load(pm_machine *m, thread *t, const instr *i) {
-  spot s;
+  located s;
   if ((int32_t)i->to >= 0 && await_mma(m, t, i) == STEP_FAIL) return STEP_FAIL;
   if (locate_idle(m, t, i, "read", &s) == STEP_FAIL) return STEP_FAIL;
   pm_vm_gather(&s, slot_of(t, i->dst));
@@ -634,7 +634,7 @@ static step exec_acc_load(pm_machine *m, thread *t, const instr *i) {
 }
 
 static step exec_acc_store(pm_machine *m, thread *t, const instr *i) {
-  spot s;
+  located s;
   if (locate_idle(m, t, i, "written", &s) == STEP_FAIL) return STEP_FAIL;
   pm_vm_scatter(&s, slot_of(t, i->a));
   return STEP_PAUSE;

@@ -37,7 +37,7 @@ uint32_t pm_race_agent_id(const pm_machine *m, component kind, const thread *t) 
   const cluster *c = t->block->cluster;
   const uint32_t n = m->races->n_agents / m->n_blocks;
   return first_id(m, c) + kind * m->races->n_agents + (uint32_t)(t->block - c->blocks) * n +
-         t->seer;
+         t->observer;
 }
 
 static uint32_t barrier_number(const pm_machine *m, const barrier *b) {
@@ -220,13 +220,13 @@ void pm_race_end_round(pm_machine *m, const block *b, uint32_t number) {
   clear(named_of(m, b, number));
 }
 
-void pm_race_pass_turn(pm_machine *m, const thread *t) {
+void pm_race_leave_section(pm_machine *m, const thread *t) {
   vclock *turn = &m->races->turns[t->block - m->blocks];
   clear(turn);
   publish(m, t, turn, false);
 }
 
-void pm_race_take_turn(pm_machine *m, const thread *t) {
+void pm_race_enter_section(pm_machine *m, const thread *t) {
   learn(m, t, &m->races->turns[t->block - m->blocks]);
 }
 

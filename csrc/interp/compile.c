@@ -764,7 +764,7 @@ static void note_shared(pm_graph *g, pm_opid op, void *ctx) {
       c->shared[pm_view_base(g, pm_in(g, op, 2))] |= n > 0;
       break;
     case PM_OP_ASYNC_STORE: c->shared[pm_view_base(g, pm_in(g, op, 2))] = true; break;
-    case PM_OP_HAND_TILE:
+    case PM_OP_BROADCAST_TILE:
       c->shared[pm_view_base(g, pm_in(g, op, 1))] |= c->m->n_blocks > 1;
       c->shared[pm_view_base(g, pm_in(g, op, 2))] |= c->m->n_blocks > 1;
       break;

@@ -29,8 +29,8 @@ static void place_of(const pm_machine *m, const thread *t, pm_inline_call *call)
   call->warp = t->of ? t->warp : 4;
 }
 
-static step load(pm_machine *m, thread *t, const instr *i, const struct inlined_value *x, spot *s,
-                 struct pm_inline_value *v) {
+static step load(pm_machine *m, thread *t, const instr *i, const struct inlined_value *x,
+                 located *s, struct pm_inline_value *v) {
   *v = (struct pm_inline_value){.bytes = x->bytes, .written = x->written};
   if (!x->mem) {
     v->at = slot_of(t, x->slot);
@@ -52,7 +52,7 @@ static step load(pm_machine *m, thread *t, const instr *i, const struct inlined_
 
 /* To the race detector, a ref in which elements have changed was written there, another was read.
  * `data`: what it is to hold. */
-static step race(pm_machine *m, thread *t, const instr *i, const spot *s, const char *data) {
+static step race(pm_machine *m, thread *t, const instr *i, const located *s, const char *data) {
   const access *mem = s->mem;
   int64_t index[PM_MAX_RANK] = {0};
   tracker x;
@@ -72,7 +72,7 @@ static step race(pm_machine *m, thread *t, const instr *i, const spot *s, const 
   return any ? pm_race_end_elements(&x) : pm_race_plain(m, t, i, s, READ, THREAD);
 }
 
-static step store(pm_machine *m, thread *t, const instr *i, const spot *s,
+static step store(pm_machine *m, thread *t, const instr *i, const located *s,
                   struct pm_inline_value *v) {
   const bool in_place = v->arrivals < 0;
   if (m->poison && v->written) pm_poison_defined(m, t, s);
@@ -97,7 +97,7 @@ static step store(pm_machine *m, thread *t, const instr *i, const spot *s,
 }
 
 static step give_back(pm_machine *m, thread *t, const instr *i, const struct inlined_value *x,
-                      const spot *s, struct pm_inline_value *v) {
+                      const located *s, struct pm_inline_value *v) {
   if (!x->mem) return STEP_NEXT;
   if (x->mem->kind != PM_BARRIER) return store(m, t, i, s, v);
   barrier *b = pm_vm_barrier(m, t, i, x->mem);
@@ -111,7 +111,7 @@ static step exec_inline(pm_machine *m, thread *t, const instr *i) {
   const inlined *x = i->inlined;
   const uint32_t n = x->n_in + x->n_out;
   pm_inline_call call = {.function = x->function, .n_in = x->n_in, .n_out = x->n_out};
-  spot *s = pm_malloc((n + 1) * sizeof *s);
+  located *s = pm_malloc((n + 1) * sizeof *s);
   call.value = pm_malloc((n + 1) * sizeof *call.value);
   step result = s && call.value ? STEP_NEXT : STEP_FAIL;
   if (result == STEP_FAIL) pm_vm_fail(m, t, i->op, PM_E_MEMORY, "no memory for inline_cuda");

@@ -197,7 +197,7 @@ static int64_t seen_by(const pm_machine *m, const barrier *b, uint32_t k) {
   const thread *t = &m->threads[(size_t)(b->block - m->blocks) * m->n_threads + k];
   int64_t most = b->seen[k];
   for (uint32_t w = 0; t->state == THREAD_AT_WARPS && w < WARPS; w++) {
-    most = pm_max(most, b->seen[pm_vm_warps(m, t)[w].seer]);
+    most = pm_max(most, b->seen[pm_vm_warps(m, t)[w].observer]);
   }
   return most;
 }
@@ -275,7 +275,7 @@ step pm_vm_transfer_done(pm_machine *m, thread *t, pm_opid op, barrier *b) {
 }
 
 barrier *pm_vm_barrier(pm_machine *m, thread *t, const instr *i, const access *mem) {
-  spot s;
+  located s;
   pm_vm_locate(m, t, mem, &s);
   if (!s.inside) {
     pm_vm_outside(m, t, i->op, &s, "barrier");
@@ -312,13 +312,13 @@ static step exec_arrive(pm_machine *m, thread *t, const instr *i) {
 }
 
 /* The thread that took the number writes it in each block, and the barrier there waits for that. */
-static step exec_hand_tile(pm_machine *m, thread *t, const instr *i) {
-  spot s;
+static step exec_broadcast_tile(pm_machine *m, thread *t, const instr *i) {
+  located s;
   if (t->index + 1 < m->n_threads) return STEP_NEXT;
   barrier *b = pm_vm_barrier(m, t, i, i->mem2);
   if (!b) return STEP_FAIL;
   pm_vm_locate(m, t, i->mem, &s);
-  if (!s.inside) return pm_vm_outside(m, t, i->op, &s, "hand_tile");
+  if (!s.inside) return pm_vm_outside(m, t, i->op, &s, "broadcast_tile");
   const int64_t at = s.at - t->block->smem, bar = b - b->block->bars;
   block *first = t->block->cluster->blocks, *to = t->block;
   for (block *u = first; t->block == first && u < first + m->n_blocks; u++) {
@@ -337,7 +337,7 @@ static step exec_hand_tile(pm_machine *m, thread *t, const instr *i) {
 /* What is wrong with a wait of the thread for its next phase, if anything. */
 static step check_wait(pm_machine *m, thread *t, const instr *i, barrier *b) {
   char name[768], place[600];
-  int64_t *seen = &b->seen[t->seer];
+  int64_t *seen = &b->seen[t->observer];
   const uneven *u = &b->uneven[t->index];
   if (u->map && u->partly && !t->of) {
     pm_race_note(m, i->op,
@@ -385,7 +385,7 @@ static step check_wait(pm_machine *m, thread *t, const instr *i, barrier *b) {
 static step exec_test(pm_machine *m, thread *t, const instr *i) {
   barrier *b = pm_vm_barrier(m, t, i, i->mem);
   if (!b || check_wait(m, t, i, b) == STEP_FAIL) return STEP_FAIL;
-  int64_t *seen = &b->seen[t->seer];
+  int64_t *seen = &b->seen[t->observer];
   const bool done = *seen < b->phase;
   *(uint8_t *)slot_of(t, i->dst) = done;
   if (!done) return pm_vm_poll(m, t);
@@ -399,7 +399,7 @@ static step exec_wait(pm_machine *m, thread *t, const instr *i) {
   char name[768];
   barrier *b = pm_vm_barrier(m, t, i, i->mem);
   if (!b || check_wait(m, t, i, b) == STEP_FAIL) return STEP_FAIL;
-  int64_t *seen = &b->seen[t->seer];
+  int64_t *seen = &b->seen[t->observer];
   if (i->n && *(int32_t *)slot_of(t, i->a) != *seen) {
     return pm_vm_fail(m, t, i->op, PM_E_VALUE,
                       "barrier_wait: phase is %" PRId32 ", but this thread waited for %" PRId64
@@ -430,7 +430,7 @@ static step turn_fail(pm_machine *m, thread *t, const instr *i, const char *what
       i->to, t->index, what, i->to - 1);
 }
 
-static step exec_take_turn(pm_machine *m, thread *t, const instr *i) {
+static step exec_enter_section(pm_machine *m, thread *t, const instr *i) {
   block *b = t->block;
   if (t->index >= i->to) return turn_fail(m, t, i, "is not one of them");
   if (b->turn_taken && b->turn == t->index) return turn_fail(m, t, i, "has its turn already");
@@ -439,20 +439,20 @@ static step exec_take_turn(pm_machine *m, thread *t, const instr *i) {
     return pm_vm_block_on(m, t, THREAD_AT_TURN);
   }
   b->turn_taken = true;
-  if (m->races) pm_race_take_turn(m, t);
-  if (m->timeline) pm_time_take_turn(m, t, i->op);
+  if (m->races) pm_race_enter_section(m, t);
+  if (m->timeline) pm_time_enter_section(m, t, i->op);
   return STEP_PAUSE;
 }
 
-static step exec_pass_turn(pm_machine *m, thread *t, const instr *i) {
+static step exec_leave_section(pm_machine *m, thread *t, const instr *i) {
   block *b = t->block;
   if (!b->turn_taken || b->turn != t->index) {
     return turn_fail(m, t, i, "passes a turn that it does not have");
   }
   b->turn_taken = false;
   b->turn = (b->turn + 1) % i->to;
-  if (m->races) pm_race_pass_turn(m, t);
-  if (m->timeline) pm_time_pass_turn(m, t, i->op);
+  if (m->races) pm_race_leave_section(m, t);
+  if (m->timeline) pm_time_leave_section(m, t, i->op);
   wake(m, b, THREAD_AT_TURN, NULL);
   return STEP_PAUSE;
 }
@@ -712,7 +712,7 @@ static step exec_warp_map(pm_machine *m, thread *t, const instr *i) {
     w->pc = t->pc;
     for (uint32_t k = 0; k < m->n_barriers; k++) {
       int64_t *seen = t->block->bars[k].seen;
-      seen[w->seer] = seen[t->seer];
+      seen[w->observer] = seen[t->observer];
     }
     t->block->cluster->n_live++;
     m->n_live++;
@@ -728,15 +728,15 @@ static step exec_warp_map(pm_machine *m, thread *t, const instr *i) {
 /* All warps of the thread have ended: it has seen what any of them saw. */
 static void join_waits(pm_machine *m, const thread *of, barrier *b, pm_opid map) {
   const thread *w = pm_vm_warps(m, of);
-  const int64_t before = pm_max(b->seen[of->seer], 0);
+  const int64_t before = pm_max(b->seen[of->observer], 0);
   int64_t least = INT64_MAX, most = 0;
   uneven u = {.map = map};
   for (uint32_t k = 0; k < WARPS; k++) {
-    const int64_t seen = b->seen[w[k].seer], n = pm_max(seen, 0) - before;
+    const int64_t seen = b->seen[w[k].observer], n = pm_max(seen, 0) - before;
     u.waits[k] = (int32_t)n;
     if (n) least = pm_min(least, n);
     most = pm_max(most, n);
-    b->seen[of->seer] = pm_max(b->seen[of->seer], seen);
+    b->seen[of->observer] = pm_max(b->seen[of->observer], seen);
   }
   bool all = true;
   for (uint32_t k = 0; k < WARPS; k++) all &= u.waits[k] == most;
@@ -809,9 +809,9 @@ const handler pm_vm_YIELD = {pm_vm_encode_nothing, NULL, {0}};
 const handler pm_vm_ARRIVE = {pm_vm_encode_plain, exec_arrive, {0}};
 const handler pm_vm_WAIT = {pm_vm_encode_plain, exec_wait, {0}};
 const handler pm_vm_BARRIER_TEST = {pm_vm_encode_plain, exec_test, {0}};
-const handler pm_vm_HAND_TILE = {pm_vm_encode_plain, exec_hand_tile, {0}};
-const handler pm_vm_TAKE_TURN = {pm_vm_encode_turn, exec_take_turn, {0}};
-const handler pm_vm_PASS_TURN = {pm_vm_encode_plain, exec_pass_turn, {0}};
+const handler pm_vm_BROADCAST_TILE = {pm_vm_encode_plain, exec_broadcast_tile, {0}};
+const handler pm_vm_ENTER_SECTION = {pm_vm_encode_turn, exec_enter_section, {0}};
+const handler pm_vm_LEAVE_SECTION = {pm_vm_encode_plain, exec_leave_section, {0}};
 const handler pm_vm_NAMED_SYNC = {pm_vm_encode_plain, exec_named_sync, {0}};
 const handler pm_vm_NAMED_ARRIVE = {pm_vm_encode_plain, exec_named_arrive, {0}};
 
@@ -876,7 +876,7 @@ static step deadlock(pm_machine *m) {
                            "\n  %s: barrier_wait%s on %s for phase %" PRId64 "; %" PRId64
                            " complete, arrivals %u/%u",
                            agent, place, barrier_text(m, t, b, name, sizeof name),
-                           b->seen[t->seer] + 1, b->phase, b->arrivals, b->info->arrivals);
+                           b->seen[t->observer] + 1, b->phase, b->arrivals, b->info->arrivals);
     at += pm_vm_missing_parts(m, b, text + at, 1024);
   }
   if (listed < blocked) snprintf(text + at, room - at, "\n  and %u more", blocked - listed);
@@ -1085,11 +1085,11 @@ static bool allocate(pm_machine *m) {
     thread *t = &m->threads[k];
     const uint32_t at = k < n ? k : (k - n) / WARPS; /* the thread, of its warps, too */
     t->block = &m->blocks[at / m->n_threads];
-    t->seer = t->index = at % m->n_threads;
+    t->observer = t->index = at % m->n_threads;
     if (k >= n) {
       t->of = &m->threads[at];
       t->warp = (k - n) % WARPS;
-      t->seer = m->n_threads + t->index * WARPS + t->warp;
+      t->observer = m->n_threads + t->index * WARPS + t->warp;
     }
     t->frame = zeroed(m->frame_bytes);
     if (!t->frame) return false;

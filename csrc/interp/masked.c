@@ -10,7 +10,7 @@
 /* An instruction's elements in order. */
 typedef struct walker {
   const instr *i;
-  const spot *s;
+  const located *s;
   int64_t k, index[PM_MAX_RANK];
 } walker;
 
@@ -69,7 +69,7 @@ static bool is_true(thread *t, const walker *w, uint32_t slot, uint32_t n) {
 
 /* What the instruction is about to touch; the mask is in `slot`, the n-th operand behind the ref.
  */
-static step race(pm_machine *m, thread *t, const instr *i, const spot *s, touch touch,
+static step race(pm_machine *m, thread *t, const instr *i, const located *s, touch touch,
                  uint32_t slot, uint32_t n) {
   walker w = {.i = i, .s = s};
   tracker x;
@@ -82,7 +82,7 @@ static step race(pm_machine *m, thread *t, const instr *i, const spot *s, touch 
 }
 
 static step exec_masked_load(pm_machine *m, thread *t, const instr *i) {
-  spot s;
+  located s;
   pm_vm_locate(m, t, i->mem, &s);
   walker w = {.i = i, .s = &s};
   const size_t bytes = i->mem->bytes;
@@ -107,7 +107,7 @@ static step exec_masked_load(pm_machine *m, thread *t, const instr *i) {
 }
 
 static step exec_masked_store(pm_machine *m, thread *t, const instr *i) {
-  spot s;
+  located s;
   pm_vm_locate(m, t, i->mem, &s);
   walker w = {.i = i, .s = &s};
   const size_t bytes = i->mem->bytes;
@@ -157,7 +157,7 @@ void pm_vm_combine(pm_dtype d, int64_t kind, char *at, const char *value, const 
 }
 
 static step exec_atomic(pm_machine *m, thread *t, const instr *i) {
-  spot s;
+  located s;
   pm_vm_locate(m, t, i->mem, &s);
   walker w = {.i = i, .s = &s};
   const size_t bytes = i->mem->bytes;
@@ -198,7 +198,7 @@ step pm_poison_masked(pm_machine *m, thread *t, const instr *i) {
   const bool load = i->exec == exec_masked_load, store = i->exec == exec_masked_store;
   const uint32_t mask = load ? i->a : i->b, n = load ? 0 : 1;
   const size_t bytes = i->mem->bytes;
-  spot s;
+  located s;
   pm_vm_locate(m, t, i->mem, &s);
   walker w = {.i = i, .s = &s};
   do {

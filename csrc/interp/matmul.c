@@ -128,8 +128,8 @@ static void pack(operand x, int64_t width, float *line, float *dst) {
   }
 }
 
-static operand operand_of(const spot *s, const void *array, int64_t major, int64_t k, int major_dim,
-                          pm_dtype dtype) {
+static operand operand_of(const located *s, const void *array, int64_t major, int64_t k,
+                          int major_dim, pm_dtype dtype) {
   if (!s->mem) return (operand){array, major, k, k, 1, dtype}; /* a, row-major */
   return (operand){s->at, major, k, s->mem->stride[major_dim], s->mem->stride[1 - major_dim],
                    dtype};
@@ -205,8 +205,8 @@ static void whole_product(char *buffer, const target *acc, operand a, operand b)
   }
 }
 
-void pm_vm_matmul(char *buffer, const spot *acc, const spot *lhs, const void *lhs_array,
-                  const spot *rhs, pm_dtype a, pm_dtype b) {
+void pm_vm_matmul(char *buffer, const located *acc, const located *lhs, const void *lhs_array,
+                  const located *rhs, pm_dtype a, pm_dtype b) {
   const access *c = acc->mem;
   const int64_t k = rhs->mem->dim[0];
   const target to = {acc->at, c->dim[0], c->dim[1], c->stride[0], (pm_dtype)c->dtype};

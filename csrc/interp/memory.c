@@ -46,7 +46,7 @@ static bool passes(const start_check *c, const int32_t *starts) {
   return start >= 0 && start <= c->limit;
 }
 
-void pm_vm_locate(pm_machine *m, thread *t, const access *mem, spot *s) {
+void pm_vm_locate(pm_machine *m, thread *t, const access *mem, located *s) {
   s->mem = mem;
   s->base = base_of(m, t, mem);
   s->at = NULL;
@@ -62,7 +62,7 @@ void pm_vm_locate(pm_machine *m, thread *t, const access *mem, spot *s) {
   if (s->base) s->at = s->base + s->offset * mem->bytes;
 }
 
-step pm_vm_outside(pm_machine *m, thread *t, pm_opid op, const spot *s, const char *what) {
+step pm_vm_outside(pm_machine *m, thread *t, pm_opid op, const located *s, const char *what) {
   const access *mem = s->mem;
   const start_check *c = mem->checks;
   if (!s->base && mem->cluster_slot) {
@@ -121,7 +121,7 @@ static void copy_row(uint8_t bytes, char *dst, int64_t to, const char *src, int6
 
 /* The view's rows in order, as far as they are elements from <= k < to; `flat` is the contiguous
  * array of all. */
-static void walk(const spot *s, int64_t from, int64_t to, char *flat, bool gather) {
+static void walk(const located *s, int64_t from, int64_t to, char *flat, bool gather) {
   const access *mem = s->mem;
   uint32_t last = mem->n_loops - 1u;
   int64_t n = mem->loop_size[last], stride = mem->loop_stride[last], count[MAX_LOOPS] = {0};
@@ -142,7 +142,7 @@ static void walk(const spot *s, int64_t from, int64_t to, char *flat, bool gathe
   }
 }
 
-void pm_vm_gather(const spot *s, void *dst) {
+void pm_vm_gather(const located *s, void *dst) {
   if (s->mem->contiguous) {
     memcpy(dst, s->at, (size_t)s->mem->n * s->mem->bytes);
   } else {
@@ -150,7 +150,7 @@ void pm_vm_gather(const spot *s, void *dst) {
   }
 }
 
-void pm_vm_scatter(const spot *s, const void *src) {
+void pm_vm_scatter(const located *s, const void *src) {
   if (s->mem->contiguous) {
     memcpy(s->at, src, (size_t)s->mem->n * s->mem->bytes);
   } else {
@@ -158,17 +158,17 @@ void pm_vm_scatter(const spot *s, const void *src) {
   }
 }
 
-void pm_vm_gather_part(const spot *s, int64_t from, int64_t to, void *dst) {
+void pm_vm_gather_part(const located *s, int64_t from, int64_t to, void *dst) {
   walk(s, from, to, dst, true);
 }
 
-void pm_vm_scatter_part(const spot *s, int64_t from, int64_t to, const void *src) {
+void pm_vm_scatter_part(const located *s, int64_t from, int64_t to, const void *src) {
   walk(s, from, to, (char *)src, false);
 }
 
 /* ---- runs --------------------------------------------------------------------------------- */
 
-void pm_vm_begin_runs(const spot *s, runs *r) {
+void pm_vm_begin_runs(const located *s, runs *r) {
   const access *mem = s->mem;
   const int64_t bytes = mem->bytes;
   r->n = 0;
@@ -198,7 +198,7 @@ bool pm_vm_next_run(runs *r) {
   return false;
 }
 
-bool pm_vm_overlap(const spot *a, const spot *b) {
+bool pm_vm_overlap(const located *a, const located *b) {
   runs x, y;
   pm_vm_begin_runs(a, &x);
   pm_vm_begin_runs(b, &y);
@@ -241,7 +241,7 @@ static bool step_back(const view_step *v, const int32_t *starts, bool strict, in
   return true;
 }
 
-char *pm_vm_element(const spot *s, bool strict, const int64_t *view_index) {
+char *pm_vm_element(const located *s, bool strict, const int64_t *view_index) {
   const access *mem = s->mem;
   int64_t index[PM_MAX_RANK], offset = 0;
   memcpy(index, view_index, sizeof index);
@@ -253,7 +253,7 @@ char *pm_vm_element(const spot *s, bool strict, const int64_t *view_index) {
   return s->base + offset * mem->bytes;
 }
 
-static void walk_inside(const spot *s, bool strict, char *flat, bool gather) {
+static void walk_inside(const located *s, bool strict, char *flat, bool gather) {
   const access *mem = s->mem;
   int64_t index[PM_MAX_RANK] = {0};
   for (int64_t k = 0; k < mem->n; k++, flat += mem->bytes) {
@@ -266,7 +266,7 @@ static void walk_inside(const spot *s, bool strict, char *flat, bool gather) {
   }
 }
 
-void pm_vm_clear_inside(const spot *s, bool strict, void *dst) {
+void pm_vm_clear_inside(const located *s, bool strict, void *dst) {
   const access *mem = s->mem;
   int64_t index[PM_MAX_RANK] = {0};
   char *flat = dst;
@@ -279,11 +279,11 @@ void pm_vm_clear_inside(const spot *s, bool strict, void *dst) {
   }
 }
 
-void pm_vm_gather_inside(const spot *s, bool strict, void *dst) {
+void pm_vm_gather_inside(const located *s, bool strict, void *dst) {
   walk_inside(s, strict, dst, true);
 }
 
-void pm_vm_scatter_inside(const spot *s, const void *src) {
+void pm_vm_scatter_inside(const located *s, const void *src) {
   walk_inside(s, false, (char *)src, false);
 }
 
@@ -296,7 +296,7 @@ static void log_access(pm_machine *m, thread *t, const instr *i, const char *wha
 }
 
 static step exec_load(pm_machine *m, thread *t, const instr *i) {
-  spot s;
+  located s;
   log_access(m, t, i, "loads");
   pm_vm_locate(m, t, i->mem, &s);
   if (m->races && pm_race_plain(m, t, i, &s, READ, THREAD) == STEP_FAIL) return STEP_FAIL;
@@ -312,7 +312,7 @@ static step exec_load(pm_machine *m, thread *t, const instr *i) {
 }
 
 static step exec_store(pm_machine *m, thread *t, const instr *i) {
-  spot s;
+  located s;
   log_access(m, t, i, "stores");
   pm_vm_locate(m, t, i->mem, &s);
   if (!s.inside) return pm_vm_outside(m, t, i->op, &s, "store");

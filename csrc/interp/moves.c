@@ -6,7 +6,7 @@
 #include "vm.h"
 
 step pm_vm_strided(pm_machine *m, thread *t, const instr *i) {
-  spot s;
+  located s;
   pm_vm_locate(m, t, i->mem, &s);
   pm_vm_gather(&s, slot_of(t, i->dst));
   return STEP_NEXT;

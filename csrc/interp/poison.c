@@ -111,7 +111,7 @@ static step sink(pm_machine *m, thread *t, const instr *i, uint32_t slot, size_t
 /* ---- memory ------------------------------------------------------------------------------- */
 
 /* The bytes beside a view; false: all of it is defined. */
-static bool beside(const pm_machine *m, const thread *t, const spot *s, spot *p) {
+static bool beside(const pm_machine *m, const thread *t, const located *s, located *p) {
   const access *mem = s->mem;
   *p = *s;
   if (mem->kind == PM_ARRAY || mem->space == PM_ACC) {
@@ -132,16 +132,16 @@ static bool beside(const pm_machine *m, const thread *t, const spot *s, spot *p)
 }
 
 /* What is read of an output that nobody wrote comes from that output. */
-static void name_fresh(pm_machine *m, const spot *s, flag *p, size_t n) {
+static void name_fresh(pm_machine *m, const located *s, flag *p, size_t n) {
   if (s->mem->space != PM_GMEM || !memchr(p, FRESH, n)) return;
   const flag x = number_of(m, s->mem->name, 0);
   for (size_t k = 0; k < n; k++) p[k] = p[k] == FRESH ? x : p[k];
 }
 
 /* To p, the bytes of elements from <= k < to, at their places among all. */
-static void read_flags(pm_machine *m, const thread *t, const spot *s, int64_t from, int64_t to,
+static void read_flags(pm_machine *m, const thread *t, const located *s, int64_t from, int64_t to,
                        flag *p) {
-  spot b;
+  located b;
   const size_t bytes = (size_t)s->mem->n * s->mem->bytes;
   const bool tracked = beside(m, t, s, &b);
   if (!s->inside) {
@@ -156,7 +156,7 @@ static void read_flags(pm_machine *m, const thread *t, const spot *s, int64_t fr
   if (tracked) name_fresh(m, s, p + from * s->mem->bytes, (size_t)(to - from) * s->mem->bytes);
 }
 
-static void note_store(pm_machine *m, const spot *s, pm_opid op, const flag *p, size_t n) {
+static void note_store(pm_machine *m, const located *s, pm_opid op, const flag *p, size_t n) {
   const access *mem = s->mem;
   uint32_t root = 0;
   if (mem->space != PM_GMEM || !any(p, n)) return;
@@ -179,9 +179,9 @@ static void note_store(pm_machine *m, const spot *s, pm_opid op, const flag *p, 
   *last = x;
 }
 
-static void write_flags(pm_machine *m, const thread *t, const spot *s, int64_t from, int64_t to,
+static void write_flags(pm_machine *m, const thread *t, const located *s, int64_t from, int64_t to,
                         pm_opid op, const flag *p) {
-  spot b;
+  located b;
   if (!beside(m, t, s, &b)) return;
   if (s->inside) {
     pm_vm_scatter_part(&b, from, to, p);
@@ -447,7 +447,7 @@ static step rule_mma(pm_machine *m, thread *t, const instr *i) {
 /* ---- rules: memory ------------------------------------------------------------------------ */
 
 static step rule_load(pm_machine *m, thread *t, const instr *i) {
-  spot s;
+  located s;
   if (check_addresses(m, t, i) == STEP_FAIL) return STEP_FAIL;
   pm_vm_locate(m, t, i->mem, &s);
   if (s.base) read_flags(m, t, &s, 0, i->mem->n, flags(t, i->dst));
@@ -455,7 +455,7 @@ static step rule_load(pm_machine *m, thread *t, const instr *i) {
 }
 
 static step rule_store(pm_machine *m, thread *t, const instr *i) {
-  spot s;
+  located s;
   if (check_addresses(m, t, i) == STEP_FAIL) return STEP_FAIL;
   pm_vm_locate(m, t, i->mem, &s);
   if (s.inside) write_flags(m, t, &s, 0, i->mem->n, i->op, flags(t, i->a));
@@ -472,10 +472,10 @@ step pm_poison_index(pm_machine *m, thread *t, const instr *i, uint32_t slot, in
   return x ? fail(m, t, i, x, "an index of this access") : STEP_NEXT;
 }
 
-void pm_poison_element(pm_machine *m, thread *t, const instr *i, const spot *s, const char *at,
+void pm_poison_element(pm_machine *m, thread *t, const instr *i, const located *s, const char *at,
                        uint32_t value, uint32_t old) {
   const size_t bytes = s->mem->bytes;
-  spot p;
+  located p;
   flag *mem = beside(m, t, s, &p) ? (flag *)p.base + (at - s->base) : NULL, x = mem ? *mem : 0;
   name_fresh(m, s, &x, 1);
   if (old) memset(flags(t, old), x, bytes);
@@ -502,8 +502,8 @@ static step rule_addresses(pm_machine *m, thread *t, const instr *i) {
   return check_addresses(m, t, i);
 }
 
-void pm_poison_acc_load(pm_machine *m, thread *t, const instr *i, const spot *s) {
-  spot p;
+void pm_poison_acc_load(pm_machine *m, thread *t, const instr *i, const located *s) {
+  located p;
   beside(m, t, s, &p);
   pm_vm_gather(&p, flags(t, i->dst));
 }
@@ -514,7 +514,7 @@ static step rule_nothing(pm_machine *m, thread *t, const instr *i) {
 }
 
 static step rule_acc_store(pm_machine *m, thread *t, const instr *i) {
-  spot s, p;
+  located s, p;
   pm_vm_locate(m, t, i->mem, &s);
   beside(m, t, &s, &p);
   pm_vm_scatter(&p, flags(t, i->a));
@@ -532,8 +532,8 @@ static step rule_inline(pm_machine *m, thread *t, const instr *i) {
   return STEP_NEXT;
 }
 
-void pm_poison_defined(pm_machine *m, const thread *t, const spot *s) {
-  spot p;
+void pm_poison_defined(pm_machine *m, const thread *t, const located *s) {
+  located p;
   flag *zeros = beside(m, t, s, &p) ? scratch(m, (size_t)s->mem->n * s->mem->bytes) : NULL;
   if (!zeros) return;
   memset(zeros, 0, (size_t)s->mem->n * s->mem->bytes);
@@ -618,7 +618,7 @@ step pm_poison_copy_in(pm_machine *m, const task *k) {
   if (k->gmem.inside) {
     read_flags(m, k->owner, &k->gmem, k->from, k->to, p);
   } else {
-    spot b;
+    located b;
     memset(p, outside, (size_t)to->n * to->bytes);
     if (beside(m, k->owner, &k->gmem, &b)) pm_vm_gather_inside(&b, false, p);
     else pm_vm_clear_inside(&k->gmem, false, p);
@@ -633,7 +633,7 @@ void pm_poison_read(pm_machine *m, const task *k, char *p) {
 }
 
 /* What a copy or a store brings goes to memory, beside what is there if they are combined. */
-step pm_poison_write(pm_machine *m, const task *k, const spot *s, char *p, bool combine) {
+step pm_poison_write(pm_machine *m, const task *k, const located *s, char *p, bool combine) {
   const size_t n = (size_t)s->mem->n * s->mem->bytes;
   flag *brought = (flag *)p;
   if (combine) {
@@ -656,7 +656,7 @@ step pm_poison_product(pm_machine *m, const task *k, const char *array) {
   const size_t a = (size_t)(rows * depth) * pm_dtypes[k->i->out].bytes;
   const size_t b = (size_t)(depth * cols) * right->bytes, c = (size_t)(rows * cols) * acc->bytes;
   flag *p = scratch(m, a + b + c);
-  spot s;
+  located s;
   if (!p) return STEP_FAIL;
   if (k->lhs.mem) read_flags(m, k->owner, &k->lhs, 0, rows * depth, p);
   else memcpy(p, array, a);

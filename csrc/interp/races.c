@@ -367,7 +367,7 @@ step pm_race_stored(pm_machine *m) {
 /* ---- elements ----------------------------------------------------------------------------- */
 
 bool pm_race_begin_elements(tracker *x, pm_machine *m, const thread *t, const instr *i,
-                            const spot *s, int touch) {
+                            const located *s, int touch) {
   return begin_plain(x, m, t, i, s->mem, s->base, touch, THREAD);
 }
 
@@ -391,7 +391,7 @@ step pm_race_end_elements(tracker *x) {
 
 /* ---- views -------------------------------------------------------------------------------- */
 
-static void add_whole(tracker *x, const spot *s) {
+static void add_whole(tracker *x, const located *s) {
   runs r;
   pm_vm_begin_runs(s, &r);
   do add(x, r.at, r.bytes);
@@ -399,7 +399,7 @@ static void add_whole(tracker *x, const spot *s) {
 }
 
 /* Elements from <= k < to in row-major order. */
-static void add_part(tracker *x, const spot *s, int64_t from, int64_t to) {
+static void add_part(tracker *x, const located *s, int64_t from, int64_t to) {
   const access *mem = s->mem;
   for (int64_t k = from, n; k < to; k += n) {
     const uint32_t last = mem->n_loops - 1u;
@@ -416,7 +416,7 @@ static void add_part(tracker *x, const spot *s, int64_t from, int64_t to) {
 }
 
 /* What is inside, of a view that overhangs. */
-static void add_inside(tracker *x, const spot *s, bool strict) {
+static void add_inside(tracker *x, const located *s, bool strict) {
   const access *mem = s->mem;
   int64_t index[PM_MAX_RANK] = {0};
   for (int64_t k = 0; k < mem->n; k++) {
@@ -429,7 +429,7 @@ static void add_inside(tracker *x, const spot *s, bool strict) {
   }
 }
 
-static step add_view(tracker *x, const spot *s, int64_t from, int64_t to, bool strict) {
+static step add_view(tracker *x, const located *s, int64_t from, int64_t to, bool strict) {
   const access *mem = s->mem;
   if (!s->inside) {
     add_inside(x, s, strict);
@@ -444,7 +444,7 @@ static step add_view(tracker *x, const spot *s, int64_t from, int64_t to, bool s
   return end(x);
 }
 
-step pm_race_plain(pm_machine *m, const thread *t, const instr *i, const spot *s, int touch,
+step pm_race_plain(pm_machine *m, const thread *t, const instr *i, const located *s, int touch,
                    int maker) {
   tracker x;
   if (!s->base || !begin_plain(&x, m, t, i, s->mem, s->base, touch, maker)) return STEP_NEXT;
@@ -453,7 +453,7 @@ step pm_race_plain(pm_machine *m, const thread *t, const instr *i, const spot *s
 
 /* ---- engines ------------------------------------------------------------------------------ */
 
-step pm_race_engine(pm_machine *m, const task *k, const spot *s, int touch) {
+step pm_race_engine(pm_machine *m, const task *k, const located *s, int touch) {
   const bool smem = s->mem->space == PM_SMEM;
   uint32_t id, time;
   maker maker = TMA;
@@ -481,8 +481,9 @@ step pm_race_engine(pm_machine *m, const task *k, const spot *s, int touch) {
   return add_view(&x, s, from, to, false);
 }
 
-/* The word that HAND_TILE writes to a block; t: who writes it there. */
-step pm_race_hand(pm_machine *m, const thread *t, const instr *i, const spot *s, const barrier *b) {
+/* The word that BROADCAST_TILE writes to a block; t: who writes it there. */
+step pm_race_hand(pm_machine *m, const thread *t, const instr *i, const located *s,
+                  const barrier *b) {
   const maker maker = m->n_blocks > 1 ? ST_ASYNC : THREAD;
   tracker x;
   if (!begin_plain(&x, m, t, i, s->mem, s->base, WRITE, maker)) return STEP_NEXT;

@@ -143,7 +143,7 @@ typedef struct tracker {
 } tracker;
 
 bool pm_race_begin_elements(tracker *x, pm_machine *m, const thread *t, const instr *i,
-                            const spot *s, int touch);
+                            const located *s, int touch);
 /* The store that was told of last has been made. */
 step pm_race_stored(pm_machine *m);
 void pm_race_element(tracker *x, const char *at, size_t bytes);

@@ -7,7 +7,7 @@
 
 /* NULL: failed */
 static uint32_t *semaphore_at(pm_machine *m, thread *t, const instr *i) {
-  spot s;
+  located s;
   pm_vm_locate(m, t, i->mem, &s);
   if (!s.inside) {
     pm_vm_outside(m, t, i->op, &s, "semaphore");

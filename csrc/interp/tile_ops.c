@@ -400,7 +400,7 @@ static step exec_first_tile(pm_machine *m, thread *t, const instr *i) {
 }
 
 /* Others than the taker get a number that must not matter. */
-static step exec_take_tile(pm_machine *m, thread *t, const instr *i) {
+static step exec_fetch_tile(pm_machine *m, thread *t, const instr *i) {
   const bool taker = t->index + 1 == m->n_threads && t->block == t->block->cluster->blocks;
   int64_t number = !taker ? INT32_MIN : i->a ? *(const int32_t *)slot_of(t, i->a) : m->grid_size;
   if (taker && m->shares_grid) number = m->points + m->counters[i->to]++;
@@ -434,8 +434,8 @@ static const handler pm_vm_SYNC = {pm_vm_encode_plain, exec_nothing, {0}};
 static const handler pm_vm_PDL_WAIT = {pm_vm_encode_plain, exec_nothing, {0}};
 static const handler pm_vm_PDL_LAUNCH = {pm_vm_encode_plain, exec_nothing, {0}};
 static const handler pm_vm_FIRST_TILE = {pm_vm_encode_plain, exec_first_tile, {0}};
-static const handler pm_vm_TAKE_TILE = {pm_vm_encode_plain, exec_take_tile, {0}};
-static const handler pm_vm_SHARE_TILE = {pm_vm_encode_alias, NULL, {0}};
+static const handler pm_vm_FETCH_TILE = {pm_vm_encode_plain, exec_fetch_tile, {0}};
+static const handler pm_vm_SHUFFLE_TILE = {pm_vm_encode_alias, NULL, {0}};
 static const handler pm_vm_NEXT_TILE = {pm_vm_encode_plain, exec_next_tile, {0}};
 
 #undef UNARY
@@ -443,8 +443,8 @@ static const handler pm_vm_NEXT_TILE = {pm_vm_encode_plain, exec_next_tile, {0}}
 
 /* An op without a handler does not compile. */
 const handler *const pm_vm_handlers[PM_OP_COUNT] = {
-#define PM_OP(id, text, in, names, out, regions, attrs, type, layout, effects, part, known_to, \
-              done, warp, needs, doc)                                                          \
+#define PM_OP(id, text, in, names, out, regions, attrs, type, layout, effects, participants, \
+              known_to, completion, warp, needs, doc)                                        \
   [PM_OP_##id] = &pm_vm_##id,
 #include "../ir/ops.def"
 #undef PM_OP

@@ -115,7 +115,7 @@ static int64_t memory_cost(const pm_graph *g, pm_opid op) {
       cycles += a.reads ? GMEM_LATENCY : ISSUE;
     } else if (a.where & PM_IN_BARRIER) {
       cycles += a.reads ? MEET : ISSUE;
-    } else if (pm_ops[pm_get(g, op)->code].done != PM_DONE_NOW) {
+    } else if (pm_ops[pm_get(g, op)->code].completion != PM_COMPLETES_NOW) {
       continue;
     } else if (a.where & PM_IN_SMEM) {
       cycles += pm_cdiv(bytes, SMEM_PER_CYCLE) + (a.reads ? SMEM_LATENCY : 0);
@@ -142,7 +142,7 @@ uint32_t pm_time_cost(const pm_graph *g, pm_opid op) {
     return (uint32_t)pm_min(pm_cdiv(n, MMA_BYTES_PER_CYCLE), UINT32_MAX);
   }
   if (info->effects & E_MEET) cycles += MEET;
-  if (info->done != PM_DONE_NOW) cycles += ISSUE;
+  if (info->completion != PM_COMPLETES_NOW) cycles += ISSUE;
   if (!cycles) cycles = n > 1 ? 0 : SCALAR;
   if (n > 1) cycles += pm_cdiv(n, is_special(o->code) ? SPECIAL_PER_CYCLE : LANES_PER_CYCLE);
   return (uint32_t)pm_min(cycles, UINT32_MAX);
@@ -384,11 +384,11 @@ void pm_time_leave(pm_machine *m, const thread *t, uint32_t number) {
   e->index = number;
 }
 
-void pm_time_pass_turn(pm_machine *m, const thread *t, pm_opid op) {
+void pm_time_leave_section(pm_machine *m, const thread *t, pm_opid op) {
   block_of(m, t->block)->turn = now_of(m, t, op);
 }
 
-void pm_time_take_turn(pm_machine *m, const thread *t, pm_opid op) {
+void pm_time_enter_section(pm_machine *m, const thread *t, pm_opid op) {
   await(m, t, op, block_of(m, t->block)->turn);
 }
 

@@ -134,14 +134,14 @@ typedef struct access {
 } access;
 
 /* An access with its starts read. */
-typedef struct spot {
+typedef struct located {
   const access *mem;
   char *base,
       *at;        /* at is valid if inside; of barriers, only offset is; base NULL: no such block */
   int64_t offset; /* elements */
   bool inside;
   int32_t starts[MAX_STARTS];
-} spot;
+} located;
 
 typedef struct scope {
   bool collective;
@@ -284,7 +284,7 @@ typedef struct shared_copy {
   uint32_t thread, ordinal; /* the how manyth of this instruction by this thread */
   uint32_t group, seen;     /* sets of blocks */
   bool off;                 /* its predicate is false */
-  spot gmem, smem;
+  located gmem, smem;
   uint32_t barrier; /* in the block */
 } shared_copy;
 
@@ -306,7 +306,7 @@ struct thread {
   uint32_t index;         /* in the block */
   thread *of;             /* of a warp: its thread, else NULL */
   uint32_t warp, n_warps; /* of a thread: warps that still run */
-  uint32_t seer;          /* place in barrier.seen */
+  uint32_t observer;      /* place in barrier.seen */
   uint32_t ready;         /* place in machine.ready */
   thread_state state;
   block *block;
@@ -329,14 +329,14 @@ struct task {
   uint32_t index; /* place in machine.tasks[kind] */
   thread *owner;
   const instr *i;
-  task *next, *prev; /* in the thread's list, or among the free ones */
-  spot gmem, smem;   /* of a copy */
-  int64_t from, to;  /* the elements that are moved, of a collective copy */
+  task *next, *prev;  /* in the thread's list, or among the free ones */
+  located gmem, smem; /* of a copy */
+  int64_t from, to;   /* the elements that are moved, of a collective copy */
   barrier *barrier;
   int64_t group;
-  bool read;          /* a store whose SMEM was read */
-  spot acc, lhs, rhs; /* of a wgmma; lhs.mem NULL: in `buffer` */
-  vclock issued;      /* looking for races: what was ordered before it; who issued it, its number */
+  bool read;             /* a store whose SMEM was read */
+  located acc, lhs, rhs; /* of a wgmma; lhs.mem NULL: in `buffer` */
+  vclock issued; /* looking for races: what was ordered before it; who issued it, its number */
   const thread *issuer;
   uint32_t number;
   int64_t done; /* in the timeline: when it is complete */
@@ -411,7 +411,7 @@ struct pm_machine {
   int64_t grid_size;
   uint32_t ticks;
   int64_t next_report;               /* nanoseconds */
-  int32_t counters[PM_MAX_COUNTERS]; /* of NEXT_TILE and TAKE_TILE */
+  int32_t counters[PM_MAX_COUNTERS]; /* of NEXT_TILE and FETCH_TILE */
   races *races;                      /* NULL: nobody looks for them */
   struct poison *poison;             /* NULL: what was never written is not tracked */
   timeline *timeline;                /* NULL: nobody keeps track of time */
@@ -474,13 +474,13 @@ skip pm_vm_skips(const pm_graph *g, pm_opid op);
 step pm_vm_observe(pm_machine *m, thread *t, const instr *i);
 
 /* memory.c */
-void pm_vm_locate(pm_machine *m, thread *t, const access *mem, spot *s);
-step pm_vm_outside(pm_machine *m, thread *t, pm_opid op, const spot *s, const char *what);
-void pm_vm_gather(const spot *s, void *dst);        /* inside */
-void pm_vm_scatter(const spot *s, const void *src); /* inside */
+void pm_vm_locate(pm_machine *m, thread *t, const access *mem, located *s);
+step pm_vm_outside(pm_machine *m, thread *t, pm_opid op, const located *s, const char *what);
+void pm_vm_gather(const located *s, void *dst);        /* inside */
+void pm_vm_scatter(const located *s, const void *src); /* inside */
 /* Elements from <= k < to of the view, at their places in an array of all of them. */
-void pm_vm_gather_part(const spot *s, int64_t from, int64_t to, void *dst);
-void pm_vm_scatter_part(const spot *s, int64_t from, int64_t to, const void *src);
+void pm_vm_gather_part(const located *s, int64_t from, int64_t to, void *dst);
+void pm_vm_scatter_part(const located *s, int64_t from, int64_t to, const void *src);
 /* The runs of bytes of a view that is inside, by rising addresses: its loops by their strides, the
  * smallest last, with those that continue each other joined. */
 typedef struct runs {
@@ -489,17 +489,17 @@ typedef struct runs {
   const char *at;
   size_t bytes; /* of a run */
 } runs;
-void pm_vm_begin_runs(const spot *s, runs *r);
+void pm_vm_begin_runs(const located *s, runs *r);
 bool pm_vm_next_run(runs *r); /* false: there is none */
 /* Have two views that are inside a byte in common? */
-bool pm_vm_overlap(const spot *a, const spot *b);
+bool pm_vm_overlap(const located *a, const located *b);
 /* Element by element, for views that overhang; `strict`: the view's own bounds count as well as
  * those of its base. What is outside is left alone in dst, or not stored. */
-void pm_vm_gather_inside(const spot *s, bool strict, void *dst);
-void pm_vm_clear_inside(const spot *s, bool strict, void *dst); /* zeros for what is inside */
-void pm_vm_scatter_inside(const spot *s, const void *src);
+void pm_vm_gather_inside(const located *s, bool strict, void *dst);
+void pm_vm_clear_inside(const located *s, bool strict, void *dst); /* zeros for what is inside */
+void pm_vm_scatter_inside(const located *s, const void *src);
 /* Address of an element of the view, NULL: outside. */
-char *pm_vm_element(const spot *s, bool strict, const int64_t *view_index);
+char *pm_vm_element(const located *s, bool strict, const int64_t *view_index);
 /* the loops of a strided array: merged sizes and strides, in order */
 void pm_vm_set_loops(access *mem, uint32_t rank, const int64_t *size, const int64_t *stride);
 
@@ -508,7 +508,7 @@ step pm_vm_run_task(pm_machine *m, task *k); /* one step of it */
 /* For a thread that waits for `b`: which blocks owe it parts of a collective copy. */
 size_t pm_vm_missing_parts(const pm_machine *m, const barrier *b, char *buf, size_t n);
 /* The wgmma that was not waited for and may write to these elements of an accumulator, or NULL. */
-const task *pm_vm_writer_of(const thread *t, const spot *acc);
+const task *pm_vm_writer_of(const thread *t, const located *acc);
 /* The same of any part of the accumulator in this slot. */
 const task *pm_vm_writer_in(const thread *t, uint32_t slot);
 void pm_vm_drop_tasks(pm_machine *m); /* after a failure */
@@ -526,8 +526,8 @@ void pm_race_meet(pm_machine *m, const block *b);                   /* all threa
 void pm_race_come(pm_machine *m, const thread *t, uint32_t number); /* to a named barrier */
 void pm_race_leave(pm_machine *m, const thread *t, uint32_t number);
 void pm_race_end_round(pm_machine *m, const block *b, uint32_t number);
-void pm_race_pass_turn(pm_machine *m, const thread *t);
-void pm_race_take_turn(pm_machine *m, const thread *t);
+void pm_race_leave_section(pm_machine *m, const thread *t);
+void pm_race_enter_section(pm_machine *m, const thread *t);
 void pm_race_arrive(pm_machine *m, const thread *t, const barrier *b, bool in_cluster);
 void pm_race_phase(pm_machine *m, const barrier *b, bool copied); /* is complete */
 uint32_t pm_race_open_phase(const pm_machine *m, const barrier *b);
@@ -544,10 +544,11 @@ void pm_race_check_stores(pm_machine *m, const thread *t); /* at its end: are th
 /* races.c: STEP_FAIL where a race ends the run */
 /* What is right here, and refused by JAX. Once for each op. */
 void pm_race_note(pm_machine *m, pm_opid op, const char *fmt, ...) PM_PRINTF(3, 4);
-step pm_race_plain(pm_machine *m, const thread *t, const instr *i, const spot *s, int touch,
+step pm_race_plain(pm_machine *m, const thread *t, const instr *i, const located *s, int touch,
                    int maker);
-step pm_race_engine(pm_machine *m, const task *k, const spot *s, int touch);
-step pm_race_hand(pm_machine *m, const thread *t, const instr *i, const spot *s, const barrier *b);
+step pm_race_engine(pm_machine *m, const task *k, const located *s, int touch);
+step pm_race_hand(pm_machine *m, const thread *t, const instr *i, const located *s,
+                  const barrier *b);
 
 /* timeline.c, only where m->timeline is set, beside the calls of the race detector: */
 uint32_t pm_time_cost(const pm_graph *g, pm_opid op); /* cycles, when it is compiled */
@@ -567,8 +568,8 @@ void pm_time_product_done(pm_machine *m, const thread *t, pm_opid op, const task
 void pm_time_meet(pm_machine *m, const block *b);
 void pm_time_come(pm_machine *m, const thread *t, pm_opid op, uint32_t number);
 void pm_time_leave(pm_machine *m, const thread *t, uint32_t number);
-void pm_time_pass_turn(pm_machine *m, const thread *t, pm_opid op);
-void pm_time_take_turn(pm_machine *m, const thread *t, pm_opid op);
+void pm_time_leave_section(pm_machine *m, const thread *t, pm_opid op);
+void pm_time_enter_section(pm_machine *m, const thread *t, pm_opid op);
 void pm_time_signal(pm_machine *m, const thread *t, pm_opid op, const uint32_t *at);
 void pm_time_await(pm_machine *m, const thread *t, const instr *i, const uint32_t *at);
 void pm_time_scope(pm_machine *m, const thread *t, pm_opid op, bool ends);
@@ -595,19 +596,19 @@ step pm_poison_check(pm_machine *m); /* at the end of a launch */
 void pm_poison_end(pm_machine *m);
 poison_fn pm_poison_rule(pm_opcode code, const instr *i);
 void pm_poison_scope(pm_machine *m, const block *b, const struct smem_alloc *x, size_t at);
-void pm_poison_defined(pm_machine *m, const thread *t, const spot *s);
-void pm_poison_acc_load(pm_machine *m, thread *t, const instr *i, const spot *s);
+void pm_poison_defined(pm_machine *m, const thread *t, const located *s);
+void pm_poison_acc_load(pm_machine *m, thread *t, const instr *i, const located *s);
 /* Of engines: `p` is the part of a task's buffer for the bytes beside its data. */
 step pm_poison_copy_in(pm_machine *m, const task *k);
 void pm_poison_read(pm_machine *m, const task *k, char *p);
-step pm_poison_write(pm_machine *m, const task *k, const spot *s, char *p, bool combine);
+step pm_poison_write(pm_machine *m, const task *k, const located *s, char *p, bool combine);
 void pm_poison_take(const thread *t, uint32_t slot, char *p, size_t bytes);
 step pm_poison_product(pm_machine *m, const task *k, const char *array);
 /* Of masked accesses: an element of an operand is a byte of the frame. value, old 0: none */
 step pm_poison_masked(pm_machine *m, thread *t, const instr *i); /* masked.c */
 step pm_poison_mask(pm_machine *m, thread *t, const instr *i, uint32_t slot, uint32_t element);
 step pm_poison_index(pm_machine *m, thread *t, const instr *i, uint32_t slot, int64_t element);
-void pm_poison_element(pm_machine *m, thread *t, const instr *i, const spot *s, const char *at,
+void pm_poison_element(pm_machine *m, thread *t, const instr *i, const located *s, const char *at,
                        uint32_t value, uint32_t old);
 
 /* masked.c: *at becomes what a PM_ATOMIC makes of it and of value; compare: of CAS, else NULL */
@@ -628,8 +629,8 @@ void pm_vm_narrow(pm_dtype d, const float *src, void *dst, size_t n);
 
 /* matmul.c */
 size_t pm_vm_pack_bytes(int64_t m, int64_t n, int64_t k);
-void pm_vm_matmul(char *pack, const spot *acc, const spot *lhs, const void *lhs_array,
-                  const spot *rhs, pm_dtype a, pm_dtype b);
+void pm_vm_matmul(char *pack, const located *acc, const located *lhs, const void *lhs_array,
+                  const located *rhs, pm_dtype a, pm_dtype b);
 
 /* ---- compiling ------------------------------------------------------------------------------ */
 
@@ -673,10 +674,10 @@ void pm_vm_encode_switch(compiler *c, pm_opid op, const handler *h);
 
 /* Handlers of the ops that are not tile ops, each beside its functions. */
 extern const handler pm_vm_SCOPE, pm_vm_WARP_MAP, pm_vm_FOR, pm_vm_WHILE, pm_vm_IF, pm_vm_SWITCH,
-    pm_vm_YIELD, pm_vm_ARRIVE, pm_vm_WAIT, pm_vm_HAND_TILE, pm_vm_TAKE_TURN, pm_vm_PASS_TURN,
-    pm_vm_NAMED_SYNC, pm_vm_NAMED_ARRIVE;                  /* machine.c */
-extern const handler pm_vm_DEBUG_PRINT, pm_vm_DEBUG_CHECK; /* print.c */
-extern const handler pm_vm_NAMED_SCOPE;                    /* profile.c */
+    pm_vm_YIELD, pm_vm_ARRIVE, pm_vm_WAIT, pm_vm_BROADCAST_TILE, pm_vm_ENTER_SECTION,
+    pm_vm_LEAVE_SECTION, pm_vm_NAMED_SYNC, pm_vm_NAMED_ARRIVE; /* machine.c */
+extern const handler pm_vm_DEBUG_PRINT, pm_vm_DEBUG_CHECK;     /* print.c */
+extern const handler pm_vm_NAMED_SCOPE;                        /* profile.c */
 void pm_vm_encode_named_scope(compiler *c, pm_opid op, const handler *h);
 extern const handler pm_vm_BARRIER_TEST;
 extern const handler pm_vm_ALLOC_SEMAPHORE, pm_vm_GLOBAL_SEMAPHORE, pm_vm_SIGNAL, pm_vm_AWAIT,

@@ -44,7 +44,7 @@ bool pm_is_pure(int code) { return !pm_ops[code].effects && !touches(code); }
 
 bool pm_meets(int code) {
   const pm_op_info *info = &pm_ops[code];
-  return info->part == PM_PART_WARPGROUP && (info->effects & (E_MEET | E_RELEASE)) == E_MEET;
+  return info->participants == PM_BY_WARPGROUP && (info->effects & (E_MEET | E_RELEASE)) == E_MEET;
 }
 
 bool pm_awaits_products(const pm_graph *g, pm_opid op, int64_t *n) {
@@ -132,7 +132,7 @@ static void fill(const pm_graph *g, pm_access *a) {
   a->writes = role != '<';
   a->proxy = proxy_of(g, a);
   a->certainty = certainty_of(g, a);
-  a->done = memory ? pm_ops[pm_get(g, a->op)->code].done : PM_DONE_NOW;
+  a->completion = memory ? pm_ops[pm_get(g, a->op)->code].completion : PM_COMPLETES_NOW;
   a->scope = scope_of(g, a);
 }
 
@@ -168,7 +168,7 @@ bool pm_next_access(const pm_graph *g, pm_access *a) {
 bool pm_moves_array(const pm_graph *g, pm_opid op, pm_access *a, pm_val *array) {
   *a = pm_accesses(op);
   if (!pm_next_access(g, a) || !(a->where & PM_IN_MEMORY)) return false;
-  if (a->done != PM_DONE_NOW || a->reads == a->writes) return false;
+  if (a->completion != PM_COMPLETES_NOW || a->reads == a->writes) return false;
   *array = a->writes ? pm_in(g, op, 1) : pm_get(g, op)->out;
   return true;
 }
@@ -211,7 +211,7 @@ typedef struct making {
 
 static bool is_same(const pm_access *a, const pm_access *b) {
   return a->where == b->where && a->reads == b->reads && a->writes == b->writes &&
-         a->proxy == b->proxy && a->scope == b->scope && a->done == b->done &&
+         a->proxy == b->proxy && a->scope == b->scope && a->completion == b->completion &&
          (a->certainty == PM_UNTOLD) == (b->certainty == PM_UNTOLD);
 }
 

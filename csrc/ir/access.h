@@ -53,7 +53,7 @@ typedef struct pm_access {
   uint8_t where; /* one of PM_IN_ ...; 0: there is no further access */
   bool reads, writes;
   uint8_t proxy, scope, certainty;
-  uint8_t done; /* pm_done: when it is complete */
+  uint8_t completion; /* pm_completion: when it is complete */
   /* pm_next_access's own */
   const char *spec;
   pm_operand operand;

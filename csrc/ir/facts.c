@@ -183,7 +183,7 @@ typedef struct sharing {
 static void note_sharing(pm_graph *g, pm_opid op, void *ctx) {
   sharing *s = ctx;
   const uint16_t code = pm_get(g, op)->code;
-  s->takes |= code == PM_OP_TAKE_TILE;
+  s->takes |= code == PM_OP_FETCH_TILE;
   s->placed |= code == PM_OP_AXIS && *pm_attr(g, op, PM_ATTR_AXIS) == PM_AXIS_GRID;
 }
 
@@ -219,11 +219,11 @@ static span hull_of_products(span a, span b) {
 }
 
 static span range_of_axis(const pm_graph *g, const pm_op *o, span all) {
-  int64_t family = g->attrs.at[o->attr], dim = g->attrs.at[o->attr + 1];
-  if (family == PM_AXIS_THREAD) return (span){0, (int64_t)g->n_threads - 1};
-  if (family == PM_AXIS_WARP) return (span){0, 3};
-  if (family == PM_AXIS_GRID && dim < g->n_grid) return (span){0, g->grid[dim] - 1};
-  if (family == PM_AXIS_CLUSTER && dim < g->n_cluster) return (span){0, g->cluster[dim] - 1};
+  int64_t kind = g->attrs.at[o->attr], dim = g->attrs.at[o->attr + 1];
+  if (kind == PM_AXIS_THREAD) return (span){0, (int64_t)g->n_threads - 1};
+  if (kind == PM_AXIS_WARP) return (span){0, 3};
+  if (kind == PM_AXIS_GRID && dim < g->n_grid) return (span){0, g->grid[dim] - 1};
+  if (kind == PM_AXIS_CLUSTER && dim < g->n_cluster) return (span){0, g->cluster[dim] - 1};
   return all;
 }
 
@@ -273,8 +273,8 @@ static span range_of_op(facts *f, const pm_op *o, uint32_t index, span all) {
   switch (o->code) {
     case PM_OP_AXIS: return range_of_axis(g, o, all);
     case PM_OP_FIRST_TILE: return (span){0, pm_max(pm_grid_size(g) - 1, 0)};
-    case PM_OP_TAKE_TILE:
-    case PM_OP_SHARE_TILE:
+    case PM_OP_FETCH_TILE:
+    case PM_OP_SHUFFLE_TILE:
     case PM_OP_NEXT_TILE: return (span){0, all.hi};
     case PM_OP_IOTA: return (span){0, pm_typeof(g, o->out)->dim[g->attrs.at[o->attr]] - 1};
     case PM_OP_MULTIPLE_OF: return range(f, x);

@@ -37,21 +37,21 @@ typedef enum pm_attr_id {
   PM_ATTR_COUNT
 } pm_attr_id;
 
-/* PM_AXIS_GRID, PM_REDUCE_ADD, PM_OOB_ZEROS, PM_ENGINE_TMA ...: each family counts from 0 */
-#define V(family, id, text) PM_##family##_##id,
-#define PM_FAMILY(family, values) enum { values PM_##family##_COUNT };
+/* PM_AXIS_GRID, PM_REDUCE_ADD, PM_OOB_ZEROS, PM_ENGINE_TMA ...: each enum counts from 0 */
+#define V(name, id, text) PM_##name##_##id,
+#define PM_ENUM(name, values) enum { values PM_##name##_COUNT };
 #include "enums.def"
-#undef PM_FAMILY
+#undef PM_ENUM
 #undef V
-typedef enum pm_enum_family {
-#define V(family, id, text)
-#define PM_FAMILY(family, values) PM_FAMILY_##family,
+typedef enum pm_enum {
+#define V(name, id, text)
+#define PM_ENUM(name, values) PM_ENUM_##name,
 #include "enums.def"
-#undef PM_FAMILY
+#undef PM_ENUM
 #undef V
-  PM_FAMILY_COUNT
-} pm_enum_family;
-const char *pm_enum_text(pm_enum_family f, int64_t value);
+  PM_ENUM_COUNT
+} pm_enum;
+const char *pm_enum_text(pm_enum f, int64_t value);
 
 /* clang-format off */
 enum { /* effects beyond the accesses of access.h; ops.def says what they mean */
@@ -66,7 +66,12 @@ typedef enum pm_layout_rule {
   PM_LAY_GATHER, PM_LAY_SCATTER, PM_LAY_SCAN, PM_LAY_PACK, PM_LAY_ACC, PM_LAY_MMA, PM_LAY_CONTROL
 } pm_layout_rule;
 /* clang-format on */
-typedef enum pm_part { PM_PART_EACH, PM_PART_WARPGROUP, PM_PART_LANE, PM_PART_TELLS } pm_part;
+typedef enum pm_participants {
+  PM_BY_EACH,
+  PM_BY_WARPGROUP,
+  PM_BY_LANE,
+  PM_BY_TELLS
+} pm_participants;
 typedef enum pm_known {
   PM_KNOWN_EACH,
   PM_KNOWN_ALL,
@@ -74,12 +79,17 @@ typedef enum pm_known {
   PM_KNOWN_NOBODY,
   PM_KNOWN_ENGINE
 } pm_known;
-typedef enum pm_done { PM_DONE_NOW, PM_DONE_BARRIER, PM_DONE_GROUP, PM_DONE_COMMIT } pm_done;
+typedef enum pm_completion {
+  PM_COMPLETES_NOW,
+  PM_COMPLETES_BARRIER,
+  PM_COMPLETES_GROUP,
+  PM_COMPLETES_COMMIT
+} pm_completion;
 
 typedef enum pm_opcode {
   PM_OP_NONE,
-#define PM_OP(id, text, in, names, out, regions, attrs, type, layout, effects, part, known_to, \
-              done, warp, needs, doc)                                                          \
+#define PM_OP(id, text, in, names, out, regions, attrs, type, layout, effects, participants, \
+              known_to, completion, warp, needs, doc)                                        \
   PM_OP_##id,
 #include "ops.def"
 #undef PM_OP
@@ -93,7 +103,7 @@ typedef struct pm_op_info {
   uint8_t out, regions; /* PM_VARIABLE: V */
   uint8_t n_attrs;
   uint8_t attrs[PM_MAX_ATTRS]; /* pm_attr_id */
-  uint8_t layout, part, known_to, done, warp;
+  uint8_t layout, participants, known_to, completion, warp;
   uint16_t effects, needs; /* needs: PM_HAS_ of target.h */
 } pm_op_info;
 extern const pm_op_info pm_ops[PM_OP_COUNT];
@@ -353,7 +363,7 @@ int64_t pm_grain(const pm_graph *g, pm_val v, int dim);
 /* Clusters of the grid; at most INT64_MAX / 4. */
 int64_t pm_grid_size(const pm_graph *g);
 /* A launch may have fewer clusters than the grid: they hand out its points among themselves
- * (TAKE_TILE), and nothing in the body depends on which point a cluster began with. */
+ * (FETCH_TILE), and nothing in the body depends on which point a cluster began with. */
 bool pm_shares_grid(const pm_graph *g);
 /* Provable bounds of an int scalar (axis sizes, constants, loops); false: none known. */
 bool pm_range(const pm_graph *g, pm_val v, int64_t *lo, int64_t *hi);

@@ -416,18 +416,18 @@ static pm_code read_list(parser *p, pm_attr_arg *attr) {
   return PM_OK;
 }
 
-static pm_code read_enum(parser *p, pm_enum_family family, int64_t *out) {
+static pm_code read_enum(parser *p, pm_enum kind, int64_t *out) {
   slice word = read_word(p);
   const char *text;
-  for (*out = 0; (text = pm_enum_text(family, *out)); ++*out) {
+  for (*out = 0; (text = pm_enum_text(kind, *out)); ++*out) {
     if (is_text(word, text)) return PM_OK;
   }
   FAIL(p, word.at, "'%.*s' is not a value of this attribute", shown(word), word.at);
 }
 
 static pm_code read_attr_value(parser *p, statement *s, pm_attr_arg *attr) {
-  _Static_assert(PM_FORM_ENUM_ENGINE - PM_FORM_ENUM_AXIS == PM_FAMILY_ENGINE,
-                 "forms and families of enums are in one order");
+  _Static_assert(PM_FORM_ENUM_ENGINE - PM_FORM_ENUM_AXIS == PM_ENUM_ENGINE,
+                 "forms and enums are in one order");
   const char *text;
   skip(p);
   switch (pm_attr_forms[attr->id]) {

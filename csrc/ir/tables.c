@@ -21,9 +21,9 @@ const pm_op_info pm_ops[PM_OP_COUNT] = {
                   .n_attrs = sizeof((uint8_t[]){list 0}) - 1,                                      \
                   .attrs = {list 0},                                                               \
                   .layout = PM_LAY_##lay,                                                          \
-                  .part = PM_PART_##p,                                                             \
+                  .participants = PM_BY_##p,                                                       \
                   .known_to = PM_KNOWN_##k,                                                        \
-                  .done = PM_DONE_##d,                                                             \
+                  .completion = PM_COMPLETES_##d,                                                  \
                   .warp = w,                                                                       \
                   .needs = 0 a,                                                                    \
                   .effects = flags},
@@ -52,25 +52,25 @@ const uint8_t pm_attr_forms[PM_ATTR_COUNT] = {
 #undef PM_ATTR
 };
 
-#define V(family, id, text) text,
-#define PM_FAMILY(family, values) static const char *const text_##family[] = {values};
+#define V(name, id, text) text,
+#define PM_ENUM(name, values) static const char *const text_##name[] = {values};
 #include "enums.def"
-#undef PM_FAMILY
+#undef PM_ENUM
 #undef V
 
-const char *pm_enum_text(pm_enum_family f, int64_t value) {
+const char *pm_enum_text(pm_enum f, int64_t value) {
   static const struct {
     const char *const *text;
     int64_t n;
-  } families[] = {
-#define V(family, id, text)
-#define PM_FAMILY(family, values) {text_##family, PM_COUNT(text_##family)},
+  } enums[] = {
+#define V(name, id, text)
+#define PM_ENUM(name, values) {text_##name, PM_COUNT(text_##name)},
 #include "enums.def"
-#undef PM_FAMILY
+#undef PM_ENUM
 #undef V
   };
-  if ((size_t)f >= PM_COUNT(families) || value < 0 || value >= families[f].n) return NULL;
-  return families[f].text[value];
+  if ((size_t)f >= PM_COUNT(enums) || value < 0 || value >= enums[f].n) return NULL;
+  return enums[f].text[value];
 }
 
 int pm_op_find(const char *text, size_t n) {

@@ -345,7 +345,7 @@ static pm_code pm_type_reduce(const pm_typing *t, pm_type *out) {
   const bool logical = op >= PM_REDUCE_ANY;
   if (logical && from->dtype != PM_BOOL) {
     FAIL(TYPE, "reduce: %s does not accept dtype %s; it accepts bool",
-         pm_enum_text(PM_FAMILY_REDUCE, op), pm_dtypes[from->dtype].text);
+         pm_enum_text(PM_ENUM_REDUCE, op), pm_dtypes[from->dtype].text);
   }
   if (!logical && from->dtype == PM_BOOL) {
     FAIL(TYPE, "reduce does not accept dtype bool; it accepts integer and floating-point dtypes");
@@ -416,7 +416,7 @@ static pm_code pm_type_scan(const pm_typing *t, pm_type *out) {
     FAIL(VALUE, "scan: dimension %" PRId64 " of %s", dim, show(t, out));
   if (out->dtype == PM_BOOL || word(t, PM_ATTR_REDUCE) >= PM_REDUCE_ANY) {
     FAIL(TYPE, "scan: %s of %s; it is add, mul, max or min of numbers",
-         pm_enum_text(PM_FAMILY_REDUCE, word(t, PM_ATTR_REDUCE)), show(t, out));
+         pm_enum_text(PM_ENUM_REDUCE, word(t, PM_ATTR_REDUCE)), show(t, out));
   }
   if (pm_is_small_int(out->dtype))
     FAIL(NOT_IMPLEMENTED, "scan of %s; convert it to int32 first", show(t, out));
@@ -866,7 +866,7 @@ static bool has_atomic(int64_t kind, pm_dtype d) {
 static pm_code pm_type_atomic(const pm_typing *t, pm_type *out) {
   const int64_t kind = word(t, PM_ATTR_ATOMIC);
   const pm_dtype d = type_in(t, 0)->dtype;
-  const char *what = pm_enum_text(PM_FAMILY_ATOMIC, kind);
+  const char *what = pm_enum_text(PM_ENUM_ATOMIC, kind);
   if (!has_atomic(kind, d)) {
     FAIL(NOT_IMPLEMENTED,
          "atomic_%s on %s; available are all of them on int32 and uint32, add, xchg and cas on "
@@ -921,7 +921,7 @@ static pm_code check_combine(const pm_typing *t) {
   }
   if (ok) return PM_OK;
   FAIL(VALUE, "%s: reduction_op '%s' of %s; it is for %s", name(t),
-       pm_enum_text(PM_FAMILY_COMBINE, combine), pm_dtypes[d].text, fits);
+       pm_enum_text(PM_ENUM_COMBINE, combine), pm_dtypes[d].text, fits);
 }
 
 static pm_code pm_type_copy(const pm_typing *t, pm_type *out) {
@@ -974,17 +974,17 @@ static pm_code pm_type_semaphore_read(const pm_typing *t, pm_type *out) {
   return pm_type_semaphore(t, out);
 }
 
-static pm_code pm_type_hand_tile(const pm_typing *t, pm_type *out) {
+static pm_code pm_type_broadcast_tile(const pm_typing *t, pm_type *out) {
   const pm_type *to = type_in(t, 1);
   (void)out;
   if (to->kind != PM_REF || to->rank || to->dtype != PM_I32) {
-    FAIL(VALUE, "hand_tile: it writes to %s; one int32 in SMEM is needed", show(t, to));
+    FAIL(VALUE, "broadcast_tile: it writes to %s; one int32 in SMEM is needed", show(t, to));
   }
   pm_code rc = own_block(t, 1, "the ref");
   if (!rc) rc = single_barrier(t, 2);
   if (rc) return rc;
   if (is_cluster_barrier(t->g, t->in[2])) {
-    FAIL(VALUE, "hand_tile: the barrier is a ClusterBarrier; it completes on a Barrier");
+    FAIL(VALUE, "broadcast_tile: the barrier is a ClusterBarrier; it completes on a Barrier");
   }
   return PM_OK;
 }
@@ -1008,7 +1008,7 @@ static pm_code pm_type_async_store(const pm_typing *t, pm_type *out) {
     FAIL(NOT_IMPLEMENTED,
          "async_store_smem: atomic '%s' of %s; add, max, min, and, or, xor of int32 and uint32 are "
          "available",
-         pm_enum_text(PM_FAMILY_COMBINE, combine), pm_dtypes[x->dtype].text);
+         pm_enum_text(PM_ENUM_COMBINE, combine), pm_dtypes[x->dtype].text);
   }
   if (is_cluster_barrier(t->g, t->in[2])) {
     FAIL(VALUE, "async_store_smem: the barrier is a ClusterBarrier; a Barrier is needed");
@@ -1411,8 +1411,8 @@ static pm_code check_attrs(const pm_typing *t) {
 typedef pm_code (*pm_rule)(const pm_typing *, pm_type *);
 
 static const pm_rule rules[PM_OP_COUNT] = {
-#define PM_OP(id, text, in, names, out, regions, attrs, type, layout, effects, part, known_to, \
-              done, warp, needs, doc)                                                          \
+#define PM_OP(id, text, in, names, out, regions, attrs, type, layout, effects, participants, \
+              known_to, completion, warp, needs, doc)                                        \
   [PM_OP_##id] = pm_type_##type,
 #include "ops.def"
 #undef PM_OP

@@ -20,7 +20,7 @@ typedef struct checker {
   uint8_t *op_seen, *block_seen, *visible;
   PM_VEC(pm_val) stack; /* visible values, oldest first */
   int depth;
-  uint32_t asked, taken; /* counters of NEXT_TILE, of TAKE_TILE */
+  uint32_t asked, taken; /* counters of NEXT_TILE, of FETCH_TILE */
 } checker;
 
 static pm_code check_block(checker *c, pm_blk block, bool body);
@@ -128,11 +128,11 @@ static void close_to(checker *c, uint32_t mark) {
 
 static pm_code check_axis(checker *c, pm_opid op) {
   const pm_graph *g = c->g;
-  int64_t family = *pm_attr(g, op, PM_ATTR_AXIS), dim = *pm_attr(g, op, PM_ATTR_DIM);
-  int64_t n = family == PM_AXIS_GRID ? g->n_grid : family == PM_AXIS_CLUSTER ? g->n_cluster : 1;
+  int64_t kind = *pm_attr(g, op, PM_ATTR_AXIS), dim = *pm_attr(g, op, PM_ATTR_DIM);
+  int64_t n = kind == PM_AXIS_GRID ? g->n_grid : kind == PM_AXIS_CLUSTER ? g->n_cluster : 1;
   if (dim >= 0 && dim < n) return PM_OK;
   return pm_fail(c->err, PM_E_VALUE, "axis: there is no %s axis %" PRId64 ", there are %" PRId64,
-                 pm_enum_text(PM_FAMILY_AXIS, family), dim, n);
+                 pm_enum_text(PM_ENUM_AXIS, kind), dim, n);
 }
 
 static pm_code check_alloc(checker *c, pm_opid op) {
@@ -183,7 +183,7 @@ static pm_code check_accesses(checker *c, pm_opid op) {
 /* A launch may have fewer blocks than the grid, and counts its tiles from there. */
 static pm_code check_counter(checker *c, pm_opid op) {
   const int64_t n = *pm_attr(c->g, op, PM_ATTR_N);
-  const bool takes = pm_get(c->g, op)->code == PM_OP_TAKE_TILE;
+  const bool takes = pm_get(c->g, op)->code == PM_OP_FETCH_TILE;
   *(takes ? &c->taken : &c->asked) |= UINT32_C(1) << n;
   if (!(c->taken & c->asked)) return PM_OK;
   return pm_fail(c->err, PM_E_VALUE,
@@ -204,13 +204,13 @@ static pm_code check_take(checker *c, pm_opid op) {
     b = pm_get(g, parent)->parent;
   }
   if (loops <= 1 || pm_get(g, op)->n_in) return check_counter(c, op);
-  BAD("take_tile inside two loops needs to know which round it is");
+  BAD("fetch_tile inside two loops needs to know which round it is");
 }
 
-/* What one lane alone learnt from an op, such as a TAKE_TILE. */
+/* What one lane alone learnt from an op, such as a FETCH_TILE. */
 static bool is_ticket(const pm_graph *g, pm_val v) {
   const pm_opid def = pm_value_of(g, v)->def;
-  return def && pm_ops[pm_get(g, def)->code].part == PM_PART_LANE;
+  return def && pm_ops[pm_get(g, def)->code].participants == PM_BY_LANE;
 }
 
 static pm_code check_tickets(checker *c, pm_opid op) {
@@ -221,20 +221,20 @@ static pm_code check_tickets(checker *c, pm_opid op) {
   for (uint32_t k = 0; k < o->n_in; k++) {
     if (!operand.repeated) spec = pm_read_operand(spec, &operand);
     const bool ticket = is_ticket(g, pm_in(g, op, k));
-    if (ticket ? operand.letter != 't' : o->code == PM_OP_SHARE_TILE) {
-      BAD("%s: operand %u and take_tile", text_of(c, op), k);
+    if (ticket ? operand.letter != 't' : o->code == PM_OP_SHUFFLE_TILE) {
+      BAD("%s: operand %u and fetch_tile", text_of(c, op), k);
     }
   }
   bool alone = g->n_threads == 1;
   for (uint32_t k = 0; k < g->n_cluster; k++) alone &= g->cluster[k] == 1;
-  if (o->code == PM_OP_SHARE_TILE && !alone) BAD("share_tile in a cluster of several threads");
+  if (o->code == PM_OP_SHUFFLE_TILE && !alone) BAD("shuffle_tile in a cluster of several threads");
   return PM_OK;
 }
 
 static pm_code check_special(checker *c, pm_opid op) {
   const uint16_t code = pm_get(c->g, op)->code;
   if (code == PM_OP_AXIS) return check_axis(c, op);
-  if (code == PM_OP_TAKE_TILE) return check_take(c, op);
+  if (code == PM_OP_FETCH_TILE) return check_take(c, op);
   if (pm_ops[code].effects & E_COUNT) return check_counter(c, op);
   return pm_ops[code].effects & E_ALLOC ? check_alloc(c, op) : PM_OK;
 }

@@ -521,7 +521,7 @@ static pm_code plan(const pm_graph *g, pm_opid op, pm_copy_plan *p, pm_err *err)
   }
   if (engine != PM_ENGINE_AUTO) {
     return pm_fail(err, PM_E_VALUE, "%s: the engine %s cannot do this copy: %s",
-                   pm_ops[pm_get(g, op)->code].text, pm_enum_text(PM_FAMILY_ENGINE, engine), why);
+                   pm_ops[pm_get(g, op)->code].text, pm_enum_text(PM_ENUM_ENGINE, engine), why);
   }
   if (p->gmem.reshaped && !(load && *pm_attr(g, op, PM_ATTR_OOB) == PM_OOB_PROMISE_IN_BOUNDS)) {
     return pm_fail(err, PM_E_NOT_IMPLEMENTED,
@@ -600,7 +600,8 @@ static void plan_one(pm_graph *g, pm_opid op, void *ctx) {
 
 static void note_store(pm_graph *g, pm_opid op, void *ctx) {
   pm_access a = pm_accesses(op);
-  while (pm_next_access(g, &a)) *(bool *)ctx |= a.done == PM_DONE_GROUP && !pm_by_lanes(&a);
+  while (pm_next_access(g, &a))
+    *(bool *)ctx |= a.completion == PM_COMPLETES_GROUP && !pm_by_lanes(&a);
 }
 
 bool pm_warps_store(pm_graph *g, pm_opid map) {

@@ -80,7 +80,7 @@ static bool is_local(const pm_graph *g, pm_opid op) {
   if (!pm_is_pure(o->code) || o->n_regions) return false;
   const pm_op_info *info = &pm_ops[o->code];
   if (info->layout == PM_LAY_FIXED) return !pm_op_scratch(g, op);
-  return info->part == PM_PART_EACH || pm_moves_in_registers(g, op);
+  return info->participants == PM_BY_EACH || pm_moves_in_registers(g, op);
 }
 
 static void check_local(pm_graph *g, pm_opid op, void *ctx) {
@@ -172,7 +172,7 @@ static void check_op(pm_graph *g, pm_opid op, void *ctx) {
     pm_walk(g, pm_region(g, op, 0), check_in_warp, c);
   }
   const pm_op *o = pm_get(g, op);
-  if (o->code == PM_OP_TAKE_TURN || o->code == PM_OP_PASS_TURN) check_turn(c, g, op);
+  if (o->code == PM_OP_ENTER_SECTION || o->code == PM_OP_LEAVE_SECTION) check_turn(c, g, op);
   if (o->code == PM_OP_NAMED_SYNC || o->code == PM_OP_NAMED_ARRIVE) check_named(c, g, op);
   for (uint32_t k = 0; k < o->n_in; k++) {
     const pm_opid def = pm_value_of(g, pm_in(g, op, k))->def;

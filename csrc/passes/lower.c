@@ -21,7 +21,7 @@ static const step steps[] = {
     {"check_target", pm_check_target, PM_TRACED},
     {"make_mma", pm_make_mma, PM_TRACED},
     {"pack_refs", pm_pack_refs, PM_TRACED},
-    {"turn_refs", pm_turn_refs, PM_TRACED},
+    {"transpose_refs", pm_transpose_refs, PM_TRACED},
     {"simplify", simplify, PM_TRACED},
     {"check_outputs", pm_check_outputs, PM_TRACED},
     {"split_rows", pm_split_rows, PM_TRACED},

@@ -21,12 +21,12 @@ bool pm_is_mma(const pm_graph *g, pm_opid op);
  * a dominating one, remove unused pure ops, allocations and empty regions, inline IF on a
  * constant. */
 pm_code pm_simplify(pm_graph *g, pm_err *err);
-/* packed.c: refs of elements below 8 bits become refs of bytes; loads are followed by UNPACK,
+/* subbyte.c: refs of elements below 8 bits become refs of bytes; loads are followed by UNPACK,
  * stores preceded by PACK. PM_E_NOT_IMPLEMENTED for views that would split a byte. */
 pm_code pm_pack_refs(pm_graph *g, const pm_target *t, pm_err *err);
 /* transposes.c: transposes of arrays that are loaded from or stored to SMEM become views of the
  * refs. */
-pm_code pm_turn_refs(pm_graph *g, const pm_target *t, pm_err *err);
+pm_code pm_transpose_refs(pm_graph *g, const pm_target *t, pm_err *err);
 /* outputs.c: warns about outputs that nothing writes. */
 pm_code pm_check_outputs(pm_graph *g, const pm_target *t, pm_err *err);
 /* rows.c: a program whose products have more rows than fit in registers is split into several with

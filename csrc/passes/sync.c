@@ -19,7 +19,7 @@
  * The SYNC can be avoided if the barrier counts WARPS, so that each warp arrives when its own lanes
  * are ready. This is done for barriers of one block on which no copy arrives.
  *
- * One lane also performs a SIGNAL or HAND_TILE for all; these always need the SYNC. The lanes
+ * One lane also performs a SIGNAL or BROADCAST_TILE for all; these always need the SYNC. The lanes
  * synchronise after an AWAIT.
  *
  * An ARRIVE on a cluster barrier is RELAXED if asynchronous engines alone access the memory that
@@ -56,22 +56,22 @@ typedef struct touched {
 enum { MAX_OPEN = 64 };
 
 /* Bytes of SMEM. */
-typedef struct dirt {
+typedef struct byte_ranges {
   struct {
     int64_t from, to;
   } at[MAX_OPEN];
   uint32_t n;
   bool all; /* there were too many */
-} dirt;
+} byte_ranges;
 
 typedef struct placer {
   pm_graph *g;
   pm_summaries *summaries;
   uint8_t *reach; /* by value: how the memory at the base of views is accessed */
   state at;
-  dirt dirty;         /* bytes that ordinary stores wrote, without a proxy fence since */
-  dirt loaded;        /* bytes of `filled` that lanes loaded, without a proxy fence since */
-  const dirt *filled; /* bytes that engines write */
+  byte_ranges unfenced;      /* bytes that ordinary stores wrote, without a proxy fence since */
+  byte_ranges loaded;        /* bytes of `filled` that lanes loaded, without a proxy fence since */
+  const byte_ranges *filled; /* bytes that engines write */
   /* Accesses since the last SYNC that matter for scalar stores. */
   touched open[MAX_OPEN];
   uint32_t n_open;
@@ -85,9 +85,12 @@ typedef struct placer {
 
 /* Memory that the lanes access when they come to the op, or that a product reads later. */
 static bool is_direct(const pm_access *a) {
-  return a->where & PM_IN_MEMORY && (a->done == PM_DONE_NOW || a->done == PM_DONE_COMMIT);
+  return a->where & PM_IN_MEMORY &&
+         (a->completion == PM_COMPLETES_NOW || a->completion == PM_COMPLETES_COMMIT);
 }
-static bool is_now(const pm_access *a) { return a->where & PM_IN_MEMORY && a->done == PM_DONE_NOW; }
+static bool is_now(const pm_access *a) {
+  return a->where & PM_IN_MEMORY && a->completion == PM_COMPLETES_NOW;
+}
 
 /* ---- accesses ----------------------------------------------------------------------------- */
 
@@ -150,7 +153,7 @@ static bool conflicts(const placer *p, pm_val view) {
   return p->lost;
 }
 
-static void soil(dirt *d, int64_t from, int64_t to) {
+static void add_range(byte_ranges *d, int64_t from, int64_t to) {
   for (uint32_t k = 0; k < d->n; k++) {
     if (d->at[k].from <= from && to <= d->at[k].to) return;
   }
@@ -162,9 +165,9 @@ static void soil(dirt *d, int64_t from, int64_t to) {
   }
 }
 
-static void soil_all(dirt *d, const dirt *more) {
+static void add_ranges(byte_ranges *d, const byte_ranges *more) {
   d->all |= more->all;
-  for (uint32_t k = 0; k < more->n; k++) soil(d, more->at[k].from, more->at[k].to);
+  for (uint32_t k = 0; k < more->n; k++) add_range(d, more->at[k].from, more->at[k].to);
 }
 
 /* The allocation that a ref in SMEM is a part of; false: it is elsewhere. */
@@ -184,7 +187,7 @@ static bool in_warps(const pm_graph *g, pm_opid op) {
   return op;
 }
 
-static bool overlap(const dirt *d, int64_t from, int64_t to) {
+static bool overlap(const byte_ranges *d, int64_t from, int64_t to) {
   for (uint32_t k = 0; k < d->n; k++) {
     if (from < d->at[k].to && d->at[k].from < to) return true;
   }
@@ -193,28 +196,29 @@ static bool overlap(const dirt *d, int64_t from, int64_t to) {
 
 static void load_bytes(placer *p, pm_val ref) {
   int64_t from, to;
-  if (bytes_of(p->g, ref, &from, &to) && overlap(p->filled, from, to)) soil(&p->loaded, from, to);
+  if (bytes_of(p->g, ref, &from, &to) && overlap(p->filled, from, to))
+    add_range(&p->loaded, from, to);
 }
 
 static void store_bytes(placer *p, pm_val ref) {
   int64_t from, to;
-  if (bytes_of(p->g, ref, &from, &to)) soil(&p->dirty, from, to);
+  if (bytes_of(p->g, ref, &from, &to)) add_range(&p->unfenced, from, to);
 }
 
-static void clean(dirt *d) {
+static void clear(byte_ranges *d) {
   d->n = 0;
   d->all = false;
 }
 
-static bool is_clean(const dirt *d) { return !d->n && !d->all; }
+static bool is_empty(const byte_ranges *d) { return !d->n && !d->all; }
 
 static void soil_by(placer *p, pm_opid op) {
   const pm_graph *g = p->g;
   const uint16_t effects = pm_ops[pm_get(g, op)->code].effects;
   if (effects & E_FENCE) {
     if (in_warps(g, op)) return; /* the other warps have not committed */
-    if (effects & E_MEET) clean(&p->dirty);
-    clean(&p->loaded);
+    if (effects & E_MEET) clear(&p->unfenced);
+    clear(&p->loaded);
   }
   pm_access a = pm_accesses(op);
   while (pm_next_access(g, &a)) {
@@ -228,7 +232,7 @@ static void soil_by(placer *p, pm_opid op) {
  * unless there is one. */
 static void released(placer *p, pm_opid op) {
   const bool releases = pm_ops[pm_get(p->g, op)->code].effects & E_RELEASE;
-  if (releases && !in_warps(p->g, op)) clean(&p->loaded);
+  if (releases && !in_warps(p->g, op)) clear(&p->loaded);
 }
 
 static void note_filled(pm_graph *g, pm_opid op, void *ctx) {
@@ -237,11 +241,11 @@ static void note_filled(pm_graph *g, pm_opid op, void *ctx) {
   while (pm_next_access(g, &a)) {
     if (a.where != PM_IN_SMEM || !a.writes || pm_by_lanes(&a)) continue;
     if (!bytes_of(g, a.view, &from, &to)) continue;
-    soil(ctx, from, to);
+    add_range(ctx, from, to);
   }
 }
 
-/* An upper bound on what is dirty and loaded after a block, without changing the block. */
+/* An upper bound on what is unfenced and loaded after a block, without changing the block. */
 static void soil_block(placer *p, pm_blk block) {
   const pm_block *b = &p->g->blocks.at[block];
   for (uint32_t k = 0; k < b->ops.n; k++) {
@@ -250,25 +254,25 @@ static void soil_block(placer *p, pm_blk block) {
     soil_by(p, op);
     released(p, op);
     for (uint32_t r = 0; r < pm_get(p->g, op)->n_regions; r++) {
-      const dirt dirty = p->dirty, loaded = p->loaded;
+      const byte_ranges unfenced = p->unfenced, loaded = p->loaded;
       soil_block(p, pm_region(p->g, op, r));
       if (scope) {
-        clean(&p->loaded);
+        clear(&p->loaded);
         continue;
       }
-      soil_all(&p->dirty, &dirty);
-      soil_all(&p->loaded, &loaded);
+      add_ranges(&p->unfenced, &unfenced);
+      add_ranges(&p->loaded, &loaded);
     }
   }
 }
 
 /* Is a proxy fence needed between earlier accesses of the lanes and this copy? */
-static bool overwrites_dirt(const placer *p, pm_opid copy) {
+static bool overwrites_unfenced(const placer *p, pm_opid copy) {
   int64_t from, to;
   pm_access a = pm_accesses(copy);
   while (pm_next_access(p->g, &a)) {
     if (!a.writes || pm_by_lanes(&a) || !bytes_of(p->g, a.view, &from, &to)) continue;
-    if (overlap(&p->dirty, from, to) || overlap(&p->loaded, from, to)) return true;
+    if (overlap(&p->unfenced, from, to) || overlap(&p->loaded, from, to)) return true;
   }
   return false;
 }
@@ -288,11 +292,11 @@ static void note_copied(pm_graph *g, pm_opid op, void *ctx) {
   }
 }
 
-/* Except for HAND_TILE: the arrival that says that its number was read PUBLISHES that. */
+/* Except for BROADCAST_TILE: the arrival that says that its number was read PUBLISHES that. */
 static void note_reach(pm_graph *g, pm_opid op, void *ctx) {
   uint8_t *of = ctx; /* by value: the memory at the base of views */
   pm_access a = pm_accesses(op);
-  if (pm_get(g, op)->code == PM_OP_HAND_TILE) return;
+  if (pm_get(g, op)->code == PM_OP_BROADCAST_TILE) return;
   while (pm_next_access(g, &a)) {
     if (!(a.where & PM_IN_MEMORY)) continue;
     uint8_t *how = &of[base_of(g, a.view)];
@@ -329,11 +333,11 @@ static void place(placer *p, pm_blk block, uint32_t *k) { place_op(p, block, k, 
 
 /* Before an op that signals others that the lanes have finished their loads. */
 static void place_release(placer *p, pm_blk block, uint32_t *k) {
-  place_op(p, block, k, is_clean(&p->loaded) ? PM_OP_SYNC : PM_OP_COMMIT_SMEM);
+  place_op(p, block, k, is_empty(&p->loaded) ? PM_OP_SYNC : PM_OP_COMMIT_SMEM);
 }
 
 static void place_fence(placer *p, pm_blk block, uint32_t *k) {
-  if (is_clean(&p->loaded)) return;
+  if (is_empty(&p->loaded)) return;
   const pm_opid op = p->g->blocks.at[block].ops.at[*k];
   soil_by(p, pm_insert(p->g, block, *k, PM_OP_PROXY_FENCE, NULL, 0, NULL, 0, NULL, 0, op));
   ++*k;
@@ -364,7 +368,7 @@ static void place_behind(placer *p, pm_blk block, uint32_t *k) {
 /* One lane does an atomic for all elements, or each lane those that it has. */
 static void visit_store(placer *p, pm_blk block, uint32_t *k, const pm_access *a) {
   const pm_graph *g = p->g;
-  const bool one_lane = pm_ops[pm_get(g, a->op)->code].part != PM_PART_EACH;
+  const bool one_lane = pm_ops[pm_get(g, a->op)->code].participants != PM_BY_EACH;
   const bool array = one_lane || pm_typeof(g, a->view)->rank > 0;
   const bool by_user = g->no_auto_barriers;
   if (!by_user && (array ? p->at != ORDERED : conflicts(p, a->view))) place(p, block, k);
@@ -392,7 +396,7 @@ static void visit_memory(placer *p, pm_opid op) {
   int64_t n;
   pm_access a = pm_accesses(op);
   while (pm_next_access(p->g, &a)) p->touched |= reads_now(p, &a);
-  p->n_wgmmas += pm_ops[pm_get(p->g, op)->code].done == PM_DONE_COMMIT;
+  p->n_wgmmas += pm_ops[pm_get(p->g, op)->code].completion == PM_COMPLETES_COMMIT;
   if (pm_awaits_products(p->g, op, &n)) await_wgmma(p, n);
   if (p->g->no_auto_barriers) return;
   a = pm_accesses(op);
@@ -430,7 +434,7 @@ static pm_opid warp_barrier(const placer *p, pm_opid arrive) {
 }
 
 static void visit_arrive(placer *p, pm_blk block, uint32_t *k) {
-  if (!p->touched && !p->waited && is_clean(&p->loaded)) return;
+  if (!p->touched && !p->waited && is_empty(&p->loaded)) return;
   const pm_opid alloc = warp_barrier(p, p->g->blocks.at[block].ops.at[*k]);
   if (alloc) {
     *pm_attr(p->g, alloc, PM_ATTR_WARPS) = 1;
@@ -495,17 +499,17 @@ static void visit_control(placer *p, pm_blk block, uint32_t *k) {
   const bool loop = pm_is_loop(pm_get(g, op)->code);
   placer *before = PM_NEW(g->arena, placer, 1);
   placer after = {.at = ORDERED, .n_wgmmas = INT64_MAX};
-  dirt dirty = {0}, loaded = {0};
+  byte_ranges unfenced = {0}, loaded = {0};
   if (loop) {
     after = enter_loop(p, block, k);
     for (uint32_t r = 0; r < pm_get(g, op)->n_regions; r++) {
-      dirty = p->dirty;
+      unfenced = p->unfenced;
       loaded = p->loaded;
       soil_block(p, pm_region(g, op, r));
-      soil_all(&p->dirty, &dirty);
-      soil_all(&p->loaded, &loaded);
+      add_ranges(&p->unfenced, &unfenced);
+      add_ranges(&p->loaded, &loaded);
     }
-    dirty = p->dirty;
+    unfenced = p->unfenced;
     loaded = p->loaded;
   }
   *before = *p;
@@ -517,11 +521,11 @@ static void visit_control(placer *p, pm_blk block, uint32_t *k) {
     after.touched |= p->touched;
     after.waited |= p->waited;
     after.n_wgmmas = pm_min(after.n_wgmmas, p->n_wgmmas);
-    soil_all(&dirty, &p->dirty);
-    soil_all(&loaded, &p->loaded);
+    add_ranges(&unfenced, &p->unfenced);
+    add_ranges(&loaded, &p->loaded);
   }
   *p = *before;
-  p->dirty = dirty;
+  p->unfenced = unfenced;
   p->loaded = loaded;
   if (!loop) note_regions(p, op);
   p->at = after.at;
@@ -534,7 +538,7 @@ static void visit_control(placer *p, pm_blk block, uint32_t *k) {
 static void visit_warps(placer *p, pm_blk block, uint32_t *k) {
   const bool by_user = p->g->no_auto_barriers;
   place_fence(p, block, k);
-  clean(&p->loaded);
+  clear(&p->loaded);
   if (!by_user && p->at != ORDERED) place(p, block, k);
   visit_control(p, block, k);
   if (!by_user) place_behind(p, block, k);
@@ -550,7 +554,7 @@ static bool is_committed(const pm_graph *g, pm_blk block, uint32_t k) {
 
 static void visit_copy(placer *p, pm_blk block, uint32_t *k) {
   const bool committed = is_committed(p->g, block, *k);
-  if (!committed && overwrites_dirt(p, p->g->blocks.at[block].ops.at[*k])) {
+  if (!committed && overwrites_unfenced(p, p->g->blocks.at[block].ops.at[*k])) {
     place_op(p, block, k, PM_OP_COMMIT_SMEM);
   }
   if (p->at == APART) place(p, block, k);
@@ -565,7 +569,7 @@ static void visit_release(placer *p, pm_blk block, uint32_t *k, bool one_lane) {
     visit_arrive(p, block, k);
   } else if (!one_lane) {
     place_fence(p, block, k);
-  } else if (p->touched || p->waited || !is_clean(&p->loaded)) {
+  } else if (p->touched || p->waited || !is_empty(&p->loaded)) {
     place_release(p, block, k);
   }
 }
@@ -633,7 +637,7 @@ static void relax(placer *p) {
 pm_code pm_place_syncs(pm_graph *g, const pm_target *t, pm_err *err) {
   (void)t;
   (void)err;
-  dirt *filled = PM_NEW(g->arena, dirt, 1);
+  byte_ranges *filled = PM_NEW(g->arena, byte_ranges, 1);
   placer p = {.g = g, .at = ORDERED, .filled = filled, .summaries = pm_new_summaries(g)};
   p.reach = PM_NEW(g->arena, uint8_t, g->values.n);
   p.copied = PM_NEW(g->arena, bool, g->values.n);

@@ -66,7 +66,7 @@ static void collect_access(pass *p, const pm_access *a) {
   buffer *b = a->where == PM_IN_SMEM ? buffer_of(p, a->view) : NULL;
   if (!b) return;
   if (pm_has_attr(g, a->op, PM_ATTR_ENGINE)) pm_vec_push(g->arena, &b->copies, a->op);
-  if (a->done == PM_DONE_COMMIT) b->wgmma = a->op;
+  if (a->completion == PM_COMPLETES_COMMIT) b->wgmma = a->op;
   if (pm_moves_array(g, a->op, &same, &array)) b->wgmma_laid |= is_wgmma_laid(g, array);
 }
 

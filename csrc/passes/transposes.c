@@ -80,7 +80,7 @@ static void visit(pm_graph *g, pm_opid op, void *ctx) {
   if (pm_get(g, op)->code == PM_OP_TRANSPOSE) visit_transpose(g, op);
 }
 
-pm_code pm_turn_refs(pm_graph *g, const pm_target *t, pm_err *err) {
+pm_code pm_transpose_refs(pm_graph *g, const pm_target *t, pm_err *err) {
   (void)t, (void)err;
   pm_walk(g, 1, visit, NULL);
   return PM_OK;

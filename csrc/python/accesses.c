@@ -50,12 +50,12 @@ static PyObject *tuple_of(const pm_graph *g, const listed *x) {
   static const char *const proxies[] = {"generic", "async", "unknown"};
   static const char *const scopes[] = {"thread", "block", "cluster", "device"};
   static const char *const certainties[] = {"must", "may", "untold"};
-  static const char *const done[] = {"now", "barrier", "group", "commit"};
+  static const char *const completions[] = {"now", "barrier", "group", "commit"};
   const pm_access *a = &x->a;
   return Py_BuildValue("(IsisOOssssLL)", a->op, pm_ops[pm_get(g, a->op)->code].text, x->param,
                        places[__builtin_ctz(a->where)], a->reads ? Py_True : Py_False,
                        a->writes ? Py_True : Py_False, proxies[a->proxy], scopes[a->scope],
-                       certainties[a->certainty], done[a->done], (long long)x->from,
+                       certainties[a->certainty], completions[a->completion], (long long)x->from,
                        (long long)x->to);
 }
 

@@ -630,11 +630,11 @@ static PyObject *opt_barrier(PyObject *module, PyObject *o) {
   return t ? result(t, pmpy_emit(t, PM_OP_OPT_BARRIER, &x.val, 1, NULL, NULL, 0), x.weak) : NULL;
 }
 
-static PyObject *share_tile(PyObject *module, PyObject *o) {
+static PyObject *shuffle_tile(PyObject *module, PyObject *o) {
   (void)module;
   pmpy_arg x;
-  pmpy_trace *t = begin_value("share_tile", o, &x);
-  return t ? result(t, pmpy_emit(t, PM_OP_SHARE_TILE, &x.val, 1, NULL, NULL, 0), x.weak) : NULL;
+  pmpy_trace *t = begin_value("shuffle_tile", o, &x);
+  return t ? result(t, pmpy_emit(t, PM_OP_SHUFFLE_TILE, &x.val, 1, NULL, NULL, 0), x.weak) : NULL;
 }
 
 static PyObject *bitcast(PyObject *module, PyObject *const *args, Py_ssize_t n) {
@@ -662,7 +662,8 @@ static PyMethodDef functions[] = {
     {"multiple_of", (PyCFunction)(void (*)(void))multiple_of, METH_FASTCALL,
      "multiple_of(x, values)"},
     {"opt_barrier", opt_barrier, METH_O, "opt_barrier(x) -> Array"},
-    {"share_tile", share_tile, METH_O, "share_tile(taken): the number of take_tile, for everyone."},
+    {"shuffle_tile", shuffle_tile, METH_O,
+     "shuffle_tile(taken): the number of fetch_tile, for everyone."},
     {"bitcast", (PyCFunction)(void (*)(void))bitcast, METH_FASTCALL, "bitcast(x, dtype) -> Array"},
     {NULL, NULL, 0, NULL}};
 

@@ -41,7 +41,7 @@ int pmpy_call_locate(pmpy_call *c) {
   uint32_t first = 0;
   for (uint32_t i = 0; i < c->n_in + c->n_out_given; i++) {
     const pmpy_buffer *b = &c->in[i];
-    if (b->source->family == PMPY_NONE || is_number(b)) continue;
+    if (b->source->library == PMPY_NONE || is_number(b)) continue;
     if (!c->has_array) {
       c->has_array = true;
       c->home = b->source;
@@ -56,19 +56,19 @@ int pmpy_call_locate(pmpy_call *c) {
                             "them, for example by pallas_mgpu.device_put");
     if (b->device != c->device)
       return refuse_mixture(c, which(c, first), which(c, i), "lie on different GPUs");
-    if (b->source->family == c->home->family) continue;
+    if (b->source->library == c->home->library) continue;
     if (!c->out_arg)
       return refuse_mixture(c, which(c, first), which(c, i),
                             "come from different libraries, so the kind of the result is unknown: "
                             "convert one of them, or give out=");
     c->mixed = true;
-    if (c->home->family == PMPY_DEVICE_ARRAY || c->home->family == PMPY_NUMPY)
+    if (c->home->library == PMPY_DEVICE_ARRAY || c->home->library == PMPY_NUMPY)
       c->home = b->source; /* the one with a stream of its own */
   }
   if (c->has_array) return 0;
   c->home = &pmpy_numpy_source;
   for (uint32_t i = 0; i < c->n_in; i++)
-    if (c->in[i].source->family != PMPY_NONE) {
+    if (c->in[i].source->library != PMPY_NONE) {
       c->home = c->in[i].source;
       break;
     }

@@ -59,7 +59,7 @@ static int launch(const pmpy_call *c, pm_kernel *kernel, int device, void *strea
 static int check_captured_stream(const pmpy_call *c) {
   const char *why = NULL;
   if (!c->cuda) why = "arrays of the host are copied and waited for. Pass arrays of the GPU";
-  else if (!c->out_arg && c->home->family != PMPY_TORCH)
+  else if (!c->out_arg && c->home->library != PMPY_TORCH)
     why = "its results would need memory of the capture's own. Pass arrays for them as out=";
   if (!why) return 0;
   PyErr_Format(pmpy.exceptions[PM_E_RUNTIME], "kernel %U cannot be captured so: %s", c->name, why);
@@ -78,7 +78,7 @@ static int plan_around(const pmpy_call *c, int device, void *stream, PyObject *c
                        around *a) {
   const uint32_t n = c->plan->n_out;
   a->order = c->mixed;
-  a->hold = c->home->family >= PMPY_JAX || c->mixed;
+  a->hold = c->home->library >= PMPY_JAX || c->mixed;
   a->to_default =
       c->cuda && !c->out_arg && n && stream && Py_TYPE(made[0]) == pmpy.device_array_type;
   a->home = false;

@@ -31,9 +31,9 @@ enum how {
   READ_NOTHING
 };
 
-const pmpy_source pmpy_numpy_source = {.how = READ_NUMPY, .family = PMPY_NUMPY};
+const pmpy_source pmpy_numpy_source = {.how = READ_NUMPY, .library = PMPY_NUMPY};
 const pmpy_source pmpy_device_array_source = {.how = READ_DEVICE_ARRAY,
-                                              .family = PMPY_DEVICE_ARRAY};
+                                              .library = PMPY_DEVICE_ARRAY};
 
 const char *pmpy_which(int which, char text[32]) {
   if (which >= 0) snprintf(text, 32, "argument %d", which);
@@ -54,7 +54,7 @@ static int refuse(PyObject *type, int which, PyObject *o, const char *fmt, ...) 
   return -1;
 }
 
-static pmpy_family family_of(PyTypeObject *type);
+static pmpy_library library_of(PyTypeObject *type);
 
 /* The cast that helps, as the library of the array spells it. */
 static int refuse_dtype(int which, PyObject *o, const char *dtype) {
@@ -65,7 +65,7 @@ static int refuse_dtype(int which, PyObject *o, const char *dtype) {
   char names[PMPY_DTYPE_NAMES], cast[64] = "";
   for (size_t i = 0; i < PM_COUNT(casts) && !*cast; i++) {
     if (strcmp(dtype, casts[i].wide)) continue;
-    const bool torch = family_of(Py_TYPE(o)) == PMPY_TORCH;
+    const bool torch = library_of(Py_TYPE(o)) == PMPY_TORCH;
     snprintf(cast, sizeof cast, torch ? "by x.to(torch.%s), " : "by x.astype('%s'), ",
              casts[i].narrow);
   }
@@ -508,23 +508,23 @@ static node *_Atomic known_types;
 static pthread_mutex_t types_lock = PTHREAD_MUTEX_INITIALIZER;
 
 /* First part of the module's name of a type: "torch" of torch.nn.parameter */
-static pmpy_family family_of(PyTypeObject *type) {
+static pmpy_library library_of(PyTypeObject *type) {
   static const struct {
     const char *name;
-    pmpy_family family;
+    pmpy_library library;
   } known[] = {{"torch", PMPY_TORCH}, {"cupy", PMPY_CUPY}, {"jax", PMPY_JAX}, {"jaxlib", PMPY_JAX}};
-  pmpy_family family = PMPY_OTHER;
+  pmpy_library library = PMPY_OTHER;
   PyObject *mro = type->tp_mro;
-  for (Py_ssize_t k = 0; mro && k < PyTuple_GET_SIZE(mro) && family == PMPY_OTHER; k++) {
+  for (Py_ssize_t k = 0; mro && k < PyTuple_GET_SIZE(mro) && library == PMPY_OTHER; k++) {
     PyObject *module = PyObject_GetAttrString(PyTuple_GET_ITEM(mro, k), "__module__");
     const char *s = module && PyUnicode_Check(module) ? PyUnicode_AsUTF8(module) : NULL;
     size_t n = s ? strcspn(s, ".") : 0;
     for (size_t i = 0; i < PM_COUNT(known); i++)
-      if (n == strlen(known[i].name) && !strncmp(s, known[i].name, n)) family = known[i].family;
+      if (n == strlen(known[i].name) && !strncmp(s, known[i].name, n)) library = known[i].library;
     Py_XDECREF(module);
     PyErr_Clear();
   }
-  return family;
+  return library;
 }
 
 /* The DLPack exchange table of a type, of a version we know; NULL without an exception. */
@@ -552,7 +552,7 @@ static bool describe(PyObject *o, pmpy_source *s) {
   *s = (pmpy_source){.type = type};
   if (PyArray_Check(o)) {
     s->how = type_has(type, "harden_mask") ? READ_MASKED : READ_NUMPY;
-    s->family = PMPY_NUMPY;
+    s->library = PMPY_NUMPY;
     return true;
   }
   if (PyBool_Check(o) || PyLong_Check(o) || PyFloat_Check(o) || PyArray_CheckScalar(o)) {
@@ -565,7 +565,7 @@ static bool describe(PyObject *o, pmpy_source *s) {
     s->how = READ_DLPACK;
   else if (type_has(type, "__cuda_array_interface__")) s->how = READ_CUDA_INTERFACE;
   else return false;
-  s->family = family_of(type);
+  s->library = library_of(type);
   return true;
 }
 
@@ -598,7 +598,7 @@ static const pmpy_source *add_source(const pmpy_source *s) {
 static const pmpy_source *source_of(PyObject *o) {
   static const pmpy_source number = {.how = READ_NUMBER}, spec = {.how = READ_SPEC},
                            nothing = {.how = READ_NOTHING},
-                           interface = {.how = READ_CUDA_INTERFACE, .family = PMPY_OTHER};
+                           interface = {.how = READ_CUDA_INTERFACE, .library = PMPY_OTHER};
   PyTypeObject *type = Py_TYPE(o);
   pmpy_source new;
   if (type == pmpy.device_array_type) return &pmpy_device_array_source;
@@ -664,10 +664,10 @@ int pmpy_read(PyObject *o, int which, pmpy_purpose purpose, pmpy_buffer *b) {
   int code = read_as(o, which, purpose, b);
   if (code == 1 && b->strided && purpose != PMPY_INPUT && purpose != PMPY_SPEC)
     code = refuse_strides(which, o);
-  if (code == 1 && writable && b->source->family == PMPY_JAX)
+  if (code == 1 && writable && b->source->library == PMPY_JAX)
     code = refuse(PyExc_TypeError, which, o, "is immutable, as all JAX arrays are");
   if (code == 1 && writable && b->read_only)
-    code = b->source->family == PMPY_NONE
+    code = b->source->library == PMPY_NONE
                ? refuse(PyExc_TypeError, which, o, "is a number; an array is needed")
                : refuse_read_only(which, o);
   if (code < 0) pmpy_release(b);
@@ -695,7 +695,7 @@ bool pmpy_is_array(PyObject *o, bool specs) {
     return false;
   const pmpy_source *s = source_of(o);
   if (!s) PyErr_Clear();
-  return s && (s->family != PMPY_NONE || (specs && s->how == READ_SPEC));
+  return s && (s->library != PMPY_NONE || (specs && s->how == READ_SPEC));
 }
 
 /* ---- streams ------------------------------------------------------------------------------ */
@@ -718,9 +718,9 @@ int pmpy_current_stream(const pmpy_source *s, int device, void **stream) {
   *stream = NULL;
   if (s->api && s->api->current_work_stream)
     return s->api->current_work_stream(kDLCUDA, device, stream) ? -1 : 0;
-  if (s->family == PMPY_CUPY)
+  if (s->library == PMPY_CUPY)
     return python_stream("cupy.cuda", "get_current_stream", NULL, "ptr", stream);
-  if (s->family != PMPY_TORCH) return 0;
+  if (s->library != PMPY_TORCH) return 0;
   PyObject *ordinal = PyLong_FromLong(device);
   int code =
       ordinal ? python_stream("torch.cuda", "current_stream", ordinal, "cuda_stream", stream) : -1;
@@ -765,7 +765,7 @@ static PyObject *result_by_api(const DLPackExchangeAPI *api, const pmpy_spec *sp
 
 PyObject *pmpy_result(const pmpy_source *s, const pmpy_spec *spec, bool cuda, int device,
                       void *stream, uint64_t *ptr) {
-  if (s->family == PMPY_TORCH) {
+  if (s->library == PMPY_TORCH) {
     PyObject *tensor = pmpy_torch_empty(s->api, spec, cuda, device, ptr);
     if (tensor) return tensor;
   }
@@ -793,14 +793,14 @@ static PyObject *call_in(const char *module, const char *function, PyObject *arg
 
 PyObject *pmpy_finish(const pmpy_source *s, PyObject *made, bool cuda) {
   static const struct {
-    pmpy_family family;
+    pmpy_library library;
     const char *module[2], *function[2];
   } ways[] = {{PMPY_TORCH, {"torch", "torch"}, {"from_numpy", "from_dlpack"}},
               {PMPY_CUPY, {"cupy", "cupy"}, {"asarray", "from_dlpack"}},
               {PMPY_JAX, {"jax.numpy", "jax.dlpack"}, {"asarray", "from_dlpack"}}};
   bool ours = cuda ? Py_TYPE(made) == pmpy.device_array_type : PyArray_CheckExact(made);
   for (size_t i = 0; i < PM_COUNT(ways) && ours; i++)
-    if (ways[i].family == s->family) {
+    if (ways[i].library == s->library) {
       PyObject *result = call_in(ways[i].module[cuda], ways[i].function[cuda], made);
       Py_DECREF(made);
       return result;

@@ -11,7 +11,7 @@
 #include "dlpack.h"
 
 /* Who made an array; results are made by the same. */
-typedef enum pmpy_family {
+typedef enum pmpy_library {
   PMPY_NONE, /* numbers, and specs without data */
   PMPY_NUMPY,
   PMPY_DEVICE_ARRAY,
@@ -19,13 +19,13 @@ typedef enum pmpy_family {
   PMPY_CUPY,
   PMPY_JAX,
   PMPY_OTHER
-} pmpy_family;
+} pmpy_library;
 
 /* How objects of one Python type are read; found once per type. */
 typedef struct pmpy_source {
   PyTypeObject *type;
   int how; /* enum in exchange.c */
-  pmpy_family family;
+  pmpy_library library;
   const DLPackExchangeAPI *api; /* NULL: none */
 } pmpy_source;
 
@@ -68,7 +68,7 @@ void pmpy_release(pmpy_buffer *b);
  */
 bool pmpy_is_array(PyObject *o, bool specs);
 
-/* The stream that the family computes on now (NULL: the legacy default stream). */
+/* The stream that the library computes on now (NULL: the legacy default stream). */
 int pmpy_current_stream(const pmpy_source *s, int device, void **stream);
 
 /* The handle of a stream object or an int: streams.c. */
@@ -86,7 +86,7 @@ static inline size_t pmpy_bytes(const pmpy_spec *s) {
                                       : n * pm_dtypes[s->dtype].bytes;
 }
 
-/* A fresh array for a result of a family, with its memory. On the device the families without an
+/* A fresh array for a result of a library, with its memory. On the device the libraries without an
  * exchange API get a DeviceArray here and their own kind from pmpy_finish. */
 PyObject *pmpy_result(const pmpy_source *s, const pmpy_spec *spec, bool cuda, int device,
                       void *stream, uint64_t *ptr);

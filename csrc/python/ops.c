@@ -56,9 +56,9 @@ int pmpy_operands(pmpy_trace *t, pmpy_op_call *c, PyObject *seq) {
 }
 
 int pmpy_enum_value(pm_attr_id id, const char *text, int64_t *out) {
-  const pm_enum_family family = pm_attr_forms[id] - PM_FORM_ENUM_AXIS;
+  const pm_enum kind = pm_attr_forms[id] - PM_FORM_ENUM_AXIS;
   const char *name;
-  for (*out = 0; (name = pm_enum_text(family, *out)); ++*out) {
+  for (*out = 0; (name = pm_enum_text(kind, *out)); ++*out) {
     if (!strcmp(name, text)) return 0;
   }
   pmpy_fail(PM_E_VALUE, "%s: unknown value '%s'", pm_attr_text[id], text);
@@ -173,19 +173,19 @@ static PyObject *next_tile(PyObject *module, PyObject *number) {
   return counted(PM_OP_NEXT_TILE, number);
 }
 
-static PyObject *take_tile(PyObject *module, PyObject *const *args, Py_ssize_t n) {
+static PyObject *fetch_tile(PyObject *module, PyObject *const *args, Py_ssize_t n) {
   (void)module;
-  pmpy_trace *t = pmpy_begin("take_tile", NULL);
+  pmpy_trace *t = pmpy_begin("fetch_tile", NULL);
   pm_attr_arg attr = {.id = PM_ATTR_N};
   pmpy_arg own;
   pm_val in = 0;
-  if (!t || n < 1 || n > 2 || pmpy_ints(args[0], "take_tile", &attr.i, 1) != 1) return NULL;
+  if (!t || n < 1 || n > 2 || pmpy_ints(args[0], "fetch_tile", &attr.i, 1) != 1) return NULL;
   if (n == 2 &&
-      (pmpy_arg_need(t, "take_tile", args[1], &own) || !(in = pmpy_arg_as(t, &own, PM_I32)))) {
+      (pmpy_arg_need(t, "fetch_tile", args[1], &own) || !(in = pmpy_arg_as(t, &own, PM_I32)))) {
     return NULL;
   }
   pm_type type = pm_scalar_type(PM_I32);
-  pm_val v = pmpy_emit(t, PM_OP_TAKE_TILE, &in, n == 2, &type, &attr, 1);
+  pm_val v = pmpy_emit(t, PM_OP_FETCH_TILE, &in, n == 2, &type, &attr, 1);
   return v ? pmpy_traced_new(t, v, false) : NULL;
 }
 
@@ -197,41 +197,41 @@ static PyObject *first_tile(PyObject *module, PyObject *unused) {
   return v ? pmpy_traced_new(t, v, false) : NULL;
 }
 
-/* The families of enums.def by their names there. */
+/* The enums of enums.def by their names there. */
 static PyObject *enum_names(PyObject *module, PyObject *wanted) {
-  static const char *const families[PM_FAMILY_COUNT] = {
-#define V(family, id, text)
-#define PM_FAMILY(family, values) [PM_FAMILY_##family] = #family,
+  static const char *const enums[PM_ENUM_COUNT] = {
+#define V(name, id, text)
+#define PM_ENUM(name, values) [PM_ENUM_##name] = #name,
 #include "../ir/enums.def"
-#undef PM_FAMILY
+#undef PM_ENUM
 #undef V
   };
   (void)module;
-  for (int f = 0; f < PM_FAMILY_COUNT; f++) {
-    if (!PyUnicode_Check(wanted) || PyUnicode_CompareWithASCIIString(wanted, families[f])) continue;
+  for (int f = 0; f < PM_ENUM_COUNT; f++) {
+    if (!PyUnicode_Check(wanted) || PyUnicode_CompareWithASCIIString(wanted, enums[f])) continue;
     Py_ssize_t n = 0;
-    while (pm_enum_text((pm_enum_family)f, n)) n++;
+    while (pm_enum_text((pm_enum)f, n)) n++;
     PyObject *out = PyTuple_New(n);
     for (Py_ssize_t k = 0; out && k < n; k++) {
-      PyObject *name = PyUnicode_FromString(pm_enum_text((pm_enum_family)f, k));
+      PyObject *name = PyUnicode_FromString(pm_enum_text((pm_enum)f, k));
       if (name) PyTuple_SET_ITEM(out, k, name);
       else Py_CLEAR(out);
     }
     return out;
   }
-  return PyErr_Format(PyExc_ValueError, "enum_names: there is no family %R", wanted);
+  return PyErr_Format(PyExc_ValueError, "enum_names: there is no enum %R", wanted);
 }
 
 static PyMethodDef functions[] = {
     {"enum_names", enum_names, METH_O,
-     "enum_names(family): names of the values of an enum of the graph, in the order of their "
+     "enum_names(name): names of the values of an enum of the graph, in the order of their "
      "numbers; ENGINE, OOB ..."},
     {"effect", (PyCFunction)(void (*)(void))effect, METH_FASTCALL | METH_KEYWORDS,
      "effect(name, operands, **attrs): add an op without regions; its result, or None."},
     {"first_tile", first_tile, METH_NOARGS, "first_tile(): number of this cluster in the launch."},
-    {"take_tile", (PyCFunction)(void (*)(void))take_tile, METH_FASTCALL,
-     "take_tile(n, own=None): the next number of counter n of the launch, for hand_tile or "
-     "share_tile; own, where each cluster has a point of its own."},
+    {"fetch_tile", (PyCFunction)(void (*)(void))fetch_tile, METH_FASTCALL,
+     "fetch_tile(n, own=None): the next number of counter n of the launch, for broadcast_tile or "
+     "shuffle_tile; own, where each cluster has a point of its own."},
     {"next_tile", next_tile, METH_O, "next_tile(n): counter n of the launch, plus one each time."},
     {"axis_index", (PyCFunction)(void (*)(void))axis_index, METH_FASTCALL,
      "axis_index(kind, dim) -> Array; kind is grid, cluster or thread."},

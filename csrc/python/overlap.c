@@ -14,7 +14,7 @@ typedef struct extent {
 static inline extent extent_of(const pmpy_buffer *b) {
   const pm_dtype_info *t = &pm_dtypes[b->dtype];
   uint64_t n = t->bytes;
-  if (b->source->family == PMPY_NONE || b->copied) return (extent){0, 0};
+  if (b->source->library == PMPY_NONE || b->copied) return (extent){0, 0};
   for (uint32_t d = 0; d < b->rank; d++) {
     if (!b->strided || !b->shape[d]) n *= (uint64_t)b->shape[d];
     else n += (uint64_t)(b->shape[d] - 1) * (uint64_t)b->stride[d] * t->bytes;

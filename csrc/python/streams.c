@@ -144,8 +144,8 @@ static int add_pending(int device, void *stream, pmpy_buffer *b, PyObject *keep)
 int pmpy_hold(pmpy_call *c, void *stream, PyObject *const *made, uint32_t n_made) {
   for (uint32_t i = 0; i < c->n_in + c->n_out_given; i++) {
     pmpy_buffer *b = &c->in[i];
-    const int family = b->source->family;
-    if (!b->cuda || (!c->has_stream && family != PMPY_JAX && family != PMPY_OTHER)) continue;
+    const int library = b->source->library;
+    if (!b->cuda || (!c->has_stream && library != PMPY_JAX && library != PMPY_OTHER)) continue;
     PyObject *keep = b->keep;
     if (!keep) keep = Py_NewRef(i < c->n_in ? c->args[i] : c->out_args[i - c->n_in]);
     b->keep = NULL;
@@ -168,14 +168,14 @@ static int order(int device, void *first, void *then) {
 }
 
 static bool is_known(const pmpy_source *s) {
-  return s->family == PMPY_TORCH || s->family == PMPY_CUPY;
+  return s->library == PMPY_TORCH || s->library == PMPY_CUPY;
 }
 
 int pmpy_order(const pmpy_call *c, void *stream, bool before) {
   for (uint32_t i = 0; i < c->n_in + c->n_out_given; i++) {
     const pmpy_buffer *b = &c->in[i];
     void *other;
-    if (!b->cuda || (c->has_stream ? is_known(b->source) : b->source->family == c->home->family))
+    if (!b->cuda || (c->has_stream ? is_known(b->source) : b->source->library == c->home->library))
       continue;
     if (pmpy_current_stream(b->source, c->device, &other) < 0) return -1;
     if (order(c->device, before ? other : stream, before ? stream : other) < 0) return -1;

@@ -264,7 +264,7 @@ def test_names_of_later_versions(module):
         (plgpu, "in_turn", "plgpu.ext.ordered_section"),
         (plgpu, "lazy_where", "plgpu.ext.warp_where"),
         (plgpu, "next_tile", "plgpu.ext.TileScheduler.*fetch"),
-        (plgpu, "hand_tile", "plgpu.ext.TileScheduler.*broadcast"),
+        (plgpu, "broadcast_tile", "plgpu.ext.TileScheduler.*broadcast"),
         (plgpu, "kernel_family", "plgpu.specialize"),
         (plgpu, "core_count", "plgpu.sm_count"),
         (plgpu, "Operand", "plgpu.ArrayInfo"),

@@ -718,7 +718,7 @@ def test_tile_scheduler_errors(change, words):
     )
     with pytest.raises(ValueError, match=words) as caught:
         kernel()
-    assert re.search("TileScheduler|hand_tile", str(caught.value))
+    assert re.search("TileScheduler|broadcast_tile", str(caught.value))
 
 
 TAKEN = """\
@@ -732,10 +732,10 @@ kernel "take" grid [5] cluster [] threads 1 stage traced {
     yield %6
   } {
     args %7: int32[]
-    %8 = take_tile {n = 0} : int32[]
+    %8 = fetch_tile {n = 0} : int32[]
     %9 = index %o_1, %7 {starts = [?], sizes = [_]} : gmem int32[]
     store %9, %7
-    %10 = share_tile %8 : int32[]
+    %10 = shuffle_tile %8 : int32[]
     yield %10
   }
 }
@@ -751,8 +751,8 @@ def test_the_text_form():
         g.interpret([seen], seed=seed)
         np.testing.assert_array_equal(seen, range(5))
     for a, b, why in [
-        ("store %9, %7", "store %9, %8", "take_tile"),  # known to one lane only
-        ("share_tile %8", "share_tile %7", "take_tile"),
+        ("store %9, %7", "store %9, %8", "fetch_tile"),  # known to one lane only
+        ("shuffle_tile %8", "shuffle_tile %7", "fetch_tile"),
         ("threads 1", "threads 2", "several threads"),
         ("cluster []", "cluster [2]", "several threads"),
         ("n = 0", "n = 40", "counter 40"),

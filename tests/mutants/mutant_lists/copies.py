@@ -223,7 +223,7 @@ breaks(
     COPIES,
     signals_overtake_the_lanes=(
         "visit_release",
-        "p->touched || p->waited || !is_clean(&p->loaded)",
+        "p->touched || p->waited || !is_empty(&p->loaded)",
         "false",
     ),
 )

@@ -433,12 +433,12 @@ breaks(
     SPECIALISED,
     arrivals_overtake_accesses=(
         "visit_arrive",
-        "if (!p->touched && !p->waited && is_clean(&p->loaded)) return;",
+        "if (!p->touched && !p->waited && is_empty(&p->loaded)) return;",
         "if (p->touched || !p->waited) return;",
     ),
     arrivals_overtake_waits=(
         "visit_arrive",
-        "if (!p->touched && !p->waited && is_clean(&p->loaded)) return;",
+        "if (!p->touched && !p->waited && is_empty(&p->loaded)) return;",
         "if (!p->touched) return;",
     ),
     all_arrivals_are_relaxed=(
@@ -456,15 +456,15 @@ breaks(
         "} else {",
     ),
     copies_overtake_loads=(
-        "overwrites_dirt",
-        "overlap(&p->dirty, from, to) || overlap(&p->loaded, from, to)",
-        "overlap(&p->dirty, from, to)",
+        "overwrites_unfenced",
+        "overlap(&p->unfenced, from, to) || overlap(&p->loaded, from, to)",
+        "overlap(&p->unfenced, from, to)",
     ),
     scopes_end_before_their_loads=("visit_scope", "place_fence(p, body, &last);", ""),
     every_load_is_fenced=(
         "load_bytes",
-        "&& overlap(p->filled, from, to)) soil(&p->loaded",
-        ") soil(&p->loaded",
+        "&& overlap(p->filled, from, to)) add_range(&p->loaded",
+        ") add_range(&p->loaded",
     ),
 )
 breaks(
@@ -489,14 +489,14 @@ breaks(
         "if (end_a <= start_b[k] || end_b <= start_a[k]) return true;",
         "if (end_a != end_b) return true;",
     ),
-    branches_leave_no_dirt=(
+    branches_leave_nothing_unfenced=(
         "visit_control",
-        "soil_all(&dirty, &p->dirty); soil_all(&loaded, &p->loaded);",
-        "soil_all(&loaded, &p->loaded);",
+        "add_ranges(&unfenced, &p->unfenced); add_ranges(&loaded, &p->loaded);",
+        "add_ranges(&loaded, &p->loaded);",
     ),
     loops_begin_clean=(
         "visit_control",
-        "soil_block(p, pm_region(g, op, r)); soil_all(&p->dirty, &dirty);",
+        "soil_block(p, pm_region(g, op, r)); add_ranges(&p->unfenced, &unfenced);",
         "if (!loop) soil_block(p, pm_region(g, op, r));",
     ),
     pending_products_are_complete=(
@@ -810,22 +810,22 @@ breaks(
     f"{TURNS}::test_turns_go_round",
     TURNS,
     a_turn_is_passed_to_oneself=(
-        "pm_cuda_PASS_TURN",
+        "pm_cuda_LEAVE_SECTION",
         "e->n_turns, first + 1, first);",
         "e->n_turns, first, first);",
     ),
     the_last_passes_to_the_second=(
-        "pm_cuda_PASS_TURN",
+        "pm_cuda_LEAVE_SECTION",
         "e->n_turns, first + 1, first);",
         "e->n_turns, first + 1, first + 1);",
     ),
     turns_are_taken_at_the_barriers_of_lanes=(
-        "pm_cuda_TAKE_TURN",
+        "pm_cuda_ENTER_SECTION",
         '"turn_take(%u + wg);", e->g->n_threads + 1);',
         '"turn_take(%u + wg);", e->g->n_threads);',
     ),
     turns_are_not_awaited=(
-        "pm_cuda_TAKE_TURN",
+        "pm_cuda_ENTER_SECTION",
         'pm_line(e, "turn_take(%u + wg);", e->g->n_threads + 1);',
         "",
     ),
@@ -1015,23 +1015,23 @@ breaks(
         '"%s + (i32)(gridDim.x / %u)"',
         '"%s + (i32)(gridDim.x + 0 * %u)"',
     ),
-    all_blocks_of_a_cluster_take_tiles=(
-        "pm_cuda_TAKE_TILE",
+    all_blocks_of_a_cluster_fetch_tiles=(
+        "pm_cuda_FETCH_TILE",
         'pm_begin(e, "%s {", pm_taker(e, true)); if (e->program->pdl)',
         'pm_begin(e, "%s {", pm_taker(e, false)); if (e->program->pdl)',
     ),
     tiles_are_taken_before_the_launch_before_ends=(
-        "pm_cuda_TAKE_TILE",
+        "pm_cuda_FETCH_TILE",
         'if (e->program->pdl) pm_line(e, "griddepcontrol_wait();");',
         "",
     ),
-    all_blocks_hand_tiles_to_all=(
-        "pm_cuda_HAND_TILE",
+    all_blocks_broadcast_tiles_to_all=(
+        "pm_cuda_BROADCAST_TILE",
         '"for (u32 k = 0; k < %u && cluster_rank() == 0; k++)"',
         '"for (u32 k = 0; k < %u; k++)"',
     ),
     tiles_come_unexpected=(
-        "pm_cuda_HAND_TILE",
+        "pm_cuda_BROADCAST_TILE",
         '"mbarrier_arrive_expect_tx(%s, 4);"',
         '"mbarrier_arrive(%s);"',
     ),
@@ -1049,7 +1049,7 @@ breaks(
         "signals |= a.where & (PM_IN_BARRIER | PM_IN_SEMAPHORE) && a.writes;",
         (
             "signals |= a.where & (PM_IN_BARRIER | PM_IN_SEMAPHORE) && a.writes && code != "
-            "PM_OP_HAND_TILE;"
+            "PM_OP_BROADCAST_TILE;"
         ),
     ),
 )

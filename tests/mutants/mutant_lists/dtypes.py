@@ -14,7 +14,7 @@ PAIR = """"h"((u16)(%s.bits | %s.bits << 8)));
 FN void cvt_from_e4m3x2"""
 
 breaks(
-    f"{PASSES}/packed.c",
+    f"{PASSES}/subbyte.c",
     f"{SMALL}::test_small_integers",
     f"{SMALL}::test_small_integers_in_parts",
     f"{SMALL}::test_small_integers_refused",
@@ -140,7 +140,7 @@ breaks(
 )
 
 breaks(
-    f"{PASSES}/packed.c",
+    f"{PASSES}/subbyte.c",
     f"{SMALL}::test_transposed_refs_of_small_dtypes",
     f"{SMALL}::test_two_bits_in_parts",
     transposed_indices_stay_in_place=(

@@ -530,7 +530,7 @@ breaks(
     loops_begin_ordered=("visit_control", "if (loop) p->at = APART;", ""),
     engines_overwrite_stores=(
         "visit_copy",
-        "!committed && overwrites_dirt(p, p->g->blocks.at[block].ops.at[*k])",
+        "!committed && overwrites_unfenced(p, p->g->blocks.at[block].ops.at[*k])",
         "(committed, false)",
     ),
 )

@@ -93,7 +93,7 @@ breaks(
     f"{CUDA}/emit_async.c",
     SCHEDULE,
     shared_tiles_stay_with_one_lane=(
-        "pm_cuda_SHARE_TILE",
+        "pm_cuda_SHUFFLE_TILE",
         'pm_line(e, "%s = %s;", x, behind_first(e, in)); pm_end_of_one_lane(e, x);',
         'pm_line(e, "%s = %s;", x, behind_first(e, in)); pm_end(e);',
     ),
@@ -164,13 +164,13 @@ breaks(
     WARPS,
     interpreted_warps_have_seen_nothing=(
         "exec_warp_map",
-        "seen[w->seer] = seen[t->seer];",
-        "seen[w->seer] = 0;",
+        "seen[w->observer] = seen[t->observer];",
+        "seen[w->observer] = 0;",
     ),
     interpreted_threads_forget_what_warps_saw=(
         "join_waits",
-        "b->seen[of->seer] = pm_max(b->seen[of->seer], seen);",
-        "b->seen[of->seer] = pm_max(b->seen[of->seer], 0);",
+        "b->seen[of->observer] = pm_max(b->seen[of->observer], seen);",
+        "b->seen[of->observer] = pm_max(b->seen[of->observer], 0);",
     ),
     interpreted_warps_may_wait_unequally_often=(
         "join_waits",
@@ -288,7 +288,7 @@ breaks(
         "*(int32_t *)slot_of(t, i->dst) = ++m->counters[i->to];",
     ),
     interpreted_points_are_done_again=(
-        "exec_take_tile",
+        "exec_fetch_tile",
         "number = m->points + m->",
         "number = 0 * m->points + m->",
     ),

@@ -92,7 +92,7 @@ breaks(
     f"{CUDA}/emit_wgmma.c",
     f"{PRODUCTS}::test_registers_of_a_product_in_flight",
     turns_end_with_products_in_flight=(
-        "pm_end_turn",
+        "pm_end_iteration",
         "if (n != NONE) pm_line",
         "if (false) pm_line",
     ),
