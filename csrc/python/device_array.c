@@ -87,8 +87,7 @@ static void dealloc(PyObject *self) {
   if (a->borrowed) {
     pmpy_release(&a->base);
   } else if (a->foreign_stream) {
-    Py_BEGIN_ALLOW_THREADS pm_device_free_synchronized(a->device, a->ptr);
-    Py_END_ALLOW_THREADS
+    pm_device_free_unordered(a->device, a->ptr);
   } else {
     pm_device_free(a->device, a->ptr, NULL);
   }
@@ -507,6 +506,7 @@ static PyObject *synchronize(PyObject *module, PyObject *args, PyObject *kw) {
   Py_BEGIN_ALLOW_THREADS code = pm_synchronize(ordinal, NULL, &err);
   if (!code) code = pm_private_stream(ordinal, &own, &err);
   if (!code) code = pm_synchronize(ordinal, own, &err);
+  if (!code) pm_memory_sweep(ordinal);
   if (!code) pm_modules_sweep();
   Py_END_ALLOW_THREADS if (code) return pmpy_raise(&err);
   Py_RETURN_NONE;

@@ -3,6 +3,8 @@
  * Memory comes from one pool for each device, which keeps freed memory in stream order. A failed
  * request is repeated once after the pool has released what it keeps. Devices without pools (none
  * of the supported targets) use cuMemAlloc and cuMemFree, which wait for the device. */
+#include <pthread.h>
+
 #include "driver.h"
 
 /* Enter, do one driver call, leave. */
@@ -22,14 +24,71 @@ static cu_result take(const pm_device *d, size_t bytes, cu_stream s, cu_ptr *ptr
   return pm_cu.cuMemAllocFromPoolAsync(ptr, bytes, d->pool, s);
 }
 
-pm_code pm_device_alloc(int device, size_t bytes, void *stream, uint64_t *ptr, pm_err *err) {
-  *ptr = 0;
-  if (!bytes) return PM_OK;
-  IN_CONTEXT(device, r, take(d, bytes, stream, ptr));
-  if (r)
-    return pm_cu_fail(err, PM_E_DRIVER, r, "CUDA device %d gave no %zu bytes of memory", device,
-                      bytes);
-  return PM_OK;
+/* ---- free ----------------------------------------------------------------------------------- */
+
+/* Memory that could not be freed when its owner went: destructors run wherever Python collects
+ * garbage, also while a stream is captured, where waiting for the device would end the capture. It
+ * is freed when the package next allocates or synchronizes outside a capture. */
+typedef struct late {
+  struct late *next;
+  uint64_t ptr;
+  int device;
+  bool unordered; /* streams that we do not know may still use it */
+} late;
+static late *late_list;
+static pthread_mutex_t late_lock = PTHREAD_MUTEX_INITIALIZER;
+
+static void free_later(int device, uint64_t ptr, bool unordered) {
+  late *l = pm_malloc(sizeof *l);
+  if (!l) return;
+  *l = (late){.ptr = ptr, .device = device, .unordered = unordered};
+  pthread_mutex_lock(&late_lock);
+  l->next = late_list;
+  late_list = l;
+  pthread_mutex_unlock(&late_lock);
+}
+
+/* An operation on the default stream would end the capture of a stream that waits for it. */
+static bool is_default_usable(cu_stream s) {
+  int status = 0;
+  return (s && s != CU_STREAM_LEGACY) || !pm_cu.cuStreamIsCapturing(s, &status);
+}
+
+static late *take_late(int device) {
+  late *out = NULL;
+  pthread_mutex_lock(&late_lock);
+  for (late **at = &late_list; *at;) {
+    late *l = *at;
+    if (l->device == device) {
+      *at = l->next;
+      l->next = out;
+      out = l;
+    } else {
+      at = &l->next;
+    }
+  }
+  pthread_mutex_unlock(&late_lock);
+  return out;
+}
+
+/* In the context of the device. */
+static void free_late(const pm_device *d, int device, cu_stream s) {
+  int status = 0;
+  if (!late_list || pm_cu.cuStreamIsCapturing(s, &status) || status) return;
+  bool unordered = false;
+  late *l = take_late(device);
+  for (const late *k = l; k; k = k->next) unordered |= k->unordered;
+  const bool waited = unordered && !pm_cu.cuCtxSynchronize();
+  for (late *next; l; l = next) {
+    next = l->next;
+    if (l->unordered && !waited) { /* leave it: it may be in use */
+    } else if (d->pool) {
+      pm_cu.cuMemFreeAsync(l->ptr, NULL);
+    } else {
+      pm_cu.cuMemFree(l->ptr);
+    }
+    pm_free(l);
+  }
 }
 
 void pm_device_free(int device, uint64_t ptr, void *stream) {
@@ -37,19 +96,41 @@ void pm_device_free(int device, uint64_t ptr, void *stream) {
   const pm_device *d;
   bool pushed;
   if (!ptr || pm_device_need(device, &d, &ignored) || pm_enter(d, &pushed, &ignored)) return;
-  if (d->pool) pm_cu.cuMemFreeAsync(ptr, stream);
+  if (!is_default_usable(stream)) free_later(device, ptr, false);
+  else if (d->pool) pm_cu.cuMemFreeAsync(ptr, stream);
   else pm_cu.cuMemFree(ptr);
   pm_leave(pushed);
 }
 
-void pm_device_free_synchronized(int device, uint64_t ptr) {
+void pm_device_free_unordered(int device, uint64_t ptr) {
+  if (ptr) free_later(device, ptr, true);
+}
+
+pm_code pm_device_alloc(int device, size_t bytes, void *stream, uint64_t *ptr, pm_err *err) {
+  *ptr = 0;
+  if (!bytes) return PM_OK;
+  const pm_device *d;
+  bool pushed;
+  if (pm_device_need(device, &d, err) || pm_enter(d, &pushed, err)) return err->code;
+  free_late(d, device, stream);
+  const cu_result r = take(d, bytes, stream, ptr);
+  pm_leave(pushed);
+  if (r)
+    return pm_cu_fail(err, PM_E_DRIVER, r, "CUDA device %d gave no %zu bytes of memory", device,
+                      bytes);
+  return PM_OK;
+}
+
+void pm_memory_sweep(int device) {
   PM_IGNORED(ignored);
   const pm_device *d;
   bool pushed;
-  if (!ptr || pm_device_need(device, &d, &ignored) || pm_enter(d, &pushed, &ignored)) return;
-  if (!pm_cu.cuCtxSynchronize()) pm_cu.cuMemFree(ptr); /* else leave it: it may be in use */
+  if (pm_device_need(device, &d, &ignored) || pm_enter(d, &pushed, &ignored)) return;
+  free_late(d, device, NULL);
   pm_leave(pushed);
 }
+
+/* ---- copies, order -------------------------------------------------------------------------- */
 
 /* The driver's complaint about a copy may come from a kernel that ran before it. */
 static pm_code copied(int device, cu_result r, const char *what, size_t bytes, pm_err *err) {

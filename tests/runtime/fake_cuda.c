@@ -1,6 +1,7 @@
 /* A stand-in for libcuda.so.1 on machines without a GPU, for tests of the runtime.
  *
- *   gcc -shared -fPIC -o DIR/libcuda.so.1 tests/runtime/fake_cuda.c      LD_LIBRARY_PATH=DIR python ...
+ *   gcc -shared -fPIC -o DIR/libcuda.so.1 tests/runtime/fake_cuda.c      LD_LIBRARY_PATH=DIR python
+ * ...
  *
  * Device memory is host memory, streams complete at once, and a launch is recorded. A test sees and
  * steers it through the functions fake_*, by ctypes on the same library: the next launches call a
@@ -50,7 +51,7 @@ static struct {
   char failing[64];
   R failure;
   int fail_after;
-  int64_t allocated, live, copies, frees, events, modules, capturing, waits, calls;
+  int64_t allocated, live, copies, frees, events, modules, capturing, waits, calls, synchronized;
   int attribute[32]; /* of the function that was asked last */
 } S;
 
@@ -160,8 +161,10 @@ static R cuCtxPopCurrent(void **c) {
 }
 static R cuCtxSynchronize(void) {
   MAY_FAIL;
+  S.synchronized++;
   return 0;
 }
+EXPORT int64_t fake_synchronized(void) { return S.synchronized; }
 EXPORT int fake_context_depth(void) { return depth; }
 /* Another library makes the device current, or none any more (-1). */
 EXPORT void fake_make_current(int device) {

@@ -282,6 +282,30 @@ def case_capture():
     assert (k(d).numpy() == x + 1).all()
 
 
+def case_garbage_in_captures():
+    """Arrays that others got through DLPack go without waiting for the device, also while a stream
+    is captured; their memory is there again for the next request outside of it."""
+    a, b, c = (plgpu.device_put(x) for _ in range(3))
+    for d in (a, b, c):
+        d.__dlpack__(stream=4096)
+    live, synchronized = fake.fake_live_bytes(), fake.fake_synchronized()
+    del a
+    fake.fake_set_capturing(1)
+    del b
+    d = plgpu.device_put(x)
+    assert fake.fake_synchronized() == synchronized
+    assert fake.fake_live_bytes() == live + d.nbytes
+    fake.fake_set_capturing(0)
+    e = plgpu.device_put(x)
+    assert fake.fake_synchronized() == synchronized + 1
+    assert fake.fake_live_bytes() == live - 2 * x.nbytes + d.nbytes + e.nbytes
+    del c
+    plgpu.synchronize()
+    assert fake.fake_synchronized() == synchronized + 2
+    del d, e
+    assert fake.fake_live_bytes() == live - 3 * x.nbytes
+
+
 def counted(x, o):
     i = _core.next_tile(1)
 
