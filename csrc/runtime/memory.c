@@ -48,7 +48,8 @@ static void free_later(int device, uint64_t ptr, bool unordered) {
   pthread_mutex_unlock(&late_lock);
 }
 
-/* An operation on the default stream would end the capture of a stream that waits for it. */
+/* An operation on the default stream would end the capture of a stream that waits for it (one that
+ * is not non-blocking). */
 static bool is_default_usable(cu_stream s) {
   int status = 0;
   return (s && s != CU_STREAM_LEGACY) || !pm_cu.cuStreamIsCapturing(s, &status);
@@ -96,9 +97,12 @@ void pm_device_free(int device, uint64_t ptr, void *stream) {
   const pm_device *d;
   bool pushed;
   if (!ptr || pm_device_need(device, &d, &ignored) || pm_enter(d, &pushed, &ignored)) return;
+  int mode = CU_CAPTURE_RELAXED;
+  const bool relaxed = !pm_cu.cuThreadExchangeStreamCaptureMode(&mode);
   if (!is_default_usable(stream)) free_later(device, ptr, false);
   else if (d->pool) pm_cu.cuMemFreeAsync(ptr, stream);
   else pm_cu.cuMemFree(ptr);
+  if (relaxed) pm_cu.cuThreadExchangeStreamCaptureMode(&mode);
   pm_leave(pushed);
 }
 

@@ -62,6 +62,33 @@ def test_graphs_outlive_their_kernels(monkeypatch):
         assert torch.equal(out, a + b)
 
 
+@pytest.mark.parametrize("mode", ["global", "thread_local", "relaxed"])
+@pytest.mark.parametrize("blocking", [False, True])
+def test_captures_go_on_when_arrays_are_collected(mode, blocking):
+    """Their memory is freed at once where that is no part of the capture, otherwise later."""
+    cupy, torch = pytest.importorskip("cupy"), pytest.importorskip("torch")
+    x = np.arange(N, dtype=np.float32)
+    arrays = [plgpu.device_put(x) for _ in range(3)]
+    arrays[1].__dlpack__(stream=torch.cuda.Stream().cuda_stream)
+    k = plgpu.kernel(add, out_type=shaped(N))
+    a, b = cupy.arange(N, dtype=np.float32), cupy.ones(N, np.float32)
+    out = cupy.zeros_like(a)
+    with cupy.cuda.Stream(non_blocking=not blocking) as stream:
+        k(a, b, out=out)
+        stream.synchronize()
+        mode = getattr(cupy.cuda.runtime, f"streamCaptureMode{mode.title().replace('_', '')}")
+        stream.begin_capture(mode)
+        k(a, b, out=out)
+        while arrays:
+            arrays.pop()
+        graph = stream.end_capture()
+        out[:] = 0
+        graph.launch(stream)
+        stream.synchronize()
+    assert (out == a + b).all()
+    assert (plgpu.device_put(x).numpy() == x).all()
+
+
 @pytest.mark.parametrize("side", [False, True])
 def test_launches_in_flight_keep_their_code(side):
     torch = pytest.importorskip("torch")
