@@ -309,6 +309,7 @@ class InterpretParams:
     detect_uninitialized: bool
     mode: Literal["strict", "reference"]
     timeline: str | None
+    backend: Literal["interpret", "emulate"]
     def __init__(
         self,
         *,

@@ -1,12 +1,13 @@
 """What the extension calls in Python, registered once when the package is imported."""
 
-from . import _clipped, _core, _introspect, _notebook, _races, _spills, _timeline, _types
+from . import _clipped, _core, _emulate, _introspect, _notebook, _races, _spills, _timeline, _types
 from ._jnp import index, members, refs
 
 
 def register():
     """Give the extension its hooks, and `Array` its members."""
     _core.set_hooks(
+        emulate=_emulate.emulation,
         html=_notebook.html,
         index_array=index.index,
         index_ref=refs.at,

@@ -83,9 +83,11 @@ class Definition:
                 f"{self.who}: the keys of scratch_types are parameter names of the body, got"
                 f" {tuple(scratch)}"
             )
+        if isinstance(interpret, str) and interpret == "emulate":
+            interpret = InterpretParams(backend="emulate")
         if not (interpret is None or isinstance(interpret, (bool, InterpretParams))):
             raise TypeError(
-                f"{self.who}: interpret must be a bool or plgpu.InterpretParams, got"
+                f"{self.who}: interpret must be a bool, 'emulate' or plgpu.InterpretParams, got"
                 f" {show(interpret)}"
             )
         self.body, self.scratch, self.params, self.mesh = body, scratch, params, mesh

@@ -1,4 +1,4 @@
-"""Results of the interpreter's race detector, ``InterpretParams(detect_races=True)``."""
+"""Races that ``InterpretParams(detect_races=True)`` or the emulated machine found."""
 
 import dataclasses
 import warnings
@@ -66,6 +66,12 @@ def get_races():
             "get_races: no kernel ran with interpret=plgpu.InterpretParams(detect_races=True) yet"
         )
     return _latest
+
+
+def emulated(races):
+    """Note the result of a run on the emulated machine, which ends at the first race."""
+    global _latest
+    _latest = RaceLog(tuple(races), ())
 
 
 def _warn(text, file, line):

@@ -1243,6 +1243,9 @@ class InterpretParams(_Frozen):
     out-of-bounds accesses are always reported.
     ``timeline``: a file, to which each run writes what every agent did and when, in the time of a
     simple model of the GPU; see :func:`read_trace`.
+    ``backend``: "interpret", or "emulate": the generated CUDA program runs on an emulated GPU that
+    checks the order of all accesses, whatever ``detect_races`` says. It needs g++ 12 or later
+    (else NotImplementedError) and ends at the first error. Short: ``interpret="emulate"``.
     ValueError for other values, NotImplementedError for other kinds of ``uninitialized_memory``.
     """
 
@@ -1261,6 +1264,7 @@ class InterpretParams(_Frozen):
         "detect_uninitialized",
         "mode",
         "timeline",
+        "backend",
     )
 
     def __init__(
@@ -1280,9 +1284,11 @@ class InterpretParams(_Frozen):
         detect_uninitialized=False,
         mode="strict",
         timeline=None,
+        backend="interpret",
     ):
         what = "InterpretParams"
         words = {
+            "backend": (backend, "interpret", "emulate"),
             "out_of_bounds_reads": (out_of_bounds_reads, "raise", "uninitialized"),
             "on_race": (on_race, "raise", "warn", "record"),
             "mode": (mode, "strict", "reference"),
@@ -1315,7 +1321,21 @@ class InterpretParams(_Frozen):
                 f"{what}: logging_mode must be a plgpu.LoggingMode or None, got"
                 f" {show(logging_mode)}"
             )
+        missing = {
+            "skip_floating_point_ops": bool(skip_floating_point_ops),
+            "logging_mode": logging_mode is not None,
+            "timeline": timeline is not None,
+            "out_of_bounds_reads='uninitialized'": out_of_bounds_reads != "raise",
+            f"on_race={on_race!r}": on_race != "raise",
+        }
+        if backend == "emulate" and any(missing.values()):
+            given = next(name for name, there in missing.items() if there)
+            raise NotImplementedError(
+                f"{what}: {given} is not available with backend='emulate', where the generated"
+                " program runs and ends at the first error; use backend='interpret'"
+            )
         self._set(
+            backend=backend,
             seed=int(seed),
             out_of_bounds_reads=out_of_bounds_reads,
             uninitialized_memory=uninitialized_memory,

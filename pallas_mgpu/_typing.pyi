@@ -218,7 +218,7 @@ class KernelOfDict(Kernel[..., dict[str, np.ndarray]]):
         self, *args: Nested[A], out: Mapping[str, A] | None = None, stream: Stream | None = None
     ) -> dict[str, A]: ...
 
-Interpret: TypeAlias = bool | InterpretParams | None
+Interpret: TypeAlias = bool | Literal["emulate"] | InterpretParams | None
 
 class Family(Generic[_P]):
     """A function of arrays that finds its kernel by their types."""

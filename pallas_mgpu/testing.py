@@ -79,8 +79,19 @@ def _name(kernel):
     return getattr(kernel, "__name__", None) or show(kernel)
 
 
-def check(kernel, *args, ref=None, seeds=20, rtol=None, atol=None):
-    """Run a kernel on the interpreter under many schedules, with ``detect_races`` and
+_BACKENDS = ("interpret", "emulate")
+
+
+def _chosen(backends):
+    names = (backends,) if isinstance(backends, str) else tuple(backends)
+    for name in names or (None,):
+        if name not in _BACKENDS:
+            raise ValueError(f"check: backends are some of {_BACKENDS}, got {show(backends)}")
+    return names
+
+
+def check(kernel, *args, ref=None, seeds=20, backends="interpret", rtol=None, atol=None):
+    """Run a kernel on the CPU under many schedules, with ``detect_races`` and
     ``detect_uninitialized``; returns its result under the first.
 
     ``kernel``: what :func:`plgpu.kernel` or ``pl.pallas_call`` returns, or a function that takes
@@ -88,6 +99,8 @@ def check(kernel, *args, ref=None, seeds=20, rtol=None, atol=None):
     them are copied. ``ref``: the expected result, or a function of the same arguments that returns
     it. ``rtol``, ``atol``: tolerances against ``ref``; by default 1e-5 for float32, 2e-3 for
     float16, 2e-2 for bfloat16 and 0 for others. ``seeds``: the number of schedules, or their seeds.
+    ``backends``: "interpret", "emulate" (the generated program on the emulated machine, which needs
+    g++ 12 or later), or both in a tuple.
 
     Raises what a run raises (:class:`RaceError`, :class:`UninitializedError`,
     :class:`DeadlockError`, ...), :class:`ScheduleError` if two schedules give other bits, and
@@ -97,12 +110,26 @@ def check(kernel, *args, ref=None, seeds=20, rtol=None, atol=None):
     numbers = range(seeds) if isinstance(seeds, int) else tuple(seeds)
     if not numbers:
         raise ValueError(f"check: seeds must be at least 1, got {show(seeds)}")
+    result = None
+    for number, backend in enumerate(_chosen(backends)):
+        latest = _check_on(backend, kernel, args, ref, numbers, (rtol, atol), number == 0)
+        result = latest if number == 0 else result
+    return result
+
+
+def _check_on(backend, kernel, args, ref, numbers, tolerances, prints):
     run, first, result = _runner(kernel), None, None
     for seed in numbers:
         params = InterpretParams(
-            seed=seed, detect_races=True, detect_uninitialized=True, mode="reference"
+            seed=seed,
+            detect_races=True,
+            detect_uninitialized=True,
+            mode="reference",
+            backend=backend,
         )
-        quiet = contextlib.redirect_stdout(io.StringIO()) if first else contextlib.nullcontext()
+        quiet = contextlib.redirect_stdout(io.StringIO())
+        if prints and first is None:
+            quiet = contextlib.nullcontext()
         again = (seed,)
         try:
             with quiet:
@@ -110,11 +137,13 @@ def check(kernel, *args, ref=None, seeds=20, rtol=None, atol=None):
             if first is None:
                 first, result = got, latest
                 if ref is not None:
-                    _close(got, ref, args, rtol, atol)
+                    _close(got, ref, args, *tolerances)
             again = numbers[0], seed
             _same(first, got, *again)
         except Exception as e:
-            line = f"plgpu.testing.check({_name(kernel)}, ..., seeds={again})  # {type(e).__name__}"
+            where = "" if backend == "interpret" else f", backends={backend!r}"
+            call = f"plgpu.testing.check({_name(kernel)}, ..., seeds={again}{where})"
+            line = f"{call}  # {type(e).__name__}"
             print(line)
             e.add_note(f"repeat with {line}")
             raise

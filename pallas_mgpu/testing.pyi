@@ -8,6 +8,7 @@ def check(
     *args: Any,
     ref: Any = None,
     seeds: int | Sequence[int] = 20,
+    backends: str | Sequence[str] = "interpret",
     rtol: float | None = None,
     atol: float | None = None,
 ) -> R: ...

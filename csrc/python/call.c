@@ -2,7 +2,8 @@
  *
  * Arguments are read as memory (exchange.c), and the plan for their dtypes and shapes is found by
  * their signature (a miss traces, by calling Python). It runs on the GPU if the arrays are there;
- * for host arrays on a GPU that fits, or else on the interpreter. A hit on arrays that are in place
+ * for host arrays on a GPU that fits, or else on the interpreter, or where one of them was asked
+ * for: there, or on the emulated machine. A hit on arrays that are in place
  * is one pass over the arguments, one hash, and the launch; no Python code runs and nothing is
  * awaited.
  */
@@ -335,9 +336,10 @@ static int warn_fallback(const char *why) {
 static int choose_backend(pmpy_call *c) {
   const char *asked = pm_env(PM_ENV_BACKEND);
   char why[512] = "";
-  if (!strcmp(asked, "interpret")) return 0;
+  c->emulated = !strcmp(asked, "emulate");
+  if (c->emulated || !strcmp(asked, "interpret")) return 0;
   if (strcmp(asked, "auto") && strcmp(asked, "cuda")) {
-    PyErr_Format(PyExc_ValueError, "%s: got %.80s; auto, cuda and interpret are accepted",
+    PyErr_Format(PyExc_ValueError, "%s: got %.80s; auto, cuda, interpret and emulate are accepted",
                  pm_env_table[PM_ENV_BACKEND].variable, asked);
     return -1;
   }
@@ -356,8 +358,11 @@ static int choose_target(pmpy_call *c) {
   PyObject *p = c->k->interpret;
   c->runs_on = -1;
   c->target = NULL;
-  c->may_fall_back = false;
-  if (p && p != Py_None && p != Py_False) return 0;
+  c->may_fall_back = c->emulated = false;
+  if (p && p != Py_None && p != Py_False) {
+    c->emulated = pmpy_attribute_is(p, "backend", "emulate") > 0;
+    return PyErr_Occurred() ? -1 : 0;
+  }
   if (c->cuda) c->runs_on = c->device;
   else if (choose_backend(c) < 0) return -1;
   if (c->runs_on < 0 || !pm_device_target(c->runs_on, &c->target, &err)) return 0;
@@ -368,7 +373,7 @@ static int choose_target(pmpy_call *c) {
 static PyObject *dispatch(pmpy_call *c) {
   const pm_target *t = c->plan->graph->g->target;
   char why[128];
-  if (c->runs_on < 0) return pmpy_call_interpreter(c);
+  if (c->runs_on < 0) return c->emulated ? pmpy_call_emulator(c) : pmpy_call_interpreter(c);
   if (t == c->target) return pmpy_call_gpu(c, c->runs_on);
   snprintf(why, sizeof why, "the GPU is %s, and a kernel needs what %s has", c->target->text,
            t->text);

@@ -29,6 +29,7 @@ typedef struct pmpy_call {
   /* where the kernel runs: a device, or -1: the interpreter; what it is lowered for there */
   int runs_on;
   const pm_target *target; /* NULL: whatever has what the kernel needs */
+  bool emulated;           /* where it runs on the CPU: as the generated program */
   bool may_fall_back;      /* to the interpreter, where the device lacks something */
   bool converted;          /* an operand was, from 64 bits */
   bool in_place;           /* an output given may be an operand */

@@ -62,8 +62,7 @@ static void on_timeline(void *ctx, const pm_timeline_event *events, uint32_t n, 
   PyGILState_Release(gil);
 }
 
-/* Does the attribute equal the text? -1: exception. Absent counts as false. */
-static int attribute_is(PyObject *o, const char *name, const char *text) {
+int pmpy_attribute_is(PyObject *o, const char *name, const char *text) {
   PyObject *a = PyObject_GetAttrString(o, name);
   if (!a) return PyErr_ExceptionMatches(PyExc_AttributeError) ? PyErr_Clear(), 0 : -1;
   int is = PyUnicode_Check(a) && !PyUnicode_CompareWithASCIIString(a, text);
@@ -82,8 +81,8 @@ static int race_options(PyObject *p, hooks *h, pm_interp_options *o) {
   o->race = on_race;
   o->note = on_note;
   o->race_ctx = h;
-  o->race_raises = attribute_is(p, "on_race", "raise") > 0;
-  o->strict = attribute_is(p, "mode", "strict") > 0;
+  o->race_raises = pmpy_attribute_is(p, "on_race", "raise") > 0;
+  o->strict = pmpy_attribute_is(p, "mode", "strict") > 0;
   return PyErr_Occurred() ? -1 : 0;
 }
 
@@ -120,8 +119,8 @@ static int interp_options(const pmpy_kernel *k, hooks *h, pm_interp_options *o) 
   o->skip_floats = skip == Py_True;
   if (!skip) PyErr_Clear();
   Py_XDECREF(skip);
-  int oob = attribute_is(p, "out_of_bounds_reads", "uninitialized");
-  int zero = attribute_is(p, "uninitialized_memory", "zero");
+  int oob = pmpy_attribute_is(p, "out_of_bounds_reads", "uninitialized");
+  int zero = pmpy_attribute_is(p, "uninitialized_memory", "zero");
   o->oob_raise = !oob;
   o->zero_fill = zero > 0;
   PyObject *seeds = PyObject_GetAttrString(p, "seeds");

@@ -224,6 +224,28 @@ static PyObject *params_info(const pm_graph *g, const pm_program *p) {
   return list;
 }
 
+/* Of parameters: (name, strides in elements or None). */
+static PyObject *given_info(const pm_graph *g, const pm_program *p) {
+  PyObject *list = PyList_New(p->n_params);
+  for (uint32_t k = 0; list && k < p->n_params; k++) {
+    const int64_t *s = g->strides && k < g->n_operands ? g->strides[k] : NULL;
+    const int rank = pm_typeof(g, g->blocks.at[1].arg + k)->rank;
+    PyObject *strides = s ? PyTuple_New(rank) : Py_NewRef(Py_None);
+    for (int d = 0; strides && s && d < rank; d++)
+      PyTuple_SET_ITEM(strides, d, PyLong_FromLongLong(s[d]));
+    PyObject *item = strides ? Py_BuildValue("(sN)", p->names[k], strides) : NULL;
+    if (!item) Py_CLEAR(list);
+    else PyList_SET_ITEM(list, k, item);
+  }
+  return list;
+}
+
+static PyObject *i64_tuple(const int64_t *x, uint32_t n) {
+  PyObject *out = PyTuple_New(n);
+  for (uint32_t k = 0; out && k < n; k++) PyTuple_SET_ITEM(out, k, PyLong_FromLongLong(x[k]));
+  return out;
+}
+
 static PyObject *graph_cuda(PyObject *o, PyObject *args, PyObject *kw) {
   static char *names[] = {"line", "catalogue", NULL};
   int line = 1, catalogue = 1;
@@ -235,14 +257,17 @@ static PyObject *graph_cuda(PyObject *o, PyObject *args, PyObject *kw) {
   clear_err(&err);
   if (pm_protect(cuda_body, &j, &err)) return pmpy_raise(&err);
   const pm_program *p = &j.program;
-  return Py_BuildValue("(N{s:s,s:N,s:N,s:O,s:O,s:I,s:I,s:I,s:s,s:N,s:N,s:N})",
+  return Py_BuildValue("(N{s:s,s:N,s:N,s:O,s:O,s:I,s:I,s:I,s:s,s:O,s:N,s:N,s:N,s:N,s:N,s:N,s:I})",
                        PyUnicode_DecodeUTF8(p->text, (Py_ssize_t)p->size, "replace"), "entry",
                        p->entry, "grid", u32_tuple(p->grid, 3), "cluster", u32_tuple(p->cluster, 3),
                        "shares_grid", p->shares_grid ? Py_True : Py_False, "meets_blocks",
                        p->meets_blocks ? Py_True : Py_False, "block", p->block, "smem_bytes",
-                       p->smem_bytes, "counters", p->n_counters, "target", p->target->text, "args",
-                       list_of(p, p->n_args, arg_info), "maps", list_of(p, p->n_maps, map_info),
-                       "params", params_info(j.g, p));
+                       p->smem_bytes, "counters", p->n_counters, "target", p->target->text, "pdl",
+                       p->pdl ? Py_True : Py_False, "args", list_of(p, p->n_args, arg_info), "maps",
+                       list_of(p, p->n_maps, map_info), "params", params_info(j.g, p), "given",
+                       given_info(j.g, p), "grid_sizes", i64_tuple(j.g->grid, j.g->n_grid),
+                       "cluster_sizes", i64_tuple(j.g->cluster, j.g->n_cluster),
+                       "operands", j.g->n_operands);
 }
 
 /* ---- functions that stand for CUDA source --------------------------------------------------- */

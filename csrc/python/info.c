@@ -188,9 +188,10 @@ static PyObject *system_info(PyObject *Py_UNUSED(self), PyObject *Py_UNUSED(none
   if (!devices) return NULL;
   int device = pmpy_fitting_device(why, sizeof why);
   if (device >= 0) why[0] = 0;
-  bool off = !strcmp(pm_env(PM_ENV_BACKEND), "interpret");
-  if (off) snprintf(why, sizeof why, "PALLAS_MGPU_BACKEND=interpret");
-  const char *backend = device >= 0 && !off ? "cuda" : "interpret";
+  const char *asked = pm_env(PM_ENV_BACKEND);
+  const bool emulated = !strcmp(asked, "emulate"), off = emulated || !strcmp(asked, "interpret");
+  if (off) snprintf(why, sizeof why, "PALLAS_MGPU_BACKEND=%s", asked);
+  const char *backend = device >= 0 && !off ? "cuda" : emulated ? "emulate" : "interpret";
   int major = 0, minor = 0;
   const char *path = "";
   pm_err err = {0};
@@ -204,6 +205,11 @@ static PyObject *system_info(PyObject *Py_UNUSED(self), PyObject *Py_UNUSED(none
 done:
   Py_DECREF(devices);
   return out;
+}
+
+static PyObject *cache_dir(PyObject *Py_UNUSED(self), PyObject *Py_UNUSED(none)) {
+  if (pm_env_is_on(PM_ENV_NO_CACHE)) Py_RETURN_NONE;
+  return Py_BuildValue("(sL)", pm_cache_dir(), (long long)pm_env_number(PM_ENV_CACHE_BYTES));
 }
 
 static PyObject *check_products(PyObject *Py_UNUSED(self), PyObject *args) {
@@ -283,6 +289,8 @@ static PyMethodDef functions[] = {
     {"as_dtype", as_dtype, METH_O, "NumPy dtype of any spelling; 64-bit ones become 32-bit."},
     {"bounds", bounds, METH_O,
      "bounds(x): (least, largest) value of a traced int scalar, or None where none are known."},
+    {"cache_dir", cache_dir, METH_NOARGS,
+     "cache_dir(): (directory of the compile cache, bytes it may have); None: it is off."},
     {"depends", (PyCFunction)(void (*)(void))depends, METH_FASTCALL,
      "depends(values, on): does any of the traced values depend on any of the others?"},
     {"digest", digest, METH_O, "digest(data): 128 bits of the SHA-256 of bytes, as text."},

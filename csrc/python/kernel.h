@@ -32,11 +32,14 @@ PyObject *pmpy_call_finish(const pmpy_call *c, PyObject **made);
 /* Release the outputs that were made; NULL. */
 PyObject *pmpy_call_drop(const pmpy_call *c, PyObject **made);
 
-/* ---- call_gpu.c, call_interpreter.c -------------------------------------------------------- */
+/* ---- call_gpu.c, call_interpreter.c, call_emulator.c ---------------------------------------- */
 
 /* New: the results of a call whose plan was found. */
 PyObject *pmpy_call_gpu(pmpy_call *c, int device);
 PyObject *pmpy_call_interpreter(pmpy_call *c);
+PyObject *pmpy_call_emulator(pmpy_call *c);
+/* Does the attribute equal the text? -1: exception. Absent counts as false. */
+int pmpy_attribute_is(PyObject *o, const char *name, const char *text);
 
 /* ---- staging.c ----------------------------------------------------------------------------- */
 
@@ -48,6 +51,7 @@ typedef struct pmpy_run {
   void *stream;
   pm_kernel *kernel;
   const pm_interp_options *options;
+  PyObject *emulation; /* borrowed: of the plan, NULL: it is interpreted */
   uint32_t n;
   uint64_t given[PMPY_MAX_PARAMS]; /* where the caller has it */
   uint64_t ptr[PMPY_MAX_PARAMS];   /* where the kernel finds it */
@@ -62,5 +66,7 @@ typedef struct pmpy_run {
 void pmpy_run_describe(pmpy_run *r, const uint64_t *out);
 /* Move in, run, move out; the GIL is released. */
 pm_code pmpy_run_execute(pmpy_run *r, pm_err *err);
+/* call_emulator.c: on memory of the host; an exception is set where it fails. */
+pm_code pmpy_run_emulate(const pmpy_run *r, pm_err *err);
 
 #endif

@@ -368,6 +368,7 @@ static void dealloc(PyObject *self) {
   if (p->has_lock) pthread_mutex_destroy(&p->lock);
   PyMem_Free(p->out);
   pmpy_signature_free(&p->signature);
+  Py_XDECREF(p->emulation);
   Py_XDECREF(p->traced);
   Py_XDECREF(p->graph);
   type->tp_free(self);

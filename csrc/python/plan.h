@@ -26,6 +26,7 @@ typedef struct pmpy_plan {
   pm_cubin cubin;
   pm_kernel *kernels[PMPY_MAX_DEVICES];
   pm_machine *machine;
+  PyObject *emulation;      /* runs the program on the CPU; owned, or NULL */
   pmpy_signature signature; /* of the calls that it is for */
   _Atomic size_t bytes;     /* of memory, as far as it is known */
   /* plan_cache.c */

@@ -133,8 +133,9 @@ static void drop_stage(pmpy_run *r) {
 pm_code pmpy_run_execute(pmpy_run *r, pm_err *err) {
   pm_code code = stage_in(r, err);
   if (!code)
-    code = r->on_gpu ? pm_kernel_launch(r->kernel, r->ptr, r->stream, err)
-                     : pmpy_plan_interpret(r->c->plan, (void *const *)r->ptr, r->options, err);
+    code = r->on_gpu      ? pm_kernel_launch(r->kernel, r->ptr, r->stream, err)
+           : r->emulation ? pmpy_run_emulate(r, err)
+                          : pmpy_plan_interpret(r->c->plan, (void *const *)r->ptr, r->options, err);
   if (!code) code = stage_out(r, err);
   drop_stage(r);
   return code;

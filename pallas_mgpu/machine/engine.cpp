@@ -40,7 +40,7 @@ extern "C" void host_mbarrier_init(u32 a, u32 count, int line) {
   x.passed.resize(m.n_clock, 0);
   x.far.resize(m.n_clock, 0);
   x.far_passed.resize(m.n_clock, 0);
-  x.agent = host_new_agent();
+  x.agent = host_new_agent(OF_BARRIER, &b, (u32)at);
 }
 
 /* for the cluster and the async proxy */
@@ -106,8 +106,10 @@ extern "C" void host_mbarrier_expect(u32 a, u32 bytes, int line) {
 
 static void arrived(Block &b, Mbarrier &x, u32 at, u32 n, int line) {
   if (!n || n > MAX_COUNT) host_fail(line, "mbarrier.arrive with a count of %u", n);
-  if (n > x.pending)
+  if (n > x.pending) {
+    host_fact("kind protocol");
     host_fail(line, "%u arrivals, and %s expects no more", n, host_place_of(b, at).c_str());
+  }
   host_release(m.self);
   x.pending -= n;
   complete_if_done(x);
@@ -212,9 +214,11 @@ extern "C" u32 host_semaphore_read(void *p, u32 a, int line) {
 static void complete_bytes(Block &b, u32 at, u32 bytes, int line) {
   Mbarrier &x = b.mbarriers.at(at);
   x.tx -= bytes;
-  if (x.tx < 0 && !x.shared)
+  if (x.tx < 0 && !x.shared) {
+    host_fact("kind protocol");
     host_fail(line, "%u bytes arrived, and that is more than expected: %s", bytes,
               host_place_of(b, at).c_str());
+  }
   complete_if_done(x);
 }
 
@@ -405,8 +409,8 @@ static void issue_load(std::shared_ptr<Copy> c, u32 barrier, int line) {
 static void issue_store(std::shared_ptr<Copy> c) {
   Thread *t = m.self;
   if (!t->reads) {
-    t->reads = host_new_agent();
-    t->writes = host_new_agent();
+    t->reads = host_new_agent(OF_STORE_READS, t->block, t->number);
+    t->writes = host_new_agent(OF_STORE_WRITES, t->block, t->number);
   }
   c->reader = t->reads;
   c->writer = t->writes;
@@ -836,7 +840,7 @@ static void issue_product(Warp &w) {
   p->block = w.block;
   p->warp = &w;
   p->w = *x;
-  if (!w.agent) w.agent = host_new_agent();
+  if (!w.agent) w.agent = host_new_agent(OF_PRODUCTS, w.block, w.lane[0]->number / 32);
   p->when = host_when(++w.count);
   p->clock = w.lane[0]->clock;
   for (u32 l = 1; l < 32; l++) p->clock.meet(w.lane[l]->clock);

@@ -14,16 +14,17 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-enum { STACK = STACK_BYTES, GUARD = 4096, TEXT = 1 << 16, SECONDS = 120 };
+enum { STACK = STACK_BYTES, GUARD = 4096, TEXT = 1 << 16, FACTS = 1 << 14, SECONDS = 120 };
 
 Machine m;
 HostThread *host_self;
 
 struct Report {
   int failed, line;
-  u32 n_text;
+  u32 n_text, n_facts;
   char error[4096];
   char text[TEXT];
+  char facts[FACTS];
 };
 static Report *report;
 static void (*entry)(void **);
@@ -47,6 +48,36 @@ extern "C" void host_fail(int line, const char *format, ...) {
   _exit(1);
 }
 
+void host_fact(const char *format, ...) {
+  va_list ap;
+  va_start(ap, format);
+  const int n = vsnprintf(report->facts + report->n_facts, FACTS - report->n_facts, format, ap);
+  va_end(ap);
+  if (report->n_facts + (u32)n + 1 < FACTS) { /* else it is left out */
+    report->n_facts += (u32)n;
+    report->facts[report->n_facts++] = '\n';
+  }
+  report->facts[report->n_facts] = 0;
+}
+
+void host_fact_access(const char *touch, const Region &r, i64 at, u16 who, int line) {
+  char by[160] = "by unknown";
+  const u32 first = m.n_clock - MAX_ENGINES;
+  const char *const kinds[] = {"barrier", "products", "store_reads", "store_writes"};
+  if (who < first) {
+    const Block &b = m.blocks[who / m.block_threads];
+    snprintf(by, sizeof by, "by thread number %u block %u,%u,%u", who % m.block_threads, b.index.x,
+             b.index.y, b.index.z);
+  } else if (who < MANY) {
+    const Agent &a = m.agents[who - first];
+    const HostIndex b = m.blocks[a.block].index;
+    snprintf(by, sizeof by, "by %s number %u block %u,%u,%u", kinds[a.kind], a.number, b.x, b.y,
+             b.z);
+  }
+  host_fact("access touch %s space %s region %u at %lld line %d %s", touch,
+            r.global ? "gmem" : "smem", r.number, at, line, by);
+}
+
 extern "C" int host_print(const char *format, ...) {
   va_list ap;
   va_start(ap, format);
@@ -59,6 +90,7 @@ extern "C" int host_print(const char *format, ...) {
 
 static void crashed(int number) {
   if (!report->failed) {
+    if (number == SIGALRM) host_fact("kind endless");
     snprintf(report->error, sizeof report->error, "%s",
              number == SIGALRM ? "the program does not end"
              : number == SIGILL
@@ -103,8 +135,9 @@ void Clock::meet(const Clock &o) {
 
 void Clock::fence(bool global) { raise(fenced[global], seen); }
 
-u16 host_new_agent() {
+u16 host_new_agent(AgentKind kind, const Block *b, u32 number) {
   const u32 k = m.engines < MAX_ENGINES ? m.engines++ : MAX_ENGINES - 1; /* the last ones share */
+  m.agents[k] = {kind, (u32)(b - &m.blocks[0]), number};
   return (u16)(m.n_clock - MAX_ENGINES + k);
 }
 
@@ -207,6 +240,7 @@ extern "C" void host_yield_poll() {
 }
 
 static void thread_ends(Thread *t) {
+  host_fact("kind unawaited"); /* unless it is well */
   if (!t->open_group.ops.empty())
     host_fail(t->open_group.ops[0]->line, "the thread ends with bulk stores that no group holds");
   for (BulkGroup &g : t->groups)
@@ -214,6 +248,7 @@ static void thread_ends(Thread *t) {
       host_fail(g.ops[0]->line,
                 "the thread ends and nobody waited until this bulk store has read "
                 "its shared memory");
+  report->n_facts = 0;
   t->done = true;
   t->block->alive--;
 }
@@ -228,6 +263,7 @@ static void fiber() {
 
 static void deadlock() {
   std::string s = "deadlock: ";
+  host_fact("kind deadlock");
   std::map<std::string, std::vector<Thread *>> why;
   int line = 0;
   for (Block &b : m.blocks)
@@ -237,6 +273,9 @@ static void deadlock() {
         snprintf(text, sizeof text, "%s (line %d, block (%u, %u, %u))", t.waits_for.c_str(), t.line,
                  b.index.x, b.index.y, b.index.z);
         why[text].push_back(&t);
+        if (why[text].size() == 1)
+          host_fact("waits line %d thread %u block %u,%u,%u for %s", t.line, t.number, b.index.x,
+                    b.index.y, b.index.z, t.waits_for.c_str());
         line = t.line;
       }
   for (auto &w : why) {
@@ -246,7 +285,12 @@ static void deadlock() {
     s += text + w.first + "; ";
   }
   for (Block &b : m.blocks)
-    for (auto &x : b.mbarriers) s += host_place_of(b, x.first) + "; ";
+    for (auto &x : b.mbarriers) {
+      s += host_place_of(b, x.first) + "; ";
+      host_fact("barrier block %u,%u,%u at %u line 0 pending %u expected %u bytes %lld phase %llu",
+                b.index.x, b.index.y, b.index.z, x.first, x.second.pending, x.second.expected,
+                x.second.tx, x.second.phase);
+    }
   m.self = nullptr;
   host_fail(line, "%s", s.c_str());
 }
@@ -565,6 +609,7 @@ static void make_block(Block &b, HostIndex first, u32 number) {
   b.in_cluster = {k % m.cluster.x, k / m.cluster.x % m.cluster.y, k / m.cluster.x / m.cluster.y};
   b.index = {first.x + b.in_cluster.x, first.y + b.in_cluster.y, first.z + b.in_cluster.z};
   b.shared.name = "shared memory";
+  b.shared.number = number;
   b.shared.base = 1024 * (1 + host_random(4));
   b.shared.size = m.shared_bytes;
   if (!b.shared.bytes) b.shared.bytes = (u8 *)malloc(m.shared_bytes + 1);
@@ -599,6 +644,7 @@ static void end_block(Block &b) {
   }
   for (auto &x : b.mbarriers) {
     const Mbarrier &bar = x.second;
+    if (bar.tx || (bar.copied && !bar.awaited)) host_fact("kind unawaited");
     if (bar.tx)
       host_fail(bar.init_line, "the block ends while %s expects more bytes",
                 host_place_of(b, x.first).c_str());
@@ -683,8 +729,8 @@ struct HostBuffer {
  * parameter its address, of a pointer or a tensor map. Returns 0, or 1 with the error. */
 extern "C" int host_run(const char *library, const u32 grid[3], const u32 cluster[3], u32 threads,
                         u32 together, u32 shared_bytes, const HostBuffer *buffers, u32 n_buffers,
-                        void **args, u64 seed, char *error, u32 error_size, int *line, char *text,
-                        u32 text_size) {
+                        void **args, u64 seed, u32 may_be_unwritten, char *error, u32 error_size,
+                        int *line, char *text, u32 text_size, char *facts, u32 facts_size) {
   report = (Report *)mmap(nullptr, sizeof *report, PROT_READ | PROT_WRITE,
                           MAP_SHARED | MAP_ANONYMOUS, -1, 0);
   const pid_t child = fork();
@@ -699,9 +745,11 @@ extern "C" int host_run(const char *library, const u32 grid[3], const u32 cluste
     m.block_threads = threads;
     m.together = together;
     m.shared_bytes = shared_bytes;
+    m.may_be_unwritten = may_be_unwritten;
     m.global.resize(n_buffers);
     for (u32 k = 0; k < n_buffers; k++) {
       m.global[k].name = "global memory";
+      m.global[k].number = k;
       m.global[k].global = true;
       m.global[k].bytes = (u8 *)buffers[k].at;
       m.global[k].size = buffers[k].bytes;
@@ -720,6 +768,7 @@ extern "C" int host_run(const char *library, const u32 grid[3], const u32 cluste
   const int failed = report->failed;
   snprintf(error, error_size, "%s", report->error);
   snprintf(text, text_size, "%s", report->text);
+  snprintf(facts, facts_size, "%s", report->facts);
   *line = report->line;
   munmap(report, sizeof *report);
   return failed;

@@ -71,6 +71,7 @@ struct Crowd {
 
 struct Region {
   const char *name;
+  u32 number = 0; /* of the block in its cluster, or of the buffer */
   u8 *bytes = nullptr;
   u32 base = 0; /* address of shared memory */
   size_t size = 0;
@@ -215,6 +216,13 @@ struct Semaphore {
   std::vector<Thread *> waiters;
 };
 
+/* What an agent that is an engine stands for. */
+enum AgentKind : u8 { OF_BARRIER, OF_PRODUCTS, OF_STORE_READS, OF_STORE_WRITES };
+struct Agent {
+  AgentKind kind;
+  u32 block, number; /* byte of the mbarrier; warp; thread of the block */
+};
+
 struct Machine {
   HostIndex grid, cluster;
   bool together; /* blocks wait for each other: all of them run at once */
@@ -225,8 +233,10 @@ struct Machine {
   u32 eagerness;    /* an engine moves in one of so many turns; 0: only when it must */
   u32 clock;        /* all clocks of this cluster began after it */
   u32 engines, top; /* agents that are engines; the latest clock of any */
-  u32 leader;       /* the lane that elect.sync elects */
-  u32 steps;        /* turns of threads, and looks at the clock */
+  Agent agents[MAX_ENGINES];
+  bool may_be_unwritten; /* reading what was never written is no error */
+  u32 leader;            /* the lane that elect.sync elects */
+  u32 steps;             /* turns of threads, and looks at the clock */
   std::vector<Block> blocks;
   std::vector<Thread *> ready;
   std::vector<std::shared_ptr<Operation>> pending; /* copies, and the products of warps in front */
@@ -248,7 +258,11 @@ void host_meet(Request *r, void (*act)(Warp &));
 void host_same(Warp &w, const char *what, int line);
 void host_products_end(Warp &w); /* nothing of the warp is left behind */
 std::string host_place_of(Block &b, u32 offset);
-u16 host_new_agent();
+/* What a client that knows names makes a message of: "key value" pairs, one line each fact. */
+void host_fact(const char *format, ...) __attribute__((format(__printf__, 1, 2)));
+/* One of the accesses that a message is about; who: an agent, line: where it was made. */
+void host_fact_access(const char *touch, const Region &r, i64 at, u16 who, int line);
+u16 host_new_agent(AgentKind kind, const Block *b, u32 number);
 /* clock of operation n, from 1, of an engine */
 u32 host_when(u64 n);
 u32 host_release(Thread *t); /* its clock; what it does from now on comes after */

@@ -33,14 +33,26 @@ static const char *whom(u16 who, char *text, size_t size) {
   return text;
 }
 
-static void __attribute__((noreturn)) unordered(const Region &r, size_t at, int access,
-                                                const char *before, u16 who, int where, int line) {
+/* Who makes the access that is looked at: an engine, or the thread that runs. */
+static u16 own(const Stamp *s) { return s ? s->who : (u16)m.self->rank; }
+
+/* Of mark b or of a read by an engine: who made the access before it, and where. */
+static void __attribute__((noreturn))
+unordered(const Region &r, size_t at, int access, const char *before, u16 who, int where,
+          const Stamp *s, int line) {
   char text[32];
+  host_fact("kind race");
+  host_fact("lacks order");
+  host_fact_access(before, r, at, who, where);
+  host_fact_access(names[access], r, at, own(s), line);
   host_fail(line, "%s of byte %zu of %s is not ordered behind its %s by %s in line %d",
             names[access], at, r.name, before, whom(who, text, sizeof text), where);
 }
 
-static void __attribute__((noreturn)) uninitialised(const Region &r, size_t at, int line) {
+static void uninitialised(const Region &r, size_t at, const Stamp *s, int line) {
+  if (m.may_be_unwritten) return;
+  host_fact("kind unwritten");
+  host_fact_access("read", r, at, own(s), line);
   host_fail(line, "byte %zu of %s is read and was never written", at, r.name);
 }
 
@@ -49,8 +61,12 @@ static void __attribute__((noreturn)) in_barrier(const Region &r, size_t at, int
 }
 
 static void __attribute__((noreturn))
-unfenced(const Region &r, size_t at, int access, const Mark &b, int line) {
-  host_fail(line,
+unfenced(const Region &r, size_t at, int access, const Mark &b, const Stamp &s) {
+  host_fact("kind race");
+  host_fact("lacks fence");
+  host_fact_access("write", r, at, b.writer, b.write_line);
+  host_fact_access(names[access], r, at, s.who, s.line);
+  host_fail(s.line,
             "%s of byte %zu of %s by an engine: no proxy fence for it stands behind its write by "
             "thread %u "
             "in line %d",
@@ -58,9 +74,14 @@ unfenced(const Region &r, size_t at, int access, const Mark &b, int line) {
 }
 
 /* A load may still wait in its queue when what follows it in program order has been done. */
-static void __attribute__((noreturn)) unread(const Region &r, size_t at, const Mark &b, int line) {
+static void __attribute__((noreturn))
+unread(const Region &r, size_t at, const Mark &b, const Stamp &s) {
   char text[32];
-  host_fail(line,
+  host_fact("kind race");
+  host_fact("lacks drain");
+  host_fact_access("read", r, at, b.reader, b.read_line);
+  host_fact_access("write", r, at, s.who, s.line);
+  host_fail(s.line,
             "write of byte %zu of %s by an engine: no proxy fence stands after its read by %s in "
             "line %d",
             at, r.name, whom(b.reader, text, sizeof text), b.read_line);
@@ -93,7 +114,8 @@ static void note_engine_reads(Region &r, size_t at, size_t n, const Stamp &s) {
 }
 
 /* A write by one who knows c must be behind them; then they are of the past. */
-static void behind_engine_reads(Region &r, size_t at, size_t n, const Clock &c, int line) {
+static void behind_engine_reads(Region &r, size_t at, size_t n, const Clock &c, const Stamp *s,
+                                int line) {
   if (r.engine_reads.empty()) return;
   for (size_t chunk = at / 16; chunk * 16 < at + n; chunk++) {
     EngineReads &e = r.engine_reads[chunk];
@@ -102,7 +124,7 @@ static void behind_engine_reads(Region &r, size_t at, size_t n, const Clock &c, 
       if (!(e.at[k].mask & mask)) continue;
       if (c.seen[e.at[k].who] < e.at[k].when)
         unordered(r, chunk * 16 + (u32)__builtin_ctz(e.at[k].mask & mask), 1, "read", e.at[k].who,
-                  e.at[k].line, line);
+                  e.at[k].line, s, line);
       e.at[k].mask &= (u16)~mask;
     }
     while (e.n && !e.at[e.n - 1].mask) e.n--;
@@ -150,13 +172,13 @@ void thread_reads(Region &r, size_t at, size_t n, int line) {
     Mark &b = marks[k];
     if (b.barrier) in_barrier(r, k, line);
     if (b.writer == NOBODY) {
-      if (!r.born_written) uninitialised(r, k, line);
+      if (!r.born_written) uninitialised(r, k, nullptr, line);
     } else if (b.writer == MANY) {
       const std::vector<u32> &write = crowd_of(r, k).write;
       if (b.atomic ? !all_seen(write, seen, t->rank) : !any_seen(write, seen))
-        unordered(r, k, 0, "write", MANY, b.write_line, line);
+        unordered(r, k, 0, "write", MANY, b.write_line, nullptr, line);
     } else if (seen[b.writer] < b.write) {
-      unordered(r, k, 0, "write", b.writer, b.write_line, line);
+      unordered(r, k, 0, "write", b.writer, b.write_line, nullptr, line);
     }
     note_read(r, b, k, t, line);
   }
@@ -201,7 +223,7 @@ static bool both_nan(const Region &r, size_t at, size_t k, const void *from, siz
 void thread_writes(Region &r, size_t at, const void *from, size_t n, int line) {
   Thread *t = m.self;
   Mark *marks = marks_of(r);
-  behind_engine_reads(r, at, n, t->clock, line);
+  behind_engine_reads(r, at, n, t->clock, nullptr, line);
   for (size_t k = 0; k < n; k++) {
     Mark &b = marks[at + k];
     u8 value = ((const u8 *)from)[k];
@@ -212,10 +234,10 @@ void thread_writes(Region &r, size_t at, const void *from, size_t n, int line) {
     }
     if (b.barrier) in_barrier(r, at + k, line);
     if (!same && !reads_are_ordered(r, b, at + k, t))
-      unordered(r, at + k, 1, "read", b.reader, b.read_line, line);
+      unordered(r, at + k, 1, "read", b.reader, b.read_line, nullptr, line);
     if (!write_is_ordered(r, b, at + k, t)) {
       if (!same || b.atomic || is_engine(b.writer))
-        unordered(r, at + k, 1, "write", b.writer, b.write_line, line);
+        unordered(r, at + k, 1, "write", b.writer, b.write_line, nullptr, line);
       join_writers(r, b, at + k, t);
     } else {
       b.writer = (u16)t->rank;
@@ -232,17 +254,18 @@ void thread_writes(Region &r, size_t at, const void *from, size_t n, int line) {
 static void thread_updates(Region &r, size_t at, size_t n, int line) {
   Thread *t = m.self;
   Mark *marks = marks_of(r);
-  behind_engine_reads(r, at, n, t->clock, line);
+  behind_engine_reads(r, at, n, t->clock, nullptr, line);
   for (size_t k = at; k < at + n; k++) {
     Mark &b = marks[k];
     if (b.barrier) in_barrier(r, k, line);
-    if (b.writer == NOBODY && !r.born_written) uninitialised(r, k, line);
-    if (!reads_are_ordered(r, b, k, t)) unordered(r, k, 1, "read", b.reader, b.read_line, line);
+    if (b.writer == NOBODY && !r.born_written) uninitialised(r, k, nullptr, line);
+    if (!reads_are_ordered(r, b, k, t))
+      unordered(r, k, 1, "read", b.reader, b.read_line, nullptr, line);
     if (write_is_ordered(r, b, k, t)) {
       b.writer = (u16)t->rank;
       b.write = t->clock.seen[t->rank];
     } else {
-      if (!b.atomic) unordered(r, k, 1, "write", b.writer, b.write_line, line);
+      if (!b.atomic) unordered(r, k, 1, "write", b.writer, b.write_line, nullptr, line);
       join_writers(r, b, k, t);
     }
     b.atomic = 1;
@@ -261,15 +284,16 @@ void engine_reads(Region &r, size_t at, size_t n, const Stamp &s, void *to) {
     const Mark &b = marks[k];
     if (b.barrier) in_barrier(r, k, s.line);
     if (b.writer == NOBODY) {
-      if (!r.born_written) uninitialised(r, k, s.line);
+      if (!r.born_written) uninitialised(r, k, &s, s.line);
     } else if (is_engine(b.writer)) {
-      if (c.seen[b.writer] < b.write) unordered(r, k, 0, "write", b.writer, b.write_line, s.line);
+      if (c.seen[b.writer] < b.write)
+        unordered(r, k, 0, "write", b.writer, b.write_line, &s, s.line);
     } else if (b.writer == MANY) {
       if (!any_seen(crowd_of(r, k).write, fenced))
-        unordered(r, k, 0, "write", MANY, b.write_line, s.line);
+        unordered(r, k, 0, "write", MANY, b.write_line, &s, s.line);
     } else if (fenced[b.writer] < b.write) {
-      if (c.seen[b.writer] >= b.write) unfenced(r, k, 0, b, s.line);
-      unordered(r, k, 0, "write", b.writer, b.write_line, s.line);
+      if (c.seen[b.writer] >= b.write) unfenced(r, k, 0, b, s);
+      unordered(r, k, 0, "write", b.writer, b.write_line, &s, s.line);
     }
   }
   note_engine_reads(r, at, n, s);
@@ -280,26 +304,27 @@ void engine_writes(Region &r, size_t at, const void *from, size_t n, const Stamp
   const Clock &c = *s.known;
   const std::vector<u32> &fenced = c.fenced[r.global];
   Mark *marks = marks_of(r);
-  behind_engine_reads(r, at, n, c, s.line);
+  behind_engine_reads(r, at, n, c, &s, s.line);
   for (size_t k = at; k < at + n; k++) {
     Mark &b = marks[k];
     if (b.barrier) in_barrier(r, k, s.line);
     if (b.reader == MANY) {
       if (!all_seen(crowd_of(r, k).read, c.seen, ~0u))
-        unordered(r, k, 1, "read", MANY, b.read_line, s.line);
-      if (!r.global && !all_seen(crowd_of(r, k).read, fenced, ~0u)) unread(r, k, b, s.line);
+        unordered(r, k, 1, "read", MANY, b.read_line, &s, s.line);
+      if (!r.global && !all_seen(crowd_of(r, k).read, fenced, ~0u)) unread(r, k, b, s);
     } else if (b.reader != NOBODY) {
-      if (c.seen[b.reader] < b.read) unordered(r, k, 1, "read", b.reader, b.read_line, s.line);
-      if (!r.global && fenced[b.reader] < b.read) unread(r, k, b, s.line);
+      if (c.seen[b.reader] < b.read) unordered(r, k, 1, "read", b.reader, b.read_line, &s, s.line);
+      if (!r.global && fenced[b.reader] < b.read) unread(r, k, b, s);
     }
-    if (update && b.writer == NOBODY && !r.born_written) uninitialised(r, k, s.line);
+    if (update && b.writer == NOBODY && !r.born_written) uninitialised(r, k, &s, s.line);
     if (update && b.atomic) {
     } else if (b.writer == MANY) {
       if (!all_seen(crowd_of(r, k).write, c.seen, ~0u))
-        unordered(r, k, 1, "write", MANY, b.write_line, s.line);
+        unordered(r, k, 1, "write", MANY, b.write_line, &s, s.line);
     } else if (b.writer != NOBODY) {
-      if (c.seen[b.writer] < b.write) unordered(r, k, 1, "write", b.writer, b.write_line, s.line);
-      if (!is_engine(b.writer) && fenced[b.writer] < b.write) unfenced(r, k, 1, b, s.line);
+      if (c.seen[b.writer] < b.write)
+        unordered(r, k, 1, "write", b.writer, b.write_line, &s, s.line);
+      if (!is_engine(b.writer) && fenced[b.writer] < b.write) unfenced(r, k, 1, b, s);
     }
     b.writer = s.who;
     b.write = s.when;
@@ -319,9 +344,12 @@ size_t shared_offset(Block &b, u32 a, size_t bytes, size_t align, const char *wh
     host_fail(line, "%s at shared address %u, which is no multiple of %zu (offset %lld)", what, a,
               align, (i64)a - b.shared.base);
   const i64 at = (i64)a - b.shared.base;
-  if (at < 0 || at + bytes > b.shared.size)
+  if (at < 0 || at + bytes > b.shared.size) {
+    host_fact("kind bounds");
+    host_fact_access("access", b.shared, at, m.self ? (u16)m.self->rank : (u16)NOBODY, line);
     host_fail(line, "%s of bytes %lld to %lld, and the shared memory has %zu", what, at,
               at + (i64)bytes, b.shared.size);
+  }
   return (size_t)at;
 }
 
@@ -339,10 +367,14 @@ Region &global_region(const void *p, size_t bytes, size_t align, const char *wha
     }
     if (a + 65536 >= first && a <= first + r.size + 65536) near = &r;
   }
-  if (near)
+  host_fact("kind bounds");
+  if (near) {
+    host_fact_access("access", *near, (i64)a - (i64)(uintptr_t)near->bytes,
+                     m.self ? (u16)m.self->rank : (u16)NOBODY, line);
     host_fail(line, "%s of bytes %lld to %lld of argument %zu, which has %zu", what,
               (i64)a - (i64)(uintptr_t)near->bytes, (i64)(a + bytes) - (i64)(uintptr_t)near->bytes,
               (size_t)(near - &m.global[0]), near->size);
+  }
   host_fail(line, "%s at %p, outside of all arguments", what, p);
 }
 

@@ -1,9 +1,11 @@
 """Runs generated CUDA on the CPU, against the emulated machine of this directory.
 
 The machine is compiled once, and the catalogue once into a precompiled header; a kernel is then a
-small shared library. All of it is kept in a temporary directory under hashes of what it was made
-from. Needs g++ 12 or later."""
+small shared library. All of it is kept in the compile cache, in directories named by hashes of what
+they were made from. Needs g++ 12 or later."""
 
+import atexit
+import contextlib
 import ctypes
 import fcntl
 import functools
@@ -18,8 +20,11 @@ from pathlib import Path
 
 import numpy as np
 
+from .. import _core
+
 HERE = Path(__file__).parent
-CXX = os.environ.get("CXX", "g++")
+LEAST_GCC = 12  # -ftrivial-auto-var-init
+KEPT_DAYS = 7  # of machines of other versions
 COMMON = [
     "-std=c++17",
     "-fPIC",
@@ -37,7 +42,19 @@ KERNEL += ["-fsanitize-undefined-trap-on-error"]
 
 
 class HostError(RuntimeError):
-    """What a generated program did that the hardware does not allow, or a deadlock, or a crash."""
+    """What a generated program did that the hardware does not allow, or a deadlock, or a crash.
+
+    ``what``: the machine's own words; ``line``: the generated line, 0: unknown; ``facts``: what
+    host_fact wrote, one list of words for each; ``printed``: the output until then."""
+
+    def __init__(self, text, what="", line=0, facts="", printed=""):
+        super().__init__(text)
+        self.what, self.line, self.printed = what, line, printed
+        self.facts = [x.split(" ") for x in facts.splitlines()]
+
+
+class BuildError(RuntimeError):
+    """The C++ compiler refuses the machine, or a program."""
 
 
 def digest(*parts):
@@ -48,20 +65,63 @@ def digest(*parts):
     return h.hexdigest()[:24]
 
 
+@functools.cache
+def compiler():
+    """The C++ compiler that can build the machine; NotImplementedError if there is none."""
+    asked = os.environ.get("CXX")
+    tried = []
+    for name in [asked] if asked else ["g++", "c++"]:
+        path = shutil.which(name)
+        if path is None:
+            tried.append(f"{name} was not found")
+            continue
+        macros = subprocess.run(
+            [path, "-x", "c++", "-dM", "-E", os.devnull], capture_output=True, text=True
+        ).stdout
+        version = re.search(r"__GNUC__ (\d+)", macros)
+        clang = "__clang__" in macros
+        if version and not clang and int(version[1]) >= LEAST_GCC:
+            return path
+        what = "clang" if clang else f"GCC {version[1]}" if version else "no C++ compiler"
+        tried.append(f"{path} is {what}")
+    where = f" (CXX={asked})" if asked else " on PATH"
+    raise NotImplementedError(
+        f"the emulated machine needs g++ {LEAST_GCC} or later{where}: {', '.join(tried)}. Install"
+        " g++ (Debian and Ubuntu: apt install g++) or name it in the environment variable CXX;"
+        " interpret=True runs the kernel on the interpreter, which needs no compiler"
+    )
+
+
 def build(*command):
     got = subprocess.run([str(c) for c in command], capture_output=True, text=True)
     if got.returncode:
-        raise HostError(f"{' '.join(map(str, command))} failed:\n{got.stderr[:8000]}")
+        raise BuildError(f"{' '.join(map(str, command))} failed:\n{got.stderr[:8000]}")
+
+
+def _root():
+    """The directory of all machines: in the compile cache; without one, of this process alone."""
+    cache = _core.cache_dir()
+    if cache is not None:
+        root = Path(cache[0]) / "emulate"
+        try:
+            root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if root.stat().st_uid == os.geteuid() and os.access(root, os.W_OK):
+                return root
+        except OSError:
+            pass
+    temporary = tempfile.mkdtemp(prefix="pallas_mgpu_emulate-")
+    atexit.register(shutil.rmtree, temporary, ignore_errors=True)
+    return Path(temporary)
 
 
 @functools.cache
 def home():
     """The directory of this machine and catalogue, which are built in it if they are not there."""
+    cxx = compiler()
     sources = sorted(HERE.glob("*.cpp"))
-    version = subprocess.run([CXX, "--version"], capture_output=True).stdout
+    version = subprocess.run([cxx, "--version"], capture_output=True).stdout
     key = digest(version, MACHINE, KERNEL, *(p.read_bytes() for p in sorted(HERE.glob("*.[hc]*"))))
-    root = Path(tempfile.gettempdir()) / f"pallas_mgpu_host-{os.getuid()}"
-    root.mkdir(mode=0o700, exist_ok=True)
+    root = _root()
     place = root / key
     with open(root / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -69,11 +129,15 @@ def home():
             made = Path(tempfile.mkdtemp(dir=root))
             shutil.copy(HERE / "catalogue.h", made)
             header = made / "catalogue.h"
-            build(CXX, *KERNEL, "-x", "c++-header", header, "-o", f"{header}.gch")
-            build(CXX, *MACHINE, "-shared", *sources, "-o", made / "machine.so", "-ldl")
+            build(cxx, *KERNEL, "-x", "c++-header", header, "-o", f"{header}.gch")
+            build(cxx, *MACHINE, "-shared", *sources, "-o", made / "machine.so", "-ldl")
             made.rename(place)
             for old in root.iterdir():
-                if old.is_dir() and old != place and old.stat().st_mtime < time.time() - 86400:
+                if (
+                    old.is_dir()
+                    and old != place
+                    and old.stat().st_mtime < time.time() - KEPT_DAYS * 86400
+                ):
                     shutil.rmtree(old, ignore_errors=True)
     return place
 
@@ -119,9 +183,40 @@ def compile_kernel(text, entry):
             source, library = Path(directory) / "kernel.cpp", Path(directory) / "kernel.so"
             source.write_text(f"{text}HOST_ENTRY({entry})\n")
             header = home() / "catalogue.h"
-            build(CXX, *KERNEL, "-include", header, "-shared", "-nostdlib", source, "-o", library)
+            build(
+                compiler(),
+                *KERNEL,
+                "-include",
+                header,
+                "-shared",
+                "-nostdlib",
+                source,
+                "-o",
+                library,
+            )
             library.rename(place)
+        _evict()
+    else:
+        place.touch()  # used
     return place
+
+
+def _evict():
+    """Remove the least recently used programs beyond the size of the compile cache."""
+    cache = _core.cache_dir()
+    if cache is None:
+        return
+    found = []
+    for file in home().glob("*.so"):
+        with contextlib.suppress(FileNotFoundError):  # another process was faster
+            found.append((file.stat().st_mtime, file.stat().st_size, file))
+    total = sum(size for _, size, _ in found)
+    for _, size, file in sorted(found):
+        if total <= cache[1]:
+            break
+        if file.name != "machine.so":
+            file.unlink(missing_ok=True)
+            total -= size
 
 
 def program(lowered):
@@ -228,40 +323,67 @@ def run(lowered, args, outs, seed=0):
 
 def run_program(text, info, args, outs, seed=0):
     """The same for a text and the facts of its launch, as _core.Graph.cuda gives them."""
-    library = compile_kernel(text, info["entry"])
     arrays = [*args, *outs]
     for k, (x, (dtype, shape, _, _)) in enumerate(zip(arrays, info["params"], strict=True)):
         if x.shape != shape or x.dtype.name != dtype or not x.flags.c_contiguous:
             raise ValueError(
                 f"parameter {k}: expected {dtype}{list(shape)}, got {x.dtype}{x.shape}"
             )
+    data = [raw(x) for x in arrays]
+    for x in data[len(args) :]:
+        x[:] = 0xA5
+    return run_bytes(text, info, data, len(args), seed)
+
+
+def run_bytes(text, info, data, n_args, seed=0, *, written=False, unwritten_ok=False):
+    """The same for the bytes of all parameters, of which the last are outputs. ``written``: what
+    those hold counts as written; ``unwritten_ok``: reading what was never written is no error."""
+    library = compile_kernel(text, info["entry"])
     same = [k if alias < 0 else alias for k, (*_, alias) in enumerate(info["params"])]
     aligns = [p[2] for p in info["params"]]
     for k, j in enumerate(same):
         aligns[j] = max(aligns[j], aligns[k])
     words = 4 * (info.get("counters", 0) + 1)
-    memory = Memory([*(x.nbytes for x in arrays), words], [*aligns, 16])
+    memory = Memory([*(x.size for x in data), words], [*aligns, 16])
     try:
-        return launch(text, info, library, arrays, same, len(args), memory, seed)
+        for k, x in enumerate(data):
+            memory.bytes_of(k, x.size)[:] = x
+        printed = launch(
+            text,
+            info,
+            library,
+            [x.size for x in data],
+            same,
+            n_args,
+            memory,
+            seed,
+            written,
+            unwritten_ok,
+        )
+        for k in range(n_args, len(data)):
+            data[k][:] = memory.bytes_of(same[k], data[k].size)
+        return printed
     finally:
         memory.free()
 
 
-def launch(text, info, library, arrays, same, n_args, memory, seed):
-    for k, x in enumerate(arrays):
-        memory.bytes_of(k, x.nbytes)[:] = raw(x) if k < n_args else 0xA5
+def launch(
+    text, info, library, sizes, same, n_args, memory, seed, written=False, unwritten_ok=False
+):
+    """One launch on memory that holds all parameters and then the counters; what it printed."""
     first = sorted(set(same))
-    words = memory.bytes_of(len(arrays), 4 * (info.get("counters", 0) + 1))
+    words = memory.bytes_of(len(sizes), 4 * (info.get("counters", 0) + 1))
     buffers = (Buffer * (len(first) + 1))()
-    buffers[len(first)] = Buffer(memory.at[len(arrays)], words.size, 0, 1)
+    buffers[len(first)] = Buffer(memory.at[len(sizes)], words.size, 0, 1)
     for k, j in enumerate(first):
-        written = j >= n_args or j in same[n_args:]
-        buffers[k] = Buffer(memory.at[j], arrays[j].nbytes, not written, j < n_args)
+        changes = j >= n_args or j in same[n_args:]
+        buffers[k] = Buffer(memory.at[j], sizes[j], not changes, j < n_args or written)
     keep = []
     for kind, param, index in info["args"]:
         at = memory.at[same[param] if param >= 0 else -1]
         if kind == "tensor_map":
-            keep.append(tensor_map(info["maps"][index], at, arrays[param].itemsize))
+            element = _core.as_dtype(info["params"][param][0]).itemsize
+            keep.append(tensor_map(info["maps"][index], at, element))
         else:
             keep.append(ctypes.c_uint64(at))
     pointers = (ctypes.c_void_p * max(len(keep), 1))(*[ctypes.addressof(x) for x in keep])
@@ -270,6 +392,7 @@ def launch(text, info, library, arrays, same, n_args, memory, seed):
         clusters = grid[0] // info["cluster"][0]
         grid[0] = info["cluster"][0] * (1 + seed % min(clusters, 5))
     error, output = ctypes.create_string_buffer(4096), ctypes.create_string_buffer(1 << 16)
+    facts = ctypes.create_string_buffer(1 << 14)
     line = ctypes.c_int()
     failed = machine().host_run(
         os.fsencode(library),
@@ -282,21 +405,23 @@ def launch(text, info, library, arrays, same, n_args, memory, seed):
         ctypes.c_uint32(len(buffers)),
         pointers,
         ctypes.c_uint64(seed),
+        ctypes.c_uint32(unwritten_ok),
         error,
         ctypes.c_uint32(len(error)),
         ctypes.byref(line),
         output,
         ctypes.c_uint32(len(output)),
+        facts,
+        ctypes.c_uint32(len(facts)),
     )
     printed = output.value.decode(errors="replace")
     if failed:
         what = error.value.decode(errors="replace")
         where = describe(text, line.value)
-        raise HostError(f"{info['entry']}, seed {seed}: {what}{where}\n{printed}")
+        message = f"{info['entry']}, seed {seed}: {what}{where}\n{printed}"
+        raise HostError(message, what, line.value, facts.value.decode(errors="replace"), printed)
     if words.any():
         raise HostError(
             f"{info['entry']}, seed {seed}: the counters are left at {words.view('u4')}"
         )
-    for k in range(n_args, len(arrays)):
-        raw(arrays[k])[:] = memory.bytes_of(same[k], arrays[k].nbytes)
     return printed

@@ -1,0 +1,109 @@
+"""``interpret="emulate"``: the generated program of a kernel on the CPU, on the emulated machine.
+
+The extension asks :func:`emulation` once for each plan and then calls it with addresses of arrays.
+The machine itself (`pallas_mgpu.machine`) is imported when it is first needed."""
+
+import ctypes
+import math
+import sys
+
+import numpy as np
+
+from . import _core, _races
+from ._types import InterpretParams
+
+
+def emulation(graph):
+    """Called by the extension: what runs the program of a lowered graph."""
+    return Emulation(graph)
+
+
+def _memory(address, size):
+    if not size:
+        return np.zeros(0, np.uint8)
+    return np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(address))
+
+
+class Emulation:
+    """The program of one graph, compiled at its first call."""
+
+    def __init__(self, graph):
+        from .machine import explain, run  # only where it is used
+
+        run.compiler()
+        marked, self.info = graph.cuda(line=True, catalogue=False)
+        self.names = explain.Names(marked, self.info, graph.text())
+        self.text, self.run, self.explain = self.names.text, run, explain
+        self.sizes = [
+            self._span(shape, strides) * explain.bits_of(dtype) // 8
+            for (dtype, shape, *_), (_, strides) in zip(self.info["params"], self.info["given"])
+        ]
+
+    @staticmethod
+    def _span(shape, strides):
+        if strides is None:
+            return math.prod(shape)
+        return 1 + sum((d - 1) * s for d, s in zip(shape, strides))
+
+    def __call__(self, params, addresses, fresh):
+        """One launch on memory of the host; ``fresh``: outputs have no contents yet."""
+        params = params or InterpretParams()
+        n = self.info["operands"]
+        data = [_memory(a, size) for a, size in zip(addresses, self.sizes, strict=True)]
+        before = [x.copy() for x in data] if params.seeds > 1 else data
+        self._launch(params, params.seed, data, fresh)
+        for seed in range(params.seed + 1, params.seed + params.seeds):
+            again = [x.copy() for x in before]
+            self._launch(params, seed, again, fresh)
+            for k, (x, y) in enumerate(zip(data[n:], again[n:])):
+                if x.tobytes() != y.tobytes():
+                    raise self._schedule(k + n, x, y, params.seed, seed)
+        _races.emulated(())
+        return True
+
+    def _schedule(self, k, x, y, first, seed):
+        wrong = np.flatnonzero(x != y)
+        name = self.info["given"][k][0]
+        dtype, shape, *_ = self.info["params"][k]
+        at = self.explain.unravel(int(wrong[0]) * 8 // self.explain.bits_of(dtype), shape)
+        return _core.ScheduleError(
+            f"the result depends on the schedule: '{name}' differs between seeds {first} and"
+            f" {seed}, the first time at {at}"
+        )
+
+    def _launch(self, params, seed, data, fresh):
+        options = {"written": not fresh, "unwritten_ok": not params.detect_uninitialized}
+        n = self.info["operands"]
+        try:
+            printed = self.run.run_bytes(self.text, self.info, data, n, seed, **options)
+        except self.run.HostError as e:
+            sys.stdout.write(e.printed)
+            error = self._error(e)
+            error.add_note(f"on the emulated machine, seed {seed}")
+            raise error from None
+        sys.stdout.write(printed)
+
+    def _error(self, e):
+        """The exception of what the machine refused, in the terms of the kernel."""
+        names, x = self.names, self.explain
+        kind = next((f[1] for f in e.facts if f[0] == "kind"), "other")
+        what = names.translate(e.what)
+        where = names.source(e.line)
+        if kind == "race":
+            found = x.race(names, e.facts)
+            _races.emulated((found,))
+            return _core.RaceError(f"{found.text}{where}")
+        if kind == "unwritten":
+            return _core.UninitializedError(x.unwritten(names, e.facts) + where)
+        if kind == "bounds":
+            return IndexError(x.bounds(names, e.facts, e.what) + where)
+        if kind == "deadlock":
+            return _core.DeadlockError(x.deadlock(names, e.facts, self.info["entry"][:-7]))
+        if kind == "endless":
+            return _core.DeadlockError(f"the program does not end{where}")
+        if kind == "check":
+            return AssertionError(what.partition(": ")[2] + where)
+        if kind == "protocol":
+            return ValueError(what + where)
+        generated = names.lines[e.line].strip() if 0 < e.line < len(names.lines) else ""
+        return RuntimeError(f"{what}{where}" + (f"\n  generated: {generated}" if generated else ""))
