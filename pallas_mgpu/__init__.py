@@ -40,7 +40,8 @@ from ._caches import clear_caches
 from ._control import warp_map
 from ._family import ArrayInfo, sm_count, specialize
 from ._inline import inline_cuda
-from ._kernel import as_torch_kernel, kernel
+from ._frameworks import as_torch_kernel, torch_op  # noqa: I001
+from ._kernel import kernel
 from ._memory import OF_REF as _OF_REF
 from ._memory import WITH_INDEX as _WITH_INDEX
 from ._memory import atomic_cas, store

@@ -1,6 +1,17 @@
 """What the extension calls in Python, registered once when the package is imported."""
 
-from . import _clipped, _core, _emulate, _introspect, _notebook, _races, _spills, _timeline, _types
+from . import (
+    _clipped,
+    _core,
+    _emulate,
+    _frameworks,
+    _introspect,
+    _notebook,
+    _races,
+    _spills,
+    _timeline,
+    _types,
+)
 from ._jnp import index, members, refs
 
 
@@ -19,5 +30,6 @@ def register():
         spills=_spills.by_line,
         tidy=_notebook.tidy,
         timeline=_timeline.finish,
+        torch=_frameworks.torch_call,
     )
     members.add_members()

@@ -9,6 +9,7 @@ import copy
 import functools
 import inspect
 import math
+import weakref
 from collections.abc import Mapping
 
 import numpy as np
@@ -16,6 +17,7 @@ import numpy as np
 from . import _core, _introspect, _notebook, _profile, _trace, tree
 from ._batch import Batch, Batched, call_batched
 from ._control import Rounds, scoped
+from ._frameworks import special
 from ._mutable import MutableArray, closed_over, kernel_dtype, rebound
 from ._names import NOT_SPECIFIED, check_keywords, deprecated, show
 from ._types import (
@@ -130,10 +132,12 @@ class Definition:
         if not self.simple_outputs or self.params.profile_space:
             options["outputs"] = "tuple"
             options["unflatten"] = self.unflatten
+        structured = _Structured(self)
         if structure is None:
-            options["structured"] = _Structured(self)
+            options["structured"] = structured
         kernel = _core.Kernel(self.name, functools.partial(self.trace, structure), options)
         kernel.definition = self
+        structured.kernel = weakref.ref(kernel)
         return _introspect.dress(kernel, self.body)
 
     def signature(self):
@@ -311,6 +315,7 @@ class _Structured:
         self.definition = definition
         self.kernels = {}
         self.refs = None  # for calls with mutable arrays
+        self.kernel = None  # weak, of the kernel that this is part of
 
     def _find(self, args):
         leaves, structure = tree.flatten(args)
@@ -334,6 +339,9 @@ class _Structured:
         kernel, leaves = self._find(args)
         if any(isinstance(x, Batched) for x in leaves):
             return call_batched(self.definition, args, leaves, out, stream)
+        call = special(leaves)
+        if call is not None:
+            return call(self.kernel(), args, {"out": out, "stream": stream})
         return kernel(*leaves, out=out, stream=stream)
 
     def lower(self, args, target):
@@ -525,12 +533,3 @@ def kernel(
         return definition.with_closure() or definition.make()
 
     return wrap if body is NOT_SPECIFIED else wrap(body)
-
-
-def as_torch_kernel(fn):
-    """Return ``fn``. Kernels accept and return torch tensors directly, on the caller's current
-    stream, so no conversion is needed; scripts written for JAX may keep the call. TypeError unless
-    ``fn`` is callable."""
-    if not callable(fn):
-        raise TypeError(f"as_torch_kernel: fn must be a function or a kernel, got {show(fn)}")
-    return fn

@@ -121,6 +121,8 @@ static int read_all(pmpy_call *c, bool specs) {
         pmpy_read(c->args[c->n_in], (int)c->n_in, specs ? PMPY_SPEC : PMPY_INPUT, &c->in[c->n_in]);
     if (code <= 0) return code;
     c->converted |= c->in[c->n_in].was != NULL;
+    if (c->in[c->n_in].source->library == PMPY_TORCH && !specs && !c->recorded)
+      c->recorded = pmpy_torch_records(c->args[c->n_in]);
   }
   for (; c->n_out_given < n_out; c->n_out_given++) {
     uint32_t i = c->n_out_given;
@@ -145,7 +147,7 @@ int pmpy_call_read(pmpy_call *c, PyObject *name, PyObject *const *args, size_t n
   c->many = NULL;
   c->cuda = c->has_array = c->mixed = false;
   c->in_place = true;
-  c->has_stream = c->converted = false;
+  c->has_stream = c->converted = c->recorded = false;
   c->device = 0;
   c->args = args;
   c->n_in = (uint32_t)n;

@@ -33,6 +33,7 @@ typedef struct pmpy_call {
   bool may_fall_back;      /* to the interpreter, where the device lacks something */
   bool converted;          /* an operand was, from 64 bits */
   bool in_place;           /* an output given may be an operand */
+  bool recorded;           /* autograd records operations on an operand */
   bool has_stream;         /* stream= was given */
   void *stream;
 } pmpy_call;

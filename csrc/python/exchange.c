@@ -343,7 +343,11 @@ static int read_tensor(PyObject *o, int which, const DLTensor *t, pmpy_buffer *b
 static int read_dlpack_c(PyObject *o, int which, const DLPackExchangeAPI *api, pmpy_buffer *b) {
   if (api->dltensor_from_py_object_no_sync) {
     DLTensor t;
-    if (api->dltensor_from_py_object_no_sync(o, &t)) return -1;
+    if (api->dltensor_from_py_object_no_sync(o, &t)) {
+      if (b->source->library != PMPY_TORCH) return -1;
+      PyErr_Clear(); /* without memory of its own, as under torch.func */
+      return 0;
+    }
     return read_tensor(o, which, &t, b);
   }
   if (api->managed_tensor_from_py_object_no_sync(o, &b->managed)) return -1;
@@ -527,6 +531,17 @@ static pmpy_library library_of(PyTypeObject *type) {
   return library;
 }
 
+/* torch.Tensor itself, Parameter and Buffer. Others may stand for anything. */
+static bool is_plain_tensor(PyTypeObject *type) {
+  PyObject *module = PyObject_GetAttrString((PyObject *)type, "__module__");
+  const bool plain = module && PyUnicode_Check(module) &&
+                     (!PyUnicode_CompareWithASCIIString(module, "torch") ||
+                      !PyUnicode_CompareWithASCIIString(module, "torch.nn.parameter"));
+  Py_XDECREF(module);
+  PyErr_Clear();
+  return plain;
+}
+
 /* The DLPack exchange table of a type, of a version we know; NULL without an exception. */
 static const DLPackExchangeAPI *exchange_api(PyTypeObject *type) {
   const DLPackExchangeAPIHeader *h = NULL;
@@ -566,6 +581,7 @@ static bool describe(PyObject *o, pmpy_source *s) {
   else if (type_has(type, "__cuda_array_interface__")) s->how = READ_CUDA_INTERFACE;
   else return false;
   s->library = library_of(type);
+  s->opaque = s->library == PMPY_TORCH && !is_plain_tensor(type);
   return true;
 }
 
@@ -638,7 +654,9 @@ static int read_as(PyObject *o, int which, pmpy_purpose purpose, pmpy_buffer *b)
       return refuse(PyExc_TypeError, which, o,
                     "is a masked array, and kernels have no masks: pass x.filled(value), or x.data "
                     "to leave the mask out");
-    case READ_DLPACK_C: return read_dlpack_c(o, which, b->source->api, b);
+    case READ_DLPACK_C:
+      if (b->source->opaque) return purpose == PMPY_SPEC ? read_spec(o, which, b) : 0;
+      return read_dlpack_c(o, which, b->source->api, b);
     case READ_DLPACK: return read_dlpack(o, which, b);
     case READ_CUDA_INTERFACE: return read_interface(o, which, b);
     case READ_NUMBER: return read_number(o, which, b);

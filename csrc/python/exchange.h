@@ -27,6 +27,7 @@ typedef struct pmpy_source {
   int how; /* enum in exchange.c */
   pmpy_library library;
   const DLPackExchangeAPI *api; /* NULL: none */
+  bool opaque;                  /* a subclass of torch.Tensor: its memory is not what it means */
 } pmpy_source;
 
 /* An argument as memory: row-major, dense. Must not move: a number lies in it. */
@@ -93,6 +94,13 @@ PyObject *pmpy_result(const pmpy_source *s, const pmpy_spec *spec, bool cuda, in
 /* torch.c: an uninitialised tensor; NULL without an exception where this way is not open. */
 PyObject *pmpy_torch_empty(const DLPackExchangeAPI *api, const pmpy_spec *spec, bool cuda,
                            int device, uint64_t *ptr);
+/* Does autograd record operations on this tensor now? */
+bool pmpy_torch_records(PyObject *tensor);
+/* New: what the hook of calls that torch must see returns, NotImplemented: the call goes on.
+ * `names` are of the last arguments, or NULL; recorded: because autograd records, not for lack of
+ * memory. */
+PyObject *pmpy_torch_call(PyObject *target, PyObject *const *args, Py_ssize_t n, PyObject *names,
+                          bool recorded);
 /* The array to hand out for what pmpy_result made; steals `made`. */
 PyObject *pmpy_finish(const pmpy_source *s, PyObject *made, bool cuda);
 PyObject *pmpy_numpy_empty(const pmpy_spec *spec, void **data);

@@ -358,6 +358,14 @@ static PyObject *family_call(PyObject *self, PyObject *const *args, size_t nargs
   request r;
   PyObject *result = NULL;
   int code = begin(f, &r, args, PyVectorcall_NARGS(nargsf), names, false);
+  if (!code || (code > 0 && r.c.recorded)) {
+    result = pmpy_torch_call(self, args, PyVectorcall_NARGS(nargsf), names, code > 0);
+    if (result != Py_NotImplemented) {
+      end(&r);
+      return result;
+    }
+    Py_CLEAR(result);
+  }
   entry *e = code > 0 ? look(f, &r) : NULL;
   if (!code) pmpy_call_refuse(&r.c);
   r.c.in_place = f->in_place;

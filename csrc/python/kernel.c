@@ -36,7 +36,10 @@ static PyObject *kernel_call(PyObject *self, PyObject *const *args, size_t nargs
   int code = pmpy_call_read(&c, k->name, args, (size_t)n, out, false);
   if (code >= 0 && pmpy_call_stream(&c, stream) < 0) code = -1;
   if (!code) result = k->structured ? call_structured(k, &c, n, stream) : pmpy_call_refuse(&c);
-  else if (code > 0 && pmpy_call_locate(&c) == 0) result = pmpy_call_run(&c, self);
+  else if (code > 0 && c.recorded) result = pmpy_torch_call(self, args, n, kwnames, true);
+  if (result == Py_NotImplemented) Py_CLEAR(result);
+  if (code > 0 && !result && !PyErr_Occurred() && pmpy_call_locate(&c) == 0)
+    result = pmpy_call_run(&c, self);
   pmpy_call_end(&c);
   if (!result) pmpy_tidy_error();
   return result;

@@ -26,7 +26,8 @@
   X(REF_TRANSFORMS, ref_transforms) /* ref.transforms, of tiling and swizzle */   \
   X(SPILLS, spills)                 /* spills by line, from SASS */               \
   X(TIDY, tidy)                     /* an error that leaves a kernel */           \
-  X(TIMELINE, timeline)             /* what happened in a run with timeline */
+  X(TIMELINE, timeline)             /* what happened in a run with timeline */    \
+  X(TORCH, torch)                   /* a call that torch must see, see torch.c */
 typedef enum pmpy_hook_id {
 #define X(id, name) PMPY_HOOK_##id,
   PMPY_HOOKS(X)

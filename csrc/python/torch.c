@@ -114,3 +114,44 @@ PyObject *pmpy_torch_empty(const DLPackExchangeAPI *api, const pmpy_spec *spec, 
   *ptr = (uint64_t)(uintptr_t)data;
   return made;
 }
+
+/* ---- autograd ------------------------------------------------------------------------------- */
+
+static PyObject *_Atomic is_grad_enabled; /* torch.is_grad_enabled, kept for good */
+
+bool pmpy_torch_records(PyObject *tensor) {
+  static PyObject *name;
+  if (!name) name = PyUnicode_InternFromString("requires_grad");
+  PyObject *wanted = name ? PyObject_GetAttr(tensor, name) : NULL, *on = NULL;
+  if (wanted == Py_True) {
+    if (!is_grad_enabled) {
+      PyObject *module = PyImport_ImportModule("torch");
+      if (module) is_grad_enabled = PyObject_GetAttrString(module, "is_grad_enabled");
+      Py_XDECREF(module);
+    }
+    if (is_grad_enabled) on = PyObject_CallNoArgs(is_grad_enabled);
+  }
+  const bool records = on == Py_True;
+  Py_XDECREF(on);
+  Py_XDECREF(wanted);
+  PyErr_Clear();
+  return records;
+}
+
+PyObject *pmpy_torch_call(PyObject *target, PyObject *const *args, Py_ssize_t n, PyObject *names,
+                          bool recorded) {
+  const Py_ssize_t n_names = names ? PyTuple_GET_SIZE(names) : 0;
+  PyObject *hook = pmpy_hook(PMPY_HOOK_TORCH), *result = NULL;
+  PyObject *positional = PyTuple_New(n), *named = PyDict_New();
+  for (Py_ssize_t i = 0; positional && i < n; i++)
+    PyTuple_SET_ITEM(positional, i, Py_NewRef(args[i]));
+  bool ok = hook && positional && named;
+  for (Py_ssize_t i = 0; ok && i < n_names; i++)
+    ok = PyDict_SetItem(named, PyTuple_GET_ITEM(names, i), args[n + i]) == 0;
+  if (ok)
+    result = PyObject_CallFunctionObjArgs(hook, target, positional, named,
+                                          recorded ? Py_True : Py_False, NULL);
+  Py_XDECREF(positional);
+  Py_XDECREF(named);
+  return result;
+}
