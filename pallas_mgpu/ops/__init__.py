@@ -4,6 +4,12 @@ from .attention import AttentionConfig, attention
 from .matmul import FewRowsConfig, MatmulConfig, matmul
 from .mixed import MixedConfig, mixed_matmul
 from .norms import NormConfig, layer_norm, rms_norm, softmax
+from .norms_backward import (
+    column_sums,
+    layer_norm_backward,
+    rms_norm_backward,
+    softmax_backward,
+)
 from .ragged import RaggedConfig, ragged_dot, transposed_ragged_dot
 
 __all__ = [
@@ -14,12 +20,16 @@ __all__ = [
     "NormConfig",
     "RaggedConfig",
     "attention",
+    "column_sums",
     "layer_norm",
+    "layer_norm_backward",
     "matmul",
     "mixed_matmul",
     "ragged_dot",
     "rms_norm",
+    "rms_norm_backward",
     "softmax",
+    "softmax_backward",
     "transposed_ragged_dot",
 ]
 

@@ -1,0 +1,483 @@
+"""Gradients of softmax, RMS norm and layer norm.
+
+With y the normalised row (before the weight), r the factor of the norm and g = grad * weight, a row
+of the gradient of x is
+
+    softmax      y * (grad - sum(grad * y))
+    rms_norm     r * (g - y * mean(g * y))
+    layer_norm   r * (g - mean(g) - y * mean(g * y))
+
+The statistics of a row are computed again from x, which is read anyway, so that a forward saves
+nothing. A block works on tiles of whole rows, about 2048 elements, one after the other; rows that
+registers do not hold are read in parts, once for each pass over the row.
+
+Gradients of the weight and of the bias are sums over rows: each block adds up those of its own rows
+in registers, or in global memory where a row has parts, and a second kernel adds up the sums of the
+blocks, always in the same order."""
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+import pallas_mgpu as plgpu
+from pallas_mgpu import lax, pl
+from pallas_mgpu import numpy as jnp
+from pallas_mgpu._caches import cached
+
+from ._common import overlap_launches
+
+_FLOATS = ("float16", "bfloat16", "float32")
+_F32 = np.float32
+_HELD = 8192  # elements of a row that registers hold, with its gradient and the sums
+_PART = 2048  # elements of a part of a longer row
+_COLUMNS = 64  # columns of a tile, where the axis is not the last one
+_PER_SM = 4  # blocks
+
+
+class Problem(NamedTuple):
+    """What a kernel computes, for arrays seen as [outer, n, inner]."""
+
+    name: str
+    eps: float
+    outer: int
+    n: int
+    inner: int
+    dtypes: tuple  # of grad, x (or y), weight, add: None where there is none
+    bias: bool  # also the gradient of a bias
+    shape: tuple
+
+    @property
+    def sums(self):
+        """How many sums over rows there are."""
+        return (self.dtypes[2] is not None) + self.bias
+
+
+class _Tile:
+    """A tile of `height` rows, in parts of `width` elements, while it is traced."""
+
+    def __init__(self, x, refs, height, width):
+        self.x, self.refs, self.height, self.width = x, refs, height, width
+        self.parts = pl.cdiv(x.n, width)
+
+    def at(self, tile):
+        self.start = tile * self.height
+        return self
+
+    def where(self, k):
+        return pl.ds(self.start, self.height), pl.ds(k * self.width, self.width)
+
+    def mask(self, k):
+        """Which elements of part k lie in the array; None: all."""
+        x, shape, found = self.x, (self.height, self.width), None
+        if x.outer % self.height:
+            found = lax.broadcasted_iota(jnp.int32, shape, 0) < x.outer - self.start
+        if x.n % self.width:
+            inside = lax.broadcasted_iota(jnp.int32, shape, 1) < x.n - k * self.width
+            found = inside if found is None else found & inside
+        return found
+
+    def load(self, name, k):
+        ref, mask = self.refs[name], self.mask(k)
+        value = ref[self.where(k)] if mask is None else self._masked(ref, k, mask)
+        return value.astype(jnp.float32)
+
+    def _masked(self, ref, k, mask):
+        return pl.load(ref, self.where(k), mask=mask, other=0.0)
+
+    def store(self, name, k, value):
+        ref, mask = self.refs[name], self.mask(k)
+        value = value.astype(ref.dtype)
+        if mask is None:
+            ref[self.where(k)] = value
+        else:
+            pl.store(ref, self.where(k), value, mask=mask)
+
+    def weight(self, k):
+        """The weight of part k as a tile."""
+        ref, at = self.refs["weight"], pl.ds(k * self.width, self.width)
+        if self.x.n % self.width:
+            inside = jnp.arange(self.width) < self.x.n - k * self.width
+            w = pl.load(ref, at, mask=inside, other=0.0)
+        else:
+            w = ref[at]
+        return lax.broadcast_in_dim(w.astype(jnp.float32), (self.height, self.width), [1])
+
+    def sum(self, part):
+        """Sums of part(k) over the rows, as columns; part returns a tuple."""
+        if self.parts == 1:
+            return [jnp.sum(v, axis=1, keepdims=True) for v in part(0)]
+
+        def add(k, sums):
+            return tuple(s + jnp.sum(v, axis=1, keepdims=True) for s, v in zip(sums, part(k)))
+
+        count = {"softmax": 1, "rms_norm": 2}.get(self.x.name, 2)
+        zero = tuple(jnp.zeros((self.height, 1), jnp.float32) for _ in range(count))
+        return lax.fori_loop(0, self.parts, add, zero)
+
+    def centred(self, v, k):
+        """v where there is an element, else 0: of a difference from the mean."""
+        mask = self.mask(k)
+        return v if mask is None else jnp.where(mask, v, 0.0)
+
+
+class _Row:
+    """The statistics of a tile, and from them the normalised values and the gradient of a part."""
+
+    def __init__(self, t):
+        self.t, x = t, t.x
+        self.held = {}
+        name, n = x.name, _F32(1 / x.n)
+        if name == "softmax":
+            (self.dot,) = t.sum(lambda k: (self.load("grad", k) * self.load("x", k),))
+            return
+        self.mean = None
+        if name == "rms_norm":
+            squares, dot = t.sum(lambda k: (jnp.square(self.load("x", k)), self.g(k) * self.y(k)))
+            self.factor = lax.rsqrt(squares * n + _F32(x.eps))
+            self.dot = dot * self.factor * n
+            return
+        total, grads = t.sum(lambda k: (self.load("x", k), self.g(k)))
+        self.mean, self.grads = total * n, grads * n
+        squares, dot = t.sum(lambda k: (jnp.square(self.y(k)), self.g(k) * self.y(k)))
+        self.factor = lax.rsqrt(squares * n + _F32(x.eps))
+        self.dot = dot * self.factor * n
+
+    def load(self, name, k):
+        """Part k of an operand: registers hold the only part."""
+        if self.t.parts > 1:
+            return self.t.load(name, k)
+        if name not in self.held:
+            self.held[name] = self.t.load(name, k)
+        return self.held[name]
+
+    def g(self, k):
+        g = self.load("grad", k)
+        return g if self.t.x.dtypes[2] is None else g * self.t.weight(k)
+
+    def y(self, k):
+        """Before the factor of the row."""
+        x = self.load("x", k)
+        return x if self.mean is None else self.t.centred(x - self.mean, k)
+
+    def result(self, k):
+        """Part k of the gradient of x."""
+        if self.t.x.name == "softmax":
+            return self.load("x", k) * (self.load("grad", k) - self.dot)
+        out = self.g(k) - self.y(k) * (self.factor * self.dot)
+        if self.mean is not None:
+            out = out - self.grads
+        out = out * self.factor
+        return out if self.t.x.dtypes[3] is None else out + self.load("add", k)
+
+    def sums(self, k):
+        """What part k adds to the gradients of the weight and the bias."""
+        grad, found = self.load("grad", k), []
+        if self.t.x.dtypes[2] is not None:
+            found.append(grad * self.y(k) * self.factor)
+        return found + ([grad] if self.t.x.bias else [])
+
+
+def _names(x):
+    found = ["grad", "x", "weight", "add"]
+    return [name for name, dtype in zip(found, x.dtypes) if dtype is not None]
+
+
+@cached
+def _rows(x, programs, interpret):
+    """Kernel of the last axis: the gradient of x, and the sums of each block."""
+    height = max(1, min(2048 // x.n, x.outer))
+    width = x.n if x.n <= _HELD else _PART
+    parts, tiles = pl.cdiv(x.n, width), pl.cdiv(x.outer, height)
+    programs = min(programs, tiles)
+    names = _names(x)
+
+    def body(*refs):
+        overlap_launches()
+        given = dict(zip(names, refs))
+        given = {k: r if k == "weight" else r.reshape((x.outer, x.n)) for k, r in given.items()}
+        given["out"] = refs[len(names)].reshape((x.outer, x.n))
+        sums = refs[len(names) + 1 :]
+        tile, me = _Tile(x, given, height, width), lax.axis_index("program")
+        mine = (tiles - me + (programs - 1)) // programs
+
+        def whole(i, total):
+            row = _Row(tile.at(me + i * programs))
+            tile.store("out", 0, row.result(0))
+            return tuple(t + s for t, s in zip(total, row.sums(0)))
+
+        def in_parts(i, carry):
+            row = _Row(tile.at(me + i * programs))
+
+            def part(k, carry):
+                tile.store("out", k, row.result(k))
+                at = pl.ds(k * width, width)
+                for ref, s in zip(sums, row.sums(k)):
+                    s, here = jnp.sum(s, axis=0), ref.at[me, at]
+                    here[...] = s + jnp.where(i == 0, 0.0, here[...])
+                return carry
+
+            return lax.fori_loop(0, parts, part, carry)
+
+        if parts > 1:
+            lax.fori_loop(0, mine, in_parts, jnp.int32(0))
+            return
+        zero = tuple(jnp.zeros((height, width), jnp.float32) for _ in sums)
+        total = lax.fori_loop(0, mine, whole, zero)
+        for ref, t in zip(sums, total):
+            ref[me] = jnp.sum(t, axis=0)
+
+    outs = [plgpu.ShapeDtypeStruct(x.shape, x.dtypes[1])]
+    padded = parts * width  # of sums, so that parts need no masks
+    outs += [plgpu.ShapeDtypeStruct((programs, padded), _F32)] * x.sums
+    return plgpu.kernel(
+        body,
+        out_type=tuple(outs) if x.sums else outs[0],
+        grid=(programs,),
+        grid_names=("program",),
+        interpret=interpret,
+        kernel_name=f"{x.name}_backward",
+    )
+
+
+@cached
+def _columns(x, interpret):
+    """Kernel of softmax along another axis: blocks of columns, which are read in parts, twice."""
+    height, width = min(_PART // _COLUMNS, x.n), min(_COLUMNS, x.inner)
+    parts, tiles = pl.cdiv(x.n, height), pl.cdiv(x.inner, width)
+
+    def body(grad, y, out):
+        overlap_launches()
+        o, c = lax.axis_index("outer"), lax.axis_index("tile") * width
+        grad, y, out = (r.reshape((x.outer, x.n, x.inner)) for r in (grad, y, out))
+
+        def place(k):
+            shape, keep = (height, width), None
+            if x.n % height:
+                keep = lax.broadcasted_iota(jnp.int32, shape, 0) < x.n - k * height
+            if x.inner % width:
+                inside = lax.broadcasted_iota(jnp.int32, shape, 1) < x.inner - c
+                keep = inside if keep is None else keep & inside
+            return (o, pl.ds(k * height, height), pl.ds(c, width)), keep
+
+        def load(ref, k):
+            at, keep = place(k)
+            value = ref[at] if keep is None else pl.load(ref, at, mask=keep, other=0.0)
+            return value.astype(jnp.float32)
+
+        def add(k, dot):
+            return dot + jnp.sum(load(grad, k) * load(y, k), axis=0, keepdims=True)
+
+        def write(k, dot):
+            at, keep = place(k)
+            value = (load(y, k) * (load(grad, k) - dot)).astype(out.dtype)
+            if keep is None:
+                out[at] = value
+            else:
+                pl.store(out, at, value, mask=keep)
+            return dot
+
+        dot = lax.fori_loop(0, parts, add, jnp.zeros((1, width), jnp.float32))
+        lax.fori_loop(0, parts, write, dot)
+
+    return plgpu.kernel(
+        body,
+        out_type=plgpu.ShapeDtypeStruct(x.shape, x.dtypes[1]),
+        grid=(x.outer, tiles),
+        grid_names=("outer", "tile"),
+        interpret=interpret,
+        kernel_name="softmax_backward",
+    )
+
+
+# ---- sums over rows -----------------------------------------------------------------------------
+
+
+@cached
+def _column_sums(rows, n, cols, dtype, out_dtype, chunks, interpret):
+    """Kernel: sums over the rows of an array (rows, n), of the first `cols` columns; of as many
+    chunks of rows."""
+    height, width = min(32, rows), min(_COLUMNS, cols)
+    steps = pl.cdiv(pl.cdiv(rows, chunks), height)
+
+    def body(x, out):
+        overlap_launches()
+        first, c = lax.axis_index("chunk") * (steps * height), lax.axis_index("tile") * width
+        x, shape = x.reshape((rows, n)), (height, width)
+
+        def add(i, total):
+            r = first + i * height
+            keep = lax.broadcasted_iota(jnp.int32, shape, 0) < rows - r
+            if cols % width:
+                keep &= lax.broadcasted_iota(jnp.int32, shape, 1) < cols - c
+            at = pl.ds(r, height), pl.ds(c, width)
+            return total + pl.load(x, at, mask=keep, other=0.0).astype(jnp.float32)
+
+        total = jnp.sum(lax.fori_loop(0, steps, add, jnp.zeros(shape, jnp.float32)), axis=0)
+        total, at = total.astype(out.dtype), pl.ds(c, width)
+        out = out.at[lax.axis_index("chunk")] if chunks > 1 else out
+        if cols % width:
+            pl.store(out, (at,), total, mask=jnp.arange(width) < cols - c)
+        else:
+            out[at] = total
+
+    return plgpu.kernel(
+        body,
+        out_type=plgpu.ShapeDtypeStruct((chunks, cols) if chunks > 1 else (cols,), out_dtype),
+        grid=(chunks, pl.cdiv(cols, width)),
+        grid_names=("chunk", "tile"),
+        interpret=interpret,
+        kernel_name="column_sums",
+    )
+
+
+class Chain:
+    """Kernels one after the other: each gets the results of the one before."""
+
+    def __init__(self, *kernels):
+        self.kernels = kernels
+
+    def __call__(self, x, out=None, stream=None):
+        for kernel in self.kernels[:-1]:
+            x = kernel(x, stream=stream)
+        return self.kernels[-1](x, out=out, stream=stream)
+
+
+def sums_of_rows(rows, n, dtype, out_dtype, sms, interpret, cols=None):
+    """A kernel, or a chain of two: sums over the rows of an array [..., n] seen as (rows, n)."""
+    cols = n if cols is None else cols
+    tiles = pl.cdiv(cols, _COLUMNS)
+    chunks = max(1, min(pl.cdiv(rows, 128), _PER_SM * sms // tiles))
+    if chunks == 1:
+        return _column_sums(rows, n, cols, dtype, out_dtype, 1, interpret)
+    steps = pl.cdiv(pl.cdiv(rows, chunks), 32)
+    chunks = pl.cdiv(rows, steps * 32)
+    first = _column_sums(rows, n, cols, dtype, np.dtype(_F32), chunks, interpret)
+    last = _column_sums(chunks, cols, cols, np.dtype(_F32), out_dtype, 1, interpret)
+    return Chain(first, last) if chunks > 1 else last
+
+
+class _WithSums:
+    """The kernel of the rows, and those that add up the sums of its blocks."""
+
+    def __init__(self, kernel, sums):
+        self.kernel, self.sums = kernel, sums
+
+    def __call__(self, *operands, out=None, stream=None):
+        if out is not None:
+            raise NotImplementedError(
+                f"{self.kernel.__name__}: out= with gradients of a weight or a bias"
+            )
+        found, *partial = self.kernel(*operands, stream=stream)
+        return (found, *(f(s, stream=stream) for f, s in zip(self.sums, partial)))
+
+
+# ---- the functions ------------------------------------------------------------------------------
+
+
+def _check(name, grad, x, weight, add, other):
+    for what, v in (("grad", grad), (other, x), ("weight", weight), ("add", add)):
+        if v is not None and v.dtype.name not in _FLOATS:
+            raise TypeError(f"{name}: {what} must be float16, bfloat16 or float32, got {v.dtype}")
+    if x.ndim == 0 or 0 in x.shape:
+        raise ValueError(f"{name}: {other} must have a dim and elements, got shape {x.shape}")
+    for what, v in (("grad", grad), ("add", add)):
+        if v is not None and v.shape != x.shape:
+            raise ValueError(
+                f"{name}: {what} must have the shape of {other}, {x.shape}, got {v.shape}"
+            )
+    if weight is not None and weight.shape != x.shape[-1:]:
+        raise ValueError(f"{name}: weight must have the shape {x.shape[-1:]}, got {weight.shape}")
+
+
+def _make(name, grad, x, weight, add, bias, eps, interpret):
+    _check(f"{name}_backward", grad, x, weight, add, "x")
+    n, sms = x.shape[-1], plgpu.sm_count(x.device)
+    dtypes = tuple(None if v is None else v.dtype for v in (grad, x, weight, add))
+    problem = Problem(
+        name, float(eps), math.prod(x.shape[:-1]), n, 1, dtypes, bool(bias), x.shape
+    )
+    kernel = _rows(problem, _PER_SM * sms, interpret)
+    if not problem.sums:
+        return kernel
+    programs, padded = kernel.definition.outs[1].shape
+    of = [] if weight is None else [weight.dtype]
+    of += [x.dtype if weight is None else weight.dtype] if bias else []
+    f32 = np.dtype(_F32)
+    return _WithSums(
+        kernel, [sums_of_rows(programs, padded, f32, dtype, sms, interpret, n) for dtype in of]
+    )
+
+
+@plgpu.specialize
+def softmax_backward(grad, y, *, axis=-1, interpret=None):
+    """The gradient of :func:`softmax` by its argument, computed in float32 (Hopper):
+    ``y * (grad - sum(grad * y))``.
+
+    grad: the gradient of the result; y: the result of softmax; float16, bfloat16 or float32, of one
+    shape, any number of dims from 1. axis: as for softmax. Returns an array like ``y``. TypeError,
+    ValueError for other dtypes and shapes.
+    """
+    name = "softmax_backward"
+    _check(name, grad, y, None, None, "y")
+    if not isinstance(axis, int) or not -y.ndim <= axis < y.ndim:
+        raise ValueError(
+            f"{name}: axis must be an int from {-y.ndim} to {y.ndim - 1}, got {axis!r}"
+        )
+    axis %= y.ndim
+    outer, inner = math.prod(y.shape[:axis]), math.prod(y.shape[axis + 1 :])
+    dtypes = grad.dtype, y.dtype, None, None
+    x = Problem("softmax", 0.0, outer, y.shape[axis], inner, dtypes, False, y.shape)
+    if inner > 1:
+        return _columns(x, interpret)
+    return _rows(x, _PER_SM * plgpu.sm_count(y.device), interpret)
+
+
+@plgpu.specialize
+def rms_norm_backward(grad, x, weight=None, *, add=None, eps=1e-6, interpret=None):
+    """The gradients of :func:`rms_norm` by ``x`` and by ``weight``, computed in float32 (Hopper).
+
+    grad: the gradient of the result; x, weight, eps: the arguments of rms_norm; float16, bfloat16
+    or float32. add: an array like ``x`` that is added to the gradient of ``x``, for example that of
+    a residual branch. The statistics of the rows are computed again from ``x``. Results repeat bit
+    for bit.
+
+    Returns the gradient of ``x``, or with ``weight`` the pair of gradients, like ``x`` and like
+    ``weight``. TypeError, ValueError for other dtypes and shapes.
+    """
+    return _make("rms_norm", grad, x, weight, add, False, eps, interpret)
+
+
+@plgpu.specialize
+def layer_norm_backward(grad, x, weight=None, *, add=None, bias=False, eps=1e-5, interpret=None):
+    """The gradients of :func:`layer_norm` by ``x``, ``weight`` and ``bias``, computed in float32
+    (Hopper).
+
+    grad: the gradient of the result; x, weight, eps: the arguments of layer_norm; float16, bfloat16
+    or float32. add: an array like ``x`` that is added to the gradient of ``x``. bias: also return
+    the gradient of the bias, in the dtype of ``weight``, or else of ``x``. Results repeat bit for
+    bit.
+
+    Returns the gradient of ``x``, or a tuple of it and those of ``weight`` (if there is one) and of
+    the bias (if asked for). TypeError, ValueError for other dtypes and shapes.
+    """
+    return _make("layer_norm", grad, x, weight, add, bias, eps, interpret)
+
+
+@plgpu.specialize
+def column_sums(x, *, out_dtype=None, interpret=None):
+    """Sums over all dims but the last, in float32 and always in the same order (Hopper): the
+    gradient of a bias.
+
+    x: float16, bfloat16 or float32, (..., N), at least two dims. out_dtype: one of these; that of
+    ``x`` by default. Returns (N,). TypeError, ValueError for other dtypes and shapes.
+    """
+    name = "column_sums"
+    out_dtype = x.dtype if out_dtype is None else jnp.dtype(out_dtype)
+    for what, dtype in (("x", x.dtype), ("out_dtype", out_dtype)):
+        if dtype.name not in _FLOATS:
+            raise TypeError(f"{name}: {what} must be float16, bfloat16 or float32, got {dtype}")
+    if x.ndim < 2 or 0 in x.shape:
+        raise ValueError(f"{name}: x must have two dims and elements, got shape {x.shape}")
+    rows, sms = math.prod(x.shape[:-1]), plgpu.sm_count(x.device)
+    return sums_of_rows(rows, x.shape[-1], x.dtype, out_dtype, sms, interpret)
