@@ -306,10 +306,8 @@ void pm_find_expects(pm_gen *e);
 /* Bytes of a copy and those after it in its run. */
 pm_code pm_expected_bytes(pm_gen *e, pm_opid op, long long *bytes);
 
-/* ---- regions of one lane (lane.c), bulk groups (groups.c) --------------------------------- */
+/* ---- bulk groups (groups.c) ---------------------------------------------------------------- */
 
-/* Is region r of a branch taken in thread wg? True where nothing is known. */
-bool pm_may_take(const pm_graph *g, pm_opid branch, uint32_t r, int64_t wg);
 /* At the end of the body: until engines have read what a thread did not wait for. */
 void pm_print_last_wait(pm_gen *e);
 

@@ -4,6 +4,7 @@
  * with such a store waits at its end. One forward walk for each Pallas thread finds these threads.
  * It knows the branches that the thread takes and the loops that certainly run, and assumes that
  * everything else may or may not happen. Kernels that await their stores get no additional wait. */
+#include "../ir/eval.h"
 #include "gen.h"
 
 /* OPEN: stores in no group yet; GROUPED: a group that may not have been read. */

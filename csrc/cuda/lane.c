@@ -16,60 +16,10 @@
  *   any, the lanes synchronise before the region.
  * - Pure scalars of the run that need nothing from inside are moved before it, so that they may be
  *   used after it. Other values from inside are not used outside. */
+#include "../ir/eval.h"
 #include "gen.h"
 
 /* ---- which threads reach an op ----------------------------------------------------------- */
-
-/* Value of an int or bool scalar in thread `wg`, if it depends on nothing else. */
-static bool thread_value(const pm_graph *g, pm_val v, int64_t wg, int64_t *out) {
-  const pm_opid def = pm_value_of(g, v)->def;
-  const pm_op *o = pm_get(g, def);
-  pm_scalar c;
-  int64_t x[3] = {0};
-  if (!def || pm_typeof(g, v)->kind != PM_ARRAY || pm_is_float(pm_typeof(g, v)->dtype))
-    return false;
-  if (pm_constant(g, v, &c)) {
-    *out = c.i;
-    return true;
-  }
-  if (o->code == PM_OP_AXIS && *pm_attr(g, def, PM_ATTR_AXIS) == PM_AXIS_THREAD) {
-    *out = wg;
-    return true;
-  }
-  if (pm_ops[o->code].layout != PM_LAY_POINTWISE || o->n_in > 3) return false;
-  for (uint32_t k = 0; k < o->n_in; k++) {
-    if (!thread_value(g, pm_in(g, def, k), wg, &x[k])) return false;
-  }
-  switch (o->code) {
-    case PM_OP_ADD: *out = x[0] + x[1]; return true;
-    case PM_OP_SUB: *out = x[0] - x[1]; return true;
-    case PM_OP_MUL: *out = x[0] * x[1]; return true;
-    case PM_OP_AND: *out = x[0] & x[1]; return true;
-    case PM_OP_OR: *out = x[0] | x[1]; return true;
-    case PM_OP_XOR: *out = x[0] ^ x[1]; return true;
-    case PM_OP_EQ: *out = x[0] == x[1]; return true;
-    case PM_OP_NE: *out = x[0] != x[1]; return true;
-    case PM_OP_LT: *out = x[0] < x[1]; return true;
-    case PM_OP_LE: *out = x[0] <= x[1]; return true;
-    case PM_OP_GT: *out = x[0] > x[1]; return true;
-    case PM_OP_GE: *out = x[0] >= x[1]; return true;
-    case PM_OP_MIN: *out = pm_min(x[0], x[1]); return true;
-    case PM_OP_MAX: *out = pm_max(x[0], x[1]); return true;
-    case PM_OP_NOT: *out = !x[0]; return pm_typeof(g, v)->dtype == PM_BOOL;
-    case PM_OP_SELECT: *out = x[0] ? x[1] : x[2]; return true;
-    case PM_OP_CONVERT: *out = x[0]; return pm_typeof(g, v)->dtype == PM_I32;
-    default: return false;
-  }
-}
-
-bool pm_may_take(const pm_graph *g, pm_opid branch, uint32_t r, int64_t wg) {
-  const pm_op *o = pm_get(g, branch);
-  int64_t x;
-  if (o->code != PM_OP_IF && o->code != PM_OP_SWITCH) return true;
-  if (!thread_value(g, pm_in(g, branch, 0), wg, &x)) return true;
-  if (o->code == PM_OP_IF) return r == (x ? 0 : 1);
-  return r == (uint32_t)pm_max(0, pm_min(x, (int64_t)o->n_regions - 1));
-}
 
 static uint32_t region_of(const pm_graph *g, pm_opid op, pm_blk block) {
   uint32_t r = 0;

@@ -5,9 +5,10 @@
  * predicate follows from the index. A thread needs the maximum of its requests, or its share at
  * launch if it makes none. If a branch that cannot be decided contains a request, nothing is
  * concluded. */
+#include "../ir/eval.h"
 #include "passes.h"
 
-enum { SM_REGISTERS = 65536, LANES = 128, MAX_DEPTH = 24 };
+enum { SM_REGISTERS = 65536, LANES = 128 };
 
 typedef struct walker {
   const pm_graph *g;
@@ -17,87 +18,14 @@ typedef struct walker {
   bool any, unknown;
 } walker;
 
-static bool eval(const walker *w, pm_val v, int depth, int64_t *out);
-
-static bool eval_two(pm_opcode code, int64_t a, int64_t b, int64_t *out) {
-  switch (code) {
-    case PM_OP_ADD: *out = a + b; return true;
-    case PM_OP_SUB: *out = a - b; return true;
-    case PM_OP_MUL: *out = a * b; return true;
-    case PM_OP_DIV: *out = b ? a / b : 0; return b != 0;
-    case PM_OP_REM: *out = b ? a % b : 0; return b != 0;
-    case PM_OP_MIN: *out = pm_min(a, b); return true;
-    case PM_OP_MAX: *out = pm_max(a, b); return true;
-    case PM_OP_AND: *out = a & b; return true;
-    case PM_OP_OR: *out = a | b; return true;
-    case PM_OP_XOR: *out = a ^ b; return true;
-    case PM_OP_EQ: *out = a == b; return true;
-    case PM_OP_NE: *out = a != b; return true;
-    case PM_OP_LT: *out = a < b; return true;
-    case PM_OP_LE: *out = a <= b; return true;
-    case PM_OP_GT: *out = a > b; return true;
-    case PM_OP_GE: *out = a >= b; return true;
-    default: return false;
-  }
-}
-
-static bool is_small(int64_t x) { return x >= INT32_MIN && x <= INT32_MAX; }
-
-/* Value of an op for the current thread; true if it is known. */
-static bool eval_op(const walker *w, pm_opid op, int depth, int64_t *out) {
-  const pm_graph *g = w->g;
-  const pm_op *o = pm_get(g, op);
-  int64_t x[3];
-  bool known[3] = {false, false, false};
-  if (o->code == PM_OP_AXIS) {
-    *out = w->thread;
-    return *pm_attr(g, op, PM_ATTR_AXIS) == PM_AXIS_THREAD;
-  }
-  if (!o->n_in || o->n_in > 3 || o->n_regions) return false;
-  for (uint32_t k = 0; k < o->n_in; k++)
-    known[k] = eval(w, pm_in(g, op, k), depth + 1, &x[k]) && is_small(x[k]);
-  bool truth = pm_typeof(g, o->out)->dtype == PM_BOOL;
-  if (truth && (o->code == PM_OP_AND || o->code == PM_OP_OR)) {
-    int64_t decides = o->code == PM_OP_OR;
-    for (int k = 0; k < 2; k++)
-      if (known[k] && x[k] == decides) return *out = decides, true;
-  }
-  for (uint32_t k = 0; k < o->n_in; k++)
-    if (!known[k]) return false;
-  switch (o->code) {
-    case PM_OP_CONVERT:
-    case PM_OP_MULTIPLE_OF:
-    case PM_OP_OPT_BARRIER: *out = x[0]; return true;
-    case PM_OP_NOT: *out = !x[0]; return truth;
-    case PM_OP_SELECT: *out = x[0] ? x[1] : x[2]; return true;
-    default: return o->n_in == 2 && eval_two((pm_opcode)o->code, x[0], x[1], out);
-  }
-}
-
-static bool eval(const walker *w, pm_val v, int depth, int64_t *out) {
-  const pm_type *type = pm_typeof(w->g, v);
-  pm_scalar number;
-  if (type->kind != PM_ARRAY || type->rank || pm_is_float(type->dtype) || depth > MAX_DEPTH)
-    return false;
-  if (pm_constant(w->g, v, &number)) return *out = number.i, true;
-  pm_opid def = pm_value_of(w->g, v)->def;
-  return def && eval_op(w, def, depth, out);
-}
-
-bool pm_value_for_thread(const pm_graph *g, pm_val v, int64_t thread, int64_t *out) {
-  const walker w = {.g = g, .thread = thread};
-  return eval(&w, v, 0, out);
-}
-
 static void walk(walker *w, pm_blk block);
 
 /* The regions of a branch that may run: one, or all of them if the predicate is unknown. */
 static void walk_branch(walker *w, pm_opid op) {
   const pm_op *o = pm_get(w->g, op);
-  int64_t which;
-  if (eval(w, pm_in(w->g, op, 0), 0, &which)) {
-    if (o->code == PM_OP_IF) which = !which;
-    walk(w, pm_region(w->g, op, (uint32_t)pm_min(pm_max(which, 0), o->n_regions - 1)));
+  const int taken = pm_region_for_thread(w->g, op, w->thread);
+  if (taken >= 0) {
+    walk(w, pm_region(w->g, op, (uint32_t)taken));
     return;
   }
   bool before = w->any;
@@ -119,7 +47,7 @@ static void walk(walker *w, pm_blk block) {
         w->most = n;
         w->op = op;
       }
-    } else if (o->code == PM_OP_IF || o->code == PM_OP_SWITCH) {
+    } else if (pm_is_branch(o->code)) {
       walk_branch(w, op);
     } else {
       for (uint32_t r = 0; r < o->n_regions; r++) walk(w, pm_region(w->g, op, r));

@@ -13,6 +13,7 @@
  * duplicated. The loop is copied twice with constant predicates, and pm_simplify removes the
  * branches that do not run. Inner loops are processed first, so the roles separate outside all
  * loops. */
+#include "../ir/eval.h"
 #include "passes.h"
 
 enum { MOST_THREADS = 32, MOST_IFS = 16 };
@@ -90,11 +91,11 @@ static bool has_two_roles(splitter *s) {
   for (int64_t thread = 0; thread < g->n_threads; thread++) {
     int group = 0;
     for (uint32_t k = 0; k < s->n_ifs; k++) {
-      int64_t way;
-      if (!pm_value_for_thread(g, pm_in(g, s->ifs[k], 0), thread, &way)) return false;
-      if (!k) group = !way;
-      if (seen[group] && s->taken[group][k] != (way != 0)) return false;
-      s->taken[group][k] = way != 0;
+      const int region = pm_region_for_thread(g, s->ifs[k], thread);
+      if (region < 0) return false;
+      if (!k) group = region;
+      if (seen[group] && s->taken[group][k] != !region) return false;
+      s->taken[group][k] = !region;
     }
     seen[group] = true;
   }

@@ -10,6 +10,7 @@
  * Backward: ops with effects are live, and so are the ops they use, the ops that contain them, and
  * the yields of those. Everything else is removed: pure ops, loads, allocations, regions without
  * effects. */
+#include "../ir/eval.h"
 #include "passes.h"
 
 typedef PM_VEC(uint64_t) words;
@@ -62,49 +63,6 @@ static void remove_op(pm_graph *g, pm_opid op) {
 
 /* ---- folding to a constant ---------------------------------------------------------------- */
 
-static bool fold_compare(pm_opcode code, bool floats, pm_scalar x, pm_scalar y, int64_t *out) {
-  int less = floats ? x.f < y.f : x.i < y.i, equal = floats ? x.f == y.f : x.i == y.i;
-  int greater = floats ? x.f > y.f : x.i > y.i;
-  switch (code) {
-    case PM_OP_EQ: *out = equal; return true;
-    case PM_OP_NE: *out = !equal; return true;
-    case PM_OP_LT: *out = less; return true;
-    case PM_OP_LE: *out = less || equal; return true;
-    case PM_OP_GT: *out = greater; return true;
-    case PM_OP_GE: *out = greater || equal; return true;
-    default: return false;
-  }
-}
-
-static bool fold_unary(pm_opcode code, bool boolean, int64_t x, int64_t *out) {
-  switch (code) {
-    case PM_OP_NEG: *out = -x; return !boolean;
-    case PM_OP_ABS: *out = x < 0 ? -x : x; return !boolean;
-    case PM_OP_SIGN: *out = (x > 0) - (x < 0); return !boolean;
-    case PM_OP_NOT: *out = boolean ? !x : ~x; return true;
-    default: return false;
-  }
-}
-
-static bool fold_binary(pm_opcode code, pm_dtype t, int64_t x, int64_t y, int64_t *out) {
-  bool boolean = t == PM_BOOL, shift_ok = y >= 0 && y < pm_dtypes[t].bits;
-  switch (code) {
-    case PM_OP_ADD: *out = boolean ? x | y : x + y; return true;
-    case PM_OP_SUB: *out = x - y; return true;
-    case PM_OP_MUL: *out = (int64_t)((uint64_t)x * (uint64_t)y); return true;
-    case PM_OP_DIV: *out = y ? x / y : 0; return y != 0;
-    case PM_OP_REM: *out = y ? x % y : 0; return y != 0;
-    case PM_OP_MIN: *out = pm_min(x, y); return true;
-    case PM_OP_MAX: *out = pm_max(x, y); return true;
-    case PM_OP_AND: *out = x & y; return true;
-    case PM_OP_OR: *out = x | y; return true;
-    case PM_OP_XOR: *out = x ^ y; return true;
-    case PM_OP_SHL: *out = shift_ok ? (int64_t)((uint64_t)x << y) : 0; return shift_ok;
-    case PM_OP_SHR: *out = shift_ok ? x >> y : 0; return shift_ok;
-    default: return false;
-  }
-}
-
 /* A comparison of arrays that has one outcome for all elements, by their bounds. */
 static bool fold_bounds(const simplifier *s, pm_opid op, int64_t *out) {
   const pm_graph *g = s->g;
@@ -125,26 +83,15 @@ static bool fold_bounds(const simplifier *s, pm_opid op, int64_t *out) {
 
 /* The value of every element of the op's result, if it is known. */
 static bool fold(simplifier *s, pm_opid op, pm_scalar *out) {
-  pm_graph *g = s->g;
-  const pm_op *o = pm_get(g, op);
-  pm_scalar x, y;
+  const pm_op *o = pm_get(s->g, op);
+  pm_scalar x[PM_EVAL_OPERANDS];
+  bool known[PM_EVAL_OPERANDS] = {false};
   if (o->n_in == 2 && fold_bounds(s, op, &out->i)) return true;
-  if (o->n_in < 1 || o->n_in > 2 || !pm_constant(g, operand(s, op, 0), &x)) return false;
-  pm_dtype from = pm_typeof(g, operand(s, op, 0))->dtype, to = pm_typeof(g, o->out)->dtype;
-  switch (o->code) {
-    case PM_OP_CONVERT: *out = pm_convert_scalar(from, to, x); return true;
-    case PM_OP_BROADCAST:
-    case PM_OP_RESHAPE:
-    case PM_OP_SLICE:
-    case PM_OP_TRANSPOSE:
-    case PM_OP_MULTIPLE_OF: *out = x; return true;
+  if (o->n_in > 2) return false; /* a SELECT becomes its operand, rather than one more constant */
+  for (uint32_t k = 0; k < o->n_in && k < PM_EVAL_OPERANDS; k++) {
+    known[k] = pm_constant(s->g, operand(s, op, k), &x[k]);
   }
-  if (o->n_in == 1) {
-    return !pm_is_float(from) && fold_unary(o->code, from == PM_BOOL, x.i, &out->i);
-  }
-  if (!pm_constant(g, operand(s, op, 1), &y)) return false;
-  if (fold_compare(o->code, pm_is_float(from), x, y, &out->i)) return true;
-  return !pm_is_float(from) && fold_binary(o->code, from, x.i, y.i, &out->i);
+  return pm_eval(s->g, op, x, known, out);
 }
 
 static void become_constant(simplifier *s, pm_opid op, pm_scalar v) {
@@ -235,14 +182,12 @@ static pm_val equal_operand(const simplifier *s, pm_opid op) {
   }
 }
 
-/* x * 0, x & 0, x % 1, x - x, x ^ x of ints are 0 */
+/* x % 1, x - x, x ^ x of ints are 0 */
 static bool is_zero(const simplifier *s, pm_opid op) {
   const pm_op *o = pm_get(s->g, op);
   if (o->n_in != 2 || pm_is_float(pm_typeof(s->g, operand(s, op, 0))->dtype)) return false;
   pm_val x = operand(s, op, 0), y = operand(s, op, 1);
   switch (o->code) {
-    case PM_OP_MUL:
-    case PM_OP_AND: return is_number(s, x, 0, false) || is_number(s, y, 0, false);
     case PM_OP_REM: return is_number(s, y, 1, false);
     case PM_OP_SUB:
     case PM_OP_XOR: return x == y;
@@ -352,11 +297,9 @@ static bool simplify_pure(simplifier *s, pm_opid op) {
 static int only_region(const simplifier *s, pm_opid op) {
   const pm_op *o = pm_get(s->g, op);
   pm_scalar x, y;
-  if (o->code == PM_OP_IF && pm_constant(s->g, operand(s, op, 0), &x)) return x.i ? 0 : 1;
-  if (o->code == PM_OP_SWITCH) {
-    if (o->n_regions == 1) return 0;
-    if (!pm_constant(s->g, operand(s, op, 0), &x)) return -1;
-    return (int)pm_max(0, pm_min(x.i, o->n_regions - 1));
+  if (o->code == PM_OP_SWITCH && o->n_regions == 1) return 0;
+  if (pm_is_branch(o->code)) {
+    return pm_constant(s->g, operand(s, op, 0), &x) ? (int)pm_chosen_region(o, x.i) : -1;
   }
   if (o->code == PM_OP_FOR && pm_constant(s->g, operand(s, op, 0), &x) &&
       pm_constant(s->g, operand(s, op, 1), &y) && y.i - x.i <= 1) {

@@ -68,7 +68,7 @@ def double(o, s, full, empty, steps=STEPS, slots=2):
 # ---- one lane ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", ["cond", "two whens", "tiles"])
+@pytest.mark.parametrize("how", ["cond", "two whens", "pairs", "tiles"])
 def test_a_producer_is_one_lane(run, rng, how):
     """A loop of waits and copies is one region, however the branch is written, also in a loop that
     all threads run."""
@@ -79,6 +79,9 @@ def test_a_producer_is_one_lane(run, rng, how):
         consumer = functools.partial(double, o, s, full, empty)
         if how == "cond":
             lax.cond(me == 1, producer, consumer)
+        elif how == "pairs":
+            pl.when((me + 1) // 2 == 1)(producer)
+            pl.when((me + 1) % 2 == 1)(consumer)
         elif how == "tiles":
             lax.fori_loop(0, 1, lambda i, _: lax.cond(me > 0, producer, consumer), None)
         else:

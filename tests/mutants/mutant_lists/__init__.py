@@ -30,7 +30,7 @@ CLUSTER, SPECIALISED, WS = (
     "pipelines/test_ws_steps.py",
 )
 TURNS, SCHEDULE = "pipelines/test_turns.py", "pipelines/test_schedule.py"
-NAMED = "pipelines/test_named_barriers.py"
+NAMED, EVAL = "pipelines/test_named_barriers.py", "compiler/test_eval.py"
 ATTENTION, WS_PIPELINE = "ops/test_attention.py", "pipelines/test_ws_pipeline.py"
 FUZZ = [f"fuzz/test_fuzz.py::test_random_kernels[cover{k}]" for k in range(3)]
 ALL = [MEMORY, ARRAYS, PIPES, TEXT, *FUZZ, CLUSTER, SPECIALISED, WS, CONTROL, DOCUMENTS, CATALOGUE]

@@ -10,6 +10,7 @@ from . import (
     CUDA,
     DEVICE,
     DOCUMENTS,
+    EVAL,
     FUZZ,
     HOST,
     MEMORY,
@@ -69,6 +70,48 @@ breaks(
     ),
 )
 
+# ---- what is known before the kernel runs --------------------------------------------------------
+
+breaks(
+    "csrc/ir/eval.c",
+    EVAL,
+    branches_of_threads_are_exchanged=(
+        "pm_chosen_region",
+        "if (branch->code == PM_OP_IF) return x ? 0 : 1;",
+        "if (branch->code == PM_OP_IF) return x ? 1 : 0;",
+    ),
+    threads_switch_without_limits=(
+        "pm_chosen_region",
+        "return (uint32_t)pm_max(0, pm_min(x, (int64_t)branch->n_regions - 1));",
+        "return (uint32_t)x % branch->n_regions;",
+    ),
+    equal_threads_are_different=(
+        "eval_compare",
+        "case PM_OP_EQ: *out = equal; return true;",
+        "case PM_OP_EQ: *out = !equal; return true;",
+    ),
+    known_values_do_not_wrap=(
+        "pm_eval",
+        "*out = pm_load_scalar(to, wrapped);",
+        "(void)wrapped;",
+    ),
+    one_operand_decides_nothing=(
+        "eval_two",
+        "if (known[k] && eval_half(code, t, x[k].i, out)) return true;",
+        "if (known[k] && t == PM_BOOL && eval_half(code, t, x[k].i, out)) return false;",
+    ),
+    one_bit_decides_an_or=(
+        "eval_half",
+        "case PM_OP_OR: return t == PM_BOOL && x;",
+        "case PM_OP_OR: return x;",
+    ),
+    all_axes_are_threads=(
+        "value",
+        "return *pm_attr(g, def, PM_ATTR_AXIS) == PM_AXIS_THREAD;",
+        "return true;",
+    ),
+)
+
 # ---- one lane, clusters --------------------------------------------------------------------------
 
 breaks(
@@ -112,16 +155,6 @@ breaks(
     f"{MEMORY}::test_many_copies_on_one_barrier",
     f"{PIPES}::test_mixed_delays",
     *FUZZ,
-    branches_of_threads_are_exchanged=(
-        "pm_may_take",
-        "return r == (x ? 0 : 1);",
-        "return r == (x ? 1 : 0);",
-    ),
-    equal_threads_are_different=(
-        "thread_value",
-        "case PM_OP_EQ: *out = x[0] == x[1]; return true;",
-        "case PM_OP_EQ: *out = x[0] != x[1]; return true;",
-    ),
     copies_by_all_lanes_are_made_by_one=(
         "lane_op",
         "if (engine && *pm_attr(g, op, PM_ATTR_ENGINE) == PM_ENGINE_PLAIN) return false;",
