@@ -159,6 +159,7 @@ class Graph:
         zero_fill: bool = False,
         races: list[tuple[Any, ...]] = ...,
         touched: list[tuple[Any, ...]] = ...,
+        uninitialized: bool = False,
     ) -> None: ...
     def accesses(
         self, physical: bool = False, summary: bool = False

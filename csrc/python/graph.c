@@ -458,14 +458,15 @@ static PyObject *graph_accesses(PyObject *o, PyObject *args, PyObject *kw) {
 }
 
 static PyObject *graph_interpret(PyObject *o, PyObject *args, PyObject *kw) {
-  static char *names[] = {"arrays", "seed", "oob_raise", "zero_fill", "races", "touched", NULL};
+  static char *names[] = {"arrays", "seed",    "oob_raise",     "zero_fill",
+                          "races",  "touched", "uninitialized", NULL};
   PyObject *arrays, *races = NULL, *touched = NULL;
   unsigned long long seed = 0;
-  int oob_raise = 1, zero_fill = 0;
+  int oob_raise = 1, zero_fill = 0, uninitialized = 0;
   pmpy_touches touches = {0};
-  if (!PyArg_ParseTupleAndKeywords(args, kw, "O|KppO!O!:interpret", names, &arrays, &seed,
+  if (!PyArg_ParseTupleAndKeywords(args, kw, "O|KppO!O!p:interpret", names, &arrays, &seed,
                                    &oob_raise, &zero_fill, &PyList_Type, &races, &PyList_Type,
-                                   &touched)) {
+                                   &touched, &uninitialized)) {
     return NULL;
   }
   run_job j = {.g = lowered_of(o)};
@@ -474,6 +475,7 @@ static PyObject *graph_interpret(PyObject *o, PyObject *args, PyObject *kw) {
   j.options.seed = seed;
   j.options.oob_raise = oob_raise;
   j.options.zero_fill = zero_fill;
+  j.options.poison = j.options.fresh_outputs = uninitialized;
   j.options.races = j.options.strict = races;
   j.options.race_raises = false;
   j.options.race = add_race;
@@ -530,9 +532,10 @@ static PyMethodDef graph_methods[] = {
      "cuda(line=True, catalogue=True) -> (CUDA C++ text, dict about the launch). "
      "catalogue=False leaves out the device functions."},
     {"interpret", KEYWORDS(graph_interpret),
-     "interpret(arrays, seed=0, oob_raise=True, zero_fill=False, races=None, touched=None): run on "
-     "the CPU, and append the races found, and what ops touched, to the lists; writes outputs in "
-     "place."},
+     "interpret(arrays, seed=0, oob_raise=True, zero_fill=False, races=None, touched=None, "
+     "uninitialized=False): run on the CPU, and append the races found, and what ops touched, to "
+     "the lists; writes outputs in place. uninitialized: an error where what was never written has "
+     "an effect."},
     {"accesses", KEYWORDS(graph_accesses),
      "accesses(physical=False, summary=False): what each op may touch, by the table of ops; or the "
      "whole kernel, each access once."},
