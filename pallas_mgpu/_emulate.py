@@ -4,6 +4,7 @@ The extension asks :func:`emulation` once for each plan and then calls it with a
 The machine itself (`pallas_mgpu.machine`) is imported when it is first needed."""
 
 import ctypes
+import importlib
 import math
 import sys
 
@@ -28,8 +29,9 @@ class Emulation:
     """The program of one graph, compiled at its first call."""
 
     def __init__(self, graph):
-        from .machine import explain, run  # only where it is used
-
+        run, explain = (
+            importlib.import_module(f".machine.{m}", __package__) for m in ("run", "explain")
+        )
         run.compiler()
         marked, self.info = graph.cuda(line=True, catalogue=False)
         self.names = explain.Names(marked, self.info, graph.text())

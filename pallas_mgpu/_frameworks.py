@@ -2,10 +2,16 @@
 
 The extension calls `torch_call` where a call needs to know more of a tensor than its memory."""
 
+import importlib
 import sys
 
 from . import _core
 from ._names import show
+
+
+def _adapter():
+    """pallas_mgpu.torch, which imports torch."""
+    return importlib.import_module(".torch", __package__)
 
 
 def torch_op(fn=None, *, name=None, mutates=(), backward=None, fake=None):
@@ -32,9 +38,7 @@ def torch_op(fn=None, *, name=None, mutates=(), backward=None, fake=None):
         return lambda f: torch_op(f, name=name, mutates=mutates, backward=backward, fake=fake)
     if not callable(fn):
         raise TypeError(f"torch_op: fn must be a kernel or a function, got {show(fn)}")
-    from . import torch
-
-    return torch.make_operator(fn, name, mutates, backward, fake)
+    return _adapter().make_operator(fn, name, mutates, backward, fake)
 
 
 def as_torch_kernel(fn):
@@ -48,9 +52,7 @@ def as_torch_kernel(fn):
     """
     if not callable(fn):
         raise TypeError(f"as_torch_kernel: fn must be a function or a kernel, got {show(fn)}")
-    from . import torch
-
-    return torch.AsTorchKernel(fn)
+    return _adapter().AsTorchKernel(fn)
 
 
 class Placeholder:
@@ -88,9 +90,7 @@ def special(leaves):
         return None
     for x in leaves:
         if isinstance(x, torch.Tensor):
-            from . import torch as adapter
-
-            return adapter.call_special
+            return _adapter().call_special
     return None
 
 
@@ -98,9 +98,7 @@ def torch_call(target, args, kwargs, recorded):
     """The hook: ``target``, a kernel or a family, is called with a tensor that autograd records, or
     (not ``recorded``) that has no memory of its own. Returns the result, or NotImplemented."""
     if recorded:
-        from . import torch as adapter
-
-        return adapter.call_recorded(target, args, kwargs)
+        return _adapter().call_recorded(target, args, kwargs)
     call = special([*args, *kwargs.values()])
     return NotImplemented if call is None else call(target, args, kwargs)
 

@@ -14,6 +14,7 @@ The functions of `ops` are the operators ``torch.ops.pallas_mgpu.*``, registered
 imported (_torch_ops.py)."""
 
 import functools
+import importlib
 import inspect
 import threading
 import warnings
@@ -28,7 +29,7 @@ from ._family import ArrayInfo
 from ._frameworks import Placeholder, is_kernel
 from ._names import show
 
-_LIBRARIES = {}  # by namespace; they live for good
+_LIBRARIES: dict = {}  # by namespace; they live for good
 
 
 def _library(namespace):
@@ -53,7 +54,9 @@ def _find_probes():
             c._is_any_autocast_enabled,
             c._functorch.maybe_current_level,
         )
-        return probes if [p() for p in probes] is not None else None
+        for probe in probes:
+            probe()
+        return probes
     except (AttributeError, RuntimeError, TypeError):
         return None
 
@@ -268,7 +271,7 @@ def call_special(target, args, kwargs):
     )
 
 
-_warned = set()
+_warned: set = set()
 
 
 def call_recorded(target, args, kwargs):
@@ -298,14 +301,12 @@ def call_recorded(target, args, kwargs):
 
 # ---- operators -----------------------------------------------------------------------------------
 
-_operators = {}  # of families of `ops`, by id
+_operators: dict = {}  # of families of `ops`, by id
 
 
 def _operator_of(target):
     if isinstance(target, _core.Family) and str(target.__module__).startswith("pallas_mgpu.ops"):
-        from . import _torch_ops
-
-        return _torch_ops.of_family(target)
+        return importlib.import_module("._torch_ops", __package__).of_family(target)
     return None
 
 
@@ -323,9 +324,7 @@ def _parameters(fn, mutates):
         result = Tensor if fn.definition.wrapped else tuple[(Tensor,) * n] if n else None
         if not fn.definition.simple_outputs:
             raise ValueError(f"torch_op: {_what(fn)} has nested outputs; wrap it in a function")
-        parameters = [
-            kinds(p.name, kinds.POSITIONAL_OR_KEYWORD, annotation=Tensor) for p in found
-        ]
+        parameters = [kinds(p.name, kinds.POSITIONAL_OR_KEYWORD, annotation=Tensor) for p in found]
         return inspect.Signature(parameters, return_annotation=result)
     plain = fn.maker.make if isinstance(fn, _core.Family) else fn
     found = inspect.signature(plain, eval_str=True)

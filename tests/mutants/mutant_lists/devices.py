@@ -92,7 +92,7 @@ breaks(
     ),
     known_values_do_not_wrap=(
         "pm_eval",
-        "*out = pm_load_scalar(to, wrapped);",
+        "pm_store_scalar(to, wrapped, *out); *out = pm_load_scalar(to, wrapped);",
         "(void)wrapped;",
     ),
     one_operand_decides_nothing=(
