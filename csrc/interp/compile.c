@@ -546,6 +546,11 @@ void pm_vm_encode_inline(compiler *c, pm_opid op, const handler *h) {
   emit(c, op, h->exec)->inlined = x;
 }
 
+void pm_vm_encode_missing(compiler *c, pm_opid op, const handler *h) {
+  (void)h;
+  fail(c, op, PM_E_NOT_IMPLEMENTED, "an op that the interpreter lacks");
+}
+
 void pm_vm_encode_turn(compiler *c, pm_opid op, const handler *h) {
   c->m->n_turns = (uint32_t)*pm_attr(c->g, op, PM_ATTR_N);
   pm_vm_encode_plain(c, op, h);

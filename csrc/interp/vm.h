@@ -652,7 +652,8 @@ void pm_vm_encode_copy_out(compiler *c, pm_opid op, const handler *h);
 void pm_vm_encode_copy_in(compiler *c, pm_opid op, const handler *h);
 void pm_vm_encode_alias(compiler *c, pm_opid op, const handler *h); /* the result is the operand */
 void pm_vm_encode_nothing(compiler *c, pm_opid op, const handler *h);
-void pm_vm_encode_inline(compiler *c, pm_opid op, const handler *h); /* fails */
+void pm_vm_encode_missing(compiler *c, pm_opid op, const handler *h); /* fails */
+void pm_vm_encode_inline(compiler *c, pm_opid op, const handler *h);  /* fails */
 void pm_vm_encode_const(compiler *c, pm_opid op, const handler *h);
 void pm_vm_encode_iota(compiler *c, pm_opid op, const handler *h);
 void pm_vm_encode_axis(compiler *c, pm_opid op, const handler *h);
@@ -693,5 +694,9 @@ extern const handler pm_vm_TRANSPOSE, pm_vm_CONCAT, pm_vm_GATHER, pm_vm_SCATTER,
     pm_vm_SCAN;                    /* moves.c */
 extern const handler pm_vm_MMA;    /* matmul.c */
 extern const handler pm_vm_INLINE; /* inline.c */
+extern const handler pm_vm_GATHER_G2S, pm_vm_SCATTER_S2G, pm_vm_TRY_CANCEL, pm_vm_QUERY_CANCEL,
+    pm_vm_ALLOC_TMEM, pm_vm_TCGEN05_MMA, pm_vm_TCGEN05_COMMIT, pm_vm_COPY_S2T, pm_vm_COPY_SCALES,
+    pm_vm_COPY_METADATA, pm_vm_LOAD_TMEM, pm_vm_TMEM_REDUCED, pm_vm_STORE_TMEM, pm_vm_COMMIT_TMEM,
+    pm_vm_WAIT_LOAD_TMEM; /* tcgen05.c */
 
 #endif

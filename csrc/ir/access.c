@@ -74,6 +74,7 @@ static bool spans_blocks(const pm_graph *g, pm_opid op) {
   uint32_t n = 0;
   int64_t blocks = 1;
   const int64_t *axis = NULL;
+  if (pm_has_attr(g, op, PM_ATTR_PAIR) && *pm_attr(g, op, PM_ATTR_PAIR)) return true;
   if (pm_has_attr(g, op, PM_ATTR_CLUSTER)) axis = pm_attr_list(g, op, PM_ATTR_CLUSTER, &n);
   for (uint32_t k = 0; k < n; k++) blocks *= axis[k] < 0 ? 1 : g->cluster[axis[k]]; /* -1: a gap */
   return blocks > 1;
@@ -98,6 +99,7 @@ static bool leaves_block(const pm_graph *g, const pm_access *a) {
 static uint8_t scope_of(const pm_graph *g, const pm_access *a) {
   switch (a->where) {
     case PM_IN_SMEM:
+    case PM_IN_TMEM:
     case PM_IN_BARRIER: return leaves_block(g, a) ? PM_CLUSTER : PM_BLOCK;
     case PM_IN_SEMAPHORE: return pm_typeof(g, a->view)->space == PM_GMEM ? PM_DEVICE : PM_BLOCK;
     case PM_IN_GMEM:

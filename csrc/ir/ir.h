@@ -63,7 +63,8 @@ typedef enum pm_layout_rule {
   PM_LAY_NONE, PM_LAY_VIEW, PM_LAY_POINTWISE, PM_LAY_SPLAT, PM_LAY_FREE, PM_LAY_FIXED, PM_LAY_LOAD,
   PM_LAY_STORE, PM_LAY_MASKED,
   PM_LAY_REDUCE, PM_LAY_BROADCAST, PM_LAY_RESHAPE, PM_LAY_SLICE, PM_LAY_TRANSPOSE, PM_LAY_CONCAT,
-  PM_LAY_GATHER, PM_LAY_SCATTER, PM_LAY_SCAN, PM_LAY_PACK, PM_LAY_ACC, PM_LAY_MMA, PM_LAY_CONTROL
+  PM_LAY_GATHER, PM_LAY_SCATTER, PM_LAY_SCAN, PM_LAY_PACK, PM_LAY_ACC, PM_LAY_MMA,
+  PM_LAY_TMEM, PM_LAY_ROWS, PM_LAY_CONTROL
 } pm_layout_rule;
 /* clang-format on */
 typedef enum pm_participants {
@@ -83,7 +84,8 @@ typedef enum pm_completion {
   PM_COMPLETES_NOW,
   PM_COMPLETES_BARRIER,
   PM_COMPLETES_GROUP,
-  PM_COMPLETES_COMMIT
+  PM_COMPLETES_COMMIT,
+  PM_COMPLETES_TMEM
 } pm_completion;
 
 typedef enum pm_opcode {
@@ -180,6 +182,7 @@ typedef struct pm_graph {
   uint8_t stage;           /* enum pm_stage */
   const pm_target *target; /* that it is lowered for; while it is traced the first one */
   int64_t smem_bytes;      /* after passes/smem.c: dynamic SMEM with all reserves */
+  int64_t tmem_columns;    /* after passes/tmem.c: what a block allocates, 0: none */
   /* reductions and layout conversions, inside smem_bytes; an equal part for each Pallas thread */
   int64_t scratch_offset, scratch_bytes;
   PM_VEC(pm_value) values;

@@ -798,6 +798,7 @@ static pm_code read_clause(parser *p) {
   if (is_text(word, "cluster")) return read_sizes(p, g->cluster, 3, &g->n_cluster);
   if (is_text(word, "threads")) return read_small(p, 1024, &g->n_threads);
   if (is_text(word, "smem")) return read_int(p, &g->smem_bytes);
+  if (is_text(word, "tmem")) return read_int(p, &g->tmem_columns);
   if (is_text(word, "stage")) return read_stage(p, &g->stage);
   if (is_text(word, "target")) return read_target(p, &g->target);
   if (is_text(word, "scratch")) {
@@ -811,7 +812,7 @@ static pm_code read_clause(parser *p) {
   FAIL(
       p, word.at,
       "expected grid, cluster, threads, approx_math, no_auto_barriers, reduction_scratch, profile, "
-      "smem, scratch, target, stage or '{'");
+      "smem, tmem, scratch, target, stage or '{'");
 }
 
 static pm_code parse_kernel(parser *p) {

@@ -121,7 +121,8 @@ static const bool quiet[PM_ATTR_COUNT] = {
     [PM_ATTR_DIMS] = true,      [PM_ATTR_EVICT_FIRST] = true, [PM_ATTR_APART] = true,
     [PM_ATTR_LEADER] = true,    [PM_ATTR_EXACT] = true,       [PM_ATTR_INTERPRET] = true,
     [PM_ATTR_LABEL] = true,     [PM_ATTR_PACKED] = true,      [PM_ATTR_STAGE] = true,
-    [PM_ATTR_PLACED] = true,
+    [PM_ATTR_PLACED] = true,    [PM_ATTR_PART] = true,        [PM_ATTR_TENSOR_CORE] = true,
+    [PM_ATTR_PAIR] = true,      [PM_ATTR_TMEM_REDUCE] = true,
 };
 
 static int64_t default_of(uint8_t id) { return id == PM_ATTR_OFFSET ? -1 : 0; }
@@ -278,6 +279,7 @@ static void put_head(printer *p) {
             g->profile_output, g->profile_offset);
   }
   if (g->smem_bytes) pm_putf(p->out, " smem %" PRId64, g->smem_bytes);
+  if (g->tmem_columns) pm_putf(p->out, " tmem %" PRId64, g->tmem_columns);
   if (g->scratch_offset || g->scratch_bytes) {
     pm_putf(p->out, " scratch %" PRId64 " %" PRId64, g->scratch_offset, g->scratch_bytes);
   }

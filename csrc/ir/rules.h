@@ -16,6 +16,8 @@ typedef enum pm_attr_form {
   PM_FORM_ENUM_OOB,
   PM_FORM_ENUM_ENGINE,
   PM_FORM_ENUM_COMBINE,
+  PM_FORM_ENUM_TMEM,
+  PM_FORM_ENUM_TMEM_REDUCE,
 } pm_attr_form;
 extern const uint8_t pm_attr_forms[PM_ATTR_COUNT];
 

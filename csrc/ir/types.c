@@ -9,7 +9,8 @@
 
 #include "access.h"
 #include "mma.h"
-#include "rules.h"
+#include "tmem.h"
+#include "typing.h"
 #include "view.h"
 
 enum { MAX_ARRAY = 1 << 24, MAX_BARRIERS = 32, MAX_ARRIVALS = (1 << 20) - 1 };
@@ -46,10 +47,6 @@ const char *pm_type_text(pm_arena *a, const pm_type *t) {
   return out.at;
 }
 
-static bool same_shape(const pm_type *a, const pm_type *b) {
-  return a->rank == b->rank && !memcmp(a->dim, b->dim, sizeof(int64_t) * a->rank);
-}
-
 pm_code pm_type_check(const pm_graph *g, const pm_type *t, const char *what, pm_err *err) {
   if (t->kind < PM_ARRAY || t->kind > PM_SEMAPHORE || t->dtype >= PM_DTYPE_COUNT ||
       t->space >= PM_SPACE_COUNT || t->rank > PM_MAX_RANK ||
@@ -70,52 +67,6 @@ pm_code pm_type_check(const pm_graph *g, const pm_type *t, const char *what, pm_
     }
   }
   return PM_OK;
-}
-
-/* ---- what a rule looks at ----------------------------------------------------------------- */
-
-static const char *name(const pm_typing *t) { return pm_ops[t->code].text; }
-static const pm_type *type_in(const pm_typing *t, uint32_t k) { return pm_typeof(t->g, t->in[k]); }
-static const char *show(const pm_typing *t, const pm_type *type) {
-  return pm_type_text(t->g->arena, type);
-}
-static const char *show_in(const pm_typing *t, uint32_t k) { return show(t, type_in(t, k)); }
-
-static const char *show_shape(const pm_typing *t, const pm_type *type) {
-  pm_text out;
-  pm_text_init(&out, t->g->arena);
-  pm_put(&out, "(");
-  for (int k = 0; k < type->rank; k++) pm_putf(&out, "%s%" PRId64, k ? ", " : "", type->dim[k]);
-  pm_put(&out, type->rank == 1 ? ",)" : ")");
-  return out.at;
-}
-
-static int64_t word(const pm_typing *t, pm_attr_id id) {
-  const pm_op_info *info = &pm_ops[t->code];
-  for (int k = 0; k < info->n_attrs; k++) {
-    if (info->attrs[k] == id) return t->attr[k];
-  }
-  return 0;
-}
-
-static const int64_t *list_of(const pm_typing *t, pm_attr_id id, uint32_t *n) {
-  const int64_t *list = &t->g->lists.at[word(t, id)];
-  *n = (uint32_t)list[0];
-  return list + 1;
-}
-
-#define FAIL(code, ...) return pm_fail(t->err, PM_E_##code, __VA_ARGS__)
-
-static pm_code need_given(const pm_typing *t, pm_kind kind) {
-  if (!t->given) FAIL(INTERNAL, "%s: the type of its result must be given", name(t));
-  if (t->given->kind != kind) FAIL(INTERNAL, "%s: the given type is of the wrong kind", name(t));
-  return pm_type_check(t->g, t->given, name(t), t->err);
-}
-
-static pm_code given(const pm_typing *t, pm_kind kind, pm_type *out) {
-  const pm_code rc = need_given(t, kind);
-  if (!rc) *out = *t->given;
-  return rc;
 }
 
 /* ---- pointwise ---------------------------------------------------------------------------- */
@@ -489,6 +440,10 @@ static pm_code pm_type_index(const pm_typing *t, pm_type *out) {
   if (dynamic != t->n_in - 1) {
     FAIL(INTERNAL, "index: %u operands for %u dynamic starts", t->n_in - 1, dynamic);
   }
+  if (from->kind == PM_REF && from->space == PM_TMEM) {
+    const pm_code rc = pm_type_tmem_index(t);
+    if (rc) return rc;
+  }
   for (int k = rank; k < from->rank; k++) out->dim[k] = 0;
   out->rank = (uint8_t)rank;
   return PM_OK;
@@ -578,7 +533,7 @@ int64_t pm_barrier_arrivals(const pm_graph *g, pm_opid alloc) {
          senders(g, &g->lists.at[*pm_attr(g, alloc, PM_ATTR_CLUSTER)]);
 }
 
-static bool is_cluster_barrier(const pm_graph *g, pm_val barrier) {
+bool pm_is_cluster_barrier(const pm_graph *g, pm_val barrier) {
   const pm_opid def = pm_value_of(g, pm_view_base(g, barrier))->def;
   return def && pm_get(g, def)->code == PM_OP_ALLOC_BARRIER &&
          g->lists.at[*pm_attr(g, def, PM_ATTR_CLUSTER)] > 0;
@@ -605,8 +560,7 @@ static pm_code pm_type_cluster_ref(const pm_typing *t, pm_type *out) {
   return PM_OK;
 }
 
-/* Asynchronous engines reach the SMEM of their own block only. */
-static pm_code own_block(const pm_typing *t, uint32_t k, const char *operand) {
+pm_code pm_own_block(const pm_typing *t, uint32_t k, const char *operand) {
   if (type_in(t, k)->kind != PM_REF || !pm_view_cluster(t->g, t->in[k])) return PM_OK;
   FAIL(VALUE,
        "%s: %s is a cluster_ref, SMEM of another block; the block's own SMEM is needed (a "
@@ -879,7 +833,7 @@ static pm_code pm_type_atomic(const pm_typing *t, pm_type *out) {
   return rc ? rc : accessed(t, out);
 }
 
-static pm_code single_barrier(const pm_typing *t, uint32_t k) {
+pm_code pm_single_barrier(const pm_typing *t, uint32_t k) {
   int64_t n = pm_type_size(type_in(t, k));
   if (n == 1) return PM_OK;
   FAIL(VALUE, "%s: the barrier is an array of %" PRId64 " barriers; index it with .at[i]", name(t),
@@ -924,6 +878,22 @@ static pm_code check_combine(const pm_typing *t) {
        pm_enum_text(PM_ENUM_COMBINE, combine), pm_dtypes[d].text, fits);
 }
 
+/* The copy of a pair of blocks, which the first of them tracks. */
+static pm_code leader_copy(const pm_typing *t) {
+  const pm_graph *g = t->g;
+  uint32_t n;
+  const int64_t *axis = list_of(t, PM_ATTR_CLUSTER, &n);
+  int64_t blocks = 1;
+  for (uint32_t k = 0; k < g->n_cluster; k++) blocks *= g->cluster[k];
+  if (n != 1) {
+    FAIL(VALUE, "%s: leader_tracked needs exactly one collective axis, got %u", name(t), n);
+  }
+  if (g->cluster[*axis] == 2 && blocks == 2) return PM_OK;
+  FAIL(NOT_IMPLEMENTED,
+       "%s: leader_tracked in a cluster of %" PRId64 " blocks; a cluster of two is needed", name(t),
+       blocks);
+}
+
 static pm_code pm_type_copy(const pm_typing *t, pm_type *out) {
   const pm_type *src = type_in(t, 0), *dst = type_in(t, 1);
   (void)out;
@@ -931,34 +901,40 @@ static pm_code pm_type_copy(const pm_typing *t, pm_type *out) {
     FAIL(VALUE, "%s: src has dtype %s, dst %s; they must be equal", name(t),
          pm_dtypes[src->dtype].text, pm_dtypes[dst->dtype].text);
   }
-  if (!same_shape(src, dst)) {
-    FAIL(VALUE, "%s: src has shape %s, dst %s; they must be equal", name(t), show_shape(t, src),
-         show_shape(t, dst));
+  const int64_t part = word(t, PM_ATTR_PART);
+  pm_type whole = *dst; /* src is what both blocks of a pair get parts of */
+  if (part < 0 || part > dst->rank) FAIL(INTERNAL, "%s: attribute part", name(t));
+  if (part) whole.dim[part - 1] *= 2;
+  if (!same_shape(src, &whole)) {
+    FAIL(VALUE, "%s: src has shape %s, dst %s; %s", name(t), show_shape(t, src), show_shape(t, dst),
+         part ? "src must be twice as large along the dimension that is partitioned"
+              : "they must be equal");
   }
   uint32_t fixed = t->code == PM_OP_COPY_G2S ? 3 : 2;
   if (word(t, PM_ATTR_PREDICATED) != (int64_t)(t->n_in - fixed)) {
     FAIL(INTERNAL, "%s: attribute predicated does not fit the operands", name(t));
   }
-  pm_code rc = own_block(t, fixed == 3, fixed == 3 ? "dst" : "src");
+  pm_code rc = pm_own_block(t, fixed == 3, fixed == 3 ? "dst" : "src");
   if (rc || fixed == 2) return rc ? rc : check_combine(t);
-  if ((rc = single_barrier(t, 2)) || (rc = cluster_axes(t, false))) return rc;
-  if (is_cluster_barrier(t->g, t->in[2])) {
+  if ((rc = pm_single_barrier(t, 2)) || (rc = cluster_axes(t, false))) return rc;
+  if (pm_is_cluster_barrier(t->g, t->in[2])) {
     FAIL(VALUE, "%s: the barrier is a ClusterBarrier; copies complete on a Barrier", name(t));
   }
-  return PM_OK;
+  if ((rc = pm_flavour(t, 2, false))) return rc;
+  return word(t, PM_ATTR_LEADER) ? leader_copy(t) : PM_OK;
 }
 
 static pm_code pm_type_barrier(const pm_typing *t, pm_type *out) {
   (void)out;
-  return single_barrier(t, 0);
+  return pm_single_barrier(t, 0);
 }
 
 static pm_code pm_type_barrier_test(const pm_typing *t, pm_type *out) {
-  if (is_cluster_barrier(t->g, t->in[0])) {
+  if (pm_is_cluster_barrier(t->g, t->in[0])) {
     FAIL(NOT_IMPLEMENTED, "barrier_test: a ClusterBarrier cannot be tested; use barrier_wait");
   }
   *out = pm_scalar_type(PM_BOOL);
-  return single_barrier(t, 0);
+  return pm_single_barrier(t, 0);
 }
 
 static pm_code pm_type_semaphore(const pm_typing *t, pm_type *out) {
@@ -980,13 +956,13 @@ static pm_code pm_type_broadcast_tile(const pm_typing *t, pm_type *out) {
   if (to->kind != PM_REF || to->rank || to->dtype != PM_I32) {
     FAIL(VALUE, "broadcast_tile: it writes to %s; one int32 in SMEM is needed", show(t, to));
   }
-  pm_code rc = own_block(t, 1, "the ref");
-  if (!rc) rc = single_barrier(t, 2);
+  pm_code rc = pm_own_block(t, 1, "the ref");
+  if (!rc) rc = pm_single_barrier(t, 2);
   if (rc) return rc;
-  if (is_cluster_barrier(t->g, t->in[2])) {
+  if (pm_is_cluster_barrier(t->g, t->in[2])) {
     FAIL(VALUE, "broadcast_tile: the barrier is a ClusterBarrier; it completes on a Barrier");
   }
-  return PM_OK;
+  return pm_flavour(t, 2, false);
 }
 
 static pm_code pm_type_async_store(const pm_typing *t, pm_type *out) {
@@ -1010,16 +986,16 @@ static pm_code pm_type_async_store(const pm_typing *t, pm_type *out) {
          "available",
          pm_enum_text(PM_ENUM_COMBINE, combine), pm_dtypes[x->dtype].text);
   }
-  if (is_cluster_barrier(t->g, t->in[2])) {
+  if (pm_is_cluster_barrier(t->g, t->in[2])) {
     FAIL(VALUE, "async_store_smem: the barrier is a ClusterBarrier; a Barrier is needed");
   }
-  return single_barrier(t, 2);
+  const pm_code rc = pm_flavour(t, 2, false);
+  return rc ? rc : pm_single_barrier(t, 2);
 }
 
 /* ---- products of the tensor cores ----------------------------------------------------------- */
 
-/* "float16, bfloat16 ...": the operands that the op takes */
-static const char *operand_dtypes(const pm_typing *t) {
+const char *pm_operand_dtypes(const pm_typing *t) {
   pm_text out;
   pm_dtype last = PM_BOOL;
   pm_text_init(&out, t->g->arena);
@@ -1053,7 +1029,7 @@ static pm_code product_dtypes(const pm_typing *t, const pm_mma **out) {
   }
   if (!known) {
     FAIL(NOT_IMPLEMENTED, "%s: operands of dtype %s; available are %s", name(t), pm_dtypes[a].text,
-         operand_dtypes(t));
+         pm_operand_dtypes(t));
   }
   FAIL(NOT_IMPLEMENTED, "%s: %s operands into a %s accumulator; use a %s accumulator", name(t),
        pm_dtypes[a].text, pm_dtypes[acc].text, takes);
@@ -1091,8 +1067,8 @@ static pm_code pm_type_wgmma(const pm_typing *t, pm_type *out) {
   if ((a->kind == PM_REF && a->space != PM_SMEM) || b->space != PM_SMEM) {
     FAIL(VALUE, "wgmma: a is %s, b is %s; refs must be in SMEM", show(t, a), show(t, b));
   }
-  pm_code rc = own_block(t, 1, "a");
-  if (!rc) rc = own_block(t, 2, "b");
+  pm_code rc = pm_own_block(t, 1, "a");
+  if (!rc) rc = pm_own_block(t, 2, "b");
   const pm_mma *m = NULL;
   if (!rc) rc = product_shapes(t);
   if (!rc) rc = product_dtypes(t, &m);
@@ -1165,8 +1141,9 @@ static pm_code pm_type_yield(const pm_typing *t, pm_type *out) {
 static pm_code pm_type_print_layout(const pm_typing *t, pm_type *out) {
   const pm_type *x = type_in(t, 0);
   (void)out;
-  if (x->kind == PM_ARRAY || (x->kind == PM_REF && x->space == PM_SMEM)) return PM_OK;
-  FAIL(VALUE, "print_layout: x is %s; an array or an SMEM ref is needed", show(t, x));
+  const bool on_chip = x->kind == PM_REF && (x->space == PM_SMEM || x->space == PM_TMEM);
+  if (x->kind == PM_ARRAY || on_chip) return PM_OK;
+  FAIL(VALUE, "print_layout: x is %s; an array or a ref in SMEM or TMEM is needed", show(t, x));
 }
 
 static pm_code pm_type_print(const pm_typing *t, pm_type *out) {
@@ -1190,7 +1167,7 @@ static pm_code pm_type_inline(const pm_typing *t, pm_type *out) {
       FAIL(VALUE, "inline_cuda: argument %u is a semaphore; arrays, refs and barriers are accepted",
            k);
     }
-    if (x->kind == PM_BARRIER && pm_type_size(x) != 1) return single_barrier(t, k);
+    if (x->kind == PM_BARRIER && pm_type_size(x) != 1) return pm_single_barrier(t, k);
   }
   if (t->given && t->given->rank && !word(t, PM_ATTR_LAYOUT)) {
     FAIL(INTERNAL, "inline_cuda: the layout of its result must be given");
@@ -1329,6 +1306,7 @@ static bool fits(char letter, const pm_type *t) {
     case 'r': return pm_is_memory(t);
     case 'g': return ref && t->space == PM_GMEM;
     case 'm': return ref && t->space == PM_SMEM;
+    case 'x': return ref && t->space == PM_TMEM;
     case 'c': return ref && t->space == PM_ACC;
     case 'b': return t->kind == PM_BARRIER;
     case 'h': return t->kind == PM_SEMAPHORE;
@@ -1342,6 +1320,7 @@ static const char *letter_text(char letter) {
       "tan int32 scalar", "pa bool scalar", "ra ref in GMEM or SMEM",
       "ga ref in GMEM",   "ma ref in SMEM", "can accumulator ref (ACC)",
       "ba barrier",       "ha semaphore",   "va value",
+      "xa ref in TMEM",
   };
   for (size_t k = 0; k < PM_COUNT(texts); k++) {
     if (texts[k][0] == letter) return texts[k] + 1;
@@ -1360,7 +1339,7 @@ static const char *operand_text(const pm_typing *t, uint32_t k) {
 static pm_code wrong_operand(const pm_typing *t, uint32_t k, char letter) {
   const pm_type *type = type_in(t, k);
   bool array = strchr("asitp", letter) != NULL;
-  bool space = type->kind == PM_REF && (letter == 'r' || letter == 'g' || letter == 'm');
+  bool space = type->kind == PM_REF && (strchr("rgmx", letter));
   return pm_fail(t->err, space ? PM_E_VALUE : PM_E_TYPE, "%s: %s is %s; %s is needed%s", name(t),
                  operand_text(t, k), show(t, type), letter_text(letter),
                  array && type->kind == PM_REF ? " (load the ref first)" : "");
@@ -1375,7 +1354,11 @@ static pm_code check_operands(const pm_typing *t) {
     uint32_t n = o.repeated ? t->n_in - k : o.optional ? t->n_in > k : 1;
     if (t->n_in - k < n) FAIL(INTERNAL, "%s: %u operands are too few", name(t), t->n_in);
     for (; n; n--, k++) {
-      if (!fits(o.letter, type_in(t, k))) return wrong_operand(t, k, o.letter);
+      const pm_type *x = type_in(t, k);
+      if (!fits(o.letter, x)) return wrong_operand(t, k, o.letter);
+      if (x->kind == PM_REF && x->space == PM_TMEM && !pm_tmem_alloc(t->g, t->in[k])) {
+        FAIL(VALUE, "%s: %s is a TMEM ref that is not allocated", name(t), operand_text(t, k));
+      }
     }
   }
   if (k != t->n_in) FAIL(INTERNAL, "%s: %u operands are too many", name(t), t->n_in);
@@ -1395,6 +1378,8 @@ static bool attr_ok(const pm_graph *g, uint8_t form, int64_t word) {
     case PM_FORM_ENUM_OOB: return word >= 0 && word < PM_OOB_COUNT;
     case PM_FORM_ENUM_ENGINE: return word >= 0 && word < PM_ENGINE_COUNT;
     case PM_FORM_ENUM_COMBINE: return word >= 0 && word < PM_COMBINE_COUNT;
+    case PM_FORM_ENUM_TMEM: return word >= 0 && word < PM_TMEM_COUNT;
+    case PM_FORM_ENUM_TMEM_REDUCE: return word >= 0 && word < PM_TMEM_REDUCE_COUNT;
     default: return true;
   }
 }
