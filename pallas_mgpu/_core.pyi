@@ -568,3 +568,19 @@ def target(which: str | int | None = None, /) -> _Target: ...
 def system_info() -> _System: ...
 def cache_dir() -> tuple[str, int] | None: ...
 def check_products(ptx: str, cubin: bytes, /) -> None: ...
+def tcgen05_product(
+    kind: str,
+    a: object,
+    b: object,
+    d: object,
+    rows: int,
+    columns: int,
+    k: int,
+    scale: object = None,
+    block: int = 0,
+    sparse: bool = False,
+    pair: bool = False,
+    a_in_tmem: bool = False,
+    in_a: tuple[bool, int, int, int] = ...,
+    in_b: tuple[bool, int, int, int] = ...,
+) -> tuple[str, int, int, list[tuple[int, int, int, int, bool, int, int, int]]]: ...
