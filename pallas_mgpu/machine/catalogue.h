@@ -67,7 +67,8 @@ enum : u8 {
   HOST_s8,
   HOST_u8,
   HOST_s4,
-  HOST_u4
+  HOST_u4,
+  HOST_e2m1
 };
 struct HostMma {
   void *d; /* four accumulators */
@@ -102,6 +103,43 @@ struct HostWgmma {
   u8 acc, type_a, type_b; /* HOST_f32 ... */
   bool transpose_a, transpose_b;
   bool fresh; /* scale-d is 0: what the accumulator held does not count */
+};
+
+enum : u8 { HOST_32x32b, HOST_16x256b, HOST_16x128b }; /* shapes of moves */
+enum : u8 { HOST_no_reduce, HOST_rmax, HOST_rmin, HOST_absmax, HOST_absmin };
+struct HostTmemMove {
+  u32 *const *registers;
+  u32 address;
+  u8 shape, times;
+  bool halves; /* .pack::16b, .unpack::16b */
+  u8 reduce;   /* .red: into *reduced; fresh: what that held does not count */
+  bool fresh;
+  HostType type;
+  u32 *reduced;
+};
+
+/* kinds of products; from mxf8f6f4 on they have scales */
+enum : u8 {
+  HOST_KIND_f16,
+  HOST_KIND_tf32,
+  HOST_KIND_f8f6f4,
+  HOST_KIND_i8,
+  HOST_KIND_mxf8f6f4,
+  HOST_KIND_mxf4nvf4
+};
+struct HostTcgen05 {
+  u32 d, a, a_high, b, b_high, instruction; /* a: of A in tensor memory the address */
+  u32 a_scale, b_scale, metadata;
+  u8 kind, scales; /* .scale_vec::, 0: none */
+  bool sparse, pair, a_in_tmem;
+  bool adds; /* enable-input-d */
+};
+
+enum : u8 { HOST_128x256b, HOST_128x128b, HOST_64x128b, HOST_32x128b }; /* shapes of copies */
+struct HostTcgen05Copy {
+  u32 d, low, high;
+  u8 shape;
+  bool pair;
 };
 
 extern "C" {
@@ -167,6 +205,23 @@ void host_wgmma_fence(int line);
 void host_wgmma_commit(int line);
 void host_wgmma_wait(u32 n, int line);
 void host_pin(const void *registers, u32 bytes, int line);
+void host_tmem_alloc(u32 slot, u32 columns, u32 ctas, int line);
+void host_tmem_relinquish(u32 ctas, int line);
+void host_tmem_dealloc(u32 address, u32 columns, u32 ctas, int line);
+void host_tmem_load(const HostTmemMove *x, int line);
+void host_tmem_store(const HostTmemMove *x, int line);
+void host_tmem_wait(bool store, int line);
+void host_tmem_reduce(const HostTmemMove *x, int line);
+void host_tcgen05_fence(bool before, int line);
+void host_tcgen05_mma(const HostTcgen05 *x, int line);
+void host_tcgen05_copy(const HostTcgen05Copy *x, int line);
+void host_tcgen05_commit(u32 barrier, u32 mask, int line);
+void host_tma_pair(u32 dst, const TensorMap *m, u32 barrier, u32 mask, const i32 *c, u32 rank,
+                   int line);
+void host_gather(u32 dst, const TensorMap *m, u32 barrier, const i32 *c, int line);
+void host_scatter(const TensorMap *m, u32 src, const i32 *c, int line);
+void host_try_cancel(u32 result, u32 barrier, int line);
+bool host_query_cancel(u32 result, u32 *block, int line);
 void host_fail(int line, const char *format, ...)
     __attribute__((format(__printf__, 2, 3), noreturn));
 int host_print(const char *format, ...) __attribute__((format(__printf__, 1, 2)));
@@ -1027,10 +1082,133 @@ HOST_PIN(121) HOST_PIN(122) HOST_PIN(123) HOST_PIN(124) HOST_PIN(125) HOST_PIN(1
 HOST_PIN(128)
     /* clang-format on */
 
-    /* ---- launch --------------------------------------------------------------------------------
-     */
+/* ---- tensor memory ------------------------------------------------------------------------- */
 
-    /* host_entry(args): calls the kernel with what the pointers point at, as cuLaunchKernel does.
+template <int CTAS>
+FN void tmem_alloc(u32 slot, u32 columns, LINE) {
+  host_tmem_alloc(slot, columns, CTAS, line);
+}
+template <int CTAS>
+FN void tmem_relinquish(LINE) {
+  host_tmem_relinquish(CTAS, line);
+}
+template <int CTAS>
+FN void tmem_dealloc(u32 tmem, u32 columns, LINE) {
+  host_tmem_dealloc(tmem, columns, CTAS, line);
+}
+FN void tmem_wait_load(LINE) { host_tmem_wait(false, line); }
+FN void tmem_wait_store(LINE) { host_tmem_wait(true, line); }
+FN void tcgen05_fence_before(LINE) { host_tcgen05_fence(true, line); }
+FN void tcgen05_fence_after(LINE) { host_tcgen05_fence(false, line); }
+FN void tcgen05_commit(u32 b, LINE) { host_tcgen05_commit(b, 0, line); }
+FN void tcgen05_commit_pair(u32 b, u32 mask, LINE) { host_tcgen05_commit(b, mask, line); }
+
+/* r: the registers of the lane, in the instruction's order */
+#define HOST_TMEM(shape)                                                            \
+  template <int N, bool HALVES>                                                     \
+  FN void tmem_load_##shape(u32 *const *r, u32 a, LINE) {                           \
+    const HostTmemMove x = {r, a, HOST_##shape, N, HALVES, 0, false, HOST_OTHER, 0}; \
+    host_tmem_load(&x, line);                                                       \
+  }                                                                                 \
+  template <int N, bool HALVES>                                                     \
+  FN void tmem_store_##shape(u32 *const *r, u32 a, LINE) {                          \
+    const HostTmemMove x = {r, a, HOST_##shape, N, HALVES, 0, false, HOST_OTHER, 0}; \
+    host_tmem_store(&x, line);                                                      \
+  }
+HOST_TMEM(32x32b)
+HOST_TMEM(16x256b)
+HOST_TMEM(16x128b)
+
+/* .red; the wait for the registers is part of it here */
+template <int N, u8 HOW, HostType TYPE>
+FN void tmem_load_reduce(u32 *const *r, u32 *reduced, u32 a, bool fresh, LINE) {
+  const HostTmemMove x = {r, a, HOST_32x32b, N, false, HOW, fresh, TYPE, reduced};
+  host_tmem_load(&x, line);
+  host_tmem_wait(false, line);
+  host_tmem_reduce(&x, line);
+}
+
+#define HOST_TCGEN05_COPY(name, shape)                          \
+  template <int CTAS>                                           \
+  FN void tcgen05_copy_##name(u32 d, u32 low, u32 high, LINE) { \
+    const HostTcgen05Copy x = {d, low, high, shape, CTAS == 2}; \
+    host_tcgen05_copy(&x, line);                                \
+  }
+HOST_TCGEN05_COPY(128x256b, HOST_128x256b)
+HOST_TCGEN05_COPY(128x128b, HOST_128x128b)
+HOST_TCGEN05_COPY(64x128b_warpx2, HOST_64x128b)
+HOST_TCGEN05_COPY(32x128b_warpx4, HOST_32x128b)
+
+/* tcgen05_mma_<kind>[_pair][_tmem]: of A in shared memory, or in tensor memory. Sparse ones have
+ * _sp behind mma, block-scaled ones the addresses of the scales. */
+#define HOST_MMA5(name, kind, scales, sp, pair, more, meta, sa, sb)                                \
+  FN void tcgen05_mma##name(u32 d, u32 a, u32 ah, u32 b, u32 bh, u32 i more, bool adds, LINE) {    \
+    const HostTcgen05 x = {d,  a,  ah,   b,    bh,     i,  sa,   sb,                               \
+                           meta, kind, scales, sp, pair, false, adds};                             \
+    host_tcgen05_mma(&x, line);                                                                    \
+  }                                                                                                \
+  FN void tcgen05_mma##name##_tmem(u32 d, u32 a, u32 b, u32 bh, u32 i more, bool adds, LINE) {     \
+    const HostTcgen05 x = {d,  a,  0,    b,    bh,     i,  sa,   sb,                               \
+                           meta, kind, scales, sp, pair, true, adds};                              \
+    host_tcgen05_mma(&x, line);                                                                    \
+  }
+#define META , u32 m
+#define SCALES , u32 sa, u32 sb
+#define META_SCALES , u32 m, u32 sa, u32 sb
+#define HOST_MMA5_PLAIN(name, kind)                                       \
+  HOST_MMA5(_##name, kind, 0, false, false, , 0, 0, 0)                    \
+  HOST_MMA5(_##name##_pair, kind, 0, false, true, , 0, 0, 0)              \
+  HOST_MMA5(_sp_##name, kind, 0, true, false, META, m, 0, 0)              \
+  HOST_MMA5(_sp_##name##_pair, kind, 0, true, true, META, m, 0, 0)
+#define HOST_MMA5_SCALED(name, kind, scales)                                          \
+  HOST_MMA5(_##name, kind, scales, false, false, SCALES, 0, sa, sb)                   \
+  HOST_MMA5(_##name##_pair, kind, scales, false, true, SCALES, 0, sa, sb)             \
+  HOST_MMA5(_sp_##name, kind, scales, true, false, META_SCALES, m, sa, sb)            \
+  HOST_MMA5(_sp_##name##_pair, kind, scales, true, true, META_SCALES, m, sa, sb)
+HOST_MMA5_PLAIN(f16, HOST_KIND_f16)
+HOST_MMA5_PLAIN(f8f6f4, HOST_KIND_f8f6f4)
+HOST_MMA5_PLAIN(i8, HOST_KIND_i8)
+HOST_MMA5_SCALED(mxf8f6f4_1x, HOST_KIND_mxf8f6f4, 1)
+HOST_MMA5_SCALED(mxf4nvf4_2x, HOST_KIND_mxf4nvf4, 2)
+HOST_MMA5_SCALED(mxf4nvf4_4x, HOST_KIND_mxf4nvf4, 4)
+
+/* matrix-descriptor-encode of an address, and the bits 16 to 29 as they are */
+FN u32 tcgen05_address(u32 a, u32 leading) { return (a & 0x3ffff) >> 4 | leading; }
+
+/* ---- copies of pairs and of rows, cluster launch control ----------------------------------- */
+
+/* barrier: in the window of the cluster */
+#define HOST_TMA_PAIR(rank, parameters, ...)                                                     \
+  FN void tma_load_pair_##rank##d(u32 dst, const TensorMap *m, u32 barrier, parameters, LINE) {  \
+    const i32 c[] = {__VA_ARGS__};                                                               \
+    host_tma_pair(dst, m, barrier, 0, c, rank, line);                                            \
+  }                                                                                              \
+  FN void tma_multicast_pair_##rank##d(u32 dst, const TensorMap *m, u32 barrier, u32 mask,       \
+                                       parameters, LINE) {                                       \
+    const i32 c[] = {__VA_ARGS__};                                                               \
+    host_tma_pair(dst, m, barrier, mask, c, rank, line);                                         \
+  }
+/* clang-format off */
+HOST_TMA_PAIR(1, i32 a, a)
+HOST_TMA_PAIR(2, i32 a COMMA i32 b, a, b)
+HOST_TMA_PAIR(3, i32 a COMMA i32 b COMMA i32 c_, a, b, c_)
+HOST_TMA_PAIR(4, i32 a COMMA i32 b COMMA i32 c_ COMMA i32 d, a, b, c_, d)
+HOST_TMA_PAIR(5, i32 a COMMA i32 b COMMA i32 c_ COMMA i32 d COMMA i32 e, a, b, c_, d, e)
+/* clang-format on */
+FN void tma_gather4(u32 dst, const TensorMap *m, u32 barrier, i32 column, const i32 *rows, LINE) {
+  const i32 c[] = {column, rows[0], rows[1], rows[2], rows[3]};
+  host_gather(dst, m, barrier, c, line);
+}
+FN void tma_scatter4(const TensorMap *m, u32 src, i32 column, const i32 *rows, LINE) {
+  const i32 c[] = {column, rows[0], rows[1], rows[2], rows[3]};
+  host_scatter(m, src, c, line);
+}
+FN void try_cancel(u32 result, u32 barrier, LINE) { host_try_cancel(result, barrier, line); }
+FN bool query_cancel(u32 result, u32 *block, LINE) { return host_query_cancel(result, block, line); }
+
+/* ---- launch -------------------------------------------------------------------------------- */
+
+/* host_entry(args): calls the kernel with what the pointers point at, as cuLaunchKernel does.
      */
     template <typename... P, size_t... I>
     static inline void host_call(void (*kernel)(P...), void **args, std::index_sequence<I...>) {

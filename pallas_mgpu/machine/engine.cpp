@@ -135,6 +135,7 @@ extern "C" void host_mbarrier_arrive_remote(u32 a, u32 rank, bool release, int l
   } else {
     for (u32 k = m.n_clock - MAX_ENGINES; k < m.n_clock; k++)
       if (x.gathered.seen[k] < t->clock.seen[k]) x.gathered.seen[k] = t->clock.seen[k];
+    x.gathered.carried.join(t->clock.carried);
     if (release) x.far.join(t->clock);
   }
   arrived(b, x, at, 1, line);
@@ -246,6 +247,7 @@ struct Piece {
 };
 
 struct Copy : Operation {
+  Block *signals = nullptr; /* the block of its mbarrier, if that is another one */
   bool store, has_read = false, has_written = false;
   std::vector<Piece> pieces;
   u32 barrier = 0, bytes = 0;
@@ -370,12 +372,13 @@ bool Copy::step() {
     if (!has_written) write();
     return true;
   }
-  Mbarrier &x = block->mbarriers.at(barrier);
+  Block &to = signals ? *signals : *block;
+  Mbarrier &x = to.mbarriers.at(barrier);
   reader = writer = x.agent;
   when = host_when(x.phase + 1);
   read();
   write();
-  complete_bytes(*block, barrier, bytes, line);
+  complete_bytes(to, barrier, bytes, line);
   return true;
 }
 
@@ -525,6 +528,18 @@ static void check_map(const TensorMap *map, u32 shared, const i32 *c, u32 rank, 
     host_fail(line, "a box at shared address %u, which is no multiple of 128", shared);
 }
 
+/* The mbarrier of one block of a pair, in the window of the cluster. */
+static Block &pair_barrier(u32 a, u32 *at, int line) {
+  Thread *t = m.self;
+  host_tensor_group(2, line);
+  Block &to = block_at(a, "cp.async.bulk.tensor.cta_group::2", line);
+  if ((&to - &m.blocks[0]) / 2 != (t->block - &m.blocks[0]) / 2)
+    host_fail(line, "the mbarrier is in a block of another pair");
+  mbarrier_of(to, (a & 0xffffff) - to.shared.base + t->block->shared.base, "a load", line, at)
+      .shared = true;
+  return to;
+}
+
 /* Rows of the box lie densely in shared memory, in 16-byte chunks that the swizzle permutes. Of a
  * chunk that reaches out of the tensor the part inside is copied, zeros stand for the rest. */
 static void add_box(Copy &copy, const TensorMap *map, u32 shared, const i32 *c) {
@@ -578,6 +593,63 @@ extern "C" void host_tma_multicast(u32 dst, const TensorMap *map, u32 barrier, u
     host_issue(copy);
   }
   host_yield();
+}
+
+/* Into this block, or, with a mask, into several; the bytes are those of one block's mbarrier. */
+extern "C" void host_tma_pair(u32 dst, const TensorMap *map, u32 barrier, u32 mask, const i32 *c,
+                              u32 rank, int line) {
+  Thread *t = m.self;
+  u32 at;
+  check_map(map, dst, c, rank, line);
+  Block &to = pair_barrier(barrier, &at, line);
+  if (mask >> m.blocks.size())
+    host_fail(line, "multicast to blocks 0x%x of a cluster of %zu", mask, m.blocks.size());
+  host_release(t);
+  for (u32 k = 0; k < m.blocks.size(); k++) {
+    Block &b = m.blocks[k];
+    if (mask ? !(mask >> k & 1) : &b != t->block) continue;
+    if (!b.alive) host_fail(line, "a multicast load: the other block has ended");
+    std::shared_ptr<Copy> copy = new_copy(false, line);
+    copy->block = &b;
+    copy->signals = &to;
+    copy->barrier = at;
+    add_box(*copy, map, dst - t->block->shared.base + b.shared.base, c);
+    host_issue(copy);
+  }
+  host_yield();
+}
+
+/* ---- rows by number ------------------------------------------------------------------------ */
+
+/* tile::gather4, tile::scatter4: four rows of a tensor map whose box has one; c[0] is the column. */
+static void add_rows(Copy &copy, const TensorMap *map, u32 shared, const i32 *c, int line) {
+  if (map->rank != 2 || map->box[1] != 1)
+    host_fail(line, "rows by number of a tensor map with boxes of %u rows", map->box[1]);
+  const u32 inner = map->box[0] * map->element;
+  for (u32 row = 0; row < 4; row++)
+    for (u32 x = 0; x < inner; x += 16) {
+      const u32 to = swizzled(shared + row * inner + x, map->swizzle);
+      const i64 at = (i64)c[0] * map->element + x, end = (i64)(map->dim[0] * map->element);
+      const bool inside = c[row + 1] >= 0 && (u64)c[row + 1] < map->dim[1] && at >= 0 && at < end;
+      const u32 n = inside ? (u32)(end - at < 16 ? end - at : 16) : 0;
+      u8 *from = (u8 *)map->base + (u64)c[row + 1] * map->stride[0] + at;
+      if (n) add_piece(copy, to, n, from);
+      if (n < 16) add_piece(copy, to + n, 16 - n, nullptr);
+    }
+}
+
+extern "C" void host_gather(u32 dst, const TensorMap *map, u32 barrier, const i32 *c, int line) {
+  check_map(map, dst, c, 2, line);
+  std::shared_ptr<Copy> copy = new_copy(false, line);
+  add_rows(*copy, map, dst, c, line);
+  issue_load(copy, barrier, line);
+}
+
+extern "C" void host_scatter(const TensorMap *map, u32 src, const i32 *c, int line) {
+  check_map(map, src, c, 2, line);
+  std::shared_ptr<Copy> copy = new_copy(true, line);
+  add_rows(*copy, map, src, c, line);
+  issue_store(copy);
 }
 
 extern "C" void host_tma_combine(const TensorMap *map, u32 src, const i32 *c, u32 rank,
@@ -668,6 +740,57 @@ extern "C" void host_group_wait(u32 n, bool read, int line) {
     }
   }
   if (!read) t->groups.erase(t->groups.begin(), t->groups.begin() + (long)count);
+}
+
+/* ---- commits and answers ------------------------------------------------------------------- */
+
+/* One arrival behind all that the thread gave to the tensor core before; it also stands for
+ * fence::before_thread_sync. */
+struct Commit : TensorOp {
+  u32 at, mask;
+  void execute() override;
+};
+
+void Commit::execute() {
+  for (u32 k = 0; k < m.blocks.size(); k++) {
+    Block &b = m.blocks[k];
+    if (mask ? !(mask >> k & 1) : &b != block) continue;
+    if (!b.alive) host_fail(line, "tcgen05.commit: the other block has ended");
+    Mbarrier &x = b.mbarriers.at(at);
+    if (!x.pending)
+      host_fail(line, "a commit arrives, and %s expects no more", host_place_of(b, at).c_str());
+    if (x.gathered.seen[who] < when) x.gathered.seen[who] = when;
+    x.gathered.carried.join(known);
+    x.gathered.carried.note(who, when);
+    x.pending--;
+    complete_if_done(x);
+  }
+}
+
+/* mask 0: the barrier of this block */
+extern "C" void host_tcgen05_commit(u32 barrier, u32 mask, int line) {
+  std::shared_ptr<Commit> o = std::make_shared<Commit>();
+  host_tensor_group(mask ? 2 : 1, line);
+  if (mask >> m.blocks.size())
+    host_fail(line, "multicast to blocks 0x%x of a cluster of %zu", mask, m.blocks.size());
+  for (u32 k = 0; k < m.blocks.size(); k++)
+    if (mask ? mask >> k & 1 : &m.blocks[k] == m.self->block)
+      mbarrier_of(m.blocks[k], barrier, "tcgen05.commit", line, &o->at);
+  o->mask = mask;
+  host_issue_tensor(o, false, line);
+}
+
+u32 host_barrier_for_bytes(Block &b, u32 barrier, const char *what, int line) {
+  u32 at;
+  mbarrier_of(b, barrier, what, line, &at).shared = true;
+  return at;
+}
+
+void host_answer(Block &b, u32 at, u32 barrier, const u32 *words, const Clock &known, int line) {
+  Mbarrier &x = b.mbarriers.at(barrier);
+  const Stamp s = {x.agent, host_when(x.phase + 1), line, &known};
+  engine_writes(b.shared, at, words, 16, s);
+  complete_bytes(b, barrier, 16, line);
 }
 
 /* ---- wgmma --------------------------------------------------------------------------------- */

@@ -109,6 +109,7 @@ void Clock::resize(size_t n, u32 value) {
   seen.assign(n, value);
   fenced[0].assign(n, value);
   fenced[1].assign(n, value);
+  carried = TensorOrder();
 }
 
 static void raise(std::vector<u32> &to, const std::vector<u32> &from) {
@@ -126,11 +127,13 @@ static void lower(std::vector<u32> &to, const std::vector<u32> &from) {
 void Clock::join(const Clock &o) {
   raise(seen, o.seen);
   for (int k = 0; k < 2; k++) raise(fenced[k], o.fenced[k]);
+  carried.join(o.carried);
 }
 
 void Clock::meet(const Clock &o) {
   lower(seen, o.seen);
   for (int k = 0; k < 2; k++) lower(fenced[k], o.fenced[k]);
+  carried.meet(o.carried);
 }
 
 void Clock::fence(bool global) { raise(fenced[global], seen); }
@@ -593,6 +596,10 @@ static void make_thread(Block &b, u32 k, u32 rank) {
   t.reads = t.writes = 0;
   t.stores = t.any = t.all = 0;
   t.fenced_stack.clear();
+  t.ordered = TensorOrder();
+  t.tensor_ops.clear();
+  t.tensor = 0;
+  t.n_tensor_ops = t.tensor_access = t.tensor_line = 0;
   t.clock.resize(m.n_clock, m.clock);
   t.clock.seen[rank] = m.clock + 1;
   if (!t.stack) {
@@ -616,6 +623,7 @@ static void make_block(Block &b, HostIndex first, u32 number) {
   memset(b.shared.bytes, 0xcd, m.shared_bytes);
   b.shared.forget();
   b.mbarriers.clear();
+  b.tensor = TensorMemory();
   const u32 limit = 65536 / m.block_threads / 8 * 8; /* what __launch_bounds__(n, 1) leaves */
   const u32 registers = limit > 256 ? 256 : limit;
   b.free_registers = 0;
@@ -633,6 +641,7 @@ static void make_block(Block &b, HostIndex first, u32 number) {
 
 static void end_block(Block &b) {
   for (Warp &w : b.warps) host_products_end(w);
+  host_tensor_ends(b);
   for (Warpgroup &g : b.warpgroups) {
     const size_t k = (size_t)(&g - &b.warpgroups[0]);
     for (u32 w = 0; w < 4 && k * 4 + w < b.warps.size(); w++)
@@ -692,7 +701,11 @@ static void launch(u64 seed) {
   }
   m.n_clock = size * m.block_threads + MAX_ENGINES;
   m.blocks.resize(size);
-  for (u32 c : order) {
+  m.waiting = order;
+  while (!m.waiting.empty()) {
+    const u32 c = m.waiting.back();
+    m.waiting.pop_back();
+    m.no_more = false;
     const HostIndex first = {c % n.x * m.cluster.x, c / n.x % n.y * m.cluster.y,
                              c / n.x / n.y * m.cluster.z};
     m.engines = 0;

@@ -31,11 +31,24 @@ struct Block;
 struct Warp;
 struct Thread;
 
+/* ---- order of tensor memory ------------------------------------------------------------------- */
+
+/* Accesses of tensor memory that come before something: of each agent, up to which one. */
+struct TensorOrder {
+  std::vector<u32> at; /* empty: none */
+  bool has(u16 who, u32 when) const { return who < at.size() && at[who] >= when; }
+  void note(u16 who, u32 when);
+  void join(const TensorOrder &other);
+  void meet(const TensorOrder &other); /* what both have */
+};
+
 /* ---- clocks -------------------------------------------------------------------------------- */
 
 /* one entry for each agent */
 struct Clock {
   std::vector<u32> seen, fenced[2]; /* of shared, of global memory */
+  TensorOrder carried; /* accesses of tensor memory that a tcgen05.fence::before_thread_sync, or a
+                          commit, stands behind: a fence::after_thread_sync makes use of it */
   void resize(size_t n, u32 value);
   void join(const Clock &other);
   void meet(const Clock &other); /* what both know */
@@ -127,6 +140,8 @@ struct NamedBarrier {
 };
 
 struct Operation;
+struct TensorOp;
+struct TensorMove;
 
 struct BulkGroup {
   std::vector<std::shared_ptr<Operation>> ops;
@@ -149,6 +164,10 @@ struct Thread : HostThread {
   u32 stores;
   u32 any, all;                 /* what the last bar.red found */
   std::vector<u8> fenced_stack; /* as it was at the last wgmma.fence: registers live there */
+  TensorOrder ordered;          /* before what it does with tensor memory from now on */
+  std::vector<std::shared_ptr<TensorOp>> tensor_ops; /* issued and not done, in order */
+  u16 tensor;                                        /* their agent, 0: none yet */
+  u32 n_tensor_ops, tensor_access, tensor_line; /* the last one that accesses memory; its line */
 };
 
 /* what a lane brings to an instruction that a warp executes together */
@@ -180,6 +199,28 @@ struct Warp {
   u32 groups, count;                                /* committed; products */
   std::vector<u32> last;                            /* per group: clock of its last product */
   u16 agent;                                        /* 0: none yet */
+  /* loads from tensor memory, and stores to it, that nobody waited for */
+  std::vector<std::shared_ptr<TensorMove>> moves[2];
+  u16 mover[2]; /* their agents */
+  u32 n_moves[2];
+};
+
+/* 32 bits of tensor memory: who wrote them, and who read them since. */
+struct Cell {
+  u32 value, write;
+  u16 writer, write_line;
+  u8 n_readers;
+  struct {
+    u16 who, line;
+    u32 when;
+  } reader[3];
+};
+
+struct TensorMemory {
+  std::vector<Cell> cells; /* [512][128], empty until something is allocated */
+  std::map<u32, u32> allocated; /* columns, by the first one */
+  bool relinquished = false;
+  u32 taken = 0, tries = 0; /* columns that a block of another launch holds, for so many tries */
 };
 
 struct Warpgroup {
@@ -190,6 +231,7 @@ struct Warpgroup {
 struct Block {
   HostIndex index, in_cluster;
   Region shared;
+  TensorMemory tensor;
   std::vector<Thread> threads;
   std::vector<Warp> warps;
   std::vector<Warpgroup> warpgroups;
@@ -209,6 +251,30 @@ struct Operation {
   virtual bool step() = 0; /* true: done */
   virtual ~Operation() {}
 };
+
+/* An instruction of the tensor core that one thread issued. Those of a thread take effect in order,
+ * at any time after. */
+struct TensorOp : Operation {
+  Thread *thread;
+  TensorOrder known; /* accesses of tensor memory that it comes behind */
+  u16 who;
+  u32 when;
+  bool done = false;
+  bool step() final;
+  virtual void execute() = 0;
+};
+void host_issue_tensor(std::shared_ptr<TensorOp> op, bool accesses, int line);
+/* of one cell, by operation `when` of agent `who` that knows `known` */
+u32 tensor_read(Block &b, u32 lane, u32 column, const TensorOrder &known, u16 who, u32 when,
+                int line);
+void tensor_write(Block &b, u32 lane, u32 column, u32 value, const TensorOrder &known, u16 who,
+                  u32 when, int line);
+void host_tensor_group(u32 ctas, int line); /* an instruction of one block, or of a pair */
+Block &host_pair_of(Block &b, int line);    /* the other one */
+void host_tensor_ends(Block &b);            /* nothing of the block is left behind */
+/* 16 bytes from an engine, and their barrier */
+void host_answer(Block &b, u32 at, u32 barrier, const u32 *words, const Clock &known, int line);
+u32 host_barrier_for_bytes(Block &b, u32 barrier, const char *what, int line);
 
 /* a counter that threads signal and wait for */
 struct Semaphore {
@@ -240,6 +306,9 @@ struct Machine {
   std::vector<Block> blocks;
   std::vector<Thread *> ready;
   std::vector<std::shared_ptr<Operation>> pending; /* copies, and the products of warps in front */
+  u32 tensor_ctas;          /* what all tcgen05 instructions of the launch have, 0: none yet */
+  std::vector<u32> waiting; /* clusters that have not begun */
+  bool no_more;             /* the cluster was told that no other could be cancelled */
   std::vector<Region> global;
   Thread *self;
 };

@@ -8,7 +8,8 @@
 u32 host_element_bits(u8 type) {
   switch (type) {
     case HOST_s4:
-    case HOST_u4: return 4;
+    case HOST_u4:
+    case HOST_e2m1: return 4;
     case HOST_e4m3:
     case HOST_e5m2:
     case HOST_s8:
@@ -40,6 +41,7 @@ f32 host_element(u8 type, const u32 *words, u32 i) {
     case HOST_u8: return (u8)x;
     case HOST_s4: return (i32)(x << 28) >> 28;
     case HOST_u4: return x & 15;
+    case HOST_e2m1: return cvt_f32(e2m1{(u8)(x & 15)});
     default: return f32_bits(x);
   }
 }
