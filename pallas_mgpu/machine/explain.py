@@ -1,7 +1,8 @@
 """What the emulated machine found, in the terms of the kernel: refs, indices, threads, lines.
 
 The machine speaks of bytes and of lines of the generated program. What they are is read from that
-program: `#line` directives give the place of each line, declarations such as
+program: `#line` directives, or comments where the compiler would count to the right line by itself,
+give the place of each line, declarations such as
 
     const u32 tile = smem + 0;  // smem float16[64,128], tiled (8, 64), swizzle 128
 
@@ -14,6 +15,7 @@ a 128-byte line by the number of the line."""
 import itertools
 import linecache
 import math
+import os
 import re
 
 from .. import _core
@@ -89,6 +91,9 @@ class Names:
                 file = found[2].replace(r"\"", '"').replace(r"\\", "\\") if found[2] else place[0]
                 place = file, int(found[1])
             else:
+                noted = re.fullmatch(r" *// (?:.*  )?(\S.*):(\d+)", line)
+                if noted and place and os.path.basename(place[0]) == noted[1]:
+                    place = place[0], int(noted[2])
                 self.lines.append(line)
                 self.places.append(place)
         self.text = "\n".join(self.lines[1:]) + "\n"
@@ -120,7 +125,11 @@ class Names:
     def _warp_lines(self):
         for k, line in enumerate(self.lines):
             if re.match(r" *// (warp_map|core_map)\b", line):
-                yield from range(k, self._end(k + 2, len(line) - len(line.lstrip()) + 1))
+                indent = len(line) - len(line.lstrip())
+                opens = next(
+                    j for j in range(k + 1, len(self.lines)) if self.lines[j][indent:] == "{"
+                )
+                yield from range(k, self._end(opens + 1, indent + 1))
 
     # ---- words ----
 
@@ -354,6 +363,20 @@ def bounds(names, facts, what):
     return f"an access outside of '{a['ref']}'{a['index']} by {a['agent']}"
 
 
+def _meeting(what, block):
+    """What threads wait for that meet there, in words."""
+    if found := re.match(r"bar.sync (\d+), where (\d+) threads meet", what):
+        number, lanes = int(found[1]), int(found[2])
+        if number == 0:
+            return "the other threads of its block"
+        if lanes == 128 and number <= block // 128:
+            return "the other lanes of its thread"
+        return f"others at a named barrier of {lanes} lanes"
+    if what == "barrier.cluster":
+        return "the other blocks of its cluster"
+    return re.sub(r" of its warp at .*", " of its warp", what)
+
+
 def _wait(names, words, barriers):
     """One agent of a deadlock, and what it waits for."""
     k = words.index("for")
@@ -369,9 +392,8 @@ def _wait(names, words, barriers):
         )
         missing += [f"{b['bytes']} bytes of copies"] if int(b.get("bytes", 0)) else []
         what += f", which lacks {' and '.join(missing)}" if missing else ""
-    return f"\n  {who}: waits for {names.translate(what)}{names.at(int(a['line']), ', ')}".replace(
-        "\n, at", ", at"
-    )
+    what = names.translate(_meeting(what, names.info["block"]))
+    return f"\n  {who}: waits for {what}{names.at(int(a['line']), ', ').lstrip(chr(10))}"
 
 
 def deadlock(names, facts, name):

@@ -61,30 +61,30 @@ static void __attribute__((noreturn)) in_barrier(const Region &r, size_t at, int
 }
 
 static void __attribute__((noreturn))
-unfenced(const Region &r, size_t at, int access, const Mark &b, const Stamp &s) {
+unfenced(const Region &r, size_t at, int access, u16 writer, const Mark &b, const Stamp &s) {
   host_fact("kind race");
   host_fact("lacks fence");
-  host_fact_access("write", r, at, b.writer, b.write_line);
+  host_fact_access("write", r, at, writer, b.write_line);
   host_fact_access(names[access], r, at, s.who, s.line);
   host_fail(s.line,
             "%s of byte %zu of %s by an engine: no proxy fence for it stands behind its write by "
             "thread %u "
             "in line %d",
-            names[access], at, r.name, b.writer % m.block_threads, b.write_line);
+            names[access], at, r.name, writer % m.block_threads, b.write_line);
 }
 
 /* A load may still wait in its queue when what follows it in program order has been done. */
 static void __attribute__((noreturn))
-unread(const Region &r, size_t at, const Mark &b, const Stamp &s) {
+unread(const Region &r, size_t at, u16 reader, const Mark &b, const Stamp &s) {
   char text[32];
   host_fact("kind race");
   host_fact("lacks drain");
-  host_fact_access("read", r, at, b.reader, b.read_line);
+  host_fact_access("read", r, at, reader, b.read_line);
   host_fact_access("write", r, at, s.who, s.line);
   host_fail(s.line,
             "write of byte %zu of %s by an engine: no proxy fence stands after its read by %s in "
             "line %d",
-            at, r.name, whom(b.reader, text, sizeof text), b.read_line);
+            at, r.name, whom(reader, text, sizeof text), b.read_line);
 }
 
 /* ---- reads by engines ---------------------------------------------------------------------- */
@@ -145,6 +145,13 @@ static bool all_seen(const std::vector<u32> &access, const std::vector<u32> &see
   return true;
 }
 
+/* One of a crowd that is not ordered; MANY: all are. */
+static u16 one_of(const std::vector<u32> &access, const std::vector<u32> &seen, u32 but = ~0u) {
+  for (size_t k = 0; k < access.size(); k++)
+    if (k != but && access[k] > seen[k]) return (u16)k;
+  return MANY;
+}
+
 static void note_read(Region &r, Mark &b, size_t at, Thread *t, int line) {
   const std::vector<u32> &seen = t->clock.seen;
   if (b.reader == MANY) {
@@ -176,7 +183,7 @@ void thread_reads(Region &r, size_t at, size_t n, int line) {
     } else if (b.writer == MANY) {
       const std::vector<u32> &write = crowd_of(r, k).write;
       if (b.atomic ? !all_seen(write, seen, t->rank) : !any_seen(write, seen))
-        unordered(r, k, 0, "write", MANY, b.write_line, nullptr, line);
+        unordered(r, k, 0, "write", one_of(write, seen, t->rank), b.write_line, nullptr, line);
     } else if (seen[b.writer] < b.write) {
       unordered(r, k, 0, "write", b.writer, b.write_line, nullptr, line);
     }
@@ -196,6 +203,14 @@ static bool reads_are_ordered(Region &r, const Mark &b, size_t at, const Thread 
   if (b.reader == NOBODY || b.reader == t->rank) return true;
   if (b.reader == MANY) return all_seen(crowd_of(r, at).read, seen, t->rank);
   return seen[b.reader] >= b.read;
+}
+
+/* Whose write or read it is, for messages: one that is not ordered, of several. */
+static u16 writer_of(Region &r, const Mark &b, size_t at, const Thread *t) {
+  return b.writer == MANY ? one_of(crowd_of(r, at).write, t->clock.seen, t->rank) : b.writer;
+}
+static u16 reader_of(Region &r, const Mark &b, size_t at, const Thread *t) {
+  return b.reader == MANY ? one_of(crowd_of(r, at).read, t->clock.seen, t->rank) : b.reader;
 }
 
 /* Threads may write one value to one place in any order. */
@@ -234,10 +249,10 @@ void thread_writes(Region &r, size_t at, const void *from, size_t n, int line) {
     }
     if (b.barrier) in_barrier(r, at + k, line);
     if (!same && !reads_are_ordered(r, b, at + k, t))
-      unordered(r, at + k, 1, "read", b.reader, b.read_line, nullptr, line);
+      unordered(r, at + k, 1, "read", reader_of(r, b, at + k, t), b.read_line, nullptr, line);
     if (!write_is_ordered(r, b, at + k, t)) {
       if (!same || b.atomic || is_engine(b.writer))
-        unordered(r, at + k, 1, "write", b.writer, b.write_line, nullptr, line);
+        unordered(r, at + k, 1, "write", writer_of(r, b, at + k, t), b.write_line, nullptr, line);
       join_writers(r, b, at + k, t);
     } else {
       b.writer = (u16)t->rank;
@@ -260,12 +275,13 @@ static void thread_updates(Region &r, size_t at, size_t n, int line) {
     if (b.barrier) in_barrier(r, k, line);
     if (b.writer == NOBODY && !r.born_written) uninitialised(r, k, nullptr, line);
     if (!reads_are_ordered(r, b, k, t))
-      unordered(r, k, 1, "read", b.reader, b.read_line, nullptr, line);
+      unordered(r, k, 1, "read", reader_of(r, b, k, t), b.read_line, nullptr, line);
     if (write_is_ordered(r, b, k, t)) {
       b.writer = (u16)t->rank;
       b.write = t->clock.seen[t->rank];
     } else {
-      if (!b.atomic) unordered(r, k, 1, "write", b.writer, b.write_line, nullptr, line);
+      if (!b.atomic)
+        unordered(r, k, 1, "write", writer_of(r, b, k, t), b.write_line, nullptr, line);
       join_writers(r, b, k, t);
     }
     b.atomic = 1;
@@ -289,10 +305,13 @@ void engine_reads(Region &r, size_t at, size_t n, const Stamp &s, void *to) {
       if (c.seen[b.writer] < b.write)
         unordered(r, k, 0, "write", b.writer, b.write_line, &s, s.line);
     } else if (b.writer == MANY) {
-      if (!any_seen(crowd_of(r, k).write, fenced))
-        unordered(r, k, 0, "write", MANY, b.write_line, &s, s.line);
+      const std::vector<u32> &write = crowd_of(r, k).write;
+      if (!any_seen(write, fenced) && any_seen(write, c.seen))
+        unfenced(r, k, 0, one_of(write, fenced), b, s);
+      if (!any_seen(write, fenced))
+        unordered(r, k, 0, "write", one_of(write, c.seen), b.write_line, &s, s.line);
     } else if (fenced[b.writer] < b.write) {
-      if (c.seen[b.writer] >= b.write) unfenced(r, k, 0, b, s);
+      if (c.seen[b.writer] >= b.write) unfenced(r, k, 0, b.writer, b, s);
       unordered(r, k, 0, "write", b.writer, b.write_line, &s, s.line);
     }
   }
@@ -309,22 +328,25 @@ void engine_writes(Region &r, size_t at, const void *from, size_t n, const Stamp
     Mark &b = marks[k];
     if (b.barrier) in_barrier(r, k, s.line);
     if (b.reader == MANY) {
-      if (!all_seen(crowd_of(r, k).read, c.seen, ~0u))
-        unordered(r, k, 1, "read", MANY, b.read_line, &s, s.line);
-      if (!r.global && !all_seen(crowd_of(r, k).read, fenced, ~0u)) unread(r, k, b, s);
+      const std::vector<u32> &read = crowd_of(r, k).read;
+      if (!all_seen(read, c.seen, ~0u))
+        unordered(r, k, 1, "read", one_of(read, c.seen), b.read_line, &s, s.line);
+      if (!r.global && !all_seen(read, fenced, ~0u)) unread(r, k, one_of(read, fenced), b, s);
     } else if (b.reader != NOBODY) {
       if (c.seen[b.reader] < b.read) unordered(r, k, 1, "read", b.reader, b.read_line, &s, s.line);
-      if (!r.global && fenced[b.reader] < b.read) unread(r, k, b, s);
+      if (!r.global && fenced[b.reader] < b.read) unread(r, k, b.reader, b, s);
     }
     if (update && b.writer == NOBODY && !r.born_written) uninitialised(r, k, &s, s.line);
     if (update && b.atomic) {
     } else if (b.writer == MANY) {
-      if (!all_seen(crowd_of(r, k).write, c.seen, ~0u))
-        unordered(r, k, 1, "write", MANY, b.write_line, &s, s.line);
+      const std::vector<u32> &write = crowd_of(r, k).write;
+      if (!all_seen(write, c.seen, ~0u))
+        unordered(r, k, 1, "write", one_of(write, c.seen), b.write_line, &s, s.line);
+      if (!all_seen(write, fenced, ~0u)) unfenced(r, k, 1, one_of(write, fenced), b, s);
     } else if (b.writer != NOBODY) {
       if (c.seen[b.writer] < b.write)
         unordered(r, k, 1, "write", b.writer, b.write_line, &s, s.line);
-      if (!is_engine(b.writer) && fenced[b.writer] < b.write) unfenced(r, k, 1, b, s);
+      if (!is_engine(b.writer) && fenced[b.writer] < b.write) unfenced(r, k, 1, b.writer, b, s);
     }
     b.writer = s.who;
     b.write = s.when;
