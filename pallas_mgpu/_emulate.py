@@ -65,11 +65,11 @@ class Emulation:
 
     def _schedule(self, k, x, y, first, seed):
         wrong = np.flatnonzero(x != y)
-        name = self.info["given"][k][0]
+        name = repr(self.info["given"][k][0] or f"output {k - self.info['operands']}")
         dtype, shape, *_ = self.info["params"][k]
         at = self.explain.unravel(int(wrong[0]) * 8 // self.explain.bits_of(dtype), shape)
         return _core.ScheduleError(
-            f"the result depends on the schedule: '{name}' differs between seeds {first} and"
+            f"the result depends on the schedule: {name} differs between seeds {first} and"
             f" {seed}, the first time at {at}"
         )
 
@@ -103,8 +103,8 @@ class Emulation:
             return _core.DeadlockError(x.deadlock(names, e.facts, self.info["entry"][:-7]))
         if kind == "endless":
             return _core.DeadlockError(f"the program does not end{where}")
-        if kind == "check":
-            return AssertionError(what.partition(": ")[2] + where)
+        if "debug_check: " in what:
+            return AssertionError(what + where)
         if kind == "protocol":
             return ValueError(what + where)
         generated = names.lines[e.line].strip() if 0 < e.line < len(names.lines) else ""

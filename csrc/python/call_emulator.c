@@ -22,9 +22,9 @@ pm_code pmpy_run_emulate(const pmpy_run *r, pm_err *err) {
     if (!item) Py_CLEAR(at);
     else PyTuple_SET_ITEM(at, i, item);
   }
-  if (at)
-    done = PyObject_CallFunction(r->emulation, "OOO", r->c->k->interpret, at,
-                                 r->c->out_arg ? Py_False : Py_True);
+  PyObject *params = r->c->k->interpret ? r->c->k->interpret : Py_None;
+  PyObject *fresh = r->c->out_arg ? Py_False : Py_True;
+  if (at) done = PyObject_CallFunctionObjArgs(r->emulation, params, at, fresh, NULL);
   const pm_code code = done ? PM_OK : pm_fail(err, PM_E_RUNTIME, "the emulation failed");
   Py_XDECREF(done);
   Py_XDECREF(at);

@@ -318,6 +318,14 @@ def _remedy(names, lacks, first, second):
             f"plgpu.barrier_wait({name}) before the first, or issue the {engine} behind it: in the"
             " same thread, or after a barrier"
         )
+    if second["by"] == "products":
+        return "plgpu.wgmma_wait(0) before the first, or issue the product behind it"
+    if second["by"] in ("store_reads", "store_writes"):
+        read_only = ", wait_read_only=True" if second["by"] == "store_reads" else ""
+        return (
+            f"plgpu.wait_smem_to_gmem(0{read_only}) before the first, or issue the copy behind it:"
+            " in the same thread, or after a barrier"
+        )
     if second["by"] != "thread":
         return (
             f"issue the {engine} after the first access: in the same thread, or behind a barrier"

@@ -379,6 +379,7 @@ Region &global_region(const void *p, size_t bytes, size_t align, const char *wha
                       size_t *at) {
   const uintptr_t a = (uintptr_t)p;
   Region *near = nullptr;
+  uintptr_t least = ~(uintptr_t)0;
   if (a % align)
     host_fail(line, "%s at global address %p, which is no multiple of %zu", what, p, align);
   for (Region &r : m.global) {
@@ -387,7 +388,12 @@ Region &global_region(const void *p, size_t bytes, size_t align, const char *wha
       *at = a - first;
       return r;
     }
-    if (a + 65536 >= first && a <= first + r.size + 65536) near = &r;
+    const uintptr_t away =
+        a < first ? first - a : a - first - (a - first < r.size ? a - first : r.size);
+    if (away <= 65536 && away < least) {
+      least = away;
+      near = &r;
+    }
   }
   host_fact("kind bounds");
   if (near) {
