@@ -240,7 +240,9 @@ class Names:
         if kind == "thread" and int(a["line"]) in self.in_warps:
             thread += f", warp {number // 32 % 4}"
         who = ", ".join(filter(None, [where, thread]))
-        return {"thread": "", "products": "the tensor core, for "}.get(kind, "TMA, for ") + who
+        core = "the tensor core, for "
+        makers = {"thread": "", "moves": "", "products": core, "tensor_core": core}
+        return makers.get(kind, "TMA, for ") + who
 
     def access(self, words):
         """A fact of an access, as a dict with `ref`, `index`, `agent` and `place`."""
@@ -310,6 +312,8 @@ def _remedy(names, lacks, first, second):
         return f"wait for the first: plgpu.wait_smem_to_gmem(0, wait_read_only=True); {other}"
     if kind == "store_writes":
         return f"wait for the first: plgpu.wait_smem_to_gmem(0); {other}"
+    if kind == "tensor_core":
+        return "wait for the first: a barrier that the product completes"
     if kind == "products":
         return f"wait for the first: plgpu.wgmma_wait(0); {other}"
     if second["by"] == "barrier":

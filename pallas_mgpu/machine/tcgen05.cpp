@@ -23,7 +23,7 @@ bool TensorOp::step() {
 
 void host_issue_tensor(std::shared_ptr<TensorOp> op, bool accesses, int line) {
   Thread *t = m.self;
-  if (!t->tensor) t->tensor = host_new_agent();
+  if (!t->tensor) t->tensor = host_new_agent(OF_TENSOR_CORE, t->block, t->number);
   op->line = t->line = line;
   op->thread = t;
   op->block = t->block;

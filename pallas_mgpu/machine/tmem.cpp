@@ -329,7 +329,7 @@ static void issue_move(Warp &w) {
   if (x.times & (x.times - 1) || registers_of(x) > 128)
     host_fail(line, "a move of tensor memory, .x%u", x.times);
   std::shared_ptr<TensorMove> o = std::make_shared<TensorMove>();
-  if (!w.mover[store]) w.mover[store] = host_new_agent();
+  if (!w.mover[store]) w.mover[store] = host_new_agent(OF_MOVES, w.block, w.lane[0]->number);
   o->x = x;
   o->line = line;
   o->block = w.block;
