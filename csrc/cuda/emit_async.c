@@ -1,5 +1,9 @@
 /* Barriers, copies by engines, and their order.
  *
+ * Barriers that order the tensor core: every lane's accesses of tensor memory are fenced before an
+ * arrival, and after a wait. A fence is of its lane alone, so the lanes meet between their fences
+ * and the arrival.
+ *
  * A wait takes its parity from a word of phase bits, one for each barrier of the allocation, that
  * every lane keeps and flips; or from its operand, if all waits on the allocation have one. One
  * lane arrives for all lanes of a thread; passes/sync.c synchronises the lanes before it where that
@@ -26,6 +30,7 @@ typedef struct barrier {
   uint32_t n_groups;
   bool leader; /* of them only the one with index 0 */
   bool warps;  /* each warp arrives */
+  bool tensor_core;
 } barrier;
 
 static pm_code barrier_of(pm_gen *e, pm_opid op, pm_val ref, barrier *b) {
@@ -49,10 +54,22 @@ static pm_code barrier_of(pm_gen *e, pm_opid op, pm_val ref, barrier *b) {
   b->phase = e->phase[v.base];
   b->base = v.base;
   b->warps = *pm_attr(e->g, v.alloc, PM_ATTR_WARPS);
+  b->tensor_core = *pm_attr(e->g, v.alloc, PM_ATTR_TENSOR_CORE);
   b->leader = *pm_attr(e->g, v.alloc, PM_ATTR_LEADER);
   b->groups = pm_attr_list(e->g, v.alloc, PM_ATTR_CLUSTER, &b->n_groups);
   if (pm_cluster_targets(e->g, b->groups, b->n_groups) == 1) b->n_groups = 0;
   return PM_OK;
+}
+
+pm_code pm_barrier_address(pm_gen *e, pm_opid op, pm_val ref, const char **address) {
+  barrier b;
+  PM_TRY(barrier_of(e, op, ref, &b));
+  *address = b.address;
+  return PM_OK;
+}
+
+bool pm_orders_tensor_core(const pm_graph *g, pm_val barrier) {
+  return *pm_attr(g, pm_value_of(g, pm_view_base(g, barrier))->def, PM_ATTR_TENSOR_CORE);
 }
 
 static const char *wait_function(const pm_gen *e, const barrier *b) {
@@ -74,6 +91,7 @@ pm_code pm_cuda_WAIT(pm_gen *e, pm_opid op) {
     pm_line(e, "%s(%s, %s);", wait, b.address, b.phase);
     pm_line(e, "%s ^= 1;", b.phase);
   }
+  if (b.tensor_core) pm_line(e, "tcgen05_fence_after();");
   return PM_OK;
 }
 
@@ -92,6 +110,7 @@ pm_code pm_cuda_BARRIER_TEST(pm_gen *e, pm_opid op) {
   pm_begin(e, "if (%s) {", x);
   pm_line(e, "%s(%s, %s);", wait_function(e, &b), b.address, parity);
   pm_line(e, "%s ^= 1u << (%s);", b.phase, index);
+  if (b.tensor_core) pm_line(e, "tcgen05_fence_after();");
   pm_end(e);
   return PM_OK;
 }
@@ -115,6 +134,10 @@ pm_code pm_cuda_ARRIVE(pm_gen *e, pm_opid op) {
   barrier b;
   PM_TRY(barrier_of(e, op, pm_in(e->g, op, 0), &b));
   pm_note(e, op, "barrier_arrive");
+  if (b.tensor_core) {
+    pm_line(e, "tcgen05_fence_before();");
+    if (!e->lane && !b.warps) pm_line(e, "%s", pm_meet(e));
+  }
   if (b.n_groups) {
     arrive_in_cluster(e, &b, *pm_attr(e->g, op, PM_ATTR_RELAXED));
   } else if (!b.warps) {

@@ -12,6 +12,7 @@
 #include "../ir/relayout.h"
 #include "cuda.h"
 #include "device.h"
+#include "tcgen05.h"
 
 /* WORDS: 16-bit elements, two in each u32 */
 typedef enum pm_form { PM_FORM_NONE, PM_FORM_SCALAR, PM_FORM_ARRAY, PM_FORM_WORDS } pm_form;
@@ -76,6 +77,7 @@ typedef struct pm_gen {
   bool *sent;               /* per value: barriers that other blocks' stores complete */
   bool *released;           /* per value: cluster barriers with an arrival that releases memory */
   pm_contents *contents;    /* per value: of accumulators */
+  const char **reduced;     /* per value: what its LOAD_TMEM found in its rows (emit_tcgen05.c) */
   bool *in_ptx;             /* per value: accumulators that C++ does not see (emit_wgmma.c) */
   pm_text registers_of_ptx; /* their declarations */
   PM_VEC(pm_head_var) head_vars;
@@ -83,6 +85,7 @@ typedef struct pm_gen {
   uint32_t first_semaphore; /* among them */
   bool asks;                /* there is a NEXT_TILE or such a semaphore */
   uint32_t n_turns;         /* threads that take turns, 0: none do */
+  uint32_t tmem_slot;       /* byte in SMEM of the address of tensor memory */
   const char *profile;      /* the profiler's variable; NULL: it is off */
   struct ptx_function {
     const char *name, *text;
@@ -212,6 +215,19 @@ pm_code pm_by_shuffles(pm_gen *e, pm_opid op, const pm_relayout *plan);
 pm_code pm_no_registers(pm_gen *e, pm_opid op); /* an error of the planning */
 const char *pm_combine(pm_gen *e, int reduce, pm_dtype t, const char *a, const char *b);
 const char *pm_identity(pm_gen *e, int reduce, pm_dtype t);
+
+/* Address of one barrier (emit_async.c). */
+pm_code pm_barrier_address(pm_gen *e, pm_opid op, pm_val ref, const char **address);
+/* Does the barrier order the tensor core? */
+bool pm_orders_tensor_core(const pm_graph *g, pm_val barrier);
+
+/* ---- tensor memory (emit_tcgen05.c) ------------------------------------------------------ */
+
+bool pm_has_tmem(const pm_gen *e);
+bool pm_tmem_is_of_pairs(const pm_gen *e);
+void pm_print_tmem_alloc(pm_gen *e, uint32_t slot); /* slot: in shared memory, 4 bytes */
+void pm_print_tmem_address(pm_gen *e, uint32_t slot);
+void pm_print_tmem_dealloc(pm_gen *e);
 
 /* ---- clusters (cluster.c) ---------------------------------------------------------------- */
 
@@ -347,6 +363,16 @@ const char *pm_ptx_atomic(pm_gen *e, int64_t kind, pm_dtype t, const char *space
 const char *pm_ptx(pm_gen *e, const char *name, const char *text); /* any other: its text */
 const char *pm_ptx_constant(pm_gen *e, const char *name, uint32_t x, const char *comment);
 const char *pm_ptx_pin(pm_gen *e, pm_dtype t, int64_t n); /* n registers of 32 bits; F16: u32 */
+/* The same, kept for another catalogue too: the text is for it. */
+const char *pm_ptx_kept(pm_gen *e, const char *name, const char *text);
+/* ptx_tcgen05.c: (d, a, a_high or nothing if a is in tensor memory, b, b_high, instruction,
+ * metadata if sparse, a_scale and b_scale if scaled, adds); (tmem, low, high); (registers, address)
+ * of one part; (registers, &reduced, address) */
+const char *pm_ptx_tcgen05(pm_gen *e, const pm_tcgen05_product *p);
+const char *pm_ptx_tcgen05_copy(pm_gen *e, const char *shape, bool pair);
+const char *pm_ptx_tmem_move(pm_gen *e, const pm_tcgen05_move *m, uint32_t part, bool store);
+const char *pm_ptx_tmem_reduce(pm_gen *e, const pm_tcgen05_move *m, uint32_t part, int64_t reduce,
+                               pm_dtype d);
 /* Of n registers of an accumulator in PTX, from the first on: a macro that lists them; functions,
  * f(d) that copies them to an array, f() that declares them or makes them zero. */
 const char *pm_ptx_declare(pm_gen *e, const char *acc, pm_dtype t, int64_t n);

@@ -100,6 +100,9 @@ static bool lane_op(const pm_gen *e, pm_opid op, traits *t) {
     case PM_KNOWN_NOBODY: t->syncs |= info->effects & E_MEET; break;
     default: return false;
   }
+  /* every lane has a fence of its own for what it did with tensor memory */
+  if (o->code == PM_OP_ARRIVE && !e->warps && pm_orders_tensor_core(g, pm_in(g, op, 0)))
+    return false;
   const bool engine = pm_has_attr(g, op, PM_ATTR_ENGINE);
   if (engine && *pm_attr(g, op, PM_ATTR_ENGINE) == PM_ENGINE_PLAIN) return false;
   if (o->code == PM_OP_COMMIT_GROUP || o->code == PM_OP_WAIT_S2G) return !of_all_warps(e);

@@ -189,6 +189,16 @@ static pm_code set_geometry(pm_gen *e) {
   for (int k = 0; k < 3; k++) p->grid[k] *= p->cluster[k];
   p->block = 128 * g->n_threads;
   p->smem_bytes = (uint32_t)g->smem_bytes;
+  if (pm_has_tmem(e)) {
+    e->tmem_slot = (uint32_t)pm_round_up(p->smem_bytes, 16);
+    p->smem_bytes = e->tmem_slot + 16;
+    if (p->smem_bytes > e->target->smem) {
+      return pm_fail(e->err, PM_E_VALUE,
+                     "kernel %s: with 16 bytes for the address of its TMEM it needs %u bytes of "
+                     "SMEM, a block has %lld",
+                     g->name ? g->name : "", p->smem_bytes, (long long)e->target->smem);
+    }
+  }
   p->target = e->target;
   p->n_params = g->n_operands + g->n_outputs;
   p->align = PM_NEW(e->arena, int64_t, p->n_params + 1);
@@ -379,13 +389,17 @@ static pm_code print_body(pm_gen *e) {
   }
   pm_print_profile_start(e);
   PM_TRY(print_barriers(e, &s));
-  /* no block signals another one before its barriers are there */
-  if (s.meets_cluster) {
+  const bool tmem = pm_has_tmem(e), pairs = tmem && pm_tmem_is_of_pairs(e);
+  if (tmem) pm_print_tmem_alloc(e, e->tmem_slot);
+  /* no block signals another one, or uses its tensor memory, before they are there */
+  if (s.meets_cluster || pairs) {
     pm_line(e, "cluster_sync();");
-    if (s.semaphores.n) pm_line(e, "block_sync();"); /* the other one orders barriers alone */
-  } else if (s.barriers.n || s.semaphores.n) {
+    /* the other one orders barriers alone */
+    if (s.semaphores.n || tmem) pm_line(e, "block_sync();");
+  } else if (s.barriers.n || s.semaphores.n || tmem) {
     pm_line(e, "block_sync();");
   }
+  if (tmem) pm_print_tmem_address(e, e->tmem_slot);
   pm_print_profile_ready(e);
   if (e->n_turns) pm_line(e, "if (wg == %u) turn_pass(%u);", e->n_turns - 1, g->n_threads + 1);
   pm_find_lane_barriers(e);
@@ -396,7 +410,11 @@ static pm_code print_body(pm_gen *e) {
   PM_TRY(print_counters_done(e, s.in_warps));
   pm_print_profile_end(e);
   /* no block may end while another one of its cluster can still reach its shared memory */
-  if (s.meets_cluster) pm_line(e, "cluster_sync();");
+  if (s.meets_cluster || pairs) pm_line(e, "cluster_sync();");
+  if (tmem) {
+    pm_line(e, "block_sync();");
+    pm_print_tmem_dealloc(e);
+  }
   return PM_OK;
 }
 
@@ -599,6 +617,7 @@ pm_code pm_generate_cuda(const pm_graph *g, const pm_cuda_options *o, pm_program
   e.released = PM_NEW(g->arena, bool, g->values.n + 1);
   e.sent = PM_NEW(g->arena, bool, g->values.n + 1);
   e.contents = PM_NEW(g->arena, pm_contents, g->values.n + 1);
+  e.reduced = PM_NEW(g->arena, const char *, g->values.n + 1);
   e.in_ptx = PM_NEW(g->arena, bool, g->values.n + 1);
   e.param_used = PM_NEW(g->arena, bool, g->n_operands + g->n_outputs + 1);
   PM_TRY(set_geometry(&e));

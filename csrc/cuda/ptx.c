@@ -381,6 +381,10 @@ const char *pm_ptx(pm_gen *e, const char *name, const char *text) {
   return find(e, name) ? name : add_own(e, name, text);
 }
 
+const char *pm_ptx_kept(pm_gen *e, const char *name, const char *text) {
+  return find(e, name) ? name : add(e, name, text);
+}
+
 const char *pm_ptx_constant(pm_gen *e, const char *name, uint32_t x, const char *comment) {
   if (find(e, name)) return name;
   return add(e, name, pm_str(e, "// %s\nconstexpr u32 %s = 0x%08xu;\n", comment, name, x));

@@ -1128,11 +1128,14 @@ FN void tmem_load_reduce(u32 *const *r, u32 *reduced, u32 a, bool fresh, LINE) {
   host_tmem_reduce(&x, line);
 }
 
-#define HOST_TCGEN05_COPY(name, shape)                          \
-  template <int CTAS>                                           \
-  FN void tcgen05_copy_##name(u32 d, u32 low, u32 high, LINE) { \
-    const HostTcgen05Copy x = {d, low, high, shape, CTAS == 2}; \
-    host_tcgen05_copy(&x, line);                                \
+#define HOST_TCGEN05_COPY(name, shape)                             \
+  FN void tcgen05_copy_##name(u32 d, u32 low, u32 high, LINE) {        \
+    const HostTcgen05Copy x = {d, low, high, shape, false};            \
+    host_tcgen05_copy(&x, line);                                       \
+  }                                                                    \
+  FN void tcgen05_copy_##name##_pair(u32 d, u32 low, u32 high, LINE) { \
+    const HostTcgen05Copy x = {d, low, high, shape, true};             \
+    host_tcgen05_copy(&x, line);                                       \
   }
 HOST_TCGEN05_COPY(128x256b, HOST_128x256b)
 HOST_TCGEN05_COPY(128x128b, HOST_128x128b)
