@@ -89,6 +89,20 @@ from ._semaphores import (
     semaphore_signal_parallel,
     semaphore_wait,
 )
+from ._tcgen05 import (
+    async_copy_scales_to_tmem,
+    async_copy_smem_to_tmem,
+    async_copy_sparse_metadata_to_tmem,
+    async_load_tmem,
+    async_store_tmem,
+    commit_tmem,
+    query_cluster_cancel,
+    tcgen05_commit_arrive,
+    tcgen05_mma,
+    try_cluster_cancel,
+    wait_load_tmem,
+)
+from ._tmem import TMEMLayout, TryClusterCancelResult, format_tcgen05_sparse_metadata
 from ._types import (
     ACC,
     GMEM,
@@ -142,6 +156,9 @@ GPUShapeDtypeStruct, TileTransform, MemoryRefTransform = (
 )
 ThreadSemantics = LoweringSemantics
 wait_barrier = barrier_wait
+tcgen05_commit = tcgen05_commit_arrive
+TryCancelResultRef = TryClusterCancelResult
+TRY_CLUSTER_CANCEL_RESULT = TryClusterCancelResult()
 
 atomic_add, atomic_max, atomic_min, atomic_and, atomic_or, atomic_xor = (
     _OF_REF[f"atomic_{kind}"] for kind in ("add", "max", "min", "and", "or", "xor")

@@ -518,7 +518,7 @@ def _allocate(x, collective, name, what, union=None):
     if not isinstance(x, (MemoryRef, Barrier, ClusterBarrier, Semaphores)):
         raise TypeError(
             f"{what}: cannot allocate {show(x)}; accepted are plgpu.SMEM(shape, dtype),"
-            " plgpu.ACC(shape), plgpu.Barrier(...), plgpu.SemaphoreType.REGULAR(shape),"
+            " plgpu.TMEM(shape, dtype), plgpu.ACC(shape), plgpu.Barrier(...), plgpu.SemaphoreType.REGULAR(shape),"
             " plgpu.RefUnion(...) and pytrees of them"
         )
     alone = e.n_threads > 1 and not collective
@@ -536,9 +536,16 @@ def _allocate(x, collective, name, what, union=None):
         if isinstance(x, ClusterBarrier):
             groups, leader = cluster_groups(x, what), int(x.leader_tracked)
         barrier = _core.alloc_barrier(
-            shape, x.num_arrivals, name=name, cluster=groups, leader=leader
+            shape,
+            x.num_arrivals,
+            name=name,
+            cluster=groups,
+            leader=leader,
+            tensor_core=int(x.orders_tensor_core),
         )
         return _part(barrier, alone)
+    if x.memory_space is MemorySpace.TMEM:
+        return _allocate_tmem(x, alone, name, what, union)
     if x.memory_space is not MemorySpace.SMEM:
         raise NotImplementedError(
             f"{what}: {x.memory_space} cannot be allocated in a kernel; give"
@@ -558,10 +565,22 @@ def _allocate(x, collective, name, what, union=None):
     )
 
 
+def _allocate_tmem(x, alone, name, what, union):
+    if alone:
+        raise NotImplementedError(
+            f"{what}: TMEM of a single thread; allocate it for all threads of the block:"
+            " collective_axes=thread_name, or scratch_types"
+        )
+    layout, packing = x.place
+    return _core.alloc_tmem(
+        x.shape, x.dtype, layout, packing, int(x.collective), name=name, union=union
+    )
+
+
 def run_scoped(f, *types, collective_axes=(), **kw_types):
     """Allocate ``types``, call ``f(*refs, **kw_refs)`` and return its result.
 
-    Types are pytrees of ``plgpu.SMEM``, ``plgpu.ACC``, ``plgpu.Barrier``, semaphores and None. In a
+    Types are pytrees of ``plgpu.SMEM``, ``plgpu.TMEM``, ``plgpu.ACC``, ``plgpu.Barrier``, semaphores and None. In a
     kernel with several threads, ``collective_axes=thread_name`` means that all threads enter the
     scope together and share its allocations. Without it, each thread enters separately and has
     private allocations. ACC is always private. SMEM is uninitialised on entry. Refs must not leave

@@ -512,7 +512,18 @@ def alloc_barrier(
     name: str | None = None,
     cluster: Sequence[int] | None = None,
     leader: int = 0,
+    tensor_core: int = 0,
 ) -> Ref: ...
+def alloc_tmem(
+    shape: _Shape,
+    dtype: DType,
+    layout: str,
+    packing: int,
+    pair: int,
+    name: str | None = None,
+    union: tuple[int, int] | None = None,
+) -> Ref: ...
+def load_tmem(ref: Ref, layout: object, reduce: str, /) -> Array: ...
 def alloc_semaphore(shape: _Shape, first: int, name: str | None = None) -> Ref: ...
 def fix_transforms(ref: Ref, tiling: Sequence[int], swizzle: int, /) -> None: ...
 def inline_cuda(

@@ -202,12 +202,6 @@ PLGPU_MISSING = {
     "use plgpu.inline_cuda, which takes CUDA C++": "inline_mgpu",
     "one GPU is supported": "remote_ref multicast_ref PeerMemRef multimem_store"
     " multimem_load_reduce semaphore_signal_multicast",
-    "it needs Blackwell (sm_100a); on Hopper accumulate by wgmma in plgpu.ACC": "TMEMLayout"
-    " async_copy_scales_to_tmem async_copy_smem_to_tmem async_copy_sparse_metadata_to_tmem"
-    " async_load_tmem async_store_tmem commit_tmem format_tcgen05_sparse_metadata"
-    " tcgen05_commit tcgen05_commit_arrive tcgen05_mma wait_load_tmem",
-    "it needs Blackwell; on Hopper use plgpu.dynamic_scheduling_loop": "try_cluster_cancel"
-    " query_cluster_cancel TryClusterCancelResult TryCancelResultRef TRY_CLUSTER_CANCEL_RESULT",
 }
 
 PLGPU_WRONG = {

@@ -18,6 +18,7 @@ from ._types import (
     GMEM,
     REGS,
     SMEM,
+    TMEM,
     OOBFillMode,
     TilingTransform,
     _Partitioned,
@@ -662,7 +663,7 @@ def debug_check(condition, message):
 def print_layout(fmt, x):
     """Print ``fmt.format(description)`` once, when the kernel is lowered. The description is the
     register layout of an array (``WGMMA``, ``WGMMA_ROW``, ``WG_STRIDED((64, 64), 8)``), or the
-    tuple of transforms of an SMEM ref. No effect at run time. ValueError for other refs."""
+    tuple of transforms of an SMEM ref, or the layout of a TMEM ref. No effect at run time. ValueError for other refs."""
     what = "print_layout"
     if not isinstance(fmt, str) or "\0" in fmt:
         raise TypeError(f"{what}: fmt must be text without zero bytes, got {show(fmt)}")
@@ -672,8 +673,8 @@ def print_layout(fmt, x):
         raise ValueError(f"{what}: fmt must have exactly one bare {{}}, got {fmt!r}")
     if not isinstance(x, Ref):
         x = as_array(x, f"{what}: x")
-    elif x.dtype == "barrier" or x.memory_space is not SMEM:
-        raise ValueError(f"{what}: x must be an array or an SMEM ref, got {type_text(x)}")
+    elif x.dtype == "barrier" or x.memory_space not in (SMEM, TMEM):
+        raise ValueError(f"{what}: x must be an array, an SMEM or a TMEM ref, got {type_text(x)}")
     _core.effect("print_layout", (x,), format=fmt)
 
 

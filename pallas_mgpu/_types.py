@@ -308,14 +308,15 @@ class WarpMesh(_Frozen):
 
 
 class RefUnion(_Frozen):
-    """Groups of SMEM allocations that share memory: ``plgpu.RefUnion(group, group, ...)``.
+    """Groups of allocations that share memory: ``plgpu.RefUnion(group, group, ...)``.
 
-    A group is a pytree of ``plgpu.SMEM(...)``. The allocations of a group follow each other in
+    A group is a pytree of ``plgpu.SMEM(...)``, or of ``plgpu.TMEM(...)``. The allocations of a group follow each other in
     memory; all groups start at the same address, and the union is as large as the largest group.
     Unions are accepted by ``run_scoped`` and ``scratch_types``. In the kernel, a union is a
     sequence: ``a, [b, c] = union``. Do not read through one group what was written through another,
     and place the necessary commits, waits and barriers between uses of different groups.
-    NotImplementedError for anything but SMEM.
+    NotImplementedError for other spaces and for both in one union, ValueError for TMEM with and
+    without ``collective``.
     """
 
     __slots__ = ("groups",)
@@ -325,10 +326,19 @@ class RefUnion(_Frozen):
             raise ValueError("RefUnion: at least one group is needed")
         is_leaf = lambda x: isinstance(x, MemoryRef)  # noqa: E731
         for x in tree.leaves(groups, is_leaf=is_leaf):
-            if not isinstance(x, MemoryRef) or x.memory_space is not MemorySpace.SMEM:
+            spaces = (MemorySpace.SMEM, MemorySpace.TMEM)
+            if not isinstance(x, MemoryRef) or x.memory_space not in spaces:
                 raise NotImplementedError(
-                    f"RefUnion: all leaves must be plgpu.SMEM(shape, dtype), got {show(x)}"
+                    "RefUnion: all leaves must be plgpu.SMEM(shape, dtype), or all plgpu.TMEM,"
+                    f" got {show(x)}"
                 )
+        found = tree.leaves(groups, is_leaf=is_leaf)
+        if len({x.memory_space for x in found}) > 1:
+            raise NotImplementedError("RefUnion: SMEM and TMEM cannot share memory; use two unions")
+        if len({getattr(x, "collective", None) for x in found}) > 1:
+            raise ValueError(
+                "RefUnion: TMEM with collective=True and without; all leaves must agree"
+            )
         self._set(groups=groups)
 
 
@@ -337,6 +347,11 @@ class MemorySpace(enum.Enum):
 
     ``GMEM``: global memory. ``SMEM``: shared memory of a block. ``TMEM``: tensor memory
     (Blackwell). ``REGS``: registers, the space of ``ACC``.
+
+    Of TMEM, ``shape`` is (rows, columns), or (batch.., rows, columns); rows are 128 or 64. A block
+    has 512 columns of 32 bits, for 128 rows each. ``packed``: elements of fewer than 32 bits share
+    a column (True), or have one each (False). ``collective``: for products of a pair of blocks.
+    ``layout``: a :class:`TMEMLayout`, instead of ``packed``.
     """
 
     GMEM = "gmem"
@@ -350,10 +365,9 @@ class MemorySpace(enum.Enum):
     def __call__(self, shape, dtype, *, transforms=(), packed=None, collective=None, layout=None):
         what = f"plgpu.{self.name}"
         if self is MemorySpace.TMEM:
-            raise NotImplementedError(
-                "plgpu.TMEM needs Blackwell (sm_100a), which is not supported yet;"
-                " on Hopper accumulate in plgpu.ACC"
-            )
+            from ._tmem import tmem  # which imports this module
+
+            return tmem(shape, dtype, transforms, packed, collective, layout)
         if packed is not None or collective is not None or layout is not None:
             raise ValueError(f"{what}: packed, collective and layout are for TMEM only")
         if self is MemorySpace.REGS:
@@ -424,7 +438,8 @@ class Barrier(_Frozen):
 
     ``num_arrivals``: the number of arrivals that complete a phase, 1 to 8191. A ``barrier_arrive``
     of a thread and a ``copy_gmem_to_smem`` each count as one. ``num_barriers``: an int or a tuple,
-    the shape of the ref. TypeError, ValueError for other values.
+    the shape of the ref. ``orders_tensor_core``: for products and accesses of tensor memory
+    (Blackwell); no other copies complete on it. TypeError, ValueError for other values.
     """
 
     __slots__ = ("num_arrivals", "num_barriers", "orders_tensor_core")
@@ -447,14 +462,14 @@ class Barrier(_Frozen):
             raise ValueError(
                 f"Barrier: num_arrivals must be at least 1 and at most 8191, got {num_arrivals}"
             )
-        if orders_tensor_core:
-            raise NotImplementedError(
-                "Barrier: orders_tensor_core is for Blackwell's tcgen05, which is not supported yet"
-            )
         shape = ints(num_barriers, "Barrier: num_barriers")
         if min(shape, default=1) < 1:
             raise ValueError(f"Barrier: num_barriers must be positive, got {num_barriers}")
-        self._set(num_arrivals=int(num_arrivals), num_barriers=shape, orders_tensor_core=False)
+        self._set(
+            num_arrivals=int(num_arrivals),
+            num_barriers=shape,
+            orders_tensor_core=bool(orders_tensor_core),
+        )
 
     shape = property(lambda self: self.num_barriers)
     dtype = "barrier"
@@ -489,11 +504,6 @@ class ClusterBarrier(_Frozen):
         orders_tensor_core=False,
         leader_tracked=False,
     ):
-        if orders_tensor_core:
-            raise NotImplementedError(
-                "ClusterBarrier: orders_tensor_core is for Blackwell's tcgen05, which is not"
-                " supported yet"
-            )
         if num_arrivals < 1:
             raise ValueError(f"ClusterBarrier: num_arrivals must be at least 1, got {num_arrivals}")
         axes = axis_names(collective_axes)
@@ -505,7 +515,7 @@ class ClusterBarrier(_Frozen):
             collective_axes=axes,
             num_barriers=_shape(num_barriers, "ClusterBarrier: num_barriers"),
             num_arrivals=int(num_arrivals),
-            orders_tensor_core=False,
+            orders_tensor_core=bool(orders_tensor_core),
             leader_tracked=bool(leader_tracked),
         )
 

@@ -7,11 +7,13 @@ from . import _core
 from ._control import ordered_section, warp_where
 from ._names import finder
 from ._schedule import TileScheduler
+from ._tmem import format_tcgen05_scales
 from ._trace import env
 from ._types import ints
 
 __all__ = [
     "TileScheduler",
+    "format_tcgen05_scales",
     "named_barrier_arrive",
     "named_barrier_sync",
     "ordered_section",

@@ -1,6 +1,7 @@
 /* Layouts and views of tensor memory, and the operands of tcgen05 products: see tmem.h. */
 #include "tmem.h"
 
+#include "layout.h"
 #include "mma.h"
 
 /* ---- allocations ---------------------------------------------------------------------------- */
@@ -99,6 +100,60 @@ pm_code pm_tmem_view_of(const pm_graph *g, pm_val ref, pm_tmem_view *out, pm_err
                   .div = column ? tile : 1};
   }
   return PM_OK;
+}
+
+/* ---- registers ------------------------------------------------------------------------------ */
+
+/* Each lane holds what lies in its own lane of TMEM, column by column; 0: some of the 32 bits are
+ * unused, or the rows are in two tiles. */
+static pm_layid native(pm_graph *g, const pm_tmem *m, const pm_type *array) {
+  const int64_t p = m->packing, c = array->dim[1], half = c / 2;
+  pm_tiling t = {.named = true, .n = 2, .rank = {2, 2}, .n_warp = 1, .n_lane = 1, .vector = -1};
+  const int64_t bits = pm_dtypes[m->dtype].bits;
+  pm_layid l = 0;
+  pm_err ignored;
+  if (p * bits != 32) return 0;
+  switch (m->layout) {
+    case PM_TMEM_DEFAULT: return pm_layout_constant(g, PM_LAYOUT_TCGEN05_TMEM_NATIVE, &p, 1, array);
+    case PM_TMEM_M64:
+      return pm_layout_constant(g, PM_LAYOUT_TCGEN05_M64_COLLECTIVE_NATIVE, (int64_t[]){c, p}, 2,
+                                array);
+    case PM_TMEM_HALF:
+      memcpy(t.tile, (int64_t[][PM_MAX_RANK]){{64, c}, {16, half}}, 2 * sizeof t.tile[0]);
+      t.warp[0] = -4;
+      t.n_lane = 2;
+      t.lane[0] = -3;
+      t.lane[1] = -2;
+      break;
+    case PM_TMEM_SCALES:
+      memcpy(t.tile, (int64_t[][PM_MAX_RANK]){{128, 4}, {32, 4}}, 2 * sizeof t.tile[0]);
+      t.warp[0] = PM_REPLICATED + 4;
+      t.lane[0] = -2;
+      break;
+    default: return 0;
+  }
+  memset(&ignored, 0, sizeof ignored);
+  return pm_layout_of_tiling(g, array, &t, &l, &ignored) ? 0 : l;
+}
+
+pm_layid pm_tmem_registers(pm_graph *g, pm_val ref, const pm_type *array, bool rows, uint32_t k) {
+  const pm_tmem m = pm_tmem_of(g, pm_tmem_alloc(g, ref));
+  const int64_t bits = pm_dtypes[m.dtype].bits, c = array->dim[1], two = 2;
+  pm_layid found[4] = {0};
+  uint32_t n = 0;
+  const bool plain = m.layout == PM_TMEM_DEFAULT && bits >= 16;
+  if (plain && !rows && c % 8 == 0) {
+    found[n++] = pm_layout_constant(g, PM_LAYOUT_TCGEN05, NULL, 0, array);
+  } else if (m.layout == PM_TMEM_HALF && bits >= 16) {
+    found[n++] = pm_layout_constant(g, PM_LAYOUT_WGMMA, NULL, 0, array);
+  } else if (m.layout == PM_TMEM_M64 && bits >= 16) {
+    found[n++] = pm_layout_constant(g, PM_LAYOUT_TCGEN05_M64_COLLECTIVE, &c, 1, array);
+  }
+  if (plain && m.packing == 1 && c % 2 == 0) {
+    found[n++] = pm_layout_constant(g, PM_LAYOUT_TCGEN05_TMEM_NATIVE, &two, 1, array);
+  }
+  found[n++] = native(g, &m, array);
+  return k < n ? found[k] : 0;
 }
 
 /* ---- products ------------------------------------------------------------------------------- */

@@ -63,6 +63,11 @@ typedef struct pm_tmem_cell {
 pm_tmem_cell pm_tmem_at(const pm_tmem *m, int64_t i, int64_t j, int k);
 int pm_tmem_copies(const pm_tmem *m);
 
+/* The k-th register layout in which `array`, of the shape of the view `ref`, can be loaded from it
+ * and stored to it, the default one first; 0: there are no more. `rows`: whole rows in each lane.
+ */
+pm_layid pm_tmem_registers(pm_graph *g, pm_val ref, const pm_type *array, bool rows, uint32_t k);
+
 /* ---- products ------------------------------------------------------------------------------ */
 
 /* Operands of a TCGEN05_MMA; 0: it has none. */

@@ -1,4 +1,5 @@
 /* What users call the layout of an array and the transforms of an SMEM ref. */
+#include "../ir/tmem.h"
 #include "passes.h"
 
 /* "WGMMA", "WGMMA_ROW", "MMA_LHS(16)": a layout of layouts.def as Python names it. TMEM_NATIVE
@@ -55,8 +56,29 @@ static const char *describe_transforms(const pm_graph *g, pm_val ref, int64_t pa
   return out.at;
 }
 
+static const char *describe_tmem(const pm_graph *g, pm_val ref) {
+  static const char *const names[PM_TMEM_COUNT] = {
+      [PM_TMEM_DEFAULT] = "TMEM_DEFAULT",
+      [PM_TMEM_HALF] = "TMEM_HALF_LANE",
+      [PM_TMEM_M64] = "TMEMLayout.M64_COLLECTIVE_LAYOUT",
+      [PM_TMEM_SCALES] = "TMEMLayout.SCALES_LAYOUT",
+      [PM_TMEM_SCALES_M64] = "TMEMLayout.SCALES_M64_COLLECTIVE_LAYOUT",
+      [PM_TMEM_METADATA] = "TMEMLayout.SPARSE_METADATA_LAYOUT",
+  };
+  const pm_tmem m = pm_tmem_of(g, pm_tmem_alloc(g, ref));
+  const char *name = names[m.layout];
+  const long long columns = m.columns;
+  switch (m.layout) {
+    case PM_TMEM_DEFAULT: return pm_printf(g->arena, "%s(packing=%d)", name, m.packing);
+    case PM_TMEM_HALF:
+    case PM_TMEM_M64: return pm_printf(g->arena, "%s(%lld, packing=%d)", name, columns, m.packing);
+    default: return name;
+  }
+}
+
 const char *pm_describe(const pm_graph *g, pm_val v, int64_t packed) {
   const pm_type *t = pm_typeof(g, v);
+  if (t->kind == PM_REF && t->space == PM_TMEM) return describe_tmem(g, v);
   if (t->kind == PM_REF) return describe_transforms(g, v, packed);
   if (!t->rank) return "WG_SPLAT(())";
   return describe_layout(g, pm_value_layout(g, v));

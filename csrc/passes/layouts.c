@@ -16,6 +16,7 @@
  * Loads, stores, iotas and layout_casts adapt to the class they are in. A layout that the user
  * wrote there and that loses to a stronger one is replaced. */
 #include "../ir/relayout.h"
+#include "../ir/tmem.h"
 #include "passes.h"
 
 typedef struct converted {
@@ -158,6 +159,7 @@ static void mark_op(pass *p, pm_opid op) {
       if (o->n_out && (source_varies(p, op) || operand_varies(p, op))) mark(p, o->out);
       break;
     case PM_LAY_ACC:
+    case PM_LAY_TMEM:
     case PM_LAY_MMA:
       if (o->n_out) mark(p, o->out);
       break;
@@ -455,6 +457,12 @@ static pm_layid wgmma_of(pm_graph *g, pm_val v) {
   return pm_layout_wgmma(g, &t);
 }
 
+/* Four lanes' worth of row numbers for each warp, or all of them for one lane. */
+static pm_layid rows_by_index(pm_graph *g, const pm_type *t) {
+  return pm_layout_constant(g, t->dim[0] % 16 ? PM_LAYOUT_TMA_INDICES_4 : PM_LAYOUT_TMA_INDICES,
+                            NULL, 0, t);
+}
+
 /* The layout that an op demands of operand k, or of its result where k is their number; 0: none.
  */
 static pm_layid demanded(pm_graph *g, pm_opid op, uint32_t k) {
@@ -464,6 +472,7 @@ static pm_layid demanded(pm_graph *g, pm_opid op, uint32_t k) {
   const pm_type t = *pm_typeof(g, v);
   const pm_mma *m = pm_mma_of(g, op);
   if (m) return pm_mma_layout(g, m, k < o->n_in ? k : 0, &t);
+  if (pm_rule_of(g, op) == PM_LAY_ROWS) return rows_by_index(g, &t);
   return pm_rule_of(g, op) == PM_LAY_ACC ? pm_layout_wgmma(g, &t) : 0;
 }
 
@@ -484,6 +493,50 @@ static void seed_given(pass *p) {
     pm_layid l = given_layout(p->g, op);
     if (l && varies(p, pm_get(p->g, op)->out)) settle(p, pm_get(p->g, op)->out, l);
   }
+}
+
+/* ---- tensor memory ------------------------------------------------------------------------- */
+
+/* The array that a LOAD_TMEM or STORE_TMEM moves; 0: another op. */
+static pm_val of_tmem(const pm_graph *g, pm_opid op) {
+  if (pm_rule_of(g, op) != PM_LAY_TMEM) return 0;
+  return pm_get(g, op)->n_out ? pm_get(g, op)->out : pm_in(g, op, 1);
+}
+
+/* `wanted` if the op can move its array in it, else the layout that it moves it in; 0: none. */
+static pm_layid movable(pm_graph *g, pm_opid op, pm_layid wanted) {
+  const pm_type t = *pm_typeof(g, of_tmem(g, op));
+  const bool rows = pm_has_attr(g, op, PM_ATTR_TMEM_REDUCE) && *pm_attr(g, op, PM_ATTR_TMEM_REDUCE);
+  pm_layid l, first = 0;
+  for (uint32_t k = 0; (l = pm_tmem_registers(g, pm_in(g, op, 0), &t, rows, k)); k++) {
+    if (l == wanted) return l;
+    if (!first) first = l;
+  }
+  return first;
+}
+
+/* Arrays that only tensor memory has a wish for. */
+static void prefer_tmem(pass *p) {
+  for (uint32_t k = 0; k < p->ops.n; k++) {
+    const pm_opid op = p->ops.at[k];
+    const pm_val v = of_tmem(p->g, op);
+    if (v && varies(p, v) && settle(p, v, movable(p->g, op, 0))) relate(p);
+  }
+}
+
+static void check_tmem(pass *p, pm_opid op) {
+  pm_graph *g = p->g;
+  if (!of_tmem(g, op)) return;
+  const pm_layid given = given_layout(g, op), l = movable(g, op, given);
+  if (l && (!given || l == given)) return;
+  const pm_tmem m = pm_tmem_of(g, pm_tmem_alloc(g, pm_in(g, op, 0)));
+  pm_text t;
+  pm_text_init(&t, g->arena);
+  pm_putf(&t, "TMEM in the layout %s, packed %d to 32 bits, ", pm_enum_text(PM_ENUM_TMEM, m.layout),
+          m.packing);
+  pm_put(&t, l ? "is loaded and stored in " : "cannot be loaded or stored; use packed=True");
+  if (l) pm_put(&t, pm_layout_text(g->arena, pm_layout_of(g, l)));
+  fail_layout(p, op, t.at);
 }
 
 /* The array that a LOAD or STORE moves and the allocation in SMEM it moves it from or to. */
@@ -934,6 +987,12 @@ static void warn_cast(pass *p, pm_opid op) {
   warn(p, op, in, pm_value_of(p->g, in)->layout, pm_value_of(p->g, out)->layout);
 }
 
+static void rewrite_tmem(pass *p, pm_opid op) {
+  const pm_layid l = movable(p->g, op, pm_value_of(p->g, of_tmem(p->g, op))->layout);
+  if (pm_get(p->g, op)->n_out) set_result(p, op, l);
+  else set_operand(p, op, 1, l);
+}
+
 static void rewrite(pass *p, pm_opid op) {
   pm_graph *g = p->g;
   const pm_op o = *pm_get(g, op);
@@ -964,6 +1023,7 @@ static void rewrite(pass *p, pm_opid op) {
     case PM_LAY_BROADCAST: rewrite_broadcast(p, op); break;
     case PM_LAY_FIXED: warn_cast(p, op); break;
     case PM_LAY_CONTROL: rewrite_control(p, op); break;
+    case PM_LAY_TMEM: rewrite_tmem(p, op); break;
     default: break;
   }
   if (o.code == PM_OP_ATOMIC) rewrite_atomic(p, op);
@@ -1042,6 +1102,10 @@ static bool op_agrees(pm_graph *g, pm_opid op) {
     case PM_LAY_SCAN: return agrees(g, pm_in(g, op, 0), out, false);
     case PM_LAY_FIXED: return !is_array(g, o->out) || given_layout(g, op) == out;
     case PM_LAY_CONTROL: return control_agrees(g, op);
+    case PM_LAY_TMEM: {
+      const pm_layid l = pm_value_of(g, of_tmem(g, op))->layout;
+      return movable(g, op, l) == l;
+    }
     default: return true;
   }
 }
@@ -1074,6 +1138,7 @@ static void infer(pass *p) {
   seed_demands(p);
   seed_given(p);
   relate(p);
+  prefer_tmem(p);
   prefer_swizzled(p);
   prefer_reduced(p);
   prefer_scan(p);
@@ -1088,6 +1153,7 @@ pm_code pm_infer_layouts(pm_graph *g, const pm_target *t, pm_err *err) {
   (void)t;
   start(&p, g, err);
   for (uint32_t k = 0; k < p.ops.n && !p.code; k++) check_given(&p, p.ops.at[k]);
+  for (uint32_t k = 0; k < p.ops.n && !p.code; k++) check_tmem(&p, p.ops.at[k]);
   if (p.code) return p.code;
   find_splats(&p);
   for (uint32_t k = 0; k < p.ops.n && !p.code; k++) check_cast(&p, p.ops.at[k]);

@@ -37,6 +37,7 @@ static const step steps[] = {
     {"check_divergence", pm_check_divergence, PM_LAID_OUT},
     {"plan_copies", pm_plan_copies, PM_LAID_OUT},
     {"plan_smem", pm_plan_smem, PM_PLANNED},
+    {"plan_tmem", pm_plan_tmem, PM_PLANNED},
     {"place_syncs", pm_place_syncs, PM_SYNCED},
 };
 

@@ -106,6 +106,9 @@ pm_code pm_choose_transforms(pm_graph *g, const pm_target *t, pm_err *err);
  * scopes add up, 1024-byte alignment), then scratch of reductions and conversions, then barriers.
  * If too large: PM_E_VALUE with a table, "exceeds available shared memory" and both byte counts. */
 pm_code pm_plan_smem(pm_graph *g, const pm_target *t, pm_err *err);
+/* tmem.c: columns of TMEM allocations by scope, and how many the block allocates. If too many:
+ * PM_E_VALUE with a table. */
+pm_code pm_plan_tmem(pm_graph *g, const pm_target *t, pm_err *err);
 /* copies.c: the engine of every copy, by pm_plan_copy. */
 pm_code pm_plan_copies(pm_graph *g, const pm_target *t, pm_err *err);
 /* sync.c: SYNC ops at every hazard between lanes, also where the lane that arrives for all must not

@@ -63,6 +63,11 @@ static bool is_memory(const pm_graph *g, pm_opid op) {
   return pm_get(g, op)->code == PM_OP_ALLOC_SMEM;
 }
 
+/* Does the op have a place in shared memory? */
+static bool is_placed(const pm_graph *g, pm_opid op) {
+  return pm_has_attr(g, op, PM_ATTR_OFFSET) && pm_get(g, op)->code != PM_OP_ALLOC_TMEM;
+}
+
 /* Is the op in a private scope of a Pallas thread? */
 static bool is_private(const pm_graph *g, pm_opid op) {
   for (pm_blk b = pm_get(g, op)->parent; g->blocks.at[b].parent; b = pm_get(g, op)->parent) {
@@ -172,7 +177,7 @@ static void place_block(plan *p, pm_blk block) {
   for (uint32_t k = 0; k < g->blocks.at[block].ops.n && !p->code; k++) {
     const pm_opid op = g->blocks.at[block].ops.at[k];
     if (!is_memory(g, op)) close_union(p);
-    if (pm_has_attr(g, op, PM_ATTR_OFFSET)) place_alloc(p, op);
+    if (is_placed(g, op)) place_alloc(p, op);
     place_scratch(p, op);
     for (uint32_t r = 0; r < pm_get(g, op)->n_regions; r++) place_block(p, pm_region(g, op, r));
   }
@@ -194,7 +199,7 @@ static void find_remote(pm_graph *g, pm_opid op, void *ctx) {
 static void move(pm_graph *g, pm_opid op, void *ctx) {
   const plan *p = ctx;
   const pm_op *o = pm_get(g, op);
-  if (!pm_has_attr(g, op, PM_ATTR_OFFSET)) return;
+  if (!is_placed(g, op)) return;
   int64_t *offset = pm_attr(g, op, PM_ATTR_OFFSET);
   if (!is_memory(g, op)) {
     *offset += g->scratch_offset + g->scratch_bytes;

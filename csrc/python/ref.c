@@ -395,6 +395,12 @@ static PyObject *ref_reshape(PyObject *self, PyObject *const *args, Py_ssize_t n
 /* ---- loads and stores ---------------------------------------------------------------------- */
 
 static bool can_access(const pmpy_traced *r) {
+  if (r->type.kind == PM_REF && r->type.space == PM_TMEM) {
+    pmpy_fail(PM_E_RUNTIME,
+              "a ref in TMEM cannot be read or written by []; use plgpu.async_load_tmem(ref), or "
+              "plgpu.async_store_tmem(ref, value) and plgpu.commit_tmem()");
+    return false;
+  }
   if (r->type.kind == PM_REF) return true;
   if (r->type.kind == PM_SEMAPHORE) {
     pmpy_fail(PM_E_VALUE,
@@ -743,7 +749,7 @@ static PyGetSetDef ref_getset[] = {
     {"dtype", get_dtype, NULL, "NumPy dtype; \"barrier\" for barriers.", NULL},
     {"ndim", get_ndim, NULL, "Number of dimensions.", NULL},
     {"size", get_size, NULL, "Number of elements.", NULL},
-    {"memory_space", get_space, NULL, "plgpu.GMEM, SMEM or REGS.", NULL},
+    {"memory_space", get_space, NULL, "plgpu.GMEM, SMEM, TMEM or REGS.", NULL},
     {"transforms", get_transforms, NULL,
      "Transforms it was allocated with, the last one first: (SwizzleTransform, TilingTransform). "
      "Empty where they are inferred.",
@@ -989,8 +995,7 @@ static PyObject *acc_load(PyObject *module, PyObject *const *args, Py_ssize_t n)
 
 /* ---- allocation ---------------------------------------------------------------------------- */
 
-/* Allocations stand directly in the region of a scope. */
-static pmpy_trace *begin_alloc(const char *what) {
+pmpy_trace *pmpy_begin_alloc(const char *what) {
   pmpy_trace *t = pmpy_begin(what, NULL);
   if (!t) return NULL;
   pm_opid parent = t->g->blocks.at[t->b.block].parent;
@@ -999,7 +1004,7 @@ static pmpy_trace *begin_alloc(const char *what) {
   return NULL;
 }
 
-static PyObject *allocated(pmpy_trace *t, pm_val v, const char *name) {
+PyObject *pmpy_allocated(pmpy_trace *t, pm_val v, const char *name) {
   if (!v) return NULL;
   if (name) pmpy_name(t, v, name);
   return pmpy_traced_new(t, v, false);
@@ -1020,7 +1025,7 @@ static PyObject *alloc_smem(PyObject *module, PyObject *args, PyObject *kw) {
       pmpy_dtype_from(dtype, &d)) {
     return NULL;
   }
-  pmpy_trace *t = begin_alloc("SMEM");
+  pmpy_trace *t = pmpy_begin_alloc("SMEM");
   if (!t || pmpy_shape(shape, "SMEM", &type)) return NULL;
   if (tiling != Py_None) n = pmpy_ints(tiling, "tiling", tile, PM_MAX_RANK);
   if (overlay != Py_None) n_overlay = pmpy_ints(overlay, "union", place, 2);
@@ -1030,28 +1035,29 @@ static PyObject *alloc_smem(PyObject *module, PyObject *args, PyObject *kw) {
                          {.id = PM_ATTR_SWIZZLE, .i = swizzle},
                          {.id = PM_ATTR_GIVEN, .i = given},
                          {.id = PM_ATTR_UNION, .list = place, .n = (uint32_t)n_overlay}};
-  return allocated(t, pmpy_emit(t, PM_OP_ALLOC_SMEM, NULL, 0, &type, attrs, 4), name);
+  return pmpy_allocated(t, pmpy_emit(t, PM_OP_ALLOC_SMEM, NULL, 0, &type, attrs, 4), name);
 }
 
 static PyObject *alloc_barrier(PyObject *module, PyObject *args, PyObject *kw) {
-  static char *names[] = {"shape", "arrivals", "name", "cluster", "leader", NULL};
+  static char *names[] = {"shape", "arrivals", "name", "cluster", "leader", "tensor_core", NULL};
   (void)module;
   PyObject *shape, *cluster = Py_None;
   int64_t groups[2 * PM_MAX_RANK];
-  int arrivals, leader = 0;
+  int arrivals, leader = 0, tensor_core = 0;
   const char *name = NULL;
   pm_type type = {.kind = PM_BARRIER, .space = PM_SMEM};
-  if (!PyArg_ParseTupleAndKeywords(args, kw, "Oi|zOi:alloc_barrier", names, &shape, &arrivals,
-                                   &name, &cluster, &leader))
+  if (!PyArg_ParseTupleAndKeywords(args, kw, "Oi|zOii:alloc_barrier", names, &shape, &arrivals,
+                                   &name, &cluster, &leader, &tensor_core))
     return NULL;
-  pmpy_trace *t = begin_alloc("Barrier");
+  pmpy_trace *t = pmpy_begin_alloc("Barrier");
   if (!t || pmpy_shape(shape, "Barrier", &type)) return NULL;
   int n = cluster == Py_None ? 0 : pmpy_ints(cluster, "ClusterBarrier", groups, PM_COUNT(groups));
   if (n < 0) return NULL;
   pm_attr_arg attrs[] = {{.id = PM_ATTR_ARRIVALS, .i = arrivals},
                          {.id = PM_ATTR_CLUSTER, .list = groups, .n = (uint32_t)n},
-                         {.id = PM_ATTR_LEADER, .i = leader}};
-  return allocated(t, pmpy_emit(t, PM_OP_ALLOC_BARRIER, NULL, 0, &type, attrs, 3), name);
+                         {.id = PM_ATTR_LEADER, .i = leader},
+                         {.id = PM_ATTR_TENSOR_CORE, .i = tensor_core}};
+  return pmpy_allocated(t, pmpy_emit(t, PM_OP_ALLOC_BARRIER, NULL, 0, &type, attrs, 4), name);
 }
 
 /* first < 0: of the block, else the place of the first one among those of the launch */
@@ -1067,13 +1073,13 @@ static PyObject *alloc_semaphore(PyObject *module, PyObject *args, PyObject *kw)
   const char *what = "SemaphoreType.REGULAR";
   pm_type type = {
       .kind = PM_SEMAPHORE, .dtype = PM_I32, .space = (uint8_t)(global ? PM_GMEM : PM_SMEM)};
-  pmpy_trace *t = global ? pmpy_begin(what, NULL) : begin_alloc(what);
+  pmpy_trace *t = global ? pmpy_begin(what, NULL) : pmpy_begin_alloc(what);
   if (!t || pmpy_shape(shape, what, &type)) return NULL;
   pm_attr_arg attr = {.id = PM_ATTR_N, .i = first};
-  return allocated(t,
-                   pmpy_emit(t, global ? PM_OP_GLOBAL_SEMAPHORE : PM_OP_ALLOC_SEMAPHORE, NULL, 0,
-                             &type, &attr, global),
-                   name);
+  return pmpy_allocated(t,
+                        pmpy_emit(t, global ? PM_OP_GLOBAL_SEMAPHORE : PM_OP_ALLOC_SEMAPHORE, NULL,
+                                  0, &type, &attr, global),
+                        name);
 }
 
 /* For text that must know how a ref lies in SMEM: what the user gave, else this from now on. */
@@ -1192,13 +1198,13 @@ static PyObject *alloc_acc(PyObject *module, PyObject *args, PyObject *kw) {
       pmpy_dtype_from(dtype, &d)) {
     return NULL;
   }
-  pmpy_trace *t = begin_alloc("ACC");
+  pmpy_trace *t = pmpy_begin_alloc("ACC");
   if (!t || pmpy_shape(shape, "ACC", &type)) return NULL;
   type.dtype = (uint8_t)d;
   if (init != Py_None && (pmpy_arg_need(t, "ACC", init, &x) || !pmpy_arg_as(t, &x, x.type.dtype)))
     return NULL;
   bool has_init = init != Py_None;
-  return allocated(
+  return pmpy_allocated(
       t, pmpy_emit(t, PM_OP_ALLOC_ACC, has_init ? &x.val : NULL, has_init, &type, NULL, 0), name);
 }
 
@@ -1218,7 +1224,7 @@ static PyMethodDef functions[] = {
     {"alloc_smem", KEYWORDS(alloc_smem),
      "alloc_smem(shape, dtype, tiling=None, swizzle=0, given=False, name=None, union=None) -> Ref"},
     {"alloc_barrier", KEYWORDS(alloc_barrier),
-     "alloc_barrier(shape, arrivals, name=None, cluster=None, leader=0) -> Ref"},
+     "alloc_barrier(shape, arrivals, name=None, cluster=None, leader=0, tensor_core=0) -> Ref"},
     {"fix_transforms", (PyCFunction)(void (*)(void))fix_transforms, METH_FASTCALL,
      "fix_transforms(ref, tiling, swizzle): how it lies in SMEM; ValueError if it was given"},
     {"inline_cuda", (PyCFunction)(void (*)(void))inline_cuda, METH_FASTCALL,
