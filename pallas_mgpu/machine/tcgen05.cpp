@@ -79,11 +79,15 @@ static u32 placed(u32 a, u32 span) {
   return a - a % span + (a / 16 % chunks ^ line) * 16 + a % 16;
 }
 
+/* Descriptors have addresses of the block that issues; another one has the same at the same offset.
+ */
 struct Reader {
   Block *block;
+  u32 own, base; /* where shared memory begins in the one that issues, and in this one */
   Stamp stamp;
   void chunk(u32 address, u32 *to) const {
-    const size_t at = shared_offset(*block, address, 16, 16, "tcgen05", stamp.line);
+    const size_t at =
+        shared_offset(*block, address - own + base, 16, 16, "tcgen05", stamp.line);
     engine_reads(block->shared, at, 16, stamp, to);
   }
 };
@@ -209,7 +213,9 @@ struct Mma : TensorOp {
   Block *other; /* of the pair, or NULL */
   void execute() override;
   Block &half(bool second) { return second ? *other : *block; }
-  Reader reader(Block &b) const { return {&b, {who, when, line, &clock}}; }
+  Reader reader(Block &b) const {
+    return {&b, block->shared.base, b.shared.base, {who, when, line, &clock}};
+  }
   u32 cell(Block &b, u32 lane, u32 column) {
     return tensor_read(b, lane, column, known, who, when, line);
   }
@@ -400,7 +406,7 @@ struct TensorCopy : TensorOp {
  * bytes in a row, the others one. */
 void TensorCopy::copy(Block &b) {
   const Matrix w = matrix_of(x.low, x.high, "the matrix", line);
-  const Reader r = {&b, {who, when, line, &clock}};
+  const Reader r = {&b, block->shared.base, b.shared.base, {who, when, line, &clock}};
   const u32 rows = x.shape == HOST_32x128b ? 32 : x.shape == HOST_64x128b ? 64 : 128;
   const u32 chunks = x.shape == HOST_128x256b ? 2 : 1, copies = 128 / rows;
   if (w.span > 16 && w.start % w.span + chunks * 16 > w.span)
