@@ -50,9 +50,12 @@ static const pm_mma *of_tcgen05(const pm_graph *g, pm_opid op) {
   if (o->n_in < 6) return of_dtypes(g, op, PM_OP_TCGEN05_MMA);
   const pm_type *acc = pm_typeof(g, pm_in(g, op, 0)), *a = pm_typeof(g, pm_in(g, op, 1)),
                 *b = pm_typeof(g, pm_in(g, op, 2)), *scale = pm_typeof(g, pm_in(g, op, 4));
-  return pm_mma_find_scaled(PM_OP_TCGEN05_MMA, (pm_dtype)a->dtype, (pm_dtype)b->dtype,
-                            (pm_dtype)acc->dtype, (pm_dtype)scale->dtype,
-                            a->dim[1] / scale->dim[1]);
+  const int64_t packed = *pm_attr(g, op, PM_ATTR_PACKED);
+  const bool in_bytes = packed && a->space == PM_SMEM;
+  return pm_mma_find_scaled(PM_OP_TCGEN05_MMA, packed ? PM_E2M1 : (pm_dtype)a->dtype,
+                            packed ? PM_E2M1 : (pm_dtype)b->dtype, (pm_dtype)acc->dtype,
+                            (pm_dtype)scale->dtype,
+                            a->dim[1] * (in_bytes ? packed : 1) / scale->dim[1]);
 }
 
 const pm_mma *pm_mma_of(const pm_graph *g, pm_opid op) {

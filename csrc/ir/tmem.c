@@ -173,7 +173,7 @@ pm_tcgen05 pm_tcgen05_of(const pm_graph *g, pm_opid op) {
   x.in_tmem = pm_typeof(g, x.a)->space == PM_TMEM;
   x.m = pm_typeof(g, x.acc)->dim[0];
   x.n = pm_typeof(g, x.acc)->dim[1];
-  x.k = pm_typeof(g, x.b)->dim[0];
+  x.k = pm_typeof(g, x.b)->dim[0] * pm_max(*pm_attr(g, op, PM_ATTR_PACKED), 1);
   if (x.a_scale) x.block = x.k / pm_typeof(g, x.a_scale)->dim[1];
   return x;
 }

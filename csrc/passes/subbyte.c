@@ -276,6 +276,28 @@ static uint32_t move_bytes(packer *p, pm_opid op, pm_blk block, uint32_t at) {
   return 2; /* the op itself is no longer used */
 }
 
+/* A product in tensor memory takes bytes as well, and knows how many elements they hold. Its views
+ * may be transposed. Returns how many ops were inserted before it. */
+static uint32_t pack_product(packer *p, pm_opid op, pm_blk block, uint32_t at) {
+  pm_graph *g = p->g;
+  uint32_t inserted = 0;
+  for (uint32_t k = 1; k < 3; k++) {
+    const pm_val v = pm_in(g, op, k);
+    if (!is_packed_ref(g, v)) continue;
+    *pm_attr(g, op, PM_ATTR_PACKED) = per_byte(pm_typeof(g, v));
+    const struct turn *turn = turn_of(p, v);
+    if (!turn) continue;
+    const pm_type base = bytes_of(*pm_typeof(g, turn->base));
+    pm_type type = base;
+    for (int d = 0; d < type.rank; d++) type.dim[d] = base.dim[turn->dims[d]];
+    const pm_attr_arg attr = {.id = PM_ATTR_DIMS, .list = turn->dims, .n = (uint32_t)type.rank};
+    const pm_opid view = pm_insert(g, block, at + inserted++, PM_OP_TRANSPOSE_REF, &turn->base, 1,
+                                   &type, 1, &attr, 1, op);
+    g->operands.at[pm_get(g, op)->in + k] = pm_get(g, view)->out;
+  }
+  return inserted;
+}
+
 /* An access to a single element would overwrite the other half of its byte. */
 static bool takes_bytes(int code) { return !pm_is_masked(code); }
 
@@ -309,6 +331,7 @@ static uint32_t visit(packer *p, pm_opid op, pm_blk block, uint32_t at) {
     case PM_OP_TRANSPOSE_REF:
       if (turn || !keeps_last(g, op)) note_turn(p, op);
       return at + 1;
+    case PM_OP_TCGEN05_MMA: return at + 1 + pack_product(p, op, block, at);
     case PM_OP_LOAD: return at + 1 + split_load(p, op, block, at);
     case PM_OP_STORE: return at + 1 + split_store(p, op, block, at);
     default: break;
