@@ -241,8 +241,10 @@ class Product:
         right = np.concatenate([y[:, k] for k in range(self.blocks)], -1)
         if self.scale is not None:
             x = x * np.repeat(more[0].astype(np.float64), self.block, -1)
-            right = right * np.repeat(more[1][:, 0].astype(np.float64), self.block, -1).swapaxes(1, 2)
-        return np.einsum("sbmk,skn->bmn", x, right).astype(self.d)
+            right = right * np.repeat(more[1][:, 0].astype(np.float64), self.block, -1).swapaxes(
+                1, 2
+            )
+        return np.einsum("sbmk,skn->bmn", x, right).astype(self.d, order="C")
 
     def dense(self, x, places):
         wide = 2 if bits(self.a) == 4 else 1

@@ -1,0 +1,180 @@
+"""tcgen05 products and moves on the emulated machine, which decodes descriptors by the PTX ISA's
+tables, against NumPy; all of it compiles for both targets, without spills."""
+
+import itertools
+
+import ml_dtypes
+import numpy as np
+import pytest
+from tcgen05_kernels import E2M1, E8M0, F8, Product
+
+import pallas_mgpu as plgpu
+from pallas_mgpu.machine.run import run as run_on_machine
+
+BF16 = ml_dtypes.bfloat16
+E4M3, E5M2 = F8
+
+
+def agrees(case, rng, seeds):
+    operands = case.operands(rng)
+    args, want = case.arranged(operands), case.expected(operands)
+    kernel = case.kernel()
+    lowered = kernel.lower(*args, target="sm_100a")
+    for seed in seeds:
+        got = np.zeros_like(want)
+        run_on_machine(lowered, args, [got], seed=seed)
+        np.testing.assert_array_equal(got, want)
+    for target in ("sm_100a", "sm_103a")[: 1 if want.dtype == np.int32 else 2]:
+        used = kernel.lower(*args, target=target).resources()
+        assert not used["remarks"], used
+        if case.m == 128 or case.n <= 256:
+            assert used["spill_bytes"] == used["stack_bytes"] == 0, used
+
+
+def dense():
+    """Types, shapes, swizzles and transpositions that fit each other."""
+    types = [
+        (np.float16, np.float16, np.float32),
+        (np.float16, np.float16, np.float16),
+        (BF16, BF16, np.float32),
+        (E4M3, E4M3, np.float32),
+        (E4M3, E5M2, np.float32),
+        (E5M2, E4M3, np.float16),
+        (E5M2, E5M2, np.float32),
+        (np.int8, np.int8, np.int32),
+        (np.uint8, np.uint8, np.int32),
+    ]
+    swizzles, flags = (32, 64, 128), (False, True)
+    for (a, b, d), m, n, pair in itertools.product(
+        types, (64, 128), (64, 128, 192, 256, 320, 512), flags
+    ):
+        size = np.dtype(a).itemsize
+        for sa, sb, ta, tb in itertools.product(swizzles, swizzles, flags, flags):
+            columns = n // (1 + pair)
+            if pair and (n > 256 or columns % 32):
+                continue
+            if not tb and (
+                columns % (sb // size) or (m == 64 and not pair and sb // size > n // 2)
+            ):
+                continue
+            if ta and m % (sa // size):
+                continue
+            yield Product(
+                m=m, n=n, k=128 // size * 2, a=a, b=b, d=d, a_swizzle=sa, b_swizzle=sb,
+                a_mn_major=ta, b_k_major=tb, pair=pair, steps=2,
+            )  # fmt: skip
+
+
+def chosen(cases, step):
+    """All with --long, every step-th otherwise."""
+    for k, case in enumerate(cases):
+        yield pytest.param(case, marks=[] if k % step == step // 2 else pytest.mark.long, id=str(k))
+
+
+@pytest.mark.parametrize("case", list(chosen(dense(), 463)))
+def test_dense(case, rng):
+    agrees(case, rng, seeds=range(1))
+
+
+OTHERS = [
+    *(Product(n=n, k=64, b_k_major=True) for n in (8, 24, 104, 248, 264, 392, 504)),
+    *(Product(n=n, m=64, b_k_major=True) for n in (16, 48, 112)),
+    *(Product(k=k, a_swizzle=32, b_swizzle=32, b_k_major=True) for k in (16, 48, 272)),
+    *(Product(a=a, k=256 // np.dtype(a).itemsize, a_in_tmem=True, steps=2) for a in (BF16, E4M3)),
+    Product(a_in_tmem=True, pair=True, n=256, steps=2),
+    Product(a=np.int8, d=np.int32, k=128, a_in_tmem=True),
+    *(Product(a=a, b=b, k=256, n=n, scale=E8M0) for a, b, n in ((E4M3, E5M2, 256), (E5M2, E5M2, 128))),
+    Product(a=E4M3, k=512, n=128, scale=E8M0, steps=2, b_k_major=True),
+    Product(a=E4M3, k=128, scale=E8M0, a_in_tmem=True),
+    Product(a=E4M3, k=128, n=256, scale=E8M0, pair=True),
+    *(Product(a=E4M3, k=256, m=64, n=n, scale=E8M0, pair=True, b_k_major=True) for n in (128, 256)),
+    *(
+        Product(a=E2M1, k=256, n=n, scale=scale, block=block, b_k_major=True)
+        for n, scale, block in ((128, E8M0, 32), (256, E8M0, 16), (64, E4M3, 16))
+    ),
+    Product(a=E2M1, k=512, n=256, scale=E4M3, block=16, pair=True, b_k_major=True),
+    *(Product(sparse=True, a=a, k=256) for a in (np.float16, BF16, E4M3)),
+    Product(sparse=True, a=np.int8, d=np.int32, k=256, n=64, b_k_major=True),
+    Product(sparse=True, a=BF16, k=256, n=256, pair=True, steps=2),
+    Product(sparse=True, a=BF16, k=256, a_in_tmem=True),
+    Product(sparse=True, a=E4M3, k=256, scale=E8M0, block=64),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", OTHERS, ids=map(str, range(len(OTHERS))))
+def test_others(case, rng):
+    """Odd widths, A in tensor memory, scales, sparsity."""
+    agrees(case, rng, seeds=range(2))
+
+
+# ---- between registers and tensor memory ---------------------------------------------------------
+
+L = plgpu.Layout
+MOVES = [  # rows, columns, dtype, packed, layout of registers, pair
+    *((128, c, d, p, layout, False)
+      for c in (8, 40, 128)
+      for d, p in ((np.float32, None), (np.float16, True), (np.float16, False))
+      for layout in (L.TCGEN05, L.TCGEN05_TMEM_NATIVE)),
+    (128, 16, np.int8, True, L.TCGEN05_TMEM_NATIVE(4), False),
+    (128, 64, E4M3, True, L.TCGEN05_TMEM_NATIVE(4), False),
+    *((64, c, d, p, L.WGMMA, False)
+      for c in (16, 96) for d, p in ((np.float32, None), (np.float16, True), (np.float16, False))),
+    *((64, c, d, p, L.TCGEN05_M64_COLLECTIVE(c), True)
+      for c in (16, 96) for d, p in ((np.float32, None), (np.float16, True), (np.float16, False))),
+    (64, 32, np.float32, None, L.TCGEN05_M64_COLLECTIVE_NATIVE(32), True),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("rows, columns, dtype, packed, layout, pair", MOVES)
+def test_moves(rows, columns, dtype, packed, layout, pair, rng):
+    """A store and a load give back the array; what each lane and column holds is what another
+    layout finds there."""
+    if packed is False and layout is L.TCGEN05_TMEM_NATIVE:
+        other = L.TCGEN05
+    else:
+        other = None
+
+    def body(x, o, tmem):
+        value = plgpu.load(x, layout=layout, optimized=False)
+        plgpu.async_store_tmem(tmem, value)
+        plgpu.commit_tmem()
+        o[...] = plgpu.async_load_tmem(tmem, layout=other)
+        plgpu.wait_load_tmem()
+
+    x = rng.integers(-3, 4, (rows, columns)).astype(dtype)
+    cluster = dict(cluster=(2,), cluster_names=("pair",)) if pair else {}
+    kernel = plgpu.kernel(
+        body,
+        out_type=x,
+        scratch_types=[plgpu.TMEM(x.shape, dtype, packed=packed, collective=pair)],
+        **cluster,
+    )
+    lowered = kernel.lower(x, target="sm_100a")
+    for seed in range(3):
+        got = np.zeros_like(x)
+        run_on_machine(lowered, [x], [got], seed=seed)
+        assert got.tobytes() == x.tobytes()
+    assert not lowered.resources()["remarks"]
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.int32, np.uint32])
+@pytest.mark.parametrize("reduce", ["max", "min", "absmax", "absmin"])
+def test_loads_that_reduce(dtype, reduce, rng):
+    if dtype != np.float32 and reduce.startswith("abs"):
+        return
+
+    def body(x, o, r, tmem):
+        value = plgpu.load(x, layout=L.TCGEN05_TMEM_NATIVE, optimized=False)
+        plgpu.async_store_tmem(tmem, value)
+        plgpu.commit_tmem()
+        o[...], r[...] = plgpu.async_load_tmem(tmem, reduce=reduce)
+
+    x = (rng.standard_normal((128, 72)) * 1e8).astype(dtype)
+    kernel = plgpu.kernel(body, out_type=(x, x[:, 0]), scratch_types=[plgpu.TMEM(x.shape, dtype)])
+    lowered = kernel.lower(x, target="sm_103a")
+    got, found = np.zeros_like(x), np.zeros_like(x[:, 0])
+    run_on_machine(lowered, [x], [got, found])
+    of = np.abs(x) if reduce.startswith("abs") else x
+    np.testing.assert_array_equal(got, x)
+    np.testing.assert_array_equal(found, getattr(of, reduce[-3:])(1))
+    assert not lowered.resources()["remarks"]
