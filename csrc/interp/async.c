@@ -17,7 +17,7 @@
 
 /* ---- tasks -------------------------------------------------------------------------------- */
 
-static bool want_buffer(task *k, size_t bytes) {
+bool pm_vm_want_buffer(task *k, size_t bytes) {
   if (bytes <= k->buffer_bytes) return true;
   char *p = pm_realloc(k->buffer, bytes);
   if (!p) return false;
@@ -34,8 +34,7 @@ static step no_memory(pm_machine *m, task *k) {
  * with came from: PARTS of so many bytes. */
 enum { PARTS = 3, FLAGS = 2 };
 
-/* A pending task; NULL: out of memory, and the error is set. */
-static task *new_task(pm_machine *m, thread *t, const instr *i, task_kind kind) {
+task *pm_vm_new_task(pm_machine *m, thread *t, const instr *i, task_kind kind) {
   task *k = m->free_tasks;
   if (k) {
     m->free_tasks = k->next;
@@ -65,6 +64,7 @@ static task *new_task(pm_machine *m, thread *t, const instr *i, task_kind kind) 
   k->i = i;
   k->next = k->prev = NULL;
   k->read = false;
+  k->run = NULL;
   k->index = n;
   t->block->cluster->n_tasks++;
   m->tasks[kind].at[n] = k;
@@ -72,23 +72,22 @@ static task *new_task(pm_machine *m, thread *t, const instr *i, task_kind kind) 
   return k;
 }
 
-/* It is not pending any more. */
-static void finish_task(pm_machine *m, task *k) {
+void pm_vm_finish_task(pm_machine *m, task *k) {
   k->owner->block->cluster->n_tasks--;
   task *last = m->tasks[k->kind].at[--m->tasks[k->kind].n];
   last->index = k->index;
   m->tasks[k->kind].at[k->index] = last;
 }
 
-static void free_task(pm_machine *m, task *k) {
+void pm_vm_free_task(pm_machine *m, task *k) {
   k->next = m->free_tasks;
   m->free_tasks = k;
 }
 
 /* The caller has taken it out of its thread's list. */
-static void end_task(pm_machine *m, task *k) {
-  finish_task(m, k);
-  free_task(m, k);
+void pm_vm_end_task(pm_machine *m, task *k) {
+  pm_vm_finish_task(m, k);
+  pm_vm_free_task(m, k);
 }
 
 static void drop_products(pm_machine *m, thread *t) {
@@ -96,8 +95,8 @@ static void drop_products(pm_machine *m, thread *t) {
   for (task *k = t->mma_first, *next; k; k = next) {
     next = k->next;
     pending |= k == t->mma_next;
-    if (pending) finish_task(m, k);
-    free_task(m, k);
+    if (pending) pm_vm_finish_task(m, k);
+    pm_vm_free_task(m, k);
   }
   t->mma_first = t->mma_last = t->mma_next = NULL;
   t->n_mma = 0;
@@ -106,10 +105,11 @@ static void drop_products(pm_machine *m, thread *t) {
 void pm_vm_drop_tasks(pm_machine *m) {
   for (thread *t = m->threads; t < m->threads + pm_vm_agents(m); t++) {
     drop_products(m, t);
+    pm_vm_drop_tensor(m, t);
     t->stores = NULL;
   }
   for (int kind = 0; kind < TASK_KINDS; kind++) {
-    while (m->tasks[kind].n) end_task(m, m->tasks[kind].at[0]);
+    while (m->tasks[kind].n) pm_vm_end_task(m, m->tasks[kind].at[0]);
   }
 }
 
@@ -230,6 +230,7 @@ static step locate_copy_in(pm_machine *m, thread *t, const instr *i, located *gm
 /* A product that was not waited for may read its operands, whether it has run here or not. */
 static step check_products(pm_machine *m, const task *k) {
   char place[600], agent[512];
+  if (pm_vm_check_operands(m, k) == STEP_FAIL) return STEP_FAIL;
   const block *to = k->barrier->block;
   const thread *first = m->threads + (size_t)(to - m->blocks) * m->n_threads;
   for (const thread *t = first; t < first + m->n_threads; t++) {
@@ -262,7 +263,7 @@ static step issue_parts(pm_machine *m, thread *t, const instr *i, barrier *b, bo
   block *first = own->cluster->blocks;
   for (block *u = first; u < first + m->n_blocks && !off; u++) {
     if (!(x.group & bit_of(u))) continue;
-    task *k = new_task(m, t, i, TASK_LOAD);
+    task *k = pm_vm_new_task(m, t, i, TASK_LOAD);
     if (!k) return STEP_FAIL;
     k->barrier = u->bars + x.barrier;
     k->gmem = x.gmem;
@@ -294,7 +295,7 @@ static step exec_copy_in(pm_machine *m, thread *t, const instr *i) {
   if (!b) return STEP_FAIL;
   const bool off = predicated_off(t, i);
   if (i->n) return issue_parts(m, t, i, b, off);
-  task *k = off ? NULL : new_task(m, t, i, TASK_LOAD);
+  task *k = off ? NULL : pm_vm_new_task(m, t, i, TASK_LOAD);
   if (k) {
     k->barrier = b;
     k->from = 0;
@@ -321,9 +322,9 @@ static step exec_async_store(pm_machine *m, thread *t, const instr *i) {
   while (to->smem + i->mem->base != s.base) to++;
   barrier *b = to->bars + (own - t->block->bars);
   if (pm_vm_arrive(m, t, i->op, b, 1) == STEP_FAIL) return STEP_FAIL;
-  task *k = new_task(m, t, i, TASK_LOAD);
+  task *k = pm_vm_new_task(m, t, i, TASK_LOAD);
   const size_t bytes = (size_t)i->n * i->mem->bytes;
-  if (!k || !want_buffer(k, PARTS * bytes)) return k ? no_memory(m, k) : STEP_FAIL;
+  if (!k || !pm_vm_want_buffer(k, PARTS * bytes)) return k ? no_memory(m, k) : STEP_FAIL;
   memcpy(k->buffer, slot_of(t, i->a), bytes);
   if (m->poison) pm_poison_take(t, i->a, k->buffer + FLAGS * bytes, bytes);
   if (m->races) pm_race_issue(m, t, k);
@@ -359,7 +360,7 @@ static step run_async_store(pm_machine *m, task *k) {
   const pm_opid op = k->i->op;
   barrier *b = k->barrier;
   if (m->timeline) pm_time_landed(m, k);
-  end_task(m, k);
+  pm_vm_end_task(m, k);
   return pm_vm_transfer_done(m, t, op, b);
 }
 
@@ -375,7 +376,7 @@ static step run_copy_in(pm_machine *m, task *k) {
   if (k->gmem.inside && to->contiguous && whole) {
     pm_vm_gather(&k->gmem, k->smem.at);
   } else {
-    if (!want_buffer(k, (size_t)to->n * to->bytes)) return no_memory(m, k);
+    if (!pm_vm_want_buffer(k, (size_t)to->n * to->bytes)) return no_memory(m, k);
     if (k->gmem.inside) {
       pm_vm_gather_part(&k->gmem, k->from, k->to, k->buffer);
     } else {
@@ -389,7 +390,7 @@ static step run_copy_in(pm_machine *m, task *k) {
   pm_opid op = k->i->op;
   barrier *b = k->barrier;
   if (m->timeline) pm_time_landed(m, k);
-  end_task(m, k);
+  pm_vm_end_task(m, k);
   return pm_vm_transfer_done(m, t, op, b);
 }
 
@@ -399,7 +400,7 @@ static step run_copy_in(pm_machine *m, task *k) {
 static thread *issuer(thread *t) { return t->of && !t->warp ? t->of : t; }
 
 /* A group that a thread closes is one of each of its warps. */
-static void close_group(pm_machine *m, thread *t) {
+void pm_vm_close_group(pm_machine *m, thread *t) {
   issuer(t)->groups++;
   for (uint32_t w = 1; m->has_warps && !t->of && w < WARPS; w++) pm_vm_warps(m, t)[w].groups++;
 }
@@ -408,7 +409,7 @@ static step run_copy_out(pm_machine *m, task *k);
 
 static step exec_copy_out(pm_machine *m, thread *t, const instr *i) {
   if (!predicated_off(t, i)) {
-    task *k = new_task(m, issuer(t), i, TASK_STORE);
+    task *k = pm_vm_new_task(m, issuer(t), i, TASK_STORE);
     if (!k) return STEP_FAIL;
     k->next = k->owner->stores;
     if (k->next) k->next->prev = k;
@@ -423,7 +424,7 @@ static step exec_copy_out(pm_machine *m, thread *t, const instr *i) {
       if (run_copy_out(m, k) == STEP_FAIL || run_copy_out(m, k) == STEP_FAIL) return STEP_FAIL;
     }
   }
-  if (i->flags) close_group(m, t);
+  if (i->flags) pm_vm_close_group(m, t);
   return STEP_PAUSE;
 }
 
@@ -459,7 +460,7 @@ static step run_copy_out(pm_machine *m, task *k) {
   const size_t bytes = (size_t)from->n * from->bytes;
   if (!k->read) {
     if (m->races && pm_race_engine(m, k, &k->smem, READ) == STEP_FAIL) return STEP_FAIL;
-    if (!want_buffer(k, PARTS * bytes)) return no_memory(m, k);
+    if (!pm_vm_want_buffer(k, PARTS * bytes)) return no_memory(m, k);
     pm_vm_gather(&k->smem, k->buffer);
     if (m->poison) pm_poison_read(m, k, k->buffer + FLAGS * bytes);
     k->read = true;
@@ -480,13 +481,13 @@ static step run_copy_out(pm_machine *m, task *k) {
   }
   if (k->next) k->next->prev = k->prev;
   *(k->prev ? &k->prev->next : &k->owner->stores) = k->next;
-  end_task(m, k);
+  pm_vm_end_task(m, k);
   return m->races ? pm_race_stored(m) : STEP_NEXT;
 }
 
 static step exec_commit_group(pm_machine *m, thread *t, const instr *i) {
   (void)i;
-  close_group(m, t);
+  pm_vm_close_group(m, t);
   return STEP_PAUSE;
 }
 
@@ -528,7 +529,7 @@ static step exec_proxy_fence(pm_machine *m, thread *t, const instr *i) {
 /* ---- wgmma -------------------------------------------------------------------------------- */
 
 static step exec_wgmma(pm_machine *m, thread *t, const instr *i) {
-  task *k = new_task(m, t, i, TASK_MMA);
+  task *k = pm_vm_new_task(m, t, i, TASK_MMA);
   if (!k) return STEP_FAIL;
   *(t->mma_last ? &t->mma_last->next : &t->mma_first) = k;
   t->mma_last = k;
@@ -539,7 +540,7 @@ static step exec_wgmma(pm_machine *m, thread *t, const instr *i) {
   if (!k->rhs.inside) return pm_vm_outside(m, t, i->op, &k->rhs, "wgmma");
   if (i->a) { /* its registers are read when it is issued: the generator keeps them until then */
     size_t bytes = (size_t)i->n * pm_dtypes[i->dtype].bytes;
-    if (!want_buffer(k, 2 * bytes)) return no_memory(m, k);
+    if (!pm_vm_want_buffer(k, 2 * bytes)) return no_memory(m, k);
     memcpy(k->buffer, slot_of(t, i->a), bytes);
     if (m->poison) pm_poison_take(t, i->a, k->buffer + bytes, bytes);
     k->lhs.mem = NULL;
@@ -566,7 +567,7 @@ static step run_mma(pm_machine *m, thread *t) {
     pm_vm_matmul(m->pack, &k->acc, &k->lhs, k->buffer, &k->rhs, k->i->out, k->i->dtype);
   }
   t->mma_next = k->next;
-  finish_task(m, k);
+  pm_vm_finish_task(m, k);
   return STEP_NEXT;
 }
 
@@ -581,7 +582,7 @@ static step await_mma(pm_machine *m, thread *t, const instr *i) {
     t->mma_first = k->next;
     if (!k->next) t->mma_last = NULL;
     t->n_mma--;
-    free_task(m, k);
+    pm_vm_free_task(m, k);
   }
   return STEP_PAUSE;
 }
@@ -642,6 +643,8 @@ static step exec_acc_store(pm_machine *m, thread *t, const instr *i) {
 
 step pm_vm_run_task(pm_machine *m, task *k) {
   pm_vm_progress(m);
+  if (k->kind == TASK_TENSOR) return pm_vm_run_tensor(m, k->owner);
+  if (k->run) return k->run(m, k);
   if (k->kind == TASK_LOAD) return run_copy_in(m, k);
   if (k->kind == TASK_STORE) return run_copy_out(m, k);
   return run_mma(m, k->owner);

@@ -263,10 +263,32 @@ void pm_race_wait(pm_machine *m, const thread *t, const barrier *b) {
 
 /* ---- asynchronous operations -------------------------------------------------------------- */
 
+/* Who issues to a queue: its owner, and a thread's warp 0; n is 0 or 1. */
+static const thread *issuer_of(const pm_machine *m, const task *k, int n) {
+  return n && m->has_warps && !k->owner->of ? pm_vm_warps(m, k->owner) : k->owner;
+}
+
+/* A tensor core works in the order of its queue. */
+static void follow_queue(pm_machine *m, task *k) {
+  for (int n = 0; n < 2; n++) {
+    const thread *t = issuer_of(m, k, n);
+    raise_to(m->races, &k->issued, pm_race_agent_id(m, PRODUCTS, t), SEEN, TOLD,
+             m->races->agents[t - m->threads].products);
+  }
+}
+
+void pm_race_commit(pm_machine *m, const task *k, const barrier *b) {
+  for (int n = 0; n < 2; n++) {
+    const uint32_t id = pm_race_agent_id(m, PRODUCTS, issuer_of(m, k, n));
+    raise_to(m->races, &order_of(m, b)->open, id, SEEN, TOLD, pm_clock_at(&k->issued, id, SEEN));
+  }
+}
+
 void pm_race_issue(pm_machine *m, thread *t, task *k) {
   copy(m->races, &k->issued, clock_of(m, t));
   k->issuer = t;
   k->number = ++m->races->agents[t - m->threads].products;
+  if (k->kind == TASK_TENSOR) follow_queue(m, k);
   if (k->kind == TASK_STORE && !k->i->lowered) {
     agent_order *o = &m->races->agents[k->owner - m->threads];
     o->stores = (uint32_t)k->group + 1;
@@ -398,6 +420,7 @@ void pm_race_begin_cluster(pm_machine *m, const cluster *c) {
     clear(&r->turns[at]);
     pm_race_reset_semaphores(m, b, 0, m->n_block_semaphores);
     pm_shadow_clear(&r->shadow, &r->shadow.regions[at]);
+    pm_shadow_clear(&r->shadow, &r->shadow.regions[all_blocks(m) + m->n_args + at]);
   }
 }
 
@@ -416,16 +439,21 @@ static bool make_region(shadow *s, region *g, size_t bytes) {
   return true;
 }
 
-/* The SMEM of each block, and each memory that arguments lie in, if the kernel writes there. */
+/* The SMEM of each block, its TMEM behind the arguments, and each memory that arguments lie in, if
+ * the kernel writes there. */
 static bool make_regions(pm_machine *m) {
   races *r = m->races;
   const uint32_t blocks = all_blocks(m);
   r->root = zeroed(m->n_args, sizeof *r->root);
-  r->shadow.n_regions = blocks + m->n_args;
+  r->shadow.n_regions = 2 * blocks + m->n_args;
   r->shadow.regions = zeroed(r->shadow.n_regions, sizeof *r->shadow.regions);
   if (!r->root || !r->shadow.regions) return false;
   for (uint32_t k = 0; k < blocks; k++) {
-    if (!make_region(&r->shadow, &r->shadow.regions[k], m->smem_bytes)) return false;
+    region *tmem = &r->shadow.regions[blocks + m->n_args + k];
+    if (!make_region(&r->shadow, &r->shadow.regions[k], m->smem_bytes) ||
+        !make_region(&r->shadow, tmem, (size_t)m->tmem_columns * 4)) {
+      return false;
+    }
   }
   for (uint32_t k = 0; k < m->n_args; k++) {
     size_t bytes = 0;

@@ -13,6 +13,7 @@
  *
  * SMEM is one stack for each block: scopes nest, and consecutive scopes overlap, as on the device.
  */
+#include "../ir/mma.h"
 #include "vm.h"
 
 typedef struct storage {
@@ -61,7 +62,7 @@ struct compiler {
   struct open_scope {
     struct open_scope *outer;
     scope *scope;
-    uint32_t smem_cap, bar_cap, sem_cap;
+    uint32_t smem_cap, bar_cap, sem_cap, tmem_cap;
     uint32_t first_acc;
   } * open, *whole;
   struct {
@@ -71,6 +72,7 @@ struct compiler {
   size_t smem_top[2]; /* of what this block alone reaches, of what others do, too */
   size_t own_top;     /* of what each thread has for itself */
   uint32_t n_barriers;
+  PM_VEC(pm_opid) pair_ops;
 };
 
 static void fail(compiler *c, pm_opid op, pm_code code, const char *what) {
@@ -316,6 +318,11 @@ static const access *make_access(compiler *c, pm_opid op, pm_val ref) {
   mem->base_rank = base->rank;
   memcpy(mem->base_dim, base->dim, sizeof mem->base_dim);
   mem->offset = view.offset;
+  if (view.space == PM_TMEM) {
+    pm_tmem *tmem = PM_NEW(&c->m->arena, pm_tmem, 1);
+    *tmem = pm_tmem_of(c->g, view.alloc);
+    mem->tmem = tmem;
+  }
   set_dims(c, op, mem, &view);
   if (view.param >= 0) {
     mem->base = (uint32_t)view.param;
@@ -546,9 +553,82 @@ void pm_vm_encode_inline(compiler *c, pm_opid op, const handler *h) {
   emit(c, op, h->exec)->inlined = x;
 }
 
-void pm_vm_encode_missing(compiler *c, pm_opid op, const handler *h) {
-  (void)h;
-  fail(c, op, PM_E_NOT_IMPLEMENTED, "an op that the interpreter lacks");
+/* ---- tensor memory ------------------------------------------------------------------------- */
+
+/* A ref in TMEM: its place among the operands. */
+static uint8_t add_tmem(compiler *c, pm_opid op, tensor_op *x, pm_val ref) {
+  if (!ref || !(x->tmem[x->n_tmem] = make_access(c, op, ref))) return 0;
+  return (uint8_t)x->n_tmem++;
+}
+
+static void add_product(compiler *c, pm_opid op, tensor_op *x) {
+  const pm_tcgen05 p = pm_tcgen05_of(c->g, op);
+  add_tmem(c, op, x, p.acc);
+  x->a_tmem = p.in_tmem ? add_tmem(c, op, x, p.a) : 0;
+  x->a = p.in_tmem ? NULL : make_access(c, op, p.a);
+  x->b = make_access(c, op, p.b);
+  x->a_scale = add_tmem(c, op, x, p.a_scale);
+  x->b_scale = add_tmem(c, op, x, p.b_scale);
+  x->metadata = add_tmem(c, op, x, p.metadata);
+  use_outside(c, &x->accumulate, full(c, p.accumulate));
+  x->a_dtype = p.row->a;
+  x->b_dtype = p.row->b;
+  x->packed = (uint8_t)p.packed;
+  x->m = p.m;
+  x->n = p.n;
+  x->k = p.k;
+  x->block = p.block;
+  const size_t bytes = pm_vm_tensor_bytes(x);
+  if (bytes > c->m->pack_bytes) c->m->pack_bytes = bytes;
+}
+
+/* A product, a copy to TMEM, or a commit. */
+void pm_vm_encode_tensor(compiler *c, pm_opid op, const handler *h) {
+  tensor_op *x = PM_NEW(&c->m->arena, tensor_op, 1);
+  const uint16_t code = pm_get(c->g, op)->code;
+  x->name = pm_ops[code].text;
+  x->pair = *pm_attr(c->g, op, PM_ATTR_PAIR);
+  if (x->pair) {
+    x->number = c->pair_ops.n;
+    pm_vec_push(&c->m->arena, &c->pair_ops, op);
+  }
+  if (code == PM_OP_TCGEN05_MMA) {
+    add_product(c, op, x);
+  } else if (code == PM_OP_TCGEN05_COMMIT) {
+    x->barrier = make_access(c, op, pm_in(c->g, op, 0));
+  } else {
+    x->a = make_access(c, op, pm_in(c->g, op, 0));
+    add_tmem(c, op, x, pm_in(c->g, op, 1));
+  }
+  if (!c->status) emit(c, op, h->exec)->tensor = x;
+}
+
+/* n rows of `to` elements */
+void pm_vm_encode_reduced(compiler *c, pm_opid op, const handler *h) {
+  pm_vm_encode_plain(c, op, h);
+  if (c->status) return;
+  instr *i = &c->code.at[c->code.n - 1];
+  i->to = (uint32_t)pm_typeof(c->g, pm_in(c->g, op, 0))->dim[1];
+  i->flags = (uint8_t)*pm_attr(c->g, op, PM_ATTR_TMEM_REDUCE);
+}
+
+void pm_vm_encode_rows_out(compiler *c, pm_opid op, const handler *h) {
+  pm_vm_encode_plain(c, op, h);
+  if (!c->status) note_written(c, c->code.at[c->code.n - 1].mem2);
+}
+
+static void alloc_tmem(compiler *c, pm_opid op, pm_val v) {
+  const pm_tmem m = pm_tmem_of(c->g, op);
+  struct open_scope *o = m.pair ? c->whole : c->open;
+  scope *s = o->scope;
+  const uint32_t name = pm_value_of(c->g, v)->name;
+  const char *text = name ? c->g->strings.at[name] : "tmem";
+  if (s->n_tmem == o->tmem_cap) {
+    s->tmem =
+        pm_vec_grow(&c->m->arena, s->tmem, s->n_tmem, &o->tmem_cap, sizeof *s->tmem, s->n_tmem + 1);
+  }
+  s->tmem[s->n_tmem++] =
+      (struct tmem_alloc){.name = pm_strdup(&c->m->arena, text, strlen(text)), .tmem = m};
 }
 
 void pm_vm_encode_turn(compiler *c, pm_opid op, const handler *h) {
@@ -768,6 +848,20 @@ static void note_shared(pm_graph *g, pm_opid op, void *ctx) {
       c->shared[pm_view_base(g, pm_in(g, op, 1))] |= n > 0;
       c->shared[pm_view_base(g, pm_in(g, op, 2))] |= n > 0;
       break;
+    case PM_OP_TRY_CANCEL:
+      c->shared[pm_view_base(g, pm_in(g, op, 0))] |= c->m->n_blocks > 1;
+      c->shared[pm_view_base(g, pm_in(g, op, 1))] |= c->m->n_blocks > 1;
+      break;
+    case PM_OP_TCGEN05_MMA:
+    case PM_OP_TCGEN05_COMMIT:
+    case PM_OP_COPY_S2T:
+    case PM_OP_COPY_SCALES:
+    case PM_OP_COPY_METADATA:
+      for (uint32_t k = 0; k < pm_get(g, op)->n_in && *pm_attr(g, op, PM_ATTR_PAIR); k++) {
+        const pm_val v = pm_in(g, op, k);
+        if (pm_typeof(g, v)->kind != PM_ARRAY) c->shared[pm_view_base(g, v)] = true;
+      }
+      break;
     case PM_OP_ASYNC_STORE: c->shared[pm_view_base(g, pm_in(g, op, 2))] = true; break;
     case PM_OP_BROADCAST_TILE:
       c->shared[pm_view_base(g, pm_in(g, op, 1))] |= c->m->n_blocks > 1;
@@ -856,6 +950,7 @@ static void alloc_barrier(compiler *c, pm_opid op, pm_val v, const pm_type *t) {
                        .shared = c->shared[v],
                        .again = pm_in_loop(c->g, op),
                        .leader = *pm_attr(c->g, op, PM_ATTR_LEADER),
+                       .tensor_core = *pm_attr(c->g, op, PM_ATTR_TENSOR_CORE),
                        .rank = t->rank,
                        .op = op};
   set_groups(c, op, &info);
@@ -896,6 +991,8 @@ void pm_vm_encode_alloc(compiler *c, pm_opid op, const handler *h) {
     c->m->n_semaphores = (uint32_t)pm_max(c->m->n_semaphores, end);
   } else if (t->kind == PM_REF && t->space == PM_SMEM) {
     alloc_smem(c, o->out, t);
+  } else if (t->kind == PM_REF && t->space == PM_TMEM) {
+    alloc_tmem(c, op, o->out);
   } else if (t->kind == PM_BARRIER) {
     alloc_barrier(c, op, o->out, t);
   } else {
@@ -1313,7 +1410,11 @@ static pm_code compile(void *ctx, pm_err *err) {
   m->bars = c->bars.at;
   m->n_bars = c->bars.n;
   m->n_barriers = c->n_barriers;
-  const size_t each = m->smem_bytes + m->n_threads * m->frame_bytes;
+  m->pair_ops = c->pair_ops.at;
+  m->n_pairs = c->pair_ops.n;
+  m->tmem_columns = g->tmem_columns;
+  const size_t each =
+      m->smem_bytes + PM_TMEM_LANES * 4 * (size_t)m->tmem_columns + m->n_threads * m->frame_bytes;
   const int64_t sms = c->g->target->sms;
   const int64_t room = m->n_semaphores ? pm_min(MOST_BLOCKS, pm_max(sms, MOST_MEMORY / each))
                                        : pm_min(sms, SOME_MEMORY / each);

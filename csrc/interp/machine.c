@@ -298,6 +298,7 @@ static bool signals(const pm_machine *m, const barrier_info *info, const block *
 static step exec_arrive(pm_machine *m, thread *t, const instr *i) {
   barrier *b = pm_vm_barrier(m, t, i, i->mem);
   if (!b) return STEP_FAIL;
+  if (b->info->tensor_core) pm_vm_tmem_told(t);
   if (!b->info->n_groups) {
     return pm_vm_arrive(m, t, i->op, b, 0) == STEP_FAIL ? STEP_FAIL : STEP_PAUSE;
   }
@@ -391,7 +392,7 @@ static step exec_test(pm_machine *m, thread *t, const instr *i) {
   if (!done) return pm_vm_poll(m, t);
   if (m->races) pm_race_wait(m, t, b);
   if (m->timeline) pm_time_wait(m, t, i->op, b);
-  ++*seen;
+  pm_vm_see_commit(b, ++*seen);
   return STEP_PAUSE;
 }
 
@@ -417,7 +418,7 @@ static step exec_wait(pm_machine *m, thread *t, const instr *i) {
   }
   if (m->races) pm_race_wait(m, t, b);
   if (m->timeline) pm_time_wait(m, t, i->op, b);
-  ++*seen;
+  pm_vm_see_commit(b, ++*seen);
   return STEP_PAUSE;
 }
 
@@ -560,6 +561,7 @@ static void init_scope(pm_machine *m, block *b, const scope *s, const thread *t)
     memset(b->semaphores + first, 0, n * sizeof *b->semaphores);
     if (m->races) pm_race_reset_semaphores(m, b, first, n);
   }
+  for (uint32_t k = 0; k < s->n_tmem; k++) pm_vm_init_tmem(m, b, &s->tmem[k]);
   b->n_left[s->index] = 0;
 }
 
@@ -576,6 +578,16 @@ static step check_barrier(pm_machine *m, thread *t, pm_opid op, const barrier *b
                       barrier_text(m, t, b, name, sizeof name), b->arrivals, b->info->arrivals,
                       b->phase + 1, b->pending ? " and copies in flight" : "",
                       pm_vm_place(m, b->last_arrival, place, sizeof place));
+  }
+  for (uint32_t k = 0; k < m->tasks[TASK_TENSOR].n; k++) {
+    const task *commit = m->tasks[TASK_TENSOR].at[k];
+    if (commit->barrier != b) continue;
+    return pm_vm_fail(
+        m, t, op, PM_E_VALUE,
+        "the scope of barrier %s ends before the tcgen05_commit_arrive%s has arrived. "
+        "Wait for it before",
+        barrier_text(m, t, b, name, sizeof name),
+        pm_vm_place(m, commit->i->op, place, sizeof place));
   }
   bool observed = true;
   for (uint32_t j = 0; j < m->n_threads; j++) {
@@ -631,6 +643,10 @@ static step check_loads(pm_machine *m, thread *t, pm_opid op, const scope *s) {
 /* `shared`: barriers that live as long as the cluster, else the others. */
 static step check_scope(pm_machine *m, thread *t, pm_opid op, const scope *s, bool shared) {
   if (!shared && pm_vm_check_semaphores(m, t, op, s) == STEP_FAIL) return STEP_FAIL;
+  for (uint32_t k = 0; k < s->n_tmem; k++) {
+    if (s->tmem[k].tmem.pair != shared) continue;
+    if (pm_vm_check_tmem(m, t, op, &s->tmem[k]) == STEP_FAIL) return STEP_FAIL;
+  }
   for (uint32_t k = 0; k < s->n_bars; k++) {
     const barrier_info *info = &m->bars[s->bars[k]];
     if (info->shared != shared) continue;
@@ -647,7 +663,7 @@ static step exec_enter(pm_machine *m, thread *t, const instr *i) {
   block *b = t->block;
   const scope *s = i->scope;
   if (!s->collective || m->n_threads == 1) {
-    if (s->n_smem || s->n_bars || s->n_sems) init_scope(m, b, s, t);
+    if (s->n_smem || s->n_bars || s->n_sems || s->n_tmem) init_scope(m, b, s, t);
     return STEP_NEXT;
   }
   if (b->n_entering && b->entering != s) {
@@ -943,7 +959,7 @@ static step check_cluster(pm_machine *m, const cluster *c) {
     thread *t = &m->threads[(size_t)(b - m->blocks) * m->n_threads];
     if (check_scope(m, t, 0, m->scopes[0], true) == STEP_FAIL) return STEP_FAIL;
   }
-  return STEP_NEXT;
+  return pm_vm_check_pairs(m, c);
 }
 
 /* The next point of the grid, if one is left. */
@@ -951,6 +967,7 @@ static void begin_cluster(pm_machine *m, cluster *c) {
   int64_t rest = m->points_begun;
   if (m->points_begun == m->points) return;
   c->number = m->points_begun++;
+  c->refused = false;
   for (uint32_t d = m->n_grid; d-- > 0; rest /= m->grid[d]) c->point[d] = rest % m->grid[d];
   if (m->races) pm_race_begin_cluster(m, c);
   if (m->timeline) pm_time_begin_cluster(m, c);
@@ -958,6 +975,7 @@ static void begin_cluster(pm_machine *m, cluster *c) {
   for (block *b = c->blocks; b < c->blocks + m->n_blocks; b++) {
     b->n_entering = b->n_done = b->turn = 0;
     b->turn_taken = false;
+    memset(b->n_pairs, 0, m->n_pairs * sizeof *b->n_pairs);
     memset(b->named, 0, sizeof b->named);
     memset(b->n_parts, 0, m->n_shared_copies * m->n_threads * sizeof *b->n_parts);
     for (uint32_t k = 0; k < m->n_barriers; k++) {
@@ -1021,12 +1039,18 @@ static void *zeroed(size_t bytes) {
 
 static void free_run(pm_machine *m) {
   pm_vm_free_tasks(m);
-  for (uint32_t k = 0; m->threads && k < pm_vm_agents(m); k++) pm_free(m->threads[k].frame);
+  for (uint32_t k = 0; m->threads && k < pm_vm_agents(m); k++) {
+    pm_free(m->threads[k].frame);
+    pm_free(m->threads[k].uses);
+    pm_free(m->threads[k].finished);
+  }
   for (uint32_t k = 0; m->blocks && k < all_blocks(m); k++) {
     if (m->blocks[k].bars) pm_free(m->blocks[k].bars[0].seen);
     if (m->blocks[k].bars) pm_free(m->blocks[k].bars[0].uneven);
     pm_free(m->blocks[k].bars);
     pm_free(m->blocks[k].smem);
+    pm_free(m->blocks[k].tmem);
+    pm_free(m->blocks[k].n_pairs);
     pm_free(m->blocks[k].semaphores);
     pm_free(m->blocks[k].n_left);
     pm_free(m->blocks[k].n_parts);
@@ -1052,6 +1076,8 @@ static void free_run(pm_machine *m) {
 
 static bool allocate_block(pm_machine *m, block *b) {
   b->smem = zeroed(m->smem_bytes);
+  b->tmem = zeroed(PM_TMEM_LANES * 4 * (size_t)m->tmem_columns);
+  b->n_pairs = zeroed(m->n_pairs * sizeof *b->n_pairs);
   b->semaphores = zeroed(m->n_block_semaphores * sizeof *b->semaphores);
   b->n_left = zeroed(m->n_scopes * sizeof *b->n_left);
   b->n_parts = zeroed(m->n_shared_copies * m->n_threads * sizeof *b->n_parts);
@@ -1067,7 +1093,7 @@ static bool allocate_block(pm_machine *m, block *b) {
     b->bars[k].seen = seen + k * n_seers(m);
     b->bars[k].uneven = u + k * m->n_threads;
   }
-  return b->smem && b->semaphores && b->n_left && b->n_parts;
+  return b->smem && b->tmem && b->n_pairs && b->semaphores && b->n_left && b->n_parts;
 }
 
 static bool allocate(pm_machine *m) {

@@ -72,13 +72,7 @@ size_t pm_vm_pack_bytes(int64_t m, int64_t n, int64_t k) {
 
 /* ---- packing ------------------------------------------------------------------------------ */
 
-/* A matrix of `major` rows (of a) or columns (of b) by K: its element (i, p) is at i * step + p *
- * k_step. */
-typedef struct operand {
-  const char *at;
-  int64_t major, k, step, k_step;
-  pm_dtype dtype;
-} operand;
+typedef pm_vm_factor operand;
 
 /* the hardware ignores the low 13 bits */
 static void cut_to_tf32(float *x, int64_t n) {
@@ -160,12 +154,7 @@ static void multiply(block_shape block, int64_t m, int64_t n, int64_t k, const f
   }
 }
 
-/* Rows of an accumulator, ldc elements apart. */
-typedef struct target {
-  char *at;
-  int64_t m, n, ldc;
-  pm_dtype dtype;
-} target;
+typedef pm_vm_target target;
 
 static void product(char *buffer, const target *acc, operand a, operand b) {
   const int64_t m = acc->m, n = acc->n, k = a.k;
@@ -194,7 +183,7 @@ static void product(char *buffer, const target *acc, operand a, operand b) {
 }
 
 /* 256 products of uint8 are below 2^24 */
-static void whole_product(char *buffer, const target *acc, operand a, operand b) {
+void pm_vm_product(char *buffer, const target *acc, operand a, operand b) {
   enum { MOST = 256 };
   const int64_t k = a.k, step = acc->dtype == PM_I32 ? MOST : k;
   for (int64_t at = 0; at < k; at += step) {
@@ -210,7 +199,7 @@ void pm_vm_matmul(char *buffer, const located *acc, const located *lhs, const vo
   const access *c = acc->mem;
   const int64_t k = rhs->mem->dim[0];
   const target to = {acc->at, c->dim[0], c->dim[1], c->stride[0], (pm_dtype)c->dtype};
-  whole_product(buffer, &to, operand_of(lhs, lhs_array, to.m, k, 0, a),
+  pm_vm_product(buffer, &to, operand_of(lhs, lhs_array, to.m, k, 0, a),
                 operand_of(rhs, NULL, to.n, k, 1, b));
 }
 
@@ -220,7 +209,7 @@ static step exec_mma(pm_machine *m, thread *t, const instr *i) {
   const int64_t k = i->depth, n = i->to;
   const target to = {slot_of(t, i->dst), i->n / n, n, n, (pm_dtype)i->out};
   memcpy(to.at, slot_of(t, i->a), i->n * pm_dtypes[to.dtype].bytes);
-  whole_product(m->pack, &to, (operand){slot_of(t, i->b), to.m, k, k, 1, d},
+  pm_vm_product(m->pack, &to, (operand){slot_of(t, i->b), to.m, k, k, 1, d},
                 (operand){slot_of(t, i->c), n, k, 1, n, d});
   return STEP_NEXT;
 }

@@ -32,7 +32,7 @@ static const block *peer(const pm_machine *m, const block *b, uint32_t dim, int6
 }
 
 static char *base_of(pm_machine *m, thread *t, const access *mem) {
-  if (mem->kind == PM_BARRIER || mem->kind == PM_SEMAPHORE) return NULL;
+  if (mem->kind == PM_BARRIER || mem->kind == PM_SEMAPHORE || mem->space == PM_TMEM) return NULL;
   if (mem->kind == PM_ARRAY || mem->space == PM_ACC) return slot_of(t, mem->base);
   if (mem->space == PM_GMEM) return m->buffers[mem->base];
   const block *b = t->block;

@@ -172,12 +172,24 @@ void pm_race_note(pm_machine *m, pm_opid op, const char *fmt, ...) {
 static pm_race race_of(const tracker *x, const conflict *c) {
   pm_machine *m = x->m;
   const event *a = pm_shadow_at(&m->races->shadow, c->event), *b = &x->event;
-  pm_race race = {.space = b->mem->space == PM_SMEM ? "SMEM" : "GMEM"};
+  const bool tmem = b->mem->space == PM_TMEM;
+  pm_race race = {.space = tmem ? "TMEM" : b->mem->space == PM_SMEM ? "SMEM" : "GMEM"};
   describe(m, a, &race.first);
   describe(m, b, &race.second);
   const int64_t at = x->low - x->base, bytes = b->mem->bytes;
   race.from = pm_max(0, (int64_t)c->from + at);
   race.to = (int64_t)c->to + at;
+  if (tmem) {
+    const long long first = (long long)b->mem->tmem->offset;
+    snprintf(race.index, sizeof race.index, "columns %lld to %lld", race.from / 4 - first,
+             (race.to - 1) / 4 - first);
+    snprintf(race.hint, sizeof race.hint,
+             "order them by a barrier with orders_tensor_core=True: tcgen05_commit_arrive after a "
+             "product or copy; wait_load_tmem after a load, commit_tmem after a store, then "
+             "barrier_arrive");
+    put_text(&race, race.text, sizeof race.text);
+    return race;
+  }
   index_text(b->mem, race.from / bytes, (race.to - 1) / bytes, race.index, sizeof race.index);
   put_hint(m, a, b, c->lacks, race.hint, sizeof race.hint);
   put_text(&race, race.text, sizeof race.text);
@@ -216,6 +228,13 @@ static bool find_region(tracker *x, const thread *t, const access *mem, const ch
     return x->region->pages;
   }
   const block *b = t->block;
+  if (mem->space == PM_TMEM) {
+    if (b->tmem != base) b = b->cluster->blocks;
+    while (b->tmem != base) b++;
+    x->region = &m->races->shadow.regions[blocks + m->n_args + (uint32_t)(b - m->blocks)];
+    x->low = base;
+    return true;
+  }
   if (base < b->smem || base >= b->smem + m->smem_bytes) b = b->cluster->blocks;
   while (base < b->smem || base >= b->smem + m->smem_bytes) b++;
   x->region = &m->races->shadow.regions[b - m->blocks];
@@ -460,9 +479,9 @@ step pm_race_engine(pm_machine *m, const task *k, const located *s, int touch) {
   int64_t from = 0, to = s->mem->n;
   tracker x;
   if (!begin(&x, m, k->issuer, k->i, s->mem, s->base, touch)) return STEP_NEXT;
-  if (k->kind == TASK_MMA) {
+  if (k->kind == TASK_MMA || k->kind == TASK_TENSOR) {
     maker = TENSOR_CORE;
-    id = pm_race_agent_id(m, PRODUCTS, k->owner);
+    id = pm_race_agent_id(m, PRODUCTS, k->issuer);
     time = k->number;
   } else if (k->i->lowered) {
     maker = LANES;
@@ -492,4 +511,27 @@ step pm_race_hand(pm_machine *m, const thread *t, const instr *i, const located 
     x.event.time = pm_race_open_phase(m, b);
   }
   return add_view(&x, s, 0, s->mem->n, true);
+}
+
+/* ---- tensor memory -------------------------------------------------------------------------- */
+
+/* Its columns are bytes: what two accesses have in common does not depend on the lanes. */
+static step add_columns(tracker *x, const tmem_place *p) {
+  x->event.first = 0;
+  x->event.last = -1; /* elements are not what it is about */
+  add(x, p->block->tmem + p->from * 4, (size_t)(p->width * 4));
+  return end(x);
+}
+
+step pm_race_tmem(pm_machine *m, const thread *t, const instr *i, const tmem_place *p, int touch) {
+  tracker x;
+  if (!begin_plain(&x, m, t, i, p->mem, p->block->tmem, touch, THREAD)) return STEP_NEXT;
+  return add_columns(&x, p);
+}
+
+step pm_race_tensor(pm_machine *m, const task *k, const tmem_place *p, int touch) {
+  tracker x;
+  if (!begin(&x, m, k->issuer, k->i, p->mem, p->block->tmem, touch)) return STEP_NEXT;
+  set_maker(&x, TENSOR_CORE, pm_race_agent_id(m, PRODUCTS, k->issuer), k->number, &k->issued);
+  return add_columns(&x, p);
 }

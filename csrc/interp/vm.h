@@ -17,12 +17,14 @@
 #ifndef PM_VM_H
 #define PM_VM_H
 
+#include "../ir/tmem.h"
 #include "interp.h"
 
 typedef struct thread thread;
 typedef struct instr instr;
 typedef struct task task;
 typedef struct races races;
+typedef struct block block;
 struct poison;
 typedef struct timeline timeline;
 
@@ -59,6 +61,7 @@ struct instr {
     const struct reduction *reduction;
     const struct rows *rows;
     const struct inlined *inlined;
+    const struct tensor_op *tensor;
     int64_t depth; /* of an MMA: K */
   };
   const struct access *mem2, *mem3;
@@ -115,6 +118,7 @@ typedef struct access {
   bool contiguous;
   uint32_t
       base; /* GMEM: kernel argument; SMEM: byte in the block; REGS: slot; barriers: first one */
+  const pm_tmem *tmem;   /* TMEM: its allocation */
   uint32_t apart;        /* SMEM that each thread has for itself: bytes from one's to the next's */
   uint32_t cluster_slot; /* of the coordinate on cluster_dim of the block meant, 0: its own */
   uint8_t cluster_dim;
@@ -156,6 +160,11 @@ typedef struct scope {
   } * smem;
   uint32_t *bars; /* numbers of barrier_info */
   uint32_t *accs; /* slots of the accumulators */
+  uint32_t n_tmem;
+  struct tmem_alloc {
+    const char *name;
+    pm_tmem tmem;
+  } * tmem;
   uint32_t n_sems;
   struct semaphore_alloc {
     const char *name;
@@ -171,6 +180,7 @@ typedef struct barrier_info {
   uint8_t n_groups; /* of a cluster barrier */
   uint8_t group[3]; /* per cluster axis, from 1; 0: not collective */
   bool leader;      /* only blocks with index 0 on its axis are signalled */
+  bool tensor_core; /* it orders accesses of TMEM */
   uint8_t rank;
   int64_t dim[PM_MAX_RANK];
   pm_opid op;
@@ -221,14 +231,58 @@ typedef struct rows {
   int64_t n, bytes, step, at;
 } rows;
 
-/* ---- a run -------------------------------------------------------------------------------- */
+/* ---- tensor memory ------------------------------------------------------------------------- */
 
-typedef struct block block;
+enum { PM_VM_TMEM_OPERANDS = 5 };
+
+/* A product, a copy to TMEM, or a commit. */
+typedef struct tensor_op {
+  const char *name;
+  const access *tmem[PM_VM_TMEM_OPERANDS]; /* what is written, then what is read */
+  uint32_t n_tmem;
+  const access *a, *b; /* in SMEM; of a copy a is its source. NULL: none */
+  const access *barrier;
+  uint32_t accumulate;                        /* slot */
+  uint8_t a_tmem, a_scale, b_scale, metadata; /* places in tmem, 0: none */
+  uint8_t a_dtype, b_dtype;
+  uint8_t packed;  /* elements of a and b that share a byte of SMEM */
+  bool pair;       /* of blocks: the leader does it for both */
+  uint32_t number; /* among the ops of pairs */
+  int64_t m, n, k, block;
+} tensor_op;
+
+/* Columns from, from + 1 ... of the TMEM of a block, and the elements in them. */
+typedef struct tmem_place {
+  block *block;
+  const access *mem;
+  int64_t rows, columns, from, width;
+} tmem_place;
+
+/* What a thread loaded or stored: ISSUED, or WAITED, and not yet told others. */
+typedef enum use_stage { USE_ISSUED, USE_WAITED } use_stage;
+typedef struct tmem_use {
+  pm_opid op;
+  tmem_place place;
+  bool store;
+  uint8_t stage;
+} tmem_use;
+
+/* What tasks of a queue touched that a commit has covered, and nobody has waited for that. */
+typedef struct tmem_done {
+  pm_opid op;
+  const char *name;
+  tmem_place place;
+  bool pair, writes;
+  uint32_t commit; /* its number in the queue */
+} tmem_done;
+
+/* ---- a run -------------------------------------------------------------------------------- */
 
 /* A cluster that runs, or may. */
 typedef struct cluster {
   block *blocks;
   int64_t point[PM_MAX_RANK], number; /* of the grid; among the clusters of the launch */
+  bool refused;                       /* it was told that no grid point is left */
   uint32_t n_live, n_tasks;           /* agents that have not ended; pending tasks of theirs */
 } cluster;
 
@@ -252,6 +306,11 @@ typedef struct barrier {
   pm_opid last_arrival, last_completion;
   int64_t copied; /* the last phase that transfers are a part of; 0: none */
   pm_opid last_copy;
+  struct {
+    thread *by; /* NULL: none */
+    uint32_t number;
+    int64_t phase;
+  } commit[2];    /* the last one in an even phase, in an odd one */
   int64_t *seen;  /* per thread of the block, then per warp: phases it observed, or NEVER ... */
   uneven *uneven; /* per thread of the block */
 } barrier;
@@ -264,8 +323,9 @@ typedef struct named_barrier {
 
 struct block {
   cluster *cluster;
-  char *smem;
+  char *smem, *tmem; /* TMEM lane by lane */
   uint32_t *semaphores;
+  uint32_t *n_pairs; /* per op of pairs: how often it was executed */
   barrier *bars;
   int64_t coord[3];
   uint32_t n_entering, n_done;
@@ -315,18 +375,23 @@ struct thread {
   const uint32_t *waits_at; /* a semaphore */
   uint64_t polled;          /* tests in vain since the epoch */
   uint64_t epoch;
-  task *mma_first, *mma_last; /* not waited for, oldest first */
-  task *mma_next;             /* the first of them that has not run */
-  uint32_t n_mma;             /* all of them */
-  task *stores;               /* pending, any order */
-  int64_t groups;             /* closed bulk groups */
+  task *mma_first, *mma_last;                     /* not waited for, oldest first */
+  task *mma_next;                                 /* the first of them that has not run */
+  uint32_t n_mma;                                 /* all of them */
+  task *stores;                                   /* pending, any order */
+  task *tensor_first, *tensor_last, *tensor_next; /* not committed; the first that has not run */
+  tmem_use *uses;
+  tmem_done *finished;
+  uint32_t n_uses, cap_uses, n_finished, cap_finished, n_commits;
+  int64_t groups; /* closed bulk groups */
 };
 
-typedef enum task_kind { TASK_LOAD, TASK_STORE, TASK_MMA, TASK_KINDS } task_kind;
+typedef enum task_kind { TASK_LOAD, TASK_STORE, TASK_MMA, TASK_TENSOR, TASK_KINDS } task_kind;
 
 struct task {
   task_kind kind;
-  uint32_t index; /* place in machine.tasks[kind] */
+  step (*run)(pm_machine *m, task *k); /* NULL: what the kind says */
+  uint32_t index;                      /* place in machine.tasks[kind] */
   thread *owner;
   const instr *i;
   task *next, *prev;  /* in the thread's list, or among the free ones */
@@ -334,7 +399,10 @@ struct task {
   int64_t from, to;   /* the elements that are moved, of a collective copy */
   barrier *barrier;
   int64_t group;
-  bool read;             /* a store whose SMEM was read */
+  bool read;                              /* a store whose SMEM was read */
+  tmem_place places[PM_VM_TMEM_OPERANDS]; /* as tensor_op.tmem */
+  uint32_t n_places;
+  bool accumulate;
   located acc, lhs, rhs; /* of a wgmma; lhs.mem NULL: in `buffer` */
   vclock issued; /* looking for races: what was ordered before it; who issued it, its number */
   const thread *issuer;
@@ -381,6 +449,9 @@ struct pm_machine {
   barrier_info *bars;
   uint32_t n_scopes, n_bars, n_barriers; /* n_barriers: all elements of all bars */
   uint32_t n_shared_copies, n_args;
+  uint32_t n_pairs; /* ops of pairs of blocks */
+  pm_opid *pair_ops;
+  int64_t tmem_columns;
   arg *args;
   size_t frame_bytes, smem_bytes;
   char *image; /* first bytes of every frame: the constants */
@@ -504,6 +575,13 @@ char *pm_vm_element(const located *s, bool strict, const int64_t *view_index);
 void pm_vm_set_loops(access *mem, uint32_t rank, const int64_t *size, const int64_t *stride);
 
 /* async.c */
+/* A pending task; NULL: out of memory, and the error is set. */
+task *pm_vm_new_task(pm_machine *m, thread *t, const instr *i, task_kind kind);
+void pm_vm_finish_task(pm_machine *m, task *k); /* it is not pending any more */
+void pm_vm_free_task(pm_machine *m, task *k);
+void pm_vm_end_task(pm_machine *m, task *k); /* both */
+bool pm_vm_want_buffer(task *k, size_t bytes);
+void pm_vm_close_group(pm_machine *m, thread *t);
 step pm_vm_run_task(pm_machine *m, task *k); /* one step of it */
 /* For a thread that waits for `b`: which blocks owe it parts of a collective copy. */
 size_t pm_vm_missing_parts(const pm_machine *m, const barrier *b, char *buf, size_t n);
@@ -536,6 +614,11 @@ void pm_race_issue(pm_machine *m, thread *t, task *k);
 void pm_race_stores_done(pm_machine *m, const thread *t, const thread *owner, int64_t done,
                          bool read_only);
 void pm_race_product_done(pm_machine *m, const thread *t, const task *k);
+/* A commit tells a barrier that what was issued before it is complete. */
+void pm_race_commit(pm_machine *m, const task *k, const barrier *b);
+/* A thread, or for a task a tensor core, touches TMEM. */
+step pm_race_tmem(pm_machine *m, const thread *t, const instr *i, const tmem_place *p, int touch);
+step pm_race_tensor(pm_machine *m, const task *k, const tmem_place *p, int touch);
 void pm_race_signal(pm_machine *m, const thread *t, const uint32_t *at, int32_t amount);
 void pm_race_await(pm_machine *m, const thread *t, const uint32_t *at, uint32_t least, bool take);
 void pm_race_read_semaphore(pm_machine *m, const thread *t, const uint32_t *at);
@@ -627,7 +710,37 @@ step pm_vm_strided(pm_machine *m, thread *t, const instr *i); /* a walk over a s
 void pm_vm_widen(pm_dtype d, const void *src, float *dst, size_t n); /* f16, bf16 */
 void pm_vm_narrow(pm_dtype d, const float *src, void *dst, size_t n);
 
+/* tcgen05.c */
+char *pm_vm_tmem_at(const pm_machine *m, const block *b, int64_t lane, int64_t column);
+size_t pm_vm_tensor_bytes(const tensor_op *x);   /* of machine.pack */
+step pm_vm_run_tensor(pm_machine *m, thread *t); /* the next task of its queue */
+void pm_vm_drop_tensor(pm_machine *m, thread *t);
+/* A thread has seen a phase of a barrier: the commits in it as well. */
+void pm_vm_see_commit(barrier *b, int64_t phase);
+/* The thread arrived at a barrier that orders tensor cores: what it waited for is known. */
+void pm_vm_tmem_told(thread *t);
+void pm_vm_init_tmem(pm_machine *m, block *b, const struct tmem_alloc *x);
+step pm_vm_check_tmem(pm_machine *m, thread *t, pm_opid op, const struct tmem_alloc *x);
+step pm_vm_check_pairs(pm_machine *m, const cluster *c);
+/* May a copy overwrite its SMEM? */
+step pm_vm_check_operands(pm_machine *m, const task *copy);
+
 /* matmul.c */
+/* A matrix of `major` rows (of a) or columns (of b) by K: its element (i, p) is at i * step + p *
+ * k_step. */
+typedef struct pm_vm_factor {
+  const char *at;
+  int64_t major, k, step, k_step;
+  pm_dtype dtype;
+} pm_vm_factor;
+/* Rows of an accumulator, ldc elements apart. */
+typedef struct pm_vm_target {
+  char *at;
+  int64_t m, n, ldc;
+  pm_dtype dtype;
+} pm_vm_target;
+/* acc += a @ b; buffer: pm_vm_pack_bytes */
+void pm_vm_product(char *buffer, const pm_vm_target *acc, pm_vm_factor a, pm_vm_factor b);
 size_t pm_vm_pack_bytes(int64_t m, int64_t n, int64_t k);
 void pm_vm_matmul(char *pack, const located *acc, const located *lhs, const void *lhs_array,
                   const located *rhs, pm_dtype a, pm_dtype b);
@@ -652,8 +765,10 @@ void pm_vm_encode_copy_out(compiler *c, pm_opid op, const handler *h);
 void pm_vm_encode_copy_in(compiler *c, pm_opid op, const handler *h);
 void pm_vm_encode_alias(compiler *c, pm_opid op, const handler *h); /* the result is the operand */
 void pm_vm_encode_nothing(compiler *c, pm_opid op, const handler *h);
-void pm_vm_encode_missing(compiler *c, pm_opid op, const handler *h); /* fails */
-void pm_vm_encode_inline(compiler *c, pm_opid op, const handler *h);  /* fails */
+void pm_vm_encode_tensor(compiler *c, pm_opid op, const handler *h);
+void pm_vm_encode_reduced(compiler *c, pm_opid op, const handler *h);
+void pm_vm_encode_rows_out(compiler *c, pm_opid op, const handler *h);
+void pm_vm_encode_inline(compiler *c, pm_opid op, const handler *h); /* fails */
 void pm_vm_encode_const(compiler *c, pm_opid op, const handler *h);
 void pm_vm_encode_iota(compiler *c, pm_opid op, const handler *h);
 void pm_vm_encode_axis(compiler *c, pm_opid op, const handler *h);

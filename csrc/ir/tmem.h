@@ -74,6 +74,7 @@ pm_layid pm_tmem_registers(pm_graph *g, pm_val ref, const pm_type *array, bool r
 typedef struct pm_tcgen05 {
   pm_val acc, a, b, accumulate, a_scale, b_scale, metadata;
   bool pair, in_tmem;       /* a is */
+  int packed;               /* elements of a and b that share a byte of SMEM */
   int64_t m, n, k;          /* of one block, of the accumulator, of b */
   int64_t block;            /* elements of b along K that one scale is for; 0: no scales */
   const struct pm_mma *row; /* of mma.def */
