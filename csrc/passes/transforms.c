@@ -5,10 +5,13 @@
  * resolve every view of the allocation (ir/view.h alone decides what a tiling allows). The first
  * swizzle for which all views resolve is kept.
  *
- * Forced: the operands of a wgmma must be tiled and must have the same swizzle. Operands of a
- * common wgmma form a group (union-find over allocations), and a group gets one swizzle. What the
- * user specified is binding. Chosen: allocations that arrays in the WGMMA layout are loaded from or
- * stored to, unless that would prevent a copy from using an engine. All others stay row-major. */
+ * Forced: the operands of a product must be tiled and swizzled, those of a wgmma with the same
+ * swizzle. Operands of a common wgmma form a group (union-find over allocations), and a group gets
+ * one swizzle; a tcgen05 product takes two. A copy to tensor memory that is not tiled is tiled,
+ * too. What the user specified is binding. Chosen: allocations that arrays in the WGMMA layout are
+ * loaded from or stored to, unless that would prevent a copy from using an engine. All others stay
+ * row-major. */
+#include "../ir/tmem.h"
 #include "passes.h"
 
 static const int64_t widths[] = {128, 64, 32};
@@ -22,7 +25,7 @@ typedef struct use {
 typedef struct buffer {
   pm_opid alloc;
   uint32_t group;  /* parent in the union-find forest: an index of a buffer */
-  pm_opid wgmma;   /* a wgmma that reads it, 0: none */
+  pm_opid product; /* an op that needs its tiles, 0: none */
   bool wgmma_laid; /* arrays in the WGMMA layout are loaded or stored */
   PM_VEC(use) views;
   PM_VEC(pm_opid) copies;
@@ -58,6 +61,18 @@ static bool is_wgmma_laid(pm_graph *g, pm_val array) {
   return pm_layout_swizzled(g->arena, pm_layout_of(g, v.layout));
 }
 
+/* Does the op read the buffer by descriptors of tiles? A copy to tensor memory without a swizzle
+ * can do without, if the user wants it. */
+static bool needs_tiles(const pass *p, pm_opid op, const buffer *b) {
+  switch (pm_get(p->g, op)->code) {
+    case PM_OP_WGMMA:
+    case PM_OP_TCGEN05_MMA: return true;
+    case PM_OP_COPY_S2T:
+      return !*pm_attr(p->g, b->alloc, PM_ATTR_GIVEN) || *pm_attr(p->g, b->alloc, PM_ATTR_SWIZZLE);
+    default: return false;
+  }
+}
+
 /* Whole arrays that lanes load or store ask for a layout of the buffer; atomics do not. */
 static void collect_access(pass *p, const pm_access *a) {
   pm_graph *g = p->g;
@@ -66,7 +81,7 @@ static void collect_access(pass *p, const pm_access *a) {
   buffer *b = a->where == PM_IN_SMEM ? buffer_of(p, a->view) : NULL;
   if (!b) return;
   if (pm_has_attr(g, a->op, PM_ATTR_ENGINE)) pm_vec_push(g->arena, &b->copies, a->op);
-  if (a->completion == PM_COMPLETES_COMMIT) b->wgmma = a->op;
+  if (needs_tiles(p, a->op, b)) b->product = a->op;
   if (pm_moves_array(g, a->op, &same, &array)) b->wgmma_laid |= is_wgmma_laid(g, array);
 }
 
@@ -122,8 +137,29 @@ static bool is_given(const pass *p, const buffer *b) {
   return *pm_attr(p->g, b->alloc, PM_ATTR_GIVEN) != 0;
 }
 
-/* An operand of a wgmma is a matrix of whole 8-row atoms along the two tiled dimensions. */
-static bool wgmma_fits(const pass *p, const buffer *b, const pm_view *v, pm_err *err) {
+/* What a tcgen05 product asks of its operands beyond tiles. */
+static bool tcgen05_fits(const pass *p, pm_opid op, pm_val ref, const pm_view *v, int64_t s,
+                         pm_err *err) {
+  const pm_tcgen05 x = pm_tcgen05_of(p->g, op);
+  if (ref != x.b) return true;
+  if (x.m == 64 && !x.pair && s > x.n / 2) {
+    pm_fail(err, PM_E_VALUE,
+            "the swizzle of b is too big: with 64 rows its %lld elements must fit into half of the "
+            "%lld columns",
+            (long long)s, (long long)x.n);
+    return false;
+  }
+  if (x.metadata && v->swizzle == 32 && v->dim[0].inner == 1) {
+    pm_fail(err, PM_E_NOT_IMPLEMENTED,
+            "with a sparse a and a swizzle of 32 bytes b must be contiguous along N");
+    return false;
+  }
+  return true;
+}
+
+/* An operand of a product is a matrix of whole 8-row atoms along the two tiled dimensions. */
+static bool product_fits(const pass *p, const buffer *b, const use *u, const pm_view *v,
+                         pm_err *err) {
   uint32_t n;
   const int64_t *tiling = pm_attr_list(p->g, b->alloc, PM_ATTR_TILING, &n), s = tiling[n - 1];
   const pm_view_dim *x = &v->dim[0], *y = &v->dim[1];
@@ -140,7 +176,12 @@ static bool wgmma_fits(const pass *p, const buffer *b, const pm_view *v, pm_err 
             "pl.multiple_of(x, 8)");
     return false;
   }
-  return true;
+  const uint16_t code = pm_get(p->g, u->op)->code;
+  if (code == PM_OP_COPY_S2T && plain) {
+    pm_fail(err, PM_E_NOT_IMPLEMENTED, "a copy to TMEM of a transposed ref");
+    return false;
+  }
+  return code != PM_OP_TCGEN05_MMA || tcgen05_fits(p, u->op, u->ref, v, s, err);
 }
 
 /* Do the shape and all views of the buffer allow the transforms it has now? */
@@ -150,7 +191,7 @@ static bool views_fit(const pass *p, const buffer *b, pm_err *err) {
   for (uint32_t k = 0; k < b->views.n; k++) {
     const use *u = &b->views.at[k];
     if (pm_view_of(p->g, u->ref, true, &v, err) ||
-        (pm_get(p->g, u->op)->code == PM_OP_WGMMA && !wgmma_fits(p, b, &v, err))) {
+        (needs_tiles(p, u->op, b) && !product_fits(p, b, u, &v, err))) {
       pm_err_op(err, p->g, u->op);
       return false;
     }
@@ -167,7 +208,8 @@ static const char *type_text(const pass *p, const buffer *b) {
   return pm_type_text(p->g->arena, pm_typeof(p->g, pm_get(p->g, b->alloc)->out));
 }
 
-/* ---- forced by wgmma ---------------------------------------------------------------------------
+/* ---- forced by products
+ * ---------------------------------------------------------------------------
  */
 
 static uint32_t find(pass *p, uint32_t k) {
@@ -263,13 +305,12 @@ static pm_code force_group(pass *p, uint32_t group) {
   }
   pm_opid op = 0;
   for (uint32_t k = 0; k < p->n && !op; k++) {
-    if (find(p, k) == group) op = p->buffers[k].wgmma;
+    if (find(p, k) == group) op = p->buffers[k].product;
   }
-  pm_fail(
-      p->err, PM_E_VALUE,
-      "%sthe SMEM operands of the wgmma at %s need the tiling (8, S) and one swizzle of 128, 64 "
-      "or 32 bytes, S being the elements in it, but %s",
-      head, place(p, op), t.at);
+  pm_fail(p->err, PM_E_VALUE,
+          "%sthe SMEM operands of the %s at %s need the tiling (8, S) and one swizzle of 128, 64 "
+          "or 32 bytes, S being the elements in it, but %s",
+          head, pm_ops[pm_get(p->g, op)->code].text, place(p, op), t.at);
   pm_err_op(p->err, p->g, op);
   return p->err->code;
 }
@@ -292,20 +333,25 @@ static void check_views(pm_graph *g, pm_opid op, void *ctx) {
 static void check_majors(pm_graph *g, pm_opid op, void *ctx) {
   static const char *const names[] = {"", "a", "b"}, *const outer[] = {"", "M", "N"};
   pass *p = ctx;
-  if (p->code || pm_get(g, op)->code != PM_OP_WGMMA) return;
+  const char *who = pm_ops[pm_get(g, op)->code].text;
+  const bool wgmma = pm_get(g, op)->code == PM_OP_WGMMA;
+  if (p->code || (!wgmma && pm_get(g, op)->code != PM_OP_TCGEN05_MMA)) return;
   for (uint32_t k = 1; k < 3; k++) {
     const pm_type *t = pm_typeof(g, pm_in(g, op, k));
     pm_view v;
-    if (t->kind != PM_REF || pm_mma_of(g, op)->majors == PM_MAJORS_ANY) continue;
+    if (t->kind != PM_REF || t->space != PM_SMEM || pm_mma_of(g, op)->majors == PM_MAJORS_ANY) {
+      continue;
+    }
     if (pm_view_of(g, pm_in(g, op, k), true, &v, p->err)) {
       p->code = p->err->code;
     } else if (v.dim[2 - k].inner != 1) {
       p->code = pm_fail(
           p->err, PM_E_VALUE,
-          "wgmma: Only f16 WGMMA supports transposes: %s is contiguous along %s, and "
+          "%s: %s%s is contiguous along %s, and "
           "of %s operands the tensor cores read rows along K. Keep it in SMEM as %s; or turn "
           "it there: turned[...] = ref[...].T, then plgpu.commit_smem()",
-          names[k], outer[k], pm_dtypes[t->dtype].text,
+          who, wgmma ? "Only f16 WGMMA supports transposes: " : "", names[k], outer[k],
+          pm_dtypes[wgmma ? t->dtype : pm_mma_of(g, op)->a].text,
           k == 1 ? "(M, K) and pass the ref" : "(N, K) and pass the transposed ref, b.T");
     }
     if (p->code) {
@@ -325,7 +371,7 @@ pm_code pm_force_transforms(pm_graph *g, const pm_target *t, pm_err *err) {
   if (p.code) return p.code;
   pm_walk(g, 1, join, &p);
   for (uint32_t k = 0; k < p.n; k++) {
-    if (p.buffers[k].wgmma && find(&p, k) == k && force_group(&p, k)) return err->code;
+    if (p.buffers[k].product && find(&p, k) == k && force_group(&p, k)) return err->code;
   }
   pm_walk(g, 1, check_views, &p);
   return p.code;
@@ -362,7 +408,7 @@ pm_code pm_choose_transforms(pm_graph *g, const pm_target *t, pm_err *err) {
   start(&p, g, t, err);
   for (uint32_t k = 0; k < p.n; k++) {
     const buffer *b = &p.buffers[k];
-    if (b->wgmma_laid && !b->wgmma && !is_given(&p, b)) choose(&p, b);
+    if (b->wgmma_laid && !b->product && !is_given(&p, b)) choose(&p, b);
   }
   return PM_OK;
 }
