@@ -63,8 +63,8 @@ void host_fact(const char *format, ...) {
 void host_fact_access(const char *touch, const Region &r, i64 at, u16 who, int line) {
   char by[160] = "by unknown";
   const u32 first = m.n_clock - MAX_ENGINES;
-  const char *const kinds[] = {"barrier",      "products",    "store_reads",
-                               "store_writes", "tensor_core", "moves"};
+  const char *const kinds[] = {"barrier",     "products",   "store_reads", "store_writes",
+                               "tensor_core", "tmem_loads", "tmem_stores"};
   if (who < first) {
     const Block &b = m.blocks[who / m.block_threads];
     snprintf(by, sizeof by, "by thread number %u block %u,%u,%u", who % m.block_threads, b.index.x,

@@ -31,8 +31,7 @@ struct Block;
 struct Warp;
 struct Thread;
 
-/* ---- order of tensor memory -------------------------------------------------------------------
- */
+/* ---- order of tensor memory -------------------------------------------------------------- */
 
 /* Accesses of tensor memory that come before something: of each agent, up to which one. */
 struct TensorOrder {
@@ -218,7 +217,7 @@ struct Cell {
 };
 
 struct TensorMemory {
-  std::vector<Cell> cells;      /* [512][128], empty until something is allocated */
+  std::vector<Cell> cells; /* [512][128], empty until something is allocated */
   std::map<u32, u32> allocated; /* columns, by the first one */
   bool relinquished = false;
   u32 taken = 0, tries = 0; /* columns that a block of another launch holds, for so many tries */
@@ -289,12 +288,13 @@ enum AgentKind : u8 {
   OF_PRODUCTS,
   OF_STORE_READS,
   OF_STORE_WRITES,
-  OF_TENSOR_CORE, /* tcgen05 */
-  OF_MOVES        /* between registers and tensor memory */
+  OF_TENSOR_CORE,
+  OF_TMEM_LOADS,
+  OF_TMEM_STORES
 };
 struct Agent {
   AgentKind kind;
-  u32 block, number; /* of the block: byte of the mbarrier; warp; thread */
+  u32 block, number; /* byte of the mbarrier; warp, also of TMEM; thread of the block */
 };
 
 struct Machine {

@@ -329,7 +329,9 @@ static void issue_move(Warp &w) {
   if (x.times & (x.times - 1) || registers_of(x) > 128)
     host_fail(line, "a move of tensor memory, .x%u", x.times);
   std::shared_ptr<TensorMove> o = std::make_shared<TensorMove>();
-  if (!w.mover[store]) w.mover[store] = host_new_agent(OF_MOVES, w.block, w.lane[0]->number);
+  if (!w.mover[store])
+    w.mover[store] = host_new_agent(store ? OF_TMEM_STORES : OF_TMEM_LOADS, w.block,
+                                    w.lane[0]->number / 32);
   o->x = x;
   o->line = line;
   o->block = w.block;
