@@ -24,6 +24,7 @@ def agrees(case, rng, seeds):
         got = np.zeros_like(want)
         run_on_machine(lowered, args, [got], seed=seed)
         np.testing.assert_array_equal(got, want)
+    np.testing.assert_array_equal(case.kernel(interpret=True)(*args), want)
     for target in ("sm_100a", "sm_103a")[: 1 if want.dtype == np.int32 else 2]:
         used = kernel.lower(*args, target=target).resources()
         assert not used["remarks"], used
@@ -53,9 +54,9 @@ def dense():
             columns = n // (1 + pair)
             if pair and (n > 256 or columns % 32):
                 continue
-            if not tb and (
-                columns % (sb // size) or (m == 64 and not pair and sb // size > n // 2)
-            ):
+            if m == 64 and not pair and sb // size > n // 2:
+                continue
+            if not tb and columns % (sb // size):
                 continue
             if ta and m % (sa // size):
                 continue
@@ -71,19 +72,19 @@ def chosen(cases, step):
         yield pytest.param(case, marks=[] if k % step == step // 2 else pytest.mark.long, id=str(k))
 
 
-@pytest.mark.parametrize("case", list(chosen(dense(), 463)))
+@pytest.mark.parametrize("case", list(chosen(dense(), 691)))
 def test_dense(case, rng):
     agrees(case, rng, seeds=range(1))
 
 
 OTHERS = [
     *(Product(n=n, k=64, b_k_major=True) for n in (8, 24, 104, 248, 264, 392, 504)),
-    *(Product(n=n, m=64, b_k_major=True) for n in (16, 48, 112)),
+    *(Product(n=n, m=64, b_k_major=True, b_swizzle=32) for n in (32, 48, 112)),
     *(Product(k=k, a_swizzle=32, b_swizzle=32, b_k_major=True) for k in (16, 48, 272)),
     *(Product(a=a, k=256 // np.dtype(a).itemsize, a_in_tmem=True, steps=2) for a in (BF16, E4M3)),
     Product(a_in_tmem=True, pair=True, n=256, steps=2),
     Product(a=np.int8, d=np.int32, k=128, a_in_tmem=True),
-    *(Product(a=a, b=b, k=256, n=n, scale=E8M0) for a, b, n in ((E4M3, E5M2, 256), (E5M2, E5M2, 128))),
+    *(Product(a=a, b=E5M2, k=256, n=n, scale=E8M0) for a, n in ((E4M3, 256), (E5M2, 128))),
     Product(a=E4M3, k=512, n=128, scale=E8M0, steps=2, b_k_major=True),
     Product(a=E4M3, k=128, scale=E8M0, a_in_tmem=True),
     Product(a=E4M3, k=128, n=256, scale=E8M0, pair=True),
@@ -101,7 +102,7 @@ OTHERS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("case", OTHERS, ids=map(str, range(len(OTHERS))))
+@pytest.mark.parametrize("case", list(chosen(OTHERS, 3)))
 def test_others(case, rng):
     """Odd widths, A in tensor memory, scales, sparsity."""
     agrees(case, rng, seeds=range(2))
@@ -125,10 +126,11 @@ MOVES = [  # rows, columns, dtype, packed, layout of registers, pair
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("rows, columns, dtype, packed, layout, pair", MOVES)
-def test_moves(rows, columns, dtype, packed, layout, pair, rng):
+@pytest.mark.parametrize("move", list(chosen(MOVES, 3)))
+def test_moves(move, rng):
     """A store and a load give back the array; what each lane and column holds is what another
     layout finds there."""
+    rows, columns, dtype, packed, layout, pair = move
     if packed is False and layout is L.TCGEN05_TMEM_NATIVE:
         other = L.TCGEN05
     else:
@@ -157,6 +159,7 @@ def test_moves(rows, columns, dtype, packed, layout, pair, rng):
     assert not lowered.resources()["remarks"]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [np.float32, np.int32, np.uint32])
 @pytest.mark.parametrize("reduce", ["max", "min", "absmax", "absmin"])
 def test_loads_that_reduce(dtype, reduce, rng):
