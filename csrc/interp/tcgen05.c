@@ -70,6 +70,12 @@ static int64_t run_length(const tmem_place *p) {
   return layout == PM_TMEM_HALF || layout == PM_TMEM_M64 ? p->columns / 2 : 4;
 }
 
+/* Elements of fewer than 8 bits: a byte for each in an array. */
+static void copy_bits(pm_dtype d, char *array, char *cells, int64_t n, bool load) {
+  if (load) pm_unpack_bytes(d, cells, array, (size_t)n);
+  else pm_pack_bytes(d, array, cells, (size_t)n);
+}
+
 static void copy_run(char *to, int64_t to_step, const char *from, int64_t from_step, int64_t n,
                      int64_t bytes) {
   if (to_step == bytes && from_step == bytes) {
@@ -92,7 +98,8 @@ static void move_elements(const pm_machine *m, const tmem_place *p, char *array,
       for (int k = 0; k < (load ? 1 : pm_tmem_copies(of)); k++) {
         const pm_tmem_cell c = pm_tmem_at(&like, i, j, k);
         char *y = pm_vm_tmem_at(m, p->block, c.lane, p->from + c.column) + c.bit / 8;
-        if (load) copy_run(x, bytes, y, step, n, bytes);
+        if (pm_dtypes[of->dtype].bits < 8) copy_bits(of->dtype, x, y, n, load);
+        else if (load) copy_run(x, bytes, y, step, n, bytes);
         else copy_run(y, step, x, bytes, n, bytes);
       }
     }

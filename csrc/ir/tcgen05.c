@@ -188,8 +188,23 @@ pm_code pm_type_tmem_index(const pm_typing *t) {
 
 /* ---- copies from SMEM ----------------------------------------------------------------------- */
 
+/* A ref of bytes as the ref of `dtype` that it was before passes/subbyte.c; `dim` is contiguous. */
+static pm_type unpacked(const pm_type *bytes, int dim, pm_dtype dtype) {
+  pm_type out = *bytes;
+  if (bytes->space != PM_SMEM || bytes->dtype != PM_U8 || pm_dtypes[dtype].bits >= 8) return out;
+  out.dtype = (uint8_t)dtype;
+  out.dim[dim] *= 8 / pm_dtypes[dtype].bits;
+  return out;
+}
+
+/* The ref in SMEM of a copy. */
+static pm_type source(const pm_typing *t) {
+  const pm_type *s = type_in(t, 0);
+  return unpacked(s, s->rank - 1, type_in(t, 1)->dtype);
+}
+
 static pm_code copy_to_tmem(const pm_typing *t, pm_tmem *m) {
-  const pm_type *s = type_in(t, 0), *x = type_in(t, 1);
+  const pm_type from = source(t), *s = &from, *x = type_in(t, 1);
   if (s->dtype != x->dtype) {
     FAIL(VALUE, "%s: smem_ref has dtype %s, tmem_ref %s; they must be equal", name(t),
          pm_dtypes[s->dtype].text, pm_dtypes[x->dtype].text);
@@ -210,9 +225,10 @@ pm_code pm_type_copy_tmem(const pm_typing *t, pm_type *out) {
   pm_tmem m;
   const pm_code rc = copy_to_tmem(t, &m);
   if (rc) return rc;
-  if (!same_shape(type_in(t, 0), type_in(t, 1))) {
+  const pm_type s = source(t);
+  if (!same_shape(&s, type_in(t, 1))) {
     FAIL(VALUE, "%s: smem_ref has shape %s, tmem_ref %s; they must be equal", name(t),
-         show_shape(t, type_in(t, 0)), show_shape(t, type_in(t, 1)));
+         show_shape(t, &s), show_shape(t, type_in(t, 1)));
   }
   if (m.layout != PM_TMEM_DEFAULT || m.packing * pm_dtypes[m.dtype].bits != 32) {
     FAIL(VALUE,
@@ -225,13 +241,13 @@ pm_code pm_type_copy_tmem(const pm_typing *t, pm_type *out) {
 
 /* smem_ref is a pile of tiles of this shape. */
 static pm_code tiles(const pm_typing *t, int64_t n, int64_t depth, int64_t rows, int64_t columns) {
-  const pm_type *s = type_in(t, 0);
+  const pm_type s = source(t);
   const int64_t want[] = {n, depth, rows, columns};
-  if (s->rank == 4 && !memcmp(s->dim, want, sizeof want)) return PM_OK;
+  if (s.rank == 4 && !memcmp(s.dim, want, sizeof want)) return PM_OK;
   FAIL(VALUE,
        "%s: smem_ref has shape %s; for tmem_ref of shape %s it must be (%" PRId64 ", %" PRId64
        ", %" PRId64 ", %" PRId64 ")",
-       name(t), show_shape(t, s), show_shape(t, type_in(t, 1)), n, depth, rows, columns);
+       name(t), show_shape(t, &s), show_shape(t, type_in(t, 1)), n, depth, rows, columns);
 }
 
 pm_code pm_type_copy_scales(const pm_typing *t, pm_type *out) {
@@ -539,10 +555,12 @@ static pm_code product_extras(const product *p, const pm_mma *row) {
 pm_code pm_type_tcgen05_mma(const pm_typing *t, pm_type *out) {
   (void)out;
   const uint32_t more = t->n_in - 4;
+  const pm_dtype small = word(t, PM_ATTR_PACKED) ? PM_E2M1 : PM_U8;
+  const pm_type a = unpacked(type_in(t, 1), 1, small), b = unpacked(type_in(t, 2), 0, small);
   product p = {.t = t,
                .acc = type_in(t, 0),
-               .a = type_in(t, 1),
-               .b = type_in(t, 2),
+               .a = &a,
+               .b = &b,
                .pair = word(t, PM_ATTR_PAIR),
                .scaled = more >= 2,
                .sparse = more & 1};

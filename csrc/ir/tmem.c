@@ -169,12 +169,12 @@ pm_tcgen05 pm_tcgen05_of(const pm_graph *g, pm_opid op) {
                   .b_scale = more >= 2 ? pm_in(g, op, 5) : 0,
                   .metadata = more & 1 ? pm_in(g, op, o->n_in - 1) : 0,
                   .pair = *pm_attr(g, op, PM_ATTR_PAIR),
-                  .packed = 1,
+                  .packed = (int)pm_max(*pm_attr(g, op, PM_ATTR_PACKED), 1),
                   .row = pm_mma_of(g, op)};
   x.in_tmem = pm_typeof(g, x.a)->space == PM_TMEM;
   x.m = pm_typeof(g, x.acc)->dim[0];
   x.n = pm_typeof(g, x.acc)->dim[1];
-  x.k = pm_typeof(g, x.b)->dim[0] * pm_max(*pm_attr(g, op, PM_ATTR_PACKED), 1);
+  x.k = pm_typeof(g, x.b)->dim[0] * x.packed;
   if (x.a_scale) x.block = x.k / pm_typeof(g, x.a_scale)->dim[1];
   return x;
 }
