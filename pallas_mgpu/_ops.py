@@ -6,6 +6,7 @@ import functools
 import math
 import re
 import string
+import types
 
 from . import _core, tree
 from ._clipped import ClippedRef
@@ -20,6 +21,7 @@ from ._types import (
     SMEM,
     TMEM,
     OOBFillMode,
+    ShapeDtypeStruct,
     TilingTransform,
     _Partitioned,
     _Replicated,
@@ -37,14 +39,37 @@ def _ref(x, what, name, space=None):
         x = x.view()  # engines clip at the end of the array
     if isinstance(x, IndexedRef):
         raise NotImplementedError(
-            f"{what}: {name} is indexed by arrays; copies that gather need Blackwell. Load with"
-            " ref[idx], store with ref[idx] = value"
+            f"{what}: {name} is indexed by arrays; load with ref[idx], store with ref[idx] ="
+            " value"
         )
     if not isinstance(x, Ref):
         raise TypeError(f"{what}: {name} must be a ref, got {show(x)}")
     if space is not None and x.memory_space is not space:
         raise ValueError(f"{what}: {name} must be a {space.name} ref, got {type_text(x)}")
     return x
+
+
+def _rows(x, what, name):
+    """The ref and the row numbers of ``ref.at[rows, a:b]``."""
+    rows = x.arrays[0] if len(x.arrays) == 1 else None
+    dims = x.by[0]
+    if rows is None or rows.ndim != 1 or dims != (-1, *range(1, len(dims))) or len(dims) != 2:
+        raise NotImplementedError(
+            f"{what}: {name} is indexed by arrays; copies take rows of a matrix by one array of"
+            " row numbers: ref.at[rows, a:b]. Others: load with ref[idx], store with ref[idx] ="
+            " value"
+        )
+    if rows.dtype.kind != "u":
+        raise ValueError(
+            f"{what}: the row numbers are {type_text(rows)}; unsigned integers are needed (uint32)"
+        )
+    return _ref(x.ref, what, name, GMEM), _core.convert(rows, "uint32")
+
+
+def _plain_rows(what, **options):
+    for name, value in options.items():
+        if value is not None:
+            raise NotImplementedError(f"{what}: {name} together with an array of row numbers")
 
 
 def _barrier(x, what):
@@ -101,11 +126,15 @@ def _check_leader(leader_tracked, collective_axes, what):
         )
 
 
-def _check_parts(leader_tracked, collective_axes, src, dst, what):
-    """ValueError unless the shapes fit a copy. Leader-tracked copies are not available."""
+def _part(leader_tracked, collective_axes, src, dst, what):
+    """What this block copies of ``src``; ValueError unless the shapes fit."""
     if leader_tracked is None:
         _same(src, dst, what, "src", "dst")
-        return
+        return src
+    if len(axis_names(collective_axes)) != 1:
+        raise ValueError(
+            f"{what}: leader_tracked needs exactly one collective axis, got {collective_axes}"
+        )
     if isinstance(leader_tracked, _Partitioned):
         axes = axis_names(collective_axes)
         for name in axes:
@@ -119,23 +148,27 @@ def _check_parts(leader_tracked, collective_axes, src, dst, what):
             f" ({' and '.join(map(repr, axes))}), so dst of shape {dst.shape} needs src of shape"
             f" {want}, got {src.shape}"
         )
-        if src.shape not in (want, dst.shape):
-            raise ValueError(f"{what}: {text}")
         if src.shape != want:
-            raise NotImplementedError(f"{_LEADER} ({text})")
-    else:
-        _same(src, dst, what, "src", "dst")
-    raise NotImplementedError(_LEADER)
+            raise ValueError(f"{what}: {text}")
+        if src.dtype != dst.dtype:
+            _same(src, dst, what, "src", "dst")
+        if size != 2:
+            raise NotImplementedError(f"{what}: leader_tracked is for an axis of size 2, not {size}")
+        rank = _core.axis_index("cluster", cluster_axis(axes[0], what))
+        size = dst.shape[dim]
+        own = types.SimpleNamespace(start=rank * size, size=size, stride=1)
+        return src.at[(*(slice(None),) * dim, own)]
+    _same(src, dst, what, "src", "dst")
+    return src
 
 
-_LEADER = (
-    "copy_gmem_to_smem: leader-tracked copies are for the pairs of blocks of Blackwell's"
-    " tcgen05_mma; on Hopper leave leader_tracked out: with collective_axes each block gets all of"
-    " src, and its own barrier tells"
-)
+def _partitioned(args, kwargs, value):
+    """For `accepts`: the older spelling."""
+    kwargs["leader_tracked"] = _Partitioned(value)
+    return "pass leader_tracked=plgpu.CopyPartition.PARTITIONED(axis)"
 
 
-@accepts(impl=None, partitioned_axis=NotImplementedError(_LEADER))
+@accepts(impl=None, partitioned_axis=_partitioned)
 def copy_gmem_to_smem(
     src,
     dst,
@@ -151,17 +184,33 @@ def copy_gmem_to_smem(
 
     The copy counts as one arrival on ``barrier``; wait on it before reading. Shapes and dtypes must
     be equal. Elements outside the array are zeros. ``predicate``: a bool scalar; if False, only the
-    arrival happens. ``collective_axes``: cluster axes along which the copy is multicast. Any shape
+    arrival happens. ``collective_axes``: cluster axes along which the copy is multicast.
+    ``leader_tracked``, with one collective axis in a cluster of two blocks (Blackwell): both blocks
+    call it, and the barrier of the first one alone tells that the data of both are there.
+    ``CopyPartition.PARTITIONED(axis)``: ``src`` is twice as large along ``axis``, and each block
+    gets its half; ``REPLICATED``: both get all of it.
+
+    ``src`` may be ``ref.at[rows, a:b]`` with an array of row numbers, uint32 and a multiple of 4 of
+    them (Blackwell): row k of ``dst`` becomes row ``rows[k]``; rows that do not exist are zeros.
+    Without ``predicate``, ``collective_axes`` and ``engine``, and not in a warp. Any shape
     and pitch is legal: TMA copies if it can, otherwise the lanes of the thread. ``engine``: "tma",
     "bulk" or "plain" requests one; ValueError if that is not possible.
     """
     what = "copy_gmem_to_smem"
-    src = _ref(src, what, "src", GMEM)
-    dst = _ref(dst, what, "dst", SMEM)
     if barrier is None:
         raise ValueError(f"{what}: barrier is required on Hopper; pass plgpu.Barrier() scratch")
+    if isinstance(src, IndexedRef):
+        _plain_rows(what, predicate=predicate, collective_axes=collective_axes, engine=engine)
+        src, rows = _rows(src, what, "src")
+        dst = _ref(dst, what, "dst", SMEM)
+        _core.effect("gather_gmem_to_smem", (src, dst, _barrier(barrier, what), rows))
+        return
+    src = _ref(src, what, "src", GMEM)
+    dst = _ref(dst, what, "dst", SMEM)
     _check_leader(leader_tracked, collective_axes, what)
-    _check_parts(leader_tracked, collective_axes, src, dst, what)
+    src = _part(leader_tracked, collective_axes, src, dst, what)
+    if isinstance(leader_tracked, _Partitioned):
+        collective_axes = None
     axes = tuple(cluster_axis(n, what) for n in axis_names(collective_axes))
     oob = OOBFillMode.ZEROS
     if oob_mode is not None:
@@ -173,6 +222,7 @@ def copy_gmem_to_smem(
         oob=int(oob),
         predicated=len(pred),
         cluster=axes,
+        leader=int(leader_tracked is not None),
         engine=_one_of(engine, _ENGINES, _AUTO, f"{what}: engine"),
     )
 
@@ -199,10 +249,16 @@ def copy_smem_to_gmem(
     the element was at least ``src``) and "dec" (subtract 1, or ``src`` if the element was 0 or more
     than ``src``). ValueError for others. ``evict_first``: a hint that the result is not read soon,
     so that the L2 cache evicts it first; for results larger than the cache. Copies by the lanes and
-    copies with ``reduction_op`` ignore it.
+    copies with ``reduction_op`` ignore it. ``dst`` may be ``ref.at[rows, a:b]``, see
+    :func:`copy_gmem_to_smem`: row k of ``src`` goes to row ``rows[k]``.
     """
     what = "copy_smem_to_gmem"
     src = _ref(src, what, "src", SMEM)
+    if isinstance(dst, IndexedRef):
+        _plain_rows(what, predicate=predicate, reduction_op=reduction_op, engine=engine)
+        dst, rows = _rows(dst, what, "dst")
+        _core.effect("scatter_smem_to_gmem", (src, dst, rows), commit=int(bool(commit_group)))
+        return
     dst = _ref(dst, what, "dst", GMEM)
     _same(src, dst, what, "src", "dst")
     pred = _predicate(predicate, what)
@@ -219,11 +275,19 @@ def copy_smem_to_gmem(
 
 def async_prefetch(ref, *, collective_axes=None, leader_tracked=None):
     """Fetch the GMEM view ``ref`` into the L2 cache (Hopper). The completion cannot be awaited.
-    NotImplementedError with ``collective_axes``."""
+    With ``leader_tracked``, as for :func:`copy_gmem_to_smem`: the part of this block, or all.
+    NotImplementedError with ``collective_axes`` alone, and for rows by an array."""
     what = "async_prefetch"
-    _ref(ref, what, "ref", GMEM)
+    ref = _ref(ref, what, "ref", GMEM)
     _check_leader(leader_tracked, collective_axes, what)
-    if collective_axes is not None:
+    if isinstance(leader_tracked, _Partitioned):
+        dim, shape = leader_tracked.axis, list(ref.shape)
+        if not 0 <= dim < ref.ndim or shape[dim] % 2:
+            raise ValueError(f"{what}: PARTITIONED({dim}) of a ref of shape {ref.shape}")
+        shape[dim] //= 2
+        half = ShapeDtypeStruct(tuple(shape), ref.dtype)
+        ref = _part(leader_tracked, collective_axes, ref, half, what)
+    elif leader_tracked is None and collective_axes is not None:
         raise NotImplementedError(
             f"{what}: collective prefetches are not supported; let one block prefetch, L2 is common"
             " to all"

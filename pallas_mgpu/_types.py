@@ -1050,8 +1050,8 @@ class _Replicated(_Frozen):
 
 
 class CopyPartition:
-    """What the two blocks of a leader-tracked copy receive. Needs Blackwell, so copies refuse
-    it."""
+    """What the two blocks of a leader-tracked copy receive (Blackwell): ``PARTITIONED(axis)``, each
+    its half; ``REPLICATED``, both everything."""
 
     PARTITIONED = _Partitioned
     REPLICATED = _Replicated()

@@ -247,6 +247,18 @@ static step check_products(pm_machine *m, const task *k) {
   return STEP_NEXT;
 }
 
+/* The barrier that a copy of the block completes on. */
+static barrier *tracked_by(const instr *i, barrier *b) {
+  return i->leader ? b->block->cluster->blocks->bars + (b - b->block->bars) : b;
+}
+
+/* `n` transfers of this block's; the leader of a pair waits for those of both. */
+static step arrive_for(pm_machine *m, thread *t, const instr *i, barrier *b, int32_t n) {
+  barrier *by = tracked_by(i, b);
+  if (by != b) return STEP_NEXT;
+  return pm_vm_arrive(m, t, i->op, by, i->leader ? 2 * n : n);
+}
+
 /* This block's part of a collective copy, to every block of the group. */
 static step issue_parts(pm_machine *m, thread *t, const instr *i, barrier *b, bool off) {
   block *own = t->block;
@@ -259,13 +271,13 @@ static step issue_parts(pm_machine *m, thread *t, const instr *i, barrier *b, bo
   uint32_t parts = (uint32_t)__builtin_popcount(x.group);
   uint32_t part = (uint32_t)__builtin_popcount(x.group & (x.seen - 1));
   if (parts > 1 && match_copy(m, t, &x) == STEP_FAIL) return STEP_FAIL;
-  if (pm_vm_arrive(m, t, i->op, b, off ? 0 : (int32_t)parts) == STEP_FAIL) return STEP_FAIL;
+  if (arrive_for(m, t, i, b, off ? 0 : (int32_t)parts) == STEP_FAIL) return STEP_FAIL;
   block *first = own->cluster->blocks;
   for (block *u = first; u < first + m->n_blocks && !off; u++) {
     if (!(x.group & bit_of(u))) continue;
     task *k = pm_vm_new_task(m, t, i, TASK_LOAD);
     if (!k) return STEP_FAIL;
-    k->barrier = u->bars + x.barrier;
+    k->barrier = tracked_by(i, u->bars + x.barrier);
     k->gmem = x.gmem;
     k->smem = x.smem;
     k->smem.base = u->smem + (x.smem.base - own->smem);
@@ -297,7 +309,7 @@ static step exec_copy_in(pm_machine *m, thread *t, const instr *i) {
   if (i->n) return issue_parts(m, t, i, b, off);
   task *k = off ? NULL : pm_vm_new_task(m, t, i, TASK_LOAD);
   if (k) {
-    k->barrier = b;
+    k->barrier = tracked_by(i, b);
     k->from = 0;
     k->to = i->mem2->n;
     if (locate_copy_in(m, t, i, &k->gmem, &k->smem) == STEP_FAIL) return STEP_FAIL;
@@ -306,7 +318,7 @@ static step exec_copy_in(pm_machine *m, thread *t, const instr *i) {
     if (m->timeline) pm_time_issue(m, t, k);
     if (is_made_now(m, i)) pm_race_fence(m, t, true);
   }
-  if ((!off && !k) || pm_vm_arrive(m, t, i->op, b, !off) == STEP_FAIL) return STEP_FAIL;
+  if ((!off && !k) || arrive_for(m, t, i, b, !off) == STEP_FAIL) return STEP_FAIL;
   if (k && is_made_now(m, i) && run_copy_in(m, k) == STEP_FAIL) return STEP_FAIL;
   return STEP_PAUSE;
 }

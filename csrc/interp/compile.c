@@ -645,6 +645,7 @@ void pm_vm_encode_copy_in(compiler *c, pm_opid op, const handler *h) {
   instr *i = &c->code.at[c->code.n - 1];
   i->n = 0;
   for (uint32_t k = 0; k < n; k++) i->n |= 1u << axes[k];
+  i->leader = *pm_attr(c->g, op, PM_ATTR_LEADER);
   if (n) i->to = c->m->n_shared_copies++;
 }
 
@@ -845,6 +846,7 @@ static void note_shared(pm_graph *g, pm_opid op, void *ctx) {
       break;
     case PM_OP_COPY_G2S:
       pm_attr_list(g, op, PM_ATTR_CLUSTER, &n);
+      n += *pm_attr(g, op, PM_ATTR_LEADER) != 0;
       c->shared[pm_view_base(g, pm_in(g, op, 1))] |= n > 0;
       c->shared[pm_view_base(g, pm_in(g, op, 2))] |= n > 0;
       break;

@@ -72,6 +72,7 @@ struct instr {
   uint8_t dtype, out; /* of operands, of the result */
   uint8_t flags;
   uint8_t skip, skip_dtype; /* enum skip; of the floats in dst */
+  bool leader;              /* of copies of a pair: the first block tracks those of both */
   bool lowered; /* ARRIVE: it is relaxed; COMMIT_SMEM: a pass placed it; copies: lanes do them */
   uint32_t skip_bytes;
 };

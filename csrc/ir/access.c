@@ -74,6 +74,7 @@ static bool spans_blocks(const pm_graph *g, pm_opid op) {
   uint32_t n = 0;
   int64_t blocks = 1;
   const int64_t *axis = NULL;
+  if (pm_has_attr(g, op, PM_ATTR_LEADER) && *pm_attr(g, op, PM_ATTR_LEADER)) return true;
   if (pm_has_attr(g, op, PM_ATTR_PAIR) && *pm_attr(g, op, PM_ATTR_PAIR)) return true;
   if (pm_has_attr(g, op, PM_ATTR_CLUSTER)) axis = pm_attr_list(g, op, PM_ATTR_CLUSTER, &n);
   for (uint32_t k = 0; k < n; k++) blocks *= axis[k] < 0 ? 1 : g->cluster[axis[k]]; /* -1: a gap */

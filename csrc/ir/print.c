@@ -121,7 +121,7 @@ static const bool quiet[PM_ATTR_COUNT] = {
     [PM_ATTR_DIMS] = true,      [PM_ATTR_EVICT_FIRST] = true, [PM_ATTR_APART] = true,
     [PM_ATTR_LEADER] = true,    [PM_ATTR_EXACT] = true,       [PM_ATTR_INTERPRET] = true,
     [PM_ATTR_LABEL] = true,     [PM_ATTR_PACKED] = true,      [PM_ATTR_STAGE] = true,
-    [PM_ATTR_PLACED] = true,    [PM_ATTR_PART] = true,        [PM_ATTR_TENSOR_CORE] = true,
+    [PM_ATTR_PLACED] = true,            [PM_ATTR_TENSOR_CORE] = true,
     [PM_ATTR_PAIR] = true,      [PM_ATTR_TMEM_REDUCE] = true,
 };
 

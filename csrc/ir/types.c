@@ -878,20 +878,16 @@ static pm_code check_combine(const pm_typing *t) {
        pm_enum_text(PM_ENUM_COMBINE, combine), pm_dtypes[d].text, fits);
 }
 
-/* The copy of a pair of blocks, which the first of them tracks. */
+/* A copy of a pair of blocks, which the first of them tracks. */
 static pm_code leader_copy(const pm_typing *t) {
   const pm_graph *g = t->g;
-  uint32_t n;
-  const int64_t *axis = list_of(t, PM_ATTR_CLUSTER, &n);
   int64_t blocks = 1;
   for (uint32_t k = 0; k < g->n_cluster; k++) blocks *= g->cluster[k];
-  if (n != 1) {
-    FAIL(VALUE, "%s: leader_tracked needs exactly one collective axis, got %u", name(t), n);
-  }
-  if (g->cluster[*axis] == 2 && blocks == 2) return PM_OK;
+  if (blocks == 2 && g->cluster[g->n_cluster - 1] == 2) return PM_OK;
   FAIL(NOT_IMPLEMENTED,
-       "%s: leader_tracked in a cluster of %" PRId64 " blocks; a cluster of two is needed", name(t),
-       blocks);
+       "%s: leader_tracked in a cluster of %" PRId64
+       " blocks; a cluster of two along its last axis is needed",
+       name(t), blocks);
 }
 
 static pm_code pm_type_copy(const pm_typing *t, pm_type *out) {
@@ -901,14 +897,9 @@ static pm_code pm_type_copy(const pm_typing *t, pm_type *out) {
     FAIL(VALUE, "%s: src has dtype %s, dst %s; they must be equal", name(t),
          pm_dtypes[src->dtype].text, pm_dtypes[dst->dtype].text);
   }
-  const int64_t part = word(t, PM_ATTR_PART);
-  pm_type whole = *dst; /* src is what both blocks of a pair get parts of */
-  if (part < 0 || part > dst->rank) FAIL(INTERNAL, "%s: attribute part", name(t));
-  if (part) whole.dim[part - 1] *= 2;
-  if (!same_shape(src, &whole)) {
-    FAIL(VALUE, "%s: src has shape %s, dst %s; %s", name(t), show_shape(t, src), show_shape(t, dst),
-         part ? "src must be twice as large along the dimension that is partitioned"
-              : "they must be equal");
+  if (!same_shape(src, dst)) {
+    FAIL(VALUE, "%s: src has shape %s, dst %s; they must be equal", name(t), show_shape(t, src),
+         show_shape(t, dst));
   }
   uint32_t fixed = t->code == PM_OP_COPY_G2S ? 3 : 2;
   if (word(t, PM_ATTR_PREDICATED) != (int64_t)(t->n_in - fixed)) {

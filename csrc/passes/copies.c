@@ -486,6 +486,22 @@ static const char *check_store_start(const pm_graph *g, const pm_copy_plan *p) {
   return NULL;
 }
 
+/* Only the copy engine signals another block. */
+static pm_code plan_leader(const pm_graph *g, pm_opid op, pm_copy_plan *p, int64_t parts,
+                           pm_err *err) {
+  const int engine = p->engine;
+  if (parts > 1) return plan_collective(g, op, p, parts, err);
+  p->engine = PM_ENGINE_TMA;
+  const char *why = plan_tma(g, p, 1);
+  if (!why && (engine == PM_ENGINE_AUTO || engine == PM_ENGINE_TMA)) {
+    set_map_dtype(g, op, p);
+    return PM_OK;
+  }
+  return pm_fail(err, PM_E_VALUE, "copy_gmem_to_smem with leader_tracked needs TMA, %s%s",
+                 why ? "which cannot do it: " : "not the engine ",
+                 why ? why : pm_enum_text(PM_ENUM_ENGINE, engine));
+}
+
 static pm_code plan(const pm_graph *g, pm_opid op, pm_copy_plan *p, pm_err *err) {
   const bool load = pm_get(g, op)->code == PM_OP_COPY_G2S;
   const int engine = (int)*pm_attr(g, op, PM_ATTR_ENGINE);
@@ -501,6 +517,7 @@ static pm_code plan(const pm_graph *g, pm_opid op, pm_copy_plan *p, pm_err *err)
   p->engine = engine;
   p->share.count = 1;
   const int64_t parts = sharers(g, op);
+  if (load && *pm_attr(g, op, PM_ATTR_LEADER)) return plan_leader(g, op, p, parts, err);
   if (parts > 1) {
     p->alone = engine == PM_ENGINE_AUTO && plan_tma(g, p, 1);
     if (!p->alone) return plan_collective(g, op, p, parts, err);

@@ -44,11 +44,12 @@ def at(ref, idx):
         (idx,) = idx
     if isinstance(idx, Array) and idx.dtype == bool and idx.shape == ref.shape:
         return MaskedRef(ref, idx)
-    plain, shape, along, arrays, first, apart = [], [], [], [], None, False
+    plain, shape, along, arrays, raw, first, apart = [], [], [], [], [], None, False
     for i in entries(ref, idx):
         if i is None:
             shape.append(1)
             continue
+        given = i
         i = i if is_slice(i) else _checked(i)
         if is_slice(i):
             plain.append(i)
@@ -59,6 +60,7 @@ def at(ref, idx):
         apart |= len(shape) != first
         if isinstance(i, Array) and i.ndim:
             arrays.append(i)
+            raw.append(given)
             along.append(-len(arrays))
             i = slice(None)
         plain.append(i)
@@ -72,7 +74,8 @@ def at(ref, idx):
     if len(full) > 8:
         raise ValueError("index: the result has more than 8 dimensions")
     dims = [k if k < 0 else k + len(wide) * (k >= place) for k in along]
-    return IndexedRef(ref.at[tuple(plain)], dims, [_spread(a, wide, full, place) for a in arrays])
+    spread = [_spread(a, wide, full, place) for a in arrays]
+    return IndexedRef(ref.at[tuple(plain)], dims, spread, raw)
 
 
 def _spread(a, wide, full, place):
@@ -85,10 +88,12 @@ def _spread(a, wide, full, place):
 class IndexedRef:
     """Elements of a ref by arrays of indices: for loads, stores and atomics, not for more views."""
 
-    __slots__ = ("ref", "by", "inside")  # inside: which elements exist, if not all
+    # inside: which elements exist, if not all; arrays: as the user gave them
+    __slots__ = ("arrays", "by", "inside", "ref")
 
-    def __init__(self, ref, dims, indices):
+    def __init__(self, ref, dims, indices, arrays=()):
         self.ref, self.by, self.inside = ref, (tuple(dims), *indices), None
+        self.arrays = tuple(arrays)
 
     shape = property(lambda self: self.by[1].shape)
     dtype = property(lambda self: self.ref.dtype)
