@@ -218,8 +218,9 @@ static void issue_tma(pm_gen *e, pm_opid op, const pm_copy_plan *p, const char *
   if (prefetch) {
     pm_putf(&t, "tma_prefetch_%dd(&%s", p->map.rank, map);
   } else if (bar) {
-    pm_putf(&t, "tma_%s_%dd(%s, &%s, %s", share ? "multicast" : "load", p->map.rank, smem, map,
-            bar);
+    const char *fn = pm_str(e, "tma_%s_%dd", share ? "multicast" : "load", p->map.rank);
+    if (*pm_attr(e->g, op, PM_ATTR_LEADER)) fn = pm_ptx_tma_pair(e, p->map.rank, share);
+    pm_putf(&t, "%s(%s, &%s, %s", fn, smem, map, bar);
     if (share) pm_putf(&t, ", %s", pm_cluster_mask(e, axes, n_axes));
   } else {
     const int64_t combine = *pm_attr(e->g, op, PM_ATTR_COMBINE);
@@ -257,21 +258,24 @@ static const char *predicate(pm_gen *e, pm_opid op) {
   return pm_scalar_of(e, pm_in(e->g, op, pm_get(e->g, op)->n_in - 1));
 }
 
+/* A copy that the first block of a pair tracks: only there the barrier counts it, with the bytes of
+ * both blocks. */
 static pm_code load_by_lane(pm_gen *e, pm_opid op, const pm_copy_plan *p) {
-  const char *when = predicate(e, op);
+  const bool leader = *pm_attr(e->g, op, PM_ATTR_LEADER);
+  const char *when = predicate(e, op), *first = leader ? "if (cluster_rank() == 0) " : "";
   barrier b;
   PM_TRY(barrier_of(e, op, pm_in(e->g, op, 2), &b));
   if (when) pm_begin(e, "if (%s) {", when);
   if (!e->is_expected[op]) {
     long long bytes;
     PM_TRY(pm_expected_bytes(e, op, &bytes));
-    pm_line(e, "mbarrier_arrive_expect_tx(%s, %lld);", b.address, bytes);
+    pm_line(e, "%smbarrier_arrive_expect_tx(%s, %lld);", first, b.address, bytes * (1 + leader));
   }
-  issue(e, op, p, b.address);
+  issue(e, op, p, leader ? pm_str(e, "%s + peer_offset(0)", b.address) : b.address);
   if (when) {
     e->indent--;
     pm_begin(e, "} else {");
-    pm_line(e, "mbarrier_arrive(%s);", b.address);
+    pm_line(e, "%smbarrier_arrive(%s);", first, b.address);
     pm_end(e);
   }
   return PM_OK;

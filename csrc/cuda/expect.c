@@ -17,6 +17,9 @@ static pm_val barrier_of_run(const pm_graph *g, pm_opid op) {
   return n ? 0 : pm_in(g, op, 2);
 }
 
+/* Does the first block of a pair track the copy? Then it expects twice the bytes. */
+static bool is_led(const pm_graph *g, pm_opid op) { return *pm_attr(g, op, PM_ATTR_LEADER); }
+
 static bool is_index_arithmetic(const pm_graph *g, pm_opid op) {
   return pm_is_view(g, op) || (pm_is_elementwise(g, op) && pm_is_pure(pm_get(g, op)->code));
 }
@@ -44,7 +47,7 @@ static uint32_t find_run(search *s, pm_blk block, uint32_t first) {
   for (uint32_t k = end; k < b->ops.n; k++) {
     const pm_opid op = b->ops.at[k];
     if (is_index_arithmetic(g, op)) continue;
-    if (barrier_of_run(g, op) != barrier) break;
+    if (barrier_of_run(g, op) != barrier || is_led(g, op) != is_led(g, last)) break;
     s->e->next_copy[last] = op;
     last = op;
     end = k + 1;

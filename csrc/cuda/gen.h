@@ -370,6 +370,8 @@ const char *pm_ptx_kept(pm_gen *e, const char *name, const char *text);
  * of one part; (registers, &reduced, address) */
 const char *pm_ptx_tcgen05(pm_gen *e, const pm_tcgen05_product *p);
 const char *pm_ptx_tcgen05_copy(pm_gen *e, const char *shape, bool pair);
+/* (smem, &map, barrier, mask if multicast, coordinates) */
+const char *pm_ptx_tma_pair(pm_gen *e, int rank, bool multicast);
 const char *pm_ptx_tmem_move(pm_gen *e, const pm_tcgen05_move *m, uint32_t part, bool store);
 const char *pm_ptx_tmem_reduce(pm_gen *e, const pm_tcgen05_move *m, uint32_t part, int64_t reduce,
                                pm_dtype d);

@@ -65,6 +65,29 @@ const char *pm_ptx_tcgen05_copy(pm_gen *e, const char *shape, bool pair) {
                        pair ? ", of both blocks" : "", name.at, pair ? 2 : 1, shape));
 }
 
+/* Loads whose bytes are those of a barrier in either block of a pair, an address in the cluster. */
+const char *pm_ptx_tma_pair(pm_gen *e, int rank, bool multicast) {
+  const char *name = pm_str(e, "tma_%s_pair_%dd", multicast ? "multicast" : "load", rank);
+  const int first = multicast ? 4 : 3; /* operand of the first coordinate */
+  pm_text t;
+  pm_text_init(&t, e->arena);
+  pm_putf(&t,
+          "// the bytes count on the barrier of one block of a pair, an address in the cluster\n"
+          "FN void %s(u32 dst, const TensorMap* m, u32 barrier%s",
+          name, multicast ? ", u32 mask" : "");
+  for (int k = 0; k < rank; k++) pm_putf(&t, ", i32 c%d", k);
+  pm_putf(&t,
+          ") {\n  asm volatile(\"cp.async.bulk.tensor.%dd.shared::%s.global.tile"
+          ".mbarrier::complete_tx::bytes\"\n               \"%s.cta_group::2 [%%0], [%%1, {",
+          rank, multicast ? "cluster" : "cta", multicast ? ".multicast::cluster" : "");
+  for (int k = 0; k < rank; k++) pm_putf(&t, "%s%%%d", k ? "," : "", first + k);
+  pm_putf(&t, "}], [%%2]%s;\"\n               :: \"r\"(dst), \"l\"(m), \"r\"(barrier)%s",
+          multicast ? ", %3" : "", multicast ? ", \"h\"((u16)mask)" : "");
+  for (int k = 0; k < rank; k++) pm_putf(&t, ", \"r\"(c%d)", k);
+  pm_put(&t, " : \"memory\");\n}\n");
+  return pm_ptx(e, name, t.at);
+}
+
 /* ---- between registers and tensor memory --------------------------------------------------- */
 
 /* Where the words of a part lie among each other, if they do not follow each other: numbers 1, 2, 4

@@ -759,6 +759,9 @@ void Commit::execute() {
     Mbarrier &x = b.mbarriers.at(at);
     if (!x.pending)
       host_fail(line, "a commit arrives, and %s expects no more", host_place_of(b, at).c_str());
+    /* what engines had done when the thread issued it came before its instructions */
+    for (u32 a = m.n_clock - MAX_ENGINES; a < m.n_clock; a++)
+      if (x.gathered.seen[a] < clock.seen[a]) x.gathered.seen[a] = clock.seen[a];
     if (x.gathered.seen[who] < when) x.gathered.seen[who] = when;
     x.gathered.carried.join(known);
     x.gathered.carried.note(who, when);
