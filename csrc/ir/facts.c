@@ -63,6 +63,7 @@ static bool int_constant(const pm_graph *g, pm_val v, int64_t *out) {
 typedef struct facts {
   const pm_graph *g;
   int budget;
+  bool compares; /* the next comparison is what is asked for; others are not worth their visits */
 } facts;
 
 static int64_t divisor(facts *f, pm_val v);
@@ -88,54 +89,98 @@ static int64_t product(int64_t a, int64_t b) {
 
 static int64_t power_of_two_in(int64_t d) { return d ? d & -d : 0; }
 
-static int64_t divisor_of_op(facts *f, const pm_op *o, uint32_t index, pm_dtype dtype) {
-  const pm_graph *g = f->g;
-  pm_val x = o->n_in > 0 ? operand(g, o, 0) : 0, y = o->n_in > 1 ? operand(g, o, 1) : 0;
-  int64_t c;
-  if (pm_only_moves(o->code)) return divisor(f, x);
-  if (yields_results(o)) return divisor_of_yields(f, o, index);
-  switch (o->code) {
-    case PM_OP_MULTIPLE_OF: {
-      int64_t promised = g->attrs.at[o->attr], known = divisor(f, x);
-      if (!known) return 0;
-      return product(promised / pm_gcd(promised, known), known);
-    }
-    case PM_OP_NEG:
-    case PM_OP_ABS: return divisor(f, x);
-    case PM_OP_ADD:
-    case PM_OP_SUB:
-    case PM_OP_MIN:
-    case PM_OP_MAX: return pm_gcd(divisor(f, x), divisor(f, y));
-    case PM_OP_MUL: return product(divisor(f, x), divisor(f, y));
-    case PM_OP_SHL:
-      if (!int_constant(g, y, &c) || c < 0 || c > 31) return 1;
-      return product(divisor(f, x), INT64_C(1) << c);
-    case PM_OP_DIV: {
-      if (!int_constant(g, y, &c) || c <= 0) return 1;
-      int64_t d = divisor(f, x);
-      return d % c ? 1 : d / c;
-    }
-    case PM_OP_SHR: {
-      if (!int_constant(g, y, &c) || c < 0 || c > 31) return 1;
-      int64_t d = divisor(f, x);
-      return d & ((INT64_C(1) << c) - 1) ? 1 : d >> c;
-    }
-    case PM_OP_REM:
-      if (!int_constant(g, y, &c) || !c) return 1;
-      return pm_gcd(divisor(f, x), c);
-    case PM_OP_AND: return pm_max(power_of_two_in(divisor(f, x)), power_of_two_in(divisor(f, y)));
-    case PM_OP_OR:
-    case PM_OP_XOR: return power_of_two_in(pm_gcd(divisor(f, x), divisor(f, y)));
-    case PM_OP_SELECT: return pm_gcd(divisor(f, y), divisor(f, operand(g, o, 2)));
-    case PM_OP_CONVERT: {
-      pm_dtype from = pm_typeof(g, x)->dtype;
-      if (!pm_is_int(from)) return 1;
-      int64_t d = divisor(f, x);
-      return pm_dtypes[from].bits <= pm_dtypes[dtype].bits ? d : power_of_two_in(d);
-    }
-    default: return 1;
-  }
+/* Rules of numbers.def: of the operands of an op. */
+typedef int64_t divisor_rule(facts *f, const pm_op *o);
+
+static int64_t divisor_in(facts *f, const pm_op *o, uint32_t k) {
+  return divisor(f, operand(f->g, o, k));
 }
+
+/* A shift by a constant. */
+static bool shift_of(facts *f, const pm_op *o, int64_t *c) {
+  return int_constant(f->g, operand(f->g, o, 1), c) && *c >= 0 && *c <= 31;
+}
+
+static int64_t divisor_any(facts *f, const pm_op *o) {
+  (void)f, (void)o;
+  return 1;
+}
+
+static int64_t divisor_axis(facts *f, const pm_op *o) {
+  int64_t lo, hi;
+  return pm_range(f->g, o->out, &lo, &hi) && !lo && !hi ? 0 : 1;
+}
+
+static int64_t divisor_operand(facts *f, const pm_op *o) { return divisor_in(f, o, 0); }
+
+static int64_t divisor_promise(facts *f, const pm_op *o) {
+  const int64_t promised = f->g->attrs.at[o->attr], known = divisor_in(f, o, 0);
+  return known ? product(promised / pm_gcd(promised, known), known) : 0;
+}
+
+static int64_t divisor_both(facts *f, const pm_op *o) {
+  const int64_t x = divisor_in(f, o, 0);
+  return pm_gcd(x, divisor_in(f, o, 1));
+}
+
+static int64_t divisor_mul(facts *f, const pm_op *o) {
+  const int64_t x = divisor_in(f, o, 0);
+  return product(x, divisor_in(f, o, 1));
+}
+
+static int64_t divisor_shl(facts *f, const pm_op *o) {
+  int64_t c;
+  return shift_of(f, o, &c) ? product(divisor_in(f, o, 0), INT64_C(1) << c) : 1;
+}
+
+static int64_t divisor_div(facts *f, const pm_op *o) {
+  int64_t c;
+  if (!int_constant(f->g, operand(f->g, o, 1), &c) || c <= 0) return 1;
+  const int64_t d = divisor_in(f, o, 0);
+  return d % c ? 1 : d / c;
+}
+
+static int64_t divisor_shr(facts *f, const pm_op *o) {
+  int64_t c;
+  if (!shift_of(f, o, &c)) return 1;
+  const int64_t d = divisor_in(f, o, 0);
+  return d & ((INT64_C(1) << c) - 1) ? 1 : d >> c;
+}
+
+static int64_t divisor_rem(facts *f, const pm_op *o) {
+  int64_t c;
+  if (!int_constant(f->g, operand(f->g, o, 1), &c) || !c) return 1;
+  return pm_gcd(divisor_in(f, o, 0), c);
+}
+
+static int64_t divisor_either(facts *f, const pm_op *o) {
+  const int64_t x = power_of_two_in(divisor_in(f, o, 0));
+  return pm_max(x, power_of_two_in(divisor_in(f, o, 1)));
+}
+
+static int64_t divisor_bits(facts *f, const pm_op *o) {
+  return power_of_two_in(divisor_both(f, o));
+}
+
+static int64_t divisor_select(facts *f, const pm_op *o) {
+  const int64_t x = divisor_in(f, o, 1);
+  return pm_gcd(x, divisor_in(f, o, 2));
+}
+
+static int64_t divisor_convert(facts *f, const pm_op *o) {
+  const pm_dtype from = pm_typeof(f->g, operand(f->g, o, 0))->dtype;
+  if (!pm_is_int(from)) return 1;
+  const int64_t d = divisor_in(f, o, 0);
+  const bool fits = pm_dtypes[from].bits <= pm_dtypes[pm_typeof(f->g, o->out)->dtype].bits;
+  return fits ? d : power_of_two_in(d);
+}
+
+static divisor_rule *const divisors[PM_OP_COUNT] = {
+#define PM_NUMBER(op, value, range, divisor, commutes, unit, decides, like) \
+  [PM_OP_##op] = divisor_##divisor,
+#include "numbers.def"
+#undef PM_NUMBER
+};
 
 static int64_t divisor(facts *f, pm_val v) {
   int64_t c;
@@ -145,15 +190,12 @@ static int64_t divisor(facts *f, pm_val v) {
   if (t->kind != PM_ARRAY || !pm_is_int(t->dtype)) return 1;
   if (int_constant(f->g, v, &c)) return c < 0 ? -c : c;
   if (!defined_by(f->g, v, &o)) return 1;
-  if (o.code == PM_OP_AXIS) {
-    int64_t lo, hi;
-    return pm_range(f->g, v, &lo, &hi) && !lo && !hi ? 0 : 1;
-  }
-  return divisor_of_op(f, &o, pm_value_of(f->g, v)->index, t->dtype);
+  if (yields_results(&o)) return divisor_of_yields(f, &o, pm_value_of(f->g, v)->index);
+  return divisors[o.code] ? divisors[o.code](f, &o) : 1;
 }
 
 int64_t pm_divisor(const pm_graph *g, pm_val v) {
-  facts f = {g, BUDGET};
+  facts f = {g, BUDGET, false};
   return divisor(&f, v);
 }
 
@@ -218,21 +260,6 @@ static span hull_of_products(span a, span b) {
   return hull(low, high);
 }
 
-static span range_of_axis(const pm_graph *g, const pm_op *o, span all) {
-  int64_t kind = g->attrs.at[o->attr], dim = g->attrs.at[o->attr + 1];
-  if (kind == PM_AXIS_THREAD) return (span){0, (int64_t)g->n_threads - 1};
-  if (kind == PM_AXIS_WARP) return (span){0, 3};
-  if (kind == PM_AXIS_GRID && dim < g->n_grid) return (span){0, g->grid[dim] - 1};
-  if (kind == PM_AXIS_CLUSTER && dim < g->n_cluster) return (span){0, g->cluster[dim] - 1};
-  return all;
-}
-
-/* x % y truncates toward zero, as x / y does */
-static span range_of_rem(span x, span y) {
-  if (x.lo >= 0) return x.hi < y.lo ? x : (span){0, pm_min(x.hi, y.hi - 1)};
-  return (span){pm_max(x.lo, 1 - y.hi), pm_max(0, pm_min(x.hi, y.hi - 1))};
-}
-
 static span range_of_yields(facts *f, const pm_op *o, uint32_t k) {
   span s = {0, 0};
   for (uint32_t r = 0; r < o->n_regions; r++) {
@@ -243,13 +270,154 @@ static span range_of_yields(facts *f, const pm_op *o, uint32_t k) {
   return s;
 }
 
+/* Rules of numbers.def: of the operands of an op, whose dtype has the bounds `all`. */
+typedef span range_rule(facts *f, const pm_op *o, span all);
+
+static span range_in(facts *f, const pm_op *o, uint32_t k) { return range(f, operand(f->g, o, k)); }
+
+static span range_any(facts *f, const pm_op *o, span all) {
+  (void)f, (void)o;
+  return all;
+}
+
+static span range_operand(facts *f, const pm_op *o, span all) {
+  (void)all;
+  return range_in(f, o, 0);
+}
+
+static span range_axis(facts *f, const pm_op *o, span all) {
+  const pm_graph *g = f->g;
+  int64_t axis = g->attrs.at[o->attr], dim = g->attrs.at[o->attr + 1];
+  if (axis == PM_AXIS_THREAD) return (span){0, (int64_t)g->n_threads - 1};
+  if (axis == PM_AXIS_WARP) return (span){0, 3};
+  if (axis == PM_AXIS_GRID && dim < g->n_grid) return (span){0, g->grid[dim] - 1};
+  if (axis == PM_AXIS_CLUSTER && dim < g->n_cluster) return (span){0, g->cluster[dim] - 1};
+  return all;
+}
+
+static span range_iota(facts *f, const pm_op *o, span all) {
+  (void)all;
+  return (span){0, pm_typeof(f->g, o->out)->dim[f->g->attrs.at[o->attr]] - 1};
+}
+
+static span range_first_tile(facts *f, const pm_op *o, span all) {
+  (void)o, (void)all;
+  return (span){0, pm_max(pm_grid_size(f->g) - 1, 0)};
+}
+
+static span range_count(facts *f, const pm_op *o, span all) {
+  (void)f, (void)o;
+  return (span){0, all.hi};
+}
+
+static span range_neg(facts *f, const pm_op *o, span all) {
+  const span a = range_in(f, o, 0);
+  (void)all;
+  return (span){-a.hi, -a.lo};
+}
+
+static span range_add(facts *f, const pm_op *o, span all) {
+  const span a = range_in(f, o, 0), b = range_in(f, o, 1);
+  (void)all;
+  return (span){a.lo + b.lo, a.hi + b.hi};
+}
+
+static span range_sub(facts *f, const pm_op *o, span all) {
+  const span a = range_in(f, o, 0), b = range_in(f, o, 1);
+  (void)all;
+  return (span){a.lo - b.hi, a.hi - b.lo};
+}
+
+static span range_mul(facts *f, const pm_op *o, span all) {
+  const span a = range_in(f, o, 0), b = range_in(f, o, 1);
+  const int64_t big = INT64_C(1) << 31; /* of unsigned factors the product may leave int64 */
+  return a.hi > big || b.hi > big ? all : hull_of_products(a, b);
+}
+
+static span range_min(facts *f, const pm_op *o, span all) {
+  const span a = range_in(f, o, 0), b = range_in(f, o, 1);
+  (void)all;
+  return (span){pm_min(a.lo, b.lo), pm_min(a.hi, b.hi)};
+}
+
+static span range_max(facts *f, const pm_op *o, span all) {
+  const span a = range_in(f, o, 0), b = range_in(f, o, 1);
+  (void)all;
+  return (span){pm_max(a.lo, b.lo), pm_max(a.hi, b.hi)};
+}
+
+static span range_div(facts *f, const pm_op *o, span all) {
+  const span a = range_in(f, o, 0), b = range_in(f, o, 1);
+  if (b.lo <= 0) return all;
+  return (span){a.lo / (a.lo < 0 ? b.lo : b.hi), a.hi / (a.hi < 0 ? b.hi : b.lo)};
+}
+
+/* x % y truncates toward zero, as x / y does */
+static span range_rem(facts *f, const pm_op *o, span all) {
+  const span y = range_in(f, o, 1);
+  if (y.lo <= 0) return all;
+  const span x = range_in(f, o, 0);
+  if (x.lo >= 0) return x.hi < y.lo ? x : (span){0, pm_min(x.hi, y.hi - 1)};
+  return (span){pm_max(x.lo, 1 - y.hi), pm_max(0, pm_min(x.hi, y.hi - 1))};
+}
+
+static span range_shl(facts *f, const pm_op *o, span all) {
+  int64_t c;
+  if (!shift_of(f, o, &c) || c > 30) return all;
+  const span a = range_in(f, o, 0);
+  return (span){a.lo * (INT64_C(1) << c), a.hi * (INT64_C(1) << c)};
+}
+
+static span range_shr(facts *f, const pm_op *o, span all) {
+  int64_t c;
+  if (!shift_of(f, o, &c)) return all;
+  const span a = range_in(f, o, 0);
+  return (span){a.lo >> c, a.hi >> c};
+}
+
+static span range_and(facts *f, const pm_op *o, span all) {
+  const span a = range_in(f, o, 0), b = range_in(f, o, 1);
+  if (a.lo >= 0 && b.lo >= 0) return (span){0, pm_min(a.hi, b.hi)};
+  if (a.lo >= 0) return (span){0, a.hi};
+  return b.lo >= 0 ? (span){0, b.hi} : all;
+}
+
+static span range_convert(facts *f, const pm_op *o, span all) {
+  return pm_is_float(pm_typeof(f->g, operand(f->g, o, 0))->dtype) ? all : range_in(f, o, 0);
+}
+
+/* a < b for all elements of both, or for none; `all`: neither */
+static span range_less(facts *f, pm_val a, pm_val b, span all) {
+  if (!f->compares) return all;
+  f->compares = false;
+  const span x = range(f, a), y = range(f, b);
+  if (x.hi < y.lo) return (span){1, 1};
+  return x.lo >= y.hi ? (span){0, 0} : all;
+}
+
+static span inverse(span s) { return (span){1 - s.hi, 1 - s.lo}; }
+
+static span range_lt(facts *f, const pm_op *o, span all) {
+  return range_less(f, operand(f->g, o, 0), operand(f->g, o, 1), all);
+}
+
+static span range_gt(facts *f, const pm_op *o, span all) {
+  return range_less(f, operand(f->g, o, 1), operand(f->g, o, 0), all);
+}
+
+static span range_ge(facts *f, const pm_op *o, span all) { return inverse(range_lt(f, o, all)); }
+
+static span range_le(facts *f, const pm_op *o, span all) { return inverse(range_gt(f, o, all)); }
+
 /* Quotients and remainders of Python are `r < 0 ? x + c : x`: known is that r is not negative, or,
  * if r is x, that each side has its sign. */
-static span range_of_select(facts *f, pm_val p, pm_val yes, pm_val no) {
+static span range_select(facts *f, const pm_op *o, span all) {
   const pm_graph *g = f->g;
+  const pm_val p = operand(g, o, 0), yes = operand(g, o, 1), no = operand(g, o, 2);
   span b = range(f, no);
   pm_op less, sum;
   int64_t zero, c;
+  (void)all;
   if (!defined_by(g, p, &less) || less.code != PM_OP_LT ||
       !int_constant(g, operand(g, &less, 1), &zero) || zero) {
     return hull(range(f, yes), b);
@@ -263,64 +431,18 @@ static span range_of_select(facts *f, pm_val p, pm_val yes, pm_val no) {
   return hull((span){b.lo + c, c - 1}, (span){0, b.hi});
 }
 
-static span range_of_op(facts *f, const pm_op *o, uint32_t index, span all) {
-  const pm_graph *g = f->g;
-  pm_val x = o->n_in > 0 ? operand(g, o, 0) : 0, y = o->n_in > 1 ? operand(g, o, 1) : 0;
-  int64_t c;
-  span a, b;
-  if (pm_only_moves(o->code)) return range(f, x);
-  if (yields_results(o)) return range_of_yields(f, o, index);
-  switch (o->code) {
-    case PM_OP_AXIS: return range_of_axis(g, o, all);
-    case PM_OP_FIRST_TILE: return (span){0, pm_max(pm_grid_size(g) - 1, 0)};
-    case PM_OP_FETCH_TILE:
-    case PM_OP_SHUFFLE_TILE:
-    case PM_OP_NEXT_TILE: return (span){0, all.hi};
-    case PM_OP_IOTA: return (span){0, pm_typeof(g, o->out)->dim[g->attrs.at[o->attr]] - 1};
-    case PM_OP_MULTIPLE_OF: return range(f, x);
-    case PM_OP_NEG: a = range(f, x); return (span){-a.hi, -a.lo};
-    case PM_OP_ADD: a = range(f, x), b = range(f, y); return (span){a.lo + b.lo, a.hi + b.hi};
-    case PM_OP_SUB: a = range(f, x), b = range(f, y); return (span){a.lo - b.hi, a.hi - b.lo};
-    case PM_OP_MUL: {
-      a = range(f, x), b = range(f, y);
-      int64_t big = INT64_C(1) << 31; /* of unsigned factors the product may leave int64 */
-      return a.hi > big || b.hi > big ? all : hull_of_products(a, b);
-    }
-    case PM_OP_MIN:
-      a = range(f, x), b = range(f, y);
-      return (span){pm_min(a.lo, b.lo), pm_min(a.hi, b.hi)};
-    case PM_OP_MAX:
-      a = range(f, x), b = range(f, y);
-      return (span){pm_max(a.lo, b.lo), pm_max(a.hi, b.hi)};
-    case PM_OP_DIV:
-      a = range(f, x), b = range(f, y);
-      if (b.lo <= 0) return all;
-      return (span){a.lo / (a.lo < 0 ? b.lo : b.hi), a.hi / (a.hi < 0 ? b.hi : b.lo)};
-    case PM_OP_REM: b = range(f, y); return b.lo <= 0 ? all : range_of_rem(range(f, x), b);
-    case PM_OP_SHL:
-      if (!int_constant(g, y, &c) || c < 0 || c > 30) return all;
-      a = range(f, x);
-      return (span){a.lo * (INT64_C(1) << c), a.hi * (INT64_C(1) << c)};
-    case PM_OP_SHR:
-      if (!int_constant(g, y, &c) || c < 0 || c > 31) return all;
-      a = range(f, x);
-      return (span){a.lo >> c, a.hi >> c};
-    case PM_OP_AND:
-      a = range(f, x), b = range(f, y);
-      if (a.lo >= 0 && b.lo >= 0) return (span){0, pm_min(a.hi, b.hi)};
-      if (a.lo >= 0) return (span){0, a.hi};
-      return b.lo >= 0 ? (span){0, b.hi} : all;
-    case PM_OP_SELECT: return range_of_select(f, operand(g, o, 0), y, operand(g, o, 2));
-    case PM_OP_CONVERT: return pm_is_float(pm_typeof(g, x)->dtype) ? all : range(f, x);
-    default: return all;
-  }
-}
+static range_rule *const ranges[PM_OP_COUNT] = {
+#define PM_NUMBER(op, value, range, divisor, commutes, unit, decides, like) \
+  [PM_OP_##op] = range_##range,
+#include "numbers.def"
+#undef PM_NUMBER
+};
 
 /* The index of a loop runs from lower to below upper; inside the body there was a step to make. */
 static span range_of_arg(facts *f, pm_val v, span all) {
   const pm_value *value = pm_value_of(f->g, v);
   pm_opid parent = f->g->blocks.at[value->block].parent;
-  if (!parent || value->index || pm_get(f->g, parent)->code != PM_OP_FOR) return all;
+  if (!parent || value->index || !pm_has_index(pm_get(f->g, parent))) return all;
   span lower = range(f, pm_in(f->g, parent, 0)), upper = range(f, pm_in(f->g, parent, 1));
   if (lower.lo >= upper.hi) return lower; /* never runs */
   return (span){lower.lo, upper.hi - 1};
@@ -334,7 +456,10 @@ static span range(facts *f, pm_val v) {
   if (f->budget-- <= 0) return all;
   if (int_constant(f->g, v, &c)) return (span){c, c};
   if (defined_by(f->g, v, &o)) {
-    s = range_of_op(f, &o, pm_value_of(f->g, v)->index, all);
+    const uint32_t index = pm_value_of(f->g, v)->index;
+    s = yields_results(&o) ? range_of_yields(f, &o, index)
+        : ranges[o.code]   ? ranges[o.code](f, &o, all)
+                           : all;
   } else {
     s = range_of_arg(f, v, all);
   }
@@ -344,8 +469,18 @@ static span range(facts *f, pm_val v) {
 bool pm_element_range(const pm_graph *g, pm_val v, int64_t *lo, int64_t *hi) {
   const pm_type *t = pm_typeof(g, v);
   if (t->kind != PM_ARRAY || !pm_is_int(t->dtype)) return false;
-  facts f = {g, BUDGET};
+  facts f = {g, BUDGET, false};
   const span s = range(&f, v);
+  *lo = s.lo;
+  *hi = s.hi;
+  return true;
+}
+
+bool pm_compared_range(const pm_graph *g, pm_opid op, int64_t *lo, int64_t *hi) {
+  const pm_op *o = pm_get(g, op);
+  if (o->n_in != 2 || !pm_is_int(pm_typeof(g, operand(g, o, 0))->dtype)) return false;
+  facts f = {g, BUDGET, true};
+  const span s = range(&f, o->out);
   *lo = s.lo;
   *hi = s.hi;
   return true;
@@ -354,7 +489,7 @@ bool pm_element_range(const pm_graph *g, pm_val v, int64_t *lo, int64_t *hi) {
 bool pm_range(const pm_graph *g, pm_val v, int64_t *lo, int64_t *hi) {
   const pm_type *t = pm_typeof(g, v);
   if (t->kind != PM_ARRAY || t->rank || !pm_is_int(t->dtype)) return false;
-  facts f = {g, BUDGET};
+  facts f = {g, BUDGET, false};
   span all = span_of_dtype(t->dtype), s = range(&f, v);
   *lo = s.lo;
   *hi = s.hi;

@@ -372,6 +372,9 @@ bool pm_shares_grid(const pm_graph *g);
 bool pm_range(const pm_graph *g, pm_val v, int64_t *lo, int64_t *hi);
 /* Bounds of all elements of an int array, at the least those of its dtype; false: of others. */
 bool pm_element_range(const pm_graph *g, pm_val v, int64_t *lo, int64_t *hi);
+/* The same of the bools that a comparison of int arrays gives: 0 to 0, 1 to 1 or 0 to 1; false: the
+ * op is none. */
+bool pm_compared_range(const pm_graph *g, pm_opid op, int64_t *lo, int64_t *hi);
 
 /* Is the op in a loop, at any depth? */
 bool pm_in_loop(const pm_graph *g, pm_opid op);

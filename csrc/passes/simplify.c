@@ -65,30 +65,20 @@ static void remove_op(pm_graph *g, pm_opid op) {
 
 /* A comparison of arrays that has one outcome for all elements, by their bounds. */
 static bool fold_bounds(const simplifier *s, pm_opid op, int64_t *out) {
-  const pm_graph *g = s->g;
-  const pm_op *o = pm_get(g, op);
-  int64_t lo, hi, least, most;
-  if (o->code < PM_OP_EQ || o->code > PM_OP_GE || !pm_typeof(g, o->out)->rank) return false;
-  if (!pm_element_range(g, operand(s, op, 0), &lo, &hi)) return false;
-  if (!pm_element_range(g, operand(s, op, 1), &least, &most)) return false;
-  const bool below = hi<least, above = lo> most;
-  switch (o->code) {
-    case PM_OP_LT: *out = below; return below || lo >= most;
-    case PM_OP_GE: *out = !below; return below || lo >= most;
-    case PM_OP_GT: *out = above; return above || hi <= least;
-    case PM_OP_LE: *out = !above; return above || hi <= least;
-    default: return false;
-  }
+  const pm_val v = pm_get(s->g, op)->out;
+  int64_t hi;
+  if (pm_typeof(s->g, v)->dtype != PM_BOOL || !pm_typeof(s->g, v)->rank) return false;
+  return pm_compared_range(s->g, op, out, &hi) && *out == hi;
 }
 
 /* The value of every element of the op's result, if it is known. */
 static bool fold(simplifier *s, pm_opid op, pm_scalar *out) {
   const pm_op *o = pm_get(s->g, op);
-  pm_scalar x[PM_EVAL_OPERANDS];
+  pm_scalar x[PM_EVAL_OPERANDS] = {{0}};
   bool known[PM_EVAL_OPERANDS] = {false};
-  if (o->n_in == 2 && fold_bounds(s, op, &out->i)) return true;
+  if (fold_bounds(s, op, &out->i)) return true;
   if (o->n_in > 2) return false; /* a SELECT becomes its operand, rather than one more constant */
-  for (uint32_t k = 0; k < o->n_in && k < PM_EVAL_OPERANDS; k++) {
+  for (uint32_t k = 0; k < o->n_in; k++) {
     known[k] = pm_constant(s->g, operand(s, op, k), &x[k]);
   }
   return pm_eval(s->g, op, x, known, out);
@@ -111,106 +101,54 @@ static void become_constant(simplifier *s, pm_opid op, pm_scalar v) {
 
 /* ---- folding to an operand ---------------------------------------------------------------- */
 
-static bool is_number(const simplifier *s, pm_val v, int64_t n, bool floats) {
+static bool is_element(const simplifier *s, pm_val v, pm_element e) {
   pm_scalar c;
-  bool is_float = pm_is_float(pm_typeof(s->g, v)->dtype);
-  if (is_float && !floats) return false;
-  return pm_constant(s->g, v, &c) && (is_float ? c.f == (double)n : c.i == n);
+  return e != PM_ELEMENT_NO && pm_constant(s->g, v, &c) &&
+         pm_is_element(e, (pm_dtype)pm_typeof(s->g, v)->dtype, c);
 }
 
-static bool whole_index(const simplifier *s, pm_opid op) {
-  uint32_t n, n_sizes;
-  const int64_t *starts = pm_attr_list(s->g, op, PM_ATTR_STARTS, &n);
-  const int64_t *sizes = pm_attr_list(s->g, op, PM_ATTR_SIZES, &n_sizes);
-  const pm_type *from = pm_typeof(s->g, operand(s, op, 0));
-  for (uint32_t k = 0; k < n; k++) {
-    if (starts[k] || sizes[k] != from->dim[k]) return false;
+/* Does no attribute of an op that is like its operand change it? */
+static bool has_identity_attrs(const simplifier *s, pm_opid op) {
+  const pm_op *o = pm_get(s->g, op);
+  const pm_op_info *info = &pm_ops[o->code];
+  for (uint32_t k = 0; k < info->n_attrs; k++) {
+    uint32_t n;
+    const pm_attr_id id = (pm_attr_id)info->attrs[k];
+    if (id == PM_ATTR_MULTIPLE && *pm_attr(s->g, op, id) != 1) return false;
+    if (id != PM_ATTR_DIMS && id != PM_ATTR_STARTS) continue; /* the type has SIZES */
+    const int64_t *list = pm_attr_list(s->g, op, id, &n);
+    for (uint32_t d = 0; d < n; d++) {
+      if (list[d] != (id == PM_ATTR_DIMS ? d : 0)) return false;
+    }
   }
   return true;
 }
 
-static bool identity_dims(const simplifier *s, pm_opid op) {
-  uint32_t n;
-  const int64_t *dims = pm_attr_list(s->g, op, PM_ATTR_DIMS, &n);
-  for (uint32_t k = 0; k < n; k++) {
-    if (dims[k] != k) return false;
-  }
-  return true;
-}
-
-/* The operand that equals the result if it has its type and layout, or 0. Zeros of floats have a
- * sign, so x + 0.0 may not be x.
- */
+/* The operand that equals the result if it has its type and layout, or 0. */
 static pm_val equal_operand(const simplifier *s, pm_opid op) {
   const pm_op *o = pm_get(s->g, op);
-  pm_val x = o->n_in > 0 ? operand(s, op, 0) : 0, y = o->n_in > 1 ? operand(s, op, 1) : 0;
-  pm_dtype t = pm_typeof(s->g, x)->dtype;
-  int64_t ones = t == PM_BOOL ? 1 : -1;
-  switch (o->code) {
-    case PM_OP_ADD:
-    case PM_OP_OR:
-    case PM_OP_XOR:
-      if (is_number(s, y, 0, false)) return x;
-      if (is_number(s, x, 0, false)) return y;
-      return o->code == PM_OP_OR && x == y ? x : 0;
-    case PM_OP_SUB:
-    case PM_OP_SHL:
-    case PM_OP_SHR: return is_number(s, y, 0, false) ? x : 0;
-    case PM_OP_MUL:
-      if (is_number(s, y, 1, true)) return x;
-      return is_number(s, x, 1, true) ? y : 0;
-    case PM_OP_DIV: return is_number(s, y, 1, true) ? x : 0;
-    case PM_OP_AND:
-      if (x == y || is_number(s, y, ones, false)) return x;
-      return is_number(s, x, ones, false) ? y : 0;
-    case PM_OP_MIN:
-    case PM_OP_MAX: return x == y ? x : 0;
-    case PM_OP_SELECT:
-      if (y == operand(s, op, 2) || is_number(s, x, 1, false)) return y;
-      return is_number(s, x, 0, false) ? operand(s, op, 2) : 0;
-    case PM_OP_CONVERT:
-    case PM_OP_BITCAST:
-    case PM_OP_RESHAPE:
-    case PM_OP_RESHAPE_REF:
-    case PM_OP_SLICE: return x; /* if the type does not change */
-    case PM_OP_BROADCAST:
-    case PM_OP_TRANSPOSE:
-    case PM_OP_TRANSPOSE_REF: return identity_dims(s, op) ? x : 0;
-    case PM_OP_INDEX: return whole_index(s, op) ? x : 0;
-    case PM_OP_MULTIPLE_OF: return *pm_attr(s->g, op, PM_ATTR_MULTIPLE) == 1 ? x : 0;
-    default: return 0;
+  const pm_law *law = &pm_laws[o->code];
+  const pm_element unit = (pm_element)law->unit;
+  const pm_val x = o->n_in > 0 ? operand(s, op, 0) : 0, y = o->n_in > 1 ? operand(s, op, 1) : x;
+  if (law->like == PM_LIKE_SAME && x == y && has_identity_attrs(s, op)) return x;
+  if (o->n_in == 2) {
+    const pm_dtype t = (pm_dtype)pm_typeof(s->g, x)->dtype;
+    if (is_element(s, y, unit)) return x;
+    return pm_commutes((pm_opcode)o->code, t) && is_element(s, x, unit) ? y : 0;
   }
+  if (o->code != PM_OP_SELECT) return 0;
+  if (y == operand(s, op, 2) || is_element(s, x, PM_ELEMENT_ONE)) return y;
+  return is_element(s, x, PM_ELEMENT_ZERO) ? operand(s, op, 2) : 0;
 }
 
-/* x % 1, x - x, x ^ x of ints are 0 */
-static bool is_zero(const simplifier *s, pm_opid op) {
+/* Is it f(x, x) of ints that is 0? */
+static bool cancels(const simplifier *s, pm_opid op) {
   const pm_op *o = pm_get(s->g, op);
-  if (o->n_in != 2 || pm_is_float(pm_typeof(s->g, operand(s, op, 0))->dtype)) return false;
-  pm_val x = operand(s, op, 0), y = operand(s, op, 1);
-  switch (o->code) {
-    case PM_OP_REM: return is_number(s, y, 1, false);
-    case PM_OP_SUB:
-    case PM_OP_XOR: return x == y;
-    default: return false;
-  }
+  return pm_laws[o->code].like == PM_LIKE_NOTHING && operand(s, op, 0) == operand(s, op, 1) &&
+         !pm_is_float(pm_typeof(s->g, o->out)->dtype);
 }
 
 /* ---- merging ------------------------------------------------------------------------------ */
-
-static bool commutes(const simplifier *s, pm_opid op) {
-  switch (pm_get(s->g, op)->code) {
-    case PM_OP_ADD:
-    case PM_OP_MUL:
-    case PM_OP_AND:
-    case PM_OP_OR:
-    case PM_OP_XOR:
-    case PM_OP_EQ:
-    case PM_OP_NE: return true;
-    case PM_OP_MIN:
-    case PM_OP_MAX: return !pm_is_float(pm_typeof(s->g, operand(s, op, 0))->dtype);
-    default: return false;
-  }
-}
 
 /* Words that are equal for equal ops only: code, operands, attributes, type, layout. */
 #define PUT(x) pm_vec_push(g->arena, key, (uint64_t)(x))
@@ -221,7 +159,8 @@ static void make_key(simplifier *s, pm_opid op, words *key) {
   const pm_value *v = pm_value_of(g, o->out);
   key->n = 0;
   PUT(o->code | (uint64_t)o->n_in << 16);
-  bool swap = commutes(s, op) && operand(s, op, 0) > operand(s, op, 1);
+  bool swap = o->n_in == 2 && operand(s, op, 0) > operand(s, op, 1) &&
+              pm_commutes((pm_opcode)o->code, (pm_dtype)pm_typeof(g, operand(s, op, 0))->dtype);
   for (uint32_t k = 0; k < o->n_in; k++) PUT(operand(s, op, swap ? 1 - k : k));
   for (uint32_t k = 0; k < info->n_attrs; k++) {
     int64_t word = g->attrs.at[o->attr + k];
@@ -268,7 +207,7 @@ static void forget_to(simplifier *s, uint32_t mark) {
 static bool may_be_constant(const simplifier *s, pm_opid op) {
   const pm_op *o = pm_get(s->g, op);
   const pm_value *v = pm_value_of(s->g, o->out);
-  return o->code != PM_OP_LAYOUT_CAST &&
+  return pm_rule_of(s->g, op) != PM_LAY_FIXED &&
          (!v->layout || pm_layout_of(s->g, v->layout)->kind == PM_SPLAT);
 }
 
@@ -278,7 +217,7 @@ static bool simplify_pure(simplifier *s, pm_opid op) {
   pm_val out = pm_get(g, op)->out;
   pm_scalar c = {.i = 0};
   if (pm_get(g, op)->code != PM_OP_CONST) {
-    if (may_be_constant(s, op) && (fold(s, op, &c) || is_zero(s, op))) {
+    if (may_be_constant(s, op) && (fold(s, op, &c) || cancels(s, op))) {
       become_constant(s, op, c);
     } else {
       pm_val by = equal_operand(s, op);

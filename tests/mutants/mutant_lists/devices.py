@@ -86,9 +86,9 @@ breaks(
         "return (uint32_t)x % branch->n_regions;",
     ),
     equal_threads_are_different=(
-        "eval_compare",
-        "case PM_OP_EQ: *out = equal; return true;",
-        "case PM_OP_EQ: *out = !equal; return true;",
+        "eq",
+        "COMPARISON(eq, ==)",
+        "COMPARISON(eq, !=)",
     ),
     known_values_do_not_wrap=(
         "pm_eval",
@@ -96,14 +96,14 @@ breaks(
         "(void)wrapped;",
     ),
     one_operand_decides_nothing=(
-        "eval_two",
-        "if (known[k] && eval_half(code, t, x[k].i, out)) return true;",
-        "if (known[k] && t == PM_BOOL && eval_half(code, t, x[k].i, out)) return false;",
+        "is_decided",
+        "if (e == PM_ELEMENT_NO || pm_is_float(o->from)) return false;",
+        "if (e != PM_ELEMENT_NO || pm_is_float(o->from)) return false;",
     ),
     one_bit_decides_an_or=(
-        "eval_half",
-        "case PM_OP_OR: return t == PM_BOOL && x;",
-        "case PM_OP_OR: return x;",
+        "element",
+        "return t == PM_BOOL ? 1 : -1;",
+        "return 1;",
     ),
     all_axes_are_threads=(
         "value",
@@ -1172,32 +1172,32 @@ breaks(
     SCHEDULE,
     *FUZZ,
     remainders_end_one_early=(
-        "range_of_rem",
+        "range_rem",
         "(span){0, pm_min(x.hi, y.hi - 1)};",
         "(span){0, pm_min(x.hi, y.hi - 2)};",
     ),
     remainders_are_never_negative=(
-        "range_of_rem",
+        "range_rem",
         "if (x.lo >= 0) return x.hi < y.lo",
         "if (x.hi >= 0) return x.hi < y.lo",
     ),
     negative_remainders_end_one_early=(
-        "range_of_rem",
+        "range_rem",
         "(span){pm_max(x.lo, 1 - y.hi),",
         "(span){pm_max(x.lo, 2 - y.hi),",
     ),
     adjusted_remainders_end_one_early=(
-        "range_of_select",
+        "range_select",
         "hull((span){b.lo + c, c - 1},",
         "hull((span){b.lo + c, c - 2},",
     ),
     adjusted_are_as_before=(
-        "range_of_select",
+        "range_select",
         "(pm_typeof(g, r)->dtype) && range(f, r).lo >= 0) return b;",
         "(pm_typeof(g, r)->dtype) && range(f, r).hi >= 0) return b;",
     ),
-    quotients_begin_too_high=("range_of_op", "lo : b.hi),", "hi : b.lo),"),
-    quotients_end_too_low=("range_of_op", "hi : b.lo)}", "lo : b.hi)}"),
+    quotients_begin_too_high=("range_div", "lo : b.hi),", "hi : b.lo),"),
+    quotients_end_too_low=("range_div", "hi : b.lo)}", "lo : b.hi)}"),
 )
 breaks(
     f"{PASSES}/layouts.c",
