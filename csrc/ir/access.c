@@ -11,36 +11,10 @@
 #include "access.h"
 
 #include <assert.h>
-#include <stdatomic.h>
 
 #include "view.h"
 
 /* ---- operands ------------------------------------------------------------------------------- */
-
-const char *pm_read_operand(const char *spec, pm_operand *out) {
-  *out = (pm_operand){.letter = *spec++};
-  if (*spec && strchr("<>=!", *spec)) out->role = *spec++;
-  if (*spec == '~') out->async = *spec++;
-  if (*spec == '@') out->remote = *spec++;
-  if (*spec == '*') out->repeated = *spec++;
-  else if (*spec == '?') out->optional = *spec++;
-  return spec;
-}
-
-/* Has the op accesses? Found once for each code. */
-static bool touches(int code) {
-  enum { NO = 1, YES };
-  static _Atomic uint8_t known[PM_OP_COUNT];
-  uint8_t k = atomic_load_explicit(&known[code], memory_order_relaxed);
-  if (!k) {
-    const bool roles = strpbrk(pm_ops[code].in, "<>=!");
-    k = roles || pm_ops[code].effects & E_COUNT ? YES : NO;
-    atomic_store_explicit(&known[code], k, memory_order_relaxed);
-  }
-  return k == YES;
-}
-
-bool pm_is_pure(int code) { return !pm_ops[code].effects && !touches(code); }
 
 bool pm_meets(int code) {
   const pm_op_info *info = &pm_ops[code];
@@ -69,100 +43,98 @@ static uint8_t where_is(const pm_type *t) {
   }
 }
 
+/* An attribute of an op; 0: the op lacks it. */
+static int64_t attr_of(const pm_graph *g, const pm_op *o, pm_attr_id id) {
+  const int slot = pm_op_lookups[o->code].slot[id];
+  return slot < 0 ? 0 : g->attrs.at[o->attr + (uint32_t)slot];
+}
+
 /* Is there more than one block along the axes of an op's attribute? */
-static bool spans_blocks(const pm_graph *g, pm_opid op) {
-  uint32_t n = 0;
-  int64_t blocks = 1;
-  const int64_t *axis = NULL;
-  if (pm_has_attr(g, op, PM_ATTR_LEADER) && *pm_attr(g, op, PM_ATTR_LEADER)) return true;
-  if (pm_has_attr(g, op, PM_ATTR_PAIR) && *pm_attr(g, op, PM_ATTR_PAIR)) return true;
-  if (pm_has_attr(g, op, PM_ATTR_CLUSTER)) axis = pm_attr_list(g, op, PM_ATTR_CLUSTER, &n);
-  for (uint32_t k = 0; k < n; k++) blocks *= axis[k] < 0 ? 1 : g->cluster[axis[k]]; /* -1: a gap */
+static bool spans_blocks(const pm_graph *g, const pm_op *o) {
+  if (attr_of(g, o, PM_ATTR_LEADER) || attr_of(g, o, PM_ATTR_PAIR)) return true;
+  const int64_t *axis = &g->lists.at[attr_of(g, o, PM_ATTR_CLUSTER)];
+  int64_t n = *axis++, blocks = 1;
+  for (; n > 0; n--, axis++) blocks *= *axis < 0 ? 1 : g->cluster[*axis]; /* -1: a gap */
   return blocks > 1;
 }
 
 static bool has_peers(const pm_graph *g) {
-  int64_t blocks = 1;
-  for (uint32_t k = 0; k < g->n_cluster; k++) blocks *= g->cluster[k];
-  return blocks > 1;
+  for (uint32_t k = 0; k < g->n_cluster; k++) {
+    if (g->cluster[k] > 1) return true;
+  }
+  return false;
 }
 
 /* Does an access of SMEM or of a barrier reach other blocks? */
-static bool leaves_block(const pm_graph *g, const pm_access *a) {
-  if ((a->operand.remote && has_peers(g)) || spans_blocks(g, a->op)) return true;
-  if (a->where == PM_IN_BARRIER) {
-    return a->writes && spans_blocks(g, pm_value_of(g, pm_view_base(g, a->view))->def);
+static bool leaves_block(const pm_graph *g, const pm_op *o, const pm_operand *how, pm_val view) {
+  if (!has_peers(g)) return false;
+  if (how->remote || spans_blocks(g, o)) return true;
+  if (pm_typeof(g, view)->kind == PM_BARRIER) {
+    const pm_opid alloc = pm_value_of(g, pm_view_base(g, view))->def;
+    return how->role != '<' && spans_blocks(g, pm_get(g, alloc));
   }
-  const pm_opid ref = pm_view_cluster(g, a->view);
+  const pm_opid ref = pm_view_cluster(g, view);
   return ref && g->cluster[*pm_attr(g, ref, PM_ATTR_DIM)] > 1;
 }
 
-static uint8_t scope_of(const pm_graph *g, const pm_access *a) {
-  switch (a->where) {
-    case PM_IN_SMEM:
-    case PM_IN_TMEM:
-    case PM_IN_BARRIER: return leaves_block(g, a) ? PM_CLUSTER : PM_BLOCK;
-    case PM_IN_SEMAPHORE: return pm_typeof(g, a->view)->space == PM_GMEM ? PM_DEVICE : PM_BLOCK;
-    case PM_IN_GMEM:
-    case PM_IN_COUNTER: return PM_DEVICE;
-    default: return PM_THREAD;
-  }
-}
-
-static uint8_t proxy_of(const pm_graph *g, const pm_access *a) {
-  if (!a->operand.async) return PM_GENERIC;
-  if (!pm_has_attr(g, a->op, PM_ATTR_ENGINE)) return PM_ASYNC;
-  const int64_t engine = *pm_attr(g, a->op, PM_ATTR_ENGINE);
+static uint8_t proxy_of(const pm_graph *g, const pm_op *o) {
+  if (pm_op_lookups[o->code].slot[PM_ATTR_ENGINE] < 0) return PM_ASYNC;
+  const int64_t engine = attr_of(g, o, PM_ATTR_ENGINE);
   return engine == PM_ENGINE_AUTO ? PM_UNKNOWN : engine == PM_ENGINE_PLAIN ? PM_GENERIC : PM_ASYNC;
 }
 
-static uint8_t certainty_of(const pm_graph *g, const pm_access *a) {
-  if (a->operand.role == '!') return PM_UNTOLD;
-  const bool predicated =
-      pm_has_attr(g, a->op, PM_ATTR_PREDICATED) && *pm_attr(g, a->op, PM_ATTR_PREDICATED);
-  return predicated || pm_is_masked(pm_get(g, a->op)->code) ? PM_MAY : PM_MUST;
+static uint8_t certainty_of(const pm_graph *g, const pm_op *o, const pm_operand *how) {
+  if (how->role == '!') return PM_UNTOLD;
+  return attr_of(g, o, PM_ATTR_PREDICATED) || pm_is_masked(o->code) ? PM_MAY : PM_MUST;
 }
 
-/* A store that combines reads what is there. */
-static bool combines(const pm_graph *g, pm_opid op) {
-  return pm_has_attr(g, op, PM_ATTR_COMBINE) && *pm_attr(g, op, PM_ATTR_COMBINE);
-}
-
-static void fill(const pm_graph *g, pm_access *a) {
-  const char role = a->operand.role;
-  const bool memory = a->where & (PM_IN_MEMORY | PM_IN_ACC | PM_IN_TMEM);
-  a->reads = role != '>' || (memory && combines(g, a->op));
-  a->writes = role != '<';
-  a->proxy = proxy_of(g, a);
-  a->certainty = certainty_of(g, a);
-  a->completion = memory ? pm_ops[pm_get(g, a->op)->code].completion : PM_COMPLETES_NOW;
-  a->scope = scope_of(g, a);
+/* What an access of *a's view does there. A store that combines reads what is there. */
+static void fill(const pm_graph *g, pm_access *a, const pm_operand *how, uint8_t where) {
+  const pm_op *o = pm_get(g, a->op);
+  const pm_val view = a->view;
+  const bool memory = where & (PM_IN_MEMORY | PM_IN_ACC | PM_IN_TMEM);
+  const bool reads = how->role != '>' || (memory && attr_of(g, o, PM_ATTR_COMBINE));
+  const uint8_t certainty = certainty_of(g, o, how);
+  const uint8_t proxy = how->async ? proxy_of(g, o) : PM_GENERIC;
+  uint8_t scope = PM_THREAD;
+  if (where & (PM_IN_SMEM | PM_IN_TMEM | PM_IN_BARRIER)) {
+    scope = leaves_block(g, o, how, view) ? PM_CLUSTER : PM_BLOCK;
+  } else if (where & (PM_IN_GMEM | PM_IN_COUNTER)) {
+    scope = PM_DEVICE;
+  } else if (where == PM_IN_SEMAPHORE) {
+    scope = pm_typeof(g, view)->space == PM_GMEM ? PM_DEVICE : PM_BLOCK;
+  }
+  a->where = where;
+  a->reads = reads;
+  a->writes = how->role != '<';
+  a->proxy = proxy;
+  a->scope = scope;
+  a->certainty = certainty;
+  a->completion = memory ? pm_ops[o->code].completion : PM_COMPLETES_NOW;
 }
 
 /* After the operands: a phase, a counter. */
 static bool next_extra(const pm_graph *g, pm_access *a) {
+  static const pm_operand advances = {.role = '='};
   const pm_op *o = pm_get(g, a->op);
-  const char *spec = pm_ops[o->code].in;
-  const bool waits = spec[0] == 'b' && spec[1] == '<' && o->n_in == 1;
+  const pm_operand *first = pm_op_lookups[o->code].operand;
+  const bool waits = first->letter == 'b' && first->role == '<' && o->n_in == 1;
   a->where = 0;
   if (a->extra++ || (!waits && !(pm_ops[o->code].effects & E_COUNT))) return false;
   a->view = waits ? pm_in(g, a->op, 0) : 0;
-  a->where = waits ? PM_IN_PHASE : PM_IN_COUNTER;
-  a->operand = (pm_operand){.role = '='};
-  fill(g, a);
+  fill(g, a, &advances, waits ? PM_IN_PHASE : PM_IN_COUNTER);
   return true;
 }
 
-bool pm_next_access(const pm_graph *g, pm_access *a) {
+bool pm_find_access(const pm_graph *g, pm_access *a) {
   const pm_op *o = pm_get(g, a->op);
-  if (!touches(o->code)) return false;
-  if (!a->spec) a->spec = pm_ops[o->code].in;
   while (a->k < o->n_in) {
-    if (!a->operand.repeated) a->spec = pm_read_operand(a->spec, &a->operand);
-    a->view = pm_in(g, a->op, a->k++);
-    a->where = a->operand.role ? where_is(pm_typeof(g, a->view)) : 0;
-    if (!a->where) continue;
-    fill(g, a);
+    const pm_operand *how = pm_operand_of(o->code, a->k++);
+    if (!how->role) continue;
+    a->view = pm_in(g, a->op, a->k - 1);
+    const uint8_t where = where_is(pm_typeof(g, a->view));
+    if (!where) continue;
+    fill(g, a, how, where);
     return true;
   }
   return next_extra(g, a);
@@ -277,6 +249,7 @@ const pm_access_list *pm_accesses_inside(pm_summaries *s, pm_opid op) {
     add_block(&m, op ? pm_region(g, op, r) : 1);
   }
   const bool branches = op && pm_is_branch(pm_get(g, op)->code);
+  pm_vec_reserve(g->arena, &list->all, m.all.n);
   for (uint32_t k = 0; k < m.all.n; k++) {
     entry *e = &m.all.at[k];
     if (e->a.certainty == PM_MUST && branches && e->n_sure < n) e->a.certainty = PM_MAY;

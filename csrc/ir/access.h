@@ -9,17 +9,12 @@
 
 #include "ir.h"
 
-/* ---- the column `operands` of ops.def ------------------------------------------------------- */
+/* ---- ops ------------------------------------------------------------------------------------ */
 
-typedef struct pm_operand {
-  char letter, role;  /* '<' read, '>' written, '=' both, '!' by source text, 0: a value */
-  bool async, remote; /* by the async proxy; in other blocks of the cluster */
-  bool repeated, optional;
-} pm_operand;
-/* Decodes the operand at `spec` and returns what follows it. */
-const char *pm_read_operand(const char *spec, pm_operand *out);
 /* No effects and no operand with a role: it may move, merge, and go if its result is not used. */
-bool pm_is_pure(int code);
+static inline bool pm_is_pure(int code) {
+  return !pm_ops[code].effects && !pm_op_lookups[code].touches;
+}
 /* Do the lanes of a thread synchronise there, and no others? */
 bool pm_meets(int code);
 
@@ -55,8 +50,6 @@ typedef struct pm_access {
   uint8_t proxy, scope, certainty;
   uint8_t completion; /* pm_completion: when it is complete */
   /* pm_next_access's own */
-  const char *spec;
-  pm_operand operand;
   uint32_t k, extra;
 } pm_access;
 
@@ -66,7 +59,10 @@ typedef struct pm_access {
  * lists the accesses of an op in the order of its operands. An op with regions has none; the ops
  * inside have theirs. Scratch is not listed: an op that uses it synchronises its lanes itself. */
 static inline pm_access pm_accesses(pm_opid op) { return (pm_access){.op = op}; }
-bool pm_next_access(const pm_graph *g, pm_access *a);
+bool pm_find_access(const pm_graph *g, pm_access *a);
+static inline bool pm_next_access(const pm_graph *g, pm_access *a) {
+  return pm_op_lookups[pm_get(g, a->op)->code].touches && pm_find_access(g, a);
+}
 
 /* What the regions of an op access, each access once (by view and kind), in program order. MUST:
  * whenever the op is executed; MAY: in some branches or iterations only. Op 0 is the kernel. A

@@ -125,30 +125,12 @@ static uint32_t add_attrs(pm_graph *g, pm_opcode code, const pm_attr_arg *attrs,
   return first;
 }
 
-static int attr_slot(pm_opcode code, pm_attr_id id) {
-  const pm_op_info *info = &pm_ops[code];
-  for (int k = 0; k < info->n_attrs; k++) {
-    if (info->attrs[k] == id) return k;
-  }
-  return -1;
-}
-
-bool pm_has_attr(const pm_graph *g, pm_opid op, pm_attr_id id) {
-  return attr_slot(g->ops.at[op].code, id) >= 0;
-}
-
 bool pm_is_free_load(const pm_graph *g, pm_opid op) {
   return pm_rule_of(g, op) == PM_LAY_LOAD && !*pm_attr(g, op, PM_ATTR_LAYOUT);
 }
 
 int64_t pm_atomic_of(const pm_graph *g, pm_opid op) {
   return pm_has_attr(g, op, PM_ATTR_ATOMIC) ? *pm_attr(g, op, PM_ATTR_ATOMIC) : 0;
-}
-
-int64_t *pm_attr(const pm_graph *g, pm_opid op, pm_attr_id id) {
-  int slot = attr_slot(g->ops.at[op].code, id);
-  assert(slot >= 0);
-  return &g->attrs.at[g->ops.at[op].attr + (uint32_t)slot];
 }
 
 const int64_t *pm_attr_list(const pm_graph *g, pm_opid op, pm_attr_id id, uint32_t *n) {
@@ -216,7 +198,7 @@ static pm_code check_new(pm_builder *b, pm_opcode code, const pm_val *in, uint32
     }
   }
   for (uint32_t k = 0; k < n_attrs; k++) {
-    if (attr_slot(code, attrs[k].id) < 0) {
+    if ((unsigned)attrs[k].id >= PM_ATTR_COUNT || pm_op_lookups[code].slot[attrs[k].id] < 0) {
       return pm_fail(err, PM_E_INTERNAL, "%s has no attribute %s", text,
                      (unsigned)attrs[k].id < PM_ATTR_COUNT ? pm_attr_text[attrs[k].id] : "?");
     }
@@ -367,7 +349,8 @@ void pm_walk(pm_graph *g, pm_blk block, pm_visit fn, void *ctx) {
   for (uint32_t k = 0; k < g->blocks.at[block].ops.n; k++) {
     pm_opid op = g->blocks.at[block].ops.at[k];
     fn(g, op, ctx);
-    for (uint32_t r = 0; r < g->ops.at[op].n_regions; r++) pm_walk(g, pm_region(g, op, r), fn, ctx);
+    const uint32_t n = g->ops.at[op].n_regions;
+    for (uint32_t r = 0; r < n; r++) pm_walk(g, pm_region(g, op, r), fn, ctx);
   }
 }
 

@@ -15,6 +15,8 @@
 #ifndef PM_IR_H
 #define PM_IR_H
 
+#include <assert.h>
+
 #include "../base/base.h"
 #include "../base/dtype.h"
 #include "target.h"
@@ -109,6 +111,27 @@ typedef struct pm_op_info {
   uint16_t effects, needs; /* needs: PM_HAS_ of target.h */
 } pm_op_info;
 extern const pm_op_info pm_ops[PM_OP_COUNT];
+
+typedef struct pm_operand {
+  char letter, role;  /* '<' read, '>' written, '=' both, '!' by source text, 0: a value */
+  bool async, remote; /* by the async proxy; in other blocks of the cluster */
+  bool repeated, optional;
+} pm_operand;
+/* What is looked up by every pass for every op, read from the rows of ops.def when the library is
+ * loaded. */
+#define PM_MAX_OPERANDS 8
+typedef struct pm_op_lookup {
+  pm_operand operand[PM_MAX_OPERANDS];
+  uint8_t n_operands;
+  bool touches;               /* has accesses, see access.h */
+  int8_t slot[PM_ATTR_COUNT]; /* of an attribute among those of the op; -1: the op lacks it */
+} pm_op_lookup;
+extern pm_op_lookup pm_op_lookups[PM_OP_COUNT];
+/* Of operand k of an op that has so many. */
+static inline const pm_operand *pm_operand_of(int code, uint32_t k) {
+  const pm_op_lookup *op = &pm_op_lookups[code];
+  return &op->operand[k < op->n_operands ? k : op->n_operands - 1u];
+}
 extern const char *const pm_attr_text[PM_ATTR_COUNT];
 int pm_op_find(const char *text, size_t n); /* 0: no such op */
 
@@ -338,8 +361,14 @@ static inline int64_t pm_slice_extent(int64_t size, const int64_t *strides, uint
   return size == PM_DROPPED ? 1 : (size - 1) * (n ? strides[k] : 1) + 1;
 }
 /* the slot of an attribute of an op; the op must have it (asserted) */
-int64_t *pm_attr(const pm_graph *g, pm_opid op, pm_attr_id id);
-bool pm_has_attr(const pm_graph *g, pm_opid op, pm_attr_id id);
+static inline bool pm_has_attr(const pm_graph *g, pm_opid op, pm_attr_id id) {
+  return pm_op_lookups[g->ops.at[op].code].slot[id] >= 0;
+}
+static inline int64_t *pm_attr(const pm_graph *g, pm_opid op, pm_attr_id id) {
+  const pm_op *o = &g->ops.at[op];
+  assert(pm_has_attr(g, op, id));
+  return &g->attrs.at[o->attr + (uint32_t)pm_op_lookups[o->code].slot[id]];
+}
 /* What an ATOMIC does; 0 of all other ops. */
 int64_t pm_atomic_of(const pm_graph *g, pm_opid op);
 /* A LOAD whose layout the user has left open. */

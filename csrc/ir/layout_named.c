@@ -192,29 +192,53 @@ static const char *text_of(pm_arena *a, const struct named *l, const int64_t *ar
   return out.at;
 }
 
-bool pm_layout_identify(pm_arena *a, const pm_layout *l, pm_layout_identity *out) {
+/* A layout among its like, to compare it with those of names. */
+typedef struct sample {
   pm_graph g; /* somewhere to intern */
-  memset(&g, 0, sizeof g);
-  g.arena = a;
-  pm_type array = {PM_ARRAY, PM_F32, PM_REGS, l->rank, {0}};
+  pm_type array;
+  const pm_layout *l;
+  pm_layid id;
+} sample;
+
+static bool take_sample(pm_arena *a, const pm_layout *l, sample *s) {
+  memset(s, 0, sizeof *s);
   if (l->kind == PM_SPLAT || !l->rank) return false;
-  memcpy(array.dim, l->shape, sizeof array.dim);
-  const pm_layid id = pm_layout_intern(&g, l);
+  s->g.arena = a;
+  s->array = (pm_type){PM_ARRAY, PM_F32, PM_REGS, l->rank, {0}};
+  memcpy(s->array.dim, l->shape, sizeof s->array.dim);
+  s->l = l;
+  s->id = pm_layout_intern(&s->g, l);
+  return true;
+}
+
+/* Is the layout that of this name, or of its reduction? */
+static bool is_called(sample *s, int name, int axis, pm_layout_identity *out) {
+  int64_t arg[4][2] = {{0}};
+  const uint32_t n = candidates(named[name].arguments, s->l, axis, arg);
+  for (uint32_t i = 0; i < n; i++) {
+    pm_tiling t;
+    if (!pm_layout_tiling((pm_layout_name_id)name, arg[i], n_arguments[named[name].arguments],
+                          &t) ||
+        make(&s->g, &s->array, &t, axis) != s->id)
+      continue;
+    *out = (pm_layout_identity){(pm_layout_name_id)name, axis, {arg[i][0], arg[i][1]}};
+    return true;
+  }
+  return false;
+}
+
+static bool identify(sample *s, pm_layout_identity *out) {
   for (int axis = -1; axis < 2; axis++) {
-    for (int k = 0; k < PM_LAYOUT_COUNT; k++) {
-      int64_t arg[4][2] = {{0}};
-      const uint32_t n = candidates(named[k].arguments, l, axis, arg);
-      for (uint32_t i = 0; i < n; i++) {
-        pm_tiling t;
-        if (!pm_layout_tiling((pm_layout_name_id)k, arg[i], n_arguments[named[k].arguments], &t) ||
-            make(&g, &array, &t, axis) != id)
-          continue;
-        *out = (pm_layout_identity){(pm_layout_name_id)k, axis, {arg[i][0], arg[i][1]}};
-        return true;
-      }
+    for (int name = 0; name < PM_LAYOUT_COUNT; name++) {
+      if (is_called(s, name, axis, out)) return true;
     }
   }
   return false;
+}
+
+bool pm_layout_identify(pm_arena *a, const pm_layout *l, pm_layout_identity *out) {
+  sample s;
+  return take_sample(a, l, &s) && identify(&s, out);
 }
 
 const char *pm_layout_name(pm_arena *a, const pm_layout *l) {
@@ -223,8 +247,15 @@ const char *pm_layout_name(pm_arena *a, const pm_layout *l) {
 }
 
 bool pm_layout_swizzled(pm_arena *a, const pm_layout *l) {
+  sample s;
   pm_layout_identity x;
-  return pm_layout_identify(a, l, &x) && x.axis < 0 && named[x.id].swizzled;
+  if (!take_sample(a, l, &s)) return false;
+  for (int name = 0; name < PM_LAYOUT_COUNT; name++) { /* few are, and most layouts are none */
+    if (named[name].swizzled && is_called(&s, name, -1, &x)) {
+      return identify(&s, &x) && x.axis < 0 && named[x.id].swizzled;
+    }
+  }
+  return false;
 }
 
 /* "(16,2)", "": at most two numbers, and where they end */

@@ -32,6 +32,33 @@ const pm_op_info pm_ops[PM_OP_COUNT] = {
 };
 #undef V
 
+pm_op_lookup pm_op_lookups[PM_OP_COUNT];
+
+static const char *read_operand(const char *spec, pm_operand *out) {
+  *out = (pm_operand){.letter = *spec++};
+  if (*spec && strchr("<>=!", *spec)) out->role = *spec++;
+  if (*spec == '~') out->async = *spec++;
+  if (*spec == '@') out->remote = *spec++;
+  if (*spec == '*') out->repeated = *spec++;
+  else if (*spec == '?') out->optional = *spec++;
+  return spec;
+}
+
+__attribute__((constructor)) static void read_columns(void) {
+  for (int code = 0; code < PM_OP_COUNT; code++) {
+    const pm_op_info *info = &pm_ops[code];
+    pm_op_lookup *op = &pm_op_lookups[code];
+    for (const char *spec = info->in; *spec;) {
+      assert(op->n_operands < PM_MAX_OPERANDS);
+      spec = read_operand(spec, &op->operand[op->n_operands]);
+      op->touches |= op->operand[op->n_operands++].role;
+    }
+    op->touches |= info->effects & E_COUNT;
+    memset(op->slot, -1, sizeof op->slot);
+    for (int8_t k = 0; k < info->n_attrs; k++) op->slot[info->attrs[k]] = k;
+  }
+}
+
 const pm_space_info pm_spaces[PM_SPACE_COUNT] = {
 #define PM_SPACE(id, prefix, python, by_address) \
   [PM_##id] = {.text = prefix, .member = python, .addressed = by_address},

@@ -1337,16 +1337,15 @@ static pm_code wrong_operand(const pm_typing *t, uint32_t k, char letter) {
 }
 
 static pm_code check_operands(const pm_typing *t) {
-  const char *spec = pm_ops[t->code].in;
+  const pm_op_lookup *op = &pm_op_lookups[t->code];
   uint32_t k = 0;
-  while (*spec) {
-    pm_operand o;
-    spec = pm_read_operand(spec, &o);
-    uint32_t n = o.repeated ? t->n_in - k : o.optional ? t->n_in > k : 1;
+  for (uint32_t i = 0; i < op->n_operands; i++) {
+    const pm_operand *o = &op->operand[i];
+    uint32_t n = o->repeated ? t->n_in - k : o->optional ? t->n_in > k : 1;
     if (t->n_in - k < n) FAIL(INTERNAL, "%s: %u operands are too few", name(t), t->n_in);
     for (; n; n--, k++) {
       const pm_type *x = type_in(t, k);
-      if (!fits(o.letter, x)) return wrong_operand(t, k, o.letter);
+      if (!fits(o->letter, x)) return wrong_operand(t, k, o->letter);
       if (x->kind == PM_REF && x->space == PM_TMEM && !pm_tmem_alloc(t->g, t->in[k])) {
         FAIL(VALUE, "%s: %s is a TMEM ref that is not allocated", name(t), operand_text(t, k));
       }

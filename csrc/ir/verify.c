@@ -216,12 +216,9 @@ static bool is_ticket(const pm_graph *g, pm_val v) {
 static pm_code check_tickets(checker *c, pm_opid op) {
   const pm_graph *g = c->g;
   const pm_op *o = pm_get(g, op);
-  const char *spec = pm_ops[o->code].in;
-  pm_operand operand = {0};
   for (uint32_t k = 0; k < o->n_in; k++) {
-    if (!operand.repeated) spec = pm_read_operand(spec, &operand);
     const bool ticket = is_ticket(g, pm_in(g, op, k));
-    if (ticket ? operand.letter != 't' : o->code == PM_OP_SHUFFLE_TILE) {
+    if (ticket ? pm_operand_of(o->code, k)->letter != 't' : o->code == PM_OP_SHUFFLE_TILE) {
       BAD("%s: operand %u and fetch_tile", text_of(c, op), k);
     }
   }

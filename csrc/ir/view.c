@@ -106,7 +106,7 @@ static void apply_tiling(const pm_graph *g, pm_view *v) {
 static pm_code resolve_base(const pm_graph *g, pm_val ref, bool physical, pm_view *v, pm_err *err) {
   const pm_value *val = pm_value_of(g, ref);
   const pm_type *t = &val->type;
-  memset(v, 0, sizeof *v);
+  memset(v, 0, offsetof(pm_view, index)); /* the rest is long, and counted */
   v->base = ref;
   v->alloc = val->def;
   v->param = -1;

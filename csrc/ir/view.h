@@ -54,13 +54,8 @@ typedef struct pm_view {
   /* An access by array indices: the element also lies at(dim, its index) for each of them. Then the
    * view's own dims are those of the access; one that no dim of the ref goes along has stride 0. */
   uint8_t n_index;
-  struct {
-    pm_val val;
-    pm_view_dim dim;
-  } index[PM_MAX_RANK];
   int64_t offset; /* static part, elements */
   uint32_t n_terms;
-  pm_term term[PM_MAX_TERMS]; /* dynamic part: offset += val / div * mul */
   /* GMEM: start of the view along each dim of the base, for bounds and TMA coordinates. Valid
    * unless `reshaped`. Along base dim d the start is start[d] + sum of the terms of d (mul in index
    * units). The dims of a reshaped view become dims of the base where it was inside of that for
@@ -69,6 +64,12 @@ typedef struct pm_view {
   uint8_t base_rank;
   int64_t base_shape[PM_MAX_RANK], base_stride[PM_MAX_RANK], start[PM_MAX_RANK];
   uint32_t n_start_terms;
+  /* Of these arrays as many elements are set as the n_ above say. */
+  struct {
+    pm_val val;
+    pm_view_dim dim;
+  } index[PM_MAX_RANK];
+  pm_term term[PM_MAX_TERMS]; /* dynamic part: offset += val / div * mul */
   struct {
     pm_val val;
     int64_t mul;

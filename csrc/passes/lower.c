@@ -42,7 +42,7 @@ static const step steps[] = {
 };
 
 pm_code pm_lower(pm_graph *g, const pm_target *t, pm_err *err) {
-  pm_code code = pm_verify(g, err);
+  pm_code code = PM_OK;
   g->target = t;
   for (size_t k = 0; k < PM_COUNT(steps) && !code; k++) {
     code = steps[k].run(g, t, err);

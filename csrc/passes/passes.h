@@ -115,8 +115,8 @@ pm_code pm_plan_copies(pm_graph *g, const pm_target *t, pm_err *err);
  * run ahead of the others; the attribute RELAXED of arrivals. */
 pm_code pm_place_syncs(pm_graph *g, const pm_target *t, pm_err *err);
 
-/* All of them, for a target, with pm_verify between in debug builds. The graph is consumed: traced
- * -> synced. */
+/* All of them, for a target, with pm_verify between in debug builds. The graph, which pm_verify has
+ * accepted, is consumed: traced -> synced. */
 pm_code pm_lower(pm_graph *g, const pm_target *t, pm_err *err);
 
 /* ---- how a copy is done -------------------------------------------------------------------- */

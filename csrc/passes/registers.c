@@ -4,7 +4,7 @@
  * anything runs. The body is walked once for each thread index. A branch is decided if its
  * predicate follows from the index. A thread needs the maximum of its requests, or its share at
  * launch if it makes none. If a branch that cannot be decided contains a request, nothing is
- * concluded. */
+ * concluded. Only ops that are or contain requests are visited. */
 #include "../ir/eval.h"
 #include "passes.h"
 
@@ -12,6 +12,7 @@ enum { SM_REGISTERS = 65536, LANES = 128 };
 
 typedef struct walker {
   const pm_graph *g;
+  const bool *asks; /* by op: it is a request, or there is one inside */
   int64_t thread;
   int64_t most; /* 0: no request yet */
   pm_opid op;   /* of the largest request */
@@ -40,6 +41,7 @@ static void walk(walker *w, pm_blk block) {
   for (uint32_t k = 0; k < b->ops.n; k++) {
     pm_opid op = b->ops.at[k];
     const pm_op *o = pm_get(w->g, op);
+    if (!w->asks[op]) continue;
     if (o->code == PM_OP_SET_MAX_REGISTERS) {
       int64_t n = *pm_attr(w->g, op, PM_ATTR_N);
       w->any = true;
@@ -55,6 +57,12 @@ static void walk(walker *w, pm_blk block) {
   }
 }
 
+static void note_request(pm_graph *g, pm_opid op, void *ctx) {
+  bool *asks = ctx;
+  if (pm_get(g, op)->code != PM_OP_SET_MAX_REGISTERS) return;
+  for (; op && !asks[op]; op = g->blocks.at[pm_get(g, op)->parent].parent) asks[op] = true;
+}
+
 pm_code pm_check_registers(pm_graph *g, const pm_target *t, pm_err *err) {
   int64_t total = 0, share = SM_REGISTERS / (LANES * (int64_t)g->n_threads) / 8 * 8, most = 0;
   pm_opid worst = 0;
@@ -62,8 +70,10 @@ pm_code pm_check_registers(pm_graph *g, const pm_target *t, pm_err *err) {
   (void)t;
   pm_text_init(&text, g->arena);
   if (share > 255) share = 255;
+  bool *asks = PM_NEW(g->arena, bool, g->ops.n);
+  pm_walk(g, 1, note_request, asks);
   for (uint32_t k = 0; k < g->n_threads; k++) {
-    walker w = {.g = g, .thread = k};
+    walker w = {.g = g, .asks = asks, .thread = k};
     walk(&w, 1);
     if (w.unknown) return PM_OK;
     int64_t n = w.any ? w.most : share;

@@ -64,14 +64,20 @@ typedef struct byte_ranges {
   bool all; /* there were too many */
 } byte_ranges;
 
+/* What the whole kernel accesses. */
+typedef struct survey {
+  uint8_t *reach;     /* by value: how the memory at the base of views is accessed */
+  bool *copied;       /* by value: barrier allocations that copies arrive at */
+  byte_ranges filled; /* by engines */
+} survey;
+
 typedef struct placer {
   pm_graph *g;
   pm_summaries *summaries;
-  uint8_t *reach; /* by value: how the memory at the base of views is accessed */
+  const survey *kernel;
   state at;
-  byte_ranges unfenced;      /* bytes that ordinary stores wrote, without a proxy fence since */
-  byte_ranges loaded;        /* bytes of `filled` that lanes loaded, without a proxy fence since */
-  const byte_ranges *filled; /* bytes that engines write */
+  byte_ranges unfenced; /* bytes that ordinary stores wrote, without a proxy fence since */
+  byte_ranges loaded;   /* filled bytes that lanes loaded, without a proxy fence since */
   /* Accesses since the last SYNC that matter for scalar stores. */
   touched open[MAX_OPEN];
   uint32_t n_open;
@@ -79,7 +85,6 @@ typedef struct placer {
   /* Since the last SYNC, for ARRIVE. */
   bool touched;     /* the lanes loaded or stored */
   bool waited;      /* they waited for a barrier, and no wgmma has synchronised them since */
-  bool *copied;     /* by value: barrier allocations that copies arrive at */
   int64_t n_wgmmas; /* issued since that wait */
 } placer;
 
@@ -196,7 +201,7 @@ static bool overlap(const byte_ranges *d, int64_t from, int64_t to) {
 
 static void load_bytes(placer *p, pm_val ref) {
   int64_t from, to;
-  if (bytes_of(p->g, ref, &from, &to) && overlap(p->filled, from, to))
+  if (bytes_of(p->g, ref, &from, &to) && overlap(&p->kernel->filled, from, to))
     add_range(&p->loaded, from, to);
 }
 
@@ -235,16 +240,6 @@ static void released(placer *p, pm_opid op) {
   if (releases && !in_warps(p->g, op)) clear(&p->loaded);
 }
 
-static void note_filled(pm_graph *g, pm_opid op, void *ctx) {
-  int64_t from, to;
-  pm_access a = pm_accesses(op);
-  while (pm_next_access(g, &a)) {
-    if (a.where != PM_IN_SMEM || !a.writes || pm_by_lanes(&a)) continue;
-    if (!bytes_of(g, a.view, &from, &to)) continue;
-    add_range(ctx, from, to);
-  }
-}
-
 /* An upper bound on what is unfenced and loaded after a block, without changing the block. */
 static void soil_block(placer *p, pm_blk block) {
   const pm_block *b = &p->g->blocks.at[block];
@@ -281,34 +276,38 @@ static bool overwrites_unfenced(const placer *p, pm_opid copy) {
 
 enum { REMOTE = 1, READ = 2, WRITTEN = 4, GENERIC = 8 };
 
-/* Barriers at which more arrives than all lanes of a thread together: an engine, source text, or a
- * warp on behalf of its thread. */
-static void note_copied(pm_graph *g, pm_opid op, void *ctx) {
-  bool *of = ctx;
-  const bool lanes = pm_get(g, op)->code == PM_OP_ARRIVE && !in_warps(g, op);
-  pm_access a = pm_accesses(op);
-  while (!lanes && pm_next_access(g, &a)) {
-    if (a.where == PM_IN_BARRIER && a.writes) of[base_of(g, a.view)] = true;
-  }
+static void note_filled(survey *s, const pm_graph *g, const pm_access *a) {
+  int64_t from, to;
+  if (!a->writes || pm_by_lanes(a) || !bytes_of(g, a->view, &from, &to)) return;
+  add_range(&s->filled, from, to);
 }
 
-/* Except for BROADCAST_TILE: the arrival that says that its number was read PUBLISHES that. */
-static void note_reach(pm_graph *g, pm_opid op, void *ctx) {
-  uint8_t *of = ctx; /* by value: the memory at the base of views */
+static void note_reach(survey *s, const pm_graph *g, const pm_access *a) {
+  uint8_t *how = &s->reach[base_of(g, a->view)];
+  *how |= (a->reads ? READ : 0) | (a->writes ? WRITTEN : 0);
+  *how |= (pm_by_lanes(a) ? GENERIC : 0) | (a->scope == PM_CLUSTER ? REMOTE : 0);
+}
+
+/* COPIED is a barrier at which more arrives than all lanes of a thread together: an engine, source
+ * text, or a warp on behalf of its thread. BROADCAST_TILE is not among what an arrival must
+ * release: the one that says that its number was read PUBLISHES that. */
+static void note_accesses(pm_graph *g, pm_opid op, void *ctx) {
+  survey *s = ctx;
+  const uint16_t code = pm_get(g, op)->code;
   pm_access a = pm_accesses(op);
-  if (pm_get(g, op)->code == PM_OP_BROADCAST_TILE) return;
   while (pm_next_access(g, &a)) {
+    if (a.where == PM_IN_BARRIER && a.writes && (code != PM_OP_ARRIVE || in_warps(g, op)))
+      s->copied[base_of(g, a.view)] = true;
     if (!(a.where & PM_IN_MEMORY)) continue;
-    uint8_t *how = &of[base_of(g, a.view)];
-    *how |= (a.reads ? READ : 0) | (a.writes ? WRITTEN : 0);
-    *how |= (pm_by_lanes(&a) ? GENERIC : 0) | (a.scope == PM_CLUSTER ? REMOTE : 0);
+    note_filled(s, g, &a);
+    if (code != PM_OP_BROADCAST_TILE) note_reach(s, g, &a);
   }
 }
 
 /* GMEM that nobody writes. */
 static bool is_constant(const placer *p, pm_val view) {
   const pm_val base = base_of(p->g, view);
-  return pm_typeof(p->g, base)->space == PM_GMEM && !(p->reach[base] & WRITTEN);
+  return pm_typeof(p->g, base)->space == PM_GMEM && !(p->kernel->reach[base] & WRITTEN);
 }
 
 /* ---- placing ------------------------------------------------------------------------------ */
@@ -430,7 +429,7 @@ static pm_opid warp_barrier(const placer *p, pm_opid arrive) {
   const pm_val base = base_of(g, pm_in(g, arrive, 0));
   const pm_opid alloc = pm_value_of(g, base)->def;
   pm_attr_list(g, alloc, PM_ATTR_CLUSTER, &n);
-  return n || p->copied[base] ? 0 : alloc;
+  return n || p->kernel->copied[base] ? 0 : alloc;
 }
 
 static void visit_arrive(placer *p, pm_blk block, uint32_t *k) {
@@ -461,11 +460,6 @@ static void summarise(pm_graph *g, pm_opid op, void *ctx) {
   const uint16_t code = pm_get(g, op)->code;
   s->arrives |= code == PM_OP_ARRIVE && !warp_barrier(s->p, op);
   s->touches |= code == PM_OP_INLINE;
-  pm_access a = pm_accesses(op);
-  while (pm_next_access(g, &a)) {
-    s->waits |= a.where == PM_IN_BARRIER && !a.writes;
-    s->touches |= (is_now(&a) && a.writes) || reads_now(s->p, &a);
-  }
 }
 
 /* Set the state to what is known at every start of the loop body; returns the state before. */
@@ -474,6 +468,12 @@ static placer enter_loop(placer *p, pm_blk block, uint32_t *k) {
   summary s = {.p = p};
   for (uint32_t r = 0; r < pm_get(p->g, op)->n_regions; r++) {
     pm_walk(p->g, pm_region(p->g, op, r), summarise, &s);
+  }
+  const pm_access_list *inside = pm_accesses_inside(p->summaries, op);
+  for (uint32_t k = 0; k < inside->all.n; k++) {
+    const pm_access *a = &inside->all.at[k];
+    s.waits |= a->where == PM_IN_BARRIER && !a->writes;
+    s.touches |= (is_now(a) && a->writes) || reads_now(p, a);
   }
   if (s.arrives && p->touched && !s.touches) place(p, block, k);
   const placer before = *p;
@@ -630,20 +630,18 @@ static void set_relaxed(pm_graph *g, pm_opid op, void *ctx) {
 
 static void relax(placer *p) {
   bool relaxed = true;
-  for (pm_val v = 1; v < p->g->values.n; v++) relaxed &= !needs_release(p->g, v, p->reach[v]);
+  const uint8_t *reach = p->kernel->reach;
+  for (pm_val v = 1; v < p->g->values.n; v++) relaxed &= !needs_release(p->g, v, reach[v]);
   pm_walk(p->g, 1, set_relaxed, &relaxed);
 }
 
 pm_code pm_place_syncs(pm_graph *g, const pm_target *t, pm_err *err) {
   (void)t;
   (void)err;
-  byte_ranges *filled = PM_NEW(g->arena, byte_ranges, 1);
-  placer p = {.g = g, .at = ORDERED, .filled = filled, .summaries = pm_new_summaries(g)};
-  p.reach = PM_NEW(g->arena, uint8_t, g->values.n);
-  p.copied = PM_NEW(g->arena, bool, g->values.n);
-  pm_walk(g, 1, note_filled, filled);
-  pm_walk(g, 1, note_reach, p.reach);
-  pm_walk(g, 1, note_copied, p.copied);
+  survey kernel = {.reach = PM_NEW(g->arena, uint8_t, g->values.n),
+                   .copied = PM_NEW(g->arena, bool, g->values.n)};
+  pm_walk(g, 1, note_accesses, &kernel);
+  placer p = {.g = g, .at = ORDERED, .kernel = &kernel, .summaries = pm_new_summaries(g)};
   visit_block(&p, 1);
   relax(&p);
   g->stage = PM_SYNCED;

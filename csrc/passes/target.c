@@ -8,6 +8,7 @@
 typedef struct checker {
   const pm_target *target;
   bool operands; /* ops that have operands: they tell users more than allocations do */
+  bool lacks;    /* there is an op that needs more */
   pm_code code;
   pm_err *err;
 } checker;
@@ -17,7 +18,9 @@ static void check_op(pm_graph *g, pm_opid op, void *ctx) {
   const pm_op *o = pm_get(g, op);
   const pm_mma *m = pm_mma_of(g, op);
   uint32_t needs = pm_ops[o->code].needs | (m ? m->needs : 0);
-  if (c->code || pm_target_has(c->target, needs) || (o->n_in > 0) != c->operands) return;
+  if (c->code || pm_target_has(c->target, needs)) return;
+  c->lacks = true;
+  if ((o->n_in > 0) != c->operands) return;
   if (pm_is_mma(g, op)) needs &= ~(uint32_t)PM_HAS_WGMMA;
   c->code = pm_target_check(c->target, needs, pm_ops[o->code].text, g->arena, c->err);
   if (c->code) pm_err_op(c->err, g, op);
@@ -38,7 +41,7 @@ pm_code pm_check_target(pm_graph *g, const pm_target *t, pm_err *err) {
   if (check_cluster(g, t, err)) return err->code;
   pm_walk(g, 1, check_op, &c);
   c.operands = false;
-  pm_walk(g, 1, check_op, &c);
+  if (c.lacks) pm_walk(g, 1, check_op, &c);
   return c.code;
 }
 

@@ -66,8 +66,7 @@ typedef struct parse_job {
 
 static pm_code parse_body(void *ctx, pm_err *err) {
   parse_job *j = ctx;
-  pm_code rc = pm_parse(j->arena, j->text, j->n, &j->g, err);
-  return rc ? rc : pm_verify(j->g, err);
+  return pm_parse(j->arena, j->text, j->n, &j->g, err);
 }
 
 static PyObject *graph_parse(PyObject *type, PyObject *arg) {

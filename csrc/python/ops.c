@@ -15,10 +15,9 @@ void pmpy_op_call_end(pmpy_op_call *c) {
 
 /* The operand letter of ops.def for operand k. */
 static char letter_of(pm_opcode code, uint32_t k) {
-  const char *spec = pm_ops[code].in;
-  pm_operand o = {.letter = 'v'};
-  for (k++; *spec && k && !o.repeated; k--) spec = pm_read_operand(spec, &o);
-  return k && !o.repeated ? 'v' : o.letter;
+  const uint32_t n = pm_op_lookups[code].n_operands;
+  const bool known = n && (k < n || pm_operand_of(code, k)->repeated);
+  return known ? pm_operand_of(code, k)->letter : 'v';
 }
 
 static pm_val operand(pmpy_trace *t, pm_opcode code, char letter, PyObject *o, uint8_t *weak) {

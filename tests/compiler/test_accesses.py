@@ -293,7 +293,7 @@ def test_every_column_has_a_reader():
     struct = re.search(r"typedef struct pm_op_info \{(.*?)\} pm_op_info;", text, re.S)[1]
     fields = set(re.findall(r"(\w+)(?:\[\w+\])?[,;]", re.sub(r"/\*.*?\*/", "", struct)))
     assert {"text", "in", "effects", "participants", "known_to", "completion"} <= fields
-    files = [f for f in ROOT.glob("csrc/*/*.[ch]") if f.name not in ("tables.c", "ir.h")]
+    files = [f for f in ROOT.glob("csrc/*/*.[ch]") if f.name != "ir.h"]
     source = "\n".join(f.read_text() for f in files) + text.replace(struct, "")
     read = set(re.findall(r"pm_ops\[[^;]*?\]\s*\.(\w+)", source))
     read |= set(re.findall(r"\binfo->(\w+)", source))

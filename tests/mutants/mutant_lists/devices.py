@@ -46,13 +46,13 @@ breaks(
     ),
     combining_copies_do_not_read=(
         "fill",
-        "role != '>' || (memory && combines(g, a->op));",
-        "role != '>';",
+        "how->role != '>' || (memory && attr_of(g, o, PM_ATTR_COMBINE));",
+        "how->role != '>';",
     ),
     arrivals_stay_in_the_block=(
         "leaves_block",
-        "return a->writes && spans_blocks(",
-        "return !a->writes && spans_blocks(",
+        "return how->role != '<' && spans_blocks(",
+        "return how->role == '<' && spans_blocks(",
     ),
     waits_that_know_their_phase_advance_it=("next_extra", "&& o->n_in == 1;", "&& o->n_in >= 1;"),
     loops_run_for_sure=("always_runs", "lower.i < upper.i;", "lower.i <= upper.i;"),
@@ -496,7 +496,7 @@ breaks(
     scopes_end_before_their_loads=("visit_scope", "place_fence(p, body, &last);", ""),
     every_load_is_fenced=(
         "load_bytes",
-        "&& overlap(p->filled, from, to)) add_range(&p->loaded",
+        "&& overlap(&p->kernel->filled, from, to)) add_range(&p->loaded",
         ") add_range(&p->loaded",
     ),
 )
@@ -540,7 +540,7 @@ breaks(
     waits_are_meetings=("visit_wait", "p->at = APART; p->waited = true;", "p->waited = true;"),
     written_arrays_are_constant=(
         "is_constant",
-        "== PM_GMEM && !(p->reach[base] & WRITTEN);",
+        "== PM_GMEM && !(p->kernel->reach[base] & WRITTEN);",
         "== PM_GMEM;",
     ),
     loops_begin_untouched=("enter_loop", "p; p->touched |= s.touches;", "p;"),
@@ -556,7 +556,7 @@ breaks(
         ") return false",
     ),
     peers_need_no_release=("needs_release", "(how & REMOTE) && (how & GENERIC); }", "false; }"),
-    refs_of_peers_are_local=("note_reach", "a.scope == PM_CLUSTER ? REMOTE : 0", "0"),
+    refs_of_peers_are_local=("note_reach", "a->scope == PM_CLUSTER ? REMOTE : 0", "0"),
     scopes_forget_accesses=("visit_scope", "p->lost |= p->n_open > 0;", "p->n_open = 0;"),
     branches_forget_accesses=("visit_control", "if (!loop) note_regions(p, op);", ""),
     branches_forget_touches=("visit_control", ".at; after.touched |=", ".at; after.touched ="),
@@ -574,8 +574,8 @@ breaks(
     CLUSTER,
     collective_copies_are_local=(
         "leaves_block",
-        "if ((a->operand.remote && has_peers(g)) || spans_blocks(g, a->op)) return true;",
-        "if (a->operand.remote && has_peers(g)) return true;",
+        "if (how->remote || spans_blocks(g, o)) return true;",
+        "if (how->remote) return true;",
     ),
 )
 
@@ -1009,13 +1009,13 @@ breaks(
     SCHEDULE,
     copied_barriers_count_warps=(
         "warp_barrier",
-        "return n || p->copied[base] ? 0 : alloc;",
+        "return n || p->kernel->copied[base] ? 0 : alloc;",
         "return n ? 0 : alloc;",
     ),
     cluster_barriers_count_warps=(
         "warp_barrier",
-        "return n || p->copied[base] ? 0 : alloc;",
-        "return p->copied[base] ? 0 : alloc;",
+        "return n || p->kernel->copied[base] ? 0 : alloc;",
+        "return p->kernel->copied[base] ? 0 : alloc;",
     ),
     releases_are_not_kept=("set_relaxed", "&& !*pm_attr(g, op, PM_ATTR_PUBLISHES);", ";"),
 )
