@@ -32,7 +32,7 @@ from ._names import show
 _LIBRARIES: dict = {}  # by namespace; they live for good
 
 
-def _library(namespace):
+def library_of(namespace):
     if namespace not in _LIBRARIES:
         _LIBRARIES[namespace] = torch.library.Library(namespace, "FRAGMENT")
     return _LIBRARIES[namespace]
@@ -301,13 +301,12 @@ def call_recorded(target, args, kwargs):
 
 # ---- operators -----------------------------------------------------------------------------------
 
-_operators: dict = {}  # of families of `ops`, by id
+# what a call of a function of `ops` does where a tensor needs the dispatcher; filled by _torch_ops
+OPERATORS: dict = {}
 
 
 def _operator_of(target):
-    if isinstance(target, _core.Family) and str(target.__module__).startswith("pallas_mgpu.ops"):
-        return importlib.import_module("._torch_ops", __package__).of_family(target)
-    return None
+    return OPERATORS.get(target) if isinstance(target, _core.Family) else None
 
 
 def _parameters(fn, mutates):
@@ -604,7 +603,7 @@ def make_operator(fn, name, mutates, backward, fake, autocast=()):
     qualname = name if "::" in name else f"pallas_mgpu::{name}"
     namespace, opname = qualname.split("::")
     mutates, positions = _mutated(signature, mutates, fn)
-    library = _library(namespace)
+    library = library_of(namespace)
     functional = bool(mutates and backward)
     flat = _by_position(fn)
     inner, returns = _functional(flat, signature, mutates) if functional else (flat, signature)
@@ -824,3 +823,29 @@ class AsTorchKernel:
         if plan is None:
             plan = self.plans[key] = _Plan(self.fn, args, kwargs)
         return plan(leaves)
+
+
+from . import _torch_ops  # noqa: E402 - it makes operators of this module's kind
+from ._torch_ops import (  # noqa: E402
+    attention,
+    column_sums,
+    layer_norm,
+    matmul,
+    mixed_matmul,
+    ragged_dot,
+    rms_norm,
+    softmax,
+    transposed_ragged_dot,
+)
+
+__all__ = [
+    "attention",
+    "column_sums",
+    "layer_norm",
+    "matmul",
+    "mixed_matmul",
+    "ragged_dot",
+    "rms_norm",
+    "softmax",
+    "transposed_ragged_dot",
+]

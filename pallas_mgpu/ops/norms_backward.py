@@ -29,7 +29,7 @@ from ._common import overlap_launches
 
 _FLOATS = ("float16", "bfloat16", "float32")
 _F32 = np.float32
-_HELD = 8192  # elements of a row that registers hold, with its gradient and the sums
+_HELD = 8192  # elements of a row that registers hold, with its gradient and one sum; half with two
 _PART = 2048  # elements of a part of a longer row
 _COLUMNS = 64  # columns of a tile, where the axis is not the last one
 _PER_SM = 4  # blocks
@@ -187,7 +187,7 @@ def _names(x):
 def _rows(x, programs, interpret):
     """Kernel of the last axis: the gradient of x, and the sums of each block."""
     height = max(1, min(2048 // x.n, x.outer))
-    width = x.n if x.n <= _HELD else _PART
+    width = x.n if x.n <= _HELD // max(x.sums, 1) else _PART
     parts, tiles = pl.cdiv(x.n, width), pl.cdiv(x.outer, height)
     programs = min(programs, tiles)
     names = _names(x)

@@ -1,0 +1,481 @@
+"""The functions of `ops` as operators of PyTorch, ``torch.ops.pallas_mgpu.*``.
+
+Each is a function of tensors and plain options whose annotations are the schema, with a function of
+shapes (fake) and a gradient. Gradients are made of operators, too, so that compilers see through
+them. `attention` is not an operator of its own kind but a composition: attention_lse has the
+gradient, which needs the logarithms of the sums."""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from . import _core, ops
+from .torch import library_of, make_operator
+
+_MADE = {}  # operators, by name
+
+
+def _dtype(dtype):
+    """NumPy's, for an option; None stays."""
+    return None if dtype is None else _core.as_dtype(str(dtype).removeprefix("torch."))
+
+
+def _operator(fake, backward=None, autocast=()):
+    def make(fn):
+        name = f"pallas_mgpu::{fn.__name__}"
+        made = _MADE[fn.__name__] = make_operator(fn, name, (), backward, fake, autocast)
+        return made
+
+    return make
+
+
+def _like(x, *rest, **options):
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _product(x, shape, out_dtype):
+    return x.new_empty(shape, dtype=out_dtype or x.dtype)
+
+
+# ---- matmul --------------------------------------------------------------------------------------
+
+
+def _matmul_fake(a, b, bias=None, scale_a=None, scale_b=None, activation=None, out_dtype=None,
+                 transpose_a=False, transpose_b=False, batch_invariant=False):  # fmt: skip
+    m = a.shape[1] if transpose_a else a.shape[0]
+    n = b.shape[0] if transpose_b else b.shape[1]
+    dtype = out_dtype or (torch.bfloat16 if a.dtype.itemsize == 1 else a.dtype)
+    return a.new_empty((m, n), dtype=dtype)
+
+
+def _matmul_setup(ctx, inputs, output):
+    a, b, bias, _, _, activation, _, ctx.ta, ctx.tb, ctx.invariant = inputs
+    if a.dtype.itemsize == 1:
+        raise NotImplementedError("pallas_mgpu::matmul has no gradient for 8-bit floats")
+    ctx.activation, ctx.bias = activation, None if bias is None else bias.dtype
+    kept = output if activation in ("relu", "tanh") else None
+    again = bias if activation in ("silu", "gelu") else None  # the product is computed again
+    ctx.save_for_backward(a, b, again, kept)
+
+
+def _before_activation(ctx, grad, a, b, bias, kept):
+    """The gradient of the product, from that of the result."""
+    aten = torch.ops.aten
+    if ctx.activation is None:
+        return grad
+    if ctx.activation == "relu":
+        return aten.threshold_backward(grad, kept, 0)
+    if ctx.activation == "tanh":
+        return aten.tanh_backward(grad, kept)
+    z = matmul(a, b, bias, out_dtype=torch.float32, transpose_a=ctx.ta, transpose_b=ctx.tb)
+    if ctx.activation == "silu":
+        return aten.silu_backward(grad.float(), z)
+    return aten.gelu_backward(grad.float(), z, approximate="tanh")
+
+
+def _matmul_backward(ctx, grad):
+    a, b, bias, kept = ctx.saved_tensors
+    ta, tb = ctx.ta, ctx.tb
+    grad = _before_activation(ctx, grad, a, b, bias, kept)
+    found, g = [None] * 10, grad.to(a.dtype)
+    if ctx.needs_input_grad[0]:
+        found[0] = matmul(b, g, transpose_a=tb, transpose_b=True) if ta else matmul(
+            g, b, transpose_b=not tb)  # fmt: skip
+    if ctx.needs_input_grad[1]:
+        found[1] = matmul(g, a, transpose_a=True, transpose_b=ta) if tb else matmul(
+            a, g, transpose_a=not ta)  # fmt: skip
+    if ctx.bias is not None and ctx.needs_input_grad[2]:
+        found[2] = column_sums(grad, ctx.bias)
+    return tuple(found)
+
+
+@_operator(
+    _matmul_fake, (_matmul_setup, _matmul_backward), ("a", "b", "bias")
+)
+def matmul(
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None = None,
+    scale_a: Tensor | None = None,
+    scale_b: Tensor | None = None,
+    activation: str | None = None,
+    out_dtype: torch.dtype | None = None,
+    transpose_a: bool = False,
+    transpose_b: bool = False,
+    batch_invariant: bool = False,
+) -> Tensor:
+    options = {"transpose_a": transpose_a, "transpose_b": transpose_b}
+    for name, x in (("bias", bias), ("scale_a", scale_a), ("scale_b", scale_b)):
+        if x is not None:
+            options[name] = x
+    return ops.matmul(
+        a,
+        b,
+        activation=activation,
+        out_dtype=_dtype(out_dtype),
+        batch_invariant=batch_invariant,
+        **options,
+    )
+
+
+def _sums_fake(x, out_dtype=None):
+    return x.new_empty(x.shape[-1:], dtype=out_dtype or x.dtype)
+
+
+@_operator(
+    _sums_fake,
+    (
+        lambda ctx, inputs, output: setattr(ctx, "like", (inputs[0].shape, inputs[0].dtype)),
+        lambda ctx, grad: (grad.to(ctx.like[1]).expand(ctx.like[0]), None),
+    ),
+)
+def column_sums(x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
+    return ops.column_sums(x, out_dtype=_dtype(out_dtype))
+
+
+# ---- norms ---------------------------------------------------------------------------------------
+
+
+def _norm_fake(x, *rest, out_dtype=None, **options):
+    return torch.empty_like(x, dtype=out_dtype, memory_format=torch.contiguous_format)
+
+
+def _softmax_fake(x, axis=-1, out_dtype=None, batch_invariant=False):
+    return _norm_fake(x, out_dtype=out_dtype)
+
+
+def _softmax_setup(ctx, inputs, output):
+    ctx.axis, ctx.dtype = inputs[1], inputs[0].dtype
+    ctx.save_for_backward(output)
+
+
+def _softmax_backward(ctx, grad):
+    (y,) = ctx.saved_tensors
+    return softmax_backward(grad, y, ctx.axis).to(ctx.dtype), None, None, None
+
+
+@_operator(_softmax_fake, (_softmax_setup, _softmax_backward))
+def softmax(
+    x: Tensor,
+    axis: int = -1,
+    out_dtype: torch.dtype | None = None,
+    batch_invariant: bool = False,
+) -> Tensor:
+    return ops.softmax(x, axis=axis, out_dtype=_dtype(out_dtype), batch_invariant=batch_invariant)
+
+
+@_operator(lambda grad, y, axis=-1: _like(y))
+def softmax_backward(grad: Tensor, y: Tensor, axis: int = -1) -> Tensor:
+    return ops.softmax_backward(grad, y, axis=axis)
+
+
+def _rms_fake(x, weight=None, eps=1e-6, out_dtype=None, batch_invariant=False):
+    return _norm_fake(x, out_dtype=out_dtype)
+
+
+def _rms_setup(ctx, inputs, output):
+    x, weight, ctx.eps, *_ = inputs
+    ctx.save_for_backward(x, weight)
+
+
+def _rms_backward(ctx, grad):
+    x, weight = ctx.saved_tensors
+    dx, dw = rms_norm_backward(grad, x, weight, None, ctx.eps)
+    return dx, None if weight is None else dw, None, None, None
+
+
+def _optional(**arrays):
+    return {name: x for name, x in arrays.items() if x is not None}
+
+
+@_operator(_rms_fake, (_rms_setup, _rms_backward))
+def rms_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    eps: float = 1e-6,
+    out_dtype: torch.dtype | None = None,
+    batch_invariant: bool = False,
+) -> Tensor:
+    options = _optional(weight=weight)
+    return ops.rms_norm(
+        x, eps=eps, out_dtype=_dtype(out_dtype), batch_invariant=batch_invariant, **options
+    )
+
+
+def _rms_backward_fake(grad, x, weight=None, add=None, eps=1e-6):
+    return _like(x), x.new_empty((0,)) if weight is None else _like(weight)
+
+
+@_operator(_rms_backward_fake)
+def rms_norm_backward(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor | None = None,
+    add: Tensor | None = None,
+    eps: float = 1e-6,
+) -> tuple[Tensor, Tensor]:
+    found = ops.rms_norm_backward(grad, x, eps=eps, **_optional(weight=weight, add=add))
+    return (found, x.new_empty((0,))) if weight is None else found
+
+
+def _layer_fake(x, weight=None, bias=None, eps=1e-5, out_dtype=None, batch_invariant=False):
+    return _norm_fake(x, out_dtype=out_dtype)
+
+
+def _layer_setup(ctx, inputs, output):
+    x, weight, bias, ctx.eps, *_ = inputs
+    ctx.bias = None if bias is None else bias.dtype
+    ctx.save_for_backward(x, weight)
+
+
+def _layer_backward(ctx, grad):
+    x, weight = ctx.saved_tensors
+    dx, dw, db = layer_norm_backward(grad, x, weight, None, ctx.bias is not None, ctx.eps)
+    db = None if ctx.bias is None else db.to(ctx.bias)
+    return dx, None if weight is None else dw, db, None, None, None
+
+
+@_operator(_layer_fake, (_layer_setup, _layer_backward))
+def layer_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    out_dtype: torch.dtype | None = None,
+    batch_invariant: bool = False,
+) -> Tensor:
+    options = _optional(weight=weight, bias=bias)
+    return ops.layer_norm(
+        x, eps=eps, out_dtype=_dtype(out_dtype), batch_invariant=batch_invariant, **options
+    )
+
+
+def _layer_backward_fake(grad, x, weight=None, add=None, bias=False, eps=1e-5):
+    none = x.new_empty((0,))
+    like = x.new_empty(x.shape[-1:]) if weight is None else _like(weight)
+    return _like(x), none if weight is None else _like(weight), like if bias else none
+
+
+@_operator(_layer_backward_fake)
+def layer_norm_backward(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor | None = None,
+    add: Tensor | None = None,
+    bias: bool = False,
+    eps: float = 1e-5,
+) -> tuple[Tensor, Tensor, Tensor]:
+    found = ops.layer_norm_backward(
+        grad, x, bias=bias, eps=eps, **_optional(weight=weight, add=add)
+    )
+    found = list(found) if isinstance(found, tuple) else [found]
+    if weight is None:
+        found.insert(1, x.new_empty((0,)))
+    if not bias:
+        found.append(x.new_empty((0,)))
+    return tuple(found)
+
+
+# ---- attention -----------------------------------------------------------------------------------
+
+
+def _attention_fake(q, k, v, causal=False, scale=None):
+    b, n, h, _ = q.shape
+    return _like(q), q.new_empty((b, h, n), dtype=torch.float32)
+
+
+def _attention_setup(ctx, inputs, output):
+    q, k, v, ctx.causal, ctx.scale = inputs
+    ctx.save_for_backward(q, k, v, *output)
+    ctx.mark_non_differentiable(output[1])
+
+
+def _attention_gradient(ctx, grad, _):
+    found = attention_backward(grad, *ctx.saved_tensors, ctx.causal, ctx.scale)
+    return *found, None, None
+
+
+@_operator(_attention_fake, (_attention_setup, _attention_gradient), ("q", "k", "v"))
+def attention_lse(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool = False, scale: float | None = None
+) -> tuple[Tensor, Tensor]:
+    return ops.attention(q, k, v, causal=causal, scale=scale, return_lse=True)
+
+
+def _attention_backward_fake(grad, q, k, v, o, lse, causal=False, scale=None):
+    return _like(q), _like(k), _like(v)
+
+
+@_operator(_attention_backward_fake)
+def attention_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    causal: bool = False,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return ops.attention_backward(grad, q, k, v, o, lse, causal=causal, scale=scale)
+
+
+def _attention(q, k, v, causal=False, scale=None):
+    return torch.ops.pallas_mgpu.attention_lse(q, k, v, causal, scale)[0]
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool = False,
+    scale: float | None = None,
+    return_lse: bool = False,
+):
+    found = attention_lse(q, k, v, causal, scale)
+    return found if return_lse else found[0]
+
+
+def _define_attention():
+    schema = "(Tensor q, Tensor k, Tensor v, bool causal=False, float? scale=None) -> Tensor"
+    library = library_of("pallas_mgpu")
+    library.define("attention" + schema)
+    library.impl("attention", _attention, "CompositeImplicitAutograd")
+    attention.op = torch.ops.pallas_mgpu.attention.default
+    _MADE["attention"] = attention
+
+
+_define_attention()
+
+
+# ---- grouped and mixed products ------------------------------------------------------------------
+
+
+def _ragged_fake(lhs, rhs, group_sizes, transpose_rhs=False, out_dtype=None):
+    return _product(lhs, (lhs.shape[0], rhs.shape[1 if transpose_rhs else 2]), out_dtype)
+
+
+def _ragged_setup(ctx, inputs, output):
+    lhs, rhs, sizes, ctx.transposed, _ = inputs
+    ctx.save_for_backward(lhs, rhs, sizes)
+
+
+def _ragged_backward(ctx, grad):
+    lhs, rhs, sizes = ctx.saved_tensors
+    grad, dl, dr = grad.to(lhs.dtype), None, None
+    if ctx.needs_input_grad[0]:
+        dl = ragged_dot(grad, rhs, sizes, not ctx.transposed)
+    if ctx.needs_input_grad[1]:
+        pair = (grad, lhs) if ctx.transposed else (lhs, grad)
+        dr = transposed_ragged_dot(*pair, sizes)
+    return dl, dr, None, None, None
+
+
+@_operator(_ragged_fake, (_ragged_setup, _ragged_backward), ("lhs", "rhs"))
+def ragged_dot(
+    lhs: Tensor,
+    rhs: Tensor,
+    group_sizes: Tensor,
+    transpose_rhs: bool = False,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    return ops.ragged_dot(
+        lhs, rhs, group_sizes, transpose_rhs=transpose_rhs, out_dtype=_dtype(out_dtype)
+    )
+
+
+def _transposed_fake(lhs, rhs, group_sizes, out_dtype=None):
+    shape = group_sizes.shape[0], lhs.shape[1], rhs.shape[1]
+    return _product(lhs, shape, out_dtype)
+
+
+def _transposed_setup(ctx, inputs, output):
+    ctx.save_for_backward(*inputs[:3])
+
+
+def _transposed_backward(ctx, grad):
+    lhs, rhs, sizes = ctx.saved_tensors
+    grad, dl, dr = grad.to(lhs.dtype), None, None
+    if ctx.needs_input_grad[0]:
+        dl = ragged_dot(rhs, grad, sizes, True)
+    if ctx.needs_input_grad[1]:
+        dr = ragged_dot(lhs, grad, sizes)
+    return dl, dr, None, None
+
+
+@_operator(_transposed_fake, (_transposed_setup, _transposed_backward), ("lhs", "rhs"))
+def transposed_ragged_dot(
+    lhs: Tensor, rhs: Tensor, group_sizes: Tensor, out_dtype: torch.dtype | None = None
+) -> Tensor:
+    return ops.transposed_ragged_dot(lhs, rhs, group_sizes, out_dtype=_dtype(out_dtype))
+
+
+def _mixed_fake(x, weights, scales=None, out_dtype=None):
+    return _product(x, (x.shape[0], weights.shape[0]), out_dtype)
+
+
+def _mixed_setup(ctx, inputs, output):
+    ctx.save_for_backward(*inputs[:3])
+
+
+def _mixed_backward(ctx, grad):
+    x, weights, scales = ctx.saved_tensors
+    grad, dx, ds = grad.to(x.dtype), None, None
+    n, k = weights.shape
+    groups = 1 if scales is None else scales.shape[0]
+    if ctx.needs_input_grad[0]:
+        w = weights.to(torch.float32)
+        if scales is not None:
+            factor = scales.to(torch.float32).t().unsqueeze(2)
+            w = (w.view(n, groups, k // groups) * factor).view(n, k)
+        dx = matmul(grad, w.to(x.dtype))
+    if scales is not None and ctx.needs_input_grad[2]:
+        dw = matmul(grad, x, out_dtype=torch.float32, transpose_a=True)
+        ds = (dw * weights).view(n, groups, k // groups).sum(2).t().to(scales.dtype)
+    return dx, None, ds, None
+
+
+@_operator(_mixed_fake, (_mixed_setup, _mixed_backward), ("x",))
+def mixed_matmul(
+    x: Tensor,
+    weights: Tensor,
+    scales: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    options = _optional(scales=scales)
+    return ops.mixed_matmul(x, weights, out_dtype=_dtype(out_dtype), **options)
+
+
+# ---- calls of `ops` ------------------------------------------------------------------------------
+
+_DROPPED = {"deterministic": False, "stream": None, "out": None, "config": None, "interpret": None}
+
+
+def of_family(family):
+    """What a call of a function of `ops` does instead, if a tensor needs the dispatcher."""
+    name = family.__name__
+    operator = _MADE.get(name)
+    if operator is None:
+        return None
+
+    def call(*args, **kwargs):
+        for option in _DROPPED:
+            value = kwargs.pop(option, None)
+            if option != "deterministic" and value is not None:
+                raise NotImplementedError(
+                    f"{name}: {option}= where autograd records, or with tensors without memory of"
+                    " their own; call it under torch.no_grad()"
+                )
+        dtype = kwargs.get("out_dtype")
+        if dtype is not None and not isinstance(dtype, torch.dtype):
+            kwargs["out_dtype"] = getattr(torch, np.dtype(dtype).name)
+        if callable(kwargs.get("activation")):
+            raise NotImplementedError(
+                f"{name}: a function as activation has no gradient; use a name, or apply it after"
+                " the product"
+            )
+        if name == "attention":
+            kwargs.pop("batch_invariant", None)
+        return operator(*args, **kwargs)
+
+    return call
