@@ -24,7 +24,8 @@ def torch_op(fn=None, *, name=None, mutates=(), backward=None, fake=None):
         ``fn``.
     mutates: names of the parameters that ``fn`` writes to. The operator does not return them.
     backward: ``backward(ctx, *grads)``, which returns a gradient, or None, for each parameter;
-        ``ctx.inputs`` and ``ctx.outputs`` are those of the call. Or a pair ``(setup_context,
+        ``ctx.inputs`` and ``ctx.outputs`` are those of the call. A parameter in ``mutates`` is None
+        there, and its new value is one of the last outputs. Or a pair ``(setup_context,
         backward)`` as for ``torch.library.register_autograd``, which decides what is saved.
     fake: ``fake(*args)``, which returns empty tensors like the results; by default derived from the
         output types of the kernels.

@@ -22,6 +22,7 @@ import warnings
 import numpy as np
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from . import _core, tree
 from ._batch import Batch, vmap
@@ -64,9 +65,23 @@ def _find_probes():
 _PROBES = _find_probes()
 
 
+def _in_dual_level():
+    """May there be tangents of forward-mode differentiation?"""
+    return getattr(forward_ad, "_current_level", 0) >= 0
+
+
+def _refuse_tangents(qualname, args):
+    """Forward mode would lose them silently."""
+    for x in args if _in_dual_level() else ():
+        if isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None:
+            raise NotImplementedError(
+                f"{qualname} has no derivative for forward mode (jvp); use reverse mode"
+            )
+
+
 def _is_direct(args):
     """May the function be called without the dispatcher?"""
-    if _PROBES is None:
+    if _PROBES is None or _in_dual_level():
         return False
     dispatch, function, autocast, level = _PROBES
     if dispatch() or function() or autocast() or level() is not None:
@@ -371,7 +386,8 @@ class _Context:
     """What a plain ``backward=`` sees as ``ctx``, besides what autograd puts there."""
 
     @staticmethod
-    def setup(ctx, inputs, output):
+    def setup(ctx, inputs, output, written=()):
+        inputs = [None if i in written else x for i, x in enumerate(inputs)]
         outputs = output if isinstance(output, (tuple, list)) else (output,)
         saved = [x for x in (*inputs, *outputs) if isinstance(x, Tensor)]
         ctx.save_for_backward(*saved)
@@ -514,15 +530,17 @@ def _records(args):
     return torch.is_grad_enabled() and torch._C._any_requires_grad(*args)
 
 
-def _autograd(op, qualname, signature, backward):
-    """The implementation for autograd. backward: as `torch_op` takes it."""
+def _autograd(op, qualname, signature, backward, written):
+    """The implementation for autograd. backward: as `torch_op` takes it; written: positions of
+    arguments that a caller will write to, which therefore are not saved."""
     defaults = [p.default for p in signature.parameters.values()]
     if backward is None:
         setup, backward = lambda ctx, inputs, output: None, _refusing_backward(qualname)
     elif isinstance(backward, tuple):
         setup, backward = backward
     else:
-        setup, backward = _Context.setup, _Context.wrap(backward, qualname, len(defaults))
+        setup = functools.partial(_Context.setup, written=written)
+        backward = _Context.wrap(backward, qualname, len(defaults))
 
     def forward(ctx, *given):
         *args, keyset = given
@@ -540,6 +558,7 @@ def _autograd(op, qualname, signature, backward):
     node = type(f"{qualname.replace('::', '_')}_backward", (_Function,), methods)
 
     def rule(keyset, *args):
+        _refuse_tangents(qualname, args)
         if _records(args):
             with _one_level():
                 return node.apply(*args, keyset)
@@ -552,6 +571,7 @@ def _autograd_of_mutation(op, qualname, positions):
     """The implementation for autograd of an operator that writes its arguments."""
 
     def rule(keyset, *args):
+        _refuse_tangents(qualname, args)
         if _records(args):
             raise RuntimeError(
                 f"{qualname} writes to its arguments and has no gradient, and an argument requires"
@@ -623,7 +643,7 @@ def make_operator(fn, name, mutates, backward, fake, autocast=()):
         rule = _autograd_of_mutation(op, qualname, positions)
         library.impl(opname, rule, "Autograd", with_keyset=True)
     else:
-        rule = _autograd(op, qualname, signature, backward)
+        rule = _autograd(op, qualname, signature, backward, positions)
         library.impl(opname, rule, "Autograd", with_keyset=True)
         by_launch = isinstance(fn, _core.Kernel) and not isinstance(backward, tuple)
         rule = _mapped_kernel(fn, qualname, backward) if by_launch else _loop(op)

@@ -1,0 +1,439 @@
+"""Kernels as operators of PyTorch: what torch.library promises of an operator, on the CPU, where
+kernels run on the interpreter. Nothing cuts a graph of gradients silently."""
+
+import os
+import warnings
+
+import numpy as np
+import pytest
+
+import pallas_mgpu as plgpu
+from pallas_mgpu import ops, pl
+
+torch = pytest.importorskip("torch")
+pt = pytest.importorskip("pallas_mgpu.torch")
+opcheck = torch.library.opcheck
+F32 = np.float32
+P = torch.ops.pallas_mgpu
+
+
+@pytest.fixture(autouse=True, scope="module")
+def on_interpreter():
+    before = os.environ.get("PALLAS_MGPU_BACKEND")
+    os.environ["PALLAS_MGPU_BACKEND"] = "interpret"
+    yield
+    del os.environ["PALLAS_MGPU_BACKEND"]
+    if before is not None:
+        os.environ["PALLAS_MGPU_BACKEND"] = before
+
+
+def spec(*shape):
+    return plgpu.ShapeDtypeStruct(shape, F32)
+
+
+@plgpu.specialize
+def scale(x, *, by: float = 2.0):
+    def body(x_ref, o_ref):
+        o_ref[...] = x_ref[...] * by
+
+    return plgpu.kernel(body, out_type=plgpu.ShapeDtypeStruct(x.shape, x.dtype))
+
+
+def scale_backward(ctx, grad):
+    return scale_op(grad, by=ctx.inputs[1]), None
+
+
+scale_op = plgpu.torch_op(scale, name="test_torch::scale", backward=scale_backward)
+
+
+@plgpu.kernel(out_type=(spec(8), spec(8)))
+def sum_and_difference(x_ref, y_ref, sum_ref, difference_ref):
+    sum_ref[...] = x_ref[...] + y_ref[...]
+    difference_ref[...] = x_ref[...] - y_ref[...]
+
+
+two_op = plgpu.torch_op(
+    sum_and_difference,
+    name="test_torch::two",
+    backward=lambda ctx, s, d: (s + d, s - d),
+)
+
+
+# ---- torch_op ------------------------------------------------------------------------------------
+
+
+def test_schema():
+    assert str(scale_op.op._schema) == "test_torch::scale(Tensor x, float by=2.) -> Tensor"
+    assert "(Tensor x_ref, Tensor y_ref) -> (Tensor, Tensor)" in str(two_op.op._schema)
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_opcheck(requires_grad):
+    x = torch.randn(4, 8, requires_grad=requires_grad)
+    opcheck(scale_op.op, (x, 3.0))
+    y = torch.randn(8, requires_grad=requires_grad)
+    opcheck(two_op.op, (y, torch.randn(8)))
+
+
+def test_gradient():
+    x = torch.randn(4, 8, requires_grad=True)
+    scale_op(x, by=3.0).sum().backward()
+    torch.testing.assert_close(x.grad, torch.full((4, 8), 3.0))
+
+
+def test_compile_does_not_specialise_sizes():
+    """One graph for all sizes: the shape of the result is an expression of those of the arguments,
+    though the function makes a kernel for each size."""
+
+    def f(x):
+        return scale_op(x.sin(), by=2.0).cos()
+
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(f, fullgraph=True, dynamic=True, backend=backend)
+    for n in (3, 5, 7):
+        x = torch.randn(n, 8)
+        torch.testing.assert_close(compiled(x), f(x))
+    assert len(graphs) == 1
+
+
+def test_compile_with_gradients():
+    compiled = torch.compile(
+        lambda x: scale_op(x.sin()).sum(), fullgraph=True, dynamic=True, backend="aot_eager"
+    )
+    for n in (2, 3, 6):
+        x = torch.randn(n, 4, requires_grad=True)
+        compiled(x).backward()
+        torch.testing.assert_close(x.grad, 2 * x.detach().cos())
+
+
+def test_export():
+    class Module(torch.nn.Module):
+        def forward(self, x):
+            return scale_op(x) + 1
+
+    batch = torch.export.Dim("batch", min=2)
+    program = torch.export.export(
+        Module(), (torch.ones(3, 4),), dynamic_shapes={"x": {0: batch}}
+    )
+    assert "test_torch.scale" in program.graph_module.code
+    x = torch.randn(5, 4)
+    torch.testing.assert_close(program.module()(x), 2 * x + 1)
+
+
+def test_fake_tensors():
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+    with FakeTensorMode():
+        y = scale_op(torch.ones(3, 4))
+        assert isinstance(y, FakeTensor) and y.shape == (3, 4)
+        with pytest.raises(TypeError, match="torch_op"):
+            scale(torch.ones(3, 4))
+
+
+def test_func():
+    x, y = torch.randn(3, 8), torch.randn(8)
+    double = torch.func.vmap(two_op, in_dims=(0, None))
+    torch.testing.assert_close(double(x, y), (x + y, x - y))
+
+    def loss(x, y):
+        return two_op(x, y)[0].pow(2).sum()
+
+    by_one = torch.func.vmap(torch.func.grad(loss, argnums=(0, 1)), in_dims=(0, None))
+    torch.testing.assert_close(by_one(x, y), (2 * (x + y), 2 * (x + y)))
+    gradient = torch.func.grad(lambda x, y: double(x, y)[0].pow(2).sum(), argnums=(0, 1))
+    torch.testing.assert_close(gradient(x, y), (2 * (x + y), 2 * (x + y).sum(0)))
+    _, pull = torch.func.vjp(lambda x: scale_op(x, by=5.0), x)
+    torch.testing.assert_close(pull(x)[0], 5 * x)
+
+
+def test_vmap_is_one_launch(monkeypatch):
+    calls = []
+    x, y = torch.randn(3, 8), torch.randn(8)
+    op = plgpu.torch_op(sum_and_difference, name="test_torch::launches")
+    monkeypatch.setattr(pt, "_loop", lambda op: calls.append(op))
+    torch.func.vmap(op, in_dims=(0, None))(x, y)
+    assert not calls and hasattr(torch.ops.test_torch, "launches__vmap_0_n")
+
+
+def test_no_second_derivative():
+    x = torch.randn(8, requires_grad=True)
+    (g,) = torch.autograd.grad(ops.softmax(x).pow(2).sum(), x, create_graph=True)
+    with pytest.raises(NotImplementedError, match="softmax_backward"):
+        g.sum().backward()
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(torch.randn(8), torch.randn(8))
+        with pytest.raises(NotImplementedError, match="softmax has no derivative for forward"):
+            pt.softmax(dual)
+    with pytest.raises(NotImplementedError, match="softmax has no derivative for forward"):
+        torch.func.jvp(pt.softmax, (torch.randn(8),), (torch.randn(8),))
+
+
+def test_without_backward():
+    op = plgpu.torch_op(sum_and_difference, name="test_torch::no_backward")
+    s, _ = op(torch.ones(8, requires_grad=True), torch.ones(8))
+    assert s.requires_grad
+    with pytest.raises(NotImplementedError, match="test_torch::no_backward has no gradient"):
+        s.sum().backward()
+
+
+def write_double(x, y):
+    sum_and_difference(x, x, out=(x, y))
+
+
+def test_mutates():
+    op = plgpu.torch_op(write_double, name="test_torch::write", mutates=("x", "y"))
+    assert "Tensor(a0!) x" in str(op.op._schema)
+    x, y = torch.ones(8), torch.ones(8)
+    before = x._version
+    assert op.op(x, y) is None
+    assert x.sum() == 16 and y.sum() == 0 and x._version > before
+    with pytest.raises(RuntimeError, match="test_torch::write writes to its arguments"):
+        op(torch.ones(8, requires_grad=True).clone(), y)
+
+
+def add_into(x, y) -> None:
+    sum_and_difference(x, y, out=(x, torch.empty_like(y)))
+
+
+def test_mutates_with_backward():
+    """A functional operator, and a function that writes."""
+    op = plgpu.torch_op(
+        add_into, name="test_torch::add_into", mutates="x", backward=lambda ctx, g: (g, g)
+    )
+    assert "!" not in str(op.op._schema)
+    x, y = torch.randn(8, requires_grad=True), torch.randn(8, requires_grad=True)
+    z = x * 1
+    op(z, y)
+    torch.testing.assert_close(z, x + y)
+    (z * z).sum().backward()
+    torch.testing.assert_close(y.grad, 2 * (x + y).detach())
+    plain = torch.ones(8)
+    op(plain, torch.ones(8))
+    assert plain.sum() == 16
+
+
+def test_public_path_alone(monkeypatch):
+    """Without what is private in torch, every call goes through the dispatcher."""
+    monkeypatch.setattr(pt, "_PROBES", None)
+    x = torch.randn(4, 8, requires_grad=True)
+    scale_op(x).sum().backward()
+    assert (x.grad == 2).all()
+    torch.testing.assert_close(scale_op(x.detach()), 2 * x.detach())
+
+
+@pytest.mark.parametrize(
+    "make, error",
+    [
+        (lambda: plgpu.torch_op(3), TypeError),
+        (lambda: plgpu.torch_op(scale, name="a::b::c"), ValueError),
+        (lambda: plgpu.torch_op(scale, name="test_torch::scale"), ValueError),
+        (lambda: plgpu.torch_op(scale, name="test_torch::m", mutates="z"), ValueError),
+        (lambda: plgpu.torch_op(lambda x, *, y=None: x, name="test_torch::n"), ValueError),
+    ],
+)
+def test_errors_of_torch_op(make, error):
+    with pytest.raises(error, match="torch_op"):
+        make()
+
+
+# ---- kernels that are no operators ---------------------------------------------------------------
+
+
+def test_a_kernel_warns_once_where_it_cuts_the_graph():
+    @plgpu.kernel(out_type=spec(8))
+    def copy(x_ref, o_ref):
+        o_ref[...] = x_ref[...]
+
+    x = torch.ones(8, requires_grad=True)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        copy(x)
+    with pytest.warns(UserWarning, match="copy: an argument requires grad"):
+        assert not copy(x).requires_grad
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        copy(x)
+    with pytest.raises(RuntimeError, match="out= is a tensor that requires grad"):
+        copy(x, out=torch.zeros(8, requires_grad=True))
+
+
+def test_a_kernel_under_vmap_says_what_to_do():
+    with pytest.raises(TypeError, match="torch_op"):
+        torch.func.vmap(lambda x: sum_and_difference(x, x)[0])(torch.ones(3, 8))
+
+
+def test_subclass_without_dispatch():
+    class Named(torch.Tensor):
+        pass
+
+    x = torch.ones(8).as_subclass(Named)
+    assert sum_and_difference(x, x)[0].sum() == 16
+
+
+# ---- ops -----------------------------------------------------------------------------------------
+
+
+def half(*shape):
+    return torch.randn(*shape).to(torch.float16)
+
+
+def gradients(f, *xs):
+    xs = [x.detach().clone().requires_grad_() for x in xs]
+    y = f(*xs)
+    g = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y.dtype)
+    return [y, *torch.autograd.grad(y, xs, g)]
+
+
+def compare(ours, theirs, *xs, tolerance=4e-2):
+    """Results and gradients; `theirs` computes in float32."""
+    found = gradients(ours, *xs)
+    want = gradients(lambda *a: theirs(*(x.float() for x in a)).to(found[0].dtype), *xs)
+    for a, b in zip(found, want, strict=True):
+        torch.testing.assert_close(a.float(), b.float(), rtol=tolerance, atol=tolerance)
+
+
+F = torch.nn.functional
+ACTIVATIONS = {
+    None: lambda x: x,
+    "relu": torch.relu,
+    "silu": F.silu,
+    "gelu": lambda x: F.gelu(x, approximate="tanh"),
+    "tanh": torch.tanh,
+}
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
+def test_matmul(activation):
+    act = ACTIVATIONS[activation]
+    compare(
+        lambda a, b, bias: ops.matmul(a, b, bias=bias, activation=activation),
+        lambda a, b, bias: act(a @ b + bias),
+        half(20, 72),
+        half(72, 40),
+        half(40),
+        tolerance=6e-2,
+    )
+
+
+@pytest.mark.parametrize("ta", [False, True])
+@pytest.mark.parametrize("tb", [False, True])
+def test_matmul_transposed(ta, tb):
+    a, b = half(*((24, 20) if ta else (20, 24))), half(*((40, 24) if tb else (24, 40)))
+    compare(
+        lambda a, b: ops.matmul(a, b, transpose_a=ta, transpose_b=tb),
+        lambda a, b: (a.T if ta else a) @ (b.T if tb else b),
+        a,
+        b,
+    )
+
+
+def test_norms():
+    x, w, b = half(6, 130), half(130), half(130)
+    compare(ops.rms_norm, lambda x, w: F.rms_norm(x, (130,), w, 1e-6), x, w)
+    compare(ops.layer_norm, lambda x, w, b: F.layer_norm(x, (130,), w, b), x, w, b)
+    compare(lambda x: ops.softmax(x, axis=0), lambda x: torch.softmax(x, 0), x)
+    compare(ops.column_sums, lambda x: x.sum(0), x)
+
+
+def test_ragged_dot():
+    sizes = torch.tensor([5, 0, 9], dtype=torch.int32)
+
+    def theirs(x, w):
+        parts = [x[:5] @ w[0], x[5:14] @ w[2], torch.zeros(6, 40) + 0 * x[:6] @ w[0]]
+        return torch.cat(parts)
+
+    compare(lambda x, w: ops.ragged_dot(x, w, sizes), theirs, half(20, 72), half(3, 72, 40))
+
+
+def test_mixed_matmul():
+    weights, scales = torch.randint(-9, 9, (40, 128), dtype=torch.int8), half(2, 40) * 0.1
+
+    def theirs(x, s):
+        return x @ (weights.view(40, 2, 64) * s.t().unsqueeze(2)).view(40, 128).t()
+
+    compare(lambda x, s: ops.mixed_matmul(x, weights, s), theirs, half(7, 128) * 0.1, scales)
+
+
+def checked():
+    a, b = half(20, 72).requires_grad_(), half(72, 40).requires_grad_()
+    x, w, sizes = half(6, 130).requires_grad_(), half(130).requires_grad_(), [5, 0, 9]
+    sizes, r = torch.tensor(sizes, dtype=torch.int32), half(3, 72, 40).requires_grad_()
+    ints, plain = torch.randint(-9, 9, (40, 128), dtype=torch.int8), x.detach()
+    return {
+        "matmul": (a, b, None, None, None, "silu"),
+        "rms_norm": (x, w),
+        "layer_norm": (x, w, w),
+        "softmax": (x,),
+        "ragged_dot": (a, r, sizes),
+        "transposed_ragged_dot": (a, half(20, 30).requires_grad_(), sizes),
+        "mixed_matmul": (half(7, 128).requires_grad_(), ints, half(2, 40)),
+        "column_sums": (x,),
+        "rms_norm_backward": (plain, plain, w.detach()),
+        "layer_norm_backward": (plain, plain, w.detach(), None, True),
+        "softmax_backward": (plain, plain),
+    }
+
+
+@pytest.mark.parametrize("name", checked())
+def test_opcheck_of_ops(name):
+    args = checked()[name]
+    opcheck(getattr(P, name).default, args, rtol=6e-2, atol=6e-2)
+
+
+def test_autocast():
+    x = torch.ones(8, 8)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert pt.matmul(x, x).dtype == torch.bfloat16
+        assert pt.rms_norm(x).dtype == torch.float32
+
+
+def test_options_that_operators_do_not_have():
+    x = half(4, 8).requires_grad_()
+    with pytest.raises(NotImplementedError, match="rms_norm: out="):
+        ops.rms_norm(x, out=torch.empty(4, 8, dtype=torch.float16))
+    with pytest.raises(NotImplementedError, match="activation"):
+        ops.matmul(x, half(8, 4), activation=lambda y: y)
+
+
+# ---- as_torch_kernel -----------------------------------------------------------------------------
+
+
+def test_as_torch_kernel():
+    def f(arrays):
+        a, b = sum_and_difference(arrays["x"], arrays["y"])
+        return {"difference": b, "sum": (a,)}
+
+    x, y = torch.arange(8.0), torch.ones(8)
+    found = plgpu.as_torch_kernel(f)({"x": x, "y": y})
+    torch.testing.assert_close(found, {"difference": x - y, "sum": (x + y,)})
+
+
+def test_as_torch_kernel_in_place():
+    def body(x_ref, o_ref):
+        o_ref[...] = x_ref[...] + 1
+
+    increment = pl.pallas_call(body, spec(8), input_output_aliases={0: 0})
+    x = torch.zeros(8)
+    assert plgpu.as_torch_kernel(lambda x: increment(x))(x) is x
+    assert x.sum() == 8
+
+
+@pytest.mark.parametrize(
+    "f, text",
+    [
+        (lambda x, y: sum_and_difference(*sum_and_difference(x, y)), "several kernels"),
+        (lambda x, y: x, "calls no kernel"),
+        (lambda x, y: sum_and_difference(x + 1, y), "computes with its arguments"),
+        (lambda x, y: (sum_and_difference(x, y), x), "returns an argument"),
+    ],
+)
+def test_as_torch_kernel_refuses(f, text):
+    with pytest.raises(ValueError, match=text):
+        plgpu.as_torch_kernel(f)(torch.ones(8), torch.ones(8))
+    with pytest.raises(ValueError, match="must be tensors"):
+        plgpu.as_torch_kernel(f)(1.0, torch.ones(8))

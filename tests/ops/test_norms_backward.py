@@ -1,0 +1,131 @@
+"""Gradients of softmax, rms_norm and layer_norm against float64, for rows that registers hold and
+for longer ones, and sums over rows."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import pallas_mgpu as plgpu
+from pallas_mgpu import ops
+
+SHAPES = [(1, 1), (3, 7), (2, 5, 129), (70, 130), (9, 1000), (3, 4096), (2, 8193), (600, 33)]
+DTYPES = [np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)]
+shapes = pytest.mark.parametrize("shape", SHAPES, ids=str)
+dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+@pytest.fixture(autouse=True)
+def quiet(recwarn):
+    """Sums of columns go through SMEM with a warning."""
+    yield
+
+
+def gradients(kind, grad, x, w, eps):
+    """Of the row norm `kind`, in float64: by x, the weight and the bias."""
+    grad, x = grad.astype(np.float64), x.astype(np.float64)
+    g = grad if w is None else grad * w.astype(np.float64)
+    if kind == "rms_norm":
+        centred = x
+    else:
+        centred = x - x.mean(-1, keepdims=True)
+        g = g - g.mean(-1, keepdims=True)
+    factor = 1 / np.sqrt((centred * centred).mean(-1, keepdims=True) + eps)
+    y = centred * factor
+    dx = factor * (g - y * (g * y).mean(-1, keepdims=True))
+    rows = tuple(range(x.ndim - 1))
+    return dx, (grad * y).sum(rows), grad.sum(rows)
+
+
+def softmax_gradient(grad, y, axis):
+    grad, y = grad.astype(np.float64), y.astype(np.float64)
+    return y * (grad - (grad * y).sum(axis, keepdims=True))
+
+
+def check(got, want, dtype, rows=1):
+    """Relative to the largest number: sums of many rows cancel."""
+    assert got.dtype == dtype and got.shape == want.shape
+    unit = 2e-5 if dtype == np.float32 else 1e-2
+    scale = np.abs(want).max() + np.sqrt(rows)
+    np.testing.assert_allclose(got.astype(np.float64), want, rtol=unit, atol=unit * scale)
+
+
+def normal(rng, shape, dtype, n):
+    return [rng.standard_normal(shape).astype(dtype) for _ in range(n)]
+
+
+def rows_of(shape):
+    return int(np.prod(shape[:-1]))
+
+
+@shapes
+@dtypes
+def test_rms_norm(rng, shape, dtype):
+    grad, x, add = normal(rng, shape, dtype, 3)
+    (w,) = normal(rng, shape[-1:], dtype, 1)
+    want = gradients("rms_norm", grad, x, w, 1e-6)
+    dx, dw = ops.rms_norm_backward(grad, x, w, interpret=True)
+    check(dx, want[0], dtype)
+    check(dw, want[1], dtype, rows_of(shape))
+    want = gradients("rms_norm", grad, x, None, 1e-3)[0] + add.astype(np.float64)
+    check(ops.rms_norm_backward(grad, x, add=add, eps=1e-3, interpret=True), want, dtype)
+
+
+@shapes
+@dtypes
+def test_layer_norm(rng, shape, dtype):
+    if shape[-1] == 1:
+        pytest.skip("one element is its own mean")
+    grad, x = normal(rng, shape, dtype, 2)
+    (w,) = normal(rng, shape[-1:], dtype, 1)
+    found = ops.layer_norm_backward(grad, x, w, bias=True, interpret=True)
+    want = gradients("layer_norm", grad, x, w, 1e-5)
+    for got, expected, rows in zip(found, want, (1, rows_of(shape), rows_of(shape))):
+        check(got, expected, dtype, rows)
+    want = gradients("layer_norm", grad, x, None, 1e-5)[0]
+    check(ops.layer_norm_backward(grad, x, interpret=True), want, dtype)
+
+
+@shapes
+@dtypes
+@pytest.mark.parametrize("axis", [-1, 0])
+def test_softmax(rng, shape, dtype, axis):
+    grad, x = normal(rng, shape, dtype, 2)
+    y = ops.softmax(x, axis=axis, interpret=True)
+    got = ops.softmax_backward(grad, y, axis=axis, interpret=True)
+    check(got, softmax_gradient(grad, y, axis), dtype)
+
+
+@shapes
+def test_column_sums(rng, shape):
+    (x,) = normal(rng, shape, DTYPES[1], 1)
+    got = ops.column_sums(x, out_dtype=np.float32, interpret=True)
+    want = x.astype(np.float64).sum(tuple(range(x.ndim - 1)))
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("n", [128, 4096, 8192, 16384])
+@pytest.mark.parametrize("name", ["rms_norm_backward", "layer_norm_backward"])
+def test_no_spills(name, n):
+    """At the widths of models, with the sums of all gradients in registers where they fit."""
+    bf16 = DTYPES[1]
+    x, w = plgpu.ShapeDtypeStruct((4096, n), bf16), plgpu.ShapeDtypeStruct((n,), bf16)
+    options = {"bias": True} if name == "layer_norm_backward" else {}
+    chain = getattr(ops, name).kernel(x, x, w, **options)
+    used = chain.kernel.lower(x, x, w, target="sm_90a").resources()
+    assert used["spill_bytes"] == 0 and used["stack_bytes"] == 0
+
+
+@pytest.mark.parametrize(
+    "call, error",
+    [
+        (lambda x: ops.rms_norm_backward(x, x[:1]), ValueError),
+        (lambda x: ops.rms_norm_backward(x, x, x[0, :2]), ValueError),
+        (lambda x: ops.layer_norm_backward(x, x.astype(np.int32)), TypeError),
+        (lambda x: ops.softmax_backward(x, x, axis=2), ValueError),
+        (lambda x: ops.column_sums(x[0]), ValueError),
+    ],
+)
+def test_errors(call, error):
+    x = np.ones((3, 4), np.float32)
+    with pytest.raises(error, match="_backward|column_sums"):
+        call(x)
