@@ -79,6 +79,7 @@ from ._typing import (
     Semaphores,
     Shape,
     Specs,
+    TorchOperator,
     Transforms,
     Tree,
     WarpSpecializedPipeline,
@@ -686,7 +687,29 @@ def specialize(
     make: None = None, *, in_place: bool = True
 ) -> Callable[[Callable[_P, Callable[..., object]]], Family[_P]]: ...
 def clear_caches() -> None: ...
-def as_torch_kernel(fn: _F) -> _F: ...
+def as_torch_kernel(fn: Callable[_P, _R]) -> Callable[_P, _R]: ...
+@overload
+def torch_op(
+    fn: Callable[_P, _R],
+    *,
+    name: str | None = None,
+    mutates: str | Sequence[str] = (),
+    backward: Callable[..., object]
+    | tuple[Callable[..., object], Callable[..., object]]
+    | None = None,
+    fake: Callable[..., object] | None = None,
+) -> TorchOperator[_P, _R]: ...
+@overload
+def torch_op(
+    fn: None = None,
+    *,
+    name: str | None = None,
+    mutates: str | Sequence[str] = (),
+    backward: Callable[..., object]
+    | tuple[Callable[..., object], Callable[..., object]]
+    | None = None,
+    fake: Callable[..., object] | None = None,
+) -> Callable[[Callable[_P, _R]], TorchOperator[_P, _R]]: ...
 def vmap(
     f: Callable[_P, _R],
     in_axes: int | None | Sequence[int | None] = 0,

@@ -161,9 +161,7 @@ class Graph:
         touched: list[tuple[Any, ...]] = ...,
         uninitialized: bool = False,
     ) -> None: ...
-    def accesses(
-        self, physical: bool = False, summary: bool = False
-    ) -> list[tuple[Any, ...]]: ...
+    def accesses(self, physical: bool = False, summary: bool = False) -> list[tuple[Any, ...]]: ...
 
 # ---- traced values -------------------------------------------------------------------------------
 

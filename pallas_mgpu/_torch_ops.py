@@ -5,14 +5,19 @@ shapes (fake) and a gradient. Gradients are made of operators, too, so that comp
 them. `attention` is not an operator of its own kind but a composition: attention_lse has the
 gradient, which needs the logarithms of the sums."""
 
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
 
-from . import _core, ops
-from .torch import library_of, make_operator
+from . import _core
+from . import ops as _ops
+from ._torch import OPERATORS, library_of, make_operator
 
-_MADE = {}  # operators, by name
+ops: Any = _ops  # its stubs know the arrays of libraries, not tensors alone
+
+_MADE: dict = {}  # operators, by name
 
 
 def _dtype(dtype):
@@ -89,9 +94,7 @@ def _matmul_backward(ctx, grad):
     return tuple(found)
 
 
-@_operator(
-    _matmul_fake, (_matmul_setup, _matmul_backward), ("a", "b", "bias")
-)
+@_operator(_matmul_fake, (_matmul_setup, _matmul_backward), ("a", "b", "bias"))
 def matmul(
     a: Tensor,
     b: Tensor,
@@ -104,7 +107,7 @@ def matmul(
     transpose_b: bool = False,
     batch_invariant: bool = False,
 ) -> Tensor:
-    options = {"transpose_a": transpose_a, "transpose_b": transpose_b}
+    options: dict[str, Any] = {"transpose_a": transpose_a, "transpose_b": transpose_b}
     for name, x in (("bias", bias), ("scale_a", scale_a), ("scale_b", scale_b)):
         if x is not None:
             options[name] = x
@@ -448,15 +451,11 @@ def mixed_matmul(
 
 # ---- calls of `ops` ------------------------------------------------------------------------------
 
-_DROPPED = {"deterministic": False, "stream": None, "out": None, "config": None, "interpret": None}
+_DROPPED = "deterministic", "stream", "out", "config", "interpret"  # options of the functions alone
 
 
-def of_family(family):
+def _of_family(name, operator):
     """What a call of a function of `ops` does instead, if a tensor needs the dispatcher."""
-    name = family.__name__
-    operator = _MADE.get(name)
-    if operator is None:
-        return None
 
     def call(*args, **kwargs):
         for option in _DROPPED:
@@ -479,3 +478,8 @@ def of_family(family):
         return operator(*args, **kwargs)
 
     return call
+
+
+for _name, _made in _MADE.items():
+    if hasattr(ops, _name):
+        OPERATORS[getattr(ops, _name)] = _of_family(_name, _made)

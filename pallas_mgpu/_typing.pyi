@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from types import EllipsisType
-from typing import Generic, Literal, ParamSpec, Protocol, TypeAlias, TypeVar, overload
+from typing import Any, Generic, Literal, ParamSpec, Protocol, TypeAlias, TypeVar, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +27,7 @@ from .lax import DotAlgorithmPreset, Precision
 from .pl import Slice
 
 _P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 Shape: TypeAlias = int | Sequence[int]
 Axes: TypeAlias = int | Sequence[int]
@@ -219,6 +220,12 @@ class KernelOfDict(Kernel[..., dict[str, np.ndarray]]):
     ) -> dict[str, A]: ...
 
 Interpret: TypeAlias = bool | Literal["emulate"] | InterpretParams | None
+
+class TorchOperator(Generic[_P, _R]):
+    """A function of tensors that is an operator of PyTorch, ``op``."""
+
+    op: Any
+    def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _R: ...
 
 class Family(Generic[_P]):
     """A function of arrays that finds its kernel by their types."""

@@ -319,3 +319,183 @@ def transposed_ragged_dot(
     out: A | None = None,
     stream: Stream | None = None,
 ) -> A: ...
+@overload
+def softmax_backward(
+    grad: np.ndarray,
+    y: np.ndarray,
+    *,
+    axis: int = -1,
+    interpret: Interpret = None,
+    out: np.ndarray | None = None,
+    stream: Stream | None = None,
+) -> np.ndarray: ...
+@overload
+def softmax_backward(
+    grad: A,
+    y: A,
+    *,
+    axis: int = -1,
+    interpret: Interpret = None,
+    out: A | None = None,
+    stream: Stream | None = None,
+) -> A: ...
+@overload
+def column_sums(
+    x: np.ndarray,
+    *,
+    out_dtype: DType | None = None,
+    interpret: Interpret = None,
+    out: np.ndarray | None = None,
+    stream: Stream | None = None,
+) -> np.ndarray: ...
+@overload
+def column_sums(
+    x: A,
+    *,
+    out_dtype: DType | None = None,
+    interpret: Interpret = None,
+    out: A | None = None,
+    stream: Stream | None = None,
+) -> A: ...
+@overload
+def rms_norm_backward(
+    grad: np.ndarray,
+    x: np.ndarray,
+    weight: np.ndarray,
+    *,
+    add: np.ndarray | None = None,
+    eps: float = 1e-6,
+    interpret: Interpret = None,
+    stream: Stream | None = None,
+) -> tuple[np.ndarray, np.ndarray]: ...
+@overload
+def rms_norm_backward(
+    grad: A,
+    x: A,
+    weight: A,
+    *,
+    add: A | None = None,
+    eps: float = 1e-6,
+    interpret: Interpret = None,
+    stream: Stream | None = None,
+) -> tuple[A, A]: ...
+@overload
+def rms_norm_backward(
+    grad: np.ndarray,
+    x: np.ndarray,
+    weight: None = None,
+    *,
+    add: np.ndarray | None = None,
+    eps: float = 1e-6,
+    interpret: Interpret = None,
+    out: np.ndarray | None = None,
+    stream: Stream | None = None,
+) -> np.ndarray: ...
+@overload
+def rms_norm_backward(
+    grad: A,
+    x: A,
+    weight: None = None,
+    *,
+    add: A | None = None,
+    eps: float = 1e-6,
+    interpret: Interpret = None,
+    out: A | None = None,
+    stream: Stream | None = None,
+) -> A: ...
+@overload
+def layer_norm_backward(
+    grad: np.ndarray,
+    x: np.ndarray,
+    weight: np.ndarray,
+    *,
+    add: np.ndarray | None = None,
+    bias: Literal[True],
+    eps: float = 1e-5,
+    interpret: Interpret = None,
+    stream: Stream | None = None,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]: ...
+@overload
+def layer_norm_backward(
+    grad: np.ndarray,
+    x: np.ndarray,
+    weight: np.ndarray,
+    *,
+    add: np.ndarray | None = None,
+    bias: Literal[False] = False,
+    eps: float = 1e-5,
+    interpret: Interpret = None,
+    stream: Stream | None = None,
+) -> tuple[np.ndarray, np.ndarray]: ...
+@overload
+def layer_norm_backward(
+    grad: np.ndarray,
+    x: np.ndarray,
+    weight: None = None,
+    *,
+    add: np.ndarray | None = None,
+    bias: Literal[True],
+    eps: float = 1e-5,
+    interpret: Interpret = None,
+    stream: Stream | None = None,
+) -> tuple[np.ndarray, np.ndarray]: ...
+@overload
+def layer_norm_backward(
+    grad: np.ndarray,
+    x: np.ndarray,
+    weight: None = None,
+    *,
+    add: np.ndarray | None = None,
+    bias: Literal[False] = False,
+    eps: float = 1e-5,
+    interpret: Interpret = None,
+    stream: Stream | None = None,
+) -> np.ndarray: ...
+@overload
+def layer_norm_backward(
+    grad: A,
+    x: A,
+    weight: A,
+    *,
+    add: A | None = None,
+    bias: Literal[True],
+    eps: float = 1e-5,
+    interpret: Interpret = None,
+    stream: Stream | None = None,
+) -> tuple[A, A, A]: ...
+@overload
+def layer_norm_backward(
+    grad: A,
+    x: A,
+    weight: A,
+    *,
+    add: A | None = None,
+    bias: Literal[False] = False,
+    eps: float = 1e-5,
+    interpret: Interpret = None,
+    stream: Stream | None = None,
+) -> tuple[A, A]: ...
+@overload
+def layer_norm_backward(
+    grad: A,
+    x: A,
+    weight: None = None,
+    *,
+    add: A | None = None,
+    bias: Literal[True],
+    eps: float = 1e-5,
+    interpret: Interpret = None,
+    stream: Stream | None = None,
+) -> tuple[A, A]: ...
+@overload
+def layer_norm_backward(
+    grad: A,
+    x: A,
+    weight: None = None,
+    *,
+    add: A | None = None,
+    bias: Literal[False] = False,
+    eps: float = 1e-5,
+    interpret: Interpret = None,
+    stream: Stream | None = None,
+) -> A: ...

@@ -372,20 +372,6 @@ def test_named_scopes(run, rng):
         plgpu.named_scope(3)
 
 
-def test_scripts_for_torch():
-    """as_torch_kernel may stay where it stands in them."""
-
-    @plgpu.as_torch_kernel
-    @plgpu.kernel(out_type=plgpu.ShapeDtypeStruct((128,), np.float32), interpret=True)
-    def add(x_ref, y_ref, o_ref):
-        o_ref[...] = x_ref[...] + y_ref[...]
-
-    x = np.arange(128, dtype=np.float32)
-    np.testing.assert_array_equal(add(x, x), 2 * x)
-    with pytest.raises(TypeError, match="as_torch_kernel: fn must be"):
-        plgpu.as_torch_kernel(x)
-
-
 @pytest.mark.parametrize(
     "options, error, right",
     [

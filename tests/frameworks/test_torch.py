@@ -12,6 +12,7 @@ from pallas_mgpu import ops, pl
 
 torch = pytest.importorskip("torch")
 pt = pytest.importorskip("pallas_mgpu.torch")
+adapter = pytest.importorskip("pallas_mgpu._torch")
 opcheck = torch.library.opcheck
 F32 = np.float32
 P = torch.ops.pallas_mgpu
@@ -117,9 +118,7 @@ def test_export():
             return scale_op(x) + 1
 
     batch = torch.export.Dim("batch", min=2)
-    program = torch.export.export(
-        Module(), (torch.ones(3, 4),), dynamic_shapes={"x": {0: batch}}
-    )
+    program = torch.export.export(Module(), (torch.ones(3, 4),), dynamic_shapes={"x": {0: batch}})
     assert "test_torch.scale" in program.graph_module.code
     x = torch.randn(5, 4)
     torch.testing.assert_close(program.module()(x), 2 * x + 1)
@@ -155,7 +154,7 @@ def test_vmap_is_one_launch(monkeypatch):
     calls = []
     x, y = torch.randn(3, 8), torch.randn(8)
     op = plgpu.torch_op(sum_and_difference, name="test_torch::launches")
-    monkeypatch.setattr(pt, "_loop", lambda op: calls.append(op))
+    monkeypatch.setattr(adapter, "_loop", lambda op: calls.append(op))
     torch.func.vmap(op, in_dims=(0, None))(x, y)
     assert not calls and hasattr(torch.ops.test_torch, "launches__vmap_0_n")
 
@@ -219,7 +218,7 @@ def test_mutates_with_backward():
 
 def test_public_path_alone(monkeypatch):
     """Without what is private in torch, every call goes through the dispatcher."""
-    monkeypatch.setattr(pt, "_PROBES", None)
+    monkeypatch.setattr(adapter, "_PROBES", None)
     x = torch.randn(4, 8, requires_grad=True)
     scale_op(x).sum().backward()
     assert (x.grad == 2).all()
@@ -230,6 +229,7 @@ def test_public_path_alone(monkeypatch):
     "make, error",
     [
         (lambda: plgpu.torch_op(3), TypeError),
+        (lambda: plgpu.as_torch_kernel(3), TypeError),
         (lambda: plgpu.torch_op(scale, name="a::b::c"), ValueError),
         (lambda: plgpu.torch_op(scale, name="test_torch::scale"), ValueError),
         (lambda: plgpu.torch_op(scale, name="test_torch::m", mutates="z"), ValueError),
@@ -237,7 +237,7 @@ def test_public_path_alone(monkeypatch):
     ],
 )
 def test_errors_of_torch_op(make, error):
-    with pytest.raises(error, match="torch_op"):
+    with pytest.raises(error, match="torch_op|as_torch_kernel"):
         make()
 
 
