@@ -9,9 +9,9 @@ from . import _core
 from ._names import show
 
 
-def _adapter():
-    """pallas_mgpu.torch, which imports torch."""
-    return importlib.import_module(".torch", __package__)
+def _adapter(library="torch"):
+    """pallas_mgpu.torch, which imports torch, or pallas_mgpu.jax."""
+    return importlib.import_module(f".{library}", __package__)
 
 
 def torch_op(fn=None, *, name=None, mutates=(), backward=None, fake=None):
@@ -86,12 +86,12 @@ def special(leaves):
     for x in leaves:
         if type(x) is Placeholder:
             return x.record
-    torch = sys.modules.get("torch")
-    if torch is None:
-        return None
+    torch, jax = sys.modules.get("torch"), sys.modules.get("jax")
     for x in leaves:
-        if isinstance(x, torch.Tensor):
+        if torch and isinstance(x, torch.Tensor):
             return _adapter().call_special
+        if jax and isinstance(x, jax.core.Tracer):
+            return _adapter("jax").call_special
     return None
 
 

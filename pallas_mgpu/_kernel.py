@@ -158,6 +158,12 @@ class Definition:
         out.batched = {}
         return out
 
+    def output_specs(self, structure, specs):
+        """``[(shape, dtype), ...]`` of the outputs for operands with the given ``(shape, dtype)``."""
+        batch = Batch(self, structure, specs)
+        self.check_operands(batch.in_shapes)
+        return [(tuple(s), o.dtype) for s, o in zip(batch.out_shapes, self.outs)]
+
     def unflatten(self, arrays):
         """Nested outputs from flat ones."""
         if self.params.profile_space:

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from . import _core, tree
-from ._batch import Batch, vmap
+from ._batch import vmap
 from ._family import ArrayInfo
 from ._frameworks import Placeholder, is_kernel
 from ._names import show
@@ -202,13 +202,7 @@ def _fake_kernel(kernel, args, out):
         (tuple(map(_size, x.shape)), _dtype_of(x)) if isinstance(x, Tensor) else ((), np.int32)
         for x in leaves
     ]
-    if definition.levels:
-        shapes = Batch(definition, structure, specs).out_shapes
-    else:
-        definition.check_operands(specs)
-        shapes = [o.shape for o in definition.outs]
-    outs = [(shape, o.dtype) for shape, o in zip(shapes, definition.outs)]
-    return definition.unflatten(_empty(outs, tensors))
+    return definition.unflatten(_empty(definition.output_specs(structure, specs), tensors))
 
 
 def _info(x):

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from types import EllipsisType
-from typing import Any, Generic, Literal, ParamSpec, Protocol, TypeAlias, TypeVar, overload
+from typing import Generic, Literal, ParamSpec, Protocol, TypeAlias, TypeVar, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -224,7 +224,7 @@ Interpret: TypeAlias = bool | Literal["emulate"] | InterpretParams | None
 class TorchOperator(Generic[_P, _R]):
     """A function of tensors that is an operator of PyTorch, ``op``."""
 
-    op: Any
+    op: Callable[..., object]
     def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _R: ...
 
 class Family(Generic[_P]):

@@ -638,7 +638,28 @@ static PyMethodDef methods[] = {
     {"_repr_html_", pmpy_html, METH_NOARGS, "The lowered kernel for a notebook."},
     {NULL, NULL, 0, NULL}};
 
+/* New: [(shape, dtype)] of all outputs, with the global memory that a call needs besides. */
+static PyObject *get_outputs(PyObject *self, void *unused) {
+  const pmpy_plan *p = (pmpy_plan *)self;
+  PyObject *all = PyList_New(0);
+  (void)unused;
+  for (uint32_t i = 0; all && i < p->n_out + p->n_scratch; i++) {
+    PyObject *shape = pmpy_spec_shape(&p->out[i]);
+    PyObject *dtype = pmpy_dtype_object((pm_dtype)p->out[i].dtype);
+    PyObject *pair = shape && dtype ? PyTuple_Pack(2, shape, dtype) : NULL;
+    if (!pair || PyList_Append(all, pair) < 0) Py_CLEAR(all);
+    Py_XDECREF(pair);
+    Py_XDECREF(dtype);
+    Py_XDECREF(shape);
+  }
+  return all;
+}
+
 static PyGetSetDef getset[] = {{"graph", get_graph, NULL, "the lowered graph", NULL},
+                               {"outputs", get_outputs, NULL,
+                                "[(shape, dtype)] of the outputs, then of the global memory that a "
+                                "call needs besides",
+                                NULL},
                                {NULL, NULL, NULL, NULL, NULL}};
 
 static PyType_Slot slots[] = {

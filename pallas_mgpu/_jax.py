@@ -1,0 +1,201 @@
+"""Kernels inside ``jax.jit``: a primitive of JAX that XLA runs by its foreign function interface.
+
+A kernel that is called with values that JAX traces binds the primitive. Lowering it compiles the
+kernel and puts all of it into the attributes of a custom call: the text of the lowered graph, and
+the cubin (csrc/python/xla_ffi.c reads them). No attribute refers to this process, so executables
+can be cached and exported. The targets are registered when this module is imported.
+
+Global memory that a kernel needs besides its outputs is an additional result of the call, which the
+lowering drops. Batching adds a grid axis, as `plgpu.vmap` does. A kernel has no derivative of its
+own; `jax.custom_vjp` gives it one."""
+
+import functools
+
+import jax
+import numpy as np
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from . import _core, tree
+from ._batch import _PerLeaf
+from ._names import show
+from ._types import InterpretParams, ShapeDtypeStruct, itemsize_bits
+
+TARGET = "pallas_mgpu_call"
+call_p = Primitive("pallas_mgpu")
+call_p.multiple_results = True
+
+
+def _register():
+    cpu, gpu = _core.xla_handlers()
+    jax.ffi.register_ffi_target(TARGET, {"instantiate": cpu, "execute": cpu}, platform="cpu")
+    stages = dict.fromkeys(("instantiate", "initialize", "execute"), gpu)
+    jax.ffi.register_ffi_target(TARGET, stages, platform="CUDA")
+
+
+_register()
+
+
+def is_traced(x):
+    return isinstance(x, jax.core.Tracer)
+
+
+# ---- calls ---------------------------------------------------------------------------------------
+
+
+def _array(x, what, k):
+    """An operand as JAX has it: numbers become arrays of the dtypes that kernels take."""
+    if isinstance(x, (bool, np.bool_)):
+        return jax.numpy.asarray(x, bool)
+    if isinstance(x, (int, float)):
+        return jax.numpy.asarray(x, np.float32 if isinstance(x, float) else np.int32)
+    if not hasattr(x, "shape") or not hasattr(x, "dtype"):
+        raise TypeError(f"{what}: argument {k} is a {type(x).__name__}, which is no array")
+    return x
+
+
+def call_special(target, args, kwargs):
+    """Call a kernel or a family with arguments of which some are traced by JAX."""
+    if isinstance(target, _core.Family):
+        return _call_family(target, args, kwargs)
+    definition = target.definition
+    what = f"{definition.who} {definition.name}"
+    if kwargs.get("out") is not None or kwargs.get("stream") is not None:
+        raise TypeError(
+            f"{what}: out= and stream= are not for calls under jax.jit: arrays of JAX are"
+            " immutable, and XLA chooses the stream"
+        )
+    if definition.params.profile_space:
+        raise NotImplementedError(f"{what}: profile_space under jax.jit; call it without jit")
+    leaves, structure = tree.flatten(args)
+    leaves = [_array(x, what, k) for k, x in enumerate(leaves)]
+    return definition.unflatten(call_p.bind(*leaves, kernel=target, structure=structure))
+
+
+def _call_family(family, args, kwargs):
+    what = family.__name__
+    if kwargs.pop("out", None) is not None or kwargs.pop("stream", None) is not None:
+        raise TypeError(f"{what}: out= and stream= are not for calls under jax.jit")
+    kernel = family.kernel(*map(_spec, args), **{k: _spec(v) for k, v in kwargs.items()})
+    arrays = [x for x in (*args, *kwargs.values()) if _is_array(x)]
+    _, order = family.maker(
+        [_described(x) for x in args],
+        {k: _described(v) for k, v in kwargs.items() if _is_array(v)},
+        {k: v for k, v in kwargs.items() if not _is_array(v)},
+    )
+    return kernel(*(arrays[i] for i in order))
+
+
+def _is_array(x):
+    return is_traced(x) or isinstance(x, (jax.Array, np.ndarray))
+
+
+def _spec(x):
+    return ShapeDtypeStruct(x.shape, x.dtype) if _is_array(x) else x
+
+
+def _described(x):
+    return tuple(x.shape), np.dtype(x.dtype), None, True
+
+
+# ---- the primitive -------------------------------------------------------------------------------
+
+
+def _specs(avals):
+    return [(tuple(a.shape), _core.as_dtype(np.dtype(a.dtype))) for a in avals]
+
+
+@call_p.def_abstract_eval
+def _abstract(*avals, kernel, structure):
+    definition = kernel.definition
+    outs = definition.output_specs(structure, _specs(avals))
+    vma = frozenset().union(*(getattr(a, "vma", frozenset()) for a in avals))
+    options = {"vma": vma} if vma else {}
+    return [jax.core.ShapedArray(shape, dtype, **options) for shape, dtype in outs]
+
+
+@call_p.def_impl
+def _run(*arrays, kernel, structure):
+    outs = kernel(*tree.unflatten(structure, arrays))
+    return tree.leaves(outs)
+
+
+def _batch(arrays, axes, *, kernel, structure):
+    definition = kernel.definition
+    key = "jax", tuple(axes)
+    mapped = definition.batched.get(key)
+    if mapped is None:
+        mapped = definition.batched[key] = definition.mapped(_PerLeaf(axes), 0).make()
+    outs = call_p.bind(*arrays, kernel=mapped, structure=structure)
+    return outs, [0] * len(outs)
+
+
+batching.primitive_batchers[call_p] = _batch
+
+
+def _derivative(primals, tangents, *, kernel, structure):
+    raise NotImplementedError(
+        f"kernel {kernel.__name__} has no derivative: jax.custom_vjp gives it one (the functions of"
+        " pallas_mgpu.jax have theirs)"
+    )
+
+
+ad.primitive_jvps[call_p] = _derivative
+
+
+# ---- lowering ------------------------------------------------------------------------------------
+
+
+def _gpu_target():
+    """The target of the GPU that JAX uses; without one, as for jax.export, that of Hopper."""
+    found = _core.system_info()
+    return None if found["device"] >= 0 else "sm_90a"
+
+
+def _check(kernel, platform, specs, outs):
+    definition = kernel.definition
+    what = f"{definition.who} {definition.name}"
+    for shape, dtype in (*specs, *outs):
+        if itemsize_bits(np.dtype(dtype)) < 8:
+            raise NotImplementedError(
+                f"{what}: {np.dtype(dtype)} under jax.jit: XLA has another layout for elements of"
+                " less than a byte; bitcast them to int8"
+            )
+    if definition.interpret is None:
+        return
+    if platform != "cpu":
+        raise NotImplementedError(
+            f"{what}: interpret= under jax.jit on a GPU; use jax.jit(..., backend='cpu')"
+        )
+    if definition.interpret != InterpretParams():
+        raise NotImplementedError(
+            f"{what}: options of the interpreter under jax.jit, got {show(definition.interpret)};"
+            " call the kernel without jit"
+        )
+
+
+def _lower(ctx, *operands, kernel, structure, platform):
+    specs = _specs(ctx.avals_in)
+    args = tree.unflatten(structure, [ShapeDtypeStruct(*s) for s in specs])
+    lowered = kernel.lower(*args, target=_gpu_target() if platform == "cuda" else None)
+    outs = lowered.outputs
+    _check(kernel, platform, specs, outs)
+    graph = lowered.as_text("graph")
+    cubin = lowered.cubin().hex() if platform == "cuda" else ""
+    attributes = {
+        "name": kernel.__name__,
+        "hash": _core.digest((graph + cubin).encode()),
+        "graph": graph,
+        "cubin": cubin,
+    }
+    n = len(ctx.avals_out)
+    scratch = [jax.core.ShapedArray(shape, dtype) for shape, dtype in outs[n:]]
+    ctx = ctx.replace(avals_out=[*ctx.avals_out, *scratch])
+    rule = jax.ffi.ffi_lowering(TARGET, operand_output_aliases=dict(kernel.definition.aliases))
+    return rule(ctx, *operands, **attributes)[:n]
+
+
+for _platform in ("cpu", "cuda"):
+    mlir.register_lowering(
+        call_p, functools.partial(_lower, platform=_platform), platform=_platform
+    )
