@@ -155,7 +155,7 @@ def _gpu_target():
 def _check(kernel, platform, specs, outs):
     definition = kernel.definition
     what = f"{definition.who} {definition.name}"
-    for shape, dtype in (*specs, *outs):
+    for _, dtype in (*specs, *outs):
         if itemsize_bits(np.dtype(dtype)) < 8:
             raise NotImplementedError(
                 f"{what}: {np.dtype(dtype)} under jax.jit: XLA has another layout for elements of"

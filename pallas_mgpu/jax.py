@@ -1,6 +1,293 @@
 """The functions of :mod:`pallas_mgpu.ops` with derivatives, for JAX.
 
-Kernels and the functions of `ops` can be called inside ``jax.jit``. Those of this module also have
-derivatives for reverse mode."""
+Kernels and the functions of `ops` can be called inside ``jax.jit`` as they are. Those of this
+module have derivatives for reverse mode, too (``jax.grad``, ``jax.vjp``); they take the same
+arguments, except ``out``, ``config``, ``stream`` and ``interpret``. docs/frameworks.md has more."""
 
-from ._jax import call_special  # noqa: F401
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from . import ops
+from ._jax import TARGET, call_special  # noqa: F401
+
+__all__ = [
+    "attention",
+    "column_sums",
+    "layer_norm",
+    "matmul",
+    "mixed_matmul",
+    "ragged_dot",
+    "rms_norm",
+    "softmax",
+    "transposed_ragged_dot",
+]
+
+
+def __dir__():
+    return sorted(__all__)
+
+
+def _differentiable(forward, backward):
+    """f(options, *arrays) with forward(options, *arrays) -> (result, saved) and
+    backward(options, saved, grad) -> a gradient or None for each array."""
+
+    @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+    def f(options, *arrays):
+        return forward(dict(options), *arrays)[0]
+
+    f.defvjp(
+        lambda options, *arrays: forward(dict(options), *arrays),
+        lambda options, saved, grad: backward(dict(options), saved, grad),
+    )
+    return f
+
+
+@jax.tree_util.register_static
+class _Type(NamedTuple):
+    """Shape and dtype of an array that is not saved."""
+
+    shape: tuple
+    dtype: object
+
+    @classmethod
+    def of(cls, x):
+        return cls(x.shape, x.dtype)
+
+
+def _options(**options):
+    return tuple(options.items())
+
+
+def _given(**arrays):
+    return {k: v for k, v in arrays.items() if v is not None}
+
+
+# ---- matmul --------------------------------------------------------------------------------------
+
+_ACTIVATIONS = {
+    None: lambda x: x,
+    "relu": jax.nn.relu,
+    "silu": jax.nn.silu,
+    "gelu": jax.nn.gelu,
+    "tanh": jnp.tanh,
+}
+
+
+def _matmul_forward(options, a, b, bias, scale_a, scale_b):
+    arrays = _given(bias=bias, scale_a=scale_a, scale_b=scale_b)
+    return ops.matmul(a, b, **arrays, **options), (a, b, bias)
+
+
+def _matmul_backward(options, saved, grad):
+    a, b, bias = saved
+    ta, tb, activation = (options[k] for k in ("transpose_a", "transpose_b", "activation"))
+    if a.dtype.itemsize == 1:
+        raise NotImplementedError("pallas_mgpu.jax.matmul has no gradient for 8-bit floats")
+    if activation is not None:  # the product is computed again
+        if activation not in _ACTIVATIONS:
+            raise NotImplementedError(
+                "pallas_mgpu.jax.matmul: a function as activation has no gradient; apply it after"
+                " the product"
+            )
+        again = {"transpose_a": ta, "transpose_b": tb, "out_dtype": "float32"}
+        z = ops.matmul(a, b, **_given(bias=bias), **again)
+        (grad,) = jax.vjp(_ACTIVATIONS[activation], z)[1](grad.astype(jnp.float32))
+    g = grad.astype(a.dtype)
+    if ta:
+        da = ops.matmul(b, g, transpose_a=tb, transpose_b=True)
+    else:
+        da = ops.matmul(g, b, transpose_b=not tb)
+    if tb:
+        db = ops.matmul(g, a, transpose_a=True, transpose_b=ta)
+    else:
+        db = ops.matmul(a, g, transpose_a=not ta)
+    dbias = None
+    if bias is not None:
+        dbias = ops.column_sums(grad, out_dtype=bias.dtype.name)
+    return da, db, dbias, None, None
+
+
+_matmul = _differentiable(_matmul_forward, _matmul_backward)
+
+
+def matmul(a, b, *, bias=None, activation=None, out_dtype=None, transpose_a=False,
+           transpose_b=False, scale_a=None, scale_b=None, batch_invariant=False):  # fmt: skip
+    """:func:`pallas_mgpu.ops.matmul` with gradients by ``a``, ``b`` and ``bias``."""
+    options = _options(
+        activation=activation,
+        out_dtype=out_dtype,
+        transpose_a=transpose_a,
+        transpose_b=transpose_b,
+        batch_invariant=batch_invariant,
+    )
+    return _matmul(options, a, b, bias, scale_a, scale_b)
+
+
+_column_sums = _differentiable(
+    lambda options, x: (ops.column_sums(x, **options), _Type.of(x)),
+    lambda options, x, grad: (jnp.broadcast_to(grad.astype(x.dtype), x.shape),),
+)
+
+
+def column_sums(x, *, out_dtype=None):
+    """:func:`pallas_mgpu.ops.column_sums` with its gradient."""
+    return _column_sums(_options(out_dtype=out_dtype), x)
+
+
+# ---- norms ---------------------------------------------------------------------------------------
+
+
+def _softmax_forward(options, x):
+    y = ops.softmax(x, **options)
+    return y, (y, _Type.of(x))
+
+
+def _softmax_backward(options, saved, grad):
+    y, x = saved
+    return (ops.softmax_backward(grad, y, axis=options["axis"]).astype(x.dtype),)
+
+
+_softmax = _differentiable(_softmax_forward, _softmax_backward)
+
+
+def softmax(x, *, axis=-1, out_dtype=None, batch_invariant=False):
+    """:func:`pallas_mgpu.ops.softmax` with its gradient."""
+    options = _options(axis=axis, out_dtype=out_dtype, batch_invariant=batch_invariant)
+    return _softmax(options, x)
+
+
+def _rms_backward(options, saved, grad):
+    x, weight = saved
+    found = ops.rms_norm_backward(grad, x, eps=options["eps"], **_given(weight=weight))
+    return (found, None) if weight is None else found
+
+
+_rms_norm = _differentiable(
+    lambda options, x, weight: (ops.rms_norm(x, **_given(weight=weight), **options), (x, weight)),
+    _rms_backward,
+)
+
+
+def rms_norm(x, weight=None, *, eps=1e-6, out_dtype=None, batch_invariant=False):
+    """:func:`pallas_mgpu.ops.rms_norm` with gradients by ``x`` and ``weight``."""
+    options = _options(eps=eps, out_dtype=out_dtype, batch_invariant=batch_invariant)
+    return _rms_norm(options, x, weight)
+
+
+def _layer_forward(options, x, weight, bias):
+    given = _given(weight=weight, bias=bias)
+    return ops.layer_norm(x, **given, **options), (x, weight, bias)
+
+
+def _layer_backward(options, saved, grad):
+    x, weight, bias = saved
+    found = ops.layer_norm_backward(
+        grad, x, bias=bias is not None, eps=options["eps"], **_given(weight=weight)
+    )
+    found = list(found) if isinstance(found, tuple) else [found]
+    if weight is None:
+        found.insert(1, None)
+    return *found[:2], None if bias is None else found[2].astype(bias.dtype)
+
+
+_layer_norm = _differentiable(_layer_forward, _layer_backward)
+
+
+def layer_norm(x, weight=None, bias=None, *, eps=1e-5, out_dtype=None, batch_invariant=False):
+    """:func:`pallas_mgpu.ops.layer_norm` with gradients by ``x``, ``weight`` and ``bias``."""
+    options = _options(eps=eps, out_dtype=out_dtype, batch_invariant=batch_invariant)
+    return _layer_norm(options, x, weight, bias)
+
+
+# ---- attention -----------------------------------------------------------------------------------
+
+
+def _attention_forward(options, q, k, v):
+    o, lse = ops.attention(q, k, v, return_lse=True, **options)
+    return (o, lse), (q, k, v, o, lse)
+
+
+def _attention_backward(options, saved, grads):
+    return ops.attention_backward(grads[0], *saved, **options)
+
+
+_attention = _differentiable(_attention_forward, _attention_backward)
+
+
+def attention(q, k, v, *, causal=False, scale=None, return_lse=False):
+    """:func:`pallas_mgpu.ops.attention` with gradients by ``q``, ``k`` and ``v``. The logarithm of
+    the sums, with ``return_lse``, is a constant for derivatives."""
+    o, lse = _attention(_options(causal=causal, scale=scale), q, k, v)
+    return (o, jax.lax.stop_gradient(lse)) if return_lse else o
+
+
+# ---- grouped and mixed products ------------------------------------------------------------------
+
+
+def _ragged_forward(options, lhs, rhs, sizes):
+    return ops.ragged_dot(lhs, rhs, sizes, **options), (lhs, rhs, sizes)
+
+
+def _ragged_backward(options, saved, grad):
+    lhs, rhs, sizes = saved
+    grad, transposed = grad.astype(lhs.dtype), options["transpose_rhs"]
+    dl = ops.ragged_dot(grad, rhs, sizes, transpose_rhs=not transposed)
+    pair = (grad, lhs) if transposed else (lhs, grad)
+    return dl, ops.transposed_ragged_dot(*pair, sizes), None
+
+
+_ragged_dot = _differentiable(_ragged_forward, _ragged_backward)
+
+
+def ragged_dot(lhs, rhs, group_sizes, *, transpose_rhs=False, out_dtype=None):
+    """:func:`pallas_mgpu.ops.ragged_dot` with gradients by ``lhs`` and ``rhs``."""
+    options = _options(transpose_rhs=transpose_rhs, out_dtype=out_dtype)
+    return _ragged_dot(options, lhs, rhs, group_sizes)
+
+
+def _transposed_forward(options, lhs, rhs, sizes):
+    return ops.transposed_ragged_dot(lhs, rhs, sizes, **options), (lhs, rhs, sizes)
+
+
+def _transposed_backward(options, saved, grad):
+    lhs, rhs, sizes = saved
+    grad = grad.astype(lhs.dtype)
+    dl = ops.ragged_dot(rhs, grad, sizes, transpose_rhs=True)
+    return dl, ops.ragged_dot(lhs, grad, sizes), None
+
+
+_transposed_ragged_dot = _differentiable(_transposed_forward, _transposed_backward)
+
+
+def transposed_ragged_dot(lhs, rhs, group_sizes, *, out_dtype=None):
+    """:func:`pallas_mgpu.ops.transposed_ragged_dot` with gradients by ``lhs`` and ``rhs``."""
+    return _transposed_ragged_dot(_options(out_dtype=out_dtype), lhs, rhs, group_sizes)
+
+
+def _mixed_forward(options, x, weights, scales):
+    return ops.mixed_matmul(x, weights, **_given(scales=scales), **options), (x, weights, scales)
+
+
+def _mixed_backward(options, saved, grad):
+    x, weights, scales = saved
+    grad = grad.astype(x.dtype)
+    n, k = weights.shape
+    groups = 1 if scales is None else scales.shape[0]
+    w = weights.astype(jnp.float32).reshape(n, groups, k // groups)
+    ds = None
+    if scales is not None:
+        dw = ops.matmul(grad, x, out_dtype="float32", transpose_a=True)
+        ds = (dw.reshape(w.shape) * w).sum(2).T.astype(scales.dtype)
+        w = w * scales.astype(jnp.float32).T[:, :, None]
+    return ops.matmul(grad, w.reshape(n, k).astype(x.dtype)), None, ds
+
+
+_mixed_matmul = _differentiable(_mixed_forward, _mixed_backward)
+
+
+def mixed_matmul(x, weights, scales=None, *, out_dtype=None):
+    """:func:`pallas_mgpu.ops.mixed_matmul` with gradients by ``x`` and ``scales``."""
+    return _mixed_matmul(_options(out_dtype=out_dtype), x, weights, scales)

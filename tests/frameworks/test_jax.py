@@ -1,0 +1,322 @@
+"""Kernels inside jax.jit on the CPU, where XLA runs them on the interpreter: transforms, donation,
+errors, and executables that another process runs."""
+
+import os
+import subprocess
+import sys
+import threading
+
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=2")
+
+import numpy as np  # noqa: E402
+import pytest  # noqa: E402
+
+import pallas_mgpu as plgpu  # noqa: E402
+from pallas_mgpu import _core, ops, pl  # noqa: E402
+
+jax = pytest.importorskip("jax")
+jnp = pytest.importorskip("jax.numpy")
+pj = pytest.importorskip("pallas_mgpu.jax")
+F32 = np.float32
+
+
+@pytest.fixture(autouse=True)
+def on_cpu(monkeypatch):
+    monkeypatch.setenv("PALLAS_MGPU_BACKEND", "interpret")
+    with jax.default_device(jax.devices("cpu")[0]):
+        yield
+
+
+def spec(*shape):
+    return plgpu.ShapeDtypeStruct(shape, F32)
+
+
+@plgpu.kernel(out_type=spec(8))
+def add(x_ref, y_ref, o_ref):
+    o_ref[...] = x_ref[...] + y_ref[...]
+
+
+@pytest.fixture
+def x():
+    return jnp.arange(8.0)
+
+
+def same(got, want):
+    np.testing.assert_allclose(np.asarray(got), np.asarray(want), rtol=1e-6)
+
+
+def test_jit(x):
+    same(jax.jit(lambda x, y: add(x * 2, y) + 1)(x, x), 3 * x + 1)
+    same(add(x, x), 2 * x)  # without jit
+
+
+def test_numbers_and_nested_arguments(x):
+    @plgpu.kernel(out_type={"sum": spec(8), "scaled": spec(8)})
+    def both(arrays, by, o):
+        o["sum"][...] = arrays["a"][...] + arrays["b"][...]
+        o["scaled"][...] = arrays["a"][...] * by[...]
+
+    found = jax.jit(lambda x: both({"a": x, "b": x}, 3.0))(x)
+    same(found["sum"], 2 * x)
+    same(found["scaled"], 3 * x)
+
+
+def test_vmap(x):
+    rows = jnp.arange(24.0).reshape(3, 8)
+    mapped = jax.vmap(add, in_axes=(0, None))
+    same(mapped(rows, x), rows + x)
+    same(jax.jit(mapped)(rows, x), rows + x)
+    nested = jax.vmap(jax.vmap(add, in_axes=(1, None)), in_axes=(None, 0))
+    same(jax.jit(nested)(rows.T, rows), rows[None] + rows[:, None])
+    assert str(jax.make_jaxpr(mapped)(rows, x)).count("pallas_mgpu[") == 1  # one launch
+
+
+def test_derivatives(x):
+    with pytest.raises(NotImplementedError, match="kernel add has no derivative.*custom_vjp"):
+        jax.grad(lambda x: add(x, x).sum())(x)
+
+    @jax.custom_vjp
+    def f(x, y):
+        return add(x, y)
+
+    f.defvjp(lambda x, y: (add(x, y), None), lambda _, g: (g, g))
+    same(jax.jit(jax.grad(lambda x: f(x, x).sum()))(x), np.full(8, 2.0))
+
+
+def test_aliases_and_donation(x):
+    def increment(x_ref, o_ref):
+        o_ref[...] = x_ref[...] + 1
+
+    increment = pl.pallas_call(increment, spec(8), input_output_aliases={0: 0})
+    same(jax.jit(increment)(x), x + 1)
+    same(x, np.arange(8.0))  # JAX made a copy
+    given = x + 0
+    same(jax.jit(increment, donate_argnums=0)(given), x + 1)
+
+
+def test_memory_besides_the_outputs(x):
+    def body(x_ref, o_ref, scratch):
+        scratch[...] = x_ref[...] * 3
+        o_ref[...] = scratch[...]
+
+    kernel = plgpu.kernel(body, out_type=spec(8), scratch_types=[plgpu.GMEM((8,), F32)])
+    same(jax.jit(kernel)(x), 3 * x)
+
+
+def test_shard_map():
+    if len(jax.devices("cpu")) < 2:
+        pytest.skip("needs two devices: XLA_FLAGS=--xla_force_host_platform_device_count=2")
+    half = plgpu.kernel(lambda x, y, o: o.__setitem__(..., x[...] + y[...]), out_type=spec(4))
+    auto = jax.sharding.AxisType.Auto
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(auto,), devices=jax.devices("cpu")[:2])
+    spec_d = jax.sharding.PartitionSpec("d")
+    f = jax.shard_map(lambda x: half(x, x), mesh=mesh, in_specs=spec_d, out_specs=spec_d)
+    x = jax.device_put(np.arange(8, dtype=F32), jax.sharding.NamedSharding(mesh, spec_d))
+    same(jax.jit(f)(x), 2 * np.arange(8.0))
+
+
+OTHER_PROCESS = """
+import sys, numpy, jax
+if sys.argv[2] == "with": import pallas_mgpu.jax
+f = jax.export.deserialize(open(sys.argv[1], "rb").read())
+print(numpy.asarray(f.call(numpy.arange(8, dtype=numpy.float32))).tolist())
+"""
+
+
+def test_export(x, tmp_path):
+    """The executable contains the kernel: a process that never saw it runs it, or says whom it
+    needs."""
+    pytest.importorskip("flatbuffers")
+    check = jax.export.DisabledSafetyCheck.custom_call("pallas_mgpu_call")
+    exported = jax.export.export(jax.jit(lambda x: add(x, x)), disabled_checks=[check])(x)
+    file = tmp_path / "exported"
+    file.write_bytes(exported.serialize())
+    same(jax.export.deserialize(file.read_bytes()).call(x), 2 * x)
+    for way in ("with", "without"):
+        done = subprocess.run(
+            [sys.executable, "-c", OTHER_PROCESS, str(file), way],
+            capture_output=True,
+            text=True,
+            env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        )
+        if way == "with":
+            assert done.stdout.strip() == str([2.0 * i for i in range(8)]), done.stderr
+        else:
+            assert "pallas_mgpu_call" in done.stderr
+
+
+def test_attributes_refer_to_no_process(x):
+    """Two lowerings of equal kernels are equal, though the kernels are different objects."""
+
+    def make():
+        kernel = plgpu.kernel(lambda x, o: o.__setitem__(..., x[...] + 1), out_type=spec(8))
+        return jax.jit(kernel).lower(x).as_text()
+
+    first, second = make(), make()
+    assert "gmem float32[8]" in first and first == second
+
+
+def test_a_deadlock_is_an_error_with_its_line(x):
+    def wait(x_ref, o_ref, barrier):
+        plgpu.barrier_wait(barrier)
+        o_ref[...] = x_ref[...]
+
+    barriers = [plgpu.Barrier(num_arrivals=1)]
+    kernel = plgpu.kernel(wait, out_type=spec(8), scratch_types=barriers)
+    with pytest.raises(RuntimeError, match=r"DeadlockError: (.|\n)*test_jax.py:\d+"):
+        jax.jit(kernel)(x).block_until_ready()
+
+
+def test_runs_without_the_gil(x):
+    """Other threads of Python go on while the kernel runs."""
+
+    def count(x_ref, o_ref):
+        o_ref[...] = plgpu.lax.fori_loop(0, 1000000, lambda i, v: v + 1.0, x_ref[...])
+
+    f = jax.jit(plgpu.kernel(count, out_type=spec(8))).lower(x).compile()
+    result, ticks = [], 0
+    thread = threading.Thread(target=lambda: result.append(f(x).block_until_ready()))
+    thread.start()
+    while thread.is_alive():
+        ticks += 1
+        thread.join(0.001)
+    same(result[0], x + 1000000)
+    assert ticks > 5
+
+
+def test_several_threads_at_once(x):
+    f = jax.jit(lambda x: add(x, x))
+    results = {}
+
+    def run(i):
+        results[i] = np.asarray(f(x + i))
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(8)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    for i, got in results.items():
+        same(got, 2 * (np.arange(8.0) + i))
+
+
+@pytest.mark.parametrize(
+    "call, error, text",
+    [
+        (lambda x: add(x, x, out=x), TypeError, "out= and stream="),
+        (lambda x: add(x, "text"), TypeError, "argument 1 is a str"),
+    ],
+)
+def test_errors(call, error, text, x):
+    with pytest.raises(error, match=text):
+        jax.jit(call)(x)
+
+
+def test_options_of_the_interpreter(x):
+    checked = plgpu.kernel(
+        lambda x, o: o.__setitem__(..., x[...]),
+        out_type=spec(8),
+        interpret=plgpu.InterpretParams(detect_races=True),
+    )
+    with pytest.raises(NotImplementedError, match="options of the interpreter"):
+        jax.jit(checked)(x)
+
+
+def test_lowering_for_a_gpu(x):
+    """Without a GPU: the call contains the cubin for Hopper, which its hash covers."""
+    text = jax.jit(lambda x: add(x, x)).trace(x).lower(lowering_platforms=("cuda",)).as_text()
+    assert "pallas_mgpu_call" in text and 'cubin = "7f454c46' in text  # ELF
+    assert "target sm_" in text
+    assert isinstance(_core.xla_handlers(), tuple)
+
+
+# ---- ops -----------------------------------------------------------------------------------------
+
+
+def half(rng, *shape):
+    return jnp.asarray(rng.standard_normal(shape), jnp.float16)
+
+
+def compare(ours, theirs, *xs, tolerance=4e-2):
+    """Results and gradients, inside jit; `theirs` computes in float32."""
+    w = jnp.asarray(np.random.default_rng(1).standard_normal(ours(*xs).shape), F32)
+    argnums = tuple(range(len(xs)))
+
+    def loss(f):
+        return lambda *xs: (f(*xs).astype(F32) * w).sum()
+
+    wide = [x.astype(F32) for x in xs]
+    got = jax.jit(jax.grad(loss(ours), argnums))(*xs)
+    want = jax.grad(loss(theirs), argnums)(*wide)
+    pairs = [(jax.jit(ours)(*xs), theirs(*wide)), *zip(got, want)]
+    for a, b in pairs:
+        a, b = np.asarray(a, F32), np.asarray(b, F32)
+        np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance * max(1, np.abs(b).max()))
+
+
+@pytest.mark.parametrize("activation", [None, "relu", "silu", "gelu", "tanh"])
+def test_matmul(activation, rng):
+    act = pj._ACTIVATIONS[activation]
+    compare(
+        lambda a, b, c: pj.matmul(a, b, bias=c, activation=activation),
+        lambda a, b, c: act(a @ b + c),
+        half(rng, 20, 72),
+        half(rng, 72, 40),
+        half(rng, 40),
+    )
+
+
+@pytest.mark.parametrize("ta", [False, True])
+@pytest.mark.parametrize("tb", [False, True])
+def test_matmul_transposed(ta, tb, rng):
+    compare(
+        lambda a, b: pj.matmul(a, b, transpose_a=ta, transpose_b=tb),
+        lambda a, b: (a.T if ta else a) @ (b.T if tb else b),
+        half(rng, *((24, 20) if ta else (20, 24))),
+        half(rng, *((40, 24) if tb else (24, 40))),
+    )
+
+
+def norm(x, eps):
+    return x / jnp.sqrt((x * x).mean(-1, keepdims=True) + eps)
+
+
+def test_norms(rng):
+    x, w, b = half(rng, 6, 130), half(rng, 130), half(rng, 130)
+    compare(pj.rms_norm, lambda x, w: norm(x, 1e-6) * w, x, w)
+
+    def layer_norm(x, w, b):
+        return norm(x - x.mean(-1, keepdims=True), 1e-5) * w + b
+
+    compare(pj.layer_norm, layer_norm, x, w, b)
+    compare(lambda x: pj.softmax(x, axis=0), lambda x: jax.nn.softmax(x, 0), x)
+    compare(pj.column_sums, lambda x: x.sum(0), x)
+
+
+def test_ragged_dot(rng):
+    sizes = jnp.asarray([5, 0, 9], jnp.int32)
+
+    def theirs(x, w):
+        return jnp.concatenate([x[:5] @ w[0], x[5:14] @ w[2], jnp.zeros((6, 40))])
+
+    compare(
+        lambda x, w: pj.ragged_dot(x, w, sizes), theirs, half(rng, 20, 72), half(rng, 3, 72, 40)
+    )
+
+
+def test_mixed_matmul(rng):
+    weights = jnp.asarray(rng.integers(-9, 9, (40, 128)), jnp.int8)
+
+    def theirs(x, s):
+        return x @ (weights.reshape(40, 2, 64) * s.T[:, :, None]).reshape(40, 128).T
+
+    x, s = half(rng, 7, 128) * 0.1, half(rng, 2, 40)
+    compare(lambda x, s: pj.mixed_matmul(x, weights, s), theirs, x, s)
+
+
+def test_ops_without_derivatives(rng):
+    """The functions of `ops` themselves, in jit."""
+    a, b = half(rng, 20, 72), half(rng, 72, 40)
+    got = jax.jit(lambda a, b: ops.matmul(a, b, out_dtype=F32))(a, b)
+    want = np.asarray(a, F32) @ np.asarray(b, F32)
+    np.testing.assert_allclose(np.asarray(got), want, atol=2e-2)
