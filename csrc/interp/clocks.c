@@ -15,6 +15,7 @@
  *   fence    what the agent has seen is ordered before what engines do for it. Loads are so only if
  *            they are those of its own lanes
  *   meet     named barriers, turns, scopes that all threads enter, begin and end of a warp_map
+ *   kernels  griddepcontrol_wait: those before this one are complete. They are one component
  *   signal   a semaphore remembers the clocks of its signals in their order; who waits learns those
  *            that it needs, and no later ones
  *
@@ -52,6 +53,7 @@ uint32_t pm_race_barrier_id(const pm_machine *m, component kind, const barrier *
 }
 
 component pm_race_kind(const races *r, uint32_t id) {
+  if (id == EARLIER_KERNELS) return OWN;
   const uint32_t local = (id - 1) % r->each, agents = PER_AGENT * r->n_agents;
   if (local < agents) return local / r->n_agents;
   return PER_AGENT + (local - agents) / r->n_barriers;
@@ -228,6 +230,10 @@ void pm_race_leave_section(pm_machine *m, const thread *t) {
 
 void pm_race_enter_section(pm_machine *m, const thread *t) {
   learn(m, t, &m->races->turns[t->block - m->blocks]);
+}
+
+void pm_race_await_kernels(pm_machine *m, const thread *t) {
+  raise_to(m->races, clock_of(m, t), EARLIER_KERNELS, SEEN, TOLD, 1);
 }
 
 /* ---- barriers ----------------------------------------------------------------------------- */

@@ -1108,6 +1108,11 @@ static void loop_done(compiler *c, uint32_t start) {
   pm_vec_push(c->temp, &c->loops, s);
 }
 
+void pm_vm_encode_kernels(compiler *c, pm_opid op, const handler *h) {
+  c->m->overlaps_kernels = true;
+  pm_vm_encode_plain(c, op, h);
+}
+
 void pm_vm_encode_warp_map(compiler *c, pm_opid op, const handler *h) {
   const uint32_t fork = c->code.n;
   c->m->has_warps = true;

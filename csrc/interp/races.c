@@ -187,19 +187,27 @@ static pm_race race_of(const tracker *x, const conflict *c) {
              "order them by a barrier with orders_tensor_core=True: tcgen05_commit_arrive after a "
              "product or copy; wait_load_tmem after a load, commit_tmem after a store, then "
              "barrier_arrive");
-    put_text(&race, race.text, sizeof race.text);
     return race;
   }
   index_text(b->mem, race.from / bytes, (race.to - 1) / bytes, race.index, sizeof race.index);
   put_hint(m, a, b, c->lacks, race.hint, sizeof race.hint);
-  put_text(&race, race.text, sizeof race.text);
   return race;
 }
 
 static void note_conflict(const tracker *x, const conflict *c) {
   if (!c->event || !x->m->options.strict) return;
-  const pm_race race = race_of(x, c);
+  pm_race race = race_of(x, c);
+  put_text(&race, race.text, sizeof race.text);
   pm_race_note(x->m, x->event.i->op, "%s", race.text);
+}
+
+static step deliver(pm_machine *m, pm_race *race) {
+  put_text(race, race->text, sizeof race->text);
+  if (m->options.race) m->options.race(m->options.race_ctx, race);
+  if (!m->options.race_raises) return STEP_NEXT;
+  pm_fail(m->err, PM_E_RACE, "RACE DETECTED on %s", race->text);
+  if (race->second.file) pm_err_at(m->err, race->second.file, race->second.line);
+  return STEP_FAIL;
 }
 
 static step report(const tracker *x, const conflict *c) {
@@ -207,15 +215,31 @@ static step report(const tracker *x, const conflict *c) {
   if (!c->event) return STEP_NEXT;
   const event *a = pm_shadow_at(&m->races->shadow, c->event), *b = &x->event;
   if (is_known(m->races, a->i->op, b->i->op)) return STEP_NEXT;
-  const pm_race race = race_of(x, c);
-  if (m->options.race) m->options.race(m->options.race_ctx, &race);
-  if (!m->options.race_raises) return STEP_NEXT;
-  pm_fail(m->err, PM_E_RACE, "RACE DETECTED on %s", race.text);
-  if (race.second.file) pm_err_at(m->err, race.second.file, race.second.line);
-  return STEP_FAIL;
+  pm_race race = race_of(x, c);
+  return deliver(m, &race);
 }
 
 /* ---- an access ---------------------------------------------------------------------------- */
+
+/* Before the thread, or one that it learnt from, has waited for the kernels before this one. They
+ * may still write what it reads, and read or write what it writes. */
+static step report_early(tracker *x) {
+  pm_machine *m = x->m;
+  const event *e = &x->event;
+  if (is_known(m->races, UINT32_MAX, e->i->op)) return STEP_NEXT;
+  pm_race race = {.space = "GMEM",
+                  .from = e->first * e->mem->bytes,
+                  .to = (e->last + 1) * e->mem->bytes,
+                  .hint = "call plgpu.griddepcontrol_wait() before the second"};
+  describe(m, e, &race.second);
+  race.first = race.second;
+  race.first.touch = touch_names[WRITE];
+  race.first.file = NULL;
+  race.first.line = 0;
+  snprintf(race.first.agent, sizeof race.first.agent, "kernels that were launched earlier");
+  index_text(e->mem, e->first, e->last, race.index, sizeof race.index);
+  return deliver(m, &race);
+}
 
 /* Where the bytes of a block or an argument begin; false: nobody writes to the argument. */
 static bool find_region(tracker *x, const thread *t, const access *mem, const char *base) {
@@ -242,11 +266,16 @@ static bool find_region(tracker *x, const thread *t, const access *mem, const ch
   return true;
 }
 
-static bool begin(tracker *x, pm_machine *m, const thread *t, const instr *i, const access *mem,
-                  const char *base, touch touch) {
+/* clock: what is ordered before it. */
+static bool begin(tracker *x, pm_machine *m, const thread *t, const instr *i, const located *s,
+                  touch touch, const vclock *clock) {
+  const access *mem = s->mem;
   x->m = m;
   x->from = x->to = x->n_runs = 0;
-  if (mem->space == PM_ACC || !find_region(x, t, mem, base)) return x->region = NULL, false;
+  x->region = NULL;
+  x->early =
+      m->overlaps_kernels && mem->space == PM_GMEM && !pm_clock_at(clock, EARLIER_KERNELS, SEEN);
+  if (mem->space == PM_ACC || (!find_region(x, t, mem, s->base) && !x->early)) return false;
   pm_shadow_sweep(&m->races->shadow);
   m->races->shadow.n_rewrites = 0;
   x->event = (event){.i = i,
@@ -258,24 +287,23 @@ static bool begin(tracker *x, pm_machine *m, const thread *t, const instr *i, co
                      .thread = (uint8_t)t->index,
                      .warp = t->of ? (int8_t)t->warp : -1,
                      .touch = touch};
-  x->touching = (touching){.shadow = &m->races->shadow, .event = &x->event};
+  x->touching = (touching){.shadow = &m->races->shadow, .event = &x->event, .clock = clock};
   return true;
 }
 
-static void set_maker(tracker *x, maker maker, uint32_t id, uint32_t time, const vclock *clock) {
+static void set_maker(tracker *x, maker maker, uint32_t id, uint32_t time) {
   x->event.maker = maker;
   x->event.id = id;
   x->event.time = time;
-  x->touching.clock = clock;
   x->touching.engine = x->event.mem->space == PM_SMEM && (maker == TMA || maker == TENSOR_CORE);
 }
 
 static bool begin_plain(tracker *x, pm_machine *m, const thread *t, const instr *i,
-                        const access *mem, const char *base, touch touch, maker maker) {
+                        const located *s, touch touch, maker maker) {
   const vclock *c = pm_race_clock(m, t);
   const uint32_t id = pm_race_agent_id(m, OWN, t);
-  if (!begin(x, m, t, i, mem, base, touch)) return false;
-  set_maker(x, maker, id, pm_clock_at(c, id, SEEN), c);
+  if (!begin(x, m, t, i, s, touch, c)) return false;
+  set_maker(x, maker, id, pm_clock_at(c, id, SEEN));
   return true;
 }
 
@@ -303,7 +331,7 @@ static void flush_runs(tracker *x) {
 /* The run of bytes is whole: it waits for others of its page. */
 static void end_run(tracker *x) {
   const size_t page = x->from / PAGE;
-  if (x->from == x->to) return;
+  if (x->from == x->to || !x->region->pages) return;
   if (x->m->options.touched) tell_touched(x);
   const uint32_t from = (uint32_t)(x->from - page * PAGE), n = x->n_runs;
   if (n && (page != x->page || from < x->runs[n - 1].to || n == MOST_RUNS)) flush_runs(x);
@@ -355,6 +383,7 @@ static void keep_old(races *r, const tracker *x) {
 static step end(tracker *x) {
   races *r = x->m->races;
   flush(x);
+  if (x->early && x->to && report_early(x) == STEP_FAIL) return STEP_FAIL;
   if (r->shadow.n_rewrites) keep_old(r, x);
   if (r->no_memory || r->shadow.no_memory) {
     return pm_fail(x->m->err, PM_E_MEMORY, "no memory to look for races"), STEP_FAIL;
@@ -387,7 +416,7 @@ step pm_race_stored(pm_machine *m) {
 
 bool pm_race_begin_elements(tracker *x, pm_machine *m, const thread *t, const instr *i,
                             const located *s, int touch) {
-  return begin_plain(x, m, t, i, s->mem, s->base, touch, THREAD);
+  return begin_plain(x, m, t, i, s, touch, THREAD);
 }
 
 void pm_race_element(tracker *x, const char *at, size_t bytes) {
@@ -466,7 +495,7 @@ static step add_view(tracker *x, const located *s, int64_t from, int64_t to, boo
 step pm_race_plain(pm_machine *m, const thread *t, const instr *i, const located *s, int touch,
                    int maker) {
   tracker x;
-  if (!s->base || !begin_plain(&x, m, t, i, s->mem, s->base, touch, maker)) return STEP_NEXT;
+  if (!s->base || !begin_plain(&x, m, t, i, s, touch, maker)) return STEP_NEXT;
   return add_view(&x, s, 0, s->mem->n, true);
 }
 
@@ -478,7 +507,7 @@ step pm_race_engine(pm_machine *m, const task *k, const located *s, int touch) {
   maker maker = TMA;
   int64_t from = 0, to = s->mem->n;
   tracker x;
-  if (!begin(&x, m, k->issuer, k->i, s->mem, s->base, touch)) return STEP_NEXT;
+  if (!begin(&x, m, k->issuer, k->i, s, touch, &k->issued)) return STEP_NEXT;
   if (k->kind == TASK_MMA || k->kind == TASK_TENSOR) {
     maker = TENSOR_CORE;
     id = pm_race_agent_id(m, PRODUCTS, k->issuer);
@@ -496,7 +525,7 @@ step pm_race_engine(pm_machine *m, const task *k, const located *s, int touch) {
     time = pm_race_open_phase(m, k->barrier);
   }
   if (k->kind == TASK_LOAD && k->gmem.mem) from = k->from, to = k->to;
-  set_maker(&x, maker, id, time, &k->issued);
+  set_maker(&x, maker, id, time);
   return add_view(&x, s, from, to, false);
 }
 
@@ -505,7 +534,7 @@ step pm_race_hand(pm_machine *m, const thread *t, const instr *i, const located 
                   const barrier *b) {
   const maker maker = m->n_blocks > 1 ? ST_ASYNC : THREAD;
   tracker x;
-  if (!begin_plain(&x, m, t, i, s->mem, s->base, WRITE, maker)) return STEP_NEXT;
+  if (!begin_plain(&x, m, t, i, s, WRITE, maker)) return STEP_NEXT;
   if (m->n_blocks > 1) {
     x.event.id = pm_race_barrier_id(m, REMOTE, b);
     x.event.time = pm_race_open_phase(m, b);
@@ -524,14 +553,16 @@ static step add_columns(tracker *x, const tmem_place *p) {
 }
 
 step pm_race_tmem(pm_machine *m, const thread *t, const instr *i, const tmem_place *p, int touch) {
+  const located s = {.mem = p->mem, .base = p->block->tmem};
   tracker x;
-  if (!begin_plain(&x, m, t, i, p->mem, p->block->tmem, touch, THREAD)) return STEP_NEXT;
+  if (!begin_plain(&x, m, t, i, &s, touch, THREAD)) return STEP_NEXT;
   return add_columns(&x, p);
 }
 
 step pm_race_tensor(pm_machine *m, const task *k, const tmem_place *p, int touch) {
+  const located s = {.mem = p->mem, .base = p->block->tmem};
   tracker x;
-  if (!begin(&x, m, k->issuer, k->i, p->mem, p->block->tmem, touch)) return STEP_NEXT;
-  set_maker(&x, TENSOR_CORE, pm_race_agent_id(m, PRODUCTS, k->issuer), k->number, &k->issued);
+  if (!begin(&x, m, k->issuer, k->i, &s, touch, &k->issued)) return STEP_NEXT;
+  set_maker(&x, TENSOR_CORE, pm_race_agent_id(m, PRODUCTS, k->issuer), k->number);
   return add_columns(&x, p);
 }

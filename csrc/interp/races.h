@@ -14,6 +14,9 @@ struct seen {
   uint32_t id, at[VIEWS];
 };
 
+/* The component of the kernels that were launched earlier: 1 for who waited for them. */
+#define EARLIER_KERNELS UINT32_MAX
+
 /* The components of a cluster: of each kind one for each agent, or for each barrier. */
 typedef enum component {
   OWN,         /* plain accesses: an agent's own time */
@@ -135,6 +138,7 @@ typedef struct tracker {
   event event;
   touching touching;
   region *region;
+  bool early;             /* nobody has waited for the kernels before this one */
   const char *low, *base; /* of the region, of the ref */
   /* not yet in the shadow: a run of bytes, and before it some of one page */
   size_t from, to, page;

@@ -388,6 +388,12 @@ static step exec_reduce(pm_machine *m, thread *t, const instr *i) {
   return STEP_NEXT;
 }
 
+static step exec_await_kernels(pm_machine *m, thread *t, const instr *i) {
+  (void)i;
+  if (m->races) pm_race_await_kernels(m, t);
+  return STEP_PAUSE;
+}
+
 static step exec_nothing(pm_machine *m, thread *t, const instr *i) {
   (void)m, (void)t, (void)i;
   return STEP_PAUSE;
@@ -431,7 +437,7 @@ static const handler pm_vm_SET_MAX_REGISTERS = {pm_vm_encode_nothing, NULL, {0}}
 static const handler pm_vm_INLINE_RESULT = {pm_vm_encode_nothing, NULL, {0}};
 static const handler pm_vm_PRINT_LAYOUT = {pm_vm_encode_nothing, NULL, {0}};
 static const handler pm_vm_SYNC = {pm_vm_encode_plain, exec_nothing, {0}};
-static const handler pm_vm_PDL_WAIT = {pm_vm_encode_plain, exec_nothing, {0}};
+static const handler pm_vm_PDL_WAIT = {pm_vm_encode_kernels, exec_await_kernels, {0}};
 static const handler pm_vm_PDL_LAUNCH = {pm_vm_encode_plain, exec_nothing, {0}};
 static const handler pm_vm_FIRST_TILE = {pm_vm_encode_plain, exec_first_tile, {0}};
 static const handler pm_vm_FETCH_TILE = {pm_vm_encode_plain, exec_fetch_tile, {0}};

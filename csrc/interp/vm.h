@@ -443,7 +443,7 @@ struct pm_machine {
   int64_t profile_words;                           /* of a trace; 0: the profiler is off */
   bool profile_warps;
   uint32_t profile_param;
-  bool shares_grid, has_warps;
+  bool shares_grid, has_warps, overlaps_kernels; /* the last: it has a PDL_WAIT */
   instr *code;
   place *places; /* per op */
   scope **scopes;
@@ -607,6 +607,7 @@ void pm_race_leave(pm_machine *m, const thread *t, uint32_t number);
 void pm_race_end_round(pm_machine *m, const block *b, uint32_t number);
 void pm_race_leave_section(pm_machine *m, const thread *t);
 void pm_race_enter_section(pm_machine *m, const thread *t);
+void pm_race_await_kernels(pm_machine *m, const thread *t); /* those before this one */
 void pm_race_arrive(pm_machine *m, const thread *t, const barrier *b, bool in_cluster);
 void pm_race_phase(pm_machine *m, const barrier *b, bool copied); /* is complete */
 uint32_t pm_race_open_phase(const pm_machine *m, const barrier *b);
@@ -759,6 +760,7 @@ typedef struct handler {
 extern const handler *const pm_vm_handlers[PM_OP_COUNT]; /* tile_ops.c, expanded from ops.def */
 
 void pm_vm_encode_pointwise(compiler *c, pm_opid op, const handler *h);
+void pm_vm_encode_kernels(compiler *c, pm_opid op, const handler *h);
 void pm_vm_encode_plain(compiler *c, pm_opid op,
                         const handler *h); /* a, b, c, dst; memory operands */
 void pm_vm_encode_masked(compiler *c, pm_opid op, const handler *h);

@@ -28,6 +28,8 @@ def place(file, line):
 
 
 def side(x):
+    if x.file is None:
+        return f"{x.touch} {x.ref}{x.index} by {x.agent}"
     return f"{x.touch} {x.ref}{x.index} by {x.agent} at {place(x.file, x.line)}"
 
 

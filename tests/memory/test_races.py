@@ -957,3 +957,44 @@ def test_columns_beside_the_operands():
         plgpu.Barrier(),
     ]
     np.testing.assert_array_equal(clean(body, out(64, 64), M, scratch_types=scratch), 2 * M)
+
+
+# ---- kernels that overlap ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_kernels_that_were_launched_earlier(told):
+    """Before griddepcontrol_wait() they may still write. Who is told by a thread that has waited
+    needs no wait of its own."""
+
+    def body(x, y, o, tile, bar, started):
+        def first():
+            tile[...] = x[...]  #: load
+            commit()
+            s2g(tile, o.at[0])  #: store
+            stored(0)
+            plgpu.griddepcontrol_wait()
+            g2s(y, tile, bar)
+            wait(bar)
+            arrive(started)
+
+        def second():
+            if told:
+                wait(started)
+            o[1] = y[...]  #: other
+
+        threads(first, second)
+
+    scratch = [TILE, plgpu.Barrier(), plgpu.Barrier()]
+    _, races, _ = look(body, out(2, N), X, X, scratch_types=scratch, **TWO)
+    early = "write {} by kernels that were launched earlier"
+    refs = ["x[0:128]", "o[0, 0:128]"] + ([] if told else ["y[0:128]", "o[1, 0:128]"])
+    sides = {
+        "x[0:128]": "read x[0:128] by thread 0 at load",
+        "o[0, 0:128]": "write o[0, 0:128] by TMA, for thread 0 at store",
+        "y[0:128]": "read y[0:128] by thread 1 at other",
+        "o[1, 0:128]": "write o[1, 0:128] by thread 1 at other",
+    }
+    assert {frozenset(x) for x in races} == {frozenset((early.format(r), sides[r])) for r in refs}
+    _, races, _ = look(lambda x, o: o.set(x[...]), out(), X)
+    assert not races  # without the call the kernels before are done
