@@ -1,13 +1,15 @@
-"""Checks of kernels on the CPU, for tests: :func:`check` runs one under many schedules."""
+"""Checks of kernels, for tests: :func:`check` runs one under many schedules. pytest_plugin.py
+offers the same as a fixture."""
 
 import contextlib
 import copy
+import functools
 import io
 
 import numpy as np
 
 from . import tree
-from ._core import ScheduleError
+from ._core import ScheduleError, device_put
 from ._mutable import MutableArray, new_ref
 from ._names import show
 from ._types import InterpretParams
@@ -79,20 +81,21 @@ def _name(kernel):
     return getattr(kernel, "__name__", None) or show(kernel)
 
 
-_BACKENDS = ("interpret", "emulate")
+_BACKENDS = ("interpret", "emulate", "cuda")
 
 
-def _chosen(backends):
+def _chosen(backends, who="check"):
+    """Names of backends; ValueError for others, or none."""
     names = (backends,) if isinstance(backends, str) else tuple(backends)
     for name in names or (None,):
         if name not in _BACKENDS:
-            raise ValueError(f"check: backends are some of {_BACKENDS}, got {show(backends)}")
+            raise ValueError(f"{who}: backends are some of {_BACKENDS}, got {show(backends)}")
     return names
 
 
 def check(kernel, *args, ref=None, seeds=20, backends="interpret", rtol=None, atol=None):
-    """Run a kernel on the CPU under many schedules, with ``detect_races`` and
-    ``detect_uninitialized``; returns its result under the first.
+    """Run a kernel under many schedules, with ``detect_races`` and ``detect_uninitialized``;
+    returns its result under the first.
 
     ``kernel``: what :func:`plgpu.kernel` or ``pl.pallas_call`` returns, or a function that takes
     ``interpret=``, such as those of ``plgpu.ops``. ``args``: its arguments; mutable arrays among
@@ -100,7 +103,8 @@ def check(kernel, *args, ref=None, seeds=20, backends="interpret", rtol=None, at
     it. ``rtol``, ``atol``: tolerances against ``ref``; by default 1e-5 for float32, 2e-3 for
     float16, 2e-2 for bfloat16 and 0 for others. ``seeds``: the number of schedules, or their seeds.
     ``backends``: "interpret", "emulate" (the generated program on the emulated machine, which needs
-    g++ 12 or later), or both in a tuple.
+    g++ 12 or later), "cuda" (a GPU, twice, with no checks but those of the results), or some of
+    them in a tuple.
 
     Raises what a run raises (:class:`RaceError`, :class:`UninitializedError`,
     :class:`DeadlockError`, ...), :class:`ScheduleError` if two schedules give other bits, and
@@ -110,41 +114,59 @@ def check(kernel, *args, ref=None, seeds=20, backends="interpret", rtol=None, at
     numbers = range(seeds) if isinstance(seeds, int) else tuple(seeds)
     if not numbers:
         raise ValueError(f"check: seeds must be at least 1, got {show(seeds)}")
+
+    def repeat(backend, again):
+        where = "" if backend == "interpret" else f", backends={backend!r}"
+        return f"plgpu.testing.check({_name(kernel)}, ..., seeds={again}{where})"
+
     result = None
     for number, backend in enumerate(_chosen(backends)):
-        latest = _check_on(backend, kernel, args, ref, numbers, (rtol, atol), number == 0)
+        at = _Checked(kernel, args, backend, prints=number == 0)
+        latest = at.run(numbers, ref, (rtol, atol), functools.partial(repeat, backend))
         result = latest if number == 0 else result
     return result
 
 
-def _check_on(backend, kernel, args, ref, numbers, tolerances, prints):
-    run, first, result = _runner(kernel), None, None
-    for seed in numbers:
-        params = InterpretParams(
+class _Checked:
+    """A kernel with arguments, on one backend. ``prints``: shows what it prints, once."""
+
+    def __init__(self, kernel, args, backend, prints=True):
+        self.call, self.args, self.backend, self.prints = _runner(kernel), args, backend, prints
+
+    def _params(self, seed):
+        if self.backend == "cuda":
+            return None
+        return InterpretParams(
             seed=seed,
             detect_races=True,
             detect_uninitialized=True,
             mode="reference",
-            backend=backend,
+            backend=self.backend,
         )
-        quiet = contextlib.redirect_stdout(io.StringIO())
-        if prints and first is None:
-            quiet = contextlib.nullcontext()
-        again = (seed,)
-        try:
-            with quiet:
-                latest, got = _attempt(run, params, args)
-            if first is None:
-                first, result = got, latest
-                if ref is not None:
-                    _close(got, ref, args, *tolerances)
-            again = numbers[0], seed
-            _same(first, got, *again)
-        except Exception as e:
-            where = "" if backend == "interpret" else f", backends={backend!r}"
-            call = f"plgpu.testing.check({_name(kernel)}, ..., seeds={again}{where})"
-            line = f"{call}  # {type(e).__name__}"
-            print(line)
-            e.add_note(f"repeat with {line}")
-            raise
-    return result
+
+    def run(self, seeds, ref, tolerances, repeat):
+        """The result under the first seed. repeat(seeds): what repeats a failure, one line."""
+        __tracebackhide__ = True  # by pytest
+        first, result, args = None, None, self.args
+        if self.backend == "cuda":
+            seeds = list(seeds)[:2]  # the same twice
+            args = tree.map(lambda x: device_put(x) if isinstance(x, np.ndarray) else x, args)
+        for seed in seeds:
+            shown = self.prints and first is None
+            quiet = contextlib.nullcontext() if shown else contextlib.redirect_stdout(io.StringIO())
+            again = (seed,)
+            try:
+                with quiet:
+                    latest, got = _attempt(self.call, self._params(seed), args)
+                if first is None:
+                    first, result = got, latest
+                    if ref is not None:
+                        _close(got, ref, self.args, *tolerances)
+                again = tuple(dict.fromkeys((seeds[0], seed)))
+                _same(first, got, *again[:1], again[-1])
+            except Exception as e:
+                line = f"{repeat(again)}  # {type(e).__name__}"
+                print(line)
+                e.add_note(f"repeat with {line}")
+                raise
+        return result

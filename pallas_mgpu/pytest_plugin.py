@@ -1,0 +1,115 @@
+"""A plugin of pytest: the fixture ``check_kernel`` checks a kernel on every backend there is.
+
+    @pytest.mark.pallas(seeds=20, backends=("interpret", "emulate", "cuda"))
+    def test_add(check_kernel):
+        check_kernel(add, x, y, ref=x + y)
+
+A test with the fixture has a case for each backend: the interpreter and the emulated machine, under
+that many schedules, and a GPU. Where there is no C++ compiler or no GPU its case is skipped. The
+marker can be left out. ``--kernel-seeds`` and ``--kernel-backends`` go before it: a case that fails
+prints the command line that repeats it."""
+
+import re
+import shlex
+
+import pytest
+
+
+def _seeds(text):
+    """ "20": so many; "3,", "0,7": these."""
+    if not re.fullmatch(r"\d+|(\d+,)+\d*", text):
+        raise pytest.UsageError(
+            f"--kernel-seeds: a number of schedules (20) or seeds (3, or 0,7), got {text}"
+        )
+    return tuple(int(k) for k in text.split(",") if k) if "," in text else int(text)
+
+
+def pytest_addoption(parser):
+    group = parser.getgroup("pallas_mgpu", "kernels of pallas_mgpu")
+    group.addoption(
+        "--kernel-seeds",
+        metavar="SEEDS",
+        help="schedules of check_kernel: how many, or seeds with commas ('7,' is seed 7)",
+    )
+    group.addoption(
+        "--kernel-backends",
+        metavar="NAMES",
+        help="backends of check_kernel: some of interpret,emulate,cuda",
+    )
+
+
+def pytest_configure(config):
+    config.addinivalue_line(
+        "markers",
+        "pallas(seeds=20, backends=('interpret', 'emulate', 'cuda')): how the fixture check_kernel"
+        " runs kernels",
+    )
+
+
+def _marked(node):
+    """The fields of the marker, the nearest first."""
+    out = {}
+    for mark in node.iter_markers("pallas"):
+        if mark.args or not mark.kwargs.keys() <= {"seeds", "backends"}:
+            raise pytest.UsageError(
+                f"{node.nodeid}: pytest.mark.pallas takes seeds= and backends=, got"
+                f" {mark.args or ''}{mark.kwargs or ''}"
+            )
+        out = {**mark.kwargs, **out}
+    return out
+
+
+def pytest_generate_tests(metafunc):
+    if "check_kernel" not in metafunc.fixturenames:
+        return
+    from .testing import _BACKENDS, _chosen
+
+    given = metafunc.config.getoption("kernel_backends")
+    names = given.split(",") if given else _marked(metafunc.definition).get("backends", _BACKENDS)
+    try:
+        names = _chosen(names, "--kernel-backends" if given else "pytest.mark.pallas")
+    except ValueError as e:
+        raise pytest.UsageError(str(e)) from None
+    metafunc.parametrize("check_kernel", names, indirect=True)
+
+
+def _skip_without(backend):
+    from . import _core
+    from .machine.run import compiler
+
+    if backend == "emulate":
+        try:
+            compiler()
+        except NotImplementedError as e:
+            pytest.skip(str(e))
+    elif backend == "cuda":
+        found = _core.system_info()
+        if found["device"] < 0:
+            pytest.skip(f"no GPU: {found['no_gpu']}")
+
+
+@pytest.fixture
+def check_kernel(request):
+    """``check_kernel(kernel, *args, ref=None, rtol=None, atol=None)``, the result of the kernel.
+
+    Arguments, checks and errors are those of :func:`pallas_mgpu.testing.check`, on the backend of
+    the case."""
+    from .testing import _Checked
+
+    config, node, backend = request.config, request.node, request.param
+    _skip_without(backend)
+    given = config.getoption("kernel_seeds")
+    seeds = _seeds(given) if given else _marked(node).get("seeds", 20)
+    numbers = range(seeds) if isinstance(seeds, int) else tuple(seeds)
+    if not numbers:
+        raise pytest.UsageError(f"{node.nodeid}: seeds must be at least 1, got {seeds}")
+
+    def repeat(again):
+        shown = ",".join(map(str, again)) + ("," if len(again) == 1 else "")
+        return f"pytest {shlex.quote(node.nodeid)} --kernel-seeds={shown}"
+
+    def check(kernel, *args, ref=None, rtol=None, atol=None):
+        __tracebackhide__ = True
+        return _Checked(kernel, args, backend).run(numbers, ref, (rtol, atol), repeat)
+
+    return check
