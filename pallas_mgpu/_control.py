@@ -518,7 +518,8 @@ def _allocate(x, collective, name, what, union=None):
     if not isinstance(x, (MemoryRef, Barrier, ClusterBarrier, Semaphores)):
         raise TypeError(
             f"{what}: cannot allocate {show(x)}; accepted are plgpu.SMEM(shape, dtype),"
-            " plgpu.TMEM(shape, dtype), plgpu.ACC(shape), plgpu.Barrier(...), plgpu.SemaphoreType.REGULAR(shape),"
+            " plgpu.TMEM(shape, dtype), plgpu.ACC(shape), plgpu.Barrier(...),"
+            " plgpu.SemaphoreType.REGULAR(shape),"
             " plgpu.RefUnion(...) and pytrees of them"
         )
     alone = e.n_threads > 1 and not collective
@@ -580,7 +581,8 @@ def _allocate_tmem(x, alone, name, what, union):
 def run_scoped(f, *types, collective_axes=(), **kw_types):
     """Allocate ``types``, call ``f(*refs, **kw_refs)`` and return its result.
 
-    Types are pytrees of ``plgpu.SMEM``, ``plgpu.TMEM``, ``plgpu.ACC``, ``plgpu.Barrier``, semaphores and None. In a
+    Types are pytrees of ``plgpu.SMEM``, ``plgpu.TMEM``, ``plgpu.ACC``, ``plgpu.Barrier``,
+    semaphores and None. In a
     kernel with several threads, ``collective_axes=thread_name`` means that all threads enter the
     scope together and share its allocations. Without it, each thread enters separately and has
     private allocations. ACC is always private. SMEM is uninitialised on entry. Refs must not leave

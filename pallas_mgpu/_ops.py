@@ -153,7 +153,9 @@ def _part(leader_tracked, collective_axes, src, dst, what):
         if src.dtype != dst.dtype:
             _same(src, dst, what, "src", "dst")
         if size != 2:
-            raise NotImplementedError(f"{what}: leader_tracked is for an axis of size 2, not {size}")
+            raise NotImplementedError(
+                f"{what}: leader_tracked is for an axis of size 2, not {size}"
+            )
         rank = _core.axis_index("cluster", cluster_axis(axes[0], what))
         size = dst.shape[dim]
         own = types.SimpleNamespace(start=rank * size, size=size, stride=1)
@@ -727,7 +729,8 @@ def debug_check(condition, message):
 def print_layout(fmt, x):
     """Print ``fmt.format(description)`` once, when the kernel is lowered. The description is the
     register layout of an array (``WGMMA``, ``WGMMA_ROW``, ``WG_STRIDED((64, 64), 8)``), or the
-    tuple of transforms of an SMEM ref, or the layout of a TMEM ref. No effect at run time. ValueError for other refs."""
+    tuple of transforms of an SMEM ref, or the layout of a TMEM ref. No effect at run time.
+    ValueError for other refs."""
     what = "print_layout"
     if not isinstance(fmt, str) or "\0" in fmt:
         raise TypeError(f"{what}: fmt must be text without zero bytes, got {show(fmt)}")

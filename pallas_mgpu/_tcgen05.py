@@ -21,7 +21,9 @@ def _pair(collective_axis, what):
         return 0
     names = axis_names(collective_axis)
     if len(names) != 1 or not isinstance(names[0], str):
-        raise ValueError(f"{what}: collective_axis is one cluster axis, got {show(collective_axis)}")
+        raise ValueError(
+            f"{what}: collective_axis is one cluster axis, got {show(collective_axis)}"
+        )
     axis = cluster_axis(names[0], what)
     sizes = {k: size for kind, k, size in env(what).axes.values() if kind == "cluster"}
     if axis != max(sizes) or sizes[axis] != 2:

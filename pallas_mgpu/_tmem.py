@@ -13,6 +13,7 @@ from ._types import (
     MemorySpace,
     ShapeDtypeStruct,
     _Frozen,
+    _makers,
     _shape,
     ints,
     itemsize_bits,
@@ -125,6 +126,9 @@ def tmem(shape, dtype, transforms, packed, collective, layout):
         raise ValueError("plgpu.TMEM: transforms are for SMEM; give packed or layout")
     aval = ShapeDtypeStruct(_shape(shape, "plgpu.TMEM"), _core.as_dtype(dtype))
     return TMEMRef(aval, packed, collective, layout)
+
+
+_makers[MemorySpace.TMEM] = tmem
 
 
 # ---- host functions ------------------------------------------------------------------------------

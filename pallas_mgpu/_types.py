@@ -310,7 +310,8 @@ class WarpMesh(_Frozen):
 class RefUnion(_Frozen):
     """Groups of allocations that share memory: ``plgpu.RefUnion(group, group, ...)``.
 
-    A group is a pytree of ``plgpu.SMEM(...)``, or of ``plgpu.TMEM(...)``. The allocations of a group follow each other in
+    A group is a pytree of ``plgpu.SMEM(...)``, or of ``plgpu.TMEM(...)``. The allocations of a
+    group follow each other in
     memory; all groups start at the same address, and the union is as large as the largest group.
     Unions are accepted by ``run_scoped`` and ``scratch_types``. In the kernel, a union is a
     sequence: ``a, [b, c] = union``. Do not read through one group what was written through another,
@@ -342,6 +343,9 @@ class RefUnion(_Frozen):
         self._set(groups=groups)
 
 
+_makers: dict = {}  # of allocations in spaces that have a module of their own
+
+
 class MemorySpace(enum.Enum):
     """A memory space. Calling a member makes the descriptor of an allocation.
 
@@ -365,9 +369,7 @@ class MemorySpace(enum.Enum):
     def __call__(self, shape, dtype, *, transforms=(), packed=None, collective=None, layout=None):
         what = f"plgpu.{self.name}"
         if self is MemorySpace.TMEM:
-            from ._tmem import tmem  # which imports this module
-
-            return tmem(shape, dtype, transforms, packed, collective, layout)
+            return _makers[self](shape, dtype, transforms, packed, collective, layout)
         if packed is not None or collective is not None or layout is not None:
             raise ValueError(f"{what}: packed, collective and layout are for TMEM only")
         if self is MemorySpace.REGS:

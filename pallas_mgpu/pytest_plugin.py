@@ -9,10 +9,14 @@ that many schedules, and a GPU. Where there is no C++ compiler or no GPU its cas
 marker can be left out. ``--kernel-seeds`` and ``--kernel-backends`` go before it: a case that fails
 prints the command line that repeats it."""
 
+import importlib
 import re
 import shlex
 
 import pytest
+
+from . import _core
+from ._testing import _BACKENDS, _Checked, _chosen
 
 
 def _seeds(text):
@@ -62,8 +66,6 @@ def _marked(node):
 def pytest_generate_tests(metafunc):
     if "check_kernel" not in metafunc.fixturenames:
         return
-    from .testing import _BACKENDS, _chosen
-
     given = metafunc.config.getoption("kernel_backends")
     names = given.split(",") if given else _marked(metafunc.definition).get("backends", _BACKENDS)
     try:
@@ -74,12 +76,9 @@ def pytest_generate_tests(metafunc):
 
 
 def _skip_without(backend):
-    from . import _core
-    from .machine.run import compiler
-
     if backend == "emulate":
         try:
-            compiler()
+            importlib.import_module(".machine.run", __package__).compiler()
         except NotImplementedError as e:
             pytest.skip(str(e))
     elif backend == "cuda":
@@ -94,8 +93,6 @@ def check_kernel(request):
 
     Arguments, checks and errors are those of :func:`pallas_mgpu.testing.check`, on the backend of
     the case."""
-    from .testing import _Checked
-
     config, node, backend = request.config, request.node, request.param
     _skip_without(backend)
     given = config.getoption("kernel_seeds")

@@ -1207,7 +1207,9 @@ FN void tma_scatter4(const TensorMap *m, u32 src, i32 column, const i32 *rows, L
   host_scatter(m, src, c, line);
 }
 FN void try_cancel(u32 result, u32 barrier, LINE) { host_try_cancel(result, barrier, line); }
-FN bool query_cancel(u32 result, u32 *block, LINE) { return host_query_cancel(result, block, line); }
+FN bool query_cancel(u32 result, u32 *block, LINE) {
+  return host_query_cancel(result, block, line);
+}
 
 /* ---- launch -------------------------------------------------------------------------------- */
 

@@ -8,10 +8,10 @@ PAGE = tables.CORE.parent / "docs" / "graph-text.md"
 BEGIN = "## Reference of ops\n"
 HEAD = """
 `python tests/compiler/op_reference.py` generates this section from `csrc/ir/ops.def`. An operand is
-a letter with a name: a array, s scalar, i int32 scalar, t int32 scalar of one lane, p bool scalar, r ref in
-global or shared memory, g ref in global memory, m ref in shared memory, x ref in tensor memory, c
-accumulator, b barrier, h semaphore, v any value. `*` repeats it, `?` makes it optional. `needs`
-lists the features of `csrc/ir/targets.def` that a target must have.
+a letter with a name: a array, s scalar, i int32 scalar, t int32 scalar of one lane, p bool scalar,
+r ref in global or shared memory, g ref in global memory, m ref in shared memory, x ref in tensor
+memory, c accumulator, b barrier, h semaphore, v any value. `*` repeats it, `?` makes it optional.
+`needs` lists the features of `csrc/ir/targets.def` that a target must have.
 """
 
 

@@ -279,8 +279,8 @@ breaks(
     CLUSTER,
     blocks_signal_before_barriers_are_there=(
         "print_body",
-        'if (s.meets_cluster) { pm_line(e, "cluster_sync();");',
-        'if (s.meets_cluster) { pm_line(e, "block_sync();");',
+        'if (s.meets_cluster || pairs) { pm_line(e, "cluster_sync();");',
+        'if (s.meets_cluster || pairs) { pm_line(e, "block_sync();");',
     ),
 )
 breaks(
@@ -307,7 +307,7 @@ breaks(
     ),
     blocks_end_while_others_reach_them=(
         "print_body",
-        'if (s.meets_cluster) pm_line(e, "cluster_sync();");',
+        'if (s.meets_cluster || pairs) pm_line(e, "cluster_sync();");',
         "",
     ),
     axes_of_clusters_are_reversed_at_launch=(
@@ -996,8 +996,8 @@ breaks(
     ),
     lanes_do_not_meet_before_their_warp_arrives=(
         "pm_cuda_ARRIVE",
-        'pm_line(e, "warp_sync();");',
-        "",
+        'pm_line(e, "warp_sync();"); pm_line(e, "if (lane == 0) mbarrier_arrive(%s);", b.address);',
+        'pm_line(e, "if (lane == 0) mbarrier_arrive(%s);", b.address);',
     ),
 )
 breaks(

@@ -196,11 +196,15 @@ breaks(
         'pm_line(e, "if (%s) mbarrier_arrive(%s);", pm_first_lane(e), b.address);',
         'pm_line(e, "if (tid < 32) mbarrier_arrive(%s);", b.address);',
     ),
-    too_many_bytes_are_expected=("load_by_lane", "b.address, bytes);", "b.address, bytes + 16);"),
-    half_of_the_bytes_are_expected=("load_by_lane", "b.address, bytes);", "b.address, bytes / 2);"),
+    too_many_bytes_are_expected=(
+        "load_by_lane",
+        "bytes * (1 + leader));",
+        "bytes * (1 + leader) + 16);",
+    ),
+    half_of_the_bytes_are_expected=("load_by_lane", "bytes * (1 + leader));", "bytes / 2);"),
     no_arrival_if_the_predicate_is_false=(
         "load_by_lane",
-        'pm_line(e, "mbarrier_arrive(%s);", b.address); pm_end(e);',
+        'pm_line(e, "%smbarrier_arrive(%s);", first, b.address); pm_end(e);',
         "pm_end(e);",
     ),
     predicate_of_stores_is_ignored=(
@@ -321,8 +325,8 @@ breaks(
     ),
     nobody_meets_behind_the_barriers=(
         "print_body",
-        'pm_line(e, "block_sync();"); } pm_print_profile_ready(e);',
-        "} pm_print_profile_ready(e);",
+        's.barriers.n || s.semaphores.n || tmem) { pm_line(e, "block_sync();"); }',
+        "s.barriers.n || s.semaphores.n || tmem) { }",
     ),
     warps_are_counted_in_the_block=(
         "print_entry",

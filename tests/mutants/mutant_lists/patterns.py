@@ -223,7 +223,7 @@ breaks(
         "w < 1 && s != STEP_FAIL; w++",
     ),
     interpreted_groups_of_threads_are_of_one_warp=(
-        "close_group",
+        "pm_vm_close_group",
         "for (uint32_t w = 1; m->has_warps && !t->of && w < WARPS; w++) pm_vm_warps",
         "for (uint32_t w = 1; m->has_warps && !t->of && w < 1; w++) pm_vm_warps",
     ),

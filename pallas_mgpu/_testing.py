@@ -1,0 +1,171 @@
+"""The implementation of pallas_mgpu.testing and of pytest_plugin.py."""
+
+import contextlib
+import copy
+import functools
+import io
+
+import numpy as np
+
+from . import tree
+from ._core import ScheduleError, device_put
+from ._mutable import MutableArray, new_ref
+from ._names import show
+from ._types import InterpretParams
+
+# by dtype: what rounding in a few places makes of a result
+_RTOL = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 2e-2}
+
+
+def _runner(kernel):
+    """A function of InterpretParams and arguments."""
+    definition = getattr(kernel, "definition", None)
+    if getattr(kernel, "closed", None):
+        raise TypeError("check: the kernel closes over mutable arrays; pass them as arguments")
+    if definition is None:
+        return lambda params, args: kernel(*args, interpret=params)
+
+    def run(params, args):
+        other = copy.copy(definition)
+        other.interpret, other.batched = params, {}
+        return other.make()(*args)
+
+    return run
+
+
+def _host(x):
+    return x.numpy() if hasattr(x, "numpy") and not isinstance(x, np.ndarray) else np.asarray(x)
+
+
+def _attempt(run, params, args):
+    """Leaves of the result, and of the mutable arrays among the arguments."""
+    args = tree.map(lambda x: new_ref(x._value) if isinstance(x, MutableArray) else x, args)
+    result = run(params, args)
+    changed = [x[...] for x in tree.leaves(args) if isinstance(x, MutableArray)]
+    return result, [_host(x) for x in [*tree.leaves(result), *changed]]
+
+
+def _same(first, got, seed, other):
+    for k, (x, y) in enumerate(zip(first, got, strict=True)):
+        if x.tobytes() == y.tobytes():
+            continue
+        bits = [np.ascontiguousarray(a).view(np.uint8).reshape(*a.shape, -1) for a in (x, y)]
+        wrong = np.argwhere((bits[0] != bits[1]).any(-1))
+        at = tuple(int(i) for i in wrong[0])
+        raise ScheduleError(
+            f"the result depends on the schedule: {len(wrong)} elements of result {k} differ"
+            f" between seeds {seed} and {other}, the first at {list(at)}: {x[at]} and {y[at]}"
+        )
+
+
+def _close(got, ref, args, rtol, atol):
+    want = ref(*args) if callable(ref) else ref
+    leaves = [_host(x) for x in tree.leaves(want)]
+    if len(leaves) != len(got):
+        raise ValueError(f"check: ref has {len(leaves)} arrays, the kernel {len(got)} results")
+    for k, (x, y) in enumerate(zip(got, leaves)):
+        default = _RTOL.get(str(x.dtype), 0)
+        limit = default if rtol is None else rtol
+        wide = np.float64 if default or x.dtype.kind == "f" else x.dtype
+        np.testing.assert_allclose(
+            x.astype(wide),
+            y.astype(wide),
+            rtol=limit,
+            atol=limit if atol is None else atol,
+            err_msg=f"result {k}",
+        )
+
+
+def _name(kernel):
+    return getattr(kernel, "__name__", None) or show(kernel)
+
+
+_BACKENDS = ("interpret", "emulate", "cuda")
+
+
+def _chosen(backends, who="check"):
+    """Names of backends; ValueError for others, or none."""
+    names = (backends,) if isinstance(backends, str) else tuple(backends)
+    for name in names or (None,):
+        if name not in _BACKENDS:
+            raise ValueError(f"{who}: backends are some of {_BACKENDS}, got {show(backends)}")
+    return names
+
+
+def check(kernel, *args, ref=None, seeds=20, backends="interpret", rtol=None, atol=None):
+    """Run a kernel under many schedules, with ``detect_races`` and ``detect_uninitialized``;
+    returns its result under the first.
+
+    ``kernel``: what :func:`plgpu.kernel` or ``pl.pallas_call`` returns, or a function that takes
+    ``interpret=``, such as those of ``plgpu.ops``. ``args``: its arguments; mutable arrays among
+    them are copied. ``ref``: the expected result, or a function of the same arguments that returns
+    it. ``rtol``, ``atol``: tolerances against ``ref``; by default 1e-5 for float32, 2e-3 for
+    float16, 2e-2 for bfloat16 and 0 for others. ``seeds``: the number of schedules, or their seeds.
+    ``backends``: "interpret", "emulate" (the generated program on the emulated machine, which needs
+    g++ 12 or later), "cuda" (a GPU, twice, with no checks but those of the results), or some of
+    them in a tuple.
+
+    Raises what a run raises (:class:`RaceError`, :class:`UninitializedError`,
+    :class:`DeadlockError`, ...), :class:`ScheduleError` if two schedules give other bits, and
+    AssertionError if the result differs from ``ref``. It prints one line then: a call that repeats
+    the failure.
+    """
+    numbers = range(seeds) if isinstance(seeds, int) else tuple(seeds)
+    if not numbers:
+        raise ValueError(f"check: seeds must be at least 1, got {show(seeds)}")
+
+    def repeat(backend, again):
+        where = "" if backend == "interpret" else f", backends={backend!r}"
+        return f"plgpu.testing.check({_name(kernel)}, ..., seeds={again}{where})"
+
+    result = None
+    for number, backend in enumerate(_chosen(backends)):
+        at = _Checked(kernel, args, backend, prints=number == 0)
+        latest = at.run(numbers, ref, (rtol, atol), functools.partial(repeat, backend))
+        result = latest if number == 0 else result
+    return result
+
+
+class _Checked:
+    """A kernel with arguments, on one backend. ``prints``: shows what it prints, once."""
+
+    def __init__(self, kernel, args, backend, prints=True):
+        self.call, self.args, self.backend, self.prints = _runner(kernel), args, backend, prints
+
+    def _params(self, seed):
+        if self.backend == "cuda":
+            return None
+        return InterpretParams(
+            seed=seed,
+            detect_races=True,
+            detect_uninitialized=True,
+            mode="reference",
+            backend=self.backend,
+        )
+
+    def run(self, seeds, ref, tolerances, repeat):
+        """The result under the first seed. repeat(seeds): what repeats a failure, one line."""
+        __tracebackhide__ = True  # by pytest
+        first, result, args = None, None, self.args
+        if self.backend == "cuda":
+            seeds = list(seeds)[:2]  # the same twice
+            args = tree.map(lambda x: device_put(x) if isinstance(x, np.ndarray) else x, args)
+        for seed in seeds:
+            shown = self.prints and first is None
+            quiet = contextlib.nullcontext() if shown else contextlib.redirect_stdout(io.StringIO())
+            again = (seed,)
+            try:
+                with quiet:
+                    latest, got = _attempt(self.call, self._params(seed), args)
+                if first is None:
+                    first, result = got, latest
+                    if ref is not None:
+                        _close(got, ref, self.args, *tolerances)
+                again = tuple(dict.fromkeys((seeds[0], seed)))
+                _same(first, got, *again[:1], again[-1])
+            except Exception as e:
+                line = f"{repeat(again)}  # {type(e).__name__}"
+                print(line)
+                e.add_note(f"repeat with {line}")
+                raise
+        return result
