@@ -32,7 +32,7 @@ from pallas_mgpu import lax, nn, pl
 from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
 
-from . import _few_rows
+from . import _few_rows, _tensor_memory
 from ._common import (
     REGISTERS,
     SMEM_BYTES,
@@ -48,6 +48,7 @@ from ._common import (
 from ._few_rows import FewRowsConfig
 from ._padding import padding_of, with_padding
 from ._promises import batch_invariance
+from ._tensor_memory import TensorMemoryConfig
 from ._scaled import BLOCK, FP8, UNSCALED, BlockScales, Forms, Scales, forms_of, transposing
 
 _ACTIVATIONS = {"relu": nn.relu, "silu": nn.silu, "gelu": nn.gelu, "tanh": nn.tanh}
@@ -647,6 +648,33 @@ def _of_8_bits(x, operands, config, invariant, sms, interpret):
     return with_padding(product, pads)
 
 
+def _in_tensor_memory(x, operands, config, sms, interpret):
+    """The kernel for Blackwell. operands: as of _of_8_bits."""
+    a, b, bias, scale_a, scale_b = operands
+    forms = UNSCALED
+    if a.dtype.name in FP8:
+        forms = forms_of(scale_a, scale_b, x.m, x.n, x.k)
+    else:
+        _check_unscaled(a, scale_a, scale_b)
+    config = config or _tensor_memory.choose(x.m, x.n)
+    _tensor_memory.check(config, forms)
+    product = _tensor_memory.kernel(x._replace(forms=forms), config, sms, interpret)
+    pads = [padding_of(a, interpret), padding_of(b, interpret)]
+    pads += [] if bias is None else [padding_of(bias, interpret)]
+    pads += [] if scale_a is None else [None]
+    if scale_b is not None:
+        pads.append(padding_of(scale_b, interpret) if forms.b == "each" else None)
+    return with_padding(product, pads)
+
+
+def _check_unscaled(a, scale_a, scale_b):
+    for name, scale in (("scale_a", scale_a), ("scale_b", scale_b)):
+        if scale is not None:
+            raise ValueError(
+                f"matmul: {name} is for 8-bit floats, a and b are {a.dtype}; multiply the result"
+            )
+
+
 @plgpu.specialize(in_place=False)
 def matmul(
     a,
@@ -697,12 +725,11 @@ def matmul(
     invariant = batch_invariance("matmul", batch_invariant, deterministic)
     if invariant and isinstance(config, MatmulConfig):
         config = config._replace(serpentine=False)
+    on_blackwell = config is None and _tensor_memory.runs_here(a.device)
+    if on_blackwell or isinstance(config, TensorMemoryConfig):
+        return _in_tensor_memory(x, (a, b, bias, scale_a, scale_b), config, sms, interpret)
     if a.dtype.name in FP8:
         operands = a, b, bias, scale_a, scale_b
         return _of_8_bits(x, operands, config, invariant, sms, interpret)
-    for name, scale in (("scale_a", scale_a), ("scale_b", scale_b)):
-        if scale is not None:
-            raise ValueError(
-                f"matmul: {name} is for 8-bit floats, a and b are {a.dtype}; multiply the result"
-            )
+    _check_unscaled(a, scale_a, scale_b)
     return _of_16_bits(x, a, b, config, invariant, sms, interpret)
