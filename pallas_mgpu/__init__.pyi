@@ -15,6 +15,7 @@ from typing import (
 )
 
 import numpy as np
+import numpy.typing as npt
 
 from . import ext as ext
 from . import lax as lax
@@ -145,7 +146,7 @@ class MemorySpace(enum.Enum):
         transforms: Transforms = (),
         packed: bool | None = None,
         collective: bool | None = None,
-        layout: LayoutLike | None = None,
+        layout: object | None = None,
     ) -> MemoryRef: ...
     def like(self, shape_dtype_like: HasShape) -> MemoryRef: ...
 
@@ -446,6 +447,13 @@ class CopyPartition:
         def __init__(self, axis: int) -> None: ...
 
     REPLICATED: ClassVar[object]
+
+class TMEMLayout(enum.Enum):
+    SCALES_LAYOUT = "scales"
+    SPARSE_METADATA_LAYOUT = "sparse_metadata"
+    M64_COLLECTIVE_LAYOUT = "m64_collective"
+    SCALES_M64_COLLECTIVE_LAYOUT = "scales_m64_collective"
+    def __call__(self, *args: int, **kwargs: int) -> object: ...
 
 @dataclass(frozen=True, init=False)
 class RefType:
@@ -864,6 +872,54 @@ def wgmma(acc: Ref, a: Ref | Array, b: Ref) -> None: ...
 def wgmma_wait(n: int) -> None: ...
 def wgmma_accumulator_load(acc: Ref, *, wait_n: int | None = 0) -> Array: ...
 def mma(acc: Array, a: Array, b: Array, /) -> Array: ...
+
+# ---- tensor memory (Blackwell) -------------------------------------------------------------------
+
+def tcgen05_mma(
+    acc: Ref,
+    a: Ref,
+    b: Ref,
+    barrier: Ref | None = None,
+    *,
+    a_scale: Ref | None = None,
+    b_scale: Ref | None = None,
+    a_sparse_metadata: Ref | None = None,
+    accumulate: Condition = True,
+    collective_axis: AxisName | None = None,
+) -> None: ...
+def tcgen05_commit_arrive(barrier: Ref, collective_axis: AxisName | None = None) -> None: ...
+def tcgen05_commit(barrier: Ref, collective_axis: AxisName | None = None) -> None: ...
+def async_copy_smem_to_tmem(
+    smem_ref: Ref, tmem_ref: Ref, collective_axis: AxisName | None = None
+) -> None: ...
+def async_copy_scales_to_tmem(
+    smem_ref: Ref, tmem_ref: Ref, collective_axis: AxisName | None = None
+) -> None: ...
+def async_copy_sparse_metadata_to_tmem(
+    smem_ref: Ref, tmem_ref: Ref, collective_axis: AxisName | None = None
+) -> None: ...
+@overload
+def async_load_tmem(
+    src: Ref, *, layout: LayoutLike | None = None, reduce: None = None
+) -> Array: ...
+@overload
+def async_load_tmem(
+    src: Ref, *, layout: LayoutLike | None = None, reduce: Literal["max", "min", "absmax", "absmin"]
+) -> tuple[Array, Array]: ...
+def async_store_tmem(ref: Ref, value: _Operand) -> None: ...
+def commit_tmem() -> None: ...
+def wait_load_tmem() -> None: ...
+def format_tcgen05_sparse_metadata(
+    meta: npt.ArrayLike, operand_dtype: DType = ...
+) -> npt.NDArray[np.generic]: ...
+def try_cluster_cancel(result_ref: Ref, barrier: Ref) -> None: ...
+def query_cluster_cancel(
+    result_ref: Ref, grid_names: AxisName | tuple[AxisName, ...]
+) -> tuple[tuple[Array, ...], Array]: ...
+def TryClusterCancelResult(num_buffers: int | None = None) -> MemoryRef: ...
+def TryCancelResultRef(num_buffers: int | None = None) -> MemoryRef: ...
+
+TRY_CLUSTER_CANCEL_RESULT: MemoryRef
 
 # ---- arrays and refs -----------------------------------------------------------------------------
 

@@ -519,8 +519,7 @@ def _allocate(x, collective, name, what, union=None):
         raise TypeError(
             f"{what}: cannot allocate {show(x)}; accepted are plgpu.SMEM(shape, dtype),"
             " plgpu.TMEM(shape, dtype), plgpu.ACC(shape), plgpu.Barrier(...),"
-            " plgpu.SemaphoreType.REGULAR(shape),"
-            " plgpu.RefUnion(...) and pytrees of them"
+            " plgpu.SemaphoreType.REGULAR(shape), plgpu.RefUnion(...) and pytrees of them"
         )
     alone = e.n_threads > 1 and not collective
     if isinstance(x, Semaphores):
@@ -582,12 +581,12 @@ def run_scoped(f, *types, collective_axes=(), **kw_types):
     """Allocate ``types``, call ``f(*refs, **kw_refs)`` and return its result.
 
     Types are pytrees of ``plgpu.SMEM``, ``plgpu.TMEM``, ``plgpu.ACC``, ``plgpu.Barrier``,
-    semaphores and None. In a
-    kernel with several threads, ``collective_axes=thread_name`` means that all threads enter the
-    scope together and share its allocations. Without it, each thread enters separately and has
-    private allocations. ACC is always private. SMEM is uninitialised on entry. Refs must not leave
-    the scope (ValueError). The end of the scope does not wait: no copy to its SMEM and no wgmma on
-    its ACC may be in flight (ValueError on the interpreter). ValueError for other axes.
+    semaphores and None. In a kernel with several threads, ``collective_axes=thread_name`` means
+    that all threads enter the scope together and share its allocations. Without it, each thread
+    enters separately and has private allocations. ACC is always private, TMEM never. SMEM and TMEM
+    are uninitialised on entry. Refs must not leave the scope (ValueError). The end of the scope
+    does not wait: no copy to its SMEM and no product in its ACC or TMEM may be in flight
+    (ValueError on the interpreter). ValueError for other axes.
     """
     return scoped(f, types, kw_types, parameter_names(f), collective_axes)
 

@@ -39,8 +39,7 @@ def _ref(x, what, name, space=None):
         x = x.view()  # engines clip at the end of the array
     if isinstance(x, IndexedRef):
         raise NotImplementedError(
-            f"{what}: {name} is indexed by arrays; load with ref[idx], store with ref[idx] ="
-            " value"
+            f"{what}: {name} is indexed by arrays; load with ref[idx], store with ref[idx] = value"
         )
     if not isinstance(x, Ref):
         raise TypeError(f"{what}: {name} must be a ref, got {show(x)}")
@@ -729,8 +728,8 @@ def debug_check(condition, message):
 def print_layout(fmt, x):
     """Print ``fmt.format(description)`` once, when the kernel is lowered. The description is the
     register layout of an array (``WGMMA``, ``WGMMA_ROW``, ``WG_STRIDED((64, 64), 8)``), or the
-    tuple of transforms of an SMEM ref, or the layout of a TMEM ref. No effect at run time.
-    ValueError for other refs."""
+    tuple of transforms of an SMEM ref, or the layout of a TMEM ref (``TMEM_DEFAULT(packing=1)``).
+    No effect at run time. ValueError for other refs."""
     what = "print_layout"
     if not isinstance(fmt, str) or "\0" in fmt:
         raise TypeError(f"{what}: fmt must be text without zero bytes, got {show(fmt)}")

@@ -311,8 +311,8 @@ class RefUnion(_Frozen):
     """Groups of allocations that share memory: ``plgpu.RefUnion(group, group, ...)``.
 
     A group is a pytree of ``plgpu.SMEM(...)``, or of ``plgpu.TMEM(...)``. The allocations of a
-    group follow each other in
-    memory; all groups start at the same address, and the union is as large as the largest group.
+    group follow each other in memory; all groups start at the same address, and the union is as
+    large as the largest group.
     Unions are accepted by ``run_scoped`` and ``scratch_types``. In the kernel, a union is a
     sequence: ``a, [b, c] = union``. Do not read through one group what was written through another,
     and place the necessary commits, waits and barriers between uses of different groups.

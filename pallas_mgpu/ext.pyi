@@ -2,6 +2,9 @@ import contextlib
 from collections.abc import Callable
 from typing import TypeVar
 
+import numpy as np
+import numpy.typing as npt
+
 from ._core import Array, Ref
 from ._typing import CollectiveAxes, Operand, Scalar
 
@@ -37,6 +40,9 @@ class ordered_section(contextlib.AbstractContextManager[None, None]):
     def __init__(self, num_threads: int) -> None: ...
     def __exit__(self, *exc: object) -> None: ...
 
+def format_tcgen05_scales(
+    scales: npt.ArrayLike, *, m64_collective: bool = False
+) -> npt.NDArray[np.generic]: ...
 def warp_where(mask: Array, on_true: Callable[[], _C], on_false: _C) -> _C: ...
 def named_barrier_sync(
     barrier: Operand, num_threads: int | None = None, *, num_warps: int | None = None

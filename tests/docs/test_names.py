@@ -10,7 +10,8 @@ def test_table_of_names(recwarn):
     """Not stale; and the way it is made tells missing names from those that are there."""
     assert names.TABLE.read_text(encoding="utf-8") == names.page(), "run python tests/docs/names.py"
     assert names.gap("jnp.exp", "jnp.exp(x)", False) is None
-    assert "not supported yet" in names.gap("plgpu.TMEM", "plgpu.TMEM((128, 128), f32)", False)
+    assert names.gap("plgpu.TMEM", "plgpu.TMEM((128, 128), f32)", False) is None
+    assert "one GPU" in names.gap("plgpu.remote_ref", None, False)
     assert "has no" in names.gap("jnp.never", "jnp.never(x)", False)
     assert "has no" in names.gap("pl.never", None, False)
 

@@ -167,7 +167,8 @@ DEFINITIONS = {
             (8, 32), HALF, transforms=(plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128))
         ),
     ),
-    "TMEM": (NIE, "Blackwell", lambda: plgpu.TMEM((128, 128), np.float32)),
+    "TMEM rows": (VE, "128 or 64, got 32", lambda: plgpu.TMEM((32, 128), np.float32)),
+    "TMEM packing": (VE, "packed or layout", lambda: plgpu.TMEM((128, 128), HALF)),
     "REGS": (VE, "plgpu.ACC", lambda: plgpu.REGS((128, 128), np.float32)),
     "swizzle 16": (VE, "32, 64 or 128 bytes, got 16", lambda: plgpu.SwizzleTransform(16)),
     "tiling 0": (VE, "tiles must be positive", lambda: plgpu.TilingTransform((0, 8))),
@@ -765,7 +766,7 @@ HARDWARE = {
         copying(lambda x, o, s, b: load(x, s, b, leader_tracked=1)),
     ),
     "copy partitioned": (
-        NIE,
+        VE,
         r"dim 0 is partitioned over an axis of size 2 \('c'\), so dst of shape \(128,\) needs src"
         r" of shape \(256,\), got \(128,\)",
         partitioned(plgpu.CopyPartition.PARTITIONED(0)),
@@ -775,12 +776,10 @@ HARDWARE = {
         r"axis of size 2 \('c'\), so dst of shape \(32,\) needs src of shape \(64,\), got \(128,\)",
         partitioned(plgpu.CopyPartition.PARTITIONED(0), 32),
     ),
-    "copy of a half": (NIE, "Blackwell", partitioned(plgpu.CopyPartition.PARTITIONED(0), 64)),
     "copy partitioned dim": (VE, "PARTITIONED.1.", partitioned(plgpu.CopyPartition.PARTITIONED(1))),
-    "copy replicated": (NIE, "Blackwell", partitioned(plgpu.CopyPartition.REPLICATED)),
     "copy gather": (
         NIE,
-        "src is indexed by arrays.*Blackwell",
+        "src is indexed by arrays; copies take rows of a matrix",
         copying(lambda x, o, s, b: load(x.at[jnp.arange(128)], s, b)),
     ),
     "copy to operand": (

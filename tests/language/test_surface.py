@@ -167,16 +167,8 @@ MEMBERS = {
     },
 }
 LATER = {
-    plgpu: "async_copy_scales_to_tmem async_copy_smem_to_tmem"
-    " async_copy_sparse_metadata_to_tmem async_load_tmem"
-    " async_store_tmem commit_tmem"
-    " format_tcgen05_sparse_metadata inline_mgpu multicast_ref"
-    " multimem_load_reduce multimem_store PeerMemRef"
-    " query_cluster_cancel remote_ref"
-    " semaphore_signal_multicast"
-    " tcgen05_commit_arrive tcgen05_mma TMEMLayout try_cluster_cancel"
-    " TryClusterCancelResult wait_load_tmem tcgen05_commit"
-    " TryCancelResultRef TRY_CLUSTER_CANCEL_RESULT",
+    plgpu: "inline_mgpu multicast_ref multimem_load_reduce multimem_store PeerMemRef remote_ref"
+    " semaphore_signal_multicast",
     pl: "BoundedSlice estimate_cost select_ref",
 }
 ALL_SIGNATURES = [(m, name, text) for m, t in SIGNATURES.items() for name, text in t.items()]
@@ -330,8 +322,8 @@ def older(text, f, *args, **kwargs):
 
 def test_older_keywords_of_descriptors():
     assert older("num_arrivals=", plgpu.Barrier, arrival_count=3) == plgpu.Barrier(num_arrivals=3)
-    with pytest.warns(DeprecationWarning), pytest.raises(NotImplementedError, match="tcgen05"):
-        plgpu.Barrier(for_tensor_core=True)
+    tensor = older("orders_tensor_core=", plgpu.Barrier, for_tensor_core=True)
+    assert tensor == plgpu.Barrier(orders_tensor_core=True) != plgpu.Barrier()
     assert plgpu.Barrier(2, 3) == plgpu.Barrier(num_arrivals=2, num_barriers=3)
     with pytest.raises(TypeError, match="multiple values"):
         plgpu.Barrier(2, num_arrivals=3)
@@ -445,8 +437,6 @@ def test_older_forms_that_are_refused():
             pl.store(x[...], 0, 1.0)
         with pytest.raises(TypeError, match="'speed'"):
             pl.load(x, 0, speed=1)
-        with pytest.raises(NotImplementedError, match="collective"):
-            plgpu.copy_gmem_to_smem(x, o, partitioned_axis=0)
         add_one(x, o)
 
     plgpu.kernel(body, out_type=F32, interpret=True)(X)
