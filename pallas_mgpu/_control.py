@@ -571,6 +571,7 @@ def _allocate_tmem(x, alone, name, what, union):
             f"{what}: TMEM of a single thread; allocate it for all threads of the block:"
             " collective_axes=thread_name, or scratch_types"
         )
+    env(what).has_tmem = True
     layout, packing = x.place
     return _core.alloc_tmem(
         x.shape, x.dtype, layout, packing, int(x.collective), name=name, union=union

@@ -7,7 +7,9 @@ from typing import Any
 from . import _core
 from ._control import cond, fori_loop, scoped, when, while_loop
 from ._names import show
-from ._ops import axis_index, axis_size, barrier_arrive, barrier_wait
+from ._ops import axis_index, axis_size, barrier_arrive, barrier_wait, commit_smem
+from ._tcgen05 import query_cluster_cancel, try_cluster_cancel
+from ._tmem import TryClusterCancelResult
 from ._trace import Ref, env, type_text
 from ._types import SMEM, Barrier, ClusterBarrier, axis_names
 
@@ -277,6 +279,51 @@ def _tile_loop(body, point, total, rounds, init_carry, work):
     return tile, steps, value
 
 
+def _cancelling_loop(body, names, wide, e, init_carry):
+    """The loop by cluster launch control. The answer for step k + 1 is asked for in step k, in slot
+    k % 2, and only after an answer that there was another point."""
+
+    def loop(result, answered, free=None):
+        def step(carry):
+            index, k, value, _ = carry
+            slot, out = k % 2, []
+            if free is not None:  # everyone has read what the slot held
+
+                @when(k >= 2)
+                def _():
+                    barrier_wait(free.at[slot])
+
+            try_cluster_cancel(result.at[slot], answered.at[slot])
+            info = NDLoopInfo(index, k, None)
+            if init_carry is None:
+                body(info)
+            else:
+                out.append(body(info, carry=value))
+            barrier_wait(answered.at[slot])
+            following, more = query_cluster_cancel(result.at[slot], names)
+            commit_smem()
+            if free is not None:
+                barrier_arrive(free.at[slot])
+            return following, k + 1, *(out or [value]), more
+
+        first = tuple(axis_index(name) for name in names)
+        start = (first, _core.as_array(0, "int32"), init_carry, _core.as_array(True, "bool"))
+        _, steps, value, _ = while_loop(lambda c: c[3], step, start)
+        if free is not None:  # also in other blocks, before this one ends
+            barrier_wait(free.at[(steps - 1) % 2])
+            when(steps > 1)(lambda: barrier_wait(free.at[steps % 2]))
+        return value
+
+    types = [TryClusterCancelResult(2), Barrier(num_arrivals=e.n_threads, num_barriers=2)]
+    if wide:
+        types.append(
+            ClusterBarrier(collective_axes=(tuple(wide),), num_barriers=2, num_arrivals=e.n_threads)
+        )
+    return scoped(
+        loop, types, {}, ("next_point", "next_point_ready", "next_point_free"), e.thread_name or ()
+    )
+
+
 def dynamic_scheduling_loop(grid_names, thread_axis=None, cluster_axes=(), init_carry=None):
     """Decorator: run a body once for every point of the kernel's grid, assigned to clusters
     dynamically (Hopper).
@@ -294,13 +341,20 @@ def dynamic_scheduling_loop(grid_names, thread_axis=None, cluster_axes=(), init_
     If the kernel calls ``lax.axis_index`` for a grid axis, the launch has all points, and each
     cluster executes one. Inside another loop, each execution is a round over all points. All
     clusters must execute the same number of rounds; a cluster that has finished a round continues
-    with the next, so rounds overlap. ValueError for missing axes, NotImplementedError under
-    ``vmap``.
+    with the next, so rounds overlap.
+
+    In a kernel that has allocated TMEM, and so is for Blackwell, a loop that is not inside another
+    one uses cluster launch control (:func:`try_cluster_cancel`): the launch has all points, and a
+    cluster takes over those of clusters that have not started.
+
+    ValueError for missing axes, NotImplementedError under ``vmap``.
     """
     what = "dynamic_scheduling_loop"
     e = env(what)
     not_batched(what)
     names, sizes, wide, total = _checked_axes(what, e, grid_names, thread_axis, cluster_axes)
+    if e.has_tmem and not _core.in_loop():
+        return lambda body: _cancelling_loop(body, names, wide, e, init_carry)
     rounds = e.rounds if _core.in_loop() else None
     counter = e.counters if rounds is None or rounds.counter is None else rounds.counter
     e.counters += counter == e.counters

@@ -34,6 +34,7 @@ class Env:
         "thread_name",
         "cluster_names",
         "counters",
+        "has_tmem",
         "rounds",
         "semaphores",
         "unions",
@@ -53,6 +54,7 @@ class Env:
         self.grid = mesh.grid
         self.n_threads = mesh.num_threads or 1
         self.unions = 0  # allocated so far
+        self.has_tmem = False  # some was allocated: the kernel is for Blackwell
         self.scopes = None  # named ones, if somebody wants to know: {name: number}
         self.held = []  # refs of run_state to arrays in registers
         self.counters = 0  # of the launch, given out to loops

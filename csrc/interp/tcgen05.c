@@ -787,8 +787,10 @@ static step run_cancel(pm_machine *m, task *k) {
   if (point >= 0) m->points_done++;
   for (block *u = own->cluster->blocks; u < own->cluster->blocks + m->n_blocks; u++) {
     const located s = in_block(&k->smem, own, u);
-    if (m->races && pm_race_engine(m, k, &s, WRITE) == STEP_FAIL) return STEP_FAIL;
     barrier *b = u->bars + (k->barrier - own->bars);
+    task there = *k; /* tracked by the block's own barrier */
+    there.barrier = b;
+    if (m->races && pm_race_engine(m, &there, &s, WRITE) == STEP_FAIL) return STEP_FAIL;
     memcpy(s.at, answer, sizeof answer);
     if (m->poison) pm_poison_defined(m, t, &s);
     if (pm_vm_transfer_done(m, t, op, b) == STEP_FAIL) return STEP_FAIL;
