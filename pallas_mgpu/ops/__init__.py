@@ -1,7 +1,7 @@
 """Ready kernels, written in the public language alone."""
 
 from .attention import AttentionConfig, attention
-from .matmul import FewRowsConfig, MatmulConfig, matmul
+from .matmul import FewRowsConfig, MatmulConfig, TensorMemoryConfig, matmul
 from .mixed import MixedConfig, mixed_matmul
 from .norms import NormConfig, layer_norm, rms_norm, softmax
 from .norms_backward import (
@@ -19,6 +19,7 @@ __all__ = [
     "MixedConfig",
     "NormConfig",
     "RaggedConfig",
+    "TensorMemoryConfig",
     "attention",
     "column_sums",
     "layer_norm",

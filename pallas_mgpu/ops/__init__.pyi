@@ -51,6 +51,14 @@ class NormConfig(NamedTuple):
     consumers: int = 2
     programs: int = 0
 
+class TensorMemoryConfig(NamedTuple):
+    tile_n: int = 256
+    pair: bool = True
+    stages: int = 0
+    buffers: int = 2
+    group: int = 8
+    step: int = 128
+
 class RaggedConfig(NamedTuple):
     consumers: int = 2
     tile: int = 256
@@ -219,7 +227,7 @@ def matmul(
     transpose_b: bool = False,
     scale_a: np.ndarray | None = None,
     scale_b: np.ndarray | None = None,
-    config: MatmulConfig | FewRowsConfig | None = None,
+    config: MatmulConfig | FewRowsConfig | TensorMemoryConfig | None = None,
     batch_invariant: bool = False,
     deterministic: bool = False,
     interpret: Interpret = None,
@@ -238,7 +246,7 @@ def matmul(
     transpose_b: bool = False,
     scale_a: A | None = None,
     scale_b: A | None = None,
-    config: MatmulConfig | FewRowsConfig | None = None,
+    config: MatmulConfig | FewRowsConfig | TensorMemoryConfig | None = None,
     batch_invariant: bool = False,
     deterministic: bool = False,
     interpret: Interpret = None,

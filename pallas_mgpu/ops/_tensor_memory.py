@@ -35,7 +35,7 @@ class TensorMemoryConfig(NamedTuple):
     ``tile_n``: columns of a tile, a multiple of 64 up to 256; its rows are 128, or 256 with
     ``pair``: two blocks of a cluster work on a tile. ``stages``: slots of the ring; 0: as many as
     fit. ``buffers``: store buffers. ``group``: rows of tiles worked on together, for the L2.
-    ``step``: bytes of a row of A along K in a slot, 128, 256 or 384.
+    ``step``: bytes of a row of A along K in a slot, 128 or 256.
     """
 
     tile_n: int = 256
@@ -188,9 +188,7 @@ class _Block(WarpSpecialized):
         @pl.when(w >= _ACCUMULATORS)
         def _():
             taken = self.taken.at[which]
-            self.if_first(
-                lambda: plgpu.barrier_wait(taken, phase=w // _ACCUMULATORS - 1)
-            )
+            self.if_first(lambda: plgpu.barrier_wait(taken, phase=w // _ACCUMULATORS - 1))
 
         def step(s, _):
             it = it0 + s
@@ -298,11 +296,11 @@ def check(config, forms):
         and c.tile_n == 192
         or c.stages < 0
         or min(c.buffers, c.group) < 1
-        or c.step not in (128, 256, 384)
+        or c.step not in (128, 256)
     ):
         raise ValueError(
             "matmul: a TensorMemoryConfig has a tile_n of 64, 128, 192 or 256 (with pair 128 or"
-            " 256), stages from 0, buffers and a group from 1 and a step of 128, 256 or 384 bytes;"
+            " 256), stages from 0, buffers and a group from 1 and a step of 128 or 256 bytes;"
             f" got {config}"
         )
     if forms.blocks:

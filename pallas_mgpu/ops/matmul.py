@@ -48,8 +48,8 @@ from ._common import (
 from ._few_rows import FewRowsConfig
 from ._padding import padding_of, with_padding
 from ._promises import batch_invariance
-from ._tensor_memory import TensorMemoryConfig
 from ._scaled import BLOCK, FP8, UNSCALED, BlockScales, Forms, Scales, forms_of, transposing
+from ._tensor_memory import TensorMemoryConfig
 
 _ACTIVATIONS = {"relu": nn.relu, "silu": nn.silu, "gelu": nn.gelu, "tanh": nn.tanh}
 _FLOATS = ("float16", "bfloat16", "float32")

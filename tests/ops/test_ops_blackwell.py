@@ -1,0 +1,92 @@
+"""`ops.matmul` for Blackwell: the interpreter and the emulated machine give NumPy's products, and
+both targets' compilers take the programs, without local memory."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import pallas_mgpu as plgpu
+from pallas_mgpu.machine.run import run as run_on_machine
+from pallas_mgpu.ops import TensorMemoryConfig, matmul
+
+f16, bf16, f32 = np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32)
+E4M3, E5M2 = np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.float8_e5m2)
+C = TensorMemoryConfig
+
+CASES = {  # shape, configuration, SMs, dtypes, options
+    "one block": ((128, 128, 64), C(128, False), 4, (f16, f16), {}),
+    "pair": ((256, 256, 128), C(256), 4, (bf16, bf16), {}),
+    "many tiles": ((300, 520, 200), C(128, False, 3), 2, (f16, f16), {"bias": True}),
+    "many tiles, pairs": ((696, 520, 136), C(256, stages=3), 4, (bf16, bf16), {}),
+    "group": ((520, 264, 72), C(64, False, 2, 1, 2), 2, (f16, f16), {"activation": "relu"}),
+    "long step": ((264, 264, 320), C(256, step=256), 2, (f16, f16), {"out_dtype": "float32"}),
+    "one column of tiles": ((1, 64, 8), C(64, False), 4, (f16, f16), {}),
+    "transposed": ((296, 272, 88), C(128), 4, (f16, f16), {"ta": True, "tb": True, "bias": True}),
+    "A transposed": ((136, 200, 72), C(192, False), 4, (bf16, bf16), {"ta": True}),
+    "8 bits": ((304, 272, 320), C(256), 4, (E4M3, E5M2), {"out_dtype": "float32"}),
+    "8 bits, transposed": ((272, 144, 160), C(128), 4, (E5M2, E5M2), {"ta": True, "tb": True}),
+    "scales": ((272, 144, 160), C(128), 4, (E4M3, E4M3), {"scales": "each"}),
+    "one scale": ((144, 80, 160), C(64, False), 2, (E4M3, E4M3), {"scales": "one", "bias": True}),
+}
+
+
+def values(rng, shape, dtype):
+    return rng.integers(-3, 4, shape).astype(dtype)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_products(name, rng, monkeypatch):
+    (m, n, k), config, sms, (ta_, tb_), options = CASES[name]
+    options = dict(options)
+    ta, tb = options.pop("ta", False), options.pop("tb", False)
+    a, b = values(rng, (k, m) if ta else (m, k), ta_), values(rng, (n, k) if tb else (k, n), tb_)
+    operands, want = {}, (a.T if ta else a).astype(f32) @ (b.T if tb else b).astype(f32)
+    scales = options.pop("scales", None)
+    if options.pop("bias", False):
+        operands["bias"] = values(rng, n, bf16 if ta_.itemsize == 1 else ta_)
+    if scales:
+        each = scales == "each"
+        operands["scale_a"] = np.exp2(values(rng, (m,) if each else (1,), f32))
+        operands["scale_b"] = np.exp2(values(rng, (n,) if each else (1,), f32))
+        want = want * operands["scale_a"][:, None]
+        want = want * operands["scale_b"]
+    if "bias" in operands:
+        want = want + operands["bias"].astype(f32)
+    if options.get("activation") == "relu":
+        want = np.maximum(want, 0)
+    out = np.dtype(options.get("out_dtype", bf16 if ta_.itemsize == 1 else ta_))
+    want = want.astype(out)
+    monkeypatch.setattr(plgpu, "sm_count", lambda device=None: sms)
+    how = dict(config=config, transpose_a=ta, transpose_b=tb, **options)
+    f = matmul.kernel(a, b, **operands, **how)
+    assert not hasattr(f, "pads")
+    args = [a, b, *operands.values()]
+    lowered = f.lower(*args, target="sm_100a")
+    for seed in range(2):
+        got = np.zeros((m, n), out)
+        run_on_machine(lowered, args, [got], seed=seed)
+        np.testing.assert_array_equal(got, want)
+    for target in ("sm_100a", "sm_103a"):
+        used = f.lower(*args, target=target).resources()
+        assert used["spill_bytes"] == used["stack_bytes"] == 0 and not used["remarks"], used
+    matmul.maker.forget()  # kernels for so few SMs
+    got = matmul(a, b, **operands, **how, interpret=True)
+    matmul.maker.forget()
+    np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [C(96), C(64, True), C(192, True), C(stages=-1), C(buffers=0), C(step=64), C(step=384)],
+    ids=str,
+)
+def test_what_a_configuration_may_be(config):
+    a = np.zeros((64, 64), f16)
+    with pytest.raises(ValueError, match="TensorMemoryConfig"):
+        matmul.kernel(a, a, config=config)
+
+
+def test_scales_of_blocks():
+    a, s = np.zeros((256, 256), E4M3), np.zeros((256, 2), f32)
+    with pytest.raises(NotImplementedError, match="each row and column"):
+        matmul.kernel(a, a, scale_a=s, scale_b=np.zeros((2, 2), f32), config=C())
