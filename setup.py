@@ -1,7 +1,7 @@
 """Builds pallas_mgpu._core: all of csrc/, in parallel, and only what has changed.
 
 Objects stay in build/core-<ABI>; each has a .d file, written by the compiler, that names the files
-it depends on. PALLAS_MGPU_SANITIZE=1 builds with ASan and UBSan, in a directory of its own.
+it depends on. PALLAS_MGPU_ASAN=1 builds with ASan and UBSan, in a directory of its own.
 Warnings are errors where CI is set.
 """
 
@@ -19,7 +19,7 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 from setuptools.errors import CompileError
 
-SANITIZE = os.environ.get("PALLAS_MGPU_SANITIZE", "0") not in ("", "0")
+SANITIZE = os.environ.get("PALLAS_MGPU_ASAN", "0") not in ("", "0")
 SANITIZERS = "-fsanitize=address,undefined"
 CFLAGS = [
     "-std=gnu11",

@@ -33,7 +33,8 @@ class Emulation:
             importlib.import_module(f".machine.{m}", __package__) for m in ("run", "explain")
         )
         run.compiler()
-        marked, self.info = graph.cuda(line=True, catalogue=False)
+        checks = {"check_indices": True}  # accesses out of bounds, as the interpreter finds them
+        marked, self.info = graph.cuda(line=True, catalogue=False, **checks)
         self.names = explain.Names(marked, self.info, graph.text())
         self.text, self.run, self.explain = self.names.text, run, explain
         self.sizes = [
@@ -97,6 +98,8 @@ class Emulation:
             return _core.RaceError(f"{found.text}{where}")
         if kind == "unwritten":
             return _core.UninitializedError(x.unwritten(names, e.facts) + where)
+        if kind == "outside":
+            return IndexError(x.site(names, e.facts))
         if kind == "bounds":
             return IndexError(x.bounds(names, e.facts, e.what) + where)
         if kind == "deadlock":

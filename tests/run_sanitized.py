@@ -43,7 +43,7 @@ def build(target: Path) -> None:
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", target, "."]
     if can_build_here():
         pip.insert(-1, "--no-build-isolation")
-    subprocess.run(pip, cwd=ROOT, env={**os.environ, "PALLAS_MGPU_SANITIZE": "1"}, check=True)
+    subprocess.run(pip, cwd=ROOT, env={**os.environ, "PALLAS_MGPU_ASAN": "1"}, check=True)
 
 
 def nvrtc_folders() -> str:

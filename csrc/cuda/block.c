@@ -527,6 +527,7 @@ static const emitter emitters[PM_OP_COUNT] = {
 static pm_code emit_expr(pm_gen *e, pm_opid op) { return emitters[pm_get(e->g, op)->code](e, op); }
 
 pm_code pm_gen_op(pm_gen *e, pm_opid op) {
+  pm_check_indices(e, op);
   return pm_is_scalar_op(e, op) ? pm_gen_scalar(e, op) : emit_expr(e, op);
 }
 

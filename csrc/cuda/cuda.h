@@ -4,9 +4,28 @@
 
 #include "../passes/passes.h"
 
-/* COUNTERS: pointer to n_counters + 1 words of u32, zero when the launch begins; the kernel leaves
- * them zero. No other launch that runs at the same time may have the same words. */
-typedef enum pm_arg_kind { PM_ARG_TENSOR_MAP, PM_ARG_POINTER, PM_ARG_COUNTERS } pm_arg_kind;
+/* SANITIZER: pointer to PM_SANITIZER_WORDS words of u32 for the launch alone, the first one zero
+ * when it begins; not zero behind it: it stopped, and the next words are a site, a value, a block,
+ * x, y and z, and a thread of it. COUNTERS: pointer to n_counters + 1 words of u32, zero when the
+ * launch begins; the kernel leaves them zero. No other launch that runs at the same time may have
+ * the same words. */
+typedef enum pm_arg_kind {
+  PM_ARG_TENSOR_MAP,
+  PM_ARG_POINTER,
+  PM_ARG_COUNTERS,
+  PM_ARG_SANITIZER
+} pm_arg_kind;
+enum { PM_SANITIZER_WORDS = 8, PM_SANITIZE_SECONDS = 5 }; /* the latter: sanitize.cuh */
+
+/* What a program checks by itself: that a wait ends, or else that an index is inside. */
+typedef struct pm_program_site {
+  bool waits, of_view;
+  const char *op, *ref, *shape, *file; /* file NULL: unknown */
+  uint32_t line, dim;
+  int64_t size; /* of the range that begins at the index; 0: it is one element */
+} pm_program_site;
+/* Of a failed check: `value` is the index. */
+void pm_describe_site(const pm_program_site *s, int64_t value, char *buf, size_t n);
 
 typedef struct pm_program {
   const char *text; /* CUDA C++, self-contained, with #line */
@@ -23,19 +42,22 @@ typedef struct pm_program {
   uint32_t n_args;   /* kernel parameters in order: tensor maps, pointers, counters */
   struct pm_program_arg {
     uint8_t kind;  /* pm_arg_kind */
-    int32_t param; /* kernel argument (operands, then outputs); COUNTERS: -1 */
+    int32_t param; /* kernel argument (operands, then outputs); COUNTERS, SANITIZER: -1 */
     uint32_t map;  /* TENSOR_MAP: index in maps */
   } * args;
   uint32_t n_maps;
   pm_tensor_map *maps;
-  uint32_t n_params;  /* operands and outputs */
-  int64_t *align;     /* per param: bytes its pointer must be aligned to */
+  uint32_t n_params; /* operands and outputs */
+  int64_t *align;    /* per param: bytes its pointer must be aligned to */
+  uint32_t n_sites;
+  pm_program_site *sites;
   const char **names; /* per param: the user's name, "" if unknown */
 } pm_program;
 
 typedef struct pm_cuda_options {
-  bool line_directives; /* #line to the user's Python */
-  bool entry_only;      /* without the device functions: for another catalogue */
+  bool line_directives;            /* #line to the user's Python */
+  bool check_indices, check_waits; /* sanitize.c */
+  bool entry_only;                 /* without the device functions: for another catalogue */
 } pm_cuda_options;
 
 /* All memory in g->arena. */

@@ -83,12 +83,13 @@ pm_code pm_cuda_WAIT(pm_gen *e, pm_opid op) {
   const char *wait = wait_function(e, &b);
   pm_note(e, op, "barrier_wait");
   if (!b.phase) {
-    pm_line(e, "%s(%s, %s & 1);", wait, b.address, pm_scalar_of(e, pm_in(e->g, op, 1)));
+    pm_print_wait(e, op, wait,
+                  pm_str(e, "%s, %s & 1", b.address, pm_scalar_of(e, pm_in(e->g, op, 1))));
   } else if (b.index) {
-    pm_line(e, "%s(%s, %s >> (%s) & 1);", wait, b.address, b.phase, b.index);
+    pm_print_wait(e, op, wait, pm_str(e, "%s, %s >> (%s) & 1", b.address, b.phase, b.index));
     pm_line(e, "%s ^= 1u << (%s);", b.phase, b.index);
   } else {
-    pm_line(e, "%s(%s, %s);", wait, b.address, b.phase);
+    pm_print_wait(e, op, wait, pm_str(e, "%s, %s", b.address, b.phase));
     pm_line(e, "%s ^= 1;", b.phase);
   }
   if (b.tensor_core) pm_line(e, "tcgen05_fence_after();");

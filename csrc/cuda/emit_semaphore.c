@@ -58,9 +58,8 @@ pm_code pm_cuda_AWAIT(pm_gen *e, pm_opid op) {
   semaphore s;
   pm_note(e, op, "semaphore_wait");
   PM_TRY(semaphore_of(e, op, &s));
-  pm_line(e, "%s%ssemaphore_%s%s(%s, %s);", by_one(e), s.prefix, how, s.scope, s.address,
-          pm_scalar_of(e, pm_in(e->g, op, 1)));
-  if (!e->lane) pm_line(e, "%s", pm_meet(e));
+  pm_print_wait_of_one(e, op, pm_str(e, "%ssemaphore_%s", s.prefix, how), s.scope,
+                       pm_str(e, "%s, %s", s.address, pm_scalar_of(e, pm_in(e->g, op, 1))));
   return PM_OK;
 }
 

@@ -84,9 +84,10 @@ typedef struct pm_gen {
   uint32_t n_counters;      /* words: of NEXT_TILE and FETCH_TILE, then semaphores of the launch */
   uint32_t first_semaphore; /* among them */
   bool asks;                /* there is a NEXT_TILE or such a semaphore */
-  uint32_t n_turns;         /* threads that take turns, 0: none do */
-  uint32_t tmem_slot;       /* byte in SMEM of the address of tensor memory */
-  const char *profile;      /* the profiler's variable; NULL: it is off */
+  PM_VEC(pm_program_site) sites; /* of checks */
+  uint32_t n_turns;              /* threads that take turns, 0: none do */
+  uint32_t tmem_slot;            /* byte in SMEM of the address of tensor memory */
+  const char *profile;           /* the profiler's variable; NULL: it is off */
   struct ptx_function {
     const char *name, *text;
   } * ptx;
@@ -326,6 +327,15 @@ pm_code pm_expected_bytes(pm_gen *e, pm_opid op, long long *bytes);
 
 /* At the end of the body: until engines have read what a thread did not wait for. */
 void pm_print_last_wait(pm_gen *e);
+
+/* ---- checks (sanitize.c) ------------------------------------------------------------------- */
+
+/* What must hold before the op accesses memory. */
+void pm_check_indices(pm_gen *e, pm_opid op);
+/* `function(arguments)`, by all lanes; or by one, for which the others wait. */
+void pm_print_wait(pm_gen *e, pm_opid op, const char *function, const char *arguments);
+void pm_print_wait_of_one(pm_gen *e, pm_opid op, const char *function, const char *scope,
+                          const char *arguments);
 
 /* ---- the profiler (emit_profile.c) --------------------------------------------------------- */
 

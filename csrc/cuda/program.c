@@ -447,7 +447,7 @@ static void print_parameters(pm_gen *e, pm_text *out) {
   const pm_graph *g = e->g;
   pm_program *p = e->program;
   const char *sep = "\n    ";
-  p->args = PM_NEW(e->arena, struct pm_program_arg, e->maps.n + p->n_params + 1);
+  p->args = PM_NEW(e->arena, struct pm_program_arg, e->maps.n + p->n_params + 2);
   p->n_counters = e->n_counters;
   p->maps = e->maps.at;
   p->n_maps = e->maps.n;
@@ -467,6 +467,13 @@ static void print_parameters(pm_gen *e, pm_text *out) {
   if (e->n_counters) {
     pm_putf(out, "%su32* counters", sep);
     add_arg(e, PM_ARG_COUNTERS, -1, 0);
+    sep = ",\n    ";
+  }
+  p->n_sites = e->sites.n;
+  p->sites = e->sites.at;
+  if (e->sites.n) {
+    pm_putf(out, "%su32* sanitizer", sep);
+    add_arg(e, PM_ARG_SANITIZER, -1, 0);
   }
 }
 

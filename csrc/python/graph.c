@@ -190,7 +190,8 @@ static PyObject *list_of(const pm_program *p, uint32_t n,
 }
 
 static PyObject *arg_info(const pm_program *p, uint32_t k) {
-  static const char *const kinds[] = {"tensor_map", "pointer", "counters"}; /* enum pm_arg_kind */
+  static const char *const kinds[] = {"tensor_map", "pointer", "counters",
+                                      "sanitizer"}; /* enum pm_arg_kind */
   return Py_BuildValue("(siI)", kinds[p->args[k].kind], p->args[k].param, p->args[k].map);
 }
 
@@ -239,6 +240,13 @@ static PyObject *given_info(const pm_graph *g, const pm_program *p) {
   return list;
 }
 
+/* (file or None, line, message with %d for the index) of a check */
+static PyObject *site_info(const pm_program *p, uint32_t k) {
+  const pm_program_site *s = &p->sites[k];
+  return Py_BuildValue("(zIssisLO)", s->file, s->line, s->op, s->ref, (int)s->dim, s->shape,
+                       (long long)s->size, s->waits ? Py_True : Py_False);
+}
+
 static PyObject *i64_tuple(const int64_t *x, uint32_t n) {
   PyObject *out = PyTuple_New(n);
   for (uint32_t k = 0; out && k < n; k++) PyTuple_SET_ITEM(out, k, PyLong_FromLongLong(x[k]));
@@ -246,27 +254,33 @@ static PyObject *i64_tuple(const int64_t *x, uint32_t n) {
 }
 
 static PyObject *graph_cuda(PyObject *o, PyObject *args, PyObject *kw) {
-  static char *names[] = {"line", "catalogue", NULL};
-  int line = 1, catalogue = 1;
-  if (!PyArg_ParseTupleAndKeywords(args, kw, "|pp:cuda", names, &line, &catalogue)) return NULL;
+  static char *names[] = {"line", "catalogue", "check_indices", "check_waits", NULL};
+  int line = 1, catalogue = 1, indices = 0, waits = 0;
+  if (!PyArg_ParseTupleAndKeywords(args, kw, "|pppp:cuda", names, &line, &catalogue, &indices,
+                                   &waits)) {
+    return NULL;
+  }
   lower_job j = {.g = lowered_of(o),
-                 .options = {.line_directives = line, .entry_only = !catalogue}};
+                 .options = {.line_directives = line,
+                             .check_indices = indices,
+                             .check_waits = waits,
+                             .entry_only = !catalogue}};
   pm_err err;
   if (!j.g) return NULL;
   clear_err(&err);
   if (pm_protect(cuda_body, &j, &err)) return pmpy_raise(&err);
   const pm_program *p = &j.program;
-  return Py_BuildValue("(N{s:s,s:N,s:N,s:O,s:O,s:I,s:I,s:I,s:s,s:O,s:N,s:N,s:N,s:N,s:N,s:N,s:I})",
-                       PyUnicode_DecodeUTF8(p->text, (Py_ssize_t)p->size, "replace"), "entry",
-                       p->entry, "grid", u32_tuple(p->grid, 3), "cluster", u32_tuple(p->cluster, 3),
-                       "shares_grid", p->shares_grid ? Py_True : Py_False, "meets_blocks",
-                       p->meets_blocks ? Py_True : Py_False, "block", p->block, "smem_bytes",
-                       p->smem_bytes, "counters", p->n_counters, "target", p->target->text, "pdl",
-                       p->pdl ? Py_True : Py_False, "args", list_of(p, p->n_args, arg_info), "maps",
-                       list_of(p, p->n_maps, map_info), "params", params_info(j.g, p), "given",
-                       given_info(j.g, p), "grid_sizes", i64_tuple(j.g->grid, j.g->n_grid),
-                       "cluster_sizes", i64_tuple(j.g->cluster, j.g->n_cluster),
-                       "operands", j.g->n_operands);
+  return Py_BuildValue(
+      "(N{s:s,s:N,s:N,s:O,s:O,s:I,s:I,s:I,s:s,s:O,s:N,s:N,s:N,s:N,s:N,s:N,s:I,s:N})",
+      PyUnicode_DecodeUTF8(p->text, (Py_ssize_t)p->size, "replace"), "entry", p->entry, "grid",
+      u32_tuple(p->grid, 3), "cluster", u32_tuple(p->cluster, 3), "shares_grid",
+      p->shares_grid ? Py_True : Py_False, "meets_blocks", p->meets_blocks ? Py_True : Py_False,
+      "block", p->block, "smem_bytes", p->smem_bytes, "counters", p->n_counters, "target",
+      p->target->text, "pdl", p->pdl ? Py_True : Py_False, "args", list_of(p, p->n_args, arg_info),
+      "maps", list_of(p, p->n_maps, map_info), "params", params_info(j.g, p), "given",
+      given_info(j.g, p), "grid_sizes", i64_tuple(j.g->grid, j.g->n_grid), "cluster_sizes",
+      i64_tuple(j.g->cluster, j.g->n_cluster), "operands", j.g->n_operands, "sites",
+      list_of(p, p->n_sites, site_info));
 }
 
 /* ---- functions that stand for CUDA source --------------------------------------------------- */

@@ -53,7 +53,9 @@ static pm_code print(void *ctx, pm_err *err) {
 
 static pm_code generate(void *ctx, pm_err *err) {
   pmpy_plan *p = ((step *)ctx)->p;
-  pm_cuda_options options = {.line_directives = true};
+  const bool checks = pm_env_is_on(PM_ENV_SANITIZE);
+  pm_cuda_options options = {
+      .line_directives = true, .check_indices = checks, .check_waits = checks};
   if (p->has_program) return PM_OK;
   pm_code code = pm_generate_cuda(p->graph->g, &options, &p->program, err);
   p->has_program = !code;

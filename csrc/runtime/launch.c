@@ -5,6 +5,7 @@
  * on its own stack, so kernels are immutable and free of locks, but for the table of who has which
  * counters, and for the maps of the launch before: of the same addresses they need not be encoded
  * again. A launch that finds another one at them encodes its own. */
+#include "../base/env.h"
 #include "modules.h"
 
 #include <pthread.h>
@@ -31,6 +32,8 @@ struct pm_kernel {
   const char *param_name[MAX_ARGS]; /* interned, like name */
   pm_tensor_map maps[MAX_MAPS];
   const char *name;
+  pm_program_site *sites; /* of checks; their text is interned */
+  uint32_t n_sites;
   kept_maps *kept; /* NULL: it has no maps, or there was no memory */
 };
 
@@ -74,7 +77,7 @@ static pm_code check_program(const pm_program *p, pm_err *err) {
                    p->n_args, p->n_maps, MAX_ARGS, MAX_MAPS);
   for (uint32_t i = 0; i < p->n_args; i++) {
     const struct pm_program_arg *a = &p->args[i];
-    if (a->kind == PM_ARG_COUNTERS) continue;
+    if (a->kind == PM_ARG_COUNTERS || a->kind == PM_ARG_SANITIZER) continue;
     if (a->param < 0 || (uint32_t)a->param >= p->n_params ||
         (a->kind == PM_ARG_TENSOR_MAP && a->map >= p->n_maps))
       return pm_fail(err, PM_E_INTERNAL, "parameter %u of the program is out of range", i);
@@ -88,6 +91,21 @@ static kept_maps *keep_none(uint32_t n) {
   atomic_flag_clear(&kept->busy);
   for (uint32_t i = 0; i < n; i++) kept->at[i].ptr = UINT64_MAX; /* no array lies there */
   return kept;
+}
+
+static bool keep_sites(pm_kernel *k, const pm_program *p) {
+  k->n_sites = p->n_sites;
+  if (!p->n_sites) return true;
+  k->sites = pm_malloc(p->n_sites * sizeof *k->sites);
+  for (uint32_t i = 0; k->sites && i < p->n_sites; i++) {
+    pm_program_site *s = &k->sites[i];
+    *s = p->sites[i];
+    s->op = intern(s->op);
+    s->ref = intern(s->ref);
+    s->shape = intern(s->shape ? s->shape : "");
+    if (s->file) s->file = intern(s->file);
+  }
+  return k->sites;
 }
 
 static void prepare(pm_kernel *k, const pm_program *p) {
@@ -169,6 +187,10 @@ pm_code pm_kernel_load(int device, const pm_cubin *c, const pm_program *p, pm_ke
   memset(k, 0, sizeof *k);
   k->device = d;
   prepare(k, p);
+  if (!keep_sites(k, p)) {
+    pm_fail(err, PM_E_MEMORY, "the host is out of memory");
+    goto failed;
+  }
   if (pm_enter(d, &pushed, err)) goto failed;
   cu_result r;
   pm_code code = pm_module_new(d, c, p->entry, p->n_counters, &k->module, &r, err);
@@ -187,12 +209,14 @@ failed:
 void pm_kernel_free(pm_kernel *k) {
   if (!k) return;
   pm_module_retire(k->module);
+  pm_free(k->sites);
   pm_free(k->kept);
   pm_free(k);
 }
 
 size_t pm_kernel_bytes(const pm_kernel *k) {
-  return sizeof *k + sizeof *k->module + k->n_maps * sizeof k->kept->at[0];
+  return sizeof *k + sizeof *k->module + k->n_maps * sizeof k->kept->at[0] +
+         k->n_sites * sizeof *k->sites;
 }
 
 /* ---- launch ------------------------------------------------------------------------------- */
@@ -266,7 +290,44 @@ static pm_code launch_failed(const pm_kernel *k, cu_result r, pm_err *err) {
                     c->block[0], c->smem);
 }
 
+/* ---- checks -------------------------------------------------------------------------------- */
+
+static pm_code begin_checks(const pm_kernel *k, void *stream, uint64_t *record, pm_err *err) {
+  static const uint32_t none[PM_SANITIZER_WORDS];
+  const int device = k->device->info.ordinal;
+  *record = 0;
+  if (!k->n_sites) return PM_OK;
+  if (pm_stream_is_capturing(device, stream))
+    return pm_fail(err, PM_E_RUNTIME,
+                   "kernel %s: with %s each launch is awaited, which a stream that is being "
+                   "captured cannot be",
+                   k->name, pm_env_table[PM_ENV_SANITIZE].variable);
+  if (pm_device_alloc(device, sizeof none, stream, record, err)) return err->code;
+  return pm_copy_to_device(device, *record, none, sizeof none, stream, err);
+}
+
+/* After the launch: what it noted is an error. */
+static pm_code end_checks(const pm_kernel *k, void *stream, uint64_t record, pm_err *err) {
+  const int device = k->device->info.ordinal;
+  uint32_t found[PM_SANITIZER_WORDS] = {0};
+  char what[512];
+  if (!record) return PM_OK;
+  pm_code code = pm_copy_to_host(device, found, record, sizeof found, stream, err);
+  if (!code) code = pm_synchronize(device, stream, err);
+  pm_device_free(device, record, stream);
+  if (code || !found[0]) return code;
+  if (found[1] >= k->n_sites) return pm_fail(err, PM_E_INTERNAL, "a check of site %u", found[1]);
+  const pm_program_site *s = &k->sites[found[1]];
+  pm_describe_site(s, (int32_t)found[2], what, sizeof what);
+  pm_fail(err, s->waits ? PM_E_DEADLOCK : PM_E_INDEX,
+          "kernel %s: %s (block (%u, %u, %u), thread %u, warp %u)", k->name, what, found[3],
+          found[4], found[5], found[6] / 128, found[6] / 32 % 4);
+  if (s->file) pm_err_at(err, s->file, s->line);
+  return err->code;
+}
+
 pm_code pm_kernel_launch(const pm_kernel *k, const uint64_t *pointers, void *stream, pm_err *err) {
+  uint64_t record;
   cu_tensor_map maps[MAX_MAPS];
   void *params[MAX_ARGS];
   bool pushed;
@@ -275,6 +336,10 @@ pm_code pm_kernel_launch(const pm_kernel *k, const uint64_t *pointers, void *str
     if (pointers[i] & (uint64_t)(k->align[i] - 1)) return misaligned(k, i, pointers[i], err);
   if (pm_driver_need(err) || pm_enter(k->device, &pushed, err)) return err->code;
   pm_module_used(k->module, stream);
+  if (begin_checks(k, stream, &record, err)) {
+    pm_leave(pushed);
+    return err->code;
+  }
   if (k->module->counters && pm_counters_of(k->module->counters, stream, &counters, err)) {
     pm_leave(pushed);
     return err->code;
@@ -283,9 +348,10 @@ pm_code pm_kernel_launch(const pm_kernel *k, const uint64_t *pointers, void *str
   if (!r) {
     for (uint32_t i = 0; i < k->n_args; i++) {
       const struct pm_program_arg *a = &k->args[i];
-      params[i] = a->kind == PM_ARG_TENSOR_MAP ? (void *)&maps[a->map]
-                  : a->kind == PM_ARG_COUNTERS ? (void *)&counters
-                                               : (void *)(uintptr_t)&pointers[a->param];
+      params[i] = a->kind == PM_ARG_TENSOR_MAP  ? (void *)&maps[a->map]
+                  : a->kind == PM_ARG_COUNTERS  ? (void *)&counters
+                  : a->kind == PM_ARG_SANITIZER ? (void *)&record
+                                                : (void *)(uintptr_t)&pointers[a->param];
     }
     cu_launch_config config = k->config;
     config.stream = stream;
@@ -294,5 +360,5 @@ pm_code pm_kernel_launch(const pm_kernel *k, const uint64_t *pointers, void *str
     if (r) launch_failed(k, r, err);
   }
   pm_leave(pushed);
-  return r ? err->code : PM_OK;
+  return r ? err->code : end_checks(k, stream, record, err);
 }

@@ -160,6 +160,9 @@ void host_warp_sync(u32 mask, int line);
 bool host_bar_red(u32 id, u32 threads, bool x, bool any, int line);
 void host_cluster_sync(int line);
 u32 host_cluster_rank();
+void host_outside(i32 i, i32 limit, u32 site, int line) __attribute__((noreturn));
+void host_timed(u32 site); /* of the wait that comes next */
+void host_launches_done(int line); /* griddepcontrol.wait */
 u32 host_peer_offset(u32 rank, int line);
 void host_load_cluster(void *d, u32 a, u32 bytes, int line);
 void host_store_cluster(u32 a, const void *s, u32 bytes, int line);
@@ -657,7 +660,7 @@ FN u32 cluster_rank() { return host_cluster_rank(); }
 FN void check_failed(const char *message, const char *, u32 line) {
   host_fail(int(line), "debug_check: %s", message);
 }
-FN void griddepcontrol_wait() {}
+FN void griddepcontrol_wait(LINE) { host_launches_done(line); }
 FN void griddepcontrol_launch_dependents() {}
 FN i32 next_tile(u32 *counter, LINE) { return (i32)host_atomic_add(counter, 1, line); }
 FN void counters_done(u32 *counters, u32 n, u32 callers, LINE) {
@@ -938,6 +941,46 @@ FN void bulk_group_wait_read(LINE) {
 }
 FN void fence_proxy_async(LINE) { host_proxy_fence(false, line); }
 FN void fence_proxy_async_global(LINE) { host_proxy_fence(true, line); }
+
+/* ---- checks of programs -------------------------------------------------------------------- */
+
+FN bool index_outside(i32 i, i32 limit, u32 site, u32 *, LINE) {
+  if (i < 0 || i > limit) host_outside(i, limit, site, line);
+  return false;
+}
+/* A wait that cannot end is one that ends late. */
+FN bool mbarrier_wait_timed(u32 b, u32 parity, u32 site, u32 *, LINE) {
+  host_timed(site);
+  host_mbarrier_wait(b, parity, false, line);
+  return false;
+}
+FN bool mbarrier_wait_cluster_timed(u32 b, u32 parity, u32 site, u32 *, LINE) {
+  host_timed(site);
+  host_mbarrier_wait(b, parity, true, line);
+  return false;
+}
+template <bool SYSTEM>
+FN bool semaphore_wait_timed(u32 *s, u32 n, u32 site, u32 *, LINE) {
+  host_timed(site);
+  host_semaphore_wait(s, 0, n, false, line);
+  return false;
+}
+template <bool SYSTEM>
+FN bool semaphore_take_timed(u32 *s, u32 n, u32 site, u32 *, LINE) {
+  host_timed(site);
+  host_semaphore_wait(s, 0, n, true, line);
+  return false;
+}
+FN bool block_semaphore_wait_timed(u32 s, u32 n, u32 site, u32 *, LINE) {
+  host_timed(site);
+  host_semaphore_wait(nullptr, s, n, false, line);
+  return false;
+}
+FN bool block_semaphore_take_timed(u32 s, u32 n, u32 site, u32 *, LINE) {
+  host_timed(site);
+  host_semaphore_wait(nullptr, s, n, true, line);
+  return false;
+}
 
 /* ---- the profiler -------------------------------------------------------------------------- */
 

@@ -52,9 +52,10 @@ extern "C" void host_mbarrier_init_fence(int line) {
 }
 
 static Block &block_of(u32 rank, const char *what, int line) {
-  if (rank >= m.blocks.size())
-    host_fail(line, "%s: block %u of a cluster of %zu", what, rank, m.blocks.size());
-  return m.blocks[rank];
+  const Cluster cluster = host_cluster_of(*m.self->block);
+  if (rank >= cluster.size())
+    host_fail(line, "%s: block %u of a cluster of %zu", what, rank, cluster.size());
+  return cluster[rank];
 }
 
 /* `a` is an address of this thread's block; the mbarrier is at the same place of block `b`. */
@@ -262,7 +263,7 @@ struct Copy : Operation {
 };
 
 void Copy::read() {
-  const Stamp s = {reader, when, line, &clock};
+  const Stamp s = {reader, when, line, &clock, block->cluster};
   size_t n = 0;
   has_read = true;
   data.assign(bytes, 0);
@@ -345,7 +346,7 @@ static void check_combine(HostCombine how, HostType type, int line) {
 }
 
 void Copy::write() {
-  const Stamp s = {writer, when, line, &clock};
+  const Stamp s = {writer, when, line, &clock, block->cluster};
   size_t n = 0;
   has_written = true;
   for (const Piece &p : pieces) {
@@ -432,7 +433,7 @@ struct Word : Operation {
   HostType type = HOST_OTHER;
   bool step() override {
     Mbarrier &x = block->mbarriers.at(barrier);
-    const Stamp s = {x.agent, host_when(x.phase + 1), line, &clock};
+    const Stamp s = {x.agent, host_when(x.phase + 1), line, &clock, block->cluster};
     if (how) combine((u8 *)word, block->shared.bytes + at, bytes, how, type);
     engine_writes(block->shared, at, (const u8 *)word, bytes, s, how != HOST_STORE);
     complete_bytes(*block, barrier, bytes, line);
@@ -533,7 +534,7 @@ static Block &pair_barrier(u32 a, u32 *at, int line) {
   Thread *t = m.self;
   host_tensor_group(2, line);
   Block &to = block_at(a, "cp.async.bulk.tensor.cta_group::2", line);
-  if ((&to - &m.blocks[0]) / 2 != (t->block - &m.blocks[0]) / 2)
+  if (host_rank_of(to) / 2 != host_rank_of(*t->block) / 2)
     host_fail(line, "the mbarrier is in a block of another pair");
   mbarrier_of(to, (a & 0xffffff) - to.shared.base + t->block->shared.base, "a load", line, at)
       .shared = true;
@@ -578,14 +579,15 @@ extern "C" void host_tma_load(u32 dst, const TensorMap *map, u32 barrier, const 
 extern "C" void host_tma_multicast(u32 dst, const TensorMap *map, u32 barrier, u32 mask,
                                    const i32 *c, u32 rank, int line) {
   Thread *t = m.self;
+  const Cluster cluster = host_cluster_of(*t->block);
   check_map(map, dst, c, rank, line);
-  if (!mask || mask >> m.blocks.size())
-    host_fail(line, "multicast to blocks 0x%x of a cluster of %zu", mask, m.blocks.size());
+  if (!mask || mask >> cluster.size())
+    host_fail(line, "multicast to blocks 0x%x of a cluster of %zu", mask, cluster.size());
   host_release(t);
-  for (u32 k = 0; k < m.blocks.size(); k++) {
+  for (u32 k = 0; k < cluster.size(); k++) {
     if (!(mask >> k & 1)) continue;
     std::shared_ptr<Copy> copy = new_copy(false, line);
-    Block &b = m.blocks[k];
+    Block &b = cluster[k];
     copy->block = &b;
     add_box(*copy, map, dst - t->block->shared.base + b.shared.base, c);
     Mbarrier &x = mbarrier_of(b, barrier, "a multicast load", line, &copy->barrier);
@@ -599,14 +601,15 @@ extern "C" void host_tma_multicast(u32 dst, const TensorMap *map, u32 barrier, u
 extern "C" void host_tma_pair(u32 dst, const TensorMap *map, u32 barrier, u32 mask, const i32 *c,
                               u32 rank, int line) {
   Thread *t = m.self;
+  const Cluster cluster = host_cluster_of(*t->block);
   u32 at;
   check_map(map, dst, c, rank, line);
   Block &to = pair_barrier(barrier, &at, line);
-  if (mask >> m.blocks.size())
-    host_fail(line, "multicast to blocks 0x%x of a cluster of %zu", mask, m.blocks.size());
+  if (mask >> cluster.size())
+    host_fail(line, "multicast to blocks 0x%x of a cluster of %zu", mask, cluster.size());
   host_release(t);
-  for (u32 k = 0; k < m.blocks.size(); k++) {
-    Block &b = m.blocks[k];
+  for (u32 k = 0; k < cluster.size(); k++) {
+    Block &b = cluster[k];
     if (mask ? !(mask >> k & 1) : &b != t->block) continue;
     if (!b.alive) host_fail(line, "a multicast load: the other block has ended");
     std::shared_ptr<Copy> copy = new_copy(false, line);
@@ -621,7 +624,8 @@ extern "C" void host_tma_pair(u32 dst, const TensorMap *map, u32 barrier, u32 ma
 
 /* ---- rows by number ------------------------------------------------------------------------ */
 
-/* tile::gather4, tile::scatter4: four rows of a tensor map whose box has one; c[0] is the column. */
+/* tile::gather4, tile::scatter4: four rows of a tensor map whose box has one; c[0] is the column.
+ */
 static void add_rows(Copy &copy, const TensorMap *map, u32 shared, const i32 *c, int line) {
   if (map->rank != 2 || map->box[1] != 1)
     host_fail(line, "rows by number of a tensor map with boxes of %u rows", map->box[1]);
@@ -752,8 +756,9 @@ struct Commit : TensorOp {
 };
 
 void Commit::execute() {
-  for (u32 k = 0; k < m.blocks.size(); k++) {
-    Block &b = m.blocks[k];
+  const Cluster cluster = host_cluster_of(*block);
+  for (u32 k = 0; k < cluster.size(); k++) {
+    Block &b = cluster[k];
     if (mask ? !(mask >> k & 1) : &b != block) continue;
     if (!b.alive) host_fail(line, "tcgen05.commit: the other block has ended");
     Mbarrier &x = b.mbarriers.at(at);
@@ -773,12 +778,13 @@ void Commit::execute() {
 /* mask 0: the barrier of this block */
 extern "C" void host_tcgen05_commit(u32 barrier, u32 mask, int line) {
   std::shared_ptr<Commit> o = std::make_shared<Commit>();
+  const Cluster cluster = host_cluster_of(*m.self->block);
   host_tensor_group(mask ? 2 : 1, line);
-  if (mask >> m.blocks.size())
-    host_fail(line, "multicast to blocks 0x%x of a cluster of %zu", mask, m.blocks.size());
-  for (u32 k = 0; k < m.blocks.size(); k++)
-    if (mask ? mask >> k & 1 : &m.blocks[k] == m.self->block)
-      mbarrier_of(m.blocks[k], barrier, "tcgen05.commit", line, &o->at);
+  if (mask >> cluster.size())
+    host_fail(line, "multicast to blocks 0x%x of a cluster of %zu", mask, cluster.size());
+  for (u32 k = 0; k < cluster.size(); k++)
+    if (mask ? mask >> k & 1 : &cluster[k] == m.self->block)
+      mbarrier_of(cluster[k], barrier, "tcgen05.commit", line, &o->at);
   o->mask = mask;
   host_issue_tensor(o, false, line);
 }
@@ -791,7 +797,7 @@ u32 host_barrier_for_bytes(Block &b, u32 barrier, const char *what, int line) {
 
 void host_answer(Block &b, u32 at, u32 barrier, const u32 *words, const Clock &known, int line) {
   Mbarrier &x = b.mbarriers.at(barrier);
-  const Stamp s = {x.agent, host_when(x.phase + 1), line, &known};
+  const Stamp s = {x.agent, host_when(x.phase + 1), line, &known, b.cluster};
   engine_writes(b.shared, at, words, 16, s);
   complete_bytes(b, barrier, 16, line);
 }
@@ -833,8 +839,9 @@ struct Product : Operation {
  * elements of 16 bits may be MN-major. */
 void Product::gather(u32 low, u32 high, bool transposed, u8 type, u32 first, u32 count, f32 *to) {
   static const u32 spans[] = {16, 128, 64, 32};
-  const u32 start = (low & 0x3fff) << 4, lbo = (low >> 16 & 0x3fff) << 4;
-  const Stamp s = {warp->agent, when, line, &clock};
+  const u32 window = block->shared.base & ~0x3ffffu; /* a descriptor has 18 bits of an address */
+  const u32 start = ((low & 0x3fff) << 4) + window, lbo = (low >> 16 & 0x3fff) << 4;
+  const Stamp s = {warp->agent, when, line, &clock, block->cluster};
   const u32 sbo = (high & 0x3fff) << 4, mode = high >> 30, span = spans[mode];
   const u32 bits = host_element_bits(type), row = 128 / bits;
   for (u32 k = 0; k < 2 * row; k += transposed ? 1 : row)

@@ -214,15 +214,23 @@ class Names:
             words.append(f"block {_tuple(inside)}")
         return ", ".join(words)
 
+    def point(self, block):
+        """The number of a block's cluster along each axis."""
+        return [int(i) // n for i, n in zip(block.split(","), self.info["cluster"])]
+
     def agent(self, a):
         """Who made an access: "thread 1, warp 2", "TMA, for thread 0", "the tensor core"."""
         line = self.lines[int(a["line"])] if int(a["line"]) < len(self.lines) else ""
         kind, number = a["by"], int(a.get("number", 0))
         where = self.block(a["block"]) if "block" in a else ""
         if kind in ("several", "unknown", "launch"):
-            return {"several": "several threads", "launch": "the launch before this one"}.get(
-                kind, "an engine"
-            )
+            return {
+                "several": "several threads",
+                "launch": "kernels that were launched earlier",
+            }.get(kind, "an engine")
+        if kind == "cluster":
+            engine = "TMA, for " if re.search(r"\b(tma|bulk)_", line) else ""
+            return engine + (where or "several points of the grid")
         if kind == "barrier":
             remote = re.search(r"\b(st|red)_async", line) or "store_async" in line
             return ", for ".join(filter(None, ["st.async" if remote else "TMA", where]))
@@ -286,10 +294,11 @@ def _remedy(names, lacks, first, second):
         )
     if lacks == "drain":
         return "no proxy fence stands behind the load, which may be late"
-    if lacks == "grid":
+    points = [names.point(x["block"]) for x in (first, second) if "block" in x]
+    if lacks == "grid" or (len(points) == 2 and points[0] != points[1]):
         return "points of the grid are not ordered, unless a semaphore orders them"
     if lacks == "launch":
-        return "call plgpu.griddepcontrol_wait() before it"
+        return "call plgpu.griddepcontrol_wait() before the second"
     kind, other = (
         first["by"],
         "only the thread that issued it can, and then tell others by a barrier",
@@ -355,6 +364,36 @@ def bounds(names, facts, what):
         return names.translate(what)
     a = found[0]
     return f"an access outside of '{a['ref']}'{a['index']} by {a['agent']}"
+
+
+def _meeting(what, block):
+    """What threads wait for that meet there, in words."""
+    if found := re.match(r"bar.sync (\d+), where (\d+) threads meet", what):
+        number, lanes = int(found[1]), int(found[2])
+        if number == 0:
+            return "the other threads of its block"
+        if lanes == 128 and number <= block // 128:
+            return "the other lanes of its thread"
+        return f"others at a named barrier of {lanes} lanes"
+    if what == "barrier.cluster":
+        return "the other blocks of its cluster"
+    return re.sub(r" of its warp at .*", " of its warp", what)
+
+
+def site(names, facts):
+    """A check of the program itself that failed, with its place."""
+    words = next(f for f in facts if f[0] == "site")
+    a = dict(zip(words[::2], words[1::2]))
+    file, line, op, ref, dim, shape, size, _ = names.info["sites"][int(a["site"])]
+    place = f"\n  at {file}:{line}" if file else ""
+    source = linecache.getline(file, line).strip() if file else ""
+    n = int(a["value"])
+    what = f"range {n}:{n + size}" if size else f"index {n}"
+    who = ", ".join(filter(None, [names.block(a["block"]), f"thread {int(a['thread']) // 128}"]))
+    return (
+        f"{op} out of bounds: {what} of dimension {dim} lies outside '{ref}' of shape {shape}"
+        f" ({who}){place}{': ' + source if source else ''}"
+    )
 
 
 def _wait(names, words, barriers):

@@ -89,6 +89,15 @@ extern "C" int host_print(const char *format, ...) {
   return n;
 }
 
+extern "C" void host_outside(i32 i, i32 limit, u32 site, int line) {
+  host_fact("kind outside");
+  host_fact("site %u value %d thread %u block %u,%u,%u", site, i, m.self->number,
+            m.self->block->index.x, m.self->block->index.y, m.self->block->index.z);
+  host_fail(line, "index %d is not in [0, %d]", i, limit);
+}
+
+extern "C" void host_timed(u32 site) { m.self->site = site; }
+
 static void crashed(int number) {
   if (!report->failed) {
     if (number == SIGALRM) host_fact("kind endless");
@@ -110,6 +119,7 @@ void Clock::resize(size_t n, u32 value) {
   seen.assign(n, value);
   fenced[0].assign(n, value);
   fenced[1].assign(n, value);
+  launched = false;
   carried = TensorOrder();
 }
 
@@ -129,12 +139,14 @@ void Clock::join(const Clock &o) {
   raise(seen, o.seen);
   for (int k = 0; k < 2; k++) raise(fenced[k], o.fenced[k]);
   carried.join(o.carried);
+  launched |= o.launched;
 }
 
 void Clock::meet(const Clock &o) {
   lower(seen, o.seen);
   for (int k = 0; k < 2; k++) lower(fenced[k], o.fenced[k]);
   carried.meet(o.carried);
+  launched &= o.launched;
 }
 
 void Clock::fence(bool global) { raise(fenced[global], seen); }
@@ -226,6 +238,7 @@ void host_sleep(const char *format, ...) {
   m.self->waits_for = text;
   leave();
   m.self->waits_for.clear();
+  m.self->site = -1;
 }
 
 void host_wake(Thread *t) { m.ready.push_back(t); }
@@ -278,8 +291,8 @@ static void deadlock() {
                  b.index.x, b.index.y, b.index.z);
         why[text].push_back(&t);
         if (why[text].size() == 1)
-          host_fact("waits line %d thread %u block %u,%u,%u for %s", t.line, t.number, b.index.x,
-                    b.index.y, b.index.z, t.waits_for.c_str());
+          host_fact("waits site %lld line %d thread %u block %u,%u,%u for %s", t.site, t.line,
+                    t.number, b.index.x, b.index.y, b.index.z, t.waits_for.c_str());
         line = t.line;
       }
   for (auto &w : why) {
@@ -337,7 +350,7 @@ static size_t choose() {
   return best;
 }
 
-static void run_cluster() {
+static void run_blocks() {
   u32 alive = 0;
   for (Block &b : m.blocks) alive += b.alive;
   while (alive) {
@@ -556,19 +569,26 @@ extern "C" void host_warp_sync(u32 mask, int line) {
   host_meet(&r, meet_lanes);
 }
 
-extern "C" u32 host_cluster_rank() { return m.together ? 0 : m.self->rank / m.block_threads; }
+extern "C" u32 host_cluster_rank() { return host_rank_of(*m.self->block); }
+
+extern "C" void host_launches_done(int line) {
+  m.self->line = line;
+  m.self->clock.launched = true;
+}
 
 /* arrive.relaxed, wait.acquire: no memory is ordered but mbarriers behind their fence */
 extern "C" void host_cluster_sync(int line) {
-  static std::vector<Thread *> arrived;
+  static std::map<const Block *, std::vector<Thread *>> meetings; /* by the first block */
   Thread *t = m.self;
+  const Cluster cluster = host_cluster_of(*t->block);
+  std::vector<Thread *> &arrived = meetings[cluster.first];
   t->line = line;
   arrived.push_back(t);
-  if (arrived.size() < m.blocks.size() * m.block_threads) {
+  if (arrived.size() < cluster.size() * m.block_threads) {
     host_sleep("barrier.cluster");
     return;
   }
-  for (Block &b : m.blocks)
+  for (Block &b : cluster)
     for (auto &x : b.mbarriers) x.second.published = x.second.fenced;
   std::vector<Thread *> all;
   all.swap(arrived);
@@ -613,12 +633,16 @@ static void make_thread(Block &b, u32 k, u32 rank) {
 }
 
 static void make_block(Block &b, HostIndex first, u32 number) {
-  const u32 k = m.together ? 0 : number;
+  const u32 k = number % m.cluster_blocks;
   b.in_cluster = {k % m.cluster.x, k / m.cluster.x % m.cluster.y, k / m.cluster.x / m.cluster.y};
   b.index = {first.x + b.in_cluster.x, first.y + b.in_cluster.y, first.z + b.in_cluster.z};
   b.shared.name = "shared memory";
   b.shared.number = number;
-  b.shared.base = 1024 * (1 + host_random(4));
+  /* the upper bits are not those of a descriptor */
+  b.shared.base =
+      1024 * (1 + host_random(4)) + (m.cluster_blocks == 1 && m.random >> 40 & 1 ? 1 << 24 : 0);
+  b.cluster = (u16)((m.began.size() - 1) % 65534 + 1);
+  b.no_more = false;
   b.shared.size = m.shared_bytes;
   if (!b.shared.bytes) b.shared.bytes = (u8 *)malloc(m.shared_bytes + 1);
   memset(b.shared.bytes, 0xcd, m.shared_bytes);
@@ -664,20 +688,30 @@ static void end_block(Block &b) {
   }
 }
 
-/* Clusters are blocks; in the order in which they are given. */
-static void run_together(const std::vector<u32> &order, HostIndex n) {
-  const u32 count = (u32)order.size();
+/* These clusters, by their numbers in the grid, all at once. */
+static void run_clusters(const std::vector<u32> &clusters) {
+  const HostIndex n = {m.grid.x / m.cluster.x, m.grid.y / m.cluster.y, m.grid.z / m.cluster.z};
+  const u32 size = m.cluster_blocks, count = (u32)clusters.size() * size;
   m.n_clock = count * m.block_threads + MAX_ENGINES;
   m.blocks.resize(count);
   m.engines = 0;
   for (u32 k = 0; k < count; k++) {
-    const u32 c = order[k];
-    make_block(m.blocks[k], {c % n.x, c / n.x % n.y, c / n.x / n.y}, k);
+    const u32 c = clusters[k / size];
+    const HostIndex first = {c % n.x * m.cluster.x, c / n.x % n.y * m.cluster.y,
+                             c / n.x / n.y * m.cluster.z};
+    if (k % size == 0) m.began.push_back(first);
+    make_block(m.blocks[k], first, k);
   }
-  run_cluster();
+  run_blocks();
   while (!m.pending.empty()) advance(host_random((u32)m.pending.size()));
   for (Block &b : m.blocks) end_block(b);
+  for (Block &b : m.blocks)
+    for (Thread &t : b.threads)
+      if (t.clock.seen[t.rank] > m.top) m.top = t.clock.seen[t.rank];
+  m.clock = m.top;
 }
+
+enum { MOST_THREADS = 1024, MOST_BLOCKS = 4 }; /* at once, of clusters that need not be */
 
 static void launch(u64 seed) {
   m.random = seed * 0x9e3779b97f4a7c15u + 0x1234567;
@@ -685,8 +719,9 @@ static void launch(u64 seed) {
   static const u32 eagerness[] = {0, 0, 64, 16, 4};
   m.eagerness = eagerness[host_random(5)];
   m.leader = host_random(32);
-  const HostIndex n = {m.grid.x / m.cluster.x, m.grid.y / m.cluster.y, m.grid.z / m.cluster.z};
-  const u32 clusters = n.x * n.y * n.z, size = m.cluster.x * m.cluster.y * m.cluster.z;
+  m.cluster_blocks = m.cluster.x * m.cluster.y * m.cluster.z;
+  const u32 clusters = m.grid.x * m.grid.y * m.grid.z / m.cluster_blocks;
+  const u32 at_once = 1 + host_random(3);
   std::vector<u32> order(clusters);
   for (u32 k = 0; k < clusters; k++) {
     const u32 at = host_random(k + 1);
@@ -694,30 +729,21 @@ static void launch(u64 seed) {
     order[at] = k;
   }
   if (m.together) {
-    if (size > 1) host_fail(0, "blocks that wait for each other and have clusters: not emulated");
-    if ((u64)clusters * m.block_threads > MANY / 2)
-      host_fail(0, "%u blocks that wait for each other are too many", clusters);
-    run_together(order, n);
+    if ((u64)clusters * m.cluster_blocks * m.block_threads > MANY / 2)
+      host_fail(0, "%u blocks that wait for each other are too many", clusters * m.cluster_blocks);
+    run_clusters(order);
     return;
   }
-  m.n_clock = size * m.block_threads + MAX_ENGINES;
-  m.blocks.resize(size);
   m.waiting = order;
   while (!m.waiting.empty()) {
-    const u32 c = m.waiting.back();
-    m.waiting.pop_back();
-    m.no_more = false;
-    const HostIndex first = {c % n.x * m.cluster.x, c / n.x % n.y * m.cluster.y,
-                             c / n.x / n.y * m.cluster.z};
-    m.engines = 0;
-    for (u32 k = 0; k < size; k++) make_block(m.blocks[k], first, k);
-    run_cluster();
-    while (!m.pending.empty()) advance(host_random((u32)m.pending.size()));
-    for (Block &b : m.blocks) end_block(b);
-    for (Block &b : m.blocks)
-      for (Thread &t : b.threads)
-        if (t.clock.seen[t.rank] > m.top) m.top = t.clock.seen[t.rank];
-    m.clock = m.top;
+    std::vector<u32> now;
+    do {
+      now.push_back(m.waiting.back());
+      m.waiting.pop_back();
+    } while (!m.waiting.empty() && now.size() < at_once &&
+             (now.size() + 1) * m.cluster_blocks <= MOST_BLOCKS &&
+             (now.size() + 1) * m.cluster_blocks * m.block_threads <= MOST_THREADS);
+    run_clusters(now);
   }
 }
 
@@ -742,9 +768,10 @@ struct HostBuffer {
 /* Launch the kernel of a library. buffers: memory that is shared with a child. args: for each
  * parameter its address, of a pointer or a tensor map. Returns 0, or 1 with the error. */
 extern "C" int host_run(const char *library, const u32 grid[3], const u32 cluster[3], u32 threads,
-                        u32 together, u32 shared_bytes, const HostBuffer *buffers, u32 n_buffers,
-                        void **args, u64 seed, u32 may_be_unwritten, char *error, u32 error_size,
-                        int *line, char *text, u32 text_size, char *facts, u32 facts_size) {
+                        u32 together, u32 dependent, u32 shared_bytes, const HostBuffer *buffers,
+                        u32 n_buffers, void **args, u64 seed, u32 may_be_unwritten, char *error,
+                        u32 error_size, int *line, char *text, u32 text_size, char *facts,
+                        u32 facts_size) {
   report = (Report *)mmap(nullptr, sizeof *report, PROT_READ | PROT_WRITE,
                           MAP_SHARED | MAP_ANONYMOUS, -1, 0);
   const pid_t child = fork();
@@ -758,6 +785,7 @@ extern "C" int host_run(const char *library, const u32 grid[3], const u32 cluste
     m.cluster = {cluster[0], cluster[1], cluster[2]};
     m.block_threads = threads;
     m.together = together;
+    m.dependent = dependent;
     m.shared_bytes = shared_bytes;
     m.may_be_unwritten = may_be_unwritten;
     m.global.resize(n_buffers);

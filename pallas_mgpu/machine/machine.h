@@ -1,9 +1,9 @@
 /* The emulated machine: what its files share.
  *
- * One cluster of blocks runs at a time. Every CUDA thread is a fiber; a scheduler picks one at
- * random, seeded, and lets it run until it must wait. Copies and matrix products are operations of
- * engines, which are carried out later, at moments the scheduler picks: with nothing left to run
- * at the latest.
+ * A few clusters of blocks run at a time, as many as the seed says. Every CUDA thread is a fiber; a
+ * scheduler picks one at random, seeded, and lets it run until it must wait. Copies and matrix
+ * products are operations of engines, which are carried out later, at moments the scheduler picks:
+ * with nothing left to run at the latest.
  *
  * Order is checked, not only tried out. Each thread carries vector clocks over all agents: `seen`,
  * what is ordered before it, and `fenced`, what is so and passed a proxy fence on the way, of
@@ -47,8 +47,9 @@ struct TensorOrder {
 /* one entry for each agent */
 struct Clock {
   std::vector<u32> seen, fenced[2]; /* of shared, of global memory */
-  TensorOrder carried; /* accesses of tensor memory that a tcgen05.fence::before_thread_sync, or a
-                          commit, stands behind: a fence::after_thread_sync makes use of it */
+  bool launched = false; /* it comes after the launches before this one (griddepcontrol.wait) */
+  TensorOrder carried;   /* accesses of tensor memory that a tcgen05.fence::before_thread_sync, or a
+                            commit, stands behind: a fence::after_thread_sync makes use of it */
   void resize(size_t n, u32 value);
   void join(const Clock &other);
   void meet(const Clock &other); /* what both know */
@@ -64,15 +65,16 @@ struct Mark {
   u32 write, read; /* by the clock of the one who did it */
   u16 writer, reader;
   u16 write_line, read_line;
-  u8 barrier; /* part of an mbarrier */
-  u8 atomic;  /* the writes were atomic: another atomic needs no order behind them */
+  u16 wrote, was_read; /* clusters, for global memory; 0: none */
+  u8 barrier;          /* part of an mbarrier */
+  u8 atomic;           /* the writes were atomic: another atomic needs no order behind them */
 };
 
 /* Reads by engines, of 16 bytes: which of them, by whom and when. */
 struct EngineReads {
   u32 n;
   struct {
-    u16 who, line, mask;
+    u16 who, line, mask, cluster;
     u32 when;
   } at[MAX_READERS];
 };
@@ -103,6 +105,7 @@ struct Stamp {
   u32 when;
   int line;
   const Clock *known;
+  u16 cluster;
 };
 void engine_reads(Region &r, size_t at, size_t n, const Stamp &s, void *to);
 /* update: it may come in any order with other updates and atomics */
@@ -157,6 +160,7 @@ struct Thread : HostThread {
   bool done;
   int line;
   std::string waits_for;
+  i64 site = -1; /* of the check that ends its wait */
   Clock clock;
   BulkGroup open_group;
   std::vector<BulkGroup> groups;
@@ -230,6 +234,8 @@ struct Warpgroup {
 
 struct Block {
   HostIndex index, in_cluster;
+  u16 cluster;  /* number among those of the launch, from 1 */
+  bool no_more; /* of its cluster's first block: try_cancel has told that nothing is left */
   Region shared;
   TensorMemory tensor;
   std::vector<Thread> threads;
@@ -299,8 +305,11 @@ struct Agent {
 
 struct Machine {
   HostIndex grid, cluster;
-  bool together; /* blocks wait for each other: all of them run at once */
-  bool polled;   /* a thread looks again and again: engines must move too */
+  bool together;  /* blocks wait for each other: all of them run at once */
+  bool dependent; /* the launch may begin before the one before it has ended */
+  u32 cluster_blocks;
+  std::vector<HostIndex> began; /* first blocks of clusters, by their number - 1 */
+  bool polled;                  /* a thread looks again and again: engines must move too */
   std::map<const void *, Semaphore> semaphores; /* by their word */
   u32 block_threads, shared_bytes, n_clock;     /* entries of a clock */
   u64 random;
@@ -316,7 +325,6 @@ struct Machine {
   std::vector<std::shared_ptr<Operation>> pending; /* copies, and the products of warps in front */
   u32 tensor_ctas;          /* what all tcgen05 instructions of the launch have, 0: none yet */
   std::vector<u32> waiting; /* clusters that have not begun */
-  bool no_more;             /* the cluster was told that no other could be cancelled */
   std::vector<Region> global;
   Thread *self;
 };
@@ -351,5 +359,20 @@ void host_fragment_a(u8 type, const u32 *registers, u32 l, f32 *a);
 void host_accumulate(u8 acc, u32 *d, u32 i, f32 s);
 
 static inline Thread *host_thread() { return m.self; }
+
+/* The blocks of one cluster, by rank. */
+struct Cluster {
+  Block *first;
+  Block *begin() const { return first; }
+  Block *end() const { return first + m.cluster_blocks; }
+  Block &operator[](size_t rank) const { return first[rank]; }
+  size_t size() const { return m.cluster_blocks; }
+};
+static inline u32 host_rank_of(const Block &b) {
+  return (u32)(&b - &m.blocks[0]) % m.cluster_blocks;
+}
+static inline Cluster host_cluster_of(const Block &b) {
+  return {const_cast<Block *>(&b) - host_rank_of(b)};
+}
 
 #endif

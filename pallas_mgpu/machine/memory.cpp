@@ -4,7 +4,7 @@
 static const char *names[] = {"read", "write"};
 
 void Region::forget() {
-  const Mark none = {0, 0, NOBODY, NOBODY, 0, 0, 0, 0};
+  const Mark none = {0, 0, NOBODY, NOBODY, 0, 0, 0, 0, 0, 0};
   marks.assign(size, none);
   for (EngineReads &e : engine_reads) e.n = 0;
   crowds.clear();
@@ -87,6 +87,72 @@ unread(const Region &r, size_t at, u16 reader, const Mark &b, const Stamp &s) {
             at, r.name, whom(reader, text, sizeof text), b.read_line);
 }
 
+/* ---- other clusters, other launches -------------------------------------------------------- */
+
+enum : u16 { SEVERAL = 0xffff }; /* clusters */
+
+static u16 own_cluster(const Stamp *s) { return s ? s->cluster : m.self->block->cluster; }
+
+/* Clusters that do not wait for each other are in no order, whenever they run here. */
+static bool in_no_order(const Region &r) { return r.global && !r.read_only && !m.together; }
+
+static void __attribute__((noreturn)) across(const Region &r, size_t at, int access, int before,
+                                             u16 cluster, int where, const Stamp *s, int line) {
+  char block[64] = "";
+  if (cluster != SEVERAL) {
+    const HostIndex b = m.began[cluster - 1u];
+    snprintf(block, sizeof block, " block %u,%u,%u", b.x, b.y, b.z);
+  }
+  host_fact("kind race");
+  host_fact("lacks grid");
+  host_fact("access touch %s space gmem region %u at %zu line %d by cluster%s", names[before],
+            r.number, at, where, block);
+  host_fact_access(names[access], r, at, own(s), line);
+  host_fail(line, "%s of byte %zu of %s is not ordered behind its %s by another cluster in line %d",
+            names[access], at, r.name, names[before], where);
+}
+
+/* A write of the byte; same: of what is there. Clocks know nothing of other clusters then. */
+static void write_among_clusters(Region &r, Mark &b, size_t at, bool same, bool update,
+                                 const Stamp *s, int line) {
+  if (!in_no_order(r)) return;
+  const u16 mine = own_cluster(s);
+  const bool wrote = b.wrote && b.wrote != mine, was_read = b.was_read && b.was_read != mine;
+  const bool updates = update && b.atomic;
+  if (wrote && !same && !updates) across(r, at, 1, 1, b.wrote, b.write_line, s, line);
+  if (was_read && !same) across(r, at, 1, 0, b.was_read, b.read_line, s, line);
+  if (wrote && !updates) b.writer = NOBODY;
+  if (was_read) b.reader = NOBODY;
+  else b.was_read = 0;
+  b.wrote = wrote ? SEVERAL : mine;
+}
+
+/* Is the byte one that several clusters wrote alike? */
+static bool read_among_clusters(Region &r, Mark &b, size_t at, const Stamp *s, int line) {
+  if (!in_no_order(r)) return false;
+  const u16 mine = own_cluster(s);
+  if (b.wrote && b.wrote != mine && (b.wrote != SEVERAL || b.atomic))
+    across(r, at, 0, 1, b.wrote, b.write_line, s, line);
+  return b.wrote == SEVERAL;
+}
+
+static void note_cluster(Region &r, Mark &b, const Stamp *s) {
+  if (!in_no_order(r)) return;
+  const u16 mine = own_cluster(s);
+  b.was_read = !b.was_read || b.was_read == mine ? mine : (u16)SEVERAL;
+}
+
+/* The launch before this one may still write what is read, and read what is written. */
+static void behind_launches(const Region &r, size_t at, int access, const Clock &c, const Stamp *s,
+                            int line) {
+  if (!m.dependent || !r.global || c.launched || &r == &m.global.back()) return;
+  host_fact("kind race");
+  host_fact("lacks launch");
+  host_fact("access touch write space gmem region %u at %zu line 0 by launch", r.number, at);
+  host_fact_access(names[access], r, at, own(s), line);
+  host_fail(line, "%s of byte %zu of %s before griddepcontrol.wait", names[access], at, r.name);
+}
+
 /* ---- reads by engines ---------------------------------------------------------------------- */
 
 static u16 mask_of(size_t chunk, size_t at, size_t n) {
@@ -100,28 +166,45 @@ static void note_engine_reads(Region &r, size_t at, size_t n, const Stamp &s) {
   for (size_t chunk = at / 16; chunk * 16 < at + n; chunk++) {
     EngineReads &e = r.engine_reads[chunk];
     u32 k = 0;
-    while (k < e.n && e.at[k].who != s.who) k++;
+    while (k < e.n && (e.at[k].who != s.who || e.at[k].cluster != s.cluster)) k++;
     if (k == MAX_READERS) k = 0; /* the first is forgotten */
     if (k == e.n) {
       e.n++;
       e.at[k].mask = 0;
     }
     e.at[k].who = s.who;
+    e.at[k].cluster = s.cluster;
     e.at[k].when = s.when;
     e.at[k].line = (u16)s.line;
     e.at[k].mask |= mask_of(chunk, at, n);
   }
 }
 
-/* A write by one who knows c must be behind them; then they are of the past. */
-static void behind_engine_reads(Region &r, size_t at, size_t n, const Clock &c, const Stamp *s,
-                                int line) {
+/* The first of the bytes of a chunk that a write changes, or -1. */
+static int changed(const Region &r, size_t chunk, u32 mask, size_t at, const void *from) {
+  for (int k = 0; k < 16; k++) {
+    const size_t byte = chunk * 16 + (size_t)k;
+    if ((mask >> k & 1) && (!from || r.bytes[byte] != ((const u8 *)from)[byte - at])) return k;
+  }
+  return -1;
+}
+
+/* A write by one who knows c must be behind them; then they are of the past. Of those by other
+ * clusters only a change matters. from: what is written, NULL: it is not known. */
+static void behind_engine_reads(Region &r, size_t at, size_t n, const void *from, const Clock &c,
+                                const Stamp *s, int line) {
   if (r.engine_reads.empty()) return;
   for (size_t chunk = at / 16; chunk * 16 < at + n; chunk++) {
     EngineReads &e = r.engine_reads[chunk];
     const u16 mask = mask_of(chunk, at, n);
     for (u32 k = 0; k < e.n; k++) {
       if (!(e.at[k].mask & mask)) continue;
+      if (in_no_order(r) && e.at[k].cluster != own_cluster(s)) {
+        const int byte = changed(r, chunk, e.at[k].mask & mask, at, from);
+        if (byte >= 0)
+          across(r, chunk * 16 + (size_t)byte, 1, 0, e.at[k].cluster, e.at[k].line, s, line);
+        continue;
+      }
       if (c.seen[e.at[k].who] < e.at[k].when)
         unordered(r, chunk * 16 + (u32)__builtin_ctz(e.at[k].mask & mask), 1, "read", e.at[k].who,
                   e.at[k].line, s, line);
@@ -175,10 +258,12 @@ void thread_reads(Region &r, size_t at, size_t n, int line) {
   Thread *t = m.self;
   Mark *marks = marks_of(r);
   const std::vector<u32> &seen = t->clock.seen;
+  behind_launches(r, at, 0, t->clock, nullptr, line);
   for (size_t k = at; k < at + n; k++) {
     Mark &b = marks[k];
     if (b.barrier) in_barrier(r, k, line);
-    if (b.writer == NOBODY) {
+    if (read_among_clusters(r, b, k, nullptr, line)) {
+    } else if (b.writer == NOBODY) {
       if (!r.born_written) uninitialised(r, k, nullptr, line);
     } else if (b.writer == MANY) {
       const std::vector<u32> &write = crowd_of(r, k).write;
@@ -188,6 +273,7 @@ void thread_reads(Region &r, size_t at, size_t n, int line) {
       unordered(r, k, 0, "write", b.writer, b.write_line, nullptr, line);
     }
     note_read(r, b, k, t, line);
+    note_cluster(r, b, nullptr);
   }
 }
 
@@ -238,7 +324,8 @@ static bool both_nan(const Region &r, size_t at, size_t k, const void *from, siz
 void thread_writes(Region &r, size_t at, const void *from, size_t n, int line) {
   Thread *t = m.self;
   Mark *marks = marks_of(r);
-  behind_engine_reads(r, at, n, t->clock, nullptr, line);
+  behind_launches(r, at, 1, t->clock, nullptr, line);
+  behind_engine_reads(r, at, n, from, t->clock, nullptr, line);
   for (size_t k = 0; k < n; k++) {
     Mark &b = marks[at + k];
     u8 value = ((const u8 *)from)[k];
@@ -248,6 +335,7 @@ void thread_writes(Region &r, size_t at, const void *from, size_t n, int line) {
       value = r.bytes[at + k];
     }
     if (b.barrier) in_barrier(r, at + k, line);
+    write_among_clusters(r, b, at + k, same, false, nullptr, line);
     if (!same && !reads_are_ordered(r, b, at + k, t))
       unordered(r, at + k, 1, "read", reader_of(r, b, at + k, t), b.read_line, nullptr, line);
     if (!write_is_ordered(r, b, at + k, t)) {
@@ -269,11 +357,13 @@ void thread_writes(Region &r, size_t at, const void *from, size_t n, int line) {
 static void thread_updates(Region &r, size_t at, size_t n, int line) {
   Thread *t = m.self;
   Mark *marks = marks_of(r);
-  behind_engine_reads(r, at, n, t->clock, nullptr, line);
+  behind_launches(r, at, 1, t->clock, nullptr, line);
+  behind_engine_reads(r, at, n, nullptr, t->clock, nullptr, line);
   for (size_t k = at; k < at + n; k++) {
     Mark &b = marks[k];
     if (b.barrier) in_barrier(r, k, line);
-    if (b.writer == NOBODY && !r.born_written) uninitialised(r, k, nullptr, line);
+    if (b.writer == NOBODY && !b.wrote && !r.born_written) uninitialised(r, k, nullptr, line);
+    write_among_clusters(r, b, k, false, true, nullptr, line);
     if (!reads_are_ordered(r, b, k, t))
       unordered(r, k, 1, "read", reader_of(r, b, k, t), b.read_line, nullptr, line);
     if (write_is_ordered(r, b, k, t)) {
@@ -296,10 +386,12 @@ void engine_reads(Region &r, size_t at, size_t n, const Stamp &s, void *to) {
   const Clock &c = *s.known;
   const std::vector<u32> &fenced = c.fenced[r.global];
   Mark *marks = marks_of(r);
+  behind_launches(r, at, 0, c, &s, s.line);
   for (size_t k = at; k < at + n; k++) {
-    const Mark &b = marks[k];
+    Mark &b = marks[k];
     if (b.barrier) in_barrier(r, k, s.line);
-    if (b.writer == NOBODY) {
+    if (read_among_clusters(r, b, k, &s, s.line)) {
+    } else if (b.writer == NOBODY) {
       if (!r.born_written) uninitialised(r, k, &s, s.line);
     } else if (is_engine(b.writer)) {
       if (c.seen[b.writer] < b.write)
@@ -323,10 +415,12 @@ void engine_writes(Region &r, size_t at, const void *from, size_t n, const Stamp
   const Clock &c = *s.known;
   const std::vector<u32> &fenced = c.fenced[r.global];
   Mark *marks = marks_of(r);
-  behind_engine_reads(r, at, n, c, &s, s.line);
+  behind_launches(r, at, 1, c, &s, s.line);
+  behind_engine_reads(r, at, n, update ? nullptr : from, c, &s, s.line);
   for (size_t k = at; k < at + n; k++) {
     Mark &b = marks[k];
     if (b.barrier) in_barrier(r, k, s.line);
+    write_among_clusters(r, b, k, r.bytes[k] == ((const u8 *)from)[k - at], update, &s, s.line);
     if (b.reader == MANY) {
       const std::vector<u32> &read = crowd_of(r, k).read;
       if (!all_seen(read, c.seen, ~0u))
@@ -336,7 +430,8 @@ void engine_writes(Region &r, size_t at, const void *from, size_t n, const Stamp
       if (c.seen[b.reader] < b.read) unordered(r, k, 1, "read", b.reader, b.read_line, &s, s.line);
       if (!r.global && fenced[b.reader] < b.read) unread(r, k, b.reader, b, s);
     }
-    if (update && b.writer == NOBODY && !r.born_written) uninitialised(r, k, &s, s.line);
+    if (update && b.writer == NOBODY && !b.wrote && !r.born_written)
+      uninitialised(r, k, &s, s.line);
     if (update && b.atomic) {
     } else if (b.writer == MANY) {
       const std::vector<u32> &write = crowd_of(r, k).write;
@@ -427,16 +522,18 @@ extern "C" void host_store_shared(u32 a, const void *s, u32 bytes, int line) {
 /* Addresses of the window of the cluster have the number of the block, plus one, in the top byte.
  */
 extern "C" u32 host_peer_offset(u32 rank, int line) {
-  if (rank >= m.blocks.size())
-    host_fail(line, "mapa: block %u of a cluster of %zu", rank, m.blocks.size());
-  return m.blocks[rank].shared.base + ((rank + 1) << 24) - m.self->block->shared.base;
+  const Cluster cluster = host_cluster_of(*m.self->block);
+  if (rank >= cluster.size())
+    host_fail(line, "mapa: block %u of a cluster of %zu", rank, cluster.size());
+  return cluster[rank].shared.base + ((rank + 1) << 24) - m.self->block->shared.base;
 }
 
 static Block &peer(u32 a, const char *what, int line) {
   const u32 rank = (a >> 24) - 1;
-  if (rank >= m.blocks.size()) host_fail(line, "%s at 0x%x, in no block", what, a);
-  if (!m.blocks[rank].alive) host_fail(line, "%s: the other block has ended", what);
-  return m.blocks[rank];
+  const Cluster cluster = host_cluster_of(*m.self->block);
+  if (rank >= cluster.size()) host_fail(line, "%s at 0x%x, in no block", what, a);
+  if (!cluster[rank].alive) host_fail(line, "%s: the other block has ended", what);
+  return cluster[rank];
 }
 
 extern "C" void host_load_cluster(void *d, u32 a, u32 bytes, int line) {

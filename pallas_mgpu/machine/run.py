@@ -335,9 +335,24 @@ def run_program(text, info, args, outs, seed=0):
     return run_bytes(text, info, data, len(args), seed)
 
 
+def _check_alignment(text, info):
+    """A swizzle permutes 8 rows at a multiple of their size, so a tile of it begins there."""
+    for k, line in enumerate(text.splitlines(), 1):
+        found = re.match(
+            r" *const u32 (\w+) = smem \+ (\d+)(?: \+ wg \* (\d+))?;.*swizzle (\d+)", line
+        )
+        if found and (int(found[2]) | int(found[3] or 0)) % (8 * int(found[4])):
+            what = (
+                f"'{found[1]}' begins at byte {found[2]} of shared memory, which is no multiple of"
+                f" {8 * int(found[4])}, as its swizzle needs"
+            )
+            raise HostError(f"{info['entry']}: {what}{describe(text, k)}", what, k)
+
+
 def run_bytes(text, info, data, n_args, seed=0, *, written=False, unwritten_ok=False):
     """The same for the bytes of all parameters, of which the last are outputs. ``written``: what
     those hold counts as written; ``unwritten_ok``: reading what was never written is no error."""
+    _check_alignment(text, info)
     library = compile_kernel(text, info["entry"])
     same = [k if alias < 0 else alias for k, (*_, alias) in enumerate(info["params"])]
     aligns = [p[2] for p in info["params"]]
@@ -400,6 +415,7 @@ def launch(
         (ctypes.c_uint32 * 3)(*info["cluster"]),
         ctypes.c_uint32(info["block"]),
         ctypes.c_uint32(info.get("meets_blocks", 0)),
+        ctypes.c_uint32(info.get("pdl", 0)),
         ctypes.c_uint32(info["smem_bytes"]),
         buffers,
         ctypes.c_uint32(len(buffers)),

@@ -86,8 +86,9 @@ struct Reader {
   u32 own, base; /* where shared memory begins in the one that issues, and in this one */
   Stamp stamp;
   void chunk(u32 address, u32 *to) const {
-    const size_t at =
-        shared_offset(*block, address - own + base, 16, 16, "tcgen05", stamp.line);
+    /* a descriptor has 18 bits of an address */
+    const u32 at_base = ((address - own) & 0x3ffffu) + base;
+    const size_t at = shared_offset(*block, at_base, 16, 16, "tcgen05", stamp.line);
     engine_reads(block->shared, at, 16, stamp, to);
   }
 };
@@ -112,7 +113,8 @@ static void read_k_major(const Reader &r, const Matrix &x, u8 type, u32 n, u32 b
 static void read_mn_major(const Reader &r, const Matrix &x, u8 type, u32 n, u32 depth, f32 *to,
                           u32 pitch) {
   const u32 bits = host_element_bits(type), of_chunk = 128 / bits, bytes = n * bits / 8;
-  if (bits < 8) host_fail(r.stamp.line, "elements of %u bits that are not contiguous along K", bits);
+  if (bits < 8)
+    host_fail(r.stamp.line, "elements of %u bits that are not contiguous along K", bits);
   if (x.span == 16) host_fail(r.stamp.line, "an MN-major matrix without a swizzle");
   if (x.start % x.span && x.start % x.span + bytes > x.span)
     host_fail(r.stamp.line, "a matrix that begins inside a row of its swizzle, and goes on behind");
@@ -133,9 +135,9 @@ struct Instruction {
   u32 m, n, depth; /* depth: along K, of B */
   u8 d, a, b;      /* types */
   bool a_mn_major, b_mn_major;
-  u32 selector;    /* of sparsity */
-  u32 a_id, b_id;  /* which byte of 32 bits the scales begin at */
-  bool power;      /* scales are ue8m0, else ue4m3 */
+  u32 selector;   /* of sparsity */
+  u32 a_id, b_id; /* which byte of 32 bits the scales begin at */
+  bool power;     /* scales are ue8m0, else ue4m3 */
 };
 
 static u8 type_of(u8 kind, u32 code, int line) {
@@ -166,8 +168,8 @@ static void check_shape(const HostTcgen05 &x, const Instruction &i, int line) {
   const bool integer = x.kind == HOST_KIND_i8;
   u32 step = x.pair ? 16 : 8;
   if (integer) step = x.pair ? 32 : i.n > 32 ? 16 : 8;
-  const bool m_ok = x.pair ? i.m == 128 || i.m == 256
-                           : i.m == 128 || (i.m == 64 && !is_scaled(x.kind));
+  const bool m_ok =
+      x.pair ? i.m == 128 || i.m == 256 : i.m == 128 || (i.m == 64 && !is_scaled(x.kind));
   if (!m_ok) host_fail(line, "tcgen05.mma with M %u", i.m);
   if (!i.n || i.n > 256 || i.n % step) host_fail(line, "tcgen05.mma with M %u, N %u", i.m, i.n);
 }
@@ -197,7 +199,8 @@ static Instruction decode(const HostTcgen05 &x, int line) {
       host_fail(line, "reserved bits of the instruction descriptor 0x%08x", w);
     static const u8 types[] = {HOST_f16, HOST_f32, HOST_s32};
     const u32 code = w >> 4 & 3;
-    const bool legal = x.kind == HOST_KIND_i8 ? code == 2 : code == 1 || (code == 0 && x.kind != HOST_KIND_tf32);
+    const bool legal =
+        x.kind == HOST_KIND_i8 ? code == 2 : code == 1 || (code == 0 && x.kind != HOST_KIND_tf32);
     if (!legal) host_fail(line, "an instruction descriptor with type %u of D", code);
     i.d = types[code];
     i.m = (w >> 24 & 31) * 16;
@@ -214,7 +217,7 @@ struct Mma : TensorOp {
   void execute() override;
   Block &half(bool second) { return second ? *other : *block; }
   Reader reader(Block &b) const {
-    return {&b, block->shared.base, b.shared.base, {who, when, line, &clock}};
+    return {&b, block->shared.base, b.shared.base, {who, when, line, &clock, b.cluster}};
   }
   u32 cell(Block &b, u32 lane, u32 column) {
     return tensor_read(b, lane, column, known, who, when, line);
@@ -362,7 +365,8 @@ void Mma::execute() {
         for (u32 c = 0; c < i.n; c++) part[c] += y * z[c];
       }
       const f32 s = x.scales ? scale_a(r, p) : 1;
-      for (u32 c = 0; c < i.n; c++) sum[c] += x.scales ? part[c] * (s * b_scale[p * i.n + c]) : part[c];
+      for (u32 c = 0; c < i.n; c++)
+        sum[c] += x.scales ? part[c] * (s * b_scale[p * i.n + c]) : part[c];
     }
     for (u32 c = 0; c < i.n; c++) {
       Block *to;
@@ -381,7 +385,7 @@ extern "C" void host_tcgen05_mma(const HostTcgen05 *x, int line) {
   o->i = decode(*x, line);
   o->other = nullptr;
   if (x->pair) {
-    if ((m.self->block - &m.blocks[0]) % 2)
+    if (host_rank_of(*m.self->block) % 2)
       host_fail(line, "the second block of a pair issues for both");
     o->other = &host_pair_of(*m.self->block, line);
   }
@@ -406,7 +410,7 @@ struct TensorCopy : TensorOp {
  * bytes in a row, the others one. */
 void TensorCopy::copy(Block &b) {
   const Matrix w = matrix_of(x.low, x.high, "the matrix", line);
-  const Reader r = {&b, block->shared.base, b.shared.base, {who, when, line, &clock}};
+  const Reader r = {&b, block->shared.base, b.shared.base, {who, when, line, &clock, b.cluster}};
   const u32 rows = x.shape == HOST_32x128b ? 32 : x.shape == HOST_64x128b ? 64 : 128;
   const u32 chunks = x.shape == HOST_128x256b ? 2 : 1, copies = 128 / rows;
   if (w.span > 16 && w.start % w.span + chunks * 16 > w.span)
@@ -477,11 +481,12 @@ bool Cancel::step() {
 extern "C" void host_try_cancel(u32 result, u32 barrier, int line) {
   Thread *t = m.self;
   if (m.together) host_fail(line, "try_cancel in blocks that wait for each other");
-  if (m.no_more)
+  const Cluster cluster = host_cluster_of(*t->block);
+  if (cluster[0].no_more)
     host_fail(line, "clusterlaunchcontrol.try_cancel behind an answer that there is nothing left");
   std::shared_ptr<Answer> answer = std::make_shared<Answer>();
   t->line = line;
-  for (Block &b : m.blocks) {
+  for (Block &b : cluster) {
     std::shared_ptr<Cancel> o = std::make_shared<Cancel>();
     o->line = line;
     o->block = &b;
@@ -500,7 +505,7 @@ extern "C" bool host_query_cancel(u32 result, u32 *block, int line) {
   u32 words[4];
   host_load_shared(words, result, 16, line);
   if (words[0] > 1) host_fail(line, "query_cancel of 16 bytes that are no answer");
-  if (!words[0]) m.no_more = true;
+  if (!words[0]) host_cluster_of(*m.self->block)[0].no_more = true;
   for (u32 k = 0; k < 3; k++) block[k] = words[0] ? words[k + 1] : 0xdeadbeef;
   return words[0];
 }

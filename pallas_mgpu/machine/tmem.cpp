@@ -5,9 +5,9 @@
  * until wait::ld, where its registers, poison until then, get their values; a store until wait::st.
  *
  * Each cell remembers its last write and the reads since. An access must come behind them, by the
- * order that tcgen05 has: instructions of one thread's tensor core are in order; a thread knows what
- * it waited for (wait::ld, wait::st); what others did it knows by fence::after_thread_sync behind a
- * synchronisation that carries their fence::before_thread_sync or their commit. */
+ * order that tcgen05 has: instructions of one thread's tensor core are in order; a thread knows
+ * what it waited for (wait::ld, wait::st); what others did it knows by fence::after_thread_sync
+ * behind a synchronisation that carries their fence::before_thread_sync or their commit. */
 #include "machine.h"
 
 enum { LANES = 128, COLUMNS = 512 };
@@ -99,10 +99,11 @@ void host_tensor_group(u32 ctas, int line) {
 }
 
 Block &host_pair_of(Block &b, int line) {
-  const u32 rank = (u32)(&b - &m.blocks[0]);
-  if (m.together || (rank ^ 1) >= m.blocks.size())
-    host_fail(line, "cta_group::2 in a cluster of %zu blocks", m.together ? 1 : m.blocks.size());
-  Block &other = m.blocks[rank ^ 1];
+  const Cluster cluster = host_cluster_of(b);
+  const u32 rank = host_rank_of(b);
+  if ((rank ^ 1) >= cluster.size())
+    host_fail(line, "cta_group::2 in a cluster of %zu blocks", cluster.size());
+  Block &other = cluster[rank ^ 1];
   if (!other.alive) host_fail(line, "the other block of the pair has ended");
   return other;
 }
@@ -408,7 +409,8 @@ void host_tensor_ends(Block &b) {
       for (Thread &other : o.threads)
         awaited |= other.clock.seen[t.tensor] >= host_when(t.tensor_access);
     if (!awaited)
-      host_fail((int)t.tensor_line, "the block ends and nobody waited for this instruction of the "
-                                    "tensor core: no commit behind it was awaited");
+      host_fail((int)t.tensor_line,
+                "the block ends and nobody waited for this instruction of the "
+                "tensor core: no commit behind it was awaited");
   }
 }

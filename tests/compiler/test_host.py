@@ -523,3 +523,75 @@ def test_copies_of_what_was_stored_to_gmem(run):
     got = run(body, (X, X), X, scratch_types=scratch)
     np.testing.assert_array_equal(got[0], X * 2)
     np.testing.assert_array_equal(got[1], X * 2)
+
+
+# ---- what other judges cannot see ----------------------------------------------------------------
+
+
+def test_swizzled_tiles_are_aligned():
+    """A tile that begins inside of the pattern of its swizzle."""
+    text = "const u32 tile = smem + %d; // smem float16[8,64], tiled (8, 64), swizzle 128\n"
+    execute(text % 1024, outs=[zeros()])
+    refused("'tile' begins at byte 1152 .* multiple of 1024", text % 1152, outs=[zeros()])
+
+
+def test_descriptors_take_18_bits_of_an_address():
+    """Addresses have more under some seeds; products are right under all (tests of products)."""
+    body = "if (tid == 0) { u32 x = smem >> 18; st_global<u32, 1>(a, &x); }"
+    seen = set()
+    for seed in range(16):
+        got = zeros(1)
+        text, info = program(body, ["u32* a"], [got])
+        host.run_program(text, info, [], [got], seed)
+        seen.add(int(got[0]))
+    assert len(seen) == 2
+
+
+GRID = {"grid": (6, 1, 1)}
+
+
+def test_clusters_are_in_no_order():
+    """One after the other or at once: a byte that two of them change, or that one reads."""
+    block = "u32 x = blockIdx.x, y; if (tid == 0) "
+    refused("its write by", block + "st_global<u32, 1>(a, &x);", outs=[zeros()], **GRID)
+    body = block + "{ st_global<u32, 1>(a + x, &x); ld_global<u32, 1>(&y, a + 5 - x); }"
+    refused("its (write|read) by|never written", body, outs=[zeros()], **GRID)
+    same = "u32 x = 7; if (tid == 0) st_global<u32, 1>(a, &x);"
+    assert execute(same, outs=[zeros(1)], **GRID) == 7
+    add = "if (tid == 0) red_add_u32_global(b, 1u);"
+    total = zeros(1)
+    text, info = program(add, ["u32* b"], [total], **GRID)
+    info["params"] = [("uint32", (1,), 256, -1)]
+    with pytest.raises(host.HostError, match="never written"):
+        host.run_program(text, info, [], [total])
+
+
+def test_clusters_overlap_in_time():
+    """Blocks spin until others have begun: some seeds run enough of them at once."""
+    body = "if (tid == 0) { atom_add_u32_global((u32*)a, 1u); %s }"
+    spin = "u32 y; int n = 0; do { y = *(volatile u32*)a; host_yield_poll(); }"
+    spin += " while (y < 2 && ++n < 200);"
+    spin += ' if (blockIdx.x == 0 && y < 2) host_fail(1, "alone");'
+    ends = []
+    for seed in range(12):
+        count = zeros(1)
+        text, info = program(body % spin, ["u32* a"], [count], grid=(2, 1, 1))
+        try:
+            host.run_bytes(text, info, [count.view(np.uint8)], 0, seed, written=True)
+            ends.append("together")
+        except host.HostError as e:
+            assert "alone" in str(e)
+            ends.append("alone")
+    assert set(ends) == {"together", "alone"}
+
+
+@pytest.mark.parametrize("access", ["ld_global<u32, 1>(&x, a);", "st_global<u32, 1>(b, &x);"])
+def test_launches_that_overlap(access):
+    """Memory is touched behind griddepcontrol.wait, or behind a thread that waited."""
+    x = np.ones(1, np.uint32)
+    body = "u32 x = 3; %s if (tid == 0) { " + access + " }"
+    options = dict(ins=[x], outs=[zeros(1)], pdl=True)
+    refused("before griddepcontrol.wait", body % "", **options)
+    execute(body % "griddepcontrol_wait();", **options)
+    execute(body % "if (tid == 70) griddepcontrol_wait(); warpgroup_sync(0);", **options)
+    refused("before griddepcontrol.wait", body % "if (tid == 70) griddepcontrol_wait();", **options)

@@ -1,0 +1,92 @@
+// Checks of PALLAS_MGPU_SANITIZE. The record, words of global memory: is there one, site, value,
+// block x, y, z, thread of the block.
+
+//! sanitizer_note
+// the first failure of the launch stays
+FN void sanitizer_note(u32* s, u32 site, i32 value) {
+  u32 was;
+  asm volatile("atom.relaxed.gpu.global.cas.b32 %0, [%1], 0, 1;" : "=r"(was) : "l"(s) : "memory");
+  if (was) return;
+  const u32 words[6] = {site, (u32)value, blockIdx.x, blockIdx.y, blockIdx.z, threadIdx.x};
+  for (int k = 0; k < 6; k++)
+    asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" :: "l"(s + 1 + k), "r"(words[k]) : "memory");
+}
+
+//! sanitizer_stopped
+FN bool sanitizer_stopped(const u32* s) {
+  u32 r;
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(r) : "l"(s) : "memory");
+  return r != 0;
+}
+
+//! index_outside
+FN bool index_outside(i32 i, i32 limit, u32 site, u32* s) {
+  if (i >= 0 && i <= limit) return false;
+  sanitizer_note(s, site, i);
+  return true;
+}
+
+//! nanoseconds
+FN u64 nanoseconds() {
+  u64 t;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(t));
+  return t;
+}
+
+//! wait_is_late
+// Of a wait that began at `start`: has it lasted too long, or has another one failed some time ago?
+FN bool wait_is_late(u64 start, u32 site, u32* s) {
+  const u64 t = nanoseconds() - start;
+  if (t > 5000000000ull) {
+    sanitizer_note(s, site, 0);
+    return true;
+  }
+  return t > 100000000ull && sanitizer_stopped(s);
+}
+
+//! mbarrier_wait_timed
+FN bool mbarrier_wait_timed(u32 b, u32 parity, u32 site, u32* s) {
+  const u64 start = nanoseconds();
+  while (!mbarrier_test(b, parity))
+    if (wait_is_late(start, site, s)) return true;
+  return false;
+}
+
+//! mbarrier_wait_cluster_timed
+FN bool mbarrier_wait_cluster_timed(u32 b, u32 parity, u32 site, u32* s) {
+  if (mbarrier_wait_timed(b, parity, site, s)) return true;
+  mbarrier_wait_cluster(b, parity);
+  return false;
+}
+
+//! semaphore_wait_timed
+template <bool SYSTEM> FN bool semaphore_wait_timed(const u32* w, u32 n, u32 site, u32* s) {
+  const u64 start = nanoseconds();
+  while (semaphore_load<SYSTEM>(w) < n)
+    if (wait_is_late(start, site, s)) return true;
+  semaphore_acquire<SYSTEM>();
+  return false;
+}
+
+//! semaphore_take_timed
+template <bool SYSTEM> FN bool semaphore_take_timed(u32* w, u32 n, u32 site, u32* s) {
+  if (semaphore_wait_timed<SYSTEM>(w, n, site, s)) return true;
+  semaphore_take<SYSTEM>(w, n);
+  return false;
+}
+
+//! block_semaphore_wait_timed
+FN bool block_semaphore_wait_timed(u32 w, u32 n, u32 site, u32* s) {
+  const u64 start = nanoseconds();
+  while ((u32)block_semaphore_read(w) < n)
+    if (wait_is_late(start, site, s)) return true;
+  block_semaphore_wait(w, n);
+  return false;
+}
+
+//! block_semaphore_take_timed
+FN bool block_semaphore_take_timed(u32 w, u32 n, u32 site, u32* s) {
+  if (block_semaphore_wait_timed(w, n, site, s)) return true;
+  block_semaphore_take(w, n);
+  return false;
+}

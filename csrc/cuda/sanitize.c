@@ -1,0 +1,163 @@
+/* What a program checks by itself, with PALLAS_MGPU_SANITIZE or on the emulated machine.
+ *
+ * Before an access, the dynamic starts of its view and the coordinates of blocks are compared with
+ * their limits; a wait gives up after some seconds. The first failure is noted in a record in
+ * global memory, with the number of its site; then the lanes return from the kernel, and others
+ * that wait for them follow when they see the record. Nothing traps, which would cost the products
+ * their overlap and the process its CUDA context. What lies outside of an argument is clipped by
+ * copies, so their side in global memory is not checked; nor are arrays of indices, and accesses
+ * under a mask that is an array. */
+#include <inttypes.h>
+#include <stdio.h>
+
+#include "gen.h"
+
+static uint32_t add_site(pm_gen *e, pm_opid op, pm_program_site s) {
+  const pm_op *o = pm_get(e->g, op);
+  s.op = pm_ops[o->code].text;
+  s.file = o->line ? e->g->strings.at[o->file] : NULL;
+  s.line = o->line;
+  pm_vec_push(e->arena, &e->sites, s);
+  return e->sites.n - 1;
+}
+
+static const char *ref_name(pm_gen *e, pm_val view) {
+  const uint32_t name = pm_value_of(e->g, pm_view_base(e->g, view))->name;
+  return name ? e->g->strings.at[name] : "a ref";
+}
+
+/* All lanes that go on together stop together. */
+static void stop_if(pm_gen *e, const char *condition) {
+  if (e->lane) pm_line(e, "if (%s) return;", condition);
+  else if (e->warps) pm_line(e, "if (warp_any(%s)) return;", condition);
+  else pm_line(e, "if (lanes_any(wg, %s)) return;", condition);
+}
+
+/* ---- indices ------------------------------------------------------------------------------- */
+
+static void check_index(pm_gen *e, pm_opid op, pm_val index, int64_t limit, const char *mask,
+                        pm_program_site s) {
+  int64_t lo, hi;
+  pm_scalar constant;
+  if (pm_range(e->g, index, &lo, &hi) && lo >= 0 && hi <= limit) return;
+  if (pm_constant(e->g, index, &constant) && constant.i >= 0 && constant.i <= limit) return;
+  pm_place(e, op);
+  pm_line(e, "if (%s%sindex_outside(%s, %lld, %uu, sanitizer)) return;", mask, *mask ? " && " : "",
+          pm_scalar_of(e, index), (long long)limit, add_site(e, op, s));
+}
+
+static const char *shape_text(pm_gen *e, const pm_type *t) {
+  pm_text out;
+  pm_text_init(&out, e->arena);
+  pm_put(&out, "(");
+  for (int d = 0; d < t->rank; d++) pm_putf(&out, "%s%" PRId64, d ? ", " : "", t->dim[d]);
+  pm_put(&out, t->rank == 1 ? ",)" : ")");
+  return out.at;
+}
+
+static void check_starts(pm_gen *e, pm_opid op, pm_opid view_op, pm_val view, const char *mask) {
+  const pm_graph *g = e->g;
+  const pm_val of = pm_in(g, view_op, 0);
+  const pm_type *t = pm_typeof(g, of);
+  uint32_t n, n_strides, next = 1;
+  const int64_t *starts = pm_attr_list(g, view_op, PM_ATTR_STARTS, &n);
+  const int64_t *sizes = pm_attr_list(g, view_op, PM_ATTR_SIZES, &n);
+  const int64_t *strides = pm_attr_list(g, view_op, PM_ATTR_STRIDES, &n_strides);
+  for (uint32_t d = 0; d < n; d++) {
+    if (starts[d] != PM_DYNAMIC) continue;
+    const bool dropped = sizes[d] < 1;
+    const int64_t span = dropped ? 1 : (sizes[d] - 1) * (n_strides ? strides[d] : 1) + 1;
+    const pm_program_site s = {.ref = ref_name(e, view),
+                               .shape = shape_text(e, t),
+                               .dim = d,
+                               .size = dropped ? 0 : span,
+                               .of_view = of != pm_view_base(g, view)};
+    check_index(e, op, pm_in(g, view_op, next++), t->dim[d] - span, mask, s);
+  }
+}
+
+static void check_view(pm_gen *e, pm_opid op, pm_val view, const char *mask) {
+  const pm_graph *g = e->g;
+  for (pm_val v = view; pm_value_of(g, v)->def;) {
+    const pm_opid def = pm_value_of(g, v)->def;
+    if (!pm_makes_view(pm_get(g, def)->code)) return;
+    if (pm_get(g, def)->code == PM_OP_INDEX) check_starts(e, op, def, view, mask);
+    if (pm_get(g, def)->code == PM_OP_CLUSTER_REF) {
+      const uint32_t axis = (uint32_t)*pm_attr(g, def, PM_ATTR_DIM);
+      const pm_program_site s = {.ref = ref_name(e, view), .shape = "the cluster", .dim = axis};
+      check_index(e, op, pm_in(g, def, 1), g->cluster[axis] - 1, mask, s);
+    }
+    v = pm_in(g, def, 0);
+  }
+}
+
+/* Text of the condition under which the op accesses memory, "" always; NULL: an array. */
+static const char *mask_of(pm_gen *e, pm_opid op) {
+  const int code = pm_get(e->g, op)->code;
+  const uint32_t k = code == PM_OP_MASKED_LOAD ? 1 : 2;
+  if (code != PM_OP_MASKED_LOAD && code != PM_OP_MASKED_STORE && code != PM_OP_ATOMIC) return "";
+  const pm_val mask = pm_in(e->g, op, k);
+  return pm_is_array(e, mask) ? NULL : pm_at(e, mask, "0");
+}
+
+void pm_check_indices(pm_gen *e, pm_opid op) {
+  const pm_graph *g = e->g;
+  const char *mask = e->options->check_indices ? mask_of(e, op) : NULL;
+  if (!mask) return;
+  const bool copies = pm_has_attr(g, op, PM_ATTR_ENGINE);
+  const bool promised = pm_get(g, op)->code == PM_OP_COPY_G2S &&
+                        *pm_attr(g, op, PM_ATTR_OOB) == PM_OOB_PROMISE_IN_BOUNDS;
+  pm_access a = pm_accesses(op);
+  while (pm_next_access(g, &a)) {
+    if (!a.view || a.where == PM_IN_PHASE) continue;
+    if (a.where == PM_IN_GMEM && copies && !promised) continue;
+    check_view(e, op, a.view, mask);
+  }
+}
+
+/* ---- waits --------------------------------------------------------------------------------- */
+
+void pm_print_wait(pm_gen *e, pm_opid op, const char *function, const char *arguments) {
+  const pm_program_site s = {.waits = true, .ref = ref_name(e, pm_in(e->g, op, 0))};
+  if (!e->options->check_waits) {
+    pm_line(e, "%s(%s);", function, arguments);
+    return;
+  }
+  stop_if(e, pm_str(e, "%s_timed(%s, %uu, sanitizer)", function, arguments, add_site(e, op, s)));
+}
+
+void pm_print_wait_of_one(pm_gen *e, pm_opid op, const char *function, const char *scope,
+                          const char *arguments) {
+  const pm_program_site s = {.waits = true, .ref = ref_name(e, pm_in(e->g, op, 0))};
+  if (!e->options->check_waits) {
+    pm_line(e, "%s%s%s(%s);", e->lane ? "" : pm_str(e, "%s ", pm_elected(e)), function, scope,
+            arguments);
+    if (!e->lane) pm_line(e, "%s", pm_meet(e));
+    return;
+  }
+  const char *call =
+      pm_str(e, "%s_timed%s(%s, %uu, sanitizer)", function, scope, arguments, add_site(e, op, s));
+  if (e->lane) {
+    stop_if(e, call);
+    return;
+  }
+  const char *late = pm_unique(e, "late");
+  pm_line(e, "bool %s = false;", late);
+  pm_line(e, "%s %s = %s;", pm_elected(e), late, call);
+  stop_if(e, late);
+}
+
+/* ---- the record ---------------------------------------------------------------------------- */
+
+void pm_describe_site(const pm_program_site *s, int64_t value, char *buf, size_t n) {
+  char what[64];
+  if (s->waits) {
+    snprintf(buf, n, "%s of '%s' did not end: nothing completed it for %d seconds", s->op, s->ref,
+             PM_SANITIZE_SECONDS);
+    return;
+  }
+  if (s->size) snprintf(what, sizeof what, "range %" PRId64 ":%" PRId64, value, value + s->size);
+  else snprintf(what, sizeof what, "index %" PRId64, value);
+  snprintf(buf, n, "%s out of bounds: %s of dimension %u lies outside %s'%s' of shape %s", s->op,
+           what, s->dim, s->of_view ? "a view of " : "", s->ref, s->shape);
+}
