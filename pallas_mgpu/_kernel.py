@@ -159,7 +159,7 @@ class Definition:
         return out
 
     def output_specs(self, structure, specs):
-        """``[(shape, dtype), ...]`` of the outputs for operands of given ``(shape, dtype)``."""
+        """``[(shape, dtype), ...]`` of the outputs for such operands."""
         batch = Batch(self, structure, specs)
         self.check_operands(batch.in_shapes)
         return [(tuple(s), o.dtype) for s, o in zip(batch.out_shapes, self.outs)]

@@ -1,6 +1,7 @@
 """Ready kernels, written in the public language alone."""
 
 from .attention import AttentionConfig, attention
+from .attention_backward import attention_backward
 from .matmul import FewRowsConfig, MatmulConfig, TensorMemoryConfig, matmul
 from .mixed import MixedConfig, mixed_matmul
 from .norms import NormConfig, layer_norm, rms_norm, softmax
@@ -21,6 +22,7 @@ __all__ = [
     "RaggedConfig",
     "TensorMemoryConfig",
     "attention",
+    "attention_backward",
     "column_sums",
     "layer_norm",
     "layer_norm_backward",

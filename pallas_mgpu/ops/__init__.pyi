@@ -507,3 +507,33 @@ def layer_norm_backward(
     interpret: Interpret = None,
     stream: Stream | None = None,
 ) -> A: ...
+@overload
+def attention_backward(
+    grad: np.ndarray,
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    o: np.ndarray,
+    lse: np.ndarray,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    interpret: Interpret = None,
+    out: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None,
+    stream: Stream | None = None,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]: ...
+@overload
+def attention_backward(
+    grad: A,
+    q: A,
+    k: A,
+    v: A,
+    o: A,
+    lse: A,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    interpret: Interpret = None,
+    out: tuple[A, A, A] | None = None,
+    stream: Stream | None = None,
+) -> tuple[A, A, A]: ...

@@ -293,6 +293,15 @@ def test_norms(rng):
     compare(pj.column_sums, lambda x: x.sum(0), x)
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_attention(causal, rng):
+    def theirs(q, k, v):
+        return jax.nn.dot_product_attention(q, k, v, is_causal=causal)
+
+    q, k, v = half(rng, 1, 50, 4, 64), half(rng, 1, 50, 2, 64), half(rng, 1, 50, 2, 64)
+    compare(lambda q, k, v: pj.attention(q, k, v, causal=causal), theirs, q, k, v)
+
+
 def test_ragged_dot(rng):
     sizes = jnp.asarray([5, 0, 9], jnp.int32)
 

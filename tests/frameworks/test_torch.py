@@ -359,11 +359,24 @@ def test_mixed_matmul():
     compare(lambda x, s: ops.mixed_matmul(x, weights, s), theirs, half(7, 128) * 0.1, scales)
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_attention(causal):
+    def theirs(q, k, v):
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        o = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
+        return o.transpose(1, 2)
+
+    q, k, v = half(1, 100, 4, 64), half(1, 100, 2, 64), half(1, 100, 2, 64)
+    compare(lambda q, k, v: ops.attention(q, k, v, causal=causal), theirs, q, k, v)
+    compare(lambda q, k, v: P.attention(q, k, v, causal), theirs, q, k, v)
+
+
 def checked():
     a, b = half(20, 72).requires_grad_(), half(72, 40).requires_grad_()
     x, w, sizes = half(6, 130).requires_grad_(), half(130).requires_grad_(), [5, 0, 9]
     sizes, r = torch.tensor(sizes, dtype=torch.int32), half(3, 72, 40).requires_grad_()
     ints, plain = torch.randint(-9, 9, (40, 128), dtype=torch.int8), x.detach()
+    q, k = half(1, 33, 2, 64).requires_grad_(), half(1, 40, 1, 64).requires_grad_()
     return {
         "matmul": (a, b, None, None, None, "silu"),
         "rms_norm": (x, w),
@@ -376,6 +389,8 @@ def checked():
         "rms_norm_backward": (plain, plain, w.detach()),
         "layer_norm_backward": (plain, plain, w.detach(), None, True),
         "softmax_backward": (plain, plain),
+        "attention": (q, k, k, True),
+        "attention_lse": (q, k, k),
     }
 
 
