@@ -379,7 +379,7 @@ def attention_backward(grad, q, k, v, o, lse, *, causal=False, scale=None, inter
 
     grad: the gradient of the result, like ``o``; q, k, v, causal, scale: the arguments of
     attention; o, lse: its results, with ``return_lse``. float16 or bfloat16; head_dim 64 or 128;
-    any lengths and numbers of heads. Results repeat bit for bit. out: a tuple of preallocated results.
+    any lengths and numbers of heads. Results repeat bit for bit. out: a tuple of results.
 
     Returns (dq, dk, dv). TypeError, ValueError for other dtypes and shapes, NotImplementedError for
     other head_dims.
