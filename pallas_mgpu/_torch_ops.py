@@ -449,6 +449,151 @@ def mixed_matmul(
     return ops.mixed_matmul(x, weights, out_dtype=_dtype(out_dtype), **options)
 
 
+# ---- what models need besides --------------------------------------------------------------------
+
+
+def _gated_fake(gate, up=None, activation="silu", out_dtype=None):
+    n = gate.shape[-1] if up is not None else gate.shape[-1] // 2
+    return gate.new_empty((*gate.shape[:-1], n), dtype=out_dtype or gate.dtype)
+
+
+def _gated_setup(ctx, inputs, output):
+    gate, up, ctx.activation, _ = inputs
+    ctx.save_for_backward(gate, up)
+
+
+def _gated_backward(ctx, grad):
+    gate, up = ctx.saved_tensors
+    dgate, dup = gated_linear_unit_backward(grad, gate, up, ctx.activation)
+    return dgate, None if up is None else dup, None, None
+
+
+@_operator(_gated_fake, (_gated_setup, _gated_backward))
+def gated_linear_unit(
+    gate: Tensor,
+    up: Tensor | None = None,
+    activation: str = "silu",
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    options = _optional(up=up)
+    return ops.gated_linear_unit(
+        gate, activation=activation, out_dtype=_dtype(out_dtype), **options
+    )
+
+
+def _gated_backward_fake(grad, gate, up=None, activation="silu"):
+    return _like(gate), gate.new_empty((0,)) if up is None else _like(up)
+
+
+@_operator(_gated_backward_fake)
+def gated_linear_unit_backward(
+    grad: Tensor, gate: Tensor, up: Tensor | None = None, activation: str = "silu"
+) -> tuple[Tensor, Tensor]:
+    options = _optional(up=up)
+    found = ops.gated_linear_unit_backward(grad, gate, activation=activation, **options)
+    return (found, gate.new_empty((0,))) if up is None else found
+
+
+def _rotary_fake(x, cos, sin, inverse=False):
+    return _like(x)
+
+
+def _rotary_setup(ctx, inputs, output):
+    _, cos, sin, ctx.inverse = inputs
+    ctx.save_for_backward(cos, sin)
+
+
+def _rotary_backward(ctx, grad):
+    return rotary(grad, *ctx.saved_tensors, not ctx.inverse), None, None, None
+
+
+@_operator(_rotary_fake, (_rotary_setup, _rotary_backward))
+def rotary(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool = False) -> Tensor:
+    return ops.rotary(x, cos, sin, inverse=inverse)
+
+
+def _entropy_fake(logits, targets, ignore_index=-100):
+    one = logits.new_empty(logits.shape[:1], dtype=torch.float32)
+    return one, torch.empty_like(one)
+
+
+def _entropy_setup(ctx, inputs, output):
+    logits, targets, ctx.ignore = inputs
+    ctx.save_for_backward(logits, targets, output[1])
+    ctx.mark_non_differentiable(output[1])
+
+
+def _entropy_backward(ctx, grad, _):
+    logits, targets, lse = ctx.saved_tensors
+    return cross_entropy_backward(grad, logits, targets, lse, ctx.ignore), None, None
+
+
+@_operator(_entropy_fake, (_entropy_setup, _entropy_backward))
+def cross_entropy_lse(
+    logits: Tensor, targets: Tensor, ignore_index: int = -100
+) -> tuple[Tensor, Tensor]:
+    return ops.cross_entropy(logits, targets.to(torch.int32), ignore_index=ignore_index)
+
+
+@_operator(lambda grad, logits, targets, lse, ignore_index=-100: _like(logits))
+def cross_entropy_backward(
+    grad: Tensor, logits: Tensor, targets: Tensor, lse: Tensor, ignore_index: int = -100
+) -> Tensor:
+    targets = targets.to(torch.int32)
+    return ops.cross_entropy_backward(grad, logits, targets, lse, ignore_index=ignore_index)
+
+
+def cross_entropy(logits: Tensor, targets: Tensor, ignore_index: int = -100) -> Tensor:
+    """The losses of the rows of ``logits``: :func:`pallas_mgpu.ops.cross_entropy` without lse.
+    ``targets`` may be int64."""
+    return cross_entropy_lse(logits, targets, ignore_index)[0]
+
+
+def _linear_entropy_fake(x, weight, targets, ignore_index=-100, chunk=1024):
+    return x.new_empty((), dtype=torch.float32), _like(x), _like(weight)
+
+
+def _linear_entropy_setup(ctx, inputs, output):
+    ctx.save_for_backward(output[1], output[2])
+    ctx.mark_non_differentiable(*output[1:])
+
+
+def _linear_entropy_backward(ctx, grad, *_):
+    dx, dw = ctx.saved_tensors
+    return dx * grad.to(dx.dtype), dw * grad.to(dw.dtype), None, None, None
+
+
+@_operator(_linear_entropy_fake, (_linear_entropy_setup, _linear_entropy_backward))
+def linear_cross_entropy_gradients(
+    x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int = -100, chunk: int = 1024
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The mean loss, and its gradients by x and weight: all logits are never there at once."""
+    targets = targets.to(torch.int32)
+    counted = (targets != ignore_index).sum().clamp(min=1).to(torch.float32)
+    dx, dw = torch.empty_like(x), torch.zeros_like(weight, dtype=torch.float32)
+    total = torch.zeros((), dtype=torch.float32, device=x.device)
+    for start in range(0, x.shape[0], chunk):
+        part = slice(start, start + chunk)
+        rows, t = x[part], targets[part]
+        logits = ops.matmul(rows, weight, transpose_b=True)
+        losses, lse = ops.cross_entropy(logits, t, ignore_index=ignore_index)
+        total += losses.sum()
+        share = (1 / counted).expand(rows.shape[0]).contiguous()
+        ops.cross_entropy_backward(share, logits, t, lse, ignore_index=ignore_index, out=logits)
+        ops.matmul(logits, weight, out=dx[part])
+        dw += ops.matmul(logits, rows, transpose_a=True, out_dtype=np.float32)
+    return total / counted, dx, dw.to(weight.dtype)
+
+
+def linear_cross_entropy(
+    x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int = -100, chunk: int = 1024
+) -> Tensor:
+    """The mean cross entropy of ``x @ weight.T`` (rows, classes), whose logits exist only for
+    ``chunk`` rows at a time. x: (rows, K); weight: (classes, K); both float16 or bfloat16. The
+    gradients are computed with the loss, so that backward only scales them."""
+    return linear_cross_entropy_gradients(x, weight, targets, ignore_index, chunk)[0]
+
+
 # ---- calls of `ops` ------------------------------------------------------------------------------
 
 _DROPPED = "deterministic", "stream", "out", "config", "interpret"  # options of the functions alone
@@ -480,6 +625,11 @@ def _of_family(name, operator):
     return call
 
 
+def _entropy_of_ops(logits, targets, ignore_index=-100):
+    return cross_entropy_lse(logits, targets, ignore_index)
+
+
+_MADE["cross_entropy"] = _entropy_of_ops
 for _name, _made in _MADE.items():
     if hasattr(ops, _name):
         OPERATORS[getattr(ops, _name)] = _of_family(_name, _made)

@@ -16,11 +16,14 @@ from ._jax import TARGET, call_special  # noqa: F401
 __all__ = [
     "attention",
     "column_sums",
+    "cross_entropy",
+    "gated_linear_unit",
     "layer_norm",
     "matmul",
     "mixed_matmul",
     "ragged_dot",
     "rms_norm",
+    "rotary",
     "softmax",
     "transposed_ragged_dot",
 ]
@@ -291,3 +294,57 @@ _mixed_matmul = _differentiable(_mixed_forward, _mixed_backward)
 def mixed_matmul(x, weights, scales=None, *, out_dtype=None):
     """:func:`pallas_mgpu.ops.mixed_matmul` with gradients by ``x`` and ``scales``."""
     return _mixed_matmul(_options(out_dtype=out_dtype), x, weights, scales)
+
+
+# ---- what models need besides --------------------------------------------------------------------
+
+
+def _gated_forward(options, gate, up):
+    return ops.gated_linear_unit(gate, **_given(up=up), **options), (gate, up)
+
+
+def _gated_backward(options, saved, grad):
+    gate, up = saved
+    activation = options["activation"]
+    found = ops.gated_linear_unit_backward(grad, gate, **_given(up=up), activation=activation)
+    return (found, None) if up is None else found
+
+
+_gated_linear_unit = _differentiable(_gated_forward, _gated_backward)
+
+
+def gated_linear_unit(gate, up=None, *, activation="silu", out_dtype=None):
+    """:func:`pallas_mgpu.ops.gated_linear_unit` with gradients by ``gate`` and ``up``."""
+    return _gated_linear_unit(_options(activation=activation, out_dtype=out_dtype), gate, up)
+
+
+_rotary = _differentiable(
+    lambda options, x, cos, sin: (ops.rotary(x, cos, sin, **options), (cos, sin)),
+    lambda options, saved, grad: (
+        ops.rotary(grad, *saved, inverse=not options["inverse"]),
+        None,
+        None,
+    ),
+)
+
+
+def rotary(x, cos, sin, *, inverse=False):
+    """:func:`pallas_mgpu.ops.rotary` with the gradient by ``x``; the angles are constants."""
+    return _rotary(_options(inverse=inverse), x, cos, sin)
+
+
+def _entropy_forward(options, logits, targets):
+    losses, lse = ops.cross_entropy(logits, targets, **options)
+    return losses, (logits, targets, lse)
+
+
+def _entropy_backward(options, saved, grad):
+    return ops.cross_entropy_backward(grad, *saved, **options), None
+
+
+_cross_entropy = _differentiable(_entropy_forward, _entropy_backward)
+
+
+def cross_entropy(logits, targets, *, ignore_index=-100):
+    """The losses of :func:`pallas_mgpu.ops.cross_entropy`, with the gradient by ``logits``."""
+    return _cross_entropy(_options(ignore_index=ignore_index), logits, targets)

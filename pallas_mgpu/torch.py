@@ -9,11 +9,15 @@ from ._torch import AsTorchKernel, call_recorded, call_special, make_operator  #
 from ._torch_ops import (
     attention,
     column_sums,
+    cross_entropy,
+    gated_linear_unit,
     layer_norm,
+    linear_cross_entropy,
     matmul,
     mixed_matmul,
     ragged_dot,
     rms_norm,
+    rotary,
     softmax,
     transposed_ragged_dot,
 )
@@ -21,11 +25,15 @@ from ._torch_ops import (
 __all__ = [
     "attention",
     "column_sums",
+    "cross_entropy",
+    "gated_linear_unit",
     "layer_norm",
+    "linear_cross_entropy",
     "matmul",
     "mixed_matmul",
     "ragged_dot",
     "rms_norm",
+    "rotary",
     "softmax",
     "transposed_ragged_dot",
 ]

@@ -2,6 +2,8 @@
 
 from .attention import AttentionConfig, attention
 from .attention_backward import attention_backward
+from .cross_entropy import cross_entropy, cross_entropy_backward
+from .gated import gated_linear_unit, gated_linear_unit_backward
 from .matmul import FewRowsConfig, MatmulConfig, TensorMemoryConfig, matmul
 from .mixed import MixedConfig, mixed_matmul
 from .norms import NormConfig, layer_norm, rms_norm, softmax
@@ -12,6 +14,7 @@ from .norms_backward import (
     softmax_backward,
 )
 from .ragged import RaggedConfig, ragged_dot, transposed_ragged_dot
+from .rotary import rotary
 
 __all__ = [
     "AttentionConfig",
@@ -24,6 +27,10 @@ __all__ = [
     "attention",
     "attention_backward",
     "column_sums",
+    "cross_entropy",
+    "cross_entropy_backward",
+    "gated_linear_unit",
+    "gated_linear_unit_backward",
     "layer_norm",
     "layer_norm_backward",
     "matmul",
@@ -31,6 +38,7 @@ __all__ = [
     "ragged_dot",
     "rms_norm",
     "rms_norm_backward",
+    "rotary",
     "softmax",
     "softmax_backward",
     "transposed_ragged_dot",

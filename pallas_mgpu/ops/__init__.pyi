@@ -537,3 +537,135 @@ def attention_backward(
     out: tuple[A, A, A] | None = None,
     stream: Stream | None = None,
 ) -> tuple[A, A, A]: ...
+@overload
+def gated_linear_unit(
+    gate: np.ndarray,
+    up: np.ndarray | None = None,
+    *,
+    activation: str = "silu",
+    out_dtype: DType | None = None,
+    interpret: Interpret = None,
+    out: np.ndarray | None = None,
+    stream: Stream | None = None,
+) -> np.ndarray: ...
+@overload
+def gated_linear_unit(
+    gate: A,
+    up: A | None = None,
+    *,
+    activation: str = "silu",
+    out_dtype: DType | None = None,
+    interpret: Interpret = None,
+    out: A | None = None,
+    stream: Stream | None = None,
+) -> A: ...
+@overload
+def rotary(
+    x: np.ndarray,
+    cos: np.ndarray,
+    sin: np.ndarray,
+    *,
+    inverse: bool = False,
+    interpret: Interpret = None,
+    out: np.ndarray | None = None,
+    stream: Stream | None = None,
+) -> np.ndarray: ...
+@overload
+def rotary(
+    x: A,
+    cos: A,
+    sin: A,
+    *,
+    inverse: bool = False,
+    interpret: Interpret = None,
+    out: A | None = None,
+    stream: Stream | None = None,
+) -> A: ...
+@overload
+def cross_entropy(
+    logits: np.ndarray,
+    targets: np.ndarray,
+    *,
+    ignore_index: int = -100,
+    interpret: Interpret = None,
+    out: tuple[np.ndarray, np.ndarray] | None = None,
+    stream: Stream | None = None,
+) -> tuple[np.ndarray, np.ndarray]: ...
+@overload
+def cross_entropy(
+    logits: A,
+    targets: A,
+    *,
+    ignore_index: int = -100,
+    interpret: Interpret = None,
+    out: tuple[A, A] | None = None,
+    stream: Stream | None = None,
+) -> tuple[A, A]: ...
+@overload
+def cross_entropy_backward(
+    grad: np.ndarray,
+    logits: np.ndarray,
+    targets: np.ndarray,
+    lse: np.ndarray,
+    *,
+    ignore_index: int = -100,
+    interpret: Interpret = None,
+    out: np.ndarray | None = None,
+    stream: Stream | None = None,
+) -> np.ndarray: ...
+@overload
+def cross_entropy_backward(
+    grad: A,
+    logits: A,
+    targets: A,
+    lse: A,
+    *,
+    ignore_index: int = -100,
+    interpret: Interpret = None,
+    out: A | None = None,
+    stream: Stream | None = None,
+) -> A: ...
+@overload
+def gated_linear_unit_backward(
+    grad: np.ndarray,
+    gate: np.ndarray,
+    up: np.ndarray,
+    *,
+    activation: str = "silu",
+    interpret: Interpret = None,
+    out: tuple[np.ndarray, np.ndarray] | None = None,
+    stream: Stream | None = None,
+) -> tuple[np.ndarray, np.ndarray]: ...
+@overload
+def gated_linear_unit_backward(
+    grad: np.ndarray,
+    gate: np.ndarray,
+    up: None = None,
+    *,
+    activation: str = "silu",
+    interpret: Interpret = None,
+    out: np.ndarray | None = None,
+    stream: Stream | None = None,
+) -> np.ndarray: ...
+@overload
+def gated_linear_unit_backward(
+    grad: A,
+    gate: A,
+    up: A,
+    *,
+    activation: str = "silu",
+    interpret: Interpret = None,
+    out: tuple[A, A] | None = None,
+    stream: Stream | None = None,
+) -> tuple[A, A]: ...
+@overload
+def gated_linear_unit_backward(
+    grad: A,
+    gate: A,
+    up: None = None,
+    *,
+    activation: str = "silu",
+    interpret: Interpret = None,
+    out: A | None = None,
+    stream: Stream | None = None,
+) -> A: ...

@@ -323,6 +323,36 @@ def test_mixed_matmul(rng):
     compare(lambda x, s: pj.mixed_matmul(x, weights, s), theirs, x, s)
 
 
+def test_gated_linear_unit(rng):
+    gate, up = half(rng, 5, 34), half(rng, 5, 34)
+    compare(pj.gated_linear_unit, lambda g, u: jax.nn.silu(g) * u, gate, up)
+
+    def geglu(x):
+        g, u = jnp.split(x, 2, -1)
+        return jax.nn.gelu(g) * u
+
+    both = jnp.concatenate([gate, up], -1)
+    compare(lambda x: pj.gated_linear_unit(x, activation="gelu"), geglu, both)
+
+
+def test_rotary_and_cross_entropy(rng):
+    angles = jnp.asarray(rng.random((10, 16)), F32)
+
+    def rotated(x):
+        a, b = jnp.split(x, 2, -1)
+        c, s = jnp.cos(angles)[:, None], jnp.sin(angles)[:, None]
+        return jnp.concatenate([a * c - b * s, b * c + a * s], -1)
+
+    x = half(rng, 2, 10, 3, 32)
+    compare(lambda x: pj.rotary(x, jnp.cos(angles), jnp.sin(angles)), rotated, x)
+    targets = jnp.asarray([3, 0, 40], jnp.int32)
+
+    def losses(x):
+        return -jax.nn.log_softmax(x)[jnp.arange(3), targets]
+
+    compare(lambda x: pj.cross_entropy(x, targets), losses, half(rng, 3, 41), tolerance=1e-3)
+
+
 def test_ops_without_derivatives(rng):
     """The functions of `ops` themselves, in jit."""
     a, b = half(rng, 20, 72), half(rng, 72, 40)

@@ -371,6 +371,54 @@ def test_attention(causal):
     compare(lambda q, k, v: P.attention(q, k, v, causal), theirs, q, k, v)
 
 
+def test_gated_linear_unit():
+    gate, up = half(5, 6, 34), half(5, 6, 34)
+    compare(ops.gated_linear_unit, lambda g, u: F.silu(g) * u, gate, up)
+    both = torch.cat([gate, up], -1)
+
+    def geglu(x):
+        g, u = x.chunk(2, -1)
+        return F.gelu(g, approximate="tanh") * u
+
+    compare(lambda x: ops.gated_linear_unit(x, activation="gelu"), geglu, both)
+
+
+def test_rotary():
+    angles = torch.rand(10, 16)
+
+    def theirs(x):
+        a, b = x.chunk(2, -1)
+        c, s = angles.cos()[:, None], angles.sin()[:, None]
+        return torch.cat([a * c - b * s, b * c + a * s], -1)
+
+    compare(lambda x: ops.rotary(x, angles.cos(), angles.sin()), theirs, half(2, 10, 3, 32))
+
+
+def test_cross_entropy():
+    targets = torch.tensor([3, -100, 0, 40])
+
+    def theirs(x):
+        return F.cross_entropy(x, targets, reduction="none")
+
+    compare(lambda x: pt.cross_entropy(x, targets), theirs, half(4, 41), tolerance=1e-3)
+
+
+def test_linear_cross_entropy():
+    targets = torch.randint(0, 50, (70,))
+    targets[3] = -100
+
+    def theirs(x, w):
+        return F.cross_entropy(x @ w.T, targets)
+
+    compare(
+        lambda x, w: pt.linear_cross_entropy(x, w, targets, chunk=32),
+        theirs,
+        half(70, 64),
+        half(50, 64),
+        tolerance=5e-3,
+    )
+
+
 def checked():
     a, b = half(20, 72).requires_grad_(), half(72, 40).requires_grad_()
     x, w, sizes = half(6, 130).requires_grad_(), half(130).requires_grad_(), [5, 0, 9]
@@ -389,6 +437,10 @@ def checked():
         "rms_norm_backward": (plain, plain, w.detach()),
         "layer_norm_backward": (plain, plain, w.detach(), None, True),
         "softmax_backward": (plain, plain),
+        "gated_linear_unit": (x,),
+        "rotary": (q, torch.rand(33, 32), torch.rand(33, 32)),
+        "cross_entropy_lse": (x, torch.randint(0, 130, (6,))),
+        "linear_cross_entropy_gradients": (a, b.detach().t().contiguous(), torch.arange(20)),
         "attention": (q, k, k, True),
         "attention_lse": (q, k, k),
     }

@@ -1,0 +1,146 @@
+"""Gated linear units, rotary embedding and cross entropy, with their gradients, against float64:
+odd shapes, every dtype; gradients also against differences of the forward."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import pallas_mgpu as plgpu
+from pallas_mgpu import ops
+
+DTYPES = [np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16)]
+dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+UNIT = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1.6e-2}
+
+
+@pytest.fixture(autouse=True)
+def quiet(recwarn):
+    """Rows that nothing divides move through SMEM with a warning."""
+    yield
+
+
+def normal(rng, shape, dtype):
+    return rng.standard_normal(shape).astype(dtype)
+
+
+def check(got, want, dtype):
+    assert got.dtype == dtype and got.shape == want.shape
+    unit = UNIT[np.dtype(dtype).name]
+    np.testing.assert_allclose(got.astype(np.float64), want, rtol=unit, atol=unit)
+
+
+def sigmoid(x):
+    return 1 / (1 + np.exp(-x))
+
+
+ACTIVATIONS = {
+    "silu": lambda x: x * sigmoid(x),
+    "gelu": lambda x: x / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3))),
+    "relu": lambda x: np.maximum(x, 0),
+    "sigmoid": sigmoid,
+}
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (3, 7), (2, 5, 130), (9, 2050), (40, 64)], ids=str)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@dtypes
+def test_gated_linear_unit(rng, shape, activation, dtype):
+    gate, up, grad = (normal(rng, shape, dtype) for _ in range(3))
+    both = np.concatenate([gate, up], -1)
+    f = ACTIVATIONS[activation]
+    g, u, d = (x.astype(np.float64) for x in (gate, up, grad))
+    options = {"activation": activation, "interpret": True}
+    check(ops.gated_linear_unit(gate, up, **options), f(g) * u, dtype)
+    check(ops.gated_linear_unit(both, **options), f(g) * u, dtype)
+    slope = np.where(g > 0, 1.0, 0.0)
+    if activation != "relu":
+        slope = (f(g + 1e-6) - f(g - 1e-6)) / 2e-6
+    want = d * u * slope, d * f(g)
+    for got, expected in zip(ops.gated_linear_unit_backward(grad, gate, up, **options), want):
+        check(got, expected, dtype)
+    got = ops.gated_linear_unit_backward(grad, both, **options)
+    check(got, np.concatenate(want, -1), dtype)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1, 2), (2, 33, 3, 64), (1, 100, 2, 10), (1, 7, 1, 128)])
+@dtypes
+def test_rotary(rng, shape, dtype):
+    x = normal(rng, shape, dtype)
+    angles = rng.random((shape[1], shape[3] // 2)) * 7
+    cos, sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+    got = ops.rotary(x, cos, sin, interpret=True)
+    half = shape[3] // 2
+    pairs = x[..., :half].astype(np.float64) + 1j * x[..., half:].astype(np.float64)
+    turned = pairs * np.exp(1j * angles)[None, :, None]
+    check(got, np.concatenate([turned.real, turned.imag], -1), dtype)
+    back = ops.rotary(got, cos, sin, inverse=True, interpret=True)
+    check(back, x.astype(np.float64), dtype)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (5, 7), (3, 2048), (4, 5001), (130, 33)], ids=str)
+@dtypes
+def test_cross_entropy(rng, shape, dtype):
+    logits = (4 * rng.standard_normal(shape)).astype(dtype)
+    targets = rng.integers(0, shape[1], shape[0]).astype(np.int32)
+    targets[0] = -100
+    x = logits.astype(np.float64)
+    lse = np.log(np.exp(x - x.max(1, keepdims=True)).sum(1)) + x.max(1)
+    loss = np.where(targets == -100, 0, lse - x[np.arange(len(x)), np.maximum(targets, 0)])
+    got = ops.cross_entropy(logits, targets, interpret=True)
+    np.testing.assert_allclose(got[0], loss, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(got[1], lse, rtol=1e-5, atol=1e-5)
+    grad = rng.standard_normal(shape[0]).astype(np.float32)
+    onehot = np.arange(shape[1]) == targets[:, None]
+    want = (np.exp(x - lse[:, None]) - onehot) * np.where(targets == -100, 0, grad)[:, None]
+    options = {"interpret": True}
+    check(ops.cross_entropy_backward(grad, logits, targets, got[1], **options), want, dtype)
+    ops.cross_entropy_backward(grad, logits, targets, got[1], out=logits, **options)
+    check(logits, want, dtype)  # in the place of the logits
+
+
+def test_a_target_that_is_no_class(rng):
+    logits, targets = normal(rng, (2, 5), np.float32), np.asarray([5, 2], np.int32)
+    losses, _ = ops.cross_entropy(logits, targets, interpret=True)
+    assert np.isnan(losses[0]) and np.isfinite(losses[1])
+
+
+@pytest.mark.parametrize("name", ["forward", "backward"])
+@pytest.mark.parametrize("n", [1000, 4096, 128256])
+def test_no_spills_of_cross_entropy(name, n):
+    S = plgpu.ShapeDtypeStruct
+    x, t, f = S((64, n), DTYPES[1]), S((64,), np.int32), S((64,), np.float32)
+    kernel = ops.cross_entropy.kernel(x, t)
+    args = x, t
+    if name == "backward":
+        kernel, args = ops.cross_entropy_backward.kernel(f, x, t, f), (f, x, t, f)
+    assert kernel.lower(*args, target="sm_90a").resources()["spill_bytes"] == 0
+
+
+@pytest.mark.parametrize("n", [64, 14336])
+@pytest.mark.parametrize("packed", [False, True])
+def test_no_spills_of_gated_linear_unit(n, packed):
+    half = plgpu.ShapeDtypeStruct((64, n), DTYPES[1])
+    gate = plgpu.ShapeDtypeStruct((64, 2 * n), DTYPES[1]) if packed else half
+    args = (half, gate) if packed else (half, gate, gate)
+    kernel = ops.gated_linear_unit_backward.kernel(*args)
+    assert kernel.lower(*args, target="sm_90a").resources()["spill_bytes"] == 0
+
+
+@pytest.mark.parametrize(
+    "call, error",
+    [
+        (lambda x, t: ops.gated_linear_unit(x, x[:1]), ValueError),
+        (lambda x, t: ops.gated_linear_unit(x[:, :3]), ValueError),
+        (lambda x, t: ops.gated_linear_unit(x, activation="tan"), ValueError),
+        (lambda x, t: ops.gated_linear_unit_backward(x, x), ValueError),
+        (lambda x, t: ops.rotary(x, x, x), ValueError),
+        (lambda x, t: ops.rotary(x[None, :, None], x, x), ValueError),
+        (lambda x, t: ops.cross_entropy(x, t[:1]), ValueError),
+        (lambda x, t: ops.cross_entropy(x.astype(np.int32), t), TypeError),
+        (lambda x, t: ops.cross_entropy_backward(x, x, t, x), ValueError),
+    ],
+)
+def test_errors(call, error):
+    x, t = np.ones((3, 4), np.float32), np.zeros(3, np.int32)
+    with pytest.raises(error, match="gated_linear_unit|rotary|cross_entropy"):
+        call(x, t)
