@@ -662,15 +662,20 @@ step pm_vm_run_task(pm_machine *m, task *k) {
   return run_mma(m, k->owner);
 }
 
-const handler pm_vm_COPY_G2S = {pm_vm_encode_copy_in, exec_copy_in, {0}};
-const handler pm_vm_COPY_S2G = {pm_vm_encode_copy_out, exec_copy_out, {0}};
-const handler pm_vm_ASYNC_STORE = {pm_vm_encode_copy_out, exec_async_store, {0}};
+const handler pm_vm_COPY_G2S = {
+    pm_vm_encode_copy_in, exec_copy_in, {.poison = pm_poison_rule_counts}};
+const handler pm_vm_COPY_S2G = {
+    pm_vm_encode_copy_out, exec_copy_out, {.poison = pm_poison_rule_counts}};
+const handler pm_vm_ASYNC_STORE = {
+    pm_vm_encode_copy_out, exec_async_store, {.poison = pm_poison_rule_addresses}};
 const handler pm_vm_PREFETCH = {pm_vm_encode_nothing, NULL, {0}};
 const handler pm_vm_COMMIT_GROUP = {pm_vm_encode_plain, exec_commit_group, {0}};
 const handler pm_vm_WAIT_S2G = {pm_vm_encode_plain, exec_wait_copies_out, {0}};
 const handler pm_vm_COMMIT_SMEM = {pm_vm_encode_plain, exec_commit_smem, {0}};
 const handler pm_vm_PROXY_FENCE = {pm_vm_encode_plain, exec_proxy_fence, {0}};
-const handler pm_vm_WGMMA = {pm_vm_encode_plain, exec_wgmma, {0}};
+const handler pm_vm_WGMMA = {pm_vm_encode_plain, exec_wgmma, {.poison = pm_poison_rule_addresses}};
 const handler pm_vm_WGMMA_WAIT = {pm_vm_encode_plain, exec_wgmma_wait, {0}};
-const handler pm_vm_ACC_LOAD = {pm_vm_encode_plain, exec_acc_load, {0}};
-const handler pm_vm_ACC_STORE = {pm_vm_encode_plain, exec_acc_store, {0}};
+const handler pm_vm_ACC_LOAD = {
+    pm_vm_encode_plain, exec_acc_load, {.poison = pm_poison_rule_nothing}};
+const handler pm_vm_ACC_STORE = {
+    pm_vm_encode_plain, exec_acc_store, {.poison = pm_poison_rule_acc_store}};

@@ -137,4 +137,4 @@ static step exec_inline(pm_machine *m, thread *t, const instr *i) {
   return result == STEP_FAIL ? STEP_FAIL : STEP_PAUSE;
 }
 
-const handler pm_vm_INLINE = {pm_vm_encode_inline, exec_inline, {0}};
+const handler pm_vm_INLINE = {pm_vm_encode_inline, exec_inline, {.poison = pm_poison_rule_inline}};

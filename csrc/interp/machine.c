@@ -817,14 +817,16 @@ static step exec_switch(pm_machine *m, thread *t, const instr *i) {
 
 const handler pm_vm_SCOPE = {pm_vm_encode_scope, exec_enter, {0}};
 const handler pm_vm_WARP_MAP = {pm_vm_encode_warp_map, exec_warp_map, {0}};
-const handler pm_vm_FOR = {pm_vm_encode_for, exec_for, {0}};
-const handler pm_vm_WHILE = {pm_vm_encode_while, exec_branch, {0}};
-const handler pm_vm_IF = {pm_vm_encode_if, exec_branch, {0}};
-const handler pm_vm_SWITCH = {pm_vm_encode_switch, exec_switch, {0}};
+const handler pm_vm_FOR = {pm_vm_encode_for, exec_for, {.poison = pm_poison_rule_for}};
+const handler pm_vm_WHILE = {pm_vm_encode_while, exec_branch, {.poison = pm_poison_rule_branch}};
+const handler pm_vm_IF = {pm_vm_encode_if, exec_branch, {.poison = pm_poison_rule_branch}};
+const handler pm_vm_SWITCH = {pm_vm_encode_switch, exec_switch, {.poison = pm_poison_rule_switch}};
 const handler pm_vm_YIELD = {pm_vm_encode_nothing, NULL, {0}};
-const handler pm_vm_ARRIVE = {pm_vm_encode_plain, exec_arrive, {0}};
-const handler pm_vm_WAIT = {pm_vm_encode_plain, exec_wait, {0}};
-const handler pm_vm_BARRIER_TEST = {pm_vm_encode_plain, exec_test, {0}};
+const handler pm_vm_ARRIVE = {
+    pm_vm_encode_plain, exec_arrive, {.poison = pm_poison_rule_addresses}};
+const handler pm_vm_WAIT = {pm_vm_encode_plain, exec_wait, {.poison = pm_poison_rule_addresses}};
+const handler pm_vm_BARRIER_TEST = {
+    pm_vm_encode_plain, exec_test, {.poison = pm_poison_rule_addresses}};
 const handler pm_vm_BROADCAST_TILE = {pm_vm_encode_plain, exec_broadcast_tile, {0}};
 const handler pm_vm_ENTER_SECTION = {pm_vm_encode_turn, exec_enter_section, {0}};
 const handler pm_vm_LEAVE_SECTION = {pm_vm_encode_plain, exec_leave_section, {0}};

@@ -218,6 +218,8 @@ step pm_poison_masked(pm_machine *m, thread *t, const instr *i) {
   return STEP_NEXT;
 }
 
-const handler pm_vm_MASKED_LOAD = {pm_vm_encode_masked, exec_masked_load, {0}};
-const handler pm_vm_MASKED_STORE = {pm_vm_encode_masked, exec_masked_store, {0}};
-const handler pm_vm_ATOMIC = {pm_vm_encode_masked, exec_atomic, {0}};
+const handler pm_vm_MASKED_LOAD = {
+    pm_vm_encode_masked, exec_masked_load, {.poison = pm_poison_rule_atomics}};
+const handler pm_vm_MASKED_STORE = {
+    pm_vm_encode_masked, exec_masked_store, {.poison = pm_poison_rule_atomics}};
+const handler pm_vm_ATOMIC = {pm_vm_encode_masked, exec_atomic, {.poison = pm_poison_rule_atomics}};

@@ -331,11 +331,12 @@ static step exec_alloc_acc(pm_machine *m, thread *t, const instr *i) {
   return STEP_NEXT;
 }
 
-const handler pm_vm_LOAD = {pm_vm_encode_plain, exec_load, {0}};
-const handler pm_vm_STORE = {pm_vm_encode_plain, exec_store, {0}};
+const handler pm_vm_LOAD = {pm_vm_encode_plain, exec_load, {.poison = pm_poison_rule_load}};
+const handler pm_vm_STORE = {pm_vm_encode_plain, exec_store, {.poison = pm_poison_rule_store}};
 const handler pm_vm_ALLOC_SMEM = {pm_vm_encode_alloc, NULL, {0}};
 const handler pm_vm_ALLOC_BARRIER = {pm_vm_encode_alloc, NULL, {0}};
-const handler pm_vm_ALLOC_ACC = {pm_vm_encode_alloc, exec_alloc_acc, {0}};
+const handler pm_vm_ALLOC_ACC = {
+    pm_vm_encode_alloc, exec_alloc_acc, {.poison = pm_poison_rule_moves}};
 const handler pm_vm_INDEX = {pm_vm_encode_nothing, NULL, {0}};
 const handler pm_vm_TRANSPOSE_REF = {pm_vm_encode_nothing, NULL, {0}};
 const handler pm_vm_RESHAPE_REF = {pm_vm_encode_nothing, NULL, {0}};

@@ -68,7 +68,8 @@ static step exec_scan(pm_machine *m, thread *t, const instr *i) {
 }
 
 const handler pm_vm_TRANSPOSE = {pm_vm_encode_strided, pm_vm_strided, {0}};
-const handler pm_vm_CONCAT = {pm_vm_encode_concat, exec_concat, {0}};
-const handler pm_vm_GATHER = {pm_vm_encode_indexed, exec_gather, {0}};
-const handler pm_vm_SCATTER = {pm_vm_encode_indexed, exec_scatter, {0}};
-const handler pm_vm_SCAN = {pm_vm_encode_scan, exec_scan, {0}};
+const handler pm_vm_CONCAT = {pm_vm_encode_concat, exec_concat, {.poison = pm_poison_rule_moves}};
+const handler pm_vm_GATHER = {pm_vm_encode_indexed, exec_gather, {.poison = pm_poison_rule_gather}};
+const handler pm_vm_SCATTER = {
+    pm_vm_encode_indexed, exec_scatter, {.poison = pm_poison_rule_scatter}};
+const handler pm_vm_SCAN = {pm_vm_encode_scan, exec_scan, {.poison = pm_poison_rule_scan}};

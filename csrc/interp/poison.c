@@ -214,7 +214,7 @@ static step check_addresses(pm_machine *m, thread *t, const instr *i) {
 /* ---- rules: elements ---------------------------------------------------------------------- */
 
 /* The instruction itself, on the bytes beside the frame. */
-static step rule_moves(pm_machine *m, thread *t, const instr *i) {
+step pm_poison_rule_moves(pm_machine *m, thread *t, const instr *i) {
   char *frame = t->frame;
   t->frame = (char *)t->poison;
   const step s = i->exec(m, t, i);
@@ -284,25 +284,25 @@ static void pointwise(const thread *t, const instr *i, decided by) {
   }
 }
 
-static step rule_pointwise(pm_machine *m, thread *t, const instr *i) {
+step pm_poison_rule_pointwise(pm_machine *m, thread *t, const instr *i) {
   (void)m;
   pointwise(t, i, BY_ALL);
   return STEP_NEXT;
 }
 
-static step rule_and(pm_machine *m, thread *t, const instr *i) {
+step pm_poison_rule_and(pm_machine *m, thread *t, const instr *i) {
   (void)m;
   pointwise(t, i, pm_is_float(i->dtype) ? BY_ALL : BY_A_ZERO);
   return STEP_NEXT;
 }
 
-static step rule_or(pm_machine *m, thread *t, const instr *i) {
+step pm_poison_rule_or(pm_machine *m, thread *t, const instr *i) {
   (void)m;
   pointwise(t, i, i->dtype == PM_BOOL ? BY_A_ONE : BY_ALL);
   return STEP_NEXT;
 }
 
-static step rule_select(pm_machine *m, thread *t, const instr *i) {
+step pm_poison_rule_select(pm_machine *m, thread *t, const instr *i) {
   const operands o = operands_of(t, i);
   const uint32_t bytes = pm_dtypes[i->out].bytes;
   flag *out = flags(t, i->dst);
@@ -316,7 +316,7 @@ static step rule_select(pm_machine *m, thread *t, const instr *i) {
   return STEP_NEXT;
 }
 
-static step rule_convert(pm_machine *m, thread *t, const instr *i) {
+step pm_poison_rule_convert(pm_machine *m, thread *t, const instr *i) {
   const uint32_t from = pm_dtypes[i->dtype].bytes, to = pm_dtypes[i->out].bytes;
   const flag *in = flags(t, i->a);
   flag *out = flags(t, i->dst);
@@ -327,13 +327,13 @@ static step rule_convert(pm_machine *m, thread *t, const instr *i) {
   return STEP_NEXT;
 }
 
-static step rule_unpack(pm_machine *m, thread *t, const instr *i) {
+step pm_poison_rule_unpack(pm_machine *m, thread *t, const instr *i) {
   (void)m;
   for (uint32_t e = 0; e < i->n; e++) flags(t, i->dst)[e] = flags(t, i->a)[e / 2];
   return STEP_NEXT;
 }
 
-static step rule_pack(pm_machine *m, thread *t, const instr *i) {
+step pm_poison_rule_pack(pm_machine *m, thread *t, const instr *i) {
   const flag *in = flags(t, i->a);
   (void)m;
   for (uint32_t e = 0; e < i->n; e++) {
@@ -355,7 +355,7 @@ static void spread(const flag *in, size_t n, size_t bytes, flag *out) {
   for (size_t k = 0; k < n; k++) memset(out + k * bytes, in[k], bytes);
 }
 
-static step rule_reduce(pm_machine *m, thread *t, const instr *i) {
+step pm_poison_rule_reduce(pm_machine *m, thread *t, const instr *i) {
   const reduction *r = i->reduction;
   const size_t from = pm_dtypes[i->dtype].bytes;
   flag *work = by_element(m, flags(t, i->a), i->n, from), *out = flags(t, i->dst);
@@ -375,7 +375,7 @@ static step rule_reduce(pm_machine *m, thread *t, const instr *i) {
   return STEP_NEXT;
 }
 
-static step rule_scan(pm_machine *m, thread *t, const instr *i) {
+step pm_poison_rule_scan(pm_machine *m, thread *t, const instr *i) {
   const reduction *r = i->reduction;
   const size_t bytes = pm_dtypes[i->dtype].bytes, inner = (size_t)r->group[0].inner;
   flag *work = by_element(m, flags(t, i->a), i->n, bytes), *at = work;
@@ -391,7 +391,7 @@ static step rule_scan(pm_machine *m, thread *t, const instr *i) {
   return STEP_NEXT;
 }
 
-static step rule_gather(pm_machine *m, thread *t, const instr *i) {
+step pm_poison_rule_gather(pm_machine *m, thread *t, const instr *i) {
   const size_t bytes = pm_dtypes[i->dtype].bytes;
   const int32_t *index = slot_of(t, i->b);
   const flag *from = flags(t, i->a), *at = flags(t, i->b);
@@ -403,7 +403,7 @@ static step rule_gather(pm_machine *m, thread *t, const instr *i) {
   return STEP_NEXT;
 }
 
-static step rule_scatter(pm_machine *m, thread *t, const instr *i) {
+step pm_poison_rule_scatter(pm_machine *m, thread *t, const instr *i) {
   const size_t bytes = pm_dtypes[i->dtype].bytes;
   const int32_t *index = slot_of(t, i->b);
   const flag *from = flags(t, i->c), *at = flags(t, i->b), unknown = any(at, 4 * (size_t)i->n);
@@ -435,7 +435,7 @@ static void product(flag *acc, size_t acc_bytes, const flag *a, size_t a_bytes, 
   }
 }
 
-static step rule_mma(pm_machine *m, thread *t, const instr *i) {
+step pm_poison_rule_mma(pm_machine *m, thread *t, const instr *i) {
   const size_t out = pm_dtypes[i->out].bytes, bytes = pm_dtypes[i->dtype].bytes;
   (void)m;
   memcpy(flags(t, i->dst), flags(t, i->a), i->n * out);
@@ -446,7 +446,7 @@ static step rule_mma(pm_machine *m, thread *t, const instr *i) {
 
 /* ---- rules: memory ------------------------------------------------------------------------ */
 
-static step rule_load(pm_machine *m, thread *t, const instr *i) {
+step pm_poison_rule_load(pm_machine *m, thread *t, const instr *i) {
   located s;
   if (check_addresses(m, t, i) == STEP_FAIL) return STEP_FAIL;
   pm_vm_locate(m, t, i->mem, &s);
@@ -454,7 +454,7 @@ static step rule_load(pm_machine *m, thread *t, const instr *i) {
   return STEP_NEXT;
 }
 
-static step rule_store(pm_machine *m, thread *t, const instr *i) {
+step pm_poison_rule_store(pm_machine *m, thread *t, const instr *i) {
   located s;
   if (check_addresses(m, t, i) == STEP_FAIL) return STEP_FAIL;
   pm_vm_locate(m, t, i->mem, &s);
@@ -486,18 +486,18 @@ void pm_poison_element(pm_machine *m, thread *t, const instr *i, const located *
   note_store(m, s, i->op, mem, bytes);
 }
 
-static step rule_atomics(pm_machine *m, thread *t, const instr *i) {
+step pm_poison_rule_atomics(pm_machine *m, thread *t, const instr *i) {
   return check_addresses(m, t, i) == STEP_FAIL ? STEP_FAIL : pm_poison_masked(m, t, i);
 }
 
 /* Of a copy the predicate, else how many a thread signals or waits for. */
-static step rule_counts(pm_machine *m, thread *t, const instr *i) {
+step pm_poison_rule_counts(pm_machine *m, thread *t, const instr *i) {
   if (check_addresses(m, t, i) == STEP_FAIL) return STEP_FAIL;
   if (rule_defined(m, t, i) == STEP_FAIL) return STEP_FAIL;
   return sink(m, t, i, i->a, 1, "a number that decides what this does");
 }
 
-static step rule_addresses(pm_machine *m, thread *t, const instr *i) {
+step pm_poison_rule_addresses(pm_machine *m, thread *t, const instr *i) {
   rule_defined(m, t, i);
   return check_addresses(m, t, i);
 }
@@ -508,12 +508,12 @@ void pm_poison_acc_load(pm_machine *m, thread *t, const instr *i, const located 
   pm_vm_gather(&p, flags(t, i->dst));
 }
 
-static step rule_nothing(pm_machine *m, thread *t, const instr *i) {
+step pm_poison_rule_nothing(pm_machine *m, thread *t, const instr *i) {
   (void)m, (void)t, (void)i;
   return STEP_NEXT;
 }
 
-static step rule_acc_store(pm_machine *m, thread *t, const instr *i) {
+step pm_poison_rule_acc_store(pm_machine *m, thread *t, const instr *i) {
   located s, p;
   pm_vm_locate(m, t, i->mem, &s);
   beside(m, t, &s, &p);
@@ -522,7 +522,7 @@ static step rule_acc_store(pm_machine *m, thread *t, const instr *i) {
 }
 
 /* What the function makes is defined. */
-static step rule_inline(pm_machine *m, thread *t, const instr *i) {
+step pm_poison_rule_inline(pm_machine *m, thread *t, const instr *i) {
   const inlined *x = i->inlined;
   for (uint32_t k = 0; k < x->n_in + x->n_out; k++) {
     const struct inlined_value *v = &x->value[k];
@@ -542,69 +542,28 @@ void pm_poison_defined(pm_machine *m, const thread *t, const located *s) {
 
 /* ---- rules: control ----------------------------------------------------------------------- */
 
-static step rule_branch(pm_machine *m, thread *t, const instr *i) {
+step pm_poison_rule_branch(pm_machine *m, thread *t, const instr *i) {
   return sink(m, t, i, i->a, 1, "the condition of this branch");
 }
 
-static step rule_switch(pm_machine *m, thread *t, const instr *i) {
+step pm_poison_rule_switch(pm_machine *m, thread *t, const instr *i) {
   return sink(m, t, i, i->a, 4, "the number of this branch");
 }
 
-static step rule_for(pm_machine *m, thread *t, const instr *i) {
+step pm_poison_rule_for(pm_machine *m, thread *t, const instr *i) {
   if (sink(m, t, i, i->a, 4, "the first number of this loop") == STEP_FAIL) return STEP_FAIL;
   return sink(m, t, i, i->b, 4, "the end of this loop");
 }
 
-static step rule_check(pm_machine *m, thread *t, const instr *i) {
+step pm_poison_rule_check(pm_machine *m, thread *t, const instr *i) {
   return sink(m, t, i, i->printing->arg[0].slot, 1, "the condition of this debug_check");
 }
 
-static const poison_fn rules[PM_OP_COUNT] = {
-    [PM_OP_SELECT] = rule_select,
-    [PM_OP_AND] = rule_and,
-    [PM_OP_MUL] = rule_and,
-    [PM_OP_OR] = rule_or,
-    [PM_OP_CONVERT] = rule_convert,
-    [PM_OP_UNPACK] = rule_unpack,
-    [PM_OP_PACK] = rule_pack,
-    [PM_OP_REDUCE] = rule_reduce,
-    [PM_OP_SCAN] = rule_scan,
-    [PM_OP_GATHER] = rule_gather,
-    [PM_OP_SCATTER] = rule_scatter,
-    [PM_OP_MMA] = rule_mma,
-    [PM_OP_CONCAT] = rule_moves,
-    [PM_OP_ALLOC_ACC] = rule_moves,
-    [PM_OP_LOAD] = rule_load,
-    [PM_OP_STORE] = rule_store,
-    [PM_OP_MASKED_LOAD] = rule_atomics,
-    [PM_OP_MASKED_STORE] = rule_atomics,
-    [PM_OP_ATOMIC] = rule_atomics,
-    [PM_OP_COPY_G2S] = rule_counts,
-    [PM_OP_COPY_S2G] = rule_counts,
-    [PM_OP_SIGNAL] = rule_counts,
-    [PM_OP_AWAIT] = rule_counts,
-    [PM_OP_READ_SEMAPHORE] = rule_addresses,
-    [PM_OP_ASYNC_STORE] = rule_addresses,
-    [PM_OP_ARRIVE] = rule_addresses,
-    [PM_OP_WAIT] = rule_addresses,
-    [PM_OP_BARRIER_TEST] = rule_addresses,
-    [PM_OP_WGMMA] = rule_addresses,
-    [PM_OP_ACC_LOAD] = rule_nothing,
-    [PM_OP_ACC_STORE] = rule_acc_store,
-    [PM_OP_INLINE] = rule_inline,
-    [PM_OP_IF] = rule_branch,
-    [PM_OP_WHILE] = rule_branch,
-    [PM_OP_SWITCH] = rule_switch,
-    [PM_OP_FOR] = rule_for,
-    [PM_OP_DEBUG_CHECK] = rule_check,
-};
-
 poison_fn pm_poison_rule(pm_opcode code, const instr *i) {
   const handler *h = pm_vm_handlers[code];
-  if (i->exec == pm_vm_move || i->exec == pm_vm_strided) return rule_moves;
+  if (i->exec == pm_vm_move || i->exec == pm_vm_strided) return pm_poison_rule_moves;
   if (i->exec != h->exec) return NULL; /* ends of regions, jumps */
-  if (rules[code]) return rules[code];
-  if (h->encode == pm_vm_encode_pointwise) return rule_pointwise;
+  if (h->poison) return h->poison;
   return i->dst ? rule_defined : NULL;
 }
 

@@ -96,4 +96,5 @@ static step exec_check(pm_machine *m, thread *t, const instr *i) {
 }
 
 const handler pm_vm_DEBUG_PRINT = {pm_vm_encode_print, exec_print, {0}};
-const handler pm_vm_DEBUG_CHECK = {pm_vm_encode_print, exec_check, {0}};
+const handler pm_vm_DEBUG_CHECK = {
+    pm_vm_encode_print, exec_check, {.poison = pm_poison_rule_check}};

@@ -87,7 +87,8 @@ step pm_vm_check_semaphores(pm_machine *m, thread *t, pm_opid op, const scope *s
 
 const handler pm_vm_ALLOC_SEMAPHORE = {pm_vm_encode_alloc, NULL, {0}};
 const handler pm_vm_GLOBAL_SEMAPHORE = {pm_vm_encode_alloc, NULL, {0}};
-const handler pm_vm_SIGNAL = {pm_vm_encode_plain, exec_signal, {0}};
-const handler pm_vm_AWAIT = {pm_vm_encode_plain, exec_await, {0}};
-const handler pm_vm_READ_SEMAPHORE = {pm_vm_encode_plain, exec_read, {0}};
+const handler pm_vm_SIGNAL = {pm_vm_encode_plain, exec_signal, {.poison = pm_poison_rule_counts}};
+const handler pm_vm_AWAIT = {pm_vm_encode_plain, exec_await, {.poison = pm_poison_rule_counts}};
+const handler pm_vm_READ_SEMAPHORE = {
+    pm_vm_encode_plain, exec_read, {.poison = pm_poison_rule_addresses}};
 const handler pm_vm_DELAY = {pm_vm_encode_plain, exec_delay, {0}};

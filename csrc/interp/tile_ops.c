@@ -57,34 +57,37 @@ typedef float F32;
 #define ROW(id, T) [PM_##T] = id##_##T
 #define INT_ROWS(id) \
   ROW(id, I8), ROW(id, I16), ROW(id, I32), ROW(id, U8), ROW(id, U16), ROW(id, U32)
-#define HANDLER(id, ...) \
-  static const handler pm_vm_##id = {pm_vm_encode_pointwise, exec_pointwise, {__VA_ARGS__}};
+#define HANDLER(id, poison, ...)      \
+  static const handler pm_vm_##id = { \
+      pm_vm_encode_pointwise, exec_pointwise, {poison, {__VA_ARGS__}}};
+#define EACH pm_poison_rule_pointwise /* comes from where one of its operands does */
 
 static step exec_pointwise(pm_machine *m, thread *t, const instr *i);
 
 /* floats only */
-#define FLOAT_UNARY(id, expr) KERNEL1(id, F32, F32, expr) HANDLER(id, ROW(id, F32))
-#define FLOAT_BINARY(id, expr) KERNEL2(id, F32, F32, expr) HANDLER(id, ROW(id, F32))
+#define FLOAT_UNARY(id, expr) KERNEL1(id, F32, F32, expr) HANDLER(id, EACH, ROW(id, F32))
+#define FLOAT_BINARY(id, expr) KERNEL2(id, F32, F32, expr) HANDLER(id, EACH, ROW(id, F32))
 /* all dtypes, an expression for each class */
 #define UNARY(id, on_bool, on_signed, on_unsigned, on_float) \
   KERNEL1(id, BOOL, BOOL, on_bool)                           \
   SIGNED(KERNEL1, id, on_signed)                             \
   UNSIGNED(KERNEL1, id, on_unsigned)                         \
-  KERNEL1(id, F32, F32, on_float) HANDLER(id, ROW(id, BOOL), INT_ROWS(id), ROW(id, F32))
-#define BINARY(id, on_bool, on_signed, on_unsigned, on_float) \
-  KERNEL2(id, BOOL, BOOL, on_bool)                            \
-  SIGNED(KERNEL2, id, on_signed)                              \
-  UNSIGNED(KERNEL2, id, on_unsigned)                          \
-  KERNEL2(id, F32, F32, on_float) HANDLER(id, ROW(id, BOOL), INT_ROWS(id), ROW(id, F32))
+  KERNEL1(id, F32, F32, on_float) HANDLER(id, EACH, ROW(id, BOOL), INT_ROWS(id), ROW(id, F32))
+#define BINARY(id, poison, on_bool, on_signed, on_unsigned, on_float) \
+  KERNEL2(id, BOOL, BOOL, on_bool)                                    \
+  SIGNED(KERNEL2, id, on_signed)                                      \
+  UNSIGNED(KERNEL2, id, on_unsigned)                                  \
+  KERNEL2(id, F32, F32, on_float) HANDLER(id, poison, ROW(id, BOOL), INT_ROWS(id), ROW(id, F32))
 #define NUMBER(id, on_signed, on_unsigned, on_float) \
   SIGNED(KERNEL2, id, on_signed)                     \
   UNSIGNED(KERNEL2, id, on_unsigned)                 \
-  KERNEL2(id, F32, F32, on_float) HANDLER(id, INT_ROWS(id), ROW(id, F32))
-#define BITS(id, expr)          \
+  KERNEL2(id, F32, F32, on_float) HANDLER(id, EACH, INT_ROWS(id), ROW(id, F32))
+#define BITS(id, poison, expr)  \
   KERNEL2(id, BOOL, BOOL, expr) \
-  SIGNED(KERNEL2, id, expr) UNSIGNED(KERNEL2, id, expr) HANDLER(id, ROW(id, BOOL), INT_ROWS(id))
+  SIGNED(KERNEL2, id, expr)     \
+  UNSIGNED(KERNEL2, id, expr) HANDLER(id, poison, ROW(id, BOOL), INT_ROWS(id))
 #define COMPARISON(id, op) \
-  COMPARE(KERNEL2, id, x op y) HANDLER(id, ROW(id, BOOL), INT_ROWS(id), ROW(id, F32))
+  COMPARE(KERNEL2, id, x op y) HANDLER(id, EACH, ROW(id, BOOL), INT_ROWS(id), ROW(id, F32))
 
 /* NaN wins; equal numbers have equal bits, but for the zeros. Without a branch. */
 static inline F32 from_bits(U32 u) {
@@ -160,18 +163,18 @@ FLOAT_UNARY(RINT, rintf(x))
 KERNEL1(NOT, BOOL, BOOL, !x)
 SIGNED(KERNEL1, NOT, ~x)
 UNSIGNED(KERNEL1, NOT, ~x)
-HANDLER(NOT, ROW(NOT, BOOL), INT_ROWS(NOT))
+HANDLER(NOT, EACH, ROW(NOT, BOOL), INT_ROWS(NOT))
 
 /* the bits of x, none above its width */
 #define BITS_OF(x) ((U32)(x) & ~0u >> (32 - WIDTH(x)))
 #define INTEGER_UNARY(id, expr) \
-  SIGNED(KERNEL1, id, expr) UNSIGNED(KERNEL1, id, expr) HANDLER(id, INT_ROWS(id))
+  SIGNED(KERNEL1, id, expr) UNSIGNED(KERNEL1, id, expr) HANDLER(id, EACH, INT_ROWS(id))
 INTEGER_UNARY(CLZ, x ? (U32)__builtin_clz(BITS_OF(x)) - (32 - WIDTH(x)) : WIDTH(x))
 INTEGER_UNARY(POPCOUNT, __builtin_popcount(BITS_OF(x)))
 
-BINARY(ADD, x | y, (U32)x + (U32)y, (U32)x + (U32)y, x + y)
+BINARY(ADD, EACH, x | y, (U32)x + (U32)y, (U32)x + (U32)y, x + y)
 NUMBER(SUB, (U32)x - (U32)y, (U32)x - (U32)y, x - y)
-BINARY(MUL, x &y, (U32)x *(U32)y, (U32)x *(U32)y, x *y)
+BINARY(MUL, pm_poison_rule_and, x &y, (U32)x *(U32)y, (U32)x *(U32)y, x *y)
 NUMBER(DIV,
        y == 0    ? (U32)-1
        : y == -1 ? 0u - (U32)x
@@ -180,18 +183,18 @@ NUMBER(DIV,
 NUMBER(REM, y == 0 ? x : y == -1 ? 0 : x % y, y == 0 ? x : x % y, fmodf(x, y))
 FLOAT_BINARY(POW, powf(x, y))
 FLOAT_BINARY(ATAN2, atan2f(x, y))
-BINARY(MIN, x &y, x < y ? x : y, x < y ? x : y, least(x, y))
-BINARY(MAX, x | y, x > y ? x : y, x > y ? x : y, greatest(x, y))
-BITS(AND, x &y)
-BITS(OR, x | y)
-BITS(XOR, x ^ y)
+BINARY(MIN, EACH, x &y, x < y ? x : y, x < y ? x : y, least(x, y))
+BINARY(MAX, EACH, x | y, x > y ? x : y, x > y ? x : y, greatest(x, y))
+BITS(AND, pm_poison_rule_and, x &y)
+BITS(OR, pm_poison_rule_or, x | y)
+BITS(XOR, EACH, x ^ y)
 
 SIGNED(KERNEL2, SHL, (U32)y >= WIDTH(x) ? 0 : (U32)x << (U32)y)
 UNSIGNED(KERNEL2, SHL, y >= WIDTH(x) ? 0 : (U32)x << y)
-HANDLER(SHL, INT_ROWS(SHL))
+HANDLER(SHL, EACH, INT_ROWS(SHL))
 SIGNED(KERNEL2, SHR, x >> ((U32)y >= WIDTH(x) ? WIDTH(x) - 1 : (U32)y))
 UNSIGNED(KERNEL2, SHR, y >= WIDTH(x) ? 0 : x >> y)
-HANDLER(SHR, INT_ROWS(SHR))
+HANDLER(SHR, EACH, INT_ROWS(SHR))
 
 COMPARISON(EQ, ==)
 COMPARISON(NE, !=)
@@ -217,12 +220,13 @@ SELECT_KERNEL(U32)
 #define SELECT_32 SELECT_U32
 static const handler pm_vm_SELECT = {pm_vm_encode_pointwise,
                                      exec_pointwise,
-                                     {
+                                     {pm_poison_rule_select,
+                                      {
 #define PM_DTYPE(id, text, bits, class, cuda, dlpack, short, numpy, wide, torch, map, group) \
   [PM_##id] = SELECT_##bits,
 #include "../base/dtypes.def"
 #undef PM_DTYPE
-                                     }};
+                                      }}};
 
 /* ---- pointwise ---------------------------------------------------------------------------- */
 
@@ -422,16 +426,19 @@ static step exec_next_tile(pm_machine *m, thread *t, const instr *i) {
 static const handler pm_vm_CONST = {pm_vm_encode_const, NULL, {0}};
 static const handler pm_vm_IOTA = {pm_vm_encode_iota, NULL, {0}};
 static const handler pm_vm_AXIS = {pm_vm_encode_axis, exec_axis, {0}};
-static const handler pm_vm_CONVERT = {pm_vm_encode_plain, exec_convert, {0}};
+static const handler pm_vm_CONVERT = {
+    pm_vm_encode_plain, exec_convert, {.poison = pm_poison_rule_convert}};
 static const handler pm_vm_BITCAST = {pm_vm_encode_alias, NULL, {0}};
 static const handler pm_vm_OPT_BARRIER = {pm_vm_encode_alias, NULL, {0}};
 static const handler pm_vm_MULTIPLE_OF = {pm_vm_encode_multiple, exec_multiple, {0}};
 static const handler pm_vm_BROADCAST = {pm_vm_encode_strided, pm_vm_strided, {0}};
 static const handler pm_vm_RESHAPE = {pm_vm_encode_alias, NULL, {0}};
 static const handler pm_vm_SLICE = {pm_vm_encode_strided, pm_vm_strided, {0}};
-static const handler pm_vm_REDUCE = {pm_vm_encode_reduce, exec_reduce, {0}};
-static const handler pm_vm_UNPACK = {pm_vm_encode_plain, exec_unpack, {0}};
-static const handler pm_vm_PACK = {pm_vm_encode_plain, exec_pack, {0}};
+static const handler pm_vm_REDUCE = {
+    pm_vm_encode_reduce, exec_reduce, {.poison = pm_poison_rule_reduce}};
+static const handler pm_vm_UNPACK = {
+    pm_vm_encode_plain, exec_unpack, {.poison = pm_poison_rule_unpack}};
+static const handler pm_vm_PACK = {pm_vm_encode_plain, exec_pack, {.poison = pm_poison_rule_pack}};
 static const handler pm_vm_LAYOUT_CAST = {pm_vm_encode_alias, NULL, {0}};
 static const handler pm_vm_SET_MAX_REGISTERS = {pm_vm_encode_nothing, NULL, {0}};
 static const handler pm_vm_INLINE_RESULT = {pm_vm_encode_nothing, NULL, {0}};
@@ -446,6 +453,7 @@ static const handler pm_vm_NEXT_TILE = {pm_vm_encode_plain, exec_next_tile, {0}}
 
 #undef UNARY
 #undef BINARY
+#undef EACH
 
 /* An op without a handler does not compile. */
 const handler *const pm_vm_handlers[PM_OP_COUNT] = {

@@ -680,6 +680,32 @@ bool pm_poison_begin(pm_machine *m);
 step pm_poison_check(pm_machine *m); /* at the end of a launch */
 void pm_poison_end(pm_machine *m);
 poison_fn pm_poison_rule(pm_opcode code, const instr *i);
+/* Those that handlers name. */
+step pm_poison_rule_acc_store(pm_machine *m, thread *t, const instr *i),
+    pm_poison_rule_addresses(pm_machine *m, thread *t, const instr *i),
+    pm_poison_rule_and(pm_machine *m, thread *t, const instr *i),
+    pm_poison_rule_atomics(pm_machine *m, thread *t, const instr *i),
+    pm_poison_rule_branch(pm_machine *m, thread *t, const instr *i),
+    pm_poison_rule_check(pm_machine *m, thread *t, const instr *i),
+    pm_poison_rule_convert(pm_machine *m, thread *t, const instr *i),
+    pm_poison_rule_counts(pm_machine *m, thread *t, const instr *i),
+    pm_poison_rule_for(pm_machine *m, thread *t, const instr *i),
+    pm_poison_rule_gather(pm_machine *m, thread *t, const instr *i),
+    pm_poison_rule_inline(pm_machine *m, thread *t, const instr *i),
+    pm_poison_rule_load(pm_machine *m, thread *t, const instr *i),
+    pm_poison_rule_mma(pm_machine *m, thread *t, const instr *i),
+    pm_poison_rule_moves(pm_machine *m, thread *t, const instr *i),
+    pm_poison_rule_nothing(pm_machine *m, thread *t, const instr *i),
+    pm_poison_rule_or(pm_machine *m, thread *t, const instr *i),
+    pm_poison_rule_pack(pm_machine *m, thread *t, const instr *i),
+    pm_poison_rule_pointwise(pm_machine *m, thread *t, const instr *i),
+    pm_poison_rule_reduce(pm_machine *m, thread *t, const instr *i),
+    pm_poison_rule_scan(pm_machine *m, thread *t, const instr *i),
+    pm_poison_rule_scatter(pm_machine *m, thread *t, const instr *i),
+    pm_poison_rule_select(pm_machine *m, thread *t, const instr *i),
+    pm_poison_rule_store(pm_machine *m, thread *t, const instr *i),
+    pm_poison_rule_switch(pm_machine *m, thread *t, const instr *i),
+    pm_poison_rule_unpack(pm_machine *m, thread *t, const instr *i);
 void pm_poison_scope(pm_machine *m, const block *b, const struct smem_alloc *x, size_t at);
 void pm_poison_defined(pm_machine *m, const thread *t, const located *s);
 void pm_poison_acc_load(pm_machine *m, thread *t, const instr *i, const located *s);
@@ -755,7 +781,10 @@ typedef struct compiler compiler;
 typedef struct handler {
   void (*encode)(compiler *c, pm_opid op, const struct handler *h);
   exec_fn exec;
-  kernel_fn kernels[PM_DTYPE_COUNT]; /* by the dtype of the computation; f16 and bf16 use f32's */
+  struct {            /* {0}: its result is defined, if it has one */
+    poison_fn poison; /* what it makes of memory that was never written: poison.c */
+    kernel_fn kernels[PM_DTYPE_COUNT]; /* by dtype of the computation; f16 and bf16 use f32's */
+  };
 } handler;
 extern const handler *const pm_vm_handlers[PM_OP_COUNT]; /* tile_ops.c, expanded from ops.def */
 
