@@ -73,17 +73,14 @@ static void of_array(pm_gen *e, pm_val v, bool hold, parameter *p) {
 
 /* The op and the INLINE_RESULTs behind it, as parameters r0 ... */
 static void put_results(pm_gen *e, pm_opid op, pm_text *fn, pm_text *call) {
-  const pm_block *b = &e->g->blocks.at[pm_get(e->g, op)->parent];
-  uint32_t k = 0, n = 0;
-  while (b->ops.at[k] != op) k++;
-  for (; k < b->ops.n; k++) {
-    const pm_op *o = pm_get(e->g, b->ops.at[k]);
-    if (o->code == PM_OP_INLINE && n) break;
-    if (o->code != PM_OP_INLINE && o->code != PM_OP_INLINE_RESULT) continue;
-    const pm_type *t = pm_typeof(e->g, o->out);
-    const char *name = pm_declare(e, o->out, o->out), *sep = call->n ? ", " : "";
-    pm_putf(fn, "%s%s* r%u /* %s */", sep, pm_cpp_type(t->dtype), n++, pm_type_text(e->arena, t));
-    pm_putf(call, "%s%s%s", sep, pm_is_array(e, o->out) ? "" : "&", name);
+  const uint32_t n = pm_inline_results(e->g, op, NULL);
+  pm_val *out = PM_NEW(e->arena, pm_val, n);
+  pm_inline_results(e->g, op, out);
+  for (uint32_t k = 0; k < n; k++) {
+    const pm_type *t = pm_typeof(e->g, out[k]);
+    const char *name = pm_declare(e, out[k], out[k]), *sep = call->n ? ", " : "";
+    pm_putf(fn, "%s%s* r%u /* %s */", sep, pm_cpp_type(t->dtype), k, pm_type_text(e->arena, t));
+    pm_putf(call, "%s%s%s", sep, pm_is_array(e, out[k]) ? "" : "&", name);
   }
 }
 

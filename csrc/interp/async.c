@@ -673,7 +673,8 @@ const handler pm_vm_COMMIT_GROUP = {pm_vm_encode_plain, exec_commit_group, {0}};
 const handler pm_vm_WAIT_S2G = {pm_vm_encode_plain, exec_wait_copies_out, {0}};
 const handler pm_vm_COMMIT_SMEM = {pm_vm_encode_plain, exec_commit_smem, {0}};
 const handler pm_vm_PROXY_FENCE = {pm_vm_encode_plain, exec_proxy_fence, {0}};
-const handler pm_vm_WGMMA = {pm_vm_encode_plain, exec_wgmma, {.poison = pm_poison_rule_addresses}};
+const handler pm_vm_WGMMA = {
+    pm_vm_encode_product, exec_wgmma, {.poison = pm_poison_rule_addresses}};
 const handler pm_vm_WGMMA_WAIT = {pm_vm_encode_plain, exec_wgmma_wait, {0}};
 const handler pm_vm_ACC_LOAD = {
     pm_vm_encode_plain, exec_acc_load, {.poison = pm_poison_rule_nothing}};

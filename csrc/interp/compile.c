@@ -199,19 +199,20 @@ static void add_steps(compiler *c, access *mem, pm_val ref) {
   mem->checks = PM_NEW(&c->m->arena, start_check, depth * PM_MAX_RANK);
   for (v = ref; is_view(g, v) && !c->status;) {
     pm_opid op = pm_value_of(g, v)->def;
-    if (pm_get(g, op)->code == PM_OP_CLUSTER_REF || pm_get(g, op)->code == PM_OP_BITCAST_REF) {
+    step_back *const back = pm_vm_handlers[pm_get(g, op)->code]->back;
+    if (!back) {
       v = pm_in(g, op, 0);
       continue;
     }
     const pm_type *out = pm_typeof(g, v), *in = pm_typeof(g, pm_in(g, op, 0));
     view_step *s = &mem->steps[mem->n_steps];
-    s->code = (uint8_t)pm_get(g, op)->code;
+    s->back = back;
     s->in_rank = in->rank;
     s->out_rank = out->rank;
     memcpy(s->in_dim, in->dim, sizeof s->in_dim);
     memcpy(s->out_dim, out->dim, sizeof s->out_dim);
-    if (s->code == PM_OP_INDEX) step_index(c, mem, op, s);
-    if (s->code == PM_OP_TRANSPOSE_REF) {
+    if (pm_has_attr(g, op, PM_ATTR_STARTS)) step_index(c, mem, op, s);
+    if (pm_has_attr(g, op, PM_ATTR_DIMS)) {
       uint32_t n;
       const int64_t *perm = pm_attr_list(g, op, PM_ATTR_DIMS, &n);
       for (uint32_t d = 0; d < n && d < PM_MAX_RANK; d++) s->perm[d] = (uint8_t)perm[d];
@@ -467,22 +468,31 @@ void pm_vm_encode_plain(compiler *c, pm_opid op, const handler *h) {
     if (pm_has_attr(g, op, flag_attrs[k])) i.flags = (uint8_t)*pm_attr(g, op, flag_attrs[k]);
   }
   i.lowered = is_lowered(g, op);
-  if (o->code == PM_OP_STORE) note_written(c, i.mem);
   if (pm_has_attr(g, op, PM_ATTR_N)) i.to = (uint32_t)*pm_attr(g, op, PM_ATTR_N);
-  if (o->code == PM_OP_WGMMA || o->code == PM_OP_MMA) {
-    const pm_type *acc = pm_typeof(g, pm_in(g, op, 0));
-    const pm_type *b = pm_typeof(g, pm_in(g, op, 2));
-    size_t bytes = pm_vm_pack_bytes(acc->dim[0], acc->dim[1], b->dim[0]);
-    if (bytes > c->m->pack_bytes) c->m->pack_bytes = bytes;
-    i.dtype = b->dtype;
-    if (o->code == PM_OP_MMA) {
-      i.depth = b->dim[0];
-      i.to = (uint32_t)b->dim[1];
-    } else {
-      i.out = pm_typeof(g, pm_in(g, op, 1))->dtype;
-    }
-  }
   pm_vec_push(c->temp, &c->code, i);
+}
+
+void pm_vm_encode_store(compiler *c, pm_opid op, const handler *h) {
+  pm_vm_encode_plain(c, op, h);
+  if (!c->status) note_written(c, c->code.at[c->code.n - 1].mem);
+}
+
+/* dtype: of b; of one in an accumulator, out: of a; of one in registers, depth by to: shape of b */
+void pm_vm_encode_product(compiler *c, pm_opid op, const handler *h) {
+  const pm_graph *g = c->g;
+  const pm_type *acc = pm_typeof(g, pm_in(g, op, 0)), *b = pm_typeof(g, pm_in(g, op, 2));
+  const size_t bytes = pm_vm_pack_bytes(acc->dim[0], acc->dim[1], b->dim[0]);
+  pm_vm_encode_plain(c, op, h);
+  if (c->status) return;
+  instr *i = &c->code.at[c->code.n - 1];
+  if (bytes > c->m->pack_bytes) c->m->pack_bytes = bytes;
+  i->dtype = b->dtype;
+  if (acc->kind != PM_ARRAY) {
+    i->out = pm_typeof(g, pm_in(g, op, 1))->dtype;
+    return;
+  }
+  i->depth = b->dim[0];
+  i->to = (uint32_t)b->dim[1];
 }
 
 /* flags: what an ATOMIC does; to: which operands behind the ref have one element for all, a bit
@@ -492,7 +502,6 @@ void pm_vm_encode_masked(compiler *c, pm_opid op, const handler *h) {
   pm_vm_encode_plain(c, op, h);
   if (c->status) return;
   instr *i = &c->code.at[c->code.n - 1];
-  if (o->code != PM_OP_MASKED_LOAD) note_written(c, i->mem);
   i->to = 0;
   for (uint32_t k = 1; k < o->n_in; k++) {
     if (!pm_typeof(c->g, pm_in(c->g, op, k))->rank) i->to |= 1u << (k - 1);
@@ -500,19 +509,9 @@ void pm_vm_encode_masked(compiler *c, pm_opid op, const handler *h) {
   if (pm_has_attr(c->g, op, PM_ATTR_ATOMIC)) i->flags = (uint8_t)*pm_attr(c->g, op, PM_ATTR_ATOMIC);
 }
 
-/* INLINE_RESULTs behind it, up to the next INLINE, belong to it. */
-static uint32_t n_results(const pm_graph *g, pm_opid op, pm_val *out) {
-  const pm_block *b = &g->blocks.at[pm_get(g, op)->parent];
-  uint32_t k = 0, n = 0;
-  while (b->ops.at[k] != op) k++;
-  for (; k < b->ops.n; k++) {
-    const pm_op *o = pm_get(g, b->ops.at[k]);
-    if (o->code == PM_OP_INLINE && n) break;
-    if (o->code != PM_OP_INLINE && o->code != PM_OP_INLINE_RESULT) continue;
-    if (out) out[n] = o->out;
-    n++;
-  }
-  return n;
+void pm_vm_encode_masked_store(compiler *c, pm_opid op, const handler *h) {
+  pm_vm_encode_masked(c, op, h);
+  if (!c->status) note_written(c, c->code.at[c->code.n - 1].mem);
 }
 
 /* May kernels write the memory? */
@@ -530,9 +529,9 @@ void pm_vm_encode_inline(compiler *c, pm_opid op, const handler *h) {
   inlined *x = PM_NEW(&c->m->arena, inlined, 1);
   x->function = *pm_attr(g, op, PM_ATTR_INTERPRET);
   x->n_in = o->n_in;
-  x->n_out = n_results(g, op, NULL);
+  x->n_out = pm_inline_results(g, op, NULL);
   pm_val *out = PM_NEW(c->temp, pm_val, x->n_out);
-  n_results(g, op, out);
+  pm_inline_results(g, op, out);
   if (!x->function) {
     fail(c, op, PM_E_NOT_IMPLEMENTED,
          "inline_cuda: this source cannot run on the interpreter, it has no function to stand for "
@@ -732,11 +731,6 @@ void pm_vm_encode_indexed(compiler *c, pm_opid op, const handler *h) {
   i->to = (uint32_t)pm_type_size(pm_typeof(c->g, pm_in(c->g, op, 0)));
 }
 
-static const uint16_t reduce_codes[PM_REDUCE_COUNT] = {
-    [PM_REDUCE_ADD] = PM_OP_ADD,       [PM_REDUCE_MAX] = PM_OP_MAX, [PM_REDUCE_MIN] = PM_OP_MIN,
-    [PM_REDUCE_MUL] = PM_OP_MUL,       [PM_REDUCE_ANY] = PM_OP_OR,  [PM_REDUCE_ALL] = PM_OP_AND,
-    [PM_REDUCE_ANY_IN_WARP] = PM_OP_OR};
-
 void pm_vm_encode_scan(compiler *c, pm_opid op, const handler *h) {
   const pm_graph *g = c->g;
   const pm_val in = pm_in(g, op, 0);
@@ -744,8 +738,7 @@ void pm_vm_encode_scan(compiler *c, pm_opid op, const handler *h) {
   const int64_t dim = *pm_attr(g, op, PM_ATTR_DIM);
   const bool half = pm_is_narrow_float(t->dtype);
   reduction *r = PM_NEW(&c->m->arena, reduction, 1);
-  r->kernel = pm_vm_handlers[reduce_codes[*pm_attr(g, op, PM_ATTR_REDUCE)]]
-                  ->kernels[half ? PM_F32 : t->dtype];
+  r->kernel = pm_vm_reductions[*pm_attr(g, op, PM_ATTR_REDUCE)]->kernels[half ? PM_F32 : t->dtype];
   r->n = 1;
   r->group[0].outer = r->group[0].inner = 1;
   r->group[0].size = t->dim[dim];
@@ -770,7 +763,7 @@ void pm_vm_encode_reduce(compiler *c, pm_opid op, const handler *h) {
   const int64_t *dims = pm_attr_list(g, op, PM_ATTR_DIMS, &n);
   pm_dtype work = pm_is_narrow_float(t->dtype) ? PM_F32 : t->dtype;
   reduction *r = PM_NEW(&c->m->arena, reduction, 1);
-  r->kernel = pm_vm_handlers[reduce_codes[*pm_attr(g, op, PM_ATTR_REDUCE)]]->kernels[work];
+  r->kernel = pm_vm_reductions[*pm_attr(g, op, PM_ATTR_REDUCE)]->kernels[work];
   bool gone[PM_MAX_RANK] = {0};
   for (uint32_t k = 0; k < n; k++) gone[dims[k]] = true;
   int64_t inner = 1;
@@ -1338,7 +1331,7 @@ static void copy_places(compiler *c) {
     }
     const uint16_t code = g->ops.at[k].code;
     const char *what = pm_ops[code].text;
-    if (code == PM_OP_NAMED_SCOPE) {
+    if (pm_has_attr(g, k, PM_ATTR_ENDS)) { /* a scope with a name */
       what = g->strings.at[*pm_attr(g, k, PM_ATTR_FORMAT)];
       what = pm_strdup(&c->m->arena, what, strlen(what));
     }

@@ -221,5 +221,6 @@ step pm_poison_masked(pm_machine *m, thread *t, const instr *i) {
 const handler pm_vm_MASKED_LOAD = {
     pm_vm_encode_masked, exec_masked_load, {.poison = pm_poison_rule_atomics}};
 const handler pm_vm_MASKED_STORE = {
-    pm_vm_encode_masked, exec_masked_store, {.poison = pm_poison_rule_atomics}};
-const handler pm_vm_ATOMIC = {pm_vm_encode_masked, exec_atomic, {.poison = pm_poison_rule_atomics}};
+    pm_vm_encode_masked_store, exec_masked_store, {.poison = pm_poison_rule_atomics}};
+const handler pm_vm_ATOMIC = {
+    pm_vm_encode_masked_store, exec_atomic, {.poison = pm_poison_rule_atomics}};

@@ -214,4 +214,4 @@ static step exec_mma(pm_machine *m, thread *t, const instr *i) {
   return STEP_NEXT;
 }
 
-const handler pm_vm_MMA = {pm_vm_encode_plain, exec_mma, {.poison = pm_poison_rule_mma}};
+const handler pm_vm_MMA = {pm_vm_encode_product, exec_mma, {.poison = pm_poison_rule_mma}};

@@ -216,37 +216,40 @@ static bool within(const int64_t *index, const int64_t *dim, uint32_t rank) {
   return ok;
 }
 
-/* Index of the view -> index of the ref that it was cut from. */
-static bool step_back(const view_step *v, const int32_t *starts, bool strict, int64_t *index) {
-  int64_t in[PM_MAX_RANK], linear = 0;
-  uint32_t o = 0;
-  switch (v->code) {
-    case PM_OP_INDEX:
-      for (uint32_t d = 0; d < v->in_rank; d++) {
-        in[d] = v->dynamic[d] ? starts[v->start[d]] : v->start[d];
-        if (!v->dropped[d]) in[d] += index[o++] * v->stride[d];
-      }
-      if (strict && !within(in, v->in_dim, v->in_rank)) return false;
-      break;
-    case PM_OP_TRANSPOSE_REF:
-      for (uint32_t d = 0; d < v->out_rank; d++) in[v->perm[d]] = index[d];
-      break;
-    default:
-      if (!within(index, v->out_dim, v->out_rank)) return false;
-      for (uint32_t d = 0; d < v->out_rank; d++) linear = linear * v->out_dim[d] + index[d];
-      for (uint32_t d = v->in_rank; d-- > 0; linear /= v->in_dim[d]) in[d] = linear % v->in_dim[d];
-      break;
+static bool back_from_index(const view_step *v, const int32_t *starts, bool strict,
+                            const int64_t *index, int64_t *in) {
+  for (uint32_t d = 0; d < v->in_rank; d++) {
+    in[d] = v->dynamic[d] ? starts[v->start[d]] : v->start[d];
+    if (!v->dropped[d]) in[d] += *index++ * v->stride[d];
   }
-  memcpy(index, in, v->in_rank * sizeof *in);
+  return !strict || within(in, v->in_dim, v->in_rank);
+}
+
+static bool back_from_transpose(const view_step *v, const int32_t *starts, bool strict,
+                                const int64_t *index, int64_t *in) {
+  (void)starts, (void)strict;
+  for (uint32_t d = 0; d < v->out_rank; d++) in[v->perm[d]] = index[d];
+  return true;
+}
+
+static bool back_from_reshape(const view_step *v, const int32_t *starts, bool strict,
+                              const int64_t *index, int64_t *in) {
+  int64_t linear = 0;
+  (void)starts, (void)strict;
+  if (!within(index, v->out_dim, v->out_rank)) return false;
+  for (uint32_t d = 0; d < v->out_rank; d++) linear = linear * v->out_dim[d] + index[d];
+  for (uint32_t d = v->in_rank; d-- > 0; linear /= v->in_dim[d]) in[d] = linear % v->in_dim[d];
   return true;
 }
 
 char *pm_vm_element(const located *s, bool strict, const int64_t *view_index) {
   const access *mem = s->mem;
-  int64_t index[PM_MAX_RANK], offset = 0;
+  int64_t index[PM_MAX_RANK], in[PM_MAX_RANK], offset = 0;
   memcpy(index, view_index, sizeof index);
   for (uint32_t k = 0; k < mem->n_steps; k++) {
-    if (!step_back(&mem->steps[k], s->starts, strict, index)) return NULL;
+    const view_step *v = &mem->steps[k];
+    if (!v->back(v, s->starts, strict, index, in)) return NULL;
+    memcpy(index, in, v->in_rank * sizeof *in);
   }
   if (!within(index, mem->base_dim, mem->base_rank)) return NULL;
   for (uint32_t d = 0; d < mem->base_rank; d++) offset = offset * mem->base_dim[d] + index[d];
@@ -332,13 +335,13 @@ static step exec_alloc_acc(pm_machine *m, thread *t, const instr *i) {
 }
 
 const handler pm_vm_LOAD = {pm_vm_encode_plain, exec_load, {.poison = pm_poison_rule_load}};
-const handler pm_vm_STORE = {pm_vm_encode_plain, exec_store, {.poison = pm_poison_rule_store}};
+const handler pm_vm_STORE = {pm_vm_encode_store, exec_store, {.poison = pm_poison_rule_store}};
 const handler pm_vm_ALLOC_SMEM = {pm_vm_encode_alloc, NULL, {0}};
 const handler pm_vm_ALLOC_BARRIER = {pm_vm_encode_alloc, NULL, {0}};
 const handler pm_vm_ALLOC_ACC = {
     pm_vm_encode_alloc, exec_alloc_acc, {.poison = pm_poison_rule_moves}};
-const handler pm_vm_INDEX = {pm_vm_encode_nothing, NULL, {0}};
-const handler pm_vm_TRANSPOSE_REF = {pm_vm_encode_nothing, NULL, {0}};
-const handler pm_vm_RESHAPE_REF = {pm_vm_encode_nothing, NULL, {0}};
+const handler pm_vm_INDEX = {pm_vm_encode_nothing, NULL, {.back = back_from_index}};
+const handler pm_vm_TRANSPOSE_REF = {pm_vm_encode_nothing, NULL, {.back = back_from_transpose}};
+const handler pm_vm_RESHAPE_REF = {pm_vm_encode_nothing, NULL, {.back = back_from_reshape}};
 const handler pm_vm_BITCAST_REF = {pm_vm_encode_nothing, NULL, {0}};
 const handler pm_vm_CLUSTER_REF = {pm_vm_encode_nothing, NULL, {0}};

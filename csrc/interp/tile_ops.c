@@ -57,9 +57,9 @@ typedef float F32;
 #define ROW(id, T) [PM_##T] = id##_##T
 #define INT_ROWS(id) \
   ROW(id, I8), ROW(id, I16), ROW(id, I32), ROW(id, U8), ROW(id, U16), ROW(id, U32)
-#define HANDLER(id, poison, ...)      \
+#define HANDLER(id, rule, ...)        \
   static const handler pm_vm_##id = { \
-      pm_vm_encode_pointwise, exec_pointwise, {poison, {__VA_ARGS__}}};
+      pm_vm_encode_pointwise, exec_pointwise, {.poison = rule, .kernels = {__VA_ARGS__}}};
 #define EACH pm_poison_rule_pointwise /* comes from where one of its operands does */
 
 static step exec_pointwise(pm_machine *m, thread *t, const instr *i);
@@ -220,8 +220,8 @@ SELECT_KERNEL(U32)
 #define SELECT_32 SELECT_U32
 static const handler pm_vm_SELECT = {pm_vm_encode_pointwise,
                                      exec_pointwise,
-                                     {pm_poison_rule_select,
-                                      {
+                                     {.poison = pm_poison_rule_select,
+                                      .kernels = {
 #define PM_DTYPE(id, text, bits, class, cuda, dlpack, short, numpy, wide, torch, map, group) \
   [PM_##id] = SELECT_##bits,
 #include "../base/dtypes.def"
@@ -454,6 +454,11 @@ static const handler pm_vm_NEXT_TILE = {pm_vm_encode_plain, exec_next_tile, {0}}
 #undef UNARY
 #undef BINARY
 #undef EACH
+
+const handler *const pm_vm_reductions[PM_REDUCE_COUNT] = {
+    [PM_REDUCE_ADD] = &pm_vm_ADD,       [PM_REDUCE_MAX] = &pm_vm_MAX, [PM_REDUCE_MIN] = &pm_vm_MIN,
+    [PM_REDUCE_MUL] = &pm_vm_MUL,       [PM_REDUCE_ANY] = &pm_vm_OR,  [PM_REDUCE_ALL] = &pm_vm_AND,
+    [PM_REDUCE_ANY_IN_WARP] = &pm_vm_OR};
 
 /* An op without a handler does not compile. */
 const handler *const pm_vm_handlers[PM_OP_COUNT] = {

@@ -130,12 +130,12 @@ uint32_t pm_time_cost(const pm_graph *g, pm_opid op) {
   const pm_op *o = pm_get(g, op);
   const pm_op_info *info = &pm_ops[o->code];
   int64_t n = 1, cycles = memory_cost(g, op);
-  if (o->code == PM_OP_NAMED_SCOPE || info->layout == PM_LAY_VIEW || info->effects & E_ALLOC ||
-      o->code == PM_OP_CONST)
-    return 0;
+  if (pm_has_attr(g, op, PM_ATTR_ENDS) || pm_has_attr(g, op, PM_ATTR_VALUE) ||
+      info->layout == PM_LAY_VIEW || info->effects & E_ALLOC)
+    return 0; /* scopes with names, constants, views, allocations */
   for (uint32_t k = 0; k < o->n_in; k++) n = pm_max(n, elements(g, pm_in(g, op, k)));
   for (uint32_t k = 0; k < o->n_out; k++) n = pm_max(n, elements(g, o->out + k));
-  if (o->code == PM_OP_MMA) {
+  if (info->layout == PM_LAY_MMA) {
     const pm_type *a = pm_typeof(g, pm_in(g, op, 1));
     const int64_t depth = a->dim[a->rank - 1];
     n = elements(g, o->out) * depth * pm_dtypes[a->dtype].bytes;

@@ -86,15 +86,19 @@ enum { NAMED_BARRIERS = 16 }; /* of a block; one for the block and one for each 
 enum { WARPS = 4, MAX_STARTS = PM_MAX_TERMS, MAX_LOOPS = 2 * PM_MAX_RANK };
 
 /* One step from a view to the ref it is a view of. */
-typedef struct view_step {
-  uint8_t code; /* PM_OP_INDEX, PM_OP_TRANSPOSE_REF, PM_OP_RESHAPE_REF */
+typedef struct view_step view_step;
+/* Index of a view -> index in the ref that it is cut from, which is `in`; false: outside */
+typedef bool step_back(const view_step *v, const int32_t *starts, bool strict, const int64_t *index,
+                       int64_t *in);
+struct view_step {
+  step_back *back;
   uint8_t in_rank, out_rank;
   int64_t in_dim[PM_MAX_RANK], out_dim[PM_MAX_RANK];
   int64_t start[PM_MAX_RANK]; /* INDEX; of a dynamic one its number among the access's starts */
   int64_t stride[PM_MAX_RANK];
   bool dynamic[PM_MAX_RANK], dropped[PM_MAX_RANK];
   uint8_t perm[PM_MAX_RANK]; /* TRANSPOSE_REF */
-} view_step;
+};
 
 /* A start that may lie outside: 0 <= start <= limit must hold. */
 typedef struct start_check {
@@ -783,16 +787,21 @@ typedef struct handler {
   exec_fn exec;
   struct {            /* {0}: its result is defined, if it has one */
     poison_fn poison; /* what it makes of memory that was never written: poison.c */
+    step_back *back;  /* of views; NULL: their indices are those of what they are cut from */
     kernel_fn kernels[PM_DTYPE_COUNT]; /* by dtype of the computation; f16 and bf16 use f32's */
   };
 } handler;
 extern const handler *const pm_vm_handlers[PM_OP_COUNT]; /* tile_ops.c, expanded from ops.def */
+extern const handler *const pm_vm_reductions[PM_REDUCE_COUNT]; /* those of two operands */
 
 void pm_vm_encode_pointwise(compiler *c, pm_opid op, const handler *h);
 void pm_vm_encode_kernels(compiler *c, pm_opid op, const handler *h);
 void pm_vm_encode_plain(compiler *c, pm_opid op,
                         const handler *h); /* a, b, c, dst; memory operands */
+void pm_vm_encode_store(compiler *c, pm_opid op, const handler *h);
+void pm_vm_encode_product(compiler *c, pm_opid op, const handler *h);
 void pm_vm_encode_masked(compiler *c, pm_opid op, const handler *h);
+void pm_vm_encode_masked_store(compiler *c, pm_opid op, const handler *h);
 void pm_vm_encode_copy_out(compiler *c, pm_opid op, const handler *h);
 void pm_vm_encode_copy_in(compiler *c, pm_opid op, const handler *h);
 void pm_vm_encode_alias(compiler *c, pm_opid op, const handler *h); /* the result is the operand */

@@ -374,3 +374,16 @@ pm_val pm_insert_number(pm_graph *g, pm_opid before, int64_t number, pm_opid pla
   const pm_attr_arg value = {.id = PM_ATTR_VALUE, .i = number};
   return pm_insert_value(g, before, PM_OP_CONST, NULL, 0, &t, &value, 1, place_of);
 }
+
+uint32_t pm_inline_results(const pm_graph *g, pm_opid op, pm_val *out) {
+  const pm_block *b = &g->blocks.at[pm_get(g, op)->parent];
+  uint32_t n = 0;
+  for (uint32_t k = pm_position(g, op); k < b->ops.n; k++) {
+    const pm_op *o = pm_get(g, b->ops.at[k]);
+    if (o->code == PM_OP_INLINE && n) break;
+    if (o->code != PM_OP_INLINE && o->code != PM_OP_INLINE_RESULT) continue;
+    if (out) out[n] = o->out;
+    n++;
+  }
+  return n;
+}
