@@ -81,7 +81,6 @@ from ._ops import (
     wgmma_wait,
 )
 from ._pipeline import emit_pipeline
-from ._races import Race, RaceAccess, RaceLog, get_races
 from ._schedule import NDLoopInfo, dynamic_scheduling_loop, nd_loop
 from ._semaphores import (
     SemaphoreSignal,
@@ -134,7 +133,6 @@ from ._types import (
     WarpMesh,
     WGMMAAccumulatorRef,
 )
-from ._timeline import Trace, Wait, read_trace
 from ._trace import Array, Ref
 from ._ws_pipeline import PipelinePipeline, emit_pipeline_warp_specialized
 
@@ -182,15 +180,25 @@ def max_contiguous(x, values):
 _find = _finder("plgpu", _MISSING, _WRONG)
 
 
+# imported when they are first used
+_LATER = {
+    **dict.fromkeys(("Race", "RaceAccess", "RaceLog", "get_races"), "._races"),
+    **dict.fromkeys(("Trace", "Wait", "read_trace"), "._timeline"),
+}
+
+
 def __getattr__(name):
-    if name == "testing":  # not needed to import the package
+    if name == "testing":
         return _import_module(".testing", __name__)
+    if name in _LATER:
+        value = globals()[name] = getattr(_import_module(_LATER[name], __name__), name)
+        return value
     if name == "pipelines":
         return _OLD_PIPELINES
     return _find(name)
 
 
-__all__ = [*(name for name in globals() if not name.startswith("_")), "testing"]
+__all__ = [*(name for name in globals() if not name.startswith("_")), *_LATER, "testing"]
 
 
 def __dir__():

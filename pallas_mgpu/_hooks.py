@@ -1,35 +1,25 @@
 """What the extension calls in Python, registered once when the package is imported."""
 
-from . import (
-    _clipped,
-    _core,
-    _emulate,
-    _frameworks,
-    _introspect,
-    _notebook,
-    _races,
-    _spills,
-    _timeline,
-    _types,
-)
+from . import _clipped, _core, _frameworks, _introspect, _types
 from ._jnp import index, members, refs
+from ._names import later
 
 
 def register():
     """Give the extension its hooks, and `Array` its members."""
     _core.set_hooks(
-        emulate=_emulate.emulation,
-        html=_notebook.html,
+        emulate=later("_emulate", "emulation"),
+        html=later("_notebook", "html"),
         index_array=index.index,
         index_ref=refs.at,
         memory_space=_types.MemorySpace,
         overhanging=_clipped.overhanging,
         pickle=_introspect.reduce,
-        races=_races.finish,
+        races=later("_races", "finish"),
         ref_transforms=_types.ref_transforms,
-        spills=_spills.by_line,
-        tidy=_notebook.tidy,
-        timeline=_timeline.finish,
+        spills=later("_spills", "by_line"),
+        tidy=later("_notebook", "tidy"),
+        timeline=later("_timeline", "finish"),
         torch=_frameworks.torch_call,
     )
     members.add_members()

@@ -3,8 +3,7 @@
 import numpy as np
 
 from . import _core, tree
-from ._inline_host import HostSource
-from ._names import show
+from ._names import later, show
 from ._trace import Ref, as_array, env, type_text
 from ._types import (
     GMEM,
@@ -16,6 +15,8 @@ from ._types import (
     layout_spec,
     split_transforms,
 )
+
+_HostSource = later("_inline_host", "HostSource")
 
 
 def _is_layout(x):
@@ -165,7 +166,7 @@ def _host_source(source, values, types, results):
         (tuple(x.shape), np.dtype(x.dtype).name, layout_spec(x.layout) if x.shape else None)
         for x in results
     ] or [((), "int32", None)]
-    return HostSource(source, operands, outs, why_not or None)
+    return _HostSource(source, operands, outs, why_not or None)
 
 
 def _is_type(x):

@@ -14,12 +14,12 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from . import _core, _introspect, _notebook, _profile, _trace, tree
+from . import _core, _introspect, _profile, _trace, tree
 from ._batch import Batch, Batched, call_batched
 from ._control import Rounds, scoped
 from ._frameworks import special
 from ._mutable import MutableArray, closed_over, kernel_dtype, rebound
-from ._names import NOT_SPECIFIED, check_keywords, deprecated, show
+from ._names import NOT_SPECIFIED, check_keywords, deprecated, later, show
 from ._types import (
     GMEM,
     CompilerParams,
@@ -29,6 +29,8 @@ from ._types import (
     RefUnion,
     ShapeDtypeStruct,
 )
+
+_html = later("_notebook", "html")
 
 
 def _either(new, old, new_name, old_name):
@@ -381,7 +383,7 @@ class RefKernel:
         return _introspect.describe(self.definition)
 
     def _repr_html_(self):
-        return _notebook.html(self)
+        return _html(self)
 
     def __reduce__(self):
         return _introspect.reduce(self)

@@ -1,8 +1,8 @@
 """Spellings of other versions of the language: keywords that were renamed, names that are not there
 yet, names that never were."""
 
-import difflib
 import functools
+import importlib
 import inspect
 import re
 import sys
@@ -35,6 +35,16 @@ class NotSpecified:
 NOT_SPECIFIED = NotSpecified()
 
 
+def later(module, name):
+    """A function of a module of the package that is imported when the function is first called,
+    because few programs call it."""
+
+    def call(*args):
+        return getattr(importlib.import_module(f".{module}", __package__), name)(*args)
+
+    return call
+
+
 def deprecated(text, stacklevel):
     warnings.warn(text, DeprecationWarning, stacklevel + 1)
 
@@ -53,6 +63,7 @@ def _public(namespace):
 
 def suggest(name, names):
     """ ", did you mean 'x'?" of a misspelt name, "" where none is close."""
+    difflib = importlib.import_module("difflib")  # only errors need it
     close = difflib.get_close_matches(name, names, 1, 0.7)
     return f", did you mean {close[0]!r}?" if close else ""
 
@@ -65,13 +76,13 @@ def _suggest_name(namespace, name):
     return suggest(name, _public(namespace))
 
 
-_KEYWORD_ERROR = re.compile(r"^(?:\w+\.)*(\w+)\(\) got an unexpected keyword argument '(\w+)'")
+_KEYWORD_ERROR = r"(?:\w+\.)*(\w+)\(\) got an unexpected keyword argument '(\w+)'"
 
 
 def explain_keyword(text):
     """Python's message of an unknown keyword of a public function, with what was probably meant;
     None for any other message."""
-    found = _KEYWORD_ERROR.match(text)
+    found = re.match(_KEYWORD_ERROR, text)
     if not found:
         return None
     for namespace in _NAMESPACES:
@@ -119,9 +130,10 @@ def accepts(*positional, **older):
     def wrap(f):
         name = f.__qualname__.removesuffix(".__init__")
         first = 1 if f.__name__ == "__init__" else 0  # self
-        parameters = inspect.signature(f).parameters
-        takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-        names = [*parameters][first:]
+        code = inspect.unwrap(f).__code__
+        takes_all = code.co_flags & inspect.CO_VARKEYWORDS
+        parameters = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+        names, known = parameters[first:], frozenset(parameters)
 
         @functools.wraps(f)
         def call(*args, **kwargs):
@@ -148,7 +160,7 @@ def accepts(*positional, **older):
                     kwargs[new] = value
                     text = f"use {new}="
                 deprecated(f"{name}: {old}= is an older spelling; {text}", 2)
-            if not takes_all and not parameters.keys() >= kwargs.keys():
+            if not takes_all and not known >= kwargs.keys():
                 check_keywords(name, names, kwargs)
             return f(*args, **kwargs)
 

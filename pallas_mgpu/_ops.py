@@ -3,9 +3,9 @@
 Each function checks its arguments as described in docs/language.md and adds one op to the graph."""
 
 import functools
+import importlib
 import math
 import re
-import string
 import types
 
 from . import _core, tree
@@ -601,10 +601,15 @@ def _check_format(spec, dtype, k):
         raise NotImplementedError(f"{what}: at most {_MOST_PLACES} places")
 
 
+def _pieces(fmt):
+    """(text, field, specification, conversion) of a format string."""
+    return list(importlib.import_module("string").Formatter().parse(fmt))  # few kernels print
+
+
 def _print_fields(fmt, args):
     """The literal texts of a format, and the specification of the field after each, or None."""
     try:
-        pieces = list(string.Formatter().parse(fmt))
+        pieces = _pieces(fmt)
     except ValueError as e:
         raise ValueError(f"debug_print: {fmt!r}: {e}") from None
     fields = [p for p in pieces if p[1] is not None]
@@ -733,8 +738,7 @@ def print_layout(fmt, x):
     what = "print_layout"
     if not isinstance(fmt, str) or "\0" in fmt:
         raise TypeError(f"{what}: fmt must be text without zero bytes, got {show(fmt)}")
-    pieces = list(string.Formatter().parse(fmt))
-    fields = [p[1:] for p in pieces if p[1] is not None]
+    fields = [p[1:] for p in _pieces(fmt) if p[1] is not None]
     if fields != [("", "", None)]:
         raise ValueError(f"{what}: fmt must have exactly one bare {{}}, got {fmt!r}")
     if not isinstance(x, Ref):

@@ -12,8 +12,10 @@ import warnings
 
 import numpy as np
 
-from ._timeline import name_rows, write_trace
+from ._names import later
 from ._types import TraceScope
+
+name_rows, write_trace = (later("_timeline", name) for name in ("name_rows", "write_trace"))
 
 _HEAD, _TAIL, _WARPS = 3, 4, 4
 _ENDS = 1 << 31

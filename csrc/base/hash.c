@@ -36,7 +36,7 @@ uint64_t pm_hash(const void *data, size_t n, uint64_t seed) {
     h += fold(word_at(p, LANE) ^ key, word_at(p + LANE, LANE) ^ ~key ^ a);
   }
   const size_t second = n > LANE ? n - LANE : 0;
-  h += fold(word_at(p, n) ^ key, word_at(p + (second ? LANE : 0), second) ^ ~key ^ b);
+  h += fold(word_at(p, n) ^ key, word_at(p + (second ? LANE : 0), second) ^ ~key ^ a);
   return fold(h ^ b, a);
 }
 

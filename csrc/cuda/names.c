@@ -22,46 +22,64 @@ typedef struct word {
   uint32_t stem; /* characters, of an issued one */
 } word;
 
+typedef struct occurrence {
+  const char *at;
+  uint32_t word;
+} occurrence;
+typedef PM_VEC(occurrence) occurrences;
+
 /* Open addressing; entries are compared in full. */
 typedef struct words {
-  word *at;
-  uint32_t mask;
+  PM_VEC(word) all;
+  uint32_t *slot, mask; /* number of a word plus 1 */
   pm_arena *arena;
-  uint32_t n;
 } words;
 
-static word *find_word(words *t, const char *s, uint32_t n) {
+static uint32_t *slot_of(const words *t, const char *s, uint32_t n) {
   uint32_t k = (uint32_t)pm_hash(s, n, 0) & t->mask;
-  while (t->at[k].at && (t->at[k].n != n || memcmp(t->at[k].at, s, n))) k = (k + 1) & t->mask;
-  return &t->at[k];
+  for (; t->slot[k]; k = (k + 1) & t->mask) {
+    const word *w = &t->all.at[t->slot[k] - 1];
+    if (w->n == n && !memcmp(w->at, s, n)) break;
+  }
+  return &t->slot[k];
+}
+
+static word *find_word(const words *t, const char *s, uint32_t n) {
+  const uint32_t number = *slot_of(t, s, n);
+  return number ? &t->all.at[number - 1] : NULL;
 }
 
 static void grow(words *t) {
-  const word *old = t->at;
-  const uint32_t n = old ? t->mask + 1 : 0;
-  t->mask = n ? 2 * n - 1 : 1023;
-  t->at = PM_NEW(t->arena, word, t->mask + 1);
-  for (uint32_t k = 0; k < n; k++) {
-    if (old[k].at) *find_word(t, old[k].at, old[k].n) = old[k];
+  t->mask = t->slot ? 2 * t->mask + 1 : 2047;
+  t->slot = PM_NEW(t->arena, uint32_t, t->mask + 1);
+  for (uint32_t k = 0; k < t->all.n; k++) {
+    *slot_of(t, t->all.at[k].at, t->all.at[k].n) = k + 1;
   }
 }
 
+/* Valid until another word is added. */
 static word *add_word(words *t, const char *s, uint32_t n) {
-  if (!t->at || t->n * 2 > t->mask) grow(t);
-  word *w = find_word(t, s, n);
-  if (!w->at) {
-    *w = (word){.at = s, .n = n};
-    t->n++;
+  if (!t->slot || t->all.n * 2 > t->mask) grow(t);
+  uint32_t *slot = slot_of(t, s, n);
+  if (!*slot) {
+    pm_vec_push(t->arena, &t->all, ((word){.at = s, .n = n}));
+    *slot = t->all.n;
   }
-  return w;
+  return &t->all.at[*slot - 1];
 }
 
 /* ---- words of a text ---------------------------------------------------------------------- */
 
-static bool is_letter(char c) {
-  return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || c == '_';
-}
-static bool is_part(char c) { return is_letter(c) || (c >= '0' && c <= '9'); }
+enum { LETTER = 1, DIGIT = 2, SKIPPED = 4 }; /* SKIPPED: what skip() may go past begins there */
+static const uint8_t kinds[256] = {
+    ['a' ... 'z'] = LETTER, ['A' ... 'Z'] = LETTER,
+    ['_'] = LETTER,         ['0' ... '9'] = DIGIT | SKIPPED,
+    ['/'] = SKIPPED,        ['#'] = SKIPPED,
+    ['"'] = SKIPPED,        ['\''] = SKIPPED,
+    ['\\'] = SKIPPED,
+};
+static bool is_letter(char c) { return kinds[(uint8_t)c] & LETTER; }
+static bool is_part(char c) { return kinds[(uint8_t)c] & (LETTER | DIGIT); }
 
 /* Behind what begins at s and has no names: a comment, a directive, a string, a number; s itself if
  * there is none. A string of PTX has names. */
@@ -88,33 +106,38 @@ static const char *skip(const char *s, const char *end, bool ptx) {
 /* The issued name that the n characters are, or begin with before a '_'; NULL: none. */
 static word *issued_in(words *t, const char *s, uint32_t n, bool ptx) {
   word *w = find_word(t, s, n);
-  if (w->at) return w->issued ? w : NULL;
+  if (w) return w->issued ? w : NULL;
   for (uint32_t k = n - 1; ptx && k > 0; k--) {
     if (s[k] != '_') continue;
     w = find_word(t, s, k);
-    if (w->at && w->issued) return w;
+    if (w && w->issued) return w;
   }
   return NULL;
 }
 
-static void note_words(words *t, const char *s, size_t size, bool ptx, bool catalogue) {
+/* Note the words of a text; `issued` gets the places of issued names. */
+static void note_words(words *t, const char *s, size_t size, bool ptx, bool catalogue,
+                       occurrences *issued) {
   for (const char *first = s, *end = s + size; s < end;) {
-    const char *behind = skip(s, end, ptx);
+    const char *behind = kinds[(uint8_t)*s] & SKIPPED ? skip(s, end, ptx) : s;
     if (behind > s || !is_letter(*s)) {
       s = behind > s ? behind : s + 1;
       continue;
     }
     const char *begin = s;
     while (s < end && is_part(*s)) s++;
-    if (!ptx && begin > first && begin[-1] == '.') continue; /* a member */
-    word *w = issued_in(t, begin, (uint32_t)(s - begin), ptx);
+    const uint32_t n = (uint32_t)(s - begin);
+    const bool member = !ptx && begin > first && begin[-1] == '.';
+    word *w = issued_in(t, begin, n, ptx);
+    if (w) pm_vec_push(t->arena, issued, ((occurrence){begin, (uint32_t)(w - t->all.at)}));
+    if (member) continue;
     if (!w) {
-      w = add_word(t, begin, (uint32_t)(s - begin));
+      w = add_word(t, begin, n);
       w->local |= catalogue && !w->used;
     }
     if (w->issued ? ptx : !catalogue) w->local = false;
     w->used = true;
-    w->longer |= w->n < (uint32_t)(s - begin);
+    w->longer |= w->n < n;
   }
 }
 
@@ -137,8 +160,8 @@ static const char *const keywords[] = {
 
 /* Does a word other than its own begin with the stem and '_'? */
 static bool begins_other(const words *t, const word *w) {
-  for (uint32_t k = 0; k <= t->mask; k++) {
-    const word *x = &t->at[k];
+  for (uint32_t k = 0; k < t->all.n; k++) {
+    const word *x = &t->all.at[k];
     if (x->used && x != w && x->n > w->stem && x->at[w->stem] == '_' &&
         !memcmp(x->at, w->at, w->stem)) {
       return true;
@@ -158,18 +181,18 @@ static bool keeps_number(const word *w) {
 /* After this an issued name that keeps its number is its own stem. */
 static void drop_numbers(words *t) {
   words stems = {.arena = t->arena}; /* used: an issued name that occurs has it; longer: several */
-  for (uint32_t k = 0; k <= t->mask; k++) {
-    const word *w = &t->at[k];
+  for (uint32_t k = 0; k < t->all.n; k++) {
+    const word *w = &t->all.at[k];
     if (!w->issued || !w->used) continue;
     word *stem = add_word(&stems, w->at, w->stem);
     stem->longer = stem->used;
     stem->used = true;
   }
-  for (uint32_t k = 0; k <= t->mask; k++) {
-    word *w = &t->at[k];
+  for (uint32_t k = 0; k < t->all.n; k++) {
+    word *w = &t->all.at[k];
     if (!w->issued || !w->used) continue;
     const word *same = find_word(t, w->at, w->stem);
-    const bool taken = same->at && !(w->local && same->local && same->used);
+    const bool taken = same && !(w->local && same->local && same->used);
     if (keeps_number(w) || find_word(&stems, w->at, w->stem)->longer || taken ||
         (w->longer && begins_other(t, w))) {
       w->stem = w->n;
@@ -177,26 +200,21 @@ static void drop_numbers(words *t) {
   }
 }
 
-static void rename_words(words *t, const char *s, size_t size, bool ptx, pm_text *out) {
-  const char *copied = s;
-  for (const char *end = s + size; s < end;) {
-    const char *behind = skip(s, end, ptx);
-    if (behind > s || !is_letter(*s)) {
-      s = behind > s ? behind : s + 1;
-      continue;
-    }
-    const char *begin = s;
-    while (s < end && is_part(*s)) s++;
-    const word *w = issued_in(t, begin, (uint32_t)(s - begin), ptx);
-    if (!w || w->stem == w->n) continue;
-    pm_putn(out, copied, (size_t)(begin - copied) + w->stem);
-    copied = begin + w->n;
+static void rename_words(const words *t, const pm_text *text, const occurrences *issued,
+                         pm_text *out) {
+  const char *copied = text->at;
+  for (uint32_t k = 0; k < issued->n; k++) {
+    const word *w = &t->all.at[issued->at[k].word];
+    if (w->stem == w->n) continue;
+    pm_putn(out, copied, (size_t)(issued->at[k].at - copied) + w->stem);
+    copied = issued->at[k].at + w->n;
   }
-  pm_putn(out, copied, (size_t)(s - copied));
+  pm_putn(out, copied, (size_t)(text->at + text->n - copied));
 }
 
 void pm_print_names(pm_gen *e, pm_text *out, const pm_text *ptx, const pm_text *own) {
   words t = {.arena = e->arena};
+  occurrences in_catalogue = {0}, in_ptx = {0}, in_own = {0};
   for (size_t k = 0; k < PM_COUNT(keywords); k++) {
     add_word(&t, keywords[k], (uint32_t)strlen(keywords[k]));
   }
@@ -206,10 +224,10 @@ void pm_print_names(pm_gen *e, pm_text *out, const pm_text *ptx, const pm_text *
     w->stem = e->issued.at[k].stem;
     w->local = e->issued.at[k].local;
   }
-  note_words(&t, out->at, out->n, false, true);
-  note_words(&t, ptx->at, ptx->n, true, false);
-  note_words(&t, own->at, own->n, false, false);
+  note_words(&t, out->at, out->n, false, true, &in_catalogue);
+  note_words(&t, ptx->at, ptx->n, true, false, &in_ptx);
+  note_words(&t, own->at, own->n, false, false, &in_own);
   drop_numbers(&t);
-  rename_words(&t, ptx->at, ptx->n, true, out);
-  rename_words(&t, own->at, own->n, false, out);
+  rename_words(&t, ptx, &in_ptx, out);
+  rename_words(&t, own, &in_own, out);
 }

@@ -28,6 +28,7 @@ typedef struct catalogue {
   const pm_target *target;
   pm_text *out;
   PM_VEC(entry) entries; /* sorted by name */
+  uint32_t first[257];   /* number of the first entry whose name begins with this byte or more */
 } catalogue;
 
 static int compare_names(const char *a, uint32_t n, const char *b, uint32_t m) {
@@ -91,10 +92,15 @@ static void read_catalogue(catalogue *c) {
     }
   }
   if (c->entries.n) qsort(c->entries.at, c->entries.n, sizeof(entry), compare_entries);
+  for (uint32_t k = 0, byte = 0; byte < PM_COUNT(c->first); byte++) {
+    while (k < c->entries.n && (uint8_t)*c->entries.at[k].name < byte) k++;
+    c->first[byte] = k;
+  }
 }
 
 static entry *find_entry(catalogue *c, const char *name, uint32_t n) {
-  uint32_t lo = 0, hi = c->entries.n;
+  const uint8_t byte = (uint8_t)*name;
+  uint32_t lo = c->first[byte], hi = c->first[byte + 1];
   while (lo < hi) {
     const uint32_t mid = lo + (hi - lo) / 2;
     entry *e = &c->entries.at[mid];
