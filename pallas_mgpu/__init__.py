@@ -38,6 +38,13 @@ from . import _hooks, ext, lax, nn, numpy, pl, tree
 from ._batch import vmap
 from ._caches import clear_caches
 from ._control import warp_map
+from ._devices import (
+    PeerMemRef,
+    multicast_ref,
+    multimem_load_reduce,
+    multimem_store,
+    remote_ref,
+)
 from ._family import ArrayInfo, sm_count, specialize
 from ._inline import inline_cuda
 from ._frameworks import as_torch_kernel, torch_op  # noqa: I001
@@ -85,9 +92,11 @@ from ._schedule import NDLoopInfo, dynamic_scheduling_loop, nd_loop
 from ._semaphores import (
     SemaphoreSignal,
     semaphore_signal,
+    semaphore_signal_multicast,
     semaphore_signal_parallel,
     semaphore_wait,
 )
+from ._spmd import DeviceMesh, PartitionSpec, spmd, symm_empty
 from ._tcgen05 import (
     async_copy_scales_to_tmem,
     async_copy_smem_to_tmem,

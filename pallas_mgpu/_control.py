@@ -16,6 +16,7 @@ from ._trace import (
     Leaves,
     Ref,
     as_array,
+    block_number,
     env,
     parameter_names,
     same_type,
@@ -496,6 +497,14 @@ def _part(ref, alone):
     return ref.at[_core.axis_index("thread", 0)] if alone else ref
 
 
+def _of_block(e, shape):
+    """Semaphores of the block that other devices reach, too: a part of those of the launch."""
+    grid, cluster = e.blocks
+    n, size = math.prod((*grid, *cluster)), math.prod(shape)
+    first, e.semaphores = e.semaphores, e.semaphores + n * size
+    return _core.alloc_semaphore((n, *shape), first).at[block_number(grid, cluster)]
+
+
 def _allocate(x, collective, name, what, union=None):
     """The ref of one descriptor. ``union``: the indices of its union and group. Without
     ``collective`` axes, the allocation is private to each thread."""
@@ -522,6 +531,8 @@ def _allocate(x, collective, name, what, union=None):
             " plgpu.SemaphoreType.REGULAR(shape), plgpu.RefUnion(...) and pytrees of them"
         )
     alone = e.n_threads > 1 and not collective
+    if isinstance(x, Semaphores) and e.blocks is not None:
+        return _part(_of_block(e, _parts(x.shape, alone)), alone)
     if isinstance(x, Semaphores):
         return _part(_core.alloc_semaphore(_parts(x.shape, alone), -1, name=name), alone)
     if isinstance(x, (Barrier, ClusterBarrier)):

@@ -66,6 +66,7 @@ class Definition:
     who = "kernel"
     aliases: dict[int, int] = {}  # operand leaf: the output leaf that starts as its copy
     levels: tuple = ()  # of vmap, outermost first: (in_axes, out_axes)
+    devices: tuple = ()  # axes of the mesh of devices: (name, size)
 
     def __init__(self, body, out_type, scratch, params, mesh, interpret, debug):
         if not callable(body):
@@ -192,11 +193,14 @@ class Definition:
             no_auto_barriers=self.params.unsafe_no_auto_barriers,
             exact_division=self.params.exact_division,
             reduction_scratch=self.params.reduction_scratch_bytes,
+            mesh=tuple(size for _, size in self.devices),
             **_profile.trace_options(self),
         )
         names = iter(_trace.parameter_names(self.body))
         t.enter()
-        e = _trace.Env(mesh, len(batch.sizes))
+        e = _trace.Env(mesh, len(batch.sizes), self.devices)
+        if self.devices:
+            e.blocks = (*batch.sizes, *mesh.grid), tuple(mesh.cluster)
         e.scopes = _profile.scopes(self)
         _trace.push(e)
         done = False
@@ -263,10 +267,7 @@ class Definition:
         scratch = tree.map(replaced, self.scratch, is_leaf=is_leaf)
         if not count:
             return self.scratch, 0
-        block, n_grid = 0, len(sizes) - len(self.mesh.cluster)
-        for k, size in enumerate(sizes):
-            kind = ("grid", k) if k < n_grid else ("cluster", k - n_grid)
-            block = block * size + _core.axis_index(*kind)
+        block = _trace.block_number((*batch, *self.mesh.grid), self.mesh.cluster)
         own = lambda x: x.at[block] if isinstance(x, _trace.Ref) else x  # noqa: E731
         return tree.map(own, scratch, is_leaf=is_leaf), count
 

@@ -212,8 +212,6 @@ def finder(namespace, missing, wrong, text="{namespace}.{name} is not supported 
 
 PLGPU_MISSING = {
     "use plgpu.inline_cuda, which takes CUDA C++": "inline_mgpu",
-    "one GPU is supported": "remote_ref multicast_ref PeerMemRef multimem_store"
-    " multimem_load_reduce semaphore_signal_multicast",
 }
 
 PLGPU_WRONG = {

@@ -11,6 +11,7 @@ import types
 from . import _core, tree
 from ._clipped import ClippedRef
 from ._control import cluster_axis
+from ._devices import PeerMemRef, remote_ref
 from ._jnp.refs import IndexedRef
 from ._memory import load as masked_load
 from ._names import NOT_SPECIFIED, accepts, deprecated, show, shown_as
@@ -824,10 +825,12 @@ def transform_ref(ref, transform):
     """
     what = "transform_ref"
     _ref(ref, what, "ref")
+    if isinstance(transform, PeerMemRef):
+        return remote_ref(ref, transform.device_id, transform.device_id_type)
     if not isinstance(transform, TilingTransform):
         raise NotImplementedError(
-            f"{what}: only TilingTransform makes a view, got {show(transform)}; give transforms"
-            " where the ref is allocated: plgpu.SMEM(shape, dtype, transforms=...)"
+            f"{what}: only TilingTransform and PeerMemRef make a view, got {show(transform)}; give"
+            " transforms where the ref is allocated: plgpu.SMEM(shape, dtype, transforms=...)"
         )
     tiling, first = transform.tiling, ref.ndim - len(transform.tiling)
     if first < 0 or any(d % t for d, t in zip(ref.shape[first:], tiling)):

@@ -1,23 +1,15 @@
 """Semaphores: int32 counters, of one block or of the launch, that threads signal and wait for."""
 
-import enum
-
 from . import _core
+from ._devices import DeviceIdType, all_axes, device_number
 from ._names import show
 from ._schedule import not_batched
 from ._trace import Array, Ref, as_array, env, type_text
-from ._types import Semaphores, SemaphoreType, _Frozen
+from ._types import GMEM, Semaphores, SemaphoreType, _Frozen
 
 
 class semaphore:
     """The abstract dtype of semaphore refs: ``jnp.issubdtype(ref.dtype, pl.semaphore)``."""
-
-
-class DeviceIdType(enum.Enum):
-    """How ``device_id`` identifies a device. Kernels run on one device."""
-
-    MESH = "mesh"
-    LOGICAL = "logical"
 
 
 def get_global(what):
@@ -63,26 +55,34 @@ def _count(x, what):
     return _core.convert(x, "int32")
 
 
-def _scope(memory_scope, device_id, what):
+def _scope(memory_scope, what):
     if memory_scope not in ("sys", "gpu"):
         raise ValueError(f"{what}: memory_scope must be 'sys' or 'gpu', got {show(memory_scope)}")
-    if device_id is None:
-        return int(memory_scope == "sys")
-    if memory_scope == "gpu":
-        raise ValueError(f"{what}: device_id needs memory_scope='sys'")
-    raise NotImplementedError(f"{what}: device_id: one GPU is supported; leave it out")
+    return int(memory_scope == "sys")
+
+
+def _signal(semaphore, inc, device_id, device_id_type, system, relaxed, what):
+    semaphore, inc = _one(semaphore, what), _count(inc, f"{what}: inc")
+    if device_id is not None:
+        number = device_number(device_id, device_id_type, what)
+        semaphore = _core.device_ref(semaphore, number)
+    _core.effect("semaphore_signal", (semaphore, inc), system=system, relaxed=relaxed)
 
 
 def semaphore_signal(semaphore, inc=1, *, device_id=None, memory_scope="sys"):
-    """Add ``inc``, an int32 scalar, to a semaphore.
+    """Add ``inc``, an int32 scalar, to a semaphore, or with ``device_id`` to the same one of
+    another device of the mesh (:func:`plgpu.remote_ref`), in the block with the same number.
 
-    Threads that wait for the signal see the preceding memory accesses of this thread.
-    ``memory_scope``: "sys", or "gpu", which is sufficient between blocks of one GPU. ValueError for
-    other scopes, NotImplementedError for ``device_id``.
+    Threads that wait for the signal see the preceding memory accesses of this thread, also those of
+    other devices' memory; copies by ``copy_smem_to_gmem`` only once ``wait_smem_to_gmem(0)`` has
+    awaited them. ``memory_scope``: "sys", or "gpu", which is sufficient between blocks of one GPU.
+    ValueError for other scopes, and for "gpu" with ``device_id``.
     """
     what = "semaphore_signal"
-    system = _scope(memory_scope, device_id, what)
-    _core.effect(what, (_one(semaphore, what), _count(inc, f"{what}: inc")), system=system)
+    system = _scope(memory_scope, what)
+    if device_id is not None and not system:
+        raise ValueError(f"{what}: device_id needs memory_scope='sys'")
+    _signal(semaphore, inc, device_id, DeviceIdType.MESH, system, 0, what)
 
 
 def semaphore_wait(semaphore, value=1, *, decrement=True, memory_scope="sys"):
@@ -94,7 +94,7 @@ def semaphore_wait(semaphore, value=1, *, decrement=True, memory_scope="sys"):
     _core.effect(
         what,
         (_one(semaphore, what), _count(value, f"{what}: value")),
-        system=_scope(memory_scope, None, what),
+        system=_scope(memory_scope, what),
         decrement=int(decrement),
     )
 
@@ -119,7 +119,7 @@ def generic_signal(
         raise NotImplementedError(
             f"{what}: inc must be known while tracing; use plgpu.semaphore_signal for a traced one"
         )
-    semaphore_signal(sem_or_view, inc, device_id=device_id)
+    _signal(sem_or_view, inc, device_id, device_id_type, 1, 0, what)
 
 
 def generic_wait(sem_or_view, value=1, *, decrement=True):
@@ -132,7 +132,8 @@ generic_wait.__name__ = generic_wait.__qualname__ = "semaphore_wait"
 
 
 class SemaphoreSignal(_Frozen):
-    """One signal of :func:`semaphore_signal_parallel`. ``device_id`` must be None, this GPU."""
+    """One signal of :func:`semaphore_signal_parallel`. ``device_id``: coordinates of a device of
+    the mesh, or None: this one."""
 
     __slots__ = ("ref", "device_id", "inc")
 
@@ -141,11 +142,24 @@ class SemaphoreSignal(_Frozen):
 
 
 def semaphore_signal_parallel(*signals):
-    """Send several signals, in any order. Each is like :func:`semaphore_signal`."""
+    """Send several signals, in any order. Each is like :func:`semaphore_signal`, but they share one
+    fence."""
+    what = "semaphore_signal_parallel"
     for s in signals:
         if not isinstance(s, SemaphoreSignal):
-            raise TypeError(
-                f"semaphore_signal_parallel: expected plgpu.SemaphoreSignal, got {show(s)}"
-            )
-    for s in signals:
-        semaphore_signal(s.ref, s.inc, device_id=s.device_id)
+            raise TypeError(f"{what}: expected plgpu.SemaphoreSignal, got {show(s)}")
+    for k, s in enumerate(signals):
+        relaxed = 0 if len(signals) == 1 else 1 if k else 2
+        if s.ref is not None and getattr(s.ref, "memory_space", None) is not GMEM:
+            relaxed = 0  # of the block
+        _signal(s.ref, s.inc, s.device_id, DeviceIdType.MESH, 1, relaxed, what)
+
+
+def semaphore_signal_multicast(semaphore, value=1, *, collective_axes):
+    """Add ``value`` to the semaphore on every device of the mesh, this one included, through the
+    NVLink switch (Hopper). ``collective_axes`` must name all axes of the mesh; ValueError otherwise."""
+    what = "semaphore_signal_multicast"
+    semaphore = _one(semaphore, what)
+    all_axes(collective_axes, what)
+    value = _count(value, f"{what}: value")
+    _core.effect("semaphore_signal", (_core.multicast_ref(semaphore), value), system=1)

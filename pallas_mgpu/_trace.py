@@ -40,15 +40,19 @@ class Env:
         "unions",
         "held",
         "scopes",
+        "blocks",
     )
 
-    def __init__(self, mesh, leading=0):
+    def __init__(self, mesh, leading=0, devices=()):
         self.axes = {}
         self.leading, self.programs = leading, None
         for k, (name, size) in enumerate(zip(mesh.grid_names, mesh.grid)):
             self.axes[name] = ("grid", leading + k, size)
         for k, (name, size) in enumerate(zip(mesh.cluster_names, mesh.cluster)):
             self.axes[name] = ("cluster", k, size)
+        for k, (name, size) in enumerate(devices):
+            self.axes[name] = ("device", k, size)
+        self.blocks = None  # sizes of the launch, if semaphores of blocks have to be in GMEM
         if mesh.thread_name is not None:
             self.axes[mesh.thread_name] = ("thread", 0, mesh.num_threads)
         self.grid = mesh.grid
@@ -95,6 +99,15 @@ def scope_names():
 def tracing():
     """Is a kernel being traced by this thread?"""
     return bool(_stack.envs)
+
+
+def block_number(grid, cluster):
+    """The number of this block in the launch, row-major."""
+    block = 0
+    for family, sizes in (("grid", grid), ("cluster", cluster)):
+        for k, size in enumerate(sizes):
+            block = block * size + _core.axis_index(family, k)
+    return block
 
 
 def add_place(e):

@@ -5,6 +5,7 @@ n threads may use ``15 - n`` of them, minus the number of participants of `order
 
 from . import _core
 from ._control import ordered_section, warp_where
+from ._devices import as_semaphores
 from ._names import finder
 from ._schedule import TileScheduler
 from ._tmem import format_tcgen05_scales
@@ -13,6 +14,7 @@ from ._types import ints
 
 __all__ = [
     "TileScheduler",
+    "as_semaphores",
     "format_tcgen05_scales",
     "named_barrier_arrive",
     "named_barrier_sync",

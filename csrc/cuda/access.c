@@ -280,10 +280,14 @@ const char *pm_view_address(pm_gen *e, const pm_view *v) {
   pm_text t;
   pm_text_init(&t, e->arena);
   const char *base = v->base ? e->slot[v->base].text : pm_scratch(e);
-  if (gmem && pm_typeof(e->g, v->base)->dtype != v->dtype)
-    base = pm_str(e, "(%s*)%s", pm_cpp_type(v->dtype), base);
+  if (pm_is_remote(v)) {
+    base = pm_remote_base(e, v, v->param, pm_cpp_type(v->dtype), 0);
+  } else if (gmem) {
+    if (pm_typeof(e->g, v->base)->dtype != v->dtype)
+      base = pm_str(e, "(%s*)%s", pm_cpp_type(v->dtype), base);
+    e->param_used[v->param] = true;
+  }
   pm_put(&t, base);
-  if (gmem) e->param_used[v->param] = true;
   offset_text(e, v, gmem ? 1 : pm_dtypes[v->dtype].bytes, gmem, &t);
   return t.at;
 }
@@ -779,6 +783,13 @@ bool pm_is_matrix(pm_gen *e, const pm_layout *l, const pm_view *v, bool store) {
   return plan_matrix(&a);
 }
 
+/* "ld_global<f32, 4>" */
+static const char *load_name(const access *a) {
+  if (a->e->multimem) return pm_multimem(a->e, a->v, a->vec, false);
+  return pm_str(a->e, "ld_%s<%s, %lld>", pm_space_of(a->v), pm_cpp_type(a->v->dtype),
+                (long long)a->vec);
+}
+
 void pm_load_array(pm_gen *e, const pm_layout *l, const pm_view *v, const char *x, bool words) {
   access a = {.e = e, .l = l, .v = v, .words = words};
   const char *type = pm_cpp_type(v->dtype);
@@ -787,12 +798,10 @@ void pm_load_array(pm_gen *e, const pm_layout *l, const pm_view *v, const char *
   if (a.matrix) {
     pm_line(e, "ldmatrix_x4%s(%s, %s);", a.matrix == 2 ? "_trans" : "", element(&a, x), a.address);
   } else if (a.valid) {
-    pm_line(e, "if (%s) ld_%s<%s, %lld>(%s, %s);", a.valid, pm_space_of(v), type, (long long)a.vec,
-            element(&a, x), a.address);
+    pm_line(e, "if (%s) %s(%s, %s);", a.valid, load_name(&a), element(&a, x), a.address);
     pm_line(e, "else zero<%s, %lld>(%s);", type, (long long)a.vec, element(&a, x));
   } else {
-    pm_line(e, "ld_%s<%s, %lld>(%s, %s);", pm_space_of(v), type, (long long)a.vec, element(&a, x),
-            a.address);
+    pm_line(e, "%s(%s, %s);", load_name(&a), element(&a, x), a.address);
   }
   end_access(&a);
 }
@@ -857,9 +866,11 @@ static void store(access *a, const char *what) {
   } else if (a->matrix) {
     pm_line(e, "stmatrix_x4%s(%s, %s);", a->matrix == 2 ? "_trans" : "", a->address, what);
   } else {
-    pm_line(e, "%s%s%sst_%s<%s, %lld>(%s, %s);", a->valid ? "if (" : "", a->valid ? a->valid : "",
-            a->valid ? ") " : "", pm_space_of(a->v), pm_cpp_type(a->v->dtype), (long long)a->vec,
-            a->address, what);
+    const char *fn = a->v->all_devices ? pm_multimem(e, a->v, a->vec, true)
+                                       : pm_str(e, "st_%s<%s, %lld>", pm_space_of(a->v),
+                                                pm_cpp_type(a->v->dtype), (long long)a->vec);
+    pm_line(e, "%s%s%s%s(%s, %s);", a->valid ? "if (" : "", a->valid ? a->valid : "",
+            a->valid ? ") " : "", fn, a->address, what);
   }
 }
 

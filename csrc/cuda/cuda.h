@@ -4,16 +4,21 @@
 
 #include "../passes/passes.h"
 
-/* SANITIZER: pointer to PM_SANITIZER_WORDS words of u32 for the launch alone, the first one zero
- * when it begins; not zero behind it: it stopped, and the next words are a site, a value, a block,
- * x, y and z, and a thread of it. COUNTERS: pointer to n_counters + 1 words of u32, zero when the
- * launch begins; the kernel leaves them zero. No other launch that runs at the same time may have
- * the same words. */
+/* COUNTERS: pointer to n_counters + 1 words of u32, zero when the launch begins; the kernel leaves
+ * them zero. No other launch that runs at the same time may have the same words.
+ * SANITIZER: pointer to PM_SANITIZER_WORDS words of u32 for the launch alone, the first one zero
+ * when it begins; not zero after it: it stopped, and the next words are a site, a value, a block,
+ * x, y and z, and a thread of it.
+ * PEERS, in kernels for a mesh of devices: u64 rank; for each of `peers`, the address of that
+ * argument (-1: of the counters) on each device, as this one reaches it; then for each the address
+ * at which a store goes to all devices, 0: there is none. Then the tensor maps of a TENSOR_MAP that
+ * is of PM_MAP_PEERS are as many as devices, in their order. */
 typedef enum pm_arg_kind {
   PM_ARG_TENSOR_MAP,
   PM_ARG_POINTER,
   PM_ARG_COUNTERS,
-  PM_ARG_SANITIZER
+  PM_ARG_SANITIZER,
+  PM_ARG_PEERS
 } pm_arg_kind;
 enum { PM_SANITIZER_WORDS = 8, PM_SANITIZE_SECONDS = 5 }; /* the latter: sanitize.cuh */
 
@@ -47,8 +52,12 @@ typedef struct pm_program {
   } * args;
   uint32_t n_maps;
   pm_tensor_map *maps;
-  uint32_t n_params; /* operands and outputs */
-  int64_t *align;    /* per param: bytes its pointer must be aligned to */
+  uint32_t n_devices; /* of the mesh, 1: there is none */
+  uint32_t n_peers;   /* entries of `peers` */
+  int32_t *peers;     /* kernel arguments that are accessed on other devices; -1: the counters */
+  bool multicasts;    /* some of it at the addresses of all devices */
+  uint32_t n_params;  /* operands and outputs */
+  int64_t *align;     /* per param: bytes its pointer must be aligned to */
   uint32_t n_sites;
   pm_program_site *sites;
   const char **names; /* per param: the user's name, "" if unknown */

@@ -160,7 +160,7 @@ pm_code pm_cuda_ARRIVE(pm_gen *e, pm_opid op) {
 
 static bool same_map(const pm_tensor_map *a, const pm_tensor_map *b) {
   if (a->param != b->param || a->dtype != b->dtype || a->rank != b->rank) return false;
-  if (a->swizzle != b->swizzle) return false;
+  if (a->swizzle != b->swizzle || a->of != b->of) return false;
   for (int d = 0; d < a->rank; d++) {
     if (a->dim[d] != b->dim[d] || a->stride[d] != b->stride[d] || a->box[d] != b->box[d])
       return false;
@@ -173,8 +173,9 @@ static const char *map_name(pm_gen *e, const pm_tensor_map *m) {
     if (same_map(&e->maps.at[k], m)) return e->map_names.at[k];
   }
   const pm_val arg = e->g->blocks.at[1].arg + (pm_val)m->param;
-  const char *name = pm_unique(
-      e, pm_str(e, "%s_map", pm_identifier(e, e->g->strings.at[pm_value_of(e->g, arg)->name])));
+  const char *name =
+      pm_unique(e, pm_str(e, m->of ? "%s_maps" : "%s_map",
+                          pm_identifier(e, e->g->strings.at[pm_value_of(e->g, arg)->name])));
   pm_vec_push(e->arena, &e->maps, *m);
   pm_vec_push(e->arena, &e->map_names, name);
   e->program->align[m->param] = pm_max(e->program->align[m->param], 16);
@@ -209,7 +210,7 @@ static void issue_tma(pm_gen *e, pm_opid op, const pm_copy_plan *p, const char *
   const bool prefetch = pm_get(e->g, op)->code == PM_OP_PREFETCH;
   const int64_t *axes = bar ? pm_attr_list(e->g, op, PM_ATTR_CLUSTER, &n_axes) : NULL;
   const char *share = p->share.count > 1 ? pm_cluster_share(e, axes, n_axes) : NULL;
-  const char *map = map_name(e, &p->map);
+  const char *map = pm_remote_map(e, &p->gmem, &p->map, map_name(e, &p->map));
   const char *smem = prefetch ? "" : pm_view_address(e, &p->smem);
   if (share) smem = pm_str(e, "%s + %s * %lld", smem, share, (long long)p->share.smem_step);
   for (uint32_t k = 0; k < p->n_loops; k++) {
@@ -217,18 +218,18 @@ static void issue_tma(pm_gen *e, pm_opid op, const pm_copy_plan *p, const char *
     pm_begin(e, "for (int b%u = 0; b%u < %lld; b%u++) {", k, k, (long long)p->loop[k].count, k);
   }
   if (prefetch) {
-    pm_putf(&t, "tma_prefetch_%dd(&%s", p->map.rank, map);
+    pm_putf(&t, "tma_prefetch_%dd(%s", p->map.rank, map);
   } else if (bar) {
     const char *fn = pm_str(e, "tma_%s_%dd", share ? "multicast" : "load", p->map.rank);
     if (*pm_attr(e->g, op, PM_ATTR_LEADER)) fn = pm_ptx_tma_pair(e, p->map.rank, share);
-    pm_putf(&t, "%s(%s, &%s, %s", fn, smem, map, bar);
+    pm_putf(&t, "%s(%s, %s, %s", fn, smem, map, bar);
     if (share) pm_putf(&t, ", %s", pm_cluster_mask(e, axes, n_axes));
   } else {
     const int64_t combine = *pm_attr(e->g, op, PM_ATTR_COMBINE);
     const char *hint = *pm_attr(e->g, op, PM_ATTR_EVICT_FIRST) ? "_evict_first" : "";
     const char *fn = combine ? pm_tma_combine(e, combine, p->map.rank)
                              : pm_str(e, "tma_store%s_%dd", hint, p->map.rank);
-    pm_putf(&t, "%s(&%s, %s", fn, map, smem);
+    pm_putf(&t, "%s(%s, %s", fn, map, smem);
   }
   for (int d = 0; d < p->map.rank; d++) pm_putf(&t, ", %s", coord_text(e, p, d, share));
   pm_line(e, "%s);", t.at);

@@ -7,6 +7,9 @@ pm_code pm_cuda_TRANSPOSE_REF(pm_gen *e, pm_opid op) { return (void)e, (void)op,
 pm_code pm_cuda_RESHAPE_REF(pm_gen *e, pm_opid op) { return (void)e, (void)op, PM_OK; }
 pm_code pm_cuda_BITCAST_REF(pm_gen *e, pm_opid op) { return (void)e, (void)op, PM_OK; }
 pm_code pm_cuda_CLUSTER_REF(pm_gen *e, pm_opid op) { return (void)e, (void)op, PM_OK; }
+pm_code pm_cuda_DEVICE_REF(pm_gen *e, pm_opid op) { return (void)e, (void)op, PM_OK; }
+pm_code pm_cuda_MULTICAST_REF(pm_gen *e, pm_opid op) { return (void)e, (void)op, PM_OK; }
+pm_code pm_cuda_SEMAPHORE_OF(pm_gen *e, pm_opid op) { return (void)e, (void)op, PM_OK; }
 
 /* ", tiled (8, 64), swizzle 128" */
 static const char *transforms_text(pm_gen *e, pm_opid op) {

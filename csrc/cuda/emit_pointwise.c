@@ -299,6 +299,7 @@ pm_code pm_cuda_AXIS(pm_gen *e, pm_opid op) {
   switch (*pm_attr(e->g, op, PM_ATTR_AXIS)) {
     case PM_AXIS_GRID: return leave(e, pm_str(e, "(i32)(%s)", pm_grid_index(e, d)));
     case PM_AXIS_CLUSTER: return leave(e, pm_cluster_index(e, d));
+    case PM_AXIS_DEVICE: return leave(e, pm_device_index(e, d));
     case PM_AXIS_WARP: return leave(e, "(i32)warp");
     default: return leave(e, "(i32)wg");
   }

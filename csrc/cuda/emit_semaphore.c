@@ -30,7 +30,18 @@ static pm_code semaphore_of(pm_gen *e, pm_opid op, semaphore *s) {
   const bool global = v.space == PM_GMEM;
   const int scale = global ? 1 : 4;
   pm_text_init(&t, e->arena);
-  pm_put(&t, e->slot[v.base].text);
+  if (v.param >= 0) {
+    s->address = pm_str(e, "(u32*)(%s)", pm_view_address(e, &v));
+    s->prefix = "";
+    s->scope = *pm_attr(e->g, op, PM_ATTR_SYSTEM) ? "<true>" : "<false>";
+    return PM_OK;
+  }
+  if (pm_is_remote(&v)) {
+    const int64_t first = *pm_attr(e->g, v.alloc, PM_ATTR_N) + e->first_semaphore;
+    pm_put(&t, pm_remote_base(e, &v, -1, "u32", first));
+  } else {
+    pm_put(&t, e->slot[v.base].text);
+  }
   for (uint32_t k = 0; k < v.n_terms; k++) {
     pm_putf(&t, " + %s", pm_term_text(e, &v.term[k], scale, false));
   }
@@ -44,12 +55,21 @@ static pm_code semaphore_of(pm_gen *e, pm_opid op, semaphore *s) {
 
 static const char *by_one(pm_gen *e) { return e->lane ? "" : pm_str(e, "%s ", pm_elected(e)); }
 
+/* Of a signal that is not a plain one. */
+static const char *signal_name(pm_gen *e, pm_opid op) {
+  static const char *const relaxed[] = {NULL, "semaphore_signal_relaxed", "semaphore_signal_first"};
+  const pm_opid view = pm_view_device(e->g, pm_in(e->g, op, 0));
+  if (view && pm_get(e->g, view)->code == PM_OP_MULTICAST_REF) return "semaphore_signal_all";
+  return relaxed[*pm_attr(e->g, op, PM_ATTR_RELAXED)];
+}
+
 pm_code pm_cuda_SIGNAL(pm_gen *e, pm_opid op) {
   semaphore s;
   pm_note(e, op, "semaphore_signal");
   PM_TRY(semaphore_of(e, op, &s));
-  pm_line(e, "%s%ssemaphore_signal%s(%s, %s);", by_one(e), s.prefix, s.scope, s.address,
-          pm_scalar_of(e, pm_in(e->g, op, 1)));
+  const char *n = pm_scalar_of(e, pm_in(e->g, op, 1)), *name = signal_name(e, op);
+  if (name) pm_line(e, "%s%s(%s, %s);", by_one(e), name, s.address, n);
+  else pm_line(e, "%s%ssemaphore_signal%s(%s, %s);", by_one(e), s.prefix, s.scope, s.address, n);
   return PM_OK;
 }
 
@@ -60,6 +80,7 @@ pm_code pm_cuda_AWAIT(pm_gen *e, pm_opid op) {
   PM_TRY(semaphore_of(e, op, &s));
   pm_print_wait_of_one(e, op, pm_str(e, "%ssemaphore_%s", s.prefix, how), s.scope,
                        pm_str(e, "%s, %s", s.address, pm_scalar_of(e, pm_in(e->g, op, 1))));
+  if (e->program->multicasts) pm_line(e, "fence_proxy_alias();");
   return PM_OK;
 }
 

@@ -98,6 +98,9 @@ typedef struct pm_gen {
     bool narrow;                   /* it would need stores of less than 32 bits */
   } async;
   bool *param_used;
+  bool in_mesh;          /* the parameter `peers` is used */
+  PM_VEC(int32_t) peers; /* arguments on other devices; -1: counters */
+  const char *multimem;  /* while a MULTIMEM_REDUCE is printed: what the switch does */
 } pm_gen;
 
 #define PM_TRY(x)            \
@@ -229,6 +232,21 @@ bool pm_tmem_is_of_pairs(const pm_gen *e);
 void pm_print_tmem_alloc(pm_gen *e, uint32_t slot); /* slot: in shared memory, 4 bytes */
 void pm_print_tmem_address(pm_gen *e, uint32_t slot);
 void pm_print_tmem_dealloc(pm_gen *e);
+
+/* ---- other devices (emit_remote.c) --------------------------------------------------------- */
+
+/* Is the memory of the view another device's, or that of all? */
+static inline bool pm_is_remote(const pm_view *v) { return v->device_val || v->all_devices; }
+/* Where argument `param` (-1: the counters, from word `first` on) lies there: a pointer. */
+const char *pm_remote_base(pm_gen *e, const pm_view *v, int32_t param, const char *type,
+                           int64_t first);
+const char *pm_device_index(pm_gen *e, uint32_t axis);
+/* The name of the maps, as an argument of a copy: "&x_map", "&x_maps.of[1]". */
+const char *pm_remote_map(pm_gen *e, const pm_view *v, const pm_tensor_map *m, const char *name);
+void pm_print_peers(pm_gen *e, pm_text *out, const char *sep);
+/* The function that moves n elements of v->dtype through the switch, for a load with what is
+ * combined there. */
+const char *pm_multimem(pm_gen *e, const pm_view *v, int64_t n, bool store);
 
 /* ---- clusters (cluster.c) ---------------------------------------------------------------- */
 

@@ -7,7 +7,7 @@
  *
  * Parameters: tensor maps, then a pointer for each kernel argument whose address the body uses,
  * then one to the counters of NEXT_TILE and FETCH_TILE, which are zero when a launch starts and
- * again when it ends. */
+ * again when it ends; then, for a mesh of devices, the table of peers (emit_remote.c). */
 #define _GNU_SOURCE /* memmem */
 #include <stdlib.h>
 
@@ -206,6 +206,8 @@ static pm_code set_geometry(pm_gen *e) {
     }
   }
   p->target = e->target;
+  p->n_devices = (uint32_t)pm_n_devices(g);
+  p->meets_blocks = p->n_devices > 1;
   p->n_params = g->n_operands + g->n_outputs;
   p->align = PM_NEW(e->arena, int64_t, p->n_params + 1);
   p->names = PM_NEW(e->arena, const char *, p->n_params + 1);
@@ -291,6 +293,11 @@ static void look(pm_graph *g, pm_opid op, void *ctx) {
     const int64_t end = *pm_attr(g, op, PM_ATTR_N) + pm_type_size(pm_typeof(g, pm_get(g, op)->out));
     s->n_words = (uint32_t)pm_max(s->n_words, end);
     s->e->asks = s->e->program->meets_blocks = true;
+  } else if (code == PM_OP_SEMAPHORE_OF) {
+    s->e->program->meets_blocks = true;
+  } else if (code == PM_OP_MULTICAST_REF || code == PM_OP_MULTIMEM_STORE ||
+             code == PM_OP_MULTIMEM_REDUCE) {
+    s->e->program->multicasts = true;
   } else if (code == PM_OP_ASYNC_STORE) {
     s->e->sent[pm_view_base(g, pm_in(g, op, 2))] = true;
   } else if (code == PM_OP_ARRIVE && !*pm_attr(g, op, PM_ATTR_RELAXED)) {
@@ -458,7 +465,9 @@ static void print_parameters(pm_gen *e, pm_text *out) {
   p->maps = e->maps.at;
   p->n_maps = e->maps.n;
   for (uint32_t k = 0; k < e->maps.n; k++, sep = ",\n    ") {
-    pm_putf(out, "%sconst __grid_constant__ TensorMap %s", sep, e->map_names.at[k]);
+    const bool peers = e->maps.at[k].of == PM_MAP_PEERS;
+    const char *type = peers ? pm_str(e, "TensorMaps<%u>", p->n_devices) : "TensorMap";
+    pm_putf(out, "%sconst __grid_constant__ %s %s", sep, type, e->map_names.at[k]);
     add_arg(e, PM_ARG_TENSOR_MAP, e->maps.at[k].param, k);
   }
   for (uint32_t k = 0; k < p->n_params; k++) {
@@ -480,6 +489,11 @@ static void print_parameters(pm_gen *e, pm_text *out) {
   if (e->sites.n) {
     pm_putf(out, "%su32* sanitizer", sep);
     add_arg(e, PM_ARG_SANITIZER, -1, 0);
+    sep = ",\n    ";
+  }
+  if (e->in_mesh) {
+    pm_print_peers(e, out, sep);
+    add_arg(e, PM_ARG_PEERS, -1, 0);
   }
 }
 
@@ -511,6 +525,7 @@ static void print_entry(pm_gen *e, pm_text *out) {
   if (is_used(e, "warp")) pm_put(out, "  const u32 warp = warp_uniform(threadIdx.x >> 5 & 3);\n");
   if (is_used(e, "lane")) pm_put(out, "  const u32 lane = threadIdx.x & 31;\n");
   for (uint32_t k = 0; k < e->maps.n; k++) {
+    if (e->maps.at[k].of == PM_MAP_PEERS) continue;
     pm_putf(out, "  if (threadIdx.x == 0) tensor_map_prefetch(&%s);\n", e->map_names.at[k]);
   }
   for (uint32_t k = 0; k < e->head_vars.n; k++) {

@@ -332,15 +332,15 @@ static void put_atomic_loop(pm_text *t, const char *type, int64_t kind, const ch
 }
 
 /* Relaxed: at the scope of all who can reach the memory. */
-static const char *atomic_where(const char *space) {
-  if (*space == 'g') return "gpu.global";
+static const char *atomic_where(const pm_gen *e, const char *space) {
+  if (*space == 'g') return pm_n_devices(e->g) > 1 ? "sys.global" : "gpu.global";
   return *space == 's' ? "cta.shared" : "cluster.shared::cluster";
 }
 
 const char *pm_ptx_atomic(pm_gen *e, int64_t kind, pm_dtype d, const char *space, bool returns) {
   const char *type = pm_cpp_type(d), *fn = pm_enum_text(PM_ENUM_ATOMIC, kind);
   const char *name = pm_str(e, "%s_%s_%s_%s", returns ? "atom" : "red", fn, type, space);
-  const char *where = atomic_where(space);
+  const char *where = atomic_where(e, space);
   const char *address = *space == 'g' ? "l" : "r", *op = kind == PM_ATOMIC_XCHG ? "exch" : fn;
   const bool half = d == PM_F16 || d == PM_BF16, cas = kind == PM_ATOMIC_CAS;
   const bool minmax = kind == PM_ATOMIC_MIN || kind == PM_ATOMIC_MAX;
@@ -456,11 +456,11 @@ const char *pm_lane_combine(pm_gen *e, int64_t combine, pm_dtype d, const char *
       e, name,
       pm_str(e,
              "// %s\nFN void %s(u32* a, u32 x) {\n"
-             "  asm volatile(\"red.relaxed.gpu.global.%s.u32 [%%0], %%1;\"\n"
+             "  asm volatile(\"red.relaxed.%s.%s.u32 [%%0], %%1;\"\n"
              "               :: \"l\"(a), \"r\"(x) : \"memory\");\n}\n",
              combine == PM_COMBINE_INC ? "plus one, and zero behind x"
                                        : "less one, and x behind zero or where it is above x",
-             name, op));
+             name, atomic_where(e, "global"), op));
 }
 
 const char *pm_async_combine(pm_gen *e, int64_t combine, pm_dtype d) {

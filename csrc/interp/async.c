@@ -467,17 +467,7 @@ static char *combined(const task *k, size_t bytes) {
   return old;
 }
 
-static step run_copy_out(pm_machine *m, task *k) {
-  const access *from = k->smem.mem;
-  const size_t bytes = (size_t)from->n * from->bytes;
-  if (!k->read) {
-    if (m->races && pm_race_engine(m, k, &k->smem, READ) == STEP_FAIL) return STEP_FAIL;
-    if (!pm_vm_want_buffer(k, PARTS * bytes)) return no_memory(m, k);
-    pm_vm_gather(&k->smem, k->buffer);
-    if (m->poison) pm_poison_read(m, k, k->buffer + FLAGS * bytes);
-    k->read = true;
-    return STEP_NEXT;
-  }
+static step write_out(pm_machine *m, task *k, size_t bytes) {
   if (m->races && pm_race_engine(m, k, &k->gmem, k->i->to ? ATOMIC : WRITE) == STEP_FAIL) {
     return STEP_FAIL;
   }
@@ -491,10 +481,29 @@ static step run_copy_out(pm_machine *m, task *k) {
   } else {
     pm_vm_scatter_inside(&k->gmem, data);
   }
+  return m->races ? pm_race_stored(m) : STEP_NEXT;
+}
+
+static step run_copy_out(pm_machine *m, task *k) {
+  const access *from = k->smem.mem;
+  const size_t bytes = (size_t)from->n * from->bytes;
+  if (!k->read) {
+    if (m->races && pm_race_engine(m, k, &k->smem, READ) == STEP_FAIL) return STEP_FAIL;
+    if (!pm_vm_want_buffer(k, PARTS * bytes)) return no_memory(m, k);
+    pm_vm_gather(&k->smem, k->buffer);
+    if (m->poison) pm_poison_read(m, k, k->buffer + FLAGS * bytes);
+    k->read = true;
+    return STEP_NEXT;
+  }
+  const bool all = k->gmem.mem->all_devices;
+  for (uint32_t d = 0; d < (all ? m->n_devices : 1); d++) {
+    if (all) k->gmem = pm_vm_on_device(m, &k->gmem, d);
+    if (write_out(m, k, bytes) == STEP_FAIL) return STEP_FAIL;
+  }
   if (k->next) k->next->prev = k->prev;
   *(k->prev ? &k->prev->next : &k->owner->stores) = k->next;
   pm_vm_end_task(m, k);
-  return m->races ? pm_race_stored(m) : STEP_NEXT;
+  return STEP_NEXT;
 }
 
 static step exec_commit_group(pm_machine *m, thread *t, const instr *i) {

@@ -331,10 +331,33 @@ void pm_race_product_done(pm_machine *m, const thread *t, const task *k) {
 
 /* ---- semaphores --------------------------------------------------------------------------- */
 
+/* Of a word of an argument, which had a value before the launch: no signal of it counts for that.
+ * NULL: no memory. */
+static semaphore_order *word_of(races *r, const uint32_t *s) {
+  uint32_t k = 0;
+  while (k < r->n_words && r->words[k].at != s) k++;
+  if (k < r->n_words) return &r->words[k].order;
+  if (k == r->cap_words) {
+    const uint32_t cap = k ? 2 * k : 16;
+    word_order *words = pm_realloc(r->words, cap * sizeof *words);
+    if (!words) {
+      r->no_memory = true;
+      return NULL;
+    }
+    r->words = words;
+    r->cap_words = cap;
+  }
+  memset(&r->words[k], 0, sizeof *r->words);
+  r->words[r->n_words++].at = s;
+  return &r->words[k].order;
+}
+
 static semaphore_order *semaphore_of(const pm_machine *m, const block *b, const uint32_t *s) {
   const races *r = m->races;
-  const bool global = s >= m->semaphores && s < m->semaphores + m->n_semaphores;
-  if (global) return &r->semaphores[s - m->semaphores];
+  const uint32_t *end = m->semaphores + (size_t)m->n_devices * m->n_semaphores;
+  const uint32_t *own = b->semaphores + m->n_block_semaphores;
+  if (s >= m->semaphores && s < end) return &r->semaphores[s - m->semaphores];
+  if (s < b->semaphores || s >= own) return word_of((races *)r, s);
   return &r->block_semaphores[(size_t)(b - m->blocks) * m->n_block_semaphores +
                               (size_t)(s - b->semaphores)];
 }
@@ -363,8 +386,16 @@ static signalled *new_signal(races *r, semaphore_order *s) {
   return &s->at[s->n++];
 }
 
+/* What it was before the first signal. */
+static void start_count(semaphore_order *s, uint32_t value) {
+  if (!s->counts) s->total = value;
+  s->counts = true;
+}
+
 void pm_race_signal(pm_machine *m, const thread *t, const uint32_t *at, int32_t amount) {
   semaphore_order *s = semaphore_of(m, t->block, at);
+  if (!s) return;
+  start_count(s, *at - (uint32_t)amount);
   const bool down = amount <= 0; /* who waits next may have needed any of them */
   while (down && s->n > 1) merge_oldest(s);
   signalled *x = down && s->n ? &s->at[0] : new_signal(m->races, s);
@@ -377,6 +408,8 @@ void pm_race_signal(pm_machine *m, const thread *t, const uint32_t *at, int32_t 
 
 void pm_race_await(pm_machine *m, const thread *t, const uint32_t *at, uint32_t least, bool take) {
   semaphore_order *s = semaphore_of(m, t->block, at);
+  if (!s) return;
+  start_count(s, *at);
   const int64_t need = s->taken + least;
   uint32_t k = 0;
   while (k + 1 < s->n && s->at[k].total < need) k++;
@@ -386,10 +419,15 @@ void pm_race_await(pm_machine *m, const thread *t, const uint32_t *at, uint32_t 
 
 void pm_race_read_semaphore(pm_machine *m, const thread *t, const uint32_t *at) {
   semaphore_order *s = semaphore_of(m, t->block, at);
+  if (!s) return;
+  start_count(s, *at);
   if (s->n) learn(m, t, &s->at[s->n - 1].clock);
 }
 
-static void reset_semaphore(semaphore_order *s) { s->n = 0, s->total = s->taken = 0; }
+static void reset_semaphore(semaphore_order *s) {
+  s->n = 0, s->total = s->taken = 0;
+  s->counts = false;
+}
 
 void pm_race_reset_semaphores(pm_machine *m, const block *b, uint32_t first, uint32_t n) {
   semaphore_order *s =
@@ -426,7 +464,7 @@ void pm_race_begin_cluster(pm_machine *m, const cluster *c) {
     clear(&r->turns[at]);
     pm_race_reset_semaphores(m, b, 0, m->n_block_semaphores);
     pm_shadow_clear(&r->shadow, &r->shadow.regions[at]);
-    pm_shadow_clear(&r->shadow, &r->shadow.regions[all_blocks(m) + m->n_args + at]);
+    pm_shadow_clear(&r->shadow, &r->shadow.regions[all_blocks(m) + m->n_buffers + at]);
   }
 }
 
@@ -450,25 +488,25 @@ static bool make_region(shadow *s, region *g, size_t bytes) {
 static bool make_regions(pm_machine *m) {
   races *r = m->races;
   const uint32_t blocks = all_blocks(m);
-  r->root = zeroed(m->n_args, sizeof *r->root);
-  r->shadow.n_regions = 2 * blocks + m->n_args;
+  r->root = zeroed(m->n_buffers, sizeof *r->root);
+  r->shadow.n_regions = 2 * blocks + m->n_buffers;
   r->shadow.regions = zeroed(r->shadow.n_regions, sizeof *r->shadow.regions);
   if (!r->root || !r->shadow.regions) return false;
   for (uint32_t k = 0; k < blocks; k++) {
-    region *tmem = &r->shadow.regions[blocks + m->n_args + k];
+    region *tmem = &r->shadow.regions[blocks + m->n_buffers + k];
     if (!make_region(&r->shadow, &r->shadow.regions[k], m->smem_bytes) ||
         !make_region(&r->shadow, tmem, (size_t)m->tmem_columns * 4)) {
       return false;
     }
   }
-  for (uint32_t k = 0; k < m->n_args; k++) {
+  for (uint32_t k = 0; k < m->n_buffers; k++) {
     size_t bytes = 0;
     bool written = false;
     while (m->buffers[r->root[k]] != m->buffers[k]) r->root[k]++;
-    for (uint32_t j = k; r->root[k] == k && j < m->n_args; j++) {
+    for (uint32_t j = k; r->root[k] == k && j < m->n_buffers; j++) {
       if (m->buffers[j] != m->buffers[k]) continue;
-      written |= m->args[j].written;
-      bytes = (size_t)pm_max((int64_t)bytes, (int64_t)m->args[j].bytes);
+      written |= m->args[j % m->n_args].written;
+      bytes = (size_t)pm_max((int64_t)bytes, (int64_t)m->args[j % m->n_args].bytes);
     }
     if (written && !make_region(&r->shadow, &r->shadow.regions[blocks + k], bytes)) return false;
   }
@@ -486,18 +524,20 @@ bool pm_race_begin(pm_machine *m) {
   r->barriers = zeroed((size_t)all_blocks(m) * m->n_barriers, sizeof *r->barriers);
   r->named = zeroed((size_t)all_blocks(m) * NAMED_BARRIERS, sizeof *r->named);
   r->turns = zeroed(all_blocks(m), sizeof *r->turns);
-  r->semaphores = zeroed(m->n_semaphores, sizeof *r->semaphores);
+  r->semaphores = zeroed((size_t)m->n_devices * m->n_semaphores, sizeof *r->semaphores);
   r->block_semaphores =
       zeroed((size_t)all_blocks(m) * m->n_block_semaphores, sizeof *r->block_semaphores);
   return r->instance && r->agents && r->barriers && r->named && r->turns && r->semaphores &&
          r->block_semaphores && make_regions(m);
 }
 
+static void free_signals(semaphore_order *s) {
+  for (uint32_t j = 0; j < s->cap; j++) pm_free(s->at[j].clock.at);
+  pm_free(s->at);
+}
+
 static void free_semaphores(semaphore_order *s, size_t n) {
-  for (size_t k = 0; s && k < n; k++) {
-    for (uint32_t j = 0; j < s[k].cap; j++) pm_free(s[k].at[j].clock.at);
-    pm_free(s[k].at);
-  }
+  for (size_t k = 0; s && k < n; k++) free_signals(&s[k]);
   pm_free(s);
 }
 
@@ -516,7 +556,9 @@ void pm_race_end(pm_machine *m) {
   }
   free_clocks(r->named, (size_t)all_blocks(m) * NAMED_BARRIERS);
   free_clocks(r->turns, all_blocks(m));
-  free_semaphores(r->semaphores, m->n_semaphores);
+  free_semaphores(r->semaphores, (size_t)m->n_devices * m->n_semaphores);
+  for (uint32_t k = 0; k < r->n_words; k++) free_signals(&r->words[k].order);
+  pm_free(r->words);
   free_semaphores(r->block_semaphores, (size_t)all_blocks(m) * m->n_block_semaphores);
   pm_free(r->all.at);
   pm_free(r->agents);

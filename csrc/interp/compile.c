@@ -337,6 +337,8 @@ static const access *make_access(compiler *c, pm_opid op, pm_val ref) {
     mem->cluster_dim = (uint8_t)view.cluster_dim;
     use_outside(c, &mem->cluster_slot, full(c, view.cluster_val));
   }
+  mem->all_devices = view.all_devices;
+  if (view.device_val) use_outside(c, &mem->device_slot, full(c, view.device_val));
   mem->terms = PM_NEW(&c->m->arena, struct access_term, view.n_terms);
   for (; mem->n_terms < view.n_terms; mem->n_terms++) {
     const pm_term *t = &view.term[mem->n_terms];
@@ -468,6 +470,10 @@ void pm_vm_encode_plain(compiler *c, pm_opid op, const handler *h) {
     if (pm_has_attr(g, op, flag_attrs[k])) i.flags = (uint8_t)*pm_attr(g, op, flag_attrs[k]);
   }
   i.lowered = is_lowered(g, op);
+  if (i.mem && pm_typeof(g, pm_in(g, op, 0))->kind == PM_SEMAPHORE) {
+    c->m->meets_blocks |= i.mem->space == PM_GMEM;
+    note_written(c, i.mem);
+  }
   if (pm_has_attr(g, op, PM_ATTR_N)) i.to = (uint32_t)*pm_attr(g, op, PM_ATTR_N);
   pm_vec_push(c->temp, &c->code, i);
 }
@@ -512,6 +518,13 @@ void pm_vm_encode_masked(compiler *c, pm_opid op, const handler *h) {
 void pm_vm_encode_masked_store(compiler *c, pm_opid op, const handler *h) {
   pm_vm_encode_masked(c, op, h);
   if (!c->status) note_written(c, c->code.at[c->code.n - 1].mem);
+}
+
+void pm_vm_encode_reduce_devices(compiler *c, pm_opid op, const handler *h) {
+  pm_vm_encode_plain(c, op, h);
+  if (!c->status) {
+    c->code.at[c->code.n - 1].flags = (uint8_t)*pm_attr(c->g, op, PM_ATTR_ATOMIC);
+  }
 }
 
 /* May kernels write the memory? */
@@ -1369,6 +1382,10 @@ static pm_code compile(void *ctx, pm_err *err) {
   m->n_threads = g->n_threads ? g->n_threads : 1;
   memcpy(m->grid, g->grid, sizeof m->grid);
   memcpy(m->cluster, g->cluster, sizeof m->cluster);
+  memcpy(m->mesh, g->mesh, sizeof m->mesh);
+  m->n_mesh = g->n_mesh;
+  m->n_devices = (uint32_t)pm_n_devices(g);
+  m->meets_blocks = m->n_devices > 1;
   m->n_blocks = 1;
   m->grid_size = pm_grid_size(g);
   m->shares_grid = pm_shares_grid(g);
@@ -1378,6 +1395,7 @@ static pm_code compile(void *ctx, pm_err *err) {
   m->profile_param = g->n_operands + g->profile_output;
   for (uint32_t k = 0; k < g->n_cluster; k++) m->n_blocks *= (uint32_t)g->cluster[k];
   m->n_args = g->n_operands + g->n_outputs;
+  m->n_buffers = m->n_args * m->n_devices;
   m->args = PM_NEW(&m->arena, arg, m->n_args);
   for (uint32_t k = 0; k < m->n_args; k++) {
     describe_arg(c, k);
@@ -1416,7 +1434,7 @@ static pm_code compile(void *ctx, pm_err *err) {
   const size_t each =
       m->smem_bytes + PM_TMEM_LANES * 4 * (size_t)m->tmem_columns + m->n_threads * m->frame_bytes;
   const int64_t sms = c->g->target->sms;
-  const int64_t room = m->n_semaphores ? pm_min(MOST_BLOCKS, pm_max(sms, MOST_MEMORY / each))
+  const int64_t room = m->meets_blocks ? pm_min(MOST_BLOCKS, pm_max(sms, MOST_MEMORY / each))
                                        : pm_min(sms, SOME_MEMORY / each);
   m->room = (uint32_t)pm_min(m->grid_size, pm_max(1, room / m->n_blocks));
   return PM_OK;

@@ -79,8 +79,12 @@ bool pm_vm_same_but(const pm_machine *m, const block *a, const block *b, uint32_
 const char *pm_vm_agent(const pm_machine *m, const thread *t, char *buf, size_t n) {
   int at = 0;
   buf[0] = 0;
+  if (m->n_mesh) {
+    at += snprintf(buf, n, "device ");
+    at += (int)pm_vm_put_device(m, t->block->cluster->device, buf + at, n - (size_t)at);
+  }
   if (m->n_grid) {
-    at += snprintf(buf, n, "grid point ");
+    at += snprintf(buf + at, n - (size_t)at, "%sgrid point ", at ? ", " : "");
     at += put_tuple(buf + at, n - (size_t)at, t->block->cluster->point, m->n_grid);
   }
   if (m->n_cluster) {
@@ -911,14 +915,17 @@ static int64_t now_ns(void) {
   return (int64_t)ts.tv_sec * 1000000000 + ts.tv_nsec;
 }
 
+static int64_t all_points(const pm_machine *m) { return m->points * m->n_devices; }
+
 static step report(pm_machine *m) {
   int64_t now = now_ns();
   if (now < m->next_report) return STEP_NEXT;
   m->next_report = now + REPORT_NS;
-  if (!m->options.progress(m->options.progress_ctx, m->points_done, m->points)) return STEP_NEXT;
+  if (!m->options.progress(m->options.progress_ctx, m->points_done, all_points(m)))
+    return STEP_NEXT;
   pm_fail(m->err, PM_E_RUNTIME,
           "the run of kernel '%s' was stopped after %" PRId64 " of %" PRId64 " grid points",
-          m->name, m->points_done, m->points);
+          m->name, m->points_done, all_points(m));
   return STEP_FAIL;
 }
 
@@ -966,11 +973,12 @@ static step check_cluster(pm_machine *m, const cluster *c) {
 
 /* The next point of the grid, if one is left. */
 static void begin_cluster(pm_machine *m, cluster *c) {
-  int64_t rest = m->points_begun;
-  if (m->points_begun == m->points) return;
-  c->number = m->points_begun++;
+  device *d = &m->devices[c->device];
+  int64_t rest = d->begun;
+  if (d->begun == m->points) return;
+  c->number = d->begun++;
   c->refused = false;
-  for (uint32_t d = m->n_grid; d-- > 0; rest /= m->grid[d]) c->point[d] = rest % m->grid[d];
+  for (uint32_t k = m->n_grid; k-- > 0; rest /= m->grid[k]) c->point[k] = rest % m->grid[k];
   if (m->races) pm_race_begin_cluster(m, c);
   if (m->timeline) pm_time_begin_cluster(m, c);
   if (m->profile_words) pm_profile_begin_cluster(m, c);
@@ -1013,12 +1021,13 @@ static void set_weights(pm_machine *m) {
 static step run_grid(pm_machine *m) {
   m->points = m->grid_size;
   if (m->shares_grid) m->points = 1 + below(m, (uint64_t)pm_min(m->grid_size, MOST_SHARING));
-  m->points_begun = m->points_done = 0;
+  m->points_done = 0;
+  memset(m->devices, 0, m->n_devices * sizeof *m->devices);
   m->n_live = m->n_ready = m->open_copies.n = 0;
   pm_vm_progress(m);
   for (thread *t = m->threads; t < m->threads + pm_vm_agents(m); t++) t->state = THREAD_DONE;
   for (uint32_t k = 0; k < m->n_clusters; k++) begin_cluster(m, &m->clusters[k]);
-  while (m->points_done < m->points) {
+  while (m->points_done < all_points(m)) {
     if (choose(m) == STEP_FAIL) return STEP_FAIL;
     if (m->options.progress && !(++m->ticks & 3) && report(m) == STEP_FAIL) return STEP_FAIL;
     if (m->last->n_live || m->last->n_tasks) continue;
@@ -1061,6 +1070,7 @@ static void free_run(pm_machine *m) {
   pm_free(m->blocks);
   pm_free(m->clusters);
   pm_free(m->semaphores);
+  pm_free(m->devices);
   pm_free(m->ready);
   pm_free(m->pack);
   pm_free(m->open_copies.at);
@@ -1070,6 +1080,7 @@ static void free_run(pm_machine *m) {
   m->blocks = NULL;
   m->clusters = NULL;
   m->semaphores = NULL;
+  m->devices = NULL;
   m->ready = NULL;
   m->pack = NULL;
   m->free_tasks = NULL;
@@ -1103,10 +1114,12 @@ static bool allocate(pm_machine *m) {
   m->threads = zeroed(agents * sizeof *m->threads);
   m->blocks = zeroed(all_blocks(m) * sizeof *m->blocks);
   m->clusters = zeroed(m->n_clusters * sizeof *m->clusters);
-  m->semaphores = zeroed(m->n_semaphores * sizeof *m->semaphores);
+  m->semaphores = zeroed(m->n_devices * m->n_semaphores * sizeof *m->semaphores);
+  m->devices = zeroed(m->n_devices * sizeof *m->devices);
   m->ready = zeroed(agents * sizeof *m->ready);
   m->pack = zeroed(m->pack_bytes);
-  if (!m->threads || !m->blocks || !m->ready || !m->pack || !m->clusters || !m->semaphores) {
+  if (!m->threads || !m->blocks || !m->ready || !m->pack || !m->clusters || !m->semaphores ||
+      !m->devices) {
     return false;
   }
   for (uint32_t k = 0; k < agents; k++) {
@@ -1126,6 +1139,7 @@ static bool allocate(pm_machine *m) {
   for (uint32_t k = 0; k < all_blocks(m); k++) {
     int64_t rest = k % m->n_blocks;
     m->blocks[k].cluster = &m->clusters[k / m->n_blocks];
+    m->blocks[k].cluster->device = k / m->n_blocks % m->n_devices;
     if (!rest) m->blocks[k].cluster->blocks = &m->blocks[k];
     for (uint32_t d = m->n_cluster; d-- > 0; rest /= m->cluster[d]) {
       m->blocks[k].coord[d] = rest % m->cluster[d];
@@ -1152,7 +1166,7 @@ const char *pm_vm_index_text(const arg *a, size_t at, char *buf, size_t n) {
 
 /* All where blocks may wait for each other. */
 static uint32_t choose_clusters(pm_machine *m) {
-  if (m->n_semaphores || m->room == 1) return m->room;
+  if (m->meets_blocks || m->room == 1) return m->room * m->n_devices;
   if (!m->options.seed) return 1;
   switch (below(m, 4)) {
     case 0: return 1;
@@ -1167,7 +1181,6 @@ pm_code pm_vm_run_once(pm_machine *m, void *const *buffers, const pm_interp_opti
   m->options = *o;
   m->buffers = buffers;
   m->random = o->seed;
-  memset(m->counters, 0, sizeof m->counters);
   m->next_report = now_ns() + REPORT_NS;
   const uint32_t n = choose_clusters(m);
   if (n != m->n_clusters) free_run(m);
@@ -1177,7 +1190,7 @@ pm_code pm_vm_run_once(pm_machine *m, void *const *buffers, const pm_interp_opti
     return pm_fail(err, PM_E_MEMORY, "no memory to interpret kernel '%s'", m->name);
   }
   m->allocated = true;
-  memset(m->semaphores, 0, m->n_semaphores * sizeof *m->semaphores);
+  memset(m->semaphores, 0, m->n_devices * m->n_semaphores * sizeof *m->semaphores);
   set_weights(m);
   m->races = NULL;
   m->timeline = NULL;

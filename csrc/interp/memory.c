@@ -34,7 +34,10 @@ static const block *peer(const pm_machine *m, const block *b, uint32_t dim, int6
 static char *base_of(pm_machine *m, thread *t, const access *mem) {
   if (mem->kind == PM_BARRIER || mem->kind == PM_SEMAPHORE || mem->space == PM_TMEM) return NULL;
   if (mem->kind == PM_ARRAY || mem->space == PM_ACC) return slot_of(t, mem->base);
-  if (mem->space == PM_GMEM) return m->buffers[mem->base];
+  if (mem->space == PM_GMEM) {
+    const int64_t device = pm_vm_device_of(m, t, mem);
+    return device < 0 ? NULL : m->buffers[device * m->n_args + mem->base];
+  }
   const block *b = t->block;
   if (mem->cluster_slot) b = peer(m, b, mem->cluster_dim, slot_i32(t, mem->cluster_slot));
   const uint32_t number = (t->of ? t->of : t)->index;
@@ -52,6 +55,7 @@ void pm_vm_locate(pm_machine *m, thread *t, const access *mem, located *s) {
   s->at = NULL;
   s->offset = mem->offset;
   s->inside = s->base || !mem->cluster_slot;
+  if (mem->device_slot && pm_vm_device_of(m, t, mem) < 0) s->inside = false;
   for (uint32_t k = 0; k < mem->n_starts; k++) s->starts[k] = slot_i32(t, mem->starts[k]);
   for (uint32_t k = 0; k < mem->n_checks; k++) s->inside &= passes(&mem->checks[k], s->starts);
   if (!s->inside) return;
@@ -60,6 +64,17 @@ void pm_vm_locate(pm_machine *m, thread *t, const access *mem, located *s) {
     s->offset += slot_i32(t, x->slot) / x->div * x->mul;
   }
   if (s->base) s->at = s->base + s->offset * mem->bytes;
+}
+
+/* " on device (1,)", of memory of another device */
+static const char *on_device(const pm_machine *m, const thread *t, const access *mem, char *buf,
+                             size_t n) {
+  buf[0] = 0;
+  if (mem->all_devices) snprintf(buf, n, " on all devices");
+  if (!mem->device_slot) return buf;
+  const int at = snprintf(buf, n, " on device ");
+  pm_vm_put_device(m, pm_vm_device_of(m, t, mem), buf + at, n - (size_t)at);
+  return buf;
 }
 
 step pm_vm_outside(pm_machine *m, thread *t, pm_opid op, const located *s, const char *what) {
@@ -72,10 +87,15 @@ step pm_vm_outside(pm_machine *m, thread *t, pm_opid op, const located *s, const
                       what, mem->name, slot_i32(t, mem->cluster_slot),
                       m->cluster[mem->cluster_dim]);
   }
+  if (!s->base && mem->device_slot && pm_vm_device_of(m, t, mem) < 0) {
+    return pm_vm_fail(m, t, op, PM_E_INDEX,
+                      "%s out of bounds: remote_ref of '%s' to device %d of a mesh of %u devices",
+                      what, mem->name, slot_i32(t, mem->device_slot), m->n_devices);
+  }
   while (passes(c, s->starts)) c++;
   const view_step *v = &mem->steps[c->step];
   int64_t start = c->dynamic ? s->starts[c->start] : c->start, size = v->in_dim[c->dim] - c->limit;
-  char shape[256], range[64];
+  char shape[256], range[64], device[128];
   int at = 0;
   for (uint32_t d = 0; d < v->in_rank; d++) {
     at += snprintf(shape + at, sizeof shape - (size_t)at, d ? ", %" PRId64 : "%" PRId64,
@@ -88,9 +108,10 @@ step pm_vm_outside(pm_machine *m, thread *t, pm_opid op, const located *s, const
   }
   return pm_vm_fail(m, t, op, PM_E_INDEX,
                     "%s out of bounds: %s of dimension %u lies outside %s'%s' of "
-                    "shape (%s%s)",
+                    "shape (%s%s)%s",
                     what, range, c->dim, c->step + 1 < (int)mem->n_steps ? "a view of " : "",
-                    mem->name, shape, v->in_rank == 1 ? "," : "");
+                    mem->name, shape, v->in_rank == 1 ? "," : "",
+                    on_device(m, t, mem, device, sizeof device));
 }
 
 /* ---- inside ------------------------------------------------------------------------------- */

@@ -110,6 +110,13 @@ static step sink(pm_machine *m, thread *t, const instr *i, uint32_t slot, size_t
 
 /* ---- memory ------------------------------------------------------------------------------- */
 
+/* The first of the arguments of all devices that is the memory of the located. */
+static uint32_t root_of(const pm_machine *m, const located *s) {
+  uint32_t root = 0;
+  while (m->buffers[root] != s->base) root++;
+  return root;
+}
+
 /* The bytes beside a view; false: all of it is defined. */
 static bool beside(const pm_machine *m, const thread *t, const located *s, located *p) {
   const access *mem = s->mem;
@@ -122,8 +129,7 @@ static bool beside(const pm_machine *m, const thread *t, const located *s, locat
     while (s->base < b->smem || s->base >= b->smem + m->smem_bytes) b++;
     p->base = (char *)m->poison->smem[b - m->blocks] + (s->base - b->smem);
   } else {
-    uint32_t root = 0;
-    while (m->buffers[root] != m->buffers[mem->base]) root++;
+    const uint32_t root = root_of(m, s);
     p->base = (char *)m->poison->args[root];
     if (!p->base) return false;
   }
@@ -158,10 +164,9 @@ static void read_flags(pm_machine *m, const thread *t, const located *s, int64_t
 
 static void note_store(pm_machine *m, const located *s, pm_opid op, const flag *p, size_t n) {
   const access *mem = s->mem;
-  uint32_t root = 0;
   if (mem->space != PM_GMEM || !any(p, n)) return;
-  while (m->buffers[root] != m->buffers[mem->base]) root++;
-  stored *at = m->poison->stores[root], x = {.op = op, .to = m->args[root].bytes};
+  const uint32_t root = root_of(m, s);
+  stored *at = m->poison->stores[root], x = {.op = op, .to = m->args[root % m->n_args].bytes};
   if (s->inside) {
     x.from = (size_t)(s->at - s->base);
     x.to = x.from + mem->bytes;
@@ -462,6 +467,27 @@ step pm_poison_rule_store(pm_machine *m, thread *t, const instr *i) {
   return STEP_NEXT;
 }
 
+/* To all devices, or from any of them. */
+step pm_poison_rule_everywhere(pm_machine *m, thread *t, const instr *i) {
+  located s;
+  if (check_addresses(m, t, i) == STEP_FAIL) return STEP_FAIL;
+  pm_vm_locate(m, t, i->mem, &s);
+  flag *part = i->a ? NULL : scratch(m, (size_t)i->n * i->mem->bytes);
+  const size_t n = (size_t)i->n * i->mem->bytes;
+  if (!i->a) memset(flags(t, i->dst), 0, n);
+  for (uint32_t d = 0; s.inside && d < m->n_devices; d++) {
+    located there = pm_vm_on_device(m, &s, d);
+    if (i->a) {
+      write_flags(m, t, &there, 0, i->mem->n, i->op, flags(t, i->a));
+      continue;
+    }
+    if (!part) return STEP_FAIL;
+    read_flags(m, t, &there, 0, i->mem->n, part);
+    for (size_t k = 0; k < n; k++) flags(t, i->dst)[k] |= part[k];
+  }
+  return STEP_NEXT;
+}
+
 step pm_poison_mask(pm_machine *m, thread *t, const instr *i, uint32_t slot, uint32_t element) {
   const flag x = flags(t, slot)[element];
   return x ? fail(m, t, i, x, "the mask of an element of this access") : STEP_NEXT;
@@ -643,20 +669,20 @@ static void *zeroed(size_t n, size_t bytes) {
 }
 
 static bool make_args(pm_machine *m) {
-  for (uint32_t k = 0; k < m->n_args; k++) {
+  for (uint32_t k = 0; k < m->n_buffers; k++) {
     bool written = false, fresh = m->options.fresh_outputs;
     uint32_t root = 0;
     while (m->buffers[root] != m->buffers[k]) root++;
     if (root != k) continue;
-    for (uint32_t j = k; j < m->n_args; j++) {
+    for (uint32_t j = k; j < m->n_buffers; j++) {
       if (m->buffers[j] != m->buffers[k]) continue;
-      written |= m->args[j].written;
-      fresh &= m->args[j].fresh;
+      written |= m->args[j % m->n_args].written;
+      fresh &= m->args[j % m->n_args].fresh;
     }
     if (!written) continue;
-    m->poison->args[k] = zeroed(m->args[k].bytes, 1);
+    m->poison->args[k] = zeroed(m->args[k % m->n_args].bytes, 1);
     if (!m->poison->args[k]) return false;
-    if (fresh) memset(m->poison->args[k], FRESH, m->args[k].bytes);
+    if (fresh) memset(m->poison->args[k], FRESH, m->args[k % m->n_args].bytes);
   }
   return true;
 }
@@ -666,8 +692,8 @@ bool pm_poison_begin(pm_machine *m) {
   struct poison *p = m->poison = zeroed(1, sizeof *p);
   if (!p) return false;
   p->smem = zeroed(blocks, sizeof *p->smem);
-  p->args = zeroed(m->n_args, sizeof *p->args);
-  p->stores = zeroed(m->n_args, sizeof *p->stores);
+  p->args = zeroed(m->n_buffers, sizeof *p->args);
+  p->stores = zeroed(m->n_buffers, sizeof *p->stores);
   if (!p->smem || !p->args || !p->stores) return false;
   for (uint32_t k = 0; k < blocks; k++) {
     if (!(p->smem[k] = zeroed(m->smem_bytes, 1))) return false;
@@ -681,9 +707,9 @@ bool pm_poison_begin(pm_machine *m) {
 /* Of the launch: no output may hold what was never written. */
 step pm_poison_check(pm_machine *m) {
   char text[700], at[256];
-  for (uint32_t k = 0; k < m->n_args; k++) {
+  for (uint32_t k = 0; k < m->n_buffers; k++) {
     const flag *p = m->poison->args[k];
-    const arg *a = &m->args[k];
+    const arg *a = &m->args[k % m->n_args];
     size_t n = 0, first = 0;
     for (size_t e = 0; p && e < a->bytes; e += a->item) {
       if (!p[e] || p[e] == FRESH) continue;
@@ -708,7 +734,7 @@ void pm_poison_end(pm_machine *m) {
   struct poison *p = m->poison;
   if (!p) return;
   for (uint32_t k = 0; p->smem && k < m->n_clusters * m->n_blocks; k++) pm_free(p->smem[k]);
-  for (uint32_t k = 0; p->args && k < m->n_args; k++) pm_free(p->args[k]);
+  for (uint32_t k = 0; p->args && k < m->n_buffers; k++) pm_free(p->args[k]);
   for (uint32_t k = 0; k < pm_vm_agents(m); k++) {
     pm_free(m->threads[k].poison);
     m->threads[k].poison = NULL;

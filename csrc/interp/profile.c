@@ -14,7 +14,7 @@ static int32_t *trace_of(const pm_machine *m, const block *b, uint32_t number) {
   uint32_t at[3], grid[3];
   pm_vm_hardware_index(m, b, at, grid);
   const int64_t block = ((int64_t)at[0] * grid[1] + at[1]) * grid[2] + at[2];
-  return (int32_t *)m->buffers[m->profile_param] +
+  return (int32_t *)m->buffers[b->cluster->device * m->n_args + m->profile_param] +
          (block * traces_of(m) + number) * (m->profile_words + PM_PROFILE_TAIL);
 }
 

@@ -24,10 +24,11 @@ static const char *const touch_names[] = {[READ] = "read", [WRITE] = "write", [A
 
 /* Who it was, as the machine names agents. */
 static const char *agent_of(const pm_machine *m, const event *e, char *buf, size_t n) {
-  cluster c = {.number = e->cluster};
+  cluster c = {.number = e->cluster % m->grid_size,
+               .device = (uint32_t)(e->cluster / m->grid_size)};
   block b = {.cluster = &c};
   thread of = {.block = &b, .index = e->thread}, warp = of;
-  int64_t rest = e->cluster;
+  int64_t rest = c.number;
   for (uint32_t d = m->n_grid; d-- > 0; rest /= m->grid[d]) c.point[d] = rest % m->grid[d];
   rest = e->block;
   for (uint32_t d = m->n_cluster; d-- > 0; rest /= m->cluster[d]) b.coord[d] = rest % m->cluster[d];
@@ -93,6 +94,10 @@ static void put_hint(const pm_machine *m, const event *a, const event *b, enum v
       snprintf(buf, n, "no proxy fence stands behind the load, which may be late");
       return;
     default: break;
+  }
+  if (a->cluster / m->grid_size != b->cluster / m->grid_size) {
+    snprintf(buf, n, "devices are not ordered, unless a semaphore orders them");
+    return;
   }
   if (a->cluster != b->cluster) {
     snprintf(buf, n, "points of the grid are not ordered, unless a semaphore orders them");
@@ -247,7 +252,8 @@ static bool find_region(tracker *x, const thread *t, const access *mem, const ch
   const uint32_t blocks = m->n_clusters * m->n_blocks;
   x->base = base;
   if (mem->space == PM_GMEM) {
-    x->region = &m->races->shadow.regions[blocks + m->races->root[mem->base]];
+    const uint32_t at = pm_vm_owner(m, mem, base) * m->n_args + mem->base;
+    x->region = &m->races->shadow.regions[blocks + m->races->root[at]];
     x->low = base;
     return x->region->pages;
   }
@@ -255,7 +261,7 @@ static bool find_region(tracker *x, const thread *t, const access *mem, const ch
   if (mem->space == PM_TMEM) {
     if (b->tmem != base) b = b->cluster->blocks;
     while (b->tmem != base) b++;
-    x->region = &m->races->shadow.regions[blocks + m->n_args + (uint32_t)(b - m->blocks)];
+    x->region = &m->races->shadow.regions[blocks + m->n_buffers + (uint32_t)(b - m->blocks)];
     x->low = base;
     return true;
   }
@@ -278,15 +284,16 @@ static bool begin(tracker *x, pm_machine *m, const thread *t, const instr *i, co
   if (mem->space == PM_ACC || (!find_region(x, t, mem, s->base) && !x->early)) return false;
   pm_shadow_sweep(&m->races->shadow);
   m->races->shadow.n_rewrites = 0;
-  x->event = (event){.i = i,
-                     .mem = mem,
-                     .first = 0,
-                     .last = -1,
-                     .cluster = t->block->cluster->number,
-                     .block = (uint16_t)(t->block - t->block->cluster->blocks),
-                     .thread = (uint8_t)t->index,
-                     .warp = t->of ? (int8_t)t->warp : -1,
-                     .touch = touch};
+  x->event =
+      (event){.i = i,
+              .mem = mem,
+              .first = 0,
+              .last = -1,
+              .cluster = t->block->cluster->number + t->block->cluster->device * m->grid_size,
+              .block = (uint16_t)(t->block - t->block->cluster->blocks),
+              .thread = (uint8_t)t->index,
+              .warp = t->of ? (int8_t)t->warp : -1,
+              .touch = touch};
   x->touching = (touching){.shadow = &m->races->shadow, .event = &x->event, .clock = clock};
   return true;
 }

@@ -164,7 +164,14 @@ typedef struct semaphore_order {
   signalled *at;
   uint32_t n, cap;
   int64_t total, taken;
+  bool counts; /* total is what it was at first, and signals since */
 } semaphore_order;
+
+/* A semaphore that is a word of an argument. */
+typedef struct word_order {
+  const uint32_t *at;
+  semaphore_order order;
+} word_order;
 
 typedef struct agent_order {
   vclock clock;
@@ -191,6 +198,8 @@ struct races {
   barrier_order *barriers;             /* by block */
   vclock *named, *turns;               /* by block */
   semaphore_order *semaphores, *block_semaphores;
+  word_order *words;
+  uint32_t n_words, cap_words;
   vclock all; /* scratch */
   shadow shadow;
   tracker storing; /* the access that shadow.rewrites are of, and the bytes that were there */

@@ -16,23 +16,24 @@ typedef struct copies {
 
 static size_t bytes_of(const pm_machine *m) {
   size_t n = 0;
-  for (uint32_t k = 0; k < m->n_args; k++) n += m->args[k].written ? m->args[k].bytes : 0;
+  for (uint32_t k = 0; k < m->n_buffers; k++)
+    n += m->args[k % m->n_args].written ? m->args[k % m->n_args].bytes : 0;
   return n;
 }
 
 static void keep(const pm_machine *m, void *const *buffers, char *to) {
-  for (uint32_t k = 0; k < m->n_args; k++) {
-    if (!m->args[k].written) continue;
-    memcpy(to, buffers[k], m->args[k].bytes);
-    to += m->args[k].bytes;
+  for (uint32_t k = 0; k < m->n_buffers; k++) {
+    if (!m->args[k % m->n_args].written) continue;
+    memcpy(to, buffers[k], m->args[k % m->n_args].bytes);
+    to += m->args[k % m->n_args].bytes;
   }
 }
 
 static void put_back(const pm_machine *m, void *const *buffers, const char *from) {
-  for (uint32_t k = 0; k < m->n_args; k++) {
-    if (!m->args[k].written) continue;
-    memcpy(buffers[k], from, m->args[k].bytes);
-    from += m->args[k].bytes;
+  for (uint32_t k = 0; k < m->n_buffers; k++) {
+    if (!m->args[k % m->n_args].written) continue;
+    memcpy(buffers[k], from, m->args[k % m->n_args].bytes);
+    from += m->args[k % m->n_args].bytes;
   }
 }
 
@@ -45,8 +46,8 @@ static void number(const arg *a, const char *at, char *buf, size_t n) {
 /* Where the results differ from those of the first seed. */
 static pm_code compare(pm_machine *m, void *const *buffers, const char *first, uint64_t seed,
                        uint64_t other, pm_err *err) {
-  for (uint32_t k = 0; k < m->n_args; k++) {
-    const arg *a = &m->args[k];
+  for (uint32_t k = 0; k < m->n_buffers; k++) {
+    const arg *a = &m->args[k % m->n_args];
     const char *got = buffers[k];
     size_t n = 0, at = 0;
     if (!a->written) continue;

@@ -13,13 +13,13 @@ static uint32_t *semaphore_at(pm_machine *m, thread *t, const instr *i) {
     pm_vm_outside(m, t, i->op, &s, "semaphore");
     return NULL;
   }
-  return (i->mem->space == PM_GMEM ? m->semaphores : t->block->semaphores) + i->mem->base +
-         s.offset;
+  if (i->mem->kind == PM_REF) return (uint32_t *)s.at;
+  if (i->mem->space != PM_GMEM) return t->block->semaphores + i->mem->base + s.offset;
+  const int64_t device = pm_vm_device_of(m, t, i->mem);
+  return m->semaphores + device * m->n_semaphores + i->mem->base + s.offset;
 }
 
-static step exec_signal(pm_machine *m, thread *t, const instr *i) {
-  uint32_t *s = semaphore_at(m, t, i);
-  if (!s) return STEP_FAIL;
+static void signal(pm_machine *m, thread *t, const instr *i, uint32_t *s) {
   *s += (uint32_t)slot_i32(t, i->a);
   LOG(m, t, i->op, PM_LOG_SEMAPHORE, "adds %" PRId32 " to semaphore '%s', now %" PRIu32,
       slot_i32(t, i->a), i->mem->name, *s);
@@ -27,6 +27,19 @@ static step exec_signal(pm_machine *m, thread *t, const instr *i) {
   if (m->timeline) pm_time_signal(m, t, i->op, s);
   pm_vm_progress(m);
   pm_vm_wake_at(m, s);
+}
+
+static step exec_signal(pm_machine *m, thread *t, const instr *i) {
+  uint32_t *s = semaphore_at(m, t, i);
+  located here;
+  if (!s) return STEP_FAIL;
+  if (!i->mem->all_devices) return signal(m, t, i, s), STEP_PAUSE;
+  pm_vm_locate(m, t, i->mem, &here);
+  for (uint32_t d = 0; d < m->n_devices; d++) {
+    if (i->mem->kind == PM_REF) s = (uint32_t *)pm_vm_on_device(m, &here, d).at;
+    else s = m->semaphores + d * m->n_semaphores + i->mem->base + here.offset;
+    signal(m, t, i, s);
+  }
   return STEP_PAUSE;
 }
 

@@ -779,7 +779,8 @@ static step exec_reduced(pm_machine *m, thread *t, const instr *i) {
 
 /* The answer: a grid point that has not begun, in the order of the grid; -1: none is left. */
 static step run_cancel(pm_machine *m, task *k) {
-  const int64_t point = m->points_begun < m->points ? m->points_begun++ : -1;
+  device *d = &m->devices[k->owner->block->cluster->device];
+  const int64_t point = d->begun < m->points ? d->begun++ : -1;
   int32_t answer[4] = {(int32_t)point, 0, 0, point >= 0};
   thread *t = k->owner;
   const block *own = t->block;

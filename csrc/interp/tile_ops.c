@@ -346,8 +346,12 @@ static step exec_convert(pm_machine *m, thread *t, const instr *i) {
 /* ---- the rest ----------------------------------------------------------------------------- */
 
 static step exec_axis(pm_machine *m, thread *t, const instr *i) {
-  (void)m;
+  int64_t device = t->block->cluster->device;
+  for (uint32_t d = i->to + 1; i->flags == PM_AXIS_DEVICE && d < m->n_mesh; d++) {
+    device /= m->mesh[d];
+  }
   int64_t v = i->flags == PM_AXIS_GRID      ? t->block->cluster->point[i->to]
+              : i->flags == PM_AXIS_DEVICE  ? device % m->mesh[i->to]
               : i->flags == PM_AXIS_CLUSTER ? t->block->coord[i->to]
               : i->flags == PM_AXIS_WARP    ? t->warp
                                             : t->index;
@@ -409,17 +413,21 @@ static step exec_first_tile(pm_machine *m, thread *t, const instr *i) {
   return STEP_NEXT;
 }
 
+static int32_t *counters_of(const pm_machine *m, const thread *t) {
+  return m->devices[t->block->cluster->device].counters;
+}
+
 /* Others than the taker get a number that must not matter. */
 static step exec_fetch_tile(pm_machine *m, thread *t, const instr *i) {
   const bool taker = t->index + 1 == m->n_threads && t->block == t->block->cluster->blocks;
   int64_t number = !taker ? INT32_MIN : i->a ? *(const int32_t *)slot_of(t, i->a) : m->grid_size;
-  if (taker && m->shares_grid) number = m->points + m->counters[i->to]++;
+  if (taker && m->shares_grid) number = m->points + counters_of(m, t)[i->to]++;
   *(int32_t *)slot_of(t, i->dst) = (int32_t)number;
   return STEP_PAUSE;
 }
 
 static step exec_next_tile(pm_machine *m, thread *t, const instr *i) {
-  *(int32_t *)slot_of(t, i->dst) = m->counters[i->to]++;
+  *(int32_t *)slot_of(t, i->dst) = counters_of(m, t)[i->to]++;
   return STEP_PAUSE;
 }
 

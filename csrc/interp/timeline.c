@@ -160,7 +160,7 @@ static place_in_block *block_of(const pm_machine *m, const block *b) {
 
 static pm_timeline_agent name_of(const pm_machine *m, const thread *t) {
   return (pm_timeline_agent){
-      .cluster = t->block->cluster->number,
+      .cluster = t->block->cluster->number + t->block->cluster->device * m->points,
       .block = (uint32_t)(t->block - t->block->cluster->blocks) % m->n_blocks,
       .thread = t->index,
       .warp = t->of ? (int)t->warp : -1};
@@ -394,10 +394,15 @@ void pm_time_enter_section(pm_machine *m, const thread *t, pm_opid op) {
 
 /* What a semaphore counts is not told apart: who waits for it waits for the last signal so far. */
 static moment *semaphore_at(const pm_machine *m, const thread *t, const uint32_t *at) {
-  if (at >= m->semaphores && at < m->semaphores + m->n_semaphores) {
+  if (at >= m->semaphores && at < m->semaphores + (size_t)m->n_devices * m->n_semaphores) {
     return &m->timeline->semaphores[at - m->semaphores];
   }
-  return &m->timeline->semaphores[m->n_semaphores +
+  const uint32_t *own = t->block->semaphores;
+  const size_t of_blocks = (size_t)m->n_clusters * m->n_blocks * m->n_block_semaphores;
+  if (at < own || at >= own + m->n_block_semaphores) { /* words of arguments count as one */
+    return &m->timeline->semaphores[(size_t)m->n_devices * m->n_semaphores + of_blocks];
+  }
+  return &m->timeline->semaphores[(size_t)m->n_devices * m->n_semaphores +
                                   (t->block - m->blocks) * (int64_t)m->n_block_semaphores +
                                   (at - t->block->semaphores)];
 }
@@ -509,7 +514,9 @@ bool pm_time_begin(pm_machine *m) {
   x->agents = zeroed(pm_vm_agents(m), sizeof *x->agents);
   x->blocks = zeroed(blocks, sizeof *x->blocks);
   x->phases = zeroed((size_t)blocks * m->n_barriers, sizeof *x->phases);
-  x->semaphores = zeroed(m->n_semaphores + (size_t)blocks * m->n_block_semaphores, sizeof(moment));
+  x->semaphores =
+      zeroed((size_t)m->n_devices * m->n_semaphores + (size_t)blocks * m->n_block_semaphores + 1,
+             sizeof(moment));
   x->slots = zeroed(x->n_slots, sizeof *x->slots);
   x->slot_of = zeroed(m->n_clusters, sizeof *x->slot_of);
   if (x->agents && x->blocks && x->phases && x->semaphores && x->slots && x->slot_of) return true;

@@ -127,7 +127,9 @@ typedef struct access {
   uint32_t apart;        /* SMEM that each thread has for itself: bytes from one's to the next's */
   uint32_t cluster_slot; /* of the coordinate on cluster_dim of the block meant, 0: its own */
   uint8_t cluster_dim;
-  int64_t n; /* elements */
+  uint32_t device_slot; /* GMEM, semaphores: of the number of the device meant, 0: its own */
+  bool all_devices;     /* of all of them, one after the other: see devices.c */
+  int64_t n;            /* elements */
   int64_t offset;
   int64_t dim[PM_MAX_RANK], stride[PM_MAX_RANK];        /* of the view; stride -1: see loops */
   int64_t loop_size[MAX_LOOPS], loop_stride[MAX_LOOPS]; /* the same, merged where possible */
@@ -286,7 +288,8 @@ typedef struct tmem_done {
 /* A cluster that runs, or may. */
 typedef struct cluster {
   block *blocks;
-  int64_t point[PM_MAX_RANK], number; /* of the grid; among the clusters of the launch */
+  uint32_t device;                    /* number in the mesh */
+  int64_t point[PM_MAX_RANK], number; /* of the grid; among the clusters of the device's launch */
   bool refused;                       /* it was told that no grid point is left */
   uint32_t n_live, n_tasks;           /* agents that have not ended; pending tasks of theirs */
 } cluster;
@@ -435,16 +438,25 @@ typedef struct arg {
   bool fresh;   /* an output that is no operand */
 } arg;
 
+/* A device of the mesh: its launch. */
+typedef struct device {
+  int64_t begun;                     /* points of the grid */
+  int32_t counters[PM_MAX_COUNTERS]; /* of NEXT_TILE and TAKE_TILE */
+} device;
+
 struct pm_machine {
   pm_arena arena;
   const char *name;
+  int64_t mesh[PM_MAX_RANK];
+  uint32_t n_mesh, n_devices, n_buffers; /* n_buffers: arguments of all devices */
+  bool meets_blocks; /* blocks may wait for others of the launch, or of other devices */
   int64_t grid[PM_MAX_RANK], cluster[3];
   uint32_t n_grid, n_cluster, n_threads, n_blocks; /* blocks of a cluster */
-  uint32_t n_clusters, room;                       /* that run at once; that may */
-  uint32_t n_semaphores, n_block_semaphores;       /* of the launch, of a block */
-  uint32_t n_turns;                                /* threads that take turns */
-  uint32_t sms;                                    /* of the GPU */
-  int64_t profile_words;                           /* of a trace; 0: the profiler is off */
+  uint32_t n_clusters, room; /* that run at once, on all devices; that may on each */
+  uint32_t n_semaphores, n_block_semaphores; /* of the launch, of a block */
+  uint32_t n_turns;                          /* threads that take turns */
+  uint32_t sms;                              /* of the GPU */
+  int64_t profile_words;                     /* of a trace; 0: the profiler is off */
   bool profile_warps;
   uint32_t profile_param;
   bool shares_grid, has_warps, overlaps_kernels; /* the last: it has a PDL_WAIT */
@@ -483,16 +495,16 @@ struct pm_machine {
     uint32_t n, cap;
   } open_copies;
   uint64_t random;
-  int64_t points_begun, points_done, points; /* points: clusters launched */
+  int64_t points_done, points; /* points: clusters that each device launches */
   int64_t grid_size;
   uint32_t ticks;
-  int64_t next_report;               /* nanoseconds */
-  int32_t counters[PM_MAX_COUNTERS]; /* of NEXT_TILE and FETCH_TILE */
-  races *races;                      /* NULL: nobody looks for them */
-  struct poison *poison;             /* NULL: what was never written is not tracked */
-  timeline *timeline;                /* NULL: nobody keeps track of time */
-  bool observed;                     /* each instruction goes through pm_vm_observe */
-  uint32_t steps;                    /* instructions so far, where they are observed */
+  int64_t next_report; /* nanoseconds */
+  device *devices;
+  races *races;          /* NULL: nobody looks for them */
+  struct poison *poison; /* NULL: what was never written is not tracked */
+  timeline *timeline;    /* NULL: nobody keeps track of time */
+  bool observed;         /* each instruction goes through pm_vm_observe */
+  uint32_t steps;        /* instructions so far, where they are observed */
   void *const *buffers;
   pm_interp_options options;
   pm_err *err;
@@ -578,6 +590,14 @@ void pm_vm_scatter_inside(const located *s, const void *src);
 char *pm_vm_element(const located *s, bool strict, const int64_t *view_index);
 /* the loops of a strided array: merged sizes and strides, in order */
 void pm_vm_set_loops(access *mem, uint32_t rank, const int64_t *size, const int64_t *stride);
+
+/* devices.c: the device whose memory an access means; -1: there is no such one */
+int64_t pm_vm_device_of(const pm_machine *m, const thread *t, const access *mem);
+size_t pm_vm_put_device(const pm_machine *m, int64_t number, char *buf, size_t n); /* "(0, 1)" */
+/* The same place on device `to`, for an access of all devices. */
+located pm_vm_on_device(const pm_machine *m, const located *s, uint32_t to);
+/* The device whose argument begins at `base`. */
+uint32_t pm_vm_owner(const pm_machine *m, const access *mem, const char *base);
 
 /* async.c */
 /* A pending task; NULL: out of memory, and the error is set. */
@@ -693,6 +713,7 @@ step pm_poison_rule_acc_store(pm_machine *m, thread *t, const instr *i),
     pm_poison_rule_check(pm_machine *m, thread *t, const instr *i),
     pm_poison_rule_convert(pm_machine *m, thread *t, const instr *i),
     pm_poison_rule_counts(pm_machine *m, thread *t, const instr *i),
+    pm_poison_rule_everywhere(pm_machine *m, thread *t, const instr *i),
     pm_poison_rule_for(pm_machine *m, thread *t, const instr *i),
     pm_poison_rule_gather(pm_machine *m, thread *t, const instr *i),
     pm_poison_rule_inline(pm_machine *m, thread *t, const instr *i),
@@ -802,6 +823,7 @@ void pm_vm_encode_store(compiler *c, pm_opid op, const handler *h);
 void pm_vm_encode_product(compiler *c, pm_opid op, const handler *h);
 void pm_vm_encode_masked(compiler *c, pm_opid op, const handler *h);
 void pm_vm_encode_masked_store(compiler *c, pm_opid op, const handler *h);
+void pm_vm_encode_reduce_devices(compiler *c, pm_opid op, const handler *h); /* flags: the ATOMIC */
 void pm_vm_encode_copy_out(compiler *c, pm_opid op, const handler *h);
 void pm_vm_encode_copy_in(compiler *c, pm_opid op, const handler *h);
 void pm_vm_encode_alias(compiler *c, pm_opid op, const handler *h); /* the result is the operand */
@@ -843,6 +865,8 @@ extern const handler pm_vm_MASKED_LOAD, pm_vm_MASKED_STORE, pm_vm_ATOMIC; /* mas
 extern const handler pm_vm_LOAD, pm_vm_STORE, pm_vm_ALLOC_SMEM, pm_vm_ALLOC_BARRIER,
     pm_vm_ALLOC_ACC, pm_vm_INDEX, pm_vm_TRANSPOSE_REF, pm_vm_RESHAPE_REF, pm_vm_BITCAST_REF,
     pm_vm_CLUSTER_REF; /* memory.c */
+extern const handler pm_vm_DEVICE_REF, pm_vm_MULTICAST_REF, pm_vm_SEMAPHORE_OF,
+    pm_vm_MULTIMEM_STORE, pm_vm_MULTIMEM_REDUCE; /* devices.c */
 extern const handler pm_vm_COPY_G2S, pm_vm_COPY_S2G, pm_vm_ASYNC_STORE, pm_vm_PREFETCH,
     pm_vm_COMMIT_GROUP, pm_vm_WAIT_S2G, pm_vm_COMMIT_SMEM, pm_vm_PROXY_FENCE, pm_vm_WGMMA,
     pm_vm_WGMMA_WAIT, pm_vm_ACC_LOAD, pm_vm_ACC_STORE; /* async.c */

@@ -88,6 +88,11 @@ static uint8_t certainty_of(const pm_graph *g, const pm_op *o, const pm_operand 
   return attr_of(g, o, PM_ATTR_PREDICATED) || pm_is_masked(o->code) ? PM_MAY : PM_MUST;
 }
 
+/* Does an access of global memory reach other devices? */
+static bool leaves_device(const pm_graph *g, const pm_operand *how, pm_val view) {
+  return g->n_mesh && (how->everywhere || pm_view_device(g, view));
+}
+
 /* What an access of *a's view does there. A store that combines reads what is there. */
 static void fill(const pm_graph *g, pm_access *a, const pm_operand *how, uint8_t where) {
   const pm_op *o = pm_get(g, a->op);
@@ -99,6 +104,8 @@ static void fill(const pm_graph *g, pm_access *a, const pm_operand *how, uint8_t
   uint8_t scope = PM_THREAD;
   if (where & (PM_IN_SMEM | PM_IN_TMEM | PM_IN_BARRIER)) {
     scope = leaves_block(g, o, how, view) ? PM_CLUSTER : PM_BLOCK;
+  } else if (where & (PM_IN_GMEM | PM_IN_SEMAPHORE) && leaves_device(g, how, view)) {
+    scope = PM_PEERS;
   } else if (where & (PM_IN_GMEM | PM_IN_COUNTER)) {
     scope = PM_DEVICE;
   } else if (where == PM_IN_SEMAPHORE) {
@@ -144,6 +151,7 @@ bool pm_moves_array(const pm_graph *g, pm_opid op, pm_access *a, pm_val *array) 
   *a = pm_accesses(op);
   if (!pm_next_access(g, a) || !(a->where & PM_IN_MEMORY)) return false;
   if (a->completion != PM_COMPLETES_NOW || a->reads == a->writes) return false;
+  if (pm_operand_of(pm_get(g, op)->code, 0)->everywhere) return false;
   *array = a->writes ? pm_in(g, op, 1) : pm_get(g, op)->out;
   return true;
 }

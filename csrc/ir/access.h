@@ -36,8 +36,8 @@ enum {
 /* UNKNOWN: the engine of the copy is not chosen yet; nothing may depend on it. */
 typedef enum pm_proxy { PM_GENERIC, PM_ASYNC, PM_UNKNOWN } pm_proxy;
 /* THREAD: memory of the Pallas thread alone; CLUSTER: also, or only, memory of other blocks of the
- * cluster; DEVICE: global memory */
-typedef enum pm_scope { PM_THREAD, PM_BLOCK, PM_CLUSTER, PM_DEVICE } pm_scope;
+ * cluster; DEVICE: global memory; PEERS: that of other devices of the mesh, too */
+typedef enum pm_scope { PM_THREAD, PM_BLOCK, PM_CLUSTER, PM_DEVICE, PM_PEERS } pm_scope;
 /* MUST: all elements of the view. MAY: a predicate, a mask or a branch decides. UNTOLD: source text
  * decides, which nobody reads. */
 typedef enum pm_certainty { PM_MUST, PM_MAY, PM_UNTOLD } pm_certainty;

@@ -292,6 +292,7 @@ static span range_axis(facts *f, const pm_op *o, span all) {
   if (axis == PM_AXIS_WARP) return (span){0, 3};
   if (axis == PM_AXIS_GRID && dim < g->n_grid) return (span){0, g->grid[dim] - 1};
   if (axis == PM_AXIS_CLUSTER && dim < g->n_cluster) return (span){0, g->cluster[dim] - 1};
+  if (axis == PM_AXIS_DEVICE && dim < g->n_mesh) return (span){0, g->mesh[dim] - 1};
   return all;
 }
 

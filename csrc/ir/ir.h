@@ -5,7 +5,8 @@
  * the kernel; its arguments are the kernel's operands, then its outputs, all refs in GMEM. The last
  * op of every other block is YIELD. Effects keep program order; only pure ops may move or merge.
  *
- * A ref is a value. Views (INDEX, TRANSPOSE_REF, RESHAPE_REF, BITCAST_REF, CLUSTER_REF) are pure
+ * A ref is a value. Views (INDEX, TRANSPOSE_REF, RESHAPE_REF, BITCAST_REF, CLUSTER_REF,
+ * DEVICE_REF, MULTICAST_REF, SEMAPHORE_OF) are pure
  * ops on it in terms of logical dimensions. Physical addresses are determined only after inference,
  * by ir/view.h.
  *
@@ -108,13 +109,15 @@ typedef struct pm_op_info {
   uint8_t n_attrs;
   uint8_t attrs[PM_MAX_ATTRS]; /* pm_attr_id */
   uint8_t layout, participants, known_to, completion, warp;
-  uint16_t effects, needs; /* needs: PM_HAS_ of target.h */
+  uint16_t effects;
+  uint32_t needs; /* PM_HAS_ of target.h */
 } pm_op_info;
 extern const pm_op_info pm_ops[PM_OP_COUNT];
 
 typedef struct pm_operand {
   char letter, role;  /* '<' read, '>' written, '=' both, '!' by source text, 0: a value */
   bool async, remote; /* by the async proxy; in other blocks of the cluster */
+  bool everywhere;    /* on all devices of the mesh */
   bool repeated, optional;
 } pm_operand;
 /* What is looked up by every pass for every op, read from the rows of ops.def when the library is
@@ -188,10 +191,12 @@ typedef struct pm_graph {
   pm_arena *arena;
   const char *name;
   int64_t grid[PM_MAX_RANK], cluster[3]; /* in the user's order */
-  uint32_t n_grid, n_cluster, n_threads; /* n_threads: Pallas threads of a block, at least 1 */
-  uint32_t n_operands, n_outputs;        /* arguments of block 1 */
-  uint32_t n_inout;                      /* outputs that alias operands (recorded in alias[]) */
-  int32_t *alias;                        /* per output: operand index or -1 */
+  int64_t mesh[PM_MAX_RANK];             /* devices along each axis */
+  uint32_t n_grid, n_cluster, n_mesh,
+      n_threads;                  /* n_threads: Pallas threads of a block, at least 1 */
+  uint32_t n_operands, n_outputs; /* arguments of block 1 */
+  uint32_t n_inout;               /* outputs that alias operands (recorded in alias[]) */
+  int32_t *alias;                 /* per output: operand index or -1 */
   const int64_t *
       *strides; /* per operand those of its array, in elements, NULL: row-major; or NULL */
   bool approx_math, no_auto_barriers;
@@ -221,6 +226,7 @@ typedef struct pm_graph {
   PM_VEC(uint32_t) string_slots;      /* hash table over strings; pm_intern's own */
 } pm_graph;
 
+enum { PM_MAX_DEVICES = 1024 };       /* of a mesh */
 enum { PM_REDUCTION_SCRATCH = 2048 }; /* unless the user says otherwise */
 /* A trace of the profiler, int32: the low word of the global timer at the start, the SM, the words
  * of events (those dropped for lack of space count), the events, each a tag and the clock; what
@@ -392,6 +398,12 @@ bool pm_constant(const pm_graph *g, pm_val v, pm_scalar *out);
 int64_t pm_divisor(const pm_graph *g, pm_val v);
 /* A power of two: aligned groups of as many neighbours along dim hold one value of the array. */
 int64_t pm_grain(const pm_graph *g, pm_val v, int dim);
+/* Devices of the mesh; 1: there is none. */
+static inline int64_t pm_n_devices(const pm_graph *g) {
+  int64_t n = 1;
+  for (uint32_t k = 0; k < g->n_mesh; k++) n *= g->mesh[k];
+  return n;
+}
 /* Clusters of the grid; at most INT64_MAX / 4. */
 int64_t pm_grid_size(const pm_graph *g);
 /* A launch may have fewer clusters than the grid: they hand out its points among themselves

@@ -796,6 +796,7 @@ static pm_code read_clause(parser *p) {
   slice word = read_word(p);
   if (is_text(word, "grid")) return read_sizes(p, g->grid, PM_MAX_RANK, &g->n_grid);
   if (is_text(word, "cluster")) return read_sizes(p, g->cluster, 3, &g->n_cluster);
+  if (is_text(word, "mesh")) return read_sizes(p, g->mesh, PM_MAX_RANK, &g->n_mesh);
   if (is_text(word, "threads")) return read_small(p, 1024, &g->n_threads);
   if (is_text(word, "smem")) return read_int(p, &g->smem_bytes);
   if (is_text(word, "tmem")) return read_int(p, &g->tmem_columns);
@@ -809,10 +810,9 @@ static pm_code read_clause(parser *p) {
   if (is_text(word, "approx_math")) return g->approx_math = true, PM_OK;
   if (is_text(word, "no_auto_barriers")) return g->no_auto_barriers = true, PM_OK;
   if (is_text(word, "reduction_scratch")) return read_int(p, &g->reduction_scratch);
-  FAIL(
-      p, word.at,
-      "expected grid, cluster, threads, approx_math, no_auto_barriers, reduction_scratch, profile, "
-      "smem, tmem, scratch, target, stage or '{'");
+  FAIL(p, word.at,
+       "expected grid, cluster, mesh, threads, approx_math, no_auto_barriers, reduction_scratch, "
+       "profile, smem, tmem, scratch, target, stage or '{'");
 }
 
 static pm_code parse_kernel(parser *p) {

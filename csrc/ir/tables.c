@@ -39,6 +39,7 @@ static const char *read_operand(const char *spec, pm_operand *out) {
   if (*spec && strchr("<>=!", *spec)) out->role = *spec++;
   if (*spec == '~') out->async = *spec++;
   if (*spec == '@') out->remote = *spec++;
+  if (*spec == '^') out->everywhere = *spec++;
   if (*spec == '*') out->repeated = *spec++;
   else if (*spec == '?') out->optional = *spec++;
   return spec;

@@ -711,16 +711,20 @@ static pm_code pm_type_global_semaphore(const pm_typing *t, pm_type *out) {
 
 /* ---- memory ------------------------------------------------------------------------------- */
 
-static pm_code pm_type_load(const pm_typing *t, pm_type *out) {
+pm_code pm_type_load(const pm_typing *t, pm_type *out) {
+  const pm_code rc = pm_one_device(t, 0, "the ref");
+  if (rc) return rc;
   *out = *type_in(t, 0);
   out->kind = PM_ARRAY;
   out->space = PM_REGS;
   return pm_type_check(t->g, out, name(t), t->err);
 }
 
-static pm_code pm_type_store(const pm_typing *t, pm_type *out) {
+pm_code pm_type_store(const pm_typing *t, pm_type *out) {
   const pm_type *ref = type_in(t, 0), *value = type_in(t, 1);
+  const pm_code rc = pm_one_device(t, 0, "the ref");
   (void)out;
+  if (rc) return rc;
   if (!same_shape(ref, value)) {
     FAIL(VALUE,
          "Invalid shape for `swap`. Ref shape: %s. Value shape: %s. There is no broadcasting",
@@ -746,6 +750,8 @@ static pm_code accessed(const pm_typing *t, pm_type *out) {
   const int64_t *dims = list_of(t, PM_ATTR_DIMS, &n);
   const uint32_t first = pm_n_beside(word(t, PM_ATTR_ATOMIC));
   const pm_type *ref = type_in(t, 0);
+  const pm_code rc = pm_one_device(t, 0, "the ref");
+  if (rc) return rc;
   *out = *ref;
   out->kind = PM_ARRAY;
   out->space = PM_REGS;
@@ -906,6 +912,7 @@ static pm_code pm_type_copy(const pm_typing *t, pm_type *out) {
     FAIL(INTERNAL, "%s: attribute predicated does not fit the operands", name(t));
   }
   pm_code rc = pm_own_block(t, fixed == 3, fixed == 3 ? "dst" : "src");
+  if (!rc && (fixed == 3 || word(t, PM_ATTR_COMBINE))) rc = pm_one_device(t, fixed == 2, "GMEM");
   if (rc || fixed == 2) return rc ? rc : check_combine(t);
   if ((rc = pm_single_barrier(t, 2)) || (rc = cluster_axes(t, false))) return rc;
   if (pm_is_cluster_barrier(t->g, t->in[2])) {
@@ -913,6 +920,11 @@ static pm_code pm_type_copy(const pm_typing *t, pm_type *out) {
   }
   if ((rc = pm_flavour(t, 2, false))) return rc;
   return word(t, PM_ATTR_LEADER) ? leader_copy(t) : PM_OK;
+}
+
+static pm_code pm_type_prefetch(const pm_typing *t, pm_type *out) {
+  (void)out;
+  return pm_one_device(t, 0, "the ref");
 }
 
 static pm_code pm_type_barrier(const pm_typing *t, pm_type *out) {
@@ -931,6 +943,11 @@ static pm_code pm_type_barrier_test(const pm_typing *t, pm_type *out) {
 static pm_code pm_type_semaphore(const pm_typing *t, pm_type *out) {
   const pm_type *s = type_in(t, 0);
   (void)out;
+  if (t->code != PM_OP_SIGNAL && pm_view_device(t->g, t->in[0])) {
+    FAIL(VALUE,
+         "%s: the semaphore is another device's; only its own device waits for it and reads it",
+         name(t));
+  }
   if (pm_type_size(s) == 1) return PM_OK;
   FAIL(VALUE, "%s: the semaphore is an array of %" PRId64 " semaphores; index it with .at[i]",
        name(t), pm_type_size(s));

@@ -1,4 +1,5 @@
-/* What type rules look at: for types.c and tcgen05.c alone, hence the short names. */
+/* What type rules look at: for types.c, types_devices.c and tcgen05.c alone, hence the short names.
+ */
 #ifndef PM_TYPING_H
 #define PM_TYPING_H
 
@@ -64,6 +65,19 @@ pm_code pm_single_barrier(const pm_typing *t, uint32_t k);
 bool pm_is_cluster_barrier(const pm_graph *g, pm_val barrier);
 /* "float16, bfloat16 ...": the operands that the product takes */
 const char *pm_operand_dtypes(const pm_typing *t);
+
+pm_code pm_type_load(const pm_typing *t, pm_type *out);
+pm_code pm_type_store(const pm_typing *t, pm_type *out);
+
+/* ---- in types_devices.c ------------------------------------------------------------------- */
+
+pm_code pm_type_device_ref(const pm_typing *t, pm_type *out);
+pm_code pm_type_multicast_ref(const pm_typing *t, pm_type *out);
+pm_code pm_type_semaphore_of(const pm_typing *t, pm_type *out);
+pm_code pm_type_multimem_store(const pm_typing *t, pm_type *out);
+pm_code pm_type_multimem_reduce(const pm_typing *t, pm_type *out);
+/* ValueError if operand k is the memory of all devices at once. */
+pm_code pm_one_device(const pm_typing *t, uint32_t k, const char *operand);
 
 /* ---- in tcgen05.c ------------------------------------------------------------------------- */
 

@@ -75,13 +75,20 @@ static pm_code check_head(checker *c) {
       !g->lists.n || g->lists.at[0]) {
     BAD("the reserved first elements are missing");
   }
-  if (g->n_grid > PM_MAX_RANK || g->n_cluster > 3) BAD("too many grid or cluster axes");
+  if (g->n_grid > PM_MAX_RANK || g->n_cluster > 3 || g->n_mesh > PM_MAX_RANK) {
+    BAD("too many axes of the grid, the cluster or the mesh");
+  }
   if (g->n_threads < 1 || g->n_threads > 8) {
     return pm_fail(c->err, PM_E_VALUE, "num_threads is %u; 1 to 8 are accepted", g->n_threads);
   }
   if (g->stage > PM_SYNCED) BAD("stage %d", g->stage);
   pm_code rc = check_extents(c, "grid axis", g->grid, g->n_grid);
   if (!rc) rc = check_extents(c, "cluster axis", g->cluster, g->n_cluster);
+  if (!rc) rc = check_extents(c, "mesh axis", g->mesh, g->n_mesh);
+  if (!rc && pm_n_devices(g) > PM_MAX_DEVICES) {
+    return pm_fail(c->err, PM_E_VALUE, "the mesh has %" PRId64 " devices; at most %d are accepted",
+                   pm_n_devices(g), PM_MAX_DEVICES);
+  }
   return rc ? rc : check_aliases(c);
 }
 
@@ -129,7 +136,10 @@ static void close_to(checker *c, uint32_t mark) {
 static pm_code check_axis(checker *c, pm_opid op) {
   const pm_graph *g = c->g;
   int64_t kind = *pm_attr(g, op, PM_ATTR_AXIS), dim = *pm_attr(g, op, PM_ATTR_DIM);
-  int64_t n = kind == PM_AXIS_GRID ? g->n_grid : kind == PM_AXIS_CLUSTER ? g->n_cluster : 1;
+  int64_t n = kind == PM_AXIS_GRID      ? g->n_grid
+              : kind == PM_AXIS_CLUSTER ? g->n_cluster
+              : kind == PM_AXIS_DEVICE  ? g->n_mesh
+                                        : 1;
   if (dim >= 0 && dim < n) return PM_OK;
   return pm_fail(c->err, PM_E_VALUE, "axis: there is no %s axis %" PRId64 ", there are %" PRId64,
                  pm_enum_text(PM_ENUM_AXIS, kind), dim, n);

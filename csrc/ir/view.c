@@ -1,5 +1,5 @@
-/* Views: the chain of INDEX, TRANSPOSE_REF, RESHAPE_REF, BITCAST_REF and CLUSTER_REF ops above a
- * ref, resolved to its base.
+/* Views: the chain of INDEX, TRANSPOSE_REF, RESHAPE_REF, BITCAST_REF, SEMAPHORE_OF, CLUSTER_REF,
+ * DEVICE_REF and MULTICAST_REF ops above a ref, resolved to its base.
  *
  * The base defines one stride (or a tile, an outer and an inner stride) for each dimension,
  * row-major except for operands whose array is strided. The ops of the chain are then applied from
@@ -448,13 +448,22 @@ pm_opid pm_view_smem(const pm_graph *g, pm_val ref) {
   return def && pm_get(g, def)->code == PM_OP_ALLOC_SMEM ? def : 0;
 }
 
-pm_opid pm_view_cluster(const pm_graph *g, pm_val ref) {
+/* The first view above the base that has one of two codes; 0: none. */
+static pm_opid find_view(const pm_graph *g, pm_val ref, int code, int other) {
   pm_opid op;
   while (is_view(g, op = pm_value_of(g, ref)->def)) {
-    if (pm_get(g, op)->code == PM_OP_CLUSTER_REF) return op;
+    if (pm_get(g, op)->code == code || pm_get(g, op)->code == other) return op;
     ref = pm_in(g, op, 0);
   }
   return 0;
+}
+
+pm_opid pm_view_cluster(const pm_graph *g, pm_val ref) {
+  return find_view(g, ref, PM_OP_CLUSTER_REF, PM_OP_CLUSTER_REF);
+}
+
+pm_opid pm_view_device(const pm_graph *g, pm_val ref) {
+  return find_view(g, ref, PM_OP_DEVICE_REF, PM_OP_MULTICAST_REF);
 }
 
 pm_code pm_view_of(const pm_graph *g, pm_val ref, bool physical, pm_view *out, pm_err *err) {
@@ -481,6 +490,9 @@ pm_code pm_view_of(const pm_graph *g, pm_val ref, bool physical, pm_view *out, p
         out->cluster_val = pm_in(g, op, 1);
         out->cluster_dim = (int8_t)*pm_attr(g, op, PM_ATTR_DIM);
         break;
+      case PM_OP_DEVICE_REF: out->device_val = pm_in(g, op, 1); break;
+      case PM_OP_MULTICAST_REF: out->all_devices = true; break;
+      case PM_OP_SEMAPHORE_OF: break;
       default: code = apply_reshape(g, op, out, err); break;
     }
     if (code) pm_err_op(err, g, op);

@@ -51,6 +51,10 @@ typedef struct pm_view {
    * cluster_val and whose others are the caller's. 0 (and dim -1): the block's own. */
   pm_val cluster_val;
   int8_t cluster_dim;
+  /* GMEM or a semaphore of another device: its number in the mesh, 0: this one's. all_devices: of
+   * all of them at once. */
+  pm_val device_val;
+  bool all_devices;
   /* An access by array indices: the element also lies at(dim, its index) for each of them. Then the
    * view's own dims are those of the access; one that no dim of the ref goes along has stride 0. */
   uint8_t n_index;
@@ -92,6 +96,8 @@ pm_val pm_view_base(const pm_graph *g, pm_val ref);
 pm_opid pm_view_smem(const pm_graph *g, pm_val ref);
 /* The CLUSTER_REF in the chain of views; 0: none, the memory is the block's own. */
 pm_opid pm_view_cluster(const pm_graph *g, pm_val ref);
+/* The DEVICE_REF or MULTICAST_REF in the chain of views; 0: none, the memory is this device's. */
+pm_opid pm_view_device(const pm_graph *g, pm_val ref);
 /* Check the tiling and swizzle of an ALLOC_SMEM against its shape and dtype. */
 pm_code pm_check_transforms(const pm_graph *g, pm_opid alloc, pm_err *err);
 

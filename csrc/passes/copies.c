@@ -385,6 +385,7 @@ static const char *try_tma(trial *t, pm_copy_plan *p, bool merge, int64_t parts,
   p->share.count = 1;
   p->map.param = t->gmem->param;
   p->map.dtype = t->gmem->dtype;
+  p->map.of = t->gmem->all_devices ? PM_MAP_ALL : t->gmem->device_val ? PM_MAP_PEERS : PM_MAP_OWN;
   p->map.swizzle = t->smem->swizzle;
   const char *why = make_axes(t);
   if (why) return why;
@@ -545,6 +546,12 @@ static pm_code plan(const pm_graph *g, pm_opid op, pm_copy_plan *p, pm_err *err)
                    "%s: the GMEM view is a reshape of a slice that is not provably inside the "
                    "array; reshape the ref first and slice it then",
                    pm_ops[pm_get(g, op)->code].text);
+  }
+  if (p->gmem.all_devices) {
+    return pm_fail(err, PM_E_NOT_IMPLEMENTED,
+                   "%s to a multicast_ref: no engine can do this copy: %s. Change the block, or "
+                   "store the array by plgpu.multimem_store",
+                   pm_ops[pm_get(g, op)->code].text, why);
   }
   p->engine = PM_ENGINE_PLAIN;
   p->why = why;

@@ -14,7 +14,7 @@ static void note(pm_graph *g, pm_opid op, void *ctx) {
   seen *s = ctx;
   pm_access a = pm_accesses(op);
   while (pm_next_access(g, &a)) {
-    if (a.where != PM_IN_GMEM || !a.writes) continue;
+    if (!(a.where & (PM_IN_GMEM | PM_IN_SEMAPHORE)) || !a.writes) continue;
     const pm_val argument = pm_view_base(g, a.view) - g->blocks.at[1].arg;
     if (argument < g->n_operands + g->n_outputs) s->written[argument] = true;
   }

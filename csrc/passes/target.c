@@ -18,6 +18,9 @@ static void check_op(pm_graph *g, pm_opid op, void *ctx) {
   const pm_op *o = pm_get(g, op);
   const pm_mma *m = pm_mma_of(g, op);
   uint32_t needs = pm_ops[o->code].needs | (m ? m->needs : 0);
+  if (o->code == PM_OP_MULTIMEM_REDUCE && pm_dtypes[pm_typeof(g, o->out)->dtype].bits == 8) {
+    needs |= PM_HAS_MULTIMEM_FP8;
+  }
   if (c->code || pm_target_has(c->target, needs)) return;
   c->lacks = true;
   if ((o->n_in > 0) != c->operands) return;

@@ -415,10 +415,13 @@ static int warn_converted(const pmpy_call *c) {
   return code;
 }
 
-PyObject *pmpy_call_run(pmpy_call *c, PyObject *k) {
+int pmpy_call_plan(pmpy_call *c, PyObject *k) {
   c->k = (pmpy_kernel *)k;
-  if (check_strides(c) < 0) return NULL;
-  if (c->converted && warn_converted(c) < 0) return NULL;
-  if (choose_target(c) < 0 || find_plan(c) < 0 || check_outputs(c) < 0) return NULL;
-  return dispatch(c);
+  if (check_strides(c) < 0) return -1;
+  if (c->converted && warn_converted(c) < 0) return -1;
+  return choose_target(c) < 0 || find_plan(c) < 0 || check_outputs(c) < 0 ? -1 : 0;
+}
+
+PyObject *pmpy_call_run(pmpy_call *c, PyObject *k) {
+  return pmpy_call_plan(c, k) < 0 ? NULL : dispatch(c);
 }

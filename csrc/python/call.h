@@ -48,6 +48,8 @@ int pmpy_call_locate(pmpy_call *c);
 /* ValueError where an output given shares memory with another one or with an operand; if in_place,
  * it may be the whole of one. overlap.c */
 int pmpy_call_check_overlap(const pmpy_call *c);
+/* The plan for operands that were read and located, and where it runs; 0 or -1. */
+int pmpy_call_plan(pmpy_call *c, PyObject *kernel);
 /* New: what the kernel returns for operands that were read and located. */
 PyObject *pmpy_call_run(pmpy_call *c, PyObject *kernel);
 /* What a call's keyword is. */

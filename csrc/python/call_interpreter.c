@@ -135,34 +135,65 @@ static int interp_options(const pmpy_kernel *k, hooks *h, pm_interp_options *o) 
   return PyErr_Occurred() ? -1 : race_options(p, h, o);
 }
 
-PyObject *pmpy_call_interpreter(pmpy_call *c) {
-  PyObject *made[PMPY_MAX_PARAMS];
+typedef PyObject *made_of_call[PMPY_MAX_PARAMS];
+
+/* Its stream, its outputs, and how they are moved; 0 or -1. */
+static int begin(pmpy_call *c, pmpy_run *r, PyObject **made, pm_interp_options *options) {
   uint64_t out[PMPY_MAX_PARAMS];
-  pm_interp_options options;
-  hooks h = {.graph = c->plan->graph};
   void *stream = NULL;
-  pm_err err = {0};
-  pm_code code;
-  if (interp_options(c->k, &h, &options) < 0) goto no_outputs;
   if (c->cuda && (pmpy_call_find_stream(c, c->device, &stream) < 0 ||
                   (c->has_stream && pmpy_order_home(c, stream) < 0)))
-    goto no_outputs;
-  options.fresh_outputs = !c->out_arg;
-  if (pmpy_call_outputs(c, stream, made, out) < 0) goto no_outputs;
-  pmpy_run r = {.c = c, .device = c->device, .stream = stream, .options = &options};
-  pmpy_run_describe(&r, out);
+    return -1;
+  options->fresh_outputs = !c->out_arg;
+  if (pmpy_call_outputs(c, stream, made, out) < 0) return -1;
+  *r = (pmpy_run){.c = c, .device = c->device, .stream = stream, .options = options};
+  pmpy_run_describe(r, out);
+  return 0;
+}
+
+static bool run(pmpy_call *calls, uint32_t n, pmpy_run *runs, const hooks *h) {
+  pm_err err = {0};
+  pm_code code;
   Py_BEGIN_ALLOW_THREADS;
-  code = pmpy_run_execute(&r, &err);
+  code = n == 1 ? pmpy_run_execute(runs, &err) : pmpy_runs_interpret(runs, n, &err);
   Py_END_ALLOW_THREADS;
-  if (h.failed) pmpy_add_place(&err);
+  if (h->failed) pmpy_add_place(&err);
   else if (code) pmpy_raise(&err);
-  const bool failed = h.failed || code;
-  if ((!h.races || pmpy_finish_races(h.races, c->k->interpret) == 0) && !failed) {
-    Py_XDECREF(h.races);
-    return pmpy_call_finish(c, made);
-  }
-  pmpy_call_drop(c, made);
-no_outputs:
+  const bool failed = h->failed || code;
+  return (!h->races || pmpy_finish_races(h->races, calls->k->interpret) == 0) && !failed;
+}
+
+PyObject *pmpy_call_interpreter(pmpy_call *c) {
+  made_of_call made;
+  pmpy_run r;
+  pm_interp_options options;
+  hooks h = {.graph = c->plan->graph};
+  PyObject *result = NULL;
+  if (interp_options(c->k, &h, &options) == 0 && begin(c, &r, made, &options) == 0)
+    result = run(c, 1, &r, &h) ? pmpy_call_finish(c, made) : pmpy_call_drop(c, made);
   Py_XDECREF(h.races);
-  return NULL;
+  return result;
+}
+
+PyObject *pmpy_calls_interpreter(pmpy_call *calls, uint32_t n) {
+  made_of_call *made = PyMem_Calloc(n, sizeof *made);
+  pmpy_run *runs = PyMem_Calloc(n, sizeof *runs);
+  pm_interp_options options;
+  hooks h = {.graph = calls->plan->graph};
+  PyObject *results = made && runs ? PyList_New(n) : PyErr_NoMemory();
+  uint32_t begun = 0;
+  bool ok = results && interp_options(calls->k, &h, &options) == 0;
+  while (ok && begun < n && (ok = begin(&calls[begun], &runs[begun], made[begun], &options) == 0))
+    begun++;
+  ok = ok && run(calls, n, runs, &h);
+  for (uint32_t d = 0; d < begun; d++) {
+    PyObject *x = ok ? pmpy_call_finish(&calls[d], made[d]) : pmpy_call_drop(&calls[d], made[d]);
+    if (x) PyList_SET_ITEM(results, d, x);
+    ok = ok && x;
+  }
+  if (!ok) Py_CLEAR(results);
+  Py_XDECREF(h.races);
+  PyMem_Free(made);
+  PyMem_Free(runs);
+  return results;
 }

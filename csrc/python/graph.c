@@ -190,14 +190,14 @@ static PyObject *list_of(const pm_program *p, uint32_t n,
 }
 
 static PyObject *arg_info(const pm_program *p, uint32_t k) {
-  static const char *const kinds[] = {"tensor_map", "pointer", "counters",
-                                      "sanitizer"}; /* enum pm_arg_kind */
+  static const char *const kinds[] = {"tensor_map", "pointer", "counters", "sanitizer",
+                                      "peers"}; /* enum pm_arg_kind */
   return Py_BuildValue("(siI)", kinds[p->args[k].kind], p->args[k].param, p->args[k].map);
 }
 
 static PyObject *map_info(const pm_program *p, uint32_t k) {
   const pm_tensor_map *m = &p->maps[k];
-  return Py_BuildValue("{s:i,s:s,s:i,s:N,s:N,s:N}", "param", m->param, "dtype",
+  return Py_BuildValue("{s:i,s:i,s:s,s:i,s:N,s:N,s:N}", "param", m->param, "of", m->of, "dtype",
                        pm_dtypes[m->dtype].text, "swizzle", m->swizzle, "dim",
                        u64_tuple(m->dim, m->rank), "stride", u64_tuple(m->stride, m->rank), "box",
                        u32_tuple(m->box, m->rank));
@@ -222,6 +222,14 @@ static PyObject *params_info(const pm_graph *g, const pm_program *p) {
     else PyList_SET_ITEM(list, k, item);
   }
   return list;
+}
+
+/* Arguments in the table of peers; -1: the counters. */
+static PyObject *peers_info(const pm_program *p) {
+  PyObject *out = PyTuple_New(p->n_peers);
+  for (uint32_t k = 0; out && k < p->n_peers; k++)
+    PyTuple_SET_ITEM(out, k, PyLong_FromLong(p->peers[k]));
+  return out;
 }
 
 /* Of parameters: (name, strides in elements or None). */
@@ -271,14 +279,15 @@ static PyObject *graph_cuda(PyObject *o, PyObject *args, PyObject *kw) {
   if (pm_protect(cuda_body, &j, &err)) return pmpy_raise(&err);
   const pm_program *p = &j.program;
   return Py_BuildValue(
-      "(N{s:s,s:N,s:N,s:O,s:O,s:I,s:I,s:I,s:s,s:O,s:N,s:N,s:N,s:N,s:N,s:N,s:I,s:N})",
+      "(N{s:s,s:N,s:N,s:O,s:O,s:I,s:I,s:I,s:I,s:N,s:s,s:O,s:N,s:N,s:N,s:N,s:N,s:N,s:I,s:N})",
       PyUnicode_DecodeUTF8(p->text, (Py_ssize_t)p->size, "replace"), "entry", p->entry, "grid",
       u32_tuple(p->grid, 3), "cluster", u32_tuple(p->cluster, 3), "shares_grid",
       p->shares_grid ? Py_True : Py_False, "meets_blocks", p->meets_blocks ? Py_True : Py_False,
-      "block", p->block, "smem_bytes", p->smem_bytes, "counters", p->n_counters, "target",
-      p->target->text, "pdl", p->pdl ? Py_True : Py_False, "args", list_of(p, p->n_args, arg_info),
-      "maps", list_of(p, p->n_maps, map_info), "params", params_info(j.g, p), "given",
-      given_info(j.g, p), "grid_sizes", i64_tuple(j.g->grid, j.g->n_grid), "cluster_sizes",
+      "block", p->block, "smem_bytes", p->smem_bytes, "counters", p->n_counters, "devices",
+      p->n_devices, "peers", peers_info(p), "target", p->target->text, "pdl",
+      p->pdl ? Py_True : Py_False, "args", list_of(p, p->n_args, arg_info), "maps",
+      list_of(p, p->n_maps, map_info), "params", params_info(j.g, p), "given", given_info(j.g, p),
+      "grid_sizes", i64_tuple(j.g->grid, j.g->n_grid), "cluster_sizes",
       i64_tuple(j.g->cluster, j.g->n_cluster), "operands", j.g->n_operands, "sites",
       list_of(p, p->n_sites, site_info));
 }

@@ -40,6 +40,8 @@ PyObject *pmpy_call_interpreter(pmpy_call *c);
 PyObject *pmpy_call_emulator(pmpy_call *c);
 /* Does the attribute equal the text? -1: exception. Absent counts as false. */
 int pmpy_attribute_is(PyObject *o, const char *name, const char *text);
+/* New: a list of the results of n calls of one plan, on the devices of its mesh. */
+PyObject *pmpy_calls_interpreter(pmpy_call *calls, uint32_t n);
 
 /* ---- staging.c ----------------------------------------------------------------------------- */
 
@@ -68,5 +70,7 @@ void pmpy_run_describe(pmpy_run *r, const uint64_t *out);
 pm_code pmpy_run_execute(pmpy_run *r, pm_err *err);
 /* call_emulator.c: on memory of the host; an exception is set where it fails. */
 pm_code pmpy_run_emulate(const pmpy_run *r, pm_err *err);
+/* The same for runs of one plan on the devices of its mesh, by the interpreter. */
+pm_code pmpy_runs_interpret(pmpy_run *r, uint32_t n, pm_err *err);
 
 #endif

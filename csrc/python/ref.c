@@ -679,8 +679,9 @@ static PyObject *get_is_view(PyObject *self, void *c) {
   const pm_graph *g = r->trace->g;
   (void)c;
   pm_opid def = g ? pm_value_of(g, r->val)->def : 0;
-  return PyBool_FromLong(def && pm_makes_view(pm_get(g, def)->code) &&
-                         pm_get(g, def)->code != PM_OP_CLUSTER_REF);
+  return PyBool_FromLong(
+      def && pm_makes_view(pm_get(g, def)->code) && pm_get(g, def)->code != PM_OP_CLUSTER_REF &&
+      pm_get(g, def)->code != PM_OP_DEVICE_REF && pm_get(g, def)->code != PM_OP_MULTICAST_REF);
 }
 
 /* Names that other libraries' barriers have. */
@@ -1185,6 +1186,37 @@ static PyObject *cluster_ref(PyObject *module, PyObject *const *args, Py_ssize_t
   return v ? pmpy_traced_new(t, v, false) : NULL;
 }
 
+static PyObject *device_ref(PyObject *module, PyObject *const *args, Py_ssize_t n) {
+  (void)module;
+  pmpy_arg index;
+  if (n != 2 || !PMPY_IS_REF(args[0])) {
+    return pmpy_fail(PM_E_TYPE, "remote_ref: expected a ref and the number of a device");
+  }
+  pmpy_trace *t = begin_ref("remote_ref", args[0]);
+  if (!t || pmpy_arg_need(t, "remote_ref", args[1], &index)) return NULL;
+  const pm_val at = pmpy_arg_as(t, &index, PM_I32);
+  const pm_val in[2] = {self_of(args[0])->val, at};
+  pm_val v = at ? pmpy_emit(t, PM_OP_DEVICE_REF, in, 2, NULL, NULL, 0) : 0;
+  return v ? pmpy_traced_new(t, v, false) : NULL;
+}
+
+static PyObject *view_of_ref(PyObject *ref, pm_opcode code, const char *what) {
+  if (!PMPY_IS_REF(ref)) return pmpy_fail(PM_E_TYPE, "%s: expected a ref", what);
+  pmpy_trace *t = begin_ref(what, ref);
+  pm_val v = t ? pmpy_emit(t, code, &self_of(ref)->val, 1, NULL, NULL, 0) : 0;
+  return v ? pmpy_traced_new(t, v, false) : NULL;
+}
+
+static PyObject *multicast_ref(PyObject *module, PyObject *ref) {
+  (void)module;
+  return view_of_ref(ref, PM_OP_MULTICAST_REF, "multicast_ref");
+}
+
+static PyObject *semaphore_of(PyObject *module, PyObject *ref) {
+  (void)module;
+  return view_of_ref(ref, PM_OP_SEMAPHORE_OF, "as_semaphores");
+}
+
 static PyObject *alloc_acc(PyObject *module, PyObject *args, PyObject *kw) {
   static char *names[] = {"shape", "dtype", "init", "name", NULL};
   (void)module;
@@ -1236,6 +1268,10 @@ static PyMethodDef functions[] = {
      "launch, where its first word is"},
     {"cluster_ref", (PyCFunction)(void (*)(void))cluster_ref, METH_FASTCALL,
      "cluster_ref(ref, axis, index) -> Ref: the same SMEM in another block"},
+    {"device_ref", (PyCFunction)(void (*)(void))device_ref, METH_FASTCALL,
+     "device_ref(ref, number) -> Ref: the same memory of another device"},
+    {"multicast_ref", multicast_ref, METH_O, "multicast_ref(ref) -> Ref: that of all devices"},
+    {"semaphore_of", semaphore_of, METH_O, "semaphore_of(ref) -> Ref: int32 as semaphores"},
     {"alloc_acc", KEYWORDS(alloc_acc), "alloc_acc(shape, dtype, init=None, name=None) -> Ref"},
     {NULL, NULL, 0, NULL}};
 

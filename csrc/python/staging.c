@@ -141,6 +141,21 @@ pm_code pmpy_run_execute(pmpy_run *r, pm_err *err) {
   return code;
 }
 
+pm_code pmpy_runs_interpret(pmpy_run *r, uint32_t n, pm_err *err) {
+  const uint32_t each = r->n;
+  uint64_t *all = pm_malloc((size_t)n * each * sizeof *all + 1);
+  pm_code code = all ? PM_OK : pm_fail(err, PM_E_MEMORY, "the host is out of memory");
+  for (uint32_t d = 0; d < n && !code; d++) {
+    code = stage_in(&r[d], err);
+    memcpy(all + (size_t)d * each, r[d].ptr, each * sizeof *all);
+  }
+  if (!code) code = pmpy_plan_interpret(r->c->plan, (void *const *)all, r->options, err);
+  for (uint32_t d = 0; d < n && !code; d++) code = stage_out(&r[d], err);
+  for (uint32_t d = 0; d < n; d++) drop_stage(&r[d]);
+  pm_free(all);
+  return code;
+}
+
 void pmpy_run_describe(pmpy_run *r, const uint64_t *out) {
   const pmpy_call *c = r->c;
   r->n = c->n_in + c->plan->n_out + c->plan->n_scratch;

@@ -156,25 +156,33 @@ static pm_code begin_body(void *ctx, pm_err *err) {
 }
 
 static PyObject *trace_new(PyTypeObject *type, PyObject *args, PyObject *kw) {
-  static char *names[] = {"name",           "grid",
-                          "cluster",        "n_threads",
-                          "approx_math",    "no_auto_barriers",
-                          "exact_division", "reduction_scratch",
-                          "profile_words",  "profile_warps",
-                          "profile_output", NULL};
+  static char *names[] = {"name",
+                          "grid",
+                          "cluster",
+                          "n_threads",
+                          "approx_math",
+                          "no_auto_barriers",
+                          "exact_division",
+                          "reduction_scratch",
+                          "profile_words",
+                          "profile_warps",
+                          "profile_output",
+                          "mesh",
+                          NULL};
   const char *name;
-  PyObject *grid, *cluster;
+  PyObject *grid, *cluster, *mesh = NULL;
   int n_threads, approx_math = 0, no_auto_barriers = 0, exact_division = 0, profile_warps = 0;
   long long reduction_scratch = PM_REDUCTION_SCRATCH, profile_words = 0;
   unsigned profile_output = 0;
-  pm_type g = {0}, c = {0};
-  if (!PyArg_ParseTupleAndKeywords(args, kw, "sOOi|pppLLpI:Trace", names, &name, &grid, &cluster,
+  pm_type g = {0}, c = {0}, d = {0};
+  if (!PyArg_ParseTupleAndKeywords(args, kw, "sOOi|pppLLpIO:Trace", names, &name, &grid, &cluster,
                                    &n_threads, &approx_math, &no_auto_barriers, &exact_division,
                                    &reduction_scratch, &profile_words, &profile_warps,
-                                   &profile_output)) {
+                                   &profile_output, &mesh)) {
     return NULL;
   }
   if (pmpy_shape(grid, "grid", &g) || pmpy_shape(cluster, "cluster", &c)) return NULL;
+  if (mesh && pmpy_shape(mesh, "mesh", &d)) return NULL;
   if (c.rank > 3) return pmpy_fail(PM_E_VALUE, "cluster: %d axes, at most 3 are supported", c.rank);
   if (n_threads < 1)
     return pmpy_fail(PM_E_VALUE, "num_threads: %d, it must be at least 1", n_threads);
@@ -190,7 +198,9 @@ static PyObject *trace_new(PyTypeObject *type, PyObject *args, PyObject *kw) {
   t->g = t->graph->g;
   memcpy(t->g->grid, g.dim, sizeof t->g->grid);
   memcpy(t->g->cluster, c.dim, sizeof t->g->cluster);
+  memcpy(t->g->mesh, d.dim, sizeof t->g->mesh);
   t->g->n_grid = g.rank;
+  t->g->n_mesh = d.rank;
   t->g->n_cluster = c.rank;
   t->g->n_threads = (uint32_t)n_threads;
   t->g->approx_math = approx_math;

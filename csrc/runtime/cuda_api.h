@@ -30,6 +30,7 @@ enum {
   CU_LAUNCH_OUT_OF_RESOURCES = 701,
   CU_LAUNCH_TIMEOUT = 702,
   CU_CONTEXT_IS_DESTROYED = 709,
+  CU_PEER_ACCESS_ALREADY_ENABLED = 704,
   CU_ASSERT = 710,
   CU_HARDWARE_STACK_ERROR = 714,
   CU_LAUNCH_FAILED = 719,
@@ -48,7 +49,9 @@ enum {
   CU_NON_BLOCKING = 1,
   CU_NO_TIMING = 2,
   CU_POOL_RELEASE_THRESHOLD = 4,
-  CU_POINTER_DEVICE = 9
+  CU_POINTER_DEVICE = 9,
+  CU_POINTER_IS_PLAIN = 13, /* by cuMemAlloc; else virtual memory, or of a pool */
+  CU_POINTER_POOL = 17
 };
 
 enum { CU_CAPTURE_RELAXED = 2 };
@@ -98,6 +101,13 @@ typedef struct cu_pool_props {
   unsigned short usage;
   unsigned char reserved[54];
 } cu_pool_props;
+
+typedef struct cu_pool_access {
+  struct {
+    int type, id; /* 1: device */
+  } location;
+  int flags; /* 3: read and write */
+} cu_pool_access;
 
 typedef struct nvrtc_program_s *nvrtc_program;
 enum { NVRTC_OK = 0, NVRTC_COMPILATION = 6, NVRTC_CANCELLED = 16 };

@@ -12,6 +12,7 @@
 #include <stdio.h>
 
 enum { MAX_ARGS = 128, MAX_MAPS = 64, MAX_PORTABLE_CLUSTER = 8 };
+enum { MAX_TABLE = 3000 }; /* words: a kernel has 32,764 bytes of parameters */
 
 typedef struct kept_maps {
   atomic_flag busy;
@@ -31,6 +32,10 @@ struct pm_kernel {
   int64_t align[MAX_ARGS];
   const char *param_name[MAX_ARGS]; /* interned, like name */
   pm_tensor_map maps[MAX_MAPS];
+  uint32_t first_map[MAX_MAPS + 1]; /* among the encoded ones: one of PM_MAP_PEERS is several */
+  uint32_t n_devices, n_peers;
+  int32_t peers[MAX_ARGS];
+  bool multicasts;
   const char *name;
   pm_program_site *sites; /* of checks; their text is interned */
   uint32_t n_sites;
@@ -69,15 +74,34 @@ static const int map_dtype[PM_DTYPE_COUNT] = {
 
 /* ---- load --------------------------------------------------------------------------------- */
 
+static uint32_t n_encoded(const pm_program *p) {
+  uint32_t n = 0;
+  for (uint32_t i = 0; i < p->n_maps; i++) n += p->maps[i].of == PM_MAP_PEERS ? p->n_devices : 1;
+  return n;
+}
+
+/* Of PM_ARG_PEERS. */
+static uint32_t table_words(uint32_t peers, uint32_t devices) {
+  return 1 + (uint32_t)pm_max(peers, 1) * (devices + 1);
+}
+
 static pm_code check_program(const pm_program *p, pm_err *err) {
   if (p->n_args > MAX_ARGS || p->n_params > MAX_ARGS || p->n_maps > MAX_MAPS)
     return pm_fail(err, PM_E_NOT_IMPLEMENTED,
                    "the kernel has %u parameters and %u tensor maps; at most %d and %d are "
                    "supported. Use fewer arrays or fewer differently shaped copies",
                    p->n_args, p->n_maps, MAX_ARGS, MAX_MAPS);
+  if (p->n_peers > MAX_ARGS || table_words(p->n_peers, p->n_devices) > MAX_TABLE ||
+      n_encoded(p) > MAX_MAPS)
+    return pm_fail(
+        err, PM_E_NOT_IMPLEMENTED,
+        "the kernel accesses %u arguments on other devices of a mesh of %u, with %u tensor "
+        "maps; the table has room for %d addresses, and %d maps are supported",
+        p->n_peers, p->n_devices, n_encoded(p), MAX_TABLE, MAX_MAPS);
   for (uint32_t i = 0; i < p->n_args; i++) {
     const struct pm_program_arg *a = &p->args[i];
-    if (a->kind == PM_ARG_COUNTERS || a->kind == PM_ARG_SANITIZER) continue;
+    if (a->kind == PM_ARG_COUNTERS || a->kind == PM_ARG_SANITIZER || a->kind == PM_ARG_PEERS)
+      continue;
     if (a->param < 0 || (uint32_t)a->param >= p->n_params ||
         (a->kind == PM_ARG_TENSOR_MAP && a->map >= p->n_maps))
       return pm_fail(err, PM_E_INTERNAL, "parameter %u of the program is out of range", i);
@@ -119,7 +143,13 @@ static void prepare(pm_kernel *k, const pm_program *p) {
     k->param_name[i] = intern(p->names[i]);
   }
   if (p->n_maps) memcpy(k->maps, p->maps, p->n_maps * sizeof *p->maps);
-  k->kept = keep_none(p->n_maps);
+  for (uint32_t i = 0; i < p->n_maps; i++)
+    k->first_map[i + 1] = k->first_map[i] + (p->maps[i].of == PM_MAP_PEERS ? p->n_devices : 1);
+  k->n_devices = p->n_devices;
+  k->n_peers = p->n_peers;
+  k->multicasts = p->multicasts;
+  if (p->n_peers) memcpy(k->peers, p->peers, p->n_peers * sizeof *p->peers);
+  k->kept = keep_none(k->first_map[p->n_maps]);
   k->name = intern(p->entry);
   if (cluster > 1) {
     k->attrs[n].id = CU_LAUNCH_CLUSTER;
@@ -215,7 +245,7 @@ void pm_kernel_free(pm_kernel *k) {
 }
 
 size_t pm_kernel_bytes(const pm_kernel *k) {
-  return sizeof *k + sizeof *k->module + k->n_maps * sizeof k->kept->at[0] +
+  return sizeof *k + sizeof *k->module + k->first_map[k->n_maps] * sizeof k->kept->at[0] +
          k->n_sites * sizeof *k->sites;
 }
 
@@ -254,28 +284,54 @@ static cu_result encode(const pm_tensor_map *m, uint64_t ptr, cu_tensor_map *out
                                       swizzle, CU_MAP_L2_128B, CU_MAP_OOB_ZEROS);
 }
 
-static cu_result make_maps(const pm_kernel *k, const uint64_t *pointers, cu_tensor_map *maps,
-                           pm_err *err) {
+/* Encoded map number `at`, for memory at `ptr`. */
+static cu_result make_map(const pm_kernel *k, const pm_tensor_map *m, uint32_t at, uint64_t ptr,
+                          kept_maps *kept, cu_tensor_map *map, pm_err *err) {
+  if (kept && kept->at[at].ptr == ptr) {
+    memcpy(map, kept->at[at].map, sizeof *map);
+    return CU_OK;
+  }
+  const cu_result r = encode(m, ptr, map);
+  if (r) {
+    encode_failed(k, m, ptr, r, err);
+  } else if (kept) {
+    memcpy(kept->at[at].map, map, sizeof *map);
+    kept->at[at].ptr = ptr;
+  }
+  return r;
+}
+
+static cu_result make_maps(const pm_kernel *k, const uint64_t *pointers, const pm_peers *peers,
+                           cu_tensor_map *maps, pm_err *err) {
   cu_result r = CU_OK;
   kept_maps *kept = k->kept;
   if (kept && atomic_flag_test_and_set_explicit(&kept->busy, memory_order_acquire)) kept = NULL;
   for (uint32_t i = 0; i < k->n_maps && !r; i++) {
     const pm_tensor_map *m = &k->maps[i];
-    const uint64_t ptr = pointers[m->param];
-    if (kept && kept->at[i].ptr == ptr) {
-      memcpy(&maps[i], kept->at[i].map, sizeof maps[i]);
-      continue;
-    }
-    r = encode(m, ptr, &maps[i]);
-    if (r) {
-      encode_failed(k, m, ptr, r, err);
-    } else if (kept) {
-      memcpy(kept->at[i].map, &maps[i], sizeof maps[i]);
-      kept->at[i].ptr = ptr;
+    for (uint32_t at = k->first_map[i]; at < k->first_map[i + 1] && !r; at++) {
+      const uint32_t device = at - k->first_map[i];
+      const uint64_t ptr = m->of == PM_MAP_PEERS ? peers->pointers[device][m->param]
+                           : m->of == PM_MAP_ALL ? peers->all[m->param]
+                                                 : pointers[m->param];
+      r = make_map(k, m, at, ptr, kept, &maps[at], err);
     }
   }
   if (kept) atomic_flag_clear_explicit(&kept->busy, memory_order_release);
   return r;
+}
+
+/* Of the arguments that the program accesses elsewhere: by argument, then by device. */
+static void fill_table(const pm_kernel *k, const pm_peers *p, uint64_t *table) {
+  const uint32_t n = (uint32_t)pm_max(k->n_peers, 1);
+  memset(table, 0, table_words(k->n_peers, k->n_devices) * sizeof *table);
+  table[0] = p->rank;
+  for (uint32_t i = 0; i < k->n_peers; i++) {
+    const int32_t param = k->peers[i];
+    for (uint32_t d = 0; d < k->n_devices; d++)
+      table[1 + i * k->n_devices + d] = param < 0 ? p->counters[d] : p->pointers[d][param];
+    if (k->multicasts)
+      table[1 + n * k->n_devices + i] = param < 0 ? p->all_counters : p->all[param];
+  }
 }
 
 static pm_code launch_failed(const pm_kernel *k, cu_result r, pm_err *err) {
@@ -326,39 +382,72 @@ static pm_code end_checks(const pm_kernel *k, void *stream, uint64_t record, pm_
   return err->code;
 }
 
-pm_code pm_kernel_launch(const pm_kernel *k, const uint64_t *pointers, void *stream, pm_err *err) {
-  uint64_t record;
-  cu_tensor_map maps[MAX_MAPS];
-  void *params[MAX_ARGS];
-  bool pushed;
-  cu_ptr counters = 0;
+static pm_code check_aligned(const pm_kernel *k, const uint64_t *pointers, pm_err *err) {
   for (uint32_t i = 0; i < k->n_params; i++)
     if (pointers[i] & (uint64_t)(k->align[i] - 1)) return misaligned(k, i, pointers[i], err);
-  if (pm_driver_need(err) || pm_enter(k->device, &pushed, err)) return err->code;
+  return PM_OK;
+}
+
+/* In the device's context. */
+static pm_code launch(const pm_kernel *k, const uint64_t *pointers, cu_ptr counters,
+                      const pm_peers *peers, cu_stream stream, pm_err *err) {
+  cu_tensor_map maps[MAX_MAPS];
+  uint64_t table[MAX_TABLE], record;
+  void *params[MAX_ARGS];
   pm_module_used(k->module, stream);
-  if (begin_checks(k, stream, &record, err)) {
-    pm_leave(pushed);
-    return err->code;
+  cu_result r = make_maps(k, pointers, peers, maps, err);
+  if (r || begin_checks(k, stream, &record, err)) return err->code;
+  if (peers) fill_table(k, peers, table);
+  for (uint32_t i = 0; i < k->n_args; i++) {
+    const struct pm_program_arg *a = &k->args[i];
+    params[i] = a->kind == PM_ARG_TENSOR_MAP ? (void *)&maps[k->first_map[a->map]]
+                : a->kind == PM_ARG_COUNTERS ? (void *)&counters
+                : a->kind == PM_ARG_PEERS    ? (void *)table
+                                             : (void *)(uintptr_t)&pointers[a->param];
   }
-  if (k->module->counters && pm_counters_of(k->module->counters, stream, &counters, err)) {
-    pm_leave(pushed);
-    return err->code;
-  }
-  cu_result r = make_maps(k, pointers, maps, err);
-  if (!r) {
-    for (uint32_t i = 0; i < k->n_args; i++) {
-      const struct pm_program_arg *a = &k->args[i];
-      params[i] = a->kind == PM_ARG_TENSOR_MAP  ? (void *)&maps[a->map]
-                  : a->kind == PM_ARG_COUNTERS  ? (void *)&counters
-                  : a->kind == PM_ARG_SANITIZER ? (void *)&record
-                                                : (void *)(uintptr_t)&pointers[a->param];
-    }
-    cu_launch_config config = k->config;
-    config.stream = stream;
-    atomic_store_explicit(&pm_last_kernel, k->name, memory_order_relaxed);
-    r = pm_cu.cuLaunchKernelEx(&config, k->module->function, params, NULL);
-    if (r) launch_failed(k, r, err);
-  }
+  cu_launch_config config = k->config;
+  config.stream = stream;
+  atomic_store_explicit(&pm_last_kernel, k->name, memory_order_relaxed);
+  r = pm_cu.cuLaunchKernelEx(&config, k->module->function, params, NULL);
+  return r ? launch_failed(k, r, err) : end_checks(k, stream, record, err);
+}
+
+pm_code pm_kernel_counters(const pm_kernel *k, void *stream, uint64_t *counters, pm_err *err) {
+  *counters = 0;
+  if (!k->module->counters) return PM_OK;
+  return pm_counters_of(k->module->counters, stream, counters, err);
+}
+
+pm_code pm_kernel_launch(const pm_kernel *k, const uint64_t *pointers, void *stream, pm_err *err) {
+  bool pushed;
+  cu_ptr counters;
+  if (check_aligned(k, pointers, err)) return err->code;
+  if (pm_driver_need(err) || pm_enter(k->device, &pushed, err)) return err->code;
+  pm_code code = pm_kernel_counters(k, stream, &counters, err);
+  if (!code) code = launch(k, pointers, counters, NULL, stream, err);
   pm_leave(pushed);
-  return r ? err->code : end_checks(k, stream, record, err);
+  return code;
+}
+
+pm_code pm_kernel_launch_in_mesh(const pm_kernel *k, const uint64_t *pointers, uint64_t counters,
+                                 const pm_peers *peers, void *stream, pm_err *err) {
+  bool pushed;
+  for (uint32_t i = 0; i < k->n_peers && k->multicasts; i++) {
+    const int32_t param = k->peers[i];
+    if (param < 0 ? peers->all_counters : peers->all && peers->all[param]) continue;
+    return pm_fail(err, PM_E_VALUE,
+                   "kernel %s: %s has no address at which a store goes to all devices; make the "
+                   "arrays by plgpu.symm_empty(..., multicast=True)",
+                   k->name, param < 0 ? "its semaphores" : k->param_name[param]);
+  }
+  if (check_aligned(k, pointers, err)) return err->code;
+  if (pm_driver_need(err) || pm_enter(k->device, &pushed, err)) return err->code;
+  const pm_code code = launch(k, pointers, counters, peers, stream, err);
+  pm_leave(pushed);
+  return code;
+}
+
+uint32_t pm_kernel_peers(const pm_kernel *k, const int32_t **params) {
+  *params = k->peers;
+  return k->n_peers;
 }

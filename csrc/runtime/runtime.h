@@ -109,6 +109,37 @@ size_t pm_kernel_bytes(const pm_kernel *k); /* on the host, but for the driver's
  * returns. */
 pm_code pm_kernel_launch(const pm_kernel *k, const uint64_t *pointers, void *stream, pm_err *err);
 
+/* What a kernel for a mesh is told of its devices, in this device's address space. */
+typedef struct pm_peers {
+  uint32_t rank;
+  const uint64_t *const *pointers; /* per device, per operand and output; those not accessed: any */
+  const uint64_t *counters;        /* per device */
+  const uint64_t *all;             /* per operand and output, where a store goes to all; or NULL */
+  uint64_t all_counters;
+} pm_peers;
+/* The words that a launch on this stream counts in; 0: it needs none. In the device's context. */
+pm_code pm_kernel_counters(const pm_kernel *k, void *stream, uint64_t *counters, pm_err *err);
+pm_code pm_kernel_launch_in_mesh(const pm_kernel *k, const uint64_t *pointers, uint64_t counters,
+                                 const pm_peers *peers, void *stream, pm_err *err);
+/* The arguments that it accesses on other devices (-1: its counters), and how many. */
+uint32_t pm_kernel_peers(const pm_kernel *k, const int32_t **params);
+
+/* ---- several devices in one process (group.c) ----------------------------------------------- */
+
+/* One launch of a mesh. */
+typedef struct pm_member {
+  int device;
+  const pm_kernel *kernel;
+  const uint64_t *pointers;
+  void *stream;
+} pm_member;
+/* Let each device reach the memory of all others: PM_E_VALUE names two that cannot. Once for each
+ * pair. */
+pm_code pm_group_connect(const int *devices, uint32_t n, pm_err *err);
+/* Launch on all devices. ordered: no launch begins before what is in the streams of all. Nothing is
+ * allocated, loaded or awaited between the launches. */
+pm_code pm_group_launch(const pm_member *members, uint32_t n, bool ordered, pm_err *err);
+
 /* Path of the cache directory in use (PALLAS_MGPU_CACHE_DIR or the user's cache directory); static.
  */
 const char *pm_cache_dir(void);

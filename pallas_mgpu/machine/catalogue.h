@@ -179,6 +179,10 @@ bool host_mbarrier_test(u32 b, u32 parity, int line);
 void host_semaphore_signal(void *p, u32 a, u32 n, int line); /* p NULL: shared memory at a */
 void host_semaphore_wait(void *p, u32 a, u32 n, bool take, int line);
 u32 host_semaphore_read(void *p, u32 a, int line);
+void host_semaphore_fence(int line);
+void host_semaphore_relaxed(void *p, u32 n, int line);
+u32 host_devices();
+void *host_on_device(void *p, u32 device); /* p: at the address of all devices */
 void host_yield_poll();
 void host_mbarrier_expect(u32 b, u32 bytes, int line);
 void host_mbarrier_arrive(u32 b, u32 n, int line);
@@ -689,6 +693,15 @@ template <bool SYSTEM>
 FN i32 semaphore_read(u32 *s, LINE) {
   return (i32)host_semaphore_read(s, 0, line);
 }
+FN void semaphore_signal_first(u32 *s, u32 n, LINE) {
+  host_semaphore_fence(line);
+  host_semaphore_relaxed(s, n, line);
+}
+FN void semaphore_signal_relaxed(u32 *s, u32 n, LINE) { host_semaphore_relaxed(s, n, line); }
+FN void semaphore_signal_all(u32 *s, u32 n, LINE) {
+  for (u32 d = 0; d < host_devices(); d++)
+    host_semaphore_signal(host_on_device(s, d), 0, n, line);
+}
 FN void block_semaphore_init(u32 s, u32 n, LINE) {
   const u32 zero = 0;
   for (u32 k = 0; k < n; k++) host_store_shared(s + 4 * k, &zero, 4, line);
@@ -813,6 +826,77 @@ HOST_HALF_ATOMICS(bf16)
 HOST_CAS_ALL(i32)
 HOST_CAS_ALL(u32)
 HOST_CAS_ALL(f32)
+
+/* ---- other devices ------------------------------------------------------------------------- */
+
+template <int DEVICES>
+struct TensorMaps {
+  TensorMap of[DEVICES];
+};
+template <int ARGUMENTS, int DEVICES>
+struct Peers {
+  u64 rank, at[ARGUMENTS][DEVICES], all[ARGUMENTS];
+};
+template <typename T, int N, int D>
+FN T *peer(const Peers<N, D> &peers, u32 k, u32 device) {
+  return (T *)peers.at[k][device];
+}
+template <typename T, int N, int D>
+FN T *multicast(const Peers<N, D> &peers, u32 k) {
+  return (T *)peers.all[k];
+}
+FN void fence_proxy_alias() {}
+
+template <typename T, int N>
+FN void store_everywhere(T *a, const T *x, int line) {
+  for (u32 d = 0; d < host_devices(); d++) st_global<T, N>((T *)host_on_device(a, d), x, line);
+}
+#define HOST_MULTIMEM_STORE(T, N) \
+  FN void st_multimem_##T##_##N(T *a, const T *x, LINE) { store_everywhere<T, N>(a, x, line); }
+/* 4, 8 or 16 bytes */
+#define HOST_MULTIMEM_STORES(T, N, N2, N4) \
+  HOST_MULTIMEM_STORE(T, N) HOST_MULTIMEM_STORE(T, N2) HOST_MULTIMEM_STORE(T, N4)
+HOST_MULTIMEM_STORES(f32, 1, 2, 4)
+HOST_MULTIMEM_STORES(i32, 1, 2, 4)
+HOST_MULTIMEM_STORES(u32, 1, 2, 4)
+HOST_MULTIMEM_STORES(f16, 2, 4, 8)
+HOST_MULTIMEM_STORES(bf16, 2, 4, 8)
+HOST_MULTIMEM_STORES(i16, 2, 4, 8)
+HOST_MULTIMEM_STORES(u16, 2, 4, 8)
+HOST_MULTIMEM_STORES(i8, 4, 8, 16)
+HOST_MULTIMEM_STORES(u8, 4, 8, 16)
+HOST_MULTIMEM_STORES(e4m3, 4, 8, 16)
+HOST_MULTIMEM_STORES(e5m2, 4, 8, 16)
+#define HOST_MULTIMEM_LOAD(op, T, N, expr)                          \
+  FN void ld_multimem_##op##_##T##_##N(T *x, const T *a, LINE) {    \
+    for (u32 d = 0; d < host_devices(); d++) {                      \
+      T part[N];                                                    \
+      ld_global<T, N>(part, (T *)host_on_device((void *)a, d), line); \
+      for (int k = 0; k < N; k++) {                                 \
+        const T p = x[k], q = part[k];                              \
+        x[k] = d ? (T)(expr) : q;                                   \
+      }                                                             \
+    }                                                               \
+  }
+#define HOST_MULTIMEM_INT(T)                                                                  \
+  HOST_MULTIMEM_INTS(add, T, (T)((u32)p + (u32)q)) HOST_MULTIMEM_INTS(min, T, p < q ? p : q) \
+  HOST_MULTIMEM_INTS(max, T, p > q ? p : q) HOST_MULTIMEM_INTS(and, T, p & q)                 \
+  HOST_MULTIMEM_INTS(or, T, p | q) HOST_MULTIMEM_INTS(xor, T, p ^ q)
+#define HOST_MULTIMEM_INTS(op, T, expr)                                   \
+  HOST_MULTIMEM_LOAD(op, T, 1, expr) HOST_MULTIMEM_LOAD(op, T, 2, expr) \
+  HOST_MULTIMEM_LOAD(op, T, 4, expr)
+HOST_MULTIMEM_INT(i32)
+HOST_MULTIMEM_INT(u32)
+HOST_MULTIMEM_INTS(add, f32, p + q)
+#define HOST_MULTIMEM_HALVES(op, T, expr)                                 \
+  HOST_MULTIMEM_LOAD(op, T, 2, expr) HOST_MULTIMEM_LOAD(op, T, 4, expr) \
+  HOST_MULTIMEM_LOAD(op, T, 8, expr)
+#define HOST_MULTIMEM_HALF(T)                                                      \
+  HOST_MULTIMEM_HALVES(add, T, p + q)                                              \
+  HOST_MULTIMEM_HALVES(min, T, cvt_##T(min_f32(cvt_f32(p), cvt_f32(q))))           \
+  HOST_MULTIMEM_HALVES(max, T, cvt_##T(max_f32(cvt_f32(p), cvt_f32(q))))
+HOST_MULTIMEM_HALF(f16)
+HOST_MULTIMEM_HALF(bf16)
 
 /* ---- barriers and copies ------------------------------------------------------------------- */
 

@@ -188,6 +188,26 @@ extern "C" void host_semaphore_signal(void *p, u32 a, u32 n, int line) {
   host_yield();
 }
 
+/* A relaxed signal tells what came before the fence, and no more. */
+extern "C" void host_semaphore_fence(int line) {
+  m.self->line = line;
+  m.self->told = m.self->clock;
+  host_release(m.self);
+}
+
+extern "C" void host_semaphore_relaxed(void *p, u32 n, int line) {
+  u32 *w = word_at(p, 0, line);
+  Semaphore &s = m.semaphores[w];
+  if (!m.self->told.seen.empty()) {
+    if (s.released.seen.empty()) s.released = m.self->told;
+    s.released.join(m.self->told);
+  }
+  *w += n;
+  for (Thread *o : s.waiters) host_wake(o);
+  s.waiters.clear();
+  host_yield();
+}
+
 static u32 *acquire(void *p, u32 a, int line) {
   u32 *w = word_at(p, a, line);
   const Semaphore &s = m.semaphores[w];
@@ -229,6 +249,19 @@ static void complete_bytes(Block &b, u32 at, u32 bytes, int line) {
 extern "C" void host_proxy_fence(bool global, int line) {
   m.self->line = line;
   m.self->clock.fence(global);
+}
+
+/* ---- other devices ------------------------------------------------------------------------- */
+
+/* What one device has lies as far behind the same of the one before it as all that it has takes.
+ * The address of all devices is that of device 0, with a mark. */
+enum : u64 { EVERYWHERE = 1ull << 56 };
+
+extern "C" u32 host_devices() { return m.devices; }
+
+extern "C" void *host_on_device(void *p, u32 device) {
+  if (!((u64)p & EVERYWHERE)) host_fail(m.self->line, "%p is not the address of all devices", p);
+  return (void *)(((u64)p & ~EVERYWHERE) + device * m.stride);
 }
 
 /* ---- copies -------------------------------------------------------------------------------- */
@@ -658,6 +691,14 @@ extern "C" void host_scatter(const TensorMap *map, u32 src, const i32 *c, int li
 
 extern "C" void host_tma_combine(const TensorMap *map, u32 src, const i32 *c, u32 rank,
                                  HostCombine how, int line) {
+  if (map->base & EVERYWHERE) {
+    for (u32 d = 0; d < m.devices; d++) {
+      TensorMap one = *map;
+      one.base = (u64)host_on_device((void *)map->base, d);
+      host_tma_combine(&one, src, c, rank, how, line);
+    }
+    return;
+  }
   check_map(map, src, c, rank, line);
   for (u32 k = 0; k < rank; k++) /* seen on an H200: an illegal instruction */
     if (c[k] < 0) host_fail(line, "a store that begins before the array, at %d", c[k]);
@@ -698,6 +739,11 @@ extern "C" void host_bulk_store(void *dst, u32 src, u32 bytes, int line) {
 
 extern "C" void host_bulk_combine(void *dst, u32 src, u32 bytes, HostCombine how, HostType type,
                                   int line) {
+  if ((u64)dst & EVERYWHERE) {
+    for (u32 d = 0; d < m.devices; d++)
+      host_bulk_combine(host_on_device(dst, d), src, bytes, how, type, line);
+    return;
+  }
   check_bulk(src, dst, bytes, line);
   std::shared_ptr<Copy> copy = new_copy(true, line);
   copy->how = how;

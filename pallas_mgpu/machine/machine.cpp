@@ -38,8 +38,11 @@ extern "C" void host_fail(int line, const char *format, ...) {
   size_t n = 0;
   if (m.self) {
     const HostIndex b = m.self->block->index;
-    n = (size_t)snprintf(report->error, sizeof report->error,
-                         "block (%u, %u, %u), thread %u: ", b.x, b.y, b.z, m.self->number);
+    if (m.devices > 1)
+      n = (size_t)snprintf(report->error, sizeof report->error, "device %u, ",
+                           m.self->block->device);
+    n += (size_t)snprintf(report->error + n, sizeof report->error - n,
+                          "block (%u, %u, %u), thread %u: ", b.x, b.y, b.z, m.self->number);
   }
   vsnprintf(report->error + n, sizeof report->error - n, format, ap);
   va_end(ap);
@@ -271,7 +274,7 @@ static void thread_ends(Thread *t) {
 }
 
 static void fiber() {
-  entry(entry_args);
+  entry(entry_args + m.self->block->device * m.n_args);
   thread_ends(m.self);
   leave();
 }
@@ -688,18 +691,20 @@ static void end_block(Block &b) {
   }
 }
 
-/* These clusters, by their numbers in the grid, all at once. */
+/* These clusters, by their numbers in the grids of all devices, all at once. */
 static void run_clusters(const std::vector<u32> &clusters) {
   const HostIndex n = {m.grid.x / m.cluster.x, m.grid.y / m.cluster.y, m.grid.z / m.cluster.z};
   const u32 size = m.cluster_blocks, count = (u32)clusters.size() * size;
+  const u32 each = n.x * n.y * n.z;
   m.n_clock = count * m.block_threads + MAX_ENGINES;
   m.blocks.resize(count);
   m.engines = 0;
   for (u32 k = 0; k < count; k++) {
-    const u32 c = clusters[k / size];
+    const u32 c = clusters[k / size] % each;
     const HostIndex first = {c % n.x * m.cluster.x, c / n.x % n.y * m.cluster.y,
                              c / n.x / n.y * m.cluster.z};
     if (k % size == 0) m.began.push_back(first);
+    m.blocks[k].device = clusters[k / size] / each;
     make_block(m.blocks[k], first, k);
   }
   run_blocks();
@@ -720,7 +725,7 @@ static void launch(u64 seed) {
   m.eagerness = eagerness[host_random(5)];
   m.leader = host_random(32);
   m.cluster_blocks = m.cluster.x * m.cluster.y * m.cluster.z;
-  const u32 clusters = m.grid.x * m.grid.y * m.grid.z / m.cluster_blocks;
+  const u32 clusters = m.grid.x * m.grid.y * m.grid.z / m.cluster_blocks * m.devices;
   const u32 at_once = 1 + host_random(3);
   std::vector<u32> order(clusters);
   for (u32 k = 0; k < clusters; k++) {
@@ -766,12 +771,13 @@ struct HostBuffer {
 };
 
 /* Launch the kernel of a library. buffers: memory that is shared with a child. args: for each
- * parameter its address, of a pointer or a tensor map. Returns 0, or 1 with the error. */
+ * parameter its address, of a pointer or a tensor map; for a mesh those of all devices, n_args for
+ * each. Returns 0, or 1 with the error. */
 extern "C" int host_run(const char *library, const u32 grid[3], const u32 cluster[3], u32 threads,
                         u32 together, u32 dependent, u32 shared_bytes, const HostBuffer *buffers,
-                        u32 n_buffers, void **args, u64 seed, u32 may_be_unwritten, char *error,
-                        u32 error_size, int *line, char *text, u32 text_size, char *facts,
-                        u32 facts_size) {
+                        u32 n_buffers, void **args, u32 devices, u32 n_args, u64 stride, u64 seed,
+                        u32 may_be_unwritten, char *error, u32 error_size, int *line, char *text,
+                        u32 text_size, char *facts, u32 facts_size) {
   report = (Report *)mmap(nullptr, sizeof *report, PROT_READ | PROT_WRITE,
                           MAP_SHARED | MAP_ANONYMOUS, -1, 0);
   const pid_t child = fork();
@@ -787,6 +793,9 @@ extern "C" int host_run(const char *library, const u32 grid[3], const u32 cluste
     m.together = together;
     m.dependent = dependent;
     m.shared_bytes = shared_bytes;
+    m.devices = devices;
+    m.n_args = n_args;
+    m.stride = stride;
     m.may_be_unwritten = may_be_unwritten;
     m.global.resize(n_buffers);
     for (u32 k = 0; k < n_buffers; k++) {

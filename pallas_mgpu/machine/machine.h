@@ -167,6 +167,7 @@ struct Thread : HostThread {
   u16 reads, writes; /* agents of its bulk stores, 0: none yet */
   u32 stores;
   u32 any, all;                 /* what the last bar.red found */
+  Clock told;                   /* at the fence in front of relaxed signals */
   std::vector<u8> fenced_stack; /* as it was at the last wgmma.fence: registers live there */
   TensorOrder ordered;          /* before what it does with tensor memory from now on */
   std::vector<std::shared_ptr<TensorOp>> tensor_ops; /* issued and not done, in order */
@@ -236,6 +237,7 @@ struct Block {
   HostIndex index, in_cluster;
   u16 cluster;  /* number among those of the launch, from 1 */
   bool no_more; /* of its cluster's first block: try_cancel has told that nothing is left */
+  u32 device = 0; /* of the mesh */
   Region shared;
   TensorMemory tensor;
   std::vector<Thread> threads;
@@ -310,6 +312,8 @@ struct Machine {
   u32 cluster_blocks;
   std::vector<HostIndex> began; /* first blocks of clusters, by their number - 1 */
   bool polled;                  /* a thread looks again and again: engines must move too */
+  u32 devices = 1, n_args = 0; /* of a mesh; arguments of each */
+  u64 stride = 0;              /* from what one device has to the same of the next one */
   std::map<const void *, Semaphore> semaphores; /* by their word */
   u32 block_threads, shared_bytes, n_clock;     /* entries of a clock */
   u64 random;

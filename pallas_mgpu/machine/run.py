@@ -6,6 +6,7 @@ they were made from. Needs g++ 12 or later."""
 
 import atexit
 import contextlib
+import copy
 import ctypes
 import fcntl
 import functools
@@ -239,17 +240,25 @@ class Memory:
     """Memory that a child process shares. Arrays begin where their alignment just allows, with
     room between them."""
 
-    def __init__(self, sizes, aligns):
+    def __init__(self, sizes, aligns, devices=1):
         self.at, n = [], 1 << 16
         for size, align in zip(sizes, aligns):
             n = -(-n // 1024) * 1024 + align
             self.at.append(n)
             n += size + (1 << 16)
-        self.size = n
-        self.base = machine().host_alloc(n)
+        self.stride = -(-n // 4096) * 4096
+        self.size = self.stride * devices
+        self.base = machine().host_alloc(self.size)
         if not self.base:
-            raise MemoryError(n)
+            raise MemoryError(self.size)
         self.at = [self.base + at for at in self.at]
+
+    def of(self, device):
+        """What one device has of it."""
+        part = copy.copy(self)
+        part.base = self.base + device * self.stride
+        part.at = [at + device * self.stride for at in self.at]
+        return part
 
     def bytes_of(self, k, size):
         return np.ctypeslib.as_array((ctypes.c_uint8 * max(size, 1)).from_address(self.at[k]))[
@@ -386,21 +395,59 @@ def launch(
     text, info, library, sizes, same, n_args, memory, seed, written=False, unwritten_ok=False
 ):
     """One launch on memory that holds all parameters and then the counters; what it printed."""
-    first = sorted(set(same))
-    words = memory.bytes_of(len(sizes), 4 * (info.get("counters", 0) + 1))
-    buffers = (Buffer * (len(first) + 1))()
-    buffers[len(first)] = Buffer(memory.at[len(sizes)], words.size, 0, 1)
-    for k, j in enumerate(first):
-        changes = j >= n_args or j in same[n_args:]
-        buffers[k] = Buffer(memory.at[j], sizes[j], not changes, j < n_args or written)
+    return launch_mesh(
+        text, info, library, sizes, same, n_args, [memory], seed, written, unwritten_ok
+    )
+
+
+EVERYWHERE = 1 << 56  # in an address: of all devices
+
+
+def table_of_peers(info, places, same, rank):
+    """What PM_ARG_PEERS says: the rank, addresses by argument and device, those of all devices."""
+    n = len(info["peers"])
+    entry = [same[p] if p >= 0 else -1 for p in info["peers"]]
+    at = [m.at[k] for k in entry for m in places] or [0] * len(places)
+    everywhere = [places[0].at[k] | EVERYWHERE for k in entry] or [0]
+    return (ctypes.c_uint64 * (1 + max(n, 1) * (len(places) + 1)))(rank, *at, *everywhere)
+
+
+def arguments(info, places, same, rank):
+    """The kernel's parameters on one device."""
     keep = []
     for kind, param, index in info["args"]:
-        at = memory.at[same[param] if param >= 0 else -1]
+        key = same[param] if param >= 0 else -1
         if kind == "tensor_map":
             element = _core.as_dtype(info["params"][param][0]).itemsize
-            keep.append(tensor_map(info["maps"][index], at, element))
+            m = info["maps"][index]
+            bases = [places[rank].at[key]]
+            if m["of"] == 1:  # one for each device
+                bases = [p.at[key] for p in places]
+            elif m["of"] == 2:
+                bases = [places[0].at[key] | EVERYWHERE]
+            keep.append((TensorMap * len(bases))(*[tensor_map(m, b, element) for b in bases]))
+        elif kind == "peers":
+            keep.append(table_of_peers(info, places, same, rank))
         else:
-            keep.append(ctypes.c_uint64(at))
+            keep.append(ctypes.c_uint64(places[rank].at[key]))
+    return keep
+
+
+def launch_mesh(
+    text, info, library, sizes, same, n_args, places, seed, written=False, unwritten_ok=False
+):
+    """The same on all devices of a mesh, with a memory for each, at equal distances."""
+    first = sorted(set(same))
+    counters = [m.bytes_of(len(sizes), 4 * (info.get("counters", 0) + 1)) for m in places]
+    buffers = (Buffer * (len(places) * (len(first) + 1)))()
+    stride = places[1].base - places[0].base if len(places) > 1 else 0
+    for d, m in enumerate(places):
+        row = d * (len(first) + 1)
+        buffers[row + len(first)] = Buffer(m.at[len(sizes)], counters[d].size, 0, 1)
+        for k, j in enumerate(first):
+            changes = j >= n_args or j in same[n_args:]
+            buffers[row + k] = Buffer(m.at[j], sizes[j], not changes, j < n_args or written)
+    keep = [x for d in range(len(places)) for x in arguments(info, places, same, d)]
     pointers = (ctypes.c_void_p * max(len(keep), 1))(*[ctypes.addressof(x) for x in keep])
     grid = list(info["grid"])
     if info.get("shares_grid"):  # any number of clusters will do
@@ -420,6 +467,9 @@ def launch(
         buffers,
         ctypes.c_uint32(len(buffers)),
         pointers,
+        ctypes.c_uint32(len(places)),
+        ctypes.c_uint32(len(info["args"])),
+        ctypes.c_uint64(stride),
         ctypes.c_uint64(seed),
         ctypes.c_uint32(unwritten_ok),
         error,
@@ -436,8 +486,35 @@ def launch(
         where = describe(text, line.value)
         message = f"{info['entry']}, seed {seed}: {what}{where}\n{printed}"
         raise HostError(message, what, line.value, facts.value.decode(errors="replace"), printed)
-    if words.any():
-        raise HostError(
-            f"{info['entry']}, seed {seed}: the counters are left at {words.view('u4')}"
-        )
+    for words in counters:
+        if words.any():
+            raise HostError(
+                f"{info['entry']}, seed {seed}: the counters are left at {words.view('u4')}"
+            )
     return printed
+
+
+def run_mesh(lowered, args, outs, seed=0, *, written=False):
+    """Run a lowered kernel on the devices of its mesh. `args`, `outs`: for each device its
+    operands and its outputs, which are written in place; written: what they hold counts."""
+    text, info = program(lowered)
+    library, n = compile_kernel(text, info["entry"]), len(args)
+    data = [[raw(x) for x in (*a, *o)] for a, o in zip(args, outs, strict=True)]
+    same = [k if alias < 0 else alias for k, (*_, alias) in enumerate(info["params"])]
+    words = 4 * (info.get("counters", 0) + 1)
+    sizes = [x.size for x in data[0]]
+    memory = Memory([*sizes, words], [*(max(p[2], 16) for p in info["params"]), 16], n)
+    try:
+        places = [memory.of(d) for d in range(n)]
+        for place, row in zip(places, data):
+            for k, x in enumerate(row):
+                place.bytes_of(k, x.size)[:] = x if written or k < len(args[0]) else 0xA5
+        printed = launch_mesh(
+            text, info, library, sizes, same, len(args[0]), places, seed, written
+        )
+        for place, row in zip(places, data):
+            for k in range(len(args[0]), len(row)):
+                row[k][:] = place.bytes_of(same[k], row[k].size)
+        return printed
+    finally:
+        memory.free()

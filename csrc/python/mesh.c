@@ -1,0 +1,186 @@
+/* Calls of a kernel on the devices of a mesh, all at once.
+ *
+ * Each device has a call of its own, with its arguments, its stream and its outputs; they share one
+ * plan, since their arguments must agree in everything that it depends on. On the interpreter all
+ * run as one machine. On GPUs every output is made and the kernel is loaded on every device before
+ * the first launch, because a kernel that waits for its peers must not be waited for. */
+#include "kernel.h"
+#include "trace.h"
+
+enum { MOST = 64 };
+
+static void end_calls(pmpy_call *c, uint32_t n) {
+  for (uint32_t d = 0; d < n; d++) pmpy_call_end(&c[d]);
+  PyMem_Free(c);
+}
+
+static int differs(const pmpy_call *a, const pmpy_call *b, uint32_t d) {
+  if (a->n_in != b->n_in)
+    return PyErr_Format(PyExc_ValueError, "kernel %U: %u arguments on device 0 and %u on device %u",
+                        a->name, a->n_in, b->n_in, d),
+           -1;
+  for (uint32_t i = 0; i < a->n_in; i++) {
+    const pmpy_buffer *x = &a->in[i], *y = &b->in[i];
+    if (x->dtype == y->dtype && x->rank == y->rank && x->strided == y->strided &&
+        !memcmp(x->shape, y->shape, x->rank * sizeof *x->shape) &&
+        (!x->strided || !memcmp(x->stride, y->stride, x->rank * sizeof *x->stride)))
+      continue;
+    PyErr_Format(PyExc_ValueError,
+                 "kernel %U: argument %u differs between device 0 and device %u of the mesh: the "
+                 "devices need arrays of one shape, dtype and order of memory",
+                 a->name, i, d);
+    return -1;
+  }
+  return 0;
+}
+
+/* Read the arguments of device d, and find the plan, which is that of device 0. */
+static int prepare(pmpy_call *calls, uint32_t d, PyObject *kernel) {
+  pmpy_call *c = &calls[d];
+  if (pmpy_call_locate(c) < 0 || (d && differs(calls, c, d) < 0)) return -1;
+  if (d && (c->cuda != calls->cuda || c->home->library != calls->home->library)) {
+    PyErr_Format(PyExc_TypeError,
+                 "kernel %U: the arrays of devices 0 and %u of the mesh are of different kinds",
+                 c->name, d);
+    return -1;
+  }
+  if (pmpy_call_plan(c, kernel) < 0) return -1;
+  if (c->plan == calls->plan) return 0;
+  Py_SETREF(c->plan, (pmpy_plan *)Py_NewRef((PyObject *)calls->plan));
+  return 0;
+}
+
+/* ---- GPUs --------------------------------------------------------------------------------- */
+
+typedef struct place {
+  PyObject *made[PMPY_MAX_PARAMS];
+  uint64_t out[PMPY_MAX_PARAMS], pointers[PMPY_MAX_PARAMS];
+  bool has_outputs;
+} place;
+
+/* Everything that comes before the first launch. */
+static int make_ready(pmpy_call *c, place *p, pm_member *m) {
+  if (!c->cuda || c->runs_on < 0) {
+    PyErr_Format(
+        PyExc_TypeError,
+        "kernel %U: a mesh of GPUs takes arrays that lie on them; use plgpu.device_put, or "
+        "interpret=True",
+        c->name);
+    return -1;
+  }
+  if (c->plan->n_scratch) {
+    PyErr_Format(PyExc_NotImplementedError,
+                 "kernel %U: GMEM scratch on a mesh of devices; pass an output instead", c->name);
+    return -1;
+  }
+  for (uint32_t i = 0; c->plan->alias && i < c->plan->n_out; i++)
+    if (c->plan->alias[i] >= 0) {
+      PyErr_Format(
+          PyExc_NotImplementedError,
+          "kernel %U: operands that begin outputs, on a mesh of devices; use plgpu.new_ref "
+          "without other outputs",
+          c->name);
+      return -1;
+    }
+  m->device = c->device;
+  if (pmpy_call_find_stream(c, c->device, &m->stream) < 0) return -1;
+  if (!(m->kernel = pmpy_plan_kernel(c->plan, c->device))) return -1;
+  if (pmpy_call_outputs(c, m->stream, p->made, p->out) < 0) return -1;
+  p->has_outputs = true;
+  for (uint32_t i = 0; i < c->n_in; i++) p->pointers[i] = c->in[i].ptr;
+  for (uint32_t i = 0; i < c->plan->n_out; i++) p->pointers[c->n_in + i] = p->out[i];
+  m->pointers = p->pointers;
+  return 0;
+}
+
+static PyObject *run_on_gpus(pmpy_call *calls, uint32_t n, bool ordered) {
+  place *places = PyMem_Calloc(n, sizeof *places);
+  pm_member members[MOST];
+  PyObject *results = places ? PyList_New(n) : PyErr_NoMemory();
+  bool ok = results;
+  for (uint32_t d = 0; d < n && ok; d++) ok = make_ready(&calls[d], &places[d], &members[d]) == 0;
+  if (ok) {
+    PMPY_ERR(err);
+    pm_code code;
+    Py_BEGIN_ALLOW_THREADS code = pm_group_launch(members, n, ordered, &err);
+    Py_END_ALLOW_THREADS if (code) pmpy_raise(&err);
+    ok = !code;
+  }
+  for (uint32_t d = 0; places && d < n; d++) {
+    if (!places[d].has_outputs) continue;
+    PyObject *x = ok ? pmpy_call_finish(&calls[d], places[d].made)
+                     : pmpy_call_drop(&calls[d], places[d].made);
+    if (x) PyList_SET_ITEM(results, d, x);
+    ok = ok && x;
+  }
+  if (!ok) Py_CLEAR(results);
+  PyMem_Free(places);
+  return results;
+}
+
+/* ---- calls -------------------------------------------------------------------------------- */
+
+/* mesh_call(kernel, args, outs, ordered): lists of a tuple for each device; an item of outs may be
+ * None. A list of results. */
+static PyObject *mesh_call(PyObject *module, PyObject *const *args, Py_ssize_t n_args) {
+  (void)module;
+  if (n_args != 4 || Py_TYPE(args[0]) != pmpy.kernel_type || !PyList_Check(args[1]) ||
+      !PyList_Check(args[2]) || PyList_GET_SIZE(args[1]) != PyList_GET_SIZE(args[2]))
+    return PyErr_Format(PyExc_TypeError, "mesh_call: expected a kernel, two lists, and a bool");
+  pmpy_kernel *k = (pmpy_kernel *)args[0];
+  const uint32_t n = (uint32_t)PyList_GET_SIZE(args[1]);
+  pmpy_call *calls = PyMem_Calloc(n ? n : 1, sizeof *calls);
+  PyObject *result = NULL;
+  uint32_t read = 0;
+  int code = calls ? 1 : -1;
+  if (!calls) PyErr_NoMemory();
+  for (; read < n && code > 0; read++) {
+    PyObject *in = PyList_GET_ITEM(args[1], read), *out = PyList_GET_ITEM(args[2], read);
+    code = pmpy_call_read(&calls[read], k->name, &PyTuple_GET_ITEM(in, 0),
+                          (size_t)PyTuple_GET_SIZE(in), out == Py_None ? NULL : out, false);
+    if (!code) pmpy_call_refuse(&calls[read]);
+    else if (code > 0 && prepare(calls, read, args[0]) < 0) code = -1;
+  }
+  if (code > 0 && calls->runs_on < 0) result = pmpy_calls_interpreter(calls, n);
+  else if (code > 0) result = run_on_gpus(calls, n, args[3] == Py_True);
+  if (calls) end_calls(calls, read);
+  if (!result) pmpy_tidy_error();
+  return result;
+}
+
+static PyObject *connect(PyObject *module, PyObject *ordinals) {
+  int devices[MOST];
+  int64_t list[MOST];
+  const int n = pmpy_ints(ordinals, "DeviceMesh: devices", list, MOST);
+  PMPY_ERR(err);
+  (void)module;
+  if (n < 0) return NULL;
+  for (int i = 0; i < n; i++) devices[i] = (int)list[i];
+  if (pm_group_connect(devices, (uint32_t)n, &err)) return pmpy_raise(&err);
+  Py_RETURN_NONE;
+}
+
+static PyObject *device_empty(PyObject *module, PyObject *args) {
+  PyObject *shape, *dtype;
+  int device;
+  pm_dtype d;
+  pm_type t = {0};
+  (void)module;
+  if (!PyArg_ParseTuple(args, "OOi:device_empty", &shape, &dtype, &device) ||
+      pmpy_shape(shape, "shape", &t) || pmpy_dtype_from(dtype, &d))
+    return NULL;
+  pmpy_spec spec = {.dtype = (uint8_t)d, .rank = t.rank};
+  memcpy(spec.shape, t.dim, sizeof spec.shape);
+  return pmpy_device_array_new(&spec, device, NULL);
+}
+
+static PyMethodDef functions[] = {
+    {"device_empty", device_empty, METH_VARARGS,
+     "device_empty(shape, dtype, device) -> DeviceArray with undefined contents"},
+    {"mesh_call", (PyCFunction)(void (*)(void))mesh_call, METH_FASTCALL,
+     "mesh_call(kernel, args, outs, ordered): call a kernel on all devices of its mesh."},
+    {"mesh_connect", connect, METH_O,
+     "mesh_connect(devices): let each of these GPUs access the memory of all others."},
+    {NULL, NULL, 0, NULL}};
+
+int pmpy_init_mesh(PyObject *module) { return PyModule_AddFunctions(module, functions); }

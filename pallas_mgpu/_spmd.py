@@ -1,0 +1,437 @@
+"""Kernels on several GPUs: a mesh of devices, memory that all of them reach, and calls on all.
+
+One process may drive all devices of a mesh, or one process each device. In one process, `_core`
+opens the devices' memory to each other and launches on all of them. With a process group of
+`torch.distributed`, each process launches on its own device, and PyTorch's symmetric memory says
+where the others' arrays are. Kernels see no difference: they get one table of addresses. On the
+interpreter, a mesh has as many devices as it says, and no GPU is needed."""
+
+import copy
+import functools
+import importlib
+import math
+import weakref
+
+import numpy as np
+
+from . import _core
+from ._kernel import RefKernel
+from ._mutable import MutableArray
+from ._names import show
+from ._types import ShapeDtypeStruct, _Frozen, _shape, ints
+
+
+class PartitionSpec(tuple):
+    """How an array is split over a mesh: for each dimension the name of an axis, a tuple of names,
+    or None. Dimensions that are left out are not split."""
+
+    def __new__(cls, *parts):
+        for part in parts:
+            names = part if isinstance(part, tuple) else (part,)
+            if not all(n is None or isinstance(n, str) for n in names):
+                raise TypeError(f"PartitionSpec: axis names or None, got {show(part)}")
+        return super().__new__(cls, parts)
+
+    def __repr__(self):
+        return f"PartitionSpec{tuple(self)!r}"
+
+
+class DeviceMesh(_Frozen):
+    """Devices that run a kernel together, in a grid with named axes.
+
+    shape, axis_names: sizes and names of the axes. A device's number is row-major in them.
+    devices: ordinals of GPUs of this process, in that order; by default the first ones. Without
+        GPUs, the mesh is for the interpreter.
+    group: a process group of ``torch.distributed`` with a process for each device, in the order of
+        their ranks; each process uses its current CUDA device. ``True`` is the default group.
+
+    ValueError where the numbers do not fit, or devices cannot access each other's memory;
+    NotImplementedError for devices in another order than that of their ranks.
+    """
+
+    __slots__ = ("axis_names", "devices", "group", "shape")
+
+    def __init__(self, shape, axis_names, *, devices=None, group=None):
+        what = "DeviceMesh"
+        names = (axis_names,) if isinstance(axis_names, str) else tuple(axis_names)
+        shape = ints(shape, f"{what}: shape")
+        if len(shape) != len(names) or not shape:
+            raise ValueError(f"{what}: one name for each axis, got {names} for shape {shape}")
+        if min(shape) < 1 or len(shape) > 8:
+            raise ValueError(f"{what}: 1 to 8 axes of at least one device, got {shape}")
+        if len(set(names)) < len(names) or not all(isinstance(n, str) for n in names):
+            raise ValueError(f"{what}: axis names must be different strings, got {names}")
+        if devices is not None and group is not None:
+            raise ValueError(f"{what}: give devices, of one process, or group, of several")
+        n = math.prod(shape)
+        if group is not None:
+            group = _group(group, n)
+        if devices is not None:
+            devices = ints(devices, f"{what}: devices")
+            if len(devices) != n or len(set(devices)) < n:
+                raise ValueError(f"{what}: {n} different devices are needed, got {devices}")
+            if n > 1:
+                _core.mesh_connect(devices)
+        self._set(shape=shape, axis_names=names, devices=devices, group=group)
+
+    @property
+    def size(self):
+        """Number of devices."""
+        return math.prod(self.shape)
+
+    @property
+    def axes(self):
+        """``((name, size), ...)`` of the axes."""
+        return tuple(zip(self.axis_names, self.shape))
+
+    def coordinates(self, number):
+        """Where device ``number`` is, as {name: index}."""
+        return dict(zip(self.axis_names, map(int, np.unravel_index(number, self.shape))))
+
+    def __getstate__(self):
+        if self.group is not None:
+            raise TypeError("DeviceMesh: a mesh with a process group cannot be pickled")
+        return super().__getstate__()
+
+
+def _group(group, n):
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        raise RuntimeError("DeviceMesh: group= needs torch.distributed.init_process_group first")
+    group = dist.group.WORLD if group is True else group
+    if dist.get_world_size(group) != n:
+        raise ValueError(
+            f"DeviceMesh: the group has {dist.get_world_size(group)} processes, the mesh {n} devices"
+        )
+    return group
+
+
+# ---- memory -------------------------------------------------------------------------------------
+
+_symmetric = {}  # address: (weak reference to the tensor, handle of PyTorch, bytes)
+
+
+def symm_empty(shape, dtype, mesh, *, multicast=False):
+    """Memory with the same shape on every device of the mesh, which all devices can access.
+
+    In one process, a list of arrays, one for each device: `DeviceArray`, or NumPy arrays where the
+    mesh is for the interpreter. With a process group, the tensor of this process; all processes
+    must call it in the same order. The contents are zero. ``multicast``: the arrays shall also have
+    an address at which NVLink stores to all of them, for ``multimem_store`` and the like.
+    NotImplementedError for multicast on GPUs in one process; ValueError where the system has none.
+    """
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"symm_empty: mesh must be a plgpu.DeviceMesh, got {show(mesh)}")
+    spec = ShapeDtypeStruct(_shape(shape, "symm_empty"), dtype)
+    if mesh.group is not None:
+        return _symmetric_tensor(spec, mesh.group, multicast)
+    host = [np.zeros(spec.shape, spec.dtype) for _ in range(mesh.size)]
+    if mesh.devices is None:
+        return host
+    if multicast:
+        raise NotImplementedError(
+            "symm_empty: multicast=True in one process; use a process group, DeviceMesh(group=...),"
+            " or plgpu.remote_ref instead of multicast"
+        )
+    return [_core.device_put(x, d) for x, d in zip(host, mesh.devices)]
+
+
+def _symmetric_tensor(spec, group, multicast):
+    import torch
+    import torch.distributed._symmetric_memory as symm_mem
+
+    dtype = getattr(torch, spec.dtype.name)
+    x = symm_mem.empty(spec.shape, dtype=dtype, device=torch.device("cuda"))
+    handle = symm_mem.rendezvous(x, group)
+    if multicast and not handle.multicast_ptr:
+        raise ValueError("symm_empty: this system has no NVLink multicast, or it is switched off")
+    x.zero_()
+    torch.cuda.current_stream().synchronize()
+    handle.barrier()
+    at = x.data_ptr()
+    gone = weakref.ref(x.untyped_storage(), lambda _: _symmetric.pop(at, None))
+    _symmetric[at] = (gone, handle, x.numel() * x.element_size())
+    return x
+
+
+def _peers_of(x):
+    """(addresses on all ranks, multicast address) of a tensor in symmetric memory, or None."""
+    at = x.data_ptr()
+    for base, (_, handle, size) in _symmetric.items():
+        if base <= at < base + size:
+            offset = at - base
+            own = handle.buffer_ptrs[handle.rank]
+            shift = base - own + offset
+            all_at = handle.multicast_ptr + shift if handle.multicast_ptr else 0
+            return [p + shift for p in handle.buffer_ptrs], all_at
+    return None
+
+
+# ---- splitting ----------------------------------------------------------------------------------
+
+
+def _names_of(part):
+    names = part if isinstance(part, tuple) else (part,)
+    return tuple(n for n in names if n is not None)
+
+
+def _check_spec(spec, mesh, what):
+    spec = PartitionSpec() if spec is None else PartitionSpec(*spec)
+    used = [n for part in spec for n in _names_of(part)]
+    unknown = [n for n in used if n not in mesh.axis_names]
+    if unknown:
+        raise ValueError(f"{what}: {unknown[0]!r} is no axis of the mesh {mesh.axis_names}")
+    if len(set(used)) < len(used):
+        raise ValueError(f"{what}: an axis splits two dimensions of {spec}")
+    return spec
+
+
+def _slices(shape, spec, mesh, number, what):
+    """The part of a whole array that device ``number`` has."""
+    if len(spec) > len(shape):
+        raise ValueError(f"{what} has {len(shape)} dimensions, and {spec} is for {len(spec)}")
+    at, out = mesh.coordinates(number), []
+    sizes = dict(mesh.axes)
+    for size, part in zip(shape, (*spec, *[None] * (len(shape) - len(spec)))):
+        parts, index = 1, 0
+        for n in _names_of(part):
+            parts, index = parts * sizes[n], index * sizes[n] + at[n]
+        if size % parts:
+            raise ValueError(f"{what}: {parts} devices cannot share {size} elements equally")
+        out.append(slice(index * (size // parts), (index + 1) * (size // parts)))
+    return tuple(out)
+
+
+def _joined(parts, spec, mesh, what):
+    """The whole array of the devices' parts."""
+    sizes = dict(mesh.axes)
+    shape = [
+        d * math.prod(sizes[n] for n in _names_of(part))
+        for d, part in zip(parts[0].shape, (*spec, *[None] * parts[0].ndim))
+    ]
+    out = np.empty(shape, parts[0].dtype)
+    for number, part in enumerate(parts):
+        out[_slices(shape, spec, mesh, number, what)] = part
+    return out
+
+
+# ---- calls --------------------------------------------------------------------------------------
+
+
+def _empty(spec, like, number, mesh):
+    """An array of the same kind as another one, on device `number`."""
+    if isinstance(like, _core.DeviceArray):
+        return _core.device_empty(spec.shape, spec.dtype, mesh.devices[number])
+    if hasattr(like, "new_empty"):  # torch
+        dtype = getattr(importlib.import_module("torch"), spec.dtype.name)
+        return like.new_empty(spec.shape, dtype=dtype)
+    if isinstance(like, np.ndarray):
+        return np.empty(spec.shape, spec.dtype)
+    raise TypeError(f"spmd: fresh outputs for {show(like)}; give arrays as out=")
+
+
+class SpmdKernel:
+    """What :func:`spmd` returns."""
+
+    def __init__(self, kernel, mesh, in_specs, out_specs, ordered):
+        what = "spmd"
+        if isinstance(kernel, RefKernel) or not isinstance(kernel, _core.Kernel):
+            raise TypeError(
+                f"{what}: kernel must be a plgpu.kernel that closes over no mutable arrays, got"
+                f" {show(kernel)}"
+            )
+        if not isinstance(mesh, DeviceMesh):
+            raise TypeError(f"{what}: mesh must be a plgpu.DeviceMesh, got {show(mesh)}")
+        definition = copy.copy(kernel.definition)
+        taken = {*definition.mesh.grid_names, *definition.mesh.cluster_names}
+        taken.add(definition.mesh.thread_name)
+        both = [n for n in mesh.axis_names if n in taken]
+        if both:
+            raise ValueError(f"{what}: {both[0]!r} is an axis of the kernel and of the mesh")
+        definition.devices, definition.batched = mesh.axes, {}
+        if definition.levels:
+            raise NotImplementedError(f"{what}: a kernel under vmap; give the kernel one more axis")
+        self.mesh, self.ordered, self.definition = mesh, ordered, definition
+        self.in_specs, self.out_specs = in_specs, out_specs
+        self.kernel = definition.make()
+        self.checked = set()
+        self.counters = {}
+        functools.update_wrapper(self, kernel, assigned=("__name__", "__doc__"), updated=())
+
+    def __repr__(self):
+        return f"<spmd of {self.definition.name} over {dict(self.mesh.axes)}>"
+
+    def _specs(self, given, n, what):
+        one = given is None or isinstance(given, PartitionSpec)
+        specs = (given,) * n if one else tuple(given)
+        if len(specs) != n:
+            raise ValueError(f"spmd: {what} has {len(specs)} specs for {n} arrays")
+        return [_check_spec(s, self.mesh, f"spmd: {what}[{k}]") for k, s in enumerate(specs)]
+
+    def _split(self, args):
+        """A tuple of arguments for each device, and whether all were whole arrays."""
+        n, whole, columns = self.mesh.size, bool(args), []
+        specs = self._specs(self.in_specs, len(args), "in_specs")
+        for k, (x, spec) in enumerate(zip(args, specs)):
+            what = f"{self.definition.name}: argument {k}"
+            if isinstance(x, (list, tuple)):
+                if len(x) != n:
+                    raise ValueError(f"{what} is a list of {len(x)} arrays, for {n} devices")
+                if any(isinstance(p, MutableArray) for p in x):
+                    raise NotImplementedError(f"{what}: mutable arrays on a mesh; use out=")
+                whole = False
+                columns.append(list(x))
+                continue
+            if isinstance(x, MutableArray):
+                raise NotImplementedError(f"{what}: mutable arrays on a mesh; use out=")
+            if not isinstance(x, (np.ndarray, np.generic, int, float)):
+                raise TypeError(
+                    f"{what} must be a list of {n} arrays, one for each device, or a NumPy array"
+                    f" that is split by its spec, got {show(x)}"
+                )
+            if not isinstance(x, np.ndarray):
+                columns.append([x] * n)
+                continue
+            parts = [np.ascontiguousarray(x[_slices(x.shape, spec, self.mesh, d, what)])
+                     for d in range(n)]
+            if self._on_gpus():
+                parts = [_core.device_put(p, d) for p, d in zip(parts, self.mesh.devices)]
+            columns.append(parts)
+        return [tuple(c[d] for c in columns) for d in range(n)], whole
+
+    def _on_gpus(self):
+        return self.mesh.devices is not None and not self.definition.interpret
+
+    def __call__(self, *args, out=None):
+        if self.mesh.group is not None:
+            return self._call_rank(args, out)
+        n = self.mesh.size
+        rows, whole = self._split(args)
+        outs = [None] * n
+        if out is not None:
+            columns = self._outs(out, rows)
+            for k, x in enumerate(columns):
+                if not isinstance(x, (list, tuple)) or len(x) != n:
+                    raise ValueError(f"{self.definition.name}: out[{k}] must be a list of {n} arrays")
+            outs = [tuple(c[d] for c in columns) for d in range(n)]
+        results = _core.mesh_call(self.kernel, rows, outs, self.ordered)
+        return self._collect(results, whole and out is None)
+
+    def _outs(self, out, rows):
+        """The outputs given, with fresh ones where there is None."""
+        columns = [out] if self.definition.wrapped else list(out)
+        name = self.definition.name
+        if len(columns) != len(self.definition.outs):
+            raise ValueError(
+                f"{name}: out has {len(columns)} arrays, the kernel {len(self.definition.outs)}"
+            )
+        given = [x[0] for x in columns if isinstance(x, (list, tuple)) and x]
+        for k, spec in enumerate(self.definition.outs):
+            if columns[k] is not None:
+                continue
+            like = [row[0] for row in rows] if rows[0] else given[:1] * len(rows)
+            columns[k] = [_empty(spec, x, d, self.mesh) for d, x in enumerate(like)]
+        return columns
+
+    def _collect(self, results, whole):
+        if not self.definition.outs:
+            return None if self.definition.wrapped else self.definition.out_container(())
+        if self.definition.wrapped:
+            columns = [list(results)]
+        else:
+            columns = [list(c) for c in zip(*results)]
+        if whole:
+            specs = self._specs(self.out_specs, len(columns), "out_specs")
+            name = self.definition.name
+            columns = [
+                _joined([np.asarray(p) for p in c], s, self.mesh, f"{name}: result {k}")
+                for k, (c, s) in enumerate(zip(columns, specs))
+            ]
+        return columns[0] if self.definition.wrapped else self.definition.out_container(columns)
+
+    # ---- one process for each device ----
+
+    def _call_rank(self, args, out):
+        import torch
+        import torch.distributed as dist
+
+        group = self.mesh.group
+        if not all(isinstance(x, torch.Tensor) and x.is_cuda for x in args):
+            raise TypeError(f"{self.definition.name}: CUDA tensors of this process are needed")
+        if out is None:
+            device = torch.device("cuda")
+            made = [
+                torch.empty(o.shape, dtype=getattr(torch, o.dtype.name), device=device)
+                for o in self.definition.outs
+            ]
+        else:
+            made = [out] if self.definition.wrapped else list(out)
+            made = [
+                _empty(o, args[0], 0, self.mesh) if x is None else x
+                for x, o in zip(made, self.definition.outs, strict=True)
+            ]
+        arrays = [*args, *made]
+        signature = tuple((tuple(x.shape), str(x.dtype)) for x in arrays)
+        if signature not in self.checked:
+            self._agree(signature, group)
+            self.checked.add(signature)
+        tables = [_peers_of(x) for x in arrays]
+        stream = torch.cuda.current_stream().cuda_stream
+        rank = dist.get_rank(group)
+        _core.mesh_launch(
+            self.kernel, rank, tuple(args), tuple(made), tables, self._counters, stream
+        )
+        return made[0] if self.definition.wrapped else self.definition.out_container(made)
+
+    def _agree(self, signature, group):
+        """ValueError unless all ranks call with arrays of the same shapes and dtypes."""
+        import torch.distributed as dist
+
+        everyone = [None] * dist.get_world_size(group)
+        dist.all_gather_object(everyone, signature, group=group)
+        for rank, other in enumerate(everyone):
+            if other != everyone[0]:
+                raise ValueError(
+                    f"{self.definition.name}: ranks 0 and {rank} call with other arrays:"
+                    f" {everyone[0]} and {other}"
+                )
+
+    def _counters(self, words):
+        """Called before a launch, with the words of the kernel's counters: where they are on all
+        ranks, and for all at once. It orders the launch behind what all ranks did before."""
+        if words not in self.counters:
+            x = symm_empty((max(words, 1),), np.int32, self.mesh)
+            self.counters[words] = x, _peers_of(x), _symmetric[x.data_ptr()][1]
+        _, (addresses, everywhere), handle = self.counters[words]
+        if self.ordered:
+            handle.barrier()
+        return addresses, everywhere
+
+    def lower(self, *args, **options):
+        """The lowered kernel, for arguments of one device: things with shape and dtype."""
+        return self.kernel.lower(*args, **options)
+
+
+def spmd(kernel, mesh, in_specs=None, out_specs=None, *, ordered=True):
+    """A kernel as a function of arrays on all devices of a mesh.
+
+    kernel: a :func:`plgpu.kernel`. Its body can ask for the device's place by
+        ``lax.axis_index(name)`` of an axis of the mesh, and reach other devices by
+        :func:`plgpu.remote_ref`, ``device_id=`` of semaphores and the like.
+    mesh: a :class:`DeviceMesh`.
+    in_specs, out_specs: a :class:`PartitionSpec` for each operand and output, or one for all; None:
+        each device has the whole array. They say how NumPy arrays are split over the devices and
+        joined again.
+    ordered: the kernel starts on no device before all devices have done what was asked of them
+        before. Kernels with semaphores of their own need it; one that shakes hands by flags in
+        memory that lasts (:func:`plgpu.ext.as_semaphores`) does not.
+
+    The result is called with a list of arrays for each operand, one for each device, and returns
+    such lists; if all operands are NumPy arrays, it splits them and returns whole arrays. ``out=``
+    gives the outputs, as lists. With a process group, it takes and returns the tensors of this
+    process, and every process must call it. Shapes and dtypes must be the same on all devices.
+    ValueError, TypeError otherwise.
+    """
+    return SpmdKernel(kernel, mesh, in_specs, out_specs, bool(ordered))
+

@@ -1,0 +1,388 @@
+"""Collectives: exchanges and sums over the devices of a mesh, by loads and stores over NVLink.
+
+Devices meet inside the kernel. A *worker* is a warpgroup, with the same number on every device; it
+exchanges flags only with the workers of its number, each of which has the same pieces of the
+arrays. Flags count up: a worker has an epoch, the number of its launch, which is in device memory,
+so that calls and replays of a CUDA graph alike find it one higher. A flag that is as high as the
+epoch was raised in this launch.
+
+Arrays of a call are ready for others only once the kernel has begun on their device, since what made
+them stands in front of it in the stream. So workers that read or write others' arrays first hear
+from them (`entry`); and a kernel ends only when all others have ended with its arrays (`exit`).
+Small sums need one meeting alone: each device writes to staging memory of the others, which lasts.
+It has two halves, for even and odd epochs: who writes to a half again has heard of the launch in
+between, and that one began after all that read the half before.
+
+Sums are taken in float32 in the order of the ranks, so that all devices get the same bits."""
+
+import functools
+import math
+
+import numpy as np
+
+import pallas_mgpu as plgpu
+from pallas_mgpu import lax, pl
+from pallas_mgpu import numpy as jnp
+from pallas_mgpu._caches import cached
+
+_THREADS = 4  # warpgroups of a block
+_PIECE = 8192  # bytes that a worker moves at a time
+_SMALL = 65536  # bytes of a sum that goes through staging memory
+ENTRY, EXIT = range(2)  # kinds of flags
+
+
+class Workers:
+    """The meetings of one worker, while its kernel is traced.
+
+    flags: int32 (workers, 2, devices), what each device has told this one. epochs: (workers,)."""
+
+    def __init__(self, flags, epochs, axis, workers):
+        self.flags, self.epochs, self.axis = plgpu.ext.as_semaphores(flags), epochs, axis
+        self.count = workers
+        self.number = lax.axis_index("block") * _THREADS + lax.axis_index("wg")
+        self.size, self.me = lax.axis_size(axis), lax.axis_index(axis)
+        self.epoch = epochs[self.number] + 1
+
+    def others(self):
+        """The other devices, from the next one on."""
+        return [(self.me + k) % self.size for k in range(1, self.size)]
+
+    def everyone(self):
+        return [*self.others(), self.me]
+
+    def on(self, ref, device):
+        return plgpu.remote_ref(ref, {self.axis: device})
+
+    def tell(self, kind):
+        """All other devices: what this worker did before is done."""
+        flag = self.flags.at[self.number, kind, self.me]
+        plgpu.semaphore_signal_parallel(
+            *(plgpu.SemaphoreSignal(flag, device_id={self.axis: d}) for d in self.others())
+        )
+
+    def hear(self, kind):
+        """Wait until all others have told it in this launch."""
+        for d in self.others():
+            flag = self.flags.at[self.number, kind, d]
+            plgpu.semaphore_wait(flag, self.epoch, decrement=False)
+
+    def meet(self, kind):
+        self.tell(kind)
+        self.hear(kind)
+
+    def end(self):
+        self.epochs[self.number] = self.epoch
+
+    def share(self, items, work):
+        """work(i) for the items of this worker."""
+        trips = (items - self.number + (self.count - 1)) // self.count
+        lax.fori_loop(0, trips, lambda k, _: work(self.number + k * self.count), None)
+
+    def pieces(self, rows, columns, itemsize, move, arrays=1):
+        """move(rows, columns) with slices of each piece of this worker, of an array of so many rows
+        and columns. arrays: of which it holds a piece at a time."""
+        piece = _piece(arrays, itemsize)
+        if columns >= piece:
+            for start, size, count in _runs(columns, piece):
+
+                def one(i, start=start, size=size, count=count):
+                    move(pl.ds(i // count, 1), pl.ds(start + i % count * size, size))
+
+                self.share(rows * count, one)
+            return
+        height = min(piece // columns, rows)
+        whole, rest = divmod(rows, height)
+        every = pl.ds(0, columns)
+        self.share(whole, lambda i: move(pl.ds(i * height, height), every))
+        if rest:
+            self.share(1, lambda i: move(pl.ds(whole * height, rest), every))
+
+
+def _piece(arrays, itemsize):
+    """Elements that a worker takes at a time of each of some arrays: registers have room for them."""
+    return max(min(_PIECE, 2 * _PIECE // arrays), 2048) // itemsize
+
+
+def _runs(n, piece):
+    """(start, size, count) of equal slices that are n elements together: pieces, then single
+    elements of all lanes, then what is left."""
+    start = 0
+    for size in (piece, 128, 1):
+        count = (n - start) // size
+        if size == 1:
+            size, count = count, min(count, 1)
+        if count:
+            yield start, size, count
+        start += size * count
+
+
+def _total(parts, dtype):
+    """The sum of arrays, in their order."""
+    if dtype.kind not in "iub":
+        parts = [x.astype(jnp.float32) for x in parts]
+    return functools.reduce(lambda a, b: a + b, parts).astype(dtype)
+
+
+# ---- kernels ------------------------------------------------------------------------------------
+
+
+def _gather(w, x, out, view):
+    """Each device writes its array into the results of all."""
+    major, inner = view
+    x, out = x.reshape((major, inner)), out.reshape((major, w.size, inner))
+    w.meet(ENTRY)
+    targets = [w.on(out, d).at[:, w.me] for d in w.others()] + [out.at[:, w.me]]
+
+    def move(*at):
+        value = x[at]
+        for target in targets:
+            target[at] = value
+
+    w.pieces(major, inner, x.dtype.itemsize, move)
+    w.meet(EXIT)
+
+
+def _scatter_sums(w, x, out, view):
+    """Each device reads its part from all."""
+    major, inner = view
+    x, out = x.reshape((major, w.size, inner)), out.reshape((major, inner))
+    w.meet(ENTRY)
+    sources = [w.on(x, d).at[:, w.me] for d in range(w.size)]
+
+    def move(*at):
+        out[at] = _total([source[at] for source in sources], out.dtype)
+
+    w.pieces(major, inner, x.dtype.itemsize, move, w.size)
+    w.meet(EXIT)
+
+
+def _sum_in_two_steps(w, x, out, view):
+    """Each device sums the pieces of its own, and writes them into the results of all."""
+    (n,) = view
+    x, out = x.reshape((n,)), out.reshape((n,))
+    w.meet(ENTRY)
+    sources = [w.on(x, d) for d in range(w.size)]
+    targets = [w.on(out, d) for d in w.everyone()]
+
+    for start, size, count in _runs(n, _piece(w.size, x.dtype.itemsize)):
+
+        def move(i, start=start, size=size):
+            at = pl.ds(start + (i * w.size + w.me) * size, size)
+            value = _total([source[at] for source in sources], out.dtype)
+            for target in targets:
+                target[at] = value
+
+        w.share((count - w.me + (w.size - 1)) // w.size, move)
+    w.meet(EXIT)
+
+
+def _sum_through_staging(w, x, out, staging, view):
+    """Each device writes its array into staging memory of all, and sums what it got."""
+    (n,) = view
+    x, out = x.reshape((1, n)), out.reshape((1, n))
+    half = staging.at[w.epoch % 2]
+    targets = [w.on(half, d).at[pl.ds(w.me, 1)] for d in w.everyone()]
+
+    def send(*at):
+        value = x[at]
+        for target in targets:
+            target[at] = value
+
+    def total(row, columns):
+        parts = [half[pl.ds(d, 1), columns] for d in range(w.size)]
+        out[row, columns] = _total(parts, out.dtype)
+
+    w.pieces(1, n, x.dtype.itemsize, send, w.size)
+    w.meet(ENTRY)
+    w.pieces(1, n, x.dtype.itemsize, total, w.size)
+
+
+def _exchange(w, x, out, view):
+    """Each device writes part d of its array into the result of device d."""
+    major, inner = view
+    x, out = x.reshape((w.size, major, inner)), out.reshape((w.size, major, inner))
+    w.meet(ENTRY)
+    for d in w.everyone():
+        source, target = x.at[d], w.on(out, d).at[w.me]
+
+        def move(*at, source=source, target=target):
+            target[at] = source[at]
+
+        w.pieces(major, inner, x.dtype.itemsize, move)
+    w.meet(EXIT)
+
+
+# ---- calls --------------------------------------------------------------------------------------
+
+
+class Collective:
+    """One kernel on one mesh, with the memory in which its devices meet."""
+
+    def __init__(self, mesh, body, name, outs, staging, blocks, interpret, **options):
+        """body(refs, flags, epochs): of the operands, the outs and the staging memory."""
+        threads = options.pop("num_threads", _THREADS)
+        workers, kinds = options.pop("flags", (blocks * _THREADS, 2))
+        shapes = [*staging, ((workers, kinds, mesh.size), np.int32), ((blocks * _THREADS,), np.int32)]
+        self.fresh, self.mesh = outs, mesh
+        if mesh.devices is None and mesh.group is None:
+            interpret = interpret or True
+        kernel = plgpu.kernel(
+            lambda *refs, **scratch: body(refs[:-2], *refs[-2:], **scratch),
+            out_type=tuple(plgpu.ShapeDtypeStruct(*s) for s in [*outs, *shapes]),
+            grid=(blocks,),
+            grid_names=("block",),
+            num_threads=threads,
+            thread_name="wg",
+            interpret=interpret,
+            kernel_name=name,
+            **options,
+        )
+        self.call = plgpu.spmd(kernel, mesh, ordered=False)
+        self.lasting = [plgpu.symm_empty(*s, mesh) for s in shapes]
+
+    def __call__(self, *args):
+        made = self.call(*args, out=(*[None] * len(self.fresh), *self.lasting))
+        return made[0] if len(self.fresh) == 1 else made[: len(self.fresh)]
+
+    def lower(self, *args, **options):
+        return self.call.lower(*args, **options)
+
+
+@cached
+def _collective(mesh, axis, kind, dtype, out_shape, view, staging, blocks, interpret):
+    kernels = {
+        "all_gather": _gather,
+        "reduce_scatter": _scatter_sums,
+        "all_reduce": _sum_in_two_steps,
+        "all_reduce_one_shot": _sum_through_staging,
+        "all_to_all": _exchange,
+    }
+
+    def body(refs, flags, epochs):
+        w = Workers(flags, epochs, axis, blocks * _THREADS)
+        kernels[kind](w, *refs, view)
+        w.end()
+
+    staging = [(staging, dtype)] if staging else []
+    return Collective(mesh, body, kind, [(out_shape, dtype)], staging, blocks, interpret)
+
+
+def _operand(x, mesh, what):
+    """The array of one device, for its shape and dtype."""
+    if not isinstance(mesh, plgpu.DeviceMesh):
+        raise TypeError(f"{what}: mesh must be a plgpu.DeviceMesh, got {mesh!r}")
+    if mesh.group is not None:
+        return x
+    if not isinstance(x, (list, tuple)) or len(x) != mesh.size:
+        raise TypeError(f"{what}: a list of {mesh.size} arrays is needed, one for each device")
+    return x[0]
+
+
+def _along(mesh, axis_name, what):
+    """The axis of the mesh, and its size."""
+    names = mesh.axis_names
+    if axis_name is None and len(names) == 1:
+        axis_name = names[0]
+    if axis_name not in names:
+        raise ValueError(f"{what}: axis_name must be one of {names}, got {axis_name!r}")
+    if len(names) > 1:
+        raise NotImplementedError(
+            f"{what}: a mesh of {len(names)} axes; make a plgpu.DeviceMesh of the devices along one"
+        )
+    return axis_name, dict(mesh.axes)[axis_name]
+
+
+def _dtype(x, what):
+    name = str(x.dtype).removeprefix("torch.")
+    found = plgpu.ShapeDtypeStruct((), name).dtype
+    if found.kind in "iu" and found.itemsize == 8:
+        raise NotImplementedError(f"{what}: {name}; use a dtype of at most 32 bits")
+    return found
+
+
+def _split(shape, axis, what):
+    """(major, minor): the product of the dims before the axis, and from it on."""
+    if not shape or not -len(shape) <= axis < len(shape):
+        raise ValueError(f"{what}: axis {axis} of an array of shape {tuple(shape)}")
+    axis %= len(shape)
+    return axis, math.prod(shape[:axis]), math.prod(shape[axis:])
+
+
+def _blocks(blocks, what):
+    if isinstance(blocks, bool) or not isinstance(blocks, int) or blocks < 1:
+        raise ValueError(f"{what}: blocks must be a positive int, got {blocks!r}")
+    return blocks
+
+
+def all_gather(x, mesh, axis_name=None, *, axis=0, blocks=16, interpret=None):
+    """The arrays of all devices, joined along ``axis`` in the order of the devices, on each of them.
+
+    x: a list of arrays, one for each device, of one shape and dtype; with a process group, the
+    tensor of this process. Returns the same kind. ``blocks``: how many SMs of each device take
+    part. Calls on one mesh must follow each other on every device, in the same order."""
+    what = "all_gather"
+    one = _operand(x, mesh, what)
+    axis_name, n = _along(mesh, axis_name, what)
+    axis, major, inner = _split(one.shape, axis, what)
+    shape = (*one.shape[:axis], one.shape[axis] * n, *one.shape[axis + 1 :])
+    f = _collective(
+        mesh, axis_name, what, _dtype(one, what), shape, (major, inner), None,
+        _blocks(blocks, what), interpret,
+    )  # fmt: skip
+    return f(x)
+
+
+def reduce_scatter(x, mesh, axis_name=None, *, axis=0, blocks=16, interpret=None):
+    """The sum of the arrays of all devices, split along ``axis``: device d gets part d of it.
+
+    Floats are summed in float32, in the order of the devices. ValueError if the axis has no equal
+    parts. Else as :func:`all_gather`."""
+    what = "reduce_scatter"
+    one = _operand(x, mesh, what)
+    axis_name, n = _along(mesh, axis_name, what)
+    axis, major, inner = _split(one.shape, axis, what)
+    if one.shape[axis] % n:
+        raise ValueError(f"{what}: axis {axis} of {tuple(one.shape)} has no {n} equal parts")
+    shape = (*one.shape[:axis], one.shape[axis] // n, *one.shape[axis + 1 :])
+    f = _collective(
+        mesh, axis_name, what, _dtype(one, what), shape, (major, inner // n), None,
+        _blocks(blocks, what), interpret,
+    )  # fmt: skip
+    return f(x)
+
+
+def all_reduce(x, mesh, axis_name=None, *, blocks=16, one_shot=None, interpret=None):
+    """The sum of the arrays of all devices, the same bits on each of them.
+
+    ``one_shot``: every device sends all of its array to all others and sums all of it, which takes
+    one meeting; otherwise each sums a part and sends it to the others, which takes two. None: one
+    for arrays of up to 64 KiB. Else as :func:`reduce_scatter`."""
+    what = "all_reduce"
+    one = _operand(x, mesh, what)
+    axis_name, devices = _along(mesh, axis_name, what)
+    dtype, n = _dtype(one, what), math.prod(one.shape)
+    if one_shot is None:
+        one_shot = n * dtype.itemsize <= _SMALL
+    kind, staging = ("all_reduce_one_shot", (2, devices, n)) if one_shot else (what, None)
+    f = _collective(
+        mesh, axis_name, kind, dtype, tuple(one.shape), (n,), staging, _blocks(blocks, what),
+        interpret,
+    )  # fmt: skip
+    return f(x)
+
+
+def all_to_all(x, mesh, axis_name=None, *, blocks=16, interpret=None):
+    """Part d of each array, along its first dimension, goes to device d: part s of the result came
+    from device s. ValueError if the dimension has no equal parts. Else as :func:`all_gather`."""
+    what = "all_to_all"
+    one = _operand(x, mesh, what)
+    axis_name, n = _along(mesh, axis_name, what)
+    _split(one.shape, 0, what)
+    if one.shape[0] % n:
+        raise ValueError(f"{what}: the first dimension of {tuple(one.shape)} has no {n} equal parts")
+    view = (1, math.prod(one.shape) // n)
+    f = _collective(
+        mesh, axis_name, what, _dtype(one, what), tuple(one.shape), view, None,
+        _blocks(blocks, what), interpret,
+    )  # fmt: skip
+    return f(x)

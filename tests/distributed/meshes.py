@@ -1,0 +1,78 @@
+"""Kernels on meshes of devices: run on the interpreter under several schedules, with the race
+detector, while NVRTC compiles the program for sm_90a; the program on the
+emulated machine; or on GPUs."""
+
+import numpy as np
+import pytest
+
+import pallas_mgpu as plgpu
+from pallas_mgpu import _core
+from pallas_mgpu.machine import run as host
+
+GPUS = _core.system_info().get("device_count", 0)
+needs_two = pytest.mark.skipif(GPUS < 2, reason="needs two GPUs of one process")
+
+
+def struct(shape, dtype=np.float32):
+    return plgpu.ShapeDtypeStruct(shape, dtype)
+
+
+def params(seed=0, **options):
+    return plgpu.InterpretParams(seed=seed, detect_races=True, on_race="raise", **options)
+
+
+class Mesh:
+    """Runs bodies on a mesh of devices."""
+
+    def __init__(self, shape, names, way="interpret"):
+        self.way = way
+        devices = range(int(np.prod(shape))) if way == "cuda" else None
+        self.mesh = plgpu.DeviceMesh(shape, names, devices=devices)
+
+    def kernel(self, body, outs, seed=0, **options):
+        if self.way != "cuda":
+            options.setdefault("interpret", params(seed))
+        return plgpu.kernel(body, out_type=outs, **options)
+
+    def __call__(self, body, outs, *args, seeds=(0, 1, 2), specs=None, compiles=True, **options):
+        """The results, which must be the same under all schedules. args: a list for each operand."""
+        if self.way == "cuda":
+            f = plgpu.spmd(self.kernel(body, outs, **options), self.mesh, specs, specs)
+            on = [[plgpu.device_put(np.asarray(x), d) for d, x in enumerate(a)] for a in args]
+            return plgpu.tree.map(lambda x: x.numpy(), f(*on))
+        if self.way == "host":
+            return self.emulated(body, outs, args, seeds, options)
+        first = None
+        for seed in seeds:
+            f = plgpu.spmd(self.kernel(body, outs, seed, **options), self.mesh, specs, specs)
+            got = f(*args)
+            first = got if first is None else first
+            for x, y in zip(plgpu.tree.leaves(first), plgpu.tree.leaves(got), strict=True):
+                np.testing.assert_array_equal(x, y)
+        if compiles:
+            flat = [a[0] if isinstance(a, list) else a for a in args]
+            used = f.lower(*flat).resources()
+            assert used["stack_bytes"] == 0 and used["spill_bytes"] == 0, used
+        return first
+
+
+    def emulated(self, body, outs, args, seeds, options):
+        """By the generated program on the emulated machine."""
+        f = plgpu.spmd(self.kernel(body, outs, **options), self.mesh)
+        lowered, n, first = f.lower(*(a[0] for a in args)), self.mesh.size, None
+        leaves = plgpu.tree.leaves(outs)
+        for seed in seeds:
+            got = [[np.full(o.shape, 0, o.dtype) for o in leaves] for _ in range(n)]
+            host.run_mesh(lowered, [[np.ascontiguousarray(a[d]) for a in args] for d in range(n)],
+                          got, seed)
+            first = first or got
+            for x, y in zip(plgpu.tree.leaves(first), plgpu.tree.leaves(got), strict=True):
+                assert x.tobytes() == y.tobytes(), f"seeds {seeds[0]} and {seed} differ"
+        columns = [list(c) for c in zip(*first)]
+        return columns if isinstance(outs, tuple) else columns[0]
+
+
+def shards(rng, n, shape, dtype=np.float32):
+    if np.issubdtype(dtype, np.integer):
+        return [rng.integers(-99, 99, shape, dtype) for _ in range(n)]
+    return [rng.standard_normal(shape, np.float32).astype(dtype) for _ in range(n)]

@@ -1,0 +1,100 @@
+"""Products over devices: right under every schedule, call after call, for shapes nothing divides."""
+
+import numpy as np
+import pytest
+from ml_dtypes import bfloat16
+from distributed.meshes import needs_two, params
+
+import pallas_mgpu as plgpu
+from pallas_mgpu.ops import distributed_matmul as ops
+
+
+@pytest.fixture(params=["interpret", pytest.param("cuda", marks=[pytest.mark.gpu, needs_two])])
+def way(request):
+    return request.param
+
+
+def on(way, n, *arrays):
+    if way != "cuda":
+        return plgpu.DeviceMesh(n, "x"), arrays
+    mesh = plgpu.DeviceMesh(n, "x", devices=range(n))
+    return mesh, [[plgpu.device_put(a, d) for d, a in enumerate(x)] for x in arrays]
+
+
+def operands(rng, n, shape, dtype):
+    return [rng.standard_normal(shape, np.float32).astype(dtype) / 4 for _ in range(n)]
+
+
+# what TMA cannot address is copied by lanes, with a warning
+pytestmark = pytest.mark.filterwarnings("ignore:.*loads and stores of all lanes")
+
+SHAPES = [(128, 64, 128), (130, 96, 264), (7, 200, 33), (257, 130, 129)]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", [np.float16, bfloat16])
+def test_all_gather_matmul(way, rng, shape, dtype):
+    n, (m, k, cols) = 2, shape
+    a, b = operands(rng, n, (m, k), dtype), operands(rng, n, (k, cols), dtype)
+    mesh, (x, y) = on(way, n, a, b)
+    interpret = None if way == "cuda" else params(3)
+    for _ in range(2):
+        got = ops.all_gather_matmul(x, y, mesh, blocks=3, out_dtype=np.float32, interpret=interpret)
+    for d in range(n):
+        want = np.concatenate(a).astype(np.float32) @ b[d].astype(np.float32)
+        np.testing.assert_allclose(np.asarray(got[d]), want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", [np.float16, bfloat16])
+def test_matmul_reduce_scatter(way, rng, shape, dtype):
+    n, (m, k, cols) = 2, shape
+    a, b = operands(rng, n, (n * m, k), dtype), operands(rng, n, (k, cols), dtype)
+    mesh, (x, y) = on(way, n, a, b)
+    interpret = None if way == "cuda" else params(3)
+    for _ in range(2):
+        got = ops.matmul_reduce_scatter(
+            x, y, mesh, blocks=3, out_dtype=np.float32, interpret=interpret
+        )
+    total = sum(u.astype(np.float32) @ v.astype(np.float32) for u, v in zip(a, b))
+    for d in range(n):
+        want = total[d * m : (d + 1) * m]
+        np.testing.assert_allclose(np.asarray(got[d]), want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("f", [ops.all_gather_matmul, ops.matmul_reduce_scatter])
+@pytest.mark.parametrize("seed", range(3))
+def test_four_devices(rng, f, seed):
+    """Equal bits under all schedules; several calls follow each other."""
+    n, (m, k, cols) = 4, (66, 72, 130)
+    a = operands(rng, n, (m if f is ops.all_gather_matmul else n * m, k), bfloat16)
+    b = operands(rng, n, (k, cols), bfloat16)
+    mesh = plgpu.DeviceMesh(n, "x")
+    first = f(a, b, mesh, blocks=2, interpret=params(0))
+    for _ in range(3):
+        got = f(a, b, mesh, blocks=2, interpret=params(seed + 1))
+    for x, y in zip(first, got, strict=True):
+        assert x.tobytes() == y.tobytes()
+
+
+@pytest.mark.parametrize("make", [ops._gathered, ops._scattered])
+def test_programs(make):
+    """For sm_90a, without spills, and no wait that serialises products."""
+    mesh, bf = plgpu.DeviceMesh(2, "x"), np.dtype(bfloat16)
+    f = make(mesh, "x", 1024, 4096, 2048, bf, bf, 132, None)
+    rows = 1024 if make is ops._gathered else 2048
+    struct = plgpu.ShapeDtypeStruct
+    used = f.lower(struct((rows, 4096), bf), struct((4096, 2048), bf)).resources()
+    assert used["spill_bytes"] == 0 and used["stack_bytes"] == 0, used
+    assert "C75" not in used["remarks"], used
+
+
+def test_wrong_arguments(rng):
+    mesh = plgpu.DeviceMesh(2, "x")
+    a, b = operands(rng, 2, (3, 8), np.float16), operands(rng, 2, (8, 8), np.float16)
+    with pytest.raises(ValueError, match="no 2 equal parts"):
+        ops.matmul_reduce_scatter(a, b, mesh)
+    with pytest.raises(ValueError, match=r"a must be \(m, k\)"):
+        ops.all_gather_matmul(a, a, mesh)
+    with pytest.raises(NotImplementedError, match="float16"):
+        ops.all_gather_matmul([x.astype(np.float32) for x in a], b, mesh)

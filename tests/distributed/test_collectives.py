@@ -1,0 +1,99 @@
+"""ops.distributed: what every device gets, whatever the schedule, call after call."""
+
+import numpy as np
+import pytest
+from ml_dtypes import bfloat16
+from distributed.meshes import needs_two, params, shards
+
+import pallas_mgpu as plgpu
+from pallas_mgpu.ops import distributed
+
+
+@pytest.fixture(params=["interpret", pytest.param("cuda", marks=[pytest.mark.gpu, needs_two])])
+def way(request):
+    return request.param
+
+
+def run(way, f, x, n, seed=0, calls=1, **options):
+    """The results of the last of some calls, as NumPy arrays."""
+    if way == "cuda":
+        mesh = plgpu.DeviceMesh(n, "x", devices=range(n))
+        x = [plgpu.device_put(a, d) for d, a in enumerate(x)]
+    else:
+        mesh, options["interpret"] = plgpu.DeviceMesh(n, "x"), params(seed)
+    for _ in range(calls):
+        y = f(x, mesh, blocks=2, **options)
+    return [np.asarray(a) for a in y]
+
+
+SHAPES = [(1,), (3, 5), (40, 33), (2, 5000), (7, 3, 130)]
+DTYPES = [np.float32, np.float16, bfloat16, np.int32]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("axis", [0, -1])
+def test_all_gather(way, rng, shape, axis):
+    n = 2 if way == "cuda" else 3
+    x = shards(rng, n, shape)
+    for y in run(way, distributed.all_gather, x, n, axis=axis, calls=3):
+        np.testing.assert_array_equal(y, np.concatenate(x, axis))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("axis", [0, 1])
+def test_reduce_scatter(way, rng, dtype, axis):
+    n = 2 if way == "cuda" else 4
+    x = shards(rng, n, (4 * 3, 4 * 37), dtype)
+    total = sum(a.astype(np.float32) for a in x).astype(dtype)
+    y = run(way, distributed.reduce_scatter, x, n, axis=axis, calls=2)
+    for a, b in zip(y, np.split(total, n, axis), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("one_shot", [False, True])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", [np.float32, bfloat16])
+def test_all_reduce(way, rng, shape, dtype, one_shot):
+    n = 2 if way == "cuda" else 3
+    x = shards(rng, n, shape, dtype)
+    total = sum(a.astype(np.float32) for a in x).astype(dtype)
+    for y in run(way, distributed.all_reduce, x, n, one_shot=one_shot, calls=4):
+        np.testing.assert_array_equal(y, total)
+
+
+@pytest.mark.parametrize("shape", [(3,), (6, 7), (3, 5000)], ids=str)
+def test_all_to_all(way, rng, shape):
+    n = 2 if way == "cuda" else 3
+    x = shards(rng, n, (shape[0] // 3 * n, *shape[1:]), np.float16)
+    y = run(way, distributed.all_to_all, x, n, calls=2)
+    parts = [np.split(a, n) for a in x]
+    for d in range(n):
+        np.testing.assert_array_equal(y[d], np.concatenate([p[d] for p in parts]))
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("one_shot", [False, True])
+def test_schedules(rng, seed, one_shot):
+    """Eight devices, late and early, with the race detector."""
+    x = shards(rng, 8, (9, 300))
+    total = sum(x)
+    for y in run("interpret", distributed.all_reduce, x, 8, seed, 3, one_shot=one_shot):
+        np.testing.assert_array_equal(y, total)
+
+
+def test_wrong_arguments(rng):
+    mesh, x = plgpu.DeviceMesh(2, "x"), shards(rng, 2, (3, 4))
+    with pytest.raises(TypeError, match="list of 2 arrays"):
+        distributed.all_gather(x[0], mesh)
+    with pytest.raises(TypeError, match="plgpu.DeviceMesh"):
+        distributed.all_gather(x, 2)
+    with pytest.raises(ValueError, match="no 2 equal parts"):
+        distributed.reduce_scatter(x, mesh)
+    with pytest.raises(ValueError, match="axis_name"):
+        distributed.all_gather(x, mesh, "y")
+    with pytest.raises(ValueError, match="axis 2"):
+        distributed.all_gather(x, mesh, axis=2)
+    with pytest.raises(ValueError, match="blocks"):
+        distributed.all_gather(x, mesh, blocks=0)
+    with pytest.raises(NotImplementedError, match="2 axes"):
+        distributed.all_gather(shards(rng, 4, (4,)), plgpu.DeviceMesh((2, 2), ("x", "y")), "x")
