@@ -138,8 +138,8 @@ def remote_ref(ref, device_id, device_id_type=DeviceIdType.MESH):
 def multicast_ref(ref, collective_axes):
     """The same operand, output or semaphore as ``ref`` on all devices of the mesh at once: a
     destination of ``copy_smem_to_gmem``. ``collective_axes`` must name all axes of the mesh. Needs
-    memory that NVLink multicasts: ``plgpu.spmd(..., multicast=True)``. ValueError otherwise, and for
-    a ref of another device."""
+    memory that NVLink multicasts: ``plgpu.symm_empty(..., multicast=True)``. ValueError otherwise,
+    and for a ref of another device."""
     what = "multicast_ref"
     ref = _gmem(ref, what)
     all_axes(collective_axes, what)
@@ -167,8 +167,8 @@ def multimem_store(source, ref, collective_axes):
     """Store an array to ``ref`` on all devices of the mesh, through the NVLink switch (Hopper).
 
     ``ref``: the device's own, in GMEM, with the shape and dtype of ``source``; ValueError
-    otherwise, and unless ``collective_axes`` names all axes of the mesh. Each lane must hold 4 bytes
-    or more that are neighbours in memory."""
+    otherwise, and unless ``collective_axes`` names all axes of the mesh. Each lane must hold 4
+    bytes or more that are neighbours in memory."""
     what = "multimem_store"
     ref = _reached_by_all(ref, collective_axes, what)
     source = as_array(source, what)

@@ -157,7 +157,8 @@ def semaphore_signal_parallel(*signals):
 
 def semaphore_signal_multicast(semaphore, value=1, *, collective_axes):
     """Add ``value`` to the semaphore on every device of the mesh, this one included, through the
-    NVLink switch (Hopper). ``collective_axes`` must name all axes of the mesh; ValueError otherwise."""
+    NVLink switch (Hopper). ``collective_axes`` must name all axes of the mesh; ValueError
+    otherwise."""
     what = "semaphore_signal_multicast"
     semaphore = _one(semaphore, what)
     all_axes(collective_axes, what)

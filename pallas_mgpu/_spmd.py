@@ -102,7 +102,7 @@ def _group(group, n):
     group = dist.group.WORLD if group is True else group
     if dist.get_world_size(group) != n:
         raise ValueError(
-            f"DeviceMesh: the group has {dist.get_world_size(group)} processes, the mesh {n} devices"
+            f"DeviceMesh: the group has {dist.get_world_size(group)} processes, and {n} are needed"
         )
     return group
 
@@ -293,8 +293,10 @@ class SpmdKernel:
             if not isinstance(x, np.ndarray):
                 columns.append([x] * n)
                 continue
-            parts = [np.ascontiguousarray(x[_slices(x.shape, spec, self.mesh, d, what)])
-                     for d in range(n)]
+            parts = [
+                np.ascontiguousarray(x[_slices(x.shape, spec, self.mesh, d, what)])
+                for d in range(n)
+            ]
             if self._on_gpus():
                 parts = [_core.device_put(p, d) for p, d in zip(parts, self.mesh.devices)]
             columns.append(parts)
@@ -313,7 +315,9 @@ class SpmdKernel:
             columns = self._outs(out, rows)
             for k, x in enumerate(columns):
                 if not isinstance(x, (list, tuple)) or len(x) != n:
-                    raise ValueError(f"{self.definition.name}: out[{k}] must be a list of {n} arrays")
+                    raise ValueError(
+                        f"{self.definition.name}: out[{k}] must be a list of {n} arrays"
+                    )
             outs = [tuple(c[d] for c in columns) for d in range(n)]
         results = _core.mesh_call(self.kernel, rows, outs, self.ordered)
         return self._collect(results, whole and out is None)
@@ -434,4 +438,3 @@ def spmd(kernel, mesh, in_specs=None, out_specs=None, *, ordered=True):
     ValueError, TypeError otherwise.
     """
     return SpmdKernel(kernel, mesh, in_specs, out_specs, bool(ordered))
-

@@ -509,9 +509,7 @@ def run_mesh(lowered, args, outs, seed=0, *, written=False):
         for place, row in zip(places, data):
             for k, x in enumerate(row):
                 place.bytes_of(k, x.size)[:] = x if written or k < len(args[0]) else 0xA5
-        printed = launch_mesh(
-            text, info, library, sizes, same, len(args[0]), places, seed, written
-        )
+        printed = launch_mesh(text, info, library, sizes, same, len(args[0]), places, seed, written)
         for place, row in zip(places, data):
             for k in range(len(args[0]), len(row)):
                 row[k][:] = place.bytes_of(same[k], row[k].size)

@@ -6,12 +6,12 @@ arrays. Flags count up: a worker has an epoch, the number of its launch, which i
 so that calls and replays of a CUDA graph alike find it one higher. A flag that is as high as the
 epoch was raised in this launch.
 
-Arrays of a call are ready for others only once the kernel has begun on their device, since what made
-them stands in front of it in the stream. So workers that read or write others' arrays first hear
-from them (`entry`); and a kernel ends only when all others have ended with its arrays (`exit`).
-Small sums need one meeting alone: each device writes to staging memory of the others, which lasts.
-It has two halves, for even and odd epochs: who writes to a half again has heard of the launch in
-between, and that one began after all that read the half before.
+Arrays of a call are ready for others only once the kernel has begun on their device, since what
+made them stands in front of it in the stream. So workers that read or write others' arrays first
+hear from them (ENTRY); and a kernel ends only when all others have ended with its arrays (EXIT).
+Small sums need only one meeting: each device writes to staging memory of the others, which lasts.
+It has two halves, for even and odd epochs: a device that writes to a half again has heard of the
+launch in between, and that one began after everyone had read the half.
 
 Sums are taken in float32 in the order of the ranks, so that all devices get the same bits."""
 
@@ -99,7 +99,7 @@ class Workers:
 
 
 def _piece(arrays, itemsize):
-    """Elements that a worker takes at a time of each of some arrays: registers have room for them."""
+    """Elements that a worker takes at a time of each of some arrays: they fit in registers."""
     return max(min(_PIECE, 2 * _PIECE // arrays), 2048) // itemsize
 
 
@@ -222,7 +222,11 @@ class Collective:
         """body(refs, flags, epochs): of the operands, the outs and the staging memory."""
         threads = options.pop("num_threads", _THREADS)
         workers, kinds = options.pop("flags", (blocks * _THREADS, 2))
-        shapes = [*staging, ((workers, kinds, mesh.size), np.int32), ((blocks * _THREADS,), np.int32)]
+        shapes = [
+            *staging,
+            ((workers, kinds, mesh.size), np.int32),
+            ((blocks * _THREADS,), np.int32),
+        ]
         self.fresh, self.mesh = outs, mesh
         if mesh.devices is None and mesh.group is None:
             interpret = interpret or True
@@ -315,7 +319,7 @@ def _blocks(blocks, what):
 
 
 def all_gather(x, mesh, axis_name=None, *, axis=0, blocks=16, interpret=None):
-    """The arrays of all devices, joined along ``axis`` in the order of the devices, on each of them.
+    """The arrays of all devices, joined along ``axis`` in the order of the devices, on each.
 
     x: a list of arrays, one for each device, of one shape and dtype; with a process group, the
     tensor of this process. Returns the same kind. ``blocks``: how many SMs of each device take
@@ -379,7 +383,9 @@ def all_to_all(x, mesh, axis_name=None, *, blocks=16, interpret=None):
     axis_name, n = _along(mesh, axis_name, what)
     _split(one.shape, 0, what)
     if one.shape[0] % n:
-        raise ValueError(f"{what}: the first dimension of {tuple(one.shape)} has no {n} equal parts")
+        raise ValueError(
+            f"{what}: the first dimension of {tuple(one.shape)} has no {n} equal parts"
+        )
     view = (1, math.prod(one.shape) // n)
     f = _collective(
         mesh, axis_name, what, _dtype(one, what), tuple(one.shape), view, None,

@@ -1,18 +1,18 @@
 """Products over the devices of a mesh, which compute while their operands or results travel.
 
-all-gather, then product: each device has some rows of A, and wants the product of all rows with its
-own B. A warpgroup of each block, the *courier*, writes the rows of its device into staging memory of
-the others; producer and consumers of the block work on the device's own rows first, and on those of
-another device once all couriers of that one have told that they are there.
+All-gather, then product: each device has some rows of A, and wants the product of all rows with
+its own B. A warpgroup of each block, the *courier*, writes the rows of its device into staging
+memory of the others. Producer and consumers of the block work on the device's own rows first, and
+on those of another device once all couriers of that one have told that they are there.
 
-product, then reduce-scatter: each device has some columns of A and rows of B, so that its product
+Product, then reduce-scatter: each device has some columns of A and rows of B, so that its product
 is one of the summands. Blocks send the tiles of a summand, float32, to the device whose rows they
 are, beginning with those of the next device and ending with their own. Then each block sums the
 tiles that it is in charge of, in the order of the ranks, once all of their summands are there.
 
-Staging memory has two halves, and flags count up, as in distributed.py. Operands are fetched through
-a ring of slots in shared memory (_common.py), and the blocks are persistent: all of them run at
-once, so that who waits for another device's block waits for one that runs."""
+Staging memory has two halves, and flags count up, as in distributed.py. Operands are fetched
+through a ring of slots in shared memory (_common.py). The blocks are persistent: all of them run
+at once, so that a block that waits for one of another device waits for one that runs."""
 
 import math
 
@@ -69,12 +69,8 @@ class _Products:
     @staticmethod
     def scratch(dtype):
         return {
-            "a_smem": plgpu.SMEM(
-                (_STAGES, _ROWS, _STEP), dtype, transforms=swizzled(_STEP, dtype)
-            ),
-            "b_smem": plgpu.SMEM(
-                (_STAGES, _STEP, _COLUMNS), dtype, transforms=swizzled(64, dtype)
-            ),
+            "a_smem": plgpu.SMEM((_STAGES, _ROWS, _STEP), dtype, transforms=swizzled(_STEP, dtype)),
+            "b_smem": plgpu.SMEM((_STAGES, _STEP, _COLUMNS), dtype, transforms=swizzled(64, dtype)),
             **Ring.barriers(_STAGES, 2, _CONSUMERS),
         }
 

@@ -35,7 +35,7 @@ class Mesh:
         return plgpu.kernel(body, out_type=outs, **options)
 
     def __call__(self, body, outs, *args, seeds=(0, 1, 2), specs=None, compiles=True, **options):
-        """The results, which must be the same under all schedules. args: a list for each operand."""
+        """The results, the same under all schedules. args: a list for each operand."""
         if self.way == "cuda":
             f = plgpu.spmd(self.kernel(body, outs, **options), self.mesh, specs, specs)
             on = [[plgpu.device_put(np.asarray(x), d) for d, x in enumerate(a)] for a in args]
@@ -55,7 +55,6 @@ class Mesh:
             assert used["stack_bytes"] == 0 and used["spill_bytes"] == 0, used
         return first
 
-
     def emulated(self, body, outs, args, seeds, options):
         """By the generated program on the emulated machine."""
         f = plgpu.spmd(self.kernel(body, outs, **options), self.mesh)
@@ -63,8 +62,9 @@ class Mesh:
         leaves = plgpu.tree.leaves(outs)
         for seed in seeds:
             got = [[np.full(o.shape, 0, o.dtype) for o in leaves] for _ in range(n)]
-            host.run_mesh(lowered, [[np.ascontiguousarray(a[d]) for a in args] for d in range(n)],
-                          got, seed)
+            host.run_mesh(
+                lowered, [[np.ascontiguousarray(a[d]) for a in args] for d in range(n)], got, seed
+            )
             first = first or got
             for x, y in zip(plgpu.tree.leaves(first), plgpu.tree.leaves(got), strict=True):
                 assert x.tobytes() == y.tobytes(), f"seeds {seeds[0]} and {seed} differ"

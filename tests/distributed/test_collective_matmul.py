@@ -1,9 +1,9 @@
-"""Products over devices: right under every schedule, call after call, for shapes nothing divides."""
+"""Products over devices: right under every schedule, call after call, for any shape."""
 
 import numpy as np
 import pytest
-from ml_dtypes import bfloat16
 from distributed.meshes import needs_two, params
+from ml_dtypes import bfloat16
 
 import pallas_mgpu as plgpu
 from pallas_mgpu.ops import distributed_matmul as ops

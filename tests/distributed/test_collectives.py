@@ -2,8 +2,8 @@
 
 import numpy as np
 import pytest
-from ml_dtypes import bfloat16
 from distributed.meshes import needs_two, params, shards
+from ml_dtypes import bfloat16
 
 import pallas_mgpu as plgpu
 from pallas_mgpu.ops import distributed

@@ -4,8 +4,8 @@ import re
 
 import numpy as np
 import pytest
-from ml_dtypes import bfloat16, float8_e4m3fn
 from distributed.meshes import Mesh, needs_two, params, shards, struct
+from ml_dtypes import bfloat16, float8_e4m3fn
 
 import pallas_mgpu as plgpu
 from pallas_mgpu import lax, pl
@@ -14,7 +14,9 @@ from pallas_mgpu import numpy as jnp
 REGULAR = plgpu.SemaphoreType.REGULAR
 
 
-@pytest.fixture(params=["interpret", "host", pytest.param("cuda", marks=[pytest.mark.gpu, needs_two])])
+@pytest.fixture(
+    params=["interpret", "host", pytest.param("cuda", marks=[pytest.mark.gpu, needs_two])]
+)
 def way(request):
     return request.param
 
@@ -179,7 +181,11 @@ def test_semaphores_of_blocks_and_of_the_launch(way):
         y[block] = pl.semaphore_read(everyone)
 
     y = Mesh((2,), "x", way)(
-        body, struct((blocks,), np.int32), grid=(blocks,), grid_names=("i",), scratch_types=[REGULAR]
+        body,
+        struct((blocks,), np.int32),
+        grid=(blocks,),
+        grid_names=("i",),
+        scratch_types=[REGULAR],
     )
     np.testing.assert_array_equal(y, np.full((2, blocks), blocks))
 
@@ -224,7 +230,9 @@ def test_signal_parallel(on_cpu, way, rng):
     kernel = mesh.kernel(body, struct((3, 33)), scratch_types=[REGULAR])
     text = plgpu.spmd(kernel, mesh.mesh).lower(x[0]).as_text("cuda")
     body = text[text.index("signal_kernel(") if "signal_kernel(" in text else 0 :]
-    assert body.count("semaphore_signal_first(") - body.count("FN void semaphore_signal_first(") == 1
+    assert (
+        body.count("semaphore_signal_first(") - body.count("FN void semaphore_signal_first(") == 1
+    )
 
 
 @pytest.mark.parametrize("warps", [False, True])
@@ -266,7 +274,9 @@ def test_multimem_store(on_cpu, rng, dtype):
 
 SWITCH = [(np.float32, "add")]
 SWITCH += [(t, op) for t in (np.float16, bfloat16) for op in ("add", "min", "max")]
-SWITCH += [(t, op) for t in (np.int32, np.uint32) for op in ("add", "min", "max", "and", "or", "xor")]
+SWITCH += [
+    (t, op) for t in (np.int32, np.uint32) for op in ("add", "min", "max", "and", "or", "xor")
+]
 
 
 @pytest.mark.parametrize("dtype,op", SWITCH, ids=str)
@@ -338,7 +348,9 @@ def test_semaphores_in_memory_that_lasts():
     np.testing.assert_array_equal([np.asarray(x) for x in flags], [[4, 4]] * 2)
 
 
-@pytest.mark.parametrize("way", ["interpret", pytest.param("cuda", marks=[pytest.mark.gpu, needs_two])])
+@pytest.mark.parametrize(
+    "way", ["interpret", pytest.param("cuda", marks=[pytest.mark.gpu, needs_two])]
+)
 def test_one_kernel_many_times_and_several_in_turn(way, rng):
     """51 launches of one kernel; two kernels that alternate, without anything between them."""
 
@@ -356,7 +368,9 @@ def test_one_kernel_many_times_and_several_in_turn(way, rng):
             body(scale, x, y, sem)
 
         fs.append(plgpu.spmd(mesh.kernel(one, struct((130,)), scratch_types=[REGULAR]), mesh.mesh))
-    x = [plgpu.device_put(a, d) if way == "cuda" else a for d, a in enumerate(shards(rng, 2, (130,)))]
+    x = [
+        plgpu.device_put(a, d) if way == "cuda" else a for d, a in enumerate(shards(rng, 2, (130,)))
+    ]
     y = x
     for _ in range(51):
         y = fs[0](y)
@@ -465,8 +479,9 @@ def test_wrong_uses(use, error, text):
 
 
 def test_wrong_meshes():
-    kernel = plgpu.kernel(lambda y: None, out_type=struct((4,)), interpret=True, grid=(1,),
-                          grid_names=("x",))
+    kernel = plgpu.kernel(
+        lambda y: None, out_type=struct((4,)), interpret=True, grid=(1,), grid_names=("x",)
+    )
     with pytest.raises(ValueError, match="one name for each axis"):
         plgpu.DeviceMesh((2, 2), ("x",))
     with pytest.raises(ValueError, match="different strings"):
@@ -504,11 +519,19 @@ def test_out_of_bounds_on_another_device():
             to[...] = jnp.zeros((4,), np.float32)
 
     with pytest.raises(IndexError) as e:
-        call(body, outs=struct((3, 4)), args=([np.array([7], np.int32)] * 2,), grid=(2,),
-             grid_names=("i",))
+        call(
+            body,
+            outs=struct((3, 4)),
+            args=([np.array([7], np.int32)] * 2,),
+            grid=(2,),
+            grid_names=("i",),
+        )
     text = str(e.value)
     assert "index 7 of dimension 0 lies outside 'y'" in text and "on device (0,)" in text
-    assert re.search(r"device \(1,\), grid point \([01],\), thread 0", text) and "test_remote.py:" in text
+    assert (
+        re.search(r"device \(1,\), grid point \([01],\), thread 0", text)
+        and "test_remote.py:" in text
+    )
 
 
 def test_no_such_device():
