@@ -21,6 +21,10 @@ from ._names import show
 from ._types import ShapeDtypeStruct, _Frozen, _shape, ints
 
 
+def _torch(name=""):
+    return importlib.import_module(f"torch{name}")
+
+
 class PartitionSpec(tuple):
     """How an array is split over a mesh: for each dimension the name of an axis, a tuple of names,
     or None. Dimensions that are left out are not split."""
@@ -95,8 +99,7 @@ class DeviceMesh(_Frozen):
 
 
 def _group(group, n):
-    import torch.distributed as dist
-
+    dist = _torch(".distributed")
     if not dist.is_initialized():
         raise RuntimeError("DeviceMesh: group= needs torch.distributed.init_process_group first")
     group = dist.group.WORLD if group is True else group
@@ -138,9 +141,7 @@ def symm_empty(shape, dtype, mesh, *, multicast=False):
 
 
 def _symmetric_tensor(spec, group, multicast):
-    import torch
-    import torch.distributed._symmetric_memory as symm_mem
-
+    torch, symm_mem = _torch(), _torch(".distributed._symmetric_memory")
     dtype = getattr(torch, spec.dtype.name)
     x = symm_mem.empty(spec.shape, dtype=dtype, device=torch.device("cuda"))
     handle = symm_mem.rendezvous(x, group)
@@ -224,7 +225,7 @@ def _empty(spec, like, number, mesh):
     if isinstance(like, _core.DeviceArray):
         return _core.device_empty(spec.shape, spec.dtype, mesh.devices[number])
     if hasattr(like, "new_empty"):  # torch
-        dtype = getattr(importlib.import_module("torch"), spec.dtype.name)
+        dtype = getattr(_torch(), spec.dtype.name)
         return like.new_empty(spec.shape, dtype=dtype)
     if isinstance(like, np.ndarray):
         return np.empty(spec.shape, spec.dtype)
@@ -357,9 +358,7 @@ class SpmdKernel:
     # ---- one process for each device ----
 
     def _call_rank(self, args, out):
-        import torch
-        import torch.distributed as dist
-
+        torch, dist = _torch(), _torch(".distributed")
         group = self.mesh.group
         if not all(isinstance(x, torch.Tensor) and x.is_cuda for x in args):
             raise TypeError(f"{self.definition.name}: CUDA tensors of this process are needed")
@@ -384,14 +383,20 @@ class SpmdKernel:
         stream = torch.cuda.current_stream().cuda_stream
         rank = dist.get_rank(group)
         _core.mesh_launch(
-            self.kernel, rank, tuple(args), tuple(made), tables, self._counters, stream
+            self.kernel,
+            rank,
+            self.mesh.size,
+            tuple(args),
+            tuple(made),
+            tables,
+            self._counters,
+            stream,
         )
         return made[0] if self.definition.wrapped else self.definition.out_container(made)
 
     def _agree(self, signature, group):
         """ValueError unless all ranks call with arrays of the same shapes and dtypes."""
-        import torch.distributed as dist
-
+        dist = _torch(".distributed")
         everyone = [None] * dist.get_world_size(group)
         dist.all_gather_object(everyone, signature, group=group)
         for rank, other in enumerate(everyone):

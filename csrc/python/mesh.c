@@ -148,6 +148,115 @@ static PyObject *mesh_call(PyObject *module, PyObject *const *args, Py_ssize_t n
   return result;
 }
 
+/* ---- one process for each device ---------------------------------------------------------- */
+
+/* Addresses of one argument on all devices, from (list, address of all): a column of `pointers`. */
+static int read_addresses(PyObject *entry, uint32_t n, uint64_t *first, size_t step, uint64_t *all) {
+  PyObject *list, *everywhere;
+  if (!PyArg_ParseTuple(entry, "O!O", &PyList_Type, &list, &everywhere)) return -1;
+  if (PyList_GET_SIZE(list) != n) {
+    PyErr_Format(PyExc_ValueError, "mesh_launch: %zd addresses for %u devices",
+                 PyList_GET_SIZE(list), n);
+    return -1;
+  }
+  for (uint32_t d = 0; d < n; d++)
+    first[d * step] = PyLong_AsUnsignedLongLong(PyList_GET_ITEM(list, d));
+  *all = PyLong_AsUnsignedLongLong(everywhere);
+  return PyErr_Occurred() ? -1 : 0;
+}
+
+typedef struct table {
+  uint64_t *pointers, *all, counters[PM_MAX_DEVICES], all_counters;
+  const uint64_t *rows[PM_MAX_DEVICES];
+} table;
+
+static int fill_table(pmpy_call *c, const pm_kernel *k, PyObject *tables, uint32_t n, table *t) {
+  const uint32_t n_params = c->n_in + c->plan->n_out;
+  const int32_t *params;
+  const uint32_t n_peers = pm_kernel_peers(k, &params);
+  for (uint32_t i = 0; i < n_peers; i++) {
+    if (params[i] < 0) continue;
+    PyObject *entry = PyList_GetItem(tables, params[i]);
+    if (entry == Py_None)
+      PyErr_Format(PyExc_ValueError,
+                   "kernel %U: argument %d (operands, then outputs, from 0) is accessed on other "
+                   "devices, and is not in memory that they reach: make it by plgpu.symm_empty",
+                   c->name, params[i]);
+    if (!entry || entry == Py_None ||
+        read_addresses(entry, n, t->pointers + params[i], n_params, &t->all[params[i]]) < 0)
+      return -1;
+  }
+  for (uint32_t d = 0; d < n; d++) t->rows[d] = t->pointers + (size_t)d * n_params;
+  return 0;
+}
+
+/* Calls counters(words) -> (addresses, address of all), then launches. */
+static int launch_rank(pmpy_call *c, uint32_t rank, uint32_t n, PyObject *tables,
+                       PyObject *counters, table *t) {
+  const uint32_t n_params = c->n_in + c->plan->n_out;
+  uint64_t own[PMPY_MAX_PARAMS];
+  PMPY_ERR(err);
+  pm_kernel *k = pmpy_plan_kernel(c->plan, c->device);
+  if (!k || fill_table(c, k, tables, n, t) < 0) return -1;
+  for (uint32_t i = 0; i < c->n_in; i++) own[i] = c->in[i].ptr;
+  for (uint32_t i = 0; i < c->plan->n_out; i++) own[c->n_in + i] = c->out[i].ptr;
+  memcpy(t->pointers + (size_t)rank * n_params, own, n_params * sizeof *own);
+  PyObject *words = PyObject_CallFunction(counters, "I", c->plan->program.n_counters + 1);
+  const int code = words ? read_addresses(words, n, t->counters, 1, &t->all_counters) : -1;
+  Py_XDECREF(words);
+  if (code < 0) return -1;
+  const pm_peers peers = {.rank = rank,
+                          .pointers = t->rows,
+                          .counters = t->counters,
+                          .all = t->all,
+                          .all_counters = t->all_counters};
+  if (!pm_kernel_launch_in_mesh(k, own, t->counters[rank], &peers, c->stream, &err)) return 0;
+  pmpy_raise(&err);
+  return -1;
+}
+
+/* mesh_launch(kernel, rank, devices, args, outs, tables, counters, stream): on this process'
+ * device. tables: for each operand and output (addresses on all devices, address of all) or None. */
+static PyObject *mesh_launch(PyObject *module, PyObject *args) {
+  PyObject *kernel, *in, *out, *tables, *counters, *stream;
+  unsigned rank, n;
+  pmpy_call c;
+  (void)module;
+  if (!PyArg_ParseTuple(args, "O!IIO!O!O!OO:mesh_launch", pmpy.kernel_type, &kernel, &rank, &n,
+                        &PyTuple_Type, &in, &PyTuple_Type, &out, &PyList_Type, &tables, &counters,
+                        &stream))
+    return NULL;
+  if (n > PM_MAX_DEVICES || rank >= n)
+    return PyErr_Format(PyExc_ValueError, "mesh_launch: rank %u of %u devices", rank, n);
+  int code = pmpy_call_read(&c, ((pmpy_kernel *)kernel)->name, &PyTuple_GET_ITEM(in, 0),
+                            (size_t)PyTuple_GET_SIZE(in), out, false);
+  if (!code) pmpy_call_refuse(&c);
+  if (code > 0 && (pmpy_call_stream(&c, stream) < 0 || pmpy_call_locate(&c) < 0 ||
+                   pmpy_call_plan(&c, kernel) < 0))
+    code = -1;
+  if (code > 0 && c.runs_on < 0) {
+    PyErr_SetString(PyExc_TypeError, "mesh_launch: arrays of a GPU are needed");
+    code = -1;
+  }
+  table *t = code > 0 ? PyMem_Calloc(1, sizeof *t) : NULL;
+  if (t) {
+    const size_t n_params = c.n_in + c.plan->n_out;
+    t->pointers = PyMem_Calloc(n * n_params, sizeof *t->pointers);
+    t->all = PyMem_Calloc(n_params, sizeof *t->all);
+    if (!t->pointers || !t->all) PyErr_NoMemory();
+    else launch_rank(&c, rank, n, tables, counters, t);
+    PyMem_Free(t->pointers);
+    PyMem_Free(t->all);
+  } else if (code > 0) {
+    PyErr_NoMemory();
+  }
+  PyMem_Free(t);
+  pmpy_call_end(&c);
+  if (!PyErr_Occurred()) Py_RETURN_NONE;
+  pmpy_tidy_error();
+  return NULL;
+}
+
 static PyObject *connect(PyObject *module, PyObject *ordinals) {
   int devices[MOST];
   int64_t list[MOST];
@@ -179,6 +288,9 @@ static PyMethodDef functions[] = {
      "device_empty(shape, dtype, device) -> DeviceArray with undefined contents"},
     {"mesh_call", (PyCFunction)(void (*)(void))mesh_call, METH_FASTCALL,
      "mesh_call(kernel, args, outs, ordered): call a kernel on all devices of its mesh."},
+    {"mesh_launch", mesh_launch, METH_VARARGS,
+     "mesh_launch(kernel, rank, devices, args, outs, tables, counters, stream): launch a kernel of a "
+     "mesh on the device of this process."},
     {"mesh_connect", connect, METH_O,
      "mesh_connect(devices): let each of these GPUs access the memory of all others."},
     {NULL, NULL, 0, NULL}};
