@@ -141,7 +141,12 @@ static PyObject *mesh_call(PyObject *module, PyObject *const *args, Py_ssize_t n
     if (!code) pmpy_call_refuse(&calls[read]);
     else if (code > 0 && prepare(calls, read, args[0]) < 0) code = -1;
   }
-  if (code > 0 && calls->runs_on < 0) result = pmpy_calls_interpreter(calls, n);
+  if (code > 0 && calls->emulated) {
+    PyErr_Format(PyExc_NotImplementedError,
+                 "kernel %U: a mesh of devices with interpret='emulate'; use the interpreter, or "
+                 "pallas_mgpu.machine.run.run_mesh",
+                 k->name);
+  } else if (code > 0 && calls->runs_on < 0) result = pmpy_calls_interpreter(calls, n);
   else if (code > 0) result = run_on_gpus(calls, n, args[3] == Py_True);
   if (calls) end_calls(calls, read);
   if (!result) pmpy_tidy_error();
@@ -151,7 +156,8 @@ static PyObject *mesh_call(PyObject *module, PyObject *const *args, Py_ssize_t n
 /* ---- one process for each device ---------------------------------------------------------- */
 
 /* Addresses of one argument on all devices, from (list, address of all): a column of `pointers`. */
-static int read_addresses(PyObject *entry, uint32_t n, uint64_t *first, size_t step, uint64_t *all) {
+static int read_addresses(PyObject *entry, uint32_t n, uint64_t *first, size_t step,
+                          uint64_t *all) {
   PyObject *list, *everywhere;
   if (!PyArg_ParseTuple(entry, "O!O", &PyList_Type, &list, &everywhere)) return -1;
   if (PyList_GET_SIZE(list) != n) {
@@ -216,7 +222,8 @@ static int launch_rank(pmpy_call *c, uint32_t rank, uint32_t n, PyObject *tables
 }
 
 /* mesh_launch(kernel, rank, devices, args, outs, tables, counters, stream): on this process'
- * device. tables: for each operand and output (addresses on all devices, address of all) or None. */
+ * device. tables: for each operand and output (addresses on all devices, address of all) or None.
+ */
 static PyObject *mesh_launch(PyObject *module, PyObject *args) {
   PyObject *kernel, *in, *out, *tables, *counters, *stream;
   unsigned rank, n;
@@ -289,7 +296,8 @@ static PyMethodDef functions[] = {
     {"mesh_call", (PyCFunction)(void (*)(void))mesh_call, METH_FASTCALL,
      "mesh_call(kernel, args, outs, ordered): call a kernel on all devices of its mesh."},
     {"mesh_launch", mesh_launch, METH_VARARGS,
-     "mesh_launch(kernel, rank, devices, args, outs, tables, counters, stream): launch a kernel of a "
+     "mesh_launch(kernel, rank, devices, args, outs, tables, counters, stream): launch a kernel of "
+     "a "
      "mesh on the device of this process."},
     {"mesh_connect", connect, METH_O,
      "mesh_connect(devices): let each of these GPUs access the memory of all others."},

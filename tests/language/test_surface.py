@@ -167,8 +167,7 @@ MEMBERS = {
     },
 }
 LATER = {
-    plgpu: "inline_mgpu multicast_ref multimem_load_reduce multimem_store PeerMemRef remote_ref"
-    " semaphore_signal_multicast",
+    plgpu: "inline_mgpu",
     pl: "BoundedSlice estimate_cost select_ref",
 }
 ALL_SIGNATURES = [(m, name, text) for m, t in SIGNATURES.items() for name, text in t.items()]
