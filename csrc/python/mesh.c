@@ -276,23 +276,7 @@ static PyObject *connect(PyObject *module, PyObject *ordinals) {
   Py_RETURN_NONE;
 }
 
-static PyObject *device_empty(PyObject *module, PyObject *args) {
-  PyObject *shape, *dtype;
-  int device;
-  pm_dtype d;
-  pm_type t = {0};
-  (void)module;
-  if (!PyArg_ParseTuple(args, "OOi:device_empty", &shape, &dtype, &device) ||
-      pmpy_shape(shape, "shape", &t) || pmpy_dtype_from(dtype, &d))
-    return NULL;
-  pmpy_spec spec = {.dtype = (uint8_t)d, .rank = t.rank};
-  memcpy(spec.shape, t.dim, sizeof spec.shape);
-  return pmpy_device_array_new(&spec, device, NULL);
-}
-
 static PyMethodDef functions[] = {
-    {"device_empty", device_empty, METH_VARARGS,
-     "device_empty(shape, dtype, device) -> DeviceArray with undefined contents"},
     {"mesh_call", (PyCFunction)(void (*)(void))mesh_call, METH_FASTCALL,
      "mesh_call(kernel, args, outs, ordered): call a kernel on all devices of its mesh."},
     {"mesh_launch", mesh_launch, METH_VARARGS,

@@ -53,6 +53,8 @@ static struct {
   int fail_after;
   int64_t allocated, live, copies, frees, events, modules, capturing, waits, calls, synchronized;
   int attribute[32]; /* of the function that was asked last */
+  uint64_t foreign_pool;  /* that memory belongs to */
+  int virtual_memory;
 } S;
 
 EXPORT const record *fake_last(void) { return &S.last; }
@@ -72,6 +74,11 @@ EXPORT int64_t fake_live_modules(void) { return S.modules; }
 EXPORT int64_t fake_waits(void) { return S.waits; }
 EXPORT int fake_attribute(int a) { return S.attribute[a]; }
 EXPORT void fake_set_capturing(int on) { S.capturing = on; }
+/* Memory is of another library's pool, or virtual. */
+EXPORT void fake_set_memory(uint64_t pool, int virtual_memory) {
+  S.foreign_pool = pool;
+  S.virtual_memory = virtual_memory;
+}
 
 /* Calls of entry points that may fail, or change something. */
 EXPORT int64_t fake_calls(void) { return S.calls; }
@@ -275,8 +282,9 @@ static R cuMemFree(P p) {
   return 0;
 }
 static R cuPointerGetAttribute(void *v, int a, P p) {
-  (void)a, (void)p;
-  *(int *)v = 0;
+  (void)p;
+  if (a == 17) *(uint64_t *)v = S.foreign_pool;
+  else *(int *)v = a == 13 ? !S.virtual_memory : 0;
   return 0;
 }
 static R cuMemPoolCreate(void **p, const void *props) {
