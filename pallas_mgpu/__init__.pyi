@@ -1067,7 +1067,7 @@ class DeviceMesh:
 
 def symm_empty(
     shape: Shape, dtype: DType, mesh: DeviceMesh, *, multicast: bool = False
-) -> Any: ...
+) -> object: ...
 def spmd(
     kernel: Callable[..., object],
     mesh: DeviceMesh,
@@ -1075,4 +1075,4 @@ def spmd(
     out_specs: PartitionSpec | Sequence[PartitionSpec | None] | None = None,
     *,
     ordered: bool = True,
-) -> Callable[..., Any]: ...
+) -> Callable[..., object]: ...

@@ -112,7 +112,7 @@ def _group(group, n):
 
 # ---- memory -------------------------------------------------------------------------------------
 
-_symmetric = {}  # address: (weak reference to the tensor, handle of PyTorch, bytes)
+_symmetric: dict = {}  # address: (weak reference to the tensor, handle of PyTorch, bytes)
 
 
 def symm_empty(shape, dtype, mesh, *, multicast=False):

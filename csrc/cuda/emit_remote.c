@@ -22,7 +22,7 @@ static uint32_t entry_of(pm_gen *e, int32_t param) {
 const char *pm_remote_base(pm_gen *e, const pm_view *v, int32_t param, const char *type,
                            int64_t first) {
   const uint32_t k = entry_of(e, param);
-  const char *base = pm_str(e, "multicast<%s>(peers, %u)", type, k);
+  const char *base = pm_str(e, "address_on_all<%s>(peers, %u)", type, k);
   if (!v->all_devices)
     base = pm_str(e, "peer<%s>(peers, %u, %s)", type, k, pm_scalar_of(e, v->device_val));
   return first ? pm_str(e, "%s + %lld", base, (long long)first) : base;

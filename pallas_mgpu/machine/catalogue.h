@@ -842,7 +842,7 @@ FN T *peer(const Peers<N, D> &peers, u32 k, u32 device) {
   return (T *)peers.at[k][device];
 }
 template <typename T, int N, int D>
-FN T *multicast(const Peers<N, D> &peers, u32 k) {
+FN T *address_on_all(const Peers<N, D> &peers, u32 k) {
   return (T *)peers.all[k];
 }
 FN void fence_proxy_alias() {}

@@ -16,7 +16,7 @@ template <typename T, int N, int D> FN T* peer(const Peers<N, D>& peers, u32 k, 
 }
 
 //! multicast
-template <typename T, int N, int D> FN T* multicast(const Peers<N, D>& peers, u32 k) {
+template <typename T, int N, int D> FN T* address_on_all(const Peers<N, D>& peers, u32 k) {
   return (T*)peers.all[k];
 }
 
