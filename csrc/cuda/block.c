@@ -197,7 +197,7 @@ void pm_alias(pm_gen *e, pm_val v, pm_val of) {
 const char *pm_at(pm_gen *e, pm_val v, const char *reg) {
   pm_slot *s = &e->slot[v];
   const pm_value *val = pm_value_of(e->g, v);
-  if (s->form == PM_FORM_NONE && val->def && pm_get(e->g, val->def)->code == PM_OP_CONST) {
+  if (s->form == PM_FORM_NONE && val->def && pm_has_attr(e->g, val->def, PM_ATTR_VALUE)) {
     const int64_t word = *pm_attr(e->g, val->def, PM_ATTR_VALUE);
     pm_scalar x = {.i = word};
     if (pm_is_float(val->type.dtype)) memcpy(&x.f, &word, sizeof word);
@@ -441,7 +441,8 @@ const char *pm_condition(pm_gen *e, pm_val v) {
 
 pm_code pm_gen_scalar(pm_gen *e, pm_opid op) {
   const pm_op *o = pm_get(e->g, op);
-  if (o->code == PM_OP_CONST || pm_is_view(e->g, op)) return PM_OK; /* where it is used */
+  if (pm_has_attr(e->g, op, PM_ATTR_VALUE) || pm_is_view(e->g, op))
+    return PM_OK; /* where it is used */
   if (pm_only_moves(o->code) || o->code == PM_OP_MULTIPLE_OF) {
     pm_alias(e, o->out, pm_in(e->g, op, 0));
     return PM_OK;

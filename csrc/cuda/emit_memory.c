@@ -29,7 +29,7 @@ static pm_code bind_address(pm_gen *e, pm_opid op) {
   const int64_t offset = *pm_attr(e->g, op, PM_ATTR_OFFSET);
   if (offset < 0) return pm_gen_fail(e, op, PM_E_INTERNAL, "it has no place in SMEM");
   const char *name = pm_name_of(e, out), *own = "";
-  const bool smem = pm_get(e->g, op)->code == PM_OP_ALLOC_SMEM;
+  const bool smem = pm_allocates(e->g, op, PM_SMEM);
   const int64_t apart = smem ? *pm_attr(e->g, op, PM_ATTR_APART) : 0;
   if (apart) own = pm_str(e, " + wg * %lld", (long long)apart);
   pm_place(e, op);

@@ -31,7 +31,7 @@ bool pm_has_tmem(const pm_gen *e) { return e->g->tmem_columns > 0; }
 
 bool pm_tmem_is_of_pairs(const pm_gen *e) {
   for (pm_opid op = 1; op < e->g->ops.n; op++) { /* all of them agree */
-    if (pm_get(e->g, op)->code == PM_OP_ALLOC_TMEM) return *pm_attr(e->g, op, PM_ATTR_PAIR);
+    if (pm_allocates(e->g, op, PM_TMEM)) return *pm_attr(e->g, op, PM_ATTR_PAIR);
   }
   return false;
 }

@@ -70,7 +70,7 @@ static void find_in_block(search *s, pm_blk block, bool in_warps) {
     }
     k++;
     for (uint32_t r = 0; r < o->n_regions; r++) {
-      find_in_block(s, pm_region(g, op, r), in_warps || o->code == PM_OP_WARP_MAP);
+      find_in_block(s, pm_region(g, op, r), in_warps || pm_maps_warps(o->code));
     }
     pm_access a = pm_accesses(op);
     while (pm_next_access(g, &a)) {

@@ -21,7 +21,7 @@ static int close_group(int state) { return state & OPEN ? GROUPED : state; }
 
 static bool runs_for_sure(const pm_graph *g, pm_opid loop) {
   pm_scalar low, high;
-  return pm_get(g, loop)->code == PM_OP_FOR && pm_constant(g, pm_in(g, loop, 0), &low) &&
+  return pm_has_index(pm_get(g, loop)) && pm_constant(g, pm_in(g, loop, 0), &low) &&
          pm_constant(g, pm_in(g, loop, 1), &high) && low.i < high.i;
 }
 

@@ -71,7 +71,7 @@ static bool has_no_arrays(const pm_gen *e, pm_opid op) {
 static bool lane_regions(const pm_gen *e, pm_opid op, traits *t) {
   const pm_graph *g = e->g;
   const pm_op *o = pm_get(g, op);
-  const bool scope = o->code == PM_OP_SCOPE;
+  const bool scope = pm_has_attr(g, op, PM_ATTR_COLLECTIVE);
   if (pm_ops[o->code].known_to == PM_KNOWN_ALL) return false;
   if (scope && *pm_attr(g, op, PM_ATTR_COLLECTIVE) && g->n_threads > 1) return false;
   t->flows = true;
@@ -94,7 +94,7 @@ static bool lane_op(const pm_gen *e, pm_opid op, traits *t) {
   switch (info->known_to) {
     case PM_KNOWN_EACH:
       if (!pm_is_view(g, op) && !pm_is_elementwise(g, op)) return false;
-      return is_scalar(e, o->out) || o->code == PM_OP_CONST;
+      return is_scalar(e, o->out) || pm_has_attr(g, op, PM_ATTR_VALUE);
     case PM_KNOWN_LANE: t->sticky = true; break;
     case PM_KNOWN_ENGINE: t->issues = true; break;
     case PM_KNOWN_NOBODY: t->syncs |= info->effects & E_MEET; break;
@@ -181,7 +181,7 @@ static bool is_last(const pm_graph *g, pm_blk block, uint32_t end, bool branches
     if (end < pm_n_ops(g, block)) return false;
     if (!parent) return true;
     const int code = pm_get(g, parent)->code;
-    if (pm_is_loop(code) || code == PM_OP_WARP_MAP) return false;
+    if (pm_is_loop(code) || pm_maps_warps(code)) return false;
     for (uint32_t wg = 0; branches && wg < g->n_threads; wg++) {
       if (!pm_may_take(g, parent, region_of(g, parent, block), wg)) return true;
     }
@@ -242,7 +242,7 @@ static void note_wait(waits *w, pm_opid op) {
     if (!w->in_region || w->in_warps) w->outside[barrier] |= threads; /* all lanes know phases */
   }
   const bool outer = w->in_warps;
-  w->in_warps |= o->code == PM_OP_WARP_MAP;
+  w->in_warps |= pm_maps_warps(o->code);
   for (uint32_t r = 0; r < o->n_regions; r++) note_waits(w, pm_region(g, op, r));
   w->in_warps = outer;
 }

@@ -345,6 +345,16 @@ static inline bool pm_only_moves(int code) {
 }
 static inline bool pm_is_loop(int code) { return code == PM_OP_FOR || code == PM_OP_WHILE; }
 static inline bool pm_is_branch(int code) { return code == PM_OP_IF || code == PM_OP_SWITCH; }
+/* Does it allocate memory in that space? Barriers and semaphores are none. */
+static inline bool pm_allocates(const pm_graph *g, pm_opid op, pm_space space) {
+  const pm_op *o = pm_get(g, op);
+  const pm_type *t = pm_typeof(g, o->out);
+  return pm_ops[o->code].effects & E_ALLOC && t->kind == PM_REF && t->space == space;
+}
+/* Does each warp of the thread run the region by itself? */
+static inline bool pm_maps_warps(int code) {
+  return pm_ops[code].regions && pm_ops[code].participants == PM_BY_WARPGROUP;
+}
 /* Does the body of the loop get an index in front of the carries? */
 static inline bool pm_has_index(const pm_op *o) { return o->code == PM_OP_FOR; }
 /* The region of a WHILE that yields whether to go on, rather than the next carries. */

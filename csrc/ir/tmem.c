@@ -68,7 +68,7 @@ pm_opid pm_tmem_alloc(const pm_graph *g, pm_val ref) {
   const pm_type *t = pm_typeof(g, ref);
   if (t->kind != PM_REF || t->space != PM_TMEM) return 0;
   const pm_opid def = pm_value_of(g, pm_view_base(g, ref))->def;
-  return def && pm_get(g, def)->code == PM_OP_ALLOC_TMEM ? def : 0;
+  return def && pm_allocates(g, def, PM_TMEM) ? def : 0;
 }
 
 /* The dimensions that a view has lost are numbers of the batch; it starts at row 0. */

@@ -445,7 +445,7 @@ pm_val pm_view_base(const pm_graph *g, pm_val ref) {
 
 pm_opid pm_view_smem(const pm_graph *g, pm_val ref) {
   const pm_opid def = pm_value_of(g, pm_view_base(g, ref))->def;
-  return def && pm_get(g, def)->code == PM_OP_ALLOC_SMEM ? def : 0;
+  return def && pm_allocates(g, def, PM_SMEM) ? def : 0;
 }
 
 /* The first view above the base that has one of two codes; 0: none. */

@@ -635,7 +635,7 @@ bool pm_warps_store(pm_graph *g, pm_opid map) {
 }
 
 static void note_warps(pm_graph *g, pm_opid op, void *ctx) {
-  if (pm_get(g, op)->code == PM_OP_WARP_MAP) *(bool *)ctx |= pm_warps_store(g, op);
+  if (pm_maps_warps(pm_get(g, op)->code)) *(bool *)ctx |= pm_warps_store(g, op);
 }
 
 /* One lane issues the copies of a thread, but a group that the thread closes counts as one of each
@@ -648,7 +648,7 @@ static void split_commits(pm_graph *g, pm_blk block) {
       *pm_attr(g, op, PM_ATTR_COMMIT) = 0;
       pm_insert(g, block, ++k, PM_OP_COMMIT_GROUP, NULL, 0, NULL, 0, NULL, 0, op);
     }
-    for (uint32_t r = 0; code != PM_OP_WARP_MAP && r < pm_get(g, op)->n_regions; r++) {
+    for (uint32_t r = 0; !pm_maps_warps(code) && r < pm_get(g, op)->n_regions; r++) {
       split_commits(g, pm_region(g, op, r));
     }
   }

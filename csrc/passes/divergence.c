@@ -114,7 +114,7 @@ static pm_val captured(const pm_graph *g, pm_opid op, pm_opid warps) {
     if (v->type.kind != PM_ARRAY || !v->type.rank) continue;
     pm_opid around = g->blocks.at[v->def ? pm_get(g, v->def)->parent : v->block].parent;
     while (around && around != warps) around = g->blocks.at[pm_get(g, around)->parent].parent;
-    if (!around && !(v->def && pm_get(g, v->def)->code == PM_OP_CONST)) return pm_in(g, op, k);
+    if (!around && !(v->def && pm_has_attr(g, v->def, PM_ATTR_VALUE))) return pm_in(g, op, k);
   }
   return 0;
 }
@@ -142,7 +142,7 @@ static void check_in_warp(pm_graph *g, pm_opid op, void *ctx) {
                            "only refs and scalars can be used there: store it to SMEM before, and "
                            "load its elements there",
                            array_text(g, from_outside)));
-  } else if (o->code == PM_OP_WARP_MAP) {
+  } else if (pm_maps_warps(o->code)) {
     fail_in_warp(ctx, g, op, PM_E_LOWERING, "warp_map and WarpMesh cannot be nested");
   } else if (o->code == PM_OP_LOAD && array) {
     fail_in_warp(ctx, g, op, PM_E_VALUE, "Can only load scalars in warp-level code");
@@ -152,7 +152,7 @@ static void check_in_warp(pm_graph *g, pm_opid op, void *ctx) {
     fail_in_warp(ctx, g, op, PM_E_NOT_IMPLEMENTED,
                  "Unimplemented primitive in Pallas Mosaic GPU lowering: it is not possible in "
                  "warp-level code (plgpu.warp_map, WarpMesh); do it before or behind that");
-  } else if (array && o->code != PM_OP_CONST) {
+  } else if (array && !pm_has_attr(g, op, PM_ATTR_VALUE)) {
     fail_in_warp(ctx, g, op, PM_E_LOWERING,
                  "Non-scalar arithmetic is not supported in warp-level lowering: arrays cannot be "
                  "used in plgpu.warp_map and WarpMesh, only refs and scalars");
@@ -167,7 +167,7 @@ static void check_in_warp(pm_graph *g, pm_opid op, void *ctx) {
 
 static void check_op(pm_graph *g, pm_opid op, void *ctx) {
   checker *c = ctx;
-  if (pm_get(g, op)->code == PM_OP_WARP_MAP) {
+  if (pm_maps_warps(pm_get(g, op)->code)) {
     c->warps = op;
     pm_walk(g, pm_region(g, op, 0), check_in_warp, c);
   }

@@ -217,7 +217,7 @@ static pm_code walk(pm_graph *g, pm_blk block, bool *changed, pm_err *err) {
       pm_code code = walk(g, pm_region(g, op, r), changed, err);
       if (code) return code;
     }
-    if (*changed || pm_get(g, op)->code != PM_OP_FOR) continue;
+    if (*changed || !pm_has_index(pm_get(g, op))) continue;
     splitter s = {.g = g, .err = err, .block = block, .loop = op};
     if (!can_be_split(&s)) continue;
     *changed = true;

@@ -49,7 +49,7 @@ static int64_t accumulators(const pm_graph *g, pm_blk block, int64_t *rows) {
   int64_t n = 0;
   for (uint32_t k = 0; k < g->blocks.at[block].ops.n; k++) {
     const pm_opid op = g->blocks.at[block].ops.at[k];
-    if (code_of(g, op) == PM_OP_ALLOC_ACC) {
+    if (pm_allocates(g, op, PM_ACC)) {
       const pm_type *t = pm_typeof(g, pm_get(g, op)->out);
       n += pm_type_size(t) / LANES;
       *rows = !*rows || *rows == t->dim[0] ? t->dim[0] : -1;
@@ -85,7 +85,7 @@ static void tie(splitter *s, pm_val a, pm_val b) {
 static void find_loops(pm_graph *g, pm_opid op, void *ctx) {
   splitter *s = ctx;
   int64_t rows = 0;
-  if (code_of(g, op) != PM_OP_FOR || s->rows) return;
+  if (!pm_has_index(pm_get(g, op)) || s->rows) return;
   const int64_t n = accumulators(g, pm_region(g, op, 0), &rows);
   if (n < MOST || rows < 2 * LEAST || rows % LEAST) return;
   s->rows = rows;
@@ -95,7 +95,7 @@ static void find_loops(pm_graph *g, pm_opid op, void *ctx) {
 static void seed(pm_graph *g, pm_opid op, void *ctx) {
   splitter *s = ctx;
   const pm_val out = pm_get(g, op)->out;
-  if (code_of(g, op) == PM_OP_ALLOC_ACC && pm_typeof(g, out)->dim[0] == s->rows) mark(s, out, 0);
+  if (pm_allocates(g, op, PM_ACC) && pm_typeof(g, out)->dim[0] == s->rows) mark(s, out, 0);
 }
 
 /* ---- marks -------------------------------------------------------------------------------- */
@@ -165,7 +165,7 @@ static void mark_moved(splitter *s, pm_opid op) {
 static void mark_control(splitter *s, pm_opid op) {
   pm_graph *g = s->g;
   const pm_op *o = pm_get(g, op);
-  const bool loop = o->code == PM_OP_FOR;
+  const bool loop = pm_has_index(o);
   for (uint32_t k = 0; k < o->n_out; k++) {
     if (loop) tie(s, o->out + k, pm_in(g, op, o->n_in - o->n_out + k));
     for (uint32_t r = 0; r < o->n_regions; r++) {

@@ -84,7 +84,7 @@ int64_t pm_op_scratch(const pm_graph *g, pm_opid op) {
   const pm_op *o = pm_get(g, op);
   const pm_op_info *info = &pm_ops[o->code];
   int64_t at_once;
-  if (o->code == PM_OP_WARP_MAP) return WORDS;
+  if (pm_maps_warps(o->code)) return WORDS;
   if (info->participants == PM_BY_TELLS) return pm_type_size(pm_typeof(g, o->out)) == 1 ? WORDS : 0;
   switch (info->layout) {
     case PM_LAY_FIXED: return cast_scratch(g, op);

@@ -216,7 +216,7 @@ static bool simplify_pure(simplifier *s, pm_opid op) {
   pm_graph *g = s->g;
   pm_val out = pm_get(g, op)->out;
   pm_scalar c = {.i = 0};
-  if (pm_get(g, op)->code != PM_OP_CONST) {
+  if (!pm_has_attr(g, op, PM_ATTR_VALUE)) {
     if (may_be_constant(s, op) && (fold(s, op, &c) || cancels(s, op))) {
       become_constant(s, op, c);
     } else {
@@ -240,7 +240,7 @@ static int only_region(const simplifier *s, pm_opid op) {
   if (pm_is_branch(o->code)) {
     return pm_constant(s->g, operand(s, op, 0), &x) ? (int)pm_chosen_region(o, x.i) : -1;
   }
-  if (o->code == PM_OP_FOR && pm_constant(s->g, operand(s, op, 0), &x) &&
+  if (pm_has_index(o) && pm_constant(s->g, operand(s, op, 0), &x) &&
       pm_constant(s->g, operand(s, op, 1), &y) && y.i - x.i <= 1) {
     return y.i - x.i == 1 ? 0 : -2;
   }
@@ -259,7 +259,7 @@ static bool layouts_allow(const simplifier *s, pm_opid op, pm_opid source, uint3
 static bool inline_control(simplifier *s, pm_opid op, pm_blk to) {
   pm_graph *g = s->g;
   int region = only_region(s, op);
-  bool loop = pm_get(g, op)->code == PM_OP_FOR;
+  bool loop = pm_has_index(pm_get(g, op));
   if (region == -1 || (loop && !layouts_allow(s, op, op, 2))) return false;
   pm_opid source = op;
   uint32_t first = loop ? 2 : 0;

@@ -59,20 +59,18 @@ static int64_t alloc_bytes(const pm_graph *g, pm_opid op) {
 }
 
 /* Does the op allocate memory, rather than barriers or semaphores? */
-static bool is_memory(const pm_graph *g, pm_opid op) {
-  return pm_get(g, op)->code == PM_OP_ALLOC_SMEM;
-}
+static bool is_memory(const pm_graph *g, pm_opid op) { return pm_allocates(g, op, PM_SMEM); }
 
 /* Does the op have a place in shared memory? */
 static bool is_placed(const pm_graph *g, pm_opid op) {
-  return pm_has_attr(g, op, PM_ATTR_OFFSET) && pm_get(g, op)->code != PM_OP_ALLOC_TMEM;
+  return pm_has_attr(g, op, PM_ATTR_OFFSET) && !pm_allocates(g, op, PM_TMEM);
 }
 
 /* Is the op in a private scope of a Pallas thread? */
 static bool is_private(const pm_graph *g, pm_opid op) {
   for (pm_blk b = pm_get(g, op)->parent; g->blocks.at[b].parent; b = pm_get(g, op)->parent) {
     op = g->blocks.at[b].parent;
-    if (pm_get(g, op)->code == PM_OP_SCOPE) return !*pm_attr(g, op, PM_ATTR_COLLECTIVE);
+    if (pm_has_attr(g, op, PM_ATTR_COLLECTIVE)) return !*pm_attr(g, op, PM_ATTR_COLLECTIVE);
   }
   return false;
 }

@@ -136,7 +136,7 @@ static void unmask(pm_graph *g, pm_opid op, void *ctx) {
 static void find_written(pm_graph *g, pm_opid op, void *ctx) {
   stager *s = ctx;
   const pm_op *o = pm_get(g, op);
-  if (o->code == PM_OP_ALLOC_SMEM) {
+  if (pm_allocates(g, op, PM_SMEM)) {
     const pm_type *t = pm_typeof(g, o->out);
     s->smem += pm_round_up(pm_type_size(t) * pm_dtypes[t->dtype].bytes, 1024);
   }
@@ -177,7 +177,7 @@ static pm_opid whole_alloc(const pm_graph *g, pm_val v, pm_opid *turned) {
     *turned = def;
     def = def_of(g, pm_in(g, def, 0));
   }
-  return def && code_of(g, def) == PM_OP_ALLOC_SMEM ? def : 0;
+  return def && pm_allocates(g, def, PM_SMEM) ? def : 0;
 }
 
 /* Is memory of the allocation used by the store and by products alone? */
@@ -437,7 +437,7 @@ typedef struct shared {
 
 static pm_opid scope_in(const pm_graph *g, pm_opid op, pm_opid loop) {
   const pm_opid scope = g->blocks.at[pm_get(g, op)->parent].parent;
-  if (!scope || code_of(g, scope) != PM_OP_SCOPE) return 0;
+  if (!scope || !pm_has_attr(g, scope, PM_ATTR_COLLECTIVE)) return 0;
   return g->blocks.at[pm_get(g, scope)->parent].parent == loop ? scope : 0;
 }
 
@@ -568,7 +568,7 @@ static pm_code stage_loop(stager *s, pm_opid loop, pm_err *err) {
   PM_TRY(stage_loads(s, loop, err));
   for (uint32_t k = 0; k < s->g->blocks.at[block].ops.n; k++) {
     const pm_opid op = s->g->blocks.at[block].ops.at[k];
-    if (code_of(s->g, op) == PM_OP_SCOPE) PM_TRY(stage_scope(s, loop, op, err));
+    if (pm_has_attr(s->g, op, PM_ATTR_COLLECTIVE)) PM_TRY(stage_scope(s, loop, op, err));
   }
   return PM_OK;
 }
@@ -591,14 +591,15 @@ static void sum_in_accumulator(pm_graph *g, pm_opid add, void *ctx) {
   for (uint32_t k = 0; k < 2; k++) {
     const pm_val result = pm_in(g, add, k);
     const pm_opid scope = def_of(g, result);
-    if (!scope || code_of(g, scope) != PM_OP_SCOPE || count_uses(g, result) != 1) continue;
+    if (!scope || !pm_has_attr(g, scope, PM_ATTR_COLLECTIVE) || count_uses(g, result) != 1)
+      continue;
     const pm_val from =
         pm_in(g, pm_terminator(g, pm_region(g, scope, 0)), pm_value_of(g, result)->index);
     const pm_opid load = def_of(g, from);
     if (!load || code_of(g, load) != PM_OP_ACC_LOAD || count_uses(g, from) != 1) continue;
     const pm_val acc = pm_in(g, load, 0);
     const pm_opid alloc = def_of(g, acc);
-    if (!alloc || code_of(g, alloc) != PM_OP_ALLOC_ACC || pm_get(g, alloc)->n_in) continue;
+    if (!alloc || !pm_allocates(g, alloc, PM_ACC) || pm_get(g, alloc)->n_in) continue;
     if (pm_get(g, alloc)->parent != pm_region(g, scope, 0)) continue;
     const pm_val x = addend(g, add, result, scope);
     if (!x || pm_typeof(g, x)->dtype != PM_F32) continue;
@@ -625,7 +626,7 @@ pm_code pm_stage_products(pm_graph *g, const pm_target *t, pm_err *err) {
   if (s.smem <= s.limit && !g->no_auto_barriers) {
     const uint32_t n = g->ops.n;
     for (pm_opid op = 1; op < n; op++) {
-      if (code_of(g, op) == PM_OP_FOR) PM_TRY(stage_loop(&s, op, err));
+      if (pm_has_index(pm_get(g, op))) PM_TRY(stage_loop(&s, op, err));
     }
   }
   pm_walk(g, 1, sum_in_accumulator, NULL);

@@ -51,7 +51,7 @@ static pm_val root_of(const pm_graph *g, pm_val ref) {
     const pm_opid def = pm_value_of(g, ref)->def;
     if (!def) break;
     const int code = pm_get(g, def)->code;
-    if (code == PM_OP_ALLOC_SMEM) return *pm_attr(g, def, PM_ATTR_UNION) ? 0 : ref;
+    if (pm_allocates(g, def, PM_SMEM)) return *pm_attr(g, def, PM_ATTR_UNION) ? 0 : ref;
     if (!pm_makes_view(code) || code == PM_OP_CLUSTER_REF) return 0;
     ref = pm_in(g, def, 0);
   }
@@ -391,7 +391,7 @@ static pm_code walk(pm_graph *g, pm_blk block, bool *changed, pm_err *err) {
   for (uint32_t at = 0; at < g->blocks.at[block].ops.n; at++) {
     const pm_opid op = g->blocks.at[block].ops.at[at];
     const int code = pm_get(g, op)->code;
-    for (uint32_t r = 0; r < pm_get(g, op)->n_regions && code != PM_OP_WARP_MAP; r++) {
+    for (uint32_t r = 0; r < pm_get(g, op)->n_regions && !pm_maps_warps(code); r++) {
       pm_code failed = walk(g, pm_region(g, op, r), changed, err);
       if (failed) return failed;
     }

@@ -312,7 +312,7 @@ static uint32_t visit(packer *p, pm_opid op, pm_blk block, uint32_t at) {
     small |= is_packed_ref(g, *v);
   }
   const int code = pm_get(g, op)->code;
-  if (code == PM_OP_ALLOC_SMEM && is_packed_ref(g, pm_get(g, op)->out)) divide_tiling(p, op);
+  if (pm_allocates(g, op, PM_SMEM) && is_packed_ref(g, pm_get(g, op)->out)) divide_tiling(p, op);
   if (code == PM_OP_LAYOUT_CAST) return at + 1 + move_bytes(p, op, block, at);
   if (!small) return at + 1;
   if (!takes_bytes(code)) {

@@ -107,7 +107,7 @@ static pm_val union_of(const pm_graph *g, pm_val v) {
   const pm_block *b = &g->blocks.at[pm_get(g, alloc)->parent];
   for (uint32_t k = 0; n && k < b->ops.n; k++) {
     const pm_opid op = b->ops.at[k];
-    if (pm_get(g, op)->code != PM_OP_ALLOC_SMEM) continue;
+    if (!pm_allocates(g, op, PM_SMEM)) continue;
     const int64_t *other = pm_attr_list(g, op, PM_ATTR_UNION, &n);
     if (n && other[0] == u[0]) return pm_get(g, op)->out;
     n = 2;
@@ -186,7 +186,7 @@ static bool bytes_of(const pm_graph *g, pm_val ref, int64_t *from, int64_t *to) 
 }
 
 static bool in_warps(const pm_graph *g, pm_opid op) {
-  while (op && pm_get(g, op)->code != PM_OP_WARP_MAP) {
+  while (op && !pm_maps_warps(pm_get(g, op)->code)) {
     op = g->blocks.at[pm_get(g, op)->parent].parent;
   }
   return op;

@@ -66,7 +66,7 @@ static void place_block(plan *p, pm_blk block) {
   const uint32_t live = p->live.n;
   for (uint32_t k = 0; k < g->blocks.at[block].ops.n; k++) {
     const pm_opid op = g->blocks.at[block].ops.at[k];
-    if (pm_get(g, op)->code == PM_OP_ALLOC_TMEM) place(p, op);
+    if (pm_allocates(g, op, PM_TMEM)) place(p, op);
     else if (pm_get(g, op)->n_regions) close_union(p);
     for (uint32_t r = 0; r < pm_get(g, op)->n_regions; r++) place_block(p, pm_region(g, op, r));
   }

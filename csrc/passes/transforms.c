@@ -51,7 +51,7 @@ static buffer *buffer_of(pass *p, pm_val ref) {
 
 static void count_allocs(pm_graph *g, pm_opid op, void *ctx) {
   pass *p = ctx;
-  if (pm_get(g, op)->code == PM_OP_ALLOC_SMEM) p->index[op] = p->n++;
+  if (pm_allocates(g, op, PM_SMEM)) p->index[op] = p->n++;
 }
 
 /* Is it WGMMA, or a corresponding layout of narrow elements? */
@@ -89,7 +89,7 @@ static void collect(pm_graph *g, pm_opid op, void *ctx) {
   pass *p = ctx;
   const pm_op *o = pm_get(g, op);
   const uint32_t n_in = o->n_in;
-  if (o->code == PM_OP_ALLOC_SMEM) {
+  if (pm_allocates(g, op, PM_SMEM)) {
     p->buffers[p->index[op]].alloc = op;
     p->buffers[p->index[op]].group = p->index[op];
     return;

@@ -294,8 +294,8 @@ breaks(
     f"{INLINE}::test_several_results",
     all_results_are_the_first=(
         "put_results",
-        "pm_cpp_type(t->dtype), n++,",
-        "pm_cpp_type(t->dtype), n,",
+        "pm_cpp_type(t->dtype), k,",
+        "pm_cpp_type(t->dtype), 0,",
     ),
 )
 breaks(
