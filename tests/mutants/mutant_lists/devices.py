@@ -202,8 +202,8 @@ breaks(
     ),
     rest_of_a_loop_is_the_rest=(
         "is_last",
-        "if (pm_is_loop(code) || code == PM_OP_WARP_MAP) return false;",
-        "if (code == PM_OP_WHILE || code == PM_OP_WARP_MAP) return false;",
+        "if (pm_is_loop(code) || pm_maps_warps(code)) return false;",
+        "if (code == PM_OP_WHILE || pm_maps_warps(code)) return false;",
     ),
 )
 breaks(
