@@ -391,7 +391,7 @@ def site(names, facts):
     what = f"range {n}:{n + size}" if size else f"index {n}"
     who = ", ".join(filter(None, [names.block(a["block"]), f"thread {int(a['thread']) // 128}"]))
     return (
-        f"{op} out of bounds: {what} of dimension {dim} lies outside '{ref}' of shape {shape}"
+        f"{op} out of bounds: {what} of dimension {dim} lies outside {ref} of shape {shape}"
         f" ({who}){place}{': ' + source if source else ''}"
     )
 

@@ -274,7 +274,7 @@ def test_cache_hit_opens_no_nvrtc(cache):
         ("LINEINFO", "2", "0, 1, false, true"),
         ("CACHE_DIR", "~/cache", "a path without ~"),
         ("DUMP", "~", "a path without ~"),
-        ("BACKEND", "gpu", "auto, cuda and interpret"),
+        ("BACKEND", "gpu", "auto, cuda, interpret and emulate"),
     ],
 )
 def test_environment_variables_are_checked(name, value, wanted, monkeypatch, cache):
