@@ -4,11 +4,12 @@ import contextlib
 import copy
 import functools
 import io
+import warnings
 
 import numpy as np
 
 from . import tree
-from ._core import ScheduleError, device_put
+from ._core import RaceError, ScheduleError, device_put
 from ._mutable import MutableArray, new_ref
 from ._names import show
 from ._types import InterpretParams
@@ -83,6 +84,22 @@ def _name(kernel):
 _BACKENDS = ("interpret", "emulate", "cuda")
 
 
+@contextlib.contextmanager
+def _missing_is_an_error():
+    """RaceError for what lowering warns of: a fence or a wait that is missing on every path."""
+    shown = warnings.showwarning
+    with warnings.catch_warnings():
+        warnings.filterwarnings("always", message="missing synchronisation")
+
+        def show_or_raise(message, category, filename, lineno, file=None, line=None):
+            if str(message).startswith("missing synchronisation"):
+                raise RaceError(f"{message}\n  at {filename}:{lineno}")
+            shown(message, category, filename, lineno, file, line)
+
+        warnings.showwarning = show_or_raise
+        yield
+
+
 def _chosen(backends, who="check"):
     """Names of backends; ValueError for others, or none."""
     names = (backends,) if isinstance(backends, str) else tuple(backends)
@@ -105,10 +122,11 @@ def check(kernel, *args, ref=None, seeds=20, backends="interpret", rtol=None, at
     g++ 12 or later), "cuda" (a GPU, twice, with no checks but those of the results), or some of
     them in a tuple.
 
-    Raises what a run raises (:class:`RaceError`, :class:`UninitializedError`,
-    :class:`DeadlockError`, ...), :class:`ScheduleError` if two schedules give other bits, and
-    AssertionError if the result differs from ``ref``. It prints one line then: a call that repeats
-    the failure.
+    Raises :class:`RaceError` for a fence or a wait that is missing on every path of a thread, of
+    which other calls only warn; what a run raises (:class:`RaceError`,
+    :class:`UninitializedError`, :class:`DeadlockError`, ...); :class:`ScheduleError` if two
+    schedules give other bits, and AssertionError if the result differs from ``ref``. It prints one
+    line then: a call that repeats the failure.
     """
     numbers = range(seeds) if isinstance(seeds, int) else tuple(seeds)
     if not numbers:
@@ -155,7 +173,7 @@ class _Checked:
             quiet = contextlib.nullcontext() if shown else contextlib.redirect_stdout(io.StringIO())
             again = (seed,)
             try:
-                with quiet:
+                with quiet, _missing_is_an_error():
                     latest, got = _attempt(self.call, self._params(seed), args)
                 if first is None:
                     first, result = got, latest

@@ -39,6 +39,7 @@ static const step steps[] = {
     {"plan_smem", pm_plan_smem, PM_PLANNED},
     {"plan_tmem", pm_plan_tmem, PM_PLANNED},
     {"place_syncs", pm_place_syncs, PM_SYNCED},
+    {"check_ordering", pm_check_ordering, PM_SYNCED},
 };
 
 pm_code pm_lower(pm_graph *g, const pm_target *t, pm_err *err) {

@@ -114,6 +114,9 @@ pm_code pm_plan_copies(pm_graph *g, const pm_target *t, pm_err *err);
 /* sync.c: SYNC ops at every hazard between lanes, also where the lane that arrives for all must not
  * run ahead of the others; the attribute RELAXED of arrivals. */
 pm_code pm_place_syncs(pm_graph *g, const pm_target *t, pm_err *err);
+/* ordering.c: a warning for each access that goes wrong because a fence or a wait is missing on
+ * every path of its thread. */
+pm_code pm_check_ordering(pm_graph *g, const pm_target *t, pm_err *err);
 
 /* All of them, for a target, with pm_verify between in debug builds. The graph, which pm_verify has
  * accepted, is consumed: traced -> synced. */

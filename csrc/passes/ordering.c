@@ -1,0 +1,230 @@
+/* Warnings for a fence or a wait that is missing on every path of one thread.
+ *
+ * One forward walk keeps what is pending for sure: plain stores to SMEM without a proxy fence
+ * since, copies and products in flight. An access that meets one of them goes wrong whatever other
+ * threads do. So nothing is assumed about the others: whenever the thread learns from them (at
+ * waits, semaphores, named barriers, inline source), all is forgotten, since one of them may have
+ * fenced or waited in its place. A wait for some copies or products counts as one for all. What is
+ * pending behind branches was so in each of them; of a loop, only the first iteration is looked at.
+ * Two accesses meet for sure if one is of the whole allocation, both are of the same view, or both
+ * are of dense parts that are known and overlap.
+ *
+ * The graph is synchronised: fences that passes/sync.c placed are there. */
+#include "passes.h"
+
+typedef enum pending_kind {
+  STORED,      /* SMEM, by the lanes */
+  LOADING,     /* SMEM, by a copy that completes on a barrier */
+  LOADED_FROM, /* GMEM, by such a copy */
+  STORING,     /* GMEM, by a copy of a bulk group */
+  STORED_FROM, /* SMEM, by such a copy */
+  MULTIPLYING, /* SMEM, an operand of a product */
+  KINDS
+} pending_kind;
+
+typedef struct pending {
+  pending_kind kind;
+  pm_access a;
+} pending;
+
+enum { MOST = 64 }; /* beyond it nothing new is kept */
+
+typedef struct state {
+  pending at[MOST];
+  uint32_t n;
+} state;
+
+typedef struct checker {
+  pm_graph *g;
+  bool *told; /* by op: it has a warning */
+} checker;
+
+static void walk(checker *c, pm_blk block, state *s);
+
+/* ---- do two accesses meet? ----------------------------------------------------------------- */
+
+static bool is_whole(const pm_graph *g, pm_val view) {
+  return pm_type_size(pm_typeof(g, view)) == pm_type_size(pm_typeof(g, pm_view_base(g, view)));
+}
+
+/* The elements of a view in row-major order, if they follow each other at a known place. */
+static bool is_dense(const pm_graph *g, const pm_access *a, int64_t *from, int64_t *to) {
+  return pm_access_bytes(g, a, false, from, to) &&
+         *to - *from ==
+             pm_type_size(pm_typeof(g, a->view)) * pm_dtypes[pm_typeof(g, a->view)->dtype].bytes;
+}
+
+static bool meet(const pm_graph *g, const pm_access *a, const pm_access *b) {
+  int64_t from[2], to[2];
+  if (pm_memory_of(g, a->view) != pm_memory_of(g, b->view)) return false;
+  if (a->view == b->view || is_whole(g, a->view) || is_whole(g, b->view)) return true;
+  return is_dense(g, a, &from[0], &to[0]) && is_dense(g, b, &from[1], &to[1]) && from[0] < to[1] &&
+         from[1] < to[0];
+}
+
+/* ---- warnings ------------------------------------------------------------------------------ */
+
+static const char *remedy(const pm_graph *g, const pending *p) {
+  const bool wgmma = pm_get(g, p->a.op)->code == PM_OP_WGMMA;
+  switch (p->kind) {
+    case STORED: return "call plgpu.commit_smem() between them";
+    case LOADING:
+    case LOADED_FROM: return "call plgpu.barrier_wait() on its barrier before";
+    case STORED_FROM: return "call plgpu.wait_smem_to_gmem(0, wait_read_only=True) before";
+    case STORING: return "call plgpu.wait_smem_to_gmem(0) before";
+    default: return wgmma ? "call plgpu.wgmma_wait(0) before" : "wait for its barrier before";
+  }
+}
+
+static const char *line_text(const pm_graph *g, pm_opid op, pm_opid here) {
+  const pm_op *o = pm_get(g, op);
+  if (!o->line) return "";
+  if (o->file == pm_get(g, here)->file) return pm_printf(g->arena, " in line %u", o->line);
+  return pm_printf(g->arena, " at %s:%u", g->strings.at[o->file], o->line);
+}
+
+static void warn(checker *c, const pm_access *a, const pending *p) {
+  static const char *const what[KINDS] = {[STORED] = "was stored to",
+                                          [LOADING] = "may still be written by",
+                                          [LOADED_FROM] = "may still be read by",
+                                          [STORING] = "may still be written by",
+                                          [STORED_FROM] = "may still be read by",
+                                          [MULTIPLYING] = "may still be read by"};
+  pm_graph *g = c->g;
+  const pm_op *o = pm_get(g, a->op);
+  const uint32_t name = pm_value_of(g, pm_view_base(g, a->view))->name;
+  if (c->told[a->op] || !o->line) return;
+  c->told[a->op] = true;
+  const char *other = p->kind == STORED ? ""
+                      : p->kind == MULTIPLYING
+                          ? " the product"
+                          : pm_printf(g->arena, " the %s", pm_ops[pm_get(g, p->a.op)->code].text);
+  pm_vec_push(g->arena, &g->warnings,
+              pm_printf(g->arena,
+                        "%s:%u: missing synchronisation: %s %s '%s', which %s%s%s; "
+                        "%s",
+                        g->strings.at[o->file], o->line, pm_ops[o->code].text,
+                        a->writes ? "writes" : "reads", name ? g->strings.at[name] : "a ref",
+                        what[p->kind], other, line_text(g, p->a.op, a->op), remedy(g, p)));
+}
+
+/* ---- accesses ------------------------------------------------------------------------------ */
+
+/* What an access leaves pending, or KINDS. */
+static pending_kind kind_of(const pm_access *a) {
+  const bool smem = a->where == PM_IN_SMEM;
+  if (a->completion == PM_COMPLETES_NOW)
+    return smem && a->writes && a->proxy == PM_GENERIC ? STORED : KINDS;
+  if (a->proxy != PM_ASYNC) return KINDS;
+  switch (a->completion) {
+    case PM_COMPLETES_BARRIER: return !smem ? LOADED_FROM : a->writes ? LOADING : KINDS;
+    case PM_COMPLETES_GROUP: return smem ? STORED_FROM : STORING;
+    default: return smem && !a->writes ? MULTIPLYING : KINDS;
+  }
+}
+
+/* Does the access go wrong while that is pending? */
+static bool conflicts(const pm_access *a, pending_kind kind) {
+  const bool engine = a->proxy == PM_ASYNC;
+  switch (kind) {
+    case STORED: return engine && a->reads;
+    case LOADING: return true;
+    case STORING: return !engine; /* copies may add to one place */
+    default: return a->writes;
+  }
+}
+
+static void look(checker *c, const pm_access *a, state *s) {
+  if (a->certainty != PM_MUST || !(a->where & PM_IN_MEMORY) || a->scope == PM_CLUSTER ||
+      a->proxy == PM_UNKNOWN) {
+    return;
+  }
+  const pending_kind kind = kind_of(a);
+  for (uint32_t k = 0; k < s->n; k++) {
+    if (s->at[k].a.op == a->op || !conflicts(a, s->at[k].kind)) continue;
+    if (meet(c->g, a, &s->at[k].a)) {
+      warn(c, a, &s->at[k]);
+      break;
+    }
+  }
+  if (kind != KINDS && s->n < MOST) s->at[s->n++] = (pending){kind, *a};
+}
+
+static void forget(state *s, unsigned kinds) {
+  uint32_t n = 0;
+  for (uint32_t k = 0; k < s->n; k++)
+    if (!(kinds >> s->at[k].kind & 1)) s->at[n++] = s->at[k];
+  s->n = n;
+}
+
+/* Does the thread learn there what others did? */
+static bool learns(const pm_graph *g, pm_opid op) {
+  const pm_op *o = pm_get(g, op);
+  const uint8_t effects = pm_ops[o->code].effects;
+  if ((effects & E_MEET && effects & E_RELEASE) || effects & E_COUNT) return true;
+  if (o->code == PM_OP_INLINE || o->code == PM_OP_WARP_MAP || o->code == PM_OP_SHUFFLE_TILE)
+    return true;
+  if (o->code == PM_OP_SCOPE) return *pm_attr(g, op, PM_ATTR_COLLECTIVE) && g->n_threads > 1;
+  pm_access a = pm_accesses(op);
+  while (pm_next_access(g, &a)) {
+    if (a.where == PM_IN_SEMAPHORE || a.where == PM_IN_TMEM) return true;
+    if (a.where == PM_IN_BARRIER && a.reads && !a.writes) return true;
+  }
+  return false;
+}
+
+/* ---- the walk ------------------------------------------------------------------------------ */
+
+static void keep_common(state *s, const state *other) {
+  uint32_t n = 0;
+  for (uint32_t k = 0; k < s->n; k++)
+    for (uint32_t i = 0; i < other->n; i++) {
+      const pending *x = &s->at[k], *y = &other->at[i];
+      if (x->kind != y->kind || x->a.op != y->a.op || x->a.view != y->a.view) continue;
+      s->at[n++] = *x;
+      break;
+    }
+  s->n = n;
+}
+
+static void walk_regions(checker *c, pm_opid op, state *s) {
+  const pm_op *o = pm_get(c->g, op);
+  state *before = PM_NEW(c->g->arena, state, 1), *inside = PM_NEW(c->g->arena, state, 1);
+  const bool once = o->n_regions == 1 && !pm_is_loop(o->code);
+  *before = *s;
+  for (uint32_t r = 0; r < o->n_regions; r++) {
+    *inside = *before;
+    walk(c, pm_region(c->g, op, r), inside);
+    if (once || (!r && !pm_is_loop(o->code))) *s = *inside;
+    else keep_common(s, inside);
+  }
+}
+
+static void walk(checker *c, pm_blk block, state *s) {
+  const pm_graph *g = c->g;
+  const pm_block *b = &g->blocks.at[block];
+  int64_t n;
+  for (uint32_t k = 0; k < b->ops.n; k++) {
+    const pm_opid op = b->ops.at[k];
+    const pm_op *o = pm_get(g, op);
+    const bool forgets = learns(g, op);
+    if (forgets) s->n = 0;
+    pm_access a = pm_accesses(op);
+    while (pm_next_access(g, &a)) look(c, &a, s);
+    if (o->n_regions) walk_regions(c, op, s);
+    if (forgets && o->n_regions) s->n = 0;
+    if (pm_ops[o->code].effects & E_FENCE) forget(s, 1u << STORED);
+    if (pm_awaits_products(g, op, &n)) forget(s, 1u << MULTIPLYING);
+    if (o->code == PM_OP_WAIT_S2G)
+      forget(s, 1u << STORED_FROM | (*pm_attr(g, op, PM_ATTR_READ_ONLY) ? 0 : 1u << STORING));
+  }
+}
+
+pm_code pm_check_ordering(pm_graph *g, const pm_target *t, pm_err *err) {
+  checker c = {g, PM_NEW(g->arena, bool, g->ops.n)};
+  state *s = PM_NEW(g->arena, state, 1);
+  (void)t;
+  (void)err;
+  walk(&c, 1, s);
+  return PM_OK;
+}
