@@ -190,12 +190,14 @@ void pm_convert_array(pm_dtype from, pm_dtype to, const void *src, void *dst, si
     return;
   } else if (from == to) {
     memcpy(dst, src, n * pm_dtypes[to].bytes);
+  } else if (to == PM_F32 && pm_is_narrow_float(from)) {
+    to_float(from, src, dst, n);
+  } else if (from == PM_F32 && (to == PM_F16 || to == PM_BF16)) {
+    from_float(to, src, dst, n);
   } else if (pm_dtypes[to].bits < 8) {
     one_by_one(from, to, src, dst, n);
   } else if (loop_of(from, to)) {
     loop_of(from, to)(src, dst, n);
-  } else if (to == PM_F32) {
-    to_float(from, src, dst, n);
   } else if (from == PM_F32) {
     from_float(to, src, dst, n);
   } else if (to == PM_BF16 && pm_is_int(from) && pm_dtypes[from].bits == 32) {

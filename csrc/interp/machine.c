@@ -1029,7 +1029,7 @@ static step run_grid(pm_machine *m) {
   for (uint32_t k = 0; k < m->n_clusters; k++) begin_cluster(m, &m->clusters[k]);
   while (m->points_done < all_points(m)) {
     if (choose(m) == STEP_FAIL) return STEP_FAIL;
-    if (m->options.progress && !(++m->ticks & 3) && report(m) == STEP_FAIL) return STEP_FAIL;
+    if (m->options.progress && !(++m->ticks & 15) && report(m) == STEP_FAIL) return STEP_FAIL;
     if (m->last->n_live || m->last->n_tasks) continue;
     if (check_cluster(m, m->last) == STEP_FAIL) return STEP_FAIL;
     if (m->timeline) pm_time_end_cluster(m, m->last);

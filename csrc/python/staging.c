@@ -73,7 +73,10 @@ static void fill(const pmpy_spec *s, void *at, bool zero) {
   const int bits = pm_dtypes[s->dtype].bits;
   uint32_t item = zero ? 0 : pm_unwritten((pm_dtype)s->dtype);
   if (bits < 8) item *= 0xff / ((1 << bits) - 1); /* all of the elements in a byte */
-  for (size_t i = 0; i < n; i += size) memcpy((char *)at + i, &item, size);
+  memcpy(at, &item, n < size ? n : size);
+  for (size_t done = size; done < n; done *= 2) {
+    memcpy((char *)at + done, at, n - done < done ? n - done : done);
+  }
 }
 
 /* Output i before the run: its operand's contents, the caller's, or nothing. */

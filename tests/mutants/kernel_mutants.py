@@ -26,6 +26,7 @@ import argparse
 import contextlib
 import dataclasses
 import io
+import linecache
 import multiprocessing
 import re
 import runpy
@@ -136,9 +137,7 @@ def kernels():
         pads = getattr(target, "pads", None) or [getattr(target, "pad", None)]
         assert not any(pads), name
         kernel = getattr(target, "product", target)
-        yield Kernel(
-            name, kernel.lower(*arrays).as_text("traced"), [np.ascontiguousarray(x) for x in arrays]
-        )
+        yield Kernel(name, kernel.lower(*arrays).as_text("traced"), [np.array(x) for x in arrays])
     for path in sorted(EXAMPLES.glob("*.py")):
         for k, (text, arrays) in enumerate(calls_of(path)):
             yield Kernel(f"{path.stem}.{k}", text, arrays)
@@ -155,7 +154,7 @@ def calls_of(path):
             with contextlib.suppress(Exception):
                 text = kernel.lower(*arrays).as_text("traced")
                 if "barrier" in text or "smem" in text:
-                    found.setdefault(text, [np.ascontiguousarray(x) for x in arrays])
+                    found.setdefault(text, [np.array(x) for x in arrays])
             return kernel(*arrays, **options)
 
         return call
@@ -425,10 +424,9 @@ def edits(b, ops, k, loop):
 def source_line(place):
     """ "matmul.py: plgpu.wgmma_wait(0)"; of what pallas_call makes there is no line."""
     file, line = re.fullmatch(r'"(.*)":(\d+)', place).groups()
-    path = Path(file)
-    if path == Path(__file__):
+    if file == __file__:
         return "pallas_call"
-    return f"{path.name}: {path.read_text().splitlines()[int(line) - 1].strip()}"
+    return f"{Path(file).name}: {linecache.getline(file, int(line)).strip()}"
 
 
 @dataclasses.dataclass

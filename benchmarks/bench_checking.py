@@ -1,0 +1,165 @@
+"""What checking costs: kernels on the interpreter, without and with the race detector, and beside
+another version of the package.
+
+    python benchmarks/bench_checking.py                     # off, races, uninitialized
+    python benchmarks/bench_checking.py --against TREE      # off here and in a tree that is built
+
+Each figure is the median of pairs: two processes, one after the other, that take turns in who is
+first. A process reports the least processor time of a call among several."""
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
+
+import numpy as np
+
+
+def array(*shape, dtype=np.float16):
+    return np.random.default_rng(shape).standard_normal(shape).astype(dtype)
+
+
+def calls(plgpu):
+    """name -> function of InterpretParams"""
+    from pallas_mgpu import lax, ops, pl
+
+    a, b, x = array(256, 512), array(512, 256), array(128, 2048)
+    w = np.random.default_rng(0).integers(-8, 8, (256, 512)).astype(np.int8)
+    sizes = np.array([100, 0, 120, 36], np.int32)
+    q, k, v = array(1, 256, 4, 64), array(1, 256, 2, 64), array(1, 256, 2, 64)
+    found = {
+        "matmul": lambda p: ops.matmul(a, b, interpret=p),
+        "matmul, one row": lambda p: ops.matmul(a[:1], b, interpret=p),
+        "mixed_matmul": lambda p: ops.mixed_matmul(a, w, interpret=p),
+        "ragged_dot": lambda p: ops.ragged_dot(a, array(4, 512, 256), sizes, interpret=p),
+        "attention": lambda p: ops.attention(q, k, v, causal=True, interpret=p),
+        "softmax": lambda p: ops.softmax(x, interpret=p),
+        "rms_norm": lambda p: ops.rms_norm(x, interpret=p),
+        "layer_norm": lambda p: ops.layer_norm(x, interpret=p),
+    }
+
+    def ring(x, o, slots, full, empty):
+        me = lax.axis_index("t")
+
+        @pl.when(me == 0)
+        def _():
+            @pl.loop(0, 128)
+            def _(i):
+                pl.when(i >= 4)(lambda: plgpu.barrier_wait(empty.at[i % 4]))
+                plgpu.copy_gmem_to_smem(x.at[i], slots.at[i % 4], full.at[i % 4])
+
+        @pl.when(me == 1)
+        def _():
+            @pl.loop(0, 128)
+            def _(i):
+                plgpu.barrier_wait(full.at[i % 4])
+                o[i] = slots[i % 4] * 2
+                plgpu.barrier_arrive(empty.at[i % 4])
+
+    def elements(x, o):
+        @pl.loop(0, 512)
+        def _(i):
+            o[i] = x[i, 0] + x[i, 1]
+
+    def columns(x, o):
+        o[:, ::4] = x[...]
+
+    rows = array(128, 128, dtype=np.float32)
+    kernels = {}
+    bodies = {
+        "ring of slots": (ring, (128, 128), (rows,)),
+        "single elements": (elements, (512,), (array(512, 2, dtype=np.float32),)),
+        "every fourth column": (columns, (128, 512), (rows,)),
+    }
+    for name, (body, shape, arrays) in bodies.items():
+        options = {"num_threads": 2, "thread_name": "t"} if body is ring else {}
+        if body is ring:
+            bars = plgpu.Barrier(num_barriers=4)
+            options["scratch_types"] = [plgpu.SMEM((4, 128), np.float32), bars, bars]
+        out = plgpu.ShapeDtypeStruct(shape, np.float32)
+
+        def call(p, kernels=kernels, body=body, out=out, options=options, arrays=arrays):
+            if (body, p) not in kernels:
+                kernels[body, p] = plgpu.kernel(body, out_type=out, interpret=p, **options)
+            return kernels[body, p](*arrays)
+
+        found[name] = call
+    return found
+
+
+PARAMS = {
+    "off": {},
+    "races": {"detect_races": True, "mode": "reference"},
+    "uninitialized": {"detect_uninitialized": True},
+}
+
+
+def least(f, params, repeats=12):
+    """Milliseconds of processor time of a call."""
+    f(params)
+    times = []
+    for _ in range(repeats):
+        start = time.process_time()
+        f(params)
+        times.append(time.process_time() - start)
+    return min(times) * 1e3
+
+
+def worker(name, way):
+    import pallas_mgpu as plgpu
+
+    warnings.simplefilter("ignore")
+    params = plgpu.InterpretParams(**PARAMS[way]) if PARAMS[way] else True
+    print(least(calls(plgpu)[name], params))
+
+
+def measure(tree, name, way):
+    env = {**os.environ, "PYTHONPATH": str(tree)}
+    command = [sys.executable, __file__, "--worker", name, way]
+    out = subprocess.run(command, env=env, cwd=tree, capture_output=True, text=True)
+    if out.returncode:
+        raise SystemExit(f"{tree}: {name}, {way}:\n{out.stderr[-2000:]}")
+    return float(out.stdout)
+
+
+def ratio(first, second, pairs):
+    """Median of second / first, and of first."""
+    rows = []
+    for k in range(pairs):
+        order = (first, second) if k % 2 == 0 else (second, first)
+        got = {id(x): measure(*x) for x in order}
+        rows.append((got[id(first)], got[id(second)]))
+    return statistics.median(y / x for x, y in rows), statistics.median(x for x, _ in rows)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--against", metavar="TREE", help="another version, built in place")
+    parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--only", default="", help="calls whose names hold this")
+    parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
+    o = parser.parse_args()
+    if o.worker:
+        return worker(*o.worker)
+    import pallas_mgpu as plgpu
+
+    here = Path(plgpu.__file__).parent.parent
+    ways = ["off"] if o.against else ["races", "uninitialized"]
+    titles = ["off, there", "off, here"] if o.against else ["off", *ways]
+    print(f"| call | {titles[0]}, ms | " + " | ".join(titles[1:]) + " |")
+    print("|---|---:|" + "---:|" * len(ways))
+    for name in calls(plgpu):
+        if o.only not in name:
+            continue
+        base = (Path(o.against).resolve() if o.against else here, name, "off")
+        shares = [ratio(base, (here, name, way), o.pairs) for way in ways]
+        row = " | ".join(f"{x:.2f} x" for x, _ in shares)
+        print(f"| {name} | {shares[0][1]:.2f} | {row} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
