@@ -1,0 +1,201 @@
+"""What only a GPU shows of PyTorch, JAX, CuPy and cuda.core: CUDA graphs, streams, compiled code, the
+speed of calls."""
+
+import time
+
+import numpy as np
+import pytest
+
+import pallas_mgpu as plgpu
+from pallas_mgpu import ops
+
+pytestmark = pytest.mark.gpu
+F32 = np.float32
+
+
+def spec(*shape):
+    return plgpu.ShapeDtypeStruct(shape, F32)
+
+
+@plgpu.kernel(out_type=spec(1024))
+def add(x_ref, y_ref, o_ref):
+    o_ref[...] = x_ref[...] + y_ref[...]
+
+
+# ---- PyTorch -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def pt():
+    pytest.importorskip("torch")
+    return pytest.importorskip("pallas_mgpu.torch")
+
+
+def test_compiled_with_cuda_graphs(pt):
+    """torch.compile(mode="reduce-overhead") records the operators into a graph."""
+    import torch
+
+    w = torch.randn(256, 256, device="cuda", dtype=torch.bfloat16)
+
+    def f(x):
+        return pt.rms_norm(pt.matmul(x, w, None, None, None, "silu"))
+
+    compiled = torch.compile(f, mode="reduce-overhead", fullgraph=True)
+    for _ in range(4):
+        x = torch.randn(64, 256, device="cuda", dtype=torch.bfloat16)
+        torch.testing.assert_close(compiled(x).clone(), f(x), rtol=2e-2, atol=2e-2)
+
+
+def test_gradients_on_a_gpu(pt):
+    import torch
+
+    q, k, v = (
+        torch.randn(2, 300, h, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        for h in (8, 2, 2)
+    )
+
+    def theirs(q, k, v):
+        q, k, v = (x.float().transpose(1, 2) for x in (q, k, v))
+        return torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, is_causal=True, enable_gqa=True
+        ).transpose(1, 2)
+
+    grad = torch.randn(2, 300, 8, 128, device="cuda")
+    got = torch.autograd.grad(pt.attention(q, k, v, True), (q, k, v), grad.bfloat16())
+    want = torch.autograd.grad(theirs(q, k, v), (q, k, v), grad)
+    for a, b in zip(got, want):
+        error = (a.float() - b.float()).abs().max() / b.float().abs().max()
+        assert error < 2e-2
+
+
+def test_captured(pt):
+    import torch
+
+    x, w = torch.randn(64, 512, device="cuda"), torch.ones(512, device="cuda")
+    want = pt.rms_norm(x, w)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = pt.rms_norm(x, w)
+    x.copy_(2 * x)
+    graph.replay()
+    torch.testing.assert_close(y, want, rtol=1e-4, atol=1e-4)  # a norm does not see the factor
+
+
+@pytest.mark.timing
+def test_cost_of_an_operator(pt):
+    """At most 2 us above the call of the kernel, where no gradient is needed."""
+    import torch
+
+    op = plgpu.torch_op(add, name="test_gpu::add")
+    x = torch.ones(1024, device="cuda")
+
+    def cost(f, n=2000):
+        best = float("inf")
+        for _ in range(5):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            for _ in range(n):
+                f(x, x)
+            best = min(best, (time.perf_counter() - start) / n)
+            torch.cuda.synchronize()
+        return best
+
+    assert cost(op) - cost(add) < 2e-6
+
+
+# ---- JAX -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def jax():
+    found = pytest.importorskip("jax")
+    pytest.importorskip("pallas_mgpu.jax")
+    if found.default_backend() != "gpu":
+        pytest.skip("JAX sees no GPU")
+    return found
+
+
+def test_jit(jax):
+    x = jax.numpy.arange(1024.0)
+    f = jax.jit(lambda x, y: add(x * 2, y) + 1)
+    for _ in range(8):  # later executions are command buffers
+        np.testing.assert_allclose(np.asarray(f(x, x)), 3 * np.arange(1024.0) + 1)
+    rows = jax.numpy.arange(4096.0).reshape(4, 1024)
+    got = jax.jit(jax.vmap(add, in_axes=(0, None)))(rows, x)
+    np.testing.assert_allclose(np.asarray(got), np.asarray(rows + x))
+
+
+def test_ops_in_jit(jax):
+    import pallas_mgpu.jax as pj
+
+    jnp, rng = jax.numpy, np.random.default_rng(0)
+    a = jnp.asarray(rng.standard_normal((300, 512)), jnp.bfloat16)
+    b = jnp.asarray(rng.standard_normal((512, 200)), jnp.bfloat16)
+
+    def loss(f):
+        return lambda a, b: jnp.sum(f(a, b).astype(jnp.float32) ** 2)
+
+    got = jax.jit(jax.grad(loss(pj.matmul), (0, 1)))(a, b)
+    want = jax.grad(loss(lambda a, b: a @ b), (0, 1))(a.astype(F32), b.astype(F32))
+    for x, y in zip(got, want):
+        x, y = np.asarray(x, F32), np.asarray(y)
+        assert np.abs(x - y).max() < 2e-2 * np.abs(y).max()
+
+
+def test_many_kernels_in_one_program(jax):
+    """A scan of calls: one executable, launched again and again on XLA's stream."""
+
+    def step(x, _):
+        return add(x, x) * 0.5 + 1.0, None
+
+    f = jax.jit(lambda x: jax.lax.scan(step, x, None, length=50)[0])
+    np.testing.assert_allclose(np.asarray(f(jax.numpy.zeros(1024))), 50.0)
+
+
+def test_export_and_run(jax):
+    check = jax.export.DisabledSafetyCheck.custom_call("pallas_mgpu_call")
+    x = jax.numpy.arange(1024.0)
+    exported = jax.export.export(jax.jit(lambda x: add(x, x)), disabled_checks=[check])(x)
+    np.testing.assert_allclose(np.asarray(exported.call(x)), 2 * np.arange(1024.0))
+
+
+# ---- streams -------------------------------------------------------------------------------------
+
+
+def test_cupy(rng):
+    cupy = pytest.importorskip("cupy")
+    x = cupy.asarray(rng.standard_normal(1024).astype(F32))
+    add(x, x)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        y = add(x, x)  # on CuPy's current stream
+    stream.synchronize()
+    assert isinstance(y, cupy.ndarray)
+    cupy.testing.assert_allclose(y, 2 * x)
+    out = cupy.empty_like(x)
+    with stream:
+        stream.begin_capture()
+        add(x, x, out=out)
+        graph = stream.end_capture()
+    x *= 2
+    cupy.cuda.Device().synchronize()
+    graph.launch(stream)
+    stream.synchronize()
+    cupy.testing.assert_allclose(out, 2 * x)
+
+
+def test_stream_of_cuda_core(rng):
+    core = pytest.importorskip("cuda.core.experimental")
+    device = core.Device()
+    device.set_current()
+    stream = device.create_stream()
+    x = plgpu.device_put(rng.standard_normal(1024).astype(F32))
+    y = add(x, x, stream=stream)
+    stream.sync()
+    np.testing.assert_allclose(y.numpy(), 2 * x.numpy())
+    gemm = [rng.standard_normal((64, 64)).astype(np.float16) for _ in range(2)]
+    a, b = map(plgpu.device_put, gemm)
+    got = ops.matmul(a, b, out_dtype=F32, stream=stream)
+    stream.sync()
+    want = gemm[0].astype(F32) @ gemm[1].astype(F32)
+    np.testing.assert_allclose(got.numpy(), want, atol=1e-2)
