@@ -1,0 +1,806 @@
+"""tcgen05 products and copies on the interpreter: pipelines under many schedules, what the race
+detector and the checks of misuse find, and the messages of mistakes. test_tcgen05.py has the
+products of all shapes, dtypes and layouts."""
+
+import re
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import pallas_mgpu as plgpu
+from pallas_mgpu import lax, pl
+from pallas_mgpu import numpy as jnp
+
+F32, F16, I8 = np.float32, np.float16, np.int8
+E4M3, E8M0, E2M1 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e8m0fnu, ml_dtypes.float4_e2m1fn
+U2 = ml_dtypes.uint2
+SCALES = plgpu.TMEMLayout.SCALES_LAYOUT
+MANY = plgpu.InterpretParams(seeds=6, detect_races=True)
+SMEM, TMEM, Barrier = plgpu.SMEM, plgpu.TMEM, plgpu.Barrier
+load, wait, arrive = plgpu.copy_gmem_to_smem, plgpu.barrier_wait, plgpu.barrier_arrive
+mma, commit = plgpu.tcgen05_mma, plgpu.tcgen05_commit_arrive
+
+
+def shaped(shape, dtype=F32):
+    return plgpu.ShapeDtypeStruct(shape, dtype)
+
+
+def ordering(**kw):
+    return Barrier(orders_tensor_core=True, **kw)
+
+
+def small(rng, shape, dtype=F16):
+    return rng.integers(-3, 4, shape).astype(dtype)
+
+
+def by_warps(*roles):
+    """Each warp its role; further warps do nothing."""
+
+    def body():
+        warp = lax.axis_index("warp")
+        for k, role in enumerate(roles):
+            pl.when(warp == k)(role)
+
+    pl.kernel(body, mesh=plgpu.WarpMesh(axis_name="warp"))()
+
+
+# ---- whole pipelines -----------------------------------------------------------------------------
+
+
+def persistent(tiles, k, slots=2, step=64):
+    """A warp that loads, one that multiplies, a warpgroup that stores: with two accumulators the
+    store of one tile runs beside the products of the next."""
+
+    def body(a, b, o, *, a_smem, b_smem, acc, full, empty, done, free):
+        thread = lax.axis_index("wg")
+
+        def producer():
+            @pl.loop(0, tiles * k // step)
+            def _(s):
+                slot, tile, at = lax.rem(s, slots), lax.div(s, k // step), lax.rem(s, k // step)
+
+                @pl.when(s >= slots)
+                def _():
+                    wait(empty.at[slot])
+
+                rows, depth = pl.ds(tile * 128, 128), pl.ds(at * step, step)
+                load(a.at[rows, depth], a_smem.at[slot], full.at[slot])
+                load(b.at[:, depth], b_smem.at[slot], full.at[slot])
+
+        def products():
+            @pl.loop(0, tiles)
+            def _(tile):
+                half = lax.rem(tile, 2)
+
+                @pl.when(tile >= 2)
+                def _():
+                    wait(free.at[half])
+
+                @pl.loop(0, k // step)
+                def _(at):
+                    slot = lax.rem(tile * (k // step) + at, slots)
+                    wait(full.at[slot])
+                    to = acc.at[half]
+                    mma(to, a_smem.at[slot], b_smem.at[slot].T, empty.at[slot], accumulate=at > 0)
+
+                commit(done.at[half])
+
+        @pl.when(thread == 0)
+        def _():
+            by_warps(producer, products)
+
+        @pl.when(thread == 1)
+        def _():
+            @pl.loop(0, tiles)
+            def _(tile):
+                half = lax.rem(tile, 2)
+                wait(done.at[half])
+                value = plgpu.async_load_tmem(acc.at[half])
+                plgpu.wait_load_tmem()
+                arrive(free.at[half])
+                o[pl.ds(tile * 128, 128)] = value
+
+    return plgpu.kernel(
+        body,
+        out_type=shaped((tiles * 128, 128)),
+        num_threads=2,
+        thread_name="wg",
+        scratch_types=dict(
+            a_smem=SMEM((slots, 128, step), F16),
+            b_smem=SMEM((slots, 128, step), F16),
+            acc=TMEM((2, 128, 128), F32),
+            full=Barrier(num_arrivals=2, num_barriers=slots),
+            empty=ordering(num_barriers=slots),
+            done=ordering(num_barriers=2),
+            free=ordering(num_barriers=2),
+        ),
+        interpret=MANY,
+    )
+
+
+def test_two_accumulators(rng):
+    a, b = small(rng, (640, 192)), small(rng, (128, 192))
+    got = persistent(5, 192)(a, b)
+    np.testing.assert_array_equal(got, a.astype(F32) @ b.astype(F32).T)
+
+
+def test_operand_from_registers(rng):
+    """Scores become the left operand of a second product, in the columns that they had."""
+    x, y = small(rng, (128, 64)), small(rng, (64, 64))
+
+    def body(x_ref, y_ref, o_ref, *, x_smem, y_smem, union, out, full, done):
+        scores, weights = union
+        load(x_ref, x_smem, full)
+        load(y_ref, y_smem, full)
+        wait(full)
+        mma(scores, x_smem, y_smem, done, accumulate=False)
+        wait(done)
+        s = plgpu.async_load_tmem(scores)
+        plgpu.wait_load_tmem()
+        plgpu.async_store_tmem(weights, (s * 0.25).astype(F16))
+        plgpu.commit_tmem()
+        mma(out, weights, y_smem, done, accumulate=False)
+        wait(done)
+        o_ref[...] = plgpu.async_load_tmem(out)
+
+    kernel = plgpu.kernel(
+        body,
+        out_type=shaped((128, 64)),
+        scratch_types=dict(
+            x_smem=SMEM((128, 64), F16),
+            y_smem=SMEM((64, 64), F16),
+            union=plgpu.RefUnion(TMEM((128, 64), F32), TMEM((128, 64), F16, packed=True)),
+            out=TMEM((128, 64), F32),
+            full=Barrier(num_arrivals=2),
+            done=ordering(),
+        ),
+        interpret=MANY,
+    )
+    y32 = y.astype(F32)
+    want = (x.astype(F32) @ y32 * 0.25).astype(F16).astype(F32) @ y32
+    np.testing.assert_allclose(kernel(x, y), want, rtol=1e-6)
+
+
+def pair_kernel(partition, n=128, k=256, step=64, slots=2, late=False):
+    """Both blocks load, the first one waits and multiplies for both."""
+
+    def body(a, b, o, *, a_smem, b_smem, acc, full, empty, done):
+        rank = lax.axis_index("pair")
+        halves = plgpu.CopyPartition.PARTITIONED(0)
+
+        def producer():
+            @pl.loop(0, k // step)
+            def _(s):
+                slot, depth = lax.rem(s, slots), pl.ds(s * step, step)
+
+                @pl.when(s >= slots)
+                def _():
+                    wait(empty.at[slot])
+
+                to = dict(collective_axes="pair", leader_tracked=halves)
+                load(a.at[:, depth], a_smem.at[slot], full.at[slot], **to)
+                if partition:
+                    load(b.at[:, depth], b_smem.at[slot], full.at[slot], **to)
+                else:  # both blocks use the same columns of b
+                    to["leader_tracked"] = plgpu.CopyPartition.REPLICATED
+                    load(b.at[: n // 2, depth], b_smem.at[slot], full.at[slot], **to)
+
+        def products():
+            @pl.loop(0, k // step)
+            def _(s):
+                slot = lax.rem(s, slots)
+
+                @pl.when(rank == 0)
+                def _():
+                    wait(full.at[slot])
+
+                right = b_smem.at[slot].T
+                mma(
+                    acc,
+                    a_smem.at[slot],
+                    right,
+                    empty.at[slot],
+                    accumulate=s > 0,
+                    collective_axis="pair",
+                )
+
+            commit(done, "pair")
+
+        by_warps(producer, products)
+        wait(done)
+        o[pl.ds(rank * 128, 128)] = plgpu.async_load_tmem(acc)
+
+    return plgpu.kernel(
+        body,
+        out_type=shaped((256, n)),
+        cluster=(2,),
+        cluster_names=("pair",),
+        scratch_types=dict(
+            a_smem=SMEM((slots, 128, step), F16),
+            b_smem=SMEM((slots, n // 2, step), F16),
+            acc=TMEM((128, n), F32, collective=True),
+            full=Barrier(num_arrivals=2, num_barriers=slots),
+            empty=ordering(num_barriers=slots),
+            done=ordering(),
+        ),
+        interpret=MANY,
+    )
+
+
+@pytest.mark.parametrize("partition", [True, False])
+def test_pairs_of_blocks(partition, rng):
+    a, b = small(rng, (256, 256)), small(rng, (128, 256))
+    right = b if partition else np.concatenate([b[:64], b[:64]])
+    want = a.astype(F32) @ right.astype(F32).T
+    np.testing.assert_array_equal(pair_kernel(partition)(a, b), want)
+
+
+def test_rows_by_an_array(rng):
+    """Gathered and scattered, also of columns; rows that do not exist are zeros, or left out."""
+    x = rng.standard_normal((256, 96)).astype(F32)
+    rows = rng.permutation(256)[:32].astype(np.uint32)
+    rows[5] = 300
+
+    def body(x_ref, rows_ref, o_ref, p_ref, smem, barrier):
+        load(x_ref.at[rows_ref[...], 32:96], smem, barrier)
+        wait(barrier)
+        o_ref[...] = smem[...]
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(smem, p_ref.at[rows_ref[...], :64])
+        plgpu.wait_smem_to_gmem(0)
+
+    out = plgpu.new_ref(np.zeros((256, 96), F32))
+    gathered = plgpu.new_ref(np.zeros((32, 64), F32))
+    plgpu.kernel(
+        body,
+        scratch_types=[SMEM((32, 64), F32), Barrier()],
+        interpret=plgpu.InterpretParams(detect_races=True),
+    )(x, rows, gathered, out)
+    there = rows < 256
+    want = np.where(there[:, None], x[np.minimum(rows, 255), 32:], 0)
+    np.testing.assert_array_equal(plgpu.freeze(gathered), want)
+    scattered = np.zeros((256, 96), F32)
+    scattered[rows[there], :64] = want[there]
+    np.testing.assert_array_equal(plgpu.freeze(out), scattered)
+
+
+# ---- misuse --------------------------------------------------------------------------------------
+
+SIMPLE = dict(
+    a=SMEM((128, 64), F16),
+    b=SMEM((64, 64), F16),
+    acc=TMEM((128, 64), F32),
+    other=TMEM((128, 64), F16, packed=True),
+    full=Barrier(num_arrivals=2),
+    done=ordering(),
+    told=ordering(),
+    plain=Barrier(),
+)
+
+
+def misused(use, threads=1, **options):
+    """Operands are loaded, then `use` is called with the refs by their names, in each thread."""
+
+    def body(x_ref, o_ref, **refs):
+        class Names:
+            pass
+
+        r = Names()
+        r.__dict__.update(refs, x=x_ref, o=o_ref)
+        r.thread = lax.axis_index("t") if threads > 1 else 0
+
+        @pl.when(r.thread == 0)
+        def _():
+            load(x_ref, r.a, r.full)
+            load(x_ref.at[:64], r.b, r.full)
+            wait(r.full)
+
+        use(r)
+
+    if threads > 1:
+        options.update(num_threads=threads, thread_name="t")
+    kernel = plgpu.kernel(body, out_type=shaped((128, 64)), scratch_types=SIMPLE, **options)
+    return kernel, np.ones((128, 64), F16)
+
+
+def multiply(r, **options):
+    mma(r.acc, r.a, r.b, accumulate=False, **options)
+
+
+def early_load(r):
+    multiply(r, barrier=r.done)
+    r.o[...] = plgpu.async_load_tmem(r.acc)
+    wait(r.done)
+
+
+def no_commit(r):
+    multiply(r)
+
+
+def unseen_commit(r):
+    multiply(r, barrier=r.done)
+
+    @pl.loop(0, 64)  # the commit arrives meanwhile
+    def _(k):
+        r.o[k] = r.o[k + 64]
+
+    r.o[...] = plgpu.async_load_tmem(r.acc)
+
+
+def no_wait_for_load(r):
+    multiply(r, barrier=r.done)
+    wait(r.done)
+    r.o[...] = plgpu.async_load_tmem(r.acc)
+    multiply(r, barrier=r.done)
+    wait(r.done)
+
+
+def no_commit_of_store(r):
+    plgpu.async_store_tmem(r.other, jnp.ones((128, 64), F16))
+    mma(r.acc, r.other, r.b, r.done, accumulate=False)
+    wait(r.done)
+
+
+def load_of_store(r):
+    plgpu.async_store_tmem(r.acc, jnp.ones((128, 64), F32))
+    r.o[...] = plgpu.async_load_tmem(r.acc)
+
+
+def store_into_product(r):
+    multiply(r, barrier=r.done)
+    plgpu.async_store_tmem(r.acc, jnp.ones((128, 64), F32))
+    plgpu.commit_tmem()
+    wait(r.done)
+
+
+def operand_overwritten(r):
+    multiply(r, barrier=r.done)
+    load(r.x, r.a, r.plain)
+    wait(r.plain)
+    wait(r.done)
+
+
+def told_by_a_plain_barrier(r):
+    @pl.when(r.thread == 1)
+    def _():
+        plgpu.async_store_tmem(r.acc, jnp.ones((128, 64), F32))
+        plgpu.commit_tmem()
+        arrive(r.plain)
+
+    @pl.when(r.thread == 0)
+    def _():
+        wait(r.plain)
+        mma(r.acc, r.a, r.b, r.done)
+        wait(r.done)
+
+
+def told(r):
+    """Right: the same with a barrier that orders tensor cores."""
+
+    @pl.when(r.thread == 1)
+    def _():
+        plgpu.async_store_tmem(r.acc, jnp.ones((128, 64), F32))
+        plgpu.commit_tmem()
+        arrive(r.told)
+
+    @pl.when(r.thread == 0)
+    def _():
+        wait(r.told)
+        mma(r.acc, r.a, r.b, r.done)
+        wait(r.done)
+        r.o[...] = plgpu.async_load_tmem(r.acc)
+
+
+def store_at_the_end(r):
+    plgpu.async_store_tmem(r.acc, jnp.ones((128, 64), F32))
+
+
+@pytest.mark.parametrize(
+    "use, threads, why",
+    [
+        (early_load, 1, "async_load_tmem of 'acc' while the tcgen05_mma.*may still write it"),
+        (no_commit, 1, "the scope of 'acc' ends while the tcgen05_mma.*may still use it"),
+        (unseen_commit, 1, "async_load_tmem of 'acc' while the tcgen05_mma"),
+        (
+            no_wait_for_load,
+            1,
+            "tcgen05_mma writes.*'acc' while the async_load.*wait_load_tmem must",
+        ),
+        (no_commit_of_store, 1, "reads.*'other' while the async_store_tmem.*commit_tmem must"),
+        (load_of_store, 1, "async_load_tmem of 'acc' while the async_store_tmem.*commit_tmem must"),
+        (store_into_product, 1, "async_store_tmem of 'acc' while the tcgen05_mma"),
+        (operand_overwritten, 1, "copy_gmem_to_smem overwrites 'a' while the tcgen05_mma"),
+        (told_by_a_plain_barrier, 2, "it told nobody.*orders_tensor_core=True"),
+        (store_at_the_end, 1, "the scope of 'acc' ends while the async_store_tmem"),
+    ],
+)
+def test_misuse(use, threads, why):
+    """Found under every schedule, at the line of the second access, with that of the first."""
+    for seed in (0, 1, 5, 11):
+        kernel, x = misused(use, threads, interpret=plgpu.InterpretParams(seed=seed))
+        with pytest.raises(ValueError, match=why) as caught:
+            kernel(x)
+        assert len(re.findall(r"test_tensor_core\.py:\d+", str(caught.value))) >= 1
+
+
+def test_right_use(rng):
+    kernel, x = misused(told, 2, interpret=MANY)
+    np.testing.assert_array_equal(kernel(x), np.full((128, 64), 65, F32))
+
+
+def test_races():
+    """Without an order between a load and the product that overwrites what it reads."""
+
+    def race(r):
+        @pl.when(r.thread == 0)
+        def _():
+            multiply(r, barrier=r.done)
+            wait(r.done)
+            arrive(r.told)
+            multiply(r, barrier=r.done)
+            wait(r.done)
+
+        @pl.when(r.thread == 1)
+        def _():
+            wait(r.told)
+            r.o[...] = plgpu.async_load_tmem(r.acc)
+            plgpu.wait_load_tmem()
+
+    params = plgpu.InterpretParams(detect_races=True, seed=3)
+    kernel, x = misused(race, 2, interpret=params)
+    with pytest.raises((plgpu.RaceError, ValueError), match="'acc'.*") as caught:
+        kernel(x)
+    assert "TMEM" in str(caught.value) or "async_load_tmem" in str(caught.value)
+
+
+def test_unequal_pairs():
+    def body(o_ref, a, b, acc, done):
+        rank = lax.axis_index("pair")
+        a[...] = jnp.ones((128, 64), F16)
+        b[...] = jnp.ones((64, 64), F16)
+        plgpu.commit_smem()
+
+        @pl.when(rank == 0)
+        def _():
+            mma(acc, a, b, collective_axis="pair", accumulate=False)
+
+        commit(done, "pair")
+        wait(done)
+        o_ref[...] = plgpu.async_load_tmem(acc)
+
+    scratch = [
+        SMEM((128, 64), F16),
+        SMEM((64, 64), F16),
+        TMEM((128, 128), F32, collective=True),
+        ordering(),
+    ]
+    kernel = plgpu.kernel(
+        body,
+        out_type=shaped((128, 128)),
+        scratch_types=scratch,
+        cluster=(2,),
+        cluster_names=("pair",),
+        interpret=True,
+    )
+    with pytest.raises(
+        ValueError, match="leader .* executed this op .* 1 times, the other block 0"
+    ):
+        kernel()
+
+
+# ---- mistakes ------------------------------------------------------------------------------------
+
+
+def product(acc, a, b, *, transpose=True, **options):
+    """A kernel of one product of allocations like these; options by name, descriptors allocated."""
+    given = {k: v for k, v in options.items() if not hasattr(v, "memory_space")}
+    extra = {k: v for k, v in options.items() if hasattr(v, "memory_space")}
+
+    def body(o_ref, **refs):
+        more = {k: refs[k] for k in extra}
+        right = refs["right"].T if transpose else refs["right"]
+        mma(refs["acc"], refs["left"], right, **more, **given)
+
+    scratch = dict(acc=acc, left=a, right=b, **extra)
+    kernel = plgpu.kernel(
+        body,
+        out_type=shaped((8,)),
+        scratch_types=scratch,
+        cluster=(2,),
+        cluster_names=("c",),
+        interpret=True,
+    )
+    return kernel
+
+
+def sm(m, k, dtype=F16):
+    return SMEM((m, k), dtype)
+
+
+def acc(m, n, dtype=F32, **options):
+    return TMEM((m, n), dtype, **({"packed": False} if dtype != F32 else {}), **options)
+
+
+def scales(rows, n, dtype=E8M0):
+    return TMEM((rows, n), dtype, layout=SCALES)
+
+
+@pytest.mark.parametrize(
+    "kernel, error, why",
+    [
+        (product(acc(128, 64), sm(64, 64), sm(64, 64)), ValueError, r"must be \(M, N\)"),
+        (product(acc(128, 64), sm(128, 64), sm(64, 128)), ValueError, r"must be \(M, N\)"),
+        (product(sm(128, 64), sm(128, 64), sm(64, 64)), ValueError, "acc must be a TMEM ref"),
+        (product(acc(128, 64), sm(128, 64), acc(128, 64)), ValueError, "b must be|transpose"),
+        (product(acc(128, 12), sm(128, 64), sm(12, 64)), ValueError, "N is 12.*multiple of 8"),
+        (
+            product(acc(64, 24), sm(64, 64), sm(24, 64)),
+            ValueError,
+            "columns|N is 24.*multiple of 16",
+        ),
+        (product(acc(128, 520), sm(128, 64), sm(520, 64)), ValueError, "N is 520.*at most 512"),
+        (product(acc(128, 64), sm(128, 24), sm(64, 24)), ValueError, "K is 24.*multiple of 16"),
+        (
+            product(
+                acc(128, 64, F16), sm(128, 64, ml_dtypes.bfloat16), sm(64, 64, ml_dtypes.bfloat16)
+            ),
+            ValueError,
+            "acc is float32, for float16 and float8 also float16",
+        ),
+        (
+            product(acc(128, 64), sm(128, 64), sm(64, 64, E4M3)),
+            ValueError,
+            "a and b have one dtype",
+        ),
+        (product(acc(128, 64), sm(128, 64, F32), sm(64, 64, F32)), NotImplementedError, "float32"),
+        (product(acc(128, 64), sm(128, 256, E2M1), sm(64, 256, E2M1)), ValueError, "need a_scale"),
+        (
+            product(acc(128, 64), sm(128, 128, E4M3), sm(64, 128, E4M3), a_scale=scales(128, 4)),
+            ValueError,
+            "given together",
+        ),
+        (
+            product(
+                acc(128, 64),
+                sm(128, 128, E4M3),
+                sm(64, 128, E4M3),
+                a_scale=scales(128, 8),
+                b_scale=scales(128, 8),
+            ),
+            ValueError,
+            "float8 takes float8_e8m0fnu scales, one for 32",
+        ),
+        (
+            product(
+                acc(128, 64),
+                sm(128, 128, E4M3),
+                sm(64, 128, E4M3),
+                a_scale=scales(128, 4),
+                b_scale=scales(256, 4),
+            ),
+            ValueError,
+            r"b_scale has shape \(256, 4\).*\(128, 4\)",
+        ),
+        (
+            product(
+                acc(64, 64),
+                sm(64, 128, E4M3),
+                sm(64, 128, E4M3),
+                a_scale=scales(128, 4),
+                b_scale=scales(128, 4),
+            ),
+            NotImplementedError,
+            "scales with 64 rows",
+        ),
+        (
+            product(
+                acc(128, 64),
+                sm(128, 64),
+                sm(64, 128),
+                a_sparse_metadata=TMEM(
+                    (128, 128), U2, layout=plgpu.TMEMLayout.SPARSE_METADATA_LAYOUT
+                ),
+            ),
+            ValueError,
+            r"a_sparse_metadata has shape \(128, 128\).*\(128, 64\)",
+        ),
+        (
+            product(acc(64, 64), TMEM((64, 64), F16, packed=True), sm(64, 64)),
+            NotImplementedError,
+            "a in TMEM with 64 rows",
+        ),
+        (
+            product(acc(128, 64), TMEM((128, 64), F16, packed=False), sm(64, 64)),
+            ValueError,
+            "it must be packed",
+        ),
+        (
+            product(acc(128, 64, collective=True), sm(128, 64), sm(64, 64), collective_axis="c"),
+            ValueError,
+            r"b being the block's half",
+        ),
+        (
+            product(acc(128, 128), sm(128, 64), sm(64, 64), collective_axis="c"),
+            ValueError,
+            "acc was not allocated with collective=True",
+        ),
+        (
+            product(acc(128, 64, collective=True), sm(128, 64), sm(64, 64)),
+            ValueError,
+            "collective_axis is needed",
+        ),
+        (
+            product(acc(128, 64), sm(128, 64), sm(64, 64), collective_axis="x"),
+            ValueError,
+            "'x' is not a cluster axis",
+        ),
+        (
+            product(acc(128, 64), sm(128, 64), sm(64, 64), barrier=Barrier()),
+            ValueError,
+            "without orders_tensor_core=True",
+        ),
+        (
+            product(acc(128, 64), sm(128, 64), sm(64, 64), accumulate=1.5),
+            TypeError,
+            "accumulate must be a bool",
+        ),
+    ],
+)
+def test_products_that_are_refused(kernel, error, why):
+    with pytest.raises(error, match=why) as caught:
+        kernel()
+    assert "test_tensor_core.py" in str(caught.value)
+
+
+def using(use, *scratch, error, why):
+    kernel = plgpu.kernel(
+        lambda o_ref, *refs: use(*refs),
+        out_type=shaped((8,)),
+        scratch_types=scratch,
+        grid=(2,),
+        grid_names=("g",),
+        interpret=True,
+    )
+    with pytest.raises(error, match=why):
+        kernel()
+
+
+def test_copies_that_are_refused():
+    copy, copy_scales = plgpu.async_copy_smem_to_tmem, plgpu.async_copy_scales_to_tmem
+    plain = TMEM((128, 64), F16, packed=True)
+    using(copy, sm(128, 32), plain, error=ValueError, why="must be equal")
+    using(copy, sm(128, 64, E4M3), plain, error=ValueError, why="smem_ref has dtype")
+    using(copy, sm(128, 64), acc(128, 64, F16), error=ValueError, why="packed=True")
+    using(copy, plain, plain, error=ValueError, why="smem_ref must be a SMEM ref")
+    using(
+        copy_scales,
+        SMEM((1, 1, 32, 16), E8M0),
+        scales(128, 8),
+        error=ValueError,
+        why=r"must be \(1, 2, 32, 16\)",
+    )
+    using(copy_scales, sm(128, 64), plain, error=ValueError, why="a layout for scales")
+    using(lambda s, b: load(s, s, b), sm(128, 64), ordering(), error=ValueError, why="GMEM")
+    using(lambda b: commit(b), Barrier(), error=ValueError, why="without orders_tensor_core=True")
+
+    def copy_in(o_ref, smem, barrier):
+        load(o_ref, smem, barrier)
+
+    kernel = plgpu.kernel(
+        copy_in,
+        out_type=shaped((128,)),
+        scratch_types=[SMEM((128,), F32), ordering()],
+        interpret=True,
+    )
+    with pytest.raises(ValueError, match="with orders_tensor_core=True; copies complete on"):
+        kernel()
+
+
+def test_cluster_control_that_is_refused():
+    ask, answer = plgpu.try_cluster_cancel, plgpu.query_cluster_cancel
+    using(ask, SMEM((2, 16), I8), Barrier(), error=TypeError, why="16 bytes are needed")
+    using(
+        ask, plgpu.TryClusterCancelResult(), ordering(), error=ValueError, why="orders_tensor_core"
+    )
+    using(
+        lambda r: answer(r, ("h",)),
+        plgpu.TryClusterCancelResult(),
+        error=ValueError,
+        why="'h' is not a grid axis",
+    )
+
+    def again(o_ref, result, barrier):
+        for k in range(4):
+            ask(result, barrier)
+            wait(barrier)
+            (point,), _ = answer(result, "g")
+            o_ref[k] = point.astype(F32)
+            plgpu.commit_smem()
+
+    kernel = plgpu.kernel(
+        again,
+        out_type=shaped((8,)),
+        grid=(2,),
+        grid_names=("g",),
+        scratch_types=[plgpu.TryClusterCancelResult(), Barrier()],
+        interpret=True,
+    )
+    with pytest.raises(ValueError, match="after an answer that there was no grid point left"):
+        kernel()
+
+
+# ---- cluster launch control ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("carries", [False, True])
+@pytest.mark.parametrize("blocks, threads", [(1, 1), (1, 2), (2, 1), (2, 2)])
+def test_every_point_once(blocks, threads, carries):
+    """Whatever the schedule: each point of the grid is handed out to one cluster."""
+    axes = dict(cluster=(blocks,), cluster_names=("c",)) if blocks > 1 else {}
+    if threads > 1:
+        axes.update(num_threads=threads, thread_name="t")
+
+    def body(o_ref, n_ref, tmem):
+        first = lax.axis_index("c") == 0 if blocks > 1 else True
+        first = (lax.axis_index("t") == 0) & first if threads > 1 else first
+        start = dict(init_carry=jnp.int32(0)) if carries else {}
+
+        @plgpu.dynamic_scheduling_loop(
+            ("i", "j"),
+            thread_axis="t" if threads > 1 else None,
+            cluster_axes=("c",) if blocks > 1 else (),
+            **start,
+        )
+        def steps(info, carry=None):
+            i, j = info.index
+
+            @pl.when(first)
+            def _():
+                value = jnp.full((128,), 10 * i + j + 1, jnp.int32)
+                plgpu.atomic_add(o_ref.at[i, j], value)
+
+            return None if carry is None else carry + 1
+
+        if carries:
+
+            @pl.when(first)
+            def _():
+                plgpu.atomic_add(n_ref, jnp.full((128,), steps, jnp.int32))
+
+    kernel = plgpu.kernel(
+        body,
+        grid=(5, 4),
+        grid_names=("i", "j"),
+        scratch_types=[TMEM((128, 8), F32)],
+        interpret=plgpu.InterpretParams(seeds=6, detect_races=True),
+        **axes,
+    )
+    out, count = (
+        plgpu.new_ref(np.zeros((5, 4, 128), np.int32)),
+        plgpu.new_ref(np.zeros(128, np.int32)),
+    )
+    kernel(out, count)
+    want = 10 * np.arange(5)[:, None] + np.arange(4) + 1
+    np.testing.assert_array_equal(np.asarray(plgpu.freeze(out))[:, :, 0], want)
+    assert np.asarray(plgpu.freeze(count))[0] == (20 if carries else 0)
+
+
+@pytest.mark.parametrize("scratch, way", [([TMEM((128, 8), F32)], "cancel"), ([], "fetch_tile")])
+def test_which_loop_is_made(scratch, way):
+    """Cluster launch control where the kernel is for Blackwell anyway."""
+
+    def body(o_ref, *refs):
+        for tmem in refs:
+            plgpu.async_store_tmem(tmem, jnp.zeros((128, 8), F32))
+            plgpu.commit_tmem()
+
+        @plgpu.dynamic_scheduling_loop("g")
+        def _(info):
+            o_ref[info.index[0]] = jnp.full((128,), 1.0, F32)
+
+    kernel = plgpu.kernel(
+        body, out_type=shaped((6, 128)), grid=(6,), grid_names=("g",), scratch_types=scratch
+    )
+    text = kernel.lower().as_text("graph")
+    assert re.findall("try_cluster_cancel|fetch_tile", text)[0].endswith(way)
