@@ -589,7 +589,8 @@ static step run_commit(pm_machine *m, task *k) {
   if (!t->tensor_first) t->tensor_last = NULL;
   if (m->races) pm_race_commit(m, k, b);
   if (m->races && pair) pm_race_commit(m, k, in_peer(b));
-  if (m->timeline) pm_time_landed(m, k);
+  if (m->timeline) pm_time_committed(m, k, b);
+  if (m->timeline && pair) pm_time_committed(m, k, in_peer(b));
   pm_vm_end_task(m, k);
   if (arrive(m, t, op, b) == STEP_FAIL) return STEP_FAIL;
   return pair ? arrive(m, t, op, in_peer(b)) : STEP_NEXT;
@@ -623,7 +624,6 @@ step pm_vm_run_tensor(pm_machine *m, thread *t) {
     run_copy(m, k, own);
     if (x->pair) run_copy(m, k, peer_of(own));
   }
-  if (m->timeline) pm_time_landed(m, k);
   t->tensor_next = k->next;
   pm_vm_finish_task(m, k);
   return STEP_NEXT;
@@ -896,6 +896,8 @@ static step exec_gather(pm_machine *m, thread *t, const instr *i) {
   if (!k) return STEP_FAIL;
   k->run = run_gather;
   k->barrier = b;
+  k->from = 0;
+  k->to = i->mem2->n;
   if (locate_rows(m, t, i, k) == STEP_FAIL) return STEP_FAIL;
   if (!take_indices(k, t, i)) return pm_vm_fail(m, t, i->op, PM_E_MEMORY, "no memory for a copy");
   if (m->races) pm_race_issue(m, t, k);

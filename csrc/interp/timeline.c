@@ -21,12 +21,13 @@
 
 /* The model: rates of an H100, per SM and cycle, and latencies in cycles. */
 enum {
-  LANES_PER_CYCLE = 128,      /* of one instruction, by a thread's four warps */
-  SPECIAL_PER_CYCLE = 16,     /* exp, log, division ... */
-  SMEM_PER_CYCLE = 128,       /* bytes */
-  GMEM_PER_CYCLE = 48,        /* bytes, largely from L2 */
-  FMA_BYTES_PER_CYCLE = 4096, /* wgmma: multiply-adds times bytes of an element of b */
-  MMA_BYTES_PER_CYCLE = 2048, /* mma */
+  LANES_PER_CYCLE = 128,          /* of one instruction, by a thread's four warps */
+  SPECIAL_PER_CYCLE = 16,         /* exp, log, division ... */
+  SMEM_PER_CYCLE = 128,           /* bytes */
+  GMEM_PER_CYCLE = 48,            /* bytes, largely from L2 */
+  FMA_BYTES_PER_CYCLE = 4096,     /* wgmma: multiply-adds times bytes of an element of b */
+  MMA_BYTES_PER_CYCLE = 2048,     /* mma */
+  TCGEN05_BYTES_PER_CYCLE = 8192, /* of a B200 */
   SMEM_LATENCY = 30,
   GMEM_LATENCY = 500,
   COPY_LATENCY = 600,
@@ -55,6 +56,7 @@ typedef struct agent {
   int64_t now, since; /* since: begin of the slice of work that is open */
   pm_opid op;         /* of that slice */
   const instr *last;
+  int64_t tensor; /* when what its queue of a tensor core has so far is complete */
   store *stores;
   uint32_t n_stores, cap_stores;
 } agent;
@@ -310,10 +312,32 @@ static void issue_store(pm_machine *m, task *k, int64_t read) {
   a->stores[a->n_stores++] = (store){k->group, read, k->done, k->i->op};
 }
 
+/* A product or copy of a queue; a commit is complete with what is before it. */
+static void issue_tensor(pm_machine *m, task *k, int64_t now, engine *e) {
+  const tensor_op *x = k->i->tensor;
+  int64_t *last = &agent_of(m, k->owner)->tensor;
+  k->done = pm_max(now, *last);
+  if (x->barrier) return;
+  const int64_t bits =
+      x->b ? x->m * x->n * x->k * pm_dtypes[x->b_dtype].bits : 8 * (int64_t)x->a->n * x->a->bytes;
+  const int64_t rate = 8 * (x->b ? TCGEN05_BYTES_PER_CYCLE : SMEM_PER_CYCLE);
+  const int64_t begin = reserve(&e[TENSOR_CORES], now, pm_cdiv(bits, rate));
+  *last = k->done = pm_max(*last, begin + pm_cdiv(bits, rate) + WGMMA_LATENCY);
+  add_async(m, PM_TIME_PRODUCT, k, begin, k->places[0].mem->name);
+}
+
+void pm_time_committed(pm_machine *m, const task *k, const barrier *b) {
+  later(&phase_of(m, b)->open, (moment){k->done, k->i->op, k->owner});
+}
+
 /* `t` issues it now. */
 void pm_time_issue(pm_machine *m, const thread *t, task *k) {
   const int64_t now = agent_of(m, t)->now;
   engine *e = block_of(m, t->block)->engines;
+  if (k->kind == TASK_TENSOR) {
+    issue_tensor(m, k, now, e);
+    return;
+  }
   if (k->kind == TASK_MMA) {
     const access *acc = k->acc.mem;
     const int64_t depth = k->rhs.mem->n / acc->dim[1];

@@ -671,6 +671,7 @@ void pm_time_phase(pm_machine *m, const barrier *b); /* is complete */
 void pm_time_wait(pm_machine *m, const thread *t, pm_opid op, const barrier *b);
 void pm_time_issue(pm_machine *m, const thread *t, task *k);
 void pm_time_landed(pm_machine *m, const task *k);
+void pm_time_committed(pm_machine *m, const task *k, const barrier *b);
 void pm_time_stores_done(pm_machine *m, const thread *t, pm_opid op, const thread *owner,
                          int64_t done, bool read_only);
 void pm_time_product_done(pm_machine *m, const thread *t, pm_opid op, const task *k);
