@@ -125,6 +125,47 @@ def test_two_accumulators(rng):
     np.testing.assert_array_equal(got, a.astype(F32) @ b.astype(F32).T)
 
 
+@pytest.mark.parametrize("specialized", [False, True])
+def test_pipelines(specialized, rng):
+    """Products in the pipelines of the language; the last slot's operands are free when `done` is
+    waited for."""
+    a, b = small(rng, (256, 320)), small(rng, (128, 320))
+
+    def body(a_ref, b_ref, o_ref, acc, done):
+        i = lax.axis_index("i")
+
+        def step(indices, a_smem, b_smem):
+            mma(acc, a_smem, b_smem.T, done, accumulate=indices[0] > 0)
+            wait(done)
+
+        specs = [
+            plgpu.BlockSpec((128, 64), lambda s: (i, s)),
+            plgpu.BlockSpec((128, 64), lambda s: (0, s)),
+        ]
+        how = dict(grid=(5,), in_specs=specs, max_concurrent_steps=2)
+        if specialized:
+            how.update(num_compute_wgs=1, memory_registers=40, wg_axis="wg")
+            plgpu.emit_pipeline_warp_specialized(step, **how)(a_ref, b_ref)
+        else:
+            plgpu.emit_pipeline(step, **how)(a_ref, b_ref)
+
+        @pl.when(lax.axis_index("wg") == 0 if specialized else True)
+        def _():
+            o_ref[pl.ds(i * 128, 128)] = plgpu.async_load_tmem(acc)
+
+    threads = dict(num_threads=2, thread_name="wg") if specialized else {}
+    kernel = plgpu.kernel(
+        body,
+        out_type=shaped((256, 128)),
+        grid=(2,),
+        grid_names=("i",),
+        scratch_types=[TMEM((128, 128), F32), ordering()],
+        interpret=MANY,
+        **threads,
+    )
+    np.testing.assert_array_equal(kernel(a, b), a.astype(F32) @ b.astype(F32).T)
+
+
 def test_operand_from_registers(rng):
     """Scores become the left operand of a second product, in the columns that they had."""
     x, y = small(rng, (128, 64)), small(rng, (64, 64))
