@@ -168,7 +168,7 @@ static bool same_map(const pm_tensor_map *a, const pm_tensor_map *b) {
   return true;
 }
 
-static const char *map_name(pm_gen *e, const pm_tensor_map *m) {
+const char *pm_map_name(pm_gen *e, const pm_tensor_map *m) {
   for (uint32_t k = 0; k < e->maps.n; k++) {
     if (same_map(&e->maps.at[k], m)) return e->map_names.at[k];
   }
@@ -210,7 +210,7 @@ static void issue_tma(pm_gen *e, pm_opid op, const pm_copy_plan *p, const char *
   const bool prefetch = pm_get(e->g, op)->code == PM_OP_PREFETCH;
   const int64_t *axes = bar ? pm_attr_list(e->g, op, PM_ATTR_CLUSTER, &n_axes) : NULL;
   const char *share = p->share.count > 1 ? pm_cluster_share(e, axes, n_axes) : NULL;
-  const char *map = pm_remote_map(e, &p->gmem, &p->map, map_name(e, &p->map));
+  const char *map = pm_remote_map(e, &p->gmem, &p->map, pm_map_name(e, &p->map));
   const char *smem = prefetch ? "" : pm_view_address(e, &p->smem);
   if (share) smem = pm_str(e, "%s + %s * %lld", smem, share, (long long)p->share.smem_step);
   for (uint32_t k = 0; k < p->n_loops; k++) {

@@ -1,4 +1,5 @@
-/* Tensor memory, products in it, copies to it, cluster launch control.
+/* What Blackwell has: tensor memory, products in it, copies to it, cluster launch control, copies
+ * of rows by number.
  *
  * A block allocates its columns once: warp 0 before the body, which leaves their address in shared
  * memory, and gives them back after it. Allocations of the kernel are columns of these.
@@ -15,15 +16,6 @@
 #include "../ir/mma.h"
 #include "../ir/tmem.h"
 #include "gen.h"
-
-static pm_code missing(pm_gen *e, pm_opid op) {
-  return pm_gen_fail(e, op, PM_E_NOT_IMPLEMENTED,
-                     "%s on a GPU; run the kernel on the interpreter: interpret=True",
-                     pm_ops[pm_get(e->g, op)->code].text);
-}
-
-pm_code pm_cuda_GATHER_G2S(pm_gen *e, pm_opid op) { return missing(e, op); }
-pm_code pm_cuda_SCATTER_S2G(pm_gen *e, pm_opid op) { return missing(e, op); }
 
 /* ---- allocation ---------------------------------------------------------------------------- */
 
@@ -550,5 +542,127 @@ pm_code pm_cuda_QUERY_CANCEL(pm_gen *e, pm_opid op) {
   pm_line(e, "  %s = (i32)((block[2] / %u * %u + block[1] / %u) * %u + block[0] / %u);", x, c[2],
           n[1] / c[1], c[1], n[0] / c[0], c[0]);
   pm_end(e);
+  return PM_OK;
+}
+
+/* ---- rows by number ------------------------------------------------------------------------ */
+
+/* Rows of an array that its numbers name; the SMEM ref has them one below the other, in chunks of
+ * the columns. An instruction moves one chunk of four rows. */
+typedef struct rows {
+  pm_view smem, gmem;
+  pm_tensor_map map;
+  int64_t chunk, chunks, row_bytes, chunk_bytes; /* columns of a chunk */
+  pm_val numbers;
+  int64_t groups; /* of four numbers in a lane */
+  bool all;       /* each lane has all numbers; else its warp's, 4 of each 16 */
+} rows;
+
+static pm_code rows_of(pm_gen *e, pm_opid op, pm_val smem, pm_val gmem, pm_val numbers, rows *r) {
+  if (pm_view_of(e->g, smem, true, &r->smem, e->err) ||
+      pm_view_of(e->g, gmem, true, &r->gmem, e->err)) {
+    pm_err_op(e->err, e->g, op);
+    return e->err->code;
+  }
+  const pm_view *s = &r->smem, *g = &r->gmem;
+  const pm_view_dim *column = &s->dim[1];
+  const int64_t bits = pm_dtypes[s->dtype].bits, n = pm_typeof(e->g, numbers)->dim[0];
+  r->chunk = column->tile ? column->tile : column->size;
+  r->chunks = column->size / r->chunk;
+  r->row_bytes = r->chunk * bits / 8;
+  r->chunk_bytes = column->outer * bits / 8;
+  if (column->inner != 1 || s->dim[0].inner != r->chunk || s->dim[0].tile || r->chunk > 256 ||
+      r->row_bytes % 16 || column->size % r->chunk) {
+    return pm_gen_fail(
+        e, op, PM_E_NOT_IMPLEMENTED,
+        "%s: rows of %lld columns of this SMEM; tile it by (8, S), S being 128, 64 or "
+        "32 bytes, with that swizzle",
+        pm_ops[pm_get(e->g, op)->code].text, (long long)column->size);
+  }
+  if (g->reshaped || g->base_rank != 2 || g->dim[1].step != 1 || g->dim[0].base_dim != 0 ||
+      g->base_stride[0] * bits / 8 % 16) {
+    return pm_gen_fail(e, op, PM_E_NOT_IMPLEMENTED,
+                       "%s: the array must be a matrix whose rows begin at multiples of 16 bytes, "
+                       "and the ref all of its rows",
+                       pm_ops[pm_get(e->g, op)->code].text);
+  }
+  r->map = (pm_tensor_map){.param = g->param,
+                           .dtype = g->dtype,
+                           .rank = 2,
+                           .swizzle = s->swizzle,
+                           .dim = {(uint64_t)g->base_shape[1], (uint64_t)g->base_shape[0]},
+                           .stride = {(uint64_t)bits / 8, (uint64_t)(g->base_stride[0] * bits / 8)},
+                           .box = {(uint32_t)r->chunk, 1}};
+  r->numbers = numbers;
+  const int64_t held = pm_regs_of(e, numbers);
+  r->all = held == n;
+  r->groups = held / 4;
+  if (r->all || held * 4 == n) return PM_OK;
+  return pm_gen_fail(e, op, PM_E_INTERNAL, "the numbers of rows are in another layout");
+}
+
+static const char *first_column(pm_gen *e, const pm_view *g, const char *chunk) {
+  pm_text t;
+  pm_text_init(&t, e->arena);
+  for (uint32_t k = 0; k < g->n_start_terms; k++) {
+    const pm_term term = {g->start_term[k].val, g->start_term[k].mul, 1};
+    if (g->start_term[k].dim == 1) pm_putf(&t, "%s + ", pm_term_text(e, &term, 1, false));
+  }
+  pm_putf(&t, "%lld", (long long)g->start[1]);
+  return *chunk == '0' ? t.at : pm_str(e, "%s + %s", t.at, chunk);
+}
+
+/* The lanes that have numbers issue. end: what stands behind the address and the map. */
+static void issue_rows(pm_gen *e, const rows *r, const char *barrier) {
+  const char *map = pm_map_name(e, &r->map), *smem = pm_view_address(e, &r->smem);
+  pm_begin(e, r->all ? PM_ONE_LANE " {" : "if (elect_one()) {");
+  const char *t = pm_begin_unrolled(e, "t", r->groups, 1);
+  const char *from = *t == '0' ? "" : "4 * t + ";
+  pm_text list;
+  pm_text_init(&list, e->arena);
+  for (int k = 0; k < 4; k++) {
+    pm_putf(&list, "%s(i32)%s", k ? ", " : "", pm_at(e, r->numbers, pm_str(e, "%s%d", from, k)));
+  }
+  pm_line(e, "const i32 rows[4] = {%s};", list.at);
+  const long long group = r->row_bytes * (r->all ? 4 : 16);
+  const char *to = *t == '0' ? smem : pm_str(e, "%s + t * %lld", smem, group);
+  if (!r->all) to = pm_str(e, "%s + warp * %lld", to, (long long)r->row_bytes * 4);
+  const char *c = pm_begin_unrolled(e, "c", r->chunks, 1);
+  if (*c != '0') to = pm_str(e, "%s + c * %lld", to, (long long)r->chunk_bytes);
+  const char *chunk = *c == '0' ? c : pm_str(e, "c * %lld", (long long)r->chunk);
+  const char *column = first_column(e, &r->gmem, chunk);
+  if (barrier) {
+    pm_line(e, "tma_gather4(%s, &%s, %s, %s, rows);", to, map, barrier, column);
+  } else {
+    pm_line(e, "tma_scatter4(&%s, %s, %s, rows);", map, to, column);
+  }
+  pm_end_unrolled(e, r->chunks, 1);
+  pm_end_unrolled(e, r->groups, 1);
+  pm_end(e);
+}
+
+/* The barrier knows of the bytes before any warp asks for them. */
+pm_code pm_cuda_GATHER_G2S(pm_gen *e, pm_opid op) {
+  const char *barrier;
+  rows r;
+  PM_TRY(rows_of(e, op, pm_in(e->g, op, 1), pm_in(e->g, op, 0), pm_in(e->g, op, 3), &r));
+  PM_TRY(pm_barrier_address(e, op, pm_in(e->g, op, 2), &barrier));
+  const pm_type *t = pm_typeof(e->g, pm_in(e->g, op, 1));
+  pm_note(e, op, "gather_gmem_to_smem");
+  pm_line(e, PM_WARPGROUP_SYNC);
+  pm_line(e, PM_ONE_LANE " mbarrier_arrive_expect_tx(%s, %lld);", barrier,
+          (long long)(pm_type_size(t) * pm_dtypes[t->dtype].bits / 8));
+  pm_line(e, PM_WARPGROUP_SYNC);
+  issue_rows(e, &r, barrier);
+  return PM_OK;
+}
+
+pm_code pm_cuda_SCATTER_S2G(pm_gen *e, pm_opid op) {
+  rows r;
+  PM_TRY(rows_of(e, op, pm_in(e->g, op, 0), pm_in(e->g, op, 1), pm_in(e->g, op, 2), &r));
+  pm_note(e, op, "scatter_smem_to_gmem");
+  pm_line(e, PM_WARPGROUP_SYNC);
+  issue_rows(e, &r, NULL);
+  if (*pm_attr(e->g, op, PM_ATTR_COMMIT)) pm_line(e, "%s bulk_group_commit();", pm_store_lanes(e));
   return PM_OK;
 }

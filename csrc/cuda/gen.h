@@ -222,6 +222,7 @@ const char *pm_identity(pm_gen *e, int reduce, pm_dtype t);
 
 /* Address of one barrier (emit_async.c). */
 pm_code pm_barrier_address(pm_gen *e, pm_opid op, pm_val ref, const char **address);
+const char *pm_map_name(pm_gen *e, const pm_tensor_map *m); /* that of an equal one, if there is */
 /* Does the barrier order the tensor core? */
 bool pm_orders_tensor_core(const pm_graph *g, pm_val barrier);
 

@@ -302,6 +302,8 @@ static void look(pm_graph *g, pm_opid op, void *ctx) {
     s->e->sent[pm_view_base(g, pm_in(g, op, 2))] = true;
   } else if (code == PM_OP_ARRIVE && !*pm_attr(g, op, PM_ATTR_RELAXED)) {
     s->e->released[pm_view_base(g, pm_in(g, op, 0))] = true;
+  } else if (code == PM_OP_SCATTER_S2G) {
+    s->e->warps_store = true; /* a lane of each warp */
   } else if (code == PM_OP_PDL_WAIT) {
     s->e->program->pdl = true;
   } else if (code == PM_OP_ENTER_SECTION) {

@@ -89,3 +89,20 @@ FN bool query_cancel(u32 result, u32* block) {
                : "r"(result) : "memory");
   return r != 0;
 }
+
+//! tma_gather4
+// four rows of a matrix, which the box has one of
+FN void tma_gather4(u32 dst, const TensorMap* m, u32 barrier, i32 column, const i32* rows) {
+  asm volatile("cp.async.bulk.tensor.2d.shared::cta.global.tile::gather4"
+               ".mbarrier::complete_tx::bytes [%0], [%1, {%3,%4,%5,%6,%7}], [%2];"
+               :: "r"(dst), "l"(m), "r"(barrier), "r"(column), "r"(rows[0]), "r"(rows[1]),
+                  "r"(rows[2]), "r"(rows[3]) : "memory");
+}
+
+//! tma_scatter4
+FN void tma_scatter4(const TensorMap* m, u32 src, i32 column, const i32* rows) {
+  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile::scatter4.bulk_group"
+               " [%0, {%2,%3,%4,%5,%6}], [%1];"
+               :: "l"(m), "r"(src), "r"(column), "r"(rows[0]), "r"(rows[1]), "r"(rows[2]),
+                  "r"(rows[3]) : "memory");
+}
