@@ -104,9 +104,9 @@ def tracing():
 def block_number(grid, cluster):
     """The number of this block in the launch, row-major."""
     block = 0
-    for family, sizes in (("grid", grid), ("cluster", cluster)):
+    for kind, sizes in (("grid", grid), ("cluster", cluster)):
         for k, size in enumerate(sizes):
-            block = block * size + _core.axis_index(family, k)
+            block = block * size + _core.axis_index(kind, k)
     return block
 
 

@@ -1,5 +1,5 @@
-"""What only a GPU shows of PyTorch, JAX, CuPy and cuda.core: CUDA graphs, streams, compiled code, the
-speed of calls."""
+"""What only a GPU shows of PyTorch, JAX, CuPy and cuda.core: CUDA graphs, streams, compiled code,
+the speed of calls."""
 
 import time
 

@@ -15,7 +15,7 @@ template <typename T, int N, int D> FN T* peer(const Peers<N, D>& peers, u32 k, 
   return (T*)peers.at[k][device];
 }
 
-//! multicast
+//! address_on_all
 template <typename T, int N, int D> FN T* address_on_all(const Peers<N, D>& peers, u32 k) {
   return (T*)peers.all[k];
 }

@@ -179,6 +179,15 @@ breaks(
     ),
 )
 breaks(
+    f"{CUDA}/sanitize.c",
+    SEMAPHORES,
+    nobody_meets_behind_a_wait=(
+        "pm_print_wait_of_one",
+        'arguments); if (!e->lane) pm_line(e, "%s", pm_meet(e)); return;',
+        "arguments); return;",
+    ),
+)
+breaks(
     f"{CUDA}/emit_semaphore.c",
     SEMAPHORES,
     semaphores_share_words=(
@@ -191,7 +200,6 @@ breaks(
         "+ e->first_semaphore;",
         "+ 0 * e->first_semaphore;",
     ),
-    nobody_meets_behind_a_wait=("pm_cuda_AWAIT", 'if (!e->lane) pm_line(e, "%s", pm_meet(e));', ""),
     waits_take_nothing=(
         "pm_cuda_AWAIT",
         'PM_ATTR_DECREMENT) ? "take" : "wait"',

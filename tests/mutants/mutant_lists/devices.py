@@ -410,8 +410,8 @@ breaks(
     ),
     phases_of_other_barriers_are_tested=(
         "pm_cuda_WAIT",
-        '"%s(%s, %s >> (%s) & 1);", wait',
-        '"%s(%s, %s >> (%s) != 0);", wait',
+        '"%s, %s >> (%s) & 1", b.address, b.phase, b.index',
+        '"%s, %s >> (%s) != 0", b.address, b.phase, b.index',
     ),
 )
 breaks(
@@ -458,7 +458,7 @@ breaks(
         "if (*pm_attr(e->g, op, PM_ATTR_COMMIT)) {",
         "if (false) {",
     ),
-    maps_of_two_swizzles_are_one=("same_map", "if (a->swizzle != b->swizzle) return false;", ""),
+    maps_of_two_swizzles_are_one=("same_map", "if (a->swizzle != b->swizzle || a->of != b->of)", "if (a->of != b->of)"),
 )
 breaks(
     f"{PASSES}/sync.c",

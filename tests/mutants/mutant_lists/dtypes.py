@@ -194,10 +194,10 @@ breaks(
 )
 
 breaks(
-    "pallas_mgpu/_kernel.py",
+    "pallas_mgpu/_trace.py",
     f"{SCOPES}::test_scratch_in_gmem",
     blocks_share_scratch=(
-        "Definition._gmem_scratch",
+        "block_number",
         "block = block * size +",
         "block = block * 0 +",
     ),

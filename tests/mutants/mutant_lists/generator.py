@@ -173,13 +173,13 @@ breaks(
     ),
     known_phase_is_the_next=(
         "pm_cuda_WAIT",
-        '"%s(%s, %s & 1);", wait, b.address, pm_scalar_of',
-        '"%s(%s, %s + 1 & 1);", wait, b.address, pm_scalar_of',
+        '"%s, %s & 1", b.address, pm_scalar_of',
+        '"%s, %s + 1 & 1", b.address, pm_scalar_of',
     ),
     wait_for_the_phase_before=(
         "pm_cuda_WAIT",
-        'pm_line(e, "%s(%s, %s);", wait, b.address, b.phase);',
-        'pm_line(e, "%s(%s, %s ^ 1);", wait, b.address, b.phase);',
+        'pm_str(e, "%s, %s", b.address, b.phase)',
+        'pm_str(e, "%s, %s ^ 1", b.address, b.phase)',
     ),
     wait_on_every_second_barrier=(
         "barrier_of",
@@ -287,7 +287,7 @@ breaks(
         "if (bar) {",
     ),
     tensor_maps_of_anything=(
-        "map_name",
+        "pm_map_name",
         "pm_max(e->program->align[m->param], 16);",
         "pm_max(e->program->align[m->param], 4);",
     ),

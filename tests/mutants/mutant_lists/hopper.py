@@ -176,16 +176,8 @@ breaks(
     ),
     counters_are_of_the_block=(
         "pm_lane_combine",
-        (
-            '"// %s\\nFN void %s(u32* a, u32 x) {\\n  asm '
-            'volatile(\\"red.relaxed.gpu.global.%s.u32 [%%0], %%1;\\"\\n               :: '
-            '\\"l\\"(a), \\"r\\"(x) : \\"memory\\");\\n}\\n"'
-        ),
-        (
-            '"// %s\\nFN void %s(u32* a, u32 x) {\\n  asm '
-            'volatile(\\"red.relaxed.cta.global.%s.u32 [%%0], %%1;\\"\\n               :: '
-            '\\"l\\"(a), \\"r\\"(x) : \\"memory\\");\\n}\\n"'
-        ),
+        'name, atomic_where(e, "global"), op',
+        'name, atomic_where(e, "shared"), op',
     ),
 )
 breaks(
@@ -202,7 +194,11 @@ breaks(
         '"    \\"{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%11,%12,%13};\\"\\n    : "',
         '"    \\"{%0,%1,%2,%3}, {%4,%6,%5,%7}, {%8,%9}, {%10,%11,%12,%13};\\"\\n    : "',
     ),
-    atomics_are_of_the_block=("atomic_where", 'return "gpu.global";', 'return "cta.global";'),
+    atomics_are_of_the_block=(
+        "atomic_where",
+        '"sys.global" : "gpu.global"',
+        '"sys.global" : "cta.global"',
+    ),
     atomics_of_clusters_are_of_the_block=(
         "atomic_where",
         '"cta.shared" : "cluster.shared::cluster"',
@@ -274,7 +270,7 @@ breaks(
     interpreted_waits_are_for_more=("exec_await", "if (*s < least) {", "if (*s <= least) {"),
     interpreted_waits_take_nothing=("exec_await", "if (i->flags) *s -= least;", ""),
     interpreted_reads_are_of_another=("exec_read", "(int32_t)*s;", "(int32_t)s[1];"),
-    interpreted_signals_wake_nobody=("exec_signal", "pm_vm_wake_at(m, s);", ""),
+    interpreted_signals_wake_nobody=("signal", "pm_vm_wake_at(m, s);", ""),
 )
 breaks(
     f"{INTERP}/async.c",

@@ -284,13 +284,13 @@ breaks(
     SCHEDULE,
     interpreted_tiles_begin_at_1=(
         "exec_next_tile",
-        "*(int32_t *)slot_of(t, i->dst) = m->counters[i->to]++;",
-        "*(int32_t *)slot_of(t, i->dst) = ++m->counters[i->to];",
+        "*(int32_t *)slot_of(t, i->dst) = counters_of(m, t)[i->to]++;",
+        "*(int32_t *)slot_of(t, i->dst) = ++counters_of(m, t)[i->to];",
     ),
     interpreted_points_are_done_again=(
         "exec_fetch_tile",
-        "number = m->points + m->",
-        "number = 0 * m->points + m->",
+        "number = m->points + counters_of",
+        "number = 0 * m->points + counters_of",
     ),
 )
 
