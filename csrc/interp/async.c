@@ -671,12 +671,15 @@ step pm_vm_run_task(pm_machine *m, task *k) {
   return run_mma(m, k->owner);
 }
 
-const handler pm_vm_COPY_G2S = {
-    pm_vm_encode_copy_in, exec_copy_in, {.poison = pm_poison_rule_counts}};
+const handler pm_vm_COPY_G2S = {pm_vm_encode_copy_in,
+                                exec_copy_in,
+                                {.poison = pm_poison_rule_counts, .reaches = pm_vm_reaches_copy}};
 const handler pm_vm_COPY_S2G = {
     pm_vm_encode_copy_out, exec_copy_out, {.poison = pm_poison_rule_counts}};
 const handler pm_vm_ASYNC_STORE = {
-    pm_vm_encode_copy_out, exec_async_store, {.poison = pm_poison_rule_addresses}};
+    pm_vm_encode_copy_out,
+    exec_async_store,
+    {.poison = pm_poison_rule_addresses, .reaches = pm_vm_reaches_always}};
 const handler pm_vm_PREFETCH = {pm_vm_encode_nothing, NULL, {0}};
 const handler pm_vm_COMMIT_GROUP = {pm_vm_encode_plain, exec_commit_group, {0}};
 const handler pm_vm_WAIT_S2G = {pm_vm_encode_plain, exec_wait_copies_out, {0}};

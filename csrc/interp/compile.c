@@ -597,16 +597,16 @@ static void add_product(compiler *c, pm_opid op, tensor_op *x) {
 /* A product, a copy to TMEM, or a commit. */
 void pm_vm_encode_tensor(compiler *c, pm_opid op, const handler *h) {
   tensor_op *x = PM_NEW(&c->m->arena, tensor_op, 1);
-  const uint16_t code = pm_get(c->g, op)->code;
-  x->name = pm_ops[code].text;
+  const pm_type *first = pm_typeof(c->g, pm_in(c->g, op, 0));
+  x->name = pm_ops[pm_get(c->g, op)->code].text;
   x->pair = *pm_attr(c->g, op, PM_ATTR_PAIR);
   if (x->pair) {
     x->number = c->pair_ops.n;
     pm_vec_push(&c->m->arena, &c->pair_ops, op);
   }
-  if (code == PM_OP_TCGEN05_MMA) {
+  if (first->space == PM_TMEM) {
     add_product(c, op, x);
-  } else if (code == PM_OP_TCGEN05_COMMIT) {
+  } else if (first->kind == PM_BARRIER) {
     x->barrier = make_access(c, op, pm_in(c->g, op, 0));
   } else {
     x->a = make_access(c, op, pm_in(c->g, op, 0));
@@ -841,42 +841,38 @@ static struct open_scope *scope_for(compiler *c, pm_val v) {
   return c->shared[v] ? c->whole : c->open;
 }
 
+bool pm_vm_reaches_always(const pm_machine *m, const pm_graph *g, pm_opid op) {
+  return (void)m, (void)g, (void)op, true;
+}
+
+bool pm_vm_reaches_cluster(const pm_machine *m, const pm_graph *g, pm_opid op) {
+  return (void)g, (void)op, m->n_blocks > 1;
+}
+
+bool pm_vm_reaches_pair(const pm_machine *m, const pm_graph *g, pm_opid op) {
+  return (void)m, *pm_attr(g, op, PM_ATTR_PAIR);
+}
+
+bool pm_vm_reaches_axes(const pm_machine *m, const pm_graph *g, pm_opid op) {
+  uint32_t n;
+  pm_attr_list(g, op, PM_ATTR_CLUSTER, &n);
+  return (void)m, n > 0;
+}
+
+bool pm_vm_reaches_copy(const pm_machine *m, const pm_graph *g, pm_opid op) {
+  return pm_vm_reaches_axes(m, g, op) || *pm_attr(g, op, PM_ATTR_LEADER);
+}
+
 static void note_shared(pm_graph *g, pm_opid op, void *ctx) {
   compiler *c = ctx;
-  uint32_t n;
-  switch (pm_get(g, op)->code) {
-    case PM_OP_CLUSTER_REF: c->shared[pm_view_base(g, pm_in(g, op, 0))] = true; break;
-    case PM_OP_ALLOC_BARRIER:
-      pm_attr_list(g, op, PM_ATTR_CLUSTER, &n);
-      c->shared[pm_get(g, op)->out] |= n > 0;
-      break;
-    case PM_OP_COPY_G2S:
-      pm_attr_list(g, op, PM_ATTR_CLUSTER, &n);
-      n += *pm_attr(g, op, PM_ATTR_LEADER) != 0;
-      c->shared[pm_view_base(g, pm_in(g, op, 1))] |= n > 0;
-      c->shared[pm_view_base(g, pm_in(g, op, 2))] |= n > 0;
-      break;
-    case PM_OP_TRY_CANCEL:
-      c->shared[pm_view_base(g, pm_in(g, op, 0))] |= c->m->n_blocks > 1;
-      c->shared[pm_view_base(g, pm_in(g, op, 1))] |= c->m->n_blocks > 1;
-      break;
-    case PM_OP_TCGEN05_MMA:
-    case PM_OP_TCGEN05_COMMIT:
-    case PM_OP_COPY_S2T:
-    case PM_OP_COPY_SCALES:
-    case PM_OP_COPY_METADATA:
-      for (uint32_t k = 0; k < pm_get(g, op)->n_in && *pm_attr(g, op, PM_ATTR_PAIR); k++) {
-        const pm_val v = pm_in(g, op, k);
-        if (pm_typeof(g, v)->kind != PM_ARRAY) c->shared[pm_view_base(g, v)] = true;
-      }
-      break;
-    case PM_OP_ASYNC_STORE: c->shared[pm_view_base(g, pm_in(g, op, 2))] = true; break;
-    case PM_OP_BROADCAST_TILE:
-      c->shared[pm_view_base(g, pm_in(g, op, 1))] |= c->m->n_blocks > 1;
-      c->shared[pm_view_base(g, pm_in(g, op, 2))] |= c->m->n_blocks > 1;
-      break;
-    default: break;
+  const pm_op *o = pm_get(g, op);
+  const handler *h = pm_vm_handlers[o->code];
+  if (!h->reaches || !h->reaches(c->m, g, op)) return;
+  for (uint32_t k = 0; k < o->n_in; k++) {
+    const pm_val v = pm_in(g, op, k);
+    if (pm_typeof(g, v)->kind != PM_ARRAY) c->shared[pm_view_base(g, v)] = true;
   }
+  c->shared[o->out] = o->n_out;
 }
 
 static void close_union(compiler *c) {

@@ -831,7 +831,8 @@ const handler pm_vm_ARRIVE = {
 const handler pm_vm_WAIT = {pm_vm_encode_plain, exec_wait, {.poison = pm_poison_rule_addresses}};
 const handler pm_vm_BARRIER_TEST = {
     pm_vm_encode_plain, exec_test, {.poison = pm_poison_rule_addresses}};
-const handler pm_vm_BROADCAST_TILE = {pm_vm_encode_plain, exec_broadcast_tile, {0}};
+const handler pm_vm_BROADCAST_TILE = {
+    pm_vm_encode_plain, exec_broadcast_tile, {.reaches = pm_vm_reaches_cluster}};
 const handler pm_vm_ENTER_SECTION = {pm_vm_encode_turn, exec_enter_section, {0}};
 const handler pm_vm_LEAVE_SECTION = {pm_vm_encode_plain, exec_leave_section, {0}};
 const handler pm_vm_NAMED_SYNC = {pm_vm_encode_plain, exec_named_sync, {0}};

@@ -358,11 +358,11 @@ static step exec_alloc_acc(pm_machine *m, thread *t, const instr *i) {
 const handler pm_vm_LOAD = {pm_vm_encode_plain, exec_load, {.poison = pm_poison_rule_load}};
 const handler pm_vm_STORE = {pm_vm_encode_store, exec_store, {.poison = pm_poison_rule_store}};
 const handler pm_vm_ALLOC_SMEM = {pm_vm_encode_alloc, NULL, {0}};
-const handler pm_vm_ALLOC_BARRIER = {pm_vm_encode_alloc, NULL, {0}};
+const handler pm_vm_ALLOC_BARRIER = {pm_vm_encode_alloc, NULL, {.reaches = pm_vm_reaches_axes}};
 const handler pm_vm_ALLOC_ACC = {
     pm_vm_encode_alloc, exec_alloc_acc, {.poison = pm_poison_rule_moves}};
 const handler pm_vm_INDEX = {pm_vm_encode_nothing, NULL, {.back = back_from_index}};
 const handler pm_vm_TRANSPOSE_REF = {pm_vm_encode_nothing, NULL, {.back = back_from_transpose}};
 const handler pm_vm_RESHAPE_REF = {pm_vm_encode_nothing, NULL, {.back = back_from_reshape}};
 const handler pm_vm_BITCAST_REF = {pm_vm_encode_nothing, NULL, {0}};
-const handler pm_vm_CLUSTER_REF = {pm_vm_encode_nothing, NULL, {0}};
+const handler pm_vm_CLUSTER_REF = {pm_vm_encode_nothing, NULL, {.reaches = pm_vm_reaches_always}};

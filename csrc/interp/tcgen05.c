@@ -923,14 +923,19 @@ static step exec_scatter(pm_machine *m, thread *t, const instr *i) {
 
 const handler pm_vm_GATHER_G2S = {pm_vm_encode_plain, exec_gather, {0}};
 const handler pm_vm_SCATTER_S2G = {pm_vm_encode_rows_out, exec_scatter, {0}};
-const handler pm_vm_TRY_CANCEL = {pm_vm_encode_plain, exec_try_cancel, {0}};
+const handler pm_vm_TRY_CANCEL = {
+    pm_vm_encode_plain, exec_try_cancel, {.reaches = pm_vm_reaches_cluster}};
 const handler pm_vm_QUERY_CANCEL = {pm_vm_encode_plain, exec_query_cancel, {0}};
 const handler pm_vm_ALLOC_TMEM = {pm_vm_encode_alloc, NULL, {0}};
-const handler pm_vm_TCGEN05_MMA = {pm_vm_encode_tensor, exec_tensor, {0}};
-const handler pm_vm_TCGEN05_COMMIT = {pm_vm_encode_tensor, exec_tensor, {0}};
-const handler pm_vm_COPY_S2T = {pm_vm_encode_tensor, exec_tensor, {0}};
-const handler pm_vm_COPY_SCALES = {pm_vm_encode_tensor, exec_tensor, {0}};
-const handler pm_vm_COPY_METADATA = {pm_vm_encode_tensor, exec_tensor, {0}};
+const handler pm_vm_TCGEN05_MMA = {
+    pm_vm_encode_tensor, exec_tensor, {.reaches = pm_vm_reaches_pair}};
+const handler pm_vm_TCGEN05_COMMIT = {
+    pm_vm_encode_tensor, exec_tensor, {.reaches = pm_vm_reaches_pair}};
+const handler pm_vm_COPY_S2T = {pm_vm_encode_tensor, exec_tensor, {.reaches = pm_vm_reaches_pair}};
+const handler pm_vm_COPY_SCALES = {
+    pm_vm_encode_tensor, exec_tensor, {.reaches = pm_vm_reaches_pair}};
+const handler pm_vm_COPY_METADATA = {
+    pm_vm_encode_tensor, exec_tensor, {.reaches = pm_vm_reaches_pair}};
 const handler pm_vm_LOAD_TMEM = {pm_vm_encode_plain, exec_load, {0}};
 const handler pm_vm_TMEM_REDUCED = {pm_vm_encode_reduced, exec_reduced, {0}};
 const handler pm_vm_STORE_TMEM = {pm_vm_encode_plain, exec_store, {0}};

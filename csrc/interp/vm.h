@@ -809,13 +809,22 @@ typedef struct handler {
   exec_fn exec;
   struct {            /* {0}: its result is defined, if it has one */
     poison_fn poison; /* what it makes of memory that was never written: poison.c */
-    step_back *back;  /* of views; NULL: their indices are those of what they are cut from */
+    /* Do other blocks of the cluster reach what it allocates, or what its operands are cut from?
+     * NULL: never */
+    bool (*reaches)(const pm_machine *m, const pm_graph *g, pm_opid op);
+    step_back *back; /* of views; NULL: their indices are those of what they are cut from */
     kernel_fn kernels[PM_DTYPE_COUNT]; /* by dtype of the computation; f16 and bf16 use f32's */
   };
 } handler;
 extern const handler *const pm_vm_handlers[PM_OP_COUNT]; /* tile_ops.c, expanded from ops.def */
 extern const handler *const pm_vm_reductions[PM_REDUCE_COUNT]; /* those of two operands */
 
+bool pm_vm_reaches_always(const pm_machine *m, const pm_graph *g, pm_opid op);
+bool pm_vm_reaches_cluster(const pm_machine *m, const pm_graph *g,
+                           pm_opid op);                                      /* if there is one */
+bool pm_vm_reaches_pair(const pm_machine *m, const pm_graph *g, pm_opid op); /* by attributes: */
+bool pm_vm_reaches_axes(const pm_machine *m, const pm_graph *g, pm_opid op);
+bool pm_vm_reaches_copy(const pm_machine *m, const pm_graph *g, pm_opid op);
 void pm_vm_encode_pointwise(compiler *c, pm_opid op, const handler *h);
 void pm_vm_encode_kernels(compiler *c, pm_opid op, const handler *h);
 void pm_vm_encode_plain(compiler *c, pm_opid op,

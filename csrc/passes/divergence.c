@@ -144,7 +144,7 @@ static void check_in_warp(pm_graph *g, pm_opid op, void *ctx) {
                            array_text(g, from_outside)));
   } else if (pm_maps_warps(o->code)) {
     fail_in_warp(ctx, g, op, PM_E_LOWERING, "warp_map and WarpMesh cannot be nested");
-  } else if (o->code == PM_OP_LOAD && array) {
+  } else if (pm_rule_of(g, op) == PM_LAY_LOAD && array) {
     fail_in_warp(ctx, g, op, PM_E_VALUE, "Can only load scalars in warp-level code");
   } else if (o->code == PM_OP_STORE && array) {
     fail_in_warp(ctx, g, op, PM_E_NOT_IMPLEMENTED, "Can only store scalars in warp-level code");

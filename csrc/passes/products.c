@@ -10,33 +10,42 @@
  * (target.c). */
 #include "passes.h"
 
-static bool is_use(const pm_graph *g, pm_opid op, pm_val acc) {
-  const uint16_t code = pm_get(g, op)->code;
-  const bool whole = code == PM_OP_ACC_LOAD || code == PM_OP_ACC_STORE || code == PM_OP_WGMMA;
-  return whole && pm_in(g, op, 0) == acc;
+/* Does the op access the whole accumulator? */
+static bool is_use(const pm_graph *g, pm_opid op, pm_val acc, pm_access *a) {
+  *a = pm_accesses(op);
+  return pm_next_access(g, a) && a->where == PM_IN_ACC && a->view == acc && a->certainty == PM_MUST;
 }
+
+static bool multiplies(const pm_access *a) { return a->reads && a->writes; }
 
 /* Are all uses of the accumulator whole, in its block, and products such as mma makes? */
 static bool is_value(const pm_graph *g, pm_opid alloc) {
   const pm_val acc = pm_get(g, alloc)->out;
+  pm_access a;
   for (pm_opid op = 1; op < g->ops.n; op++) {
     const pm_op *o = pm_get(g, op);
     for (uint32_t k = 0; k < o->n_in; k++) {
       if (pm_in(g, op, k) != acc) continue;
-      if (!is_use(g, op, acc) || o->parent != pm_get(g, alloc)->parent) return false;
-      if (o->code == PM_OP_WGMMA && !pm_has_mma(g, op)) return false;
+      if (!is_use(g, op, acc, &a) || o->parent != pm_get(g, alloc)->parent) return false;
+      if (multiplies(&a) && !pm_has_mma(g, op)) return false;
     }
   }
   return true;
 }
 
+/* A wait for products alone. */
+static bool is_wait(const pm_graph *g, pm_opid op) {
+  int64_t n;
+  return pm_awaits_products(g, op, &n) && !pm_get(g, op)->n_in;
+}
+
 bool pm_is_mma(const pm_graph *g, pm_opid op) {
-  const uint16_t code = pm_get(g, op)->code;
-  if (code == PM_OP_WGMMA_WAIT) return true;
-  if (code == PM_OP_ALLOC_ACC) return is_value(g, op);
-  if (code != PM_OP_ACC_LOAD && code != PM_OP_ACC_STORE && code != PM_OP_WGMMA) return false;
-  const pm_opid alloc = pm_value_of(g, pm_in(g, op, 0))->def;
-  return alloc && pm_get(g, alloc)->code == PM_OP_ALLOC_ACC && is_value(g, alloc);
+  pm_access a = pm_accesses(op);
+  if (is_wait(g, op)) return true;
+  if (pm_allocates(g, op, PM_ACC)) return is_value(g, op);
+  if (!pm_next_access(g, &a) || a.where != PM_IN_ACC) return false;
+  const pm_opid alloc = pm_value_of(g, a.view)->def;
+  return alloc && pm_allocates(g, alloc, PM_ACC) && is_value(g, alloc);
 }
 
 /* ---- the rewrite -------------------------------------------------------------------------- */
@@ -90,11 +99,11 @@ static void rewrite(pm_graph *g, pm_opid alloc) {
   pm_val now = first_value(g, alloc);
   for (uint32_t k = pm_position(g, alloc) + 1; k < g->blocks.at[block].ops.n; k++) {
     const pm_opid op = g->blocks.at[block].ops.at[k];
-    const uint16_t code = pm_get(g, op)->code;
-    if (!is_use(g, op, acc)) continue;
-    if (code == PM_OP_ACC_LOAD) replace_uses(g, pm_get(g, op)->out, now);
-    if (code == PM_OP_ACC_STORE) now = pm_in(g, op, 1);
-    if (code == PM_OP_WGMMA) {
+    pm_access a;
+    if (!is_use(g, op, acc, &a)) continue;
+    if (!a.writes) replace_uses(g, pm_get(g, op)->out, now);
+    if (!a.reads) now = pm_in(g, op, 1);
+    if (multiplies(&a)) {
       const pm_val in[] = {now, loaded(g, op, 1), loaded(g, op, 2)};
       const pm_opid mma =
           pm_insert(g, block, pm_position(g, op), PM_OP_MMA, in, 3, &t, 1, NULL, 0, op);
@@ -111,9 +120,8 @@ pm_code pm_make_mma(pm_graph *g, const pm_target *t, pm_err *err) {
   if (pm_target_has(t, PM_HAS_WGMMA)) return PM_OK;
   const uint32_t n = g->ops.n;
   for (pm_opid op = 1; op < n; op++) {
-    const uint16_t code = pm_get(g, op)->code;
-    if (code == PM_OP_WGMMA_WAIT) drop(g, op);
-    if (code == PM_OP_ALLOC_ACC) rewrite(g, op);
+    if (is_wait(g, op)) drop(g, op);
+    if (pm_allocates(g, op, PM_ACC)) rewrite(g, op);
   }
   return PM_OK;
 }

@@ -29,14 +29,14 @@ typedef struct splitter {
 
 static uint16_t code_of(const pm_graph *g, pm_opid op) { return pm_get(g, op)->code; }
 
-/* Unrelated ops share constants and iotas. Each use gets its own, and the next simplification
- * merges them again. */
+/* Unrelated ops share arrays that are made of nothing, constants and iotas. Each use gets its own,
+ * and the next simplification merges them again. */
 static void own_sources(pm_graph *g, pm_opid op) {
   for (uint32_t k = 0; k < pm_get(g, op)->n_in; k++) {
     const pm_val v = pm_in(g, op, k);
     const pm_opid def = pm_value_of(g, v)->def;
-    const uint16_t code = def ? code_of(g, def) : PM_OP_NONE;
-    if ((code != PM_OP_CONST && code != PM_OP_IOTA) || !pm_typeof(g, v)->rank) continue;
+    if (!def || pm_get(g, def)->n_in || !pm_is_pure(code_of(g, def)) || !pm_typeof(g, v)->rank)
+      continue;
     const pm_blk block = pm_get(g, op)->parent;
     const pm_opid copy = pm_insert_like(g, block, pm_position(g, op), def, NULL);
     g->operands.at[pm_get(g, op)->in + k] = pm_get(g, copy)->out;

@@ -42,12 +42,12 @@ static int64_t bytes_of(const pm_graph *g, pm_val v) {
 static int64_t move_scratch(const pm_graph *g, pm_opid op) {
   const pm_op *o = pm_get(g, op);
   if (pm_moves_in_registers(g, op)) return 0;
-  if (o->code == PM_OP_TRANSPOSE) {
+  if (pm_ops[o->code].layout == PM_LAY_TRANSPOSE) {
     const pm_type *t = pm_typeof(g, pm_in(g, op, 0));
     const int64_t rows = pm_type_size(t) / t->dim[t->rank - 1];
     return rows * pm_turned_row(t) * pm_dtypes[t->dtype].bytes;
   }
-  return bytes_of(g, o->code == PM_OP_CONCAT ? o->out : pm_in(g, op, 0));
+  return bytes_of(g, pm_ops[o->code].layout == PM_LAY_CONCAT ? o->out : pm_in(g, op, 0));
 }
 
 static int64_t scan_scratch(const pm_graph *g, pm_opid scan) {

@@ -92,6 +92,12 @@ static void move_before(pm_graph *g, pm_opid op, pm_opid before) {
   if (pm_get(g, op)->n_out) pm_value_of(g, pm_get(g, op)->out)->block = block;
 }
 
+/* Is it the contents of an accumulator, after all products? */
+static bool awaits_sum(const pm_graph *g, pm_opid op) {
+  int64_t n;
+  return pm_get(g, op)->n_out && pm_awaits_products(g, op, &n) && !n;
+}
+
 static bool lies_in(const pm_graph *g, pm_val v, pm_opid loop) {
   for (pm_blk b = pm_value_of(g, v)->block; b;) {
     const pm_opid parent = g->blocks.at[b].parent;
@@ -107,9 +113,10 @@ static void unmask(pm_graph *g, pm_opid op, void *ctx) {
   uint32_t n;
   pm_scalar mask;
   (void)ctx;
-  const uint16_t code = code_of(g, op);
-  if (code != PM_OP_MASKED_LOAD && code != PM_OP_MASKED_STORE) return;
-  const bool load = code == PM_OP_MASKED_LOAD;
+  pm_access a;
+  pm_val array;
+  if (!pm_is_masked(code_of(g, op)) || !pm_moves_array(g, op, &a, &array)) return;
+  const bool load = a.reads;
   if (!pm_constant(g, pm_in(g, op, load ? 1 : 2), &mask) || !mask.i) return;
   pm_attr_list(g, op, PM_ATTR_DIMS, &n);
   const pm_val in[] = {pm_in(g, op, 0), pm_in(g, op, 1)};
@@ -209,7 +216,7 @@ static bool read_scope(const pm_graph *g, pm_opid scope, pm_opid store, staged *
     const pm_opid op = b->ops.at[k];
     const uint16_t code = code_of(g, op);
     if (code == PM_OP_WGMMA && pm_in(g, op, 2) == pm_get(g, p->alloc)->out) p->wgmma = op;
-    if (code == PM_OP_ACC_LOAD && p->wgmma && !*pm_attr(g, op, PM_ATTR_N)) p->acc_load = op;
+    if (p->wgmma && awaits_sum(g, op)) p->acc_load = op;
   }
   if (!p->wgmma || !p->acc_load || !only_products(g, p)) return false;
   p->load = def_of(g, pm_in(g, store, 1));
@@ -263,10 +270,23 @@ static pm_val insert_i32(pm_graph *g, pm_opid before, pm_opcode code, pm_val x, 
   return pm_insert_value(g, before, code, in, 2, &i32, NULL, 0, place);
 }
 
+/* The number of the next iteration, and which of two slots one has. */
+static pm_val insert_next(pm_graph *g, pm_opid before, pm_val index, pm_val one, pm_opid place) {
+  return insert_i32(g, before, PM_OP_ADD, index, one, place);
+}
+
+static pm_val insert_slot(pm_graph *g, pm_opid before, pm_val index, pm_val one, pm_opid place) {
+  return insert_i32(g, before, PM_OP_AND, index, one, place);
+}
+
 static pm_opid insert_op(pm_graph *g, pm_opid before, pm_opcode code, const pm_val *in,
                          uint32_t n_in, pm_opid place) {
   return pm_insert(g, pm_get(g, before)->parent, pm_position(g, before), code, in, n_in, NULL, 0,
                    NULL, 0, place);
+}
+
+static pm_opid insert_wait(pm_graph *g, pm_opid before, pm_val barrier, pm_opid place) {
+  return insert_op(g, before, PM_OP_WAIT, &barrier, 1, place);
 }
 
 /* An IF before `before`, with empty regions; returns the YIELD of the first. */
@@ -369,11 +389,11 @@ static pm_code stage_copy(stager *s, staged *p, pm_err *err) {
   const pm_val ready = new_barrier(s, p->load), memory = pm_get(g, p->alloc)->out;
   turn_alloc(g, p);
   PM_TRY(copy_step(g, p, source, pm_in(g, p->loop, 0), memory, ready, s->front, err));
-  insert_op(g, p->store, PM_OP_WAIT, &ready, 1, p->load);
+  insert_wait(g, p->store, ready, p->load);
   const pm_blk block = pm_get(g, p->acc_load)->parent;
   const pm_opid before = g->blocks.at[block].ops.at[pm_position(g, p->acc_load) + 1];
   const pm_val one = pm_insert_number(g, before, 1, p->load);
-  const pm_val next = insert_i32(g, before, PM_OP_ADD, index, one, p->load);
+  const pm_val next = insert_next(g, before, index, one, p->load);
   PM_TRY(copy_step(g, p, source, next, memory, ready, before, err));
   drop(g, p->store);
   drop(g, p->load);
@@ -395,7 +415,7 @@ static void bring(stager *s, pm_val memory, pm_val x, pm_opid place) {
   }
   const pm_val copy[] = {pm_in(g, load, 0), memory, new_barrier(s, load)};
   insert_op(g, s->front, PM_OP_COPY_G2S, copy, 3, load);
-  s->front = insert_op(g, s->front, PM_OP_WAIT, &copy[2], 1, load);
+  s->front = insert_wait(g, s->front, copy[2], load);
 }
 
 static void stage_invariant(stager *s, staged *p) {
@@ -446,7 +466,7 @@ static bool is_awaited(const pm_graph *g, pm_opid wgmma) {
   const pm_block *b = &g->blocks.at[pm_get(g, wgmma)->parent];
   for (uint32_t k = pm_position(g, wgmma) + 1; k < b->ops.n; k++) {
     const pm_opid op = b->ops.at[k];
-    if (code_of(g, op) == PM_OP_ACC_LOAD && !*pm_attr(g, op, PM_ATTR_N)) return true;
+    if (awaits_sum(g, op)) return true;
   }
   return false;
 }
@@ -494,14 +514,14 @@ static pm_code stage_shared(stager *s, pm_opid loop, pm_opid load, shared *u, pm
   const pm_val memory = new_memory(s, &both, load);
   const pm_val ready = new_barrier(s, load), lower = pm_in(g, loop, 0);
   const pm_val unit = pm_insert_number(g, s->front, 1, load);
-  const pm_val parity = insert_i32(g, s->front, PM_OP_AND, lower, unit, load);
+  const pm_val parity = insert_slot(g, s->front, lower, unit, load);
   pm_val to = slot_of(g, s->front, memory, parity, load);
   const staged first = {.loop = loop, .load = load, .store = load};
   PM_TRY(copy_step(g, &first, from, lower, to, ready, s->front, err));
-  insert_op(g, load, PM_OP_WAIT, &ready, 1, load);
-  const pm_val next = insert_i32(g, load, PM_OP_ADD, index, unit, load);
-  const pm_val here = insert_i32(g, load, PM_OP_AND, index, unit, load);
-  const pm_val there = insert_i32(g, load, PM_OP_AND, next, unit, load);
+  insert_wait(g, load, ready, load);
+  const pm_val next = insert_next(g, load, index, unit, load);
+  const pm_val here = insert_slot(g, load, index, unit, load);
+  const pm_val there = insert_slot(g, load, next, unit, load);
   to = slot_of(g, load, memory, there, load);
   const pm_val mine = slot_of(g, load, memory, here, load);
   PM_TRY(copy_step(g, &first, from, next, to, ready, load, err));

@@ -115,11 +115,8 @@ static bool takes_strips(chain *c, pm_val v, int dim) {
   const pm_op *o = pm_get(g, op);
   const pm_op_info *info = &pm_ops[o->code];
   c->bits = pm_max(c->bits, pm_dtypes[t->dtype].bits);
-  switch (o->code) {
-    case PM_OP_CONST: return true;
-    case PM_OP_IOTA: return !*pm_attr(g, op, PM_ATTR_LAYOUT);
-    default: break;
-  }
+  if (pm_is_pure(o->code) && !o->n_in) /* a constant or an iota */
+    return !pm_has_attr(g, op, PM_ATTR_LAYOUT) || !*pm_attr(g, op, PM_ATTR_LAYOUT);
   switch (info->layout) {
     case PM_LAY_LOAD: return load_takes_strips(c, op);
     case PM_LAY_BROADCAST: return broadcast_takes_strips(c, op, dim);

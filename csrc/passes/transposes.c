@@ -10,7 +10,7 @@
 
 static pm_opid transpose_of(const pm_graph *g, pm_val v) {
   const pm_opid def = pm_value_of(g, v)->def;
-  return def && pm_get(g, def)->code == PM_OP_TRANSPOSE ? def : 0;
+  return def && pm_rule_of(g, def) == PM_LAY_TRANSPOSE ? def : 0;
 }
 
 static bool in_smem(const pm_graph *g, pm_val ref) { return pm_typeof(g, ref)->space == PM_SMEM; }
@@ -77,7 +77,7 @@ static void visit_transpose(pm_graph *g, pm_opid op) {
 static void visit(pm_graph *g, pm_opid op, void *ctx) {
   (void)ctx;
   if (pm_get(g, op)->code == PM_OP_STORE) visit_store(g, op);
-  if (pm_get(g, op)->code == PM_OP_TRANSPOSE) visit_transpose(g, op);
+  if (pm_rule_of(g, op) == PM_LAY_TRANSPOSE) visit_transpose(g, op);
 }
 
 pm_code pm_transpose_refs(pm_graph *g, const pm_target *t, pm_err *err) {
