@@ -57,8 +57,8 @@ typedef float F32;
 #define ROW(id, T) [PM_##T] = id##_##T
 #define INT_ROWS(id) \
   ROW(id, I8), ROW(id, I16), ROW(id, I32), ROW(id, U8), ROW(id, U16), ROW(id, U32)
-#define HANDLER(id, rule, ...)        \
-  static const handler pm_vm_##id = { \
+#define HANDLER(id, rule, ...) \
+  const handler pm_vm_##id = { \
       pm_vm_encode_pointwise, exec_pointwise, {.poison = rule, .kernels = {__VA_ARGS__}}};
 #define EACH pm_poison_rule_pointwise /* comes from where one of its operands does */
 
@@ -218,15 +218,15 @@ SELECT_KERNEL(U32)
 #define SELECT_8 SELECT_U8
 #define SELECT_16 SELECT_U16
 #define SELECT_32 SELECT_U32
-static const handler pm_vm_SELECT = {pm_vm_encode_pointwise,
-                                     exec_pointwise,
-                                     {.poison = pm_poison_rule_select,
-                                      .kernels = {
+const handler pm_vm_SELECT = {pm_vm_encode_pointwise,
+                              exec_pointwise,
+                              {.poison = pm_poison_rule_select,
+                               .kernels = {
 #define PM_DTYPE(id, text, bits, class, cuda, dlpack, short, numpy, wide, torch, map, group) \
   [PM_##id] = SELECT_##bits,
 #include "../base/dtypes.def"
 #undef PM_DTYPE
-                                      }}};
+                               }}};
 
 /* ---- pointwise ---------------------------------------------------------------------------- */
 
@@ -431,33 +431,31 @@ static step exec_next_tile(pm_machine *m, thread *t, const instr *i) {
   return STEP_PAUSE;
 }
 
-static const handler pm_vm_CONST = {pm_vm_encode_const, NULL, {0}};
-static const handler pm_vm_IOTA = {pm_vm_encode_iota, NULL, {0}};
-static const handler pm_vm_AXIS = {pm_vm_encode_axis, exec_axis, {0}};
-static const handler pm_vm_CONVERT = {
+const handler pm_vm_CONST = {pm_vm_encode_const, NULL, {0}};
+const handler pm_vm_IOTA = {pm_vm_encode_iota, NULL, {0}};
+const handler pm_vm_AXIS = {pm_vm_encode_axis, exec_axis, {0}};
+const handler pm_vm_CONVERT = {
     pm_vm_encode_plain, exec_convert, {.poison = pm_poison_rule_convert}};
-static const handler pm_vm_BITCAST = {pm_vm_encode_alias, NULL, {0}};
-static const handler pm_vm_OPT_BARRIER = {pm_vm_encode_alias, NULL, {0}};
-static const handler pm_vm_MULTIPLE_OF = {pm_vm_encode_multiple, exec_multiple, {0}};
-static const handler pm_vm_BROADCAST = {pm_vm_encode_strided, pm_vm_strided, {0}};
-static const handler pm_vm_RESHAPE = {pm_vm_encode_alias, NULL, {0}};
-static const handler pm_vm_SLICE = {pm_vm_encode_strided, pm_vm_strided, {0}};
-static const handler pm_vm_REDUCE = {
-    pm_vm_encode_reduce, exec_reduce, {.poison = pm_poison_rule_reduce}};
-static const handler pm_vm_UNPACK = {
-    pm_vm_encode_plain, exec_unpack, {.poison = pm_poison_rule_unpack}};
-static const handler pm_vm_PACK = {pm_vm_encode_plain, exec_pack, {.poison = pm_poison_rule_pack}};
-static const handler pm_vm_LAYOUT_CAST = {pm_vm_encode_alias, NULL, {0}};
-static const handler pm_vm_SET_MAX_REGISTERS = {pm_vm_encode_nothing, NULL, {0}};
-static const handler pm_vm_INLINE_RESULT = {pm_vm_encode_nothing, NULL, {0}};
-static const handler pm_vm_PRINT_LAYOUT = {pm_vm_encode_nothing, NULL, {0}};
-static const handler pm_vm_SYNC = {pm_vm_encode_plain, exec_nothing, {0}};
-static const handler pm_vm_PDL_WAIT = {pm_vm_encode_kernels, exec_await_kernels, {0}};
-static const handler pm_vm_PDL_LAUNCH = {pm_vm_encode_plain, exec_nothing, {0}};
-static const handler pm_vm_FIRST_TILE = {pm_vm_encode_plain, exec_first_tile, {0}};
-static const handler pm_vm_FETCH_TILE = {pm_vm_encode_plain, exec_fetch_tile, {0}};
-static const handler pm_vm_SHUFFLE_TILE = {pm_vm_encode_alias, NULL, {0}};
-static const handler pm_vm_NEXT_TILE = {pm_vm_encode_plain, exec_next_tile, {0}};
+const handler pm_vm_BITCAST = {pm_vm_encode_alias, NULL, {0}};
+const handler pm_vm_OPT_BARRIER = {pm_vm_encode_alias, NULL, {0}};
+const handler pm_vm_MULTIPLE_OF = {pm_vm_encode_multiple, exec_multiple, {0}};
+const handler pm_vm_BROADCAST = {pm_vm_encode_strided, pm_vm_strided, {0}};
+const handler pm_vm_RESHAPE = {pm_vm_encode_alias, NULL, {0}};
+const handler pm_vm_SLICE = {pm_vm_encode_strided, pm_vm_strided, {0}};
+const handler pm_vm_REDUCE = {pm_vm_encode_reduce, exec_reduce, {.poison = pm_poison_rule_reduce}};
+const handler pm_vm_UNPACK = {pm_vm_encode_plain, exec_unpack, {.poison = pm_poison_rule_unpack}};
+const handler pm_vm_PACK = {pm_vm_encode_plain, exec_pack, {.poison = pm_poison_rule_pack}};
+const handler pm_vm_LAYOUT_CAST = {pm_vm_encode_alias, NULL, {0}};
+const handler pm_vm_SET_MAX_REGISTERS = {pm_vm_encode_nothing, NULL, {0}};
+const handler pm_vm_INLINE_RESULT = {pm_vm_encode_nothing, NULL, {0}};
+const handler pm_vm_PRINT_LAYOUT = {pm_vm_encode_nothing, NULL, {0}};
+const handler pm_vm_SYNC = {pm_vm_encode_plain, exec_nothing, {0}};
+const handler pm_vm_PDL_WAIT = {pm_vm_encode_kernels, exec_await_kernels, {0}};
+const handler pm_vm_PDL_LAUNCH = {pm_vm_encode_plain, exec_nothing, {0}};
+const handler pm_vm_FIRST_TILE = {pm_vm_encode_plain, exec_first_tile, {0}};
+const handler pm_vm_FETCH_TILE = {pm_vm_encode_plain, exec_fetch_tile, {0}};
+const handler pm_vm_SHUFFLE_TILE = {pm_vm_encode_alias, NULL, {0}};
+const handler pm_vm_NEXT_TILE = {pm_vm_encode_plain, exec_next_tile, {0}};
 
 #undef UNARY
 #undef BINARY

@@ -861,32 +861,13 @@ void pm_vm_encode_while(compiler *c, pm_opid op, const handler *h);
 void pm_vm_encode_if(compiler *c, pm_opid op, const handler *h);
 void pm_vm_encode_switch(compiler *c, pm_opid op, const handler *h);
 
-/* Handlers of the ops that are not tile ops, each beside its functions. */
-extern const handler pm_vm_SCOPE, pm_vm_WARP_MAP, pm_vm_FOR, pm_vm_WHILE, pm_vm_IF, pm_vm_SWITCH,
-    pm_vm_YIELD, pm_vm_ARRIVE, pm_vm_WAIT, pm_vm_BROADCAST_TILE, pm_vm_ENTER_SECTION,
-    pm_vm_LEAVE_SECTION, pm_vm_NAMED_SYNC, pm_vm_NAMED_ARRIVE; /* machine.c */
-extern const handler pm_vm_DEBUG_PRINT, pm_vm_DEBUG_CHECK;     /* print.c */
-extern const handler pm_vm_NAMED_SCOPE;                        /* profile.c */
 void pm_vm_encode_named_scope(compiler *c, pm_opid op, const handler *h);
-extern const handler pm_vm_BARRIER_TEST;
-extern const handler pm_vm_ALLOC_SEMAPHORE, pm_vm_GLOBAL_SEMAPHORE, pm_vm_SIGNAL, pm_vm_AWAIT,
-    pm_vm_READ_SEMAPHORE, pm_vm_DELAY;                                    /* semaphores.c */
-extern const handler pm_vm_MASKED_LOAD, pm_vm_MASKED_STORE, pm_vm_ATOMIC; /* masked.c */
-extern const handler pm_vm_LOAD, pm_vm_STORE, pm_vm_ALLOC_SMEM, pm_vm_ALLOC_BARRIER,
-    pm_vm_ALLOC_ACC, pm_vm_INDEX, pm_vm_TRANSPOSE_REF, pm_vm_RESHAPE_REF, pm_vm_BITCAST_REF,
-    pm_vm_CLUSTER_REF; /* memory.c */
-extern const handler pm_vm_DEVICE_REF, pm_vm_MULTICAST_REF, pm_vm_SEMAPHORE_OF,
-    pm_vm_MULTIMEM_STORE, pm_vm_MULTIMEM_REDUCE; /* devices.c */
-extern const handler pm_vm_COPY_G2S, pm_vm_COPY_S2G, pm_vm_ASYNC_STORE, pm_vm_PREFETCH,
-    pm_vm_COMMIT_GROUP, pm_vm_WAIT_S2G, pm_vm_COMMIT_SMEM, pm_vm_PROXY_FENCE, pm_vm_WGMMA,
-    pm_vm_WGMMA_WAIT, pm_vm_ACC_LOAD, pm_vm_ACC_STORE; /* async.c */
-extern const handler pm_vm_TRANSPOSE, pm_vm_CONCAT, pm_vm_GATHER, pm_vm_SCATTER,
-    pm_vm_SCAN;                    /* moves.c */
-extern const handler pm_vm_MMA;    /* matmul.c */
-extern const handler pm_vm_INLINE; /* inline.c */
-extern const handler pm_vm_GATHER_G2S, pm_vm_SCATTER_S2G, pm_vm_TRY_CANCEL, pm_vm_QUERY_CANCEL,
-    pm_vm_ALLOC_TMEM, pm_vm_TCGEN05_MMA, pm_vm_TCGEN05_COMMIT, pm_vm_COPY_S2T, pm_vm_COPY_SCALES,
-    pm_vm_COPY_METADATA, pm_vm_LOAD_TMEM, pm_vm_TMEM_REDUCED, pm_vm_STORE_TMEM, pm_vm_COMMIT_TMEM,
-    pm_vm_WAIT_LOAD_TMEM; /* tcgen05.c */
+
+/* The handler of each op, beside its functions. */
+#define PM_OP(id, text, in, names, out, regions, attrs, type, layout, effects, participants, \
+              known_to, completion, warp, needs, doc)                                        \
+  extern const handler pm_vm_##id;
+#include "../ir/ops.def"
+#undef PM_OP
 
 #endif

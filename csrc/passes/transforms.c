@@ -64,13 +64,10 @@ static bool is_wgmma_laid(pm_graph *g, pm_val array) {
 /* Does the op read the buffer by descriptors of tiles? A copy to tensor memory without a swizzle
  * can do without, if the user wants it. */
 static bool needs_tiles(const pass *p, pm_opid op, const buffer *b) {
-  switch (pm_get(p->g, op)->code) {
-    case PM_OP_WGMMA:
-    case PM_OP_TCGEN05_MMA: return true;
-    case PM_OP_COPY_S2T:
-      return !*pm_attr(p->g, b->alloc, PM_ATTR_GIVEN) || *pm_attr(p->g, b->alloc, PM_ATTR_SWIZZLE);
-    default: return false;
-  }
+  const pm_mma *mma = pm_mma_of(p->g, op);
+  if (mma) return mma->majors != PM_MAJORS_NONE;
+  if (pm_get(p->g, op)->code != PM_OP_COPY_S2T) return false;
+  return !*pm_attr(p->g, b->alloc, PM_ATTR_GIVEN) || *pm_attr(p->g, b->alloc, PM_ATTR_SWIZZLE);
 }
 
 /* Whole arrays that lanes load or store ask for a layout of the buffer; atomics do not. */
@@ -334,14 +331,12 @@ static void check_majors(pm_graph *g, pm_opid op, void *ctx) {
   static const char *const names[] = {"", "a", "b"}, *const outer[] = {"", "M", "N"};
   pass *p = ctx;
   const char *who = pm_ops[pm_get(g, op)->code].text;
-  const bool wgmma = pm_get(g, op)->code == PM_OP_WGMMA;
-  if (p->code || (!wgmma && pm_get(g, op)->code != PM_OP_TCGEN05_MMA)) return;
+  const pm_mma *mma = pm_mma_of(g, op);
+  if (p->code || !mma || mma->majors != PM_MAJORS_K) return;
   for (uint32_t k = 1; k < 3; k++) {
     const pm_type *t = pm_typeof(g, pm_in(g, op, k));
     pm_view v;
-    if (t->kind != PM_REF || t->space != PM_SMEM || pm_mma_of(g, op)->majors == PM_MAJORS_ANY) {
-      continue;
-    }
+    if (t->kind != PM_REF || t->space != PM_SMEM) continue;
     if (pm_view_of(g, pm_in(g, op, k), true, &v, p->err)) {
       p->code = p->err->code;
     } else if (v.dim[2 - k].inner != 1) {
@@ -350,8 +345,8 @@ static void check_majors(pm_graph *g, pm_opid op, void *ctx) {
           "%s: %s%s is contiguous along %s, and "
           "of %s operands the tensor cores read rows along K. Keep it in SMEM as %s; or turn "
           "it there: turned[...] = ref[...].T, then plgpu.commit_smem()",
-          who, wgmma ? "Only f16 WGMMA supports transposes: " : "", names[k], outer[k],
-          pm_dtypes[wgmma ? t->dtype : pm_mma_of(g, op)->a].text,
+          who, mma->in[0] != PM_LAYOUT_NONE ? "Only f16 WGMMA supports transposes: " : "", names[k],
+          outer[k], pm_dtypes[k == 1 ? mma->a : mma->b].text,
           k == 1 ? "(M, K) and pass the ref" : "(N, K) and pass the transposed ref, b.T");
     }
     if (p->code) {
