@@ -11,7 +11,7 @@
  * The carries of a loop are storages that the loop writes at its end. Nothing else is written
  * twice.
  *
- * SMEM is one stack for each block: scopes nest, and consecutive scopes overlap, as on the device.
+ * What is in SMEM has the places that passes/smem.c planned, so what overlaps there overlaps here.
  */
 #include "../ir/mma.h"
 #include "vm.h"
@@ -65,12 +65,6 @@ struct compiler {
     uint32_t smem_cap, bar_cap, sem_cap, tmem_cap;
     uint32_t first_acc;
   } * open, *whole;
-  struct {
-    int64_t number, group; /* 0: no union is open */
-    size_t start[2], end[2];
-  } overlay;
-  size_t smem_top[2]; /* of what this block alone reaches, of what others do, too */
-  size_t own_top;     /* of what each thread has for itself */
   uint32_t n_barriers;
   PM_VEC(pm_opid) pair_ops;
 };
@@ -829,9 +823,6 @@ void pm_vm_encode_named_scope(compiler *c, pm_opid op, const handler *h) {
 
 /* ---- allocations and scopes ----------------------------------------------------------------- */
 
-/* What other blocks reach lies behind what only this one does, as a block that runs ahead fills it;
- * behind that what each thread has for itself, where nothing overlaps. */
-enum { SHARED_SMEM = 256 << 10, OWN_SMEM = 512 << 10 };
 /* Blocks that run at once: as many as memory allows, but not fewer than a GPU runs, one on each
  * multiprocessor. */
 enum { MOST_BLOCKS = 1024, MOST_MEMORY = 1 << 28, SOME_MEMORY = 1 << 26 };
@@ -875,47 +866,11 @@ static void note_shared(pm_graph *g, pm_opid op, void *ctx) {
   c->shared[o->out] = o->n_out;
 }
 
-static void close_union(compiler *c) {
-  for (int r = 0; r < 2 && c->overlay.number; r++) {
-    if (c->smem_top[r] < c->overlay.end[r]) c->smem_top[r] = c->overlay.end[r];
-  }
-  c->overlay.number = 0;
-}
-
-/* As passes/smem.c does it: the groups of a union begin at one place. */
-static void enter_union(compiler *c, pm_opid alloc) {
-  uint32_t n;
-  const int64_t *u = pm_attr_list(c->g, alloc, PM_ATTR_UNION, &n);
-  if (!n || u[0] != c->overlay.number) close_union(c);
-  if (!n) return;
-  if (!c->overlay.number) {
-    c->overlay.number = u[0];
-    for (int r = 0; r < 2; r++) {
-      c->smem_top[r] = (size_t)pm_round_up((int64_t)c->smem_top[r], 64);
-      c->overlay.start[r] = c->overlay.end[r] = c->smem_top[r];
-    }
-  } else if (u[1] != c->overlay.group) {
-    for (int r = 0; r < 2; r++) {
-      if (c->overlay.end[r] < c->smem_top[r]) c->overlay.end[r] = c->smem_top[r];
-      c->smem_top[r] = c->overlay.start[r];
-    }
-  }
-  c->overlay.group = u[1];
-}
-
-static void alloc_smem(compiler *c, pm_val v, const pm_type *t) {
+static void alloc_smem(compiler *c, pm_opid op, pm_val v, const pm_type *t) {
   struct open_scope *o = scope_for(c, v);
   scope *s = o->scope;
-  /* threads may be in different groups of a union of their own: there each group has its place */
-  const bool own = c->m->n_threads > 1 && !s->collective;
-  if (!own) enter_union(c, pm_value_of(c->g, v)->def);
-  const size_t bytes = (size_t)pm_round_up((int64_t)bytes_of(t), 64);
-  size_t *top = own ? &c->own_top : &c->smem_top[c->shared[v]];
-  size_t at = (size_t)pm_round_up((int64_t)*top, 64);
-  c->alloc[v] = (uint32_t)at;
-  c->apart[v] = own ? (uint32_t)bytes : 0;
-  *top = at + (own ? bytes * c->m->n_threads : bytes_of(t));
-  if (*top > c->m->smem_bytes) c->m->smem_bytes = *top;
+  c->alloc[v] = (uint32_t)*pm_attr(c->g, op, PM_ATTR_OFFSET);
+  c->apart[v] = (uint32_t)*pm_attr(c->g, op, PM_ATTR_APART);
   if (s->n_smem == o->smem_cap) {
     s->smem =
         pm_vec_grow(&c->m->arena, s->smem, s->n_smem, &o->smem_cap, sizeof *s->smem, s->n_smem + 1);
@@ -923,10 +878,10 @@ static void alloc_smem(compiler *c, pm_val v, const pm_type *t) {
   const uint32_t name = pm_value_of(c->g, v)->name;
   const char *text = name ? c->g->strings.at[name] : "smem";
   s->smem[s->n_smem++] = (struct smem_alloc){.name = pm_strdup(&c->m->arena, text, strlen(text)),
-                                             .at = (uint32_t)at,
+                                             .at = c->alloc[v],
                                              .apart = c->apart[v],
                                              .dtype = t->dtype,
-                                             .op = pm_value_of(c->g, v)->def,
+                                             .op = op,
                                              .n = pm_type_size(t)};
 }
 
@@ -994,7 +949,7 @@ void pm_vm_encode_alloc(compiler *c, pm_opid op, const handler *h) {
     c->alloc[o->out] = (uint32_t)first;
     c->m->n_semaphores = (uint32_t)pm_max(c->m->n_semaphores, end);
   } else if (t->kind == PM_REF && t->space == PM_SMEM) {
-    alloc_smem(c, o->out, t);
+    alloc_smem(c, op, o->out, t);
   } else if (t->kind == PM_REF && t->space == PM_TMEM) {
     alloc_tmem(c, op, o->out);
   } else if (t->kind == PM_BARRIER) {
@@ -1039,8 +994,6 @@ static void encode_block(compiler *c, pm_blk b) {
 }
 
 void pm_vm_encode_scope(compiler *c, pm_opid op, const handler *h) {
-  close_union(c);
-  const size_t top[2] = {c->smem_top[0], c->smem_top[1]};
   scope *s = open_scope(c, *pm_attr(c->g, op, PM_ATTR_COLLECTIVE) != 0);
   emit(c, op, h->exec)->scope = s;
   pm_blk region = pm_region(c->g, op, 0);
@@ -1051,8 +1004,6 @@ void pm_vm_encode_scope(compiler *c, pm_opid op, const handler *h) {
   for (uint32_t k = 0; k < p->n_out; k++) c->slot[p->out + k] = full(c, pm_in(c->g, yield, k));
   close_scope(c);
   emit(c, op, pm_vm_leave)->scope = s;
-  close_union(c);
-  memcpy(c->smem_top, top, sizeof top);
 }
 
 /* ---- control ------------------------------------------------------------------------------ */
@@ -1386,6 +1337,7 @@ static pm_code compile(void *ctx, pm_err *err) {
   m->grid_size = pm_grid_size(g);
   m->shares_grid = pm_shares_grid(g);
   m->sms = (uint32_t)g->target->sms;
+  m->smem_bytes = (size_t)g->scratch_offset; /* the end of all allocations */
   m->profile_words = g->profile_words;
   m->profile_warps = g->profile_warps;
   m->profile_param = g->n_operands + g->profile_output;
@@ -1402,8 +1354,6 @@ static pm_code compile(void *ctx, pm_err *err) {
   c->alloc = PM_NEW(c->temp, uint32_t, g->values.n + 1);
   c->shared = PM_NEW(c->temp, bool, g->values.n + 1);
   pm_walk((pm_graph *)g, 1, note_shared, c);
-  c->smem_top[1] = SHARED_SMEM;
-  c->own_top = OWN_SMEM;
   c->apart = PM_NEW(c->temp, uint32_t, g->values.n + 1);
   m->image_bytes = 64; /* offset 0 is no slot */
   new_storage(c, 0);

@@ -87,12 +87,8 @@ static bool fold(simplifier *s, pm_opid op, pm_scalar *out) {
 static void become_constant(simplifier *s, pm_opid op, pm_scalar v) {
   pm_graph *g = s->g;
   pm_op *o = pm_get(g, op);
-  unsigned char wrapped[8];
-  pm_dtype t = pm_typeof(g, o->out)->dtype;
-  pm_store_scalar(t, wrapped, v);
-  v = pm_load_scalar(t, wrapped);
   int64_t word = v.i;
-  if (pm_is_float(t)) memcpy(&word, &v.f, sizeof word);
+  if (pm_is_float(pm_typeof(g, o->out)->dtype)) memcpy(&word, &v.f, sizeof word);
   pm_vec_push(g->arena, &g->attrs, word);
   o->code = PM_OP_CONST;
   o->n_in = 0;

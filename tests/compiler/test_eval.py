@@ -128,6 +128,7 @@ BY_THREAD = {
     "min": lambda i, x: jnp.minimum(i, 2) == 2,
     "max": lambda i, x: jnp.maximum(i, 1) == 1,
     "where": lambda i, x: jnp.where(i > 1, i - 2, i) == 1,
+    "overflows": lambda i, x: i * 0x40000000 < 0,
     "wraps": lambda i, x: (i - 2).astype(jnp.uint16) > 60000,
     "narrows": lambda i, x: (i * 0x8000).astype(jnp.int16) == 0,
     "int of bool": lambda i, x: (i > 1).astype(jnp.int32) * 5 == 5,

@@ -86,6 +86,32 @@ def test_different_scopes_of_threads(run, rng):
     np.testing.assert_array_equal(got[1], 2 * x[2])
 
 
+def test_unions_of_one_thread_overlap(run, rng):
+    """What a thread has for itself has its planned place in the interpreter as well: the groups of
+    a union begin together, and each allocation at a multiple of 1024 bytes."""
+    x = rng.standard_normal((2, 512)).astype(F32)
+
+    def body(x_ref, o_ref):
+        wg = lax.axis_index("wg")
+
+        @functools.partial(
+            pl.run_scoped,
+            before=plgpu.SMEM((8,), F32),
+            union=plgpu.RefUnion(
+                plgpu.SMEM((512,), F32), [plgpu.SMEM((8,), F32), plgpu.SMEM((64,), F32)]
+            ),
+        )
+        def _(before, union):
+            whole, [first, part] = union
+            before[...] = jnp.ones((8,))
+            whole[...] = x_ref[wg]
+            o_ref[wg, :64] = part[...]
+            o_ref[wg, 64:72] = first[...] * before[...]
+
+    got = run(body, np.zeros((2, 72), F32), x, **TWO)
+    np.testing.assert_array_equal(got, np.hstack([x[:, 256:320], x[:, :8]]))
+
+
 def test_cluster_barriers_of_one_thread(run, rng):
     """The thread with the same number in the other block signals it."""
     x = halves(rng, 2, 64, 64)

@@ -112,6 +112,21 @@ breaks(
     ),
 )
 
+breaks(
+    "csrc/interp/compile.c",
+    "language/test_scopes.py",
+    interpreted_threads_share_what_is_theirs=(
+        "alloc_smem",
+        "c->apart[v] = (uint32_t)*pm_attr(c->g, op, PM_ATTR_APART);",
+        "c->apart[v] = 0;",
+    ),
+    interpreted_allocations_begin_together=(
+        "alloc_smem",
+        "c->alloc[v] = (uint32_t)*pm_attr(c->g, op, PM_ATTR_OFFSET);",
+        "c->alloc[v] = 0;",
+    ),
+)
+
 # ---- one lane, clusters --------------------------------------------------------------------------
 
 breaks(
