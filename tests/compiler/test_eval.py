@@ -1,6 +1,7 @@
 """What is known before a kernel runs (csrc/ir/eval.c): constants, and what follows from the index
 of the thread."""
 
+import functools
 import re
 
 import numpy as np
@@ -74,6 +75,37 @@ def test_constants(op, dtype):
     assert ops <= {"const", "index"}
     want = plgpu.kernel(computed, out_type=out, interpret=True)(x)
     np.testing.assert_array_equal(kernel(x), want)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda x: x.__name__)
+@pytest.mark.parametrize("op", TWO)
+def test_one_operand_is_constant(op, dtype):
+    """Units, numbers that decide alone and equal operands: the result is what both operands give
+    where nothing is known before."""
+    if dtype == np.bool_ and op not in ON_BOOLS:
+        pytest.skip("not on bools")
+    f, bits = TWO[op], np.dtype(dtype).itemsize * 8
+    numbers = [0, 1, 2] + ([] if op in ("shl", "shr") else [-1])
+    numbers = [int(np.array(n).astype(dtype)) for n in numbers]
+    values = [int(v) % bits if op in ("shl", "shr") else int(v) for v in samples(dtype)]
+    values = [v for v in values if v or op not in ("div", "rem")]
+    pairs = [(c, v) for c in numbers for v in values]
+
+    def body(constant, x, o):
+        for k, (c, _) in enumerate(pairs):
+            v = x[k, 1]
+            c = jnp.full((), c, dtype) if constant else x[k, 0]
+            last = (v, c) if op not in ("div", "rem") or pairs[k][0] else (v, v)
+            for j, two in enumerate([(c, v), last, (v, v)]):
+                o[k, j] = f(*two).astype(jnp.int32)
+
+    x = np.array(pairs).astype(dtype)
+    out = plgpu.ShapeDtypeStruct((len(pairs), 3), np.int32)
+    known, computed = (
+        plgpu.kernel(functools.partial(body, constant), out_type=out, interpret=True)
+        for constant in (True, False)
+    )
+    np.testing.assert_array_equal(known(x), computed(x))
 
 
 HALF_KNOWN = {

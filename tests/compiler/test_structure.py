@@ -12,6 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent.parent
 MOST_LINES, MOST_COLUMNS, LONGEST_FUNCTION = 1500, 100, 100
+MOST_NAMED = 350
 
 
 # What each folder of csrc may include, beside its own files.
@@ -170,6 +171,13 @@ def test_files_and_lines_are_short(folder):
 def test_folders_include_what_is_below_them():
     assert (ROOT / "csrc" / "python" / "module.h").read_text().count("#include <Python.h>") == 1
     assert not wrong_includes(ROOT / "csrc")
+
+
+def test_single_ops_are_rarely_named():
+    """What passes, generator and interpreter know of ops stands in tables, not in switches."""
+    folders = (ROOT / "csrc" / folder for folder in ("ir", "passes", "cuda", "interp"))
+    named = [re.findall(r"PM_OP_[A-Z0-9_]+", f.read_text()) for d in folders for f in sources(d)]
+    assert 0 < sum(map(len, named)) <= MOST_NAMED
 
 
 def test_the_emulated_machine_shares_nothing():
