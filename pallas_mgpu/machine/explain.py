@@ -1,7 +1,8 @@
 """What the emulated machine found, in the terms of the kernel: refs, indices, threads, lines.
 
 The machine speaks of bytes and of lines of the generated program. What they are is read from that
-program: `#line` directives give the place of each line, declarations such as
+program: `#line` directives, or comments where the compiler would count to the right line by itself,
+give the place of each line, declarations such as
 
     const u32 tile = smem + 0;  // smem float16[64,128], tiled (8, 64), swizzle 128
 
@@ -14,6 +15,7 @@ a 128-byte line by the number of the line."""
 import itertools
 import linecache
 import math
+import os
 import re
 
 from .. import _core
@@ -89,6 +91,9 @@ class Names:
                 file = found[2].replace(r"\"", '"').replace(r"\\", "\\") if found[2] else place[0]
                 place = file, int(found[1])
             else:
+                noted = re.fullmatch(r" *// (?:.*  )?(\S.*):(\d+)", line)
+                if noted and place and os.path.basename(place[0]) == noted[1]:
+                    place = place[0], int(noted[2])
                 self.lines.append(line)
                 self.places.append(place)
         self.text = "\n".join(self.lines[1:]) + "\n"
@@ -120,7 +125,11 @@ class Names:
     def _warp_lines(self):
         for k, line in enumerate(self.lines):
             if re.match(r" *// (warp_map|core_map)\b", line):
-                yield from range(k, self._end(k + 2, len(line) - len(line.lstrip()) + 1))
+                indent = len(line) - len(line.lstrip())
+                opens = next(
+                    j for j in range(k + 1, len(self.lines)) if self.lines[j][indent:] == "{"
+                )
+                yield from range(k, self._end(opens + 1, indent + 1))
 
     # ---- words ----
 
@@ -239,8 +248,10 @@ class Names:
         if kind == "thread" and int(a["line"]) in self.in_warps:
             thread += f", warp {number // 32 % 4}"
         who = ", ".join(filter(None, [where, thread]))
-        core = dict.fromkeys(("products", "tensor_core"), "the tensor core, for ")
-        return {"thread": "", **core}.get(kind, "TMA, for ") + who
+        core = "the tensor core, for "
+        makers = {"thread": "", "tmem_loads": "", "tmem_stores": "", "products": core}
+        makers["tensor_core"] = core
+        return makers.get(kind, "TMA, for ") + who
 
     def access(self, words):
         """A fact of an access, as a dict with `ref`, `index`, `agent` and `place`."""
@@ -320,6 +331,14 @@ def _remedy(names, lacks, first, second):
         return (
             f"plgpu.barrier_wait({name}) before the first, or issue the {engine} behind it: in the"
             " same thread, or after a barrier"
+        )
+    if second["by"] == "products":
+        return "plgpu.wgmma_wait(0) before the first, or issue the product behind it"
+    if second["by"] in ("store_reads", "store_writes"):
+        read_only = ", wait_read_only=True" if second["by"] == "store_reads" else ""
+        return (
+            f"plgpu.wait_smem_to_gmem(0{read_only}) before the first, or issue the copy behind it:"
+            " in the same thread, or after a barrier"
         )
     if second["by"] != "thread":
         return (
@@ -411,9 +430,8 @@ def _wait(names, words, barriers):
         )
         missing += [f"{b['bytes']} bytes of copies"] if int(b.get("bytes", 0)) else []
         what += f", which lacks {' and '.join(missing)}" if missing else ""
-    return f"\n  {who}: waits for {names.translate(what)}{names.at(int(a['line']), ', ')}".replace(
-        "\n, at", ", at"
-    )
+    what = names.translate(_meeting(what, names.info["block"]))
+    return f"\n  {who}: waits for {what}{names.at(int(a['line']), ', ').lstrip(chr(10))}"
 
 
 def deadlock(names, facts, name):

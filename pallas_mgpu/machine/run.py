@@ -421,9 +421,9 @@ def arguments(info, places, same, rank):
             element = _core.as_dtype(info["params"][param][0]).itemsize
             m = info["maps"][index]
             bases = [places[rank].at[key]]
-            if m["of"] == 1:  # one for each device
+            if m.get("of") == 1:  # one for each device
                 bases = [p.at[key] for p in places]
-            elif m["of"] == 2:
+            elif m.get("of") == 2:
                 bases = [places[0].at[key] | EVERYWHERE]
             keep.append((TensorMap * len(bases))(*[tensor_map(m, b, element) for b in bases]))
         elif kind == "peers":
