@@ -143,6 +143,7 @@ pm_code pm_cuda_MASKED_LOAD(pm_gen *e, pm_opid op) {
   pm_view v;
   PM_TRY(view_of(e, op, &v));
   pm_note(e, op, "masked load");
+  e->masked = op;
   const char *name = pm_declare(e, out, out);
   if (pm_is_array(e, out)) {
     pm_load_masked(e, pm_value_layout(e->g, out), &v, name, mask, other);
@@ -150,8 +151,8 @@ pm_code pm_cuda_MASKED_LOAD(pm_gen *e, pm_opid op) {
   }
   const char *at = element_address(e, &v);
   pm_line(e, "%s = %s;", name, pm_at(e, other, "0"));
-  pm_line(e, "if (%s) ld_%s<%s, 1>(&%s, %s);", pm_at(e, mask, "0"), pm_space_of(&v),
-          pm_cpp_type(v.dtype), name, at);
+  pm_line(e, "if (%s) ld_%s<%s, 1>(&%s, %s);", pm_inside(e, op, pm_at(e, mask, "0"), "0"),
+          pm_space_of(&v), pm_cpp_type(v.dtype), name, at);
   return PM_OK;
 }
 
@@ -161,13 +162,14 @@ pm_code pm_cuda_MASKED_STORE(pm_gen *e, pm_opid op) {
   pm_view v;
   PM_TRY(view_of(e, op, &v));
   pm_note(e, op, "masked store");
+  e->masked = op;
   if (!all_scalar(e, op)) {
     const pm_layout *l = pm_value_layout(e->g, pm_masked_shared(e->g, op));
     pm_store_masked(e, l, &v, value, mask);
     return PM_OK;
   }
   for (int d = 0; d < v.rank; d++) size *= v.dim[d].size;
-  pm_begin(e, "if (%s) {", pm_at(e, mask, "0"));
+  pm_begin(e, "if (%s) {", pm_inside(e, op, pm_at(e, mask, "0"), "0"));
   if (size > 1) {
     pm_store_splat(e, &v, pm_at(e, value, "0"));
   } else {
@@ -187,7 +189,7 @@ static void atomic_scalar(pm_gen *e, pm_opid op, const pm_view *v, const char *f
   const char *at = element_address(e, v);
   pm_begin(e, PM_ONE_LANE " {");
   if (x) pm_line(e, "zero<%s, 1>(&%s);", type, x);
-  pm_line(e, "if (%s) %s%s(%s, %s);", pm_at(e, pm_in(e->g, op, 2), "0"),
+  pm_line(e, "if (%s) %s%s(%s, %s);", pm_inside(e, op, pm_at(e, pm_in(e->g, op, 2), "0"), "0"),
           x ? pm_str(e, "%s = ", x) : "", fn, at, arguments);
   if (x) pm_line(e, "st_shared<%s, 1>(%s, &%s);", type, pm_scratch(e), x);
   pm_end(e);

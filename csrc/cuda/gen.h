@@ -85,6 +85,7 @@ typedef struct pm_gen {
   uint32_t first_semaphore; /* among them */
   bool asks;                /* there is a NEXT_TILE or such a semaphore */
   PM_VEC(pm_program_site) sites; /* of checks */
+  pm_opid masked;                /* the masked access that is printed */
   uint32_t n_turns;              /* threads that take turns, 0: none do */
   uint32_t tmem_slot;            /* byte in SMEM of the address of tensor memory */
   const char *profile;           /* the profiler's variable; NULL: it is off */
@@ -351,6 +352,8 @@ void pm_print_last_wait(pm_gen *e);
 
 /* What must hold before the op accesses memory. */
 void pm_check_indices(pm_gen *e, pm_opid op);
+/* The condition of a masked access, and that the indices of element `reg` are inside. */
+const char *pm_inside(pm_gen *e, pm_opid op, const char *condition, const char *reg);
 /* `function(arguments)`, by all lanes; or by one, for which the others wait. */
 void pm_print_wait(pm_gen *e, pm_opid op, const char *function, const char *arguments);
 void pm_print_wait_of_one(pm_gen *e, pm_opid op, const char *function, const char *scope,

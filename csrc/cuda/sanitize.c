@@ -4,9 +4,10 @@
  * their limits; a wait gives up after some seconds. The first failure is noted in a record in
  * global memory, with the number of its site; then the lanes return from the kernel, and others
  * that wait for them follow when they see the record. Nothing traps, which would cost the products
- * their overlap and the process its CUDA context. What lies outside of an argument is clipped by
- * copies, so their side in global memory is not checked; nor are arrays of indices, and accesses
- * under a mask that is an array. */
+ * their overlap and the process its CUDA context. Where lanes have indices of their own, in an
+ * array, those that are outside are noted, and their elements left out. What lies outside of an
+ * argument is clipped by copies, so their side in global memory is not checked; nor are the starts
+ * of views that are accessed under a mask that is an array. */
 #include <inttypes.h>
 #include <stdio.h>
 
@@ -15,6 +16,7 @@
 static uint32_t add_site(pm_gen *e, pm_opid op, pm_program_site s) {
   const pm_op *o = pm_get(e->g, op);
   s.op = pm_ops[o->code].text;
+  if (!strncmp(s.op, "masked_", 7)) s.op += 7; /* the user may have given no mask */
   s.file = o->line ? e->g->strings.at[o->file] : NULL;
   s.line = o->line;
   pm_vec_push(e->arena, &e->sites, s);
@@ -26,11 +28,18 @@ static const char *ref_name(pm_gen *e, pm_val view) {
   return name ? e->g->strings.at[name] : "a ref";
 }
 
+/* A block of a cluster stays until no other one can reach it. A lane may leave alone, as its block
+ * stays for the others. */
+static const char *leave(const pm_gen *e) {
+  return pm_blocks(e->g) > 1 && !e->lane ? "{ cluster_sync(); return; }" : "return;";
+}
+
 /* All lanes that go on together stop together. */
 static void stop_if(pm_gen *e, const char *condition) {
-  if (e->lane) pm_line(e, "if (%s) return;", condition);
-  else if (e->warps) pm_line(e, "if (warp_any(%s)) return;", condition);
-  else pm_line(e, "if (lanes_any(wg, %s)) return;", condition);
+  const char *any = e->lane ? "%s" : e->warps ? "warp_any(%s)" : "lanes_any(wg, %s)";
+  char text[32];
+  snprintf(text, sizeof text, "if (%s) %%s", any);
+  pm_line(e, text, condition, leave(e));
 }
 
 /* ---- indices ------------------------------------------------------------------------------- */
@@ -42,8 +51,8 @@ static void check_index(pm_gen *e, pm_opid op, pm_val index, int64_t limit, cons
   if (pm_range(e->g, index, &lo, &hi) && lo >= 0 && hi <= limit) return;
   if (pm_constant(e->g, index, &constant) && constant.i >= 0 && constant.i <= limit) return;
   pm_place(e, op);
-  pm_line(e, "if (%s%sindex_outside(%s, %lld, %uu, sanitizer)) return;", mask, *mask ? " && " : "",
-          pm_scalar_of(e, index), (long long)limit, add_site(e, op, s));
+  pm_line(e, "if (%s%sindex_outside(%s, %lld, %uu, sanitizer)) %s", mask, *mask ? " && " : "",
+          pm_scalar_of(e, index), (long long)limit, add_site(e, op, s), leave(e));
 }
 
 static const char *shape_text(pm_gen *e, const pm_type *t) {
@@ -113,6 +122,31 @@ void pm_check_indices(pm_gen *e, pm_opid op) {
     if (a.where == PM_IN_GMEM && copies && !promised) continue;
     check_view(e, op, a.view, mask);
   }
+}
+
+const char *pm_inside(pm_gen *e, pm_opid op, const char *condition, const char *reg) {
+  const pm_graph *g = e->g;
+  uint32_t n = 0;
+  pm_text t;
+  if (!e->options->check_indices || !pm_is_masked(pm_get(g, op)->code)) return condition;
+  const int64_t *dims = pm_attr_list(g, op, PM_ATTR_DIMS, &n);
+  const pm_val view = pm_in(g, op, 0);
+  const pm_type *type = pm_typeof(g, view);
+  pm_text_init(&t, e->arena);
+  pm_put(&t, strcmp(condition, "true") ? condition : "");
+  for (uint32_t d = 0; d < n; d++) {
+    int64_t lo, hi;
+    if (dims[d] >= 0) continue;
+    const pm_val index = pm_in(g, op, pm_n_beside(pm_atomic_of(g, op)) + (uint32_t)(-1 - dims[d]));
+    if (pm_range(g, index, &lo, &hi) && lo >= 0 && hi < type->dim[d]) continue;
+    const pm_program_site s = {.ref = ref_name(e, view),
+                               .shape = shape_text(e, type),
+                               .dim = d,
+                               .of_view = view != pm_view_base(g, view)};
+    pm_putf(&t, "%s!index_outside(%s, %lld, %uu, sanitizer)", t.n ? " && " : "",
+            pm_at(e, index, reg), (long long)type->dim[d] - 1, add_site(e, op, s));
+  }
+  return t.n ? t.at : condition;
 }
 
 /* ---- waits --------------------------------------------------------------------------------- */

@@ -776,8 +776,9 @@ struct HostBuffer {
 extern "C" int host_run(const char *library, const u32 grid[3], const u32 cluster[3], u32 threads,
                         u32 together, u32 dependent, u32 shared_bytes, const HostBuffer *buffers,
                         u32 n_buffers, void **args, u32 devices, u32 n_args, u64 stride, u64 seed,
-                        u32 may_be_unwritten, char *error, u32 error_size, int *line, char *text,
-                        u32 text_size, char *facts, u32 facts_size) {
+                        u32 may_be_unwritten, const u8 *loose, u32 n_loose, char *error,
+                        u32 error_size, int *line, char *text, u32 text_size, char *facts,
+                        u32 facts_size) {
   report = (Report *)mmap(nullptr, sizeof *report, PROT_READ | PROT_WRITE,
                           MAP_SHARED | MAP_ANONYMOUS, -1, 0);
   const pid_t child = fork();
@@ -797,6 +798,8 @@ extern "C" int host_run(const char *library, const u32 grid[3], const u32 cluste
     m.n_args = n_args;
     m.stride = stride;
     m.may_be_unwritten = may_be_unwritten;
+    m.loose = loose;
+    m.n_loose = n_loose;
     m.global.resize(n_buffers);
     for (u32 k = 0; k < n_buffers; k++) {
       m.global[k].name = "global memory";

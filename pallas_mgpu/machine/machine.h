@@ -222,7 +222,7 @@ struct Cell {
 };
 
 struct TensorMemory {
-  std::vector<Cell> cells; /* [512][128], empty until something is allocated */
+  std::vector<Cell> cells;      /* [512][128], empty until something is allocated */
   std::map<u32, u32> allocated; /* columns, by the first one */
   bool relinquished = false;
   u32 taken = 0, tries = 0; /* columns that a block of another launch holds, for so many tries */
@@ -235,8 +235,8 @@ struct Warpgroup {
 
 struct Block {
   HostIndex index, in_cluster;
-  u16 cluster;  /* number among those of the launch, from 1 */
-  bool no_more; /* of its cluster's first block: try_cancel has told that nothing is left */
+  u16 cluster;    /* number among those of the launch, from 1 */
+  bool no_more;   /* of its cluster's first block: try_cancel has told that nothing is left */
   u32 device = 0; /* of the mesh */
   Region shared;
   TensorMemory tensor;
@@ -312,8 +312,8 @@ struct Machine {
   u32 cluster_blocks;
   std::vector<HostIndex> began; /* first blocks of clusters, by their number - 1 */
   bool polled;                  /* a thread looks again and again: engines must move too */
-  u32 devices = 1, n_args = 0; /* of a mesh; arguments of each */
-  u64 stride = 0;              /* from what one device has to the same of the next one */
+  u32 devices = 1, n_args = 0;  /* of a mesh; arguments of each */
+  u64 stride = 0;               /* from what one device has to the same of the next one */
   std::map<const void *, Semaphore> semaphores; /* by their word */
   u32 block_threads, shared_bytes, n_clock;     /* entries of a clock */
   u64 random;
@@ -321,6 +321,8 @@ struct Machine {
   u32 clock;        /* all clocks of this cluster began after it */
   u32 engines, top; /* agents that are engines; the latest clock of any */
   Agent agents[MAX_ENGINES];
+  const u8 *loose; /* by line: lanes of one warpgroup may store to one place there, one wins */
+  u32 n_loose;
   bool may_be_unwritten; /* reading what was never written is no error */
   u32 leader;            /* the lane that elect.sync elects */
   u32 steps;             /* turns of threads, and looks at the clock */

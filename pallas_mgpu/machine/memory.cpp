@@ -321,6 +321,12 @@ static bool both_nan(const Region &r, size_t at, size_t k, const void *from, siz
   return old != old && now != now;
 }
 
+/* Is it the same store, of another lane, where the order does not matter? */
+static bool one_wins(const Mark &b, const Thread *t, int line) {
+  return b.writer < MANY && b.write_line == (u16)line && (u32)line < m.n_loose && m.loose[line] &&
+         !is_engine(b.writer) && b.writer / 128 == t->rank / 128 && m.block_threads % 128 == 0;
+}
+
 void thread_writes(Region &r, size_t at, const void *from, size_t n, int line) {
   Thread *t = m.self;
   Mark *marks = marks_of(r);
@@ -338,7 +344,7 @@ void thread_writes(Region &r, size_t at, const void *from, size_t n, int line) {
     write_among_clusters(r, b, at + k, same, false, nullptr, line);
     if (!same && !reads_are_ordered(r, b, at + k, t))
       unordered(r, at + k, 1, "read", reader_of(r, b, at + k, t), b.read_line, nullptr, line);
-    if (!write_is_ordered(r, b, at + k, t)) {
+    if (!write_is_ordered(r, b, at + k, t) && !one_wins(b, t, line)) {
       if (!same || b.atomic || is_engine(b.writer))
         unordered(r, at + k, 1, "write", writer_of(r, b, at + k, t), b.write_line, nullptr, line);
       join_writers(r, b, at + k, t);

@@ -344,6 +344,18 @@ def run_program(text, info, args, outs, seed=0):
     return run_bytes(text, info, data, len(args), seed)
 
 
+@functools.lru_cache(maxsize=16)
+def _loose_lines(text):
+    """By line: is it of a store by indices, of which one wins where several are the same?"""
+    lines = text.splitlines()
+    loose, inside = bytearray(len(lines) + 1), False
+    for k, line in enumerate(lines, 1):
+        if line.lstrip().startswith("//"):
+            inside = "// masked store" in line
+        loose[k] = inside
+    return bytes(loose)
+
+
 def _check_alignment(text, info):
     """A swizzle permutes 8 rows at a multiple of their size, so a tile of it begins there."""
     for k, line in enumerate(text.splitlines(), 1):
@@ -455,7 +467,7 @@ def launch_mesh(
         grid[0] = info["cluster"][0] * (1 + seed % min(clusters, 5))
     error, output = ctypes.create_string_buffer(4096), ctypes.create_string_buffer(1 << 16)
     facts = ctypes.create_string_buffer(1 << 14)
-    line = ctypes.c_int()
+    line, loose = ctypes.c_int(), _loose_lines(text)
     failed = machine().host_run(
         os.fsencode(library),
         (ctypes.c_uint32 * 3)(*grid),
@@ -472,6 +484,8 @@ def launch_mesh(
         ctypes.c_uint64(stride),
         ctypes.c_uint64(seed),
         ctypes.c_uint32(unwritten_ok),
+        loose,
+        ctypes.c_uint32(len(loose)),
         error,
         ctypes.c_uint32(len(error)),
         ctypes.byref(line),

@@ -124,6 +124,47 @@ def test_judges_name_the_index(body):
             assert place(body.__name__) in str(caught.value)
 
 
+def gather(i, x, o):
+    o[...] = x[i[...]]  #: gather
+
+
+def scatter(i, x, o):
+    o[...] = x[...]
+    o[i[...]] = x[...] * 2  #: scatter
+
+
+def masked(i, x, o):
+    o[...] = pl.load(x, (i[...],), mask=i[...] < N, other=0.0)  #: masked
+
+
+def add(i, x, o):
+    o[...] = x[...]
+    pl.atomic_add(o, (i[...],), x[...])  #: add
+
+
+ARRAYS = {gather: (N, -1), scatter: (N, -1), masked: (-1,), add: (N + 7, -1)}
+
+
+def indices(bad):
+    i = np.arange(N, dtype=np.int32)
+    i[5] = bad
+    return i, np.arange(N, dtype=F32)
+
+
+@pytest.mark.parametrize("body", ARRAYS)
+def test_arrays_of_indices(body):
+    """Also with one element twice; one outside is named, unless it is masked."""
+    for way in (True, "emulate"):
+        k = kernel(body, interpret=way)
+        k(*indices(6))
+        if body is masked:
+            assert k(*indices(N))[5] == 0
+        for i in ARRAYS[body]:
+            with pytest.raises(IndexError, match=rf"out of bounds: index {i} of") as caught:
+                k(*indices(i))
+            assert place(body.__name__) in str(caught.value), way
+
+
 def forever(o, bar, go):
     t = lax.axis_index("t")
     pl.when(t == 1)(lambda: plgpu.barrier_wait(bar))  #: forever
@@ -232,6 +273,18 @@ def test_indices_on_a_gpu(body, monkeypatch):
     if body in (load, store, copy):
         n = {load: 1, store: 16, copy: N}[body]
         np.testing.assert_array_equal(got[0][:n], got[1][:n])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("body", ARRAYS)
+def test_arrays_of_indices_on_a_gpu(body, monkeypatch):
+    monkeypatch.setenv("PALLAS_MGPU_SANITIZE", "1")
+    k = kernel(body)
+    for i in ARRAYS[body]:
+        with pytest.raises(IndexError, match=rf"out of bounds: index {i} of") as caught:
+            k(*map(plgpu.device_put, indices(i)))
+        assert place(body.__name__) in str(caught.value)
+    k(*map(plgpu.device_put, indices(6)))
 
 
 @pytest.mark.gpu
