@@ -422,10 +422,10 @@ def edits(b, ops, k, loop):
 
 
 def source_line(place):
-    """ "matmul.py: plgpu.wgmma_wait(0)"; of what pallas_call makes there is no line."""
+    """ "matmul.py: plgpu.wgmma_wait(0)"; "the call": the caller of the kernel."""
     file, line = re.fullmatch(r'"(.*)":(\d+)', place).groups()
     if file == __file__:
-        return "pallas_call"
+        return "the call"
     return f"{Path(file).name}: {linecache.getline(file, int(line)).strip()}"
 
 
