@@ -39,8 +39,8 @@ def later(module, name):
     """A function of a module of the package that is imported when the function is first called,
     because few programs call it."""
 
-    def call(*args):
-        return getattr(importlib.import_module(f".{module}", __package__), name)(*args)
+    def call(*args, **kwargs):
+        return getattr(importlib.import_module(f".{module}", __package__), name)(*args, **kwargs)
 
     return call
 

@@ -5,7 +5,10 @@
  * files of a few code objects, because looking at their names takes longer than adding an op.
  *
  * Names: when a trace is finished, consecutive ops of one source line form a run. If the line reads
- * `name = ...`, the last result of the run gets that name. */
+ * `name = ...`, the last result of the run gets that name. If it reads `a, b = ...`, so do the
+ * results of the last op if there are as many, else those of the run that no op of it uses, if
+ * there are as many. Ops in regions of others of the run (of a lambda) do not count. What a loop
+ * carries is named as its results are. */
 #include "trace.h"
 
 #include <stdio.h>
@@ -163,23 +166,37 @@ static bool ident_char(char c) {
   return c == '_' || (c >= '0' && c <= '9') || (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z');
 }
 
-/* `name = ...` or `name: T = ...`: length of the name, its start in *name; 0: no such line. */
-static size_t target_of(const char *line, const char **name) {
-  while (*line == ' ' || *line == '\t') line++;
-  size_t n = 0;
-  while (ident_char(line[n])) n++;
-  if (!n || (line[0] >= '0' && line[0] <= '9')) return 0;
-  const char *p = line + n;
-  while (*p == ' ' || *p == '\t') p++;
-  if (*p == ':') {
+typedef struct target {
+  const char *at;
+  size_t n;
+} target;
+enum { MAX_TARGETS = 16 };
+
+static const char *skip_blanks(const char *s) { return s + strspn(s, " \t"); }
+
+/* The names of `name = ...`, `name: T = ...`, `a, (b, c) = ...`; 0: the line is none of these. */
+static uint32_t read_targets(const char *line, target *out) {
+  uint32_t n = 0;
+  const char *p = line;
+  for (;; p++) {
+    p += strspn(p, " \t()");
+    if (*p == '=' && n) break; /* after a last comma */
+    out[n].at = p;
+    while (ident_char(*p)) p++;
+    out[n].n = (size_t)(p - out[n].at);
+    if (!out[n].n || (*out[n].at >= '0' && *out[n].at <= '9')) return 0;
+    p = skip_blanks(p);
+    n++;
+    p += strspn(p, " \t)");
+    if (*p != ',' || n == MAX_TARGETS) break;
+  }
+  if (*p == ':' && n == 1) {
     int depth = 0;
     for (p++; *p && *p != '#' && (depth || *p != '='); p++) {
       depth += (*p == '[' || *p == '(' || *p == '{') - (*p == ']' || *p == ')' || *p == '}');
     }
   }
-  if (p[0] != '=' || p[1] == '=' || strchr(p, ';')) return 0;
-  *name = line;
-  return n;
+  return p[0] != '=' || p[1] == '=' || strchr(p, ';') ? 0 : n;
 }
 
 /* New reference to linecache's list of lines, NULL if there are none (no exception). */
@@ -192,50 +209,103 @@ static PyObject *lines_of(const char *file) {
   return lines;
 }
 
-static void name_result(pmpy_trace *t, pm_opid op, PyObject *lines) {
-  const pm_op *o = pm_get(t->g, op);
-  if (!lines || o->line > PyList_GET_SIZE(lines)) return;
-  PyObject *line = PyList_GET_ITEM(lines, o->line - 1);
-  const char *text = PyUnicode_Check(line) ? PyUnicode_AsUTF8(line) : NULL, *name;
-  if (!text) {
-    PyErr_Clear();
-    return;
-  }
-  size_t n = target_of(text, &name);
+typedef struct namer {
+  pmpy_trace *t;
+  PyObject **lines; /* of each file, None where there are none */
+  uint32_t n_files;
+  uint32_t *used; /* by value: the first op of the last run that uses it */
+} namer;
+
+static const char *line_of(namer *n, const pm_op *o) {
+  PyObject **lines = &n->lines[o->file];
+  if (!*lines) *lines = lines_of(n->t->g->strings.at[o->file]);
+  if (!*lines) *lines = Py_NewRef(Py_None);
+  if (*lines == Py_None || o->line > PyList_GET_SIZE(*lines)) return NULL;
+  PyObject *line = PyList_GET_ITEM(*lines, o->line - 1);
+  const char *text = PyUnicode_Check(line) ? PyUnicode_AsUTF8(line) : NULL;
+  if (!text) PyErr_Clear();
+  return text;
+}
+
+static void name_value(namer *n, pm_val v, const target *name) {
   char buffer[64];
-  if (!n || n >= sizeof buffer) return;
-  memcpy(buffer, name, n);
-  buffer[n] = 0;
-  pm_value *v = pm_value_of(t->g, o->out);
-  if (!v->name) v->name = pmpy_intern(t->g, buffer);
+  pm_value *value = pm_value_of(n->t->g, v);
+  if (value->name || name->n >= sizeof buffer || strspn(name->at, "_") >= name->n) return;
+  memcpy(buffer, name->at, name->n);
+  buffer[name->n] = 0;
+  const uint32_t id = pmpy_intern(n->t->g, buffer);
+  pm_value_of(n->t->g, v)->name = id;
+}
+
+static void name_results(namer *n, pm_opid op, const target *names) {
+  const pm_graph *g = n->t->g;
+  const pm_op *o = pm_get(g, op);
+  for (uint32_t k = 0; k < o->n_out; k++) name_value(n, o->out + k, &names[k]);
+  for (uint32_t r = 0; pm_is_loop(o->code) && r < o->n_regions; r++) {
+    const pm_block *b = &g->blocks.at[pm_region(g, op, r)];
+    const uint32_t first = b->n_args - o->n_out;
+    for (uint32_t k = 0; k < o->n_out; k++) name_value(n, b->arg + first + k, &names[k]);
+  }
+}
+
+/* An allocation bears its parameter's name; its line is that of the call that made it. */
+static bool may_be_named(const pm_graph *g, pm_opid op, pm_blk block) {
+  const pm_op *o = pm_get(g, op);
+  return o->code && o->parent == block && !(pm_ops[o->code].effects & E_ALLOC) &&
+         (o->n_out || o->n_regions);
+}
+
+/* Results in the block that no op of the run uses, if they are as many as the names. */
+static void name_unused(namer *n, pm_opid first, pm_opid end, pm_blk block, const target *names,
+                        uint32_t n_names) {
+  const pm_graph *g = n->t->g;
+  pm_val found[MAX_TARGETS];
+  uint32_t count = 0;
+  for (pm_opid op = first; op < end; op++) {
+    for (uint32_t k = 0; k < pm_get(g, op)->n_in; k++) n->used[pm_in(g, op, k)] = first;
+  }
+  for (pm_opid op = first; op < end; op++) {
+    const pm_op *o = pm_get(g, op);
+    if (!may_be_named(g, op, block)) continue;
+    for (uint32_t k = 0; k < o->n_out; k++) {
+      if (n->used[o->out + k] == first) continue;
+      if (count == n_names) return;
+      found[count++] = o->out + k;
+    }
+  }
+  for (uint32_t k = 0; count == n_names && k < count; k++) name_value(n, found[k], &names[k]);
+}
+
+/* The ops from `first` to before `end`, of one line. */
+static void name_run(namer *n, pm_opid first, pm_opid end) {
+  const pm_graph *g = n->t->g;
+  target names[MAX_TARGETS];
+  while (first < end && (!pm_get(g, first)->code || pm_get(g, first)->code == PM_OP_YIELD)) first++;
+  if (first == end) return;
+  const pm_blk block = pm_get(g, first)->parent;
+  pm_opid last = end - 1;
+  while (last > first && !may_be_named(g, last, block)) last--;
+  const char *line = may_be_named(g, last, block) ? line_of(n, pm_get(g, last)) : NULL;
+  const uint32_t n_names = line ? read_targets(line, names) : 0;
+  if (!n_names) return;
+  if (pm_get(g, last)->n_out == n_names) name_results(n, last, names);
+  else if (n_names > 1) name_unused(n, first, end, block, names, n_names);
 }
 
 void pmpy_name_results(pmpy_trace *t) {
   pm_graph *g = t->g;
-  uint32_t n_files = g->strings.n, file = 0, line = 0;
-  PyObject **lines = PyMem_Calloc(n_files, sizeof *lines);
-  if (!lines) return;
-  bool done = true;
-  for (pm_opid op = g->ops.n; op-- > 1;) {
-    const pm_op *o = pm_get(g, op);
-    if (!o->code || !o->line) continue;
-    if (o->file != file || o->line != line) {
-      file = o->file;
-      line = o->line;
-      done = false;
+  namer n = {.t = t, .n_files = g->strings.n};
+  n.lines = PyMem_Calloc(n.n_files, sizeof *n.lines);
+  n.used = PyMem_Calloc(g->values.n, sizeof *n.used);
+  for (pm_opid first = 1, op; n.lines && n.used && first < g->ops.n; first = op) {
+    const pm_op *o = pm_get(g, first);
+    for (op = first + 1; op < g->ops.n; op++) {
+      const pm_op *next = pm_get(g, op);
+      if (next->code && (next->file != o->file || next->line != o->line)) break;
     }
-    /* an allocation bears its parameter's name; its line is that of the call that made it */
-    bool alloc = o->code == PM_OP_ALLOC_SMEM || o->code == PM_OP_ALLOC_BARRIER ||
-                 o->code == PM_OP_ALLOC_ACC || o->code == PM_OP_ALLOC_SEMAPHORE;
-    if (done || alloc || (!o->n_out && !o->n_regions)) continue;
-    done = true;
-    if (o->n_out != 1) continue; /* no one name is right for several results */
-    if (!lines[file]) {
-      lines[file] = lines_of(g->strings.at[file]);
-      if (!lines[file]) lines[file] = Py_NewRef(Py_None);
-    }
-    if (lines[file] != Py_None) name_result(t, op, lines[file]);
+    if (o->code && o->line) name_run(&n, first, op);
   }
-  for (uint32_t k = 0; k < n_files; k++) Py_XDECREF(lines[k]);
-  PyMem_Free(lines);
+  for (uint32_t k = 0; n.lines && k < n.n_files; k++) Py_XDECREF(n.lines[k]);
+  PyMem_Free(n.lines);
+  PyMem_Free(n.used);
 }

@@ -271,6 +271,45 @@ def test_names_have_no_number_where_one_would_do():
     assert low.resources()["registers"] > 0  # it compiles
 
 
+def test_names_of_several_targets():
+    """Results and what loops carry have the names of the targets, by position; values of lambdas
+    in the same line, and lines where the numbers differ, get none."""
+
+    def body(x_ref, o_ref):
+        i = lax.axis_index("i")
+        zero = jnp.zeros((128,), jnp.float32)
+
+        def step(k, a, b):
+            return a + x_ref[k], (jnp.maximum(b[0], x_ref[k]), b[1] * 2)
+
+        def less(c):
+            return c[0] < c[1]
+
+        total, (most, _) = lax.fori_loop(0, 8, lambda k, c: step(k, *c), (zero, (zero, zero)))
+        count, limit = lax.while_loop(less, lambda c: (c[0] * 3, c[1] + 1), (i + 1, i * 5))
+        low, high = total - 1, most + limit.astype(jnp.float32)
+        left, right = jnp.split(low * high, 2)
+        odd, even = jnp.split(low, 4)[:2]
+        o_ref[i] = jnp.concatenate([left + odd[0], right - even[0] + count.astype(jnp.float32)])
+
+    x = np.zeros((8, 128), np.float32)
+    kernel = plgpu.kernel(body, out_type=x, grid=(8,), grid_names=("i",))
+    low = kernel.lower(x)
+    text = re.sub(r"(%[a-z]+)_\d+", r"\1", low.as_text("traced"))
+    assert re.search(r"%total, %most, %\d+ = for ", text)
+    assert re.search(r"args %k: int32\[\], %total: \S+, %most: \S+, %\d+: ", text)
+    assert re.search(r"%count, %limit = while ", text)
+    assert len(re.findall(r"args %count: int32\[\], %limit: int32\[\]\n", text)) == 2
+    assert not re.search(r"(?<!, )%(count|limit) = ", text)  # of the lambda
+    for name, op in dict(low="sub", high="add", left="slice", right="slice").items():
+        assert len(re.findall(rf"%{name} = {op} ", text)) == 1, name
+    assert "%odd" not in text and "%even" not in text  # which of the four?
+    cuda = low.as_text("cuda")
+    assert all(re.search(rf"i32 {x};", cuda) for x in ("count", "limit"))
+    assert re.search(r"f32 right\[\d+\];", cuda)
+    assert low.resources()["registers"] > 0  # it compiles
+
+
 def test_no_line_directive_stands_before_another():
     for name, kernel, args in kernels():
         text = kernel.lower(*args).as_text("cuda", lines=True)
