@@ -210,7 +210,7 @@ class Definition:
                 arg_names = leaf_names(structure[2], arg_names)
             refs = [t.operand(s, d, name) for (s, d), name in zip(specs, arg_names)]
             outs_of = self.out_structure[2]
-            out_names = leaf_names(outs_of, [next(names, None) for _ in outs_of])
+            out_names = leaf_names(outs_of, [next(names, "out") for _ in outs_of])
             begins_as = {o: i for i, o in self.aliases.items()}
             outs = [
                 t.output(shape, o.dtype, name, alias=begins_as.get(k, -1))
