@@ -1,4 +1,4 @@
-"""The transformer block of examples/ stays beside PyTorch's own while both are trained."""
+"""The transformer of examples/frameworks stays beside PyTorch's own while both are trained."""
 
 import runpy
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 torch = pytest.importorskip("torch")
-EXAMPLE = Path(__file__).parent.parent.parent / "examples" / "transformer_block.py"
+EXAMPLE = Path(__file__).parent.parent.parent / "examples" / "frameworks" / "transformer_block.py"
 SMALL = "--device cpu --steps 12 --width 128 --length 40 --batch 2 --layers 1 --vocabulary 50"
 
 

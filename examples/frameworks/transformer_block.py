@@ -6,8 +6,8 @@ cross entropy of the next token. Both models begin with the same weights and see
 so that their losses stay together. The data are sequences that count upwards in steps of their own,
 modulo the size of the vocabulary: to continue one, a model must compare two of its tokens.
 
-    python examples/transformer_block.py                      # on a GPU, some hundred steps
-    python examples/transformer_block.py --device cpu --steps 5 --width 64 --length 32
+    python examples/frameworks/transformer_block.py           # on a GPU, some hundred steps
+    python examples/frameworks/transformer_block.py --device cpu --steps 5 --width 64 --length 32
 """
 
 import argparse
