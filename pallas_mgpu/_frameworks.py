@@ -89,7 +89,9 @@ def special(leaves):
     torch, jax = sys.modules.get("torch"), sys.modules.get("jax")
     for x in leaves:
         if torch and isinstance(x, torch.Tensor):
-            return _adapter().call_special
+            adapter = _adapter()
+            if adapter.has_no_memory(x):
+                return adapter.call_special
         if jax and isinstance(x, jax.core.Tracer):
             return _adapter("jax").call_special
     return None

@@ -245,12 +245,21 @@ def _what(target):
     return f"kernel {target.__name__}"
 
 
+def has_no_memory(x):
+    """Is this tensor something that a kernel cannot read?"""
+    if type(x) not in _PLAIN or x.device.type not in ("cpu", "cuda") or x.layout != torch.strided:
+        return True
+    try:
+        x.data_ptr()  # not of those that torch.func wraps
+    except RuntimeError:
+        return True
+    return False
+
+
 def call_special(target, args, kwargs):
     """Call a kernel or a family with tensors of which some have no memory of their own."""
-    leaves = tree.leaves((args, *(v for v in kwargs.values() if isinstance(v, Tensor))))
-    for x in leaves:
-        if isinstance(x, Tensor) and type(x) not in _PLAIN:
-            break
+    tensors = [x for x in tree.leaves((args, list(kwargs.values()))) if isinstance(x, Tensor)]
+    x = next(filter(has_no_memory, tensors))
     if _state.deriving:
         if isinstance(target, _core.Family):
             return _fake_family(target, args, kwargs)

@@ -5,7 +5,13 @@ parameters and the defaults of those operators. They are differentiable, follow 
 and work under ``torch.compile``, ``torch.export`` and ``torch.func``; docs/frameworks.md has the
 table."""
 
-from ._torch import AsTorchKernel, call_recorded, call_special, make_operator  # noqa: F401
+from ._torch import (  # noqa: F401
+    AsTorchKernel,
+    call_recorded,
+    call_special,
+    has_no_memory,
+    make_operator,
+)
 from ._torch_ops import (
     attention,
     column_sums,

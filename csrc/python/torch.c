@@ -5,8 +5,9 @@
  * _empty_strided_cuda, which bypasses the dispatcher. Next come torch's C interface for compiled
  * models (aoti_torch_empty_strided and related functions, whose ABI is stable) and the function
  * that wraps a tensor into its Python object. If one of these is missing or fails, the next one is
- * used, finally the DLPack table, which also has the better error messages. None of this is needed
- * to build, and nothing here loads torch. */
+ * used, finally the DLPack table, which also has the better error messages. The first two are
+ * private to torch, and used with the versions that they were tested with only. None of this is
+ * needed to build, and nothing here loads torch. */
 #include "exchange.h"
 
 #include <dlfcn.h>
@@ -92,12 +93,50 @@ static PyObject *empty_on_current(const DLPackExchangeAPI *api, const pmpy_spec 
   return made;
 }
 
+/* ---- versions ------------------------------------------------------------------------------- */
+
+enum { UNKNOWN, PRIVATE, PUBLIC, FIRST_MINOR = 4, LAST_MINOR = 12 }; /* torch 2.4 to 2.12 */
+static atomic_int ways;
+
+static int ways_of_version(void) {
+  int major = 0, minor = 0;
+  PyObject *module = PyImport_ImportModule("torch");
+  PyObject *version = module ? PyObject_GetAttrString(module, "__version__") : NULL;
+  PyObject *text = version ? PyObject_Str(version) : NULL;
+  const char *s = text ? PyUnicode_AsUTF8(text) : NULL;
+  const bool known = s && sscanf(s, "%d.%d", &major, &minor) == 2 && major == 2 &&
+                     minor >= FIRST_MINOR && minor <= LAST_MINOR;
+  Py_XDECREF(text);
+  Py_XDECREF(version);
+  Py_XDECREF(module);
+  PyErr_Clear();
+  return known ? PRIVATE : PUBLIC;
+}
+
+static PyObject *use_private(PyObject *module, PyObject *on) {
+  (void)module;
+  const int yes = PyObject_IsTrue(on);
+  if (yes < 0) return NULL;
+  ways = yes ? UNKNOWN : PUBLIC;
+  Py_RETURN_NONE;
+}
+
+static PyMethodDef functions[] = {
+    {"use_private_torch", use_private, METH_O,
+     "use_private_torch(on): may results be allocated by what is private in torch? False: by the "
+     "DLPack table alone. True, the default: where this version of torch is known."},
+    {NULL, NULL, 0, NULL}};
+
+int pmpy_init_torch(PyObject *module) { return PyModule_AddFunctions(module, functions); }
+
 PyObject *pmpy_torch_empty(const DLPackExchangeAPI *api, const pmpy_spec *spec, bool cuda,
                            int device, uint64_t *ptr) {
   int64_t strides[PM_MAX_RANK], stride = 1;
   void *tensor = NULL, *data = NULL;
   PyObject *made = NULL;
   if (pm_dtypes[spec->dtype].bits < 8) return NULL; /* torch has none of two in a byte */
+  if (ways == UNKNOWN) ways = ways_of_version();
+  if (ways == PUBLIC) return NULL;
   for (int i = spec->rank - 1; i >= 0; i--) {
     strides[i] = stride;
     stride *= pm_max(spec->shape[i], 1);

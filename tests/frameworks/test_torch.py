@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import pallas_mgpu as plgpu
-from pallas_mgpu import ops, pl
+from pallas_mgpu import _core, ops, pl
 
 torch = pytest.importorskip("torch")
 pt = pytest.importorskip("pallas_mgpu.torch")
@@ -225,6 +225,64 @@ def test_public_path_alone(monkeypatch):
     torch.testing.assert_close(scale_op(x.detach()), 2 * x.detach())
 
 
+def test_results_by_the_public_way_alone():
+    """Without torch's private allocators, and with them, calls give tensors of the same kind."""
+    x = torch.randn(8)
+    try:
+        _core.use_private_torch(False)
+        found = sum_and_difference(x, x)
+    finally:
+        _core.use_private_torch(True)
+    again = sum_and_difference(x, x)
+    for a, b in zip(found, again):
+        assert type(a) is type(b) is torch.Tensor and a.dtype == b.dtype
+        torch.testing.assert_close(a, b)
+
+
+def test_selective_checkpointing():
+    """What the policy does not save is computed again, by the operator."""
+    from torch.utils.checkpoint import (
+        CheckpointPolicy,
+        checkpoint,
+        create_selective_checkpoint_contexts,
+    )
+
+    def policy(ctx, op, *args, **kwargs):
+        saved = op is P.matmul.default
+        return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def f(a, b):
+        return pt.rms_norm(pt.matmul(a, b)).float().pow(2).sum()
+
+    a, b = half(8, 16).requires_grad_(), half(16, 24).requires_grad_()
+    want = torch.autograd.grad(f(a, b), (a, b))
+    y = checkpoint(
+        f,
+        a,
+        b,
+        use_reentrant=False,
+        context_fn=lambda: create_selective_checkpoint_contexts(policy),
+    )
+    for got, expected in zip(torch.autograd.grad(y, (a, b)), want):
+        torch.testing.assert_close(got, expected)
+
+
+def test_dtensor_names_the_operator():
+    dist = pytest.importorskip("torch.distributed")
+    if not dist.is_available():
+        pytest.skip("torch without torch.distributed")
+    from torch.distributed.tensor import DTensor, Replicate, init_device_mesh
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        x = DTensor.from_local(half(4, 8), mesh, [Replicate()])
+        with pytest.raises(Exception, match="pallas_mgpu.rms_norm"):
+            pt.rms_norm(x)
+    finally:
+        dist.destroy_process_group()
+
+
 @pytest.mark.parametrize(
     "make, error",
     [
@@ -265,6 +323,19 @@ def test_a_kernel_warns_once_where_it_cuts_the_graph():
 def test_a_kernel_under_vmap_says_what_to_do():
     with pytest.raises(TypeError, match="torch_op"):
         torch.func.vmap(lambda x: sum_and_difference(x, x)[0])(torch.ones(3, 8))
+
+
+def test_nested_tensors():
+    @plgpu.kernel(out_type=spec(8))
+    def total(pair, o_ref):
+        o_ref[...] = pair["x"][...] + pair["y"][...]
+
+    x = torch.arange(8.0)
+    torch.testing.assert_close(total({"x": x, "y": x}), 2 * x)
+    with pytest.warns(UserWarning, match="total: an argument requires grad"):
+        total({"x": x.clone().requires_grad_(), "y": x})
+    with pytest.raises(TypeError, match="meta"):
+        total({"x": x.to("meta"), "y": x})
 
 
 def test_subclass_without_dispatch():
