@@ -594,6 +594,85 @@ def linear_cross_entropy(
     return linear_cross_entropy_gradients(x, weight, targets, ignore_index, chunk)[0]
 
 
+# ---- 8-bit elements, the optimizer ---------------------------------------------------------------
+
+_EIGHT_BITS = {
+    "float8_e4m3fn": torch.float8_e4m3fn,
+    "float8_e5m2": torch.float8_e5m2,
+    "int8": torch.int8,
+}
+
+
+def _quantize_fake(x, dtype="float8_e4m3fn", block=None, mx=False):
+    shape = x.shape[:-1]
+    if block is not None:
+        shape = *shape, -(-x.shape[-1] // block)
+    kind = torch.float8_e8m0fnu if mx else torch.float32
+    return torch.empty_like(x, dtype=_EIGHT_BITS[dtype]), x.new_empty(shape, dtype=kind)
+
+
+@_operator(_quantize_fake)
+def quantize(
+    x: Tensor, dtype: str = "float8_e4m3fn", block: int | None = None, mx: bool = False
+) -> tuple[Tensor, Tensor]:
+    return ops.quantize(x, dtype=dtype, block=block, mx=mx)
+
+
+@_operator(lambda q, s, block=None, out_dtype=torch.bfloat16: torch.empty_like(q, dtype=out_dtype))
+def dequantize(
+    q: Tensor, scales: Tensor, block: int | None = None, out_dtype: torch.dtype = torch.bfloat16
+) -> Tensor:
+    return ops.dequantize(q, scales, block=block, out_dtype=_dtype(out_dtype))
+
+
+class AdamW(torch.optim.Optimizer):
+    """``torch.optim.AdamW`` by one kernel for each parameter. Moments are float32, parameters
+    float16, bfloat16 or float32. The settings of a group lie on the device, so that steps can be
+    captured in a CUDA graph."""
+
+    def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=1e-2):
+        for what, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
+            if not value >= 0:
+                raise ValueError(f"AdamW: {what} must not be negative, got {value}")
+        if not all(0 <= b < 1 for b in betas):
+            raise ValueError(f"AdamW: betas must be from 0 and less than 1, got {betas}")
+        super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
+
+    def _settings(self, p, group):
+        """Of a parameter, on its device; they count the steps."""
+        state = self.state[p]
+        given = [group["lr"], *group["betas"], group["eps"], group["weight_decay"]]
+        if not state:
+            state["first"] = torch.zeros_like(p, dtype=torch.float32)
+            state["second"] = torch.zeros_like(p, dtype=torch.float32)
+            state["settings"] = torch.tensor([*given, 0.0], device=p.device)
+            state["given"] = given
+        elif state["given"] != given:
+            state["settings"][:5] = torch.tensor(given, device=p.device)
+            state["given"] = given
+        state["settings"][5] += 1
+        return state["first"], state["second"], state["settings"]
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        """One step; ``closure`` computes the loss again, with gradients."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                if not p.is_contiguous():
+                    raise ValueError("AdamW: a parameter is not contiguous")
+                first, second, settings = self._settings(p, group)
+                grad = p.grad.contiguous()
+                ops.adamw(p, grad, first, second, settings, out=(p, first, second))
+                torch.autograd.graph.increment_version(p)
+        return loss
+
+
 # ---- calls of `ops` ------------------------------------------------------------------------------
 
 _DROPPED = "deterministic", "stream", "out", "config", "interpret"  # options of the functions alone

@@ -13,14 +13,17 @@ from ._torch import (  # noqa: F401
     make_operator,
 )
 from ._torch_ops import (
+    AdamW,
     attention,
     column_sums,
     cross_entropy,
+    dequantize,
     gated_linear_unit,
     layer_norm,
     linear_cross_entropy,
     matmul,
     mixed_matmul,
+    quantize,
     ragged_dot,
     rms_norm,
     rotary,
@@ -29,14 +32,17 @@ from ._torch_ops import (
 )
 
 __all__ = [
+    "AdamW",
     "attention",
     "column_sums",
     "cross_entropy",
+    "dequantize",
     "gated_linear_unit",
     "layer_norm",
     "linear_cross_entropy",
     "matmul",
     "mixed_matmul",
+    "quantize",
     "ragged_dot",
     "rms_norm",
     "rotary",

@@ -1,5 +1,6 @@
 """Ready kernels, written in the public language alone."""
 
+from .adamw import adamw
 from .attention import AttentionConfig, attention
 from .attention_backward import attention_backward
 from .cross_entropy import cross_entropy, cross_entropy_backward
@@ -13,6 +14,7 @@ from .norms_backward import (
     rms_norm_backward,
     softmax_backward,
 )
+from .quantize import dequantize, quantize
 from .ragged import RaggedConfig, ragged_dot, transposed_ragged_dot
 from .rotary import rotary
 
@@ -24,17 +26,20 @@ __all__ = [
     "NormConfig",
     "RaggedConfig",
     "TensorMemoryConfig",
+    "adamw",
     "attention",
     "attention_backward",
     "column_sums",
     "cross_entropy",
     "cross_entropy_backward",
+    "dequantize",
     "gated_linear_unit",
     "gated_linear_unit_backward",
     "layer_norm",
     "layer_norm_backward",
     "matmul",
     "mixed_matmul",
+    "quantize",
     "ragged_dot",
     "rms_norm",
     "rms_norm_backward",

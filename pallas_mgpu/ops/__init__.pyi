@@ -669,3 +669,71 @@ def gated_linear_unit_backward(
     out: A | None = None,
     stream: Stream | None = None,
 ) -> A: ...
+@overload
+def quantize(
+    x: np.ndarray,
+    *,
+    dtype: DType = "float8_e4m3fn",
+    block: int | None = None,
+    mx: bool = False,
+    interpret: Interpret = None,
+    out: tuple[np.ndarray, np.ndarray] | None = None,
+    stream: Stream | None = None,
+) -> tuple[np.ndarray, np.ndarray]: ...
+@overload
+def quantize(
+    x: A,
+    *,
+    dtype: DType = "float8_e4m3fn",
+    block: int | None = None,
+    mx: bool = False,
+    interpret: Interpret = None,
+    out: tuple[A, A] | None = None,
+    stream: Stream | None = None,
+) -> tuple[A, A]: ...
+@overload
+def dequantize(
+    q: np.ndarray,
+    scales: np.ndarray,
+    *,
+    block: int | None = None,
+    out_dtype: DType = "bfloat16",
+    interpret: Interpret = None,
+    out: np.ndarray | None = None,
+    stream: Stream | None = None,
+) -> np.ndarray: ...
+@overload
+def dequantize(
+    q: A,
+    scales: A,
+    *,
+    block: int | None = None,
+    out_dtype: DType = "bfloat16",
+    interpret: Interpret = None,
+    out: A | None = None,
+    stream: Stream | None = None,
+) -> A: ...
+@overload
+def adamw(
+    param: np.ndarray,
+    grad: np.ndarray,
+    first: np.ndarray,
+    second: np.ndarray,
+    settings: np.ndarray,
+    *,
+    interpret: Interpret = None,
+    out: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None,
+    stream: Stream | None = None,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]: ...
+@overload
+def adamw(
+    param: A,
+    grad: A,
+    first: A,
+    second: A,
+    settings: A,
+    *,
+    interpret: Interpret = None,
+    out: tuple[A, A, A] | None = None,
+    stream: Stream | None = None,
+) -> tuple[A, A, A]: ...

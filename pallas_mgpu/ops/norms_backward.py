@@ -394,9 +394,7 @@ def _make(name, grad, x, weight, add, bias, eps, interpret):
     _check(f"{name}_backward", grad, x, weight, add, "x")
     n, sms = x.shape[-1], plgpu.sm_count(x.device)
     dtypes = tuple(None if v is None else v.dtype for v in (grad, x, weight, add))
-    problem = Problem(
-        name, float(eps), math.prod(x.shape[:-1]), n, 1, dtypes, bool(bias), x.shape
-    )
+    problem = Problem(name, float(eps), math.prod(x.shape[:-1]), n, 1, dtypes, bool(bias), x.shape)
     kernel = _rows(problem, _PER_SM * sms, interpret)
     if not problem.sums:
         return kernel

@@ -490,6 +490,23 @@ def test_linear_cross_entropy():
     )
 
 
+def test_adamw():
+    """Beside torch's own, with a learning rate that changes."""
+    make = {pt.AdamW: [], torch.optim.AdamW: []}
+    for kind, found in make.items():
+        torch.manual_seed(0)
+        w = torch.nn.Parameter(torch.randn(5, 7))
+        optimizer = kind([w], lr=0.1, weight_decay=0.3)
+        for step in range(4):
+            optimizer.param_groups[0]["lr"] = 0.1 / (step + 1)
+            optimizer.zero_grad()
+            optimizer.step(lambda w=w: (w.sin() ** 2).sum().backward())
+        found.append(w.detach())
+    torch.testing.assert_close(*(found[0] for found in make.values()))
+    with pytest.raises(ValueError, match="AdamW: betas"):
+        pt.AdamW([w], betas=(1.0, 0.9))
+
+
 def checked():
     a, b = half(20, 72).requires_grad_(), half(72, 40).requires_grad_()
     x, w, sizes = half(6, 130).requires_grad_(), half(130).requires_grad_(), [5, 0, 9]
@@ -512,6 +529,8 @@ def checked():
         "rotary": (q, torch.rand(33, 32), torch.rand(33, 32)),
         "cross_entropy_lse": (x, torch.randint(0, 130, (6,))),
         "linear_cross_entropy_gradients": (a, b.detach().t().contiguous(), torch.arange(20)),
+        "quantize": (plain, "int8", 32),
+        "dequantize": (plain.to(torch.int8), torch.rand(6)),
         "attention": (q, k, k, True),
         "attention_lse": (q, k, k),
     }

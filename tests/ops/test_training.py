@@ -144,3 +144,73 @@ def test_errors(call, error):
     x, t = np.ones((3, 4), np.float32), np.zeros(3, np.int32)
     with pytest.raises(error, match="gated_linear_unit|rotary|cross_entropy"):
         call(x, t)
+
+
+# ---- AdamW, 8-bit elements -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(1,), (3, 7), (5000,), (2, 2048)], ids=str)
+@dtypes
+def test_adamw(rng, shape, dtype):
+    """Three steps in place against the definition in float64."""
+    p, g = normal(rng, shape, dtype), normal(rng, shape, dtype)
+    m, v = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
+    rate, beta1, beta2, eps, decay = 0.01, 0.9, 0.99, 1e-8, 0.1
+    want, wm, wv = p.astype(np.float64), 0, 0
+    for step in (1, 2, 3):
+        settings = np.asarray([rate, beta1, beta2, eps, decay, step], np.float32)
+        ops.adamw(p, g, m, v, settings, out=(p, m, v), interpret=True)
+        d = g.astype(np.float64)
+        wm, wv = beta1 * wm + (1 - beta1) * d, beta2 * wv + (1 - beta2) * d * d
+        root = np.sqrt(wv / (1 - beta2**step)) + eps
+        want = want * (1 - rate * decay) - rate / (1 - beta1**step) * wm / root
+    unit = UNIT[dtype.name]
+    np.testing.assert_allclose(p.astype(np.float64), want, rtol=3 * unit, atol=3 * unit)
+    np.testing.assert_allclose(m, wm, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(v, wv, rtol=1e-4, atol=1e-6)
+
+
+LARGEST = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0, "int8": 127.0}
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (3, 130), (2, 3, 256), (2, 5000), (7, 33)], ids=str)
+@pytest.mark.parametrize("to", LARGEST)
+@pytest.mark.parametrize("block, mx", [(None, False), (128, False), (32, True), (64, False)])
+def test_quantize(rng, shape, to, block, mx):
+    x = (rng.standard_normal(shape) * 10).astype(np.float32)
+    x[0] = 0  # a group of zeros stays one
+    q, scales = ops.quantize(x, dtype=to, block=block, mx=mx, interpret=True)
+    assert q.dtype.name == to and q.shape == shape
+    n = shape[-1]
+    size = block or n
+    padded = np.zeros((*shape[:-1], -(-n // size) * size))
+    padded[..., :n] = x
+    groups = padded.reshape(*shape[:-1], -1, size)
+    want = np.abs(groups).max(-1) / LARGEST[to]
+    got = scales.astype(np.float64).reshape(want.shape)
+    there = want > 0
+    if mx:
+        assert scales.dtype.name == "float8_e8m0fnu"
+        ratio = got[there] / want[there]
+        assert (ratio >= 1 - 1e-6).all() and (ratio < 2 + 1e-6).all()
+    else:
+        np.testing.assert_allclose(got[there], want[there], rtol=1e-5)
+    back = ops.dequantize(q, scales, block=block, out_dtype=np.float32, interpret=True)
+    assert (back[0] == 0).all()
+    unit = {"float8_e4m3fn": 2**-4, "float8_e5m2": 2**-3, "int8": 0}[to]
+    floor = np.repeat(got[..., None], size, -1).reshape(padded.shape)[..., :n]
+    assert (np.abs(back - x) <= unit * np.abs(x) + 0.51 * floor).all()
+
+
+def test_errors_of_quantize_and_adamw():
+    x = np.ones((3, 4), np.float32)
+    with pytest.raises(ValueError, match="quantize: block"):
+        ops.quantize(x, block=48)
+    with pytest.raises(ValueError, match="quantize: scales of mx"):
+        ops.quantize(x, mx=True)
+    with pytest.raises(TypeError, match="quantize: dtype"):
+        ops.quantize(x, dtype="int32")
+    with pytest.raises(ValueError, match="dequantize: scales"):
+        ops.dequantize(x.astype(np.int8), x)
+    with pytest.raises(ValueError, match="adamw: settings"):
+        ops.adamw(x, x, x, x, x)

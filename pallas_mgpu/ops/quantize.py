@@ -1,0 +1,269 @@
+"""Arrays as 8-bit elements with scales, and back.
+
+A group of elements of a row shares a scale: the whole row, or 128 elements, or with scales that are
+powers of two (mx) 32 elements. The scale takes the largest magnitude of the group to the largest
+number of the dtype. Rows that registers hold are read once; of longer ones, groups are read one
+after the other, and whole rows twice."""
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+import pallas_mgpu as plgpu
+from pallas_mgpu import lax, pl
+from pallas_mgpu import numpy as jnp
+from pallas_mgpu._caches import cached
+
+from ._common import overlap_launches
+
+_FLOATS = ("float16", "bfloat16", "float32")
+_LARGEST = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0, "int8": 127.0}
+_F32 = np.float32
+_PART = 2048
+_TINY = _F32(2.0**-100)  # groups of zeros have this for their largest magnitude
+
+
+class Problem(NamedTuple):
+    """What a kernel computes."""
+
+    rows: int
+    n: int
+    block: int  # 0: rows
+    dtype: np.dtype
+    to: np.dtype
+    scales: np.dtype
+    shape: tuple
+
+    @property
+    def groups(self):
+        return pl.cdiv(self.n, self.block) if self.block else 1
+
+    @property
+    def scales_shape(self):
+        return (*self.shape[:-1], self.groups) if self.block else self.shape[:-1]
+
+
+class _Rows:
+    """Rows of an array in parts, while a kernel is traced. A part of an array with blocks is a
+    whole number of blocks."""
+
+    def __init__(self, x, row):
+        self.x, self.row = x, row
+        self.width = min(pl.cdiv(x.n, x.block) * x.block if x.block else x.n, _PART)
+        self.parts = pl.cdiv(x.n, self.width)
+        self.groups = self.width // x.block if x.block else 1  # of a part
+
+    def at(self, k):
+        return self.row, pl.ds(k * self.width, self.width)
+
+    def inside(self, k):
+        if self.x.n % self.width == 0:
+            return None
+        return jnp.arange(self.width) < self.x.n - k * self.width
+
+    def load(self, ref, k):
+        keep = self.inside(k)
+        value = ref[self.at(k)] if keep is None else pl.load(ref, self.at(k), mask=keep, other=0)
+        return value.astype(jnp.float32)
+
+    def store(self, ref, k, value):
+        keep, value = self.inside(k), value.astype(ref.dtype)
+        if keep is None:
+            ref[self.at(k)] = value
+        else:
+            pl.store(ref, self.at(k), value, mask=keep)
+
+    def scales_at(self, k):
+        """Place of the scales of a part, and which of them there are (None: all)."""
+        at = self.row, pl.ds(k * self.groups, self.groups)
+        if self.x.groups % self.groups == 0:
+            return at, None
+        return at, jnp.arange(self.groups) < self.x.groups - k * self.groups
+
+    # a part as groups of a block: where blocks fill the row, memory has these two dims, too
+
+    def _groups_at(self, k):
+        at, there = self.scales_at(k)
+        keep = None
+        if there is not None:
+            keep = lax.broadcast_in_dim(there, (self.groups, self.x.block), [0])
+        return at, keep
+
+    def load_groups(self, ref, k):
+        x = self.x
+        if x.n % x.block:
+            return self.load(ref, k).reshape(self.groups, x.block)
+        ref, (at, keep) = ref.reshape((x.rows, x.groups, x.block)), self._groups_at(k)
+        at = (*at, slice(None))
+        value = ref[at] if keep is None else pl.load(ref, at, mask=keep, other=0)
+        return value.astype(jnp.float32)
+
+    def store_groups(self, ref, k, value):
+        x = self.x
+        if x.n % x.block:
+            self.store(ref, k, value.reshape(self.width))
+            return
+        ref, (at, keep) = ref.reshape((x.rows, x.groups, x.block)), self._groups_at(k)
+        at, value = (*at, slice(None)), value.astype(ref.dtype)
+        if keep is None:
+            ref[at] = value
+        else:
+            pl.store(ref, at, value, mask=keep)
+
+    def each(self, part):
+        if self.parts == 1:
+            return part(0)
+        return lax.fori_loop(0, self.parts, lambda k, c: part(k), None)
+
+
+def _scale(x, largest):
+    """Of groups with these largest magnitudes, float32."""
+    scale = jnp.maximum(largest, _TINY) * _F32(1 / _LARGEST[x.to.name])
+    if x.scales == _F32:
+        return scale
+    return jnp.exp2(jnp.ceil(jnp.log2(scale)))  # of mx
+
+
+def _to(x, value):
+    return jnp.round(value) if x.to.name == "int8" else value
+
+
+@cached
+def _quantize(x, interpret):
+    def body(source, out, scales):
+        overlap_launches()
+        rows = _Rows(x, lax.axis_index("row"))
+        source, out = (r.reshape((x.rows, x.n)) for r in (source, out))
+        scales = scales.reshape((x.rows, x.groups))
+
+        def blocks(k):
+            value = rows.load_groups(source, k)
+            scale = _scale(x, jnp.max(jnp.abs(value), axis=1)).astype(x.scales)
+            inverse = 1 / scale.astype(jnp.float32)
+            value = value * lax.broadcast_in_dim(inverse, value.shape, [0])
+            rows.store_groups(out, k, _to(x, value))
+            at, there = rows.scales_at(k)
+            if there is None:
+                scales[at] = scale
+            else:
+                pl.store(scales, at, scale, mask=there)
+
+        if x.block:
+            rows.each(blocks)
+            return
+        largest = jnp.float32(0)
+        if rows.parts == 1:
+            value = rows.load(source, 0)
+            largest = jnp.max(jnp.abs(value))
+        else:
+
+            def most(k, top):
+                return jnp.maximum(top, jnp.max(jnp.abs(rows.load(source, k))))
+
+            largest = lax.fori_loop(0, rows.parts, most, largest)
+        scale = _scale(x, largest)
+        scales[rows.row, 0] = scale
+
+        def part(k):
+            found = value if rows.parts == 1 else rows.load(source, k)
+            rows.store(out, k, _to(x, found * (1 / scale)))
+
+        rows.each(part)
+
+    return plgpu.kernel(
+        body,
+        out_type=(
+            plgpu.ShapeDtypeStruct(x.shape, x.to),
+            plgpu.ShapeDtypeStruct(x.scales_shape, x.scales),
+        ),
+        grid=(x.rows,),
+        grid_names=("row",),
+        interpret=interpret,
+        kernel_name="quantize",
+    )
+
+
+@cached
+def _dequantize(x, interpret):
+    def body(source, scales, out):
+        overlap_launches()
+        rows = _Rows(x, lax.axis_index("row"))
+        source, out = (r.reshape((x.rows, x.n)) for r in (source, out))
+        scales = scales.reshape((x.rows, x.groups))
+
+        def part(k):
+            if not x.block:
+                value = rows.load(source, k)
+                rows.store(out, k, value * scales[rows.row, 0].astype(jnp.float32))
+                return
+            value = rows.load_groups(source, k)
+            at, there = rows.scales_at(k)
+            found = scales[at] if there is None else pl.load(scales, at, mask=there, other=1.0)
+            value = value * lax.broadcast_in_dim(found.astype(jnp.float32), value.shape, [0])
+            rows.store_groups(out, k, value)
+
+        rows.each(part)
+
+    return plgpu.kernel(
+        body,
+        out_type=plgpu.ShapeDtypeStruct(x.shape, x.to),
+        grid=(x.rows,),
+        grid_names=("row",),
+        interpret=interpret,
+        kernel_name="dequantize",
+    )
+
+
+def _check(name, x, block, mx):
+    if x.ndim == 0 or 0 in x.shape:
+        raise ValueError(f"{name}: x must have a dim and elements, got shape {x.shape}")
+    if block not in (None, 32, 64, 128):
+        raise ValueError(f"{name}: block must be None (rows), 32, 64 or 128, got {block!r}")
+    if mx and block != 32:
+        raise ValueError(f"{name}: scales of mx belong to blocks of 32, got block={block!r}")
+
+
+@plgpu.specialize(in_place=False)
+def quantize(x, *, dtype="float8_e4m3fn", block=None, mx=False, interpret=None):
+    """``x`` as 8-bit elements and scales, so that ``x`` is about ``q * scale`` (Hopper).
+
+    x: (..., N), float16, bfloat16 or float32. dtype: "float8_e4m3fn", "float8_e5m2" or "int8".
+    block: elements of a row that share a scale, 32, 64 or 128; None for whole rows. mx: scales are
+    powers of two, float8_e8m0fnu, of blocks of 32; otherwise they are float32.
+
+    Returns (q, scales): q of the shape of ``x``; scales (...) for rows, (..., ceil(N / block)) for
+    blocks. TypeError, ValueError for other dtypes and shapes.
+    """
+    name, to = "quantize", jnp.dtype(dtype)
+    if x.dtype.name not in _FLOATS:
+        raise TypeError(f"{name}: x must be float16, bfloat16 or float32, got {x.dtype}")
+    if to.name not in _LARGEST:
+        raise TypeError(f"{name}: dtype must be one of {', '.join(_LARGEST)}, got {to}")
+    _check(name, x, block, mx)
+    scales = jnp.dtype("float8_e8m0fnu") if mx else np.dtype(_F32)
+    rows = math.prod(x.shape[:-1])
+    problem = Problem(rows, x.shape[-1], block or 0, x.dtype, to, scales, x.shape)
+    return _quantize(problem, interpret)
+
+
+@plgpu.specialize(in_place=False)
+def dequantize(q, scales, *, block=None, out_dtype="bfloat16", interpret=None):
+    """``q * scales``: the inverse of :func:`quantize` (Hopper).
+
+    q, scales, block: as quantize returns and takes them. out_dtype: float16, bfloat16 or float32.
+    Returns an array of the shape of ``q``. TypeError, ValueError for other dtypes and shapes.
+    """
+    name, to = "dequantize", jnp.dtype(out_dtype)
+    if q.dtype.name not in _LARGEST:
+        raise TypeError(f"{name}: q must be one of {', '.join(_LARGEST)}, got {q.dtype}")
+    if to.name not in _FLOATS:
+        raise TypeError(f"{name}: out_dtype must be float16, bfloat16 or float32, got {to}")
+    if scales.dtype.name not in ("float32", "float8_e8m0fnu"):
+        raise TypeError(f"{name}: scales must be float32 or float8_e8m0fnu, got {scales.dtype}")
+    _check(name, q, block, False)
+    rows = math.prod(q.shape[:-1])
+    x = Problem(rows, q.shape[-1], block or 0, q.dtype, to, scales.dtype, q.shape)
+    if scales.shape != x.scales_shape:
+        raise ValueError(f"{name}: scales must have the shape {x.scales_shape}, got {scales.shape}")
+    return _dequantize(x, interpret)
