@@ -634,7 +634,7 @@ static void alloc_tmem(compiler *c, pm_opid op, pm_val v) {
         pm_vec_grow(&c->m->arena, s->tmem, s->n_tmem, &o->tmem_cap, sizeof *s->tmem, s->n_tmem + 1);
   }
   s->tmem[s->n_tmem++] =
-      (struct tmem_alloc){.name = pm_strdup(&c->m->arena, text, strlen(text)), .tmem = m};
+      (struct tmem_alloc){.name = pm_strdup(&c->m->arena, text, strlen(text)), .op = op, .tmem = m};
 }
 
 void pm_vm_encode_turn(compiler *c, pm_opid op, const handler *h) {

@@ -36,6 +36,7 @@ typedef struct stored {
 
 struct poison {
   flag **smem; /* by block */
+  flag **tmem; /* by block, as block.tmem */
   flag **args; /* by argument; NULL: all of it is defined, or another one's memory */
   stored (*stores)[MOST_STORES]; /* by argument, the latest last */
   origin origins[MOST_ORIGINS + 1];
@@ -662,6 +663,39 @@ void pm_poison_scope(pm_machine *m, const block *b, const struct smem_alloc *x, 
          (size_t)x->n * pm_dtypes[x->dtype].bytes);
 }
 
+char *pm_poison_tmem(const pm_machine *m, const block *b) {
+  return (char *)m->poison->tmem[b - m->blocks];
+}
+
+uint8_t pm_poison_number(pm_machine *m, const char *name, pm_opid op) {
+  return number_of(m, name, op);
+}
+
+bool pm_poison_lines(pm_machine *m, const thread *t, const located *s, int dim, uint8_t *line) {
+  const access *mem = s->mem;
+  const int64_t n = mem->dim[dim], across = mem->dim[1 - dim];
+  const size_t bytes = mem->bytes;
+  flag *p = scratch(m, (size_t)mem->n * bytes);
+  if (!p) return false;
+  read_flags(m, t, s, 0, mem->n, p);
+  memset(line, 0, (size_t)n);
+  if (!any(p, (size_t)mem->n * bytes)) return true;
+  for (int64_t k = 0; k < n; k++) {
+    for (int64_t j = 0; j < across && !line[k]; j++) {
+      line[k] = p[(size_t)(dim ? j * n + k : k * across + j) * bytes];
+    }
+  }
+  return true;
+}
+
+const char *pm_poison_bytes(pm_machine *m, const thread *t, const located *s) {
+  flag *p = scratch(m, (size_t)s->mem->n * s->mem->bytes);
+  if (p) read_flags(m, t, s, 0, s->mem->n, p);
+  return (const char *)p;
+}
+
+char *pm_poison_frame(const thread *t, uint32_t slot) { return (char *)flags(t, slot); }
+
 static void *zeroed(size_t n, size_t bytes) {
   void *p = pm_malloc(n * bytes + 1);
   if (p) memset(p, 0, n * bytes);
@@ -692,11 +726,13 @@ bool pm_poison_begin(pm_machine *m) {
   struct poison *p = m->poison = zeroed(1, sizeof *p);
   if (!p) return false;
   p->smem = zeroed(blocks, sizeof *p->smem);
+  p->tmem = zeroed(blocks, sizeof *p->tmem);
   p->args = zeroed(m->n_buffers, sizeof *p->args);
   p->stores = zeroed(m->n_buffers, sizeof *p->stores);
-  if (!p->smem || !p->args || !p->stores) return false;
+  if (!p->smem || !p->tmem || !p->args || !p->stores) return false;
   for (uint32_t k = 0; k < blocks; k++) {
     if (!(p->smem[k] = zeroed(m->smem_bytes, 1))) return false;
+    if (!(p->tmem[k] = zeroed(PM_TMEM_LANES * 4 * (size_t)m->tmem_columns, 1))) return false;
   }
   for (uint32_t k = 0; k < pm_vm_agents(m); k++) {
     if (!(m->threads[k].poison = zeroed(m->frame_bytes, 1))) return false;
@@ -734,12 +770,14 @@ void pm_poison_end(pm_machine *m) {
   struct poison *p = m->poison;
   if (!p) return;
   for (uint32_t k = 0; p->smem && k < m->n_clusters * m->n_blocks; k++) pm_free(p->smem[k]);
+  for (uint32_t k = 0; p->tmem && k < m->n_clusters * m->n_blocks; k++) pm_free(p->tmem[k]);
   for (uint32_t k = 0; p->args && k < m->n_buffers; k++) pm_free(p->args[k]);
   for (uint32_t k = 0; k < pm_vm_agents(m); k++) {
     pm_free(m->threads[k].poison);
     m->threads[k].poison = NULL;
   }
   pm_free(p->smem);
+  pm_free(p->tmem);
   pm_free(p->args);
   pm_free(p->stores);
   pm_free(p->scratch);

@@ -52,8 +52,13 @@ static bool meet(const tmem_place *a, const tmem_place *b) {
   return a->block == b->block && a->from < b->from + b->width && b->from < a->from + a->width;
 }
 
+/* In the TMEM of a block, or in the bytes beside it. */
+static char *cell_of(const pm_machine *m, char *tmem, int64_t lane, int64_t column) {
+  return tmem + (lane * m->tmem_columns + column) * 4;
+}
+
 char *pm_vm_tmem_at(const pm_machine *m, const block *b, int64_t lane, int64_t column) {
-  return b->tmem + (lane * m->tmem_columns + column) * 4;
+  return cell_of(m, b->tmem, lane, column);
 }
 
 /* Row i of a matrix as runs of elements: the first `half` of them, and those behind. */
@@ -87,7 +92,8 @@ static void copy_run(char *to, int64_t to_step, const char *from, int64_t from_s
 
 /* All elements, row-major in `array`; `load`: from TMEM. Each lane of a replicated layout is
  * written. */
-static void move_elements(const pm_machine *m, const tmem_place *p, char *array, bool load) {
+static void move_between(const pm_machine *m, char *tmem, const tmem_place *p, char *array,
+                         bool load) {
   const pm_tmem *of = p->mem->tmem;
   const int64_t bytes = pm_dtypes[of->dtype].bytes, step = 4 / of->packing, n = run_length(p);
   pm_tmem like = *of;
@@ -97,13 +103,77 @@ static void move_elements(const pm_machine *m, const tmem_place *p, char *array,
       char *x = array + (i * p->columns + j) * bytes;
       for (int k = 0; k < (load ? 1 : pm_tmem_copies(of)); k++) {
         const pm_tmem_cell c = pm_tmem_at(&like, i, j, k);
-        char *y = pm_vm_tmem_at(m, p->block, c.lane, p->from + c.column) + c.bit / 8;
+        char *y = cell_of(m, tmem, c.lane, p->from + c.column) + c.bit / 8;
         if (pm_dtypes[of->dtype].bits < 8) copy_bits(of->dtype, x, y, n, load);
         else if (load) copy_run(x, bytes, y, step, n, bytes);
         else copy_run(y, step, x, bytes, n, bytes);
       }
     }
   }
+}
+
+static void move_elements(const pm_machine *m, const tmem_place *p, char *array, bool load) {
+  move_between(m, p->block->tmem, p, array, load);
+}
+
+/* ---- what was never written ----------------------------------------------------------------- */
+
+/* Bytes beside an array of a slot, to or from those beside TMEM. */
+static void move_poison(pm_machine *m, const thread *t, const tmem_place *p, uint32_t slot,
+                        bool load) {
+  if (!m->poison || pm_dtypes[p->mem->tmem->dtype].bits < 8) return;
+  move_between(m, pm_poison_tmem(m, p->block), p, pm_poison_frame(t, slot), load);
+}
+
+/* The first mark in the columns of one lane, or of all lanes; 0: all of it is defined. */
+static uint8_t mark_of(pm_machine *m, const tmem_place *p, int64_t lane, int64_t lanes) {
+  for (int64_t i = lane; i < lane + lanes; i++) {
+    const char *at = cell_of(m, pm_poison_tmem(m, p->block), i, p->from);
+    for (int64_t k = 0; k < p->width * 4; k++) {
+      if (at[k]) return (uint8_t)at[k];
+    }
+  }
+  return 0;
+}
+
+/* Marks of rows and columns of a product become those of its accumulator. */
+static void mark_products(pm_machine *m, const task *k, const tmem_place *acc, const uint8_t *row,
+                          const uint8_t *column, char *array) {
+  const tensor_op *x = k->i->tensor;
+  char *beside = pm_poison_tmem(m, acc->block);
+  const size_t bytes = pm_dtypes[acc->mem->tmem->dtype].bytes;
+  move_between(m, beside, acc, array, true);
+  for (int64_t i = 0; i < x->m; i++) {
+    for (int64_t j = 0; j < x->n; j++) {
+      char *at = array + (size_t)(i * x->n + j) * bytes;
+      const uint8_t mark = row[i] ? row[i] : column[j];
+      if (mark || !k->accumulate) memset(at, mark, bytes);
+    }
+  }
+  move_between(m, beside, acc, array, false);
+}
+
+/* In one block: its rows of a, and b, of which the peer of a pair has the other half. */
+static step poison_product(pm_machine *m, task *k, const located *a, const located *b,
+                           const located *b_of_peer, const tmem_place *places) {
+  const tensor_op *x = k->i->tensor;
+  const thread *t = k->owner;
+  const size_t lines = (size_t)(x->m + x->n);
+  if (!pm_vm_want_buffer(k, lines + (size_t)(x->m * x->n) * 4)) {
+    return pm_vm_fail(m, t, k->i->op, PM_E_MEMORY, "no memory to look for what was never written");
+  }
+  uint8_t *row = (uint8_t *)k->buffer, *column = row + x->m;
+  const int64_t half = b_of_peer ? x->n / 2 : x->n;
+  if (x->a && !pm_poison_lines(m, t, a, 0, row)) return STEP_FAIL;
+  for (int64_t i = 0; !x->a && i < x->m; i++) row[i] = mark_of(m, &places[x->a_tmem], i, 1);
+  if (!pm_poison_lines(m, t, b, 1, column)) return STEP_FAIL;
+  if (b_of_peer && !pm_poison_lines(m, t, b_of_peer, 1, column + half)) return STEP_FAIL;
+  for (uint32_t n = 1; n < k->n_places; n++) { /* scales, metadata */
+    const uint8_t mark = n == x->a_tmem ? 0 : mark_of(m, &places[n], 0, PM_TMEM_LANES);
+    if (mark) memset(row, mark, (size_t)x->m);
+  }
+  mark_products(m, k, &places[0], row, column, k->buffer + lines);
+  return STEP_NEXT;
 }
 
 /* ---- what threads have not waited for ------------------------------------------------------- */
@@ -531,48 +601,69 @@ static void multiply_block(pm_machine *m, const task *k, const located *a, const
   if (!direct) move_elements(m, acc, m->pack, false);
 }
 
-static void run_product(pm_machine *m, const task *k) {
+static step run_product(pm_machine *m, task *k) {
   const tensor_op *x = k->i->tensor;
   block *own = k->places[0].block, *peer = x->pair ? peer_of(own) : NULL;
-  if (m->options.skip_floats && pm_is_float(k->places[0].mem->tmem->dtype)) return;
+  if (m->options.skip_floats && pm_is_float(k->places[0].mem->tmem->dtype)) return STEP_NEXT;
   const located b = peer ? in_block(&k->rhs, own, peer) : k->rhs;
-  multiply_block(m, k, &k->lhs, &k->rhs, peer ? &b : NULL, k->places);
-  if (!peer) return;
+  const located *other = peer ? &b : NULL;
+  if (m->poison && poison_product(m, k, &k->lhs, &k->rhs, other, k->places) == STEP_FAIL) {
+    return STEP_FAIL;
+  }
+  multiply_block(m, k, &k->lhs, &k->rhs, other, k->places);
+  if (!peer) return STEP_NEXT;
   tmem_place places[PM_VM_TMEM_OPERANDS];
   for (uint32_t n = 0; n < k->n_places; n++) {
     places[n] = k->places[n];
     places[n].block = peer;
   }
   const located a = in_block(&k->lhs, own, peer);
+  if (m->poison && poison_product(m, k, &a, &k->rhs, &b, places) == STEP_FAIL) return STEP_FAIL;
   multiply_block(m, k, &a, &k->rhs, &b, places);
+  return STEP_NEXT;
 }
 
 /* ---- copies from SMEM ----------------------------------------------------------------------- */
 
-/* Bytes of the tile at `from` to the lanes and columns of TMEM. */
-static void run_copy(pm_machine *m, const task *k, block *b) {
-  const located s = in_block(&k->lhs, k->places[0].block, b);
-  tmem_place p = k->places[0];
-  p.block = b;
-  const pm_tmem *of = p.mem->tmem;
+/* Elements of `mem`, from `at` on by these strides, to TMEM, or to the bytes beside it. */
+static void copy_into(const pm_machine *m, char *tmem, const tmem_place *p, const access *mem,
+                      const char *at, const int64_t *stride) {
+  const pm_tmem *of = p->mem->tmem;
   if (of->layout == PM_TMEM_DEFAULT) {
-    const int64_t bytes = s.mem->bytes, n = s.mem->dim[1], step = s.mem->stride[1] * bytes;
-    for (int64_t i = 0; i < p.rows; i++) {
-      copy_run(run_of(m, &p, i, 0), bytes, s.at + i * s.mem->stride[0] * bytes, step, n, bytes);
+    const int64_t bytes = mem->bytes;
+    for (int64_t i = 0; i < p->rows; i++) {
+      copy_run(cell_of(m, tmem, i, p->from), bytes, at + i * stride[0] * bytes, stride[1] * bytes,
+               mem->dim[1], bytes);
     }
     return;
   }
-  const int64_t rows = s.mem->dim[2], depth = s.mem->dim[1], across = s.mem->dim[0];
-  const int copies = (int)(PM_TMEM_LANES / rows);
+  const int64_t rows = mem->dim[2], depth = mem->dim[1], across = mem->dim[0];
   for (int64_t tile = 0; tile < across * depth; tile++) {
-    const int64_t column = p.from + tile % depth * 4 * across + tile / depth * 4;
-    const char *from = s.at + tile / depth * s.mem->stride[0] + tile % depth * s.mem->stride[1];
+    const int64_t column = p->from + tile % depth * 4 * across + tile / depth * 4;
+    const char *from = at + tile / depth * stride[0] + tile % depth * stride[1];
     for (int64_t r = 0; r < PM_TMEM_LANES; r++) {
       /* 32 rows go to each quarter of the lanes; of 64, 32 to each half, twice */
-      const int64_t row = copies == 2 ? r / 64 * 32 + r % 32 : r % rows;
-      memcpy(pm_vm_tmem_at(m, b, r, column), from + row * 16, 16);
+      const int64_t row = rows == 64 ? r / 64 * 32 + r % 32 : r % rows;
+      memcpy(cell_of(m, tmem, r, column), from + row * stride[2], 16);
     }
   }
+}
+
+static step run_copy(pm_machine *m, const task *k, block *b) {
+  const located s = in_block(&k->lhs, k->places[0].block, b);
+  tmem_place p = k->places[0];
+  p.block = b;
+  copy_into(m, b->tmem, &p, s.mem, s.at, s.mem->stride);
+  if (!m->poison) return STEP_NEXT;
+  const char *marks = pm_poison_bytes(m, k->owner, &s);
+  int64_t stride[PM_MAX_RANK], n = 1;
+  if (!marks) return STEP_FAIL;
+  for (int d = s.mem->rank - 1; d >= 0; d--) {
+    stride[d] = n;
+    n *= s.mem->dim[d];
+  }
+  copy_into(m, pm_poison_tmem(m, b), &p, s.mem, marks, stride);
+  return STEP_NEXT;
 }
 
 /* ---- taking effect -------------------------------------------------------------------------- */
@@ -619,10 +710,10 @@ step pm_vm_run_tensor(pm_machine *m, thread *t) {
   if (check_places(m, k, own) == STEP_FAIL) return STEP_FAIL;
   if (x->pair && check_places(m, k, peer_of(own)) == STEP_FAIL) return STEP_FAIL;
   if (x->b) {
-    run_product(m, k);
+    if (run_product(m, k) == STEP_FAIL) return STEP_FAIL;
   } else {
-    run_copy(m, k, own);
-    if (x->pair) run_copy(m, k, peer_of(own));
+    if (run_copy(m, k, own) == STEP_FAIL) return STEP_FAIL;
+    if (x->pair && run_copy(m, k, peer_of(own)) == STEP_FAIL) return STEP_FAIL;
   }
   t->tensor_next = k->next;
   pm_vm_finish_task(m, k);
@@ -637,6 +728,7 @@ static step exec_load(pm_machine *m, thread *t, const instr *i) {
   if (check_idle(m, t, i, &p, false) == STEP_FAIL) return STEP_FAIL;
   if (m->races && pm_race_tmem(m, t, i, &p, READ) == STEP_FAIL) return STEP_FAIL;
   move_elements(m, &p, slot_of(t, i->dst), true);
+  move_poison(m, t, &p, i->dst, true);
   return note_use(m, t, i, &p, false) == STEP_FAIL ? STEP_FAIL : STEP_PAUSE;
 }
 
@@ -646,6 +738,7 @@ static step exec_store(pm_machine *m, thread *t, const instr *i) {
   if (check_idle(m, t, i, &p, true) == STEP_FAIL) return STEP_FAIL;
   if (m->races && pm_race_tmem(m, t, i, &p, WRITE) == STEP_FAIL) return STEP_FAIL;
   move_elements(m, &p, slot_of(t, i->a), false);
+  move_poison(m, t, &p, i->a, false);
   return note_use(m, t, i, &p, true) == STEP_FAIL ? STEP_FAIL : STEP_PAUSE;
 }
 
@@ -669,6 +762,9 @@ void pm_vm_init_tmem(pm_machine *m, block *b, const struct tmem_alloc *x) {
   for (int64_t lane = 0; lane < PM_TMEM_LANES; lane++) {
     pm_interp_fill(d, m->options.zero_fill, pm_vm_tmem_at(m, b, lane, x->tmem.offset),
                    bytes / pm_dtypes[d].bytes);
+    if (!m->poison) continue;
+    memset(cell_of(m, pm_poison_tmem(m, b), lane, x->tmem.offset),
+           pm_poison_number(m, x->name, x->op), (size_t)bytes);
   }
 }
 

@@ -170,6 +170,7 @@ typedef struct scope {
   uint32_t n_tmem;
   struct tmem_alloc {
     const char *name;
+    pm_opid op;
     pm_tmem tmem;
   } * tmem;
   uint32_t n_sems;
@@ -733,6 +734,14 @@ step pm_poison_rule_acc_store(pm_machine *m, thread *t, const instr *i),
     pm_poison_rule_switch(pm_machine *m, thread *t, const instr *i),
     pm_poison_rule_unpack(pm_machine *m, thread *t, const instr *i);
 void pm_poison_scope(pm_machine *m, const block *b, const struct smem_alloc *x, size_t at);
+/* Of tensor memory: the bytes beside it; the number of an allocation; of a matrix in SMEM for each
+ * index along a dimension, what its row or column comes from; the bytes beside a view, NULL: no
+ * memory; those beside a slot. */
+char *pm_poison_tmem(const pm_machine *m, const block *b);
+uint8_t pm_poison_number(pm_machine *m, const char *name, pm_opid op);
+bool pm_poison_lines(pm_machine *m, const thread *t, const located *s, int dim, uint8_t *line);
+const char *pm_poison_bytes(pm_machine *m, const thread *t, const located *s);
+char *pm_poison_frame(const thread *t, uint32_t slot);
 void pm_poison_defined(pm_machine *m, const thread *t, const located *s);
 void pm_poison_acc_load(pm_machine *m, thread *t, const instr *i, const located *s);
 /* Of engines: `p` is the part of a task's buffer for the bytes beside its data. */

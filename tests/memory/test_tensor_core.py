@@ -48,7 +48,7 @@ def by_warps(*roles):
 # ---- whole pipelines -----------------------------------------------------------------------------
 
 
-def persistent(tiles, k, slots=2, step=64):
+def persistent(tiles, k, slots=2, step=64, interpret=MANY):
     """A warp that loads, one that multiplies, a warpgroup that stores: with two accumulators the
     store of one tile runs beside the products of the next."""
 
@@ -115,7 +115,7 @@ def persistent(tiles, k, slots=2, step=64):
             done=ordering(num_barriers=2),
             free=ordering(num_barriers=2),
         ),
-        interpret=MANY,
+        interpret=interpret,
     )
 
 
@@ -493,6 +493,52 @@ def test_races():
     with pytest.raises((plgpu.RaceError, ValueError), match="'acc'.*") as caught:
         kernel(x)
     assert "TMEM" in str(caught.value) or "async_load_tmem" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "accumulate, rows, origin", [(False, 64, None), (True, 64, "acc"), (False, 32, "b")]
+)
+def test_what_was_never_written(accumulate, rows, origin):
+    """A product carries it from its operands, and with `accumulate` from its accumulator."""
+
+    def body(o_ref, a, b, scratch, acc, done):
+        a[...] = jnp.ones((128, 64), F16)
+        b[:rows] = jnp.ones((rows, 64), F16)
+        plgpu.commit_smem()
+        plgpu.async_copy_smem_to_tmem(a, scratch)
+        mma(acc, scratch, b, done, accumulate=accumulate)
+        wait(done)
+        o_ref[...] = plgpu.async_load_tmem(acc)
+
+    kernel = plgpu.kernel(
+        body,
+        out_type=shaped((128, 64)),
+        scratch_types=dict(
+            a=SMEM((128, 64), F16),
+            b=SMEM((64, 64), F16),
+            scratch=TMEM((128, 64), F16, packed=True),
+            acc=TMEM((128, 64), F32),
+            done=ordering(),
+        ),
+        interpret=plgpu.InterpretParams(detect_uninitialized=True),
+    )
+    if origin is None:
+        np.testing.assert_array_equal(kernel(), np.full((128, 64), 64, F32))
+        return
+    with pytest.raises(plgpu.UninitializedError, match=f"comes from '{origin}', allocated"):
+        kernel()
+
+
+def test_timeline(tmp_path, rng):
+    """A commit arrives when the products before it are complete, and products take time."""
+    a, b = small(rng, (640, 192)), small(rng, (128, 192))
+    path = tmp_path / "trace.json"
+    kernel = persistent(5, 192, interpret=plgpu.InterpretParams(timeline=path))
+    np.testing.assert_array_equal(kernel(a, b), a.astype(F32) @ b.astype(F32).T)
+    trace = plgpu.read_trace(path)
+    begins = [e for e in trace.events if e["name"] == "product: acc" and e["ph"] == "b"]
+    assert len(begins) == 15
+    assert {"full", "empty", "done"} <= {w.what for w in trace.waits}
 
 
 def test_unequal_pairs():
