@@ -1171,6 +1171,10 @@ static pm_code pm_type_inline(const pm_typing *t, pm_type *out) {
     if (x->kind == PM_REF && x->space == PM_ACC) {
       FAIL(VALUE, "inline_cuda: argument %u is an accumulator; read it first: acc[...]", k);
     }
+    if (x->kind == PM_REF && x->space == PM_TMEM) {
+      FAIL(NOT_IMPLEMENTED,
+           "inline_cuda: argument %u is in TMEM; load it first: plgpu.async_load_tmem", k);
+    }
     if (x->kind == PM_SEMAPHORE) {
       FAIL(VALUE, "inline_cuda: argument %u is a semaphore; arrays, refs and barriers are accepted",
            k);

@@ -266,7 +266,8 @@ int pmpy_indexed_type(const pmpy_index *index, const pm_type *from, pm_type *to)
 /* of what is no ref in memory */
 static const char *kind_text(const pmpy_traced *r) {
   if (r->type.kind == PM_SEMAPHORE) return "a semaphore";
-  return r->type.kind == PM_BARRIER ? "a barrier" : "an accumulator";
+  if (r->type.kind == PM_BARRIER) return "a barrier";
+  return r->type.space == PM_TMEM ? "a ref in TMEM" : "an accumulator";
 }
 
 /* ---- views --------------------------------------------------------------------------------- */

@@ -59,6 +59,42 @@ def kernels():
     )
     yield "mixed", kernel, (y,)
 
+    def tensor(x_ref, o_ref, m_ref, acc, weights, scale, pattern, f, x, s, p, done):
+        mma = plgpu.tcgen05_mma
+        plgpu.async_store_tmem(weights, x_ref[...])
+        plgpu.commit_tmem()
+        plgpu.async_copy_scales_to_tmem(s, scale)
+        plgpu.async_copy_sparse_metadata_to_tmem(p, pattern)
+        mma(acc.at[0], f, f.T, a_scale=scale, b_scale=scale, accumulate=False)
+        mma(acc.at[1, :, :64], weights, x, accumulate=lax.axis_index("i") > 0)
+        mma(acc.at[1, :, 64:], x, x, done, a_sparse_metadata=pattern, accumulate=False)
+        plgpu.barrier_wait(done)
+        value, most = plgpu.async_load_tmem(acc.at[0], reduce="absmax")
+        plgpu.wait_load_tmem()
+        m_ref[...] = most
+        o_ref[...] = value + plgpu.async_load_tmem(acc.at[1])
+
+    e4m3, layouts = ml_dtypes.float8_e4m3fn, plgpu.TMEMLayout
+    scales, metadata = layouts.SCALES_LAYOUT, layouts.SPARSE_METADATA_LAYOUT
+    kernel = plgpu.kernel(
+        tensor,
+        out_type=[np.zeros((128, 128), np.float32), np.zeros(128, np.float32)],
+        grid=(2,),
+        grid_names=("i",),
+        scratch_types=[
+            plgpu.TMEM((2, 128, 128), np.float32),
+            plgpu.TMEM((128, 128), np.float16, packed=True),
+            plgpu.TMEM((128, 4), ml_dtypes.float8_e8m0fnu, layout=scales),
+            plgpu.TMEM((128, 64), ml_dtypes.uint2, layout=metadata),
+            plgpu.SMEM((128, 128), e4m3),
+            plgpu.SMEM((128, 64), np.float16),
+            plgpu.SMEM((1, 1, 32, 16), ml_dtypes.float8_e8m0fnu),
+            plgpu.SMEM((1, 1, 128, 64), ml_dtypes.uint2),
+            plgpu.Barrier(orders_tensor_core=True),
+        ],
+    )
+    yield "tensor", kernel, (half[:128, :128],)
+
 
 CASES = list(kernels())
 

@@ -352,6 +352,12 @@ BATCH = plgpu.TMEM((2, 128, 64), F32)
             "Failed to infer.*packed=True",
         ),
         (lambda t: plgpu.async_load_tmem(plgpu.Barrier), A, TypeError, "must be a ref"),
+        (
+            lambda t: plgpu.inline_cuda("", arg_types=(plgpu.RefType(),))(t),
+            A,
+            NotImplementedError,
+            "is in TMEM; load it first",
+        ),
     ],
 )
 def test_uses(use, of, error, why):
