@@ -58,6 +58,7 @@ class TensorMemoryConfig(NamedTuple):
     buffers: int = 2
     group: int = 8
     step: int = 128
+    dynamic: bool = True
 
 class RaggedConfig(NamedTuple):
     consumers: int = 2

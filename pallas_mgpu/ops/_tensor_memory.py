@@ -4,7 +4,9 @@ A block has three threads. The *producer* has TMA fill a ring of slots, each a t
 of B. The *multiplier* issues the products of a tile, one for each slot, into one of two
 accumulators in TMEM; the tensor cores release a slot when they have read it. The *epilogue* takes
 a finished accumulator to the result, through buffers in shared memory, while the multiplier fills
-the other one. Blocks are persistent: each works on several tiles.
+the other one. Blocks are persistent: each works on several tiles. Usually the launch has a block
+(or pair) for each tile, and one that runs takes over the tiles of others that have not begun
+(cluster launch control), until there are none; else tiles are dealt out before the launch.
 
 Pairs of blocks compute tiles of twice as many rows: each has its rows of A and of the accumulator
 and half of the columns of B, so that shared memory holds B once for both. Copies of both blocks
@@ -35,7 +37,8 @@ class TensorMemoryConfig(NamedTuple):
     ``tile_n``: columns of a tile, a multiple of 64 up to 256; its rows are 128, or 256 with
     ``pair``: two blocks of a cluster work on a tile. ``stages``: slots of the ring; 0: as many as
     fit. ``buffers``: store buffers. ``group``: rows of tiles worked on together, for the L2.
-    ``step``: bytes of a row of A along K in a slot, 128 or 256.
+    ``step``: bytes of a row of A along K in a slot, 128 or 256. ``dynamic``: tiles go to whichever
+    block is free, by cluster launch control.
     """
 
     tile_n: int = 256
@@ -44,6 +47,7 @@ class TensorMemoryConfig(NamedTuple):
     buffers: int = 2
     group: int = 8
     step: int = 128
+    dynamic: bool = True
 
 
 class _Plan:
@@ -62,7 +66,9 @@ class _Plan:
         self.step = cfg.step // in_bytes
         self.tiles_m, self.tiles_n = pl.cdiv(x.m, self.rows), pl.cdiv(x.n, self.cols)
         self.total = self.tiles_m * self.tiles_n
-        self.clusters = min(self.total, max(sms // self.blocks, 1))
+        fit = max(sms // self.blocks, 1)
+        self.dynamic = cfg.dynamic and self.total > fit
+        self.clusters = self.total if self.dynamic else min(self.total, fit)
         self.steps = pl.cdiv(x.k, self.step)
         self.group = min(cfg.group, self.tiles_m)
         self.chunk = 128 // out_bytes  # columns of a store buffer
@@ -121,6 +127,48 @@ class _Block(WarpSpecialized):
         self.ring = Ring(plan.stages, self.full, self.empty)
         self.rank = lax.axis_index("pair") if plan.axes else 0
         self.axis = "pair" if plan.axes else None
+
+    def run(self):
+        if self.plan.dynamic:
+            self.run_launched()
+        else:
+            super().run()
+
+    def run_launched(self):
+        """All threads go through the tiles together, as all of them ask for the next one."""
+        me, start = lax.axis_index("wg"), jnp.int32(0)
+        scales = self.scales() if self.x.forms != UNSCALED else None
+
+        def work(t, carry):
+            it0, w = carry
+
+            @pl.when(me == 2)
+            def _():
+                self.fetch_tile(t, it0)
+
+            @pl.when(me == 1)
+            def _():
+                self.multiply_tile(t, carry)
+
+            @pl.when(me == 0)
+            def _():
+                self.take_tile(scales, t, w)
+
+            return it0 + self.plan.steps, w + 1
+
+        steps, _ = self.launched(work, (start, start))
+        pl.when(me == 2)(lambda: self.ring.drain(steps))
+        pl.when(me == 0)(lambda: plgpu.wait_smem_to_gmem(0, wait_read_only=True))
+
+    def launched(self, work, carry):
+        """carry = work(tile, carry) for the tile of this cluster, and for those that it takes over.
+        Not under vmap, whose elements are launched together."""
+        axes = (self.axis,) if self.axis else ()
+        try:
+            loop = plgpu.dynamic_scheduling_loop(("cluster",), "wg", axes, init_carry=carry)
+        except NotImplementedError:
+            return work(lax.axis_index("cluster"), carry)
+        return loop(lambda info, carry: work(info.index[0], carry))
 
     def tiles(self):
         return StaticTiles(self.plan.total, self.plan.clusters, lax.axis_index("cluster"))
@@ -208,10 +256,11 @@ class _Block(WarpSpecialized):
         plgpu.tcgen05_commit_arrive(self.ready.at[which], self.axis)
         return it0 + p.steps, w + 1
 
+    def scales(self):
+        return Scales(self.x.forms, self.scale_a, self.scale_b, self.x.m, self.plan.rows)
+
     def take_tiles(self):
-        scales = None
-        if self.x.forms != UNSCALED:
-            scales = Scales(self.x.forms, self.scale_a, self.scale_b, self.x.m, self.plan.rows)
+        scales = self.scales() if self.x.forms != UNSCALED else None
         self.tiles().consume(lambda t, w: self.take_tile(scales, t, w), jnp.int32(0))
 
     def take_tile(self, scales, t, w):

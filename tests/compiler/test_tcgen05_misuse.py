@@ -23,7 +23,7 @@ def matmul(pair):
     """Several tiles, a ring that comes round, both accumulators twice."""
     m, n, k = (512, 264, 200) if pair else (384, 136, 200)
     x = Matmul(m, n, k, (f16, f16), f16, False, False)
-    config = TensorMemoryConfig(128 if pair else 64, pair, 2)
+    config = TensorMemoryConfig(128 if pair else 64, pair, 2, dynamic=False)
     rng = np.random.default_rng(0)
     a, b = (rng.integers(-3, 4, s).astype(f16) for s in ((m, k), (k, n)))
     return matmul_kernel(x, config, 2, True), [a, b], a.astype(float) @ b.astype(float)

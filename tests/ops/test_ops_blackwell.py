@@ -18,6 +18,8 @@ CASES = {  # shape, configuration, SMs, dtypes, options
     "pair": ((256, 256, 128), C(256), 4, (bf16, bf16), {}),
     "many tiles": ((300, 520, 200), C(128, False, 3), 2, (f16, f16), {"bias": True}),
     "many tiles, pairs": ((696, 520, 136), C(256, stages=3), 4, (bf16, bf16), {}),
+    "dealt out": ((300, 520, 200), C(128, False, 3, dynamic=False), 2, (f16, f16), {}),
+    "dealt out, pairs": ((696, 520, 136), C(256, dynamic=False), 4, (bf16, bf16), {"bias": True}),
     "group": ((520, 264, 72), C(64, False, 2, 1, 2), 2, (f16, f16), {"activation": "relu"}),
     "long step": ((264, 264, 320), C(256, step=256), 2, (f16, f16), {"out_dtype": "float32"}),
     "one column of tiles": ((1, 64, 8), C(64, False), 4, (f16, f16), {}),
@@ -84,6 +86,17 @@ def test_what_a_configuration_may_be(config):
     a = np.zeros((64, 64), f16)
     with pytest.raises(ValueError, match="TensorMemoryConfig"):
         matmul.kernel(a, a, config=config)
+
+
+def test_batches(rng, monkeypatch):
+    """Elements of a batch are launched together: no block takes over another one's tiles."""
+    monkeypatch.setattr(plgpu, "sm_count", lambda device=None: 2)
+    a, b = values(rng, (2, 300, 72), f16), values(rng, (72, 136), f16)
+    matmul.maker.forget()
+    f = matmul.kernel(a[0], b, config=C(64, False), interpret=True)
+    matmul.maker.forget()
+    got = plgpu.vmap(f, (0, None))(a, b)
+    np.testing.assert_array_equal(got, (a.astype(f32) @ b.astype(f32)).astype(f16))
 
 
 def test_scales_of_blocks():
