@@ -1,9 +1,13 @@
 """`ops.matmul` for Blackwell: the interpreter and the emulated machine give NumPy's products, and
 both targets' compilers take the programs, without local memory."""
 
+import re
+from collections import Counter
+
 import ml_dtypes
 import numpy as np
 import pytest
+from compiler import sass
 
 import pallas_mgpu as plgpu
 from pallas_mgpu.machine.run import run as run_on_machine
@@ -103,3 +107,18 @@ def test_scales_of_blocks():
     a, s = np.zeros((256, 256), E4M3), np.zeros((256, 2), f32)
     with pytest.raises(NotImplementedError, match="each row and column"):
         matmul.kernel(a, a, scale_a=s, scale_b=np.zeros((2, 2), f32), config=C())
+
+
+@pytest.mark.skipif(not sass.nvdisasm(), reason="needs nvdisasm")
+@pytest.mark.parametrize("pair", [False, True])
+@pytest.mark.parametrize("dtype, steps", [(bf16, 4), (E4M3, 4)], ids=str)
+def test_machine_code(pair, dtype, steps):
+    """A slot is four products and a commit, a tile eight loads of 32 registers; nothing of it lies
+    in local memory."""
+    a = np.zeros((2048, 2048), dtype)
+    lowered = matmul.kernel(a, a, config=C(256, pair)).lower(a, a, target="sm_100a")
+    found = Counter(re.findall(r"\b([A-Z]+)[\w.]*", lowered.as_text("sass")))
+    assert found["UTCHMMA"] + found["UTCQMMA"] == steps
+    assert found["UTCBAR"] == 2 and found["UTMALDG"] == 2
+    assert found["LDTM"] == 8
+    assert not found["LDL"] + found["STL"]
