@@ -1,0 +1,303 @@
+"""Attention (forward) on Blackwell's tensor cores: scores, probabilities and O in tensor memory.
+
+A block has two tiles of 128 queries of a head. Each has a *softmax* thread; a *multiplier* issues
+all products, a *producer* fetches Q, and K and V in separate rings. For each block of keys and each
+tile the multiplier computes S = Q K; the softmax thread loads it, a row a lane, and stores the
+probabilities P over S; the multiplier adds P V to O and goes on with the next S. So the softmax of
+one tile runs under the products of the other. A commit behind S covers the P V before it: a softmax
+thread that has S may also change O.
+
+Row maxima are stale on purpose: O is rescaled only when a maximum grew by more than 2^8, which
+float16 probabilities still hold.
+
+In the end O leaves through the shared memory of the queries."""
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+import pallas_mgpu as plgpu
+from pallas_mgpu import lax, pl
+from pallas_mgpu import numpy as jnp
+from pallas_mgpu._caches import cached
+
+from ._common import Ring, WarpSpecialized, overlap_launches, warp_specialized
+
+_F32 = np.float32
+_MASKED = _F32(-3.0e38)  # a score that is not there; stays finite in arithmetic
+_LAZY = _F32(8.0)  # log2 of what a maximum may grow by before O is rescaled
+_ROWS = 128  # of a tile
+_TILES = 2  # of a block
+_PART = 32  # columns of O that are rescaled at a time
+_REGISTERS = 200, 56  # of a lane: of a softmax thread, of the others
+
+
+class TensorMemoryAttentionConfig(NamedTuple):
+    """How attention on Blackwell is tiled. ``stages``: slots of the rings of K and V, of 128 keys
+    each; 0: as many as fit, at most 4."""
+
+    stages: int = 0
+
+
+class _Plan:
+    """What follows from a problem and a configuration."""
+
+    consumers = _TILES + 1  # threads besides the producer
+    block = 128  # keys
+
+    def __init__(self, x, cfg, smem):
+        self.x, self.axes = x, {}
+        self.rows = _ROWS * _TILES
+        self.q_tiles, self.key_blocks = pl.cdiv(x.queries, self.rows), pl.cdiv(x.keys, self.block)
+        self.clusters = x.batch * x.heads * self.q_tiles
+        fit = (smem // (2 * x.dim) - self.rows) // (2 * self.block)
+        self.stages = min(cfg.stages or 4, fit, max(self.key_blocks, 1))
+        self.c = _F32(x.scale * math.log2(math.e))  # exp(x) is exp2(x log2 e)
+
+    def scratch(self):
+        x = self.x
+
+        def ring(prefix):
+            return {
+                f"{prefix}_smem": plgpu.SMEM((self.stages, self.block, x.dim), x.dtype),
+                f"{prefix}_full": plgpu.Barrier(num_barriers=self.stages),
+                f"{prefix}_empty": plgpu.Barrier(
+                    num_barriers=self.stages, orders_tensor_core=True
+                ),
+            }
+
+        each = {"num_barriers": _TILES, "orders_tensor_core": True}
+        # P of a tile takes half of the columns of its S, and lies over them
+        scores = plgpu.TMEM((_TILES, _ROWS, self.block), jnp.float32)
+        probabilities = plgpu.TMEM((_TILES, _ROWS, 2 * self.block), x.dtype, packed=True)
+        return {
+            "q_smem": plgpu.SMEM((_TILES, _ROWS, x.dim), x.dtype),
+            "q_full": plgpu.Barrier(num_arrivals=_TILES),
+            "sp": plgpu.RefUnion([scores], [probabilities]),
+            "out": plgpu.TMEM((_TILES, _ROWS, x.dim), jnp.float32),
+            "s_ready": plgpu.Barrier(**each),
+            "p_ready": plgpu.Barrier(**each),
+            "out_ready": plgpu.Barrier(**each),
+            **ring("k"),
+            **ring("v"),
+        }
+
+
+class _Block(WarpSpecialized):
+    """One block of the kernel, while it is traced."""
+
+    def __init__(self, plan, refs):
+        super().__init__(plan, refs)
+        self.x = x = plan.x
+        (self.scores,), (self.probabilities,) = self.sp
+        self.k_ring = Ring(plan.stages, self.k_full, self.k_empty)
+        self.v_ring = Ring(plan.stages, self.v_full, self.v_empty)
+        t = lax.axis_index("cluster")
+        tile, self.head = lax.div(t, x.batch * x.heads), lax.rem(t, x.heads)
+        self.batch = lax.rem(lax.div(t, x.heads), x.batch)
+        if x.causal:  # the longest first
+            tile = plan.q_tiles - 1 - tile
+        self.row = tile * plan.rows
+
+    def run(self):
+        me = lax.axis_index("wg")
+
+        @pl.when(me < _TILES)
+        def _():
+            plgpu.set_max_registers(_REGISTERS[0], action="increase")
+            self.attend(me)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+        @pl.when(me == _TILES)
+        def _():
+            plgpu.set_max_registers(_REGISTERS[1], action="decrease")
+            self.multiply()
+
+        @pl.when(me > _TILES)
+        def _():
+            plgpu.set_max_registers(_REGISTERS[1], action="decrease")
+            self.producer()
+
+    def blocks(self):
+        """Key blocks that the queries of this block see."""
+        p = self.plan
+        if not self.x.causal:
+            return jnp.int32(p.key_blocks)
+        return jnp.minimum((self.row + (p.rows + p.block - 1)) // p.block, p.key_blocks)
+
+    # ---- producer
+
+    def producer(self):
+        x, n = self.x, self.blocks()
+        for i in range(_TILES):
+            rows = pl.ds(self.row + i * _ROWS, _ROWS)
+            plgpu.copy_gmem_to_smem(
+                self.q.at[self.batch, rows, self.head], self.q_smem.at[i], self.q_full
+            )
+        kv_head = self.head // (x.heads // x.kv_heads)
+
+        def fetch(j, _):
+            rows = pl.ds(j * self.plan.block, self.plan.block)
+            for ring, ref, smem in (
+                (self.k_ring, self.k, self.k_smem),
+                (self.v_ring, self.v, self.v_smem),
+            ):
+                ring.acquire(j)
+                slot = ring.slot(j)
+                plgpu.copy_gmem_to_smem(
+                    ref.at[self.batch, rows, kv_head], smem.at[slot], ring.full.at[slot]
+                )
+
+        lax.fori_loop(0, n, fetch, None)
+        self.k_ring.drain(n)
+        self.v_ring.drain(n)
+
+    # ---- multiplier
+
+    def multiply(self):
+        n = self.blocks()
+        plgpu.barrier_wait(self.q_full)
+        self.k_ring.wait(jnp.int32(0))
+        for i in range(_TILES):
+            self.score(i, jnp.int32(0))
+        self.release(self.k_ring, jnp.int32(0))
+
+        def step(j, _):
+            more = j + 1 < n
+            self.v_ring.wait(j)
+            for i in range(_TILES):
+                plgpu.barrier_wait(self.p_ready.at[i], phase=j)
+                plgpu.tcgen05_mma(
+                    self.out.at[i],
+                    self.probabilities.at[i, :, : self.plan.block],
+                    self.v_smem.at[self.v_ring.slot(j)],
+                    accumulate=j > 0,
+                )
+
+                @pl.when(more)
+                def _(i=i):
+                    if i == 0:
+                        self.k_ring.wait(j + 1)
+                    self.score(i, j + 1)
+
+                pl.when(j == n - 1)(
+                    lambda i=i: plgpu.tcgen05_commit_arrive(self.out_ready.at[i])
+                )
+            self.release(self.v_ring, j)
+            pl.when(more)(lambda: self.release(self.k_ring, j + 1))
+
+        lax.fori_loop(0, n, step, None)
+
+    def score(self, i, j):
+        k = self.k_smem.at[self.k_ring.slot(j)].T
+        plgpu.tcgen05_mma(
+            self.scores.at[i], self.q_smem.at[i], k, self.s_ready.at[i], accumulate=False
+        )
+
+    def release(self, ring, j):
+        plgpu.tcgen05_commit_arrive(ring.empty.at[ring.slot(j)])
+
+    # ---- softmax
+
+    def attend(self, me):
+        n = self.blocks()
+        native = plgpu.Layout.TCGEN05_TMEM_NATIVE
+        row = self.row + me * _ROWS
+
+        def column(x):
+            return plgpu.layout_cast(jnp.full((_ROWS,), x), native.reduce(1))
+
+        def step(j, carry):
+            m, sums = carry
+            plgpu.barrier_wait(self.s_ready.at[me], phase=j)
+            s = plgpu.async_load_tmem(self.scores.at[me], layout=native)
+            plgpu.wait_load_tmem()
+            s = self.masked(s, row, j)
+            new = jnp.maximum(m, jnp.max(s, axis=1))
+            grown = (new - m) * self.plan.c > _LAZY
+            new = jnp.where(grown, new, m)
+            base = jnp.where(new == _MASKED, _F32(0), new * self.plan.c)
+            alpha = jnp.exp2(m * self.plan.c - base)
+            p = jnp.exp2(s * self.plan.c - _along_rows(base, self.plan.block))
+            sums = sums * alpha + jnp.sum(p, axis=1)
+            part = self.probabilities.at[me, :, : self.plan.block]
+            plgpu.async_store_tmem(part, p.astype(self.x.dtype))
+            pl.when((j > 0) & jnp.any(grown))(lambda: self.rescale(me, alpha, native))
+            plgpu.commit_tmem()
+            plgpu.barrier_arrive(self.p_ready.at[me])
+            return new, sums
+
+        m, sums = lax.fori_loop(0, n, step, (column(_MASKED), column(_F32(0))))
+        plgpu.barrier_wait(self.out_ready.at[me])
+        self.finish(me, row, m, sums, native)
+
+    def masked(self, s, row, j):
+        """The scores, _MASKED for keys that there are not or that come later than the query."""
+        x, p = self.x, self.plan
+        if not x.causal and x.keys % p.block == 0:
+            return s
+        end = (j + 1) * p.block
+        last = jnp.minimum(row + 1, x.keys) if x.causal else x.keys
+
+        def mask(s):
+            col = lax.broadcasted_iota(np.int32, s.shape, 1) + j * p.block
+            keep = col < x.keys
+            if x.causal:
+                keep &= col <= lax.broadcasted_iota(np.int32, s.shape, 0) + row
+            return jnp.where(keep, s, _MASKED)
+
+        return lax.cond(end > last, mask, lambda s: s, s)
+
+    def rescale(self, me, alpha, layout):
+        for c in range(0, self.x.dim, _PART):
+            part = self.out.at[me, :, c : c + _PART]
+            value = plgpu.async_load_tmem(part, layout=layout)
+            plgpu.async_store_tmem(part, value * _along_rows(alpha, _PART))
+
+    def finish(self, me, row, m, sums, layout):
+        x = self.x
+        factor = pl.reciprocal(sums, approx=True)
+        for c in range(0, x.dim, _PART):
+            value = plgpu.async_load_tmem(self.out.at[me, :, c : c + _PART], layout=layout)
+            value = value * _along_rows(factor, _PART)
+            self.q_smem[me, :, c : c + _PART] = value.astype(x.dtype)
+        plgpu.commit_smem()
+        rows = pl.ds(row, _ROWS)
+        plgpu.copy_smem_to_gmem(self.q_smem.at[me], self.o.at[self.batch, rows, self.head])
+        if x.return_lse:
+            base = jnp.where(m == _MASKED, _F32(0), m * self.plan.c)
+            lse = (base + jnp.log2(sums)) * _F32(math.log(2))
+            at = jnp.arange(_ROWS) + row
+            pl.store(self.lse.at[self.batch, self.head], (at,), lse, mask=at < x.queries)
+
+
+def _along_rows(x, width):
+    return lax.broadcast_in_dim(x, (_ROWS, width), [0])
+
+
+@cached
+def kernel(x, cfg, smem, interpret):
+    """x: a Problem."""
+    plan = _Plan(x, cfg, smem)
+
+    def body(q, k, v, o, lse=None, **scratch):
+        overlap_launches()
+        _Block(plan, dict(q=q, k=k, v=v, o=o, lse=lse) | scratch).run()
+
+    outs = plgpu.ShapeDtypeStruct((x.batch, x.queries, x.heads, x.dim), x.dtype)
+    if x.return_lse:
+        outs = (outs, plgpu.ShapeDtypeStruct((x.batch, x.heads, x.queries), _F32))
+    options = {"compiler_params": plgpu.CompilerParams(approx_math=True), "interpret": interpret}
+    return warp_specialized(body, plan, outs, kernel_name="attention", **options)
+
+
+def check(config, dim):
+    """ValueError, NotImplementedError for what there is no kernel for."""
+    if config.stages < 0:
+        raise ValueError(f"attention: stages are 0 or more, got {config}")
+    if dim not in (64, 128):
+        raise NotImplementedError(
+            f"attention: head_dim must be 64 or 128 on Blackwell, got {dim}; pad q, k and v with "
+            "zeros and give scale"
+        )
