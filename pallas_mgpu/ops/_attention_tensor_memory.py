@@ -12,6 +12,7 @@ float16 probabilities still hold.
 
 In the end O leaves through the shared memory of the queries."""
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -208,12 +209,12 @@ class _Block(WarpSpecialized):
         def column(x):
             return plgpu.layout_cast(jnp.full((_ROWS,), x), native.reduce(1))
 
-        def step(j, carry):
+        def step(masks, j, carry):
             m, sums = carry
             plgpu.barrier_wait(self.s_ready.at[me], phase=j)
             s = plgpu.async_load_tmem(self.scores.at[me], layout=native)
-            plgpu.wait_load_tmem()
-            s = self.masked(s, row, j)
+            if masks:
+                s = self.masked(s, row, j)
             new = jnp.maximum(m, jnp.max(s, axis=1))
             grown = (new - m) * self.plan.c > _LAZY
             new = jnp.where(grown, new, m)
@@ -228,26 +229,27 @@ class _Block(WarpSpecialized):
             plgpu.barrier_arrive(self.p_ready.at[me])
             return new, sums
 
-        m, sums = lax.fori_loop(0, n, step, (column(_MASKED), column(_F32(0))))
+        # a loop of its own for blocks without a mask: a branch would copy all scores
+        whole = self.whole_blocks(row)
+        carry = column(_MASKED), column(_F32(0))
+        carry = lax.fori_loop(0, whole, functools.partial(step, False), carry)
+        m, sums = lax.fori_loop(whole, n, functools.partial(step, True), carry)
         plgpu.barrier_wait(self.out_ready.at[me])
         self.finish(me, row, m, sums, native)
 
+    def whole_blocks(self, row):
+        """How many blocks have only keys that all queries of a tile see."""
+        x, p = self.x, self.plan
+        whole = jnp.int32(x.keys // p.block)
+        return jnp.minimum((row + 1) // p.block, whole) if x.causal else whole
+
     def masked(self, s, row, j):
         """The scores, _MASKED for keys that there are not or that come later than the query."""
-        x, p = self.x, self.plan
-        if not x.causal and x.keys % p.block == 0:
-            return s
-        end = (j + 1) * p.block
-        last = jnp.minimum(row + 1, x.keys) if x.causal else x.keys
-
-        def mask(s):
-            col = lax.broadcasted_iota(np.int32, s.shape, 1) + j * p.block
-            keep = col < x.keys
-            if x.causal:
-                keep &= col <= lax.broadcasted_iota(np.int32, s.shape, 0) + row
-            return jnp.where(keep, s, _MASKED)
-
-        return lax.cond(end > last, mask, lambda s: s, s)
+        col = lax.broadcasted_iota(np.int32, s.shape, 1) + j * self.plan.block
+        keep = col < self.x.keys
+        if self.x.causal:
+            keep &= col <= lax.broadcasted_iota(np.int32, s.shape, 0) + row
+        return jnp.where(keep, s, _MASKED)
 
     def rescale(self, me, alpha, layout):
         for c in range(0, self.x.dim, _PART):
