@@ -79,6 +79,7 @@ def mesh_call(
     kernel: Kernel,
     args: list[tuple[object, ...]],
     outs: list[tuple[object, ...] | None],
+    devices: tuple[int, ...] | None,
     ordered: bool,
 ) -> list[object]: ...
 def mesh_launch(

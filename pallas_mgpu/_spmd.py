@@ -44,13 +44,12 @@ class DeviceMesh(_Frozen):
     """Devices that run a kernel together, in a grid with named axes.
 
     shape, axis_names: sizes and names of the axes. A device's number is row-major in them.
-    devices: ordinals of GPUs of this process, in that order; by default the first ones. Without
-        GPUs, the mesh is for the interpreter.
+    devices: ordinals of GPUs of this process, in that order. Without devices and group, the mesh is
+        for the interpreter.
     group: a process group of ``torch.distributed`` with a process for each device, in the order of
         their ranks; each process uses its current CUDA device. ``True`` is the default group.
 
-    ValueError where the numbers do not fit, or devices cannot access each other's memory;
-    NotImplementedError for devices in another order than that of their ranks.
+    ValueError where the numbers do not fit, or devices cannot access each other's memory.
     """
 
     __slots__ = ("axis_names", "devices", "group", "shape")
@@ -320,7 +319,7 @@ class SpmdKernel:
                         f"{self.definition.name}: out[{k}] must be a list of {n} arrays"
                     )
             outs = [tuple(c[d] for c in columns) for d in range(n)]
-        results = _core.mesh_call(self.kernel, rows, outs, self.ordered)
+        results = _core.mesh_call(self.kernel, rows, outs, self.mesh.devices, self.ordered)
         return self._collect(results, whole and out is None)
 
     def _outs(self, out, rows):

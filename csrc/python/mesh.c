@@ -59,13 +59,19 @@ typedef struct place {
 } place;
 
 /* Everything that comes before the first launch. */
-static int make_ready(pmpy_call *c, place *p, pm_member *m) {
+static int make_ready(pmpy_call *c, int device, place *p, pm_member *m) {
   if (!c->cuda || c->runs_on < 0) {
     PyErr_Format(
         PyExc_TypeError,
         "kernel %U: a mesh of GPUs takes arrays that lie on them; use plgpu.device_put, or "
         "interpret=True",
         c->name);
+    return -1;
+  }
+  if (c->device != device) {
+    PyErr_Format(PyExc_ValueError,
+                 "kernel %U: an array for cuda:%d, by the order of the mesh, is on cuda:%d",
+                 c->name, device, c->device);
     return -1;
   }
   if (c->plan->n_scratch) {
@@ -93,12 +99,26 @@ static int make_ready(pmpy_call *c, place *p, pm_member *m) {
   return 0;
 }
 
-static PyObject *run_on_gpus(pmpy_call *calls, uint32_t n, bool ordered) {
+static PyObject *run_on_gpus(pmpy_call *calls, uint32_t n, PyObject *devices, bool ordered) {
+  int64_t ordinals[MOST];
+  if (devices == Py_None) {
+    PyErr_Format(PyExc_TypeError,
+                 "kernel %U: the arrays are on GPUs, and the mesh has none: give it "
+                 "DeviceMesh(..., devices=...)",
+                 calls->name);
+    return NULL;
+  }
+  if (pmpy_ints(devices, "mesh_call: devices", ordinals, MOST) != (int)n) {
+    if (!PyErr_Occurred())
+      PyErr_Format(PyExc_ValueError, "mesh_call: calls for %u devices, not those of the mesh", n);
+    return NULL;
+  }
   place *places = PyMem_Calloc(n, sizeof *places);
   pm_member members[MOST];
   PyObject *results = places ? PyList_New(n) : PyErr_NoMemory();
   bool ok = results;
-  for (uint32_t d = 0; d < n && ok; d++) ok = make_ready(&calls[d], &places[d], &members[d]) == 0;
+  for (uint32_t d = 0; d < n && ok; d++)
+    ok = make_ready(&calls[d], (int)ordinals[d], &places[d], &members[d]) == 0;
   if (ok) {
     PMPY_ERR(err);
     pm_code code;
@@ -120,11 +140,11 @@ static PyObject *run_on_gpus(pmpy_call *calls, uint32_t n, bool ordered) {
 
 /* ---- calls -------------------------------------------------------------------------------- */
 
-/* mesh_call(kernel, args, outs, ordered): lists of a tuple for each device; an item of outs may be
- * None. A list of results. */
+/* mesh_call(kernel, args, outs, devices, ordered): lists of a tuple for each device, an item of
+ * outs may be None; ordinals of GPUs or None. A list of results. */
 static PyObject *mesh_call(PyObject *module, PyObject *const *args, Py_ssize_t n_args) {
   (void)module;
-  if (n_args != 4 || Py_TYPE(args[0]) != pmpy.kernel_type || !PyList_Check(args[1]) ||
+  if (n_args != 5 || Py_TYPE(args[0]) != pmpy.kernel_type || !PyList_Check(args[1]) ||
       !PyList_Check(args[2]) || PyList_GET_SIZE(args[1]) != PyList_GET_SIZE(args[2]))
     return PyErr_Format(PyExc_TypeError, "mesh_call: expected a kernel, two lists, and a bool");
   pmpy_kernel *k = (pmpy_kernel *)args[0];
@@ -147,7 +167,7 @@ static PyObject *mesh_call(PyObject *module, PyObject *const *args, Py_ssize_t n
                  "pallas_mgpu.machine.run.run_mesh",
                  k->name);
   } else if (code > 0 && calls->runs_on < 0) result = pmpy_calls_interpreter(calls, n);
-  else if (code > 0) result = run_on_gpus(calls, n, args[3] == Py_True);
+  else if (code > 0) result = run_on_gpus(calls, n, args[3], args[4] == Py_True);
   if (calls) end_calls(calls, read);
   if (!result) pmpy_tidy_error();
   return result;
@@ -216,7 +236,10 @@ static int launch_rank(pmpy_call *c, uint32_t rank, uint32_t n, PyObject *tables
                           .counters = t->counters,
                           .all = t->all,
                           .all_counters = t->all_counters};
-  if (!pm_kernel_launch_in_mesh(k, own, t->counters[rank], &peers, c->stream, &err)) return 0;
+  uint64_t record;
+  if (!pm_kernel_launch_in_mesh(k, own, t->counters[rank], &peers, c->stream, &record, &err) &&
+      !pm_kernel_end_checks(k, c->stream, record, &err))
+    return 0;
   pmpy_raise(&err);
   return -1;
 }
@@ -278,11 +301,10 @@ static PyObject *connect(PyObject *module, PyObject *ordinals) {
 
 static PyMethodDef functions[] = {
     {"mesh_call", (PyCFunction)(void (*)(void))mesh_call, METH_FASTCALL,
-     "mesh_call(kernel, args, outs, ordered): call a kernel on all devices of its mesh."},
+     "mesh_call(kernel, args, outs, devices, ordered): call a kernel on all devices of its mesh."},
     {"mesh_launch", mesh_launch, METH_VARARGS,
-     "mesh_launch(kernel, rank, devices, args, outs, tables, counters, stream): launch a kernel of "
-     "a "
-     "mesh on the device of this process."},
+     "mesh_launch(kernel, rank, devices, args, outs, tables, counters, stream): launch a kernel "
+     "of a mesh on the device of this process."},
     {"mesh_connect", connect, METH_O,
      "mesh_connect(devices): let each of these GPUs access the memory of all others."},
     {NULL, NULL, 0, NULL}};

@@ -149,7 +149,7 @@ static pm_code take_counters(const pm_member *m, uint64_t *counters, pm_err *err
 
 pm_code pm_group_launch(const pm_member *m, uint32_t n, bool ordered, pm_err *err) {
   const uint64_t *pointers[MAX_DEVICES];
-  uint64_t counters[MAX_DEVICES];
+  uint64_t counters[MAX_DEVICES], records[MAX_DEVICES];
   int devices[MAX_DEVICES] = {0};
   if (n > MAX_DEVICES)
     return pm_fail(err, PM_E_NOT_IMPLEMENTED, "at most %d devices are supported", MAX_DEVICES);
@@ -162,8 +162,16 @@ pm_code pm_group_launch(const pm_member *m, uint32_t n, bool ordered, pm_err *er
   if (ordered && meet(m, n, err)) return err->code;
   for (uint32_t i = 0; i < n; i++) {
     const pm_peers peers = {.rank = i, .pointers = pointers, .counters = counters};
-    if (pm_kernel_launch_in_mesh(m[i].kernel, pointers[i], counters[i], &peers, m[i].stream, err))
+    if (pm_kernel_launch_in_mesh(m[i].kernel, pointers[i], counters[i], &peers, m[i].stream,
+                                 &records[i], err))
       return err->code;
   }
-  return PM_OK;
+  pm_code code = PM_OK;
+  for (uint32_t i = 0; i < n; i++) { /* every record is freed; the first error counts */
+    pm_err other = {0};
+    const pm_code this =
+        pm_kernel_end_checks(m[i].kernel, m[i].stream, records[i], code ? &other : err);
+    if (!code) code = this;
+  }
+  return code;
 }

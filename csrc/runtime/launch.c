@@ -362,8 +362,7 @@ static pm_code begin_checks(const pm_kernel *k, void *stream, uint64_t *record, 
   return pm_copy_to_device(device, *record, none, sizeof none, stream, err);
 }
 
-/* After the launch: what it noted is an error. */
-static pm_code end_checks(const pm_kernel *k, void *stream, uint64_t record, pm_err *err) {
+pm_code pm_kernel_end_checks(const pm_kernel *k, void *stream, uint64_t record, pm_err *err) {
   const int device = k->device->info.ordinal;
   uint32_t found[PM_SANITIZER_WORDS] = {0};
   char what[512];
@@ -388,28 +387,31 @@ static pm_code check_aligned(const pm_kernel *k, const uint64_t *pointers, pm_er
   return PM_OK;
 }
 
-/* In the device's context. */
+/* In the device's context. record: for pm_kernel_end_checks, which frees it. */
 static pm_code launch(const pm_kernel *k, const uint64_t *pointers, cu_ptr counters,
-                      const pm_peers *peers, cu_stream stream, pm_err *err) {
+                      const pm_peers *peers, cu_stream stream, uint64_t *record, pm_err *err) {
   cu_tensor_map maps[MAX_MAPS];
-  uint64_t table[MAX_TABLE], record;
+  uint64_t table[MAX_TABLE];
   void *params[MAX_ARGS];
   pm_module_used(k->module, stream);
   cu_result r = make_maps(k, pointers, peers, maps, err);
-  if (r || begin_checks(k, stream, &record, err)) return err->code;
+  if (r || begin_checks(k, stream, record, err)) return err->code;
   if (peers) fill_table(k, peers, table);
   for (uint32_t i = 0; i < k->n_args; i++) {
     const struct pm_program_arg *a = &k->args[i];
-    params[i] = a->kind == PM_ARG_TENSOR_MAP ? (void *)&maps[k->first_map[a->map]]
-                : a->kind == PM_ARG_COUNTERS ? (void *)&counters
-                : a->kind == PM_ARG_PEERS    ? (void *)table
-                                             : (void *)(uintptr_t)&pointers[a->param];
+    params[i] = a->kind == PM_ARG_TENSOR_MAP  ? (void *)&maps[k->first_map[a->map]]
+                : a->kind == PM_ARG_COUNTERS  ? (void *)&counters
+                : a->kind == PM_ARG_SANITIZER ? (void *)record
+                : a->kind == PM_ARG_PEERS     ? (void *)table
+                                              : (void *)(uintptr_t)&pointers[a->param];
   }
   cu_launch_config config = k->config;
   config.stream = stream;
   atomic_store_explicit(&pm_last_kernel, k->name, memory_order_relaxed);
   r = pm_cu.cuLaunchKernelEx(&config, k->module->function, params, NULL);
-  return r ? launch_failed(k, r, err) : end_checks(k, stream, record, err);
+  if (!r) return PM_OK;
+  if (*record) pm_device_free(k->device->info.ordinal, *record, stream);
+  return launch_failed(k, r, err);
 }
 
 pm_code pm_kernel_counters(const pm_kernel *k, void *stream, uint64_t *counters, pm_err *err) {
@@ -421,16 +423,18 @@ pm_code pm_kernel_counters(const pm_kernel *k, void *stream, uint64_t *counters,
 pm_code pm_kernel_launch(const pm_kernel *k, const uint64_t *pointers, void *stream, pm_err *err) {
   bool pushed;
   cu_ptr counters;
+  uint64_t record;
   if (check_aligned(k, pointers, err)) return err->code;
   if (pm_driver_need(err) || pm_enter(k->device, &pushed, err)) return err->code;
   pm_code code = pm_kernel_counters(k, stream, &counters, err);
-  if (!code) code = launch(k, pointers, counters, NULL, stream, err);
+  if (!code) code = launch(k, pointers, counters, NULL, stream, &record, err);
   pm_leave(pushed);
-  return code;
+  return code ? code : pm_kernel_end_checks(k, stream, record, err);
 }
 
 pm_code pm_kernel_launch_in_mesh(const pm_kernel *k, const uint64_t *pointers, uint64_t counters,
-                                 const pm_peers *peers, void *stream, pm_err *err) {
+                                 const pm_peers *peers, void *stream, uint64_t *record,
+                                 pm_err *err) {
   bool pushed;
   for (uint32_t i = 0; i < k->n_peers && k->multicasts; i++) {
     const int32_t param = k->peers[i];
@@ -442,7 +446,7 @@ pm_code pm_kernel_launch_in_mesh(const pm_kernel *k, const uint64_t *pointers, u
   }
   if (check_aligned(k, pointers, err)) return err->code;
   if (pm_driver_need(err) || pm_enter(k->device, &pushed, err)) return err->code;
-  const pm_code code = launch(k, pointers, counters, peers, stream, err);
+  const pm_code code = launch(k, pointers, counters, peers, stream, record, err);
   pm_leave(pushed);
   return code;
 }

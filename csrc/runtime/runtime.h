@@ -119,8 +119,13 @@ typedef struct pm_peers {
 } pm_peers;
 /* The words that a launch on this stream counts in; 0: it needs none. In the device's context. */
 pm_code pm_kernel_counters(const pm_kernel *k, void *stream, uint64_t *counters, pm_err *err);
+/* record: of what the launch checks, to be given to pm_kernel_end_checks once all devices have been
+ * launched. */
 pm_code pm_kernel_launch_in_mesh(const pm_kernel *k, const uint64_t *pointers, uint64_t counters,
-                                 const pm_peers *peers, void *stream, pm_err *err);
+                                 const pm_peers *peers, void *stream, uint64_t *record,
+                                 pm_err *err);
+/* Waits for a launch that checks; what it noted is an error. Frees the record. */
+pm_code pm_kernel_end_checks(const pm_kernel *k, void *stream, uint64_t record, pm_err *err);
 /* The arguments that it accesses on other devices (-1: its counters), and how many. */
 uint32_t pm_kernel_peers(const pm_kernel *k, const int32_t **params);
 

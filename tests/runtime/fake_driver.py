@@ -819,6 +819,67 @@ def case_second_device():
     fake.fake_make_current(-1)
 
 
+def to_the_other(x, o):
+    plgpu.remote_ref(o, 1 - lax.axis_index("d"))[...] = x[...] + 1
+
+
+def case_mesh():
+    """A mesh of two GPUs of this process: the table of peers, and the order of the launches."""
+    mesh = plgpu.DeviceMesh((2,), ("d",), devices=(0, 1))
+    ran = []
+
+    def run(params, record):
+        table = ctypes.cast(params[1], ctypes.POINTER(ctypes.c_uint64))
+        at = ctypes.cast(params[0], ctypes.POINTER(ctypes.c_uint64))[0]
+        rank, outs = table[0], table[1:3]
+        ran.append((rank, record.contents.device, *outs))
+        here, there = ((ctypes.c_float * N).from_address(p) for p in (at, outs[1 - rank]))
+        np.ctypeslib.as_array(there)[...] = np.ctypeslib.as_array(here) + 1
+
+    keep = Callback(run)
+    fake.fake_set_kernel(keep)
+    f = plgpu.spmd(kernel(to_the_other), mesh)
+    xs = [plgpu.device_put(x + 100 * d, d) for d in range(2)]
+    for _ in range(3):
+        out = f(xs)
+        assert [o.device for o in out] == ["cuda:0", "cuda:1"]
+        assert (out[1].numpy() == x + 1).all() and (out[0].numpy() == x + 101).all()
+    assert [r[:2] for r in ran] == [(0, 0), (1, 1)] * 3
+    assert all(ran[k][2:] == ran[k + 1][2:] for k in (0, 2, 4)), "the ranks got other tables"
+    assert fake.fake_context_depth() == 0
+
+    waits = fake.fake_waits()
+    f(xs, out=out)
+    ordered = fake.fake_waits() - waits
+    waits = fake.fake_waits()
+    plgpu.spmd(kernel(to_the_other), mesh, ordered=False)(xs, out=out)
+    assert fake.fake_waits() == waits and ordered >= 2
+
+    whole = np.arange(2 * N, dtype=np.float32)
+    split = plgpu.spmd(
+        kernel(to_the_other), mesh, plgpu.PartitionSpec("d"), plgpu.PartitionSpec("d")
+    )
+    assert (split(whole) == np.concatenate([whole[N:], whole[:N]]) + 1).all()
+
+    refused(ValueError, "for cuda:0.*is on cuda:1", f, xs[::-1])
+    arrays = plgpu.symm_empty((N,), np.float32, mesh)
+    assert [a.device for a in arrays] == ["cuda:0", "cuda:1"] and not arrays[1].numpy().any()
+    refused(
+        NotImplementedError,
+        "process group",
+        plgpu.symm_empty,
+        (N,),
+        np.float32,
+        mesh,
+        multicast=True,
+    )
+    fake.fake_set_memory(0, 1)
+    refused(ValueError, "symm_empty", f, xs, out=arrays)
+    fake.fake_set_memory(0, 0)
+    refused(ValueError, "4", plgpu.DeviceMesh, (2,), ("d",), devices=(0, 4))
+    refused(ValueError, "2 different devices", plgpu.DeviceMesh, (2,), ("d",), devices=(1, 1))
+
+
 def case_fork():
     """As in workers of a data loader: the child has the interpreter, the parent the GPU."""
     k, d = plus_one(), plgpu.device_put(x)

@@ -17,7 +17,7 @@ from pallas_mgpu import _core, pl
 HERE = Path(__file__).resolve().parent
 ROOT = Path(plgpu.__file__).parent.parent
 CASES = re.findall(r"^def case_(\w+)", (HERE / "fake_driver.py").read_text(), re.M)
-CASES = [c for c in CASES if c not in ("no_gpu", "other_gpu", "second_device", "targets")]
+CASES = [c for c in CASES if c not in ("mesh", "no_gpu", "other_gpu", "second_device", "targets")]
 
 
 @pytest.fixture(scope="session")
@@ -76,6 +76,10 @@ def test_no_gpu(env, expected, stand_in, tmp_path):
 
 def test_second_device(stand_in, tmp_path):
     run_case("second_device", stand_in, tmp_path, FAKE_CUDA_DEVICES="2")
+
+
+def test_mesh(stand_in, tmp_path):
+    run_case("mesh", stand_in, tmp_path, FAKE_CUDA_DEVICES="2")
 
 
 def test_other_gpu(stand_in, tmp_path):
