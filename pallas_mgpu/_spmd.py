@@ -44,8 +44,9 @@ class DeviceMesh(_Frozen):
     """Devices that run a kernel together, in a grid with named axes.
 
     shape, axis_names: sizes and names of the axes. A device's number is row-major in them.
-    devices: ordinals of GPUs of this process, in that order. Without devices and group, the mesh is
-        for the interpreter.
+    devices: ordinals of GPUs of this process, in that order. One GPU may stand for several devices
+        of the mesh, to test kernels; all of their blocks must fit on it at once. Without devices
+        and group, the mesh is for the interpreter.
     group: a process group of ``torch.distributed`` with a process for each device, in the order of
         their ranks; each process uses its current CUDA device. ``True`` is the default group.
 
@@ -71,8 +72,8 @@ class DeviceMesh(_Frozen):
             group = _group(group, n)
         if devices is not None:
             devices = ints(devices, f"{what}: devices")
-            if len(devices) != n or len(set(devices)) < n:
-                raise ValueError(f"{what}: {n} different devices are needed, got {devices}")
+            if len(devices) != n:
+                raise ValueError(f"{what}: {n} devices are needed, got {devices}")
             if n > 1:
                 _core.mesh_connect(devices)
         self._set(shape=shape, axis_names=names, devices=devices, group=group)

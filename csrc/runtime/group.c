@@ -10,7 +10,11 @@
  *
  * The kernels of a mesh wait for each other, so all are launched before anything else is done.
  * Where the launches are ordered, each stream first waits for what the others hold: an event behind
- * it in each of them. */
+ * it in each of them.
+ *
+ * A GPU may stand for several devices of a mesh, which is how kernels are tested on one. Launches
+ * of a stream follow each other, so all but the first of them have streams of their own, which
+ * begin behind the caller's and end before it goes on. */
 #include <pthread.h>
 #include <stdatomic.h>
 #include <stdio.h>
@@ -21,6 +25,7 @@ enum { MAX_DEVICES = 64 };
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static bool connected[MAX_DEVICES][MAX_DEVICES]; /* under the lock */
+static cu_stream own_streams[MAX_DEVICES][MAX_DEVICES];
 
 /* ---- peer access -------------------------------------------------------------------------- */
 
@@ -60,11 +65,9 @@ pm_code pm_group_connect(const int *devices, uint32_t n, pm_err *err) {
   for (uint32_t i = 0; i < n && !code; i++) {
     for (uint32_t j = 0; j < n && !code; j++) {
       const pm_device *from, *to;
-      if (i == j) continue;
-      if (devices[i] == devices[j])
-        return pm_fail(err, PM_E_VALUE, "device %d stands twice in the mesh", devices[i]);
       if (devices[i] >= MAX_DEVICES || devices[j] >= MAX_DEVICES)
         return pm_fail(err, PM_E_NOT_IMPLEMENTED, "at most %d devices are supported", MAX_DEVICES);
+      if (devices[i] == devices[j]) continue;
       if (pm_device_need(devices[i], &from, err) || pm_device_need(devices[j], &to, err))
         return err->code;
       pthread_mutex_lock(&lock);
@@ -109,9 +112,9 @@ static pm_code check_memory(const pm_member *m, pm_err *err) {
   return PM_OK;
 }
 
-static cu_result record(const pm_member *m, cu_event *e) {
+static cu_result record(cu_stream stream, cu_event *e) {
   cu_result r = pm_cu.cuEventCreate(e, CU_NO_TIMING);
-  if (!r) r = pm_cu.cuEventRecord(*e, m->stream);
+  if (!r) r = pm_cu.cuEventRecord(*e, stream);
   return r;
 }
 
@@ -123,7 +126,7 @@ static pm_code meet(const pm_member *m, uint32_t n, pm_err *err) {
   bool pushed;
   for (uint32_t i = 0; i < n && !r; i++) {
     if (pm_device_need(m[i].device, &d, err) || pm_enter(d, &pushed, err)) return err->code;
-    r = record(&m[i], &events[i]);
+    r = record(m[i].stream, &events[i]);
     pm_leave(pushed);
   }
   for (uint32_t i = 0; i < n && !r; i++) {
@@ -138,6 +141,66 @@ static pm_code meet(const pm_member *m, uint32_t n, pm_err *err) {
   return PM_OK;
 }
 
+/* `after` goes on behind what is in `before`. Both are streams of the device. */
+static pm_code follow(int device, cu_stream after, cu_stream before, pm_err *err) {
+  const pm_device *d;
+  cu_event e = NULL;
+  bool pushed;
+  if (pm_device_need(device, &d, err) || pm_enter(d, &pushed, err)) return err->code;
+  cu_result r = record(before, &e);
+  if (!r) r = pm_cu.cuStreamWaitEvent(after, e, 0);
+  if (e) pm_cu.cuEventDestroy(e);
+  pm_leave(pushed);
+  return r ? pm_cu_fail(err, PM_E_DRIVER, r, "the streams of a mesh cannot be ordered") : PM_OK;
+}
+
+/* A stream for device number `at` of meshes, on this GPU; it stays. */
+static pm_code own_stream(int device, uint32_t at, cu_stream *out, pm_err *err) {
+  const pm_device *d;
+  cu_result r = CU_OK;
+  bool pushed;
+  if (pm_device_need(device, &d, err) || pm_enter(d, &pushed, err)) return err->code;
+  pthread_mutex_lock(&lock);
+  if (!own_streams[device][at]) r = pm_cu.cuStreamCreate(&own_streams[device][at], CU_NON_BLOCKING);
+  *out = own_streams[device][at];
+  pthread_mutex_unlock(&lock);
+  pm_leave(pushed);
+  return r ? pm_cu_fail(err, PM_E_DRIVER, r, "no stream for device %u of the mesh", at) : PM_OK;
+}
+
+/* The members with a stream for each; those of one GPU begin behind the caller's. */
+static pm_code separate(const pm_member *m, uint32_t n, pm_member *out, pm_err *err) {
+  for (uint32_t i = 0; i < n; i++) {
+    uint32_t same = 0;
+    while (m[same].device != m[i].device) same++;
+    out[i] = m[i];
+    if (same == i) continue;
+    if (own_stream(m[i].device, i, (cu_stream *)&out[i].stream, err) ||
+        follow(m[i].device, out[i].stream, m[i].stream, err))
+      return err->code;
+  }
+  return PM_OK;
+}
+
+static pm_code launch_all(const pm_member *m, uint32_t n, const uint64_t *const *pointers,
+                          const uint64_t *counters, pm_err *err) {
+  uint64_t records[MAX_DEVICES];
+  pm_code code = PM_OK;
+  for (uint32_t i = 0; i < n; i++) {
+    const pm_peers peers = {.rank = i, .pointers = pointers, .counters = counters};
+    if (pm_kernel_launch_in_mesh(m[i].kernel, pointers[i], counters[i], &peers, m[i].stream,
+                                 &records[i], err))
+      return err->code;
+  }
+  for (uint32_t i = 0; i < n; i++) { /* every record is freed; the first error counts */
+    pm_err other = {0};
+    const pm_code this =
+        pm_kernel_end_checks(m[i].kernel, m[i].stream, records[i], code ? &other : err);
+    if (!code) code = this;
+  }
+  return code;
+}
+
 static pm_code take_counters(const pm_member *m, uint64_t *counters, pm_err *err) {
   const pm_device *d;
   bool pushed;
@@ -147,30 +210,25 @@ static pm_code take_counters(const pm_member *m, uint64_t *counters, pm_err *err
   return code;
 }
 
-pm_code pm_group_launch(const pm_member *m, uint32_t n, bool ordered, pm_err *err) {
+pm_code pm_group_launch(const pm_member *given, uint32_t n, bool ordered, pm_err *err) {
   const uint64_t *pointers[MAX_DEVICES];
-  uint64_t counters[MAX_DEVICES], records[MAX_DEVICES];
+  uint64_t counters[MAX_DEVICES];
+  pm_member m[MAX_DEVICES];
   int devices[MAX_DEVICES] = {0};
   if (n > MAX_DEVICES)
     return pm_fail(err, PM_E_NOT_IMPLEMENTED, "at most %d devices are supported", MAX_DEVICES);
-  for (uint32_t i = 0; i < n; i++) devices[i] = m[i].device;
-  if (pm_group_connect(devices, n, err)) return err->code;
+  for (uint32_t i = 0; i < n; i++) devices[i] = given[i].device;
+  if (pm_group_connect(devices, n, err) || separate(given, n, m, err)) return err->code;
   for (uint32_t i = 0; i < n; i++) {
     pointers[i] = m[i].pointers;
     if (check_memory(&m[i], err) || take_counters(&m[i], &counters[i], err)) return err->code;
   }
   if (ordered && meet(m, n, err)) return err->code;
+  pm_code code = launch_all(m, n, pointers, counters, err);
   for (uint32_t i = 0; i < n; i++) {
-    const pm_peers peers = {.rank = i, .pointers = pointers, .counters = counters};
-    if (pm_kernel_launch_in_mesh(m[i].kernel, pointers[i], counters[i], &peers, m[i].stream,
-                                 &records[i], err))
-      return err->code;
-  }
-  pm_code code = PM_OK;
-  for (uint32_t i = 0; i < n; i++) { /* every record is freed; the first error counts */
     pm_err other = {0};
-    const pm_code this =
-        pm_kernel_end_checks(m[i].kernel, m[i].stream, records[i], code ? &other : err);
+    if (m[i].stream == given[i].stream) continue;
+    const pm_code this = follow(m[i].device, given[i].stream, m[i].stream, code ? &other : err);
     if (!code) code = this;
   }
   return code;

@@ -1,6 +1,6 @@
 """Kernels on meshes of devices: run on the interpreter under several schedules, with the race
 detector, while NVRTC compiles the program for sm_90a; the program on the
-emulated machine; or on GPUs."""
+emulated machine; or on GPUs, of which one may stand for all devices."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,12 @@ from pallas_mgpu import _core
 from pallas_mgpu.machine import run as host
 
 GPUS = _core.system_info().get("device_count", 0)
-needs_two = pytest.mark.skipif(GPUS < 2, reason="needs two GPUs of one process")
+on_gpus = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 1, reason="needs a GPU")]
+
+
+def gpus(n):
+    """A GPU for each device; with fewer of them, the first one stands for all devices."""
+    return tuple(range(n)) if n <= GPUS else (0,) * n
 
 
 def struct(shape, dtype=np.float32):
@@ -26,7 +31,7 @@ class Mesh:
 
     def __init__(self, shape, names, way="interpret"):
         self.way = way
-        devices = range(int(np.prod(shape))) if way == "cuda" else None
+        devices = gpus(int(np.prod(shape))) if way == "cuda" else None
         self.mesh = plgpu.DeviceMesh(shape, names, devices=devices)
 
     def kernel(self, body, outs, seed=0, **options):
@@ -38,7 +43,7 @@ class Mesh:
         """The results, the same under all schedules. args: a list for each operand."""
         if self.way == "cuda":
             f = plgpu.spmd(self.kernel(body, outs, **options), self.mesh, specs, specs)
-            on = [[plgpu.device_put(np.asarray(x), d) for d, x in enumerate(a)] for a in args]
+            on = [self.put(a) for a in args]
             return plgpu.tree.map(lambda x: x.numpy(), f(*on))
         if self.way == "host":
             return self.emulated(body, outs, args, seeds, options)
@@ -54,6 +59,13 @@ class Mesh:
             used = f.lower(*flat).resources()
             assert used["stack_bytes"] == 0 and used["spill_bytes"] == 0, used
         return first
+
+    def put(self, arrays):
+        """An operand on its devices."""
+        if self.way != "cuda":
+            return arrays
+        pairs = zip(arrays, self.mesh.devices, strict=True)
+        return [plgpu.device_put(np.asarray(x), d) for x, d in pairs]
 
     def emulated(self, body, outs, args, seeds, options):
         """By the generated program on the emulated machine."""

@@ -2,14 +2,14 @@
 
 import numpy as np
 import pytest
-from distributed.meshes import needs_two, params
+from distributed.meshes import gpus, on_gpus, params
 from ml_dtypes import bfloat16
 
 import pallas_mgpu as plgpu
 from pallas_mgpu.ops import distributed_matmul as ops
 
 
-@pytest.fixture(params=["interpret", pytest.param("cuda", marks=[pytest.mark.gpu, needs_two])])
+@pytest.fixture(params=["interpret", pytest.param("cuda", marks=on_gpus)])
 def way(request):
     return request.param
 
@@ -17,8 +17,10 @@ def way(request):
 def on(way, n, *arrays):
     if way != "cuda":
         return plgpu.DeviceMesh(n, "x"), arrays
-    mesh = plgpu.DeviceMesh(n, "x", devices=range(n))
-    return mesh, [[plgpu.device_put(a, d) for d, a in enumerate(x)] for x in arrays]
+    mesh = plgpu.DeviceMesh(n, "x", devices=gpus(n))
+    return mesh, [
+        [plgpu.device_put(a, d) for a, d in zip(x, mesh.devices, strict=True)] for x in arrays
+    ]
 
 
 def operands(rng, n, shape, dtype):

@@ -2,14 +2,14 @@
 
 import numpy as np
 import pytest
-from distributed.meshes import needs_two, params, shards
+from distributed.meshes import gpus, on_gpus, params, shards
 from ml_dtypes import bfloat16
 
 import pallas_mgpu as plgpu
 from pallas_mgpu.ops import distributed
 
 
-@pytest.fixture(params=["interpret", pytest.param("cuda", marks=[pytest.mark.gpu, needs_two])])
+@pytest.fixture(params=["interpret", pytest.param("cuda", marks=on_gpus)])
 def way(request):
     return request.param
 
@@ -17,8 +17,8 @@ def way(request):
 def run(way, f, x, n, seed=0, calls=1, **options):
     """The results of the last of some calls, as NumPy arrays."""
     if way == "cuda":
-        mesh = plgpu.DeviceMesh(n, "x", devices=range(n))
-        x = [plgpu.device_put(a, d) for d, a in enumerate(x)]
+        mesh = plgpu.DeviceMesh(n, "x", devices=gpus(n))
+        x = [plgpu.device_put(a, d) for a, d in zip(x, mesh.devices, strict=True)]
     else:
         mesh, options["interpret"] = plgpu.DeviceMesh(n, "x"), params(seed)
     for _ in range(calls):
@@ -33,7 +33,7 @@ DTYPES = [np.float32, np.float16, bfloat16, np.int32]
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("axis", [0, -1])
 def test_all_gather(way, rng, shape, axis):
-    n = 2 if way == "cuda" else 3
+    n = 3
     x = shards(rng, n, shape)
     for y in run(way, distributed.all_gather, x, n, axis=axis, calls=3):
         np.testing.assert_array_equal(y, np.concatenate(x, axis))
@@ -42,7 +42,7 @@ def test_all_gather(way, rng, shape, axis):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("axis", [0, 1])
 def test_reduce_scatter(way, rng, dtype, axis):
-    n = 2 if way == "cuda" else 4
+    n = 4
     x = shards(rng, n, (4 * 3, 4 * 37), dtype)
     total = sum(a.astype(np.float32) for a in x).astype(dtype)
     y = run(way, distributed.reduce_scatter, x, n, axis=axis, calls=2)
@@ -54,7 +54,7 @@ def test_reduce_scatter(way, rng, dtype, axis):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", [np.float32, bfloat16])
 def test_all_reduce(way, rng, shape, dtype, one_shot):
-    n = 2 if way == "cuda" else 3
+    n = 3
     x = shards(rng, n, shape, dtype)
     total = sum(a.astype(np.float32) for a in x).astype(dtype)
     for y in run(way, distributed.all_reduce, x, n, one_shot=one_shot, calls=4):
@@ -63,7 +63,7 @@ def test_all_reduce(way, rng, shape, dtype, one_shot):
 
 @pytest.mark.parametrize("shape", [(3,), (6, 7), (3, 5000)], ids=str)
 def test_all_to_all(way, rng, shape):
-    n = 2 if way == "cuda" else 3
+    n = 3
     x = shards(rng, n, (shape[0] // 3 * n, *shape[1:]), np.float16)
     y = run(way, distributed.all_to_all, x, n, calls=2)
     parts = [np.split(a, n) for a in x]

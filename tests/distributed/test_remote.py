@@ -4,7 +4,7 @@ import re
 
 import numpy as np
 import pytest
-from distributed.meshes import Mesh, needs_two, params, shards, struct
+from distributed.meshes import Mesh, on_gpus, params, shards, struct
 from ml_dtypes import bfloat16, float8_e4m3fn
 
 import pallas_mgpu as plgpu
@@ -14,16 +14,14 @@ from pallas_mgpu import numpy as jnp
 REGULAR = plgpu.SemaphoreType.REGULAR
 
 
-@pytest.fixture(
-    params=["interpret", "host", pytest.param("cuda", marks=[pytest.mark.gpu, needs_two])]
-)
+@pytest.fixture(params=["interpret", "host", pytest.param("cuda", marks=on_gpus)])
 def way(request):
     return request.param
 
 
 @pytest.fixture(params=["interpret", "host"])
 def on_cpu(request):
-    """What needs more than two devices, or NVLink multicast."""
+    """What needs NVLink multicast."""
     return request.param
 
 
@@ -105,7 +103,7 @@ def test_peer_id_computed_from_data(way, rng):
     np.testing.assert_array_equal(y[0], x[1])
 
 
-def test_dict_ids_on_a_mesh_of_two_axes(on_cpu, rng):
+def test_dict_ids_on_a_mesh_of_two_axes(way, rng):
     """Axes that a dict leaves out have the caller's coordinate; a tuple of names is one axis."""
 
     def body(x, y, z, sem):
@@ -117,7 +115,7 @@ def test_dict_ids_on_a_mesh_of_two_axes(on_cpu, rng):
         pl.semaphore_wait(sem)
 
     x = shards(rng, 6, (70,))
-    y, z = Mesh((2, 3), ("a", "b"), on_cpu)(body, (struct((70,)),) * 2, x, scratch_types=[REGULAR])
+    y, z = Mesh((2, 3), ("a", "b"), way)(body, (struct((70,)),) * 2, x, scratch_types=[REGULAR])
     for d in range(6):
         a, b = divmod(d, 3)
         np.testing.assert_array_equal(y[d], x[a * 3 + (b + 1) % 3])
@@ -209,7 +207,7 @@ def test_signals_of_two_and_waits(way):
     np.testing.assert_array_equal(y, [[3, 0]] * 2)
 
 
-def test_signal_parallel(on_cpu, way, rng):
+def test_signal_parallel(way, rng):
     """One fence in front of all signals, which then need none."""
 
     def body(x, y, sem):
@@ -223,7 +221,7 @@ def test_signal_parallel(on_cpu, way, rng):
         pl.semaphore_wait(sem, 5)
 
     x = shards(rng, 3, (33,))
-    mesh = Mesh((3,), "x", on_cpu)
+    mesh = Mesh((3,), "x", way)
     y = mesh(body, struct((3, 33)), x, scratch_types=[REGULAR])
     for d in range(3):
         np.testing.assert_array_equal(y[d], x)
@@ -266,7 +264,7 @@ def test_multimem_store(on_cpu, rng, dtype):
         pl.semaphore_wait(sem, 3)
 
     x = [rng.integers(0, 99, 512).astype(dtype) for _ in range(3)]
-    y, z = Mesh((3,), "x", on_cpu)(body, (struct((3, 512), dtype),) * 2, x, scratch_types=[REGULAR])
+    y, z = Mesh((3,), "x", way)(body, (struct((3, 512), dtype),) * 2, x, scratch_types=[REGULAR])
     for d in range(3):
         np.testing.assert_array_equal(y[d], x)
         np.testing.assert_array_equal(z[d], np.full((3, 512), 3, dtype))
@@ -285,7 +283,7 @@ def test_multimem_load_reduce(on_cpu, rng, dtype, op):
         y[...] = plgpu.multimem_load_reduce(x.at[1], collective_axes="x", reduction_op=op)
 
     x = [rng.integers(0, 9, (2, 1024)).astype(dtype) for _ in range(3)]
-    y = Mesh((3,), "x", on_cpu)(body, struct((1024,), dtype), x)
+    y = Mesh((3,), "x", way)(body, struct((1024,), dtype), x)
     fn = {"add": np.add, "min": np.minimum, "max": np.maximum, "and": np.bitwise_and}
     fn |= {"or": np.bitwise_or, "xor": np.bitwise_xor}
     want = fn[op](fn[op](x[0][1], x[1][1]), x[2][1])
@@ -348,9 +346,7 @@ def test_semaphores_in_memory_that_lasts():
     np.testing.assert_array_equal([np.asarray(x) for x in flags], [[4, 4]] * 2)
 
 
-@pytest.mark.parametrize(
-    "way", ["interpret", pytest.param("cuda", marks=[pytest.mark.gpu, needs_two])]
-)
+@pytest.mark.parametrize("way", ["interpret", pytest.param("cuda", marks=on_gpus)])
 def test_one_kernel_many_times_and_several_in_turn(way, rng):
     """51 launches of one kernel; two kernels that alternate, without anything between them."""
 
@@ -368,10 +364,7 @@ def test_one_kernel_many_times_and_several_in_turn(way, rng):
             body(scale, x, y, sem)
 
         fs.append(plgpu.spmd(mesh.kernel(one, struct((130,)), scratch_types=[REGULAR]), mesh.mesh))
-    x = [
-        plgpu.device_put(a, d) if way == "cuda" else a for d, a in enumerate(shards(rng, 2, (130,)))
-    ]
-    y = x
+    y = x = mesh.put(shards(rng, 2, (130,)))
     for _ in range(51):
         y = fs[0](y)
     np.testing.assert_allclose(np.asarray(y[1]), np.asarray(x[0]) + 51, rtol=1e-5)
@@ -486,8 +479,8 @@ def test_wrong_meshes():
         plgpu.DeviceMesh((2, 2), ("x",))
     with pytest.raises(ValueError, match="different strings"):
         plgpu.DeviceMesh((2, 2), ("x", "x"))
-    with pytest.raises(ValueError, match="2 different devices"):
-        plgpu.DeviceMesh((2,), ("x",), devices=(0, 0))
+    with pytest.raises(ValueError, match="2 devices are needed"):
+        plgpu.DeviceMesh((2,), ("x",), devices=(0,))
     with pytest.raises(ValueError, match="axis of the kernel and of the mesh"):
         plgpu.spmd(kernel, plgpu.DeviceMesh((2,), "x"))
     with pytest.raises(TypeError, match="plgpu.DeviceMesh"):

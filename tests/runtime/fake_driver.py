@@ -877,7 +877,19 @@ def case_mesh():
     refused(ValueError, "symm_empty", f, xs, out=arrays)
     fake.fake_set_memory(0, 0)
     refused(ValueError, "4", plgpu.DeviceMesh, (2,), ("d",), devices=(0, 4))
-    refused(ValueError, "2 different devices", plgpu.DeviceMesh, (2,), ("d",), devices=(1, 1))
+
+    # one GPU for both devices: the second one has a stream of its own
+    streams = []
+    one = plgpu.spmd(kernel(to_the_other), plgpu.DeviceMesh((2,), ("d",), devices=(1, 1)))
+
+    def note(params, record):
+        streams.append((record.contents.device, record.contents.stream))
+
+    fake.fake_set_kernel(also := Callback(note))
+    waits = fake.fake_waits()
+    one([plgpu.device_put(x, 1)] * 2)
+    assert [s[0] for s in streams] == [1, 1] and streams[0][1] != streams[1][1]
+    assert fake.fake_waits() >= waits + 2 and also
 
 
 def case_fork():
