@@ -16,7 +16,11 @@ import shlex
 import pytest
 
 from . import _core
-from ._testing import _BACKENDS, _Checked, _chosen
+
+
+def _testing():
+    """The module, when a test needs it."""
+    return importlib.import_module("._testing", __package__)
 
 
 def _seeds(text):
@@ -67,9 +71,10 @@ def pytest_generate_tests(metafunc):
     if "check_kernel" not in metafunc.fixturenames:
         return
     given = metafunc.config.getoption("kernel_backends")
-    names = given.split(",") if given else _marked(metafunc.definition).get("backends", _BACKENDS)
+    names = _marked(metafunc.definition).get("backends", _testing()._BACKENDS)
+    names = given.split(",") if given else names
     try:
-        names = _chosen(names, "--kernel-backends" if given else "pytest.mark.pallas")
+        names = _testing()._chosen(names, "--kernel-backends" if given else "pytest.mark.pallas")
     except ValueError as e:
         raise pytest.UsageError(str(e)) from None
     metafunc.parametrize("check_kernel", names, indirect=True)
@@ -107,6 +112,6 @@ def check_kernel(request):
 
     def check(kernel, *args, ref=None, rtol=None, atol=None):
         __tracebackhide__ = True
-        return _Checked(kernel, args, backend).run(numbers, ref, (rtol, atol), repeat)
+        return _testing()._Checked(kernel, args, backend).run(numbers, ref, (rtol, atol), repeat)
 
     return check

@@ -142,7 +142,11 @@ DEFINITIONS = {
     "scratch text": (TE, "tuple, list or dict of descriptors", define(scratch_types="ab")),
     "scratch keys": (TE, "parameter names of the body", define(scratch_types={5: BAR})),
     "keyword": (TE, "unknown argument 'gird', did you mean 'grid'", define(gird=(1,))),
-    "interpret": (TE, "a bool, .emulate. or plgpu.Interpret", lambda: plgpu.kernel(add_one, interpret=5)),
+    "interpret": (
+        TE,
+        "a bool, .emulate. or plgpu.Interpret",
+        lambda: plgpu.kernel(add_one, interpret=5),
+    ),
     "profile": (VE, "go together", lambda: plgpu.CompilerParams(profile_space=5)),
     "on race": (VE, "on_race must be", lambda: plgpu.InterpretParams(on_race="stop")),
     "mode": (VE, "mode must be 'strict'", lambda: plgpu.InterpretParams(mode="loose")),

@@ -407,7 +407,7 @@ def test_errors():
         "device_id needs",
         lambda s, b, o: signal(s.at[0], device_id=1, memory_scope="gpu"),
     )
-    raises(NotImplementedError, "one GPU", lambda s, b, o: signal(s.at[0], device_id=1))
+    raises(ValueError, "no mesh of devices", lambda s, b, o: signal(s.at[0], device_id=1))
     raises(
         NotImplementedError,
         "core_index",

@@ -113,10 +113,10 @@ def test_double(check_kernel):
 def test_seeds_that_are_asked_for(run):
     text = """
 def test_seeds(check_kernel, monkeypatch):
-    from pallas_mgpu import testing
-    made, seen = testing.InterpretParams, []
+    from pallas_mgpu import _testing
+    made, seen = _testing.InterpretParams, []
     monkeypatch.setattr(
-        testing, "InterpretParams", lambda **f: seen.append(f["seed"]) or made(**f)
+        _testing, "InterpretParams", lambda **f: seen.append(f["seed"]) or made(**f)
     )
     check_kernel(double, X)
     print("seeds", seen)
@@ -161,7 +161,8 @@ def test_the_file_that_a_page_shows(page, pytester):
 def test_it_costs_little_without_such_tests():
     """Loading the plugin imports neither testing nor the emulated machine."""
     code = (
-        f"import sys, {NAME}; print([m for m in sys.modules if 'machine' in m or 'testing' in m])"
+        f"import sys, {NAME}; there = sys.modules;"
+        " print([m for m in there if 'pallas_mgpu.machine' in m or '_testing' in m])"
     )
     out = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert "pallas_mgpu" not in out.stdout, out.stdout + out.stderr

@@ -428,9 +428,9 @@ def test_the_table_of_gaps_is_in_the_package(capsys):
 
     assert main(["gaps"]) == 0
     text = capsys.readouterr().out
-    assert "| missing | use instead |" in text and "tcgen05" in text
+    assert "| missing | use instead |" in text and "inline_mgpu" in text
     with pytest.raises(NotImplementedError, match="python -m pallas_mgpu gaps"):
-        plgpu.tcgen05_mma()
+        plgpu.inline_mgpu()
 
 
 def test_cache_directory_follows_xdg(monkeypatch, tmp_path):

@@ -473,7 +473,11 @@ breaks(
         "if (*pm_attr(e->g, op, PM_ATTR_COMMIT)) {",
         "if (false) {",
     ),
-    maps_of_two_swizzles_are_one=("same_map", "if (a->swizzle != b->swizzle || a->of != b->of)", "if (a->of != b->of)"),
+    maps_of_two_swizzles_are_one=(
+        "same_map",
+        "if (a->swizzle != b->swizzle || a->of != b->of)",
+        "if (a->of != b->of)",
+    ),
 )
 breaks(
     f"{PASSES}/sync.c",
@@ -1238,8 +1242,8 @@ breaks(
     ),
     masks_of_parts_are_forgotten=(
         "begin_masked",
-        'pm_line(e, "whole = whole && %s;", pm_at(e, mask, of_vector(a, "k")));',
-        'pm_line(e, "whole = whole || %s;", pm_at(e, mask, of_vector(a, "k")));',
+        'pm_line(e, "whole = whole && %s;", pm_inside(',
+        'pm_line(e, "whole = whole || %s;", pm_inside(',
     ),
     each_copy_is_added=("pm_atomic_array", "pm_first_copy(e, l)", "NULL"),
 )
@@ -1259,8 +1263,8 @@ breaks(
     MASKS,
     scalar_masks_are_true=(
         "pm_cuda_MASKED_STORE",
-        'pm_begin(e, "if (%s) {", pm_at(e, mask, "0"));',
-        'pm_begin(e, "if (%s || true) {", pm_at(e, mask, "0"));',
+        'pm_begin(e, "if (%s) {", pm_inside(e, op, pm_at(e, mask, "0"), "0"));',
+        'pm_begin(e, "if (%s || true) {", pm_inside(e, op, pm_at(e, mask, "0"), "0"));',
     ),
     other_lanes_keep_no_result=(
         "atomic_scalar",
