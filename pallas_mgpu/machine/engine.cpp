@@ -87,6 +87,7 @@ static void complete_if_done(Mbarrier &x) {
     x.copied_phase = x.phase;
   }
   x.has_bytes = false;
+  m.progress++;
   x.phase++;
   x.pending = x.expected;
   x.passed.join(x.gathered);

@@ -18,18 +18,17 @@ import math
 import os
 import re
 
-from .. import _core
 from .._races import Race, RaceAccess
 
 _DECLARED = re.compile(
     r"( *)const u32 (\w+) = smem \+ (\d+)(?: \+ wg \* (\d+))?; // (?:smem )?(\w+)\[([\d,]*)\](.*)"
 )
 _IN_GRAPH = re.compile(r'%(\S+)_\d+ = alloc_\w+ \{.*?\boffset = (\d+).*// ".*":(\d+)$', re.M)
-_BITS = {"int2": 2, "uint2": 2, "int4": 4, "uint4": 4, "float4_e2m1fn": 4, "barrier": 64}
+_BITS = {"bool": 8, "barrier": 64, "semaphore": 32}
 
 
 def bits_of(dtype):
-    return _BITS.get(dtype) or (32 if dtype == "semaphore" else 8 * _core.as_dtype(dtype).itemsize)
+    return _BITS.get(dtype) or int(re.search(r"\d+", dtype)[0])
 
 
 def unravel(n, shape):

@@ -6,6 +6,7 @@
 #include "machine.h"
 
 #include <dlfcn.h>
+#include <errno.h>
 #include <signal.h>
 #include <stdarg.h>
 #include <stdio.h>
@@ -102,6 +103,12 @@ extern "C" void host_outside(i32 i, i32 limit, u32 site, int line) {
 extern "C" void host_timed(u32 site) { m.self->site = site; }
 
 static void crashed(int number) {
+  static u64 before;
+  if (number == SIGALRM && m.progress != before) { /* it is slow, but goes on */
+    before = m.progress;
+    alarm(SECONDS);
+    return;
+  }
   if (!report->failed) {
     if (number == SIGALRM) host_fact("kind endless");
     snprintf(report->error, sizeof report->error, "%s",
@@ -269,6 +276,7 @@ static void thread_ends(Thread *t) {
                 "the thread ends and nobody waited until this bulk store has read "
                 "its shared memory");
   report->n_facts = 0;
+  m.progress++;
   t->done = true;
   t->block->alive--;
 }
@@ -319,6 +327,7 @@ void host_issue(std::shared_ptr<Operation> op) { m.pending.push_back(op); }
 
 static void advance(size_t k) {
   std::shared_ptr<Operation> op = m.pending[k];
+  m.progress++;
   if (!op->step()) return;
   for (size_t i = 0; i < m.pending.size(); i++)
     if (m.pending[i] == op) {
@@ -783,6 +792,7 @@ extern "C" int host_run(const char *library, const u32 grid[3], const u32 cluste
                           MAP_SHARED | MAP_ANONYMOUS, -1, 0);
   const pid_t child = fork();
   if (child == 0) {
+    signal(SIGINT, SIG_DFL); /* who interrupts the run ends it */
     catch_signals();
     void *h = dlopen(library, RTLD_NOW | RTLD_LOCAL);
     entry = h ? (void (*)(void **))dlsym(h, "host_entry") : nullptr;
@@ -814,7 +824,7 @@ extern "C" int host_run(const char *library, const u32 grid[3], const u32 cluste
     _exit(0);
   }
   int status = 0;
-  if (child > 0) waitpid(child, &status, 0);
+  while (child > 0 && waitpid(child, &status, 0) < 0 && errno == EINTR) continue;
   if (child < 0 || (status && !report->failed)) {
     snprintf(report->error, sizeof report->error, "the child process died (status %d)", status);
     report->failed = 1;

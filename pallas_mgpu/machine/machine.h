@@ -325,6 +325,7 @@ struct Machine {
   u32 n_loose;
   bool may_be_unwritten; /* reading what was never written is no error */
   u32 leader;            /* the lane that elect.sync elects */
+  u64 progress;          /* grows while something goes on; threads that only poll do not count */
   u32 steps;             /* turns of threads, and looks at the clock */
   std::vector<Block> blocks;
   std::vector<Thread *> ready;

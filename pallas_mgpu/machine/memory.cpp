@@ -329,6 +329,7 @@ static bool one_wins(const Mark &b, const Thread *t, int line) {
 
 void thread_writes(Region &r, size_t at, const void *from, size_t n, int line) {
   Thread *t = m.self;
+  m.progress++;
   Mark *marks = marks_of(r);
   behind_launches(r, at, 1, t->clock, nullptr, line);
   behind_engine_reads(r, at, n, from, t->clock, nullptr, line);
