@@ -452,7 +452,7 @@ def test_19_many_producers(agents, n, barriers):
 
 @pytest.mark.parametrize("slots, steps", [(1, 3), (2, 5), (3, 7)])
 @pytest.mark.parametrize("released", [True, False])
-def test_20_ring(agents, slots, steps, released):
+def test_20_ring(agents, slots, steps, released, judge):
     """The consumer's releases are all awaited. Without them, by `consumed` or otherwise, slots are
     filled while they are read."""
 
@@ -486,14 +486,14 @@ def test_20_ring(agents, slots, steps, released):
         np.testing.assert_array_equal(clean(body, out(), X, **call)[:steps], X[:steps])
         return
     pair = f"write ring[0, 3] by {agents(0)} at fill", f"read ring[0, 3] by {agents(1)} at drain"
-    hits = 0
-    for seed in range(32):  # the emulated machine may meet the missed phase first
+    hits, seeds = 0, range(32 if judge == "interpret" else 6)
+    for seed in seeds:  # the emulated machine may meet the missed phase first
         try:
             look(body, out(), X, seed=seed, **call)
         except ValueError:  # a phase was missed as well
             pass
         hits += set(pair) in found()
-    assert hits > 16
+    assert 2 * hits > len(seeds)
 
 
 @pytest.mark.parametrize("n", [2, 4])
