@@ -6,6 +6,7 @@ must be converted first, or if the body turns out to write refs of `run_state`."
 import contextlib
 import math
 
+import ml_dtypes
 import numpy as np
 
 from . import _core, tree
@@ -603,6 +604,44 @@ def run_scoped(f, *types, collective_axes=(), **kw_types):
     return scoped(f, types, kw_types, parameter_names(f), collective_axes)
 
 
+def _poison(e, refs, collective, what):
+    """Fill what was allocated: NaN, the least integer, True. Accumulators begin as zeros."""
+    how, e.poisons = e.poisons, "block"
+    if any(r.memory_space is MemorySpace.TMEM for r in refs):
+        raise NotImplementedError(
+            f"{what}: pl.enable_poison_buffers does not fill TMEM; switch it off, or run the kernel"
+            " with interpret=plgpu.InterpretParams(detect_uninitialized=True)"
+        )
+    kinds = MemorySpace.SMEM, MemorySpace.GMEM
+    memory = [r for r in refs if r.memory_space in kinds and isinstance(r.dtype, np.dtype)]
+    if not memory:
+        return
+
+    def fill():
+        for r in memory:
+            r[...] = _core.full(r.shape, _poison_of(r.dtype), r.dtype)
+        _core.effect("commit_smem", ())
+
+    groups = None
+    if how == "cluster" and e.cluster_names:  # other blocks reach what was filled
+        groups = [*range(len(e.cluster_names)), -1]
+    elif not collective or e.n_threads == 1:
+        return fill()
+    filled = _core.alloc_barrier((1,), e.n_threads, name="poisoned", cluster=groups).at[0]
+    when(_core.axis_index("thread", 0) == 0)(fill)
+    _core.effect("barrier_arrive", (filled,))
+    _core.effect("barrier_wait", (filled,))
+
+
+def _poison_of(dtype):
+    if dtype.kind == "b":
+        return True
+    if dtype.kind in "iu" or "int" in dtype.name:
+        return int(ml_dtypes.iinfo(dtype).min)
+    has_nan = np.isnan(np.array(np.nan, dtype).astype(np.float32))
+    return math.nan if has_nan else float(ml_dtypes.finfo(dtype).max)
+
+
 def scoped(f, types, kw_types, names, collective_axes):
     """:func:`run_scoped` with names for the positional allocations in the generated text."""
     what = "run_scoped"
@@ -627,6 +666,8 @@ def scoped(f, types, kw_types, names, collective_axes):
         refs = [allocate(t, name) for t, name in zip(types, names)]
         kw_refs = {k: allocate(t, k) for k, t in kw_types.items()}
         own = tree.leaves([refs, kw_refs])
+        if e.poisons:
+            _poison(e, own, bool(axes), what)
         leaves, structure = tree.flatten(state.run(lambda: f(*refs, **kw_refs)))
         for x in leaves:  # an accumulator carried by a pipeline was allocated outside
             if isinstance(x, Ref) and (x.is_view or any(x is r for r in own)):

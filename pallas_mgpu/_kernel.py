@@ -17,6 +17,7 @@ import numpy as np
 from . import _core, _introspect, _profile, _trace, tree
 from ._batch import Batch, Batched, call_batched
 from ._control import Rounds, scoped
+from ._flags import enable_poison_buffers
 from ._frameworks import special
 from ._mutable import MutableArray, closed_over, kernel_dtype, rebound
 from ._names import NOT_SPECIFIED, check_keywords, deprecated, later, show
@@ -202,6 +203,8 @@ class Definition:
         if self.devices:
             e.blocks = (*batch.sizes, *mesh.grid), tuple(mesh.cluster)
         e.scopes = _profile.scopes(self)
+        tracked = getattr(self.interpret, "detect_uninitialized", False)
+        e.poisons = "block" if enable_poison_buffers.value and not tracked else None
         _trace.push(e)
         done = False
         try:
@@ -300,6 +303,8 @@ class Definition:
         if not scratch:
             result = self.body(*args)
         else:
+            e = _trace.env("kernel")
+            e.poisons = e.poisons and "cluster"
             result = scoped(
                 functools.partial(self.body, *args),
                 positional,

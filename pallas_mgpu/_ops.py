@@ -8,7 +8,7 @@ import math
 import re
 import types
 
-from . import _core, tree
+from . import _core, _flags, tree
 from ._clipped import ClippedRef
 from ._control import cluster_axis
 from ._devices import PeerMemRef, remote_ref
@@ -675,41 +675,6 @@ def debug_print(fmt, *args, label=False, **kwargs):
     _core.effect("debug_print", tuple(values), format=text, label=int(bool(label)))
 
 
-class _DebugChecks:
-    """The flag that enables :func:`debug_check`. ``pl.enable_debug_checks(True)`` sets it; as a
-    context manager, until its end. Kernels are compiled separately for each state."""
-
-    value = False
-
-    def __call__(self, on):
-        if not isinstance(on, bool):
-            raise TypeError(f"enable_debug_checks: expected a bool, got {show(on)}")
-        before = self.value
-        self._set(on)
-        return _Restored(self, before)
-
-    def _set(self, on):
-        self.value = on
-        _core.set_debug_checks(on)
-
-    def __repr__(self):
-        return f"<pl.enable_debug_checks: {self.value}>"
-
-
-class _Restored:
-    def __init__(self, flag, before):
-        self.flag, self.before = flag, before
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *error):
-        self.flag._set(self.before)
-
-
-enable_debug_checks = _DebugChecks()
-
-
 def debug_check(condition, message):
     """Make the kernel fail if the bool scalar ``condition`` is false. Has an effect only if
     ``pl.enable_debug_checks`` is on when the kernel is traced.
@@ -720,7 +685,7 @@ def debug_check(condition, message):
         raise TypeError(f"debug_check: message must be text, got {show(message)}")
     if not tracing():
         raise NotImplementedError("debug_check: only in the body of a kernel; use assert")
-    if not enable_debug_checks.value:
+    if not _flags.enable_debug_checks.value:
         return
     condition = as_array(condition, "debug_check: condition")
     if condition.shape != () or condition.dtype != bool:

@@ -23,7 +23,9 @@ class Env:
     """Axes of the kernel being traced: name -> (kind, index among its kind, size).
 
     ``leading`` axes, of `vmap`, stand in front of the grid that the body sees. ``programs``: in a
-    `pallas_call` the indices along its grid, some of which are those of a loop; else None."""
+    `pallas_call` the indices along its grid, some of which are those of a loop; else None.
+    ``poisons``: if allocations are filled with poison, who meets after that, "block" or
+    "cluster"."""
 
     __slots__ = (
         "axes",
@@ -41,11 +43,12 @@ class Env:
         "held",
         "scopes",
         "blocks",
+        "poisons",
     )
 
     def __init__(self, mesh, leading=0, devices=()):
         self.axes = {}
-        self.leading, self.programs = leading, None
+        self.leading, self.programs, self.poisons = leading, None, None
         for k, (name, size) in enumerate(zip(mesh.grid_names, mesh.grid)):
             self.axes[name] = ("grid", leading + k, size)
         for k, (name, size) in enumerate(zip(mesh.cluster_names, mesh.cluster)):

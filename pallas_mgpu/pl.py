@@ -5,6 +5,7 @@ import numpy as np
 from . import _core, _mutable, _names, _types, tree
 from ._call import CompilerParams, CostEstimate, GridSpec, no_block_spec, pallas_call
 from ._control import loop, run_scoped, run_state, when, with_scoped
+from ._flags import enable_debug_checks, enable_poison_buffers
 from ._jnp import elementwise, linalg
 from ._jnp.array import issubdtype as _issubdtype
 from ._jnp.base import strides as _strides
@@ -17,7 +18,6 @@ from ._ops import (
     debug_check,
     debug_print,
     delay,
-    enable_debug_checks,
     named_scope,
     num_programs,
     program_id,
@@ -72,6 +72,7 @@ __all__ = [
     "empty_like",
     "empty_ref_like",
     "enable_debug_checks",
+    "enable_poison_buffers",
     "get_global",
     "kernel",
     "load",

@@ -205,7 +205,7 @@ static int make_signature(const pmpy_call *c, pmpy_new_signature *s) {
   int64_t *at = pmpy_signature_begin(s, pmpy_sign_most(c->n_in) + 1);
   if (!at) return -1;
   for (uint32_t i = 0; i < c->n_in; i++) at = pmpy_sign(at, &c->in[i], false);
-  *at++ = pmpy.debug_checks | (c->target ? c->target - pm_targets + 1 : 0) << 1;
+  *at++ = pmpy.trace_flags | (c->target ? c->target - pm_targets + 1 : 0) << 8;
   pmpy_signature_end(s, at);
   return 0;
 }

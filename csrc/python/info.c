@@ -222,10 +222,10 @@ static PyObject *check_products(PyObject *Py_UNUSED(self), PyObject *args) {
   Py_RETURN_NONE;
 }
 
-static PyObject *set_debug_checks(PyObject *Py_UNUSED(self), PyObject *on) {
-  int truth = PyObject_IsTrue(on);
-  if (truth < 0) return NULL;
-  pmpy.debug_checks = truth;
+static PyObject *set_trace_flags(PyObject *Py_UNUSED(self), PyObject *flags) {
+  const long bits = PyLong_AsLong(flags);
+  if (bits == -1 && PyErr_Occurred()) return NULL;
+  pmpy.trace_flags = (uint8_t)bits;
   Py_RETURN_NONE;
 }
 
@@ -299,7 +299,7 @@ static PyMethodDef functions[] = {
     {"check_products", check_products, METH_VARARGS,
      "check_products(ptx, cubin): CompileError if the machine code lacks products of the PTX, as "
      "after every compilation."},
-    {"set_debug_checks", set_debug_checks, METH_O, "Are kernels traced with checks from now on?"},
+    {"set_trace_flags", set_trace_flags, METH_O, "How kernels are traced from now on: _flags.py."},
     {"target", target, METH_VARARGS,
      "target(which=None): figures of a target, by its name or of a device; None: of what kernels "
      "on "

@@ -50,7 +50,7 @@ typedef struct pmpy_state {
   PyTypeObject *graph_type, *trace_type, *array_type, *ref_type, *op_type; /* graph.c trace.c ... */
   PyTypeObject *device_array_type, *kernel_type;                           /* array.c, kernel.c */
   PyObject *hooks[PMPY_HOOK_COUNT];
-  int debug_checks; /* are checks traced? A part of the key of plans */
+  uint8_t trace_flags; /* of pallas_mgpu/_flags.py; a part of the key of plans */
 } pmpy_state;
 extern pmpy_state pmpy;
 

@@ -294,8 +294,7 @@ class Body:
         mark(self.ops)
         out = io.StringIO()
         with contextlib.redirect_stdout(out):
-            operands, outs = buffers(kernel)
-            lowered(self.text()).interpret([*operands, *outs])
+            lowered(self.text()).interpret(host_arrays(kernel))
         _, _, self.ops = parse(kernel.text)
         again = [x for op in self.ops for x in op.inside() if x.name in EFFECTS - {"yield"}]
         seen = {int(k) for k in re.findall(r"site (\d+)", out.getvalue())}
@@ -563,10 +562,18 @@ def lowered(text):
     return graph.lower() if " stage traced " in text.partition("\n")[0] else graph
 
 
+def host_arrays(kernel):
+    """As a lowered graph has them: elements below 8 bits share bytes."""
+    from pallas_mgpu.machine import run as host
+
+    arrays = [x for group in buffers(kernel) for x in group]
+    return [host.packed(x) if x.dtype.name in host.SMALL else x for x in arrays]
+
+
 def interpreted(kernel, graph, seed):
-    arrays, outs = buffers(kernel)
-    found = []
-    graph.interpret([*arrays, *outs], seed, races=found, uninitialized=True)
+    found, arrays = [], host_arrays(kernel)
+    outs = arrays[len(kernel.arrays) :]
+    graph.interpret(arrays, seed, races=found, uninitialized=True)
     races = [x[5] for x in found if len(x) > 3]
     if races:
         raise plgpu.RaceError(races[0])
@@ -598,9 +605,9 @@ def results(kernel, judges=tuple(JUDGES)):
     return out
 
 
-def verdict(mutant, name, expected, graph):
+def verdict(mutant, name, expected, graph, seeds=SEEDS):
     """What a judge says of a mutant, None if it finds nothing wrong."""
-    for seed in SEEDS:
+    for seed in seeds:
         try:
             got = JUDGES[name](mutant.kernel, graph, seed)
         except Exception as e:
