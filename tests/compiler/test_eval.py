@@ -93,13 +93,13 @@ def test_one_operand_is_constant(op, dtype):
 
     def body(constant, x, o):
         for k, (c, _) in enumerate(pairs):
-            v = x[k, 1]
-            c = jnp.full((), c, dtype) if constant else x[k, 0]
-            last = (v, c) if op not in ("div", "rem") or pairs[k][0] else (v, v)
-            for j, two in enumerate([(c, v), last, (v, v)]):
+            v, same = x[k, 1], x[k, 1 if constant else 2]
+            number = jnp.full((), c, dtype) if constant else x[k, 0]
+            by_zero = op in ("div", "rem") and not c
+            for j, two in enumerate([(number, v), (v, v if by_zero else number), (v, same)]):
                 o[k, j] = f(*two).astype(jnp.int32)
 
-    x = np.array(pairs).astype(dtype)
+    x = np.array([(c, v, v) for c, v in pairs]).astype(dtype)
     out = plgpu.ShapeDtypeStruct((len(pairs), 3), np.int32)
     known, computed = (
         plgpu.kernel(functools.partial(body, constant), out_type=out, interpret=True)

@@ -127,6 +127,26 @@ breaks(
     ),
 )
 
+breaks(
+    "csrc/ir/numbers.def",
+    EVAL,
+    differences_commute=(
+        "SUB",
+        "NEVER, ZERO, NO, NOTHING",
+        "ALWAYS, ZERO, NO, NOTHING",
+    ),
+    an_and_of_equals_is_nothing=(
+        "AND",
+        "ALWAYS, ONES, ZERO, SAME",
+        "ALWAYS, ONES, ZERO, NOTHING",
+    ),
+    ones_decide_a_product=(
+        "MUL",
+        "ALWAYS, ANY_ONE, ZERO, NO",
+        "ALWAYS, ANY_ONE, ONE, NO",
+    ),
+)
+
 # ---- one lane, clusters --------------------------------------------------------------------------
 
 breaks(
