@@ -93,7 +93,8 @@ def test_one_operand_is_constant(op, dtype):
 
     def body(constant, x, o):
         for k, (c, _) in enumerate(pairs):
-            v, same = x[k, 1], x[k, 1 if constant else 2]
+            v = x[k, 1]
+            same = v if constant else x[k, 2]
             number = jnp.full((), c, dtype) if constant else x[k, 0]
             by_zero = op in ("div", "rem") and not c
             for j, two in enumerate([(number, v), (v, v if by_zero else number), (v, same)]):
