@@ -5,6 +5,7 @@ shapes (fake) and a gradient. Gradients are made of operators, too, so that comp
 them. `attention` is not an operator of its own kind but a composition: attention_lse has the
 gradient, which needs the logarithms of the sums."""
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -25,10 +26,11 @@ def _dtype(dtype):
     return None if dtype is None else _core.as_dtype(str(dtype).removeprefix("torch."))
 
 
-def _operator(fake, backward=None, autocast=()):
+def _operator(fake, backward=None, autocast=(), name=None):
     def make(fn):
-        name = f"pallas_mgpu::{fn.__name__}"
-        made = _MADE[fn.__name__] = make_operator(fn, name, (), backward, fake, autocast)
+        called = name or fn.__name__
+        qualname = f"pallas_mgpu::{called}"
+        made = _MADE[called] = make_operator(fn, qualname, (), backward, fake, autocast)
         return made
 
     return make
@@ -94,8 +96,8 @@ def _matmul_backward(ctx, grad):
     return tuple(found)
 
 
-@_operator(_matmul_fake, (_matmul_setup, _matmul_backward), ("a", "b", "bias"))
-def matmul(
+@_operator(_matmul_fake, (_matmul_setup, _matmul_backward), ("a", "b", "bias"), "matmul")
+def _fused(
     a: Tensor,
     b: Tensor,
     bias: Tensor | None = None,
@@ -119,6 +121,50 @@ def matmul(
         batch_invariant=batch_invariant,
         **options,
     )
+
+
+_APART = {
+    "silu": torch.nn.functional.silu,
+    "gelu": functools.partial(torch.nn.functional.gelu, approximate="tanh"),
+}
+
+
+def matmul(
+    a,
+    b,
+    bias=None,
+    scale_a=None,
+    scale_b=None,
+    activation=None,
+    out_dtype=None,
+    transpose_a=False,
+    transpose_b=False,
+    batch_invariant=False,
+):
+    """:func:`pallas_mgpu.ops.matmul`. The derivatives of silu and gelu need what the epilogue does
+    not store: where they are wanted, the activation is a function of its own, instead of a product
+    that is computed again."""
+    apart = None
+    if activation in _APART and torch.is_grad_enabled():
+        if any(x is not None and x.requires_grad for x in (a, b, bias)):
+            apart, activation = _APART[activation], None
+    y = _fused(
+        a,
+        b,
+        bias,
+        scale_a,
+        scale_b,
+        activation,
+        out_dtype,
+        transpose_a,
+        transpose_b,
+        batch_invariant,
+    )
+    return y if apart is None else apart(y)
+
+
+matmul.op = _fused.op  # type: ignore[attr-defined]
+_MADE["matmul"] = matmul
 
 
 def _sums_fake(x, out_dtype=None):
