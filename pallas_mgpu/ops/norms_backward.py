@@ -32,7 +32,15 @@ _F32 = np.float32
 _HELD = 8192  # elements of a row that registers hold, with its gradient and one sum; half with two
 _PART = 2048  # elements of a part of a longer row
 _COLUMNS = 64  # columns of a tile, where the axis is not the last one
-_PER_SM = 4  # blocks
+
+
+def _resident(x):
+    """Blocks that an SM holds at once: registers hold a tile of each operand and of each sum."""
+    if x.n > _HELD // max(x.sums, 1):
+        return 7
+    if x.n < 512 or x.n * (x.sums + 2) > 12288:
+        return 2
+    return 4 if x.n <= 2048 else 3
 
 
 class Problem(NamedTuple):
@@ -189,7 +197,7 @@ def _rows(x, programs, interpret):
     height = max(1, min(2048 // x.n, x.outer))
     width = x.n if x.n <= _HELD // max(x.sums, 1) else _PART
     parts, tiles = pl.cdiv(x.n, width), pl.cdiv(x.outer, height)
-    programs = min(programs, tiles)
+    programs = min(programs, tiles) if x.sums else tiles  # without sums no block needs several
     names = _names(x)
 
     def body(*refs):
@@ -347,7 +355,7 @@ def sums_of_rows(rows, n, dtype, out_dtype, sms, interpret, cols=None):
     """A kernel, or a chain of two: sums over the rows of an array [..., n] seen as (rows, n)."""
     cols = n if cols is None else cols
     tiles = pl.cdiv(cols, _COLUMNS)
-    chunks = max(1, min(pl.cdiv(rows, 128), _PER_SM * sms // tiles))
+    chunks = max(1, min(pl.cdiv(rows, 128), 4 * sms // tiles))
     if chunks == 1:
         return _column_sums(rows, n, cols, dtype, out_dtype, 1, interpret)
     steps = pl.cdiv(pl.cdiv(rows, chunks), 32)
@@ -395,7 +403,7 @@ def _make(name, grad, x, weight, add, bias, eps, interpret):
     n, sms = x.shape[-1], plgpu.sm_count(x.device)
     dtypes = tuple(None if v is None else v.dtype for v in (grad, x, weight, add))
     problem = Problem(name, float(eps), math.prod(x.shape[:-1]), n, 1, dtypes, bool(bias), x.shape)
-    kernel = _rows(problem, _PER_SM * sms, interpret)
+    kernel = _rows(problem, _resident(problem) * sms, interpret)
     if not problem.sums:
         return kernel
     programs, padded = kernel.definition.outs[1].shape
@@ -428,7 +436,7 @@ def softmax_backward(grad, y, *, axis=-1, interpret=None):
     x = Problem("softmax", 0.0, outer, y.shape[axis], inner, dtypes, False, y.shape)
     if inner > 1:
         return _columns(x, interpret)
-    return _rows(x, _PER_SM * plgpu.sm_count(y.device), interpret)
+    return _rows(x, 0, interpret)
 
 
 @plgpu.specialize
