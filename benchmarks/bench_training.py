@@ -43,7 +43,8 @@ def attention(shape):
     g = grad.transpose(1, 2)
     ours = ops.attention_backward(grad, q, k, v, o, lse, causal=causal)
     theirs = torch.autograd.grad(y, leaves, g, retain_graph=True)
-    print("  differences from cuDNN:", [f"{error(a, t.transpose(1, 2)):.1e}" for a, t in zip(ours, theirs)])  # fmt: skip
+    differences = [error(a, t.transpose(1, 2)) for a, t in zip(ours, theirs)]
+    print("  differences from cuDNN:", [f"{x:.1e}" for x in differences])
     flops = 10 * b * h * n * n * d / (2 if causal else 1)
     contestants = {
         "ours": lambda: ops.attention_backward(grad, q, k, v, o, lse, causal=causal),
@@ -110,7 +111,8 @@ def gated(rows, n, compiled):
         return F.silu(gate) * up
 
     leaf = x.detach().requires_grad_()
-    made = {k: f(leaf) for k, f in ({"torch": reference} | {k: f(reference) for k, f in compiled.items()}).items()}  # fmt: skip
+    ways = {"torch": reference} | {k: f(reference) for k, f in compiled.items()}
+    made = {k: f(leaf) for k, f in ways.items()}
     print(f"  error: {error(ops.gated_linear_unit(x), reference(x.float())):.1e}")
     contestants = {"ours": lambda: ops.gated_linear_unit_backward(grad, x)}
     for k, y in made.items():
