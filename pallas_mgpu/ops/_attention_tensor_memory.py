@@ -30,7 +30,7 @@ _MASKED = _F32(-3.0e38)  # a score that is not there; stays finite in arithmetic
 _LAZY = _F32(8.0)  # log2 of what a maximum may grow by before O is rescaled
 _ROWS = 128  # of a tile
 _TILES = 2  # of a block
-_PART = 32  # columns of O that are rescaled at a time
+_PART = 32  # columns that are worked on at a time
 _REGISTERS = 200, 56  # of a lane: of a softmax thread, of the others
 
 
@@ -220,10 +220,12 @@ class _Block(WarpSpecialized):
             new = jnp.where(grown, new, m)
             base = jnp.where(new == _MASKED, _F32(0), new * self.plan.c)
             alpha = jnp.exp2(m * self.plan.c - base)
-            p = jnp.exp2(s * self.plan.c - _along_rows(base, self.plan.block))
-            sums = sums * alpha + jnp.sum(p, axis=1)
-            part = self.probabilities.at[me, :, : self.plan.block]
-            plgpu.async_store_tmem(part, p.astype(self.x.dtype))
+            sums = sums * alpha
+            for c in range(0, self.plan.block, _PART):  # few registers at a time
+                p = jnp.exp2(s[:, c : c + _PART] * self.plan.c - _along_rows(base, _PART))
+                sums = sums + jnp.sum(p, axis=1)
+                part = self.probabilities.at[me, :, c : c + _PART]
+                plgpu.async_store_tmem(part, p.astype(self.x.dtype))
             pl.when((j > 0) & jnp.any(grown))(lambda: self.rescale(me, alpha, native))
             plgpu.commit_tmem()
             plgpu.barrier_arrive(self.p_ready.at[me])
