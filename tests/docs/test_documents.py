@@ -43,7 +43,8 @@ def test_readme():
 
 
 @pytest.mark.parametrize(
-    "name, least", [("language", 10), ("arrays", 3), ("ops", 6), ("profiling", 2)]
+    "name, least",
+    [("language", 10), ("arrays", 3), ("ops", 6), ("profiling", 2), ("distributed", 3)],
 )
 def test_guides(name, least, tmp_path, monkeypatch):
     """The Python blocks of each page are one program that checks itself."""
