@@ -188,16 +188,15 @@ def copy_gmem_to_smem(
     be equal. Elements outside the array are zeros. ``predicate``: a bool scalar; if False, only the
     arrival happens. ``collective_axes``: cluster axes along which the copy is multicast.
     ``leader_tracked``, with one collective axis in a cluster of two blocks (Blackwell): both blocks
-    call it, and the barrier of the first one alone tells that the data of both are there.
+    call it, and only the barrier of the first one signals that the data of both have arrived.
     ``CopyPartition.PARTITIONED(axis)``: ``src`` is twice as large along ``axis``, and each block
     gets its half; ``REPLICATED``: both get all of it.
 
     ``src`` may be ``ref.at[rows, a:b]`` with an array of row numbers, uint32 and a multiple of 4 of
     them (Blackwell): row k of ``dst`` becomes row ``rows[k]``; rows that do not exist are zeros.
-    Without ``predicate``, ``collective_axes`` and ``engine``, and not in a warp. Any shape
-    and pitch is legal: TMA copies if it can, otherwise the lanes of the thread. ``engine``: "tma",
-    "bulk" or "plain" requests one; ValueError if that is not possible.
-    """
+    This form takes no ``predicate``, ``collective_axes`` or ``engine`` and is not available in a
+    warp. Any shape and pitch is legal: TMA copies if it can, otherwise the lanes of the thread.
+    ``engine``: "tma", "bulk" or "plain" requests one; ValueError if that is not possible."""
     what = "copy_gmem_to_smem"
     if barrier is None:
         raise ValueError(f"{what}: barrier is required on Hopper; pass plgpu.Barrier() scratch")

@@ -120,8 +120,9 @@ def symm_empty(shape, dtype, mesh, *, multicast=False):
 
     In one process, a list of arrays, one for each device: `DeviceArray`, or NumPy arrays where the
     mesh is for the interpreter. With a process group, the tensor of this process; all processes
-    must call it in the same order. The contents are zero. ``multicast``: the arrays shall also have
-    an address at which NVLink stores to all of them, for ``multimem_store`` and the like.
+    must call it in the same order. The contents are zero. ``multicast``: also give the
+    arrays an address through which NVLink stores to all of them, for ``multimem_store`` and
+    similar operations.
     NotImplementedError for multicast on GPUs in one process; ValueError where the system has none.
     """
     if not isinstance(mesh, DeviceMesh):
@@ -425,16 +426,16 @@ class SpmdKernel:
 def spmd(kernel, mesh, in_specs=None, out_specs=None, *, ordered=True):
     """A kernel as a function of arrays on all devices of a mesh.
 
-    kernel: a :func:`plgpu.kernel`. Its body can ask for the device's place by
-        ``lax.axis_index(name)`` of an axis of the mesh, and reach other devices by
+    kernel: a :func:`plgpu.kernel`. Its body gets the device's position from
+        ``lax.axis_index(name)`` for an axis of the mesh, and accesses other devices by
         :func:`plgpu.remote_ref`, ``device_id=`` of semaphores and the like.
     mesh: a :class:`DeviceMesh`.
     in_specs, out_specs: a :class:`PartitionSpec` for each operand and output, or one for all; None:
-        each device has the whole array. They say how NumPy arrays are split over the devices and
+        each device has the whole array. They define how NumPy arrays are split over the devices and
         joined again.
-    ordered: the kernel starts on no device before all devices have done what was asked of them
-        before. Kernels with semaphores of their own need it; one that shakes hands by flags in
-        memory that lasts (:func:`plgpu.ext.as_semaphores`) does not.
+    ordered: the kernel starts on each device only after all devices have finished their earlier
+        work. Kernels with semaphores of their own need this; kernels that synchronise by flags in
+        persistent memory (:func:`plgpu.ext.as_semaphores`) do not.
 
     The result is called with a list of arrays for each operand, one for each device, and returns
     such lists; if all operands are NumPy arrays, it splits them and returns whole arrays. ``out=``

@@ -59,8 +59,8 @@ def tcgen05_mma(
     nothing.
 
     ``acc``: a TMEM ref (M, N), M 128 or 64. ``a``: (M, K) in SMEM, or in TMEM (``packed=True``, M
-    128). ``b``: (K, N) in SMEM. Views transposed by ``.T`` are accepted, for 4-bit dtypes only what
-    is contiguous along K. N is a multiple of 8 (int8 16; with M 64 twice that) and at most 512, K a
+    128). ``b``: (K, N) in SMEM. Views transposed by ``.T`` are accepted; 4-bit operands must be
+    contiguous along K. N is a multiple of 8 (int8 16; with M 64 twice that) and at most 512, K a
     multiple of what a row of the swizzled operands holds.
 
     ==================  ==================  ==============================
@@ -84,9 +84,9 @@ def tcgen05_mma(
     ``TMEMLayout.SPARSE_METADATA_LAYOUT``; then ``a`` is (M, K / 2), two of each four elements along
     K, and scales are for twice as many elements.
 
-    ``collective_axis``: the last cluster axis, of size 2. Both blocks call it, the first one issues
-    one product for both: each has its rows in ``acc`` (M, 2 N) and ``a``, and half of the columns
-    in ``b`` (K, N). TMEM is allocated with ``collective=True``.
+    ``collective_axis``: the last cluster axis, of size 2. Both blocks call it, and the first one
+    issues one product for both: each has its rows in ``acc`` (M, 2 N) and ``a``, and half of the
+    columns in ``b`` (K, N). TMEM is allocated with ``collective=True``.
 
     ValueError for shapes, dtypes, layouts and spaces that do not fit.
     """
@@ -211,13 +211,13 @@ def wait_load_tmem():
 
 
 def try_cluster_cancel(result_ref, barrier):
-    """Ask for a grid point that has not started yet, for this cluster (Blackwell).
+    """Request a grid point that has not started yet, for this cluster (Blackwell).
 
     Every thread of every block of the cluster calls it. ``result_ref``: 16 bytes of SMEM
     (``plgpu.TryClusterCancelResult``), ``barrier``: a ``plgpu.Barrier`` on which each call counts
-    as one arrival, so its ``num_arrivals`` is the number of threads. The answer comes to all blocks
-    of the cluster; read it by :func:`query_cluster_cancel` after waiting. Do not ask again after
-    an answer that there was none. TypeError for a result of another size."""
+    as one arrival, so its ``num_arrivals`` is the number of threads. All blocks of the cluster
+    receive the response; read it with :func:`query_cluster_cancel` after waiting. Do not make
+    another request after a response without success. TypeError for a result of another size."""
     what = "try_cluster_cancel"
     result_ref = _ref(result_ref, what, "result_ref", SMEM)
     _core.effect(what, (result_ref, _barrier(barrier, what)))
@@ -225,8 +225,8 @@ def try_cluster_cancel(result_ref, barrier):
 
 def query_cluster_cancel(result_ref, grid_names):
     """``((index, ...), success)``: the grid point that :func:`try_cluster_cancel` got, its int32
-    index along each axis of ``grid_names``, and a bool scalar (Blackwell). Without success the
-    indices mean nothing. ValueError for names of no grid axes."""
+    index along each axis of ``grid_names``, and a bool scalar (Blackwell). The indices are
+    undefined without success. ValueError for names that are not grid axes."""
     what = "query_cluster_cancel"
     result_ref = _ref(result_ref, what, "result_ref", SMEM)
     axes = env(what).axes

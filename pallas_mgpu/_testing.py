@@ -123,10 +123,10 @@ def check(kernel, *args, ref=None, seeds=20, backends="interpret", rtol=None, at
     them in a tuple.
 
     Raises :class:`RaceError` for a fence or a wait that is missing on every path of a thread, of
-    which other calls only warn; what a run raises (:class:`RaceError`,
+    which other calls only warn; whatever a run raises (:class:`RaceError`,
     :class:`UninitializedError`, :class:`DeadlockError`, ...); :class:`ScheduleError` if two
-    schedules give other bits, and AssertionError if the result differs from ``ref``. It prints one
-    line then: a call that repeats the failure.
+    schedules give other bits, and AssertionError if the result differs from ``ref``. In each case
+    it prints one line: a call that repeats the failure.
     """
     numbers = range(seeds) if isinstance(seeds, int) else tuple(seeds)
     if not numbers:

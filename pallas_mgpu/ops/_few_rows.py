@@ -18,7 +18,8 @@ from ._common import overlap_launches
 
 
 class FewRowsConfig(NamedTuple):
-    """How a product of up to 8 rows is done: the memory is the limit, tensor cores would idle.
+    """The configuration of a product of up to 8 rows, which is bound by memory and uses no tensor
+    cores.
 
     ``tile_n``: columns of a block: 64, 128 or 256, with ``transpose_b`` a multiple of 4. ``split``:
     blocks of a cluster that divide K. ``stages``: slots of the ring. ``step``: elements of K per

@@ -37,9 +37,8 @@ class TensorMemoryConfig(NamedTuple):
     ``tile_n``: columns of a tile, a multiple of 64 up to 256; its rows are 128, or 256 with
     ``pair``: two blocks of a cluster work on a tile. ``stages``: slots of the ring; 0: as many as
     fit. ``buffers``: store buffers. ``group``: rows of tiles worked on together, for the L2.
-    ``step``: bytes of a row of A along K in a slot, 128 or 256. ``dynamic``: tiles go to whichever
-    block is free, by cluster launch control.
-    """
+    ``step``: bytes of a row of A along K in a slot, 128 or 256. ``dynamic``: assign tiles to free
+    blocks by cluster launch control."""
 
     tile_n: int = 256
     pair: bool = True

@@ -53,9 +53,8 @@ class AttentionConfig(typing.NamedTuple):
 
     ``consumers``: warpgroups of 64 query rows each. ``block``: keys per step, a multiple of 16.
     ``stages``: slots of the rings of K and V. ``lazy``: rescale only when needed. ``late``: wait
-    for P V and the next K after the softmax. ``hold``: release K there, too. ``q_registers``: keep
-    Q in registers. ``programs``: blocks, 0: one for each SM.
-    """
+    for P V and the next K after the softmax. ``hold``: also release K only then. ``q_registers``:
+    keep Q in registers. ``programs``: the number of blocks; 0: one for each SM."""
 
     consumers: int = 2
     block: int = 128

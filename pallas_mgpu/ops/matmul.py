@@ -62,13 +62,12 @@ class MatmulConfig(NamedTuple):
     16, 32 or a multiple of 64 up to 256, with 3 consumers 128. ``stages``: slots of the ring; 0: as
     many as fit. ``cluster``: blocks of a column of tiles that share B. ``buffers``: store buffers
     per consumer. ``group``: rows of cluster tiles worked on together, for the L2. ``cluster_n``:
-    blocks of a row that share A. ``split``: blocks that divide K, so that each has a multiple of 8
-    columns; then every tile has a cluster of its own, of up to 8 blocks. ``step``: elements of K
-    per slot, 64 or 128, for 8-bit floats also 256. ``lag``: products in flight while the next one
-    is issued, 0 or 1; with scales of blocks and up to 128 columns those under way while sums are
-    scaled. ``serpentine``: every second tile of a block goes through K backwards, and begins with
-    what the L2 still holds.
-    """
+    blocks of a row that share A. ``split``: the number of blocks that divide K, each with a
+    multiple of 8 columns; every tile then has its own cluster of up to 8 blocks. ``step``: elements
+    of K per slot, 64 or 128, for 8-bit floats also 256. ``lag``: products in flight while the next
+    one is issued, 0 or 1; with block scales and up to 128 columns, products in flight while sums
+    are scaled. ``serpentine``: every second tile of a block walks K backwards, so that it starts
+    with data that is still in L2."""
 
     consumers: int = 2
     tile_n: int = 256

@@ -47,8 +47,8 @@ class MixedConfig(NamedTuple):
     of x of a tile, a multiple of 16 up to 128. ``split``: blocks of a cluster that divide K, 1, 2,
     4 or 8; from 2 on for tile_m up to 32. ``stages``: slots of the ring; 0: as many as fit.
     ``step``: elements of K per slot, 64 or 128. ``group``: tiles of x worked on together, for the
-    L2. ``turns``: warpgroups that take the slots of the same rows in turn, 1 or 2; 2 for tile_m up
-    to 32 and up to 2 consumers.
+    L2. ``turns``: warpgroups that alternate between the slots of the same rows, 1 or 2; 2 for
+    tile_m up to 32 and up to 2 consumers.
     """
 
     consumers: int = 2

@@ -47,10 +47,10 @@ class NormConfig(NamedTuple):
 
     ``height``: rows of a tile (columns, along another axis than the last). ``cluster``: blocks that
     share a row, with one row a tile. ``part``: elements of a row in registers at a time; 0: all of
-    the block's. ``staged``: through SMEM by TMA. ``ring``: elements of a chunk, where chunks of
-    rows go through a ring in SMEM, and what is said above does not matter; 0: no ring.
-    ``consumers``: pairs of warpgroups of a block that compute on them, 1 to 3. ``programs``:
-    blocks; 0: one an SM.
+    the block's. ``staged``: through SMEM by TMA. ``ring``: elements of a chunk if
+    chunks of rows pass through a ring in SMEM (the fields above then have no effect); 0: no ring.
+    ``consumers``: pairs of warpgroups in a block that process the chunks, 1 to 3. ``programs``:
+    the number of blocks; 0: one for each SM.
     """
 
     height: int = 1
