@@ -23,6 +23,9 @@ from compiler import sass  # noqa: E402
 
 from pallas_mgpu.machine import run as host
 
+# JAX would take three quarters of the GPU's memory in each process of the tests
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
 if tool := sass.nvdisasm():  # the package looks for it beside NVRTC, which may lie elsewhere
     os.environ["PATH"] = os.pathsep.join([os.environ.get("PATH", ""), os.path.dirname(tool)])
 

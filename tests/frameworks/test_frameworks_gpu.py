@@ -185,7 +185,7 @@ def test_cupy(rng):
 
 
 def test_stream_of_cuda_core(rng):
-    core = pytest.importorskip("cuda.core.experimental")
+    core = pytest.importorskip("cuda.core")
     device = core.Device()
     device.set_current()
     stream = device.create_stream()
