@@ -179,6 +179,7 @@ class Names:
         and then the counters."""
         params = self.info["params"]
         buffers = [k for k, p in enumerate(params) if p[3] < 0]
+        region %= len(buffers) + 1  # of a device
         if region >= len(buffers):
             return "semaphores and counters", f"[{at // 4}]"
         k = buffers[region]

@@ -815,6 +815,7 @@ extern "C" int host_run(const char *library, const u32 grid[3], const u32 cluste
       m.global[k].name = "global memory";
       m.global[k].number = k;
       m.global[k].global = true;
+      m.global[k].counters = (k + 1) % (n_buffers / devices) == 0;
       m.global[k].bytes = (u8 *)buffers[k].at;
       m.global[k].size = buffers[k].bytes;
       m.global[k].read_only = buffers[k].read_only;

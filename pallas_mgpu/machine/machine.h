@@ -90,6 +90,7 @@ struct Region {
   u8 *bytes = nullptr;
   u32 base = 0; /* address of shared memory */
   size_t size = 0;
+  bool counters = false; /* of the launch, and semaphores */
   bool global = false, born_written = false, read_only = false;
   std::vector<Mark> marks;
   std::vector<EngineReads> engine_reads; /* empty until there are some */

@@ -145,7 +145,7 @@ static void note_cluster(Region &r, Mark &b, const Stamp *s) {
 /* The launch before this one may still write what is read, and read what is written. */
 static void behind_launches(const Region &r, size_t at, int access, const Clock &c, const Stamp *s,
                             int line) {
-  if (!m.dependent || !r.global || c.launched || &r == &m.global.back()) return;
+  if (!m.dependent || !r.global || c.launched || r.counters) return;
   host_fact("kind race");
   host_fact("lacks launch");
   host_fact("access touch write space gmem region %u at %zu line 0 by launch", r.number, at);
