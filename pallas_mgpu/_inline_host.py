@@ -16,16 +16,7 @@ from . import _core
 
 _HEADER = os.path.join(os.path.dirname(__file__), "_inline_host.h")
 _FLAGS = "-std=c++17 -O1 -w -fPIC -shared -ffp-contract=off -fno-strict-aliasing".split()
-_TYPES = {
-    "bool": "bool",
-    **{f"{sign}int{n}": f"{sign or 'i'}{n}" for sign in ("u", "") for n in (8, 16, 32)},
-    "float32": "f32",
-    "float16": "f16",
-    "bfloat16": "bf16",
-    "float8_e4m3fn": "e4m3",
-    "float8_e5m2": "e5m2",
-    "float8_e8m0fnu": "e8m0",
-}
+_TYPES = {name: cpp for name, (bits, cpp) in _core.dtype_table().items() if bits >= 8}
 _REMEDY = "give inline_cuda interpret=, or call the kernel with arrays of a GPU"
 BARRIERS = 0xB0000000
 

@@ -97,11 +97,12 @@ def _ignore(args, kwargs, value):
     """For `accepts`: a keyword of a related type, to be ignored."""
 
 
+_DTYPES = _core.dtype_table()
+
+
 def itemsize_bits(dtype):
     """Bits of an element in GMEM and SMEM, for example 4 for int4."""
-    if dtype.name in ("int2", "uint2"):
-        return 2
-    return 4 if dtype.name in ("int4", "uint4", "float4_e2m1fn") else 8 * dtype.itemsize
+    return _DTYPES[dtype.name][0]
 
 
 def axis_names(names):
@@ -239,7 +240,7 @@ def split_transforms(transforms, shape, dtype, what):
                 raise ValueError(f"{what}: two swizzles given")
             swizzle = t.swizzle
             minor = (tiling or shape or (0,))[-1]
-            want = 8 * swizzle // itemsize_bits(np.dtype(dtype))
+            want = 8 * swizzle // itemsize_bits(_core.as_dtype(dtype))
             if minor != want:
                 raise ValueError(
                     f"{what}: a swizzle of {swizzle} bytes needs a last dim of exactly {want}"

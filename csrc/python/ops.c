@@ -221,7 +221,22 @@ static PyObject *enum_names(PyObject *module, PyObject *wanted) {
   return PyErr_Format(PyExc_ValueError, "enum_names: there is no enum %R", wanted);
 }
 
+/* Columns of dtypes.def, by the names of dtypes. */
+static PyObject *dtype_table(PyObject *module, PyObject *unused) {
+  (void)module, (void)unused;
+  PyObject *out = PyDict_New();
+  for (int t = 0; out && t < PM_DTYPE_COUNT; t++) {
+    const pm_dtype_info *d = &pm_dtypes[t];
+    PyObject *row = Py_BuildValue("(is)", d->bits, d->cuda);
+    if (!row || PyDict_SetItemString(out, d->text, row)) Py_CLEAR(out);
+    Py_XDECREF(row);
+  }
+  return out;
+}
+
 static PyMethodDef functions[] = {
+    {"dtype_table", dtype_table, METH_NOARGS,
+     "dtype_table() -> {name: (bits in the memory of kernels, type in CUDA C++)}"},
     {"enum_names", enum_names, METH_O,
      "enum_names(name): names of the values of an enum of the graph, in the order of their "
      "numbers; ENGINE, OOB ..."},
