@@ -5,7 +5,7 @@ The extension calls `torch_call` where a call needs to know more of a tensor tha
 import importlib
 import sys
 
-from . import _core
+from . import _core, tree
 from ._names import show
 
 
@@ -104,6 +104,16 @@ def torch_call(target, args, kwargs, recorded):
         return _adapter().call_recorded(target, args, kwargs)
     call = special([*args, *kwargs.values()])
     return NotImplemented if call is None else call(target, args, kwargs)
+
+
+def check_recorded(target, args, out):
+    """Warn, once for a kernel, where autograd records operations on an argument of a call that it
+    does not see."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.is_grad_enabled():
+        return
+    if any(isinstance(x, torch.Tensor) and x.requires_grad for x in tree.leaves(args)):
+        _adapter().call_recorded(target, args, {"out": out})
 
 
 def is_kernel(x):

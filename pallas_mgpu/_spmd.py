@@ -15,6 +15,7 @@ import weakref
 import numpy as np
 
 from . import _core
+from ._frameworks import check_recorded
 from ._kernel import RefKernel
 from ._mutable import MutableArray
 from ._names import show
@@ -308,6 +309,7 @@ class SpmdKernel:
         return self.mesh.devices is not None and not self.definition.interpret
 
     def __call__(self, *args, out=None):
+        check_recorded(self, args, out)
         if self.mesh.group is not None:
             return self._call_rank(args, out)
         n = self.mesh.size

@@ -12,6 +12,14 @@ from ._torch import (  # noqa: F401
     has_no_memory,
     make_operator,
 )
+from ._torch_distributed import (
+    all_gather,
+    all_gather_matmul,
+    all_reduce,
+    all_to_all,
+    matmul_reduce_scatter,
+    reduce_scatter,
+)
 from ._torch_ops import (
     AdamW,
     attention,
@@ -33,6 +41,10 @@ from ._torch_ops import (
 
 __all__ = [
     "AdamW",
+    "all_gather",
+    "all_gather_matmul",
+    "all_reduce",
+    "all_to_all",
     "attention",
     "column_sums",
     "cross_entropy",
@@ -41,9 +53,11 @@ __all__ = [
     "layer_norm",
     "linear_cross_entropy",
     "matmul",
+    "matmul_reduce_scatter",
     "mixed_matmul",
     "quantize",
     "ragged_dot",
+    "reduce_scatter",
     "rms_norm",
     "rotary",
     "softmax",
