@@ -382,10 +382,11 @@ static pm_code print_counters_done(pm_gen *e, bool in_warps) {
     return PM_OK;
   }
   if (callers > UINT32_MAX) {
-    return pm_fail(e->err, PM_E_NOT_IMPLEMENTED,
-                   "next_tile, get_global: %llu threads of all blocks are too many; use a smaller "
-                   "grid and let each block take more tiles",
-                   (unsigned long long)callers);
+    return pm_fail(
+        e->err, PM_E_NOT_IMPLEMENTED,
+        "TileScheduler, get_global: %llu threads of all blocks are too many; use a smaller "
+        "grid and let each block take more tiles",
+        (unsigned long long)callers);
   }
   pm_line(e, "%s %s(counters, %u, %uu);", who, done, e->n_counters, (unsigned)callers);
   return PM_OK;

@@ -541,8 +541,8 @@ void pm_vm_encode_inline(compiler *c, pm_opid op, const handler *h) {
   pm_inline_results(g, op, out);
   if (!x->function) {
     fail(c, op, PM_E_NOT_IMPLEMENTED,
-         "inline_cuda: this source cannot run on the interpreter, it has no function to stand for "
-         "it; give inline_cuda interpret=, or call the kernel with arrays of a GPU");
+         "inline_cuda: this source cannot run on the interpreter, it has no function that "
+         "replaces it; give inline_cuda interpret=, or call the kernel with arrays of a GPU");
     return;
   }
   x->value = PM_NEW(&c->m->arena, struct inlined_value, x->n_in + x->n_out);

@@ -452,7 +452,7 @@ static step exec_enter_section(pm_machine *m, thread *t, const instr *i) {
 static step exec_leave_section(pm_machine *m, thread *t, const instr *i) {
   block *b = t->block;
   if (!b->turn_taken || b->turn != t->index) {
-    return turn_fail(m, t, i, "passes a turn that it does not have");
+    return turn_fail(m, t, i, "leaves an ordered_section that it is not in");
   }
   b->turn_taken = false;
   b->turn = (b->turn + 1) % i->to;
@@ -482,11 +482,12 @@ static step come_to(pm_machine *m, thread *t, const instr *i, bool waits) {
                       number, i->to, b->lanes, pm_vm_place(m, b->first, place, sizeof place));
   }
   if (b->come & mine) {
-    return pm_vm_fail(m, t, i->op, PM_E_VALUE,
-                      "this %s comes to named barrier %d again, and only %d of %u lanes have come "
-                      "since the round began%s",
-                      t->of ? "warp" : "thread", number, 32 * __builtin_popcount(b->come), b->lanes,
-                      pm_vm_place(m, b->first, place, sizeof place));
+    return pm_vm_fail(
+        m, t, i->op, PM_E_VALUE,
+        "this %s arrives at named barrier %d again, and only %d of %u lanes have arrived "
+        "since the round began%s",
+        t->of ? "warp" : "thread", number, 32 * __builtin_popcount(b->come), b->lanes,
+        pm_vm_place(m, b->first, place, sizeof place));
   }
   b->come |= mine;
   const uint32_t come = 32 * (uint32_t)__builtin_popcount(b->come);
@@ -847,7 +848,8 @@ static step deadlock(pm_machine *m) {
   pm_opid first = 0;
   uint32_t listed = 0, blocked = 0;
   char text[sizeof err->text];
-  at += (size_t)snprintf(text, room, "deadlock: no thread of the kernel '%s' can go on", m->name);
+  at +=
+      (size_t)snprintf(text, room, "deadlock: no thread of the kernel '%s' can continue", m->name);
   for (thread *t = m->threads; t < m->threads + pm_vm_agents(m); t++) {
     if (t->state == THREAD_DONE || t->state == THREAD_AT_WARPS) continue;
     const bool behind =
@@ -884,9 +886,8 @@ static step deadlock(pm_machine *m) {
       continue;
     }
     if (t->state == THREAD_READY) {
-      at +=
-          (size_t)snprintf(text + at, room - at,
-                           "\n  %s: looks again and again%s for what nobody changes", agent, place);
+      at += (size_t)snprintf(text + at, room - at,
+                             "\n  %s: keeps polling%s a value that nobody changes", agent, place);
       continue;
     }
     if (t->state == THREAD_AT_SEMAPHORE) {

@@ -91,7 +91,7 @@ static void put_hint(const pm_machine *m, const event *a, const event *b, enum v
                tma ? "TMA" : "the tensor core");
       return;
     case DRAINED:
-      snprintf(buf, n, "no proxy fence stands behind the load, which may be late");
+      snprintf(buf, n, "no proxy fence follows the load, which may complete late");
       return;
     default: break;
   }
@@ -116,12 +116,12 @@ static void put_hint(const pm_machine *m, const event *a, const event *b, enum v
     case PRODUCTS: snprintf(buf, n, "wait for the first: wgmma_wait(); %s", reader); break;
     default:
       if (b->maker == TENSOR_CORE) {
-        snprintf(buf, n, "wgmma_wait() before the first, or issue the product behind it");
+        snprintf(buf, n, "wgmma_wait() before the first, or issue the product after it");
       } else if (tma && b->i->mem3) {
-        snprintf(buf, n, "wait on barrier '%s' before the first, or issue the copy behind it",
+        snprintf(buf, n, "wait on barrier '%s' before the first, or issue the copy after it",
                  b->i->mem3->name);
       } else if (tma) {
-        snprintf(buf, n, "wait_smem_to_gmem() before the first, or issue the copy behind it");
+        snprintf(buf, n, "wait_smem_to_gmem() before the first, or issue the copy after it");
       } else {
         snprintf(buf, n, "nothing orders them: use a barrier or a semaphore");
       }

@@ -226,11 +226,12 @@ static step check_uses(pm_machine *m, const task *k, const tmem_place *p, bool w
       const tmem_use *u = &t->uses[n];
       if (!meet(&u->place, p) || (!u->store && !writes)) continue;
       if (u->stage == USE_WAITED && t == own) continue;
-      const char *lacks = u->stage == USE_WAITED
-                              ? "it told nobody: arrive on a barrier with orders_tensor_core=True, "
-                                "and wait on that before the product"
-                          : u->store ? "commit_tmem must follow the store"
-                                     : "wait_load_tmem must follow the load";
+      const char *lacks =
+          u->stage == USE_WAITED
+              ? "it did not signal that: arrive on a barrier with orders_tensor_core=True, "
+                "and wait on that before the product"
+          : u->store ? "commit_tmem must follow the store"
+                     : "wait_load_tmem must follow the load";
       return pm_vm_fail(m, k->owner, k->i->op, PM_E_VALUE,
                         "%s %s columns %" PRId64 " to %" PRId64
                         " of '%s' while the async_%s_tmem%s "

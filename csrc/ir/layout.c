@@ -237,10 +237,10 @@ static pm_code assign(maker *m, tiled_shape *s, int where, const int64_t *dims, 
     }
     int64_t at = (int64_t)s->n + dims[k];
     if (dims[k] >= 0 || at < m->l.rank) {
-      return pm_fail(
-          err, PM_E_VALUE,
-          "%s: %lld is not accepted: dims are negative and lie in the tiled part (-%u to -1)", name,
-          (long long)dims[k], s->n - m->l.rank);
+      return pm_fail(err, PM_E_VALUE,
+                     "%s: %lld is not accepted: dims are counted from the end, within the tiled "
+                     "part (-%u to -1)",
+                     name, (long long)dims[k], s->n - m->l.rank);
     }
     if (s->at[at].used) {
       return pm_fail(err, PM_E_VALUE, "%s: dim %lld is used twice", name, (long long)dims[k]);
@@ -289,7 +289,7 @@ pm_code pm_layout_tiled(pm_graph *g, const pm_type *array, const int64_t *const 
   if (vector_dim >= 0 || v < array->rank || s.at[v].used) {
     return pm_fail(
         err, PM_E_VALUE,
-        "vector_dim: %lld is not accepted: it is negative, lies in the tiled part and is "
+        "vector_dim: %lld is not accepted: it is counted from the end, within the tiled part, and "
         "used once",
         (long long)vector_dim);
   }

@@ -1122,7 +1122,8 @@ static pm_code pm_type_turn(const pm_typing *t, pm_type *out) {
   const int64_t n = word(t, PM_ATTR_N);
   (void)out;
   if (n >= 2 && n <= t->g->n_threads) return PM_OK;
-  FAIL(VALUE, "in_turn: %" PRId64 " threads take turns, the kernel has %u", n, t->g->n_threads);
+  FAIL(VALUE, "ordered_section: %" PRId64 " threads take turns, the kernel has %u", n,
+       t->g->n_threads);
 }
 
 static pm_code pm_type_named(const pm_typing *t, pm_type *out) {

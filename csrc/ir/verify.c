@@ -197,7 +197,7 @@ static pm_code check_counter(checker *c, pm_opid op) {
   *(takes ? &c->taken : &c->asked) |= UINT32_C(1) << n;
   if (!(c->taken & c->asked)) return PM_OK;
   return pm_fail(c->err, PM_E_VALUE,
-                 "next_tile: counter %" PRId64
+                 "TileScheduler: counter %" PRId64
                  " is that of a dynamic_scheduling_loop; use another "
                  "number",
                  n);

@@ -151,7 +151,7 @@ static void check_in_warp(pm_graph *g, pm_opid op, void *ctx) {
   } else if (!pm_ops[o->code].warp) {
     fail_in_warp(ctx, g, op, PM_E_NOT_IMPLEMENTED,
                  "Unimplemented primitive in Pallas Mosaic GPU lowering: it is not possible in "
-                 "warp-level code (plgpu.warp_map, WarpMesh); do it before or behind that");
+                 "warp-level code (plgpu.warp_map, WarpMesh); do it before or after that");
   } else if (array && !pm_has_attr(g, op, PM_ATTR_VALUE)) {
     fail_in_warp(ctx, g, op, PM_E_LOWERING,
                  "Non-scalar arithmetic is not supported in warp-level lowering: arrays cannot be "
@@ -160,7 +160,7 @@ static void check_in_warp(pm_graph *g, pm_opid op, void *ctx) {
     pm_attr_list(g, pm_value_of(g, pm_view_base(g, pm_in(g, op, 0)))->def, PM_ATTR_CLUSTER, &n);
     if (n) {
       fail_in_warp(ctx, g, op, PM_E_NOT_IMPLEMENTED,
-                   "a warp cannot arrive on a ClusterBarrier; do it behind plgpu.warp_map");
+                   "a warp cannot arrive on a ClusterBarrier; arrive after plgpu.warp_map");
     }
   }
 }

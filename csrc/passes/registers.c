@@ -87,8 +87,8 @@ pm_code pm_check_registers(pm_graph *g, const pm_target *t, pm_err *err) {
   if (!worst || total <= SM_REGISTERS) return PM_OK;
   pm_fail(err, PM_E_VALUE,
           "set_max_registers: the threads of a block ask for %s registers a lane (%lld at launch), "
-          "%lld in all, and there are %d: the block would wait for ever. Decrease others, or "
-          "increase to less",
+          "%lld in all, and there are %d: the block would wait forever. Request fewer "
+          "registers",
           text.at, (long long)share, (long long)total, SM_REGISTERS);
   pm_err_op(err, g, worst);
   return err->code;

@@ -434,7 +434,7 @@ static void warn_of_results(pm_graph *g, pm_opid op, void *ctx) {
         g->arena, &g->warnings,
         pm_printf(g->arena,
                   "%s:%u: %s: %s in layout %s takes %lld registers a lane, of %d that there are: "
-                  "it will lie in local memory, which is slow. Load and store parts of the ref in "
+                  "it will be in local memory, which is slow. Load and store parts of the ref in "
                   "a loop (lax.fori_loop with ref.at[pl.ds(i * 64, 64)]), or give each block a "
                   "part (grid and BlockSpec)",
                   o->line ? g->strings.at[o->file] : "<unknown>", o->line, pm_ops[o->code].text,

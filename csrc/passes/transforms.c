@@ -340,14 +340,14 @@ static void check_majors(pm_graph *g, pm_opid op, void *ctx) {
     if (pm_view_of(g, pm_in(g, op, k), true, &v, p->err)) {
       p->code = p->err->code;
     } else if (v.dim[2 - k].inner != 1) {
-      p->code = pm_fail(
-          p->err, PM_E_VALUE,
-          "%s: %s%s is contiguous along %s, and "
-          "of %s operands the tensor cores read rows along K. Keep it in SMEM as %s; or turn "
-          "it there: turned[...] = ref[...].T, then plgpu.commit_smem()",
-          who, mma->in[0] != PM_LAYOUT_NONE ? "Only f16 WGMMA supports transposes: " : "", names[k],
-          outer[k], pm_dtypes[k == 1 ? mma->a : mma->b].text,
-          k == 1 ? "(M, K) and pass the ref" : "(N, K) and pass the transposed ref, b.T");
+      p->code =
+          pm_fail(p->err, PM_E_VALUE,
+                  "%s: %s%s is contiguous along %s, and "
+                  "of %s operands the tensor cores read rows along K. Keep it in SMEM as %s, or "
+                  "transpose it there: transposed[...] = ref[...].T, then plgpu.commit_smem()",
+                  who, mma->in[0] != PM_LAYOUT_NONE ? "Only f16 WGMMA supports transposes: " : "",
+                  names[k], outer[k], pm_dtypes[k == 1 ? mma->a : mma->b].text,
+                  k == 1 ? "(M, K) and pass the ref" : "(N, K) and pass the transposed ref, b.T");
     }
     if (p->code) {
       pm_err_op(p->err, g, op);

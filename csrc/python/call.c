@@ -52,9 +52,10 @@ int pmpy_call_locate(pmpy_call *c) {
       continue;
     }
     if (b->cuda != c->cuda)
-      return refuse_mixture(c, which(c, first), which(c, i),
-                            "lie on different sides: one on the host, one on the GPU. Move one of "
-                            "them, for example by pallas_mgpu.device_put");
+      return refuse_mixture(
+          c, which(c, first), which(c, i),
+          "are in different memories: one on the host, one on the GPU. Move one of "
+          "them, for example by pallas_mgpu.device_put");
     if (b->device != c->device)
       return refuse_mixture(c, which(c, first), which(c, i), "lie on different GPUs");
     if (b->source->library == c->home->library) continue;
@@ -330,7 +331,7 @@ static int warn_fallback(const char *why) {
   return PyErr_WarnFormat(
       PyExc_UserWarning, 1,
       "kernels on host arrays run on the CPU interpreter, because no GPU can be "
-      "used: %s. PALLAS_MGPU_BACKEND=interpret says that this is meant",
+      "used: %s. set PALLAS_MGPU_BACKEND=interpret if this is intended",
       why);
 }
 

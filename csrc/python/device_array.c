@@ -191,7 +191,7 @@ static PyObject *from_any(PyObject *o, bool copy_host, int device) {
   if (!b.cuda) {
     pmpy_spec spec = spec_of(&b);
     if (!copy_host)
-      PyErr_SetString(PyExc_BufferError, "from_dlpack: the array lies on the host; use device_put");
+      PyErr_SetString(PyExc_BufferError, "from_dlpack: the array is on the host; use device_put");
     else made = pmpy_device_array_new(&spec, device, NULL);
     if (made && upload(DEVICE_ARRAY(made), (void *)(uintptr_t)b.ptr) < 0) Py_CLEAR(made);
   } else if (!pmpy_current_stream(b.source, b.device, &stream)) {
@@ -446,7 +446,7 @@ static PyObject *device_put(PyObject *module, PyObject *args, PyObject *kw) {
   PyObject *made = from_any(x, true, ordinal);
   if (made && device != Py_None && DEVICE_ARRAY(made)->device != ordinal) {
     PyErr_Format(PyExc_ValueError,
-                 "x lies on cuda:%d; copies between GPUs are not made, and "
+                 "x is on cuda:%d; copies between GPUs are not supported, and "
                  "device=cuda:%d was asked for",
                  DEVICE_ARRAY(made)->device, ordinal);
     Py_CLEAR(made);

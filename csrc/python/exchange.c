@@ -329,7 +329,7 @@ static int read_tensor(PyObject *o, int which, const DLTensor *t, pmpy_buffer *b
     case kDLCUDAManaged: b->cuda = true; break;
     default:
       return refuse(PyExc_TypeError, which, o,
-                    "lies on a device of DLPack type %d; the host and CUDA devices are supported",
+                    "is on a device of DLPack type %d; the host and CUDA devices are supported",
                     (int)t->device.device_type);
   }
   b->dtype = (uint8_t)dtype;
@@ -363,7 +363,7 @@ static const DLTensor *open_capsule(PyObject *o, int which, PyObject *capsule, p
     b->managed = m;
     b->read_only = m->version.major == 1 && (m->flags & DLPACK_FLAG_BITMASK_READ_ONLY);
     if (m->version.major == 1) return &m->dl_tensor;
-    PyErr_Format(PyExc_BufferError, "the array comes as DLPack %u.%u; 1.x and 0.x are understood",
+    PyErr_Format(PyExc_BufferError, "the array uses DLPack %u.%u; 0.x and 1.x are supported",
                  m->version.major, m->version.minor);
     return NULL;
   }

@@ -634,8 +634,8 @@ static PyMethodDef methods[] = {
      "Registers, spills, stack and shared memory, ptxas remarks and the log, as a dict."},
     {"spills", spills, METH_NOARGS,
      "spills(): [(file, line, bytes)] of the lines whose values the compiler keeps in local memory "
-     "for want of registers, the largest first: bytes that a lane stores and loads. Needs nvdisasm "
-     "where there are any."},
+     "because registers run out, the largest first: bytes that a lane stores and loads. Needs "
+     "nvdisasm if there are any."},
     {"cubin", cubin, METH_NOARGS, "The compiled program."},
     {"_repr_html_", pmpy_html, METH_NOARGS, "The lowered kernel for a notebook."},
     {NULL, NULL, 0, NULL}};

@@ -249,7 +249,7 @@ class CountedTiles:
     def scratch(consumers, ahead=2, axes=None):
         """axes: of the cluster, if it has more than one block."""
         found = plgpu.ext.TileScheduler.scratch(consumers, ahead, axes or ())
-        return dict(zip(("tile_numbers", "tile_told", "tile_heard", "tile_free"), found.values()))
+        return dict(zip(("tile_numbers", "tile_full", "tile_empty", "tile_free"), found.values()))
 
     def take(self, t):
         """The counter, counting from 0; t under vmap, whose elements would share it."""

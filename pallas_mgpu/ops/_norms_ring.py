@@ -177,7 +177,7 @@ class _Block(WarpSpecialized):
     def __init__(self, plan, refs):
         super().__init__(plan, refs)
         self.stats_ring = Ring(2, self.stats_full, self.stats_empty)
-        counted = self.tile_numbers, self.tile_told, self.tile_heard, None
+        counted = self.tile_numbers, self.tile_full, self.tile_empty, None
         cluster = lax.axis_index("cluster")
         self.tiles = CountedTiles(plan.rows, plan.clusters, cluster, counted)
 

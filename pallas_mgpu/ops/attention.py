@@ -164,7 +164,7 @@ class _Block(WarpSpecialized):
         self.v_ring = Ring(plan.stages, self.v_full, self.v_empty)
         cluster = lax.axis_index("cluster")
         if plan.counted:
-            counted = self.tile_numbers, self.tile_told, self.tile_heard, None
+            counted = self.tile_numbers, self.tile_full, self.tile_empty, None
             self.tiles = CountedTiles(plan.total, plan.clusters, cluster, counted)
         else:
             self.tiles = StaticTiles(plan.total, plan.clusters, cluster)

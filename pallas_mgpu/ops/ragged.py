@@ -210,7 +210,7 @@ class _DotBlock(_Block):
     def __init__(self, plan, refs):
         super().__init__(plan, plan.rows, refs)
         total = self.table[1, plan.x.groups] * plan.tiles_n
-        counted = self.tile_numbers, self.tile_told, self.tile_heard, self.tile_free
+        counted = self.tile_numbers, self.tile_full, self.tile_empty, self.tile_free
         self.tiles = CountedTiles(total, plan.clusters, self.cluster, counted)
 
     def place(self, t, g):

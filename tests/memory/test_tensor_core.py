@@ -452,7 +452,7 @@ def store_at_the_end(r):
         (load_of_store, 1, "async_load_tmem of 'acc' while the async_store_tmem.*commit_tmem must"),
         (store_into_product, 1, "async_store_tmem of 'acc' while the tcgen05_mma"),
         (operand_overwritten, 1, "copy_gmem_to_smem overwrites 'a' while the tcgen05_mma"),
-        (told_by_a_plain_barrier, 2, "it told nobody.*orders_tensor_core=True"),
+        (told_by_a_plain_barrier, 2, "it did not signal that.*orders_tensor_core=True"),
         (store_at_the_end, 1, "the scope of 'acc' ends while the async_store_tmem"),
     ],
 )

@@ -262,7 +262,7 @@ def test_misuse_on_the_interpreter():
         when(me == 0, arrive, 1, 2)
         when(me == 0, sync, 1, 2)
 
-    raises(ValueError, "this thread comes to named barrier 1 again, .*128 of 256", twice)
+    raises(ValueError, "this thread arrives at named barrier 1 again, .*128 of 256", twice)
     raises(
         ValueError,
         "256 lanes come to named barrier 0, which is for 160",

@@ -222,7 +222,7 @@ def case_refusals():
     assert len(found) == 1 and "argument 0 of float64" in str(found[0].message), found
     refused(TypeError, "argument 0 is a str", k, "abc")
     refused(TypeError, "unknown argument 'other'", k, x, other=1)
-    refused(TypeError, "argument 0 and argument 1 lie on different sides", k2, x, d)
+    refused(TypeError, "argument 0 and argument 1 are in different memories", k2, x, d)
     refused(TypeError, "different libraries", k2, d, Producer(d))
     refused(TypeError, "out has 2 arrays", k, x, out=(x, x.copy()))
     refused(ValueError, r"must be float32 of shape \(128,\)", k, x, out=np.empty(1, np.float32))
@@ -577,7 +577,7 @@ def case_family():
         assert (family(x=d, y=d).numpy() == 2 * x).all()
         assert (family(y=d, x=d).numpy() == 2 * x).all()
     assert len(made) == 4
-    refused(TypeError, "argument 0 and argument 1 lie on different sides", family, d, y=x)
+    refused(TypeError, "argument 0 and argument 1 are in different memories", family, d, y=x)
     sms = _core.system_info()["devices"][0]["sm_count"]
     assert plgpu.sm_count() == plgpu.sm_count(0) == sms
 
