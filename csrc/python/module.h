@@ -106,7 +106,7 @@ PyObject *pmpy_hook(pmpy_hook_id id);
 #define PMPY_INITS(X) \
   X(errors) X(hooks) X(place) X(graph) X(promote) X(trace) X(ops) X(regions) X(array) X(moves) \
   X(ref) X(tmem) X(narrow) X(exchange) X(device_array) X(streams) X(plan) X(kernel) X(mesh) \
-  X(family) X(info) X(encodings) X(xla_ffi) X(torch)
+  X(family) X(info) X(facts) X(encodings) X(xla_ffi) X(torch)
 // clang-format on
 #define X(file) int pmpy_init_##file(PyObject *module);
 PMPY_INITS(X)

@@ -169,12 +169,6 @@ static void dump_all(const char *dir, const char *name, const pm_program *p,
 
 /* ---- compile ------------------------------------------------------------------------------ */
 
-void pm_cubin_free(pm_cubin *c) {
-  pm_free(c->image);
-  pm_free(c->log);
-  *c = (pm_cubin){0};
-}
-
 pm_code pm_compile(const pm_program *p, const pm_compile_options *o, pm_cubin *out, pm_err *err) {
   pm_options options;
   pm_nvrtc_result r;

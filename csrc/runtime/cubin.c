@@ -13,6 +13,12 @@
 enum { SIZED = 4, FRAME_SIZE = 0x11, REGISTERS = 0x2f, API_VERSION = 0x37, ANNOTATIONS = 0x55 };
 enum { SPILL = 1, ANNOTATED_SINCE = 129 }; /* a kind of annotation; CUDA 12.9 */
 
+void pm_cubin_free(pm_cubin *c) {
+  pm_free(c->image);
+  pm_free(c->log);
+  *c = (pm_cubin){0};
+}
+
 static uint32_t word(const unsigned char *at) {
   uint32_t x;
   memcpy(&x, at, sizeof x);

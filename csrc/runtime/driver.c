@@ -33,6 +33,8 @@ static bool is_sticky(cu_result r) {
          (r >= CU_HARDWARE_STACK_ERROR && r <= CU_LAUNCH_FAILED);
 }
 
+const char *_Atomic pm_last_kernel;
+
 pm_code pm_cu_fail(pm_err *err, pm_code code, cu_result result, const char *fmt, ...) {
   char what[2048];
   const char *name = NULL, *text = NULL;

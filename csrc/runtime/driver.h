@@ -35,7 +35,7 @@ void pm_leave(bool pushed);
   name.code = PM_OK;     \
   name.line = 0
 
-/* Name of the kernel launched last, kept for good; NULL: none. launch.c */
+/* Name of the kernel launched last, kept for good; NULL: none. launch.c sets it. */
 extern const char *_Atomic pm_last_kernel;
 
 /* err from a driver result: "<what>: <text> (<name>)". Whatever the code given, out of memory is

@@ -42,8 +42,6 @@ struct pm_kernel {
   kept_maps *kept; /* NULL: it has no maps, or there was no memory */
 };
 
-const char *_Atomic pm_last_kernel;
-
 /* Names outlive their kernels, for messages about failures found later. */
 typedef struct name_node {
   struct name_node *next;

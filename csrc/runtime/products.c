@@ -7,7 +7,6 @@
  * only if results are unused or two products are identical. So if this quick count finds fewer,
  * ptx.c determines which products are needed, and if some of these are missing, the cubin is
  * refused. */
-#define _GNU_SOURCE /* memmem */
 #include "products.h"
 
 #include <ctype.h>
@@ -25,38 +24,6 @@ static const struct {
 };
 
 /* ---- PTX ---------------------------------------------------------------------------------- */
-
-/* Is `part`, which begins with a dot, one of the name's parts? The empty one is. */
-static bool has_part(const char *name, size_t size, const char *part) {
-  const size_t n = strlen(part);
-  if (!n) return true;
-  for (const char *at = name; (at = memmem(at, size - (size_t)(at - name), part, n)); at += n) {
-    if (at + n == name + size || at[n] == '.') return true;
-  }
-  return false;
-}
-
-/* By parts of the name: of wgmma, of mma. NONE: Hopper has no such instruction, and ptxas calls a
- * function of its own, which has few. The first part that fits. */
-static const struct {
-  const char *part;
-  uint8_t of_wgmma, of_mma;
-} kinds[] = {
-    {".e4m3", PM_PRODUCT_QGMMA, PM_PRODUCT_HMMA}, {".e5m2", PM_PRODUCT_QGMMA, PM_PRODUCT_HMMA},
-    {".s8", PM_PRODUCT_IGMMA, PM_PRODUCT_IMMA},   {".u8", PM_PRODUCT_IGMMA, PM_PRODUCT_IMMA},
-    {".s4", PM_PRODUCT_NONE, PM_PRODUCT_NONE},    {".u4", PM_PRODUCT_NONE, PM_PRODUCT_NONE},
-    {".xor", PM_PRODUCT_NONE, PM_PRODUCT_NONE},   {".b1", PM_PRODUCT_BGMMA, PM_PRODUCT_BMMA},
-    {".f64", PM_PRODUCT_NONE, PM_PRODUCT_DMMA},   {".m8n8k4", PM_PRODUCT_NONE, PM_PRODUCT_NONE},
-    {"", PM_PRODUCT_HGMMA, PM_PRODUCT_HMMA}};
-
-pm_product pm_product_of(const char *name) {
-  const bool async = !strncmp(name, "wgmma.mma_async.", 16);
-  const size_t n = strcspn(name, " \t\n{;");
-  if (!async && strncmp(name, "mma.", 4) && strncmp(name, "wmma.mma.", 9)) return PM_PRODUCT_NONE;
-  size_t k = 0;
-  while (!has_part(name, n, kinds[k].part)) k++;
-  return async ? kinds[k].of_wgmma : kinds[k].of_mma;
-}
 
 /* All that look like products, in comments too. */
 static void count_names(const char *ptx, uint32_t n[PM_PRODUCT_COUNT]) {

@@ -24,7 +24,8 @@ typedef enum pm_product {
   PM_PRODUCT_NONE = PM_PRODUCT_COUNT
 } pm_product;
 
-/* What an instruction of PTX becomes, by its name with all modifiers, which ends at a blank. */
+/* ptx.c. What an instruction of PTX becomes, by its name with all modifiers, which ends at a blank.
+ */
 pm_product pm_product_of(const char *name);
 
 /* Products of each kind that a compiler may not leave out (ptx.c). */
