@@ -417,16 +417,29 @@ void pm_vm_close_group(pm_machine *m, thread *t) {
   for (uint32_t w = 1; m->has_warps && !t->of && w < WARPS; w++) pm_vm_warps(m, t)[w].groups++;
 }
 
+/* A copy of the group that its thread has open. */
+task *pm_vm_new_store(pm_machine *m, thread *t, const instr *i) {
+  task *k = pm_vm_new_task(m, issuer(t), i, TASK_STORE);
+  if (!k) return NULL;
+  k->next = k->owner->stores;
+  if (k->next) k->next->prev = k;
+  k->owner->stores = k;
+  k->group = k->owner->groups;
+  return k;
+}
+
+void pm_vm_end_store(pm_machine *m, task *k) {
+  if (k->next) k->next->prev = k->prev;
+  *(k->prev ? &k->prev->next : &k->owner->stores) = k->next;
+  pm_vm_end_task(m, k);
+}
+
 static step run_copy_out(pm_machine *m, task *k);
 
 static step exec_copy_out(pm_machine *m, thread *t, const instr *i) {
   if (!predicated_off(t, i)) {
-    task *k = pm_vm_new_task(m, issuer(t), i, TASK_STORE);
+    task *k = pm_vm_new_store(m, t, i);
     if (!k) return STEP_FAIL;
-    k->next = k->owner->stores;
-    if (k->next) k->next->prev = k;
-    k->owner->stores = k;
-    k->group = k->owner->groups;
     pm_vm_locate(m, t, i->mem, &k->smem);
     pm_vm_locate(m, t, i->mem2, &k->gmem);
     if (!k->smem.inside) return pm_vm_outside(m, t, i->op, &k->smem, "copy_smem_to_gmem");
@@ -484,7 +497,9 @@ static step write_out(pm_machine *m, task *k, size_t bytes) {
   return m->races ? pm_race_stored(m) : STEP_NEXT;
 }
 
+/* Its source is read, then its destination written. */
 static step run_copy_out(pm_machine *m, task *k) {
+  if (k->run) return k->run(m, k);
   const access *from = k->smem.mem;
   const size_t bytes = (size_t)from->n * from->bytes;
   if (!k->read) {
@@ -500,9 +515,7 @@ static step run_copy_out(pm_machine *m, task *k) {
     if (all) k->gmem = pm_vm_on_device(m, &k->gmem, d);
     if (write_out(m, k, bytes) == STEP_FAIL) return STEP_FAIL;
   }
-  if (k->next) k->next->prev = k->prev;
-  *(k->prev ? &k->prev->next : &k->owner->stores) = k->next;
-  pm_vm_end_task(m, k);
+  pm_vm_end_store(m, k);
   return STEP_NEXT;
 }
 

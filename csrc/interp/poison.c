@@ -694,6 +694,12 @@ const char *pm_poison_bytes(pm_machine *m, const thread *t, const located *s) {
   return (const char *)p;
 }
 
+/* The marks of the bytes from `at` on, in the memory of a view; NULL: it has none. */
+char *pm_poison_beside(const pm_machine *m, const thread *t, const located *s, const char *at) {
+  located p;
+  return beside(m, t, s, &p) ? p.base + (at - s->base) : NULL;
+}
+
 char *pm_poison_frame(const thread *t, uint32_t slot) { return (char *)flags(t, slot); }
 
 static void *zeroed(size_t n, size_t bytes) {

@@ -508,13 +508,11 @@ step pm_race_plain(pm_machine *m, const thread *t, const instr *i, const located
 
 /* ---- engines ------------------------------------------------------------------------------ */
 
-step pm_race_engine(pm_machine *m, const task *k, const located *s, int touch) {
+static bool begin_engine(tracker *x, pm_machine *m, const task *k, const located *s, int touch) {
   const bool smem = s->mem->space == PM_SMEM;
   uint32_t id, time;
   maker maker = TMA;
-  int64_t from = 0, to = s->mem->n;
-  tracker x;
-  if (!begin(&x, m, k->issuer, k->i, s, touch, &k->issued)) return STEP_NEXT;
+  if (!begin(x, m, k->issuer, k->i, s, touch, &k->issued)) return false;
   if (k->kind == TASK_MMA || k->kind == TASK_TENSOR) {
     maker = TENSOR_CORE;
     id = pm_race_agent_id(m, PRODUCTS, k->issuer);
@@ -531,9 +529,30 @@ step pm_race_engine(pm_machine *m, const task *k, const located *s, int touch) {
     id = pm_race_barrier_id(m, maker == TMA ? COPIES : REMOTE, k->barrier);
     time = pm_race_open_phase(m, k->barrier);
   }
+  set_maker(x, maker, id, time);
+  return true;
+}
+
+step pm_race_engine(pm_machine *m, const task *k, const located *s, int touch) {
+  int64_t from = 0, to = s->mem->n;
+  tracker x;
+  if (!begin_engine(&x, m, k, s, touch)) return STEP_NEXT;
   if (k->kind == TASK_LOAD && k->gmem.mem) from = k->from, to = k->to;
-  set_maker(&x, maker, id, time);
   return add_view(&x, s, from, to, false);
+}
+
+/* n rows of a view, those that exist; at: the first bytes of each, NULL: it does not. */
+step pm_race_rows(pm_machine *m, const task *k, const located *s, char *const *at, int64_t n,
+                  int touch) {
+  const int64_t columns = s->mem->dim[1], bytes = columns * s->mem->bytes;
+  tracker x;
+  if (!begin_engine(&x, m, k, s, touch)) return STEP_NEXT;
+  for (int64_t r = 0; r < n; r++) {
+    if (!at[r]) continue;
+    pm_race_element(&x, at[r], (size_t)bytes);
+    x.event.last = pm_max(x.event.last, (at[r] - x.base) / s->mem->bytes + columns - 1);
+  }
+  return pm_race_end_elements(&x);
 }
 
 /* The word that BROADCAST_TILE writes to a block; t: who writes it there. */

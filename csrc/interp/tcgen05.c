@@ -940,41 +940,42 @@ static step exec_query_cancel(pm_machine *m, thread *t, const instr *i) {
 
 /* ---- rows ----------------------------------------------------------------------------------- */
 
-/* A row of a view of GMEM by its number; NULL: it does not exist. */
-static char *row_of(const pm_machine *m, const located *s, int64_t row) {
-  const access *mem = s->mem;
-  (void)m;
-  if (row < 0 || row >= mem->dim[0]) return NULL;
-  return s->at + row * mem->stride[0] * mem->bytes;
-}
+/* The buffer of a copy of rows: where each begins in GMEM, NULL where it does not exist; then the
+ * elements on their way to GMEM, and their marks. */
+static char **rows_of(const task *k) { return (char **)(void *)k->buffer; }
+static int64_t row_bytes(const task *k) { return k->smem.mem->dim[1] * k->smem.mem->bytes; }
 
-static step locate_rows(pm_machine *m, thread *t, const instr *i, task *k) {
-  const bool gathers = i->mem3 != NULL;
-  pm_vm_locate(m, t, gathers ? i->mem : i->mem2, &k->gmem);
-  pm_vm_locate(m, t, gathers ? i->mem2 : i->mem, &k->smem);
-  const char *what = gathers ? "copy_gmem_to_smem" : "copy_smem_to_gmem";
+static step locate_rows(pm_machine *m, thread *t, const instr *i, task *k, bool out) {
+  const char *what = out ? "copy_smem_to_gmem" : "copy_gmem_to_smem";
+  pm_vm_locate(m, t, out ? i->mem2 : i->mem, &k->gmem);
+  pm_vm_locate(m, t, out ? i->mem : i->mem2, &k->smem);
   if (!k->gmem.inside) return pm_vm_outside(m, t, i->op, &k->gmem, what);
   if (!k->smem.inside) return pm_vm_outside(m, t, i->op, &k->smem, what);
-  return STEP_NEXT;
-}
-
-static bool take_indices(task *k, thread *t, const instr *i) {
+  const access *of = k->gmem.mem;
   const int64_t n = k->smem.mem->dim[0];
-  if (!pm_vm_want_buffer(k, (size_t)n * sizeof(uint32_t))) return false;
-  memcpy(k->buffer, slot_of(t, i->a), (size_t)n * sizeof(uint32_t));
-  return true;
+  const uint32_t *rows = slot_of(t, i->a);
+  if (!pm_vm_want_buffer(k, (size_t)n * (sizeof(char *) + (out ? 2 * (size_t)row_bytes(k) : 0)))) {
+    return pm_vm_fail(m, t, i->op, PM_E_MEMORY, "no memory for a copy");
+  }
+  for (int64_t r = 0; r < n; r++) {
+    rows_of(k)[r] =
+        rows[r] < of->dim[0] ? k->gmem.at + rows[r] * of->stride[0] * of->bytes : NULL;
+  }
+  if (m->races) pm_race_issue(m, t, k);
+  if (m->timeline) pm_time_issue(m, t, k);
+  return STEP_NEXT;
 }
 
 static step run_gather(pm_machine *m, task *k) {
   const access *to = k->smem.mem;
-  const int64_t n = to->dim[1] * to->bytes;
-  if (m->races && (pm_race_engine(m, k, &k->gmem, READ) == STEP_FAIL ||
+  const int64_t n = row_bytes(k);
+  if (m->races && (pm_race_rows(m, k, &k->gmem, rows_of(k), to->dim[0], READ) == STEP_FAIL ||
                    pm_race_engine(m, k, &k->smem, WRITE) == STEP_FAIL)) {
     return STEP_FAIL;
   }
   for (int64_t r = 0; r < to->dim[0]; r++) {
     char *at = k->smem.at + r * to->stride[0] * to->bytes;
-    const char *from = row_of(m, &k->gmem, ((const uint32_t *)k->buffer)[r]);
+    const char *from = rows_of(k)[r];
     if (from) memcpy(at, from, (size_t)n);
     else memset(at, 0, (size_t)n);
   }
@@ -995,25 +996,42 @@ static step exec_gather(pm_machine *m, thread *t, const instr *i) {
   k->barrier = b;
   k->from = 0;
   k->to = i->mem2->n;
-  if (locate_rows(m, t, i, k) == STEP_FAIL) return STEP_FAIL;
-  if (!take_indices(k, t, i)) return pm_vm_fail(m, t, i->op, PM_E_MEMORY, "no memory for a copy");
-  if (m->races) pm_race_issue(m, t, k);
-  if (m->timeline) pm_time_issue(m, t, k);
+  if (locate_rows(m, t, i, k, false) == STEP_FAIL) return STEP_FAIL;
+  if (pm_vm_check_operands(m, k) == STEP_FAIL) return STEP_FAIL;
   return pm_vm_arrive(m, t, i->op, b, 1) == STEP_FAIL ? STEP_FAIL : STEP_PAUSE;
 }
 
-/* Rows by their numbers, to GMEM. The rows are read when the copy is issued. */
-static step exec_scatter(pm_machine *m, thread *t, const instr *i) {
-  task k = {.owner = t, .i = i};
-  if (locate_rows(m, t, i, &k) == STEP_FAIL) return STEP_FAIL;
-  const access *from = k.smem.mem;
-  const uint32_t *rows = slot_of(t, i->a);
-  for (int64_t r = 0; r < from->dim[0]; r++) {
-    char *at = row_of(m, &k.gmem, rows[r]);
-    if (at)
-      memcpy(at, k.smem.at + r * from->stride[0] * from->bytes,
-             (size_t)(from->dim[1] * from->bytes));
+static step run_scatter(pm_machine *m, task *k) {
+  const int64_t rows = k->smem.mem->dim[0], n = row_bytes(k);
+  char *data = k->buffer + rows * (int64_t)sizeof(char *), *marks = data + rows * n;
+  if (!k->read) {
+    if (m->races && pm_race_engine(m, k, &k->smem, READ) == STEP_FAIL) return STEP_FAIL;
+    pm_vm_gather(&k->smem, data);
+    if (m->poison) pm_poison_read(m, k, marks);
+    k->read = true;
+    return STEP_NEXT;
   }
+  if (m->races && pm_race_rows(m, k, &k->gmem, rows_of(k), rows, WRITE) == STEP_FAIL) {
+    return STEP_FAIL;
+  }
+  for (int64_t r = 0; r < rows; r++) {
+    char *to = rows_of(k)[r];
+    if (!to) continue;
+    memcpy(to, data + r * n, (size_t)n);
+    char *beside = m->poison ? pm_poison_beside(m, k->owner, &k->gmem, to) : NULL;
+    if (beside) memcpy(beside, marks + r * n, (size_t)n);
+  }
+  const step found = m->races ? pm_race_stored(m) : STEP_NEXT;
+  pm_vm_end_store(m, k);
+  return found;
+}
+
+/* Rows by their numbers, to GMEM. */
+static step exec_scatter(pm_machine *m, thread *t, const instr *i) {
+  task *k = pm_vm_new_store(m, t, i);
+  if (!k) return STEP_FAIL;
+  k->run = run_scatter;
+  if (locate_rows(m, t, i, k, true) == STEP_FAIL) return STEP_FAIL;
   if (i->flags) pm_vm_close_group(m, t);
   return STEP_PAUSE;
 }

@@ -608,6 +608,8 @@ void pm_vm_free_task(pm_machine *m, task *k);
 void pm_vm_end_task(pm_machine *m, task *k); /* both */
 bool pm_vm_want_buffer(task *k, size_t bytes);
 void pm_vm_close_group(pm_machine *m, thread *t);
+task *pm_vm_new_store(pm_machine *m, thread *t, const instr *i);
+void pm_vm_end_store(pm_machine *m, task *k);
 step pm_vm_run_task(pm_machine *m, task *k); /* one step of it */
 /* For a thread that waits for `b`: which blocks owe it parts of a collective copy. */
 size_t pm_vm_missing_parts(const pm_machine *m, const barrier *b, char *buf, size_t n);
@@ -657,6 +659,8 @@ void pm_race_note(pm_machine *m, pm_opid op, const char *fmt, ...) PM_PRINTF(3, 
 step pm_race_plain(pm_machine *m, const thread *t, const instr *i, const located *s, int touch,
                    int maker);
 step pm_race_engine(pm_machine *m, const task *k, const located *s, int touch);
+step pm_race_rows(pm_machine *m, const task *k, const located *s, char *const *at, int64_t n,
+                  int touch);
 step pm_race_hand(pm_machine *m, const thread *t, const instr *i, const located *s,
                   const barrier *b);
 
@@ -741,6 +745,7 @@ char *pm_poison_tmem(const pm_machine *m, const block *b);
 uint8_t pm_poison_number(pm_machine *m, const char *name, pm_opid op);
 bool pm_poison_lines(pm_machine *m, const thread *t, const located *s, int dim, uint8_t *line);
 const char *pm_poison_bytes(pm_machine *m, const thread *t, const located *s);
+char *pm_poison_beside(const pm_machine *m, const thread *t, const located *s, const char *at);
 char *pm_poison_frame(const thread *t, uint32_t slot);
 void pm_poison_defined(pm_machine *m, const thread *t, const located *s);
 void pm_poison_acc_load(pm_machine *m, thread *t, const instr *i, const located *s);

@@ -40,6 +40,7 @@ from mutant_lists import (  # noqa: F401 - most fill MUTANTS
     patterns,
     products,
     shapes,
+    tensor,
     triton,
 )
 
