@@ -177,8 +177,8 @@ breaks(
     metadata_of_16_bits_is_row_by_row=("index_at", "bits == 16", "bits == 99"),
     pairs_of_4_bits_move_alone=("widen_a", "bits == 4 ? 2 : 1", "1"),
     rows_that_do_not_exist_stay=("run_gather", "else memset(at, 0, (size_t)n);", ""),
-    rows_begin_at_one=("row_of", "row >= mem->dim[0]", "row > mem->dim[0]"),
-    reductions_forget_nans=("reduce_f32", "y != y ||", ""),
+    rows_end_one_later=("locate_rows", "rows[r] < of->dim[0] ?", "rows[r] <= of->dim[0] ?"),
+    reductions_forget_nans=("REDUCE_ROWS", "y != y ||", ""),
     grid_points_are_given_twice=("run_cancel", "d->begun++", "d->begun"),
     questions_after_the_end=("exec_try_cancel", "if (c->refused)", "if (c->refused && !c)"),
     answers_are_for_the_leader_alone=(
