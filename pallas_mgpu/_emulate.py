@@ -6,6 +6,7 @@ The machine itself (`pallas_mgpu.machine`) is imported when it is first needed."
 import ctypes
 import importlib
 import math
+import re
 import sys
 
 import numpy as np
@@ -79,12 +80,26 @@ class Emulation:
         n = self.info["operands"]
         try:
             printed = self.run.run_bytes(self.text, self.info, data, n, seed, **options)
+        except self.run.BuildError as e:
+            raise self._refused(str(e)) from None
         except self.run.HostError as e:
             sys.stdout.write(e.printed)
             error = self._error(e)
             error.add_note(f"on the emulated machine, seed {seed}")
             raise error from None
         sys.stdout.write(printed)
+
+    def _refused(self, text):
+        """The exception of a program that the C++ compiler or the assembler refuses."""
+        found = re.search(r"(?:kernel\.cpp:(\d+):\d+: error|Error): (.*)", text)
+        if not found:
+            return _core.InternalError(text)
+        kernel, where = self.info["entry"][:-7], self.names.source(int(found[1] or 0))
+        return NotImplementedError(
+            f"interpret='emulate': the program of kernel {kernel} is no plain C++ for the emulated"
+            f" machine: {found[2]}. PTX in inline_cuda runs on a GPU alone; with"
+            f" inline_cuda(interpret=) a kernel runs on the interpreter{where}"
+        )
 
     def _error(self, e):
         """The exception of what the machine refused, in the terms of the kernel."""

@@ -322,6 +322,31 @@ def test_options_that_are_refused():
         plgpu.kernel(add_one, out_type=out(), interpret="gpu")
 
 
+SPLAT = plgpu.Layout.WG_SPLAT
+
+
+def inline(source):
+    f = plgpu.inline_cuda(
+        source, arg_types=SPLAT, return_type=plgpu.ShapeDtypeStruct((), F32, SPLAT)
+    )
+
+    def body(x, o):
+        o[0] = f(x[0])
+
+    return emulated(body, out())
+
+
+def test_inline_sources():
+    """Plain C++ runs, and so do the functions of programs; PTX is refused."""
+    x = np.full(128, 2, F32)
+    assert inline("r0[0] = a0 * 3 + (threadIdx.x < 1024);")(x)[0] == 7
+    assert inline("r0[0] = shuffle_xor(a0, 1) + 1;")(x)[0] == 3
+    for registers in ("f", "q2"):  # the assembler refuses it, or the compiler
+        ptx = f'asm volatile("mov.f32 %0, %1;" : "={registers}"(r0[0]) : "f"(a0));'
+        with pytest.raises(NotImplementedError, match="kernel body is no plain C.. .* PTX"):
+            inline(ptx)(x)
+
+
 def test_check_on_both_backends(capsys):
     x = np.ones(128, F32)
     kernel = plgpu.kernel(add_one, out_type=out())
