@@ -36,3 +36,30 @@ breaks(
         "(void)transpose_access;",
     ),
 )
+breaks(
+    f"{PASSES}/ordering.c",
+    "memory/test_ordering.py",
+    ordering_forgets_other_threads=("walk", "if (forgets) s->n = 0;", "(void)forgets;"),
+    ordering_trusts_one_branch=(
+        "walk_regions",
+        "else keep_common(s, inside);",
+        "else *s = *inside;",
+    ),
+    ordering_takes_parts_for_wholes=(
+        "meet",
+        "return is_dense(g, a",
+        "return true || is_dense(g, a",
+    ),
+    ordering_knows_no_fence=("walk", "effects & E_FENCE)", "effects & 0)"),
+)
+breaks(
+    f"{CUDA}/sanitize.c",
+    "runtime/test_sanitize.py",
+    checks_allow_one_more=(
+        "check_starts",
+        "t->dim[d] - span, mask, s);",
+        "t->dim[d] - span + 1, mask, s);",
+    ),
+    checks_forget_arrays=("pm_inside", "if (dims[d] >= 0) continue;", "continue;"),
+    checks_forget_barriers=("pm_check_indices", "a.where == PM_IN_PHASE", "a.where != PM_IN_GMEM"),
+)
