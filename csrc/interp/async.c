@@ -224,6 +224,9 @@ static step locate_copy_in(pm_machine *m, thread *t, const instr *i, located *gm
   if (!gmem->inside && i->flags == PM_OOB_PROMISE_IN_BOUNDS) {
     return pm_vm_outside(m, t, i->op, gmem, "copy_gmem_to_smem, promised in bounds,");
   }
+  if (!gmem->inside && i->flags == PROMISED_AND_CLIPPED) {
+    pm_race_note(m, i->op, "the copy was promised in bounds and is not. Here TMA reads zeros");
+  }
   return STEP_NEXT;
 }
 

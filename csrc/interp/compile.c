@@ -653,6 +653,8 @@ void pm_vm_encode_copy_in(compiler *c, pm_opid op, const handler *h) {
   for (uint32_t k = 0; k < n; k++) i->n |= 1u << axes[k];
   i->leader = *pm_attr(c->g, op, PM_ATTR_LEADER);
   if (n) i->to = c->m->n_shared_copies++;
+  const bool clips = *pm_attr(c->g, op, PM_ATTR_ENGINE) == PM_ENGINE_TMA;
+  if (i->flags == PM_OOB_PROMISE_IN_BOUNDS && clips) i->flags = PROMISED_AND_CLIPPED;
 }
 
 /* to: how it combines with what is there */

@@ -46,6 +46,7 @@ typedef exec_fn poison_fn; /* before it is executed: see poison.c */
 /* n elements, contiguous; dst may be the same array as an operand */
 typedef void (*kernel_fn)(void *dst, const void *x, const void *y, const void *z, size_t n);
 
+enum { PROMISED_AND_CLIPPED = PM_OOB_COUNT }; /* instr.flags, copies: TMA reads zeros outside */
 enum { SPLAT_X = 1, SPLAT_Y = 2, SPLAT_Z = 4, WIDEN = 8, NARROW = 16 }; /* instr.flags, pointwise */
 
 struct instr {

@@ -959,6 +959,28 @@ def test_columns_beside_the_operands():
     np.testing.assert_array_equal(clean(body, out(64, 64), M, scratch_types=scratch), 2 * M)
 
 
+@pytest.mark.parametrize("columns", [64, N])
+def test_a_broken_promise(columns):
+    """TMA clips a tensor copy, which strict mode says; of whole rows it would read other memory."""
+
+    def body(x, i, o, tile, bar):
+        part = x.at[pl.ds(i[0], 16), pl.ds(0, columns)]
+        g2s(part, tile, bar, oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS)  #: promised
+        wait(bar)
+        o[...] = tile[...]
+
+    scratch = [plgpu.SMEM((16, columns), F32), plgpu.Barrier()]
+    args = np.ones((64, N), F32), np.array([56], I32)
+    call = dict(scratch_types=scratch, outs=out(16, columns))
+    if columns == N:
+        with pytest.raises(IndexError, match="promised in bounds"):
+            clean(body, call.pop("outs"), *args, **call)
+        return
+    outs, note = call.pop("outs"), ("promised in bounds and is not", "promised")
+    got = clean(body, outs, *args, notes=[note], **call)
+    np.testing.assert_array_equal(got[:, 0], [1] * 8 + [0] * 8)
+
+
 # ---- kernels that overlap ------------------------------------------------------------------------
 
 
