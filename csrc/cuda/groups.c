@@ -51,14 +51,15 @@ static int after_regions(const walk *w, pm_opid op, int state) {
 
 static int after_op(const walk *w, pm_opid op, int state) {
   const pm_graph *g = w->g;
-  switch (pm_get(g, op)->code) {
-    case PM_OP_COPY_S2G:
-      if (*pm_attr(g, op, PM_ATTR_ENGINE) != PM_ENGINE_PLAIN) state |= OPEN;
-      return *pm_attr(g, op, PM_ATTR_COMMIT) ? close_group(state) : state;
-    case PM_OP_COMMIT_GROUP: return close_group(state);
-    case PM_OP_WAIT_S2G: return *pm_attr(g, op, PM_ATTR_N) ? state : state & ~GROUPED;
-    default: return after_regions(w, op, state);
+  const int code = pm_get(g, op)->code;
+  pm_access a = pm_accesses(op);
+  if (code == PM_OP_COMMIT_GROUP) return close_group(state);
+  if (code == PM_OP_WAIT_S2G) return *pm_attr(g, op, PM_ATTR_N) ? state : state & ~GROUPED;
+  while (pm_next_access(g, &a)) {
+    if (a.completion == PM_COMPLETES_GROUP && !pm_by_lanes(&a)) state |= OPEN;
   }
+  const bool closes = pm_has_attr(g, op, PM_ATTR_COMMIT) && *pm_attr(g, op, PM_ATTR_COMMIT);
+  return after_regions(w, op, closes ? close_group(state) : state);
 }
 
 static int after_block(const walk *w, pm_blk block, int state) {

@@ -423,6 +423,24 @@ def test_copies_that_nobody_awaits(run, rng, form):
     assert waits.count("bulk_group_wait_read<0>") == bool(waits)
 
 
+@pytest.mark.parametrize("awaited", [True, False])
+def test_copies_of_rows_that_nobody_awaits(awaited):
+    """As copies of tiles: what is asynchronous in a group holds the block."""
+
+    def body(x_ref, rows_ref, o_ref, smem):
+        smem[...] = x_ref[...]
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(smem, o_ref.at[rows_ref[...], 0:64])
+        if awaited:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    x, rows = shape(32, 64), shape(32, dtype=np.dtype(np.uint32))
+    kernel = plgpu.kernel(body, out_type=x, scratch_types=[plgpu.SMEM((32, 64), F32)])
+    text = kernel.lower(x, rows, target="sm_100a").as_text("cuda")
+    assert ("nobody awaits" in text) == (not awaited)
+    assert text.count("bulk_group_wait_read<0>();") == 1
+
+
 @pytest.mark.parametrize("trips", [0, 1, 3])
 @pytest.mark.parametrize("static", [True, False])
 def test_a_wait_in_a_loop(run, trips, static):
