@@ -90,7 +90,7 @@ static void check_view(pm_gen *e, pm_opid op, pm_val view, const char *mask) {
   for (pm_val v = view; pm_value_of(g, v)->def;) {
     const pm_opid def = pm_value_of(g, v)->def;
     if (!pm_makes_view(pm_get(g, def)->code)) return;
-    if (pm_get(g, def)->code == PM_OP_INDEX) check_starts(e, op, def, view, mask);
+    if (pm_has_attr(g, def, PM_ATTR_STARTS)) check_starts(e, op, def, view, mask);
     if (pm_get(g, def)->code == PM_OP_CLUSTER_REF) {
       const uint32_t axis = (uint32_t)*pm_attr(g, def, PM_ATTR_DIM);
       const pm_program_site s = {.ref = ref_name(e, view), .shape = "the cluster", .dim = axis};
@@ -102,10 +102,10 @@ static void check_view(pm_gen *e, pm_opid op, pm_val view, const char *mask) {
 
 /* Text of the condition under which the op accesses memory, "" always; NULL: an array. */
 static const char *mask_of(pm_gen *e, pm_opid op) {
-  const int code = pm_get(e->g, op)->code;
-  const uint32_t k = code == PM_OP_MASKED_LOAD ? 1 : 2;
-  if (code != PM_OP_MASKED_LOAD && code != PM_OP_MASKED_STORE && code != PM_OP_ATOMIC) return "";
-  const pm_val mask = pm_in(e->g, op, k);
+  if (!pm_is_masked(pm_get(e->g, op)->code)) return "";
+  pm_access a = pm_accesses(op);
+  pm_next_access(e->g, &a);
+  const pm_val mask = pm_in(e->g, op, a.writes ? 2 : 1); /* after the value that is written */
   return pm_is_array(e, mask) ? NULL : pm_at(e, mask, "0");
 }
 
@@ -114,8 +114,8 @@ void pm_check_indices(pm_gen *e, pm_opid op) {
   const char *mask = e->options->check_indices ? mask_of(e, op) : NULL;
   if (!mask) return;
   const bool copies = pm_has_attr(g, op, PM_ATTR_ENGINE);
-  const bool promised = pm_get(g, op)->code == PM_OP_COPY_G2S &&
-                        *pm_attr(g, op, PM_ATTR_OOB) == PM_OOB_PROMISE_IN_BOUNDS;
+  const bool promised =
+      pm_has_attr(g, op, PM_ATTR_OOB) && *pm_attr(g, op, PM_ATTR_OOB) == PM_OOB_PROMISE_IN_BOUNDS;
   pm_access a = pm_accesses(op);
   while (pm_next_access(g, &a)) {
     if (!a.view || a.where == PM_IN_PHASE) continue;

@@ -93,6 +93,11 @@ bool pm_moves_array(const pm_graph *g, pm_opid op, pm_access *a, pm_val *array);
 bool pm_access_bytes(const pm_graph *g, const pm_access *a, bool physical, int64_t *from,
                      int64_t *to);
 
+/* Is it source text, which may do anything to what it gets? */
+static inline bool pm_is_source(const pm_graph *g, pm_opid op) {
+  return pm_has_attr(g, op, PM_ATTR_INTERPRET);
+}
+
 /* Does the op wait until at most *n wgmma groups are pending? -1: it does not. */
 bool pm_awaits_products(const pm_graph *g, pm_opid op, int64_t *n);
 

@@ -160,15 +160,10 @@ static bool changes_gmem(const pm_graph *g, pm_blk block) {
     const pm_op *o = pm_get(g, b->ops.at[k]);
     pm_access a = pm_accesses(b->ops.at[k]);
     while (pm_next_access(g, &a)) {
-      if (a.writes && a.scope == PM_DEVICE) return true;
+      if (a.writes && a.scope >= PM_DEVICE) return true;
     }
-    switch (o->code) {
-      case PM_OP_PDL_WAIT:
-      case PM_OP_AWAIT:
-      case PM_OP_INLINE:
-      case PM_OP_WARP_MAP: return true;
-      default: break;
-    }
+    if (pm_is_source(g, b->ops.at[k]) || pm_maps_warps(o->code)) return true;
+    if (o->code == PM_OP_PDL_WAIT || o->code == PM_OP_AWAIT) return true;
     for (uint32_t r = 0; r < o->n_regions; r++) {
       if (changes_gmem(g, pm_region(g, b->ops.at[k], r))) return true;
     }

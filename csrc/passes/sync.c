@@ -459,7 +459,7 @@ static void summarise(pm_graph *g, pm_opid op, void *ctx) {
   summary *s = ctx;
   const uint16_t code = pm_get(g, op)->code;
   s->arrives |= code == PM_OP_ARRIVE && !warp_barrier(s->p, op);
-  s->touches |= code == PM_OP_INLINE;
+  s->touches |= pm_is_source(g, op);
 }
 
 /* Set the state to what is known at every start of the loop body; returns the state before. */
@@ -599,7 +599,7 @@ static void visit_op(placer *p, pm_blk block, uint32_t *k) {
   }
   soil_by(p, op);
   if (pm_get(g, op)->n_regions) visit_regions(p, block, k);
-  else if (code == PM_OP_INLINE) visit_inline(p, block, k);
+  else if (pm_is_source(g, op)) visit_inline(p, block, k);
   else if (effects & E_RELEASE) visit_release(p, block, k, signals);
   else if (store.where) visit_store(p, block, k, &store);
   else if (copies) visit_copy(p, block, k);
