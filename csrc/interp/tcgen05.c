@@ -958,8 +958,7 @@ static step locate_rows(pm_machine *m, thread *t, const instr *i, task *k, bool 
     return pm_vm_fail(m, t, i->op, PM_E_MEMORY, "no memory for a copy");
   }
   for (int64_t r = 0; r < n; r++) {
-    rows_of(k)[r] =
-        rows[r] < of->dim[0] ? k->gmem.at + rows[r] * of->stride[0] * of->bytes : NULL;
+    rows_of(k)[r] = rows[r] < of->dim[0] ? k->gmem.at + rows[r] * of->stride[0] * of->bytes : NULL;
   }
   if (m->races) pm_race_issue(m, t, k);
   if (m->timeline) pm_time_issue(m, t, k);
