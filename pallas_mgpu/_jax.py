@@ -67,6 +67,11 @@ def call_special(target, args, kwargs):
         )
     if definition.params.profile_space:
         raise NotImplementedError(f"{what}: profile_space under jax.jit; call it without jit")
+    if not definition.outs:
+        raise NotImplementedError(
+            f"{what}: a kernel without outputs under jax.jit, where it could have no effect; give"
+            " it an output"
+        )
     leaves, structure = tree.flatten(args)
     leaves = [_array(x, what, k) for k, x in enumerate(leaves)]
     return definition.unflatten(call_p.bind(*leaves, kernel=target, structure=structure))

@@ -322,6 +322,12 @@ static xla_error *on_cpu(xla_call *c) {
   return code ? raise(c, &err) : NULL;
 }
 
+static bool has_memory(const xla_call *c) {
+  for (int64_t i = 0; i < c->results.size; i++)
+    if (((const xla_buffer *)c->results.at[i])->data) return true;
+  return false;
+}
+
 static xla_error *on_gpu(xla_call *c) {
   PMPY_ERR(err);
   int device;
@@ -333,8 +339,10 @@ static xla_error *on_gpu(xla_call *c) {
     pm_fail(&err, PM_E_VALUE, "kernel %s: a call was compiled for the CPU", k->g->name);
     return raise(c, &err);
   }
-  if (c->stage == XLA_INITIALIZE) return load(k, c, &device, &err) ? NULL : raise(c, &err);
-  return c->stage == XLA_EXECUTE ? launch(k, c, &err) : NULL;
+  if (c->stage != XLA_INITIALIZE && c->stage != XLA_EXECUTE) return NULL;
+  if (!has_memory(c)) return NULL; /* nothing to do, or not known yet where */
+  if (c->stage == XLA_EXECUTE) return launch(k, c, &err);
+  return load(k, c, &device, &err) ? NULL : raise(c, &err);
 }
 
 /* ---- for Python ----------------------------------------------------------------------------- */

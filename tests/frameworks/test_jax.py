@@ -36,6 +36,11 @@ def add(x_ref, y_ref, o_ref):
     o_ref[...] = x_ref[...] + y_ref[...]
 
 
+@plgpu.kernel(out_type=())
+def nothing(x_ref):
+    plgpu.commit_smem()
+
+
 @pytest.fixture
 def x():
     return jnp.arange(8.0)
@@ -204,6 +209,7 @@ def test_several_threads_at_once(x):
     "call, error, text",
     [
         (lambda x: add(x, x, out=x), TypeError, "out= and stream="),
+        (lambda x: nothing(x), NotImplementedError, "kernel without outputs"),
         (lambda x: add(x, "text"), TypeError, "argument 1 is a str"),
     ],
 )
