@@ -1,7 +1,7 @@
 """Ready kernels, written in the public language alone."""
 
 from .adamw import adamw
-from .attention import AttentionConfig, attention
+from .attention import AttentionConfig, TensorMemoryAttentionConfig, attention
 from .attention_backward import attention_backward
 from .cross_entropy import cross_entropy, cross_entropy_backward
 from .gated import gated_linear_unit, gated_linear_unit_backward
@@ -25,6 +25,7 @@ __all__ = [
     "MixedConfig",
     "NormConfig",
     "RaggedConfig",
+    "TensorMemoryAttentionConfig",
     "TensorMemoryConfig",
     "adamw",
     "attention",

@@ -51,6 +51,9 @@ class NormConfig(NamedTuple):
     consumers: int = 2
     programs: int = 0
 
+class TensorMemoryAttentionConfig(NamedTuple):
+    stages: int = 0
+
 class TensorMemoryConfig(NamedTuple):
     tile_n: int = 256
     pair: bool = True
@@ -77,7 +80,7 @@ def attention(
     causal: bool = False,
     scale: float | None = None,
     return_lse: Literal[False] = False,
-    config: AttentionConfig | None = None,
+    config: AttentionConfig | TensorMemoryAttentionConfig | None = None,
     batch_invariant: bool = False,
     deterministic: bool = False,
     interpret: Interpret = None,
@@ -93,7 +96,7 @@ def attention(
     causal: bool = False,
     scale: float | None = None,
     return_lse: Literal[False] = False,
-    config: AttentionConfig | None = None,
+    config: AttentionConfig | TensorMemoryAttentionConfig | None = None,
     batch_invariant: bool = False,
     deterministic: bool = False,
     interpret: Interpret = None,
@@ -109,7 +112,7 @@ def attention(
     causal: bool = False,
     scale: float | None = None,
     return_lse: Literal[True],
-    config: AttentionConfig | None = None,
+    config: AttentionConfig | TensorMemoryAttentionConfig | None = None,
     batch_invariant: bool = False,
     deterministic: bool = False,
     interpret: Interpret = None,
@@ -125,7 +128,7 @@ def attention(
     causal: bool = False,
     scale: float | None = None,
     return_lse: Literal[True],
-    config: AttentionConfig | None = None,
+    config: AttentionConfig | TensorMemoryAttentionConfig | None = None,
     batch_invariant: bool = False,
     deterministic: bool = False,
     interpret: Interpret = None,

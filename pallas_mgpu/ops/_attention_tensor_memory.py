@@ -24,6 +24,7 @@ from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
 
 from ._common import Ring, WarpSpecialized, overlap_launches, warp_specialized
+from ._tensor_memory import SMEM_BYTES
 
 _F32 = np.float32
 _MASKED = _F32(-3.0e38)  # a score that is not there; stays finite in arithmetic
@@ -47,12 +48,12 @@ class _Plan:
     consumers = _TILES + 1  # threads besides the producer
     block = 128  # keys
 
-    def __init__(self, x, cfg, smem):
+    def __init__(self, x, cfg):
         self.x, self.axes = x, {}
         self.rows = _ROWS * _TILES
         self.q_tiles, self.key_blocks = pl.cdiv(x.queries, self.rows), pl.cdiv(x.keys, self.block)
         self.clusters = x.batch * x.heads * self.q_tiles
-        fit = (smem // (2 * x.dim) - self.rows) // (2 * self.block)
+        fit = (SMEM_BYTES // (2 * x.dim) - self.rows) // (2 * self.block)
         self.stages = min(cfg.stages or 4, fit, max(self.key_blocks, 1))
         self.c = _F32(x.scale * math.log2(math.e))  # exp(x) is exp2(x log2 e)
 
@@ -63,9 +64,7 @@ class _Plan:
             return {
                 f"{prefix}_smem": plgpu.SMEM((self.stages, self.block, x.dim), x.dtype),
                 f"{prefix}_full": plgpu.Barrier(num_barriers=self.stages),
-                f"{prefix}_empty": plgpu.Barrier(
-                    num_barriers=self.stages, orders_tensor_core=True
-                ),
+                f"{prefix}_empty": plgpu.Barrier(num_barriers=self.stages, orders_tensor_core=True),
             }
 
         each = {"num_barriers": _TILES, "orders_tensor_core": True}
@@ -182,9 +181,7 @@ class _Block(WarpSpecialized):
                         self.k_ring.wait(j + 1)
                     self.score(i, j + 1)
 
-                pl.when(j == n - 1)(
-                    lambda i=i: plgpu.tcgen05_commit_arrive(self.out_ready.at[i])
-                )
+                pl.when(j == n - 1)(lambda i=i: plgpu.tcgen05_commit_arrive(self.out_ready.at[i]))
             self.release(self.v_ring, j)
             pl.when(more)(lambda: self.release(self.k_ring, j + 1))
 
@@ -213,6 +210,7 @@ class _Block(WarpSpecialized):
             m, sums = carry
             plgpu.barrier_wait(self.s_ready.at[me], phase=j)
             s = plgpu.async_load_tmem(self.scores.at[me], layout=native)
+            plgpu.wait_load_tmem()
             if masks:
                 s = self.masked(s, row, j)
             new = jnp.maximum(m, jnp.max(s, axis=1))
@@ -257,6 +255,7 @@ class _Block(WarpSpecialized):
         for c in range(0, self.x.dim, _PART):
             part = self.out.at[me, :, c : c + _PART]
             value = plgpu.async_load_tmem(part, layout=layout)
+            plgpu.wait_load_tmem()
             plgpu.async_store_tmem(part, value * _along_rows(alpha, _PART))
 
     def finish(self, me, row, m, sums, layout):
@@ -281,9 +280,9 @@ def _along_rows(x, width):
 
 
 @cached
-def kernel(x, cfg, smem, interpret):
+def kernel(x, cfg, interpret):
     """x: a Problem."""
-    plan = _Plan(x, cfg, smem)
+    plan = _Plan(x, cfg)
 
     def body(q, k, v, o, lse=None, **scratch):
         overlap_launches()

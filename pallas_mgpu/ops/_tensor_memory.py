@@ -26,7 +26,7 @@ from ._common import Ring, StaticTiles, WarpSpecialized, overlap_launches, store
 from ._scaled import UNSCALED, Scales
 
 _BLACKWELL = _core.target("sm_100a")
-_SMEM_BYTES = _BLACKWELL["smem"] - 1024
+SMEM_BYTES = _BLACKWELL["smem"] - 1024
 _ROWS = 128  # of a block
 _ACCUMULATORS = 2
 
@@ -76,7 +76,7 @@ class _Plan:
         used = self.buffers * _ROWS * self.chunk * out_bytes
         used += self.cols * 4 * ((x.bias_dtype is not None) + (x.forms.b == "each"))
         slot = (_ROWS + self.b_cols) * cfg.step
-        most = min((_SMEM_BYTES - used) // slot, 12)
+        most = min((SMEM_BYTES - used) // slot, 12)
         self.stages = min(cfg.stages or most, most)
         if self.stages < 2:
             raise ValueError(f"matmul: {self.stages} slots fit, {cfg} needs 2 of them")

@@ -30,6 +30,8 @@ from pallas_mgpu import lax, pl
 from pallas_mgpu import numpy as jnp
 from pallas_mgpu._caches import cached
 
+from . import _attention_tensor_memory, _tensor_memory
+from ._attention_tensor_memory import TensorMemoryAttentionConfig
 from ._common import (
     SMEM_BYTES,
     CountedTiles,
@@ -492,14 +494,15 @@ def attention(
     deterministic=False,
     interpret=None,
 ):
-    """``softmax(scale * q @ k.T) @ v`` for each head, accumulated in float32 (Hopper).
+    """``softmax(scale * q @ k.T) @ v`` for each head, accumulated in float32 (Hopper, Blackwell).
 
     q: [batch, queries, heads, head_dim]; k, v: [batch, keys, kv_heads, head_dim]; float16 or
-    bfloat16, row-major; head_dim 64, 128 or 256; any lengths. Query head h uses key head
+    bfloat16, row-major; head_dim 64, 128 or (Hopper) 256; any lengths. Query head h uses key head
     ``h // (heads // kv_heads)``. causal: query i sees the keys 0 to i. scale: of the scores,
     ``head_dim ** -0.5`` by default. return_lse: also return the natural logarithm of the sum of
     exponentials of the scores, float32 [batch, heads, queries]. config: an
-    :class:`AttentionConfig`; chosen from the shape by default. out: a preallocated result, or a
+    :class:`AttentionConfig`, on Blackwell a :class:`TensorMemoryAttentionConfig`; chosen from the
+    shape by default. out: a preallocated result, or a
     pair of them. batch_invariant: the bits of a query's result depend on that query, its keys and
     values, the dtypes and options alone (for the same config, if one is given). deterministic: a
     call repeats bit for bit. Both always hold; the options ask later versions to keep it so.
@@ -510,9 +513,14 @@ def attention(
     _check(q, k, v)
     batch_invariance("attention", batch_invariant, deterministic)  # the choice always is
     queries, dim = q.shape[1], q.shape[3]
-    config = config or choose(queries, dim, bool(causal))
-    _check_config(config)
     scale = float(dim**-0.5 if scale is None else scale)
     shape = (*q.shape, k.shape[1], k.shape[2])
     problem = Problem(*shape, q.dtype, bool(causal), scale, bool(return_lse))
+    if config is None and _tensor_memory.runs_here(q.device):
+        config = TensorMemoryAttentionConfig()
+    if isinstance(config, TensorMemoryAttentionConfig):
+        _attention_tensor_memory.check(config, dim)
+        return _attention_tensor_memory.kernel(problem, config, interpret)
+    config = config or choose(queries, dim, bool(causal))
+    _check_config(config)
     return _kernel(problem, config, plgpu.sm_count(q.device), interpret)

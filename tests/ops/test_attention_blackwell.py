@@ -1,0 +1,79 @@
+"""`ops.attention` for Blackwell: the interpreter and the emulated machine give NumPy's results, and
+both targets' compilers take the programs, without local memory."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from pallas_mgpu.machine.run import run as run_on_machine
+from pallas_mgpu.ops import TensorMemoryAttentionConfig, attention
+
+f16, bf16 = np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)
+
+CASES = {  # batch, queries, heads, head_dim, keys, heads of keys; dtype, stages, options
+    "one tile": ((1, 128, 1, 64, 128, 1), f16, 0, {}),
+    "few queries": ((1, 3, 2, 128, 300, 1), bf16, 0, {"return_lse": True}),
+    "ragged": ((1, 300, 2, 64, 400, 1), f16, 0, {"return_lse": True}),
+    "causal": ((2, 520, 2, 128, 520, 2), f16, 2, {"causal": True, "return_lse": True}),
+    "causal, more keys": ((1, 130, 2, 128, 700, 1), bf16, 1, {"causal": True}),
+    "causal, more queries": ((1, 300, 1, 64, 90, 1), f16, 0, {"causal": True, "return_lse": True}),
+    "scale": ((1, 256, 2, 64, 384, 2), bf16, 3, {"scale": 0.7}),
+}
+
+
+def expected(q, k, v, causal=False, scale=None, return_lse=False):
+    q, k, v = (x.astype(np.float64) for x in (q, k, v))
+    k, v = (np.repeat(x, q.shape[2] // x.shape[2], 2) for x in (k, v))
+    s = np.einsum("bqhd,bkhd->bhqk", q, k) * (q.shape[3] ** -0.5 if scale is None else scale)
+    if causal:
+        s = np.where(np.arange(k.shape[1]) <= np.arange(q.shape[1])[:, None], s, -np.inf)
+    m = s.max(-1, keepdims=True)
+    e = np.exp(s - m)
+    sums = e.sum(-1, keepdims=True)
+    return np.einsum("bhqk,bkhd->bqhd", e / sums, v), (np.log(sums) + m)[..., 0]
+
+
+def operands(rng, shape, dtype):
+    batch, queries, heads, dim, keys, kv_heads = shape
+    q = rng.standard_normal((batch, queries, heads, dim)).astype(dtype)
+    k = rng.standard_normal((batch, keys, kv_heads, dim)).astype(dtype)
+    # keys that grow: maxima grow by more than what is borne without rescaling
+    k = (k * np.linspace(0.2, 3, keys)[:, None, None]).astype(dtype)
+    return q, k, rng.standard_normal(k.shape).astype(dtype)
+
+
+def compare(got, want, dtype):
+    (o, *lse), (want_o, want_lse) = got, want
+    bound = 4e-3 if dtype == f16 else 3e-2
+    np.testing.assert_allclose(o.astype(np.float64), want_o, atol=bound, rtol=bound)
+    for x in lse:
+        np.testing.assert_allclose(x, want_lse, atol=2e-4, rtol=2e-4)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_results(name, rng):
+    shape, dtype, stages, options = CASES[name]
+    q, k, v = operands(rng, shape, dtype)
+    want = expected(q, k, v, **options)
+    how = dict(config=TensorMemoryAttentionConfig(stages), **options)
+    f = attention.kernel(q, k, v, **how)
+    lowered = f.lower(q, k, v, target="sm_100a")
+    for seed in range(2):
+        outs = [np.zeros(q.shape, dtype)]
+        if options.get("return_lse"):
+            outs.append(np.zeros((shape[0], shape[2], shape[1]), np.float32))
+        run_on_machine(lowered, [q, k, v], outs, seed=seed)
+        compare(outs, want, dtype)
+    for target in ("sm_100a", "sm_103a"):
+        used = f.lower(q, k, v, target=target).resources()
+        assert used["spill_bytes"] == used["stack_bytes"] == 0 and not used["remarks"], used
+    got = attention(q, k, v, **how, interpret=True)
+    compare(got if options.get("return_lse") else [got], want, dtype)
+
+
+def test_refusals(rng):
+    q, k, v = operands(rng, (1, 64, 1, 256, 64, 1), f16)
+    with pytest.raises(NotImplementedError, match="64 or 128 on Blackwell, got 256"):
+        attention.kernel(q, k, v, config=TensorMemoryAttentionConfig())
+    with pytest.raises(ValueError, match="stages are 0 or more"):
+        attention.kernel(q, k, v, config=TensorMemoryAttentionConfig(-1))
