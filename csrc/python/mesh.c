@@ -34,10 +34,16 @@ static int differs(const pmpy_call *a, const pmpy_call *b, uint32_t d) {
   return 0;
 }
 
-/* Read the arguments of device d, and find the plan, which is that of device 0. */
-static int prepare(pmpy_call *calls, uint32_t d, PyObject *kernel) {
+/* Read the arguments of device d, and find the plan, which is that of device 0. gpus: ordinals, or
+ * NULL. */
+static int prepare(pmpy_call *calls, uint32_t d, PyObject *kernel, const int64_t *gpus) {
   pmpy_call *c = &calls[d];
   if (pmpy_call_locate(c) < 0 || (d && differs(calls, c, d) < 0)) return -1;
+  if (!c->has_array && gpus) {
+    c->home = &pmpy_device_array_source;
+    c->cuda = true;
+    c->device = (int)gpus[d];
+  }
   if (d && (c->cuda != calls->cuda || c->home->library != calls->home->library)) {
     PyErr_Format(PyExc_TypeError,
                  "kernel %U: the arrays of devices 0 and %u of the mesh are of different kinds",
@@ -99,18 +105,12 @@ static int make_ready(pmpy_call *c, int device, place *p, pm_member *m) {
   return 0;
 }
 
-static PyObject *run_on_gpus(pmpy_call *calls, uint32_t n, PyObject *devices, bool ordered) {
-  int64_t ordinals[MOST];
-  if (devices == Py_None) {
+static PyObject *run_on_gpus(pmpy_call *calls, uint32_t n, const int64_t *gpus, bool ordered) {
+  if (!gpus) {
     PyErr_Format(PyExc_TypeError,
                  "kernel %U: the arrays are on GPUs, and the mesh has none: give it "
                  "DeviceMesh(..., devices=...)",
                  calls->name);
-    return NULL;
-  }
-  if (pmpy_ints(devices, "mesh_call: devices", ordinals, MOST) != (int)n) {
-    if (!PyErr_Occurred())
-      PyErr_Format(PyExc_ValueError, "mesh_call: calls for %u devices, not those of the mesh", n);
     return NULL;
   }
   place *places = PyMem_Calloc(n, sizeof *places);
@@ -118,7 +118,7 @@ static PyObject *run_on_gpus(pmpy_call *calls, uint32_t n, PyObject *devices, bo
   PyObject *results = places ? PyList_New(n) : PyErr_NoMemory();
   bool ok = results;
   for (uint32_t d = 0; d < n && ok; d++)
-    ok = make_ready(&calls[d], (int)ordinals[d], &places[d], &members[d]) == 0;
+    ok = make_ready(&calls[d], (int)gpus[d], &places[d], &members[d]) == 0;
   if (ok) {
     PMPY_ERR(err);
     pm_code code;
@@ -149,6 +149,11 @@ static PyObject *mesh_call(PyObject *module, PyObject *const *args, Py_ssize_t n
     return PyErr_Format(PyExc_TypeError, "mesh_call: expected a kernel, two lists, and a bool");
   pmpy_kernel *k = (pmpy_kernel *)args[0];
   const uint32_t n = (uint32_t)PyList_GET_SIZE(args[1]);
+  int64_t ordinals[MOST];
+  const int64_t *gpus = args[3] == Py_None ? NULL : ordinals;
+  if (gpus && pmpy_ints(args[3], "mesh_call: devices", ordinals, MOST) != (int)n)
+    return PyErr_Occurred() ? NULL
+                            : PyErr_Format(PyExc_ValueError, "mesh_call: %u calls do not fit", n);
   pmpy_call *calls = PyMem_Calloc(n ? n : 1, sizeof *calls);
   PyObject *result = NULL;
   uint32_t read = 0;
@@ -159,7 +164,7 @@ static PyObject *mesh_call(PyObject *module, PyObject *const *args, Py_ssize_t n
     code = pmpy_call_read(&calls[read], k->name, &PyTuple_GET_ITEM(in, 0),
                           (size_t)PyTuple_GET_SIZE(in), out == Py_None ? NULL : out, false);
     if (!code) pmpy_call_refuse(&calls[read]);
-    else if (code > 0 && prepare(calls, read, args[0]) < 0) code = -1;
+    else if (code > 0 && prepare(calls, read, args[0], gpus) < 0) code = -1;
   }
   if (code > 0 && calls->emulated) {
     PyErr_Format(PyExc_NotImplementedError,
@@ -167,7 +172,7 @@ static PyObject *mesh_call(PyObject *module, PyObject *const *args, Py_ssize_t n
                  "pallas_mgpu.machine.run.run_mesh",
                  k->name);
   } else if (code > 0 && calls->runs_on < 0) result = pmpy_calls_interpreter(calls, n);
-  else if (code > 0) result = run_on_gpus(calls, n, args[3], args[4] == Py_True);
+  else if (code > 0) result = run_on_gpus(calls, n, gpus, args[4] == Py_True);
   if (calls) end_calls(calls, read);
   if (!result) pmpy_tidy_error();
   return result;

@@ -878,6 +878,9 @@ def case_mesh():
     fake.fake_set_memory(0, 0)
     refused(ValueError, "4", plgpu.DeviceMesh, (2,), ("d",), devices=(0, 4))
 
+    made = plgpu.spmd(kernel(lambda o: None), mesh)()
+    assert [o.device for o in made] == ["cuda:0", "cuda:1"]
+
     # one GPU for both devices: the second one has a stream of its own
     streams = []
     one = plgpu.spmd(kernel(to_the_other), plgpu.DeviceMesh((2,), ("d",), devices=(1, 1)))
