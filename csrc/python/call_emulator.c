@@ -14,24 +14,6 @@ static PyObject *emulation_of(pmpy_plan *p) {
   return Py_NewRef(p->emulation);
 }
 
-pm_code pmpy_run_emulate(const pmpy_run *r, pm_err *err) {
-  PyGILState_STATE gil = PyGILState_Ensure();
-  PyObject *at = PyTuple_New(r->n), *done = NULL;
-  for (uint32_t i = 0; at && i < r->n; i++) {
-    PyObject *item = PyLong_FromUnsignedLongLong(r->ptr[i]);
-    if (!item) Py_CLEAR(at);
-    else PyTuple_SET_ITEM(at, i, item);
-  }
-  PyObject *params = r->c->k->interpret ? r->c->k->interpret : Py_None;
-  PyObject *fresh = r->c->out_arg ? Py_False : Py_True;
-  if (at) done = PyObject_CallFunctionObjArgs(r->emulation, params, at, fresh, NULL);
-  const pm_code code = done ? PM_OK : pm_fail(err, PM_E_RUNTIME, "the emulation failed");
-  Py_XDECREF(done);
-  Py_XDECREF(at);
-  PyGILState_Release(gil);
-  return code;
-}
-
 PyObject *pmpy_call_emulator(pmpy_call *c) {
   PyObject *made[PMPY_MAX_PARAMS];
   uint64_t out[PMPY_MAX_PARAMS];

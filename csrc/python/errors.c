@@ -6,8 +6,6 @@
 #include "../base/env.h"
 #include "module.h"
 
-pmpy_state pmpy;
-
 static const char *const meanings[PM_CODE_COUNT] = {
     NULL,
 #define PM_ERROR(name, exception, when) when,
@@ -135,4 +133,10 @@ void pmpy_tidy_error(void) {
   PyErr_Clear(); /* it is shown as it is */
   Py_XDECREF(traceback);
   PyErr_Restore(type, value, value ? PyException_GetTraceback(value) : NULL);
+}
+
+const char *pmpy_which(int which, char text[32]) {
+  if (which >= 0) snprintf(text, 32, "argument %d", which);
+  else snprintf(text, 32, "out[%d]", -which - 1);
+  return text;
 }

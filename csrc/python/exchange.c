@@ -35,12 +35,6 @@ const pmpy_source pmpy_numpy_source = {.how = READ_NUMPY, .library = PMPY_NUMPY}
 const pmpy_source pmpy_device_array_source = {.how = READ_DEVICE_ARRAY,
                                               .library = PMPY_DEVICE_ARRAY};
 
-const char *pmpy_which(int which, char text[32]) {
-  if (which >= 0) snprintf(text, 32, "argument %d", which);
-  else snprintf(text, 32, "out[%d]", -which - 1);
-  return text;
-}
-
 /* Always -1. "<argument 2> (numpy.ndarray) <text>" */
 static int refuse(PyObject *type, int which, PyObject *o, const char *fmt, ...)
     __attribute__((format(printf, 4, 5)));

@@ -47,10 +47,6 @@ typedef struct pmpy_buffer {
   uint32_t number;                   /* the memory of a Python number */
 } pmpy_buffer;
 
-/* Which argument: 0, 1 ... positional; -1, -2 ...: out[0], out[1] ...; as "argument 2" or "out[0]".
- */
-const char *pmpy_which(int which, char text[32]);
-
 /* What an object is read for. */
 typedef enum pmpy_purpose {
   PMPY_ARRAY,  /* its memory as it is */

@@ -2,6 +2,8 @@
  * set_hooks(), when it is imported. module.h has the table. */
 #include "module.h"
 
+pmpy_state pmpy;
+
 static const char *const names[PMPY_HOOK_COUNT] = {
 #define X(id, name) [PMPY_HOOK_##id] = #name,
     PMPY_HOOKS(X)

@@ -23,6 +23,9 @@ typedef struct pmpy_kernel {
 
 /* New: the plan for operands that were read. */
 pmpy_plan *pmpy_call_trace(const pmpy_call *c, bool keep_text);
+
+/* ---- call_results.c ------------------------------------------------------------------------ */
+
 /* The stream of a call that runs on a device, or whose arrays lie there; 0 or -1. */
 int pmpy_call_find_stream(const pmpy_call *c, int device, void **stream);
 /* Addresses of the outputs, which are fresh arrays unless given. On failure (-1) none is left. */
@@ -68,8 +71,6 @@ typedef struct pmpy_run {
 void pmpy_run_describe(pmpy_run *r, const uint64_t *out);
 /* Move in, run, move out; the GIL is released. */
 pm_code pmpy_run_execute(pmpy_run *r, pm_err *err);
-/* call_emulator.c: on memory of the host; an exception is set where it fails. */
-pm_code pmpy_run_emulate(const pmpy_run *r, pm_err *err);
 /* The same for runs of one plan on the devices of its mesh, by the interpreter. */
 pm_code pmpy_runs_interpret(pmpy_run *r, uint32_t n, pm_err *err);
 

@@ -112,6 +112,9 @@ PyObject *pmpy_hook(pmpy_hook_id id);
 PMPY_INITS(X)
 #undef X
 
+/* errors.c. Which argument: 0, 1 ... positional; -1, -2 ...: out[0], out[1] ...; as "argument 2" or
+ * "out[0]". */
+const char *pmpy_which(int which, char text[32]);
 /* info.c. Tell the runtime where the NVRTC wheel is; called before the first compilation of a
  * process. */
 void pmpy_find_nvrtc(void);

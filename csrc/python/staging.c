@@ -133,11 +133,30 @@ static void drop_stage(pmpy_run *r) {
   }
 }
 
+/* On memory of the host; an exception is set where it fails. */
+static pm_code emulate(const pmpy_run *r, pm_err *err) {
+  PyGILState_STATE gil = PyGILState_Ensure();
+  PyObject *at = PyTuple_New(r->n), *done = NULL;
+  for (uint32_t i = 0; at && i < r->n; i++) {
+    PyObject *item = PyLong_FromUnsignedLongLong(r->ptr[i]);
+    if (!item) Py_CLEAR(at);
+    else PyTuple_SET_ITEM(at, i, item);
+  }
+  PyObject *params = r->c->k->interpret ? r->c->k->interpret : Py_None;
+  PyObject *fresh = r->c->out_arg ? Py_False : Py_True;
+  if (at) done = PyObject_CallFunctionObjArgs(r->emulation, params, at, fresh, NULL);
+  const pm_code code = done ? PM_OK : pm_fail(err, PM_E_RUNTIME, "the emulation failed");
+  Py_XDECREF(done);
+  Py_XDECREF(at);
+  PyGILState_Release(gil);
+  return code;
+}
+
 pm_code pmpy_run_execute(pmpy_run *r, pm_err *err) {
   pm_code code = stage_in(r, err);
   if (!code)
     code = r->on_gpu      ? pm_kernel_launch(r->kernel, r->ptr, r->stream, err)
-           : r->emulation ? pmpy_run_emulate(r, err)
+           : r->emulation ? emulate(r, err)
                           : pmpy_plan_interpret(r->c->plan, (void *const *)r->ptr, r->options, err);
   if (!code) code = stage_out(r, err);
   drop_stage(r);
