@@ -279,12 +279,12 @@ def test_pairs_of_blocks(partition, rng):
 
 def test_rows_by_an_array(rng):
     """Gathered and scattered, also of columns; rows that do not exist are zeros, or left out."""
-    x = rng.standard_normal((256, 96)).astype(F32)
+    x = rng.standard_normal((257, 96)).astype(F32)
     rows = rng.permutation(256)[:32].astype(np.uint32)
-    rows[5] = 300
+    rows[5], rows[6] = 300, 256
 
     def body(x_ref, rows_ref, o_ref, p_ref, smem, barrier):
-        load(x_ref.at[rows_ref[...], 32:96], smem, barrier)
+        load(x_ref.at[:256].at[rows_ref[...], 32:96], smem, barrier)
         wait(barrier)
         o_ref[...] = smem[...]
         plgpu.commit_smem()
@@ -304,6 +304,59 @@ def test_rows_by_an_array(rng):
     scattered = np.zeros((256, 96), F32)
     scattered[rows[there], :64] = want[there]
     np.testing.assert_array_equal(plgpu.freeze(out), scattered)
+
+
+def test_races_of_rows():
+    """Scattered rows are written by an engine, which reads their source until it is waited for; of
+    two blocks they are in no order."""
+    rows = np.arange(32, dtype=np.uint32)
+
+    def by(change, numbers):
+        def body(rows_ref, o_ref, smem):
+            i = lax.axis_index("i")
+            smem[...] = jnp.full((16, 64), i.astype(F32))
+            if change != "no commit":
+                plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(smem, o_ref.at[rows_ref[pl.ds(i * 16, 16)]])
+            if change == "early":
+                smem[...] = jnp.zeros((16, 64), F32)
+            plgpu.wait_smem_to_gmem(0)
+
+        kernel = plgpu.kernel(
+            body,
+            out_type=shaped((32, 64)),
+            grid=(2,),
+            grid_names=("i",),
+            scratch_types=[SMEM((16, 64), F32)],
+            interpret=MANY,
+        )
+        return kernel(numbers)
+
+    np.testing.assert_array_equal(by("", rows[::-1].copy())[:, 0], np.repeat([1, 0], 16))
+    twice = np.where(rows == 20, 3, rows).astype(np.uint32)
+    for change, numbers, name in [("", twice, "o_ref"), ("no commit", rows, "smem")]:
+        with pytest.raises(plgpu.RaceError, match=f"RACE DETECTED on '{name}'"):
+            by(change, numbers)
+    with pytest.raises(plgpu.RaceError, match=r"wait_smem_to_gmem\(\) before"):
+        by("early", rows)
+
+
+def test_rows_never_written():
+    def body(o_ref, smem):
+        smem[:, :32] = jnp.ones((16, 32), F32)
+        plgpu.commit_smem()
+        rows = lax.broadcasted_iota(np.int32, (16,), 0).astype(np.uint32)
+        plgpu.copy_smem_to_gmem(smem, o_ref.at[rows])
+        plgpu.wait_smem_to_gmem(0)
+
+    kernel = plgpu.kernel(
+        body,
+        out_type=shaped((16, 64)),
+        scratch_types=[SMEM((16, 64), F32)],
+        interpret=plgpu.InterpretParams(detect_uninitialized=True),
+    )
+    with pytest.raises(plgpu.UninitializedError, match="comes from 'smem'"):
+        kernel()
 
 
 # ---- misuse --------------------------------------------------------------------------------------
@@ -395,6 +448,14 @@ def store_into_product(r):
     wait(r.done)
 
 
+def operand_stored(r):
+    plgpu.async_store_tmem(r.other, jnp.ones((128, 64), F16))
+    plgpu.commit_tmem()
+    mma(r.acc, r.other, r.b, r.done, accumulate=False)
+    plgpu.async_store_tmem(r.other, jnp.ones((128, 64), F16))
+    wait(r.done)
+
+
 def operand_overwritten(r):
     multiply(r, barrier=r.done)
     load(r.x, r.a, r.plain)
@@ -433,6 +494,32 @@ def told(r):
         r.o[...] = plgpu.async_load_tmem(r.acc)
 
 
+def told_too_early(r):
+    @pl.when(r.thread == 1)
+    def _():
+        plgpu.async_store_tmem(r.acc, jnp.ones((128, 64), F32))
+        arrive(r.told)
+
+    @pl.when(r.thread == 0)
+    def _():
+        wait(r.told)
+        mma(r.acc, r.a, r.b, r.done)
+        wait(r.done)
+
+
+def other_commit(r):
+    multiply(r, barrier=r.done)
+    multiply(r, barrier=r.told)
+    wait(r.done)
+
+    @pl.loop(0, 64)  # the second commit arrives meanwhile
+    def _(k):
+        r.o[k] = r.o[k + 64]
+
+    r.o[...] = plgpu.async_load_tmem(r.acc)
+    wait(r.told)
+
+
 def store_at_the_end(r):
     plgpu.async_store_tmem(r.acc, jnp.ones((128, 64), F32))
 
@@ -451,8 +538,11 @@ def store_at_the_end(r):
         (no_commit_of_store, 1, "reads.*'other' while the async_store_tmem.*commit_tmem must"),
         (load_of_store, 1, "async_load_tmem of 'acc' while the async_store_tmem.*commit_tmem must"),
         (store_into_product, 1, "async_store_tmem of 'acc' while the tcgen05_mma"),
+        (operand_stored, 1, "async_store_tmem of 'other' while the tcgen05_mma.*may still read"),
         (operand_overwritten, 1, "copy_gmem_to_smem overwrites 'a' while the tcgen05_mma"),
         (told_by_a_plain_barrier, 2, "it did not signal that.*orders_tensor_core=True"),
+        (told_too_early, 2, "tcgen05_mma writes.*while the async_store_tmem.*commit_tmem must"),
+        (other_commit, 1, "async_load_tmem of 'acc' while the tcgen05_mma"),
         (store_at_the_end, 1, "the scope of 'acc' ends while the async_store_tmem"),
     ],
 )
@@ -496,13 +586,14 @@ def test_races():
 
 
 @pytest.mark.parametrize(
-    "accumulate, rows, origin", [(False, 64, None), (True, 64, "acc"), (False, 32, "b")]
+    "accumulate, a_rows, rows, origin",
+    [(False, 128, 64, None), (True, 128, 64, "acc"), (False, 128, 32, "b"), (False, 64, 64, "a")],
 )
-def test_what_was_never_written(accumulate, rows, origin):
+def test_what_was_never_written(accumulate, a_rows, rows, origin):
     """A product carries it from its operands, and with `accumulate` from its accumulator."""
 
     def body(o_ref, a, b, scratch, acc, done):
-        a[...] = jnp.ones((128, 64), F16)
+        a[:a_rows] = jnp.ones((a_rows, 64), F16)
         b[:rows] = jnp.ones((rows, 64), F16)
         plgpu.commit_smem()
         plgpu.async_copy_smem_to_tmem(a, scratch)
@@ -539,6 +630,49 @@ def test_timeline(tmp_path, rng):
     begins = [e for e in trace.events if e["name"] == "product: acc" and e["ph"] == "b"]
     assert len(begins) == 15
     assert {"full", "empty", "done"} <= {w.what for w in trace.waits}
+
+
+@pytest.mark.parametrize("delay", [0, 64])
+def test_products_of_the_leader(delay):
+    """In flight, or complete, they are not to be relied on by the other block before one waits."""
+
+    def body(x, o_ref, a, b, acc, done, issued):
+        rank = lax.axis_index("pair")
+        a[...] = x[...]
+        b[...] = x[:64]
+        plgpu.commit_smem()
+        mma(acc, a, b, done, collective_axis="pair", accumulate=False)
+        arrive(issued)
+        wait(issued)
+
+        @pl.when(rank == 1)
+        def _():
+            @pl.loop(0, delay)
+            def _(k):
+                o_ref[k] = o_ref[k + 64]
+
+            o_ref[...] = plgpu.async_load_tmem(acc)
+
+        arrive(issued)
+        wait(issued)
+        wait(done)
+
+    kernel = plgpu.kernel(
+        body,
+        out_type=shaped((128, 128)),
+        scratch_types=[
+            SMEM((128, 64), F16),
+            SMEM((64, 64), F16),
+            TMEM((128, 128), F32, collective=True),
+            ordering(),
+            plgpu.ClusterBarrier(collective_axes=("pair",)),
+        ],
+        cluster=(2,),
+        cluster_names=("pair",),
+        interpret=True,
+    )
+    with pytest.raises(ValueError, match="async_load_tmem of 'acc' while the tcgen05_mma"):
+        kernel(np.ones((128, 64), F16))
 
 
 def test_unequal_pairs():
@@ -782,6 +916,16 @@ def test_copies_that_are_refused():
     )
     with pytest.raises(ValueError, match="with orders_tensor_core=True; copies complete on"):
         kernel()
+
+
+def test_scales_into_another_layout():
+    using(
+        plgpu.async_copy_scales_to_tmem,
+        SMEM((1, 1, 32, 16), E8M0),
+        TMEM((128, 4), E8M0, packed=True),
+        error=ValueError,
+        why="tmem_ref has the layout default",
+    )
 
 
 def test_cluster_control_that_is_refused():

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 import pallas_mgpu as plgpu
+from pallas_mgpu import lax, pl
 from pallas_mgpu import numpy as jnp
-from pallas_mgpu import pl
+from pallas_mgpu.machine.run import run as run_on_machine
 
 F32, F16, U8 = np.float32, np.float16, np.uint8
 E4M3, E8M0, U2 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e8m0fnu, ml_dtypes.uint2
@@ -214,6 +215,74 @@ def test_too_many_columns():
         r"128 +416 +probabilities +tmem float16\[128,256\], default, 2 in 32 bits",
     ):
         assert re.search(row, str(caught.value)), row
+
+
+def test_what_follows_a_union():
+    """It begins behind the largest group, not behind the last one."""
+
+    def body(o_ref, union, other):
+        largest, last = union
+        o_ref[...] = plgpu.async_load_tmem(other) + plgpu.async_load_tmem(largest.at[:, :64])
+        o_ref[:, :32] = plgpu.async_load_tmem(last)
+
+    union = plgpu.RefUnion(plgpu.TMEM((128, 128), F32), plgpu.TMEM((128, 32), F32))
+    scratch = [union, plgpu.TMEM((128, 64), F32)]
+    kernel = plgpu.kernel(body, out_type=shaped((128, 64)), scratch_types=scratch)
+    text = kernel.lower().as_text("graph")
+    assert re.findall(r"alloc_tmem .*offset = (\d+)", text) == ["0", "0", "128"]
+    assert " tmem 256 " in text
+
+
+def test_one_unit_too_many():
+    def body(o_ref, a, b):
+        o_ref[...] = plgpu.async_load_tmem(b) + plgpu.async_load_tmem(a.at[:, :4])
+
+    scratch = [plgpu.TMEM((128, 512), F32), plgpu.TMEM((128, 4), F32)]
+    with pytest.raises(ValueError, match="needs 516 columns of TMEM, a block has 512"):
+        call(body, shaped((128, 4)), scratch=scratch)
+
+
+def test_parts_of_tensor_memory(rng):
+    """Numbers of a batch and slices of columns, static and not: on the interpreter and the emulated
+    machine."""
+    x = rng.standard_normal((2, 128, 64)).astype(F32)
+
+    def body(x_ref, o_ref, batch, halves, packed):
+        i = lax.axis_index("i")
+        out = o_ref.at[i]
+        for k in range(2):
+            plgpu.async_store_tmem(batch.at[k], x_ref[k])
+            plgpu.async_store_tmem(halves.at[k], x_ref[k, 64:])
+            plgpu.async_store_tmem(packed.at[k], x_ref[k].astype(F16))
+        plgpu.commit_tmem()
+        at = pl.multiple_of(i * 32, 32)
+        out[0, :, :32] = plgpu.async_load_tmem(batch.at[1 - i, :, pl.ds(at, 32)])
+        out[0, :, 32:] = plgpu.async_load_tmem(batch.at[1, :, 16:48])
+        out[1, :64] = plgpu.async_load_tmem(halves.at[1])
+        out[1, 64:] = plgpu.async_load_tmem(halves.at[i])
+        out[2, :, :32] = plgpu.async_load_tmem(packed.at[i, :, 32:]).astype(F32)
+        out[2, :, 32:] = plgpu.async_load_tmem(packed.at[1, :, pl.ds(at, 32)]).astype(F32)
+
+    options = dict(
+        out_type=shaped((2, 3, 128, 64)),
+        grid=(2,),
+        grid_names=("i",),
+        scratch_types=[
+            plgpu.TMEM((2, 128, 64), F32),
+            plgpu.TMEM((2, 64, 64), F32),
+            plgpu.TMEM((2, 128, 64), F16, packed=True),
+        ],
+    )
+    want = np.zeros((2, 3, 128, 64), F32)
+    for i in range(2):
+        at = slice(32 * i, 32 * i + 32)
+        want[i, 0] = np.concatenate([x[1 - i, :, at], x[1, :, 16:48]], 1)
+        want[i, 1] = np.concatenate([x[1, 64:], x[i, 64:]])
+        want[i, 2] = np.concatenate([x[i, :, 32:], x[1, :, at]], 1).astype(F16)
+    got = plgpu.kernel(body, interpret=True, **options)(x)
+    np.testing.assert_array_equal(got, want)
+    run_on_machine(plgpu.kernel(body, **options).lower(x, target="sm_100a"), [x], [got])
+    np.testing.assert_array_equal(got, want)
 
 
 def test_print_layout(capfd):

@@ -61,7 +61,7 @@ breaks(
     scales_of_any_layout_are_copied=(
         "pm_type_copy_scales",
         "if (m.layout == PM_TMEM_SCALES)",
-        "if (m.layout != PM_TMEM_DEFAULT)",
+        "if (m.layout < 99)",
     ),
     batches_are_loaded=("pm_type_load_tmem", "x->rank != 2", "x->rank < 2"),
     metadata_is_loaded=(
@@ -175,9 +175,13 @@ breaks(
         "scale_at(m, &places[x->a_scale], i, p / (x->block + 1))",
     ),
     metadata_of_16_bits_is_row_by_row=("index_at", "bits == 16", "bits == 99"),
-    pairs_of_4_bits_move_alone=("widen_a", "bits == 4 ? 2 : 1", "1"),
     rows_that_do_not_exist_stay=("run_gather", "else memset(at, 0, (size_t)n);", ""),
-    rows_end_one_later=("locate_rows", "rows[r] < of->dim[0] ?", "rows[r] <= of->dim[0] ?"),
+    one_row_more_exists=("locate_rows", "rows[r] < of->dim[0]", "rows[r] <= of->dim[0]"),
+    scattered_rows_have_no_marks=(
+        "run_scatter",
+        "m->poison ? pm_poison_beside(m, k->owner, &k->gmem, to) : NULL",
+        "NULL",
+    ),
     reductions_forget_nans=("REDUCE_ROWS", "y != y ||", ""),
     grid_points_are_given_twice=("run_cancel", "d->begun++", "d->begun"),
     questions_after_the_end=("exec_try_cancel", "if (c->refused)", "if (c->refused && !c)"),
