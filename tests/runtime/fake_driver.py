@@ -85,6 +85,36 @@ def plus_one():
     return kernel()
 
 
+def case_sanitize():
+    """What a launch notes in its record is an error with the line; the next one has its own."""
+    os.environ["PALLAS_MGPU_SANITIZE"] = "1"
+    seen, noted = [], []
+
+    def launched(params, record):
+        at = ctypes.cast(params[3], ctypes.POINTER(ctypes.c_uint64))[0]  # behind i, x and o
+        words = (ctypes.c_uint32 * 8).from_address(at)
+        seen.append(any(words))
+        words[: len(noted)] = noted
+
+    keep = Callback(launched)
+    fake.fake_set_kernel(keep)
+
+    def take(i, x, o):
+        o[0] = x[i[0]]
+
+    k, i = kernel(take), np.zeros(1, np.int32)
+    assert "u32* sanitizer" in k.lower(i, x).as_text("cuda")
+    k(i, x)
+    noted[:] = 1, 0, 200, 3, 2, 1, 133
+    what = r"load out of bounds: index 200 of dimension 0 lies outside 'x' of shape \(128,\)"
+    line = take.__code__.co_firstlineno + 1
+    who = r" \(block \(3, 2, 1\), thread 1, warp 0\)"
+    refused(IndexError, rf"{what}{who}\n  at .*fake_driver.py:{line}", k, i, x)
+    noted.clear()
+    k(i, x)
+    assert seen == [False] * 3
+
+
 def case_numpy():
     k = plus_one()
     y = k(x)
