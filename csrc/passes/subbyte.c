@@ -189,6 +189,20 @@ static void divide_tiling(packer *p, pm_opid op) {
   pm_set_list(p->g, op, PM_ATTR_TILING, tile, n);
 }
 
+/* x unpacked to elements of `type`, made before position `at`. */
+static pm_val unpacked(pm_graph *g, pm_val x, const pm_type *type, pm_blk block, uint32_t at,
+                       pm_opid op) {
+  return pm_get(g, pm_insert(g, block, at, PM_OP_UNPACK, &x, 1, type, 1, NULL, 0, op))->out;
+}
+
+/* x in another layout, made before position `at`. */
+static pm_val laid_out(pm_graph *g, pm_val x, pm_layid to, pm_blk block, uint32_t at, pm_opid op) {
+  const pm_type type = *pm_typeof(g, x);
+  const pm_attr_arg layout = {.id = PM_ATTR_LAYOUT, .i = to};
+  return pm_get(g, pm_insert(g, block, at, PM_OP_LAYOUT_CAST, &x, 1, &type, 1, &layout, 1, op))
+      ->out;
+}
+
 /* The load produces bytes, and UNPACKs produce its former result in the layout the user requested.
  * A load through a transpose loads from the base and transposes the result. Returns how many ops
  * were inserted after it. */
@@ -212,22 +226,12 @@ static uint32_t split_load(packer *p, pm_opid op, pm_blk block, uint32_t at) {
   pm_value_of(g, out)->type = bytes;
   uint32_t n = 0;
   pm_val now = out;
-  if (twice) {
-    now = pm_get(g, pm_insert(g, block, at + ++n, PM_OP_UNPACK, &now, 1, &pairs, 1, NULL, 0, op))
-              ->out;
-  }
-  now =
-      pm_get(g, pm_insert(g, block, at + ++n, PM_OP_UNPACK, &now, 1, &whole, 1, NULL, 0, op))->out;
+  if (twice) now = unpacked(g, now, &pairs, block, at + ++n, op);
+  now = unpacked(g, now, &whole, block, at + ++n, op);
   if (turn) {
     now = transposed(p, now, turn->dims, block, at + ++n, op);
   }
-  if (wanted && !half) {
-    const pm_type type = *pm_typeof(g, now);
-    const pm_attr_arg layout = {.id = PM_ATTR_LAYOUT, .i = wanted};
-    now = pm_get(g, pm_insert(g, block, at + ++n, PM_OP_LAYOUT_CAST, &now, 1, &type, 1, &layout, 1,
-                              op))
-              ->out;
-  }
+  if (wanted && !half) now = laid_out(g, now, wanted, block, at + ++n, op);
   p->now[out] = now;
   pm_value_of(g, now)->name = pm_value_of(g, out)->name;
   return n;
@@ -263,15 +267,10 @@ static uint32_t move_bytes(packer *p, pm_opid op, pm_blk block, uint32_t at) {
   const pm_val in = pm_in(g, def, 0), out = pm_get(g, op)->out;
   const pm_type whole = *pm_typeof(g, out), bytes = *pm_typeof(g, in);
   if (bytes.dtype != PM_U8) return 0;
-  const pm_attr_arg layout = {
-      .id = PM_ATTR_LAYOUT,
-      .i = pm_layout_halved(g, (pm_layid)*pm_attr(g, op, PM_ATTR_LAYOUT), &bytes)};
-  if (!layout.i) return 0;
-  const pm_opid moved =
-      pm_insert(g, block, at, PM_OP_LAYOUT_CAST, &in, 1, &bytes, 1, &layout, 1, op);
-  const pm_val cast = pm_get(g, moved)->out;
-  const pm_opid made = pm_insert(g, block, at + 1, PM_OP_UNPACK, &cast, 1, &whole, 1, NULL, 0, op);
-  p->now[out] = pm_get(g, made)->out;
+  const pm_layid half = pm_layout_halved(g, (pm_layid)*pm_attr(g, op, PM_ATTR_LAYOUT), &bytes);
+  if (!half) return 0;
+  const pm_val cast = laid_out(g, in, half, block, at, op);
+  p->now[out] = unpacked(g, cast, &whole, block, at + 1, op);
   pm_value_of(g, p->now[out])->name = pm_value_of(g, out)->name;
   return 2; /* the op itself is no longer used */
 }
